@@ -1,0 +1,88 @@
+"""What crosses the line between the HTTP process and the engine process. Ids only; no text, no tensor."""
+
+from typing import Literal
+
+import msgspec
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How to choose tokens. `temperature` 0 is greedy. `top_k` 0 means all. Checked by `engine.validate`."""
+
+    max_tokens: int
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    stop_token_ids: tuple[int, ...] = ()  # the model's end-of-turn ids included
+    ignore_eos: bool = False  # the stop ids neither stop nor are forbidden
+    logprobs: int | None = None  # None: none; N: the chosen token and the N best
+    prompt_logprobs: int | None = None  # the same for every prompt token
+
+
+class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One sequence to continue. `n` choices are `n` requests."""
+
+    request_id: str
+    prompt_ids: list[int]
+    sampling: SamplingParams
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True):
+    """Log-probability of one token and the best alternatives, best first: (token id, logprob)."""
+
+    token_id: int
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+class EngineOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """News of one request: tokens since the last output; with `finish_reason` it is the last one.
+
+    A stop token is included in `token_ids`. `stop_reason` is the stop id that ended it. The first output of a request
+    that asked for prompt log-probabilities carries them: one entry per prompt token, the first None.
+    """
+
+    request_id: str
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+    error: str | None = None  # safe to show to the client; set with finish_reason "error"
+    error_param: str | None = None  # request field the error is about; a set one makes it the client's fault (400)
+    num_cached_tokens: int = 0
+
+
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
+    """A snapshot of the step loop, published at least twice a second; its arrival is the heartbeat."""
+
+    num_running: int
+    num_waiting: int
+    num_pages_used: int
+    num_pages_total: int
+    num_steps: int
+    num_prompt_tokens: int
+    num_generated_tokens: int
+    num_cached_tokens: int
+    num_preemptions: int
+
+
+class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """Sent once when the engine is ready to serve."""
+
+    max_model_len: int
+    vocab_size: int
+    page_size: int
+    num_pages: int
+    device: str
+    dtype: str
+    moe_paths: list[str]  # one line a MoE layer: "layer 3: torch / none / mxfp4"
+    load_seconds: float

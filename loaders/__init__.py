@@ -1,0 +1,1 @@
+"""Files to tensors: safetensors, quantization schemes, canonical expert weights, tokenizer files."""

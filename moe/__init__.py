@@ -1,0 +1,27 @@
+"""Mixture-of-experts core: one `MoeRunner` for every format, kernel and transport. Importing it needs torch alone."""
+
+from moe.config import Activation, MoeA2ABackend, MoeBackend, MoeRunnerConfig, RoutingConfig, RoutingMethod
+from moe.errors import MoeConfigError, MoeError, SelfCheckError, UnsupportedPathError, WeightFormatError
+from moe.runner import MoeRunner
+from moe.topology import Topology
+from moe.types import BypassedTopK, StandardCombineInput, StandardDispatchOutput, StandardTopK
+
+__all__ = [
+    "Activation",
+    "BypassedTopK",
+    "MoeA2ABackend",
+    "MoeBackend",
+    "MoeConfigError",
+    "MoeError",
+    "MoeRunner",
+    "MoeRunnerConfig",
+    "RoutingConfig",
+    "RoutingMethod",
+    "SelfCheckError",
+    "StandardCombineInput",
+    "StandardDispatchOutput",
+    "StandardTopK",
+    "Topology",
+    "UnsupportedPathError",
+    "WeightFormatError",
+]

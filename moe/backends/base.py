@@ -1,0 +1,53 @@
+"""What every backend answers: where it runs, what it refuses, and how it processes canonical weights."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from moe.config import MoeA2ABackend, MoeRunnerConfig
+from moe.formats import ExpertWeights
+from moe.topology import Topology
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Device:
+    """The device a path is asked about; needs no hardware. `arch` is sm80, sm90, gfx942, cpu and the like."""
+
+    arch: str
+
+    @property
+    def is_cuda(self) -> bool:
+        """True for NVIDIA GPUs."""
+        return self.arch.startswith("sm")
+
+    @property
+    def is_rocm(self) -> bool:
+        """True for AMD GPUs."""
+        return self.arch.startswith("gfx")
+
+
+class Backend(ABC):
+    """A kernel family. Instances hold no state."""
+
+    hardware: ClassVar[str]
+    formats: ClassVar[tuple[str, ...]]
+
+    @abstractmethod
+    def supports(self, device: Device, format_name: str, a2a: MoeA2ABackend, config: MoeRunnerConfig) -> str | None:
+        """None if this backend can run the path, else the reason why not."""
+
+    @abstractmethod
+    def prepare(self, experts: ExpertWeights, config: MoeRunnerConfig, topology: Topology) -> Any:
+        """Process canonical weights into this backend's quant info, once, at load.
+
+        Raises:
+            WeightFormatError: the format or a size cannot be laid out for the kernel.
+        """
+
+    def refuses(self, config: MoeRunnerConfig) -> str | None:
+        """Reason why a setting would be ignored by this backend, or None."""
+        if config.no_combine:
+            return "no_combine is not supported: the kernel sums a token's experts itself"
+        if config.apply_router_weight_on_input:
+            return "apply_router_weight_on_input is not supported: router weights multiply the expert output"
+        return None

@@ -1,0 +1,147 @@
+"""Settings of one MoE layer: enums and frozen records. Knows no tensor and no device."""
+
+import enum
+from dataclasses import dataclass
+
+import torch
+
+from moe.errors import MoeConfigError
+
+
+class MoeBackend(enum.StrEnum):
+    """Who computes the experts."""
+
+    AUTO = "auto"
+    TORCH = "torch"
+    TRITON = "triton"
+    FLASHINFER_MXFP4 = "flashinfer_mxfp4"
+    FLASHINFER_CUTLASS = "flashinfer_cutlass"
+    FLASHINFER_CUTEDSL = "flashinfer_cutedsl"
+    FLASHINFER_TRTLLM = "flashinfer_trtllm"
+    DEEP_GEMM = "deep_gemm"
+    AITER = "aiter"
+
+
+class DispatchFormat(enum.StrEnum):
+    """Layout in which a transport hands tokens to the experts."""
+
+    STANDARD = "standard"
+    DEEPEP_NORMAL = "deepep_normal"
+    DEEPEP_LL = "deepep_ll"
+    MORI_NORMAL = "mori_normal"
+    MORI_LL = "mori_ll"
+    FLASHINFER = "flashinfer"
+
+
+class MoeA2ABackend(enum.StrEnum):
+    """Who moves tokens between expert-parallel ranks."""
+
+    NONE = "none"
+    DEEPEP = "deepep"
+    MORI = "mori"
+    FLASHINFER = "flashinfer"
+    MOONCAKE = "mooncake"
+    NIXL = "nixl"
+
+    @property
+    def dispatch_formats(self) -> tuple[DispatchFormat, ...]:
+        """Every layout this transport can produce; a deployment may narrow it (`--deepep-mode`)."""
+        return _DISPATCH_FORMATS[self]
+
+
+_DISPATCH_FORMATS: dict[MoeA2ABackend, tuple[DispatchFormat, ...]] = {
+    MoeA2ABackend.NONE: (DispatchFormat.STANDARD,),
+    MoeA2ABackend.DEEPEP: (DispatchFormat.DEEPEP_NORMAL, DispatchFormat.DEEPEP_LL),
+    MoeA2ABackend.MORI: (DispatchFormat.MORI_NORMAL, DispatchFormat.MORI_LL),
+    MoeA2ABackend.FLASHINFER: (DispatchFormat.FLASHINFER,),
+    MoeA2ABackend.MOONCAKE: (DispatchFormat.DEEPEP_LL,),
+    MoeA2ABackend.NIXL: (DispatchFormat.DEEPEP_LL,),
+}
+
+
+class RoutingMethod(enum.StrEnum):
+    """How router logits become expert ids and weights."""
+
+    SOFTMAX_AFTER_TOPK = "softmax_after_topk"  # GPT-OSS
+    SIGMOID_GROUPED = "sigmoid_grouped"  # DeepSeek-V3: correction bias, group-limited
+    SQRT_SOFTPLUS = "sqrt_softplus"  # DeepSeek-V4: correction bias, no groups
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Activation:
+    """Gated activation `g * sigmoid(alpha * g) * (u + beta)` with `g = min(gate, limit)`, `u = clamp(up, ±limit)`.
+
+    The defaults are plain SwiGLU (DeepSeek-V3). GPT-OSS: alpha 1.702, beta 1, limit 7. DeepSeek-V4: limit 10.
+    """
+
+    alpha: float = 1.0
+    beta: float = 0.0
+    limit: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.limit is not None and not self.limit > 0:
+            raise MoeConfigError(f"activation limit is {self.limit}: it must be positive, or None for no clamp")
+
+    @property
+    def is_plain(self) -> bool:
+        """True for `silu(gate) * up` without any clamp or offset."""
+        return self == Activation()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoutingConfig:
+    """How `TopK` chooses experts. `routed_scaling_factor` is applied there, exactly once."""
+
+    method: RoutingMethod
+    num_experts: int
+    top_k: int
+    num_groups: int = 1
+    num_kept_groups: int = 1
+    normalize: bool = True
+    routed_scaling_factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.top_k <= self.num_experts:
+            raise MoeConfigError(f"top_k is {self.top_k}: it must lie between 1 and num_experts {self.num_experts}")
+        if self.num_experts % self.num_groups:
+            raise MoeConfigError(f"num_groups is {self.num_groups}: it must divide num_experts {self.num_experts}")
+        if not 1 <= self.num_kept_groups <= self.num_groups:
+            raise MoeConfigError(
+                f"num_kept_groups is {self.num_kept_groups}: it must lie between 1 and num_groups {self.num_groups}"
+            )
+        num_candidates = self.num_kept_groups * (self.num_experts // self.num_groups)
+        if self.top_k > num_candidates:
+            raise MoeConfigError(f"top_k is {self.top_k}: the kept groups hold only {num_candidates} experts")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MoeRunnerConfig:
+    """Shape and arithmetic of one MoE layer on one rank; `intermediate_size` is this rank's share."""
+
+    num_experts: int
+    num_local_experts: int
+    hidden_size: int
+    intermediate_size: int
+    top_k: int
+    activation: Activation = Activation()
+    dtype: torch.dtype = torch.bfloat16
+    routing: RoutingConfig | None = None
+    no_combine: bool = False
+    apply_router_weight_on_input: bool = False
+
+    def __post_init__(self) -> None:
+        for field in ("num_experts", "num_local_experts", "hidden_size", "top_k"):
+            if getattr(self, field) < 1:
+                raise MoeConfigError(f"{field} is {getattr(self, field)}: it must be at least 1")
+        if self.intermediate_size < 0:  # a rank may own no block of the intermediate axis
+            raise MoeConfigError(f"intermediate_size is {self.intermediate_size}: it must not be negative")
+        if self.num_experts % self.num_local_experts:
+            raise MoeConfigError(
+                f"num_local_experts is {self.num_local_experts}: it must divide num_experts {self.num_experts}"
+            )
+        if self.top_k > self.num_experts:
+            raise MoeConfigError(f"top_k is {self.top_k}: it must not exceed num_experts {self.num_experts}")
+        if self.apply_router_weight_on_input and self.top_k != 1:
+            raise MoeConfigError(
+                f"apply_router_weight_on_input needs top_k 1, got {self.top_k}: one input cannot carry several weights"
+            )

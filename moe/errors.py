@@ -1,0 +1,29 @@
+"""Errors of the MoE core, as a tree.
+
+ValueError
+└── MoeError                 base of everything a caller can get wrong here
+    ├── MoeConfigError       a setting that is out of range or contradicts another
+    ├── UnsupportedPathError a backend, transport, format or device that do not go together
+    ├── WeightFormatError    weights or scales whose dtype or shape break their format
+    └── SelfCheckError       a path that computes something else than its reference
+"""
+
+
+class MoeError(ValueError):
+    """Base of the errors that a caller of `moe` can cause."""
+
+
+class MoeConfigError(MoeError):
+    """A setting is out of range or contradicts another one."""
+
+
+class UnsupportedPathError(MoeError):
+    """Backend, transport, format and device do not go together; the message lists what does."""
+
+
+class WeightFormatError(MoeError):
+    """A weight or scale tensor breaks the rules of its number format."""
+
+
+class SelfCheckError(MoeError):
+    """The chosen path computes something else than the reference; names layer, path, expert and error."""

@@ -1,0 +1,98 @@
+"""Registries of the MoE paths: fused functions, runner cores with their permutes, and backends.
+
+A backend module registers itself with the decorators when it is first asked for; `BACKEND_MODULES` is the whole list.
+"""
+
+import importlib
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from moe.config import DispatchFormat, MoeA2ABackend, MoeBackend
+from moe.errors import MoeConfigError
+
+BACKEND_MODULES: dict[MoeBackend, str] = {
+    MoeBackend.TORCH: "moe.backends.torch",
+}
+
+_fused_funcs: dict[tuple[MoeA2ABackend, MoeBackend], Callable[..., Any]] = {}
+_runner_cores: dict[MoeBackend, type] = {}
+_pre_permutes: dict[tuple[DispatchFormat, MoeBackend], Callable[..., Any]] = {}
+_post_permutes: dict[tuple[MoeBackend, DispatchFormat], Callable[..., Any]] = {}
+_backends: dict[MoeBackend, Any] = {}
+
+T = TypeVar("T")
+
+
+def _register(table: dict[Any, Any], key: Any, what: str) -> Callable[[T], T]:
+    def decorate(entry: T) -> T:
+        if key in table:
+            raise MoeConfigError(f"{what} for {key} is registered twice")
+        table[key] = entry
+        return entry
+
+    return decorate
+
+
+def register_fused_func(a2a: MoeA2ABackend, backend: MoeBackend) -> Callable[[T], T]:
+    """Register `fused(dispatch_output, quant_info, config, state) -> CombineInput`."""
+    return _register(_fused_funcs, (a2a, backend), "a fused function")
+
+
+def register_runner_core(backend: MoeBackend) -> Callable[[T], T]:
+    """Register a class `Core(config)` with `run(core_input, quant_info, state) -> core_output`."""
+    return _register(_runner_cores, backend, "a runner core")
+
+
+def register_pre_permute(dispatch_format: DispatchFormat, backend: MoeBackend) -> Callable[[T], T]:
+    """Register `pre(dispatch_output, quant_info, config, state) -> core_input`."""
+    return _register(_pre_permutes, (dispatch_format, backend), "a pre-permute")
+
+
+def register_post_permute(backend: MoeBackend, combine_format: DispatchFormat) -> Callable[[T], T]:
+    """Register `post(core_output, dispatch_output, quant_info, config, state) -> CombineInput`."""
+    return _register(_post_permutes, (backend, combine_format), "a post-permute")
+
+
+def register_backend(backend: MoeBackend) -> Callable[[type[T]], type[T]]:
+    """Register the class whose instance answers `supports()` and `prepare()` for `backend`."""
+
+    def decorate(cls: type[T]) -> type[T]:
+        _register(_backends, backend, "a backend")(cls())
+        return cls
+
+    return decorate
+
+
+def load_backend(backend: MoeBackend) -> Any:
+    """The backend object, its module imported on first use."""
+    if backend not in BACKEND_MODULES:
+        known = ", ".join(sorted(BACKEND_MODULES))
+        raise MoeConfigError(f"--moe-backend {backend} is not built in; known: {known}")
+    importlib.import_module(BACKEND_MODULES[backend])
+    return _backends[backend]
+
+
+def fused_func(a2a: MoeA2ABackend, backend: MoeBackend) -> Callable[..., Any] | None:
+    """The fused function of a pair, or None."""
+    load_backend(backend)
+    return _fused_funcs.get((a2a, backend))
+
+
+def three_part(
+    dispatch_format: DispatchFormat, backend: MoeBackend
+) -> tuple[Callable[..., Any], type, Callable[..., Any]] | None:
+    """(pre-permute, core class, post-permute) of a dispatch format, or None when any of them is missing."""
+    load_backend(backend)
+    pre = _pre_permutes.get((dispatch_format, backend))
+    core = _runner_cores.get(backend)
+    post = _post_permutes.get((backend, dispatch_format))
+    return (pre, core, post) if pre and core and post else None
+
+
+def missing_formats(
+    backend: MoeBackend, a2a: MoeA2ABackend, formats: tuple[DispatchFormat, ...]
+) -> list[DispatchFormat]:
+    """Formats of a transport that a backend cannot take; empty when the pair works."""
+    if fused_func(a2a, backend):
+        return []
+    return [dispatch_format for dispatch_format in formats if three_part(dispatch_format, backend) is None]

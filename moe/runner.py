@@ -1,0 +1,123 @@
+"""`MoeRunner`: the one way from dispatched tokens to expert outputs, whatever the kernel or the transport."""
+
+from collections.abc import Callable
+from typing import Any
+
+from moe import registry
+from moe.config import DispatchFormat, MoeA2ABackend, MoeBackend, MoeRunnerConfig
+from moe.errors import MoeConfigError, UnsupportedPathError
+from moe.types import CombineInput, DispatchOutput, RunState
+
+Path = Callable[[DispatchOutput, Any, RunState], CombineInput]
+
+
+class MoeRunner:
+    """Runs the experts of one layer.
+
+    The path is resolved here, before any weight is read: the fused function of (transport, backend) if there is
+    one, else core plus permutes for every dispatch format the transport can produce.
+
+    Raises:
+        UnsupportedPathError: nothing is registered for the pair, or the backend refuses a setting.
+    """
+
+    def __init__(
+        self,
+        backend: MoeBackend,
+        a2a: MoeA2ABackend,
+        config: MoeRunnerConfig,
+        *,
+        dispatch_formats: tuple[DispatchFormat, ...] | None = None,
+    ) -> None:
+        if backend is MoeBackend.AUTO:
+            raise MoeConfigError("MoeRunner needs a chosen backend; resolve 'auto' with moe.select first")
+        self.backend = backend
+        self.a2a = a2a
+        self.config = config
+        self._formats = dispatch_formats or a2a.dispatch_formats
+        self._overlap_args: Any = None
+        reason = registry.load_backend(backend).refuses(config)
+        if reason:
+            raise UnsupportedPathError(f"--moe-backend {backend}: {reason}")
+        self._paths = self._resolve()
+
+    def _resolve(self) -> dict[DispatchFormat, Path]:
+        fused = registry.fused_func(self.a2a, self.backend)
+        if fused is not None:
+            path = self._fused_path(fused)
+            return dict.fromkeys(self._formats, path)
+        missing = registry.missing_formats(self.backend, self.a2a, self._formats)
+        if missing:
+            raise UnsupportedPathError(_explain(self.backend, self.a2a, missing))
+        return {dispatch_format: self._three_part_path(dispatch_format) for dispatch_format in self._formats}
+
+    def _fused_path(self, fused: Callable[..., CombineInput]) -> Path:
+        config = self.config
+        return lambda dispatched, quant_info, state: fused(dispatched, quant_info, config, state)
+
+    def _three_part_path(self, dispatch_format: DispatchFormat) -> Path:
+        parts = registry.three_part(dispatch_format, self.backend)
+        if parts is None:
+            raise UnsupportedPathError(_explain(self.backend, self.a2a, [dispatch_format]))
+        pre, core_class, post = parts
+        config = self.config
+        core = core_class(config)
+
+        def path(dispatched: DispatchOutput, quant_info: Any, state: RunState) -> CombineInput:
+            core_input = pre(dispatched, quant_info, config, state)
+            core_output = core.run(core_input, quant_info, state)
+            result: CombineInput = post(core_output, dispatched, quant_info, config, state)
+            return result
+
+        return path
+
+    def set_overlap_args(self, overlap_args: Any) -> None:
+        """Arguments that let the next `run` share the device with other work; used once."""
+        self._overlap_args = overlap_args
+
+    def clear_overlap_args(self) -> None:
+        """Forget overlap arguments that no `run` has used."""
+        self._overlap_args = None
+
+    def run(self, dispatch_output: DispatchOutput, quant_info: Any) -> CombineInput:
+        """Compute the local experts for the dispatched tokens.
+
+        Where the host knows that there are no tokens and nothing overlaps, no kernel is called.
+
+        Raises:
+            UnsupportedPathError: the dispatch format is not one the runner was built for.
+            MoeConfigError: overlap arguments are set both here and as a load-time default of the quant info.
+        """
+        try:
+            overlap_args = self._overlap_args
+            default = getattr(quant_info, "overlap_args", None)
+            if overlap_args is not None and default is not None:
+                raise MoeConfigError("overlap arguments are set for this run and in the quant info: keep one")
+            overlap_args = overlap_args if overlap_args is not None else default
+            if dispatch_output.num_tokens == 0 and overlap_args is None:
+                return dispatch_output.empty_result(self.config.dtype)
+            path = self._paths.get(dispatch_output.format)
+            if path is None:
+                built_for = ", ".join(self._paths)
+                raise UnsupportedPathError(
+                    f"this runner was built for {built_for}, but the transport sent {dispatch_output.format}"
+                )
+            return path(dispatch_output, quant_info, RunState(overlap_args=overlap_args))
+        finally:
+            self._overlap_args = None
+
+
+def _explain(backend: MoeBackend, a2a: MoeA2ABackend, missing: list[DispatchFormat]) -> str:
+    """Sentence that names the impossible pair, what works instead, and the flag to change."""
+
+    def works(candidate: MoeBackend, transport: MoeA2ABackend) -> bool:
+        return not registry.missing_formats(candidate, transport, transport.dispatch_formats)
+
+    hardware = {candidate: registry.load_backend(candidate).hardware for candidate in registry.BACKEND_MODULES}
+    transports = [str(transport) for transport in MoeA2ABackend if works(backend, transport)]
+    backends = [f"{candidate} ({hardware[candidate]})" for candidate in hardware if works(candidate, a2a)]
+    return (
+        f"--moe-backend {backend} with --moe-a2a-backend {a2a} has no path for {', '.join(missing)}. "
+        f"{backend} ({hardware[backend]}) works with --moe-a2a-backend {', '.join(transports) or 'nothing'}; "
+        f"{a2a} works with --moe-backend {', '.join(backends) or 'nothing'}."
+    )

@@ -1,0 +1,1 @@
+"""HTTP: OpenAI schemas, chat formats, streaming, metrics, command line."""

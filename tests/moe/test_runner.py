@@ -1,0 +1,169 @@
+"""The runner: resolves its path when built, refuses what cannot work, and computes what the formula says."""
+
+import pytest
+import torch
+
+from moe import (
+    Activation,
+    MoeA2ABackend,
+    MoeBackend,
+    MoeConfigError,
+    MoeRunner,
+    MoeRunnerConfig,
+    StandardDispatchOutput,
+    StandardTopK,
+    Topology,
+    UnsupportedPathError,
+)
+from moe.backends.torch import TorchBackend
+from moe.config import DispatchFormat
+from moe.formats import ExpertWeights, Mxfp4Weight
+
+E, H, I, K = 4, 64, 96, 2
+GPT_OSS = Activation(alpha=1.702, beta=1.0, limit=7.0)
+
+
+def make_config(**changes: object) -> MoeRunnerConfig:
+    settings: dict[str, object] = {
+        "num_experts": E, "num_local_experts": E, "hidden_size": H, "intermediate_size": I, "top_k": K,
+        "activation": GPT_OSS, "dtype": torch.float32,
+    }  # fmt: skip
+    return MoeRunnerConfig(**(settings | changes))  # type: ignore[arg-type]
+
+
+def make_experts(seed: int = 0) -> ExpertWeights:
+    g = torch.Generator().manual_seed(seed)
+    return ExpertWeights(
+        w13=Mxfp4Weight.quantize(torch.randn(E, 2 * I, H, generator=g)),
+        w2=Mxfp4Weight.quantize(torch.randn(E, H, I, generator=g)),
+        b13=torch.randn(E, 2 * I, generator=g),
+        b2=torch.randn(E, H, generator=g),
+    )
+
+
+def expected(x: torch.Tensor, topk: StandardTopK, experts: ExpertWeights) -> torch.Tensor:
+    w13, w2 = experts.w13.dequantize(), experts.w2.dequantize()
+    out = torch.zeros_like(x)
+    for t in range(x.shape[0]):
+        for expert, weight in zip(topk.ids[t].tolist(), topk.weights[t], strict=True):
+            if expert < 0:
+                continue
+            gate, up = (w13[expert] @ x[t] + experts.b13[expert]).chunk(2)
+            gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+            out[t] += weight * (w2[expert] @ (gate * torch.sigmoid(1.702 * gate) * (up + 1)) + experts.b2[expert])
+    return out
+
+
+def random_topk(num_tokens: int, seed: int = 1) -> StandardTopK:
+    g = torch.Generator().manual_seed(seed)
+    ids = torch.stack([torch.randperm(E, generator=g)[:K] for _ in range(num_tokens)]).int()
+    return StandardTopK(torch.rand(num_tokens, K, generator=g), ids)
+
+
+def test_torch_path_computes_the_formula_and_skips_minus_one() -> None:
+    config, experts = make_config(), make_experts()
+    topk = random_topk(7)
+    topk.ids[2, 1] = -1
+    topk.ids[3] = -1
+    x = torch.randn(7, H)
+    quant_info = TorchBackend().prepare(experts, config, Topology())
+    runner = MoeRunner(MoeBackend.TORCH, MoeA2ABackend.NONE, config)
+    result = runner.run(StandardDispatchOutput(x, topk), quant_info)
+    want = expected(x, topk, experts)
+    assert (result.hidden_states - want).norm() / want.norm() < 1e-5
+    assert torch.equal(result.hidden_states[3], torch.zeros(H))
+    assert not result.is_partial
+
+
+def test_expert_parallel_parts_sum_to_the_whole() -> None:
+    experts, topk, x = make_experts(), random_topk(5), torch.randn(5, H)
+    total = torch.zeros(5, H)
+    for rank in range(2):
+        topology = Topology(ep_size=2, ep_rank=rank)
+        own = topology.expert_range(E)
+        local = ExpertWeights(
+            w13=experts.w13.narrow(0, own.start, len(own)), w2=experts.w2.narrow(0, own.start, len(own)),
+            b13=experts.b13[own.start : own.stop], b2=experts.b2[own.start : own.stop],
+        )  # fmt: skip
+        config = make_config(num_local_experts=2)
+        quant_info = TorchBackend().prepare(local, config, topology)
+        runner = MoeRunner(MoeBackend.TORCH, MoeA2ABackend.NONE, config)
+        result = runner.run(StandardDispatchOutput(x, topk), quant_info)
+        assert result.is_partial
+        total += result.hidden_states
+    want = expected(x, topk, experts)
+    assert (total - want).norm() / want.norm() < 1e-5
+
+
+def test_no_tokens_means_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config()
+    runner = MoeRunner(MoeBackend.TORCH, MoeA2ABackend.NONE, config)
+    monkeypatch.setattr("moe.backends.torch.TorchRunnerCore.run", lambda *a: pytest.fail("the core was called"))
+    empty = StandardDispatchOutput(torch.empty(0, H), StandardTopK(torch.empty(0, K), torch.empty(0, K).int()))
+    assert runner.run(empty, TorchBackend().prepare(make_experts(), config, Topology())).hidden_states.shape == (0, H)
+
+
+def test_overlap_arguments_serve_one_run_and_are_cleared_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config()
+    seen = []
+    quant_info = TorchBackend().prepare(make_experts(), config, Topology())
+
+    def record(self: object, core_input: object, info: object, state: object) -> torch.Tensor:
+        seen.append(state.overlap_args)  # type: ignore[attr-defined]
+        if len(seen) == 1:
+            raise RuntimeError("kernel failed")
+        return torch.zeros(1, H)
+
+    monkeypatch.setattr("moe.backends.torch.TorchRunnerCore.run", record)
+    runner = MoeRunner(MoeBackend.TORCH, MoeA2ABackend.NONE, config)
+    dispatched = StandardDispatchOutput(torch.zeros(1, H), random_topk(1))
+    runner.set_overlap_args("stream")
+    with pytest.raises(RuntimeError, match="kernel failed"):
+        runner.run(dispatched, quant_info)
+    runner.run(dispatched, quant_info)
+    runner.set_overlap_args("stream")
+    runner.clear_overlap_args()
+    runner.run(dispatched, quant_info)
+    assert seen == ["stream", None, None]
+
+
+def test_impossible_pair_is_refused_when_built_and_names_what_works() -> None:
+    with pytest.raises(UnsupportedPathError) as error:
+        MoeRunner(MoeBackend.TORCH, MoeA2ABackend.MORI, make_config())
+    text = str(error.value)
+    assert "--moe-backend torch" in text
+    assert "--moe-a2a-backend mori" in text
+    assert "works with --moe-a2a-backend none" in text
+
+
+def test_auto_and_foreign_formats_are_refused() -> None:
+    with pytest.raises(MoeConfigError, match="auto"):
+        MoeRunner(MoeBackend.AUTO, MoeA2ABackend.NONE, make_config())
+    runner = MoeRunner(MoeBackend.TORCH, MoeA2ABackend.NONE, make_config())
+
+    class Foreign:
+        format = DispatchFormat.DEEPEP_LL
+        num_tokens = None
+
+    with pytest.raises(UnsupportedPathError, match="deepep_ll"):
+        runner.run(Foreign(), None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("field", ["no_combine", "apply_router_weight_on_input"])
+def test_settings_that_would_be_ignored_are_refused(field: str) -> None:
+    with pytest.raises(UnsupportedPathError, match=field):
+        MoeRunner(MoeBackend.TORCH, MoeA2ABackend.NONE, make_config(top_k=1, **{field: True}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_experts": 0}, "num_experts is 0"),
+        ({"num_local_experts": 3}, "num_local_experts is 3"),
+        ({"top_k": 9}, "top_k is 9"),
+        ({"apply_router_weight_on_input": True}, "top_k 1"),
+    ],
+)
+def test_bad_settings_name_field_value_and_rule(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(MoeConfigError, match=message):
+        make_config(**changes)
