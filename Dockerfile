@@ -45,7 +45,7 @@ ENV FLASHINFER_WORKSPACE_BASE=/cache \
     HF_HOME=/cache/huggingface \
     MOE_SERVE_HOST=0.0.0.0
 RUN useradd --create-home --uid 1000 serve && mkdir /cache && chown serve /cache
-USER serve
+USER 1000
 WORKDIR /home/serve
 VOLUME /cache
 EXPOSE 8000
