@@ -1,0 +1,129 @@
+"""`Checkpoint`: the safetensors of a model folder, opened by their headers alone. Knows files, no model names.
+
+Accepts one file, a folder with an index, or a folder of files without one. Everything else gets an error that says
+what was found and what to do about it.
+"""
+
+import json
+from pathlib import Path, PurePosixPath
+from typing import Self
+
+import torch
+
+from loaders.errors import CheckpointError
+from loaders.safetensors_file import SafetensorsFile
+from loaders.source import TensorMeta, TensorSource
+
+__all__ = ["Checkpoint", "TensorMeta", "TensorSource"]
+
+_SUFFIX = ".safetensors"
+_INDEX_SUFFIX = ".safetensors.index.json"
+_OTHER_KINDS = {".bin": "PyTorch pickles", ".pth": "PyTorch pickles", ".pt": "PyTorch pickles", ".gguf": "GGUF"}
+
+
+class Checkpoint(TensorSource):
+    """All tensors of one checkpoint; nothing but headers is read before it is asked for."""
+
+    def __init__(self, path: Path, files: list[SafetensorsFile]) -> None:
+        """Join files that were opened already.
+
+        Raises:
+            CheckpointError: one tensor in two files.
+        """
+        metas: dict[str, TensorMeta] = {}
+        self._file_of: dict[str, SafetensorsFile] = {}
+        for file in files:
+            for name, meta in file.metas.items():
+                if name in metas:
+                    raise CheckpointError(f"tensor '{name}' is in two files: {metas[name].file} and {file.path}")
+                metas[name] = meta
+                self._file_of[name] = file
+        super().__init__(str(path), metas)
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """Open a file, an index or a folder; reads and checks headers only.
+
+        Raises:
+            CheckpointError: nothing there, no safetensors, damaged files, an index that contradicts its files.
+        """
+        if not path.exists():
+            raise CheckpointError(f"{path}: no such file or folder; give the folder that holds config.json")
+        if path.is_dir():
+            checkpoint = cls(path, _open_folder(path))
+        elif path.name.endswith(_INDEX_SUFFIX):
+            checkpoint = cls(path, _open_index(path))
+        elif path.suffix == _SUFFIX:
+            checkpoint = cls(path, [SafetensorsFile(path)])
+        else:
+            raise CheckpointError(f"{path}: neither a folder nor a {_SUFFIX} file")
+        _refuse_original_layout(checkpoint)
+        return checkpoint
+
+    def _map(self, meta: TensorMeta) -> torch.Tensor:
+        return self._file_of[meta.name].view(meta.name)
+
+
+def _open_folder(folder: Path) -> list[SafetensorsFile]:
+    indexes = sorted(folder.glob(f"*{_INDEX_SUFFIX}"))
+    if len(indexes) > 1:
+        raise CheckpointError(f"{folder}: more than one index: {', '.join(p.name for p in indexes)}; keep one")
+    if indexes:
+        return _open_index(indexes[0])
+    paths = sorted(folder.glob(f"*{_SUFFIX}"))
+    if not paths:
+        raise CheckpointError(_nothing_found(folder))
+    return [SafetensorsFile(path) for path in paths]
+
+
+def _nothing_found(folder: Path) -> str:
+    if any((folder / "original").glob(f"*{_SUFFIX}")):
+        return (
+            f"{folder}: only the original/ layout is here; download the Hugging Face files "
+            "(model-*.safetensors, in the main folder) of the same model"
+        )
+    kinds = {_OTHER_KINDS[p.suffix] for p in folder.iterdir() if p.suffix in _OTHER_KINDS}
+    if kinds:
+        return f"{folder}: holds {' and '.join(sorted(kinds))} but no safetensors; convert the model to safetensors"
+    return f"{folder}: no safetensors files here; this is no checkpoint folder, or its download is unfinished"
+
+
+def _open_index(path: Path) -> list[SafetensorsFile]:
+    try:
+        weight_map = json.loads(path.read_bytes())["weight_map"]
+        listed = {str(name): str(file) for name, file in weight_map.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path}: not a safetensors index with a 'weight_map' ({error!r})") from error
+    files: dict[str, SafetensorsFile] = {}
+    for name, file_name in listed.items():
+        if file_name not in files:
+            files[file_name] = _open_listed(path, name, file_name)
+        if name not in files[file_name].metas:
+            raise CheckpointError(f"{path} is stale: tensor '{name}' is not in {path.parent / file_name}")
+    for file in files.values():
+        for name in file.metas:
+            if name not in listed:
+                raise CheckpointError(f"{path} is stale: it does not list tensor '{name}' of {file.path}")
+    single = path.parent / path.name.removesuffix(".index.json")
+    if single.name not in files and single.exists():
+        raise CheckpointError(f"{path.parent}: both {single.name} and {path.name} are here; remove the one not meant")
+    return list(files.values())
+
+
+def _open_listed(index: Path, name: str, file_name: str) -> SafetensorsFile:
+    relative = PurePosixPath(file_name)
+    if relative.is_absolute() or ".." in relative.parts:
+        raise CheckpointError(f"{index}: tensor '{name}' points outside the folder: {file_name}")
+    file = index.parent / file_name
+    if not file.is_file():
+        raise CheckpointError(f"{file}: missing, but {index.name} names it for tensor '{name}'; finish the download")
+    return SafetensorsFile(file)
+
+
+def _refuse_original_layout(checkpoint: Checkpoint) -> None:
+    for name in checkpoint.names():
+        if name.startswith("block.") and ".mlp.mlp1_weight" in name:
+            raise CheckpointError(
+                f"{checkpoint.meta(name).where}: this is OpenAI's original/ layout of GPT-OSS; "
+                "give the main folder of the Hugging Face download instead"
+            )
