@@ -1,0 +1,111 @@
+"""The interface of attention over the paged KV cache. Knows no weights: projections and rope belong to the families.
+
+Shape letters: T tokens of the step, H query heads, G KV heads, D key dim, V value dim.
+"""
+
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from model.batch import ForwardBatch, KvLayerSpec, LayerKv
+from model.config import ModelSettingsError, UnsupportedModelError
+
+# Where each implementation lives; imported on first use.
+ATTENTION_MODULES = {"torch": "model.attention.torch"}
+_implementations: dict[str, type["Attention"]] = {}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionSpec:
+    """Shape and rules of one layer's attention.
+
+    `window`: tokens a query sees, itself included; None for all. `values_in_keys`: the values are the first
+    `value_dim` numbers of each key (absorbed MLA), so nothing else is cached.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    scale: float
+    window: int | None = None
+    values_in_keys: bool = False
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise UnsupportedModelError(f"{self.num_heads} query heads cannot share {self.num_kv_heads} KV heads evenly")
+        if self.window is not None and self.window < 1:
+            raise UnsupportedModelError(f"attention window is {self.window}: a query must at least see itself")
+
+    @property
+    def kv_spec(self) -> KvLayerSpec:
+        """What the cache stores for a layer of this kind."""
+        return KvLayerSpec(
+            num_heads=self.num_kv_heads,
+            key_dim=self.key_dim,
+            value_dim=0 if self.values_in_keys else self.value_dim,
+            window=self.window,
+        )
+
+
+class Attention(ABC):
+    """One implementation, shared by all layers of a model.
+
+    `plan` is called once a step; what depends on lengths and pages alone is computed there, not per layer.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self, specs: Sequence[AttentionSpec], device: torch.device) -> None:
+        """Prepare for layers of the given kinds.
+
+        Raises:
+            UnsupportedModelError: a kind or the device that this implementation cannot serve.
+        """
+        self.specs = tuple(dict.fromkeys(specs))
+        self.device = device
+
+    @abstractmethod
+    def plan(self, batch: ForwardBatch) -> Any:
+        """Everything `run` needs besides tensors of the layer; for this batch only."""
+
+    @abstractmethod
+    def run(
+        self,
+        spec: AttentionSpec,
+        plan: Any,
+        kv: LayerKv,
+        q_THD: torch.Tensor,
+        k_TGD: torch.Tensor,
+        v_TGV: torch.Tensor | None,
+        sinks_H: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Write the new keys and values to their slots, then attend; returns [T, H, V].
+
+        `sinks_H` is one more logit per head in the softmax denominator, not multiplied by the scale.
+        """
+
+
+def register_attention(cls: type[Attention]) -> type[Attention]:
+    """Class decorator: makes an implementation known under its `name`."""
+    if cls.name in _implementations:
+        raise ModelSettingsError(f"attention backend {cls.name} is registered twice")
+    _implementations[cls.name] = cls
+    return cls
+
+
+def make_attention(requested: str, specs: Sequence[AttentionSpec], device: torch.device) -> Attention:
+    """The implementation called `requested`; "auto" is torch, which serves every device.
+
+    Raises:
+        ModelSettingsError: an unknown name (the known ones are listed), or a kind it cannot serve.
+    """
+    name = "torch" if requested == "auto" else requested
+    if name not in ATTENTION_MODULES:
+        raise ModelSettingsError(f"attention backend {requested!r} is unknown; known: auto, {', '.join(ATTENTION_MODULES)}")
+    importlib.import_module(ATTENTION_MODULES[name])
+    return _implementations[name](specs, device)

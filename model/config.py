@@ -1,0 +1,109 @@
+"""Settings of one model, its errors, and the small checks that every family runs over `config.json`.
+
+ValueError
+└── ModelError                 base of everything a caller can get wrong here
+    ├── ModelSettingsError     a setting that is out of range
+    └── UnsupportedModelError  config.json asks for something that is not implemented, or contradicts itself or the weights
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from loaders.hf_config import HfConfig
+from moe import MoeA2ABackend, MoeBackend
+
+_ROUTER_DTYPES = ("auto", "float32", "bfloat16")
+_LOAD_FORMATS = ("auto", "dummy")
+_SELFCHECKS = ("off", "first", "all")
+_DTYPES = (torch.float32, torch.bfloat16)
+
+
+class ModelError(ValueError):
+    """Base of the errors that a caller of `model` can cause."""
+
+
+class ModelSettingsError(ModelError):
+    """A field of `ModelSettings` is out of range."""
+
+
+class UnsupportedModelError(ModelError):
+    """config.json asks for something that is not implemented, or contradicts itself or the weights."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSettings:
+    """How to load and run a model; what it is stands in its folder.
+
+    `dtype` "auto" is float32 on a CPU (fastest there, and exact) and bfloat16 elsewhere. `router_logits_dtype` "auto"
+    leaves the choice to the expert backend. `selfcheck`: which MoE layers are compared with their reference at load.
+    """
+
+    device: torch.device = torch.device("cpu")
+    dtype: torch.dtype | Literal["auto"] = "auto"
+    moe_backend: MoeBackend = MoeBackend.AUTO
+    moe_a2a_backend: MoeA2ABackend = MoeA2ABackend.NONE
+    router_logits_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    attention_backend: str = "auto"
+    load_format: Literal["auto", "dummy"] = "auto"
+    selfcheck: Literal["off", "first", "all"] = "first"
+
+    def __post_init__(self) -> None:
+        for field, allowed in (
+            ("router_logits_dtype", _ROUTER_DTYPES),
+            ("load_format", _LOAD_FORMATS),
+            ("selfcheck", _SELFCHECKS),
+        ):
+            if getattr(self, field) not in allowed:
+                raise ModelSettingsError(f"{field} is {getattr(self, field)!r}: it must be one of {', '.join(allowed)}")
+        if self.dtype != "auto" and self.dtype not in _DTYPES:
+            raise ModelSettingsError(f"dtype is {self.dtype}: it must be auto, float32 or bfloat16")
+
+    @property
+    def model_dtype(self) -> torch.dtype:
+        """`dtype` with "auto" resolved by the device."""
+        if self.dtype != "auto":
+            return self.dtype
+        return torch.float32 if self.device.type == "cpu" else torch.bfloat16
+
+
+def positive_int(config: HfConfig, key: str, default: int | None = None) -> int:
+    """Read a count of at least 1.
+
+    Raises:
+        ModelConfigError: (of the loaders) missing without a default, or no whole number.
+        UnsupportedModelError: below 1.
+    """
+    value = default if default is not None and config.raw.get(key) is None else config.require(key, int)
+    if value < 1:
+        raise UnsupportedModelError(f"{config.path}: {key} is {value}: it must be at least 1")
+    return int(value)
+
+
+def number(config: HfConfig, key: str, default: float | None = None) -> float:
+    """Read a number; missing or null gives the default, without one it is an error."""
+    if default is not None and config.raw.get(key) is None:
+        return default
+    return float(config.require(key, float))
+
+
+def flag(config: HfConfig, key: str, default: bool) -> bool:
+    """Read a true-or-false value; missing or null gives the default."""
+    return default if config.raw.get(key) is None else bool(config.require(key, bool))
+
+
+def require_supported(config: HfConfig, key: str, supported: Collection[Any]) -> None:
+    """Refuse a value this code does not implement, rather than ignore it; missing or null is fine."""
+    value = config.raw.get(key)
+    if value is not None and value not in supported:
+        known = ", ".join(str(item) for item in supported)
+        raise UnsupportedModelError(f"{config.path}: {key} {value!r} is not supported; supported: {known}")
+
+
+def require_multiple(config: HfConfig, key: str, of_key: str, default: int | None = None) -> None:
+    """Refuse a count that is no multiple of another one; both keys are named."""
+    value, divisor = positive_int(config, key), positive_int(config, of_key, default)
+    if value % divisor:
+        raise UnsupportedModelError(f"{config.path}: {key} {value} must be a multiple of {of_key} {divisor}")
