@@ -76,10 +76,10 @@ class HfConfig:
         scaling = self.get(key, {})
         if not isinstance(scaling, dict):
             raise ModelConfigError(f"{self.path}: key '{key}' must be an object, found {scaling!r}")
-        theta = scaling.get("rope_theta", self.raw.get("rope_theta"))
+        theta: Any = scaling.get("rope_theta", self.raw.get("rope_theta"))
         if not _is_kind(theta, float):
             raise ModelConfigError(f"{self.path}: no number for 'rope_theta', neither at top level nor in '{key}'")
-        rope_type = scaling.get("rope_type", scaling.get("type", "default"))
+        rope_type = str(scaling.get("rope_type") or scaling.get("type") or "default")
         if rope_type != "default" and not _is_kind(scaling.get("factor"), float):
             raise ModelConfigError(f"{self.path}: '{key}' of type '{rope_type}' needs a number 'factor'")
         original = scaling.get("original_max_position_embeddings") or self.raw.get("initial_context_length")

@@ -1,0 +1,150 @@
+"""DeepSeek-style experts, where every expert has its own gate, up and down layers, in any of the five formats.
+
+Bytes go straight from the mapped file into one buffer per part of the weight, so a layer exists once in memory.
+Letters: E experts, H hidden, I intermediate.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from loaders.errors import CheckpointError
+from loaders.quant import LinearLayout, Part, build_weight, inspect_linear, read_scalar
+from loaders.sharding import Cut, ExpertShard
+from loaders.source import TensorSource, dtype_name
+from moe.formats import ExpertWeights, Weight
+
+# Elements of the intermediate axis that share one scale: the finest cut. Both w13's rows and w2's columns follow it.
+_CUT_BLOCK = {"bf16": 1, "fp8_tensor": 1, "nvfp4": 16, "mxfp4": 32, "fp8_block": 128}
+_ROWS, _COLS = -2, -1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertNames:
+    """What a checkpoint calls the three layers of an expert, between the expert's number and `.weight`."""
+
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Expert:
+    gate: LinearLayout
+    up: LinearLayout
+    down: LinearLayout
+
+
+def read_split_experts(
+    source: TensorSource,
+    prefix: str,
+    num_experts: int,
+    names: ExpertNames | None = None,
+    *,
+    hidden_size: int,
+    intermediate_size: int,
+    shard: ExpertShard | None = None,
+) -> ExpertWeights:
+    """Experts `prefix.0` to `prefix.<num_experts - 1>`; sizes are the whole layer's.
+
+    The headers of all experts are checked on every rank; other ranks' tensors count as used and are not read, but for
+    the scalar scales, which must not depend on the rank. Scales of gate and up that differ anywhere in the layer are
+    kept per half, [E, 2]. A missing `input_scale` becomes the layer's largest. The intermediate size of the result is
+    padded to whole scale blocks (fp8_block: 128), with zeros.
+
+    Raises:
+        CheckpointError: a tensor is missing, half a scale set, wrong shape or dtype, or formats differ between experts.
+        ShardingError: the experts cannot be shared among the ranks.
+    """
+    names, shard = names or ExpertNames(), shard or ExpertShard()
+    local = shard.expert_range(num_experts)
+    experts = [
+        _Expert(
+            gate=_inspect(source, f"{prefix}.{e}.{names.gate}", (intermediate_size, hidden_size)),
+            up=_inspect(source, f"{prefix}.{e}.{names.up}", (intermediate_size, hidden_size)),
+            down=_inspect(source, f"{prefix}.{e}.{names.down}", (hidden_size, intermediate_size)),
+        )
+        for e in range(num_experts)
+    ]
+    _check_uniform(experts)
+    cut = shard.cut_intermediate(intermediate_size, _CUT_BLOCK[experts[0].gate.format_name])
+    w13 = _read_weight(source, [(x.gate, x.up) for x in experts], local, _ROWS, cut)
+    w2 = _read_weight(source, [(x.down,) for x in experts], local, _COLS, cut)
+    for expert in experts:
+        for layout in (expert.gate, expert.up, expert.down):
+            source.mark_used(part.meta.name for part in layout.parts)
+    return ExpertWeights(w13=w13, w2=w2)
+
+
+def _inspect(source: TensorSource, prefix: str, shape: tuple[int, int]) -> LinearLayout:
+    layout = inspect_linear(source, prefix)
+    if layout.shape != shape:
+        raise CheckpointError(
+            f"{layout.weight.where}: expected {list(shape)} elements by the config, found {list(layout.shape)}"
+        )
+    return layout
+
+
+def _check_uniform(experts: list[_Expert]) -> None:
+    first = experts[0].gate
+    for expert in experts:
+        for layout in (expert.gate, expert.up, expert.down):
+            found = (layout.format_name, layout.weight.dtype)
+            if found != (first.format_name, first.weight.dtype):
+                raise CheckpointError(
+                    f"{layout.weight.where}: {found[0]} ({dtype_name(found[1])}), but '{first.weight.name}' of the "
+                    f"same layer is {first.format_name} ({dtype_name(first.weight.dtype)}); one format is expected"
+                )
+
+
+def _read_weight(
+    source: TensorSource, layers: list[tuple[LinearLayout, ...]], local: range, axis: int, cut: Cut
+) -> Weight:
+    """Stack (gate, up) of all local experts along the rows, or (down,) alone; `axis` is the one that is cut."""
+    mine = [layers[e] for e in local]
+    parts = [
+        _stage(source, [tuple(layout.parts[i] for layout in halves) for halves in mine], axis, cut)
+        for i in range(len(mine[0][0].parts))
+    ]
+    scale = _scalars(source, [[layout.scale for layout in halves] for halves in layers])
+    input_scale = _scalars(source, [[layout.input_scale for layout in halves] for halves in layers])
+    keep = slice(local.start, local.stop)
+    return build_weight(
+        layers[0][0].format_name,
+        parts,
+        None if scale is None else scale[keep],
+        None if input_scale is None else input_scale[keep],
+    )
+
+
+def _stage(source: TensorSource, experts: list[tuple[Part, ...]], axis: int, cut: Cut) -> torch.Tensor:
+    """One part of all experts' weights in one buffer [E, halves * rows, cols], cut along `axis` and padded there."""
+    sample = experts[0][0]
+    unit = sample.row_unit if axis == _ROWS else sample.col_unit
+    start, length, padded = cut.start // unit, -(-cut.length // unit), cut.padded // unit
+    buffer: torch.Tensor | None = None
+    for e, halves in enumerate(experts):
+        for h, part in enumerate(halves):
+            piece = part.convert(source.view(part.meta.name).narrow(axis, start, length))
+            if buffer is None:
+                shape = [len(experts), len(halves), *piece.shape]
+                shape[axis] = padded
+                buffer = piece.new_full(shape, part.pad_value) if padded > length else piece.new_empty(shape)
+            buffer[e, h].narrow(axis, 0, length).copy_(piece)
+    if buffer is None:
+        raise CheckpointError(f"{source.origin}: a layer needs at least one expert")
+    return buffer.flatten(1, 2)
+
+
+def _scalars(source: TensorSource, names: list[list[str | None]]) -> torch.Tensor | None:
+    """Per-tensor scales of all experts: [E], or [E, 2] where gate and up differ; None if no expert has one.
+
+    Missing entries become the largest of the others: calibration never reached those experts.
+    """
+    found = [[None if name is None else read_scalar(source, name) for name in halves] for halves in names]
+    present = [value for halves in found for value in halves if value is not None]
+    if not present:
+        return None
+    largest = torch.stack(present).amax()
+    values = torch.stack([torch.stack([largest if v is None else v for v in halves]) for halves in found])
+    return values[:, 0].contiguous() if bool((values == values[:, :1]).all()) else values
