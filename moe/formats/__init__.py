@@ -2,6 +2,20 @@
 
 from moe.formats.base import ExpertWeights, Weight
 from moe.formats.bf16 import Bf16Weight
+from moe.formats.fp8_block import Fp8BlockWeight
+from moe.formats.fp8_tensor import Fp8TensorWeight
+from moe.formats.joining import concat_rows, stack
 from moe.formats.mxfp4 import Mxfp4Weight
+from moe.formats.nvfp4 import Nvfp4Weight
 
-__all__ = ["Bf16Weight", "ExpertWeights", "Mxfp4Weight", "Weight"]
+__all__ = [
+    "Bf16Weight",
+    "ExpertWeights",
+    "Fp8BlockWeight",
+    "Fp8TensorWeight",
+    "Mxfp4Weight",
+    "Nvfp4Weight",
+    "Weight",
+    "concat_rows",
+    "stack",
+]

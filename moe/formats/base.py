@@ -49,10 +49,17 @@ class Weight(Protocol):
         """The same weight on another device."""
 
 
+def axis_from_end(axis: int, num_dims: int) -> int:
+    """-1 for K, -2 for N, below that a leading axis."""
+    if not -num_dims <= axis < num_dims:
+        raise WeightFormatError(f"axis {axis} does not exist in a weight of {num_dims} axes")
+    return axis if axis < 0 else axis - num_dims
+
+
 def check_cut(name: str, axis: int, start: int, length: int, block: int, size: int) -> None:
     """Refuse a cut of `size` elements that splits a block of `block` elements."""
     end = start + length
-    if start % block or (end % block and end != size) or end > size or start < 0:
+    if start < 0 or length < 0 or end > size or start % block or (end % block and end != size):
         raise WeightFormatError(
             f"{name}: cannot cut [{start}, {end}) out of {size} along axis {axis}: "
             f"cuts must fall on multiples of {block}"

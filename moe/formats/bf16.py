@@ -6,7 +6,7 @@ from typing import ClassVar, Self
 import torch
 
 from moe.errors import WeightFormatError
-from moe.formats.base import check_cut
+from moe.formats.base import axis_from_end, check_cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,7 @@ class Bf16Weight:
 
     def narrow(self, axis: int, start: int, length: int) -> Self:
         """A range along one axis."""
+        axis = axis_from_end(axis, self.data.ndim)
         check_cut(self.format_name, axis, start, length, 1, self.data.shape[axis])
         return type(self)(self.data.narrow(axis, start, length))
 

@@ -3,13 +3,14 @@
 Source of the layout: OCP Microscaling Formats 1.0 and the published GPT-OSS checkpoints.
 """
 
+import enum
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
 import torch
 
 from moe.errors import WeightFormatError
-from moe.formats.base import check_cut
+from moe.formats.base import axis_from_end, check_cut
 from moe.formats.fp4 import decode_e2m1, encode_e2m1
 
 GROUP = 32
@@ -21,6 +22,26 @@ def e8m0_to_float(scales: torch.Tensor) -> torch.Tensor:
     exponents = scales.to(torch.int32) - E8M0_BIAS
     values = torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents)
     return values.masked_fill(scales == 255, float("nan"))
+
+
+class ScaleRule(enum.Enum):
+    """How the block exponent follows from the block's largest magnitude. Reading a checkpoint needs none of them."""
+
+    FLOOR = "floor"  # 2^(floor(log2 amax) - 2): the OCP text; values above 6 saturate
+    CEIL = "ceil"  # 2^ceil(log2(amax / 6)): nothing saturates
+    EVEN = "even"  # like FLOOR after rounding amax to a two-bit mantissa
+
+
+def mx_exponents(amax: torch.Tensor, rule: ScaleRule) -> torch.Tensor:
+    """int32 block exponents in -127..127; the scale byte is the exponent plus 127. Zero blocks get -127."""
+    bits = amax.float().view(torch.int32)
+    if rule is ScaleRule.EVEN:
+        bits = bits + 0x200000
+    floor = torch.frexp(bits.view(torch.float32)).exponent - 1  # frexp's mantissa lies in [0.5, 1)
+    exponents = floor - 2
+    if rule is ScaleRule.CEIL:
+        exponents = exponents + (amax > 6.0 * torch.ldexp(torch.ones_like(amax), exponents)).int()
+    return exponents.masked_fill(amax == 0, -E8M0_BIAS).clamp(-E8M0_BIAS, E8M0_BIAS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +91,9 @@ class Mxfp4Weight:
 
     def narrow(self, axis: int, start: int, length: int) -> Self:
         """A range along E, N or K; along K it must keep groups of 32 whole."""
-        size = self.shape[axis]
-        is_last = axis in (-1, len(self.shape) - 1)
-        check_cut(self.format_name, axis, start, length, GROUP if is_last else 1, size)
-        if not is_last:
+        axis = axis_from_end(axis, self.codes.ndim)
+        check_cut(self.format_name, axis, start, length, GROUP if axis == -1 else 1, self.shape[axis])
+        if axis != -1:
             return type(self)(self.codes.narrow(axis, start, length), self.scales.narrow(axis, start, length))
         codes = self.codes.narrow(-1, start // 2, length // 2)
         return type(self)(codes, self.scales.narrow(-1, start // GROUP, length // GROUP))
@@ -83,11 +103,9 @@ class Mxfp4Weight:
         return type(self)(self.codes.to(device), self.scales.to(device))
 
     @classmethod
-    def quantize(cls, dense: torch.Tensor) -> Self:
-        """Quantize [..., N, K] with the scale rule `2^(floor(log2 amax) - 2)` (OCP text; saturates at 6)."""
+    def quantize(cls, dense: torch.Tensor, rule: ScaleRule = ScaleRule.FLOOR) -> Self:
+        """Quantize [..., N, K]."""
         groups = dense.float().unflatten(-1, (-1, GROUP))
-        amax = groups.abs().amax(-1)
-        exponents = torch.frexp(amax).exponent - 3  # frexp's mantissa lies in [0.5, 1)
-        exponents = exponents.masked_fill(amax == 0, -E8M0_BIAS).clamp(-E8M0_BIAS, E8M0_BIAS)
+        exponents = mx_exponents(groups.abs().amax(-1), rule)
         scaled = torch.ldexp(groups, -exponents[..., None])
         return cls(encode_e2m1(scaled).flatten(-2), (exponents + E8M0_BIAS).to(torch.uint8))
