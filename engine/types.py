@@ -58,6 +58,7 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True):
     stop_reason: int | None = None
     error: str | None = None  # safe to show to the client; set with finish_reason "error"
     error_param: str | None = None  # request field the error is about; a set one makes it the client's fault (400)
+    overloaded: bool = False  # refused for want of room or not ready yet: the same request may work later (429, 503)
     num_cached_tokens: int = 0
 
 

@@ -1,0 +1,23 @@
+"""Errors of the engine, as a tree.
+
+ValueError
+└── EngineError
+    ├── EngineConfigError   a setting that is out of range or contradicts another
+    └── RequestError        a request that cannot be served; `param` is the request field to change
+"""
+
+
+class EngineError(ValueError):
+    """Base of the errors that a caller of `engine` can cause."""
+
+
+class EngineConfigError(EngineError):
+    """A setting is out of range or contradicts another one."""
+
+
+class RequestError(EngineError):
+    """A request breaks a rule; the message is safe to show to its client."""
+
+    def __init__(self, param: str, message: str) -> None:
+        super().__init__(message)
+        self.param = param

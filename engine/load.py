@@ -1,0 +1,152 @@
+"""From settings to something that can step: the model, its KV cache, the numbers left open. No requests yet."""
+
+import enum
+import logging
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from engine.config import EngineConfig
+from engine.errors import EngineConfigError
+from engine.kv_cache import KvLayout, choose_cpu_pages, choose_cuda_pages
+from engine.runner import Model, ModelRunner
+from engine.sequence import Chunk, Sequence
+from engine.types import EngineInfo, EngineRequest, SamplingParams
+from model.batch import LayerKv
+
+_DEFAULT_STEP_TOKENS = {"cpu": 512, "cuda": 2048}
+_WARM_UP_TOKENS = 32  # a prompt of this many, then one more: every code path of a step ran before the first user
+_SAMPLING_BYTES_PER_LOGIT = 48  # the sampler's temporaries at its peak, filters on
+
+logger = logging.getLogger(__name__)
+_Enum = TypeVar("_Enum", bound=enum.StrEnum)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadedEngine:
+    """A warmed-up runner and the numbers that depend on the model and the device."""
+
+    runner: ModelRunner
+    num_pages: int
+    max_model_len: int
+    max_num_batched_tokens: int
+
+    def make_info(self, config: EngineConfig, *, load_seconds: float) -> EngineInfo:
+        """What the other process is told once."""
+        model = self.runner.model
+        return EngineInfo(
+            max_model_len=self.max_model_len,
+            vocab_size=model.vocab_size,
+            page_size=config.page_size,
+            num_pages=self.num_pages,
+            device=str(model.device),
+            dtype=str(model.dtype).removeprefix("torch."),
+            moe_paths=[layer.description for layer in model.moe_layers],
+            load_seconds=load_seconds,
+        )
+
+
+def load_engine(config: EngineConfig, model: Model | None) -> LoadedEngine:
+    """Load the model of the config unless one is given, size and allocate its KV cache, warm it up.
+
+    Raises:
+        ValueError: (of this package, the model's, the loaders') a setting or a file is wrong.
+    """
+    if model is None:
+        model = _build_model(config)
+    max_model_len = _choose_max_model_len(config, model)
+    step_tokens = config.max_num_batched_tokens or max(
+        _DEFAULT_STEP_TOKENS.get(model.device.type, 512), config.max_num_seqs
+    )
+    dtype = model.dtype if config.kv_cache_dtype == "auto" else getattr(torch, config.kv_cache_dtype)
+    layout = KvLayout(specs=tuple(model.kv_specs), page_size=config.page_size, dtype=dtype)
+
+    def make_runner(kv: list[LayerKv]) -> ModelRunner:
+        return ModelRunner(
+            model, kv, page_size=config.page_size, max_num_seqs=config.max_num_seqs, max_model_len=max_model_len
+        )
+
+    def rehearse() -> None:
+        num_tokens = min(step_tokens, max_model_len)
+        kv = layout.allocate(-(-num_tokens // config.page_size), model.device)
+        _run_prompt(make_runner(kv), num_tokens)
+
+    if config.num_pages is not None:
+        num_pages = config.num_pages
+    elif model.device.type == "cuda":
+        num_pages = choose_cuda_pages(
+            layout,
+            device=model.device,
+            utilization=config.gpu_memory_utilization,
+            sampling_bytes=_SAMPLING_BYTES_PER_LOGIT * config.max_num_seqs * model.vocab_size,
+            rehearse=rehearse,
+        )
+    else:
+        num_pages = choose_cpu_pages(layout, max_num_seqs=config.max_num_seqs, max_model_len=max_model_len)
+    num_kv_tokens = num_pages * config.page_size
+    if num_kv_tokens < max_model_len:
+        logger.warning("max_model_len is lowered from %d to %d, what the KV cache holds", max_model_len, num_kv_tokens)
+        max_model_len = num_kv_tokens
+    runner = make_runner(layout.allocate(num_pages, model.device))
+    _run_prompt(runner, min(_WARM_UP_TOKENS, max_model_len))
+    logger.info("KV cache: %d pages of %d tokens, %.0f MiB", num_pages, config.page_size,
+                num_pages * layout.bytes_per_page / 2**20)  # fmt: skip
+    return LoadedEngine(
+        runner=runner, num_pages=num_pages, max_model_len=max_model_len, max_num_batched_tokens=step_tokens
+    )
+
+
+def _build_model(config: EngineConfig) -> Model:
+    from model.config import ModelSettings
+    from model.registry import build_model
+    from moe import MoeA2ABackend, MoeBackend
+
+    choices: dict[str, Any] = {
+        name: getattr(config, name) for name in ("router_logits_dtype", "attention_backend", "load_format", "selfcheck")
+    }
+    settings = ModelSettings(
+        device=_choose_device(config.device),
+        dtype="auto" if config.dtype == "auto" else getattr(torch, config.dtype),
+        moe_backend=_member(MoeBackend, "moe_backend", config.moe_backend),
+        moe_a2a_backend=_member(MoeA2ABackend, "moe_a2a_backend", config.moe_a2a_backend),
+        **choices,
+    )
+    return build_model(config.model, settings)
+
+
+def _member(kind: type[_Enum], field: str, value: str) -> _Enum:
+    try:
+        return kind(value)
+    except ValueError:
+        known = ", ".join(member.value for member in kind)
+        raise EngineConfigError(f"{field} is {value!r}: it must be one of {known}") from None
+
+
+def _choose_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise EngineConfigError(f"device is {name!r} and torch finds no CUDA device: use cpu, or install a CUDA torch")
+    return torch.device(name)
+
+
+def _choose_max_model_len(config: EngineConfig, model: Model) -> int:
+    if config.max_model_len is None:
+        return model.max_model_len
+    if config.max_model_len > model.max_model_len:
+        raise EngineConfigError(
+            f"max_model_len is {config.max_model_len}: this model was made for at most {model.max_model_len} tokens"
+        )
+    return config.max_model_len
+
+
+def _run_prompt(runner: ModelRunner, num_tokens: int) -> None:
+    """One prompt of zeros on the first pages, then one token after it; what it writes is never read by a request."""
+    request = EngineRequest(request_id="warm-up", prompt_ids=[0] * num_tokens, sampling=SamplingParams(max_tokens=1))
+    seq = Sequence(request, stop_ids=frozenset(), seed=0)
+    seq.row = 0
+    seq.pages = list(range(-(-num_tokens // runner.page_size)))
+    runner.run([Chunk(seq, 0, num_tokens)])
+    if num_tokens > 1:
+        runner.run([Chunk(seq, num_tokens - 1, 1)])

@@ -1,0 +1,70 @@
+"""Changes logits before a token is chosen: bias, penalties, forbidden stop tokens. Chooses nothing.
+
+Shape letters: R rows (sequences that sample in this step), V vocabulary.
+"""
+
+from collections.abc import Sequence as ListLike
+
+import torch
+
+from engine.sequence import Sequence, has_penalties
+
+
+class SeenTokens:
+    """Which tokens a sequence has met, as dense rows on the device, brought up to date from its token list."""
+
+    def __init__(self, seq: Sequence, vocab_size: int, device: torch.device) -> None:
+        self.counts_V = torch.zeros(vocab_size, dtype=torch.float32, device=device)  # of generated tokens
+        self.in_prompt_V = torch.zeros(vocab_size, dtype=torch.bool, device=device)
+        self.in_prompt_V[torch.tensor(seq.token_ids[: seq.num_prompt], device=device)] = True
+        self.num_counted = seq.num_prompt
+
+    def update(self, seq: Sequence) -> None:
+        """Count the tokens generated since the last call."""
+        if len(seq.token_ids) > self.num_counted:
+            new = torch.tensor(seq.token_ids[self.num_counted :], device=self.counts_V.device)
+            self.counts_V.index_add_(0, new, torch.ones(len(new), device=self.counts_V.device))
+            self.num_counted = len(seq.token_ids)
+
+
+class LogitRules:
+    """What changes the logits of one sequence; kept as its `sampler_state`."""
+
+    def __init__(self, seq: Sequence, vocab_size: int, device: torch.device) -> None:
+        sampling = seq.sampling
+        self.seen = SeenTokens(seq, vocab_size, device) if has_penalties(seq) else None
+        self.bias_ids = torch.tensor(list(sampling.logit_bias), dtype=torch.int64, device=device)
+        self.bias = torch.tensor(list(sampling.logit_bias.values()), dtype=torch.float32, device=device)
+        self.stop_ids = torch.tensor(sorted(seq.stop_ids), dtype=torch.int64, device=device)
+
+    def apply(self, logits_V: torch.Tensor, seq: Sequence) -> None:
+        """Change one row in place."""
+        if self.seen is not None:
+            self.seen.update(seq)
+            _penalize(logits_V, self.seen, seq)
+        if len(self.bias):
+            logits_V[self.bias_ids] += self.bias
+        if seq.num_output < seq.sampling.min_tokens and len(self.stop_ids):
+            logits_V[self.stop_ids] = float("-inf")
+
+
+def _penalize(logits_V: torch.Tensor, seen: SeenTokens, seq: Sequence) -> None:
+    sampling = seq.sampling
+    if sampling.repetition_penalty != 1.0:
+        factor = sampling.repetition_penalty
+        met_V = seen.in_prompt_V | (seen.counts_V > 0)
+        logits_V.copy_(torch.where(met_V, torch.where(logits_V > 0, logits_V / factor, logits_V * factor), logits_V))
+    if sampling.frequency_penalty != 0.0:
+        logits_V -= sampling.frequency_penalty * seen.counts_V
+    if sampling.presence_penalty != 0.0:
+        logits_V -= sampling.presence_penalty * (seen.counts_V > 0)
+
+
+def apply_rules(logits_RV: torch.Tensor, seqs: ListLike[Sequence]) -> None:
+    """Apply the rules of each sequence to its row, in place."""
+    for row, seq in enumerate(seqs):
+        sampling = seq.sampling
+        if sampling.logit_bias or sampling.min_tokens or has_penalties(seq):
+            if seq.sampler_state is None:
+                seq.sampler_state = LogitRules(seq, logits_RV.shape[1], logits_RV.device)
+            seq.sampler_state.apply(logits_RV[row], seq)

@@ -1,0 +1,103 @@
+"""Chooses the next token of every row. Changes to the logits are in `logits`, random numbers in `draws`.
+
+Shape letters: R rows (sequences that sample in this step), V vocabulary.
+
+A draw is an inverse-CDF lookup in order of token id: one number of the request decides, and rounding differences in
+the logits move a boundary by as little as they move the probabilities. Filters act after the temperature and in the
+order top-k, then min-p and top-p on what is left; each keeps a head of the tokens sorted by probability.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from engine.draws import uniform
+from engine.logits import apply_rules
+from engine.logprobs import token_logprobs
+from engine.sequence import GREEDY_TEMPERATURE, Sequence
+from engine.types import TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """Per row: the token, None where the logits were not finite; log-probabilities where they were asked for."""
+
+    tokens: list[int | None]
+    logprobs: list[TokenLogprobs | None]
+
+
+def sample(logits_RV: torch.Tensor, seqs: list[Sequence]) -> Sampled:
+    """Next token of each sequence from its row of float32 logits, which may be overwritten."""
+    best_R, best_ids_R = logits_RV.max(dim=-1)  # a NaN anywhere in a row becomes its maximum
+    broken = [not -_LARGEST <= value <= _LARGEST for value in best_R.tolist()]
+    if all(seq.is_plain_greedy for seq in seqs):
+        tokens = best_ids_R.tolist()
+        logprobs: list[TokenLogprobs | None] = [None] * len(seqs)
+    else:
+        if any(broken):
+            logits_RV[torch.tensor(broken, device=logits_RV.device)] = 0.0  # keep the arithmetic of the others quiet
+        wanted = [row for row, seq in enumerate(seqs) if seq.sampling.logprobs is not None]
+        raw_WV = torch.log_softmax(logits_RV[wanted], dim=-1) if wanted else None
+        apply_rules(logits_RV, seqs)
+        tokens = _choose(logits_RV, seqs)
+        logprobs = [None] * len(seqs)
+        if raw_WV is not None:
+            num_top = max(seqs[row].sampling.logprobs or 0 for row in wanted)
+            entries = token_logprobs(raw_WV, [tokens[row] for row in wanted], num_top)
+            for row, entry in zip(wanted, entries, strict=True):
+                logprobs[row] = TokenLogprobs(entry.token_id, entry.logprob, entry.top[: seqs[row].sampling.logprobs])
+    return Sampled([None if bad else token for token, bad in zip(tokens, broken, strict=True)], logprobs)
+
+
+_LARGEST = torch.finfo(torch.float32).max
+
+
+def _choose(logits_RV: torch.Tensor, seqs: list[Sequence]) -> list[int]:
+    drawn = [row for row, seq in enumerate(seqs) if seq.sampling.temperature > GREEDY_TEMPERATURE]
+    if len(drawn) == len(seqs):
+        return _draw(logits_RV, seqs)
+    tokens: list[int] = logits_RV.argmax(dim=-1).tolist()
+    if drawn:
+        for row, token in zip(drawn, _draw(logits_RV[drawn], [seqs[row] for row in drawn]), strict=True):
+            tokens[row] = token
+    return tokens
+
+
+def _draw(logits_RV: torch.Tensor, seqs: list[Sequence]) -> list[int]:
+    device = logits_RV.device
+    temperature_R1 = torch.tensor([[seq.sampling.temperature] for seq in seqs], dtype=torch.float32, device=device)
+    probs_RV = torch.softmax(logits_RV / temperature_R1, dim=-1)
+    filtered = [row for row, seq in enumerate(seqs) if _is_filtered(seq)]
+    if len(filtered) == len(seqs):
+        probs_RV = _filter(probs_RV, seqs)
+    elif filtered:
+        probs_RV[filtered] = _filter(probs_RV[filtered], [seqs[row] for row in filtered])
+    cdf_RV = probs_RV.cumsum(dim=-1, dtype=torch.float64)
+    draws_R1 = torch.tensor([[uniform(seq.seed, seq.num_output)] for seq in seqs], dtype=torch.float64, device=device)
+    # A draw is at most 1 - 2**-52, so the product stays below the last entry and no token of probability 0 is chosen.
+    chosen_R1 = torch.searchsorted(cdf_RV, draws_R1 * cdf_RV[:, -1:], right=True)
+    tokens: list[int] = chosen_R1[:, 0].tolist()
+    return tokens
+
+
+def _is_filtered(seq: Sequence) -> bool:
+    return seq.sampling.top_p < 1.0 or seq.sampling.top_k > 0 or seq.sampling.min_p > 0.0
+
+
+def _filter(probs_RV: torch.Tensor, seqs: list[Sequence]) -> torch.Tensor:
+    """Probabilities, not normalized again, with zeros where a filter drops the token; the best one always stays."""
+    vocab_size = probs_RV.shape[1]
+    rules_R3 = torch.tensor(
+        [[seq.sampling.top_k or vocab_size, seq.sampling.top_p, seq.sampling.min_p] for seq in seqs],
+        dtype=torch.float64,
+        device=probs_RV.device,
+    )
+    top_k_R1, top_p_R1, min_p_R1 = rules_R3.split(1, dim=1)
+    sorted_RV, order_RV = probs_RV.sort(dim=-1, descending=True, stable=True)
+    rank_V = torch.arange(vocab_size, device=probs_RV.device)
+    sorted_RV = sorted_RV.double().masked_fill_(rank_V >= top_k_R1, 0.0)
+    mass_RV = sorted_RV.cumsum(dim=-1)
+    kept_RV = (mass_RV - sorted_RV < top_p_R1 * mass_RV[:, -1:]) & (sorted_RV >= min_p_R1 * sorted_RV[:, :1])
+    kept_RV &= rank_V < top_k_R1
+    kept_RV[:, 0] = True
+    return probs_RV * torch.empty_like(kept_RV).scatter_(1, order_RV, kept_RV)

@@ -1,0 +1,94 @@
+"""A model without weights whose logits depend on every key it reads back through the page table."""
+
+import numpy as np
+import torch
+
+from engine.types import EngineRequest, SamplingParams
+from model.batch import ForwardBatch, KvLayerSpec, LayerKv
+
+_PRIME = 1_000_003
+
+
+class FakeModel:
+    """Keys hold the token id, values the position. The logits after a token are a hash of all (id, position) before it.
+
+    A wrong slot, page, position, length or query row therefore changes the answer. Values are checked on the way: a
+    key whose position is not its place in the sequence gives NaN logits.
+    """
+
+    def __init__(self, vocab_size=97, max_model_len=256, eos_token_ids=(0,), sharpness=3.0, nan_after=None):
+        self.vocab_size = vocab_size
+        self.max_model_len = max_model_len
+        self.eos_token_ids = eos_token_ids
+        self.sharpness = sharpness
+        self.nan_after = nan_after  # a token id after which nothing but NaN comes
+        self.raise_on = None  # a token id that makes the forward pass raise
+        self.kv_specs = [KvLayerSpec(num_heads=1, key_dim=1, value_dim=1)] * 2
+        self.moe_layers = []
+        self.dtype = torch.float32
+        self.device = torch.device("cpu")
+        self.num_calls = 0
+        self.largest_step = 0
+
+    def __call__(self, batch: ForwardBatch, kv: list[LayerKv]) -> torch.Tensor:
+        self.num_calls += 1
+        self.largest_step = max(self.largest_step, batch.num_tokens)
+        ids = batch.input_ids_T.numpy()
+        if self.raise_on is not None and (ids == self.raise_on).any():
+            raise RuntimeError(f"token {self.raise_on} is poison")
+        for layer in kv:
+            layer.keys[batch.slots_T, 0, 0] = batch.input_ids_T.float()
+            layer.values[batch.slots_T, 0, 0] = batch.positions_T.float()
+        hashes = np.concatenate([self._hash_request(batch, kv, b) for b in range(len(batch.query_lens))])
+        return torch.from_numpy(np.stack([self._logits(hashes[row]) for row in batch.logit_rows_R.tolist()])
+                                if len(batch.logit_rows_R) else np.zeros((0, self.vocab_size), np.float32))
+
+    def _hash_request(self, batch, kv, b):
+        """For each query token of request b: (hash of everything up to it, True if the cache was in order)."""
+        positions = np.arange(batch.seq_lens[b])
+        pages = batch.page_table_BP[b].numpy()[positions // batch.page_size]
+        slots = torch.from_numpy(pages.astype(np.int64) * batch.page_size + positions % batch.page_size)
+        tokens, places = kv[-1].keys[slots, 0, 0].numpy(), kv[-1].values[slots, 0, 0].numpy()
+        start, end = batch.query_start_B1[b : b + 2].tolist()
+        assert end - start == batch.query_lens[b]
+        assert batch.seq_lens_B[b] == batch.seq_lens[b]
+        out, value, in_order = [], 7, True
+        for position, (token, place) in enumerate(zip(tokens, places, strict=True)):
+            value = (value * 31 + int(token) + 1) % _PRIME
+            in_order &= place == position
+            if position >= batch.seq_lens[b] - batch.query_lens[b]:
+                bad = not in_order or (self.nan_after is not None and token == self.nan_after)
+                out.append((value, bad))
+        return np.array(out, dtype=np.int64)
+
+    def _logits(self, state):
+        value, bad = state
+        if bad:
+            return np.full(self.vocab_size, np.nan, np.float32)
+        mixed = (np.arange(self.vocab_size, dtype=np.uint64) + np.uint64(value) * np.uint64(self.vocab_size))
+        mixed = (mixed ^ (mixed >> np.uint64(7))) * np.uint64(0x9E3779B97F4A7C15)
+        return ((mixed >> np.uint64(40)).astype(np.float32) / 2**24 * self.sharpness * 4).astype(np.float32)
+
+
+def request(request_id, prompt_ids, max_tokens=8, **sampling):
+    sampling.setdefault("temperature", 0.0)
+    return EngineRequest(
+        request_id=request_id, prompt_ids=list(prompt_ids), sampling=SamplingParams(max_tokens=max_tokens, **sampling)
+    )
+
+
+def run_all(core, requests=(), max_steps=5000):
+    """Add the requests, step until idle; outputs per request id, in order."""
+    for item in requests:
+        core.add(item)
+    outputs = {}
+    for _ in range(max_steps):
+        if not core.has_work:
+            return outputs
+        for output in core.step():
+            outputs.setdefault(output.request_id, []).append(output)
+    raise AssertionError(f"not idle after {max_steps} steps")
+
+
+def tokens_of(outputs):
+    return [token for output in outputs for token in output.token_ids]

@@ -1,0 +1,182 @@
+"""EngineCore on a fake model: the same tokens however a request is cut, batched, cached or preempted."""
+
+import math
+
+import pytest
+
+from tests.engine.fakes import FakeModel, request, run_all, tokens_of
+
+PROMPTS = [list(range(1, 1 + length)) for length in (1, 3, 4, 5, 16, 17, 40)]
+SAMPLED = {"temperature": 0.9, "top_p": 0.95, "seed": 11}
+
+
+def alone(make_core, prompt, **kwargs):
+    return tokens_of(run_all(make_core(max_num_batched_tokens=256), [request("a", prompt, **kwargs)])["a"])
+
+
+@pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("settings", [
+    {"max_num_batched_tokens": 8},
+    {"page_size": 1, "num_pages": 250},
+    {"page_size": 16, "num_pages": 20, "enable_prefix_caching": False},
+    {"max_num_seqs": 2},
+    {"num_pages": 26},
+], ids=["small chunks", "page size 1", "page size 16", "few places", "few pages"])
+def test_tokens_do_not_depend_on_chunks_pages_or_neighbours(make_core, settings, sampling):
+    requests = [request(f"r{i}", prompt, max_tokens=20, ignore_eos=True, **sampling) for i, prompt in enumerate(PROMPTS)]
+    outputs = run_all(make_core(**settings), requests)
+    for i, prompt in enumerate(PROMPTS):
+        expected = alone(make_core, prompt, max_tokens=20, ignore_eos=True, **sampling)
+        assert tokens_of(outputs[f"r{i}"]) == expected
+        assert len(expected) == 20
+
+
+def test_preemption_keeps_the_tokens(make_core):
+    core = make_core(num_pages=16)
+    requests = [request(f"r{i}", [i + 1] * 8, max_tokens=40, ignore_eos=True, **SAMPLED) for i in range(4)]
+    outputs = run_all(core, requests)
+    assert core.stats().num_preemptions > 0
+    for i in range(4):
+        assert tokens_of(outputs[f"r{i}"]) == alone(make_core, [i + 1] * 8, max_tokens=40, ignore_eos=True, **SAMPLED)
+
+
+def test_a_seeded_request_ignores_unseeded_neighbours(make_core):
+    neighbours = [request(f"n{i}", [i + 2], max_tokens=9, temperature=1.3, ignore_eos=True) for i in range(7)]
+    mine = request("mine", [5, 6], max_tokens=12, ignore_eos=True, **SAMPLED)
+    outputs = run_all(make_core(), [*neighbours[:3], mine, *neighbours[3:]])
+    assert tokens_of(outputs["mine"]) == alone(make_core, [5, 6], max_tokens=12, ignore_eos=True, **SAMPLED)
+
+
+def test_unseeded_requests_differ_and_follow_the_engine_seed(make_core):
+    def run(seed):
+        requests = [request(f"r{i}", [3], max_tokens=16, temperature=2.0, ignore_eos=True) for i in range(2)]
+        outputs = run_all(make_core(seed=seed), requests)
+        return [tokens_of(outputs[f"r{i}"]) for i in range(2)]
+
+    first = run(7)
+    assert first[0] != first[1]
+    assert first == run(7)
+    assert first != run(8)
+
+
+def test_a_cached_prefix_is_used_and_changes_nothing(make_core):
+    core = make_core()
+    prompt = list(range(1, 30))
+    first = run_all(core, [request("a", prompt)])["a"]
+    second = run_all(core, [request("b", prompt)])["b"]
+    assert first[0].num_cached_tokens == 0
+    assert second[-1].num_cached_tokens == 28
+    assert tokens_of(first) == tokens_of(second)
+    assert core.stats().num_cached_tokens == 28
+
+
+def test_prefix_caching_can_be_switched_off(make_core):
+    core = make_core(enable_prefix_caching=False)
+    for name in "ab":
+        assert run_all(core, [request(name, range(1, 30))])[name][-1].num_cached_tokens == 0
+
+
+def test_stop_token_ends_the_request_and_is_included(make_core):
+    free = alone(make_core, [9, 8], max_tokens=30, ignore_eos=True)
+    stop = free[5]
+    outputs = run_all(make_core(), [request("a", [9, 8], max_tokens=30, stop_token_ids=(stop,))])["a"]
+    assert tokens_of(outputs) == free[: free.index(stop) + 1]
+    assert (outputs[-1].finish_reason, outputs[-1].stop_reason) == ("stop", stop)
+
+
+def test_end_of_turn_of_the_model_stops_unless_ignored(make_core):
+    free = alone(make_core, [9, 8], max_tokens=30, ignore_eos=True)
+    model = FakeModel(eos_token_ids=(free[3],))
+    assert run_all(make_core(model), [request("a", [9, 8], max_tokens=30)])["a"][-1].stop_reason == free[3]
+    ignored = run_all(make_core(model), [request("a", [9, 8], max_tokens=30, ignore_eos=True)])["a"]
+    assert tokens_of(ignored) == free
+    assert ignored[-1].finish_reason == "length"
+
+
+def test_min_tokens_forbids_the_stop_ids_until_then(make_core):
+    free = alone(make_core, [9, 8], max_tokens=30, ignore_eos=True)
+    tokens = alone(make_core, [9, 8], max_tokens=30, min_tokens=6, stop_token_ids=(free[2],))
+    assert len(tokens) > 6
+    assert free[2] not in tokens[:6]
+
+
+def test_prompt_logprobs_arrive_once_whatever_the_chunks(make_core):
+    prompt = list(range(1, 40))
+    wholes = []
+    for settings in ({"max_num_batched_tokens": 256}, {"max_num_batched_tokens": 8}, {"page_size": 1, "num_pages": 60}):
+        core = make_core(**settings)
+        run_all(core, [request("warm", prompt)])  # its pages are in the cache and must not be used
+        outputs = run_all(core, [request("a", prompt, prompt_logprobs=2, max_tokens=3, ignore_eos=True)])["a"]
+        assert [output.prompt_logprobs is not None for output in outputs] == [True, False, False]
+        entries = outputs[0].prompt_logprobs
+        assert entries[0] is None
+        assert [entry.token_id for entry in entries[1:]] == prompt[1:]
+        wholes.append(entries)
+    assert wholes[0] == wholes[1] == wholes[2]
+    best = [entry.top[0] for entry in wholes[0][1:]]
+    assert best[-1][0] == alone(make_core, prompt[:-1], max_tokens=1)[0]
+    assert all(math.exp(logprob) <= 1 for _, logprob in best)
+
+
+def test_prompt_logprobs_of_a_preempted_prompt_are_whole(make_core):
+    core = make_core(num_pages=12, max_num_batched_tokens=2, max_num_seqs=2)
+    core.add(request("old", [1] * 8, max_tokens=40, ignore_eos=True))
+    core.add(request("young", range(1, 29), max_tokens=2, prompt_logprobs=0))
+    outputs = run_all(core)
+    assert core.stats().num_preemptions > 0
+    assert [entry.token_id for entry in outputs["young"][0].prompt_logprobs[1:]] == list(range(2, 29))
+
+
+def test_a_poisoned_request_fails_alone(make_core):
+    model = FakeModel()
+    core = make_core(model)
+    model.raise_on = 42
+    outputs = run_all(core, [request("good", [1, 2]), request("bad", [42, 2]), request("fine", [3])])
+    assert outputs["bad"][-1].finish_reason == "error"
+    assert "poison" not in outputs["bad"][-1].error
+    assert outputs["bad"][-1].error_param is None
+    assert tokens_of(outputs["good"]) == alone(make_core, [1, 2])
+    assert tokens_of(outputs["fine"]) == alone(make_core, [3])
+    assert core.stats().num_pages_used == 0
+
+
+@pytest.mark.parametrize("sampling", [{}, SAMPLED | {"logprobs": 1}], ids=["greedy", "sampled"])
+def test_nan_logits_fail_their_request_only(make_core, sampling):
+    core = make_core(FakeModel(nan_after=42))
+    outputs = run_all(core, [request("good", [1, 2], ignore_eos=True, **sampling), request("bad", [7, 42], **sampling)])
+    assert [output.finish_reason for output in outputs["bad"]] == ["error"]
+    assert "not a number" in outputs["bad"][0].error
+    assert tokens_of(outputs["good"]) == alone(make_core, [1, 2], ignore_eos=True, **sampling)
+
+
+def test_refusals_name_the_field_and_both_numbers(make_core):
+    core = make_core(num_pages=8, page_size=4)
+    assert core.info.max_model_len == 32
+    outputs = run_all(core, [
+        request("long", range(1, 41)),
+        request("huge", [1], max_tokens=100),
+        request("id", [97]),
+        request("bias", [1], logit_bias={200: 1.0}),
+    ])
+    refusals = {name: outs[-1] for name, outs in outputs.items()}
+    assert {name: out.error_param for name, out in refusals.items()} == {
+        "long": "prompt", "huge": "max_tokens", "id": "prompt", "bias": "logit_bias",
+    }
+    assert "40" in refusals["long"].error
+    assert "32" in refusals["long"].error
+    assert all(len(outs) == 1 for outs in outputs.values())
+
+
+def test_a_full_queue_refuses_at_once(make_core):
+    core = make_core(max_num_seqs=2, max_queued_requests=3)
+    outputs = run_all(core, [request(f"r{i}", [i + 1], max_tokens=2, ignore_eos=True) for i in range(9)])
+    refused = {name for name, outs in outputs.items() if outs[-1].overloaded}
+    assert refused == {"r5", "r6", "r7", "r8"}
+    assert all(outputs[name][-1].finish_reason == "length" for name in set(outputs) - refused)
+
+
+def test_an_id_in_use_is_refused(make_core):
+    core = make_core()
+    core.add(request("a", [1]))
+    with pytest.raises(ValueError, match="'a' is in use"):
+        core.add(request("a", [1]))
