@@ -1,0 +1,91 @@
+"""`Model`: embedding, decoder layers, final norm and logits, the same for every family. Inference only.
+
+The families build the parts; what they differ in is inside `attention` and `mlp` of each layer.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from model.attention.base import Attention, AttentionSpec
+from model.batch import ForwardBatch, KvLayerSpec, LayerKv
+from model.embedding import Embedding, OutputHead
+from model.moe_layer import MoeLayer
+from model.norm import RmsNorm
+from model.rope import RotaryTable
+
+
+@dataclass(frozen=True, slots=True)
+class StepState:
+    """What every layer of one step shares: the attention plan and the rotation of each token, complex64 [T, 1, D/2]."""
+
+    plan: Any
+    rotation_T1D: torch.Tensor
+
+
+class AttentionLayer(nn.Module):
+    """Projections, rope and attention of one layer: `forward(x_TH, step, kv) -> [T, H]`."""
+
+    spec: AttentionSpec
+
+    def forward(self, x_TH: torch.Tensor, step: StepState, kv: LayerKv) -> torch.Tensor:
+        """[T, H] to [T, H]; writes the step's keys to `kv`."""
+        raise NotImplementedError(f"{type(self).__name__} defines no forward")
+
+
+class DecoderLayer(nn.Module):
+    """Pre-norm block: `x + attention(norm(x))`, then `x + mlp(norm(x))`; `mlp` is a MoE layer or a dense one."""
+
+    def __init__(self, *, input_norm: RmsNorm, attention: AttentionLayer, mlp_norm: RmsNorm, mlp: nn.Module) -> None:
+        super().__init__()
+        self.input_norm = input_norm
+        self.attention = attention
+        self.mlp_norm = mlp_norm
+        self.mlp = mlp
+
+    def forward(self, x_TH: torch.Tensor, step: StepState, kv: LayerKv) -> torch.Tensor:
+        """[T, H] to [T, H]."""
+        x_TH = x_TH + self.attention(self.input_norm(x_TH), step, kv)
+        return x_TH + self.mlp(self.mlp_norm(x_TH))
+
+
+class Model(nn.Module):
+    """A loaded model. Call under `torch.inference_mode()`."""
+
+    def __init__(
+        self,
+        *,
+        embedding: Embedding,
+        layers: Sequence[DecoderLayer],
+        norm: RmsNorm,
+        head: OutputHead,
+        rope: RotaryTable,
+        attention: Attention,
+        max_model_len: int,
+        eos_token_ids: tuple[int, ...],
+    ) -> None:
+        super().__init__()
+        self.embedding = embedding
+        self.layers = nn.ModuleList(layers)
+        self.norm = norm
+        self.head = head
+        self.rope = rope
+        self.attention = attention
+        self.max_model_len = max_model_len
+        self.eos_token_ids = eos_token_ids
+        self.vocab_size = embedding.weight.shape[0]
+        self.dtype = embedding.weight.dtype
+        self.device = embedding.weight.device
+        self.kv_specs: list[KvLayerSpec] = [layer.attention.spec.kv_spec for layer in layers]
+        self.moe_layers: list[MoeLayer] = [layer.mlp for layer in layers if isinstance(layer.mlp, MoeLayer)]
+
+    def forward(self, batch: ForwardBatch, kv: Sequence[LayerKv]) -> torch.Tensor:
+        """fp32 logits [R, V] of the rows the batch asks for; writes the step's keys and values to `kv`, one a layer."""
+        step = StepState(self.attention.plan(batch), self.rope.at(batch.positions_T))
+        x_TH = self.embedding(batch.input_ids_T)
+        for layer, layer_kv in zip(self.layers, kv, strict=True):
+            x_TH = layer(x_TH, step, layer_kv)
+        return self.head(self.norm(x_TH.index_select(0, batch.logit_rows_R)))

@@ -1,0 +1,129 @@
+"""What a family must provide for `model.load` to build it: checked config, tensor rules, and readers for its layers."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from loaders.hf_config import HfConfig
+from loaders.source import TensorSource
+from model.attention.base import Attention, AttentionSpec
+from model.config import UnsupportedModelError, flag, number, positive_int
+from model.decoder import AttentionLayer
+from model.linear import GatedMlp
+from model.weights import TensorRule, WeightReader
+from moe import Activation, RoutingConfig
+from moe.formats import ExpertWeights
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MoeShape:
+    """The experts of a model: the same in every MoE layer."""
+
+    num_experts: int
+    intermediate_size: int
+    activation: Activation
+    routing: RoutingConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MoeParts:
+    """What a MoE layer holds besides its routed experts, on the device."""
+
+    gate_weight_EH: torch.Tensor
+    gate_bias_E: torch.Tensor | None = None
+    correction_bias_E: torch.Tensor | None = None
+    shared_experts: GatedMlp | None = None
+
+
+class Family(ABC):
+    """One architecture over one config.json; building it checks the config, reading comes later.
+
+    Raises (when built):
+        ModelConfigError: (of the loaders) a key that is missing or has the wrong type.
+        UnsupportedModelError: a value that is not implemented or contradicts another; names the key.
+    """
+
+    architecture: ClassVar[str]
+    default_norm_eps: ClassVar[float]
+
+    def __init__(self, config: HfConfig) -> None:
+        self.config = config
+        self.num_layers = positive_int(config, "num_hidden_layers")
+        self.hidden_size = positive_int(config, "hidden_size")
+        self.vocab_size = positive_int(config, "vocab_size")
+        self.norm_eps = number(config, "rms_norm_eps", self.default_norm_eps)
+        self.is_head_tied = flag(config, "tie_word_embeddings", False)
+
+    @property
+    @abstractmethod
+    def moe(self) -> MoeShape:
+        """Sizes, activation and routing of the experts."""
+
+    @property
+    @abstractmethod
+    def rotary_dim(self) -> int:
+        """Rotated numbers per head."""
+
+    @abstractmethod
+    def is_moe_layer(self, layer: int) -> bool:
+        """Whether the layer has routed experts."""
+
+    @abstractmethod
+    def attention_spec(self, layer: int) -> AttentionSpec:
+        """Kind of attention of a layer."""
+
+    @abstractmethod
+    def layer_rules(self, layer: int, source: TensorSource | None) -> Iterator[TensorRule]:
+        """Tensors of a layer; without a source, those of the published form."""
+
+    @abstractmethod
+    def expert_format(self, source: TensorSource, layer: int) -> str:
+        """Number format of a MoE layer's experts, from headers alone."""
+
+    @abstractmethod
+    def read_attention(self, reader: WeightReader, layer: int, attention: Attention) -> AttentionLayer:
+        """Read and build a layer's attention."""
+
+    @abstractmethod
+    def read_experts(self, reader: WeightReader, layer: int) -> ExpertWeights:
+        """Canonical experts of a MoE layer, where the source keeps them."""
+
+    @abstractmethod
+    def read_moe_parts(self, reader: WeightReader, layer: int) -> MoeParts:
+        """Gate and shared experts of a MoE layer."""
+
+    @abstractmethod
+    def read_dense_mlp(self, reader: WeightReader, layer: int) -> nn.Module:
+        """The MLP of a layer without routed experts."""
+
+    def skip_unneeded(self, source: TensorSource) -> None:
+        """Tell the source which tensors are left out on purpose."""
+        if self.is_head_tied and "lm_head.weight" in source:
+            source.skip(["lm_head.weight"], "tie_word_embeddings: the embedding is the output head")
+
+    def rules(self, source: TensorSource | None) -> Iterator[TensorRule]:
+        """Every tensor of the model."""
+        embedding = (self.vocab_size, self.hidden_size)
+        yield TensorRule("model.embed_tokens.weight", embedding, "vocab_size, hidden_size")
+        yield TensorRule("model.norm.weight", (self.hidden_size,), "hidden_size")
+        if not self.is_head_tied:
+            yield TensorRule("lm_head", embedding, "vocab_size, hidden_size", is_linear=True)
+        for layer in range(self.num_layers):
+            for norm in ("input_layernorm", "post_attention_layernorm"):
+                name = f"model.layers.{layer}.{norm}.weight"
+                yield TensorRule(name, (self.hidden_size,), "hidden_size")
+            yield from self.layer_rules(layer, source)
+
+
+def check_routing_sizes(config: HfConfig, num_experts_key: str, top_k_key: str) -> tuple[int, int]:
+    """(experts, top-k) of the config; top-k must not exceed the experts."""
+    num_experts, top_k = positive_int(config, num_experts_key), positive_int(config, top_k_key)
+    if top_k > num_experts:
+        raise UnsupportedModelError(
+            f"{config.path}: {top_k_key} is {top_k}: it must not exceed {num_experts_key} {num_experts}"
+        )
+    return num_experts, top_k

@@ -1,0 +1,284 @@
+"""DeepSeek-V3: latent attention (MLA, absorbed), YaRN with mscale, dense first layers, grouped routing, shared experts.
+
+The cache holds one vector per token: the normed latent and the rotated k_pe. The up-projection of keys is folded into
+the query and that of values into the output, for prefill as for decode, so there is one attention and nothing to
+expand. Shape letters: T tokens, H heads, N nope dims, P rope dims, V value dims, C latent dims, Q query latent dims.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from loaders.experts import read_split_experts
+from loaders.hf_config import HfConfig
+from loaders.naming import skip_prediction_layers
+from loaders.quant import inspect_linear
+from loaders.source import TensorSource
+from model.attention.base import Attention, AttentionSpec
+from model.batch import LayerKv
+from model.config import UnsupportedModelError, flag, number, positive_int, require_supported
+from model.decoder import AttentionLayer, StepState
+from model.families.base import Family, MoeParts, MoeShape, check_routing_sizes
+from model.linear import GatedMlp, Linear
+from model.norm import RmsNorm
+from model.registry import register_family
+from model.rope import rotate_, softmax_factor
+from model.weights import TensorRule, WeightReader
+from moe import Activation, RoutingConfig, RoutingMethod
+from moe.formats import ExpertWeights
+
+_LATENT_EPS = 1e-6  # the published code gives the latent norms this epsilon, whatever rms_norm_eps says
+_UNUSED_SUFFIXES = (".k_scale", ".v_scale", ".rotary_emb.inv_freq")
+
+
+class MlaAttention(AttentionLayer):
+    """Latent attention with absorbed up-projections `uk_HNC` and `uv_HCV`.
+
+    `down` makes the KV latent and k_pe, preceded by the query latent where the model has one (then `q_norm` is set).
+    """
+
+    def __init__(
+        self,
+        *,
+        spec: AttentionSpec,
+        attention: Attention,
+        down: Linear,
+        q_norm: RmsNorm | None,
+        q_up: Linear,
+        kv_norm: RmsNorm,
+        uk_HNC: torch.Tensor,
+        uv_HCV: torch.Tensor,
+        out: Linear,
+    ) -> None:
+        super().__init__()
+        self.spec = spec
+        self.backend = attention
+        self.down = down
+        self.q_norm = q_norm
+        self.q_up = q_up
+        self.kv_norm = kv_norm
+        self.uk_HNC = nn.Parameter(uk_HNC, requires_grad=False)
+        self.uv_HCV = nn.Parameter(uv_HCV, requires_grad=False)
+        self.out = out
+
+    def forward(self, x_TH: torch.Tensor, step: StepState, kv: LayerKv) -> torch.Tensor:
+        """[T, hidden] to [T, hidden]."""
+        spec = self.spec
+        num_heads, nope_dim, latent_dim = self.uk_HNC.shape
+        rope_dim = spec.key_dim - latent_dim
+        down = self.down(x_TH)
+        latent_TC, k_pe_TP = down[:, -spec.key_dim :].split((latent_dim, rope_dim), dim=-1)
+        q_in = x_TH if self.q_norm is None else self.q_norm(down[:, : -spec.key_dim])
+        q_nope_THN, q_pe_THP = (
+            self.q_up(q_in).view(-1, num_heads, nope_dim + rope_dim).split((nope_dim, rope_dim), dim=-1)
+        )
+        k_pe_T1P = k_pe_TP[:, None]
+        rotate_(q_pe_THP, step.rotation_T1D)
+        rotate_(k_pe_T1P, step.rotation_T1D)
+        keys_T1D = torch.cat((self.kv_norm(latent_TC)[:, None], k_pe_T1P), dim=-1)
+        q_latent_HTC = torch.bmm(q_nope_THN.transpose(0, 1), self.uk_HNC)
+        q_THD = torch.cat((q_latent_HTC.transpose(0, 1), q_pe_THP), dim=-1)
+        mixed_THC = self.backend.run(spec, step.plan, kv, q_THD, keys_T1D, None, None)
+        out_HTV = torch.bmm(mixed_THC.transpose(0, 1), self.uv_HCV)
+        return self.out(out_HTV.transpose(0, 1).flatten(1))
+
+
+@register_family("DeepseekV3ForCausalLM")
+class DeepseekV3Family(Family):
+    """Names and shapes of the published FP8 files, of ModelOpt's NVFP4 exports, and of plain bf16."""
+
+    architecture = "DeepseekV3ForCausalLM"
+    default_norm_eps = 1e-6
+
+    def __init__(self, config: HfConfig) -> None:
+        super().__init__(config)
+        for key, supported in (
+            ("hidden_act", ("silu",)),
+            ("attention_bias", (False,)),
+            ("rope_interleave", (True,)),
+            ("scoring_func", ("sigmoid",)),
+            ("topk_method", ("noaux_tc",)),
+        ):
+            require_supported(config, key, supported)
+        self.num_heads = positive_int(config, "num_attention_heads")
+        require_supported(config, "num_key_value_heads", (self.num_heads,))
+        self.nope_dim = positive_int(config, "qk_nope_head_dim")
+        self.rope_dim = positive_int(config, "qk_rope_head_dim")
+        for key, dim in (("qk_nope_head_dim", self.nope_dim), ("qk_rope_head_dim", self.rope_dim)):
+            if dim % 2:
+                raise UnsupportedModelError(f"{config.path}: {key} is {dim}: it must be even")
+        self.value_dim = positive_int(config, "v_head_dim")
+        self.kv_rank = positive_int(config, "kv_lora_rank")
+        self.q_rank = None if config.get("q_lora_rank") is None else positive_int(config, "q_lora_rank")
+        self.dense_size = positive_int(config, "intermediate_size")
+        self.num_dense = self._num_dense_layers()
+        self.moe_freq = positive_int(config, "moe_layer_freq", 1)
+        self.num_shared = 0 if not config.get("n_shared_experts") else positive_int(config, "n_shared_experts")
+        self._moe = self._moe_shape()
+
+    def _num_dense_layers(self) -> int:
+        value = self.config.require("first_k_dense_replace", int)
+        if value < 0:
+            raise UnsupportedModelError(f"{self.config.path}: first_k_dense_replace is {value}: it must not be negative")
+        return int(value)
+
+    def _moe_shape(self) -> MoeShape:
+        config = self.config
+        num_experts, top_k = check_routing_sizes(config, "n_routed_experts", "num_experts_per_tok")
+        num_groups, num_kept = positive_int(config, "n_group", 1), positive_int(config, "topk_group", 1)
+        if num_experts % num_groups or num_kept > num_groups or top_k > num_kept * (num_experts // num_groups):
+            raise UnsupportedModelError(
+                f"{config.path}: n_routed_experts {num_experts}, n_group {num_groups}, topk_group {num_kept} and "
+                f"num_experts_per_tok {top_k} do not fit: groups must be equal, and the kept ones hold enough experts"
+            )
+        routing = RoutingConfig(
+            method=RoutingMethod.SIGMOID_GROUPED,
+            num_experts=num_experts,
+            top_k=top_k,
+            num_groups=num_groups,
+            num_kept_groups=num_kept,
+            normalize=flag(config, "norm_topk_prob", True),
+            routed_scaling_factor=number(config, "routed_scaling_factor", 1.0),
+        )
+        return MoeShape(
+            num_experts=num_experts,
+            intermediate_size=positive_int(config, "moe_intermediate_size"),
+            activation=Activation(),
+            routing=routing,
+        )
+
+    @property
+    def moe(self) -> MoeShape:
+        """Plain SwiGLU, sigmoid scores with a correction bias, limited to groups."""
+        return self._moe
+
+    @property
+    def rotary_dim(self) -> int:
+        """The rope part of a head."""
+        return self.rope_dim
+
+    def is_moe_layer(self, layer: int) -> bool:
+        """From `first_k_dense_replace` on, every `moe_layer_freq`-th."""
+        return layer >= self.num_dense and layer % self.moe_freq == 0
+
+    def attention_spec(self, layer: int) -> AttentionSpec:
+        """One KV head that carries keys and values; YaRN's mscale squared is part of the scale."""
+        del layer
+        return AttentionSpec(
+            num_heads=self.num_heads,
+            num_kv_heads=1,
+            key_dim=self.kv_rank + self.rope_dim,
+            value_dim=self.kv_rank,
+            scale=(self.nope_dim + self.rope_dim) ** -0.5 * softmax_factor(self.config.rope),
+            values_in_keys=True,
+        )
+
+    def skip_unneeded(self, source: TensorSource) -> None:
+        """Prediction layers, scales of a quantized KV cache (ours is not), and rope tables of old exports."""
+        super().skip_unneeded(source)
+        skip_prediction_layers(source, self.num_layers)
+        unused = [name for name in source.names() if name.endswith(_UNUSED_SUFFIXES)]
+        source.skip(unused, "KV cache scales and stored rope tables")
+
+    def layer_rules(self, layer: int, source: TensorSource | None) -> Iterator[TensorRule]:
+        """Attention, then a dense MLP or gate, experts and shared experts."""
+        del source  # names do not depend on the format
+        scheme = self.config.quantization
+        method = "" if scheme is None else scheme.method
+        mlp_dtype = {"fp8": torch.float8_e4m3fn, "modelopt": torch.uint8}.get(method, torch.bfloat16)
+        attention_dtype = torch.float8_e4m3fn if method == "fp8" else torch.bfloat16
+        prefix = f"model.layers.{layer}"
+        yield from self._attention_rules(f"{prefix}.self_attn", attention_dtype)
+        if not self.is_moe_layer(layer):
+            keys = "intermediate_size, hidden_size"
+            yield from self._mlp_rules(f"{prefix}.mlp", self.dense_size, keys, mlp_dtype)
+            return
+        moe, keys = self.moe, "moe_intermediate_size, hidden_size"
+        gate_keys = "n_routed_experts, hidden_size"
+        yield TensorRule(f"{prefix}.mlp.gate.weight", (moe.num_experts, self.hidden_size), gate_keys)
+        bias = f"{prefix}.mlp.gate.e_score_correction_bias"
+        yield TensorRule(bias, (moe.num_experts,), gate_keys, dtype=torch.float32)
+        for expert in range(moe.num_experts):
+            yield from self._mlp_rules(f"{prefix}.mlp.experts.{expert}", moe.intermediate_size, keys, mlp_dtype)
+        if self.num_shared:
+            size = moe.intermediate_size * self.num_shared
+            yield from self._mlp_rules(f"{prefix}.mlp.shared_experts", size, f"n_shared_experts, {keys}", mlp_dtype)
+
+    def _mlp_rules(self, prefix: str, size: int, keys: str, dtype: torch.dtype) -> Iterator[TensorRule]:
+        hidden = self.hidden_size
+        for name, shape in (("gate_proj", (size, hidden)), ("up_proj", (size, hidden)), ("down_proj", (hidden, size))):
+            yield TensorRule(f"{prefix}.{name}", shape, keys, is_linear=True, dtype=dtype)
+
+    def _attention_rules(self, prefix: str, dtype: torch.dtype) -> Iterator[TensorRule]:
+        q_rows = self.num_heads * (self.nope_dim + self.rope_dim)
+        head_keys = "num_attention_heads, qk_nope_head_dim"
+        linears: list[tuple[str, tuple[int, int], str]] = []
+        if self.q_rank is None:
+            linears.append(("q_proj", (q_rows, self.hidden_size), f"{head_keys}, qk_rope_head_dim, hidden_size"))
+        else:
+            yield TensorRule(f"{prefix}.q_a_layernorm.weight", (self.q_rank,), "q_lora_rank")
+            linears.append(("q_a_proj", (self.q_rank, self.hidden_size), "q_lora_rank, hidden_size"))
+            linears.append(("q_b_proj", (q_rows, self.q_rank), f"{head_keys}, qk_rope_head_dim, q_lora_rank"))
+        kv_rows = self.num_heads * (self.nope_dim + self.value_dim)
+        latent_keys = "kv_lora_rank, qk_rope_head_dim, hidden_size"
+        linears += [
+            ("kv_a_proj_with_mqa", (self.kv_rank + self.rope_dim, self.hidden_size), latent_keys),
+            ("kv_b_proj", (kv_rows, self.kv_rank), f"{head_keys}, v_head_dim, kv_lora_rank"),
+            ("o_proj", (self.hidden_size, self.num_heads * self.value_dim), "num_attention_heads, v_head_dim"),
+        ]
+        yield TensorRule(f"{prefix}.kv_a_layernorm.weight", (self.kv_rank,), "kv_lora_rank")
+        for name, shape, keys in linears:
+            yield TensorRule(f"{prefix}.{name}", shape, keys, is_linear=True, dtype=dtype)
+
+    def expert_format(self, source: TensorSource, layer: int) -> str:
+        """Decided by the first expert's headers; the loader checks that the others agree."""
+        return inspect_linear(source, f"model.layers.{layer}.mlp.experts.0.gate_proj").format_name
+
+    def read_attention(self, reader: WeightReader, layer: int, attention: Attention) -> AttentionLayer:
+        """Fuse the down-projections; split kv_b, dequantized from its stored bytes, into its key and value halves."""
+        prefix = f"model.layers.{layer}.self_attn"
+        down, q_norm, q_up_name = [reader.matrix(f"{prefix}.kv_a_proj_with_mqa")], None, "q_proj"
+        if self.q_rank is not None:
+            down.insert(0, reader.matrix(f"{prefix}.q_a_proj"))
+            q_norm, q_up_name = RmsNorm(reader.vector(f"{prefix}.q_a_layernorm.weight"), _LATENT_EPS), "q_b_proj"
+        kv_b_HRC = reader.matrix(f"{prefix}.kv_b_proj").unflatten(0, (self.num_heads, -1))
+        uk_HNC, uv_HVC = kv_b_HRC.split((self.nope_dim, self.value_dim), dim=1)
+        return MlaAttention(
+            spec=self.attention_spec(layer),
+            attention=attention,
+            down=Linear(torch.cat(down)),
+            q_norm=q_norm,
+            q_up=Linear(reader.matrix(f"{prefix}.{q_up_name}")),
+            kv_norm=RmsNorm(reader.vector(f"{prefix}.kv_a_layernorm.weight"), _LATENT_EPS),
+            uk_HNC=uk_HNC.contiguous(),
+            uv_HCV=uv_HVC.transpose(1, 2).contiguous(),
+            out=Linear(reader.matrix(f"{prefix}.o_proj")),
+        )
+
+    def read_experts(self, reader: WeightReader, layer: int) -> ExpertWeights:
+        """Whatever format the files have."""
+        return read_split_experts(
+            reader.source,
+            f"model.layers.{layer}.mlp.experts",
+            self.moe.num_experts,
+            hidden_size=self.hidden_size,
+            intermediate_size=self.moe.intermediate_size,
+        )
+
+    def read_moe_parts(self, reader: WeightReader, layer: int) -> MoeParts:
+        """Gate and correction bias in fp32; shared experts are one dense MLP."""
+        prefix = f"model.layers.{layer}.mlp"
+        return MoeParts(
+            gate_weight_EH=reader.vector(f"{prefix}.gate.weight"),
+            correction_bias_E=reader.vector(f"{prefix}.gate.e_score_correction_bias"),
+            shared_experts=self._read_mlp(reader, f"{prefix}.shared_experts") if self.num_shared else None,
+        )
+
+    def read_dense_mlp(self, reader: WeightReader, layer: int) -> nn.Module:
+        """The MLP of the first layers."""
+        return self._read_mlp(reader, f"model.layers.{layer}.mlp")
+
+    def _read_mlp(self, reader: WeightReader, prefix: str) -> GatedMlp:
+        gate_IH, up_IH, down_HI = (reader.matrix(f"{prefix}.{name}_proj") for name in ("gate", "up", "down"))
+        return GatedMlp(gate_IH, up_IH, down_HI)

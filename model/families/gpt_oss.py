@@ -1,0 +1,210 @@
+"""GPT-OSS: grouped-query attention with sinks, a sliding window on alternate layers, YaRN, biases, and MXFP4 experts.
+
+Shape letters: T tokens, H query heads, G KV heads, D head dim.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from loaders.experts import read_gpt_oss_experts
+from loaders.hf_config import HfConfig
+from loaders.source import TensorSource
+from model.attention.base import Attention, AttentionSpec
+from model.batch import LayerKv
+from model.config import (
+    UnsupportedModelError,
+    number,
+    positive_int,
+    require_multiple,
+    require_supported,
+)
+from model.decoder import AttentionLayer, StepState
+from model.families.base import Family, MoeParts, MoeShape, check_routing_sizes
+from model.linear import Linear
+from model.registry import register_family
+from model.rope import pair_halves, rotate_
+from model.weights import TensorRule, WeightReader
+from moe import Activation, RoutingConfig, RoutingMethod
+from moe.formats import ExpertWeights
+
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+_ALPHA = 1.702  # the activation's fixed gain; newer configs spell it out
+_MXFP4_GROUP = 32
+
+
+class GptOssAttention(AttentionLayer):
+    """q, k and v in one matrix, their rows re-ordered for pairwise rope; one sink logit per query head."""
+
+    def __init__(self, *, spec: AttentionSpec, attention: Attention, qkv: Linear, out: Linear, sinks_H: torch.Tensor) -> None:
+        super().__init__()
+        self.spec = spec
+        self.backend = attention
+        self.qkv = qkv
+        self.out = out
+        self.sinks_H = nn.Parameter(sinks_H.float(), requires_grad=False)
+
+    def forward(self, x_TH: torch.Tensor, step: StepState, kv: LayerKv) -> torch.Tensor:
+        """[T, hidden] to [T, hidden]."""
+        spec = self.spec
+        num_rotated = spec.num_heads + spec.num_kv_heads
+        heads = self.qkv(x_TH).view(x_TH.shape[0], num_rotated + spec.num_kv_heads, spec.key_dim)
+        rotate_(heads[:, :num_rotated], step.rotation_T1D)
+        q_THD, k_TGD, v_TGD = heads.split((spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), dim=1)
+        out_THD = self.backend.run(spec, step.plan, kv, q_THD, k_TGD, v_TGD, self.sinks_H)
+        return self.out(out_THD.flatten(1))
+
+
+@register_family("GptOssForCausalLM")
+class GptOssFamily(Family):
+    """Names and shapes of the published files (MXFP4 experts) and of bf16 re-uploads."""
+
+    architecture = "GptOssForCausalLM"
+    default_norm_eps = 1e-5
+
+    def __init__(self, config: HfConfig) -> None:
+        super().__init__(config)
+        require_supported(config, "hidden_act", ("silu",))
+        require_supported(config, "attention_bias", (True,))
+        require_multiple(config, "num_attention_heads", "num_key_value_heads")
+        self.num_heads = positive_int(config, "num_attention_heads")
+        self.num_kv_heads = positive_int(config, "num_key_value_heads")
+        self.head_dim = positive_int(config, "head_dim", max(1, self.hidden_size // self.num_heads))
+        if self.head_dim % 2:
+            raise UnsupportedModelError(f"{config.path}: head_dim is {self.head_dim}: rope needs an even number")
+        self.windows = self._windows()
+        self._moe = self._moe_shape()
+
+    def _windows(self) -> list[int | None]:
+        """Window of each layer; without `layer_types`, layers 0, 2, 4... slide."""
+        config = self.config
+        kinds = config.get("layer_types") or [_FULL if layer % 2 else _SLIDING for layer in range(self.num_layers)]
+        if len(kinds) != self.num_layers:
+            raise UnsupportedModelError(
+                f"{config.path}: layer_types has {len(kinds)} entries, num_hidden_layers is {self.num_layers}"
+            )
+        unknown = sorted({str(kind) for kind in kinds} - {_SLIDING, _FULL})
+        if unknown:
+            raise UnsupportedModelError(f"{config.path}: layer_types {unknown[0]!r} is not supported")
+        window = positive_int(config, "sliding_window") if _SLIDING in kinds else None
+        return [window if kind == _SLIDING else None for kind in kinds]
+
+    def _moe_shape(self) -> MoeShape:
+        config = self.config
+        top_k_key = "num_experts_per_tok" if config.get("num_experts_per_tok") is not None else "experts_per_token"
+        num_experts, top_k = check_routing_sizes(config, "num_local_experts", top_k_key)
+        activation = Activation(
+            alpha=number(config, "swiglu_alpha", _ALPHA), beta=1.0, limit=number(config, "swiglu_limit", 7.0)
+        )
+        routing = RoutingConfig(method=RoutingMethod.SOFTMAX_AFTER_TOPK, num_experts=num_experts, top_k=top_k)
+        return MoeShape(
+            num_experts=num_experts,
+            intermediate_size=positive_int(config, "intermediate_size"),
+            activation=activation,
+            routing=routing,
+        )
+
+    @property
+    def moe(self) -> MoeShape:
+        """Clamped SwiGLU, softmax over the chosen logits."""
+        return self._moe
+
+    @property
+    def rotary_dim(self) -> int:
+        """The whole head."""
+        return self.head_dim
+
+    def is_moe_layer(self, layer: int) -> bool:
+        """All of them."""
+        del layer
+        return True
+
+    def attention_spec(self, layer: int) -> AttentionSpec:
+        """Scale 1/sqrt(head_dim); the YaRN factor sits on cos and sin."""
+        return AttentionSpec(
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            key_dim=self.head_dim,
+            value_dim=self.head_dim,
+            scale=self.head_dim**-0.5,
+            window=self.windows[layer],
+        )
+
+    def layer_rules(self, layer: int, source: TensorSource | None) -> Iterator[TensorRule]:
+        """Attention, router and experts."""
+        prefix = f"model.layers.{layer}"
+        hidden, moe = self.hidden_size, self.moe
+        q_rows, kv_rows = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        q_keys, kv_keys = "num_attention_heads, head_dim, hidden_size", "num_key_value_heads, head_dim, hidden_size"
+        for name, shape, keys in (
+            ("self_attn.q_proj", (q_rows, hidden), q_keys),
+            ("self_attn.k_proj", (kv_rows, hidden), kv_keys),
+            ("self_attn.v_proj", (kv_rows, hidden), kv_keys),
+            ("self_attn.o_proj", (hidden, q_rows), q_keys),
+            ("mlp.router", (moe.num_experts, hidden), "num_local_experts, hidden_size"),
+        ):
+            yield TensorRule(f"{prefix}.{name}", shape, keys, is_linear=True)
+            yield TensorRule(f"{prefix}.{name}.bias", shape[:1], keys)
+        yield TensorRule(f"{prefix}.self_attn.sinks", (self.num_heads,), "num_attention_heads")
+        is_packed = source is None or f"{prefix}.mlp.experts.gate_up_proj_blocks" in source
+        yield from self._expert_rules(f"{prefix}.mlp.experts", is_packed)
+
+    def _expert_rules(self, prefix: str, is_packed: bool) -> Iterator[TensorRule]:
+        """Stored rows of gate and up alternate; a re-upload in bf16 holds the transposed matrices."""
+        moe, hidden = self.moe, self.hidden_size
+        keys = "num_local_experts, intermediate_size, hidden_size"
+        for name, num_rows, num_cols in (
+            ("gate_up_proj", 2 * moe.intermediate_size, hidden),
+            ("down_proj", hidden, moe.intermediate_size),
+        ):
+            stack = (moe.num_experts, num_rows)
+            yield TensorRule(f"{prefix}.{name}_bias", stack, keys)
+            if is_packed:
+                groups = (*stack, num_cols // _MXFP4_GROUP)
+                yield TensorRule(f"{prefix}.{name}_blocks", (*groups, _MXFP4_GROUP // 2), keys, dtype=torch.uint8)
+                yield TensorRule(f"{prefix}.{name}_scales", groups, keys, dtype=torch.uint8)
+            else:
+                yield TensorRule(f"{prefix}.{name}", (moe.num_experts, num_cols, num_rows), keys)
+
+    def expert_format(self, source: TensorSource, layer: int) -> str:
+        """Decided by the presence of blocks."""
+        blocks = f"model.layers.{layer}.mlp.experts.gate_up_proj_blocks"
+        return "mxfp4" if blocks in source else "bf16"
+
+    def read_attention(self, reader: WeightReader, layer: int, attention: Attention) -> AttentionLayer:
+        """Fuse q, k and v; re-order q and k rows so that rope finds its pairs side by side."""
+        prefix = f"model.layers.{layer}.self_attn"
+        q, k, v = (reader.matrix_and_bias(f"{prefix}.{name}_proj") for name in "qkv")
+        weight, bias = (
+            torch.cat((pair_halves(q_part, self.head_dim), pair_halves(k_part, self.head_dim), v_part))
+            for q_part, k_part, v_part in zip(q, k, v, strict=True)
+        )
+        return GptOssAttention(
+            spec=self.attention_spec(layer),
+            attention=attention,
+            qkv=Linear(weight, bias),
+            out=Linear(*reader.matrix_and_bias(f"{prefix}.o_proj")),
+            sinks_H=reader.vector(f"{prefix}.sinks"),
+        )
+
+    def read_experts(self, reader: WeightReader, layer: int) -> ExpertWeights:
+        """MXFP4 or bf16, de-interleaved by the loader."""
+        return read_gpt_oss_experts(
+            reader.source,
+            f"model.layers.{layer}.mlp.experts",
+            num_experts=self.moe.num_experts,
+            hidden_size=self.hidden_size,
+            intermediate_size=self.moe.intermediate_size,
+        )
+
+    def read_moe_parts(self, reader: WeightReader, layer: int) -> MoeParts:
+        """The router has a bias; there are no shared experts."""
+        prefix = f"model.layers.{layer}.mlp.router"
+        return MoeParts(
+            gate_weight_EH=reader.vector(f"{prefix}.weight"), gate_bias_E=reader.vector(f"{prefix}.bias")
+        )
+
+    def read_dense_mlp(self, reader: WeightReader, layer: int) -> nn.Module:
+        """GPT-OSS has none."""
+        raise UnsupportedModelError(f"layer {layer} of {self.architecture} has no dense MLP")

@@ -1,0 +1,84 @@
+"""Loading in order: headers checked, every layer's `MoeRunner` built, then weights, one layer at a time.
+
+Knows no architecture: a `Family` says which tensors there are and builds its own parts from them.
+"""
+
+from pathlib import Path
+
+from loaders.checkpoint import Checkpoint
+from loaders.dummy import DummyCheckpoint
+from loaders.naming import RenamedSource, with_model_prefix
+from loaders.progress import Progress
+from loaders.source import TensorSource
+from model.attention.base import Attention, make_attention
+from model.config import ModelSettings
+from model.decoder import DecoderLayer, Model
+from model.embedding import Embedding, OutputHead
+from model.families.base import Family
+from model.moe_build import MoeBuilder
+from model.norm import RmsNorm
+from model.rope import RotaryTable
+from model.weights import WeightReader, check_shapes, dummy_shapes
+
+
+def load_model(family: Family, folder: Path, settings: ModelSettings) -> Model:
+    """Build the model of `family` from the checkpoint in `folder`; errors as `build_model` says."""
+    source = _open(family, folder, settings)
+    family.skip_unneeded(source)
+    check_shapes(source, family.rules(source))
+    layers = range(family.num_layers)
+    attention = make_attention(
+        settings.attention_backend, [family.attention_spec(layer) for layer in layers], settings.device
+    )
+    builder = MoeBuilder(settings=settings, shape=family.moe, hidden_size=family.hidden_size)
+    for layer in layers:
+        if family.is_moe_layer(layer):
+            builder.resolve(layer, family.expert_format(source, layer))
+    max_model_len = family.config.max_position_embeddings
+    rope = RotaryTable(family.config.rope, family.rotary_dim, max_model_len, settings.device)
+
+    reader = WeightReader(source, settings.device, settings.model_dtype)
+    embedding = Embedding(reader.vector("model.embed_tokens.weight", reader.dtype))
+    with Progress("loading weights", family.num_layers) as progress:
+        loaded = []
+        for layer in layers:
+            loaded.append(_load_layer(family, reader, builder, attention, layer))
+            progress.advance()
+    model = Model(
+        embedding=embedding,
+        layers=loaded,
+        norm=RmsNorm(reader.vector("model.norm.weight"), family.norm_eps),
+        head=OutputHead(embedding.weight if family.is_head_tied else reader.matrix("lm_head")),
+        rope=rope,
+        attention=attention,
+        max_model_len=max_model_len,
+        eos_token_ids=family.config.eos_token_ids,
+    )
+    source.finish()
+    return model
+
+
+def _open(family: Family, folder: Path, settings: ModelSettings) -> TensorSource:
+    if settings.load_format == "dummy":
+        return DummyCheckpoint(dummy_shapes(family.rules(None)), device=settings.device)
+    return RenamedSource(Checkpoint.open(folder), with_model_prefix)
+
+
+def _load_layer(
+    family: Family, reader: WeightReader, builder: MoeBuilder, attention: Attention, layer: int
+) -> DecoderLayer:
+    input_norm, mlp_norm = (
+        RmsNorm(reader.vector(f"model.layers.{layer}.{name}.weight"), family.norm_eps)
+        for name in ("input_layernorm", "post_attention_layernorm")
+    )
+    attention_layer = family.read_attention(reader, layer, attention)
+    if family.is_moe_layer(layer):
+        parts = family.read_moe_parts(reader, layer)
+        return DecoderLayer(
+            input_norm=input_norm,
+            attention=attention_layer,
+            mlp_norm=mlp_norm,
+            mlp=builder.build(layer, parts, lambda: family.read_experts(reader, layer)),
+        )
+    mlp = family.read_dense_mlp(reader, layer)
+    return DecoderLayer(input_norm=input_norm, attention=attention_layer, mlp_norm=mlp_norm, mlp=mlp)

@@ -1,0 +1,66 @@
+"""The MoE layer of every family, backend and transport: gate, top-k, dispatch, `MoeRunner`, combine, shared experts.
+
+No other module of `model` computes experts. Shape letters: T tokens, H hidden, E experts.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+
+from model.linear import GatedMlp
+from moe import MoeRunner
+from moe.dispatch.standard import StandardDispatcher
+from moe.routing import TopK
+
+
+class Gate(nn.Module):
+    """Router logits. Weights are kept and multiplied in fp32; `out_dtype` is what the expert backend wants to see."""
+
+    def __init__(self, weight_EH: torch.Tensor, bias_E: torch.Tensor | None, out_dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight_EH.float(), requires_grad=False)
+        self.bias = None if bias_E is None else nn.Parameter(bias_E.float(), requires_grad=False)
+        self.out_dtype = out_dtype
+
+    def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
+        """[T, H] to logits [T, E]."""
+        return F.linear(x_TH.float(), self.weight, self.bias).to(self.out_dtype)
+
+
+class MoeLayer(nn.Module):
+    """Routed experts through one `MoeRunner`, plus the shared experts, which are added unscaled.
+
+    `runner` and `dispatcher` belong together; `quant_info` holds the processed weights and never changes.
+    `description` names the path, for logs: "layer 3: torch / none / mxfp4".
+    """
+
+    def __init__(
+        self,
+        *,
+        gate: Gate,
+        topk: TopK,
+        correction_bias_E: torch.Tensor | None,
+        dispatcher: StandardDispatcher,
+        runner: MoeRunner,
+        quant_info: Any,
+        shared_experts: GatedMlp | None,
+        description: str,
+    ) -> None:
+        super().__init__()
+        self.gate = gate
+        self.topk = topk
+        self.register_buffer("correction_bias_E", correction_bias_E)
+        self.dispatcher = dispatcher
+        self.runner = runner
+        self.quant_info = quant_info
+        self.shared_experts = shared_experts
+        self.description = description
+
+    def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
+        """[T, H] to [T, H]."""
+        topk_output = self.topk(self.gate(x_TH), self.correction_bias_E)
+        dispatched = self.dispatcher.dispatch(x_TH, topk_output)
+        out_TH = self.dispatcher.combine(self.runner.run(dispatched, self.quant_info))
+        return out_TH if self.shared_experts is None else out_TH + self.shared_experts(x_TH)

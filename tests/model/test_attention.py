@@ -1,0 +1,131 @@
+"""Paged attention against a dense reference: windows, sinks, chunks, mixed batches, odd page tables, latent values."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import model.attention.torch as torch_attention
+from model.attention.base import AttentionSpec, make_attention
+from model.config import ModelSettingsError, UnsupportedModelError
+from tests.model.paged import PagedCache
+
+GQA = AttentionSpec(num_heads=4, num_kv_heads=2, key_dim=8, value_dim=6, scale=8**-0.5)
+SLIDING = replace(GQA, window=128)
+MLA = AttentionSpec(num_heads=4, num_kv_heads=1, key_dim=12, value_dim=8, scale=0.3, values_in_keys=True)
+
+
+def dense_reference(
+    spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
+) -> torch.Tensor:
+    """One whole sequence, [n, heads, dim]; fp64, one head and query at a time."""
+    out = torch.zeros(q.shape[0], spec.num_heads, spec.value_dim, dtype=torch.float64)
+    for i in range(q.shape[0]):
+        first = 0 if spec.window is None else max(0, i - spec.window + 1)
+        for head in range(spec.num_heads):
+            group = head // (spec.num_heads // spec.num_kv_heads)
+            scores = k[first : i + 1, group].double() @ q[i, head].double() * spec.scale
+            if sinks is not None:
+                scores = torch.cat((scores, sinks[head : head + 1].double()))
+            probs = torch.softmax(scores, 0)
+            out[i, head] = probs[: i + 1 - first] @ v[first : i + 1, group].double()
+    return out
+
+
+class Sequence:
+    """A request with all its queries, keys and values drawn beforehand."""
+
+    def __init__(self, spec: AttentionSpec, length: int, seed: int, sinks: torch.Tensor | None) -> None:
+        g = torch.Generator().manual_seed(seed)
+        self.q = torch.randn(length, spec.num_heads, spec.key_dim, generator=g)
+        self.k = torch.randn(length, spec.num_kv_heads, spec.key_dim, generator=g)
+        self.v = self.k[..., : spec.value_dim]
+        if not spec.values_in_keys:
+            self.v = torch.randn(length, spec.num_kv_heads, spec.value_dim, generator=g)
+        self.want = dense_reference(spec, self.q, self.k, self.v, sinks)
+
+
+def run_steps(
+    spec: AttentionSpec, sequences: dict[str, Sequence], steps: list[dict[str, int]], sinks: torch.Tensor | None
+) -> None:
+    """Feed the given number of tokens of each request per step, and compare every output row."""
+    cache = PagedCache([spec.kv_spec])
+    attention = make_attention("auto", [spec], torch.device("cpu"))
+    for step in steps:
+        ranges = {n: range(cache.lengths.get(n, 0), cache.lengths.get(n, 0) + count) for n, count in step.items()}
+        batch = cache.batch({n: list(r) for n, r in ranges.items()})
+
+        def rows(what: str, ranges: dict[str, range] = ranges) -> torch.Tensor:
+            return torch.cat([getattr(sequences[n], what)[r.start : r.stop] for n, r in ranges.items()])
+
+        values = None if spec.values_in_keys else rows("v")
+        got = attention.run(spec, attention.plan(batch), cache.layers[0], rows("q"), rows("k"), values, sinks)
+        torch.testing.assert_close(got.double(), rows("want"), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("sink", [None, 0.0, 2.0, -50.0])
+@pytest.mark.parametrize("length", [127, 128, 129, 300])
+def test_window_of_128_at_its_edges_in_prefill_and_in_decode(length: int, sink: float | None) -> None:
+    sinks = None if sink is None else torch.full((4,), sink)
+    sequences = {"a": Sequence(SLIDING, length + 4, length, sinks)}
+    run_steps(SLIDING, sequences, [{"a": length}, {"a": 1}, {"a": 1}, {"a": 2}], sinks)
+
+
+@pytest.mark.parametrize("spec", [GQA, SLIDING, MLA], ids=["full", "sliding", "latent"])
+def test_mixed_batches_of_chunks_and_decodes_in_any_order(spec: AttentionSpec) -> None:
+    sinks = torch.tensor([0.5, -1.0, 2.0, 0.0])
+    sequences = {name: Sequence(spec, 220, seed, sinks) for seed, name in enumerate("abcd")}
+    steps = [
+        {"a": 5, "b": 140},
+        {"b": 1, "a": 1},
+        {"c": 17, "a": 1, "b": 60, "d": 1},
+        {"a": 1, "b": 1, "c": 1, "d": 1},
+        {"d": 30, "b": 1, "c": 1},
+    ]
+    run_steps(spec, sequences, steps, sinks)
+
+
+def test_requests_of_equal_length_need_no_mask_and_agree() -> None:
+    sequences = {name: Sequence(GQA, 40, seed, None) for seed, name in enumerate("abc")}
+    run_steps(GQA, sequences, [{"a": 33, "b": 33, "c": 33}] + [{"a": 1, "b": 1, "c": 1}] * 3, None)
+
+
+def test_bounds_on_gathered_keys_and_scores_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_attention, "_MAX_DECODE_KEYS", 64)
+    monkeypatch.setattr(torch_attention, "_MAX_SCORES", 4 * 64 * 7)
+    sinks = torch.tensor([0.5, -1.0, 2.0, 0.0])
+    spec = replace(GQA, window=9)
+    for kind in (GQA, spec):
+        sequences = {name: Sequence(kind, 90, seed, sinks) for seed, name in enumerate("abcd")}
+        steps = [{"a": 5, "b": 50, "c": 80, "d": 31}, {"c": 1, "b": 1, "d": 1, "a": 1}, {"a": 30, "b": 1}]
+        run_steps(kind, sequences, steps, sinks)
+
+
+def test_sink_golden_value() -> None:
+    """Scaled scores [1, 2] and a sink of 0.5 leave probabilities 0.231224 and 0.628532 to the keys."""
+    spec = AttentionSpec(num_heads=1, num_kv_heads=1, key_dim=1, value_dim=2, scale=0.5)
+    cache = PagedCache([spec.kv_spec])
+    attention = make_attention("torch", [spec], torch.device("cpu"))
+    batch = cache.batch({"a": [0, 0]})
+    q, k = torch.tensor([0.0, 2.0]).view(2, 1, 1), torch.tensor([1.0, 2.0]).view(2, 1, 1)
+    values = torch.eye(2)[:, None]
+    out = attention.run(spec, attention.plan(batch), cache.layers[0], q, k, values, torch.tensor([0.5]))
+    torch.testing.assert_close(out[1, 0], torch.tensor([0.231224, 0.628532]), rtol=0, atol=1e-6)
+
+
+def test_bf16_stays_near_fp32() -> None:
+    sequence = Sequence(SLIDING, 200, 3, None)
+    cache = PagedCache([SLIDING.kv_spec], dtype=torch.bfloat16)
+    attention = make_attention("torch", [SLIDING], torch.device("cpu"))
+    batch = cache.batch({"a": list(range(200))})
+    q, k, v = (x.bfloat16() for x in (sequence.q, sequence.k, sequence.v))
+    out = attention.run(SLIDING, attention.plan(batch), cache.layers[0], q, k, v, None)
+    assert out.dtype == torch.bfloat16
+    assert (out.double() - sequence.want).norm() / sequence.want.norm() < 2e-2  # four roundings of 2^-9
+
+
+def test_unknown_implementation_and_impossible_heads_are_refused() -> None:
+    with pytest.raises(ModelSettingsError, match="known: auto, torch"):
+        make_attention("flash9", [GQA], torch.device("cpu"))
+    with pytest.raises(UnsupportedModelError, match="5 query heads"):
+        replace(GQA, num_heads=5)
