@@ -28,9 +28,12 @@ class Model(Protocol):
     max_model_len: int
     eos_token_ids: tuple[int, ...]
     kv_specs: list[KvLayerSpec]
-    moe_layers: ListLike[MoePath]
     dtype: torch.dtype
     device: torch.device
+
+    @property
+    def moe_layers(self) -> ListLike[MoePath]:
+        """Empty for a model without experts."""
 
     def __call__(self, batch: ForwardBatch, kv: list[LayerKv]) -> torch.Tensor:
         """Logits [R, V] in float32."""

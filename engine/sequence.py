@@ -84,9 +84,7 @@ class Sequence:
 def has_penalties(seq: Sequence) -> bool:
     """True when tokens seen before change the logits."""
     sampling = seq.sampling
-    return (
-        sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0 or sampling.repetition_penalty != 1.0
-    )
+    return sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0 or sampling.repetition_penalty != 1.0
 
 
 @dataclass(slots=True)

@@ -40,8 +40,11 @@ class FakeModel:
             layer.keys[batch.slots_T, 0, 0] = batch.input_ids_T.float()
             layer.values[batch.slots_T, 0, 0] = batch.positions_T.float()
         hashes = np.concatenate([self._hash_request(batch, kv, b) for b in range(len(batch.query_lens))])
-        return torch.from_numpy(np.stack([self._logits(hashes[row]) for row in batch.logit_rows_R.tolist()])
-                                if len(batch.logit_rows_R) else np.zeros((0, self.vocab_size), np.float32))
+        return torch.from_numpy(
+            np.stack([self._logits(hashes[row]) for row in batch.logit_rows_R.tolist()])
+            if len(batch.logit_rows_R)
+            else np.zeros((0, self.vocab_size), np.float32)
+        )
 
     def _hash_request(self, batch, kv, b):
         """For each query token of request b: (hash of everything up to it, True if the cache was in order)."""
@@ -65,7 +68,7 @@ class FakeModel:
         value, bad = state
         if bad:
             return np.full(self.vocab_size, np.nan, np.float32)
-        mixed = (np.arange(self.vocab_size, dtype=np.uint64) + np.uint64(value) * np.uint64(self.vocab_size))
+        mixed = np.arange(self.vocab_size, dtype=np.uint64) + np.uint64(value) * np.uint64(self.vocab_size)
         mixed = (mixed ^ (mixed >> np.uint64(7))) * np.uint64(0x9E3779B97F4A7C15)
         return ((mixed >> np.uint64(40)).astype(np.float32) / 2**24 * self.sharpness * 4).astype(np.float32)
 

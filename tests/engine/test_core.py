@@ -15,15 +15,21 @@ def alone(make_core, prompt, **kwargs):
 
 
 @pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("settings", [
-    {"max_num_batched_tokens": 8},
-    {"page_size": 1, "num_pages": 250},
-    {"page_size": 16, "num_pages": 20, "enable_prefix_caching": False},
-    {"max_num_seqs": 2},
-    {"num_pages": 26},
-], ids=["small chunks", "page size 1", "page size 16", "few places", "few pages"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"max_num_batched_tokens": 8},
+        {"page_size": 1, "num_pages": 250},
+        {"page_size": 16, "num_pages": 20, "enable_prefix_caching": False},
+        {"max_num_seqs": 2},
+        {"num_pages": 26},
+    ],
+    ids=["small chunks", "page size 1", "page size 16", "few places", "few pages"],
+)
 def test_tokens_do_not_depend_on_chunks_pages_or_neighbours(make_core, settings, sampling):
-    requests = [request(f"r{i}", prompt, max_tokens=20, ignore_eos=True, **sampling) for i, prompt in enumerate(PROMPTS)]
+    requests = [
+        request(f"r{i}", prompt, max_tokens=20, ignore_eos=True, **sampling) for i, prompt in enumerate(PROMPTS)
+    ]
     outputs = run_all(make_core(**settings), requests)
     for i, prompt in enumerate(PROMPTS):
         expected = alone(make_core, prompt, max_tokens=20, ignore_eos=True, **sampling)
@@ -152,15 +158,21 @@ def test_nan_logits_fail_their_request_only(make_core, sampling):
 def test_refusals_name_the_field_and_both_numbers(make_core):
     core = make_core(num_pages=8, page_size=4)
     assert core.info.max_model_len == 32
-    outputs = run_all(core, [
-        request("long", range(1, 41)),
-        request("huge", [1], max_tokens=100),
-        request("id", [97]),
-        request("bias", [1], logit_bias={200: 1.0}),
-    ])
+    outputs = run_all(
+        core,
+        [
+            request("long", range(1, 41)),
+            request("huge", [1], max_tokens=100),
+            request("id", [97]),
+            request("bias", [1], logit_bias={200: 1.0}),
+        ],
+    )
     refusals = {name: outs[-1] for name, outs in outputs.items()}
     assert {name: out.error_param for name, out in refusals.items()} == {
-        "long": "prompt", "huge": "max_tokens", "id": "prompt", "bias": "logit_bias",
+        "long": "prompt",
+        "huge": "max_tokens",
+        "id": "prompt",
+        "bias": "logit_bias",
     }
     assert "40" in refusals["long"].error
     assert "32" in refusals["long"].error

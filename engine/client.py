@@ -1,0 +1,243 @@
+"""`EngineClient`: the HTTP process's side of the engine. Starts its process, streams outputs. No torch, no text."""
+
+import asyncio
+import contextlib
+import logging
+import shutil
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from engine.config import EngineConfig
+from engine.errors import RequestError
+from engine.messages import (
+    EXIT_FAILED,
+    Abort,
+    Add,
+    Beat,
+    FromEngine,
+    Outputs,
+    Ready,
+    Shutdown,
+    ToEngine,
+    WorkerSetup,
+)
+from engine.process import WorkerProcess, describe_exit
+from engine.types import EngineInfo, EngineOutput, EngineRequest, EngineStats
+from engine.validate import RequestLimits, check_request, overloaded_output, refusal_output
+
+_LAST_WORD_S = 2.0  # how long a message may still be on its way after the process has ended
+_LOADING = "the model is still loading; try again later"
+_STOPPED = "the engine has stopped; the request cannot be finished"
+
+logger = logging.getLogger(__name__)
+
+
+class _Stream:
+    """Outputs of one request that its reader has not taken yet."""
+
+    __slots__ = ("abort_sent", "outputs")
+
+    def __init__(self) -> None:
+        self.outputs: asyncio.Queue[EngineOutput] = asyncio.Queue()
+        self.abort_sent = False
+
+
+class EngineClient:
+    """One engine process, its requests and its health. All methods belong to one event loop.
+
+    Liveness is `alive` and a small `heartbeat_age_s`; readiness is `ready`. Request ids must never be used twice.
+    """
+
+    def __init__(self, config: EngineConfig, *, worker_module: str = "engine.worker") -> None:
+        """`worker_module` is what the engine process runs."""
+        self.config = config
+        self.info: EngineInfo | None = None
+        self.failure: str | None = None
+        self.stats: EngineStats | None = None
+        self._worker_module = worker_module
+        self._streams: dict[str, _Stream] = {}
+        self._limits: RequestLimits | None = None
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
+        self._process: WorkerProcess | None = None
+        self._closing = False
+        self._progress_s = time.monotonic()
+
+    async def start(self) -> None:
+        """Start the process and return; loading goes on. Watch `ready` and `failure`."""
+        loop = asyncio.get_running_loop()
+        self._folder = Path(tempfile.mkdtemp(prefix="moe-serve-"))  # readable by this user alone
+        requests_address, outputs_address = f"ipc://{self._folder}/requests", f"ipc://{self._folder}/outputs"
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._outputs = self._context.socket(zmq.PULL)
+        self._outputs.set_hwm(0)
+        self._outputs.bind(outputs_address)
+        self._requests = self._context.socket(zmq.PUSH)
+        self._requests.set_hwm(0)
+        self._requests.setsockopt(zmq.RECONNECT_IVL, 20)
+        self._requests.connect(requests_address)
+        loop.add_reader(self._outputs.fileno(), self._read_messages)
+        setup = WorkerSetup(
+            config=self.config,
+            requests_address=requests_address,
+            outputs_address=outputs_address,
+            log_level=logging.getLogger().getEffectiveLevel(),
+        )
+        self._progress_s = time.monotonic()
+        self._process = await WorkerProcess.start(self._worker_module, setup)
+        self._watcher = asyncio.create_task(self._watch(self._process))
+
+    @property
+    def ready(self) -> bool:
+        """True when requests are served: loaded, not failed, not closing."""
+        return self.info is not None and self.alive
+
+    @property
+    def alive(self) -> bool:
+        """True while the process exists and has not given up."""
+        return self._process is not None and self._process.is_running and self.failure is None and not self._closing
+
+    @property
+    def pid(self) -> int | None:
+        """Id of the engine process, None before the start."""
+        return None if self._process is None else self._process.pid
+
+    @property
+    def heartbeat_age_s(self) -> float:
+        """Seconds since the step loop is known to have turned; while loading, since the process was heard of.
+
+        A loop that is busy turns after every chunk of a prompt, an idle one four times a second; only a step that
+        hangs, or a process that is stopped or gone, lets this grow.
+        """
+        return time.monotonic() - self._progress_s
+
+    async def generate(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
+        """Outputs of the request, the last one with a finish reason, whatever happens.
+
+        Closing the iterator before that output has arrived aborts the request.
+        """
+        refusal = self._refuse(request)
+        if refusal is not None:
+            yield refusal
+            return
+        stream = _Stream()
+        self._streams[request.request_id] = stream
+        self._send(Add(request))
+        try:
+            while True:
+                output = await stream.outputs.get()
+                yield output
+                if output.finish_reason is not None:
+                    return
+        finally:
+            if request.request_id in self._streams:  # its last output has not arrived
+                self.abort(request.request_id)
+                del self._streams[request.request_id]
+
+    def abort(self, request_id: str) -> None:
+        """End a request early; its stream gets a last output. Does nothing if it is over or unknown."""
+        stream = self._streams.get(request_id)
+        if stream is not None and not stream.abort_sent:
+            stream.abort_sent = True
+            self._send(Abort(request_id))
+
+    async def close(self) -> None:
+        """End the process; requests still running get an error. May be called twice, and without `start`."""
+        if self._process is None or self._closing:
+            return
+        was_ready = self.ready
+        self._closing = True
+        self._end_streams()
+        if was_ready:
+            self._send(Shutdown())
+        await self._process.end(told_to_stop=was_ready)
+        await self._watcher
+        asyncio.get_running_loop().remove_reader(self._outputs.fileno())
+        self._context.destroy(linger=0)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _refuse(self, request: EngineRequest) -> EngineOutput | None:
+        """The answer to a request that the engine need not see."""
+        request_id = request.request_id
+        if request_id in self._streams:
+            raise ValueError(f"request id {request_id!r} is in use: ids must be unique")
+        if not self.alive or self._limits is None:
+            is_loading = self.alive
+            return EngineOutput(
+                request_id=request_id,
+                finish_reason="error",
+                error=_LOADING if is_loading else _STOPPED,
+                overloaded=is_loading,
+            )
+        if len(self._streams) >= self.config.max_requests:
+            return overloaded_output(request_id, self.config.max_requests)
+        try:
+            check_request(request, self._limits)
+        except RequestError as error:
+            return refusal_output(request_id, error)
+        return None
+
+    def _send(self, message: ToEngine) -> None:
+        with contextlib.suppress(zmq.ZMQError):  # the engine is gone: its streams have been ended
+            self._requests.send(self._encoder.encode(message), zmq.NOBLOCK)
+
+    def _read_messages(self) -> None:
+        """Take everything that has arrived; the descriptor signals again only after that."""
+        while True:
+            try:
+                frame = self._outputs.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._handle(self._decoder.decode(frame))
+
+    def _handle(self, message: FromEngine) -> None:
+        now_s = time.monotonic()
+        if isinstance(message, Outputs):
+            self._progress_s = now_s
+            for output in message.outputs:
+                self._deliver(output)
+        elif isinstance(message, Beat):
+            self._progress_s = max(self._progress_s, now_s - message.loop_age_s)
+            self.stats = message.stats or self.stats
+        elif isinstance(message, Ready):
+            info = message.info
+            self._progress_s = now_s
+            self._limits = RequestLimits(
+                vocab_size=info.vocab_size,
+                max_model_len=info.max_model_len,
+                num_kv_tokens=info.num_pages * info.page_size,
+            )
+            self.info = info
+        else:
+            self._fail(message.message)
+
+    def _deliver(self, output: EngineOutput) -> None:
+        stream = self._streams.get(output.request_id)
+        if stream is not None:  # else its reader has left
+            if output.finish_reason is not None:
+                del self._streams[output.request_id]
+            stream.outputs.put_nowait(output)
+
+    def _fail(self, message: str) -> None:
+        if self.failure is None and not self._closing:
+            self.failure = message
+            logger.error("engine: %s", message)
+            self._end_streams()
+
+    def _end_streams(self) -> None:
+        for request_id in list(self._streams):
+            self._deliver(EngineOutput(request_id=request_id, finish_reason="error", error=_STOPPED))
+
+    async def _watch(self, process: WorkerProcess) -> None:
+        """Wait for the end of the process; a reason that it sent is awaited a moment longer."""
+        status = await process.wait()
+        until_s = time.monotonic() + _LAST_WORD_S
+        while status == EXIT_FAILED and self.failure is None and not self._closing and time.monotonic() < until_s:
+            self._read_messages()
+            await asyncio.sleep(0.01)
+        self._fail(f"the engine process {describe_exit(status)}; its log says why")

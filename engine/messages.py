@@ -1,0 +1,68 @@
+"""What the two processes say to each other, as msgpack. Payload types are in `types`; sockets are elsewhere."""
+
+import msgspec
+
+from engine.config import EngineConfig
+from engine.types import EngineInfo, EngineOutput, EngineRequest, EngineStats
+
+
+class Add(msgspec.Struct, frozen=True, tag=True):
+    """To the engine: start this request."""
+
+    request: EngineRequest
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True):
+    """To the engine: end this request; nothing happens if it is over."""
+
+    request_id: str
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag=True):
+    """To the engine: leave the step loop."""
+
+
+class Outputs(msgspec.Struct, frozen=True, tag=True):
+    """From the engine: the news of one step, all requests together."""
+
+    outputs: list[EngineOutput]
+
+
+class Beat(msgspec.Struct, frozen=True, tag=True):
+    """From the engine, twice a second and more: `loop_age_s` is the time since the step loop last turned.
+
+    The beat itself comes from a thread of its own and proves only that the process runs. A loop that is busy with a
+    long prompt turns after every chunk, so its age stays small; one that hangs inside a step grows old.
+    While the model loads there are no statistics and the age is 0.
+    """
+
+    stats: EngineStats | None
+    loop_age_s: float
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """From the engine, once: the model is loaded and warm."""
+
+    info: EngineInfo
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """From the engine, as its last word: why it cannot start or go on."""
+
+    message: str
+
+
+ToEngine = Add | Abort | Shutdown
+FromEngine = Outputs | Beat | Ready | Failed
+
+
+class WorkerSetup(msgspec.Struct, frozen=True, kw_only=True):
+    """What the engine process reads from its standard input at start, pickled. Addresses are of ZMQ sockets."""
+
+    config: EngineConfig
+    requests_address: str  # bound by the engine process
+    outputs_address: str  # bound by the parent
+    log_level: int
+
+
+EXIT_FAILED = 3  # exit status of an engine process that has sent `Failed`

@@ -1,0 +1,69 @@
+"""Starts and ends the engine process. Knows nothing of requests.
+
+A fresh interpreter runs the worker module: nothing of the parent is forked, and its main module is not imported again.
+The child gets the parent's module search path and a session of its own, so that Ctrl-C in the terminal does not reach
+it; its standard input stays open as long as the parent lives.
+"""
+
+import asyncio
+import contextlib
+import pickle
+import sys
+
+from engine.messages import WorkerSetup
+
+_BOOT = "import runpy, sys; sys.path[:] = sys.argv[2:]; runpy.run_module(sys.argv[1], run_name='__main__')"
+_POLITE_S = 3.0
+
+
+class WorkerProcess:
+    """One engine process."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    @classmethod
+    async def start(cls, module: str, setup: WorkerSetup) -> "WorkerProcess":
+        """Run `module` as a program and hand it `setup`."""
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-P", "-c", _BOOT, module, *sys.path, stdin=asyncio.subprocess.PIPE, start_new_session=True
+        )
+        if process.stdin is None:
+            raise RuntimeError("the engine process has no standard input")
+        process.stdin.write(pickle.dumps(setup))
+        return cls(process)
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self._process.pid
+
+    @property
+    def is_running(self) -> bool:
+        """True until the process has ended and that was noticed."""
+        return self._process.returncode is None
+
+    async def wait(self) -> int:
+        """Exit status, once there is one; negative for a signal."""
+        return await self._process.wait()
+
+    async def end(self, *, told_to_stop: bool) -> None:
+        """Wait for it to end, a few seconds if it was told to; then close its standard input; at last kill it."""
+        if told_to_stop:
+            await self._wait_politely()
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        await self._wait_politely()
+        if self.is_running:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+            await self._process.wait()
+
+    async def _wait_politely(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._process.wait(), _POLITE_S)
+
+
+def describe_exit(status: int) -> str:
+    """How a process ended, in words."""
+    return f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
