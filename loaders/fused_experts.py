@@ -15,8 +15,8 @@ from loaders.quant import PLAIN_DTYPES
 from loaders.sharding import Cut, ExpertShard
 from loaders.source import TensorSource
 from moe.formats import Bf16Weight, ExpertWeights, Mxfp4Weight, Weight
+from moe.formats.mxfp4 import GROUP
 
-_GROUP = 32
 _BYTE_SCALES = (torch.uint8, torch.float8_e8m0fnu)
 
 
@@ -44,7 +44,7 @@ def read_gpt_oss_experts(
     w13: Weight
     w2: Weight
     if _is_published(source, prefix):
-        cut = shard.cut_intermediate(intermediate_size, _GROUP)
+        cut = shard.cut_intermediate(intermediate_size, GROUP)
         w13, w2 = _read_published(source, prefix, sizes, experts, cut)
     else:
         cut = shard.cut_intermediate(intermediate_size, 1)
@@ -75,12 +75,12 @@ def _read_published(
 ) -> tuple[Mxfp4Weight, Mxfp4Weight]:
     num_experts, hidden, inter = sizes
     for size, name in ((hidden, "hidden_size"), (inter, "intermediate_size")):
-        if size % _GROUP:
-            raise CheckpointError(f"{source.origin}: {name} is {size}: MXFP4 needs a multiple of {_GROUP}")
+        if size % GROUP:
+            raise CheckpointError(f"{source.origin}: {name} is {size}: MXFP4 needs a multiple of {GROUP}")
     gate_up, down = f"{prefix}.gate_up_proj", f"{prefix}.down_proj"
-    gate_up_shape, down_shape = (num_experts, 2 * inter, hidden // _GROUP), (num_experts, hidden, inter // _GROUP)
+    gate_up_shape, down_shape = (num_experts, 2 * inter, hidden // GROUP), (num_experts, hidden, inter // GROUP)
     for name, shape in ((gate_up, gate_up_shape), (down, down_shape)):
-        source.expect(f"{name}_blocks", shape=(*shape, _GROUP // 2), dtypes=(torch.uint8,))
+        source.expect(f"{name}_blocks", shape=(*shape, GROUP // 2), dtypes=(torch.uint8,))
         source.expect(f"{name}_scales", shape=shape, dtypes=_BYTE_SCALES)
     w13 = [_separate(_local(source, f"{gate_up}_{kind}", experts), cut) for kind in ("blocks", "scales")]
     w2 = [_cut_groups(_local(source, f"{down}_{kind}", experts), cut) for kind in ("blocks", "scales")]
@@ -119,7 +119,7 @@ def _separate(interleaved: torch.Tensor, cut: Cut) -> torch.Tensor:
 def _cut_groups(down: torch.Tensor, cut: Cut) -> torch.Tensor:
     """Groups of 32 along axis 2 ([E, H, G, ...]), cut and padded; codes and scale bytes of the padding are 0."""
     num_experts, hidden, _, *rest = down.shape
-    out = down.new_zeros((num_experts, hidden, cut.padded // _GROUP, *rest))
-    length = cut.length // _GROUP
-    out[:, :, :length] = down.narrow(2, cut.start // _GROUP, length)
+    out = down.new_zeros((num_experts, hidden, cut.padded // GROUP, *rest))
+    length = cut.length // GROUP
+    out[:, :, :length] = down.narrow(2, cut.start // GROUP, length)
     return out

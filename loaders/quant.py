@@ -17,13 +17,15 @@ import torch
 from loaders.errors import CheckpointError
 from loaders.source import TensorMeta, TensorSource, dtype_name
 from moe.formats import Bf16Weight, Fp8BlockWeight, Fp8TensorWeight, Mxfp4Weight, Nvfp4Weight, Weight
+from moe.formats.fp8_block import BLOCK
+from moe.formats.mxfp4 import GROUP as MXFP4_GROUP
 from moe.formats.mxfp4 import e8m0_to_float
+from moe.formats.nvfp4 import GROUP as NVFP4_GROUP
 
 PLAIN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _FP4_DTYPES = (torch.uint8, torch.int8)
 _SCALE_SUFFIXES = ("weight_scale_inv", "weight_scale", "scale")
 _SIBLING_SUFFIXES = (*_SCALE_SUFFIXES, "weight_scale_2", "input_scale")
-_BLOCK = 128
 
 Convert = Callable[[torch.Tensor], torch.Tensor]
 
@@ -141,33 +143,36 @@ def _fp8_layout(weight: TensorMeta, scale: TensorMeta, siblings: dict[str, Tenso
             input_scale=None if input_scale is None else input_scale.name,
         )
     _refuse_sibling(weight, siblings, "input_scale")
-    scale.expect((-(-rows // _BLOCK), -(-cols // _BLOCK)), (*PLAIN_DTYPES, torch.float8_e8m0fnu))
+    scale.expect((-(-rows // BLOCK), -(-cols // BLOCK)), (*PLAIN_DTYPES, torch.float8_e8m0fnu))
     # Padded blocks hold zeros; a scale of 1 keeps them harmless for kernels that divide by it or take its logarithm.
-    grid = Part(meta=scale, convert=to_float_scale, row_unit=_BLOCK, col_unit=_BLOCK, pad_value=1)
+    grid = Part(meta=scale, convert=to_float_scale, row_unit=BLOCK, col_unit=BLOCK, pad_value=1)
     return LinearLayout(format_name="fp8_block", shape=(rows, cols), parts=(data, grid))
 
 
 def _fp4_layout(weight: TensorMeta, scale: TensorMeta, siblings: dict[str, TensorMeta]) -> LinearLayout:
     rows, cols = weight.shape[0], weight.shape[1] * 2
+    group = NVFP4_GROUP if scale.dtype == torch.float8_e4m3fn else MXFP4_GROUP
+    if cols % group:
+        raise CheckpointError(f"{weight.where}: {cols} elements a row are no multiple of {group}, the scales' group")
     codes = Part(meta=weight, convert=_as_bytes, col_unit=2)
     if scale.dtype == torch.float8_e4m3fn:
         if "weight_scale_2" not in siblings:
             raise CheckpointError(f"{scale.where}: NVFP4 block scales without '{scale.name}_2'")
-        scale.expect((rows, cols // 16), (torch.float8_e4m3fn,))
+        scale.expect((rows, cols // group), (torch.float8_e4m3fn,))
         scalars = {suffix: siblings[suffix] for suffix in ("weight_scale_2", "input_scale") if suffix in siblings}
         for meta in scalars.values():
             _check_scalar(meta)
         return LinearLayout(
             format_name="nvfp4",
             shape=(rows, cols),
-            parts=(codes, Part(meta=scale, convert=_same, col_unit=16)),
+            parts=(codes, Part(meta=scale, convert=_same, col_unit=group)),
             scale=scalars["weight_scale_2"].name,
             input_scale=scalars["input_scale"].name if "input_scale" in scalars else None,
         )
     _refuse_sibling(weight, siblings, "weight_scale_2")
     _refuse_sibling(weight, siblings, "input_scale")
-    scale.expect((rows, cols // 32), (torch.float8_e8m0fnu, torch.uint8, torch.float32))
-    exponents = Part(meta=scale, convert=lambda values: to_e8m0_bytes(values, scale.where), col_unit=32)
+    scale.expect((rows, cols // group), (torch.float8_e8m0fnu, torch.uint8, torch.float32))
+    exponents = Part(meta=scale, convert=lambda values: to_e8m0_bytes(values, scale.where), col_unit=group)
     return LinearLayout(format_name="mxfp4", shape=(rows, cols), parts=(codes, exponents))
 
 

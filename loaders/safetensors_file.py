@@ -60,7 +60,7 @@ class SafetensorsFile:
             if name != "__metadata__":
                 self._add(name, entry)
         self._check_size(size)
-        self._mapping: mmap.mmap | None = None
+        self._bytes: torch.Tensor | None = None
 
     def _add(self, name: str, entry: Any) -> None:
         where = f"{self.path}: tensor '{name}'"
@@ -104,17 +104,23 @@ class SafetensorsFile:
         meta = self.metas[name]
         if not meta.nbytes:
             return torch.empty(meta.shape, dtype=meta.dtype)
-        if self._mapping is None:
-            with self.path.open("rb") as file:
-                self._mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        if self._bytes is None:
+            self._bytes = _map_file(self.path)
         offset = self._data_start + self._begins[name]
-        with warnings.catch_warnings():
-            # torch cannot mark a tensor read-only and warns about it; our callers copy and never write.
-            warnings.filterwarnings("ignore", message="The given buffer is not writable")
-            raw = torch.frombuffer(self._mapping, dtype=torch.uint8, count=meta.nbytes, offset=offset)
+        raw = self._bytes[offset : offset + meta.nbytes]
         if offset % meta.dtype.itemsize:
             raw = raw.clone()
         return raw.view(meta.dtype).view(meta.shape)
+
+
+def _map_file(path: Path) -> torch.Tensor:
+    """All bytes of a file, mapped; the tensor keeps the mapping alive."""
+    with path.open("rb") as file:
+        mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    with warnings.catch_warnings():
+        # torch cannot mark a tensor read-only and warns about it; our callers copy and never write.
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")
+        return torch.frombuffer(mapping, dtype=torch.uint8)
 
 
 def _read_header(path: Path, prefix: bytes, read: Any, size: int) -> tuple[dict[str, Any], int]:

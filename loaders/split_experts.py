@@ -12,10 +12,11 @@ from loaders.errors import CheckpointError
 from loaders.quant import LinearLayout, Part, build_weight, inspect_linear, read_scalar
 from loaders.sharding import Cut, ExpertShard
 from loaders.source import TensorSource, dtype_name
-from moe.formats import ExpertWeights, Weight
+from moe.formats import Bf16Weight, ExpertWeights, Fp8BlockWeight, Fp8TensorWeight, Mxfp4Weight, Nvfp4Weight, Weight
 
 # Elements of the intermediate axis that share one scale: the finest cut. Both w13's rows and w2's columns follow it.
-_CUT_BLOCK = {"bf16": 1, "fp8_tensor": 1, "nvfp4": 16, "mxfp4": 32, "fp8_block": 128}
+_FORMATS: tuple[type[Weight], ...] = (Bf16Weight, Fp8TensorWeight, Nvfp4Weight, Mxfp4Weight, Fp8BlockWeight)
+_CUT_BLOCK = {kind.format_name: kind.col_block for kind in _FORMATS}
 _ROWS, _COLS = -2, -1
 
 

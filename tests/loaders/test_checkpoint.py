@@ -1,0 +1,278 @@
+"""Opening checkpoints: what is accepted, what is refused with which words, and the record of used tensors."""
+
+import json
+import logging
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from loaders.checkpoint import Checkpoint
+from loaders.errors import CheckpointError, LoadError
+from tests.loaders.expert_files import random_bf16, save
+
+A, B = random_bf16(4, 6, seed=1), random_bf16(3, seed=2)
+
+
+def write_index(folder: Path, weight_map: dict[str, str]) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def sharded(folder: Path) -> Path:
+    save_file({"a": A}, folder / "model-00001-of-00002.safetensors")
+    save_file({"b": B}, folder / "model-00002-of-00002.safetensors")
+    write_index(folder, {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"})
+    return folder
+
+
+def raw_file(path: Path, header: object, data: bytes = b"") -> Path:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+    return path
+
+
+def entry(dtype: str, shape: list[int], begin: int, end: int) -> dict[str, object]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+def test_single_file_index_and_plain_folder_give_the_same_tensors(tmp_path: Path) -> None:
+    (tmp_path / "sharded").mkdir()
+    folder = sharded(tmp_path / "sharded")
+    single = save(tmp_path / "single", {"a": A, "b": B})
+    without_index = tmp_path / "loose"
+    save(without_index, {"a": A}, "one.safetensors")
+    save(without_index, {"b": B}, "two.safetensors")
+    sources = [single, Checkpoint.open(folder), Checkpoint.open(without_index)]
+    sources.append(Checkpoint.open(tmp_path / "single" / "model.safetensors"))
+    sources.append(Checkpoint.open(folder / "model.safetensors.index.json"))
+    for source in sources:
+        assert sorted(source.names()) == ["a", "b"]
+        assert torch.equal(source.tensor("a"), A)
+        assert torch.equal(source.tensor("b"), B)
+        source.finish()
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        torch.tensor([[1.5, -448.0]]).to(torch.float8_e4m3fn),
+        torch.tensor([[0.5, 4.0]]).to(torch.float8_e8m0fnu),
+        torch.tensor([[-1, 127]], dtype=torch.int8),
+        torch.tensor([[255, 0]], dtype=torch.uint8),
+        torch.tensor([[1.0, 2.5]], dtype=torch.bfloat16),
+        torch.tensor([[1.0, 2.5]], dtype=torch.float32),
+        torch.tensor([[7, -3]], dtype=torch.int64),
+        torch.zeros((0, 3)),
+        torch.tensor(2.0),
+    ],
+)
+def test_every_dtype_is_read_exactly(tmp_path: Path, values: torch.Tensor) -> None:
+    found = save(tmp_path, {"t": values}).tensor("t")
+    assert found.dtype == values.dtype
+    assert found.shape == values.shape
+    assert torch.equal(found.reshape(-1).view(torch.uint8), values.reshape(-1).view(torch.uint8))
+
+
+def test_packed_fp4_is_handed_out_as_bytes(tmp_path: Path) -> None:
+    raw_file(tmp_path / "m.safetensors", {"w": entry("F4", [2, 4], 0, 4)}, b"\x10\x32\x54\x76")
+    source = Checkpoint.open(tmp_path)
+    assert source.meta("w").shape == (2, 2)
+    assert source.tensor("w").tolist() == [[0x10, 0x32], [0x54, 0x76]]
+
+
+def test_unaligned_tensors_are_read(tmp_path: Path) -> None:
+    header = {"byte": entry("U8", [1], 0, 1), "word": entry("F32", [1], 1, 5)}
+    raw_file(tmp_path / "m.safetensors", header, b"\x07" + struct.pack("<f", 2.5))
+    assert Checkpoint.open(tmp_path).tensor("word").tolist() == [2.5]
+
+
+def test_opening_reads_headers_only(tmp_path: Path) -> None:
+    """A sparse file of 64 GB opens and gives a slice from its end: nothing in between can have been read."""
+    rows = 64 * 1024
+    header = json.dumps({"w": entry("U8", [rows, 1024 * 1024], 0, rows * 1024 * 1024)}).encode()
+    path = tmp_path / "m.safetensors"
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(header)) + header)
+        file.truncate(8 + len(header) + rows * 1024 * 1024)
+    assert Checkpoint.open(tmp_path).tensor_slice("w", 0, rows - 1, 1).sum() == 0
+
+
+def test_slices_equal_slices_of_the_whole(tmp_path: Path) -> None:
+    source = save(tmp_path, {"a": A})
+    assert torch.equal(source.tensor_slice("a", 0, 1, 2), A[1:3])
+    assert torch.equal(source.tensor_slice("a", -1, 4, 2), A[:, 4:])
+    assert source.tensor_slice("a", 1, 2, 2).is_contiguous()
+
+
+@pytest.mark.parametrize(("axis", "start", "length"), [(0, 3, 2), (0, -1, 1), (2, 0, 1), (-3, 0, 1), (1, 0, -1)])
+def test_a_slice_outside_the_tensor_is_refused(tmp_path: Path, axis: int, start: int, length: int) -> None:
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: tensor 'a': cannot read .* shape \[4, 6\]"):
+        save(tmp_path, {"a": A}).tensor_slice("a", axis, start, length)
+
+
+def test_returned_tensors_are_copies(tmp_path: Path) -> None:
+    source = save(tmp_path, {"a": A})
+    source.tensor("a").zero_()
+    assert torch.equal(source.tensor("a"), A)
+
+
+def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="tensor 'c' is missing"):
+        save(tmp_path, {"a": A}).tensor("c")
+
+
+def test_wrong_shape_and_dtype_name_expected_and_found(tmp_path: Path) -> None:
+    source = save(tmp_path, {"a": A})
+    assert source.expect("a", shape=(4, 6), dtypes=[torch.bfloat16]).name == "a"
+    with pytest.raises(CheckpointError, match=r"tensor 'a': expected shape \[6, 4\], found \[4, 6\]"):
+        source.expect("a", shape=(6, 4))
+    with pytest.raises(CheckpointError, match="tensor 'a': expected dtype float32 or uint8, found bfloat16"):
+        source.expect("a", dtypes=[torch.float32, torch.uint8])
+
+
+def test_finish_lists_tensors_nobody_used(tmp_path: Path) -> None:
+    source = save(tmp_path, {f"t{i:02}": B.clone() for i in range(12)})
+    source.tensor("t00")
+    source.mark_used(["t01"])
+    with pytest.raises(CheckpointError, match=r"10 tensors belong to no part of the model: .*'t02'.*and 2 more"):
+        source.finish()
+
+
+def test_skip_logs_count_and_size_once_and_reads_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    source = save(
+        tmp_path, {"a": torch.zeros(500_000, dtype=torch.uint8), "b": torch.zeros(500_000, dtype=torch.uint8)}
+    )
+    with caplog.at_level(logging.INFO, "loaders"):
+        source.skip(["a", "b"], "not needed")
+        source.skip([], "nothing to say")
+    assert [record.message for record in caplog.records] == ["skipped 2 tensors (1.0 MB): not needed"]
+    source.finish()
+
+
+def test_errors_are_load_errors_and_value_errors() -> None:
+    assert issubclass(CheckpointError, LoadError)
+    assert issubclass(LoadError, ValueError)
+
+
+def test_a_truncated_shard_names_file_and_tensor(tmp_path: Path) -> None:
+    folder = sharded(tmp_path)
+    file = folder / "model-00002-of-00002.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match=r"00002-of-00002\.safetensors: tensor 'b': the file is truncated"):
+        Checkpoint.open(folder)
+
+
+@pytest.mark.parametrize("size", [0, 5, 8, 20])
+def test_a_file_cut_in_its_header_is_refused(tmp_path: Path, size: int) -> None:
+    save(tmp_path, {"a": A})
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:size])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: truncated or no safetensors file"):
+        Checkpoint.open(tmp_path)
+
+
+def test_a_header_longer_than_allowed_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "m.safetensors").write_bytes(struct.pack("<Q", 2**40) + b"{}")
+    with pytest.raises(CheckpointError, match="header should take 1099511627776 bytes"):
+        Checkpoint.open(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("header", "data", "words"),
+    [
+        (b"{not json", b"", "not valid JSON"),
+        (b"\xff\xfe{}", b"", "not valid JSON"),
+        (b"[]", b"", "not a JSON object"),
+        ({"w": {"dtype": "F32"}}, b"", "tensor 'w': damaged header entry"),
+        ({"w": entry("F32", [2], 0, 4)}, b"\0" * 4, "tensor 'w': F32 .2. takes 8 bytes, but the header gives it 4"),
+        ({"w": entry("F32", [1], -4, 0)}, b"", "tensor 'w': F32"),
+        ({"w": entry("F6_E2M3", [4], 0, 3)}, b"\0" * 3, "tensor 'w': dtype F6_E2M3 is not supported"),
+        ({"w": entry("F4", [3], 0, 2)}, b"\0" * 2, "tensor 'w': FP4 needs an even last dimension"),
+        ({"w": entry("U8", [1], 0, 1)}, b"\0\0\0", "2 bytes follow the last tensor"),
+        (b'{"w": 1, "w": 2}', b"", "tensor 'w' appears twice"),
+    ],
+)
+def test_damaged_headers_are_refused(tmp_path: Path, header: object, data: bytes, words: str) -> None:
+    raw_file(tmp_path / "m.safetensors", header, data)
+    with pytest.raises(CheckpointError, match=rf"m\.safetensors: .*{words}"):
+        Checkpoint.open(tmp_path)
+
+
+def test_a_git_lfs_pointer_says_what_to_run(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    with pytest.raises(CheckpointError, match="git lfs pull"):
+        Checkpoint.open(tmp_path)
+
+
+def test_an_index_naming_a_tensor_the_file_lacks_is_stale(tmp_path: Path) -> None:
+    folder = sharded(tmp_path)
+    write_index(folder, {"a": "model-00001-of-00002.safetensors", "gone": "model-00001-of-00002.safetensors"})
+    with pytest.raises(CheckpointError, match=r"index\.json is stale: tensor 'gone' is not in .*00001-of"):
+        Checkpoint.open(folder)
+
+
+def test_an_index_that_leaves_a_tensor_out_is_stale(tmp_path: Path) -> None:
+    save(tmp_path, {"a": A, "b": B}, "x.safetensors")
+    write_index(tmp_path, {"a": "x.safetensors"})
+    with pytest.raises(CheckpointError, match="does not list tensor 'b'"):
+        Checkpoint.open(tmp_path)
+
+
+def test_a_file_the_index_names_but_that_is_missing(tmp_path: Path) -> None:
+    folder = sharded(tmp_path)
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"00002-of-00002\.safetensors: missing, .* tensor 'b'"):
+        Checkpoint.open(folder)
+
+
+@pytest.mark.parametrize("outside", ["../x.safetensors", "/etc/x.safetensors"])
+def test_an_index_may_not_point_outside_its_folder(tmp_path: Path, outside: str) -> None:
+    write_index(tmp_path, {"a": outside})
+    with pytest.raises(CheckpointError, match="points outside the folder"):
+        Checkpoint.open(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": []}'])
+def test_a_broken_index_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(CheckpointError, match="not a safetensors index"):
+        Checkpoint.open(tmp_path)
+
+
+def test_two_indexes_or_an_index_beside_a_single_file_are_ambiguous(tmp_path: Path) -> None:
+    folder = sharded(tmp_path)
+    save_file({"a": A}, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"both model\.safetensors and model\.safetensors\.index\.json"):
+        Checkpoint.open(folder)
+    (folder / "other.safetensors.index.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="more than one index"):
+        Checkpoint.open(folder)
+
+
+def test_one_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
+    save_file({"a": A}, tmp_path / "one.safetensors")
+    save_file({"a": A}, tmp_path / "two.safetensors")
+    with pytest.raises(CheckpointError, match=r"tensor 'a' is in two files: .*one\.safetensors and .*two\.safetensors"):
+        Checkpoint.open(tmp_path)
+
+
+def test_folders_without_a_checkpoint_say_what_is_there(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no such file or folder"):
+        Checkpoint.open(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match="no checkpoint folder"):
+        Checkpoint.open(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="PyTorch pickles but no safetensors; convert"):
+        Checkpoint.open(tmp_path)
+    with pytest.raises(CheckpointError, match=r"neither a folder nor a \.safetensors file"):
+        Checkpoint.open(tmp_path / "pytorch_model.bin")
+
+
+def test_the_original_layout_of_gpt_oss_is_recognised(tmp_path: Path) -> None:
+    tensors = {"block.0.mlp.mlp1_weight.blocks": torch.zeros(1, dtype=torch.uint8)}
+    with pytest.raises(CheckpointError, match="OpenAI's original/ layout"):
+        save(tmp_path / "original", tensors)
+    with pytest.raises(CheckpointError, match="only the original/ layout is here"):
+        Checkpoint.open(tmp_path)

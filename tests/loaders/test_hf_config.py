@@ -1,0 +1,262 @@
+"""Configs as the real checkpoints have them, in every spelling, and refusals that name key and file."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loaders.errors import ModelConfigError
+from loaders.hf_config import HfConfig, RopeConfig, read_config
+
+GPT_OSS_20B: dict[str, Any] = {
+    "architectures": ["GptOssForCausalLM"],
+    "eos_token_id": 200002,
+    "hidden_size": 2880,
+    "initial_context_length": 4096,
+    "max_position_embeddings": 131072,
+    "quantization_config": {
+        "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"],
+        "quant_method": "mxfp4",
+    },
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150000,
+}
+DEEPSEEK_V3: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "eos_token_id": 1,
+    "max_position_embeddings": 163840,
+    "quantization_config": {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+    },
+    "rope_scaling": {
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 40,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    },
+    "rope_theta": 10000,
+}
+DEEPSEEK_V4: dict[str, Any] = DEEPSEEK_V3 | {
+    "architectures": ["DeepseekV4ForCausalLM"],
+    "expert_dtype": "fp4",
+    "quantization_config": DEEPSEEK_V3["quantization_config"] | {"scale_fmt": "ue8m0"},
+}
+MODELOPT_FILE = {
+    "producer": {"name": "modelopt", "version": "0.23.0"},
+    "quantization": {
+        "quant_algo": "NVFP4",
+        "kv_cache_quant_algo": "FP8",
+        "group_size": 16,
+        "exclude_modules": ["lm_head", "model.layers.*.self_attn*", "model.layers.61*"],
+    },
+}
+MODELOPT_SECTION = {
+    "quant_method": "modelopt",
+    "quant_algo": "NVFP4",
+    "ignore": ["lm_head", "re:model.layers.61.*"],
+    "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
+    "config_groups": {},
+}
+
+
+def write(folder: Path, config: dict[str, Any], **others: Any) -> HfConfig:
+    (folder / "config.json").write_text(json.dumps(config))
+    for name, value in others.items():
+        (folder / f"{name}.json").write_text(json.dumps(value))
+    return read_config(folder)
+
+
+def test_gpt_oss(tmp_path: Path) -> None:
+    config = write(tmp_path, GPT_OSS_20B, generation_config={"eos_token_id": [200002, 199999, 200012]})
+    assert config.architecture == "GptOssForCausalLM"
+    assert config.max_position_embeddings == 131072
+    assert config.eos_token_ids == (200002, 199999, 200012)
+    assert config.rope == RopeConfig(
+        theta=150000.0, rope_type="yarn", factor=32.0, original_max_position_embeddings=4096, truncate=False
+    )
+    assert config.quantization is not None
+    assert config.quantization.method == "mxfp4"
+    assert config.quantization.ignore == ("model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head")
+
+
+def test_deepseek_v3_with_its_old_key_type(tmp_path: Path) -> None:
+    config = write(tmp_path, DEEPSEEK_V3)
+    assert config.rope == RopeConfig(
+        theta=10000.0,
+        rope_type="yarn",
+        factor=40,
+        original_max_position_embeddings=4096,
+        mscale=1.0,
+        mscale_all_dim=1.0,
+    )
+    assert config.rope.truncate
+    assert config.eos_token_ids == (1,)
+    assert config.quantization is not None
+    assert (config.quantization.method, config.quantization.weight_block_size) == ("fp8", (128, 128))
+
+
+def test_deepseek_v4(tmp_path: Path) -> None:
+    config = write(tmp_path, DEEPSEEK_V4)
+    assert config.architecture == "DeepseekV4ForCausalLM"
+    assert config.get("expert_dtype") == "fp4"
+    assert config.get("num_hash_layers", 0) == 0
+
+
+@pytest.mark.parametrize("config", [GPT_OSS_20B, DEEPSEEK_V3])
+def test_both_rope_spellings_mean_the_same(tmp_path: Path, config: dict[str, Any]) -> None:
+    """B31: transformers 5 writes `rope_parameters` with theta inside."""
+    old = write(tmp_path, config).rope
+    new = {key: value for key, value in config.items() if key not in ("rope_scaling", "rope_theta")}
+    scaling = {key: value for key, value in config["rope_scaling"].items() if key != "type"}
+    new["rope_parameters"] = scaling | {"rope_type": "yarn", "rope_theta": config["rope_theta"]}
+    assert write(tmp_path, new).rope == old
+
+
+def test_rope_without_scaling(tmp_path: Path) -> None:
+    assert write(tmp_path, {"rope_theta": 10000, "rope_scaling": None}).rope == RopeConfig(theta=10000.0)
+    parameters = {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}
+    assert write(tmp_path, parameters).rope == RopeConfig(theta=500000.0)
+
+
+def test_original_length_falls_back_to_what_the_file_has(tmp_path: Path) -> None:
+    scaling = {"rope_theta": 1e4, "rope_scaling": {"rope_type": "yarn", "factor": 2}, "max_position_embeddings": 64}
+    assert write(tmp_path, scaling).rope.original_max_position_embeddings == 64
+    assert write(tmp_path, scaling | {"initial_context_length": 32}).rope.original_max_position_embeddings == 32
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({}, "no number for 'rope_theta'"),
+        ({"rope_theta": "big"}, "no number for 'rope_theta'"),
+        (
+            {"rope_theta": 1e4, "rope_scaling": {"type": "yarn"}},
+            "'rope_scaling' of type 'yarn' needs a number 'factor'",
+        ),
+        ({"rope_theta": 1e4, "rope_scaling": [1]}, "key 'rope_scaling' must be an object"),
+    ],
+)
+def test_unusable_rope_settings_are_refused(tmp_path: Path, config: dict[str, Any], words: str) -> None:
+    with pytest.raises(ModelConfigError, match=rf"config\.json: .*{words}"):
+        _ = write(tmp_path, config).rope
+
+
+def test_modelopt_in_its_own_file(tmp_path: Path) -> None:
+    scheme = write(tmp_path, {"architectures": ["X"]}, hf_quant_config=MODELOPT_FILE).quantization
+    assert scheme is not None
+    assert (scheme.method, scheme.algorithm, scheme.group_size) == ("modelopt", "NVFP4", 16)
+    assert scheme.kv_cache_algorithm == "FP8"
+    assert scheme.ignore == ("lm_head", "model.layers.*.self_attn*", "model.layers.61*")
+
+
+def test_modelopt_in_config_json_and_in_both(tmp_path: Path) -> None:
+    config = {"quantization_config": MODELOPT_SECTION}
+    scheme = write(tmp_path, config).quantization
+    assert scheme is not None
+    assert (scheme.method, scheme.algorithm, scheme.kv_cache_algorithm) == ("modelopt", "NVFP4", "FP8")
+    assert scheme.ignore == ("lm_head", "re:model.layers.61.*")
+    both = write(tmp_path, config, hf_quant_config=MODELOPT_FILE).quantization
+    assert both is not None
+    assert (both.ignore, both.group_size) == (scheme.ignore, 16)
+
+
+def test_modelopt_without_kv_cache_quantization(tmp_path: Path) -> None:
+    inner = MODELOPT_FILE["quantization"] | {"kv_cache_quant_algo": None}
+    scheme = write(tmp_path, {}, hf_quant_config={"quantization": inner}).quantization
+    assert scheme is not None
+    assert scheme.kv_cache_algorithm is None
+
+
+def test_quark(tmp_path: Path) -> None:
+    scheme = write(tmp_path, {"quantization_config": {"quant_method": "quark", "exclude": ["lm_head"]}}).quantization
+    assert scheme is not None
+    assert (scheme.method, scheme.ignore) == ("quark", ("lm_head",))
+
+
+def test_no_quantization(tmp_path: Path) -> None:
+    assert write(tmp_path, {}).quantization is None
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        (
+            {"quant_method": "fp8", "weight_block_size": [32, 32]},
+            r"'weight_block_size' is \[32, 32\]; only \[128, 128\]",
+        ),
+        ({"quant_method": "fp8", "weight_block_size": 128}, "'weight_block_size' is 128"),
+        ({"fmt": "e4m3"}, "lacks the key 'quant_method'"),
+        ("fp8", "'quantization_config' must be an object"),
+    ],
+)
+def test_unusable_quantization_settings_are_refused(tmp_path: Path, section: Any, words: str) -> None:
+    with pytest.raises(ModelConfigError, match=rf"config\.json: .*{words}"):
+        write(tmp_path, {"quantization_config": section})
+
+
+def test_quantization_files_that_contradict_are_refused(tmp_path: Path) -> None:
+    config = {"quantization_config": MODELOPT_SECTION | {"quant_algo": "FP8"}}
+    with pytest.raises(ModelConfigError, match=r"quant_algo 'FP8', hf_quant_config\.json says 'NVFP4'"):
+        write(tmp_path, config, hf_quant_config=MODELOPT_FILE)
+    with pytest.raises(ModelConfigError, match=r"hf_quant_config\.json: key 'quantization' is missing"):
+        write(tmp_path, {}, hf_quant_config={"producer": {}})
+
+
+@pytest.mark.parametrize(
+    ("main", "generation", "expected"),
+    [(None, None, ()), (5, [5, 7], (5, 7)), ([3, 4], 9, (3, 4, 9)), (0, None, (0,)), (None, 2, (2,))],
+)
+def test_eos_ids_of_both_files(tmp_path: Path, main: Any, generation: Any, expected: tuple[int, ...]) -> None:
+    config = write(tmp_path, {"eos_token_id": main}, generation_config={"eos_token_id": generation})
+    assert config.eos_token_ids == expected
+
+
+def test_eos_ids_of_another_type_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelConfigError, match="'eos_token_id' must hold ids"):
+        _ = write(tmp_path, {"eos_token_id": "</s>"}).eos_token_ids
+
+
+def test_require_names_key_and_file(tmp_path: Path) -> None:
+    config = write(tmp_path, {"hidden_size": 64, "eps": 1, "flag": True, "nothing": None})
+    assert config.require("hidden_size", int) == 64
+    assert config.require("eps", float) == 1
+    with pytest.raises(ModelConfigError, match=r"config\.json: key 'nothing' is missing"):
+        config.require("nothing")
+    with pytest.raises(ModelConfigError, match=r"config\.json: key 'hidden_size' must be str, found 64"):
+        config.require("hidden_size", str)
+    with pytest.raises(ModelConfigError, match="key 'flag' must be int or float, found True"):
+        config.require("flag", (int, float))
+
+
+def test_architecture_must_be_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelConfigError, match="key 'architectures' is missing"):
+        _ = write(tmp_path, {}).architecture
+    with pytest.raises(ModelConfigError, match="must name a class"):
+        _ = write(tmp_path, {"architectures": []}).architecture
+
+
+def test_folders_without_a_config(tmp_path: Path) -> None:
+    with pytest.raises(ModelConfigError, match="no such folder"):
+        read_config(tmp_path / "nowhere")
+    with pytest.raises(ModelConfigError, match=r"config\.json: missing"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelConfigError, match="cannot be read as JSON"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ModelConfigError, match="must hold a JSON object"):
+        read_config(tmp_path)
