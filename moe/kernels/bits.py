@@ -1,0 +1,120 @@
+"""Packed weight codes to bf16 numbers, on the device. `layout.py` holds the packing side of every bit pattern here.
+
+A 16-bit word carries four E2M1 codes (or two E4M3 bytes) of four (two) different runs of the K axis, at bit positions
+chosen so that few instructions turn a pair of words into bf16 pairs. The exponent field of a code lands in the lowest
+exponent bits of a bf16, so the number is too small by 2^126 (E2M1) or 2^120 (E4M3), subnormal codes included; one
+multiplication by the scale, which carries that power of two, makes it exact.
+"""
+
+import triton
+import triton.language as tl
+
+# Bits of the four codes in a word: code 0: sign 15, value 8..6; code 1: 12, 5..3; code 2: 13, 2..0; code 3: 14, 11..9.
+# Two neighbouring words fill one 32-bit register; no step moves a bit from one word into a used bit of the other.
+_E2M1_ASM = tl.constexpr("""
+{
+.reg .b32 t, u, v, z;
+mov.b32 z, 0x80008000;
+and.b32 t, $4, 0x81C081C0;
+fma.rn.bf16x2 $0, t, $5, z;
+shl.b32 t, $4, 3;
+and.b32 t, t, 0x81C081C0;
+fma.rn.bf16x2 $1, t, $6, z;
+and.b32 t, $4, 0x20072007;
+mul.lo.u32 t, t, 68;
+and.b32 t, t, 0x81C081C0;
+fma.rn.bf16x2 $2, t, $7, z;
+shr.u32 u, $4, 3;
+and.b32 u, u, 0x01C001C0;
+shl.b32 v, $4, 1;
+and.b32 v, v, 0x80008000;
+or.b32 t, u, v;
+fma.rn.bf16x2 $3, t, $8, z;
+}
+""")
+
+# Low byte: run 0; high byte: run 1. `$3` is 2^120 in both halves.
+_E4M3_ASM = tl.constexpr("""
+{
+.reg .b32 t, u, v, z;
+mov.b32 z, 0x80008000;
+shl.b32 u, $2, 4;
+and.b32 u, u, 0x07F007F0;
+shl.b32 v, $2, 8;
+and.b32 v, v, 0x80008000;
+or.b32 t, u, v;
+fma.rn.bf16x2 $0, t, $3, z;
+shr.u32 u, $2, 4;
+and.b32 u, u, 0x07F007F0;
+and.b32 v, $2, 0x80008000;
+or.b32 t, u, v;
+fma.rn.bf16x2 $1, t, $3, z;
+}
+""")
+
+
+@triton.jit
+def _as_bf16(bits):
+    return bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def _scaled(bits, scale):
+    # Shifted up, the bits of a bf16 are those of the same fp32; the interpreter converts bf16 subnormals wrongly.
+    return ((bits << 16).to(tl.float32, bitcast=True) * scale.to(tl.float32)).to(tl.bfloat16)
+
+
+@triton.jit
+def unpack_e2m1(words, s0, s1, s2, s3, USE_ASM: tl.constexpr):
+    """int16 words [N, W] and bf16 scales of their four codes (broadcastable) to four bf16 [N, W]."""
+    if USE_ASM:
+        w0, w1, w2, w3 = tl.inline_asm_elementwise(
+            _E2M1_ASM,
+            "=r,=r,=r,=r,r,r,r,r,r",
+            [words, s0, s1, s2, s3],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        h = words.to(tl.int32)
+        w0 = _scaled(h & 0x81C0, s0)
+        w1 = _scaled((h << 3) & 0x81C0, s1)
+        w2 = _scaled(((h & 0x2007) * 68) & 0x81C0, s2)
+        w3 = _scaled(((h >> 3) & 0x01C0) | ((h << 1) & 0x8000), s3)
+    return w0, w1, w2, w3
+
+
+@triton.jit
+def unpack_e4m3(words, USE_ASM: tl.constexpr):
+    """int16 words [N, W] to two bf16 [N, W], the true values of the low and the high bytes."""
+    lift = tl.full(words.shape, 1.329227995784916e36, tl.bfloat16)  # 2^120
+    if USE_ASM:
+        w0, w1 = tl.inline_asm_elementwise(
+            _E4M3_ASM,
+            "=r,=r,r,r",
+            [words, lift],
+            dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        h = words.to(tl.int32)
+        w0 = _scaled(((h << 4) & 0x07F0) | ((h << 8) & 0x8000), lift)
+        w1 = _scaled(((h >> 4) & 0x07F0) | (h & 0x8000), lift)
+    return w0, w1
+
+
+@triton.jit
+def exponent_scale(packed, INDEX: tl.constexpr):
+    """Byte INDEX of an int32 holds the exponent field of a bf16 power of two."""
+    return _as_bf16(((packed >> (8 * INDEX)) & 0xFF) << 7)
+
+
+@triton.jit
+def e4m3_scale(packed, INDEX: tl.constexpr):
+    """Byte INDEX of an int32 is a non-negative E4M3 number s; returns s * 2^117, exact in bf16 subnormals included."""
+    tiny = (((packed >> (8 * INDEX)) & 0x7F) << 20).to(tl.float32, bitcast=True)  # s * 2^-120
+    # 2^237 is no bf16: two factors, each exact.
+    true = tiny * 1.329227995784916e36
+    return (true * 1.661534994731145e35).to(tl.bfloat16)

@@ -1,0 +1,192 @@
+"""One grouped GEMM kernel for both expert matrices: weights are the left operand, so a tile's few token rows are its
+narrow side. Knows the packed layout (`layout.py`) and nothing about how a launch is chosen.
+
+Shape letters: N weight rows of a tile, M token rows of a tile, K reduction, W packed words of a step.
+A slot is one (token, choice) pair, numbered token * TOPK + choice.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from moe.kernels.bits import e4m3_scale, exponent_scale, unpack_e2m1, unpack_e4m3
+
+BF16 = tl.constexpr(0)
+FP8_BLOCK = tl.constexpr(1)
+MXFP4 = tl.constexpr(2)
+NVFP4 = tl.constexpr(3)
+
+
+@triton.jit
+def direct_rows(
+    ids_ptr, candidate, num_tokens, first_expert, num_experts,
+    BLOCK_M: tl.constexpr, TOPK: tl.constexpr, TOPK_PAD: tl.constexpr, BY_EXPERT: tl.constexpr,
+):  # fmt: skip
+    """Few tokens: row m of every tile is token m. Candidate is an expert, or a slot that speaks for its expert.
+
+    Returns (local expert or -1, slot of every row or -1).
+    """
+    token = tl.arange(0, BLOCK_M)[:, None]
+    choice = tl.arange(0, TOPK_PAD)[None, :]
+    slot = token * TOPK + choice
+    ids = tl.load(ids_ptr + slot, mask=(token < num_tokens) & (choice < TOPK), other=-1)
+    expert = candidate
+    if not BY_EXPERT:
+        expert = tl.load(ids_ptr + candidate) - first_expert
+    is_mine = ids == expert + first_expert
+    slot_M = tl.max(tl.where(is_mine, slot, -1), axis=1)
+    first_slot = tl.min(tl.min(tl.where(is_mine, slot, 1 << 30), axis=1), axis=0)
+    is_active = (expert >= 0) & (expert < num_experts) & (first_slot < (1 << 30))
+    if not BY_EXPERT:  # later slots of the same expert leave the work to its first one
+        is_active = is_active & (first_slot == candidate)
+    return tl.where(is_active, expert, -1), slot_M
+
+
+@triton.jit
+def grouped_rows(slots_ptr, tiles_ptr, tile, BLOCK_M: tl.constexpr):
+    """Many tokens: a tile is a run of the slots sorted by expert, as `group.py` wrote it."""
+    expert = tl.load(tiles_ptr + tile * 3)
+    start = tl.load(tiles_ptr + tile * 3 + 1)
+    end = tl.load(tiles_ptr + tile * 3 + 2)
+    position = start + tl.arange(0, BLOCK_M)
+    return expert, tl.load(slots_ptr + position, mask=position < end, other=-1)
+
+
+@triton.jit
+def _fp4_tile(w_ptrs, s_ptrs, FORMAT: tl.constexpr, BLOCK_N: tl.constexpr, WORDS: tl.constexpr, USE_ASM: tl.constexpr):
+    """bf16 [BLOCK_N, 4 * WORDS]."""
+    words = tl.load(w_ptrs)
+    packed = tl.load(s_ptrs)
+    if FORMAT == MXFP4:
+        s0, s1 = exponent_scale(packed, 0), exponent_scale(packed, 1)
+        s2, s3 = exponent_scale(packed, 2), exponent_scale(packed, 3)
+    else:
+        s0, s1 = e4m3_scale(packed, 0), e4m3_scale(packed, 1)
+        s2, s3 = e4m3_scale(packed, 2), e4m3_scale(packed, 3)
+    w0, w1, w2, w3 = unpack_e2m1(words, s0[:, None], s1[:, None], s2[:, None], s3[:, None], USE_ASM)
+    tile = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # [N, W, code / 2, code % 2] after the two joins
+    return tile.permute(0, 2, 3, 1).reshape(BLOCK_N, 4 * WORDS)
+
+
+@triton.jit
+def _fp8_tile(w_ptrs, BLOCK_N: tl.constexpr, WORDS: tl.constexpr, USE_ASM: tl.constexpr):
+    """bf16 [BLOCK_N, 2 * WORDS], block scales not applied."""
+    w0, w1 = unpack_e4m3(tl.load(w_ptrs), USE_ASM)
+    return tl.join(w0, w1).permute(0, 2, 1).reshape(BLOCK_N, 2 * WORDS)
+
+
+@triton.jit
+def _dot(w_NK, x_MK, acc_NM, INTERPRET: tl.constexpr):
+    if INTERPRET:  # the interpreter multiplies the raw bits of bf16 operands
+        return acc_NM + tl.dot(w_NK.to(tl.float32), tl.trans(x_MK.to(tl.float32)), input_precision="ieee")
+    return tl.dot(w_NK, tl.trans(x_MK), acc_NM)
+
+
+@triton.jit
+def _multiply(
+    x_ptrs, is_row_M, w_ptr, s_ptr, expert, block, step_begin, step_end, num_blocks, num_steps, num_cols,
+    FORMAT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEP_K: tl.constexpr, WORDS: tl.constexpr,
+    NUM_STAGES: tl.constexpr, EVEN_K: tl.constexpr, USE_ASM: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """fp32 [BLOCK_N, BLOCK_M]: one tile of weight rows times one tile of token rows."""
+    row_N = tl.arange(0, BLOCK_N)
+    col_K = tl.arange(0, STEP_K)
+    # Blocks of 64 rows lie num_steps * 64 * WORDS words apart; a tile may span several, the last perhaps missing.
+    block_N = tl.minimum(block * (BLOCK_N // 64) + row_N // 64, num_blocks - 1)
+    stream_N = (expert.to(tl.int64) * num_blocks + block_N) * num_steps
+    w_ptrs = w_ptr + (stream_N * (64 * WORDS) + row_N % 64 * WORDS)[:, None] + tl.arange(0, WORDS)[None, :]
+    s_ptrs = s_ptr + stream_N * 64 + row_N % 64
+    if FORMAT == FP8_BLOCK:
+        s_ptrs = s_ptr + stream_N * 8 + row_N % 64 // 8
+    acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    for step in tl.range(step_begin, step_end, num_stages=NUM_STAGES):
+        if EVEN_K:
+            x = tl.load(x_ptrs + step * STEP_K, mask=is_row_M[:, None], other=0.0)
+        else:
+            is_col_K = col_K < num_cols - step * STEP_K
+            x = tl.load(x_ptrs + step * STEP_K, mask=is_row_M[:, None] & is_col_K[None, :], other=0.0)
+        if FORMAT == BF16:
+            acc = _dot(tl.load(w_ptrs + step * 64 * WORDS), x, acc, INTERPRET)
+        elif FORMAT == FP8_BLOCK:
+            w = _fp8_tile(w_ptrs + step * 64 * WORDS, BLOCK_N, WORDS, USE_ASM)
+            part = _dot(w, x, tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32), INTERPRET)
+            acc += part * tl.load(s_ptrs + step * 8)[:, None]
+        else:
+            w = _fp4_tile(w_ptrs + step * 64 * WORDS, s_ptrs + step * 64, FORMAT, BLOCK_N, WORDS, USE_ASM)
+            acc = _dot(w, x, acc, INTERPRET)
+    return acc
+
+
+@triton.jit
+def _activate(gate, up, alpha, beta, limit, HAS_LIMIT: tl.constexpr):
+    if HAS_LIMIT:
+        gate = tl.minimum(gate, limit)
+        up = tl.minimum(tl.maximum(up, -limit), limit)
+    return gate * (1.0 / (1.0 + tl.exp(-alpha * gate))) * (up + beta)
+
+
+@triton.jit
+def expert_gemm(
+    x_ptr, w_ptr, s_ptr, post_ptr, bias_ptr, out_ptr,
+    ids_ptr, weights_ptr, slots_ptr, tiles_ptr,
+    num_tokens, num_tiles, first_expert, num_experts,
+    x_stride, num_cols, num_out, num_blocks, num_steps,
+    alpha, beta, limit,
+    FORMAT: tl.constexpr, IS_FIRST: tl.constexpr, DIRECT: tl.constexpr, BY_EXPERT: tl.constexpr,
+    TOPK: tl.constexpr, TOPK_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    STEP_K: tl.constexpr, WORDS: tl.constexpr, SPLIT_K: tl.constexpr, NUM_STAGES: tl.constexpr, TILE_GROUP: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_LIMIT: tl.constexpr, EVEN_K: tl.constexpr,
+    USE_ASM: tl.constexpr, USE_PDL: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """First matrix (IS_FIRST): out[slot] = activation(W13 x[token] + b13), bf16, one row per slot.
+
+    Second: out[slot, split] = (W2 x[slot] + b2) * weight[slot], the bias in split 0. Rows of skipped slots stay unwritten.
+    Grid: (weight tiles, candidates, SPLIT_K) if DIRECT, else (weight tiles * num_tiles,).
+    """
+    if USE_PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    if DIRECT:
+        block = tl.program_id(0)
+        expert, slot_M = direct_rows(
+            ids_ptr, tl.program_id(1), num_tokens, first_expert, num_experts, BLOCK_M, TOPK, TOPK_PAD, BY_EXPERT
+        )
+    else:
+        # Programs that run together share weights: a group of tiles walks through all weight tiles.
+        num_n = tl.cdiv(num_blocks * 64, BLOCK_N)
+        group = tl.program_id(0) // (num_n * TILE_GROUP)
+        width = tl.minimum(num_tiles - group * TILE_GROUP, TILE_GROUP)
+        in_group = tl.program_id(0) - group * num_n * TILE_GROUP
+        block = in_group // width
+        expert, slot_M = grouped_rows(slots_ptr, tiles_ptr, group * TILE_GROUP + in_group % width, BLOCK_M)
+    if expert < 0:
+        return
+    is_row_M = slot_M >= 0
+    row_M = tl.where(is_row_M, slot_M, 0)
+    source_M = row_M // TOPK if IS_FIRST else row_M
+    x_ptrs = x_ptr + (source_M.to(tl.int64) * x_stride)[:, None] + tl.arange(0, STEP_K)[None, :]
+    split = tl.program_id(2)
+    acc = _multiply(
+        x_ptrs, is_row_M, w_ptr, s_ptr, expert, block,
+        num_steps * split // SPLIT_K, num_steps * (split + 1) // SPLIT_K, num_blocks, num_steps, num_cols,
+        FORMAT, BLOCK_M, BLOCK_N, STEP_K, WORDS, NUM_STAGES, EVEN_K, USE_ASM, INTERPRET,
+    )  # fmt: skip
+    row_N = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    half_N = row_N // 8 % 2 if IS_FIRST else row_N * 0
+    acc *= tl.load(post_ptr + expert * 2 + half_N)[:, None]
+    if HAS_BIAS:
+        bias_N = tl.load(bias_ptr + expert * num_blocks * 64 + row_N, mask=row_N < num_blocks * 64, other=0.0)
+        if SPLIT_K > 1:
+            bias_N = tl.where(split == 0, bias_N, 0.0)
+        acc += bias_N[:, None]
+    if IS_FIRST:
+        pairs = acc.reshape(BLOCK_N // 16, 2, 8, BLOCK_M).permute(0, 2, 3, 1)
+        gate, up = tl.split(pairs)
+        result = _activate(gate, up, alpha, beta, limit, HAS_LIMIT).reshape(BLOCK_N // 2, BLOCK_M)
+        out_N = block * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+        out_ptrs = out_ptr + (row_M.to(tl.int64) * num_out)[None, :] + out_N[:, None]
+    else:
+        result = acc * tl.load(weights_ptr + row_M, mask=is_row_M, other=0.0)[None, :]
+        out_N = row_N
+        out_ptrs = out_ptr + ((row_M.to(tl.int64) * SPLIT_K + split) * num_out)[None, :] + out_N[:, None]
+    tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=is_row_M[None, :] & (out_N < num_out)[:, None])

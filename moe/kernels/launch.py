@@ -1,0 +1,128 @@
+"""Runs one layer's kernels on the processed weights, as a plan says. Needs Triton; makes no choices; never syncs.
+
+Shape letters: T tokens, K top-k, S slots (T*K), E local experts, H hidden, I intermediate.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+
+from moe.config import Activation
+from moe.kernels.gemm import BF16, FP8_BLOCK, MXFP4, NVFP4, expert_gemm
+from moe.kernels.group import group_slots, sum_slots
+from moe.kernels.layout import STEP, PackedMatrix
+from moe.kernels.plan import Plan
+
+_FORMATS = {"bf16": BF16, "fp8_block": FP8_BLOCK, "mxfp4": MXFP4, "nvfp4": NVFP4}
+_SUM_COLUMNS = 1024
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layer:
+    """What stays the same from call to call. Experts first_expert .. first_expert + E - 1 are local."""
+
+    w13: PackedMatrix
+    w2: PackedMatrix
+    first_expert: int
+    num_experts: int
+    top_k: int
+    activation: Activation
+    adds_bias_2: bool
+
+    @property
+    def hidden_size(self) -> int:
+        """H."""
+        return self.w13.num_cols
+
+    @property
+    def intermediate_size(self) -> int:
+        """I on this rank."""
+        return self.w2.num_cols
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Which rows the tiles hold: the sorted slots and their tiles, or dummies when a plan is direct."""
+
+    slots_S: torch.Tensor
+    tiles: torch.Tensor
+    num_tiles: int
+
+
+def run_layer(
+    x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, layer: Layer, plan: Plan, out_TH: torch.Tensor
+) -> None:
+    """Write the weighted sum over each token's local experts; ids are global, any id outside the local range is skipped.
+
+    bf16 x [T, H], int32 ids, fp32 weights, all contiguous; T > 0. A direct plan takes at most `plan.block_m` tokens.
+    """
+    num_tokens = x_TH.shape[0]
+    num_slots = num_tokens * layer.top_k
+    rows = _direct_rows(ids_TK, num_slots, layer, plan) if plan.direct else _group(ids_TK, num_slots, layer, plan)
+    h_SI = x_TH.new_empty((num_slots, layer.intermediate_size))
+    part_dtype = torch.float32 if plan.direct else torch.bfloat16  # few rows cost nothing; many are worth halving
+    parts = torch.empty((num_slots, plan.split_k, layer.hidden_size), dtype=part_dtype, device=x_TH.device)
+    _gemm(x_TH, ids_TK, weights_TK, layer, plan, rows, h_SI, is_first=True)
+    _gemm(h_SI, ids_TK, weights_TK, layer, plan, rows, parts, is_first=False)
+    block_h = min(_SUM_COLUMNS, triton.next_power_of_2(layer.hidden_size))
+    sum_slots[(num_tokens, triton.cdiv(layer.hidden_size, block_h))](
+        parts, ids_TK, out_TH, layer.first_expert, layer.num_experts, layer.hidden_size,
+        TOPK=layer.top_k, SPLIT_K=plan.split_k, BLOCK_H=block_h, USE_PDL=plan.pdl, num_warps=4, **_pdl(plan),
+    )  # fmt: skip
+
+
+def max_tiles(num_slots: int, num_experts: int, block_m: int) -> int:
+    """Tiles that suffice for any routing of `num_slots` slots."""
+    return min(num_slots, num_experts + num_slots // block_m)
+
+
+def _direct_rows(ids_TK: torch.Tensor, num_slots: int, layer: Layer, plan: Plan) -> _Rows:
+    return _Rows(ids_TK, ids_TK, layer.num_experts if plan.by_expert else num_slots)
+
+
+def _group(ids_TK: torch.Tensor, num_slots: int, layer: Layer, plan: Plan) -> _Rows:
+    num_tiles = max_tiles(num_slots, layer.num_experts, plan.block_m)
+    slots_S = ids_TK.new_empty(num_slots)
+    tiles = ids_TK.new_empty((num_tiles, 3))
+    chunk = min(4096, max(128, triton.next_power_of_2(num_slots)))
+    group_slots[(layer.num_experts,)](
+        ids_TK, slots_S, tiles, num_slots, num_tiles, layer.first_expert, layer.num_experts,
+        BLOCK_M=plan.block_m, EXPERTS_PAD=triton.next_power_of_2(layer.num_experts + 1), CHUNK=chunk,
+        USE_PDL=plan.pdl, num_warps=4 if chunk <= 512 else 8, **_pdl(plan),
+    )  # fmt: skip
+    return _Rows(slots_S, tiles, num_tiles)
+
+
+def _gemm(
+    x: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, layer: Layer, plan: Plan, rows: _Rows,
+    out: torch.Tensor, *, is_first: bool,
+) -> None:  # fmt: skip
+    matrix = layer.w13 if is_first else layer.w2
+    num_blocks, num_steps, words = matrix.data.shape[1], matrix.data.shape[2], matrix.data.shape[4]
+    step = STEP[matrix.format_name]
+    block_n = plan.block_n_1 if is_first else plan.block_n_2
+    split_k = 1 if is_first else plan.split_k
+    num_n = triton.cdiv(num_blocks * 64, block_n)
+    limit = layer.activation.limit
+    has_bias = matrix.bias is not None and (is_first or layer.adds_bias_2)
+    interpret = bool(triton.knobs.runtime.interpret)
+    grid = (num_n, rows.num_tiles, split_k) if plan.direct else (num_n * rows.num_tiles, 1, split_k)
+    expert_gemm[grid](
+        x, matrix.data, matrix.data if matrix.scales is None else matrix.scales, matrix.post,
+        matrix.bias if has_bias else matrix.post, out, ids_TK, weights_TK, rows.slots_S, rows.tiles,
+        x.shape[0] if is_first else ids_TK.shape[0], rows.num_tiles, layer.first_expert, layer.num_experts,
+        x.stride(0), matrix.num_cols, out.shape[-1], num_blocks, num_steps,
+        layer.activation.alpha, layer.activation.beta, 0.0 if limit is None else limit,
+        FORMAT=_FORMATS[matrix.format_name], IS_FIRST=is_first, DIRECT=plan.direct, BY_EXPERT=plan.by_expert,
+        TOPK=layer.top_k, TOPK_PAD=triton.next_power_of_2(layer.top_k), BLOCK_M=plan.block_m, BLOCK_N=block_n,
+        STEP_K=step, WORDS=words, SPLIT_K=split_k, NUM_STAGES=plan.stages_1 if is_first else plan.stages_2,
+        TILE_GROUP=plan.tile_group, HAS_BIAS=has_bias, HAS_LIMIT=limit is not None,
+        EVEN_K=matrix.num_cols % step == 0, USE_ASM=not interpret, USE_PDL=plan.pdl, INTERPRET=interpret,
+        num_warps=plan.warps_1 if is_first else plan.warps_2, **_pdl(plan),
+    )  # fmt: skip
+
+
+def _pdl(plan: Plan) -> dict[str, Any]:
+    return {"launch_pdl": True} if plan.pdl else {}

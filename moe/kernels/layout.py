@@ -1,0 +1,157 @@
+"""Canonical expert weights to the layout the kernels read, in plain torch on any device. No device code, no choices.
+
+Every matrix [E, N, K] becomes blocks of 64 rows by one step of K, each block contiguous, so a program streams its rows:
+
+    data   [E, N/64, K/step, 64, words]   bf16: 64 numbers a step; else int16 words, see `bits.py`
+    scales [E, N/64, K/step, ...]         one int32 of four scale bytes per row (FP4), one fp32 per 8 rows (FP8 block)
+
+w13 rows are interleaved in groups of eight, [8 gate, 8 up, 8 gate, ...], which puts both halves of a gated pair into one
+thread's accumulators. N and K are padded with zero weights to whole blocks. Shape letters: E experts, N rows, K
+reduction, B blocks of 64 rows, S steps along K, J codes in a word, W words of a row in a step.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from moe.errors import WeightFormatError
+from moe.formats import Bf16Weight, Fp8BlockWeight, Mxfp4Weight, Nvfp4Weight, Weight
+
+ROWS = 64
+PAIR = 8  # rows of gate, then as many of up
+STEP = {"bf16": 64, "fp8_block": 128, "mxfp4": 128, "nvfp4": 64}
+_E2M1_FACTOR_EXP = 126  # a code's bits, read as bf16, are the number times 2^-126
+_TOP_FIELD = 254  # largest finite exponent field of bf16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackedMatrix:
+    """One processed stack of matrices. `post` [E, 2] fp32 multiplies the sums of gate (or all) and up rows."""
+
+    format_name: str
+    num_rows: int
+    num_cols: int
+    data: torch.Tensor
+    scales: torch.Tensor | None
+    post: torch.Tensor
+    bias: torch.Tensor | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes a kernel reads when it reads everything once."""
+        parts = (self.data, self.scales, self.post, self.bias)
+        return sum(part.nbytes for part in parts if part is not None)
+
+
+def interleave_index(num_rows: int) -> torch.Tensor:
+    """Source row of every row of an interleaved [gate; up] matrix; -1 for padding up to whole pairs and blocks."""
+    half = num_rows // 2
+    padded = _round_up(half, ROWS // 2)
+    source = torch.arange(padded).masked_fill(torch.arange(padded) >= half, -1).view(-1, 1, PAIR)
+    return torch.cat((source, torch.where(source >= 0, source + half, -1)), dim=1).flatten()
+
+
+def plain_index(num_rows: int) -> torch.Tensor:
+    """Source row of every row of a matrix padded to whole blocks; -1 for padding."""
+    index = torch.arange(_round_up(num_rows, ROWS))
+    return index.masked_fill(index >= num_rows, -1)
+
+
+def pack_matrix(weight: Weight, bias: torch.Tensor | None, *, is_gated: bool) -> PackedMatrix:
+    """Process a stack [E, N, K]; `is_gated` interleaves its two halves.
+
+    Raises:
+        WeightFormatError: a number format without kernel.
+    """
+    if not isinstance(weight, Bf16Weight | Fp8BlockWeight | Mxfp4Weight | Nvfp4Weight):
+        raise WeightFormatError(f"the triton backend has no kernel for {weight.format_name} weights")
+    num_experts, num_rows, num_cols = weight.shape
+    if is_gated and isinstance(weight, Fp8BlockWeight) and num_rows % (2 * PAIR):
+        raise WeightFormatError(f"fp8_block experts need an intermediate size that {PAIR} divides, got {num_rows // 2}")
+    index = (interleave_index if is_gated else plain_index)(num_rows).to(weight.device)
+    top = _max_exponent(weight.scales) if isinstance(weight, Mxfp4Weight) else 0
+    data, scales = [], []
+    for expert in range(num_experts):  # one expert at a time bounds the memory that unpacking takes
+        packed, scale = _pack_one(weight.select(expert), index, top)
+        data.append(packed)
+        scales.append(scale)
+    return PackedMatrix(
+        format_name=weight.format_name,
+        num_rows=num_rows,
+        num_cols=num_cols,
+        data=torch.stack(data),
+        scales=None if scales[0] is None else torch.stack([s for s in scales if s is not None]),
+        post=_post(weight, top),
+        bias=None if bias is None else _take_rows(bias.float().mT, index).mT.contiguous(),
+    )
+
+
+def pack_e2m1(codes_J: torch.Tensor) -> torch.Tensor:
+    """Codes [..., 4, W] (int32, 0..15) to int16 words [..., W] with the bit pattern that `bits.unpack_e2m1` undoes."""
+    sign, value = codes_J >> 3, codes_J & 7
+    word = torch.zeros_like(codes_J[..., 0, :])
+    for code, (sign_bit, value_bit) in enumerate(((15, 6), (12, 3), (13, 0), (14, 9))):
+        word |= sign[..., code, :] << sign_bit | value[..., code, :] << value_bit
+    return word.to(torch.int16)
+
+
+def _pack_one(
+    one: Bf16Weight | Fp8BlockWeight | Mxfp4Weight | Nvfp4Weight, index: torch.Tensor, top: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    step = STEP[one.format_name]
+    if isinstance(one, Bf16Weight):
+        return _blocks(one.data.to(torch.bfloat16), index, step), None
+    if isinstance(one, Fp8BlockWeight):
+        raw = _blocks(one.data.view(torch.uint8), index, step).int().unflatten(-1, (2, -1))
+        words = (raw[..., 0, :] | raw[..., 1, :] << 8).to(torch.int16)
+        return words, _fp8_scales(one.scale_inv, index, raw.shape[1])
+    codes = torch.stack((one.codes & 0xF, one.codes >> 4), dim=-1).flatten(-2)
+    words = pack_e2m1(_blocks(codes, index, step).int().unflatten(-1, (4, -1)))
+    if isinstance(one, Mxfp4Weight):
+        fields = one.scales.int() - top + _TOP_FIELD
+        scale_bytes = torch.where(one.scales == 255, 255, fields.clamp(0, _TOP_FIELD)).to(torch.uint8)
+    else:
+        scale_bytes = one.scales.view(torch.uint8)
+    return words, _blocks(scale_bytes, index, 4).contiguous().view(torch.int32).squeeze(-1)
+
+
+def _post(weight: Weight, top: int) -> torch.Tensor:
+    """[E, 2] fp32: what the sums of the gate (or all) and of the up rows must still be multiplied with."""
+    ones = torch.ones(weight.shape[0], 2, device=weight.device)
+    if isinstance(weight, Mxfp4Weight):  # `top` was stored as the largest field there is
+        return ones * 2.0 ** (top + _E2M1_FACTOR_EXP - _TOP_FIELD)
+    if isinstance(weight, Nvfp4Weight):  # the kernel's code times scale is too small by 2^9
+        return ones * 512.0 * weight.scale_2.float().reshape(weight.shape[0], -1)
+    return ones
+
+
+def _max_exponent(scales: torch.Tensor) -> int:
+    finite = scales.masked_fill(scales == 255, 0)
+    return int(finite.max()) if scales.numel() else 0
+
+
+def _fp8_scales(scale_inv: torch.Tensor, index: torch.Tensor, num_steps: int) -> torch.Tensor:
+    """[N/128, K/128] to [B, S, 8]: the scale of every eight rows, which share a block since pairs are eight wide."""
+    rows_8 = index.view(-1, PAIR)[:, 0]
+    scale = scale_inv.float()[rows_8.clamp(min=0) // 128].masked_fill(rows_8[:, None] < 0, 0.0)
+    scale = torch.nn.functional.pad(scale, (0, num_steps - scale.shape[1]))
+    return scale.unflatten(0, (-1, ROWS // PAIR)).transpose(1, 2).contiguous()
+
+
+def _blocks(matrix_NK: torch.Tensor, index: torch.Tensor, step: int) -> torch.Tensor:
+    """[N, K] to [B, S, 64, step], rows by `index`, zero where it is -1 and beyond K."""
+    rows = _take_rows(matrix_NK, index)
+    rows = torch.nn.functional.pad(rows, (0, _round_up(rows.shape[1], step) - rows.shape[1]))
+    return rows.view(rows.shape[0] // ROWS, ROWS, -1, step).transpose(1, 2).contiguous()
+
+
+def _take_rows(matrix_NK: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    if matrix_NK.shape[0] == 0:
+        return matrix_NK.new_zeros((index.shape[0], matrix_NK.shape[1]))
+    rows = matrix_NK[index.clamp(min=0)]
+    rows[index < 0] = 0
+    return rows
+
+
+def _round_up(size: int, block: int) -> int:
+    return -(-size // block) * block

@@ -1,0 +1,42 @@
+"""A launch plan: every number that changes the speed of a layer and nothing that changes what it computes."""
+
+from dataclasses import dataclass
+
+from moe.errors import MoeConfigError
+
+MAX_DIRECT_TOKENS = 64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """How the kernels of one layer are launched.
+
+    direct: every tile holds all tokens (at most `block_m`), and no slot is sorted; three kernels in all.
+    Otherwise a first kernel sorts the slots by expert and tiles are runs of `block_m` sorted slots; four kernels.
+    by_expert: direct programs are counted per expert instead of per slot.
+    split_k: parts into which the second matrix's reduction axis is cut; `sum_slots` adds them up.
+    """
+
+    direct: bool
+    block_m: int
+    block_n_1: int
+    block_n_2: int
+    warps_1: int = 4
+    warps_2: int = 4
+    stages_1: int = 4
+    stages_2: int = 4
+    split_k: int = 1
+    by_expert: bool = False
+    tile_group: int = 4
+    pdl: bool = False
+
+    def __post_init__(self) -> None:
+        for field, low in (("block_m", 8), ("block_n_1", 64), ("block_n_2", 64), ("warps_1", 1), ("warps_2", 1)):
+            value = getattr(self, field)
+            if value < low or value & (value - 1):
+                raise MoeConfigError(f"plan {field} is {value}: it must be a power of two and at least {low}")
+        for field in ("stages_1", "stages_2", "split_k", "tile_group"):
+            if getattr(self, field) < 1:
+                raise MoeConfigError(f"plan {field} is {getattr(self, field)}: it must be at least 1")
+        if self.direct and self.block_m > MAX_DIRECT_TOKENS:
+            raise MoeConfigError(f"plan block_m is {self.block_m}: a direct plan takes at most {MAX_DIRECT_TOKENS}")
