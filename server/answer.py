@@ -1,0 +1,107 @@
+"""`Answer`: what chat and completions answers share. Collects choices into one body, or into chunks; does no I/O."""
+
+import time
+from abc import ABC, abstractmethod
+from typing import Any
+
+from engine.types import EngineOutput
+from server.choice import Piece
+from server.convert import Job
+from server.schema.common import Usage
+from server.version import service_version
+
+
+class Answer(ABC):
+    """One answer. Feed every engine output either to `chunks` (streamed) or to `absorb`, then ask for `whole`."""
+
+    whole_object: str
+    chunk_object: str
+
+    def __init__(self, job: Job, *, model: str, request_id: str) -> None:
+        self.job = job
+        self.model = model
+        self.choices = [job.make_choice(index) for index in range(len(job.requests))]
+        self._head = {
+            "id": request_id,
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": f"moe-serve-{service_version()}",
+        }
+        self._begun: set[int] = set()
+
+    def absorb(self, index: int, output: EngineOutput) -> None:
+        """Take in an output of one request."""
+        pieces = self.choices[index].push(output)
+        if index not in self._begun:
+            self._begun.add(index)
+            self.add_first(index)
+        for piece in pieces:
+            self.add(index, piece)
+
+    def chunks(self, index: int, output: EngineOutput) -> list[dict[str, Any]]:
+        """Take in an output of one request; returns the chunks to send now."""
+        pieces = self.choices[index].push(output)
+        parts = []
+        if index not in self._begun:
+            self._begun.add(index)
+            parts += self.first_parts(index)
+        parts += [self.part(index, piece) for piece in pieces]
+        reason = self.choices[index].finish_reason
+        if reason is not None:
+            parts.append(self.last_part(index) | {"finish_reason": reason})
+        return [{**self._head, "object": self.chunk_object, "choices": [part]} for part in parts]
+
+    def is_finished(self, index: int) -> bool:
+        """True when no more text of this choice can come."""
+        return self.choices[index].finish_reason is not None
+
+    def usage_chunk(self) -> dict[str, Any]:
+        """The extra chunk that `include_usage` asks for."""
+        return {**self._head, "object": self.chunk_object, "choices": [], "usage": self.usage}
+
+    def whole(self) -> dict[str, Any]:
+        """The complete answer."""
+        choices = [self.whole_part(index) for index in range(len(self.choices))]
+        for index, choice in enumerate(choices):
+            choice["finish_reason"] = self.choices[index].finish_reason
+        return {**self._head, "object": self.whole_object, "choices": choices, "usage": self.usage}
+
+    @property
+    def usage(self) -> Usage:
+        """Tokens so far. A prompt counts once, however many choices it has."""
+        num_prompt = self.job.num_prompt_tokens
+        num_completion = sum(choice.num_tokens for choice in self.choices)
+        num_cached = sum(choice.num_cached_tokens for choice in self.choices[:: self.job.num_choices])
+        return {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_completion,
+            "total_tokens": num_prompt + num_completion,
+            "prompt_tokens_details": {"cached_tokens": min(num_cached, num_prompt)},
+            "completion_tokens_details": {
+                "reasoning_tokens": sum(choice.num_reasoning_tokens for choice in self.choices)
+            },
+        }
+
+    @abstractmethod
+    def add(self, index: int, piece: Piece) -> None:
+        """Remember a piece for `whole`."""
+
+    @abstractmethod
+    def add_first(self, index: int) -> None:
+        """Remember, for `whole`, what comes before the first piece of a choice."""
+
+    @abstractmethod
+    def first_parts(self, index: int) -> list[dict[str, Any]]:
+        """Entries of `choices` that come before the first piece of a streamed choice."""
+
+    @abstractmethod
+    def part(self, index: int, piece: Piece) -> dict[str, Any]:
+        """The entry of `choices` for a piece of a streamed choice."""
+
+    @abstractmethod
+    def last_part(self, index: int) -> dict[str, Any]:
+        """The entry of `choices` that ends a streamed choice."""
+
+    @abstractmethod
+    def whole_part(self, index: int) -> dict[str, Any]:
+        """The entry of `choices` of a complete answer."""

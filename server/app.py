@@ -1,0 +1,82 @@
+"""`create_app`: the HTTP application around an engine and a tokenizer. Starts and loads nothing."""
+
+import time
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from server.body import component_schemas
+from server.config import ServerConfig
+from server.context import Gate, ServerContext
+from server.convert import Converter, SamplingDefaults, Tokenizer
+from server.errors import ApiError, error_body
+from server.metrics import Metrics
+from server.middleware import Surround, error_response
+from server.routes import chat, completions, models, operations
+from server.running import Engine
+from server.schema.chat import ChatCompletionRequest
+from server.schema.completions import CompletionRequest, DetokenizeRequest, TokenizeRequest
+from server.serving import json_response
+from server.version import service_version
+
+DEFAULT_MODEL_NAME = "default"
+
+
+def create_app(
+    engine: Engine, tokenizer: Tokenizer, config: ServerConfig, defaults: SamplingDefaults | None = None
+) -> FastAPI:
+    """The application; `defaults` are the checkpoint's sampling parameters. `app.state.context` holds the parts."""
+    app = FastAPI(title="moe-serve", version=service_version(), docs_url=None, redoc_url=None, redirect_slashes=False)
+    metrics = Metrics(lambda: engine.stats)
+    app.state.context = ServerContext(
+        engine=engine,
+        config=config,
+        converter=Converter(tokenizer, config, defaults or SamplingDefaults()),
+        metrics=metrics,
+        gate=Gate(),
+        served_names=config.served_model_name or (DEFAULT_MODEL_NAME,),
+        started_s=time.time(),
+    )
+    for module in (chat, completions, models, operations):
+        app.include_router(module.router)
+    app.add_exception_handler(ApiError, _on_api_error)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_middleware(Surround, metrics=metrics, api_key=config.api_key)
+    _document_bodies(app)
+    return app
+
+
+async def _on_api_error(_request: Request, error: Exception) -> Response:
+    if not isinstance(error, ApiError):
+        raise error
+    return error_response(error)
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    """The framework's own errors: no such path, or no such method."""
+    if not isinstance(error, HTTPException):
+        raise error
+    messages = {
+        404: (f"there is no {request.url.path[:200]} here", "not_found"),
+        405: (f"{request.method} is not allowed for {request.url.path[:200]}", "method_not_allowed"),
+    }
+    message, code = messages.get(error.status_code, (str(error.detail), None))
+    response = json_response(error_body(message, "invalid_request_error", code=code), error.status_code)
+    response.headers.update(error.headers or {})
+    return response
+
+
+def _document_bodies(app: FastAPI) -> None:
+    """Routes read their bodies themselves, so the schemas of the bodies are added to the OpenAPI document here."""
+    make_document = app.openapi
+    bodies = (ChatCompletionRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
+
+    def openapi() -> dict[str, Any]:
+        document = make_document()
+        document.setdefault("components", {}).setdefault("schemas", {}).update(component_schemas(bodies))
+        return document
+
+    app.openapi = openapi  # type: ignore[method-assign]

@@ -1,0 +1,90 @@
+"""Request bodies: read within a limit, parse as JSON, check against a wire model. Every failure is an `ApiError`."""
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import orjson
+from pydantic import BaseModel, ValidationError
+from pydantic.json_schema import models_json_schema
+from starlette.requests import ClientDisconnect, Request
+
+from server.errors import BadRequest, BodyTooLarge
+
+Model = TypeVar("Model", bound=BaseModel)
+_MAX_NAME_CHARS = 64
+
+
+async def read_body(request: Request, model: type[Model], max_bytes: int) -> Model:
+    """The body as a checked wire model.
+
+    Raises:
+        BodyTooLarge: more than `max_bytes`, seen from the header or, without reading on, from the data.
+        BadRequest: no JSON, or not what the model allows; names the field.
+        ClientDisconnect: the client left while sending.
+    """
+    data = await _read_limited(request, max_bytes)
+    try:
+        content = orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        raise BadRequest(
+            f"the body is not valid JSON: {error.msg} at character {error.pos}", code="invalid_json"
+        ) from None
+    if not isinstance(content, dict):
+        raise BadRequest("the body must be a JSON object", code="invalid_json")
+    try:
+        return model.model_validate(content)
+    except ValidationError as error:
+        raise _first_problem(error) from None
+
+
+async def _read_limited(request: Request, max_bytes: int) -> bytes:
+    length = request.headers.get("content-length", "")
+    if length.isdigit() and int(length) > max_bytes:
+        raise BodyTooLarge(f"the body has {length} bytes: at most {max_bytes} are accepted")
+    data = bytearray()
+    while True:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        data += message.get("body", b"")
+        if len(data) > max_bytes:
+            raise BodyTooLarge(f"the body has more than the {max_bytes} bytes that are accepted")
+        if not message.get("more_body", False):
+            return bytes(data)
+
+
+def _first_problem(error: ValidationError) -> BadRequest:
+    """The first thing wrong, in words that name the field and show no value of the user's."""
+    problem = error.errors(include_url=False, include_input=False)[0]
+    path = _path(problem["loc"])
+    if problem["type"] == "extra_forbidden":
+        return BadRequest(f"unknown parameter '{path}': it is not supported", param=path, code="unknown_parameter")
+    if problem["type"] == "missing":
+        return BadRequest(f"{path} is missing", param=path, code="missing_required_parameter")
+    context = problem.get("ctx", {})
+    path = ".".join(filter(None, (path, context.get("param", ""))))
+    text = problem["msg"].removeprefix("Value error, ")
+    return BadRequest(f"{path}: {text}" if path else text, param=path or None, code="invalid_value")
+
+
+def _path(location: Sequence[int | str]) -> str:
+    """`messages[0].content` from ("messages", 0, "content")."""
+    path = ""
+    for step in location:
+        if isinstance(step, int):
+            path += f"[{step}]"
+        else:
+            path += ("." if path else "") + step[:_MAX_NAME_CHARS]
+    return path
+
+
+def component_schemas(models: Sequence[type[BaseModel]]) -> dict[str, Any]:
+    """JSON schemas for the `components` of an OpenAPI document, by name."""
+    _, schema = models_json_schema([(m, "validation") for m in models], ref_template="#/components/schemas/{model}")
+    return dict(schema.get("$defs", {}))
+
+
+def body_of(model: type[BaseModel]) -> dict[str, Any]:
+    """The part of a route's OpenAPI entry that describes its body."""
+    schema = {"$ref": f"#/components/schemas/{model.__name__}"}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}

@@ -1,0 +1,155 @@
+"""`Choice`: one choice of an answer, from engine outputs to visible pieces. Streamed or not, the pieces are the same.
+
+Tokens go through the parser (which part is it?), become whole characters, and content passes the stop matcher. Stop
+strings see content only: neither reasoning nor tool calls nor markup can trigger them.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from engine.types import EngineOutput, TokenLogprobs
+from server.detokenizer import TextStream, TextToken
+from server.errors import ApiError, BadRequest, EngineFailed, TooManyRequests
+from server.parsers import Event, Kind, Parser
+from server.schema.common import FinishReason
+from server.stops import StopMatcher
+
+
+@dataclass(slots=True)
+class Piece:
+    """New text of one part of the answer. `tokens` (content only) are those whose text is now wholly visible."""
+
+    kind: Kind
+    text: str
+    tokens: list[TextToken] = field(default_factory=list)
+    call: int = -1
+    name: str | None = None  # set in the first piece of a tool call
+
+
+class Choice:
+    """Feed it every output of one engine request; `finish_reason` is set once no more text can come."""
+
+    def __init__(
+        self,
+        parser: Parser,
+        *,
+        stops: Sequence[str] = (),
+        stop_ids: Collection[int] = (),
+        max_calls: int | None = None,
+        hides_all: bool = False,
+    ) -> None:
+        """`stop_ids` are ordinary tokens that end the answer and are no part of it.
+
+        `max_calls` ends the answer before the tool call after that many. With `hides_all` nothing generated is shown or
+        counted: the request is about its prompt, and the engine cannot generate less than one token.
+        """
+        self._parser = parser
+        self._stops = StopMatcher(stops)
+        self._stop_ids = frozenset(stop_ids)
+        self._max_calls = max_calls
+        self._hides_all = hides_all
+        self._content = TextStream()
+        self._num_shown = 0  # characters of content
+        self._reasoning = TextStream()
+        self._calls: list[TextStream] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = None
+        self.finish_reason: FinishReason | None = None
+        self.num_tokens = 0
+        self.num_reasoning_tokens = 0
+        self.num_cached_tokens = 0
+
+    def push(self, output: EngineOutput) -> list[Piece]:
+        """The pieces that became visible; neighbours of the same part are one piece.
+
+        Raises:
+            BadRequest, TooManyRequests, EngineFailed: the engine ended the request without an answer.
+        """
+        if self.finish_reason is not None:
+            return []
+        if output.finish_reason in ("error", "abort"):
+            raise _failure(output)
+        self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
+        if output.prompt_logprobs is not None:
+            self.prompt_logprobs = output.prompt_logprobs
+        pieces: list[Piece] = []
+        if self._hides_all:
+            self.finish_reason = "length" if output.token_ids or output.finish_reason else None
+            return pieces
+        self._logprobs += output.logprobs or []
+        for token_id in output.token_ids:
+            self.num_tokens += 1
+            if output.stop_reason == token_id in self._stop_ids:
+                self._show([Event(Kind.CONTENT, b"", self.num_tokens - 1)], pieces)
+            else:
+                self._show(self._parser.feed(token_id), pieces)
+            if self.finish_reason is not None:
+                return pieces
+        if output.finish_reason is not None:
+            self._finish(output, pieces)
+        return pieces
+
+    def logprobs_at(self, position: int) -> TokenLogprobs | None:
+        """Log-probabilities of a generated token, if they were asked for."""
+        return self._logprobs[position] if position < len(self._logprobs) else None
+
+    def _show(self, events: Sequence[Event], pieces: list[Piece]) -> None:
+        for event in events:
+            if event.kind is Kind.CONTENT:
+                self._show_content(self._content.feed(event.data, event.position), pieces)
+            elif event.kind is Kind.REASONING:
+                self.num_reasoning_tokens += event.position >= 0
+                _append(pieces, Piece(Kind.REASONING, self._reasoning.feed(event.data)))
+            elif event.name is None:
+                _append(pieces, Piece(Kind.TOOL_CALL, self._calls[event.call].feed(event.data), call=event.call))
+            elif self._max_calls is not None and event.call >= self._max_calls:
+                self.finish_reason = "tool_calls"
+            else:
+                self._calls.append(TextStream())
+                pieces.append(Piece(Kind.TOOL_CALL, "", call=event.call, name=event.name))
+            if self.finish_reason is not None:
+                return
+
+    def _show_content(self, text: str, pieces: list[Piece]) -> None:
+        shown = self._stops.feed(text)
+        self._num_shown += len(shown)
+        if self._stops.matched is not None:
+            self.finish_reason = "stop"
+            _append(pieces, Piece(Kind.CONTENT, shown, self._content.cut(self._num_shown)))
+        else:
+            _append(pieces, Piece(Kind.CONTENT, shown, self._content.take(self._num_shown)))
+
+    def _finish(self, output: EngineOutput, pieces: list[Piece]) -> None:
+        self._show(self._parser.finish(), pieces)
+        _append(pieces, Piece(Kind.REASONING, self._reasoning.flush()))
+        for call, stream in enumerate(self._calls):
+            _append(pieces, Piece(Kind.TOOL_CALL, stream.flush(), call=call))
+        if self.finish_reason is None:
+            self._show_content(self._content.flush(), pieces)
+        if self.finish_reason is None:
+            held = self._stops.flush()
+            self._num_shown += len(held)
+            _append(pieces, Piece(Kind.CONTENT, held, self._content.take(self._num_shown)))
+            is_cut = output.finish_reason == "length"
+            self.finish_reason = "length" if is_cut else "tool_calls" if self._calls else "stop"
+
+
+def _append(pieces: list[Piece], piece: Piece) -> None:
+    """Add a piece, joined to the last one if that is of the same part; empty ones are dropped."""
+    if not piece.text and not piece.tokens:
+        return
+    last = pieces[-1] if pieces else None
+    if last is not None and last.kind is piece.kind and last.call == piece.call:
+        last.text += piece.text
+        last.tokens += piece.tokens
+    else:
+        pieces.append(piece)
+
+
+def _failure(output: EngineOutput) -> ApiError:
+    """The error of a request that the engine gave up; one that names a field is the client's to mend."""
+    if output.error is not None and output.error_param is not None:
+        return BadRequest(output.error, param=output.error_param)
+    if output.overloaded:
+        return TooManyRequests(output.error or "too many requests are waiting: try again later")
+    return EngineFailed(output.error or "the engine ended this request before it was finished")

@@ -1,0 +1,125 @@
+"""`CompletionAnswer`: pieces to the texts and log-probability lists of /v1/completions, the echoed prompt included."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.types import TokenLogprobs
+from server.answer import Answer
+from server.choice import Piece
+from server.convert import Job
+from server.detokenizer import TextStream, TextToken
+from server.parsers import TokenBytes
+from server.schema.completions import CompletionLogprobs, CompletionRequest
+
+_LogprobToken = tuple[TextToken, TokenLogprobs | None]
+
+
+@dataclass(slots=True)
+class _Gathered:
+    text: list[str] = field(default_factory=list)
+    num_chars: int = 0  # of all text shown so far, the offset of the next token
+    logprobs: CompletionLogprobs = field(default_factory=lambda: _no_logprobs())
+
+
+class CompletionAnswer(Answer):
+    """Log-probabilities have one entry a token, for the prompt too if it is echoed; joined `tokens` are the text."""
+
+    whole_object = "text_completion"
+    chunk_object = "text_completion"
+
+    def __init__(
+        self, job: Job, tokenizer: TokenBytes, *, model: str, request_id: str, wire: CompletionRequest
+    ) -> None:
+        super().__init__(job, model=model, request_id=request_id)
+        self._tokenizer = tokenizer
+        self._logprobs = wire.logprobs
+        self._echo = bool(wire.echo)
+        self._gathered = [_Gathered() for _ in self.choices]
+
+    def add(self, index: int, piece: Piece) -> None:
+        """Remember a piece."""
+        self._gathered[index].text.append(piece.text)
+        _extend(self._gathered[index].logprobs, self._entries(index, self._generated(index, piece.tokens)))
+
+    def add_first(self, index: int) -> None:
+        """The prompt, if it is echoed."""
+        if self._echo:
+            text, logprobs = self._echoed(index)
+            self._gathered[index].text.append(text)
+            _extend(self._gathered[index].logprobs, logprobs)
+
+    def first_parts(self, index: int) -> list[dict[str, Any]]:
+        """The prompt, if it is echoed."""
+        if not self._echo:
+            return []
+        text, logprobs = self._echoed(index)
+        return [self._chunk(index, text, logprobs)]
+
+    def part(self, index: int, piece: Piece) -> dict[str, Any]:
+        """New text."""
+        return self._chunk(index, piece.text, self._entries(index, self._generated(index, piece.tokens)))
+
+    def last_part(self, index: int) -> dict[str, Any]:
+        """No more text."""
+        return self._chunk(index, "", None)
+
+    def whole_part(self, index: int) -> dict[str, Any]:
+        """The text."""
+        gathered = self._gathered[index]
+        return self._chunk(index, "".join(gathered.text), gathered.logprobs)
+
+    def _chunk(self, index: int, text: str, logprobs: CompletionLogprobs | None) -> dict[str, Any]:
+        shown = None if self._logprobs is None else logprobs
+        return {"index": index, "text": text, "logprobs": shown, "finish_reason": None}
+
+    def _generated(self, index: int, tokens: list[TextToken]) -> Iterable[_LogprobToken]:
+        return ((token, self.choices[index].logprobs_at(token.position)) for token in tokens)
+
+    def _echoed(self, index: int) -> tuple[str, CompletionLogprobs]:
+        """The prompt's text with, if asked for, an entry for each of its tokens."""
+        prompt_ids = self.job.requests[index].prompt_ids
+        stream = TextStream()
+        for position, token_id in enumerate(prompt_ids):
+            stream.feed(self._tokenizer.token_bytes(token_id), position)
+        stream.flush()
+        tokens = stream.cut(sum(len(self._tokenizer.token_bytes(token_id)) for token_id in prompt_ids))
+        text = "".join(token.text for token in tokens)
+        known = self.choices[index].prompt_logprobs or [None] * len(tokens)
+        return text, self._entries(index, zip(tokens, known, strict=True))
+
+    def _entries(self, index: int, tokens: Iterable[_LogprobToken]) -> CompletionLogprobs:
+        gathered = self._gathered[index]
+        entries = _no_logprobs()
+        if self._logprobs is None:
+            return entries
+        for token, logprobs in tokens:
+            entries["tokens"].append(token.text)
+            entries["token_logprobs"].append(None if logprobs is None else logprobs.logprob)
+            entries["top_logprobs"].append(None if logprobs is None else self._top(logprobs))
+            entries["text_offset"].append(gathered.num_chars)
+            gathered.num_chars += len(token.text)
+        return entries
+
+    def _top(self, logprobs: TokenLogprobs) -> dict[str, float]:
+        """The best tokens, and the chosen one even if it is not among them."""
+        top = {self._name(token_id): logprob for token_id, logprob in logprobs.top}
+        return {**top, self._name(logprobs.token_id): logprobs.logprob}
+
+    def _name(self, token_id: int) -> str:
+        data = self._tokenizer.token_bytes(token_id)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def _no_logprobs() -> CompletionLogprobs:
+    return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+
+
+def _extend(logprobs: CompletionLogprobs, more: CompletionLogprobs) -> None:
+    logprobs["tokens"] += more["tokens"]
+    logprobs["token_logprobs"] += more["token_logprobs"]
+    logprobs["top_logprobs"] += more["top_logprobs"]
+    logprobs["text_offset"] += more["text_offset"]

@@ -1,0 +1,41 @@
+"""Settings of the HTTP side, checked when made. Reads neither argv nor the environment (`server.cli` does)."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from server.errors import SettingError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """What the HTTP process needs to know. Times are in seconds, sizes in bytes."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str | None = None
+    served_model_name: tuple[str, ...] = ()
+    drain_timeout: float = 30.0
+    heartbeat_timeout: float = 60.0
+    max_body_bytes: int = 4 * 1024 * 1024
+    max_inflight_requests: int = 1024
+    default_temperature: float | None = None
+    default_top_p: float | None = None
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    access_log: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise SettingError(f"port is {self.port}: it must lie between 0 and 65535 (0 picks a free one)")
+        if self.api_key is not None and not self.api_key.strip():
+            raise SettingError("api_key is empty: give a key, or leave the setting out to serve without one")
+        if any(not name for name in self.served_model_name):
+            raise SettingError("served_model_name holds an empty name: give names separated by commas")
+        if self.drain_timeout < 0:
+            raise SettingError(f"drain_timeout is {self.drain_timeout}: it must not be negative")
+        for field in ("heartbeat_timeout", "max_body_bytes", "max_inflight_requests"):
+            if getattr(self, field) <= 0:
+                raise SettingError(f"{field} is {getattr(self, field)}: it must be above 0")
+        if self.default_temperature is not None and not 0 <= self.default_temperature <= 2:
+            raise SettingError(f"default_temperature is {self.default_temperature}: it must lie between 0 and 2")
+        if self.default_top_p is not None and not 0 < self.default_top_p <= 1:
+            raise SettingError(f"default_top_p is {self.default_top_p}: it must be above 0 and at most 1")

@@ -1,0 +1,94 @@
+"""`ServerContext`: what every route needs, made once. And `Gate`: is work taken now, and how much is going on?"""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from engine.types import EngineInfo
+from server.config import ServerConfig
+from server.convert import Converter
+from server.errors import ModelNotFound, Unavailable
+from server.metrics import Metrics
+from server.running import Engine
+
+
+class Gate:
+    """Counts requests in flight. Once `drain` was called nothing new is admitted."""
+
+    def __init__(self) -> None:
+        self.draining = False
+        self.num_inflight = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @contextmanager
+    def admitted(self) -> Iterator[None]:
+        """Hold a place while a request is served. Raises Unavailable while draining."""
+        if self.draining:
+            raise Unavailable("the service is shutting down: send the request elsewhere, or again later")
+        self.num_inflight += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self.num_inflight -= 1
+            if not self.num_inflight:
+                self._idle.set()
+
+    def drain(self) -> None:
+        """Take no new work."""
+        self.draining = True
+
+    async def wait_idle(self) -> None:
+        """Return when no request is in flight."""
+        await self._idle.wait()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerContext:
+    """Shared by all routes; lives in `app.state.context`."""
+
+    engine: Engine
+    config: ServerConfig
+    converter: Converter
+    metrics: Metrics
+    gate: Gate
+    served_names: tuple[str, ...]
+    started_s: float
+
+    def model_name(self, asked: str | None) -> str:
+        """The served name a request means; the first one if it names none. Raises ModelNotFound."""
+        if asked is None:
+            return self.served_names[0]
+        if asked not in self.served_names:
+            known = ", ".join(self.served_names)
+            raise ModelNotFound(f"the model '{asked[:100]}' is not served here: known is {known}", param="model")
+        return asked
+
+    def ready_info(self) -> EngineInfo:
+        """The engine's facts. Raises Unavailable unless it can take work now."""
+        if reason := self.why_not_ready():
+            raise Unavailable(reason)
+        info = self.engine.info
+        if info is None:
+            raise Unavailable("the model is still loading")
+        return info
+
+    def why_not_ready(self) -> str | None:
+        """None when ready, else what stands in the way, fit to be shown."""
+        if self.gate.draining:
+            return "the service is shutting down"
+        if reason := self.why_not_alive():
+            return reason
+        if not self.engine.ready:
+            return "the model is still loading"
+        return None
+
+    def why_not_alive(self) -> str | None:
+        """None while the engine's process is there and, once loaded, shows signs of life."""
+        if self.engine.failure is not None or not self.engine.alive:
+            return "the engine has stopped"
+        if self.engine.ready and self.engine.heartbeat_age_s > self.config.heartbeat_timeout:
+            return f"the engine has shown no sign of life for {self.engine.heartbeat_age_s:.0f} s"
+        return None

@@ -1,0 +1,232 @@
+"""Wire requests to engine requests: prompt ids, sampling, token budget, and how to read the answer."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+
+from engine.types import EngineInfo, EngineRequest, SamplingParams
+from server.choice import Choice
+from server.config import ServerConfig
+from server.errors import BadRequest, ContextTooLong
+from server.messages import check_tool_results, plain_message, plain_tool, with_preamble_as_thought
+from server.parsers import PlainParser, choose_parser, end_of_turn_ids
+from server.prompt import ChatTemplate, PromptTokenizer
+from server.schema.chat import ChatCompletionRequest, ChatMessage, Tool
+from server.schema.common import GenerationRequest
+from server.schema.completions import CompletionRequest, TokenizeRequest
+
+
+class Tokenizer(PromptTokenizer, Protocol):
+    """What the server uses of `loaders.tokenizer.Tokenizer`."""
+
+    adds_bos: bool
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Exact bytes of one id."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingDefaults:
+    """Used where a request leaves a parameter out: the operator's, else the checkpoint's, else OpenAI's."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """One HTTP request, ready for the engine: `requests[i]` is read by `make_choice(i)`.
+
+    The `num_choices` choices of a prompt are neighbours in `requests`.
+    """
+
+    requests: tuple[EngineRequest, ...]
+    make_choice: Callable[[int], Choice]
+    num_prompt_tokens: int
+    num_choices: int
+
+
+class Converter:
+    """Holds the tokenizer, the chat template and the defaults; every method is a pure function of its arguments."""
+
+    def __init__(self, tokenizer: Tokenizer, config: ServerConfig, defaults: SamplingDefaults) -> None:
+        self.tokenizer = tokenizer
+        self._template = ChatTemplate(tokenizer)
+        self._make_parser = choose_parser(tokenizer)
+        self._end_ids = end_of_turn_ids(tokenizer)
+        self._control_ids = frozenset(tokenizer.special_tokens.values())
+        self._temperature = defaults.temperature if config.default_temperature is None else config.default_temperature
+        self._top_p = defaults.top_p if config.default_top_p is None else config.default_top_p
+        self._defaults = defaults
+
+    def chat(self, wire: ChatCompletionRequest, info: EngineInfo, request_id: str) -> Job:
+        """A chat request. Raises BadRequest naming the field."""
+        check_tool_results(wire.messages)
+        tools = [] if wire.tool_choice == "none" else wire.tools or []
+        prompt_ids = self._render(wire.messages, tools, self._template_variables(wire))
+        room = _room(len(prompt_ids), info)
+        wanted = wire.max_completion_tokens or wire.max_tokens
+        max_tokens = _budget(len(prompt_ids), wanted or room, info)
+        num_logprobs = (wire.top_logprobs or 0) if wire.logprobs else None
+        sampling = self._sampling(wire, max_tokens, info, logprobs=num_logprobs, end_ids=self._end_ids)
+        tool_names = frozenset(tool.function.name for tool in tools)
+        stop_ids = frozenset(wire.stop_token_ids or ()) - self._control_ids
+
+        def make_choice(_index: int) -> Choice:
+            max_calls = 1 if wire.parallel_tool_calls is False else None
+            parser = self._make_parser(prompt_ids, tool_names)
+            return Choice(parser, stops=wire.stop, stop_ids=stop_ids, max_calls=max_calls)
+
+        requests = _choices(request_id, [prompt_ids], [sampling], wire.n or 1)
+        return Job(
+            requests=requests, make_choice=make_choice, num_prompt_tokens=len(prompt_ids), num_choices=wire.n or 1
+        )
+
+    def completion(self, wire: CompletionRequest, info: EngineInfo, request_id: str) -> Job:
+        """A raw completion, for each of its prompts. Raises BadRequest naming the field."""
+        prompts = [self.raw_ids(prompt) for prompt in wire.prompt]
+        if not all(prompts):
+            raise BadRequest("prompt: it must have at least one token", param="prompt")
+        samplings = []
+        for prompt in prompts:
+            max_tokens = _budget(len(prompt), max(1, wire.num_wanted), info)
+            scored = wire.logprobs if wire.echo else None
+            samplings.append(
+                self._sampling(wire, max_tokens, info, logprobs=wire.logprobs, prompt_logprobs=scored, end_ids=())
+            )
+        stop_ids = frozenset(wire.stop_token_ids or ()) - self._control_ids
+
+        def make_choice(_index: int) -> Choice:
+            parser = PlainParser(self.tokenizer, show_special=wire.skip_special_tokens is False)
+            return Choice(parser, stops=wire.stop, stop_ids=stop_ids, hides_all=wire.num_wanted == 0)
+
+        requests = _choices(request_id, prompts, samplings, wire.n or 1)
+        num_prompt_tokens = sum(map(len, prompts))
+        return Job(
+            requests=requests, make_choice=make_choice, num_prompt_tokens=num_prompt_tokens, num_choices=wire.n or 1
+        )
+
+    def tokenize(self, wire: TokenizeRequest) -> list[int]:
+        """Ids of a raw prompt or of rendered messages."""
+        if wire.prompt is not None:
+            return self.raw_ids(wire.prompt)
+        return self._render(wire.messages or [], wire.tools or [], {})
+
+    def raw_ids(self, prompt: str | list[int]) -> list[int]:
+        """Ids of a raw prompt, in which control tokens are control tokens."""
+        if not isinstance(prompt, str):
+            return prompt
+        ids = self.tokenizer.encode(prompt)
+        bos = self.tokenizer.special_tokens.get(self.tokenizer.bos_token or "")
+        return [bos, *ids] if self.tokenizer.adds_bos and bos is not None and ids[:1] != [bos] else ids
+
+    def _render(
+        self, messages: Sequence[ChatMessage], tools: Sequence[Tool], variables: Mapping[str, Any]
+    ) -> list[int]:
+        thinks = "</think>" in self.tokenizer.special_tokens
+        plain_messages = [plain_message(message, thinks=thinks) for message in messages]
+        plain_tools = [plain_tool(tool) for tool in tools]
+        try:
+            return self._template.render(plain_messages, plain_tools, variables)
+        except BadRequest:
+            merged = [with_preamble_as_thought(message) for message in plain_messages]
+            if merged == plain_messages:
+                raise
+            return self._template.render(merged, plain_tools, variables)
+
+    def _template_variables(self, wire: ChatCompletionRequest) -> dict[str, Any]:
+        """Variables for the template; one that it does not read would be ignored, so it is refused."""
+        variables = dict(wire.chat_template_kwargs or {})
+        if wire.reasoning_effort is not None:
+            if wire.reasoning_effort not in ("low", "medium", "high"):
+                raise BadRequest("reasoning_effort: it must be low, medium or high", param="reasoning_effort")
+            variables["reasoning_effort"] = wire.reasoning_effort
+        reserved = {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"}
+        for name in variables:
+            if name not in self._template.variables or name in reserved:
+                param = "reasoning_effort" if name == "reasoning_effort" else "chat_template_kwargs"
+                raise BadRequest(f"{param}: this model's chat template does not read '{name[:64]}'", param=param)
+        return variables
+
+    def _sampling(
+        self,
+        wire: GenerationRequest,
+        max_tokens: int,
+        info: EngineInfo,
+        *,
+        logprobs: int | None,
+        prompt_logprobs: int | None = None,
+        end_ids: Sequence[int],
+    ) -> SamplingParams:
+        defaults = self._defaults
+        min_tokens = wire.min_tokens or 0
+        if min_tokens > max_tokens:
+            raise BadRequest(
+                f"min_tokens is {min_tokens}: only {max_tokens} tokens may be generated", param="min_tokens"
+            )
+        for param, ids in (("logit_bias", wire.logit_bias), ("stop_token_ids", wire.stop_token_ids or ())):
+            if any(token_id >= info.vocab_size for token_id in ids):
+                raise BadRequest(f"{param}: token ids of this model are below {info.vocab_size}", param=param)
+        return SamplingParams(
+            max_tokens=max_tokens,
+            min_tokens=min_tokens,
+            temperature=_given(wire.temperature, self._temperature),
+            top_p=_given(wire.top_p, self._top_p),
+            top_k=max(0, _given(wire.top_k, defaults.top_k)),
+            min_p=_given(wire.min_p, defaults.min_p),
+            seed=wire.seed,
+            presence_penalty=wire.presence_penalty or 0.0,
+            frequency_penalty=wire.frequency_penalty or 0.0,
+            repetition_penalty=_given(wire.repetition_penalty, defaults.repetition_penalty),
+            logit_bias=wire.logit_bias,
+            stop_token_ids=tuple(dict.fromkeys([*end_ids, *(wire.stop_token_ids or ())])),
+            ignore_eos=bool(wire.ignore_eos),
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+        )
+
+
+def _given(value: Any, default: Any) -> Any:
+    return default if value is None else value
+
+
+def _room(num_prompt: int, info: EngineInfo) -> int:
+    """Tokens left for the answer. Raises ContextTooLong when there is none."""
+    if num_prompt >= info.max_model_len:
+        raise ContextTooLong(
+            f"the prompt has {num_prompt} tokens and this model's maximum context length is {info.max_model_len} "
+            "tokens, answer included: shorten the messages or the prompt"
+        )
+    return info.max_model_len - num_prompt
+
+
+def _budget(num_prompt: int, wanted: int, info: EngineInfo) -> int:
+    """`wanted`, if prompt and answer fit together. Raises ContextTooLong."""
+    room = _room(num_prompt, info)
+    if wanted > room:
+        raise ContextTooLong(
+            f"the prompt has {num_prompt} tokens and {wanted} are asked for, together {num_prompt + wanted}: "
+            f"this model's maximum context length is {info.max_model_len} tokens; ask for at most {room}",
+            param="max_tokens",
+        )
+    return wanted
+
+
+def _choices(
+    request_id: str, prompts: Sequence[list[int]], samplings: Sequence[SamplingParams], num_choices: int
+) -> tuple[EngineRequest, ...]:
+    """`num_choices` requests for each prompt; each has its own seed, so that seeded choices differ and repeat."""
+    requests = []
+    for prompt_ids, sampling in zip(prompts, samplings, strict=True):
+        for choice in range(num_choices):
+            seed = None if sampling.seed is None else (sampling.seed + choice + 2**63) % 2**64 - 2**63
+            own = sampling if choice == 0 else msgspec.structs.replace(sampling, seed=seed)
+            requests.append(
+                EngineRequest(request_id=f"{request_id}-{len(requests)}", prompt_ids=prompt_ids, sampling=own)
+            )
+    return tuple(requests)

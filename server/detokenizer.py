@@ -1,0 +1,74 @@
+"""`TextStream`: bytes of tokens to whole characters, and which token each character came from. Knows no tokenizer.
+
+Each token is decoded once, so a long answer costs no more per token than a short one.
+"""
+
+import codecs
+from collections import deque
+from dataclasses import dataclass, replace
+
+
+@dataclass(slots=True)
+class TextToken:
+    """One token and its share of a text.
+
+    `data` are its exact bytes, `text` the characters it completed (a character of several tokens belongs to the last).
+    """
+
+    position: int  # index among the generated tokens
+    data: bytes
+    text: str
+    start: int  # characters of the stream before `text`
+    num_needed: int  # characters of the stream that must be visible for this token to be so
+    num_carried: int  # bytes of its first character that came with earlier tokens
+
+
+class TextStream:
+    """Incremental UTF-8 decoding; a byte sequence that is none becomes U+FFFD.
+
+    `feed` returns the characters that are complete. `take(num_chars)` returns, once each and in order, the tokens that
+    lie within the first `num_chars` characters.
+    """
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._num_chars = 0
+        self._waiting: deque[TextToken] = deque()
+
+    def feed(self, data: bytes, position: int = -1) -> str:
+        """Add one token's bytes; a negative position is text that no token stands for."""
+        carried = len(self._decoder.getstate()[0])
+        text = self._decoder.decode(data)
+        start = self._num_chars
+        self._num_chars += len(text)
+        if position >= 0:
+            is_partial = bool(self._decoder.getstate()[0])
+            self._waiting.append(TextToken(position, data, text, start, self._num_chars + is_partial, carried))
+        return text
+
+    def flush(self) -> str:
+        """End the stream: bytes that never became a character turn into U+FFFD."""
+        text = self._decoder.decode(b"", final=True)
+        self._num_chars += len(text)
+        if text and self._waiting:
+            self._waiting[-1].text += text
+        return text
+
+    def take(self, num_chars: int) -> list[TextToken]:
+        """Tokens that are wholly visible once the first `num_chars` characters are."""
+        taken = []
+        while self._waiting and self._waiting[0].num_needed <= num_chars:
+            taken.append(self._waiting.popleft())
+        return taken
+
+    def cut(self, num_chars: int) -> list[TextToken]:
+        """Like `take` for a text that ends at `num_chars`: a token that the end divides is shortened to its part."""
+        taken = self.take(num_chars)
+        if self._waiting:
+            token = self._waiting[0]
+            if num_chars > token.start:
+                text = token.text[: num_chars - token.start]
+                data = token.data[: len(text.encode()) - token.num_carried]
+                taken.append(replace(token, data=data, text=text))
+        self._waiting.clear()
+        return taken

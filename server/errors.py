@@ -1,0 +1,124 @@
+"""Errors a client can see, as a tree, and the one body they all have. Knows no framework.
+
+Exception
+├── ApiError                  carries status, type, code and the request field to change
+│   ├── BadRequest            400 a field is wrong or not supported
+│   ├── ContextTooLong        400 prompt, or prompt plus answer, exceed the context
+│   ├── Unauthorized          401 no key, or the wrong one
+│   ├── ModelNotFound         404 a model that is not served here
+│   ├── BodyTooLarge          413
+│   ├── TooManyRequests       429 the queue is full
+│   ├── EngineFailed          500 the engine could not finish this request
+│   └── Unavailable           503 loading, draining or without an engine
+└── SettingError              the service cannot start as configured
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+
+class ApiError(Exception):
+    """An answer that is an error; `param` is the request field it is about."""
+
+    status = 500
+    type = "server_error"
+    code: str | None = None
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        if code is not None:
+            self.code = code
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """Headers that belong to this kind of error."""
+        return {}
+
+
+class BadRequest(ApiError):
+    """A field of the request is wrong or not supported."""
+
+    status = 400
+    type = "invalid_request_error"
+
+
+class ContextTooLong(BadRequest):
+    """The prompt, or the prompt and the answer asked for, do not fit in the model's context."""
+
+    code = "context_length_exceeded"
+
+
+class Unauthorized(ApiError):
+    """The key is missing or wrong."""
+
+    status = 401
+    type = "invalid_request_error"
+    code = "invalid_api_key"
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """Says how to authenticate."""
+        return {"WWW-Authenticate": "Bearer"}
+
+
+class ModelNotFound(ApiError):
+    """The model named is not served here."""
+
+    status = 404
+    type = "invalid_request_error"
+    code = "model_not_found"
+
+
+class BodyTooLarge(ApiError):
+    """The body exceeds the limit; the rest of it is not read."""
+
+    status = 413
+    type = "invalid_request_error"
+    code = "request_too_large"
+
+
+class TooManyRequests(ApiError):
+    """The bounded queue is full."""
+
+    status = 429
+    type = "rate_limit_error"
+    code = "queue_full"
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """A queue place comes free within about a second."""
+        return {"Retry-After": "1"}
+
+
+class EngineFailed(ApiError):
+    """The engine could not finish this request."""
+
+    code = "engine_error"
+
+
+class Unavailable(ApiError):
+    """The service takes no work now: it loads, drains or has lost its engine."""
+
+    status = 503
+    code = "unavailable"
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """Loading and restarts take seconds."""
+        return {"Retry-After": "5"}
+
+
+class SettingError(ValueError):
+    """The service cannot start as configured; the message names the flag and the way out."""
+
+
+def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """The OpenAI error object."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def body_of(error: ApiError) -> dict[str, Any]:
+    """The OpenAI error object of an `ApiError`."""
+    return error_body(error.message, error.type, error.param, error.code)

@@ -1,0 +1,62 @@
+"""Prometheus metrics of one app, in a registry of its own. Labels come from the served names and the routes alone."""
+
+from collections.abc import Callable, Iterable
+
+from engine.types import EngineStats
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+_PREFIX = "moe_serve"
+
+
+class Metrics:
+    """Counters of the HTTP side, and the engine's last snapshot."""
+
+    def __init__(self, engine_stats: Callable[[], EngineStats | None]) -> None:
+        registry = CollectorRegistry()
+        self._registry = registry
+        self.responses = Counter(f"{_PREFIX}_http_responses", "HTTP responses", ["route", "status"], registry=registry)
+        self.prompt_tokens = Counter(f"{_PREFIX}_prompt_tokens", "Prompt tokens served", ["model"], registry=registry)
+        self.completion_tokens = Counter(
+            f"{_PREFIX}_completion_tokens", "Generated tokens served", ["model"], registry=registry
+        )
+        self.finished = Counter(
+            f"{_PREFIX}_choices_finished", "Finished choices", ["model", "reason"], registry=registry
+        )
+        self.first_token_seconds = Histogram(
+            f"{_PREFIX}_time_to_first_token_seconds",
+            "From the request to its first token",
+            ["model"],
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self.request_seconds = Histogram(
+            f"{_PREFIX}_request_seconds", "From the request to its end", ["model"], buckets=_SECONDS, registry=registry
+        )
+        self.inflight = Gauge(f"{_PREFIX}_requests_in_flight", "Requests being served", registry=registry)
+        registry.register(_EngineCollector(engine_stats))
+
+    def text(self) -> bytes:
+        """The exposition format."""
+        return generate_latest(self._registry)
+
+
+class _EngineCollector(Collector):
+    """Shows the engine's snapshot as it is at scrape time."""
+
+    def __init__(self, engine_stats: Callable[[], EngineStats | None]) -> None:
+        self._engine_stats = engine_stats
+
+    def collect(self) -> Iterable[Metric]:
+        stats = self._engine_stats()
+        if stats is None:
+            return
+        for name in EngineStats.__struct_fields__:
+            value = getattr(stats, name)
+            label = name.removeprefix("num_")
+            if label in ("running", "waiting", "pages_used", "pages_total"):
+                yield GaugeMetricFamily(f"{_PREFIX}_engine_{label}", f"Engine: {label.replace('_', ' ')}", value)
+            else:
+                yield CounterMetricFamily(f"{_PREFIX}_engine_{label}", f"Engine: {label.replace('_', ' ')}", value)

@@ -1,0 +1,63 @@
+"""What every parser of model output offers: token ids in, events out. Parsers never raise, whatever the model wrote."""
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+class Kind(enum.Enum):
+    """Part of an answer."""
+
+    CONTENT = enum.auto()
+    REASONING = enum.auto()
+    TOOL_CALL = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Bytes for one part of the answer.
+
+    `position` is the index of the generated token they come from, or -1 for bytes the parser adds. A tool call opens
+    with an event that has its `name`; the other events of the call carry its arguments.
+    """
+
+    kind: Kind
+    data: bytes
+    position: int = -1
+    call: int = -1  # number of the tool call, from 0
+    name: str | None = None
+
+
+class TokenBytes(Protocol):
+    """The part of a tokenizer that a parser needs."""
+
+    special_tokens: dict[str, int]
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Exact bytes of one id."""
+
+
+class Parser(Protocol):
+    """An incremental state machine over token ids; how the ids are grouped into calls makes no difference."""
+
+    def feed(self, token_id: int) -> list[Event]:
+        """Events that became certain with this token."""
+
+    def finish(self) -> list[Event]:
+        """Events of whatever was held back; no token follows."""
+
+
+class ParserFactory(Protocol):
+    """Makes the parser of one answer."""
+
+    def __call__(self, prompt_ids: Sequence[int], tool_names: frozenset[str]) -> Parser:
+        """`prompt_ids` end where the answer begins, and so decide the parser's first state."""
+
+
+_SPACES = b" \t\r\n"
+
+
+def is_blank(data: bytes) -> bool:
+    """True for bytes that are white space only."""
+    return not data.strip(_SPACES)

@@ -1,0 +1,136 @@
+"""`ChatTemplate`: messages to ids by the checkpoint's own template. What users write never becomes a control token.
+
+The control tokens of a prompt may come from the template only. So the first letter of every control token is replaced
+in user strings, before rendering, by a character that occurs nowhere in the request; the rendered text is split at the
+control tokens it then contains; in the pieces between, the letters are put back and the text is spelled out.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from typing import Any, NoReturn, Protocol
+
+from jinja2 import TemplateError, meta
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from server.errors import BadRequest
+
+# Noncharacters first, which no text should contain; then private use.
+_STAND_INS = (*range(0xFDD0, 0xFDF0), *range(0xF0000, 0xF1000))
+
+
+class PromptTokenizer(Protocol):
+    """The part of a tokenizer that rendering needs."""
+
+    special_tokens: dict[str, int]
+    chat_template: str | None
+    bos_token: str | None
+    eos_token: str | None
+
+    def encode(self, text: str, *, allow_special: bool = True) -> list[int]:
+        """Ids of a text."""
+
+
+class JsonText(str):
+    """Text that is JSON already: a template that asks for `|tojson` gets it as it is, never quoted twice."""
+
+    __slots__ = ()
+
+
+class ChatTemplate:
+    """A compiled chat template with its tokenizer."""
+
+    def __init__(self, tokenizer: PromptTokenizer) -> None:
+        self._tokenizer = tokenizer
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+        environment.filters["tojson"] = _to_json
+        environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
+        source = tokenizer.chat_template
+        self._template = None if source is None else environment.from_string(source)
+        self.variables = frozenset() if source is None else meta.find_undeclared_variables(environment.parse(source))
+        names = sorted(tokenizer.special_tokens, key=len, reverse=True)
+        self._control = re.compile("|".join(map(re.escape, names)) or r"(?!)")
+        self._first_letters = sorted({name[0] for name in names})
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+    ) -> list[int]:
+        """Ids of the prompt up to where the assistant's answer begins.
+
+        Raises:
+            BadRequest: the model has no template, or the template refuses the conversation.
+        """
+        if self._template is None:
+            raise BadRequest("this model has no chat template: use /v1/completions", param="messages")
+        data = {"messages": messages, "tools": tools or None, **variables}
+        disguise = self._disguise_for(data)
+        restore = {stand_in: letter for letter, stand_in in disguise.items()}
+        special = {"bos_token": self._tokenizer.bos_token or "", "eos_token": self._tokenizer.eos_token or ""}
+        try:
+            text = self._template.render(**special, **_map_strings(data, disguise), add_generation_prompt=True)
+        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+            told = f": {str(error).translate(restore)}" if isinstance(error, TemplateError) else ""
+            raise BadRequest(f"the model's chat template refuses these messages{told}", param="messages") from error
+        return self._encode(text, restore)
+
+    def _disguise_for(self, data: Any) -> dict[int, int]:
+        """Letter to stand-in, as code points."""
+        used = set().union(*map(set, _strings(data)))
+        free = (code for code in _STAND_INS if chr(code) not in used)
+        try:
+            return {ord(letter): next(free) for letter in self._first_letters}
+        except StopIteration:
+            raise BadRequest("the messages hold too many private-use characters", param="messages") from None
+
+    def _encode(self, text: str, restore: Mapping[int, int]) -> list[int]:
+        ids: list[int] = []
+        end = 0
+        for control in self._control.finditer(text):
+            ids += self._encode_plain(text[end : control.start()].translate(restore))
+            ids.append(self._tokenizer.special_tokens[control[0]])
+            end = control.end()
+        return ids + self._encode_plain(text[end:].translate(restore))
+
+    def _encode_plain(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, allow_special=False) if text else []
+
+
+def _strings(value: Any) -> Iterable[str]:
+    """Every string in a tree of dictionaries and lists, keys included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _strings(key)
+            yield from _strings(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _strings(item)
+
+
+def _map_strings(value: Any, table: Mapping[int, int]) -> Any:
+    """The same tree with `str.translate` applied to every string."""
+    if isinstance(value, str):
+        return type(value)(value.translate(table))
+    if isinstance(value, Mapping):
+        return {_map_strings(key, table): _map_strings(item, table) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_map_strings(item, table) for item in value]
+    return value
+
+
+def _to_json(value: Any, indent: int | None = None, ensure_ascii: bool = False, **options: Any) -> str:
+    """Like the `tojson` of chat templates: no HTML escapes, other scripts as they are."""
+    if isinstance(value, JsonText):
+        return value
+    return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii, **options)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _strftime_now(format_: str) -> str:
+    return datetime.now().strftime(format_)

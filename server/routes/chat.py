@@ -1,0 +1,32 @@
+"""POST /v1/chat/completions."""
+
+import asyncio
+import uuid
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from server.body import body_of, read_body
+from server.chat_answer import ChatAnswer
+from server.context import ServerContext
+from server.schema.chat import ChatCompletionRequest
+from server.serving import respond
+
+router = APIRouter()
+
+
+@router.post("/v1/chat/completions", openapi_extra=body_of(ChatCompletionRequest))
+async def chat_completions(request: Request) -> Response:
+    """Continue a conversation."""
+    context: ServerContext = request.app.state.context
+    wire = await read_body(request, ChatCompletionRequest, context.config.max_body_bytes)
+    model = context.model_name(wire.model)
+    info = context.ready_info()
+    request_id = f"chatcmpl-{uuid.uuid4().hex}"
+    job = await asyncio.to_thread(context.converter.chat, wire, info, request_id)
+    answer = ChatAnswer(
+        job, context.converter.tokenizer, model=model, request_id=request_id, logprobs=bool(wire.logprobs)
+    )
+    include_usage = wire.stream_options is not None and bool(wire.stream_options.include_usage)
+    return await respond(request, context, answer, stream=bool(wire.stream), include_usage=include_usage)

@@ -1,0 +1,53 @@
+"""POST /v1/completions, and the tokenizer behind it: /tokenize, /detokenize."""
+
+import asyncio
+import uuid
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from server.body import body_of, read_body
+from server.completion_answer import CompletionAnswer
+from server.context import ServerContext
+from server.schema.completions import CompletionRequest, DetokenizeRequest, TokenizeRequest
+from server.serving import json_response, respond
+
+router = APIRouter()
+
+
+@router.post("/v1/completions", openapi_extra=body_of(CompletionRequest))
+async def completions(request: Request) -> Response:
+    """Continue one or several raw prompts."""
+    context: ServerContext = request.app.state.context
+    wire = await read_body(request, CompletionRequest, context.config.max_body_bytes)
+    model = context.model_name(wire.model)
+    info = context.ready_info()
+    request_id = f"cmpl-{uuid.uuid4().hex}"
+    job = await asyncio.to_thread(context.converter.completion, wire, info, request_id)
+    answer = CompletionAnswer(job, context.converter.tokenizer, model=model, request_id=request_id, wire=wire)
+    include_usage = wire.stream_options is not None and bool(wire.stream_options.include_usage)
+    return await respond(request, context, answer, stream=bool(wire.stream), include_usage=include_usage)
+
+
+@router.post("/tokenize", openapi_extra=body_of(TokenizeRequest))
+async def tokenize(request: Request) -> Response:
+    """Ids of a raw prompt, or of messages as the chat template renders them."""
+    context: ServerContext = request.app.state.context
+    wire = await read_body(request, TokenizeRequest, context.config.max_body_bytes)
+    context.model_name(wire.model)
+    ids = await asyncio.to_thread(context.converter.tokenize, wire)
+    info = context.engine.info
+    return json_response(
+        {"tokens": ids, "count": len(ids), "max_model_len": None if info is None else info.max_model_len}
+    )
+
+
+@router.post("/detokenize", openapi_extra=body_of(DetokenizeRequest))
+async def detokenize(request: Request) -> Response:
+    """Text of ids, control tokens by name."""
+    context: ServerContext = request.app.state.context
+    wire = await read_body(request, DetokenizeRequest, context.config.max_body_bytes)
+    context.model_name(wire.model)
+    data = b"".join(map(context.converter.tokenizer.token_bytes, wire.tokens))
+    return json_response({"prompt": data.decode("utf-8", errors="replace")})

@@ -1,0 +1,37 @@
+"""GET /v1/models and /v1/models/{id}."""
+
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from server.context import ServerContext
+from server.serving import json_response
+
+router = APIRouter()
+
+
+@router.get("/v1/models")
+async def list_models(request: Request) -> Response:
+    """All names under which the model is served."""
+    context: ServerContext = request.app.state.context
+    return json_response({"object": "list", "data": [_entry(context, name) for name in context.served_names]})
+
+
+@router.get("/v1/models/{name:path}")
+async def show_model(request: Request, name: str) -> Response:
+    """One of them; a name may hold slashes."""
+    context: ServerContext = request.app.state.context
+    return json_response(_entry(context, context.model_name(name)))
+
+
+def _entry(context: ServerContext, name: str) -> dict[str, Any]:
+    info = context.engine.info
+    return {
+        "id": name,
+        "object": "model",
+        "created": int(context.started_s),
+        "owned_by": "moe-serve",
+        "max_model_len": None if info is None else info.max_model_len,
+    }

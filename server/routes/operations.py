@@ -1,0 +1,53 @@
+"""For operators: /health/live, /health/ready, /metrics, /version."""
+
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.requests import Request
+from starlette.responses import Response
+
+from server.context import ServerContext
+from server.serving import json_response
+from server.version import service_version
+
+router = APIRouter()
+
+
+@router.get("/health/live")
+async def live(request: Request) -> Response:
+    """200 while the engine's process exists and its step loop beats; a 503 means: restart it."""
+    context: ServerContext = request.app.state.context
+    reason = context.why_not_alive()
+    return json_response({"status": "dead" if reason else "alive", "reason": reason}, 503 if reason else 200)
+
+
+@router.get("/health/ready")
+async def ready(request: Request) -> Response:
+    """200 while new work is taken: loaded, checked, alive and not draining."""
+    context: ServerContext = request.app.state.context
+    reason = context.why_not_ready()
+    info, stats = context.engine.info, context.engine.stats
+    details: dict[str, Any] = {
+        "status": "not ready" if reason else "ready",
+        "reason": reason,
+        "models": context.served_names,
+        "engine": None if info is None else msgspec.to_builtins(info),
+        "stats": None if stats is None else msgspec.to_builtins(stats),
+    }
+    return json_response(details, 503 if reason else 200)
+
+
+@router.get("/metrics")
+async def metrics(request: Request) -> Response:
+    """Prometheus exposition."""
+    context: ServerContext = request.app.state.context
+    context.metrics.inflight.set(context.gate.num_inflight)
+    return Response(context.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+
+@router.get("/version")
+async def version() -> Response:
+    """Version of this service."""
+    return json_response({"version": service_version()})

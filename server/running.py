@@ -1,0 +1,97 @@
+"""`Running`: the engine requests of one HTTP request, as one stream. They end together, and no abort is forgotten."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+from typing import Protocol
+
+from engine.types import EngineInfo, EngineOutput, EngineRequest, EngineStats
+
+
+class Engine(Protocol):
+    """The part of `engine.client.EngineClient` that the server uses; tests pass their own."""
+
+    @property
+    def ready(self) -> bool:
+        """Loaded, and requests are taken."""
+
+    @property
+    def alive(self) -> bool:
+        """The process exists."""
+
+    @property
+    def failure(self) -> str | None:
+        """Why the engine could not load, or died."""
+
+    @property
+    def info(self) -> EngineInfo | None:
+        """Set once the engine is ready."""
+
+    @property
+    def stats(self) -> EngineStats | None:
+        """The last snapshot."""
+
+    @property
+    def heartbeat_age_s(self) -> float:
+        """Time since the last sign of life."""
+
+    def generate(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
+        """Outputs of a request; closing the iterator before the last one aborts it."""
+
+
+class Running:
+    """`async with Running(...) as running: async for index, output in running: ...`
+
+    `index` is the place of the request in the list. Leaving the block ends whatever is still running.
+    """
+
+    def __init__(self, engine: Engine, requests: Sequence[EngineRequest]) -> None:
+        self._engine = engine
+        self._requests = requests
+        self._news: asyncio.Queue[tuple[int, EngineOutput | Exception]] = asyncio.Queue()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._unfinished = set(range(len(requests)))
+
+    async def __aenter__(self) -> "Running":
+        """Start all requests."""
+        self._tasks = [asyncio.create_task(self._follow(i, request)) for i, request in enumerate(self._requests)]
+        return self
+
+    async def __aexit__(self, *_exc: object) -> None:
+        """End all requests; returns when the engine has been told."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def __aiter__(self) -> "Running":
+        """The outputs of all requests, as they come."""
+        return self
+
+    async def __anext__(self) -> tuple[int, EngineOutput]:
+        """The next output of any request that has not been stopped."""
+        while self._unfinished:
+            index, news = await self._news.get()
+            if index not in self._unfinished:
+                continue
+            if isinstance(news, Exception):
+                raise news
+            if news.finish_reason is not None:
+                self._unfinished.discard(index)
+            return index, news
+        raise StopAsyncIteration
+
+    def stop(self, index: int) -> None:
+        """End one request early; nothing more comes from it."""
+        self._unfinished.discard(index)
+        self._tasks[index].cancel()
+
+    async def _follow(self, index: int, request: EngineRequest) -> None:
+        try:
+            async with aclosing(self._engine.generate(request)) as outputs:  # type: ignore[type-var]
+                async for output in outputs:
+                    self._news.put_nowait((index, output))
+                    if output.finish_reason is not None:
+                        return
+            raise RuntimeError(f"the engine's outputs for request {request.request_id} ended without a last one")
+        except Exception as error:  # handed to the one who waits for the outputs
+            self._news.put_nowait((index, error))

@@ -1,0 +1,1 @@
+"""Wire models: what requests may hold and what answers look like. They know no engine."""

@@ -1,0 +1,221 @@
+"""Wire models of /v1/chat/completions: messages, tools, the request, and the shapes of answers and chunks."""
+
+from typing import Annotated, Any, Literal, NotRequired, TypedDict
+
+from pydantic import BeforeValidator, Field, WithJsonSchema, field_validator, model_validator
+
+from server.schema.common import MAX_LOGPROBS, FinishReason, GenerationRequest, Usage, WireModel, refusal
+
+_TEXT_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}, {"type": "null"}]}
+
+
+def _text_of(value: Any) -> str | None:
+    """A string, or text parts joined by line breaks."""
+    if value is None or isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise ValueError("must be a string or a list of text parts")
+    texts = []
+    for index, part in enumerate(value):
+        if not isinstance(part, dict) or not isinstance(part.get("type"), str):
+            raise ValueError(f"part {index} must be an object with a type")
+        if part["type"] not in ("text", "input_text", "output_text"):
+            raise ValueError(f"part {index} has type '{part['type'][:40]}': this service reads text parts only")
+        if not isinstance(part.get("text"), str):
+            raise ValueError(f"part {index} must have its text as a string")
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+Text = Annotated[str | None, BeforeValidator(_text_of), WithJsonSchema(_TEXT_SCHEMA)]
+
+
+class FunctionCall(WireModel):
+    """A call as an assistant message reports it: arguments as the JSON text the model wrote, or as an object."""
+
+    name: str = Field(min_length=1, max_length=256)
+    arguments: Any = Field("", json_schema_extra={"type": ["string", "object"]})
+
+    @field_validator("arguments")
+    @classmethod
+    def _text_or_object(cls, value: Any) -> Any:
+        if not isinstance(value, str | dict):
+            raise ValueError("must be a string or an object")
+        return value
+
+
+class ToolCall(WireModel):
+    """One call of an assistant message."""
+
+    id: str = Field(min_length=1)
+    type: Literal["function"] = "function"
+    index: int | None = None
+    function: FunctionCall
+
+
+class ChatMessage(WireModel):
+    """One message of any role; which fields a role may have is checked here."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Text = None
+    name: str | None = None
+    reasoning: Text = None
+    reasoning_content: Text = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    annotations: Any = None
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+
+    @model_validator(mode="after")
+    def _check_role(self) -> "ChatMessage":
+        if self.role != "assistant":
+            if self.content is None:
+                raise ValueError(f"a message of role '{self.role}' needs content")
+            if self.tool_calls or self.reasoning or self.reasoning_content:
+                raise ValueError(f"a message of role '{self.role}' has neither tool_calls nor reasoning")
+        elif self.content is None and not (self.tool_calls or self.thought):
+            raise ValueError("an assistant message needs content or tool_calls")
+        if self.role == "tool" and not self.tool_call_id:
+            raise ValueError("a message of role 'tool' needs the tool_call_id of the call it answers")
+        if self.role != "tool" and self.tool_call_id:
+            raise ValueError(f"a message of role '{self.role}' has no tool_call_id")
+        return self
+
+    @property
+    def thought(self) -> str | None:
+        """The reasoning, under either of its names."""
+        return self.reasoning or self.reasoning_content
+
+
+class FunctionSpec(WireModel):
+    """A function the model may call."""
+
+    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    @field_validator("strict")
+    @classmethod
+    def _not_strict(cls, value: bool | None) -> bool | None:
+        if value:
+            raise ValueError("arguments are not constrained to the schema by this service: leave strict out")
+        return value
+
+
+class Tool(WireModel):
+    """A tool; functions are the only kind."""
+
+    type: Literal["function"]
+    function: FunctionSpec
+
+
+class ResponseFormat(WireModel):
+    """Plain text is the only format."""
+
+    type: str
+    json_schema: Any = None
+
+    @model_validator(mode="after")
+    def _only_text(self) -> "ResponseFormat":
+        if self.type != "text":
+            raise ValueError(f"type '{self.type[:40]}' is not supported: only 'text' is")
+        return self
+
+
+class ChatCompletionRequest(GenerationRequest):
+    """A chat request."""
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_tokens: int | None = Field(None, ge=1)
+    tools: list[Tool] | None = Field(None, max_length=512)
+    tool_choice: Any = Field(None, json_schema_extra={"enum": ["auto", "none", None]})
+    parallel_tool_calls: bool | None = None
+    response_format: ResponseFormat | None = None
+    reasoning_effort: str | None = Field(None, max_length=32)
+    chat_template_kwargs: dict[str, Any] | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    modalities: list[Literal["text"]] | None = None
+
+    @field_validator("tool_choice")
+    @classmethod
+    def _known_choice(cls, value: Any) -> Any:
+        if value is not None and value not in ("auto", "none"):
+            raise ValueError("only 'auto' and 'none' are supported: a call cannot be forced")
+        return value
+
+    @model_validator(mode="after")
+    def _check_together(self) -> "ChatCompletionRequest":
+        if self.max_tokens and self.max_completion_tokens and self.max_tokens != self.max_completion_tokens:
+            raise refusal("max_tokens", "max_tokens and max_completion_tokens differ: send one of them")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise refusal("top_logprobs", "it is only allowed with logprobs: true")
+        names = [tool.function.name for tool in self.tools or []]
+        if len(set(names)) < len(names):
+            raise refusal("tools", "two functions have the same name")
+        return self
+
+
+class TopLogprob(TypedDict):
+    """An alternative to a token; `bytes` are its exact UTF-8 bytes."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(TopLogprob):
+    """A token of the content with its alternatives, best first."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(TypedDict):
+    """One entry for every token of the content, in order."""
+
+    content: list[TokenLogprob]
+
+
+class ToolCallAnswer(TypedDict, total=False):
+    """A call, or a piece of one: `id`, `type` and the name come once, in its first piece."""
+
+    index: int
+    id: str
+    type: str
+    function: dict[str, str]
+
+
+class AnswerMessage(TypedDict, total=False):
+    """A message, or the new part of one. `reasoning` and `reasoning_content` are the same text under both names."""
+
+    role: str
+    content: str | None
+    reasoning: str | None
+    reasoning_content: str | None
+    tool_calls: list[ToolCallAnswer]
+    refusal: None
+
+
+class ChatChoice(TypedDict):
+    """One choice of an answer (`message`) or of a chunk (`delta`)."""
+
+    index: int
+    message: NotRequired[AnswerMessage]
+    delta: NotRequired[AnswerMessage]
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | None
+
+
+class ChatCompletion(TypedDict):
+    """An answer, or a chunk of a streamed one."""
+
+    id: str
+    object: Literal["chat.completion", "chat.completion.chunk"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChoice]
+    usage: NotRequired[Usage | None]

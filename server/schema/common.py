@@ -1,0 +1,136 @@
+"""What chat and completions requests share: strict models, sampling fields, and the hints that are accepted.
+
+A field that would change the answer and is not built has a validator that refuses it by name; a field nobody knows is
+refused as unknown. Hints are accepted and have no effect.
+"""
+
+from typing import Annotated, Any, Literal, NotRequired, TypedDict
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic_core import PydanticCustomError
+
+MAX_LOGPROBS = 20
+MAX_STOPS = 16
+MAX_STOP_CHARS = 1024
+MAX_CHOICES = 128
+
+
+def refusal(param: str, message: str) -> PydanticCustomError:
+    """An error of a rule between fields, filed under the field to change."""
+    return PydanticCustomError("refusal", "{message}", {"param": param, "message": message})
+
+
+class WireModel(BaseModel):
+    """No unknown fields, no silent conversion, no infinities."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, hide_input_in_errors=True)
+
+
+def _stop_strings(value: Any) -> list[str]:
+    stops = [] if value is None else [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
+        raise ValueError("must be a string or a list of strings")
+    if len(stops) > MAX_STOPS:
+        raise ValueError(f"holds {len(stops)} stop strings: at most {MAX_STOPS} are supported")
+    if not all(0 < len(stop) <= MAX_STOP_CHARS for stop in stops):
+        raise ValueError(f"every stop string must have between 1 and {MAX_STOP_CHARS} characters")
+    return stops
+
+
+def _bias_by_id(value: Any) -> dict[int, float]:
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise ValueError("must be an object from token ids to numbers")
+    biases = {}
+    for key, bias in value.items():
+        if not str(key).isascii() or not str(key).isdigit() or len(str(key)) > 9:
+            raise ValueError("keys must be token ids, such as '42'")
+        if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
+            raise ValueError("values must be numbers between -100 and 100")
+        biases[int(key)] = float(bias)
+    return biases
+
+
+StopStrings = Annotated[
+    list[str],
+    BeforeValidator(_stop_strings),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "null"}]}),
+]
+LogitBias = Annotated[
+    dict[int, float],
+    BeforeValidator(_bias_by_id),
+    WithJsonSchema({"anyOf": [{"type": "object", "additionalProperties": {"type": "number"}}, {"type": "null"}]}),
+]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+class StreamOptions(WireModel):
+    """Only `include_usage: true` adds a chunk. Obfuscation is a hint."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class GenerationRequest(WireModel):
+    """Fields of both endpoints. None means: not given."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    min_tokens: int | None = Field(None, ge=0)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, lt=2**31)
+    min_p: float | None = Field(None, ge=0, le=1)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, gt=0, le=10)
+    logit_bias: LogitBias = {}
+    stop: StopStrings = []
+    stop_token_ids: list[TokenId] | None = Field(None, max_length=128)
+    ignore_eos: bool | None = None
+
+    # Hints: parameters of the OpenAI API that do not change what a correct answer is.
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+    prediction: Any = None
+
+    @model_validator(mode="after")
+    def _check_stream_options(self) -> "GenerationRequest":
+        if self.stream_options is not None and not self.stream:
+            raise refusal("stream_options", "it is only allowed with stream: true")
+        return self
+
+
+class PromptTokensDetails(TypedDict):
+    """Share of the prompt that came from the prefix cache."""
+
+    cached_tokens: int
+
+
+class CompletionTokensDetails(TypedDict):
+    """Share of the answer that is reasoning."""
+
+    reasoning_tokens: int
+
+
+class Usage(TypedDict):
+    """Tokens of a request, all choices together."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: NotRequired[CompletionTokensDetails]
+
+
+FinishReason = Literal["stop", "length", "tool_calls"]

@@ -1,0 +1,46 @@
+"""`StopMatcher`: finds stop strings in a growing text, and holds back only what may still become one."""
+
+from collections.abc import Sequence
+
+
+class StopMatcher:
+    """Feeds of any size give the same text: the first stop string to be complete wins, the longest at that place.
+
+    `matched` is the stop string that ended the text, else None.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._held = ""
+        self.matched: str | None = None
+
+    def feed(self, text: str) -> str:
+        """Add text; returns what may be shown now. Nothing more comes after a match."""
+        if not self._stops:
+            return text
+        if self.matched is not None:
+            return ""
+        text = self._held + text
+        found = [(start + len(stop), start, stop) for stop in self._stops if (start := text.find(stop)) >= 0]
+        if found:
+            _, start, self.matched = min(found)
+            self._held = ""
+            return text[:start]
+        num_held = max(_num_begun(text, stop) for stop in self._stops)
+        self._held = text[len(text) - num_held :]
+        return text[: len(text) - num_held]
+
+    def flush(self) -> str:
+        """The text has ended: what was held back cannot become a stop string any more."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _num_begun(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that begins `stop`."""
+    start = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+    while start >= 0:
+        if stop.startswith(text[start:]):
+            return len(text) - start
+        start = text.find(stop[0], start + 1)
+    return 0
