@@ -1,0 +1,175 @@
+"""A small byte-level BPE trained here: exact bytes, special tokens as text, settings and templates, refusals."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer as RustTokenizer
+
+from loaders.errors import TokenizerError
+from loaders.tokenizer import Tokenizer, load_tokenizer
+
+TEXTS = ["the quick brown fox", "naïve café – 12 345", "東京 and Москва 🙂", "start message end"] * 5
+SPECIAL, PLAIN_ADDED = "<|start|>", "<｜User｜>"
+
+
+def train() -> RustTokenizer:
+    rust = RustTokenizer(models.BPE())
+    rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    rust.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, initial_alphabet=alphabet, special_tokens=[SPECIAL, "<|end|>"], show_progress=False
+    )
+    rust.train_from_iterator(TEXTS, trainer)
+    # DeepSeek's role markers are added tokens without the special flag.
+    rust.add_tokens([AddedToken(PLAIN_ADDED, special=False, normalized=False)])
+    return rust
+
+
+def write(folder: Path, rust: RustTokenizer | None = None, **settings: Any) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (rust or train()).save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return load_tokenizer(write(tmp_path_factory.mktemp("tokenizer")))
+
+
+@given(st.text(max_size=40))
+def test_bytes_of_the_ids_are_the_bytes_of_the_text(tokenizer: Tokenizer, text: str) -> None:
+    ids = tokenizer.encode(text, allow_special=False)
+    assert b"".join(map(tokenizer.token_bytes, ids)) == text.encode()
+    assert tokenizer.decode(ids) == text
+
+
+def test_every_byte_has_a_token_of_its_own(tokenizer: Tokenizer) -> None:
+    spelled = {tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)}
+    assert spelled.issuperset(bytes([b]) for b in range(256))
+
+
+def test_a_token_may_be_part_of_a_character(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("🦊")
+    assert len(ids) > 1
+    assert tokenizer.decode(ids[:1]) == "�"
+    assert b"".join(map(tokenizer.token_bytes, ids)) == "🦊".encode()
+
+
+def test_added_tokens_have_ids_and_bytes(tokenizer: Tokenizer) -> None:
+    assert set(tokenizer.special_tokens) == {SPECIAL, "<|end|>", PLAIN_ADDED}
+    for content, token_id in tokenizer.special_tokens.items():
+        assert tokenizer.token_bytes(token_id) == content.encode()
+        assert tokenizer.encode(f"a{content}b")[1] == token_id
+    assert tokenizer.vocab_size == tokenizer.special_tokens[PLAIN_ADDED] + 1
+
+
+@pytest.mark.parametrize("content", [SPECIAL, PLAIN_ADDED])
+def test_special_tokens_in_user_text_can_stay_text(tokenizer: Tokenizer, content: str) -> None:
+    text = f"say {content} please"
+    assert tokenizer.special_tokens[content] in tokenizer.encode(text)
+    ids = tokenizer.encode(text, allow_special=False)
+    assert not set(ids) & set(tokenizer.special_tokens.values())
+    assert tokenizer.decode(ids) == text
+
+
+def test_a_whole_word_match_cannot_bring_a_special_token_back(tmp_path: Path) -> None:
+    """With `ignore_merges`, a word that is in the vocabulary becomes its token without any merge."""
+    rust = train()
+    spec = json.loads(rust.to_str())
+    spec["model"]["ignore_merges"] = True
+    spec["pre_tokenizer"]["use_regex"] = False
+    tokenizer = load_tokenizer(write(tmp_path, RustTokenizer.from_str(json.dumps(spec))))
+    assert tokenizer.special_tokens[SPECIAL] not in tokenizer.encode(SPECIAL, allow_special=False)
+    assert tokenizer.decode(tokenizer.encode(SPECIAL, allow_special=False)) == SPECIAL
+
+
+def test_text_without_special_tokens_is_the_same_either_way(tokenizer: Tokenizer) -> None:
+    for text in TEXTS:
+        assert tokenizer.encode(text) == tokenizer.encode(text, allow_special=False)
+
+
+def test_decoding_can_skip_special_tokens(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode(f"{SPECIAL}fox<|end|>")
+    assert tokenizer.decode(ids) == f"{SPECIAL}fox<|end|>"
+    assert tokenizer.decode(ids, skip_special=True) == "fox"
+
+
+def test_ids_of_a_padded_vocabulary_are_empty_and_negative_ones_refused(tokenizer: Tokenizer) -> None:
+    assert tokenizer.token_bytes(tokenizer.vocab_size + 7) == b""
+    with pytest.raises(TokenizerError, match="token id is -1"):
+        tokenizer.token_bytes(-1)
+
+
+def test_truncation_and_padding_of_the_file_are_ignored(tmp_path: Path) -> None:
+    rust = train()
+    plain = rust.encode("the quick brown fox", add_special_tokens=False).ids
+    rust.enable_truncation(2)
+    rust.enable_padding(length=64)
+    assert load_tokenizer(write(tmp_path, rust)).encode("the quick brown fox") == plain
+
+
+def test_bos_and_eos_come_as_text_or_as_objects(tmp_path: Path) -> None:
+    settings = {"bos_token": {"content": SPECIAL, "lstrip": False}, "eos_token": "<|end|>", "add_bos_token": True}
+    tokenizer = load_tokenizer(write(tmp_path, **settings))
+    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.adds_bos) == (SPECIAL, "<|end|>", True)
+    bare = load_tokenizer(write(tmp_path, bos_token=None))
+    assert (bare.bos_token, bare.eos_token, bare.adds_bos) == (None, None, False)
+
+
+def test_chat_template_file_wins_over_the_config(tmp_path: Path) -> None:
+    assert load_tokenizer(write(tmp_path)).chat_template is None
+    named = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
+    assert load_tokenizer(write(tmp_path, chat_template=named)).chat_template == "D"
+    assert load_tokenizer(write(tmp_path, chat_template="C")).chat_template == "C"
+    (tmp_path / "chat_template.jinja").write_text("J – ü", encoding="utf-8")
+    assert load_tokenizer(tmp_path).chat_template == "J – ü"
+
+
+def test_tokens_that_only_the_config_declares_are_added(tmp_path: Path) -> None:
+    next_id = train().get_vocab_size()
+    entry = {"content": "<|call|>", "special": True, "normalized": False, "lstrip": False, "rstrip": False}
+    tokenizer = load_tokenizer(write(tmp_path, added_tokens_decoder={str(next_id): entry, "0": {"content": SPECIAL}}))
+    assert tokenizer.special_tokens["<|call|>"] == next_id
+    assert tokenizer.encode("<|call|>") == [next_id]
+
+
+def test_files_whose_ids_disagree_are_refused(tmp_path: Path) -> None:
+    folder = write(tmp_path, added_tokens_decoder={"7": {"content": SPECIAL, "special": True}})
+    with pytest.raises(TokenizerError, match=r"token '<\|start\|>' should have id 7, but tokenizer.json gives it 0"):
+        load_tokenizer(folder)
+
+
+def test_missing_damaged_and_foreign_tokenizers_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json: missing"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json: cannot be read"):
+        load_tokenizer(tmp_path)
+    for decoder in (None, decoders.WordPiece(), decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])):
+        rust = train()
+        rust.decoder = decoder
+        with pytest.raises(TokenizerError, match="only byte-level BPE tokenizers are supported"):
+            load_tokenizer(write(tmp_path, rust))
+
+
+def test_damaged_settings_are_refused(tmp_path: Path) -> None:
+    folder = write(tmp_path)
+    for text, words in (("{", "cannot be read as JSON"), ("[]", "must hold a JSON object")):
+        (folder / "tokenizer_config.json").write_text(text)
+        with pytest.raises(TokenizerError, match=rf"tokenizer_config\.json: {words}"):
+            load_tokenizer(folder)
+    (folder / "tokenizer_config.json").unlink()
+    assert load_tokenizer(folder).encode("fox")
+
+
+def test_a_byte_level_decoder_inside_a_sequence_is_found(tmp_path: Path) -> None:
+    rust = train()
+    rust.decoder = decoders.Sequence([decoders.ByteLevel()])
+    assert load_tokenizer(write(tmp_path, rust)).decode([0]) == SPECIAL
