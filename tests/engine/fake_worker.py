@@ -1,55 +1,100 @@
-"""Engine process with a fake model; the folder's name chooses a misbehaviour. Run by `EngineClient` in the tests."""
+"""Engine process with a core without torch; the model folder's name chooses a misbehaviour. Run by `EngineClient`."""
 
-import dataclasses
 import time
 
-from engine.core import EngineCore
 from engine.errors import EngineConfigError
-from engine.worker import main
-from tests.engine.fakes import FakeModel
+from engine.types import EngineInfo, EngineOutput, EngineStats
+from engine.worker import build_core, main
+
+POISON = 66
+INFO = EngineInfo(
+    max_model_len=512,
+    vocab_size=97,
+    page_size=4,
+    num_pages=256,
+    device="none",
+    dtype="none",
+    moe_paths=[],
+    load_seconds=0,
+)
 
 
-class SlowModel(FakeModel):
-    """Sleeps a little in every step, so that a test can be faster than it."""
+class ScriptedCore:
+    """Every request gets one token a step, its first prompt id, until `max_tokens`."""
 
-    def __call__(self, batch, kv):
-        time.sleep(0.01)
-        return super().__call__(batch, kv)
+    def __init__(self, step_s=0.0, on_poison=lambda: None):
+        self.info = INFO
+        self.step_s = step_s
+        self.on_poison = on_poison
+        self.requests = {}
+        self.early_outputs = []
+        self.num_generated = 0
+
+    @property
+    def has_work(self):
+        return bool(self.requests or self.early_outputs)
+
+    def add(self, request):
+        self.requests[request.request_id] = [request, 0]
+
+    def abort(self, request_id):
+        if self.requests.pop(request_id, None) is not None:
+            self.early_outputs.append(EngineOutput(request_id=request_id, finish_reason="abort"))
+
+    def step(self):
+        time.sleep(self.step_s)
+        outputs, self.early_outputs = self.early_outputs, []
+        for request_id, state in list(self.requests.items()):
+            request = state[0]
+            if POISON in request.prompt_ids:
+                self.on_poison()
+            state[1] += 1
+            self.num_generated += 1
+            is_last = state[1] == request.sampling.max_tokens
+            if is_last:
+                del self.requests[request_id]
+            outputs.append(
+                EngineOutput(
+                    request_id=request_id, token_ids=request.prompt_ids[:1], finish_reason="length" if is_last else None
+                )
+            )
+        return outputs
+
+    def stats(self):
+        return EngineStats(
+            num_running=len(self.requests),
+            num_waiting=0,
+            num_pages_used=0,
+            num_pages_total=256,
+            num_steps=0,
+            num_prompt_tokens=0,
+            num_generated_tokens=self.num_generated,
+            num_cached_tokens=0,
+            num_preemptions=0,
+        )
 
 
-class HangingModel(FakeModel):
-    """Never comes back from a step with token 66 in it."""
-
-    def __call__(self, batch, kv):
-        if (batch.input_ids_T == 66).any():
-            time.sleep(3600)
-        return super().__call__(batch, kv)
-
-
-class DeviceLossModel(FakeModel):
-    """Loses its device in a step with token 66 in it."""
-
-    def __call__(self, batch, kv):
-        if (batch.input_ids_T == 66).any():
-            import torch
-
-            raise torch.AcceleratorError("the device fell off the bus")
-        return super().__call__(batch, kv)
-
-
-MODELS = {"slow": SlowModel, "hang": HangingModel, "device-loss": DeviceLossModel}
+def _lose_device():
+    raise RuntimeError("the device fell off the bus")
 
 
 def build(setup):
-    name = setup.config.model.name
-    if name == "missing":
-        raise EngineConfigError("model is missing: no such folder")
-    if name == "bug":
-        raise RuntimeError("a bug")
-    if name == "loading":
-        time.sleep(3600)
-    config = dataclasses.replace(setup.config, page_size=4, num_pages=256)
-    return EngineCore(config, MODELS.get(name, FakeModel)(max_model_len=512))
+    match setup.config.model.name:
+        case "fake":
+            return ScriptedCore()
+        case "slow":
+            return ScriptedCore(step_s=0.01)
+        case "hang":
+            return ScriptedCore(on_poison=lambda: time.sleep(3600))
+        case "device-loss":
+            return ScriptedCore(on_poison=_lose_device)
+        case "missing":
+            raise EngineConfigError("model is missing: no such folder")
+        case "bug":
+            raise RuntimeError("a bug")
+        case "loading":
+            return time.sleep(3600)
+    return build_core(setup)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 import numpy as np
 import torch
 
-from engine.types import EngineRequest, SamplingParams
 from model.batch import ForwardBatch, KvLayerSpec, LayerKv
 
 _PRIME = 1_000_003
@@ -71,27 +70,3 @@ class FakeModel:
         mixed = np.arange(self.vocab_size, dtype=np.uint64) + np.uint64(value) * np.uint64(self.vocab_size)
         mixed = (mixed ^ (mixed >> np.uint64(7))) * np.uint64(0x9E3779B97F4A7C15)
         return ((mixed >> np.uint64(40)).astype(np.float32) / 2**24 * self.sharpness * 4).astype(np.float32)
-
-
-def request(request_id, prompt_ids, max_tokens=8, **sampling):
-    sampling.setdefault("temperature", 0.0)
-    return EngineRequest(
-        request_id=request_id, prompt_ids=list(prompt_ids), sampling=SamplingParams(max_tokens=max_tokens, **sampling)
-    )
-
-
-def run_all(core, requests=(), max_steps=5000):
-    """Add the requests, step until idle; outputs per request id, in order."""
-    for item in requests:
-        core.add(item)
-    outputs = {}
-    for _ in range(max_steps):
-        if not core.has_work:
-            return outputs
-        for output in core.step():
-            outputs.setdefault(output.request_id, []).append(output)
-    raise AssertionError(f"not idle after {max_steps} steps")
-
-
-def tokens_of(outputs):
-    return [token for output in outputs for token in output.token_ids]

@@ -1,4 +1,4 @@
-"""EngineClient with a real engine process (fake model): streams, aborts, deaths, health."""
+"""EngineClient and a real engine process around a scripted core: streams, aborts, deaths, health."""
 
 import asyncio
 import contextlib
@@ -15,7 +15,7 @@ import pytest
 from engine.client import EngineClient
 from engine.config import EngineConfig
 from engine.types import EngineStats
-from tests.engine.fakes import request, tokens_of
+from tests.engine.requests import request, tokens_of
 
 DEADLINE_S = 30.0  # only a failing test waits this long
 LONG = 400  # tokens of an answer that does not end by itself within a test
@@ -56,7 +56,9 @@ def test_requests_stream_and_end_once():
             assert [output.overloaded for output in early] == [True]
             await until(lambda: client.ready)
             assert client.info.vocab_size == 97
-            runs = await asyncio.gather(*(collect(client, request(f"r{i}", [i], 9, ignore_eos=True)) for i in range(1, 20)))
+            runs = await asyncio.gather(
+                *(collect(client, request(f"r{i}", [i], 9, ignore_eos=True)) for i in range(1, 20))
+            )
             assert all(len(tokens_of(outputs)) == 9 for outputs in runs)
             assert all([o.finish_reason for o in outputs] == [None] * 8 + ["length"] for outputs in runs)
             await until(lambda: is_idle(client.stats) and client.stats.num_generated_tokens == 171)
@@ -64,10 +66,11 @@ def test_requests_stream_and_end_once():
             refused = await collect(client, request("bad", [1], top_p=7.0))
             assert refused[0].error_param == "top_p"
             assert not client._streams
+            first, second = (client.generate(request("twice", [1], 2)) for _ in range(2))
+            await anext(first)
             with pytest.raises(ValueError, match="in use"):
-                client._streams["twice"] = None
-                await collect(client, request("twice", [1]))
-            client._streams.clear()
+                await anext(second)
+            assert [output.finish_reason async for output in first] == ["length"]
         assert not client.alive
         assert client.failure is None
 
@@ -132,7 +135,9 @@ def test_a_full_queue_answers_at_once():
     async def main():
         async with running("slow", max_num_seqs=2, max_queued_requests=2) as client:
             await until(lambda: client.ready)
-            runs = await asyncio.gather(*(collect(client, request(f"r{i}", [1], 5, ignore_eos=True)) for i in range(20)))
+            runs = await asyncio.gather(
+                *(collect(client, request(f"r{i}", [1], 5, ignore_eos=True)) for i in range(20))
+            )
             assert [outputs[-1].overloaded for outputs in runs] == [False] * 4 + [True] * 16
             assert all(outputs[-1].finish_reason == "length" for outputs in runs[:4])
 
@@ -143,7 +148,9 @@ def test_a_killed_engine_ends_every_stream():
     async def main():
         async with running("slow") as client:
             await until(lambda: client.ready)
-            tasks = [asyncio.create_task(collect(client, request(f"r{i}", [1], LONG, ignore_eos=True))) for i in range(5)]
+            tasks = [
+                asyncio.create_task(collect(client, request(f"r{i}", [1], LONG, ignore_eos=True))) for i in range(5)
+            ]
             await until(lambda: client.stats is not None and client.stats.num_running == 5)
             os.kill(client.pid, signal.SIGKILL)
             for outputs in await asyncio.gather(*tasks):
@@ -157,10 +164,13 @@ def test_a_killed_engine_ends_every_stream():
     asyncio.run(main())
 
 
-@pytest.mark.parametrize(("model", "reason"), [
-    ("missing", "model is missing: no such folder"),
-    ("bug", "RuntimeError: a bug"),
-])
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        ("missing", "model is missing: no such folder"),
+        ("bug", "RuntimeError: a bug"),
+    ],
+)
 def test_a_failed_start_says_why(model, reason):
     async def main():
         async with running(model) as client:
@@ -245,7 +255,10 @@ def test_the_engine_dies_with_its_parent_and_never_runs_its_main_module(tmp_path
     script.write_text(textwrap.dedent(PARENT))  # no main guard: a spawned copy of it would start another engine
     root = str(Path(__file__).parents[2])
     with subprocess.Popen(
-        [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        [sys.executable, str(script)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
         env=os.environ | {"PYTHONPATH": root},
     ) as parent:
         assert parent.stdout.readline() == "main module runs\n"

@@ -4,7 +4,8 @@ import math
 
 import pytest
 
-from tests.engine.fakes import FakeModel, request, run_all, tokens_of
+from tests.engine.fakes import FakeModel
+from tests.engine.requests import request, run_all, tokens_of
 
 PROMPTS = [list(range(1, 1 + length)) for length in (1, 3, 4, 5, 16, 17, 40)]
 SAMPLED = {"temperature": 0.9, "top_p": 0.95, "seed": 11}

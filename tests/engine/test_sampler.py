@@ -1,0 +1,161 @@
+"""Choosing tokens: filters, penalties, log-probabilities, and draws that depend on seed and index alone."""
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+
+from engine.draws import uniform
+from engine.sampler import sample
+from engine.sequence import Sequence
+from tests.engine.requests import request
+
+LOGITS = torch.tensor([2.0, 1.0, 3.0, 0.0, -1.0])
+PROBS = torch.softmax(LOGITS, 0).tolist()
+
+
+def make(prompt=(0,), output=(), seed=1, stop_ids=(), max_tokens=1000, **sampling):
+    sampling.setdefault("temperature", 1.0)
+    item = request("a", prompt, max_tokens, **sampling)
+    seq = Sequence(item, stop_ids=frozenset(stop_ids), seed=seed)
+    seq.token_ids += output
+    return seq
+
+
+def choose(*seqs, logits=LOGITS):
+    return sample(logits.repeat(len(seqs), 1), list(seqs))
+
+
+def support(num=400, **sampling):
+    """Tokens that come up in many draws, with their frequencies."""
+    tokens = choose(*(make(seed=seed, **sampling) for seed in range(num))).tokens
+    return {token: count / num for token, count in Counter(tokens).items()}
+
+
+def test_greedy_takes_the_best_and_the_first_of_equals():
+    assert choose(make(temperature=0.0)).tokens == [2]
+    assert choose(make(temperature=0.0), logits=torch.tensor([1.0, 5.0, 5.0])).tokens == [1]
+    assert choose(make(temperature=0.0, logprobs=0), logits=torch.tensor([1.0, 5.0, 5.0])).tokens == [1]
+
+
+def test_draws_follow_the_probabilities():
+    frequencies = support(4000)
+    for token, probability in enumerate(PROBS):
+        deviation = math.sqrt(probability * (1 - probability) / 4000)
+        assert abs(frequencies[token] - probability) < 4 * deviation
+
+
+def test_temperature_sharpens_and_flattens():
+    assert support(temperature=0.01) == {2: 1.0}
+    flat = support(2000, temperature=50.0)
+    assert min(flat.values()) > 0.15
+
+
+@pytest.mark.parametrize(("sampling", "kept"), [
+    ({"top_k": 1}, {2}),
+    ({"top_k": 2}, {2, 0}),
+    ({"top_k": 99}, {0, 1, 2, 3, 4}),
+    ({"top_p": 1e-9}, {2}),
+    ({"top_p": 0.63}, {2}),  # the best has 0.636
+    ({"top_p": 0.65}, {2, 0}),
+    ({"top_p": 0.90}, {2, 0, 1}),
+    ({"min_p": 1.0}, {2}),
+    ({"min_p": 0.3}, {2, 0}),  # e**-1 is 0.37
+    ({"top_k": 3, "top_p": 0.71}, {2, 0}),  # of the three best, the best two have 0.91 and the best 0.67
+    ({"top_k": 3, "top_p": 0.92}, {2, 0, 1}),
+    ({"min_p": 0.1, "top_p": 0.5}, {2}),
+])  # fmt: skip
+def test_filters_keep_a_head_of_the_sorted_tokens(sampling, kept):
+    assert set(support(600, **sampling)) == kept
+
+
+def test_top_k_of_equals_keeps_exactly_k_first_ones():
+    tokens = choose(*(make(seed=s, top_k=2) for s in range(200)), logits=torch.ones(6)).tokens
+    assert set(tokens) == {0, 1}
+
+
+def test_rows_of_a_mixed_batch_are_what_they_are_alone():
+    kinds = [{"temperature": 0.0}, {"top_p": 0.8}, {}, {"top_k": 2}, {"min_p": 0.2}, {"temperature": 0.0, "logprobs": 2},
+             {"presence_penalty": 1.0}, {"logit_bias": {4: 5.0}}]  # fmt: skip
+    logits = torch.randn(len(kinds), 50, generator=torch.Generator().manual_seed(3))
+    together = sample(logits.clone(), [make(seed=9, output=[4, 2], **kind) for kind in kinds]).tokens
+    alone = [
+        sample(logits[i : i + 1].clone(), [make(seed=9, output=[4, 2], **kind)]).tokens[0]
+        for i, kind in enumerate(kinds)
+    ]
+    assert together == alone
+
+
+def test_bias_and_penalties_change_the_choice():
+    greedy = {"temperature": 0.0}
+    assert choose(make(**greedy, logit_bias={4: 5.0})).tokens == [4]
+    assert choose(make(**greedy, logit_bias={2: -100.0})).tokens == [0]
+    assert choose(make(**greedy, presence_penalty=1.5, output=[2])).tokens == [0]
+    assert choose(make(**greedy, presence_penalty=0.5, output=[2, 2, 2, 2])).tokens == [2]
+    assert choose(make(**greedy, frequency_penalty=0.5, output=[2, 2, 2, 2])).tokens == [0]
+    assert choose(make(**greedy, frequency_penalty=0.5, prompt=[2] * 9)).tokens == [2]  # the prompt does not count
+    assert choose(make(**greedy, repetition_penalty=1.6, prompt=[2])).tokens == [0]  # here it does
+    negative = torch.tensor([-1.0, -1.1])
+    assert choose(make(**greedy, repetition_penalty=2.0, prompt=[0]), logits=negative).tokens == [1]
+
+
+def test_penalties_follow_the_tokens_as_they_come():
+    seq = make(temperature=0.0, frequency_penalty=0.4)
+    tokens = []
+    for _ in range(6):
+        seq.token_ids += choose(seq).tokens
+        tokens.append(seq.token_ids[-1])
+    assert tokens == [2, 2, 2, 0, 2, 0]
+
+
+def test_stop_ids_are_forbidden_before_min_tokens():
+    assert choose(make(temperature=0.0, min_tokens=2, stop_ids=[2], output=[1])).tokens == [0]
+    assert choose(make(temperature=0.0, min_tokens=2, stop_ids=[2], output=[1, 1])).tokens == [2]
+
+
+def test_logprobs_are_those_of_the_raw_logits():
+    seq = make(temperature=0.0, logprobs=3, logit_bias={4: 9.0})
+    entry = choose(seq, make(temperature=0.7, logprobs=1), make()).logprobs
+    assert entry[0].token_id == 4
+    assert entry[0].logprob == pytest.approx(math.log(PROBS[4]), abs=1e-6)
+    assert [token for token, _ in entry[0].top] == [2, 0, 1]
+    assert [value for _, value in entry[0].top] == pytest.approx([math.log(PROBS[i]) for i in (2, 0, 1)], abs=1e-6)
+    assert len(entry[1].top) == 1
+    assert entry[2] is None
+    assert choose(make(logprobs=0)).logprobs[0].top == []
+    assert len(choose(make(logprobs=9)).logprobs[0].top) == len(PROBS)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {}, {"top_p": 0.5, "logprobs": 1}])
+def test_a_row_that_is_not_finite_has_no_token(bad, sampling):
+    logits = torch.stack([LOGITS, LOGITS, LOGITS])
+    logits[1, 3] = bad
+    tokens = sample(logits, [make(seed=5, **sampling) for _ in range(3)]).tokens
+    assert tokens[1] is None
+    assert tokens[0] == tokens[2] == choose(make(seed=5, **sampling)).tokens[0]
+
+
+def test_masked_logits_are_fine_and_never_chosen():
+    logits = torch.tensor([-math.inf, 0.0, -math.inf, 0.0, -math.inf])
+    assert set(choose(*(make(seed=s) for s in range(100)), logits=logits).tokens) == {1, 3}
+
+
+def test_draws_are_uniform_and_know_only_seed_and_index():
+    values = [uniform(seed, index) for seed in range(40) for index in range(100)]
+    assert uniform(3, 7) == values[307]
+    assert len(set(values)) == len(values)
+    assert 0 <= min(values) < 0.01
+    assert 0.99 < max(values) < 1
+    assert abs(sum(values) / len(values) - 0.5) < 0.02
+    assert uniform(-1, 0) != uniform(0, 0)
+    shifted = {uniform(4, index) for index in range(50)} & {uniform(5, index) for index in range(50)}
+    assert not shifted
+
+
+def test_the_largest_draw_chooses_a_possible_token(monkeypatch):
+    monkeypatch.setattr("engine.sampler.uniform", lambda seed, index: 1 - 2.0**-52)
+    logits = torch.full((1, 1000), 0.1)
+    logits[0, 600:] = -math.inf
+    assert sample(logits, [make()]).tokens == [599]

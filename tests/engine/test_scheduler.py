@@ -1,0 +1,227 @@
+"""The scheduler's rules one by one, then random sequences of submit, abort, stop and step."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
+
+from engine.pages import PageAllocator
+from engine.prefix_cache import PrefixCache
+from engine.scheduler import Scheduler
+from engine.sequence import Sequence
+from tests.engine.requests import request
+
+
+def make_scheduler(num_pages=16, page_size=4, max_num_seqs=4, budget=8, caching=False):
+    pages = PageAllocator(num_pages)
+    cache = PrefixCache(pages) if caching else None
+    return Scheduler(pages, cache, page_size=page_size, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget)
+
+
+def add(scheduler, name, prompt, max_tokens=100, **sampling):
+    seq = Sequence(request(name, prompt, max_tokens, **sampling), stop_ids=frozenset(), seed=0)
+    scheduler.add(seq)
+    return seq
+
+
+def step(scheduler, token=1):
+    """What the engine does with a schedule: (id, start, tokens) of each chunk."""
+    chunks = scheduler.schedule()
+    for chunk in chunks:
+        samples = chunk.samples
+        scheduler.commit(chunk)
+        if samples:
+            chunk.seq.token_ids.append(token)
+    return [(chunk.seq.request_id, chunk.start, chunk.num_tokens) for chunk in chunks]
+
+
+def test_a_long_prompt_is_cut_into_chunks_then_decodes():
+    scheduler = make_scheduler()
+    add(scheduler, "a", range(18))
+    assert [step(scheduler) for _ in range(5)] == [
+        [("a", 0, 8)], [("a", 8, 8)], [("a", 16, 2)], [("a", 18, 1)], [("a", 19, 1)],
+    ]  # fmt: skip
+
+
+def test_decodes_come_first_and_prompts_fill_the_budget_in_order_of_arrival():
+    scheduler = make_scheduler()
+    add(scheduler, "a", [1])
+    step(scheduler)
+    add(scheduler, "b", range(10))
+    add(scheduler, "c", range(10))
+    assert step(scheduler) == [("a", 1, 1), ("b", 0, 7)]
+    assert step(scheduler) == [("a", 2, 1), ("b", 7, 3), ("c", 0, 4)]
+    assert step(scheduler) == [("a", 3, 1), ("b", 10, 1), ("c", 4, 6)]
+
+
+def test_no_more_sequences_run_than_allowed():
+    scheduler = make_scheduler(max_num_seqs=2)
+    for name in "abc":
+        add(scheduler, name, [1])
+    assert [name for name, _, _ in step(scheduler)] == ["a", "b"]
+    scheduler.remove("a")
+    assert [name for name, _, _ in step(scheduler)] == ["b", "c"]
+
+
+def test_a_waiting_request_without_room_holds_up_those_behind_it():
+    scheduler = make_scheduler(num_pages=4, budget=64)
+    add(scheduler, "a", range(8))
+    add(scheduler, "big", range(12))
+    add(scheduler, "small", [1])
+    assert [name for name, _, _ in step(scheduler)] == ["a"]
+    scheduler.remove("a")
+    assert [name for name, _, _ in step(scheduler)] == ["big"]
+
+
+def test_the_youngest_gives_way_and_returns_to_the_head_of_the_queue():
+    scheduler = make_scheduler(num_pages=4, budget=64)
+    add(scheduler, "old", [1] * 4)
+    step(scheduler)
+    young = add(scheduler, "young", [2] * 3)
+    last = add(scheduler, "last", [3])
+    step(scheduler)
+    assert [seq.request_id for seq in scheduler.running] == ["old", "young"]
+    for _ in range(8):
+        step(scheduler)
+    assert scheduler.num_preemptions == 1
+    assert list(scheduler.waiting) == [young, last]
+    assert (young.pages, young.num_computed, young.row) == ([], 0, -1)
+    scheduler.remove("old")
+    assert step(scheduler)[0] == ("young", 0, len(young.token_ids) - 1)
+
+
+def test_a_cached_prefix_is_skipped_but_the_last_token_is_computed():
+    scheduler = make_scheduler(caching=True, budget=64)
+    add(scheduler, "a", range(8))
+    step(scheduler)
+    scheduler.remove("a")
+    again = add(scheduler, "b", range(8))
+    longer = add(scheduler, "c", [*range(8), 9, 9])
+    assert step(scheduler) == [("b", 4, 4), ("c", 8, 2)]
+    assert (again.num_cached, longer.num_cached) == (4, 8)
+    assert again.pages[0] == longer.pages[0]
+    assert scheduler.num_cached_tokens == 12
+
+
+def test_generated_tokens_are_cached_too():
+    scheduler = make_scheduler(caching=True)
+    seq = add(scheduler, "a", range(3))
+    for _ in range(6):
+        step(scheduler, token=5)
+    scheduler.remove("a")
+    add(scheduler, "b", [*seq.token_ids[:8], 7])
+    assert step(scheduler) == [("b", 8, 1)]
+
+
+def test_prompt_logprobs_do_not_use_the_cache_until_delivered():
+    scheduler = make_scheduler(caching=True, budget=64)
+    add(scheduler, "a", range(8))
+    step(scheduler)
+    add(scheduler, "b", range(9), prompt_logprobs=1)
+    assert step(scheduler)[-1] == ("b", 0, 9)
+
+
+def test_remove_is_idempotent_and_knows_every_state():
+    scheduler = make_scheduler(max_num_seqs=1)
+    running, waiting = add(scheduler, "running", [1]), add(scheduler, "waiting", [1])
+    step(scheduler)
+    assert scheduler.remove("running") is running
+    assert scheduler.remove("waiting") is waiting
+    assert scheduler.remove("running") is None
+    assert scheduler.remove("never") is None
+    assert scheduler.pages.num_used == 0
+
+
+def test_a_double_id_is_refused():
+    scheduler = make_scheduler()
+    add(scheduler, "a", [1])
+    with pytest.raises(ValueError, match="'a' is in use"):
+        add(scheduler, "a", [1])
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Random traffic; ids are given out once, and each must end exactly once."""
+
+    requests = Bundle("requests")
+
+    def __init__(self):
+        super().__init__()
+        self.num_pages, self.page_size, self.max_num_seqs, self.budget = 10, 3, 3, 5
+        self.scheduler = make_scheduler(self.num_pages, self.page_size, self.max_num_seqs, self.budget, caching=True)
+        self.ended = []
+        self.num_added = 0
+
+    @rule(target=requests, length=st.integers(1, 20), max_tokens=st.integers(1, 11), kind=st.integers(0, 2),
+          logprobs=st.sampled_from([None, None, None, 0]))  # fmt: skip
+    def submit(self, length, max_tokens, kind, logprobs):
+        """At most 20 + 11 - 1 tokens are kept: exactly the ten pages. Few kinds of prompts, so that prefixes meet."""
+        self.num_added += 1
+        name = f"r{self.num_added}"
+        add(self.scheduler, name, [kind] * length, max_tokens, prompt_logprobs=logprobs)
+        return name
+
+    @rule(name=consumes(requests))
+    def abort(self, name):
+        if self.scheduler.remove(name) is not None:
+            self.ended.append(name)
+
+    @rule(stops=st.integers(0, 7))
+    @precondition(lambda self: self.scheduler.sequences)
+    def step(self, stops):
+        self.advance(stops)
+
+    def advance(self, stops=0):
+        chunks = self.scheduler.schedule()
+        assert chunks, "there is work and nothing was scheduled"
+        assert len(chunks) <= self.max_num_seqs
+        assert sum(chunk.num_tokens for chunk in chunks) <= self.budget
+        assert len({id(chunk.seq) for chunk in chunks}) == len(chunks)
+        for index, chunk in enumerate(chunks):
+            seq = chunk.seq
+            assert chunk.num_tokens >= 1
+            assert chunk.start == seq.num_computed
+            assert len(seq.pages) * self.page_size >= chunk.end
+            samples = chunk.samples
+            self.scheduler.commit(chunk)
+            if samples:
+                seq.token_ids.append(stops % 3)
+                if seq.num_output == seq.sampling.max_tokens or stops >> index & 1:
+                    assert self.scheduler.remove(seq.request_id) is seq
+                    self.ended.append(seq.request_id)
+
+    @invariant()
+    def every_page_is_accounted_for(self):
+        scheduler = self.scheduler
+        held = [page for seq in scheduler.running for page in seq.pages]
+        for page in range(self.num_pages):
+            assert scheduler.pages.num_references(page) == held.count(page)
+        assert scheduler.pages.num_used == len(set(held))
+        assert not any(seq.pages for seq in scheduler.waiting)
+
+    @invariant()
+    def every_request_is_in_one_place(self):
+        scheduler = self.scheduler
+        places = [seq.request_id for seq in scheduler.running] + [seq.request_id for seq in scheduler.waiting]
+        assert sorted(places) == sorted(scheduler.sequences)
+        arrivals = [int(name[1:]) for name in places]
+        assert arrivals == sorted(arrivals), "first come, first served"
+        rows = [seq.row for seq in scheduler.running] + scheduler._free_rows
+        assert sorted(rows) == list(range(self.max_num_seqs))
+
+    def teardown(self):
+        """Without new arrivals everything ends, in a number of steps that the work bounds."""
+        bound = sum(2 * len(seq.token_ids) + seq.sampling.max_tokens for seq in self.scheduler.sequences.values()) + 1
+        for _ in range(bound * self.max_num_seqs):
+            if not self.scheduler.sequences:
+                break
+            self.advance()
+        assert sorted(self.ended) == sorted(f"r{i + 1}" for i in range(self.num_added))
+        assert self.scheduler.pages.num_available == self.num_pages
+        assert not self.scheduler.waiting
+        assert not self.scheduler.running
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(
+    max_examples=150, stateful_step_count=40, deadline=None, derandomize=True, database=None
+)
