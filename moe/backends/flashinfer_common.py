@@ -1,0 +1,90 @@
+"""What the FlashInfer backends share: import on first use, the version gate, device probe and argument detection.
+
+Nothing here runs at import; without FlashInfer the backends still register, answer `supports()` and are explained.
+"""
+
+import importlib
+import importlib.metadata
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from moe.config import Activation, MoeBackend
+from moe.errors import MoeConfigError, UnsupportedPathError
+from moe.types import RunState
+
+Version = tuple[int, int, int]
+OLDEST: Version = (0, 6, 8)  # the oldest release whose flags were read; every path needs at least this
+
+
+def parse_version(text: str) -> Version:
+    """'0.7.2.post1' to (0, 7, 2); missing parts count as 0."""
+    numbers = [int(part) for part in re.findall(r"\d+", text.partition("+")[0])[:3]]
+    major, minor, patch = (*numbers, 0, 0, 0)[:3]
+    return major, minor, patch
+
+
+def flashinfer_version() -> Version | None:
+    """Installed release, or None when the package is missing. Reads metadata only."""
+    try:
+        return parse_version(importlib.metadata.version("flashinfer-python"))
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def require_flashinfer(backend: MoeBackend, minimum: Version = OLDEST) -> None:
+    """Check the installed release.
+
+    Raises:
+        UnsupportedPathError: the package is missing or older than `minimum`; the message names the extra to install.
+    """
+    wanted = f"flashinfer-python>={'.'.join(map(str, minimum))}; install it with: pip install 'moe-serve[gpu]'"
+    installed = flashinfer_version()
+    if installed is None:
+        raise UnsupportedPathError(f"--moe-backend {backend} needs {wanted} (flashinfer-python is not installed)")
+    if installed < minimum:
+        found = ".".join(map(str, installed))
+        raise UnsupportedPathError(f"--moe-backend {backend} needs {wanted} (found {found})")
+
+
+def library(submodule: str = "") -> Any:
+    """`flashinfer` or `flashinfer.<submodule>`, imported on first use; `require_flashinfer` comes first, at load."""
+    return importlib.import_module(f"flashinfer.{submodule}" if submodule else "flashinfer")
+
+
+def device_arch(device: torch.device) -> str:
+    """Compute capability as 'sm90', asked the way the library itself asks."""
+    major, minor = library("utils").get_compute_capability(device)
+    return f"sm{major}{minor}"
+
+
+def accepted(function: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
+    """Those of `arguments` that the installed release's `function` has: for options that came in later releases."""
+    known = inspect.signature(function).parameters
+    return {name: value for name, value in arguments.items() if name in known}
+
+
+def refuse_overlap(state: RunState, backend: MoeBackend) -> None:
+    """Raise where overlap arguments would be ignored."""
+    if state.overlap_args is not None:
+        raise MoeConfigError(f"--moe-backend {backend} cannot overlap its kernel with other work: unset overlap args")
+
+
+def swiglu_tensors(
+    activation: Activation, num_local_experts: int, device: torch.device
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """(alpha, beta, limit), each fp32 [E] filled with one number, or three None for plain SwiGLU.
+
+    All or none: a kernel that gets one of them runs its general form and fills in defaults for the others.
+    """
+    if activation.is_plain:
+        return None, None, None
+    limit = float("inf") if activation.limit is None else activation.limit
+
+    def filled(value: float) -> torch.Tensor:
+        return torch.full((num_local_experts,), value, dtype=torch.float32, device=device)
+
+    return filled(activation.alpha), filled(activation.beta), filled(limit)

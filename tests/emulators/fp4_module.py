@@ -1,0 +1,80 @@
+"""The compiled FP4 quantization module of FlashInfer: quantize, swizzle, and the masked grouped quantizers."""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+from tests.emulators import layouts, numbers
+from tests.emulators.device import BuiltModule
+
+
+class Fp4Emulator:
+    """Writes into the buffers the library's Python allocated; rows past a mask get NaN scales."""
+
+    def fp4_quantize(
+        self,
+        x: torch.Tensor,
+        global_scale: torch.Tensor,
+        codes: torch.Tensor,
+        scales: torch.Tensor,
+        vec: int,
+        ue8m0: bool,
+        swizzled: bool,
+        is_8x4: bool,
+        inversed: bool,
+        pdl: bool,
+        recipe: int,
+    ) -> None:
+        assert (vec, ue8m0, is_8x4, inversed) == (16, False, False, False), "plain NVFP4 only"
+        assert x.dtype == torch.bfloat16
+        assert x.is_contiguous()
+        assert global_scale.dtype == torch.float32
+        assert global_scale.numel() == 1
+        q, sf = numbers.quantize_nvfp4(x, global_scale.reshape(()))
+        codes.copy_(q)
+        flat = layouts.swizzle(sf.view(torch.uint8)[None])[0] if swizzled else sf.view(torch.uint8).flatten()
+        scales[: flat.numel()] = flat
+
+    def block_scale_interleave_sm100(self, scales: torch.Tensor, out: torch.Tensor) -> None:
+        assert scales.dtype == torch.uint8
+        matrices = scales if scales.dim() == 3 else scales[None]
+        out.copy_(layouts.swizzle(matrices).flatten())
+
+    def silu_and_mul_scaled_nvfp4_experts_quantize(
+        self, codes: torch.Tensor, scales: torch.Tensor, x: torch.Tensor, global_scale: torch.Tensor,
+        mask: torch.Tensor, with_silu: bool, recipe: int,
+    ) -> None:  # fmt: skip
+        num_experts = mask.numel()
+        assert mask.dtype == torch.int32
+        assert global_scale.shape == (num_experts,), "one input scale per expert"
+        assert global_scale.dtype == torch.float32
+        x = x.float().view(num_experts, -1, x.shape[-1])
+        if with_silu:
+            gate, up = x.chunk(2, dim=-1)
+            x = (gate / (1 + torch.exp(-gate)) * up).bfloat16().float()
+        num_rows, groups = x.shape[1], x.shape[2] // 16
+        codes = codes.view(num_experts, num_rows, -1)
+        flat_scales = scales.view(torch.uint8).view(num_experts, -1)
+        flat_scales.fill_(0x7F)
+        for expert in range(num_experts):
+            used = int(mask[expert])
+            q, sf = numbers.quantize_nvfp4(x[expert], global_scale[expert])
+            sf = sf.view(torch.uint8)
+            sf[used:] = 0x7F
+            codes[expert, :used] = q[:used]
+            codes[expert, used:] = 0xFF
+            position = layouts.swizzle_position(num_rows, groups)
+            flat_scales[expert, position.flatten()] = sf.flatten()
+
+
+def install_fp4(monkeypatch: pytest.MonkeyPatch, arch: str = "100") -> None:
+    """Replace the compiled module; call `pretend_gpu` first."""
+    from flashinfer.quantization import fp4_quantization
+
+    from tests.emulators.device import replace_everywhere
+
+    monkeypatch.setattr(fp4_quantization, f"gen_fp4_quantization_sm{arch}_module", lambda: BuiltModule(Fp4Emulator()))
+    cached: Any = fp4_quantization.get_fp4_quantization_module
+    replace_everywhere(monkeypatch, cached, functools.cache(cached.__wrapped__))

@@ -1,0 +1,66 @@
+"""Number formats as the kernels read and write them, written down independently of moe.formats."""
+
+import torch
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+
+def fp4_values(packed: torch.Tensor) -> torch.Tensor:
+    """u8 [..., C] to fp32 [..., 2C]; the low nibble is the even element."""
+    values = torch.tensor(E2M1)
+    pairs = torch.stack((values.repeat(16), values.repeat_interleave(16)), dim=-1)  # one entry per byte
+    return pairs[packed.int()].flatten(-2)
+
+
+def e8m0_values(scales: torch.Tensor) -> torch.Tensor:
+    """Exponent bytes to powers of two."""
+    return torch.pow(2.0, scales.double() - 127).float()
+
+
+def mxfp4(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    return fp4_values(codes) * e8m0_values(scales).repeat_interleave(32, dim=-1)
+
+
+def nvfp4(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Without any global factor."""
+    return fp4_values(codes) * scales.view(torch.float8_e4m3fn).float().repeat_interleave(16, dim=-1)
+
+
+def fp4_codes(values: torch.Tensor) -> torch.Tensor:
+    """fp32 [..., K] to u8 [..., K/2]: nearest, ties to the even code, saturating."""
+    grid = torch.tensor(E2M1[:8])
+    distance = (values.abs().clamp(max=6.0)[..., None] - grid).abs()
+    is_even = (torch.arange(8) % 2 == 0).float()
+    codes = (distance - 1e-9 * is_even).argmin(-1) + 8 * torch.signbit(values).long()
+    return (codes[..., 0::2] + 16 * codes[..., 1::2]).to(torch.uint8)
+
+
+def quantize_nvfp4(x: torch.Tensor, multiplier: torch.Tensor | float) -> tuple[torch.Tensor, torch.Tensor]:
+    """(codes, e4m3 scales): sf = e4m3(multiplier * amax / 6), q = e2m1(x * multiplier / sf)."""
+    groups = x.float().unflatten(-1, (-1, 16))
+    scales = (multiplier * groups.abs().amax(-1) / 6).clamp(max=448.0).to(torch.float8_e4m3fn)
+    safe = scales.float().masked_fill(scales.float() == 0, float("inf"))
+    return fp4_codes((groups * multiplier / safe[..., None]).flatten(-2)), scales
+
+
+def fake_nvfp4(x: torch.Tensor, multiplier: torch.Tensor | float) -> torch.Tensor:
+    """x through NVFP4 and back to its own magnitude."""
+    codes, scales = quantize_nvfp4(x, multiplier)
+    return nvfp4(codes, scales) / multiplier
+
+
+def fake_fp8(x: torch.Tensor, multiplier: torch.Tensor | float) -> torch.Tensor:
+    """x * multiplier through e4m3 and back."""
+    return (x * multiplier).clamp(-448, 448).to(torch.float8_e4m3fn).float() / multiplier
+
+
+def fake_fp8_groups(x: torch.Tensor) -> torch.Tensor:
+    """x through e4m3 with one scale per 128 columns; an all-zero group stays zero."""
+    groups = x.float().unflatten(-1, (-1, 128))
+    scale = groups.abs().amax(-1, keepdim=True).clamp(min=1e-10) / 448
+    return (fake_fp8(groups / scale, 1.0) * scale).flatten(-2)
+
+
+def expand_blocks(scales: torch.Tensor) -> torch.Tensor:
+    """One scale per 128 x 128 block to one per element."""
+    return scales.repeat_interleave(128, dim=-2).repeat_interleave(128, dim=-1)

@@ -1,0 +1,137 @@
+"""Hostile experts and tokens for every path, and the reference they are compared with.
+
+Gate unlike up; per-expert magnitudes, biases and scales all distinct; many clamped activations; one idle expert;
+-1 ids; router weights with the scaling factor in. The reference is dense fp32 with the path's activation rounding.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+
+from moe import Activation, MoeRunnerConfig, StandardTopK
+from moe.formats import ExpertWeights
+
+FACTOR = 2.5
+Rounding = Callable[[torch.Tensor, int], torch.Tensor]
+
+
+def dense_experts(num_experts: int, hidden: int, inter: int, *, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """(w13 [E, 2I, H] with rows [gate; up], w2 [E, H, I]) in fp32."""
+    g = torch.Generator().manual_seed(seed)
+    size = 1 + 0.35 * torch.arange(num_experts)[:, None, None]
+    gate = torch.randn(num_experts, inter, hidden, generator=g) * 1.5 / hidden**0.5
+    up = (torch.randn(num_experts, inter, hidden, generator=g) + 0.02) * 0.6 / hidden**0.5
+    w2 = (
+        torch.randn(num_experts, hidden, inter, generator=g) / inter**0.5
+        if inter
+        else torch.empty(num_experts, hidden, 0)
+    )
+    return torch.cat((gate, up), dim=1) * size, w2 * size.flip(0)
+
+
+def biases(num_experts: int, hidden: int, inter: int, *, seed: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
+    """(b13 [E, 2I], b2 [E, H]) in bf16."""
+    g = torch.Generator().manual_seed(seed)
+    return (
+        torch.randn(num_experts, 2 * inter, generator=g).bfloat16(),
+        torch.randn(num_experts, hidden, generator=g).bfloat16(),
+    )
+
+
+def tokens(num_tokens: int, hidden: int, *, seed: int = 1, size: float = 2.0) -> torch.Tensor:
+    """bf16 [T, H]."""
+    return (torch.randn(num_tokens, hidden, generator=torch.Generator().manual_seed(seed)) * size).bfloat16()
+
+
+def routing(num_tokens: int, num_experts: int, top_k: int, *, seed: int = 2, idle: int = 1) -> StandardTopK:
+    """Distinct ids per token, expert `idle` never chosen, some slots -1, weights that sum to FACTOR and fit bf16."""
+    g = torch.Generator().manual_seed(seed)
+    usable = torch.tensor([expert for expert in range(num_experts) if expert != idle])
+    order = torch.rand(num_tokens, len(usable), generator=g).argsort(-1)
+    ids = usable[order[:, :top_k]].int()
+    weights = torch.softmax(torch.randn(num_tokens, top_k, generator=g), -1) * FACTOR
+    if num_tokens > 2:
+        ids[1, top_k - 1] = -1
+        ids[2] = -1
+    return StandardTopK(weights.bfloat16().float(), ids)
+
+
+def reference(
+    x: torch.Tensor,
+    topk: StandardTopK,
+    experts: ExpertWeights,
+    activation: Activation,
+    *,
+    quantize_in: Rounding | None = None,
+    quantize_mid: Rounding | None = None,
+) -> torch.Tensor:
+    """fp32 [T, H] over all experts in `experts`."""
+    w13, w2 = experts.w13.dequantize(), experts.w2.dequantize()
+    out = torch.zeros(x.shape[0], w2.shape[1])
+    clamped = total = 0
+    for expert in range(w13.shape[0]):
+        rows, slots = torch.where(topk.ids == expert)
+        if not rows.numel():
+            continue
+        x_in = x[rows].float() if quantize_in is None else quantize_in(x[rows].float(), expert)
+        hidden = x_in @ w13[expert].T
+        if experts.b13 is not None:
+            hidden = hidden + experts.b13[expert].float()
+        gate, up = hidden.chunk(2, dim=-1)
+        if activation.limit is not None:
+            clamped += int((gate > activation.limit).sum() + (up.abs() > activation.limit).sum())
+            total += hidden.numel()
+            gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
+        mid = gate * torch.sigmoid(activation.alpha * gate) * (up + activation.beta)
+        mid = mid if quantize_mid is None else quantize_mid(mid, expert)
+        y = mid @ w2[expert].T
+        if experts.b2 is not None:
+            y = y + experts.b2[expert].float()
+        out.index_add_(0, rows, y * topk.weights[rows, slots, None])
+    if total:
+        assert clamped / total > 0.1, "the inputs must make the clamp act"
+    return out
+
+
+def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got.float() - want).norm() / want.norm())
+
+
+def make_config(num_experts: int, hidden: int, inter: int, top_k: int = 2, **changes: object) -> MoeRunnerConfig:
+    settings: dict[str, object] = {
+        "num_experts": num_experts, "num_local_experts": num_experts, "hidden_size": hidden,
+        "intermediate_size": inter, "top_k": top_k,
+    }  # fmt: skip
+    return MoeRunnerConfig(**(settings | changes))  # type: ignore[arg-type]
+
+
+def shard(
+    experts: ExpertWeights, *, tp: tuple[int, int] = (1, 0), ep: tuple[int, int] = (1, 0), block: int = 32
+) -> ExpertWeights:
+    """This rank's part: whole experts by (ep size, rank), then blocks of the intermediate axis by (tp size, rank)."""
+    num_local = experts.num_experts // ep[0]
+    first = ep[1] * num_local
+    inter = experts.intermediate_size
+    num_blocks = -(-inter // block)
+    share = -(-num_blocks // tp[0])
+    start, end = min(num_blocks, tp[1] * share) * block, min(num_blocks, (tp[1] + 1) * share) * block
+    gate = experts.w13.narrow(0, first, num_local).narrow(1, start, end - start)
+    up = experts.w13.narrow(0, first, num_local).narrow(1, inter + start, end - start)
+    b13, b2 = experts.b13, experts.b2
+    if b13 is not None and b2 is not None:
+        b13 = b13[first : first + num_local]
+        b13 = torch.cat((b13[:, start:end], b13[:, inter + start : inter + end]), dim=1)
+        b2 = b2[first : first + num_local]
+    return ExpertWeights(
+        w13=_rows(gate, up), w2=experts.w2.narrow(0, first, num_local).narrow(2, start, end - start), b13=b13, b2=b2
+    )
+
+
+def _rows(gate: object, up: object) -> object:
+    """Join two weights of one format along N, field by field."""
+    parts = {
+        field.name: torch.cat((getattr(gate, field.name), getattr(up, field.name)), dim=1)
+        for field in dataclasses.fields(gate)  # type: ignore[arg-type]
+    }
+    return type(gate)(**parts)
