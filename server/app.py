@@ -11,12 +11,13 @@ from starlette.responses import Response
 from server.body import component_schemas
 from server.config import ServerConfig
 from server.context import Gate, ServerContext
-from server.convert import Converter, SamplingDefaults, Tokenizer
+from server.convert import Converter, Tokenizer
 from server.errors import ApiError, error_body
 from server.metrics import Metrics
 from server.middleware import Surround, error_response
 from server.routes import chat, completions, models, operations
 from server.running import Engine
+from server.sampling_defaults import SamplingDefaults
 from server.schema.chat import ChatCompletionRequest
 from server.schema.completions import CompletionRequest, DetokenizeRequest, TokenizeRequest
 from server.serving import json_response

@@ -15,11 +15,15 @@ from server.schema.completions import CompletionLogprobs, CompletionRequest
 _LogprobToken = tuple[TextToken, TokenLogprobs | None]
 
 
+def _no_logprobs() -> CompletionLogprobs:
+    return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+
+
 @dataclass(slots=True)
 class _Gathered:
     text: list[str] = field(default_factory=list)
     num_chars: int = 0  # of all text shown so far, the offset of the next token
-    logprobs: CompletionLogprobs = field(default_factory=lambda: _no_logprobs())
+    logprobs: CompletionLogprobs = field(default_factory=_no_logprobs)
 
 
 class CompletionAnswer(Answer):
@@ -112,10 +116,6 @@ class CompletionAnswer(Answer):
             return data.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
-
-
-def _no_logprobs() -> CompletionLogprobs:
-    return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
 
 
 def _extend(logprobs: CompletionLogprobs, more: CompletionLogprobs) -> None:

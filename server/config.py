@@ -17,7 +17,6 @@ class ServerConfig:
     drain_timeout: float = 30.0
     heartbeat_timeout: float = 60.0
     max_body_bytes: int = 4 * 1024 * 1024
-    max_inflight_requests: int = 1024
     default_temperature: float | None = None
     default_top_p: float | None = None
     log_level: Literal["debug", "info", "warning", "error"] = "info"
@@ -32,7 +31,7 @@ class ServerConfig:
             raise SettingError("served_model_name holds an empty name: give names separated by commas")
         if self.drain_timeout < 0:
             raise SettingError(f"drain_timeout is {self.drain_timeout}: it must not be negative")
-        for field in ("heartbeat_timeout", "max_body_bytes", "max_inflight_requests"):
+        for field in ("heartbeat_timeout", "max_body_bytes"):
             if getattr(self, field) <= 0:
                 raise SettingError(f"{field} is {getattr(self, field)}: it must be above 0")
         if self.default_temperature is not None and not 0 <= self.default_temperature <= 2:

@@ -13,6 +13,7 @@ from server.errors import BadRequest, ContextTooLong
 from server.messages import check_tool_results, plain_message, plain_tool, with_preamble_as_thought
 from server.parsers import PlainParser, choose_parser, end_of_turn_ids
 from server.prompt import ChatTemplate, PromptTokenizer
+from server.sampling_defaults import SamplingDefaults
 from server.schema.chat import ChatCompletionRequest, ChatMessage, Tool
 from server.schema.common import GenerationRequest
 from server.schema.completions import CompletionRequest, TokenizeRequest
@@ -25,17 +26,6 @@ class Tokenizer(PromptTokenizer, Protocol):
 
     def token_bytes(self, token_id: int) -> bytes:
         """Exact bytes of one id."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SamplingDefaults:
-    """Used where a request leaves a parameter out: the operator's, else the checkpoint's, else OpenAI's."""
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -221,7 +211,7 @@ def _choices(
     request_id: str, prompts: Sequence[list[int]], samplings: Sequence[SamplingParams], num_choices: int
 ) -> tuple[EngineRequest, ...]:
     """`num_choices` requests for each prompt; each has its own seed, so that seeded choices differ and repeat."""
-    requests = []
+    requests: list[EngineRequest] = []
     for prompt_ids, sampling in zip(prompts, samplings, strict=True):
         for choice in range(num_choices):
             seed = None if sampling.seed is None else (sampling.seed + choice + 2**63) % 2**64 - 2**63

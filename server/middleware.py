@@ -68,8 +68,8 @@ class Surround:
             log.exception("request %s failed: %s %s", request_id, scope["method"], scope["path"])
             if status:
                 raise  # the response has begun: let the server cut the connection
-            error = ApiError(f"internal error; the service's log has it under request id {request_id}")
-            await error_response(error)(scope, receive, send_counted)
+            failure = ApiError(f"internal error; the service's log has it under request id {request_id}")
+            await error_response(failure)(scope, receive, send_counted)
         finally:
             route = getattr(scope.get("route"), "path", "other")
             self._metrics.responses.labels(route, str(status)).inc()

@@ -16,7 +16,9 @@ __all__ = [
     "Parser",
     "ParserFactory",
     "PlainParser",
+    "TokenBytes",
     "choose_parser",
+    "end_of_turn_ids",
 ]
 
 

@@ -1,0 +1,33 @@
+"""The listening socket: taken before anything is loaded, so that a port in use is known at once."""
+
+import socket
+
+from server.errors import SettingError
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """The listening socket, taken before anything is loaded. Raises SettingError when that fails."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    except OSError as error:
+        raise SettingError(f"--host: '{host}' is no address of this machine: {error.strerror}") from error
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        reason = str(error.strerror or error).lower()
+        raise SettingError(
+            f"--port: cannot listen on {host}:{port}: {reason}; stop what uses it, or choose another --port"
+        ) from error
+    listener.setblocking(False)
+    return listener
+
+
+def url_of(listener: socket.socket) -> str:
+    """The address to give to a client on this machine."""
+    host, port = listener.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

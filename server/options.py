@@ -1,0 +1,76 @@
+"""What `--help` says about every setting: group, words, choices. Types and defaults are the dataclasses'."""
+
+from dataclasses import dataclass
+
+_DTYPES = ("auto", "float32", "bfloat16")
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """The words of one setting; `default_text` replaces a None."""
+
+    group: str
+    text: str
+    choices: tuple[str, ...] = ()
+    default_text: str = "none"
+
+
+OPTIONS: dict[str, Option] = {
+    "model": Option("model", "folder of the checkpoint", default_text="the bundled model"),
+    "served_model_name": Option(
+        "model", "names under which the API serves the model, separated by commas", default_text="the folder's name"
+    ),
+    "load_format": Option("model", "auto reads the checkpoint; dummy makes random weights", ("auto", "dummy")),
+    "dtype": Option("model", "of weights that are not quantized and of activations", _DTYPES),
+    "max_model_len": Option(
+        "model", "tokens a request may have, prompt and answer together", default_text="what the model was made for"
+    ),
+    "default_temperature": Option(
+        "model", "temperature of requests that have none", default_text="the checkpoint's, else 1"
+    ),
+    "default_top_p": Option("model", "top_p of requests that have none", default_text="the checkpoint's, else 1"),
+    "host": Option("HTTP", "address to listen on; 0.0.0.0 for all"),
+    "port": Option("HTTP", "port to listen on; 0 picks a free one"),
+    "api_key": Option("HTTP", "key that every route but /health/live and /health/ready asks for"),
+    "max_body_bytes": Option("HTTP", "largest request body"),
+    "drain_timeout": Option("HTTP", "seconds that running requests have to finish after SIGTERM"),
+    "heartbeat_timeout": Option("HTTP", "seconds without a sign of life after which /health/live says no"),
+    "log_level": Option("HTTP", "least severe messages that are logged"),
+    "access_log": Option("HTTP", "log a line for every request"),
+    "device": Option("engine", "auto, cpu, cuda or cuda:N"),
+    "max_num_seqs": Option("engine", "requests that run at the same time"),
+    "max_queued_requests": Option("engine", "requests that may wait; more are refused with 429"),
+    "max_num_batched_tokens": Option("engine", "tokens of one step", default_text="512 on a CPU, 2048 on a GPU"),
+    "page_size": Option("engine", "tokens of a KV cache page"),
+    "num_pages": Option("engine", "KV cache pages", default_text="what fits in memory"),
+    "gpu_memory_utilization": Option("engine", "share of the GPU's memory to use"),
+    "kv_cache_dtype": Option("engine", "of the KV cache; auto is the model's", _DTYPES),
+    "attention_backend": Option("engine", "who computes attention", ("auto", "torch")),
+    "enable_prefix_caching": Option("engine", "keep KV pages of prompts for requests that begin the same"),
+    "seed": Option("engine", "makes requests without a seed repeatable", default_text="random"),
+    "num_threads": Option("engine", "CPU threads of one step", default_text="one a core"),
+    "moe_backend": Option(
+        "mixture of experts",
+        "who computes the experts",
+        (
+            "auto",
+            "torch",
+            "triton",
+            "flashinfer_mxfp4",
+            "flashinfer_cutlass",
+            "flashinfer_cutedsl",
+            "flashinfer_trtllm",
+            "deep_gemm",
+            "aiter",
+        ),
+    ),
+    "moe_a2a_backend": Option(
+        "mixture of experts",
+        "who moves tokens between expert-parallel ranks",
+        ("none", "deepep", "mori", "flashinfer", "mooncake", "nixl"),
+    ),
+    "router_logits_dtype": Option("mixture of experts", "of router logits; auto is what the path wants", _DTYPES),
+    "selfcheck": Option(
+        "mixture of experts", "MoE layers compared with plain torch while loading", ("off", "first", "all")
+    ),
+}

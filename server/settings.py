@@ -1,0 +1,166 @@
+"""Settings from flags, variables and a file to dataclasses. Reads no argv and no environment itself; it is given both.
+
+Every field of the dataclasses is a setting: field `max_num_seqs` is `--max-num-seqs`, `MOE_SERVE_MAX_NUM_SEQS` and the
+key `max_num_seqs`. A flag beats a variable, a variable beats the file, the file beats the default.
+"""
+
+import argparse
+import dataclasses
+import difflib
+import types
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
+
+from server.errors import SettingError
+from server.options import OPTIONS
+
+PREFIX = "MOE_SERVE_"
+_TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """One field of one dataclass."""
+
+    name: str
+    kind: Any  # str, int, float, bool, Path or tuple
+    is_optional: bool
+    choices: tuple[str, ...]
+    default: Any
+
+    @property
+    def flag(self) -> str:
+        """Its command line flag."""
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        """Its environment variable."""
+        return PREFIX + self.name.upper()
+
+    def parse(self, value: Any, source: str) -> Any:
+        """The value in the field's type, from text or from YAML. Raises SettingError naming the source."""
+        if self.is_optional and (value is None or (self.kind is not str and value == "none")):
+            return None
+        try:
+            parsed = _parse(self.kind, value)
+        except (TypeError, ValueError):
+            words = {int: "a whole number", float: "a number", bool: "true or false"}
+            raise SettingError(f"{source}: {value!r} is not {words.get(self.kind, 'text')}") from None
+        if self.choices and parsed not in self.choices:
+            raise SettingError(f"{source}: {value!r} is not one of {', '.join(self.choices)}")
+        return parsed
+
+
+def settings_of(*classes: type) -> dict[str, Setting]:
+    """All fields of the dataclasses by name. Raises ValueError if two share one."""
+    settings: dict[str, Setting] = {}
+    for cls in classes:
+        hints = get_type_hints(cls)
+        for field in dataclasses.fields(cls):
+            if field.name in settings:
+                raise ValueError(f"two dataclasses have a field {field.name}")
+            settings[field.name] = _setting(field, hints[field.name])
+    return settings
+
+
+def _setting(field: "dataclasses.Field[Any]", hint: Any) -> Setting:
+    options = [part for part in get_args(hint) if part is not type(None)]
+    is_optional = get_origin(hint) in (Union, types.UnionType) and len(options) < len(get_args(hint))
+    kind = options[0] if is_optional else hint
+    choices = OPTIONS[field.name].choices if field.name in OPTIONS else ()
+    if get_origin(kind) is Literal:
+        kind, choices = str, get_args(kind)
+    elif get_origin(kind) is tuple:
+        kind = tuple
+    return Setting(name=field.name, kind=kind, is_optional=is_optional, choices=choices, default=field.default)
+
+
+def _parse(kind: Any, value: Any) -> Any:
+    if kind is bool:
+        text = str(value).lower()
+        if text not in _TRUE + _FALSE:
+            raise ValueError
+        return text in _TRUE
+    if kind is tuple:
+        parts = value if isinstance(value, list) else str(value).split(",")
+        return tuple(str(part).strip() for part in parts)
+    if isinstance(value, bool | list | dict):
+        raise TypeError
+    if kind is int and isinstance(value, float):
+        raise TypeError
+    return kind(value)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises instead of printing a page of usage."""
+
+    def error(self, message: str) -> NoReturn:
+        raise SettingError(f"{message}; --help lists all flags")
+
+
+def make_parser(settings: Mapping[str, Setting], program: str, description: str) -> argparse.ArgumentParser:
+    """A parser with a flag for every setting, grouped; flags that are not given leave no trace in its result."""
+    parser = _Parser(
+        prog=program,
+        description=description,
+        epilog=f"Every flag is also a variable ({PREFIX}MAX_NUM_SEQS for --max-num-seqs) and a key of the --config "
+        "file (max_num_seqs). A flag beats a variable, a variable beats the file.",
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+    )
+    parser.add_argument("--config", metavar="FILE.yaml", help="file with settings")
+    parser.add_argument("--version", action="store_true", help="print the version and exit")
+    groups: dict[str, Any] = {}
+    for setting in settings.values():
+        option = OPTIONS[setting.name]
+        group = groups.get(option.group) or groups.setdefault(option.group, parser.add_argument_group(option.group))
+        default = option.default_text if setting.default in (None, (), dataclasses.MISSING) else setting.default
+        text = f"{option.text} [{str(default).lower() if setting.kind is bool else default}]".replace("%", "%%")
+        if setting.kind is bool:
+            group.add_argument(setting.flag, action=argparse.BooleanOptionalAction, help=text)
+        else:
+            metavar = "{" + ",".join(setting.choices) + "}" if setting.choices else setting.name.split("_")[-1].upper()
+            group.add_argument(setting.flag, metavar=metavar, help=text)
+    return parser
+
+
+def gather(settings: Mapping[str, Setting], flags: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
+    """Values that were given anywhere, by field name. Raises SettingError naming flag, variable or key."""
+    variables = {name: value for name, value in environ.items() if name.startswith(PREFIX)}
+    file = flags.get("config", variables.pop(f"{PREFIX}CONFIG", None))
+    by_variable = {setting.variable: setting for setting in settings.values()}
+    values = {} if file is None else _from_file(settings, Path(file))
+    for name, text in variables.items():
+        if name not in by_variable:
+            raise SettingError(f"{name}: there is no such setting{_nearest(name, list(by_variable))}")
+        values[by_variable[name].name] = by_variable[name].parse(text, name)
+    for name, value in flags.items():
+        if name in settings:
+            values[name] = settings[name].parse(value, settings[name].flag)
+    return values
+
+
+def _from_file(settings: Mapping[str, Setting], file: Path) -> dict[str, Any]:
+    import yaml  # most starts have no file
+
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise SettingError(f"--config: {file} cannot be read: {reason}") from error
+    content = {} if content is None else content
+    if not isinstance(content, dict):
+        raise SettingError(f"--config: {file} must hold keys and values")
+    values = {}
+    for key, value in content.items():
+        if key not in settings:
+            raise SettingError(f"--config: {file}: there is no setting '{key}'{_nearest(str(key), list(settings))}")
+        values[key] = settings[key].parse(value, f"{file}: {key}")
+    return values
+
+
+def _nearest(name: str, known: Sequence[str]) -> str:
+    found = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {found[0]}?" if found else ""
