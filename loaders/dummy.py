@@ -17,7 +17,7 @@ _FP8_STD = 64.0  # of stored e4m3 values, well inside their range of 448
 _FP4_STD = 2.93  # of uniformly random E2M1 codes
 _NVFP4_BLOCK_SCALE = 64.0
 _INPUT_SCALE = 0.02
-_E8M0_LOW, _E8M0_HIGH = 119, 122  # 2^-8 to 2^-6: times 2.93 near 0.02
+_E8M0_LOW, _E8M0_HIGH = 119, 121  # exclusive: 2^-8 and 2^-7, times 2.93 near 0.02
 _EIGHT_BYTES = 8
 
 

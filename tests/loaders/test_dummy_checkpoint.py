@@ -33,7 +33,7 @@ def test_dequantized_weights_are_small_and_finite(kind: str) -> None:
     assert weight.format_name == kind
     dense = weight.dequantize()
     assert dense.isfinite().all()
-    assert 0.01 < dense.std() < 0.04
+    assert 0.01 < dense.std() < 0.03
     assert dense.mean().abs() < 0.002
 
 
@@ -50,7 +50,7 @@ def test_split_experts_can_be_read_from_dummy_weights(kind: str) -> None:
 def test_gpt_oss_experts_can_be_read_from_dummy_weights(published: bool) -> None:
     source = DummyCheckpoint(shapes_of(fused_experts(2, 64, 96, published=published)[0]))
     experts = read_gpt_oss_experts(source, "x", num_experts=2, hidden_size=64, intermediate_size=96)
-    assert experts.w13.dequantize().std() < 0.04
+    assert experts.w13.dequantize().std() < 0.03
     source.finish()
 
 
@@ -63,7 +63,7 @@ def test_norms_are_ones_and_e8m0_scales_moderate() -> None:
     )
     assert source.tensor("model.layers.0.input_layernorm.weight").tolist() == [1.0] * 5
     exponents = source.tensor("l.scale").view(torch.uint8)
-    assert exponents.unique().tolist() == [119, 120, 121]
+    assert exponents.unique().tolist() == [119, 120]
 
 
 def test_slices_belong_to_the_whole() -> None:
