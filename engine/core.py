@@ -133,12 +133,12 @@ class EngineCore:
             return self._forward(chunks)
         except torch.AcceleratorError:
             raise  # the device's context is gone: nothing can go on in this process
-        except Exception:  # whatever it is, it must not take the other requests along
-            if len(chunks) > 1:
-                logger.exception("a step of %d requests failed; running them one at a time", len(chunks))
-                return [result for chunk in chunks for result in self._compute([chunk])]
-            logger.exception("request %s failed", chunks[0].seq.request_id)
-            return [_StepResult(chunks[0], error=_INTERNAL_ERROR)]
+        except Exception as error:  # whatever it is, it must not take the other requests along
+            if len(chunks) == 1:
+                logger.exception("request %s failed", chunks[0].seq.request_id)
+                return [_StepResult(chunks[0], error=_INTERNAL_ERROR)]
+            logger.warning("a step of %d requests failed (%s); running them one at a time", len(chunks), error)
+        return [result for chunk in chunks for result in self._compute([chunk])]
 
     @torch.inference_mode()
     def _forward(self, chunks: list[Chunk]) -> list[_StepResult]:

@@ -36,8 +36,8 @@ class FakeModel:
         if self.raise_on is not None and (ids == self.raise_on).any():
             raise RuntimeError(f"token {self.raise_on} is poison")
         for layer in kv:
-            layer.keys[batch.slots_T, 0, 0] = batch.input_ids_T.float()
-            layer.values[batch.slots_T, 0, 0] = batch.positions_T.float()
+            layer.keys[batch.slots_T, 0, 0] = batch.input_ids_T.to(layer.keys.dtype)
+            layer.values[batch.slots_T, 0, 0] = batch.positions_T.to(layer.values.dtype)
         hashes = np.concatenate([self._hash_request(batch, kv, b) for b in range(len(batch.query_lens))])
         return torch.from_numpy(
             np.stack([self._logits(hashes[row]) for row in batch.logit_rows_R.tolist()])
@@ -50,7 +50,7 @@ class FakeModel:
         positions = np.arange(batch.seq_lens[b])
         pages = batch.page_table_BP[b].numpy()[positions // batch.page_size]
         slots = torch.from_numpy(pages.astype(np.int64) * batch.page_size + positions % batch.page_size)
-        tokens, places = kv[-1].keys[slots, 0, 0].numpy(), kv[-1].values[slots, 0, 0].numpy()
+        tokens, places = kv[-1].keys[slots, 0, 0].tolist(), kv[-1].values[slots, 0, 0].tolist()
         start, end = batch.query_start_B1[b : b + 2].tolist()
         assert end - start == batch.query_lens[b]
         assert batch.seq_lens_B[b] == batch.seq_lens[b]

@@ -76,8 +76,16 @@ def test_top_k_of_equals_keeps_exactly_k_first_ones():
 
 
 def test_rows_of_a_mixed_batch_are_what_they_are_alone():
-    kinds = [{"temperature": 0.0}, {"top_p": 0.8}, {}, {"top_k": 2}, {"min_p": 0.2}, {"temperature": 0.0, "logprobs": 2},
-             {"presence_penalty": 1.0}, {"logit_bias": {4: 5.0}}]  # fmt: skip
+    kinds = [
+        {"temperature": 0.0},
+        {"top_p": 0.8},
+        {},
+        {"top_k": 2},
+        {"min_p": 0.2},
+        {"temperature": 0.0, "logprobs": 2},
+        {"presence_penalty": 1.0},
+        {"logit_bias": {4: 5.0}},
+    ]
     logits = torch.randn(len(kinds), 50, generator=torch.Generator().manual_seed(3))
     together = sample(logits.clone(), [make(seed=9, output=[4, 2], **kind) for kind in kinds]).tokens
     alone = [

@@ -1,0 +1,130 @@
+"""The batch of a step, the KV cache's size, loading: exact numbers on a fake model."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.config import EngineConfig
+from engine.core import EngineCore
+from engine.errors import EngineConfigError
+from engine.kv_cache import KvLayout, choose_cpu_pages
+from engine.load import load_engine
+from engine.runner import ModelRunner
+from engine.sequence import Chunk, Sequence
+from model.batch import KvLayerSpec
+from tests.engine.fakes import FakeModel
+from tests.engine.requests import request
+
+LAYOUT = KvLayout(
+    specs=(KvLayerSpec(num_heads=2, key_dim=64, value_dim=64), KvLayerSpec(num_heads=1, key_dim=576, value_dim=0)),
+    page_size=16,
+    dtype=torch.bfloat16,
+)
+
+
+def make_seq(tokens, num_prompt, pages, row, **sampling):
+    seq = Sequence(request("a", tokens[:num_prompt], **sampling), stop_ids=frozenset(), seed=0)
+    seq.token_ids += tokens[num_prompt:]
+    seq.pages, seq.row = pages, row
+    return seq
+
+
+def make_runner():
+    return ModelRunner(FakeModel(), [], page_size=4, max_num_seqs=4, max_model_len=32)
+
+
+def test_a_mixed_step_is_laid_out_as_documented():
+    decode = make_seq([5, 6, 7, 8, 9, 10], 3, [7, 2], row=2)
+    prompt = make_seq(list(range(20, 31)), 11, [1, 3, 4], row=0)
+    scored = make_seq([40, 41, 42], 3, [6], row=1, prompt_logprobs=1)
+    batch = make_runner().build([Chunk(decode, 5, 1), Chunk(prompt, 2, 4), Chunk(scored, 0, 2), Chunk(prompt, 9, 2)])
+    assert batch.input_ids_T.tolist() == [10, 22, 23, 24, 25, 40, 41, 29, 30]
+    assert batch.positions_T.tolist() == [5, 2, 3, 4, 5, 0, 1, 9, 10]
+    assert batch.slots_T.tolist() == [9, 6, 7, 12, 13, 24, 25, 17, 18]
+    assert batch.query_start_B1.tolist() == [0, 1, 5, 7, 9]
+    assert batch.seq_lens_B.tolist() == [6, 6, 2, 11]
+    assert batch.page_table_BP.tolist() == [[7, 2, 0], [1, 3, 4], [6, 0, 0], [1, 3, 4]]
+    assert batch.logit_rows_R.tolist() == [0, 5, 6, 8]  # a prompt in the middle wants none, a scored one all
+    assert (batch.query_lens, batch.seq_lens) == ((1, 4, 2, 2), (6, 6, 2, 11))
+    assert not batch.is_decode
+    dtypes = [batch.input_ids_T, batch.positions_T, batch.slots_T, batch.logit_rows_R]
+    assert {tensor.dtype for tensor in dtypes} == {torch.int64}
+    assert {t.dtype for t in (batch.query_start_B1, batch.seq_lens_B, batch.page_table_BP)} == {torch.int32}
+
+
+def test_a_decode_step_follows_pages_as_they_are_added():
+    runner = make_runner()
+    seqs = [make_seq([1, 2, 3, 4], 2, [5], row=0), make_seq([9, 8], 1, [3], row=3)]
+    batch = runner.build([Chunk(seqs[0], 3, 1), Chunk(seqs[1], 1, 1)])
+    assert batch.is_decode
+    assert batch.slots_T.tolist() == [23, 13]
+    assert batch.page_table_BP.tolist() == [[5], [3]]
+    seqs[0].token_ids.append(7)
+    seqs[0].pages.append(1)
+    batch = runner.build([Chunk(seqs[0], 4, 1)])
+    assert (batch.input_ids_T.tolist(), batch.positions_T.tolist(), batch.slots_T.tolist()) == ([7], [4], [4])
+    assert batch.page_table_BP.tolist() == [[5, 1]]
+
+
+def test_a_step_without_a_finished_prompt_wants_no_logits():
+    assert make_runner().build([Chunk(make_seq([1] * 9, 9, [0, 1, 2], row=0), 0, 4)]).logit_rows_R.tolist() == []
+
+
+def test_bytes_and_tensors_of_the_cache():
+    assert LAYOUT.bytes_per_page == (2 * 128 + 576) * 16 * 2
+    first, second = LAYOUT.allocate(3, torch.device("cpu"))
+    assert (first.keys.shape, first.values.shape) == ((48, 2, 64), (48, 2, 64))
+    assert (second.keys.shape, second.values.shape) == ((48, 1, 576), (48, 1, 0))
+    assert first.keys.dtype == torch.bfloat16
+    assert not first.keys.any()
+
+
+def test_cpu_pages_serve_all_places_within_a_gibibyte_and_one_full_request_always():
+    assert choose_cpu_pages(LAYOUT, max_num_seqs=4, max_model_len=100) == 4 * 7
+    assert choose_cpu_pages(LAYOUT, max_num_seqs=4, max_model_len=10**5) == 100_000 // 16
+    assert choose_cpu_pages(LAYOUT, max_num_seqs=4, max_model_len=3000) == 4 * 2048 // 16
+    assert choose_cpu_pages(LAYOUT, max_num_seqs=10**6, max_model_len=4096) == 2**30 // LAYOUT.bytes_per_page
+
+
+def config(**settings):
+    return EngineConfig(model=Path("unused"), device="cpu", **settings)
+
+
+def test_numbers_left_open_are_filled_in():
+    loaded = load_engine(config(), FakeModel(max_model_len=256))
+    assert (loaded.max_model_len, loaded.max_num_batched_tokens, loaded.num_pages) == (256, 512, 64 * 16)
+    assert load_engine(config(max_model_len=100), FakeModel()).max_model_len == 100
+    assert load_engine(config(max_num_seqs=1000), FakeModel()).max_num_batched_tokens == 1000
+    assert load_engine(config(num_pages=3), FakeModel()).max_model_len == 48
+
+
+def test_a_longer_context_than_the_model_has_is_refused():
+    with pytest.raises(EngineConfigError, match=r"max_model_len is 257.*at most 256"):
+        load_engine(config(max_model_len=257), FakeModel(max_model_len=256))
+
+
+def test_kv_dtype_is_a_setting():
+    loaded = load_engine(config(kv_cache_dtype="bfloat16"), FakeModel())
+    assert {layer.keys.dtype for layer in loaded.runner.kv} == {torch.bfloat16}
+
+
+def test_the_model_is_warm_before_the_first_request():
+    model = FakeModel()
+    core = EngineCore(config(), model)
+    assert model.num_calls == 2
+    assert model.largest_step == 32
+    assert core.info.num_pages == core.stats().num_pages_total
+    assert (core.info.vocab_size, core.info.dtype, core.info.device) == (97, "float32", "cpu")
+
+
+def test_cuda_without_a_device_says_so(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(EngineConfigError, match="device is 'cuda:1'"):
+        load_engine(EngineConfig(model=Path("unused"), device="cuda:1"), None)
+
+
+@pytest.mark.parametrize(("field", "value"), [("moe_backend", "magic"), ("moe_a2a_backend", "pigeon")])
+def test_an_unknown_backend_lists_the_known_ones(field, value):
+    with pytest.raises(EngineConfigError, match=f"{field} is '{value}'.*none|{field} is '{value}'.*torch"):
+        load_engine(config(**{field: value}), None)
