@@ -12,6 +12,7 @@ from moe.errors import MoeConfigError
 
 BACKEND_MODULES: dict[MoeBackend, str] = {
     MoeBackend.TORCH: "moe.backends.torch",
+    MoeBackend.TRITON: "moe.backends.triton",
     MoeBackend.FLASHINFER_MXFP4: "moe.backends.flashinfer_mxfp4",
 }
 

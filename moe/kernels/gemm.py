@@ -5,6 +5,9 @@ Shape letters: N weight rows of a tile, M token rows of a tile, K reduction, W p
 A slot is one (token, choice) pair, numbered token * TOPK + choice.
 """
 
+# Device functions take tensors of the device, which have no Python type.
+# mypy: disable-error-code="no-untyped-def"
+
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -134,13 +137,14 @@ def expert_gemm(
     alpha, beta, limit,
     FORMAT: tl.constexpr, IS_FIRST: tl.constexpr, DIRECT: tl.constexpr, BY_EXPERT: tl.constexpr,
     TOPK: tl.constexpr, TOPK_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    STEP_K: tl.constexpr, WORDS: tl.constexpr, SPLIT_K: tl.constexpr, NUM_STAGES: tl.constexpr, TILE_GROUP: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_LIMIT: tl.constexpr, EVEN_K: tl.constexpr,
+    STEP_K: tl.constexpr, WORDS: tl.constexpr, SPLIT_K: tl.constexpr, NUM_STAGES: tl.constexpr,
+    TILE_GROUP: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_LIMIT: tl.constexpr, EVEN_K: tl.constexpr,
     USE_ASM: tl.constexpr, USE_PDL: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """First matrix (IS_FIRST): out[slot] = activation(W13 x[token] + b13), bf16, one row per slot.
 
-    Second: out[slot, split] = (W2 x[slot] + b2) * weight[slot], the bias in split 0. Rows of skipped slots stay unwritten.
+    Second: out[slot, split] = (W2 x[slot] + b2) * weight[slot], the bias in split 0.
+    Rows of skipped slots stay as they are.
     Grid: (weight tiles, candidates, SPLIT_K) if DIRECT, else (weight tiles * num_tiles,).
     """
     if USE_PDL:

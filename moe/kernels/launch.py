@@ -54,7 +54,7 @@ class _Rows:
 def run_layer(
     x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, layer: Layer, plan: Plan, out_TH: torch.Tensor
 ) -> None:
-    """Write the weighted sum over each token's local experts; ids are global, any id outside the local range is skipped.
+    """Write the weighted sum over each token's local experts; ids are global, and ids of no local expert are skipped.
 
     bf16 x [T, H], int32 ids, fp32 weights, all contiguous; T > 0. A direct plan takes at most `plan.block_m` tokens.
     """

@@ -5,8 +5,8 @@ Every matrix [E, N, K] becomes blocks of 64 rows by one step of K, each block co
     data   [E, N/64, K/step, 64, words]   bf16: 64 numbers a step; else int16 words, see `bits.py`
     scales [E, N/64, K/step, ...]         one int32 of four scale bytes per row (FP4), one fp32 per 8 rows (FP8 block)
 
-w13 rows are interleaved in groups of eight, [8 gate, 8 up, 8 gate, ...], which puts both halves of a gated pair into one
-thread's accumulators. N and K are padded with zero weights to whole blocks. Shape letters: E experts, N rows, K
+w13 rows are interleaved in groups of eight, [8 gate, 8 up, 8 gate, ...], which puts both halves of a gated pair into
+one thread's accumulators. N and K are padded with zero weights to whole blocks. Shape letters: E experts, N rows, K
 reduction, B blocks of 64 rows, S steps along K, J codes in a word, W words of a row in a step.
 """
 

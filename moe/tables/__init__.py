@@ -1,0 +1,1 @@
+"""Measured choices per GPU and shape, as JSON files. No code."""

@@ -1,0 +1,78 @@
+"""Compile the kernels for a GPU that need not be there, with the argument types and alignments of a real launch."""
+
+import inspect
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from moe.kernels.gemm import BF16, FP8_BLOCK, MXFP4, NVFP4, expert_gemm
+from moe.kernels.group import group_slots, sum_slots
+from moe.kernels.plan import Plan
+
+FORMATS = {"bf16": BF16, "fp8_block": FP8_BLOCK, "mxfp4": MXFP4, "nvfp4": NVFP4}
+_DATA = {"bf16": "*bf16", "fp8_block": "*i16", "mxfp4": "*i16", "nvfp4": "*i16"}
+_SCALES = {"bf16": "*bf16", "fp8_block": "*fp32", "mxfp4": "*i32", "nvfp4": "*i32"}
+_STEP_WORDS = {"bf16": (64, 64), "fp8_block": (128, 64), "mxfp4": (128, 32), "nvfp4": (64, 16)}
+_FLOATS = ("alpha", "beta", "limit")
+# Strides and sizes along which kernels step by whole vectors: multiples of 16 in every real model.
+_ALIGNED = ("x_stride", "num_cols", "num_out", "hidden_size")
+
+
+def compile_kernel(
+    kernel: Any, arch: int, pointers: dict[str, str], constants: dict[str, Any], *, num_warps: int, num_stages: int = 3
+) -> Any:
+    """The compiled kernel with its `asm` texts; every other argument is an i32, or an fp32 if it is named so."""
+    names = list(inspect.signature(kernel.fn).parameters)
+    signature, attrs = {}, {}
+    for index, name in enumerate(names):
+        if name in constants:
+            signature[name] = "constexpr"
+            continue
+        signature[name] = pointers.get(name, "fp32" if name in _FLOATS else "i32")
+        if name in pointers or name in _ALIGNED:
+            attrs[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(
+        fn=kernel,
+        signature=signature,
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs=attrs,
+    )
+    options = {"num_warps": num_warps, "num_stages": num_stages}
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+
+
+def compile_gemm(
+    format_name: str, plan: Plan, arch: int, *, is_first: bool, even_k: bool = False, top_k: int = 4
+) -> Any:
+    """`expert_gemm` as `launch.run_layer` would start it."""
+    step, words = _STEP_WORDS[format_name]
+    pointers = {
+        "x_ptr": "*bf16", "w_ptr": _DATA[format_name], "s_ptr": _SCALES[format_name], "post_ptr": "*fp32",
+        "bias_ptr": "*fp32", "out_ptr": "*bf16" if is_first or not plan.direct else "*fp32", "ids_ptr": "*i32",
+        "weights_ptr": "*fp32", "slots_ptr": "*i32", "tiles_ptr": "*i32",
+    }  # fmt: skip
+    constants = {
+        "FORMAT": FORMATS[format_name], "IS_FIRST": is_first, "DIRECT": plan.direct, "BY_EXPERT": plan.by_expert,
+        "TOPK": top_k, "TOPK_PAD": triton.next_power_of_2(top_k), "BLOCK_M": plan.block_m,
+        "BLOCK_N": plan.block_n_1 if is_first else plan.block_n_2, "STEP_K": step, "WORDS": words,
+        "SPLIT_K": 1 if is_first else plan.split_k, "NUM_STAGES": plan.stages_1 if is_first else plan.stages_2,
+        "TILE_GROUP": plan.tile_group, "HAS_BIAS": True, "HAS_LIMIT": True, "EVEN_K": even_k, "USE_ASM": True,
+        "USE_PDL": plan.pdl, "INTERPRET": False,
+    }  # fmt: skip
+    return compile_kernel(expert_gemm, arch, pointers, constants, num_warps=plan.warps_1 if is_first else plan.warps_2)
+
+
+def compile_group(plan: Plan, arch: int, *, num_experts_pad: int = 64, chunk: int = 1024) -> Any:
+    """`group_slots`."""
+    pointers = {"ids_ptr": "*i32", "slots_ptr": "*i32", "tiles_ptr": "*i32"}
+    constants = {"BLOCK_M": plan.block_m, "EXPERTS_PAD": num_experts_pad, "CHUNK": chunk, "USE_PDL": plan.pdl}
+    return compile_kernel(group_slots, arch, pointers, constants, num_warps=8)
+
+
+def compile_sum(plan: Plan, arch: int, *, top_k: int = 4) -> Any:
+    """`sum_slots`."""
+    pointers = {"parts_ptr": "*fp32" if plan.direct else "*bf16", "ids_ptr": "*i32", "out_ptr": "*bf16"}
+    constants = {"TOPK": top_k, "SPLIT_K": plan.split_k, "BLOCK_H": 1024, "USE_PDL": plan.pdl}
+    return compile_kernel(sum_slots, arch, pointers, constants, num_warps=4)
