@@ -1,41 +1,28 @@
-"""Dense linear layers, and the one rule for the fastest form of a small matrix product on a CPU.
+"""Dense linear layers. How a matrix product is best done on a CPU is known in one place, `moe.cpu_linear`.
 
-Measured on two AVX-512 cores in fp32 (microseconds at 1, 2, 4, 8, 64 rows):
-    288 -> 768    F.linear 21, 38, 47, 49, 178    W @ x.T 23, 26, 32, 89, 153
-    288 -> 4096   F.linear 114, 227, 234, 239, 948    W @ x.T 116, 115, 149, 285, 794
-So two to five rows use `W @ x.T`, everything else `F.linear`; bf16 and GPUs always `F.linear`.
+There, fp32 weights that fp16 holds exactly (bf16 checkpoints) are packed for FBGEMM, which beats MKL two to six times
+at 1 to 16 rows; others multiply as `W @ x.T`. On GPUs and in bf16 it is `F.linear`.
 
-Shape letters: T tokens, K inputs, N outputs.
+Shape letters: T tokens, K inputs, N outputs, I intermediate.
 """
 
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-_MAX_TRANSPOSED_ROWS = 5
+from moe.cpu_linear import make_linear
 
 
 class Linear(nn.Module):
-    """`x @ weight.T + bias`, built from loaded tensors."""
+    """`x @ weight.T + bias`, built from loaded tensors; keeps them only in the form that is multiplied."""
 
     def __init__(self, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None) -> None:
         super().__init__()
-        self.weight = nn.Parameter(weight_NK.contiguous(), requires_grad=False)
-        self.bias = None if bias_N is None else nn.Parameter(bias_N.contiguous(), requires_grad=False)
-        self._is_cpu_fp32 = weight_NK.dtype == torch.float32 and weight_NK.device.type == "cpu"
+        self._multiply = make_linear(weight_NK.contiguous(), bias_N)
 
     def forward(self, x_TK: torch.Tensor) -> torch.Tensor:
         """[T, K] to [T, N], row-major."""
-        if self._is_cpu_fp32 and 1 < x_TK.shape[0] <= _MAX_TRANSPOSED_ROWS:
-            return few_rows(x_TK, self.weight, self.bias)
-        return F.linear(x_TK, self.weight, self.bias)
-
-
-def few_rows(x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> torch.Tensor:
-    """The same product in the form that keeps the large matrix on the left."""
-    x_KT = x_TK.t()
-    y_NT = weight_NK @ x_KT if bias_N is None else torch.addmm(bias_N[:, None], weight_NK, x_KT)
-    return y_NT.t().contiguous()
+        return self._multiply(x_TK).contiguous()
 
 
 class GatedMlp(nn.Module):

@@ -1,7 +1,6 @@
 """From settings to MoE layers: choose the path of every layer first, then prepare and check one layer's weights at a time."""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -9,7 +8,6 @@ from model.config import ModelSettings
 from model.families.base import MoeParts, MoeShape
 from model.moe_layer import Gate, MoeLayer
 from moe import MoeRunner, MoeRunnerConfig, Topology
-from moe.backends.base import Device
 from moe.dispatch.standard import StandardDispatcher
 from moe.formats import ExpertWeights
 from moe.registry import load_backend
@@ -46,7 +44,7 @@ class MoeBuilder:
         """
         settings = self.settings
         backend = choose_backend(
-            settings.moe_backend, self.device, format_name, settings.moe_a2a_backend, self.config
+            settings.moe_backend, settings.device, format_name, settings.moe_a2a_backend, self.config
         )
         self._runners[layer] = MoeRunner(backend, settings.moe_a2a_backend, self.config)
         self._formats[layer] = format_name
