@@ -14,6 +14,7 @@ BACKEND_MODULES: dict[MoeBackend, str] = {
     MoeBackend.TORCH: "moe.backends.torch",
     MoeBackend.TRITON: "moe.backends.triton",
     MoeBackend.FLASHINFER_MXFP4: "moe.backends.flashinfer_mxfp4",
+    MoeBackend.FLASHINFER_CUTLASS: "moe.backends.flashinfer_cutlass",
 }
 
 _fused_funcs: dict[tuple[MoeA2ABackend, MoeBackend], Callable[..., Any]] = {}

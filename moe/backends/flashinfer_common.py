@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 
-from moe.config import Activation, MoeBackend
-from moe.errors import MoeConfigError, UnsupportedPathError
+from moe.backends.base import Backend
+from moe.config import Activation, MoeBackend, MoeRunnerConfig
+from moe.errors import MoeConfigError, UnsupportedPathError, WeightFormatError
+from moe.formats import ExpertWeights
 from moe.types import RunState
 
 Version = tuple[int, int, int]
@@ -65,6 +67,29 @@ def accepted(function: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
     """Those of `arguments` that the installed release's `function` has: for options that came in later releases."""
     known = inspect.signature(function).parameters
     return {name: value for name, value in arguments.items() if name in known}
+
+
+class FlashinferBackend(Backend):
+    """A backend whose kernels take and give bf16."""
+
+    def refuses(self, config: MoeRunnerConfig) -> str | None:
+        """What every backend refuses, and any dtype but bf16."""
+        if config.dtype != torch.bfloat16:
+            return f"dtype {config.dtype} is not supported: the kernels take and give bfloat16"
+        return super().refuses(config)
+
+
+def check_sizes(backend: MoeBackend, experts: ExpertWeights, *, hidden: int, intermediate: int) -> None:
+    """Raise WeightFormatError unless the rank's sizes are positive multiples of what the kernel's tiles need."""
+    for name, size, multiple in (
+        ("hidden_size", experts.hidden_size, hidden),
+        ("intermediate_size", experts.intermediate_size, intermediate),
+    ):
+        if size % multiple or not size:
+            raise WeightFormatError(
+                f"{backend}: {name} of this rank is {size}, {experts.format_name} needs a positive multiple of "
+                f"{multiple} (choose another --tensor-parallel-size or --moe-backend)"
+            )
 
 
 def refuse_overlap(state: RunState, backend: MoeBackend) -> None:

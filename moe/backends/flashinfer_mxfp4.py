@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from moe.backends import flashinfer_common as common
-from moe.backends.base import Backend, Device
+from moe.backends.base import Device
 from moe.backends.layouts import next_power_of_two, padded, round_up, up_gate_padded
 from moe.backends.trtllm_layout import pack_topk, shuffled, shuffled_scales
 from moe.config import MoeA2ABackend, MoeBackend, MoeRunnerConfig
@@ -69,7 +69,7 @@ QuantInfo = FlashinferMxfp4Sm90QuantInfo | FlashinferMxfp4Sm100QuantInfo
 
 
 @register_backend(NAME)
-class FlashinferMxfp4Backend(Backend):
+class FlashinferMxfp4Backend(common.FlashinferBackend):
     """MXFP4 weights times bf16 activations."""
 
     hardware = "SM90 (Hopper), SM100/SM103 (Blackwell)"
@@ -84,12 +84,6 @@ class FlashinferMxfp4Backend(Backend):
         if a2a is not MoeA2ABackend.NONE:
             return f"transport {a2a} is not supported; use --moe-a2a-backend none"
         return self.refuses(config)
-
-    def refuses(self, config: MoeRunnerConfig) -> str | None:
-        """What every backend refuses, and any dtype but bf16."""
-        if config.dtype != torch.bfloat16:
-            return f"dtype {config.dtype} is not supported: the kernels take and give bfloat16"
-        return Backend.refuses(self, config)
 
     def prepare(self, experts: ExpertWeights, config: MoeRunnerConfig, topology: Topology) -> QuantInfo:
         """Pad, reorder and interleave on `topology.device`; its architecture chooses the layout.
@@ -109,16 +103,10 @@ class FlashinferMxfp4Backend(Backend):
 
 def _padded_sizes(experts: ExpertWeights, tile: int) -> tuple[int, int]:
     """(hidden, intermediate) of the processed matrices."""
-    sizes = {"hidden_size": experts.hidden_size, "intermediate_size": experts.intermediate_size}
     if experts.b13 is None:
-        for name, size in sizes.items():
-            if size % 128:
-                raise WeightFormatError(
-                    f"{NAME}: {name} of this rank is {size}: experts without biases need a multiple of 128 "
-                    f"(choose another --tensor-parallel-size or --moe-backend)"
-                )
+        common.check_sizes(NAME, experts, hidden=128, intermediate=128)
     # A rank that owns no block of the intermediate axis still runs the kernel, on zeros.
-    return round_up(sizes["hidden_size"], tile), max(round_up(sizes["intermediate_size"], tile), tile)
+    return round_up(experts.hidden_size, tile), max(round_up(experts.intermediate_size, tile), tile)
 
 
 def _mxfp4(weight: Weight) -> Mxfp4Weight:

@@ -71,12 +71,15 @@ class ExpertWeights:
     """Canonical experts of one layer on one rank.
 
     w13: [E, 2I, H] rows [gate; up], not interleaved. w2: [E, H, I]. Biases [E, 2I] and [E, H]: both or neither.
+    `layer_input_scales`: largest static activation scale (w13, w2) over the layer's experts, all ranks';
+    needed with expert parallelism where a kernel has one scale for all experts, so that every rank uses the same.
     """
 
     w13: Weight
     w2: Weight
     b13: torch.Tensor | None = None
     b2: torch.Tensor | None = None
+    layer_input_scales: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
         if self.w13.format_name != self.w2.format_name:

@@ -1,5 +1,7 @@
 """Number formats as the kernels read and write them, written down independently of moe.formats."""
 
+import itertools
+
 import torch
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -28,10 +30,11 @@ def nvfp4(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 def fp4_codes(values: torch.Tensor) -> torch.Tensor:
     """fp32 [..., K] to u8 [..., K/2]: nearest, ties to the even code, saturating."""
-    grid = torch.tensor(E2M1[:8])
-    distance = (values.abs().clamp(max=6.0)[..., None] - grid).abs()
-    is_even = (torch.arange(8) % 2 == 0).float()
-    codes = (distance - 1e-9 * is_even).argmin(-1) + 8 * torch.signbit(values).long()
+    middles = torch.tensor([(low + high) / 2 for low, high in itertools.pairwise(E2M1[:8])])
+    magnitude = values.abs().contiguous()
+    lower = torch.searchsorted(middles, magnitude)  # on a tie the code below
+    is_tie = middles[lower.clamp(max=6)] == magnitude
+    codes = lower + (is_tie & (lower % 2 == 1)).long() + 8 * torch.signbit(values).long()
     return (codes[..., 0::2] + 16 * codes[..., 1::2]).to(torch.uint8)
 
 

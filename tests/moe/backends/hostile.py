@@ -5,12 +5,22 @@ Gate unlike up; per-expert magnitudes, biases and scales all distinct; many clam
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from moe import Activation, MoeRunnerConfig, StandardTopK
-from moe.formats import ExpertWeights
+from moe.formats import (
+    Bf16Weight,
+    ExpertWeights,
+    Fp8BlockWeight,
+    Fp8TensorWeight,
+    Nvfp4Weight,
+    activation_quant,
+    concat_rows,
+)
 
 FACTOR = 2.5
 Rounding = Callable[[torch.Tensor, int], torch.Tensor]
@@ -128,10 +138,55 @@ def shard(
     )
 
 
-def _rows(gate: object, up: object) -> object:
-    """Join two weights of one format along N, field by field."""
-    parts = {
-        field.name: torch.cat((getattr(gate, field.name), getattr(up, field.name)), dim=1)
-        for field in dataclasses.fields(gate)  # type: ignore[arg-type]
-    }
-    return type(gate)(**parts)
+def _rows(gate: Any, up: Any) -> Any:
+    """Join two shards of one format along N: matrices end to end, one scale per matrix stays one."""
+    fields = {}
+    for field in dataclasses.fields(gate):
+        first, second = getattr(gate, field.name), getattr(up, field.name)
+        is_matrix = first is not None and first.dim() == 3
+        fields[field.name] = torch.cat((first, second), dim=1) if is_matrix else first
+    return type(gate)(**fields)
+
+
+def quantized_experts(
+    name: str, num_experts: int, hidden: int, inter: int, *, x: torch.Tensor, seed: int = 0, per_half: bool = False
+) -> ExpertWeights:
+    """bf16, fp8_block, fp8_tensor or nvfp4 experts; static input scales fit `x` and differ by expert."""
+    w13, w2 = dense_experts(num_experts, hidden, inter, seed=seed)
+    if name == "bf16":
+        return ExpertWeights(w13=Bf16Weight.quantize(w13), w2=Bf16Weight.quantize(w2))
+    if name == "fp8_block":
+        return ExpertWeights(w13=Fp8BlockWeight.quantize(w13), w2=Fp8BlockWeight.quantize(w2))
+    top = 448.0 if name == "fp8_tensor" else 6 * 448.0
+    # powers of two: both sides then divide exactly, and no value near a tie rounds differently
+    steps = torch.exp2(-(torch.arange(num_experts) % 3).float())
+    in13 = 2.0 ** math.ceil(math.log2(float(x.abs().max()) / top)) * steps
+    in2 = 2.0 ** math.ceil(math.log2(40.0 / top)) * steps.roll(1)
+    kind = Fp8TensorWeight if name == "fp8_tensor" else Nvfp4Weight
+    if not per_half:
+        return ExpertWeights(w13=kind.quantize(w13, in13), w2=kind.quantize(w2, in2))
+    gate, up = w13.chunk(2, dim=1)
+    upper, lower = kind.quantize(gate, in13), kind.quantize(up, in13 * 0.5)
+    # half the scale: bringing both halves to one scale then loses nothing but subnormals
+    halved = {name: getattr(upper, name) * 0.5 for name in ("scale", "scale_2") if hasattr(upper, name)}
+    halves = concat_rows(upper, dataclasses.replace(lower, **halved))
+    return ExpertWeights(w13=halves, w2=kind.quantize(w2, in2))
+
+
+def static_rounding(name: str, experts: ExpertWeights) -> tuple[Rounding | None, Rounding | None]:
+    """Activation rounding of both GEMMs, with the largest input scale of all experts where it is static."""
+    round_one = {
+        "bf16": None, "fp8_block": activation_quant.fp8_groups,
+        "fp8_tensor": activation_quant.fp8_static, "nvfp4": activation_quant.nvfp4_static,
+    }[name]  # fmt: skip
+    if round_one is None:
+        return None, None
+    return lambda x, expert: round_one(x, experts.w13), lambda mid, expert: round_one(mid, experts.w2)
+
+
+def with_layer_scales(part: ExpertWeights, whole: ExpertWeights) -> ExpertWeights:
+    """A rank's experts that know the activation scales of the whole layer."""
+    scales = [getattr(weight, "input_scale", None) for weight in (whole.w13, whole.w2)]
+    if scales[0] is None or scales[1] is None:
+        return part
+    return dataclasses.replace(part, layer_input_scales=(float(scales[0].max()), float(scales[1].max())))

@@ -8,7 +8,7 @@ import torch
 from moe.backends import layouts as ours
 from moe.backends.trtllm_layout import pack_topk
 from moe.types import StandardTopK
-from tests.emulators import layouts
+from tests.emulators import layouts, numbers
 from tests.emulators.device import import_flashinfer
 
 import_flashinfer()
@@ -138,3 +138,12 @@ def test_packed_routing() -> None:
 
 def test_powers_of_two() -> None:
     assert [ours.next_power_of_two(count) for count in (0, 1, 2, 3, 64, 65)] == [1, 1, 2, 4, 64, 128]
+
+
+def test_the_emulated_quantizer_gives_the_golden_bytes() -> None:
+    block = torch.tensor([.1, -.2, .3, .4, -.5, .6, .7, -.8, .9, 1, -1.1, 1.2, .05, 0, -1.5, 3])  # fmt: skip
+    codes, scales = numbers.quantize_nvfp4(block, 112.0)
+    assert scales.view(torch.uint8).tolist() == [0x66]
+    assert bytes(codes.tolist()).hex() == "90212ab3444c007d"
+    ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 9.0])
+    assert numbers.fp4_values(numbers.fp4_codes(ties)).tolist() == [0, 1, 1, 2, 2, 4, 4, 6]

@@ -1,0 +1,66 @@
+"""Static scales of FP8 per-tensor and NVFP4 experts, brought to the granularity a fused kernel has. Plain torch.
+
+A fused kernel knows one scale per expert for w13 and one activation scale for all experts of the layer.
+Shape letters: E local experts, I intermediate, H hidden.
+"""
+
+import torch
+
+from moe.errors import WeightFormatError
+from moe.formats import ExpertWeights, Fp8TensorWeight, Nvfp4Weight, Weight
+from moe.formats.fp8 import to_e4m3
+from moe.formats.per_tensor import spread_rows
+from moe.topology import Topology
+
+
+def layer_input_scales(experts: ExpertWeights, topology: Topology) -> tuple[torch.Tensor, torch.Tensor]:
+    """(w13, w2) fp32 scalars: the largest activation scale over all experts of the layer, on `topology.device`.
+
+    Raises:
+        WeightFormatError: no activation scale, or only this rank's ones although other ranks hold experts.
+    """
+    device = topology.device
+    if experts.layer_input_scales is not None:
+        scale13, scale2 = (
+            torch.tensor(value, dtype=torch.float32, device=device) for value in experts.layer_input_scales
+        )
+        return scale13, scale2
+    if topology.ep_size > 1:
+        raise WeightFormatError(
+            f"{experts.format_name} with ep_size {topology.ep_size} needs ExpertWeights.layer_input_scales: "
+            "one activation scale serves the experts of all ranks"
+        )
+    return _largest(experts.w13).to(device), _largest(experts.w2).to(device)
+
+
+def _largest(weight: Weight) -> torch.Tensor:
+    scale: torch.Tensor | None = getattr(weight, "input_scale", None)
+    if scale is None:
+        raise WeightFormatError(f"{weight.format_name} weight without input_scale: this kernel needs a static one")
+    return scale.max()
+
+
+def expert_input_scales(weight: Weight) -> torch.Tensor:
+    """fp32 [E]: each local expert's activation scale; gate and up read the same input, so the larger one holds."""
+    scale: torch.Tensor | None = getattr(weight, "input_scale", None)
+    if scale is None:
+        raise WeightFormatError(f"{weight.format_name} weight without input_scale: this kernel needs a static one")
+    return scale if scale.ndim == 1 else scale.amax(-1)
+
+
+def one_scale_fp8(weight: Fp8TensorWeight) -> tuple[torch.Tensor, torch.Tensor]:
+    """(e4m3 [E, N, K], fp32 [E]): halves with their own scales are requantized to the larger of the two (lossy)."""
+    if weight.scale.ndim == 1:
+        return weight.data, weight.scale
+    common_E = weight.scale.amax(-1)
+    ratio = spread_rows(weight.scale / common_E[:, None], weight.shape)
+    return to_e4m3(weight.data.float() * ratio), common_E
+
+
+def one_scale_nvfp4(weight: Nvfp4Weight) -> tuple[torch.Tensor, torch.Tensor]:
+    """(e4m3 block scales [E, N, K/16], fp32 [E]): the ratio of the halves moves into the block scales (lossy)."""
+    if weight.scale_2.ndim == 1:
+        return weight.scales, weight.scale_2
+    common_E = weight.scale_2.amax(-1)
+    ratio = spread_rows(weight.scale_2 / common_E[:, None], weight.shape)
+    return to_e4m3(weight.scales.float() * ratio), common_E
