@@ -104,6 +104,7 @@ def make_parser(settings: Mapping[str, Setting], program: str, description: str)
     """A parser with a flag for every setting, grouped; flags that are not given leave no trace in its result."""
     parser = _Parser(
         prog=program,
+        usage="%(prog)s [flags]",
         description=description,
         epilog=f"Every flag is also a variable ({PREFIX}MAX_NUM_SEQS for --max-num-seqs) and a key of the --config "
         "file (max_num_seqs). A flag beats a variable, a variable beats the file.",
@@ -113,8 +114,8 @@ def make_parser(settings: Mapping[str, Setting], program: str, description: str)
     parser.add_argument("--config", metavar="FILE.yaml", help="file with settings")
     parser.add_argument("--version", action="store_true", help="print the version and exit")
     groups: dict[str, Any] = {}
-    for setting in settings.values():
-        option = OPTIONS[setting.name]
+    for name in sorted(settings, key=list(OPTIONS).index):
+        setting, option = settings[name], OPTIONS[name]
         group = groups.get(option.group) or groups.setdefault(option.group, parser.add_argument_group(option.group))
         default = option.default_text if setting.default in (None, (), dataclasses.MISSING) else setting.default
         text = f"{option.text} [{str(default).lower() if setting.kind is bool else default}]".replace("%", "%%")

@@ -1,0 +1,216 @@
+"""A server on a real port in a thread, with an engine that says what a test wrote for it."""
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx2
+import openai
+import pytest
+import uvicorn
+
+from engine.types import EngineInfo, EngineOutput, EngineRequest, EngineStats, TokenLogprobs
+from loaders.tokenizer import Tokenizer, load_tokenizer
+from server.app import create_app
+from server.config import ServerConfig
+from server.listener import bind, url_of
+from server.run import make_uvicorn_config
+
+MODEL = "tiny"
+ASSETS = Path(__file__).resolve().parents[2] / "assets" / "tiny-gpt-oss"
+MAX_MODEL_LEN = 4096
+
+
+@dataclass
+class FakeEngine:
+    """Answers every request with `script(request)`: token ids, some in one output if they come as a list."""
+
+    script: Callable[[EngineRequest], Sequence[int | list[int]]] = lambda _request: []
+    ready: bool = True
+    alive: bool = True
+    failure: str | None = None
+    heartbeat_age_s: float = 0.0
+    delay_s: float = 0.0
+    last: Callable[[EngineRequest, int], dict] | None = None  # more fields of the last output
+    requests: list[EngineRequest] = field(default_factory=list)
+    running: set[str] = field(default_factory=set)
+    aborted: list[str] = field(default_factory=list)
+
+    @property
+    def info(self) -> EngineInfo | None:
+        if not self.ready:
+            return None
+        return EngineInfo(
+            max_model_len=MAX_MODEL_LEN,
+            vocab_size=4096,
+            page_size=16,
+            num_pages=100,
+            device="cpu",
+            dtype="float32",
+            moe_paths=["layer 0: torch / none / mxfp4"],
+            load_seconds=0.1,
+        )
+
+    @property
+    def stats(self) -> EngineStats:
+        names = EngineStats.__struct_fields__
+        return EngineStats(**{name: 0 for name in names} | {"num_running": len(self.running)})
+
+    async def generate(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
+        self.requests.append(request)
+        self.running.add(request.request_id)
+        finished = False
+        try:
+            steps = self._steps(request)
+            for position, step in enumerate(steps):
+                await asyncio.sleep(self.delay_s)
+                finished = position == len(steps) - 1
+                yield step
+        finally:
+            self.running.discard(request.request_id)
+            if not finished:
+                self.aborted.append(request.request_id)
+
+    def _steps(self, request: EngineRequest) -> list[EngineOutput]:
+        chunks = [[chunk] if isinstance(chunk, int) else list(chunk) for chunk in self.script(request)] or [[]]
+        room = request.sampling.max_tokens
+        is_cut = sum(map(len, chunks)) > room
+        steps, num_tokens = [], 0
+        for chunk in chunks:
+            ids = chunk[: room - num_tokens]
+            num_tokens += len(ids)
+            logprobs = None if request.sampling.logprobs is None else [fake_logprobs(i, request) for i in ids]
+            steps.append({"request_id": request.request_id, "token_ids": ids, "logprobs": logprobs})
+            if num_tokens >= room:
+                break
+        if request.sampling.prompt_logprobs is not None:
+            steps[0]["prompt_logprobs"] = [None, *(fake_logprobs(i, request) for i in request.prompt_ids[1:])]
+        steps[-1]["finish_reason"] = "length" if is_cut else "stop"
+        if self.last is not None:
+            steps[-1].update(self.last(request, num_tokens))
+        return [EngineOutput(**step) for step in steps]
+
+
+def fake_logprobs(token_id: int, request: EngineRequest) -> TokenLogprobs:
+    """Alternatives whose numbers tell which token they belong to."""
+    count = request.sampling.logprobs or 0
+    top = [(token_id + offset, -(token_id + offset) / 1000) for offset in range(count)]
+    return TokenLogprobs(token_id, -token_id / 1000, top)
+
+
+@dataclass
+class Service:
+    """A running server, its engine and an address."""
+
+    engine: FakeEngine
+    url: str
+    app: object
+
+    def client(self, **options: object) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", **{"api_key": "none", "max_retries": 0, **options})
+
+    def http(self) -> httpx2.Client:
+        return httpx2.Client(base_url=self.url, timeout=20)
+
+
+class ServerThread(threading.Thread):
+    """Uvicorn in a thread with its own loop."""
+
+    def __init__(self, app: object, config: ServerConfig) -> None:
+        super().__init__(daemon=True)
+        self.listener = bind("127.0.0.1", 0)
+        self.url = url_of(self.listener)
+        self.server = uvicorn.Server(make_uvicorn_config(app, config))
+
+    def run(self) -> None:
+        asyncio.run(self.server.serve(sockets=[self.listener]))
+
+    def __enter__(self) -> "ServerThread":
+        self.start()
+        wait_until(lambda: self.server.started)
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.server.should_exit = True
+        self.join(20)
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    """Wait for a condition; the test fails if it does not come true."""
+    until_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < until_s, "the condition did not come true"
+        time.sleep(0.005)
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    return load_tokenizer(ASSETS)
+
+
+@pytest.fixture(scope="module")
+def shared_service(tokenizer: Tokenizer) -> Iterator[Service]:
+    with serve(FakeEngine(), tokenizer) as service:
+        yield service
+
+
+@pytest.fixture
+def service(shared_service: Service) -> Service:
+    """The module's server, with a fresh engine state."""
+    fresh = FakeEngine()
+    shared_service.engine.__dict__.update(fresh.__dict__)
+    return shared_service
+
+
+class serve:  # noqa: N801 - used like a function
+    """`with serve(engine, tokenizer, api_key="x") as service:`"""
+
+    def __init__(self, engine: FakeEngine, tokenizer: Tokenizer, **settings: object) -> None:
+        config = ServerConfig(**{"served_model_name": (MODEL,), "log_level": "error", **settings})
+        self._engine = engine
+        self._app = create_app(engine, tokenizer, config)
+        self._thread = ServerThread(self._app, config)
+
+    def __enter__(self) -> Service:
+        self._thread.__enter__()
+        return Service(self._engine, self._thread.url, self._app)
+
+    def __exit__(self, *exc: object) -> None:
+        self._thread.__exit__(*exc)
+
+
+class Harmony:
+    """Writes transcripts as token ids."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: str) -> list[int]:
+        """Ids of a transcript in which control tokens are spelled out."""
+        return self._tokenizer.encode(text)
+
+
+@pytest.fixture(scope="session")
+def harmony(tokenizer: Tokenizer) -> Harmony:
+    return Harmony(tokenizer)
+
+
+ANSWER = (
+    "<|channel|>analysis<|message|>The user asks for a capital.<|end|>"
+    "<|start|>assistant<|channel|>final<|message|>The capital of France is Paris.<|return|>"
+)
+CALL = (
+    "<|channel|>analysis<|message|>I need the weather.<|end|>"
+    '<|start|>assistant<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"city": "Paris"}<|call|>'
+)
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Weather of a city",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
