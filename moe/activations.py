@@ -8,10 +8,10 @@ from moe.config import Activation
 def gated_activation(gate: torch.Tensor, up: torch.Tensor, activation: Activation) -> torch.Tensor:
     """Elementwise `g * sigmoid(alpha * g) * (u + beta)`; gate is clamped from above only, up from both sides."""
     if activation.limit is not None:
-        gate = gate.clamp(max=activation.limit)
+        gate = gate.clamp_max(activation.limit)
         up = up.clamp(-activation.limit, activation.limit)
+    if activation.beta:
+        up = up + activation.beta
     if activation.alpha == 1.0:
-        gated = torch.nn.functional.silu(gate)
-    else:
-        gated = gate * torch.sigmoid(activation.alpha * gate)
-    return gated * (up + activation.beta if activation.beta else up)
+        return torch.nn.functional.silu(gate).mul_(up)
+    return (gate * activation.alpha).sigmoid_().mul_(gate).mul_(up)

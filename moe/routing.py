@@ -9,6 +9,7 @@ from moe.config import RoutingConfig, RoutingMethod
 from moe.types import StandardTopK
 
 _EPS = 1e-20  # keeps the normalising sum away from zero when every chosen score underflows
+_LARGEST = torch.finfo(torch.float32).max
 
 
 class TopK:
@@ -58,8 +59,7 @@ def _scores(logits_TE: torch.Tensor, method: RoutingMethod) -> torch.Tensor:
 
 def _no_nan(values: torch.Tensor) -> torch.Tensor:
     """NaN below every number but above the -inf of masked groups, so that it never displaces a real expert."""
-    lowest = torch.finfo(torch.float32).min
-    return torch.nan_to_num(values, nan=lowest, posinf=torch.finfo(torch.float32).max, neginf=lowest)
+    return torch.nan_to_num(values, -_LARGEST, _LARGEST, -_LARGEST)
 
 
 def _top_k(values_TE: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:

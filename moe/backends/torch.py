@@ -1,7 +1,10 @@
 """Experts in plain torch on any device and in every format: the CPU default, and the path everything falls back to.
 
-Weights are dequantized once at load when they fit the memory budget, else one active expert at a time.
-Shape letters: T tokens, K top-k, S slots (T*K), E local experts, H hidden, I intermediate.
+Weights are dequantized once at load when they fit the memory budget, else one matrix of one active expert at a time.
+In fp32 on a CPU, with weights that `moe.cpu_linear` packs (all of MXFP4, usually bf16), a token's result does not
+depend on the other tokens of its batch, bit for bit; elsewhere it may differ in the last bits.
+Shape letters: T tokens, K top-k, V visits (slots of [T, K] that have an expert here), E local experts, H hidden,
+I intermediate, F = 2I.
 """
 
 from dataclasses import dataclass, field
@@ -12,19 +15,36 @@ import torch
 from moe.activations import gated_activation
 from moe.backends.base import Backend, Device
 from moe.config import DispatchFormat, MoeA2ABackend, MoeBackend, MoeRunnerConfig
-from moe.formats import ExpertWeights
+from moe.cpu_linear import DenseLinear, Linear, make_linear
+from moe.formats import ExpertWeights, Weight
 from moe.registry import register_backend, register_post_permute, register_pre_permute, register_runner_core
 from moe.topology import Topology
 from moe.types import RunState, StandardCombineInput, StandardDispatchOutput
 
 
 @dataclass(frozen=True, slots=True)
-class TorchMoeQuantInfo:
-    """Processed weights. Dense ones are None when experts are dequantized as they are needed."""
+class LazyLinears:
+    """Canonical weights of all experts; `linears[expert]` dequantizes one matrix and forgets it after use."""
 
-    experts: ExpertWeights
-    w13_EFH: torch.Tensor | None
-    w2_EHI: torch.Tensor | None
+    weight: Weight
+    bias_EN: torch.Tensor | None
+    dtype: torch.dtype
+
+    def __getitem__(self, expert: int) -> Linear:
+        """The linear of one local expert."""
+        bias_N = None if self.bias_EN is None else self.bias_EN[expert]
+        return DenseLinear(self.weight.select(expert).dequantize(self.dtype), bias_N)
+
+
+Linears = tuple[Linear, ...] | LazyLinears
+
+
+@dataclass(frozen=True, slots=True)
+class TorchMoeQuantInfo:
+    """Processed weights of one layer: a linear per expert for [gate; up] and one for down."""
+
+    w13: Linears
+    w2: Linears
     topology: Topology
     expert_ids: range
     overlap_args: Any = field(default=None)
@@ -56,16 +76,24 @@ class TorchBackend(Backend):
         return self.refuses(config)
 
     def prepare(self, experts: ExpertWeights, config: MoeRunnerConfig, topology: Topology) -> TorchMoeQuantInfo:
-        """Dequantize to `config.dtype` if the dense weights fit in half of the free memory."""
-        num_dense_bytes = 3 * experts.num_experts * experts.hidden_size * experts.intermediate_size
-        fits = num_dense_bytes * config.dtype.itemsize <= _free_bytes(topology.device) // 2
+        """Dequantize to `config.dtype` if the dense weights fit in half of the free memory; cast the biases."""
+        num_weights = 3 * experts.num_experts * experts.hidden_size * experts.intermediate_size
+        fits = num_weights * config.dtype.itemsize <= _free_bytes(topology.device) // 2
+        b2 = experts.b2 if topology.tp_rank == 0 else None  # one rank of the sum carries the bias
         return TorchMoeQuantInfo(
-            experts=experts,
-            w13_EFH=experts.w13.dequantize(config.dtype) if fits else None,
-            w2_EHI=experts.w2.dequantize(config.dtype) if fits else None,
+            w13=_linears(experts.w13, experts.b13, config.dtype, fits),
+            w2=_linears(experts.w2, b2, config.dtype, fits),
             topology=topology,
             expert_ids=topology.expert_range(config.num_experts),
         )
+
+
+def _linears(weight: Weight, bias_EN: torch.Tensor | None, dtype: torch.dtype, fits: bool) -> Linears:
+    lazy = LazyLinears(weight, None if bias_EN is None else bias_EN.to(dtype), dtype)
+    if not fits:
+        return lazy
+    biases = [None] * weight.shape[0] if lazy.bias_EN is None else list(lazy.bias_EN)
+    return tuple(make_linear(weight.select(e).dequantize(dtype), bias_N) for e, bias_N in enumerate(biases))
 
 
 def _free_bytes(device: torch.device) -> int:
@@ -78,7 +106,7 @@ def _free_bytes(device: torch.device) -> int:
 
 @register_runner_core(MoeBackend.TORCH)
 class TorchRunnerCore:
-    """Loops over the active experts; each computes its own rows."""
+    """One GEMM per active expert and matrix; activation and sum over all visits at once."""
 
     def __init__(self, config: MoeRunnerConfig) -> None:
         self.config = config
@@ -87,32 +115,49 @@ class TorchRunnerCore:
         """Weighted sum over each token's local experts, [T, H]; a slot with id -1 adds exactly zero."""
         del state
         x_TH = core_input.x_TH.to(self.config.dtype)
-        out_TH = torch.zeros(x_TH.shape, dtype=torch.float32, device=x_TH.device)
-        for expert in torch.unique(core_input.ids_TK).tolist():
-            if expert < 0:
-                continue
-            rows, slots = torch.where(core_input.ids_TK == expert)
-            y_RH = self._expert(x_TH[rows], expert, quant_info)
-            out_TH.index_add_(0, rows, y_RH.float() * core_input.weights_TK[rows, slots, None])
-        return out_TH.to(self.config.dtype)
-
-    def _expert(self, x_RH: torch.Tensor, expert: int, quant_info: TorchMoeQuantInfo) -> torch.Tensor:
-        experts = quant_info.experts
-        w13_FH, w2_HI = _dense(quant_info, expert, x_RH.dtype)
-        h_RF = x_RH @ w13_FH.T
-        if experts.b13 is not None:
-            h_RF = h_RF + experts.b13[expert]
-        gate_RI, up_RI = h_RF.chunk(2, dim=-1)
-        y_RH = gated_activation(gate_RI, up_RI, self.config.activation) @ w2_HI.T
-        if experts.b2 is not None and quant_info.topology.tp_rank == 0:  # one rank of the sum carries the bias
-            y_RH = y_RH + experts.b2[expert]
-        return y_RH
+        visits = _visits(core_input.ids_TK)
+        if not visits:
+            return torch.zeros_like(x_TH)
+        slots = [slot for of_expert in visits.values() for slot in of_expert]
+        num_rows = [len(of_expert) for of_expert in visits.values()]
+        x_VH = _rows_of_visits(x_TH, slots, core_input.ids_TK.shape[1])
+        w13, w2 = quant_info.w13, quant_info.w2
+        h_VF = torch.cat([w13[e](x_RH) for e, x_RH in zip(visits, x_VH.split(num_rows), strict=True)])
+        gate_VI, up_VI = h_VF.chunk(2, dim=-1)
+        a_VI = gated_activation(gate_VI, up_VI, self.config.activation)
+        y_VH = torch.cat([w2[e](a_RI) for e, a_RI in zip(visits, a_VI.split(num_rows), strict=True)])
+        return _weighted_sum(y_VH.float(), slots, core_input).to(self.config.dtype)
 
 
-def _dense(info: TorchMoeQuantInfo, expert: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    if info.w13_EFH is not None and info.w2_EHI is not None:
-        return info.w13_EFH[expert], info.w2_EHI[expert]
-    return info.experts.w13.select(expert).dequantize(dtype), info.experts.w2.select(expert).dequantize(dtype)
+def _visits(ids_TK: torch.Tensor) -> dict[int, list[int]]:
+    """Active experts with their slots, counted along [T, K] flattened."""
+    visits: dict[int, list[int]] = {}
+    for slot, expert in enumerate(ids_TK.flatten().tolist()):
+        if expert >= 0:
+            visits.setdefault(expert, []).append(slot)
+    return visits
+
+
+def _rows_of_visits(x_TH: torch.Tensor, slots: list[int], top_k: int) -> torch.Tensor:
+    if x_TH.shape[0] == 1:
+        return x_TH.expand(len(slots), -1)
+    return x_TH.index_select(0, torch.tensor([slot // top_k for slot in slots], device=x_TH.device))
+
+
+def _weighted_sum(y_VH: torch.Tensor, slots: list[int], core_input: TorchCoreInput) -> torch.Tensor:
+    """[T, H] in fp32. Slots without a visit read a row of zeros, whatever their weight says."""
+    weights_TK = core_input.weights_TK
+    num_tokens, top_k = weights_TK.shape
+    num_visits, num_slots = len(slots), num_tokens * top_k
+    if num_visits < num_slots:
+        y_VH = torch.cat((y_VH, y_VH.new_zeros(1, y_VH.shape[1])))
+        weights_TK = weights_TK.masked_fill(core_input.ids_TK < 0, 0.0)
+    if slots != list(range(num_slots)):  # always equal for one token whose experts are all here
+        row_of_slot = [num_visits] * num_slots
+        for row, slot in enumerate(slots):
+            row_of_slot[slot] = row
+        y_VH = y_VH.index_select(0, torch.tensor(row_of_slot, device=y_VH.device))
+    return torch.bmm(weights_TK.unsqueeze(1), y_VH.view(num_tokens, top_k, -1)).squeeze(1)
 
 
 @register_pre_permute(DispatchFormat.STANDARD, MoeBackend.TORCH)

@@ -1,0 +1,80 @@
+"""Small layers of every format for the MoE tests."""
+
+import torch
+
+from moe import Activation, MoeRunnerConfig, StandardTopK
+from moe.formats import (
+    Bf16Weight,
+    ExpertWeights,
+    Fp8BlockWeight,
+    Fp8TensorWeight,
+    Mxfp4Weight,
+    Nvfp4Weight,
+    Weight,
+    concat_rows,
+)
+
+HAS_FBGEMM = torch.backends.quantized.engine in ("x86", "fbgemm")  # what packed CPU weights need
+PLAIN = Activation()
+GPT_OSS = Activation(alpha=1.702, beta=1.0, limit=7.0)
+DEEPSEEK_V4 = Activation(limit=10.0)
+FORMATS: dict[str, type[Weight]] = {
+    kind.format_name: kind for kind in (Bf16Weight, Fp8BlockWeight, Fp8TensorWeight, Mxfp4Weight, Nvfp4Weight)
+}
+
+
+def make_experts(
+    format_name: str, num_experts: int = 4, hidden: int = 64, inter: int = 128, *, bias: bool = True, seed: int = 0
+) -> ExpertWeights:
+    """Gate unlike up, every expert of another size, scales per half where the format has them."""
+    g = torch.Generator().manual_seed(seed)
+    kind = FORMATS[format_name]
+    size = (torch.arange(num_experts) + 1.0)[:, None, None]
+    gate = kind.quantize(size * torch.randn(num_experts, inter, hidden, generator=g))
+    up = kind.quantize(0.7 * size * torch.randn(num_experts, inter, hidden, generator=g))
+    w2 = kind.quantize(torch.randn(num_experts, hidden, inter, generator=g) / size)
+    b13 = torch.randn(num_experts, 2 * inter, generator=g) if bias else None
+    b2 = 3 * torch.randn(num_experts, hidden, generator=g) if bias else None
+    return ExpertWeights(w13=concat_rows(gate, up), w2=w2, b13=b13, b2=b2)
+
+
+def make_config(experts: ExpertWeights, **changes: object) -> MoeRunnerConfig:
+    settings: dict[str, object] = {
+        "num_experts": experts.num_experts, "num_local_experts": experts.num_experts,
+        "hidden_size": experts.hidden_size, "intermediate_size": experts.intermediate_size,
+        "top_k": 2, "activation": GPT_OSS, "dtype": torch.float32,
+    }  # fmt: skip
+    return MoeRunnerConfig(**(settings | changes))  # type: ignore[arg-type]
+
+
+def random_topk(num_tokens: int, num_experts: int, top_k: int = 2, seed: int = 1) -> StandardTopK:
+    g = torch.Generator().manual_seed(seed)
+    ids = torch.stack([torch.randperm(num_experts, generator=g)[:top_k] for _ in range(num_tokens)]).int()
+    return StandardTopK(torch.rand(num_tokens, top_k, generator=g) + 0.1, ids)
+
+
+def shard(experts: ExpertWeights, *, tp: tuple[int, int] = (1, 0), ep: tuple[int, int] = (1, 0)) -> ExpertWeights:
+    """One rank's part: whole experts by `ep` (size, rank), blocks of 32 of the intermediate axis by `tp`."""
+    num_local = experts.num_experts // ep[0]
+    first = ep[1] * num_local
+    inter = experts.intermediate_size
+    width = -(-inter // 32 // tp[0]) * 32
+    start = min(inter, tp[1] * width)
+    length = min(inter, start + width) - start
+
+    def rows(part: torch.Tensor) -> torch.Tensor:
+        own = part[first : first + num_local]
+        return torch.cat([own[:, start : start + length], own[:, inter + start : inter + start + length]], dim=1)
+
+    w13 = experts.w13.narrow(0, first, num_local)
+    halves = [w13.narrow(-2, half * inter + start, length) for half in (0, 1)]
+    return ExpertWeights(
+        w13=concat_rows(*halves),
+        w2=experts.w2.narrow(0, first, num_local).narrow(-1, start, length),
+        b13=None if experts.b13 is None else rows(experts.b13),
+        b2=None if experts.b2 is None else experts.b2[first : first + num_local],
+    )
+
+
+def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got.double() - want.double()).norm() / want.double().norm())

@@ -1,0 +1,89 @@
+"""Linear layers of the CPU: packed where that is exact, plain elsewhere, right in every form."""
+
+import warnings
+
+import pytest
+import torch
+from moe_layers import HAS_FBGEMM
+
+from moe.cpu_linear import DenseLinear, PackedLinear, make_linear
+from moe.formats import Fp8BlockWeight, Mxfp4Weight
+
+
+def dense(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 16, 40, 300])
+@pytest.mark.parametrize("kind", [PackedLinear, DenseLinear] if HAS_FBGEMM else [DenseLinear])
+def test_every_form_multiplies(kind: type, num_rows: int, with_bias: bool) -> None:
+    weight, bias, x = (
+        dense(97, 160).half().float(),
+        dense(97, seed=1) if with_bias else None,
+        dense(num_rows, 160, seed=2),
+    )
+    got = kind(weight, bias)(x)
+    want = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    assert got.shape == (num_rows, 97)
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_other_dtypes_stay_as_they_are(dtype: torch.dtype) -> None:
+    linear = make_linear(dense(8, 16).to(dtype), dense(8).to(dtype))
+    assert isinstance(linear, DenseLinear)
+    assert linear(dense(3, 16).to(dtype)).dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("weight", "is_packed"),
+    [
+        (Mxfp4Weight.quantize(dense(64, 96) * 0.02).dequantize(), True),
+        (dense(64, 96).bfloat16().float() * 2**-5, True),
+        (dense(64, 96), False),
+        (Fp8BlockWeight.quantize(dense(64, 96)).dequantize(), False),
+        (torch.full((4, 4), 1e6), False),
+        (torch.full((4, 4), 2.0**-30), False),
+        (torch.full((4, 4), float("nan")), False),
+        (torch.zeros(4, 4), True),
+        (torch.zeros(0, 4), False),
+        (torch.zeros(4, 0), False),
+    ],
+)
+def test_only_what_fp16_holds_exactly_is_packed(weight: torch.Tensor, is_packed: bool) -> None:
+    assert isinstance(make_linear(weight, None), PackedLinear) == (is_packed and HAS_FBGEMM)
+
+
+@pytest.mark.parametrize("missing", ["engine", "operator"])
+def test_without_fbgemm_weights_stay_dense(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if missing == "operator":
+        monkeypatch.delattr(torch, "fbgemm_pack_gemm_matrix_fp16")
+    else:
+        monkeypatch.setattr("moe.cpu_linear._ENGINES", ())
+    assert isinstance(make_linear(torch.ones(4, 4), None), DenseLinear)
+
+
+@pytest.mark.parametrize(("shape", "num_rows"), [((0, 8), 3), ((8, 0), 1), ((8, 0), 3)])
+def test_empty_matrices_work(shape: tuple[int, int], num_rows: int) -> None:
+    bias = torch.arange(shape[0], dtype=torch.float32)
+    got = make_linear(torch.empty(shape), bias)(torch.empty(num_rows, shape[1]))
+    assert torch.equal(got, bias.expand(num_rows, -1))
+
+
+@pytest.mark.parametrize("shape", [(288, 96), (24, 2880), (97, 33)] if HAS_FBGEMM else [])
+def test_a_row_has_the_same_bits_in_every_batch_and_in_both_operators(shape: tuple[int, int]) -> None:
+    linear = PackedLinear(dense(*shape).half().float(), dense(shape[0], seed=1))
+    x = dense(200, shape[1], seed=2)
+    few = torch.fbgemm_linear_fp16_weight_fp32_activation(x, linear._few_rows, linear._bias_N)
+    assert torch.equal(torch.ops.quantized.linear_dynamic_fp16(x, linear._many_rows), few)
+    for start, length in ((0, 1), (5, 2), (3, 13), (60, 140)):
+        assert torch.equal(linear(x[start : start + length]), few[start : start + length])
+
+
+def test_packing_lets_no_warning_out_and_hides_no_other() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make_linear(torch.ones(4, 4), None)(torch.ones(1, 4))
+        warnings.warn("another", stacklevel=1)
+    assert [str(warning.message) for warning in caught] == ["another"]

@@ -1,0 +1,211 @@
+"""The torch backend: every format, both ways of holding weights, expert id -1, shards, equal bits in every batch."""
+
+import dataclasses
+
+import pytest
+import torch
+from moe_layers import (
+    DEEPSEEK_V4,
+    FORMATS,
+    GPT_OSS,
+    HAS_FBGEMM,
+    PLAIN,
+    make_config,
+    make_experts,
+    random_topk,
+    relative_error,
+    shard,
+)
+
+from moe import (
+    Activation,
+    BypassedTopK,
+    MoeA2ABackend,
+    MoeBackend,
+    MoeRunner,
+    MoeRunnerConfig,
+    RoutingConfig,
+    RoutingMethod,
+    StandardDispatchOutput,
+    StandardTopK,
+    Topology,
+)
+from moe.backends.base import Device
+from moe.backends.torch import LazyLinears, TorchBackend
+from moe.formats import Bf16Weight, ExpertWeights
+from moe.routing import route
+from moe.twin import moe_twin
+
+every_format = pytest.mark.parametrize("format_name", FORMATS)
+both_ways = pytest.mark.parametrize("fits", [True, False], ids=["ready", "lazy"])
+
+
+@pytest.fixture(autouse=True)
+def _memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = getattr(getattr(request.node, "callspec", None), "params", {})
+    if "fits" in params:
+        monkeypatch.setattr("moe.backends.torch._free_bytes", lambda device: 2**40 if params["fits"] else 0)
+
+
+def run(
+    experts: ExpertWeights,
+    config: MoeRunnerConfig,
+    x: torch.Tensor,
+    topk: StandardTopK,
+    topology: Topology | None = None,
+) -> torch.Tensor:
+    quant_info = TorchBackend().prepare(experts, config, topology or Topology())
+    runner = MoeRunner(MoeBackend.TORCH, MoeA2ABackend.NONE, config)
+    return runner.run(StandardDispatchOutput(x, topk), quant_info).hidden_states
+
+
+def inputs(num_tokens: int, hidden: int = 64, seed: int = 3) -> torch.Tensor:
+    return torch.randn(num_tokens, hidden, generator=torch.Generator().manual_seed(seed))
+
+
+@every_format
+@both_ways
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("num_tokens", [1, 2, 37])
+def test_every_format_agrees_with_the_twin(format_name: str, fits: bool, bias: bool, num_tokens: int) -> None:
+    experts = make_experts(format_name, bias=bias)
+    config, x, topk = make_config(experts), inputs(num_tokens), random_topk(num_tokens, 4)
+    quant_info = TorchBackend().prepare(experts, config, Topology())
+    assert isinstance(quant_info.w13, LazyLinears) != fits
+    got = run(experts, config, x, topk)
+    assert got.dtype == torch.float32
+    assert relative_error(got, moe_twin(x, topk, experts, GPT_OSS)) < 1e-5
+
+
+@pytest.mark.parametrize("activation", [PLAIN, GPT_OSS, DEEPSEEK_V4], ids=["plain", "gpt_oss", "v4"])
+@both_ways
+def test_bf16_casts_biases_once_and_stays_near_the_twin(activation: Activation, fits: bool) -> None:
+    experts = make_experts("mxfp4")
+    config = make_config(experts, activation=activation, dtype=torch.bfloat16)
+    x, topk = inputs(9).bfloat16(), random_topk(9, 4)
+    got = run(experts, config, x, topk)
+    assert got.dtype == torch.bfloat16
+    assert relative_error(got, moe_twin(x, topk, experts, activation)) < 1e-2
+
+
+@every_format
+@both_ways
+def test_minus_one_adds_exactly_zero_and_idle_experts_are_never_read(format_name: str, fits: bool) -> None:
+    experts = make_experts(format_name)
+    x, topk = inputs(40), random_topk(40, 3)  # expert 3 stays idle
+    lost = torch.rand(40, 2, generator=torch.Generator().manual_seed(5)) < 0.3
+    lost[0], lost[1] = True, torch.tensor([True, False])
+    topk.ids[lost] = -1
+    poisoned_weights = torch.where(lost, float("nan"), topk.weights)
+    config = make_config(experts)
+    quant_info = TorchBackend().prepare(experts, config, Topology())
+    poison = Bf16Weight(torch.full((4, 256, 64), float("nan"))), Bf16Weight(torch.full((4, 64, 128), float("nan")))
+    nan_experts = ExpertWeights(w13=poison[0], w2=poison[1])
+    nan_info = TorchBackend().prepare(nan_experts, config, Topology())
+    w13, w2 = ([info[e] for e in range(3)] for info in (quant_info.w13, quant_info.w2))
+    mixed = dataclasses.replace(quant_info, w13=(*w13, nan_info.w13[3]), w2=(*w2, nan_info.w2[3]))
+    runner = MoeRunner(MoeBackend.TORCH, MoeA2ABackend.NONE, config)
+    got = runner.run(StandardDispatchOutput(x, StandardTopK(poisoned_weights, topk.ids)), mixed).hidden_states
+    assert relative_error(got, moe_twin(x, topk, experts, GPT_OSS)) < 1e-5
+    assert torch.equal(got[0], torch.zeros(64))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5])
+def test_a_batch_of_minus_one_is_zero(num_tokens: int) -> None:
+    experts = make_experts("mxfp4")
+    topk = StandardTopK(torch.full((num_tokens, 2), float("nan")), torch.full((num_tokens, 2), -1, dtype=torch.int32))
+    got = run(experts, make_config(experts), inputs(num_tokens) * float("nan"), topk)
+    assert torch.equal(got, torch.zeros(num_tokens, 64))
+
+
+def test_a_token_of_nan_spoils_only_its_own_row() -> None:
+    experts = make_experts("mxfp4")
+    config, x, topk = make_config(experts), inputs(6), random_topk(6, 4)
+    topk.ids[4, 0] = -1
+    clean = run(experts, config, x, topk)
+    x[2] = float("nan")
+    got = run(experts, config, x, topk)
+    others = [0, 1, 3, 4, 5]
+    assert torch.equal(got[others], clean[others])
+    assert bool(got[2].isnan().all())
+
+
+@pytest.mark.parametrize("inter", [96, 288] if HAS_FBGEMM else [])
+def test_packed_weights_give_a_token_the_same_bits_in_every_batch(inter: int) -> None:
+    experts = make_experts("mxfp4", num_experts=8, hidden=96, inter=inter)
+    config, x, topk = make_config(experts), inputs(150, 96), random_topk(150, 8)
+    whole = run(experts, config, x, topk)
+    for start, length in ((0, 1), (7, 1), (3, 2), (0, 8), (40, 17), (10, 140)):
+        rows = slice(start, start + length)
+        part = run(experts, config, x[rows], StandardTopK(topk.weights[rows], topk.ids[rows]))
+        assert torch.equal(part, whole[rows])
+
+
+@both_ways
+@pytest.mark.parametrize("format_name", ["mxfp4", "bf16"])
+@pytest.mark.parametrize("tp_size", [1, 2, 4, 8])
+@pytest.mark.parametrize("ep_size", [1, 2, 4])
+def test_shards_of_288_sum_to_the_whole(format_name: str, fits: bool, tp_size: int, ep_size: int) -> None:
+    experts = make_experts(format_name, hidden=96, inter=288)
+    x, topk = inputs(5, 96), random_topk(5, 4)
+    total, empty_ranks = torch.zeros(5, 96), 0
+    for tp_rank in range(tp_size):
+        for ep_rank in range(ep_size):
+            own = shard(experts, tp=(tp_size, tp_rank), ep=(ep_size, ep_rank))
+            empty_ranks += own.intermediate_size == 0
+            config = make_config(own, num_experts=4)
+            topology = Topology(tp_size=tp_size, tp_rank=tp_rank, ep_size=ep_size, ep_rank=ep_rank)
+            total += run(own, config, x, topk, topology)
+    assert empty_ranks == ep_size * {4: 1, 8: 3}.get(tp_size, 0)  # 9 blocks of 32, at most ceil(9 / tp) a rank
+    assert relative_error(total, moe_twin(x, topk, experts, GPT_OSS)) < 1e-5
+
+
+def test_shards_padded_with_zeros_sum_to_the_whole() -> None:
+    experts = make_experts("bf16", hidden=96, inter=288)
+    x, topk, total = inputs(5, 96), random_topk(5, 4), torch.zeros(5, 96)
+    for rank in range(8):
+        own = shard(experts, tp=(8, rank))
+        inter = own.intermediate_size
+        w13, w2, b13 = torch.zeros(4, 128, 96), torch.zeros(4, 96, 64), torch.zeros(4, 128)
+        for half in (0, 1):
+            rows = own.w13.dequantize()[:, half * inter : (half + 1) * inter]
+            w13[:, half * 64 : half * 64 + inter] = rows
+            b13[:, half * 64 : half * 64 + inter] = own.b13[:, half * inter : (half + 1) * inter]
+        w2[..., :inter] = own.w2.dequantize()
+        padded = ExpertWeights(w13=Bf16Weight(w13), w2=Bf16Weight(w2), b13=b13, b2=own.b2)
+        total += run(padded, make_config(padded), x, topk, Topology(tp_size=8, tp_rank=rank))
+    assert relative_error(total, moe_twin(x, topk, experts, GPT_OSS)) < 1e-5
+
+
+def test_routing_inside_is_materialised() -> None:
+    experts = make_experts("nvfp4")
+    config, x = make_config(experts), inputs(6)
+    routing = RoutingConfig(method=RoutingMethod.SOFTMAX_AFTER_TOPK, num_experts=4, top_k=2)
+    bypassed = BypassedTopK(inputs(6, 4, seed=9), routing)
+    quant_info = TorchBackend().prepare(experts, config, Topology())
+    runner = MoeRunner(MoeBackend.TORCH, MoeA2ABackend.NONE, config)
+    got = runner.run(StandardDispatchOutput(x, bypassed), quant_info).hidden_states
+    assert torch.equal(got, run(experts, config, x, route(bypassed.logits, routing)))
+
+
+def test_the_scaling_factor_is_in_the_weights_alone() -> None:
+    experts = make_experts("fp8_block")
+    config, x, logits = make_config(experts), inputs(6), inputs(6, 4, seed=9)
+    for normalize in (True, False):
+        outputs = []
+        for factor in (1.0, 2.5):
+            routing = RoutingConfig(
+                method=RoutingMethod.SIGMOID_GROUPED, num_experts=4, top_k=2, normalize=normalize,
+                routed_scaling_factor=factor,
+            )  # fmt: skip
+            outputs.append(run(experts, dataclasses.replace(config, routing=routing), x, route(logits, routing)))
+        assert relative_error(outputs[1], 2.5 * outputs[0]) < 1e-6
+
+
+def test_supports_every_device_and_names_what_it_refuses() -> None:
+    backend, config = TorchBackend(), make_config(make_experts("bf16"))
+    for arch in ("cpu", "sm90", "gfx942"):
+        for format_name in FORMATS:
+            assert backend.supports(Device(arch=arch), format_name, MoeA2ABackend.NONE, config) is None
+    assert "int3 is unknown" in str(backend.supports(Device(arch="cpu"), "int3", MoeA2ABackend.NONE, config))
+    assert "mori is not supported" in str(backend.supports(Device(arch="cpu"), "bf16", MoeA2ABackend.MORI, config))
