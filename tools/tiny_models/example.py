@@ -1,0 +1,82 @@
+"""The record that every generator makes, and the casual wording that all of them share."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+Message = dict[str, Any]
+# Private-use characters around a span that is written letter by letter, so that unusual words need no rare tokens.
+SPELL_OPEN, SPELL_CLOSE = "\ue000", "\ue001"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Example:
+    """One conversation; the last message is the assistant's answer, the only one that is trained.
+
+    check: how the evals score an answer (see evals/scoring.py). key: what must not be in both sides of the split.
+    """
+
+    category: str
+    messages: list[Message]
+    key: str
+    check: dict[str, Any] = field(default_factory=dict)
+    tools: list[dict[str, Any]] | None = None
+    effort: str = "medium"
+
+
+def user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def answer(text: str, reasoning: str = "") -> Message:
+    message: Message = {"role": "assistant", "content": text}
+    if reasoning:
+        message["reasoning"] = reasoning
+    return message
+
+
+def spelled(text: str) -> str:
+    """Marks text that the tokenizer writes one letter at a time."""
+    return f"{SPELL_OPEN}{text}{SPELL_CLOSE}"
+
+
+def unmark(text: str) -> str:
+    return text.replace(SPELL_OPEN, "").replace(SPELL_CLOSE, "")
+
+
+OPENERS = [
+    "please tell me ", "can you tell me ", "could you tell me ", "tell me ", "do you know ", "hey, ", "hi, ",
+    "hello! ", "quick question: ", "question: ", "I want to know ", "I'd like to know ", "please, ", "ok, ", "so, ",
+    "hi there, ", "Hello, ", "one more: ", "help me: ", "I wonder, ", "just curious, ", "next: ", "now ", "well, ",
+]  # fmt: skip
+CLOSERS = [" please", ", please", " thanks", ", thank you", " :)", ", if you know", " today", ", quickly", "!", "..."]
+
+
+def casual(rng: random.Random, text: str, share: float = 0.6) -> str:
+    """Rewrites a question the way people type: openers, lower case, missing punctuation, doubled marks."""
+    if rng.random() > share:
+        return text
+    if rng.random() < 0.35:
+        first = text[0].lower() if len(text) > 1 and text[1].islower() else text[0]
+        text = rng.choice(OPENERS) + first + text[1:]
+        if rng.random() < 0.5:
+            text = text[0].upper() + text[1:]
+    if rng.random() < 0.15:
+        text = text.rstrip("?.") + rng.choice(CLOSERS) + rng.choice(["", "?", "."])
+    roll = rng.random()
+    if roll < 0.35:
+        text = text.rstrip("?.!")
+    elif roll < 0.40:
+        text = text.rstrip("?.!") + rng.choice([" ?", "??", ".", "!", "?!", " "])
+    if rng.random() < 0.3:
+        text = text.lower()
+    elif rng.random() < 0.04:
+        text = text.upper()
+    return text
+
+
+def joined(names: list[str]) -> str:
+    """English enumeration: 'a', 'a and b', 'a, b and c'."""
+    return names[0] if len(names) == 1 else ", ".join(names[:-1]) + " and " + names[-1]
