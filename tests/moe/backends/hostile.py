@@ -1,12 +1,11 @@
 """Hostile experts and tokens for every path, and the reference they are compared with.
 
 Gate unlike up; per-expert magnitudes, biases and scales all distinct; many clamped activations; one idle expert;
--1 ids; router weights with the scaling factor in. The reference is dense fp32 with the path's activation rounding.
+-1 ids; router weights with the scaling factor in. The reference is the twin with the path's activation rounding.
 """
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,9 +20,14 @@ from moe.formats import (
     activation_quant,
     concat_rows,
 )
+from moe.twin import moe_twin
 
 FACTOR = 2.5
-Rounding = Callable[[torch.Tensor, int], torch.Tensor]
+ROUNDING = {
+    "fp8_block": activation_quant.fp8_groups,
+    "fp8_tensor": activation_quant.fp8_static,
+    "nvfp4": activation_quant.nvfp4_static,
+}
 
 
 def dense_experts(num_experts: int, hidden: int, inter: int, *, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -67,41 +71,29 @@ def routing(num_tokens: int, num_experts: int, top_k: int, *, seed: int = 2, idl
     return StandardTopK(weights.bfloat16().float(), ids)
 
 
-def reference(
-    x: torch.Tensor,
-    topk: StandardTopK,
-    experts: ExpertWeights,
-    activation: Activation,
-    *,
-    quantize_in: Rounding | None = None,
-    quantize_mid: Rounding | None = None,
-) -> torch.Tensor:
-    """fp32 [T, H] over all experts in `experts`."""
-    w13, w2 = experts.w13.dequantize(), experts.w2.dequantize()
-    out = torch.zeros(x.shape[0], w2.shape[1])
-    clamped = total = 0
-    for expert in range(w13.shape[0]):
-        rows, slots = torch.where(topk.ids == expert)
-        if not rows.numel():
-            continue
-        x_in = x[rows].float() if quantize_in is None else quantize_in(x[rows].float(), expert)
-        hidden = x_in @ w13[expert].T
-        if experts.b13 is not None:
-            hidden = hidden + experts.b13[expert].float()
+def reference(x: torch.Tensor, topk: StandardTopK, experts: ExpertWeights, activation: Activation) -> torch.Tensor:
+    """fp32 [T, H] of the twin; asserts that clamps, where there are any, act on at least a tenth of the values."""
+    if activation.limit is not None:
+        hidden = torch.einsum("th,efh->etf", x.float(), experts.w13.dequantize())
         gate, up = hidden.chunk(2, dim=-1)
-        if activation.limit is not None:
-            clamped += int((gate > activation.limit).sum() + (up.abs() > activation.limit).sum())
-            total += hidden.numel()
-            gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
-        mid = gate * torch.sigmoid(activation.alpha * gate) * (up + activation.beta)
-        mid = mid if quantize_mid is None else quantize_mid(mid, expert)
-        y = mid @ w2[expert].T
-        if experts.b2 is not None:
-            y = y + experts.b2[expert].float()
-        out.index_add_(0, rows, y * topk.weights[rows, slots, None])
-    if total:
-        assert clamped / total > 0.1, "the inputs must make the clamp act"
-    return out
+        clamped = ((gate > activation.limit).float().mean() + (up.abs() > activation.limit).float().mean()) / 2
+        assert clamped > 0.1
+    rounding = ROUNDING.get(experts.format_name)
+    return moe_twin(x, topk, experts, activation, quantize_input=rounding)
+
+
+def layer_wide(experts: ExpertWeights, *, w13: bool = True, w2: bool = True) -> ExpertWeights:
+    """The same experts, all with the largest activation scale of the layer, as kernels with one scale see them."""
+
+    def widen(weight: Any) -> Any:
+        if getattr(weight, "input_scale", None) is None:
+            return weight
+        largest = torch.full_like(weight.input_scale, float(weight.input_scale.max()))
+        return dataclasses.replace(weight, input_scale=largest)
+
+    return dataclasses.replace(
+        experts, w13=widen(experts.w13) if w13 else experts.w13, w2=widen(experts.w2) if w2 else experts.w2
+    )
 
 
 def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
@@ -171,17 +163,6 @@ def quantized_experts(
     halved = {name: getattr(upper, name) * 0.5 for name in ("scale", "scale_2") if hasattr(upper, name)}
     halves = concat_rows(upper, dataclasses.replace(lower, **halved))
     return ExpertWeights(w13=halves, w2=kind.quantize(w2, in2))
-
-
-def static_rounding(name: str, experts: ExpertWeights) -> tuple[Rounding | None, Rounding | None]:
-    """Activation rounding of both GEMMs, with the largest input scale of all experts where it is static."""
-    round_one = {
-        "bf16": None, "fp8_block": activation_quant.fp8_groups,
-        "fp8_tensor": activation_quant.fp8_static, "nvfp4": activation_quant.nvfp4_static,
-    }[name]  # fmt: skip
-    if round_one is None:
-        return None, None
-    return lambda x, expert: round_one(x, experts.w13), lambda mid, expert: round_one(mid, experts.w2)
 
 
 def with_layer_scales(part: ExpertWeights, whole: ExpertWeights) -> ExpertWeights:

@@ -52,9 +52,8 @@ def run(
     return result.hidden_states
 
 
-def expected(name: str, experts: ExpertWeights, activation: Activation = PLAIN) -> torch.Tensor:
-    quantize_in, quantize_mid = hostile.static_rounding(name, experts)
-    return hostile.reference(X, TOPK, experts, activation, quantize_in=quantize_in, quantize_mid=quantize_mid)
+def expected(experts: ExpertWeights, activation: Activation = PLAIN) -> torch.Tensor:
+    return hostile.reference(X, TOPK, hostile.layer_wide(experts), activation)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -63,7 +62,7 @@ def test_numbers(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     experts = hostile.quantized_experts(name, E, H, I, x=X)
     got = run(experts, Topology())
     assert emulator.exact is not None
-    assert hostile.relative_error(emulator.exact, expected(name, experts)) < TOLERANCE[name]
+    assert hostile.relative_error(emulator.exact, expected(experts)) < TOLERANCE[name]
     assert torch.equal(got, emulator.exact.bfloat16())
     assert torch.equal(got[2], torch.zeros(H, dtype=torch.bfloat16)), "all ids of this token are -1"
 
@@ -74,7 +73,7 @@ def test_halves_with_their_own_scales_get_a_common_one(monkeypatch: pytest.Monke
     experts = hostile.quantized_experts(name, E, H, I, x=X, per_half=True)
     run(experts, Topology())
     assert emulator.exact is not None
-    assert hostile.relative_error(emulator.exact, expected(name, experts)) < TOLERANCE[name]
+    assert hostile.relative_error(emulator.exact, expected(experts)) < TOLERANCE[name]
 
 
 def test_bf16_with_biases_and_clamped_activation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +83,7 @@ def test_bf16_with_biases_and_clamped_activation(monkeypatch: pytest.MonkeyPatch
     experts = ExpertWeights(w13=Bf16Weight.quantize(w13 * 2), w2=Bf16Weight.quantize(w2), b13=b13, b2=b2)
     run(experts, Topology(), GPT_OSS)
     assert emulator.exact is not None
-    assert hostile.relative_error(emulator.exact, expected("bf16", experts, GPT_OSS)) < 1e-5
+    assert hostile.relative_error(emulator.exact, expected(experts, GPT_OSS)) < 1e-5
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -100,7 +99,7 @@ def test_ranks_sum_to_one(monkeypatch: pytest.MonkeyPatch, name: str, tp_size: i
             run(part, Topology(tp_size=tp_size, tp_rank=tp_rank, ep_size=ep_size, ep_rank=ep_rank))
             assert emulator.exact is not None
             total += emulator.exact
-    assert hostile.relative_error(total, expected(name, experts)) < TOLERANCE[name]
+    assert hostile.relative_error(total, expected(experts)) < TOLERANCE[name]
 
 
 def test_the_answer_comes_from_the_topologys_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
