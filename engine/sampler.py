@@ -1,4 +1,4 @@
-"""Chooses the next token of every row. Changes to the logits are in `logits`, random numbers in `draws`.
+"""Chooses the next token of every row. Rules on logits, filters and random numbers are `logits`, `filters`, `draws`.
 
 Shape letters: R rows (sequences that sample in this step), V vocabulary.
 
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.draws import uniform
+from engine.filters import filter_probs, is_filtered
 from engine.logits import apply_rules
 from engine.logprobs import token_logprobs
 from engine.sequence import GREEDY_TEMPERATURE, Sequence
@@ -67,37 +68,14 @@ def _draw(logits_RV: torch.Tensor, seqs: list[Sequence]) -> list[int]:
     device = logits_RV.device
     temperature_R1 = torch.tensor([[seq.sampling.temperature] for seq in seqs], dtype=torch.float32, device=device)
     probs_RV = torch.softmax(logits_RV / temperature_R1, dim=-1)
-    filtered = [row for row, seq in enumerate(seqs) if _is_filtered(seq)]
+    filtered = [row for row, seq in enumerate(seqs) if is_filtered(seq)]
     if len(filtered) == len(seqs):
-        probs_RV = _filter(probs_RV, seqs)
+        probs_RV = filter_probs(probs_RV, seqs)
     elif filtered:
-        probs_RV[filtered] = _filter(probs_RV[filtered], [seqs[row] for row in filtered])
+        probs_RV[filtered] = filter_probs(probs_RV[filtered], [seqs[row] for row in filtered])
     cdf_RV = probs_RV.cumsum(dim=-1, dtype=torch.float64)
     draws_R1 = torch.tensor([[uniform(seq.seed, seq.num_output)] for seq in seqs], dtype=torch.float64, device=device)
     # A draw is at most 1 - 2**-52, so the product stays below the last entry and no token of probability 0 is chosen.
     chosen_R1 = torch.searchsorted(cdf_RV, draws_R1 * cdf_RV[:, -1:], right=True)
     tokens: list[int] = chosen_R1[:, 0].tolist()
     return tokens
-
-
-def _is_filtered(seq: Sequence) -> bool:
-    return seq.sampling.top_p < 1.0 or seq.sampling.top_k > 0 or seq.sampling.min_p > 0.0
-
-
-def _filter(probs_RV: torch.Tensor, seqs: list[Sequence]) -> torch.Tensor:
-    """Probabilities, not normalized again, with zeros where a filter drops the token; the best one always stays."""
-    vocab_size = probs_RV.shape[1]
-    rules_R3 = torch.tensor(
-        [[seq.sampling.top_k or vocab_size, seq.sampling.top_p, seq.sampling.min_p] for seq in seqs],
-        dtype=torch.float64,
-        device=probs_RV.device,
-    )
-    top_k_R1, top_p_R1, min_p_R1 = rules_R3.split(1, dim=1)
-    sorted_RV, order_RV = probs_RV.sort(dim=-1, descending=True, stable=True)
-    rank_V = torch.arange(vocab_size, device=probs_RV.device)
-    sorted_RV = sorted_RV.double().masked_fill_(rank_V >= top_k_R1, 0.0)
-    mass_RV = sorted_RV.cumsum(dim=-1)
-    kept_RV = (mass_RV - sorted_RV < top_p_R1 * mass_RV[:, -1:]) & (sorted_RV >= min_p_R1 * sorted_RV[:, :1])
-    kept_RV &= rank_V < top_k_R1
-    kept_RV[:, 0] = True
-    return probs_RV * torch.empty_like(kept_RV).scatter_(1, order_RV, kept_RV)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from engine.draws import uniform
+from engine.filters import filter_probs
 from engine.sampler import sample
 from engine.sequence import Sequence
 from tests.engine.requests import request
@@ -73,6 +74,37 @@ def test_filters_keep_a_head_of_the_sorted_tokens(sampling, kept):
 def test_top_k_of_equals_keeps_exactly_k_first_ones():
     tokens = choose(*(make(seed=s, top_k=2) for s in range(200)), logits=torch.ones(6)).tokens
     assert set(tokens) == {0, 1}
+
+
+def naive_filter(probs, top_k, top_p, min_p):
+    """The definition, one row, in Python floats."""
+    order = sorted(range(len(probs)), key=lambda i: (-probs[i], i))[: top_k or len(probs)]
+    total, mass, kept = sum(probs[i] for i in order), 0.0, []
+    for token in order:
+        if kept and (mass >= top_p * total or probs[token] < min_p * probs[order[0]]):
+            break
+        kept.append(token)
+        mass += probs[token]
+    return set(kept)
+
+
+@pytest.mark.parametrize("vocab_size", [5, 255, 256, 257, 1000])
+@pytest.mark.parametrize("spread", [0.0, 0.3, 3.0], ids=["all equal", "flat", "peaked"])
+def test_filters_agree_with_their_definition(vocab_size, spread):
+    rules = [{"top_k": k} for k in (1, 3, 255, 256, 257, 999, 5000)] + [{"top_p": p} for p in (0.01, 0.5, 0.9, 0.97)]
+    rules += [{"min_p": p} for p in (0.01, 0.6)] + [
+        {"top_k": 300, "top_p": 0.8},
+        {"top_k": 9, "top_p": 0.8, "min_p": 0.3},
+    ]
+    logits = torch.randn(len(rules), vocab_size, generator=torch.Generator().manual_seed(vocab_size)) * spread
+    logits = (logits * 16).round() / 16  # many equal ones
+    probs = torch.softmax(logits, dim=-1)
+    kept = filter_probs(probs, [make(**rule) for rule in rules]) > 0
+    for row, rule in enumerate(rules):
+        expected = naive_filter(
+            probs[row].tolist(), rule.get("top_k", 0), rule.get("top_p", 1.0), rule.get("min_p", 0.0)
+        )
+        assert set(kept[row].nonzero()[:, 0].tolist()) == expected, rule
 
 
 def test_rows_of_a_mixed_batch_are_what_they_are_alone():
