@@ -139,7 +139,7 @@ def _append(pieces: list[Piece], piece: Piece) -> None:
     if not piece.text and not piece.tokens:
         return
     last = pieces[-1] if pieces else None
-    if last is not None and last.kind is piece.kind and last.call == piece.call:
+    if last is not None and last.name is None and (last.kind, last.call) == (piece.kind, piece.call):
         last.text += piece.text
         last.tokens += piece.tokens
     else:

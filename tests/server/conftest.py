@@ -165,7 +165,7 @@ def service(shared_service: Service) -> Service:
     return shared_service
 
 
-class serve:  # noqa: N801 - used like a function
+class serve:
     """`with serve(engine, tokenizer, api_key="x") as service:`"""
 
     def __init__(self, engine: FakeEngine, tokenizer: Tokenizer, **settings: object) -> None:
@@ -204,7 +204,8 @@ ANSWER = (
 )
 CALL = (
     "<|channel|>analysis<|message|>I need the weather.<|end|>"
-    '<|start|>assistant<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"city": "Paris"}<|call|>'
+    "<|start|>assistant<|channel|>commentary to=functions.get_weather <|constrain|>json"
+    '<|message|>{"city": "Paris"}<|call|>'
 )
 WEATHER = {
     "type": "function",

@@ -1,4 +1,4 @@
-"""DeepSeek output: reasoning by the prompt's end (B10), both spellings of tool calls, any text cut into tokens (B11)."""
+"""DeepSeek output: reasoning by the prompt's end (B10), both spellings of tool calls, any cut into tokens (B11)."""
 
 import json
 import random
@@ -74,13 +74,13 @@ def parse(text, *, prompt="<｜Assistant｜>", rng=None, finish=True):
 V3 = (
     "Let me look.<｜tool▁calls▁begin｜>"
     '<｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n{"city": "Zürich"}\n```<｜tool▁call▁end｜>\n'
-    '<｜tool▁call▁begin｜>function<｜tool▁sep｜>get_time\n```json\n{}\n```<｜tool▁call▁end｜>'
+    "<｜tool▁call▁begin｜>function<｜tool▁sep｜>get_time\n```json\n{}\n```<｜tool▁call▁end｜>"
     "<｜tool▁calls▁end｜><｜end▁of▁sentence｜>"
 )
 V31 = (
     "<｜tool▁calls▁begin｜>"
     '<｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{"city": "Zürich"}<｜tool▁call▁end｜>'
-    '<｜tool▁call▁begin｜>get_time<｜tool▁sep｜>{}<｜tool▁call▁end｜>'
+    "<｜tool▁call▁begin｜>get_time<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
     "<｜tool▁calls▁end｜><｜end▁of▁sentence｜>"
 )
 CALLS = [("get_weather", '{"city": "Zürich"}'), ("get_time", "{}")]

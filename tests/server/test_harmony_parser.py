@@ -93,7 +93,9 @@ def test_without_a_readable_final_message_the_text_is_shown(text, content):
     assert parse_text(text)[1:] == (content, [])
 
 
-@pytest.mark.parametrize("text", ["<|channel|>analysis", "<|channel|>", "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"])
+@pytest.mark.parametrize(
+    "text", ["<|channel|>analysis", "<|channel|>", "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"]
+)
 def test_cut_inside_a_header_shows_no_markup(text):
     assert parse_text(text)[1:] == ("", [])
 
@@ -164,7 +166,9 @@ def test_any_token_anywhere_never_raises_and_the_final_message_survives(transcri
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.one_of(st.sampled_from(sorted(TOKENIZER.special_tokens.values())), st.integers(0, 4095)), max_size=60))
+@given(
+    st.lists(st.one_of(st.sampled_from(sorted(TOKENIZER.special_tokens.values())), st.integers(0, 4095)), max_size=60)
+)
 def test_random_tokens_never_raise(ids):
     reasoning, content, calls = parse(ids, START_OF_ANSWER)
     assert not any(name in reasoning + content + str(calls) for name in TOKENIZER.special_tokens)

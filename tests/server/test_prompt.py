@@ -1,6 +1,7 @@
-"""Chat prompts: the checkpoint's template, reasoning between turns (B07), arguments as written (B08), user text as data."""
+"""Chat prompts: the checkpoint's template, earlier reasoning (B07), arguments as written (B08), user text as data."""
 
 import json
+from typing import ClassVar
 
 import pytest
 
@@ -104,7 +105,7 @@ def test_arguments_that_are_no_json_do_not_break_the_prompt_b08(tokenizer, broke
 class TemplateTokenizer:
     """A tokenizer of characters with two control tokens and any template."""
 
-    special_tokens = {"<s>": 1000, "</think>": 1001}
+    special_tokens: ClassVar = {"<s>": 1000, "</think>": 1001}
     bos_token, eos_token, adds_bos = "<s>", None, False
 
     def __init__(self, template):
@@ -124,7 +125,7 @@ def rendered(template, messages, **variables):
 
 def test_template_functions():
     template = "{{ bos_token }}{{ messages[0].content | tojson }}{{ strftime_now('%Y') | length }}"
-    assert rendered(template, [{"content": "<é\"&>"}]) == '<s>"<é\\"&>"4'
+    assert rendered(template, [{"content": '<é"&>'}]) == '<s>"<é\\"&>"4'
     with pytest.raises(BadRequest, match="no such role <s>"):
         rendered("{{ raise_exception('no such role ' + messages[0].role) }}", [{"role": "<s>"}])
 

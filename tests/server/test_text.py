@@ -1,5 +1,7 @@
 """Incremental UTF-8 and stop strings: the result never depends on how the input was cut (B16, B17)."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +12,7 @@ from server.stops import StopMatcher
 
 def pieces_of(data: bytes, cuts: list[int]) -> list[bytes]:
     edges = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
-    return [data[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    return [data[a:b] for a, b in pairwise(edges)]
 
 
 @given(st.binary(max_size=40) | st.text(max_size=20).map(str.encode), st.lists(st.integers(0, 40), max_size=10))
@@ -61,7 +63,7 @@ def test_broken_end_becomes_one_replacement_character():
 def run(text: str, stops: list[str], cuts: list[int]) -> tuple[list[str], str | None]:
     matcher = StopMatcher(stops)
     edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
-    shown = [matcher.feed(text[a:b]) for a, b in zip(edges, edges[1:], strict=False)]
+    shown = [matcher.feed(text[a:b]) for a, b in pairwise(edges)]
     return [*shown, matcher.flush()], matcher.matched
 
 
