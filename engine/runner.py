@@ -64,38 +64,52 @@ class ModelRunner:
 
     def build(self, chunks: list[Chunk]) -> ForwardBatch:
         """The batch of these chunks, on the model's device."""
-        page_size = self.page_size
         num_chunks = len(chunks)
         query_lens = [chunk.num_tokens for chunk in chunks]
-        seq_lens = [chunk.end for chunk in chunks]
-        num_tokens = sum(query_lens)
+        seq_lens = [chunk.start + chunk.num_tokens for chunk in chunks]
         num_rows = [num_logit_rows(chunk) for chunk in chunks]
-        num_pages = -(-max(seq_lens) // page_size)
+        num_pages = -(-max(seq_lens) // self.page_size)
+        table_rows = self._update_table(chunks)
 
+        narrow = np.empty(num_chunks * (2 + num_pages) + 1, dtype=np.int32)
+        if query_lens.count(1) == num_rows.count(1) == num_chunks:
+            narrow[: 2 * num_chunks + 1] = [*range(num_chunks + 1), *seq_lens]
+            wide = self._decode_numbers(chunks)
+        else:
+            narrow[0] = 0
+            np.cumsum(query_lens, out=narrow[1 : num_chunks + 1])
+            narrow[num_chunks + 1 : 2 * num_chunks + 1] = seq_lens
+            wide = self._mixed_numbers(chunks, narrow[1 : num_chunks + 1], table_rows, num_rows)
+        narrow[2 * num_chunks + 1 :].reshape(num_chunks, num_pages)[:] = self._page_table[table_rows, :num_pages]
+        return self._to_batch(wide, narrow, query_lens, seq_lens)
+
+    def _decode_numbers(self, chunks: list[Chunk]) -> np.ndarray:
+        """Ids, positions, slots and logit rows, each chunk one token; for so few, lists beat array operations."""
+        positions = [chunk.start for chunk in chunks]
+        ids = [chunk.seq.token_ids[chunk.start] for chunk in chunks]
+        slots = []
+        for chunk in chunks:
+            index, offset = divmod(chunk.start, self.page_size)
+            slots.append(chunk.seq.pages[index] * self.page_size + offset)
+        return np.array([*ids, *positions, *slots, *range(len(chunks))], dtype=np.int64)
+
+    def _mixed_numbers(
+        self, chunks: list[Chunk], query_ends: np.ndarray, table_rows: list[int], num_rows: list[int]
+    ) -> np.ndarray:
+        """The same for chunks of any length; chunk b ends before row `query_ends[b]` of T."""
+        query_lens = [chunk.num_tokens for chunk in chunks]
+        num_tokens = int(query_ends[-1])
         wide = np.empty(3 * num_tokens + sum(num_rows), dtype=np.int64)
         input_ids, positions, slots = wide[: 3 * num_tokens].reshape(3, num_tokens)
-        narrow = np.empty(2 * num_chunks + 1 + num_chunks * num_pages, dtype=np.int32)
-        narrow[0] = 0
-        query_ends = np.cumsum(query_lens, out=narrow[1 : num_chunks + 1])
-        narrow[num_chunks + 1 : 2 * num_chunks + 1] = seq_lens
-
-        table_rows = self._update_table(chunks)
-        narrow[2 * num_chunks + 1 :].reshape(num_chunks, num_pages)[:] = self._page_table[table_rows, :num_pages]
-        if num_tokens == num_chunks:
-            positions[:] = seq_lens
-            positions -= 1
-            input_ids[:] = [chunk.seq.token_ids[chunk.start] for chunk in chunks]
-            rows_of_tokens = np.array(table_rows)
-        else:
-            positions[:] = np.arange(num_tokens) + np.repeat(np.array(seq_lens) - query_ends, query_lens)
-            input_ids[:] = [token for chunk in chunks for token in chunk.seq.token_ids[chunk.start : chunk.end]]
-            rows_of_tokens = np.repeat(table_rows, query_lens)
-        page_index, offset = np.divmod(positions, page_size)
-        slots[:] = self._page_table[rows_of_tokens, page_index]
-        slots *= page_size
+        input_ids[:] = [token for chunk in chunks for token in chunk.seq.token_ids[chunk.start : chunk.end]]
+        ends = np.array([chunk.end for chunk in chunks])
+        positions[:] = np.arange(num_tokens) + np.repeat(ends - query_ends, query_lens)
+        page_index, offset = np.divmod(positions, self.page_size)
+        slots[:] = self._page_table[np.repeat(table_rows, query_lens), page_index]
+        slots *= self.page_size
         slots += offset
         wide[3 * num_tokens :] = _last_rows(query_ends, num_rows)
-        return self._to_batch(wide, narrow, query_lens, seq_lens)
+        return wide
 
     def _update_table(self, chunks: list[Chunk]) -> list[int]:
         """Copy pages that sequences got since their last step; the table lines of the chunks."""
@@ -133,7 +147,5 @@ class ModelRunner:
 
 def _last_rows(query_ends: np.ndarray, num_rows: list[int]) -> np.ndarray:
     """Rows of T: of each chunk, ending at `query_ends[b]`, the last `num_rows[b]`."""
-    if num_rows.count(1) == len(num_rows):
-        return query_ends - 1
     counts = np.array(num_rows)
     return np.arange(counts.sum()) + np.repeat(query_ends - np.cumsum(counts), counts)
