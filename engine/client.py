@@ -47,6 +47,12 @@ class _Stream:
         self.abort_sent = False
 
 
+def _make_socket_folder() -> Path:
+    """A new folder for this user alone; socket paths may have little more than 100 bytes."""
+    parent = None if len(tempfile.gettempdir()) <= 60 else "/tmp"
+    return Path(tempfile.mkdtemp(prefix="moe-serve-", dir=parent))
+
+
 class EngineClient:
     """One engine process, its requests and its health. All methods belong to one event loop.
 
@@ -71,7 +77,7 @@ class EngineClient:
     async def start(self) -> None:
         """Start the process and return; loading goes on. Watch `ready` and `failure`."""
         loop = asyncio.get_running_loop()
-        self._folder = Path(tempfile.mkdtemp(prefix="moe-serve-"))  # readable by this user alone
+        self._folder = _make_socket_folder()
         requests_address, outputs_address = f"ipc://{self._folder}/requests", f"ipc://{self._folder}/outputs"
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._outputs = self._context.socket(zmq.PULL)

@@ -8,11 +8,13 @@ import gc
 import logging
 import os
 import pickle
+import shutil
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -144,10 +146,11 @@ def _log_failure(error: Exception) -> None:
     logger.error("the engine stops: %s", _describe(error), exc_info=None if _is_user_error(error) else error)
 
 
-def _exit_with_parent() -> None:
-    """Block until standard input closes, then end at once; there is nobody left to tell."""
+def _exit_with_parent(socket_folder: Path) -> None:
+    """Block until standard input closes, then end at once; there is nobody left to tell, or to tidy up."""
     while os.read(0, 1):  # the descriptor itself: a lock of `sys.stdin` must not be held when the interpreter ends
         pass
+    shutil.rmtree(socket_folder, ignore_errors=True)
     os._exit(0)
 
 
@@ -167,7 +170,8 @@ def main(build: "Callable[[WorkerSetup], EngineCore]" = build_core) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     setup: WorkerSetup = pickle.load(sys.stdin.buffer)
     logging.basicConfig(level=setup.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    threading.Thread(target=_exit_with_parent, name="parent-watch", daemon=True).start()
+    folder = Path(setup.requests_address.removeprefix("ipc://")).parent
+    threading.Thread(target=_exit_with_parent, args=(folder,), name="parent-watch", daemon=True).start()
     sys.exit(Worker(setup).run(build))
 
 

@@ -242,7 +242,7 @@ PARENT = """
         await client.start()
         while not client.ready:
             await asyncio.sleep(0.01)
-        print(client.pid, "torch" in sys.modules, flush=True)
+        print(client.pid, "torch" in sys.modules, client._folder, flush=True)
         await asyncio.sleep(3600)
 
     print("main module runs", flush=True)
@@ -262,7 +262,7 @@ def test_the_engine_dies_with_its_parent_and_never_runs_its_main_module(tmp_path
         env=os.environ | {"PYTHONPATH": root},
     ) as parent:
         assert parent.stdout.readline() == "main module runs\n"
-        pid, has_torch = parent.stdout.readline().split()
+        pid, has_torch, folder = parent.stdout.readline().split()
         assert has_torch == "False"
         os.kill(int(pid), signal.SIGINT)  # what a terminal would send with Ctrl-C: ignored
         parent.kill()
@@ -271,6 +271,7 @@ def test_the_engine_dies_with_its_parent_and_never_runs_its_main_module(tmp_path
             assert time.monotonic() < end, "the engine outlives its parent"
             time.sleep(0.01)
         assert parent.stdout.read() == ""
+        assert not Path(folder).exists()
         assert "Traceback" not in parent.stderr.read()
 
 
