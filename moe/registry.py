@@ -15,6 +15,7 @@ BACKEND_MODULES: dict[MoeBackend, str] = {
     MoeBackend.TRITON: "moe.backends.triton",
     MoeBackend.FLASHINFER_MXFP4: "moe.backends.flashinfer_mxfp4",
     MoeBackend.FLASHINFER_CUTLASS: "moe.backends.flashinfer_cutlass",
+    MoeBackend.FLASHINFER_TRTLLM: "moe.backends.flashinfer_trtllm",
 }
 
 _fused_funcs: dict[tuple[MoeA2ABackend, MoeBackend], Callable[..., Any]] = {}

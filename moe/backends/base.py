@@ -1,11 +1,15 @@
 """What every backend answers: where it runs, what it refuses, and how it processes canonical weights."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
+
 from moe.config import MoeA2ABackend, MoeRunnerConfig
 from moe.formats import ExpertWeights
+from moe.formats.activation_quant import ActivationQuant
 from moe.topology import Topology
 
 
@@ -27,10 +31,17 @@ class Device:
 
 
 class Backend(ABC):
-    """A kernel family. Instances hold no state."""
+    """A kernel family. Instances hold no state.
+
+    `tolerance` is the relative error allowed against the twin; the default is that of bf16 activations and results.
+    `activation_quant` says, by weight format, how the kernels round their inputs; a format not named is not rounded.
+    """
 
     hardware: ClassVar[str]
     formats: ClassVar[tuple[str, ...]]
+    tolerance: ClassVar[float] = 1e-2
+    activation_quant: ClassVar[Mapping[str, ActivationQuant]] = {}
+    routes_inside: ClassVar[bool] = False  # prefers router logits (BypassedTopK) to ids and weights
 
     @abstractmethod
     def supports(self, device: Device, format_name: str, a2a: MoeA2ABackend, config: MoeRunnerConfig) -> str | None:
@@ -43,6 +54,16 @@ class Backend(ABC):
         Raises:
             WeightFormatError: the format or a size cannot be laid out for the kernel.
         """
+
+    def router_logits_dtype(self, format_name: str) -> torch.dtype:
+        """What the gate hands out where `--router-logits-dtype` is unset; it accumulates in fp32 anyway."""
+        del format_name
+        return torch.float32
+
+    def tolerance_for(self, format_name: str, config: MoeRunnerConfig) -> float:
+        """Tolerance of one path, for backends where it differs by format or dtype."""
+        del format_name, config
+        return self.tolerance
 
     def refuses(self, config: MoeRunnerConfig) -> str | None:
         """Reason why a setting would be ignored by this backend, or None."""

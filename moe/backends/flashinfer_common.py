@@ -3,6 +3,7 @@
 Nothing here runs at import; without FlashInfer the backends still register, answer `supports()` and are explained.
 """
 
+import functools
 import importlib
 import importlib.metadata
 import inspect
@@ -63,10 +64,14 @@ def device_arch(device: torch.device) -> str:
     return f"sm{major}{minor}"
 
 
-def accepted(function: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
-    """Those of `arguments` that the installed release's `function` has: for options that came in later releases."""
-    known = inspect.signature(function).parameters
-    return {name: value for name, value in arguments.items() if name in known}
+def takes(function: Callable[..., Any], parameter: str) -> bool:
+    """Whether the installed release's `function` has an option that came, or may go, with releases."""
+    return parameter in _parameters(function)
+
+
+@functools.lru_cache
+def _parameters(function: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)
 
 
 class FlashinferBackend(Backend):

@@ -36,7 +36,7 @@ FP8_TENSOR = words(
 FP8_TENSOR_ROUTED = words(
     "mode topk_ids topk_weights routing_bias x w13 out1_scale out1_gate_scale w2 out2_scale output num_experts "
     "top_k n_group topk_group inter offset num_local factor weight_on_input method finalize pdl tactic activation "
-    "replay da_a da_b da_c limit"
+    "norm_topk replay da_a da_b da_c limit"
 )
 
 
