@@ -69,7 +69,8 @@ def run_layer(
     block_h = min(_SUM_COLUMNS, triton.next_power_of_2(layer.hidden_size))
     sum_slots[(num_tokens, triton.cdiv(layer.hidden_size, block_h))](
         parts, ids_TK, out_TH, layer.first_expert, layer.num_experts, layer.hidden_size,
-        TOPK=layer.top_k, SPLIT_K=plan.split_k, BLOCK_H=block_h, USE_PDL=plan.pdl, num_warps=4, **_pdl(plan),
+        TOPK=layer.top_k, SPLIT_K=plan.split_k, BLOCK_H=block_h, USE_PDL=plan.pdl,
+        num_warps=4, **_options(plan, starts_early=True),
     )  # fmt: skip
 
 
@@ -90,7 +91,7 @@ def _group(ids_TK: torch.Tensor, num_slots: int, layer: Layer, plan: Plan) -> _R
     group_slots[(layer.num_experts,)](
         ids_TK, slots_S, tiles, num_slots, num_tiles, layer.first_expert, layer.num_experts,
         BLOCK_M=plan.block_m, EXPERTS_PAD=triton.next_power_of_2(layer.num_experts + 1), CHUNK=chunk,
-        USE_PDL=plan.pdl, num_warps=4 if chunk <= 512 else 8, **_pdl(plan),
+        USE_PDL=plan.pdl, num_warps=4 if chunk <= 512 else 8, **_options(plan, starts_early=False),
     )  # fmt: skip
     return _Rows(slots_S, tiles, num_tiles)
 
@@ -120,9 +121,11 @@ def _gemm(
         STEP_K=step, WORDS=words, SPLIT_K=split_k, NUM_STAGES=plan.stages_1 if is_first else plan.stages_2,
         TILE_GROUP=plan.tile_group, HAS_BIAS=has_bias, HAS_LIMIT=limit is not None,
         EVEN_K=matrix.num_cols % step == 0, USE_ASM=not interpret, USE_PDL=plan.pdl, INTERPRET=interpret,
-        num_warps=plan.warps_1 if is_first else plan.warps_2, **_pdl(plan),
+        num_warps=plan.warps_1 if is_first else plan.warps_2,
+        **_options(plan, starts_early=not (is_first and plan.direct)),
     )  # fmt: skip
 
 
-def _pdl(plan: Plan) -> dict[str, Any]:
-    return {"launch_pdl": True} if plan.pdl else {}
+def _options(plan: Plan, *, starts_early: bool) -> dict[str, Any]:
+    """Compiler and launch options. A layer's first kernel never starts while the one before it drains."""
+    return {"enable_fp_fusion": True} | ({"launch_pdl": True} if plan.pdl and starts_early else {})

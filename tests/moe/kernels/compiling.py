@@ -39,7 +39,7 @@ def compile_kernel(
         constexprs={(names.index(name),): value for name, value in constants.items()},
         attrs=attrs,
     )
-    options = {"num_warps": num_warps, "num_stages": num_stages}
+    options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 

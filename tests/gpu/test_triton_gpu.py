@@ -1,0 +1,132 @@
+"""The triton backend on a card: every format and plan against the twin, graphs, determinism, position in the batch."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from moe import Activation, MoeA2ABackend, MoeBackend, MoeRunner, MoeRunnerConfig, StandardDispatchOutput, StandardTopK
+from moe.backends.triton import TritonBackend, TritonMoeQuantInfo
+from moe.formats import Bf16Weight, ExpertWeights, Fp8BlockWeight, Mxfp4Weight, Nvfp4Weight
+from moe.topology import Topology
+from moe.twin import moe_twin
+
+pytestmark = pytest.mark.gpu
+FORMATS = {"bf16": Bf16Weight, "fp8_block": Fp8BlockWeight, "mxfp4": Mxfp4Weight, "nvfp4": Nvfp4Weight}
+GPT_OSS = Activation(alpha=1.702, beta=1.0, limit=7.0)
+TOKENS = [1, 2, 3, 7, 16, 17, 64, 257, 1500]
+E, K = 16, 4
+
+
+class Layer:
+    """Random experts on the card, prepared, with the twin's answer at hand."""
+
+    def __init__(self, format_name: str, hidden: int, inter: int, activation: Activation = GPT_OSS) -> None:
+        g = torch.Generator("cuda").manual_seed(hidden)
+        quantize = FORMATS[format_name].quantize
+        self.activation = activation
+        self.experts = ExpertWeights(
+            w13=quantize(torch.randn(E, 2 * inter, hidden, generator=g, device="cuda") * 3 * hidden**-0.5),
+            w2=quantize(torch.randn(E, hidden, inter, generator=g, device="cuda") * inter**-0.5),
+            b13=torch.randn(E, 2 * inter, generator=g, device="cuda"),
+            b2=torch.randn(E, hidden, generator=g, device="cuda"),
+        )
+        self.config = MoeRunnerConfig(
+            num_experts=E, num_local_experts=E, hidden_size=hidden, intermediate_size=inter, top_k=K,
+            activation=activation,
+        )  # fmt: skip
+        self.info = TritonBackend().prepare(self.experts, self.config, Topology(device=torch.device("cuda")))
+        self.runner = MoeRunner(MoeBackend.TRITON, MoeA2ABackend.NONE, self.config)
+
+    def run(self, x: torch.Tensor, topk: StandardTopK, info: TritonMoeQuantInfo | None = None) -> torch.Tensor:
+        return self.runner.run(StandardDispatchOutput(x, topk), info or self.info).hidden_states
+
+    def error(self, x: torch.Tensor, topk: StandardTopK, out: torch.Tensor) -> float:
+        want = moe_twin(x, topk, self.experts, self.activation)
+        return float((out.float() - want).norm() / want.norm())
+
+
+def make_inputs(num_tokens: int, hidden: int, seed: int = 0) -> tuple[torch.Tensor, StandardTopK]:
+    g = torch.Generator("cuda").manual_seed(seed)
+    ids = torch.rand(num_tokens, E - 1, generator=g, device="cuda").argsort(1)[:, :K].int()  # the last expert idles
+    if num_tokens > 2:
+        ids[0, 1] = -1
+        ids[2] = -1
+    x = torch.randn(num_tokens, hidden, generator=g, device="cuda").bfloat16()
+    return x, StandardTopK(torch.rand(num_tokens, K, generator=g, device="cuda"), ids)
+
+
+@pytest.fixture(autouse=True)
+def poison() -> object:
+    """Every uninitialised tensor starts as NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.filterwarnings("ignore:.*deterministic.*")
+@pytest.mark.parametrize("format_name", FORMATS)
+@pytest.mark.parametrize(("hidden", "inter"), [(2880, 2880), (384, 288), (1440, 192)])
+def test_agrees_with_the_twin(format_name: str, hidden: int, inter: int) -> None:
+    layer = Layer(format_name, hidden, inter)
+    for num_tokens in TOKENS:
+        x, topk = make_inputs(num_tokens, hidden, num_tokens)
+        out = layer.run(x, topk)
+        assert layer.error(x, topk, out) < TritonBackend.tolerance, num_tokens
+        if num_tokens > 2:
+            assert not out[2].any()
+
+
+@pytest.mark.parametrize("num_tokens", [5, 300])
+def test_the_same_bits_every_time_at_every_position_and_in_a_graph(num_tokens: int) -> None:
+    layer = Layer("mxfp4", 384, 288)
+    x, topk = make_inputs(num_tokens, 384)
+    out = layer.run(x, topk)
+    order = torch.randperm(num_tokens, device="cuda")
+    moved = layer.run(x[order], StandardTopK(topk.weights[order], topk.ids[order]))
+    assert torch.equal(moved, out[order])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = layer.run(x, topk)
+    for _ in range(3):
+        captured.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(captured, out)
+
+
+@pytest.mark.parametrize("num_tokens", [6, 200])
+def test_early_start_changes_no_bit(num_tokens: int) -> None:
+    layer = Layer("mxfp4", 384, 288)
+    x, topk = make_inputs(num_tokens, 384)
+    outs = []
+    for pdl in (False, True):
+        plans = replace(layer.info.plans, steps=tuple((n, replace(p, pdl=pdl)) for n, p in layer.info.plans.steps))
+        outs.append(layer.run(x, topk, replace(layer.info, plans=plans)))
+    assert torch.equal(*outs)
+
+
+def test_expert_parallel_parts_sum_to_the_whole() -> None:
+    layer = Layer("mxfp4", 384, 288)
+    x, topk = make_inputs(33, 384)
+    total = torch.zeros(33, 384, device="cuda")
+    for rank in range(4):
+        topology = Topology(device=torch.device("cuda"), ep_size=4, ep_rank=rank)
+        own = topology.expert_range(E)
+        part = ExpertWeights(
+            w13=layer.experts.w13.narrow(0, own.start, 4), w2=layer.experts.w2.narrow(0, own.start, 4),
+            b13=layer.experts.b13[own.start : own.stop], b2=layer.experts.b2[own.start : own.stop],
+        )  # fmt: skip
+        config = replace(layer.config, num_local_experts=4)
+        info = TritonBackend().prepare(part, config, topology)
+        result = MoeRunner(MoeBackend.TRITON, MoeA2ABackend.NONE, config).run(StandardDispatchOutput(x, topk), info)
+        assert result.is_partial
+        total += result.hidden_states.float()
+    assert layer.error(x, topk, total) < TritonBackend.tolerance
+
+
+def test_experts_without_biases_and_with_the_plain_activation() -> None:
+    layer = Layer("nvfp4", 384, 256, Activation())
+    layer.experts = replace(layer.experts, b13=None, b2=None)
+    layer.info = TritonBackend().prepare(layer.experts, layer.config, Topology(device=torch.device("cuda")))
+    x, topk = make_inputs(20, 384)
+    assert layer.error(x, topk, layer.run(x, topk)) < TritonBackend.tolerance

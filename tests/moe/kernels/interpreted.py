@@ -1,0 +1,103 @@
+"""Runs whole layers in Triton's interpreter, on the CPU, and prints each case's error against the twin as JSON.
+
+Started as a program of its own, since Triton decides when it is imported whether it compiles or interprets.
+"""
+
+import json
+import sys
+
+import torch
+
+from moe import Activation, MoeA2ABackend, MoeBackend, MoeRunner, MoeRunnerConfig, StandardDispatchOutput, StandardTopK
+from moe.backends.triton import TritonBackend, TritonMoeQuantInfo
+from moe.backends.triton_plans import PlanTable
+from moe.formats import Bf16Weight, ExpertWeights, Fp8BlockWeight, Mxfp4Weight, Nvfp4Weight
+from moe.kernels.plan import Plan
+from moe.topology import Topology
+from moe.twin import moe_twin
+
+FORMATS = {"bf16": Bf16Weight, "fp8_block": Fp8BlockWeight, "mxfp4": Mxfp4Weight, "nvfp4": Nvfp4Weight}
+GPT_OSS = Activation(alpha=1.702, beta=1.0, limit=7.0)
+NUM_EXPERTS, TOP_K = 6, 2
+DIRECT = Plan(direct=True, block_m=16, block_n_1=64, block_n_2=64, split_k=2)
+BY_EXPERT = Plan(direct=True, block_m=8, block_n_1=128, block_n_2=128, by_expert=True)
+GROUPED = Plan(direct=False, block_m=16, block_n_1=64, block_n_2=128, tile_group=2)
+
+
+def make_experts(format_name: str, hidden: int, inter: int, has_bias: bool) -> ExpertWeights:
+    """Random weights that make the clamp of GPT-OSS act now and then."""
+    g = torch.Generator().manual_seed(hidden + inter)
+    quantize = FORMATS[format_name].quantize
+    scale = 3.0 * hidden**-0.5
+    return ExpertWeights(
+        w13=quantize(torch.randn(NUM_EXPERTS, 2 * inter, hidden, generator=g) * scale),
+        w2=quantize(torch.randn(NUM_EXPERTS, hidden, inter, generator=g) * inter**-0.5),
+        b13=torch.randn(NUM_EXPERTS, 2 * inter, generator=g) if has_bias else None,
+        b2=torch.randn(NUM_EXPERTS, hidden, generator=g) if has_bias else None,
+    )
+
+
+def make_topk(num_tokens: int) -> StandardTopK:
+    """Distinct experts of the first five (the last idles); some ids are -1, and one token has none at all."""
+    g = torch.Generator().manual_seed(num_tokens)
+    ids = torch.stack([torch.randperm(NUM_EXPERTS - 1, generator=g)[:TOP_K] for _ in range(num_tokens)]).int()
+    ids[0, 0] = -1
+    if num_tokens > 2:
+        ids[2] = -1
+    return StandardTopK(torch.rand(num_tokens, TOP_K, generator=g), ids)
+
+
+def run_case(
+    format_name: str, num_tokens: int, hidden: int, inter: int, plan: Plan, *, ep_size: int = 1, has_bias: bool = True
+) -> float:
+    """Relative error of the sum over all expert-parallel ranks."""
+    experts, topk = make_experts(format_name, hidden, inter, has_bias), make_topk(num_tokens)
+    activation = GPT_OSS if has_bias else Activation()
+    x = torch.randn(num_tokens, hidden, generator=torch.Generator().manual_seed(7)).bfloat16()
+    total = torch.zeros(num_tokens, hidden)
+    for rank in range(ep_size):
+        topology = Topology(ep_size=ep_size, ep_rank=rank, allocator=poisoned)
+        local = topology.expert_range(NUM_EXPERTS)
+        config = MoeRunnerConfig(
+            num_experts=NUM_EXPERTS, num_local_experts=len(local), hidden_size=hidden, intermediate_size=inter,
+            top_k=TOP_K, activation=activation,
+        )  # fmt: skip
+        info = TritonBackend().prepare(narrowed(experts, local), config, topology)
+        table = PlanTable(((plan.block_m, plan), (None, GROUPED)) if plan.direct else ((None, plan),))
+        info = TritonMoeQuantInfo(layer=info.layer, plans=table, topology=topology)
+        runner = MoeRunner(MoeBackend.TRITON, MoeA2ABackend.NONE, config)
+        total += runner.run(StandardDispatchOutput(x, topk), info).hidden_states.float()
+    want = moe_twin(x, topk, experts, activation)
+    return float((total - want).norm() / want.norm())
+
+
+def narrowed(experts: ExpertWeights, local: range) -> ExpertWeights:
+    """One rank's experts."""
+    biases = [None if b is None else b[local.start : local.stop] for b in (experts.b13, experts.b2)]
+    w13, w2 = (w.narrow(0, local.start, len(local)) for w in (experts.w13, experts.w2))
+    return ExpertWeights(w13=w13, w2=w2, b13=biases[0], b2=biases[1])
+
+
+def poisoned(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """NaN wherever a kernel does not write."""
+    return torch.full(shape, float("nan"), dtype=dtype, device=device)
+
+
+CASES = {
+    "mxfp4 direct": lambda: run_case("mxfp4", 3, 96, 160, DIRECT),
+    "mxfp4 direct by expert": lambda: run_case("mxfp4", 5, 160, 96, BY_EXPERT),
+    "mxfp4 one token": lambda: run_case("mxfp4", 1, 96, 96, DIRECT),
+    "mxfp4 grouped": lambda: run_case("mxfp4", 37, 96, 160, GROUPED),
+    "mxfp4 direct on two ranks": lambda: run_case("mxfp4", 4, 96, 96, DIRECT, ep_size=2),
+    "mxfp4 grouped on two ranks": lambda: run_case("mxfp4", 19, 96, 96, GROUPED, ep_size=2),
+    "mxfp4 plain activation": lambda: run_case("mxfp4", 3, 96, 96, DIRECT, has_bias=False),
+    "bf16 direct": lambda: run_case("bf16", 3, 100, 76, DIRECT),
+    "bf16 grouped": lambda: run_case("bf16", 18, 100, 76, GROUPED),
+    "fp8_block direct": lambda: run_case("fp8_block", 3, 192, 136, DIRECT),
+    "fp8_block grouped": lambda: run_case("fp8_block", 18, 192, 136, GROUPED),
+    "nvfp4 direct": lambda: run_case("nvfp4", 3, 96, 80, DIRECT),
+    "nvfp4 grouped": lambda: run_case("nvfp4", 18, 96, 80, GROUPED),
+}
+
+if __name__ == "__main__":
+    json.dump({name: case() for name, case in CASES.items()}, sys.stdout)

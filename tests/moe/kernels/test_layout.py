@@ -1,0 +1,91 @@
+"""The processed layout: bit patterns, row order, padding, scale folding; all in plain torch."""
+
+import pytest
+import torch
+
+from moe.errors import WeightFormatError
+from moe.formats import Bf16Weight, Fp8BlockWeight, Mxfp4Weight, Nvfp4Weight
+from moe.kernels.layout import interleave_index, pack_e2m1, pack_matrix, plain_index
+
+
+def bits_as_bf16(bits: torch.Tensor) -> torch.Tensor:
+    return (
+        (bits & 0xFFFF).to(torch.int32).sub(0x10000 * (bits & 0x8000 != 0).int()).to(torch.int16).view(torch.bfloat16)
+    )
+
+
+def unpack_e2m1(words: torch.Tensor) -> torch.Tensor:
+    """The kernel's instructions, one by one, on int32."""
+    h = words.int()
+    bits = (h & 0x81C0, h << 3 & 0x81C0, (h & 0x2007) * 68 & 0x81C0, h >> 3 & 0x01C0 | h << 1 & 0x8000)
+    return torch.stack([bits_as_bf16(b) for b in bits], dim=-2).double() * 2.0**126
+
+
+def dense_rows(packed: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """[B, S, 64, step] values back to [N, K]."""
+    return values.transpose(1, 2).flatten(2).flatten(0, 1)
+
+
+def test_every_word_unpacks_to_the_codes_it_was_packed_from() -> None:
+    codes = torch.cartesian_prod(*[torch.arange(16)] * 4).int().T.contiguous()  # [4, 65536]: all words there are
+    magnitude = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+    want = torch.cat((magnitude, -magnitude))[codes.long()]
+    words = pack_e2m1(codes)
+    assert words.unique().numel() == 65536
+    assert torch.equal(unpack_e2m1(words), want)
+
+
+def test_gate_and_up_alternate_in_eights_and_padding_is_marked() -> None:
+    index = interleave_index(2 * 40)
+    assert index[:16].tolist() == [*range(8), *range(40, 48)]
+    assert index.numel() == 128
+    assert sorted(index[index >= 0].tolist()) == list(range(80))
+    assert plain_index(70).tolist() == [*range(70), *[-1] * 58]
+
+
+@pytest.mark.parametrize("spread", [1, 100])
+def test_mxfp4_data_scale_and_post_multiply_to_the_weight(spread: int) -> None:
+    g = torch.Generator().manual_seed(spread)
+    codes = torch.randint(0, 256, (2, 70, 48), generator=g, dtype=torch.uint8)
+    scales = torch.randint(110, 110 + spread, (2, 70, 3), generator=g, dtype=torch.uint8)
+    weight = Mxfp4Weight(codes, scales)
+    packed = pack_matrix(weight, None, is_gated=False)
+    assert packed.data.shape == (2, 2, 1, 64, 32)
+    assert packed.scales is not None
+    fields = packed.scales.view(torch.uint8).unflatten(-1, (-1, 4))[..., None].double()
+    values = unpack_e2m1(packed.data).mul(2.0**-126) * torch.exp2(fields - 127)
+    values = values.flatten(-2) * packed.post[0, 0].double()
+    for expert in range(2):
+        dense = dense_rows(packed.data, values[expert])
+        assert torch.equal(dense[:70, :96], weight.dequantize(torch.float64)[expert])
+        assert not dense[70:].any()
+        assert not dense[:, 96:].any()
+
+
+def test_nvfp4_halves_keep_their_own_scale() -> None:
+    weight = Nvfp4Weight.quantize(torch.randn(1, 64, 32))
+    weight = Nvfp4Weight(weight.codes, weight.scales, torch.tensor([[0.5, 2.0]]))
+    assert pack_matrix(weight, None, is_gated=True).post.tolist() == [[256.0, 1024.0]]
+
+
+def test_fp8_scales_follow_their_rows_through_the_interleaving() -> None:
+    scale_inv = torch.arange(4.0).view(1, 4, 1) + 1
+    weight = Fp8BlockWeight(torch.zeros(1, 512, 100).to(torch.float8_e4m3fn), scale_inv)
+    scales = pack_matrix(weight, None, is_gated=True).scales
+    assert scales is not None
+    assert scales[0, 0, 0].tolist() == [1, 3, 1, 3, 1, 3, 1, 3]
+    assert scales[0, 7, 0].tolist() == [2, 4, 2, 4, 2, 4, 2, 4]
+
+
+def test_bias_is_interleaved_like_its_rows() -> None:
+    bias = torch.arange(32.0)[None]
+    packed = pack_matrix(Bf16Weight(torch.zeros(1, 32, 8)), bias, is_gated=True)
+    assert packed.bias is not None
+    assert packed.bias[0, :24].tolist() == [*range(8), *range(16, 24), *range(8, 16)]
+    assert not packed.bias[0, 32:].any()
+
+
+def test_fp8_refuses_pairs_that_would_straddle_blocks() -> None:
+    weight = Fp8BlockWeight.quantize(torch.randn(1, 24, 32))
+    with pytest.raises(WeightFormatError, match="that 8 divides, got 12"):
+        pack_matrix(weight, None, is_gated=True)
