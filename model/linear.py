@@ -8,7 +8,7 @@ Shape letters: T tokens, K inputs, N outputs, I intermediate.
 
 import torch
 from torch import nn
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
 from moe.cpu_linear import make_linear
 

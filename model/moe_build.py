@@ -57,13 +57,15 @@ class MoeBuilder:
         """
         runner = self._runners[layer]
         experts = _to_device(read_experts(), self.settings.device)
-        quant_info = load_backend(runner.backend).prepare(experts, runner.config, self.topology)
+        backend = load_backend(runner.backend)
+        quant_info = backend.prepare(experts, runner.config, self.topology)
         selfcheck = self.settings.selfcheck
         if selfcheck == "all" or (selfcheck == "first" and layer == min(self._runners)):
             check_layer(runner, quant_info, experts, layer=layer, topology=self.topology)
         return MoeLayer(
-            gate=Gate(parts.gate_weight_EH, parts.gate_bias_E, self._logits_dtype()),
+            gate=Gate(parts.gate_weight_EH, parts.gate_bias_E, self._logits_dtype(layer)),
             topk=TopK(self.shape.routing),
+            routes_inside=backend.routes_inside,
             correction_bias_E=parts.correction_bias_E,
             dispatcher=StandardDispatcher(),
             runner=runner,
@@ -72,9 +74,12 @@ class MoeBuilder:
             description=f"layer {layer}: {runner.backend} / {runner.a2a} / {self._formats[layer]}",
         )
 
-    def _logits_dtype(self) -> torch.dtype:
-        """"auto" is fp32: no backend that routes inside, and wants bf16, is chosen here yet."""
-        return torch.bfloat16 if self.settings.router_logits_dtype == "bfloat16" else torch.float32
+    def _logits_dtype(self, layer: int) -> torch.dtype:
+        requested = self.settings.router_logits_dtype
+        if requested == "auto":
+            dtype: torch.dtype = load_backend(self._runners[layer].backend).router_logits_dtype(self._formats[layer])
+            return dtype
+        return {"float32": torch.float32, "bfloat16": torch.bfloat16}[requested]
 
 
 def _to_device(experts: ExpertWeights, device: torch.device) -> ExpertWeights:

@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
 from model.linear import GatedMlp
-from moe import MoeRunner
+from moe import BypassedTopK, MoeRunner
 from moe.dispatch.standard import StandardDispatcher
 from moe.routing import TopK
+from moe.types import TopKOutput
 
 
 class Gate(nn.Module):
@@ -32,7 +33,7 @@ class Gate(nn.Module):
 class MoeLayer(nn.Module):
     """Routed experts through one `MoeRunner`, plus the shared experts, which are added unscaled.
 
-    `runner` and `dispatcher` belong together; `quant_info` holds the processed weights and never changes.
+    `routes_inside`: the backend routes by itself and gets logits and rules instead of ids and weights. `runner` and `dispatcher` belong together; `quant_info` holds the processed weights and never changes.
     `description` names the path, for logs: "layer 3: torch / none / mxfp4".
     """
 
@@ -41,6 +42,7 @@ class MoeLayer(nn.Module):
         *,
         gate: Gate,
         topk: TopK,
+        routes_inside: bool,
         correction_bias_E: torch.Tensor | None,
         dispatcher: StandardDispatcher,
         runner: MoeRunner,
@@ -51,6 +53,7 @@ class MoeLayer(nn.Module):
         super().__init__()
         self.gate = gate
         self.topk = topk
+        self.routes_inside = routes_inside
         self.register_buffer("correction_bias_E", correction_bias_E)
         self.dispatcher = dispatcher
         self.runner = runner
@@ -60,7 +63,11 @@ class MoeLayer(nn.Module):
 
     def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
         """[T, H] to [T, H]."""
-        topk_output = self.topk(self.gate(x_TH), self.correction_bias_E)
-        dispatched = self.dispatcher.dispatch(x_TH, topk_output)
+        dispatched = self.dispatcher.dispatch(x_TH, self._route(self.gate(x_TH)))
         out_TH = self.dispatcher.combine(self.runner.run(dispatched, self.quant_info))
         return out_TH if self.shared_experts is None else out_TH + self.shared_experts(x_TH)
+
+    def _route(self, logits_TE: torch.Tensor) -> TopKOutput:
+        if self.routes_inside:
+            return BypassedTopK(logits_TE, self.topk.config, self.correction_bias_E)
+        return self.topk(logits_TE, self.correction_bias_E)

@@ -29,7 +29,9 @@ def inverse_frequencies(rope: RopeConfig, dim: int) -> torch.Tensor:
     if rope.rope_type == "default":
         return inv
     if rope.rope_type != "yarn":
-        raise UnsupportedModelError(f"config.json: rope type {rope.rope_type!r} is not supported; supported: default, yarn")
+        raise UnsupportedModelError(
+            f"config.json: rope type {rope.rope_type!r} is not supported; supported: default, yarn"
+        )
     low, high = yarn_range(rope, dim)
     ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp_(0, 1)
     return inv * (1 - ramp) + inv / rope.factor * ramp

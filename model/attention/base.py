@@ -37,7 +37,9 @@ class AttentionSpec:
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
-            raise UnsupportedModelError(f"{self.num_heads} query heads cannot share {self.num_kv_heads} KV heads evenly")
+            raise UnsupportedModelError(
+                f"{self.num_heads} query heads cannot share {self.num_kv_heads} KV heads evenly"
+            )
         if self.window is not None and self.window < 1:
             raise UnsupportedModelError(f"attention window is {self.window}: a query must at least see itself")
 
@@ -106,6 +108,8 @@ def make_attention(requested: str, specs: Sequence[AttentionSpec], device: torch
     """
     name = "torch" if requested == "auto" else requested
     if name not in ATTENTION_MODULES:
-        raise ModelSettingsError(f"attention backend {requested!r} is unknown; known: auto, {', '.join(ATTENTION_MODULES)}")
+        raise ModelSettingsError(
+            f"attention backend {requested!r} is unknown; known: auto, {', '.join(ATTENTION_MODULES)}"
+        )
     importlib.import_module(ATTENTION_MODULES[name])
     return _implementations[name](specs, device)

@@ -56,7 +56,9 @@ class TorchAttention(Attention):
 
     def plan(self, batch: ForwardBatch) -> TorchPlan:
         """Gather indices and masks of every kind of layer."""
-        groups = {spec: [_decode_group(batch, spec, members) for members in _decode_members(batch)] for spec in self.specs}
+        groups = {
+            spec: [_decode_group(batch, spec, members) for members in _decode_members(batch)] for spec in self.specs
+        }
         if batch.is_decode:
             return TorchPlan(batch.slots_T, groups, {spec: [] for spec in self.specs})
         return TorchPlan(batch.slots_T, groups, {spec: list(_query_blocks(batch, spec)) for spec in self.specs})

@@ -120,7 +120,9 @@ class DeepseekV3Family(Family):
     def _num_dense_layers(self) -> int:
         value = self.config.require("first_k_dense_replace", int)
         if value < 0:
-            raise UnsupportedModelError(f"{self.config.path}: first_k_dense_replace is {value}: it must not be negative")
+            raise UnsupportedModelError(
+                f"{self.config.path}: first_k_dense_replace is {value}: it must not be negative"
+            )
         return int(value)
 
     def _moe_shape(self) -> MoeShape:

@@ -37,7 +37,9 @@ _MXFP4_GROUP = 32
 class GptOssAttention(AttentionLayer):
     """q, k and v in one matrix, their rows re-ordered for pairwise rope; one sink logit per query head."""
 
-    def __init__(self, *, spec: AttentionSpec, attention: Attention, qkv: Linear, out: Linear, sinks_H: torch.Tensor) -> None:
+    def __init__(
+        self, *, spec: AttentionSpec, attention: Attention, qkv: Linear, out: Linear, sinks_H: torch.Tensor
+    ) -> None:
         super().__init__()
         self.spec = spec
         self.backend = attention
@@ -201,9 +203,7 @@ class GptOssFamily(Family):
     def read_moe_parts(self, reader: WeightReader, layer: int) -> MoeParts:
         """The router has a bias; there are no shared experts."""
         prefix = f"model.layers.{layer}.mlp.router"
-        return MoeParts(
-            gate_weight_EH=reader.vector(f"{prefix}.weight"), gate_bias_E=reader.vector(f"{prefix}.bias")
-        )
+        return MoeParts(gate_weight_EH=reader.vector(f"{prefix}.weight"), gate_bias_E=reader.vector(f"{prefix}.bias"))
 
     def read_dense_mlp(self, reader: WeightReader, layer: int) -> nn.Module:
         """GPT-OSS has none."""

@@ -23,7 +23,11 @@ def prompt(length: int, seed: int) -> list[int]:
 
 
 def packed_pair(
-    reference: Any, folder: Path, pack: Pack | None, config_changes: dict[str, Any] | None = None, extra: Tensors | None = None
+    reference: Any,
+    folder: Path,
+    pack: Pack | None,
+    config_changes: dict[str, Any] | None = None,
+    extra: Tensors | None = None,
 ) -> tuple[Model, Any]:
     """(our model from the packed checkpoint, transformers' model with the dequantized weights)."""
     tensors = state_by_file_name(reference, folder)
