@@ -10,6 +10,7 @@ from typing import Any
 from engine.config import EngineConfig
 from server.config import ServerConfig
 from server.errors import SettingError
+from server.listener import bind
 from server.settings import Setting, gather, make_parser, settings_of
 from server.version import service_version
 
@@ -28,9 +29,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         server_config, engine_config = make_configs(settings, gather(settings, flags, os.environ))
         check_model_folder(engine_config.model)
-        from server.run import run  # imports the web framework, which --help and a wrong flag need not wait for
+        with bind(server_config.host, server_config.port) as listener:
+            from server.run import run  # imports the web framework, which --help and a wrong flag need not wait for
 
-        return run(server_config, engine_config)
+            return run(server_config, engine_config, listener)
     except SettingError as error:
         sys.stderr.write(f"{PROGRAM}: {error}\n")
         return USAGE_ERROR

@@ -22,7 +22,7 @@ from server.app import create_app
 from server.config import ServerConfig
 from server.context import Gate
 from server.errors import SettingError
-from server.listener import bind, url_of
+from server.listener import url_of
 from server.sampling_defaults import SamplingDefaults, read_sampling_defaults
 
 log = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ _LAST_CALL_S = 2.0  # what connections get to close once the drain timeout has c
 _KEEP_ALIVE_S = 75  # longer than common load balancers keep idle connections
 
 
-def run(server_config: ServerConfig, engine_config: EngineConfig) -> int:
+def run(server_config: ServerConfig, engine_config: EngineConfig, listener: socket.socket) -> int:
     """Serve until a signal comes; returns the exit code. Raises SettingError if the service cannot start."""
     logging.basicConfig(
         level=server_config.log_level.upper(),
@@ -40,9 +40,8 @@ def run(server_config: ServerConfig, engine_config: EngineConfig) -> int:
         stream=sys.stderr,
     )
     defaults = read_sampling_defaults(engine_config.model)
-    listener = bind(server_config.host, server_config.port)
     loop_factory = uvicorn.Config("", loop="auto").get_loop_factory()
-    with listener, asyncio.Runner(loop_factory=loop_factory) as runner:
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
         return runner.run(_serve(server_config, engine_config, defaults, listener))
 
 

@@ -10,14 +10,14 @@ from pathlib import Path
 import httpx2
 import openai
 import pytest
-import uvicorn
+from fastapi import FastAPI
 
 from engine.types import EngineInfo, EngineOutput, EngineRequest, EngineStats, TokenLogprobs
 from loaders.tokenizer import Tokenizer, load_tokenizer
 from server.app import create_app
 from server.config import ServerConfig
 from server.listener import bind, url_of
-from server.run import make_uvicorn_config
+from server.run import DrainingServer, make_uvicorn_config
 
 MODEL = "tiny"
 ASSETS = Path(__file__).resolve().parents[2] / "assets" / "tiny-gpt-oss"
@@ -107,7 +107,8 @@ class Service:
 
     engine: FakeEngine
     url: str
-    app: object
+    app: FastAPI
+    server: DrainingServer
 
     def client(self, **options: object) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", **{"api_key": "none", "max_retries": 0, **options})
@@ -119,11 +120,11 @@ class Service:
 class ServerThread(threading.Thread):
     """Uvicorn in a thread with its own loop."""
 
-    def __init__(self, app: object, config: ServerConfig) -> None:
+    def __init__(self, app: FastAPI, config: ServerConfig) -> None:
         super().__init__(daemon=True)
         self.listener = bind("127.0.0.1", 0)
         self.url = url_of(self.listener)
-        self.server = uvicorn.Server(make_uvicorn_config(app, config))
+        self.server = DrainingServer(make_uvicorn_config(app, config), app.state.context.gate, config)
 
     def run(self) -> None:
         asyncio.run(self.server.serve(sockets=[self.listener]))
@@ -173,10 +174,12 @@ class serve:
         self._engine = engine
         self._app = create_app(engine, tokenizer, config)
         self._thread = ServerThread(self._app, config)
+        self.is_alive = self._thread.is_alive
+        self.join = self._thread.join
 
     def __enter__(self) -> Service:
         self._thread.__enter__()
-        return Service(self._engine, self._thread.url, self._app)
+        return Service(self._engine, self._thread.url, self._app, self._thread.server)
 
     def __exit__(self, *exc: object) -> None:
         self._thread.__exit__(*exc)

@@ -1,0 +1,74 @@
+"""Clients that leave (B43, B44): every running request is aborted exactly once, and nothing is left behind."""
+
+import random
+import threading
+
+import httpx2
+import pytest
+
+from tests.server.conftest import wait_until
+
+LONG = {"prompt": "a", "max_tokens": 2000}
+
+
+@pytest.fixture
+def slow(service):
+    service.engine.script = lambda _request: [[5]] * 2000
+    service.engine.delay_s = 0.005
+    return service
+
+
+def is_clean(service, num_requests):
+    return (
+        len(service.engine.requests) == num_requests
+        and not service.engine.running
+        and service.app.state.context.gate.num_inflight == 0
+    )
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_leaving_after_the_first_chunk(slow, n):
+    with slow.client() as client, client.completions.create(model="tiny", n=n, stream=True, **LONG) as stream:
+        next(iter(stream))
+    wait_until(lambda: is_clean(slow, n))
+    assert sorted(slow.engine.aborted) == sorted(request.request_id for request in slow.engine.requests)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("stream", [False, True])
+def test_leaving_before_any_answer(slow, stream, n):
+    if stream:
+        slow.engine.delay_s = 60
+    with slow.http() as http, pytest.raises(httpx2.ReadTimeout):
+        http.post("/v1/completions", json={**LONG, "n": n, "stream": stream}, timeout=0.3)
+    wait_until(lambda: is_clean(slow, n))
+    assert sorted(slow.engine.aborted) == sorted(request.request_id for request in slow.engine.requests)
+
+
+def test_finished_requests_are_not_aborted(slow):
+    with slow.http() as http:
+        for stream in (False, True):
+            assert http.post("/v1/completions", json={**LONG, "max_tokens": 5, "stream": stream}).status_code == 200
+    assert is_clean(slow, 2)
+    assert slow.engine.aborted == []
+
+
+def test_leaving_at_random_moments(slow):
+    slow.engine.script = lambda _request: [[5]] * 20
+    rng = random.Random(3)
+    moments = [rng.uniform(0.01, 0.2) for _ in range(40)]
+
+    def visit(moment, stream):
+        with slow.http() as http, pytest.raises((httpx2.ReadTimeout, StopIteration)):  # noqa: PT012
+            http.post("/v1/completions", json={**LONG, "n": 2, "stream": stream}, timeout=moment)
+            raise StopIteration  # it was finished before it could leave
+
+    visitors = [threading.Thread(target=visit, args=(moment, i % 2 == 0)) for i, moment in enumerate(moments)]
+    for visitor in visitors:
+        visitor.start()
+    for visitor in visitors:
+        visitor.join()
+    wait_until(lambda: not slow.engine.running and slow.app.state.context.gate.num_inflight == 0)
+    assert len(set(slow.engine.aborted)) == len(slow.engine.aborted)
+    with slow.http() as http:
+        assert http.post("/v1/completions", json={**LONG, "max_tokens": 1}).status_code == 200

@@ -1,0 +1,174 @@
+"""The real service in its own process: the bundled model, the engine process, the official client, signals."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import httpx2
+import openai
+import pytest
+
+from tests.server.conftest import ASSETS, WEATHER, wait_until
+
+ROOT = Path(__file__).resolve().parents[2]
+PARIS = [{"role": "user", "content": "What is the capital of France?"}]
+
+
+def start(tmp_path, *argv):
+    """The process, with its output in files."""
+    environ = os.environ | {"OMP_NUM_THREADS": "1"}
+    with open(tmp_path / "out", "w") as out, open(tmp_path / "err", "w") as err:
+        return subprocess.Popen(
+            [sys.executable, "-m", "server", "--port", "0", "--num-threads", "1", *argv],
+            stdout=out,
+            stderr=err,
+            cwd=ROOT,
+            env=environ,
+        )
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("service")
+    process = start(folder, "--max-num-seqs", "16")
+    try:
+        wait_until(lambda: "ready at" in (folder / "out").read_text() or process.poll() is not None, 60)
+        found = re.search(r"tiny-gpt-oss ready at (http://127.0.0.1:\d+)/v1", (folder / "out").read_text())
+        assert found, (folder / "err").read_text()
+        assert "6 MoE layers by torch / none / mxfp4 on cpu" in (folder / "out").read_text()
+        yield found[1]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture
+def client(url):
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def stats_of(url):
+    return httpx2.get(f"{url}/health/ready").json()["stats"]
+
+
+def test_it_knows_the_capital_of_france(client):
+    answer = client.chat.completions.create(model="tiny-gpt-oss", messages=PARIS)
+    assert "Paris" in answer.choices[0].message.content
+    assert answer.choices[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize("fields", [{"temperature": 0}, {"temperature": 1.0, "seed": 11}])
+def test_streaming_equals_non_streaming(client, fields):
+    request = {"model": "tiny-gpt-oss", "messages": PARIS, "max_tokens": 60, "logprobs": True, **fields}
+    whole = client.chat.completions.create(**request).choices[0]
+    content, reasoning, entries, reason = "", "", [], None
+    with client.chat.completions.create(stream=True, **request) as stream:
+        for chunk in stream:
+            [choice] = chunk.choices
+            content += choice.delta.content or ""
+            reasoning += (choice.delta.model_extra or {}).get("reasoning") or ""
+            entries += choice.logprobs.content if choice.logprobs else []
+            reason = choice.finish_reason or reason
+    assert (content or None, reasoning or None, reason) == (
+        whole.message.content,
+        whole.message.reasoning,
+        whole.finish_reason,
+    )
+    assert [(e.bytes, e.logprob) for e in entries] == [(e.bytes, e.logprob) for e in whole.logprobs.content]
+
+
+def test_it_calls_a_function(client):
+    question = [{"role": "user", "content": "What is the weather in Paris?"}]
+    choice = client.chat.completions.create(model="tiny-gpt-oss", messages=question, tools=[WEATHER]).choices[0]
+    assert choice.finish_reason == "tool_calls"
+    [call] = choice.message.tool_calls
+    assert call.function.name == "get_weather"
+    assert json.loads(call.function.arguments) == {"city": "Paris"}
+
+
+def test_scoring_agrees_with_generation_b14(client):
+    """The score of a token inside a prompt is the score it had when it was generated."""
+    first = client.completions.create(
+        model="tiny-gpt-oss", prompt="The capital of France is", max_tokens=5, temperature=0, logprobs=3
+    ).choices[0]
+    again = client.completions.create(
+        model="tiny-gpt-oss", prompt="The capital of France is" + first.text, max_tokens=0, logprobs=3, echo=True
+    ).choices[0]
+    generated = [(t, p) for t, p in zip(first.logprobs.tokens, first.logprobs.token_logprobs, strict=True) if t]
+    scored = list(zip(again.logprobs.tokens, again.logprobs.token_logprobs, strict=True))[-len(generated) :]
+    assert [token for token, _ in scored] == [token for token, _ in generated]
+    assert [score for _, score in scored] == pytest.approx([score for _, score in generated], abs=1e-3)
+
+
+def test_many_clients_at_once_get_the_answers_they_get_alone(url, client):
+    prompts = [f"{number} and {number + 1} are" for number in range(24)]
+
+    def ask(prompt):
+        return client.completions.create(model="tiny-gpt-oss", prompt=prompt, max_tokens=12, temperature=0.8, seed=5)
+
+    alone = [ask(prompt).choices[0].text for prompt in prompts[:4]]
+    together = [None] * len(prompts)
+
+    def run(index):
+        together[index] = ask(prompts[index]).choices[0].text
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(prompts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert together[:4] == alone
+    assert all(isinstance(text, str) for text in together)
+    wait_until(lambda: stats_of(url)["num_running"] == stats_of(url)["num_waiting"] == 0)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_client_that_leaves_frees_its_pages(url, client, n):
+    wait_until(lambda: stats_of(url)["num_running"] == 0)
+    endless = {"max_tokens": 3000, "stream": True, "n": n, "extra_body": {"ignore_eos": True}}
+    with client.completions.create(model="tiny-gpt-oss", prompt="a", **endless) as stream:
+        next(iter(stream))
+        wait_until(lambda: stats_of(url)["num_running"] == n)
+    wait_until(lambda: stats_of(url)["num_running"] == 0, 5)
+    steps = stats_of(url)["num_steps"]
+    time.sleep(0.6)
+    assert stats_of(url)["num_steps"] == steps
+    assert stats_of(url)["num_waiting"] == 0
+
+
+def test_over_long_prompt_and_then_a_good_one(client):
+    with pytest.raises(openai.BadRequestError, match="4096"):
+        client.completions.create(model="tiny-gpt-oss", prompt="word " * 5000)
+    assert client.completions.create(model="tiny-gpt-oss", prompt="a", max_tokens=1).usage.completion_tokens == 1
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        ("config", "config.json"),
+        ("weights", "safetensors"),
+    ],
+)
+def test_a_broken_checkpoint_ends_the_start_with_one_line(tmp_path, damage, words):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for file in ASSETS.iterdir():
+        if file.suffix != ".safetensors":
+            (folder / file.name).write_bytes(file.read_bytes())
+    if damage == "config":
+        (folder / "config.json").write_text('{"architectures": ["SomethingElse"]}')
+    process = start(tmp_path, "--model", str(folder), "--log-level", "error")
+    assert process.wait(60) in (1, 2)
+    lines = [line for line in (tmp_path / "err").read_text().splitlines() if line.startswith("moe-serve: ")]
+    assert len(lines) == 1
+    assert words in lines[0]
+    assert "Traceback" not in (tmp_path / "err").read_text()

@@ -1,0 +1,219 @@
+"""Bad input over real HTTP: always the OpenAI error body, the right status, the field named, nothing else disturbed."""
+
+import socket
+
+import openai
+import pytest
+
+from tests.server.conftest import ANSWER, MAX_MODEL_LEN, MODEL, WEATHER, serve
+
+USER = {"role": "user", "content": "Hi"}
+CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+@pytest.fixture
+def post(service, harmony):
+    service.engine.script = lambda _request: harmony(ANSWER)
+    with service.http() as http:
+
+        def ask(body, path="/v1/chat/completions", **options):
+            return http.post(path, **({"json": body} if isinstance(body, dict) else {"content": body}), **options)
+
+        yield ask
+        assert ask({"messages": [USER]}).status_code == 200, "the next good request must still work"
+        assert not service.engine.running
+
+
+def error_of(response, status=400):
+    assert response.status_code == status, response.text
+    body = response.json()
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    assert body["error"]["message"]
+    return body["error"]
+
+
+CHAT_ERRORS = [
+    ({}, "messages", "missing"),
+    ({"messages": []}, "messages", "at least 1"),
+    ({"messages": {"role": "user"}}, "messages", "list"),
+    ({"messages": "Hi"}, "messages", "list"),
+    ({"messages": [{"role": "wizard", "content": "Hi"}]}, "messages[0].role", "'system', 'developer'"),
+    ({"messages": [{"content": "Hi"}]}, "messages[0].role", "missing"),
+    ({"messages": [{"role": "user"}]}, "messages[0]", "needs content"),
+    ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content", "string"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        "messages[0].content",
+        "image_url",
+    ),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content", "part 0"),
+    ({"messages": [{"role": "assistant"}]}, "messages[0]", "content or tool_calls"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0]", "tool_call_id"),
+    (
+        {"messages": [USER, {"role": "tool", "content": "x", "tool_call_id": "c9"}]},
+        "messages[1].tool_call_id",
+        "no ass",
+    ),
+    ({"messages": [{**USER, "tool_calls": [CALL]}]}, "messages[0]", "neither"),
+    ({"messages": [{**USER, "colour": "red"}]}, "messages[0].colour", "unknown"),
+    ({"max_tokens": -1}, "max_tokens", "greater than or equal to 1"),
+    ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
+    ({"max_tokens": 10**12}, "max_tokens", str(MAX_MODEL_LEN)),
+    ({"max_tokens": 1.5}, "max_tokens", "integer"),
+    ({"max_tokens": "5"}, "max_tokens", "integer"),
+    ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens", "differ"),
+    ({"n": 0}, "n", "greater than or equal to 1"),
+    ({"n": 10**6}, "n", "less than or equal to"),
+    ({"temperature": -0.7}, "temperature", "greater than or equal to 0"),
+    ({"temperature": 2.5}, "temperature", "less than or equal to 2"),
+    ({"temperature": "hot"}, "temperature", "number"),
+    ({"top_p": 0}, "top_p", "greater than 0"),
+    ({"stop": [""]}, "stop", "between 1 and"),
+    ({"stop": ["x"] * 17}, "stop", "at most 16"),
+    ({"stop": 5}, "stop", "string"),
+    ({"logit_bias": {"x": 1}}, "logit_bias", "token ids"),
+    ({"logit_bias": {"99999": 1}}, "logit_bias", "below"),
+    ({"logit_bias": {"1": 101}}, "logit_bias", "between -100 and 100"),
+    ({"stop_token_ids": [4096]}, "stop_token_ids", "below"),
+    ({"min_tokens": 6, "max_tokens": 5}, "min_tokens", "5"),
+    ({"top_logprobs": 3}, "top_logprobs", "logprobs: true"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "20"),
+    ({"stream_options": {"include_usage": True}}, "stream_options", "stream: true"),
+    ({"stream": True, "stream_options": {"often": True}}, "stream_options.often", "unknown"),
+    ({"response_format": {"type": "json_object"}}, "response_format", "json_object"),
+    ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format", "json_schema"),
+    ({"tools": [WEATHER], "tool_choice": "required"}, "tool_choice", "cannot be forced"),
+    ({"tools": [WEATHER], "tool_choice": {"type": "function"}}, "tool_choice", "cannot be forced"),
+    ({"tools": [WEATHER, WEATHER]}, "tools", "same name"),
+    ({"tools": [{"type": "browser"}]}, "tools[0].type", "function"),
+    (
+        {"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]},
+        "tools[0].function.strict",
+        "strict",
+    ),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "pattern"),
+    ({"functions": []}, "functions", "unknown"),
+    ({"reasoning_effort": "huge"}, "reasoning_effort", "low, medium or high"),
+    ({"colour": "red"}, "colour", "unknown"),
+    ({"modalities": ["audio"]}, "modalities[0]", "text"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param", "words"), CHAT_ERRORS)
+def test_chat_errors_name_the_field_b20(post, fields, param, words):
+    body = {"model": MODEL, **fields} if "messages" in fields or not fields else {"messages": [USER], **fields}
+    error = error_of(post(body))
+    assert (error["param"], error["type"]) == (param, "invalid_request_error")
+    assert words in error["message"]
+
+
+COMPLETION_ERRORS = [
+    ({}, "prompt", "missing"),
+    ({"prompt": ""}, "prompt", "at least one token"),
+    ({"prompt": []}, "prompt", "between 1"),
+    ({"prompt": [[]]}, "prompt", "list"),
+    ({"prompt": [1, -5]}, "prompt", "negative"),
+    ({"prompt": [True]}, "prompt", "list"),
+    ({"prompt": "a", "suffix": "b"}, "suffix", "not supported"),
+    ({"prompt": "a", "best_of": 3}, "best_of", "not supported"),
+    ({"prompt": "a", "logprobs": 21}, "logprobs", "20"),
+    ({"prompt": "a", "max_tokens": -1}, "max_tokens", "greater than or equal to 0"),
+    ({"prompt": ["a"] * 100, "n": 2}, "n", "must not exceed"),
+]
+
+
+@pytest.mark.parametrize(("body", "param", "words"), COMPLETION_ERRORS)
+def test_completion_errors_name_the_field(post, body, param, words):
+    error = error_of(post(body, "/v1/completions"))
+    assert error["param"] == param
+    assert words in error["message"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"[1]", b'"x"', b"null", b'{"messages": NaN}', b'{"a": "\\ud800"}', b"\xff\xfe", b"[" * 100_000],
+)
+def test_malformed_json(post, body):
+    error = error_of(post(body))
+    assert error["code"] == "invalid_json"
+
+
+def test_content_type_does_not_matter(post):
+    response = post(b'{"messages": [{"role": "user", "content": "Hi"}]}', headers={"content-type": "text/plain"})
+    assert response.status_code == 200
+
+
+def test_too_long_prompt_names_both_numbers_b20(post):
+    error = error_of(post({"messages": [{"role": "user", "content": "word " * 9000}]}))
+    assert error["code"] == "context_length_exceeded"
+    assert str(MAX_MODEL_LEN) in error["message"]
+    assert "maximum context length" in error["message"]
+    error = error_of(post({"prompt": [5] * MAX_MODEL_LEN}, "/v1/completions"))
+    assert (error["code"], f"{MAX_MODEL_LEN} tokens" in error["message"]) == ("context_length_exceeded", True)
+
+
+def test_prompt_and_answer_too_long_name_both_numbers_b20(post):
+    error = error_of(post({"prompt": [5] * 100, "max_tokens": MAX_MODEL_LEN}, "/v1/completions"))
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "max_tokens")
+    assert "100 tokens" in error["message"]
+    assert str(MAX_MODEL_LEN) in error["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize"])
+def test_unknown_model(post, path):
+    body = {"model": "gpt-9", "messages": [USER]} if "chat" in path else {"model": "gpt-9", "prompt": "a"}
+    error = error_of(post(body, path), 404)
+    assert (error["code"], error["param"]) == ("model_not_found", "model")
+    assert MODEL in error["message"]
+
+
+def test_official_client_raises_its_own_errors_b20(service):
+    with service.client() as client:
+        with pytest.raises(openai.NotFoundError) as caught:
+            client.chat.completions.create(model="gpt-9", messages=[USER])
+        assert caught.value.code == "model_not_found"
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.completions.create(model=MODEL, prompt=[5] * MAX_MODEL_LEN)
+        assert caught.value.code == "context_length_exceeded"
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.chat.completions.create(model=MODEL, messages=[USER], temperature=-0.7)
+        assert caught.value.param == "temperature"
+
+
+@pytest.mark.parametrize("path", ["/", "/v1", "/v1/chat", "//v1/models", "/v1/models/", "/V1/models", "/docs"])
+def test_unknown_paths(service, path):
+    with service.http() as http:
+        error_of(http.get(service.url + path), 404)
+
+
+def test_wrong_method(service):
+    with service.http() as http:
+        response = http.get("/v1/chat/completions")
+    assert error_of(response, 405)["code"] == "method_not_allowed"
+    assert response.headers["allow"] == "POST"
+
+
+def test_large_body_is_refused_without_being_read(service):
+    """The answer comes while the client has sent no byte of the 10 MB it announced."""
+    host, port = service.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as connection:
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: 10000000\r\n\r\n"
+        connection.sendall(head.encode())
+        assert connection.recv(65536).startswith(b"HTTP/1.1 413")
+
+
+def test_large_body_of_unknown_length_is_refused_at_the_limit(post):
+    spaces = (b" " * 65536 for _ in range(10_000_000 // 65536))
+    error = error_of(post({"messages": [USER], "user": "x" * 10_000_000}), 413)
+    assert error["code"] == "request_too_large"
+    assert "4194304" in error["message"]
+    error_of(post(spaces), 413)
+
+
+def test_several_names(tokenizer, service):
+    with serve(service.engine, tokenizer, served_model_name=("one", "org/two")) as named, named.client() as client:
+        assert [model.id for model in client.models.list()] == ["one", "org/two"]
+        assert client.models.retrieve("org/two").id == "org/two"
+        with pytest.raises(openai.NotFoundError):
+            client.models.retrieve("three")

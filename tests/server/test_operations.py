@@ -1,0 +1,206 @@
+"""For operators: health (B46), the key check on every route (B47), metrics with bounded labels, draining."""
+
+import json
+import signal
+import threading
+from contextlib import ExitStack, suppress
+
+import openai
+import pytest
+from fastapi.routing import APIRoute
+
+from server.middleware import OPEN_PATHS
+from tests.server.conftest import ANSWER, MODEL, FakeEngine, serve, wait_until
+
+USER = [{"role": "user", "content": "Hi"}]
+KEY = "secret-key"
+
+
+def status_of(service, path):
+    with service.http() as http:
+        response = http.get(path)
+    return response.status_code, response.json()
+
+
+def test_ready_and_alive(service):
+    status, body = status_of(service, "/health/ready")
+    assert (status, body["status"], body["models"]) == (200, "ready", [MODEL])
+    assert body["engine"]["moe_paths"] == ["layer 0: torch / none / mxfp4"]
+    assert body["stats"]["num_running"] == 0
+    assert status_of(service, "/health/live")[0] == 200
+
+
+def test_while_loading(service):
+    service.engine.ready = False
+    service.engine.heartbeat_age_s = 1000.0
+    status, body = status_of(service, "/health/ready")
+    assert (status, body["reason"]) == (503, "the model is still loading")
+    assert status_of(service, "/health/live")[0] == 200
+    with service.http() as http:
+        response = http.post("/v1/chat/completions", json={"messages": USER})
+    assert (response.status_code, response.headers["retry-after"]) == (503, "5")
+    assert response.json()["error"]["code"] == "unavailable"
+
+
+@pytest.mark.parametrize("state", [{"alive": False}, {"failure": "out of memory at 0x77"}, {"heartbeat_age_s": 61.0}])
+def test_dead_or_hung_engine_b46(service, state):
+    service.engine.__dict__.update(state)
+    assert status_of(service, "/health/ready")[0] == 503
+    status, body = status_of(service, "/health/live")
+    assert (status, body["status"]) == (503, "dead")
+    assert "0x77" not in json.dumps(body)
+
+
+def test_busy_engine_is_alive_b46(service):
+    service.engine.heartbeat_age_s = 59.0
+    assert status_of(service, "/health/live")[0] == 200
+
+
+def test_version(service):
+    assert set(status_of(service, "/version")[1]) == {"version"}
+
+
+def all_routes(app):
+    """Path and method of every registered route, with parameters filled in."""
+    document = app.openapi()
+    return [
+        (path.replace("{name}", MODEL), method.upper())
+        for path, methods in document["paths"].items()
+        for method in methods
+    ]
+
+
+@pytest.fixture(scope="module")
+def guarded(tokenizer):
+    with serve(FakeEngine(), tokenizer, api_key=KEY) as service:
+        yield service
+
+
+def test_every_route_needs_the_key_b47(guarded):
+    routes = all_routes(guarded.app)
+    assert {route.path for route in guarded.app.routes if isinstance(route, APIRoute)} <= {path for path, _ in routes}
+    assert len(routes) >= 10
+    with guarded.http() as http:
+        for path, method in [*routes, ("/openapi.json", "GET"), ("/nothing", "GET")]:
+            for spelled in (path, path + "/", "/" + path, path.upper(), path.replace("/", "/%2e/", 1)):
+                status = http.request(method, guarded.url + spelled).status_code
+                assert (status == 200) if spelled in OPEN_PATHS else (status in (401, 404)), (method, spelled)
+
+
+@pytest.mark.parametrize("header", [f"Bearer {KEY}", f"bearer {KEY}", f"BEARER  {KEY}"])
+def test_right_key(guarded, header):
+    with guarded.http() as http:
+        assert http.get("/v1/models", headers={"authorization": header}).status_code == 200
+
+
+@pytest.mark.parametrize("header", ["", KEY, f"Basic {KEY}", "Bearer", "Bearer wrong", f"Bearer {KEY}x", "Bearer ü"])
+def test_wrong_key(guarded, header):
+    with guarded.http() as http:
+        response = http.get("/v1/models", headers={"authorization": header.encode()})
+    assert (response.status_code, response.headers["www-authenticate"]) == (401, "Bearer")
+    assert response.json()["error"]["code"] == "invalid_api_key"
+
+
+def test_official_client_with_a_key(guarded):
+    with guarded.client(api_key=KEY) as client:
+        assert [model.id for model in client.models.list()] == [MODEL]
+    with guarded.client(api_key="wrong") as client, pytest.raises(openai.AuthenticationError):
+        client.models.list()
+
+
+def series_of(http):
+    return [line.rpartition(" ")[0] for line in http.get("/metrics").text.splitlines() if not line.startswith("#")]
+
+
+def test_labels_come_from_served_names_alone_b47(service, harmony):
+    service.engine.script = lambda _request: harmony(ANSWER)
+    with service.http() as http:
+
+        def ask(model, path="/v1/chat/completions"):
+            return http.post(path, json={"model": model, "messages": USER})
+
+        ask(MODEL), ask("junk"), ask("x", "/junk"), http.get("/metrics")
+        before = series_of(http)
+        for number in range(100):
+            assert ask(f"junk-{number}").status_code == 404
+            assert ask("x", f"/junk-{number}").status_code == 404
+        assert series_of(http) == before
+
+
+def test_metrics_count(service, harmony):
+    service.engine.script = lambda _request: harmony(ANSWER)
+
+    def value(http, series):
+        lines = [line for line in http.get("/metrics").text.splitlines() if line.startswith(series + " ")]
+        return float(lines[0].rpartition(" ")[2]) if lines else 0.0
+
+    with service.http() as http:
+        series = f'moe_serve_completion_tokens_total{{model="{MODEL}"}}'
+        before = value(http, series)
+        http.post("/v1/chat/completions", json={"messages": USER})
+        assert value(http, series) == before + len(harmony(ANSWER))
+        assert value(http, f'moe_serve_choices_finished_total{{model="{MODEL}",reason="stop"}}') >= 1
+        assert value(http, 'moe_serve_http_responses_total{route="/v1/chat/completions",status="200"}') >= 1
+        assert value(http, "moe_serve_engine_pages_total") == 0
+
+
+@pytest.fixture
+def start(tokenizer):
+    """Starts servers that can be told to stop."""
+    with ExitStack() as stack:
+
+        def start(engine, **settings):
+            server = serve(engine, tokenizer, **settings)
+            return stack.enter_context(server), server
+
+        yield start
+
+
+def stream_in_background(service, received):
+    """A client that notes what it receives; returns once the first chunk is there."""
+
+    def run():
+        fields = {"model": MODEL, "prompt": "a", "max_tokens": 30, "stream": True}
+        with service.client() as client, client.completions.create(**fields) as stream, suppress(openai.APIError):
+            received.extend(chunk.choices[0].finish_reason for chunk in stream)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    wait_until(lambda: bool(received))
+    return thread
+
+
+def test_running_work_finishes_while_new_work_is_refused(start):
+    service, thread = start(FakeEngine(delay_s=0.05, script=lambda _request: [[5]] * 30))
+    received = []
+    client = stream_in_background(service, received)
+    service.server.handle_exit(signal.SIGTERM, None)
+    status, body = status_of(service, "/health/ready")
+    assert (status, body["reason"]) == (503, "the service is shutting down")
+    assert status_of(service, "/health/live")[0] == 200
+    with service.http() as http:
+        assert http.post("/v1/completions", json={"prompt": "a"}).status_code == 503
+    client.join(10)
+    assert received[-1] == "stop"
+    thread.join(10)
+    assert not thread.is_alive()
+    assert service.engine.aborted == []
+
+
+def test_work_that_takes_too_long_is_ended(start):
+    service, thread = start(FakeEngine(delay_s=0.2, script=lambda _request: [[5]] * 30), drain_timeout=0.1)
+    received = []
+    client = stream_in_background(service, received)
+    service.server.handle_exit(signal.SIGTERM, None)
+    thread.join(10)
+    client.join(10)
+    assert not thread.is_alive()
+    assert "stop" not in received
+    assert len(service.engine.aborted) == 1
+
+
+def test_idle_server_stops_at_once(start):
+    service, thread = start(FakeEngine())
+    service.server.handle_exit(signal.SIGTERM, None)
+    thread.join(10)
+    assert not thread.is_alive()

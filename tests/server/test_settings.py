@@ -1,0 +1,187 @@
+"""Settings: flags, variables and file; refusals name what is wrong; the command starts quickly and fails politely."""
+
+import socket
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from engine.config import EngineConfig
+from moe.config import MoeA2ABackend, MoeBackend
+from server import cli
+from server.config import ServerConfig
+from server.errors import SettingError
+from server.options import OPTIONS
+from server.run import summarize_paths
+from server.sampling_defaults import SamplingDefaults, read_sampling_defaults
+from server.settings import gather, make_parser, settings_of
+from tests.server.conftest import ASSETS, FakeEngine
+
+ROOT = Path(__file__).resolve().parents[2]
+SETTINGS = settings_of(ServerConfig, EngineConfig)
+
+
+def values_of(argv=(), environ=None):
+    return gather(SETTINGS, vars(make_parser(SETTINGS, "moe-serve", "").parse_args(argv)), environ or {})
+
+
+def configs_of(argv=(), environ=None):
+    return cli.make_configs(SETTINGS, values_of(argv, environ))
+
+
+def test_every_field_is_a_documented_setting_and_they_are_few():
+    names = {field.name for cls in (ServerConfig, EngineConfig) for field in fields(cls)}
+    assert names == set(SETTINGS) == set(OPTIONS)
+    assert len(names) < 80
+
+
+def test_choices_are_those_of_the_packages_below():
+    assert OPTIONS["moe_backend"].choices == tuple(MoeBackend)
+    assert OPTIONS["moe_a2a_backend"].choices == tuple(MoeA2ABackend)
+    for name, setting in SETTINGS.items():
+        for choice in setting.choices if name in {field.name for field in fields(EngineConfig)} else ():
+            EngineConfig(model=ASSETS, **{name: choice})
+
+
+def test_defaults_come_from_the_dataclasses():
+    server, engine = configs_of()
+    assert server == ServerConfig(served_model_name=("tiny-gpt-oss",))
+    assert engine == EngineConfig(model=ASSETS)
+
+
+def test_flag_beats_variable_beats_file(tmp_path):
+    file = tmp_path / "settings.yaml"
+    file.write_text("port: 1\nhost: from-file\nmax_num_seqs: 3\nserved_model_name: [a, b]\napi_key: null\n")
+    environ = {"MOE_SERVE_PORT": "2", "MOE_SERVE_HOST": "from-variable", "OTHER": "x"}
+    server, engine = configs_of(["--config", str(file), "--port", "3"], environ)
+    assert (server.port, server.host, engine.max_num_seqs) == (3, "from-variable", 3)
+    assert server.served_model_name == ("a", "b")
+    assert configs_of([], environ | {"MOE_SERVE_CONFIG": str(file)})[1].max_num_seqs == 3
+
+
+def test_types():
+    server, engine = configs_of(
+        ["--access-log", "--no-enable-prefix-caching", "--drain-timeout", "1.5", "--max-model-len", "none"],
+        {"MOE_SERVE_SEED": "-3", "MOE_SERVE_SERVED_MODEL_NAME": "a, b"},
+    )
+    assert (server.access_log, engine.enable_prefix_caching, server.drain_timeout) == (True, False, 1.5)
+    assert (engine.max_model_len, engine.seed, server.served_model_name) == (None, -3, ("a", "b"))
+    assert configs_of([], {"MOE_SERVE_ACCESS_LOG": "yes"})[0].access_log
+
+
+@pytest.mark.parametrize(
+    ("argv", "environ", "words"),
+    [
+        (["--prot", "1"], {}, "--prot"),
+        (["--max-num-s", "1"], {}, "--max-num-s"),
+        (["--port", "99999"], {}, "--port: port is 99999"),
+        (["--port", "x"], {}, "--port: 'x' is not a whole number"),
+        (["--port"], {}, "--port: expected one argument"),
+        (["--moe-backend", "x"], {}, "--moe-backend: 'x' is not one of auto, torch"),
+        (["--max-num-seqs", "0"], {}, "--max-num-seqs: max_num_seqs is 0"),
+        (["--device", "x"], {}, "--device: device is 'x'"),
+        (["--api-key", ""], {}, "--api-key: api_key is empty"),
+        (["--served-model-name", "a,,b"], {}, "--served-model-name"),
+        (["--default-temperature", "3"], {}, "--default-temperature"),
+        ([], {"MOE_SERVE_POTR": "1"}, "MOE_SERVE_POTR: there is no such setting; did you mean MOE_SERVE_PORT?"),
+        ([], {"MOE_SERVE_PORT": "x"}, "MOE_SERVE_PORT: 'x' is not a whole number"),
+        ([], {"MOE_SERVE_ACCESS_LOG": "maybe"}, "MOE_SERVE_ACCESS_LOG: 'maybe' is not true or false"),
+        (["--config", "/nope.yaml"], {}, "--config: /nope.yaml cannot be read"),
+    ],
+)
+def test_refusals_name_their_source(argv, environ, words):
+    with pytest.raises(SettingError) as caught:
+        configs_of(argv, environ)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("prot: 1", "'prot'; did you mean port?"),
+        ("port: 1.5", "port: 1.5 is not a whole number"),
+        ("port: true", "port: True is not a whole number"),
+        ("- port", "keys and values"),
+        ("port: [", "cannot be read"),
+    ],
+)
+def test_refusals_of_a_file(tmp_path, content, words):
+    file = tmp_path / "settings.yaml"
+    file.write_text(content)
+    with pytest.raises(SettingError) as caught:
+        values_of(["--config", str(file)])
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_two_dataclasses_must_not_share_a_field():
+    with pytest.raises(ValueError, match="two dataclasses"):
+        settings_of(ServerConfig, ServerConfig)
+
+
+def run_command(*argv):
+    return subprocess.run(
+        [sys.executable, "-m", "server", *argv], capture_output=True, text=True, timeout=60, cwd=ROOT, check=False
+    )
+
+
+def test_bad_starts_end_with_one_line(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        cases = [
+            (["--port", "x"], "--port"),
+            (["--model", "/does/not/exist"], "--model: /does/not/exist does not exist"),
+            (["--model", str(tmp_path)], "no checkpoint"),
+            (["--model", str(ROOT / "pyproject.toml")], "is a file"),
+            (["--port", str(port)], f"cannot listen on 127.0.0.1:{port}: address already in use"),
+            (["--host", "no.such.host.invalid"], "--host"),
+        ]
+        for argv, words in cases:
+            done = run_command(*argv)
+            assert (done.returncode, done.stdout) == (2, ""), done
+            assert done.stderr.count("\n") == 1, done.stderr
+            assert done.stderr.startswith("moe-serve: --")
+            assert words in done.stderr
+
+
+def test_help_lists_all_flags_and_imports_nothing_heavy():
+    done = run_command("--help")
+    assert done.returncode == 0
+    for setting in SETTINGS.values():
+        assert setting.flag in done.stdout
+    probe = (
+        "import sys; from server import cli; cli.main(['--version']); print({'torch', 'fastapi'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout.splitlines()[-1] == "set()"
+    assert done.stdout.startswith("moe-serve ")
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ('{"temperature": 0.6, "top_p": 0.95, "eos_token_id": 1}', SamplingDefaults(temperature=0.6, top_p=0.95)),
+        ('{"do_sample": false}', SamplingDefaults(temperature=0.0)),
+        ('{"do_sample": true, "top_k": null}', SamplingDefaults()),
+        (None, SamplingDefaults()),
+    ],
+)
+def test_sampling_defaults_of_a_checkpoint(tmp_path, content, expected):
+    if content is not None:
+        (tmp_path / "generation_config.json").write_text(content)
+    assert read_sampling_defaults(tmp_path) == expected
+
+
+def test_damaged_generation_config(tmp_path):
+    (tmp_path / "generation_config.json").write_text('{"temperature": "hot"}')
+    with pytest.raises(SettingError, match="cannot be read"):
+        read_sampling_defaults(tmp_path)
+
+
+def test_summary_of_moe_paths():
+    assert summarize_paths(FakeEngine().info) == "1 MoE layers by torch / none / mxfp4 on cpu in float32"
