@@ -3,7 +3,7 @@
 ValueError
 └── ModelError                 base of everything a caller can get wrong here
     ├── ModelSettingsError     a setting that is out of range
-    └── UnsupportedModelError  config.json asks for something that is not implemented, or contradicts itself or the weights
+    └── UnsupportedModelError  config.json asks for what is not implemented, or contradicts itself or the weights
 """
 
 from collections.abc import Collection
@@ -18,6 +18,7 @@ from moe import MoeA2ABackend, MoeBackend
 _ROUTER_DTYPES = ("auto", "float32", "bfloat16")
 _LOAD_FORMATS = ("auto", "dummy")
 _SELFCHECKS = ("off", "first", "all")
+_CPU = torch.device("cpu")
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -30,7 +31,7 @@ class ModelSettingsError(ModelError):
 
 
 class UnsupportedModelError(ModelError):
-    """config.json asks for something that is not implemented, or contradicts itself or the weights."""
+    """config.json asks for what is not implemented, or contradicts itself or the weights."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +42,7 @@ class ModelSettings:
     leaves the choice to the expert backend. `selfcheck`: which MoE layers are compared with their reference at load.
     """
 
-    device: torch.device = torch.device("cpu")
+    device: torch.device = _CPU
     dtype: torch.dtype | Literal["auto"] = "auto"
     moe_backend: MoeBackend = MoeBackend.AUTO
     moe_a2a_backend: MoeA2ABackend = MoeA2ABackend.NONE

@@ -1,4 +1,4 @@
-"""From settings to MoE layers: choose the path of every layer first, then prepare and check one layer's weights at a time."""
+"""From settings to MoE layers: first the path of every layer, then the weights, prepared and checked layer by layer."""
 
 from collections.abc import Callable
 

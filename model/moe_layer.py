@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from model.linear import GatedMlp
 from moe import BypassedTopK, MoeRunner
-from moe.dispatch.standard import StandardDispatcher
+from moe.dispatch.base import Dispatcher
 from moe.routing import TopK
 from moe.types import TopKOutput
 
@@ -33,9 +33,12 @@ class Gate(nn.Module):
 class MoeLayer(nn.Module):
     """Routed experts through one `MoeRunner`, plus the shared experts, which are added unscaled.
 
-    `routes_inside`: the backend routes by itself and gets logits and rules instead of ids and weights. `runner` and `dispatcher` belong together; `quant_info` holds the processed weights and never changes.
+    `routes_inside`: the backend routes by itself and gets logits and rules instead of ids and weights. `runner` and
+    `dispatcher` belong together; `quant_info` holds the processed weights and never changes.
     `description` names the path, for logs: "layer 3: torch / none / mxfp4".
     """
+
+    correction_bias_E: torch.Tensor | None
 
     def __init__(
         self,
@@ -44,7 +47,7 @@ class MoeLayer(nn.Module):
         topk: TopK,
         routes_inside: bool,
         correction_bias_E: torch.Tensor | None,
-        dispatcher: StandardDispatcher,
+        dispatcher: Dispatcher[Any, Any],
         runner: MoeRunner,
         quant_info: Any,
         shared_experts: GatedMlp | None,
@@ -64,7 +67,7 @@ class MoeLayer(nn.Module):
     def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
         """[T, H] to [T, H]."""
         dispatched = self.dispatcher.dispatch(x_TH, self._route(self.gate(x_TH)))
-        out_TH = self.dispatcher.combine(self.runner.run(dispatched, self.quant_info))
+        out_TH: torch.Tensor = self.dispatcher.combine(self.runner.run(dispatched, self.quant_info))
         return out_TH if self.shared_experts is None else out_TH + self.shared_experts(x_TH)
 
     def _route(self, logits_TE: torch.Tensor) -> TopKOutput:

@@ -40,6 +40,7 @@ def check_shapes(source: TensorSource, rules: Iterable[TensorRule]) -> None:
         UnsupportedModelError: a shape that config.json contradicts; names tensor and config keys.
     """
     for rule in rules:
+        shape: tuple[int, ...]
         if rule.is_linear:
             layout = inspect_linear(source, rule.name)
             meta, shape = layout.weight, layout.shape

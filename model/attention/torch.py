@@ -4,7 +4,8 @@ Keys of a request are gathered from its pages into one tensor per decode group o
 and what is masked, is worked out once per step in `TorchPlan`. Padded positions of a short request repeat its own last
 key and are masked, so that whatever an unused slot holds (NaN included) never enters a product.
 
-Shape letters: T tokens, B requests, H query heads, G KV heads, R query heads per KV head, L keys, D key dim, V value dim.
+Shape letters: T tokens, B requests, Q queries of a block, H query heads, G KV heads, R query heads per KV head, L keys,
+D key dim, V value dim.
 """
 
 from collections.abc import Iterator
@@ -82,7 +83,8 @@ class TorchAttention(Attention):
             return _run_group(spec, groups[0], kv, q_THD, sinks_H)
         out_THV = q_THD.new_empty(q_THD.shape[0], spec.num_heads, spec.value_dim)
         for group in groups:
-            out_THV.index_copy_(0, group.rows, _run_group(spec, group, kv, q_THD[group.rows], sinks_H))
+            rows = slice(None) if group.rows is None else group.rows
+            out_THV[rows] = _run_group(spec, group, kv, q_THD[rows], sinks_H)
         for block in blocks:
             out_THV[block.start : block.stop] = _run_block(spec, block, kv, q_THD[block.start : block.stop], sinks_H)
         return out_THV
@@ -157,7 +159,7 @@ def _additive(is_visible: torch.Tensor) -> torch.Tensor:
 def _gather(
     spec: AttentionSpec, kv: LayerKv, slots: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys [..., L, G, D] and values [..., L, G, V] of the slots; all heads of a token are one row, which copies fast."""
+    """Keys [..., L, G, D] and values [..., L, G, V] of the slots; a token with all its heads is one row."""
     keys = _rows(kv.keys, slots).to(dtype)
     if spec.values_in_keys:
         return keys, keys[..., : spec.value_dim]

@@ -80,7 +80,7 @@ def test_tied_head_is_the_embedding(tmp_path: Path) -> None:
 
 
 def test_bf16_stays_near_fp32(tmp_path: Path) -> None:
-    model, reference = packed_pair(make_gpt_oss(), tmp_path, pack_mxfp4, MXFP4)
+    _, reference = packed_pair(make_gpt_oss(), tmp_path, pack_mxfp4, MXFP4)
     half = build_model(tmp_path, ModelSettings(dtype=torch.bfloat16, router_logits_dtype="bfloat16"))
     assert half.dtype == torch.bfloat16
     ids = prompt(40, 5)

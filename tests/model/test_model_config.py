@@ -1,0 +1,135 @@
+"""What is refused before any weight is read: unknown architectures, unsupported features, sizes that do not fit."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from loaders.errors import CheckpointError, ModelConfigError
+from loaders.source import TensorSource
+from model.config import ModelSettings, ModelSettingsError, UnsupportedModelError
+from model.registry import build_model
+from moe import MoeA2ABackend, MoeBackend, UnsupportedPathError
+from tests.model.checkpoints import make_deepseek, make_gpt_oss, pack_mxfp4, state_by_file_name, write
+
+
+@pytest.fixture(autouse=True)
+def _no_weight_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: TensorSource, name: str) -> torch.Tensor:
+        pytest.fail(f"{name} was read before everything was checked")
+
+    monkeypatch.setattr(TensorSource, "view", refuse)
+
+
+@pytest.fixture(scope="module", params=["gpt_oss", "deepseek"])
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Any]:
+    folder = tmp_path_factory.mktemp(request.param)
+    model = make_gpt_oss() if request.param == "gpt_oss" else make_deepseek()
+    return request.param, folder, state_by_file_name(model, folder)
+
+
+def refused(
+    saved: tuple[str, Path, Any], tmp_path: Path, changes: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    _, folder, tensors = saved
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    write(tmp_path, tensors, changes)
+    with pytest.raises(error, match=text):
+        build_model(tmp_path, ModelSettings())
+
+
+@pytest.mark.parametrize("saved", ["gpt_oss"], indirect=True)
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, "LlamaForCausalLM.*known: DeepseekV3ForCausalLM, GptOssForCausalLM"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"attention_bias": False}, "attention_bias False"),
+        ({"num_key_value_heads": 3}, "num_attention_heads 4 must be a multiple of num_key_value_heads 3"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+        ({"num_experts_per_tok": 5}, "num_experts_per_tok is 5.*num_local_experts 4"),
+        ({"layer_types": ["full_attention"]}, "layer_types has 1 entries, num_hidden_layers is 2"),
+        ({"layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),
+        ({"head_dim": 15}, "head_dim is 15"),
+        (
+            {"hidden_size": 96},
+            r"embed_tokens.*\[96, 64\], but vocab_size, hidden_size in config.json make it \[96, 96\]",
+        ),
+        (
+            {"head_dim": 32},
+            r"q_proj.weight.*num_attention_heads, head_dim, hidden_size in config.json make it \[128, 64\]",
+        ),
+        ({"num_local_experts": 8}, "num_local_experts, hidden_size in config.json"),
+        ({"intermediate_size": 64}, "gate_up_proj_bias.*intermediate_size"),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 2.0}}, "llama3"),
+    ],
+)
+def test_gpt_oss_refusals(saved: Any, tmp_path: Path, changes: dict[str, Any], text: str) -> None:
+    refused(saved, tmp_path, changes, UnsupportedModelError, text)
+
+
+@pytest.mark.parametrize("saved", ["deepseek"], indirect=True)
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"attention_bias": True}, "attention_bias True"),
+        ({"scoring_func": "softmax"}, "scoring_func 'softmax'.*supported: sigmoid"),
+        ({"topk_method": "greedy"}, "topk_method 'greedy'"),
+        ({"rope_interleave": False}, "rope_interleave False"),
+        ({"num_key_value_heads": 2}, "num_key_value_heads 2"),
+        ({"n_group": 3}, "n_routed_experts 8, n_group 3"),
+        ({"topk_group": 1}, "num_experts_per_tok 3"),
+        ({"qk_rope_head_dim": 15}, "qk_rope_head_dim is 15"),
+        ({"first_k_dense_replace": -1}, "first_k_dense_replace is -1"),
+        ({"kv_lora_rank": 24}, "kv_a_layernorm.*kv_lora_rank in config.json"),
+        ({"v_head_dim": 16}, r"kv_b_proj.weight.*v_head_dim, kv_lora_rank in config.json make it \[160, 32\]"),
+        ({"moe_intermediate_size": 32}, "experts.0.gate_proj.weight.*moe_intermediate_size"),
+        ({"n_shared_experts": 2}, "shared_experts.*n_shared_experts"),
+    ],
+)
+def test_deepseek_refusals(saved: Any, tmp_path: Path, changes: dict[str, Any], text: str) -> None:
+    refused(saved, tmp_path, changes, UnsupportedModelError, text)
+
+
+def test_missing_keys_and_wrong_types_name_the_key(saved: Any, tmp_path: Path) -> None:
+    refused(saved, tmp_path, {"hidden_size": None}, ModelConfigError, "hidden_size")
+    refused(saved, tmp_path, {"vocab_size": "many"}, ModelConfigError, "vocab_size")
+    refused(saved, tmp_path, {"tie_word_embeddings": "no"}, ModelConfigError, "tie_word_embeddings")
+
+
+def test_missing_tensor_is_named(saved: Any, tmp_path: Path) -> None:
+    kind, folder, tensors = saved
+    without = {name: tensor for name, tensor in tensors.items() if name != "model.layers.1.self_attn.o_proj.weight"}
+    refused((kind, folder, without), tmp_path, {}, CheckpointError, re.escape("model.layers.1.self_attn.o_proj.weight"))
+
+
+def test_impossible_expert_path_is_refused_first(tmp_path: Path) -> None:
+    tensors, _ = pack_mxfp4(state_by_file_name(make_gpt_oss(), tmp_path))
+    write(tmp_path, tensors, {"quantization_config": {"quant_method": "mxfp4"}})
+    with pytest.raises(UnsupportedPathError, match="flashinfer_mxfp4"):
+        build_model(tmp_path, ModelSettings(moe_backend=MoeBackend.FLASHINFER_MXFP4))
+    with pytest.raises(UnsupportedPathError, match="mori"):
+        build_model(tmp_path, ModelSettings(moe_a2a_backend=MoeA2ABackend.MORI))
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"selfcheck": "maybe"}, "selfcheck is 'maybe'"),
+        ({"load_format": "gguf"}, "load_format is 'gguf'"),
+        ({"router_logits_dtype": "float16"}, "router_logits_dtype is 'float16'"),
+        ({"dtype": torch.float16}, "dtype is torch.float16"),
+    ],
+)
+def test_settings_are_checked(changes: dict[str, Any], text: str) -> None:
+    with pytest.raises(ModelSettingsError, match=text):
+        ModelSettings(**changes)
+
+
+def test_default_dtype_follows_the_device() -> None:
+    assert ModelSettings().model_dtype == torch.float32
+    assert ModelSettings(device=torch.device("cuda")).model_dtype == torch.bfloat16
+    assert ModelSettings(dtype=torch.bfloat16).model_dtype == torch.bfloat16

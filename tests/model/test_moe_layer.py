@@ -1,0 +1,153 @@
+"""Every MoE layer goes through one `MoeRunner`, once per forward pass, and is checked while loading."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from model.config import ModelSettings
+from model.linear import GatedMlp, Linear
+from model.moe_layer import Gate, MoeLayer
+from model.registry import build_model
+from moe import MoeBackend, MoeRunner, RoutingConfig, RoutingMethod, SelfCheckError, StandardCombineInput
+from moe.dispatch.standard import StandardDispatcher
+from moe.routing import TopK
+from moe.types import BypassedTopK, StandardTopK
+from tests.model.checkpoints import VOCAB, make_deepseek, make_gpt_oss, pack_mxfp4, state_by_file_name, write
+from tests.model.paged import PagedCache
+
+PUBLISHED = {
+    "gpt_oss": (make_gpt_oss, {"quant_method": "mxfp4"}, 2),
+    "deepseek": (make_deepseek, {"quant_method": "fp8", "weight_block_size": [128, 128]}, 2),
+    "deepseek_nvfp4": (make_deepseek, {"quant_method": "modelopt", "quant_algo": "NVFP4"}, 2),
+    "deepseek_plain": (make_deepseek, None, 2),
+}
+
+
+def dummy_model(folder: Path, kind: str) -> Any:
+    """No weights on disk: config.json alone."""
+    make, quantization, _ = PUBLISHED[kind]
+    make().config.save_pretrained(folder)
+    path = folder / "config.json"
+    config = json.loads(path.read_text()) | {"architectures": [make().__class__.__name__]}
+    path.write_text(json.dumps(config | ({"quantization_config": quantization} if quantization else {})))
+    return build_model(folder, ModelSettings(load_format="dummy", selfcheck="all"))
+
+
+@pytest.mark.parametrize("kind", PUBLISHED)
+def test_one_run_per_moe_layer_and_nobody_else_computes_experts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    model = dummy_model(tmp_path, kind)
+    cache = PagedCache(model.kv_specs)
+    calls = []
+
+    def zeros(self: MoeRunner, dispatched: Any, quant_info: Any) -> StandardCombineInput:
+        calls.append((self, quant_info))
+        return StandardCombineInput(torch.zeros_like(dispatched.hidden_states))
+
+    logits = model(cache.batch({"a": [1, 2, 3]}), cache.layers)
+    assert logits.shape == (1, VOCAB)
+    assert logits.isfinite().all()
+    monkeypatch.setattr(MoeRunner, "run", zeros)
+    model(cache.batch({"b": [1, 2, 3], "c": [5]}), cache.layers)
+    assert [runner for runner, _ in calls] == [layer.runner for layer in model.moe_layers]
+    assert len({id(info) for _, info in calls}) == PUBLISHED[kind][2]
+
+    # With the runner silenced, a MoE layer adds its shared experts and nothing else.
+    x = torch.randn(3, model.embedding.weight.shape[1])
+    for layer in model.moe_layers:
+        want = torch.zeros_like(x) if layer.shared_experts is None else layer.shared_experts(x)
+        torch.testing.assert_close(layer(x), want)
+
+
+def make_layer(routes_inside: bool, seen: list[Any], out_dtype: torch.dtype = torch.float32) -> MoeLayer:
+    class Recorder:
+        def run(self, dispatched: Any, quant_info: Any) -> StandardCombineInput:
+            seen.append((dispatched.topk_output, quant_info))
+            return StandardCombineInput(dispatched.hidden_states * 10)
+
+    g = torch.Generator().manual_seed(0)
+    routing = RoutingConfig(
+        method=RoutingMethod.SIGMOID_GROUPED, num_experts=4, top_k=2, routed_scaling_factor=2.5
+    )  # fmt: skip
+    return MoeLayer(
+        gate=Gate(torch.randn(4, 6, generator=g), None, out_dtype),
+        topk=TopK(routing),
+        routes_inside=routes_inside,
+        correction_bias_E=torch.tensor([0.0, 9.0, 0.0, 0.0]),
+        dispatcher=StandardDispatcher(),
+        runner=Recorder(),  # type: ignore[arg-type]
+        quant_info="weights",
+        shared_experts=GatedMlp(*(torch.randn(shape, generator=g) for shape in ((3, 6), (3, 6), (6, 3)))),
+        description="layer 0",
+    )
+
+
+def test_routing_is_scaled_once_and_shared_experts_not_at_all() -> None:
+    seen: list[Any] = []
+    layer = make_layer(False, seen)
+    x = torch.randn(5, 6)
+    out = layer(x)
+    ((topk, quant_info),) = seen
+    assert quant_info == "weights"
+    assert isinstance(topk, StandardTopK)
+    assert (topk.ids == 1).any(dim=1).all()  # the correction bias chose it
+    torch.testing.assert_close(topk.weights.sum(1), torch.full((5,), 2.5))
+    torch.testing.assert_close(out, x * 10 + layer.shared_experts(x))  # type: ignore[misc]
+
+
+def test_a_backend_that_routes_inside_gets_logits_in_the_dtype_it_wants() -> None:
+    seen: list[Any] = []
+    make_layer(True, seen, torch.bfloat16)(torch.randn(5, 6))
+    ((topk, _),) = seen
+    assert isinstance(topk, BypassedTopK)
+    assert topk.logits.dtype == torch.bfloat16
+    assert topk.correction_bias is not None
+    assert topk.correction_bias.dtype == torch.float32
+
+
+def test_gate_accumulates_in_fp32() -> None:
+    weight = torch.full((1, 4096), 1.0)
+    x = torch.full((1, 4096), 1.0 + 2**-7, dtype=torch.bfloat16)
+    x[0, 0] = 2**-7
+    logits = Gate(weight.bfloat16(), torch.tensor([0.25]), torch.float32)(x)
+    assert logits.item() == 4095 * (1 + 2**-7) + 2**-7 + 0.25
+
+
+def test_corrupted_preparation_fails_the_self_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors, _ = pack_mxfp4(state_by_file_name(make_gpt_oss(), tmp_path))
+    write(tmp_path, tensors, {"quantization_config": {"quant_method": "mxfp4"}})
+    from moe.backends.torch import TorchBackend
+
+    prepare, layers = TorchBackend.prepare, []
+
+    def swap_halves_of_layer_1(self: Any, experts: Any, config: Any, topology: Any) -> Any:
+        layers.append(experts)
+        if len(layers) == 2:
+            half = experts.intermediate_size
+            rows = torch.cat((torch.arange(half, 2 * half), torch.arange(half)))
+            w13 = type(experts.w13)(experts.w13.codes[:, rows], experts.w13.scales[:, rows])
+            experts = type(experts)(w13=w13, w2=experts.w2, b13=experts.b13, b2=experts.b2)
+        return prepare(self, experts, config, topology)
+
+    monkeypatch.setattr(TorchBackend, "prepare", swap_halves_of_layer_1)
+    settings = ModelSettings(moe_backend=MoeBackend.TORCH, selfcheck="all")
+    with pytest.raises(SelfCheckError, match="layer 1"):
+        build_model(tmp_path, settings)
+    for selfcheck in ("first", "off"):  # layer 0 is fine, so these let it pass
+        layers.clear()
+        build_model(tmp_path, ModelSettings(selfcheck=selfcheck))  # type: ignore[arg-type]
+
+
+def test_linear_is_row_major_at_every_row_count() -> None:
+    weight, bias = torch.randn(24, 16), torch.randn(24)
+    for dense in (weight, weight.bfloat16().float()):
+        linear = Linear(dense, bias)
+        for num_rows in (0, 1, 2, 3, 6, 40):
+            x = torch.randn(num_rows, 16)
+            out = linear(x)
+            assert out.is_contiguous()
+            torch.testing.assert_close(out, x @ dense.T + bias, rtol=1e-4, atol=1e-5)
