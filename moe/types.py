@@ -58,8 +58,14 @@ class CombineInput(Protocol):
     """What the experts hand back to the transport."""
 
     format: ClassVar[DispatchFormat]
-    hidden_states: torch.Tensor
-    is_partial: bool
+
+    @property
+    def hidden_states(self) -> torch.Tensor:
+        """Expert outputs, laid out as the dispatch format says."""
+
+    @property
+    def is_partial(self) -> bool:
+        """True when other ranks hold the rest of the sum."""
 
 
 @dataclass(frozen=True, slots=True)

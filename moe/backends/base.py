@@ -33,13 +33,14 @@ class Device:
 class Backend(ABC):
     """A kernel family. Instances hold no state.
 
-    `tolerance` is the relative error allowed against the twin; the default is that of bf16 activations and results.
+    `tolerance` is the relative error allowed against the twin, for the worst token and block of 128 outputs. The
+    default suits bf16 activations and results: 7e-3 is seen, a row of scales off by a factor of 2 gives 2e-2 and more.
     `activation_quant` says, by weight format, how the kernels round their inputs; a format not named is not rounded.
     """
 
     hardware: ClassVar[str]
     formats: ClassVar[tuple[str, ...]]
-    tolerance: ClassVar[float] = 1e-2
+    tolerance: ClassVar[float] = 1.5e-2
     activation_quant: ClassVar[Mapping[str, ActivationQuant]] = {}
     routes_inside: ClassVar[bool] = False  # prefers router logits (BypassedTopK) to ids and weights
 

@@ -1,0 +1,98 @@
+"""Chooses the backend of a path, without hardware and without weights. Plans inside a backend live elsewhere."""
+
+from dataclasses import dataclass
+
+import torch
+
+from moe import registry
+from moe.backends.base import Device
+from moe.config import MoeA2ABackend, MoeBackend, MoeRunnerConfig
+from moe.errors import UnsupportedPathError
+
+# What `auto` tries, best first. Every kernel library beats our own kernels on the hardware it is made for, and those
+# beat plain torch; within the libraries the one with the narrowest hardware goes first.
+PREFERENCE: tuple[MoeBackend, ...] = (
+    MoeBackend.FLASHINFER_TRTLLM,
+    MoeBackend.FLASHINFER_CUTEDSL,
+    MoeBackend.FLASHINFER_MXFP4,
+    MoeBackend.DEEP_GEMM,
+    MoeBackend.FLASHINFER_CUTLASS,
+    MoeBackend.AITER,
+    MoeBackend.TRITON,
+    MoeBackend.TORCH,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whether one backend can run a path: `reason` is None if so, else why not."""
+
+    backend: MoeBackend
+    hardware: str
+    reason: str | None
+
+
+def verdicts(device: Device, format_name: str, a2a: MoeA2ABackend, config: MoeRunnerConfig) -> list[Verdict]:
+    """Every backend in the order in which `auto` tries them."""
+    return [_verdict(backend, device, format_name, a2a, config) for backend in PREFERENCE]
+
+
+def _verdict(
+    backend: MoeBackend, device: Device, format_name: str, a2a: MoeA2ABackend, config: MoeRunnerConfig
+) -> Verdict:
+    if backend not in registry.BACKEND_MODULES:
+        return Verdict(backend, "", "not built in yet")
+    entry = registry.load_backend(backend)
+    reason = entry.supports(device, format_name, a2a, config)
+    if reason is None and registry.missing_formats(backend, a2a, a2a.dispatch_formats):
+        reason = f"no path from transport {a2a} is built in yet"
+    return Verdict(backend, entry.hardware, reason)
+
+
+def choose_backend(
+    requested: MoeBackend,
+    device: Device | torch.device,
+    format_name: str,
+    a2a: MoeA2ABackend,
+    config: MoeRunnerConfig,
+) -> MoeBackend:
+    """`requested` if it can run the path; for `auto` the first in `PREFERENCE` that can.
+
+    Raises:
+        UnsupportedPathError: it cannot, or nothing can. The message holds every reason and what would work.
+    """
+    device = device if isinstance(device, Device) else probe_device(device)
+    path = f"{format_name} experts on {device.arch} with --moe-a2a-backend {a2a}"
+    if requested is not MoeBackend.AUTO:
+        verdict = _verdict(requested, device, format_name, a2a, config)
+        if verdict.reason is None:
+            return requested
+        usable = [v.backend for v in verdicts(device, format_name, a2a, config) if v.reason is None]
+        raise UnsupportedPathError(
+            f"--moe-backend {requested} cannot run {path}: {verdict.reason}. "
+            f"Usable for it: {', '.join(usable) or 'none'}."
+        )
+    table = verdicts(device, format_name, a2a, config)
+    for verdict in table:
+        if verdict.reason is None:
+            return verdict.backend
+    reasons = "\n".join(f"  {verdict.backend}: {verdict.reason}" for verdict in table)
+    raise UnsupportedPathError(f"no backend can run {path}:\n{reasons}")
+
+
+def probe_device(device: torch.device) -> Device:
+    """What a torch device is, for `supports`.
+
+    Raises:
+        UnsupportedPathError: there is no such device here, or it is neither a CPU nor a GPU that torch calls cuda.
+    """
+    if device.type == "cpu":
+        return Device(arch="cpu")
+    if device.type != "cuda":
+        raise UnsupportedPathError(f"--device {device} is not supported: use cpu or cuda")
+    if not torch.cuda.is_available():
+        raise UnsupportedPathError(f"--device {device}: torch sees no GPU here; use --device cpu")
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        return Device(arch=properties.gcnArchName.split(":")[0])
+    return Device(arch=f"sm{properties.major}{properties.minor}")

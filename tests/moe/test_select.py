@@ -1,0 +1,118 @@
+"""Choosing a backend: the order of `auto`, every reason kept, and errors that say what would work."""
+
+import types
+
+import pytest
+import torch
+from moe_layers import make_config, make_experts
+
+from moe import MoeA2ABackend, MoeBackend, MoeRunner, MoeRunnerConfig, UnsupportedPathError, registry, select
+from moe.backends.base import Device
+from moe.select import PREFERENCE, choose_backend, probe_device, verdicts
+
+CPU = Device(arch="cpu")
+NONE = MoeA2ABackend.NONE
+
+
+@pytest.fixture
+def config() -> MoeRunnerConfig:
+    return make_config(make_experts("bf16"), dtype=torch.bfloat16)
+
+
+def test_every_backend_has_a_place_in_the_order() -> None:
+    assert set(PREFERENCE) == set(MoeBackend) - {MoeBackend.AUTO}
+    assert len(PREFERENCE) == len(set(PREFERENCE))
+    assert PREFERENCE[-1] is MoeBackend.TORCH
+
+
+@pytest.mark.parametrize("format_name", ["bf16", "fp8_block", "fp8_tensor", "mxfp4", "nvfp4"])
+def test_auto_on_a_cpu_is_torch(format_name: str, config: MoeRunnerConfig) -> None:
+    assert choose_backend(MoeBackend.AUTO, CPU, format_name, NONE, config) is MoeBackend.TORCH
+    assert choose_backend(MoeBackend.AUTO, torch.device("cpu"), format_name, NONE, config) is MoeBackend.TORCH
+    assert choose_backend(MoeBackend.TORCH, CPU, format_name, NONE, config) is MoeBackend.TORCH
+
+
+def test_auto_takes_the_first_that_can(monkeypatch: pytest.MonkeyPatch, config: MoeRunnerConfig) -> None:
+    can = {MoeBackend.TRITON, MoeBackend.TORCH}
+    monkeypatch.setattr(
+        select, "_verdict", lambda backend, *path: select.Verdict(backend, "", None if backend in can else "no")
+    )
+    assert choose_backend(MoeBackend.AUTO, CPU, "bf16", NONE, config) is MoeBackend.TRITON
+    can.add(MoeBackend.FLASHINFER_TRTLLM)
+    assert choose_backend(MoeBackend.AUTO, CPU, "bf16", NONE, config) is MoeBackend.FLASHINFER_TRTLLM
+
+
+def test_a_refused_request_gives_its_reason_and_what_would_work(config: MoeRunnerConfig) -> None:
+    with pytest.raises(UnsupportedPathError) as error:
+        choose_backend(MoeBackend.TORCH, CPU, "int3", NONE, config)
+    assert "--moe-backend torch cannot run int3 experts on cpu with --moe-a2a-backend none" in str(error.value)
+    assert "format int3 is unknown" in str(error.value)
+    assert "Usable for it: none" in str(error.value)
+
+
+def test_a_backend_that_is_not_built_in_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, config: MoeRunnerConfig
+) -> None:
+    monkeypatch.delitem(registry.BACKEND_MODULES, MoeBackend.AITER, raising=False)
+    with pytest.raises(UnsupportedPathError) as error:
+        choose_backend(MoeBackend.AITER, CPU, "bf16", NONE, config)
+    assert "--moe-backend aiter cannot run bf16 experts on cpu" in str(error.value)
+    assert "not built in yet. Usable for it: torch." in str(error.value)
+
+
+def test_when_nothing_can_every_reason_is_listed(config: MoeRunnerConfig) -> None:
+    with pytest.raises(UnsupportedPathError) as error:
+        choose_backend(MoeBackend.AUTO, CPU, "int3", NONE, config)
+    for backend in PREFERENCE:
+        assert f"  {backend}: " in str(error.value)
+
+
+@pytest.mark.parametrize("a2a", list(MoeA2ABackend))
+@pytest.mark.parametrize("backend", PREFERENCE)
+def test_every_pair_is_runnable_or_refused_with_both_names(
+    backend: MoeBackend, a2a: MoeA2ABackend, config: MoeRunnerConfig
+) -> None:
+    """What is called usable must build a runner; what is not must be refused in one sentence, without weights."""
+    for arch in ("cpu", "sm80", "sm90", "sm100", "gfx942"):
+        for format_name in ("bf16", "fp8_block", "mxfp4", "nvfp4"):
+            try:
+                chosen = choose_backend(backend, Device(arch=arch), format_name, a2a, config)
+            except UnsupportedPathError as error:
+                assert str(backend) in str(error)  # noqa: PT017
+                assert f"--moe-a2a-backend {a2a}" in str(error)  # noqa: PT017
+            else:
+                assert MoeRunner(chosen, a2a, config).backend is backend
+
+
+def test_the_table_covers_every_backend_without_hardware(config: MoeRunnerConfig) -> None:
+    for arch in ("sm80", "sm86", "sm89", "sm90", "sm100", "sm103", "sm120", "gfx942", "gfx950", "cpu"):
+        table = verdicts(Device(arch=arch), "mxfp4", NONE, config)
+        assert [verdict.backend for verdict in table] == list(PREFERENCE)
+        assert all(verdict.reason is None or verdict.reason for verdict in table)
+        assert table[-1].reason is None
+        assert table[-1].hardware
+
+
+def test_a_missing_path_is_a_reason(monkeypatch: pytest.MonkeyPatch, config: MoeRunnerConfig) -> None:
+    monkeypatch.setattr("moe.backends.torch.TorchBackend.supports", lambda *path: None)
+    table = {v.backend: v.reason for v in verdicts(CPU, "bf16", MoeA2ABackend.MORI, config)}
+    assert table[MoeBackend.TORCH] == "no path from transport mori is built in yet"
+
+
+def test_probing_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert probe_device(torch.device("cpu")) == CPU
+    with pytest.raises(UnsupportedPathError, match="--device meta is not supported"):
+        probe_device(torch.device("meta"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UnsupportedPathError, match="--device cuda: torch sees no GPU here; use --device cpu"):
+        probe_device(torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    hopper = types.SimpleNamespace(major=9, minor=0, gcnArchName="gfx942:sramecc+:xnack-")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: hopper)
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert probe_device(torch.device("cuda:1")) == Device(arch="sm90")
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    rocm = probe_device(torch.device("cuda"))
+    assert rocm == Device(arch="gfx942")
+    assert rocm.is_rocm
+    assert not rocm.is_cuda

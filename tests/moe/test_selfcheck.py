@@ -1,0 +1,180 @@
+"""The self-check: passes on clean layers of every format, and names what a corrupted one got wrong."""
+
+import dataclasses
+import re
+
+import pytest
+import torch
+from moe_layers import DEEPSEEK_V4, FORMATS, GPT_OSS, PLAIN, make_config, make_experts, shard
+
+from moe import Activation, MoeA2ABackend, MoeBackend, MoeRunner, SelfCheckError, Topology
+from moe.backends.torch import TorchBackend
+from moe.formats import ExpertWeights, Weight
+from moe.selfcheck import SelfCheckReport, _probe, check_layer
+from moe.twin import moe_twin
+
+
+def check(
+    experts: ExpertWeights,
+    prepared: ExpertWeights | None = None,
+    topology: Topology | None = None,
+    **changes: object,
+) -> SelfCheckReport:
+    """Check a layer whose quant info was built from `prepared`, by default the experts themselves."""
+    topology = topology or Topology()
+    config = make_config(experts, **changes)
+    quant_info = TorchBackend().prepare(prepared or experts, config, topology)
+    runner = MoeRunner(MoeBackend.TORCH, MoeA2ABackend.NONE, config)
+    return check_layer(runner, quant_info, experts, layer=5, topology=topology)
+
+
+def scaled(weight: Weight, field: str, index: tuple[object, ...], factor: float) -> Weight:
+    """The weight with some entries of one field changed."""
+    tensor = getattr(weight, field).clone()
+    if tensor.dtype == torch.uint8:
+        tensor[index] += 1
+    else:
+        tensor[index] = (tensor[index].float() * factor).to(tensor.dtype)
+    return dataclasses.replace(weight, **{field: tensor})
+
+
+@pytest.mark.parametrize("format_name", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("activation", [PLAIN, GPT_OSS, DEEPSEEK_V4], ids=["plain", "gpt_oss", "v4"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_clean_layers_pass(format_name: str, dtype: torch.dtype, activation: Activation, bias: bool) -> None:
+    report = check(make_experts(format_name, bias=bias), dtype=dtype, activation=activation)
+    assert report.layer == 5
+    assert report.path == f"torch/none/{format_name}"
+    assert 0 < report.worst_error <= report.tolerance
+    assert report.tolerance == (1e-5 if dtype == torch.float32 else 1.5e-2)
+
+
+SCALES = {"fp8_block": "scale_inv", "fp8_tensor": "scale", "mxfp4": "scales", "nvfp4": "scales", "bf16": "data"}
+
+
+@pytest.mark.parametrize("format_name", FORMATS)
+@pytest.mark.parametrize("matrix", ["w13", "w2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_wrong_row_of_scales_names_layer_path_and_expert(format_name: str, matrix: str, dtype: torch.dtype) -> None:
+    experts = make_experts(format_name, hidden=256)
+    row = () if format_name == "fp8_tensor" else (0 if format_name == "fp8_block" else 77,)
+    broken = scaled(getattr(experts, matrix), SCALES[format_name], (2, *row), 2.0)
+    with pytest.raises(SelfCheckError) as error:
+        check(experts, dataclasses.replace(experts, **{matrix: broken}), dtype=dtype)
+    text = str(error.value)
+    assert f"layer 5, torch/none/{format_name}: expert 2 differs" in text
+    assert "the tolerance is" in text
+    assert float(re.search(r"by ([\d.e+-]+) in", text)[1]) > 1e-2
+    if matrix == "w2" and row:
+        assert "outputs 0..127" in text
+
+
+def swap_halves(experts: ExpertWeights) -> ExpertWeights:
+    inter = experts.intermediate_size
+    dense = experts.w13.dequantize().roll(inter, 1)
+    return dataclasses.replace(experts, w13=FORMATS["bf16"](dense), w2=FORMATS["bf16"](experts.w2.dequantize()))
+
+
+def double_bias(experts: ExpertWeights) -> ExpertWeights:
+    return dataclasses.replace(experts, b2=2 * experts.b2)
+
+
+def shift_experts(experts: ExpertWeights) -> ExpertWeights:
+    return dataclasses.replace(experts, b13=experts.b13.roll(1, 0))
+
+
+def drop_clamped_rows(experts: ExpertWeights) -> ExpertWeights:
+    return dataclasses.replace(experts, b13=experts.b13 + 50 * (torch.arange(256) == 130))
+
+
+@pytest.mark.parametrize("mutate", [swap_halves, double_bias, shift_experts, drop_clamped_rows])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_wrong_layouts_are_caught(mutate: object, dtype: torch.dtype) -> None:
+    experts = make_experts("mxfp4")
+    with pytest.raises(SelfCheckError, match="expert"):
+        check(experts, mutate(experts), dtype=dtype)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    "activation",
+    [
+        dataclasses.replace(GPT_OSS, limit=None),
+        dataclasses.replace(GPT_OSS, limit=7.5),
+        dataclasses.replace(GPT_OSS, beta=0.0),
+        dataclasses.replace(GPT_OSS, alpha=1.0),
+    ],
+)
+def test_a_wrong_activation_is_caught(activation: Activation, monkeypatch: pytest.MonkeyPatch) -> None:
+    from moe.activations import gated_activation
+
+    monkeypatch.setattr("moe.backends.torch.gated_activation", lambda g, u, right: gated_activation(g, u, activation))
+    with pytest.raises(SelfCheckError):
+        check(make_experts("mxfp4"), dtype=torch.bfloat16)
+
+
+def test_a_nan_is_an_infinite_error() -> None:
+    experts = make_experts("bf16")
+    with pytest.raises(SelfCheckError, match="expert 1 differs from the reference by inf"):
+        check(experts, dataclasses.replace(experts, w2=scaled(experts.w2, "data", (1, 3, 4), float("nan"))))
+
+
+def test_a_wrong_sum_over_experts_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A path that returns each token's first expert only: right for one expert, wrong for several."""
+    experts = make_experts("mxfp4")
+
+    def first_expert_only(self: object, core_input: object, info: object, state: object) -> torch.Tensor:
+        has_first = core_input.ids_TK[:, :1] >= 0  # type: ignore[attr-defined]
+        topk = dataclasses.replace(core_input, ids_TK=core_input.ids_TK.clone())  # type: ignore[type-var]
+        topk.ids_TK[:, 1:].masked_fill_(has_first, -1)
+        return original(self, topk, info, state)
+
+    from moe.backends.torch import TorchRunnerCore
+
+    original = TorchRunnerCore.run
+    monkeypatch.setattr(TorchRunnerCore, "run", first_expert_only)
+    with pytest.raises(SelfCheckError, match="the sum over several experts differs"):
+        check(experts)
+
+
+@pytest.mark.parametrize("format_name", ["mxfp4", "bf16"])
+@pytest.mark.parametrize(("tp_size", "ep_size"), [(2, 1), (1, 2), (1, 4), (8, 2)])
+def test_every_rank_checks_its_own_part(format_name: str, tp_size: int, ep_size: int) -> None:
+    experts = make_experts(format_name, hidden=96, inter=288)
+    for tp_rank in range(tp_size):
+        for ep_rank in range(ep_size):
+            own = shard(experts, tp=(tp_size, tp_rank), ep=(ep_size, ep_rank))
+            topology = Topology(tp_size=tp_size, tp_rank=tp_rank, ep_size=ep_size, ep_rank=ep_rank)
+            assert check(own, topology=topology, num_experts=4).worst_error < 1e-5
+
+
+def test_the_error_names_the_global_id_of_an_expert() -> None:
+    own = shard(make_experts("mxfp4"), ep=(2, 1))
+    broken = dataclasses.replace(own, w2=scaled(own.w2, "scales", (1, 5), 2))
+    with pytest.raises(SelfCheckError, match="expert 3 differs"):
+        check(own, broken, Topology(ep_size=2, ep_rank=1), num_experts=4)
+
+
+def test_a_bias_added_on_every_rank_is_caught() -> None:
+    own = shard(make_experts("mxfp4"), tp=(2, 1))
+    first_rank = Topology(tp_size=2, tp_rank=0)
+    config = make_config(own)
+    runner = MoeRunner(MoeBackend.TORCH, MoeA2ABackend.NONE, config)
+    quant_info = TorchBackend().prepare(own, config, first_rank)
+    with pytest.raises(SelfCheckError):
+        check_layer(runner, quant_info, own, layer=0, topology=Topology(tp_size=2, tp_rank=1))
+
+
+@pytest.mark.parametrize("activation", [GPT_OSS, DEEPSEEK_V4], ids=["gpt_oss", "v4"])
+@pytest.mark.parametrize("num_experts", [1, 4, 8])
+def test_probe_visits_every_local_expert_and_clamps_a_tenth(activation: Activation, num_experts: int) -> None:
+    experts = make_experts("nvfp4", num_experts=num_experts, bias=False)
+    config = make_config(experts, activation=activation, top_k=min(2, num_experts))
+    x, topk = _probe(experts, config, Topology())
+    assert set(topk.ids.flatten().tolist()) - {-1} == set(range(num_experts))
+    for expert in range(num_experts):
+        rows = (topk.ids == expert).any(1) & (topk.ids >= 0).sum(1).eq(1)
+        gate, up = (x[rows] @ experts.w13.select(expert).dequantize().T).chunk(2, -1)
+        clamped = (gate > activation.limit) | (up.abs() > activation.limit)
+        assert 0.1 < clamped.float().mean() < 0.9
+    assert moe_twin(x, topk, experts, activation).isfinite().all()
