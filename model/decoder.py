@@ -49,7 +49,8 @@ class DecoderLayer(nn.Module):
     def forward(self, x_TH: torch.Tensor, step: StepState, kv: LayerKv) -> torch.Tensor:
         """[T, H] to [T, H]."""
         x_TH = x_TH + self.attention(self.input_norm(x_TH), step, kv)
-        return x_TH + self.mlp(self.mlp_norm(x_TH))
+        out_TH: torch.Tensor = x_TH + self.mlp(self.mlp_norm(x_TH))
+        return out_TH
 
 
 class Model(nn.Module):
@@ -88,4 +89,5 @@ class Model(nn.Module):
         x_TH = self.embedding(batch.input_ids_T)
         for layer, layer_kv in zip(self.layers, kv, strict=True):
             x_TH = layer(x_TH, step, layer_kv)
-        return self.head(self.norm(x_TH.index_select(0, batch.logit_rows_R)))
+        logits_RV: torch.Tensor = self.head(self.norm(x_TH.index_select(0, batch.logit_rows_R)))
+        return logits_RV

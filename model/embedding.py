@@ -28,4 +28,5 @@ class OutputHead(nn.Module):
 
     def forward(self, x_RH: torch.Tensor) -> torch.Tensor:
         """[R, H] to fp32 [R, V]."""
-        return self.linear(x_RH).float()
+        logits_RV: torch.Tensor = self.linear(x_RH)
+        return logits_RV.float()

@@ -36,4 +36,5 @@ class GatedMlp(nn.Module):
     def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
         """[T, H] to [T, H]."""
         gate_TI, up_TI = self.gate_up(x_TH).chunk(2, dim=-1)
-        return self.down(F.silu(gate_TI) * up_TI)
+        out_TH: torch.Tensor = self.down(F.silu(gate_TI) * up_TI)
+        return out_TH

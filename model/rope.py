@@ -93,13 +93,17 @@ class RotaryTable:
 def rotate_(x_THD: torch.Tensor, rotation_T1D: torch.Tensor) -> None:
     """Rotate neighbouring pairs of the last axis in place; fp32 inside. `x` may be a slice with a dense last axis."""
     if x_THD.dtype == torch.float32:
-        torch.view_as_complex(x_THD.unflatten(-1, (-1, 2))).mul_(rotation_T1D)
+        _as_complex(x_THD).mul_(rotation_T1D)
     else:
-        pairs = torch.view_as_complex(x_THD.float().unflatten(-1, (-1, 2)))
-        x_THD.copy_(torch.view_as_real(pairs * rotation_T1D).flatten(-2))
+        x_THD.copy_(torch.view_as_real(_as_complex(x_THD.float()) * rotation_T1D).flatten(-2))
+
+
+def _as_complex(x_THD: torch.Tensor) -> torch.Tensor:
+    num_tokens, num_heads, dim = x_THD.shape
+    return torch.view_as_complex(x_THD.view(num_tokens, num_heads, dim // 2, 2))
 
 
 def pair_halves(rows: torch.Tensor, head_dim: int) -> torch.Tensor:
     """Re-order q or k projection rows (weight [heads * D, ...] or bias) so that element i stands next to i + D/2."""
-    heads = rows.unflatten(0, (-1, 2, head_dim // 2))
+    heads = rows.reshape(-1, 2, head_dim // 2, *rows.shape[1:])
     return heads.transpose(1, 2).flatten(0, 2).contiguous()

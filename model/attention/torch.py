@@ -194,7 +194,8 @@ def _run_group(
 
 def _by_kv_head(x_BHL: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
     """[B, H, L] seen as [B, G, R, L]."""
-    return x_BHL.unflatten(1, (spec.num_kv_heads, -1))
+    num_requests, num_heads, size = x_BHL.shape
+    return x_BHL.view(num_requests, spec.num_kv_heads, num_heads // spec.num_kv_heads, size)
 
 
 def _multiply(a_BGMK: torch.Tensor, b_BGKN: torch.Tensor, out_BGMN: torch.Tensor) -> None:

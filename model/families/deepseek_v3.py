@@ -81,7 +81,8 @@ class MlaAttention(AttentionLayer):
         q_THD = torch.cat((q_latent_HTC.transpose(0, 1), q_pe_THP), dim=-1)
         mixed_THC = self.backend.run(spec, step.plan, kv, q_THD, keys_T1D, None, None)
         out_HTV = torch.bmm(mixed_THC.transpose(0, 1), self.uv_HCV)
-        return self.out(out_HTV.transpose(0, 1).flatten(1))
+        projected_TH: torch.Tensor = self.out(out_HTV.transpose(0, 1).flatten(1))
+        return projected_TH
 
 
 @register_family("DeepseekV3ForCausalLM")
@@ -244,8 +245,8 @@ class DeepseekV3Family(Family):
         if self.q_rank is not None:
             down.insert(0, reader.matrix(f"{prefix}.q_a_proj"))
             q_norm, q_up_name = RmsNorm(reader.vector(f"{prefix}.q_a_layernorm.weight"), _LATENT_EPS), "q_b_proj"
-        kv_b_HRC = reader.matrix(f"{prefix}.kv_b_proj").unflatten(0, (self.num_heads, -1))
-        uk_HNC, uv_HVC = kv_b_HRC.split((self.nope_dim, self.value_dim), dim=1)
+        kv_b_HRC = reader.matrix(f"{prefix}.kv_b_proj").view(self.num_heads, -1, self.kv_rank)
+        uk_HNC, uv_HVC = kv_b_HRC[:, : self.nope_dim], kv_b_HRC[:, self.nope_dim :]
         return MlaAttention(
             spec=self.attention_spec(layer),
             attention=attention,

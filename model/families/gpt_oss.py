@@ -55,7 +55,8 @@ class GptOssAttention(AttentionLayer):
         rotate_(heads[:, :num_rotated], step.rotation_T1D)
         q_THD, k_TGD, v_TGD = heads.split((spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), dim=1)
         out_THD = self.backend.run(spec, step.plan, kv, q_THD, k_TGD, v_TGD, self.sinks_H)
-        return self.out(out_THD.flatten(1))
+        projected_TH: torch.Tensor = self.out(out_THD.flatten(1))
+        return projected_TH
 
 
 @register_family("GptOssForCausalLM")
