@@ -5,6 +5,7 @@ ValueError
     ├── MoeConfigError       a setting that is out of range or contradicts another
     ├── UnsupportedPathError a backend, transport, format or device that do not go together
     ├── WeightFormatError    weights or scales whose dtype or shape break their format
+    ├── TransportStateError  dispatch and combine called out of order, or with more tokens than agreed
     └── SelfCheckError       a path that computes something else than its reference
 """
 
@@ -23,6 +24,10 @@ class UnsupportedPathError(MoeError):
 
 class WeightFormatError(MoeError):
     """A weight or scale tensor breaks the rules of its number format."""
+
+
+class TransportStateError(MoeError):
+    """Dispatch and combine were called out of order, or with more tokens than the ranks agreed on."""
 
 
 class SelfCheckError(MoeError):

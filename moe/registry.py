@@ -16,9 +16,16 @@ BACKEND_MODULES: dict[MoeBackend, str] = {
     MoeBackend.FLASHINFER_MXFP4: "moe.backends.flashinfer_mxfp4",
     MoeBackend.FLASHINFER_CUTLASS: "moe.backends.flashinfer_cutlass",
     MoeBackend.FLASHINFER_TRTLLM: "moe.backends.flashinfer_trtllm",
+    MoeBackend.FLASHINFER_CUTEDSL: "moe.backends.flashinfer_cutedsl",
+}
+
+# Permutes of a backend that live in modules of their own, one per kind of transport.
+PERMUTE_MODULES: dict[MoeBackend, tuple[str, ...]] = {
+    MoeBackend.TORCH: ("moe.backends.torch_deepep",),
 }
 
 _fused_funcs: dict[tuple[MoeA2ABackend, MoeBackend], Callable[..., Any]] = {}
+_fused_formats: dict[tuple[MoeA2ABackend, MoeBackend], tuple[DispatchFormat, ...]] = {}
 _runner_cores: dict[MoeBackend, type] = {}
 _pre_permutes: dict[tuple[DispatchFormat, MoeBackend], Callable[..., Any]] = {}
 _post_permutes: dict[tuple[MoeBackend, DispatchFormat], Callable[..., Any]] = {}
@@ -37,8 +44,14 @@ def _register(table: dict[Any, Any], key: Any, what: str) -> Callable[[T], T]:
     return decorate
 
 
-def register_fused_func(a2a: MoeA2ABackend, backend: MoeBackend) -> Callable[[T], T]:
-    """Register `fused(dispatch_output, quant_info, config, state) -> CombineInput`."""
+def register_fused_func(
+    a2a: MoeA2ABackend, backend: MoeBackend, *, formats: tuple[DispatchFormat, ...] | None = None
+) -> Callable[[T], T]:
+    """Register `fused(dispatch_output, quant_info, config, state) -> CombineInput`.
+
+    `formats`: the dispatch formats it takes, where the transport has more of them.
+    """
+    _fused_formats.setdefault((a2a, backend), formats or a2a.dispatch_formats)
     return _register(_fused_funcs, (a2a, backend), "a fused function")
 
 
@@ -72,7 +85,8 @@ def load_backend(backend: MoeBackend) -> Any:
     if backend not in BACKEND_MODULES:
         known = ", ".join(sorted(BACKEND_MODULES))
         raise MoeConfigError(f"--moe-backend {backend} is not built in; known: {known}")
-    importlib.import_module(BACKEND_MODULES[backend])
+    for module in (BACKEND_MODULES[backend], *PERMUTE_MODULES.get(backend, ())):
+        importlib.import_module(module)
     return _backends[backend]
 
 
@@ -98,5 +112,5 @@ def missing_formats(
 ) -> list[DispatchFormat]:
     """Formats of a transport that a backend cannot take; empty when the pair works."""
     if fused_func(a2a, backend):
-        return []
+        return [dispatch_format for dispatch_format in formats if dispatch_format not in _fused_formats[a2a, backend]]
     return [dispatch_format for dispatch_format in formats if three_part(dispatch_format, backend) is None]

@@ -22,6 +22,9 @@ from moe.topology import Topology
 from moe.types import RunState, StandardCombineInput, StandardDispatchOutput
 
 
+TRANSPORTS = (MoeA2ABackend.NONE, MoeA2ABackend.DEEPEP, MoeA2ABackend.MOONCAKE, MoeA2ABackend.NIXL)
+
+
 @dataclass(frozen=True, slots=True)
 class LazyLinears:
     """Canonical weights of all experts; `linears[expert]` dequantizes one matrix and forgets it after use."""
@@ -67,12 +70,12 @@ class TorchBackend(Backend):
     formats = ("bf16", "fp8_block", "fp8_tensor", "mxfp4", "nvfp4")
 
     def supports(self, device: Device, format_name: str, a2a: MoeA2ABackend, config: MoeRunnerConfig) -> str | None:
-        """Any device and format, without a transport."""
+        """Any device and format, alone or behind a transport with DeepEP's layouts."""
         del device
         if format_name not in self.formats:
             return f"format {format_name} is unknown; known: {', '.join(self.formats)}"
-        if a2a is not MoeA2ABackend.NONE:
-            return f"transport {a2a} is not supported; use --moe-a2a-backend none"
+        if a2a not in TRANSPORTS:
+            return f"transport {a2a} is not supported; it takes {', '.join(TRANSPORTS)}"
         return self.refuses(config)
 
     def tolerance_for(self, format_name: str, config: MoeRunnerConfig) -> float:

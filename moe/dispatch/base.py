@@ -1,0 +1,73 @@
+"""What every transport can do, and the bookkeeping of results that are between dispatch and combine."""
+
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+
+from moe.errors import TransportStateError
+from moe.types import TopKOutput
+
+Out_co = TypeVar("Out_co", covariant=True)
+In_contra = TypeVar("In_contra", contravariant=True)
+Handle = TypeVar("Handle")
+
+
+class Dispatcher(Protocol[Out_co, In_contra]):
+    """Moves tokens to the ranks that own their experts and brings the weighted sum back. Every rank calls both."""
+
+    def dispatch(self, hidden_states_TH: torch.Tensor, topk_output: TopKOutput) -> Out_co:
+        """Tokens for the local experts, in the transport's layout."""
+
+    def combine(self, result: In_contra) -> torch.Tensor:
+        """[T, H] of this rank's own tokens, complete."""
+
+
+class InFlight(Generic[Handle]):
+    """Handles of dispatched batches, found again by the ids tensor that combine brings back. At most `limit` live."""
+
+    def __init__(self, transport: str, limit: int) -> None:
+        self._transport = transport
+        self._limit = limit
+        self._entries: list[tuple[torch.Tensor, Handle]] = []
+
+    def check_room(self) -> None:
+        """Raise before a dispatch that would overwrite a result still in use."""
+        if len(self._entries) >= self._limit:
+            raise TransportStateError(
+                f"{self._transport}: {self._limit} dispatched batches wait for their combine and the buffer holds no "
+                "more: combine one before the next dispatch"
+            )
+
+    def add(self, topk_ids: torch.Tensor, handle: Handle) -> None:
+        """Remember a dispatched batch."""
+        self._entries.append((topk_ids, handle))
+
+    def take(self, topk_ids: torch.Tensor) -> Handle:
+        """The handle of the batch with exactly this ids tensor."""
+        for position, (ids, handle) in enumerate(self._entries):
+            if ids is topk_ids:
+                del self._entries[position]
+                return handle
+        raise TransportStateError(
+            f"{self._transport}: combine got ids of no dispatched batch; a path must hand back the ids it was given"
+        )
+
+
+def ids_and_weights(topk_output: TopKOutput, ids_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Materialised routing with ids in the transport's dtype and fp32 weights, both contiguous."""
+    topk = topk_output.to_standard()
+    return topk.ids.to(ids_dtype).contiguous(), topk.weights.float().contiguous()
+
+
+def pad_columns(x: torch.Tensor, num_cols: int) -> torch.Tensor:
+    """Zero columns at the end up to `num_cols`; the tensor itself where nothing is missing."""
+    missing = num_cols - x.shape[-1]
+    return x if missing == 0 else torch.nn.functional.pad(x, (0, missing))
+
+
+def accepted(function: Any, **arguments: Any) -> dict[str, Any]:
+    """Those of `arguments` that the installed release's `function` has."""
+    import inspect
+
+    known = inspect.signature(function).parameters
+    return {name: value for name, value in arguments.items() if name in known}

@@ -1,0 +1,250 @@
+"""DeepEP: one buffer per rank for all layers, and a thin dispatcher per layer that speaks its two modes.
+
+Low latency multiplies by the router weights when it combines; normal mode adds the ranks' results as they are.
+Shape letters: T this rank's tokens, R received tokens, K top-k, E local experts, M = ranks * limit, H hidden.
+"""
+
+import importlib
+import inspect
+from typing import Any, Protocol
+
+import torch
+
+from moe.dispatch.base import InFlight, accepted, ids_and_weights, pad_columns
+from moe.dispatch.deepep_settings import (
+    DeepepMode,
+    DeepepSettings,
+    EpShape,
+    check_deepep,
+    expected_rows,
+    ll_hidden_size,
+)
+from moe.dispatch.payload import Payload
+from moe.errors import MoeConfigError, TransportStateError, UnsupportedPathError
+from moe.formats.token_groups import quantize_token_groups
+from moe.types import (
+    DeepepLlCombineInput,
+    DeepepLlDispatchOutput,
+    DeepepNormalCombineInput,
+    DeepepNormalDispatchOutput,
+    TopKOutput,
+)
+
+RESULTS_ALIVE = 2  # the low-latency buffer is a double buffer
+
+
+class RawBuffer(Protocol):
+    """The calls of `deep_ep.Buffer` that are used here; mooncake and nixl are adapted to the low-latency ones."""
+
+    def low_latency_dispatch(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        num_max_dispatch_tokens_per_rank: int,
+        num_experts: int,
+        **options: Any,
+    ) -> tuple[Any, ...]:
+        """(x or (x, scale), counts, handle, event, hook)."""
+
+    def low_latency_combine(
+        self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, handle: Any, **options: Any
+    ) -> tuple[Any, ...]:
+        """(combined, event, hook)."""
+
+
+class DeepepBuffer:
+    """The communication buffer of one rank, shared by all its layers, with what is in flight in it.
+
+    Raises:
+        UnsupportedPathError, MoeConfigError: the settings break a limit of the kernels (checked before anything is
+            allocated), or the library is missing.
+    """
+
+    def __init__(self, group: Any, settings: DeepepSettings, shape: EpShape, *, sends_fp8: bool) -> None:
+        """`group` is the process group of the expert-parallel ranks."""
+        check_deepep(settings, shape, sends_fp8=sends_fp8)
+        if group.size() != shape.ep_size:
+            raise MoeConfigError(f"--expert-parallel-size is {shape.ep_size}, but the group has {group.size()} ranks")
+        self.settings = settings
+        self.shape = shape
+        self.raw: Any = self.build(group)
+        self.in_flight: InFlight[Any] = InFlight("deepep", RESULTS_ALIVE)
+        self._needs_cleaning = False
+
+    def build(self, group: Any) -> RawBuffer:
+        """The library's buffer, large enough for the modes in use."""
+        try:
+            library = importlib.import_module("deep_ep")
+        except ImportError as error:
+            raise UnsupportedPathError(
+                "--moe-a2a-backend deepep needs the package deep_ep; build it from its source (see the README)"
+            ) from error
+        mode, shape, buffer_class = self.settings.mode, self.shape, library.Buffer
+        num_nvl_bytes = num_rdma_bytes = num_qps = 0
+        if mode.has_normal:
+            row_bytes = shape.hidden_size * 2
+            for config in (
+                buffer_class.get_dispatch_config(shape.ep_size),
+                buffer_class.get_combine_config(shape.ep_size),
+            ):
+                num_nvl_bytes = max(num_nvl_bytes, config.get_nvl_buffer_size_hint(row_bytes, shape.ep_size))
+                num_rdma_bytes = max(num_rdma_bytes, config.get_rdma_buffer_size_hint(row_bytes, shape.ep_size))
+            num_qps = buffer_class.num_sms
+        if mode.has_low_latency:
+            hint = buffer_class.get_low_latency_rdma_size_hint(
+                self.settings.max_dispatch_tokens, ll_hidden_size(shape.hidden_size), shape.ep_size, shape.num_experts
+            )
+            num_rdma_bytes, num_qps = max(num_rdma_bytes, hint), max(num_qps, shape.num_local_experts)
+        raw: RawBuffer = buffer_class(
+            group, num_nvl_bytes, num_rdma_bytes, low_latency_mode=mode.has_low_latency, num_qps_per_rank=num_qps
+        )
+        return raw
+
+    @property
+    def can_send_nvfp4(self) -> bool:
+        """True for builds whose low-latency dispatch has the NVFP4 option."""
+        return "use_nvfp4" in inspect.signature(self.raw.low_latency_dispatch).parameters
+
+    def before_low_latency(self) -> None:
+        """Low-latency kernels want their part of the buffer zeroed after normal ones wrote over it."""
+        if self._needs_cleaning:
+            self.raw.clean_low_latency_buffer(
+                self.settings.max_dispatch_tokens, ll_hidden_size(self.shape.hidden_size), self.shape.num_experts
+            )
+            self._needs_cleaning = False
+
+    def after_normal(self) -> None:
+        """Remember that normal kernels used the buffer."""
+        self._needs_cleaning = self.settings.mode.has_low_latency
+
+
+class DeepepDispatcher:
+    """Dispatch and combine of one layer over a shared buffer."""
+
+    def __init__(
+        self,
+        buffer: DeepepBuffer,
+        payload: Payload,
+        *,
+        expert_alignment: int = 1,
+        input_multiplier: torch.Tensor | None = None,
+    ) -> None:
+        """`input_multiplier`: reciprocal of the layer's static input scale, fp32 [1]; needed by an NVFP4 payload."""
+        if payload is Payload.NVFP4:
+            if buffer.settings.mode is not DeepepMode.LOW_LATENCY or not buffer.can_send_nvfp4:
+                raise UnsupportedPathError(
+                    "an NVFP4 dispatch needs --deepep-mode low_latency and a deep_ep build with the option use_nvfp4"
+                )
+            if input_multiplier is None:
+                raise MoeConfigError("an NVFP4 dispatch needs the layer's static input scale")
+        self.buffer = buffer
+        self.payload = payload
+        self._expert_alignment = expert_alignment
+        self._input_multiplier = input_multiplier
+
+    def dispatch(
+        self, hidden_states_TH: torch.Tensor, topk_output: TopKOutput, *, is_decode: bool = False
+    ) -> DeepepNormalDispatchOutput | DeepepLlDispatchOutput:
+        """Send tokens to their experts. In mode `auto` every rank must pass the same `is_decode`."""
+        ids_TK, weights_TK = ids_and_weights(topk_output, torch.int64)
+        mode = self.buffer.settings.mode
+        if mode is DeepepMode.LOW_LATENCY or (mode is DeepepMode.AUTO and is_decode):
+            return self._dispatch_low_latency(hidden_states_TH, ids_TK, weights_TK)
+        return self._dispatch_normal(hidden_states_TH, ids_TK, weights_TK)
+
+    def combine(self, result: DeepepNormalCombineInput | DeepepLlCombineInput) -> torch.Tensor:
+        """[T, H] of this rank's tokens, complete."""
+        if isinstance(result, DeepepLlCombineInput):
+            return self._combine_low_latency(result)
+        handle = self.buffer.in_flight.take(result.topk_ids)
+        out_TH, _, _ = self.buffer.raw.combine(result.hidden_states, handle)
+        self.buffer.after_normal()
+        return out_TH
+
+    def _dispatch_normal(
+        self, x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor
+    ) -> DeepepNormalDispatchOutput:
+        self.buffer.in_flight.check_room()
+        raw = self.buffer.raw
+        per_rank, per_node, per_expert, is_in_rank, _ = raw.get_dispatch_layout(ids_TK, self.buffer.shape.num_experts)
+        sent: Any = x_TH
+        if self.payload.is_fp8:
+            sent = quantize_token_groups(x_TH, ue8m0=self.payload is Payload.FP8_UE8M0)
+        received, local_ids_RK, weights_RK, num_rows, handle, _ = raw.dispatch(
+            sent,
+            topk_idx=ids_TK,
+            topk_weights=weights_TK,
+            num_tokens_per_rank=per_rank,
+            num_tokens_per_rdma_rank=per_node,
+            is_token_in_rank=is_in_rank,
+            num_tokens_per_expert=per_expert,
+            expert_alignment=self._expert_alignment,
+        )
+        self.buffer.after_normal()
+        self.buffer.in_flight.add(local_ids_RK, handle)
+        x_RH, scale_RG = received if isinstance(received, tuple) else (received, None)
+        return DeepepNormalDispatchOutput(x_RH, scale_RG, local_ids_RK, weights_RK, num_rows)
+
+    def _dispatch_low_latency(
+        self, x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor
+    ) -> DeepepLlDispatchOutput:
+        buffer, limit, num_tokens = self.buffer, self.buffer.settings.max_dispatch_tokens, x_TH.shape[0]
+        if num_tokens > limit:
+            raise TransportStateError(
+                f"a low-latency step has {num_tokens} tokens, but --deepep-max-dispatch-tokens is {limit}"
+            )
+        buffer.in_flight.check_room()
+        buffer.before_low_latency()
+        hidden_size = x_TH.shape[1]
+        received, masked_m, handle, _, hook = buffer.raw.low_latency_dispatch(
+            pad_columns(x_TH, ll_hidden_size(hidden_size)).contiguous(),
+            ids_TK,
+            limit,
+            buffer.shape.num_experts,
+            return_recv_hook=True,
+            **self._payload_options(),
+        )
+        hook()  # nothing may be read before: the call above only sends
+        buffer.in_flight.add(ids_TK, handle)
+        x_EMH, scale = received if isinstance(received, tuple) else (received, None)
+        if self.payload is not Payload.NVFP4:  # the packed layout of NVFP4 has no column axis to cut
+            x_EMH, scale = _cut_columns(x_EMH, scale, hidden_size)
+        return DeepepLlDispatchOutput(
+            x_EMH, scale, ids_TK, weights_TK, masked_m, expected_rows(num_tokens, buffer.shape)
+        )
+
+    def _payload_options(self) -> dict[str, Any]:
+        """FP8's scale options go with FP8 alone."""
+        if self.payload is Payload.NVFP4:
+            return {"use_fp8": False, "use_nvfp4": True, "x_global_scale": self._input_multiplier}
+        if not self.payload.is_fp8:
+            return {"use_fp8": False}
+        packs = self.payload is Payload.FP8_UE8M0
+        options = {"round_scale": packs, "use_ue8m0": packs}
+        known = accepted(self.buffer.raw.low_latency_dispatch, **options)
+        if packs and known != options:
+            raise UnsupportedPathError("this transport cannot send power-of-two scales, which deep_gemm needs on SM100")
+        return {"use_fp8": True, **known}
+
+    def _combine_low_latency(self, result: DeepepLlCombineInput) -> torch.Tensor:
+        handle = self.buffer.in_flight.take(result.topk_ids)
+        hidden_size = result.hidden_states.shape[-1]
+        out_TH, _, hook = self.buffer.raw.low_latency_combine(
+            pad_columns(result.hidden_states, ll_hidden_size(hidden_size)).contiguous(),
+            result.topk_ids,
+            result.topk_weights,
+            handle,
+            return_recv_hook=True,
+        )
+        hook()
+        return out_TH[:, :hidden_size]
+
+
+def _cut_columns(
+    x_EMH: torch.Tensor, scale: torch.Tensor | None, hidden_size: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Drop the columns that were padded for the transport, as views."""
+    if x_EMH.shape[-1] == hidden_size or scale is None:
+        return x_EMH[..., :hidden_size], scale
+    columns_per_scale = 128 if scale.dtype == torch.float32 else 512
+    return x_EMH[..., :hidden_size], scale[..., : -(-hidden_size // columns_per_scale)]

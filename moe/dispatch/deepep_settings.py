@@ -1,0 +1,176 @@
+"""DeepEP's limits, checked from settings alone: no library, no GPU, no weights. Every error names flag and numbers.
+
+Numbers are those of DeepEP 1.2.1 (the same in its 2.x legacy buffer). LL is its low-latency mode.
+"""
+
+import enum
+from dataclasses import dataclass
+
+from moe.config import DispatchFormat
+from moe.errors import MoeConfigError, UnsupportedPathError
+
+LL_HIDDEN_SIZES = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)  # a compiled switch
+LL_MAX_TOKENS = 1024
+LL_MAX_TOP_K = 11
+NORMAL_MAX_TOP_K = 32
+LL_MAX_LOCAL_EXPERTS = 1024
+INTRANODE_RANKS = (2, 4, 8)
+INTERNODE_NODES = (2, 3, 4, 6, 8, 12, 16, 18, 20)
+RANKS_PER_NODE = 8
+FP8_GROUP = 128
+_TOKENS_FLAG, _EP_FLAG, _MODE_FLAG = "--deepep-max-dispatch-tokens", "--expert-parallel-size", "--deepep-mode"
+
+
+class DeepepMode(enum.StrEnum):
+    """Which kernels move the tokens; `auto` takes low latency for decode steps and normal for the rest."""
+
+    AUTO = "auto"
+    NORMAL = "normal"
+    LOW_LATENCY = "low_latency"
+
+    @property
+    def has_normal(self) -> bool:
+        """True where normal kernels may run."""
+        return self is not DeepepMode.LOW_LATENCY
+
+    @property
+    def has_low_latency(self) -> bool:
+        """True where low-latency kernels may run."""
+        return self is not DeepepMode.NORMAL
+
+    @property
+    def dispatch_formats(self) -> tuple[DispatchFormat, ...]:
+        """Layouts that a runner must take; give it to `MoeRunner(dispatch_formats=...)`."""
+        normal = (DispatchFormat.DEEPEP_NORMAL,) if self.has_normal else ()
+        low_latency = (DispatchFormat.DEEPEP_LL,) if self.has_low_latency else ()
+        return normal + low_latency
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeepepSettings:
+    """`max_dispatch_tokens`: most tokens one rank sends in a low-latency step. `qp_depth`: NVSHMEM_QP_DEPTH."""
+
+    mode: DeepepMode = DeepepMode.AUTO
+    max_dispatch_tokens: int = 128
+    qp_depth: int = 1024
+
+    def __post_init__(self) -> None:
+        if not self.mode.has_low_latency:
+            return
+        tokens = self.max_dispatch_tokens
+        if not 1 <= tokens <= LL_MAX_TOKENS:
+            raise MoeConfigError(f"{_TOKENS_FLAG} is {tokens}: it must lie in 1..{LL_MAX_TOKENS}")
+        needed = 2 * (tokens + 1)
+        if self.qp_depth < needed:
+            raise MoeConfigError(
+                f"{_TOKENS_FLAG} is {tokens}: that needs a queue depth of {needed}, but NVSHMEM_QP_DEPTH is "
+                f"{self.qp_depth}; raise the variable, or use at most {self.qp_depth // 2 - 1} tokens"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EpShape:
+    """What the ranks of one expert-parallel group share."""
+
+    hidden_size: int
+    num_experts: int
+    top_k: int
+    ep_size: int
+    tp_size: int = 1
+
+    def __post_init__(self) -> None:
+        if self.tp_size != 1:
+            raise UnsupportedPathError(
+                f"--tensor-parallel-size of the experts is {self.tp_size}: a transport completes the sum over "
+                f"expert-parallel ranks only; use 1, or --moe-a2a-backend none"
+            )
+        if self.num_experts % self.ep_size:
+            raise MoeConfigError(f"{_EP_FLAG} is {self.ep_size}: it must divide the {self.num_experts} experts")
+
+    @property
+    def num_local_experts(self) -> int:
+        """E on every rank."""
+        return self.num_experts // self.ep_size
+
+
+def check_deepep(settings: DeepepSettings, shape: EpShape, *, sends_fp8: bool) -> None:
+    """Raise UnsupportedPathError or MoeConfigError for a shape that DeepEP's kernels do not have."""
+    if sends_fp8 and shape.hidden_size % FP8_GROUP:
+        raise UnsupportedPathError(
+            f"hidden size {shape.hidden_size}: an fp8 dispatch needs a multiple of {FP8_GROUP}; use a --moe-backend "
+            "that takes bf16"
+        )
+    if settings.mode.has_normal:
+        _check_normal(shape)
+    if settings.mode.has_low_latency:
+        _check_low_latency(settings, shape)
+
+
+def _check_normal(shape: EpShape) -> None:
+    num_nodes, rest = divmod(shape.ep_size, RANKS_PER_NODE)
+    if shape.ep_size not in INTRANODE_RANKS and (rest or num_nodes not in INTERNODE_NODES):
+        raise UnsupportedPathError(
+            f"{_EP_FLAG} is {shape.ep_size}: {_MODE_FLAG} normal runs on {_words(INTRANODE_RANKS)} ranks of one node "
+            f"or on {_words(INTERNODE_NODES)} nodes of {RANKS_PER_NODE}"
+        )
+    if shape.top_k > NORMAL_MAX_TOP_K:
+        raise UnsupportedPathError(f"top_k is {shape.top_k}: {_MODE_FLAG} normal takes at most {NORMAL_MAX_TOP_K}")
+    if shape.hidden_size % 8:
+        raise UnsupportedPathError(
+            f"hidden size {shape.hidden_size}: {_MODE_FLAG} normal moves 16 bytes at a time and needs a multiple of 8"
+        )
+
+
+def _check_low_latency(settings: DeepepSettings, shape: EpShape) -> None:
+    if shape.ep_size >= RANKS_PER_NODE and shape.ep_size % RANKS_PER_NODE:
+        raise UnsupportedPathError(
+            f"{_EP_FLAG} is {shape.ep_size}: {_MODE_FLAG} low_latency takes fewer than {RANKS_PER_NODE} ranks or a "
+            f"multiple of {RANKS_PER_NODE}"
+        )
+    if shape.top_k > LL_MAX_TOP_K:
+        raise UnsupportedPathError(f"top_k is {shape.top_k}: {_MODE_FLAG} low_latency takes at most {LL_MAX_TOP_K}")
+    if shape.num_local_experts > LL_MAX_LOCAL_EXPERTS:
+        raise UnsupportedPathError(
+            f"{_EP_FLAG} is {shape.ep_size}: {shape.num_local_experts} experts a rank, {_MODE_FLAG} low_latency takes "
+            f"at most {LL_MAX_LOCAL_EXPERTS}"
+        )
+    num_rows = shape.ep_size * settings.max_dispatch_tokens
+    if num_rows % 4:
+        raise MoeConfigError(
+            f"{_TOKENS_FLAG} is {settings.max_dispatch_tokens}: times {shape.ep_size} ranks it must be a multiple of "
+            f"4, the row pitch of the scales, but is {num_rows}"
+        )
+    ll_hidden_size(shape.hidden_size)
+
+
+def ll_hidden_size(hidden_size: int) -> int:
+    """Columns that low-latency kernels send for `hidden_size`: the next compiled size (2880 -> 3072)."""
+    for size in LL_HIDDEN_SIZES:
+        if size >= hidden_size:
+            return size
+    raise UnsupportedPathError(
+        f"hidden size {hidden_size}: {_MODE_FLAG} low_latency is compiled for {_words(LL_HIDDEN_SIZES)}"
+    )
+
+
+def check_capture(settings: DeepepSettings, max_captured_tokens: int) -> None:
+    """Refuse graph capture that the transport cannot follow: normal mode asks the host; LL has its token limit."""
+    if not settings.mode.has_low_latency:
+        raise UnsupportedPathError(
+            f"{_MODE_FLAG} normal cannot run in CUDA graphs, since it waits for counts on the host; use auto or "
+            "low_latency, or switch graphs off"
+        )
+    if max_captured_tokens > settings.max_dispatch_tokens:
+        raise MoeConfigError(
+            f"{_TOKENS_FLAG} is {settings.max_dispatch_tokens}, but graphs are captured for up to "
+            f"{max_captured_tokens} tokens: raise it to at least that number"
+        )
+
+
+def expected_rows(num_tokens: int, shape: EpShape) -> int:
+    """Rows a local expert gets if all ranks send `num_tokens` and routing is even, rounded up."""
+    return (num_tokens * shape.ep_size * shape.top_k + shape.num_experts) // shape.num_experts
+
+
+def _words(numbers: tuple[int, ...]) -> str:
+    return ", ".join(map(str, numbers))

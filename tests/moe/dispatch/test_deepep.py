@@ -1,0 +1,350 @@
+"""DeepEP end to end on emulated ranks: several ranks equal one, whoever multiplies the weights, whatever is garbage."""
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from moe import Activation, MoeA2ABackend, MoeBackend, StandardTopK, registry
+from moe.backends import torch_deepep
+from moe.dispatch import deepep
+from moe.dispatch.deepep import DeepepBuffer, DeepepDispatcher
+from moe.dispatch.deepep_settings import DeepepMode, DeepepSettings, EpShape
+from moe.dispatch.payload import Payload
+from moe.errors import MoeConfigError, TransportStateError, UnsupportedPathError
+from moe.formats import Bf16Weight, ExpertWeights, Mxfp4Weight
+from moe.twin import moe_twin
+from moe.types import DeepepLlCombineInput, DeepepLlDispatchOutput, DeepepNormalCombineInput
+from tests.emulators.deepep import Buffer, KernelRefusal, install_deepep
+from tests.emulators.ranks import Rank, run_ranks
+from tests.moe.backends import hostile
+from tests.moe.dispatch.several_ranks import E, I, K, rank_inputs, run_layer
+
+H = 2048
+LIMIT = 8
+GPT_OSS = Activation(alpha=1.702, beta=1.0, limit=7.0)
+TOKENS = {1: [7], 2: [5, 8], 4: [3, 0, 8, 1], 8: [1, 2, 0, 4, 5, 0, 7, 8]}
+MODES = [DeepepMode.NORMAL, DeepepMode.LOW_LATENCY]
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> type[Buffer]:
+    return install_deepep(monkeypatch, wide=True)
+
+
+def experts_of(hidden: int = H) -> ExpertWeights:
+    w13, w2 = hostile.dense_experts(E, hidden, I)
+    b13, b2 = hostile.biases(E, hidden, I)
+    return ExpertWeights(w13=Mxfp4Weight.quantize(w13), w2=Mxfp4Weight.quantize(w2), b13=b13, b2=b2)
+
+
+def make_dispatcher(rank: Rank, mode: DeepepMode, hidden: int = H, payload: Payload = Payload.BF16) -> DeepepDispatcher:
+    shape = EpShape(hidden_size=hidden, num_experts=E, top_k=K, ep_size=rank.size())
+    settings = DeepepSettings(mode=mode, max_dispatch_tokens=LIMIT)
+    return DeepepDispatcher(DeepepBuffer(rank, settings, shape, sends_fp8=payload.is_fp8), payload)
+
+
+def run_torch(
+    mode: DeepepMode, num_tokens: list[int], hidden: int = H, **options: Any
+) -> tuple[float, list[torch.Tensor]]:
+    """(worst relative error against one rank, outputs)."""
+    experts, inputs = experts_of(hidden), rank_inputs(num_tokens, hidden, torch.float32)
+    outputs = run_layer(
+        experts, inputs, backend=MoeBackend.TORCH, a2a=MoeA2ABackend.DEEPEP, formats=mode.dispatch_formats,
+        dispatcher_for=lambda rank, config: make_dispatcher(rank, mode, hidden), dtype=torch.float32,
+        activation=GPT_OSS, **options,
+    )  # fmt: skip
+    worst = 0.0
+    for (x, topk), out in zip(inputs, outputs, strict=True):
+        assert out.shape == x.shape
+        if x.shape[0]:
+            error = hostile.relative_error(out, moe_twin(x, topk, experts, GPT_OSS))
+            worst = max(worst, error if error == error else float("inf"))
+    return worst, outputs
+
+
+@pytest.mark.parametrize("ep_size", [2, 4, 8])
+@pytest.mark.parametrize("mode", MODES)
+def test_ranks_equal_one_rank(library: type[Buffer], mode: DeepepMode, ep_size: int) -> None:
+    worst, outputs = run_torch(mode, TOKENS[ep_size])
+    assert worst < 1e-5
+    first = next(out for out in outputs if out.shape[0] > 2)
+    assert torch.equal(first[2], torch.zeros(H)), "all ids of this token are -1"
+
+
+def test_one_rank_runs_low_latency_only(library: type[Buffer]) -> None:
+    assert run_torch(DeepepMode.LOW_LATENCY, TOKENS[1])[0] < 1e-5
+    with pytest.raises(UnsupportedPathError, match="--expert-parallel-size is 1"):
+        run_torch(DeepepMode.NORMAL, TOKENS[1])
+
+
+@pytest.mark.parametrize("is_decode", [False, True])
+def test_auto_takes_low_latency_for_decode(library: type[Buffer], is_decode: bool) -> None:
+    assert run_torch(DeepepMode.AUTO, TOKENS[2], is_decode=is_decode)[0] < 1e-5
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_no_tokens_anywhere(library: type[Buffer], mode: DeepepMode) -> None:
+    _, outputs = run_torch(mode, [0, 0])
+    assert [tuple(out.shape) for out in outputs] == [(0, H), (0, H)]
+
+
+def test_2880_columns_travel_as_3072(library: type[Buffer]) -> None:
+    worst, outputs = run_torch(DeepepMode.LOW_LATENCY, [4, 3], hidden=2880)
+    assert worst < 1e-5
+    assert outputs[0].shape == (4, 2880)
+
+
+def test_ids_become_int64_and_weights_fp32(library: type[Buffer]) -> None:
+    def work(rank: Rank) -> tuple[torch.dtype, torch.dtype]:
+        x, topk = hostile.tokens(4, H), hostile.routing(4, E, K)
+        result = make_dispatcher(rank, DeepepMode.LOW_LATENCY).dispatch(
+            x, StandardTopK(topk.weights.bfloat16(), topk.ids)
+        )
+        return result.topk_ids.dtype, result.topk_weights.dtype
+
+    assert run_ranks(2, work) == [(torch.int64, torch.float32)] * 2
+
+
+def test_expected_rows_is_even_routing_rounded_up() -> None:
+    shape = EpShape(hidden_size=7168, num_experts=256, top_k=8, ep_size=8)
+    assert [deepep.expected_rows(tokens, shape) for tokens in (64, 128, 1)] == [17, 33, 1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "size"),
+    [((128, 7168, 8, 256), 1_908_410_496), ((128, 3072, 8, 32), 102_236_544), ((256, 7168, 16, 256), 3_816_818_816)],
+)
+def test_emulated_size_hint_is_the_librarys(arguments: tuple[int, ...], size: int) -> None:
+    assert Buffer.get_low_latency_rdma_size_hint(*arguments) == size
+
+
+# ---- what is in flight ----
+
+
+def alone(work: Any) -> Any:
+    return run_ranks(1, work)[0]
+
+
+def test_two_batches_may_overlap_and_a_third_is_refused(library: type[Buffer]) -> None:
+    def work(rank: Rank) -> None:
+        dispatcher = make_dispatcher(rank, DeepepMode.LOW_LATENCY)
+        batches = [(hostile.tokens(4, H, seed=seed).float(), hostile.routing(4, E, K, seed=seed)) for seed in range(3)]
+        first, second = (dispatcher.dispatch(*batch) for batch in batches[:2])
+        with pytest.raises(TransportStateError, match="2 dispatched batches"):
+            dispatcher.dispatch(*batches[2])
+        for (x, topk), result in zip(batches, (first, second), strict=False):
+            out = dispatcher.combine(
+                DeepepLlCombineInput(result.hidden_states, result.topk_ids, result.topk_weights)
+            )  # the experts are the identity
+            want = x * (topk.weights * (topk.ids >= 0)).sum(-1, keepdim=True)
+            assert hostile.relative_error(out, want) < 1e-6
+        dispatcher.dispatch(*batches[2])
+
+    alone(work)
+
+
+def test_combine_wants_the_ids_it_gave_out(library: type[Buffer]) -> None:
+    def work(rank: Rank) -> None:
+        dispatcher = make_dispatcher(rank, DeepepMode.LOW_LATENCY)
+        result = dispatcher.dispatch(hostile.tokens(4, H).float(), hostile.routing(4, E, K))
+        with pytest.raises(TransportStateError, match="hand back the ids"):
+            dispatcher.combine(DeepepLlCombineInput(result.hidden_states, result.topk_ids.clone(), result.topk_weights))
+
+    alone(work)
+
+
+def test_more_tokens_than_agreed_are_refused_with_both_numbers(library: type[Buffer]) -> None:
+    def work(rank: Rank) -> None:
+        with pytest.raises(TransportStateError, match=r"9 tokens, but --deepep-max-dispatch-tokens is 8"):
+            make_dispatcher(rank, DeepepMode.LOW_LATENCY).dispatch(hostile.tokens(9, H), hostile.routing(9, E, K))
+
+    alone(work)
+
+
+def test_low_latency_after_normal_cleans_the_buffer_once(library: type[Buffer]) -> None:
+    def work(rank: Rank) -> list[str]:
+        dispatcher = make_dispatcher(rank, DeepepMode.AUTO)
+        x, topk = hostile.tokens(4, H), hostile.routing(4, E, K)
+        for is_decode in (False, True, True, False, True):
+            result = dispatcher.dispatch(x, topk, is_decode=is_decode)
+            kind = DeepepLlCombineInput if isinstance(result, DeepepLlDispatchOutput) else DeepepNormalCombineInput
+            dispatcher.combine(kind(result.hidden_states, result.topk_ids, result.topk_weights))
+        return [name for name, _ in dispatcher.buffer.raw.calls]
+
+    normal, low = "dispatch", "low_latency_dispatch"
+    assert run_ranks(2, work)[0] == [normal, "clean", low, low, normal, "clean", low]
+
+
+# ---- payloads ----
+
+
+@pytest.mark.parametrize("payload", [Payload.BF16, Payload.FP8, Payload.FP8_UE8M0])
+def test_scale_options_go_with_fp8_alone(library: type[Buffer], payload: Payload) -> None:
+    def work(rank: Rank) -> Any:
+        dispatcher = make_dispatcher(rank, DeepepMode.LOW_LATENCY, payload=payload)
+        result = dispatcher.dispatch(hostile.tokens(4, H), hostile.routing(4, E, K))
+        return dispatcher.buffer.raw.calls[-1][1], result
+
+    sent, result = alone(work)
+    assert (sent["use_fp8"], sent["use_ue8m0"]) == (payload.is_fp8, payload is Payload.FP8_UE8M0)
+    if payload.is_fp8:
+        assert result.hidden_states_scale.stride(-2) == 1, "the scales stay M-major"
+        assert result.hidden_states_scale.dtype == (torch.int32 if sent["use_ue8m0"] else torch.float32)
+
+
+def test_nvfp4_needs_a_build_that_has_it(library: type[Buffer]) -> None:
+    with pytest.raises(UnsupportedPathError, match="use_nvfp4"):
+        alone(lambda rank: make_dispatcher(rank, DeepepMode.LOW_LATENCY, payload=Payload.NVFP4))
+
+
+def test_missing_library_is_named() -> None:
+    with pytest.raises(UnsupportedPathError, match="--moe-a2a-backend deepep needs the package deep_ep"):
+        alone(lambda rank: make_dispatcher(rank, DeepepMode.LOW_LATENCY))
+
+
+def test_bf16_experts_too(library: type[Buffer]) -> None:
+    w13, w2 = hostile.dense_experts(E, H, I)
+    experts = ExpertWeights(w13=Bf16Weight.quantize(w13), w2=Bf16Weight.quantize(w2))
+    inputs = rank_inputs([4, 2], H, torch.bfloat16)
+    outputs = run_layer(
+        experts, inputs, backend=MoeBackend.TORCH, a2a=MoeA2ABackend.DEEPEP,
+        formats=DeepepMode.NORMAL.dispatch_formats, dtype=torch.bfloat16,
+        dispatcher_for=lambda rank, config: make_dispatcher(rank, DeepepMode.NORMAL),
+    )  # fmt: skip
+    for (x, topk), out in zip(inputs, outputs, strict=True):
+        assert hostile.relative_error(out, moe_twin(x, topk, experts, Activation())) < 1e-2
+
+
+# ---- planted mistakes: each must be seen by the comparison above ----
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, name: str) -> DeepepMode:
+    """One mistake; returns the mode that shows it."""
+    low_latency, normal = DeepepMode.LOW_LATENCY, DeepepMode.NORMAL
+    if name == "LL weights twice":
+        original = torch_deepep.torch_to_deepep_ll
+
+        def weighted(*arguments: Any) -> DeepepLlCombineInput:
+            result = original(*arguments)
+            return DeepepLlCombineInput(result.hidden_states * 2.5, result.topk_ids, result.topk_weights)
+
+        replace_post(monkeypatch, low_latency, weighted)
+        return low_latency
+    if name == "normal weights never":
+        replace_pre(monkeypatch, normal, lambda out: out.weights_TK.fill_(1.0))
+        return normal
+    if name == "experts off by one":
+        replace_pre(
+            monkeypatch,
+            low_latency,
+            lambda out: out.ids_TK.copy_(torch.where(out.ids_TK >= 0, (out.ids_TK + 1) % 2, -1)),
+        )
+        return low_latency
+    if name == "hook forgotten":
+        monkeypatch.setattr(Buffer, "low_latency_dispatch", without_hook(Buffer.low_latency_dispatch))
+        return low_latency
+    if name == "global ids taken for local":
+        replace_pre(monkeypatch, normal, lambda out: out.ids_TK.add_((out.ids_TK >= 0).long()).remainder_(4))
+        return normal
+    raise AssertionError(name)
+
+
+def shifted(ids: torch.Tensor) -> torch.Tensor:
+    return torch.where(ids >= 0, (ids + 1) % 2, -1)
+
+
+def without_hook(original: Any) -> Any:
+    def dispatch(self: Buffer, *arguments: Any, **options: Any) -> Any:
+        *result, _ = original(self, *arguments, **options)
+        return (*result, lambda: None)
+
+    return dispatch
+
+
+def replace_pre(monkeypatch: pytest.MonkeyPatch, mode: DeepepMode, damage: Any) -> None:
+    key = (mode.dispatch_formats[0], MoeBackend.TORCH)
+    original = registry._pre_permutes[key]
+
+    def damaged(*arguments: Any) -> Any:
+        result = original(*arguments)
+        damage(result)
+        return result
+
+    monkeypatch.setitem(registry._pre_permutes, key, damaged)
+
+
+def replace_post(monkeypatch: pytest.MonkeyPatch, mode: DeepepMode, replacement: Any) -> None:
+    monkeypatch.setitem(registry._post_permutes, (MoeBackend.TORCH, mode.dispatch_formats[0]), replacement)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "LL weights twice",
+        "normal weights never",
+        "experts off by one",
+        "hook forgotten",
+        "global ids taken for local",
+    ],
+)
+def test_planted_mistakes_are_seen(library: type[Buffer], monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    mode = plant(monkeypatch, name)
+    worst, _ = run_torch(mode, [5, 8])
+    assert not worst < 1e-2
+
+
+def test_a_rank_that_stays_away_is_an_error(library: type[Buffer], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.emulators.ranks.MEETING_TIMEOUT_S", 0.2)
+
+    def work(rank: Rank) -> None:
+        if rank.rank() == 0:
+            make_dispatcher(rank, DeepepMode.LOW_LATENCY).dispatch(hostile.tokens(2, H), hostile.routing(2, E, K))
+
+    with pytest.raises(threading.BrokenBarrierError):
+        run_ranks(2, work)
+
+
+def test_without_the_limit_a_third_batch_spoils_the_first(
+    library: type[Buffer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deepep, "RESULTS_ALIVE", 3)
+
+    def work(rank: Rank) -> None:
+        dispatcher = make_dispatcher(rank, DeepepMode.LOW_LATENCY)
+        x, topk = hostile.tokens(4, H).float(), hostile.routing(4, E, K)
+        first, *_ = (dispatcher.dispatch(x, topk) for _ in range(3))
+        out = dispatcher.combine(DeepepLlCombineInput(first.hidden_states, first.topk_ids, first.topk_weights))
+        assert bool(out.isnan().any())
+
+    alone(work)
+
+
+def test_library_checks_stand_behind_ours(library: type[Buffer]) -> None:
+    def work(rank: Rank) -> None:
+        dispatcher = make_dispatcher(rank, DeepepMode.LOW_LATENCY)
+        with pytest.raises(KernelRefusal, match="unsupported hidden"):
+            dispatcher.buffer.raw.low_latency_dispatch(torch.zeros(1, 1920).bfloat16(), torch.zeros(1, 1).long(), 8, 8)
+
+    alone(work)
+
+
+def test_group_and_settings_must_agree(library: type[Buffer]) -> None:
+    def work(rank: Rank) -> None:
+        shape = EpShape(hidden_size=H, num_experts=E, top_k=K, ep_size=2)
+        with pytest.raises(MoeConfigError, match="--expert-parallel-size is 2, but the group has 1"):
+            DeepepBuffer(rank, DeepepSettings(mode=DeepepMode.LOW_LATENCY), shape, sends_fp8=False)
+
+    alone(work)
+
+
+def test_config_is_checked_before_the_library_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DeepepBuffer, "build", lambda self, group: pytest.fail("built before the check"))
+
+    def work(rank: Rank) -> None:
+        shape = EpShape(hidden_size=9000, num_experts=E, top_k=K, ep_size=1)
+        with pytest.raises(UnsupportedPathError, match="hidden size 9000"):
+            DeepepBuffer(rank, DeepepSettings(mode=DeepepMode.LOW_LATENCY), shape, sends_fp8=False)
+
+    alone(work)

@@ -1,0 +1,166 @@
+"""DeepEP's limits and the payload choice: pure functions, as tables."""
+
+import pytest
+
+from moe.config import DispatchFormat, MoeBackend
+from moe.dispatch.deepep_settings import (
+    DeepepMode,
+    DeepepSettings,
+    EpShape,
+    check_capture,
+    check_deepep,
+    ll_hidden_size,
+)
+from moe.dispatch.payload import Payload, choose_payload, expert_alignment
+from moe.errors import MoeConfigError, MoeError, UnsupportedPathError
+
+LL, NORMAL, AUTO = DeepepMode.LOW_LATENCY, DeepepMode.NORMAL, DeepepMode.AUTO
+
+
+def shape(**changes: int) -> EpShape:
+    return EpShape(**({"hidden_size": 7168, "num_experts": 256, "top_k": 8, "ep_size": 8} | changes))
+
+
+@pytest.mark.parametrize("ep_size", [1, 2, 3, 4, 5, 7, 8, 16, 64])
+def test_low_latency_rank_counts(ep_size: int) -> None:
+    check_deepep(DeepepSettings(mode=LL), shape(ep_size=ep_size, num_experts=ep_size * 4), sends_fp8=True)
+
+
+@pytest.mark.parametrize("ep_size", [2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160])
+def test_normal_rank_counts(ep_size: int) -> None:
+    check_deepep(DeepepSettings(mode=NORMAL), shape(ep_size=ep_size, num_experts=ep_size * 2), sends_fp8=True)
+
+
+@pytest.mark.parametrize(
+    ("mode", "changes", "sends_fp8", "words"),
+    [
+        (LL, {"hidden_size": 9000}, False, ["hidden size 9000", "8192"]),
+        (LL, {"hidden_size": 2880}, True, ["hidden size 2880", "128"]),
+        (LL, {"ep_size": 12, "num_experts": 240}, False, ["--expert-parallel-size is 12", "multiple of 8"]),
+        (LL, {"top_k": 12}, False, ["top_k is 12", "at most 11"]),
+        (LL, {"ep_size": 1, "num_experts": 1025}, False, ["1025 experts a rank", "1024"]),
+        (NORMAL, {"ep_size": 1}, False, ["--expert-parallel-size is 1", "2, 4, 8"]),
+        (NORMAL, {"ep_size": 3, "num_experts": 6}, False, ["--expert-parallel-size is 3"]),
+        (NORMAL, {"ep_size": 40, "num_experts": 80}, False, ["--expert-parallel-size is 40", "20 nodes of 8"]),
+        (NORMAL, {"top_k": 33}, False, ["top_k is 33", "at most 32"]),
+        (NORMAL, {"hidden_size": 2884}, False, ["hidden size 2884", "multiple of 8"]),
+        (AUTO, {"top_k": 12}, False, ["top_k is 12"]),
+        (AUTO, {"ep_size": 1}, False, ["--expert-parallel-size is 1"]),
+    ],
+)
+def test_refusals_name_flag_and_number(
+    mode: DeepepMode, changes: dict[str, int], sends_fp8: bool, words: list[str]
+) -> None:
+    with pytest.raises(UnsupportedPathError) as error:
+        check_deepep(DeepepSettings(mode=mode), shape(**changes), sends_fp8=sends_fp8)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_experts_must_divide_and_tensor_parallel_is_refused() -> None:
+    with pytest.raises(MoeConfigError, match="--expert-parallel-size is 7: it must divide the 256 experts"):
+        shape(ep_size=7)
+    with pytest.raises(UnsupportedPathError, match="--tensor-parallel-size of the experts is 2"):
+        shape(tp_size=2)
+
+
+def test_scale_pitch_names_the_limit() -> None:
+    with pytest.raises(MoeConfigError, match="--deepep-max-dispatch-tokens is 6: times 1 ranks"):
+        check_deepep(DeepepSettings(mode=LL, max_dispatch_tokens=6), shape(ep_size=1), sends_fp8=False)
+
+
+@pytest.mark.parametrize(("tokens", "depth"), [(511, 1024), (1024, 2050), (1, 4)])
+def test_token_limits_that_fit(tokens: int, depth: int) -> None:
+    assert DeepepSettings(mode=LL, max_dispatch_tokens=tokens, qp_depth=depth).max_dispatch_tokens == tokens
+
+
+@pytest.mark.parametrize(
+    ("tokens", "depth", "words"),
+    [
+        (0, 1024, ["--deepep-max-dispatch-tokens is 0", "1..1024"]),
+        (1025, 9999, ["--deepep-max-dispatch-tokens is 1025", "1..1024"]),
+        (512, 1024, ["--deepep-max-dispatch-tokens is 512", "1026", "NVSHMEM_QP_DEPTH is 1024", "at most 511"]),
+    ],
+)
+def test_token_limits_that_do_not(tokens: int, depth: int, words: list[str]) -> None:
+    with pytest.raises(MoeConfigError) as error:
+        DeepepSettings(max_dispatch_tokens=tokens, qp_depth=depth)
+    for word in words:
+        assert word in str(error.value)
+    assert DeepepSettings(mode=NORMAL, max_dispatch_tokens=tokens, qp_depth=depth), "normal mode has no such limit"
+
+
+@pytest.mark.parametrize(("hidden", "sent"), [(2048, 2048), (2049, 2560), (2880, 3072), (7168, 7168), (64, 2048)])
+def test_hidden_sizes_are_padded_to_a_compiled_one(hidden: int, sent: int) -> None:
+    assert ll_hidden_size(hidden) == sent
+
+
+def test_capture_follows_the_dispatch_limit() -> None:
+    check_capture(DeepepSettings(max_dispatch_tokens=128), 128)
+    with pytest.raises(MoeConfigError, match=r"is 128, but graphs are captured for up to 768"):
+        check_capture(DeepepSettings(max_dispatch_tokens=128), 768)
+    with pytest.raises(UnsupportedPathError, match="--deepep-mode normal cannot run in CUDA graphs"):
+        check_capture(DeepepSettings(mode=NORMAL), 1)
+
+
+LOW, NORM, STD = DispatchFormat.DEEPEP_LL, DispatchFormat.DEEPEP_NORMAL, DispatchFormat.STANDARD
+MORI, MORI_LL, FLASH = DispatchFormat.MORI_NORMAL, DispatchFormat.MORI_LL, DispatchFormat.FLASHINFER
+DEEP_GEMM, CUTEDSL, AITER = MoeBackend.DEEP_GEMM, MoeBackend.FLASHINFER_CUTEDSL, MoeBackend.AITER
+TORCH, TRITON = MoeBackend.TORCH, MoeBackend.TRITON
+
+
+@pytest.mark.parametrize(
+    ("backend", "layout", "weights", "ue8m0", "scale", "option", "payload"),
+    [
+        (TORCH, LOW, "fp8_block", False, False, False, "bf16"),
+        (TORCH, NORM, "mxfp4", False, False, True, "bf16"),
+        (TRITON, LOW, "fp8_block", False, False, False, "bf16"),
+        (TRITON, NORM, "nvfp4", False, True, True, "bf16"),
+        (DEEP_GEMM, LOW, "fp8_block", False, False, False, "fp8"),
+        (DEEP_GEMM, NORM, "fp8_block", False, False, False, "fp8"),
+        (DEEP_GEMM, LOW, "fp8_block", True, False, False, "fp8_ue8m0"),
+        (DEEP_GEMM, NORM, "fp8_block", True, False, False, "fp8_ue8m0"),
+        (DEEP_GEMM, LOW, "fp8_block", False, True, True, "fp8"),
+        (DEEP_GEMM, STD, "fp8_block", True, False, False, "bf16"),
+        (CUTEDSL, LOW, "nvfp4", False, False, False, "bf16"),
+        (CUTEDSL, LOW, "nvfp4", False, True, False, "bf16"),
+        (CUTEDSL, LOW, "nvfp4", False, False, True, "bf16"),
+        (CUTEDSL, LOW, "nvfp4", False, True, True, "nvfp4"),
+        (CUTEDSL, NORM, "nvfp4", False, True, True, "bf16"),
+        (CUTEDSL, FLASH, "nvfp4", False, True, True, "nvfp4"),
+        (CUTEDSL, FLASH, "nvfp4", False, False, True, "bf16"),
+        (AITER, LOW, "fp8_block", False, False, False, "bf16"),
+        (AITER, NORM, "fp8_block", False, False, False, "bf16"),
+        (AITER, MORI, "fp8_block", False, False, False, "fp8"),
+        (AITER, MORI_LL, "fp8_block", False, False, False, "fp8"),
+        (AITER, MORI, "fp8_tensor", False, False, False, "bf16"),
+        (AITER, MORI, "mxfp4", False, False, False, "bf16"),
+        (AITER, MORI_LL, "bf16", False, False, False, "bf16"),
+        (AITER, STD, "fp8_block", False, False, False, "bf16"),
+    ],
+)
+def test_payload_truth_table(
+    backend: MoeBackend, layout: DispatchFormat, weights: str, ue8m0: bool, scale: bool, option: bool, payload: str
+) -> None:
+    chosen = choose_payload(
+        backend, layout, weights, ue8m0_scales=ue8m0, knows_input_scale=scale, can_send_nvfp4=option
+    )
+    assert chosen is Payload(payload)
+
+
+def test_every_backend_that_does_not_read_fp8_gets_bf16_from_deepep() -> None:
+    for backend in MoeBackend:
+        for layout in (LOW, NORM):
+            for weights in ("bf16", "fp8_block", "fp8_tensor", "mxfp4", "nvfp4"):
+                payload = choose_payload(backend, layout, weights)
+                assert payload.is_fp8 == (backend is DEEP_GEMM)
+
+
+def test_power_of_two_scales_are_deep_gemms_alone() -> None:
+    for backend in set(MoeBackend) - {DEEP_GEMM}:
+        with pytest.raises(MoeError, match="only deep_gemm"):
+            choose_payload(backend, LOW, "nvfp4", ue8m0_scales=True)
+
+
+def test_expert_alignment() -> None:
+    assert [expert_alignment(backend) for backend in (DEEP_GEMM, TORCH, AITER)] == [128, 1, 1]
