@@ -46,16 +46,6 @@ def direct_rows(
 
 
 @triton.jit
-def grouped_rows(slots_ptr, tiles_ptr, tile, BLOCK_M: tl.constexpr):
-    """Many tokens: a tile is a run of the slots sorted by expert, as `group.py` wrote it."""
-    expert = tl.load(tiles_ptr + tile * 3)
-    start = tl.load(tiles_ptr + tile * 3 + 1)
-    end = tl.load(tiles_ptr + tile * 3 + 2)
-    position = start + tl.arange(0, BLOCK_M)
-    return expert, tl.load(slots_ptr + position, mask=position < end, other=-1)
-
-
-@triton.jit
 def _fp4_tile(w_ptrs, s_ptrs, FORMAT: tl.constexpr, BLOCK_N: tl.constexpr, WORDS: tl.constexpr, USE_ASM: tl.constexpr):
     """bf16 [BLOCK_N, 4 * WORDS]."""
     words = tl.load(w_ptrs)
@@ -129,47 +119,19 @@ def _activate(gate, up, alpha, beta, limit, HAS_LIMIT: tl.constexpr):
 
 
 @triton.jit
-def expert_gemm(
-    x_ptr, w_ptr, s_ptr, post_ptr, bias_ptr, out_ptr,
-    ids_ptr, weights_ptr, slots_ptr, tiles_ptr,
-    num_tokens, num_tiles, first_expert, num_experts,
-    x_stride, num_cols, num_out, num_blocks, num_steps,
-    alpha, beta, limit,
-    FORMAT: tl.constexpr, IS_FIRST: tl.constexpr, DIRECT: tl.constexpr, BY_EXPERT: tl.constexpr,
-    TOPK: tl.constexpr, TOPK_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+def _tile(
+    x_ptr, w_ptr, s_ptr, post_ptr, bias_ptr, out_ptr, weights_ptr,
+    expert, slot_M, block, split, x_stride, num_cols, num_out, num_blocks, num_steps, alpha, beta, limit,
+    FORMAT: tl.constexpr, IS_FIRST: tl.constexpr, TOPK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STEP_K: tl.constexpr, WORDS: tl.constexpr, SPLIT_K: tl.constexpr, NUM_STAGES: tl.constexpr,
-    TILE_GROUP: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_LIMIT: tl.constexpr, EVEN_K: tl.constexpr,
-    USE_ASM: tl.constexpr, USE_PDL: tl.constexpr, INTERPRET: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_LIMIT: tl.constexpr, EVEN_K: tl.constexpr,
+    USE_ASM: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """First matrix (IS_FIRST): out[slot] = activation(W13 x[token] + b13), bf16, one row per slot.
-
-    Second: out[slot, split] = (W2 x[slot] + b2) * weight[slot], the bias in split 0.
-    Rows of skipped slots stay as they are.
-    Grid: (weight tiles, candidates, SPLIT_K) if DIRECT, else (weight tiles * num_tiles,).
-    """
-    if USE_PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    if DIRECT:
-        block = tl.program_id(0)
-        expert, slot_M = direct_rows(
-            ids_ptr, tl.program_id(1), num_tokens, first_expert, num_experts, BLOCK_M, TOPK, TOPK_PAD, BY_EXPERT
-        )
-    else:
-        # Programs that run together share weights: a group of tiles walks through all weight tiles.
-        num_n = tl.cdiv(num_blocks * 64, BLOCK_N)
-        group = tl.program_id(0) // (num_n * TILE_GROUP)
-        width = tl.minimum(num_tiles - group * TILE_GROUP, TILE_GROUP)
-        in_group = tl.program_id(0) - group * num_n * TILE_GROUP
-        block = in_group // width
-        expert, slot_M = grouped_rows(slots_ptr, tiles_ptr, group * TILE_GROUP + in_group % width, BLOCK_M)
-    if expert < 0:
-        return
+    """One tile of `expert`, from its rows' slots (-1 for none) to the stored result."""
     is_row_M = slot_M >= 0
     row_M = tl.where(is_row_M, slot_M, 0)
     source_M = row_M // TOPK if IS_FIRST else row_M
     x_ptrs = x_ptr + (source_M.to(tl.int64) * x_stride)[:, None] + tl.arange(0, STEP_K)[None, :]
-    split = tl.program_id(2)
     acc = _multiply(
         x_ptrs, is_row_M, w_ptr, s_ptr, expert, block,
         num_steps * split // SPLIT_K, num_steps * (split + 1) // SPLIT_K, num_blocks, num_steps, num_cols,
@@ -194,3 +156,80 @@ def expert_gemm(
         out_N = row_N
         out_ptrs = out_ptr + ((row_M.to(tl.int64) * SPLIT_K + split) * num_out)[None, :] + out_N[:, None]
     tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=is_row_M[None, :] & (out_N < num_out)[:, None])
+
+
+@triton.jit
+def direct_gemm(
+    x_ptr, w_ptr, s_ptr, post_ptr, bias_ptr, out_ptr, ids_ptr, weights_ptr,
+    num_tokens, first_expert, num_experts, x_stride, num_cols, num_out, num_blocks, num_steps, alpha, beta, limit,
+    FORMAT: tl.constexpr, IS_FIRST: tl.constexpr, BY_EXPERT: tl.constexpr, TOPK: tl.constexpr, TOPK_PAD: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEP_K: tl.constexpr, WORDS: tl.constexpr, SPLIT_K: tl.constexpr,
+    NUM_STAGES: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_LIMIT: tl.constexpr, EVEN_K: tl.constexpr,
+    USE_ASM: tl.constexpr, USE_PDL: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """A layer's GEMM for at most BLOCK_M tokens.
+
+    First matrix (IS_FIRST): out[slot] = activation(W13 x[token] + b13), bf16, one row per slot.
+    Second: out[slot, split] = (W2 x[slot] + b2) * weight[slot], the bias in split 0.
+    Rows of skipped slots stay as they are. Grid: (weight tiles, candidates, SPLIT_K).
+    """
+    # The ids were there before the layer's first kernel began, so an early start may read them at once.
+    expert, slot_M = direct_rows(
+        ids_ptr, tl.program_id(1), num_tokens, first_expert, num_experts, BLOCK_M, TOPK, TOPK_PAD, BY_EXPERT
+    )
+    if USE_PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    if expert < 0:
+        return
+    _tile(
+        x_ptr, w_ptr, s_ptr, post_ptr, bias_ptr, out_ptr, weights_ptr,
+        expert, slot_M, tl.program_id(0), tl.program_id(2),
+        x_stride, num_cols, num_out, num_blocks, num_steps, alpha, beta, limit,
+        FORMAT, IS_FIRST, TOPK, BLOCK_M, BLOCK_N, STEP_K, WORDS, SPLIT_K, NUM_STAGES, HAS_BIAS, HAS_LIMIT, EVEN_K,
+        USE_ASM, INTERPRET,
+    )  # fmt: skip
+
+
+@triton.jit
+def grouped_gemm(
+    x_ptr, w_ptr, s_ptr, post_ptr, bias_ptr, out_ptr, slots_ptr, tiles_ptr, weights_ptr,
+    num_tiles, x_stride, num_cols, num_out, num_blocks, num_steps, alpha, beta, limit,
+    FORMAT: tl.constexpr, IS_FIRST: tl.constexpr, TOPK: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEP_K: tl.constexpr, WORDS: tl.constexpr, NUM_STAGES: tl.constexpr,
+    TILE_GROUP: tl.constexpr, NUM_HEIGHTS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_LIMIT: tl.constexpr,
+    EVEN_K: tl.constexpr, USE_ASM: tl.constexpr, USE_PDL: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """The same for many tokens: a tile is a run of slots sorted by expert, as `group.group_slots` wrote it.
+
+    A run's last tile is often short: with NUM_HEIGHTS 2 or 3 it runs as one of half or a quarter of BLOCK_M rows.
+    Grid: (weight tiles * num_tiles,).
+    """
+    if USE_PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    # Programs that run together share weights: a group of tiles walks through all weight tiles.
+    num_n = tl.cdiv(num_blocks * 64, BLOCK_N)
+    group = tl.program_id(0) // (num_n * TILE_GROUP)
+    width = tl.minimum(num_tiles - group * TILE_GROUP, TILE_GROUP)
+    in_group = tl.program_id(0) - group * num_n * TILE_GROUP
+    tile = group * TILE_GROUP + in_group % width
+    block = in_group // width
+    expert = tl.load(tiles_ptr + tile * 3)
+    if expert < 0:
+        return
+    start = tl.load(tiles_ptr + tile * 3 + 1)
+    end = tl.load(tiles_ptr + tile * 3 + 2)
+    num_rows = tl.minimum(end - start, BLOCK_M)
+    for shift in tl.static_range(NUM_HEIGHTS):  # the lowest tile that holds all rows runs
+        is_high_enough = num_rows <= (BLOCK_M >> shift)
+        is_lowest = (shift == NUM_HEIGHTS - 1) | (num_rows > (BLOCK_M >> (shift + 1)))
+        if is_high_enough & is_lowest:
+            position = start + tl.arange(0, BLOCK_M >> shift)
+            slot_M = tl.load(slots_ptr + position, mask=position < end, other=-1)
+            _tile(
+                x_ptr, w_ptr, s_ptr, post_ptr, bias_ptr, out_ptr, weights_ptr,
+                expert, slot_M, block, 0, x_stride, num_cols, num_out, num_blocks, num_steps, alpha, beta, limit,
+                FORMAT, IS_FIRST, TOPK, BLOCK_M >> shift, BLOCK_N, STEP_K, WORDS, 1, NUM_STAGES, HAS_BIAS, HAS_LIMIT,
+                EVEN_K, USE_ASM, INTERPRET,
+            )  # fmt: skip

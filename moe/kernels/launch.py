@@ -10,7 +10,7 @@ import torch
 import triton
 
 from moe.config import Activation
-from moe.kernels.gemm import BF16, FP8_BLOCK, MXFP4, NVFP4, expert_gemm
+from moe.kernels.gemm import BF16, FP8_BLOCK, MXFP4, NVFP4, direct_gemm, grouped_gemm
 from moe.kernels.group import group_slots, sum_slots
 from moe.kernels.layout import STEP, PackedMatrix
 from moe.kernels.plan import Plan
@@ -43,12 +43,11 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True)
-class _Rows:
-    """Which rows the tiles hold: the sorted slots and their tiles, or dummies when a plan is direct."""
+class _Tiles:
+    """Slots sorted by expert, and the tiles that they are cut into."""
 
     slots_S: torch.Tensor
-    tiles: torch.Tensor
-    num_tiles: int
+    entries: torch.Tensor
 
 
 def run_layer(
@@ -60,12 +59,12 @@ def run_layer(
     """
     num_tokens = x_TH.shape[0]
     num_slots = num_tokens * layer.top_k
-    rows = _direct_rows(ids_TK, num_slots, layer, plan) if plan.direct else _group(ids_TK, num_slots, layer, plan)
+    tiles = None if plan.direct else _group(ids_TK, num_slots, layer, plan)
     h_SI = x_TH.new_empty((num_slots, layer.intermediate_size))
     part_dtype = torch.float32 if plan.direct else torch.bfloat16  # few rows cost nothing; many are worth halving
     parts = torch.empty((num_slots, plan.split_k, layer.hidden_size), dtype=part_dtype, device=x_TH.device)
-    _gemm(x_TH, ids_TK, weights_TK, layer, plan, rows, h_SI, is_first=True)
-    _gemm(h_SI, ids_TK, weights_TK, layer, plan, rows, parts, is_first=False)
+    _gemm(x_TH, ids_TK, weights_TK, layer, plan, tiles, h_SI, is_first=True)
+    _gemm(h_SI, ids_TK, weights_TK, layer, plan, tiles, parts, is_first=False)
     block_h = min(_SUM_COLUMNS, triton.next_power_of_2(layer.hidden_size))
     sum_slots[(num_tokens, triton.cdiv(layer.hidden_size, block_h))](
         parts, ids_TK, out_TH, layer.first_expert, layer.num_experts, layer.hidden_size,
@@ -79,11 +78,7 @@ def max_tiles(num_slots: int, num_experts: int, block_m: int) -> int:
     return min(num_slots, num_experts + num_slots // block_m)
 
 
-def _direct_rows(ids_TK: torch.Tensor, num_slots: int, layer: Layer, plan: Plan) -> _Rows:
-    return _Rows(ids_TK, ids_TK, layer.num_experts if plan.by_expert else num_slots)
-
-
-def _group(ids_TK: torch.Tensor, num_slots: int, layer: Layer, plan: Plan) -> _Rows:
+def _group(ids_TK: torch.Tensor, num_slots: int, layer: Layer, plan: Plan) -> _Tiles:
     num_tiles = max_tiles(num_slots, layer.num_experts, plan.block_m)
     slots_S = ids_TK.new_empty(num_slots)
     tiles = ids_TK.new_empty((num_tiles, 3))
@@ -93,37 +88,50 @@ def _group(ids_TK: torch.Tensor, num_slots: int, layer: Layer, plan: Plan) -> _R
         BLOCK_M=plan.block_m, EXPERTS_PAD=triton.next_power_of_2(layer.num_experts + 1), CHUNK=chunk,
         USE_PDL=plan.pdl, num_warps=4 if chunk <= 512 else 8, **_options(plan, starts_early=False),
     )  # fmt: skip
-    return _Rows(slots_S, tiles, num_tiles)
+    return _Tiles(slots_S, tiles)
 
 
 def _gemm(
-    x: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, layer: Layer, plan: Plan, rows: _Rows,
+    x: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, layer: Layer, plan: Plan, tiles: _Tiles | None,
     out: torch.Tensor, *, is_first: bool,
 ) -> None:  # fmt: skip
     matrix = layer.w13 if is_first else layer.w2
-    num_blocks, num_steps, words = matrix.data.shape[1], matrix.data.shape[2], matrix.data.shape[4]
-    step = STEP[matrix.format_name]
     block_n = plan.block_n_1 if is_first else plan.block_n_2
-    split_k = 1 if is_first else plan.split_k
+    num_blocks, num_steps, words = matrix.data.shape[1], matrix.data.shape[2], matrix.data.shape[4]
     num_n = triton.cdiv(num_blocks * 64, block_n)
-    limit = layer.activation.limit
+    activation, step = layer.activation, STEP[matrix.format_name]
     has_bias = matrix.bias is not None and (is_first or layer.adds_bias_2)
     interpret = bool(triton.knobs.runtime.interpret)
-    grid = (num_n, rows.num_tiles, split_k) if plan.direct else (num_n * rows.num_tiles, 1, split_k)
-    expert_gemm[grid](
+    matrices = (
         x, matrix.data, matrix.data if matrix.scales is None else matrix.scales, matrix.post,
-        matrix.bias if has_bias else matrix.post, out, ids_TK, weights_TK, rows.slots_S, rows.tiles,
-        x.shape[0] if is_first else ids_TK.shape[0], rows.num_tiles, layer.first_expert, layer.num_experts,
-        x.stride(0), matrix.num_cols, out.shape[-1], num_blocks, num_steps,
-        layer.activation.alpha, layer.activation.beta, 0.0 if limit is None else limit,
-        FORMAT=_FORMATS[matrix.format_name], IS_FIRST=is_first, DIRECT=plan.direct, BY_EXPERT=plan.by_expert,
-        TOPK=layer.top_k, TOPK_PAD=triton.next_power_of_2(layer.top_k), BLOCK_M=plan.block_m, BLOCK_N=block_n,
-        STEP_K=step, WORDS=words, SPLIT_K=split_k, NUM_STAGES=plan.stages_1 if is_first else plan.stages_2,
-        TILE_GROUP=plan.tile_group, HAS_BIAS=has_bias, HAS_LIMIT=limit is not None,
-        EVEN_K=matrix.num_cols % step == 0, USE_ASM=not interpret, USE_PDL=plan.pdl, INTERPRET=interpret,
-        num_warps=plan.warps_1 if is_first else plan.warps_2,
-        **_options(plan, starts_early=not (is_first and plan.direct)),
+        matrix.bias if has_bias else matrix.post, out,
     )  # fmt: skip
+    sizes = (
+        x.stride(0), matrix.num_cols, out.shape[-1], num_blocks, num_steps,
+        activation.alpha, activation.beta, 0.0 if activation.limit is None else activation.limit,
+    )  # fmt: skip
+    settings = {
+        "FORMAT": _FORMATS[matrix.format_name], "IS_FIRST": is_first, "TOPK": layer.top_k, "BLOCK_M": plan.block_m,
+        "BLOCK_N": block_n, "STEP_K": step, "WORDS": words,
+        "NUM_STAGES": plan.stages_1 if is_first else plan.stages_2, "HAS_BIAS": has_bias,
+        "HAS_LIMIT": activation.limit is not None, "EVEN_K": matrix.num_cols % step == 0,
+        "USE_ASM": not interpret, "USE_PDL": plan.pdl, "INTERPRET": interpret,
+        "num_warps": plan.warps_1 if is_first else plan.warps_2,
+    }  # fmt: skip
+    settings |= _options(plan, starts_early=tiles is not None or not is_first)
+    if tiles is None:
+        split_k = 1 if is_first else plan.split_k
+        candidates = layer.num_experts if plan.by_expert else ids_TK.numel()
+        direct_gemm[(num_n, candidates, split_k)](
+            *matrices, ids_TK, weights_TK, ids_TK.shape[0], layer.first_expert, layer.num_experts, *sizes,
+            BY_EXPERT=plan.by_expert, TOPK_PAD=triton.next_power_of_2(layer.top_k), SPLIT_K=split_k, **settings,
+        )  # fmt: skip
+    else:
+        num_tiles = tiles.entries.shape[0]
+        grouped_gemm[(num_n * num_tiles,)](
+            *matrices, tiles.slots_S, tiles.entries, weights_TK, num_tiles, *sizes,
+            TILE_GROUP=plan.tile_group, NUM_HEIGHTS=plan.heights, **settings,
+        )  # fmt: skip
 
 
 def _options(plan: Plan, *, starts_early: bool) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from moe.formats import Bf16Weight, ExpertWeights, Fp8BlockWeight, Mxfp4Weight, 
 from moe.topology import Topology
 from moe.twin import moe_twin
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:.*deterministic.*")]
 FORMATS = {"bf16": Bf16Weight, "fp8_block": Fp8BlockWeight, "mxfp4": Mxfp4Weight, "nvfp4": Nvfp4Weight}
 GPT_OSS = Activation(alpha=1.702, beta=1.0, limit=7.0)
 TOKENS = [1, 2, 3, 7, 16, 17, 64, 257, 1500]
@@ -64,7 +64,6 @@ def poison() -> object:
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.filterwarnings("ignore:.*deterministic.*")
 @pytest.mark.parametrize("format_name", FORMATS)
 @pytest.mark.parametrize(("hidden", "inter"), [(2880, 2880), (384, 288), (1440, 192)])
 def test_agrees_with_the_twin(format_name: str, hidden: int, inter: int) -> None:

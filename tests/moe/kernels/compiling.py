@@ -7,7 +7,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from moe.kernels.gemm import BF16, FP8_BLOCK, MXFP4, NVFP4, expert_gemm
+from moe.kernels.gemm import BF16, FP8_BLOCK, MXFP4, NVFP4, direct_gemm, grouped_gemm
 from moe.kernels.group import group_slots, sum_slots
 from moe.kernels.plan import Plan
 
@@ -46,7 +46,7 @@ def compile_kernel(
 def compile_gemm(
     format_name: str, plan: Plan, arch: int, *, is_first: bool, even_k: bool = False, top_k: int = 4
 ) -> Any:
-    """`expert_gemm` as `launch.run_layer` would start it."""
+    """`direct_gemm` or `grouped_gemm` as `launch.run_layer` would start it."""
     step, words = _STEP_WORDS[format_name]
     pointers = {
         "x_ptr": "*bf16", "w_ptr": _DATA[format_name], "s_ptr": _SCALES[format_name], "post_ptr": "*fp32",
@@ -54,14 +54,20 @@ def compile_gemm(
         "weights_ptr": "*fp32", "slots_ptr": "*i32", "tiles_ptr": "*i32",
     }  # fmt: skip
     constants = {
-        "FORMAT": FORMATS[format_name], "IS_FIRST": is_first, "DIRECT": plan.direct, "BY_EXPERT": plan.by_expert,
-        "TOPK": top_k, "TOPK_PAD": triton.next_power_of_2(top_k), "BLOCK_M": plan.block_m,
+        "FORMAT": FORMATS[format_name], "IS_FIRST": is_first, "TOPK": top_k, "BLOCK_M": plan.block_m,
         "BLOCK_N": plan.block_n_1 if is_first else plan.block_n_2, "STEP_K": step, "WORDS": words,
-        "SPLIT_K": 1 if is_first else plan.split_k, "NUM_STAGES": plan.stages_1 if is_first else plan.stages_2,
-        "TILE_GROUP": plan.tile_group, "HAS_BIAS": True, "HAS_LIMIT": True, "EVEN_K": even_k, "USE_ASM": True,
-        "USE_PDL": plan.pdl, "INTERPRET": False,
+        "NUM_STAGES": plan.stages_1 if is_first else plan.stages_2, "HAS_BIAS": True, "HAS_LIMIT": True,
+        "EVEN_K": even_k, "USE_ASM": True, "USE_PDL": plan.pdl, "INTERPRET": False,
     }  # fmt: skip
-    return compile_kernel(expert_gemm, arch, pointers, constants, num_warps=plan.warps_1 if is_first else plan.warps_2)
+    if plan.direct:
+        constants |= {
+            "BY_EXPERT": plan.by_expert, "TOPK_PAD": triton.next_power_of_2(top_k),
+            "SPLIT_K": 1 if is_first else plan.split_k,
+        }  # fmt: skip
+    else:
+        constants |= {"TILE_GROUP": plan.tile_group, "NUM_HEIGHTS": plan.heights}
+    kernel = direct_gemm if plan.direct else grouped_gemm
+    return compile_kernel(kernel, arch, pointers, constants, num_warps=plan.warps_1 if is_first else plan.warps_2)
 
 
 def compile_group(plan: Plan, arch: int, *, num_experts_pad: int = 64, chunk: int = 1024) -> Any:

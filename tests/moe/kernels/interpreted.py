@@ -22,6 +22,7 @@ NUM_EXPERTS, TOP_K = 6, 2
 DIRECT = Plan(direct=True, block_m=16, block_n_1=64, block_n_2=64, split_k=2)
 BY_EXPERT = Plan(direct=True, block_m=8, block_n_1=128, block_n_2=128, by_expert=True)
 GROUPED = Plan(direct=False, block_m=16, block_n_1=64, block_n_2=128, tile_group=2)
+HEIGHTS = Plan(direct=False, block_m=32, block_n_1=64, block_n_2=64, tile_group=3, heights=3)
 
 
 def make_experts(format_name: str, hidden: int, inter: int, has_bias: bool) -> ExpertWeights:
@@ -88,6 +89,7 @@ CASES = {
     "mxfp4 direct by expert": lambda: run_case("mxfp4", 5, 160, 96, BY_EXPERT),
     "mxfp4 one token": lambda: run_case("mxfp4", 1, 96, 96, DIRECT),
     "mxfp4 grouped": lambda: run_case("mxfp4", 37, 96, 160, GROUPED),
+    "mxfp4 three tile heights": lambda: run_case("mxfp4", 90, 96, 96, HEIGHTS),
     "mxfp4 direct on two ranks": lambda: run_case("mxfp4", 4, 96, 96, DIRECT, ep_size=2),
     "mxfp4 grouped on two ranks": lambda: run_case("mxfp4", 19, 96, 96, GROUPED, ep_size=2),
     "mxfp4 plain activation": lambda: run_case("mxfp4", 3, 96, 96, DIRECT, has_bias=False),
