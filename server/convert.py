@@ -58,6 +58,8 @@ class Converter:
         """A chat request. Raises BadRequest naming the field."""
         check_tool_results(wire.messages)
         tools = [] if wire.tool_choice == "none" else wire.tools or []
+        if tools and "tools" not in self._template.variables:
+            raise BadRequest("tools: this model's chat template does not read them", param="tools")
         prompt_ids = self._render(wire.messages, tools, self._template_variables(wire))
         room = _room(len(prompt_ids), info)
         wanted = wire.max_completion_tokens or wire.max_tokens

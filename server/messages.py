@@ -20,13 +20,16 @@ def check_tool_results(messages: Sequence[ChatMessage]) -> None:
 
 
 def plain_message(message: ChatMessage, *, thinks: bool) -> dict[str, Any]:
-    """A message as templates expect it: absent keys are absent, not None."""
+    """A message as templates expect it: absent keys are absent. `thinks`: the tokenizer has DeepSeek's think tokens.
+
+    Next to tool calls, DeepSeek's templates want missing content as None, and GPT-OSS's as an empty string.
+    """
     content, thought = message.content, message.thought
     if thinks and message.role == "assistant" and content and "</think>" in content:
         before, _, content = content.rpartition("</think>")
         thought = thought or before.replace("<think>", "").strip()
         content = content.lstrip("\n")
-    plain: dict[str, Any] = {"role": message.role, "content": content or ""}
+    plain: dict[str, Any] = {"role": message.role, "content": content if thinks else content or ""}
     if message.name is not None:
         plain["name"] = message.name
     if thought:
@@ -47,9 +50,7 @@ def plain_message(message: ChatMessage, *, thinks: bool) -> dict[str, Any]:
 
 def plain_tool(tool: Tool) -> dict[str, Any]:
     """A tool as templates expect it."""
-    function: dict[str, Any] = {"name": tool.function.name}
-    if tool.function.description is not None:
-        function["description"] = tool.function.description
+    function: dict[str, Any] = {"name": tool.function.name, "description": tool.function.description or ""}
     if tool.function.parameters is not None:
         function["parameters"] = tool.function.parameters
     return {"type": "function", "function": function}

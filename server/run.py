@@ -136,7 +136,7 @@ def make_uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
         app,
         lifespan="off",
         log_config=None,
-        log_level="warning" if config.log_level == "info" else config.log_level,
+        log_level="info" if config.access_log else "warning",
         access_log=config.access_log,
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=_LAST_CALL_S,  # type: ignore[arg-type]

@@ -214,3 +214,20 @@ def test_operators_default_beats_the_checkpoints(tokenizer):
     converter = Converter(tokenizer, ServerConfig(default_temperature=0.2), SamplingDefaults(temperature=0.6))
     job = converter.chat(ChatCompletionRequest(messages=[USER]), INFO, "id")
     assert job.requests[0].sampling.temperature == 0.2
+
+
+def test_tools_that_the_template_does_not_read_are_refused():
+    converter = Converter(TemplateTokenizer("{{ messages }}"), ServerConfig(), SamplingDefaults())
+    with pytest.raises(BadRequest, match="does not read them"):
+        converter.chat(ChatCompletionRequest(messages=[USER], tools=[WEATHER]), INFO, "id")
+
+
+def test_missing_content_next_to_calls_is_what_each_family_expects():
+    messages = [USER, call_message("{}"), RESULT]
+    assert "[None]" in text_from("{% for m in messages %}[{{ m.content }}]{% endfor %}", messages)
+    plain = TemplateTokenizer("{% for m in messages %}[{{ m.content }}]{% endfor %}")
+    plain.special_tokens = {}
+    job = Converter(plain, ServerConfig(), SamplingDefaults()).chat(
+        ChatCompletionRequest(messages=messages), INFO, "id"
+    )
+    assert "[]" in "".join(map(chr, job.requests[0].prompt_ids))
