@@ -28,7 +28,7 @@ from server.sampling_defaults import SamplingDefaults, read_sampling_defaults
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.02
-_LAST_CALL_S = 2.0  # what connections get to close once the drain timeout has cut their requests
+_LAST_CALL_S = 2  # what connections get to close once the drain timeout has cut their requests
 _KEEP_ALIVE_S = 75  # longer than common load balancers keep idle connections
 
 
@@ -139,7 +139,7 @@ def make_uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
         log_level="info" if config.access_log else "warning",
         access_log=config.access_log,
         timeout_keep_alive=_KEEP_ALIVE_S,
-        timeout_graceful_shutdown=_LAST_CALL_S,  # type: ignore[arg-type]
+        timeout_graceful_shutdown=_LAST_CALL_S,
         server_header=False,
     )
 

@@ -21,7 +21,7 @@ def test_no_request_causes_a_server_error(operation):
     statuses = set()
 
     @settings(
-        max_examples=40,
+        max_examples=25,
         deadline=None,
         derandomize=True,
         database=None,
