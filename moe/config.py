@@ -126,11 +126,12 @@ class MoeRunnerConfig:
     activation: Activation = Activation()
     dtype: torch.dtype = torch.bfloat16
     routing: RoutingConfig | None = None
+    max_num_tokens: int = 8192  # most tokens one call may get, for kernels that allocate by it
     no_combine: bool = False
     apply_router_weight_on_input: bool = False
 
     def __post_init__(self) -> None:
-        for field in ("num_experts", "num_local_experts", "hidden_size", "top_k"):
+        for field in ("num_experts", "num_local_experts", "hidden_size", "top_k", "max_num_tokens"):
             if getattr(self, field) < 1:
                 raise MoeConfigError(f"{field} is {getattr(self, field)}: it must be at least 1")
         if self.intermediate_size < 0:  # a rank may own no block of the intermediate axis

@@ -16,12 +16,14 @@ BACKEND_MODULES: dict[MoeBackend, str] = {
     MoeBackend.FLASHINFER_MXFP4: "moe.backends.flashinfer_mxfp4",
     MoeBackend.FLASHINFER_CUTLASS: "moe.backends.flashinfer_cutlass",
     MoeBackend.FLASHINFER_TRTLLM: "moe.backends.flashinfer_trtllm",
+    MoeBackend.DEEP_GEMM: "moe.backends.deep_gemm",
     MoeBackend.FLASHINFER_CUTEDSL: "moe.backends.flashinfer_cutedsl",
 }
 
 # Permutes of a backend that live in modules of their own, one per kind of transport.
 PERMUTE_MODULES: dict[MoeBackend, tuple[str, ...]] = {
     MoeBackend.TORCH: ("moe.backends.torch_deepep",),
+    MoeBackend.DEEP_GEMM: ("moe.backends.deep_gemm_permutes",),
 }
 
 _fused_funcs: dict[tuple[MoeA2ABackend, MoeBackend], Callable[..., Any]] = {}

@@ -42,13 +42,13 @@ class MoeRunner:
         self._paths = self._resolve()
 
     def _resolve(self) -> dict[DispatchFormat, Path]:
+        missing = registry.missing_formats(self.backend, self.a2a, self._formats)
+        if missing:
+            raise UnsupportedPathError(_explain(self.backend, self.a2a, missing))
         fused = registry.fused_func(self.a2a, self.backend)
         if fused is not None:
             path = self._fused_path(fused)
             return dict.fromkeys(self._formats, path)
-        missing = registry.missing_formats(self.backend, self.a2a, self._formats)
-        if missing:
-            raise UnsupportedPathError(_explain(self.backend, self.a2a, missing))
         return {dispatch_format: self._three_part_path(dispatch_format) for dispatch_format in self._formats}
 
     def _fused_path(self, fused: Callable[..., CombineInput]) -> Path:
@@ -110,12 +110,21 @@ class MoeRunner:
 def _explain(backend: MoeBackend, a2a: MoeA2ABackend, missing: list[DispatchFormat]) -> str:
     """Sentence that names the impossible pair, what works instead, and the flag to change."""
 
-    def works(candidate: MoeBackend, transport: MoeA2ABackend) -> bool:
-        return not registry.missing_formats(candidate, transport, transport.dispatch_formats)
+    def how(candidate: MoeBackend, transport: MoeA2ABackend) -> str | None:
+        """None if the pair has no path at all, else a note on the formats it is limited to."""
+        lacking = registry.missing_formats(candidate, transport, transport.dispatch_formats)
+        has = [dispatch_format for dispatch_format in transport.dispatch_formats if dispatch_format not in lacking]
+        return (f" with {', '.join(has)} only" if lacking else "") if has else None
 
     hardware = {candidate: registry.load_backend(candidate).hardware for candidate in registry.BACKEND_MODULES}
-    transports = [str(transport) for transport in MoeA2ABackend if works(backend, transport)]
-    backends = [f"{candidate} ({hardware[candidate]})" for candidate in hardware if works(candidate, a2a)]
+    transports = [
+        f"{transport}{how(backend, transport)}" for transport in MoeA2ABackend if how(backend, transport) is not None
+    ]
+    backends = [
+        f"{candidate}{how(candidate, a2a)} ({hardware[candidate]})"
+        for candidate in hardware
+        if how(candidate, a2a) is not None
+    ]
     return (
         f"--moe-backend {backend} with --moe-a2a-backend {a2a} has no path for {', '.join(missing)}. "
         f"{backend} ({hardware[backend]}) works with --moe-a2a-backend {', '.join(transports) or 'nothing'}; "

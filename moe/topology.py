@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from moe.config import MoeA2ABackend
 from moe.errors import MoeConfigError
 
 _CPU = torch.device("cpu")
@@ -17,13 +18,17 @@ def _plain_empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devic
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """Ranks and sizes of one MoE layer. `allocator` gives symmetric memory where the group has it."""
+    """Ranks and sizes of one MoE layer. `allocator` gives symmetric memory where the group has it.
+
+    `a2a` is the transport between the expert-parallel ranks; some backends lay weights out differently for it.
+    """
 
     device: torch.device = _CPU
     tp_size: int = 1
     tp_rank: int = 0
     ep_size: int = 1
     ep_rank: int = 0
+    a2a: MoeA2ABackend = MoeA2ABackend.NONE
     allocator: Allocator = _plain_empty
 
     def __post_init__(self) -> None:

@@ -13,6 +13,11 @@ from tests.emulators.device import BuiltModule
 class Fp4Emulator:
     """Writes into the buffers the library's Python allocated; rows past a mask get NaN scales."""
 
+    def __init__(self) -> None:
+        self.unrounded: dict[
+            int, torch.Tensor
+        ] = {}  # by address: fp32 values of bf16 results that other emulators made
+
     def fp4_quantize(
         self,
         x: torch.Tensor,
@@ -50,10 +55,10 @@ class Fp4Emulator:
         assert mask.dtype == torch.int32
         assert global_scale.shape == (num_experts,), "one input scale per expert"
         assert global_scale.dtype == torch.float32
-        x = x.float().view(num_experts, -1, x.shape[-1])
+        x = self.unrounded.get(x.data_ptr(), x).float().reshape(num_experts, -1, x.shape[-1])
         if with_silu:
             gate, up = x.chunk(2, dim=-1)
-            x = (gate / (1 + torch.exp(-gate)) * up).bfloat16().float()
+            x = gate / (1 + torch.exp(-gate)) * up
         num_rows, groups = x.shape[1], x.shape[2] // 16
         codes = codes.view(num_experts, num_rows, -1)
         flat_scales = scales.view(torch.uint8).view(num_experts, -1)
@@ -69,12 +74,14 @@ class Fp4Emulator:
             flat_scales[expert, position.flatten()] = sf.flatten()
 
 
-def install_fp4(monkeypatch: pytest.MonkeyPatch, arch: str = "100") -> None:
+def install_fp4(monkeypatch: pytest.MonkeyPatch, arch: str = "100") -> Fp4Emulator:
     """Replace the compiled module; call `pretend_gpu` first."""
     from flashinfer.quantization import fp4_quantization
 
     from tests.emulators.device import replace_everywhere
 
-    monkeypatch.setattr(fp4_quantization, f"gen_fp4_quantization_sm{arch}_module", lambda: BuiltModule(Fp4Emulator()))
+    emulator = Fp4Emulator()
+    monkeypatch.setattr(fp4_quantization, f"gen_fp4_quantization_sm{arch}_module", lambda: BuiltModule(emulator))
     cached: Any = fp4_quantization.get_fp4_quantization_module
     replace_everywhere(monkeypatch, cached, functools.cache(cached.__wrapped__))
+    return emulator
