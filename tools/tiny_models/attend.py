@@ -1,17 +1,19 @@
 """Attention with sinks over packed documents: a dense form for any device, a flex form for GPUs, a cache for writing.
 
+Each class gives the attention of a layer: attends(layer)(query, key, value, sinks).
 A sink is one more logit per head in the softmax whose value is zero: out = plain * sigmoid(lse - sink).
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
-from tools.tiny_models.model import Shape
+from tools.tiny_models.model import Attend, Shape
 
 
 def with_sinks(scores_BQLS: Tensor, mask: Tensor, value_BQSD: Tensor, sinks_Q: Tensor) -> Tensor:
@@ -37,40 +39,49 @@ class DenseAttend:
         self._full = same & (distance >= 0)
         self._window = self._full & (distance < shape.window)
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor) -> Tensor:
+    def __call__(self, layer: int) -> Attend:
+        return partial(self._attend, self._window if self._shape.slides(layer) else self._full)
+
+    def _attend(self, mask: Tensor, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor) -> Tensor:
         times = self._shape.heads // self._shape.kv_heads
         scores = query @ repeated(key, times).transpose(-1, -2) * self._shape.head_dim**-0.5
-        mask = self._window if self._shape.slides(layer) else self._full
         return with_sinks(scores, mask, repeated(value, times), sinks)
 
 
+class FlexLayer:
+    """One layer's attention for GPUs: flex attention skips blocks of other documents and outside the window."""
+
+    def __init__(self, mask: BlockMask, scale: float) -> None:
+        self._mask, self._scale = mask, scale
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor) -> Tensor:
+        out, aux = flex_attention(
+            query, key, value, block_mask=self._mask, scale=self._scale, enable_gqa=True,
+            return_aux=AuxRequest(lse=True),
+        )  # fmt: skip
+        return out * torch.sigmoid(aux.lse - sinks[None, :, None])[..., None].to(out.dtype)
+
+
 class FlexAttend:
-    """The same for GPUs: flex attention skips blocks of other documents and outside the window."""
+    """Packed documents like DenseAttend; `make_mask` is create_block_mask, or that compiled."""
 
-    def __init__(self, shape: Shape, masks: tuple[BlockMask, BlockMask]) -> None:
+    def __init__(self, shape: Shape, docs_BL: Tensor, make_mask: Callable[..., BlockMask] = create_block_mask) -> None:
+        batch, length = docs_BL.shape
+        size = shape.window
+
+        def full(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return (docs_BL[b, q] == docs_BL[b, k]) & (q >= k)
+
+        def window(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return (docs_BL[b, q] == docs_BL[b, k]) & (q >= k) & (q - k < size)
+
         self._shape = shape
-        self._full, self._window = masks
+        scale = shape.head_dim**-0.5
+        self._full = FlexLayer(make_mask(full, batch, None, length, length, device=docs_BL.device), scale)
+        self._window = FlexLayer(make_mask(window, batch, None, length, length, device=docs_BL.device), scale)
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor) -> Tensor:
-        mask = self._window if self._shape.slides(layer) else self._full
-        scale = self._shape.head_dim**-0.5
-        result: Any = flex_attention(query, key, value, block_mask=mask, scale=scale, enable_gqa=True, return_lse=True)
-        out, lse = result
-        return out * torch.sigmoid(lse - sinks[None, :, None])[..., None].to(out.dtype)
-
-
-def flex_masks(shape: Shape, docs_BL: Tensor) -> tuple[BlockMask, BlockMask]:
-    """Block masks for the full and the sliding layers of one batch."""
-    batch, length = docs_BL.shape
-
-    def full(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return (docs_BL[b, q] == docs_BL[b, k]) & (q >= k)
-
-    def window(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return full(b, h, q, k) & (q - k < shape.window)
-
-    make = [create_block_mask(rule, batch, None, length, length, device=docs_BL.device) for rule in (full, window)]
-    return make[0], make[1]
+    def __call__(self, layer: int) -> Attend:
+        return self._window if self._shape.slides(layer) else self._full
 
 
 class CachedAttend:
@@ -87,7 +98,10 @@ class CachedAttend:
         """Drops the rows that are done."""
         self._keys, self._values = self._keys[:, rows], self._values[:, rows]
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor) -> Tensor:
+    def __call__(self, layer: int) -> Attend:
+        return partial(self._attend, layer)
+
+    def _attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor) -> Tensor:
         keys, values = self._keys[layer], self._values[layer]
         at = self.positions_BL[:, None, :, None].expand_as(key)
         keys.scatter_(2, at, key)

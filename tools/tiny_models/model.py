@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Weights = dict[str, Tensor]
-# attend(layer index, query BQLD, key BGLD, value BGLD, sinks Q) -> BQLD
-Attend = Callable[[int, Tensor, Tensor, Tensor, Tensor], Tensor]
+# attend(query BQLD, key BGLD, value BGLD, sinks Q) -> BQLD, of one layer
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 EXPERT_WEIGHTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 
 
@@ -119,7 +119,7 @@ def rotate(x_BNLD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def attention(
-    shape: Shape, w: Weights, layer: int, x_BLH: Tensor, rope: tuple[Tensor, Tensor], attend: Attend
+    shape: Shape, w: Weights, x_BLH: Tensor, rope: tuple[Tensor, Tensor], attend: Attend
 ) -> Tensor:
     """Self-attention of one layer; rope holds cos and sin, each [B or 1, 1, L, D/2]."""
 
@@ -128,7 +128,7 @@ def attention(
         return out.unflatten(-1, (-1, shape.head_dim)).transpose(1, 2)
 
     query, key, value = heads("q_proj"), heads("k_proj"), heads("v_proj")
-    out = attend(layer, rotate(query, *rope), rotate(key, *rope), value, w["sinks"].float())
+    out = attend(rotate(query, *rope), rotate(key, *rope), value, w["sinks"].float())
     return F.linear(out.transpose(1, 2).flatten(2), w["o_proj.weight"], w["o_proj.bias"])
 
 
@@ -155,12 +155,12 @@ def part(weights: Weights, prefix: str, dtype: torch.dtype) -> Weights:
 
 
 def block(
-    shape: Shape, w: Weights, layer: int, x_BLH: Tensor, rope: tuple[Tensor, Tensor], attend: Attend, dtype: torch.dtype
+    shape: Shape, w: Weights, x_BLH: Tensor, rope: tuple[Tensor, Tensor], attend: Attend, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """One decoder layer on the fp32 residual stream; `w` holds this layer's tensors only."""
     mine = {name: value.to(dtype) for name, value in w.items()}
     normed = rms_norm(x_BLH, mine["input_layernorm.weight"].float(), shape.eps).to(dtype)
-    x_BLH = x_BLH + attention(shape, part(mine, "self_attn.", dtype), layer, normed, rope, attend).float()
+    x_BLH = x_BLH + attention(shape, part(mine, "self_attn.", dtype), normed, rope, attend).float()
     normed = rms_norm(x_BLH, mine["post_attention_layernorm.weight"].float(), shape.eps).to(dtype).flatten(0, 1)
     out_TH, balance = experts(shape, part(mine, "mlp.", dtype), normed, normed)
     return x_BLH + out_TH.float().view_as(x_BLH), balance
@@ -172,14 +172,14 @@ def layer_weights(weights: Weights, layer: int) -> Weights:
 
 
 def hidden_states(
-    shape: Shape, weights: Weights, ids_BL: Tensor, rope: tuple[Tensor, Tensor], attend: Attend,
+    shape: Shape, weights: Weights, ids_BL: Tensor, rope: tuple[Tensor, Tensor], attends: Callable[[int], Attend],
     dtype: torch.dtype = torch.float32, run_block: Callable[..., tuple[Tensor, Tensor]] = block,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The normed states [B, L, H] before the head and the mean load-balance loss; run_block may be compiled."""
     x_BLH = F.embedding(ids_BL, weights["model.embed_tokens.weight"].to(dtype)).float()
     total = x_BLH.new_zeros(())
     for layer in range(shape.layers):
-        x_BLH, balance = run_block(shape, layer_weights(weights, layer), layer, x_BLH, rope, attend, dtype)
+        x_BLH, balance = run_block(shape, layer_weights(weights, layer), x_BLH, rope, attends(layer), dtype)
         total = total + balance
     final = rms_norm(x_BLH, weights["model.norm.weight"].to(dtype).float(), shape.eps).to(dtype)
     return final, total / shape.layers

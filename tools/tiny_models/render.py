@@ -72,6 +72,10 @@ class Encoder:
         self._special = {token: number for token, number in tokenizer.get_vocab().items() if token.startswith("<|")}
         self._kept: dict[str, list[int]] = {}
 
+    def decode(self, ids: list[int]) -> str:
+        """Text of ids, special tokens included."""
+        return str(self._tokenizer.decode(ids, skip_special_tokens=False))
+
     def text(self, text: str) -> list[int]:
         ids: list[int] = []
         for piece in re.split(r"(<\|[a-z]+\|>)", text):

@@ -1,0 +1,70 @@
+"""Greedy or sampled writing for many prompts at once, for the trainer's own evaluation."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tools.tiny_models.attend import CachedAttend, DenseAttend
+from tools.tiny_models.model import Shape, Weights, hidden_states, logits, rope_tables
+
+
+def choose(scores_BV: Tensor, temperature: float) -> Tensor:
+    if temperature == 0:
+        return scores_BV.argmax(-1)
+    return torch.multinomial((scores_BV / temperature).softmax(-1), 1).squeeze(-1)
+
+
+@torch.no_grad()
+def write(
+    shape: Shape, weights: Weights, prompts: list[list[int]], *, stop: set[int], max_new: int = 240,
+    temperature: float = 0.0, dtype: torch.dtype = torch.float32,
+) -> list[list[int]]:  # fmt: skip
+    """The new ids for each prompt, the stop id included where it was reached."""
+    device = weights["lm_head.weight"].device
+    length = max(map(len, prompts))
+    capacity = length + max_new
+    cos, sin = (table[None, None] for table in rope_tables(shape, capacity, device))
+    ids = torch.zeros(len(prompts), length, dtype=torch.long, device=device)
+    for row, prompt in enumerate(prompts):
+        ids[row, : len(prompt)] = torch.tensor(prompt, device=device)
+    ends = torch.tensor([len(prompt) for prompt in prompts], device=device)
+    cache = CachedAttend(shape, len(prompts), capacity, device, dtype)
+    cache.positions_BL = torch.arange(length, device=device).expand(len(prompts), -1).contiguous()
+    states, _ = hidden_states(shape, weights, ids, (cos[:, :, :length], sin[:, :, :length]), cache, dtype)
+    scores = logits(weights, states[torch.arange(len(prompts), device=device), ends - 1])
+
+    written: list[list[int]] = [[] for _ in prompts]
+    alive = list(range(len(prompts)))
+    positions = ends.clone()
+    for _ in range(max_new):
+        chosen = choose(scores.float(), temperature)
+        keep = []
+        for place, (row, token) in enumerate(zip(alive, chosen.tolist(), strict=True)):
+            written[row].append(token)
+            if token not in stop:
+                keep.append(place)
+        if not keep:
+            break
+        if len(keep) < len(alive):
+            rows = torch.tensor(keep, device=device)
+            cache.keep(rows)
+            chosen, positions = chosen[rows], positions[rows]
+            alive = [alive[place] for place in keep]
+        cache.positions_BL = positions[:, None]
+        rope = (cos[0, 0, positions][:, None, None], sin[0, 0, positions][:, None, None])
+        states, _ = hidden_states(shape, weights, chosen[:, None], rope, cache, dtype)
+        scores = logits(weights, states[:, 0])
+        positions = positions + 1
+    return written
+
+
+@torch.no_grad()
+def mean_loss(shape: Shape, weights: Weights, batch: Tensor, dtype: torch.dtype = torch.float32) -> float:
+    """Cross-entropy of the trained positions of one batch [4, rows, length]."""
+    ids, targets, docs, positions = batch.long()
+    cos, sin = rope_tables(shape, ids.shape[1], ids.device)
+    rope = (cos[positions][:, None], sin[positions][:, None])
+    states, _ = hidden_states(shape, weights, ids, rope, DenseAttend(shape, docs), dtype)
+    chosen = targets >= 0
+    return float(torch.nn.functional.cross_entropy(logits(weights, states[chosen]).float(), targets[chosen]))
