@@ -56,6 +56,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--routing", default="uniform", help="uniform, zipf, or both with a comma")
     parser.add_argument("--sets", type=int, default=20, help="id sets per row")
     parser.add_argument("--sweep", action="store_true", help="search launch plans of the triton backend")
+    parser.add_argument("--warm", action="store_true", help="only compile what --sweep will start from; no times")
     parser.add_argument("--out", help="file for the JSON document")
     parser.add_argument("--commit", help="commit to note where git is not at hand")
     return parser.parse_args()
@@ -71,7 +72,7 @@ def _measure_layer(case: LayerCase, format_name: str, args: argparse.Namespace) 
     first = random_experts(case, format_name, device, seed=0)
     few_tokens = min(int(tokens) for tokens in args.tokens.split(","))
     active_bytes = first.nbytes * case.active(few_tokens) / case.num_experts
-    num_copies = max(2, min(8, round(COPY_BYTES / active_bytes)))
+    num_copies = 1 if args.warm else max(2, min(8, round(COPY_BYTES / active_bytes)))
     rows = []
     for name in args.backends.split(","):
         try:
@@ -121,6 +122,8 @@ def _measure(
     topks = [routing(case, num_tokens, kind, device, seed=100 + index) for index in range(num_sets)]
     x = torch.randn(num_tokens, case.hidden_size, device=device).bfloat16()
     try:
+        if args.warm:
+            return [{"us": found["us"]} for found in sweep(layer.infos, x, topks[:1], run_once)]
         error = check(layer, experts, x, topks[0])
         row: dict[str, Any] = {
             "model": case.model,
@@ -141,7 +144,9 @@ def _measure(
     except Exception as failure:  # the other rows are still worth having
         print(f"{layer.backend} {num_tokens}: {type(failure).__name__}: {str(failure)[:400]}", flush=True)
         return []
-    return [row | {"us": round(statistics.median(times), 2), "plan": _plan_of(layer, num_tokens)}]
+    kernels = kernel_times([lambda copy=copy: layer.run(x, topks[0], copy) for copy in range(len(layer.infos))])
+    row |= {"us": round(statistics.median(times), 2), "kernels_us": kernels, "plan": _plan_of(layer, num_tokens)}
+    return [row]
 
 
 def _plan_of(layer: _Layer, num_tokens: int) -> dict[str, Any] | None:
@@ -171,6 +176,26 @@ def check(layer: _Layer, experts: ExpertWeights, x: torch.Tensor, topk: Standard
     if not torch.equal(out, again):
         raise ValueError("two runs on the same inputs differ")
     return round(error, 6)
+
+
+def kernel_times(calls: list[Callable[[], Any]]) -> list[tuple[str, float]]:
+    """Name and microseconds of every kernel of one call, in order, medians over eager calls; no gaps, no overlap."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        for call in calls * 2:
+            call()
+        torch.cuda.synchronize()
+    events = [event for event in profiler.events() if event.device_type is torch.autograd.DeviceType.CUDA]
+    events.sort(key=lambda event: event.time_range.start)
+    num = len(events) // (2 * len(calls))
+    names = [event.name[:40] for event in events[:num]]
+    spans = [[event.time_range.elapsed_us() for event in events[index::num]] for index in range(num)]
+    return [(name, round(statistics.median(span), 2)) for name, span in zip(names, spans, strict=True)]
+
+
+def run_once(calls: list[Callable[[], Any]]) -> float:
+    """Stands in for `time_us` where only compiled kernels are wanted."""
+    calls[0]()
+    return 1.0
 
 
 def time_us(calls: list[Callable[[], Any]], replays: int = 7) -> float:

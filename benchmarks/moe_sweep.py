@@ -14,38 +14,42 @@ from moe.types import StandardTopK
 
 Timer = Callable[[list[Callable[[], Any]]], float]
 
-# Values that are tried one after the other, the fields of the first matrix before those of the second.
+# Values that are tried one after the other; the fields of the first matrix, then those of the second.
 DIRECT_FIELDS: list[dict[str, list[Any]]] = [
-    {"pdl": [True]},
     {"block_n_1": [64, 128], "stages_1": [3, 4, 6], "warps_1": [4]},
-    {"block_n_1": [128], "stages_1": [4], "warps_1": [8]},
-    {"block_n_1": [64], "stages_1": [6], "warps_1": [2]},
+    {"block_n_1": [64], "stages_1": [4], "warps_1": [2, 8]},
     {"block_n_2": [64, 128], "stages_2": [3, 4, 6], "warps_2": [4], "split_k": [1, 2, 3]},
-    {"by_expert": [True]},
+    {"prefetch": [True]},
+    {"by_expert": [True, False]},
+    {"pdl": [False], "prefetch": [False]},
 ]
 GROUPED_FIELDS: list[dict[str, list[Any]]] = [
-    {"pdl": [True]},
-    {"block_n_1": [64, 128], "stages_1": [3, 4], "warps_1": [4]},
-    {"block_n_1": [128, 256], "stages_1": [3, 4], "warps_1": [8]},
-    {"block_n_2": [64, 128], "stages_2": [3, 4], "warps_2": [4]},
-    {"block_n_2": [128, 256], "stages_2": [3, 4], "warps_2": [8]},
+    {"block_n_1": [64, 128], "warps_1": [4]},
+    {"block_n_1": [128, 256], "warps_1": [8]},
+    {"stages_1": [2, 4]},
+    {"block_n_2": [64, 128], "warps_2": [4]},
+    {"block_n_2": [128, 256], "warps_2": [8]},
+    {"stages_2": [2, 4]},
     {"tile_group": [1, 2, 8, 16]},
+    {"pdl": [False]},
 ]
 
 
 def starts(num_tokens: int, num_experts: int, top_k: int) -> list[Plan]:
     """Plans from which the search sets out."""
-    if num_tokens <= 16:
-        sizes = [8, 16] if num_tokens <= 8 else [16]
-        return [Plan(direct=True, block_m=size, block_n_1=64, block_n_2=64, split_k=2) for size in sizes]
     rows = num_tokens * top_k / num_experts
-    sizes = [size for size in (16, 32, 64, 128, 256) if rows / 4 <= size <= max(16, 3 * rows)]
-    return [
-        Plan(direct=False, block_m=size, block_n_1=128, block_n_2=128, stages_1=3, stages_2=3, warps_1=8, warps_2=8)
-        if size >= 128
-        else Plan(direct=False, block_m=size, block_n_1=128, block_n_2=128, stages_1=3, stages_2=3)
-        for size in sizes
-    ]
+    plans = []
+    if num_tokens * top_k <= 512:
+        sizes = (8, 16) if num_tokens <= 16 else (16, 32)
+        direct = {"direct": True, "block_n_1": 64, "block_n_2": 64, "split_k": 2, "pdl": True}
+        plans += [Plan(block_m=size, by_expert=num_tokens > 16, **direct) for size in sizes]
+    if num_tokens > 16:
+        for block_m, heights in ((16, 1), (32, 2), (64, 3), (128, 3), (256, 3)):
+            if min(rows, 256) / 3 <= block_m <= max(16, 2.5 * rows):
+                wide = {"warps_1": 8, "warps_2": 8} if block_m >= 128 else {}
+                sizes_n = {"block_n_1": 128, "block_n_2": 128, "stages_1": 3, "stages_2": 3}
+                plans.append(Plan(direct=False, block_m=block_m, heights=heights, pdl=True, **sizes_n, **wide))
+    return plans
 
 
 def sweep(infos: list[Any], x: torch.Tensor, topks: list[StandardTopK], timer: Timer) -> Iterator[dict[str, Any]]:

@@ -39,9 +39,8 @@ class PlanTable:
         bounds = [bound for bound, _ in self.steps]
         if not bounds or bounds[-1] is not None or None in bounds[:-1]:
             raise MoeConfigError("a plan table needs bounds on all plans but the last")
-        for bound, plan in self.steps:
-            if plan.direct and (bound is None or bound > plan.block_m):
-                raise MoeConfigError(f"a direct plan with block_m {plan.block_m} cannot serve up to {bound} tokens")
+        if self.steps[-1][1].direct:
+            raise MoeConfigError("a direct plan cannot be the one without a bound")
 
     def pick(self, num_tokens: int) -> Plan:
         """The plan of the first bound that is not below `num_tokens`."""
@@ -67,9 +66,8 @@ def device_name(device: torch.device) -> str:
 def _rule(shape: LayerShape) -> tuple[tuple[int | None, Plan], ...]:
     """Tiles that hold the mean number of rows per expert, narrow weight tiles while there are few programs."""
     steps: list[tuple[int | None, Plan]] = []
-    for tokens in (8, 16):
-        block_m = max(8, tokens)
-        steps.append((tokens, Plan(direct=True, block_m=block_m, block_n_1=64, block_n_2=64, split_k=2)))
+    for bound, block_m in ((8, 8), (16, 16)):
+        steps.append((bound, Plan(direct=True, block_m=block_m, block_n_1=64, block_n_2=64, split_k=2)))
     for block_m in (16, 32, 64):
         bound = block_m * shape.num_experts // shape.top_k * 3 // 4
         if bound > 16:

@@ -20,29 +20,62 @@ MXFP4 = tl.constexpr(2)
 NVFP4 = tl.constexpr(3)
 
 
-@triton.jit
-def direct_rows(
-    ids_ptr, candidate, num_tokens, first_expert, num_experts,
-    BLOCK_M: tl.constexpr, TOPK: tl.constexpr, TOPK_PAD: tl.constexpr, BY_EXPERT: tl.constexpr,
-):  # fmt: skip
-    """Few tokens: row m of every tile is token m. Candidate is an expert, or a slot that speaks for its expert.
+# One thread asks the L2 for a contiguous range; nothing waits for it.
+_PREFETCH_ASM = tl.constexpr("""
+{
+.reg .pred p;
+.reg .b32 t;
+mov.u32 t, %tid.x;
+setp.eq.u32 p, t, 0;
+@p cp.async.bulk.prefetch.L2.global [$1], $2;
+mov.b32 $0, 0;
+}
+""")
 
-    Returns (local expert or -1, slot of every row or -1).
+
+@triton.jit
+def _prefetch(ptr, num_bytes):
+    tl.inline_asm_elementwise(
+        _PREFETCH_ASM, "=r,l,r", [ptr.to(tl.int64), num_bytes], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _prefetch_weights(
+    w_ptr, expert, count, block, split, num_blocks, num_steps,
+    BLOCK_N: tl.constexpr, WORDS: tl.constexpr, SPLIT_K: tl.constexpr,
+):  # fmt: skip
+    """The weights of a program's tile, which no earlier kernel writes, on their way while one drains."""
+    if count > 0:
+        begin = num_steps * split // SPLIT_K
+        length = num_steps * (split + 1) // SPLIT_K - begin
+        for part in tl.static_range(BLOCK_N // 64):
+            first = block * (BLOCK_N // 64) + part
+            if first < num_blocks:
+                stream = (expert.to(tl.int64) * num_blocks + first) * num_steps + begin
+                _prefetch(w_ptr + stream * (64 * WORDS), length * (128 * WORDS))
+
+
+@triton.jit
+def _expert_slots(
+    ids_ptr, candidate, num_slots, first_expert, num_experts, SLOTS_PAD: tl.constexpr, BY_EXPERT: tl.constexpr
+):
+    """Candidate is a local expert, or a slot that speaks for its expert if no earlier slot does.
+
+    Returns (local expert, rank of every slot among those of the expert or -1, their number).
     """
-    token = tl.arange(0, BLOCK_M)[:, None]
-    choice = tl.arange(0, TOPK_PAD)[None, :]
-    slot = token * TOPK + choice
-    ids = tl.load(ids_ptr + slot, mask=(token < num_tokens) & (choice < TOPK), other=-1)
+    slot_S = tl.arange(0, SLOTS_PAD)
+    ids_S = tl.load(ids_ptr + slot_S, mask=slot_S < num_slots, other=-1)
     expert = candidate
     if not BY_EXPERT:
         expert = tl.load(ids_ptr + candidate) - first_expert
-    is_mine = ids == expert + first_expert
-    slot_M = tl.max(tl.where(is_mine, slot, -1), axis=1)
-    first_slot = tl.min(tl.min(tl.where(is_mine, slot, 1 << 30), axis=1), axis=0)
-    is_active = (expert >= 0) & (expert < num_experts) & (first_slot < (1 << 30))
-    if not BY_EXPERT:  # later slots of the same expert leave the work to its first one
-        is_active = is_active & (first_slot == candidate)
-    return tl.where(is_active, expert, -1), slot_M
+    is_mine_S = (ids_S == expert + first_expert) & (slot_S < num_slots)
+    count = tl.sum(is_mine_S.to(tl.int32))
+    if not BY_EXPERT:
+        count = tl.where(tl.min(tl.where(is_mine_S, slot_S, SLOTS_PAD)) == candidate, count, 0)
+    count = tl.where((expert >= 0) & (expert < num_experts), count, 0)
+    rank_S = tl.cumsum(is_mine_S.to(tl.int32), axis=0) - 1
+    return expert, tl.where(is_mine_S, rank_S, -1), count
 
 
 @triton.jit
@@ -159,36 +192,68 @@ def _tile(
 
 
 @triton.jit
+def _ranked_tile(
+    x_ptr, w_ptr, s_ptr, post_ptr, bias_ptr, out_ptr, weights_ptr,
+    expert, rank_S, begin, block, split, x_stride, num_cols, num_out, num_blocks, num_steps, alpha, beta, limit,
+    FORMAT: tl.constexpr, IS_FIRST: tl.constexpr, TOPK: tl.constexpr, SLOTS_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, STEP_K: tl.constexpr, WORDS: tl.constexpr, SPLIT_K: tl.constexpr, NUM_STAGES: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_LIMIT: tl.constexpr, EVEN_K: tl.constexpr,
+    USE_ASM: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """The tile of the slots that rank begin .. begin + BLOCK_M - 1 among their expert's."""
+    is_row_MS = rank_S[None, :] == begin + tl.arange(0, BLOCK_M)[:, None]
+    slot_M = tl.max(tl.where(is_row_MS, tl.arange(0, SLOTS_PAD)[None, :], -1), axis=1)
+    _tile(
+        x_ptr, w_ptr, s_ptr, post_ptr, bias_ptr, out_ptr, weights_ptr,
+        expert, slot_M, block, split, x_stride, num_cols, num_out, num_blocks, num_steps, alpha, beta, limit,
+        FORMAT, IS_FIRST, TOPK, BLOCK_M, BLOCK_N, STEP_K, WORDS, SPLIT_K, NUM_STAGES, HAS_BIAS, HAS_LIMIT, EVEN_K,
+        USE_ASM, INTERPRET,
+    )  # fmt: skip
+
+
+@triton.jit
 def direct_gemm(
     x_ptr, w_ptr, s_ptr, post_ptr, bias_ptr, out_ptr, ids_ptr, weights_ptr,
     num_tokens, first_expert, num_experts, x_stride, num_cols, num_out, num_blocks, num_steps, alpha, beta, limit,
-    FORMAT: tl.constexpr, IS_FIRST: tl.constexpr, BY_EXPERT: tl.constexpr, TOPK: tl.constexpr, TOPK_PAD: tl.constexpr,
+    FORMAT: tl.constexpr, IS_FIRST: tl.constexpr, BY_EXPERT: tl.constexpr, TOPK: tl.constexpr, SLOTS_PAD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEP_K: tl.constexpr, WORDS: tl.constexpr, SPLIT_K: tl.constexpr,
     NUM_STAGES: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_LIMIT: tl.constexpr, EVEN_K: tl.constexpr,
-    USE_ASM: tl.constexpr, USE_PDL: tl.constexpr, INTERPRET: tl.constexpr,
+    USE_ASM: tl.constexpr, USE_PDL: tl.constexpr, PREFETCH: tl.constexpr, ONE_TILE: tl.constexpr,
+    INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """A layer's GEMM for at most BLOCK_M tokens.
+    """A layer's GEMM for few tokens: every program finds its expert's slots (at most SLOTS_PAD in all) by itself.
+
+    ONE_TILE: no expert has more than BLOCK_M of them.
 
     First matrix (IS_FIRST): out[slot] = activation(W13 x[token] + b13), bf16, one row per slot.
     Second: out[slot, split] = (W2 x[slot] + b2) * weight[slot], the bias in split 0.
     Rows of skipped slots stay as they are. Grid: (weight tiles, candidates, SPLIT_K).
     """
+    block, split = tl.program_id(0), tl.program_id(2)
     # The ids were there before the layer's first kernel began, so an early start may read them at once.
-    expert, slot_M = direct_rows(
-        ids_ptr, tl.program_id(1), num_tokens, first_expert, num_experts, BLOCK_M, TOPK, TOPK_PAD, BY_EXPERT
+    expert, rank_S, count = _expert_slots(
+        ids_ptr, tl.program_id(1), num_tokens * TOPK, first_expert, num_experts, SLOTS_PAD, BY_EXPERT
     )
+    if PREFETCH:
+        _prefetch_weights(w_ptr, expert, count, block, split, num_blocks, num_steps, BLOCK_N, WORDS, SPLIT_K)
     if USE_PDL:
         gdc_wait()
         gdc_launch_dependents()
-    if expert < 0:
-        return
-    _tile(
-        x_ptr, w_ptr, s_ptr, post_ptr, bias_ptr, out_ptr, weights_ptr,
-        expert, slot_M, tl.program_id(0), tl.program_id(2),
-        x_stride, num_cols, num_out, num_blocks, num_steps, alpha, beta, limit,
-        FORMAT, IS_FIRST, TOPK, BLOCK_M, BLOCK_N, STEP_K, WORDS, SPLIT_K, NUM_STAGES, HAS_BIAS, HAS_LIMIT, EVEN_K,
-        USE_ASM, INTERPRET,
-    )  # fmt: skip
+    if not ONE_TILE:
+        for begin in range(0, count, BLOCK_M):
+            _ranked_tile(
+                x_ptr, w_ptr, s_ptr, post_ptr, bias_ptr, out_ptr, weights_ptr,
+                expert, rank_S, begin, block, split, x_stride, num_cols, num_out, num_blocks, num_steps,
+                alpha, beta, limit, FORMAT, IS_FIRST, TOPK, SLOTS_PAD, BLOCK_M, BLOCK_N, STEP_K, WORDS, SPLIT_K,
+                NUM_STAGES, HAS_BIAS, HAS_LIMIT, EVEN_K, USE_ASM, INTERPRET,
+            )  # fmt: skip
+    elif count > 0:  # the loop would cost half as many registers again
+        _ranked_tile(
+            x_ptr, w_ptr, s_ptr, post_ptr, bias_ptr, out_ptr, weights_ptr,
+            expert, rank_S, 0, block, split, x_stride, num_cols, num_out, num_blocks, num_steps,
+            alpha, beta, limit, FORMAT, IS_FIRST, TOPK, SLOTS_PAD, BLOCK_M, BLOCK_N, STEP_K, WORDS, SPLIT_K,
+            NUM_STAGES, HAS_BIAS, HAS_LIMIT, EVEN_K, USE_ASM, INTERPRET,
+        )  # fmt: skip
 
 
 @triton.jit

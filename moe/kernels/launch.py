@@ -55,7 +55,7 @@ def run_layer(
 ) -> None:
     """Write the weighted sum over each token's local experts; ids are global, and ids of no local expert are skipped.
 
-    bf16 x [T, H], int32 ids, fp32 weights, all contiguous; T > 0. A direct plan takes at most `plan.block_m` tokens.
+    bf16 x [T, H], int32 ids, fp32 weights, all contiguous; T > 0. A direct plan takes at most MAX_DIRECT_SLOTS slots.
     """
     num_tokens = x_TH.shape[0]
     num_slots = num_tokens * layer.top_k
@@ -124,7 +124,9 @@ def _gemm(
         candidates = layer.num_experts if plan.by_expert else ids_TK.numel()
         direct_gemm[(num_n, candidates, split_k)](
             *matrices, ids_TK, weights_TK, ids_TK.shape[0], layer.first_expert, layer.num_experts, *sizes,
-            BY_EXPERT=plan.by_expert, TOPK_PAD=triton.next_power_of_2(layer.top_k), SPLIT_K=split_k, **settings,
+            BY_EXPERT=plan.by_expert, SPLIT_K=split_k,
+            SLOTS_PAD=triton.next_power_of_2(ids_TK.numel()), PREFETCH=plan.prefetch and not is_first,
+            ONE_TILE=ids_TK.shape[0] <= plan.block_m, **settings,
         )  # fmt: skip
     else:
         num_tiles = tiles.entries.shape[0]

@@ -4,20 +4,21 @@ from dataclasses import dataclass
 
 from moe.errors import MoeConfigError
 
-MAX_DIRECT_TOKENS = 64
+MAX_DIRECT_SLOTS = 1024
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
     """How the kernels of one layer are launched.
 
-    direct: every tile holds all tokens (at most `block_m`), and no slot is sorted; three kernels in all.
+    direct: every program finds its expert's slots by itself, at most MAX_DIRECT_SLOTS in all; three kernels.
     Otherwise a first kernel sorts the slots by expert and tiles are runs of `block_m` sorted slots; four kernels.
     heights: sizes of grouped tiles, 1 to 3: `block_m`, and half and a quarter of it for the short end of a run.
     tile_group: grouped tiles that walk through the weights side by side.
     by_expert: direct programs are counted per expert instead of per slot.
     split_k: parts into which a direct plan cuts the second matrix's reduction axis; `sum_slots` adds them up.
     pdl: later kernels of a layer start while the one before drains (Hopper and newer).
+    prefetch: with `pdl`, a direct plan's second matrix is fetched into the L2 meanwhile.
     """
 
     direct: bool
@@ -33,6 +34,7 @@ class Plan:
     tile_group: int = 4
     heights: int = 1
     pdl: bool = False
+    prefetch: bool = False
 
     def __post_init__(self) -> None:
         for field, low in (("block_m", 8), ("block_n_1", 64), ("block_n_2", 64), ("warps_1", 1), ("warps_2", 1)):
@@ -42,9 +44,9 @@ class Plan:
         for field in ("stages_1", "stages_2", "split_k", "tile_group"):
             if getattr(self, field) < 1:
                 raise MoeConfigError(f"plan {field} is {getattr(self, field)}: it must be at least 1")
-        if not self.direct and (self.split_k > 1 or self.by_expert):
-            raise MoeConfigError("plan split_k and by_expert belong to direct plans")
+        if not self.direct and (self.split_k > 1 or self.by_expert or self.prefetch):
+            raise MoeConfigError("plan split_k, by_expert and prefetch belong to direct plans")
+        if self.prefetch and not self.pdl:
+            raise MoeConfigError("plan prefetch needs pdl: without it there is nothing to overlap with")
         if not 1 <= self.heights <= 3 or self.block_m >> (self.heights - 1) < 8:
             raise MoeConfigError(f"plan heights is {self.heights}: 1 to 3, and the lowest tile must hold 8 rows")
-        if self.direct and self.block_m > MAX_DIRECT_TOKENS:
-            raise MoeConfigError(f"plan block_m is {self.block_m}: a direct plan takes at most {MAX_DIRECT_TOKENS}")

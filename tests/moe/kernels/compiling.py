@@ -44,7 +44,14 @@ def compile_kernel(
 
 
 def compile_gemm(
-    format_name: str, plan: Plan, arch: int, *, is_first: bool, even_k: bool = False, top_k: int = 4
+    format_name: str,
+    plan: Plan,
+    arch: int,
+    *,
+    is_first: bool,
+    even_k: bool = False,
+    top_k: int = 4,
+    one_tile: bool = True,
 ) -> Any:
     """`direct_gemm` or `grouped_gemm` as `launch.run_layer` would start it."""
     step, words = _STEP_WORDS[format_name]
@@ -61,7 +68,8 @@ def compile_gemm(
     }  # fmt: skip
     if plan.direct:
         constants |= {
-            "BY_EXPERT": plan.by_expert, "TOPK_PAD": triton.next_power_of_2(top_k),
+            "BY_EXPERT": plan.by_expert, "SLOTS_PAD": 64, "PREFETCH": plan.prefetch and not is_first,
+            "ONE_TILE": one_tile,
             "SPLIT_K": 1 if is_first else plan.split_k,
         }  # fmt: skip
     else:

@@ -64,7 +64,7 @@ def run_case(
             top_k=TOP_K, activation=activation,
         )  # fmt: skip
         info = TritonBackend().prepare(narrowed(experts, local), config, topology)
-        table = PlanTable(((plan.block_m, plan), (None, GROUPED)) if plan.direct else ((None, plan),))
+        table = PlanTable(((64, plan), (None, GROUPED)) if plan.direct else ((None, plan),))
         info = TritonMoeQuantInfo(layer=info.layer, plans=table, topology=topology)
         runner = MoeRunner(MoeBackend.TRITON, MoeA2ABackend.NONE, config)
         total += runner.run(StandardDispatchOutput(x, topk), info).hidden_states.float()
@@ -88,6 +88,7 @@ CASES = {
     "mxfp4 direct": lambda: run_case("mxfp4", 3, 96, 160, DIRECT),
     "mxfp4 direct by expert": lambda: run_case("mxfp4", 5, 160, 96, BY_EXPERT),
     "mxfp4 one token": lambda: run_case("mxfp4", 1, 96, 96, DIRECT),
+    "mxfp4 direct with several tiles an expert": lambda: run_case("mxfp4", 24, 96, 96, BY_EXPERT),
     "mxfp4 grouped": lambda: run_case("mxfp4", 37, 96, 160, GROUPED),
     "mxfp4 three tile heights": lambda: run_case("mxfp4", 90, 96, 96, HEIGHTS),
     "mxfp4 direct on two ranks": lambda: run_case("mxfp4", 4, 96, 96, DIRECT, ep_size=2),

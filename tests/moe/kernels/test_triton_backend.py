@@ -11,7 +11,7 @@ from moe import MoeA2ABackend, MoeBackend, MoeConfigError, MoeRunner, MoeRunnerC
 from moe.backends.base import Device
 from moe.backends.triton import TritonBackend
 from moe.backends.triton_plans import LayerShape, PlanTable, plans_for
-from moe.kernels.plan import Plan
+from moe.kernels.plan import MAX_DIRECT_SLOTS, Plan
 
 CONFIG = MoeRunnerConfig(num_experts=8, num_local_experts=8, hidden_size=64, intermediate_size=64, top_k=2)
 SHAPE = LayerShape(
@@ -49,7 +49,7 @@ def test_the_rule_has_a_fitting_plan_for_every_token_count(num_tokens: int, num_
     shape = replace(SHAPE, num_experts=num_experts, num_local_experts=num_experts, top_k=top_k)
     plan = plans_for(shape).pick(num_tokens)
     assert plan.direct == (num_tokens <= 16)
-    assert not plan.direct or plan.block_m >= num_tokens
+    assert not plan.direct or num_tokens * top_k <= MAX_DIRECT_SLOTS
 
 
 def test_measured_tables_are_found_by_their_own_keys() -> None:
@@ -61,9 +61,15 @@ def test_measured_tables_are_found_by_their_own_keys() -> None:
         assert plans_for(shape).steps[0][1] == Plan(**entry["steps"][0]["plan"])
 
 
-def test_a_direct_plan_cannot_be_asked_for_more_tokens_than_it_holds() -> None:
+def test_plans_that_contradict_themselves_are_refused() -> None:
     plan = Plan(direct=True, block_m=8, block_n_1=64, block_n_2=64)
-    with pytest.raises(MoeConfigError, match="cannot serve up to 9 tokens"):
-        PlanTable(((9, plan), (None, replace(plan, direct=False))))
+    with pytest.raises(MoeConfigError, match="the one without a bound"):
+        PlanTable(((None, plan),))
+    with pytest.raises(MoeConfigError, match="needs bounds"):
+        PlanTable(((9, plan),))
     with pytest.raises(MoeConfigError, match="block_n_1 is 48"):
         replace(plan, block_n_1=48)
+    with pytest.raises(MoeConfigError, match="prefetch needs pdl"):
+        replace(plan, prefetch=True)
+    with pytest.raises(MoeConfigError, match="belong to direct plans"):
+        replace(plan, direct=False, split_k=2)
