@@ -4,16 +4,26 @@ import torch
 from torch import nn
 from torch.nn.functional import rms_norm
 
+# Up to here a batched dot product, three operators, beats `rms_norm`, which on a CPU is made of eight.
+_MAX_DOT_ROWS = 16
+
 
 class RmsNorm(nn.Module):
     """`x / sqrt(mean(x^2) + eps) * weight` over the last axis; the weight multiplies in fp32, the cast comes last."""
 
     def __init__(self, weight_H: torch.Tensor, eps: float) -> None:
         super().__init__()
+        size = weight_H.numel()
         self.weight = nn.Parameter(weight_H.float(), requires_grad=False)
         self.eps = eps
+        # For the dot product: x / sqrt(x.x + H * eps) * (weight * sqrt(H)).
+        self.scaled_weight = nn.Parameter(self.weight * size**0.5, requires_grad=False)
+        self.summed_eps = nn.Parameter(torch.full((1, 1, 1), size * eps, device=weight_H.device), requires_grad=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., H] to [..., H] in the dtype of `x`."""
+    def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
+        """[T, H] to [T, H] in the dtype of `x`."""
+        if x_TH.dtype == torch.float32 and x_TH.shape[0] <= _MAX_DOT_ROWS and x_TH.device.type == "cpu":
+            squares_T1 = torch.baddbmm(self.summed_eps, x_TH[:, None], x_TH[:, :, None])[:, 0]
+            return x_TH.mul(squares_T1.rsqrt_()).mul_(self.scaled_weight)
         weight = self.weight
-        return rms_norm(x.float(), weight.shape, weight, self.eps).to(x.dtype)  # the casts cost nothing in fp32
+        return rms_norm(x_TH.float(), weight.shape, weight, self.eps).to(x_TH.dtype)

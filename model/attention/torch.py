@@ -9,7 +9,7 @@ D key dim, V value dim.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -27,7 +27,18 @@ class DecodeGroup:
 
     rows: torch.Tensor | None
     slots_BL: torch.Tensor
+    lens_B1: torch.Tensor
     mask_BL: torch.Tensor | None  # 0 or -inf; None when all requests have L keys
+
+    def within(self, window: int | None) -> "DecodeGroup":
+        """The same requests, each with its last `window` keys."""
+        num_keys = self.slots_BL.shape[1]
+        if window is None or window >= num_keys:
+            return self
+        if self.mask_BL is None:
+            return replace(self, slots_BL=self.slots_BL[:, num_keys - window :].contiguous())
+        columns_BL = (self.lens_B1 - window).clamp_min_(0) + torch.arange(window, device=self.slots_BL.device)
+        return replace(self, slots_BL=self.slots_BL.gather(1, columns_BL), mask_BL=self.mask_BL.gather(1, columns_BL))
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +68,8 @@ class TorchAttention(Attention):
 
     def plan(self, batch: ForwardBatch) -> TorchPlan:
         """Gather indices and masks of every kind of layer."""
-        groups = {
-            spec: [_decode_group(batch, spec, members) for members in _decode_members(batch)] for spec in self.specs
-        }
+        whole = [_decode_group(batch, members) for members in _decode_members(batch)]
+        groups = {spec: [group.within(spec.window) for group in whole] for spec in self.specs}
         if batch.is_decode:
             return TorchPlan(batch.slots_T, groups, {spec: [] for spec in self.specs})
         return TorchPlan(batch.slots_T, groups, {spec: list(_query_blocks(batch, spec)) for spec in self.specs})
@@ -104,29 +114,25 @@ def _decode_members(batch: ForwardBatch) -> list[list[int] | None]:
     return members
 
 
-def _decode_group(batch: ForwardBatch, spec: AttentionSpec, members: list[int] | None) -> DecodeGroup:
+def _decode_group(batch: ForwardBatch, members: list[int] | None) -> DecodeGroup:
+    """All keys of the members (None: of every request)."""
     device = batch.slots_T.device
     rows: torch.Tensor | None = None
-    page_table_BP, lens_B = batch.page_table_BP, batch.seq_lens_B
-    seq_lens = list(batch.seq_lens)
+    page_table_BP, lens_B1 = batch.page_table_BP.long(), batch.seq_lens_B.long()[:, None]
+    seq_lens = batch.seq_lens
     if members is not None:
         chosen = torch.tensor(members, device=device)
         rows = batch.query_start_B1[chosen].long()
-        page_table_BP, lens_B = page_table_BP[chosen], lens_B[chosen]
-        seq_lens = [seq_lens[b] for b in members]
-    num_keys = min(max(seq_lens), spec.window or max(seq_lens))
-    offsets_L = torch.arange(num_keys, device=device)
+        page_table_BP, lens_B1 = page_table_BP[chosen], lens_B1[chosen]
+        seq_lens = tuple(seq_lens[b] for b in members)
+    positions_BL = torch.arange(max(seq_lens), device=device)[None]
     mask_BL = None
-    if min(seq_lens) == max(seq_lens):
-        positions_BL = (offsets_L + (seq_lens[0] - num_keys)).expand(len(seq_lens), num_keys)
-    else:
-        lens_B1 = lens_B.long()[:, None]
-        positions_BL = (lens_B1 - num_keys).clamp_min_(0) + offsets_L
+    if min(seq_lens) < max(seq_lens):
         mask_BL = _additive(positions_BL < lens_B1)
         positions_BL = positions_BL.minimum(lens_B1 - 1)
-    slots_BL = page_table_BP.long().gather(1, positions_BL // batch.page_size)
-    slots_BL = slots_BL * batch.page_size + positions_BL % batch.page_size
-    return DecodeGroup(rows, slots_BL, mask_BL)
+    pages_BL, offsets_BL = positions_BL // batch.page_size, positions_BL % batch.page_size
+    slots_BL = page_table_BP.gather(1, pages_BL.expand(len(seq_lens), -1)) * batch.page_size + offsets_BL
+    return DecodeGroup(rows, slots_BL, lens_B1, mask_BL)
 
 
 def _query_blocks(batch: ForwardBatch, spec: AttentionSpec) -> Iterator[QueryBlock]:
