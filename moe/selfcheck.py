@@ -55,7 +55,7 @@ def check_layer(
     x_TH, topk = _probe(experts, config, topology)
     got_TH = runner.run(StandardDispatchOutput(x_TH, topk), quant_info).hidden_states.float()
     want_TH = moe_twin(
-        x_TH, topk, experts, config.activation,
+        x_TH, topk, backend.as_computed(experts, topology), config.activation,
         quantize_input=backend.activation_quant.get(experts.format_name),
         first_expert=first_expert,
     )  # fmt: skip

@@ -66,6 +66,11 @@ class Backend(ABC):
         del format_name, config
         return self.tolerance
 
+    def as_computed(self, experts: ExpertWeights, topology: Topology) -> ExpertWeights:
+        """The canonical experts as the kernels see them, for the twin: most kernels see them as they are."""
+        del topology
+        return experts
+
     def refuses(self, config: MoeRunnerConfig) -> str | None:
         """Reason why a setting would be ignored by this backend, or None."""
         if config.no_combine:

@@ -8,15 +8,18 @@ import importlib
 import importlib.metadata
 import inspect
 import re
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 import torch
 
 from moe.backends.base import Backend
+from moe.backends.static_scales import with_layer_input_scales
 from moe.config import Activation, MoeBackend, MoeRunnerConfig
 from moe.errors import MoeConfigError, UnsupportedPathError, WeightFormatError
-from moe.formats import ExpertWeights
+from moe.formats import ExpertWeights, activation_quant
+from moe.formats.activation_quant import ActivationQuant
+from moe.topology import Topology
 from moe.types import RunState
 
 Version = tuple[int, int, int]
@@ -74,8 +77,30 @@ def _parameters(function: Callable[..., Any]) -> frozenset[str]:
     return frozenset(inspect.signature(function).parameters)
 
 
+# Static FP8 and NVFP4 activations sit on coarse steps: a last-bit difference before the second quantizer moves some by
+# a whole step, and the kernels divide by approximate reciprocals.
+TOLERANCES = {"fp8_block": 6e-2, "fp8_tensor": 6e-2, "nvfp4": 1.5e-1}
+
+
 class FlashinferBackend(Backend):
-    """A backend whose kernels take and give bf16."""
+    """A backend whose kernels take and give bf16; quantized activations have one static scale for the layer."""
+
+    activation_quant: ClassVar[Mapping[str, ActivationQuant]] = {
+        "fp8_block": activation_quant.fp8_groups,
+        "fp8_tensor": activation_quant.fp8_static,
+        "nvfp4": activation_quant.nvfp4_static,
+    }
+
+    def tolerance_for(self, format_name: str, config: MoeRunnerConfig) -> float:
+        """Wider where the kernel quantizes activations."""
+        del config
+        return TOLERANCES.get(format_name, self.tolerance)
+
+    def as_computed(self, experts: ExpertWeights, topology: Topology) -> ExpertWeights:
+        """With the layer's activation scales where the format has static ones."""
+        if experts.format_name in ("fp8_tensor", "nvfp4"):
+            return with_layer_input_scales(experts, topology)
+        return experts
 
     def refuses(self, config: MoeRunnerConfig) -> str | None:
         """What every backend refuses, and any dtype but bf16."""

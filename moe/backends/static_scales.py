@@ -4,6 +4,8 @@ A fused kernel knows one scale per expert for w13 and one activation scale for a
 Shape letters: E local experts, I intermediate, H hidden.
 """
 
+import dataclasses
+
 import torch
 
 from moe.errors import WeightFormatError
@@ -31,6 +33,17 @@ def layer_input_scales(experts: ExpertWeights, topology: Topology) -> tuple[torc
             "one activation scale serves the experts of all ranks"
         )
     return _largest(experts.w13).to(device), _largest(experts.w2).to(device)
+
+
+def with_layer_input_scales(experts: ExpertWeights, topology: Topology) -> ExpertWeights:
+    """The same experts, every input scale replaced by the layer's, as a kernel with one activation scale sees them."""
+    weights: list[Weight] = []
+    for weight, scale in zip((experts.w13, experts.w2), layer_input_scales(experts, topology), strict=True):
+        if not isinstance(weight, Fp8TensorWeight | Nvfp4Weight) or weight.input_scale is None:
+            return experts
+        value = scale.to(weight.input_scale.device)
+        weights.append(dataclasses.replace(weight, input_scale=value.expand_as(weight.input_scale).contiguous()))
+    return dataclasses.replace(experts, w13=weights[0], w2=weights[1])
 
 
 def _largest(weight: Weight) -> torch.Tensor:

@@ -1,0 +1,401 @@
+"""DeepGEMM through the runner: alone and behind DeepEP in both modes, against the twin with quantized activations."""
+
+import dataclasses
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from moe import (
+    Activation,
+    MoeA2ABackend,
+    MoeBackend,
+    MoeConfigError,
+    MoeRunner,
+    StandardDispatchOutput,
+    Topology,
+    registry,
+)
+from moe.backends import deep_gemm, deep_gemm_layout, deep_gemm_permutes
+from moe.backends.base import Device
+from moe.backends.deep_gemm import DeepGemmBackend
+from moe.backends.expert_slots import place_slots, sum_slots, token_of_row
+from moe.config import DispatchFormat
+from moe.dispatch.deepep import DeepepBuffer, DeepepDispatcher
+from moe.dispatch.deepep_settings import DeepepMode, DeepepSettings, EpShape
+from moe.dispatch.payload import choose_payload, expert_alignment
+from moe.errors import UnsupportedPathError, WeightFormatError
+from moe.formats import Bf16Weight, ExpertWeights, Fp8BlockWeight, Weight, activation_quant
+from moe.formats.token_groups import (
+    dequantize_token_groups,
+    pack_ue8m0,
+    quantize_token_groups,
+    round_up_to_power_of_two,
+    unpack_ue8m0,
+)
+from moe.twin import moe_twin
+from moe.types import DeepepLlCombineInput
+from tests.emulators import deep_gemm as emulated
+from tests.emulators.deep_gemm import DeepGemm, install_deep_gemm
+from tests.emulators.deepep import install_deepep
+from tests.emulators.ranks import Rank
+from tests.moe.backends import hostile
+from tests.moe.dispatch import several_ranks
+
+E, K, H, I = 8, 3, 256, 128
+LL_H = 2048
+QUANTIZED = 1e-3  # both sides round activations alike; what is left is the order of fp32 sums near a tie
+BACKEND = DeepGemmBackend()
+DEEPSEEK_V4 = Activation(limit=10.0)
+
+
+def experts_of(hidden: int = H, inter: int = I) -> ExpertWeights:
+    w13, w2 = hostile.dense_experts(E, hidden, inter)
+    return ExpertWeights(w13=Fp8BlockWeight.quantize(w13), w2=Fp8BlockWeight.quantize(w2))
+
+
+def power_of_two(experts: ExpertWeights) -> ExpertWeights:
+    """What SM100 computes with, rounded here once more and by another formula."""
+
+    def convert(weight: Weight) -> Fp8BlockWeight:
+        assert isinstance(weight, Fp8BlockWeight)
+        scale = torch.exp2(torch.ceil(torch.log2(weight.scale_inv)))
+        spread = scale.repeat_interleave(128, 1).repeat_interleave(128, 2)
+        return Fp8BlockWeight((weight.dequantize() / spread).clamp(-448, 448).to(torch.float8_e4m3fn), scale)
+
+    return ExpertWeights(w13=convert(experts.w13), w2=convert(experts.w2))
+
+
+def power_of_two_groups(x: torch.Tensor, weight: Weight) -> torch.Tensor:
+    del weight
+    groups = x.float().unflatten(-1, (-1, 128))
+    scale = torch.exp2(torch.ceil(torch.log2(groups.abs().amax(-1, keepdim=True).clamp(min=1e-10) / 448)))
+    return ((groups / scale).to(torch.float8_e4m3fn).float() * scale).flatten(-2)
+
+
+def twin(x: torch.Tensor, topk: Any, experts: ExpertWeights, arch: str, activation: Activation) -> torch.Tensor:
+    if arch == "sm100":
+        return moe_twin(x, topk, power_of_two(experts), activation, quantize_input=power_of_two_groups)
+    return moe_twin(x, topk, experts, activation, quantize_input=activation_quant.fp8_groups)
+
+
+@pytest.fixture(params=["sm90", "sm100"])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[DeepGemm, str]:
+    """fp32 results, so that nothing but the quantization rounds."""
+    monkeypatch.setattr(deep_gemm, "RESULT_DTYPE", torch.float32)
+    return install_deep_gemm(monkeypatch, request.param, wide=True), request.param
+
+
+def run_alone(
+    num_tokens: int, topology: Topology | None = None, activation: Activation = DEEPSEEK_V4
+) -> tuple[torch.Tensor, Any, ExpertWeights, torch.Tensor]:
+    topology = topology or Topology()
+    experts, x, topk = experts_of(), hostile.tokens(num_tokens, H, size=9.0), hostile.routing(num_tokens, E, K)
+    local = hostile.shard(experts, ep=(topology.ep_size, topology.ep_rank), block=128)
+    config = several_ranks.layer_config(experts, topology.ep_size, torch.bfloat16, activation=activation)
+    info = BACKEND.prepare(local, config, topology)
+    runner = MoeRunner(MoeBackend.DEEP_GEMM, MoeA2ABackend.NONE, config)
+    result = runner.run(StandardDispatchOutput(x, topk), info)
+    assert result.is_partial == (topology.ep_size > 1)
+    return result.hidden_states, topk, experts, x
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 100, 256, 257, 300])
+def test_alone_equals_the_twin(kernels: tuple[DeepGemm, str], num_tokens: int) -> None:
+    emulator, arch = kernels
+    got, topk, experts, x = run_alone(num_tokens)
+    assert hostile.relative_error(got, twin(x, topk, experts, arch, DEEPSEEK_V4)) < QUANTIZED
+    assert set(emulator.calls) == {"masked" if num_tokens <= 256 else "contiguous"}
+    if num_tokens > 2:
+        assert torch.equal(got[2], torch.zeros(H)), "all ids of this token are -1"
+
+
+@pytest.mark.parametrize("ep_size", [2, 4, 8])
+def test_expert_slices_sum_to_one_rank(kernels: tuple[DeepGemm, str], ep_size: int) -> None:
+    parts = [run_alone(40, Topology(ep_size=ep_size, ep_rank=rank)) for rank in range(ep_size)]
+    got = torch.stack([part[0] for part in parts]).sum(0)
+    _, topk, experts, x = parts[0]
+    assert hostile.relative_error(got, twin(x, topk, experts, kernels[1], DEEPSEEK_V4)) < QUANTIZED
+
+
+@pytest.mark.parametrize("tp_size", [2, 4])
+def test_tensor_slices_sum_to_one_rank(kernels: tuple[DeepGemm, str], tp_size: int) -> None:
+    experts, x, topk = experts_of(H, 512), hostile.tokens(9, H), hostile.routing(9, E, K)
+    total = torch.zeros(9, H)
+    for rank in range(tp_size):
+        topology = Topology(tp_size=tp_size, tp_rank=rank)
+        local = hostile.shard(experts, tp=(tp_size, rank), block=128)
+        config = several_ranks.layer_config(local, 1, torch.bfloat16)
+        result = MoeRunner(MoeBackend.DEEP_GEMM, MoeA2ABackend.NONE, config).run(
+            StandardDispatchOutput(x, topk), BACKEND.prepare(local, config, topology)
+        )
+        assert result.is_partial
+        total += result.hidden_states
+    assert hostile.relative_error(total, twin(x, topk, experts, kernels[1], Activation())) < QUANTIZED
+
+
+def run_deepep(mode: DeepepMode, arch: str, num_tokens: list[int]) -> float:
+    hidden = LL_H if mode is DeepepMode.LOW_LATENCY else H
+    experts = experts_of(hidden)
+    inputs = several_ranks.rank_inputs(num_tokens, hidden, torch.bfloat16)
+    payload = choose_payload(MoeBackend.DEEP_GEMM, mode.dispatch_formats[0], "fp8_block", ue8m0_scales=arch == "sm100")
+
+    def dispatcher_for(rank: Rank, config: Any) -> DeepepDispatcher:
+        shape = EpShape(hidden_size=hidden, num_experts=E, top_k=K, ep_size=rank.size())
+        settings = DeepepSettings(mode=mode, max_dispatch_tokens=8)
+        buffer = DeepepBuffer(rank, settings, shape, sends_fp8=True)
+        return DeepepDispatcher(buffer, payload, expert_alignment=expert_alignment(MoeBackend.DEEP_GEMM))
+
+    outputs = several_ranks.run_layer(
+        experts, inputs, backend=MoeBackend.DEEP_GEMM, a2a=MoeA2ABackend.DEEPEP, formats=mode.dispatch_formats,
+        dispatcher_for=dispatcher_for, dtype=torch.bfloat16, activation=DEEPSEEK_V4,
+    )  # fmt: skip
+    wants = [twin(x, topk, experts, arch, DEEPSEEK_V4) for x, topk in inputs]
+    assert [out.shape for out in outputs] == [want.shape for want in wants]
+    # all ranks together: one activation on a tie between two FP8 steps is 0.2 % of a token
+    return hostile.relative_error(torch.cat(outputs), torch.cat(wants))
+
+
+@pytest.mark.parametrize("num_tokens", [[5, 8], [3, 0, 8, 1], [1, 2, 0, 4, 5, 0, 7, 8]])
+@pytest.mark.parametrize("mode", [DeepepMode.NORMAL, DeepepMode.LOW_LATENCY])
+def test_behind_deepep_ranks_equal_one_rank(
+    kernels: tuple[DeepGemm, str], monkeypatch: pytest.MonkeyPatch, mode: DeepepMode, num_tokens: list[int]
+) -> None:
+    install_deepep(monkeypatch, wide=True)
+    assert run_deepep(mode, kernels[1], num_tokens) < QUANTIZED
+    assert set(kernels[0].calls) == {"masked" if mode is DeepepMode.LOW_LATENCY else "contiguous"}
+
+
+@pytest.mark.parametrize("arch", ["sm90", "sm100"])
+def test_bf16_results_stay_within_the_stated_tolerance(monkeypatch: pytest.MonkeyPatch, arch: str) -> None:
+    """The real kernels write bf16; the self-check compares with the canonical weights and fp32 scales on both."""
+    install_deep_gemm(monkeypatch, arch)
+    got, topk, experts, x = run_alone(100)
+    assert got.dtype == torch.bfloat16
+    want = moe_twin(x, topk, experts, DEEPSEEK_V4, quantize_input=activation_quant.fp8_groups)
+    assert hostile.relative_error(got, want) < BACKEND.tolerance
+
+
+# ---- layouts ----
+
+
+def test_scales_are_m_major_with_a_pitch_of_four() -> None:
+    scale = torch.rand(3, 5, 7)
+    view = deep_gemm_layout.m_major(scale)
+    assert torch.equal(view, scale)
+    assert view.stride() == (56, 1, 8)
+    assert deep_gemm_layout.m_major(view).data_ptr() == view.data_ptr(), "no copy where the layout is right"
+    assert deep_gemm_layout.m_major(torch.rand(5, 7)).stride() == (1, 8)
+    sliced = view[..., :4]
+    assert deep_gemm_layout.m_major(sliced).data_ptr() == view.data_ptr()
+
+
+def test_powers_of_two_and_packing() -> None:
+    values = torch.tensor([1.0, 1.5, 2.0, 0.75, 2.0**-20, 3e-5])
+    assert round_up_to_power_of_two(values).tolist() == [1.0, 2.0, 2.0, 1.0, 2.0**-20, 2.0**-15]
+    scales = torch.tensor([[1.0, 2.0, 4.0, 0.5, 8.0]])
+    packed = pack_ue8m0(scales)
+    assert packed.tolist() == [[127 | 128 << 8 | 129 << 16 | 126 << 24, 130]]
+    assert torch.equal(unpack_ue8m0(packed, 5), scales)
+
+
+def test_token_groups_golden_values() -> None:
+    x = torch.zeros(1, 256)
+    x[0, :4] = torch.tensor([-1.0, 0.001, 0.3, 3.5])
+    codes, scales = quantize_token_groups(x)
+    assert scales[0, 0].item() == 0.0078125
+    assert codes.view(torch.uint8)[0, :4].tolist() == [0xF0, 0x20, 0x62, 0x7E]
+    assert torch.equal(dequantize_token_groups(codes, scales), activation_quant.fp8_groups(x, experts_of().w13))
+
+
+def test_slots_go_to_rows_and_back() -> None:
+    ids = torch.tensor([[2, -1], [0, 2], [-1, -1], [2, 0]])
+    row = place_slots(ids, torch.tensor([0, 4, 8]))
+    assert row.tolist() == [[8, -1], [0, 9], [-1, -1], [10, 1]]
+    assert token_of_row(row, 12).tolist() == [1, 3, 0, 0, 0, 0, 0, 0, 0, 1, 3, 0]
+    rows = torch.arange(12.0)[:, None].clone()
+    rows[2:8] = float("nan")
+    weights = torch.ones(4, 2)
+    assert sum_slots(rows, row, weights).flatten().tolist() == [8.0, 9.0, 0.0, 11.0]
+    rows[0] = float("nan")
+    assert sum_slots(rows, torch.full((4, 2), -1), weights).flatten().tolist() == [0.0] * 4, "exactly zero"
+
+
+@pytest.mark.parametrize("names", [emulated.NAMES_NOW, emulated.NAMES_BEFORE, emulated.NAMES_FIRST])
+def test_kernel_names_of_every_release(monkeypatch: pytest.MonkeyPatch, names: tuple[str, str]) -> None:
+    emulator = install_deep_gemm(monkeypatch, names=names)
+    run_alone(5)
+    assert emulator.calls == ["masked", "masked"]
+
+
+# ---- refusals ----
+
+
+def test_missing_package_and_unknown_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "deep_gemm", None)
+    with pytest.raises(UnsupportedPathError, match="needs the package deep_gemm"):
+        run_alone(1)
+    monkeypatch.setitem(sys.modules, "deep_gemm", SimpleNamespace())
+    with pytest.raises(UnsupportedPathError, match="has none of m_grouped_fp8_gemm_nt_masked"):
+        run_alone(1)
+
+
+def test_wrong_weights_sizes_and_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    install_deep_gemm(monkeypatch, "sm80")
+    config = several_ranks.layer_config(experts_of(), 1, torch.bfloat16)
+    with pytest.raises(UnsupportedPathError, match="is sm80"):
+        BACKEND.prepare(experts_of(), config, Topology())
+    with pytest.raises(WeightFormatError, match="intermediate_size of this rank is 64"):
+        BACKEND.prepare(experts_of(H, 64), config, Topology())
+    w13, w2 = hostile.dense_experts(E, H, I)
+    with pytest.raises(WeightFormatError, match="takes fp8_block experts, got bf16"):
+        BACKEND.prepare(ExpertWeights(w13=Bf16Weight.quantize(w13), w2=Bf16Weight.quantize(w2)), config, Topology())
+    b13, b2 = hostile.biases(E, H, I)
+    biased = ExpertWeights(w13=experts_of().w13, w2=experts_of().w2, b13=b13, b2=b2)
+    with pytest.raises(WeightFormatError, match="biases"):
+        BACKEND.prepare(biased, config, Topology())
+
+
+def test_overlap_arguments_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    install_deep_gemm(monkeypatch)
+    config = several_ranks.layer_config(experts_of(), 1, torch.bfloat16)
+    runner = MoeRunner(MoeBackend.DEEP_GEMM, MoeA2ABackend.NONE, config)
+    runner.set_overlap_args("stream")
+    with pytest.raises(MoeConfigError, match="cannot overlap"):
+        runner.run(
+            StandardDispatchOutput(hostile.tokens(3, H), hostile.routing(3, E, K)),
+            BACKEND.prepare(experts_of(), config, Topology()),
+        )
+
+
+@pytest.mark.parametrize(
+    ("arch", "format_name", "a2a", "dtype", "word"),
+    [
+        ("sm90", "fp8_block", "none", torch.bfloat16, None),
+        ("sm100", "fp8_block", "deepep", torch.bfloat16, None),
+        ("sm90", "fp8_block", "mooncake", torch.bfloat16, None),
+        ("sm80", "fp8_block", "none", torch.bfloat16, "sm80"),
+        ("gfx942", "fp8_block", "none", torch.bfloat16, "gfx942"),
+        ("sm90", "nvfp4", "none", torch.bfloat16, "nvfp4"),
+        ("sm90", "fp8_block", "mori", torch.bfloat16, "mori"),
+        ("sm90", "fp8_block", "none", torch.float32, "float32"),
+    ],
+)
+def test_supports(arch: str, format_name: str, a2a: str, dtype: torch.dtype, word: str | None) -> None:
+    config = several_ranks.layer_config(experts_of(), 1, dtype)
+    reason = BACKEND.supports(Device(arch=arch), format_name, MoeA2ABackend(a2a), config)
+    assert (reason is None) if word is None else (reason is not None and word in reason)
+
+
+def test_payloads_that_the_kernel_cannot_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    install_deep_gemm(monkeypatch)
+    with pytest.raises(UnsupportedPathError, match="takes tokens in FP8"):
+        deep_gemm_permutes._need_scale(None)
+    install_deepep(monkeypatch, wide=True)
+    with pytest.raises(UnsupportedPathError, match="wants fp32 scales"):  # packed ones sent to an SM90
+        run_deepep(DeepepMode.LOW_LATENCY, "sm100", [3, 4])
+
+
+# ---- planted mistakes ----
+
+
+def swapped(weight: torch.Tensor) -> torch.Tensor:
+    return torch.cat(weight.chunk(2, dim=1)[::-1], dim=1).contiguous()
+
+
+MISTAKES = [
+    "halves swapped",
+    "block scales transposed",
+    "scales of another expert",
+    "weights applied twice",
+    "weights never applied",
+    "expert offset off by one",
+    "factor applied twice",
+]
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    if name == "halves swapped":
+        patch_prepare(monkeypatch, lambda info: {"w13": swapped(info.w13), "w13_scale": swapped(info.w13_scale)})
+    elif name == "block scales transposed":
+        patch_prepare(monkeypatch, lambda info: {"w13_scale": info.w13_scale.transpose(1, 2).contiguous()})
+    elif name == "scales of another expert":
+        patch_prepare(monkeypatch, lambda info: {"w2_scale": info.w2_scale.roll(1, 0)})
+    elif name == "weights applied twice":
+        patch_sum(monkeypatch, lambda weights: weights * weights)
+    elif name == "weights never applied":
+        patch_sum(monkeypatch, torch.ones_like)
+    elif name == "factor applied twice":
+        patch_sum(monkeypatch, lambda weights: weights * hostile.FACTOR)
+    elif name == "expert offset off by one":
+        original = deep_gemm_permutes.local_ids
+        monkeypatch.setattr(
+            deep_gemm_permutes, "local_ids", lambda ids, owned: original(ids, range(owned.start + 1, owned.stop + 1))
+        )
+
+
+def patch_prepare(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
+    original = DeepGemmBackend.prepare
+
+    def prepare(self: Any, *arguments: Any) -> Any:
+        info = original(self, *arguments)
+        return dataclasses.replace(info, **change(info))
+
+    monkeypatch.setattr(DeepGemmBackend, "prepare", prepare)
+
+
+def patch_sum(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
+    monkeypatch.setattr(deep_gemm_permutes, "sum_slots", lambda y, row, weights: sum_slots(y, row, change(weights)))
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_planted_mistakes_are_seen(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(deep_gemm, "RESULT_DTYPE", torch.float32)
+    install_deep_gemm(monkeypatch, wide=True)
+    plant(monkeypatch, name)
+    got, topk, experts, x = run_alone(30, activation=Activation())
+    error = hostile.relative_error(got, twin(x, topk, experts, "sm90", Activation()))
+    assert not error < 1e-2
+
+
+@pytest.mark.parametrize("name", ["row-major scales", "padding without an expert id", "counts in int64"])
+def test_planted_layout_mistakes_are_refused_by_the_kernel(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    install_deep_gemm(monkeypatch)
+    num_tokens = 300
+    if name == "row-major scales":
+        monkeypatch.setattr(deep_gemm_permutes, "activation_scales", lambda scale, ue8m0: scale.contiguous())
+    elif name == "padding without an expert id":
+        original = deep_gemm_permutes._contiguous
+
+        def holes(*arguments: Any) -> Any:
+            result = original(*arguments)
+            result.m_indices[5::128] = -1
+            return result
+
+        monkeypatch.setattr(deep_gemm_permutes, "_contiguous", holes)
+    else:
+        num_tokens = 5
+        original_input = deep_gemm_permutes.MaskedInput
+
+        def wide_counts(**fields: Any) -> Any:
+            return original_input(**(fields | {"masked_m": fields["masked_m"].long()}))
+
+        monkeypatch.setattr(deep_gemm_permutes, "MaskedInput", wide_counts)
+    with pytest.raises(emulated.KernelRefusal):
+        run_alone(num_tokens)
+
+
+def test_low_latency_output_weighted_twice_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deep_gemm, "RESULT_DTYPE", torch.float32)
+    install_deep_gemm(monkeypatch, wide=True)
+    install_deepep(monkeypatch, wide=True)
+    registry.load_backend(MoeBackend.DEEP_GEMM)
+
+    def weighted(out: torch.Tensor, dispatched: Any, *rest: Any) -> DeepepLlCombineInput:
+        return DeepepLlCombineInput(out * 0.8, dispatched.topk_ids, dispatched.topk_weights)
+
+    key = (MoeBackend.DEEP_GEMM, DispatchFormat.DEEPEP_LL)
+    monkeypatch.setitem(registry._post_permutes, key, weighted)
+    assert run_deepep(DeepepMode.LOW_LATENCY, "sm90", [4, 4]) > 1e-1

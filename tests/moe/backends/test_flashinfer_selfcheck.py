@@ -1,0 +1,92 @@
+"""The load-time self-check on the FlashInfer paths: clean layers pass, a corrupted one is named. And import rules."""
+
+import ast
+import dataclasses
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moe import Activation, MoeA2ABackend, MoeBackend, MoeRunner, SelfCheckError, Topology
+from moe.formats import ExpertWeights, Mxfp4Weight
+from moe.registry import load_backend
+from moe.selfcheck import check_layer
+from tests.emulators.cutedsl import install_cutedsl
+from tests.emulators.cutlass import install_cutlass
+from tests.emulators.trtllm import install_trtllm
+from tests.moe.backends import hostile
+
+ROOT = Path(__file__).parents[3]
+E, H, I, K = 4, 256, 256, 2
+X = hostile.tokens(16, H, size=3.0)
+Install = Callable[[pytest.MonkeyPatch], Any]
+PATHS: list[tuple[MoeBackend, str, Install]] = [
+    (MoeBackend.FLASHINFER_MXFP4, "mxfp4", install_cutlass),
+    (MoeBackend.FLASHINFER_MXFP4, "mxfp4", install_trtllm),
+    (MoeBackend.FLASHINFER_CUTLASS, "bf16", install_cutlass),
+    (MoeBackend.FLASHINFER_CUTLASS, "fp8_block", install_cutlass),
+    (MoeBackend.FLASHINFER_CUTLASS, "fp8_tensor", install_cutlass),
+    (MoeBackend.FLASHINFER_CUTLASS, "nvfp4", lambda patch: install_cutlass(patch, 10, 0)),
+    (MoeBackend.FLASHINFER_TRTLLM, "fp8_block", install_trtllm),
+    (MoeBackend.FLASHINFER_TRTLLM, "fp8_tensor", install_trtllm),
+    (MoeBackend.FLASHINFER_TRTLLM, "nvfp4", install_trtllm),
+    (MoeBackend.FLASHINFER_CUTEDSL, "nvfp4", install_cutedsl),
+]
+IDS = [f"{backend}-{name}-{number}" for number, (backend, name, _) in enumerate(PATHS)]
+
+
+def make(name: str) -> ExpertWeights:
+    if name != "mxfp4":
+        return hostile.quantized_experts(name, E, H, I, x=X)
+    w13, w2 = hostile.dense_experts(E, H, I)
+    b13, b2 = hostile.biases(E, H, I)
+    return ExpertWeights(w13=Mxfp4Weight.quantize(w13), w2=Mxfp4Weight.quantize(w2), b13=b13, b2=b2)
+
+
+@pytest.mark.parametrize(("backend", "name", "install"), PATHS, ids=IDS)
+def test_clean_passes_and_swapped_halves_are_named(
+    monkeypatch: pytest.MonkeyPatch, backend: MoeBackend, name: str, install: Install
+) -> None:
+    install(monkeypatch)
+    experts, entry = make(name), load_backend(backend)
+    activation = Activation(alpha=1.702, beta=1.0, limit=7.0) if name == "mxfp4" else Activation()
+    config = hostile.make_config(E, H, I, K, activation=activation)
+    runner = MoeRunner(backend, MoeA2ABackend.NONE, config)
+    info = entry.prepare(experts, config, Topology())
+    report = check_layer(runner, info, experts, layer=7, topology=Topology())
+    assert report.worst_error <= report.tolerance
+    # the same rows, but the prepared layer lost one expert's: it holds its neighbour's weights
+    broken = dataclasses.replace(info, w2=info.w2[torch.tensor([0, 1, 1, 3])])
+    with pytest.raises(SelfCheckError, match=f"layer 7, {backend}/none/{name}: expert 2 differs"):
+        check_layer(runner, broken, experts, layer=7, topology=Topology())
+
+
+def test_backends_answer_without_importing_flashinfer() -> None:
+    code = (
+        "import sys\n"
+        "from moe import MoeA2ABackend, MoeBackend, MoeRunnerConfig\n"
+        "from moe.backends.base import Device\n"
+        "from moe.registry import load_backend\n"
+        "sizes = dict(num_experts=4, num_local_experts=4, hidden_size=256, intermediate_size=256, top_k=2)\n"
+        "config = MoeRunnerConfig(**sizes)\n"
+        "for name in [backend for backend in MoeBackend if backend.startswith('flashinfer')]:\n"
+        "    load_backend(name).supports(Device(arch='sm90'), 'mxfp4', MoeA2ABackend.NONE, config)\n"
+        "assert 'flashinfer' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_emulators_import_neither_backends_nor_loaders() -> None:
+    allowed = {"pytest", "torch", "flashinfer", "tests"}
+    for path in (ROOT / "tests" / "emulators").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            for name in names:
+                top = name.split(".")[0]
+                assert top in allowed or top in sys.stdlib_module_names, f"{path.name} imports {name}"
+                assert top != "tests" or name.startswith("tests.emulators"), f"{path.name} imports {name}"
