@@ -1,0 +1,47 @@
+"""Scales as DeepGEMM reads them: M-major fp32 on SM90, M-major packed exponents on SM100. Plain torch, no library.
+
+Shape letters: E experts (or any leading group), M rows, G groups of 128 columns, N weight rows, K columns.
+"""
+
+import torch
+
+from moe.formats import Fp8BlockWeight
+from moe.formats.fp8 import to_e4m3
+from moe.formats.fp8_block import BLOCK
+from moe.formats.token_groups import pack_ue8m0, round_up_to_power_of_two
+
+PITCH = 4  # elements: the kernel's copy engine wants 16 bytes between columns
+
+
+def m_major(scale_EMG: torch.Tensor) -> torch.Tensor:
+    """The same values with stride 1 along M and a column pitch that is a multiple of 4; as it is, if it has both."""
+    pitch = scale_EMG.stride(-1)
+    if scale_EMG.stride(-2) == 1 and pitch % PITCH == 0 and pitch >= scale_EMG.shape[-2]:
+        return scale_EMG
+    *lead, num_rows, num_groups = scale_EMG.shape
+    storage = scale_EMG.new_zeros((*lead, num_groups, -(-num_rows // PITCH) * PITCH))
+    view = storage[..., :num_rows].transpose(-1, -2)
+    view.copy_(scale_EMG)
+    return view
+
+
+def activation_scales(scale_EMG: torch.Tensor, *, ue8m0: bool) -> torch.Tensor:
+    """fp32 scales of tokens in the kernel's form; those that arrive packed stay so."""
+    if ue8m0 and scale_EMG.dtype == torch.float32:
+        scale_EMG = pack_ue8m0(scale_EMG)
+    return m_major(scale_EMG)
+
+
+def power_of_two_weight(weight: Fp8BlockWeight) -> Fp8BlockWeight:
+    """The weight with block scales rounded up to powers of two and its codes rounded again (lossy)."""
+    scale_inv = round_up_to_power_of_two(weight.scale_inv)
+    ratio = (weight.scale_inv / scale_inv).repeat_interleave(BLOCK, -2).repeat_interleave(BLOCK, -1)
+    num_rows, num_cols = weight.shape[-2:]
+    return Fp8BlockWeight(to_e4m3(weight.data.float() * ratio[..., :num_rows, :num_cols]), scale_inv)
+
+
+def weight_scales(weight: Fp8BlockWeight, *, ue8m0: bool) -> torch.Tensor:
+    """SM90: fp32 [E, N/128, K/128] as loaded. SM100: one packed row of exponents per weight row, [E, N, K/512]."""
+    if not ue8m0:
+        return weight.scale_inv.contiguous()
+    return m_major(pack_ue8m0(weight.scale_inv.repeat_interleave(BLOCK, -2)))
