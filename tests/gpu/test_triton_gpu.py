@@ -16,6 +16,7 @@ FORMATS = {"bf16": Bf16Weight, "fp8_block": Fp8BlockWeight, "mxfp4": Mxfp4Weight
 GPT_OSS = Activation(alpha=1.702, beta=1.0, limit=7.0)
 TOKENS = [1, 2, 3, 7, 16, 17, 64, 257, 1500]
 E, K = 16, 4
+TOLERANCE = 5e-3  # of the whole output; activations stay bf16, so what is left is rounding them and the result
 
 
 class Layer:
@@ -71,7 +72,7 @@ def test_agrees_with_the_twin(format_name: str, hidden: int, inter: int) -> None
     for num_tokens in TOKENS:
         x, topk = make_inputs(num_tokens, hidden, num_tokens)
         out = layer.run(x, topk)
-        assert layer.error(x, topk, out) < TritonBackend.tolerance, num_tokens
+        assert layer.error(x, topk, out) < TOLERANCE, num_tokens
         if num_tokens > 2:
             assert not out[2].any()
 
@@ -120,7 +121,7 @@ def test_expert_parallel_parts_sum_to_the_whole() -> None:
         result = MoeRunner(MoeBackend.TRITON, MoeA2ABackend.NONE, config).run(StandardDispatchOutput(x, topk), info)
         assert result.is_partial
         total += result.hidden_states.float()
-    assert layer.error(x, topk, total) < TritonBackend.tolerance
+    assert layer.error(x, topk, total) < TOLERANCE
 
 
 def test_experts_without_biases_and_with_the_plain_activation() -> None:
@@ -128,4 +129,4 @@ def test_experts_without_biases_and_with_the_plain_activation() -> None:
     layer.experts = replace(layer.experts, b13=None, b2=None)
     layer.info = TritonBackend().prepare(layer.experts, layer.config, Topology(device=torch.device("cuda")))
     x, topk = make_inputs(20, 384)
-    assert layer.error(x, topk, layer.run(x, topk)) < TritonBackend.tolerance
+    assert layer.error(x, topk, layer.run(x, topk)) < TOLERANCE
