@@ -8,7 +8,7 @@ import torch
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.errors import EngineConfigError
-from engine.kv_cache import KvLayout, choose_cpu_pages
+from engine.kv_cache import KvLayout, choose_cpu_pages, choose_cuda_pages
 from engine.load import load_engine
 from engine.runner import ModelRunner
 from engine.sequence import Chunk, Sequence
@@ -128,3 +128,28 @@ def test_cuda_without_a_device_says_so(monkeypatch):
 def test_an_unknown_backend_lists_the_known_ones(field, value):
     with pytest.raises(EngineConfigError, match=f"{field} is '{value}'.*none|{field} is '{value}'.*torch"):
         load_engine(config(**{field: value}), None)
+
+
+def test_cuda_pages_are_what_weights_and_a_step_leave(monkeypatch):
+    gib = 2**30
+    numbers = {"memory_allocated": 10 * gib, "max_memory_allocated": 12 * gib}
+    for name, value in numbers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    for name in ("empty_cache", "reset_peak_memory_stats", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda *args: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (68 * gib, 80 * gib))
+    rehearsals = []
+
+    def choose(utilization):
+        return choose_cuda_pages(
+            LAYOUT,
+            device=torch.device("cuda"),
+            utilization=utilization,
+            sampling_bytes=gib,
+            rehearse=lambda: rehearsals.append(1),
+        )
+
+    assert choose(0.5) == (40 - 12 - 2 - 1) * gib // LAYOUT.bytes_per_page
+    assert rehearsals == [1]
+    with pytest.raises(EngineConfigError, match=r"gpu_memory_utilization is 0.1"):
+        choose(0.1)
