@@ -17,8 +17,10 @@ Timer = Callable[[list[Callable[[], Any]]], float]
 # Values that are tried one after the other; the fields of the first matrix, then those of the second.
 DIRECT_FIELDS: list[dict[str, list[Any]]] = [
     {"block_n_1": [64, 128], "stages_1": [3, 4, 6], "warps_1": [4]},
-    {"block_n_1": [64], "stages_1": [4], "warps_1": [2, 8]},
+    {"block_n_1": [64], "stages_1": [4, 6], "warps_1": [2]},
+    {"block_n_1": [128], "stages_1": [4], "warps_1": [8]},
     {"block_n_2": [64, 128], "stages_2": [3, 4, 6], "warps_2": [4], "split_k": [1, 2, 3]},
+    {"block_n_2": [64], "stages_2": [4, 6], "warps_2": [2], "split_k": [1, 2]},
     {"prefetch": [True]},
     {"by_expert": [True, False]},
     {"pdl": [False], "prefetch": [False]},

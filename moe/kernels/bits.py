@@ -12,6 +12,10 @@ multiplication by the scale, which carries that power of two, makes it exact.
 import triton
 import triton.language as tl
 
+from moe.kernels.layout import FRACTION_SCALE_FIELD
+
+FRACTION_SCALE_BITS = tl.constexpr(FRACTION_SCALE_FIELD << 7)
+
 # Bits of the four codes in a word: code 0: sign 15, value 8..6; code 1: 12, 5..3; code 2: 13, 2..0; code 3: 14, 11..9.
 # Two neighbouring words fill one 32-bit register; no step moves a bit from one word into a used bit of the other.
 _E2M1_ASM = tl.constexpr("""
@@ -115,9 +119,6 @@ def exponent_scale(packed, INDEX: tl.constexpr):
 
 
 @triton.jit
-def e4m3_scale(packed, INDEX: tl.constexpr):
-    """Byte INDEX of an int32 is a non-negative E4M3 number s; returns s * 2^117, exact in bf16 subnormals included."""
-    tiny = (((packed >> (8 * INDEX)) & 0x7F) << 20).to(tl.float32, bitcast=True)  # s * 2^-120
-    # 2^237 is no bf16: two factors, each exact.
-    true = tiny * 1.329227995784916e36
-    return (true * 1.661534994731145e35).to(tl.bfloat16)
+def fraction_scale(packed, INDEX: tl.constexpr):
+    """Byte INDEX of an int32 holds 5 exponent and 3 fraction bits of a scale, `layout.pack_fraction_scales`."""
+    return _as_bf16((((packed >> (8 * INDEX)) & 0xFF) << 4) + FRACTION_SCALE_BITS)

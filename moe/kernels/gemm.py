@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from moe.kernels.bits import e4m3_scale, exponent_scale, unpack_e2m1, unpack_e4m3
+from moe.kernels.bits import exponent_scale, fraction_scale, unpack_e2m1, unpack_e4m3
 
 BF16 = tl.constexpr(0)
 FP8_BLOCK = tl.constexpr(1)
@@ -87,8 +87,8 @@ def _fp4_tile(w_ptrs, s_ptrs, FORMAT: tl.constexpr, BLOCK_N: tl.constexpr, WORDS
         s0, s1 = exponent_scale(packed, 0), exponent_scale(packed, 1)
         s2, s3 = exponent_scale(packed, 2), exponent_scale(packed, 3)
     else:
-        s0, s1 = e4m3_scale(packed, 0), e4m3_scale(packed, 1)
-        s2, s3 = e4m3_scale(packed, 2), e4m3_scale(packed, 3)
+        s0, s1 = fraction_scale(packed, 0), fraction_scale(packed, 1)
+        s2, s3 = fraction_scale(packed, 2), fraction_scale(packed, 3)
     w0, w1, w2, w3 = unpack_e2m1(words, s0[:, None], s1[:, None], s2[:, None], s3[:, None], USE_ASM)
     tile = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # [N, W, code / 2, code % 2] after the two joins
     return tile.permute(0, 2, 3, 1).reshape(BLOCK_N, 4 * WORDS)

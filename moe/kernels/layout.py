@@ -22,6 +22,10 @@ PAIR = 8  # rows of gate, then as many of up
 STEP = {"bf16": 64, "fp8_block": 128, "mxfp4": 128, "nvfp4": 64}
 _E2M1_FACTOR_EXP = 126  # a code's bits, read as bf16, are the number times 2^-126
 _TOP_FIELD = 254  # largest finite exponent field of bf16
+# An NVFP4 scale s in 2^-9 .. 448 has exponents 0 .. 17 above its smallest. The kernel adds this field and so reads
+# s * 2^117: with the 2^-126 of the codes that is 2^-9 of the product, far from either end of bf16.
+FRACTION_SCALE_FIELD = 235
+_FRACTION_SCALE_POST = 512.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,6 +99,13 @@ def pack_e2m1(codes_J: torch.Tensor) -> torch.Tensor:
     return word.to(torch.int16)
 
 
+def pack_fraction_scales(scales: torch.Tensor) -> torch.Tensor:
+    """Non-negative E4M3 numbers to bytes of 5 exponent and 3 fraction bits, subnormals made normal; zero stays 0."""
+    mantissa, exponent = torch.frexp(scales)  # mantissa in [0.5, 1), exponent -8 .. 9
+    fields = (exponent + 8) << 3 | (mantissa * 16 - 8).int()
+    return torch.where(scales > 0, fields, 0).to(torch.uint8)
+
+
 def _pack_one(
     one: Bf16Weight | Fp8BlockWeight | Mxfp4Weight | Nvfp4Weight, index: torch.Tensor, top: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -106,12 +117,14 @@ def _pack_one(
         words = (raw[..., 0, :] | raw[..., 1, :] << 8).to(torch.int16)
         return words, _fp8_scales(one.scale_inv, index, raw.shape[1])
     codes = torch.stack((one.codes & 0xF, one.codes >> 4), dim=-1).flatten(-2)
+    if isinstance(one, Nvfp4Weight):  # a scale of zero has no exponent: its codes become zeros instead
+        codes = codes.masked_fill((one.scales.float() == 0).repeat_interleave(16, -1), 0)
     words = pack_e2m1(_blocks(codes, index, step).int().unflatten(-1, (4, -1)))
     if isinstance(one, Mxfp4Weight):
         fields = one.scales.int() - top + _TOP_FIELD
         scale_bytes = torch.where(one.scales == 255, 255, fields.clamp(0, _TOP_FIELD)).to(torch.uint8)
     else:
-        scale_bytes = one.scales.view(torch.uint8)
+        scale_bytes = pack_fraction_scales(one.scales.float())
     return words, _blocks(scale_bytes, index, 4).contiguous().view(torch.int32).squeeze(-1)
 
 
@@ -120,8 +133,8 @@ def _post(weight: Weight, top: int) -> torch.Tensor:
     ones = torch.ones(weight.shape[0], 2, device=weight.device)
     if isinstance(weight, Mxfp4Weight):  # `top` was stored as the largest field there is
         return ones * 2.0 ** (top + _E2M1_FACTOR_EXP - _TOP_FIELD)
-    if isinstance(weight, Nvfp4Weight):  # the kernel's code times scale is too small by 2^9
-        return ones * 512.0 * weight.scale_2.float().reshape(weight.shape[0], -1)
+    if isinstance(weight, Nvfp4Weight):
+        return ones * _FRACTION_SCALE_POST * weight.scale_2.float().reshape(weight.shape[0], -1)
     return ones
 
 

@@ -5,7 +5,14 @@ import torch
 
 from moe.errors import WeightFormatError
 from moe.formats import Bf16Weight, Fp8BlockWeight, Mxfp4Weight, Nvfp4Weight
-from moe.kernels.layout import interleave_index, pack_e2m1, pack_matrix, plain_index
+from moe.kernels.layout import (
+    FRACTION_SCALE_FIELD,
+    interleave_index,
+    pack_e2m1,
+    pack_fraction_scales,
+    pack_matrix,
+    plain_index,
+)
 
 
 def bits_as_bf16(bits: torch.Tensor) -> torch.Tensor:
@@ -60,6 +67,22 @@ def test_mxfp4_data_scale_and_post_multiply_to_the_weight(spread: int) -> None:
         assert torch.equal(dense[:70, :96], weight.dequantize(torch.float64)[expert])
         assert not dense[70:].any()
         assert not dense[:, 96:].any()
+
+
+def test_every_positive_e4m3_scale_is_exact_in_its_new_byte() -> None:
+    scales = torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    bits = (pack_fraction_scales(scales).int() << 4) + (FRACTION_SCALE_FIELD << 7)
+    assert torch.equal(bits_as_bf16(bits).double(), scales.double() * 2.0**117)
+
+
+def test_codes_of_a_zero_scale_become_zeros() -> None:
+    weight = Nvfp4Weight.quantize(torch.randn(1, 64, 32))
+    scales = weight.scales.clone()
+    scales[0, 3, 1] = 0.0
+    packed = pack_matrix(Nvfp4Weight(weight.codes, scales, weight.scale_2), None, is_gated=False)
+    values = unpack_e2m1(packed.data)[0, 0, 0, 3]
+    assert values[0].any()
+    assert not values[1].any()
 
 
 def test_nvfp4_halves_keep_their_own_scale() -> None:
