@@ -11,7 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from moe import Activation, MoeA2ABackend, MoeBackend, MoeRunner, SelfCheckError, Topology
+from moe import (
+    Activation,
+    MoeA2ABackend,
+    MoeBackend,
+    MoeRunner,
+    SelfCheckError,
+    StandardDispatchOutput,
+    StandardTopK,
+    Topology,
+)
 from moe.formats import ExpertWeights, Mxfp4Weight
 from moe.registry import load_backend
 from moe.selfcheck import check_layer
@@ -63,6 +72,30 @@ def test_clean_passes_and_swapped_halves_are_named(
     broken = dataclasses.replace(info, w2=info.w2[torch.tensor([0, 1, 1, 3])])
     with pytest.raises(SelfCheckError, match=f"layer 7, {backend}/none/{name}: expert 2 differs"):
         check_layer(runner, broken, experts, layer=7, topology=Topology())
+
+
+@pytest.mark.parametrize(("backend", "name", "install"), PATHS, ids=IDS)
+def test_ids_of_minus_one_add_exactly_zero(
+    monkeypatch: pytest.MonkeyPatch, backend: MoeBackend, name: str, install: Install
+) -> None:
+    install(monkeypatch)
+    experts, config = make(name), hostile.make_config(E, H, I, K)
+    info = load_backend(backend).prepare(experts, config, Topology(allocator=_full_of_nan))
+    runner = MoeRunner(backend, MoeA2ABackend.NONE, config)
+    topk = hostile.routing(16, E, K)
+    holes = torch.rand(16, K, generator=torch.Generator().manual_seed(9)) < 0.3
+    with_holes = StandardTopK(topk.weights, topk.ids.masked_fill(holes, -1))
+    with_zeros = StandardTopK(topk.weights.masked_fill(with_holes.ids < 0, 0.0), topk.ids.clamp_min(0))
+    none = StandardTopK(topk.weights, torch.full_like(topk.ids, -1))
+    got, want, empty = (
+        runner.run(StandardDispatchOutput(X, routed), info).hidden_states for routed in (with_holes, with_zeros, none)
+    )
+    assert torch.equal(got, want)
+    assert torch.equal(empty, torch.zeros(16, H, dtype=torch.bfloat16))
+
+
+def _full_of_nan(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.full(shape, float("nan"), dtype=dtype, device=device)
 
 
 def test_backends_answer_without_importing_flashinfer() -> None:
