@@ -157,14 +157,16 @@ def _tile(
     expert, slot_M, block, split, x_stride, num_cols, num_out, num_blocks, num_steps, alpha, beta, limit,
     FORMAT: tl.constexpr, IS_FIRST: tl.constexpr, TOPK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STEP_K: tl.constexpr, WORDS: tl.constexpr, SPLIT_K: tl.constexpr, NUM_STAGES: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_LIMIT: tl.constexpr, EVEN_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_LIMIT: tl.constexpr, EVEN_K: tl.constexpr, WIDE: tl.constexpr,
     USE_ASM: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """One tile of `expert`, from its rows' slots (-1 for none) to the stored result."""
     is_row_M = slot_M >= 0
     row_M = tl.where(is_row_M, slot_M, 0)
     source_M = row_M // TOPK if IS_FIRST else row_M
-    x_ptrs = x_ptr + (source_M.to(tl.int64) * x_stride)[:, None] + tl.arange(0, STEP_K)[None, :]
+    if WIDE:  # 64-bit offsets where 32 bits are too few; they cost registers
+        row_M, source_M = row_M.to(tl.int64), source_M.to(tl.int64)
+    x_ptrs = x_ptr + (source_M * x_stride)[:, None] + tl.arange(0, STEP_K)[None, :]
     acc = _multiply(
         x_ptrs, is_row_M, w_ptr, s_ptr, expert, block,
         num_steps * split // SPLIT_K, num_steps * (split + 1) // SPLIT_K, num_blocks, num_steps, num_cols,
@@ -183,11 +185,11 @@ def _tile(
         gate, up = tl.split(pairs)
         result = _activate(gate, up, alpha, beta, limit, HAS_LIMIT).reshape(BLOCK_N // 2, BLOCK_M)
         out_N = block * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
-        out_ptrs = out_ptr + (row_M.to(tl.int64) * num_out)[None, :] + out_N[:, None]
+        out_ptrs = out_ptr + (row_M * num_out)[None, :] + out_N[:, None]
     else:
         result = acc * tl.load(weights_ptr + row_M, mask=is_row_M, other=0.0)[None, :]
         out_N = row_N
-        out_ptrs = out_ptr + ((row_M.to(tl.int64) * SPLIT_K + split) * num_out)[None, :] + out_N[:, None]
+        out_ptrs = out_ptr + ((row_M * SPLIT_K + split) * num_out)[None, :] + out_N[:, None]
     tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=is_row_M[None, :] & (out_N < num_out)[:, None])
 
 
@@ -197,7 +199,7 @@ def _ranked_tile(
     expert, rank_S, begin, block, split, x_stride, num_cols, num_out, num_blocks, num_steps, alpha, beta, limit,
     FORMAT: tl.constexpr, IS_FIRST: tl.constexpr, TOPK: tl.constexpr, SLOTS_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, STEP_K: tl.constexpr, WORDS: tl.constexpr, SPLIT_K: tl.constexpr, NUM_STAGES: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_LIMIT: tl.constexpr, EVEN_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_LIMIT: tl.constexpr, EVEN_K: tl.constexpr, WIDE: tl.constexpr,
     USE_ASM: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """The tile of the slots that rank begin .. begin + BLOCK_M - 1 among their expert's."""
@@ -207,7 +209,7 @@ def _ranked_tile(
         x_ptr, w_ptr, s_ptr, post_ptr, bias_ptr, out_ptr, weights_ptr,
         expert, slot_M, block, split, x_stride, num_cols, num_out, num_blocks, num_steps, alpha, beta, limit,
         FORMAT, IS_FIRST, TOPK, BLOCK_M, BLOCK_N, STEP_K, WORDS, SPLIT_K, NUM_STAGES, HAS_BIAS, HAS_LIMIT, EVEN_K,
-        USE_ASM, INTERPRET,
+        WIDE, USE_ASM, INTERPRET,
     )  # fmt: skip
 
 
@@ -218,7 +220,7 @@ def direct_gemm(
     FORMAT: tl.constexpr, IS_FIRST: tl.constexpr, BY_EXPERT: tl.constexpr, TOPK: tl.constexpr, SLOTS_PAD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEP_K: tl.constexpr, WORDS: tl.constexpr, SPLIT_K: tl.constexpr,
     NUM_STAGES: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_LIMIT: tl.constexpr, EVEN_K: tl.constexpr,
-    USE_ASM: tl.constexpr, USE_PDL: tl.constexpr, PREFETCH: tl.constexpr, ONE_TILE: tl.constexpr,
+    WIDE: tl.constexpr, USE_ASM: tl.constexpr, USE_PDL: tl.constexpr, PREFETCH: tl.constexpr, ONE_TILE: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """A layer's GEMM for few tokens: every program finds its expert's slots (at most SLOTS_PAD in all) by itself.
@@ -245,14 +247,14 @@ def direct_gemm(
                 x_ptr, w_ptr, s_ptr, post_ptr, bias_ptr, out_ptr, weights_ptr,
                 expert, rank_S, begin, block, split, x_stride, num_cols, num_out, num_blocks, num_steps,
                 alpha, beta, limit, FORMAT, IS_FIRST, TOPK, SLOTS_PAD, BLOCK_M, BLOCK_N, STEP_K, WORDS, SPLIT_K,
-                NUM_STAGES, HAS_BIAS, HAS_LIMIT, EVEN_K, USE_ASM, INTERPRET,
+                NUM_STAGES, HAS_BIAS, HAS_LIMIT, EVEN_K, WIDE, USE_ASM, INTERPRET,
             )  # fmt: skip
     elif count > 0:  # the loop would cost half as many registers again
         _ranked_tile(
             x_ptr, w_ptr, s_ptr, post_ptr, bias_ptr, out_ptr, weights_ptr,
             expert, rank_S, 0, block, split, x_stride, num_cols, num_out, num_blocks, num_steps,
             alpha, beta, limit, FORMAT, IS_FIRST, TOPK, SLOTS_PAD, BLOCK_M, BLOCK_N, STEP_K, WORDS, SPLIT_K,
-            NUM_STAGES, HAS_BIAS, HAS_LIMIT, EVEN_K, USE_ASM, INTERPRET,
+            NUM_STAGES, HAS_BIAS, HAS_LIMIT, EVEN_K, WIDE, USE_ASM, INTERPRET,
         )  # fmt: skip
 
 
@@ -263,7 +265,7 @@ def grouped_gemm(
     FORMAT: tl.constexpr, IS_FIRST: tl.constexpr, TOPK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEP_K: tl.constexpr, WORDS: tl.constexpr, NUM_STAGES: tl.constexpr,
     TILE_GROUP: tl.constexpr, NUM_HEIGHTS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_LIMIT: tl.constexpr,
-    EVEN_K: tl.constexpr, USE_ASM: tl.constexpr, USE_PDL: tl.constexpr, INTERPRET: tl.constexpr,
+    EVEN_K: tl.constexpr, WIDE: tl.constexpr, USE_ASM: tl.constexpr, USE_PDL: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """The same for many tokens: a tile is a run of slots sorted by expert, as `group.group_slots` wrote it.
 
@@ -296,5 +298,5 @@ def grouped_gemm(
                 x_ptr, w_ptr, s_ptr, post_ptr, bias_ptr, out_ptr, weights_ptr,
                 expert, slot_M, block, 0, x_stride, num_cols, num_out, num_blocks, num_steps, alpha, beta, limit,
                 FORMAT, IS_FIRST, TOPK, BLOCK_M >> shift, BLOCK_N, STEP_K, WORDS, 1, NUM_STAGES, HAS_BIAS, HAS_LIMIT,
-                EVEN_K, USE_ASM, INTERPRET,
+                EVEN_K, WIDE, USE_ASM, INTERPRET,
             )  # fmt: skip

@@ -17,6 +17,7 @@ from moe.kernels.plan import Plan
 
 _FORMATS = {"bf16": BF16, "fp8_block": FP8_BLOCK, "mxfp4": MXFP4, "nvfp4": NVFP4}
 _SUM_COLUMNS = 1024
+_INT32_MAX = 2**31 - 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,6 +116,7 @@ def _gemm(
         "BLOCK_N": block_n, "STEP_K": step, "WORDS": words,
         "NUM_STAGES": plan.stages_1 if is_first else plan.stages_2, "HAS_BIAS": has_bias,
         "HAS_LIMIT": activation.limit is not None, "EVEN_K": matrix.num_cols % step == 0,
+        "WIDE": max(x.shape[0] * x.stride(0), out.numel()) > _INT32_MAX,
         "USE_ASM": not interpret, "USE_PDL": plan.pdl, "INTERPRET": interpret,
         "num_warps": plan.warps_1 if is_first else plan.warps_2,
     }  # fmt: skip
