@@ -27,6 +27,7 @@ from moe.topology import Topology
 from moe.twin import moe_twin
 from moe.types import StandardDispatchOutput, StandardTopK
 
+DEVICE = torch.device("cuda")
 COPY_BYTES = 400e6  # active bytes of all copies together: eight times the L2 of an H100
 
 
@@ -68,8 +69,7 @@ def _commit() -> str:
 
 
 def _measure_layer(case: LayerCase, format_name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
-    device = torch.device("cuda")
-    first = random_experts(case, format_name, device, seed=0)
+    first = random_experts(case, format_name, DEVICE, seed=0)
     few_tokens = min(int(tokens) for tokens in args.tokens.split(","))
     active_bytes = first.nbytes * case.active(few_tokens) / case.num_experts
     num_copies = 1 if args.warm else max(2, min(8, round(COPY_BYTES / active_bytes)))
@@ -103,8 +103,8 @@ class _Layer:
         runner = MoeRunner(backend, MoeA2ABackend.NONE, case.config())
         infos = []
         for copy in range(num_copies):
-            experts = random_experts(case, format_name, torch.device("cuda"), seed=copy)
-            infos.append(load_backend(backend).prepare(experts, case.config(), Topology(device=torch.device("cuda"))))
+            experts = random_experts(case, format_name, DEVICE, seed=copy)
+            infos.append(load_backend(backend).prepare(experts, case.config(), Topology(device=DEVICE)))
         return cls(backend, case, format_name, runner, infos)
 
     def run(self, x: torch.Tensor, topk: StandardTopK, copy: int = 0) -> torch.Tensor:
@@ -117,10 +117,9 @@ def _measure(
     layer: _Layer, experts: ExpertWeights, num_tokens: int, kind: str, args: argparse.Namespace
 ) -> list[dict[str, Any]]:
     case = layer.case
-    device = torch.device("cuda")
     num_sets = args.sets if num_tokens <= 256 else max(3, args.sets // 4)
-    topks = [routing(case, num_tokens, kind, device, seed=100 + index) for index in range(num_sets)]
-    x = torch.randn(num_tokens, case.hidden_size, device=device).bfloat16()
+    topks = [routing(case, num_tokens, kind, DEVICE, seed=100 + index) for index in range(num_sets)]
+    x = torch.randn(num_tokens, case.hidden_size, device=DEVICE).bfloat16()
     try:
         if args.warm:
             return [{"us": found["us"]} for found in sweep(layer.infos, x, topks[:1], run_once)]

@@ -28,9 +28,11 @@ DIRECT_FIELDS: list[dict[str, list[Any]]] = [
 GROUPED_FIELDS: list[dict[str, list[Any]]] = [
     {"block_n_1": [64, 128], "warps_1": [4]},
     {"block_n_1": [128, 256], "warps_1": [8]},
+    {"block_n_1": [256], "warps_1": [16]},
     {"stages_1": [2, 4]},
     {"block_n_2": [64, 128], "warps_2": [4]},
     {"block_n_2": [128, 256], "warps_2": [8]},
+    {"block_n_2": [256], "warps_2": [16]},
     {"stages_2": [2, 4]},
     {"tile_group": [1, 2, 8, 16]},
     {"pdl": [False]},
