@@ -61,6 +61,8 @@ def sweep(infos: list[Any], x: torch.Tensor, topks: list[StandardTopK], timer: T
     layer = infos[0].layer
     for start in starts(x.shape[0], layer.num_experts, layer.top_k):
         best, best_us = start, _time(start, infos, x, topks, timer)
+        if best_us == float("inf"):
+            continue
         yield {"plan": dataclasses.asdict(start), "us": best_us}
         for fields in DIRECT_FIELDS if start.direct else GROUPED_FIELDS:
             for changes in _products(fields):
