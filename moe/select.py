@@ -6,8 +6,10 @@ import torch
 
 from moe import registry
 from moe.backends.base import Device
-from moe.config import MoeA2ABackend, MoeBackend, MoeRunnerConfig
+from moe.config import DispatchFormat, MoeA2ABackend, MoeBackend, MoeRunnerConfig
 from moe.errors import UnsupportedPathError
+
+Formats = tuple[DispatchFormat, ...] | None
 
 # What `auto` tries, best first. Every kernel library beats our own kernels on the hardware it is made for, and those
 # beat plain torch; within the libraries the one with the narrowest hardware goes first.
@@ -32,20 +34,34 @@ class Verdict:
     reason: str | None
 
 
-def verdicts(device: Device, format_name: str, a2a: MoeA2ABackend, config: MoeRunnerConfig) -> list[Verdict]:
+def verdicts(
+    device: Device,
+    format_name: str,
+    a2a: MoeA2ABackend,
+    config: MoeRunnerConfig,
+    dispatch_formats: Formats = None,
+) -> list[Verdict]:
     """Every backend in the order in which `auto` tries them."""
-    return [_verdict(backend, device, format_name, a2a, config) for backend in PREFERENCE]
+    return [_verdict(backend, device, format_name, a2a, config, dispatch_formats) for backend in PREFERENCE]
 
 
 def _verdict(
-    backend: MoeBackend, device: Device, format_name: str, a2a: MoeA2ABackend, config: MoeRunnerConfig
+    backend: MoeBackend,
+    device: Device,
+    format_name: str,
+    a2a: MoeA2ABackend,
+    config: MoeRunnerConfig,
+    dispatch_formats: Formats,
 ) -> Verdict:
     if backend not in registry.BACKEND_MODULES:
         return Verdict(backend, "", "not built in yet")
     entry = registry.load_backend(backend)
     reason = entry.supports(device, format_name, a2a, config)
-    if reason is None and registry.missing_formats(backend, a2a, a2a.dispatch_formats):
-        reason = f"no path from transport {a2a} is built in yet"
+    formats = dispatch_formats or a2a.dispatch_formats
+    missing = registry.missing_formats(backend, a2a, formats)
+    if reason is None and missing:
+        which = "" if len(missing) == len(formats) else f" for {', '.join(missing)}, which it may send"
+        reason = f"no path from transport {a2a} is built in yet{which}"
     return Verdict(backend, entry.hardware, reason)
 
 
@@ -55,8 +71,11 @@ def choose_backend(
     format_name: str,
     a2a: MoeA2ABackend,
     config: MoeRunnerConfig,
+    dispatch_formats: Formats = None,
 ) -> MoeBackend:
     """`requested` if it can run the path; for `auto` the first in `PREFERENCE` that can.
+
+    `dispatch_formats` are those the transport may send here (`--deepep-mode`), by default all it knows.
 
     Raises:
         UnsupportedPathError: it cannot, or nothing can. The message holds every reason and what would work.
@@ -64,15 +83,15 @@ def choose_backend(
     device = device if isinstance(device, Device) else probe_device(device)
     path = f"{format_name} experts on {device.arch} with --moe-a2a-backend {a2a}"
     if requested is not MoeBackend.AUTO:
-        verdict = _verdict(requested, device, format_name, a2a, config)
+        verdict = _verdict(requested, device, format_name, a2a, config, dispatch_formats)
         if verdict.reason is None:
             return requested
-        usable = [v.backend for v in verdicts(device, format_name, a2a, config) if v.reason is None]
+        usable = [v.backend for v in verdicts(device, format_name, a2a, config, dispatch_formats) if v.reason is None]
         raise UnsupportedPathError(
             f"--moe-backend {requested} cannot run {path}: {verdict.reason}. "
             f"Usable for it: {', '.join(usable) or 'none'}."
         )
-    table = verdicts(device, format_name, a2a, config)
+    table = verdicts(device, format_name, a2a, config, dispatch_formats)
     for verdict in table:
         if verdict.reason is None:
             return verdict.backend

@@ -32,7 +32,7 @@ def layer_input_scales(experts: ExpertWeights, topology: Topology) -> tuple[torc
             f"{experts.format_name} with ep_size {topology.ep_size} needs ExpertWeights.layer_input_scales: "
             "one activation scale serves the experts of all ranks"
         )
-    return _largest(experts.w13).to(device), _largest(experts.w2).to(device)
+    return expert_input_scales(experts.w13).max().to(device), expert_input_scales(experts.w2).max().to(device)
 
 
 def with_layer_input_scales(experts: ExpertWeights, topology: Topology) -> ExpertWeights:
@@ -44,13 +44,6 @@ def with_layer_input_scales(experts: ExpertWeights, topology: Topology) -> Exper
         value = scale.to(weight.input_scale.device)
         weights.append(dataclasses.replace(weight, input_scale=value.expand_as(weight.input_scale).contiguous()))
     return dataclasses.replace(experts, w13=weights[0], w2=weights[1])
-
-
-def _largest(weight: Weight) -> torch.Tensor:
-    scale: torch.Tensor | None = getattr(weight, "input_scale", None)
-    if scale is None:
-        raise WeightFormatError(f"{weight.format_name} weight without input_scale: this kernel needs a static one")
-    return scale.max()
 
 
 def expert_input_scales(weight: Weight) -> torch.Tensor:

@@ -40,7 +40,7 @@ def tolerance(path: str) -> float:
 
 def install(monkeypatch: pytest.MonkeyPatch, path: str) -> object:
     """The emulator behind a path."""
-    if path in ("mxfp4-sm100",) or path.startswith("trtllm"):
+    if path == "mxfp4-sm100" or path.startswith("trtllm"):
         return install_trtllm(monkeypatch)
     if path.startswith("cutedsl"):
         return install_cutedsl(monkeypatch)

@@ -12,11 +12,13 @@ from moe import (
     Topology,
     UnsupportedPathError,
 )
+from moe.backends.base import Device
 from moe.backends.flashinfer_cutedsl import (
     CuteDslLayout,
     DownGemmOverlap,
 )
 from moe.config import DispatchFormat
+from moe.select import choose_backend
 from moe.types import DeepepLlCombineInput
 from tests.emulators import layouts, numbers
 from tests.emulators.cutedsl import CutedslEmulator, install_cutedsl
@@ -30,6 +32,7 @@ from tests.moe.backends.cutedsl_cases import (
     H,
     I,
     K,
+    LL_ONLY,
     M,
     T,
     combine,
@@ -160,3 +163,11 @@ def test_v1_is_refused_with_normal_and_auto_mode(formats: tuple[DispatchFormat, 
     config = hostile.make_config(E, H, I, K)
     with pytest.raises(UnsupportedPathError, match=r"no path for deepep_normal.*deepep with deepep_ll only"):
         MoeRunner(MoeBackend.FLASHINFER_CUTEDSL, DEEPEP, config, dispatch_formats=formats)
+
+
+def test_selection_knows_the_mode() -> None:
+    config, device = hostile.make_config(E, H, I, K), Device(arch="sm100")
+    chosen = choose_backend(MoeBackend.AUTO, device, "nvfp4", DEEPEP, config, dispatch_formats=LL_ONLY)
+    assert chosen is MoeBackend.FLASHINFER_CUTEDSL
+    with pytest.raises(UnsupportedPathError, match="no path from transport deepep is built in yet for deepep_normal"):
+        choose_backend(MoeBackend.FLASHINFER_CUTEDSL, device, "nvfp4", DEEPEP, config)
