@@ -5,7 +5,7 @@ Shape letters: T tokens, K top-k, H hidden.
 """
 
 import importlib.util
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,9 +16,18 @@ from moe.config import MoeA2ABackend, MoeBackend, MoeRunnerConfig
 from moe.errors import UnsupportedPathError
 from moe.formats import ExpertWeights
 from moe.kernels.layout import pack_matrix
+from moe.kernels.plan import Plan
 from moe.registry import register_backend, register_fused_func
 from moe.topology import Topology
-from moe.types import RunState, StandardCombineInput, StandardDispatchOutput
+from moe.types import (
+    DeepepLlCombineInput,
+    DeepepLlDispatchOutput,
+    DeepepNormalCombineInput,
+    DeepepNormalDispatchOutput,
+    RunState,
+    StandardCombineInput,
+    StandardDispatchOutput,
+)
 
 if TYPE_CHECKING:
     from moe.kernels.launch import Layer
@@ -44,15 +53,15 @@ class TritonBackend(Backend):
     formats = ("bf16", "fp8_block", "mxfp4", "nvfp4")
 
     def supports(self, device: Device, format_name: str, a2a: MoeA2ABackend, config: MoeRunnerConfig) -> str | None:
-        """bf16 layers on CUDA GPUs from sm80, without a transport, where Triton is installed."""
+        """bf16 layers on CUDA GPUs from sm80, without a transport or with DeepEP, where Triton is installed."""
         if not device.is_cuda:
             return f"device {device.arch} is not supported; it runs on {self.hardware}"
         if int(device.arch.removeprefix("sm").rstrip("af")) < _OLDEST_ARCH:
             return f"{device.arch} has no bf16 tensor cores; it runs on {self.hardware}"
         if format_name not in self.formats:
             return f"format {format_name} is not supported; it takes {', '.join(self.formats)}"
-        if a2a is not MoeA2ABackend.NONE:
-            return f"transport {a2a} is not supported; use --moe-a2a-backend none"
+        if a2a not in (MoeA2ABackend.NONE, MoeA2ABackend.DEEPEP):
+            return f"transport {a2a} is not supported; use --moe-a2a-backend none or deepep"
         if importlib.util.find_spec("triton") is None:
             return "the package triton is not installed"
         return self.refuses(config)
@@ -103,16 +112,55 @@ def run_standard(
 ) -> StandardCombineInput:
     """Standard layout in and out; partial when other ranks hold the rest of the sum."""
     del state
+    topk = dispatched.topk_output.to_standard()
+    x_TH, layer = dispatched.hidden_states, quant_info.layer
+    out_TH = _run(x_TH, topk.ids, topk.weights, layer, quant_info.plans.pick(x_TH.shape[0]), config, quant_info)
+    return StandardCombineInput(out_TH, is_partial=quant_info.topology.is_partial)
+
+
+@register_fused_func(MoeA2ABackend.DEEPEP, MoeBackend.TRITON)
+def run_deepep(
+    dispatched: DeepepNormalDispatchOutput | DeepepLlDispatchOutput,
+    quant_info: TritonMoeQuantInfo,
+    config: MoeRunnerConfig,
+    state: RunState,
+) -> DeepepNormalCombineInput | DeepepLlCombineInput:
+    """Received bf16 rows of either mode. Rows without an expert here, or beyond an expert's count, come back as zeros.
+
+    Raises:
+        UnsupportedPathError: rows that the transport has quantized.
+    """
+    del state
+    if dispatched.hidden_states_scale is not None:
+        raise UnsupportedPathError("--moe-backend triton takes bf16 rows: do not let DeepEP dispatch FP8")
+    x, ids, weights = dispatched.hidden_states, dispatched.topk_ids, dispatched.topk_weights
+    layer = replace(quant_info.layer, first_expert=0)  # DeepEP's ids are local
+    if isinstance(dispatched, DeepepNormalDispatchOutput):
+        out = _run(x, ids, weights, layer, quant_info.plans.pick(x.shape[0]), config, quant_info)
+        return DeepepNormalCombineInput(out, ids, weights)
+    # Masked rows [E, M]: each is a token of its own with one expert of weight one, or none beyond the expert's count.
+    num_experts, num_rows, hidden_size = x.shape
+    is_row_EM = torch.arange(num_rows, device=x.device) < dispatched.masked_m[:, None]
+    local_E1 = torch.arange(num_experts, device=x.device, dtype=torch.int32)[:, None]
+    ids_R1 = torch.where(is_row_EM, local_E1, -1).view(-1, 1)
+    ones_R1 = torch.ones(ids_R1.shape, device=x.device)
+    likely_tokens = dispatched.expected_m * config.num_experts // config.top_k
+    plan = quant_info.plans.pick(likely_tokens, may_be_direct=False)
+    out = _run(x.view(-1, hidden_size), ids_R1, ones_R1, replace(layer, top_k=1), plan, config, quant_info)
+    return DeepepLlCombineInput(out.view(x.shape), ids, weights)
+
+
+def _run(
+    x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, layer: "Layer", plan: Plan,
+    config: MoeRunnerConfig, quant_info: TritonMoeQuantInfo,
+) -> torch.Tensor:  # fmt: skip
     from moe.kernels.launch import run_layer
 
-    topk = dispatched.topk_output.to_standard()
-    x_TH = dispatched.hidden_states.to(config.dtype)
+    x_TH = x_TH.to(config.dtype)
     if x_TH.stride(-1) != 1:
         x_TH = x_TH.contiguous()
-    topology = quant_info.topology
-    out_TH = topology.alloc_output((x_TH.shape[0], x_TH.shape[1]), config.dtype)
-    if quant_info.layer.intermediate_size == 0:  # a rank may own no block of the intermediate axis
-        return StandardCombineInput(out_TH.zero_(), is_partial=topology.is_partial)
-    ids_TK, weights_TK = topk.ids.to(torch.int32).contiguous(), topk.weights.float().contiguous()
-    run_layer(x_TH, ids_TK, weights_TK, quant_info.layer, quant_info.plans.pick(x_TH.shape[0]), out_TH)
-    return StandardCombineInput(out_TH, is_partial=topology.is_partial)
+    out_TH = quant_info.topology.alloc_output((x_TH.shape[0], x_TH.shape[1]), config.dtype)
+    if layer.intermediate_size == 0:  # a rank may own no block of the intermediate axis
+        return out_TH.zero_()
+    run_layer(x_TH, ids_TK.to(torch.int32).contiguous(), weights_TK.float().contiguous(), layer, plan, out_TH)
+    return out_TH

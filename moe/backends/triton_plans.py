@@ -42,10 +42,10 @@ class PlanTable:
         if self.steps[-1][1].direct:
             raise MoeConfigError("a direct plan cannot be the one without a bound")
 
-    def pick(self, num_tokens: int) -> Plan:
-        """The plan of the first bound that is not below `num_tokens`."""
+    def pick(self, num_tokens: int, *, may_be_direct: bool = True) -> Plan:
+        """The plan of the first bound that is not below `num_tokens`; only grouped ones unless `may_be_direct`."""
         for bound, plan in self.steps:
-            if bound is None or num_tokens <= bound:
+            if (bound is None or num_tokens <= bound) and (may_be_direct or not plan.direct):
                 return plan
         raise MoeConfigError("a plan table without an open end")
 

@@ -15,6 +15,7 @@ from moe.formats import Bf16Weight, ExpertWeights, Fp8BlockWeight, Mxfp4Weight, 
 from moe.kernels.plan import Plan
 from moe.topology import Topology
 from moe.twin import moe_twin
+from moe.types import DeepepLlDispatchOutput, DeepepNormalDispatchOutput
 
 FORMATS = {"bf16": Bf16Weight, "fp8_block": Fp8BlockWeight, "mxfp4": Mxfp4Weight, "nvfp4": Nvfp4Weight}
 GPT_OSS = Activation(alpha=1.702, beta=1.0, limit=7.0)
@@ -72,6 +73,39 @@ def run_case(
     return float((total - want).norm() / want.norm())
 
 
+def run_deepep(*, is_low_latency: bool) -> float:
+    """Error of one rank's answer to received rows; rows beyond an expert's count are NaN and must come back finite."""
+    experts, local = make_experts("mxfp4", 96, 96, True), range(3, 6)
+    config = MoeRunnerConfig(
+        num_experts=NUM_EXPERTS, num_local_experts=3, hidden_size=96, intermediate_size=96, top_k=TOP_K,
+        activation=GPT_OSS,
+    )  # fmt: skip
+    topology = Topology(ep_size=2, ep_rank=1, allocator=poisoned)
+    info = TritonBackend().prepare(narrowed(experts, local), config, topology)
+    runner = MoeRunner(MoeBackend.TRITON, MoeA2ABackend.DEEPEP, config)
+    if not is_low_latency:
+        x = torch.randn(9, 96, generator=torch.Generator().manual_seed(1)).bfloat16()
+        topk = make_topk(9)
+        local_ids = torch.where(topk.ids >= 3, topk.ids - 3, -1).long()
+        got = runner.run(DeepepNormalDispatchOutput(x, None, local_ids, topk.weights, [8, 8, 8]), info).hidden_states
+        want = moe_twin(x, topk, narrowed(experts, local), GPT_OSS, first_expert=3)
+        return float((got.float() - want).norm() / want.norm())
+    x = torch.randn(3, 20, 96, generator=torch.Generator().manual_seed(1)).bfloat16()
+    counts = torch.tensor([20, 0, 3])
+    is_row = torch.arange(20) < counts[:, None]
+    x[~is_row] = float("nan")
+    empty = torch.empty(0, TOP_K)
+    dispatched = DeepepLlDispatchOutput(x, None, empty.long(), empty, counts.int(), 4)
+    got = runner.run(dispatched, info).hidden_states.float()
+    ids = torch.arange(3, 6)[:, None].expand(3, 20)[is_row][:, None].int()
+    want = moe_twin(
+        x[is_row], StandardTopK(torch.ones(ids.shape), ids), narrowed(experts, local), GPT_OSS, first_expert=3
+    )
+    if got[~is_row].any():
+        return float("inf")
+    return float((got[is_row] - want).norm() / want.norm())
+
+
 def narrowed(experts: ExpertWeights, local: range) -> ExpertWeights:
     """One rank's experts."""
     biases = [None if b is None else b[local.start : local.stop] for b in (experts.b13, experts.b2)]
@@ -94,6 +128,8 @@ CASES = {
     "mxfp4 direct on two ranks": lambda: run_case("mxfp4", 4, 96, 96, DIRECT, ep_size=2),
     "mxfp4 grouped on two ranks": lambda: run_case("mxfp4", 19, 96, 96, GROUPED, ep_size=2),
     "mxfp4 plain activation": lambda: run_case("mxfp4", 3, 96, 96, DIRECT, has_bias=False),
+    "deepep normal": lambda: run_deepep(is_low_latency=False),
+    "deepep low latency": lambda: run_deepep(is_low_latency=True),
     "bf16 direct": lambda: run_case("bf16", 3, 100, 76, DIRECT),
     "bf16 grouped": lambda: run_case("bf16", 18, 100, 76, GROUPED),
     "fp8_block direct": lambda: run_case("fp8_block", 3, 192, 136, DIRECT),

@@ -11,10 +11,9 @@ pytest.importorskip("triton")
 
 CASES = [
     "mxfp4 direct", "mxfp4 direct by expert", "mxfp4 one token", "mxfp4 grouped",
-    "mxfp4 direct with several tiles an expert", "mxfp4 three tile heights",
-    "mxfp4 direct on two ranks",
-    "mxfp4 grouped on two ranks", "mxfp4 plain activation", "bf16 direct", "bf16 grouped", "fp8_block direct",
-    "fp8_block grouped", "nvfp4 direct", "nvfp4 grouped",
+    "mxfp4 direct with several tiles an expert", "mxfp4 three tile heights", "mxfp4 direct on two ranks",
+    "mxfp4 grouped on two ranks", "mxfp4 plain activation", "deepep normal", "deepep low latency", "bf16 direct",
+    "bf16 grouped", "fp8_block direct", "fp8_block grouped", "nvfp4 direct", "nvfp4 grouped",
 ]  # fmt: skip
 
 
