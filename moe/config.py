@@ -48,6 +48,11 @@ class MoeA2ABackend(enum.StrEnum):
         """Every layout this transport can produce; a deployment may narrow it (`--deepep-mode`)."""
         return _DISPATCH_FORMATS[self]
 
+    @property
+    def supports_aiter(self) -> bool:
+        """True for transports whose layouts aiter's permutes take."""
+        return self is not MoeA2ABackend.FLASHINFER
+
 
 _DISPATCH_FORMATS: dict[MoeA2ABackend, tuple[DispatchFormat, ...]] = {
     MoeA2ABackend.NONE: (DispatchFormat.STANDARD,),

@@ -17,6 +17,7 @@ BACKEND_MODULES: dict[MoeBackend, str] = {
     MoeBackend.FLASHINFER_CUTLASS: "moe.backends.flashinfer_cutlass",
     MoeBackend.FLASHINFER_TRTLLM: "moe.backends.flashinfer_trtllm",
     MoeBackend.DEEP_GEMM: "moe.backends.deep_gemm",
+    MoeBackend.AITER: "moe.backends.aiter",
     MoeBackend.FLASHINFER_CUTEDSL: "moe.backends.flashinfer_cutedsl",
 }
 
@@ -24,6 +25,7 @@ BACKEND_MODULES: dict[MoeBackend, str] = {
 PERMUTE_MODULES: dict[MoeBackend, tuple[str, ...]] = {
     MoeBackend.TORCH: ("moe.backends.torch_deepep",),
     MoeBackend.DEEP_GEMM: ("moe.backends.deep_gemm_permutes",),
+    MoeBackend.AITER: ("moe.backends.aiter_permutes",),
 }
 
 _fused_funcs: dict[tuple[MoeA2ABackend, MoeBackend], Callable[..., Any]] = {}

@@ -1,10 +1,13 @@
 """What every transport can do, and the bookkeeping of results that are between dispatch and combine."""
 
+import importlib
+import inspect
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
-from moe.errors import TransportStateError
+from moe.config import MoeA2ABackend
+from moe.errors import TransportStateError, UnsupportedPathError
 from moe.types import TopKOutput
 
 Out_co = TypeVar("Out_co", covariant=True)
@@ -59,6 +62,16 @@ def ids_and_weights(topk_output: TopKOutput, ids_dtype: torch.dtype) -> tuple[to
     return topk.ids.to(ids_dtype).contiguous(), topk.weights.float().contiguous()
 
 
+def without_minus_one(topk_output: TopKOutput, own_expert: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """int32 ids and fp32 weights for kernels that take every id for a destination.
+
+    -1 becomes `own_expert`, one of this rank, with weight 0: the slot adds nothing and travels nowhere.
+    """
+    ids_TK, weights_TK = ids_and_weights(topk_output, torch.int32)
+    is_used = ids_TK >= 0
+    return torch.where(is_used, ids_TK, own_expert), torch.where(is_used, weights_TK, 0.0)
+
+
 def pad_columns(x: torch.Tensor, num_cols: int) -> torch.Tensor:
     """Zero columns at the end up to `num_cols`; the tensor itself where nothing is missing."""
     missing = num_cols - x.shape[-1]
@@ -67,7 +80,19 @@ def pad_columns(x: torch.Tensor, num_cols: int) -> torch.Tensor:
 
 def accepted(function: Any, **arguments: Any) -> dict[str, Any]:
     """Those of `arguments` that the installed release's `function` has."""
-    import inspect
-
     known = inspect.signature(function).parameters
     return {name: value for name, value in arguments.items() if name in known}
+
+
+def load_library(name: str, transport: MoeA2ABackend) -> Any:
+    """Import a transport's package, at build.
+
+    Raises:
+        UnsupportedPathError: it is not installed; the message names it.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise UnsupportedPathError(
+            f"--moe-a2a-backend {transport} needs the package {name.partition('.')[0]}, which is not installed"
+        ) from error

@@ -4,13 +4,13 @@ Low latency multiplies by the router weights when it combines; normal mode adds 
 Shape letters: T this rank's tokens, R received tokens, K top-k, E local experts, M = ranks * limit, H hidden.
 """
 
-import importlib
 import inspect
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 import torch
 
-from moe.dispatch.base import InFlight, accepted, ids_and_weights, pad_columns
+from moe.config import MoeA2ABackend
+from moe.dispatch.base import InFlight, accepted, ids_and_weights, load_library, pad_columns
 from moe.dispatch.deepep_settings import (
     DeepepMode,
     DeepepSettings,
@@ -33,25 +33,6 @@ from moe.types import (
 RESULTS_ALIVE = 2  # the low-latency buffer is a double buffer
 
 
-class RawBuffer(Protocol):
-    """The calls of `deep_ep.Buffer` that are used here; mooncake and nixl are adapted to the low-latency ones."""
-
-    def low_latency_dispatch(
-        self,
-        x: torch.Tensor,
-        topk_idx: torch.Tensor,
-        num_max_dispatch_tokens_per_rank: int,
-        num_experts: int,
-        **options: Any,
-    ) -> tuple[Any, ...]:
-        """(x or (x, scale), counts, handle, event, hook)."""
-
-    def low_latency_combine(
-        self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, handle: Any, **options: Any
-    ) -> tuple[Any, ...]:
-        """(combined, event, hook)."""
-
-
 class DeepepBuffer:
     """The communication buffer of one rank, shared by all its layers, with what is in flight in it.
 
@@ -59,6 +40,8 @@ class DeepepBuffer:
         UnsupportedPathError, MoeConfigError: the settings break a limit of the kernels (checked before anything is
             allocated), or the library is missing.
     """
+
+    transport: ClassVar[MoeA2ABackend] = MoeA2ABackend.DEEPEP
 
     def __init__(self, group: Any, settings: DeepepSettings, shape: EpShape, *, sends_fp8: bool) -> None:
         """`group` is the process group of the expert-parallel ranks."""
@@ -68,17 +51,12 @@ class DeepepBuffer:
         self.settings = settings
         self.shape = shape
         self.raw: Any = self.build(group)
-        self.in_flight: InFlight[Any] = InFlight("deepep", RESULTS_ALIVE)
+        self.in_flight: InFlight[Any] = InFlight(self.transport, RESULTS_ALIVE)
         self._needs_cleaning = False
 
-    def build(self, group: Any) -> RawBuffer:
-        """The library's buffer, large enough for the modes in use."""
-        try:
-            library = importlib.import_module("deep_ep")
-        except ImportError as error:
-            raise UnsupportedPathError(
-                "--moe-a2a-backend deepep needs the package deep_ep; build it from its source (see the README)"
-            ) from error
+    def build(self, group: Any) -> Any:
+        """The library's buffer, large enough for the modes in use; other libraries adapt to its low-latency calls."""
+        library = load_library("deep_ep", self.transport)
         mode, shape, buffer_class = self.settings.mode, self.shape, library.Buffer
         num_nvl_bytes = num_rdma_bytes = num_qps = 0
         if mode.has_normal:
@@ -95,10 +73,9 @@ class DeepepBuffer:
                 self.settings.max_dispatch_tokens, ll_hidden_size(shape.hidden_size), shape.ep_size, shape.num_experts
             )
             num_rdma_bytes, num_qps = max(num_rdma_bytes, hint), max(num_qps, shape.num_local_experts)
-        raw: RawBuffer = buffer_class(
+        return buffer_class(
             group, num_nvl_bytes, num_rdma_bytes, low_latency_mode=mode.has_low_latency, num_qps_per_rank=num_qps
         )
-        return raw
 
     @property
     def can_send_nvfp4(self) -> bool:

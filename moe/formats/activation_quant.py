@@ -11,6 +11,7 @@ from moe.errors import WeightFormatError
 from moe.formats.base import Weight
 from moe.formats.fp4 import decode_e2m1
 from moe.formats.fp8 import amax_scale, to_e4m3
+from moe.formats.mxfp4 import Mxfp4Weight, ScaleRule
 from moe.formats.nvfp4 import GROUP, quantize_groups
 
 ActivationQuant = Callable[[torch.Tensor, Weight], torch.Tensor]
@@ -22,6 +23,18 @@ def fp8_groups(x_TK: torch.Tensor, weight: Weight) -> torch.Tensor:
     del weight
     groups = [_fp8_round(part, amax_scale(part.abs().amax(-1, keepdim=True))) for part in x_TK.split(_FP8_GROUP, -1)]
     return torch.cat(groups, dim=-1)
+
+
+def fp8_tokens(x_TK: torch.Tensor, weight: Weight) -> torch.Tensor:
+    """E4M3 with a dynamic scale per token."""
+    del weight
+    return _fp8_round(x_TK, amax_scale(x_TK.abs().amax(-1, keepdim=True)))
+
+
+def mxfp4_groups(x_TK: torch.Tensor, weight: Weight) -> torch.Tensor:
+    """MXFP4 with a dynamic exponent per token and group of 32, by the rule EVEN."""
+    del weight
+    return Mxfp4Weight.quantize(x_TK, ScaleRule.EVEN).dequantize()
 
 
 def fp8_static(x_TK: torch.Tensor, weight: Weight) -> torch.Tensor:

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 MEETING_TIMEOUT_S = 30.0
+_here = threading.local()
 
 
 class RankGroup:
@@ -19,6 +20,8 @@ class RankGroup:
 
 class Rank:
     """One rank's view of its group, as a process group has it."""
+
+    group_name = "experts"
 
     def __init__(self, group: RankGroup, index: int) -> None:
         self.group, self.index = group, index
@@ -38,6 +41,12 @@ class Rank:
         return everybody
 
 
+def this_rank() -> Rank:
+    """The rank whose thread asks, for libraries that find their group by themselves."""
+    rank: Rank = _here.rank
+    return rank
+
+
 def run_ranks(size: int, work: Callable[[Rank], T]) -> list[T]:
     """`work` on every rank at once; results in rank order. The first failure is raised."""
     group = RankGroup(size)
@@ -46,7 +55,8 @@ def run_ranks(size: int, work: Callable[[Rank], T]) -> list[T]:
 
     def run(index: int) -> None:
         try:
-            results[index] = work(Rank(group, index))
+            _here.rank = Rank(group, index)
+            results[index] = work(_here.rank)
         except BaseException as error:  # handed to the caller below
             if not isinstance(error, threading.BrokenBarrierError):
                 failures.insert(0, error)

@@ -152,10 +152,13 @@ def run_deepep(mode: DeepepMode, arch: str, num_tokens: list[int]) -> float:
         experts, inputs, backend=MoeBackend.DEEP_GEMM, a2a=MoeA2ABackend.DEEPEP, formats=mode.dispatch_formats,
         dispatcher_for=dispatcher_for, dtype=torch.bfloat16, activation=DEEPSEEK_V4,
     )  # fmt: skip
-    wants = [twin(x, topk, experts, arch, DEEPSEEK_V4) for x, topk in inputs]
-    assert [out.shape for out in outputs] == [want.shape for want in wants]
-    # all ranks together: one activation on a tie between two FP8 steps is 0.2 % of a token
-    return hostile.relative_error(torch.cat(outputs), torch.cat(wants))
+    worst = 0.0
+    for (x, topk), out in zip(inputs, outputs, strict=True):
+        assert out.shape == x.shape
+        if x.shape[0]:
+            error = hostile.relative_error(out, twin(x, topk, experts, arch, DEEPSEEK_V4))
+            worst = max(worst, error if error == error else float("inf"))
+    return worst
 
 
 @pytest.mark.parametrize("num_tokens", [[5, 8], [3, 0, 8, 1], [1, 2, 0, 4, 5, 0, 7, 8]])

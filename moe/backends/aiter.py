@@ -1,0 +1,289 @@
+"""aiter: AMD's fused experts on MI300 (gfx942) and MI350 (gfx950), in bf16, FP8 and MXFP4. Plain SwiGLU, no biases.
+
+One runner core for all transports; how they reach it is in `aiter_permutes`. The kernel never sees an id of -1.
+Shape letters: E global experts, L local experts, R rows, K top-k, H hidden, I intermediate.
+"""
+
+import enum
+import importlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from moe.backends.aiter_layout import FNUZ_FACTOR, mark_shuffled, shuffle_e8m0, shuffle_weight, to_fnuz
+from moe.backends.base import Backend, Device
+from moe.config import MoeA2ABackend, MoeBackend, MoeRunnerConfig
+from moe.errors import MoeConfigError, UnsupportedPathError, WeightFormatError
+from moe.formats import (
+    Bf16Weight,
+    ExpertWeights,
+    Fp8BlockWeight,
+    Fp8TensorWeight,
+    Mxfp4Weight,
+    Weight,
+    activation_quant,
+)
+from moe.formats.per_tensor import spread_rows
+from moe.formats.token_groups import dequantize_token_groups
+from moe.registry import register_backend, register_runner_core
+from moe.topology import Topology
+from moe.types import RunState
+
+NAME = MoeBackend.AITER
+ARCHS = {
+    "bf16": ("gfx942", "gfx950"),
+    "fp8_block": ("gfx942", "gfx950"),
+    "fp8_tensor": ("gfx942", "gfx950"),
+    "mxfp4": ("gfx950",),  # MI300 has no FP4 multiplier
+}
+MULTIPLES = {"bf16": 32, "fp8_block": 128, "fp8_tensor": 32, "mxfp4": 256}  # hidden and intermediate size
+
+
+class AiterQuant(enum.StrEnum):
+    """Members of aiter's QuantType, by name."""
+
+    NO = "No"
+    PER_TOKEN = "per_Token"
+    PER_128X128 = "per_128x128"
+    PER_1X32 = "per_1x32"
+
+
+class Arrival(enum.Enum):
+    """How tokens reach the experts."""
+
+    BF16 = "bf16"
+    FP8 = "fp8"
+    FP4 = "fp4"
+
+
+_OWN_QUANT = {
+    "fp8_block": AiterQuant.PER_128X128,
+    "fp8_tensor": AiterQuant.PER_TOKEN,
+    "mxfp4": AiterQuant.PER_1X32,
+}
+_MATCHING_ARRIVAL = {"fp8_block": Arrival.FP8, "mxfp4": Arrival.FP4}
+
+
+def resolve_quant(format_name: str, arrival: Arrival) -> tuple[AiterQuant, bool]:
+    """(quantization the kernel runs, whether tokens are first brought back to bf16).
+
+    Quantized weights decide; tokens that arrive in another format are up-cast. With bf16 weights the tokens decide.
+    """
+    if format_name == "bf16":
+        by_tokens = {
+            Arrival.BF16: AiterQuant.NO, Arrival.FP8: AiterQuant.PER_128X128, Arrival.FP4: AiterQuant.PER_1X32,
+        }  # fmt: skip
+        return by_tokens[arrival], False
+    upcast = arrival is not Arrival.BF16 and arrival is not _MATCHING_ARRIVAL.get(format_name)
+    return _OWN_QUANT[format_name], upcast
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AiterKernel:
+    """The fused kernel of the installed release with its enums, imported once, at load."""
+
+    fused_moe: Callable[..., torch.Tensor]
+    quant_types: Any
+    silu: Any
+
+    @classmethod
+    def resolve(cls) -> "AiterKernel":
+        """Import the package.
+
+        Raises:
+            UnsupportedPathError: it is missing or lacks an argument that is used here.
+        """
+        try:
+            library = importlib.import_module("aiter")
+            fused_moe = importlib.import_module("aiter.fused_moe").fused_moe
+        except ImportError as error:
+            raise UnsupportedPathError(f"--moe-backend {NAME} needs the package aiter (ROCm)") from error
+        known = inspect.signature(fused_moe).parameters
+        missing = {"expert_mask", "num_local_tokens", "dtype", "a1_scale"} - set(known)
+        if missing:
+            raise UnsupportedPathError(
+                f"--moe-backend {NAME}: the installed aiter is too old, fused_moe has no {', '.join(sorted(missing))}"
+            )
+        return cls(fused_moe=fused_moe, quant_types=library.QuantType, silu=library.ActivationType.Silu)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AiterMoeQuantInfo:
+    """Shuffled weights [L, 2I, H] and [L, H, I] (packed for MXFP4), [gate; up]; scales in the kernel's form."""
+
+    w13: torch.Tensor
+    w2: torch.Tensor
+    w13_scale: torch.Tensor | None
+    w2_scale: torch.Tensor | None
+    format_name: str
+    global_mask: torch.Tensor  # int32 [E + 1]: 1 for own experts; the last slot takes ids of -1
+    local_mask: torch.Tensor  # int32 [L + 1]: the same for ids that are local already
+    kernel: AiterKernel
+    topology: Topology
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AiterCoreInput:
+    """Rows [R, H] with the scales they came with, int32 ids [R, K] in the id space of `mask`, fp32 weights [R, K].
+
+    Only the first `num_rows` (int32 [1]) rows are real, all if it is None.
+    """
+
+    x_RH: torch.Tensor
+    scale: torch.Tensor | None
+    ids_RK: torch.Tensor
+    weights_RK: torch.Tensor
+    mask: torch.Tensor
+    num_rows: torch.Tensor | None = None
+
+
+@register_backend(NAME)
+class AiterBackend(Backend):
+    """AMD GPUs."""
+
+    hardware = "gfx942 (MI300), gfx950 (MI350)"
+    formats = tuple(ARCHS)
+    tolerance = 2e-2  # bf16 inside the kernel moves activations across quantization steps
+    activation_quant = MappingProxyType(
+        {
+            "fp8_block": activation_quant.fp8_groups,
+            "fp8_tensor": activation_quant.fp8_tokens,
+            "mxfp4": activation_quant.mxfp4_groups,
+        }
+    )
+
+    def supports(self, device: Device, format_name: str, a2a: MoeA2ABackend, config: MoeRunnerConfig) -> str | None:
+        """By format and architecture, behind every transport but FlashInfer's."""
+        if format_name not in ARCHS:
+            return f"format {format_name} is not supported; it takes {', '.join(ARCHS)}"
+        if device.arch not in ARCHS[format_name]:
+            return f"{format_name} on {device.arch} is not supported; it runs on {', '.join(ARCHS[format_name])}"
+        if not a2a.supports_aiter:
+            known = ", ".join(transport for transport in MoeA2ABackend if transport.supports_aiter)
+            return f"transport {a2a} is not supported; it takes {known}"
+        return self.refuses(config)
+
+    def refuses(self, config: MoeRunnerConfig) -> str | None:
+        """What every backend refuses, any dtype but bf16, and any activation but plain SwiGLU."""
+        if config.dtype != torch.bfloat16:
+            return f"dtype {config.dtype} is not supported: the kernels give bfloat16"
+        if not config.activation.is_plain:
+            return f"it runs plain SwiGLU only, not {config.activation}"
+        return super().refuses(config)
+
+    def prepare(self, experts: ExpertWeights, config: MoeRunnerConfig, topology: Topology) -> AiterMoeQuantInfo:
+        """Shuffle weights and scales; on gfx942 FP8 changes to AMD's older variant.
+
+        Raises:
+            WeightFormatError: an unknown format, biases, or sizes that the kernel's tiles do not divide.
+            UnsupportedPathError: the package is missing or too old, or the device does not run the format.
+        """
+        name = experts.format_name
+        if name not in ARCHS:
+            raise WeightFormatError(f"{NAME} takes {', '.join(ARCHS)} experts, got {name}")
+        if experts.b13 is not None:
+            raise WeightFormatError(f"{NAME}: experts with biases are not supported")
+        for field, size in (("hidden_size", experts.hidden_size), ("intermediate_size", experts.intermediate_size)):
+            if size % MULTIPLES[name] or not size:
+                raise WeightFormatError(
+                    f"{NAME}: {field} of this rank is {size}, {name} needs a positive multiple of {MULTIPLES[name]} "
+                    "(choose another --tensor-parallel-size or --moe-backend)"
+                )
+        kernel = AiterKernel.resolve()
+        arch = device_arch(topology.device)
+        if arch not in ARCHS[name]:
+            raise UnsupportedPathError(f"{NAME}: {name} runs on {', '.join(ARCHS[name])}, not on {arch}")
+        is_fnuz = arch == "gfx942"
+        w13, w13_scale = _processed(experts.w13.to(topology.device), is_fnuz=is_fnuz)
+        w2, w2_scale = _processed(experts.w2.to(topology.device), is_fnuz=is_fnuz)
+        owned = topology.expert_range(config.num_experts)
+        return AiterMoeQuantInfo(
+            w13=w13, w2=w2, w13_scale=w13_scale, w2_scale=w2_scale, format_name=name,
+            global_mask=expert_mask(config.num_experts, owned, topology.device),
+            local_mask=expert_mask(len(owned), range(len(owned)), topology.device),
+            kernel=kernel, topology=topology,
+        )  # fmt: skip
+
+
+def device_arch(device: torch.device) -> str:
+    """gfx942 and the like."""
+    name: str = torch.cuda.get_device_properties(device).gcnArchName
+    return name.partition(":")[0]
+
+
+def expert_mask(num_ids: int, owned: range, device: torch.device) -> torch.Tensor:
+    """int32 [num_ids + 1]: 1 for the experts on this rank; the extra last slot is the sink of ids of -1.
+
+    The kernel takes the mask's length for the number of ids, so every id up to the sink is valid, masked ones cost
+    nothing.
+    """
+    mask = torch.zeros(num_ids + 1, dtype=torch.int32, device=device)
+    mask[owned.start : owned.stop] = 1
+    return mask
+
+
+def _processed(weight: Weight, *, is_fnuz: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    if isinstance(weight, Bf16Weight):
+        return shuffle_weight(weight.data.to(torch.bfloat16)), None
+    if isinstance(weight, Mxfp4Weight):
+        packed = mark_shuffled(shuffle_weight(weight.codes).view(torch.float4_e2m1fn_x2))
+        return packed, shuffle_e8m0(weight.scales.flatten(0, 1))
+    if isinstance(weight, Fp8BlockWeight):
+        codes, scale = weight.data, weight.scale_inv.contiguous()
+    elif isinstance(weight, Fp8TensorWeight):
+        num_rows = weight.shape[-2]
+        codes, scale = weight.data, spread_rows(weight.scale, weight.shape).expand(-1, num_rows, 1).contiguous()
+    else:
+        raise WeightFormatError(f"{NAME} takes {', '.join(ARCHS)} experts, got {weight.format_name}")
+    if is_fnuz:
+        codes, scale = to_fnuz(codes), scale * FNUZ_FACTOR
+    return shuffle_weight(codes), scale
+
+
+@register_runner_core(NAME)
+class AiterRunnerCore:
+    """One fused kernel from rows and ids to the weighted sum."""
+
+    def __init__(self, config: MoeRunnerConfig) -> None:
+        self.config = config
+
+    def run(self, core_input: AiterCoreInput, quant_info: AiterMoeQuantInfo, state: RunState) -> torch.Tensor:
+        """[R, H] in bf16: each row's weighted sum over the local experts, zero where it has none."""
+        if state.overlap_args is not None:
+            raise MoeConfigError(f"--moe-backend {NAME} cannot overlap its kernel with other work: unset overlap args")
+        arrival = _arrival(core_input.x_RH)
+        quant, upcast = resolve_quant(quant_info.format_name, arrival)
+        x_RH, scale = core_input.x_RH, core_input.scale
+        if upcast:
+            x_RH, scale = _to_bf16(x_RH, scale, arrival), None
+        elif arrival is Arrival.FP8 and quant_info.w13.dtype == torch.float8_e4m3fnuz and scale is not None:
+            x_RH, scale = to_fnuz(x_RH), scale * FNUZ_FACTOR
+        return quant_info.kernel.fused_moe(
+            x_RH, quant_info.w13, quant_info.w2, core_input.weights_RK, core_input.ids_RK,
+            expert_mask=core_input.mask,
+            activation=quant_info.kernel.silu,
+            quant_type=getattr(quant_info.kernel.quant_types, quant),
+            w1_scale=quant_info.w13_scale,
+            w2_scale=quant_info.w2_scale,
+            a1_scale=scale,
+            num_local_tokens=core_input.num_rows,
+            dtype=self.config.dtype,
+        )  # fmt: skip
+
+
+def _arrival(x: torch.Tensor) -> Arrival:
+    if x.dtype == torch.float8_e4m3fn:
+        return Arrival.FP8
+    return Arrival.FP4 if x.dtype == torch.uint8 else Arrival.BF16
+
+
+def _to_bf16(x: torch.Tensor, scale: torch.Tensor | None, arrival: Arrival) -> torch.Tensor:
+    if scale is None:
+        raise MoeConfigError(f"--moe-backend {NAME} got {arrival.value} tokens without their scales")
+    if arrival is Arrival.FP8:
+        return dequantize_token_groups(x, scale).to(torch.bfloat16)
+    return Mxfp4Weight(x, scale).dequantize(torch.bfloat16)

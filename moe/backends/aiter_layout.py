@@ -1,0 +1,45 @@
+"""Weights and scales in the order aiter's kernels read them, and FP8 in AMD's older variant. Plain torch, no library.
+
+Shape letters: E local experts, N rows, K columns, M scale rows, C scale columns.
+"""
+
+import torch
+
+ROWS, COLUMNS = 16, 32  # a tile of the shuffle, in elements of a one-byte type
+PIECE_BYTES = 16  # what one lane loads at once
+FNUZ_FACTOR = 2.0  # the same bits stand for half the value
+
+
+def shuffle_weight(weight_ENK: torch.Tensor) -> torch.Tensor:
+    """[E, N, K] in tiles of 16 rows and 32 elements, pieces of 16 bytes column by column inside a tile.
+
+    For one-byte types, byte (n, b) goes to (n//16)*16*K + (b//32)*512 + (b%32//16)*256 + (n%16)*16 + b%16 of its
+    matrix. N must be a multiple of 16, K of 32. The kernels look for the attribute `is_shuffled`.
+    """
+    piece = PIECE_BYTES // weight_ENK.element_size()
+    num_experts, num_rows, num_cols = weight_ENK.shape
+    tiles = weight_ENK.view(num_experts, num_rows // ROWS, ROWS, num_cols // COLUMNS, COLUMNS // piece, piece)
+    return mark_shuffled(tiles.permute(0, 1, 3, 4, 2, 5).reshape(weight_ENK.shape))
+
+
+def mark_shuffled(weight: torch.Tensor) -> torch.Tensor:
+    """Set the attribute that views and copies drop."""
+    weight.is_shuffled = True  # type: ignore[attr-defined]
+    return weight
+
+
+def shuffle_e8m0(scales_MC: torch.Tensor) -> torch.Tensor:
+    """u8 [M, C] padded with zeros to multiples of (256, 8); element (m, c) goes to
+    ((m//32)*(C/8) + c//8)*256 + (c%4)*64 + (m%16)*4 + (c%8//4)*2 + m%32//16.
+    """
+    num_rows, num_cols = scales_MC.shape
+    rows, cols = -(-num_rows // 256) * 256, -(-num_cols // 8) * 8
+    padded = torch.nn.functional.pad(scales_MC, (0, cols - num_cols, 0, rows - num_rows))
+    blocks = padded.view(rows // 32, 2, 16, cols // 8, 2, 4)
+    return blocks.permute(0, 3, 5, 2, 4, 1).reshape(rows, cols)
+
+
+def to_fnuz(codes: torch.Tensor) -> torch.Tensor:
+    """e4m3fn bits seen as e4m3fnuz, whose values are half as large: scales must double. -0 would be NaN; it is 0."""
+    octets = codes.view(torch.uint8)
+    return octets.masked_fill(octets == 0x80, 0).view(torch.float8_e4m3fnuz)

@@ -1,0 +1,74 @@
+"""FlashInfer's MNNVL all-to-all: every rank gets slots for all ranks' tokens; unused slots carry expert id -1.
+
+Shape letters: T this rank's tokens, P ranks, M token limit per rank, R = P * M slots, K top-k, H hidden.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from moe.config import MoeA2ABackend
+from moe.dispatch.base import load_library, without_minus_one
+from moe.dispatch.deepep_settings import EpShape
+from moe.errors import MoeConfigError, TransportStateError
+from moe.types import FlashinferCombineInput, FlashinferDispatchOutput, StandardTopK, TopKOutput
+
+NO_EXPERT = -1
+Quantize = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+class FlashinferDispatcher:
+    """Dispatch and combine of one layer. The experts multiply by the router weights; ranks are added unweighted."""
+
+    def __init__(
+        self, alltoall: Any, rank: int, shape: EpShape, max_tokens: int, quantize: Quantize | None = None
+    ) -> None:
+        """`alltoall` comes from `build_alltoall` and may serve all layers.
+
+        `quantize` turns [T, H] into (packed NVFP4 [T, H/2], scales [T, H/16]) before sending; None sends bf16.
+        """
+        if max_tokens < 1:
+            raise MoeConfigError(f"max_tokens is {max_tokens}: it must be at least 1")
+        self._alltoall = alltoall
+        self._shape = shape
+        self._max_tokens = max_tokens
+        self._own_expert = rank * shape.num_local_experts
+        self._quantize = quantize
+
+    def dispatch(self, hidden_states_TH: torch.Tensor, topk_output: TopKOutput) -> FlashinferDispatchOutput:
+        """Send tokens, scales, ids and weights; received ids of other ranks' experts become -1."""
+        num_tokens = hidden_states_TH.shape[0]
+        if num_tokens > self._max_tokens:
+            raise TransportStateError(f"a step has {num_tokens} tokens, but the transport holds {self._max_tokens}")
+        ids_TK, weights_TK = without_minus_one(topk_output, self._own_expert)
+        sent = [hidden_states_TH] if self._quantize is None else list(self._quantize(hidden_states_TH))
+        received = self._alltoall.dispatch(
+            ids_TK,
+            [*sent, ids_TK, weights_TK],
+            self._max_tokens,
+            invalid_token_expert_id=NO_EXPERT,
+            expert_id_payload_index=len(sent),
+        )
+        *x_and_scale, ids_RK, weights_RK = (tensor.flatten(0, 1) for tensor in received)
+        scale = x_and_scale[1] if len(x_and_scale) > 1 else None
+        return FlashinferDispatchOutput(x_and_scale[0], StandardTopK(weights_RK, ids_RK), scale)
+
+    def combine(self, result: FlashinferCombineInput) -> torch.Tensor:
+        """[T, H] of this rank's tokens, complete."""
+        payload = result.hidden_states.unflatten(0, (self._shape.ep_size, self._max_tokens))
+        out_TH: torch.Tensor = self._alltoall.combine(payload, self._max_tokens)
+        return out_TH
+
+
+def build_alltoall(rank: int, shape: EpShape, max_tokens: int) -> Any:
+    """The library's transport of one rank, at build.
+
+    Raises:
+        UnsupportedPathError: FlashInfer is not installed.
+    """
+    comm = load_library("flashinfer.comm", MoeA2ABackend.FLASHINFER)
+    mapping = comm.Mapping(
+        world_size=shape.ep_size, rank=rank, tp_size=shape.ep_size, moe_ep_size=shape.ep_size, moe_tp_size=1
+    )
+    return comm.MoeAlltoAll(mapping, max_tokens, shape.top_k, shape.num_experts, hidden_size=shape.hidden_size)

@@ -1,0 +1,436 @@
+"""aiter through the runner behind every transport, against the twin with the path's activation rounding."""
+
+import dataclasses
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from moe import Activation, MoeA2ABackend, MoeBackend, MoeRunner, StandardDispatchOutput, Topology
+from moe.backends import aiter, aiter_permutes
+from moe.backends.aiter import AiterBackend, AiterQuant, Arrival, resolve_quant
+from moe.backends.aiter_layout import shuffle_e8m0, shuffle_weight, to_fnuz
+from moe.backends.base import Device
+from moe.config import DispatchFormat
+from moe.dispatch import mori
+from moe.dispatch.deepep import DeepepBuffer, DeepepDispatcher
+from moe.dispatch.deepep_settings import DeepepMode, DeepepSettings, EpShape
+from moe.dispatch.mori import MoriBuffer, MoriDispatcher, MoriSettings
+from moe.dispatch.payload import Payload, choose_payload
+from moe.errors import MoeConfigError, TransportStateError, UnsupportedPathError, WeightFormatError
+from moe.formats import Bf16Weight, ExpertWeights, Fp8BlockWeight, Fp8TensorWeight, Mxfp4Weight
+from moe.formats.token_groups import quantize_token_groups
+from moe.twin import moe_twin
+from moe.types import RunState
+from tests.emulators import aiter as emulated
+from tests.emulators.aiter import Aiter, install_aiter
+from tests.emulators.deepep import install_deepep
+from tests.emulators.mori import install_mori
+from tests.emulators.ranks import Rank, run_ranks
+from tests.moe.backends import hostile
+from tests.moe.dispatch import several_ranks
+
+E, K, H, I = 8, 3, 256, 256
+LL_H = 2048
+PLAIN = Activation()
+BACKEND = AiterBackend()
+FORMATS = {"bf16": Bf16Weight, "fp8_block": Fp8BlockWeight, "fp8_tensor": Fp8TensorWeight, "mxfp4": Mxfp4Weight}
+TOLERANCE = {"bf16": 1e-5, "fp8_block": 1e-3, "fp8_tensor": 1e-3, "mxfp4": 1e-3}
+
+
+def experts_of(name: str, hidden: int = H, inter: int = I) -> ExpertWeights:
+    w13, w2 = hostile.dense_experts(E, hidden, inter)
+    kind: Any = FORMATS[name]
+    return ExpertWeights(w13=kind.quantize(w13), w2=kind.quantize(w2))
+
+
+def twin(x: torch.Tensor, topk: Any, experts: ExpertWeights) -> torch.Tensor:
+    quantize = BACKEND.activation_quant.get(experts.format_name)
+    return moe_twin(x, topk, experts, PLAIN, quantize_input=quantize)
+
+
+def run_alone(name: str, topology: Topology | None = None, num_tokens: int = 30, hidden: int = H) -> tuple[Any, ...]:
+    topology = topology or Topology()
+    experts, x, topk = experts_of(name, hidden), hostile.tokens(num_tokens, hidden), hostile.routing(num_tokens, E, K)
+    local = hostile.shard(experts, ep=(topology.ep_size, topology.ep_rank), block=256)
+    config = several_ranks.layer_config(experts, topology.ep_size, torch.bfloat16)
+    info = BACKEND.prepare(local, config, topology)
+    result = MoeRunner(MoeBackend.AITER, MoeA2ABackend.NONE, config).run(StandardDispatchOutput(x, topk), info)
+    assert result.is_partial == topology.is_partial
+    return result.hidden_states, x, topk, experts
+
+
+@pytest.mark.parametrize(
+    ("name", "arch"),
+    [(name, arch) for name, archs in aiter.ARCHS.items() for arch in archs],
+)
+def test_alone_equals_the_twin(monkeypatch: pytest.MonkeyPatch, name: str, arch: str) -> None:
+    emulator = install_aiter(monkeypatch, arch)
+    got, x, topk, experts = run_alone(name)
+    want = twin(x, topk, experts)
+    assert emulator.exact is not None
+    assert hostile.relative_error(emulator.exact, want) < TOLERANCE[name]
+    assert hostile.relative_error(got, want) < BACKEND.tolerance
+    assert torch.equal(got[2], torch.zeros(H).bfloat16()), "all ids of this token are -1"
+    mask = emulator.calls[-1].expert_mask
+    assert mask.tolist() == [1] * E + [0]
+
+
+@pytest.mark.parametrize("ep_size", [2, 4, 8])
+@pytest.mark.parametrize("name", list(FORMATS))
+def test_expert_slices_sum_to_one_rank(monkeypatch: pytest.MonkeyPatch, name: str, ep_size: int) -> None:
+    emulator = install_aiter(monkeypatch)
+    total = torch.zeros(30, H)
+    for rank in range(ep_size):
+        _, x, topk, experts = run_alone(name, Topology(ep_size=ep_size, ep_rank=rank))
+        assert emulator.exact is not None
+        total += emulator.exact
+        mask = emulator.calls[-1].expert_mask
+        assert mask.numel() == E + 1
+        assert mask.nonzero().flatten().tolist() == list(range(rank * E // ep_size, (rank + 1) * E // ep_size))
+    assert hostile.relative_error(total, twin(x, topk, experts)) < TOLERANCE[name]
+
+
+@pytest.mark.parametrize("tp_size", [2, 4])
+@pytest.mark.parametrize("name", list(FORMATS))
+def test_tensor_slices_sum_to_one_rank(monkeypatch: pytest.MonkeyPatch, name: str, tp_size: int) -> None:
+    emulator = install_aiter(monkeypatch)
+    experts, x, topk = experts_of(name, H, 1024), hostile.tokens(9, H), hostile.routing(9, E, K)
+    total, parts = torch.zeros(9, H), torch.zeros(9, H)
+    for rank in range(tp_size):
+        local = hostile.shard(experts, tp=(tp_size, rank), block=256)
+        parts += twin(x, topk, local)
+        config = several_ranks.layer_config(local, 1, torch.bfloat16)
+        info = BACKEND.prepare(local, config, Topology(tp_size=tp_size, tp_rank=rank))
+        result = MoeRunner(MoeBackend.AITER, MoeA2ABackend.NONE, config).run(StandardDispatchOutput(x, topk), info)
+        assert result.is_partial
+        assert emulator.exact is not None
+        total += emulator.exact
+    assert hostile.relative_error(total, parts) < TOLERANCE[name]
+    if name != "fp8_tensor":  # there the scale of a token comes from the rank's own columns
+        assert hostile.relative_error(total, twin(x, topk, experts)) < TOLERANCE[name]
+
+
+# ---- transports ----
+
+
+def deepep_for(mode: DeepepMode, hidden: int) -> Any:
+    def build(rank: Rank, config: Any) -> DeepepDispatcher:
+        shape = EpShape(hidden_size=hidden, num_experts=E, top_k=K, ep_size=rank.size())
+        settings = DeepepSettings(mode=mode, max_dispatch_tokens=8)
+        return DeepepDispatcher(DeepepBuffer(rank, settings, shape, sends_fp8=False), Payload.BF16)
+
+    return build
+
+
+def mori_for(payload: Payload, **settings: Any) -> Any:
+    def build(rank: Rank, config: Any) -> MoriDispatcher:
+        shape = EpShape(hidden_size=H, num_experts=E, top_k=K, ep_size=rank.size())
+        return MoriDispatcher(MoriBuffer(rank, MoriSettings(max_dispatch_tokens=8, **settings), shape, payload))
+
+    return build
+
+
+def behind(a2a: MoeA2ABackend, layout: DispatchFormat, build: Any, name: str, num_tokens: list[int]) -> float:
+    experts = experts_of(name, hidden := LL_H if layout is DispatchFormat.DEEPEP_LL else H)
+    inputs = several_ranks.rank_inputs(num_tokens, hidden, torch.bfloat16)
+    outputs = several_ranks.run_layer(
+        experts, inputs, backend=MoeBackend.AITER, a2a=a2a, formats=(layout,), dispatcher_for=build,
+        dtype=torch.bfloat16,
+    )  # fmt: skip
+    wants = [twin(x, topk, experts) for x, topk in inputs]
+    assert [out.shape for out in outputs] == [want.shape for want in wants]
+    error = hostile.relative_error(torch.cat(outputs), torch.cat(wants))
+    return error if error == error else float("inf")
+
+
+RANKS = [[5, 8], [3, 0, 8, 1], [1, 2, 0, 4, 5, 0, 7, 8]]
+
+
+@pytest.mark.parametrize("num_tokens", RANKS)
+@pytest.mark.parametrize("name", list(FORMATS))
+@pytest.mark.parametrize("mode", [DeepepMode.NORMAL, DeepepMode.LOW_LATENCY])
+def test_behind_deepep(monkeypatch: pytest.MonkeyPatch, mode: DeepepMode, name: str, num_tokens: list[int]) -> None:
+    emulator = install_aiter(monkeypatch, wide=True)
+    install_deepep(monkeypatch, wide=True)
+    layout = mode.dispatch_formats[0]
+    hidden = LL_H if layout is DispatchFormat.DEEPEP_LL else H
+    error = behind(MoeA2ABackend.DEEPEP, layout, deepep_for(mode, hidden), name, num_tokens)
+    assert error < TOLERANCE[name]
+    assert emulator.calls[-1].expert_mask.tolist() == [1] * (E // len(num_tokens)) + [0]
+
+
+@pytest.mark.parametrize("num_tokens", RANKS)
+@pytest.mark.parametrize("low_latency", [False, True])
+@pytest.mark.parametrize("name", list(FORMATS))
+def test_behind_mori(monkeypatch: pytest.MonkeyPatch, name: str, low_latency: bool, num_tokens: list[int]) -> None:
+    emulator = install_aiter(monkeypatch, wide=True)
+    groups = install_mori(monkeypatch, wide=True)
+    layout = DispatchFormat.MORI_LL if low_latency else DispatchFormat.MORI_NORMAL
+    payload = choose_payload(MoeBackend.AITER, layout, name)
+    error = behind(MoeA2ABackend.MORI, layout, mori_for(payload, low_latency=low_latency), name, num_tokens)
+    assert error < TOLERANCE[name]
+    assert emulator.calls[-1].expert_mask.numel() == E + 1
+    assert payload.is_fp8 == (name == "fp8_block") == (emulator.calls[-1].a1_scale is not None)
+    assert set(groups) == {"experts"}
+
+
+def test_mori_truncation_keeps_every_received_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulator = install_aiter(monkeypatch, wide=True)
+    install_mori(monkeypatch, wide=True)
+    build = mori_for(Payload.BF16, max_input_tokens=10)
+    assert behind(MoeA2ABackend.MORI, DispatchFormat.MORI_NORMAL, build, "bf16", [5, 4]) < 1e-5
+    assert {call.hidden_states.shape[0] for call in emulator.calls} == {10}
+    with pytest.raises(TransportStateError, match="6 tokens on each of 2 ranks, but only 10"):
+        behind(MoeA2ABackend.MORI, DispatchFormat.MORI_NORMAL, build, "bf16", [6, 6])
+    with pytest.raises(TransportStateError, match="9 tokens, but mori's max_dispatch_tokens is 8"):
+        behind(MoeA2ABackend.MORI, DispatchFormat.MORI_NORMAL, mori_for(Payload.BF16), "bf16", [9, 9])
+
+
+def test_mori_on_gfx942_sends_fn_and_computes_in_fnuz(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulator = install_aiter(monkeypatch, "gfx942", wide=True)
+    install_mori(monkeypatch, wide=True)
+    error = behind(MoeA2ABackend.MORI, DispatchFormat.MORI_NORMAL, mori_for(Payload.FP8), "fp8_block", [5, 4])
+    assert error < 1e-3
+    assert emulator.calls[-1].hidden_states.dtype == torch.float8_e4m3fnuz
+
+
+def test_mori_settings_and_payloads_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(MoeConfigError, match="max_input_tokens is 0"):
+        MoriSettings(max_input_tokens=0)
+    with pytest.raises(UnsupportedPathError, match="sends bf16 or fp8, not nvfp4"):
+        run_ranks(1, lambda rank: mori_for(Payload.NVFP4)(rank, None))
+    monkeypatch.setitem(sys.modules, "mori", None)
+    with pytest.raises(UnsupportedPathError, match="--moe-a2a-backend mori needs the package mori"):
+        run_ranks(1, lambda rank: mori_for(Payload.BF16)(rank, None))
+    assert [mori._kernel_name(*case) for case in ((False, 8), (False, 16), (True, 8), (True, 16))] == [
+        "IntraNode", "InterNodeV1", "AsyncLL", "InterNodeV1LL",
+    ]  # fmt: skip
+
+
+# ---- layouts and tables ----
+
+
+def test_weight_shuffle_golden_map() -> None:
+    numbered = torch.arange(16 * 64).view(1, 16, 64)
+    row, col = numbered // 64, numbered % 64
+    flat = [(int(r), int(c)) for r, c in zip(shuffled_as_int(row), shuffled_as_int(col), strict=True)]
+    assert (flat[16], flat[255], flat[256], flat[512]) == ((1, 0), (15, 15), (0, 16), (0, 32))
+
+
+def shuffled_as_int(values: torch.Tensor) -> list[int]:
+    return [int(value) for value in shuffle_weight(values.to(torch.uint8)).flatten()]
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float8_e4m3fn])
+def test_weight_shuffle_is_the_emulators_byte_map(dtype: torch.dtype) -> None:
+    weight = torch.randint(0, 120, (2, 48, 96 * dtype.itemsize), dtype=torch.uint8).view(dtype)
+    assert torch.equal(emulated.unshuffle_weight(shuffle_weight(weight)).view(torch.uint8), weight.view(torch.uint8))
+
+
+def test_scale_shuffle_golden_map() -> None:
+    numbered = torch.arange(32 * 8).view(32, 8)
+    flat = shuffle_e8m0((numbered % 256).to(torch.uint8)).flatten()[:6].tolist()
+    assert [(value // 8, value % 8) for value in flat] == [(0, 0), (16, 0), (0, 4), (16, 4), (1, 0), (17, 0)]
+    scales = torch.randint(0, 255, (300, 11), dtype=torch.uint8)
+    shuffled = shuffle_e8m0(scales)
+    assert shuffled.shape == (512, 16)
+    assert torch.equal(shuffled.flatten()[emulated.scale_positions(300, 11)], scales)
+
+
+def test_fnuz_halves_values_and_has_no_negative_zero() -> None:
+    codes = torch.tensor([0x00, 0x80, 0x38, 0xB8, 0x7E], dtype=torch.uint8).view(torch.float8_e4m3fn)
+    assert (to_fnuz(codes).float() * 2).tolist() == [0.0, 0.0, 1.0, -1.0, 448.0]
+
+
+@pytest.mark.parametrize(
+    ("weights", "arrival", "quant", "upcast"),
+    [
+        ("bf16", "bf16", "No", False),
+        ("bf16", "fp8", "per_128x128", False),
+        ("bf16", "fp4", "per_1x32", False),
+        ("fp8_block", "bf16", "per_128x128", False),
+        ("fp8_block", "fp8", "per_128x128", False),
+        ("fp8_block", "fp4", "per_128x128", True),
+        ("fp8_tensor", "bf16", "per_Token", False),
+        ("fp8_tensor", "fp8", "per_Token", True),
+        ("fp8_tensor", "fp4", "per_Token", True),
+        ("mxfp4", "bf16", "per_1x32", False),
+        ("mxfp4", "fp8", "per_1x32", True),
+        ("mxfp4", "fp4", "per_1x32", False),
+    ],
+)
+def test_activation_quantization_table(weights: str, arrival: str, quant: str, upcast: bool) -> None:
+    assert resolve_quant(weights, Arrival(arrival)) == (AiterQuant(quant), upcast)
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "fp8_tensor"])
+def test_tokens_in_another_format_are_brought_back(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    emulator = install_aiter(monkeypatch)
+    experts, x, topk = experts_of(name), hostile.tokens(6, H), hostile.routing(6, E, K)
+    config = several_ranks.layer_config(experts, 1, torch.bfloat16)
+    info = BACKEND.prepare(experts, config, Topology())
+    codes, scales = quantize_token_groups(x)
+    MoeRunner(MoeBackend.AITER, MoeA2ABackend.NONE, config).run(StandardDispatchOutput(codes, topk, scales), info)
+    call = emulator.calls[-1]
+    assert call.hidden_states.dtype == torch.bfloat16
+    assert call.a1_scale is None
+    assert hostile.relative_error(call.hidden_states, x.float()) < 0.05
+
+
+# ---- refusals ----
+
+
+def test_which_transports_and_devices() -> None:
+    assert [a2a for a2a in MoeA2ABackend if not a2a.supports_aiter] == [MoeA2ABackend.FLASHINFER]
+    config = several_ranks.layer_config(experts_of("bf16"), 1, torch.bfloat16)
+
+    def reason(arch: str, name: str, a2a: MoeA2ABackend, **changes: Any) -> str:
+        return BACKEND.supports(Device(arch=arch), name, a2a, dataclasses.replace(config, **changes)) or ""
+
+    for a2a in MoeA2ABackend:
+        assert (reason("gfx942", "bf16", a2a) == "") == a2a.supports_aiter
+    assert "gfx950" in reason("gfx942", "mxfp4", MoeA2ABackend.NONE)
+    assert "sm90" in reason("sm90", "bf16", MoeA2ABackend.NONE)
+    assert "nvfp4" in reason("gfx950", "nvfp4", MoeA2ABackend.NONE)
+    assert "no_combine" in reason("gfx950", "bf16", MoeA2ABackend.NONE, no_combine=True)
+    assert "float32" in reason("gfx950", "bf16", MoeA2ABackend.NONE, dtype=torch.float32)
+    assert "SwiGLU" in reason("gfx950", "bf16", MoeA2ABackend.NONE, activation=Activation(limit=7.0))
+
+
+def test_no_combine_is_refused_when_the_runner_is_built() -> None:
+    config = several_ranks.layer_config(experts_of("bf16"), 1, torch.bfloat16, no_combine=True)
+    with pytest.raises(UnsupportedPathError, match="no_combine"):
+        MoeRunner(MoeBackend.AITER, MoeA2ABackend.MORI, config)
+
+
+def test_prepare_refuses_what_it_cannot_lay_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = several_ranks.layer_config(experts_of("mxfp4"), 1, torch.bfloat16)
+    with pytest.raises(WeightFormatError, match="intermediate_size of this rank is 128, mxfp4 needs"):
+        BACKEND.prepare(experts_of("mxfp4", H, 128), config, Topology())
+    b13, b2 = hostile.biases(E, H, I)
+    biased = dataclasses.replace(experts_of("bf16"), b13=b13, b2=b2)
+    with pytest.raises(WeightFormatError, match="biases"):
+        BACKEND.prepare(biased, config, Topology())
+    monkeypatch.setitem(sys.modules, "aiter", None)
+    with pytest.raises(UnsupportedPathError, match="needs the package aiter"):
+        BACKEND.prepare(experts_of("bf16"), config, Topology())
+    install_aiter(monkeypatch, "gfx942")
+    with pytest.raises(UnsupportedPathError, match="not on gfx942"):
+        BACKEND.prepare(experts_of("mxfp4"), config, Topology())
+    monkeypatch.setitem(sys.modules, "aiter.fused_moe", SimpleNamespace(fused_moe=lambda hidden_states, dtype: None))
+    with pytest.raises(UnsupportedPathError, match="too old, fused_moe has no a1_scale, expert_mask"):
+        BACKEND.prepare(experts_of("bf16"), config, Topology())
+
+
+def test_the_library_is_imported_when_built_and_not_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    install_aiter(monkeypatch)
+    experts = experts_of("bf16")
+    config = several_ranks.layer_config(experts, 1, torch.bfloat16)
+    info = BACKEND.prepare(experts, config, Topology())
+    monkeypatch.setattr("importlib.import_module", lambda name: pytest.fail(f"{name} imported in a forward"))
+    runner_core = aiter.AiterRunnerCore(config)
+    dispatched = StandardDispatchOutput(hostile.tokens(3, H), hostile.routing(3, E, K))
+    core_input = aiter_permutes.standard_to_aiter(dispatched, info, config, RunState())
+    assert runner_core.run(core_input, info, RunState()).shape == (3, H)
+    with pytest.raises(MoeConfigError, match="cannot overlap"):
+        runner_core.run(core_input, info, RunState(overlap_args="stream"))
+
+
+# ---- planted mistakes ----
+
+WRONG_NUMBERS = [
+    "halves swapped",
+    "scales not shuffled",
+    "weights not applied",
+    "expert mask off by one",
+    "wrong nibbles",
+]
+REFUSED = ["-1 passed on", "weight not shuffled", "mask in int64", "ids in int64", "flag lost"]
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    if name == "halves swapped":
+        patch_experts(monkeypatch, lambda part: {"w13": rotate_rows(part.w13)})
+    elif name == "scales not shuffled":
+        monkeypatch.setattr(aiter, "shuffle_e8m0", lambda scales: scales)
+    elif name == "wrong nibbles":
+        monkeypatch.setattr(aiter, "shuffle_weight", lambda codes: shuffle_weight(codes << 4 | codes >> 4))
+    elif name == "weights not applied":
+        patch_input(monkeypatch, lambda core: {"weights_RK": torch.ones_like(core.weights_RK)})
+    elif name == "expert mask off by one":
+        original_mask = aiter.expert_mask
+        monkeypatch.setattr(aiter, "expert_mask", lambda *arguments: original_mask(*arguments).roll(1))
+    elif name == "-1 passed on":
+        monkeypatch.setattr(aiter_permutes, "to_sink", lambda ids, mask: ids.to(torch.int32))
+    elif name == "weight not shuffled":
+        monkeypatch.setattr(aiter, "shuffle_weight", lambda codes: codes)
+        monkeypatch.setattr(aiter, "mark_shuffled", lambda codes: codes)
+    elif name == "mask in int64":
+        patch_input(monkeypatch, lambda core: {"mask": core.mask.long()})
+    elif name == "ids in int64":
+        patch_input(monkeypatch, lambda core: {"ids_RK": core.ids_RK.long()})
+    elif name == "flag lost":
+        monkeypatch.setattr(aiter, "mark_shuffled", lambda codes: codes.view(codes.dtype))
+
+
+def rotate_rows(weight: Mxfp4Weight) -> Mxfp4Weight:
+    half = weight.shape[1] // 2
+    return Mxfp4Weight(weight.codes.roll(half, 1), weight.scales.roll(half, 1))
+
+
+def patch_experts(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
+    original = AiterBackend.prepare
+
+    def prepare(self: Any, experts: ExpertWeights, *rest: Any) -> Any:
+        return original(self, dataclasses.replace(experts, **change(experts)), *rest)
+
+    monkeypatch.setattr(AiterBackend, "prepare", prepare)
+
+
+def patch_input(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
+    original = aiter.AiterRunnerCore.run
+
+    def run(self: Any, core_input: Any, *rest: Any) -> Any:
+        return original(self, dataclasses.replace(core_input, **change(core_input)), *rest)
+
+    monkeypatch.setattr(aiter.AiterRunnerCore, "run", run)
+
+
+@pytest.mark.parametrize("name", WRONG_NUMBERS)
+def test_planted_mistakes_are_seen(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    emulator: Aiter = install_aiter(monkeypatch)
+    plant(monkeypatch, name)
+    _, x, topk, experts = run_alone("mxfp4", Topology(ep_size=2, ep_rank=1))
+    want = moe_twin(
+        x, topk, hostile.shard(experts, ep=(2, 1), block=256), PLAIN, first_expert=4,
+        quantize_input=BACKEND.activation_quant["mxfp4"],
+    )  # fmt: skip
+    assert emulator.exact is not None
+    error = hostile.relative_error(emulator.exact, want)
+    assert not error < 1e-2
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_planted_mistakes_are_refused_by_the_kernel(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    install_aiter(monkeypatch)
+    plant(monkeypatch, name)
+    with pytest.raises(emulated.KernelRefusal):
+        run_alone("mxfp4")
+
+
+def test_a_carried_over_negative_zero_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    install_aiter(monkeypatch, "gfx942")
+    monkeypatch.setattr(aiter, "to_fnuz", lambda codes: codes.view(torch.uint8).view(torch.float8_e4m3fnuz))
+    original = Fp8BlockWeight.quantize.__func__  # type: ignore[attr-defined]
+
+    def with_negative_zero(cls: Any, dense: torch.Tensor) -> Any:
+        weight = original(cls, dense)
+        weight.data.view(torch.uint8)[..., 0] = 0x80
+        return weight
+
+    monkeypatch.setattr(Fp8BlockWeight, "quantize", classmethod(with_negative_zero))
+    with pytest.raises(emulated.KernelRefusal, match="NaN among the weights"):
+        run_alone("fp8_block")
