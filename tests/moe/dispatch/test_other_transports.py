@@ -1,0 +1,170 @@
+"""Mooncake, NIXL and FlashInfer's all-to-all on emulated ranks; mori is tested with aiter, its only backend."""
+
+import inspect
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from moe import MoeA2ABackend, MoeBackend, Topology
+from moe.backends.torch import TorchBackend, TorchRunnerCore, standard_to_torch
+from moe.config import DispatchFormat
+from moe.dispatch.deepep import DeepepBuffer, DeepepDispatcher
+from moe.dispatch.deepep_settings import DeepepMode, DeepepSettings, EpShape
+from moe.dispatch.flashinfer import FlashinferDispatcher, build_alltoall
+from moe.dispatch.mooncake import MooncakeBuffer
+from moe.dispatch.nixl import NixlBuffer
+from moe.dispatch.payload import Payload, choose_payload
+from moe.errors import MoeConfigError, TransportStateError, UnsupportedPathError
+from moe.formats import ExpertWeights, Fp8BlockWeight, Mxfp4Weight, activation_quant
+from moe.twin import moe_twin
+from moe.types import FlashinferCombineInput, RunState, StandardDispatchOutput
+from tests.emulators import alltoall
+from tests.emulators.alltoall import install_alltoall
+from tests.emulators.deep_gemm import install_deep_gemm
+from tests.emulators.low_latency import install_low_latency
+from tests.emulators.ranks import Rank, run_ranks
+from tests.moe.backends import hostile
+from tests.moe.dispatch import several_ranks
+from tests.moe.dispatch.several_ranks import PLAIN, E, I, K
+
+H = 2048
+BUFFERS = {MoeA2ABackend.MOONCAKE: MooncakeBuffer, MoeA2ABackend.NIXL: NixlBuffer}
+
+
+def dispatcher(
+    kind: type[DeepepBuffer], rank: Rank, payload: Payload, mode: DeepepMode = DeepepMode.LOW_LATENCY
+) -> DeepepDispatcher:
+    shape = EpShape(hidden_size=H, num_experts=E, top_k=K, ep_size=rank.size())
+    return DeepepDispatcher(
+        kind(rank, DeepepSettings(mode=mode, max_dispatch_tokens=8), shape, sends_fp8=payload.is_fp8), payload
+    )
+
+
+@pytest.mark.parametrize("a2a", list(BUFFERS))
+def test_low_latency_libraries_with_torch(monkeypatch: pytest.MonkeyPatch, a2a: MoeA2ABackend) -> None:
+    install_low_latency(monkeypatch, wide=True)
+    w13, w2 = hostile.dense_experts(E, H, I)
+    experts = ExpertWeights(w13=Mxfp4Weight.quantize(w13), w2=Mxfp4Weight.quantize(w2))
+    inputs = several_ranks.rank_inputs([4, 0, 3, 8], H, torch.float32)
+    outputs = several_ranks.run_layer(
+        experts, inputs, backend=MoeBackend.TORCH, a2a=a2a, formats=a2a.dispatch_formats, dtype=torch.float32,
+        dispatcher_for=lambda rank, config: dispatcher(BUFFERS[a2a], rank, Payload.BF16),
+    )  # fmt: skip
+    wants = [moe_twin(x, topk, experts, PLAIN) for x, topk in inputs]
+    assert hostile.relative_error(torch.cat(outputs), torch.cat(wants)) < 1e-5
+
+
+@pytest.mark.parametrize("a2a", list(BUFFERS))
+def test_low_latency_libraries_with_deep_gemm(monkeypatch: pytest.MonkeyPatch, a2a: MoeA2ABackend) -> None:
+    install_low_latency(monkeypatch, wide=True)
+    install_deep_gemm(monkeypatch, wide=True)
+    monkeypatch.setattr("moe.backends.deep_gemm.RESULT_DTYPE", torch.float32)
+    w13, w2 = hostile.dense_experts(E, H, 128)
+    experts = ExpertWeights(w13=Fp8BlockWeight.quantize(w13), w2=Fp8BlockWeight.quantize(w2))
+    inputs = several_ranks.rank_inputs([4, 3], H, torch.bfloat16)
+    payload = choose_payload(MoeBackend.DEEP_GEMM, DispatchFormat.DEEPEP_LL, "fp8_block")
+    outputs = several_ranks.run_layer(
+        experts, inputs, backend=MoeBackend.DEEP_GEMM, a2a=a2a, formats=a2a.dispatch_formats, dtype=torch.bfloat16,
+        dispatcher_for=lambda rank, config: dispatcher(BUFFERS[a2a], rank, payload),
+    )  # fmt: skip
+    for (x, topk), out in zip(inputs, outputs, strict=True):
+        want = moe_twin(x, topk, experts, PLAIN, quantize_input=activation_quant.fp8_groups)
+        assert hostile.relative_error(out, want) < 1e-3
+
+
+def test_what_these_libraries_lack_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in BUFFERS.values():
+        with pytest.raises(UnsupportedPathError, match="has low-latency kernels only"):
+            run_ranks(2, lambda rank, kind=kind: dispatcher(kind, rank, Payload.BF16, DeepepMode.AUTO))
+        with pytest.raises(UnsupportedPathError, match=r"needs the package (mooncake|nixl_ep)"):
+            run_ranks(1, lambda rank, kind=kind: dispatcher(kind, rank, Payload.BF16))
+    install_low_latency(monkeypatch)
+
+    def send(rank: Rank) -> None:
+        dispatcher(MooncakeBuffer, rank, Payload.FP8_UE8M0).dispatch(hostile.tokens(2, H), hostile.routing(2, E, K))
+
+    with pytest.raises(UnsupportedPathError, match="cannot send power-of-two scales"):
+        run_ranks(1, send)
+
+
+# ---- FlashInfer ----
+
+
+def alltoall_layer(num_tokens: list[int], hidden: int = 256) -> tuple[list[Any], list[torch.Tensor], ExpertWeights]:
+    """Dispatch, plain torch experts on the received slots, combine."""
+    w13, w2 = hostile.dense_experts(E, hidden, I)
+    experts = ExpertWeights(w13=Mxfp4Weight.quantize(w13), w2=Mxfp4Weight.quantize(w2))
+    inputs = several_ranks.rank_inputs(num_tokens, hidden, torch.float32)
+    ep_size = len(num_tokens)
+
+    def work(rank: Rank) -> torch.Tensor:
+        index = rank.rank()
+        shape = EpShape(hidden_size=hidden, num_experts=E, top_k=K, ep_size=ep_size)
+        transport = FlashinferDispatcher(build_alltoall(index, shape, 8), index, shape, 8)
+        topology = Topology(ep_size=ep_size, ep_rank=index)
+        config = several_ranks.layer_config(experts, ep_size, torch.float32)
+        info = TorchBackend().prepare(hostile.shard(experts, ep=(ep_size, index)), config, topology)
+        received = transport.dispatch(*inputs[index])
+        assert received.num_tokens is None
+        assert received.hidden_states.shape == (8 * ep_size, hidden)
+        standard = StandardDispatchOutput(received.hidden_states, received.topk_output)
+        core_input = standard_to_torch(standard, info, config, RunState())
+        return transport.combine(FlashinferCombineInput(TorchRunnerCore(config).run(core_input, info, RunState())))
+
+    return inputs, run_ranks(ep_size, work), experts
+
+
+@pytest.mark.parametrize("num_tokens", [[7], [5, 8], [3, 0, 8, 1], [1, 2, 0, 4, 5, 0, 7, 8]])
+def test_flashinfer_ranks_equal_one_rank(monkeypatch: pytest.MonkeyPatch, num_tokens: list[int]) -> None:
+    install_alltoall(monkeypatch)
+    inputs, outputs, experts = alltoall_layer(num_tokens)
+    wants = [moe_twin(x, topk, experts, PLAIN) for x, topk in inputs]
+    assert [out.shape for out in outputs] == [want.shape for want in wants]
+    assert hostile.relative_error(torch.cat(outputs), torch.cat(wants)) < 1e-5
+
+
+def test_flashinfer_sends_quantized_tokens_with_their_scales(monkeypatch: pytest.MonkeyPatch) -> None:
+    install_alltoall(monkeypatch)
+
+    def quantize(x_TH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x_TH[:, ::2].contiguous(), x_TH[:, ::16].contiguous()
+
+    def work(rank: Rank) -> Any:
+        shape = EpShape(hidden_size=256, num_experts=E, top_k=K, ep_size=2)
+        transport = FlashinferDispatcher(build_alltoall(rank.rank(), shape, 8), rank.rank(), shape, 8, quantize)
+        received = transport.dispatch(hostile.tokens(4, 256).float(), hostile.routing(4, E, K))
+        empty = received.empty_result(torch.bfloat16)
+        transport.combine(FlashinferCombineInput(empty.hidden_states.float()))
+        return received, empty
+
+    received, empty = run_ranks(2, work)[0]
+    assert received.hidden_states_scale is not None
+    assert (received.hidden_states.shape, received.hidden_states_scale.shape) == ((16, 128), (16, 16))
+    assert empty.hidden_states.shape == (16, 256)
+    is_used = (received.topk_output.ids >= 0).all(-1)
+    assert bool(received.hidden_states[is_used].isfinite().all())
+
+
+def test_flashinfer_limits_and_missing_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = EpShape(hidden_size=256, num_experts=E, top_k=K, ep_size=1)
+    with pytest.raises(MoeConfigError, match="max_tokens is 0"):
+        FlashinferDispatcher(None, 0, shape, 0)
+    with pytest.raises(TransportStateError, match="9 tokens, but the transport holds 8"):
+        FlashinferDispatcher(None, 0, shape, 8).dispatch(hostile.tokens(9, 256), hostile.routing(9, E, K))
+    monkeypatch.setitem(sys.modules, "flashinfer.comm", None)
+    with pytest.raises(UnsupportedPathError, match="--moe-a2a-backend flashinfer needs the package flashinfer"):
+        build_alltoall(0, shape, 8)
+
+
+def test_emulated_signatures_are_the_librarys() -> None:
+    alltoall.import_flashinfer()
+    import flashinfer.comm
+
+    for name in ("__init__", "dispatch"):
+        real = inspect.signature(getattr(flashinfer.comm.MoeAlltoAll, name)).parameters
+        ours = inspect.signature(getattr(alltoall.MoeAlltoAll, name)).parameters
+        assert [(p.name, p.kind, p.default) for p in ours.values()] == [
+            (p.name, p.kind, p.default) for p in real.values()
+        ]
