@@ -112,7 +112,8 @@ def _dot(w_NK, x_MK, acc_NM, INTERPRET: tl.constexpr):
 def _multiply(
     x_ptrs, is_row_M, w_ptr, s_ptr, expert, block, step_begin, step_end, num_blocks, num_steps, num_cols,
     FORMAT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEP_K: tl.constexpr, WORDS: tl.constexpr,
-    NUM_STAGES: tl.constexpr, EVEN_K: tl.constexpr, USE_ASM: tl.constexpr, INTERPRET: tl.constexpr,
+    NUM_STAGES: tl.constexpr, SHORT_K: tl.constexpr, ALIGNED_K: tl.constexpr,
+    USE_ASM: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """fp32 [BLOCK_N, BLOCK_M]: one tile of weight rows times one tile of token rows."""
     row_N = tl.arange(0, BLOCK_N)
@@ -126,11 +127,13 @@ def _multiply(
         s_ptrs = s_ptr + stream_N * 8 + row_N % 64 // 8
     acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     for step in tl.range(step_begin, step_end, num_stages=NUM_STAGES):
-        if EVEN_K:
-            x = tl.load(x_ptrs + step * STEP_K, mask=is_row_M[:, None], other=0.0)
-        else:
-            is_col_K = col_K < num_cols - step * STEP_K
-            x = tl.load(x_ptrs + step * STEP_K, mask=is_row_M[:, None] & is_col_K[None, :], other=0.0)
+        if SHORT_K:
+            x = tl.load(x_ptrs, mask=is_row_M[:, None] & (col_K < num_cols)[None, :], other=0.0)
+        else:  # the last step looks back: see layout.py
+            col = tl.minimum(step * STEP_K, num_cols - STEP_K)
+            if ALIGNED_K:
+                col = tl.multiple_of(col, 16)
+            x = tl.load(x_ptrs + col, mask=is_row_M[:, None], other=0.0)
         if FORMAT == BF16:
             acc = _dot(tl.load(w_ptrs + step * 64 * WORDS), x, acc, INTERPRET)
         elif FORMAT == FP8_BLOCK:
@@ -157,7 +160,7 @@ def _tile(
     expert, slot_M, block, split, x_stride, num_cols, num_out, num_blocks, num_steps, alpha, beta, limit,
     FORMAT: tl.constexpr, IS_FIRST: tl.constexpr, TOPK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STEP_K: tl.constexpr, WORDS: tl.constexpr, SPLIT_K: tl.constexpr, NUM_STAGES: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_LIMIT: tl.constexpr, EVEN_K: tl.constexpr, WIDE: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_LIMIT: tl.constexpr, SHORT_K: tl.constexpr, ALIGNED_K: tl.constexpr, WIDE: tl.constexpr,
     USE_ASM: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """One tile of `expert`, from its rows' slots (-1 for none) to the stored result."""
@@ -170,7 +173,7 @@ def _tile(
     acc = _multiply(
         x_ptrs, is_row_M, w_ptr, s_ptr, expert, block,
         num_steps * split // SPLIT_K, num_steps * (split + 1) // SPLIT_K, num_blocks, num_steps, num_cols,
-        FORMAT, BLOCK_M, BLOCK_N, STEP_K, WORDS, NUM_STAGES, EVEN_K, USE_ASM, INTERPRET,
+        FORMAT, BLOCK_M, BLOCK_N, STEP_K, WORDS, NUM_STAGES, SHORT_K, ALIGNED_K, USE_ASM, INTERPRET,
     )  # fmt: skip
     row_N = block * BLOCK_N + tl.arange(0, BLOCK_N)
     half_N = row_N // 8 % 2 if IS_FIRST else row_N * 0
@@ -199,7 +202,7 @@ def _ranked_tile(
     expert, rank_S, begin, block, split, x_stride, num_cols, num_out, num_blocks, num_steps, alpha, beta, limit,
     FORMAT: tl.constexpr, IS_FIRST: tl.constexpr, TOPK: tl.constexpr, SLOTS_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, STEP_K: tl.constexpr, WORDS: tl.constexpr, SPLIT_K: tl.constexpr, NUM_STAGES: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_LIMIT: tl.constexpr, EVEN_K: tl.constexpr, WIDE: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_LIMIT: tl.constexpr, SHORT_K: tl.constexpr, ALIGNED_K: tl.constexpr, WIDE: tl.constexpr,
     USE_ASM: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """The tile of the slots that rank begin .. begin + BLOCK_M - 1 among their expert's."""
@@ -208,8 +211,8 @@ def _ranked_tile(
     _tile(
         x_ptr, w_ptr, s_ptr, post_ptr, bias_ptr, out_ptr, weights_ptr,
         expert, slot_M, block, split, x_stride, num_cols, num_out, num_blocks, num_steps, alpha, beta, limit,
-        FORMAT, IS_FIRST, TOPK, BLOCK_M, BLOCK_N, STEP_K, WORDS, SPLIT_K, NUM_STAGES, HAS_BIAS, HAS_LIMIT, EVEN_K,
-        WIDE, USE_ASM, INTERPRET,
+        FORMAT, IS_FIRST, TOPK, BLOCK_M, BLOCK_N, STEP_K, WORDS, SPLIT_K, NUM_STAGES, HAS_BIAS, HAS_LIMIT,
+        SHORT_K, ALIGNED_K, WIDE, USE_ASM, INTERPRET,
     )  # fmt: skip
 
 
@@ -219,8 +222,9 @@ def direct_gemm(
     num_tokens, first_expert, num_experts, x_stride, num_cols, num_out, num_blocks, num_steps, alpha, beta, limit,
     FORMAT: tl.constexpr, IS_FIRST: tl.constexpr, BY_EXPERT: tl.constexpr, TOPK: tl.constexpr, SLOTS_PAD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEP_K: tl.constexpr, WORDS: tl.constexpr, SPLIT_K: tl.constexpr,
-    NUM_STAGES: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_LIMIT: tl.constexpr, EVEN_K: tl.constexpr,
-    WIDE: tl.constexpr, USE_ASM: tl.constexpr, USE_PDL: tl.constexpr, PREFETCH: tl.constexpr, ONE_TILE: tl.constexpr,
+    NUM_STAGES: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_LIMIT: tl.constexpr,
+    SHORT_K: tl.constexpr, ALIGNED_K: tl.constexpr, WIDE: tl.constexpr,
+    USE_ASM: tl.constexpr, USE_PDL: tl.constexpr, PREFETCH: tl.constexpr, ONE_TILE: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """A layer's GEMM for few tokens: every program finds its expert's slots (at most SLOTS_PAD in all) by itself.
@@ -247,14 +251,14 @@ def direct_gemm(
                 x_ptr, w_ptr, s_ptr, post_ptr, bias_ptr, out_ptr, weights_ptr,
                 expert, rank_S, begin, block, split, x_stride, num_cols, num_out, num_blocks, num_steps,
                 alpha, beta, limit, FORMAT, IS_FIRST, TOPK, SLOTS_PAD, BLOCK_M, BLOCK_N, STEP_K, WORDS, SPLIT_K,
-                NUM_STAGES, HAS_BIAS, HAS_LIMIT, EVEN_K, WIDE, USE_ASM, INTERPRET,
+                NUM_STAGES, HAS_BIAS, HAS_LIMIT, SHORT_K, ALIGNED_K, WIDE, USE_ASM, INTERPRET,
             )  # fmt: skip
     elif count > 0:  # the loop would cost half as many registers again
         _ranked_tile(
             x_ptr, w_ptr, s_ptr, post_ptr, bias_ptr, out_ptr, weights_ptr,
             expert, rank_S, 0, block, split, x_stride, num_cols, num_out, num_blocks, num_steps,
             alpha, beta, limit, FORMAT, IS_FIRST, TOPK, SLOTS_PAD, BLOCK_M, BLOCK_N, STEP_K, WORDS, SPLIT_K,
-            NUM_STAGES, HAS_BIAS, HAS_LIMIT, EVEN_K, WIDE, USE_ASM, INTERPRET,
+            NUM_STAGES, HAS_BIAS, HAS_LIMIT, SHORT_K, ALIGNED_K, WIDE, USE_ASM, INTERPRET,
         )  # fmt: skip
 
 
@@ -265,7 +269,8 @@ def grouped_gemm(
     FORMAT: tl.constexpr, IS_FIRST: tl.constexpr, TOPK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEP_K: tl.constexpr, WORDS: tl.constexpr, NUM_STAGES: tl.constexpr,
     TILE_GROUP: tl.constexpr, NUM_HEIGHTS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_LIMIT: tl.constexpr,
-    EVEN_K: tl.constexpr, WIDE: tl.constexpr, USE_ASM: tl.constexpr, USE_PDL: tl.constexpr, INTERPRET: tl.constexpr,
+    SHORT_K: tl.constexpr, ALIGNED_K: tl.constexpr, WIDE: tl.constexpr,
+    USE_ASM: tl.constexpr, USE_PDL: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """The same for many tokens: a tile is a run of slots sorted by expert, as `group.group_slots` wrote it.
 
@@ -298,5 +303,5 @@ def grouped_gemm(
                 x_ptr, w_ptr, s_ptr, post_ptr, bias_ptr, out_ptr, weights_ptr,
                 expert, slot_M, block, 0, x_stride, num_cols, num_out, num_blocks, num_steps, alpha, beta, limit,
                 FORMAT, IS_FIRST, TOPK, BLOCK_M >> shift, BLOCK_N, STEP_K, WORDS, 1, NUM_STAGES, HAS_BIAS, HAS_LIMIT,
-                EVEN_K, WIDE, USE_ASM, INTERPRET,
+                SHORT_K, ALIGNED_K, WIDE, USE_ASM, INTERPRET,
             )  # fmt: skip

@@ -6,8 +6,11 @@ Every matrix [E, N, K] becomes blocks of 64 rows by one step of K, each block co
     scales [E, N/64, K/step, ...]         one int32 of four scale bytes per row (FP4), one fp32 per 8 rows (FP8 block)
 
 w13 rows are interleaved in groups of eight, [8 gate, 8 up, 8 gate, ...], which puts both halves of a gated pair into
-one thread's accumulators. N and K are padded with zero weights to whole blocks. Shape letters: E experts, N rows, K
-reduction, B blocks of 64 rows, S steps along K, J codes in a word, W words of a row in a step.
+one thread's accumulators. N is padded with zero rows. Where no whole number of steps fills K, the last step covers the
+last columns, and weights that the step before has are zero in it: no kernel has to mask the activations. A K below one
+step is padded with zeros at its end.
+Shape letters: E experts, N rows, K reduction, B blocks of 64 rows, S steps along K, J codes in a word, W words of a row
+in a step.
 """
 
 from dataclasses import dataclass
@@ -152,10 +155,14 @@ def _fp8_scales(scale_inv: torch.Tensor, index: torch.Tensor, num_steps: int) ->
 
 
 def _blocks(matrix_NK: torch.Tensor, index: torch.Tensor, step: int) -> torch.Tensor:
-    """[N, K] to [B, S, 64, step], rows by `index`, zero where it is -1 and beyond K."""
+    """[N, K] to [B, S, 64, step], rows by `index`, zero where it is -1 and where the last step overlaps."""
     rows = _take_rows(matrix_NK, index)
-    rows = torch.nn.functional.pad(rows, (0, _round_up(rows.shape[1], step) - rows.shape[1]))
-    return rows.view(rows.shape[0] // ROWS, ROWS, -1, step).transpose(1, 2).contiguous()
+    num_cols = rows.shape[1]
+    missing = _round_up(num_cols, step) - num_cols
+    blocks = torch.nn.functional.pad(rows, (0, missing)).view(rows.shape[0] // ROWS, ROWS, -1, step)
+    if num_cols > step:
+        blocks[:, :, -1] = blocks[:, :, -1].roll(missing, dims=-1)
+    return blocks.transpose(1, 2).contiguous()
 
 
 def _take_rows(matrix_NK: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

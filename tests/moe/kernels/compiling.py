@@ -64,7 +64,7 @@ def compile_gemm(
         "FORMAT": FORMATS[format_name], "IS_FIRST": is_first, "TOPK": top_k, "BLOCK_M": plan.block_m,
         "BLOCK_N": plan.block_n_1 if is_first else plan.block_n_2, "STEP_K": step, "WORDS": words,
         "NUM_STAGES": plan.stages_1 if is_first else plan.stages_2, "HAS_BIAS": True, "HAS_LIMIT": True,
-        "EVEN_K": even_k, "WIDE": False, "USE_ASM": True, "USE_PDL": plan.pdl, "INTERPRET": False,
+        "SHORT_K": False, "ALIGNED_K": True, "WIDE": False, "USE_ASM": True, "USE_PDL": plan.pdl, "INTERPRET": False,
     }  # fmt: skip
     if plan.direct:
         constants |= {

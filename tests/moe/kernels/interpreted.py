@@ -119,7 +119,7 @@ def poisoned(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -
 
 
 CASES = {
-    "mxfp4 direct": lambda: run_case("mxfp4", 3, 96, 160, DIRECT),
+    "mxfp4 direct": lambda: run_case("mxfp4", 3, 192, 160, DIRECT),
     "mxfp4 direct by expert": lambda: run_case("mxfp4", 5, 160, 96, BY_EXPERT),
     "mxfp4 one token": lambda: run_case("mxfp4", 1, 96, 96, DIRECT),
     "mxfp4 direct with several tiles an expert": lambda: run_case("mxfp4", 24, 96, 96, BY_EXPERT),
@@ -130,12 +130,12 @@ CASES = {
     "mxfp4 plain activation": lambda: run_case("mxfp4", 3, 96, 96, DIRECT, has_bias=False),
     "deepep normal": lambda: run_deepep(is_low_latency=False),
     "deepep low latency": lambda: run_deepep(is_low_latency=True),
-    "bf16 direct": lambda: run_case("bf16", 3, 100, 76, DIRECT),
+    "bf16 direct": lambda: run_case("bf16", 3, 100, 60, DIRECT),
     "bf16 grouped": lambda: run_case("bf16", 18, 100, 76, GROUPED),
     "fp8_block direct": lambda: run_case("fp8_block", 3, 192, 136, DIRECT),
     "fp8_block grouped": lambda: run_case("fp8_block", 18, 192, 136, GROUPED),
     "nvfp4 direct": lambda: run_case("nvfp4", 3, 96, 80, DIRECT),
-    "nvfp4 grouped": lambda: run_case("nvfp4", 18, 96, 80, GROUPED),
+    "nvfp4 grouped": lambda: run_case("nvfp4", 18, 96, 48, GROUPED),
 }
 
 if __name__ == "__main__":

@@ -28,9 +28,19 @@ def unpack_e2m1(words: torch.Tensor) -> torch.Tensor:
     return torch.stack([bits_as_bf16(b) for b in bits], dim=-2).double() * 2.0**126
 
 
-def dense_rows(packed: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """[B, S, 64, step] values back to [N, K]."""
-    return values.transpose(1, 2).flatten(2).flatten(0, 1)
+def dense_rows(values_BSRK: torch.Tensor) -> torch.Tensor:
+    """[B, S, 64, step] values back to [N, S, step]."""
+    return values_BSRK.transpose(1, 2).flatten(0, 1)
+
+
+def dense_columns(values_NSK: torch.Tensor, num_cols: int) -> torch.Tensor:
+    """[N, S, step] to [N, K] as the kernels add steps up: the last one covers the last columns."""
+    dense = torch.zeros(values_NSK.shape[0], max(num_cols, 128), dtype=values_NSK.dtype)
+    for index in range(values_NSK.shape[1]):
+        first = max(0, min(index * 128, num_cols - 128))
+        dense[:, first : first + 128] += values_NSK[:, index]
+    assert not dense[:, num_cols:].any()
+    return dense[:, :num_cols]
 
 
 def test_every_word_unpacks_to_the_codes_it_was_packed_from() -> None:
@@ -50,23 +60,22 @@ def test_gate_and_up_alternate_in_eights_and_padding_is_marked() -> None:
     assert plain_index(70).tolist() == [*range(70), *[-1] * 58]
 
 
-@pytest.mark.parametrize("spread", [1, 100])
-def test_mxfp4_data_scale_and_post_multiply_to_the_weight(spread: int) -> None:
+@pytest.mark.parametrize(("spread", "num_cols"), [(1, 96), (100, 96), (100, 128), (5, 288)])
+def test_mxfp4_data_scale_and_post_multiply_to_the_weight(spread: int, num_cols: int) -> None:
     g = torch.Generator().manual_seed(spread)
-    codes = torch.randint(0, 256, (2, 70, 48), generator=g, dtype=torch.uint8)
-    scales = torch.randint(110, 110 + spread, (2, 70, 3), generator=g, dtype=torch.uint8)
+    codes = torch.randint(0, 256, (2, 70, num_cols // 2), generator=g, dtype=torch.uint8)
+    scales = torch.randint(110, 110 + spread, (2, 70, num_cols // 32), generator=g, dtype=torch.uint8)
     weight = Mxfp4Weight(codes, scales)
     packed = pack_matrix(weight, None, is_gated=False)
-    assert packed.data.shape == (2, 2, 1, 64, 32)
+    assert packed.data.shape == (2, 2, -(-num_cols // 128), 64, 32)
     assert packed.scales is not None
     fields = packed.scales.view(torch.uint8).unflatten(-1, (-1, 4))[..., None].double()
     values = unpack_e2m1(packed.data).mul(2.0**-126) * torch.exp2(fields - 127)
     values = values.flatten(-2) * packed.post[0, 0].double()
     for expert in range(2):
-        dense = dense_rows(packed.data, values[expert])
-        assert torch.equal(dense[:70, :96], weight.dequantize(torch.float64)[expert])
+        dense = dense_columns(dense_rows(values[expert]), num_cols)
+        assert torch.equal(dense[:70], weight.dequantize(torch.float64)[expert])
         assert not dense[70:].any()
-        assert not dense[:, 96:].any()
 
 
 def test_every_positive_e4m3_scale_is_exact_in_its_new_byte() -> None:
