@@ -12,7 +12,7 @@ import torch
 
 from loaders.errors import CheckpointError
 from loaders.quant import PLAIN_DTYPES
-from loaders.sharding import Cut, ExpertShard
+from loaders.sharding import CUT_BLOCK, Cut, ExpertShard
 from loaders.source import TensorSource
 from moe.formats import Bf16Weight, ExpertWeights, Mxfp4Weight, Weight
 from moe.formats.mxfp4 import GROUP
@@ -44,10 +44,10 @@ def read_gpt_oss_experts(
     w13: Weight
     w2: Weight
     if _is_published(source, prefix):
-        cut = shard.cut_intermediate(intermediate_size, GROUP)
+        cut = shard.cut_intermediate(intermediate_size, CUT_BLOCK["mxfp4"])
         w13, w2 = _read_published(source, prefix, sizes, experts, cut)
     else:
-        cut = shard.cut_intermediate(intermediate_size, 1)
+        cut = shard.cut_intermediate(intermediate_size, CUT_BLOCK["bf16"])
         w13, w2 = _read_transposed(source, prefix, sizes, experts, cut)
     b13_name, b2_name = f"{prefix}.gate_up_proj_bias", f"{prefix}.down_proj_bias"
     source.expect(b13_name, shape=(num_experts, 2 * intermediate_size), dtypes=PLAIN_DTYPES)

@@ -1,4 +1,4 @@
-"""Which part of a layer's experts one rank holds. Arithmetic only: reads nothing, knows no format but its block size.
+"""Which part of a layer's experts one rank holds. Arithmetic only: reads nothing, knows formats by their block size.
 
 Two independent cuts, never both from one number: expert parallelism slices the expert axis, tensor parallelism slices
 the intermediate axis of the experts it is left with.
@@ -15,6 +15,11 @@ padded length; a rank may own fewer blocks, or none, and holds zeros there, whic
 from dataclasses import dataclass
 
 from loaders.errors import ShardingError
+from moe.formats import Bf16Weight, Fp8BlockWeight, Fp8TensorWeight, Mxfp4Weight, Nvfp4Weight, Weight
+
+# Elements of the intermediate axis that share one scale: the finest cut. Both w13's rows and w2's columns follow it.
+_FORMATS: tuple[type[Weight], ...] = (Bf16Weight, Fp8TensorWeight, Nvfp4Weight, Mxfp4Weight, Fp8BlockWeight)
+CUT_BLOCK = {kind.format_name: kind.col_block for kind in _FORMATS}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,3 +65,7 @@ class ExpertShard:
         step = blocks_per_rank * block
         start, end = min(size, self.tp_rank * step), min(size, (self.tp_rank + 1) * step)
         return Cut(start=start, length=end - start, padded=step)
+
+    def padded_intermediate(self, size: int, format_name: str) -> int:
+        """Intermediate size of every rank's experts, padding included: whole blocks of the format's scales."""
+        return self.cut_intermediate(size, CUT_BLOCK[format_name]).padded

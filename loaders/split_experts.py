@@ -10,13 +10,10 @@ import torch
 
 from loaders.errors import CheckpointError
 from loaders.quant import LinearLayout, Part, build_weight, inspect_linear, read_scalar
-from loaders.sharding import Cut, ExpertShard
+from loaders.sharding import CUT_BLOCK, Cut, ExpertShard
 from loaders.source import TensorSource, dtype_name
-from moe.formats import Bf16Weight, ExpertWeights, Fp8BlockWeight, Fp8TensorWeight, Mxfp4Weight, Nvfp4Weight, Weight
+from moe.formats import ExpertWeights, Weight
 
-# Elements of the intermediate axis that share one scale: the finest cut. Both w13's rows and w2's columns follow it.
-_FORMATS: tuple[type[Weight], ...] = (Bf16Weight, Fp8TensorWeight, Nvfp4Weight, Mxfp4Weight, Fp8BlockWeight)
-_CUT_BLOCK = {kind.format_name: kind.col_block for kind in _FORMATS}
 _ROWS, _COLS = -2, -1
 
 
@@ -68,13 +65,14 @@ def read_split_experts(
         for e in range(num_experts)
     ]
     _check_uniform(experts)
-    cut = shard.cut_intermediate(intermediate_size, _CUT_BLOCK[experts[0].gate.format_name])
-    w13 = _read_weight(source, [(x.gate, x.up) for x in experts], local, _ROWS, cut)
-    w2 = _read_weight(source, [(x.down,) for x in experts], local, _COLS, cut)
+    cut = shard.cut_intermediate(intermediate_size, CUT_BLOCK[experts[0].gate.format_name])
+    w13, input_max13 = _read_weight(source, [(x.gate, x.up) for x in experts], local, _ROWS, cut)
+    w2, input_max2 = _read_weight(source, [(x.down,) for x in experts], local, _COLS, cut)
     for expert in experts:
         for layout in (expert.gate, expert.up, expert.down):
             source.mark_used(part.meta.name for part in layout.parts)
-    return ExpertWeights(w13=w13, w2=w2)
+    scales = None if input_max13 is None or input_max2 is None else (input_max13, input_max2)
+    return ExpertWeights(w13=w13, w2=w2, layer_input_scales=scales)
 
 
 def _inspect(source: TensorSource, prefix: str, shape: tuple[int, int]) -> LinearLayout:
@@ -100,8 +98,11 @@ def _check_uniform(experts: list[_Expert]) -> None:
 
 def _read_weight(
     source: TensorSource, layers: list[tuple[LinearLayout, ...]], local: range, axis: int, cut: Cut
-) -> Weight:
-    """Stack (gate, up) of all local experts along the rows, or (down,) alone; `axis` is the one that is cut."""
+) -> tuple[Weight, float | None]:
+    """Stack (gate, up) of all local experts along the rows, or (down,) alone; `axis` is the one that is cut.
+
+    With it goes the largest input scale of the whole layer, other ranks' experts included.
+    """
     mine = [layers[e] for e in local]
     parts = [
         _stage(source, [tuple(layout.parts[i] for layout in halves) for halves in mine], axis, cut)
@@ -110,12 +111,13 @@ def _read_weight(
     scale = _scalars(source, [[layout.scale for layout in halves] for halves in layers])
     input_scale = _scalars(source, [[layout.input_scale for layout in halves] for halves in layers])
     keep = slice(local.start, local.stop)
-    return build_weight(
+    weight = build_weight(
         layers[0][0].format_name,
         parts,
         None if scale is None else scale[keep],
         None if input_scale is None else input_scale[keep],
     )
+    return weight, None if input_scale is None else float(input_scale.amax())
 
 
 def _stage(source: TensorSource, experts: list[tuple[Part, ...]], axis: int, cut: Cut) -> torch.Tensor:

@@ -105,6 +105,7 @@ def test_shards_put_together_equal_the_whole(tmp_path: Path, kind: str, sizes: l
             experts = read_shard(tmp_path, kind, shard)
             cut, mine = shard.cut_intermediate(I, block), shard.expert_range(E)
             assert (experts.num_experts, experts.intermediate_size) == (E // ep, cut.padded)
+            assert experts.intermediate_size == shard.padded_intermediate(I, experts.format_name)
             gate, up = experts.w13.dequantize().split(cut.padded, 1)
             down, own = experts.w2.dequantize(), slice(cut.start, cut.start + cut.length)
             assert not any(
@@ -145,6 +146,28 @@ def test_scalar_scales_do_not_depend_on_the_rank(tmp_path: Path) -> None:
     first = read_shard(tmp_path, "nvfp4", ExpertShard(ep_size=4, ep_rank=0)).w13
     assert first.scale_2.tolist() == [[1.0, 1.0], [1.0, 1.0]]  # type: ignore[attr-defined]
     assert first.input_scale.tolist() == [9.0, 0.5]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("kind", ["nvfp4", "fp8_tensor"])
+def test_every_rank_knows_the_largest_input_scales_of_the_layer(tmp_path: Path, kind: str) -> None:
+    """Kernels with one activation scale for all experts need it; an expert without a scale counts as the largest."""
+    tensors, _, _ = split_experts(kind, E, H, I)
+    tensors["x.7.up_proj.input_scale"] = torch.tensor(9.0)
+    tensors["x.2.down_proj.input_scale"] = torch.tensor(3.0)
+    del tensors["x.0.down_proj.input_scale"]
+    save(tmp_path, tensors)
+    for shard in (ExpertShard(), *(ExpertShard(tp_size=2, ep_size=4, ep_rank=rank) for rank in range(4))):
+        assert read_shard(tmp_path, kind, shard).layer_input_scales == (9.0, 3.0)
+    for name in [name for name in tensors if name.endswith("down_proj.input_scale")]:
+        del tensors[name]
+    save(tmp_path, tensors)  # half of the scales serve no kernel
+    assert read_shard(tmp_path, kind, ExpertShard()).layer_input_scales is None
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp8_block", "mxfp4"])
+def test_formats_without_static_scales_have_no_layer_scale(tmp_path: Path, kind: str) -> None:
+    write(tmp_path, kind)
+    assert read_shard(tmp_path, kind, ExpertShard(ep_size=2)).layer_input_scales is None
 
 
 def test_only_this_ranks_bytes_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
