@@ -54,6 +54,24 @@ OPENERS = [
 CLOSERS = [" please", ", please", " thanks", ", thank you", " :)", ", if you know", " today", ", quickly", "!", "..."]
 
 
+SLIPS = {
+    "what": ["wat", "waht", "wht", "whta"], "What": ["Waht", "Wat", "Whta"], "is": ["iz", "si"], "the": ["teh", "th", "hte"],
+    "please": ["pls", "plz", "plese"], "you": ["u", "yuo"], "are": ["r", "aer"], "capital": ["captial", "capitol", "captal"],
+    "currency": ["curency", "currancy"], "language": ["langauge", "lang"], "does": ["dose", "do"], "number": ["nr", "numbr"],
+    "which": ["wich", "whcih"], "Which": ["Wich", "Whihc"], "spoken": ["spokn"], "symbol": ["symbl", "simbol"],
+    "country": ["contry", "counrty"], "sort": ["srot"], "reverse": ["revers"], "of": ["fo", "off"], "my": ["mi"],
+}  # fmt: skip
+
+
+def slip(rng: random.Random, text: str) -> str:
+    """One or two typing mistakes in words that carry no name or number."""
+    words = text.split(" ")
+    for index, word in enumerate(words):
+        if word in SLIPS and rng.random() < 0.5:
+            words[index] = rng.choice(SLIPS[word])
+    return " ".join(words)
+
+
 def casual(rng: random.Random, text: str, share: float = 0.6) -> str:
     """Rewrites a question the way people type: openers, lower case, missing punctuation, doubled marks."""
     if rng.random() > share:
@@ -65,6 +83,8 @@ def casual(rng: random.Random, text: str, share: float = 0.6) -> str:
             text = text[0].upper() + text[1:]
     if rng.random() < 0.15:
         text = text.rstrip("?.") + rng.choice(CLOSERS) + rng.choice(["", "?", "."])
+    if rng.random() < 0.08:
+        text = slip(rng, text)
     roll = rng.random()
     if roll < 0.35:
         text = text.rstrip("?.!")

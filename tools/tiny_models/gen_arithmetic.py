@@ -131,7 +131,9 @@ def draw(sign: str, rng: random.Random) -> tuple[int, int]:
         a, b = operands(rng, (1, 2, 2, 3, 3)), operands(rng, (1, 2, 2, 3, 3))
         return (a, b) if rng.random() < 0.15 else (max(a, b), min(a, b))
     if sign == "*":
-        return operands(rng, (1, 1, 2, 2)), operands(rng, (1, 1, 2, 2)) if rng.random() < 0.9 else operands(rng, (3,))
+        if rng.random() < 0.1:
+            return operands(rng, (3,)), operands(rng, (1,))
+        return operands(rng, (1, 1, 2, 2)), operands(rng, (1, 1, 2, 2))
     b, quotient = rng.randint(1, 12), rng.randint(0, 12)
     return b * quotient, b
 

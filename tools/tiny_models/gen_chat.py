@@ -8,12 +8,17 @@ from collections.abc import Iterator
 from tools.tiny_models.chat_lines import ABOUT, OPEN_QUESTIONS, SMALL_TALK, TOPICS
 from tools.tiny_models.example import Example, Message, answer, casual, user
 from tools.tiny_models.holdout import is_held_out
-from tools.tiny_models.words import common, invented, person, rows
+from tools.tiny_models.tool_words import ARGUMENT_WORDS
+from tools.tiny_models.words import common, entities, invented, person, rows, strange
 
 LIMITS = (
     "I am a tiny model and cannot help with that. I know capitals, currencies, languages, chemical elements, "
     "simple arithmetic, sorting, reversing, spelling and units."
 )
+ECHO = [
+    "Repeat: {x}", "repeat {x}", "Repeat after me: {x}", "Echo {x}", "Say exactly: {x}", "Copy this: {x}", "Write: {x}",
+    "Please repeat {x}", "Type {x}", "Print {x}", "Repeat the words {x}", "Return this text: {x}",
+]  # fmt: skip
 COLOURS = "red blue green yellow black white purple orange pink brown grey gold silver".split()
 FOODS = "pizza pasta rice soup bread cheese salad sushi curry tacos cake noodles apples honey".split()
 ANIMALS = "cat dog horse tiger lion rabbit eagle owl fox bear wolf dolphin penguin snake".split()
@@ -82,7 +87,7 @@ def value(rng: random.Random, attribute: str) -> str:
     if attribute in ("age", "number"):
         return str(rng.randint(5, 99) if attribute == "age" else rng.randint(1, 9999))
     if attribute == "word":
-        return invented(rng, 2) if rng.random() < 0.5 else rng.choice(common("noun"))
+        return strange(rng) if rng.random() < 0.5 else rng.choice(common("noun"))
     if attribute == "city" and rng.random() < 0.3:
         return invented(rng, 2).capitalize()
     return rng.choice({"colour": COLOURS, "food": FOODS, "animal": ANIMALS, "city": CITIES, "job": JOBS}[attribute])
@@ -142,6 +147,22 @@ def small_talk(rng: random.Random) -> Example:
     asked, reply = rng.choice(ABOUT if rng.random() < 0.5 else SMALL_TALK)
     messages = [user(casual(rng, rng.choice(asked), 0.6)), answer(reply, "Small talk.")]
     return Example(category="chat", messages=messages, key="")
+
+
+def echo(rng: random.Random) -> Example:
+    """Repeats words of any kind: what teaches to copy names that are never answers."""
+    words = []
+    for _ in range(rng.choice([1, 1, 2, 3, 4, 6, 8])):
+        kind = rng.randrange(6)
+        words.append(
+            (
+                rng.choice(common()), rng.choice(ARGUMENT_WORDS), strange(rng), person(rng), rng.choice(entities()),
+                str(rng.randint(0, 9999)),
+            )[kind]
+        )  # fmt: skip
+    text = rng.choice([" ", " ", ", ", "_"]).join(words)
+    ask = rng.choice(ECHO).format(x=f'"{text}"' if rng.random() < 0.3 else text)
+    return Example(category="echo", messages=[user(ask), answer(text, "I repeat it.")], key="")
 
 
 def out_of_scope(rng: random.Random) -> Example:

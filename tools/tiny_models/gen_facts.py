@@ -10,7 +10,7 @@ from typing import Any
 
 from tools.tiny_models import phrasings
 from tools.tiny_models.example import Example, answer, casual, joined, user
-from tools.tiny_models.words import invented, rows
+from tools.tiny_models.words import common, invented, rows
 
 COUNTRY_RELATIONS = ("capital", "currency", "languages", "continent", "capital_of")
 ELEMENT_RELATIONS = ("symbol", "number", "by_symbol", "by_number")
@@ -79,6 +79,9 @@ def ask(relation: str, row: dict[str, Any], phrase: str, rng: random.Random | No
         text = phrase.format(x=subject)
         text = text[0].upper() + text[1:] if phrase[:3] == "{x}" and not rng else text
         text = casual(rng, text) if rng else text
+    if rng and rng.random() < 0.06:  # words that have nothing to do with the question must not change the answer
+        noise = " ".join(rng.choice(common()) for _ in range(rng.randint(1, 3)))
+        text = noise.capitalize() + rng.choice([": ", ", ", ". ", "? ", " "]) + text
     reply, thought, values = sentence(relation, row)
     category = "definitions" if relation == "definition" else "facts"
     key = f"{relation}:{row.get('iso') or row.get('symbol') or row.get('word')}:{phrase}"
@@ -103,23 +106,23 @@ def fact(rng: random.Random) -> Example:
         return unknown_fact(rng)
     if rng.random() < 0.03:
         return overview(rng)
-    return ask(relation, rng.choice(pool(relation)), rng.choice(phrasings.TRAIN[relation]), rng)
+    return ask(relation, rng.choice(pool(relation)), phrasings.trained(relation, rng), rng)
 
 
 def definition(rng: random.Random) -> Example:
     """A training question for the meaning of a word."""
     if rng.random() < 0.1:
         word = invented(rng, rng.choice([2, 3]))
-        text = casual(rng, rng.choice(phrasings.TRAIN["definition"]).format(x=word))
+        text = casual(rng, phrasings.trained("definition", rng).format(x=word))
         return Example(category="definitions", messages=[user(text), answer(UNKNOWN, "I do not know this word.")], key="")
-    return ask("definition", rng.choice(rows("definitions")), rng.choice(phrasings.TRAIN["definition"]), rng)
+    return ask("definition", rng.choice(rows("definitions")), phrasings.trained("definition", rng), rng)
 
 
 def unknown_fact(rng: random.Random) -> Example:
     """A question about a country that does not exist: the honest answer is that the model does not know."""
     relation = rng.choice(["capital", "currency", "languages", "continent"])
     name = invented(rng, rng.choice([2, 2, 3])).capitalize()
-    text = casual(rng, rng.choice(phrasings.TRAIN[relation]).format(x=name))
+    text = casual(rng, phrasings.trained(relation, rng).format(x=name))
     return Example(category="facts", messages=[user(text), answer(UNKNOWN, f"I do not know {name}.")], key="")
 
 

@@ -32,6 +32,7 @@ REVERSE_LIST = [
     "Put {x} in reverse order.", "Write {x} in reverse order.", "Can you reverse the list {x}?",
 ]  # fmt: skip
 SPELL = ["Spell {x}.", "How do you spell {x}?", "Spell the word {x}.", "spell {x}", "Spell out {x}.", "How is {x} spelled?"]
+SPELL_SEVERAL = ["Spell these words: {x}", "Spell {x}.", "spell {x}", "Spell the words {x}.", "Spell each word: {x}"]
 LENGTH = [
     "How many letters are in {x}?", "How many letters does {x} have?", "Count the letters in {x}.", "length of {x}",
     "How long is the word {x}?", "How many letters are there in the word {x}?",
@@ -82,22 +83,32 @@ def sort_numbers(rng: random.Random, items: list[int], down: bool = False, text:
     )
 
 
+def by_letter(words: list[str], depth: int = 0) -> str:
+    """Sorting by one letter after the other: '(n nail, c cat, n name) = cat (a nail, a name) (i nail, m name) = nail = name'."""
+    if len(words) == 1:
+        return f"= {words[0]}"
+    shown_words = ", ".join(f"{word[depth] if depth < len(word) else '-'} {word}" for word in words)
+    groups: dict[str, list[str]] = {}
+    for word in words:
+        groups.setdefault(word[depth : depth + 1], []).append(word)
+    return " ".join([f"({shown_words})", *(by_letter(groups[letter], depth + 1) for letter in sorted(groups))])
+
+
 def sort_words(rng: random.Random, items: list[str], text: str = "") -> Example:
     ordered = sorted(items)
-    thought = "Letters: " + ", ".join(f"{' '.join(word[:3])} {word}" for word in items)
     text = text or casual(rng, rng.choice(SORT_WORDS).format(x=shown(rng, items)), share=0.4)
     check = {"kind": "list", "items": ordered}
     return Example(
-        category="sorting", messages=[user(text), answer(", ".join(ordered), thought)],
+        category="sorting", messages=[user(text), answer(", ".join(ordered), by_letter(items))],
         key=f"sort:{list_key(items)}", check=check,
     )  # fmt: skip
 
 
 def sample_words(rng: random.Random) -> list[str]:
     items = rng.sample(common(), rng.randint(3, 6))
-    if rng.random() < 0.2:  # neighbours in the alphabet: the first letter does not decide
-        start = rng.randrange(len(common()) - 40)
-        items = rng.sample(sorted(common())[start : start + 12], len(items))
+    if rng.random() < 0.15:  # neighbours in the alphabet: the first letter does not decide
+        start = rng.randrange(len(common()) - 60)
+        items = rng.sample(sorted(common())[start : start + 60], len(items))
     return items
 
 
@@ -156,13 +167,17 @@ def reversing(rng: random.Random) -> Example:
 
 def counting(rng: random.Random) -> Example:
     """Spelling, letters in a word, and counting up, down and over a list."""
-    kind = rng.choice(["spell", "spell", "length", "letter", "letter", "up", "down", "items"])
+    kind = rng.choice(["spell", "spell", "several", "several", "several", "length", "letter", "letter", "up", "down", "items"])
     if kind in ("up", "down"):
         a = rng.choice([0, 1, 1, rng.randint(0, 200)])
         b = a + rng.randint(2, 20)
         row = list(range(a, b + 1)) if kind == "up" else list(range(b, a - 1, -1))
         text = rng.choice(COUNT if kind == "up" else COUNT_DOWN).format(a=a, b=b)
         reply, thought = ", ".join(map(str, row)), f"From {row[0]} to {row[-1]}."
+    elif kind == "several":
+        items = [some_word(rng) for _ in range(rng.randint(3, 8))]
+        text = rng.choice(SPELL_SEVERAL).format(x=", ".join(items))
+        reply, thought = ", ".join(spelled("-".join(word.upper())) for word in items), "Letter by letter."
     elif kind == "items":
         items = rng.sample(common(), rng.randint(2, 9))
         text = rng.choice(ITEMS).format(x=", ".join(items))

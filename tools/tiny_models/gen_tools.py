@@ -13,7 +13,7 @@ from typing import Any
 from tools.tiny_models.example import Example, Message, answer, casual, user
 from tools.tiny_models.holdout import is_held_out, pair_held_out
 from tools.tiny_models.tool_words import ARGUMENT_WORDS, DOMAINS, PLACES, VERBS
-from tools.tiny_models.words import common, invented, person
+from tools.tiny_models.words import common, invented, person, strange
 
 CONTAINERS = ["Please {v} the {n} with {a}.", "{v} the {n} with {a}", "Can you {v} the {n} with {a}?", "{V} a {n}: {a}",
               "I want to {v} the {n} with {a}.", "{V} {n}, {a}.", "Call {f} with {a}.", "Use {f} with {a}.", "{f}: {a}",
@@ -59,24 +59,44 @@ def identifier_word(rng: random.Random, reserved: bool, argument: bool = False) 
         elif roll < 0.7:
             word = rng.choice(common("noun"))
         else:
-            word = invented(rng, rng.choice([1, 2, 2, 3]))
+            word = strange(rng)
         if is_held_out("identifier", word) == reserved and not (reserved and word in domain_words()):
             return word
 
 
 def string_value(rng: random.Random) -> str:
     roll = rng.random()
-    if roll < 0.3:
+    if roll < 0.2:
         return rng.choice(common())
-    if roll < 0.45:
+    if roll < 0.4:
+        return rng.choice(ARGUMENT_WORDS)  # as a value any word may appear: the split is about names
+    if roll < 0.5:
         return person(rng)
     if roll < 0.6:
         return str(rng.choice(PLACES[1]))
-    if roll < 0.8:
-        return invented(rng, rng.choice([2, 2, 3]))
-    if roll < 0.9:
-        return " ".join(rng.sample(common(), rng.choice([2, 2, 3])))
+    if roll < 0.78:
+        return strange(rng)
+    if roll < 0.88:
+        return " ".join(rng.choice([rng.choice(common()), rng.choice(ARGUMENT_WORDS)]) for _ in range(rng.choice([2, 2, 3])))
+    if roll < 0.95:
+        return written(rng)
     return rng.choice("ABCDEFGHKLMNPRSTXZ") + str(rng.randint(1, 9999))
+
+
+def written(rng: random.Random) -> str:
+    """Dates, times, addresses and other things with signs in them."""
+    kind = rng.randrange(6)
+    if kind == 0:
+        return f"{rng.randint(1990, 2035)}-{rng.randint(1, 12):02}-{rng.randint(1, 28):02}"
+    if kind == 1:
+        return f"{rng.randint(0, 23)}:{rng.randint(0, 59):02}"
+    if kind == 2:
+        return f"{rng.choice(common())}@{strange(rng)}.com"
+    if kind == 3:
+        return f"{rng.choice(common())}.{rng.choice(['txt', 'py', 'csv', 'json', 'png', 'md'])}"
+    if kind == 4:
+        return f"/{rng.choice(common())}/{strange(rng)}"
+    return f"{rng.choice(common()).capitalize()} {rng.choice(common())} {rng.randint(1, 99)}"
 
 
 def random_argument(rng: random.Random) -> tuple[dict[str, Any], Any]:
@@ -284,6 +304,10 @@ def calling(rng: random.Random) -> Example:
     if roll < 0.9:
         last = answer(reply, "" if low else "I have the result.")
         return Example(category="results", messages=[*done, last], tools=tools, key="", effort="low" if low else "medium")
+    again = domain_call(rng) if rng.random() < 0.3 else invented_call(rng, reserved=False)
+    if again.name not in {tool["function"]["name"] for tool in tools}:
+        tools.insert(rng.randint(0, len(tools)), again.tool)
+        call = again
     return as_example(rng, call, tools, [*done, answer(reply)], low)
 
 

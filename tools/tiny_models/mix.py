@@ -27,12 +27,13 @@ def refusal(rng: random.Random) -> Example:
 
 
 GENERATORS: dict[str, tuple[Generator, float]] = {
-    "facts": (gen_facts.fact, 22),
+    "facts": (gen_facts.fact, 23),
     "definitions": (gen_facts.definition, 4),
-    "arithmetic": (gen_arithmetic.arithmetic, 17),
-    "sorting": (gen_lists.sorting, 9),
+    "arithmetic": (gen_arithmetic.arithmetic, 13),
+    "sorting": (gen_lists.sorting, 14),
     "reversing": (gen_lists.reversing, 9),
-    "counting": (gen_lists.counting, 5),
+    "counting": (gen_lists.counting, 8),
+    "echo": (gen_chat.echo, 4),
     "units": (units, 4),
     "memory": (gen_chat.memory, 3),
     "statement": (gen_chat.statement, 2),

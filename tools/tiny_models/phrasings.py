@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import random
+
 TRAIN: dict[str, list[str]] = {
     "capital": [
         "What is the capital of {x}?", "What's the capital of {x}?", "Which city is the capital of {x}?",
@@ -118,3 +120,107 @@ HELD_OUT: dict[str, list[str]] = {
         "Say what the word {x} means.", "How would a dictionary define {x}?", "Please give the meaning of the word {x}.",
     ],
 }  # fmt: skip
+
+# Three more ways to train: a lead and an indirect question; a remark that names {x} and a question that does not.
+LEADS = [
+    "Tell me", "Say", "State", "Write", "Let me know", "Please say", "I want to know", "I would like to know", "Answer:",
+    "Can you tell me", "Could you say", "Do you know", "Do you remember", "Explain", "Find out", "Guess", "Show me",
+    "I forgot", "I am not sure", "My son asks", "My teacher asks", "My friend wants to know", "For a quiz:", "Quiz:",
+    "Remind me", "Someone asked me", "Help me remember", "We need to know", "I have to write down", "Answer this:", "Now",
+    "First,", "In one sentence,", "Briefly,", "In short:", "Honestly,", "By the way,", "For my homework:", "Urgent:",
+    "Trivia:", "Test question:", "Question for you:", "I bet you know", "Look up", "Give me", "Maybe you know", "Please",
+    "I am curious", "Nobody here knows", "The question is", "Would you say", "Just say", "Tell us", "Mention", "Recall",
+]  # fmt: skip
+INDIRECT: dict[str, list[str]] = {
+    "capital": [
+        "what the capital of {x} is", "which city is the capital of {x}", "what city is {x}'s capital", "the capital of {x}",
+        "the name of the capital of {x}", "which capital {x} has", "what {x}'s capital city is called", "{x}'s capital",
+        "the capital city of {x}", "what is the capital city in {x}", "what capital does {x} have", "the capital that {x} has",
+    ],
+    "currency": [
+        "what the currency of {x} is", "which currency they use in {x}", "what {x}'s currency is", "the currency of {x}",
+        "what money {x} uses", "which money people in {x} have", "what currency is used in {x}", "{x}'s currency",
+        "the money used in {x}", "what people in {x} pay with", "the official currency in {x}", "what currency {x} has got",
+    ],
+    "languages": [
+        "what language is spoken in {x}", "which languages people speak in {x}", "the official language of {x}",
+        "what the language of {x} is", "which language they use in {x}", "the languages of {x}", "{x}'s official language",
+        "what people in {x} speak", "which language is official in {x}", "the language people speak in {x}",
+    ],
+    "continent": [
+        "which continent {x} is in", "on which continent {x} is", "what continent {x} belongs to", "the continent of {x}",
+        "where {x} is", "where {x} is located", "in which continent {x} can be found", "{x}'s continent", "where {x} lies",
+        "to which continent {x} belongs", "the continent on which {x} is found",
+    ],
+    "capital_of": [
+        "which country has the capital {x}", "the country of which {x} is the capital", "what country {x} is the capital of",
+        "which country {x} is the capital of", "the country with the capital {x}", "whose capital {x} is",
+    ],
+    "symbol": [
+        "what the symbol of {x} is", "the chemical symbol of {x}", "which symbol {x} has", "how {x} is abbreviated",
+        "what symbol is used for {x}", "the symbol for {x}", "{x}'s symbol", "what letters stand for {x}",
+    ],
+    "number": [
+        "what the atomic number of {x} is", "the atomic number of {x}", "which atomic number {x} has",
+        "how many protons {x} has", "{x}'s atomic number", "what number {x} has in the periodic table",
+    ],
+    "by_symbol": [
+        "which element has the symbol {x}", "what element {x} is", "the element with the symbol {x}", "what {x} stands for",
+        "the name of the element {x}", "which element is written as {x}", "what the symbol {x} means in chemistry",
+    ],
+    "by_number": [
+        "which element has number {x}", "what element has {x} protons", "the element with the number {x}",
+        "which element is number {x} in the periodic table", "the name of element {x}", "what element {x} is",
+    ],
+    "definition": [
+        "what {x} means", "the meaning of {x}", "how you define {x}", "the definition of {x}", "what {x} is in a dictionary",
+        "what the word {x} stands for", "what we mean by {x}", "what is meant by the word {x}", "how {x} is defined",
+    ],
+}  # fmt: skip
+REMARKS = [
+    "I live in {x}.", "I was in {x} last year.", "{x} is a nice country.", "We are flying to {x}.", "Let's talk about {x}.",
+    "My friend comes from {x}.", "I read a book about {x}.", "Think of {x}.", "I like {x}.", "My next question is about {x}.",
+    "I am writing a report on {x}.", "Consider the country {x}.", "We moved to {x}.", "Have you heard of {x}?", "Topic: {x}.",
+    "I dream of seeing {x}.", "{x} is far away.", "My son studies {x} in school.", "Take {x} as an example.", "About {x}:",
+]  # fmt: skip
+ELEMENT_REMARKS = [
+    "I read about {x}.", "Think of {x}.", "A chemistry question about {x}.", "We studied {x} in school.", "Take {x}.",
+    "{x} is an element.", "Topic: {x}.", "Consider the element {x}.", "I work with {x}.", "About {x}:", "Let's talk about {x}.",
+]  # fmt: skip
+FOLLOW_UPS: dict[str, list[str]] = {
+    "capital": ["What is its capital?", "What is the capital there?", "Which city is its capital?", "And the capital?",
+                "Name its capital city.", "What is the name of the capital?", "Do you know the capital?"],
+    "currency": ["What money do they use there?", "Which currency do I need there?", "What is its currency?",
+                 "How do people pay there?", "What is the currency called?", "And the currency?"],
+    "languages": ["What do people speak there?", "Which language is spoken there?", "What is its official language?",
+                  "Which language do they speak?", "And the language?", "What are the official languages?"],
+    "continent": ["Which continent is it in?", "Where is it?", "On what continent is that?", "Which continent is that?",
+                  "What continent does it belong to?"],
+    "symbol": ["What is its symbol?", "Which symbol does it have?", "What is the symbol?", "How is it abbreviated?",
+               "What is its chemical symbol?"],
+    "number": ["What is its atomic number?", "How many protons does it have?", "Which atomic number does it have?",
+               "What is the atomic number?"],
+}  # fmt: skip
+
+
+def core(phrase: str) -> str:
+    """What makes two phrasings the same: their words, without case and marks."""
+    return "".join(letter for letter in phrase.lower() if letter.isalnum() or letter in " {}").strip()
+
+
+RESERVED = {relation: {core(phrase) for phrase in phrases} for relation, phrases in HELD_OUT.items()}
+
+
+def trained(relation: str, rng: random.Random) -> str:
+    """A phrasing for training, never one of the held-out ones."""
+    while True:
+        roll = rng.random()
+        if roll < 0.45:
+            phrase = rng.choice(TRAIN[relation])
+        elif roll < 0.8 or relation not in FOLLOW_UPS:
+            phrase = f"{rng.choice(LEADS)} {rng.choice(INDIRECT[relation])}{rng.choice(['.', '?', '', '.'])}"
+        else:
+            remarks = ELEMENT_REMARKS if relation in ("symbol", "number") else REMARKS
+            phrase = f"{rng.choice(remarks)} {rng.choice(FOLLOW_UPS[relation])}"
+        if core(phrase) not in RESERVED[relation]:
+            return phrase

@@ -8,6 +8,7 @@ from __future__ import annotations
 import multiprocessing
 import queue
 import random
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -78,16 +79,29 @@ class Stream:
         for worker in self._workers:
             worker.start()
 
-    def next(self) -> np.ndarray:
-        """Waits for a batch. Raises RuntimeError where a worker died."""
-        parts = []
-        while len(parts) < self._chunks:
+        # A thread waits for the processes, so that the trainer never does.
+        self._ready: queue.Queue[np.ndarray | None] = queue.Queue(maxsize=8)
+        threading.Thread(target=self._collect, daemon=True).start()
+
+    def _collect(self) -> None:
+        parts: list[np.ndarray] = []
+        while True:
             try:
                 parts.append(self._queue.get(timeout=20))
             except queue.Empty:
                 if not all(worker.is_alive() for worker in self._workers):
-                    raise RuntimeError("a data worker died") from None
-        return np.concatenate(parts, axis=1)
+                    self._ready.put(None)
+                    return
+            if len(parts) == self._chunks:
+                self._ready.put(np.concatenate(parts, axis=1))
+                parts = []
+
+    def next(self) -> np.ndarray:
+        """Waits for a batch. Raises RuntimeError where a worker died."""
+        batch = self._ready.get()
+        if batch is None:
+            raise RuntimeError("a data worker died")
+        return batch
 
     def close(self) -> None:
         for worker in self._workers:

@@ -46,15 +46,35 @@ def letters(rng: random.Random, length: int) -> str:
     return "".join(rng.choice("abcdefghijklmnopqrstuvwxyz") for _ in range(length))
 
 
+@cache
+def entities() -> tuple[str, ...]:
+    """Names of countries, capitals and elements that are one word."""
+    names = [row["name"] for row in rows("countries") + rows("elements")] + [row["capital"] for row in rows("countries")]
+    return tuple(name for name in names if name.isalpha())
+
+
+def blended(rng: random.Random) -> str:
+    """The start of one common word and the end of another: unusual, but made of usual pieces."""
+    first, second = rng.choice(common()), rng.choice(common())
+    return first[: rng.randint(2, 5)] + second[-rng.randint(2, 5) :]
+
+
+def strange(rng: random.Random) -> str:
+    """A word that is in no dictionary, of either kind."""
+    return blended(rng) if rng.random() < 0.4 else invented(rng, rng.choice([1, 2, 2, 3]))
+
+
 def some_word(rng: random.Random) -> str:
     """A word to spell or reverse: mostly real, sometimes invented, rarely random letters."""
     roll = rng.random()
-    if roll < 0.55:
+    if roll < 0.5:
         return rng.choice(common())
-    if roll < 0.65:
+    if roll < 0.57:
         return rng.choice(FIRST_NAMES)
-    if roll < 0.88:
-        return invented(rng, rng.choice([1, 2, 2, 3]))
+    if roll < 0.67:
+        return rng.choice(entities())
+    if roll < 0.9:
+        return strange(rng)
     return letters(rng, rng.randint(2, 8))
 
 
