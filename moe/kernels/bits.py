@@ -122,3 +122,24 @@ def exponent_scale(packed, INDEX: tl.constexpr):
 def fraction_scale(packed, INDEX: tl.constexpr):
     """Byte INDEX of an int32 holds 5 exponent and 3 fraction bits of a scale, `layout.pack_fraction_scales`."""
     return _as_bf16((((packed >> (8 * INDEX)) & 0xFF) << 4) + FRACTION_SCALE_BITS)
+
+
+@triton.jit
+def encode_e4m3(values, USE_CAST: tl.constexpr):
+    """fp32 of at most 448 to E4M3 bytes (uint8), rounded to nearest even. The interpreter's own cast loses carries."""
+    if USE_CAST:
+        return values.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    magnitude = tl.abs(values)
+    bits = magnitude.to(tl.int32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
+    subnormal = ((magnitude * 512.0 + 8388608.0) - 8388608.0).to(tl.int32)
+    code = tl.where(magnitude >= 0.015625, normal, subnormal)
+    return (code | tl.where(values < 0, 128, 0)).to(tl.uint8)
+
+
+@triton.jit
+def decode_e4m3(codes):
+    """E4M3 bytes to fp32, for where no matrix unit takes them as they are."""
+    c = codes.to(tl.int32)
+    bits = ((c & 0x7F) << 20) | ((c & 0x80) << 24)
+    return bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120

@@ -12,12 +12,13 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from moe.kernels.bits import exponent_scale, fraction_scale, unpack_e2m1, unpack_e4m3
+from moe.kernels.bits import decode_e4m3, exponent_scale, fraction_scale, unpack_e2m1, unpack_e4m3
 
 BF16 = tl.constexpr(0)
 FP8_BLOCK = tl.constexpr(1)
 MXFP4 = tl.constexpr(2)
 NVFP4 = tl.constexpr(3)
+FP8_BOTH = tl.constexpr(4)  # FP8 block weights times activations in FP8, a scale per row and step
 
 
 # One thread asks the L2 for a contiguous range; nothing waits for it.
@@ -109,8 +110,16 @@ def _dot(w_NK, x_MK, acc_NM, INTERPRET: tl.constexpr):
 
 
 @triton.jit
+def _dot_fp8(w_NK, x_MK, INTERPRET: tl.constexpr):
+    if INTERPRET:
+        return tl.dot(decode_e4m3(w_NK), tl.trans(decode_e4m3(x_MK)), input_precision="ieee")
+    return tl.dot(w_NK.to(tl.float8e4nv, bitcast=True), tl.trans(x_MK.to(tl.float8e4nv, bitcast=True)))
+
+
+@triton.jit
 def _multiply(
-    x_ptrs, is_row_M, w_ptr, s_ptr, expert, block, step_begin, step_end, num_blocks, num_steps, num_cols,
+    x_ptrs, xs_ptrs, xs_stride, is_row_M, w_ptr, s_ptr, expert, block, step_begin, step_end, num_blocks, num_steps,
+    num_cols,
     FORMAT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEP_K: tl.constexpr, WORDS: tl.constexpr,
     NUM_STAGES: tl.constexpr, SHORT_K: tl.constexpr, ALIGNED_K: tl.constexpr,
     USE_ASM: tl.constexpr, INTERPRET: tl.constexpr,
@@ -123,7 +132,7 @@ def _multiply(
     stream_N = (expert.to(tl.int64) * num_blocks + block_N) * num_steps
     w_ptrs = w_ptr + (stream_N * (64 * WORDS) + row_N % 64 * WORDS)[:, None] + tl.arange(0, WORDS)[None, :]
     s_ptrs = s_ptr + stream_N * 64 + row_N % 64
-    if FORMAT == FP8_BLOCK:
+    if (FORMAT == FP8_BLOCK) | (FORMAT == FP8_BOTH):
         s_ptrs = s_ptr + stream_N * 8 + row_N % 64 // 8
     acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     for step in tl.range(step_begin, step_end, num_stages=NUM_STAGES):
@@ -140,6 +149,10 @@ def _multiply(
             w = _fp8_tile(w_ptrs + step * 64 * WORDS, BLOCK_N, WORDS, USE_ASM)
             part = _dot(w, x, tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32), INTERPRET)
             acc += part * tl.load(s_ptrs + step * 8)[:, None]
+        elif FORMAT == FP8_BOTH:
+            w = tl.load(w_ptrs + step * 64 * WORDS)
+            x_scale = tl.load(xs_ptrs + step * xs_stride, mask=is_row_M, other=0.0)
+            acc += _dot_fp8(w, x, INTERPRET) * tl.load(s_ptrs + step * 8)[:, None] * x_scale[None, :]
         else:
             w = _fp4_tile(w_ptrs + step * 64 * WORDS, s_ptrs + step * 64, FORMAT, BLOCK_N, WORDS, USE_ASM)
             acc = _dot(w, x, acc, INTERPRET)
@@ -156,8 +169,8 @@ def _activate(gate, up, alpha, beta, limit, HAS_LIMIT: tl.constexpr):
 
 @triton.jit
 def _tile(
-    x_ptr, w_ptr, s_ptr, post_ptr, bias_ptr, out_ptr, weights_ptr,
-    expert, slot_M, block, split, x_stride, num_cols, num_out, num_blocks, num_steps, alpha, beta, limit,
+    x_ptr, xs_ptr, w_ptr, s_ptr, post_ptr, bias_ptr, out_ptr, weights_ptr,
+    expert, slot_M, block, split, x_stride, xs_stride, num_cols, num_out, num_blocks, num_steps, alpha, beta, limit,
     FORMAT: tl.constexpr, IS_FIRST: tl.constexpr, TOPK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STEP_K: tl.constexpr, WORDS: tl.constexpr, SPLIT_K: tl.constexpr, NUM_STAGES: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_LIMIT: tl.constexpr, SHORT_K: tl.constexpr, ALIGNED_K: tl.constexpr, WIDE: tl.constexpr,
@@ -171,7 +184,7 @@ def _tile(
         row_M, source_M = row_M.to(tl.int64), source_M.to(tl.int64)
     x_ptrs = x_ptr + (source_M * x_stride)[:, None] + tl.arange(0, STEP_K)[None, :]
     acc = _multiply(
-        x_ptrs, is_row_M, w_ptr, s_ptr, expert, block,
+        x_ptrs, xs_ptr + source_M, xs_stride, is_row_M, w_ptr, s_ptr, expert, block,
         num_steps * split // SPLIT_K, num_steps * (split + 1) // SPLIT_K, num_blocks, num_steps, num_cols,
         FORMAT, BLOCK_M, BLOCK_N, STEP_K, WORDS, NUM_STAGES, SHORT_K, ALIGNED_K, USE_ASM, INTERPRET,
     )  # fmt: skip
@@ -198,8 +211,9 @@ def _tile(
 
 @triton.jit
 def _ranked_tile(
-    x_ptr, w_ptr, s_ptr, post_ptr, bias_ptr, out_ptr, weights_ptr,
-    expert, rank_S, begin, block, split, x_stride, num_cols, num_out, num_blocks, num_steps, alpha, beta, limit,
+    x_ptr, xs_ptr, w_ptr, s_ptr, post_ptr, bias_ptr, out_ptr, weights_ptr,
+    expert, rank_S, begin, block, split, x_stride, xs_stride, num_cols, num_out, num_blocks, num_steps, alpha, beta,
+    limit,
     FORMAT: tl.constexpr, IS_FIRST: tl.constexpr, TOPK: tl.constexpr, SLOTS_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, STEP_K: tl.constexpr, WORDS: tl.constexpr, SPLIT_K: tl.constexpr, NUM_STAGES: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_LIMIT: tl.constexpr, SHORT_K: tl.constexpr, ALIGNED_K: tl.constexpr, WIDE: tl.constexpr,
@@ -209,8 +223,8 @@ def _ranked_tile(
     is_row_MS = rank_S[None, :] == begin + tl.arange(0, BLOCK_M)[:, None]
     slot_M = tl.max(tl.where(is_row_MS, tl.arange(0, SLOTS_PAD)[None, :], -1), axis=1)
     _tile(
-        x_ptr, w_ptr, s_ptr, post_ptr, bias_ptr, out_ptr, weights_ptr,
-        expert, slot_M, block, split, x_stride, num_cols, num_out, num_blocks, num_steps, alpha, beta, limit,
+        x_ptr, xs_ptr, w_ptr, s_ptr, post_ptr, bias_ptr, out_ptr, weights_ptr,
+        expert, slot_M, block, split, x_stride, xs_stride, num_cols, num_out, num_blocks, num_steps, alpha, beta, limit,
         FORMAT, IS_FIRST, TOPK, BLOCK_M, BLOCK_N, STEP_K, WORDS, SPLIT_K, NUM_STAGES, HAS_BIAS, HAS_LIMIT,
         SHORT_K, ALIGNED_K, WIDE, USE_ASM, INTERPRET,
     )  # fmt: skip
@@ -218,8 +232,9 @@ def _ranked_tile(
 
 @triton.jit
 def direct_gemm(
-    x_ptr, w_ptr, s_ptr, post_ptr, bias_ptr, out_ptr, ids_ptr, weights_ptr,
-    num_tokens, first_expert, num_experts, x_stride, num_cols, num_out, num_blocks, num_steps, alpha, beta, limit,
+    x_ptr, xs_ptr, w_ptr, s_ptr, post_ptr, bias_ptr, out_ptr, ids_ptr, weights_ptr,
+    num_tokens, first_expert, num_experts, x_stride, xs_stride, num_cols, num_out, num_blocks, num_steps, alpha, beta,
+    limit,
     FORMAT: tl.constexpr, IS_FIRST: tl.constexpr, BY_EXPERT: tl.constexpr, TOPK: tl.constexpr, SLOTS_PAD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEP_K: tl.constexpr, WORDS: tl.constexpr, SPLIT_K: tl.constexpr,
     NUM_STAGES: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_LIMIT: tl.constexpr,
@@ -248,15 +263,15 @@ def direct_gemm(
     if not ONE_TILE:
         for begin in range(0, count, BLOCK_M):
             _ranked_tile(
-                x_ptr, w_ptr, s_ptr, post_ptr, bias_ptr, out_ptr, weights_ptr,
-                expert, rank_S, begin, block, split, x_stride, num_cols, num_out, num_blocks, num_steps,
+                x_ptr, xs_ptr, w_ptr, s_ptr, post_ptr, bias_ptr, out_ptr, weights_ptr,
+                expert, rank_S, begin, block, split, x_stride, xs_stride, num_cols, num_out, num_blocks, num_steps,
                 alpha, beta, limit, FORMAT, IS_FIRST, TOPK, SLOTS_PAD, BLOCK_M, BLOCK_N, STEP_K, WORDS, SPLIT_K,
                 NUM_STAGES, HAS_BIAS, HAS_LIMIT, SHORT_K, ALIGNED_K, WIDE, USE_ASM, INTERPRET,
             )  # fmt: skip
     elif count > 0:  # the loop would cost half as many registers again
         _ranked_tile(
-            x_ptr, w_ptr, s_ptr, post_ptr, bias_ptr, out_ptr, weights_ptr,
-            expert, rank_S, 0, block, split, x_stride, num_cols, num_out, num_blocks, num_steps,
+            x_ptr, xs_ptr, w_ptr, s_ptr, post_ptr, bias_ptr, out_ptr, weights_ptr,
+            expert, rank_S, 0, block, split, x_stride, xs_stride, num_cols, num_out, num_blocks, num_steps,
             alpha, beta, limit, FORMAT, IS_FIRST, TOPK, SLOTS_PAD, BLOCK_M, BLOCK_N, STEP_K, WORDS, SPLIT_K,
             NUM_STAGES, HAS_BIAS, HAS_LIMIT, SHORT_K, ALIGNED_K, WIDE, USE_ASM, INTERPRET,
         )  # fmt: skip
@@ -264,8 +279,8 @@ def direct_gemm(
 
 @triton.jit
 def grouped_gemm(
-    x_ptr, w_ptr, s_ptr, post_ptr, bias_ptr, out_ptr, slots_ptr, tiles_ptr, weights_ptr,
-    num_tiles, x_stride, num_cols, num_out, num_blocks, num_steps, alpha, beta, limit,
+    x_ptr, xs_ptr, w_ptr, s_ptr, post_ptr, bias_ptr, out_ptr, slots_ptr, tiles_ptr, weights_ptr,
+    num_tiles, x_stride, xs_stride, num_cols, num_out, num_blocks, num_steps, alpha, beta, limit,
     FORMAT: tl.constexpr, IS_FIRST: tl.constexpr, TOPK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEP_K: tl.constexpr, WORDS: tl.constexpr, NUM_STAGES: tl.constexpr,
     TILE_GROUP: tl.constexpr, NUM_HEIGHTS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_LIMIT: tl.constexpr,
@@ -300,8 +315,9 @@ def grouped_gemm(
             position = start + tl.arange(0, BLOCK_M >> shift)
             slot_M = tl.load(slots_ptr + position, mask=position < end, other=-1)
             _tile(
-                x_ptr, w_ptr, s_ptr, post_ptr, bias_ptr, out_ptr, weights_ptr,
-                expert, slot_M, block, 0, x_stride, num_cols, num_out, num_blocks, num_steps, alpha, beta, limit,
+                x_ptr, xs_ptr, w_ptr, s_ptr, post_ptr, bias_ptr, out_ptr, weights_ptr,
+                expert, slot_M, block, 0, x_stride, xs_stride, num_cols, num_out, num_blocks, num_steps, alpha, beta,
+                limit,
                 FORMAT, IS_FIRST, TOPK, BLOCK_M >> shift, BLOCK_N, STEP_K, WORDS, 1, NUM_STAGES, HAS_BIAS, HAS_LIMIT,
                 SHORT_K, ALIGNED_K, WIDE, USE_ASM, INTERPRET,
             )  # fmt: skip

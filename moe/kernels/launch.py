@@ -10,13 +10,15 @@ import torch
 import triton
 
 from moe.config import Activation
-from moe.kernels.gemm import BF16, FP8_BLOCK, MXFP4, NVFP4, direct_gemm, grouped_gemm
+from moe.kernels.gemm import BF16, FP8_BLOCK, FP8_BOTH, MXFP4, NVFP4, direct_gemm, grouped_gemm
 from moe.kernels.group import group_slots, sum_slots
 from moe.kernels.layout import STEP, PackedMatrix
 from moe.kernels.plan import Plan
+from moe.kernels.quantize import quantize_rows
 
 _FORMATS = {"bf16": BF16, "fp8_block": FP8_BLOCK, "mxfp4": MXFP4, "nvfp4": NVFP4}
 _SUM_COLUMNS = 1024
+_QUANTIZE_ROWS = 32
 _INT32_MAX = 2**31 - 1
 
 
@@ -103,20 +105,26 @@ def _gemm(
     activation, step = layer.activation, STEP[matrix.format_name]
     has_bias = matrix.bias is not None and (is_first or layer.adds_bias_2)
     interpret = bool(triton.knobs.runtime.interpret)
+    format_code, num_cols, data = _FORMATS[matrix.format_name], matrix.num_cols, matrix.data
+    x_scale, xs_stride = matrix.post, 0
+    if plan.fp8_activations:
+        x, x_scale = _quantize(x, ids_TK, matrix, plan, by_slot=not is_first)
+        format_code, num_cols, data, words = FP8_BOTH, num_steps * step, data.view(torch.uint8), 2 * words
+        xs_stride = x.shape[0]
     matrices = (
-        x, matrix.data, matrix.data if matrix.scales is None else matrix.scales, matrix.post,
+        x, x_scale, data, matrix.data if matrix.scales is None else matrix.scales, matrix.post,
         matrix.bias if has_bias else matrix.post, out,
     )  # fmt: skip
     sizes = (
-        x.stride(0), matrix.num_cols, out.shape[-1], num_blocks, num_steps,
+        x.stride(0), xs_stride, num_cols, out.shape[-1], num_blocks, num_steps,
         activation.alpha, activation.beta, 0.0 if activation.limit is None else activation.limit,
     )  # fmt: skip
     settings = {
-        "FORMAT": _FORMATS[matrix.format_name], "IS_FIRST": is_first, "TOPK": layer.top_k, "BLOCK_M": plan.block_m,
+        "FORMAT": format_code, "IS_FIRST": is_first, "TOPK": layer.top_k, "BLOCK_M": plan.block_m,
         "BLOCK_N": block_n, "STEP_K": step, "WORDS": words,
         "NUM_STAGES": plan.stages_1 if is_first else plan.stages_2, "HAS_BIAS": has_bias,
-        "HAS_LIMIT": activation.limit is not None, "SHORT_K": matrix.num_cols < step,
-        "ALIGNED_K": matrix.num_cols % 16 == 0,
+        "HAS_LIMIT": activation.limit is not None, "SHORT_K": num_cols < step,
+        "ALIGNED_K": num_cols % 16 == 0,
         "WIDE": max(x.shape[0] * x.stride(0), out.numel()) > _INT32_MAX,
         "USE_ASM": not interpret, "USE_PDL": plan.pdl, "INTERPRET": interpret,
         "num_warps": plan.warps_1 if is_first else plan.warps_2,
@@ -137,6 +145,22 @@ def _gemm(
             *matrices, tiles.slots_S, tiles.entries, weights_TK, num_tiles, *sizes,
             TILE_GROUP=plan.tile_group, NUM_HEIGHTS=plan.heights, **settings,
         )  # fmt: skip
+
+
+def _quantize(
+    x: torch.Tensor, ids_TK: torch.Tensor, matrix: PackedMatrix, plan: Plan, *, by_slot: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """E4M3 bytes [R, S * step] and fp32 scales [S, R] of the rows of x."""
+    num_rows, num_steps, step = x.shape[0], matrix.data.shape[2], STEP[matrix.format_name]
+    codes = torch.empty((num_rows, num_steps * step), dtype=torch.uint8, device=x.device)
+    scales = torch.empty((num_steps, num_rows), dtype=torch.float32, device=x.device)
+    interpret = bool(triton.knobs.runtime.interpret)
+    quantize_rows[(triton.cdiv(num_rows, _QUANTIZE_ROWS), num_steps)](
+        x, ids_TK, codes, scales, num_rows, x.stride(0), matrix.num_cols, num_steps,
+        BY_SLOT=by_slot, STEP_K=step, BLOCK_R=_QUANTIZE_ROWS, SHORT_K=matrix.num_cols < step,
+        USE_CAST=not interpret, USE_PDL=plan.pdl, num_warps=4, **_options(plan, starts_early=True),
+    )  # fmt: skip
+    return codes, scales
 
 
 def _options(plan: Plan, *, starts_early: bool) -> dict[str, Any]:

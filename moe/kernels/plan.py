@@ -14,6 +14,8 @@ class Plan:
     direct: every program finds its expert's slots by itself, at most MAX_DIRECT_SLOTS in all; three kernels.
     Otherwise a first kernel sorts the slots by expert and tiles are runs of `block_m` sorted slots; four kernels.
     heights: sizes of grouped tiles, 1 to 3: `block_m`, and half and a quarter of it for the short end of a run.
+    fp8_activations: a grouped plan of FP8 block weights rounds the inputs of both GEMMs to E4M3, a scale per row and
+        128 columns, and multiplies in FP8 (sm89 and newer): twice the rate, ten times the error.
     tile_group: grouped tiles that walk through the weights side by side.
     by_expert: direct programs are counted per expert instead of per slot.
     split_k: parts into which a direct plan cuts the second matrix's reduction axis; `sum_slots` adds them up.
@@ -33,6 +35,7 @@ class Plan:
     by_expert: bool = False
     tile_group: int = 4
     heights: int = 1
+    fp8_activations: bool = False
     pdl: bool = False
     prefetch: bool = False
 
@@ -48,5 +51,9 @@ class Plan:
             raise MoeConfigError("plan split_k, by_expert and prefetch belong to direct plans")
         if self.prefetch and not self.pdl:
             raise MoeConfigError("plan prefetch needs pdl: without it there is nothing to overlap with")
+        if self.direct and self.fp8_activations:
+            raise MoeConfigError(
+                "plan fp8_activations belongs to grouped plans: few tokens are bound by reading weights"
+            )
         if not 1 <= self.heights <= 3 or self.block_m >> (self.heights - 1) < 8:
             raise MoeConfigError(f"plan heights is {self.heights}: 1 to 3, and the lowest tile must hold 8 rows")

@@ -7,7 +7,9 @@ import torch
 
 from moe import Activation, MoeA2ABackend, MoeBackend, MoeRunner, MoeRunnerConfig, StandardDispatchOutput, StandardTopK
 from moe.backends.triton import TritonBackend, TritonMoeQuantInfo
+from moe.backends.triton_plans import PlanTable
 from moe.formats import Bf16Weight, ExpertWeights, Fp8BlockWeight, Mxfp4Weight, Nvfp4Weight
+from moe.kernels.plan import Plan
 from moe.topology import Topology
 from moe.twin import moe_twin
 
@@ -130,3 +132,13 @@ def test_experts_without_biases_and_with_the_plain_activation() -> None:
     layer.info = TritonBackend().prepare(layer.experts, layer.config, Topology(device=torch.device("cuda")))
     x, topk = make_inputs(20, 384)
     assert layer.error(x, topk, layer.run(x, topk)) < TOLERANCE
+
+
+@pytest.mark.parametrize(("hidden", "inter"), [(1024, 512), (2880, 1440)])
+def test_fp8_activations(hidden: int, inter: int) -> None:
+    layer = Layer("fp8_block", hidden, inter)
+    plan = Plan(direct=False, block_m=64, block_n_1=128, block_n_2=128, stages_1=3, stages_2=3, fp8_activations=True)
+    info = replace(layer.info, plans=PlanTable(((None, plan),)))
+    for num_tokens in (3, 70, 600):
+        x, topk = make_inputs(num_tokens, hidden)
+        assert layer.error(x, topk, layer.run(x, topk, info)) < 0.06

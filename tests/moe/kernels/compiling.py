@@ -7,9 +7,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from moe.kernels.gemm import BF16, FP8_BLOCK, MXFP4, NVFP4, direct_gemm, grouped_gemm
+from moe.kernels.gemm import BF16, FP8_BLOCK, FP8_BOTH, MXFP4, NVFP4, direct_gemm, grouped_gemm
 from moe.kernels.group import group_slots, sum_slots
 from moe.kernels.plan import Plan
+from moe.kernels.quantize import quantize_rows
 
 FORMATS = {"bf16": BF16, "fp8_block": FP8_BLOCK, "mxfp4": MXFP4, "nvfp4": NVFP4}
 _DATA = {"bf16": "*bf16", "fp8_block": "*i16", "mxfp4": "*i16", "nvfp4": "*i16"}
@@ -55,14 +56,17 @@ def compile_gemm(
 ) -> Any:
     """`direct_gemm` or `grouped_gemm` as `launch.run_layer` would start it."""
     step, words = _STEP_WORDS[format_name]
+    is_fp8 = plan.fp8_activations
     pointers = {
-        "x_ptr": "*bf16", "w_ptr": _DATA[format_name], "s_ptr": _SCALES[format_name], "post_ptr": "*fp32",
+        "x_ptr": "*u8" if is_fp8 else "*bf16", "xs_ptr": "*fp32", "w_ptr": "*u8" if is_fp8 else _DATA[format_name],
+        "s_ptr": _SCALES[format_name], "post_ptr": "*fp32",
         "bias_ptr": "*fp32", "out_ptr": "*bf16" if is_first or not plan.direct else "*fp32", "ids_ptr": "*i32",
         "weights_ptr": "*fp32", "slots_ptr": "*i32", "tiles_ptr": "*i32",
     }  # fmt: skip
     constants = {
-        "FORMAT": FORMATS[format_name], "IS_FIRST": is_first, "TOPK": top_k, "BLOCK_M": plan.block_m,
-        "BLOCK_N": plan.block_n_1 if is_first else plan.block_n_2, "STEP_K": step, "WORDS": words,
+        "FORMAT": FP8_BOTH if is_fp8 else FORMATS[format_name], "IS_FIRST": is_first, "TOPK": top_k,
+        "BLOCK_M": plan.block_m,
+        "BLOCK_N": plan.block_n_1 if is_first else plan.block_n_2, "STEP_K": step, "WORDS": 128 if is_fp8 else words,
         "NUM_STAGES": plan.stages_1 if is_first else plan.stages_2, "HAS_BIAS": True, "HAS_LIMIT": True,
         "SHORT_K": False, "ALIGNED_K": True, "WIDE": False, "USE_ASM": True, "USE_PDL": plan.pdl, "INTERPRET": False,
     }  # fmt: skip
@@ -90,3 +94,12 @@ def compile_sum(plan: Plan, arch: int, *, top_k: int = 4) -> Any:
     pointers = {"parts_ptr": "*fp32" if plan.direct else "*bf16", "ids_ptr": "*i32", "out_ptr": "*bf16"}
     constants = {"TOPK": top_k, "SPLIT_K": plan.split_k, "BLOCK_H": 1024, "USE_PDL": plan.pdl}
     return compile_kernel(sum_slots, arch, pointers, constants, num_warps=4)
+
+
+def compile_quantize(arch: int) -> Any:
+    """`quantize_rows`."""
+    pointers = {"x_ptr": "*bf16", "ids_ptr": "*i32", "q_ptr": "*u8", "scale_ptr": "*fp32"}
+    constants = {
+        "BY_SLOT": True, "STEP_K": 128, "BLOCK_R": 32, "SHORT_K": False, "USE_CAST": True, "USE_PDL": False,
+    }  # fmt: skip
+    return compile_kernel(quantize_rows, arch, pointers, constants, num_warps=4)

@@ -12,6 +12,7 @@ from moe import Activation, MoeA2ABackend, MoeBackend, MoeRunner, MoeRunnerConfi
 from moe.backends.triton import TritonBackend, TritonMoeQuantInfo
 from moe.backends.triton_plans import PlanTable
 from moe.formats import Bf16Weight, ExpertWeights, Fp8BlockWeight, Mxfp4Weight, Nvfp4Weight
+from moe.formats.activation_quant import ActivationQuant, fp8_groups
 from moe.kernels.plan import Plan
 from moe.topology import Topology
 from moe.twin import moe_twin
@@ -23,6 +24,7 @@ NUM_EXPERTS, TOP_K = 6, 2
 DIRECT = Plan(direct=True, block_m=16, block_n_1=64, block_n_2=64, split_k=2)
 BY_EXPERT = Plan(direct=True, block_m=8, block_n_1=128, block_n_2=128, by_expert=True)
 GROUPED = Plan(direct=False, block_m=16, block_n_1=64, block_n_2=128, tile_group=2)
+FP8_ACTIVATIONS = Plan(direct=False, block_m=16, block_n_1=64, block_n_2=64, fp8_activations=True)
 HEIGHTS = Plan(direct=False, block_m=32, block_n_1=64, block_n_2=64, tile_group=3, heights=3)
 
 
@@ -50,7 +52,15 @@ def make_topk(num_tokens: int) -> StandardTopK:
 
 
 def run_case(
-    format_name: str, num_tokens: int, hidden: int, inter: int, plan: Plan, *, ep_size: int = 1, has_bias: bool = True
+    format_name: str,
+    num_tokens: int,
+    hidden: int,
+    inter: int,
+    plan: Plan,
+    *,
+    ep_size: int = 1,
+    has_bias: bool = True,
+    quantize_input: ActivationQuant | None = None,
 ) -> float:
     """Relative error of the sum over all expert-parallel ranks."""
     experts, topk = make_experts(format_name, hidden, inter, has_bias), make_topk(num_tokens)
@@ -69,7 +79,7 @@ def run_case(
         info = TritonMoeQuantInfo(layer=info.layer, plans=table, topology=topology)
         runner = MoeRunner(MoeBackend.TRITON, MoeA2ABackend.NONE, config)
         total += runner.run(StandardDispatchOutput(x, topk), info).hidden_states.float()
-    want = moe_twin(x, topk, experts, activation)
+    want = moe_twin(x, topk, experts, activation, quantize_input=quantize_input)
     return float((total - want).norm() / want.norm())
 
 
@@ -134,6 +144,9 @@ CASES = {
     "bf16 grouped": lambda: run_case("bf16", 18, 100, 76, GROUPED),
     "fp8_block direct": lambda: run_case("fp8_block", 3, 192, 136, DIRECT),
     "fp8_block grouped": lambda: run_case("fp8_block", 18, 192, 136, GROUPED),
+    "fp8_block with fp8 activations": lambda: run_case(
+        "fp8_block", 18, 256, 128, FP8_ACTIVATIONS, quantize_input=fp8_groups
+    ),
     "nvfp4 direct": lambda: run_case("nvfp4", 3, 96, 80, DIRECT),
     "nvfp4 grouped": lambda: run_case("nvfp4", 18, 96, 48, GROUPED),
 }

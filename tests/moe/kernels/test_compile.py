@@ -3,13 +3,14 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 pytest.importorskip("triton")
 
 from moe.kernels.plan import Plan
-from tests.moe.kernels.compiling import compile_gemm, compile_group, compile_sum
+from tests.moe.kernels.compiling import compile_gemm, compile_group, compile_quantize, compile_sum
 
 ARCHS = (80, 86, 89, 90, 100, 120)
 DIRECT = Plan(direct=True, block_m=16, block_n_1=64, block_n_2=64, split_k=2)
@@ -43,6 +44,15 @@ def test_hopper_code_streams_whole_vectors_and_multiplies_from_registers(plan: P
     assert "wgmma.mma_async.sync.aligned" in ptx
     assert "ldmatrix.sync.aligned.m8n8.x4" in ptx  # packed words go to the matrix unit's own register layout
     assert "local" not in ptx.split(".entry", 1)[1]  # nothing spilled or indexed at run time
+
+
+@pytest.mark.parametrize("arch", [89, 90, 100, 120])
+def test_fp8_activations_multiply_in_fp8(arch: int) -> None:
+    plan = replace(GROUPED, fp8_activations=True)
+    kernel = compile_gemm("fp8_block", plan, arch, is_first=True)
+    assert kernel.metadata.shared <= SMALLEST_SHARED_BYTES
+    assert ("kind::f8f6f4" if arch == 100 else ".e4m3.e4m3") in kernel.asm["ptx"]
+    assert "cvt.rn.satfinite.e4m3x2" in compile_quantize(arch).asm["ptx"]
 
 
 def test_early_start_compiles_on_hopper() -> None:

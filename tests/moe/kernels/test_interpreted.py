@@ -13,7 +13,8 @@ CASES = [
     "mxfp4 direct", "mxfp4 direct by expert", "mxfp4 one token", "mxfp4 grouped",
     "mxfp4 direct with several tiles an expert", "mxfp4 three tile heights", "mxfp4 direct on two ranks",
     "mxfp4 grouped on two ranks", "mxfp4 plain activation", "deepep normal", "deepep low latency", "bf16 direct",
-    "bf16 grouped", "fp8_block direct", "fp8_block grouped", "nvfp4 direct", "nvfp4 grouped",
+    "bf16 grouped", "fp8_block direct", "fp8_block grouped", "nvfp4 direct", "fp8_block with fp8 activations",
+    "nvfp4 grouped",
 ]  # fmt: skip
 
 
@@ -33,4 +34,5 @@ def errors() -> dict[str, float]:
 @pytest.mark.parametrize("case", CASES)
 def test_layer_agrees_with_the_twin(errors: dict[str, float], case: str) -> None:
     # The interpreter cuts bf16 results off instead of rounding them, which doubles the error of every rounding.
-    assert errors[case] < 1.2e-2
+    # Cut-off gated products now and then fall to the next E4M3 number, one part in twelve away.
+    assert errors[case] < (2.5e-2 if "fp8 activations" in case else 1.2e-2)
