@@ -112,8 +112,9 @@ def _dot(w_NK, x_MK, acc_NM, INTERPRET: tl.constexpr):
 @triton.jit
 def _dot_fp8(w_NK, x_MK, INTERPRET: tl.constexpr):
     if INTERPRET:
+        w_NK, x_MK = w_NK.to(tl.uint8, bitcast=True), x_MK.to(tl.uint8, bitcast=True)
         return tl.dot(decode_e4m3(w_NK), tl.trans(decode_e4m3(x_MK)), input_precision="ieee")
-    return tl.dot(w_NK.to(tl.float8e4nv, bitcast=True), tl.trans(x_MK.to(tl.float8e4nv, bitcast=True)))
+    return tl.dot(w_NK, tl.trans(x_MK))
 
 
 @triton.jit

@@ -109,7 +109,7 @@ def _gemm(
     x_scale, xs_stride = matrix.post, 0
     if plan.fp8_activations:
         x, x_scale = _quantize(x, ids_TK, matrix, plan, by_slot=not is_first)
-        format_code, num_cols, data, words = FP8_BOTH, num_steps * step, data.view(torch.uint8), 2 * words
+        format_code, num_cols, data, words = FP8_BOTH, num_steps * step, data.view(torch.float8_e4m3fn), 2 * words
         xs_stride = x.shape[0]
     matrices = (
         x, x_scale, data, matrix.data if matrix.scales is None else matrix.scales, matrix.post,
@@ -160,7 +160,7 @@ def _quantize(
         BY_SLOT=by_slot, STEP_K=step, BLOCK_R=_QUANTIZE_ROWS, SHORT_K=matrix.num_cols < step,
         USE_CAST=not interpret, USE_PDL=plan.pdl, num_warps=4, **_options(plan, starts_early=True),
     )  # fmt: skip
-    return codes, scales
+    return codes.view(torch.float8_e4m3fn), scales
 
 
 def _options(plan: Plan, *, starts_early: bool) -> dict[str, Any]:

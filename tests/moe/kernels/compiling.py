@@ -58,8 +58,8 @@ def compile_gemm(
     step, words = _STEP_WORDS[format_name]
     is_fp8 = plan.fp8_activations
     pointers = {
-        "x_ptr": "*u8" if is_fp8 else "*bf16", "xs_ptr": "*fp32", "w_ptr": "*u8" if is_fp8 else _DATA[format_name],
-        "s_ptr": _SCALES[format_name], "post_ptr": "*fp32",
+        "x_ptr": "*fp8e4nv" if is_fp8 else "*bf16", "xs_ptr": "*fp32",
+        "w_ptr": "*fp8e4nv" if is_fp8 else _DATA[format_name], "s_ptr": _SCALES[format_name], "post_ptr": "*fp32",
         "bias_ptr": "*fp32", "out_ptr": "*bf16" if is_first or not plan.direct else "*fp32", "ids_ptr": "*i32",
         "weights_ptr": "*fp32", "slots_ptr": "*i32", "tiles_ptr": "*i32",
     }  # fmt: skip
