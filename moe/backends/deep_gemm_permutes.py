@@ -49,6 +49,7 @@ def standard_to_deep_gemm(
     num_tokens, num_experts = x_TH.shape[0], config.num_local_experts
     if num_tokens > MASKED_UP_TO:
         num_rows_E = [-(-count // SEGMENT) * SEGMENT for count in counts_E.tolist()]
+        num_rows_E[0] = num_rows_E[0] or (0 if any(num_rows_E) else SEGMENT)  # the kernel wants rows, real or not
         return _contiguous(x_TH, scale_TG, ids_TK, topk.weights, num_rows_E, quant_info, state)
     rows_per_expert = (num_tokens // 256 + 1) * 256
     first_row_E = torch.arange(num_experts, device=x_TH.device) * rows_per_expert

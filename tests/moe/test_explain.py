@@ -1,0 +1,66 @@
+"""`explain` without a GPU: every architecture, format and transport gets a verdict for every backend."""
+
+import pytest
+import torch
+
+from moe import MoeA2ABackend, MoeBackend
+from moe.backends.base import Device
+from moe.errors import MoeConfigError, UnsupportedPathError
+from moe.explain import ARCHS, FORMATS, SOURCE, Row, explain, render
+from moe.select import PREFERENCE, choose_backend
+from tests.moe.backends import hostile
+
+CONFIG = hostile.make_config(8, 2048, 2048, 2)
+
+
+def auto_choice(arch: str, format_name: str, a2a: MoeA2ABackend) -> MoeBackend | None:
+    try:
+        return choose_backend(MoeBackend.AUTO, Device(arch=arch), format_name, a2a, CONFIG)
+    except UnsupportedPathError:
+        return None
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_every_question_has_an_answer(arch: str) -> None:
+    for format_name in FORMATS:
+        for a2a in MoeA2ABackend:
+            rows = explain(arch, format_name, a2a, CONFIG)
+            assert [row.backend for row in rows] == list(PREFERENCE)
+            chosen = [row for row in rows if row.is_chosen]
+            assert all(row.reason is None or len(row.reason) > 5 for row in rows)
+            best = auto_choice(arch, format_name, a2a)
+            assert [row.backend for row in chosen] == ([] if best is None else [best])
+            assert len(render(rows).splitlines()) == len(rows) + (not chosen)
+
+
+@pytest.mark.parametrize(
+    ("arch", "format_name", "a2a", "usable"),
+    [
+        ("sm90", "fp8_block", "deepep", {"deep_gemm", "torch"}),
+        ("gfx942", "fp8_block", "mori", {"aiter"}),
+        ("gfx942", "mxfp4", "mori", set()),
+        ("gfx950", "mxfp4", "mori", {"aiter"}),
+        ("cpu", "mxfp4", "deepep", {"torch"}),
+    ],
+)
+def test_known_answers(arch: str, format_name: str, a2a: str, usable: set[str]) -> None:
+    rows = explain(arch, format_name, MoeA2ABackend(a2a), CONFIG)
+    assert usable <= {str(row.backend) for row in rows if row.reason is None}
+    if not usable:
+        assert all(row.reason for row in rows)
+
+
+def test_text() -> None:
+    text = render(explain("cpu", "mxfp4", MoeA2ABackend.NONE, hostile.make_config(8, 64, 64, 2, dtype=torch.float32)))
+    lines = text.splitlines()
+    assert any(line.startswith("torch ") and line.endswith(f"usable  <- auto, by {SOURCE}") for line in lines)
+    assert any(line.startswith("aiter ") and "cpu" in line for line in lines)
+    nothing = [Row(backend=MoeBackend.AITER, hardware="", reason="no", source=None)]
+    assert render(nothing).endswith("auto: no backend can run this")
+
+
+def test_unknown_words_are_named() -> None:
+    with pytest.raises(MoeConfigError, match="--gpu sm70 is not known; known: sm80, sm86"):
+        explain("sm70", "bf16", MoeA2ABackend.NONE, CONFIG)
+    with pytest.raises(MoeConfigError, match="--format int4 is not known; known: bf16, fp8_block"):
+        explain("sm90", "int4", MoeA2ABackend.NONE, CONFIG)
