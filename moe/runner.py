@@ -34,7 +34,7 @@ class MoeRunner:
         self.backend = backend
         self.a2a = a2a
         self.config = config
-        self._formats = dispatch_formats or a2a.dispatch_formats
+        self.dispatch_formats = dispatch_formats or a2a.dispatch_formats
         self._overlap_args: Any = None
         reason = registry.load_backend(backend).refuses(config)
         if reason:
@@ -42,14 +42,14 @@ class MoeRunner:
         self._paths = self._resolve()
 
     def _resolve(self) -> dict[DispatchFormat, Path]:
-        missing = registry.missing_formats(self.backend, self.a2a, self._formats)
+        missing = registry.missing_formats(self.backend, self.a2a, self.dispatch_formats)
         if missing:
             raise UnsupportedPathError(_explain(self.backend, self.a2a, missing))
         fused = registry.fused_func(self.a2a, self.backend)
         if fused is not None:
             path = self._fused_path(fused)
-            return dict.fromkeys(self._formats, path)
-        return {dispatch_format: self._three_part_path(dispatch_format) for dispatch_format in self._formats}
+            return dict.fromkeys(self.dispatch_formats, path)
+        return {dispatch_format: self._three_part_path(dispatch_format) for dispatch_format in self.dispatch_formats}
 
     def _fused_path(self, fused: Callable[..., CombineInput]) -> Path:
         config = self.config

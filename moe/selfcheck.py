@@ -1,5 +1,6 @@
 """Compares one layer's prepared weights and path with the twin, expert by expert. Runs while loading, never later.
 
+The tokens reach the path in the layout of every dispatch format it was built for, made here (`dispatch.loopback`).
 Every local expert gets tokens of its own, half of them large enough for the clamps to act and half too small for that,
 so that neither a wrong clamp nor a wrong weight behind a clamp stays hidden. A few tokens visit several experts.
 Shape letters: T tokens, K top-k, E local experts, H hidden, B blocks of 128 outputs.
@@ -11,13 +12,15 @@ from typing import Any
 import torch
 
 from moe.config import MoeRunnerConfig
+from moe.dispatch.loopback import make_loopback
+from moe.dispatch.payload import expert_alignment
 from moe.errors import SelfCheckError
 from moe.formats import ExpertWeights
 from moe.registry import load_backend
 from moe.runner import MoeRunner
 from moe.topology import Topology
 from moe.twin import moe_twin
-from moe.types import StandardDispatchOutput, StandardTopK
+from moe.types import StandardTopK
 
 BLOCK = 128  # outputs per error figure: one wrong row of scales must not drown among thousands of right ones
 TOKENS_PER_EXPERT = 8
@@ -47,30 +50,43 @@ def check_layer(
         SelfCheckError: an expert, or the sum of several, is off by more than the path's tolerance.
     """
     config, backend = runner.config, load_backend(runner.backend)
-    first_expert = topology.expert_range(config.num_experts).start
     tolerance = backend.tolerance_for(experts.format_name, config)
-    path = f"{runner.backend}/{runner.a2a}/{experts.format_name}"
     if experts.b2 is not None and topology.tp_rank:  # another rank adds this bias to the sum
         experts = dataclasses.replace(experts, b2=torch.zeros_like(experts.b2))
     x_TH, topk = _probe(experts, config, topology)
-    got_TH = runner.run(StandardDispatchOutput(x_TH, topk), quant_info).hidden_states.float()
     want_TH = moe_twin(
         x_TH, topk, backend.as_computed(experts, topology), config.activation,
         quantize_input=backend.activation_quant.get(experts.format_name),
-        first_expert=first_expert,
+        first_expert=topology.expert_range(config.num_experts).start,
     )  # fmt: skip
-    error_EB = _errors(got_TH, want_TH, experts.num_experts)
-    for first, last in ((0, experts.num_experts), (experts.num_experts, experts.num_experts + 1)):  # alone, then mixed
+    path = f"{runner.backend}/{runner.a2a}/{experts.format_name}"
+    worst = 0.0
+    for dispatch_format in runner.dispatch_formats:
+        where = path if len(runner.dispatch_formats) == 1 else f"{path} ({dispatch_format})"
+        loopback = make_loopback(
+            dispatch_format, config, topology,
+            expert_alignment=expert_alignment(runner.backend),
+            input_scale=None if experts.layer_input_scales is None else experts.layer_input_scales[0],
+        )  # fmt: skip
+        got_TH = loopback.combine(runner.run(loopback.dispatch(x_TH, topk), quant_info)).float()
+        error_EB = _errors(got_TH, want_TH, experts.num_experts)
+        _need_below(tolerance, error_EB, experts, topology.expert_range(config.num_experts), f"layer {layer}, {where}")
+        worst = max(worst, float(error_EB.max()))
+    return SelfCheckReport(layer=layer, path=path, worst_error=worst, tolerance=tolerance)
+
+
+def _need_below(tolerance: float, error_EB: torch.Tensor, experts: ExpertWeights, own: range, where: str) -> None:
+    """Raise SelfCheckError for the worst expert; if all are right alone, for their sum."""
+    for first, last in ((0, len(own)), (len(own), len(own) + 1)):
         worst, index = error_EB[first:last].flatten().max(0)
         row, block = divmod(int(index), error_EB.shape[1])
         if not worst <= tolerance:
-            who = f"expert {first_expert + row}" if first == 0 else "the sum over several experts"
+            who = f"expert {own.start + row}" if first == 0 else "the sum over several experts"
             end = min(experts.hidden_size, (block + 1) * BLOCK)
             raise SelfCheckError(
-                f"layer {layer}, {path}: {who} differs from the reference by {float(worst):.3g} "
+                f"{where}: {who} differs from the reference by {float(worst):.3g} "
                 f"in outputs {block * BLOCK}..{end - 1}; the tolerance is {tolerance:.3g}"
             )
-    return SelfCheckReport(layer=layer, path=path, worst_error=float(error_EB.max()), tolerance=tolerance)
 
 
 def _probe(experts: ExpertWeights, config: MoeRunnerConfig, topology: Topology) -> tuple[torch.Tensor, StandardTopK]:

@@ -16,6 +16,7 @@ from moe.backends.base import Device
 from moe.backends.layouts import interleave_halves, mma_view, swizzle_128x4, up_gate
 from moe.backends.static_scales import expert_input_scales, layer_input_scales, one_scale_nvfp4
 from moe.config import DispatchFormat, MoeA2ABackend, MoeBackend, MoeRunnerConfig
+from moe.dispatch.payload import Payload
 from moe.errors import MoeConfigError, UnsupportedPathError, WeightFormatError
 from moe.formats import ExpertWeights, Nvfp4Weight
 from moe.registry import register_backend, register_fused_func
@@ -167,6 +168,7 @@ def _prepare_v1(
         mid_quant=mid_scale_E.reciprocal(),
         w2_alpha=w2.scale_2 * mid_scale_E,
         topology=topology,
+        use_nvfp4_dispatch=topology.payload is Payload.NVFP4,
     )
 
 
