@@ -5,6 +5,7 @@ v2 (no transport, or FlashInfer's): one fused wrapper over tokens and ids, w13 a
 Shape letters: T tokens, E local experts, M slots per expert, I intermediate, H hidden.
 """
 
+import dataclasses
 import enum
 from dataclasses import dataclass
 from typing import Any
@@ -125,6 +126,13 @@ class FlashinferCutedslBackend(common.FlashinferBackend):
         if not config.activation.is_plain:
             return f"only plain SwiGLU is supported, not {config.activation}"
         return common.FlashinferBackend.refuses(self, config)
+
+    def as_computed(self, experts: ExpertWeights, topology: Topology) -> ExpertWeights:
+        """One activation scale for the layer, but in v1 the second GEMM keeps one per expert."""
+        seen = common.FlashinferBackend.as_computed(self, experts, topology)
+        if is_flashinfer_cutedsl_v1_path(NAME, topology.a2a):
+            return dataclasses.replace(seen, w2=experts.w2)
+        return seen
 
     def prepare(self, experts: ExpertWeights, config: MoeRunnerConfig, topology: Topology) -> CuteDslFp4MoeQuantInfo:
         """Lay the weights out for the kernels that `topology.a2a` leads to.
