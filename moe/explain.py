@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from moe.backends.base import Device
-from moe.config import MoeA2ABackend, MoeBackend, MoeRunnerConfig
+from moe.config import DispatchFormat, MoeA2ABackend, MoeBackend, MoeRunnerConfig
 from moe.errors import MoeConfigError
 from moe.select import PREFERENCE, verdicts
 
@@ -27,8 +27,16 @@ class Row:
         return self.source is not None
 
 
-def explain(arch: str, format_name: str, a2a: MoeA2ABackend, config: MoeRunnerConfig) -> list[Row]:
+def explain(
+    arch: str,
+    format_name: str,
+    a2a: MoeA2ABackend,
+    config: MoeRunnerConfig,
+    dispatch_formats: tuple[DispatchFormat, ...] | None = None,
+) -> list[Row]:
     """A row per backend, in the order in which `auto` tries them.
+
+    `dispatch_formats` are those the transport may send (`DeepepMode.dispatch_formats`), by default all it knows.
 
     Raises:
         MoeConfigError: an architecture or format that does not exist; the message lists those that do.
@@ -36,7 +44,7 @@ def explain(arch: str, format_name: str, a2a: MoeA2ABackend, config: MoeRunnerCo
     for flag, value, known in (("--gpu", arch, ARCHS), ("--format", format_name, FORMATS)):
         if value not in known:
             raise MoeConfigError(f"{flag} {value} is not known; known: {', '.join(known)}")
-    table = verdicts(Device(arch=arch), format_name, a2a, config)
+    table = verdicts(Device(arch=arch), format_name, a2a, config, dispatch_formats)
     chosen = next((verdict.backend for verdict in table if verdict.reason is None), None)
     return [
         Row(

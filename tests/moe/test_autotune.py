@@ -29,6 +29,7 @@ from moe.dispatch import deepep, flashinfer, mori, standard
 from moe.errors import MoeConfigError
 from moe.formats import ExpertWeights, Mxfp4Weight
 from moe.tuning_cache import TuneKey, TuningCache
+from tests.emulators.ranks import Rank, run_ranks
 from tests.moe.backends import hostile
 
 KEY = TuneKey(
@@ -171,6 +172,63 @@ def test_two_processes_agree(tmp_path: Path, case: str) -> None:
     assert reports[0]["again"] == 0
     if case == "one misses":
         assert not (tmp_path / "one misses-1").exists(), "rank 0 writes, nobody else"
+
+
+class ThreadRanks:
+    """Ranks as threads."""
+
+    def __init__(self, rank: Rank) -> None:
+        self._rank, self.rank = rank, rank.rank()
+
+    def largest(self, values: list[float]) -> list[float]:
+        return [max(column) for column in zip(*self._rank.exchange(values), strict=True)]
+
+    def from_first(self, value: Any) -> Any:
+        return self._rank.exchange(value)[0]
+
+
+def choices_of_two_ranks(folder: Path) -> tuple[list[dict[str, str]], int]:
+    """Rank 1 finds "fast" slow and only rank 1 sees that "wrong" is wrong; (choices, files written)."""
+
+    def work(rank: Rank) -> dict[str, str]:
+        seconds = {"slow": 3.0, "fast": 1.0 if rank.rank() == 0 else 9.0, "wrong": 0.5}
+
+        def error(tactic: str, num_tokens: int) -> float:
+            return float("nan") if tactic == "wrong" and rank.rank() == 1 else 1e-3
+
+        cache = TuningCache(folder / str(rank.rank()))
+        return tune(tuning(seconds=seconds, error=error), cache, ThreadRanks(rank))
+
+    return run_ranks(2, work), len(list(folder.rglob("*.json")))
+
+
+RIGHT = [{"1": "slow", "2": "slow", "4": "slow"}] * 2, 1
+
+
+def test_threads_agree_as_processes_do(tmp_path: Path) -> None:
+    assert choices_of_two_ranks(tmp_path) == RIGHT
+
+
+@pytest.mark.parametrize("name", ["fastest rank counts", "every rank decides", "winner not verified", "all write"])
+def test_planted_mistakes_are_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
+    if name == "fastest rank counts":
+        monkeypatch.setattr(
+            ThreadRanks, "largest",
+            lambda self, values: [min(column) for column in zip(*self._rank.exchange(values), strict=True)],
+        )  # fmt: skip
+    elif name == "every rank decides":
+        monkeypatch.setattr(ThreadRanks, "largest", lambda self, values: values)
+    elif name == "winner not verified":
+        original = Tuning.__init__
+
+        def trusting(self: Tuning, **fields: Any) -> None:
+            original(self, **(fields | {"error": lambda tactic, num_tokens: 0.0}))
+
+        monkeypatch.setattr(Tuning, "__init__", trusting)
+    else:
+        monkeypatch.setattr(ThreadRanks, "rank", 0, raising=False)
+        monkeypatch.setattr(ThreadRanks, "__init__", lambda self, rank: setattr(self, "_rank", rank))
+    assert choices_of_two_ranks(tmp_path) != RIGHT
 
 
 # ---- the pass itself ----

@@ -5,6 +5,7 @@ import torch
 
 from moe import MoeA2ABackend, MoeBackend
 from moe.backends.base import Device
+from moe.dispatch.deepep_settings import DeepepMode
 from moe.errors import MoeConfigError, UnsupportedPathError
 from moe.explain import ARCHS, FORMATS, SOURCE, Row, explain, render
 from moe.select import PREFERENCE, choose_backend
@@ -48,6 +49,16 @@ def test_known_answers(arch: str, format_name: str, a2a: str, usable: set[str]) 
     assert usable <= {str(row.backend) for row in rows if row.reason is None}
     if not usable:
         assert all(row.reason for row in rows)
+
+
+def test_the_mode_narrows_what_must_be_taken() -> None:
+    def reason(mode: DeepepMode) -> str | None:
+        rows = explain("sm100", "nvfp4", MoeA2ABackend.DEEPEP, CONFIG, mode.dispatch_formats)
+        return next(row.reason for row in rows if row.backend is MoeBackend.FLASHINFER_CUTEDSL)
+
+    assert reason(DeepepMode.LOW_LATENCY) is None
+    for mode in (DeepepMode.AUTO, DeepepMode.NORMAL):
+        assert "deepep" in str(reason(mode))
 
 
 def test_text() -> None:
