@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 
 from moe.config import MoeA2ABackend, MoeRunnerConfig
+from moe.dispatch.payload import Quantize
 from moe.formats import ExpertWeights
 from moe.formats.activation_quant import ActivationQuant
 from moe.topology import Topology
@@ -60,6 +61,16 @@ class Backend(ABC):
         """What the gate hands out where `--router-logits-dtype` is unset; it accumulates in fp32 anyway."""
         del format_name
         return torch.float32
+
+    def wants_ue8m0(self, device: torch.device) -> bool:
+        """Whether tokens that arrive in FP8 must have power-of-two scales."""
+        del device
+        return False
+
+    def dispatch_quantizer(self, quant_info: Any) -> Quantize | None:
+        """What makes NVFP4 tokens for a transport that only sends them; None if this backend's transport does it."""
+        del quant_info
+        return None
 
     def tolerance_for(self, format_name: str, config: MoeRunnerConfig) -> float:
         """Tolerance of one path, for backends where it differs by format or dtype."""

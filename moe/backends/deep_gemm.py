@@ -121,13 +121,17 @@ class DeepGemmBackend(Backend):
             return f"device {device.arch} is not supported; it runs on {', '.join(ARCHS)}"
         if a2a not in TRANSPORTS:
             return f"transport {a2a} is not supported; it takes {', '.join(TRANSPORTS)}"
-        return self.refuses(config)
+        return _refuses_sizes(config.hidden_size, config.intermediate_size) or self.refuses(config)
 
     def refuses(self, config: MoeRunnerConfig) -> str | None:
         """What every backend refuses, and any dtype but bf16."""
         if config.dtype != torch.bfloat16:
             return f"dtype {config.dtype} is not supported: the kernels take and give bfloat16"
         return super().refuses(config)
+
+    def wants_ue8m0(self, device: torch.device) -> bool:
+        """On SM100 and up."""
+        return _wants_ue8m0(device)
 
     def prepare(self, experts: ExpertWeights, config: MoeRunnerConfig, topology: Topology) -> DeepGemmMoeQuantInfo:
         """SM90 takes weights as loaded; on SM100 their block scales become powers of two.
@@ -141,12 +145,9 @@ class DeepGemmBackend(Backend):
             raise WeightFormatError(f"{NAME} takes fp8_block experts, got {experts.format_name}")
         if experts.b13 is not None:
             raise WeightFormatError(f"{NAME}: experts with biases are not supported")
-        for name, size in (("hidden_size", experts.hidden_size), ("intermediate_size", experts.intermediate_size)):
-            if size % BLOCK or not size:
-                raise WeightFormatError(
-                    f"{NAME}: {name} of this rank is {size}, it must be a positive multiple of {BLOCK} "
-                    "(choose another --tensor-parallel-size or --moe-backend)"
-                )
+        reason = _refuses_sizes(experts.hidden_size, experts.intermediate_size)
+        if reason:
+            raise WeightFormatError(f"{NAME}: {reason}")
         kernels = DeepGemmKernels.resolve()
         ue8m0 = _wants_ue8m0(topology.device)
         w13, w2 = w13.to(topology.device), w2.to(topology.device)
@@ -157,6 +158,16 @@ class DeepGemmBackend(Backend):
             w2=w2.data.contiguous(), w2_scale=weight_scales(w2, ue8m0=ue8m0),
             ue8m0=ue8m0, kernels=kernels, topology=topology,
         )  # fmt: skip
+
+
+def _refuses_sizes(hidden_size: int, intermediate_size: int) -> str | None:
+    for name, size in (("hidden_size", hidden_size), ("intermediate_size", intermediate_size)):
+        if size % BLOCK or not size:
+            return (
+                f"{name} of this rank is {size}, it must be a positive multiple of {BLOCK} "
+                "(choose another --tensor-parallel-size or --moe-backend)"
+            )
+    return None
 
 
 def _wants_ue8m0(device: torch.device) -> bool:

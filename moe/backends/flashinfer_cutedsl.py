@@ -7,6 +7,7 @@ Shape letters: T tokens, E local experts, M slots per expert, I intermediate, H 
 
 import dataclasses
 import enum
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from moe.backends.base import Device
 from moe.backends.layouts import interleave_halves, mma_view, swizzle_128x4, up_gate
 from moe.backends.static_scales import expert_input_scales, layer_input_scales, one_scale_nvfp4
 from moe.config import DispatchFormat, MoeA2ABackend, MoeBackend, MoeRunnerConfig
-from moe.dispatch.payload import Payload
+from moe.dispatch.payload import Payload, Quantize
 from moe.errors import MoeConfigError, UnsupportedPathError, WeightFormatError
 from moe.formats import ExpertWeights, Nvfp4Weight
 from moe.registry import register_backend, register_fused_func
@@ -133,6 +134,10 @@ class FlashinferCutedslBackend(common.FlashinferBackend):
         if is_flashinfer_cutedsl_v1_path(NAME, topology.a2a):
             return dataclasses.replace(seen, w2=experts.w2)
         return seen
+
+    def dispatch_quantizer(self, quant_info: CuteDslFp4MoeQuantInfo) -> Quantize | None:
+        """The one that v2 runs on bf16 tokens; v1's transport quantizes by itself."""
+        return functools.partial(_quantize, quant_info) if quant_info.layout is CuteDslLayout.V2 else None
 
     def prepare(self, experts: ExpertWeights, config: MoeRunnerConfig, topology: Topology) -> CuteDslFp4MoeQuantInfo:
         """Lay the weights out for the kernels that `topology.a2a` leads to.
@@ -316,9 +321,7 @@ def run_v2(
     topology = quant_info.topology
     x_q, x_scale = dispatched.hidden_states, dispatched.hidden_states_scale
     if x_scale is None:
-        x_q, x_scale = common.library().fp4_quantize(
-            x_q.to(config.dtype), quant_info.input_quant, sf_vec_size=16, is_sf_swizzled_layout=False
-        )
+        x_q, x_scale = _quantize(quant_info, x_q.to(config.dtype))
     topk = _without_holes(dispatched.topk_output.to_standard(), config, topology)
     result = quant_info.wrapper.run(
         x=x_q,
@@ -334,6 +337,14 @@ def run_v2(
     if isinstance(dispatched, FlashinferDispatchOutput):
         return FlashinferCombineInput(out_TH)
     return StandardCombineInput(out_TH, is_partial=topology.is_partial)
+
+
+def _quantize(quant_info: CuteDslFp4MoeQuantInfo, x_TH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """NVFP4 codes [T, H/2] and linear scales [T, H/16] under the layer's scale."""
+    codes, scale = common.library().fp4_quantize(
+        x_TH, quant_info.input_quant, sf_vec_size=16, is_sf_swizzled_layout=False
+    )
+    return codes, scale
 
 
 def _without_holes(topk: StandardTopK, config: MoeRunnerConfig, topology: Topology) -> StandardTopK:

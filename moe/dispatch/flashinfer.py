@@ -3,7 +3,6 @@
 Shape letters: T this rank's tokens, P ranks, M token limit per rank, R = P * M slots, K top-k, H hidden.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,11 +10,11 @@ import torch
 from moe.config import MoeA2ABackend
 from moe.dispatch.base import load_library, without_minus_one
 from moe.dispatch.deepep_settings import EpShape
+from moe.dispatch.payload import Quantize
 from moe.errors import MoeConfigError, TransportStateError
 from moe.types import FlashinferCombineInput, FlashinferDispatchOutput, StandardTopK, TopKOutput
 
 NO_EXPERT = -1
-Quantize = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 class FlashinferDispatcher:

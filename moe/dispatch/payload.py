@@ -1,9 +1,14 @@
 """In which number format a transport sends tokens for a backend: one pure function. Sends nothing itself."""
 
 import enum
+from collections.abc import Callable
+
+import torch
 
 from moe.config import DispatchFormat, MoeBackend
 from moe.errors import UnsupportedPathError
+
+Quantize = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]  # [T, H] to codes [T, H/2], scales [T, H/16]
 
 
 class Payload(enum.StrEnum):

@@ -1,0 +1,188 @@
+"""One transport per rank and model, chosen by `--moe-a2a-backend`: built before weights, gives each layer a dispatcher.
+
+What a transport shares among layers (a buffer, a process group) lives in it; what differs by layer (payload, static
+input scale) is an argument of `dispatcher`.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from moe.config import DispatchFormat, MoeA2ABackend, MoeBackend, MoeRunnerConfig
+from moe.dispatch.base import Dispatcher
+from moe.dispatch.deepep import DeepepBuffer, DeepepDispatcher
+from moe.dispatch.deepep_settings import DeepepMode, DeepepSettings, EpShape
+from moe.dispatch.flashinfer import FlashinferDispatcher, build_alltoall
+from moe.dispatch.mooncake import MooncakeBuffer
+from moe.dispatch.mori import MoriBuffer, MoriDispatcher, MoriSettings
+from moe.dispatch.nixl import NixlBuffer
+from moe.dispatch.payload import Payload, Quantize, expert_alignment
+from moe.dispatch.standard import Reduce, StandardDispatcher
+from moe.errors import MoeConfigError
+from moe.topology import Topology
+
+_LOW_LATENCY_BUFFERS = {
+    MoeA2ABackend.DEEPEP: DeepepBuffer,
+    MoeA2ABackend.MOONCAKE: MooncakeBuffer,
+    MoeA2ABackend.NIXL: NixlBuffer,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerTransport:
+    """What one layer asks of its transport. `input_scale`: the layer's static one; `quantize`: see Backend."""
+
+    backend: MoeBackend
+    payload: Payload
+    input_scale: float | None = None
+    quantize: Quantize | None = None
+
+
+class Transport(Protocol):
+    """The transport of one rank."""
+
+    @property
+    def can_send_nvfp4(self) -> bool:
+        """Whether tokens may travel as NVFP4."""
+
+    def dispatcher(self, layer: LayerTransport) -> Dispatcher[Any, Any]:
+        """Dispatch and combine of one layer."""
+
+
+def dispatch_formats(a2a: MoeA2ABackend, mode: DeepepMode) -> tuple[DispatchFormat, ...]:
+    """Layouts that the transport sends in this mode; mori sends decode steps like all others unless told."""
+    if a2a is MoeA2ABackend.DEEPEP:
+        return mode.dispatch_formats
+    if a2a is MoeA2ABackend.MORI:
+        return (DispatchFormat.MORI_LL if mode is DeepepMode.LOW_LATENCY else DispatchFormat.MORI_NORMAL,)
+    return a2a.dispatch_formats
+
+
+def build_transport(
+    topology: Topology,
+    config: MoeRunnerConfig,
+    *,
+    group: Any,
+    settings: DeepepSettings,
+    payloads: set[Payload],
+) -> Transport:
+    """The transport of `topology.a2a`; `payloads` are those of all layers, `group` the ranks that share the experts.
+
+    Raises:
+        MoeConfigError, UnsupportedPathError: a limit of the library, a missing library, or no process group; nothing
+            has been allocated.
+    """
+    a2a = topology.a2a
+    num_ranks = topology.tp_size * topology.ep_size
+    if group is None and (topology.is_partial or a2a is not MoeA2ABackend.NONE):
+        raise MoeConfigError(
+            f"--moe-a2a-backend {a2a} on tp_size {topology.tp_size} x ep_size {topology.ep_size} needs a process group "
+            "of these ranks, but this process runs alone"
+        )
+    if group is not None and group.size() != num_ranks:
+        raise MoeConfigError(
+            f"tp_size {topology.tp_size} x ep_size {topology.ep_size} are {num_ranks} ranks, but the process group "
+            f"has {group.size()}"
+        )
+    if a2a is MoeA2ABackend.NONE:
+        return StandardTransport(sum_over(group) if topology.is_partial else None)
+    max_num_tokens = config.max_num_tokens
+    shape = EpShape(
+        hidden_size=config.hidden_size,
+        num_experts=config.num_experts,
+        top_k=config.top_k,
+        ep_size=topology.ep_size,
+        tp_size=topology.tp_size,
+    )
+    if a2a is MoeA2ABackend.FLASHINFER:
+        return FlashinferTransport(topology.ep_rank, shape, max_num_tokens)
+    if a2a is MoeA2ABackend.MORI:
+        if len(payloads) != 1:
+            raise MoeConfigError(f"--moe-a2a-backend mori sends one number format, but layers want {sorted(payloads)}")
+        is_low_latency = settings.mode is DeepepMode.LOW_LATENCY
+        mori = MoriSettings(low_latency=is_low_latency, max_dispatch_tokens=max_num_tokens)
+        return MoriTransport(MoriBuffer(group, mori, shape, next(iter(payloads))))
+    if settings.mode is DeepepMode.LOW_LATENCY and max_num_tokens > settings.max_dispatch_tokens:
+        raise MoeConfigError(
+            f"--deepep-max-dispatch-tokens is {settings.max_dispatch_tokens}, but a step may have {max_num_tokens} "
+            "tokens: raise it or lower --max-num-batched-tokens"
+        )
+    sends_fp8 = any(payload.is_fp8 for payload in payloads)
+    return DeepepTransport(_LOW_LATENCY_BUFFERS[a2a](group, settings, shape, sends_fp8=sends_fp8), topology.device)
+
+
+def sum_over(group: Any) -> Reduce:
+    """Sum [T, H] over a torch process group, in place."""
+
+    def reduce(x_TH: torch.Tensor) -> torch.Tensor:
+        torch.distributed.all_reduce(x_TH, group=group)
+        return x_TH
+
+    return reduce
+
+
+class StandardTransport:
+    """Nothing moves; partial sums are reduced."""
+
+    can_send_nvfp4 = False
+
+    def __init__(self, reduce: Reduce | None) -> None:
+        self._dispatcher = StandardDispatcher(reduce)
+
+    def dispatcher(self, layer: LayerTransport) -> StandardDispatcher:
+        """The same for every layer."""
+        del layer
+        return self._dispatcher
+
+
+class DeepepTransport:
+    """DeepEP's buffer, or another library's in its shape."""
+
+    def __init__(self, buffer: DeepepBuffer, device: torch.device) -> None:
+        self._buffer = buffer
+        self._device = device
+
+    @property
+    def can_send_nvfp4(self) -> bool:
+        """In low latency alone, and not with every build."""
+        return self._buffer.settings.mode is DeepepMode.LOW_LATENCY and self._buffer.can_send_nvfp4
+
+    def dispatcher(self, layer: LayerTransport) -> DeepepDispatcher:
+        """Over the shared buffer."""
+        multiplier = None if layer.input_scale is None else torch.tensor([1.0 / layer.input_scale], device=self._device)
+        return DeepepDispatcher(
+            self._buffer,
+            layer.payload,
+            expert_alignment=expert_alignment(layer.backend),
+            input_multiplier=multiplier,
+        )
+
+
+class MoriTransport:
+    """mori's operator; all layers send one number format."""
+
+    can_send_nvfp4 = False
+
+    def __init__(self, buffer: MoriBuffer) -> None:
+        self._buffer = buffer
+
+    def dispatcher(self, layer: LayerTransport) -> MoriDispatcher:
+        """Over the shared operator."""
+        del layer
+        return MoriDispatcher(self._buffer)
+
+
+class FlashinferTransport:
+    """FlashInfer's all-to-all."""
+
+    can_send_nvfp4 = True
+
+    def __init__(self, rank: int, shape: EpShape, max_tokens: int) -> None:
+        self._rank, self._shape, self._max_tokens = rank, shape, max_tokens
+        self._alltoall = build_alltoall(rank, shape, max_tokens)
+
+    def dispatcher(self, layer: LayerTransport) -> FlashinferDispatcher:
+        """Over the shared all-to-all; an NVFP4 payload is made by the backend's quantizer."""
+        quantize = layer.quantize if layer.payload is Payload.NVFP4 else None
+        return FlashinferDispatcher(self._alltoall, self._rank, self._shape, self._max_tokens, quantize)
