@@ -12,14 +12,18 @@ from typing import Any, Literal
 
 import torch
 
+from loaders.experts import ExpertShard
 from loaders.hf_config import HfConfig
 from moe import MoeA2ABackend, MoeBackend
+from moe.dispatch.deepep_settings import DeepepSettings
 
 _ROUTER_DTYPES = ("auto", "float32", "bfloat16")
 _LOAD_FORMATS = ("auto", "dummy")
 _SELFCHECKS = ("off", "first", "all")
 _CPU = torch.device("cpu")
 _DTYPES = (torch.float32, torch.bfloat16)
+_WHOLE = ExpertShard()
+_DEEPEP = DeepepSettings()
 
 
 class ModelError(ValueError):
@@ -40,6 +44,8 @@ class ModelSettings:
 
     `dtype` "auto" is float32 on a CPU (fastest there, and exact) and bfloat16 elsewhere. `router_logits_dtype` "auto"
     leaves the choice to the expert backend. `selfcheck`: which MoE layers are compared with their reference at load.
+    `expert_shard`: this rank's part of the experts; everything else is whole on every rank. `deepep`: mode and token
+    limit of the transports that have them. `max_num_tokens`: the largest step, for kernels that allocate by it.
     """
 
     device: torch.device = _CPU
@@ -50,6 +56,9 @@ class ModelSettings:
     attention_backend: str = "auto"
     load_format: Literal["auto", "dummy"] = "auto"
     selfcheck: Literal["off", "first", "all"] = "first"
+    expert_shard: ExpertShard = _WHOLE
+    deepep: DeepepSettings = _DEEPEP
+    max_num_tokens: int = 8192
 
     def __post_init__(self) -> None:
         for field, allowed in (
@@ -59,6 +68,8 @@ class ModelSettings:
         ):
             if getattr(self, field) not in allowed:
                 raise ModelSettingsError(f"{field} is {getattr(self, field)!r}: it must be one of {', '.join(allowed)}")
+        if self.max_num_tokens < 1:
+            raise ModelSettingsError(f"max_num_tokens is {self.max_num_tokens}: it must be at least 1")
         if self.dtype != "auto" and self.dtype not in _DTYPES:
             raise ModelSettingsError(f"dtype is {self.dtype}: it must be auto, float32 or bfloat16")
 

@@ -4,6 +4,7 @@ Knows no architecture: a `Family` says which tensors there are and builds its ow
 """
 
 from pathlib import Path
+from typing import Any
 
 from loaders.checkpoint import Checkpoint
 from loaders.dummy import DummyCheckpoint
@@ -21,8 +22,8 @@ from model.rope import RotaryTable
 from model.weights import WeightReader, check_shapes, dummy_shapes
 
 
-def load_model(family: Family, folder: Path, settings: ModelSettings) -> Model:
-    """Build the model of `family` from the checkpoint in `folder`; errors as `build_model` says."""
+def load_model(family: Family, folder: Path, settings: ModelSettings, group: Any = None) -> Model:
+    """Build the model of `family` from the checkpoint in `folder`; arguments and errors as `build_model` says."""
     source = _open(family, folder, settings)
     family.skip_unneeded(source)
     check_shapes(source, family.rules(source))
@@ -30,10 +31,11 @@ def load_model(family: Family, folder: Path, settings: ModelSettings) -> Model:
     attention = make_attention(
         settings.attention_backend, [family.attention_spec(layer) for layer in layers], settings.device
     )
-    builder = MoeBuilder(settings=settings, shape=family.moe, hidden_size=family.hidden_size)
+    builder = MoeBuilder(settings=settings, shape=family.moe, hidden_size=family.hidden_size, group=group)
     for layer in layers:
         if family.is_moe_layer(layer):
             builder.resolve(layer, family.expert_format(source, layer))
+    builder.connect()
     max_model_len = family.config.max_position_embeddings
     rope = RotaryTable(family.config.rope, family.rotary_dim, max_model_len, settings.device)
 
@@ -74,11 +76,12 @@ def _load_layer(
     attention_layer = family.read_attention(reader, layer, attention)
     if family.is_moe_layer(layer):
         parts = family.read_moe_parts(reader, layer)
+        shard = builder.settings.expert_shard
         return DecoderLayer(
             input_norm=input_norm,
             attention=attention_layer,
             mlp_norm=mlp_norm,
-            mlp=builder.build(layer, parts, lambda: family.read_experts(reader, layer)),
+            mlp=builder.build(layer, parts, lambda: family.read_experts(reader, layer, shard)),
         )
     mlp = family.read_dense_mlp(reader, layer)
     return DecoderLayer(input_norm=input_norm, attention=attention_layer, mlp_norm=mlp_norm, mlp=mlp)

@@ -1,14 +1,20 @@
 """From settings to MoE layers: first the path of every layer, then the weights, prepared and checked layer by layer."""
 
+import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from model.config import ModelSettings
 from model.families.base import MoeParts, MoeShape
 from model.moe_layer import Gate, MoeLayer
-from moe import MoeRunner, MoeRunnerConfig, Topology
-from moe.dispatch.standard import StandardDispatcher
+from moe import MoeA2ABackend, MoeRunner, MoeRunnerConfig, Topology
+from moe.dispatch.base import Dispatcher
+from moe.dispatch.payload import Payload, choose_payload
+from moe.dispatch.round_trip import check_round_trip
+from moe.dispatch.transport import LayerTransport, Transport, build_transport, dispatch_formats
+from moe.errors import MoeConfigError
 from moe.formats import ExpertWeights
 from moe.registry import load_backend
 from moe.routing import TopK
@@ -16,25 +22,42 @@ from moe.select import choose_backend
 from moe.selfcheck import check_layer
 
 
-class MoeBuilder:
-    """Builds the MoE layers of one model on one device."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Path:
+    """How one layer will run, known from headers alone."""
 
-    def __init__(self, *, settings: ModelSettings, shape: MoeShape, hidden_size: int) -> None:
+    runner: MoeRunner
+    format_name: str
+
+
+class MoeBuilder:
+    """Builds the MoE layers of one model on one rank: `resolve` every layer, `connect`, then `build` every layer.
+
+    Attention is not sharded: where `--moe-a2a-backend` is none, every rank has all tokens and the same result.
+    """
+
+    def __init__(self, *, settings: ModelSettings, shape: MoeShape, hidden_size: int, group: Any = None) -> None:
+        """`group` is the process group of all ranks that share the experts; None for one rank.
+
+        Raises:
+            MoeConfigError: (of moe) the ranks cannot share the experts; the message has the numbers.
+        """
+        shard = settings.expert_shard
         self.settings = settings
         self.shape = shape
-        self.topology = Topology(device=settings.device)
-        self.config = MoeRunnerConfig(
-            num_experts=shape.num_experts,
-            num_local_experts=shape.num_experts,
-            hidden_size=hidden_size,
-            intermediate_size=shape.intermediate_size,
-            top_k=shape.routing.top_k,
-            activation=shape.activation,
-            dtype=settings.model_dtype,
-            routing=shape.routing,
+        self.topology = Topology(
+            device=settings.device,
+            tp_size=shard.tp_size,
+            tp_rank=shard.tp_rank,
+            ep_size=shard.ep_size,
+            ep_rank=shard.ep_rank,
+            a2a=settings.moe_a2a_backend,
         )
-        self._runners: dict[int, MoeRunner] = {}
-        self._formats: dict[int, str] = {}
+        self._hidden_size = hidden_size
+        self._num_local_experts = len(self.topology.expert_range(shape.num_experts))
+        self._group = group
+        self._paths: dict[int, _Path] = {}
+        self._transport: Transport | None = None
 
     def resolve(self, layer: int, format_name: str) -> None:
         """Choose a backend for a layer's format and build its runner; no weight is needed.
@@ -42,12 +65,26 @@ class MoeBuilder:
         Raises:
             UnsupportedPathError: (of moe) nothing serves the combination; the message says why and what would.
         """
-        settings = self.settings
+        settings, config = self.settings, self._config(format_name)
+        formats = dispatch_formats(settings.moe_a2a_backend, settings.deepep.mode)
         backend = choose_backend(
-            settings.moe_backend, settings.device, format_name, settings.moe_a2a_backend, self.config
+            settings.moe_backend, settings.device, format_name, settings.moe_a2a_backend, config, formats
         )
-        self._runners[layer] = MoeRunner(backend, settings.moe_a2a_backend, self.config)
-        self._formats[layer] = format_name
+        runner = MoeRunner(backend, settings.moe_a2a_backend, config, dispatch_formats=formats)
+        self._paths[layer] = _Path(runner, format_name)
+
+    def connect(self) -> None:
+        """Build the transport that all layers share; errors as `build_transport` says. No weight is needed."""
+        if not self._paths:
+            return
+        paths = list(self._paths.values())
+        self._transport = build_transport(
+            self.topology,
+            paths[0].runner.config,
+            group=self._group,
+            settings=self.settings.deepep,
+            payloads={self._payload(path) for path in paths},
+        )
 
     def build(self, layer: int, parts: MoeParts, read_experts: Callable[[], ExpertWeights]) -> MoeLayer:
         """Read, prepare and check one layer's experts; the canonical weights are dropped on return.
@@ -55,35 +92,97 @@ class MoeBuilder:
         Raises:
             SelfCheckError: (of moe) the path computes something else than its reference.
         """
-        runner = self._runners[layer]
+        path = self._paths[layer]
+        runner, backend = path.runner, load_backend(path.runner.backend)
         experts = _to_device(read_experts(), self.settings.device)
-        backend = load_backend(runner.backend)
-        quant_info = backend.prepare(experts, runner.config, self.topology)
-        selfcheck = self.settings.selfcheck
-        if selfcheck == "all" or (selfcheck == "first" and layer == min(self._runners)):
-            check_layer(runner, quant_info, experts, layer=layer, topology=self.topology)
+        scales = experts.layer_input_scales
+        payload = self._payload(path, knows_input_scale=scales is not None)
+        topology = dataclasses.replace(self.topology, payload=payload)
+        quant_info = backend.prepare(experts, runner.config, topology)
+        wants = LayerTransport(
+            backend=runner.backend,
+            payload=payload,
+            input_scale=scales[0] if scales and payload is Payload.NVFP4 else None,
+            quantize=backend.dispatch_quantizer(quant_info),
+        )
+        dispatcher = self._connected().dispatcher(wants)
+        report = None
+        if self._is_checked(layer):
+            report = check_layer(runner, quant_info, experts, layer=layer, topology=topology)
+            self._check_transport(dispatcher, runner, topology, wants)
         return MoeLayer(
-            gate=Gate(parts.gate_weight_EH, parts.gate_bias_E, self._logits_dtype(layer)),
+            gate=Gate(parts.gate_weight_EH, parts.gate_bias_E, self._logits_dtype(path)),
             topk=TopK(self.shape.routing),
             routes_inside=backend.routes_inside,
             correction_bias_E=parts.correction_bias_E,
-            dispatcher=StandardDispatcher(),
+            dispatcher=dispatcher,
             runner=runner,
             quant_info=quant_info,
             shared_experts=parts.shared_experts,
-            description=f"layer {layer}: {runner.backend} / {runner.a2a} / {self._formats[layer]}",
+            description=f"layer {layer}: {runner.backend} / {runner.a2a} / {path.format_name}",
+            selfcheck=report,
         )
 
-    def _logits_dtype(self, layer: int) -> torch.dtype:
+    def _config(self, format_name: str) -> MoeRunnerConfig:
+        settings, shape = self.settings, self.shape
+        return MoeRunnerConfig(
+            num_experts=shape.num_experts,
+            num_local_experts=self._num_local_experts,
+            hidden_size=self._hidden_size,
+            intermediate_size=settings.expert_shard.padded_intermediate(shape.intermediate_size, format_name),
+            top_k=shape.routing.top_k,
+            activation=shape.activation,
+            dtype=settings.model_dtype,
+            routing=shape.routing,
+            max_num_tokens=settings.max_num_tokens,
+        )
+
+    def _payload(self, path: _Path, *, knows_input_scale: bool = False) -> Payload:
+        """What a layer's tokens travel as; all dispatch formats of a transport carry the same."""
+        backend = path.runner.backend
+        return choose_payload(
+            backend,
+            path.runner.dispatch_formats[-1],
+            path.format_name,
+            ue8m0_scales=load_backend(backend).wants_ue8m0(self.settings.device),
+            knows_input_scale=knows_input_scale,
+            can_send_nvfp4=self._transport is not None and self._transport.can_send_nvfp4,
+        )
+
+    def _connected(self) -> Transport:
+        if self._transport is None:
+            raise MoeConfigError("MoeBuilder.connect must come before build")
+        return self._transport
+
+    def _is_checked(self, layer: int) -> bool:
+        selfcheck = self.settings.selfcheck
+        return selfcheck == "all" or (selfcheck == "first" and layer == min(self._paths))
+
+    def _check_transport(
+        self, dispatcher: Dispatcher[Any, Any], runner: MoeRunner, topology: Topology, wants: LayerTransport
+    ) -> None:
+        """One round trip, where tokens or sums cross ranks."""
+        if topology.is_partial or topology.a2a is not MoeA2ABackend.NONE:
+            check_round_trip(
+                dispatcher,
+                runner.dispatch_formats,
+                runner.config,
+                topology,
+                max_num_tokens=min(self.settings.max_num_tokens, self.settings.deepep.max_dispatch_tokens),
+                input_scale=wants.input_scale,
+            )
+
+    def _logits_dtype(self, path: _Path) -> torch.dtype:
         requested = self.settings.router_logits_dtype
         if requested == "auto":
-            dtype: torch.dtype = load_backend(self._runners[layer].backend).router_logits_dtype(self._formats[layer])
+            dtype: torch.dtype = load_backend(path.runner.backend).router_logits_dtype(path.format_name)
             return dtype
         return {"float32": torch.float32, "bfloat16": torch.bfloat16}[requested]
 
 
 def _to_device(experts: ExpertWeights, device: torch.device) -> ExpertWeights:
-    return ExpertWeights(
+    return dataclasses.replace(
+        experts,
         w13=experts.w13.to(device),
         w2=experts.w2.to(device),
         b13=None if experts.b13 is None else experts.b13.to(device),

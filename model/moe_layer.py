@@ -13,6 +13,7 @@ from model.linear import GatedMlp
 from moe import BypassedTopK, MoeRunner
 from moe.dispatch.base import Dispatcher
 from moe.routing import TopK
+from moe.selfcheck import SelfCheckReport
 from moe.types import TopKOutput
 
 
@@ -35,7 +36,8 @@ class MoeLayer(nn.Module):
 
     `routes_inside`: the backend routes by itself and gets logits and rules instead of ids and weights. `runner` and
     `dispatcher` belong together; `quant_info` holds the processed weights and never changes.
-    `description` names the path, for logs: "layer 3: torch / none / mxfp4".
+    `description` names the path, for logs: "layer 3: torch / none / mxfp4". `selfcheck` is what the check at load
+    found, None where it was not asked for.
     """
 
     correction_bias_E: torch.Tensor | None
@@ -52,6 +54,7 @@ class MoeLayer(nn.Module):
         quant_info: Any,
         shared_experts: GatedMlp | None,
         description: str,
+        selfcheck: SelfCheckReport | None = None,
     ) -> None:
         super().__init__()
         self.gate = gate
@@ -63,6 +66,7 @@ class MoeLayer(nn.Module):
         self.quant_info = quant_info
         self.shared_experts = shared_experts
         self.description = description
+        self.selfcheck = selfcheck
 
     def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
         """[T, H] to [T, H]."""

@@ -3,7 +3,7 @@
 import importlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from loaders.hf_config import HfConfig, read_config
 from model.config import ModelError, ModelSettings, UnsupportedModelError
@@ -48,10 +48,11 @@ def make_family(config: HfConfig) -> "Family":
     return _families[architecture](config)
 
 
-def build_model(folder: Path, settings: ModelSettings) -> "Model":
+def build_model(folder: Path, settings: ModelSettings, group: Any = None) -> "Model":
     """Load the model in `folder`, ready to run.
 
-    Order: config.json, headers, the path of every MoE layer, and only then weights, one layer at a time.
+    Order: config.json, headers, the path of every MoE layer, and only then weights, one layer at a time. `group` is the
+    torch process group of the ranks that share the experts, needed where `settings.expert_shard` is not the whole.
 
     Raises:
         LoadError: (of the loaders) files or tensors that are missing, damaged, left over or of the wrong shape.
@@ -60,4 +61,4 @@ def build_model(folder: Path, settings: ModelSettings) -> "Model":
     """
     from model.load import load_model
 
-    return load_model(make_family(read_config(folder)), folder, settings)
+    return load_model(make_family(read_config(folder)), folder, settings, group)

@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
+from loaders.experts import ExpertShard
 from loaders.hf_config import HfConfig
 from loaders.source import TensorSource
 from model.attention.base import Attention, AttentionSpec
@@ -89,8 +90,8 @@ class Family(ABC):
         """Read and build a layer's attention."""
 
     @abstractmethod
-    def read_experts(self, reader: WeightReader, layer: int) -> ExpertWeights:
-        """Canonical experts of a MoE layer, where the source keeps them."""
+    def read_experts(self, reader: WeightReader, layer: int, shard: ExpertShard) -> ExpertWeights:
+        """Canonical experts of a MoE layer that one rank holds, where the source keeps them."""
 
     @abstractmethod
     def read_moe_parts(self, reader: WeightReader, layer: int) -> MoeParts:

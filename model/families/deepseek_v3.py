@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from loaders.experts import read_split_experts
+from loaders.experts import ExpertShard, read_split_experts
 from loaders.hf_config import HfConfig
 from loaders.naming import skip_prediction_layers
 from loaders.quant import inspect_linear
@@ -259,7 +259,7 @@ class DeepseekV3Family(Family):
             out=Linear(reader.matrix(f"{prefix}.o_proj")),
         )
 
-    def read_experts(self, reader: WeightReader, layer: int) -> ExpertWeights:
+    def read_experts(self, reader: WeightReader, layer: int, shard: ExpertShard) -> ExpertWeights:
         """Whatever format the files have."""
         return read_split_experts(
             reader.source,
@@ -267,6 +267,7 @@ class DeepseekV3Family(Family):
             self.moe.num_experts,
             hidden_size=self.hidden_size,
             intermediate_size=self.moe.intermediate_size,
+            shard=shard,
         )
 
     def read_moe_parts(self, reader: WeightReader, layer: int) -> MoeParts:

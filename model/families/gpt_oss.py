@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from loaders.experts import read_gpt_oss_experts
+from loaders.experts import ExpertShard, read_gpt_oss_experts
 from loaders.hf_config import HfConfig
 from loaders.source import TensorSource
 from model.attention.base import Attention, AttentionSpec
@@ -191,7 +191,7 @@ class GptOssFamily(Family):
             sinks_H=reader.vector(f"{prefix}.sinks"),
         )
 
-    def read_experts(self, reader: WeightReader, layer: int) -> ExpertWeights:
+    def read_experts(self, reader: WeightReader, layer: int, shard: ExpertShard) -> ExpertWeights:
         """MXFP4 or bf16, de-interleaved by the loader."""
         return read_gpt_oss_experts(
             reader.source,
@@ -199,6 +199,7 @@ class GptOssFamily(Family):
             num_experts=self.moe.num_experts,
             hidden_size=self.hidden_size,
             intermediate_size=self.moe.intermediate_size,
+            shard=shard,
         )
 
     def read_moe_parts(self, reader: WeightReader, layer: int) -> MoeParts:
