@@ -165,7 +165,7 @@ class AiterBackend(Backend):
         if not a2a.supports_aiter:
             known = ", ".join(transport for transport in MoeA2ABackend if transport.supports_aiter)
             return f"transport {a2a} is not supported; it takes {known}"
-        return self.refuses(config)
+        return _refuses_sizes(format_name, config.hidden_size, config.intermediate_size) or self.refuses(config)
 
     def refuses(self, config: MoeRunnerConfig) -> str | None:
         """What every backend refuses, any dtype but bf16, and any activation but plain SwiGLU."""
@@ -187,12 +187,9 @@ class AiterBackend(Backend):
             raise WeightFormatError(f"{NAME} takes {', '.join(ARCHS)} experts, got {name}")
         if experts.b13 is not None:
             raise WeightFormatError(f"{NAME}: experts with biases are not supported")
-        for field, size in (("hidden_size", experts.hidden_size), ("intermediate_size", experts.intermediate_size)):
-            if size % MULTIPLES[name] or not size:
-                raise WeightFormatError(
-                    f"{NAME}: {field} of this rank is {size}, {name} needs a positive multiple of {MULTIPLES[name]} "
-                    "(choose another --tensor-parallel-size or --moe-backend)"
-                )
+        reason = _refuses_sizes(name, experts.hidden_size, experts.intermediate_size)
+        if reason:
+            raise WeightFormatError(f"{NAME}: {reason}")
         kernel = AiterKernel.resolve()
         arch = device_arch(topology.device)
         if arch not in ARCHS[name]:
@@ -207,6 +204,17 @@ class AiterBackend(Backend):
             local_mask=expert_mask(len(owned), range(len(owned)), topology.device),
             kernel=kernel, topology=topology,
         )  # fmt: skip
+
+
+def _refuses_sizes(format_name: str, hidden_size: int, intermediate_size: int) -> str | None:
+    multiple = MULTIPLES[format_name]
+    for field, size in (("hidden_size", hidden_size), ("intermediate_size", intermediate_size)):
+        if size % multiple or not size:
+            return (
+                f"{field} of this rank is {size}, {format_name} needs a positive multiple of {multiple} "
+                "(choose another --tensor-parallel-size or --moe-backend)"
+            )
+    return None
 
 
 def device_arch(device: torch.device) -> str:

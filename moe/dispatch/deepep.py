@@ -112,6 +112,10 @@ class DeepepDispatcher:
                 raise UnsupportedPathError(
                     "an NVFP4 dispatch needs --deepep-mode low_latency and a deep_ep build with the option use_nvfp4"
                 )
+            if ll_hidden_size(buffer.shape.hidden_size) != buffer.shape.hidden_size:
+                raise UnsupportedPathError(
+                    f"hidden size {buffer.shape.hidden_size}: an NVFP4 dispatch cannot be padded; send bf16"
+                )
             if input_multiplier is None:
                 raise MoeConfigError("an NVFP4 dispatch needs the layer's static input scale")
         self.buffer = buffer

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.emulators import layouts, numbers
 from tests.emulators.ranks import Rank
 
 HIDDEN_SIZES = {2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192}
@@ -279,6 +280,47 @@ class Buffer:
         return result, None, _finish(receive, return_recv_hook)
 
 
+class Nvfp4Buffer(Buffer):
+    """A build with the options `use_nvfp4` and `x_global_scale`."""
+
+    def low_latency_dispatch(  # type: ignore[override]
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        num_max_dispatch_tokens_per_rank: int,
+        num_experts: int,
+        use_fp8: bool = True,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+        use_nvfp4: bool = False,
+        x_global_scale: torch.Tensor | None = None,
+    ) -> tuple[Any, ...]:
+        """Received rows as codes (M, H/2, E) and scales (32, 4, M/128, 4, H/64, E), NaN scales past the counts."""
+        need(not (use_fp8 and use_nvfp4), "one number format")
+        plain, counts, handle, event, hook = super().low_latency_dispatch(
+            x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts, use_fp8=use_fp8, return_recv_hook=True
+        )
+        need(use_nvfp4 and x_global_scale is not None and x_global_scale.dtype == torch.float32, "x_global_scale")
+        assert x_global_scale is not None
+        num_local, num_rows, hidden = plain.shape
+        need(num_rows % 128 == 0 and hidden % 64 == 0, "whole blocks of scales")
+        codes = torch.full((num_local, num_rows, hidden // 2), 0xFF, dtype=torch.uint8)
+        flat = torch.full((num_local, num_rows * hidden // 16), 0x7F, dtype=torch.uint8)
+
+        def receive() -> None:
+            hook()
+            for expert, count in enumerate(counts.tolist()):
+                packed, scales = numbers.quantize_nvfp4(plain[expert, :count].float(), x_global_scale)
+                codes[expert, :count] = packed
+                flat[expert, layouts.swizzle_position(num_rows, hidden // 16)[:count].flatten()] = scales.view(
+                    torch.uint8
+                ).flatten()
+
+        blocks = flat.view(num_local, num_rows // 128, hidden // 64, 32, 4, 4)
+        result = codes.permute(1, 2, 0), blocks.permute(3, 4, 1, 5, 2, 0)
+        return result, counts, handle, event, _finish(receive, return_recv_hook)
+
+
 def _finish(receive: Callable[[], None], return_recv_hook: bool) -> Callable[[], None] | None:
     if return_recv_hook:
         return receive
@@ -328,8 +370,8 @@ def _write(
     tensors[1][expert, :num_rows] = scale
 
 
-def install_deepep(monkeypatch: pytest.MonkeyPatch, *, wide: bool = False) -> type[Buffer]:
-    """`import deep_ep` finds the emulator until the test ends."""
-    buffer_class = type("Buffer", (Buffer,), {"wide": wide})
+def install_deepep(monkeypatch: pytest.MonkeyPatch, *, wide: bool = False, nvfp4: bool = False) -> type[Buffer]:
+    """`import deep_ep` finds the emulator until the test ends; `nvfp4` for a build that can send it."""
+    buffer_class = type("Buffer", (Nvfp4Buffer if nvfp4 else Buffer,), {"wide": wide})
     monkeypatch.setitem(sys.modules, "deep_ep", SimpleNamespace(Buffer=buffer_class))
     return buffer_class

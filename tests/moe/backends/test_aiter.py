@@ -295,6 +295,9 @@ def test_which_transports_and_devices() -> None:
     assert "gfx950" in reason("gfx942", "mxfp4", MoeA2ABackend.NONE)
     assert "sm90" in reason("sm90", "bf16", MoeA2ABackend.NONE)
     assert "nvfp4" in reason("gfx950", "nvfp4", MoeA2ABackend.NONE)
+    assert "intermediate_size of this rank is 384" in reason(
+        "gfx950", "mxfp4", MoeA2ABackend.NONE, intermediate_size=384
+    )
     assert "no_combine" in reason("gfx950", "bf16", MoeA2ABackend.NONE, no_combine=True)
     assert "float32" in reason("gfx950", "bf16", MoeA2ABackend.NONE, dtype=torch.float32)
     assert "SwiGLU" in reason("gfx950", "bf16", MoeA2ABackend.NONE, activation=Activation(limit=7.0))

@@ -292,6 +292,14 @@ def test_supports(arch: str, format_name: str, a2a: str, dtype: torch.dtype, wor
     assert (reason is None) if word is None else (reason is not None and word in reason)
 
 
+def test_a_shard_that_splits_a_block_is_refused_before_weights_are_read() -> None:
+    config = several_ranks.layer_config(experts_of(), 1, torch.bfloat16, intermediate_size=64)
+    reason = BACKEND.supports(Device(arch="sm90"), "fp8_block", MoeA2ABackend.NONE, config)
+    assert reason is not None
+    assert "intermediate_size of this rank is 64" in reason
+    assert "128" in reason
+
+
 def test_payloads_that_the_kernel_cannot_read(monkeypatch: pytest.MonkeyPatch) -> None:
     install_deep_gemm(monkeypatch)
     with pytest.raises(UnsupportedPathError, match="takes tokens in FP8"):

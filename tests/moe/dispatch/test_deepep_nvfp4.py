@@ -1,0 +1,86 @@
+"""NVFP4 experts (CuTe-DSL v1) behind DeepEP low latency on emulated ranks: tokens sent as bf16 and as NVFP4."""
+
+import threading
+
+import pytest
+import torch
+
+from moe import Activation, MoeA2ABackend, MoeBackend, MoeRunner, Topology
+from moe.backends.flashinfer_cutedsl import FlashinferCutedslBackend
+from moe.config import DispatchFormat
+from moe.dispatch.deepep import DeepepBuffer, DeepepDispatcher
+from moe.dispatch.deepep_settings import DeepepMode, DeepepSettings, EpShape
+from moe.dispatch.payload import Payload, choose_payload
+from moe.errors import MoeConfigError, UnsupportedPathError
+from tests.emulators.cutedsl import install_cutedsl
+from tests.emulators.deepep import install_deepep
+from tests.emulators.ranks import Rank, run_ranks
+from tests.moe.backends import hostile
+from tests.moe.dispatch.several_ranks import E, K, rank_inputs
+
+H, I, LIMIT = 2048, 192, 64
+BACKEND = FlashinferCutedslBackend()
+ONE_AT_A_TIME = threading.Lock()  # the ranks share one emulated kernel, which keeps its last result
+CUTEDSL, DEEPEP = MoeBackend.FLASHINFER_CUTEDSL, MoeA2ABackend.DEEPEP
+
+
+def buffer_for(rank: Rank, hidden: int = H, mode: DeepepMode = DeepepMode.LOW_LATENCY) -> DeepepBuffer:
+    shape = EpShape(hidden_size=hidden, num_experts=E, top_k=K, ep_size=rank.size())
+    return DeepepBuffer(rank, DeepepSettings(mode=mode, max_dispatch_tokens=LIMIT), shape, sends_fp8=False)
+
+
+def outputs_of(payload: Payload, num_tokens: list[int]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """(outputs, references) of every rank."""
+    inputs = rank_inputs(num_tokens, H, torch.bfloat16)
+    experts = hostile.quantized_experts("nvfp4", E, H, I, x=torch.cat([x for x, _ in inputs]))
+    ep_size = len(num_tokens)
+
+    def work(rank: Rank) -> torch.Tensor:
+        index = rank.rank()
+        part = hostile.with_layer_scales(hostile.shard(experts, ep=(ep_size, index)), experts)
+        config = hostile.make_config(E, H, I, K, num_local_experts=part.num_experts)
+        topology = Topology(ep_size=ep_size, ep_rank=index, a2a=DEEPEP, payload=payload)
+        info = BACKEND.prepare(part, config, topology)
+        runner = MoeRunner(CUTEDSL, DEEPEP, config, dispatch_formats=(DispatchFormat.DEEPEP_LL,))
+        buffer = buffer_for(rank)
+        chosen = choose_payload(
+            CUTEDSL, DispatchFormat.DEEPEP_LL, "nvfp4", knows_input_scale=True, can_send_nvfp4=buffer.can_send_nvfp4
+        )
+        assert chosen is payload
+        multiplier = info.input_quant.flatten()[:1] if payload is Payload.NVFP4 else None
+        dispatcher = DeepepDispatcher(buffer, payload, input_multiplier=multiplier)
+        dispatched = dispatcher.dispatch(*inputs[index])
+        with ONE_AT_A_TIME:
+            result = runner.run(dispatched, info)
+        return dispatcher.combine(result)
+
+    wide = hostile.layer_wide(experts, w2=False)
+    return run_ranks(ep_size, work), [hostile.reference(x, topk, wide, Activation()) for x, topk in inputs]
+
+
+def test_both_payloads_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    install_cutedsl(monkeypatch)
+    install_deepep(monkeypatch)
+    as_bf16, wants = outputs_of(Payload.BF16, [5, 8])
+    install_deepep(monkeypatch, nvfp4=True)
+    as_nvfp4, _ = outputs_of(Payload.NVFP4, [5, 8])
+    for first, second, want in zip(as_bf16, as_nvfp4, wants, strict=True):
+        assert torch.equal(first, second)
+        assert hostile.relative_error(first, want) < 5e-3, "expert outputs and sums are rounded to bf16"
+
+
+def test_what_an_nvfp4_dispatch_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    install_deepep(monkeypatch, nvfp4=True)
+    scale = torch.ones(1)
+
+    def make(rank: Rank, **options: object) -> DeepepDispatcher:
+        return DeepepDispatcher(buffer_for(rank), Payload.NVFP4, **options)  # type: ignore[arg-type]
+
+    assert run_ranks(1, lambda rank: make(rank, input_multiplier=scale))
+    with pytest.raises(MoeConfigError, match="static input scale"):
+        run_ranks(1, make)
+    with pytest.raises(UnsupportedPathError, match="hidden size 2880: an NVFP4 dispatch cannot be padded"):
+        run_ranks(1, lambda rank: DeepepDispatcher(buffer_for(rank, 2880), Payload.NVFP4, input_multiplier=scale))
+    auto = DeepepMode.AUTO
+    with pytest.raises(UnsupportedPathError, match="--deepep-mode low_latency"):
+        run_ranks(2, lambda rank: DeepepDispatcher(buffer_for(rank, H, auto), Payload.NVFP4, input_multiplier=scale))
