@@ -1,0 +1,205 @@
+"""The round trip over every transport on emulated ranks, built by the factory; and transports that lose or repeat."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from moe import MoeA2ABackend, MoeBackend, MoeRunnerConfig, SelfCheckError, Topology
+from moe.dispatch import transport
+from moe.dispatch.deepep import DeepepDispatcher
+from moe.dispatch.deepep_settings import DeepepMode, DeepepSettings
+from moe.dispatch.payload import Payload
+from moe.dispatch.round_trip import TOLERANCES, check_round_trip
+from moe.dispatch.transport import LayerTransport, build_transport, dispatch_formats
+from moe.errors import MoeConfigError, UnsupportedPathError
+from tests.emulators.alltoall import install_alltoall
+from tests.emulators.deepep import Buffer, install_deepep
+from tests.emulators.low_latency import install_low_latency
+from tests.emulators.mori import install_mori
+from tests.emulators.ranks import Rank, run_ranks
+
+E, K, H, LIMIT = 8, 3, 2048, 8
+LOW, NORMAL, AUTO = DeepepMode.LOW_LATENCY, DeepepMode.NORMAL, DeepepMode.AUTO
+DEEPEP, MORI = MoeA2ABackend.DEEPEP, MoeA2ABackend.MORI
+Patch = pytest.MonkeyPatch
+
+
+@pytest.fixture(autouse=True)
+def reduce_over_threads(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(transport, "sum_over", lambda rank: lambda x: torch.stack(rank.exchange(x)).sum(0))
+
+
+def round_trip(
+    num_ranks: int,
+    a2a: MoeA2ABackend = MoeA2ABackend.NONE,
+    mode: DeepepMode = LOW,
+    payload: Payload = Payload.BF16,
+    tp_size: int = 1,
+    spoil: Callable[[Any], None] = lambda dispatcher: None,
+) -> list[float]:
+    """The error that every rank reports."""
+    ep_size = num_ranks // tp_size
+    config = MoeRunnerConfig(
+        num_experts=E, num_local_experts=E // ep_size, hidden_size=H, intermediate_size=64, top_k=K,
+        max_num_tokens=LIMIT,
+    )  # fmt: skip
+
+    def work(rank: Rank) -> float:
+        ep_rank, tp_rank = divmod(rank.rank(), tp_size)
+        topology = Topology(
+            tp_size=tp_size, tp_rank=tp_rank, ep_size=ep_size, ep_rank=ep_rank, a2a=a2a, payload=payload
+        )
+        settings = DeepepSettings(mode=mode, max_dispatch_tokens=LIMIT)
+        built = build_transport(topology, config, group=rank, settings=settings, payloads={payload})
+        dispatcher = built.dispatcher(LayerTransport(backend=MoeBackend.DEEP_GEMM, payload=payload))
+        spoil(dispatcher)
+        return check_round_trip(dispatcher, dispatch_formats(a2a, mode), config, topology, max_num_tokens=LIMIT)
+
+    return run_ranks(num_ranks, work)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("mode", [LOW, NORMAL, AUTO])
+@pytest.mark.parametrize("payload", [Payload.BF16, Payload.FP8, Payload.FP8_UE8M0])
+def test_deepep(monkeypatch: Patch, num_ranks: int, mode: DeepepMode, payload: Payload) -> None:
+    install_deepep(monkeypatch)
+    errors = round_trip(num_ranks, DEEPEP, mode, payload)
+    assert all(0 < error < TOLERANCES[payload] / 1.5 for error in errors)
+
+
+@pytest.mark.parametrize("mode", [LOW, NORMAL])
+@pytest.mark.parametrize("payload", [Payload.BF16, Payload.FP8])
+def test_mori(monkeypatch: Patch, mode: DeepepMode, payload: Payload) -> None:
+    install_mori(monkeypatch)
+    assert max(round_trip(4, MORI, mode, payload)) < TOLERANCES[payload] / 1.5
+
+
+@pytest.mark.parametrize("a2a", [MoeA2ABackend.MOONCAKE, MoeA2ABackend.NIXL])
+def test_low_latency_libraries(monkeypatch: Patch, a2a: MoeA2ABackend) -> None:
+    install_low_latency(monkeypatch)
+    assert max(round_trip(4, a2a, payload=Payload.FP8)) < TOLERANCES[Payload.FP8] / 1.5
+
+
+def test_flashinfer(monkeypatch: Patch) -> None:
+    install_alltoall(monkeypatch)
+    assert max(round_trip(4, MoeA2ABackend.FLASHINFER)) < 1e-2
+
+
+@pytest.mark.parametrize(("num_ranks", "tp_size"), [(2, 1), (2, 2), (4, 2)])
+def test_sums_over_ranks(num_ranks: int, tp_size: int) -> None:
+    assert max(round_trip(num_ranks, tp_size=tp_size)) < 1e-2
+
+
+# ---- transports that are wrong ----
+
+
+def too_large(dispatcher: DeepepDispatcher) -> None:
+    original = dispatcher._combine_low_latency
+    dispatcher._combine_low_latency = lambda result: original(result) * 1.5  # type: ignore[method-assign]
+
+
+def zero_a_token(dispatcher: Any) -> None:
+    original = dispatcher.combine
+
+    def combine(result: Any) -> torch.Tensor:
+        out: torch.Tensor = original(result)
+        out[5] = 0
+        return out
+
+    dispatcher.combine = combine
+
+
+def neighbours_rows(dispatcher: Any) -> None:
+    """The rows of two experts trade places on the way here."""
+    original = dispatcher.dispatch
+
+    def dispatch(*args: Any, **options: Any) -> Any:
+        dispatched = original(*args, **options)
+        x = dispatched.hidden_states
+        x[:2] = x[:2].flip(0).clone()
+        return dispatched
+
+    dispatcher.dispatch = dispatch
+
+
+@pytest.mark.parametrize("spoil", [too_large, zero_a_token, neighbours_rows])
+def test_faults_of_low_latency_are_caught(monkeypatch: Patch, spoil: Callable[[Any], None]) -> None:
+    install_deepep(monkeypatch)
+    with pytest.raises(SelfCheckError, match=r"transport deepep \(deepep_ll, bf16\): token \d of rank \d came back"):
+        round_trip(2, DEEPEP, spoil=spoil)
+
+
+@pytest.mark.parametrize("times", [0, 2])
+def test_a_lost_or_repeated_sum_is_caught(monkeypatch: Patch, times: int) -> None:
+    def reduce(rank: Rank, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(times):
+            x = torch.stack(rank.exchange(x)).sum(0)
+        return x
+
+    monkeypatch.setattr(transport, "sum_over", lambda rank: lambda x: reduce(rank, x))
+    with pytest.raises(SelfCheckError, match=r"transport none \(standard, bf16\)"):
+        round_trip(2)
+
+
+# ---- what the factory refuses, before anything is allocated ----
+
+
+def build(a2a: MoeA2ABackend, group: Any, **changes: Any) -> None:
+    settings: dict[str, Any] = {
+        "tp_size": 1,
+        "ep_size": 2,
+        "max_num_tokens": LIMIT,
+        "payloads": {Payload.BF16},
+    } | changes
+    topology = Topology(tp_size=settings["tp_size"], ep_size=settings["ep_size"], a2a=a2a)
+    config = MoeRunnerConfig(
+        num_experts=E, num_local_experts=E // settings["ep_size"], hidden_size=H, intermediate_size=64, top_k=K,
+        max_num_tokens=settings["max_num_tokens"],
+    )  # fmt: skip
+    deepep = DeepepSettings(mode=LOW, max_dispatch_tokens=LIMIT)
+    build_transport(topology, config, group=group, settings=deepep, payloads=settings["payloads"])
+
+
+class Group:
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def size(self) -> int:
+        return self._size
+
+    def rank(self) -> int:
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("a2a", "group", "changes", "error", "words"),
+    [
+        (MoeA2ABackend.NONE, None, {}, MoeConfigError, "tp_size 1 x ep_size 2 needs a process group"),
+        (DEEPEP, None, {"ep_size": 1}, MoeConfigError, "--moe-a2a-backend deepep on tp_size 1 x ep_size 1 needs"),
+        (MoeA2ABackend.NONE, Group(3), {}, MoeConfigError, "are 2 ranks, but the process group has 3"),
+        (DEEPEP, Group(4), {"tp_size": 2}, UnsupportedPathError, "--tensor-parallel-size of the experts is 2"),
+        (DEEPEP, Group(2), {"max_num_tokens": 9}, MoeConfigError, "--deepep-max-dispatch-tokens is 8, but a step may"),
+        (MORI, Group(2), {"payloads": {Payload.BF16, Payload.FP8}}, MoeConfigError, r"layers want \[.*bf16.*fp8"),
+    ],
+)  # fmt: skip
+def test_impossible_transports_are_refused_with_the_numbers(
+    a2a: MoeA2ABackend, group: Any, changes: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        build(a2a, group, **changes)
+
+
+def test_buffers_hold_a_whole_step(monkeypatch: Patch) -> None:
+    """The factory hands DeepEP the limit that its settings name."""
+    library = install_deepep(monkeypatch)
+    seen: list[int] = []
+    original = Buffer.get_low_latency_rdma_size_hint
+    monkeypatch.setattr(
+        library,
+        "get_low_latency_rdma_size_hint",
+        staticmethod(lambda limit, *rest: (seen.append(limit), original(limit, *rest))[1]),
+    )
+    round_trip(2, DEEPEP)
+    assert set(seen) == {LIMIT}
