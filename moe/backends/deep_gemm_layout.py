@@ -3,12 +3,19 @@
 Shape letters: E experts (or any leading group), M rows, G groups of 128 columns, N weight rows, K columns.
 """
 
+from dataclasses import dataclass
+
 import torch
 
-from moe.formats import Fp8BlockWeight
+from moe.formats import Fp8BlockWeight, Weight
 from moe.formats.fp8 import to_e4m3
 from moe.formats.fp8_block import BLOCK
-from moe.formats.token_groups import pack_ue8m0, round_up_to_power_of_two
+from moe.formats.token_groups import (
+    dequantize_token_groups,
+    pack_ue8m0,
+    quantize_token_groups,
+    round_up_to_power_of_two,
+)
 
 PITCH = 4  # elements: the kernel's copy engine wants 16 bytes between columns
 
@@ -32,12 +39,22 @@ def activation_scales(scale_EMG: torch.Tensor, *, ue8m0: bool) -> torch.Tensor:
     return m_major(scale_EMG)
 
 
-def power_of_two_weight(weight: Fp8BlockWeight) -> Fp8BlockWeight:
+@dataclass(frozen=True, slots=True)
+class Ue8m0BlockWeight(Fp8BlockWeight):
+    """FP8 blocks whose scales are powers of two; the kernels that want them round activations the same way."""
+
+
+def power_of_two_weight(weight: Fp8BlockWeight) -> Ue8m0BlockWeight:
     """The weight with block scales rounded up to powers of two and its codes rounded again (lossy)."""
     scale_inv = round_up_to_power_of_two(weight.scale_inv)
     ratio = (weight.scale_inv / scale_inv).repeat_interleave(BLOCK, -2).repeat_interleave(BLOCK, -1)
     num_rows, num_cols = weight.shape[-2:]
-    return Fp8BlockWeight(to_e4m3(weight.data.float() * ratio[..., :num_rows, :num_cols]), scale_inv)
+    return Ue8m0BlockWeight(to_e4m3(weight.data.float() * ratio[..., :num_rows, :num_cols]), scale_inv)
+
+
+def rounded_activations(x_TK: torch.Tensor, weight: Weight) -> torch.Tensor:
+    """What the path does to the input of a GEMM with `weight`, as an fp32 round trip."""
+    return dequantize_token_groups(*quantize_token_groups(x_TK, ue8m0=isinstance(weight, Ue8m0BlockWeight)))
 
 
 def weight_scales(weight: Fp8BlockWeight, *, ue8m0: bool) -> torch.Tensor:

@@ -35,6 +35,7 @@ from moe.formats.token_groups import (
     round_up_to_power_of_two,
     unpack_ue8m0,
 )
+from moe.selfcheck import check_layer
 from moe.twin import moe_twin
 from moe.types import DeepepLlCombineInput
 from tests.emulators import deep_gemm as emulated
@@ -172,13 +173,18 @@ def test_behind_deepep_ranks_equal_one_rank(
 
 
 @pytest.mark.parametrize("arch", ["sm90", "sm100"])
-def test_bf16_results_stay_within_the_stated_tolerance(monkeypatch: pytest.MonkeyPatch, arch: str) -> None:
-    """The real kernels write bf16; the self-check compares with the canonical weights and fp32 scales on both."""
+def test_bf16_results_pass_the_self_check(monkeypatch: pytest.MonkeyPatch, arch: str) -> None:
+    """The real kernels write bf16; on SM100 the twin sees power-of-two scales too."""
     install_deep_gemm(monkeypatch, arch)
+    experts = experts_of()
+    config = several_ranks.layer_config(experts, 1, torch.bfloat16, activation=DEEPSEEK_V4)
+    info = BACKEND.prepare(experts, config, Topology())
+    runner = MoeRunner(MoeBackend.DEEP_GEMM, MoeA2ABackend.NONE, config)
+    report = check_layer(runner, info, experts, layer=0, topology=Topology())
+    assert 0 < report.worst_error < BACKEND.tolerance
     got, topk, experts, x = run_alone(100)
     assert got.dtype == torch.bfloat16
-    want = moe_twin(x, topk, experts, DEEPSEEK_V4, quantize_input=activation_quant.fp8_groups)
-    assert hostile.relative_error(got, want) < BACKEND.tolerance
+    assert hostile.relative_error(got, twin(x, topk, experts, arch, DEEPSEEK_V4)) < 2e-2
 
 
 # ---- layouts ----
