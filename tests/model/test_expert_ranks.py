@@ -1,0 +1,152 @@
+"""MoE layers for every (tp, ep): loader, prepare, runner; the ranks' sum equals one rank, extras counted once (B26)."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from loaders.checkpoint import Checkpoint
+from loaders.experts import ExpertShard, read_gpt_oss_experts, read_split_experts
+from model.config import ModelSettings
+from model.families.base import MoeParts, MoeShape
+from model.linear import GatedMlp
+from model.moe_build import MoeBuilder
+from model.moe_layer import MoeLayer
+from model.registry import build_model
+from moe import Activation, MoeA2ABackend, MoeBackend, RoutingConfig, RoutingMethod
+from moe.dispatch import transport
+from moe.errors import MoeConfigError, UnsupportedPathError
+from moe.formats import ExpertWeights
+from tests.loaders.expert_files import fused_experts, save, split_experts
+from tests.model.checkpoints import make_gpt_oss, pack_mxfp4, state_by_file_name, write
+
+E, H, I, K, T = 8, 64, 288, 3, 11  # 288 is 9 blocks of 32, 18 of 16, and three ragged blocks of 128
+SIZES = [1, 2, 4, 8]
+SQUARE = [(tp, ep) for tp in SIZES for ep in SIZES]
+AXES = [(tp, ep) for tp, ep in SQUARE if 1 in (tp, ep) or (tp, ep) == (4, 2)]
+X = 2 * torch.randn(T, H, generator=torch.Generator().manual_seed(5))
+GPT_OSS = Activation(alpha=1.702, beta=1.0, limit=7.0)
+Reduce = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Group:
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def size(self) -> int:
+        return self._size
+
+
+def make_layer(folder: Path, kind: str, shard: ExpertShard) -> MoeLayer:
+    """One rank's layer from the files, through the builder."""
+    is_gpt_oss = kind == "gpt_oss"
+    g = torch.Generator().manual_seed(9)
+    routing = (
+        RoutingConfig(method=RoutingMethod.SOFTMAX_AFTER_TOPK, num_experts=E, top_k=K)
+        if is_gpt_oss
+        else RoutingConfig(
+            method=RoutingMethod.SIGMOID_GROUPED, num_experts=E, top_k=K, num_groups=4, num_kept_groups=2,
+            routed_scaling_factor=2.5,
+        )
+    )  # fmt: skip
+    shape = MoeShape(
+        num_experts=E, intermediate_size=I, activation=GPT_OSS if is_gpt_oss else Activation(), routing=routing
+    )
+    shared = GatedMlp(*(torch.randn(size, generator=g) / 8 for size in ((32, H), (32, H), (H, 32))))
+    parts = MoeParts(
+        gate_weight_EH=torch.randn(E, H, generator=g),
+        correction_bias_E=None if is_gpt_oss else torch.randn(E, generator=g) / 8,
+        shared_experts=None if is_gpt_oss else shared,
+    )
+    settings = ModelSettings(expert_shard=shard, selfcheck="off", moe_backend=MoeBackend.TORCH)
+    num_ranks = shard.tp_size * shard.ep_size
+    builder = MoeBuilder(settings=settings, shape=shape, hidden_size=H, group=Group(num_ranks))
+    builder.resolve(0, "mxfp4" if is_gpt_oss else kind)
+    builder.connect()
+    return builder.build(0, parts, lambda: read(folder, kind, shard))
+
+
+def read(folder: Path, kind: str, shard: ExpertShard) -> ExpertWeights:
+    source, sizes = Checkpoint.open(folder), {"hidden_size": H, "intermediate_size": I, "shard": shard}
+    if kind == "gpt_oss":
+        return read_gpt_oss_experts(source, "x", num_experts=E, **sizes)  # type: ignore[arg-type]
+    return read_split_experts(source, "x", E, **sizes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes"), [("gpt_oss", SQUARE), ("fp8_block", AXES), ("nvfp4", AXES), ("bf16", AXES), ("fp8_tensor", AXES)]
+)
+def test_ranks_sum_to_one_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, sizes: list[tuple[int, int]]
+) -> None:
+    tensors = fused_experts(E, H, I, published=True)[0] if kind == "gpt_oss" else split_experts(kind, E, H, I)[0]
+    save(tmp_path, tensors)
+    want = make_layer(tmp_path, kind, ExpertShard())(X)
+    reduced: list[torch.Tensor] = []
+    answer = torch.zeros(T, H)
+
+    def reduce(part: torch.Tensor) -> torch.Tensor:
+        reduced.append(part.clone())
+        return answer
+
+    monkeypatch.setattr(transport, "sum_over", lambda group: reduce)
+    for tp, ep in sizes:
+        if (tp, ep) == (1, 1):
+            continue
+        reduced.clear()
+        layers = [
+            make_layer(tmp_path, kind, ExpertShard(tp_size=tp, tp_rank=t, ep_size=ep, ep_rank=e))
+            for t in range(tp)
+            for e in range(ep)
+        ]
+        extras = [layer(X) for layer in layers]  # what a rank adds after the one place that reduces
+        assert len(reduced) == tp * ep
+        for extra in extras:
+            torch.testing.assert_close(extra, extras[0])
+        total = torch.stack(reduced).sum(0) + extras[0]
+        error = (total - want).norm() / want.norm()
+        assert error < 1e-5, f"tp {tp}, ep {ep}: {float(error)}"
+        widths = {layer.runner.config.intermediate_size for layer in layers}
+        assert len(widths) == 1, "every rank is laid out for the same padded width"
+    assert not reduced[0].equal(want), "a part is not the whole"
+
+
+def test_fp8_blocks_are_laid_out_for_whole_blocks(tmp_path: Path) -> None:
+    """288 columns are three blocks of 128: config, weights and kernels agree on the padded figure."""
+    save(tmp_path, split_experts("fp8_block", E, H, I)[0])
+    for tp, width in ((1, 384), (2, 256), (4, 128), (8, 128)):
+        shard = ExpertShard(tp_size=tp, tp_rank=tp - 1)
+        assert make_layer(tmp_path, "fp8_block", shard).runner.config.intermediate_size == width
+        assert read(tmp_path, "fp8_block", shard).intermediate_size == width
+
+
+@pytest.mark.parametrize(
+    ("changes", "group", "error", "words"),
+    [
+        ({"expert_shard": ExpertShard(ep_size=3)}, Group(3), MoeConfigError, "ep_size is 3: it must divide the 4 exp"),
+        ({"expert_shard": ExpertShard(ep_size=2)}, None, MoeConfigError, "tp_size 1 x ep_size 2 needs a process group"),
+        ({"expert_shard": ExpertShard(tp_size=2)}, Group(4), MoeConfigError, "2 ranks, but the process group has 4"),
+        (
+            {"expert_shard": ExpertShard(tp_size=2), "moe_a2a_backend": MoeA2ABackend.DEEPEP},
+            Group(2), UnsupportedPathError, "--tensor-parallel-size of the experts is 2",
+        ),
+        ({"moe_a2a_backend": MoeA2ABackend.DEEPEP}, None, MoeConfigError, "needs a process group"),
+    ],
+)  # fmt: skip
+def test_impossible_ranks_are_refused_before_any_weight(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, Any],
+    group: Any,
+    error: type[Exception],
+    words: str,
+) -> None:
+    tensors, _ = pack_mxfp4(state_by_file_name(make_gpt_oss(), tmp_path))
+    write(tmp_path, tensors, {"quantization_config": {"quant_method": "mxfp4"}})
+    read_names: list[str] = []
+    monkeypatch.setattr(Checkpoint, "view", lambda self, name: read_names.append(name))
+    with pytest.raises(error, match=words):
+        build_model(tmp_path, ModelSettings(**changes), group)
+    assert not read_names
