@@ -40,6 +40,9 @@ ARCHS = {
     "fp8_tensor": ("gfx942", "gfx950"),
     "mxfp4": ("gfx950",),  # MI300 has no FP4 multiplier
 }
+# For the worst token and block: bf16 inside the kernel moves some activations to the next step of the second
+# quantizer. Seen with rounding emulated: 0.04 for FP8, 0.2 for MXFP4, whose steps are up to half a value.
+TOLERANCES = {"fp8_block": 8e-2, "fp8_tensor": 8e-2, "mxfp4": 3e-1}
 MULTIPLES = {"bf16": 32, "fp8_block": 128, "fp8_tensor": 32, "mxfp4": 256}  # hidden and intermediate size
 
 
@@ -147,7 +150,6 @@ class AiterBackend(Backend):
 
     hardware = "gfx942 (MI300), gfx950 (MI350)"
     formats = tuple(ARCHS)
-    tolerance = 2e-2  # bf16 inside the kernel moves activations across quantization steps
     activation_quant = MappingProxyType(
         {
             "fp8_block": activation_quant.fp8_groups,
@@ -166,6 +168,11 @@ class AiterBackend(Backend):
             known = ", ".join(transport for transport in MoeA2ABackend if transport.supports_aiter)
             return f"transport {a2a} is not supported; it takes {known}"
         return _refuses_sizes(format_name, config.hidden_size, config.intermediate_size) or self.refuses(config)
+
+    def tolerance_for(self, format_name: str, config: MoeRunnerConfig) -> float:
+        """Wider where the kernel quantizes activations."""
+        del config
+        return TOLERANCES.get(format_name, self.tolerance)
 
     def refuses(self, config: MoeRunnerConfig) -> str | None:
         """What every backend refuses, any dtype but bf16, and any activation but plain SwiGLU."""

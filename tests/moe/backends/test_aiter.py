@@ -19,9 +19,10 @@ from moe.dispatch.deepep import DeepepBuffer, DeepepDispatcher
 from moe.dispatch.deepep_settings import DeepepMode, DeepepSettings, EpShape
 from moe.dispatch.mori import MoriBuffer, MoriDispatcher, MoriSettings
 from moe.dispatch.payload import Payload, choose_payload
-from moe.errors import MoeConfigError, TransportStateError, UnsupportedPathError, WeightFormatError
+from moe.errors import MoeConfigError, SelfCheckError, TransportStateError, UnsupportedPathError, WeightFormatError
 from moe.formats import Bf16Weight, ExpertWeights, Fp8BlockWeight, Fp8TensorWeight, Mxfp4Weight
 from moe.formats.token_groups import quantize_token_groups
+from moe.selfcheck import check_layer
 from moe.twin import moe_twin
 from moe.types import RunState
 from tests.emulators import aiter as emulated
@@ -72,7 +73,7 @@ def test_alone_equals_the_twin(monkeypatch: pytest.MonkeyPatch, name: str, arch:
     want = twin(x, topk, experts)
     assert emulator.exact is not None
     assert hostile.relative_error(emulator.exact, want) < TOLERANCE[name]
-    assert hostile.relative_error(got, want) < BACKEND.tolerance
+    assert torch.equal(got, emulator.exact.bfloat16())
     assert torch.equal(got[2], torch.zeros(H).bfloat16()), "all ids of this token are -1"
     mask = emulator.calls[-1].expert_mask
     assert mask.tolist() == [1] * E + [0]
@@ -111,6 +112,31 @@ def test_tensor_slices_sum_to_one_rank(monkeypatch: pytest.MonkeyPatch, name: st
     assert hostile.relative_error(total, parts) < TOLERANCE[name]
     if name != "fp8_tensor":  # there the scale of a token comes from the rank's own columns
         assert hostile.relative_error(total, twin(x, topk, experts)) < TOLERANCE[name]
+
+
+@pytest.mark.parametrize("name", list(FORMATS))
+def test_a_kernel_that_rounds_between_its_gemms_passes_the_self_check(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    install_aiter(monkeypatch)
+    original = Aiter._experts
+
+    def rounding(self: Aiter, call: SimpleNamespace) -> Any:
+        experts = original(self, call)
+        quantize = experts.quantize_mid
+        experts.quantize_mid = lambda mid, expert: quantize(mid.bfloat16().float(), expert)
+        return experts
+
+    monkeypatch.setattr(Aiter, "_experts", rounding)
+    experts = experts_of(name)
+    config = several_ranks.layer_config(experts, 1, torch.bfloat16)
+    info = BACKEND.prepare(experts, config, Topology())
+    runner = MoeRunner(MoeBackend.AITER, MoeA2ABackend.NONE, config)
+    assert check_layer(runner, info, experts, layer=0, topology=Topology()).worst_error > 0
+    damaged = dataclasses.replace(info, w2=info.w2.view(torch.uint8).roll(1, 0).view(info.w2.dtype))
+    aiter.mark_shuffled(damaged.w2)
+    with pytest.raises(SelfCheckError, match="layer 0, aiter/none"):
+        check_layer(runner, damaged, experts, layer=0, topology=Topology())
 
 
 # ---- transports ----
