@@ -16,7 +16,7 @@ from moe.kernels.layout import STEP, PackedMatrix
 from moe.kernels.plan import Plan
 from moe.kernels.quantize import quantize_rows
 
-_FORMATS = {"bf16": BF16, "fp8_block": FP8_BLOCK, "mxfp4": MXFP4, "nvfp4": NVFP4}
+_FORMATS = {"bf16": BF16.value, "fp8_block": FP8_BLOCK.value, "mxfp4": MXFP4.value, "nvfp4": NVFP4.value}
 _SUM_COLUMNS = 1024
 _QUANTIZE_ROWS = 32
 _INT32_MAX = 2**31 - 1
@@ -109,7 +109,7 @@ def _gemm(
     x_scale, xs_stride = matrix.post, 0
     if plan.fp8_activations:
         x, x_scale = _quantize(x, ids_TK, matrix, plan, by_slot=not is_first)
-        format_code, num_cols, data, words = FP8_BOTH, num_steps * step, data.view(torch.float8_e4m3fn), 2 * words
+        format_code, num_cols, data, words = FP8_BOTH.value, num_steps * step, data.view(torch.float8_e4m3fn), 2 * words
         xs_stride = x.shape[0]
     matrices = (
         x, x_scale, data, matrix.data if matrix.scales is None else matrix.scales, matrix.post,
