@@ -10,7 +10,7 @@ import torch
 
 from moe.backends.deep_gemm import NAME, SEGMENT, ContiguousInput, DeepGemmMoeQuantInfo, MaskedInput
 from moe.backends.deep_gemm_layout import activation_scales
-from moe.backends.expert_slots import count_slots, local_ids, place_slots, sum_slots, token_of_row
+from moe.backends.expert_slots import count_slots, local_ids, place_slots, sum_slots, take_rows, token_of_row
 from moe.config import DispatchFormat, MoeRunnerConfig
 from moe.errors import UnsupportedPathError
 from moe.formats.token_groups import quantize_token_groups
@@ -56,9 +56,9 @@ def standard_to_deep_gemm(
     row_TK = place_slots(ids_TK, first_row_E)
     state.permute = SlotRows(row_TK, topk.weights)
     source_R = token_of_row(row_TK, num_experts * rows_per_expert)
-    scale_EMG = scale_TG[source_R].view(num_experts, rows_per_expert, -1)
+    scale_EMG = take_rows(scale_TG, source_R).view(num_experts, rows_per_expert, -1)
     return MaskedInput(
-        x=x_TH[source_R].view(num_experts, rows_per_expert, -1),
+        x=take_rows(x_TH, source_R).view(num_experts, rows_per_expert, -1),
         scale=activation_scales(scale_EMG, ue8m0=quant_info.ue8m0),
         masked_m=counts_E.to(torch.int32),
         expected_m=-(-num_tokens * config.top_k // config.num_experts),
@@ -163,8 +163,8 @@ def _contiguous(
     source_R = token_of_row(row_TK, num_rows)
     experts_E = torch.arange(len(num_rows_E), dtype=torch.int32, device=x_TH.device)
     return ContiguousInput(
-        x=x_TH[source_R],
-        scale=activation_scales(scale_TG[source_R], ue8m0=quant_info.ue8m0),
+        x=take_rows(x_TH, source_R),
+        scale=activation_scales(take_rows(scale_TG, source_R), ue8m0=quant_info.ue8m0),
         m_indices=experts_E.repeat_interleave(rows_E, output_size=num_rows),
     )
 

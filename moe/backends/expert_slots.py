@@ -43,6 +43,13 @@ def token_of_row(row_TK: torch.Tensor, num_rows: int) -> torch.Tensor:
     return source[:num_rows]
 
 
+def take_rows(x_TH: torch.Tensor, source_R: torch.Tensor) -> torch.Tensor:
+    """[R, H] of any dtype; one-byte floats travel as bytes, since not every device indexes them."""
+    if x_TH.element_size() == 1:
+        return x_TH.view(torch.uint8).index_select(0, source_R).view(x_TH.dtype)
+    return x_TH.index_select(0, source_R)
+
+
 def sum_slots(y_RH: torch.Tensor, row_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
     """fp32 [T, H]: weighted sum of every token's rows. A slot with row -1 adds exactly zero, whatever row 0 holds."""
     out_TH = torch.zeros((row_TK.shape[0], y_RH.shape[1]), dtype=torch.float32, device=y_RH.device)
