@@ -9,11 +9,12 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "dtype": ("auto", "float32", "bfloat16"),
     "kv_cache_dtype": ("auto", "float32", "bfloat16"),
     "attention_backend": ("auto", "torch"),
+    "deepep_mode": ("auto", "normal", "low_latency"),
     "router_logits_dtype": ("auto", "float32", "bfloat16"),
     "load_format": ("auto", "dummy"),
     "selfcheck": ("off", "first", "all"),
 }
-_AT_LEAST_ONE = ("max_num_seqs", "page_size")
+_AT_LEAST_ONE = ("max_num_seqs", "page_size", "deepep_max_dispatch_tokens")
 _NONE_OR_AT_LEAST_ONE = ("max_model_len", "max_num_batched_tokens", "num_pages", "num_threads")
 
 
@@ -26,6 +27,8 @@ class EngineConfig:
     dtype: str = "auto"  # of weights that are not quantized and of activations; auto: float32 on CPU, bfloat16 on CUDA
     moe_backend: str = "auto"
     moe_a2a_backend: str = "none"
+    deepep_mode: str = "auto"  # kernels that move tokens: low latency for decode steps, normal for the rest, or one
+    deepep_max_dispatch_tokens: int = 128  # tokens one rank sends in a low-latency step
     router_logits_dtype: str = "auto"
     max_model_len: int | None = None  # prompt and answer together, in tokens; None: what the model was made for
     max_num_seqs: int = 64  # requests that run at the same time

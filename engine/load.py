@@ -12,8 +12,9 @@ from engine.errors import EngineConfigError
 from engine.kv_cache import KvLayout, choose_cpu_pages, choose_cuda_pages
 from engine.runner import Model, ModelRunner
 from engine.sequence import Chunk, Sequence
-from engine.types import EngineInfo, EngineRequest, SamplingParams
+from engine.types import EngineInfo, EngineRequest, LayerCheck, SamplingParams
 from model.batch import LayerKv
+from moe.selfcheck import SelfCheckReport
 
 _DEFAULT_STEP_TOKENS = {"cpu": 512, "cuda": 2048}
 _WARM_UP_TOKENS = 32  # a prompt of this many, then one more: every code path of a step ran before the first user
@@ -44,7 +45,12 @@ class LoadedEngine:
             dtype=str(model.dtype).removeprefix("torch."),
             moe_paths=[layer.description for layer in model.moe_layers],
             load_seconds=load_seconds,
+            selfcheck=[_layer_check(layer.selfcheck) for layer in model.moe_layers if layer.selfcheck is not None],
         )
+
+
+def _layer_check(report: SelfCheckReport) -> LayerCheck:
+    return LayerCheck(layer=report.layer, path=report.path, worst_error=report.worst_error, tolerance=report.tolerance)
 
 
 def load_engine(config: EngineConfig, model: Model | None) -> LoadedEngine:
@@ -56,9 +62,7 @@ def load_engine(config: EngineConfig, model: Model | None) -> LoadedEngine:
     if model is None:
         model = _build_model(config)
     max_model_len = _choose_max_model_len(config, model)
-    step_tokens = config.max_num_batched_tokens or max(
-        _DEFAULT_STEP_TOKENS.get(model.device.type, 512), config.max_num_seqs
-    )
+    step_tokens = _max_step_tokens(config, model.device)
     dtype = model.dtype if config.kv_cache_dtype == "auto" else getattr(torch, config.kv_cache_dtype)
     layout = KvLayout(specs=tuple(model.kv_specs), page_size=config.page_size, dtype=dtype)
 
@@ -101,15 +105,22 @@ def _build_model(config: EngineConfig) -> Model:
     from model.config import ModelSettings
     from model.registry import build_model
     from moe import MoeA2ABackend, MoeBackend
+    from moe.dispatch.deepep_settings import DeepepMode, DeepepSettings
 
     choices: dict[str, Any] = {
         name: getattr(config, name) for name in ("router_logits_dtype", "attention_backend", "load_format", "selfcheck")
     }
+    device = _choose_device(config.device)
     settings = ModelSettings(
-        device=_choose_device(config.device),
+        device=device,
         dtype="auto" if config.dtype == "auto" else getattr(torch, config.dtype),
         moe_backend=_member(MoeBackend, "moe_backend", config.moe_backend),
         moe_a2a_backend=_member(MoeA2ABackend, "moe_a2a_backend", config.moe_a2a_backend),
+        deepep=DeepepSettings(
+            mode=_member(DeepepMode, "deepep_mode", config.deepep_mode),
+            max_dispatch_tokens=config.deepep_max_dispatch_tokens,
+        ),
+        max_num_tokens=_max_step_tokens(config, device),
         **choices,
     )
     return build_model(config.model, settings)
@@ -129,6 +140,10 @@ def _choose_device(name: str) -> torch.device:
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise EngineConfigError(f"device is {name!r} and torch finds no CUDA device: use cpu, or install a CUDA torch")
     return torch.device(name)
+
+
+def _max_step_tokens(config: EngineConfig, device: torch.device) -> int:
+    return config.max_num_batched_tokens or max(_DEFAULT_STEP_TOKENS.get(device.type, 512), config.max_num_seqs)
 
 
 def _choose_max_model_len(config: EngineConfig, model: Model) -> int:

@@ -13,12 +13,14 @@ import torch
 
 from engine.sequence import Chunk
 from model.batch import ForwardBatch, KvLayerSpec, LayerKv
+from moe.selfcheck import SelfCheckReport
 
 
 class MoePath(Protocol):
     """What the engine needs of a MoE layer."""
 
     description: str
+    selfcheck: SelfCheckReport | None
 
 
 class Model(Protocol):

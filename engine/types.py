@@ -76,6 +76,15 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_preemptions: int
 
 
+class LayerCheck(msgspec.Struct, frozen=True, kw_only=True):
+    """A MoE layer that was compared with its reference while loading: the largest relative error of any expert."""
+
+    layer: int
+    path: str  # backend/transport/format
+    worst_error: float
+    tolerance: float
+
+
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Sent once when the engine is ready to serve."""
 
@@ -87,3 +96,4 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     moe_paths: list[str]  # one line a MoE layer: "layer 3: torch / none / mxfp4"
     load_seconds: float
+    selfcheck: list[LayerCheck] = []  # the layers that `--selfcheck` asked for

@@ -31,7 +31,7 @@ def create_app(
 ) -> FastAPI:
     """The application; `defaults` are the checkpoint's sampling parameters. `app.state.context` holds the parts."""
     app = FastAPI(title="moe-serve", version=service_version(), docs_url=None, redoc_url=None, redirect_slashes=False)
-    metrics = Metrics(lambda: engine.stats)
+    metrics = Metrics(lambda: engine.stats, lambda: engine.info)
     app.state.context = ServerContext(
         engine=engine,
         config=config,

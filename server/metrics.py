@@ -1,4 +1,4 @@
-"""Prometheus metrics of one app, in a registry of its own. Labels come from the served names and the routes alone."""
+"""Prometheus metrics of one app, in a registry of its own. Labels: served names, routes, the model's MoE layers."""
 
 from collections.abc import Callable, Iterable
 
@@ -6,7 +6,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from engine.types import EngineStats
+from engine.types import EngineInfo, EngineStats
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _PREFIX = "moe_serve"
@@ -15,7 +15,9 @@ _PREFIX = "moe_serve"
 class Metrics:
     """Counters of the HTTP side, and the engine's last snapshot."""
 
-    def __init__(self, engine_stats: Callable[[], EngineStats | None]) -> None:
+    def __init__(
+        self, engine_stats: Callable[[], EngineStats | None], engine_info: Callable[[], EngineInfo | None]
+    ) -> None:
         registry = CollectorRegistry()
         self._registry = registry
         self.responses = Counter(f"{_PREFIX}_http_responses", "HTTP responses", ["route", "status"], registry=registry)
@@ -38,6 +40,7 @@ class Metrics:
         )
         self.inflight = Gauge(f"{_PREFIX}_requests_in_flight", "Requests being served", registry=registry)
         registry.register(_EngineCollector(engine_stats))
+        registry.register(_SelfCheckCollector(engine_info))
 
     def text(self) -> bytes:
         """The exposition format."""
@@ -61,3 +64,22 @@ class _EngineCollector(Collector):
                 yield GaugeMetricFamily(f"{_PREFIX}_engine_{label}", f"Engine: {label.replace('_', ' ')}", value)
             else:
                 yield CounterMetricFamily(f"{_PREFIX}_engine_{label}", f"Engine: {label.replace('_', ' ')}", value)
+
+
+class _SelfCheckCollector(Collector):
+    """What the check at load found, layer by layer."""
+
+    def __init__(self, engine_info: Callable[[], EngineInfo | None]) -> None:
+        self._engine_info = engine_info
+
+    def collect(self) -> Iterable[Metric]:
+        info = self._engine_info()
+        checks = [] if info is None else info.selfcheck
+        labels = ["layer", "path"]
+        error = GaugeMetricFamily(f"{_PREFIX}_selfcheck_error", "Largest relative error of any expert", labels=labels)
+        tolerance = GaugeMetricFamily(f"{_PREFIX}_selfcheck_tolerance", "Largest error that passes", labels=labels)
+        for check in checks:
+            error.add_metric([str(check.layer), check.path], check.worst_error)
+            tolerance.add_metric([str(check.layer), check.path], check.tolerance)
+        yield error
+        yield tolerance

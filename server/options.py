@@ -69,6 +69,10 @@ OPTIONS: dict[str, Option] = {
         "who moves tokens between expert-parallel ranks",
         ("none", "deepep", "mori", "flashinfer", "mooncake", "nixl"),
     ),
+    "deepep_mode": Option(
+        "mixture of experts", "kernels of the transports that have two kinds", ("auto", "normal", "low_latency")
+    ),
+    "deepep_max_dispatch_tokens": Option("mixture of experts", "tokens one rank sends in a low-latency step"),
     "router_logits_dtype": Option("mixture of experts", "of router logits; auto is what the path wants", _DTYPES),
     "selfcheck": Option(
         "mixture of experts", "MoE layers compared with plain torch while loading", ("off", "first", "all")

@@ -25,13 +25,14 @@ async def live(request: Request) -> Response:
 
 @router.get("/health/ready")
 async def ready(request: Request) -> Response:
-    """200 while new work is taken: loaded, checked, alive and not draining."""
+    """200 while new work is taken: loaded, checked, alive and not draining. `load_error` is for the operator's eyes."""
     context: ServerContext = request.app.state.context
     reason = context.why_not_ready()
     info, stats = context.engine.info, context.engine.stats
     details: dict[str, Any] = {
         "status": "not ready" if reason else "ready",
         "reason": reason,
+        "load_error": context.engine.failure if info is None else None,
         "models": context.served_names,
         "engine": None if info is None else msgspec.to_builtins(info),
         "stats": None if stats is None else msgspec.to_builtins(stats),

@@ -12,7 +12,7 @@ import openai
 import pytest
 from fastapi import FastAPI
 
-from engine.types import EngineInfo, EngineOutput, EngineRequest, EngineStats, TokenLogprobs
+from engine.types import EngineInfo, EngineOutput, EngineRequest, EngineStats, LayerCheck, TokenLogprobs
 from loaders.tokenizer import Tokenizer, load_tokenizer
 from server.app import create_app
 from server.config import ServerConfig
@@ -52,6 +52,7 @@ class FakeEngine:
             dtype="float32",
             moe_paths=["layer 0: torch / none / mxfp4"],
             load_seconds=0.1,
+            selfcheck=[LayerCheck(layer=0, path="torch/none/mxfp4", worst_error=2e-6, tolerance=1e-5)],
         )
 
     @property

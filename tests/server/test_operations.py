@@ -26,6 +26,10 @@ def test_ready_and_alive(service):
     status, body = status_of(service, "/health/ready")
     assert (status, body["status"], body["models"]) == (200, "ready", [MODEL])
     assert body["engine"]["moe_paths"] == ["layer 0: torch / none / mxfp4"]
+    assert body["engine"]["selfcheck"] == [
+        {"layer": 0, "path": "torch/none/mxfp4", "worst_error": 2e-6, "tolerance": 1e-5}
+    ]
+    assert body["load_error"] is None
     assert body["stats"]["num_running"] == 0
     assert status_of(service, "/health/live")[0] == 200
 
@@ -49,6 +53,24 @@ def test_dead_or_hung_engine_b46(service, state):
     status, body = status_of(service, "/health/live")
     assert (status, body["status"]) == (503, "dead")
     assert "0x77" not in json.dumps(body)
+
+
+def test_a_failed_self_check_is_named_where_the_operator_looks(service):
+    text = "layer 3, triton/none/mxfp4: expert 7 differs from the reference by 0.4 in outputs 0..127"
+    service.engine.ready, service.engine.failure = False, text
+    status, body = status_of(service, "/health/ready")
+    assert (status, body["reason"], body["load_error"]) == (503, "the engine has stopped", text)
+    with service.http() as http:
+        assert "expert 7" not in http.post("/v1/chat/completions", json={"messages": USER}).text
+
+
+def test_the_self_check_is_a_metric(service):
+    with service.http() as http:
+        text = http.get("/metrics").text
+        assert 'moe_serve_selfcheck_error{layer="0",path="torch/none/mxfp4"} 2e-06' in text
+        assert 'moe_serve_selfcheck_tolerance{layer="0",path="torch/none/mxfp4"} 1e-05' in text
+        service.engine.ready = False  # loading: nothing has been checked
+        assert "moe_serve_selfcheck_error{" not in http.get("/metrics").text
 
 
 def test_busy_engine_is_alive_b46(service):
