@@ -203,6 +203,56 @@ FOLLOW_UPS: dict[str, list[str]] = {
 }  # fmt: skip
 
 
+# A clause that names {x} and a question after the comma.
+CLAUSES = [
+    "If I go to {x}", "When I travel to {x}", "If you live in {x}", "Before we fly to {x}", "As a tourist in {x}",
+    "On a trip to {x}", "When someone visits {x}", "For somebody in {x}", "Inside {x}", "After a week in {x}",
+    "Since I work in {x}", "While in {x}", "Reading about {x}", "Thinking of {x}", "In the case of {x}", "With {x} in mind",
+    "When I look at {x}", "If we talk about {x}", "Standing in {x}", "Should I fly to {x}", "Studying {x}", "Now that I know {x}",
+]  # fmt: skip
+ELEMENT_CLAUSES = [
+    "In chemistry, for {x}", "Reading about {x}", "With {x} in mind", "Taking {x} as an example", "For an atom of {x}",
+    "In the case of {x}", "When writing about {x}", "If we talk about {x}", "Studying {x}", "As for {x}", "Looking up {x}",
+]  # fmt: skip
+AFTER_CLAUSE: dict[str, list[str]] = {
+    "capital": [
+        "which city is the capital", "what is the capital", "which city would be the capital", "which capital can I visit",
+        "what city should I call the capital", "which city do we find as its capital", "which capital will I see",
+        "what is the name of the capital", "which city is shown as capital", "which one is the capital city",
+    ],
+    "currency": [
+        "which currency should I use", "what money would I need", "which currency must I have", "which currency is used",
+        "what currency can I pay with", "what is the currency", "which money should I bring", "what do I pay with",
+    ],
+    "languages": [
+        "which language should I speak", "what language would I hear", "which language must I know", "what is spoken",
+        "which language can I use", "which language do people use", "what language will they answer in",
+        "which language could I study", "what should I speak", "which languages are official",
+    ],
+    "continent": [
+        "on which continent am I", "which continent would I be on", "what continent is that", "which continent do I visit",
+        "on what continent is it", "which continent is it part of", "where on earth is it",
+    ],
+    "symbol": [
+        "which symbol should I write", "what symbol is used", "which letters would I write", "what is the symbol",
+        "which symbol is right", "what is its chemical symbol",
+    ],
+    "number": [
+        "which atomic number should I write", "what would the atomic number be", "how many protons are there",
+        "what is the count of protons", "which atomic number is correct", "what is its number",
+    ],
+}  # fmt: skip
+FRAGMENTS: dict[str, list[str]] = {
+    "capital": ["{x} and its capital?", "Capital of {x}, its name?", "The capital, {x}?", "City that is capital of {x}?"],
+    "currency": ["{x} and its currency?", "Currency in {x}, its name?", "Money of {x}?", "The currency, {x}?"],
+    "languages": ["{x} and its language?", "Language in {x}, its name?", "Spoken in {x}?", "Official tongue of {x}?"],
+    "continent": ["{x} and its continent?", "Continent with {x} in it?", "{x} on the map, which continent?"],
+    "symbol": ["{x} and its symbol?", "Symbol of {x}, its letters?", "Short form of {x}?", "The symbol, {x}?"],
+    "number": ["{x} and its atomic number?", "Protons in {x}?", "Proton count of {x}?", "The number of protons in {x}, please?",
+               "Protons of {x}, how many?", "Atomic number of {x}, the count?", "Number of {x} in the table?"],
+}  # fmt: skip
+
+
 def core(phrase: str) -> str:
     """What makes two phrasings the same: their words, without case and marks."""
     return "".join(letter for letter in phrase.lower() if letter.isalnum() or letter in " {}").strip()
@@ -215,9 +265,14 @@ def trained(relation: str, rng: random.Random) -> str:
     """A phrasing for training, never one of the held-out ones."""
     while True:
         roll = rng.random()
-        if roll < 0.45:
+        if roll < 0.3:
             phrase = rng.choice(TRAIN[relation])
-        elif roll < 0.8 or relation not in FOLLOW_UPS:
+        elif roll < 0.35 and relation in FRAGMENTS:
+            phrase = rng.choice(FRAGMENTS[relation])
+        elif roll < 0.6 and relation in AFTER_CLAUSE:
+            clauses = ELEMENT_CLAUSES if relation in ("symbol", "number") else CLAUSES
+            phrase = f"{rng.choice(clauses)}, {rng.choice(AFTER_CLAUSE[relation])}?"
+        elif roll < 0.85 or relation not in FOLLOW_UPS:
             phrase = f"{rng.choice(LEADS)} {rng.choice(INDIRECT[relation])}{rng.choice(['.', '?', '', '.'])}"
         else:
             remarks = ELEMENT_REMARKS if relation in ("symbol", "number") else REMARKS

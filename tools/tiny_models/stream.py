@@ -20,12 +20,14 @@ from tools.tiny_models.render import Encoder, load_encoder
 IGNORE = -1
 
 
-def pack_rows(encoder: Encoder, rng: random.Random, length: int, open_rows: int = 8) -> Iterator[np.ndarray]:
+def pack_rows(
+    encoder: Encoder, rng: random.Random, length: int, shares: dict[str, float] | None = None, open_rows: int = 8
+) -> Iterator[np.ndarray]:
     """Endless rows [4, length]. A document goes to the fullest open row it fits; the fullest row leaves when none does."""
     rows: list[list[tuple[list[int], int]]] = [[] for _ in range(open_rows)]
     used = [0] * open_rows
     while True:
-        ids, prompt = encoder.example(draw(rng))
+        ids, prompt = encoder.example(draw(rng, shares))
         if len(ids) > length:
             continue
         fits = [index for index in range(open_rows) if used[index] + len(ids) <= length]
@@ -56,9 +58,9 @@ def as_row(documents: list[tuple[list[int], int]], length: int) -> np.ndarray:
     return row
 
 
-def work(seed: str, rows: int, length: int, out: Any) -> None:
+def work(seed: str, rows: int, length: int, shares: dict[str, float], out: Any) -> None:
     """A worker: puts batches of `rows` rows until the queue's owner ends it."""
-    stream = pack_rows(load_encoder(), random.Random(seed), length)
+    stream = pack_rows(load_encoder(), random.Random(seed), length, shares)
     while True:
         out.put(np.stack([next(stream) for _ in range(rows)], axis=1))
 
@@ -66,14 +68,17 @@ def work(seed: str, rows: int, length: int, out: Any) -> None:
 class Stream:
     """Batches [4, rows, length] from `workers` processes; each worker makes `chunk` rows at a time."""
 
-    def __init__(self, *, seed: int, workers: int, rows: int, length: int, chunk: int = 16) -> None:
+    def __init__(
+        self, *, seed: int, workers: int, rows: int, length: int, chunk: int = 16,
+        shares: dict[str, float] | None = None,
+    ) -> None:  # fmt: skip
         if rows % chunk:
             raise ValueError(f"rows is {rows}: must be a multiple of chunk, {chunk}")
         context = multiprocessing.get_context("spawn")
         self._chunks = rows // chunk
         self._queue: Any = context.Queue(maxsize=40 * self._chunks)
         self._workers = [
-            context.Process(target=work, args=(f"{seed}/{number}", chunk, length, self._queue), daemon=True)
+            context.Process(target=work, args=(f"{seed}/{number}", chunk, length, shares or {}, self._queue), daemon=True)
             for number in range(workers)
         ]
         for worker in self._workers:
