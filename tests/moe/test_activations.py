@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from moe_layers import DEEPSEEK_V4, GPT_OSS, PLAIN
 
 from moe import Activation, MoeConfigError
 from moe.activations import gated_activation
+from tests.moe.moe_layers import DEEPSEEK_V4, GPT_OSS, PLAIN
 
 
 @pytest.mark.parametrize(

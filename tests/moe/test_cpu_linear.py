@@ -4,10 +4,10 @@ import warnings
 
 import pytest
 import torch
-from moe_layers import HAS_FBGEMM
 
 from moe.cpu_linear import DenseLinear, PackedLinear, make_linear
 from moe.formats import Fp8BlockWeight, Mxfp4Weight
+from tests.moe.moe_layers import HAS_FBGEMM
 
 
 def dense(*shape: int, seed: int = 0) -> torch.Tensor:

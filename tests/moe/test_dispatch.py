@@ -5,12 +5,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from moe_layers import GPT_OSS, make_config, make_experts, random_topk, relative_error, shard
 
 from moe import MoeA2ABackend, MoeBackend, MoeConfigError, MoeRunner, StandardCombineInput, Topology
 from moe.backends.torch import TorchBackend
 from moe.dispatch.standard import StandardDispatcher
 from moe.twin import moe_twin
+from tests.moe.moe_layers import GPT_OSS, make_config, make_experts, random_topk, relative_error, shard
 
 
 class Ranks:

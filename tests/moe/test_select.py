@@ -4,11 +4,11 @@ import types
 
 import pytest
 import torch
-from moe_layers import make_config, make_experts
 
 from moe import MoeA2ABackend, MoeBackend, MoeRunner, MoeRunnerConfig, UnsupportedPathError, registry, select
 from moe.backends.base import Device
 from moe.select import PREFERENCE, choose_backend, probe_device, verdicts
+from tests.moe.moe_layers import make_config, make_experts
 
 CPU = Device(arch="cpu")
 NONE = MoeA2ABackend.NONE

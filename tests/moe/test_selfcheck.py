@@ -5,13 +5,13 @@ import re
 
 import pytest
 import torch
-from moe_layers import DEEPSEEK_V4, FORMATS, GPT_OSS, PLAIN, make_config, make_experts, shard
 
 from moe import Activation, MoeA2ABackend, MoeBackend, MoeRunner, SelfCheckError, Topology
 from moe.backends.torch import TorchBackend
 from moe.formats import ExpertWeights, Weight
 from moe.selfcheck import SelfCheckReport, _probe, check_layer
 from moe.twin import moe_twin
+from tests.moe.moe_layers import DEEPSEEK_V4, FORMATS, GPT_OSS, PLAIN, make_config, make_experts, shard
 
 
 def check(

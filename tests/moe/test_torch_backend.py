@@ -4,18 +4,6 @@ import dataclasses
 
 import pytest
 import torch
-from moe_layers import (
-    DEEPSEEK_V4,
-    FORMATS,
-    GPT_OSS,
-    HAS_FBGEMM,
-    PLAIN,
-    make_config,
-    make_experts,
-    random_topk,
-    relative_error,
-    shard,
-)
 
 from moe import (
     Activation,
@@ -35,6 +23,18 @@ from moe.backends.torch import LazyLinears, TorchBackend
 from moe.formats import Bf16Weight, ExpertWeights
 from moe.routing import route
 from moe.twin import moe_twin
+from tests.moe.moe_layers import (
+    DEEPSEEK_V4,
+    FORMATS,
+    GPT_OSS,
+    HAS_FBGEMM,
+    PLAIN,
+    make_config,
+    make_experts,
+    random_topk,
+    relative_error,
+    shard,
+)
 
 every_format = pytest.mark.parametrize("format_name", FORMATS)
 both_ways = pytest.mark.parametrize("fits", [True, False], ids=["ready", "lazy"])

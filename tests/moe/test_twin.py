@@ -4,12 +4,12 @@ import dataclasses
 
 import pytest
 import torch
-from moe_layers import FORMATS, GPT_OSS, PLAIN, make_experts, random_topk, relative_error
 
 from moe import StandardTopK, WeightFormatError
 from moe.formats import ExpertWeights, Weight
 from moe.formats.activation_quant import fp8_groups, fp8_static, nvfp4_static
 from moe.twin import moe_twin
+from tests.moe.moe_layers import FORMATS, GPT_OSS, PLAIN, make_experts, random_topk, relative_error
 
 
 def x_of(num_tokens: int) -> torch.Tensor:
