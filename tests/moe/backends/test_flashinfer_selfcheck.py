@@ -13,9 +13,12 @@ import torch
 
 from moe import (
     Activation,
+    BypassedTopK,
     MoeA2ABackend,
     MoeBackend,
     MoeRunner,
+    RoutingConfig,
+    RoutingMethod,
     SelfCheckError,
     StandardDispatchOutput,
     StandardTopK,
@@ -72,6 +75,42 @@ def test_clean_passes_and_swapped_halves_are_named(
     broken = dataclasses.replace(info, w2=info.w2[torch.tensor([0, 1, 1, 3])])
     with pytest.raises(SelfCheckError, match=f"layer 7, {backend}/none/{name}: expert 2 differs"):
         check_layer(runner, broken, experts, layer=7, topology=Topology())
+
+
+@pytest.mark.parametrize("name", ["fp8_block", "fp8_tensor", "nvfp4"])
+@pytest.mark.parametrize("ep_size", [1, 2])
+@pytest.mark.parametrize("method", [RoutingMethod.SIGMOID_GROUPED, RoutingMethod.SOFTMAX_AFTER_TOPK])
+def test_routing_inside_the_kernel_is_checked_too(
+    monkeypatch: pytest.MonkeyPatch, name: str, ep_size: int, method: RoutingMethod
+) -> None:
+    """A kernel that reads the logits upside down is right for given ids, and caught by the pass with logits."""
+    install_trtllm(monkeypatch)
+    groups = (
+        {"num_groups": 2, "num_kept_groups": 2, "routed_scaling_factor": 2.5}
+        if method is RoutingMethod.SIGMOID_GROUPED
+        else {}
+    )
+    routing = RoutingConfig(method=method, num_experts=E, top_k=K, **groups)  # type: ignore[arg-type]
+    config = hostile.make_config(E, H, I, K, routing=routing, num_local_experts=E // ep_size)
+    topology, whole = Topology(ep_size=ep_size, ep_rank=ep_size - 1), make(name)
+    experts = hostile.with_layer_scales(hostile.shard(whole, ep=(ep_size, ep_size - 1)), whole)
+    backend = MoeBackend.FLASHINFER_TRTLLM
+    info = load_backend(backend).prepare(experts, config, topology)
+    runner = MoeRunner(backend, MoeA2ABackend.NONE, config)
+    report = check_layer(runner, info, experts, layer=7, topology=topology)
+    assert report.worst_error <= report.tolerance
+    original = MoeRunner.run
+
+    def upside_down(self: MoeRunner, dispatched: Any, quant_info: Any) -> Any:
+        topk = dispatched.topk_output
+        if isinstance(topk, BypassedTopK):
+            worst_first = BypassedTopK(-topk.logits, topk.config, topk.correction_bias)
+            dispatched = dataclasses.replace(dispatched, topk_output=worst_first)
+        return original(self, dispatched, quant_info)
+
+    monkeypatch.setattr(MoeRunner, "run", upside_down)
+    with pytest.raises(SelfCheckError, match="what the kernel's own routing chose differs"):
+        check_layer(runner, info, experts, layer=7, topology=topology)
 
 
 @pytest.mark.parametrize(("backend", "name", "install"), PATHS, ids=IDS)
