@@ -4,7 +4,7 @@ The tokens reach the path in the layout of every dispatch format it was built fo
 kernel that routes inside is checked with ids first, expert by expert, then once more with logits.
 Every local expert gets tokens of its own, half of them large enough for the clamps to act and half too small for that,
 so that neither a wrong clamp nor a wrong weight behind a clamp stays hidden. A few tokens visit several experts.
-Shape letters: T tokens, K top-k, E local experts, H hidden, B blocks of 128 outputs.
+Shape letters: T tokens, S sets of tokens alike, K top-k, E local experts, H hidden, B blocks of 128 outputs.
 """
 
 import dataclasses
@@ -25,7 +25,8 @@ from moe.twin import moe_twin
 from moe.types import BypassedTopK, StandardTopK, TopKOutput
 
 BLOCK = 128  # outputs per error figure: one wrong row of scales must not drown among thousands of right ones
-TOKENS_PER_EXPERT = 8
+TOKENS_PER_SIZE = 4
+TOKENS_PER_EXPERT = 2 * TOKENS_PER_SIZE  # first large ones, then small ones
 NUM_MIXED_TOKENS = 8
 ROUTED_TOKENS = 4 * NUM_MIXED_TOKENS
 BF16_INTEGERS = 256  # that many steps of one size fit in a bf16
@@ -60,23 +61,23 @@ def check_layer(
     check = _Check(runner, quant_info, experts, layer, topology)
     x_TH, topk = _probe(experts, runner.config, topology)
     want_TH = check.reference(x_TH, topk)
-    first_expert, num_solo = topology.expert_range(runner.config.num_experts).start, len(x_TH) - NUM_MIXED_TOKENS
+    first_expert = topology.expert_range(runner.config.num_experts).start
     worst = 0.0
     for dispatch_format in runner.dispatch_formats:
-        error_TB = check.errors(dispatch_format, x_TH, topk, want_TH)
-        error_EB = error_TB[:num_solo].unflatten(0, (-1, TOKENS_PER_EXPERT)).amax(1)
-        check.need_right(dispatch_format, error_EB, lambda row: f"expert {first_expert + row}")
-        check.need_right(dispatch_format, error_TB[num_solo:], lambda _: "the sum over several experts")
-        worst = max(worst, float(error_TB.max()))
+        error_SB = check.errors(dispatch_format, x_TH, topk, want_TH)
+        alone_SB, mixed_SB = error_SB[: 2 * experts.num_experts], error_SB[2 * experts.num_experts :]
+        check.need_right(dispatch_format, alone_SB, lambda row: f"expert {first_expert + row // 2}")
+        check.need_right(dispatch_format, mixed_SB, lambda _: "the sum over several experts")
+        worst = max(worst, float(error_SB.max()))
     routing = runner.config.routing
     if backend.routes_inside and routing is not None:
         logits_dtype = backend.router_logits_dtype(experts.format_name)
         logits = _distinct_routing(ROUTED_TOKENS, routing, logits_dtype, topology.device)
-        x_TH = x_TH[num_solo:].repeat(ROUTED_TOKENS // NUM_MIXED_TOKENS, 1)
+        x_TH = x_TH[-NUM_MIXED_TOKENS:].repeat(ROUTED_TOKENS // NUM_MIXED_TOKENS, 1)
         want_TH = check.reference(x_TH, logits.to_standard())
-        error_TB = check.errors(DispatchFormat.STANDARD, x_TH, logits, want_TH)
-        check.need_right(DispatchFormat.STANDARD, error_TB, lambda _: "what the kernel's own routing chose")
-        worst = max(worst, float(error_TB.max()))
+        error_SB = check.errors(DispatchFormat.STANDARD, x_TH, logits, want_TH)
+        check.need_right(DispatchFormat.STANDARD, error_SB, lambda _: "what the kernel's own routing chose")
+        worst = max(worst, float(error_SB.max()))
     return SelfCheckReport(layer=layer, path=check.path, worst_error=worst, tolerance=check.tolerance)
 
 
@@ -104,7 +105,7 @@ class _Check:
     def errors(
         self, dispatch_format: DispatchFormat, x_TH: torch.Tensor, topk: TopKOutput, want_TH: torch.Tensor
     ) -> torch.Tensor:
-        """Relative errors [T, B] of the path, its tokens laid out as `dispatch_format` has them."""
+        """Relative errors [S, B] of the path, its tokens laid out as `dispatch_format` has them."""
         scales = self._experts.layer_input_scales
         loopback = make_loopback(
             dispatch_format, self._runner.config, self._topology,
@@ -114,12 +115,12 @@ class _Check:
         result = self._runner.run(loopback.dispatch(x_TH, topk), self._quant_info)
         return _errors(loopback.combine(result).float(), want_TH)
 
-    def need_right(self, dispatch_format: DispatchFormat, error_RB: torch.Tensor, who: Callable[[int], str]) -> None:
+    def need_right(self, dispatch_format: DispatchFormat, error_SB: torch.Tensor, who: Callable[[int], str]) -> None:
         """Raise SelfCheckError if any row is off by more than the tolerance; `who` names a row."""
-        worst, index = error_RB.flatten().max(0)
+        worst, index = error_SB.flatten().max(0)
         if worst <= self.tolerance:
             return
-        row, block = divmod(int(index), error_RB.shape[1])
+        row, block = divmod(int(index), error_SB.shape[1])
         layout = f" ({dispatch_format})" if len(self._runner.dispatch_formats) > 1 else ""
         end = min(self._experts.hidden_size, (block + 1) * BLOCK)
         raise SelfCheckError(
@@ -161,7 +162,7 @@ def _probe(experts: ExpertWeights, config: MoeRunnerConfig, topology: Topology) 
             ids_TK[num_solo + token, slot] = own.start + (token * config.top_k + slot) % len(own)
     size_E = torch.stack([_input_size(experts, expert, x_TH[0], config) for expert in range(len(own))])
     size_T = torch.cat((size_E.repeat_interleave(TOKENS_PER_EXPERT), size_E.min().expand(NUM_MIXED_TOKENS)))
-    is_large_T = torch.arange(num_tokens) % TOKENS_PER_EXPERT < TOKENS_PER_EXPERT // 2
+    is_large_T = torch.arange(num_tokens) % TOKENS_PER_EXPERT < TOKENS_PER_SIZE
     x_TH = x_TH * (size_T * torch.where(is_large_T, LARGE, SMALL))[:, None]
     device = topology.device
     return x_TH.to(device, config.dtype), StandardTopK(weights_TK.to(device), ids_TK.to(device))
@@ -179,10 +180,10 @@ def _input_size(experts: ExpertWeights, expert: int, x_H: torch.Tensor, config: 
 
 
 def _errors(got_TH: torch.Tensor, want_TH: torch.Tensor) -> torch.Tensor:
-    """Relative errors [T, B]; NaN counts as infinite.
+    """Relative errors [S, B] of every `TOKENS_PER_SIZE` tokens, root mean square; NaN counts as infinite.
 
-    Taken per token, since the small ones would drown among the large; outputs much smaller than the token's others are
-    measured against those.
+    Relative per token, since small ones would drown among large ones; outputs much smaller than the token's others are
+    measured against those. The mean is over tokens alike: a fault in weights hits them all, an unlucky rounding one.
     """
     whole_T1 = want_TH.square().mean(1, keepdim=True).sqrt()
     columns = []
@@ -190,4 +191,5 @@ def _errors(got_TH: torch.Tensor, want_TH: torch.Tensor) -> torch.Tensor:
         error_T1 = difference.square().mean(1, keepdim=True).sqrt()
         scale_T1 = torch.maximum(want.square().mean(1, keepdim=True).sqrt(), 1e-2 * whole_T1)
         columns.append(torch.where(scale_T1 > 0, error_T1 / scale_T1, error_T1))
-    return torch.cat(columns, dim=1).nan_to_num(nan=float("inf"))
+    error_TB = torch.cat(columns, dim=1).nan_to_num(nan=float("inf"))
+    return error_TB.square().unflatten(0, (-1, TOKENS_PER_SIZE)).mean(1).sqrt()

@@ -34,7 +34,7 @@ class Device:
 class Backend(ABC):
     """A kernel family. Instances hold no state.
 
-    `tolerance` is the relative error allowed against the twin, for the worst token and block of 128 outputs. The
+    `tolerance` is the relative error allowed against the twin, for the worst few tokens and block of 128 outputs. The
     default suits bf16 activations and results: 7e-3 is seen, a row of scales off by a factor of 2 gives 2e-2 and more.
     `activation_quant` says, by weight format, how the kernels round their inputs; a format not named is not rounded.
     """

@@ -57,8 +57,9 @@ class MoeAlltoAll:
         everybody = self.rank.exchange((ids, input_payloads))
         self.received = torch.zeros(self.rank.size(), runtime_max_tokens_per_rank, dtype=torch.bool)
         slots = [(self.rank.size(), runtime_max_tokens_per_rank, *payload.shape[1:]) for payload in input_payloads]
+        garbage = {torch.int32: 10**6, torch.uint8: 255}
         out = [
-            torch.full(shape, 10**6 if payload.dtype == torch.int32 else float("nan"), dtype=payload.dtype)
+            torch.full(shape, garbage.get(payload.dtype, float("nan")), dtype=payload.dtype)
             for shape, payload in zip(slots, input_payloads, strict=True)
         ]
         self.sent_to = []

@@ -1,0 +1,146 @@
+"""MoE layers built for a transport on two emulated ranks: path, payload and checks come of settings alone."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from loaders.experts import ExpertShard
+from model.config import ModelSettings
+from model.families.base import MoeParts, MoeShape
+from model.linear import GatedMlp
+from model.moe_build import MoeBuilder
+from model.moe_layer import MoeLayer
+from moe import Activation, MoeA2ABackend, MoeBackend, RoutingConfig, RoutingMethod, SelfCheckError, Topology
+from moe.backends.base import Device
+from moe.backends.flashinfer_cutedsl import CuteDslFp4MoeQuantInfo
+from moe.dispatch.deepep_settings import DeepepMode, DeepepSettings
+from moe.formats import ExpertWeights
+from moe.registry import load_backend
+from moe.twin import moe_twin
+from tests.emulators.alltoall import install_alltoall
+from tests.emulators.cutedsl import install_cutedsl
+from tests.emulators.deep_gemm import install_deep_gemm
+from tests.emulators.deepep import install_deepep
+from tests.emulators.ranks import Rank, run_ranks
+from tests.moe.backends import hostile
+
+E, K, H, I, LIMIT = 8, 3, 2048, 128, 64
+ROUTING = RoutingConfig(
+    method=RoutingMethod.SIGMOID_GROUPED, num_experts=E, top_k=K, num_groups=4, num_kept_groups=2,
+    routed_scaling_factor=2.5,
+)  # fmt: skip
+SHAPE = MoeShape(num_experts=E, intermediate_size=I, activation=Activation(), routing=ROUTING)
+TOKENS = [hostile.tokens(count, H, seed=30 + count, size=1.0) for count in (5, 9)]
+DEEPEP, FLASHINFER = MoeA2ABackend.DEEPEP, MoeA2ABackend.FLASHINFER
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What is asked for and what must come of it."""
+
+    name: str
+    backend: MoeBackend
+    a2a: MoeA2ABackend = DEEPEP
+    mode: DeepepMode = DeepepMode.LOW_LATENCY
+    arch: str = "cpu"
+    sends_nvfp4: bool = False
+    payload: str = "bf16"
+    tolerance: float = 2e-2
+
+    def __str__(self) -> str:
+        return f"{self.backend}-{self.a2a}-{self.mode}-{self.payload}"
+
+
+CASES = [
+    *(Case(name="bf16", backend=MoeBackend.TORCH, mode=mode) for mode in DeepepMode),
+    *(
+        Case(name="fp8_block", backend=MoeBackend.DEEP_GEMM, mode=mode, arch="sm90", payload="fp8")
+        for mode in (DeepepMode.LOW_LATENCY, DeepepMode.AUTO)
+    ),
+    Case(name="fp8_block", backend=MoeBackend.DEEP_GEMM, arch="sm100", payload="fp8_ue8m0", tolerance=0.15),
+    Case(name="nvfp4", backend=MoeBackend.FLASHINFER_CUTEDSL, arch="sm100"),
+    Case(
+        name="nvfp4", backend=MoeBackend.FLASHINFER_CUTEDSL, arch="sm100", sends_nvfp4=True, payload="nvfp4"
+    ),
+    Case(
+        name="nvfp4", backend=MoeBackend.FLASHINFER_CUTEDSL, a2a=FLASHINFER, arch="sm100", payload="nvfp4"
+    ),
+]  # fmt: skip
+
+
+def install(monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
+    monkeypatch.setattr("moe.select.probe_device", lambda device: Device(arch=case.arch))
+    if case.backend is MoeBackend.DEEP_GEMM:
+        install_deep_gemm(monkeypatch, case.arch)
+    if case.backend is MoeBackend.FLASHINFER_CUTEDSL:
+        install_cutedsl(monkeypatch)
+    if case.a2a is FLASHINFER:
+        install_alltoall(monkeypatch)
+    install_deepep(monkeypatch, nvfp4=case.sends_nvfp4)
+
+
+def parts() -> MoeParts:
+    g = torch.Generator().manual_seed(9)
+    shared = (torch.randn(size, generator=g) / 40 for size in ((64, H), (64, H), (H, 64)))
+    return MoeParts(
+        gate_weight_EH=torch.randn(E, H, generator=g) / 40,
+        correction_bias_E=torch.randn(E, generator=g) / 8,
+        shared_experts=GatedMlp(*(weight.bfloat16() for weight in shared)),
+    )
+
+
+def build(case: Case, experts: ExpertWeights, shard: ExpertShard, group: Any = None, **changes: Any) -> MoeLayer:
+    choices: dict[str, Any] = {"moe_backend": case.backend, "moe_a2a_backend": case.a2a} | changes
+    settings = ModelSettings(
+        dtype=torch.bfloat16, selfcheck="all", expert_shard=shard, max_num_tokens=LIMIT,
+        deepep=DeepepSettings(mode=case.mode, max_dispatch_tokens=LIMIT), **choices,
+    )  # fmt: skip
+    builder = MoeBuilder(settings=settings, shape=SHAPE, hidden_size=H, group=group)
+    builder.resolve(3, case.name)
+    builder.connect()
+    local = hostile.shard(experts, ep=(shard.ep_size, shard.ep_rank))
+    return builder.build(3, parts(), lambda: hostile.with_layer_scales(local, experts))
+
+
+def reference(case: Case, layer: MoeLayer, experts: ExpertWeights, x: torch.Tensor) -> torch.Tensor:
+    """All experts by the twin, with the path's rounding of inputs, and the shared experts."""
+    backend = load_backend(case.backend)
+    whole = backend.as_computed(hostile.with_layer_scales(experts, experts), Topology(a2a=case.a2a))
+    topk = layer.topk(layer.gate(x), layer.correction_bias_E)
+    rounding = backend.activation_quant.get(case.name)
+    assert layer.shared_experts is not None
+    return moe_twin(x, topk, whole, Activation(), quantize_input=rounding) + layer.shared_experts(x).float()
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_two_ranks_equal_one(monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
+    experts = hostile.quantized_experts(case.name, E, H, I, x=torch.cat(TOKENS))
+    install(monkeypatch, case)
+
+    def work(rank: Rank) -> tuple[torch.Tensor, MoeLayer]:
+        index = rank.rank()
+        layer = build(case, experts, ExpertShard(ep_size=2, ep_rank=index), rank)
+        return layer(TOKENS[index]).float(), layer
+
+    for x, (got, layer) in zip(TOKENS, run_ranks(2, work), strict=True):
+        assert hostile.relative_error(got, reference(case, layer, experts, x)) < case.tolerance
+        assert layer.description == f"layer 3: {case.backend} / {case.a2a} / {case.name}"
+        assert layer.selfcheck is not None
+        assert layer.selfcheck.worst_error <= layer.selfcheck.tolerance
+        assert layer.quant_info.topology.payload == case.payload
+        if isinstance(layer.quant_info, CuteDslFp4MoeQuantInfo):
+            assert layer.quant_info.use_nvfp4_dispatch == (case.payload == "nvfp4" and case.a2a is DEEPEP)
+
+
+def test_a_transport_that_loses_tokens_stops_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES[0]
+    library = install_deepep(monkeypatch)
+    original = library.combine
+    monkeypatch.setattr(
+        library, "combine", lambda self, x, handle: (original(self, x.roll(1, 0), handle)[0], None, None)
+    )
+    experts = hostile.quantized_experts(case.name, E, H, I, x=torch.cat(TOKENS))
+    with pytest.raises(SelfCheckError, match="transport deepep"):
+        run_ranks(2, lambda rank: build(case, experts, ExpertShard(ep_size=2, ep_rank=rank.rank()), rank))
