@@ -1,5 +1,6 @@
 """MoE layers built for a transport on two emulated ranks: path, payload and checks come of settings alone."""
 
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ from model.families.base import MoeParts, MoeShape
 from model.linear import GatedMlp
 from model.moe_build import MoeBuilder
 from model.moe_layer import MoeLayer
-from moe import Activation, MoeA2ABackend, MoeBackend, RoutingConfig, RoutingMethod, SelfCheckError, Topology
+from moe import Activation, MoeA2ABackend, MoeBackend, MoeRunner, RoutingConfig, RoutingMethod, SelfCheckError, Topology
 from moe.backends.base import Device
 from moe.backends.flashinfer_cutedsl import CuteDslFp4MoeQuantInfo
 from moe.dispatch.deepep_settings import DeepepMode, DeepepSettings
@@ -71,6 +72,14 @@ CASES = [
 
 
 def install(monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
+    """Emulators for the case; one rank at a time in the experts, since the ranks share one emulated kernel."""
+    run, turn = MoeRunner.run, threading.Lock()
+
+    def run_alone(*arguments: Any) -> Any:
+        with turn:
+            return run(*arguments)
+
+    monkeypatch.setattr(MoeRunner, "run", run_alone)
     monkeypatch.setattr("moe.select.probe_device", lambda device: Device(arch=case.arch))
     if case.backend is MoeBackend.DEEP_GEMM:
         install_deep_gemm(monkeypatch, case.arch)
