@@ -10,57 +10,41 @@ import torch
 
 from moe import Activation, MoeA2ABackend, MoeBackend, MoeRunner, StandardDispatchOutput, Topology
 from moe.backends import aiter, aiter_permutes
-from moe.backends.aiter import AiterBackend, AiterQuant, Arrival, resolve_quant
+from moe.backends.aiter import AiterQuant, Arrival, resolve_quant
 from moe.backends.aiter_layout import shuffle_e8m0, shuffle_weight, to_fnuz
 from moe.backends.base import Device
 from moe.config import DispatchFormat
 from moe.dispatch import mori
-from moe.dispatch.deepep import DeepepBuffer, DeepepDispatcher
-from moe.dispatch.deepep_settings import DeepepMode, DeepepSettings, EpShape
-from moe.dispatch.mori import MoriBuffer, MoriDispatcher, MoriSettings
+from moe.dispatch.deepep_settings import DeepepMode
+from moe.dispatch.mori import MoriSettings
 from moe.dispatch.payload import Payload, choose_payload
 from moe.errors import MoeConfigError, SelfCheckError, TransportStateError, UnsupportedPathError, WeightFormatError
-from moe.formats import Bf16Weight, ExpertWeights, Fp8BlockWeight, Fp8TensorWeight, Mxfp4Weight
 from moe.formats.token_groups import quantize_token_groups
 from moe.selfcheck import check_layer
-from moe.twin import moe_twin
 from moe.types import RunState
 from tests.emulators import aiter as emulated
 from tests.emulators.aiter import Aiter, install_aiter
 from tests.emulators.deepep import install_deepep
 from tests.emulators.mori import install_mori
-from tests.emulators.ranks import Rank, run_ranks
+from tests.emulators.ranks import run_ranks
 from tests.moe.backends import hostile
+from tests.moe.backends.aiter_cases import (
+    BACKEND,
+    FORMATS,
+    LL_H,
+    TOLERANCE,
+    E,
+    H,
+    I,
+    K,
+    behind,
+    deepep_for,
+    experts_of,
+    mori_for,
+    run_alone,
+    twin,
+)
 from tests.moe.dispatch import several_ranks
-
-E, K, H, I = 8, 3, 256, 256
-LL_H = 2048
-PLAIN = Activation()
-BACKEND = AiterBackend()
-FORMATS = {"bf16": Bf16Weight, "fp8_block": Fp8BlockWeight, "fp8_tensor": Fp8TensorWeight, "mxfp4": Mxfp4Weight}
-TOLERANCE = {"bf16": 1e-5, "fp8_block": 1e-3, "fp8_tensor": 1e-3, "mxfp4": 1e-3}
-
-
-def experts_of(name: str, hidden: int = H, inter: int = I) -> ExpertWeights:
-    w13, w2 = hostile.dense_experts(E, hidden, inter)
-    kind: Any = FORMATS[name]
-    return ExpertWeights(w13=kind.quantize(w13), w2=kind.quantize(w2))
-
-
-def twin(x: torch.Tensor, topk: Any, experts: ExpertWeights) -> torch.Tensor:
-    quantize = BACKEND.activation_quant.get(experts.format_name)
-    return moe_twin(x, topk, experts, PLAIN, quantize_input=quantize)
-
-
-def run_alone(name: str, topology: Topology | None = None, num_tokens: int = 30, hidden: int = H) -> tuple[Any, ...]:
-    topology = topology or Topology()
-    experts, x, topk = experts_of(name, hidden), hostile.tokens(num_tokens, hidden), hostile.routing(num_tokens, E, K)
-    local = hostile.shard(experts, ep=(topology.ep_size, topology.ep_rank), block=256)
-    config = several_ranks.layer_config(experts, topology.ep_size, torch.bfloat16)
-    info = BACKEND.prepare(local, config, topology)
-    result = MoeRunner(MoeBackend.AITER, MoeA2ABackend.NONE, config).run(StandardDispatchOutput(x, topk), info)
-    assert result.is_partial == topology.is_partial
-    return result.hidden_states, x, topk, experts
 
 
 @pytest.mark.parametrize(
@@ -140,36 +124,6 @@ def test_a_kernel_that_rounds_between_its_gemms_passes_the_self_check(
 
 
 # ---- transports ----
-
-
-def deepep_for(mode: DeepepMode, hidden: int) -> Any:
-    def build(rank: Rank, config: Any) -> DeepepDispatcher:
-        shape = EpShape(hidden_size=hidden, num_experts=E, top_k=K, ep_size=rank.size())
-        settings = DeepepSettings(mode=mode, max_dispatch_tokens=8)
-        return DeepepDispatcher(DeepepBuffer(rank, settings, shape, sends_fp8=False), Payload.BF16)
-
-    return build
-
-
-def mori_for(payload: Payload, **settings: Any) -> Any:
-    def build(rank: Rank, config: Any) -> MoriDispatcher:
-        shape = EpShape(hidden_size=H, num_experts=E, top_k=K, ep_size=rank.size())
-        return MoriDispatcher(MoriBuffer(rank, MoriSettings(max_dispatch_tokens=8, **settings), shape, payload))
-
-    return build
-
-
-def behind(a2a: MoeA2ABackend, layout: DispatchFormat, build: Any, name: str, num_tokens: list[int]) -> float:
-    experts = experts_of(name, hidden := LL_H if layout is DispatchFormat.DEEPEP_LL else H)
-    inputs = several_ranks.rank_inputs(num_tokens, hidden, torch.bfloat16)
-    outputs = several_ranks.run_layer(
-        experts, inputs, backend=MoeBackend.AITER, a2a=a2a, formats=(layout,), dispatcher_for=build,
-        dtype=torch.bfloat16,
-    )  # fmt: skip
-    wants = [twin(x, topk, experts) for x, topk in inputs]
-    assert [out.shape for out in outputs] == [want.shape for want in wants]
-    error = hostile.relative_error(torch.cat(outputs), torch.cat(wants))
-    return error if error == error else float("inf")
 
 
 RANKS = [[5, 8], [3, 0, 8, 1], [1, 2, 0, 4, 5, 0, 7, 8]]
@@ -366,100 +320,3 @@ def test_the_library_is_imported_when_built_and_not_again(monkeypatch: pytest.Mo
     assert runner_core.run(core_input, info, RunState()).shape == (3, H)
     with pytest.raises(MoeConfigError, match="cannot overlap"):
         runner_core.run(core_input, info, RunState(overlap_args="stream"))
-
-
-# ---- planted mistakes ----
-
-WRONG_NUMBERS = [
-    "halves swapped",
-    "scales not shuffled",
-    "weights not applied",
-    "expert mask off by one",
-    "wrong nibbles",
-]
-REFUSED = ["-1 passed on", "weight not shuffled", "mask in int64", "ids in int64", "flag lost"]
-
-
-def plant(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    if name == "halves swapped":
-        patch_experts(monkeypatch, lambda part: {"w13": rotate_rows(part.w13)})
-    elif name == "scales not shuffled":
-        monkeypatch.setattr(aiter, "shuffle_e8m0", lambda scales: scales)
-    elif name == "wrong nibbles":
-        monkeypatch.setattr(aiter, "shuffle_weight", lambda codes: shuffle_weight(codes << 4 | codes >> 4))
-    elif name == "weights not applied":
-        patch_input(monkeypatch, lambda core: {"weights_RK": torch.ones_like(core.weights_RK)})
-    elif name == "expert mask off by one":
-        original_mask = aiter.expert_mask
-        monkeypatch.setattr(aiter, "expert_mask", lambda *arguments: original_mask(*arguments).roll(1))
-    elif name == "-1 passed on":
-        monkeypatch.setattr(aiter_permutes, "to_sink", lambda ids, mask: ids.to(torch.int32))
-    elif name == "weight not shuffled":
-        monkeypatch.setattr(aiter, "shuffle_weight", lambda codes: codes)
-        monkeypatch.setattr(aiter, "mark_shuffled", lambda codes: codes)
-    elif name == "mask in int64":
-        patch_input(monkeypatch, lambda core: {"mask": core.mask.long()})
-    elif name == "ids in int64":
-        patch_input(monkeypatch, lambda core: {"ids_RK": core.ids_RK.long()})
-    elif name == "flag lost":
-        monkeypatch.setattr(aiter, "mark_shuffled", lambda codes: codes.view(codes.dtype))
-
-
-def rotate_rows(weight: Mxfp4Weight) -> Mxfp4Weight:
-    half = weight.shape[1] // 2
-    return Mxfp4Weight(weight.codes.roll(half, 1), weight.scales.roll(half, 1))
-
-
-def patch_experts(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
-    original = AiterBackend.prepare
-
-    def prepare(self: Any, experts: ExpertWeights, *rest: Any) -> Any:
-        return original(self, dataclasses.replace(experts, **change(experts)), *rest)
-
-    monkeypatch.setattr(AiterBackend, "prepare", prepare)
-
-
-def patch_input(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
-    original = aiter.AiterRunnerCore.run
-
-    def run(self: Any, core_input: Any, *rest: Any) -> Any:
-        return original(self, dataclasses.replace(core_input, **change(core_input)), *rest)
-
-    monkeypatch.setattr(aiter.AiterRunnerCore, "run", run)
-
-
-@pytest.mark.parametrize("name", WRONG_NUMBERS)
-def test_planted_mistakes_are_seen(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    emulator: Aiter = install_aiter(monkeypatch)
-    plant(monkeypatch, name)
-    _, x, topk, experts = run_alone("mxfp4", Topology(ep_size=2, ep_rank=1))
-    want = moe_twin(
-        x, topk, hostile.shard(experts, ep=(2, 1), block=256), PLAIN, first_expert=4,
-        quantize_input=BACKEND.activation_quant["mxfp4"],
-    )  # fmt: skip
-    assert emulator.exact is not None
-    error = hostile.relative_error(emulator.exact, want)
-    assert not error < 1e-2
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_planted_mistakes_are_refused_by_the_kernel(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    install_aiter(monkeypatch)
-    plant(monkeypatch, name)
-    with pytest.raises(emulated.KernelRefusal):
-        run_alone("mxfp4")
-
-
-def test_a_carried_over_negative_zero_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    install_aiter(monkeypatch, "gfx942")
-    monkeypatch.setattr(aiter, "to_fnuz", lambda codes: codes.view(torch.uint8).view(torch.float8_e4m3fnuz))
-    original = Fp8BlockWeight.quantize.__func__  # type: ignore[attr-defined]
-
-    def with_negative_zero(cls: Any, dense: torch.Tensor) -> Any:
-        weight = original(cls, dense)
-        weight.data.view(torch.uint8)[..., 0] = 0x80
-        return weight
-
-    monkeypatch.setattr(Fp8BlockWeight, "quantize", classmethod(with_negative_zero))
-    with pytest.raises(emulated.KernelRefusal, match="NaN among the weights"):
-        run_alone("fp8_block")

@@ -1,9 +1,7 @@
 """DeepGEMM through the runner: alone and behind DeepEP in both modes, against the twin with quantized activations."""
 
-import dataclasses
 import sys
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -16,18 +14,13 @@ from moe import (
     MoeRunner,
     StandardDispatchOutput,
     Topology,
-    registry,
 )
 from moe.backends import deep_gemm, deep_gemm_layout, deep_gemm_permutes
 from moe.backends.base import Device
-from moe.backends.deep_gemm import DeepGemmBackend
 from moe.backends.expert_slots import place_slots, sum_slots, token_of_row
-from moe.config import DispatchFormat
-from moe.dispatch.deepep import DeepepBuffer, DeepepDispatcher
-from moe.dispatch.deepep_settings import DeepepMode, DeepepSettings, EpShape
-from moe.dispatch.payload import choose_payload, expert_alignment
+from moe.dispatch.deepep_settings import DeepepMode
 from moe.errors import UnsupportedPathError, WeightFormatError
-from moe.formats import Bf16Weight, ExpertWeights, Fp8BlockWeight, Weight, activation_quant
+from moe.formats import Bf16Weight, ExpertWeights, activation_quant
 from moe.formats.token_groups import (
     dequantize_token_groups,
     pack_ue8m0,
@@ -36,50 +29,24 @@ from moe.formats.token_groups import (
     unpack_ue8m0,
 )
 from moe.selfcheck import check_layer
-from moe.twin import moe_twin
-from moe.types import DeepepLlCombineInput
 from tests.emulators import deep_gemm as emulated
 from tests.emulators.deep_gemm import DeepGemm, install_deep_gemm
 from tests.emulators.deepep import install_deepep
-from tests.emulators.ranks import Rank
 from tests.moe.backends import hostile
+from tests.moe.backends.deep_gemm_cases import (
+    BACKEND,
+    DEEPSEEK_V4,
+    QUANTIZED,
+    E,
+    H,
+    I,
+    K,
+    experts_of,
+    run_alone,
+    run_deepep,
+    twin,
+)
 from tests.moe.dispatch import several_ranks
-
-E, K, H, I = 8, 3, 256, 128
-LL_H = 2048
-QUANTIZED = 1e-3  # both sides round activations alike; what is left is the order of fp32 sums near a tie
-BACKEND = DeepGemmBackend()
-DEEPSEEK_V4 = Activation(limit=10.0)
-
-
-def experts_of(hidden: int = H, inter: int = I) -> ExpertWeights:
-    w13, w2 = hostile.dense_experts(E, hidden, inter)
-    return ExpertWeights(w13=Fp8BlockWeight.quantize(w13), w2=Fp8BlockWeight.quantize(w2))
-
-
-def power_of_two(experts: ExpertWeights) -> ExpertWeights:
-    """What SM100 computes with, rounded here once more and by another formula."""
-
-    def convert(weight: Weight) -> Fp8BlockWeight:
-        assert isinstance(weight, Fp8BlockWeight)
-        scale = torch.exp2(torch.ceil(torch.log2(weight.scale_inv)))
-        spread = scale.repeat_interleave(128, 1).repeat_interleave(128, 2)
-        return Fp8BlockWeight((weight.dequantize() / spread).clamp(-448, 448).to(torch.float8_e4m3fn), scale)
-
-    return ExpertWeights(w13=convert(experts.w13), w2=convert(experts.w2))
-
-
-def power_of_two_groups(x: torch.Tensor, weight: Weight) -> torch.Tensor:
-    del weight
-    groups = x.float().unflatten(-1, (-1, 128))
-    scale = torch.exp2(torch.ceil(torch.log2(groups.abs().amax(-1, keepdim=True).clamp(min=1e-10) / 448)))
-    return ((groups / scale).to(torch.float8_e4m3fn).float() * scale).flatten(-2)
-
-
-def twin(x: torch.Tensor, topk: Any, experts: ExpertWeights, arch: str, activation: Activation) -> torch.Tensor:
-    if arch == "sm100":
-        return moe_twin(x, topk, power_of_two(experts), activation, quantize_input=power_of_two_groups)
-    return moe_twin(x, topk, experts, activation, quantize_input=activation_quant.fp8_groups)
 
 
 @pytest.fixture(params=["sm90", "sm100"])
@@ -87,20 +54,6 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """fp32 results, so that nothing but the quantization rounds."""
     monkeypatch.setattr(deep_gemm, "RESULT_DTYPE", torch.float32)
     return install_deep_gemm(monkeypatch, request.param, wide=True), request.param
-
-
-def run_alone(
-    num_tokens: int, topology: Topology | None = None, activation: Activation = DEEPSEEK_V4
-) -> tuple[torch.Tensor, Any, ExpertWeights, torch.Tensor]:
-    topology = topology or Topology()
-    experts, x, topk = experts_of(), hostile.tokens(num_tokens, H, size=9.0), hostile.routing(num_tokens, E, K)
-    local = hostile.shard(experts, ep=(topology.ep_size, topology.ep_rank), block=128)
-    config = several_ranks.layer_config(experts, topology.ep_size, torch.bfloat16, activation=activation)
-    info = BACKEND.prepare(local, config, topology)
-    runner = MoeRunner(MoeBackend.DEEP_GEMM, MoeA2ABackend.NONE, config)
-    result = runner.run(StandardDispatchOutput(x, topk), info)
-    assert result.is_partial == (topology.ep_size > 1)
-    return result.hidden_states, topk, experts, x
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3, 100, 256, 257, 300])
@@ -135,31 +88,6 @@ def test_tensor_slices_sum_to_one_rank(kernels: tuple[DeepGemm, str], tp_size: i
         assert result.is_partial
         total += result.hidden_states
     assert hostile.relative_error(total, twin(x, topk, experts, kernels[1], Activation())) < QUANTIZED
-
-
-def run_deepep(mode: DeepepMode, arch: str, num_tokens: list[int]) -> float:
-    hidden = LL_H if mode is DeepepMode.LOW_LATENCY else H
-    experts = experts_of(hidden)
-    inputs = several_ranks.rank_inputs(num_tokens, hidden, torch.bfloat16)
-    payload = choose_payload(MoeBackend.DEEP_GEMM, mode.dispatch_formats[0], "fp8_block", ue8m0_scales=arch == "sm100")
-
-    def dispatcher_for(rank: Rank, config: Any) -> DeepepDispatcher:
-        shape = EpShape(hidden_size=hidden, num_experts=E, top_k=K, ep_size=rank.size())
-        settings = DeepepSettings(mode=mode, max_dispatch_tokens=8)
-        buffer = DeepepBuffer(rank, settings, shape, sends_fp8=True)
-        return DeepepDispatcher(buffer, payload, expert_alignment=expert_alignment(MoeBackend.DEEP_GEMM))
-
-    outputs = several_ranks.run_layer(
-        experts, inputs, backend=MoeBackend.DEEP_GEMM, a2a=MoeA2ABackend.DEEPEP, formats=mode.dispatch_formats,
-        dispatcher_for=dispatcher_for, dtype=torch.bfloat16, activation=DEEPSEEK_V4,
-    )  # fmt: skip
-    worst = 0.0
-    for (x, topk), out in zip(inputs, outputs, strict=True):
-        assert out.shape == x.shape
-        if x.shape[0]:
-            error = hostile.relative_error(out, twin(x, topk, experts, arch, DEEPSEEK_V4))
-            worst = max(worst, error if error == error else float("inf"))
-    return worst
 
 
 @pytest.mark.parametrize("num_tokens", [[5, 8], [3, 0, 8, 1], [1, 2, 0, 4, 5, 0, 7, 8]])
@@ -313,106 +241,3 @@ def test_payloads_that_the_kernel_cannot_read(monkeypatch: pytest.MonkeyPatch) -
     install_deepep(monkeypatch, wide=True)
     with pytest.raises(UnsupportedPathError, match="wants fp32 scales"):  # packed ones sent to an SM90
         run_deepep(DeepepMode.LOW_LATENCY, "sm100", [3, 4])
-
-
-# ---- planted mistakes ----
-
-
-def swapped(weight: torch.Tensor) -> torch.Tensor:
-    return torch.cat(weight.chunk(2, dim=1)[::-1], dim=1).contiguous()
-
-
-MISTAKES = [
-    "halves swapped",
-    "block scales transposed",
-    "scales of another expert",
-    "weights applied twice",
-    "weights never applied",
-    "expert offset off by one",
-    "factor applied twice",
-]
-
-
-def plant(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    if name == "halves swapped":
-        patch_prepare(monkeypatch, lambda info: {"w13": swapped(info.w13), "w13_scale": swapped(info.w13_scale)})
-    elif name == "block scales transposed":
-        patch_prepare(monkeypatch, lambda info: {"w13_scale": info.w13_scale.transpose(1, 2).contiguous()})
-    elif name == "scales of another expert":
-        patch_prepare(monkeypatch, lambda info: {"w2_scale": info.w2_scale.roll(1, 0)})
-    elif name == "weights applied twice":
-        patch_sum(monkeypatch, lambda weights: weights * weights)
-    elif name == "weights never applied":
-        patch_sum(monkeypatch, torch.ones_like)
-    elif name == "factor applied twice":
-        patch_sum(monkeypatch, lambda weights: weights * hostile.FACTOR)
-    elif name == "expert offset off by one":
-        original = deep_gemm_permutes.local_ids
-        monkeypatch.setattr(
-            deep_gemm_permutes, "local_ids", lambda ids, owned: original(ids, range(owned.start + 1, owned.stop + 1))
-        )
-
-
-def patch_prepare(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
-    original = DeepGemmBackend.prepare
-
-    def prepare(self: Any, *arguments: Any) -> Any:
-        info = original(self, *arguments)
-        return dataclasses.replace(info, **change(info))
-
-    monkeypatch.setattr(DeepGemmBackend, "prepare", prepare)
-
-
-def patch_sum(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
-    monkeypatch.setattr(deep_gemm_permutes, "sum_slots", lambda y, row, weights: sum_slots(y, row, change(weights)))
-
-
-@pytest.mark.parametrize("name", MISTAKES)
-def test_planted_mistakes_are_seen(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr(deep_gemm, "RESULT_DTYPE", torch.float32)
-    install_deep_gemm(monkeypatch, wide=True)
-    plant(monkeypatch, name)
-    got, topk, experts, x = run_alone(30, activation=Activation())
-    error = hostile.relative_error(got, twin(x, topk, experts, "sm90", Activation()))
-    assert not error < 1e-2
-
-
-@pytest.mark.parametrize("name", ["row-major scales", "padding without an expert id", "counts in int64"])
-def test_planted_layout_mistakes_are_refused_by_the_kernel(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    install_deep_gemm(monkeypatch)
-    num_tokens = 300
-    if name == "row-major scales":
-        monkeypatch.setattr(deep_gemm_permutes, "activation_scales", lambda scale, ue8m0: scale.contiguous())
-    elif name == "padding without an expert id":
-        original = deep_gemm_permutes._contiguous
-
-        def holes(*arguments: Any) -> Any:
-            result = original(*arguments)
-            result.m_indices[5::128] = -1
-            return result
-
-        monkeypatch.setattr(deep_gemm_permutes, "_contiguous", holes)
-    else:
-        num_tokens = 5
-        original_input = deep_gemm_permutes.MaskedInput
-
-        def wide_counts(**fields: Any) -> Any:
-            return original_input(**(fields | {"masked_m": fields["masked_m"].long()}))
-
-        monkeypatch.setattr(deep_gemm_permutes, "MaskedInput", wide_counts)
-    with pytest.raises(emulated.KernelRefusal):
-        run_alone(num_tokens)
-
-
-def test_low_latency_output_weighted_twice_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deep_gemm, "RESULT_DTYPE", torch.float32)
-    install_deep_gemm(monkeypatch, wide=True)
-    install_deepep(monkeypatch, wide=True)
-    registry.load_backend(MoeBackend.DEEP_GEMM)
-
-    def weighted(out: torch.Tensor, dispatched: Any, *rest: Any) -> DeepepLlCombineInput:
-        return DeepepLlCombineInput(out * 0.8, dispatched.topk_ids, dispatched.topk_weights)
-
-    key = (MoeBackend.DEEP_GEMM, DispatchFormat.DEEPEP_LL)
-    monkeypatch.setitem(registry._post_permutes, key, weighted)
-    assert run_deepep(DeepepMode.LOW_LATENCY, "sm90", [4, 4]) > 1e-1

@@ -1,0 +1,77 @@
+"""Experts, twin and runs that the aiter tests share."""
+
+from typing import Any
+
+import torch
+
+from moe import Activation, MoeA2ABackend, MoeBackend, MoeRunner, StandardDispatchOutput, Topology
+from moe.backends.aiter import AiterBackend
+from moe.config import DispatchFormat
+from moe.dispatch.deepep import DeepepBuffer, DeepepDispatcher
+from moe.dispatch.deepep_settings import DeepepMode, DeepepSettings, EpShape
+from moe.dispatch.mori import MoriBuffer, MoriDispatcher, MoriSettings
+from moe.dispatch.payload import Payload
+from moe.formats import Bf16Weight, ExpertWeights, Fp8BlockWeight, Fp8TensorWeight, Mxfp4Weight
+from moe.twin import moe_twin
+from tests.emulators.ranks import Rank
+from tests.moe.backends import hostile
+from tests.moe.dispatch import several_ranks
+
+E, K, H, I = 8, 3, 256, 256
+LL_H = 2048
+PLAIN = Activation()
+BACKEND = AiterBackend()
+FORMATS = {"bf16": Bf16Weight, "fp8_block": Fp8BlockWeight, "fp8_tensor": Fp8TensorWeight, "mxfp4": Mxfp4Weight}
+TOLERANCE = {"bf16": 1e-5, "fp8_block": 1e-3, "fp8_tensor": 1e-3, "mxfp4": 1e-3}
+
+
+def experts_of(name: str, hidden: int = H, inter: int = I) -> ExpertWeights:
+    w13, w2 = hostile.dense_experts(E, hidden, inter)
+    kind: Any = FORMATS[name]
+    return ExpertWeights(w13=kind.quantize(w13), w2=kind.quantize(w2))
+
+
+def twin(x: torch.Tensor, topk: Any, experts: ExpertWeights) -> torch.Tensor:
+    quantize = BACKEND.activation_quant.get(experts.format_name)
+    return moe_twin(x, topk, experts, PLAIN, quantize_input=quantize)
+
+
+def run_alone(name: str, topology: Topology | None = None, num_tokens: int = 30, hidden: int = H) -> tuple[Any, ...]:
+    topology = topology or Topology()
+    experts, x, topk = experts_of(name, hidden), hostile.tokens(num_tokens, hidden), hostile.routing(num_tokens, E, K)
+    local = hostile.shard(experts, ep=(topology.ep_size, topology.ep_rank), block=256)
+    config = several_ranks.layer_config(experts, topology.ep_size, torch.bfloat16)
+    info = BACKEND.prepare(local, config, topology)
+    result = MoeRunner(MoeBackend.AITER, MoeA2ABackend.NONE, config).run(StandardDispatchOutput(x, topk), info)
+    assert result.is_partial == topology.is_partial
+    return result.hidden_states, x, topk, experts
+
+
+def deepep_for(mode: DeepepMode, hidden: int) -> Any:
+    def build(rank: Rank, config: Any) -> DeepepDispatcher:
+        shape = EpShape(hidden_size=hidden, num_experts=E, top_k=K, ep_size=rank.size())
+        settings = DeepepSettings(mode=mode, max_dispatch_tokens=8)
+        return DeepepDispatcher(DeepepBuffer(rank, settings, shape, sends_fp8=False), Payload.BF16)
+
+    return build
+
+
+def mori_for(payload: Payload, **settings: Any) -> Any:
+    def build(rank: Rank, config: Any) -> MoriDispatcher:
+        shape = EpShape(hidden_size=H, num_experts=E, top_k=K, ep_size=rank.size())
+        return MoriDispatcher(MoriBuffer(rank, MoriSettings(max_dispatch_tokens=8, **settings), shape, payload))
+
+    return build
+
+
+def behind(a2a: MoeA2ABackend, layout: DispatchFormat, build: Any, name: str, num_tokens: list[int]) -> float:
+    experts = experts_of(name, hidden := LL_H if layout is DispatchFormat.DEEPEP_LL else H)
+    inputs = several_ranks.rank_inputs(num_tokens, hidden, torch.bfloat16)
+    outputs = several_ranks.run_layer(
+        experts, inputs, backend=MoeBackend.AITER, a2a=a2a, formats=(layout,), dispatcher_for=build,
+        dtype=torch.bfloat16,
+    )  # fmt: skip
+    wants = [twin(x, topk, experts) for x, topk in inputs]
+    assert [out.shape for out in outputs] == [want.shape for want in wants]
+    error = hostile.relative_error(torch.cat(outputs), torch.cat(wants))
+    return error if error == error else float("inf")

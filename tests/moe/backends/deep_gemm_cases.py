@@ -1,0 +1,98 @@
+"""Experts, twin and runs that the DeepGEMM tests share."""
+
+from typing import Any
+
+import torch
+
+from moe import (
+    Activation,
+    MoeA2ABackend,
+    MoeBackend,
+    MoeRunner,
+    StandardDispatchOutput,
+    Topology,
+)
+from moe.backends.deep_gemm import DeepGemmBackend
+from moe.dispatch.deepep import DeepepBuffer, DeepepDispatcher
+from moe.dispatch.deepep_settings import DeepepMode, DeepepSettings, EpShape
+from moe.dispatch.payload import choose_payload, expert_alignment
+from moe.formats import ExpertWeights, Fp8BlockWeight, Weight, activation_quant
+from moe.twin import moe_twin
+from tests.emulators.ranks import Rank
+from tests.moe.backends import hostile
+from tests.moe.dispatch import several_ranks
+
+E, K, H, I = 8, 3, 256, 128
+LL_H = 2048
+QUANTIZED = 1e-3  # both sides round activations alike; what is left is the order of fp32 sums near a tie
+BACKEND = DeepGemmBackend()
+DEEPSEEK_V4 = Activation(limit=10.0)
+
+
+def experts_of(hidden: int = H, inter: int = I) -> ExpertWeights:
+    w13, w2 = hostile.dense_experts(E, hidden, inter)
+    return ExpertWeights(w13=Fp8BlockWeight.quantize(w13), w2=Fp8BlockWeight.quantize(w2))
+
+
+def power_of_two(experts: ExpertWeights) -> ExpertWeights:
+    """What SM100 computes with, rounded here once more and by another formula."""
+
+    def convert(weight: Weight) -> Fp8BlockWeight:
+        assert isinstance(weight, Fp8BlockWeight)
+        scale = torch.exp2(torch.ceil(torch.log2(weight.scale_inv)))
+        spread = scale.repeat_interleave(128, 1).repeat_interleave(128, 2)
+        return Fp8BlockWeight((weight.dequantize() / spread).clamp(-448, 448).to(torch.float8_e4m3fn), scale)
+
+    return ExpertWeights(w13=convert(experts.w13), w2=convert(experts.w2))
+
+
+def power_of_two_groups(x: torch.Tensor, weight: Weight) -> torch.Tensor:
+    del weight
+    groups = x.float().unflatten(-1, (-1, 128))
+    scale = torch.exp2(torch.ceil(torch.log2(groups.abs().amax(-1, keepdim=True).clamp(min=1e-10) / 448)))
+    return ((groups / scale).to(torch.float8_e4m3fn).float() * scale).flatten(-2)
+
+
+def twin(x: torch.Tensor, topk: Any, experts: ExpertWeights, arch: str, activation: Activation) -> torch.Tensor:
+    if arch == "sm100":
+        return moe_twin(x, topk, power_of_two(experts), activation, quantize_input=power_of_two_groups)
+    return moe_twin(x, topk, experts, activation, quantize_input=activation_quant.fp8_groups)
+
+
+def run_alone(
+    num_tokens: int, topology: Topology | None = None, activation: Activation = DEEPSEEK_V4
+) -> tuple[torch.Tensor, Any, ExpertWeights, torch.Tensor]:
+    topology = topology or Topology()
+    experts, x, topk = experts_of(), hostile.tokens(num_tokens, H, size=9.0), hostile.routing(num_tokens, E, K)
+    local = hostile.shard(experts, ep=(topology.ep_size, topology.ep_rank), block=128)
+    config = several_ranks.layer_config(experts, topology.ep_size, torch.bfloat16, activation=activation)
+    info = BACKEND.prepare(local, config, topology)
+    runner = MoeRunner(MoeBackend.DEEP_GEMM, MoeA2ABackend.NONE, config)
+    result = runner.run(StandardDispatchOutput(x, topk), info)
+    assert result.is_partial == (topology.ep_size > 1)
+    return result.hidden_states, topk, experts, x
+
+
+def run_deepep(mode: DeepepMode, arch: str, num_tokens: list[int]) -> float:
+    hidden = LL_H if mode is DeepepMode.LOW_LATENCY else H
+    experts = experts_of(hidden)
+    inputs = several_ranks.rank_inputs(num_tokens, hidden, torch.bfloat16)
+    payload = choose_payload(MoeBackend.DEEP_GEMM, mode.dispatch_formats[0], "fp8_block", ue8m0_scales=arch == "sm100")
+
+    def dispatcher_for(rank: Rank, config: Any) -> DeepepDispatcher:
+        shape = EpShape(hidden_size=hidden, num_experts=E, top_k=K, ep_size=rank.size())
+        settings = DeepepSettings(mode=mode, max_dispatch_tokens=8)
+        buffer = DeepepBuffer(rank, settings, shape, sends_fp8=True)
+        return DeepepDispatcher(buffer, payload, expert_alignment=expert_alignment(MoeBackend.DEEP_GEMM))
+
+    outputs = several_ranks.run_layer(
+        experts, inputs, backend=MoeBackend.DEEP_GEMM, a2a=MoeA2ABackend.DEEPEP, formats=mode.dispatch_formats,
+        dispatcher_for=dispatcher_for, dtype=torch.bfloat16, activation=DEEPSEEK_V4,
+    )  # fmt: skip
+    worst = 0.0
+    for (x, topk), out in zip(inputs, outputs, strict=True):
+        assert out.shape == x.shape
+        if x.shape[0]:
+            error = hostile.relative_error(out, twin(x, topk, experts, arch, DEEPSEEK_V4))
+            worst = max(worst, error if error == error else float("inf"))
+    return worst
