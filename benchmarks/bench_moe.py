@@ -143,9 +143,7 @@ def _measure(
     except Exception as failure:  # the other rows are still worth having
         print(f"{layer.backend} {num_tokens}: {type(failure).__name__}: {str(failure)[:400]}", flush=True)
         return []
-    kernels = kernel_times([lambda copy=copy: layer.run(x, topks[0], copy) for copy in range(len(layer.infos))])
-    row |= {"us": round(statistics.median(times), 2), "kernels_us": kernels, "plan": _plan_of(layer, num_tokens)}
-    return [row]
+    return [row | {"us": round(statistics.median(times), 2), "plan": _plan_of(layer, num_tokens)}]
 
 
 def _plan_of(layer: _Layer, num_tokens: int) -> dict[str, Any] | None:
@@ -175,20 +173,6 @@ def check(layer: _Layer, experts: ExpertWeights, x: torch.Tensor, topk: Standard
     if not torch.equal(out, again):
         raise ValueError("two runs on the same inputs differ")
     return round(error, 6)
-
-
-def kernel_times(calls: list[Callable[[], Any]]) -> list[tuple[str, float]]:
-    """Name and microseconds of every kernel of one call, in order, medians over eager calls; no gaps, no overlap."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        for call in calls * 2:
-            call()
-        torch.cuda.synchronize()
-    events = [event for event in profiler.events() if event.device_type is torch.autograd.DeviceType.CUDA]
-    events.sort(key=lambda event: event.time_range.start)
-    num = len(events) // (2 * len(calls))
-    names = [event.name[:40] for event in events[:num]]
-    spans = [[event.time_range.elapsed_us() for event in events[index::num]] for index in range(num)]
-    return [(name, round(statistics.median(span), 2)) for name, span in zip(names, spans, strict=True)]
 
 
 def run_once(calls: list[Callable[[], Any]]) -> float:
