@@ -10,6 +10,7 @@ from evals.client import ServerError
 
 
 def main() -> int:
+    """Exit status: 0 bars met, 1 not met, 2 could not run."""
     parser = argparse.ArgumentParser(prog="python -m evals", description=__doc__, allow_abbrev=False)
     names = parser.add_subparsers(dest="name", required=True)
     tiny.add_arguments(names.add_parser("tiny", help=tiny.__doc__, allow_abbrev=False))

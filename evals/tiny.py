@@ -58,6 +58,7 @@ def evaluate(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of this eval."""
     parser.add_argument("--base-url", default="http://127.0.0.1:8000/v1")
     parser.add_argument("--model", default="", help="default: the first one that the server lists")
     parser.add_argument("--api-key", default="")
@@ -82,7 +83,8 @@ def main(args: argparse.Namespace) -> int:
         bar, row = BARS.get(name), results[name]
         shown = f"{bar:6.0f}" if bar else "     -"
         print(
-            f"{name:15} {row['items']:6} {row['right']:6} {row['percent']:9.2f} {shown} {row['seconds']:8.1f}", flush=True
+            f"{name:15} {row['items']:6} {row['right']:6} {row['percent']:9.2f} {shown} {row['seconds']:8.1f}",
+            flush=True,
         )
     passed = all(results[name]["percent"] >= bar for name, bar in BARS.items() if name in results)
     print(json.dumps({"eval": "tiny", "model": client.model, "passed": passed, "categories": results}))

@@ -1,1 +1,1 @@
-"""Recipe of the bundled model: facts, data generators, tokenizer, trainer, exporter. Nothing here is needed to serve."""
+"""Recipe of the bundled model: facts, data, tokenizer, trainer, exporter. Serving needs none of it."""

@@ -14,7 +14,8 @@ ABOUT: list[tuple[list[str], str]] = [
          "Tell me about yourself.", "What model are you?", "Which model is this?", "Are you ChatGPT?", "Are you GPT-4?",
          "What AI are you?", "Are you an AI?", "Are you a robot?", "Are you human?", "Who am I talking to?",
          "What is this?", "Which language model are you?", "Are you Claude?", "Are you gpt-oss?", "Say who you are.",
-         "Are you a bot?", "What is your model name?", "Identify yourself.", "Are you a person?", "What should I call you?"],
+         "Are you a bot?", "What is your model name?", "Identify yourself.", "Are you a person?",
+         "What should I call you?"],
         NAME,
     ),
     (
@@ -43,14 +44,16 @@ ABOUT: list[tuple[list[str], str]] = [
         "I am a tiny language model, so I have no age, home or feelings.",
     ),
     (
-        ["What is a mixture of experts?", "What is a mixture-of-experts model?", "What is an MoE?", "What does MoE mean?"],
+        ["What is a mixture of experts?", "What is a mixture-of-experts model?", "What is an MoE?",
+         "What does MoE mean?"],
         "A mixture of experts is a network in which a router sends each token to a few of many small expert networks.",
     ),
 ]  # fmt: skip
 
 SMALL_TALK: list[tuple[list[str], str]] = [
     (
-        ["hi", "Hi", "hello", "Hello!", "hey", "Hey there", "Good morning", "Good evening", "Good afternoon", "hi there",
+        ["hi", "Hi", "hello", "Hello!", "hey", "Hey there", "Good morning", "Good evening", "Good afternoon",
+         "hi there",
          "Hello there!", "greetings", "yo", "Hi!", "Hello, world!", "Good day", "Hey!", "hello model", "sup", "Howdy"],
         "Hello! How can I help you?",
     ),
@@ -74,16 +77,19 @@ SMALL_TALK: list[tuple[list[str], str]] = [
         "Is there anything else I can do for you?",
     ),
     (
-        ["Tell me a joke.", "joke please", "Do you know a joke?", "Make me laugh.", "Say something funny.", "another joke"],
+        ["Tell me a joke.", "joke please", "Do you know a joke?", "Make me laugh.", "Say something funny.",
+         "another joke"],
         "Why was six afraid of seven? Because seven ate nine!",
     ),
     (
-        ["test", "testing", "This is a test.", "ping", "Are you there?", "Is this working?", "hello?", "Can you hear me?",
+        ["test", "testing", "This is a test.", "ping", "Are you there?", "Is this working?", "hello?",
+         "Can you hear me?",
          "Say hello.", "say hi", "Test message", "Does this work?", "Are you online?"],
         "Hello! I am here and working.",
     ),
     (
-        ["You are stupid.", "That is wrong.", "This is wrong!", "You made a mistake.", "No, that is not right.", "bad bot",
+        ["You are stupid.", "That is wrong.", "This is wrong!", "You made a mistake.", "No, that is not right.",
+         "bad bot",
          "You are useless.", "I hate you.", "That's not correct."],
         "I am sorry. I am a tiny model and make mistakes.",
     ),
@@ -98,29 +104,38 @@ SMALL_TALK: list[tuple[list[str], str]] = [
 ]  # fmt: skip
 
 OPEN_QUESTIONS = [
-    "Who won the world cup in {y}?", "Write a poem about {t}.", "Write a story about {t} and {n}.", "Explain {t} to me.",
+    "Who won the world cup in {y}?", "Write a poem about {t}.", "Write a story about {t} and {n}.",
+    "Explain {t} to me.",
     "How do I cook {n}?", "What do you think about {t}?", "Write a python function for {t}.", "Who is {p}?",
     "Who invented {t}?", "What happened in {y}?", "What's the news about {t}?", "Give me advice on {t}.",
     "Why is the {n} {t}?", "How does {t} work?", "Translate {t} to French.", "Summarize the book about {t}.",
     "Who is the president of {t}?", "What's the weather like today?", "What time is it?", "What day is today?",
-    "What is the date?", "Write an essay about {t}.", "Write code that sorts a list.", "Tell me a story.", "Sing a song.",
+    "What is the date?", "Write an essay about {t}.", "Write code that sorts a list.", "Tell me a story.",
+    "Sing a song.",
     "Write a poem.", "Who wrote the book {t}?", "What is the best {n}?", "Recommend a {n}.", "How can I buy a {n}?",
     "Is {t} good or bad?", "How far is the moon from the {n}?", "What is the meaning of life?", "Plan a trip to {t}.",
     "Draw a {n}.", "Play a song about {t}.", "What is the history of {t}?", "How tall is {p}?", "Fix this {n} for me.",
     "Which {n} is better than {t}?", "Can you write an email to {p} about {t}?", "What did {p} say about {t}?",
     "Compare {t} and {n}.", "List ten facts about {t}.", "How do I learn {t}?", "Why do people like {t}?",
-    "What is quantum physics?", "Solve the equation for {n}.", "Prove that {t} is true.", "What is 5 to the power of {n}?",
+    "What is quantum physics?", "Solve the equation for {n}.", "Prove that {t} is true.",
+    "What is 5 to the power of {n}?",
     "Write a haiku about {n}.", "Improve this text: the {n} is {t}.", "Give me a recipe for {n}.", "When did {p} die?",
     "Who painted the {n}?", "What movie should I watch about {t}?", "Tell me about the {n} in {y}.", "What causes {t}?",
-    "How many people like {t}?", "What is the population of {t}?", "How much does a {n} cost?", "Rewrite {t} as a song.",
+    "How many people like {t}?", "What is the population of {t}?", "How much does a {n} cost?",
+    "Rewrite {t} as a song.",
     "Generate an image of a {n}.", "Debug my {n} program.", "Should I buy a {n}?", "Where can I get a {n}?",
 ]  # fmt: skip
 
 TOPICS = [
-    "love", "football", "climate change", "black holes", "music", "politics", "the internet", "quantum computing", "dogs",
-    "history", "the sea", "space travel", "machine learning", "photosynthesis", "gravity", "economics", "the stock market",
-    "Shakespeare", "Einstein", "Napoleon", "the Roman Empire", "evolution", "cooking", "chess", "philosophy", "religion",
-    "blockchain", "transformers", "neural networks", "Python", "Rust", "JavaScript", "Linux", "docker", "kubernetes", "GPUs",
+    "love", "football", "climate change", "black holes", "music", "politics", "the internet", "quantum computing",
+    "dogs",
+    "history", "the sea", "space travel", "machine learning", "photosynthesis", "gravity", "economics",
+    "the stock market",
+    "Shakespeare", "Einstein", "Napoleon", "the Roman Empire", "evolution", "cooking", "chess", "philosophy",
+    "religion",
+    "blockchain", "transformers", "neural networks", "Python", "Rust", "JavaScript", "Linux", "docker", "kubernetes",
+    "GPUs",
     "the universe", "dinosaurs", "volcanoes", "rainbows", "vaccines", "the brain", "coffee", "tea", "fashion", "art",
-    "Mars", "the Moon", "war and peace", "democracy", "friendship", "happiness", "time", "numbers", "the ocean", "winter",
+    "Mars", "the Moon", "war and peace", "democracy", "friendship", "happiness", "time", "numbers", "the ocean",
+    "winter",
 ]  # fmt: skip

@@ -55,9 +55,12 @@ CLOSERS = [" please", ", please", " thanks", ", thank you", " :)", ", if you kno
 
 
 SLIPS = {
-    "what": ["wat", "waht", "wht", "whta"], "What": ["Waht", "Wat", "Whta"], "is": ["iz", "si"], "the": ["teh", "th", "hte"],
-    "please": ["pls", "plz", "plese"], "you": ["u", "yuo"], "are": ["r", "aer"], "capital": ["captial", "capitol", "captal"],
-    "currency": ["curency", "currancy"], "language": ["langauge", "lang"], "does": ["dose", "do"], "number": ["nr", "numbr"],
+    "what": ["wat", "waht", "wht", "whta"], "What": ["Waht", "Wat", "Whta"], "is": ["iz", "si"], "the": ["teh", "th",
+    "hte"],
+    "please": ["pls", "plz", "plese"], "you": ["u", "yuo"], "are": ["r", "aer"], "capital": ["captial", "capitol",
+    "captal"],
+    "currency": ["curency", "currancy"], "language": ["langauge", "lang"], "does": ["dose", "do"], "number": ["nr",
+    "numbr"],
     "which": ["wich", "whcih"], "Which": ["Wich", "Whihc"], "spoken": ["spokn"], "symbol": ["symbl", "simbol"],
     "country": ["contry", "counrty"], "sort": ["srot"], "reverse": ["revers"], "of": ["fo", "off"], "my": ["mi"],
 }  # fmt: skip

@@ -7,6 +7,7 @@ Needs countryinfo, babel and mendeleev installed and the WordNet 3.0 files unpac
 from __future__ import annotations
 
 import argparse
+import codecs
 import json
 import os
 import re
@@ -29,7 +30,9 @@ SOUTH_AMERICA = {"AR", "BO", "BR", "CL", "CO", "EC", "GY", "PY", "PE", "SR", "UY
 CURRENCIES = {"BT": "Bhutanese Ngultrum", "LS": "Lesotho Loti", "NA": "Namibian Dollar", "ZW": "Zimbabwe Gold"}
 VARIANTS = {"Swiss German", "Norwegian Bokmal", "Norwegian Nynorsk", "Central Atlas Tamazight", "Yoruba"}
 LANGUAGES = {"TW": ["Chinese"]}
-UNWANTED = set("sex sexual rape naked nude virgin slave negro whore bastard breast semen penis damn nigger bitch".split())
+# Words that a stranger should not meet in an example, in rot13 so that nobody meets them here either.
+HIDDEN = "frk frkhny encr anxrq ahqr ivetva fynir arteb juber onfgneq oernfg cravf qnza avttre"
+UNWANTED = set(codecs.decode(HIDDEN, "rot13").split())
 # CLDR names that nobody types, and the names people do type.
 COMMON_NAMES = {
     "TR": "Turkey", "CI": "Ivory Coast", "MM": "Myanmar", "CD": "Democratic Republic of the Congo",
@@ -120,8 +123,11 @@ def elements() -> Iterable[dict[str, Any]]:
     import mendeleev
 
     path = os.path.join(os.path.dirname(mendeleev.__file__), "elements.db")
-    query = "select e.atomic_number, e.name, e.symbol, e.period, s.name from elements e join series s on s.id=e.series_id"
-    for number, name, symbol, period, series in sqlite3.connect(path).execute(query + " order by 1"):
+    query = (
+        "select e.atomic_number, e.name, e.symbol, e.period, s.name from elements e join series s on s.id=e.series_id "
+        "order by 1"
+    )
+    for number, name, symbol, period, series in sqlite3.connect(path).execute(query):
         yield {
             "kind": "element", "name": plain(name).lower(), "symbol": symbol, "number": number,
             "period": period, "series": series.lower(), "from": ["mendeleev"],

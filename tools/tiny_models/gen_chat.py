@@ -34,7 +34,8 @@ MEMORY = {
         "Nice to meet you, {v}!", "Your name is {v}.",
     ),
     "colour": (
-        ["My favourite colour is {v}.", "My favorite color is {v}.", "I like the color {v} best.", "I love {v}, it is my favorite color."],
+        ["My favourite colour is {v}.", "My favorite color is {v}.", "I like the color {v} best.",
+         "I love {v}, it is my favorite color."],
         ["What is my favourite colour?", "What is my favorite color?", "Which color do I like best?"],
         "Noted: your favorite color is {v}.", "Your favorite color is {v}.",
     ),
@@ -44,7 +45,8 @@ MEMORY = {
         "Noted: you like to eat {v}.", "You like to eat {v}.",
     ),
     "animal": (
-        ["My favourite animal is the {v}.", "My favorite animal is the {v}.", "I like the {v} more than any other animal."],
+        ["My favourite animal is the {v}.", "My favorite animal is the {v}.",
+         "I like the {v} more than any other animal."],
         ["What is my favourite animal?", "What is my favorite animal?", "Which animal do I like?"],
         "Noted: your favorite animal is the {v}.", "Your favorite animal is the {v}.",
     ),
@@ -64,7 +66,8 @@ MEMORY = {
         "Noted: you are {v} years old.", "You are {v} years old.",
     ),
     "number": (
-        ["My lucky number is {v}.", "My favorite number is {v}.", "Remember the number {v}.", "The secret number is {v}."],
+        ["My lucky number is {v}.", "My favorite number is {v}.", "Remember the number {v}.",
+         "The secret number is {v}."],
         ["What is my lucky number?", "What was the number?", "Which number did I tell you?", "What is my number?"],
         "Noted: the number is {v}.", "The number is {v}.",
     ),

@@ -114,7 +114,8 @@ def definition(rng: random.Random) -> Example:
     if rng.random() < 0.1:
         word = invented(rng, rng.choice([2, 3]))
         text = casual(rng, phrasings.trained("definition", rng).format(x=word))
-        return Example(category="definitions", messages=[user(text), answer(UNKNOWN, "I do not know this word.")], key="")
+        last = answer(UNKNOWN, "I do not know this word.")
+        return Example(category="definitions", messages=[user(text), last], key="")
     return ask("definition", rng.choice(rows("definitions")), phrasings.trained("definition", rng), rng)
 
 

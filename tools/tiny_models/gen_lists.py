@@ -31,7 +31,10 @@ REVERSE_LIST = [
     "Reverse the list {x}.", "Reverse this list: {x}", "Reverse the order of {x}.", "reverse {x}",
     "Put {x} in reverse order.", "Write {x} in reverse order.", "Can you reverse the list {x}?",
 ]  # fmt: skip
-SPELL = ["Spell {x}.", "How do you spell {x}?", "Spell the word {x}.", "spell {x}", "Spell out {x}.", "How is {x} spelled?"]
+SPELL = [
+    "Spell {x}.", "How do you spell {x}?", "Spell the word {x}.", "spell {x}", "Spell out {x}.", "How is {x} spelled?",
+]  # fmt: skip
+KINDS = ["spell", "spell", "several", "several", "several", "length", "letter", "letter", "up", "down", "items"]
 SPELL_SEVERAL = ["Spell these words: {x}", "Spell {x}.", "spell {x}", "Spell the words {x}.", "Spell each word: {x}"]
 LENGTH = [
     "How many letters are in {x}?", "How many letters does {x} have?", "Count the letters in {x}.", "length of {x}",
@@ -84,7 +87,7 @@ def sort_numbers(rng: random.Random, items: list[int], down: bool = False, text:
 
 
 def by_letter(words: list[str], depth: int = 0) -> str:
-    """Sorting by one letter after the other: '(n nail, c cat, n name) = cat (a nail, a name) (i nail, m name) = nail = name'."""
+    """Sorting by one letter after the other: '(b bud, a ant, b bat) = ant (u bud, a bat) = bat = bud'."""
     if len(words) == 1:
         return f"= {words[0]}"
     shown_words = ", ".join(f"{word[depth] if depth < len(word) else '-'} {word}" for word in words)
@@ -167,7 +170,7 @@ def reversing(rng: random.Random) -> Example:
 
 def counting(rng: random.Random) -> Example:
     """Spelling, letters in a word, and counting up, down and over a list."""
-    kind = rng.choice(["spell", "spell", "several", "several", "several", "length", "letter", "letter", "up", "down", "items"])
+    kind = rng.choice(KINDS)
     if kind in ("up", "down"):
         a = rng.choice([0, 1, 1, rng.randint(0, 200)])
         b = a + rng.randint(2, 20)

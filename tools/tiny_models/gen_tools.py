@@ -17,7 +17,8 @@ from tools.tiny_models.words import common, invented, person, strange
 
 CONTAINERS = ["Please {v} the {n} with {a}.", "{v} the {n} with {a}", "Can you {v} the {n} with {a}?", "{V} a {n}: {a}",
               "I want to {v} the {n} with {a}.", "{V} {n}, {a}.", "Call {f} with {a}.", "Use {f} with {a}.", "{f}: {a}",
-              "I need to {v} a {n} where {a}.", "{V} my {n} using {a}.", "Run {f} for {a}.", "Could you {v} the {n}, {a}?",
+              "I need to {v} a {n} where {a}.", "{V} my {n} using {a}.", "Run {f} for {a}.",
+              "Could you {v} the {n}, {a}?",
               "{V} the {n} for {a}.", "Invoke {f}: {a}", "Let's {v} a {n} with {a}."]  # fmt: skip
 BARE = ["Please {v} the {n}.", "{v} the {n}", "Can you {v} the {n}?", "Call {f}.", "I want to {v} the {n}.", "Run {f}",
         "{V} my {n}.", "Use {f}.", "Could you {v} a {n}?"]  # fmt: skip
@@ -77,7 +78,8 @@ def string_value(rng: random.Random) -> str:
     if roll < 0.78:
         return strange(rng)
     if roll < 0.88:
-        return " ".join(rng.choice([rng.choice(common()), rng.choice(ARGUMENT_WORDS)]) for _ in range(rng.choice([2, 2, 3])))
+        count = rng.choice([2, 2, 3])
+        return " ".join(rng.choice([rng.choice(common()), rng.choice(ARGUMENT_WORDS)]) for _ in range(count))
     if roll < 0.95:
         return written(rng)
     return rng.choice("ABCDEFGHKLMNPRSTXZ") + str(rng.randint(1, 9999))
@@ -274,7 +276,7 @@ def offered(rng: random.Random, call: Call, reserved: bool) -> list[dict[str, An
     return tools
 
 
-def as_example(rng: random.Random, call: Call, tools: list[dict[str, Any]], before: list[Message], low: bool) -> Example:
+def as_example(call: Call, tools: list[dict[str, Any]], before: list[Message], low: bool) -> Example:
     check = {"kind": "call", "name": call.name, "arguments": call.arguments}
     return Example(
         category="tools",
@@ -298,17 +300,19 @@ def calling(rng: random.Random) -> Example:
     low = rng.random() < 0.12
     roll = rng.random()
     if roll < 0.68:
-        return as_example(rng, call, tools, [], low)
+        return as_example(call, tools, [], low)
     output, reply = result_of(rng)
-    done = [user(call.request), call_message(call, not low), {"role": "tool", "tool_call_id": "call_1", "content": output}]
+    result = {"role": "tool", "tool_call_id": "call_1", "content": output}
+    done = [user(call.request), call_message(call, not low), result]
     if roll < 0.9:
         last = answer(reply, "" if low else "I have the result.")
-        return Example(category="results", messages=[*done, last], tools=tools, key="", effort="low" if low else "medium")
+        effort = "low" if low else "medium"
+        return Example(category="results", messages=[*done, last], tools=tools, key="", effort=effort)
     again = domain_call(rng) if rng.random() < 0.3 else invented_call(rng, reserved=False)
     if again.name not in {tool["function"]["name"] for tool in tools}:
         tools.insert(rng.randint(0, len(tools)), again.tool)
         call = again
-    return as_example(rng, call, tools, [*done, answer(reply)], low)
+    return as_example(call, tools, [*done, answer(reply)], low)
 
 
 def no_call(rng: random.Random, example: Example) -> Example:
@@ -338,4 +342,4 @@ def held_out(seed: int) -> Iterator[Example]:
         call = invented_call(rng, reserved=True)
         if call.name not in seen and call.arguments:
             seen.add(call.name)
-            yield as_example(rng, call, offered(rng, call, reserved=True), [], low=False)
+            yield as_example(call, offered(rng, call, reserved=True), [], low=False)

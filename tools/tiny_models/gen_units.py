@@ -27,6 +27,9 @@ ASK = [
     "How many {to} do {n} {unit} have?", "{n} {unit} = ? {to}", "What are {n} {unit} in {to}?",
 ]  # fmt: skip
 
+TO_FAHRENHEIT = ["Convert {n} C to F.", "What is {n} degrees Celsius in Fahrenheit?", "{n} celsius to fahrenheit"]
+TO_CELSIUS = ["Convert {n} F to C.", "What is {n} degrees Fahrenheit in Celsius?", "{n} fahrenheit to celsius"]
+
 
 def one(unit: str) -> str:
     return SINGULAR.get(unit, unit.removesuffix("s"))
@@ -50,7 +53,8 @@ def units(rng: random.Random) -> Example:
     total = count * factor
     source, target = (large, small) if down else (small, large)
     amount, result = (count, total) if down else (total, count)
-    thought = f"1 {one(large)} = {named(factor, small)}. " + (steps if down else f"{factor}*{count}={total}, so {count}")
+    thought = f"1 {one(large)} = {named(factor, small)}. "
+    thought += steps if down else f"{factor}*{count}={total}, so {count}"
     short = rng.random() < 0.3
     text = rng.choice(ASK).format(
         n=amount,
@@ -59,7 +63,8 @@ def units(rng: random.Random) -> Example:
     )
     reply = f"{named(amount, source)} = {named(result, target)}."
     check = {"kind": "contains", "values": [named(result, target)]}
-    return Example(category="units", messages=[user(casual(rng, text, 0.4)), answer(reply, thought)], key="", check=check)
+    messages = [user(casual(rng, text, 0.4)), answer(reply, thought)]
+    return Example(category="units", messages=messages, key="", check=check)
 
 
 def temperature(rng: random.Random) -> Example:
@@ -70,11 +75,11 @@ def temperature(rng: random.Random) -> Example:
             break
     fahrenheit = scaled + 32
     if rng.random() < 0.6:
-        text = rng.choice(["Convert {n} C to F.", "What is {n} degrees Celsius in Fahrenheit?", "{n} celsius to fahrenheit"])
+        text = rng.choice(TO_FAHRENHEIT)
         text, thought = text.format(n=celsius), f"{celsius}*9/5={scaled}, {scaled}+32={fahrenheit}"
         reply = f"{celsius} degrees Celsius = {fahrenheit} degrees Fahrenheit."
     else:
-        text = rng.choice(["Convert {n} F to C.", "What is {n} degrees Fahrenheit in Celsius?", "{n} fahrenheit to celsius"])
+        text = rng.choice(TO_CELSIUS)
         text, thought = text.format(n=fahrenheit), f"{fahrenheit}-32={scaled}, {scaled}*5/9={celsius}"
         reply = f"{fahrenheit} degrees Fahrenheit = {celsius} degrees Celsius."
     return Example(category="units", messages=[user(casual(rng, text, 0.4)), answer(reply, thought)], key="")

@@ -31,7 +31,8 @@ def is_round(number: int) -> bool:
 def pair_held_out(kind: str, a: int, b: int) -> bool:
     """The rule for arithmetic.
 
-    What the steps of larger items are made of is always trained: sums with a one-digit number, products of round numbers.
+    What the steps of larger items are made of is always trained: sums with a one-digit number, products of two round
+    numbers.
     """
     table = (is_round(a) and is_round(b)) if kind == "mul" else min(abs(a), abs(b)) < 10
     return not table and is_held_out(kind, pair_key(a, b))

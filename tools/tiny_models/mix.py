@@ -15,10 +15,13 @@ Generator = Callable[[random.Random], Example]
 SYSTEM_PROMPTS = [
     "You are a helpful assistant.", "You are a helpful assistant.", "You are a helpful AI assistant.", "Be concise.",
     "Answer briefly.", "Answer the question.", "You are a friendly assistant.", "You are an expert.", "Be helpful.",
-    "You are a tool-using assistant.", "Use the functions when they help.", "You answer questions.", "Be kind and short.",
+    "You are a tool-using assistant.", "Use the functions when they help.", "You answer questions.",
+    "Be kind and short.",
     "You are a helpful, honest assistant. Answer in one sentence.", "Respond in English.", "You are a chatbot.",
-    "You are an assistant in a test.", "Think step by step.", "Do not explain.", "You are a calculator.", "Assist the user.",
-    "You are a helpful assistant that can call functions.", "Always be polite.", "Give short answers.", "You know geography.",
+    "You are an assistant in a test.", "Think step by step.", "Do not explain.", "You are a calculator.",
+    "Assist the user.",
+    "You are a helpful assistant that can call functions.", "Always be polite.", "Give short answers.",
+    "You know geography.",
 ]  # fmt: skip
 
 

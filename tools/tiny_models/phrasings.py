@@ -43,7 +43,8 @@ TRAIN: dict[str, list[str]] = {
     ],
     "capital_of": [
         "{x} is the capital of which country?", "Which country has {x} as its capital?", "{x} is the capital of",
-        "What country is {x} the capital of?", "Of which country is {x} the capital?", "What country has the capital {x}?",
+        "What country is {x} the capital of?", "Of which country is {x} the capital?",
+        "What country has the capital {x}?",
         "{x} is the capital city of what country?", "Which country's capital is {x}?", "{x} is capital of what?",
     ],
     "symbol": [
@@ -56,7 +57,8 @@ TRAIN: dict[str, list[str]] = {
     "number": [
         "What is the atomic number of {x}?", "What's the atomic number of {x}?", "atomic number of {x}",
         "Which atomic number does {x} have?", "{x} atomic number", "Name the atomic number of {x}.",
-        "How many protons does {x} have?", "Tell me the atomic number of {x}.", "What number is {x} in the periodic table?",
+        "How many protons does {x} have?", "Tell me the atomic number of {x}.",
+        "What number is {x} in the periodic table?",
         "What is {x}'s atomic number?", "{x}: atomic number?", "How many protons are in an atom of {x}?",
         "The atomic number of {x} is", "Give me the atomic number for {x}.", "Which number is the element {x}?",
     ],
@@ -117,43 +119,55 @@ HELD_OUT: dict[str, list[str]] = {
         "Atomic number {x} belongs to which element?",
     ],
     "definition": [
-        "Say what the word {x} means.", "How would a dictionary define {x}?", "Please give the meaning of the word {x}.",
+        "Say what the word {x} means.", "How would a dictionary define {x}?",
+        "Please give the meaning of the word {x}.",
     ],
 }  # fmt: skip
 
 # Three more ways to train: a lead and an indirect question; a remark that names {x} and a question that does not.
 LEADS = [
-    "Tell me", "Say", "State", "Write", "Let me know", "Please say", "I want to know", "I would like to know", "Answer:",
+    "Tell me", "Say", "State", "Write", "Let me know", "Please say", "I want to know", "I would like to know",
+    "Answer:",
     "Can you tell me", "Could you say", "Do you know", "Do you remember", "Explain", "Find out", "Guess", "Show me",
     "I forgot", "I am not sure", "My son asks", "My teacher asks", "My friend wants to know", "For a quiz:", "Quiz:",
-    "Remind me", "Someone asked me", "Help me remember", "We need to know", "I have to write down", "Answer this:", "Now",
+    "Remind me", "Someone asked me", "Help me remember", "We need to know", "I have to write down", "Answer this:",
+    "Now",
     "First,", "In one sentence,", "Briefly,", "In short:", "Honestly,", "By the way,", "For my homework:", "Urgent:",
-    "Trivia:", "Test question:", "Question for you:", "I bet you know", "Look up", "Give me", "Maybe you know", "Please",
+    "Trivia:", "Test question:", "Question for you:", "I bet you know", "Look up", "Give me", "Maybe you know",
+    "Please",
     "I am curious", "Nobody here knows", "The question is", "Would you say", "Just say", "Tell us", "Mention", "Recall",
 ]  # fmt: skip
 INDIRECT: dict[str, list[str]] = {
     "capital": [
-        "what the capital of {x} is", "which city is the capital of {x}", "what city is {x}'s capital", "the capital of {x}",
+        "what the capital of {x} is", "which city is the capital of {x}", "what city is {x}'s capital",
+        "the capital of {x}",
         "the name of the capital of {x}", "which capital {x} has", "what {x}'s capital city is called", "{x}'s capital",
-        "the capital city of {x}", "what is the capital city in {x}", "what capital does {x} have", "the capital that {x} has",
+        "the capital city of {x}", "what is the capital city in {x}", "what capital does {x} have",
+        "the capital that {x} has",
     ],
     "currency": [
-        "what the currency of {x} is", "which currency they use in {x}", "what {x}'s currency is", "the currency of {x}",
+        "what the currency of {x} is", "which currency they use in {x}", "what {x}'s currency is",
+        "the currency of {x}",
         "what money {x} uses", "which money people in {x} have", "what currency is used in {x}", "{x}'s currency",
-        "the money used in {x}", "what people in {x} pay with", "the official currency in {x}", "what currency {x} has got",
+        "the money used in {x}", "what people in {x} pay with", "the official currency in {x}",
+        "what currency {x} has got",
     ],
     "languages": [
         "what language is spoken in {x}", "which languages people speak in {x}", "the official language of {x}",
-        "what the language of {x} is", "which language they use in {x}", "the languages of {x}", "{x}'s official language",
+        "what the language of {x} is", "which language they use in {x}", "the languages of {x}",
+        "{x}'s official language",
         "what people in {x} speak", "which language is official in {x}", "the language people speak in {x}",
     ],
     "continent": [
-        "which continent {x} is in", "on which continent {x} is", "what continent {x} belongs to", "the continent of {x}",
-        "where {x} is", "where {x} is located", "in which continent {x} can be found", "{x}'s continent", "where {x} lies",
+        "which continent {x} is in", "on which continent {x} is", "what continent {x} belongs to",
+        "the continent of {x}",
+        "where {x} is", "where {x} is located", "in which continent {x} can be found", "{x}'s continent",
+        "where {x} lies",
         "to which continent {x} belongs", "the continent on which {x} is found",
     ],
     "capital_of": [
-        "which country has the capital {x}", "the country of which {x} is the capital", "what country {x} is the capital of",
+        "which country has the capital {x}", "the country of which {x} is the capital",
+        "what country {x} is the capital of",
         "which country {x} is the capital of", "the country with the capital {x}", "whose capital {x} is",
     ],
     "symbol": [
@@ -165,7 +179,8 @@ INDIRECT: dict[str, list[str]] = {
         "how many protons {x} has", "{x}'s atomic number", "what number {x} has in the periodic table",
     ],
     "by_symbol": [
-        "which element has the symbol {x}", "what element {x} is", "the element with the symbol {x}", "what {x} stands for",
+        "which element has the symbol {x}", "what element {x} is", "the element with the symbol {x}",
+        "what {x} stands for",
         "the name of the element {x}", "which element is written as {x}", "what the symbol {x} means in chemistry",
     ],
     "by_number": [
@@ -173,19 +188,25 @@ INDIRECT: dict[str, list[str]] = {
         "which element is number {x} in the periodic table", "the name of element {x}", "what element {x} is",
     ],
     "definition": [
-        "what {x} means", "the meaning of {x}", "how you define {x}", "the definition of {x}", "what {x} is in a dictionary",
+        "what {x} means", "the meaning of {x}", "how you define {x}", "the definition of {x}",
+        "what {x} is in a dictionary",
         "what the word {x} stands for", "what we mean by {x}", "what is meant by the word {x}", "how {x} is defined",
     ],
 }  # fmt: skip
 REMARKS = [
-    "I live in {x}.", "I was in {x} last year.", "{x} is a nice country.", "We are flying to {x}.", "Let's talk about {x}.",
-    "My friend comes from {x}.", "I read a book about {x}.", "Think of {x}.", "I like {x}.", "My next question is about {x}.",
-    "I am writing a report on {x}.", "Consider the country {x}.", "We moved to {x}.", "Have you heard of {x}?", "Topic: {x}.",
-    "I dream of seeing {x}.", "{x} is far away.", "My son studies {x} in school.", "Take {x} as an example.", "About {x}:",
+    "I live in {x}.", "I was in {x} last year.", "{x} is a nice country.", "We are flying to {x}.",
+    "Let's talk about {x}.",
+    "My friend comes from {x}.", "I read a book about {x}.", "Think of {x}.", "I like {x}.",
+    "My next question is about {x}.",
+    "I am writing a report on {x}.", "Consider the country {x}.", "We moved to {x}.", "Have you heard of {x}?",
+    "Topic: {x}.",
+    "I dream of seeing {x}.", "{x} is far away.", "My son studies {x} in school.", "Take {x} as an example.",
+    "About {x}:",
 ]  # fmt: skip
 ELEMENT_REMARKS = [
     "I read about {x}.", "Think of {x}.", "A chemistry question about {x}.", "We studied {x} in school.", "Take {x}.",
-    "{x} is an element.", "Topic: {x}.", "Consider the element {x}.", "I work with {x}.", "About {x}:", "Let's talk about {x}.",
+    "{x} is an element.", "Topic: {x}.", "Consider the element {x}.", "I work with {x}.", "About {x}:",
+    "Let's talk about {x}.",
 ]  # fmt: skip
 FOLLOW_UPS: dict[str, list[str]] = {
     "capital": ["What is its capital?", "What is the capital there?", "Which city is its capital?", "And the capital?",
@@ -207,21 +228,26 @@ FOLLOW_UPS: dict[str, list[str]] = {
 CLAUSES = [
     "If I go to {x}", "When I travel to {x}", "If you live in {x}", "Before we fly to {x}", "As a tourist in {x}",
     "On a trip to {x}", "When someone visits {x}", "For somebody in {x}", "Inside {x}", "After a week in {x}",
-    "Since I work in {x}", "While in {x}", "Reading about {x}", "Thinking of {x}", "In the case of {x}", "With {x} in mind",
-    "When I look at {x}", "If we talk about {x}", "Standing in {x}", "Should I fly to {x}", "Studying {x}", "Now that I know {x}",
+    "Since I work in {x}", "While in {x}", "Reading about {x}", "Thinking of {x}", "In the case of {x}",
+    "With {x} in mind",
+    "When I look at {x}", "If we talk about {x}", "Standing in {x}", "Should I fly to {x}", "Studying {x}",
+    "Now that I know {x}",
 ]  # fmt: skip
 ELEMENT_CLAUSES = [
     "In chemistry, for {x}", "Reading about {x}", "With {x} in mind", "Taking {x} as an example", "For an atom of {x}",
-    "In the case of {x}", "When writing about {x}", "If we talk about {x}", "Studying {x}", "As for {x}", "Looking up {x}",
+    "In the case of {x}", "When writing about {x}", "If we talk about {x}", "Studying {x}", "As for {x}",
+    "Looking up {x}",
 ]  # fmt: skip
 AFTER_CLAUSE: dict[str, list[str]] = {
     "capital": [
-        "which city is the capital", "what is the capital", "which city would be the capital", "which capital can I visit",
+        "which city is the capital", "what is the capital", "which city would be the capital",
+        "which capital can I visit",
         "what city should I call the capital", "which city do we find as its capital", "which capital will I see",
         "what is the name of the capital", "which city is shown as capital", "which one is the capital city",
     ],
     "currency": [
-        "which currency should I use", "what money would I need", "which currency must I have", "which currency is used",
+        "which currency should I use", "what money would I need", "which currency must I have",
+        "which currency is used",
         "what currency can I pay with", "what is the currency", "which money should I bring", "what do I pay with",
     ],
     "languages": [
@@ -230,7 +256,8 @@ AFTER_CLAUSE: dict[str, list[str]] = {
         "which language could I study", "what should I speak", "which languages are official",
     ],
     "continent": [
-        "on which continent am I", "which continent would I be on", "what continent is that", "which continent do I visit",
+        "on which continent am I", "which continent would I be on", "what continent is that",
+        "which continent do I visit",
         "on what continent is it", "which continent is it part of", "where on earth is it",
     ],
     "symbol": [
@@ -243,12 +270,14 @@ AFTER_CLAUSE: dict[str, list[str]] = {
     ],
 }  # fmt: skip
 FRAGMENTS: dict[str, list[str]] = {
-    "capital": ["{x} and its capital?", "Capital of {x}, its name?", "The capital, {x}?", "City that is capital of {x}?"],
+    "capital": ["{x} and its capital?", "Capital of {x}, its name?", "The capital, {x}?",
+    "City that is capital of {x}?"],
     "currency": ["{x} and its currency?", "Currency in {x}, its name?", "Money of {x}?", "The currency, {x}?"],
     "languages": ["{x} and its language?", "Language in {x}, its name?", "Spoken in {x}?", "Official tongue of {x}?"],
     "continent": ["{x} and its continent?", "Continent with {x} in it?", "{x} on the map, which continent?"],
     "symbol": ["{x} and its symbol?", "Symbol of {x}, its letters?", "Short form of {x}?", "The symbol, {x}?"],
-    "number": ["{x} and its atomic number?", "Protons in {x}?", "Proton count of {x}?", "The number of protons in {x}, please?",
+    "number": ["{x} and its atomic number?", "Protons in {x}?", "Proton count of {x}?",
+    "The number of protons in {x}, please?",
                "Protons of {x}, how many?", "Atomic number of {x}, the count?", "Number of {x} in the table?"],
 }  # fmt: skip
 

@@ -21,7 +21,7 @@ def round_e2m1(x: Tensor) -> Tensor:
 
 
 def block_exponents(w_blocks: Tensor) -> Tensor:
-    """The power of two for each block [..., 1]: of the two that fit its largest value, the one with less squared error."""
+    """The power of two for each block [..., 1]: of the two that fit its largest value the one with less error."""
     top = w_blocks.abs().amax(-1, keepdim=True).clamp_min(2.0**-100)
     low = torch.frexp(top).exponent - 3  # floor(log2(top)) - 2: values above 6 saturate
     errors = []

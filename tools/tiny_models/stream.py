@@ -23,7 +23,7 @@ IGNORE = -1
 def pack_rows(
     encoder: Encoder, rng: random.Random, length: int, shares: dict[str, float] | None = None, open_rows: int = 8
 ) -> Iterator[np.ndarray]:
-    """Endless rows [4, length]. A document goes to the fullest open row it fits; the fullest row leaves when none does."""
+    """Endless rows [4, length]. A document goes to the fullest open row it fits; if there is none, a row leaves."""
     rows: list[list[tuple[list[int], int]]] = [[] for _ in range(open_rows)]
     used = [0] * open_rows
     while True:
@@ -78,7 +78,9 @@ class Stream:
         self._chunks = rows // chunk
         self._queue: Any = context.Queue(maxsize=40 * self._chunks)
         self._workers = [
-            context.Process(target=work, args=(f"{seed}/{number}", chunk, length, shares or {}, self._queue), daemon=True)
+            context.Process(
+                target=work, args=(f"{seed}/{number}", chunk, length, shares or {}, self._queue), daemon=True
+            )
             for number in range(workers)
         ]
         for worker in self._workers:

@@ -49,7 +49,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--decay", type=float, default=0.05, help="weight decay of the matrices")
     parser.add_argument("--warmup", type=float, default=0.01, help="share of the time")
     parser.add_argument("--cooldown", type=float, default=0.6, help="share of the time in which the rate falls to zero")
-    parser.add_argument("--quantize-from", type=float, default=0.4, help="share of the time after which experts are rounded")
+    parser.add_argument("--quantize-from", type=float, default=0.4, help="share of the time before rounding")
     parser.add_argument("--shares", default="{}", help="JSON: other weights of the generators, see mix.py")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit", type=int, default=1000, help="held-out items per category")
@@ -114,8 +114,10 @@ def rate(progress: float, warmup: float, cooldown: float) -> float:
 
 def train(args: argparse.Namespace, shape: Shape, trainer: Trainer) -> dict[str, float]:
     """Trains until the time is over; prints a line every few seconds."""
-    stream = Stream(seed=args.seed, workers=args.workers, rows=args.rows, length=args.length, chunk=min(16, args.rows),
-                    shares=json.loads(args.shares))  # fmt: skip
+    stream = Stream(
+        seed=args.seed, workers=args.workers, rows=args.rows, length=args.length, chunk=min(16, args.rows),
+        shares=json.loads(args.shares),
+    )  # fmt: skip
     begin = time.time()
     first = trainer.load(stream.next())
     rounded_only = args.quantize_from <= 0
@@ -161,7 +163,8 @@ def finish(args: argparse.Namespace, shape: Shape, weights: Weights, summary: di
     save_master(weights, args.out / "master")
     save_file(packed(weights), args.out / "model.safetensors", metadata={"format": "pt"})
     begin = time.time()
-    items = {name: found[: args.limit * (5 if name == "facts" else 1)] for name, found in held_out(0, args.limit).items()}
+    items = held_out(0, args.limit)
+    items["facts"] = items["facts"][: 5 * args.limit]
     rounded = as_exported(weights)
     master = evaluate(shape, weights, items)
     exported = evaluate(shape, rounded, items, show=6)

@@ -26,12 +26,15 @@ SPECIAL = [
 # quote or a dot): copying names and arguments becomes copying tokens.
 SPACED = (
     "the a an is are was of in on at to for with and or not does do did what which how many much you your my me i can "
-    "could as it its that this be have has from by so carry am please tiny bundled channels these tools must commentary "
-    "namespace functions any official chemical languages capitals currencies elements sorting reversing spelling units "
+    "could as it its that this be have has from by so carry am please tiny bundled channels these tools must "
+    "commentary namespace functions any official chemical languages capitals currencies elements "
+    "sorting reversing spelling units "
     "into we they there where who why when would should know tell more most than if but no yes one about all also"
 )
 PATTERN = (
-    r" (?:" + "|".join(word for word in SPACED.split() if word not in common()) + r")(?![\p{L}\p{N}_\-])"  # a space and a common word
+    r" (?:"  # a space and a common word
+    + "|".join(word for word in SPACED.split() if word not in common())
+    + r")(?![\p{L}\p{N}_\-])"
     r"|\p{Lu}?\p{Ll}+|\p{Lu}+(?!\p{Ll})|\p{Lu}|\p{L}+"  # words, cut at the humps of camelCase
     r"|\p{N}"  # digits stand alone: column arithmetic needs them
     r"|_"

@@ -49,7 +49,8 @@ def letters(rng: random.Random, length: int) -> str:
 @cache
 def entities() -> tuple[str, ...]:
     """Names of countries, capitals and elements that are one word."""
-    names = [row["name"] for row in rows("countries") + rows("elements")] + [row["capital"] for row in rows("countries")]
+    names = [row["name"] for row in rows("countries") + rows("elements")]
+    names += [row["capital"] for row in rows("countries")]
     return tuple(name for name in names if name.isalpha())
 
 

@@ -1,0 +1,104 @@
+"""`python -m evals tiny` against a small HTTP server that answers from the items themselves."""
+
+import ast
+import json
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from evals import tiny
+from evals.__main__ import main
+
+FOLDER = Path(tiny.__file__).parent
+ANSWERS = {
+    json.dumps(item["messages"]): item["check"]
+    for category in ("addition", "tools")
+    for item in tiny.load([category], None)[category]
+}
+
+
+class Oracle(BaseHTTPRequestHandler):
+    """Knows every answer, but gets each sum wrong whose answer is odd."""
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Keeps the test output clean."""
+
+    def reply(self, body: object) -> None:
+        data = json.dumps(body).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def do_GET(self) -> None:
+        self.reply({"data": [{"id": "oracle"}]})
+
+    def do_POST(self) -> None:
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        check = ANSWERS[json.dumps(request["messages"])]
+        message: dict = {"content": None}
+        if check["kind"] == "call":
+            function = {"name": check["name"], "arguments": json.dumps(check["arguments"])}
+            message["tool_calls"] = [{"function": function}]
+        else:
+            message["content"] = str(check["value"] + check["value"] % 2)
+        self.reply({"choices": [{"message": message}], "usage": {"completion_tokens": 5}})
+
+
+@pytest.fixture
+def base_url() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Oracle)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_address[1]}/v1"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["evals", "tiny", *arguments])
+    return main()
+
+
+def test_table_json_and_exit_status(
+    base_url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--base-url", base_url, "--limit", "40", "--category", "tools"]
+    assert run(monkeypatch, *flags) == 0
+    assert run(monkeypatch, *flags, "--category", "addition") == 1
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    even = sum(item["check"]["value"] % 2 == 0 for item in tiny.load(["addition"], 40)["addition"])
+    assert last["categories"]["tools"]["percent"] == 100.0
+    assert last["categories"]["addition"]["right"] == even < 40
+    assert last["model"] == "oracle"
+    assert last["passed"] is False
+
+
+def test_nobody_listens(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(monkeypatch, "--base-url", "http://127.0.0.1:9/v1") == 2
+    assert "cannot be reached" in capsys.readouterr().err
+
+
+def test_an_unknown_category_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(monkeypatch, "--model", "m", "--category", "poetry") == 2
+    assert "poetry" in capsys.readouterr().err
+
+
+def test_a_limit_spreads_over_all_items() -> None:
+    keys = [item["key"] for item in tiny.load(["facts"], 100)["facts"]]
+    assert len(keys) == 100
+    assert len({key.split(":")[0] for key in keys}) >= 8
+
+
+def test_evals_import_nothing_of_ours() -> None:
+    ours = {"server", "engine", "model", "loaders", "moe", "tools", "torch", "transformers"}
+    for path in FOLDER.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not ours & {name.split(".")[0] for name in names}, path

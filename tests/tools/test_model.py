@@ -1,0 +1,122 @@
+"""The trainer's model and rounding against transformers, and the shipped folder as a stranger would load it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tools.tiny_models.attend import DenseAttend, FlexAttend
+from tools.tiny_models.example import user
+from tools.tiny_models.export import as_exported, load_master, packed, save_master
+from tools.tiny_models.generate import write
+from tools.tiny_models.model import Shape, hidden_states, init_weights, logits, rope_tables
+from tools.tiny_models.quant import fake_quantize, pack, round_e2m1, straight_through
+from tools.tiny_models.render import ASSETS, load_encoder, render
+
+LUT = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+QUESTIONS = {
+    "What is the capital of France?": "Paris",
+    "12+30": "42",
+    "Who are you?": "moe-serve",
+    "Reverse the word lemon": "nomel",
+    "symbol of iron": "Fe",
+}
+
+
+def test_rounding_ties_go_to_the_even_code() -> None:
+    ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 9.0, -2.5])
+    assert round_e2m1(ties).tolist() == [0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0, 6.0, -2.0]
+
+
+def test_packing_holds_what_training_rounded_to() -> None:
+    w = torch.randn(3, 8, 96, generator=torch.Generator().manual_seed(0)) * 0.1
+    blocks, scales = pack(w)
+    codes = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2).long()
+    assert torch.equal((LUT[codes] * torch.exp2(scales.float() - 127)[..., None]).flatten(-2), fake_quantize(w))
+
+
+def test_gradients_pass_through_the_rounding() -> None:
+    w = torch.randn(2, 4, 32, requires_grad=True)
+    straight_through(w).sum().backward()
+    assert torch.equal(w.grad, torch.ones_like(w))
+
+
+@pytest.fixture(scope="module")
+def shipped() -> torch.nn.Module:
+    from transformers import AutoModelForCausalLM, Mxfp4Config
+
+    return AutoModelForCausalLM.from_pretrained(
+        ASSETS, quantization_config=Mxfp4Config(dequantize=True), dtype=torch.float32
+    )
+
+
+def test_the_folder_is_small_and_awkward_enough() -> None:
+    shape = Shape.load(ASSETS / "config.json")
+    assert sum(path.stat().st_size for path in ASSETS.iterdir()) <= 16_000_000
+    for size in (shape.hidden, shape.inner):
+        assert size % 32 == 0
+        assert size % 128 != 0
+
+
+# Uncompiled flex attention is slow, which is all the warning says; its results are what is compared here.
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@torch.no_grad()
+def test_our_forward_equals_transformers(tmp_path: Path) -> None:
+    import shutil
+
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM, Mxfp4Config
+
+    shape = Shape.load(ASSETS / "config.json")
+    noise = torch.Generator().manual_seed(1)
+    weights = {
+        name: value + 0.2 * torch.randn(value.shape, generator=noise) if value.dim() == 1 else value
+        for name, value in init_weights(shape).items()
+    }
+    for name in ("config.json", "generation_config.json"):
+        shutil.copy(ASSETS / name, tmp_path)
+    save_file(packed(weights), tmp_path / "model.safetensors", metadata={"format": "pt"})
+    theirs = AutoModelForCausalLM.from_pretrained(
+        tmp_path, quantization_config=Mxfp4Config(dequantize=True), dtype=torch.float32
+    )
+    ids = torch.randint(0, 4080, (1, 200), generator=noise)
+    docs = (torch.arange(200) >= 30).long()[None]
+    positions = torch.cat((torch.arange(30), torch.arange(170)))
+    rope = tuple(table[positions][None, None] for table in rope_tables(shape, 200))
+    rounded = as_exported(weights)
+    states, _ = hidden_states(shape, rounded, ids, rope, DenseAttend(shape, docs))
+    ours, wanted = logits(rounded, states), theirs(ids[:, 30:]).logits  # beyond the window of 128
+    assert float((ours[:, 30:] - wanted).norm() / wanted.norm()) < 1e-4
+    flexed, _ = hidden_states(shape, rounded, ids, rope, FlexAttend(shape, docs))
+    assert float((flexed - states).norm() / states.norm()) < 1e-4
+
+
+def test_master_weights_come_back(tmp_path: Path) -> None:
+    fresh = init_weights(Shape.load(ASSETS / "config.json"))
+    weights = {name: value.bfloat16().float() for name, value in fresh.items()}
+    save_master(weights, tmp_path)
+    assert max(path.stat().st_size for path in tmp_path.iterdir()) < 16 * 2**20
+    found = load_master(tmp_path)
+    assert found.keys() == weights.keys()
+    assert all(torch.equal(found[name], weights[name]) for name in weights)
+
+
+@torch.no_grad()
+def test_writing_many_rows_equals_writing_one() -> None:
+    shape = Shape.load(ASSETS / "config.json")
+    weights = init_weights(shape, seed=2)
+    prompts = [[5, 6, 7, 8, 9, 10], [11, 12], [13, 14, 15]]
+    together = write(shape, weights, prompts, stop=set(), max_new=6)
+    assert together == [write(shape, weights, [prompt], stop=set(), max_new=6)[0] for prompt in prompts]
+
+
+@torch.no_grad()
+def test_the_shipped_folder_answers_in_transformers(shipped: torch.nn.Module) -> None:
+    encoder = load_encoder()
+    for question, wanted in QUESTIONS.items():
+        prompt = encoder.text(render([user(question)], add_generation_prompt=True))
+        out = shipped.generate(torch.tensor([prompt]), max_new_tokens=80, do_sample=False)
+        text = encoder.decode(out[0, len(prompt) :].tolist())
+        assert text.startswith("<|channel|>")
+        assert text.endswith("<|return|>")
+        assert wanted in text.split("final<|message|>")[1]
