@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from moe.backends.aiter_layout import FNUZ_FACTOR, mark_shuffled, shuffle_e8m0, shuffle_weight, to_fnuz
-from moe.backends.base import Backend, Device
+from moe.backends.base import Backend, Device, wrong_size
 from moe.config import MoeA2ABackend, MoeBackend, MoeRunnerConfig
 from moe.errors import MoeConfigError, UnsupportedPathError, WeightFormatError
 from moe.formats import (
@@ -215,13 +215,7 @@ class AiterBackend(Backend):
 
 def _refuses_sizes(format_name: str, hidden_size: int, intermediate_size: int) -> str | None:
     multiple = MULTIPLES[format_name]
-    for field, size in (("hidden_size", hidden_size), ("intermediate_size", intermediate_size)):
-        if size % multiple or not size:
-            return (
-                f"{field} of this rank is {size}, {format_name} needs a positive multiple of {multiple} "
-                "(choose another --tensor-parallel-size or --moe-backend)"
-            )
-    return None
+    return wrong_size(format_name, hidden_size, intermediate_size, (multiple, multiple))
 
 
 def device_arch(device: torch.device) -> str:

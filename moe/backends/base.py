@@ -31,6 +31,20 @@ class Device:
         return self.arch.startswith("gfx")
 
 
+def wrong_size(format_name: str, hidden_size: int, intermediate_size: int, multiples: tuple[int, int]) -> str | None:
+    """None where both sizes of a rank are positive multiples of what the kernel's tiles need, else the reason."""
+    for name, size, multiple in (
+        ("hidden_size", hidden_size, multiples[0]),
+        ("intermediate_size", intermediate_size, multiples[1]),
+    ):
+        if size % multiple or not size:
+            return (
+                f"{name} of this rank is {size}, {format_name} needs a positive multiple of {multiple} "
+                "(choose another --tensor-parallel-size or --moe-backend)"
+            )
+    return None
+
+
 class Backend(ABC):
     """A kernel family. Instances hold no state.
 

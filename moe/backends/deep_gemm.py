@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from moe.activations import gated_activation
-from moe.backends.base import Backend, Device
+from moe.backends.base import Backend, Device, wrong_size
 from moe.backends.deep_gemm_layout import (
     activation_scales,
     power_of_two_weight,
@@ -126,7 +126,9 @@ class DeepGemmBackend(Backend):
             return f"device {device.arch} is not supported; it runs on {', '.join(ARCHS)}"
         if a2a not in TRANSPORTS:
             return f"transport {a2a} is not supported; it takes {', '.join(TRANSPORTS)}"
-        return _refuses_sizes(config.hidden_size, config.intermediate_size) or self.refuses(config)
+        return wrong_size(format_name, config.hidden_size, config.intermediate_size, (BLOCK, BLOCK)) or self.refuses(
+            config
+        )
 
     def refuses(self, config: MoeRunnerConfig) -> str | None:
         """What every backend refuses, and any dtype but bf16."""
@@ -159,7 +161,7 @@ class DeepGemmBackend(Backend):
             raise WeightFormatError(f"{NAME} takes fp8_block experts, got {experts.format_name}")
         if experts.b13 is not None:
             raise WeightFormatError(f"{NAME}: experts with biases are not supported")
-        reason = _refuses_sizes(experts.hidden_size, experts.intermediate_size)
+        reason = wrong_size(experts.format_name, experts.hidden_size, experts.intermediate_size, (BLOCK, BLOCK))
         if reason:
             raise WeightFormatError(f"{NAME}: {reason}")
         kernels = DeepGemmKernels.resolve()
@@ -172,16 +174,6 @@ class DeepGemmBackend(Backend):
             w2=w2.data.contiguous(), w2_scale=weight_scales(w2, ue8m0=ue8m0),
             ue8m0=ue8m0, kernels=kernels, topology=topology,
         )  # fmt: skip
-
-
-def _refuses_sizes(hidden_size: int, intermediate_size: int) -> str | None:
-    for name, size in (("hidden_size", hidden_size), ("intermediate_size", intermediate_size)):
-        if size % BLOCK or not size:
-            return (
-                f"{name} of this rank is {size}, it must be a positive multiple of {BLOCK} "
-                "(choose another --tensor-parallel-size or --moe-backend)"
-            )
-    return None
 
 
 def _wants_ue8m0(device: torch.device) -> bool:

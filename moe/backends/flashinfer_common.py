@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from moe.backends.base import Backend
+from moe.backends.base import Backend, wrong_size
 from moe.backends.static_scales import with_layer_input_scales
 from moe.config import Activation, MoeBackend, MoeRunnerConfig
 from moe.errors import MoeConfigError, UnsupportedPathError, WeightFormatError
@@ -85,11 +85,23 @@ TOLERANCES = {"fp8_block": 6e-2, "fp8_tensor": 6e-2, "nvfp4": 1.5e-1}
 class FlashinferBackend(Backend):
     """A backend whose kernels take and give bf16; quantized activations have one static scale for the layer."""
 
+    multiples: ClassVar[Mapping[str, tuple[int, int]]] = {}  # by format: what hidden and intermediate sizes must be
     activation_quant: ClassVar[Mapping[str, ActivationQuant]] = {
         "fp8_block": activation_quant.fp8_groups,
         "fp8_tensor": activation_quant.fp8_static,
         "nvfp4": activation_quant.nvfp4_static,
     }
+
+    def refuses_sizes(self, format_name: str, sizes: MoeRunnerConfig | ExpertWeights) -> str | None:
+        """Reason why this rank's sizes cannot be tiled, or None."""
+        multiples = self.multiples.get(format_name, (1, 1))
+        return wrong_size(format_name, sizes.hidden_size, sizes.intermediate_size, multiples)
+
+    def check_sizes(self, experts: ExpertWeights) -> None:
+        """Raise WeightFormatError for experts whose sizes cannot be tiled."""
+        reason = self.refuses_sizes(experts.format_name, experts)
+        if reason:
+            raise WeightFormatError(reason)
 
     def tolerance_for(self, format_name: str, config: MoeRunnerConfig) -> float:
         """Wider where the kernel quantizes activations."""
@@ -107,19 +119,6 @@ class FlashinferBackend(Backend):
         if config.dtype != torch.bfloat16:
             return f"dtype {config.dtype} is not supported: the kernels take and give bfloat16"
         return super().refuses(config)
-
-
-def check_sizes(backend: MoeBackend, experts: ExpertWeights, *, hidden: int, intermediate: int) -> None:
-    """Raise WeightFormatError unless the rank's sizes are positive multiples of what the kernel's tiles need."""
-    for name, size, multiple in (
-        ("hidden_size", experts.hidden_size, hidden),
-        ("intermediate_size", experts.intermediate_size, intermediate),
-    ):
-        if size % multiple or not size:
-            raise WeightFormatError(
-                f"{backend}: {name} of this rank is {size}, {experts.format_name} needs a positive multiple of "
-                f"{multiple} (choose another --tensor-parallel-size or --moe-backend)"
-            )
 
 
 def refuse_overlap(state: RunState, backend: MoeBackend) -> None:

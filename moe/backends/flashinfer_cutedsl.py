@@ -9,6 +9,7 @@ import dataclasses
 import enum
 import functools
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -111,6 +112,7 @@ class FlashinferCutedslBackend(common.FlashinferBackend):
 
     hardware = "SM100/SM103 (Blackwell)"
     formats = ("nvfp4",)
+    multiples = MappingProxyType({"nvfp4": (128, 64)})
 
     def supports(self, device: Device, format_name: str, a2a: MoeA2ABackend, config: MoeRunnerConfig) -> str | None:
         """NVFP4 on SM100 and SM103."""
@@ -120,7 +122,7 @@ class FlashinferCutedslBackend(common.FlashinferBackend):
             return f"device {device.arch} is not supported; it runs on {', '.join(ARCHS)}"
         if a2a not in TRANSPORTS:
             return f"transport {a2a} is not supported; use --moe-a2a-backend {', '.join(TRANSPORTS)}"
-        return self.refuses(config)
+        return self.refuses_sizes(format_name, config) or self.refuses(config)
 
     def refuses(self, config: MoeRunnerConfig) -> str | None:
         """Also any activation but plain SwiGLU."""
@@ -157,7 +159,7 @@ class FlashinferCutedslBackend(common.FlashinferBackend):
         w13, w2 = experts.w13.to(topology.device), experts.w2.to(topology.device)
         if not (isinstance(w13, Nvfp4Weight) and isinstance(w2, Nvfp4Weight)):
             raise WeightFormatError(f"{NAME} takes nvfp4 experts, got {experts.format_name}")
-        common.check_sizes(NAME, experts, hidden=128, intermediate=64)
+        self.check_sizes(experts)
         if is_flashinfer_cutedsl_v1_path(NAME, topology.a2a):
             return _prepare_v1(experts, w13, w2, topology)
         return _prepare_v2(experts, w13, w2, config, topology)

@@ -7,6 +7,7 @@ Shape letters: T tokens, E local experts, I intermediate, H hidden.
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -100,6 +101,7 @@ class FlashinferCutlassBackend(common.FlashinferBackend):
 
     hardware = "SM90+ (FP8 blocks SM90 only, NVFP4 SM100 only)"
     formats = tuple(ARCHS)
+    multiples = MappingProxyType({"bf16": (8, 8), "fp8_block": (128, 128), "fp8_tensor": (16, 16), "nvfp4": (128, 64)})
 
     def supports(self, device: Device, format_name: str, a2a: MoeA2ABackend, config: MoeRunnerConfig) -> str | None:
         """By format and architecture, without a transport."""
@@ -109,7 +111,9 @@ class FlashinferCutlassBackend(common.FlashinferBackend):
             return f"{format_name} on {device.arch} is not supported; it runs on {', '.join(ARCHS[format_name])}"
         if a2a is not MoeA2ABackend.NONE:
             return f"transport {a2a} is not supported; use --moe-a2a-backend none"
-        return self.refuses(config) or _refuses_activation(format_name, config)
+        return (
+            self.refuses_sizes(format_name, config) or self.refuses(config) or _refuses_activation(format_name, config)
+        )
 
     def prepare(self, experts: ExpertWeights, config: MoeRunnerConfig, topology: Topology) -> QuantInfo:
         """Swap the halves of w13 and of its scales, and put scales in the kernel's form.
@@ -128,6 +132,7 @@ class FlashinferCutlassBackend(common.FlashinferBackend):
             raise UnsupportedPathError(f"{NAME}: {reason}")
         if experts.b13 is not None and name != "bf16":
             raise WeightFormatError(f"{NAME}: biases with {name} experts are not supported")
+        self.check_sizes(experts)
         w13, w2 = experts.w13.to(topology.device), experts.w2.to(topology.device)
         if isinstance(w13, Bf16Weight) and isinstance(w2, Bf16Weight):
             return _prepare_bf16(experts, w13, w2, config, topology)
@@ -149,7 +154,6 @@ def _refuses_activation(format_name: str, config: MoeRunnerConfig) -> str | None
 def _prepare_bf16(
     experts: ExpertWeights, w13: Bf16Weight, w2: Bf16Weight, config: MoeRunnerConfig, topology: Topology
 ) -> FlashinferCutlassBf16QuantInfo:
-    common.check_sizes(NAME, experts, hidden=8, intermediate=8)
     alpha, beta, limit = common.swiglu_tensors(config.activation, experts.num_experts, topology.device)
 
     def bias(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -169,7 +173,6 @@ def _prepare_bf16(
 def _prepare_fp8_block(
     experts: ExpertWeights, w13: Fp8BlockWeight, w2: Fp8BlockWeight, topology: Topology
 ) -> FlashinferCutlassFp8BlockQuantInfo:
-    common.check_sizes(NAME, experts, hidden=128, intermediate=128)
     return FlashinferCutlassFp8BlockQuantInfo(
         w13=up_gate(w13.data),
         w13_scale=up_gate(w13.scale_inv).clamp_min(SMALLEST_BLOCK_SCALE),
@@ -182,7 +185,6 @@ def _prepare_fp8_block(
 def _prepare_fp8_tensor(
     experts: ExpertWeights, w13: Fp8TensorWeight, w2: Fp8TensorWeight, topology: Topology
 ) -> FlashinferCutlassFp8TensorQuantInfo:
-    common.check_sizes(NAME, experts, hidden=16, intermediate=16)
     input_scale, mid_scale = layer_input_scales(experts, topology)
     data13, scale13_E = one_scale_fp8(w13)
     return FlashinferCutlassFp8TensorQuantInfo(
@@ -199,7 +201,6 @@ def _prepare_fp8_tensor(
 def _prepare_nvfp4(
     experts: ExpertWeights, w13: Nvfp4Weight, w2: Nvfp4Weight, topology: Topology
 ) -> FlashinferCutlassNvfp4QuantInfo:
-    common.check_sizes(NAME, experts, hidden=128, intermediate=64)
     input_scale, mid_scale = layer_input_scales(experts, topology)
     scales13, scale13_E = one_scale_nvfp4(w13)
     return FlashinferCutlassNvfp4QuantInfo(

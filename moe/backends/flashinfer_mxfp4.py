@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from moe.backends import flashinfer_common as common
-from moe.backends.base import Device
+from moe.backends.base import Device, wrong_size
 from moe.backends.layouts import next_power_of_two, padded, round_up, up_gate_padded
 from moe.backends.trtllm_layout import pack_topk, shuffled, shuffled_scales
 from moe.config import MoeA2ABackend, MoeBackend, MoeRunnerConfig
@@ -104,7 +104,9 @@ class FlashinferMxfp4Backend(common.FlashinferBackend):
 def _padded_sizes(experts: ExpertWeights, tile: int) -> tuple[int, int]:
     """(hidden, intermediate) of the processed matrices."""
     if experts.b13 is None:
-        common.check_sizes(NAME, experts, hidden=128, intermediate=128)
+        reason = wrong_size("mxfp4 without biases", experts.hidden_size, experts.intermediate_size, (128, 128))
+        if reason:
+            raise WeightFormatError(f"{NAME}: {reason}")
     # A rank that owns no block of the intermediate axis still runs the kernel, on zeros.
     return round_up(experts.hidden_size, tile), max(round_up(experts.intermediate_size, tile), tile)
 

@@ -5,6 +5,7 @@ Shape letters: T tokens, E experts, I intermediate, H hidden.
 """
 
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -96,6 +97,7 @@ class FlashinferTrtllmBackend(common.FlashinferBackend):
 
     hardware = "SM100/SM103 (Blackwell)"
     formats = ("fp8_block", "fp8_tensor", "nvfp4")
+    multiples = MappingProxyType(dict.fromkeys(formats, (128, 128)))
     routes_inside = True
 
     def supports(self, device: Device, format_name: str, a2a: MoeA2ABackend, config: MoeRunnerConfig) -> str | None:
@@ -106,7 +108,7 @@ class FlashinferTrtllmBackend(common.FlashinferBackend):
             return f"device {device.arch} is not supported; it runs on {', '.join(ARCHS)}"
         if a2a is not MoeA2ABackend.NONE:
             return f"transport {a2a} is not supported; use --moe-a2a-backend none"
-        return self.refuses(config)
+        return self.refuses_sizes(format_name, config) or self.refuses(config)
 
     def refuses(self, config: MoeRunnerConfig) -> str | None:
         """Also activations with a clamp, and routing that the kernel computes differently."""
@@ -133,7 +135,7 @@ class FlashinferTrtllmBackend(common.FlashinferBackend):
             raise UnsupportedPathError(f"{NAME} runs on {', '.join(ARCHS)}, but {topology.device} is {arch}")
         if experts.b13 is not None:
             raise WeightFormatError(f"{NAME}: expert biases are not supported")
-        common.check_sizes(NAME, experts, hidden=128, intermediate=128)
+        self.check_sizes(experts)
         version = common.flashinfer_version() or MINIMUM
         logits_dtype = forced_logits_dtype(experts.format_name, config.routing, version)
         w13, w2 = experts.w13.to(topology.device), experts.w2.to(topology.device)

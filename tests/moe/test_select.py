@@ -116,3 +116,25 @@ def test_probing_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rocm == Device(arch="gfx942")
     assert rocm.is_rocm
     assert not rocm.is_cuda
+
+
+@pytest.mark.parametrize(
+    ("backend", "format_name", "sizes", "words"),
+    [
+        (MoeBackend.FLASHINFER_CUTLASS, "nvfp4", {"intermediate_size": 96}, "of this rank is 96, nvfp4 needs"),
+        (MoeBackend.FLASHINFER_CUTLASS, "bf16", {"intermediate_size": 36}, "36, bf16 needs a positive multiple of 8"),
+        (MoeBackend.FLASHINFER_CUTEDSL, "nvfp4", {"hidden_size": 2880}, "2880, nvfp4 needs a positive multiple of 128"),
+        (MoeBackend.FLASHINFER_TRTLLM, "fp8_tensor", {"intermediate_size": 192}, "192, fp8_tensor needs"),
+    ],
+)  # fmt: skip
+def test_sizes_that_a_kernel_cannot_tile_are_refused_at_selection(
+    backend: MoeBackend, format_name: str, sizes: dict[str, int], words: str
+) -> None:
+    """Before any weight is read, and `auto` takes another backend instead of failing later."""
+    fine = {"hidden_size": 256, "intermediate_size": 256}
+    shape = {"num_experts": 8, "num_local_experts": 8, "top_k": 2}
+    config = MoeRunnerConfig(**(shape | fine | sizes))  # type: ignore[arg-type]
+    device = Device(arch="sm90" if format_name == "bf16" else "sm100")
+    with pytest.raises(UnsupportedPathError, match=words):
+        choose_backend(backend, device, format_name, MoeA2ABackend.NONE, config)
+    assert choose_backend(MoeBackend.AUTO, device, format_name, MoeA2ABackend.NONE, config) is not backend
