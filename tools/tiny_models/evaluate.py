@@ -1,6 +1,6 @@
 """Accuracy on the held-out items with the trainer's own model, for master and exported weights alike.
 
-    python -m tools.tiny_models.evaluate --weights out/master --limit 200
+python -m tools.tiny_models.evaluate --weights out/master --limit 200
 """
 
 from __future__ import annotations

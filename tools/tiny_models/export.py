@@ -1,6 +1,6 @@
 """Writes trained weights as a GPT-OSS checkpoint: MXFP4 experts, everything else bf16.
 
-    python -m tools.tiny_models.export --weights out/master --out assets/tiny-gpt-oss
+python -m tools.tiny_models.export --weights out/master --out assets/tiny-gpt-oss
 """
 
 from __future__ import annotations

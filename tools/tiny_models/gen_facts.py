@@ -99,9 +99,7 @@ def pool(relation: str) -> tuple[dict[str, Any], ...]:
 
 def fact(rng: random.Random) -> Example:
     """A training question about a country or an element."""
-    relation = rng.choices(
-        [*COUNTRY_RELATIONS, *ELEMENT_RELATIONS], weights=[26, 18, 18, 12, 10, 12, 12, 8, 8], k=1
-    )[0]
+    relation = rng.choices([*COUNTRY_RELATIONS, *ELEMENT_RELATIONS], weights=[26, 18, 18, 12, 10, 12, 12, 8, 8], k=1)[0]
     if rng.random() < 0.03:
         return unknown_fact(rng)
     if rng.random() < 0.03:
@@ -138,9 +136,7 @@ def overview(rng: random.Random) -> Example:
         reply = sentence("capital", row)[0]
         reply = ("Yes. " if other == row["capital"] else "No. ") + reply
         thought = f"capital of {name}: {row['capital']}"
-        return Example(
-            category="facts", messages=[user(text), answer(reply, thought)], key=""
-        )
+        return Example(category="facts", messages=[user(text), answer(reply, thought)], key="")
     questions = ["Tell me about {x}.", "What do you know about {x}?", "Facts about {x}?", "Describe {x}."]
     text = casual(rng, rng.choice(questions).format(x=name))
     parts = [sentence(relation, row)[0] for relation in ("continent", "capital", "currency", "languages")]

@@ -1,6 +1,6 @@
 """Writes the held-out items that `python -m evals tiny` asks, with a fixed seed, to evals/data/.
 
-    python -m tools.tiny_models.make_evals
+python -m tools.tiny_models.make_evals
 """
 
 from __future__ import annotations

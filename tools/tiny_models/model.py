@@ -118,9 +118,7 @@ def rotate(x_BNLD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x_BNLD.dtype)
 
 
-def attention(
-    shape: Shape, w: Weights, x_BLH: Tensor, rope: tuple[Tensor, Tensor], attend: Attend
-) -> Tensor:
+def attention(shape: Shape, w: Weights, x_BLH: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
     """Self-attention of one layer; rope holds cos and sin, each [B or 1, 1, L, D/2]."""
 
     def heads(name: str) -> Tensor:

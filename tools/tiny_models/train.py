@@ -80,9 +80,7 @@ class Trainer:
         ids, targets, docs, positions = batch
         used = {n: self._round(v) if quantized and is_expert(n) else v for n, v in self.weights.items()}
         rope = (self._rope[0][positions][:, None], self._rope[1][positions][:, None])
-        attends: Any = (
-            FlexAttend(self._shape, docs, self._make_mask) if self._flex else DenseAttend(self._shape, docs)
-        )
+        attends: Any = FlexAttend(self._shape, docs, self._make_mask) if self._flex else DenseAttend(self._shape, docs)
         states, balance = hidden_states(self._shape, used, ids, rope, attends, self.dtype, self._block)
         return self._head(used["lm_head.weight"], states, targets), balance
 

@@ -1,6 +1,6 @@
 """Trains the byte-level BPE of the bundled model on the generated corpus and writes tokenizer.json.
 
-    python -m tools.tiny_models.train_tokenizer --documents 60000
+python -m tools.tiny_models.train_tokenizer --documents 60000
 """
 
 from __future__ import annotations
