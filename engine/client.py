@@ -232,7 +232,8 @@ class EngineClient:
     def _fail(self, message: str) -> None:
         if self.failure is None and not self._closing:
             self.failure = message
-            logger.error("engine: %s", message)
+            if self.info is not None:  # a failure to start is for the one who starts to report
+                logger.error("%s", message)
             self._end_streams()
 
     def _end_streams(self) -> None:

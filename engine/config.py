@@ -14,8 +14,16 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "load_format": ("auto", "dummy"),
     "selfcheck": ("off", "first", "all"),
 }
-_AT_LEAST_ONE = ("max_num_seqs", "page_size", "deepep_max_dispatch_tokens")
-_NONE_OR_AT_LEAST_ONE = ("max_model_len", "max_num_batched_tokens", "num_pages", "num_threads")
+_LOWEST = {
+    "max_num_seqs": 1,
+    "page_size": 1,
+    "deepep_max_dispatch_tokens": 1,
+    "max_model_len": 2,  # a token of prompt and one of answer
+    "max_num_batched_tokens": 1,
+    "num_pages": 1,
+    "num_threads": 1,
+}
+_MAX_THREADS = 1024  # OpenMP crashes on numbers that are far too large
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,10 +62,12 @@ class EngineConfig:
             self.device.startswith("cuda:") and self.device[5:].isdigit()
         ):
             raise EngineConfigError(f"device is {self.device!r}: it must be auto, cpu, cuda or cuda:N")
-        for field in _AT_LEAST_ONE + _NONE_OR_AT_LEAST_ONE:
+        for field, lowest in _LOWEST.items():
             value = getattr(self, field)
-            if value is not None and value < 1:
-                raise EngineConfigError(f"{field} is {value}: it must be at least 1")
+            if value is not None and value < lowest:
+                raise EngineConfigError(f"{field} is {value}: it must be at least {lowest}")
+        if self.num_threads is not None and self.num_threads > _MAX_THREADS:
+            raise EngineConfigError(f"num_threads is {self.num_threads}: it must be at most {_MAX_THREADS}")
         if self.max_queued_requests < 0:
             raise EngineConfigError(f"max_queued_requests is {self.max_queued_requests}: it must not be negative")
         if not 0 < self.gpu_memory_utilization <= 1:

@@ -41,6 +41,7 @@ class LoadedEngine:
             vocab_size=model.vocab_size,
             page_size=config.page_size,
             num_pages=self.num_pages,
+            max_requests=config.max_requests,
             device=str(model.device),
             dtype=str(model.dtype).removeprefix("torch."),
             moe_paths=[layer.description for layer in model.moe_layers],
@@ -92,13 +93,23 @@ def load_engine(config: EngineConfig, model: Model | None) -> LoadedEngine:
     if num_kv_tokens < max_model_len:
         logger.warning("max_model_len is lowered from %d to %d, what the KV cache holds", max_model_len, num_kv_tokens)
         max_model_len = num_kv_tokens
-    runner = make_runner(layout.allocate(num_pages, model.device))
+    runner = make_runner(_allocate(layout, num_pages, model.device))
     _run_prompt(runner, min(_WARM_UP_TOKENS, max_model_len))
     logger.info("KV cache: %d pages of %d tokens, %.0f MiB", num_pages, config.page_size,
                 num_pages * layout.bytes_per_page / 2**20)  # fmt: skip
     return LoadedEngine(
         runner=runner, num_pages=num_pages, max_model_len=max_model_len, max_num_batched_tokens=step_tokens
     )
+
+
+def _allocate(layout: KvLayout, num_pages: int, device: torch.device) -> list[LayerKv]:
+    try:
+        return layout.allocate(num_pages, device)
+    except RuntimeError as error:  # what torch raises when memory runs out, on any device
+        raise EngineConfigError(
+            f"num_pages is {num_pages}: KV pages of {layout.bytes_per_page} bytes, "
+            f"{num_pages * layout.bytes_per_page / 2**30:.1f} GiB in all, do not fit in memory; set num_pages lower"
+        ) from error
 
 
 def _build_model(config: EngineConfig) -> Model:

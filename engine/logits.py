@@ -54,6 +54,7 @@ def _penalize(logits_V: torch.Tensor, seen: SeenTokens, seq: Sequence) -> None:
         factor = sampling.repetition_penalty
         met_V = seen.in_prompt_V | (seen.counts_V > 0)
         logits_V.copy_(torch.where(met_V, torch.where(logits_V > 0, logits_V / factor, logits_V * factor), logits_V))
+        logits_V.clamp_(max=torch.finfo(logits_V.dtype).max)  # dividing may have made an infinity
     if sampling.frequency_penalty != 0.0:
         logits_V -= sampling.frequency_penalty * seen.counts_V
     if sampling.presence_penalty != 0.0:

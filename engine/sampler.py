@@ -67,7 +67,8 @@ def _choose(logits_RV: torch.Tensor, seqs: list[Sequence]) -> list[int]:
 def _draw(logits_RV: torch.Tensor, seqs: list[Sequence]) -> list[int]:
     device = logits_RV.device
     temperature_R1 = torch.tensor([[seq.sampling.temperature] for seq in seqs], dtype=torch.float32, device=device)
-    probs_RV = torch.softmax(logits_RV / temperature_R1, dim=-1)
+    # Relative to the best token nothing overflows: a NaN would make the search below return an id that does not exist.
+    probs_RV = torch.softmax((logits_RV - logits_RV.amax(dim=-1, keepdim=True)) / temperature_R1, dim=-1)
     filtered = [row for row, seq in enumerate(seqs) if is_filtered(seq)]
     if len(filtered) == len(seqs):
         probs_RV = filter_probs(probs_RV, seqs)

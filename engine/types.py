@@ -92,6 +92,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     page_size: int
     num_pages: int
+    max_requests: int  # running and queued together
     device: str
     dtype: str
     moe_paths: list[str]  # one line a MoE layer: "layer 3: torch / none / mxfp4"

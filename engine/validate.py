@@ -17,7 +17,7 @@ _RANGES: dict[str, tuple[float, float, bool]] = {
     "min_p": (0.0, 1.0, True),
     "presence_penalty": (-2.0, 2.0, True),
     "frequency_penalty": (-2.0, 2.0, True),
-    "repetition_penalty": (0.0, 10.0, False),
+    "repetition_penalty": (0.01, 10.0, True),
 }
 
 

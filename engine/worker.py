@@ -91,7 +91,8 @@ class Worker:
             self._serve(core)
             status = 0
         except Exception as error:  # the last stop: say why, then end
-            _log_failure(error)
+            if not _is_user_error(error):  # the other process tells what a user can mend, once
+                logger.exception("the engine stops")
             self._send(Failed(_describe(error)))
             status = EXIT_FAILED
         self._heartbeat.end()
@@ -140,10 +141,6 @@ def _is_user_error(error: Exception) -> bool:
 
 def _describe(error: Exception) -> str:
     return str(error) if _is_user_error(error) else f"{type(error).__name__}: {error}"
-
-
-def _log_failure(error: Exception) -> None:
-    logger.error("the engine stops: %s", _describe(error), exc_info=None if _is_user_error(error) else error)
 
 
 def _exit_with_parent(socket_folder: Path) -> None:

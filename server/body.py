@@ -1,5 +1,6 @@
 """Request bodies: read within a limit, parse as JSON, check against a wire model. Every failure is an `ApiError`."""
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -8,21 +9,27 @@ from pydantic import BaseModel, ValidationError
 from pydantic.json_schema import models_json_schema
 from starlette.requests import ClientDisconnect, Request
 
-from server.errors import BadRequest, BodyTooLarge
+from server.config import ServerConfig
+from server.errors import BadRequest, BodyTooLarge, RequestTimeout
 
 Model = TypeVar("Model", bound=BaseModel)
 _MAX_NAME_CHARS = 64
 
 
-async def read_body(request: Request, model: type[Model], max_bytes: int) -> Model:
+async def read_body(request: Request, model: type[Model], config: ServerConfig) -> Model:
     """The body as a checked wire model.
 
     Raises:
-        BodyTooLarge: more than `max_bytes`, seen from the header or, without reading on, from the data.
+        RequestTimeout: it did not come within `receive_timeout`.
+        BodyTooLarge: more than `max_body_bytes`, seen from the header or, without reading on, from the data.
         BadRequest: no JSON, or not what the model allows; names the field.
         ClientDisconnect: the client left while sending.
     """
-    data = await _read_limited(request, max_bytes)
+    try:
+        async with asyncio.timeout(config.receive_timeout):
+            data = await _read_limited(request, config.max_body_bytes)
+    except TimeoutError:
+        raise RequestTimeout(f"the body did not come within {config.receive_timeout:g} s") from None
     try:
         content = orjson.loads(data)
     except orjson.JSONDecodeError as error:

@@ -16,6 +16,7 @@ from server.version import service_version
 
 PROGRAM = "moe-serve"
 USAGE_ERROR = 2
+INTERRUPTED = 130
 _DESCRIPTION = "Serve a mixture-of-experts model behind the OpenAI HTTP API."
 
 
@@ -30,12 +31,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         server_config, engine_config = make_configs(settings, gather(settings, flags, os.environ))
         check_model_folder(engine_config.model)
         with bind(server_config.host, server_config.port) as listener:
-            from server.run import run  # imports the web framework, which --help and a wrong flag need not wait for
+            from server.run import run  # --help and a wrong flag need not wait for what it imports
 
             return run(server_config, engine_config, listener)
     except SettingError as error:
         sys.stderr.write(f"{PROGRAM}: {error}\n")
         return USAGE_ERROR
+    except KeyboardInterrupt:  # before the service has begun; then it drains
+        return INTERRUPTED
 
 
 def make_configs(settings: Mapping[str, Setting], values: Mapping[str, Any]) -> tuple[ServerConfig, EngineConfig]:

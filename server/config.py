@@ -1,9 +1,13 @@
 """Settings of the HTTP side, checked when made. Reads neither argv nor the environment (`server.cli` does)."""
 
+import math
+import re
 from dataclasses import dataclass
 from typing import Literal
 
 from server.errors import SettingError
+
+_KEY = re.compile(r"[!-~]+")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,6 +20,7 @@ class ServerConfig:
     served_model_name: tuple[str, ...] = ()
     drain_timeout: float = 30.0
     heartbeat_timeout: float = 60.0
+    receive_timeout: float = 60.0
     max_body_bytes: int = 4 * 1024 * 1024
     default_temperature: float | None = None
     default_top_p: float | None = None
@@ -25,15 +30,18 @@ class ServerConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise SettingError(f"port is {self.port}: it must lie between 0 and 65535 (0 picks a free one)")
-        if self.api_key is not None and not self.api_key.strip():
-            raise SettingError("api_key is empty: give a key, or leave the setting out to serve without one")
+        if self.api_key is not None and not _KEY.fullmatch(self.api_key):
+            raise SettingError(
+                "api_key is empty or holds spaces or characters beyond ASCII, which cannot be sent in a header: "
+                "give another key, or leave the setting out to serve without one"
+            )
         if any(not name for name in self.served_model_name):
             raise SettingError("served_model_name holds an empty name: give names separated by commas")
-        if self.drain_timeout < 0:
-            raise SettingError(f"drain_timeout is {self.drain_timeout}: it must not be negative")
-        for field in ("heartbeat_timeout", "max_body_bytes"):
-            if getattr(self, field) <= 0:
-                raise SettingError(f"{field} is {getattr(self, field)}: it must be above 0")
+        if not 0 <= self.drain_timeout < math.inf:  # a NaN fails too
+            raise SettingError(f"drain_timeout is {self.drain_timeout}: it must be a number of seconds, 0 or more")
+        for field in ("heartbeat_timeout", "receive_timeout", "max_body_bytes"):
+            if not 0 < getattr(self, field) < math.inf:
+                raise SettingError(f"{field} is {getattr(self, field)}: it must be above 0 and finite")
         if self.default_temperature is not None and not 0 <= self.default_temperature <= 2:
             raise SettingError(f"default_temperature is {self.default_temperature}: it must lie between 0 and 2")
         if self.default_top_p is not None and not 0 < self.default_top_p <= 1:

@@ -10,35 +10,45 @@ from server.config import ServerConfig
 from server.convert import Converter
 from server.errors import ModelNotFound, Unavailable
 from server.metrics import Metrics
-from server.running import Engine
+from server.running import Engine, Running
 
 
 class Gate:
-    """Counts requests in flight. Once `drain` was called nothing new is admitted."""
+    """Knows the requests in flight. Once `drain` was called nothing new is admitted."""
 
     def __init__(self) -> None:
         self.draining = False
-        self.num_inflight = 0
+        self._running: set[Running] = set()
         self._idle = asyncio.Event()
         self._idle.set()
 
+    @property
+    def num_inflight(self) -> int:
+        """Requests being served."""
+        return len(self._running)
+
     @contextmanager
-    def admitted(self) -> Iterator[None]:
+    def admitted(self, running: Running) -> Iterator[None]:
         """Hold a place while a request is served. Raises Unavailable while draining."""
         if self.draining:
             raise Unavailable("the service is shutting down: send the request elsewhere, or again later")
-        self.num_inflight += 1
+        self._running.add(running)
         self._idle.clear()
         try:
             yield
         finally:
-            self.num_inflight -= 1
-            if not self.num_inflight:
+            self._running.discard(running)
+            if not self._running:
                 self._idle.set()
 
     def drain(self) -> None:
         """Take no new work."""
         self.draining = True
+
+    def cut(self) -> None:
+        """End what is still in flight, each request with an error."""
+        for running in self._running:
+            running.fail(Unavailable("the service has shut down before this request was finished"))
 
     async def wait_idle(self) -> None:
         """Return when no request is in flight."""

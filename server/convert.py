@@ -24,6 +24,10 @@ class Tokenizer(PromptTokenizer, Protocol):
 
     adds_bos: bool
 
+    @property
+    def vocab_size(self) -> int:
+        """Highest id plus one."""
+
     def token_bytes(self, token_id: int) -> bytes:
         """Exact bytes of one id."""
 
@@ -74,7 +78,7 @@ class Converter:
             parser = self._make_parser(prompt_ids, tool_names)
             return Choice(parser, stops=wire.stop, stop_ids=stop_ids, max_calls=max_calls)
 
-        requests = _choices(request_id, [prompt_ids], [sampling], wire.n or 1)
+        requests = _choices(request_id, [prompt_ids], [sampling], wire.n or 1, info)
         return Job(
             requests=requests, make_choice=make_choice, num_prompt_tokens=len(prompt_ids), num_choices=wire.n or 1
         )
@@ -97,7 +101,7 @@ class Converter:
             parser = PlainParser(self.tokenizer, show_special=wire.skip_special_tokens is False)
             return Choice(parser, stops=wire.stop, stop_ids=stop_ids, hides_all=wire.num_wanted == 0)
 
-        requests = _choices(request_id, prompts, samplings, wire.n or 1)
+        requests = _choices(request_id, prompts, samplings, wire.n or 1, info)
         num_prompt_tokens = sum(map(len, prompts))
         return Job(
             requests=requests, make_choice=make_choice, num_prompt_tokens=num_prompt_tokens, num_choices=wire.n or 1
@@ -121,10 +125,14 @@ class Converter:
         self, messages: Sequence[ChatMessage], tools: Sequence[Tool], variables: Mapping[str, Any]
     ) -> list[int]:
         thinks = "</think>" in self.tokenizer.special_tokens
-        plain_messages = [plain_message(message, thinks=thinks) for message in messages]
         plain_tools = [plain_tool(tool) for tool in tools]
         try:
+            plain_messages = [plain_message(message, thinks=thinks) for message in messages]
             return self._template.render(plain_messages, plain_tools, variables)
+        except RecursionError:
+            raise BadRequest(
+                "messages: objects in messages, tools or template variables are nested too deeply", param="messages"
+            ) from None
         except BadRequest:
             merged = [with_preamble_as_thought(message) for message in plain_messages]
             if merged == plain_messages:
@@ -210,9 +218,19 @@ def _budget(num_prompt: int, wanted: int, info: EngineInfo) -> int:
 
 
 def _choices(
-    request_id: str, prompts: Sequence[list[int]], samplings: Sequence[SamplingParams], num_choices: int
+    request_id: str,
+    prompts: Sequence[list[int]],
+    samplings: Sequence[SamplingParams],
+    num_choices: int,
+    info: EngineInfo,
 ) -> tuple[EngineRequest, ...]:
     """`num_choices` requests for each prompt; each has its own seed, so that seeded choices differ and repeat."""
+    if len(prompts) * num_choices > info.max_requests:  # else the queue would be too full for it for ever
+        raise BadRequest(
+            f"n: {len(prompts) * num_choices} answers are asked for, and this service holds at most "
+            f"{info.max_requests} at once, running and queued",
+            param="n",
+        )
     requests: list[EngineRequest] = []
     for prompt_ids, sampling in zip(prompts, samplings, strict=True):
         for choice in range(num_choices):

@@ -6,6 +6,7 @@ Exception
 │   ├── ContextTooLong        400 prompt, or prompt plus answer, exceed the context
 │   ├── Unauthorized          401 no key, or the wrong one
 │   ├── ModelNotFound         404 a model that is not served here
+│   ├── RequestTimeout        408 the body did not come in time
 │   ├── BodyTooLarge          413
 │   ├── TooManyRequests       429 the queue is full
 │   ├── EngineFailed          500 the engine could not finish this request
@@ -71,6 +72,19 @@ class ModelNotFound(ApiError):
     code = "model_not_found"
 
 
+class RequestTimeout(ApiError):
+    """The client was too slow to send its body; the rest of it is not awaited."""
+
+    status = 408
+    type = "invalid_request_error"
+    code = "request_timeout"
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """What still comes belongs to this request, so the connection is of no more use."""
+        return {"Connection": "close"}
+
+
 class BodyTooLarge(ApiError):
     """The body exceeds the limit; the rest of it is not read."""
 
@@ -117,6 +131,11 @@ class SettingError(ValueError):
 def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
     """The OpenAI error object."""
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def internal_error(request_id: str) -> ApiError:
+    """What a client is told about a fault of ours."""
+    return ApiError(f"internal error; the service's log has it under request id {request_id}")
 
 
 def body_of(error: ApiError) -> dict[str, Any]:

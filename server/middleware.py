@@ -11,7 +11,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from server.errors import ApiError, Unauthorized, body_of
+from server.errors import ApiError, Unauthorized, body_of, internal_error
 from server.metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -68,8 +68,7 @@ class Surround:
             log.exception("request %s failed: %s %s", request_id, scope["method"], scope["path"])
             if status:
                 raise  # the response has begun: let the server cut the connection
-            failure = ApiError(f"internal error; the service's log has it under request id {request_id}")
-            await error_response(failure)(scope, receive, send_counted)
+            await error_response(internal_error(request_id))(scope, receive, send_counted)
         finally:
             route = getattr(scope.get("route"), "path", "other")
             self._metrics.responses.labels(route, str(status)).inc()

@@ -35,6 +35,7 @@ OPTIONS: dict[str, Option] = {
     "max_body_bytes": Option("HTTP", "largest request body"),
     "drain_timeout": Option("HTTP", "seconds that running requests have to finish after SIGTERM"),
     "heartbeat_timeout": Option("HTTP", "seconds without a sign of life after which /health/live says no"),
+    "receive_timeout": Option("HTTP", "seconds a client has to send a whole request"),
     "log_level": Option("HTTP", "least severe messages that are logged"),
     "access_log": Option("HTTP", "log a line for every request"),
     "device": Option("engine", "auto, cpu, cuda or cuda:N"),

@@ -85,6 +85,11 @@ class Running:
         self._unfinished.discard(index)
         self._tasks[index].cancel()
 
+    def fail(self, error: Exception) -> None:
+        """Make whoever waits for outputs get this error instead, after those that are there already."""
+        for index in self._unfinished:
+            self._news.put_nowait((index, error))
+
     async def _follow(self, index: int, request: EngineRequest) -> None:
         try:
             async with aclosing(self._engine.generate(request)) as outputs:  # type: ignore[type-var]

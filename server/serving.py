@@ -3,16 +3,18 @@
 import logging
 import time
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
 import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
+from engine.types import EngineOutput
 from server.answer import Answer
 from server.connection import while_connected
 from server.context import ServerContext
-from server.errors import ApiError, body_of, error_body
+from server.errors import ApiError, body_of, internal_error
 from server.running import Running
 from server.sse import DONE, EventStream, event
 
@@ -30,55 +32,56 @@ async def respond(
     """Run the answer's requests. An error before the first output has its own status; a later one is an event."""
     if not stream:
         return json_response(await while_connected(request.receive, _whole(context, answer)))
-    events = _events(context, answer, include_usage=include_usage)
+    events = _events(context, answer, include_usage=include_usage, request_id=request.state.request_id)
     first = await while_connected(request.receive, anext(events))
-    return EventStream(_guarded(first, events, request.state.request_id))
+    return EventStream(first, events)
 
 
 async def _whole(context: ServerContext, answer: Answer) -> dict[str, Any]:
-    watch = _Watch(context, answer)
-    with context.gate.admitted():
-        async with Running(context.engine, answer.job.requests) as running:
-            async for index, output in running:
-                watch.on_output()
-                answer.absorb(index, output)
-                if answer.is_finished(index):
-                    running.stop(index)
-    watch.on_end()
+    async with aclosing(_outputs(context, answer)) as outputs:
+        async for index, output in outputs:
+            answer.absorb(index, output)
     return answer.whole()
 
 
-async def _events(context: ServerContext, answer: Answer, *, include_usage: bool) -> AsyncGenerator[bytes, None]:
-    watch = _Watch(context, answer)
-    with context.gate.admitted():
-        async with Running(context.engine, answer.job.requests) as running:
-            async for index, output in running:
-                watch.on_output()
+async def _events(
+    context: ServerContext, answer: Answer, *, include_usage: bool, request_id: str
+) -> AsyncGenerator[bytes, None]:
+    """The events of a streamed answer. An error before the first of them raises.
+
+    A later one becomes the last event, since the status has been sent.
+    """
+    has_begun = False
+    try:
+        async with aclosing(_outputs(context, answer)) as outputs:
+            async for index, output in outputs:
                 for chunk in answer.chunks(index, output):
                     yield event(chunk)
+                    has_begun = True
+        if include_usage:
+            yield event(answer.usage_chunk())
+        yield DONE
+    except Exception as error:
+        if not has_begun:
+            raise
+        if not isinstance(error, ApiError):
+            log.exception("request %s failed while streaming", request_id)
+            error = internal_error(request_id)
+        yield event(body_of(error))
+
+
+async def _outputs(context: ServerContext, answer: Answer) -> AsyncGenerator[tuple[int, EngineOutput], None]:
+    """Run the answer's requests; each is stopped once the answer, given its outputs, needs no more of them."""
+    watch = _Watch(context, answer)
+    running = Running(context.engine, answer.job.requests)
+    with context.gate.admitted(running):
+        async with running:
+            async for index, output in running:
+                watch.on_output()
+                yield index, output
                 if answer.is_finished(index):
                     running.stop(index)
     watch.on_end()
-    if include_usage:
-        yield event(answer.usage_chunk())
-    yield DONE
-
-
-async def _guarded(first: bytes, events: AsyncGenerator[bytes, None], request_id: str) -> AsyncGenerator[bytes, None]:
-    """The events; an error becomes the last of them, since the status has been sent."""
-    try:
-        yield first
-        async for data in events:
-            yield data
-    except ApiError as error:
-        yield event(body_of(error))
-    except Exception:
-        log.exception("request %s failed while streaming", request_id)
-        yield event(
-            error_body(f"internal error; the service's log has it under request id {request_id}", ApiError.type)
-        )
-    finally:
-        await events.aclose()
 
 
 class _Watch:

@@ -20,13 +20,17 @@ def event(payload: Any) -> bytes:
 
 
 class EventStream(Response):
-    """Sends the events of a generator. The generator is closed when it ends, fails, or its client leaves."""
+    """Sends a first event and those of a generator, which is closed when it ends, fails, or its client leaves.
+
+    The generator must have begun (with the first event): closing one that has not would skip its clean-up.
+    """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+    def __init__(self, first: bytes, events: AsyncGenerator[bytes, None]) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
+        self._first = first
         self._events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -37,6 +41,7 @@ class EventStream(Response):
     async def _send_all(self, send: Send) -> None:
         async with aclosing(self._events) as events:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            await send({"type": "http.response.body", "body": self._first, "more_body": True})
             async for data in events:
                 await send({"type": "http.response.body", "body": data, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -20,7 +20,7 @@ router = APIRouter()
 async def chat_completions(request: Request) -> Response:
     """Continue a conversation."""
     context: ServerContext = request.app.state.context
-    wire = await read_body(request, ChatCompletionRequest, context.config.max_body_bytes)
+    wire = await read_body(request, ChatCompletionRequest, context.config)
     model = context.model_name(wire.model)
     info = context.ready_info()
     request_id = f"chatcmpl-{uuid.uuid4().hex}"

@@ -10,6 +10,7 @@ from starlette.responses import Response
 from server.body import body_of, read_body
 from server.completion_answer import CompletionAnswer
 from server.context import ServerContext
+from server.errors import BadRequest
 from server.schema.completions import CompletionRequest, DetokenizeRequest, TokenizeRequest
 from server.serving import json_response, respond
 
@@ -20,7 +21,7 @@ router = APIRouter()
 async def completions(request: Request) -> Response:
     """Continue one or several raw prompts."""
     context: ServerContext = request.app.state.context
-    wire = await read_body(request, CompletionRequest, context.config.max_body_bytes)
+    wire = await read_body(request, CompletionRequest, context.config)
     model = context.model_name(wire.model)
     info = context.ready_info()
     request_id = f"cmpl-{uuid.uuid4().hex}"
@@ -34,7 +35,7 @@ async def completions(request: Request) -> Response:
 async def tokenize(request: Request) -> Response:
     """Ids of a raw prompt, or of messages as the chat template renders them."""
     context: ServerContext = request.app.state.context
-    wire = await read_body(request, TokenizeRequest, context.config.max_body_bytes)
+    wire = await read_body(request, TokenizeRequest, context.config)
     context.model_name(wire.model)
     ids = await asyncio.to_thread(context.converter.tokenize, wire)
     info = context.engine.info
@@ -47,7 +48,10 @@ async def tokenize(request: Request) -> Response:
 async def detokenize(request: Request) -> Response:
     """Text of ids, control tokens by name."""
     context: ServerContext = request.app.state.context
-    wire = await read_body(request, DetokenizeRequest, context.config.max_body_bytes)
+    wire = await read_body(request, DetokenizeRequest, context.config)
     context.model_name(wire.model)
+    vocab_size = context.converter.tokenizer.vocab_size
+    if any(token_id >= vocab_size for token_id in wire.tokens):
+        raise BadRequest(f"tokens: token ids of this model are below {vocab_size}", param="tokens")
     data = b"".join(map(context.converter.tokenizer.token_bytes, wire.tokens))
     return json_response({"prompt": data.decode("utf-8", errors="replace")})

@@ -88,7 +88,7 @@ class GenerationRequest(WireModel):
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(None, gt=0, le=10)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=10)
     logit_bias: LogitBias = {}
     stop: StopStrings = []
     stop_token_ids: list[TokenId] | None = Field(None, max_length=128)

@@ -10,6 +10,7 @@ import torch
 from engine.client import EngineClient
 from engine.config import EngineConfig
 from engine.core import EngineCore
+from engine.errors import EngineConfigError
 from model.config import ModelSettings
 from model.registry import build_model
 from tests.engine.requests import request, run_all, tokens_of
@@ -27,6 +28,12 @@ def model():
 
 def make_core(model, **settings):
     return EngineCore(EngineConfig(model=FOLDER, device="cpu", **settings), model)
+
+
+def test_more_pages_than_memory_are_refused_by_name(model):
+    """It was torch's own message about its allocator."""
+    with pytest.raises(EngineConfigError, match=r"num_pages is 100000000000: .* do not fit in memory"):
+        make_core(model, num_pages=10**11)
 
 
 def make_requests():

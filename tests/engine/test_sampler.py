@@ -182,6 +182,15 @@ def test_masked_logits_are_fine_and_never_chosen():
     assert set(choose(*(make(seed=s) for s in range(100)), logits=logits).tokens) == {1, 3}
 
 
+@pytest.mark.parametrize("sampling", [{}, {"top_p": 0.5}, {"temperature": 0.0}, {"logprobs": 2}, {"temperature": 1e-4}])
+@pytest.mark.parametrize("rule", [{"repetition_penalty": 0.01}, {"temperature": 0.1}])
+def test_logits_that_a_rule_drives_to_infinity_choose_no_id_beyond_the_vocabulary(rule, sampling):
+    """An infinity became a NaN, and its draw the id after the last; on a GPU that ends the process."""
+    logits = torch.tensor([3e38, 1.0, 2e37, 0.0, -1.0])
+    sampled = choose(*(make(prompt=(0, 2), seed=seed, **{**rule, **sampling}) for seed in range(20)), logits=logits)
+    assert set(sampled.tokens) <= {0, 2}
+
+
 def test_draws_are_uniform_and_know_only_seed_and_index():
     values = [uniform(seed, index) for seed in range(40) for index in range(100)]
     assert uniform(3, 7) == values[307]

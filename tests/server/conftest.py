@@ -16,12 +16,13 @@ from engine.types import EngineInfo, EngineOutput, EngineRequest, EngineStats, L
 from loaders.tokenizer import Tokenizer, load_tokenizer
 from server.app import create_app
 from server.config import ServerConfig
+from server.draining import DrainingServer, make_uvicorn_config
 from server.listener import bind, url_of
-from server.run import DrainingServer, make_uvicorn_config
 
 MODEL = "tiny"
 ASSETS = Path(__file__).resolve().parents[2] / "assets" / "tiny-gpt-oss"
 MAX_MODEL_LEN = 4096
+MAX_REQUESTS = 100
 
 
 @dataclass
@@ -48,6 +49,7 @@ class FakeEngine:
             vocab_size=4096,
             page_size=16,
             num_pages=100,
+            max_requests=MAX_REQUESTS,
             device="cpu",
             dtype="float32",
             moe_paths=["layer 0: torch / none / mxfp4"],

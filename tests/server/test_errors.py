@@ -5,7 +5,7 @@ import socket
 import openai
 import pytest
 
-from tests.server.conftest import ANSWER, MAX_MODEL_LEN, MODEL, WEATHER, serve
+from tests.server.conftest import ANSWER, MAX_MODEL_LEN, MAX_REQUESTS, MODEL, WEATHER, serve
 
 USER = {"role": "user", "content": "Hi"}
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
@@ -65,6 +65,10 @@ CHAT_ERRORS = [
     ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens", "differ"),
     ({"n": 0}, "n", "greater than or equal to 1"),
     ({"n": 10**6}, "n", "less than or equal to"),
+    ({"n": MAX_REQUESTS + 1}, "n", f"at most {MAX_REQUESTS} at once"),
+    ({"repetition_penalty": 1e-38}, "repetition_penalty", "greater than or equal to 0.01"),
+    ({"seed": 2**70}, "seed", "integer"),
+    ({"max_tokens": 10**30}, "max_tokens", "integer"),
     ({"temperature": -0.7}, "temperature", "greater than or equal to 0"),
     ({"temperature": 2.5}, "temperature", "less than or equal to 2"),
     ({"temperature": "hot"}, "temperature", "number"),
@@ -137,6 +141,28 @@ def test_completion_errors_name_the_field(post, body, param, words):
 def test_malformed_json(post, body):
     error = error_of(post(body))
     assert error["code"] == "invalid_json"
+
+
+@pytest.mark.parametrize("depth", [500, 990])
+def test_deep_nesting_is_the_clients_fault(post, depth):
+    """Templates walk through these recursively, and python stops that with an error of its own."""
+    deep = '{"a":' * depth + "{}" + "}" * depth
+    user = '{"role": "user", "content": "Hi"}'
+    for fields in (
+        f'"messages": [{user}], "tools": [{{"type": "function", "function": {{"name": "f", "parameters": {deep}}}}}]',
+        f'"messages": [{user}], "chat_template_kwargs": {{"model_identity": {deep}}}',
+    ):
+        assert "nested too deeply" in error_of(post(f"{{{fields}}}".encode()))["message"]
+
+
+def test_deeply_nested_arguments_are_the_clients_fault(post):
+    call = '{"id": "c1", "function": {"name": "f", "arguments": ' + '{"a":' * 995 + "1" + "}" * 995 + "}}"
+    error = error_of(post(f'{{"messages": [{{"role": "assistant", "tool_calls": [{call}]}}]}}'.encode()))
+    assert "nested too deeply" in error["message"]
+
+
+def test_detokenize_knows_its_ids(post):
+    assert error_of(post({"tokens": [5, 4096]}, "/detokenize"))["param"] == "tokens"
 
 
 def test_content_type_does_not_matter(post):

@@ -3,6 +3,7 @@
 import json
 import signal
 import threading
+import time
 from contextlib import ExitStack, suppress
 
 import openai
@@ -209,16 +210,30 @@ def test_running_work_finishes_while_new_work_is_refused(start):
     assert service.engine.aborted == []
 
 
-def test_work_that_takes_too_long_is_ended(start):
+def test_work_that_takes_too_long_is_ended_with_an_error(start):
+    """Streams ended without a word, other requests with a plain text 500."""
     service, thread = start(FakeEngine(delay_s=0.2, script=lambda _request: [[5]] * 30), drain_timeout=0.1)
-    received = []
-    client = stream_in_background(service, received)
+    answers = {}
+
+    def ask(stream):
+        with service.http() as http:
+            answers[stream] = http.post("/v1/completions", json={"prompt": "a", "max_tokens": 30, "stream": stream})
+
+    clients = [threading.Thread(target=ask, args=(stream,)) for stream in (False, True)]
+    for client in clients:
+        client.start()
+    wait_until(lambda: len(service.engine.running) == 2)
+    time.sleep(0.3)  # the stream has begun
     service.server.handle_exit(signal.SIGTERM, None)
-    thread.join(10)
-    client.join(10)
+    for ended in (thread, *clients):
+        ended.join(10)
     assert not thread.is_alive()
-    assert "stop" not in received
-    assert len(service.engine.aborted) == 1
+    assert answers[False].status_code == 503
+    assert answers[False].json()["error"]["code"] == "unavailable"
+    events = answers[True].text.strip().split("\n\n")
+    assert json.loads(events[-1].removeprefix("data: "))["error"]["code"] == "unavailable"
+    assert json.loads(events[0].removeprefix("data: "))["choices"]
+    assert len(service.engine.aborted) == 2
 
 
 def test_idle_server_stops_at_once(start):

@@ -83,6 +83,13 @@ def test_types():
         (["--max-num-seqs", "0"], {}, "--max-num-seqs: max_num_seqs is 0"),
         (["--device", "x"], {}, "--device: device is 'x'"),
         (["--api-key", ""], {}, "--api-key: api_key is empty"),
+        (["--api-key", "schlüssel"], {}, "--api-key: api_key is empty or holds spaces or characters beyond ASCII"),
+        ([], {"MOE_SERVE_API_KEY": "key\n"}, "--api-key: api_key is empty or holds spaces"),
+        (["--drain-timeout", "nan"], {}, "--drain-timeout: drain_timeout is nan"),
+        (["--drain-timeout", "inf"], {}, "--drain-timeout: drain_timeout is inf"),
+        (["--heartbeat-timeout", "nan"], {}, "--heartbeat-timeout: heartbeat_timeout is nan"),
+        (["--num-threads", "100000"], {}, "--num-threads: num_threads is 100000: it must be at most 1024"),
+        (["--max-model-len", "1"], {}, "--max-model-len: max_model_len is 1: it must be at least 2"),
         (["--served-model-name", "a,,b"], {}, "--served-model-name"),
         (["--default-temperature", "3"], {}, "--default-temperature"),
         ([], {"MOE_SERVE_POTR": "1"}, "MOE_SERVE_POTR: there is no such setting; did you mean MOE_SERVE_PORT?"),
@@ -150,12 +157,13 @@ def test_bad_starts_end_with_one_line(tmp_path):
 
 
 def test_help_lists_all_flags_and_imports_nothing_heavy():
+    """`server.run` too: it starts the engine's process before it imports the web framework."""
     done = run_command("--help")
     assert done.returncode == 0
     for setting in SETTINGS.values():
         assert setting.flag in done.stdout
     probe = (
-        "import sys; from server import cli; cli.main(['--version']); print({'torch', 'fastapi'} & set(sys.modules))"
+        "import sys; from server import cli, run; cli.main(['--version']); print({'torch', 'fastapi'} & {*sys.modules})"
     )
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, cwd=ROOT, check=True)
     assert done.stdout.splitlines()[-1] == "set()"

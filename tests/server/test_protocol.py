@@ -1,0 +1,77 @@
+"""Clients that send too much, too slowly or nothing: connections end, and the service goes on."""
+
+import socket
+import time
+
+import pytest
+
+from server.protocol import MAX_HEAD_BYTES
+from tests.server.conftest import FakeEngine, serve
+
+TIMEOUT_S = 0.3
+HEAD = b"GET /health/live HTTP/1.1\r\nHost: x\r\n"
+
+
+@pytest.fixture(scope="module")
+def impatient(tokenizer):
+    with serve(FakeEngine(), tokenizer, receive_timeout=TIMEOUT_S) as service:
+        yield service
+
+
+@pytest.fixture
+def connection(impatient):
+    host, port = impatient.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as connection:
+        yield connection
+    with impatient.http() as http:
+        assert http.get("/health/live").status_code == 200
+
+
+def everything(connection):
+    """What comes until the server closes the connection."""
+    data = b""
+    while new := connection.recv(65536):
+        data += new
+    return data
+
+
+def test_an_endless_head_is_cut_off(connection):
+    """Without a limit it filled the memory, and its copying stopped the event loop for seconds."""
+    connection.sendall(HEAD + b"X-A: ")
+    with pytest.raises(OSError, match=r"reset|pipe"):  # noqa: PT012
+        for _ in range(1000):
+            connection.sendall(b"a" * 65536)
+        connection.recv(1)
+
+
+def test_a_head_up_to_the_limit_is_fine(connection):
+    connection.sendall(HEAD + b"X-A: " + b"a" * (MAX_HEAD_BYTES - 200) + b"\r\nConnection: close\r\n\r\n")
+    assert everything(connection).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize("sent", [b"", HEAD])
+def test_a_head_that_does_not_come_ends_the_connection(connection, sent):
+    connection.sendall(sent)
+    assert everything(connection) == b""
+
+
+def test_a_dripping_head_ends_the_connection(connection):
+    connection.sendall(HEAD)
+    with pytest.raises(OSError, match=r"reset|pipe"):  # noqa: PT012
+        for _ in range(200):
+            connection.sendall(b"X: y\r\n")
+            time.sleep(TIMEOUT_S / 10)
+
+
+def test_a_body_that_does_not_come_is_told_so(connection):
+    connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+    answer = everything(connection)
+    assert answer.startswith(b"HTTP/1.1 408")
+    assert b"request_timeout" in answer
+
+
+def test_a_connection_may_be_idle_between_requests(connection):
+    for _ in range(2):
+        connection.sendall(HEAD + b"\r\n")
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+        time.sleep(2 * TIMEOUT_S)
