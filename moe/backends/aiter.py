@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from moe.backends.aiter_layout import FNUZ_FACTOR, mark_shuffled, shuffle_e8m0, shuffle_weight, to_fnuz
-from moe.backends.base import Backend, Device, wrong_size
+from moe.backends.base import Backend
 from moe.config import MoeA2ABackend, MoeBackend, MoeRunnerConfig
 from moe.errors import MoeConfigError, UnsupportedPathError, WeightFormatError
 from moe.formats import (
@@ -43,7 +43,7 @@ ARCHS = {
 # For the worst token and block: bf16 inside the kernel moves some activations to the next step of the second
 # quantizer. Seen with rounding emulated: 0.04 for FP8, 0.2 for MXFP4, whose steps are up to half a value.
 TOLERANCES = {"fp8_block": 8e-2, "fp8_tensor": 8e-2, "mxfp4": 3e-1}
-MULTIPLES = {"bf16": 32, "fp8_block": 128, "fp8_tensor": 32, "mxfp4": 256}  # hidden and intermediate size
+MULTIPLES = {"bf16": (32, 32), "fp8_block": (128, 128), "fp8_tensor": (32, 32), "mxfp4": (256, 256)}
 
 
 class AiterQuant(enum.StrEnum):
@@ -149,7 +149,9 @@ class AiterBackend(Backend):
     """AMD GPUs."""
 
     hardware = "gfx942 (MI300), gfx950 (MI350)"
-    formats = tuple(ARCHS)
+    archs = MappingProxyType(ARCHS)
+    transports = tuple(transport for transport in MoeA2ABackend if transport.supports_aiter)
+    multiples = MappingProxyType(MULTIPLES)
     activation_quant = MappingProxyType(
         {
             "fp8_block": activation_quant.fp8_groups,
@@ -157,17 +159,6 @@ class AiterBackend(Backend):
             "mxfp4": activation_quant.mxfp4_groups,
         }
     )
-
-    def supports(self, device: Device, format_name: str, a2a: MoeA2ABackend, config: MoeRunnerConfig) -> str | None:
-        """By format and architecture, behind every transport but FlashInfer's."""
-        if format_name not in ARCHS:
-            return f"format {format_name} is not supported; it takes {', '.join(ARCHS)}"
-        if device.arch not in ARCHS[format_name]:
-            return f"{format_name} on {device.arch} is not supported; it runs on {', '.join(ARCHS[format_name])}"
-        if not a2a.supports_aiter:
-            known = ", ".join(transport for transport in MoeA2ABackend if transport.supports_aiter)
-            return f"transport {a2a} is not supported; it takes {known}"
-        return _refuses_sizes(format_name, config.hidden_size, config.intermediate_size) or self.refuses(config)
 
     def tolerance_for(self, format_name: str, config: MoeRunnerConfig) -> float:
         """Wider where the kernel quantizes activations."""
@@ -194,9 +185,7 @@ class AiterBackend(Backend):
             raise WeightFormatError(f"{NAME} takes {', '.join(ARCHS)} experts, got {name}")
         if experts.b13 is not None:
             raise WeightFormatError(f"{NAME}: experts with biases are not supported")
-        reason = _refuses_sizes(name, experts.hidden_size, experts.intermediate_size)
-        if reason:
-            raise WeightFormatError(f"{NAME}: {reason}")
+        self.check_sizes(experts)
         kernel = AiterKernel.resolve()
         arch = device_arch(topology.device)
         if arch not in ARCHS[name]:
@@ -211,11 +200,6 @@ class AiterBackend(Backend):
             local_mask=expert_mask(len(owned), range(len(owned)), topology.device),
             kernel=kernel, topology=topology,
         )  # fmt: skip
-
-
-def _refuses_sizes(format_name: str, hidden_size: int, intermediate_size: int) -> str | None:
-    multiple = MULTIPLES[format_name]
-    return wrong_size(format_name, hidden_size, intermediate_size, (multiple, multiple))
 
 
 def device_arch(device: torch.device) -> str:

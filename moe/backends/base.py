@@ -9,6 +9,7 @@ import torch
 
 from moe.config import MoeA2ABackend, MoeRunnerConfig
 from moe.dispatch.payload import Quantize
+from moe.errors import WeightFormatError
 from moe.formats import ExpertWeights
 from moe.formats.activation_quant import ActivationQuant
 from moe.topology import Topology
@@ -48,20 +49,30 @@ def wrong_size(format_name: str, hidden_size: int, intermediate_size: int, multi
 class Backend(ABC):
     """A kernel family. Instances hold no state.
 
+    `archs`: by format, the devices its kernels run on. `transports`: those whose layouts it takes. `multiples`: by
+    format, what hidden and intermediate size must be multiples of.
     `tolerance` is the relative error allowed against the twin, for the worst few tokens and block of 128 outputs. The
     default suits bf16 activations and results: 7e-3 is seen, a row of scales off by a factor of 2 gives 2e-2 and more.
     `activation_quant` says, by weight format, how the kernels round their inputs; a format not named is not rounded.
     """
 
     hardware: ClassVar[str]
-    formats: ClassVar[tuple[str, ...]]
+    archs: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    transports: ClassVar[tuple[MoeA2ABackend, ...]] = (MoeA2ABackend.NONE,)
+    multiples: ClassVar[Mapping[str, tuple[int, int]]] = {}
     tolerance: ClassVar[float] = 1.5e-2
     activation_quant: ClassVar[Mapping[str, ActivationQuant]] = {}
     routes_inside: ClassVar[bool] = False  # prefers router logits (BypassedTopK) to ids and weights
 
-    @abstractmethod
     def supports(self, device: Device, format_name: str, a2a: MoeA2ABackend, config: MoeRunnerConfig) -> str | None:
-        """None if this backend can run the path, else the reason why not."""
+        """None if this backend can run the path, else the reason why not: by its tables, then by what it refuses."""
+        if format_name not in self.archs:
+            return f"format {format_name} is not supported; it takes {', '.join(self.archs)}"
+        if device.arch not in self.archs[format_name]:
+            return f"{format_name} on {device.arch} is not supported; it runs on {', '.join(self.archs[format_name])}"
+        if a2a not in self.transports:
+            return f"transport {a2a} is not supported; use --moe-a2a-backend {', '.join(self.transports)}"
+        return self.refuses_sizes(format_name, config) or self.refuses(config)
 
     @abstractmethod
     def prepare(self, experts: ExpertWeights, config: MoeRunnerConfig, topology: Topology) -> Any:
@@ -70,6 +81,18 @@ class Backend(ABC):
         Raises:
             WeightFormatError: the format or a size cannot be laid out for the kernel.
         """
+
+    def refuses_sizes(self, format_name: str, sizes: MoeRunnerConfig | ExpertWeights) -> str | None:
+        """Reason why a rank's sizes cannot be tiled, or None."""
+        if format_name not in self.multiples:
+            return None
+        return wrong_size(format_name, sizes.hidden_size, sizes.intermediate_size, self.multiples[format_name])
+
+    def check_sizes(self, experts: ExpertWeights) -> None:
+        """Raise WeightFormatError for experts whose sizes cannot be tiled."""
+        reason = self.refuses_sizes(experts.format_name, experts)
+        if reason:
+            raise WeightFormatError(reason)
 
     def router_logits_dtype(self, format_name: str) -> torch.dtype:
         """What the gate hands out where `--router-logits-dtype` is unset; it accumulates in fp32 anyway."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from moe.activations import gated_activation
-from moe.backends.base import Backend, Device, wrong_size
+from moe.backends.base import Backend
 from moe.backends.deep_gemm_layout import (
     activation_scales,
     power_of_two_weight,
@@ -34,7 +34,6 @@ from moe.types import RunState
 NAME = MoeBackend.DEEP_GEMM
 SEGMENT = 128  # rows of an expert's segment in the contiguous layout are a multiple of this
 RESULT_DTYPE = torch.bfloat16  # the kernels write nothing else
-TRANSPORTS = (MoeA2ABackend.NONE, MoeA2ABackend.DEEPEP, MoeA2ABackend.MOONCAKE, MoeA2ABackend.NIXL)
 ARCHS = ("sm90", "sm100", "sm103")
 # Newest name first.
 MASKED_NAMES = (
@@ -113,22 +112,12 @@ class DeepGemmBackend(Backend):
     """FP8 block experts, quantizing activations on the way."""
 
     hardware = "SM90 (Hopper), SM100/SM103 (Blackwell)"
-    formats = ("fp8_block",)
+    archs = MappingProxyType({"fp8_block": ARCHS})
+    transports = (MoeA2ABackend.NONE, MoeA2ABackend.DEEPEP, MoeA2ABackend.MOONCAKE, MoeA2ABackend.NIXL)
+    multiples = MappingProxyType({"fp8_block": (BLOCK, BLOCK)})
     # bf16 between the GEMMs moves some activations to the next FP8 step: 0.07 is seen for the worst token and block
     tolerance = 8e-2
     activation_quant = MappingProxyType({"fp8_block": rounded_activations})
-
-    def supports(self, device: Device, format_name: str, a2a: MoeA2ABackend, config: MoeRunnerConfig) -> str | None:
-        """FP8 blocks on SM90 and SM100, alone or behind DeepEP's layouts."""
-        if format_name not in self.formats:
-            return f"format {format_name} is not supported; it takes fp8_block"
-        if device.arch not in ARCHS:
-            return f"device {device.arch} is not supported; it runs on {', '.join(ARCHS)}"
-        if a2a not in TRANSPORTS:
-            return f"transport {a2a} is not supported; it takes {', '.join(TRANSPORTS)}"
-        return wrong_size(format_name, config.hidden_size, config.intermediate_size, (BLOCK, BLOCK)) or self.refuses(
-            config
-        )
 
     def refuses(self, config: MoeRunnerConfig) -> str | None:
         """What every backend refuses, and any dtype but bf16."""
@@ -161,9 +150,7 @@ class DeepGemmBackend(Backend):
             raise WeightFormatError(f"{NAME} takes fp8_block experts, got {experts.format_name}")
         if experts.b13 is not None:
             raise WeightFormatError(f"{NAME}: experts with biases are not supported")
-        reason = wrong_size(experts.format_name, experts.hidden_size, experts.intermediate_size, (BLOCK, BLOCK))
-        if reason:
-            raise WeightFormatError(f"{NAME}: {reason}")
+        self.check_sizes(experts)
         kernels = DeepGemmKernels.resolve()
         ue8m0 = _wants_ue8m0(topology.device)
         w13, w2 = w13.to(topology.device), w2.to(topology.device)

@@ -13,10 +13,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from moe.backends.base import Backend, wrong_size
+from moe.backends.base import Backend
 from moe.backends.static_scales import with_layer_input_scales
 from moe.config import Activation, MoeBackend, MoeRunnerConfig
-from moe.errors import MoeConfigError, UnsupportedPathError, WeightFormatError
+from moe.errors import MoeConfigError, UnsupportedPathError
 from moe.formats import ExpertWeights, activation_quant
 from moe.formats.activation_quant import ActivationQuant
 from moe.topology import Topology
@@ -85,23 +85,11 @@ TOLERANCES = {"fp8_block": 6e-2, "fp8_tensor": 6e-2, "nvfp4": 1.5e-1}
 class FlashinferBackend(Backend):
     """A backend whose kernels take and give bf16; quantized activations have one static scale for the layer."""
 
-    multiples: ClassVar[Mapping[str, tuple[int, int]]] = {}  # by format: what hidden and intermediate sizes must be
     activation_quant: ClassVar[Mapping[str, ActivationQuant]] = {
         "fp8_block": activation_quant.fp8_groups,
         "fp8_tensor": activation_quant.fp8_static,
         "nvfp4": activation_quant.nvfp4_static,
     }
-
-    def refuses_sizes(self, format_name: str, sizes: MoeRunnerConfig | ExpertWeights) -> str | None:
-        """Reason why this rank's sizes cannot be tiled, or None."""
-        multiples = self.multiples.get(format_name, (1, 1))
-        return wrong_size(format_name, sizes.hidden_size, sizes.intermediate_size, multiples)
-
-    def check_sizes(self, experts: ExpertWeights) -> None:
-        """Raise WeightFormatError for experts whose sizes cannot be tiled."""
-        reason = self.refuses_sizes(experts.format_name, experts)
-        if reason:
-            raise WeightFormatError(reason)
 
     def tolerance_for(self, format_name: str, config: MoeRunnerConfig) -> float:
         """Wider where the kernel quantizes activations."""

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from moe.backends import flashinfer_common as common
-from moe.backends.base import Device
 from moe.backends.layouts import interleave_halves, mma_view, swizzle_128x4, up_gate
 from moe.backends.static_scales import expert_input_scales, layer_input_scales, one_scale_nvfp4
 from moe.config import DispatchFormat, MoeA2ABackend, MoeBackend, MoeRunnerConfig
@@ -38,7 +37,6 @@ from moe.types import (
 
 NAME = MoeBackend.FLASHINFER_CUTEDSL
 ARCHS = ("sm100", "sm103")
-TRANSPORTS = (MoeA2ABackend.NONE, MoeA2ABackend.FLASHINFER, MoeA2ABackend.DEEPEP)
 
 
 class CuteDslLayout(enum.StrEnum):
@@ -111,18 +109,9 @@ class FlashinferCutedslBackend(common.FlashinferBackend):
     """Block-scaled FP4 GEMMs; the topology's transport chooses the layout."""
 
     hardware = "SM100/SM103 (Blackwell)"
-    formats = ("nvfp4",)
+    archs = MappingProxyType({"nvfp4": ARCHS})
+    transports = (MoeA2ABackend.NONE, MoeA2ABackend.FLASHINFER, MoeA2ABackend.DEEPEP)
     multiples = MappingProxyType({"nvfp4": (128, 64)})
-
-    def supports(self, device: Device, format_name: str, a2a: MoeA2ABackend, config: MoeRunnerConfig) -> str | None:
-        """NVFP4 on SM100 and SM103."""
-        if format_name not in self.formats:
-            return f"format {format_name} is not supported; it takes nvfp4"
-        if device.arch not in ARCHS:
-            return f"device {device.arch} is not supported; it runs on {', '.join(ARCHS)}"
-        if a2a not in TRANSPORTS:
-            return f"transport {a2a} is not supported; use --moe-a2a-backend {', '.join(TRANSPORTS)}"
-        return self.refuses_sizes(format_name, config) or self.refuses(config)
 
     def refuses(self, config: MoeRunnerConfig) -> str | None:
         """Also any activation but plain SwiGLU."""

@@ -100,20 +100,13 @@ class FlashinferCutlassBackend(common.FlashinferBackend):
     """One fused kernel from tokens and ids to the weighted sum."""
 
     hardware = "SM90+ (FP8 blocks SM90 only, NVFP4 SM100 only)"
-    formats = tuple(ARCHS)
+    archs = MappingProxyType(ARCHS)
     multiples = MappingProxyType({"bf16": (8, 8), "fp8_block": (128, 128), "fp8_tensor": (16, 16), "nvfp4": (128, 64)})
 
     def supports(self, device: Device, format_name: str, a2a: MoeA2ABackend, config: MoeRunnerConfig) -> str | None:
-        """By format and architecture, without a transport."""
-        if format_name not in ARCHS:
-            return f"format {format_name} is not supported; it takes {', '.join(ARCHS)}"
-        if device.arch not in ARCHS[format_name]:
-            return f"{format_name} on {device.arch} is not supported; it runs on {', '.join(ARCHS[format_name])}"
-        if a2a is not MoeA2ABackend.NONE:
-            return f"transport {a2a} is not supported; use --moe-a2a-backend none"
-        return (
-            self.refuses_sizes(format_name, config) or self.refuses(config) or _refuses_activation(format_name, config)
-        )
+        """Also no clamped activation but with bf16 experts."""
+        reason = common.FlashinferBackend.supports(self, device, format_name, a2a, config)
+        return reason or _refuses_activation(format_name, config)
 
     def prepare(self, experts: ExpertWeights, config: MoeRunnerConfig, topology: Topology) -> QuantInfo:
         """Swap the halves of w13 and of its scales, and put scales in the kernel's form.

@@ -6,12 +6,13 @@ Shape letters: T tokens, E local experts, I intermediate, H hidden; p = padded.
 """
 
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from moe.backends import flashinfer_common as common
-from moe.backends.base import Device, wrong_size
+from moe.backends.base import wrong_size
 from moe.backends.layouts import next_power_of_two, padded, round_up, up_gate_padded
 from moe.backends.trtllm_layout import pack_topk, shuffled, shuffled_scales
 from moe.config import MoeA2ABackend, MoeBackend, MoeRunnerConfig
@@ -73,17 +74,7 @@ class FlashinferMxfp4Backend(common.FlashinferBackend):
     """MXFP4 weights times bf16 activations."""
 
     hardware = "SM90 (Hopper), SM100/SM103 (Blackwell)"
-    formats = ("mxfp4",)
-
-    def supports(self, device: Device, format_name: str, a2a: MoeA2ABackend, config: MoeRunnerConfig) -> str | None:
-        """MXFP4 on SM90, SM100 and SM103, without a transport."""
-        if format_name not in self.formats:
-            return f"format {format_name} is not supported; it takes mxfp4"
-        if device.arch not in TILE:
-            return f"device {device.arch} is not supported; it runs on {', '.join(TILE)}"
-        if a2a is not MoeA2ABackend.NONE:
-            return f"transport {a2a} is not supported; use --moe-a2a-backend none"
-        return self.refuses(config)
+    archs = MappingProxyType({"mxfp4": tuple(TILE)})
 
     def prepare(self, experts: ExpertWeights, config: MoeRunnerConfig, topology: Topology) -> QuantInfo:
         """Pad, reorder and interleave on `topology.device`; its architecture chooses the layout.

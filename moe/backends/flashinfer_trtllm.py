@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 import torch
 
 from moe.backends import flashinfer_common as common
-from moe.backends.base import Device
 from moe.backends.fp8_activations import quantize_fp8_groups
 from moe.backends.layouts import next_power_of_two, up_gate
 from moe.backends.static_scales import layer_input_scales, one_scale_fp8, one_scale_nvfp4
@@ -26,6 +25,7 @@ from moe.types import BypassedTopK, DispatchOutput, RunState, StandardCombineInp
 
 NAME = MoeBackend.FLASHINFER_TRTLLM
 ARCHS = ("sm100", "sm103")
+FORMATS = ("fp8_block", "fp8_tensor", "nvfp4")
 MINIMUM = (0, 6, 0)
 BF16_LOGITS = (0, 6, 8)  # before this release DeepSeek-V3 routing takes fp32 logits only
 ROUTING_NAMES = {  # members of the library's enum; their numbers moved between releases
@@ -96,19 +96,9 @@ class FlashinferTrtllmBackend(common.FlashinferBackend):
     """Routing, both GEMMs and the weighted sum in one call."""
 
     hardware = "SM100/SM103 (Blackwell)"
-    formats = ("fp8_block", "fp8_tensor", "nvfp4")
-    multiples = MappingProxyType(dict.fromkeys(formats, (128, 128)))
+    archs = MappingProxyType(dict.fromkeys(FORMATS, ARCHS))
+    multiples = MappingProxyType(dict.fromkeys(FORMATS, (128, 128)))
     routes_inside = True
-
-    def supports(self, device: Device, format_name: str, a2a: MoeA2ABackend, config: MoeRunnerConfig) -> str | None:
-        """FP8 and NVFP4 on SM100 and SM103, without a transport."""
-        if format_name not in self.formats:
-            return f"format {format_name} is not supported; it takes {', '.join(self.formats)}"
-        if device.arch not in ARCHS:
-            return f"device {device.arch} is not supported; it runs on {', '.join(ARCHS)}"
-        if a2a is not MoeA2ABackend.NONE:
-            return f"transport {a2a} is not supported; use --moe-a2a-backend none"
-        return self.refuses_sizes(format_name, config) or self.refuses(config)
 
     def refuses(self, config: MoeRunnerConfig) -> str | None:
         """Also activations with a clamp, and routing that the kernel computes differently."""
@@ -149,7 +139,7 @@ class FlashinferTrtllmBackend(common.FlashinferBackend):
             return _prepare_fp8_tensor(experts, w13, w2, logits_dtype, topology)
         if isinstance(w13, Nvfp4Weight) and isinstance(w2, Nvfp4Weight):
             return _prepare_nvfp4(experts, w13, w2, logits_dtype, topology)
-        raise WeightFormatError(f"{NAME} takes {', '.join(self.formats)} experts, got {experts.format_name}")
+        raise WeightFormatError(f"{NAME} takes {', '.join(FORMATS)} experts, got {experts.format_name}")
 
 
 def _refuses_routing(routing: RoutingConfig | None) -> str | None:
