@@ -10,6 +10,7 @@ from typing import Any
 from engine.config import EngineConfig
 from server.config import ServerConfig
 from server.errors import SettingError
+from server.explain import explain
 from server.listener import bind
 from server.settings import Setting, gather, make_parser, settings_of
 from server.version import service_version
@@ -22,8 +23,11 @@ _DESCRIPTION = "Serve a mixture-of-experts model behind the OpenAI HTTP API."
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code: 0 after a clean stop, 1 if the engine failed, 2 for a wrong setting."""
+    argv = sys.argv[1:] if argv is None else argv
     settings = settings_of(ServerConfig, EngineConfig)
     try:
+        if argv[:1] == ["explain"]:
+            return explain(argv[1:], PROGRAM, bundled_model())
         flags = vars(make_parser(settings, PROGRAM, _DESCRIPTION).parse_args(argv))
         if flags.get("version"):
             sys.stdout.write(f"{PROGRAM} {service_version()}\n")

@@ -93,18 +93,19 @@ def _parse(kind: Any, value: Any) -> Any:
     return kind(value)
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """Raises instead of printing a page of usage."""
 
     def error(self, message: str) -> NoReturn:
+        """What argparse calls for a wrong flag."""
         raise SettingError(f"{message}; --help lists all flags")
 
 
 def make_parser(settings: Mapping[str, Setting], program: str, description: str) -> argparse.ArgumentParser:
     """A parser with a flag for every setting, grouped; flags that are not given leave no trace in its result."""
-    parser = _Parser(
+    parser = Parser(
         prog=program,
-        usage="%(prog)s [flags]",
+        usage="%(prog)s [flags], or %(prog)s explain --help",
         description=description,
         epilog=f"Every flag is also a variable ({PREFIX}MAX_NUM_SEQS for --max-num-seqs) and a key of the --config "
         "file (max_num_seqs). A flag beats a variable, a variable beats the file.",

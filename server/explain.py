@@ -1,0 +1,64 @@
+"""`moe-serve explain`: which backends could serve a model on a GPU, and why the others cannot. Reads no weights."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from server.errors import SettingError
+from server.options import OPTIONS
+from server.settings import Parser
+
+
+def explain(argv: Sequence[str], program: str, default_model: Path) -> int:
+    """Print the table for the flags in `argv`; returns the exit code. Raises SettingError for a wrong flag or model."""
+    parser = Parser(
+        prog=f"{program} explain",
+        description="Every backend for a GPU, a number format of the experts and a transport: usable, or why not. "
+        "Needs neither the GPU nor weights.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--gpu", required=True, help="sm90, sm100, gfx950...; cpu for none")
+    parser.add_argument("--format", required=True, help="bf16, fp8_block, fp8_tensor, mxfp4 or nvfp4")
+    parser.add_argument("--a2a", default="none", choices=OPTIONS["moe_a2a_backend"].choices, help="transport [none]")
+    parser.add_argument(
+        "--deepep-mode",
+        default="auto",
+        choices=OPTIONS["deepep_mode"].choices,
+        help=f"{OPTIONS['deepep_mode'].text} [auto]",
+    )
+    parser.add_argument(
+        "--model", type=Path, default=default_model, help="folder with a config.json [the bundled model]"
+    )
+    flags = parser.parse_args(argv)
+    try:
+        sys.stdout.write(_table(flags.gpu, flags.format, flags.a2a, flags.deepep_mode, flags.model))
+    except ValueError as error:  # every package's error tree begins there
+        raise SettingError(str(error)) from error
+    return 0
+
+
+def _table(gpu: str, format_name: str, a2a_name: str, mode_name: str, folder: Path) -> str:
+    # Imports torch, which a wrong flag and --help need not wait for.
+    from loaders.hf_config import read_config
+    from model.registry import make_family
+    from moe import MoeA2ABackend, MoeRunnerConfig
+    from moe import explain as table
+    from moe.dispatch.deepep_settings import DeepepMode
+    from moe.dispatch.transport import dispatch_formats
+
+    family = make_family(read_config(folder))
+    shape, a2a = family.moe, MoeA2ABackend(a2a_name)
+    config = MoeRunnerConfig(
+        num_experts=shape.num_experts,
+        num_local_experts=shape.num_experts,
+        hidden_size=family.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        top_k=shape.routing.top_k,
+        activation=shape.activation,
+        routing=shape.routing,
+    )
+    rows = table.explain(gpu, format_name, a2a, config, dispatch_formats(a2a, DeepepMode(mode_name)))
+    return (
+        f"{folder.resolve().name}: {config.num_experts} experts of {config.hidden_size} x {config.intermediate_size}, "
+        f"top-{config.top_k}, as {format_name} on {gpu}, transport {a2a}\n{table.render(rows)}\n"
+    )
