@@ -1,6 +1,8 @@
 """The engine with the bundled model: the same tokens in every company, in this process and in its own."""
 
 import asyncio
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -110,3 +112,16 @@ def test_a_missing_folder_is_named_in_the_failure():
     failure = asyncio.run(main())
     assert "no-such-folder" in failure
     assert "Traceback" not in failure
+
+
+def test_a_cpu_engine_imports_nothing_that_it_does_not_use():
+    """Start-up time: these take seconds each on a busy machine."""
+    probe = (
+        "import sys; from pathlib import Path; from engine import EngineConfig; from engine.core import EngineCore;"
+        f"EngineCore(EngineConfig(model=Path({str(FOLDER)!r}), device='cpu', num_pages=300));"
+        "print({'transformers', 'flashinfer', 'triton', 'scipy', 'sympy', 'tokenizers', 'fastapi'} & {*sys.modules})"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", probe], capture_output=True, text=True, cwd=FOLDER.parents[1], check=True
+    )
+    assert done.stdout == "set()\n"

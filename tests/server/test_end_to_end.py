@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import re
 import signal
 import subprocess
@@ -14,6 +15,8 @@ from pathlib import Path
 import httpx2
 import openai
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, Mxfp4Config
 
 from tests.server.conftest import ASSETS, WEATHER, wait_until
 
@@ -110,6 +113,29 @@ def test_scoring_agrees_with_generation_b14(client, tokenizer):
     for token, score in expected:
         scored = client.completions.create(prompt=ids + token, max_tokens=0, logprobs=0, echo=True, **request)
         assert scored.choices[0].logprobs.token_logprobs[-1] == pytest.approx(score, abs=1e-3)
+
+
+def test_scores_are_those_of_a_plain_forward_pass_b14(client):
+    """Against transformers on the dequantized weights, before and after the prefix cache knows the prompt."""
+    plain = AutoModelForCausalLM.from_pretrained(
+        ASSETS, dtype=torch.float32, quantization_config=Mxfp4Config(dequantize=True), attn_implementation="eager"
+    )
+    rng = random.Random(7)
+    for length in (2, 40, 600):  # 600: beyond a step's tokens, and beyond the sliding window
+        ids = [rng.randrange(5, 4000) for _ in range(length)]
+        with torch.inference_mode():
+            logprobs_TV = torch.log_softmax(plain(torch.tensor([ids])).logits[0].float(), dim=-1)
+        expected = [logprobs_TV[i, token].item() for i, token in enumerate(ids[1:])]
+        for max_tokens in (0, 1):
+            answer = client.completions.create(
+                model="tiny-gpt-oss", prompt=ids, max_tokens=max_tokens, echo=True, logprobs=2, temperature=0
+            )
+            scores = answer.choices[0].logprobs.token_logprobs
+            assert scores[0] is None
+            assert scores[1:length] == pytest.approx(expected, abs=1e-3)
+            assert len(scores) == length + max_tokens
+        cached = client.completions.create(model="tiny-gpt-oss", prompt=ids, max_tokens=1).usage.prompt_tokens_details
+        assert cached.cached_tokens == (length - 1) // 16 * 16
 
 
 def test_many_clients_at_once_get_the_answers_they_get_alone(url, client):
