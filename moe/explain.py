@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from moe.backends.base import Device
 from moe.config import DispatchFormat, MoeA2ABackend, MoeBackend, MoeRunnerConfig
 from moe.errors import MoeConfigError
-from moe.select import PREFERENCE, verdicts
+from moe.ranking import rank_backends
+from moe.select import verdicts
 
 ARCHS = ("sm80", "sm86", "sm89", "sm90", "sm100", "sm103", "sm120", "gfx942", "gfx950", "cpu")
 FORMATS = ("bf16", "fp8_block", "fp8_tensor", "mxfp4", "nvfp4")
-SOURCE = "order of preference in moe/select.py"  # no measured table overrides it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,13 +45,14 @@ def explain(
         if value not in known:
             raise MoeConfigError(f"{flag} {value} is not known; known: {', '.join(known)}")
     table = verdicts(Device(arch=arch), format_name, a2a, config, dispatch_formats)
+    source = rank_backends(Device(arch=arch), format_name, a2a, config).source
     chosen = next((verdict.backend for verdict in table if verdict.reason is None), None)
     return [
         Row(
             backend=verdict.backend,
             hardware=verdict.hardware,
             reason=verdict.reason,
-            source=SOURCE if verdict.backend is chosen else None,
+            source=source if verdict.backend is chosen else None,
         )
         for verdict in table
     ]
@@ -59,7 +60,7 @@ def explain(
 
 def render(rows: list[Row]) -> str:
     """Lines of text: backend, "usable" or the reason, and on the chosen one what decided."""
-    width = max(len(backend) for backend in PREFERENCE)
+    width = max(len(backend) for backend in MoeBackend)
     lines = []
     for row in rows:
         text = "usable" if row.reason is None else row.reason

@@ -8,21 +8,9 @@ from moe import registry
 from moe.backends.base import Device
 from moe.config import DispatchFormat, MoeA2ABackend, MoeBackend, MoeRunnerConfig
 from moe.errors import UnsupportedPathError
+from moe.ranking import rank_backends
 
 Formats = tuple[DispatchFormat, ...] | None
-
-# What `auto` tries, best first. Every kernel library beats our own kernels on the hardware it is made for, and those
-# beat plain torch; within the libraries the one with the narrowest hardware goes first.
-PREFERENCE: tuple[MoeBackend, ...] = (
-    MoeBackend.FLASHINFER_TRTLLM,
-    MoeBackend.FLASHINFER_CUTEDSL,
-    MoeBackend.FLASHINFER_MXFP4,
-    MoeBackend.DEEP_GEMM,
-    MoeBackend.FLASHINFER_CUTLASS,
-    MoeBackend.AITER,
-    MoeBackend.TRITON,
-    MoeBackend.TORCH,
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +30,8 @@ def verdicts(
     dispatch_formats: Formats = None,
 ) -> list[Verdict]:
     """Every backend in the order in which `auto` tries them."""
-    return [_verdict(backend, device, format_name, a2a, config, dispatch_formats) for backend in PREFERENCE]
+    order = rank_backends(device, format_name, a2a, config).order
+    return [_verdict(backend, device, format_name, a2a, config, dispatch_formats) for backend in order]
 
 
 def _verdict(
@@ -73,7 +62,7 @@ def choose_backend(
     config: MoeRunnerConfig,
     dispatch_formats: Formats = None,
 ) -> MoeBackend:
-    """`requested` if it can run the path; for `auto` the first in `PREFERENCE` that can.
+    """`requested` if it can run the path; for `auto` the first of `rank_backends` that can.
 
     `dispatch_formats` are those the transport may send here (`--deepep-mode`), by default all it knows.
 

@@ -7,8 +7,9 @@ from moe import MoeA2ABackend, MoeBackend
 from moe.backends.base import Device
 from moe.dispatch.deepep_settings import DeepepMode
 from moe.errors import MoeConfigError, UnsupportedPathError
-from moe.explain import ARCHS, FORMATS, SOURCE, Row, explain, render
-from moe.select import PREFERENCE, choose_backend
+from moe.explain import ARCHS, FORMATS, Row, explain, render
+from moe.ranking import RULE, rank_backends
+from moe.select import choose_backend
 from tests.moe.backends import hostile
 
 CONFIG = hostile.make_config(8, 2048, 2048, 2)
@@ -26,7 +27,9 @@ def test_every_question_has_an_answer(arch: str) -> None:
     for format_name in FORMATS:
         for a2a in MoeA2ABackend:
             rows = explain(arch, format_name, a2a, CONFIG)
-            assert [row.backend for row in rows] == list(PREFERENCE)
+            ranking = rank_backends(Device(arch=arch), format_name, a2a, CONFIG)
+            assert tuple(row.backend for row in rows) == ranking.order
+            assert {row.source for row in rows} <= {None, ranking.source}
             chosen = [row for row in rows if row.is_chosen]
             assert all(row.reason is None or len(row.reason) > 5 for row in rows)
             best = auto_choice(arch, format_name, a2a)
@@ -64,7 +67,7 @@ def test_the_mode_narrows_what_must_be_taken() -> None:
 def test_text() -> None:
     text = render(explain("cpu", "mxfp4", MoeA2ABackend.NONE, hostile.make_config(8, 64, 64, 2, dtype=torch.float32)))
     lines = text.splitlines()
-    assert any(line.startswith("torch ") and line.endswith(f"usable  <- auto, by {SOURCE}") for line in lines)
+    assert any(line.startswith("torch ") and line.endswith(f"usable  <- auto, by {RULE}") for line in lines)
     assert any(line.startswith("aiter ") and "cpu" in line for line in lines)
     nothing = [Row(backend=MoeBackend.AITER, hardware="", reason="no", source=None)]
     assert render(nothing).endswith("auto: no backend can run this")

@@ -7,7 +7,8 @@ import torch
 
 from moe import MoeA2ABackend, MoeBackend, MoeRunner, MoeRunnerConfig, UnsupportedPathError, registry, select
 from moe.backends.base import Device
-from moe.select import PREFERENCE, choose_backend, probe_device, verdicts
+from moe.ranking import PREFERENCE, rank_backends
+from moe.select import choose_backend, probe_device, verdicts
 from tests.moe.moe_layers import make_config, make_experts
 
 CPU = Device(arch="cpu")
@@ -87,7 +88,8 @@ def test_every_pair_is_runnable_or_refused_with_both_names(
 def test_the_table_covers_every_backend_without_hardware(config: MoeRunnerConfig) -> None:
     for arch in ("sm80", "sm86", "sm89", "sm90", "sm100", "sm103", "sm120", "gfx942", "gfx950", "cpu"):
         table = verdicts(Device(arch=arch), "mxfp4", NONE, config)
-        assert [verdict.backend for verdict in table] == list(PREFERENCE)
+        ranking = rank_backends(Device(arch=arch), "mxfp4", NONE, config)
+        assert tuple(verdict.backend for verdict in table) == ranking.order
         assert all(verdict.reason is None or verdict.reason for verdict in table)
         assert table[-1].reason is None
         assert table[-1].hardware

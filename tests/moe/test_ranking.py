@@ -1,0 +1,95 @@
+"""The order of `auto`: what was measured decides, the nearest shape where nobody measured, else the rule."""
+
+import dataclasses
+import json
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe import MoeA2ABackend, MoeBackend, MoeRunnerConfig, ranking
+from moe.backends.base import Device
+from moe.ranking import PREFERENCE, RULE, Ranking, rank_backends
+from moe.select import choose_backend
+from tests.moe.backends import hostile
+
+ROOT = Path(__file__).parents[2]
+HOPPER, NONE = Device(arch="sm90"), MoeA2ABackend.NONE
+GPT_OSS_20B = hostile.make_config(32, 2880, 2880, 4)
+TABLES: list[dict[str, Any]] = json.loads(
+    resources.files("moe.tables").joinpath(ranking.TABLE).read_text(encoding="utf-8")
+)["tables"]
+
+
+def ranked(config: MoeRunnerConfig = GPT_OSS_20B, arch: str = "sm90", name: str = "mxfp4") -> Ranking:
+    return rank_backends(Device(arch=arch), name, NONE, config)
+
+
+def test_the_measured_winner_is_what_auto_takes() -> None:
+    assert choose_backend(MoeBackend.AUTO, HOPPER, "mxfp4", NONE, GPT_OSS_20B) is MoeBackend.TRITON
+    source = ranked().source
+    assert source.startswith("moe/tables/backends.json: NVIDIA H100")
+    assert "benchmarks/results/moe_h100_first.json" in source
+    assert "nearest" not in source
+
+
+def test_an_unknown_shape_takes_the_nearest_measured_one_and_says_so() -> None:
+    shard = dataclasses.replace(GPT_OSS_20B, intermediate_size=736)
+    assert ranked(shard).order == ranked().order
+    assert ranked(shard).source.endswith("nearest measured shape: 32 experts of 2880 x 2880, top-4")
+    assert ranked(dataclasses.replace(GPT_OSS_20B, intermediate_size=0)).order == ranked().order
+
+
+@pytest.mark.parametrize(
+    ("arch", "name"), [("sm100", "mxfp4"), ("sm90", "bf16"), ("gfx950", "mxfp4"), ("cpu", "mxfp4")]
+)
+def test_where_nobody_measured_the_rule_holds(arch: str, name: str) -> None:
+    assert ranked(arch=arch, name=name) == Ranking(PREFERENCE, RULE)
+    assert rank_backends(HOPPER, "mxfp4", MoeA2ABackend.DEEPEP, GPT_OSS_20B) == Ranking(PREFERENCE, RULE)
+
+
+def entry(times: dict[str, list[float]], **shape: int) -> dict[str, Any]:
+    return TABLES[0] | {
+        "shape": TABLES[0]["shape"] | shape,
+        "card": f"card {shape}",
+        "microseconds": {name: {str(1 << i): time for i, time in enumerate(row)} for name, row in times.items()},
+    }
+
+
+def test_the_nearest_shape_counts_and_a_mean_over_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = [
+        entry({"triton": [1, 100], "flashinfer_mxfp4": [20, 20]}, intermediate_size=2880),  # means 10 and 20
+        entry({"triton": [10, 10], "flashinfer_mxfp4": [1, 50]}, intermediate_size=360),  # means 10 and 7
+        entry({"triton": [10, 10], "flashinfer_mxfp4": [1, 1]}, num_experts=128),
+    ]
+    monkeypatch.setattr(ranking, "_tables", lambda: tables)
+    swapped = {MoeBackend.TRITON: MoeBackend.FLASHINFER_MXFP4, MoeBackend.FLASHINFER_MXFP4: MoeBackend.TRITON}
+    triton_first = tuple(swapped.get(backend, backend) for backend in PREFERENCE)
+    assert ranked().order == triton_first
+    assert ranked(dataclasses.replace(GPT_OSS_20B, intermediate_size=512)).order == PREFERENCE
+    larger = hostile.make_config(128, 2880, 2880, 4)
+    assert (ranked(larger).order, "nearest" in ranked(larger).source) == (PREFERENCE, False), "equal in every number"
+
+
+def test_every_backend_has_one_place_whatever_was_measured() -> None:
+    for table in TABLES:
+        config = hostile.make_config(*(table["shape"][name] for name in ("num_experts", "hidden_size")), 64, 4)
+        order = rank_backends(Device(arch=table["gpu"]), table["format"], MoeA2ABackend(table["a2a"]), config).order
+        assert sorted(order) == sorted(PREFERENCE)
+
+
+def test_the_table_repeats_what_the_benchmark_recorded() -> None:
+    """Rows of our own kernels are those of the file that is named as the source; backends share their token counts."""
+    for table in TABLES:
+        counts = [list(row) for row in table["microseconds"].values()]
+        assert counts.count(counts[0]) == len(counts)
+        path = table["source"].partition(",")[0]
+        record = json.loads((ROOT / path).read_text(encoding="utf-8"))
+        assert record["environment"]["card"] == table["card"]
+        rows = {
+            str(row["tokens"]): row["us"]
+            for row in record["rows"]
+            if (row["backend"], row["format"]) == ("triton", table["format"])
+        }
+        assert table["microseconds"]["triton"] == rows
