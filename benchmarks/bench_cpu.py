@@ -2,12 +2,17 @@
 
     python -m benchmarks.bench_cpu [--threads 2] [--rounds 5] [--out NAME]
 
+Ours is the engine as the service starts it: its own process with its default threads (all cores but one), requests and
+tokens over its socket, scheduling, paging and sampling included.
+
 Rivals: {fp32, bf16} x every experts implementation of transformers, batch = streams, greedy, no early stop. All
 contenders take turns in every round, so that a noisy neighbour hits all of them; the median over rounds counts.
 The last line is JSON.
 """
 
 import argparse
+import asyncio
+import itertools
 import json
 import statistics
 import time
@@ -20,7 +25,7 @@ from transformers.utils import logging as hf_logging
 
 from benchmarks import record
 from engine.config import EngineConfig
-from engine.core import EngineCore
+from engine.client import EngineClient
 from engine.types import EngineRequest, SamplingParams
 
 MODEL = Path(__file__).parents[1] / "assets" / "tiny-gpt-oss"
@@ -52,21 +57,44 @@ def transformers_contender(dtype: torch.dtype, experts: str, num_prompt: int, nu
     return run
 
 
-def engine_contender(num_prompt: int, num_new: int, max_streams: int) -> Contender:
-    """Our engine in this process, scheduler, paging and sampling included."""
-    core = EngineCore(EngineConfig(model=MODEL, max_num_seqs=max_streams, enable_prefix_caching=False))
-    sampling = SamplingParams(max_tokens=num_new, temperature=0.0, ignore_eos=True)
+class EngineContender:
+    """Our engine process and its client."""
 
-    def run(num_streams: int) -> None:
-        for index, ids in enumerate(prompts(num_streams, num_prompt)):
-            core.add(EngineRequest(request_id=str(index), prompt_ids=ids, sampling=sampling))
+    def __init__(self, num_prompt: int, num_new: int) -> None:
+        self._num_prompt = num_prompt
+        self._sampling = SamplingParams(max_tokens=num_new, temperature=0.0, ignore_eos=True)
+        self._runner = asyncio.Runner()
+        self._ids = itertools.count()
+        self._client = self._runner.run(self._start())
+
+    async def _start(self) -> EngineClient:
+        client = EngineClient(EngineConfig(model=MODEL, enable_prefix_caching=False))
+        await client.start()
+        while not client.ready:
+            if client.failure:
+                raise RuntimeError(client.failure)
+            await asyncio.sleep(0.05)
+        return client
+
+    async def _stream(self, prompt_ids: list[int]) -> None:
+        request = EngineRequest(request_id=str(next(self._ids)), prompt_ids=prompt_ids, sampling=self._sampling)
         num_tokens = 0
-        while core.has_work:
-            num_tokens += sum(len(output.token_ids) for output in core.step())
-        if num_tokens != num_streams * num_new:
-            raise RuntimeError(f"the engine produced {num_tokens} tokens, not {num_streams * num_new}")
+        async for output in self._client.generate(request):
+            num_tokens += len(output.token_ids)
+        if num_tokens != self._sampling.max_tokens:
+            raise RuntimeError(f"the engine produced {num_tokens} tokens, not {self._sampling.max_tokens}")
 
-    return run
+    async def _streams(self, num_streams: int) -> None:
+        await asyncio.gather(*(self._stream(ids) for ids in prompts(num_streams, self._num_prompt)))
+
+    def __call__(self, num_streams: int) -> None:
+        """Continue `num_streams` prompts at once."""
+        self._runner.run(self._streams(num_streams))
+
+    def close(self) -> None:
+        """Stop the engine process."""
+        self._runner.run(self._client.close())
+        self._runner.close()
 
 
 def measure(contenders: dict[str, Contender], num_streams: int, num_new: int, rounds: int) -> dict[str, float]:
@@ -95,14 +123,15 @@ def main() -> None:
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()
 
-    contenders = {"moe-serve": engine_contender(args.prompt, args.new, max(args.streams))}
-    torch.set_num_threads(args.threads)
+    ours = EngineContender(args.prompt, args.new)
+    contenders: dict[str, Contender] = {"moe-serve": ours}
     for dtype_name, dtype in DTYPES.items():
         for experts in EXPERTS:
             contenders[f"transformers {dtype_name} {experts}"] = transformers_contender(
                 dtype, experts, args.prompt, args.new
             )
     table = {n: measure(contenders, n, args.new, args.rounds) for n in args.streams}
+    ours.close()
 
     print(f"{'tokens/s':28}" + "".join(f"{n:>5} streams" for n in args.streams))
     for name in contenders:

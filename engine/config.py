@@ -51,7 +51,7 @@ class EngineConfig:
     selfcheck: str = "first"
     enable_prefix_caching: bool = True
     seed: int | None = None  # draws the seeds of requests that have none; None: from the system's entropy
-    num_threads: int | None = None  # CPU threads of one step; None: what torch takes, one per core this process may use
+    num_threads: int | None = None  # CPU threads of one step; None: all cores but one, which stays for the HTTP process
 
     def __post_init__(self) -> None:
         for field, known in _CHOICES.items():

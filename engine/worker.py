@@ -157,8 +157,10 @@ def build_core(setup: WorkerSetup) -> "EngineCore":
 
     from engine.core import EngineCore
 
-    if setup.config.num_threads is not None:
-        torch.set_num_threads(setup.config.num_threads)
+    # One core stays free for the HTTP process: OpenMP's threads spin at their barriers, so a step that shares its last
+    # core with anything else is many times slower, not a little.
+    num_free_cores = max(1, len(os.sched_getaffinity(0)) - 1)
+    torch.set_num_threads(setup.config.num_threads or min(torch.get_num_threads(), num_free_cores))
     return EngineCore(setup.config)
 
 

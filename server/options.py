@@ -49,7 +49,7 @@ OPTIONS: dict[str, Option] = {
     "attention_backend": Option("engine", "who computes attention", ("auto", "torch")),
     "enable_prefix_caching": Option("engine", "keep KV pages of prompts for requests that begin the same"),
     "seed": Option("engine", "makes requests without a seed repeatable", default_text="random"),
-    "num_threads": Option("engine", "CPU threads of one step", default_text="one a core"),
+    "num_threads": Option("engine", "CPU threads of one step", default_text="all cores but one"),
     "moe_backend": Option(
         "mixture of experts",
         "who computes the experts",
