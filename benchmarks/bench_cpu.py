@@ -24,8 +24,8 @@ from transformers import GptOssForCausalLM, Mxfp4Config
 from transformers.utils import logging as hf_logging
 
 from benchmarks import record
-from engine.config import EngineConfig
 from engine.client import EngineClient
+from engine.config import EngineConfig
 from engine.types import EngineRequest, SamplingParams
 
 MODEL = Path(__file__).parents[1] / "assets" / "tiny-gpt-oss"
