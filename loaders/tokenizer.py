@@ -32,10 +32,10 @@ class Tokenizer:
 
     def encode(self, text: str, *, allow_special: bool = True) -> list[int]:
         """Ids of a text. With `allow_special=False`, "<|start|>" in the text is spelled out like any other text."""
-        ids = self._rust.encode(text, add_special_tokens=False).ids
+        ids = _encode(self._rust, text)
         if not allow_special and not self._content_of.keys().isdisjoint(ids):
-            ids = self._plain.encode(text, add_special_tokens=False).ids
-        return list(ids)
+            ids = _encode(self._plain, text)
+        return ids
 
     def decode(self, ids: list[int], *, skip_special: bool = False) -> str:
         """Text of ids; incomplete UTF-8 becomes U+FFFD. Special tokens appear by name unless skipped."""
@@ -74,6 +74,12 @@ class Tokenizer:
             if content not in merged and len(content) > 1:
                 model["vocab"].pop(content, None)
         return RustTokenizer.from_str(json.dumps(spec))
+
+
+def _encode(rust: RustTokenizer, text: str) -> list[int]:
+    """Ids of a text. Of the library's calls this one lets other threads run meanwhile, and computes no offsets."""
+    [encoding] = rust.encode_batch_fast([text], add_special_tokens=False)
+    return list(encoding.ids)
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:

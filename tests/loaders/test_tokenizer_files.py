@@ -1,6 +1,8 @@
 """A small byte-level BPE trained here: exact bytes, special tokens as text, settings and templates, refusals."""
 
 import json
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +95,17 @@ def test_a_whole_word_match_cannot_bring_a_special_token_back(tmp_path: Path) ->
 def test_text_without_special_tokens_is_the_same_either_way(tokenizer: Tokenizer) -> None:
     for text in TEXTS:
         assert tokenizer.encode(text) == tokenizer.encode(text, allow_special=False)
+
+
+def test_other_threads_run_while_a_long_text_is_encoded(tokenizer: Tokenizer) -> None:
+    """Held up for seconds, a server's event loop answered nobody, not even its health probes."""
+    encoder = threading.Thread(target=tokenizer.encode, args=("the quick brown fox " * 60_000,))
+    num_turns = 0
+    encoder.start()
+    while encoder.is_alive():
+        time.sleep(0.001)
+        num_turns += 1
+    assert num_turns > 5
 
 
 def test_decoding_can_skip_special_tokens(tokenizer: Tokenizer) -> None:
