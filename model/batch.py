@@ -13,6 +13,7 @@ class ForwardBatch:
     """One step: each request contributes `query_lens[b]` consecutive tokens, whose keys end at `seq_lens[b]`.
 
     A decode step has every query length 1; prefill chunks and decodes may be mixed in any order.
+    `all_ranks_decode`: every rank runs a decode step and none has more tokens than the transport takes in low latency.
     """
 
     input_ids_T: torch.Tensor  # int64
@@ -25,6 +26,7 @@ class ForwardBatch:
     query_lens: tuple[int, ...]  # the same numbers on the host
     seq_lens: tuple[int, ...]
     page_size: int
+    all_ranks_decode: bool = False  # ranks that share experts must agree on it; False is right for every step
 
     @property
     def num_tokens(self) -> int:

@@ -20,10 +20,13 @@ from model.rope import RotaryTable
 
 @dataclass(frozen=True, slots=True)
 class StepState:
-    """What every layer of one step shares: the attention plan and the rotation of each token, complex64 [T, 1, D/2]."""
+    """What every layer of one step shares: the attention plan, the rotation of each token, complex64 [T, 1, D/2], and
+    whether all ranks that share experts decode.
+    """
 
     plan: Any
     rotation_T1D: torch.Tensor
+    all_ranks_decode: bool
 
 
 class AttentionLayer(nn.Module):
@@ -49,7 +52,8 @@ class DecoderLayer(nn.Module):
     def forward(self, x_TH: torch.Tensor, step: StepState, kv: LayerKv) -> torch.Tensor:
         """[T, H] to [T, H]."""
         x_TH = x_TH + self.attention(self.input_norm(x_TH), step, kv)
-        out_TH: torch.Tensor = x_TH + self.mlp(self.mlp_norm(x_TH))
+        options = {"is_decode": step.all_ranks_decode} if isinstance(self.mlp, MoeLayer) else {}
+        out_TH: torch.Tensor = x_TH + self.mlp(self.mlp_norm(x_TH), **options)
         return out_TH
 
 
@@ -85,7 +89,7 @@ class Model(nn.Module):
 
     def forward(self, batch: ForwardBatch, kv: Sequence[LayerKv]) -> torch.Tensor:
         """fp32 logits [R, V] of the rows the batch asks for; writes the step's keys and values to `kv`, one a layer."""
-        step = StepState(self.attention.plan(batch), self.rope.at(batch.positions_T))
+        step = StepState(self.attention.plan(batch), self.rope.at(batch.positions_T), batch.all_ranks_decode)
         x_TH = self.embedding(batch.input_ids_T)
         for layer, layer_kv in zip(self.layers, kv, strict=True):
             x_TH = layer(x_TH, step, layer_kv)

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from model.linear import GatedMlp
 from moe import BypassedTopK, MoeRunner
-from moe.dispatch.base import Dispatcher
+from moe.dispatch.base import Dispatcher, mode_options
 from moe.routing import TopK
 from moe.selfcheck import SelfCheckReport
 from moe.types import TopKOutput
@@ -68,9 +68,10 @@ class MoeLayer(nn.Module):
         self.description = description
         self.selfcheck = selfcheck
 
-    def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
-        """[T, H] to [T, H]."""
-        dispatched = self.dispatcher.dispatch(x_TH, self._route(self.gate(x_TH)))
+    def forward(self, x_TH: torch.Tensor, *, is_decode: bool = False) -> torch.Tensor:
+        """[T, H] to [T, H]. `is_decode` chooses DeepEP's mode where both may run; all ranks pass the same."""
+        options = mode_options(self.runner.dispatch_formats, is_decode=is_decode)
+        dispatched = self.dispatcher.dispatch(x_TH, self._route(self.gate(x_TH)), **options)
         out_TH: torch.Tensor = self.dispatcher.combine(self.runner.run(dispatched, self.quant_info))
         return out_TH if self.shared_experts is None else out_TH + self.shared_experts(x_TH)
 

@@ -6,7 +6,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
-from moe.config import MoeA2ABackend
+from moe.config import DispatchFormat, MoeA2ABackend
 from moe.errors import TransportStateError, UnsupportedPathError
 from moe.types import TopKOutput
 
@@ -23,6 +23,11 @@ class Dispatcher(Protocol[Out_co, In_contra]):
 
     def combine(self, result: In_contra) -> torch.Tensor:
         """[T, H] of this rank's own tokens, complete."""
+
+
+def mode_options(dispatch_formats: tuple[DispatchFormat, ...], *, is_decode: bool) -> dict[str, bool]:
+    """Keywords of `dispatch` that choose between a transport's two layouts; none where it has one."""
+    return {"is_decode": is_decode} if len(dispatch_formats) > 1 else {}
 
 
 class InFlight(Generic[Handle]):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from moe.config import DispatchFormat, MoeRunnerConfig
-from moe.dispatch.base import Dispatcher
+from moe.dispatch.base import Dispatcher, mode_options
 from moe.dispatch.payload import Payload
 from moe.errors import SelfCheckError
 from moe.formats.fp4 import decode_e2m1
@@ -58,7 +58,7 @@ def check_round_trip(
     want_TH = x_TH.float() * factor_TK.sum(1, keepdim=True)
     tolerance, worst = TOLERANCES[topology.payload], 0.0
     for dispatch_format in dispatch_formats:
-        options = {"is_decode": dispatch_format is DispatchFormat.DEEPEP_LL} if len(dispatch_formats) > 1 else {}
+        options = mode_options(dispatch_formats, is_decode=dispatch_format is DispatchFormat.DEEPEP_LL)
         dispatched = dispatcher.dispatch(x_TH, topk, **options)
         got_TH = dispatcher.combine(_compute(dispatched, config, topology, input_scale)).float()
         error_T = (got_TH - want_TH).norm(dim=1) / want_TH.norm(dim=1)

@@ -1,11 +1,13 @@
 """GPT-OSS gives transformers' logits, from the published MXFP4 form and from a dense re-upload."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 import torch
 
 from model.config import ModelSettings
+from model.moe_layer import MoeLayer
 from model.registry import build_model
 from tests.model.checkpoints import make_gpt_oss, pack_mxfp4, state_by_file_name, write
 from tests.model.paged import PagedCache
@@ -29,6 +31,22 @@ def test_dense_upload_with_other_heads_and_all_experts_chosen(tmp_path: Path) ->
     )  # fmt: skip
     model, reference = packed_pair(reference, tmp_path, None)
     check_all_ways(model, reference, 90)
+
+
+def test_what_the_ranks_agreed_on_reaches_every_moe_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = packed_pair(make_gpt_oss(), tmp_path, pack_mxfp4, MXFP4)
+    seen: list[bool] = []
+    forward = MoeLayer.forward
+    monkeypatch.setattr(
+        MoeLayer,
+        "forward",
+        lambda self, x, *, is_decode: (seen.append(is_decode), forward(self, x, is_decode=is_decode))[1],
+    )
+    cache = PagedCache(model.kv_specs)
+    for agreed in (False, True):
+        with torch.inference_mode():
+            model(dataclasses.replace(cache.batch({"a": [1]}), all_ranks_decode=agreed), cache.layers)
+    assert seen == [False] * len(model.moe_layers) + [True] * len(model.moe_layers)
 
 
 def test_window_of_128_at_its_edges(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from model.linear import GatedMlp, Linear
 from model.moe_layer import Gate, MoeLayer
 from model.registry import build_model
 from moe import MoeBackend, MoeRunner, RoutingConfig, RoutingMethod, SelfCheckError, StandardCombineInput
+from moe.config import DispatchFormat
 from moe.dispatch.standard import StandardDispatcher
 from moe.routing import TopK
 from moe.types import BypassedTopK, StandardTopK
@@ -65,6 +66,8 @@ def test_one_run_per_moe_layer_and_nobody_else_computes_experts(
 
 def make_layer(routes_inside: bool, seen: list[Any], out_dtype: torch.dtype = torch.float32) -> MoeLayer:
     class Recorder:
+        dispatch_formats = (DispatchFormat.STANDARD,)
+
         def run(self, dispatched: Any, quant_info: Any) -> StandardCombineInput:
             seen.append((dispatched.topk_output, quant_info))
             return StandardCombineInput(dispatched.hidden_states * 10)

@@ -143,6 +143,26 @@ def test_two_ranks_equal_one(monkeypatch: pytest.MonkeyPatch, case: Case) -> Non
             assert layer.quant_info.use_nvfp4_dispatch == (case.payload == "nvfp4" and case.a2a is DEEPEP)
 
 
+@pytest.mark.parametrize("is_decode", [False, True])
+def test_auto_mode_follows_the_step(monkeypatch: pytest.MonkeyPatch, is_decode: bool) -> None:
+    """Decode steps take the low-latency kernels, any other step the normal ones; the answer is the same."""
+    case = next(case for case in CASES if case.mode is DeepepMode.AUTO and case.backend is MoeBackend.TORCH)
+    experts = hostile.quantized_experts(case.name, E, H, I, x=torch.cat(TOKENS))
+    install(monkeypatch, case)
+
+    def work(rank: Rank) -> tuple[torch.Tensor, MoeLayer, list[str]]:
+        layer = build(case, experts, ExpertShard(ep_size=2, ep_rank=rank.rank()), rank)
+        runner_run, formats = layer.runner.run, []
+        layer.runner.run = lambda dispatched, info: (  # type: ignore[method-assign]
+            formats.append(str(dispatched.format)) or runner_run(dispatched, info)
+        )
+        return layer(TOKENS[rank.rank()], is_decode=is_decode).float(), layer, formats
+
+    for x, (got, layer, formats) in zip(TOKENS, run_ranks(2, work), strict=True):
+        assert formats == ["deepep_ll" if is_decode else "deepep_normal"]
+        assert hostile.relative_error(got, reference(case, layer, experts, x)) < case.tolerance
+
+
 def test_a_transport_that_loses_tokens_stops_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES[0]
     library = install_deepep(monkeypatch)
