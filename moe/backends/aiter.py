@@ -45,6 +45,12 @@ ARCHS = {
 TOLERANCES = {"fp8_block": 8e-2, "fp8_tensor": 8e-2, "mxfp4": 3e-1}
 MULTIPLES = {"bf16": (32, 32), "fp8_block": (128, 128), "fp8_tensor": (32, 32), "mxfp4": (256, 256)}
 
+# Why GPT-OSS is refused: its kernels exist, but nobody here could confirm how they read their weights.
+NO_CLAMPED_PATH = (
+    "plain SwiGLU without biases only: aiter's kernels for clamped activations and biases read weights in a layout of "
+    "their own (a16w4), whose byte order is not established; use --moe-backend torch"
+)
+
 
 class AiterQuant(enum.StrEnum):
     """Members of aiter's QuantType, by name."""
@@ -170,7 +176,7 @@ class AiterBackend(Backend):
         if config.dtype != torch.bfloat16:
             return f"dtype {config.dtype} is not supported: the kernels give bfloat16"
         if not config.activation.is_plain:
-            return f"it runs plain SwiGLU only, not {config.activation}"
+            return f"{config.activation} is not supported; {NO_CLAMPED_PATH}"
         return super().refuses(config)
 
     def prepare(self, experts: ExpertWeights, config: MoeRunnerConfig, topology: Topology) -> AiterMoeQuantInfo:
@@ -184,7 +190,7 @@ class AiterBackend(Backend):
         if name not in ARCHS:
             raise WeightFormatError(f"{NAME} takes {', '.join(ARCHS)} experts, got {name}")
         if experts.b13 is not None:
-            raise WeightFormatError(f"{NAME}: experts with biases are not supported")
+            raise WeightFormatError(f"{NAME}: experts with biases are not supported; {NO_CLAMPED_PATH}")
         self.check_sizes(experts)
         kernel = AiterKernel.resolve()
         arch = device_arch(topology.device)

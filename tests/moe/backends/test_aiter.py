@@ -280,7 +280,8 @@ def test_which_transports_and_devices() -> None:
     )
     assert "no_combine" in reason("gfx950", "bf16", MoeA2ABackend.NONE, no_combine=True)
     assert "float32" in reason("gfx950", "bf16", MoeA2ABackend.NONE, dtype=torch.float32)
-    assert "SwiGLU" in reason("gfx950", "bf16", MoeA2ABackend.NONE, activation=Activation(limit=7.0))
+    clamped = reason("gfx950", "mxfp4", MoeA2ABackend.NONE, activation=Activation(alpha=1.702, beta=1.0, limit=7.0))
+    assert all(words in clamped for words in ("limit=7.0", "plain SwiGLU", "a16w4", "--moe-backend torch"))
 
 
 def test_no_combine_is_refused_when_the_runner_is_built() -> None:
@@ -295,7 +296,7 @@ def test_prepare_refuses_what_it_cannot_lay_out(monkeypatch: pytest.MonkeyPatch)
         BACKEND.prepare(experts_of("mxfp4", H, 128), config, Topology())
     b13, b2 = hostile.biases(E, H, I)
     biased = dataclasses.replace(experts_of("bf16"), b13=b13, b2=b2)
-    with pytest.raises(WeightFormatError, match="biases"):
+    with pytest.raises(WeightFormatError, match="biases are not supported.*a16w4"):
         BACKEND.prepare(biased, config, Topology())
     monkeypatch.setitem(sys.modules, "aiter", None)
     with pytest.raises(UnsupportedPathError, match="needs the package aiter"):

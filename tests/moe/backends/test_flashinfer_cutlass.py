@@ -115,6 +115,16 @@ def test_the_answer_comes_from_the_topologys_allocator(monkeypatch: pytest.Monke
     assert got.data_ptr() == made[0].data_ptr()
 
 
+def test_tuning_bucket_is_a_power_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, "bf16")
+    from flashinfer import fused_moe
+
+    seen, genuine = [], fused_moe.cutlass_fused_moe
+    monkeypatch.setattr(fused_moe, "cutlass_fused_moe", lambda **kw: seen.append(kw) or genuine(**kw))
+    run(hostile.quantized_experts("bf16", E, H, I, x=X), Topology())
+    assert (T, seen[0]["tune_max_num_tokens"]) == (23, 32)
+
+
 def test_tiny_block_scales_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     emulator = install(monkeypatch, "fp8_block")
     experts = hostile.quantized_experts("fp8_block", E, H, I, x=X)

@@ -194,12 +194,18 @@ def test_the_answer_comes_from_the_topologys_allocator(kernel: CutlassEmulator |
     assert [tuple(tensor.shape) for tensor in made] == [(T, H), (T, 256)]
 
 
-def test_tuning_bucket_is_a_power_of_two(sm90: CutlassEmulator, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("arch", "name"), [("sm90", "cutlass_fused_moe"), ("sm100", "trtllm_fp4_block_scale_routed_moe")]
+)
+def test_tuning_bucket_is_a_power_of_two(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, arch: str, name: str
+) -> None:
+    request.getfixturevalue(arch)
     from flashinfer import fused_moe
 
     seen = []
-    genuine = fused_moe.cutlass_fused_moe
-    monkeypatch.setattr(fused_moe, "cutlass_fused_moe", lambda **kw: seen.append(kw) or genuine(**kw))
+    genuine = getattr(fused_moe, name)
+    monkeypatch.setattr(fused_moe, name, lambda **kw: seen.append(kw) or genuine(**kw))
     x, topk = hostile.tokens(23, H, size=6.0), hostile.routing(23, E, K)
     run(gpt_oss(), GPT_OSS, x, topk, Topology())
     assert seen[0]["tune_max_num_tokens"] == 32
