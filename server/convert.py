@@ -69,7 +69,7 @@ class Converter:
         wanted = wire.max_completion_tokens or wire.max_tokens
         max_tokens = _budget(len(prompt_ids), wanted or room, info)
         num_logprobs = (wire.top_logprobs or 0) if wire.logprobs else None
-        sampling = self._sampling(wire, max_tokens, info, logprobs=num_logprobs, end_ids=self._end_ids)
+        sampling = self._sampling(wire, max_tokens, logprobs=num_logprobs, end_ids=self._end_ids)
         tool_names = frozenset(tool.function.name for tool in tools)
         stop_ids = frozenset(wire.stop_token_ids or ()) - self._control_ids
 
@@ -93,7 +93,7 @@ class Converter:
             max_tokens = _budget(len(prompt), max(1, wire.num_wanted), info)
             scored = wire.logprobs if wire.echo else None
             samplings.append(
-                self._sampling(wire, max_tokens, info, logprobs=wire.logprobs, prompt_logprobs=scored, end_ids=())
+                self._sampling(wire, max_tokens, logprobs=wire.logprobs, prompt_logprobs=scored, end_ids=())
             )
         stop_ids = frozenset(wire.stop_token_ids or ()) - self._control_ids
 
@@ -157,24 +157,16 @@ class Converter:
         self,
         wire: GenerationRequest,
         max_tokens: int,
-        info: EngineInfo,
         *,
         logprobs: int | None,
         prompt_logprobs: int | None = None,
         end_ids: Sequence[int],
     ) -> SamplingParams:
+        """Ids and ranges that depend on the model are checked by the engine."""
         defaults = self._defaults
-        min_tokens = wire.min_tokens or 0
-        if min_tokens > max_tokens:
-            raise BadRequest(
-                f"min_tokens is {min_tokens}: only {max_tokens} tokens may be generated", param="min_tokens"
-            )
-        for param, ids in (("logit_bias", wire.logit_bias), ("stop_token_ids", wire.stop_token_ids or ())):
-            if any(token_id >= info.vocab_size for token_id in ids):
-                raise BadRequest(f"{param}: token ids of this model are below {info.vocab_size}", param=param)
         return SamplingParams(
             max_tokens=max_tokens,
-            min_tokens=min_tokens,
+            min_tokens=wire.min_tokens or 0,
             temperature=_given(wire.temperature, self._temperature),
             top_p=_given(wire.top_p, self._top_p),
             top_k=max(0, _given(wire.top_k, defaults.top_k)),

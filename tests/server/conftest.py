@@ -12,7 +12,9 @@ import openai
 import pytest
 from fastapi import FastAPI
 
+from engine.errors import RequestError
 from engine.types import EngineInfo, EngineOutput, EngineRequest, EngineStats, LayerCheck, TokenLogprobs
+from engine.validate import RequestLimits, check_request, refusal_output
 from loaders.tokenizer import Tokenizer, load_tokenizer
 from server.app import create_app
 from server.config import ServerConfig
@@ -23,6 +25,8 @@ MODEL = "tiny"
 ASSETS = Path(__file__).resolve().parents[2] / "assets" / "tiny-gpt-oss"
 MAX_MODEL_LEN = 4096
 MAX_REQUESTS = 100
+VOCAB_SIZE = 4096
+LIMITS = RequestLimits(vocab_size=VOCAB_SIZE, max_model_len=MAX_MODEL_LEN, num_kv_tokens=MAX_MODEL_LEN)
 
 
 @dataclass
@@ -46,7 +50,7 @@ class FakeEngine:
             return None
         return EngineInfo(
             max_model_len=MAX_MODEL_LEN,
-            vocab_size=4096,
+            vocab_size=VOCAB_SIZE,
             page_size=16,
             num_pages=100,
             max_requests=MAX_REQUESTS,
@@ -63,6 +67,11 @@ class FakeEngine:
         return EngineStats(**{name: 0 for name in names} | {"num_running": len(self.running)})
 
     async def generate(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
+        try:
+            check_request(request, LIMITS)
+        except RequestError as error:
+            yield refusal_output(request.request_id, error)
+            return
         self.requests.append(request)
         self.running.add(request.request_id)
         finished = False
