@@ -3,6 +3,8 @@
 The mutation tests plant a fault and demand that the scenario's error, or a refusal, shows it.
 """
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 
@@ -47,12 +49,30 @@ def install(monkeypatch: pytest.MonkeyPatch, path: str) -> object:
     return install_cutlass(monkeypatch, *((10, 0) if path == "cutlass-nvfp4" else (9, 0)))
 
 
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One layer of a path with its tokens and the twin's answer."""
+
+    path: str
+    experts: ExpertWeights
+    activation: Activation
+    x: torch.Tensor
+    topk: TopKOutput
+    want: torch.Tensor
+
+
 def run_scenario(emulator: object, path: str) -> float:
     """Relative error of the sum over ranks against the twin."""
-    family, kind = path.split("-")
     if path == "cutedsl-v1":
         return _run_v1(emulator)
-    experts, activation, x = _layer(family, kind)
+    # computed before anything runs, so that a fault planted in shared code cannot move both sides
+    return run_ranks(emulator, make_problem(path, 288 if path.startswith("mxfp4") else 256), 2, 2)
+
+
+def make_problem(path: str, inter: int) -> Problem:
+    """A layer of every path but v1; `inter` is its whole intermediate size."""
+    family, kind = path.split("-")
+    experts, activation, x = _layer(family, kind, inter)
     standard = hostile.routing(T, E, K)
     topk: TopKOutput = standard
     if family == "trtllm":
@@ -60,38 +80,51 @@ def run_scenario(emulator: object, path: str) -> float:
         topk = BypassedTopK(logits, RULES, (torch.arange(E) * 0.0625 - 0.25).flip(0))
         routed = route(logits, RULES, topk.correction_bias)
         standard = StandardTopK(routed.weights.bfloat16().float(), routed.ids)
-    # computed before anything runs, so that a fault planted in shared code cannot move both sides
     want = hostile.reference(x, standard, hostile.layer_wide(experts), activation)
-    total = torch.zeros_like(want)
-    for ep_rank in range(2):
-        for tp_rank in range(2):
-            topology = Topology(tp_size=2, tp_rank=tp_rank, ep_size=2, ep_rank=ep_rank)
-            block = 32 if kind.startswith("sm") else 128
-            part = hostile.shard(experts, tp=(2, tp_rank), ep=(2, ep_rank), block=block)
-            part = hostile.with_layer_scales(part, experts)
-            config = hostile.make_config(
-                E, x.shape[1], part.intermediate_size, K, num_local_experts=E // 2, activation=activation
+    return Problem(path, experts, activation, x, topk, want)
+
+
+def block_of(path: str) -> int:
+    """Shards of a path's intermediate axis are whole multiples of this."""
+    return {"mxfp4": 32, "trtllm": 128, "cutedsl": 64}.get(path.partition("-")[0], 128)
+
+
+def run_ranks(emulator: object, problem: Problem, tp_size: int, ep_size: int) -> float:
+    """Relative error of the sum over `tp_size` x `ep_size` ranks against the twin; each rank knows that it is one."""
+    backend = BACKENDS[problem.path.partition("-")[0]]
+    x, total = problem.x, torch.zeros_like(problem.want)
+    for ep_rank in range(ep_size):
+        for tp_rank in range(tp_size):
+            topology = Topology(tp_size=tp_size, tp_rank=tp_rank, ep_size=ep_size, ep_rank=ep_rank)
+            part = hostile.shard(
+                problem.experts, tp=(tp_size, tp_rank), ep=(ep_size, ep_rank), block=block_of(problem.path)
             )
-            backend = BACKENDS[family]
+            part = hostile.with_layer_scales(part, problem.experts)
+            config = hostile.make_config(
+                E, x.shape[1], part.intermediate_size, K, num_local_experts=E // ep_size,
+                activation=problem.activation,
+            )  # fmt: skip
             info = load_backend(backend).prepare(part, config, topology)
-            MoeRunner(backend, MoeA2ABackend.NONE, config).run(StandardDispatchOutput(x, topk), info)
+            runner = MoeRunner(backend, MoeA2ABackend.NONE, config)
+            result = runner.run(StandardDispatchOutput(x, problem.topk), info)
+            assert result.is_partial == (tp_size * ep_size > 1), "exactly one place reduces, and knows when"
             total += emulator.exact[:, : x.shape[1]]  # type: ignore[attr-defined]
-    return hostile.relative_error(total, want)
+    return hostile.relative_error(total, problem.want)
 
 
-def _layer(family: str, kind: str) -> tuple[ExpertWeights, Activation, torch.Tensor]:
+def _layer(family: str, kind: str, inter: int) -> tuple[ExpertWeights, Activation, torch.Tensor]:
     if family == "mxfp4":
-        w13, w2 = hostile.dense_experts(E, 192, 288)
-        b13, b2 = hostile.biases(E, 192, 288)
+        w13, w2 = hostile.dense_experts(E, 192, inter)
+        b13, b2 = hostile.biases(E, 192, inter)
         experts = ExpertWeights(w13=Mxfp4Weight.quantize(w13), w2=Mxfp4Weight.quantize(w2), b13=b13, b2=b2)
         return experts, GPT_OSS, hostile.tokens(T, 192, size=6.0)
     x = hostile.tokens(T, 256, size=3.0)
     if kind == "bf16":
-        w13, w2 = hostile.dense_experts(E, 256, 256)
-        b13, b2 = hostile.biases(E, 256, 256)
+        w13, w2 = hostile.dense_experts(E, 256, inter)
+        b13, b2 = hostile.biases(E, 256, inter)
         return ExpertWeights(w13=Bf16Weight.quantize(2 * w13), w2=Bf16Weight.quantize(w2), b13=b13, b2=b2), GPT_OSS, x
     name = "nvfp4" if kind == "v2" else kind
-    return hostile.quantized_experts(name, E, 256, 256, x=x), Activation(), x
+    return hostile.quantized_experts(name, E, 256, inter, x=x), Activation(), x
 
 
 def _run_v1(emulator: object) -> float:

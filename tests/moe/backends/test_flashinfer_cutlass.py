@@ -86,22 +86,6 @@ def test_bf16_with_biases_and_clamped_activation(monkeypatch: pytest.MonkeyPatch
     assert hostile.relative_error(emulator.exact, expected(experts, GPT_OSS)) < 1e-5
 
 
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize(("tp_size", "ep_size"), [(2, 1), (1, 2), (1, 8), (2, 4)])
-def test_ranks_sum_to_one(monkeypatch: pytest.MonkeyPatch, name: str, tp_size: int, ep_size: int) -> None:
-    emulator = install(monkeypatch, name)
-    experts = hostile.quantized_experts(name, E, H, I, x=X)
-    total = torch.zeros(T, H)
-    for ep_rank in range(ep_size):
-        for tp_rank in range(tp_size):
-            part = hostile.shard(experts, tp=(tp_size, tp_rank), ep=(ep_size, ep_rank), block=128)
-            part = hostile.with_layer_scales(part, experts)
-            run(part, Topology(tp_size=tp_size, tp_rank=tp_rank, ep_size=ep_size, ep_rank=ep_rank))
-            assert emulator.exact is not None
-            total += emulator.exact
-    assert hostile.relative_error(total, expected(experts)) < TOLERANCE[name]
-
-
 def test_the_answer_comes_from_the_topologys_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, "bf16")
     made = []

@@ -123,22 +123,11 @@ def test_token_counts(sm90: CutlassEmulator, num_tokens: int) -> None:
         check_exact(sm90, got, hostile.reference(x, topk, experts, GPT_OSS))
 
 
-@pytest.mark.parametrize("ep_size", [2, 4, 8])
-def test_expert_slices_sum_to_one_rank(kernel: CutlassEmulator | TrtllmEmulator, ep_size: int) -> None:
-    experts, x, topk = gpt_oss(), hostile.tokens(T, H, size=6.0), hostile.routing(T, E, K)
-    total = torch.zeros(T, H)
-    for rank in range(ep_size):
-        local = hostile.shard(experts, ep=(ep_size, rank))
-        _, is_partial = run(local, GPT_OSS, x, topk, Topology(ep_size=ep_size, ep_rank=rank))
-        assert is_partial
-        assert kernel.exact is not None
-        total += kernel.exact[:, :H]
-    assert hostile.relative_error(total, hostile.reference(x, topk, experts, GPT_OSS)) < EXACT
-
-
-@pytest.mark.parametrize("tp_size", [2, 4, 8])
+@pytest.mark.parametrize("tp_size", [1, 2, 4, 8])
 @pytest.mark.parametrize("inter", [288, 2880])
-def test_tensor_slices_by_block_sum_to_one_rank(sm90: CutlassEmulator, tp_size: int, inter: int) -> None:
+def test_tensor_slices_by_block_sum_to_one_rank(
+    kernel: CutlassEmulator | TrtllmEmulator, tp_size: int, inter: int
+) -> None:
     num_experts = E if inter == 288 else 4
     experts = gpt_oss(num_experts, 64, inter)
     x, topk = hostile.tokens(9, 64, size=6.0), hostile.routing(9, num_experts, K)
@@ -147,23 +136,13 @@ def test_tensor_slices_by_block_sum_to_one_rank(sm90: CutlassEmulator, tp_size: 
         local = hostile.shard(experts, tp=(tp_size, rank))
         sizes.append(local.intermediate_size)
         run(local, GPT_OSS, x, topk, Topology(tp_size=tp_size, tp_rank=rank), num_experts)
-        assert sm90.exact is not None
-        total += sm90.exact[:, :64]
+        assert kernel.exact is not None
+        total += kernel.exact[:, :64]
     assert sum(sizes) == inter
     if (inter, tp_size) == (288, 8):
         assert sizes.count(0) == 3
     if (inter, tp_size) == (2880, 4):
         assert sizes == [736, 736, 736, 672]
-    assert hostile.relative_error(total, hostile.reference(x, topk, experts, GPT_OSS)) < EXACT
-
-
-def test_tensor_slices_on_sm100_carry_the_bias_once(sm100: TrtllmEmulator) -> None:
-    experts, x, topk = gpt_oss(), hostile.tokens(T, H, size=6.0), hostile.routing(T, E, K)
-    total = torch.zeros(T, H)
-    for rank in range(4):
-        run(hostile.shard(experts, tp=(4, rank)), GPT_OSS, x, topk, Topology(tp_size=4, tp_rank=rank))
-        assert sm100.exact is not None
-        total += sm100.exact[:, :H]
     assert hostile.relative_error(total, hostile.reference(x, topk, experts, GPT_OSS)) < EXACT
 
 

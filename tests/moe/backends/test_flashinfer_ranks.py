@@ -1,0 +1,23 @@
+"""Every FlashInfer path over the square of tensor- and expert-parallel sizes: the ranks' parts sum to one rank."""
+
+import functools
+
+import pytest
+
+from tests.moe.backends.scenarios import PATHS, Problem, block_of, install, make_problem, run_ranks, tolerance
+
+SIZES = (1, 2, 4, 8)
+
+
+@functools.cache
+def problem(path: str) -> Problem:
+    """MXFP4 has 9 blocks, so that ranks differ and some of 8 are empty; the kernels of the others take no empty one."""
+    return make_problem(path, 288 if path.startswith("mxfp4") else 8 * block_of(path))
+
+
+@pytest.mark.parametrize("tp_size", SIZES)
+@pytest.mark.parametrize("ep_size", SIZES)
+@pytest.mark.parametrize("path", [path for path in PATHS if path != "cutedsl-v1"])  # v1's transport has no tp
+def test_all_ranks_sum_to_one(monkeypatch: pytest.MonkeyPatch, path: str, tp_size: int, ep_size: int) -> None:
+    emulator = install(monkeypatch, path)
+    assert run_ranks(emulator, problem(path), tp_size, ep_size) < tolerance(path)
