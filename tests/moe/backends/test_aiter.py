@@ -140,6 +140,11 @@ def test_behind_deepep(monkeypatch: pytest.MonkeyPatch, mode: DeepepMode, name: 
     error = behind(MoeA2ABackend.DEEPEP, layout, deepep_for(mode, hidden), name, num_tokens)
     assert error < TOLERANCE[name]
     assert emulator.calls[-1].expert_mask.tolist() == [1] * (E // len(num_tokens)) + [0]
+    routed = sum(
+        int((topk.ids >= 0).sum()) for _, topk in several_ranks.rank_inputs(num_tokens, hidden, torch.bfloat16)
+    )
+    used = sum(int((call.topk_ids < call.expert_mask.numel() - 1).sum()) for call in emulator.calls)
+    assert used == routed, "rows past an expert's count go to the sink"
 
 
 @pytest.mark.parametrize("num_tokens", RANKS)
