@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from moe.backends.aiter_layout import FNUZ_FACTOR, mark_shuffled, shuffle_e8m0, shuffle_weight, to_fnuz
-from moe.backends.base import Backend
+from moe.backends.base import Backend, refuse_overlap
 from moe.config import MoeA2ABackend, MoeBackend, MoeRunnerConfig
 from moe.errors import MoeConfigError, UnsupportedPathError, WeightFormatError
 from moe.formats import (
@@ -252,8 +252,7 @@ class AiterRunnerCore:
 
     def run(self, core_input: AiterCoreInput, quant_info: AiterMoeQuantInfo, state: RunState) -> torch.Tensor:
         """[R, H] in bf16: each row's weighted sum over the local experts, zero where it has none."""
-        if state.overlap_args is not None:
-            raise MoeConfigError(f"--moe-backend {NAME} cannot overlap its kernel with other work: unset overlap args")
+        refuse_overlap(state, NAME)
         arrival = _arrival(core_input.x_RH)
         quant, upcast = resolve_quant(quant_info.format_name, arrival)
         x_RH, scale = core_input.x_RH, core_input.scale

@@ -7,12 +7,13 @@ from typing import Any, ClassVar
 
 import torch
 
-from moe.config import MoeA2ABackend, MoeRunnerConfig
+from moe.config import MoeA2ABackend, MoeBackend, MoeRunnerConfig
 from moe.dispatch.payload import Quantize
-from moe.errors import WeightFormatError
+from moe.errors import MoeConfigError, WeightFormatError
 from moe.formats import ExpertWeights
 from moe.formats.activation_quant import ActivationQuant
 from moe.topology import Topology
+from moe.types import RunState
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,6 +45,12 @@ def wrong_size(format_name: str, hidden_size: int, intermediate_size: int, multi
                 "(choose another --tensor-parallel-size or --moe-backend)"
             )
     return None
+
+
+def refuse_overlap(state: RunState, backend: MoeBackend) -> None:
+    """Raise where overlap arguments would be ignored."""
+    if state.overlap_args is not None:
+        raise MoeConfigError(f"--moe-backend {backend} cannot overlap its kernels with other work: unset overlap args")
 
 
 class Backend(ABC):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from moe.activations import gated_activation
-from moe.backends.base import Backend
+from moe.backends.base import Backend, refuse_overlap
 from moe.backends.deep_gemm_layout import (
     activation_scales,
     power_of_two_weight,
@@ -23,7 +23,7 @@ from moe.backends.deep_gemm_layout import (
     weight_scales,
 )
 from moe.config import MoeA2ABackend, MoeBackend, MoeRunnerConfig
-from moe.errors import MoeConfigError, UnsupportedPathError, WeightFormatError
+from moe.errors import UnsupportedPathError, WeightFormatError
 from moe.formats import ExpertWeights, Fp8BlockWeight
 from moe.formats.fp8_block import BLOCK
 from moe.formats.token_groups import quantize_token_groups
@@ -181,8 +181,7 @@ class DeepGemmRunnerCore:
         self, core_input: MaskedInput | ContiguousInput, quant_info: DeepGemmMoeQuantInfo, state: RunState
     ) -> torch.Tensor:
         """[E, M, H] or [R, H] in bf16; rows that are not real hold garbage."""
-        if state.overlap_args is not None:
-            raise MoeConfigError(f"--moe-backend {NAME} cannot overlap its kernels with other work: unset overlap args")
+        refuse_overlap(state, NAME)
         rest: tuple[Any, ...]
         if isinstance(core_input, MaskedInput):
             kernel, rest = quant_info.kernels.masked, (core_input.masked_m, core_input.expected_m)

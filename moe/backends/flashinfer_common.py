@@ -16,11 +16,10 @@ import torch
 from moe.backends.base import Backend
 from moe.backends.static_scales import with_layer_input_scales
 from moe.config import Activation, MoeBackend, MoeRunnerConfig
-from moe.errors import MoeConfigError, UnsupportedPathError
+from moe.errors import UnsupportedPathError
 from moe.formats import ExpertWeights, activation_quant
 from moe.formats.activation_quant import ActivationQuant
 from moe.topology import Topology
-from moe.types import RunState
 
 Version = tuple[int, int, int]
 OLDEST: Version = (0, 6, 8)  # the oldest release whose flags were read; every path needs at least this
@@ -107,12 +106,6 @@ class FlashinferBackend(Backend):
         if config.dtype != torch.bfloat16:
             return f"dtype {config.dtype} is not supported: the kernels take and give bfloat16"
         return super().refuses(config)
-
-
-def refuse_overlap(state: RunState, backend: MoeBackend) -> None:
-    """Raise where overlap arguments would be ignored."""
-    if state.overlap_args is not None:
-        raise MoeConfigError(f"--moe-backend {backend} cannot overlap its kernel with other work: unset overlap args")
 
 
 def swiglu_tensors(

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from moe.backends import flashinfer_common as common
+from moe.backends.base import refuse_overlap
 from moe.backends.layouts import interleave_halves, mma_view, swizzle_128x4, up_gate
 from moe.backends.static_scales import expert_input_scales, layer_input_scales, one_scale_nvfp4
 from moe.config import DispatchFormat, MoeA2ABackend, MoeBackend, MoeRunnerConfig
@@ -305,7 +306,7 @@ def run_v2(
     dispatched: DispatchOutput, quant_info: CuteDslFp4MoeQuantInfo, config: MoeRunnerConfig, state: RunState
 ) -> StandardCombineInput | FlashinferCombineInput:
     """Weighted sum over each token's local experts [T, H], bf16."""
-    common.refuse_overlap(state, NAME)
+    refuse_overlap(state, NAME)
     if not isinstance(dispatched, StandardDispatchOutput | FlashinferDispatchOutput):
         raise UnsupportedPathError(f"{NAME} takes standard or flashinfer tokens here, got {dispatched.format}")
     _need_layout(quant_info, CuteDslLayout.V2)

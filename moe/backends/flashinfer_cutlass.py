@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from moe.backends import flashinfer_common as common
-from moe.backends.base import Device
+from moe.backends.base import Device, refuse_overlap
 from moe.backends.layouts import next_power_of_two, swizzle_128x4, up_gate
 from moe.backends.static_scales import layer_input_scales, one_scale_fp8, one_scale_nvfp4
 from moe.config import MoeA2ABackend, MoeBackend, MoeRunnerConfig
@@ -246,7 +246,7 @@ def run_flashinfer_cutlass(
     dispatched: DispatchOutput, quant_info: QuantInfo, config: MoeRunnerConfig, state: RunState
 ) -> StandardCombineInput:
     """Weighted sum over each token's local experts [T, H], bf16."""
-    common.refuse_overlap(state, NAME)
+    refuse_overlap(state, NAME)
     if not isinstance(dispatched, StandardDispatchOutput):
         raise UnsupportedPathError(f"{NAME} takes the standard dispatch format, got {dispatched.format}")
     arguments = _kernel_arguments(quant_info, dispatched.hidden_states.to(config.dtype))

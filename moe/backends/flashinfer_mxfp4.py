@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from moe.backends import flashinfer_common as common
-from moe.backends.base import wrong_size
+from moe.backends.base import refuse_overlap, wrong_size
 from moe.backends.layouts import next_power_of_two, padded, round_up, up_gate_padded
 from moe.backends.trtllm_layout import pack_topk, shuffled, shuffled_scales
 from moe.config import MoeA2ABackend, MoeBackend, MoeRunnerConfig
@@ -181,7 +181,7 @@ def run_flashinfer_mxfp4(
     dispatched: DispatchOutput, quant_info: QuantInfo, config: MoeRunnerConfig, state: RunState
 ) -> StandardCombineInput:
     """Weighted sum over each token's local experts [T, H], bf16. Bypassed routing is done here first."""
-    common.refuse_overlap(state, NAME)
+    refuse_overlap(state, NAME)
     if not isinstance(dispatched, StandardDispatchOutput):
         raise UnsupportedPathError(f"{NAME} takes the standard dispatch format, got {dispatched.format}")
     if isinstance(quant_info, FlashinferMxfp4Sm90QuantInfo):

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 
 from moe.backends import flashinfer_common as common
+from moe.backends.base import refuse_overlap
 from moe.backends.fp8_activations import quantize_fp8_groups
 from moe.backends.layouts import next_power_of_two, up_gate
 from moe.backends.static_scales import layer_input_scales, one_scale_fp8, one_scale_nvfp4
@@ -265,7 +266,7 @@ def run_flashinfer_trtllm(
     dispatched: DispatchOutput, quant_info: QuantInfo, config: MoeRunnerConfig, state: RunState
 ) -> StandardCombineInput:
     """Weighted sum over each token's local experts [T, H], bf16."""
-    common.refuse_overlap(state, NAME)
+    refuse_overlap(state, NAME)
     if not isinstance(dispatched, StandardDispatchOutput):
         raise UnsupportedPathError(f"{NAME} takes the standard dispatch format, got {dispatched.format}")
     if not isinstance(quant_info, QuantInfo):

@@ -7,20 +7,18 @@ Shape letters: T tokens, K top-k, V visits (slots of [T, K] that have an expert 
 I intermediate, F = 2I.
 """
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
 from moe.activations import gated_activation
-from moe.backends.base import Backend, Device
+from moe.backends.base import Backend, Device, refuse_overlap
 from moe.config import DispatchFormat, MoeA2ABackend, MoeBackend, MoeRunnerConfig
 from moe.cpu_linear import DenseLinear, Linear, make_linear
 from moe.formats import ExpertWeights, Weight
 from moe.registry import register_backend, register_post_permute, register_pre_permute, register_runner_core
 from moe.topology import Topology
 from moe.types import RunState, StandardCombineInput, StandardDispatchOutput
-
 
 TRANSPORTS = (MoeA2ABackend.NONE, MoeA2ABackend.DEEPEP, MoeA2ABackend.MOONCAKE, MoeA2ABackend.NIXL)
 
@@ -50,7 +48,6 @@ class TorchMoeQuantInfo:
     w2: Linears
     topology: Topology
     expert_ids: range
-    overlap_args: Any = field(default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +118,7 @@ class TorchRunnerCore:
 
     def run(self, core_input: TorchCoreInput, quant_info: TorchMoeQuantInfo, state: RunState) -> torch.Tensor:
         """Weighted sum over each token's local experts, [T, H]; a slot with id -1 adds exactly zero."""
-        del state
+        refuse_overlap(state, MoeBackend.TORCH)
         x_TH = core_input.x_TH.to(self.config.dtype)
         visits = _visits(core_input.ids_TK)
         if not visits:

@@ -5,12 +5,12 @@ Shape letters: T tokens, K top-k, H hidden.
 """
 
 import importlib.util
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
-from moe.backends.base import Backend, Device
+from moe.backends.base import Backend, Device, refuse_overlap
 from moe.backends.triton_plans import LayerShape, PlanTable, device_name, plans_for
 from moe.config import MoeA2ABackend, MoeBackend, MoeRunnerConfig
 from moe.errors import UnsupportedPathError
@@ -42,7 +42,6 @@ class TritonMoeQuantInfo:
     layer: "Layer"
     plans: PlanTable
     topology: Topology
-    overlap_args: Any = field(default=None)
 
 
 @register_backend(MoeBackend.TRITON)
@@ -111,7 +110,7 @@ def run_standard(
     dispatched: StandardDispatchOutput, quant_info: TritonMoeQuantInfo, config: MoeRunnerConfig, state: RunState
 ) -> StandardCombineInput:
     """Standard layout in and out; partial when other ranks hold the rest of the sum."""
-    del state
+    refuse_overlap(state, MoeBackend.TRITON)
     topk = dispatched.topk_output.to_standard()
     x_TH, layer = dispatched.hidden_states, quant_info.layer
     out_TH = _run(x_TH, topk.ids, topk.weights, layer, quant_info.plans.pick(x_TH.shape[0]), config, quant_info)
@@ -130,7 +129,7 @@ def run_deepep(
     Raises:
         UnsupportedPathError: rows that the transport has quantized.
     """
-    del state
+    refuse_overlap(state, MoeBackend.TRITON)
     if dispatched.hidden_states_scale is not None:
         raise UnsupportedPathError("--moe-backend triton takes bf16 rows: do not let DeepEP dispatch FP8")
     x, ids, weights = dispatched.hidden_states, dispatched.topk_ids, dispatched.topk_weights

@@ -127,6 +127,15 @@ def test_overlap_arguments_serve_one_run_and_are_cleared_after_a_failure(monkeyp
     assert seen == ["stream", None, None]
 
 
+def test_a_backend_that_cannot_overlap_says_so() -> None:
+    config = make_config()
+    quant_info = TorchBackend().prepare(make_experts(), config, Topology())
+    runner = MoeRunner(MoeBackend.TORCH, MoeA2ABackend.NONE, config)
+    runner.set_overlap_args("stream")
+    with pytest.raises(MoeConfigError, match="--moe-backend torch cannot overlap its kernels"):
+        runner.run(StandardDispatchOutput(torch.zeros(1, H), random_topk(1)), quant_info)
+
+
 def test_impossible_pair_is_refused_when_built_and_names_what_works() -> None:
     with pytest.raises(UnsupportedPathError) as error:
         MoeRunner(MoeBackend.TORCH, MoeA2ABackend.MORI, make_config())
