@@ -84,6 +84,7 @@ class MoeBuilder:
             group=self._group,
             settings=self.settings.deepep,
             payloads={self._payload(path) for path in paths},
+            backends={path.runner.backend for path in paths},
         )
 
     def build(self, layer: int, parts: MoeParts, read_experts: Callable[[], ExpertWeights]) -> MoeLayer:

@@ -43,9 +43,11 @@ class DeepepBuffer:
 
     transport: ClassVar[MoeA2ABackend] = MoeA2ABackend.DEEPEP
 
-    def __init__(self, group: Any, settings: DeepepSettings, shape: EpShape, *, sends_fp8: bool) -> None:
-        """`group` is the process group of the expert-parallel ranks."""
-        check_deepep(settings, shape, sends_fp8=sends_fp8)
+    def __init__(
+        self, group: Any, settings: DeepepSettings, shape: EpShape, *, sends_fp8: bool, row_multiple: int = 4
+    ) -> None:
+        """`group` is the process group of the expert-parallel ranks; `row_multiple` as `check_deepep` has it."""
+        check_deepep(settings, shape, sends_fp8=sends_fp8, row_multiple=row_multiple)
         if group.size() != shape.ep_size:
             raise MoeConfigError(f"--expert-parallel-size is {shape.ep_size}, but the group has {group.size()} ranks")
         self.settings = settings

@@ -93,8 +93,11 @@ class EpShape:
         return self.num_experts // self.ep_size
 
 
-def check_deepep(settings: DeepepSettings, shape: EpShape, *, sends_fp8: bool) -> None:
-    """Raise UnsupportedPathError or MoeConfigError for a shape that DeepEP's kernels do not have."""
+def check_deepep(settings: DeepepSettings, shape: EpShape, *, sends_fp8: bool, row_multiple: int = 4) -> None:
+    """Raise UnsupportedPathError or MoeConfigError for a shape that DeepEP's kernels do not have.
+
+    `row_multiple`: what the experts' kernels need of the rows per expert in low latency (`payload.row_multiple`).
+    """
     if sends_fp8 and shape.hidden_size % FP8_GROUP:
         raise UnsupportedPathError(
             f"hidden size {shape.hidden_size}: an fp8 dispatch needs a multiple of {FP8_GROUP}; use a --moe-backend "
@@ -103,7 +106,7 @@ def check_deepep(settings: DeepepSettings, shape: EpShape, *, sends_fp8: bool) -
     if settings.mode.has_normal:
         _check_normal(shape)
     if settings.mode.has_low_latency:
-        _check_low_latency(settings, shape)
+        _check_low_latency(settings, shape, row_multiple)
 
 
 def _check_normal(shape: EpShape) -> None:
@@ -121,7 +124,7 @@ def _check_normal(shape: EpShape) -> None:
         )
 
 
-def _check_low_latency(settings: DeepepSettings, shape: EpShape) -> None:
+def _check_low_latency(settings: DeepepSettings, shape: EpShape, row_multiple: int) -> None:
     if shape.ep_size >= RANKS_PER_NODE and shape.ep_size % RANKS_PER_NODE:
         raise UnsupportedPathError(
             f"{_EP_FLAG} is {shape.ep_size}: {_MODE_FLAG} low_latency takes fewer than {RANKS_PER_NODE} ranks or a "
@@ -135,10 +138,10 @@ def _check_low_latency(settings: DeepepSettings, shape: EpShape) -> None:
             f"at most {LL_MAX_LOCAL_EXPERTS}"
         )
     num_rows = shape.ep_size * settings.max_dispatch_tokens
-    if num_rows % 4:
+    if num_rows % row_multiple:
         raise MoeConfigError(
             f"{_TOKENS_FLAG} is {settings.max_dispatch_tokens}: times {shape.ep_size} ranks it must be a multiple of "
-            f"4, the row pitch of the scales, but is {num_rows}"
+            f"{row_multiple}, for the layout of the scales, but is {num_rows}"
         )
     ll_hidden_size(shape.hidden_size)
 

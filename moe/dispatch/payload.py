@@ -60,3 +60,8 @@ def choose_payload(
 def expert_alignment(backend: MoeBackend) -> int:
     """Multiple to which DeepEP's normal mode rounds the rows of an expert."""
     return 128 if backend is MoeBackend.DEEP_GEMM else 1
+
+
+def row_multiple(backend: MoeBackend) -> int:
+    """What the rows per expert of low latency (ranks times token limit) must be a multiple of."""
+    return 128 if backend is MoeBackend.FLASHINFER_CUTEDSL else 4  # its scales come in tiles of 128 rows; FP8's pitch

@@ -4,6 +4,7 @@ What a transport shares among layers (a buffer, a process group) lives in it; wh
 input scale) is an argument of `dispatcher`.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,7 +18,7 @@ from moe.dispatch.flashinfer import FlashinferDispatcher, build_alltoall
 from moe.dispatch.mooncake import MooncakeBuffer
 from moe.dispatch.mori import MoriBuffer, MoriDispatcher, MoriSettings
 from moe.dispatch.nixl import NixlBuffer
-from moe.dispatch.payload import Payload, Quantize, expert_alignment
+from moe.dispatch.payload import Payload, Quantize, expert_alignment, row_multiple
 from moe.dispatch.standard import Reduce, StandardDispatcher
 from moe.errors import MoeConfigError
 from moe.topology import Topology
@@ -66,8 +67,10 @@ def build_transport(
     group: Any,
     settings: DeepepSettings,
     payloads: set[Payload],
+    backends: Collection[MoeBackend],
 ) -> Transport:
-    """The transport of `topology.a2a`; `payloads` are those of all layers, `group` the ranks that share the experts.
+    """The transport of `topology.a2a`; `payloads` and `backends` are those of all layers, `group` the ranks that share
+    the experts.
 
     Raises:
         MoeConfigError, UnsupportedPathError: a limit of the library, a missing library, or no process group; nothing
@@ -109,7 +112,9 @@ def build_transport(
             "tokens: raise it or lower --max-num-batched-tokens"
         )
     sends_fp8 = any(payload.is_fp8 for payload in payloads)
-    return DeepepTransport(_LOW_LATENCY_BUFFERS[a2a](group, settings, shape, sends_fp8=sends_fp8), topology.device)
+    rows = max(row_multiple(backend) for backend in backends)
+    buffer = _LOW_LATENCY_BUFFERS[a2a](group, settings, shape, sends_fp8=sends_fp8, row_multiple=rows)
+    return DeepepTransport(buffer, topology.device)
 
 
 def sum_over(group: Any) -> Reduce:

@@ -113,6 +113,20 @@ def test_experts_without_biases(kernel: CutlassEmulator | TrtllmEmulator, activa
         assert [scalar.tolist() for scalar in scalars] == [[1.0] * E, [0.0] * E, [10.0] * E]
 
 
+@pytest.mark.parametrize(("tp_size", "ep_size"), [(2, 1), (1, 8), (2, 4)])
+def test_ranks_without_biases_sum_to_one(kernel: CutlassEmulator | TrtllmEmulator, tp_size: int, ep_size: int) -> None:
+    experts, x, topk = deepseek_v4(inter=256), hostile.tokens(T, 256, size=9.0), hostile.routing(T, E, K)
+    total = torch.zeros(T, 256)
+    for tp_rank in range(tp_size):
+        for ep_rank in range(ep_size):
+            part = hostile.shard(experts, tp=(tp_size, tp_rank), ep=(ep_size, ep_rank), block=128)
+            topology = Topology(tp_size=tp_size, tp_rank=tp_rank, ep_size=ep_size, ep_rank=ep_rank)
+            run(part, DEEPSEEK_V4, x, topk, topology)
+            assert kernel.exact is not None
+            total += kernel.exact
+    assert hostile.relative_error(total, hostile.reference(x, topk, experts, DEEPSEEK_V4)) < EXACT
+
+
 @pytest.mark.parametrize("num_tokens", [0, 1, 2, 64])
 def test_token_counts(sm90: CutlassEmulator, num_tokens: int) -> None:
     experts, x, topk = gpt_oss(), hostile.tokens(num_tokens, H, size=6.0), hostile.routing(num_tokens, E, K)

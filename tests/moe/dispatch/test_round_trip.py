@@ -52,7 +52,9 @@ def round_trip(
             tp_size=tp_size, tp_rank=tp_rank, ep_size=ep_size, ep_rank=ep_rank, a2a=a2a, payload=payload
         )
         settings = DeepepSettings(mode=mode, max_dispatch_tokens=LIMIT)
-        built = build_transport(topology, config, group=rank, settings=settings, payloads={payload})
+        built = build_transport(
+            topology, config, group=rank, settings=settings, payloads={payload}, backends={MoeBackend.DEEP_GEMM}
+        )
         dispatcher = built.dispatcher(LayerTransport(backend=MoeBackend.DEEP_GEMM, payload=payload))
         spoil(dispatcher)
         return check_round_trip(dispatcher, dispatch_formats(a2a, mode), config, topology, max_num_tokens=LIMIT)
@@ -152,6 +154,7 @@ def build(a2a: MoeA2ABackend, group: Any, **changes: Any) -> None:
         "ep_size": 2,
         "max_num_tokens": LIMIT,
         "payloads": {Payload.BF16},
+        "backends": {MoeBackend.TORCH},
     } | changes
     topology = Topology(tp_size=settings["tp_size"], ep_size=settings["ep_size"], a2a=a2a)
     config = MoeRunnerConfig(
@@ -159,7 +162,9 @@ def build(a2a: MoeA2ABackend, group: Any, **changes: Any) -> None:
         max_num_tokens=settings["max_num_tokens"],
     )  # fmt: skip
     deepep = DeepepSettings(mode=LOW, max_dispatch_tokens=LIMIT)
-    build_transport(topology, config, group=group, settings=deepep, payloads=settings["payloads"])
+    build_transport(
+        topology, config, group=group, settings=deepep, payloads=settings["payloads"], backends=settings["backends"]
+    )
 
 
 class Group:
@@ -181,6 +186,10 @@ class Group:
         (MoeA2ABackend.NONE, Group(3), {}, MoeConfigError, "are 2 ranks, but the process group has 3"),
         (DEEPEP, Group(4), {"tp_size": 2}, UnsupportedPathError, "--tensor-parallel-size of the experts is 2"),
         (DEEPEP, Group(2), {"max_num_tokens": 9}, MoeConfigError, "--deepep-max-dispatch-tokens is 8, but a step may"),
+        (
+            DEEPEP, Group(2), {"backends": {MoeBackend.FLASHINFER_CUTEDSL}}, MoeConfigError,
+            "is 8: times 2 ranks it must be a multiple of 128, for the layout of the scales, but is 16",
+        ),
         (MORI, Group(2), {"payloads": {Payload.BF16, Payload.FP8}}, MoeConfigError, r"layers want \[.*bf16.*fp8"),
     ],
 )  # fmt: skip
