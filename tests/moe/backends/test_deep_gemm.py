@@ -29,6 +29,7 @@ from moe.formats.token_groups import (
     unpack_ue8m0,
 )
 from moe.selfcheck import check_layer
+from moe.types import DeepepNormalDispatchOutput, RunState
 from tests.emulators import deep_gemm as emulated
 from tests.emulators.deep_gemm import DeepGemm, install_deep_gemm
 from tests.emulators.deepep import install_deepep
@@ -238,6 +239,11 @@ def test_payloads_that_the_kernel_cannot_read(monkeypatch: pytest.MonkeyPatch) -
     install_deep_gemm(monkeypatch)
     with pytest.raises(UnsupportedPathError, match="takes tokens in FP8"):
         deep_gemm_permutes._need_scale(None)
+    ragged = DeepepNormalDispatchOutput(
+        torch.zeros(3, H), torch.ones(3, 1), torch.zeros(3, K, dtype=torch.int64), torch.ones(3, K), [3] * E
+    )
+    with pytest.raises(UnsupportedPathError, match="needs a dispatch with expert_alignment 128, got counts"):
+        deep_gemm_permutes.deepep_normal_to_deep_gemm(ragged, None, None, RunState())  # type: ignore[arg-type]
     install_deepep(monkeypatch, wide=True)
     with pytest.raises(UnsupportedPathError, match="wants fp32 scales"):  # packed ones sent to an SM90
         run_deepep(DeepepMode.LOW_LATENCY, "sm100", [3, 4])
