@@ -6,6 +6,7 @@ Shape letters: T tokens, R received rows, K top-k, L local experts, M rows per e
 import torch
 
 from moe.backends.aiter import NAME, AiterCoreInput, AiterMoeQuantInfo
+from moe.backends.expert_slots import masked_rows
 from moe.config import DispatchFormat, MoeRunnerConfig
 from moe.registry import register_post_permute, register_pre_permute
 from moe.types import (
@@ -88,14 +89,12 @@ def deepep_ll_to_aiter(
     del config, state
     x_LMH, mask = dispatched.hidden_states, quant_info.local_mask
     num_experts, num_rows = x_LMH.shape[:2]
-    is_real_LM = torch.arange(num_rows, device=x_LMH.device) < dispatched.masked_m[:, None]
-    ids_LM = torch.where(is_real_LM, torch.arange(num_experts, device=x_LMH.device)[:, None], -1)
-    ids_R1 = to_sink(ids_LM.reshape(-1, 1), mask)
+    ids_R1, ones_R1 = masked_rows(dispatched.masked_m, num_rows)
     scale = dispatched.hidden_states_scale
     return AiterCoreInput(
         x_RH=x_LMH.reshape(num_experts * num_rows, -1),
         scale=None if scale is None else scale.reshape(num_experts * num_rows, -1),
-        ids_RK=ids_R1, weights_RK=torch.ones_like(ids_R1, dtype=torch.float32), mask=mask,
+        ids_RK=to_sink(ids_R1, mask), weights_RK=ones_R1, mask=mask,
     )  # fmt: skip
 
 

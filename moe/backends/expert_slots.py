@@ -43,6 +43,16 @@ def token_of_row(row_TK: torch.Tensor, num_rows: int) -> torch.Tensor:
     return source[:num_rows]
 
 
+def masked_rows(masked_m: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Low latency's rows per expert as tokens with one expert each: int64 local ids [E * num_rows, 1], -1 from the
+    expert's count on, and fp32 weights of one.
+    """
+    is_real_EM = torch.arange(num_rows, device=masked_m.device) < masked_m[:, None]
+    expert_E1 = torch.arange(masked_m.shape[0], device=masked_m.device)[:, None]
+    ids_R1 = torch.where(is_real_EM, expert_E1, -1).view(-1, 1)
+    return ids_R1, torch.ones(ids_R1.shape, device=masked_m.device)
+
+
 def take_rows(x_TH: torch.Tensor, source_R: torch.Tensor) -> torch.Tensor:
     """[R, H] of any dtype; one-byte floats travel as bytes, since not every device indexes them."""
     if x_TH.element_size() == 1:

@@ -5,6 +5,7 @@ Shape letters: R received tokens, K top-k, E local experts, M rows per expert, H
 
 import torch
 
+from moe.backends.expert_slots import masked_rows
 from moe.backends.torch import TorchCoreInput, TorchMoeQuantInfo
 from moe.config import DispatchFormat, MoeBackend, MoeRunnerConfig
 from moe.errors import UnsupportedPathError
@@ -54,11 +55,7 @@ def deepep_ll_to_torch(
     del quant_info, config, state
     _refuse_scales(dispatched.hidden_states_scale)
     x_EMH = dispatched.hidden_states
-    num_experts, num_rows = x_EMH.shape[:2]
-    is_real_EM = torch.arange(num_rows, device=x_EMH.device) < dispatched.masked_m[:, None]
-    expert_E1 = torch.arange(num_experts, device=x_EMH.device)[:, None]
-    ids_R1 = torch.where(is_real_EM, expert_E1, -1).reshape(-1, 1)
-    return TorchCoreInput(x_EMH.flatten(0, 1), ids_R1, torch.ones_like(ids_R1, dtype=torch.float32))
+    return TorchCoreInput(x_EMH.flatten(0, 1), *masked_rows(dispatched.masked_m, x_EMH.shape[1]))
 
 
 @register_post_permute(MoeBackend.TORCH, DispatchFormat.DEEPEP_LL)

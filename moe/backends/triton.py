@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from moe.backends.base import Backend, Device, refuse_overlap
+from moe.backends.expert_slots import masked_rows
 from moe.backends.triton_plans import LayerShape, PlanTable, device_name, plans_for
 from moe.config import MoeA2ABackend, MoeBackend, MoeRunnerConfig
 from moe.errors import UnsupportedPathError
@@ -138,14 +139,10 @@ def run_deepep(
         out = _run(x, ids, weights, layer, quant_info.plans.pick(x.shape[0]), config, quant_info)
         return DeepepNormalCombineInput(out, ids, weights)
     # Masked rows [E, M]: each is a token of its own with one expert of weight one, or none beyond the expert's count.
-    num_experts, num_rows, hidden_size = x.shape
-    is_row_EM = torch.arange(num_rows, device=x.device) < dispatched.masked_m[:, None]
-    local_E1 = torch.arange(num_experts, device=x.device, dtype=torch.int32)[:, None]
-    ids_R1 = torch.where(is_row_EM, local_E1, -1).view(-1, 1)
-    ones_R1 = torch.ones(ids_R1.shape, device=x.device)
+    ids_R1, ones_R1 = masked_rows(dispatched.masked_m, x.shape[1])
     likely_tokens = dispatched.expected_m * config.num_experts // config.top_k
     plan = quant_info.plans.pick(likely_tokens, may_be_direct=False)
-    out = _run(x.view(-1, hidden_size), ids_R1, ones_R1, replace(layer, top_k=1), plan, config, quant_info)
+    out = _run(x.view(-1, x.shape[2]), ids_R1, ones_R1, replace(layer, top_k=1), plan, config, quant_info)
     return DeepepLlCombineInput(out.view(x.shape), ids, weights)
 
 

@@ -15,17 +15,9 @@ import torch
 
 from tests.emulators import numbers
 from tests.emulators.experts import DenseExperts
+from tests.emulators.refusal import need
 
 FN, FNUZ = torch.float8_e4m3fn, torch.float8_e4m3fnuz
-
-
-class KernelRefusal(RuntimeError):
-    """A failed assertion of the library, or an access it would make out of bounds."""
-
-
-def need(condition: bool, message: str) -> None:
-    if not condition:
-        raise KernelRefusal(message)
 
 
 class QuantType(enum.Enum):

@@ -7,15 +7,7 @@ import torch
 
 from tests.emulators.device import import_flashinfer
 from tests.emulators.ranks import this_rank
-
-
-class KernelRefusal(RuntimeError):
-    """A failed assertion of the library."""
-
-
-def need(condition: bool, message: str) -> None:
-    if not condition:
-        raise KernelRefusal(message)
+from tests.emulators.refusal import need
 
 
 class MoeAlltoAll:

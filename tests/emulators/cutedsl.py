@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from tests.emulators import layouts, numbers
-from tests.emulators.cutlass import need
 from tests.emulators.device import pretend_gpu, replace_everywhere
 from tests.emulators.experts import DenseExperts
 from tests.emulators.fp4_module import Fp4Emulator, install_fp4
+from tests.emulators.refusal import need
 
 NUM_SMS = 148
 

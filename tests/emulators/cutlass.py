@@ -13,6 +13,7 @@ import torch
 from tests.emulators import layouts, numbers
 from tests.emulators.device import BuiltModule, pretend_gpu
 from tests.emulators.experts import DenseExperts
+from tests.emulators.refusal import need
 
 
 def words(text: str) -> list[str]:
@@ -25,15 +26,6 @@ ARGUMENTS = words(
     "situ_linear_beta swizzled_input_sf tp_size tp_rank ep_size ep_rank cluster_size cluster_rank enable_alltoall "
     "min_latency_mode profile_ids enable_pdl activation_type workspace"
 )
-
-
-class KernelRefusal(RuntimeError):
-    """What the C++ binding raises on a bad argument."""
-
-
-def need(condition: bool, message: str) -> None:
-    if not condition:
-        raise KernelRefusal(message)
 
 
 @dataclass

@@ -11,20 +11,13 @@ from typing import Any
 import pytest
 import torch
 
+from tests.emulators.refusal import need
+
 E4M3 = torch.float8_e4m3fn
 Pair = tuple[torch.Tensor, torch.Tensor]
 NAMES_NOW = ("m_grouped_fp8_gemm_nt_masked", "m_grouped_fp8_gemm_nt_contiguous")
 NAMES_BEFORE = ("fp8_m_grouped_gemm_nt_masked", "m_grouped_fp8_gemm_nt_contiguous")
 NAMES_FIRST = ("m_grouped_gemm_fp8_fp8_bf16_nt_masked", "m_grouped_gemm_fp8_fp8_bf16_nt_contiguous")
-
-
-class KernelRefusal(RuntimeError):
-    """A failed host assertion of the library."""
-
-
-def need(condition: bool, message: str) -> None:
-    if not condition:
-        raise KernelRefusal(message)
 
 
 class DeepGemm:

@@ -14,19 +14,11 @@ import torch
 
 from tests.emulators import layouts, numbers
 from tests.emulators.ranks import Rank
+from tests.emulators.refusal import need
 
 HIDDEN_SIZES = {2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192}
 E4M3 = torch.float8_e4m3fn
 NAN = float("nan")
-
-
-class KernelRefusal(RuntimeError):
-    """A failed host assertion of the library."""
-
-
-def need(condition: bool, message: str) -> None:
-    if not condition:
-        raise KernelRefusal(message)
 
 
 class Config:

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.emulators.deepep import Buffer, need
+from tests.emulators.deepep import Buffer
 from tests.emulators.ranks import Rank
+from tests.emulators.refusal import need
 
 
 def _inner(group: Rank, num_bytes: int, wide: bool) -> Buffer:

@@ -12,17 +12,9 @@ import pytest
 import torch
 
 from tests.emulators.ranks import this_rank
+from tests.emulators.refusal import need
 
 GARBAGE_ID = 10**6
-
-
-class KernelRefusal(RuntimeError):
-    """What the library asserts, or would corrupt memory for."""
-
-
-def need(condition: bool, message: str) -> None:
-    if not condition:
-        raise KernelRefusal(message)
 
 
 class EpDispatchCombineKernelType(enum.Enum):

@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from tests.emulators import layouts, numbers
-from tests.emulators.cutlass import need, words
+from tests.emulators.cutlass import words
 from tests.emulators.device import BuiltModule, pretend_gpu, replace_everywhere
 from tests.emulators.experts import DenseExperts
 from tests.emulators.fp4_module import install_fp4
+from tests.emulators.refusal import need
 
 FP4 = words(
     "mode logits topk_ids topk_weights routing_bias x x_scale w13 w13_scale b13 lora alpha beta limit w2 w2_scale "

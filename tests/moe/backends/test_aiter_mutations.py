@@ -12,8 +12,8 @@ from moe.backends.aiter import AiterBackend
 from moe.backends.aiter_layout import shuffle_weight
 from moe.formats import ExpertWeights, Fp8BlockWeight, Mxfp4Weight
 from moe.twin import moe_twin
-from tests.emulators import aiter as emulated
 from tests.emulators.aiter import Aiter, install_aiter
+from tests.emulators.refusal import KernelRefusal
 from tests.moe.backends import hostile
 from tests.moe.backends.aiter_cases import BACKEND, PLAIN, run_alone
 
@@ -93,7 +93,7 @@ def test_planted_mistakes_are_seen(monkeypatch: pytest.MonkeyPatch, name: str) -
 def test_planted_mistakes_are_refused_by_the_kernel(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     install_aiter(monkeypatch)
     plant(monkeypatch, name)
-    with pytest.raises(emulated.KernelRefusal):
+    with pytest.raises(KernelRefusal):
         run_alone("mxfp4")
 
 
@@ -108,5 +108,5 @@ def test_a_carried_over_negative_zero_is_refused(monkeypatch: pytest.MonkeyPatch
         return weight
 
     monkeypatch.setattr(Fp8BlockWeight, "quantize", classmethod(with_negative_zero))
-    with pytest.raises(emulated.KernelRefusal, match="NaN among the weights"):
+    with pytest.raises(KernelRefusal, match="NaN among the weights"):
         run_alone("fp8_block")

@@ -17,9 +17,9 @@ from moe.backends.expert_slots import sum_slots
 from moe.config import DispatchFormat
 from moe.dispatch.deepep_settings import DeepepMode
 from moe.types import DeepepLlCombineInput
-from tests.emulators import deep_gemm as emulated
 from tests.emulators.deep_gemm import install_deep_gemm
 from tests.emulators.deepep import install_deepep
+from tests.emulators.refusal import KernelRefusal
 from tests.moe.backends import hostile
 from tests.moe.backends.deep_gemm_cases import run_alone, run_deepep, twin
 
@@ -106,7 +106,7 @@ def test_planted_layout_mistakes_are_refused_by_the_kernel(monkeypatch: pytest.M
             return original_input(**(fields | {"masked_m": fields["masked_m"].long()}))
 
         monkeypatch.setattr(deep_gemm_permutes, "MaskedInput", wide_counts)
-    with pytest.raises(emulated.KernelRefusal):
+    with pytest.raises(KernelRefusal):
         run_alone(num_tokens)
 
 

@@ -11,7 +11,7 @@ from moe import StandardTopK, Topology
 from moe.backends import flashinfer_cutedsl, flashinfer_cutlass, flashinfer_mxfp4, flashinfer_trtllm, layouts
 from moe.backends.static_scales import one_scale_fp8, one_scale_nvfp4
 from moe.formats import Nvfp4Weight
-from tests.emulators.cutlass import KernelRefusal
+from tests.emulators.refusal import KernelRefusal
 from tests.moe.backends.scenarios import PATHS, install, run_scenario, tolerance
 
 MODULES = {

@@ -16,8 +16,9 @@ from moe.errors import MoeConfigError, TransportStateError, UnsupportedPathError
 from moe.formats import Bf16Weight, ExpertWeights, Mxfp4Weight
 from moe.twin import moe_twin
 from moe.types import DeepepLlCombineInput, DeepepLlDispatchOutput, DeepepNormalCombineInput
-from tests.emulators.deepep import Buffer, KernelRefusal, install_deepep
+from tests.emulators.deepep import Buffer, install_deepep
 from tests.emulators.ranks import Rank, run_ranks
+from tests.emulators.refusal import KernelRefusal
 from tests.moe.backends import hostile
 from tests.moe.dispatch.several_ranks import E, I, K, rank_inputs, run_layer
 
