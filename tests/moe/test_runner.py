@@ -103,6 +103,24 @@ def test_no_tokens_means_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     assert runner.run(empty, TorchBackend().prepare(make_experts(), config, Topology())).hidden_states.shape == (0, H)
 
 
+def test_without_tokens_the_kernel_still_runs_where_work_overlaps_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other work waits for what the kernel signals."""
+    config, seen = make_config(), []
+
+    def record(self: object, core_input: object, info: object, state: object) -> torch.Tensor:
+        seen.append(state.overlap_args)  # type: ignore[attr-defined]
+        return torch.zeros(0, H)
+
+    monkeypatch.setattr("moe.backends.torch.TorchRunnerCore.run", record)
+    runner = MoeRunner(MoeBackend.TORCH, MoeA2ABackend.NONE, config)
+    empty = StandardDispatchOutput(torch.empty(0, H), StandardTopK(torch.empty(0, K), torch.empty(0, K).int()))
+    quant_info = TorchBackend().prepare(make_experts(), config, Topology())
+    runner.set_overlap_args("stream")
+    runner.run(empty, quant_info)
+    runner.run(empty, quant_info)
+    assert seen == ["stream"]
+
+
 def test_overlap_arguments_serve_one_run_and_are_cleared_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     config = make_config()
     seen = []
