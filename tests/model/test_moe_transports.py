@@ -17,6 +17,7 @@ from moe import Activation, MoeA2ABackend, MoeBackend, MoeRunner, RoutingConfig,
 from moe.backends.base import Device
 from moe.backends.flashinfer_cutedsl import CuteDslFp4MoeQuantInfo
 from moe.dispatch.deepep_settings import DeepepMode, DeepepSettings
+from moe.errors import MoeConfigError
 from moe.formats import ExpertWeights
 from moe.registry import load_backend
 from moe.twin import moe_twin
@@ -161,6 +162,15 @@ def test_auto_mode_follows_the_step(monkeypatch: pytest.MonkeyPatch, is_decode: 
     for x, (got, layer, formats) in zip(TOKENS, run_ranks(2, work), strict=True):
         assert formats == ["deepep_ll" if is_decode else "deepep_normal"]
         assert hostile.relative_error(got, reference(case, layer, experts, x)) < case.tolerance
+
+
+def test_rows_that_the_experts_kernel_cannot_tile_are_refused_before_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = next(case for case in CASES if case.backend is MoeBackend.FLASHINFER_CUTEDSL and case.a2a is DEEPEP)
+    install(monkeypatch, case)
+    monkeypatch.setitem(globals(), "LIMIT", 32)
+    experts = hostile.quantized_experts(case.name, E, H, I, x=torch.cat(TOKENS))
+    with pytest.raises(MoeConfigError, match="is 32: times 2 ranks it must be a multiple of 128"):
+        run_ranks(2, lambda rank: build(case, experts, ExpertShard(ep_size=2, ep_rank=rank.rank()), rank))
 
 
 def test_a_transport_that_loses_tokens_stops_the_load(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe import Activation, MoeA2ABackend, MoeBackend, MoeRunner, StandardDispatchOutput, Topology
+from moe import Activation, MoeA2ABackend, MoeBackend, MoeRunner, StandardDispatchOutput, StandardTopK, Topology
 from moe.backends import aiter, aiter_permutes
 from moe.backends.aiter import AiterQuant, Arrival, resolve_quant
 from moe.backends.aiter_layout import shuffle_e8m0, shuffle_weight, to_fnuz
@@ -26,7 +26,7 @@ from tests.emulators import aiter as emulated
 from tests.emulators.aiter import Aiter, install_aiter
 from tests.emulators.deepep import install_deepep
 from tests.emulators.mori import install_mori
-from tests.emulators.ranks import run_ranks
+from tests.emulators.ranks import Rank, run_ranks
 from tests.moe.backends import hostile
 from tests.moe.backends.aiter_cases import (
     BACKEND,
@@ -162,16 +162,28 @@ def test_behind_mori(monkeypatch: pytest.MonkeyPatch, name: str, low_latency: bo
     assert set(groups) == {"experts"}
 
 
-def test_mori_truncation_keeps_every_received_row(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("payload", "name"), [(Payload.BF16, "bf16"), (Payload.FP8, "fp8_block")])
+def test_mori_truncation_keeps_every_received_row(monkeypatch: pytest.MonkeyPatch, payload: Payload, name: str) -> None:
     emulator = install_aiter(monkeypatch, wide=True)
     install_mori(monkeypatch, wide=True)
-    build = mori_for(Payload.BF16, max_input_tokens=10)
-    assert behind(MoeA2ABackend.MORI, DispatchFormat.MORI_NORMAL, build, "bf16", [5, 4]) < 1e-5
+    build = mori_for(payload, max_input_tokens=10)
+    assert behind(MoeA2ABackend.MORI, DispatchFormat.MORI_NORMAL, build, name, [5, 4]) < TOLERANCE[name]
     assert {call.hidden_states.shape[0] for call in emulator.calls} == {10}
     with pytest.raises(TransportStateError, match="6 tokens on each of 2 ranks, but only 10"):
-        behind(MoeA2ABackend.MORI, DispatchFormat.MORI_NORMAL, build, "bf16", [6, 6])
+        behind(MoeA2ABackend.MORI, DispatchFormat.MORI_NORMAL, build, name, [6, 6])
     with pytest.raises(TransportStateError, match="9 tokens, but mori's max_dispatch_tokens is 8"):
         behind(MoeA2ABackend.MORI, DispatchFormat.MORI_NORMAL, mori_for(Payload.BF16), "bf16", [9, 9])
+
+
+def test_mori_slots_without_an_expert_travel_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    install_mori(monkeypatch)
+
+    def work(rank: Rank) -> int:
+        nobody = StandardTopK(torch.ones(4, K), torch.full((4, K), -1, dtype=torch.int32))
+        dispatched = mori_for(Payload.BF16)(rank, None).dispatch(hostile.tokens(4, H), nobody)
+        return int(dispatched.num_recv_tokens)
+
+    assert run_ranks(2, work) == [4, 4], "every rank keeps its own, with weight zero"
 
 
 def test_mori_on_gfx942_sends_fn_and_computes_in_fnuz(monkeypatch: pytest.MonkeyPatch) -> None:

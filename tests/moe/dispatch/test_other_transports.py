@@ -19,7 +19,7 @@ from moe.dispatch.payload import Payload, choose_payload
 from moe.errors import MoeConfigError, TransportStateError, UnsupportedPathError
 from moe.formats import ExpertWeights, Fp8BlockWeight, Mxfp4Weight, activation_quant
 from moe.twin import moe_twin
-from moe.types import FlashinferCombineInput, RunState, StandardDispatchOutput
+from moe.types import FlashinferCombineInput, RunState, StandardDispatchOutput, StandardTopK
 from tests.emulators import alltoall
 from tests.emulators.alltoall import install_alltoall
 from tests.emulators.deep_gemm import install_deep_gemm
@@ -123,6 +123,19 @@ def test_flashinfer_ranks_equal_one_rank(monkeypatch: pytest.MonkeyPatch, num_to
     wants = [moe_twin(x, topk, experts, PLAIN) for x, topk in inputs]
     assert [out.shape for out in outputs] == [want.shape for want in wants]
     assert hostile.relative_error(torch.cat(outputs), torch.cat(wants)) < 1e-5
+
+
+def test_flashinfer_slots_without_an_expert_travel_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    install_alltoall(monkeypatch)
+    nobody = StandardTopK(torch.ones(4, K), torch.full((4, K), -1, dtype=torch.int32))
+
+    def work(rank: Rank) -> list[int]:
+        shape = EpShape(hidden_size=256, num_experts=E, top_k=K, ep_size=2)
+        transport = FlashinferDispatcher(build_alltoall(rank.rank(), shape, 8), rank.rank(), shape, 8)
+        ids = transport.dispatch(hostile.tokens(4, 256).float(), nobody).topk_output.ids
+        return (ids >= 0).any(-1).nonzero().flatten().tolist()
+
+    assert run_ranks(2, work) == [[0, 1, 2, 3], [8, 9, 10, 11]], "every rank keeps its own, with weight zero"
 
 
 def test_flashinfer_sends_quantized_tokens_with_their_scales(monkeypatch: pytest.MonkeyPatch) -> None:
