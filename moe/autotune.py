@@ -54,9 +54,7 @@ def tuning_token_counts(max_num_batched_tokens: int, max_num_seqs: int) -> tuple
             f"max_num_seqs is {max_num_seqs}: it must lie between 1 and max_num_batched_tokens {max_num_batched_tokens}"
         )
     powers = {1 << exponent for exponent in range(max_num_batched_tokens.bit_length())}
-    return tuple(
-        sorted({count for count in powers if count <= max_num_batched_tokens} | {max_num_seqs, max_num_batched_tokens})
-    )
+    return tuple(sorted(powers | {max_num_seqs, max_num_batched_tokens}))
 
 
 class Ranks(Protocol):
