@@ -16,7 +16,7 @@ def environment() -> dict[str, object]:
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     dirty = subprocess.run(["git", "status", "--porcelain", "-uno"], capture_output=True, text=True, check=False)
     return {
-        "command": " ".join(["python", "-m", sys.argv[0].split("/")[-1].removesuffix(".py"), *sys.argv[1:]]),
+        "command": " ".join(["python", *sys.orig_argv[1:]]),
         "commit": commit.stdout.strip() + ("+changes" if dirty.stdout.strip() else ""),
         "cpu": _cpu_name(),
         "threads": torch.get_num_threads(),
