@@ -9,7 +9,7 @@ import torch
 from moe import Activation, MoeA2ABackend, MoeBackend, MoeRunner, SelfCheckError, Topology
 from moe.backends.torch import TorchBackend
 from moe.formats import ExpertWeights, Weight
-from moe.selfcheck import SelfCheckReport, _probe, check_layer
+from moe.selfcheck import TOKENS_PER_EXPERT, TOKENS_PER_SIZE, SelfCheckReport, _probe, check_layer
 from moe.twin import moe_twin
 from tests.moe.moe_layers import DEEPSEEK_V4, FORMATS, GPT_OSS, PLAIN, make_config, make_experts, shard
 
@@ -175,6 +175,9 @@ def test_probe_visits_every_local_expert_and_clamps_a_tenth(activation: Activati
     for expert in range(num_experts):
         rows = (topk.ids == expert).any(1) & (topk.ids >= 0).sum(1).eq(1)
         gate, up = (x[rows] @ experts.w13.select(expert).dequantize().T).chunk(2, -1)
-        clamped = (gate > activation.limit) | (up.abs() > activation.limit)
-        assert 0.1 < clamped.float().mean() < 0.9
+        clamped = ((gate > activation.limit) | (up.abs() > activation.limit)).float()
+        assert 0.1 < clamped.mean() < 0.9
+        large, small = clamped[:TOKENS_PER_EXPERT].split(TOKENS_PER_SIZE)
+        assert large.mean() > 0.2
+        assert small.mean() < 0.02, "weights behind a clamp must show, too"
     assert moe_twin(x, topk, experts, activation).isfinite().all()
