@@ -53,7 +53,7 @@ class TritonBackend(Backend):
     formats = ("bf16", "fp8_block", "mxfp4", "nvfp4")
 
     def supports(self, device: Device, format_name: str, a2a: MoeA2ABackend, config: MoeRunnerConfig) -> str | None:
-        """bf16 layers on CUDA GPUs from sm80, without a transport or with DeepEP, where Triton is installed."""
+        """bf16 layers on CUDA GPUs from sm80, without a transport or with DeepEP."""
         if not device.is_cuda:
             return f"device {device.arch} is not supported; it runs on {self.hardware}"
         if int(device.arch.removeprefix("sm").rstrip("af")) < _OLDEST_ARCH:
@@ -62,8 +62,6 @@ class TritonBackend(Backend):
             return f"format {format_name} is not supported; it takes {', '.join(self.formats)}"
         if a2a not in (MoeA2ABackend.NONE, MoeA2ABackend.DEEPEP):
             return f"transport {a2a} is not supported; use --moe-a2a-backend none or deepep"
-        if importlib.util.find_spec("triton") is None:
-            return "the package triton is not installed"
         return self.refuses(config)
 
     def refuses(self, config: MoeRunnerConfig) -> str | None:

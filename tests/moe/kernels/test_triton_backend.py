@@ -1,5 +1,6 @@
 """The backend's refusals and its choice of launch plans; needs no GPU."""
 
+import importlib.util
 import json
 from dataclasses import replace
 from importlib import resources
@@ -11,7 +12,10 @@ from moe import MoeA2ABackend, MoeBackend, MoeConfigError, MoeRunner, MoeRunnerC
 from moe.backends.base import Device
 from moe.backends.triton import TritonBackend
 from moe.backends.triton_plans import LayerShape, PlanTable, plans_for
+from moe.formats import Bf16Weight, ExpertWeights
 from moe.kernels.plan import MAX_DIRECT_SLOTS, Plan
+from moe.topology import Topology
+from tests.moe.backends import hostile
 
 CONFIG = MoeRunnerConfig(num_experts=8, num_local_experts=8, hidden_size=64, intermediate_size=64, top_k=2)
 SHAPE = LayerShape(
@@ -36,6 +40,14 @@ def test_supports_answers_with_none_or_a_reason(
 ) -> None:
     answer = TritonBackend().supports(Device(arch=arch), format_name, a2a, CONFIG)
     assert answer is None if reason is None else reason in str(answer)
+
+
+def test_the_verdict_ignores_what_is_installed_and_prepare_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert TritonBackend().supports(Device(arch="sm90"), "mxfp4", MoeA2ABackend.NONE, CONFIG) is None
+    w13, w2 = (Bf16Weight(part.bfloat16()) for part in hostile.dense_experts(8, 64, 64))
+    with pytest.raises(UnsupportedPathError, match="needs the package triton; install the extra 'gpu'"):
+        TritonBackend().prepare(ExpertWeights(w13=w13, w2=w2), CONFIG, Topology())
 
 
 def test_other_activation_dtypes_are_refused_when_the_runner_is_built() -> None:
