@@ -42,7 +42,7 @@ def wrong_size(format_name: str, hidden_size: int, intermediate_size: int, multi
         if size % multiple or not size:
             return (
                 f"{name} of this rank is {size}, {format_name} needs a positive multiple of {multiple} "
-                "(choose another --tensor-parallel-size or --moe-backend)"
+                "(another --moe-backend or number of tensor-parallel ranks may fit)"
             )
     return None
 
