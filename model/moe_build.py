@@ -9,7 +9,7 @@ import torch
 from model.config import ModelSettings
 from model.families.base import MoeParts, MoeShape
 from model.moe_layer import Gate, MoeLayer
-from moe import MoeA2ABackend, MoeRunner, MoeRunnerConfig, Topology
+from moe import MoeA2ABackend, MoeBackend, MoeRunner, MoeRunnerConfig, Topology
 from moe.dispatch.base import Dispatcher
 from moe.dispatch.payload import Payload, choose_payload
 from moe.dispatch.round_trip import check_round_trip
@@ -56,6 +56,7 @@ class MoeBuilder:
         self._hidden_size = hidden_size
         self._num_local_experts = len(self.topology.expert_range(shape.num_experts))
         self._group = group
+        self._backends: dict[str, MoeBackend] = {}  # chosen once for each number format
         self._paths: dict[int, _Path] = {}
         self._transport: Transport | None = None
 
@@ -67,10 +68,11 @@ class MoeBuilder:
         """
         settings, config = self.settings, self._config(format_name)
         formats = dispatch_formats(settings.moe_a2a_backend, settings.deepep.mode)
-        backend = choose_backend(
-            settings.moe_backend, settings.device, format_name, settings.moe_a2a_backend, config, formats
-        )
-        runner = MoeRunner(backend, settings.moe_a2a_backend, config, dispatch_formats=formats)
+        if format_name not in self._backends:
+            self._backends[format_name] = choose_backend(
+                settings.moe_backend, settings.device, format_name, settings.moe_a2a_backend, config, formats
+            )
+        runner = MoeRunner(self._backends[format_name], settings.moe_a2a_backend, config, dispatch_formats=formats)
         self._paths[layer] = _Path(runner, format_name)
 
     def connect(self) -> None:

@@ -1,6 +1,9 @@
 """Chooses the backend of a path, without hardware and without weights. Plans inside a backend live elsewhere."""
 
-from dataclasses import dataclass
+import importlib.util
+import logging
+import sys
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -9,6 +12,8 @@ from moe.backends.base import Device
 from moe.config import DispatchFormat, MoeA2ABackend, MoeBackend, MoeRunnerConfig
 from moe.errors import UnsupportedPathError
 from moe.ranking import rank_backends
+
+logger = logging.getLogger(__name__)
 
 Formats = tuple[DispatchFormat, ...] | None
 
@@ -64,11 +69,14 @@ def choose_backend(
 ) -> MoeBackend:
     """`requested` if it can run the path; for `auto` the first of `rank_backends` that can.
 
-    `dispatch_formats` are those the transport may send here (`--deepep-mode`), by default all it knows.
+    For a `torch.device`, which is this machine's, `auto` passes over backends whose package is not installed here; for
+    a `Device` only the hardware counts. `dispatch_formats` are those the transport may send here (`--deepep-mode`), by
+    default all it knows.
 
     Raises:
         UnsupportedPathError: it cannot, or nothing can. The message holds every reason and what would work.
     """
+    is_here = not isinstance(device, Device)
     device = device if isinstance(device, Device) else probe_device(device)
     path = f"{format_name} experts on {device.arch} with --moe-a2a-backend {a2a}"
     if requested is not MoeBackend.AUTO:
@@ -81,11 +89,21 @@ def choose_backend(
             f"Usable for it: {', '.join(usable) or 'none'}."
         )
     table = verdicts(device, format_name, a2a, config, dispatch_formats)
-    for verdict in table:
-        if verdict.reason is None:
-            return verdict.backend
+    for index, verdict in enumerate(table):
+        if verdict.reason is not None:
+            continue
+        package = registry.load_backend(verdict.backend).package
+        if is_here and not _is_installed(package):
+            logger.warning("%s would be quicker here, but the package %s is not installed", verdict.backend, package)
+            table[index] = replace(verdict, reason=f"the package {package} is not installed")
+            continue
+        return verdict.backend
     reasons = "\n".join(f"  {verdict.backend}: {verdict.reason}" for verdict in table)
     raise UnsupportedPathError(f"no backend can run {path}:\n{reasons}")
+
+
+def _is_installed(package: str | None) -> bool:
+    return package is None or package in sys.modules or importlib.util.find_spec(package) is not None
 
 
 def probe_device(device: torch.device) -> Device:

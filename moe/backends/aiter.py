@@ -154,6 +154,7 @@ class AiterCoreInput:
 class AiterBackend(Backend):
     """AMD GPUs."""
 
+    package = "aiter"
     hardware = "gfx942 (MI300), gfx950 (MI350)"
     archs = MappingProxyType(ARCHS)
     transports = tuple(transport for transport in MoeA2ABackend if transport.supports_aiter)

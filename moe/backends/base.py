@@ -60,10 +60,12 @@ class Backend(ABC):
     format, what hidden and intermediate size must be multiples of.
     `tolerance` is the relative error allowed against the twin, for the worst few tokens and block of 128 outputs. The
     default suits bf16 activations and results: 7e-3 is seen, a row of scales off by a factor of 2 gives 2e-2 and more.
+    `package`: what must be importable for the kernels to run, None where torch is enough.
     `activation_quant` says, by weight format, how the kernels round their inputs; a format not named is not rounded.
     """
 
     hardware: ClassVar[str]
+    package: ClassVar[str | None] = None
     archs: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     transports: ClassVar[tuple[MoeA2ABackend, ...]] = (MoeA2ABackend.NONE,)
     multiples: ClassVar[Mapping[str, tuple[int, int]]] = {}

@@ -111,6 +111,7 @@ class ContiguousInput:
 class DeepGemmBackend(Backend):
     """FP8 block experts, quantizing activations on the way."""
 
+    package = "deep_gemm"
     hardware = "SM90 (Hopper), SM100/SM103 (Blackwell)"
     archs = MappingProxyType({"fp8_block": ARCHS})
     transports = (MoeA2ABackend.NONE, MoeA2ABackend.DEEPEP, MoeA2ABackend.MOONCAKE, MoeA2ABackend.NIXL)

@@ -84,6 +84,7 @@ TOLERANCES = {"fp8_block": 6e-2, "fp8_tensor": 6e-2, "nvfp4": 1.5e-1}
 class FlashinferBackend(Backend):
     """A backend whose kernels take and give bf16; quantized activations have one static scale for the layer."""
 
+    package = "flashinfer"
     activation_quant: ClassVar[Mapping[str, ActivationQuant]] = {
         "fp8_block": activation_quant.fp8_groups,
         "fp8_tensor": activation_quant.fp8_static,

@@ -49,6 +49,7 @@ class TritonMoeQuantInfo:
 class TritonBackend(Backend):
     """Weights in any of four formats times bf16 activations, accumulated in fp32, summed without atomics."""
 
+    package = "triton"
     hardware = "CUDA GPUs from sm80"
     formats = ("bf16", "fp8_block", "mxfp4", "nvfp4")
 

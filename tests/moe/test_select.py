@@ -140,3 +140,23 @@ def test_sizes_that_a_kernel_cannot_tile_are_refused_at_selection(
     with pytest.raises(UnsupportedPathError, match=words):
         choose_backend(backend, device, format_name, MoeA2ABackend.NONE, config)
     assert choose_backend(MoeBackend.AUTO, device, format_name, MoeA2ABackend.NONE, config) is not backend
+
+
+def test_auto_on_this_machine_passes_over_what_is_not_installed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, config: MoeRunnerConfig
+) -> None:
+    sm90 = Device(arch="sm90")
+    monkeypatch.setattr("moe.select.probe_device", lambda device: sm90)
+    monkeypatch.setattr("moe.select._is_installed", lambda package: package in (None, "flashinfer"))
+    assert choose_backend(MoeBackend.AUTO, sm90, "mxfp4", NONE, config) is MoeBackend.TRITON
+    assert choose_backend(MoeBackend.AUTO, torch.device("cuda"), "mxfp4", NONE, config) is MoeBackend.FLASHINFER_MXFP4
+    assert "triton would be quicker here, but the package triton is not installed" in caplog.text
+    monkeypatch.setattr("moe.select._is_installed", lambda package: package is None)
+    assert choose_backend(MoeBackend.AUTO, torch.device("cuda"), "mxfp4", NONE, config) is MoeBackend.TORCH
+
+
+def test_packages_are_looked_up() -> None:
+    from moe.select import _is_installed
+
+    assert _is_installed("torch")
+    assert not _is_installed("surely_not_installed")
