@@ -66,11 +66,13 @@ def test_requests_stream_and_end_once():
             refused = await collect(client, request("bad", [1], top_p=7.0))
             assert refused[0].error_param == "top_p"
             assert not client._streams
-            first, second = (client.generate(request("twice", [1], 2)) for _ in range(2))
-            await anext(first)
+            first, second = (client.generate(request("twice", [1], 9, ignore_eos=True)) for _ in range(2))
+            waiting = asyncio.create_task(anext(first))
+            await asyncio.sleep(0)  # the first is sent, and nothing of it has been read yet: it is surely running
             with pytest.raises(ValueError, match="in use"):
                 await anext(second)
-            assert [output.finish_reason async for output in first] == ["length"]
+            await waiting
+            assert [output.finish_reason async for output in first] == [None] * 7 + ["length"]
         assert not client.alive
         assert client.failure is None
 
