@@ -117,13 +117,11 @@ def _explain(backend: MoeBackend, a2a: MoeA2ABackend, missing: list[DispatchForm
         return (f" with {', '.join(has)} only" if lacking else "") if has else None
 
     hardware = {candidate: registry.load_backend(candidate).hardware for candidate in registry.BACKEND_MODULES}
-    transports = [
-        f"{transport}{how(backend, transport)}" for transport in MoeA2ABackend if how(backend, transport) is not None
-    ]
+    transports = [f"{transport}{note}" for transport in MoeA2ABackend if (note := how(backend, transport)) is not None]
     backends = [
-        f"{candidate}{how(candidate, a2a)} ({hardware[candidate]})"
+        f"{candidate}{note} ({hardware[candidate]})"
         for candidate in hardware
-        if how(candidate, a2a) is not None
+        if (note := how(candidate, a2a)) is not None
     ]
     return (
         f"--moe-backend {backend} with --moe-a2a-backend {a2a} has no path for {', '.join(missing)}. "

@@ -1,8 +1,6 @@
 """Chooses the backend of a path, without hardware and without weights. Plans inside a backend live elsewhere."""
 
-import importlib.util
 import logging
-import sys
 from dataclasses import dataclass, replace
 
 import torch
@@ -92,18 +90,15 @@ def choose_backend(
     for index, verdict in enumerate(table):
         if verdict.reason is not None:
             continue
-        package = registry.load_backend(verdict.backend).package
-        if is_here and not _is_installed(package):
-            logger.warning("%s would be quicker here, but the package %s is not installed", verdict.backend, package)
-            table[index] = replace(verdict, reason=f"the package {package} is not installed")
+        entry = registry.load_backend(verdict.backend)
+        if is_here and not entry.is_installed():
+            reason = f"the package {entry.package} is not installed"
+            logger.warning("%s would be quicker here, but %s", verdict.backend, reason)
+            table[index] = replace(verdict, reason=reason)
             continue
         return verdict.backend
     reasons = "\n".join(f"  {verdict.backend}: {verdict.reason}" for verdict in table)
     raise UnsupportedPathError(f"no backend can run {path}:\n{reasons}")
-
-
-def _is_installed(package: str | None) -> bool:
-    return package is None or package in sys.modules or importlib.util.find_spec(package) is not None
 
 
 def probe_device(device: torch.device) -> Device:

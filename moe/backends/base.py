@@ -1,5 +1,7 @@
 """What every backend answers: where it runs, what it refuses, and how it processes canonical weights."""
 
+import importlib.util
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -72,6 +74,10 @@ class Backend(ABC):
     tolerance: ClassVar[float] = 1.5e-2
     activation_quant: ClassVar[Mapping[str, ActivationQuant]] = {}
     routes_inside: ClassVar[bool] = False  # prefers router logits (BypassedTopK) to ids and weights
+
+    def is_installed(self) -> bool:
+        """True if `package` can be imported here; nothing is imported to find out."""
+        return self.package is None or self.package in sys.modules or importlib.util.find_spec(self.package) is not None
 
     def supports(self, device: Device, format_name: str, a2a: MoeA2ABackend, config: MoeRunnerConfig) -> str | None:
         """None if this backend can run the path, else the reason why not: by its tables, then by what it refuses."""

@@ -4,7 +4,6 @@ One processed layout serves every token count; `triton_plans.py` chooses how it 
 Shape letters: T tokens, K top-k, H hidden.
 """
 
-import importlib.util
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -78,7 +77,7 @@ class TritonBackend(Backend):
             WeightFormatError: a number format or size without kernel.
             UnsupportedPathError: Triton is not installed.
         """
-        if importlib.util.find_spec("triton") is None:
+        if not self.is_installed():
             raise UnsupportedPathError("--moe-backend triton needs the package triton; install the extra 'gpu'")
         from moe.kernels.launch import Layer
 

@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from moe import MoeA2ABackend, MoeBackend, MoeRunner, MoeRunnerConfig, UnsupportedPathError, registry, select
-from moe.backends.base import Device
+from moe.backends.base import Backend, Device
+from moe.backends.triton import TritonBackend
 from moe.ranking import PREFERENCE, rank_backends
+from moe.registry import load_backend
 from moe.select import choose_backend, probe_device, verdicts
 from tests.moe.moe_layers import make_config, make_experts
 
@@ -147,16 +149,17 @@ def test_auto_on_this_machine_passes_over_what_is_not_installed(
 ) -> None:
     sm90 = Device(arch="sm90")
     monkeypatch.setattr("moe.select.probe_device", lambda device: sm90)
-    monkeypatch.setattr("moe.select._is_installed", lambda package: package in (None, "flashinfer"))
+    monkeypatch.setattr(Backend, "is_installed", lambda self: self.package in (None, "flashinfer"))
     assert choose_backend(MoeBackend.AUTO, sm90, "mxfp4", NONE, config) is MoeBackend.TRITON
     assert choose_backend(MoeBackend.AUTO, torch.device("cuda"), "mxfp4", NONE, config) is MoeBackend.FLASHINFER_MXFP4
     assert "triton would be quicker here, but the package triton is not installed" in caplog.text
-    monkeypatch.setattr("moe.select._is_installed", lambda package: package is None)
+    monkeypatch.setattr(Backend, "is_installed", lambda self: self.package is None)
     assert choose_backend(MoeBackend.AUTO, torch.device("cuda"), "mxfp4", NONE, config) is MoeBackend.TORCH
 
 
-def test_packages_are_looked_up() -> None:
-    from moe.select import _is_installed
-
-    assert _is_installed("torch")
-    assert not _is_installed("surely_not_installed")
+def test_packages_are_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = load_backend(MoeBackend.TRITON)
+    monkeypatch.setattr(TritonBackend, "package", "torch")
+    assert backend.is_installed()
+    monkeypatch.setattr(TritonBackend, "package", "surely_not_installed")
+    assert not backend.is_installed()

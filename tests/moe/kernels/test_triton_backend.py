@@ -1,6 +1,5 @@
 """The backend's refusals and its choice of launch plans; needs no GPU."""
 
-import importlib.util
 import json
 from dataclasses import replace
 from importlib import resources
@@ -43,7 +42,7 @@ def test_supports_answers_with_none_or_a_reason(
 
 
 def test_the_verdict_ignores_what_is_installed_and_prepare_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(TritonBackend, "is_installed", lambda self: False)
     assert TritonBackend().supports(Device(arch="sm90"), "mxfp4", MoeA2ABackend.NONE, CONFIG) is None
     w13, w2 = (Bf16Weight(part.bfloat16()) for part in hostile.dense_experts(8, 64, 64))
     with pytest.raises(UnsupportedPathError, match="needs the package triton; install the extra 'gpu'"):
