@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from evals import tiny
+from evals import compare, tiny
 from evals.client import ServerError
 
 
@@ -13,10 +13,14 @@ def main() -> int:
     """Exit status: 0 bars met, 1 not met, 2 could not run."""
     parser = argparse.ArgumentParser(prog="python -m evals", description=__doc__, allow_abbrev=False)
     names = parser.add_subparsers(dest="name", required=True)
-    tiny.add_arguments(names.add_parser("tiny", help=tiny.__doc__, allow_abbrev=False))
+    for name, part in (("tiny", tiny), ("compare", compare)):
+        one = names.add_parser(name, help=part.__doc__, description=part.__doc__, allow_abbrev=False)
+        part.add_arguments(one)
+        one.set_defaults(run=part.main)
+    args = parser.parse_args()
     try:
-        return tiny.main(parser.parse_args())
-    except (ServerError, ValueError) as error:
+        return int(args.run(args))
+    except (ServerError, ValueError, OSError) as error:
         print(f"evals: {error}", file=sys.stderr)
         return 2
 

@@ -27,6 +27,11 @@ class Answer:
     calls: list[tuple[str, str]]
     tokens: int
 
+    @property
+    def text(self) -> str:
+        """All that the user would see, in one string: the content, then a line per call."""
+        return "\n".join([self.content, *(f"{name} {arguments}" for name, arguments in self.calls)])
+
 
 @dataclass(frozen=True, kw_only=True)
 class Client:

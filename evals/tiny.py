@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from evals.client import Answer, Client, in_parallel
 from evals.scoring import is_right
@@ -30,6 +31,22 @@ def load(categories: list[str], limit: int | None) -> dict[str, list[dict[str, A
     return items
 
 
+def spread(items: dict[str, list[dict[str, Any]]], count: int) -> dict[str, list[dict[str, Any]]]:
+    """`count` of the items, evenly over all of them, so that each category keeps its share; the same ones every time.
+
+    Raises:
+        ValueError: there are fewer.
+    """
+    rows = [(name, item) for name, of_category in items.items() for item in of_category]
+    if not 1 <= count <= len(rows):
+        raise ValueError(f"--items is {count}: it must lie between 1 and {len(rows)}, the items there are")
+    chosen: dict[str, list[dict[str, Any]]] = {}
+    for index in range(count):
+        name, item = rows[index * len(rows) // count]
+        chosen.setdefault(name, []).append(item)
+    return chosen
+
+
 def run(client: Client, item: dict[str, Any], options: dict[str, Any]) -> tuple[bool, Answer]:
     """Asks one item and judges the answer."""
     tools = {"tools": item["tools"]} if item.get("tools") else {}
@@ -38,16 +55,24 @@ def run(client: Client, item: dict[str, Any], options: dict[str, Any]) -> tuple[
 
 
 def evaluate(
-    client: Client, items: list[dict[str, Any]], options: dict[str, Any], concurrency: int, show: int
+    client: Client,
+    category: str,
+    items: list[dict[str, Any]],
+    options: dict[str, Any],
+    args: argparse.Namespace,
+    answers: TextIO | None,
 ) -> dict[str, Any]:
-    """Counts of one category; prints the first `show` wrong answers."""
+    """Counts of one category; prints the first `--show` wrong answers and writes all to the open file `answers`."""
     start = time.monotonic()
     right = tokens = shown = 0
-    results = in_parallel(lambda item: run(client, item, options), items, concurrency)
+    results = in_parallel(lambda item: run(client, item, options), items, args.concurrency)
     for item, (good, reply) in zip(items, results, strict=True):
         right += good
         tokens += reply.tokens
-        if not good and shown < show:
+        if answers is not None:
+            row = {"id": item["key"], "category": category, "answer": reply.text, "correct": good}
+            answers.write(json.dumps(row) + "\n")
+        if not good and shown < args.show:
             shown += 1
             print(f"  wrong: {item['messages'][-1]['content']!r} -> {reply.content!r} {reply.calls}", flush=True)
     seconds = time.monotonic() - start
@@ -63,7 +88,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="", help="default: the first one that the server lists")
     parser.add_argument("--api-key", default="")
     parser.add_argument("--category", action="append", default=[], help="only this one; may be repeated")
-    parser.add_argument("--limit", type=int, help="items per category, spread over all of them")
+    amount = parser.add_mutually_exclusive_group()
+    amount.add_argument("--limit", type=int, help="items per category, spread over all of them")
+    amount.add_argument("--items", type=int, help="items in all, spread over the categories by their size")
+    parser.add_argument("--answers", type=Path, help="file to write every answer to, one JSON line per item")
     parser.add_argument("--concurrency", type=int, default=8)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--max-tokens", type=int, default=400)
@@ -77,15 +105,19 @@ def main(args: argparse.Namespace) -> int:
         client = Client(base_url=args.base_url, model=client.first_model(), api_key=args.api_key)
     options = {"temperature": args.temperature, "max_tokens": args.max_tokens}
     print(f"{'category':15} {'items':>6} {'right':>6} {'per cent':>9} {'bar':>6} {'seconds':>8}", flush=True)
+    categories = load(args.category, args.limit)
+    if args.items is not None:
+        categories = spread(categories, args.items)
     results = {}
-    for name, items in load(args.category, args.limit).items():
-        results[name] = evaluate(client, items, options, args.concurrency, args.show)
-        bar, row = BARS.get(name), results[name]
-        shown = f"{bar:6.0f}" if bar else "     -"
-        print(
-            f"{name:15} {row['items']:6} {row['right']:6} {row['percent']:9.2f} {shown} {row['seconds']:8.1f}",
-            flush=True,
-        )
+    with open(args.answers, "w", encoding="utf-8") if args.answers else nullcontext() as answers:
+        for name, items in categories.items():
+            results[name] = evaluate(client, name, items, options, args, answers)
+            bar, row = BARS.get(name), results[name]
+            shown = f"{bar:6.0f}" if bar else "     -"
+            print(
+                f"{name:15} {row['items']:6} {row['right']:6} {row['percent']:9.2f} {shown} {row['seconds']:8.1f}",
+                flush=True,
+            )
     passed = all(results[name]["percent"] >= bar for name, bar in BARS.items() if name in results)
     print(json.dumps({"eval": "tiny", "model": client.model, "passed": passed, "categories": results}))
     return 0 if passed else 1

@@ -95,6 +95,42 @@ def test_a_limit_spreads_over_all_items() -> None:
     assert len({key.split(":")[0] for key in keys}) >= 8
 
 
+def test_a_number_of_items_is_exact_spread_over_all_categories_and_the_same_every_time() -> None:
+    everything = tiny.load([], None)
+    chosen = tiny.spread(everything, 2000)
+    assert sum(map(len, chosen.values())) == 2000
+    assert chosen.keys() == everything.keys()
+    whole = sum(map(len, everything.values()))
+    for name, items in chosen.items():
+        assert abs(len(items) - 2000 * len(everything[name]) / whole) < 1
+        assert len({item["key"] for item in items}) == len(items)
+    assert chosen == tiny.spread(tiny.load([], None), 2000)
+    assert tiny.spread(everything, whole) == everything
+
+
+@pytest.mark.parametrize("count", [0, 10_000])
+def test_more_items_than_there_are_is_an_error(count: int) -> None:
+    with pytest.raises(ValueError, match=f"--items is {count}"):
+        tiny.spread(tiny.load([], None), count)
+
+
+def test_answers_are_written_one_line_an_item(base_url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    flags = ["--base-url", base_url, "--items", "30", "--category", "tools", "--category", "addition"]
+    run(monkeypatch, *flags, "--answers", str(tmp_path / "answers.jsonl"))
+    rows = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
+    asked = tiny.spread(tiny.load(["tools", "addition"], None), 30)
+    assert [row["id"] for row in rows] == [item["key"] for items in asked.values() for item in items]
+    checks = {item["key"]: item["check"] for items in asked.values() for item in items}
+    for row in rows:
+        check = checks[row["id"]]
+        if row["category"] == "tools":
+            assert row["answer"] == f"\n{check['name']} {json.dumps(check['arguments'])}"
+            assert row["correct"] is True
+        else:
+            assert row["answer"] == str(check["value"] + check["value"] % 2)
+            assert row["correct"] is (check["value"] % 2 == 0)
+
+
 def test_evals_import_nothing_of_ours() -> None:
     ours = {"server", "engine", "model", "loaders", "moe", "tools", "torch", "transformers"}
     for path in FOLDER.glob("*.py"):

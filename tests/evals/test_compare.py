@@ -1,0 +1,82 @@
+"""`python -m evals compare`: agreement item by item, its bar, and files that cannot be compared."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from evals.__main__ import main
+
+
+def write(path: Path, *rows: tuple[str, str, bool]) -> str:
+    lines = [
+        json.dumps({"id": row_id, "category": row_id[0], "answer": answer, "correct": good})
+        for row_id, answer, good in rows
+    ]
+    path.write_text("\n".join(lines) + "\n")
+    return str(path)
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["evals", "compare", *arguments])
+    return main()
+
+
+ROWS = [(f"{'ab'[index % 2]}{index}", f"answer {index}", index != 3) for index in range(10)]
+
+
+@pytest.mark.parametrize(("bar", "status"), [("0.8", 0), ("0.81", 1), ("1", 1), ("0", 0)])
+def test_the_bar_is_a_share_of_items_with_the_very_same_answer(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, bar: str, status: int
+) -> None:
+    changed = [*ROWS[:8], ("a8", "answer 8.", True), ("b9", "something", False)]
+    first, second = write(tmp_path / "1", *ROWS), write(tmp_path / "2", *reversed(changed))
+    assert run(monkeypatch, first, second, "--at-least", bar, "--show", "1") == status
+    *table, last = capsys.readouterr().out.splitlines()
+    result = json.loads(last)
+    assert (result["items"], result["same_answer"], result["agreement"], result["same_verdict"]) == (10, 8, 0.8, 9)
+    assert (result["right_first"], result["right_second"]) == (9, 8)
+    assert result["passed"] is (status == 0)
+    assert table[0] == "  a8: 'answer 8' -> 'answer 8.'"
+    assert [line.split() for line in table[2:]] == [["a", "5", "4", "5"], ["b", "5", "4", "4"]]
+
+
+@pytest.mark.parametrize(("fewer", "more"), [(0, 1), (1, 0)])
+def test_different_items_cannot_be_compared(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, fewer: int, more: int
+) -> None:
+    paths = [write(tmp_path / "1", *ROWS), write(tmp_path / "2", *ROWS)]
+    write(Path(paths[fewer]), *ROWS[:-1])
+    assert run(monkeypatch, *paths, "--at-least", "0") == 2
+    error = capsys.readouterr().err
+    assert paths[fewer] in error
+    assert paths[more] not in error
+    assert "lacks 1 of the other's, as 'b9'" in error
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "holds no answers"),
+        ("{}", "line 1 is no row"),
+        ("7", "line 1 is no row"),
+        ('{"id": "a", "category": "a", "answer": "", "correct": true}\n' * 2, "line 2: item 'a' is there twice"),
+    ],
+)
+def test_files_that_hold_no_answers_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str, words: str
+) -> None:
+    (tmp_path / "1").write_text(text)
+    assert run(monkeypatch, str(tmp_path / "1"), write(tmp_path / "2", *ROWS)) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_missing_file_and_a_bar_out_of_range_are_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = write(tmp_path / "1", *ROWS)
+    assert run(monkeypatch, path, str(tmp_path / "nowhere")) == 2
+    assert "nowhere" in capsys.readouterr().err
+    assert run(monkeypatch, path, path, "--at-least", "98") == 2
+    assert "--at-least is 98.0" in capsys.readouterr().err
