@@ -1,0 +1,71 @@
+"""`scripts/card_end_to_end.py` as far as a CPU can run it: its report, its failures, and a dummy model's answers."""
+
+import json
+from pathlib import Path
+
+import openai
+import pytest
+
+from scripts import card_end_to_end as card
+
+SMALL = {
+    "num_hidden_layers": 2, "hidden_size": 96, "intermediate_size": 64, "num_local_experts": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 20000,
+}  # fmt: skip
+NUM_OWN_TOKENS = 4096  # of the bundled tokenizer
+
+
+def run(out: Path, *flags: str) -> tuple[int, list[dict]]:
+    status = card.main(["--out", str(out), "--device", "cpu", "--reference-threads", "1", *flags])
+    report = json.loads((out / "report.json").read_text())
+    assert report["passed"] is (status == 0)
+    return status, report["rows"]
+
+
+def test_the_bundled_model_agrees_with_itself_and_a_missing_card_is_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--parts", "tiny", "--items", "27", "--backends", "torch,triton"]
+    status, [reference, torch, triton] = run(tmp_path, *flags)
+    assert status == 1
+    assert [line.split()[2] for line in capsys.readouterr().out.splitlines()[:3]] == ["ok:", "ok:", "FAILED:"]
+    for row in (reference, torch):
+        assert (row["passed"], row["items"], row["paths"]) == (True, 27, {"torch / none / mxfp4": 6})
+        assert [check["layer"] for check in row["selfcheck"]] == list(range(6))
+        assert row["right"] >= 24
+    assert (torch["agreement"], torch["same_answer"], torch["same_verdict"]) == (1.0, 27, 27)
+    assert triton["passed"] is False
+    assert "--moe-backend triton cannot run mxfp4 experts on cpu" in triton["error"]
+
+
+def test_a_dummy_model_of_gpt_oss_shape_starts_and_answers(tmp_path: Path) -> None:
+    flags = ["--parts", "dummy", "--dummy-backends", "auto", "--dummy-config", json.dumps(SMALL)]
+    status, [row] = run(tmp_path, *flags)
+    assert status == 0
+    assert row["layers"] == ["layer 0: torch / none / mxfp4", "layer 1: torch / none / mxfp4"]
+    assert (row["finish_reason"], row["answer_tokens"]) == ("length", card.ANSWER_TOKENS)
+    config = json.loads((tmp_path / "gpt-oss-20b" / "config.json").read_text())
+    assert config["layer_types"] == ["sliding_attention", "full_attention"]
+    assert config["quantization_config"]["quant_method"] == "mxfp4"
+
+
+def test_tokens_that_the_tokenizer_does_not_have_are_empty_text(tmp_path: Path) -> None:
+    """With random weights most of a large vocabulary is beyond the bundled tokenizer: nothing to show, no failure."""
+    model = card.write_dummy_model(tmp_path / "model", **SMALL)
+    flags = ["--model", str(model), "--load-format", "dummy", "--device", "cpu", "--num-threads", "1"]
+    with (
+        card.service(tmp_path / "log", *flags) as (url, _),
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        name = client.models.list().data[0].id
+        request = {"model": name, "prompt": "Hello", "max_tokens": 20, "temperature": 0, "logprobs": 5}
+        unknown = {str(token): 100 for token in range(NUM_OWN_TOKENS, NUM_OWN_TOKENS + 20)}
+        [whole] = client.completions.create(**request, logit_bias=unknown).choices
+        assert (whole.text, whole.finish_reason) == ("", "length")
+        assert whole.logprobs.tokens == [""] * 20
+        [mixed] = client.completions.create(**request, logit_bias=unknown | {"100": 100, "101": 100}).choices
+        streamed = client.completions.create(**request, logit_bias=unknown | {"100": 100, "101": 100}, stream=True)
+        assert "".join(chunk.choices[0].text for chunk in streamed) == mixed.text
+        chat = {"model": name, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 20}
+        [choice] = client.chat.completions.create(**chat, temperature=0, logprobs=True, logit_bias=unknown).choices
+        assert (choice.message.content, choice.finish_reason) == (None, "length")
