@@ -1,0 +1,89 @@
+"""A scale tensor permuted on purpose stops the start: torch through the engine, others on one layer of its model."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.config import EngineConfig
+from engine.core import EngineCore
+from moe import MoeA2ABackend, MoeBackend, MoeRunner, SelfCheckError, Topology
+from moe.registry import load_backend
+from moe.selfcheck import check_layer
+from tests.emulators.cutlass import install_cutlass
+from tests.gpu.permuted_scales import (
+    MATRICES,
+    NUM_LAYERS,
+    ORDERS,
+    PATTERN,
+    TINY,
+    break_prepare,
+    permute_canonical,
+    permute_processed,
+    tiny_experts,
+)
+
+ROOT = Path(__file__).parents[3]
+
+
+def need_named(text: str, backend: MoeBackend, layer: int) -> None:
+    """The message names layer, path, expert and error, and the error is far beyond rounding."""
+    found = re.search(PATTERN.format(layer=layer, backend=backend), text)
+    assert found, text
+    assert float(found[2]) > 0.1, text
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("matrix", MATRICES)
+def test_the_torch_path_does_not_start(monkeypatch: pytest.MonkeyPatch, matrix: str, order: str) -> None:
+    config = EngineConfig(model=TINY, device="cpu", num_pages=64, num_threads=1, selfcheck="all")
+    layer = NUM_LAYERS - 1
+    break_prepare(
+        monkeypatch, MoeBackend.TORCH, layer, lambda experts: permute_canonical(experts, matrix, order),
+        is_processed=False,
+    )  # fmt: skip
+    with pytest.raises(SelfCheckError) as raised:
+        EngineCore(config)
+    need_named(str(raised.value), MoeBackend.TORCH, layer)
+
+
+@pytest.mark.parametrize("is_processed", [True, False])
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("matrix", MATRICES)
+def test_the_emulated_flashinfer_path_is_refused(
+    monkeypatch: pytest.MonkeyPatch, matrix: str, order: str, is_processed: bool
+) -> None:
+    install_cutlass(monkeypatch)
+    experts, config = tiny_experts(2)
+    backend, topology = load_backend(MoeBackend.FLASHINFER_MXFP4), Topology()
+    runner = MoeRunner(MoeBackend.FLASHINFER_MXFP4, MoeA2ABackend.NONE, config)
+    info: Any = backend.prepare(experts, config, topology)
+    report = check_layer(runner, info, experts, layer=2, topology=topology)
+    assert 0 < report.worst_error <= report.tolerance
+    if is_processed:
+        info = permute_processed(info, matrix, order)
+    else:
+        info = backend.prepare(permute_canonical(experts, matrix, order), config, topology)
+    with pytest.raises(SelfCheckError) as raised:
+        check_layer(runner, info, experts, layer=2, topology=topology)
+    need_named(str(raised.value), MoeBackend.FLASHINFER_MXFP4, 2)
+
+
+def test_the_interpreted_triton_path_is_refused() -> None:
+    pytest.importorskip("triton")
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    program = ROOT / "tests" / "moe" / "kernels" / "interpreted_selfcheck.py"
+    done = subprocess.run(
+        [sys.executable, program], env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    told = json.loads(done.stdout)
+    assert 0 < told.pop("intact") < 0.015
+    assert len(told) == 8
+    for text in told.values():
+        need_named(text, MoeBackend.TRITON, 3)

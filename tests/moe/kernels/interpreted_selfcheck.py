@@ -1,0 +1,41 @@
+"""Self-checks of a layer of the bundled model in Triton's interpreter: intact, and with scales permuted on purpose.
+
+Prints JSON: the error of the intact layer, and what the check said of the others. A program of its own, since Triton
+decides when it is imported whether it compiles or interprets.
+"""
+
+import json
+import sys
+from typing import Any
+
+from moe import MoeA2ABackend, MoeBackend, MoeRunner, SelfCheckError, Topology
+from moe.backends.triton import TritonBackend
+from moe.selfcheck import check_layer
+from tests.gpu.permuted_scales import MATRICES, ORDERS, permute_canonical, permute_processed, tiny_experts
+
+LAYER, NUM_EXPERTS = 3, 2
+
+
+def main() -> dict[str, Any]:
+    """Every permutation of the weights before processing and of the processed weights."""
+    experts, config = tiny_experts(LAYER, NUM_EXPERTS)
+    runner = MoeRunner(MoeBackend.TRITON, MoeA2ABackend.NONE, config)
+    topology = Topology()
+    intact = TritonBackend().prepare(experts, config, topology)
+    broken = {}
+    for matrix in MATRICES:
+        for order in ORDERS:
+            wrong = permute_canonical(experts, matrix, order)
+            broken[f"canonical {matrix} {order}"] = TritonBackend().prepare(wrong, config, topology)
+            broken[f"processed {matrix} {order}"] = permute_processed(intact, matrix, order)
+    told: dict[str, Any] = {"intact": check_layer(runner, intact, experts, layer=LAYER, topology=topology).worst_error}
+    for name, info in broken.items():
+        try:
+            told[name] = str(check_layer(runner, info, experts, layer=LAYER, topology=topology))
+        except SelfCheckError as error:
+            told[name] = str(error)
+    return told
+
+
+if __name__ == "__main__":
+    json.dump(main(), sys.stdout)
