@@ -45,11 +45,11 @@ class LayerCase:
         most = min(self.num_experts, num_tokens * self.top_k)
         return self.num_active.get(num_tokens, most)
 
-    def floor_us(self, format_name: str, num_tokens: int) -> float:
+    def floor_us(self, format_name: str, num_tokens: int, num_active: float) -> float:
         """The larger of reading the active experts once and doing the arithmetic."""
         weights_per_expert = 3 * self.hidden_size * self.intermediate_size
         bits = {"bf16": 16.0, "fp8_block": 8.0 + 32 / 128**2, "mxfp4": 4.25, "nvfp4": 4.5}[format_name]
-        read_s = self.active(num_tokens) * weights_per_expert * bits / 8 / READ_BYTES_PER_S
+        read_s = num_active * weights_per_expert * bits / 8 / READ_BYTES_PER_S
         rate = FP8_FLOPS_PER_S if format_name == "fp8_block" else BF16_FLOPS_PER_S
         return 1e6 * max(read_s, 2 * num_tokens * self.top_k * weights_per_expert / rate)
 
@@ -69,6 +69,10 @@ CASES = {
         LayerCase(
             model="deepseek-v3-quarter", num_experts=64, top_k=8, hidden_size=7168, intermediate_size=2048,
             activation=Activation(), has_bias=False, num_active={4: 26, 8: 42, 16: 56, 32: 63},
+        ),
+        LayerCase(
+            model="deepseek-v3", num_experts=256, top_k=8, hidden_size=7168, intermediate_size=2048,
+            activation=Activation(), has_bias=False, num_active={4: 30, 8: 57, 16: 102, 32: 163, 64: 222, 128: 252},
         ),
     )
 }  # fmt: skip
@@ -101,23 +105,25 @@ def _random_weight(format_name: str, shape: tuple[int, int, int], generator: tor
         scales = integers(0x30, 0x40, num_experts, num_rows, num_cols // 16).view(torch.float8_e4m3fn)
         scale_2 = torch.full((num_experts,), 0.007, device=device)
         return Nvfp4Weight(integers(0, 255, num_experts, num_rows, num_cols // 2), scales, scale_2)
-    dense = torch.empty(shape, device=device, dtype=torch.bfloat16)
-    for expert in range(num_experts):  # fp32 noise of a whole layer would not fit beside the copies
-        dense[expert] = torch.randn(num_rows, num_cols, generator=generator, device=device) * 0.02
     if format_name == "bf16":
+        dense = torch.empty(shape, device=device, dtype=torch.bfloat16)
+        for matrix in dense:  # fp32 noise of a whole layer would not fit beside the copies
+            matrix.copy_(torch.randn(num_rows, num_cols, generator=generator, device=device) * 0.02)
         return Bf16Weight(dense)
     blocks = (-(-num_rows // 128), -(-num_cols // 128))
     scale = 0.01 + 0.01 * torch.rand(num_experts, *blocks, generator=generator, device=device)
     data = torch.empty(shape, device=device, dtype=torch.float8_e4m3fn)
-    for expert in range(num_experts):
-        data[expert] = (dense[expert].float() * 100).to(torch.float8_e4m3fn)
+    for matrix in data:
+        matrix.copy_(torch.randn(num_rows, num_cols, generator=generator, device=device) * 2)
     return Fp8BlockWeight(data, scale)
 
 
 def routing(case: LayerCase, num_tokens: int, kind: str, device: torch.device, seed: int) -> StandardTopK:
-    """A routing that touches exactly `case.active(num_tokens)` experts ("uniform"), or one with zipf popularity."""
+    """A routing that touches exactly `case.active(num_tokens)` experts ("uniform"), or one with zipf popularity.
+
+    Made on the CPU: the same seed gives the same ids everywhere. Weights are fp32 and sum to one.
+    """
     generator = torch.Generator().manual_seed(seed)
-    popularity = torch.ones(case.num_experts)
     if kind == "zipf":
         popularity = 1.0 / torch.arange(1, case.num_experts + 1)
         popularity = popularity[torch.randperm(case.num_experts, generator=generator)]
@@ -129,14 +135,16 @@ def routing(case: LayerCase, num_tokens: int, kind: str, device: torch.device, s
     return StandardTopK(weights.to(device), ids.to(torch.int32).to(device))
 
 
+def id_sets(case: LayerCase, num_tokens: int, kind: str, device: torch.device, num_sets: int) -> list[StandardTopK]:
+    """The routings that every contender of every run gets."""
+    return [routing(case, num_tokens, kind, device, seed=100 + index) for index in range(num_sets)]
+
+
 def _exactly_active(case: LayerCase, num_tokens: int, generator: torch.Generator) -> torch.Tensor:
-    """Deal every chosen expert once, then fill up each token with others of the chosen ones."""
+    """Deal every chosen expert to one token, then fill up each token with others of the chosen ones."""
     num_active = case.active(num_tokens)
     chosen = torch.randperm(case.num_experts, generator=generator)[:num_active]
-    rows: list[list[int]] = [[] for _ in range(num_tokens)]
-    for index, expert in enumerate(chosen.tolist()):
-        rows[index % num_tokens].append(expert)
-    for row in rows:
-        others = [e for e in chosen[torch.randperm(num_active, generator=generator)].tolist() if e not in row]
-        row.extend(others[: case.top_k - len(row)])
-    return torch.tensor(rows)
+    rank = torch.rand(num_tokens, num_active, generator=generator)
+    index = torch.arange(num_active)
+    rank[index % num_tokens, index] = -1.0  # dealt experts come first
+    return chosen[rank.argsort(dim=1)[:, : case.top_k]]

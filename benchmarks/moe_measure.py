@@ -1,0 +1,125 @@
+"""Measures one layer of `bench_moe`: every contender, every number of tokens, every kind of routing, as rows.
+
+A contender that cannot be prepared, is wrong or breaks costs its own rows only; the reason goes to `failures`.
+"""
+
+import statistics
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from benchmarks import moe_contenders
+from benchmarks.copies import tensors_in
+from benchmarks.moe_cases import LayerCase, id_sets, random_experts
+from benchmarks.moe_check import Expected, check, expect
+from benchmarks.moe_contenders import Contender
+from benchmarks.moe_sweep import sweep
+from benchmarks.moe_timing import Timer, copies_needed
+from moe.formats import ExpertWeights
+from moe.tuning_cache import TuningCache
+from moe.types import StandardTopK
+
+FREE_SHARE = 0.7  # of the free memory, for copies; the rest is for activations
+CHOICE_SETS = 4  # id sets on which a contender compares its own alternatives
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """What to measure of every layer. `tune_seconds`: per library and layer, 0 tunes nothing."""
+
+    tokens: list[int]
+    backends: list[str]
+    kinds: list[str]
+    num_sets: int
+    tune_seconds: float
+    sweep: bool
+    seed: int
+
+
+@dataclass(kw_only=True)
+class LayerBench:
+    """One layer in one number format on `device`."""
+
+    case: LayerCase
+    format_name: str
+    settings: Settings
+    device: torch.device
+    failures: list[Row] = field(default_factory=list)
+    _expected: dict[int, Expected] = field(default_factory=dict)
+    _cache: TuningCache = field(default_factory=lambda: TuningCache(None))
+
+    def rows(self) -> Iterator[Row]:
+        """Rows as they are measured."""
+        experts = random_experts(self.case, self.format_name, self.device, seed=0)
+        for name in self.settings.backends:
+            if self.format_name not in moe_contenders.FORMATS[name]:
+                continue
+            try:
+                contender = self._prepare(name, experts)
+            except Exception as error:
+                self._failed(error, name)
+                continue
+            for num_tokens in self.settings.tokens:
+                try:
+                    yield from self._measure(contender, experts, num_tokens)
+                except Exception as error:
+                    self._failed(error, name, num_tokens)
+            del contender
+            torch.cuda.empty_cache()
+
+    def _prepare(self, name: str, experts: ExpertWeights) -> Contender:
+        contender = moe_contenders.prepare(name, self.case, experts, self.device)
+        if self.settings.tune_seconds > 0:
+            contender.tune(experts, self.settings.tokens, self._cache, self.settings.tune_seconds)
+        torch.cuda.empty_cache()
+        num_bytes = sum(tensor.nbytes for tensor in tensors_in(contender.layers[0]))
+        num_fitting = 1 + int(FREE_SHARE * torch.cuda.mem_get_info()[0] / num_bytes)
+        contender.grow(min(self._num_copies(experts, min(self.settings.tokens)), num_fitting))
+        return contender
+
+    def _num_copies(self, experts: ExpertWeights, num_tokens: int) -> int:
+        return copies_needed(experts.nbytes * self.case.active(num_tokens) / self.case.num_experts)
+
+    def _expect(self, experts: ExpertWeights, num_tokens: int, topk: StandardTopK) -> Expected:
+        if num_tokens not in self._expected:
+            generator = torch.Generator(self.device).manual_seed(self.settings.seed + num_tokens)
+            size = (num_tokens, self.case.hidden_size)
+            x_TH = torch.randn(size, generator=generator, device=self.device).bfloat16()
+            self._expected[num_tokens] = expect(self.case, experts, x_TH, topk, generator)
+        return self._expected[num_tokens]
+
+    def _measure(self, contender: Contender, experts: ExpertWeights, num_tokens: int) -> Iterator[Row]:
+        settings, case = self.settings, self.case
+        topks = {kind: id_sets(case, num_tokens, kind, self.device, settings.num_sets) for kind in settings.kinds}
+        expected = self._expect(experts, num_tokens, topks[settings.kinds[0]][0])
+        error = check(contender, expected)
+        num_copies = min(self._num_copies(experts, num_tokens), len(contender.layers))
+        for kind, sets in topks.items():
+            num_active = statistics.median(int(topk.ids.unique().numel()) for topk in sets)
+            row: Row = {
+                "model": case.model, "format": self.format_name, "tokens": num_tokens, "active_experts": num_active,
+                "routing": kind, "backend": contender.name,
+                "floor_us": round(case.floor_us(self.format_name, num_tokens, num_active), 1), "error": error,
+            }  # fmt: skip
+            if settings.sweep:
+                layers = [info.layer for info in contender.layers[:num_copies]]
+                yield from (row | found for found in sweep(layers, expected.x_TH, sets, self.format_name))
+                continue
+            staged = [contender.stage(topk) for topk in sets]
+            few = staged[:CHOICE_SETS]
+            contender.choose(lambda few=few: Timer(contender, expected.x_TH, few, num_copies).us(few))
+            us = Timer(contender, expected.x_TH, staged, num_copies).us(staged)
+            yield row | {"us": round(us, 2), "plan": contender.plan(num_tokens), "tuned": contender.tuned}
+
+    def _failed(self, error: Exception, name: str, num_tokens: int | None = None) -> None:
+        reason = f"{type(error).__name__}: {str(error)[:400]}"
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        print(f"{name} {num_tokens or ''}: {reason} ({where.filename}:{where.lineno})", flush=True)
+        self.failures.append(
+            {"model": self.case.model, "format": self.format_name, "backend": name, "tokens": num_tokens,
+             "reason": reason}
+        )  # fmt: skip

@@ -1,0 +1,68 @@
+"""Compiles ahead, in many processes, what `bench_moe` will time; they share the compilers' caches on disk."""
+
+import multiprocessing
+import os
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks import moe_contenders
+from benchmarks.moe_cases import CASES, id_sets, random_experts
+from benchmarks.moe_contenders import Contender
+
+LAYERS_PER_PROCESS = 4  # canonical and prepared weights, and what lies between them
+CONTEXT_BYTES = 1e9  # of a process on the card
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """One contender at some numbers of tokens."""
+
+    model: str
+    format_name: str
+    backend: str
+    tokens: int
+
+
+def compile_all(jobs: list[Job], free_bytes: float) -> None:
+    """Call every job once; as many processes as there are cores and as the layer of the jobs fits into memory."""
+    if not jobs:
+        return
+    case, bits = CASES[jobs[0].model], {"bf16": 16, "fp8_block": 8}.get(jobs[0].format_name, 4.5)
+    layer_bytes = case.num_experts * 3 * case.hidden_size * case.intermediate_size * bits / 8
+    num_fitting = int(free_bytes / (LAYERS_PER_PROCESS * layer_bytes + CONTEXT_BYTES))
+    num_processes = max(1, min(len(jobs), os.cpu_count() or 1, num_fitting))
+    with multiprocessing.get_context("spawn").Pool(num_processes) as pool:
+        for message in pool.imap_unordered(_compile, jobs, chunksize=1):
+            if message:
+                print(message, flush=True)
+
+
+_prepared: dict[tuple[str, str, str], Contender] = {}  # of this process: at most one
+
+
+def _compile(job: Job) -> str | None:
+    """None, or why the job did not run: the benchmark will say so too."""
+    device, case = torch.device("cuda"), CASES[job.model]
+    try:
+        key = (job.model, job.format_name, job.backend)
+        if key not in _prepared:
+            _prepared.clear()
+            torch.cuda.empty_cache()
+            experts = random_experts(case, job.format_name, device, seed=0)
+            _prepared[key] = moe_contenders.prepare(job.backend, case, experts, device)
+        contender = _prepared[key]
+        x_TH = contender.tokens(torch.randn(job.tokens, case.hidden_size, device=device).bfloat16())
+        (topk,) = id_sets(case, job.tokens, "uniform", device, 1)
+        routing = contender.stage(topk)
+
+        def call() -> float:
+            contender.run(0, x_TH, routing)
+            torch.cuda.synchronize()
+            return 0.0
+
+        call()
+        contender.choose(call)
+    except Exception as error:
+        return f"{job}: {type(error).__name__}: {str(error)[:200]}"
+    return None
