@@ -27,6 +27,13 @@ ARGUMENTS = words(
     "min_latency_mode profile_ids enable_pdl activation_type workspace"
 )
 
+_KEYWORDS = {
+    "output": "output", "input": "input", "ids": "token_selected_experts", "weights": "token_final_scales",
+    "fc1": "fc1_expert_weights", "fc1_bias": "fc1_expert_biases", "fc2": "fc2_expert_weights",
+    "fc2_bias": "fc2_expert_biases", "scales": "quant_scales", "alpha": "swiglu_alpha", "beta": "swiglu_beta",
+    "limit": "swiglu_limit",
+}  # fmt: skip
+
 
 @dataclass
 class CutlassEmulator:
@@ -57,15 +64,38 @@ class _Runner:
         call = SimpleNamespace(**dict(zip(ARGUMENTS, values, strict=True)), options=self.options)
         self.module.calls.append(call)
         _check(call)
-        experts = self.module.decoded = _decode(call)
-        if call.tp_rank != 0:
-            experts.b2 = None
-        offset = call.ep_rank * call.fc2.shape[0]
-        x = call.input.float()
-        if call.input.dtype == torch.float8_e4m3fn:
-            x = x * call.scales[3]
-        self.module.exact = experts.run(x, call.ids, call.weights, offset)
+        self.module.decoded = _decode(call)
+        self.module.exact = _run(call, self.module.decoded)
         call.output.copy_(self.module.exact)
+
+
+def _run(call: SimpleNamespace, experts: DenseExperts) -> torch.Tensor:
+    if call.tp_rank != 0:
+        experts.b2 = None
+    x = call.input.float()
+    if call.input.dtype == torch.float8_e4m3fn:
+        x = x * call.scales[3]
+    return experts.run(x, call.ids, call.weights, call.ep_rank * call.fc2.shape[0])
+
+
+def emulate(arguments: dict[str, Any], *, rounds_between: bool = False) -> torch.Tensor:
+    """fp32 result [T, H] of one call of the library's `cutlass_fused_moe`, from its keyword arguments on the CPU.
+
+    Needs no library, so that it can stand beside the real one. `rounds_between`: as `DenseExperts` has it.
+    """
+    options = SimpleNamespace(
+        x_dtype=arguments["input"].dtype, out_dtype=arguments["output_dtype"],
+        fp8_block=arguments.get("use_deepseek_fp8_block_scale", False),
+        w4_group=arguments.get("use_w4_group_scaling", False),
+    )  # fmt: skip
+    call = SimpleNamespace(
+        **{name: arguments.get(keyword) for name, keyword in _KEYWORDS.items()},
+        tp_rank=arguments["tp_rank"], ep_rank=arguments["ep_rank"], options=options,
+    )  # fmt: skip
+    _check(call)
+    experts = _decode(call)
+    experts.rounds_between = rounds_between
+    return _run(call, experts)
 
 
 def _check(call: SimpleNamespace) -> None:
