@@ -1,31 +1,29 @@
-"""Policy of tuning: what is tuned, on which shapes, who decides and when a result is kept. Knows no kernel library.
+"""Policy of tuning: which token counts are tuned, who decides, when to stop, what is kept. Knows no kernel library.
 
 Tuning chooses tactics inside one backend, on the local shape after dispatch and with the transport left out, so no rank
 waits for another inside a measurement. All ranks tune in step if any misses its cache; the slowest rank's time counts;
-rank 0 decides, tells the others and writes.
+rank 0 decides, watches the clock, tells the others and writes.
 """
 
+import itertools
 import logging
 import math
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
 
 from moe.backends.flashinfer_cutedsl import is_flashinfer_cutedsl_v1_path
-from moe.config import DispatchFormat, MoeA2ABackend, MoeBackend, MoeRunnerConfig
+from moe.config import MoeA2ABackend, MoeBackend
 from moe.errors import MoeConfigError
-from moe.runner import MoeRunner
-from moe.topology import Topology
 from moe.tuning_cache import Choice, Tactic, TuneKey, TuningCache
-from moe.types import (
-    DeepepLlDispatchOutput,
-    DispatchOutput,
-    FlashinferDispatchOutput,
-    StandardDispatchOutput,
-    StandardTopK,
-)
+
+MAX_TOKEN_COUNTS = 8
+BUDGET_S = 50.0  # a minute at most, with what is under way when the time is up
+_MEASURE_SHARE = 0.8  # of the budget; the rest is for comparing the winners with the twin
+_WARM_UP_SHARE = 0.5  # of the time left, before each round of measurements
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -45,7 +43,7 @@ def should_autotune(backend: MoeBackend, a2a: MoeA2ABackend) -> bool:
 
 
 def tuning_token_counts(max_num_batched_tokens: int, max_num_seqs: int) -> tuple[int, ...]:
-    """Powers of two up to the largest step, the largest decode batch and the largest step themselves.
+    """At most eight: 1, the largest decode batch, the largest step, and powers of two at even ratios between them.
 
     Give the scheduler's own limits: a tactic must exist for every step it can make, and none beyond is measured.
     """
@@ -53,8 +51,16 @@ def tuning_token_counts(max_num_batched_tokens: int, max_num_seqs: int) -> tuple
         raise MoeConfigError(
             f"max_num_seqs is {max_num_seqs}: it must lie between 1 and max_num_batched_tokens {max_num_batched_tokens}"
         )
-    powers = {1 << exponent for exponent in range(max_num_batched_tokens.bit_length())}
-    return tuple(sorted(powers | {max_num_seqs, max_num_batched_tokens}))
+    to_decode, to_step = math.log2(max_num_seqs), math.log2(max_num_batched_tokens)
+    num_gaps = MAX_TOKEN_COUNTS - 1
+    num_decode = round(num_gaps * to_decode / to_step) if to_step else 0
+    if 1 < max_num_seqs < max_num_batched_tokens:
+        num_decode = min(max(num_decode, 1), num_gaps - 1)
+    counts = {1, max_num_seqs, max_num_batched_tokens}
+    for low, high, gaps in ((0.0, to_decode, num_decode), (to_decode, to_step, num_gaps - num_decode)):
+        powers = (1 << round(low + (high - low) * gap / gaps) for gap in range(1, gaps))
+        counts |= {power for power in powers if low < math.log2(power) < high}
+    return tuple(sorted(counts))
 
 
 class Ranks(Protocol):
@@ -105,21 +111,26 @@ class TorchRanks:
         return box[0]
 
 
+def _no_warm_up(batch: Sequence[tuple[Tactic, int]], seconds: float) -> None:
+    del batch, seconds
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tuning:
-    """One layer's tuning: `measure(tactic, num_tokens)` gives seconds, `error(tactic, num_tokens)` the relative error
-    against the twin. Both run this rank's experts alone.
+    """One layer's tuning; everything runs this rank's experts alone.
+
+    propose(num_tokens, measured): the next tactics, as `Backend.tactics` says.
+    measure(tactic, num_tokens): seconds, infinite where it does not run.
+    error(tactic, num_tokens): relative to the twin; NaN counts as infinite.
+    warm_up(batch, seconds): whatever makes the measurements of a batch quick, for at most so long.
     """
 
     key: TuneKey
-    tactics: Sequence[Tactic]
+    propose: Callable[[int, Mapping[Tactic, float]], Sequence[Tactic]]
     measure: Callable[[Tactic, int], float]
     error: Callable[[Tactic, int], float]
     tolerance: float
-
-    def __post_init__(self) -> None:
-        if not self.tactics:
-            raise MoeConfigError(f"--moe-backend {self.key.backend} names no tactics to tune")
+    warm_up: Callable[[Sequence[tuple[Tactic, int]], float], None] = _no_warm_up
 
 
 def kept_choice(key: TuneKey, cache: TuningCache, ranks: Ranks) -> Choice | None:
@@ -129,27 +140,64 @@ def kept_choice(key: TuneKey, cache: TuningCache, ranks: Ranks) -> Choice | None
     return None if anyone_misses else ranks.from_first(kept)
 
 
-def tune(tuning: Tuning, cache: TuningCache, ranks: Ranks) -> Choice:
+def tune(
+    tuning: Tuning,
+    cache: TuningCache,
+    ranks: Ranks,
+    *,
+    budget_s: float = BUDGET_S,
+    clock: Callable[[], float] = time.monotonic,
+) -> Choice:
     """The kept choice, or a new one measured by all ranks in step and written by rank 0.
 
+    When the budget is spent, tactics not yet measured are left out, with a warning; a token count of which none was
+    measured stays untuned.
+
     Raises:
-        MoeConfigError: no tactic computes what the twin computes, at one of the shapes.
+        MoeConfigError: no tactic computes what the twin computes, at one of the token counts.
     """
     kept = kept_choice(tuning.key, cache, ranks)
     if kept is not None:
         return kept
-    choice = {str(num_tokens): _best(tuning, num_tokens, ranks) for num_tokens in tuning.key.token_counts}
+    seconds = _measure_all(tuning, ranks, clock() + _MEASURE_SHARE * budget_s, clock)
+    choice = {str(count): _best(tuning, count, seconds[count], ranks) for count in tuning.key.token_counts}
     if ranks.rank == 0:
         cache.store(tuning.key, choice)
     return choice
 
 
-def _best(tuning: Tuning, num_tokens: int, ranks: Ranks) -> Tactic:
-    """Fastest on the slowest rank, if it is right on every rank; else the next."""
-    seconds = ranks.largest([tuning.measure(tactic, num_tokens) for tactic in tuning.tactics])
-    order = sorted(range(len(seconds)), key=seconds.__getitem__)
-    for index in ranks.from_first(order):
-        tactic = tuning.tactics[index]
+def _measure_all(
+    tuning: Tuning, ranks: Ranks, end: float, clock: Callable[[], float]
+) -> dict[int, dict[Tactic, float]]:
+    """Seconds on the slowest rank by token count and tactic, round after round until nothing more is proposed."""
+    seconds: dict[int, dict[Tactic, float]] = {count: {} for count in tuning.key.token_counts}
+    while batch := _next_batch(tuning, seconds):
+        tuning.warm_up(batch, max(0.0, _WARM_UP_SHARE * (end - clock())))
+        for position, (tactic, num_tokens) in enumerate(batch):
+            if not ranks.from_first(clock() < end):
+                if ranks.rank == 0:
+                    num_left = len(batch) - position
+                    logger.warning("%s: the time for tuning is up, %d tactics are left out (%s and others)",
+                                   tuning.key.backend, num_left, f"{tactic} at {num_tokens} tokens")  # fmt: skip
+                return seconds
+            seconds[num_tokens][tactic] = ranks.largest([tuning.measure(tactic, num_tokens)])[0]
+    return seconds
+
+
+def _next_batch(tuning: Tuning, seconds: Mapping[int, Mapping[Tactic, float]]) -> list[tuple[Tactic, int]]:
+    """Proposals not measured yet, the first of every token count before the second of any: time may end anywhere."""
+    columns = [
+        [(tactic, count) for tactic in tuning.propose(count, measured) if tactic not in measured]
+        for count, measured in seconds.items()
+    ]
+    return [entry for row in itertools.zip_longest(*columns) for entry in row if entry is not None]
+
+
+def _best(tuning: Tuning, num_tokens: int, seconds: Mapping[Tactic, float], ranks: Ranks) -> Tactic:
+    """Fastest on the slowest rank, if it is right on every rank; else the next; the untuned way last."""
+    order = sorted((tactic for tactic, time_s in seconds.items() if time_s < math.inf), key=seconds.__getitem__)
+    untuned = tuning.propose(num_tokens, {})[0]
+    for tactic in ranks.from_first(list(dict.fromkeys([*order, untuned]))):
         error = tuning.error(tactic, num_tokens)
         worst = ranks.largest([math.inf if math.isnan(error) else error])[0]
         if worst <= tuning.tolerance:
@@ -165,40 +213,3 @@ def _best(tuning: Tuning, num_tokens: int, ranks: Ranks) -> Tactic:
     raise MoeConfigError(
         f"--moe-backend {tuning.key.backend}: no tactic stays within {tuning.tolerance} at {num_tokens} tokens"
     )
-
-
-def local_input(
-    dispatch_format: DispatchFormat, num_tokens: int, config: MoeRunnerConfig, topology: Topology
-) -> DispatchOutput:
-    """Tokens as a transport would have left them on this rank, made here: same layout, shapes and dtypes.
-
-    `num_tokens` counts rows that reach this rank. Ids visit the local experts in turn.
-    """
-    g = torch.Generator().manual_seed(num_tokens)
-    device, num_local, top_k = topology.device, config.num_local_experts, config.top_k
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=g).to(device, config.dtype)
-
-    slots = torch.arange(num_tokens * top_k, device=device).view(num_tokens, top_k)
-    ids = (topology.expert_range(config.num_experts).start + slots % num_local).to(torch.int32)
-    weights = torch.full((num_tokens, top_k), 1.0 / top_k, device=device)
-    if dispatch_format is DispatchFormat.STANDARD:
-        return StandardDispatchOutput(random(num_tokens, config.hidden_size), StandardTopK(weights, ids))
-    if dispatch_format is DispatchFormat.FLASHINFER:
-        return FlashinferDispatchOutput(random(num_tokens, config.hidden_size), StandardTopK(weights, ids))
-    if dispatch_format is DispatchFormat.DEEPEP_LL:
-        rows = -(-num_tokens // 4) * 4
-        per_expert = -(-num_tokens // num_local)
-        counts = torch.full((num_local,), per_expert, dtype=torch.int32, device=device)
-        x_EMH = random(num_local, rows, config.hidden_size)
-        return DeepepLlDispatchOutput(x_EMH, None, ids.to(torch.int64), weights, counts, per_expert)
-    raise MoeConfigError(f"no backend with tactics takes the dispatch format {dispatch_format}")
-
-
-def run_locally(
-    runner: MoeRunner, quant_info: Any, dispatch_format: DispatchFormat, num_tokens: int, topology: Topology
-) -> torch.Tensor:
-    """One pass of the experts over `local_input`; neither dispatch nor combine is called."""
-    dispatched = local_input(dispatch_format, num_tokens, runner.config, topology)
-    return runner.run(dispatched, quant_info).hidden_states

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from moe.config import DispatchFormat, MoeRunnerConfig, RoutingConfig, RoutingMethod
+from moe.dispatch.base import Dispatcher
 from moe.dispatch.loopback import make_loopback
 from moe.dispatch.payload import expert_alignment
 from moe.errors import SelfCheckError
@@ -56,8 +57,6 @@ def check_layer(
         SelfCheckError: an expert, or the sum of several, is off by more than the path's tolerance.
     """
     backend = load_backend(runner.backend)
-    if experts.b2 is not None and topology.tp_rank:  # another rank adds this bias to the sum
-        experts = dataclasses.replace(experts, b2=torch.zeros_like(experts.b2))
     check = _Check(runner, quant_info, experts, layer, topology)
     x_TH, topk = _probe(experts, runner.config, topology)
     want_TH = check.reference(x_TH, topk)
@@ -81,6 +80,32 @@ def check_layer(
     return SelfCheckReport(layer=layer, path=check.path, worst_error=worst, tolerance=check.tolerance)
 
 
+def reference(
+    runner: MoeRunner, experts: ExpertWeights, topology: Topology, x_TH: torch.Tensor, topk: StandardTopK
+) -> torch.Tensor:
+    """The twin's sum over this rank's experts, fp32 [T, H], with the roundings of the runner's path."""
+    backend, config = load_backend(runner.backend), runner.config
+    if experts.b2 is not None and topology.tp_rank:  # another rank adds this bias to the sum
+        experts = dataclasses.replace(experts, b2=torch.zeros_like(experts.b2))
+    return moe_twin(
+        x_TH, topk, backend.as_computed(experts, topology), config.activation,
+        quantize_input=backend.activation_quant.get(experts.format_name),
+        first_expert=topology.expert_range(config.num_experts).start,
+    )  # fmt: skip
+
+
+def loopback_of(
+    runner: MoeRunner, experts: ExpertWeights, topology: Topology, dispatch_format: DispatchFormat
+) -> Dispatcher[Any, Any]:
+    """What lays tokens out for the runner as the transport of a dispatch format would."""
+    scales = experts.layer_input_scales
+    return make_loopback(
+        dispatch_format, runner.config, topology,
+        expert_alignment=expert_alignment(runner.backend),
+        input_scale=None if scales is None else scales[0],
+    )  # fmt: skip
+
+
 class _Check:
     """One layer under test: how it is run, what it should give, and what is said when it does not."""
 
@@ -88,30 +113,19 @@ class _Check:
         self, runner: MoeRunner, quant_info: Any, experts: ExpertWeights, layer: int, topology: Topology
     ) -> None:
         self._runner, self._quant_info, self._layer, self._topology = runner, quant_info, layer, topology
-        self._backend = load_backend(runner.backend)
         self._experts = experts
         self.path = f"{runner.backend}/{runner.a2a}/{experts.format_name}"
-        self.tolerance: float = self._backend.tolerance_for(experts.format_name, runner.config)
+        self.tolerance: float = load_backend(runner.backend).tolerance_for(experts.format_name, runner.config)
 
     def reference(self, x_TH: torch.Tensor, topk: StandardTopK) -> torch.Tensor:
-        """The twin's sum over this rank's experts, fp32 [T, H]."""
-        config, experts = self._runner.config, self._experts
-        return moe_twin(
-            x_TH, topk, self._backend.as_computed(experts, self._topology), config.activation,
-            quantize_input=self._backend.activation_quant.get(experts.format_name),
-            first_expert=self._topology.expert_range(config.num_experts).start,
-        )  # fmt: skip
+        """What the path should give, fp32 [T, H]."""
+        return reference(self._runner, self._experts, self._topology, x_TH, topk)
 
     def errors(
         self, dispatch_format: DispatchFormat, x_TH: torch.Tensor, topk: TopKOutput, want_TH: torch.Tensor
     ) -> torch.Tensor:
         """Relative errors [S, B] of the path, its tokens laid out as `dispatch_format` has them."""
-        scales = self._experts.layer_input_scales
-        loopback = make_loopback(
-            dispatch_format, self._runner.config, self._topology,
-            expert_alignment=expert_alignment(self._runner.backend),
-            input_scale=None if scales is None else scales[0],
-        )  # fmt: skip
+        loopback = loopback_of(self._runner, self._experts, self._topology, dispatch_format)
         result = self._runner.run(loopback.dispatch(x_TH, topk), self._quant_info)
         return _errors(loopback.combine(result).float(), want_TH)
 

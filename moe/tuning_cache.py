@@ -40,13 +40,19 @@ class TuneKey:
 
 
 class TuningCache:
-    """Choices on disk, one file per key. A folder that cannot be used costs a warning, never the start."""
+    """Choices in memory and on disk, one file per key. A folder that cannot be used costs a warning, never the start.
 
-    def __init__(self, folder: Path) -> None:
+    Without a folder, what is stored lasts as long as the object.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
         self._folder = folder
+        self._stored: dict[TuneKey, Choice | None] = {}
 
     def load(self, key: TuneKey) -> Choice | None:
         """The choice kept for `key`, or None if there is none that fits."""
+        if key in self._stored or self._folder is None:
+            return self._stored.get(key)
         try:
             kept = json.loads((self._folder / key.file_name).read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -56,8 +62,15 @@ class TuningCache:
             return None
         return {str(count): str(tactic) for count, tactic in choice.items()}
 
+    def forget(self, key: TuneKey) -> None:
+        """Load nothing for `key` until something is stored; the file stays."""
+        self._stored[key] = None
+
     def store(self, key: TuneKey, choice: Choice) -> None:
         """Write through a file of its own, so that a reader sees all or nothing."""
+        self._stored[key] = choice
+        if self._folder is None:
+            return
         target = self._folder / key.file_name
         partial = target.with_suffix(f".{os.getpid()}")
         content = json.dumps({"key": dataclasses.asdict(key), "choice": choice}, indent=1)

@@ -3,7 +3,7 @@
 import importlib.util
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -15,6 +15,7 @@ from moe.errors import MoeConfigError, WeightFormatError
 from moe.formats import ExpertWeights
 from moe.formats.activation_quant import ActivationQuant
 from moe.topology import Topology
+from moe.tuning_cache import Choice, Tactic
 from moe.types import RunState
 
 
@@ -64,6 +65,7 @@ class Backend(ABC):
     default suits bf16 activations and results: 7e-3 is seen, a row of scales off by a factor of 2 gives 2e-2 and more.
     `package`: what must be importable for the kernels to run, None where torch is enough.
     `activation_quant` says, by weight format, how the kernels round their inputs; a format not named is not rounded.
+    `compiles_tactics`: a tactic's first run compiles it, which several threads may do at once.
     """
 
     hardware: ClassVar[str]
@@ -74,6 +76,7 @@ class Backend(ABC):
     tolerance: ClassVar[float] = 1.5e-2
     activation_quant: ClassVar[Mapping[str, ActivationQuant]] = {}
     routes_inside: ClassVar[bool] = False  # prefers router logits (BypassedTopK) to ids and weights
+    compiles_tactics: ClassVar[bool] = False
 
     def is_installed(self) -> bool:
         """True if `package` can be imported here; nothing is imported to find out."""
@@ -133,6 +136,26 @@ class Backend(ABC):
         """The canonical experts as the kernels see them, for the twin: most kernels see them as they are."""
         del topology
         return experts
+
+    def tactics(
+        self, quant_info: Any, config: MoeRunnerConfig, num_tokens: int, measured: Mapping[Tactic, float]
+    ) -> Sequence[Tactic]:
+        """What to measure next for so many tokens, the untuned way first; nothing more: empty.
+
+        `measured`: seconds by tactic so far, infinite for one that does not run. The answer depends on nothing else, so
+        that all ranks get the same.
+        """
+        del quant_info, config, num_tokens, measured
+        return ()
+
+    def with_choice(self, quant_info: Any, choice: Choice) -> Any:
+        """The same weights, run with the chosen tactics.
+
+        Raises:
+            MoeConfigError: a text that names no tactic.
+        """
+        del quant_info
+        raise MoeConfigError(f"{type(self).__name__} has no tactics, got {choice}")
 
     def refuses(self, config: MoeRunnerConfig) -> str | None:
         """Reason why a setting would be ignored by this backend, or None."""

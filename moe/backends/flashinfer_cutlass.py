@@ -5,8 +5,8 @@ Shape letters: T tokens, E local experts, I intermediate, H hidden.
 """
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 
 from moe.backends import flashinfer_common as common
 from moe.backends.base import Device, refuse_overlap
+from moe.backends.flashinfer_profiles import NO_PROFILES, Profiles, profile_lists, profiles_of, proposals
 from moe.backends.layouts import next_power_of_two, swizzle_128x4, up_gate
 from moe.backends.static_scales import layer_input_scales, one_scale_fp8, one_scale_nvfp4
 from moe.config import MoeA2ABackend, MoeBackend, MoeRunnerConfig
@@ -22,6 +23,7 @@ from moe.formats import Bf16Weight, ExpertWeights, Fp8BlockWeight, Fp8TensorWeig
 from moe.formats.fp8 import to_e4m3
 from moe.registry import register_backend, register_fused_func
 from moe.topology import Topology
+from moe.tuning_cache import Choice, Tactic
 from moe.types import DispatchOutput, RunState, StandardCombineInput, StandardDispatchOutput
 
 NAME = MoeBackend.FLASHINFER_CUTLASS
@@ -46,11 +48,15 @@ class FlashinferCutlassBf16QuantInfo:
     swiglu_beta: torch.Tensor | None
     swiglu_limit: torch.Tensor | None
     topology: Topology
+    profiles: Profiles = NO_PROFILES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FlashinferCutlassFp8BlockQuantInfo:
-    """e4m3 weights and fp32 scales [E, 2I/128, H/128], [E, H/128, I/128]; the kernel quantizes activations."""
+    """e4m3 weights and fp32 scales [E, 2I/128, H/128], [E, H/128, I/128]; the kernel quantizes activations.
+
+    No profiles: the library sets the tile of this mode by itself, whatever numbers it is given.
+    """
 
     w13: torch.Tensor
     w13_scale: torch.Tensor
@@ -70,6 +76,7 @@ class FlashinferCutlassFp8TensorQuantInfo:
     mid_quant: torch.Tensor  # fp32 scalar: reciprocal of the second GEMM's input scale
     w2_dequant: torch.Tensor  # fp32 [E]
     topology: Topology
+    profiles: Profiles = NO_PROFILES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,6 +92,7 @@ class FlashinferCutlassNvfp4QuantInfo:
     mid_quant: torch.Tensor
     w2_alpha: torch.Tensor
     topology: Topology
+    profiles: Profiles = NO_PROFILES
 
 
 QuantInfo = (
@@ -136,6 +144,23 @@ class FlashinferCutlassBackend(common.FlashinferBackend):
         if isinstance(w13, Nvfp4Weight) and isinstance(w2, Nvfp4Weight):
             return _prepare_nvfp4(experts, w13, w2, topology)
         raise WeightFormatError(f"{NAME} takes {', '.join(ARCHS)} experts, got {name}")
+
+    def tactics(
+        self, quant_info: QuantInfo, config: MoeRunnerConfig, num_tokens: int, measured: Mapping[Tactic, float]
+    ) -> Sequence[Tactic]:
+        """Profile numbers; none for FP8 blocks."""
+        del num_tokens
+        if isinstance(quant_info, FlashinferCutlassFp8BlockQuantInfo):
+            return ()
+        is_quantized = isinstance(quant_info, FlashinferCutlassFp8TensorQuantInfo)
+        x_dtype = torch.float8_e4m3fn if is_quantized else config.dtype
+        return proposals(profile_lists(quant_info, x_dtype, config.top_k), measured)
+
+    def with_choice(self, quant_info: QuantInfo, choice: Choice) -> QuantInfo:
+        """The same weights with the chosen profiles."""
+        if isinstance(quant_info, FlashinferCutlassFp8BlockQuantInfo):
+            return super().with_choice(quant_info, choice)
+        return replace(quant_info, profiles=profiles_of(choice))
 
 
 def _refuses_activation(format_name: str, config: MoeRunnerConfig) -> str | None:
@@ -250,6 +275,8 @@ def run_flashinfer_cutlass(
     if not isinstance(dispatched, StandardDispatchOutput):
         raise UnsupportedPathError(f"{NAME} takes the standard dispatch format, got {dispatched.format}")
     arguments = _kernel_arguments(quant_info, dispatched.hidden_states.to(config.dtype))
+    if not isinstance(quant_info, FlashinferCutlassFp8BlockQuantInfo):
+        arguments |= quant_info.profiles.arguments(dispatched.hidden_states.shape[0])
     topk, topology = dispatched.topk_output.to_standard(), quant_info.topology
     out_TH = topology.alloc_output(tuple(dispatched.hidden_states.shape), config.dtype)
     kernel: Callable[..., Any] = common.library("fused_moe").cutlass_fused_moe

@@ -5,7 +5,8 @@ GPT-OSS (biases) is padded to the kernel's tiles; experts without biases (DeepSe
 Shape letters: T tokens, E local experts, I intermediate, H hidden; p = padded.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 
 from moe.backends import flashinfer_common as common
 from moe.backends.base import refuse_overlap, wrong_size
+from moe.backends.flashinfer_profiles import NO_PROFILES, Profiles, profile_lists, profiles_of, proposals
 from moe.backends.layouts import next_power_of_two, padded, round_up, up_gate_padded
 from moe.backends.trtllm_layout import pack_topk, shuffled, shuffled_scales
 from moe.config import MoeA2ABackend, MoeBackend, MoeRunnerConfig
@@ -20,6 +22,7 @@ from moe.errors import MoeConfigError, UnsupportedPathError, WeightFormatError
 from moe.formats import ExpertWeights, Mxfp4Weight, Weight
 from moe.registry import register_backend, register_fused_func
 from moe.topology import Topology
+from moe.tuning_cache import Choice, Tactic
 from moe.types import DispatchOutput, RunState, StandardCombineInput, StandardDispatchOutput, StandardTopK
 
 NAME = MoeBackend.FLASHINFER_MXFP4
@@ -46,6 +49,7 @@ class FlashinferMxfp4Sm90QuantInfo:
     swiglu_limit: torch.Tensor | None
     padded_hidden_size: int
     topology: Topology
+    profiles: Profiles = NO_PROFILES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,6 +94,22 @@ class FlashinferMxfp4Backend(common.FlashinferBackend):
         sizes = _padded_sizes(experts, TILE[arch])
         build = _prepare_sm90 if arch == "sm90" else _prepare_sm100
         return build(_Staged.of(experts, sizes, topology.device), config, topology)
+
+    def tactics(
+        self, quant_info: QuantInfo, config: MoeRunnerConfig, num_tokens: int, measured: Mapping[Tactic, float]
+    ) -> Sequence[Tactic]:
+        """Profile numbers of the cutlass kernel; the SM100 kernel has nothing to choose here."""
+        del num_tokens
+        if not isinstance(quant_info, FlashinferMxfp4Sm90QuantInfo):
+            return ()
+        lists = profile_lists(quant_info, config.dtype, config.top_k, w4_group_scaling=True)
+        return proposals(lists, measured)
+
+    def with_choice(self, quant_info: QuantInfo, choice: Choice) -> QuantInfo:
+        """The same weights with the chosen profiles."""
+        if not isinstance(quant_info, FlashinferMxfp4Sm90QuantInfo):
+            return super().with_choice(quant_info, choice)
+        return replace(quant_info, profiles=profiles_of(choice))
 
 
 def _padded_sizes(experts: ExpertWeights, tile: int) -> tuple[int, int]:
@@ -223,6 +243,7 @@ def _run_sm90(x_TH: torch.Tensor, topk: StandardTopK, info: Any, config: MoeRunn
         output=out_TH,
         use_w4_group_scaling=True,
         tune_max_num_tokens=next_power_of_two(x_TH.shape[0]),
+        **info.profiles.arguments(x_TH.shape[0]),
     )  # fmt: skip
 
 

@@ -4,6 +4,7 @@ One processed layout serves every token count; `triton_plans.py` chooses how it 
 Shape letters: T tokens, K top-k, H hidden.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ import torch
 from moe.backends.base import Backend, Device, refuse_overlap
 from moe.backends.expert_slots import masked_rows
 from moe.backends.triton_plans import LayerShape, PlanTable, device_name, plans_for
+from moe.backends.triton_tactics import proposals, table_of
 from moe.config import MoeA2ABackend, MoeBackend, MoeRunnerConfig
 from moe.errors import UnsupportedPathError
 from moe.formats import ExpertWeights
@@ -19,6 +21,7 @@ from moe.kernels.layout import pack_matrix
 from moe.kernels.plan import Plan
 from moe.registry import register_backend, register_fused_func
 from moe.topology import Topology
+from moe.tuning_cache import Choice, Tactic
 from moe.types import (
     DeepepLlCombineInput,
     DeepepLlDispatchOutput,
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
     from moe.kernels.launch import Layer
 
 _OLDEST_ARCH = 80  # the first with bf16 tensor cores
+_OLDEST_PDL_MAJOR = 9  # the first whose kernels may start while the one before drains
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +55,7 @@ class TritonBackend(Backend):
     package = "triton"
     hardware = "CUDA GPUs from sm80"
     formats = ("bf16", "fp8_block", "mxfp4", "nvfp4")
+    compiles_tactics = True
 
     def supports(self, device: Device, format_name: str, a2a: MoeA2ABackend, config: MoeRunnerConfig) -> str | None:
         """bf16 layers on CUDA GPUs from sm80, without a transport or with DeepEP."""
@@ -102,6 +107,19 @@ class TritonBackend(Backend):
             intermediate_size=experts.intermediate_size,
         )
         return TritonMoeQuantInfo(layer=layer, plans=plans_for(shape), topology=topology)
+
+    def tactics(
+        self, quant_info: TritonMoeQuantInfo, config: MoeRunnerConfig, num_tokens: int, measured: Mapping[Tactic, float]
+    ) -> Sequence[Tactic]:
+        """Launch plans as text."""
+        device = quant_info.topology.device
+        has_pdl = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= _OLDEST_PDL_MAJOR
+        untuned = quant_info.plans.pick(num_tokens)
+        return proposals(untuned, num_tokens, config.num_experts, config.top_k, measured, has_pdl=has_pdl)
+
+    def with_choice(self, quant_info: TritonMoeQuantInfo, choice: Choice) -> TritonMoeQuantInfo:
+        """The same layer with a plan table made of the choice."""
+        return replace(quant_info, plans=table_of(choice, quant_info.plans, quant_info.layer.top_k))
 
 
 @register_fused_func(MoeA2ABackend.NONE, MoeBackend.TRITON)
