@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 
 from benchmarks import rival_triton_kernels as triton_kernels
-from benchmarks.copies import clone
+from benchmarks.copies import clone, tensors_in
 from benchmarks.moe_cases import LayerCase
 from moe.config import MoeA2ABackend, MoeBackend
 from moe.formats import ExpertWeights
@@ -37,6 +37,18 @@ class Contender(ABC):
         self.name = name
         self.layers = [layer]
         self.tuned: bool | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one copy.
+
+        Raises:
+            ValueError: none that a copy could move, so that all copies would share one place in the L2.
+        """
+        num_bytes = sum(tensor.nbytes for tensor in tensors_in(self.layers[0]))
+        if not num_bytes:
+            raise ValueError(f"{self.name}: its prepared layer holds no tensors that can be copied")
+        return num_bytes
 
     def grow(self, num_copies: int) -> None:
         """Have at least `num_copies` copies of the prepared weights, at addresses of their own."""

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from benchmarks import moe_contenders
-from benchmarks.copies import tensors_in
 from benchmarks.moe_cases import LayerCase, id_sets, random_experts
 from benchmarks.moe_check import Expected, check, expect
 from benchmarks.moe_contenders import Contender
@@ -76,8 +75,7 @@ class LayerBench:
         if self.settings.tune_seconds > 0:
             contender.tune(experts, self.settings.tokens, self._cache, self.settings.tune_seconds)
         torch.cuda.empty_cache()
-        num_bytes = sum(tensor.nbytes for tensor in tensors_in(contender.layers[0]))
-        num_fitting = 1 + int(FREE_SHARE * torch.cuda.mem_get_info()[0] / num_bytes)
+        num_fitting = 1 + int(FREE_SHARE * torch.cuda.mem_get_info()[0] / contender.nbytes)
         contender.grow(min(self._num_copies(experts, min(self.settings.tokens)), num_fitting))
         return contender
 

@@ -1,0 +1,172 @@
+"""The measuring loop of the MoE benchmark on a CPU: what is checked before a row exists, and what a failure costs."""
+
+import dataclasses
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from benchmarks import moe_contenders, moe_measure
+from benchmarks.bench_moe import arguments
+from benchmarks.copies import copy_into, tensors_in
+from benchmarks.moe_cases import CASES, GPT_OSS
+from benchmarks.moe_contenders import Contender
+from benchmarks.moe_measure import LayerBench, Settings
+from benchmarks.moe_timing import copies_needed
+from moe.formats import ExpertWeights
+from moe.twin import moe_twin
+from moe.types import StandardTopK
+
+CPU = torch.device("cpu")
+CASE = dataclasses.replace(
+    CASES["gpt-oss-20b"], num_experts=4, top_k=2, hidden_size=64, intermediate_size=64, num_active={}
+)
+
+
+class FakeTimer:
+    """Runs the contender once per set, as a graph would, and says one microsecond."""
+
+    seen: ClassVar[list[tuple[str, int, int]]] = []
+
+    def __init__(self, contender: Contender, x_TH: torch.Tensor, staged: list[Any], num_copies: int) -> None:
+        self.contender, self.x_TH, self.num_copies = contender, contender.tokens(x_TH), num_copies
+
+    def us(self, staged: list[Any]) -> float:
+        for routing in staged:
+            self.contender.run(self.num_copies - 1, self.x_TH, routing)
+        self.seen.append((self.contender.name, len(staged), self.num_copies))
+        return 1.0
+
+
+class Twin(Contender):
+    """Computes with the twin, then does `harm` to the result."""
+
+    def __init__(self, experts: ExpertWeights, harm: Any = None) -> None:
+        super().__init__("twin", experts)
+        self.harm = harm
+        self.choices = 0
+
+    def run(self, copy: int, x_TH: torch.Tensor, routing: StandardTopK) -> torch.Tensor:
+        out_TH = moe_twin(x_TH, routing, self.layers[copy], CASE.activation)
+        return out_TH if self.harm is None else self.harm(out_TH)
+
+    def choose(self, measure: Any) -> None:
+        measure()
+        self.choices += 1
+
+
+@pytest.fixture(autouse=True)
+def no_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moe_measure, "Timer", FakeTimer)
+    monkeypatch.setattr(FakeTimer, "seen", [])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (10**9, 10**9))
+
+
+def bench(**changes: Any) -> LayerBench:
+    settings = {
+        "tokens": [1, 5], "backends": ["twin"], "kinds": ["uniform", "zipf"], "num_sets": 6, "tune_seconds": 0.0,
+        "sweep": False, "seed": 3,
+    } | changes  # fmt: skip
+    return LayerBench(case=CASE, format_name="mxfp4", settings=Settings(**settings), device=CPU)
+
+
+def harmed(monkeypatch: pytest.MonkeyPatch, harm: Any, is_ours: bool = False) -> LayerBench:
+    monkeypatch.setitem(moe_contenders.FORMATS, "twin", ("mxfp4",))
+
+    def prepare(name: str, case: Any, experts: ExpertWeights, device: torch.device) -> Twin:
+        twin = Twin(experts, harm)
+        twin.is_ours = is_ours
+        return twin
+
+    monkeypatch.setattr(moe_contenders, "prepare", prepare)
+    return bench(backends=["twin"], tokens=[5])
+
+
+def test_a_row_per_tokens_and_routing(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = harmed(monkeypatch, None)
+    layer.settings = dataclasses.replace(layer.settings, tokens=[1, 5])
+    rows = list(layer.rows())
+    assert layer.failures == []
+    assert [(row["tokens"], row["routing"]) for row in rows] == [
+        (1, "uniform"), (1, "zipf"), (5, "uniform"), (5, "zipf")
+    ]  # fmt: skip
+    assert all(row["error"] < 1e-6 and row["us"] == 1.0 and row["floor_us"] >= 0 for row in rows)
+    assert {"model", "format", "backend", "plan", "tuned", "active_experts"} <= set(rows[0])
+    assert {copies for _, _, copies in FakeTimer.seen} == {8}  # so small a layer would stay in the L2
+
+
+def test_a_contender_that_cannot_be_prepared_costs_its_own_rows_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = harmed(monkeypatch, None)
+    twin = moe_contenders.prepare
+
+    def prepare(name: str, *arguments: Any) -> Contender:
+        if name == "triton_kernels":
+            raise ModuleNotFoundError("not here")
+        return twin(name, *arguments)
+
+    monkeypatch.setattr(moe_contenders, "prepare", prepare)
+    layer.settings = dataclasses.replace(layer.settings, backends=["triton_kernels", "flashinfer_cutlass", "twin"])
+    assert {row["backend"] for row in layer.rows()} == {"twin"}  # flashinfer_cutlass takes no MXFP4
+    assert [(failure["backend"], failure["tokens"]) for failure in layer.failures] == [("triton_kernels", None)]
+
+
+def test_a_backend_of_the_service_is_called_through_its_runner() -> None:
+    experts = moe_measure.random_experts(CASE, "mxfp4", CPU, seed=0)
+    contender = moe_contenders.prepare("torch", CASE, experts, CPU)
+    x_TH, (topk,) = torch.randn(3, 64).bfloat16(), moe_measure.id_sets(CASE, 3, "uniform", CPU, 1)
+    got, want = contender.run(0, contender.tokens(x_TH), contender.stage(topk)), moe_twin(x_TH, topk, experts, GPT_OSS)
+    assert float((got.float() - want).norm() / want.norm()) < 0.01
+    with pytest.raises(ValueError, match="no tensors"):  # its processed weights are no plain records
+        _ = contender.nbytes
+
+
+def test_other_choices_are_measured_on_few_sets_before_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(list(harmed(monkeypatch, None).rows())) == 2
+    assert [num_sets for _, num_sets, _ in FakeTimer.seen] == [4, 6, 4, 6]
+
+
+@pytest.mark.parametrize(
+    ("harm", "reason"),
+    [
+        (lambda out: out * 1.02, "not what the twin computes"),
+        (lambda out: out.index_add(0, torch.tensor([4]), 0.06 * out[4:5]), "not what the twin computes"),
+        (lambda out: out.index_fill(0, torch.tensor([4]), float("nan")), "nothing wrote"),
+        (torch.empty_like, "nothing wrote"),
+        (lambda out: out.index_fill(0, torch.tensor([2]), 1.0), "not what the twin computes"),
+    ],
+    ids=["scaled", "one token off", "nan", "unwritten", "token without experts"],
+)
+def test_wrong_results_give_no_row(monkeypatch: pytest.MonkeyPatch, harm: Any, reason: str) -> None:
+    layer = harmed(monkeypatch, harm)
+    assert list(layer.rows()) == []
+    assert reason in layer.failures[0]["reason"]
+
+
+def test_our_bits_must_not_change_from_run_to_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def noisy(out: torch.Tensor) -> torch.Tensor:
+        return out * (1 + 1e-4 * torch.rand(()))
+
+    layer = harmed(monkeypatch, noisy, is_ours=True)
+    assert list(layer.rows()) == []
+    assert "two runs" in layer.failures[0]["reason"]
+    assert len(list(harmed(monkeypatch, noisy).rows())) == 2  # a rival's may
+
+
+def test_a_rotation_holds_enough_bytes_and_no_more_copies_than_useful() -> None:
+    assert copies_needed(53e6) == 8
+    assert copies_needed(150e6) == 3
+    assert copies_needed(1e9) == 2
+
+
+def test_grown_copies_have_addresses_of_their_own() -> None:
+    twin = Twin(moe_measure.random_experts(CASE, "mxfp4", CPU, seed=0))
+    twin.grow(3)
+    assert len({next(tensors_in(layer)).data_ptr() for layer in twin.layers}) == 3
+    copy_into(twin.layers[1], twin.layers[0])
+
+
+@pytest.mark.parametrize("argv", [["--models", "gpt-5"], ["--backends", "cutlass"], ["--routing", "even"], ["--sweep"]])
+def test_unknown_names_are_refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        arguments(argv)
+    assert argv[0] in capsys.readouterr().err
