@@ -81,10 +81,11 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def _jobs(model: str, format_name: str, args: argparse.Namespace) -> list[Job]:
+    """Bare forms of a contender run the kernels of the full one."""
     return [
         Job(model=model, format_name=format_name, backend=backend, tokens=tokens)
         for backend in args.backends
-        if format_name in FORMATS[backend]
+        if format_name in FORMATS[backend] and not backend.endswith("_bare")
         for tokens in args.tokens
     ]
 

@@ -4,7 +4,10 @@ Contenders are prepared on the device from canonical experts. They neither check
 Shape letters: T tokens, H hidden.
 """
 
+import contextlib
 import dataclasses
+import importlib
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -13,12 +16,14 @@ import torch
 
 from benchmarks import rival_triton_kernels as triton_kernels
 from benchmarks.copies import clone, tensors_in
-from benchmarks.moe_cases import LayerCase
+from benchmarks.moe_cases import LayerCase, id_sets
 from moe.config import MoeA2ABackend, MoeBackend
 from moe.formats import ExpertWeights
+from moe.kernels.plan import Plan
 from moe.registry import load_backend
 from moe.runner import MoeRunner
 from moe.topology import Topology
+from moe.tuning import tune_layer
 from moe.tuning_cache import TuningCache
 from moe.types import StandardDispatchOutput, StandardTopK
 
@@ -27,7 +32,6 @@ class Contender(ABC):
     """One prepared layer, in as many copies as `grow` was asked for.
 
     `is_ours`: its bits must not change from run to run. `skips_no_expert`: ids of -1 may be among its input.
-    `tuned`: None where this run had nothing to tune, else whether it was tuned.
     """
 
     is_ours = False
@@ -36,7 +40,6 @@ class Contender(ABC):
     def __init__(self, name: str, layer: Any) -> None:
         self.name = name
         self.layers = [layer]
-        self.tuned: bool | None = None
 
     @property
     def nbytes(self) -> int:
@@ -72,6 +75,11 @@ class Contender(ABC):
         """Choose among a library's tactics, where it has some. Comes before `grow`."""
         del experts, token_counts, cache, seconds
 
+    def is_tuned(self, num_tokens: int) -> bool | None:
+        """Whether this run has tuned it for so many tokens; None where it has nothing to tune."""
+        del num_tokens
+        return None
+
     def choose(self, measure: Callable[[], float]) -> None:
         """Measure what else can be set for the present number of tokens, where something can."""
         del measure
@@ -96,32 +104,68 @@ class RunnerContender(Contender):
         return self.runner.run(StandardDispatchOutput(x_TH, routing), self.layers[copy]).hidden_states
 
     def plan(self, num_tokens: int) -> Any:
-        if self.is_ours:
-            return dataclasses.asdict(self.layers[0].plans.pick(num_tokens))
-        return self.backend.choice_text(self.layers[0], num_tokens) if self.tuned else None
+        plan = next((table.pick(num_tokens) for table in self._tables()), None)
+        return dataclasses.asdict(plan) if isinstance(plan, Plan) else plan
+
+    def _tables(self) -> list[Any]:
+        """Launch plans of ours, profile numbers of FlashInfer: at most one."""
+        return [getattr(self.layers[0], name) for name in ("plans", "profiles") if hasattr(self.layers[0], name)]
 
     def tune(self, experts: ExpertWeights, token_counts: list[int], cache: TuningCache, seconds: float) -> None:
         """By the service's own tuning. Ours keeps the plans that it ships with: a start measures nothing."""
-        from moe.tuning import tune_layer
-
         if self.is_ours:
             return
-        (info,) = self.layers
         self.layers = [
             tune_layer(
-                self.runner, info, experts,
+                self.runner, self.layers[0], experts,
                 topology=self.topology, token_counts=token_counts, cache=cache, budget_s=seconds,
             )
         ]  # fmt: skip
-        self.tuned = None if self.layers[0] is info else True
+
+    def is_tuned(self, num_tokens: int) -> bool | None:
+        if self.is_ours or not self._tables():
+            return None
+        return self.plan(num_tokens) is not None
 
 
 class BareFlashinfer(RunnerContender):
-    """FlashInfer's MXFP4 kernel without the backend's padding copies: input comes padded, output stays so."""
+    """FlashInfer's MXFP4 kernel as its library likes it best: padded input and output, its own autotuner, and its fused
+    reduction, which the service does without because it adds in another order every time.
+    """
+
+    def __init__(self, name: str, case: LayerCase, experts: ExpertWeights, device: torch.device) -> None:
+        super().__init__(name, case, experts, device)
+        self._case = case
+        self._tuned_tokens: set[int] = set()
 
     def tokens(self, x_TH: torch.Tensor) -> torch.Tensor:
         num_columns = self.layers[0].padded_hidden_size - x_TH.shape[1]
         return torch.nn.functional.pad(x_TH, (0, num_columns))
+
+    def run(self, copy: int, x_TH: torch.Tensor, routing: StandardTopK) -> torch.Tensor:
+        with self._autotune(False, x_TH.shape[0]):
+            return super().run(copy, x_TH, routing)
+
+    def tune(self, experts: ExpertWeights, token_counts: list[int], cache: TuningCache, seconds: float) -> None:
+        """One number of tokens after the other, until the time is up."""
+        del experts, cache
+        begin, device = time.monotonic(), self.topology.device
+        for num_tokens in token_counts:
+            if time.monotonic() - begin < seconds:
+                x_TH = self.tokens(torch.randn(num_tokens, self._case.hidden_size, device=device).bfloat16())
+                (topk,) = id_sets(self._case, num_tokens, "uniform", device, 1)
+                with self._autotune(True, num_tokens):
+                    super().run(0, x_TH, topk)
+                self._tuned_tokens.add(num_tokens)
+
+    def is_tuned(self, num_tokens: int) -> bool | None:
+        return num_tokens in self._tuned_tokens
+
+    @staticmethod
+    def _autotune(is_on: bool, num_tokens: int) -> contextlib.AbstractContextManager[Any]:
+        context = importlib.import_module("flashinfer.autotuner").autotune(is_on, tuning_buckets=(num_tokens,))
+        assert isinstance(context, contextlib.AbstractContextManager)
+        return context
 
 
 class TritonKernels(Contender):
@@ -154,7 +198,9 @@ class TritonKernels(Contender):
         for self.warps in triton_kernels.WARPS:
             times[self.warps] = measure()
         self.warps = min(times, key=times.__getitem__)
-        self.tuned = True
+
+    def is_tuned(self, num_tokens: int) -> bool | None:
+        return True  # `choose` comes before every row
 
 
 class BareTritonKernels(TritonKernels):

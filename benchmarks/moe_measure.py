@@ -91,27 +91,33 @@ class LayerBench:
         return self._expected[num_tokens]
 
     def _measure(self, contender: Contender, experts: ExpertWeights, num_tokens: int) -> Iterator[Row]:
-        settings, case = self.settings, self.case
-        topks = {kind: id_sets(case, num_tokens, kind, self.device, settings.num_sets) for kind in settings.kinds}
-        expected = self._expect(experts, num_tokens, topks[settings.kinds[0]][0])
-        error = check(contender, expected)
+        """Check once, choose once, capture once; then time each kind of routing."""
+        case, kinds = self.case, self.settings.kinds
+        sets = {kind: id_sets(case, num_tokens, kind, self.device, self.settings.num_sets) for kind in kinds}
+        expected = self._expect(experts, num_tokens, sets[kinds[0]][0])
+        row: Row = {
+            "model": case.model, "format": self.format_name, "tokens": num_tokens, "backend": contender.name,
+            "error": check(contender, expected),
+        }  # fmt: skip
         num_copies = min(self._num_copies(experts, num_tokens), len(contender.layers))
-        for kind, sets in topks.items():
-            num_active = statistics.median(int(topk.ids.unique().numel()) for topk in sets)
-            row: Row = {
-                "model": case.model, "format": self.format_name, "tokens": num_tokens, "active_experts": num_active,
-                "routing": kind, "backend": contender.name,
-                "floor_us": round(case.floor_us(self.format_name, num_tokens, num_active), 1), "error": error,
-            }  # fmt: skip
-            if settings.sweep:
-                layers = [info.layer for info in contender.layers[:num_copies]]
-                yield from (row | found for found in sweep(layers, expected.x_TH, sets, self.format_name))
-                continue
-            staged = [contender.stage(topk) for topk in sets]
-            few = staged[:CHOICE_SETS]
-            contender.choose(lambda few=few: Timer(contender, expected.x_TH, few, num_copies).us(few))
-            us = Timer(contender, expected.x_TH, staged, num_copies).us(staged)
-            yield row | {"us": round(us, 2), "plan": contender.plan(num_tokens), "tuned": contender.tuned}
+        if self.settings.sweep:
+            layers = [info.layer for info in contender.layers[:num_copies]]
+            for kind in kinds:
+                row |= self._routing_fields(kind, sets[kind], num_tokens)
+                yield from (row | found for found in sweep(layers, expected.x_TH, sets[kind], self.format_name))
+            return
+        staged = {kind: [contender.stage(topk) for topk in topks] for kind, topks in sets.items()}
+        few = staged[kinds[0]][:CHOICE_SETS]
+        contender.choose(lambda: Timer(contender, expected.x_TH, few, num_copies).us(few))
+        timer = Timer(contender, expected.x_TH, few, num_copies)
+        row |= {"plan": contender.plan(num_tokens), "tuned": contender.is_tuned(num_tokens)}
+        for kind in kinds:
+            yield row | self._routing_fields(kind, sets[kind], num_tokens) | {"us": round(timer.us(staged[kind]), 2)}
+
+    def _routing_fields(self, kind: str, topks: list[StandardTopK], num_tokens: int) -> Row:
+        num_active = statistics.median(int(topk.ids.unique().numel()) for topk in topks)
+        floor_us = round(self.case.floor_us(self.format_name, num_tokens, num_active), 1)
+        return {"routing": kind, "active_experts": num_active, "floor_us": floor_us}
 
     def _failed(self, error: Exception, name: str, num_tokens: int | None = None) -> None:
         reason = f"{type(error).__name__}: {str(error)[:400]}"

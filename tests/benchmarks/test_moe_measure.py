@@ -13,7 +13,9 @@ from benchmarks.moe_cases import CASES, GPT_OSS
 from benchmarks.moe_contenders import Contender
 from benchmarks.moe_measure import LayerBench, Settings
 from benchmarks.moe_timing import copies_needed
+from moe.backends.flashinfer_profiles import NO_PROFILES, Profiles
 from moe.formats import ExpertWeights
+from moe.tuning_cache import TuningCache
 from moe.twin import moe_twin
 from moe.types import StandardTopK
 
@@ -122,7 +124,53 @@ def test_a_backend_of_the_service_is_called_through_its_runner() -> None:
 
 def test_other_choices_are_measured_on_few_sets_before_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(list(harmed(monkeypatch, None).rows())) == 2
-    assert [num_sets for _, num_sets, _ in FakeTimer.seen] == [4, 6, 4, 6]
+    assert [num_sets for _, num_sets, _ in FakeTimer.seen] == [4, 6, 6]
+
+
+def test_a_search_gives_a_row_per_plan_and_routing(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = harmed(monkeypatch, None)
+    layer.settings = dataclasses.replace(layer.settings, sweep=True)
+    monkeypatch.setattr(ExpertWeights, "layer", property(lambda self: self), raising=False)
+
+    def sweep(layers: list[Any], x_TH: torch.Tensor, topks: list[StandardTopK], format_name: str) -> list[Any]:
+        assert len(topks) == 6
+        return [{"plan": index, "us": 2.0} for index in range(len(layers))]
+
+    monkeypatch.setattr(moe_measure, "sweep", sweep)
+    rows = list(layer.rows())
+    assert layer.failures == []
+    assert [(row["routing"], row["plan"]) for row in rows] == [
+        (kind, plan) for kind in ("uniform", "zipf") for plan in range(8)
+    ]  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Tunable:
+    """A quant info that tuning gives profile numbers to."""
+
+    profiles: Profiles = NO_PROFILES
+
+
+def test_rivals_are_tuned_and_ours_keeps_its_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    experts = moe_measure.random_experts(CASE, "mxfp4", CPU, seed=0)
+    contender = moe_contenders.prepare("torch", CASE, experts, CPU)
+    assert contender.is_tuned(4) is None
+    seen: dict[str, Any] = {}
+
+    def tune_layer(runner: Any, info: Any, experts: ExpertWeights, **arguments: Any) -> Tunable:
+        seen.update(arguments)
+        return Tunable(Profiles(((4, (2, 3)),)))
+
+    monkeypatch.setattr(moe_contenders, "tune_layer", tune_layer)
+    contender.layers = [Tunable()]
+    assert (contender.is_tuned(4), contender.plan(4)) == (False, None)
+    contender.is_ours = True
+    contender.tune(experts, [1, 4], TuningCache(None), 20.0)
+    assert seen == {}
+    contender.is_ours = False
+    contender.tune(experts, [1, 4], TuningCache(None), 20.0)
+    assert (contender.is_tuned(4), contender.plan(4)) == (True, (2, 3))
+    assert (seen["token_counts"], seen["budget_s"]) == ([1, 4], 20.0)
 
 
 @pytest.mark.parametrize(
