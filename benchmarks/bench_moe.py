@@ -12,6 +12,7 @@ import json
 import logging
 import subprocess
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -111,10 +112,9 @@ def _measure(layers: list[tuple[str, str]], args: argparse.Namespace) -> None:
         print(f"{model} {format_name}: {time.perf_counter() - begin:.0f} s so far", flush=True)
         del layer
         torch.cuda.empty_cache()
-    document = json.dumps({"environment": environment, "rows": rows, "failures": failures})
-    if args.out:
-        with open(args.out, "w", encoding="utf-8") as out:
-            out.write(document + "\n")
+        document = json.dumps({"environment": environment, "rows": rows, "failures": failures})
+        if args.out:  # after every layer: what has been measured survives what comes
+            Path(args.out).write_text(document + "\n", encoding="utf-8")
     short = {"environment": environment, "num_rows": len(rows), "num_failures": len(failures)}
     print(document if len(document) < 4000 else json.dumps(short))
 

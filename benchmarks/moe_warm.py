@@ -1,5 +1,6 @@
 """Compiles ahead, in many processes, what `bench_moe` will time; they share the compilers' caches on disk."""
 
+import concurrent.futures
 import multiprocessing
 import os
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ class Job:
     format_name: str
     backend: str
     tokens: int
+    device: str = "cuda"
 
 
 def compile_all(jobs: list[Job], free_bytes: float) -> None:
@@ -32,8 +34,11 @@ def compile_all(jobs: list[Job], free_bytes: float) -> None:
     layer_bytes = case.num_experts * 3 * case.hidden_size * case.intermediate_size * bits / 8
     num_fitting = int(free_bytes / (LAYERS_PER_PROCESS * layer_bytes + CONTEXT_BYTES))
     num_processes = max(1, min(len(jobs), os.cpu_count() or 1, num_fitting))
-    with multiprocessing.get_context("spawn").Pool(num_processes) as pool:
-        for message in pool.imap_unordered(_compile, jobs, chunksize=1):
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(num_processes, mp_context=context) as pool:
+        for future in concurrent.futures.as_completed([pool.submit(compile_one, job) for job in jobs]):
+            error = future.exception()  # a process that died
+            message = f"{type(error).__name__}: {error}" if error else future.result()
             if message:
                 print(message, flush=True)
 
@@ -41,9 +46,9 @@ def compile_all(jobs: list[Job], free_bytes: float) -> None:
 _prepared: dict[tuple[str, str, str], Contender] = {}  # of this process: at most one
 
 
-def _compile(job: Job) -> str | None:
+def compile_one(job: Job) -> str | None:
     """None, or why the job did not run: the benchmark will say so too."""
-    device, case = torch.device("cuda"), CASES[job.model]
+    device, case = torch.device(job.device), CASES[job.model]
     try:
         key = (job.model, job.format_name, job.backend)
         if key not in _prepared:
@@ -58,7 +63,8 @@ def _compile(job: Job) -> str | None:
 
         def call() -> float:
             contender.run(0, x_TH, routing)
-            torch.cuda.synchronize()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
             return 0.0
 
         call()

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from benchmarks import moe_contenders, moe_measure
+from benchmarks import moe_contenders, moe_measure, moe_warm
 from benchmarks.bench_moe import arguments
 from benchmarks.copies import copy_into, tensors_in
 from benchmarks.moe_cases import CASES, GPT_OSS
@@ -218,3 +218,12 @@ def test_unknown_names_are_refused(argv: list[str], capsys: pytest.CaptureFixtur
     with pytest.raises(SystemExit):
         arguments(argv)
     assert argv[0] in capsys.readouterr().err
+
+
+def test_a_job_compiles_by_one_call_and_tells_why_it_could_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(moe_warm.CASES, "tiny", CASE)
+    job = moe_warm.Job(model="tiny", format_name="mxfp4", backend="torch", tokens=2, device="cpu")
+    assert moe_warm.compile_one(job) is None
+    message = moe_warm.compile_one(dataclasses.replace(job, backend="deep_gemm"))
+    assert message is not None
+    assert "deep_gemm" in message
