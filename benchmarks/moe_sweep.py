@@ -1,97 +1,179 @@
-"""Search of launch plans for the triton backend: every field of interest in turn, the best value kept."""
+"""Search of launch plans for the triton backend: both matrices on their own first, then what they share.
+
+Everything the first round tries is compiled ahead by a pool of processes, which share Triton's cache with this one.
+"""
 
 import dataclasses
+import multiprocessing
+import os
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
+from benchmarks.moe_cases import CASES, random_experts, routing
+from moe.backends.triton import TritonBackend
 from moe.errors import MoeConfigError
-from moe.kernels.launch import run_layer
-from moe.kernels.plan import Plan
+from moe.kernels.launch import Layer, run_layer
+from moe.kernels.plan import MAX_DIRECT_SLOTS, Plan
+from moe.topology import Topology
 from moe.types import StandardTopK
 
-Timer = Callable[[list[Callable[[], Any]]], float]
+_WARM_EXPERTS = 16  # compiled kernels are the same for every multiple of 16 experts
+_REPLAYS = 5
 
-# Values that are tried one after the other; the fields of the first matrix, then those of the second.
-DIRECT_FIELDS: list[dict[str, list[Any]]] = [
-    {"block_n_1": [64, 128], "stages_1": [3, 4, 6], "warps_1": [4]},
-    {"block_n_1": [64], "stages_1": [4, 6], "warps_1": [2]},
-    {"block_n_1": [128], "stages_1": [4], "warps_1": [8]},
-    {"block_n_2": [64, 128], "stages_2": [3, 4, 6], "warps_2": [4], "split_k": [1, 2, 3]},
-    {"block_n_2": [64], "stages_2": [4, 6], "warps_2": [2], "split_k": [1, 2]},
-    {"prefetch": [True]},
-    {"by_expert": [True, False]},
-    {"pdl": [False], "prefetch": [False]},
-]
-GROUPED_FIELDS: list[dict[str, list[Any]]] = [
-    {"block_n_1": [64, 128], "warps_1": [4]},
-    {"block_n_1": [128, 256], "warps_1": [8]},
-    {"block_n_1": [256], "warps_1": [16]},
-    {"stages_1": [2, 4]},
-    {"block_n_2": [64, 128], "warps_2": [4]},
-    {"block_n_2": [128, 256], "warps_2": [8]},
-    {"block_n_2": [256], "warps_2": [16]},
-    {"stages_2": [2, 4]},
-    {"tile_group": [1, 2, 8, 16]},
-    {"pdl": [False]},
-]
+Changes = dict[str, Any]
 
 
-def starts(num_tokens: int, num_experts: int, top_k: int) -> list[Plan]:
-    """Plans from which the search sets out."""
+def starts(num_tokens: int, num_experts: int, top_k: int, format_name: str) -> list[Plan]:
+    """Plans from which the search sets out: one per height of tile that may pay, direct and grouped."""
     rows = num_tokens * top_k / num_experts
     plans = []
-    if num_tokens * top_k <= 512:
-        sizes = (8, 16) if num_tokens <= 16 else (16, 32)
-        direct = {"direct": True, "block_n_1": 64, "block_n_2": 64, "split_k": 2, "pdl": True}
-        plans += [Plan(block_m=size, by_expert=num_tokens > 16, **direct) for size in sizes]
-    if num_tokens > 16:
-        for block_m, heights in ((16, 1), (32, 2), (64, 3), (128, 3), (256, 3)):
-            if min(rows, 256) / 3 <= block_m <= max(16, 2.5 * rows):
-                wide = {"warps_1": 8, "warps_2": 8} if block_m >= 128 else {}
-                sizes_n = {"block_n_1": 128, "block_n_2": 128, "stages_1": 3, "stages_2": 3}
-                plans.append(Plan(direct=False, block_m=block_m, heights=heights, pdl=True, **sizes_n, **wide))
+    if num_tokens * top_k <= MAX_DIRECT_SLOTS // 2 and rows <= 16:
+        for size in (8, 16):
+            if size >= min(8, rows) and (size == 8 or num_tokens > 4):
+                plans.append(_direct(size, by_expert=num_tokens * top_k > num_experts))
+    if num_tokens >= 32:
+        heights = {16: 1, 32: 1, 64: 2, 128: 3}
+        for block_m in (16, 32, 64, 128):
+            if min(rows, 128) / 2 <= block_m <= max(16, 3 * rows):
+                plans.append(_grouped(block_m, heights[block_m], fp8=False))
+                if format_name == "fp8_block" and block_m >= 32:
+                    plans.append(_grouped(block_m, heights[block_m], fp8=True))
     return plans
 
 
-def sweep(infos: list[Any], x: torch.Tensor, topks: list[StandardTopK], timer: Timer) -> Iterator[dict[str, Any]]:
+def _direct(block_m: int, *, by_expert: bool) -> Plan:
+    return Plan(direct=True, block_m=block_m, block_n_1=64, block_n_2=64, split_k=2, by_expert=by_expert, pdl=True)
+
+
+def _grouped(block_m: int, heights: int, *, fp8: bool) -> Plan:
+    return Plan(
+        direct=False, block_m=block_m, heights=heights, block_n_1=128, block_n_2=128, stages_1=3, stages_2=3, pdl=True,
+        fp8_activations=fp8,
+    )  # fmt: skip
+
+
+def first_round(start: Plan) -> tuple[list[Changes], list[Changes]]:
+    """Changes of the first and of the second matrix."""
+    if start.direct:
+        tiles = [(64, 4), (128, 4), (64, 2), (128, 8)]
+        ones = [{"block_n_1": n, "warps_1": w, "stages_1": s} for n, w in tiles for s in (3, 4, 6)]
+        twos = [{"block_n_2": n, "warps_2": w, "stages_2": 4, "split_k": k} for n, w in tiles for k in (1, 2, 3)]
+        return ones, twos
+    tiles = [(64, 4), (128, 4), (128, 8) if start.fp8_activations else (256, 8)]
+    ones = [{"block_n_1": n, "warps_1": w, "stages_1": s} for n, w in tiles for s in (3, 4)]
+    twos = [{"block_n_2": n, "warps_2": w, "stages_2": s} for n, w in tiles for s in (3, 4)]
+    return ones, twos
+
+
+_LAST_ROUNDS: dict[bool, list[list[Changes]]] = {
+    True: [
+        [{"stages_2": 3}, {"stages_2": 6}],
+        [{"prefetch": True}, {"pdl": False, "prefetch": False}],
+        [{"by_expert": True}, {"by_expert": False}],
+    ],
+    False: [[{"tile_group": 1}, {"tile_group": 2}, {"tile_group": 8}, {"tile_group": 16}]],
+}
+
+
+def warm(jobs: list[tuple[str, str, int]]) -> int:
+    """Compile every plan of the first rounds of (model, format, tokens); returns how many."""
+    work = []
+    for model, format_name, num_tokens in jobs:
+        case = CASES[model]
+        for start in starts(num_tokens, case.num_experts, case.top_k, format_name):
+            ones, twos = first_round(start)
+            for index in range(max(len(ones), len(twos))):  # a plan has two kernels: pairs compile each of them once
+                plan = _changed(start, ones[index % len(ones)] | twos[index % len(twos)])
+                if plan is not None:
+                    work.append((model, format_name, num_tokens, plan))
+    work.sort(key=lambda job: -job[3].block_m * job[3].heights)  # the slowest first
+    with multiprocessing.get_context("spawn").Pool(min(len(work), os.cpu_count() or 1)) as pool:
+        list(pool.imap_unordered(_compile, work, chunksize=1))
+    return len(work)
+
+
+_layers: dict[tuple[str, str], Any] = {}
+
+
+def _compile(job: tuple[str, str, int, Plan]) -> None:
+    model, format_name, num_tokens, plan = job
+    case = dataclasses.replace(CASES[model], num_experts=_WARM_EXPERTS, num_active={})
+    device = torch.device("cuda")
+    if (model, format_name) not in _layers:
+        experts = random_experts(case, format_name, device, seed=0)
+        info = TritonBackend().prepare(experts, case.config(), Topology(device=device))
+        _layers.clear()  # of one at a time, so that many processes fit on a card
+        _layers[model, format_name] = info.layer
+    layer = _layers[model, format_name]
+    x = torch.randn(num_tokens, case.hidden_size, device=device).bfloat16()
+    topk = routing(case, num_tokens, "uniform", device, seed=0)
+    try:
+        run_layer(x, topk.ids, topk.weights, layer, plan, torch.empty_like(x))
+        torch.cuda.synchronize()
+    except Exception as error:  # too much shared memory, say: the search will say so too
+        print(f"not compiled: {plan}: {str(error)[:100]}", flush=True)
+
+
+def sweep(
+    layers: list[Layer], x: torch.Tensor, topks: list[StandardTopK], format_name: str
+) -> Iterator[dict[str, Any]]:
     """Rows {plan, us} of everything tried; a plan that does not launch is left out."""
-    layer = infos[0].layer
-    for start in starts(x.shape[0], layer.num_experts, layer.top_k):
-        best, best_us = start, _time(start, infos, x, topks, timer)
-        if best_us == float("inf"):
-            continue
-        yield {"plan": dataclasses.asdict(start), "us": best_us}
-        for fields in DIRECT_FIELDS if start.direct else GROUPED_FIELDS:
-            for changes in _products(fields):
-                try:
-                    plan = dataclasses.replace(best, **changes)
-                except MoeConfigError:
-                    continue
-                us = _time(plan, infos, x, topks, timer)
-                if us < float("inf"):
-                    yield {"plan": dataclasses.asdict(plan), "us": us}
-                if us < best_us:
-                    best, best_us = plan, us
+    times: dict[Plan, float] = {}
+
+    def measure(plan: Plan | None) -> float:
+        if plan is None:
+            return float("inf")
+        if plan not in times:
+            times[plan] = _time(plan, layers, x, topks)
+        return times[plan]
+
+    for start in starts(x.shape[0], layers[0].num_experts, layers[0].top_k, format_name):
+        merged: Changes = {}
+        for changes in first_round(start):
+            merged |= min(changes, key=lambda change: measure(_changed(start, change)))
+        best = min((start, _changed(start, merged)), key=measure) or start
+        for choices in _LAST_ROUNDS[start.direct]:
+            best = min((best, *(_changed(best, choice) for choice in choices)), key=measure) or best
+    for plan, us in times.items():
+        if us < float("inf"):
+            yield {"plan": dataclasses.asdict(plan), "us": us}
 
 
-def _products(fields: dict[str, list[Any]]) -> list[dict[str, Any]]:
-    products: list[dict[str, Any]] = [{}]
-    for field, values in fields.items():
-        products = [product | {field: value} for product in products for value in values]
-    return products
+def _changed(plan: Plan, changes: Changes) -> Plan | None:
+    try:
+        return dataclasses.replace(plan, **changes)
+    except MoeConfigError:
+        return None
 
 
-def _time(plan: Plan, infos: list[Any], x: torch.Tensor, topks: list[StandardTopK], timer: Timer) -> float:
+def _time(plan: Plan, layers: list[Layer], x: torch.Tensor, topks: list[StandardTopK]) -> float:
+    """Median of replays of one graph that calls every copy with an id set of its own, microseconds per call."""
     out = torch.empty_like(x)
 
-    def call(copy: int, topk: StandardTopK) -> Callable[[], None]:
-        return lambda: run_layer(x, topk.ids, topk.weights, infos[copy].layer, plan, out)
+    def calls() -> None:
+        for index in range(max(len(layers), len(topks))):
+            topk = topks[index % len(topks)]
+            run_layer(x, topk.ids, topk.weights, layers[index % len(layers)], plan, out)
 
     try:
-        return round(statistics.median(timer([call(c, topk) for c in range(len(infos))]) for topk in topks), 2)
+        run_layer(x, topks[0].ids, topks[0].weights, layers[0], plan, out)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            calls()
+        graph.replay()
+        times = []
+        for _ in range(_REPLAYS):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end) * 1e3 / max(len(layers), len(topks)))
+        return round(statistics.median(times), 2)
     except Exception as error:  # too much shared memory, say: not a candidate
         print(f"left out {plan}: {type(error).__name__}: {str(error)[:160]}", flush=True)
         torch.cuda.synchronize()

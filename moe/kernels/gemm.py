@@ -1,7 +1,8 @@
-"""One grouped GEMM kernel for both expert matrices: weights are the left operand, so a tile's few token rows are its
-narrow side. Knows the packed layout (`layout.py`) and nothing about how a launch is chosen.
+"""The grouped GEMM of both expert matrices: weights are the left operand, so a tile's few token rows are its narrow side.
 
-Shape letters: N weight rows of a tile, M token rows of a tile, K reduction, W packed words of a step.
+Which tiles there are, and what becomes of their sums; nothing about how a launch is chosen.
+
+Shape letters: N weight rows of a tile, M token rows of a tile, S slots.
 A slot is one (token, choice) pair, numbered token * TOPK + choice.
 """
 
@@ -12,14 +13,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from moe.kernels.bits import decode_e4m3, exponent_scale, fraction_scale, unpack_e2m1, unpack_e4m3
-
-BF16 = tl.constexpr(0)
-FP8_BLOCK = tl.constexpr(1)
-MXFP4 = tl.constexpr(2)
-NVFP4 = tl.constexpr(3)
-FP8_BOTH = tl.constexpr(4)  # FP8 block weights times activations in FP8, a scale per row and step
-
+from moe.kernels.products import FP8_BLOCK, FP8_BOTH, multiply, multiply_fp8
 
 # One thread asks the L2 for a contiguous range; nothing waits for it.
 _PREFETCH_ASM = tl.constexpr("""
@@ -80,92 +74,40 @@ def _expert_slots(
 
 
 @triton.jit
-def _fp4_tile(w_ptrs, s_ptrs, FORMAT: tl.constexpr, BLOCK_N: tl.constexpr, WORDS: tl.constexpr, USE_ASM: tl.constexpr):
-    """bf16 [BLOCK_N, 4 * WORDS]."""
-    words = tl.load(w_ptrs)
-    packed = tl.load(s_ptrs)
-    if FORMAT == MXFP4:
-        s0, s1 = exponent_scale(packed, 0), exponent_scale(packed, 1)
-        s2, s3 = exponent_scale(packed, 2), exponent_scale(packed, 3)
-    else:
-        s0, s1 = fraction_scale(packed, 0), fraction_scale(packed, 1)
-        s2, s3 = fraction_scale(packed, 2), fraction_scale(packed, 3)
-    w0, w1, w2, w3 = unpack_e2m1(words, s0[:, None], s1[:, None], s2[:, None], s3[:, None], USE_ASM)
-    tile = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # [N, W, code / 2, code % 2] after the two joins
-    return tile.permute(0, 2, 3, 1).reshape(BLOCK_N, 4 * WORDS)
-
-
-@triton.jit
-def _fp8_tile(w_ptrs, BLOCK_N: tl.constexpr, WORDS: tl.constexpr, USE_ASM: tl.constexpr):
-    """bf16 [BLOCK_N, 2 * WORDS], block scales not applied."""
-    w0, w1 = unpack_e4m3(tl.load(w_ptrs), USE_ASM)
-    return tl.join(w0, w1).permute(0, 2, 1).reshape(BLOCK_N, 2 * WORDS)
-
-
-@triton.jit
-def _dot(w_NK, x_MK, acc_NM, INTERPRET: tl.constexpr):
-    if INTERPRET:  # the interpreter multiplies the raw bits of bf16 operands
-        return acc_NM + tl.dot(w_NK.to(tl.float32), tl.trans(x_MK.to(tl.float32)), input_precision="ieee")
-    return tl.dot(w_NK, tl.trans(x_MK), acc_NM)
-
-
-@triton.jit
-def _dot_fp8(w_NK, x_MK, INTERPRET: tl.constexpr):
-    if INTERPRET:
-        w_NK, x_MK = w_NK.to(tl.uint8, bitcast=True), x_MK.to(tl.uint8, bitcast=True)
-        return tl.dot(decode_e4m3(w_NK), tl.trans(decode_e4m3(x_MK)), input_precision="ieee")
-    return tl.dot(w_NK, tl.trans(x_MK))
-
-
-@triton.jit
-def _multiply(
-    x_ptrs, xs_ptrs, xs_stride, is_row_M, w_ptr, s_ptr, expert, block, step_begin, step_end, num_blocks, num_steps,
-    num_cols,
-    FORMAT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEP_K: tl.constexpr, WORDS: tl.constexpr,
-    NUM_STAGES: tl.constexpr, SHORT_K: tl.constexpr, ALIGNED_K: tl.constexpr,
-    USE_ASM: tl.constexpr, INTERPRET: tl.constexpr,
-):  # fmt: skip
-    """fp32 [BLOCK_N, BLOCK_M]: one tile of weight rows times one tile of token rows."""
-    row_N = tl.arange(0, BLOCK_N)
-    col_K = tl.arange(0, STEP_K)
-    # Blocks of 64 rows lie num_steps * 64 * WORDS words apart; a tile may span several, the last perhaps missing.
-    block_N = tl.minimum(block * (BLOCK_N // 64) + row_N // 64, num_blocks - 1)
-    stream_N = (expert.to(tl.int64) * num_blocks + block_N) * num_steps
-    w_ptrs = w_ptr + (stream_N * (64 * WORDS) + row_N % 64 * WORDS)[:, None] + tl.arange(0, WORDS)[None, :]
-    s_ptrs = s_ptr + stream_N * 64 + row_N % 64
-    if (FORMAT == FP8_BLOCK) | (FORMAT == FP8_BOTH):
-        s_ptrs = s_ptr + stream_N * 8 + row_N % 64 // 8
-    acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-    for step in tl.range(step_begin, step_end, num_stages=NUM_STAGES):
-        if SHORT_K:
-            x = tl.load(x_ptrs, mask=is_row_M[:, None] & (col_K < num_cols)[None, :], other=0.0)
-        else:  # the last step looks back: see layout.py
-            col = tl.minimum(step * STEP_K, num_cols - STEP_K)
-            if ALIGNED_K:
-                col = tl.multiple_of(col, 16)
-            x = tl.load(x_ptrs + col, mask=is_row_M[:, None], other=0.0)
-        if FORMAT == BF16:
-            acc = _dot(tl.load(w_ptrs + step * 64 * WORDS), x, acc, INTERPRET)
-        elif FORMAT == FP8_BLOCK:
-            w = _fp8_tile(w_ptrs + step * 64 * WORDS, BLOCK_N, WORDS, USE_ASM)
-            part = _dot(w, x, tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32), INTERPRET)
-            acc += part * tl.load(s_ptrs + step * 8)[:, None]
-        elif FORMAT == FP8_BOTH:
-            w = tl.load(w_ptrs + step * 64 * WORDS)
-            x_scale = tl.load(xs_ptrs + step * xs_stride, mask=is_row_M, other=0.0)
-            acc += _dot_fp8(w, x, INTERPRET) * tl.load(s_ptrs + step * 8)[:, None] * x_scale[None, :]
-        else:
-            w = _fp4_tile(w_ptrs + step * 64 * WORDS, s_ptrs + step * 64, FORMAT, BLOCK_N, WORDS, USE_ASM)
-            acc = _dot(w, x, acc, INTERPRET)
-    return acc
-
-
-@triton.jit
 def _activate(gate, up, alpha, beta, limit, HAS_LIMIT: tl.constexpr):
     if HAS_LIMIT:
         gate = tl.minimum(gate, limit)
         up = tl.minimum(tl.maximum(up, -limit), limit)
     return gate * (1.0 / (1.0 + tl.exp(-alpha * gate))) * (up + beta)
+
+
+@triton.jit
+def _store(
+    acc, post_ptr, bias_ptr, out_ptr, weights_ptr, expert, is_row_M, row_M, first_row, split, num_out, num_blocks,
+    alpha, beta, limit,
+    IS_FIRST: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, SPLIT_K: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_LIMIT: tl.constexpr,
+):  # fmt: skip
+    """From the sums [ROWS, BLOCK_M] of weight rows from `first_row` on to the stored result."""
+    row_N = first_row + tl.arange(0, ROWS)
+    half_N = row_N // 8 % 2 if IS_FIRST else row_N * 0
+    acc *= tl.load(post_ptr + expert * 2 + half_N)[:, None]
+    if HAS_BIAS:
+        bias_N = tl.load(bias_ptr + expert * num_blocks * 64 + row_N, mask=row_N < num_blocks * 64, other=0.0)
+        if SPLIT_K > 1:
+            bias_N = tl.where(split == 0, bias_N, 0.0)
+        acc += bias_N[:, None]
+    if IS_FIRST:
+        pairs = acc.reshape(ROWS // 16, 2, 8, BLOCK_M).permute(0, 2, 3, 1)
+        gate, up = tl.split(pairs)
+        result = _activate(gate, up, alpha, beta, limit, HAS_LIMIT).reshape(ROWS // 2, BLOCK_M)
+        out_N = first_row // 2 + tl.arange(0, ROWS // 2)
+        out_ptrs = out_ptr + (row_M * num_out)[None, :] + out_N[:, None]
+    else:
+        result = acc * tl.load(weights_ptr + row_M, mask=is_row_M, other=0.0)[None, :]
+        out_N = row_N
+        out_ptrs = out_ptr + ((row_M * SPLIT_K + split) * num_out)[None, :] + out_N[:, None]
+    tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=is_row_M[None, :] & (out_N < num_out)[:, None])
 
 
 @triton.jit
@@ -179,35 +121,36 @@ def _tile(
 ):  # fmt: skip
     """One tile of `expert`, from its rows' slots (-1 for none) to the stored result."""
     is_row_M = slot_M >= 0
-    row_M = tl.where(is_row_M, slot_M, 0)
+    row_M = tl.where(is_row_M, slot_M, 0)  # rows of no slot are computed from slot 0 and not stored: no masks inside
     source_M = row_M // TOPK if IS_FIRST else row_M
     if WIDE:  # 64-bit offsets where 32 bits are too few; they cost registers
         row_M, source_M = row_M.to(tl.int64), source_M.to(tl.int64)
     x_ptrs = x_ptr + (source_M * x_stride)[:, None] + tl.arange(0, STEP_K)[None, :]
-    acc = _multiply(
-        x_ptrs, xs_ptr + source_M, xs_stride, is_row_M, w_ptr, s_ptr, expert, block,
-        num_steps * split // SPLIT_K, num_steps * (split + 1) // SPLIT_K, num_blocks, num_steps, num_cols,
-        FORMAT, BLOCK_M, BLOCK_N, STEP_K, WORDS, NUM_STAGES, SHORT_K, ALIGNED_K, USE_ASM, INTERPRET,
-    )  # fmt: skip
-    row_N = block * BLOCK_N + tl.arange(0, BLOCK_N)
-    half_N = row_N // 8 % 2 if IS_FIRST else row_N * 0
-    acc *= tl.load(post_ptr + expert * 2 + half_N)[:, None]
-    if HAS_BIAS:
-        bias_N = tl.load(bias_ptr + expert * num_blocks * 64 + row_N, mask=row_N < num_blocks * 64, other=0.0)
-        if SPLIT_K > 1:
-            bias_N = tl.where(split == 0, bias_N, 0.0)
-        acc += bias_N[:, None]
-    if IS_FIRST:
-        pairs = acc.reshape(BLOCK_N // 16, 2, 8, BLOCK_M).permute(0, 2, 3, 1)
-        gate, up = tl.split(pairs)
-        result = _activate(gate, up, alpha, beta, limit, HAS_LIMIT).reshape(BLOCK_N // 2, BLOCK_M)
-        out_N = block * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
-        out_ptrs = out_ptr + (row_M * num_out)[None, :] + out_N[:, None]
+    begin, end = num_steps * split // SPLIT_K, num_steps * (split + 1) // SPLIT_K
+    first_row = block * BLOCK_N
+    if (FORMAT == FP8_BLOCK) | (FORMAT == FP8_BOTH):
+        PARTS: tl.constexpr = 2 if BLOCK_N >= 128 else 1
+        ROWS: tl.constexpr = BLOCK_N // PARTS
+        acc, acc_1 = multiply_fp8(
+            x_ptrs, xs_ptr + source_M, xs_stride, w_ptr, s_ptr, expert, first_row, begin, end, num_blocks, num_steps,
+            num_cols,
+            FORMAT, BLOCK_M, ROWS, PARTS, STEP_K, WORDS, NUM_STAGES, SHORT_K, ALIGNED_K, USE_ASM, INTERPRET,
+        )  # fmt: skip
+        if PARTS == 2:
+            _store(
+                acc_1, post_ptr, bias_ptr, out_ptr, weights_ptr, expert, is_row_M, row_M, first_row + ROWS, split,
+                num_out, num_blocks, alpha, beta, limit, IS_FIRST, ROWS, BLOCK_M, SPLIT_K, HAS_BIAS, HAS_LIMIT,
+            )  # fmt: skip
     else:
-        result = acc * tl.load(weights_ptr + row_M, mask=is_row_M, other=0.0)[None, :]
-        out_N = row_N
-        out_ptrs = out_ptr + ((row_M * SPLIT_K + split) * num_out)[None, :] + out_N[:, None]
-    tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=is_row_M[None, :] & (out_N < num_out)[:, None])
+        ROWS: tl.constexpr = BLOCK_N
+        acc = multiply(
+            x_ptrs, w_ptr, s_ptr, expert, first_row, begin, end, num_blocks, num_steps, num_cols,
+            FORMAT, BLOCK_M, BLOCK_N, STEP_K, WORDS, NUM_STAGES, SHORT_K, ALIGNED_K, USE_ASM, INTERPRET,
+        )  # fmt: skip
+    _store(
+        acc, post_ptr, bias_ptr, out_ptr, weights_ptr, expert, is_row_M, row_M, first_row, split, num_out, num_blocks,
+        alpha, beta, limit, IS_FIRST, ROWS, BLOCK_M, SPLIT_K, HAS_BIAS, HAS_LIMIT,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -278,13 +221,13 @@ def direct_gemm(
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tile_group"])
 def grouped_gemm(
     x_ptr, xs_ptr, w_ptr, s_ptr, post_ptr, bias_ptr, out_ptr, slots_ptr, tiles_ptr, weights_ptr,
-    num_tiles, x_stride, xs_stride, num_cols, num_out, num_blocks, num_steps, alpha, beta, limit,
+    num_tiles, tile_group, x_stride, xs_stride, num_cols, num_out, num_blocks, num_steps, alpha, beta, limit,
     FORMAT: tl.constexpr, IS_FIRST: tl.constexpr, TOPK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEP_K: tl.constexpr, WORDS: tl.constexpr, NUM_STAGES: tl.constexpr,
-    TILE_GROUP: tl.constexpr, NUM_HEIGHTS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_LIMIT: tl.constexpr,
+    NUM_HEIGHTS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_LIMIT: tl.constexpr,
     SHORT_K: tl.constexpr, ALIGNED_K: tl.constexpr, WIDE: tl.constexpr,
     USE_ASM: tl.constexpr, USE_PDL: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
@@ -298,10 +241,10 @@ def grouped_gemm(
         gdc_launch_dependents()
     # Programs that run together share weights: a group of tiles walks through all weight tiles.
     num_n = tl.cdiv(num_blocks * 64, BLOCK_N)
-    group = tl.program_id(0) // (num_n * TILE_GROUP)
-    width = tl.minimum(num_tiles - group * TILE_GROUP, TILE_GROUP)
-    in_group = tl.program_id(0) - group * num_n * TILE_GROUP
-    tile = group * TILE_GROUP + in_group % width
+    group = tl.program_id(0) // (num_n * tile_group)
+    width = tl.minimum(num_tiles - group * tile_group, tile_group)
+    in_group = tl.program_id(0) - group * num_n * tile_group
+    tile = group * tile_group + in_group % width
     block = in_group // width
     expert = tl.load(tiles_ptr + tile * 3)
     if expert < 0:

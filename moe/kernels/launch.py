@@ -3,17 +3,18 @@
 Shape letters: T tokens, K top-k, S slots (T*K), E local experts, H hidden, I intermediate.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import triton
 
 from moe.config import Activation
-from moe.kernels.gemm import BF16, FP8_BLOCK, FP8_BOTH, MXFP4, NVFP4, direct_gemm, grouped_gemm
+from moe.kernels.gemm import direct_gemm, grouped_gemm
 from moe.kernels.group import group_slots, sum_slots
 from moe.kernels.layout import STEP, PackedMatrix
 from moe.kernels.plan import Plan
+from moe.kernels.products import BF16, FP8_BLOCK, FP8_BOTH, MXFP4, NVFP4
 from moe.kernels.quantize import quantize_rows
 
 _FORMATS = {"bf16": BF16.value, "fp8_block": FP8_BLOCK.value, "mxfp4": MXFP4.value, "nvfp4": NVFP4.value}
@@ -62,6 +63,9 @@ def run_layer(
     """
     num_tokens = x_TH.shape[0]
     num_slots = num_tokens * layer.top_k
+    num_steps = layer.w2.data.shape[2]
+    if plan.split_k > num_steps:  # no part may be empty
+        plan = replace(plan, split_k=num_steps)
     tiles = None if plan.direct else _group(ids_TK, num_slots, layer, plan)
     h_SI = x_TH.new_empty((num_slots, layer.intermediate_size))
     part_dtype = torch.float32 if plan.direct else torch.bfloat16  # few rows cost nothing; many are worth halving
@@ -142,8 +146,8 @@ def _gemm(
     else:
         num_tiles = tiles.entries.shape[0]
         grouped_gemm[(num_n * num_tiles,)](
-            *matrices, tiles.slots_S, tiles.entries, weights_TK, num_tiles, *sizes,
-            TILE_GROUP=plan.tile_group, NUM_HEIGHTS=plan.heights, **settings,
+            *matrices, tiles.slots_S, tiles.entries, weights_TK, num_tiles, plan.tile_group, *sizes,
+            NUM_HEIGHTS=plan.heights, **settings,
         )  # fmt: skip
 
 

@@ -7,9 +7,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from moe.kernels.gemm import BF16, FP8_BLOCK, FP8_BOTH, MXFP4, NVFP4, direct_gemm, grouped_gemm
+from moe.kernels.gemm import direct_gemm, grouped_gemm
 from moe.kernels.group import group_slots, sum_slots
 from moe.kernels.plan import Plan
+from moe.kernels.products import BF16, FP8_BLOCK, FP8_BOTH, MXFP4, NVFP4
 from moe.kernels.quantize import quantize_rows
 
 FORMATS = {"bf16": BF16, "fp8_block": FP8_BLOCK, "mxfp4": MXFP4, "nvfp4": NVFP4}
@@ -77,7 +78,7 @@ def compile_gemm(
             "SPLIT_K": 1 if is_first else plan.split_k,
         }  # fmt: skip
     else:
-        constants |= {"TILE_GROUP": plan.tile_group, "NUM_HEIGHTS": plan.heights}
+        constants |= {"NUM_HEIGHTS": plan.heights}
     kernel = direct_gemm if plan.direct else grouped_gemm
     return compile_kernel(kernel, arch, pointers, constants, num_warps=plan.warps_1 if is_first else plan.warps_2)
 
@@ -96,10 +97,10 @@ def compile_sum(plan: Plan, arch: int, *, top_k: int = 4) -> Any:
     return compile_kernel(sum_slots, arch, pointers, constants, num_warps=4)
 
 
-def compile_quantize(arch: int) -> Any:
-    """`quantize_rows`."""
+def compile_quantize(arch: int, *, by_slot: bool = True) -> Any:
+    """`quantize_rows`; below sm89, which has no FP8 type, with the encoding written out."""
     pointers = {"x_ptr": "*bf16", "ids_ptr": "*i32", "q_ptr": "*u8", "scale_ptr": "*fp32"}
     constants = {
-        "BY_SLOT": True, "STEP_K": 128, "BLOCK_R": 32, "SHORT_K": False, "USE_CAST": True, "USE_PDL": False,
+        "BY_SLOT": by_slot, "STEP_K": 128, "BLOCK_R": 32, "SHORT_K": False, "USE_CAST": arch >= 89, "USE_PDL": False,
     }  # fmt: skip
     return compile_kernel(quantize_rows, arch, pointers, constants, num_warps=4)

@@ -1,0 +1,153 @@
+"""One tile of weight rows times one tile of token rows, for every number format: the loop over the reduction axis.
+
+Knows the packed layout (`layout.py`); not where a tile comes from nor what becomes of its sums.
+Shape letters: N weight rows of a tile, M token rows of a tile, K columns of a step, W packed words of a step.
+"""
+
+# Device functions take tensors of the device, which have no Python type.
+# mypy: disable-error-code="no-untyped-def"
+
+import triton
+import triton.language as tl
+
+from moe.kernels.bits import decode_e4m3, exponent_scale, fraction_scale, unpack_e2m1, unpack_e4m3
+
+BF16 = tl.constexpr(0)
+FP8_BLOCK = tl.constexpr(1)
+MXFP4 = tl.constexpr(2)
+NVFP4 = tl.constexpr(3)
+FP8_BOTH = tl.constexpr(4)  # FP8 block weights times activations in FP8, a scale per row and step
+
+
+@triton.jit
+def _fp4_tile(w_ptrs, s_ptrs, FORMAT: tl.constexpr, BLOCK_N: tl.constexpr, WORDS: tl.constexpr, USE_ASM: tl.constexpr):
+    """bf16 [BLOCK_N, 4 * WORDS]."""
+    words = tl.load(w_ptrs)
+    packed = tl.load(s_ptrs)
+    if FORMAT == MXFP4:
+        s0, s1 = exponent_scale(packed, 0), exponent_scale(packed, 1)
+        s2, s3 = exponent_scale(packed, 2), exponent_scale(packed, 3)
+    else:
+        s0, s1 = fraction_scale(packed, 0), fraction_scale(packed, 1)
+        s2, s3 = fraction_scale(packed, 2), fraction_scale(packed, 3)
+    w0, w1, w2, w3 = unpack_e2m1(words, s0[:, None], s1[:, None], s2[:, None], s3[:, None], USE_ASM)
+    tile = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # [N, W, code / 2, code % 2] after the two joins
+    return tile.permute(0, 2, 3, 1).reshape(BLOCK_N, 4 * WORDS)
+
+
+@triton.jit
+def _fp8_tile(w_ptrs, BLOCK_N: tl.constexpr, WORDS: tl.constexpr, USE_ASM: tl.constexpr):
+    """bf16 [BLOCK_N, 2 * WORDS], block scales not applied."""
+    w0, w1 = unpack_e4m3(tl.load(w_ptrs), USE_ASM)
+    return tl.join(w0, w1).permute(0, 2, 1).reshape(BLOCK_N, 2 * WORDS)
+
+
+@triton.jit
+def _dot(w_NK, x_MK, acc_NM, INTERPRET: tl.constexpr):
+    if INTERPRET:  # the interpreter multiplies the raw bits of bf16 operands
+        return acc_NM + tl.dot(w_NK.to(tl.float32), tl.trans(x_MK.to(tl.float32)), input_precision="ieee")
+    return tl.dot(w_NK, tl.trans(x_MK), acc_NM)
+
+
+@triton.jit
+def _dot_fp8(w_NK, x_MK, INTERPRET: tl.constexpr):
+    if INTERPRET:
+        w_NK, x_MK = w_NK.to(tl.uint8, bitcast=True), x_MK.to(tl.uint8, bitcast=True)
+        return tl.dot(decode_e4m3(w_NK), tl.trans(decode_e4m3(x_MK)), input_precision="ieee")
+    return tl.dot(w_NK, tl.trans(x_MK))
+
+
+@triton.jit
+def _activation_ptrs(x_ptrs, step, num_cols, STEP_K: tl.constexpr, ALIGNED_K: tl.constexpr):
+    """Columns of a step; the last step looks back, see layout.py."""
+    col = tl.minimum(step * STEP_K, num_cols - STEP_K)
+    if ALIGNED_K:
+        col = tl.multiple_of(col, 16)
+    return x_ptrs + col
+
+
+@triton.jit
+def _weight_ptrs(
+    w_ptr, s_ptr, expert, first_row, num_blocks, num_steps, ROWS: tl.constexpr, WORDS: tl.constexpr,
+    SCALES: tl.constexpr,
+):  # fmt: skip
+    """Pointers to step 0 of `ROWS` rows from `first_row`, a multiple of 64; SCALES per block of 64 rows."""
+    # Blocks of 64 rows lie num_steps * 64 * WORDS words apart; a tile may span several, the last perhaps missing.
+    row_N = tl.arange(0, ROWS)
+    block_N = tl.minimum(first_row // 64 + row_N // 64, num_blocks - 1)
+    stream_N = (expert.to(tl.int64) * num_blocks + block_N) * num_steps
+    w_ptrs = w_ptr + (stream_N * (64 * WORDS) + row_N % 64 * WORDS)[:, None] + tl.arange(0, WORDS)[None, :]
+    return w_ptrs, s_ptr + stream_N * SCALES + row_N % 64 // (64 // SCALES)
+
+
+@triton.jit
+def multiply(
+    x_ptrs, w_ptr, s_ptr, expert, first_row, step_begin, step_end, num_blocks, num_steps, num_cols,
+    FORMAT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEP_K: tl.constexpr, WORDS: tl.constexpr,
+    NUM_STAGES: tl.constexpr, SHORT_K: tl.constexpr, ALIGNED_K: tl.constexpr,
+    USE_ASM: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """fp32 [BLOCK_N, BLOCK_M]: one tile of weight rows times one tile of token rows, bf16 or FP4 weights."""
+    w_ptrs, s_ptrs = _weight_ptrs(w_ptr, s_ptr, expert, first_row, num_blocks, num_steps, BLOCK_N, WORDS, 64)
+    # Without a promise that the loop runs, ptxas waits for every matrix instruction before it issues the next.
+    tl.assume(step_end > step_begin)
+    acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    for step in tl.range(step_begin, step_end, num_stages=NUM_STAGES):
+        if SHORT_K:
+            x = tl.load(x_ptrs, mask=(tl.arange(0, STEP_K) < num_cols)[None, :], other=0.0)
+        else:
+            x = tl.load(_activation_ptrs(x_ptrs, step, num_cols, STEP_K, ALIGNED_K))
+        if FORMAT == BF16:
+            w = tl.load(w_ptrs + step * 64 * WORDS)
+        else:
+            w = _fp4_tile(w_ptrs + step * 64 * WORDS, s_ptrs + step * 64, FORMAT, BLOCK_N, WORDS, USE_ASM)
+        acc = _dot(w, x, acc, INTERPRET)
+    return acc
+
+
+@triton.jit
+def _fp8_step(
+    w_ptrs, s_ptrs, x, x_scale, acc, step,
+    FORMAT: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, WORDS: tl.constexpr,
+    USE_ASM: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """acc plus one step's product times its scales."""
+    scale = tl.load(s_ptrs + step * 8)[:, None]
+    if FORMAT == FP8_BOTH:
+        part = _dot_fp8(tl.load(w_ptrs + step * 64 * WORDS), x, INTERPRET) * x_scale[None, :]
+    else:
+        w = _fp8_tile(w_ptrs + step * 64 * WORDS, ROWS, WORDS, USE_ASM)
+        part = _dot(w, x, tl.zeros((ROWS, BLOCK_M), dtype=tl.float32), INTERPRET)
+    return acc + part * scale
+
+
+@triton.jit
+def multiply_fp8(
+    x_ptrs, xs_ptrs, xs_stride, w_ptr, s_ptr, expert, first_row, step_begin, step_end, num_blocks, num_steps, num_cols,
+    FORMAT: tl.constexpr, BLOCK_M: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, STEP_K: tl.constexpr,
+    WORDS: tl.constexpr, NUM_STAGES: tl.constexpr, SHORT_K: tl.constexpr, ALIGNED_K: tl.constexpr,
+    USE_ASM: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """The same for FP8 blocks: PARTS (1 or 2) tiles of ROWS rows, one after the other in every step.
+
+    Each step's product needs registers beside the sum that its scaled value is added to; a half at a time needs half.
+    """
+    w0_ptrs, s0_ptrs = _weight_ptrs(w_ptr, s_ptr, expert, first_row, num_blocks, num_steps, ROWS, WORDS, 8)
+    w1_ptrs, s1_ptrs = _weight_ptrs(w_ptr, s_ptr, expert, first_row + ROWS, num_blocks, num_steps, ROWS, WORDS, 8)
+    tl.assume(step_end > step_begin)
+    acc_0 = tl.zeros((ROWS, BLOCK_M), dtype=tl.float32)
+    acc_1 = tl.zeros((ROWS, BLOCK_M), dtype=tl.float32)
+    x_scale = tl.zeros((BLOCK_M,), dtype=tl.float32)
+    for step in tl.range(step_begin, step_end, num_stages=NUM_STAGES):
+        if SHORT_K:
+            x = tl.load(x_ptrs, mask=(tl.arange(0, STEP_K) < num_cols)[None, :], other=0.0)
+        else:
+            x = tl.load(_activation_ptrs(x_ptrs, step, num_cols, STEP_K, ALIGNED_K))
+        if FORMAT == FP8_BOTH:
+            x_scale = tl.load(xs_ptrs + step * xs_stride)
+        acc_0 = _fp8_step(w0_ptrs, s0_ptrs, x, x_scale, acc_0, step, FORMAT, ROWS, BLOCK_M, WORDS, USE_ASM, INTERPRET)
+        if PARTS == 2:
+            acc_1 = _fp8_step(
+                w1_ptrs, s1_ptrs, x, x_scale, acc_1, step, FORMAT, ROWS, BLOCK_M, WORDS, USE_ASM, INTERPRET
+            )
+    return acc_0, acc_1
