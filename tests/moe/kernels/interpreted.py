@@ -149,6 +149,12 @@ CASES = {
     ),
     "nvfp4 direct": lambda: run_case("nvfp4", 3, 96, 80, DIRECT),
     "nvfp4 grouped": lambda: run_case("nvfp4", 18, 96, 48, GROUPED),
+    "mxfp4 direct at 2880": lambda: run_case("mxfp4", 1, 2880, 192, DIRECT),
+    "mxfp4 grouped at 1440": lambda: run_case("mxfp4", 3, 192, 1440, GROUPED),
+    "mxfp4 grouped at 384 and 288": lambda: run_case("mxfp4", 19, 384, 288, GROUPED),
+    "bf16 direct at 288 and 192": lambda: run_case("bf16", 5, 288, 192, DIRECT),
+    "fp8_block direct at 1440": lambda: run_case("fp8_block", 2, 1440, 192, DIRECT),
+    "nvfp4 grouped at 384": lambda: run_case("nvfp4", 7, 192, 384, GROUPED),
 }
 
 if __name__ == "__main__":

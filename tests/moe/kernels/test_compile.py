@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("triton")
 
 from moe.kernels.plan import Plan
-from tests.moe.kernels.compiling import compile_gemm, compile_group, compile_quantize, compile_sum
+from tests.moe.kernels.compiling import FORMATS, compile_gemm, compile_group, compile_quantize, compile_sum
 
 ARCHS = (80, 86, 89, 90, 100, 120)
 DIRECT = Plan(direct=True, block_m=16, block_n_1=64, block_n_2=64, split_k=2)
@@ -18,22 +18,29 @@ GROUPED = Plan(direct=False, block_m=64, block_n_1=128, block_n_2=128, stages_1=
 SMALLEST_SHARED_BYTES = 99 * 1024  # sm86, sm89 and sm120; the others have more
 
 
+@pytest.mark.parametrize("plan", [DIRECT, GROUPED], ids=["direct", "grouped"])
+@pytest.mark.parametrize("format_name", FORMATS)
 @pytest.mark.parametrize("arch", ARCHS)
-def test_gemms_compile_for_every_format_within_shared_memory(arch: int) -> None:
-    compiled = [
-        compile_gemm("mxfp4", DIRECT, arch, is_first=True),
-        compile_gemm("mxfp4", GROUPED, arch, is_first=False),
-        compile_gemm("bf16", DIRECT, arch, is_first=False),
-        compile_gemm("fp8_block", GROUPED, arch, is_first=True),
-        compile_gemm("nvfp4", DIRECT, arch, is_first=True),
-    ]
-    assert all(kernel.metadata.shared <= SMALLEST_SHARED_BYTES for kernel in compiled)
+def test_both_gemms_of_every_format_compile_within_shared_memory(arch: int, format_name: str, plan: Plan) -> None:
+    for is_first in (True, False):
+        kernel = compile_gemm(format_name, plan, arch, is_first=is_first)
+        assert "cubin" in kernel.asm
+        assert kernel.metadata.shared <= SMALLEST_SHARED_BYTES
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_the_variants_of_plans_compile(arch: int) -> None:
+    for plan in (replace(DIRECT, by_expert=True, split_k=1), replace(GROUPED, heights=3)):
+        assert "cubin" in compile_gemm("mxfp4", plan, arch, is_first=True, one_tile=False).asm
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_grouping_and_summing_compile(arch: int) -> None:
+def test_grouping_summing_and_quantizing_compile(arch: int) -> None:
     assert "cubin" in compile_group(GROUPED, arch).asm
-    assert "cubin" in compile_sum(DIRECT, arch).asm
+    for plan in (DIRECT, GROUPED):
+        assert "cubin" in compile_sum(plan, arch).asm
+    for by_slot in (True, False):
+        assert "cubin" in compile_quantize(arch, by_slot=by_slot).asm
 
 
 @pytest.mark.parametrize("plan", [DIRECT, GROUPED], ids=["direct", "grouped"])
@@ -49,9 +56,10 @@ def test_hopper_code_streams_whole_vectors_and_multiplies_from_registers(plan: P
 @pytest.mark.parametrize("arch", [89, 90, 100, 120])
 def test_fp8_activations_multiply_in_fp8(arch: int) -> None:
     plan = replace(GROUPED, fp8_activations=True)
-    kernel = compile_gemm("fp8_block", plan, arch, is_first=True)
-    assert kernel.metadata.shared <= SMALLEST_SHARED_BYTES
-    assert ("kind::f8f6f4" if arch == 100 else ".e4m3.e4m3") in kernel.asm["ptx"]
+    for is_first in (True, False):
+        kernel = compile_gemm("fp8_block", plan, arch, is_first=is_first)
+        assert kernel.metadata.shared <= SMALLEST_SHARED_BYTES
+        assert ("kind::f8f6f4" if arch == 100 else ".e4m3.e4m3") in kernel.asm["ptx"]
     assert "cvt.rn.satfinite.e4m3x2" in compile_quantize(arch).asm["ptx"]
 
 
