@@ -7,9 +7,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from moe.kernels.gemm import BF16, FP8_BLOCK, FP8_BOTH, MXFP4, NVFP4, direct_gemm, grouped_gemm
+from moe.kernels.gemm import direct_gemm, grouped_gemm
 from moe.kernels.group import group_slots, sum_slots
 from moe.kernels.plan import Plan
+from moe.kernels.products import BF16, FP8_BLOCK, FP8_BOTH, MXFP4, NVFP4
 from moe.kernels.quantize import quantize_rows
 
 FORMATS = {"bf16": BF16, "fp8_block": FP8_BLOCK, "mxfp4": MXFP4, "nvfp4": NVFP4}
@@ -77,7 +78,7 @@ def compile_gemm(
             "SPLIT_K": 1 if is_first else plan.split_k,
         }  # fmt: skip
     else:
-        constants |= {"TILE_GROUP": plan.tile_group, "NUM_HEIGHTS": plan.heights}
+        constants |= {"NUM_HEIGHTS": plan.heights}
     kernel = direct_gemm if plan.direct else grouped_gemm
     return compile_kernel(kernel, arch, pointers, constants, num_warps=plan.warps_1 if is_first else plan.warps_2)
 
