@@ -79,11 +79,16 @@ def test_agrees_with_the_twin(format_name: str, hidden: int, inter: int) -> None
             assert not out[2].any()
 
 
+@pytest.mark.parametrize("format_name", FORMATS)
 @pytest.mark.parametrize("num_tokens", [5, 300])
-def test_the_same_bits_every_time_at_every_position_and_in_a_graph(num_tokens: int) -> None:
-    layer = Layer("mxfp4", 384, 288)
+def test_the_same_bits_every_time_at_every_position_and_in_a_graph(num_tokens: int, format_name: str) -> None:
+    layer = Layer(format_name, 384, 288)
     x, topk = make_inputs(num_tokens, 384)
     out = layer.run(x, topk)
+    others, others_topk = make_inputs(num_tokens, 384, seed=1)
+    for mine, theirs in ((x, others), (topk.weights, others_topk.weights), (topk.ids, others_topk.ids)):
+        theirs[num_tokens // 2] = mine[1]
+    assert torch.equal(layer.run(others, others_topk)[num_tokens // 2], out[1]), "whoever shares the batch"
     order = torch.randperm(num_tokens, device="cuda")
     moved = layer.run(x[order], StandardTopK(topk.weights[order], topk.ids[order]))
     assert torch.equal(moved, out[order])
