@@ -1,9 +1,10 @@
-"""Tuning policy: what is tuned, on which shapes, and that all ranks end with one verified choice."""
+"""Tuning policy: what is tuned, on which shapes, for how long, and that all ranks end with one verified choice."""
 
 import dataclasses
+import itertools
 import json
 import logging
-import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,26 +12,20 @@ import pytest
 import torch
 import torch.multiprocessing
 
-from moe import MoeA2ABackend, MoeBackend, MoeRunner, Topology
+from moe import MoeA2ABackend, MoeBackend
 from moe.autotune import (
+    MAX_TOKEN_COUNTS,
     OneRank,
     TorchRanks,
     Tuning,
     kept_choice,
-    local_input,
-    run_locally,
     should_autotune,
     tune,
     tuning_token_counts,
 )
-from moe.backends.torch import TorchBackend
-from moe.config import DispatchFormat
-from moe.dispatch import deepep, flashinfer, mori, standard
 from moe.errors import MoeConfigError
-from moe.formats import ExpertWeights, Mxfp4Weight
 from moe.tuning_cache import TuneKey, TuningCache
 from tests.emulators.ranks import Rank, run_ranks
-from tests.moe.backends import hostile
 
 KEY = TuneKey(
     gpu="NVIDIA H100", library_versions=(("flashinfer-python", "0.7.2"), ("torch", "2.13.0")),
@@ -48,8 +43,11 @@ def tuning(log: list[tuple[str, int]] | None = None, seconds: dict[str, float] |
             log.append((tactic, num_tokens))
         return seconds[tactic]
 
+    def propose(num_tokens: int, measured: Mapping[str, float]) -> Sequence[str]:
+        return [tactic for tactic in seconds if tactic not in measured]
+
     fields: dict[str, Any] = {
-        "key": KEY, "tactics": tuple(seconds), "measure": measure, "tolerance": 1e-2,
+        "key": KEY, "propose": propose, "measure": measure, "tolerance": 1e-2,
         "error": lambda tactic, num_tokens: float("nan") if tactic == "wrong" else 1e-3,
     }  # fmt: skip
     return Tuning(**(fields | changes))
@@ -72,11 +70,24 @@ def test_what_is_tuned() -> None:
         (8, 8, (1, 2, 4, 8)),
         (12, 5, (1, 2, 4, 5, 8, 12)),
         (1, 1, (1,)),
-        (2048, 64, tuple(2**power for power in range(12))),
+        (4096, 1, (1, 4, 8, 32, 128, 512, 1024, 4096)),
+        (512, 64, (1, 2, 4, 16, 32, 64, 256, 512)),
+        (2048, 64, (1, 4, 8, 16, 64, 256, 512, 2048)),
+        (3000, 77, (1, 4, 8, 32, 77, 256, 1024, 3000)),
     ],
 )
 def test_tuning_shapes_end_at_the_schedulers_limits(max_tokens: int, max_seqs: int, counts: tuple[int, ...]) -> None:
     assert tuning_token_counts(max_tokens, max_seqs) == counts
+
+
+@pytest.mark.parametrize("max_tokens", [2, 3, 100, 2048, 8192, 131072])
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.99, 1.0])
+def test_tuning_shapes_are_few_and_spread(max_tokens: int, share: float) -> None:
+    max_seqs = max(1, int(max_tokens * share))
+    counts = tuning_token_counts(max_tokens, max_seqs)
+    assert len(counts) <= MAX_TOKEN_COUNTS
+    assert {1, max_seqs, max_tokens} <= set(counts)
+    assert max(high / low for low, high in itertools.pairwise(counts)) <= 16
 
 
 def test_contradicting_limits_are_refused_with_both_numbers() -> None:
@@ -91,7 +102,7 @@ def test_fastest_right_tactic_wins_and_is_kept(tmp_path: Path, caplog: pytest.Lo
     with caplog.at_level(logging.WARNING):
         choice = tune(tuning(log), cache, OneRank())
     assert choice == {"1": "fast", "2": "fast", "4": "fast"}
-    assert log == [(tactic, count) for count in KEY.token_counts for tactic in SECONDS]
+    assert log == [(tactic, count) for tactic in SECONDS for count in KEY.token_counts]
     assert "tactic wrong is off by inf" in caplog.text
     log.clear()
     assert tune(tuning(log), cache, OneRank()) == choice
@@ -103,8 +114,69 @@ def test_no_right_tactic_is_an_error_and_nothing_is_kept(tmp_path: Path) -> None
     with pytest.raises(MoeConfigError, match=r"no tactic stays within 0\.01 at 1 tokens"):
         tune(tuning(error=lambda tactic, num_tokens: 0.5), TuningCache(tmp_path), OneRank())
     assert not list(tmp_path.iterdir())
-    with pytest.raises(MoeConfigError, match="names no tactics"):
-        tuning(tactics=())
+
+
+class Clock:
+    """Advances by what the fake measurements take."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_the_budget_is_honoured_and_what_is_left_out_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    clock, log = Clock(), []
+
+    def measure(tactic: str, num_tokens: int) -> float:
+        log.append((tactic, num_tokens))
+        clock.now_s += 2.0
+        return SECONDS[tactic]
+
+    with caplog.at_level(logging.WARNING):
+        choice = tune(tuning(measure=measure), TuningCache(tmp_path), OneRank(), budget_s=10.0, clock=clock)
+    assert log == [("slow", 1), ("slow", 2), ("slow", 4), ("fast", 1)], "eight of ten seconds, every count in turn"
+    assert choice == {"1": "fast", "2": "slow", "4": "slow"}
+    assert "the time for tuning is up, 5 tactics are left out (fast at 2 tokens and others)" in caplog.text
+
+
+def test_without_any_time_everything_stays_untuned_but_is_checked(tmp_path: Path) -> None:
+    checked: list[tuple[str, int]] = []
+
+    def error(tactic: str, num_tokens: int) -> float:
+        checked.append((tactic, num_tokens))
+        return 0.0
+
+    log: list[tuple[str, int]] = []
+    choice = tune(tuning(log, error=error), TuningCache(tmp_path), OneRank(), budget_s=0.0)
+    assert choice == {"1": "slow", "2": "slow", "4": "slow"}, "the first proposal is the untuned way"
+    assert not log
+    assert checked == [("slow", count) for count in KEY.token_counts]
+
+
+def test_rounds_follow_what_was_measured_and_warm_up_gets_a_share_of_the_time(tmp_path: Path) -> None:
+    warmed: list[tuple[list[str], float]] = []
+    clock = Clock()
+
+    def propose(num_tokens: int, measured: Mapping[str, float]) -> Sequence[str]:
+        if not measured:
+            return ["slow"]
+        return ["fast", "broken"] if len(measured) == 1 else []
+
+    def measure(tactic: str, num_tokens: int) -> float:
+        clock.now_s += 1.0
+        return {"slow": 3.0, "fast": 1.0, "broken": float("inf")}[tactic]
+
+    choice = tune(
+        tuning(
+            propose=propose, measure=measure,
+            warm_up=lambda batch, seconds: warmed.append(([tactic for tactic, _ in batch], seconds)),
+        ),
+        TuningCache(tmp_path), OneRank(), budget_s=50.0, clock=clock,
+    )  # fmt: skip
+    assert choice == {"1": "fast", "2": "fast", "4": "fast"}
+    assert warmed == [(["slow"] * 3, 20.0), (["fast"] * 3 + ["broken"] * 3, 18.5)]
 
 
 def test_every_field_of_the_key_changes_the_file() -> None:
@@ -127,6 +199,20 @@ def test_damaged_or_partial_files_are_tuned_again(tmp_path: Path, content: str) 
     tune(tuning(log), TuningCache(tmp_path), OneRank())
     assert log
     assert kept_choice(KEY, TuningCache(tmp_path), OneRank()) is not None
+
+
+def test_a_cache_without_a_folder_remembers_and_a_forgotten_choice_is_tuned_again(tmp_path: Path) -> None:
+    log: list[tuple[str, int]] = []
+    memory = TuningCache(None)
+    assert tune(tuning(log), memory, OneRank()) == tune(tuning(log), memory, OneRank())
+    assert len(log) == 9
+    tune(tuning(), TuningCache(tmp_path), OneRank())
+    later = TuningCache(tmp_path)
+    assert later.load(KEY) is not None
+    later.forget(KEY)
+    assert later.load(KEY) is None
+    later.store(KEY, {"1": "slow", "2": "slow", "4": "slow"})
+    assert TuningCache(tmp_path).load(KEY) == later.load(KEY) == {"1": "slow", "2": "slow", "4": "slow"}
 
 
 def test_an_unwritable_folder_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -229,63 +315,3 @@ def test_planted_mistakes_are_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         monkeypatch.setattr(ThreadRanks, "rank", 0, raising=False)
         monkeypatch.setattr(ThreadRanks, "__init__", lambda self, rank: setattr(self, "_rank", rank))
     assert choices_of_two_ranks(tmp_path) != RIGHT
-
-
-# ---- the pass itself ----
-
-
-def small_layer() -> tuple[MoeRunner, Any]:
-    w13, w2 = hostile.dense_experts(8, 64, 64)
-    experts = ExpertWeights(w13=Mxfp4Weight.quantize(w13), w2=Mxfp4Weight.quantize(w2))
-    config = hostile.make_config(8, 64, 64, 2, num_local_experts=4, dtype=torch.float32)
-    topology = Topology(ep_size=2, ep_rank=1)
-    info = TorchBackend().prepare(hostile.shard(experts, ep=(2, 1)), config, topology)
-    return MoeRunner(MoeBackend.TORCH, MoeA2ABackend.DEEPEP, config), (info, topology)
-
-
-def test_a_recorded_pass_contains_no_dispatch_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    calls: list[str] = []
-    for module, name in (
-        (standard, "StandardDispatcher"), (deepep, "DeepepDispatcher"),
-        (mori, "MoriDispatcher"), (flashinfer, "FlashinferDispatcher"),
-    ):  # fmt: skip
-        for method in ("dispatch", "combine"):
-            monkeypatch.setattr(getattr(module, name), method, lambda *a, m=method, **k: calls.append(m))
-    for collective in ("all_reduce", "all_to_all_single", "broadcast", "barrier"):
-        monkeypatch.setattr(torch.distributed, collective, lambda *a, c=collective, **k: calls.append(c))
-    run = MoeRunner.run
-
-    def recorded(self: MoeRunner, dispatched: Any, info: Any) -> Any:
-        calls.append(f"run {dispatched.format}")
-        return run(self, dispatched, info)
-
-    monkeypatch.setattr(MoeRunner, "run", recorded)
-    runner, (info, topology) = small_layer()
-
-    def measure(tactic: str, num_tokens: int) -> float:
-        start = time.perf_counter()
-        run_locally(runner, info, DispatchFormat.DEEPEP_LL, num_tokens, topology)
-        return time.perf_counter() - start
-
-    choice = tune(tuning(tactics=("a", "b"), measure=measure), TuningCache(tmp_path), OneRank())
-    assert set(choice.values()) <= {"a", "b"}
-    assert calls == ["run deepep_ll"] * (2 * len(KEY.token_counts))
-
-
-@pytest.mark.parametrize("num_tokens", [1, 6, 9])
-def test_local_inputs_look_like_a_transports(num_tokens: int) -> None:
-    runner, (_, topology) = small_layer()
-    config = runner.config
-    for layout in (DispatchFormat.STANDARD, DispatchFormat.FLASHINFER):
-        made: Any = local_input(layout, num_tokens, config, topology)
-        assert made.format is layout
-        assert made.hidden_states.shape == (num_tokens, 64)
-        assert made.topk_output.ids.dtype == torch.int32
-        assert set(made.topk_output.ids.flatten().tolist()) <= set(range(4, 8)), "this rank's experts"
-    made = local_input(DispatchFormat.DEEPEP_LL, num_tokens, config, topology)
-    assert made.num_tokens is None
-    assert made.hidden_states.shape[0] == 4
-    assert made.hidden_states.shape[1] % 4 == 0
-    assert int(made.masked_m.max()) <= made.hidden_states.shape[1]
-    with pytest.raises(MoeConfigError, match="mori_ll"):
-        local_input(DispatchFormat.MORI_LL, num_tokens, config, topology)

@@ -1,0 +1,108 @@
+"""Launch plans as tactics: their text, the tables made of them, and that a search compiles few and fitting ones."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from moe import MoeConfigError, MoeRunnerConfig, Topology
+from moe.backends.triton import TritonBackend, TritonMoeQuantInfo
+from moe.backends.triton_plans import LayerShape, PlanTable, plans_for
+from moe.backends.triton_tactics import plan_from_text, plan_text, proposals, table_of
+from moe.formats import Bf16Weight, ExpertWeights
+from moe.kernels.plan import MAX_DIRECT_SLOTS, Plan
+from moe.tuning_cache import Tactic
+from tests.moe.backends import hostile
+
+DIRECT = Plan(direct=True, block_m=16, block_n_1=64, block_n_2=128, split_k=2, pdl=True, prefetch=True)
+GROUPED = Plan(direct=False, block_m=64, block_n_1=128, block_n_2=128, heights=3, fp8_activations=True)
+UNTUNED = PlanTable(((16, replace(DIRECT, split_k=1)), (None, replace(GROUPED, heights=1))))
+SHAPES = [(32, 4), (128, 4), (64, 8), (4, 2), (1, 1)]
+
+
+def test_text_round_trip() -> None:
+    assert plan_text(DIRECT) == "direct=1,block_m=16,block_n_1=64,block_n_2=128,split_k=2,pdl=1,prefetch=1"
+    for plan in (DIRECT, GROUPED, *(plan for _, plan in UNTUNED.steps)):
+        assert plan_from_text(plan_text(plan)) == plan
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "is no field and number"),
+        ("direct=1", "is no launch plan"),
+        ("direct=1,block_m=16,block_n_1=64,block_n_2=64,depth=2", "'depth=2' is no field"),
+        ("direct=1,block_m=-8,block_n_1=64,block_n_2=64", "'block_m=-8' is no field"),
+        ("direct=1,block_m=12,block_n_1=64,block_n_2=64", "power of two"),
+        ("direct=0,block_m=16,block_n_1=64,block_n_2=64,split_k=2", "belong to direct plans"),
+    ],
+)
+def test_other_texts_are_refused(text: str, words: str) -> None:
+    with pytest.raises(MoeConfigError, match=words):
+        plan_from_text(text)
+
+
+def test_a_choice_becomes_a_table_with_an_open_end() -> None:
+    mixed = table_of({"64": plan_text(GROUPED), "4": plan_text(DIRECT), "512": plan_text(GROUPED)}, UNTUNED, 4)
+    assert mixed == PlanTable(((4, DIRECT), (64, GROUPED), (None, GROUPED)))
+    direct = table_of({"1": plan_text(DIRECT), "8": plan_text(DIRECT)}, UNTUNED, 4)
+    assert direct == PlanTable(((1, DIRECT), (8, DIRECT), (None, UNTUNED.steps[-1][1])))
+    with pytest.raises(MoeConfigError, match="not those of 300 tokens"):
+        table_of({"300": plan_text(DIRECT)}, UNTUNED, 4)
+
+
+def all_rounds(untuned: Plan, num_tokens: int, num_experts: int, top_k: int, has_pdl: bool) -> list[list[Tactic]]:
+    """Every round of a search in which later tactics are faster."""
+    measured: dict[Tactic, float] = {}
+    rounds = []
+    while batch := proposals(untuned, num_tokens, num_experts, top_k, measured, has_pdl=has_pdl):
+        rounds.append(list(batch))
+        measured |= {tactic: 1.0 / (1 + len(measured) + position) for position, tactic in enumerate(batch)}
+    return rounds
+
+
+@pytest.mark.parametrize("has_pdl", [True, False])
+@pytest.mark.parametrize("num_tokens", [1, 4, 8, 16, 64, 256, 1024, 4096])
+@pytest.mark.parametrize(("num_experts", "top_k"), SHAPES)
+def test_a_search_tries_few_plans_that_fit(num_tokens: int, num_experts: int, top_k: int, has_pdl: bool) -> None:
+    shape = LayerShape(
+        gpu="none", format_name="mxfp4", num_experts=num_experts, num_local_experts=num_experts, top_k=top_k,
+        hidden_size=2880, intermediate_size=2880,
+    )  # fmt: skip
+    untuned = plans_for(shape).pick(num_tokens)
+    first, *later = all_rounds(untuned, num_tokens, num_experts, top_k, has_pdl)
+    assert first[0] == plan_text(untuned)
+    assert len(later) <= 1
+    tactics = [tactic for batch in (first, *later) for tactic in batch]
+    assert 2 <= len(tactics) == len(set(tactics)) <= 11
+    plans = [plan_from_text(tactic) for tactic in tactics]
+    assert all(not plan.direct or num_tokens * top_k <= MAX_DIRECT_SLOTS for plan in plans)
+    assert has_pdl or not any(plan.pdl or plan.prefetch for plan in plans)
+    if num_tokens * top_k > 512:
+        assert not any(plan.direct for plan in plans)
+
+
+def test_the_second_round_lies_around_the_best_of_the_first() -> None:
+    first = proposals(DIRECT, 64, 32, 4, {}, has_pdl=True)
+    for best in first:
+        measured = {tactic: 2.0 - (tactic == best) for tactic in first}
+        plan = plan_from_text(best)
+        for tactic in proposals(DIRECT, 64, 32, 4, measured, has_pdl=True):
+            neighbour = plan_from_text(tactic)
+            assert neighbour.direct == plan.direct
+            assert neighbour != plan
+    partly = {first[0]: 1.0}
+    assert proposals(DIRECT, 64, 32, 4, partly, has_pdl=True) == first[1:]
+
+
+def test_the_backend_offers_its_own_plan_first_and_keeps_its_weights() -> None:
+    config = MoeRunnerConfig(num_experts=4, num_local_experts=4, hidden_size=64, intermediate_size=64, top_k=2)
+    w13, w2 = (Bf16Weight(part.to(torch.bfloat16)) for part in hostile.dense_experts(4, 64, 64))
+    backend = TritonBackend()
+    info = backend.prepare(ExpertWeights(w13=w13, w2=w2), config, Topology())
+    first = backend.tactics(info, config, 8, {})
+    assert first[0] == plan_text(info.plans.pick(8))
+    tuned = backend.with_choice(info, {"8": first[-1]})
+    assert isinstance(tuned, TritonMoeQuantInfo)
+    assert tuned.layer is info.layer
+    assert plan_text(tuned.plans.pick(3)) == first[-1]

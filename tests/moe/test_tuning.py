@@ -1,0 +1,205 @@
+"""Tuning of whole layers on emulated kernels: what is chosen, refused, kept and used again, and what has no tactics."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moe import Activation, MoeA2ABackend, MoeBackend, MoeConfigError, MoeRunner, StandardDispatchOutput, Topology
+from moe.autotune import MAX_TOKEN_COUNTS
+from moe.formats import ExpertWeights, Mxfp4Weight
+from moe.registry import load_backend
+from moe.tuning import LayerTuner, TuningSettings, tune_layer
+from moe.tuning_cache import TuningCache
+from tests.moe.backends import hostile
+from tests.moe.tunable import Profiled, install_profiles
+
+GPT_OSS = Activation(alpha=1.702, beta=1.0, limit=7.0)
+E, H, I, K = 4, 96, 160, 3
+COUNTS = (1, 6)
+SECONDS = {0: 9.0, 1: 4.0, 2: 2.0, 3: 1.0, 5: 9.0, 6: 3.0, 7: 2.0}
+Layer = tuple[MoeRunner, Any, ExpertWeights]
+
+
+def mxfp4_layer(topology: Topology, backend: MoeBackend = MoeBackend.FLASHINFER_MXFP4) -> Layer:
+    w13, w2 = hostile.dense_experts(E, H, I)
+    b13, b2 = hostile.biases(E, H, I)
+    whole = ExpertWeights(w13=Mxfp4Weight.quantize(w13), w2=Mxfp4Weight.quantize(w2), b13=b13, b2=b2)
+    experts = hostile.shard(whole, ep=(topology.ep_size, topology.ep_rank))
+    dtype = torch.bfloat16 if backend is MoeBackend.FLASHINFER_MXFP4 else torch.float32
+    config = hostile.make_config(
+        E, H, experts.intermediate_size, K, num_local_experts=experts.num_experts, activation=GPT_OSS, dtype=dtype
+    )
+    runner = MoeRunner(backend, MoeA2ABackend.NONE, config)
+    return runner, load_backend(backend).prepare(experts, config, topology), experts
+
+
+@pytest.fixture
+def profiled(monkeypatch: pytest.MonkeyPatch) -> Profiled:
+    return install_profiles(monkeypatch, dict(SECONDS))
+
+
+def tuner(folder: Path | None, *, is_on: bool = True, **changes: Any) -> LayerTuner:
+    return LayerTuner(TuningSettings(is_on=is_on, cache_folder=folder, token_counts=COUNTS, **changes))
+
+
+def pairs(info: Any) -> list[tuple[int, int] | None]:
+    return [info.profiles.pick(count) for count in (1, 2, 6, 5000)]
+
+
+@pytest.mark.parametrize("ep_size", [1, 2])
+def test_the_best_profile_of_either_gemm_is_found_checked_kept_and_used(
+    profiled: Profiled, tmp_path: Path, ep_size: int
+) -> None:
+    profiled.fails, profiled.no_occupancy = {7}, {8}
+    topology = Topology(ep_size=ep_size, ep_rank=ep_size - 1)
+    runner, info, experts = mxfp4_layer(topology)
+    tuned = tuner(tmp_path / "new").tuned(runner, info, experts, topology)
+    assert pairs(info) == [None] * 4, "what was prepared is not changed"
+    assert pairs(tuned) == [(3, 6)] * 4
+    assert tuned.w13 is info.w13
+    assert profiled.shapes == {(1, 512, 128), (2, 128, 256)}, "padded sizes"
+    (file,) = (tmp_path / "new").iterdir()
+    assert json.loads(file.read_text())["choice"] == {"1": "3/6", "6": "3/6"}
+
+    profiled.emulator.calls.clear()
+    for is_on in (True, False):  # a later start, with the flag or without
+        again = tuner(tmp_path / "new", is_on=is_on).tuned(runner, info, experts, topology)
+        assert pairs(again) == pairs(tuned)
+    assert not profiled.used, "nothing is measured again"
+    x, topk = hostile.tokens(5, H), hostile.routing(5, E, K)
+    got = runner.run(StandardDispatchOutput(x, topk), again).hidden_states
+    untuned = runner.run(StandardDispatchOutput(x, topk), info).hidden_states
+    assert profiled.used == [[3, 6], [-1, -1]]
+    assert torch.equal(got, untuned)
+    assert profiled.emulator.calls[0].options.fused_finalize is False, "the same order of additions in every run"
+
+
+@pytest.mark.parametrize("fault", ["wrong", "writes_nothing"])
+def test_a_fast_profile_that_is_wrong_is_refused(
+    profiled: Profiled, caplog: pytest.LogCaptureFixture, fault: str
+) -> None:
+    getattr(profiled, fault).add(7)
+    runner, info, experts = mxfp4_layer(Topology())
+    with caplog.at_level(logging.WARNING):
+        tuned = tuner(None).tuned(runner, info, experts, Topology())
+    assert pairs(tuned) == [(3, 6)] * 4, "7 is faster"
+    assert "flashinfer_mxfp4: tactic 3/7 is off by" in caplog.text
+    assert "at 6 tokens and is not used" in caplog.text
+
+
+def test_layers_of_one_shape_are_measured_once_and_share_the_budget(
+    profiled: Profiled, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    one = tuner(blocked / "below")  # that cannot be written: memory is enough for the other layers
+    runner, info, experts = mxfp4_layer(Topology())
+    _, other, _ = mxfp4_layer(Topology())
+    tuned = one.tuned(runner, info, experts, Topology())
+    profiled.emulator.calls.clear()
+    assert pairs(one.tuned(runner, other, experts, Topology())) == pairs(tuned) == [(3, 7)] * 4
+    assert not profiled.used
+    monkeypatch.setattr(one, "_left_s", 0.0)
+    larger = MoeRunner(runner.backend, runner.a2a, hostile.make_config(E, H, I, K - 1, activation=GPT_OSS))
+    assert pairs(one.tuned(larger, info, experts, Topology())) == [(-1, -1)] * 4, "another shape, but no time left"
+
+
+def test_an_unwritable_folder_is_a_warning(
+    profiled: Profiled, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    runner, info, experts = mxfp4_layer(Topology())
+    with caplog.at_level(logging.WARNING):
+        tuned = tuner(tmp_path / "file" / "below").tuned(runner, info, experts, Topology())
+    assert pairs(tuned) == [(3, 7)] * 4
+    assert "tuned tactics are not kept" in caplog.text
+
+
+@pytest.mark.parametrize("text", ["x/6", "3", "-2/6", "3/6/7", ""])
+def test_a_damaged_choice_is_passed_over_without_the_flag_and_replaced_with_it(
+    profiled: Profiled, tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str
+) -> None:
+    runner, info, experts = mxfp4_layer(Topology())
+    tuner(tmp_path).tuned(runner, info, experts, Topology())
+    (file,) = tmp_path.iterdir()
+    good = file.read_text()
+    file.write_text(good.replace("3/7", text))
+    with caplog.at_level(logging.WARNING):
+        assert tuner(tmp_path, is_on=False).tuned(runner, info, experts, Topology()) is info
+    assert "kept tactics of flashinfer_mxfp4 are not used" in caplog.text
+    assert pairs(tuner(tmp_path).tuned(runner, info, experts, Topology())) == [(3, 7)] * 4
+    assert file.read_text() == good
+
+
+def test_a_start_without_flag_and_file_measures_nothing(profiled: Profiled, tmp_path: Path) -> None:
+    runner, info, experts = mxfp4_layer(Topology())
+    assert tuner(tmp_path, is_on=False).tuned(runner, info, experts, Topology()) is info
+    assert LayerTuner(TuningSettings()).tuned(runner, info, experts, Topology()) is info
+    assert not profiled.used
+
+
+def test_a_release_that_takes_no_profile_numbers_has_nothing_to_tune(
+    profiled: Profiled, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from moe.backends import flashinfer_common
+
+    monkeypatch.setattr(flashinfer_common, "takes", lambda function, parameter: parameter != "profile_ids")
+    runner, info, experts = mxfp4_layer(Topology())
+    assert tuner(tmp_path).tuned(runner, info, experts, Topology()) is info
+    assert not profiled.used
+
+
+@pytest.mark.parametrize(("format_name", "first", "second"), [("bf16", 3, 7), ("fp8_tensor", 3, 7), ("nvfp4", 3, 7)])
+def test_cutlass_formats(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, format_name: str, first: int, second: int
+) -> None:
+    is_sm100 = format_name == "nvfp4"
+    install_profiles(monkeypatch, dict(SECONDS), major=10 if is_sm100 else 9)
+    runner, info, experts = cutlass_layer(format_name)
+    tuned = tuner(tmp_path).tuned(runner, info, experts, Topology())
+    assert pairs(tuned) == [(first, second)] * 4
+
+
+def cutlass_layer(format_name: str) -> Layer:
+    experts = hostile.quantized_experts(format_name, E, 256, 128, x=hostile.tokens(8, 256))
+    config = hostile.make_config(E, 256, 128, K)
+    runner = MoeRunner(MoeBackend.FLASHINFER_CUTLASS, MoeA2ABackend.NONE, config)
+    return runner, load_backend(runner.backend).prepare(experts, config, Topology()), experts
+
+
+def test_paths_without_tactics_say_so_once_and_go_on(
+    profiled: Profiled, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    layers = [cutlass_layer("fp8_block"), mxfp4_layer(Topology(), MoeBackend.TORCH)]
+    with caplog.at_level(logging.INFO):
+        one = tuner(tmp_path)
+        for runner, info, experts in layers * 2:
+            assert one.tuned(runner, info, experts, Topology()) is info
+            with pytest.raises(MoeConfigError, match="has no tactics"):
+                load_backend(runner.backend).with_choice(info, {"1": "3/7"})
+    assert [record.message for record in caplog.records if record.name == "moe.tuning"] == [
+        "--tune: flashinfer_cutlass with fp8_block experts has nothing to tune",
+        "--tune: torch with mxfp4 experts has nothing to tune",
+    ]
+    assert not profiled.used
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_entry_for_benchmarks(profiled: Profiled, caplog: pytest.LogCaptureFixture) -> None:
+    runner, info, experts = mxfp4_layer(Topology())
+    with caplog.at_level(logging.INFO):
+        tuned = tune_layer(runner, info, experts, topology=Topology(), token_counts=(6, 1, 6), cache=TuningCache(None))
+    assert pairs(tuned) == [(3, 7)] * 4
+    assert "tuned flashinfer_mxfp4 for mxfp4 experts of 96 x 160 in" in caplog.text
+    assert f"{2 * (1 + 4 + 4)} measurements" in caplog.text
+    for counts in ((0, 1), tuple(range(1, MAX_TOKEN_COUNTS + 2))):
+        with pytest.raises(MoeConfigError, match="at most 8 counts, each at least 1"):
+            tune_layer(runner, info, experts, topology=Topology(), token_counts=counts, cache=TuningCache(None))
+        with pytest.raises(MoeConfigError, match="at most 8 counts, each at least 1"):
+            TuningSettings(token_counts=counts)
+    with pytest.raises(MoeConfigError, match="tuning needs the token counts"):
+        TuningSettings(is_on=True)
