@@ -49,6 +49,8 @@ class EngineConfig:
     attention_backend: str = "auto"
     load_format: str = "auto"
     selfcheck: str = "first"
+    tune: bool = False  # measure the experts' kernels while loading, under a minute; later starts use what was found
+    tune_cache_dir: Path | None = None  # where it is kept and looked for; None: nowhere
     enable_prefix_caching: bool = True
     seed: int | None = None  # draws the seeds of requests that have none; None: from the system's entropy
     num_threads: int | None = None  # CPU threads of one step; None: all cores but one, which stays for the HTTP process

@@ -116,12 +116,15 @@ def _build_model(config: EngineConfig) -> Model:
     from model.config import ModelSettings
     from model.registry import build_model
     from moe import MoeA2ABackend, MoeBackend
+    from moe.autotune import tuning_token_counts
     from moe.dispatch.deepep_settings import DeepepMode, DeepepSettings
+    from moe.tuning import TuningSettings
 
     choices: dict[str, Any] = {
         name: getattr(config, name) for name in ("router_logits_dtype", "attention_backend", "load_format", "selfcheck")
     }
     device = _choose_device(config.device)
+    step_tokens = _max_step_tokens(config, device)
     settings = ModelSettings(
         device=device,
         dtype="auto" if config.dtype == "auto" else getattr(torch, config.dtype),
@@ -131,7 +134,12 @@ def _build_model(config: EngineConfig) -> Model:
             mode=_member(DeepepMode, "deepep_mode", config.deepep_mode),
             max_dispatch_tokens=config.deepep_max_dispatch_tokens,
         ),
-        max_num_tokens=_max_step_tokens(config, device),
+        max_num_tokens=step_tokens,
+        tuning=TuningSettings(
+            is_on=config.tune,
+            cache_folder=config.tune_cache_dir,
+            token_counts=tuning_token_counts(step_tokens, config.max_num_seqs),
+        ),
         **choices,
     )
     return build_model(config.model, settings)

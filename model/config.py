@@ -16,6 +16,7 @@ from loaders.experts import ExpertShard
 from loaders.hf_config import HfConfig
 from moe import MoeA2ABackend, MoeBackend
 from moe.dispatch.deepep_settings import DeepepSettings
+from moe.tuning import TuningSettings
 
 _ROUTER_DTYPES = ("auto", "float32", "bfloat16")
 _LOAD_FORMATS = ("auto", "dummy")
@@ -24,6 +25,7 @@ _CPU = torch.device("cpu")
 _DTYPES = (torch.float32, torch.bfloat16)
 _WHOLE = ExpertShard()
 _DEEPEP = DeepepSettings()
+_UNTUNED = TuningSettings()
 
 
 class ModelError(ValueError):
@@ -46,6 +48,7 @@ class ModelSettings:
     leaves the choice to the expert backend. `selfcheck`: which MoE layers are compared with their reference at load.
     `expert_shard`: this rank's part of the experts; everything else is whole on every rank. `deepep`: mode and token
     limit of the transports that have them. `max_num_tokens`: the largest step, for kernels that allocate by it.
+    `tuning`: whether the experts' kernels are measured at load, and where what was found is kept.
     """
 
     device: torch.device = _CPU
@@ -59,6 +62,7 @@ class ModelSettings:
     expert_shard: ExpertShard = _WHOLE
     deepep: DeepepSettings = _DEEPEP
     max_num_tokens: int = 8192
+    tuning: TuningSettings = _UNTUNED
 
     def __post_init__(self) -> None:
         for field, allowed in (

@@ -10,6 +10,7 @@ from model.config import ModelSettings
 from model.families.base import MoeParts, MoeShape
 from model.moe_layer import Gate, MoeLayer
 from moe import MoeA2ABackend, MoeBackend, MoeRunner, MoeRunnerConfig, Topology
+from moe.autotune import OneRank, TorchRanks
 from moe.dispatch.base import Dispatcher
 from moe.dispatch.payload import Payload, choose_payload
 from moe.dispatch.round_trip import check_round_trip
@@ -20,6 +21,7 @@ from moe.registry import load_backend
 from moe.routing import TopK
 from moe.select import choose_backend
 from moe.selfcheck import check_layer
+from moe.tuning import LayerTuner
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -59,6 +61,7 @@ class MoeBuilder:
         self._backends: dict[str, MoeBackend] = {}  # chosen once for each number format
         self._paths: dict[int, _Path] = {}
         self._transport: Transport | None = None
+        self._tuner = LayerTuner(settings.tuning, OneRank() if group is None else TorchRanks(group))
 
     def resolve(self, layer: int, format_name: str) -> None:
         """Choose a backend for a layer's format and build its runner; no weight is needed.
@@ -90,10 +93,11 @@ class MoeBuilder:
         )
 
     def build(self, layer: int, parts: MoeParts, read_experts: Callable[[], ExpertWeights]) -> MoeLayer:
-        """Read, prepare and check one layer's experts; the canonical weights are dropped on return.
+        """Read, prepare, tune and check one layer's experts; the canonical weights are dropped on return.
 
         Raises:
             SelfCheckError: (of moe) the path computes something else than its reference.
+            MoeConfigError: (of moe) no tactic of the backend does.
         """
         path = self._paths[layer]
         runner, backend = path.runner, load_backend(path.runner.backend)
@@ -101,7 +105,7 @@ class MoeBuilder:
         scales = experts.layer_input_scales
         payload = self._payload(path, knows_input_scale=scales is not None)
         topology = dataclasses.replace(self.topology, payload=payload)
-        quant_info = backend.prepare(experts, runner.config, topology)
+        quant_info = self._tuner.tuned(runner, backend.prepare(experts, runner.config, topology), experts, topology)
         wants = LayerTransport(
             backend=runner.backend,
             payload=payload,

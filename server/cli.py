@@ -32,7 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if flags.get("version"):
             sys.stdout.write(f"{PROGRAM} {service_version()}\n")
             return 0
-        server_config, engine_config = make_configs(settings, gather(settings, flags, os.environ))
+        values = {"tune_cache_dir": tune_cache_folder(os.environ), **gather(settings, flags, os.environ)}
+        server_config, engine_config = make_configs(settings, values)
         check_model_folder(engine_config.model)
         with bind(server_config.host, server_config.port) as listener:
             from server.run import run  # --help and a wrong flag need not wait for what it imports
@@ -66,6 +67,15 @@ def bundled_model() -> Path:
     package = Path(__file__).resolve().parent
     checkout = package.parent / "assets" / "tiny-gpt-oss"
     return checkout if checkout.is_dir() else package / "bundled" / "tiny-gpt-oss"
+
+
+def tune_cache_folder(environ: Mapping[str, str]) -> Path | None:
+    """Where tuned choices are kept without `--tune-cache-dir`, by the XDG rules; None for a user without a home."""
+    base = environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(base):  # the rules say to ignore any other
+        return Path(base) / "moe-serve" / "tune"
+    home = environ.get("HOME", "")
+    return Path(home) / ".cache" / "moe-serve" / "tune" if home else None
 
 
 def check_model_folder(folder: Path) -> None:

@@ -51,6 +51,31 @@ def test_defaults_come_from_the_dataclasses():
     assert engine == EngineConfig(model=ASSETS)
 
 
+def test_tuning_is_off_and_keeps_its_results_in_the_users_cache_folder(tmp_path):
+    for environ, folder in (
+        ({"XDG_CACHE_HOME": "/cache", "HOME": "/home/a"}, Path("/cache/moe-serve/tune")),
+        ({"XDG_CACHE_HOME": "relative", "HOME": "/home/a"}, Path("/home/a/.cache/moe-serve/tune")),
+        ({"HOME": "/home/a"}, Path("/home/a/.cache/moe-serve/tune")),
+        ({}, None),
+    ):
+        assert cli.tune_cache_folder(environ) == folder
+    assert not configs_of()[1].tune
+    assert configs_of(["--tune"])[1].tune
+    assert configs_of([], {"MOE_SERVE_TUNE": "yes"})[1].tune
+    assert not configs_of(["--no-tune"], {"MOE_SERVE_TUNE": "yes"})[1].tune
+    assert configs_of(["--tune-cache-dir", str(tmp_path)])[1].tune_cache_dir == tmp_path
+    assert configs_of([], {"MOE_SERVE_TUNE_CACHE_DIR": "none"})[1].tune_cache_dir is None
+
+
+def test_the_command_hands_the_folder_to_the_engine(monkeypatch, tmp_path):
+    seen = []
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("server.run.run", lambda server, engine, listener: seen.append(engine) or 0)
+    assert cli.main(["--port", "0"]) == 0
+    assert cli.main(["--port", "0", "--tune-cache-dir", "none"]) == 0
+    assert [engine.tune_cache_dir for engine in seen] == [tmp_path / "moe-serve" / "tune", None]
+
+
 def test_flag_beats_variable_beats_file(tmp_path):
     file = tmp_path / "settings.yaml"
     file.write_text("port: 1\nhost: from-file\nmax_num_seqs: 3\nserved_model_name: [a, b]\napi_key: null\n")
