@@ -111,8 +111,12 @@ class TorchRanks:
         return box[0]
 
 
-def _no_warm_up(batch: Sequence[tuple[Tactic, int]], seconds: float) -> None:
+Batch = Sequence[tuple[Tactic, int]]
+
+
+def _no_warm_up(batch: Batch, seconds: float) -> Batch:
     del batch, seconds
+    return ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,7 +126,7 @@ class Tuning:
     propose(num_tokens, measured): the next tactics, as `Backend.tactics` says.
     measure(tactic, num_tokens): seconds, infinite where it does not run.
     error(tactic, num_tokens): relative to the twin; NaN counts as infinite.
-    warm_up(batch, seconds): whatever makes the measurements of a batch quick, for at most so long.
+    warm_up(batch, seconds): makes the measurements of a batch quick; returns what it had no time for, to be left out.
     """
 
     key: TuneKey
@@ -130,7 +134,7 @@ class Tuning:
     measure: Callable[[Tactic, int], float]
     error: Callable[[Tactic, int], float]
     tolerance: float
-    warm_up: Callable[[Sequence[tuple[Tactic, int]], float], None] = _no_warm_up
+    warm_up: Callable[[Batch, float], Batch] = _no_warm_up
 
 
 def kept_choice(key: TuneKey, cache: TuningCache, ranks: Ranks) -> Choice | None:
@@ -171,16 +175,20 @@ def _measure_all(
 ) -> dict[int, dict[Tactic, float]]:
     """Seconds on the slowest rank by token count and tactic, round after round until nothing more is proposed."""
     seconds: dict[int, dict[Tactic, float]] = {count: {} for count in tuning.key.token_counts}
+    left_out: list[tuple[Tactic, int]] = []
     while batch := _next_batch(tuning, seconds):
-        tuning.warm_up(batch, max(0.0, _WARM_UP_SHARE * (end - clock())))
-        for position, (tactic, num_tokens) in enumerate(batch):
-            if not ranks.from_first(clock() < end):
-                if ranks.rank == 0:
-                    num_left = len(batch) - position
-                    logger.warning("%s: the time for tuning is up, %d tactics are left out (%s and others)",
-                                   tuning.key.backend, num_left, f"{tactic} at {num_tokens} tokens")  # fmt: skip
-                return seconds
-            seconds[num_tokens][tactic] = ranks.largest([tuning.measure(tactic, num_tokens)])[0]
+        cold = set(tuning.warm_up(batch, max(0.0, _WARM_UP_SHARE * (end - clock()))))
+        is_cold = ranks.largest([float(entry in cold) for entry in batch])
+        for (tactic, num_tokens), cold_somewhere in zip(batch, is_cold, strict=True):
+            if cold_somewhere or not ranks.from_first(clock() < end):
+                left_out.append((tactic, num_tokens))
+                seconds[num_tokens][tactic] = math.inf
+            else:
+                seconds[num_tokens][tactic] = ranks.largest([tuning.measure(tactic, num_tokens)])[0]
+    if left_out and ranks.rank == 0:
+        tactic, num_tokens = left_out[0]
+        logger.warning("%s: the time for tuning is up, %d tactics are left out (%s at %d tokens and others)",
+                       tuning.key.backend, len(left_out), tactic, num_tokens)  # fmt: skip
     return seconds
 
 

@@ -12,12 +12,13 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from moe.autotune import Batch
 from moe.dispatch.base import Dispatcher
 from moe.formats import ExpertWeights
 from moe.registry import load_backend
@@ -56,17 +57,21 @@ class Measurer:
         self._wait_cycles = _FIRST_WAIT_CYCLES
         self.num_measured = 0
 
-    def warm_up(self, batch: Sequence[tuple[Tactic, int]], seconds: float) -> None:
-        """Compile side by side where a first run compiles; what is not begun when the time is up is left for later."""
-        if not self._backend.compiles_tactics or seconds <= 0:
-            return
+    def warm_up(self, batch: Batch, seconds: float) -> Batch:
+        """Compile side by side where a first run compiles; returns what was not begun when the time was up."""
+        if not self._backend.compiles_tactics:
+            return ()
+        if seconds <= 0:
+            return batch
+        end = time.monotonic() + seconds
         for _, num_tokens in batch:
             self._inputs_for(num_tokens)
-        num_threads = min(_MAX_THREADS, os.cpu_count() or 1)
-        pool = concurrent.futures.ThreadPoolExecutor(num_threads)
-        futures = [pool.submit(self._run_once, tactic, num_tokens) for tactic, num_tokens in batch]
-        concurrent.futures.wait(futures, timeout=seconds)
+        self._run_once(*batch[0])  # what a library sets up once is set up by one thread
+        pool = concurrent.futures.ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1))
+        futures = [pool.submit(self._run_once, tactic, num_tokens) for tactic, num_tokens in batch[1:]]
+        concurrent.futures.wait(futures, timeout=max(0.0, end - time.monotonic()))
         pool.shutdown(wait=True, cancel_futures=True)
+        return [entry for entry, future in zip(batch[1:], futures, strict=True) if future.cancelled()]
 
     def seconds(self, tactic: Tactic, num_tokens: int) -> float:
         """Of one call, the median of several rounds; infinite if the tactic does not run here."""
@@ -87,8 +92,8 @@ class Measurer:
             with self._device():
                 return figure()
         except Exception as error:  # each library has errors of its own for what a device cannot run
-            logger.info("%s: tactic %s does not run at %d tokens: %s",
-                        self._runner.backend, tactic, num_tokens, str(error)[:200])  # fmt: skip
+            logger.debug("%s: tactic %s does not run at %d tokens: %s",
+                         self._runner.backend, tactic, num_tokens, str(error)[:200])  # fmt: skip
             return math.inf
 
     def _error(self, tactic: Tactic, num_tokens: int) -> float:

@@ -155,7 +155,9 @@ def test_without_any_time_everything_stays_untuned_but_is_checked(tmp_path: Path
     assert checked == [("slow", count) for count in KEY.token_counts]
 
 
-def test_rounds_follow_what_was_measured_and_warm_up_gets_a_share_of_the_time(tmp_path: Path) -> None:
+def test_rounds_follow_what_was_measured_and_warm_up_gets_a_share_of_the_time(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     warmed: list[tuple[list[str], float]] = []
     clock = Clock()
 
@@ -168,14 +170,17 @@ def test_rounds_follow_what_was_measured_and_warm_up_gets_a_share_of_the_time(tm
         clock.now_s += 1.0
         return {"slow": 3.0, "fast": 1.0, "broken": float("inf")}[tactic]
 
-    choice = tune(
-        tuning(
-            propose=propose, measure=measure,
-            warm_up=lambda batch, seconds: warmed.append(([tactic for tactic, _ in batch], seconds)),
-        ),
-        TuningCache(tmp_path), OneRank(), budget_s=50.0, clock=clock,
-    )  # fmt: skip
-    assert choice == {"1": "fast", "2": "fast", "4": "fast"}
+    def warm_up(batch: Sequence[tuple[str, int]], seconds: float) -> Sequence[tuple[str, int]]:
+        warmed.append(([tactic for tactic, _ in batch], seconds))
+        return [("fast", 4)] if ("fast", 4) in batch else []
+
+    with caplog.at_level(logging.WARNING):
+        choice = tune(
+            tuning(propose=propose, measure=measure, warm_up=warm_up),
+            TuningCache(tmp_path), OneRank(), budget_s=50.0, clock=clock,
+        )  # fmt: skip
+    assert choice == {"1": "fast", "2": "fast", "4": "slow"}, "what is not warm is not measured"
+    assert "1 tactics are left out (fast at 4 tokens" in caplog.text
     assert warmed == [(["slow"] * 3, 20.0), (["fast"] * 3 + ["broken"] * 3, 18.5)]
 
 

@@ -2,13 +2,24 @@
 
 import json
 import logging
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from moe import Activation, MoeA2ABackend, MoeBackend, MoeConfigError, MoeRunner, StandardDispatchOutput, Topology
+from moe import (
+    Activation,
+    MoeA2ABackend,
+    MoeBackend,
+    MoeConfigError,
+    MoeRunner,
+    StandardDispatchOutput,
+    Topology,
+    tuning_measure,
+)
 from moe.autotune import MAX_TOKEN_COUNTS
 from moe.formats import ExpertWeights, Mxfp4Weight
 from moe.registry import load_backend
@@ -203,3 +214,38 @@ def test_the_entry_for_benchmarks(profiled: Profiled, caplog: pytest.LogCaptureF
             TuningSettings(token_counts=counts)
     with pytest.raises(MoeConfigError, match="tuning needs the token counts"):
         TuningSettings(is_on=True)
+
+
+def test_compiling_ahead_uses_threads_and_ends_with_its_time(
+    profiled: Profiled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend: Any = load_backend(MoeBackend.FLASHINFER_MXFP4)
+    monkeypatch.setattr(type(backend), "compiles_tactics", True)
+    monkeypatch.setattr(tuning_measure, "time", time)
+    monkeypatch.setattr(tuning_measure, "_MAX_THREADS", 2)
+    runner, info, experts = mxfp4_layer(Topology())
+    threads: list[str] = []
+    gate = threading.Event()
+    run = MoeRunner.run
+
+    def compile_slowly(self: MoeRunner, dispatched: Any, quant_info: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        if quant_info.profiles.pick(1) == (4, -1):
+            raise RuntimeError("does not compile: told of when it is measured")
+        if threading.current_thread() is not threading.main_thread():
+            gate.wait(0.5)
+        return run(self, dispatched, quant_info)
+
+    monkeypatch.setattr(MoeRunner, "run", compile_slowly)
+    measurer = tuning_measure.Measurer(runner, info, experts, Topology())
+    batch = [("-1/-1", 1), ("4/-1", 1), *((f"{number}/-1", count) for count in (6, 1) for number in (1, 2, 3))]
+    left = measurer.warm_up(batch, 0.2)
+    assert left == batch[len(batch) - len(left) :], "in order"
+    assert 0 < len(left) < len(batch) - 1
+    assert threads[0] == threading.main_thread().name
+    assert len(set(threads)) == 3, "the first by itself, the others side by side"
+    gate.set()
+    assert measurer.warm_up(left, 60.0) == []
+    assert measurer.warm_up(batch, 0.0) == batch, "no time, nothing begun"
+    monkeypatch.setattr(type(backend), "compiles_tactics", False)
+    assert measurer.warm_up(batch, 0.0) == ()
