@@ -1,6 +1,5 @@
-"""The grouped GEMM of both expert matrices: weights are the left operand, so a tile's few token rows are its narrow side.
-
-Which tiles there are, and what becomes of their sums; nothing about how a launch is chosen.
+"""The grouped GEMM of both expert matrices: weights are the left operand, so a tile's few token rows are its narrow
+side. Which tiles there are, and what becomes of their sums; nothing about how a launch is chosen.
 
 Shape letters: N weight rows of a tile, M token rows of a tile, S slots.
 A slot is one (token, choice) pair, numbered token * TOPK + choice.
@@ -121,19 +120,20 @@ def _tile(
 ):  # fmt: skip
     """One tile of `expert`, from its rows' slots (-1 for none) to the stored result."""
     is_row_M = slot_M >= 0
-    row_M = tl.where(is_row_M, slot_M, 0)  # rows of no slot are computed from slot 0 and not stored: no masks inside
+    row_M = tl.where(is_row_M, slot_M, 0)
     source_M = row_M // TOPK if IS_FIRST else row_M
     if WIDE:  # 64-bit offsets where 32 bits are too few; they cost registers
         row_M, source_M = row_M.to(tl.int64), source_M.to(tl.int64)
     x_ptrs = x_ptr + (source_M * x_stride)[:, None] + tl.arange(0, STEP_K)[None, :]
     begin, end = num_steps * split // SPLIT_K, num_steps * (split + 1) // SPLIT_K
     first_row = block * BLOCK_N
-    if (FORMAT == FP8_BLOCK) | (FORMAT == FP8_BOTH):
-        PARTS: tl.constexpr = 2 if BLOCK_N >= 128 else 1
-        ROWS: tl.constexpr = BLOCK_N // PARTS
+    IS_FP8: tl.constexpr = (FORMAT == FP8_BLOCK) | (FORMAT == FP8_BOTH)
+    PARTS: tl.constexpr = 2 if IS_FP8 and BLOCK_N >= 128 else 1
+    ROWS: tl.constexpr = BLOCK_N // PARTS
+    if IS_FP8:
         acc, acc_1 = multiply_fp8(
-            x_ptrs, xs_ptr + source_M, xs_stride, w_ptr, s_ptr, expert, first_row, begin, end, num_blocks, num_steps,
-            num_cols,
+            x_ptrs, xs_ptr + source_M, xs_stride, is_row_M, w_ptr, s_ptr, expert, first_row, begin, end, num_blocks,
+            num_steps, num_cols,
             FORMAT, BLOCK_M, ROWS, PARTS, STEP_K, WORDS, NUM_STAGES, SHORT_K, ALIGNED_K, USE_ASM, INTERPRET,
         )  # fmt: skip
         if PARTS == 2:
@@ -142,9 +142,8 @@ def _tile(
                 num_out, num_blocks, alpha, beta, limit, IS_FIRST, ROWS, BLOCK_M, SPLIT_K, HAS_BIAS, HAS_LIMIT,
             )  # fmt: skip
     else:
-        ROWS: tl.constexpr = BLOCK_N
         acc = multiply(
-            x_ptrs, w_ptr, s_ptr, expert, first_row, begin, end, num_blocks, num_steps, num_cols,
+            x_ptrs, is_row_M, w_ptr, s_ptr, expert, first_row, begin, end, num_blocks, num_steps, num_cols,
             FORMAT, BLOCK_M, BLOCK_N, STEP_K, WORDS, NUM_STAGES, SHORT_K, ALIGNED_K, USE_ASM, INTERPRET,
         )  # fmt: skip
     _store(
