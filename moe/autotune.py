@@ -96,7 +96,11 @@ class TorchRanks:
 
     def __init__(self, group: Any = None) -> None:
         self._group = group
-        self.rank: int = torch.distributed.get_rank(group)
+
+    @property
+    def rank(self) -> int:
+        """Within the group."""
+        return int(torch.distributed.get_rank(self._group))
 
     def largest(self, values: list[float]) -> list[float]:
         """By all-reduce."""

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe import MoeBackend, StandardDispatchOutput, Topology
+from moe import Activation, MoeBackend, StandardDispatchOutput, Topology
 from moe.autotune import tuning_token_counts
 from moe.formats import Bf16Weight, ExpertWeights, Fp8BlockWeight, Mxfp4Weight, Weight
 from moe.registry import load_backend
@@ -102,8 +102,6 @@ def test_a_layer_is_tuned_right_and_only_once(
 def test_fp8_blocks_on_cutlass_have_nothing_to_tune(tmp_path: Path) -> None:
     w13 = Fp8BlockWeight.quantize(torch.randn(4, 512, 256, device=DEVICE))
     experts = ExpertWeights(w13=w13, w2=Fp8BlockWeight.quantize(torch.randn(4, 256, 256, device=DEVICE)))
-    from moe import Activation
-
     runner, config = make_runner(MoeBackend.FLASHINFER_CUTLASS, experts, Activation(), 4)
     info = load_backend(MoeBackend.FLASHINFER_CUTLASS).prepare(experts, config, Topology(device=DEVICE))
     tuner = LayerTuner(TuningSettings(is_on=True, cache_folder=tmp_path, token_counts=COUNTS))
