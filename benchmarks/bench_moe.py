@@ -25,6 +25,7 @@ from benchmarks.moe_warm import Job, compile_all
 
 DEVICE = torch.device("cuda")
 MODELS = {
+    "tiny-gpt-oss": ("mxfp4",),
     "gpt-oss-20b": ("mxfp4", "bf16"),
     "gpt-oss-120b": ("mxfp4", "bf16"),
     "deepseek-v3-quarter": ("fp8_block", "nvfp4"),

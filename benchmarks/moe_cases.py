@@ -67,6 +67,10 @@ CASES = {
             activation=GPT_OSS, has_bias=True, num_active={4: 16, 8: 29, 16: 51, 32: 82, 64: 111, 128: 126},
         ),
         LayerCase(
+            model="tiny-gpt-oss", num_experts=8, top_k=2, hidden_size=288, intermediate_size=288, activation=GPT_OSS,
+            has_bias=True, num_active={4: 6},
+        ),
+        LayerCase(
             model="deepseek-v3-quarter", num_experts=64, top_k=8, hidden_size=7168, intermediate_size=2048,
             activation=Activation(), has_bias=False, num_active={4: 26, 8: 42, 16: 56, 32: 63},
         ),

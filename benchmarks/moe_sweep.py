@@ -23,24 +23,27 @@ from moe.types import StandardTopK
 _WARM_EXPERTS = 16  # compiled kernels are the same for every multiple of 16 experts
 _REPLAYS = 5
 
+DIRECT_ROWS = 4  # mean rows of an expert beyond which sorting the slots has always paid
+
 Changes = dict[str, Any]
 
 
 def starts(num_tokens: int, num_experts: int, top_k: int, format_name: str) -> list[Plan]:
-    """Plans from which the search sets out: one per height of tile that may pay, direct and grouped."""
-    rows = num_tokens * top_k / num_experts
+    """Plans from which the search sets out: one per kind that may pay."""
+    num_slots, rows = num_tokens * top_k, num_tokens * top_k / num_experts
     plans = []
-    if num_tokens * top_k <= MAX_DIRECT_SLOTS // 2 and rows <= 16:
-        for size in (8, 16):
-            if size >= min(8, rows) and (size == 8 or num_tokens > 4):
-                plans.append(_direct(size, by_expert=num_tokens * top_k > num_experts))
+    if num_slots <= MAX_DIRECT_SLOTS and rows <= DIRECT_ROWS:
+        for size in (8,) if num_tokens <= 4 else (8, 16):
+            if num_slots <= 2 * num_experts:
+                plans.append(_direct(size, by_expert=False))
+            if num_slots >= num_experts:
+                plans.append(_direct(size, by_expert=True))
     if num_tokens >= 32:
-        heights = {16: 1, 32: 1, 64: 2, 128: 3}
-        for block_m in (16, 32, 64, 128):
+        for block_m, heights in ((16, 1), (32, 1), (64, 2), (128, 3)):
             if min(rows, 128) / 2 <= block_m <= max(16, 3 * rows):
-                plans.append(_grouped(block_m, heights[block_m], fp8=False))
-                if format_name == "fp8_block" and block_m >= 32:
-                    plans.append(_grouped(block_m, heights[block_m], fp8=True))
+                plans.append(_grouped(block_m, heights, fp8=False))
+                if format_name == "fp8_block" and block_m >= 64:
+                    plans.append(_grouped(block_m, heights, fp8=True))
     return plans
 
 
@@ -56,39 +59,42 @@ def _grouped(block_m: int, heights: int, *, fp8: bool) -> Plan:
 
 
 def first_round(start: Plan) -> tuple[list[Changes], list[Changes]]:
-    """Changes of the first and of the second matrix."""
+    """Changes of the first and of the second matrix: columns of weights, warps, stages and what belongs to them."""
+
+    def one(n: int, w: int, s: int) -> Changes:
+        return {"block_n_1": n, "warps_1": w, "stages_1": s}
+
+    def two(n: int, w: int, s: int, **more: Any) -> Changes:
+        return {"block_n_2": n, "warps_2": w, "stages_2": s} | more
+
     if start.direct:
-        tiles = [(64, 4), (128, 4), (64, 2), (128, 8)]
-        ones = [{"block_n_1": n, "warps_1": w, "stages_1": s} for n, w in tiles for s in (3, 4, 6)]
-        twos = [{"block_n_2": n, "warps_2": w, "stages_2": 4, "split_k": k} for n, w in tiles for k in (1, 2, 3)]
-        return ones, twos
-    tiles = [(64, 4), (128, 4), (128, 8) if start.fp8_activations else (256, 8)]
-    ones = [{"block_n_1": n, "warps_1": w, "stages_1": s} for n, w in tiles for s in (3, 4)]
-    twos = [{"block_n_2": n, "warps_2": w, "stages_2": s} for n, w in tiles for s in (3, 4)]
-    return ones, twos
+        ones = [one(64, 4, s) for s in (3, 4, 6)] + [one(128, 4, s) for s in (3, 4, 6)] + [one(64, 2, 4), one(64, 2, 6)]
+        twos = [two(n, w, 4, split_k=k) for n, w in ((64, 4), (128, 4), (64, 2)) for k in (1, 2, 3)]
+        return ones, [*twos, two(64, 4, 3, split_k=1), *(two(64, 4, 4, split_k=k, prefetch=True) for k in (1, 2))]
+    tiles = [(128, 4, 3), (128, 4, 4), (128, 8, 4)]
+    if start.block_m <= 64:
+        tiles += [(64, 4, 3), (64, 4, 4)]
+    if not start.fp8_activations:
+        tiles += [(256, 8, 3), (256, 8, 4)]
+    return [one(*tile) for tile in tiles], [two(*tile) for tile in tiles]
 
 
-_LAST_ROUNDS: dict[bool, list[list[Changes]]] = {
-    True: [
-        [{"stages_2": 3}, {"stages_2": 6}],
-        [{"prefetch": True}, {"pdl": False, "prefetch": False}],
-        [{"by_expert": True}, {"by_expert": False}],
-    ],
-    False: [[{"tile_group": 1}, {"tile_group": 2}, {"tile_group": 8}, {"tile_group": 16}]],
-}
+# What needs no compilation of its own.
+_LAST_ROUND: list[Changes] = [{"tile_group": size} for size in (1, 2, 8, 16)]
 
 
 def warm(jobs: list[tuple[str, str, int]]) -> int:
     """Compile every plan of the first rounds of (model, format, tokens); returns how many."""
-    work = []
+    distinct = {}
     for model, format_name, num_tokens in jobs:
         case = CASES[model]
         for start in starts(num_tokens, case.num_experts, case.top_k, format_name):
             ones, twos = first_round(start)
             for index in range(max(len(ones), len(twos))):  # a plan has two kernels: pairs compile each of them once
                 plan = _changed(start, ones[index % len(ones)] | twos[index % len(twos)])
-                if plan is not None:
-                    work.append((model, format_name, num_tokens, plan))
+                size = (case.hidden_size, case.intermediate_size, num_tokens * case.top_k if start.direct else 0)
+                distinct[format_name, size, plan] = (model, format_name, num_tokens, plan)
+    work = [job for job in distinct.values() if job[3] is not None]
     work.sort(key=lambda job: -job[3].block_m * job[3].heights)  # the slowest first
     with multiprocessing.get_context("spawn").Pool(min(len(work), os.cpu_count() or 1)) as pool:
         list(pool.imap_unordered(_compile, work, chunksize=1))
@@ -135,8 +141,8 @@ def sweep(
         for changes in first_round(start):
             merged |= min(changes, key=lambda change: measure(_changed(start, change)))
         best = min((start, _changed(start, merged)), key=measure) or start
-        for choices in _LAST_ROUNDS[start.direct]:
-            best = min((best, *(_changed(best, choice) for choice in choices)), key=measure) or best
+        if not best.direct:
+            min((_changed(best, choice) for choice in _LAST_ROUND), key=measure)
     for plan, us in times.items():
         if us < float("inf"):
             yield {"plan": dataclasses.asdict(plan), "us": us}

@@ -1,29 +1,29 @@
-"""Which launch plan a layer uses for how many tokens: the measured tables first, a rule where nothing was measured.
+"""Which launch plan a layer uses for how many tokens: measured tables, or a rule where nothing was measured.
 
-Tables are keyed by GPU name, number format and shape; their file says where the numbers come from.
+A shape that nobody measured takes the plans of the measured one that is nearest to it, on the same kind of GPU and in
+the same number format, at the token counts that give an expert as many rows. Measures nothing.
 """
 
+import functools
 import json
+import math
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
-import torch
-
 from moe.errors import MoeConfigError
-from moe.kernels.plan import Plan
+from moe.kernels.plan import MAX_DIRECT_SLOTS, Plan
 
 TABLE = "triton_plans.json"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerShape:
-    """Everything a plan may depend on; sizes are this rank's."""
+    """Everything a plan depends on. `arch` as in `Device`; experts of all ranks; sizes of this rank."""
 
-    gpu: str
+    arch: str
     format_name: str
     num_experts: int
-    num_local_experts: int
     top_k: int
     hidden_size: int
     intermediate_size: int
@@ -51,20 +51,42 @@ class PlanTable:
 
 
 def plans_for(shape: LayerShape) -> PlanTable:
-    """The measured table of this GPU and shape, else the rule."""
-    for entry in json.loads(resources.files("moe.tables").joinpath(TABLE).read_text(encoding="utf-8"))["tables"]:
-        if all(getattr(shape, field) == value for field, value in entry["match"].items()):
-            return PlanTable(tuple((step["max_tokens"], Plan(**step["plan"])) for step in entry["steps"]))
-    return PlanTable(_rule(shape))
+    """The nearest measured table, its bounds moved to this shape's experts and top-k, else the rule."""
+    entries = [entry for entry in _tables() if (entry["arch"], entry["format"]) == (shape.arch, shape.format_name)]
+    if not entries:
+        return PlanTable(_rule(shape))
+    entry = min(entries, key=lambda entry: _distance(entry["shape"], shape))
+    measured = entry["shape"]
+    same_rows = shape.num_experts * measured["top_k"] / (measured["num_experts"] * shape.top_k)
+    steps: list[tuple[int | None, Plan]] = []
+    for step in entry["steps"]:
+        plan, bound = Plan(**step["plan"]), step["max_tokens"]
+        if bound is not None:
+            bound = max(1, round(bound * same_rows))
+            bound = min(bound, MAX_DIRECT_SLOTS // shape.top_k) if plan.direct else bound
+        steps.append((bound, plan))
+    return PlanTable(tuple(steps))
 
 
-def device_name(device: torch.device) -> str:
-    """Name under which tables know a device."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+@functools.cache
+def _tables() -> list[dict[str, Any]]:
+    """Entries: `arch`, `format`, `shape`, `card` and `source` of the measurement, `steps` as in `PlanTable`."""
+    text = resources.files("moe.tables").joinpath(TABLE).read_text(encoding="utf-8")
+    tables: list[dict[str, Any]] = json.loads(text)["tables"]
+    return tables
+
+
+def _distance(measured: dict[str, int], shape: LayerShape) -> tuple[float, float]:
+    """Ratios as logarithms: first of the experts' sizes, then of their number."""
+    size = max(1, shape.hidden_size * shape.intermediate_size)
+    return (
+        abs(math.log(size / (measured["hidden_size"] * measured["intermediate_size"]))),
+        abs(math.log(shape.num_experts / measured["num_experts"])),
+    )
 
 
 def _rule(shape: LayerShape) -> tuple[tuple[int | None, Plan], ...]:
-    """Tiles that hold the mean number of rows per expert, narrow weight tiles while there are few programs."""
+    """Tiles that hold the mean number of rows per expert, small enough for the shared memory of every GPU we know."""
     steps: list[tuple[int | None, Plan]] = []
     for bound, block_m in ((8, 8), (16, 16)):
         steps.append((bound, Plan(direct=True, block_m=block_m, block_n_1=64, block_n_2=64, split_k=2)))

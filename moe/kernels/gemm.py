@@ -173,7 +173,7 @@ def _ranked_tile(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "first_expert", "num_experts"])
 def direct_gemm(
     x_ptr, xs_ptr, w_ptr, s_ptr, post_ptr, bias_ptr, out_ptr, ids_ptr, weights_ptr,
     num_tokens, first_expert, num_experts, x_stride, xs_stride, num_cols, num_out, num_blocks, num_steps, alpha, beta,
@@ -220,7 +220,7 @@ def direct_gemm(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["tile_group"])
+@triton.jit(do_not_specialize=["num_tiles", "tile_group", "xs_stride"])
 def grouped_gemm(
     x_ptr, xs_ptr, w_ptr, s_ptr, post_ptr, bias_ptr, out_ptr, slots_ptr, tiles_ptr, weights_ptr,
     num_tiles, tile_group, x_stride, xs_stride, num_cols, num_out, num_blocks, num_steps, alpha, beta, limit,

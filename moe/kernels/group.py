@@ -8,7 +8,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_slots", "num_tiles", "first_expert", "num_experts"])
 def group_slots(
     ids_ptr, slots_ptr, tiles_ptr, num_slots, num_tiles, first_expert, num_experts,
     BLOCK_M: tl.constexpr, EXPERTS_PAD: tl.constexpr, CHUNK: tl.constexpr, USE_PDL: tl.constexpr,
@@ -58,7 +58,7 @@ def group_slots(
         position += tl.sum(is_mine)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_expert", "num_experts"])
 def sum_slots(
     parts_ptr, ids_ptr, out_ptr, first_expert, num_experts, hidden_size,
     TOPK: tl.constexpr, SPLIT_K: tl.constexpr, BLOCK_H: tl.constexpr, USE_PDL: tl.constexpr,

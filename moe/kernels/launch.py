@@ -21,6 +21,7 @@ _FORMATS = {"bf16": BF16.value, "fp8_block": FP8_BLOCK.value, "mxfp4": MXFP4.val
 _SUM_COLUMNS = 1024
 _QUANTIZE_ROWS = 32
 _INT32_MAX = 2**31 - 1
+_FEWEST_SLOTS = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,7 +90,7 @@ def _group(ids_TK: torch.Tensor, num_slots: int, layer: Layer, plan: Plan) -> _T
     num_tiles = max_tiles(num_slots, layer.num_experts, plan.block_m)
     slots_S = ids_TK.new_empty(num_slots)
     tiles = ids_TK.new_empty((num_tiles, 3))
-    chunk = min(4096, max(128, triton.next_power_of_2(num_slots)))
+    chunk = min(4096, max(512, triton.next_power_of_2(num_slots)))
     group_slots[(layer.num_experts,)](
         ids_TK, slots_S, tiles, num_slots, num_tiles, layer.first_expert, layer.num_experts,
         BLOCK_M=plan.block_m, EXPERTS_PAD=triton.next_power_of_2(layer.num_experts + 1), CHUNK=chunk,
@@ -140,7 +141,7 @@ def _gemm(
         direct_gemm[(num_n, candidates, split_k)](
             *matrices, ids_TK, weights_TK, ids_TK.shape[0], layer.first_expert, layer.num_experts, *sizes,
             BY_EXPERT=plan.by_expert, SPLIT_K=split_k,
-            SLOTS_PAD=triton.next_power_of_2(ids_TK.numel()), PREFETCH=plan.prefetch and not is_first,
+            SLOTS_PAD=_slots_pad(ids_TK.numel()), PREFETCH=plan.prefetch and not is_first,
             ONE_TILE=ids_TK.shape[0] <= plan.block_m, **settings,
         )  # fmt: skip
     else:
@@ -149,6 +150,11 @@ def _gemm(
             *matrices, tiles.slots_S, tiles.entries, weights_TK, num_tiles, plan.tile_group, *sizes,
             NUM_HEIGHTS=plan.heights, **settings,
         )  # fmt: skip
+
+
+def _slots_pad(num_slots: int) -> int:
+    """A kernel is compiled for each: few sizes spare the first request of a new batch size the wait."""
+    return max(_FEWEST_SLOTS, triton.next_power_of_2(num_slots))
 
 
 def _quantize(

@@ -10,7 +10,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from moe.kernels.bits import encode_e4m3
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def quantize_rows(
     x_ptr, ids_ptr, q_ptr, scale_ptr, num_rows, x_stride, num_cols, num_steps,
     BY_SLOT: tl.constexpr, STEP_K: tl.constexpr, BLOCK_R: tl.constexpr, SHORT_K: tl.constexpr,

@@ -3,11 +3,13 @@
 import json
 from dataclasses import replace
 from importlib import resources
+from typing import Any
 
 import pytest
 import torch
 
 from moe import MoeA2ABackend, MoeBackend, MoeConfigError, MoeRunner, MoeRunnerConfig, UnsupportedPathError
+from moe.backends import triton_plans
 from moe.backends.base import Device
 from moe.backends.triton import TritonBackend
 from moe.backends.triton_plans import LayerShape, PlanTable, plans_for
@@ -18,8 +20,7 @@ from tests.moe.backends import hostile
 
 CONFIG = MoeRunnerConfig(num_experts=8, num_local_experts=8, hidden_size=64, intermediate_size=64, top_k=2)
 SHAPE = LayerShape(
-    gpu="a GPU nobody measured", format_name="mxfp4", num_experts=32, num_local_experts=32, top_k=4,
-    hidden_size=2880, intermediate_size=2880,
+    arch="sm70", format_name="mxfp4", num_experts=32, top_k=4, hidden_size=2880, intermediate_size=2880
 )  # fmt: skip
 
 
@@ -57,19 +58,44 @@ def test_other_activation_dtypes_are_refused_when_the_runner_is_built() -> None:
 @pytest.mark.parametrize("num_tokens", [1, 8, 9, 16, 17, 64, 500, 100_000])
 @pytest.mark.parametrize(("num_experts", "top_k"), [(32, 4), (256, 8), (4, 2), (1, 1)])
 def test_the_rule_has_a_fitting_plan_for_every_token_count(num_tokens: int, num_experts: int, top_k: int) -> None:
-    shape = replace(SHAPE, num_experts=num_experts, num_local_experts=num_experts, top_k=top_k)
+    shape = replace(SHAPE, num_experts=num_experts, top_k=top_k)
     plan = plans_for(shape).pick(num_tokens)
     assert plan.direct == (num_tokens <= 16)
     assert not plan.direct or num_tokens * top_k <= MAX_DIRECT_SLOTS
 
 
-def test_measured_tables_are_found_by_their_own_keys() -> None:
-    tables = json.loads(resources.files("moe.tables").joinpath("triton_plans.json").read_text(encoding="utf-8"))[
-        "tables"
-    ]
-    for entry in tables:
-        shape = replace(SHAPE, **entry["match"])
-        assert plans_for(shape).steps[0][1] == Plan(**entry["steps"][0]["plan"])
+TABLES = json.loads(resources.files("moe.tables").joinpath("triton_plans.json").read_text(encoding="utf-8"))["tables"]
+
+
+@pytest.mark.parametrize("entry", TABLES, ids=[f"{e['format']}-{e['shape']['num_experts']}" for e in TABLES])
+def test_a_measured_shape_gets_its_own_plans(entry: dict[str, Any]) -> None:
+    shape = LayerShape(arch=entry["arch"], format_name=entry["format"], **entry["shape"])
+    steps = [(step["max_tokens"], Plan(**step["plan"])) for step in entry["steps"]]
+    assert list(plans_for(shape).steps) == steps
+    assert all(not plan.direct or bound * shape.top_k <= MAX_DIRECT_SLOTS for bound, plan in steps)
+
+
+def test_an_unmeasured_shape_takes_the_nearest_plans_at_as_many_rows_per_expert(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def entry(size: int, num_experts: int, block_n: int) -> dict[str, Any]:
+        direct = {"direct": True, "block_m": 8, "block_n_1": block_n, "block_n_2": 64}
+        grouped = {"direct": False, "block_m": 16, "block_n_1": block_n, "block_n_2": 64}
+        shape = {"num_experts": num_experts, "top_k": 4, "hidden_size": size, "intermediate_size": size}
+        steps = [{"max_tokens": 8, "plan": direct}, {"max_tokens": 256, "plan": grouped},
+                 {"max_tokens": None, "plan": grouped}]  # fmt: skip
+        return {"arch": "sm90", "format": "mxfp4", "shape": shape, "steps": steps}
+
+    tables = [entry(1024, 32, 64), entry(2880, 32, 128), entry(2880, 128, 256)]
+    monkeypatch.setattr(triton_plans, "_tables", lambda: tables)
+    shape = replace(SHAPE, arch="sm90")
+    assert plans_for(shape).steps[0][1].block_n_1 == 128
+    assert plans_for(replace(shape, num_experts=256)).steps[0][1].block_n_1 == 256
+    assert plans_for(replace(shape, hidden_size=1000)).steps[0][1].block_n_1 == 64
+    assert [bound for bound, _ in plans_for(replace(shape, num_experts=64, top_k=2)).steps] == [32, 1024, None]
+    many = plans_for(replace(shape, num_experts=128 * 64, top_k=4))
+    assert [bound for bound, _ in many.steps] == [MAX_DIRECT_SLOTS // 4, 16384, None]
+    assert plans_for(replace(shape, arch="sm80")) == plans_for(replace(shape, format_name="bf16"))
 
 
 def test_plans_that_contradict_themselves_are_refused() -> None:

@@ -66,7 +66,7 @@ def all_rounds(untuned: Plan, num_tokens: int, num_experts: int, top_k: int, has
 @pytest.mark.parametrize(("num_experts", "top_k"), SHAPES)
 def test_a_search_tries_few_plans_that_fit(num_tokens: int, num_experts: int, top_k: int, has_pdl: bool) -> None:
     shape = LayerShape(
-        gpu="none", format_name="mxfp4", num_experts=num_experts, num_local_experts=num_experts, top_k=top_k,
+        arch="sm70", format_name="mxfp4", num_experts=num_experts, top_k=top_k,
         hidden_size=2880, intermediate_size=2880,
     )  # fmt: skip
     untuned = plans_for(shape).pick(num_tokens)

@@ -1,0 +1,48 @@
+"""Tables made of measurements: the fastest plan per token count, bounds between counts, entries replaced by shape."""
+
+import dataclasses
+import json
+from typing import Any
+
+from benchmarks.moe_tables import backend_entries, dump, merged, plan_entries
+from moe.backends.triton_plans import PlanTable
+from moe.kernels.plan import Plan
+
+HEAD = {"model": "gpt-oss-20b", "format": "mxfp4", "card": "NVIDIA H100 80GB HBM3", "commit": "abc"}
+DIRECT = Plan(direct=True, block_m=8, block_n_1=64, block_n_2=64, split_k=2)
+GROUPED = Plan(direct=False, block_m=128, block_n_1=128, block_n_2=128, heights=3)
+
+
+def row(tokens: int, us: float, plan: Plan) -> dict[str, Any]:
+    return HEAD | {"tokens": tokens, "us": us, "plan": dataclasses.asdict(plan)}
+
+
+def test_the_fastest_plan_of_each_count_serves_up_to_the_geometric_mean_with_the_next() -> None:
+    slow = dataclasses.replace(DIRECT, split_k=3)
+    rows = [row(4, 90, slow), row(4, 80, DIRECT), row(1024, 500, GROUPED), row(1, 30, slow)]
+    (entry,) = plan_entries(rows, "a file")
+    assert entry["arch"] == "sm90"
+    assert entry["shape"]["hidden_size"] == 2880
+    steps = tuple((step["max_tokens"], Plan(**step["plan"])) for step in entry["steps"])
+    assert steps == ((2, slow), (64, DIRECT), (None, GROUPED))
+    assert PlanTable(steps).pick(5000) == GROUPED
+
+
+def test_backends_are_compared_on_the_token_counts_that_all_have() -> None:
+    rows = [
+        HEAD | {"routing": routing, "backend": backend, "tokens": tokens, "us": us}
+        for routing, backend, tokens, us in [
+            ("uniform", "triton", 1, 30.0), ("uniform", "triton", 4, 90.0), ("uniform", "flashinfer_mxfp4", 1, 70.0),
+            ("zipf", "triton", 1, 1.0), ("uniform", "triton_kernels", 1, 80.0),
+        ]
+    ]  # fmt: skip
+    (entry,) = backend_entries(rows, "a file")
+    assert entry["microseconds"] == {"triton": {"1": 30.0}, "flashinfer_mxfp4": {"1": 70.0}}
+
+
+def test_new_entries_replace_those_of_their_shape_and_the_file_reads_back() -> None:
+    (entry,) = plan_entries([row(1024, 500, GROUPED)], "new")
+    other = entry | {"format": "nvfp4"}
+    entries = merged([entry | {"source": "old"}, other], [entry])
+    assert entries == [other, entry]
+    assert json.loads(dump(entries)) == {"tables": entries}
