@@ -12,7 +12,7 @@ import torch
 
 from moe.backends.base import Backend, Device, refuse_overlap
 from moe.backends.expert_slots import masked_rows
-from moe.backends.triton_plans import LayerShape, PlanTable, device_name, plans_for
+from moe.backends.triton_plans import LayerShape, PlanTable, plans_for
 from moe.backends.triton_tactics import proposals, table_of
 from moe.config import MoeA2ABackend, MoeBackend, MoeRunnerConfig
 from moe.errors import UnsupportedPathError
@@ -98,10 +98,9 @@ class TritonBackend(Backend):
             adds_bias_2=topology.tp_rank == 0,  # one rank of the sum carries the bias
         )
         shape = LayerShape(
-            gpu=device_name(topology.device),
+            arch=_arch(topology.device),
             format_name=experts.format_name,
             num_experts=config.num_experts,
-            num_local_experts=len(local),
             top_k=config.top_k,
             hidden_size=experts.hidden_size,
             intermediate_size=experts.intermediate_size,
@@ -176,3 +175,10 @@ def _run(
         return out_TH.zero_()
     run_layer(x_TH, ids_TK.to(torch.int32).contiguous(), weights_TK.float().contiguous(), layer, plan, out_TH)
     return out_TH
+
+
+def _arch(device: torch.device) -> str:
+    if device.type != "cuda":
+        return device.type
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm{major}{minor}"
