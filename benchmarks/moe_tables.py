@@ -50,6 +50,9 @@ def plan_entries(rows: list[Entry], source: str) -> list[Entry]:
     for (model, format_name, card), own in _grouped(rows, "model", "format", "card").items():
         best = {tokens: min(some, key=lambda row: row["us"]) for (tokens,), some in _grouped(own, "tokens").items()}
         counts = sorted(best)
+        if best[counts[-1]]["plan"]["direct"]:
+            raise ValueError(f"{model} {format_name}: the fastest plan at {counts[-1]} tokens is direct, which cannot "
+                             f"serve all counts above; measure more tokens")  # fmt: skip
         bounds = [*(math.isqrt(low * high) for low, high in pairwise(counts)), None]
         steps = [
             {"max_tokens": bound, "us": best[tokens]["us"], "measured_at": tokens, "plan": _short(best[tokens]["plan"])}

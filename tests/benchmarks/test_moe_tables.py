@@ -4,6 +4,8 @@ import dataclasses
 import json
 from typing import Any
 
+import pytest
+
 from benchmarks.moe_tables import backend_entries, dump, merged, plan_entries
 from moe.backends.triton_plans import PlanTable
 from moe.kernels.plan import Plan
@@ -26,6 +28,11 @@ def test_the_fastest_plan_of_each_count_serves_up_to_the_geometric_mean_with_the
     steps = tuple((step["max_tokens"], Plan(**step["plan"])) for step in entry["steps"])
     assert steps == ((2, slow), (64, DIRECT), (None, GROUPED))
     assert PlanTable(steps).pick(5000) == GROUPED
+
+
+def test_a_direct_plan_at_the_largest_count_is_refused() -> None:
+    with pytest.raises(ValueError, match="at 4 tokens is direct"):
+        plan_entries([row(1, 30, GROUPED), row(4, 80, DIRECT)], "a file")
 
 
 def test_backends_are_compared_on_the_token_counts_that_all_have() -> None:
