@@ -129,7 +129,7 @@ class Tuning:
 
     propose(num_tokens, measured): the next tactics, as `Backend.tactics` says.
     measure(tactic, num_tokens): seconds, infinite where it does not run.
-    error(tactic, num_tokens): relative to the twin; NaN counts as infinite.
+    error(tactic, num_tokens): against the twin, as a share of what is allowed; NaN counts as infinite.
     warm_up(batch, seconds): makes the measurements of a batch quick; returns what it had no time for, to be left out.
     """
 
@@ -137,7 +137,6 @@ class Tuning:
     propose: Callable[[int, Mapping[Tactic, float]], Sequence[Tactic]]
     measure: Callable[[Tactic, int], float]
     error: Callable[[Tactic, int], float]
-    tolerance: float
     warm_up: Callable[[Batch, float], Batch] = _no_warm_up
 
 
@@ -212,16 +211,16 @@ def _best(tuning: Tuning, num_tokens: int, seconds: Mapping[Tactic, float], rank
     for tactic in ranks.from_first(list(dict.fromkeys([*order, untuned]))):
         error = tuning.error(tactic, num_tokens)
         worst = ranks.largest([math.inf if math.isnan(error) else error])[0]
-        if worst <= tuning.tolerance:
+        if worst <= 1:
             return tactic
         if ranks.rank == 0:
             logger.warning(
-                "%s: tactic %s is off by %.3g at %d tokens and is not used",
+                "%s: tactic %s is off by %.3g times its tolerance at %d tokens and is not used",
                 tuning.key.backend,
                 tactic,
                 worst,
                 num_tokens,
             )
     raise MoeConfigError(
-        f"--moe-backend {tuning.key.backend}: no tactic stays within {tuning.tolerance} at {num_tokens} tokens"
+        f"--moe-backend {tuning.key.backend}: no tactic stays within its tolerance at {num_tokens} tokens"
     )

@@ -4,21 +4,26 @@ The tokens reach the path in the layout of every dispatch format it was built fo
 kernel that routes inside is checked with ids first, expert by expert, then once more with logits.
 Every local expert gets tokens of its own, half of them large enough for the clamps to act and half too small for that,
 so that neither a wrong clamp nor a wrong weight behind a clamp stays hidden. A few tokens visit several experts.
+What a backend runs in one way for few tokens and in another for many is checked in every way (`Backend.probes`).
 Shape letters: T tokens, S sets of tokens alike, K top-k, E local experts, H hidden, B blocks of 128 outputs.
 """
 
 import dataclasses
-from collections.abc import Callable
+import itertools
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from moe.backends.base import Probe
 from moe.config import DispatchFormat, MoeRunnerConfig, RoutingConfig, RoutingMethod
 from moe.dispatch.base import Dispatcher
 from moe.dispatch.loopback import make_loopback
 from moe.dispatch.payload import expert_alignment
 from moe.errors import SelfCheckError
 from moe.formats import ExpertWeights
+from moe.formats.activation_quant import ActivationQuant
 from moe.registry import load_backend
 from moe.runner import MoeRunner
 from moe.topology import Topology
@@ -29,6 +34,7 @@ BLOCK = 128  # outputs per error figure: one wrong row of scales must not drown 
 TOKENS_PER_SIZE = 4
 TOKENS_PER_EXPERT = 2 * TOKENS_PER_SIZE  # first large ones, then small ones
 NUM_MIXED_TOKENS = 8
+MIXED_SETS = NUM_MIXED_TOKENS // TOKENS_PER_SIZE
 ROUTED_TOKENS = 4 * NUM_MIXED_TOKENS
 BF16_INTEGERS = 256  # that many steps of one size fit in a bf16
 LARGE, SMALL = 1.5, 0.25  # typical input of the activation, in units of its limit
@@ -37,7 +43,10 @@ _LIMIT_OF_PLAIN = 4.0  # without a limit: where silu is well away from linear
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SelfCheckReport:
-    """A layer that passed: its path and the largest relative error of any expert and block."""
+    """A layer that passed: its path and the largest relative error of any expert and block.
+
+    Where tolerances differ, error and tolerance are those of the probe that came nearest to its own.
+    """
 
     layer: int
     path: str
@@ -56,41 +65,37 @@ def check_layer(
     Raises:
         SelfCheckError: an expert, or the sum of several, is off by more than the path's tolerance.
     """
-    backend = load_backend(runner.backend)
-    check = _Check(runner, quant_info, experts, layer, topology)
-    x_TH, topk = _probe(experts, runner.config, topology)
-    want_TH = check.reference(x_TH, topk)
-    first_expert = topology.expert_range(runner.config.num_experts).start
-    worst = 0.0
+    backend, config = load_backend(runner.backend), runner.config
+    check = _Check(runner, experts, layer, topology)
+    x_TH, topk = _probe_tokens(experts, config, topology)
     for dispatch_format in runner.dispatch_formats:
-        error_SB = check.errors(dispatch_format, x_TH, topk, want_TH)
-        alone_SB, mixed_SB = error_SB[: 2 * experts.num_experts], error_SB[2 * experts.num_experts :]
-        check.need_right(dispatch_format, alone_SB, lambda row: f"expert {first_expert + row // 2}")
-        check.need_right(dispatch_format, mixed_SB, lambda _: "the sum over several experts")
-        worst = max(worst, float(error_SB.max()))
-    routing = runner.config.routing
-    if backend.routes_inside and routing is not None:
+        probes = backend.probes(quant_info, experts.format_name, config, dispatch_format)
+        # All read the same processed bytes, so one probe finds wrong weights: the strictest, or of several such the one
+        # for most tokens. It runs first, and so names the expert. The others find wrong code: few tokens do for that.
+        strictest = min(reversed(probes), key=lambda probe: probe.tolerance)
+        check.need_right(dispatch_format, strictest, range(experts.num_experts), x_TH, topk)
+        for probe in probes:
+            if probe is not strictest:
+                check.need_right(dispatch_format, probe, _some_experts(probe, experts.num_experts), x_TH, topk)
+    if backend.routes_inside and config.routing is not None:
+        *_, probe = backend.probes(quant_info, experts.format_name, config, DispatchFormat.STANDARD)
         logits_dtype = backend.router_logits_dtype(experts.format_name)
-        logits = _distinct_routing(ROUTED_TOKENS, routing, logits_dtype, topology.device)
-        x_TH = x_TH[-NUM_MIXED_TOKENS:].repeat(ROUTED_TOKENS // NUM_MIXED_TOKENS, 1)
-        want_TH = check.reference(x_TH, logits.to_standard())
-        error_SB = check.errors(DispatchFormat.STANDARD, x_TH, logits, want_TH)
-        check.need_right(DispatchFormat.STANDARD, error_SB, lambda _: "what the kernel's own routing chose")
-        worst = max(worst, float(error_SB.max()))
-    return SelfCheckReport(layer=layer, path=check.path, worst_error=worst, tolerance=check.tolerance)
+        logits = _distinct_routing(ROUTED_TOKENS, config.routing, logits_dtype, topology.device)
+        check.need_right_routing(probe, x_TH[-NUM_MIXED_TOKENS:].repeat(ROUTED_TOKENS // NUM_MIXED_TOKENS, 1), logits)
+    return SelfCheckReport(layer=layer, path=check.path, worst_error=check.worst_error, tolerance=check.tolerance)
 
 
 def reference(
-    runner: MoeRunner, experts: ExpertWeights, topology: Topology, x_TH: torch.Tensor, topk: StandardTopK
-) -> torch.Tensor:
-    """The twin's sum over this rank's experts, fp32 [T, H], with the roundings of the runner's path."""
+    runner: MoeRunner, experts: ExpertWeights, topology: Topology, x_TH: torch.Tensor, topk: StandardTopK,
+    quantize_input: ActivationQuant | None,
+) -> torch.Tensor:  # fmt: skip
+    """The twin's sum over this rank's experts, fp32 [T, H], its inputs rounded as a `Probe` says."""
     backend, config = load_backend(runner.backend), runner.config
     if experts.b2 is not None and topology.tp_rank:  # another rank adds this bias to the sum
         experts = dataclasses.replace(experts, b2=torch.zeros_like(experts.b2))
     return moe_twin(
         x_TH, topk, backend.as_computed(experts, topology), config.activation,
-        quantize_input=backend.activation_quant.get(experts.format_name),
-        first_expert=topology.expert_range(config.num_experts).start,
+        quantize_input=quantize_input, first_expert=topology.expert_range(config.num_experts).start,
     )  # fmt: skip
 
 
@@ -109,38 +114,90 @@ def loopback_of(
 class _Check:
     """One layer under test: how it is run, what it should give, and what is said when it does not."""
 
-    def __init__(
-        self, runner: MoeRunner, quant_info: Any, experts: ExpertWeights, layer: int, topology: Topology
-    ) -> None:
-        self._runner, self._quant_info, self._layer, self._topology = runner, quant_info, layer, topology
-        self._experts = experts
+    def __init__(self, runner: MoeRunner, experts: ExpertWeights, layer: int, topology: Topology) -> None:
+        self._runner, self._experts, self._layer, self._topology = runner, experts, layer, topology
+        self._first_expert = topology.expert_range(runner.config.num_experts).start
+        self._want_TH: dict[ActivationQuant | None, torch.Tensor] = {}  # all tokens, for all probes that round alike
         self.path = f"{runner.backend}/{runner.a2a}/{experts.format_name}"
-        self.tolerance: float = load_backend(runner.backend).tolerance_for(experts.format_name, runner.config)
+        self.worst_error, self.tolerance = 0.0, math.inf
 
-    def reference(self, x_TH: torch.Tensor, topk: StandardTopK) -> torch.Tensor:
-        """What the path should give, fp32 [T, H]."""
-        return reference(self._runner, self._experts, self._topology, x_TH, topk)
+    def need_right(
+        self, dispatch_format: DispatchFormat, probe: Probe, local_experts: Sequence[int], x_TH: torch.Tensor,
+        topk: StandardTopK,
+    ) -> None:  # fmt: skip
+        """Run the tokens of some experts, crowds included, and the mixed ones, as many at a time as the probe takes."""
+        if probe.quantize_input not in self._want_TH:
+            self._want_TH[probe.quantize_input] = self._reference(probe, x_TH, topk)
+        sets = _sets_of(probe, local_experts, self._experts.num_experts)
+        rows = [row for which in sets for row in range(which * TOKENS_PER_SIZE, (which + 1) * TOKENS_PER_SIZE)]
+        rows_T = torch.tensor(rows, device=x_TH.device)
+        want_TH = self._want_TH[probe.quantize_input][rows_T]
+        got_TH = torch.empty_like(want_TH)
+        size = min(probe.max_tokens or len(rows), len(rows))
+        for begin in range(0, len(rows), size):
+            start = min(begin, len(rows) - size)  # no chunk is shorter: kernels may be compiled for its size
+            some_T = rows_T[start : start + size]
+            chunk = StandardTopK(topk.weights[some_T], topk.ids[some_T])
+            got_TH[start : start + size] = self._run(dispatch_format, probe, x_TH[some_T], chunk)
+        error_SB = _errors(got_TH, want_TH)
+        alone_SB, mixed_SB = error_SB[:-MIXED_SETS], error_SB[-MIXED_SETS:]
+        self._need(dispatch_format, probe, alone_SB, lambda row: f"expert {self._first_expert + sets[row] // 2}")
+        self._need(dispatch_format, probe, mixed_SB, lambda _: "the sum over several experts")
 
-    def errors(
-        self, dispatch_format: DispatchFormat, x_TH: torch.Tensor, topk: TopKOutput, want_TH: torch.Tensor
-    ) -> torch.Tensor:
-        """Relative errors [S, B] of the path, its tokens laid out as `dispatch_format` has them."""
+    def need_right_routing(self, probe: Probe, x_TH: torch.Tensor, logits: BypassedTopK) -> None:
+        """Run tokens whose experts the kernel itself chooses."""
+        want_TH = self._reference(probe, x_TH, logits.to_standard())
+        error_SB = _errors(self._run(DispatchFormat.STANDARD, probe, x_TH, logits), want_TH)
+        self._need(DispatchFormat.STANDARD, probe, error_SB, lambda _: "what the kernel's own routing chose")
+
+    def _reference(self, probe: Probe, x_TH: torch.Tensor, topk: StandardTopK) -> torch.Tensor:
+        return reference(self._runner, self._experts, self._topology, x_TH, topk, probe.quantize_input)
+
+    def _run(self, dispatch_format: DispatchFormat, probe: Probe, x_TH: torch.Tensor, topk: TopKOutput) -> torch.Tensor:
+        """What the path gives, fp32 [T, H], its tokens laid out as `dispatch_format` has them."""
         loopback = loopback_of(self._runner, self._experts, self._topology, dispatch_format)
-        result = self._runner.run(loopback.dispatch(x_TH, topk), self._quant_info)
-        return _errors(loopback.combine(result).float(), want_TH)
+        return loopback.combine(self._runner.run(loopback.dispatch(x_TH, topk), probe.quant_info)).float()
 
-    def need_right(self, dispatch_format: DispatchFormat, error_SB: torch.Tensor, who: Callable[[int], str]) -> None:
+    def _need(
+        self, dispatch_format: DispatchFormat, probe: Probe, error_SB: torch.Tensor, who: Callable[[int], str]
+    ) -> None:
         """Raise SelfCheckError if any row is off by more than the tolerance; `who` names a row."""
         worst, index = error_SB.flatten().max(0)
-        if worst <= self.tolerance:
+        error = float(worst)
+        if error <= probe.tolerance:
+            if error / probe.tolerance >= self.worst_error / self.tolerance:
+                self.worst_error, self.tolerance = error, probe.tolerance
             return
         row, block = divmod(int(index), error_SB.shape[1])
         layout = f" ({dispatch_format})" if len(self._runner.dispatch_formats) > 1 else ""
         end = min(self._experts.hidden_size, (block + 1) * BLOCK)
+        way = f" with the {probe.name}" if probe.name else ""
         raise SelfCheckError(
-            f"layer {self._layer}, {self.path}{layout}: {who(row)} differs from the reference by {float(worst):.3g} "
-            f"in outputs {block * BLOCK}..{end - 1}; the tolerance is {self.tolerance:.3g}"
+            f"layer {self._layer}, {self.path}{layout}: {who(row)} differs from the reference by {error:.3g} "
+            f"in outputs {block * BLOCK}..{end - 1}{way}; the tolerance is {probe.tolerance:.3g}"
         )
+
+
+def _some_experts(probe: Probe, num_experts: int) -> list[int]:
+    """Local experts that are spread over all and have about two chunks of tokens; all where chunks have no limit."""
+    if probe.max_tokens is None:
+        return list(range(num_experts))
+    num_visited = min(num_experts, max(2, 2 * probe.max_tokens // TOKENS_PER_EXPERT))
+    visited: list[int] = torch.linspace(0, num_experts - 1, num_visited).round().int().tolist()
+    return visited
+
+
+def _sets_of(probe: Probe, local_experts: Sequence[int], num_experts: int) -> list[int]:
+    """Numbers of sets of tokens alike: both of every expert, more for the first where crowds are due; the mixed ones.
+
+    A crowd must arrive at once, so it is not larger than what the probe takes, and the first comes first.
+    """
+    sets = []
+    for expert, crowd in itertools.zip_longest(local_experts, probe.crowds[: len(local_experts)], fillvalue=0):
+        num_tokens = crowd if probe.max_tokens is None else min(crowd, probe.max_tokens)
+        num_sets = max(2, -(-num_tokens // TOKENS_PER_SIZE))
+        sets += [2 * expert + place % 2 for place in range(num_sets)]
+    return sets + [2 * num_experts + place for place in range(MIXED_SETS)]
 
 
 def _distinct_routing(
@@ -158,7 +215,9 @@ def _distinct_routing(
     return BypassedTopK(logits_TE.to(device, logits_dtype), routing, bias_E)
 
 
-def _probe(experts: ExpertWeights, config: MoeRunnerConfig, topology: Topology) -> tuple[torch.Tensor, StandardTopK]:
+def _probe_tokens(
+    experts: ExpertWeights, config: MoeRunnerConfig, topology: Topology
+) -> tuple[torch.Tensor, StandardTopK]:
     """Tokens: first `TOKENS_PER_EXPERT` for each local expert, then `NUM_MIXED_TOKENS` for several at once."""
     own = topology.expert_range(config.num_experts)
     num_solo = len(own) * TOKENS_PER_EXPERT

@@ -119,7 +119,6 @@ def tune_layer(
             propose=lambda num_tokens, measured: backend.tactics(info, runner.config, num_tokens, measured),
             measure=measurer.seconds,
             error=measurer.error,
-            tolerance=backend.tolerance_for(experts.format_name, runner.config),
             warm_up=measurer.warm_up,
         ),
         cache, ranks, budget_s=budget_s,

@@ -19,8 +19,11 @@ from typing import Any
 import torch
 
 from moe.autotune import Batch
+from moe.backends.base import Probe
+from moe.config import DispatchFormat
 from moe.dispatch.base import Dispatcher
 from moe.formats import ExpertWeights
+from moe.formats.activation_quant import ActivationQuant
 from moe.registry import load_backend
 from moe.runner import MoeRunner
 from moe.selfcheck import BLOCK, loopback_of, reference
@@ -39,12 +42,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Inputs:
-    """What one token count is measured with, and what the checked rows of the first input should give."""
+    """What one token count is measured with, and what the checked rows of the first input are and should give."""
 
     dispatched: list[DispatchOutput]
-    first: list[tuple[Dispatcher[Any, Any], DispatchOutput]]
+    first: list[tuple[DispatchFormat, Dispatcher[Any, Any], DispatchOutput]]
     rows: torch.Tensor
-    want_RH: torch.Tensor
+    x_RH: torch.Tensor
+    topk: StandardTopK
+    want_RH: dict[ActivationQuant | None, torch.Tensor]
 
 
 class Measurer:
@@ -84,7 +89,10 @@ class Measurer:
         return self._or_infinite(measure, tactic, num_tokens)
 
     def error(self, tactic: Tactic, num_tokens: int) -> float:
-        """The largest relative error of any checked token, and of any block of outputs over all of them."""
+        """The largest relative error of any checked token, and of any block of outputs over all of them.
+
+        As a share of the error that the self-check allows where it runs the same tactic.
+        """
         return self._or_infinite(lambda: self._error(tactic, num_tokens), tactic, num_tokens)
 
     def _or_infinite(self, figure: Callable[[], float], tactic: Tactic, num_tokens: int) -> float:
@@ -100,15 +108,26 @@ class Measurer:
         inputs = self._inputs_for(num_tokens)
         info = self._with(tactic, num_tokens)
         worst = 0.0
-        for loopback, dispatched in inputs.first:
+        for dispatch_format, loopback, dispatched in inputs.first:
+            probe = self._probe(info, dispatch_format, num_tokens)
             with _new_memory_is_nan():
                 result = self._runner.run(dispatched, info)
             got_RH = loopback.combine(result)[inputs.rows].float()
-            difference_RH, want_RH = got_RH - inputs.want_RH, inputs.want_RH
-            worst = max(worst, _largest_ratio(difference_RH.norm(dim=1), want_RH.norm(dim=1)))
-            for difference, want in zip(difference_RH.split(BLOCK, 1), want_RH.split(BLOCK, 1), strict=True):
-                worst = max(worst, _largest_ratio(difference.norm()[None], want.norm()[None]))
+            worst = max(worst, _largest_error(got_RH, self._want(inputs, probe)) / probe.tolerance)
         return worst
+
+    def _probe(self, info: Any, dispatch_format: DispatchFormat, num_tokens: int) -> Probe:
+        """The self-check's way of running so many tokens."""
+        probes = self._backend.probes(info, self._experts.format_name, self._runner.config, dispatch_format)
+        return next(probe for probe in probes if probe.max_tokens is None or num_tokens <= probe.max_tokens)
+
+    def _want(self, inputs: _Inputs, probe: Probe) -> torch.Tensor:
+        quantize = probe.quantize_input
+        if quantize not in inputs.want_RH:
+            inputs.want_RH[quantize] = reference(
+                self._runner, self._experts, self._topology, inputs.x_RH, inputs.topk, quantize
+            )
+        return inputs.want_RH[quantize]
 
     def _with(self, tactic: Tactic, num_tokens: int) -> Any:
         return self._backend.with_choice(self._info, {str(num_tokens): tactic})
@@ -137,20 +156,17 @@ class Measurer:
         config, topology = self._runner.config, self._topology
         is_few = num_tokens * config.top_k < 4 * config.num_experts
         dispatched: list[DispatchOutput] = []
-        first: list[tuple[Dispatcher[Any, Any], DispatchOutput]] = []
+        first: list[tuple[DispatchFormat, Dispatcher[Any, Any], DispatchOutput]] = []
         rows = torch.linspace(0, num_tokens - 1, min(num_tokens, _CHECKED_TOKENS)).long().to(topology.device)
-        want_RH = torch.empty(0)
         for seed in range(_MANY_INPUTS if is_few else _FEW_INPUTS):
             x_TH, topk = self._tokens(num_tokens, seed)
             for dispatch_format in self._runner.dispatch_formats:
                 loopback = loopback_of(self._runner, self._experts, topology, dispatch_format)
                 dispatched.append(loopback.dispatch(x_TH, topk))
                 if seed == 0:
-                    first.append((loopback, dispatched[-1]))
-            if seed == 0:
-                checked = StandardTopK(topk.weights[rows], topk.ids[rows])
-                want_RH = reference(self._runner, self._experts, topology, x_TH[rows], checked)
-        return _Inputs(dispatched, first, rows, want_RH)
+                    first.append((dispatch_format, loopback, dispatched[-1]))
+        x_TH, topk = self._tokens(num_tokens, 0)  # the first once more
+        return _Inputs(dispatched, first, rows, x_TH[rows], StandardTopK(topk.weights[rows], topk.ids[rows]), {})
 
     def _tokens(self, num_tokens: int, seed: int) -> tuple[torch.Tensor, StandardTopK]:
         """Random tokens, each to different experts of all ranks, all alike popular; the first to one of this rank."""
@@ -194,6 +210,15 @@ def _host_seconds(calls: list[Callable[[], Any]]) -> float:
 
     calls[0]()
     return statistics.median(one_round() for _ in range(_ROUNDS)) / len(calls)
+
+
+def _largest_error(got_RH: torch.Tensor, want_RH: torch.Tensor) -> float:
+    """Relative, of any token, and of any block of outputs over all tokens."""
+    difference_RH = got_RH - want_RH
+    worst = _largest_ratio(difference_RH.norm(dim=1), want_RH.norm(dim=1))
+    for difference, want in zip(difference_RH.split(BLOCK, 1), want_RH.split(BLOCK, 1), strict=True):
+        worst = max(worst, _largest_ratio(difference.norm()[None], want.norm()[None]))
+    return worst
 
 
 def _largest_ratio(difference: torch.Tensor, size: torch.Tensor) -> float:

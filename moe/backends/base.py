@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from moe.config import MoeA2ABackend, MoeBackend, MoeRunnerConfig
+from moe.config import DispatchFormat, MoeA2ABackend, MoeBackend, MoeRunnerConfig
 from moe.dispatch.payload import Quantize
 from moe.errors import MoeConfigError, WeightFormatError
 from moe.formats import ExpertWeights
@@ -54,6 +54,25 @@ def refuse_overlap(state: RunState, backend: MoeBackend) -> None:
     """Raise where overlap arguments would be ignored."""
     if state.overlap_args is not None:
         raise MoeConfigError(f"--moe-backend {backend} cannot overlap its kernels with other work: unset overlap args")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Probe:
+    """One way in which a backend may run a layer, and what the self-check compares it with.
+
+    quant_info: the layer, made to run this way whatever the number of tokens.
+    quantize_input, tolerance: of the twin; see `Backend`.
+    max_tokens: the most tokens that are run this way, None for any number.
+    crowds: numbers of tokens; each shall visit one expert at once, since there the kernels take another branch.
+    name: told where this way is wrong; empty if there is no other.
+    """
+
+    quant_info: Any
+    quantize_input: ActivationQuant | None
+    tolerance: float
+    max_tokens: int | None = None
+    crowds: tuple[int, ...] = ()
+    name: str = ""
 
 
 class Backend(ABC):
@@ -131,6 +150,19 @@ class Backend(ABC):
         """Tolerance of one path, for backends where it differs by format or dtype."""
         del format_name, config
         return self.tolerance
+
+    def probes(
+        self, quant_info: Any, format_name: str, config: MoeRunnerConfig, dispatch_format: DispatchFormat
+    ) -> Sequence[Probe]:
+        """Every way in which tokens of this layout may be run, fewest tokens first; the last takes any number."""
+        del dispatch_format
+        return [
+            Probe(
+                quant_info=quant_info,
+                quantize_input=self.activation_quant.get(format_name),
+                tolerance=self.tolerance_for(format_name, config),
+            )
+        ]
 
     def as_computed(self, experts: ExpertWeights, topology: Topology) -> ExpertWeights:
         """The canonical experts as the kernels see them, for the twin: most kernels see them as they are."""

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moe.backends.base import Backend, Device, refuse_overlap
+from moe.backends.base import Backend, Device, Probe, refuse_overlap
 from moe.backends.expert_slots import masked_rows
 from moe.backends.triton_plans import LayerShape, PlanTable, plans_for
 from moe.backends.triton_tactics import proposals, table_of
-from moe.config import MoeA2ABackend, MoeBackend, MoeRunnerConfig
+from moe.config import DispatchFormat, MoeA2ABackend, MoeBackend, MoeRunnerConfig
 from moe.errors import UnsupportedPathError
 from moe.formats import ExpertWeights
+from moe.formats.activation_quant import fp8_groups
 from moe.kernels.layout import pack_matrix
 from moe.kernels.plan import Plan
 from moe.registry import register_backend, register_fused_func
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 
 _OLDEST_ARCH = 80  # the first with bf16 tensor cores
 _OLDEST_PDL_MAJOR = 9  # the first whose kernels may start while the one before drains
+# bf16 between the GEMMs moves some activations to the next FP8 step, as in other FP8 kernels
+_FP8_TOLERANCE = 8e-2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,6 +110,26 @@ class TritonBackend(Backend):
         )
         return TritonMoeQuantInfo(layer=layer, plans=plans_for(shape), topology=topology)
 
+    def probes(
+        self,
+        quant_info: TritonMoeQuantInfo,
+        format_name: str,
+        config: MoeRunnerConfig,
+        dispatch_format: DispatchFormat,
+    ) -> Sequence[Probe]:
+        """One for each plan, since each is device code of its own. Masked rows are never run by direct plans."""
+        bounds: dict[Plan, int | None] = {}
+        for bound, plan in quant_info.plans.steps:
+            bounds.pop(plan, None)  # of equal plans the last counts
+            bounds[plan] = bound
+        tolerance = self.tolerance_for(format_name, config)
+        may_be_direct = dispatch_format is not DispatchFormat.DEEPEP_LL
+        return [
+            _probe(quant_info, plan, bound, tolerance)
+            for plan, bound in bounds.items()
+            if may_be_direct or not plan.direct
+        ]
+
     def tactics(
         self, quant_info: TritonMoeQuantInfo, config: MoeRunnerConfig, num_tokens: int, measured: Mapping[Tactic, float]
     ) -> Sequence[Tactic]:
@@ -119,6 +142,22 @@ class TritonBackend(Backend):
     def with_choice(self, quant_info: TritonMoeQuantInfo, choice: Choice) -> TritonMoeQuantInfo:
         """The same layer with a plan table made of the choice."""
         return replace(quant_info, plans=table_of(choice, quant_info.plans, quant_info.layer.top_k))
+
+
+def _probe(quant_info: TritonMoeQuantInfo, plan: Plan, bound: int | None, tolerance: float) -> Probe:
+    """Crowds: for direct plans more than a tile; for grouped ones a whole tile, and one for half the height."""
+    steps = ((bound, plan), quant_info.plans.steps[-1]) if plan.direct else ((None, plan),)
+    kind = "direct" if plan.direct else "grouped"
+    precision = "FP8 activations, " if plan.fp8_activations else ""
+    number = "any number of" if bound is None else f"up to {bound}"
+    return Probe(
+        quant_info=replace(quant_info, plans=PlanTable(steps)),
+        quantize_input=fp8_groups if plan.fp8_activations else None,
+        tolerance=_FP8_TOLERANCE if plan.fp8_activations else tolerance,
+        max_tokens=bound,
+        crowds=(2 * plan.block_m,) if plan.direct else (plan.block_m, 3 * plan.block_m // 8),
+        name=f"{kind} plan {plan.block_m} x {plan.block_n_1} ({precision}{number} tokens)",
+    )
 
 
 @register_fused_func(MoeA2ABackend.NONE, MoeBackend.TRITON)

@@ -1,4 +1,7 @@
-"""Launch plans as tactics of tuning: their text, and the few that are worth a compilation for a number of tokens."""
+"""Launch plans as tactics of tuning: their text, and the few that are worth a compilation for a number of tokens.
+
+Tuning changes speed, never precision: plans with FP8 activations serve the token counts that the untuned table says.
+"""
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
@@ -43,20 +46,31 @@ def plan_from_text(text: Tactic) -> Plan:
 
 
 def table_of(choice: Choice, untuned: PlanTable, top_k: int) -> PlanTable:
-    """The chosen plans by token count; above the last count its plan, or the untuned one where that must be grouped.
+    """The chosen plans by token count; above the last count its plan, or the untuned ones if that is direct.
+
+    A plan with FP8 activations does not reach down to counts for which the untuned table has none, except when it is
+    the only one, as while it is measured.
 
     Raises:
         MoeConfigError: a text that is no plan, or a direct plan for more slots than it can take.
     """
     steps: list[tuple[int | None, Plan]] = []
+    before = 0
     for count in sorted(map(int, choice)):
         plan = plan_from_text(choice[str(count)])
         if plan.direct and count * top_k > MAX_DIRECT_SLOTS:
             raise MoeConfigError(f"a direct plan takes {MAX_DIRECT_SLOTS} slots, not those of {count} tokens")
+        if plan.fp8_activations and steps:
+            steps += [
+                (bound, other)
+                for bound, other in untuned.steps
+                if bound is not None and before < bound < count and not other.fp8_activations
+            ]
         steps.append((count, plan))
+        before = count
     last = steps[-1][1]
     if last.direct:
-        steps.append((None, untuned.steps[-1][1]))
+        steps += [(bound, plan) for bound, plan in untuned.steps if bound is None or bound > before]
     else:
         steps[-1] = (None, last)
     return PlanTable(tuple(steps))
@@ -69,7 +83,10 @@ def proposals(
 
     `num_experts`: of all ranks. `has_pdl`: the GPU can start a kernel while the one before it drains.
     """
-    first = _texts([untuned, *_kinds(num_tokens, num_experts, top_k, has_pdl)])
+    kinds = _kinds(num_tokens, num_experts, top_k, has_pdl)
+    if untuned.fp8_activations:
+        kinds = [dataclasses.replace(plan, fp8_activations=True) for plan in kinds if not plan.direct]
+    first = _texts([untuned, *kinds])
     if any(tactic not in measured for tactic in first):
         return [tactic for tactic in first if tactic not in measured]
     best = plan_from_text(min(first, key=measured.__getitem__))

@@ -9,7 +9,7 @@ import torch
 from moe import Activation, MoeA2ABackend, MoeBackend, MoeRunner, SelfCheckError, Topology
 from moe.backends.torch import TorchBackend
 from moe.formats import ExpertWeights, Weight
-from moe.selfcheck import TOKENS_PER_EXPERT, TOKENS_PER_SIZE, SelfCheckReport, _probe, check_layer
+from moe.selfcheck import TOKENS_PER_EXPERT, TOKENS_PER_SIZE, SelfCheckReport, _probe_tokens, check_layer
 from moe.twin import moe_twin
 from tests.moe.moe_layers import DEEPSEEK_V4, FORMATS, GPT_OSS, PLAIN, make_config, make_experts, shard
 
@@ -170,7 +170,7 @@ def test_a_bias_added_on_every_rank_is_caught() -> None:
 def test_probe_visits_every_local_expert_and_clamps_a_tenth(activation: Activation, num_experts: int) -> None:
     experts = make_experts("nvfp4", num_experts=num_experts, bias=False)
     config = make_config(experts, activation=activation, top_k=min(2, num_experts))
-    x, topk = _probe(experts, config, Topology())
+    x, topk = _probe_tokens(experts, config, Topology())
     assert set(topk.ids.flatten().tolist()) - {-1} == set(range(num_experts))
     for expert in range(num_experts):
         rows = (topk.ids == expert).any(1) & (topk.ids >= 0).sum(1).eq(1)

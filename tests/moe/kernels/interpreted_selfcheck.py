@@ -4,16 +4,23 @@ Prints JSON: the error of the intact layer, and what the check said of the other
 decides when it is imported whether it compiles or interprets.
 """
 
+import dataclasses
 import json
 import sys
 from typing import Any
 
 from moe import MoeA2ABackend, MoeBackend, MoeRunner, SelfCheckError, Topology
-from moe.backends.triton import TritonBackend
+from moe.backends.triton import TritonBackend, TritonMoeQuantInfo
+from moe.backends.triton_plans import PlanTable
+from moe.formats import ExpertWeights
+from moe.kernels.plan import Plan
 from moe.selfcheck import check_layer
 from tests.gpu.permuted_scales import MATRICES, ORDERS, permute_canonical, permute_processed, tiny_experts
 
 LAYER, NUM_EXPERTS = 3, 2
+ONE_PLAN = PlanTable(
+    ((None, Plan(direct=False, block_m=16, block_n_1=128, block_n_2=128)),)
+)  # others: interpreted_probes
 
 
 def main() -> dict[str, Any]:
@@ -21,12 +28,16 @@ def main() -> dict[str, Any]:
     experts, config = tiny_experts(LAYER, NUM_EXPERTS)
     runner = MoeRunner(MoeBackend.TRITON, MoeA2ABackend.NONE, config)
     topology = Topology()
-    intact = TritonBackend().prepare(experts, config, topology)
+
+    def prepared(experts: ExpertWeights) -> TritonMoeQuantInfo:
+        return dataclasses.replace(TritonBackend().prepare(experts, config, topology), plans=ONE_PLAN)
+
+    intact = prepared(experts)
     broken = {}
     for matrix in MATRICES:
         for order in ORDERS:
             wrong = permute_canonical(experts, matrix, order)
-            broken[f"canonical {matrix} {order}"] = TritonBackend().prepare(wrong, config, topology)
+            broken[f"canonical {matrix} {order}"] = prepared(wrong)
             broken[f"processed {matrix} {order}"] = permute_processed(intact, matrix, order)
     told: dict[str, Any] = {"intact": check_layer(runner, intact, experts, layer=LAYER, topology=topology).worst_error}
     for name, info in broken.items():

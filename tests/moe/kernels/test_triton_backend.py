@@ -13,7 +13,8 @@ from moe.backends import triton_plans
 from moe.backends.base import Device
 from moe.backends.triton import TritonBackend
 from moe.backends.triton_plans import LayerShape, PlanTable, plans_for
-from moe.formats import Bf16Weight, ExpertWeights
+from moe.config import DispatchFormat
+from moe.formats import Bf16Weight, ExpertWeights, activation_quant
 from moe.kernels.plan import MAX_DIRECT_SLOTS, Plan
 from moe.topology import Topology
 from tests.moe.backends import hostile
@@ -96,6 +97,26 @@ def test_an_unmeasured_shape_takes_the_nearest_plans_at_as_many_rows_per_expert(
     many = plans_for(replace(shape, num_experts=128 * 64, top_k=4))
     assert [bound for bound, _ in many.steps] == [MAX_DIRECT_SLOTS // 4, 16384, None]
     assert plans_for(replace(shape, arch="sm80")) == plans_for(replace(shape, format_name="bf16"))
+
+
+def test_every_plan_of_the_table_is_a_probe_of_its_own() -> None:
+    direct = Plan(direct=True, block_m=8, block_n_1=64, block_n_2=64)
+    grouped = Plan(direct=False, block_m=32, block_n_1=128, block_n_2=64)
+    fp8 = replace(grouped, fp8_activations=True)
+    steps = ((4, direct), (8, replace(direct, split_k=2)), (16, direct), (100, grouped), (1023, grouped), (None, fp8))
+    w13, w2 = (Bf16Weight(part.bfloat16()) for part in hostile.dense_experts(8, 64, 64))
+    info = TritonBackend().prepare(ExpertWeights(w13=w13, w2=w2), CONFIG, Topology())
+    info = replace(info, plans=PlanTable(steps))
+    standard = TritonBackend().probes(info, "fp8_block", CONFIG, DispatchFormat.STANDARD)
+    assert [probe.max_tokens for probe in standard] == [8, 16, 1023, None], "equal plans are checked once"
+    for probe, (_, plan) in zip(standard, steps[1:4] + steps[5:], strict=True):
+        assert probe.quant_info.plans.pick(probe.max_tokens or 5000) == plan
+        assert probe.quant_info.layer is info.layer
+        assert probe.quantize_input is (activation_quant.fp8_groups if plan is fp8 else None)
+        assert probe.tolerance == (0.08 if plan is fp8 else 0.015)
+    assert len({probe.name for probe in standard}) == len(standard)
+    masked = TritonBackend().probes(info, "fp8_block", CONFIG, DispatchFormat.DEEPEP_LL)
+    assert masked == standard[2:], "masked rows take grouped plans"
 
 
 def test_plans_that_contradict_themselves_are_refused() -> None:

@@ -15,14 +15,15 @@ from moe.tuning_cache import Tactic
 from tests.moe.backends import hostile
 
 DIRECT = Plan(direct=True, block_m=16, block_n_1=64, block_n_2=128, split_k=2, pdl=True, prefetch=True)
-GROUPED = Plan(direct=False, block_m=64, block_n_1=128, block_n_2=128, heights=3, fp8_activations=True)
+GROUPED = Plan(direct=False, block_m=64, block_n_1=128, block_n_2=128, heights=3)
+FP8 = replace(GROUPED, fp8_activations=True)
 UNTUNED = PlanTable(((16, replace(DIRECT, split_k=1)), (None, replace(GROUPED, heights=1))))
 SHAPES = [(32, 4), (128, 4), (64, 8), (4, 2), (1, 1)]
 
 
 def test_text_round_trip() -> None:
     assert plan_text(DIRECT) == "direct=1,block_m=16,block_n_1=64,block_n_2=128,split_k=2,pdl=1,prefetch=1"
-    for plan in (DIRECT, GROUPED, *(plan for _, plan in UNTUNED.steps)):
+    for plan in (DIRECT, GROUPED, FP8, *(plan for _, plan in UNTUNED.steps)):
         assert plan_from_text(plan_text(plan)) == plan
 
 
@@ -46,9 +47,32 @@ def test_a_choice_becomes_a_table_with_an_open_end() -> None:
     mixed = table_of({"64": plan_text(GROUPED), "4": plan_text(DIRECT), "512": plan_text(GROUPED)}, UNTUNED, 4)
     assert mixed == PlanTable(((4, DIRECT), (64, GROUPED), (None, GROUPED)))
     direct = table_of({"1": plan_text(DIRECT), "8": plan_text(DIRECT)}, UNTUNED, 4)
-    assert direct == PlanTable(((1, DIRECT), (8, DIRECT), (None, UNTUNED.steps[-1][1])))
+    assert direct == PlanTable(((1, DIRECT), (8, DIRECT), *UNTUNED.steps))
+    beyond = table_of({"16": plan_text(DIRECT)}, UNTUNED, 4)
+    assert beyond == PlanTable(((16, DIRECT), UNTUNED.steps[-1]))
     with pytest.raises(MoeConfigError, match="not those of 300 tokens"):
         table_of({"300": plan_text(DIRECT)}, UNTUNED, 4)
+
+
+def test_a_plan_with_fp8_activations_keeps_to_the_token_counts_of_the_untuned_table() -> None:
+    untuned = PlanTable(((16, DIRECT), (100, GROUPED), (1023, replace(GROUPED, heights=2)), (None, FP8)))
+    faster = replace(FP8, stages_1=3)
+    tuned = table_of({"64": plan_text(GROUPED), "4096": plan_text(faster)}, untuned, 4)
+    assert tuned == PlanTable(((64, GROUPED), *untuned.steps[1:3], (None, faster)))
+    both = table_of({"64": plan_text(GROUPED), "2048": plan_text(faster), "4096": plan_text(FP8)}, untuned, 4)
+    assert both == PlanTable(((64, GROUPED), *untuned.steps[1:3], (2048, faster), (None, FP8)))
+    alone = table_of({"4096": plan_text(faster)}, untuned, 4)
+    assert alone == PlanTable(((None, faster),)), "as it is measured"
+
+
+@pytest.mark.parametrize("num_tokens", [8, 64, 1024, 4096])
+@pytest.mark.parametrize("is_fp8", [True, False])
+def test_precision_is_the_untuned_plans(num_tokens: int, is_fp8: bool) -> None:
+    rounds = all_rounds(replace(GROUPED, fp8_activations=is_fp8), num_tokens, 256, 8, True)
+    plans = [plan_from_text(tactic) for batch in rounds for tactic in batch]
+    assert len(plans) > 2
+    assert all(plan.fp8_activations == is_fp8 for plan in plans)
+    assert any(plan.direct for plan in plans) == (num_tokens <= 64 and not is_fp8)
 
 
 def all_rounds(untuned: Plan, num_tokens: int, num_experts: int, top_k: int, has_pdl: bool) -> list[list[Tactic]]:

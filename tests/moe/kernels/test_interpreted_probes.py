@@ -1,0 +1,69 @@
+"""The self-check runs every launch plan: intact layers pass, and a fault in the code of one plan is found and named."""
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+DIRECT = "direct plan 8 x 64 (up to 4 tokens); the tolerance is 0.015"
+BY_EXPERT = "direct plan 16 x 128 (up to 32 tokens); the tolerance is 0.015"
+GROUPED = "grouped plan 64 x 128 (up to 64 tokens); the tolerance is 0.015"
+FP8 = "grouped plan 16 x 128 (FP8 activations, any number of tokens); the tolerance is 0.08"
+
+
+@pytest.fixture(scope="module")
+def told() -> dict[str, Any]:
+    """What was said of every case, all from one interpreter process."""
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
+    program = os.path.join(os.path.dirname(__file__), "interpreted_probes.py")
+    done = subprocess.run(
+        [sys.executable, program], env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
+
+
+def test_intact_layers_pass_each_plan_by_its_own_tolerance(told: dict[str, Any]) -> None:
+    error, tolerance = told["intact"]
+    assert tolerance == 0.015, "what came nearest to its tolerance"
+    assert 0 < error < tolerance
+    error, tolerance = told["intact, FP8 activations alone"]
+    assert tolerance == 0.08
+    assert 0 < error < 0.04
+    error, tolerance = told["intact behind DeepEP"]
+    assert 0 < error < tolerance, "masked rows take no direct plan, so none is held to the tolerance of bf16 there"
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("direct", f"none/fp8_block: expert 0 differs{{}}{DIRECT}"),
+        ("grouped", f"none/fp8_block: expert 0 differs{{}}{GROUPED}"),
+        ("FP8 activations", f"none/fp8_block: expert {{}} differs{{}}{FP8}"),
+        ("second tile of a direct plan", f"none/fp8_block: expert 0 differs{{}}{BY_EXPERT}"),
+        ("whole tile", f"none/fp8_block: expert 0 differs{{}}{GROUPED}"),
+        ("half a tile", f"none/fp8_block: expert {{}} differs{{}}{GROUPED}"),
+        ("direct behind DeepEP", "deepep/fp8_block (deepep_normal): expert 0 differs{}8 x 64 (up to 8 tokens)"),
+        ("masked rows", f"deepep/fp8_block (deepep_ll): expert {{}} differs{{}}{FP8}"),
+        ("wrong scale", f"none/fp8_block: expert 3 differs{{}}{GROUPED}"),
+    ],
+)
+def test_a_fault_in_the_code_of_one_plan_is_named(told: dict[str, Any], case: str, words: str) -> None:
+    text = told[case]
+    assert text.startswith("layer 1, triton/"), text
+    for part in words.split("{}"):
+        _, found, text = text.partition(part)
+        assert found, (told[case], part)
+
+
+def test_tuning_holds_every_plan_to_the_tolerance_of_the_self_check(told: dict[str, Any]) -> None:
+    for right in ("tuning grouped", "tuning FP8 activations"):
+        assert 0.05 < told[right] < 1
+    for wrong in ("tuning a wrong grouped", "tuning wrong FP8 activations"):
+        assert 1 < told[wrong] < 4
