@@ -247,7 +247,8 @@ def _input_size(experts: ExpertWeights, expert: int, x_H: torch.Tensor, config: 
     if inter == 0:
         return torch.tensor(1.0)
     w13 = experts.w13.select(expert)
-    parts = [w13.narrow(0, half * inter, min(BLOCK, inter)).dequantize().cpu() @ x_H for half in (0, 1)]
+    starts = (0, inter // BLOCK * BLOCK)  # block-scaled formats are cut at whole blocks only
+    parts = [w13.narrow(0, start, min(BLOCK, 2 * inter - start)).dequantize().cpu() @ x_H for start in starts]
     typical = torch.cat(parts).square().mean().sqrt()
     return (config.activation.limit or _LIMIT_OF_PLAIN) / typical if typical > 0 else torch.tensor(1.0)
 

@@ -32,6 +32,7 @@ from moe.tuning_cache import Tactic
 from moe.types import DispatchOutput, StandardTopK
 
 _ROUNDS = 5
+_HOPELESS = 1.3  # times the fastest so far
 _MANY_INPUTS, _FEW_INPUTS = 8, 2  # few tokens visit few experts: different ones each time, so that no L2 holds them
 _CHECKED_TOKENS = 1024
 _FIRST_WAIT_CYCLES, _LAST_WAIT_CYCLES = 1 << 21, 1 << 25  # of the GPU, about 1 and 17 ms
@@ -59,6 +60,7 @@ class Measurer:
         self._runner, self._info, self._experts, self._topology = runner, info, experts, topology
         self._backend = load_backend(runner.backend)
         self._inputs: dict[int, _Inputs] = {}
+        self._fastest: dict[int, float] = {}
         self._wait_cycles = _FIRST_WAIT_CYCLES
         self.num_measured = 0
 
@@ -84,7 +86,16 @@ class Measurer:
 
         def measure() -> float:
             calls = self._calls(tactic, num_tokens)
-            return self._cuda_seconds(calls) if self._topology.device.type == "cuda" else _host_seconds(calls)
+            for call in calls[:2]:
+                call()
+            is_cuda = self._topology.device.type == "cuda"
+            if is_cuda:
+                torch.cuda.synchronize()
+            one_round = self._cuda_round if is_cuda else _host_round
+            fastest = self._fastest.get(num_tokens, math.inf)
+            seconds = _median_round(lambda: one_round(calls) / len(calls), fastest)
+            self._fastest[num_tokens] = min(fastest, seconds)
+            return seconds
 
         return self._or_infinite(measure, tactic, num_tokens)
 
@@ -179,14 +190,8 @@ class Measurer:
         weights_TK /= weights_TK.sum(1, keepdim=True)
         return x_TH.to(config.dtype), StandardTopK(weights_TK, scores.topk(config.top_k).indices.int())
 
-    def _cuda_seconds(self, calls: list[Callable[[], Any]]) -> float:
-        """By events around all calls, queued while the GPU waits: the host's own time is not in them."""
-        for call in calls[:2]:
-            call()
-        torch.cuda.synchronize()
-        return statistics.median(self._one_round(calls) for _ in range(_ROUNDS)) / len(calls)
-
-    def _one_round(self, calls: list[Callable[[], Any]]) -> float:
+    def _cuda_round(self, calls: list[Callable[[], Any]]) -> float:
+        """By events around all calls, queued while the GPU waits: the host's own time is not in it."""
         while True:
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             torch.cuda._sleep(self._wait_cycles)
@@ -201,15 +206,19 @@ class Measurer:
             self._wait_cycles *= 2  # the host was too slow to queue everything meanwhile
 
 
-def _host_seconds(calls: list[Callable[[], Any]]) -> float:
-    def one_round() -> float:
-        start = time.perf_counter()
-        for call in calls:
-            call()
-        return time.perf_counter() - start
+def _host_round(calls: list[Callable[[], Any]]) -> float:
+    start = time.perf_counter()
+    for call in calls:
+        call()
+    return time.perf_counter() - start
 
-    calls[0]()
-    return statistics.median(one_round() for _ in range(_ROUNDS)) / len(calls)
+
+def _median_round(one_round: Callable[[], float], fastest: float) -> float:
+    """Of several rounds, or of one that is far slower than the `fastest` tactic before it."""
+    seconds = [one_round()]
+    if seconds[0] <= _HOPELESS * fastest:
+        seconds += [one_round() for _ in range(_ROUNDS - 1)]
+    return statistics.median(seconds)
 
 
 def _largest_error(got_RH: torch.Tensor, want_RH: torch.Tensor) -> float:

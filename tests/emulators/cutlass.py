@@ -78,10 +78,10 @@ def _run(call: SimpleNamespace, experts: DenseExperts) -> torch.Tensor:
     return experts.run(x, call.ids, call.weights, call.ep_rank * call.fc2.shape[0])
 
 
-def emulate(arguments: dict[str, Any], *, rounds_between: bool = False) -> torch.Tensor:
+def emulate(arguments: dict[str, Any]) -> torch.Tensor:
     """fp32 result [T, H] of one call of the library's `cutlass_fused_moe`, from its keyword arguments on the CPU.
 
-    Needs no library, so that it can stand beside the real one. `rounds_between`: as `DenseExperts` has it.
+    Needs no library, so that it can stand beside the real one.
     """
     options = SimpleNamespace(
         x_dtype=arguments["input"].dtype, out_dtype=arguments["output_dtype"],
@@ -93,9 +93,7 @@ def emulate(arguments: dict[str, Any], *, rounds_between: bool = False) -> torch
         tp_rank=arguments["tp_rank"], ep_rank=arguments["ep_rank"], options=options,
     )  # fmt: skip
     _check(call)
-    experts = _decode(call)
-    experts.rounds_between = rounds_between
-    return _run(call, experts)
+    return _run(call, _decode(call))
 
 
 def _check(call: SimpleNamespace) -> None:

@@ -25,11 +25,10 @@ class DenseExperts:
     limit: torch.Tensor | None = None
     quantize_in: Callable[[torch.Tensor, int], torch.Tensor] = _same
     quantize_mid: Callable[[torch.Tensor, int], torch.Tensor] = _same
-    rounds_between: bool = False  # each GEMM's result and the activation's go through bf16, as in a card's memory
 
     def one(self, x: torch.Tensor, expert: int) -> torch.Tensor:
         """Rows [R, H] through one local expert."""
-        hidden = self._stored(self.quantize_in(x.float(), expert) @ self.w13[expert].T)
+        hidden = self.quantize_in(x.float(), expert) @ self.w13[expert].T
         if self.b13 is not None:
             hidden = hidden + self.b13[expert].float()
         up, gate = hidden.chunk(2, dim=-1) if self.first_is_up else hidden.chunk(2, dim=-1)[::-1]
@@ -38,12 +37,9 @@ class DenseExperts:
         if self.limit is not None:
             limit = float(self.limit[expert])
             gate, up = torch.clamp(gate, max=limit), torch.clamp(up, min=-limit, max=limit)
-        mid = self._stored(gate / (1 + torch.exp(-alpha * gate)) * (up + beta))
-        out = self._stored(self.quantize_mid(mid, expert) @ self.w2[expert].T)
+        mid = gate / (1 + torch.exp(-alpha * gate)) * (up + beta)
+        out = self.quantize_mid(mid, expert) @ self.w2[expert].T
         return out if self.b2 is None else out + self.b2[expert].float()
-
-    def _stored(self, x: torch.Tensor) -> torch.Tensor:
-        return x.bfloat16().float() if self.rounds_between else x
 
     def run(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, offset: int = 0) -> torch.Tensor:
         """fp32 [T, H]: weighted sum over the local experts [offset, offset + E); other ids are skipped."""

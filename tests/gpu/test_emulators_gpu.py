@@ -22,9 +22,8 @@ from tests.gpu.common import (
 
 pytestmark = pytest.mark.gpu
 NUM_EXPERTS, NUM_TOKENS = 8, 40
-# The card's last bits before a quantizer decide now and then between two E4M3 numbers: without its roundings to bf16
-# the emulator differs by 0.014, with them by what the tensor cores drop while they add FP8 products.
-FP8_EXACT, FP8_ROUNDED = 0.025, 0.01
+# The card's last bits before a quantizer decide now and then between two E4M3 numbers: 0.017 on an H100.
+FP8 = 0.025
 
 
 def to_cpu(value: Any) -> Any:
@@ -62,7 +61,5 @@ def test_the_emulator_agrees_with_the_card(
     card = runner.run(StandardDispatchOutput(x, topk), load_backend(backend).prepare(part, config, topology))
     [call] = calls
     arguments = {name: to_cpu(value) for name, value in call.items()}
-    bounds = (FP8_EXACT, FP8_ROUNDED) if kind is Fp8BlockWeight else (WEIGHT_ONLY, WEIGHT_ONLY)
-    for rounds_between, bound in zip((False, True), bounds, strict=True):
-        emulated = emulate(arguments, rounds_between=rounds_between)[:, :hidden]
-        assert relative_error(card.hidden_states.cpu(), emulated) < bound, rounds_between
+    error = relative_error(card.hidden_states.cpu(), emulate(arguments)[:, :hidden])
+    assert error < (FP8 if kind is Fp8BlockWeight else WEIGHT_ONLY)

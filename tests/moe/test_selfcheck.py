@@ -8,7 +8,7 @@ import torch
 
 from moe import Activation, MoeA2ABackend, MoeBackend, MoeRunner, SelfCheckError, Topology
 from moe.backends.torch import TorchBackend
-from moe.formats import ExpertWeights, Weight
+from moe.formats import ExpertWeights, Fp8BlockWeight, Weight
 from moe.selfcheck import TOKENS_PER_EXPERT, TOKENS_PER_SIZE, SelfCheckReport, _probe_tokens, check_layer
 from moe.twin import moe_twin
 from tests.moe.moe_layers import DEEPSEEK_V4, FORMATS, GPT_OSS, PLAIN, make_config, make_experts, shard
@@ -48,6 +48,13 @@ def test_clean_layers_pass(format_name: str, dtype: torch.dtype, activation: Act
     assert report.path == f"torch/none/{format_name}"
     assert 0 < report.worst_error <= report.tolerance
     assert report.tolerance == (1e-5 if dtype == torch.float32 else 1.5e-2)
+
+
+def test_fp8_blocks_may_span_the_border_of_gate_and_up() -> None:
+    g = torch.Generator().manual_seed(0)
+    w13, w2 = torch.randn(2, 2 * 192, 64, generator=g), torch.randn(2, 64, 192, generator=g)
+    report = check(ExpertWeights(w13=Fp8BlockWeight.quantize(w13), w2=Fp8BlockWeight.quantize(w2)), dtype=torch.float32)
+    assert 0 < report.worst_error <= report.tolerance
 
 
 SCALES = {"fp8_block": "scale_inv", "fp8_tensor": "scale", "mxfp4": "scales", "nvfp4": "scales", "bf16": "data"}

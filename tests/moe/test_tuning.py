@@ -249,3 +249,13 @@ def test_compiling_ahead_uses_threads_and_ends_with_its_time(
     assert measurer.warm_up(batch, 0.0) == batch, "no time, nothing begun"
     monkeypatch.setattr(type(backend), "compiles_tactics", False)
     assert measurer.warm_up(batch, 0.0) == ()
+
+
+def test_one_round_is_enough_for_a_tactic_that_is_far_too_slow() -> None:
+    def rounds(*seconds: float, fastest: float) -> tuple[float, int]:
+        left = list(seconds)
+        return tuning_measure._median_round(lambda: left.pop(0), fastest), len(seconds) - len(left)
+
+    assert rounds(5.0, 1.0, 3.0, 2.0, 4.0, fastest=4.0) == (3.0, 5)
+    assert rounds(5.0, 1.0, 3.0, 2.0, 4.0, fastest=float("inf")) == (3.0, 5)
+    assert rounds(5.0, 1.0, 3.0, 2.0, 4.0, fastest=3.0) == (5.0, 1)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.emulators.cutlass import emulate, install_cutlass
-from tests.moe.backends import hostile, scenarios
+from tests.moe.backends import scenarios
 
 
 @pytest.mark.parametrize("path", ["mxfp4-sm90", "cutlass-bf16", "cutlass-fp8_block"])
@@ -22,5 +22,3 @@ def test_both_entrances_lead_to_the_same_numbers(monkeypatch: pytest.MonkeyPatch
     got = emulate(calls[-1])
     assert emulator.exact is not None
     assert torch.equal(got, emulator.exact)
-    rounded = hostile.relative_error(emulate(calls[-1], rounds_between=True), got)
-    assert 1e-4 < rounded < (2e-2 if path.endswith("fp8_block") else 5e-3)
