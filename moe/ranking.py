@@ -3,15 +3,13 @@
 A shape that nobody measured takes the order of the measured one whose experts are nearest to it in size.
 """
 
-import functools
-import json
 import math
 from dataclasses import dataclass
-from importlib import resources
 from typing import Any
 
 from moe.backends.base import Device
 from moe.config import MoeA2ABackend, MoeBackend, MoeRunnerConfig
+from moe.tables import read_entries, size_distance
 
 TABLE = "backends.json"
 
@@ -41,7 +39,7 @@ class Ranking:
 def rank_backends(device: Device, format_name: str, a2a: MoeA2ABackend, config: MoeRunnerConfig) -> Ranking:
     """The order for one path. Backends that were not measured keep their places of the rule."""
     path = (device.arch, format_name, a2a)
-    entries = [entry for entry in _tables() if (entry["gpu"], entry["format"], entry["a2a"]) == path]
+    entries = [entry for entry in read_entries(TABLE) if (entry["gpu"], entry["format"], entry["a2a"]) == path]
     if not entries:
         return Ranking(PREFERENCE, RULE)
     entry = min(entries, key=lambda entry: _distance(entry["shape"], config))
@@ -55,19 +53,10 @@ def rank_backends(device: Device, format_name: str, a2a: MoeA2ABackend, config: 
     return Ranking(_reordered(entry["microseconds"]), source)
 
 
-@functools.cache
-def _tables() -> list[dict[str, Any]]:
-    """Entries of the table: `gpu`, `format`, `a2a`, `shape` of one rank, and `microseconds` by backend and tokens."""
-    text = resources.files("moe.tables").joinpath(TABLE).read_text(encoding="utf-8")
-    tables: list[dict[str, Any]] = json.loads(text)["tables"]
-    return tables
-
-
 def _distance(shape: dict[str, int], config: MoeRunnerConfig) -> tuple[float, bool]:
-    """Ratio of the experts' sizes, as a logarithm; of equal ones the shape that agrees in every number is nearer."""
-    size = max(1, config.hidden_size * config.intermediate_size)
-    measured = shape["hidden_size"] * shape["intermediate_size"]
-    return abs(math.log(size / measured)), any(getattr(config, name) != value for name, value in shape.items())
+    """By the experts' sizes; of equal ones the shape that agrees in every number is nearer."""
+    differs = any(getattr(config, name) != value for name, value in shape.items())
+    return size_distance(shape, config.hidden_size, config.intermediate_size), differs
 
 
 def _reordered(microseconds: dict[str, dict[str, float]]) -> tuple[MoeBackend, ...]:

@@ -4,15 +4,13 @@ A shape that nobody measured takes the plans of the measured one that is nearest
 the same number format, at the token counts that give an expert as many rows. Measures nothing.
 """
 
-import functools
-import json
 import math
 from dataclasses import dataclass
-from importlib import resources
 from typing import Any
 
 from moe.errors import MoeConfigError
 from moe.kernels.plan import MAX_DIRECT_SLOTS, Plan
+from moe.tables import read_entries, size_distance
 
 TABLE = "triton_plans.json"
 
@@ -52,7 +50,9 @@ class PlanTable:
 
 def plans_for(shape: LayerShape) -> PlanTable:
     """The nearest measured table, its bounds moved to this shape's experts and top-k, else the rule."""
-    entries = [entry for entry in _tables() if (entry["arch"], entry["format"]) == (shape.arch, shape.format_name)]
+    entries = [
+        entry for entry in read_entries(TABLE) if (entry["arch"], entry["format"]) == (shape.arch, shape.format_name)
+    ]
     if not entries:
         return PlanTable(_rule(shape))
     entry = min(entries, key=lambda entry: _distance(entry["shape"], shape))
@@ -68,21 +68,10 @@ def plans_for(shape: LayerShape) -> PlanTable:
     return PlanTable(tuple(steps))
 
 
-@functools.cache
-def _tables() -> list[dict[str, Any]]:
-    """Entries: `arch`, `format`, `shape`, `card` and `source` of the measurement, `steps` as in `PlanTable`."""
-    text = resources.files("moe.tables").joinpath(TABLE).read_text(encoding="utf-8")
-    tables: list[dict[str, Any]] = json.loads(text)["tables"]
-    return tables
-
-
 def _distance(measured: dict[str, int], shape: LayerShape) -> tuple[float, float]:
-    """Ratios as logarithms: first of the experts' sizes, then of their number."""
-    size = max(1, shape.hidden_size * shape.intermediate_size)
-    return (
-        abs(math.log(size / (measured["hidden_size"] * measured["intermediate_size"]))),
-        abs(math.log(shape.num_experts / measured["num_experts"])),
-    )
+    """First by the experts' sizes, then by their number."""
+    by_number = abs(math.log(shape.num_experts / measured["num_experts"]))
+    return size_distance(measured, shape.hidden_size, shape.intermediate_size), by_number
 
 
 def _rule(shape: LayerShape) -> tuple[tuple[int | None, Plan], ...]:

@@ -1,1 +1,26 @@
-"""Measured choices per GPU and shape, as JSON files. No code."""
+"""Measured tables, read once: which backend and which launch plan was fastest where. Chooses nothing.
+
+`backends.json` holds `gpu`, `format`, `a2a`, `shape` of one rank, and `microseconds` by backend and tokens;
+`triton_plans.json` holds `arch`, `format`, `shape`, and `steps` as in `PlanTable`. Both name their card and source;
+`benchmarks/moe_tables.py` writes them.
+"""
+
+import functools
+import json
+import math
+from importlib import resources
+from typing import Any
+
+
+@functools.cache
+def read_entries(name: str) -> list[dict[str, Any]]:
+    """Entries of one file."""
+    text = resources.files(__name__).joinpath(name).read_text(encoding="utf-8")
+    entries: list[dict[str, Any]] = json.loads(text)["tables"]
+    return entries
+
+
+def size_distance(measured: dict[str, int], hidden_size: int, intermediate_size: int) -> float:
+    """How far a measured shape's experts are in size: the ratio as a logarithm, of either sign, without it."""
+    ratio = max(1, hidden_size * intermediate_size) / (measured["hidden_size"] * measured["intermediate_size"])
+    return abs(math.log(ratio))

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +11,13 @@ from moe import MoeA2ABackend, MoeBackend, MoeRunnerConfig, ranking
 from moe.backends.base import Device
 from moe.ranking import PREFERENCE, RULE, Ranking, rank_backends
 from moe.select import choose_backend
+from moe.tables import read_entries
 from tests.moe.backends import hostile
 
 ROOT = Path(__file__).parents[2]
 HOPPER, NONE = Device(arch="sm90"), MoeA2ABackend.NONE
 GPT_OSS_20B = hostile.make_config(32, 2880, 2880, 4)
-TABLES: list[dict[str, Any]] = json.loads(
-    resources.files("moe.tables").joinpath(ranking.TABLE).read_text(encoding="utf-8")
-)["tables"]
+TABLES = read_entries(ranking.TABLE)
 
 
 def ranked(config: MoeRunnerConfig = GPT_OSS_20B, arch: str = "sm90", name: str = "mxfp4") -> Ranking:
@@ -63,7 +61,7 @@ def test_the_nearest_shape_counts_and_a_mean_over_tokens(monkeypatch: pytest.Mon
         entry({"triton": [10, 10], "flashinfer_mxfp4": [1, 50]}, intermediate_size=360),  # means 10 and 7
         entry({"triton": [10, 10], "flashinfer_mxfp4": [1, 1]}, num_experts=128),
     ]
-    monkeypatch.setattr(ranking, "_tables", lambda: tables)
+    monkeypatch.setattr(ranking, "read_entries", lambda name: tables)
     swapped = {MoeBackend.TRITON: MoeBackend.FLASHINFER_MXFP4, MoeBackend.FLASHINFER_MXFP4: MoeBackend.TRITON}
     triton_first = tuple(swapped.get(backend, backend) for backend in PREFERENCE)
     assert ranked().order == triton_first

@@ -1,8 +1,6 @@
 """The backend's refusals and its choice of launch plans; needs no GPU."""
 
-import json
 from dataclasses import replace
-from importlib import resources
 from typing import Any
 
 import pytest
@@ -16,6 +14,7 @@ from moe.backends.triton_plans import LayerShape, PlanTable, plans_for
 from moe.config import DispatchFormat
 from moe.formats import Bf16Weight, ExpertWeights, activation_quant
 from moe.kernels.plan import MAX_DIRECT_SLOTS, Plan
+from moe.tables import read_entries
 from moe.topology import Topology
 from tests.moe.backends import hostile
 
@@ -65,7 +64,7 @@ def test_the_rule_has_a_fitting_plan_for_every_token_count(num_tokens: int, num_
     assert not plan.direct or num_tokens * top_k <= MAX_DIRECT_SLOTS
 
 
-TABLES = json.loads(resources.files("moe.tables").joinpath("triton_plans.json").read_text(encoding="utf-8"))["tables"]
+TABLES = read_entries(triton_plans.TABLE)
 
 
 @pytest.mark.parametrize("entry", TABLES, ids=[f"{e['format']}-{e['shape']['num_experts']}" for e in TABLES])
@@ -88,7 +87,7 @@ def test_an_unmeasured_shape_takes_the_nearest_plans_at_as_many_rows_per_expert(
         return {"arch": "sm90", "format": "mxfp4", "shape": shape, "steps": steps}
 
     tables = [entry(1024, 32, 64), entry(2880, 32, 128), entry(2880, 128, 256)]
-    monkeypatch.setattr(triton_plans, "_tables", lambda: tables)
+    monkeypatch.setattr(triton_plans, "read_entries", lambda name: tables)
     shape = replace(SHAPE, arch="sm90")
     assert plans_for(shape).steps[0][1].block_n_1 == 128
     assert plans_for(replace(shape, num_experts=256)).steps[0][1].block_n_1 == 256
