@@ -5,7 +5,6 @@ A shape that nobody measured takes the order of the measured one whose experts a
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 from moe.backends.base import Device
 from moe.config import MoeA2ABackend, MoeBackend, MoeRunnerConfig
