@@ -74,6 +74,8 @@ def first_round(start: Plan) -> tuple[list[Changes], list[Changes]]:
     tiles = [(128, 4, 3), (128, 4, 4), (128, 8, 4)]
     if start.block_m <= 64:
         tiles += [(64, 4, 3), (64, 4, 4)]
+    if start.block_m <= 32:  # bound by reading weights: more of them on their way
+        tiles += [(64, 4, 6), (64, 2, 4), (128, 4, 6)]
     if not start.fp8_activations:
         tiles += [(256, 8, 3), (256, 8, 4)]
     return [one(*tile) for tile in tiles], [two(*tile) for tile in tiles]
