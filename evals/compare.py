@@ -8,25 +8,35 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+ROW = {"id": str, "category": str, "answer": str, "correct": bool}
+
 
 def read_answers(path: Path) -> dict[str, dict[str, Any]]:
     """The rows of one run by item id.
 
     Raises:
-        ValueError: a line is no row of answers, an id comes twice, or there is none.
+        ValueError: the file is no text, a line is no row of answers, an id comes twice, or there is none.
     """
     rows: dict[str, dict[str, Any]] = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    try:
+        lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")  # other separators may be in answers
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no UTF-8 text: {error}") from error
+    if lines == [""]:
+        raise ValueError(f"{path} holds no answers")
+    for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
-            row_id, _ = row["id"], (row["category"], row["answer"], row["correct"])
-        except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(f"{path}, line {number} is no row that `tiny --answers` wrote: {error!r}") from error
-        if row_id in rows:
-            raise ValueError(f"{path}, line {number}: item {row_id!r} is there twice")
-        rows[row_id] = row
-    if not rows:
-        raise ValueError(f"{path} holds no answers")
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number} is no row that `tiny --answers` wrote: {error}") from error
+        for name, kind in ROW.items():
+            if not isinstance(row, dict) or not isinstance(row.get(name), kind):
+                raise ValueError(
+                    f"{path}, line {number} is no row that `tiny --answers` wrote: it has no {name} ({kind.__name__})"
+                )
+        if row["id"] in rows:
+            raise ValueError(f"{path}, line {number}: item {row['id']!r} is there twice")
+        rows[row["id"]] = row
     return rows
 
 

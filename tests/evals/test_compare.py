@@ -61,6 +61,12 @@ def test_different_items_cannot_be_compared(
         ("", "holds no answers"),
         ("{}", "line 1 is no row"),
         ("7", "line 1 is no row"),
+        ("\n", "holds no answers"),
+        ("\n\n", "line 1 is no row"),
+        ('{"id": ["a"], "category": "a", "answer": "", "correct": true}', "it has no id (str)"),
+        ('{"id": "a", "category": ["a"], "answer": "", "correct": true}', "it has no category (str)"),
+        ('{"id": "a", "category": "a", "answer": NaN, "correct": true}', "it has no answer (str)"),
+        ('{"id": "a", "category": "a", "answer": "", "correct": "no"}', "it has no correct (bool)"),
         ('{"id": "a", "category": "a", "answer": "", "correct": true}\n' * 2, "line 2: item 'a' is there twice"),
     ],
 )
@@ -70,6 +76,23 @@ def test_files_that_hold_no_answers_are_refused(
     (tmp_path / "1").write_text(text)
     assert run(monkeypatch, str(tmp_path / "1"), write(tmp_path / "2", *ROWS)) == 2
     assert words in capsys.readouterr().err
+
+
+def test_a_file_that_is_no_text_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "1").write_bytes(b"\xff\xfe")
+    assert run(monkeypatch, str(tmp_path / "1"), write(tmp_path / "2", *ROWS)) == 2
+    assert f"{tmp_path / '1'} is no UTF-8 text" in capsys.readouterr().err
+
+
+def test_an_answer_may_hold_any_separator(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    row = {"id": "a", "category": "a", "answer": "one\u2028two\x85three", "correct": True}
+    (tmp_path / "1").write_text(json.dumps(row, ensure_ascii=False) + "\n", encoding="utf-8")
+    assert run(monkeypatch, str(tmp_path / "1"), str(tmp_path / "1"), "--at-least", "1") == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["items"] == 1
 
 
 def test_a_missing_file_and_a_bar_out_of_range_are_named(
