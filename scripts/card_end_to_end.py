@@ -34,6 +34,7 @@ ROOT = Path(__file__).resolve().parents[1]
 TINY = ROOT / "assets" / "tiny-gpt-oss"
 BACKENDS = "torch,triton,flashinfer_mxfp4,auto"
 DUMMY_BACKENDS = "auto,triton,flashinfer_mxfp4"
+PARTS = ("tiny", "dummy")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 NUM_SEQS = 64  # requests at once, of every server and of the client
 START_TIMEOUT_S = 240
@@ -58,7 +59,7 @@ class ServiceError(RuntimeError):
 
 def write_dummy_model(folder: Path, **changes: Any) -> Path:
     """A checkpoint without weights: GPT-OSS-20B's config, some keys changed, and the bundled tokenizer."""
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     for name in TOKENIZER_FILES:
         shutil.copyfile(TINY / name, folder / name)
     config = json.loads((TINY / "config.json").read_text()) | GPT_OSS_20B | changes
@@ -256,16 +257,20 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         return text.split(",")
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="new folder for answers, logs and the report")
+    parser.add_argument("--out", type=Path, required=True, help="folder for answers, logs and the report")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--parts", type=names, default=["tiny", "dummy"], help="tiny, dummy")
+    parser.add_argument("--parts", type=names, default=list(PARTS), help=", ".join(PARTS))
     parser.add_argument("--backends", type=names, default=names(BACKENDS), help=f"of part tiny [{BACKENDS}]")
     parser.add_argument("--dummy-backends", type=names, default=names(DUMMY_BACKENDS), help=f"[{DUMMY_BACKENDS}]")
     parser.add_argument("--dummy-config", type=json.loads, default={}, help="JSON: keys of its config.json to change")
     parser.add_argument("--items", type=int, default=2000)
     parser.add_argument("--at-least", type=float, default=0.98, help="share of items with the very same answer")
     parser.add_argument("--reference-threads", type=int, default=4, help="CPU threads of the reference")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    for part in args.parts:
+        if part not in PARTS:
+            parser.error(f"--parts {part}: known are {', '.join(PARTS)}")
+    return args
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -283,4 +288,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # ends the servers, too
     sys.exit(main())

@@ -1,6 +1,11 @@
 """`scripts/card_end_to_end.py` as far as a CPU can run it: its report, its failures, and a dummy model's answers."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import openai
@@ -47,6 +52,32 @@ def test_a_dummy_model_of_gpt_oss_shape_starts_and_answers(tmp_path: Path) -> No
     config = json.loads((tmp_path / "gpt-oss-20b" / "config.json").read_text())
     assert config["layer_types"] == ["sliding_attention", "full_attention"]
     assert config["quantization_config"]["quant_method"] == "mxfp4"
+
+
+def test_a_mistyped_part_is_refused_before_anything_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        card.main(["--out", str(tmp_path / "new"), "--parts", "tiny,dumy"])
+    assert stopped.value.code == 2
+    assert "--parts dumy: known are tiny, dummy" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
+def test_the_folder_may_be_used_again(tmp_path: Path) -> None:
+    card.write_dummy_model(tmp_path / "model", hidden_size=64)
+    model = card.write_dummy_model(tmp_path / "model", **SMALL)
+    assert json.loads((model / "config.json").read_text())["hidden_size"] == 96
+
+
+def test_a_script_that_is_told_to_end_takes_its_server_along(tmp_path: Path) -> None:
+    flags = ["--out", str(tmp_path), "--device", "cpu", "--parts", "dummy", "--dummy-backends", "auto"]
+    command = [sys.executable, card.__file__, *flags, "--dummy-config", json.dumps(SMALL)]
+    with subprocess.Popen(command, start_new_session=True) as script:
+        while script.poll() is None and not (tmp_path / "dummy-auto.log").exists():
+            time.sleep(0.05)
+        script.terminate()
+        assert script.wait(60) == 128 + signal.SIGTERM
+    with pytest.raises(ProcessLookupError):
+        os.killpg(script.pid, 0)
 
 
 def test_tokens_that_the_tokenizer_does_not_have_are_empty_text(tmp_path: Path) -> None:
