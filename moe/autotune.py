@@ -2,7 +2,7 @@
 
 Tuning chooses tactics inside one backend, on the local shape after dispatch and with the transport left out, so no rank
 waits for another inside a measurement. All ranks tune in step if any misses its cache; the slowest rank's time counts;
-rank 0 decides, watches the clock, tells the others and writes.
+rank 0 decides, watches the clock, tells the others and writes to disk.
 """
 
 import itertools
@@ -158,7 +158,7 @@ def tune(
     """The kept choice, or a new one measured by all ranks in step and written by rank 0.
 
     When the budget is spent, tactics not yet measured are left out, with a warning; a token count of which none was
-    measured stays untuned.
+    measured stays untuned. Where nothing at all was measured, nothing is written: a later run may have the time.
 
     Raises:
         MoeConfigError: no tactic computes what the twin computes, at one of the token counts.
@@ -168,8 +168,8 @@ def tune(
         return kept
     seconds = _measure_all(tuning, ranks, clock() + _MEASURE_SHARE * budget_s, clock)
     choice = {str(count): _best(tuning, count, seconds[count], ranks) for count in tuning.key.token_counts}
-    if ranks.rank == 0:
-        cache.store(tuning.key, choice)
+    was_measured = any(time_s < math.inf for times in seconds.values() for time_s in times.values())
+    cache.store(tuning.key, choice, on_disk=was_measured and ranks.rank == 0)
     return choice
 
 

@@ -106,7 +106,7 @@ def tune_layer(
     if not _has_tactics(runner, info):
         logger.info("%s with %s experts has nothing to tune", runner.backend, experts.format_name)
         return info
-    key = _key(runner, experts, topology, tuple(sorted(set(token_counts))))
+    key = _key(runner, experts, topology, token_counts)
     kept = _with_kept(runner, info, key, cache, ranks)
     if kept is not info:
         return kept
@@ -150,7 +150,7 @@ def _with_kept(runner: MoeRunner, info: Any, key: TuneKey, cache: TuningCache, r
         return info
 
 
-def _key(runner: MoeRunner, experts: ExpertWeights, topology: Topology, token_counts: tuple[int, ...]) -> TuneKey:
+def _key(runner: MoeRunner, experts: ExpertWeights, topology: Topology, token_counts: Sequence[int]) -> TuneKey:
     package = load_backend(runner.backend).package
     library = importlib.import_module(package)
     return TuneKey(
@@ -165,7 +165,7 @@ def _key(runner: MoeRunner, experts: ExpertWeights, topology: Topology, token_co
         hidden_size=runner.config.hidden_size,
         intermediate_size=runner.config.intermediate_size,
         top_k=runner.config.top_k,
-        token_counts=token_counts,
+        token_counts=tuple(sorted(set(token_counts))),
     )
 
 

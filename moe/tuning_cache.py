@@ -1,10 +1,11 @@
 """Tuned choices on disk: what they depend on, and how they are read and written. Measures nothing."""
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import logging
-import os
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,13 +67,13 @@ class TuningCache:
         """Load nothing for `key` until something is stored; the file stays."""
         self._stored[key] = None
 
-    def store(self, key: TuneKey, choice: Choice) -> None:
-        """Write through a file of its own, so that a reader sees all or nothing."""
+    def store(self, key: TuneKey, choice: Choice, *, on_disk: bool = True) -> None:
+        """Remember; on disk through a file of its own, so that a reader sees all or nothing."""
         self._stored[key] = choice
-        if self._folder is None:
+        if self._folder is None or not on_disk:
             return
         target = self._folder / key.file_name
-        partial = target.with_suffix(f".{os.getpid()}")
+        partial = target.with_suffix(f".{uuid.uuid4().hex}")  # containers that share a folder have equal process ids
         content = json.dumps({"key": dataclasses.asdict(key), "choice": choice}, indent=1)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -80,3 +81,5 @@ class TuningCache:
             partial.replace(target)
         except OSError as error:
             logger.warning("tuned tactics are not kept: %s cannot be written (%s)", target, error)
+            with contextlib.suppress(OSError):
+                partial.unlink(missing_ok=True)

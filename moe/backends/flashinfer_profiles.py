@@ -6,6 +6,7 @@ tuning context, hold inside CUDA graphs and can be kept on disk; they mean somet
 """
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from moe.errors import MoeConfigError
 from moe.tuning_cache import Choice, Tactic
 
 Pair = tuple[int, int]
+_PAIR = re.compile(r"(-1|[0-9]{1,9})/(-1|[0-9]{1,9})")
 _UNTUNED = -1  # the library's own word for "the first"
 
 
@@ -55,10 +57,10 @@ def _text(first: int, second: int) -> Tactic:
 
 
 def _pair(text: Tactic) -> Pair:
-    numbers = text.split("/")
-    if len(numbers) != 2 or not all(number == str(_UNTUNED) or number.isdigit() for number in numbers):
+    numbers = _PAIR.fullmatch(text)
+    if numbers is None:
         raise MoeConfigError(f"{text!r} is no pair of profile numbers")
-    return int(numbers[0]), int(numbers[1])
+    return int(numbers[1]), int(numbers[2])
 
 
 def proposals(lists: tuple[Sequence[int], Sequence[int]], measured: Mapping[Tactic, float]) -> list[Tactic]:

@@ -4,6 +4,7 @@ Tuning changes speed, never precision: plans with FP8 activations serve the toke
 """
 
 import dataclasses
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from moe.errors import MoeConfigError
 from moe.kernels.plan import MAX_DIRECT_SLOTS, Plan
 from moe.tuning_cache import Choice, Tactic
 
+_NUMBER = re.compile(r"[0-9]{1,9}")
 _FIELDS = {field.name: field for field in dataclasses.fields(Plan)}
 _DIRECT_SLOTS = 512  # beyond, sorting pays
 _BY_EXPERT_TOKENS = 16  # from there on most experts are active
@@ -36,7 +38,7 @@ def plan_from_text(text: Tactic) -> Plan:
     values: dict[str, Any] = {}
     for part in text.split(","):
         name, _, number = part.partition("=")
-        if name not in _FIELDS or not number.isdigit():
+        if name not in _FIELDS or not _NUMBER.fullmatch(number):
             raise MoeConfigError(f"{text!r} is no launch plan: {part!r} is no field and number")
         values[name] = bool(int(number)) if _FIELDS[name].type is bool else int(number)
     try:

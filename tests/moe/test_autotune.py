@@ -230,6 +230,23 @@ def test_an_unwritable_folder_is_a_warning(tmp_path: Path, caplog: pytest.LogCap
     assert str(blocked) in caplog.text
 
 
+def test_writers_do_not_meet_and_a_failed_one_leaves_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    partial: list[str] = []
+
+    def replace(self: Path, target: Path) -> None:
+        partial.append(self.name)
+        assert json.loads(self.read_text())["choice"] == {"1": "slow"}
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(Path, "replace", replace)
+    for _ in range(2):  # as two containers that share a folder, where both have the same process id
+        TuningCache(tmp_path).store(KEY, {"1": "slow"})
+    assert len(set(partial)) == 2
+    assert not list(tmp_path.iterdir())
+
+
 # ---- several ranks ----
 
 
@@ -291,6 +308,38 @@ def choices_of_two_ranks(folder: Path) -> tuple[list[dict[str, str]], int]:
         return tune(tuning(seconds=seconds, error=error), cache, ThreadRanks(rank))
 
     return run_ranks(2, work), len(list(folder.rglob("*.json")))
+
+
+def test_rank_0_watches_the_clock_and_what_is_cold_on_any_rank_is_left_out(tmp_path: Path) -> None:
+    """Ranks that decided for themselves would wait for each other for ever."""
+
+    def work(rank: Rank) -> tuple[dict[str, str], list[tuple[str, int]]]:
+        log: list[tuple[str, int]] = []
+        now_s = itertools.count(0.0, 1.0 if rank.rank() == 0 else 100.0)
+        cold = [("fast", 2)] if rank.rank() == 1 else []
+        mine = tuning(log, warm_up=lambda batch, seconds: cold)
+        choice = tune(mine, TuningCache(tmp_path), ThreadRanks(rank), budget_s=10.0, clock=lambda: next(now_s))
+        return choice, log
+
+    (choice, log), other = run_ranks(2, work)
+    assert other == (choice, log)
+    assert log == [("slow", 1), ("slow", 2), ("slow", 4), ("fast", 1), ("fast", 4), ("wrong", 1)]
+    assert choice == {"1": "fast", "2": "slow", "4": "fast"}
+
+
+def test_all_ranks_remember_what_rank_0_alone_writes(tmp_path: Path) -> None:
+    """Layers of one shape are measured once on ranks that share no folder, too."""
+
+    def work(rank: Rank) -> tuple[int, int]:
+        log: list[tuple[str, int]] = []
+        cache = TuningCache(tmp_path / str(rank.rank()))
+        tune(tuning(log), cache, ThreadRanks(rank))
+        num_first = len(log)
+        tune(tuning(log), cache, ThreadRanks(rank))
+        return num_first, len(log)
+
+    assert run_ranks(2, work) == [(9, 9)] * 2
+    assert [path.parent.name for path in tmp_path.rglob("*.json")] == ["0"]
 
 
 RIGHT = [{"1": "slow", "2": "slow", "4": "slow"}] * 2, 1

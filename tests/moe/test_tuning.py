@@ -5,6 +5,7 @@ import logging
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,13 +19,14 @@ from moe import (
     MoeRunner,
     StandardDispatchOutput,
     Topology,
+    tuning,
     tuning_measure,
 )
 from moe.autotune import MAX_TOKEN_COUNTS
 from moe.formats import ExpertWeights, Mxfp4Weight
 from moe.registry import load_backend
 from moe.tuning import LayerTuner, TuningSettings, tune_layer
-from moe.tuning_cache import TuningCache
+from moe.tuning_cache import TuneKey, TuningCache
 from tests.moe.backends import hostile
 from tests.moe.tunable import Profiled, install_profiles
 
@@ -130,7 +132,61 @@ def test_an_unwritable_folder_is_a_warning(
     assert "tuned tactics are not kept" in caplog.text
 
 
-@pytest.mark.parametrize("text", ["x/6", "3", "-2/6", "3/6/7", ""])
+def test_the_time_that_a_layer_took_is_missing_for_the_next_shape(
+    profiled: Profiled, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now_s = iter([0.0, 35.0, 35.0, 40.0, 40.0, 41.0])
+    given: list[float] = []
+
+    def tune_layer(runner: Any, info: Any, experts: Any, **arguments: Any) -> Any:
+        given.append(arguments["budget_s"])
+        return info
+
+    monkeypatch.setattr(tuning, "tune_layer", tune_layer)
+    monkeypatch.setattr(tuning, "time", SimpleNamespace(monotonic=lambda: next(now_s)))
+    one = tuner(tmp_path, budget_s=38.0)
+    runner, info, experts = mxfp4_layer(Topology())
+    for _ in range(3):
+        one.tuned(runner, info, experts, Topology())
+    assert given == [38.0, 3.0, 0.0]
+
+
+def test_what_nobody_had_time_to_measure_is_measured_by_the_next_start(profiled: Profiled, tmp_path: Path) -> None:
+    runner, info, experts = mxfp4_layer(Topology())
+    hasty = tuner(tmp_path, budget_s=0.0)
+    for _ in range(2):
+        assert pairs(hasty.tuned(runner, info, experts, Topology())) == [(-1, -1)] * 4
+    assert len(profiled.used) == len(COUNTS), "checked once for each count, for all layers of the shape"
+    assert not list(tmp_path.iterdir())
+    assert pairs(tuner(tmp_path).tuned(runner, info, experts, Topology())) == [(3, 7)] * 4
+
+
+def test_a_choice_is_kept_for_one_gpu_one_set_of_versions_and_one_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    import flashinfer
+
+    def key(topology: Topology | None = None, counts: tuple[int, ...] = COUNTS, **sizes: int) -> TuneKey:
+        size = {"hidden_size": H, "intermediate_size": I, "top_k": K} | sizes
+        config = hostile.make_config(E, *size.values(), activation=GPT_OSS)
+        runner = MoeRunner(MoeBackend.FLASHINFER_MXFP4, MoeA2ABackend.NONE, config)
+        experts: Any = SimpleNamespace(format_name="mxfp4")
+        return tuning._key(runner, experts, topology or Topology(), counts)
+
+    assert key() == key(counts=(6, 1, 6)), "the order of the counts does not matter"
+    keys = [key(), key(hidden_size=128), key(intermediate_size=192), key(top_k=2), key(counts=(1, 8))]
+    keys += [key(Topology(ep_size=2)), key(Topology(tp_size=2))]
+    for where, attribute, value in (
+        (torch, "__version__", "9.9"),
+        (flashinfer, "__version__", "9.9"),
+        (tuning, "_own_version", lambda: ("moe-serve", "9.9")),
+    ):
+        monkeypatch.setattr(where, attribute, value)
+        keys.append(key())
+    assert len({one.file_name for one in keys}) == len(keys)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"card of {device}")
+    assert (key().gpu, key(Topology(device=torch.device("cuda"))).gpu) == ("cpu", "card of cuda")
+
+
+@pytest.mark.parametrize("text", ["x/6", "3", "-2/6", "3/6/7", "", "3/²", "3/" + "9" * 5000])
 def test_a_damaged_choice_is_passed_over_without_the_flag_and_replaced_with_it(
     profiled: Profiled, tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str
 ) -> None:

@@ -34,6 +34,8 @@ def test_text_round_trip() -> None:
         ("direct=1", "is no launch plan"),
         ("direct=1,block_m=16,block_n_1=64,block_n_2=64,depth=2", "'depth=2' is no field"),
         ("direct=1,block_m=-8,block_n_1=64,block_n_2=64", "'block_m=-8' is no field"),
+        ("direct=1,block_m=²,block_n_1=64,block_n_2=64", "'block_m=²' is no field"),
+        (f"direct=1,block_m={'9' * 5000},block_n_1=64,block_n_2=64", "is no field and number"),
         ("direct=1,block_m=12,block_n_1=64,block_n_2=64", "power of two"),
         ("direct=0,block_m=16,block_n_1=64,block_n_2=64,split_k=2", "belong to direct plans"),
     ],
