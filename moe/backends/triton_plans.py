@@ -54,7 +54,7 @@ def plans_for(shape: LayerShape) -> PlanTable:
         entry for entry in read_entries(TABLE) if (entry["arch"], entry["format"]) == (shape.arch, shape.format_name)
     ]
     if not entries:
-        return PlanTable(_rule(shape))
+        return _table(_rule(shape), shape.top_k)
     entry = min(entries, key=lambda entry: _distance(entry["shape"], shape))
     measured = entry["shape"]
     same_rows = shape.num_experts * measured["top_k"] / (measured["num_experts"] * shape.top_k)
@@ -63,9 +63,20 @@ def plans_for(shape: LayerShape) -> PlanTable:
         plan, bound = Plan(**step["plan"]), step["max_tokens"]
         if bound is not None:
             bound = max(1, round(bound * same_rows))
-            bound = min(bound, MAX_DIRECT_SLOTS // shape.top_k) if plan.direct else bound
         steps.append((bound, plan))
-    return PlanTable(tuple(steps))
+    return _table(steps, shape.top_k)
+
+
+def _table(steps: list[tuple[int | None, Plan]], top_k: int) -> PlanTable:
+    """Direct plans end where their slots do; steps that are never picked, yet would be compiled, are left out."""
+    kept: list[tuple[int | None, Plan]] = []
+    before = 0
+    for bound, plan in steps:
+        end = bound if bound is None or not plan.direct else min(bound, MAX_DIRECT_SLOTS // top_k)
+        if end is None or end > before:
+            kept.append((end, plan))
+            before = end or before
+    return PlanTable(tuple(kept))
 
 
 def _distance(measured: dict[str, int], shape: LayerShape) -> tuple[float, float]:
@@ -74,7 +85,7 @@ def _distance(measured: dict[str, int], shape: LayerShape) -> tuple[float, float
     return size_distance(measured, shape.hidden_size, shape.intermediate_size), by_number
 
 
-def _rule(shape: LayerShape) -> tuple[tuple[int | None, Plan], ...]:
+def _rule(shape: LayerShape) -> list[tuple[int | None, Plan]]:
     """Tiles that hold the mean number of rows per expert, small enough for the shared memory of every GPU we know."""
     steps: list[tuple[int | None, Plan]] = []
     for bound, block_m in ((8, 8), (16, 16)):
@@ -84,7 +95,7 @@ def _rule(shape: LayerShape) -> tuple[tuple[int | None, Plan], ...]:
         if bound > 16:
             steps.append((bound, _grouped(block_m)))
     steps.append((None, _grouped(64)))
-    return tuple(steps)
+    return steps
 
 
 def _grouped(block_m: int) -> Plan:

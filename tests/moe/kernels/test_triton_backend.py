@@ -18,6 +18,7 @@ from moe.tables import read_entries
 from moe.topology import Topology
 from tests.moe.backends import hostile
 
+FORMATS = ("bf16", "fp8_block", "mxfp4", "nvfp4")
 CONFIG = MoeRunnerConfig(num_experts=8, num_local_experts=8, hidden_size=64, intermediate_size=64, top_k=2)
 SHAPE = LayerShape(
     arch="sm70", format_name="mxfp4", num_experts=32, top_k=4, hidden_size=2880, intermediate_size=2880
@@ -96,6 +97,27 @@ def test_an_unmeasured_shape_takes_the_nearest_plans_at_as_many_rows_per_expert(
     many = plans_for(replace(shape, num_experts=128 * 64, top_k=4))
     assert [bound for bound, _ in many.steps] == [MAX_DIRECT_SLOTS // 4, 16384, None]
     assert plans_for(replace(shape, arch="sm80")) == plans_for(replace(shape, format_name="bf16"))
+    assert [bound for bound, _ in plans_for(replace(shape, num_experts=1, top_k=1)).steps] == [1, 32, None]
+
+
+@pytest.mark.parametrize("arch", ["sm90", "sm120"])
+@pytest.mark.parametrize("format_name", FORMATS)
+@pytest.mark.parametrize(
+    ("num_experts", "top_k", "hidden_size", "intermediate_size"),
+    [(1, 1, 64, 64), (8192, 8, 7168, 2048), (4, 4, 64, 0), (2048, 2000, 96, 360), (32, 4, 2880, 360)],
+)
+def test_any_shape_gets_plans_that_can_be_picked_and_hold_its_slots(
+    arch: str, format_name: str, num_experts: int, top_k: int, hidden_size: int, intermediate_size: int
+) -> None:
+    shape = LayerShape(
+        arch=arch, format_name=format_name, num_experts=num_experts, top_k=top_k, hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+    )  # fmt: skip
+    table = plans_for(shape)
+    bounds = [bound for bound, _ in table.steps[:-1]]
+    assert bounds == sorted(set(bounds)), "a step below another would be compiled and checked in vain"
+    assert all(bound > 0 for bound in bounds)
+    assert all(not plan.direct or bound * top_k <= MAX_DIRECT_SLOTS for bound, plan in table.steps)
 
 
 def test_every_plan_of_the_table_is_a_probe_of_its_own() -> None:
