@@ -180,12 +180,16 @@ class Measurer:
         return _Inputs(dispatched, first, rows, x_TH[rows], StandardTopK(topk.weights[rows], topk.ids[rows]), {})
 
     def _tokens(self, num_tokens: int, seed: int) -> tuple[torch.Tensor, StandardTopK]:
-        """Random tokens, each to different experts of all ranks, all alike popular; the first to one of this rank."""
+        """Random tokens, each to different experts of all ranks, all alike popular; the first to one of this rank,
+
+        another one every time, so that no expert stays in the L2.
+        """
         config, device = self._runner.config, self._topology.device
         g = torch.Generator(device).manual_seed(1000 * num_tokens + seed)
         x_TH = torch.randn(num_tokens, config.hidden_size, generator=g, device=device)
         scores = torch.rand(num_tokens, config.num_experts, generator=g, device=device)
-        scores[0, self._topology.expert_range(config.num_experts).start] = 2.0
+        own = self._topology.expert_range(config.num_experts)
+        scores[0, own[seed % len(own)]] = 2.0
         weights_TK = 0.5 + torch.rand(num_tokens, config.top_k, generator=g, device=device)
         weights_TK /= weights_TK.sum(1, keepdim=True)
         return x_TH.to(config.dtype), StandardTopK(weights_TK, scores.topk(config.top_k).indices.int())

@@ -7,9 +7,18 @@ import pytest
 import torch
 
 from moe import Activation, MoeA2ABackend, MoeBackend, MoeRunner, SelfCheckError, Topology
+from moe.backends.base import Probe
 from moe.backends.torch import TorchBackend
 from moe.formats import ExpertWeights, Fp8BlockWeight, Weight
-from moe.selfcheck import TOKENS_PER_EXPERT, TOKENS_PER_SIZE, SelfCheckReport, _probe_tokens, check_layer
+from moe.selfcheck import (
+    TOKENS_PER_EXPERT,
+    TOKENS_PER_SIZE,
+    SelfCheckReport,
+    _probe_tokens,
+    _sets_of,
+    _some_experts,
+    check_layer,
+)
 from moe.twin import moe_twin
 from tests.moe.moe_layers import DEEPSEEK_V4, FORMATS, GPT_OSS, PLAIN, make_config, make_experts, shard
 
@@ -188,3 +197,22 @@ def test_probe_visits_every_local_expert_and_clamps_a_tenth(activation: Activati
         assert large.mean() > 0.2
         assert small.mean() < 0.02, "weights behind a clamp must show, too"
     assert moe_twin(x, topk, experts, activation).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "num_experts", "visited"),
+    [(1, 32, [0, 31]), (8, 32, [0, 31]), (16, 32, [0, 10, 21, 31]), (16, 3, [0, 1, 2]), (64, 1, [0]),
+     (None, 3, [0, 1, 2])],
+)  # fmt: skip
+def test_plans_for_few_tokens_visit_experts_from_the_first_to_the_last(
+    max_tokens: int | None, num_experts: int, visited: list[int]
+) -> None:
+    probe = Probe(quant_info=None, quantize_input=None, tolerance=1.0, max_tokens=max_tokens)
+    assert _some_experts(probe, num_experts) == visited
+
+
+def test_crowds_come_first_and_are_no_larger_than_what_is_run_at_once() -> None:
+    probe = Probe(quant_info=None, quantize_input=None, tolerance=1.0, crowds=(9, 13, 99))
+    assert _sets_of(probe, [0, 2], 4) == [0, 1, 0, 4, 5, 4, 5, 8, 9], "three sets of four, then four"
+    small = dataclasses.replace(probe, max_tokens=8)
+    assert _sets_of(small, [0, 2], 4) == [0, 1, 4, 5, 8, 9]
