@@ -45,8 +45,13 @@ def main() -> None:
 
 
 def plan_entries(rows: list[Entry], source: str) -> list[Entry]:
-    """The fastest plan at each measured token count; it serves counts up to the geometric mean with the next."""
+    """The fastest plan at each token count, uniform routing; it serves counts up to the geometric mean with the next.
+
+    Raises:
+        ValueError: the plan for the largest count cannot serve larger ones, or the kind of GPU is not known.
+    """
     entries = []
+    rows = [row for row in rows if row["routing"] == "uniform"]
     for (model, format_name, card), own in _grouped(rows, "model", "format", "card").items():
         best = {tokens: min(some, key=lambda row: row["us"]) for (tokens,), some in _grouped(own, "tokens").items()}
         counts = sorted(best)
@@ -58,8 +63,9 @@ def plan_entries(rows: list[Entry], source: str) -> list[Entry]:
             {"max_tokens": bound, "us": best[tokens]["us"], "measured_at": tokens, "plan": _short(best[tokens]["plan"])}
             for bound, tokens in zip(bounds, counts, strict=True)
         ]
-        entry = {"arch": ARCHS[card], "format": format_name, "shape": _shape(model), "card": card}
-        entries.append(entry | {"commit": own[0]["commit"], "source": source, "steps": steps})
+        commits = sorted({best[tokens]["commit"] for tokens in counts})
+        entry = {"arch": _arch(card), "format": format_name, "shape": _shape(model), "card": card}
+        entries.append(entry | {"commit": ", ".join(commits), "source": source, "steps": steps})
     return entries
 
 
@@ -73,7 +79,7 @@ def backend_entries(rows: list[Entry], source: str) -> list[Entry]:
         }
         common = set.intersection(*(set(time) for time in times.values()))  # a mean over other counts says nothing
         times = {name: {tokens: us for tokens, us in time.items() if tokens in common} for name, time in times.items()}
-        entry = {"gpu": ARCHS[card], "format": format_name, "a2a": "none", "shape": _shape(model), "card": card}
+        entry = {"gpu": _arch(card), "format": format_name, "a2a": "none", "shape": _shape(model), "card": card}
         entries.append(entry | {"source": source, "microseconds": times})
     return entries
 
@@ -82,7 +88,7 @@ def merged(old: list[Entry], new: list[Entry]) -> list[Entry]:
     """Old entries of other GPUs, formats and shapes, and the new ones."""
 
     def key(entry: Entry) -> tuple[Any, ...]:
-        return entry.get("arch", entry.get("gpu")), entry["format"], json.dumps(entry["shape"])
+        return entry.get("arch", entry.get("gpu")), entry["format"], sorted(entry["shape"].items())
 
     return [entry for entry in old if key(entry) not in map(key, new)] + new
 
@@ -105,6 +111,12 @@ def _grouped(rows: list[Entry], *names: str) -> dict[tuple[Any, ...], list[Entry
     for row in rows:
         groups.setdefault(tuple(row[name] for name in names), []).append(row)
     return groups
+
+
+def _arch(card: str) -> str:
+    if card not in ARCHS:
+        raise ValueError(f"the kind of GPU of {card!r} is not known: add the card to ARCHS in {Path(__file__).name}")
+    return ARCHS[card]
 
 
 def _shape(model: str) -> dict[str, int]:

@@ -10,7 +10,9 @@ from benchmarks.moe_tables import backend_entries, dump, merged, plan_entries
 from moe.backends.triton_plans import PlanTable
 from moe.kernels.plan import Plan
 
-HEAD = {"model": "gpt-oss-20b", "format": "mxfp4", "card": "NVIDIA H100 80GB HBM3", "commit": "abc"}
+HEAD = {
+    "model": "gpt-oss-20b", "format": "mxfp4", "card": "NVIDIA H100 80GB HBM3", "commit": "abc", "routing": "uniform",
+}  # fmt: skip
 DIRECT = Plan(direct=True, block_m=8, block_n_1=64, block_n_2=64, split_k=2)
 GROUPED = Plan(direct=False, block_m=128, block_n_1=128, block_n_2=128, heights=3)
 
@@ -28,6 +30,18 @@ def test_the_fastest_plan_of_each_count_serves_up_to_the_geometric_mean_with_the
     steps = tuple((step["max_tokens"], Plan(**step["plan"])) for step in entry["steps"])
     assert steps == ((2, slow), (64, DIRECT), (None, GROUPED))
     assert PlanTable(steps).pick(5000) == GROUPED
+
+
+def test_plans_are_chosen_by_uniform_routing_and_name_the_commits_they_were_measured_at() -> None:
+    rows = [row(1, 30, DIRECT) | {"commit": "b2"}, row(1, 20, GROUPED) | {"routing": "zipf"}, row(1024, 500, GROUPED)]
+    (entry,) = plan_entries(rows, "a file")
+    assert [step["us"] for step in entry["steps"]] == [30, 500]
+    assert entry["commit"] == "abc, b2"
+
+
+def test_a_card_of_unknown_kind_is_refused_with_what_to_do() -> None:
+    with pytest.raises(ValueError, match="'NVIDIA B200' is not known: add the card to ARCHS"):
+        plan_entries([row(1024, 500, GROUPED) | {"card": "NVIDIA B200"}], "a file")
 
 
 def test_a_direct_plan_at_the_largest_count_is_refused() -> None:
@@ -50,6 +64,8 @@ def test_backends_are_compared_on_the_token_counts_that_all_have() -> None:
 def test_new_entries_replace_those_of_their_shape_and_the_file_reads_back() -> None:
     (entry,) = plan_entries([row(1024, 500, GROUPED)], "new")
     other = entry | {"format": "nvfp4"}
-    entries = merged([entry | {"source": "old"}, other], [entry])
-    assert entries == [other, entry]
+    smaller = entry | {"shape": entry["shape"] | {"num_experts": 8}}
+    old_shape = dict(reversed(entry["shape"].items()))  # as somebody wrote it by hand
+    entries = merged([entry | {"source": "old", "shape": old_shape}, other, smaller], [entry])
+    assert entries == [other, smaller, entry]
     assert json.loads(dump(entries)) == {"tables": entries}
