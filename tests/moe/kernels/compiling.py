@@ -97,10 +97,10 @@ def compile_sum(plan: Plan, arch: int, *, top_k: int = 4) -> Any:
     return compile_kernel(sum_slots, arch, pointers, constants, num_warps=4)
 
 
-def compile_quantize(arch: int, *, by_slot: bool = True) -> Any:
+def compile_quantize(arch: int, *, by_slot: bool = True, use_pdl: bool = False) -> Any:
     """`quantize_rows`; below sm89, which has no FP8 type, with the encoding written out."""
     pointers = {"x_ptr": "*bf16", "ids_ptr": "*i32", "q_ptr": "*u8", "scale_ptr": "*fp32"}
     constants = {
-        "BY_SLOT": by_slot, "STEP_K": 128, "BLOCK_R": 32, "SHORT_K": False, "USE_CAST": arch >= 89, "USE_PDL": False,
+        "BY_SLOT": by_slot, "STEP_K": 128, "BLOCK_R": 32, "SHORT_K": False, "USE_CAST": arch >= 89, "USE_PDL": use_pdl,
     }  # fmt: skip
     return compile_kernel(quantize_rows, arch, pointers, constants, num_warps=4)

@@ -13,6 +13,8 @@ from moe.backends.triton import TritonBackend, TritonMoeQuantInfo
 from moe.backends.triton_plans import PlanTable
 from moe.formats import Bf16Weight, ExpertWeights, Fp8BlockWeight, Mxfp4Weight, Nvfp4Weight
 from moe.formats.activation_quant import ActivationQuant, fp8_groups
+from moe.kernels.group import group_slots
+from moe.kernels.launch import max_tiles
 from moe.kernels.plan import Plan
 from moe.topology import Topology
 from moe.twin import moe_twin
@@ -116,6 +118,28 @@ def run_deepep(*, is_low_latency: bool) -> float:
     return float((got[is_row] - want).norm() / want.norm())
 
 
+def group_in_chunks() -> float:
+    """0 if slots that are read in many chunks are sorted and cut into tiles as in one; else infinite."""
+    ids = torch.randint(-1, 6, (20, 5), generator=torch.Generator().manual_seed(0)).int()
+    first, local, block_m = 2, 3, 8
+    num_tiles = max_tiles(ids.numel(), local, block_m)
+    slots, tiles = torch.full((ids.numel(),), -1).int(), torch.full((num_tiles, 3), -7).int()
+    group_slots[(local,)](
+        ids, slots, tiles, ids.numel(), num_tiles, first, local, BLOCK_M=block_m, EXPERTS_PAD=4, CHUNK=16,
+        USE_PDL=False,
+    )  # fmt: skip
+    flat, position, want = ids.flatten(), 0, []
+    for expert in range(local):
+        own = (flat == first + expert).nonzero().flatten()
+        if not torch.equal(slots[position : position + len(own)].long(), own):
+            return float("inf")
+        end = position + len(own)
+        want += [[expert, start, end] for start in range(position, end, block_m)]
+        position = end
+    want += [[-1, 0, 0]] * (num_tiles - len(want))
+    return 0.0 if tiles.tolist() == want else float("inf")
+
+
 def narrowed(experts: ExpertWeights, local: range) -> ExpertWeights:
     """One rank's experts."""
     biases = [None if b is None else b[local.start : local.stop] for b in (experts.b13, experts.b2)]
@@ -147,6 +171,10 @@ CASES = {
     "fp8_block with fp8 activations": lambda: run_case(
         "fp8_block", 18, 256, 128, FP8_ACTIVATIONS, quantize_input=fp8_groups
     ),
+    "fp8_block with fp8 activations at 192 and 136": lambda: run_case(
+        "fp8_block", 18, 192, 136, FP8_ACTIVATIONS, quantize_input=fp8_groups
+    ),
+    "grouping in chunks": group_in_chunks,
     "nvfp4 direct": lambda: run_case("nvfp4", 3, 96, 80, DIRECT),
     "nvfp4 grouped": lambda: run_case("nvfp4", 18, 96, 48, GROUPED),
     "mxfp4 direct at 2880": lambda: run_case("mxfp4", 1, 2880, 192, DIRECT),

@@ -1,6 +1,7 @@
 """Every kernel compiles for every GPU generation we claim, without a GPU; on Hopper the fast instructions are there."""
 
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -9,6 +10,7 @@ import pytest
 
 pytest.importorskip("triton")
 
+from moe.backends.triton_plans import LayerShape, plans_for
 from moe.kernels.plan import Plan
 from tests.moe.kernels.compiling import FORMATS, compile_gemm, compile_group, compile_quantize, compile_sum
 
@@ -26,6 +28,22 @@ def test_both_gemms_of_every_format_compile_within_shared_memory(arch: int, form
         kernel = compile_gemm(format_name, plan, arch, is_first=is_first)
         assert "cubin" in kernel.asm
         assert kernel.metadata.shared <= SMALLEST_SHARED_BYTES
+
+
+@pytest.mark.parametrize(("num_experts", "top_k"), [(32, 4), (256, 8), (4, 2)])
+@pytest.mark.parametrize("format_name", FORMATS)
+def test_plans_of_unmeasured_gpus_are_no_larger_than_the_compiled_ones(
+    format_name: str, num_experts: int, top_k: int
+) -> None:
+    for arch in set(ARCHS) - {90}:
+        shape = LayerShape(
+            arch=f"sm{arch}", format_name=format_name, num_experts=num_experts, top_k=top_k, hidden_size=2880,
+            intermediate_size=2880,
+        )  # fmt: skip
+        for _, plan in plans_for(shape).steps:
+            largest = DIRECT if plan.direct else GROUPED
+            assert plan.block_m <= largest.block_m
+            assert replace(plan, block_m=largest.block_m) == largest
 
 
 @pytest.mark.parametrize("arch", [80, 90])
@@ -81,9 +99,24 @@ def test_fp8_activations_multiply_in_fp8(arch: int) -> None:
 
 def test_early_start_compiles_on_hopper() -> None:
     plan = Plan(direct=True, block_m=8, block_n_1=64, block_n_2=64, pdl=True, prefetch=True)
-    ptx = compile_gemm("mxfp4", plan, 90, is_first=False).asm["ptx"]
-    assert "griddepcontrol.wait" in ptx
-    assert "cp.async.bulk.prefetch.L2.global" in ptx
+    for is_first in (True, False):
+        ptx = compile_gemm("mxfp4", plan, 90, is_first=is_first).asm["ptx"]
+        before, waits, after = ptx.rpartition("griddepcontrol.wait")  # programs without slots have a wait of their own
+        assert waits
+        assert "cp.async.cg" not in before, "neither activations nor weights are read before the wait"
+        assert "cp.async.cg" in after
+        assert ("cp.async.bulk.prefetch.L2.global" in before) == (not is_first)
+
+
+def test_kernels_that_start_early_wait_before_they_read_or_write() -> None:
+    plan = replace(GROUPED, pdl=True)
+    kernels = [compile_gemm("mxfp4", plan, 90, is_first=is_first) for is_first in (True, False)]
+    kernels += [compile_group(plan, 90), compile_sum(plan, 90), compile_quantize(90, use_pdl=True)]
+    for kernel in kernels:
+        before, waits, after = kernel.asm["ptx"].partition("griddepcontrol.wait")
+        assert waits, kernel.name
+        assert not re.search(r"ld\.global|st\.global|cp\.async", before), kernel.name
+        assert re.search(r"ld\.global|cp\.async", after)
 
 
 def test_importing_the_backend_does_not_import_triton() -> None:

@@ -14,6 +14,7 @@ CASES = [
     "mxfp4 direct with several tiles an expert", "mxfp4 three tile heights", "mxfp4 direct on two ranks",
     "mxfp4 grouped on two ranks", "mxfp4 plain activation", "deepep normal", "deepep low latency", "bf16 direct",
     "bf16 grouped", "fp8_block direct", "fp8_block grouped", "nvfp4 direct", "fp8_block with fp8 activations",
+    "fp8_block with fp8 activations at 192 and 136", "grouping in chunks",
     "nvfp4 grouped", "mxfp4 direct at 2880", "mxfp4 grouped at 1440", "mxfp4 grouped at 384 and 288",
     "bf16 direct at 288 and 192", "fp8_block direct at 1440", "nvfp4 grouped at 384",
 ]  # fmt: skip
@@ -35,5 +36,7 @@ def errors() -> dict[str, float]:
 @pytest.mark.parametrize("case", CASES)
 def test_layer_agrees_with_the_twin(errors: dict[str, float], case: str) -> None:
     # The interpreter cuts bf16 results off instead of rounding them, which doubles the error of every rounding.
-    # Cut-off gated products now and then fall to the next E4M3 number, one part in twelve away.
-    assert errors[case] < (2.5e-2 if "fp8 activations" in case else 1.2e-2)
+    # Cut-off gated products now and then fall to the next E4M3 number, one part in twelve away; where no whole number
+    # of steps fills K, the last one's scale is also that of columns which the twin scales with those before them.
+    bound = 5e-2 if "fp8 activations at 192" in case else 2.5e-2 if "fp8 activations" in case else 1.2e-2
+    assert errors[case] < bound
