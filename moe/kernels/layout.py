@@ -148,18 +148,19 @@ def _max_exponent(scales: torch.Tensor) -> int:
 
 def _fp8_scales(scale_inv: torch.Tensor, index: torch.Tensor, num_steps: int) -> torch.Tensor:
     """[N/128, K/128] to [B, S, 8]: the scale of every eight rows, which share a block since pairs are eight wide."""
-    rows_8 = index.view(-1, PAIR)[:, 0]
+    rows_8 = index[::PAIR]
     scale = scale_inv.float()[rows_8.clamp(min=0) // 128].masked_fill(rows_8[:, None] < 0, 0.0)
     scale = torch.nn.functional.pad(scale, (0, num_steps - scale.shape[1]))
-    return scale.unflatten(0, (-1, ROWS // PAIR)).transpose(1, 2).contiguous()
+    return scale.unflatten(0, (len(index) // ROWS, ROWS // PAIR)).transpose(1, 2).contiguous()
 
 
 def _blocks(matrix_NK: torch.Tensor, index: torch.Tensor, step: int) -> torch.Tensor:
     """[N, K] to [B, S, 64, step], rows by `index`, zero where it is -1 and where the last step overlaps."""
     rows = _take_rows(matrix_NK, index)
-    num_cols = rows.shape[1]
-    missing = _round_up(num_cols, step) - num_cols
-    blocks = torch.nn.functional.pad(rows, (0, missing)).view(rows.shape[0] // ROWS, ROWS, -1, step)
+    num_rows, num_cols = rows.shape  # either may be 0: a rank need not own any of the intermediate axis
+    padded = _round_up(num_cols, step)
+    missing = padded - num_cols
+    blocks = torch.nn.functional.pad(rows, (0, missing)).view(num_rows // ROWS, ROWS, padded // step, step)
     if num_cols > step:
         blocks[:, :, -1] = blocks[:, :, -1].roll(missing, dims=-1)
     return blocks.transpose(1, 2).contiguous()

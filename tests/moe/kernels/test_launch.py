@@ -1,0 +1,143 @@
+"""Which kernels a layer starts, in which order and with what, seen by recorders in their place; needs no GPU."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from moe import MoeA2ABackend, MoeBackend, MoeRunner, MoeRunnerConfig
+from moe.backends.triton import TritonBackend, TritonMoeQuantInfo
+from moe.backends.triton_plans import PlanTable
+from moe.formats import Bf16Weight, ExpertWeights, Fp8BlockWeight, Mxfp4Weight, Nvfp4Weight
+from moe.kernels import launch
+from moe.kernels.launch import run_layer
+from moe.kernels.plan import Plan
+from moe.topology import Topology
+from moe.types import DeepepLlDispatchOutput, StandardDispatchOutput, StandardTopK
+from tests.moe.backends import hostile
+
+KERNELS = ("direct_gemm", "grouped_gemm", "group_slots", "sum_slots", "quantize_rows")
+NUM_EXPERTS, SIZE, TOP_K = 4, 128, 2
+DIRECT = Plan(direct=True, block_m=8, block_n_1=64, block_n_2=64, split_k=3, pdl=True, prefetch=True)
+GROUPED = Plan(direct=False, block_m=16, block_n_1=64, block_n_2=64, pdl=True)
+FP8 = replace(GROUPED, fp8_activations=True)
+Launch = tuple[str, dict[str, Any]]
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
+    """(name, keywords) of everything that would have run."""
+    seen: list[Launch] = []
+
+    class Recorder:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __getitem__(self, grid: Any) -> Callable[..., None]:
+            return lambda *arguments, **keywords: seen.append((self.name, keywords))
+
+    for name in KERNELS:
+        monkeypatch.setattr(launch, name, Recorder(name))
+    return seen
+
+
+def info_of(plans: PlanTable, *, bias: bool = False, **topology: Any) -> TritonMoeQuantInfo:
+    w13, w2 = (Fp8BlockWeight.quantize(w) for w in hostile.dense_experts(NUM_EXPERTS, SIZE, SIZE))
+    b13, b2 = hostile.biases(NUM_EXPERTS, SIZE, SIZE) if bias else (None, None)
+    experts = ExpertWeights(w13=w13, w2=w2, b13=b13, b2=b2)
+    info = TritonBackend().prepare(experts, config_of(), Topology(**topology))
+    return replace(info, plans=plans)
+
+
+def config_of() -> MoeRunnerConfig:
+    return MoeRunnerConfig(
+        num_experts=NUM_EXPERTS, num_local_experts=NUM_EXPERTS, hidden_size=SIZE, intermediate_size=SIZE, top_k=TOP_K
+    )
+
+
+def run(plan: Plan, num_tokens: int, info: TritonMoeQuantInfo | None = None) -> None:
+    layer = (info or info_of(PlanTable(((None, GROUPED),)))).layer
+    x = torch.empty(num_tokens, SIZE, dtype=torch.bfloat16, device="meta")
+    ids = torch.empty(num_tokens, TOP_K, dtype=torch.int32, device="meta")
+    run_layer(x, ids, torch.empty(ids.shape, device="meta"), layer, plan, torch.empty_like(x))
+
+
+@pytest.mark.parametrize(
+    ("plan", "names"),
+    [
+        (DIRECT, ["direct_gemm", "direct_gemm", "sum_slots"]),
+        (GROUPED, ["group_slots", "grouped_gemm", "grouped_gemm", "sum_slots"]),
+        (FP8, ["group_slots", "quantize_rows", "grouped_gemm", "quantize_rows", "grouped_gemm", "sum_slots"]),
+    ],
+    ids=["direct", "grouped", "fp8"],
+)
+def test_the_first_kernel_of_a_layer_never_starts_before_the_last_layer_is_done(
+    launches: list[Launch], plan: Plan, names: list[str]
+) -> None:
+    """It reads what the last layer's kernels wrote, and no wait of its own would make up for that."""
+    run(plan, 5)
+    assert [name for name, _ in launches] == names
+    assert ["launch_pdl" in keywords for _, keywords in launches] == [False] + [True] * (len(names) - 1)
+    assert all(keywords["USE_PDL"] for _, keywords in launches)
+    launches.clear()
+    run(replace(plan, pdl=False, prefetch=False), 5)
+    assert not any("launch_pdl" in keywords or keywords["USE_PDL"] for _, keywords in launches)
+
+
+def test_direct_launches(launches: list[Launch]) -> None:
+    run(DIRECT, 8)
+    (_, first), (_, second), (_, last) = launches
+    assert (first["PREFETCH"], second["PREFETCH"]) == (False, True), "only the second matrix can come early"
+    assert (first["SPLIT_K"], second["SPLIT_K"], last["SPLIT_K"]) == (1, 1, 1), "one step of K has no parts"
+    assert first["ONE_TILE"]
+    launches.clear()
+    run(DIRECT, 9)
+    assert not launches[0][1]["ONE_TILE"]
+
+
+def test_one_rank_of_a_sum_adds_the_bias_of_the_second_matrix(launches: list[Launch]) -> None:
+    for tp_rank, has_bias in ((0, [True, True]), (1, [True, False])):
+        info = info_of(PlanTable(((None, GROUPED),)), bias=True, tp_size=2, tp_rank=tp_rank)
+        launches.clear()
+        run(DIRECT, 5, info)
+        assert [keywords["HAS_BIAS"] for name, keywords in launches if name == "direct_gemm"] == has_bias
+
+
+@pytest.mark.parametrize("kind", [Bf16Weight, Fp8BlockWeight, Mxfp4Weight, Nvfp4Weight])
+def test_a_rank_without_intermediate_columns_starts_nothing_and_adds_nothing(
+    launches: list[Launch], kind: Any
+) -> None:
+    config = replace(config_of(), intermediate_size=0)
+    w13, w2 = (kind.quantize(w) for w in hostile.dense_experts(NUM_EXPERTS, SIZE, SIZE))
+    w13, w2 = w13.narrow(1, 0, 0), w2.narrow(2, 0, 0)
+    info = TritonBackend().prepare(ExpertWeights(w13=w13, w2=w2), config, Topology())
+    runner = MoeRunner(MoeBackend.TRITON, MoeA2ABackend.NONE, config)
+    topk = StandardTopK(torch.ones(3, TOP_K), torch.zeros(3, TOP_K, dtype=torch.int32))
+    out = runner.run(StandardDispatchOutput(torch.ones(3, SIZE, dtype=torch.bfloat16), topk), info).hidden_states
+    assert out.shape == (3, SIZE)
+    assert not out.any()
+    assert not launches
+
+
+def test_offsets_are_wide_only_where_32_bits_are_too_few(launches: list[Launch]) -> None:
+    run(GROUPED, 4096)
+    run(GROUPED, 2**31 // (SIZE * TOP_K))
+    assert [keywords["WIDE"] for name, keywords in launches if name == "grouped_gemm"] == [False] * 2 + [True] * 2
+
+
+def test_masked_rows_take_the_grouped_plan_for_as_many_tokens_as_are_likely(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans = [Plan(direct=False, block_m=block_m, block_n_1=64, block_n_2=64) for block_m in (16, 32, 64)]
+    table = PlanTable(((100, DIRECT), (11, plans[0]), (12, plans[1]), (None, plans[2])))
+    runner = MoeRunner(MoeBackend.TRITON, MoeA2ABackend.DEEPEP, config_of())
+    info = info_of(table, a2a=MoeA2ABackend.DEEPEP)
+    taken: list[Plan] = []
+    monkeypatch.setattr(launch, "run_layer", lambda x, ids, weights, layer, plan, out: taken.append(plan))
+    x = torch.zeros(NUM_EXPERTS, 32, SIZE, dtype=torch.bfloat16)
+    empty = torch.empty(0, TOP_K)
+    counts = torch.full((NUM_EXPERTS,), 6, dtype=torch.int32)
+    runner.run(DeepepLlDispatchOutput(x, None, empty.long(), empty, counts, 6), info)
+    assert taken == [plans[1]], "6 rows an expert, 4 experts, 2 of them a token: 12 tokens"
