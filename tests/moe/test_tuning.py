@@ -23,6 +23,7 @@ from moe import (
     tuning_measure,
 )
 from moe.autotune import MAX_TOKEN_COUNTS
+from moe.backends.flashinfer_profiles import profiles_of
 from moe.formats import ExpertWeights, Mxfp4Weight
 from moe.registry import load_backend
 from moe.tuning import LayerTuner, TuningSettings, tune_layer
@@ -315,3 +316,8 @@ def test_one_round_is_enough_for_a_tactic_that_is_far_too_slow() -> None:
     assert rounds(5.0, 1.0, 3.0, 2.0, 4.0, fastest=4.0) == (3.0, 5)
     assert rounds(5.0, 1.0, 3.0, 2.0, 4.0, fastest=float("inf")) == (3.0, 5)
     assert rounds(5.0, 1.0, 3.0, 2.0, 4.0, fastest=3.0) == (5.0, 1)
+
+
+def test_profiles_serve_counts_up_to_their_own_and_the_last_all_above() -> None:
+    profiles = profiles_of({"8": "2/6", "1": "0/5"})
+    assert [profiles.pick(count) for count in (1, 2, 8, 9)] == [(0, 5), (2, 6), (2, 6), (2, 6)]

@@ -124,6 +124,10 @@ def main() -> dict[str, Any]:
         "tuning FP8 activations": layer.tuning_error(FP8),
         "tuning a wrong grouped": layer.tuning_error(GROUPED, lambda plan, layer, ids: 1.04),
         "tuning wrong FP8 activations": layer.tuning_error(FP8, lambda plan, layer, ids: 1.1),
+        "tuning a wrong direct before FP8 ones": deepep.tuning_error(DIRECT, lambda plan, layer, ids: 1.04),
+        "tuning wrong masked rows": deepep.tuning_error(
+            GROUPED, lambda plan, layer, ids: 1.04 if layer.top_k == 1 else 1.0
+        ),
     }
 
 

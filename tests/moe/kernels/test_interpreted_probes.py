@@ -65,5 +65,6 @@ def test_a_fault_in_the_code_of_one_plan_is_named(told: dict[str, Any], case: st
 def test_tuning_holds_every_plan_to_the_tolerance_of_the_self_check(told: dict[str, Any]) -> None:
     for right in ("tuning grouped", "tuning FP8 activations"):
         assert 0.05 < told[right] < 1
-    for wrong in ("tuning a wrong grouped", "tuning wrong FP8 activations"):
-        assert 1 < told[wrong] < 4
+    for case, error in told.items():
+        if case.startswith(("tuning a wrong", "tuning wrong")):
+            assert 1 < error < 4, case

@@ -132,3 +132,14 @@ def test_the_backend_offers_its_own_plan_first_and_keeps_its_weights() -> None:
     assert isinstance(tuned, TritonMoeQuantInfo)
     assert tuned.layer is info.layer
     assert plan_text(tuned.plans.pick(3)) == first[-1]
+
+
+@pytest.mark.parametrize(("major", "has_pdl"), [(8, False), (9, True), (12, True)])
+def test_early_starts_are_tried_from_hopper_on(monkeypatch: pytest.MonkeyPatch, major: int, has_pdl: bool) -> None:
+    config = MoeRunnerConfig(num_experts=4, num_local_experts=4, hidden_size=64, intermediate_size=64, top_k=2)
+    w13, w2 = (Bf16Weight(part.to(torch.bfloat16)) for part in hostile.dense_experts(4, 64, 64))
+    info = TritonBackend().prepare(ExpertWeights(w13=w13, w2=w2), config, Topology())
+    info = replace(info, topology=Topology(device=torch.device("cuda")))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
+    plans = [plan_from_text(tactic) for tactic in TritonBackend().tactics(info, config, 8, {})]
+    assert any(plan.pdl for plan in plans) is has_pdl
