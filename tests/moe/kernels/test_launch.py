@@ -108,9 +108,7 @@ def test_one_rank_of_a_sum_adds_the_bias_of_the_second_matrix(launches: list[Lau
 
 
 @pytest.mark.parametrize("kind", [Bf16Weight, Fp8BlockWeight, Mxfp4Weight, Nvfp4Weight])
-def test_a_rank_without_intermediate_columns_starts_nothing_and_adds_nothing(
-    launches: list[Launch], kind: Any
-) -> None:
+def test_a_rank_without_intermediate_columns_starts_nothing_and_adds_nothing(launches: list[Launch], kind: Any) -> None:
     config = replace(config_of(), intermediate_size=0)
     w13, w2 = (kind.quantize(w) for w in hostile.dense_experts(NUM_EXPERTS, SIZE, SIZE))
     w13, w2 = w13.narrow(1, 0, 0), w2.narrow(2, 0, 0)
