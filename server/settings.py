@@ -46,7 +46,7 @@ class Setting:
         try:
             parsed = _parse(self.kind, value)
         except (TypeError, ValueError):
-            words = {int: "a whole number", float: "a number", bool: "true or false"}
+            words = {int: "a whole number", float: "a number", bool: "true or false", Path: "a path"}
             raise SettingError(f"{source}: {value!r} is not {words.get(self.kind, 'text')}") from None
         if self.choices and parsed not in self.choices:
             raise SettingError(f"{source}: {value!r} is not one of {', '.join(self.choices)}")
@@ -90,6 +90,8 @@ def _parse(kind: Any, value: Any) -> Any:
         raise TypeError
     if kind is int and isinstance(value, float):
         raise TypeError
+    if kind is Path and value == "":  # an empty variable, say: it would be the folder of whoever starts the service
+        raise ValueError
     return kind(value)
 
 

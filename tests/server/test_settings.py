@@ -119,6 +119,8 @@ def test_types():
         (["--default-temperature", "3"], {}, "--default-temperature"),
         ([], {"MOE_SERVE_POTR": "1"}, "MOE_SERVE_POTR: there is no such setting; did you mean MOE_SERVE_PORT?"),
         ([], {"MOE_SERVE_PORT": "x"}, "MOE_SERVE_PORT: 'x' is not a whole number"),
+        ([], {"MOE_SERVE_TUNE_CACHE_DIR": ""}, "MOE_SERVE_TUNE_CACHE_DIR: '' is not a path"),
+        (["--model", ""], {}, "--model: '' is not a path"),
         ([], {"MOE_SERVE_ACCESS_LOG": "maybe"}, "MOE_SERVE_ACCESS_LOG: 'maybe' is not true or false"),
         (["--config", "/nope.yaml"], {}, "--config: /nope.yaml cannot be read"),
     ],
