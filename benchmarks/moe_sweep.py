@@ -4,8 +4,6 @@ Everything the first round tries is compiled ahead by a pool of processes, which
 """
 
 import dataclasses
-import multiprocessing
-import os
 import statistics
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +11,7 @@ from typing import Any
 import torch
 
 from benchmarks.moe_cases import CASES, random_experts, routing
+from benchmarks.moe_warm import in_processes
 from moe.backends.triton import TritonBackend
 from moe.errors import MoeConfigError
 from moe.kernels.launch import Layer, run_layer
@@ -98,15 +97,15 @@ def warm(jobs: list[tuple[str, str, int]]) -> int:
                 distinct[format_name, size, plan] = (model, format_name, num_tokens, plan)
     work = [job for job in distinct.values() if job[3] is not None]
     work.sort(key=lambda job: -job[3].block_m * job[3].heights)  # the slowest first
-    with multiprocessing.get_context("spawn").Pool(min(len(work), os.cpu_count() or 1)) as pool:
-        list(pool.imap_unordered(_compile, work, chunksize=1))
+    in_processes(_compile, work, len(work))
     return len(work)
 
 
 _layers: dict[tuple[str, str], Any] = {}
 
 
-def _compile(job: tuple[str, str, int, Plan]) -> None:
+def _compile(job: tuple[str, str, int, Plan]) -> str | None:
+    """None, or why the plan did not run."""
     model, format_name, num_tokens, plan = job
     case = dataclasses.replace(CASES[model], num_experts=_WARM_EXPERTS, num_active={})
     device = torch.device("cuda")
@@ -122,7 +121,8 @@ def _compile(job: tuple[str, str, int, Plan]) -> None:
         run_layer(x, topk.ids, topk.weights, layer, plan, torch.empty_like(x))
         torch.cuda.synchronize()
     except Exception as error:  # too much shared memory, say: the search will say so too
-        print(f"not compiled: {plan}: {str(error)[:100]}", flush=True)
+        return f"not compiled: {plan}: {str(error)[:100]}"
+    return None
 
 
 def sweep(

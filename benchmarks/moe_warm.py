@@ -3,7 +3,9 @@
 import concurrent.futures
 import multiprocessing
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -33,10 +35,17 @@ def compile_all(jobs: list[Job], free_bytes: float) -> None:
     case, bits = CASES[jobs[0].model], {"bf16": 16, "fp8_block": 8}.get(jobs[0].format_name, 4.5)
     layer_bytes = case.num_experts * 3 * case.hidden_size * case.intermediate_size * bits / 8
     num_fitting = int(free_bytes / (LAYERS_PER_PROCESS * layer_bytes + CONTEXT_BYTES))
-    num_processes = max(1, min(len(jobs), os.cpu_count() or 1, num_fitting))
+    in_processes(compile_one, jobs, num_fitting)
+
+
+def in_processes(work: Callable[[Any], str | None], jobs: Sequence[Any], most: int) -> None:
+    """Call `work` with every job, in `most` processes or as many as there are cores; print what it complains of."""
+    if not jobs:
+        return
+    num_processes = max(1, min(len(jobs), os.cpu_count() or 1, most))
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(num_processes, mp_context=context) as pool:
-        for future in concurrent.futures.as_completed([pool.submit(compile_one, job) for job in jobs]):
+        for future in concurrent.futures.as_completed([pool.submit(work, job) for job in jobs]):
             error = future.exception()  # a process that died
             message = f"{type(error).__name__}: {error}" if error else future.result()
             if message:

@@ -1,6 +1,7 @@
 """The measuring loop of the MoE benchmark on a CPU: what is checked before a row exists, and what a failure costs."""
 
 import dataclasses
+import os
 from typing import Any, ClassVar
 
 import pytest
@@ -227,3 +228,14 @@ def test_a_job_compiles_by_one_call_and_tells_why_it_could_not(monkeypatch: pyte
     message = moe_warm.compile_one(dataclasses.replace(job, backend="deep_gemm"))
     assert message is not None
     assert "deep_gemm" in message
+
+
+def test_what_jobs_complain_of_and_processes_that_die_are_told_and_end_nothing_else(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    moe_warm.in_processes(str, ["first", "", "third"], 1)
+    assert sorted(capsys.readouterr().out.split()) == ["first", "third"]
+    moe_warm.in_processes(os._exit, [3], 4)
+    assert capsys.readouterr().out.startswith("BrokenProcessPool: ")
+    moe_warm.in_processes(str, [], 4)
+    assert capsys.readouterr().out == ""
