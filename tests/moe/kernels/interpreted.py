@@ -3,16 +3,23 @@
 Started as a program of its own, since Triton decides when it is imported whether it compiles or interprets.
 """
 
+# Device functions take tensors of the device, which have no Python type.
+# mypy: disable-error-code="no-untyped-def"
+
 import json
 import sys
+from dataclasses import replace
 
 import torch
+import triton
+import triton.language as tl
 
 from moe import Activation, MoeA2ABackend, MoeBackend, MoeRunner, MoeRunnerConfig, StandardDispatchOutput, StandardTopK
 from moe.backends.triton import TritonBackend, TritonMoeQuantInfo
 from moe.backends.triton_plans import PlanTable
 from moe.formats import Bf16Weight, ExpertWeights, Fp8BlockWeight, Mxfp4Weight, Nvfp4Weight
 from moe.formats.activation_quant import ActivationQuant, fp8_groups
+from moe.kernels.gemm import _expert_slots
 from moe.kernels.group import group_slots
 from moe.kernels.launch import max_tiles
 from moe.kernels.plan import Plan
@@ -27,6 +34,7 @@ DIRECT = Plan(direct=True, block_m=16, block_n_1=64, block_n_2=64, split_k=2)
 BY_EXPERT = Plan(direct=True, block_m=8, block_n_1=128, block_n_2=128, by_expert=True)
 GROUPED = Plan(direct=False, block_m=16, block_n_1=64, block_n_2=128, tile_group=2)
 FP8_ACTIVATIONS = Plan(direct=False, block_m=16, block_n_1=64, block_n_2=64, fp8_activations=True)
+WIDE = Plan(direct=False, block_m=16, block_n_1=256, block_n_2=256)
 HEIGHTS = Plan(direct=False, block_m=32, block_n_1=64, block_n_2=64, tile_group=3, heights=3)
 
 
@@ -35,8 +43,11 @@ def make_experts(format_name: str, hidden: int, inter: int, has_bias: bool) -> E
     g = torch.Generator().manual_seed(hidden + inter)
     quantize = FORMATS[format_name].quantize
     scale = 3.0 * hidden**-0.5
+    w13 = quantize(torch.randn(NUM_EXPERTS, 2 * inter, hidden, generator=g) * scale)
+    if isinstance(w13, Nvfp4Weight):  # gate and up are matrices of their own in a checkpoint
+        w13 = replace(w13, scale_2=w13.scale_2.reshape(-1, 1) * torch.tensor([1.0, 1.5]))
     return ExpertWeights(
-        w13=quantize(torch.randn(NUM_EXPERTS, 2 * inter, hidden, generator=g) * scale),
+        w13=w13,
         w2=quantize(torch.randn(NUM_EXPERTS, hidden, inter, generator=g) * inter**-0.5),
         b13=torch.randn(NUM_EXPERTS, 2 * inter, generator=g) if has_bias else None,
         b2=torch.randn(NUM_EXPERTS, hidden, generator=g) if has_bias else None,
@@ -118,6 +129,22 @@ def run_deepep(*, is_low_latency: bool) -> float:
     return float((got[is_row] - want).norm() / want.norm())
 
 
+@triton.jit
+def count_slots(ids_ptr, counts_ptr, num_slots, first_expert, num_experts, SLOTS_PAD: tl.constexpr):
+    """What each slot, speaking for its expert, has to compute."""
+    slot = tl.program_id(0)
+    _, _, count = _expert_slots(ids_ptr, slot, num_slots, first_expert, num_experts, SLOTS_PAD, False)
+    tl.store(counts_ptr + slot, count)
+
+
+def one_slot_speaks_for_an_expert() -> float:
+    """0 if the first slot of each local expert, and no other, computes all of the expert's; else infinite."""
+    ids = torch.tensor([3, 1, -1, 3, 4, 2, 3, 1, 5, 3], dtype=torch.int32)  # experts 2, 3 and 4 are local
+    counts = torch.full((16,), -7, dtype=torch.int32)
+    count_slots[(len(ids),)](ids, counts, len(ids), 2, 3, SLOTS_PAD=16)
+    return 0.0 if counts[:10].tolist() == [4, 0, 0, 0, 1, 1, 0, 0, 0, 0] else float("inf")
+
+
 def group_in_chunks() -> float:
     """0 if slots that are read in many chunks are sorted and cut into tiles as in one; else infinite."""
     ids = torch.randint(-1, 6, (20, 5), generator=torch.Generator().manual_seed(0)).int()
@@ -175,6 +202,8 @@ CASES = {
         "fp8_block", 18, 192, 136, FP8_ACTIVATIONS, quantize_input=fp8_groups
     ),
     "grouping in chunks": group_in_chunks,
+    "one slot speaks for an expert": one_slot_speaks_for_an_expert,
+    "fp8_block in wide tiles": lambda: run_case("fp8_block", 5, 384, 128, WIDE),
     "nvfp4 direct": lambda: run_case("nvfp4", 3, 96, 80, DIRECT),
     "nvfp4 grouped": lambda: run_case("nvfp4", 18, 96, 48, GROUPED),
     "mxfp4 direct at 2880": lambda: run_case("mxfp4", 1, 2880, 192, DIRECT),

@@ -15,6 +15,7 @@ CASES = [
     "mxfp4 grouped on two ranks", "mxfp4 plain activation", "deepep normal", "deepep low latency", "bf16 direct",
     "bf16 grouped", "fp8_block direct", "fp8_block grouped", "nvfp4 direct", "fp8_block with fp8 activations",
     "fp8_block with fp8 activations at 192 and 136", "grouping in chunks",
+    "one slot speaks for an expert", "fp8_block in wide tiles",
     "nvfp4 grouped", "mxfp4 direct at 2880", "mxfp4 grouped at 1440", "mxfp4 grouped at 384 and 288",
     "bf16 direct at 288 and 192", "fp8_block direct at 1440", "nvfp4 grouped at 384",
 ]  # fmt: skip
