@@ -79,6 +79,8 @@ def run_case(
     experts, topk = make_experts(format_name, hidden, inter, has_bias), make_topk(num_tokens)
     activation = GPT_OSS if has_bias else Activation()
     x = torch.randn(num_tokens, hidden, generator=torch.Generator().manual_seed(7)).bfloat16()
+    if num_tokens > 4:
+        x[-1] = 0  # as in the rows that fill a captured batch up: without a scale of their own
     total = torch.zeros(num_tokens, hidden)
     for rank in range(ep_size):
         topology = Topology(ep_size=ep_size, ep_rank=rank, allocator=poisoned)
