@@ -115,7 +115,7 @@ def _tile(
     expert, slot_M, block, split, x_stride, xs_stride, num_cols, num_out, num_blocks, num_steps, alpha, beta, limit,
     FORMAT: tl.constexpr, IS_FIRST: tl.constexpr, TOPK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STEP_K: tl.constexpr, WORDS: tl.constexpr, SPLIT_K: tl.constexpr, NUM_STAGES: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_LIMIT: tl.constexpr, SHORT_K: tl.constexpr, ALIGNED_K: tl.constexpr, WIDE: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_LIMIT: tl.constexpr, SHORT_K: tl.constexpr, WIDE: tl.constexpr,
     USE_ASM: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """One tile of `expert`, from its rows' slots (-1 for none) to the stored result."""
@@ -134,7 +134,7 @@ def _tile(
         acc, acc_1 = multiply_fp8(
             x_ptrs, xs_ptr + source_M, xs_stride, is_row_M, w_ptr, s_ptr, expert, first_row, begin, end, num_blocks,
             num_steps, num_cols,
-            FORMAT, BLOCK_M, ROWS, PARTS, STEP_K, WORDS, NUM_STAGES, SHORT_K, ALIGNED_K, USE_ASM, INTERPRET,
+            FORMAT, BLOCK_M, ROWS, PARTS, STEP_K, WORDS, NUM_STAGES, SHORT_K, USE_ASM, INTERPRET,
         )  # fmt: skip
         if PARTS == 2:
             _store(
@@ -144,7 +144,7 @@ def _tile(
     else:
         acc = multiply(
             x_ptrs, is_row_M, w_ptr, s_ptr, expert, first_row, begin, end, num_blocks, num_steps, num_cols,
-            FORMAT, BLOCK_M, BLOCK_N, STEP_K, WORDS, NUM_STAGES, SHORT_K, ALIGNED_K, USE_ASM, INTERPRET,
+            FORMAT, BLOCK_M, BLOCK_N, STEP_K, WORDS, NUM_STAGES, SHORT_K, USE_ASM, INTERPRET,
         )  # fmt: skip
     _store(
         acc, post_ptr, bias_ptr, out_ptr, weights_ptr, expert, is_row_M, row_M, first_row, split, num_out, num_blocks,
@@ -159,7 +159,7 @@ def _ranked_tile(
     limit,
     FORMAT: tl.constexpr, IS_FIRST: tl.constexpr, TOPK: tl.constexpr, SLOTS_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, STEP_K: tl.constexpr, WORDS: tl.constexpr, SPLIT_K: tl.constexpr, NUM_STAGES: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_LIMIT: tl.constexpr, SHORT_K: tl.constexpr, ALIGNED_K: tl.constexpr, WIDE: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_LIMIT: tl.constexpr, SHORT_K: tl.constexpr, WIDE: tl.constexpr,
     USE_ASM: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """The tile of the slots that rank begin .. begin + BLOCK_M - 1 among their expert's."""
@@ -169,7 +169,7 @@ def _ranked_tile(
         x_ptr, xs_ptr, w_ptr, s_ptr, post_ptr, bias_ptr, out_ptr, weights_ptr,
         expert, slot_M, block, split, x_stride, xs_stride, num_cols, num_out, num_blocks, num_steps, alpha, beta, limit,
         FORMAT, IS_FIRST, TOPK, BLOCK_M, BLOCK_N, STEP_K, WORDS, SPLIT_K, NUM_STAGES, HAS_BIAS, HAS_LIMIT,
-        SHORT_K, ALIGNED_K, WIDE, USE_ASM, INTERPRET,
+        SHORT_K, WIDE, USE_ASM, INTERPRET,
     )  # fmt: skip
 
 
@@ -181,7 +181,7 @@ def direct_gemm(
     FORMAT: tl.constexpr, IS_FIRST: tl.constexpr, BY_EXPERT: tl.constexpr, TOPK: tl.constexpr, SLOTS_PAD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEP_K: tl.constexpr, WORDS: tl.constexpr, SPLIT_K: tl.constexpr,
     NUM_STAGES: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_LIMIT: tl.constexpr,
-    SHORT_K: tl.constexpr, ALIGNED_K: tl.constexpr, WIDE: tl.constexpr,
+    SHORT_K: tl.constexpr, WIDE: tl.constexpr,
     USE_ASM: tl.constexpr, USE_PDL: tl.constexpr, PREFETCH: tl.constexpr, ONE_TILE: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):  # fmt: skip
@@ -209,14 +209,14 @@ def direct_gemm(
                 x_ptr, xs_ptr, w_ptr, s_ptr, post_ptr, bias_ptr, out_ptr, weights_ptr,
                 expert, rank_S, begin, block, split, x_stride, xs_stride, num_cols, num_out, num_blocks, num_steps,
                 alpha, beta, limit, FORMAT, IS_FIRST, TOPK, SLOTS_PAD, BLOCK_M, BLOCK_N, STEP_K, WORDS, SPLIT_K,
-                NUM_STAGES, HAS_BIAS, HAS_LIMIT, SHORT_K, ALIGNED_K, WIDE, USE_ASM, INTERPRET,
+                NUM_STAGES, HAS_BIAS, HAS_LIMIT, SHORT_K, WIDE, USE_ASM, INTERPRET,
             )  # fmt: skip
     elif count > 0:  # the loop would cost half as many registers again
         _ranked_tile(
             x_ptr, xs_ptr, w_ptr, s_ptr, post_ptr, bias_ptr, out_ptr, weights_ptr,
             expert, rank_S, 0, block, split, x_stride, xs_stride, num_cols, num_out, num_blocks, num_steps,
             alpha, beta, limit, FORMAT, IS_FIRST, TOPK, SLOTS_PAD, BLOCK_M, BLOCK_N, STEP_K, WORDS, SPLIT_K,
-            NUM_STAGES, HAS_BIAS, HAS_LIMIT, SHORT_K, ALIGNED_K, WIDE, USE_ASM, INTERPRET,
+            NUM_STAGES, HAS_BIAS, HAS_LIMIT, SHORT_K, WIDE, USE_ASM, INTERPRET,
         )  # fmt: skip
 
 
@@ -227,7 +227,7 @@ def grouped_gemm(
     FORMAT: tl.constexpr, IS_FIRST: tl.constexpr, TOPK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEP_K: tl.constexpr, WORDS: tl.constexpr, NUM_STAGES: tl.constexpr,
     NUM_HEIGHTS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_LIMIT: tl.constexpr,
-    SHORT_K: tl.constexpr, ALIGNED_K: tl.constexpr, WIDE: tl.constexpr,
+    SHORT_K: tl.constexpr, WIDE: tl.constexpr,
     USE_ASM: tl.constexpr, USE_PDL: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """The same for many tokens: a tile is a run of slots sorted by expert, as `group.group_slots` wrote it.
@@ -262,5 +262,5 @@ def grouped_gemm(
                 expert, slot_M, block, 0, x_stride, xs_stride, num_cols, num_out, num_blocks, num_steps, alpha, beta,
                 limit,
                 FORMAT, IS_FIRST, TOPK, BLOCK_M >> shift, BLOCK_N, STEP_K, WORDS, 1, NUM_STAGES, HAS_BIAS, HAS_LIMIT,
-                SHORT_K, ALIGNED_K, WIDE, USE_ASM, INTERPRET,
+                SHORT_K, WIDE, USE_ASM, INTERPRET,
             )  # fmt: skip

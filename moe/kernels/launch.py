@@ -129,7 +129,6 @@ def _gemm(
         "BLOCK_N": block_n, "STEP_K": step, "WORDS": words,
         "NUM_STAGES": plan.stages_1 if is_first else plan.stages_2, "HAS_BIAS": has_bias,
         "HAS_LIMIT": activation.limit is not None, "SHORT_K": num_cols < step,
-        "ALIGNED_K": num_cols % 16 == 0,
         "WIDE": max(x.shape[0] * x.stride(0), out.numel()) > _INT32_MAX,
         "USE_ASM": not interpret, "USE_PDL": plan.pdl, "INTERPRET": interpret,
         "num_warps": plan.warps_1 if is_first else plan.warps_2,

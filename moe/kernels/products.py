@@ -60,7 +60,7 @@ def _dot_fp8(w_NK, x_MK, INTERPRET: tl.constexpr):
 @triton.jit
 def _activations(
     x_ptrs, is_row_M, step, num_cols,
-    BLOCK_M: tl.constexpr, STEP_K: tl.constexpr, SHORT_K: tl.constexpr, ALIGNED_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, STEP_K: tl.constexpr, SHORT_K: tl.constexpr,
 ):  # fmt: skip
     """[BLOCK_M, STEP_K] of a step. Short tiles leave out rows that stand for no slot, which spares the L2 their bytes;
 
@@ -70,8 +70,6 @@ def _activations(
         x = tl.load(x_ptrs, mask=is_row_M[:, None] & (tl.arange(0, STEP_K) < num_cols)[None, :], other=0.0)
     else:
         col = tl.minimum(step * STEP_K, num_cols - STEP_K)  # the last step looks back: see layout.py
-        if ALIGNED_K:
-            col = tl.multiple_of(col, 16)
         if BLOCK_M < 128:
             x = tl.load(x_ptrs + col, mask=is_row_M[:, None], other=0.0)
         else:
@@ -97,7 +95,7 @@ def _weight_ptrs(
 def multiply(
     x_ptrs, is_row_M, w_ptr, s_ptr, expert, first_row, step_begin, step_end, num_blocks, num_steps, num_cols,
     FORMAT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEP_K: tl.constexpr, WORDS: tl.constexpr,
-    NUM_STAGES: tl.constexpr, SHORT_K: tl.constexpr, ALIGNED_K: tl.constexpr,
+    NUM_STAGES: tl.constexpr, SHORT_K: tl.constexpr,
     USE_ASM: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """fp32 [BLOCK_N, BLOCK_M]: one tile of weight rows times one tile of token rows, bf16 or FP4 weights."""
@@ -106,7 +104,7 @@ def multiply(
     tl.assume(step_end > step_begin)
     acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     for step in tl.range(step_begin, step_end, num_stages=NUM_STAGES):
-        x = _activations(x_ptrs, is_row_M, step, num_cols, BLOCK_M, STEP_K, SHORT_K, ALIGNED_K)
+        x = _activations(x_ptrs, is_row_M, step, num_cols, BLOCK_M, STEP_K, SHORT_K)
         if FORMAT == BF16:
             w = tl.load(w_ptrs + step * 64 * WORDS)
         else:
@@ -136,7 +134,7 @@ def multiply_fp8(
     x_ptrs, xs_ptrs, xs_stride, is_row_M, w_ptr, s_ptr, expert, first_row, step_begin, step_end, num_blocks, num_steps,
     num_cols,
     FORMAT: tl.constexpr, BLOCK_M: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, STEP_K: tl.constexpr,
-    WORDS: tl.constexpr, NUM_STAGES: tl.constexpr, SHORT_K: tl.constexpr, ALIGNED_K: tl.constexpr,
+    WORDS: tl.constexpr, NUM_STAGES: tl.constexpr, SHORT_K: tl.constexpr,
     USE_ASM: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """The same for FP8 blocks: PARTS (1 or 2) tiles of ROWS rows, one after the other in every step.
@@ -150,7 +148,7 @@ def multiply_fp8(
     acc_1 = tl.zeros((ROWS, BLOCK_M), dtype=tl.float32)
     x_scale = tl.zeros((BLOCK_M,), dtype=tl.float32)
     for step in tl.range(step_begin, step_end, num_stages=NUM_STAGES):
-        x = _activations(x_ptrs, is_row_M, step, num_cols, BLOCK_M, STEP_K, SHORT_K, ALIGNED_K)
+        x = _activations(x_ptrs, is_row_M, step, num_cols, BLOCK_M, STEP_K, SHORT_K)
         if FORMAT == FP8_BOTH:
             x_scale = tl.load(xs_ptrs + step * xs_stride)
         acc_0 = _fp8_step(w0_ptrs, s0_ptrs, x, x_scale, acc_0, step, FORMAT, ROWS, BLOCK_M, WORDS, USE_ASM, INTERPRET)

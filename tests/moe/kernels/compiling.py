@@ -51,7 +51,6 @@ def compile_gemm(
     arch: int,
     *,
     is_first: bool,
-    even_k: bool = False,
     top_k: int = 4,
     one_tile: bool = True,
 ) -> Any:
@@ -69,7 +68,7 @@ def compile_gemm(
         "BLOCK_M": plan.block_m,
         "BLOCK_N": plan.block_n_1 if is_first else plan.block_n_2, "STEP_K": step, "WORDS": 128 if is_fp8 else words,
         "NUM_STAGES": plan.stages_1 if is_first else plan.stages_2, "HAS_BIAS": True, "HAS_LIMIT": True,
-        "SHORT_K": False, "ALIGNED_K": True, "WIDE": False, "USE_ASM": True, "USE_PDL": plan.pdl, "INTERPRET": False,
+        "SHORT_K": False, "WIDE": False, "USE_ASM": True, "USE_PDL": plan.pdl, "INTERPRET": False,
     }  # fmt: skip
     if plan.direct:
         constants |= {
