@@ -44,7 +44,7 @@ def rank_backends(device: Device, format_name: str, a2a: MoeA2ABackend, config: 
     entry = min(entries, key=lambda entry: _distance(entry["shape"], config))
     shape = entry["shape"]
     source = f"moe/tables/{TABLE}: {entry['card']}, {entry['source']}"
-    if any(getattr(config, name) != size for name, size in shape.items()):
+    if not _is_measured(shape, config):
         source += (
             f"; nearest measured shape: {shape['num_experts']} experts of {shape['hidden_size']} x "
             f"{shape['intermediate_size']}, top-{shape['top_k']}"
@@ -54,8 +54,11 @@ def rank_backends(device: Device, format_name: str, a2a: MoeA2ABackend, config: 
 
 def _distance(shape: dict[str, int], config: MoeRunnerConfig) -> tuple[float, bool]:
     """By the experts' sizes; of equal ones the shape that agrees in every number is nearer."""
-    differs = any(getattr(config, name) != value for name, value in shape.items())
-    return size_distance(shape, config.hidden_size, config.intermediate_size), differs
+    return size_distance(shape, config.hidden_size, config.intermediate_size), not _is_measured(shape, config)
+
+
+def _is_measured(shape: dict[str, int], config: MoeRunnerConfig) -> bool:
+    return all(getattr(config, name) == size for name, size in shape.items())
 
 
 def _reordered(microseconds: dict[str, dict[str, float]]) -> tuple[MoeBackend, ...]:

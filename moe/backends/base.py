@@ -36,6 +36,12 @@ class Device:
         return self.arch.startswith("gfx")
 
 
+def cuda_arch(device: torch.device) -> str:
+    """Of an NVIDIA GPU, by its compute capability: "sm90"."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm{major}{minor}"
+
+
 def wrong_size(format_name: str, hidden_size: int, intermediate_size: int, multiples: tuple[int, int]) -> str | None:
     """None where both sizes of a rank are positive multiples of what the kernel's tiles need, else the reason."""
     for name, size, multiple in (

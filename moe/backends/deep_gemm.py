@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from moe.activations import gated_activation
-from moe.backends.base import Backend, refuse_overlap
+from moe.backends.base import Backend, cuda_arch, refuse_overlap
 from moe.backends.deep_gemm_layout import (
     activation_scales,
     power_of_two_weight,
@@ -165,10 +165,10 @@ class DeepGemmBackend(Backend):
 
 
 def _wants_ue8m0(device: torch.device) -> bool:
-    major, minor = torch.cuda.get_device_capability(device)
-    if f"sm{major}{minor}" not in ARCHS:
-        raise UnsupportedPathError(f"{NAME} runs on {', '.join(ARCHS)}, but {device} is sm{major}{minor}")
-    return major == 10
+    arch = cuda_arch(device)
+    if arch not in ARCHS:
+        raise UnsupportedPathError(f"{NAME} runs on {', '.join(ARCHS)}, but {device} is {arch}")
+    return arch.startswith("sm10")
 
 
 @register_runner_core(NAME)

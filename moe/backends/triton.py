@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moe.backends.base import Backend, Device, Probe, refuse_overlap
+from moe.backends.base import Backend, Device, Probe, cuda_arch, refuse_overlap
 from moe.backends.expert_slots import masked_rows
 from moe.backends.triton_plans import LayerShape, PlanTable, plans_for
 from moe.backends.triton_tactics import proposals, table_of
@@ -89,11 +89,12 @@ class TritonBackend(Backend):
             raise UnsupportedPathError("--moe-backend triton needs the package triton; install the extra 'gpu'")
         from moe.kernels.launch import Layer
 
-        b13, b2 = (None if bias is None else bias.to(topology.device) for bias in (experts.b13, experts.b2))
+        device = topology.device
+        b13, b2 = (None if bias is None else bias.to(device) for bias in (experts.b13, experts.b2))
         local = topology.expert_range(config.num_experts)
         layer = Layer(
-            w13=pack_matrix(experts.w13.to(topology.device), b13, is_gated=True),
-            w2=pack_matrix(experts.w2.to(topology.device), b2, is_gated=False),
+            w13=pack_matrix(experts.w13.to(device), b13, is_gated=True),
+            w2=pack_matrix(experts.w2.to(device), b2, is_gated=False),
             first_expert=local.start,
             num_experts=len(local),
             top_k=config.top_k,
@@ -101,7 +102,7 @@ class TritonBackend(Backend):
             adds_bias_2=topology.tp_rank == 0,  # one rank of the sum carries the bias
         )
         shape = LayerShape(
-            arch=_arch(topology.device),
+            arch=cuda_arch(device) if device.type == "cuda" else device.type,
             format_name=experts.format_name,
             num_experts=config.num_experts,
             top_k=config.top_k,
@@ -214,10 +215,3 @@ def _run(
         return out_TH.zero_()
     run_layer(x_TH, ids_TK.to(torch.int32).contiguous(), weights_TK.float().contiguous(), layer, plan, out_TH)
     return out_TH
-
-
-def _arch(device: torch.device) -> str:
-    if device.type != "cuda":
-        return device.type
-    major, minor = torch.cuda.get_device_capability(device)
-    return f"sm{major}{minor}"

@@ -1,6 +1,7 @@
 """Weights with one scale tensor permuted on purpose, as the loader or as a backend could get it wrong."""
 
 import dataclasses
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,14 @@ from moe.registry import load_backend
 TINY = Path(__file__).parents[2] / "assets" / "tiny-gpt-oss"
 NUM_LAYERS, NUM_EXPERTS = 6, 8
 MATRICES, ORDERS = ("w13", "w2"), ("experts", "rows")
-PATTERN = r"layer {layer}, {backend}/none/mxfp4: expert (\d+) differs from the reference by ([\d.e+-]+|inf) in outputs"
+_PATTERN = r"layer {layer}, {backend}/none/mxfp4: expert (\d+) differs from the reference by ([\d.e+-]+|inf) in outputs"
+
+
+def need_named(text: str, backend: MoeBackend, layer: int) -> None:
+    """The message names layer, path, expert and error, and the error is far beyond rounding."""
+    found = re.search(_PATTERN.format(layer=layer, backend=backend), text)
+    assert found, text
+    assert float(found[2]) > 0.1, text
 
 
 def permuted(scales: torch.Tensor, order: str) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,22 +19,15 @@ from tests.gpu.permuted_scales import (
     MATRICES,
     NUM_LAYERS,
     ORDERS,
-    PATTERN,
     TINY,
     break_prepare,
+    need_named,
     permute_canonical,
     permute_processed,
     tiny_experts,
 )
 
 ROOT = Path(__file__).parents[3]
-
-
-def need_named(text: str, backend: MoeBackend, layer: int) -> None:
-    """The message names layer, path, expert and error, and the error is far beyond rounding."""
-    found = re.search(PATTERN.format(layer=layer, backend=backend), text)
-    assert found, text
-    assert float(found[2]) > 0.1, text
 
 
 @pytest.mark.parametrize("order", ORDERS)
