@@ -32,7 +32,7 @@ def starts(num_tokens: int, num_experts: int, top_k: int, format_name: str) -> l
     num_slots, rows = num_tokens * top_k, num_tokens * top_k / num_experts
     plans = []
     if num_slots <= MAX_DIRECT_SLOTS and rows <= DIRECT_ROWS:
-        for size in (8,) if num_tokens <= 4 else (8, 16):
+        for size in (8,) if num_tokens <= 8 else (8, 16):
             if num_slots <= 2 * num_experts:
                 plans.append(_direct(size, by_expert=False))
             if num_slots >= num_experts:
@@ -67,9 +67,19 @@ def first_round(start: Plan) -> tuple[list[Changes], list[Changes]]:
         return {"block_n_2": n, "warps_2": w, "stages_2": s} | more
 
     if start.direct:
-        ones = [one(64, 4, s) for s in (3, 4, 6)] + [one(128, 4, s) for s in (3, 4, 6)] + [one(64, 2, 4), one(64, 2, 6)]
-        twos = [two(n, w, 4, split_k=k) for n, w in ((64, 4), (128, 4), (64, 2)) for k in (1, 2, 3)]
-        return ones, [*twos, two(64, 4, 3, split_k=1), *(two(64, 4, 4, split_k=k, prefetch=True) for k in (1, 2))]
+        tiles = [
+            (64, 4, 3),
+            (64, 4, 4),
+            (64, 4, 6),
+            (64, 2, 3),
+            (64, 2, 4),
+            (64, 2, 6),
+            (128, 4, 4),
+            (128, 8, 3),
+            (128, 8, 4),
+        ]
+        splits = [two(64, 4, 4, split_k=3), two(128, 4, 4, split_k=3)]
+        return [one(*tile) for tile in tiles], splits + [two(*tile, split_k=k) for tile in tiles for k in (1, 2)]
     tiles = [(128, 4, 3), (128, 4, 4), (128, 8, 4)]
     if start.block_m <= 64:
         tiles += [(64, 4, 3), (64, 4, 4)]
@@ -93,7 +103,8 @@ def warm(jobs: list[tuple[str, str, int]]) -> int:
             ones, twos = first_round(start)
             for index in range(max(len(ones), len(twos))):  # a plan has two kernels: pairs compile each of them once
                 plan = _changed(start, ones[index % len(ones)] | twos[index % len(twos)])
-                size = (case.hidden_size, case.intermediate_size, num_tokens * case.top_k if start.direct else 0)
+                slots = num_tokens * case.top_k if start.direct and num_tokens > start.block_m else 0
+                size = (case.top_k, case.hidden_size, case.intermediate_size, slots)
                 distinct[format_name, size, plan] = (model, format_name, num_tokens, plan)
     work = [job for job in distinct.values() if job[3] is not None]
     work.sort(key=lambda job: -job[3].block_m * job[3].heights)  # the slowest first

@@ -114,12 +114,12 @@ def _kinds(num_tokens: int, num_experts: int, top_k: int, has_pdl: bool) -> list
             )
         )  # fmt: skip
     if num_tokens > _BY_EXPERT_TOKENS:
-        for block_m, heights, warps in ((16, 1, 4), (32, 2, 4), (64, 3, 4), (128, 3, 8)):
+        for block_m, heights in ((16, 1), (32, 2), (64, 3), (128, 3)):
             if min(rows, 128) / 2 <= block_m <= max(16, 2 * rows):
                 plans.append(
                     Plan(
-                        direct=False, block_m=block_m, heights=heights, block_n_1=128, block_n_2=128, warps_1=warps,
-                        warps_2=warps, stages_1=3, stages_2=3, pdl=has_pdl,
+                        direct=False, block_m=block_m, heights=heights, block_n_1=128, block_n_2=128,
+                        stages_1=3, stages_2=3, pdl=has_pdl,
                     )
                 )  # fmt: skip
     return plans[:4]
@@ -138,7 +138,7 @@ def _around(best: Plan, num_tokens: int, has_pdl: bool) -> list[Plan]:
             {"stages_2": other(best.stages_2, 4, 6)},
             {"block_n_1": other(best.block_n_1, 64, 128)},
             {"split_k": other(best.split_k, 2, 1)},
-            {"prefetch": not best.prefetch} if best.pdl else {"pdl": has_pdl},
+            {"warps_1": other(best.warps_1, 4, 2), "warps_2": other(best.warps_2, 4, 2)},
             {"block_m": other(best.block_m, 8, 16)} if num_tokens > 1 else {"split_k": 4},
         ]
     else:

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from moe.kernels.products import FP8_BLOCK, FP8_BOTH, multiply, multiply_fp8
+from moe.kernels.products import FP8_BLOCK, FP8_BOTH, block_words, multiply, multiply_fp8
 
 # One thread asks the L2 for a contiguous range; nothing waits for it.
 _PREFETCH_ASM = tl.constexpr("""
@@ -36,18 +36,41 @@ def _prefetch(ptr, num_bytes):
 
 @triton.jit
 def _prefetch_weights(
-    w_ptr, expert, count, block, split, num_blocks, num_steps,
-    BLOCK_N: tl.constexpr, WORDS: tl.constexpr, SPLIT_K: tl.constexpr,
+    w_ptr, expert, block, split, num_blocks, num_steps,
+    BLOCK_N: tl.constexpr, BLOCK_WORDS: tl.constexpr, SPLIT_K: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The weights of a program's tile, which no earlier kernel writes, on their way while one drains."""
-    if count > 0:
-        begin = num_steps * split // SPLIT_K
-        length = num_steps * (split + 1) // SPLIT_K - begin
-        for part in tl.static_range(BLOCK_N // 64):
-            first = block * (BLOCK_N // 64) + part
-            if first < num_blocks:
-                stream = (expert.to(tl.int64) * num_blocks + first) * num_steps + begin
-                _prefetch(w_ptr + stream * (64 * WORDS), length * (128 * WORDS))
+    """The weights that a tile's loop asks for first, on their way before the loop knows its token rows."""
+    begin = num_steps * split // SPLIT_K
+    num_first = tl.minimum(num_steps * (split + 1) // SPLIT_K - begin, NUM_STAGES)
+    for part in tl.static_range(BLOCK_N // 64):
+        first = block * (BLOCK_N // 64) + part
+        if first < num_blocks:
+            stream = (expert.to(tl.int64) * num_blocks + first) * num_steps + begin
+            _prefetch(w_ptr + stream * BLOCK_WORDS, num_first * (2 * BLOCK_WORDS))
+
+
+@triton.jit
+def _token_slots(
+    ids_ptr, candidate, num_tokens, first_expert, num_experts,
+    TOPK: tl.constexpr, CHOICES_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BY_EXPERT: tl.constexpr,
+):  # fmt: skip
+    """The same as `_expert_slots` for at most BLOCK_M tokens, with less to wait for: every token has a row of its own.
+
+    Returns (local expert, slot of every row or -1, 0 if there is nothing to do).
+    """
+    choice_C = tl.arange(0, CHOICES_PAD)
+    row_M = tl.arange(0, BLOCK_M)
+    slot_MC = row_M[:, None] * TOPK + choice_C[None, :]
+    is_slot_MC = (row_M < num_tokens)[:, None] & (choice_C < TOPK)[None, :]
+    ids_MC = tl.load(ids_ptr + slot_MC, mask=is_slot_MC, other=-1)
+    expert = candidate
+    if not BY_EXPERT:
+        expert = tl.load(ids_ptr + candidate) - first_expert
+    is_mine_MC = (ids_MC == expert + first_expert) & is_slot_MC
+    first = tl.min(tl.where(is_mine_MC, slot_MC, BLOCK_M * TOPK))
+    is_mine = (first < BLOCK_M * TOPK) if BY_EXPERT else (first == candidate)
+    count = tl.where(is_mine & (expert >= 0) & (expert < num_experts), 1, 0)
+    return expert, tl.max(tl.where(is_mine_MC, slot_MC, -1), axis=1), count
 
 
 @triton.jit
@@ -152,71 +175,56 @@ def _tile(
     )  # fmt: skip
 
 
-@triton.jit
-def _ranked_tile(
-    x_ptr, xs_ptr, w_ptr, s_ptr, post_ptr, bias_ptr, out_ptr, weights_ptr,
-    expert, rank_S, begin, block, split, x_stride, xs_stride, num_cols, num_out, num_blocks, num_steps, alpha, beta,
-    limit,
-    FORMAT: tl.constexpr, IS_FIRST: tl.constexpr, TOPK: tl.constexpr, SLOTS_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, STEP_K: tl.constexpr, WORDS: tl.constexpr, SPLIT_K: tl.constexpr, NUM_STAGES: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_LIMIT: tl.constexpr, SHORT_K: tl.constexpr, WIDE: tl.constexpr,
-    USE_ASM: tl.constexpr, INTERPRET: tl.constexpr,
-):  # fmt: skip
-    """The tile of the slots that rank begin .. begin + BLOCK_M - 1 among their expert's."""
-    is_row_MS = rank_S[None, :] == begin + tl.arange(0, BLOCK_M)[:, None]
-    slot_M = tl.max(tl.where(is_row_MS, tl.arange(0, SLOTS_PAD)[None, :], -1), axis=1)
-    _tile(
-        x_ptr, xs_ptr, w_ptr, s_ptr, post_ptr, bias_ptr, out_ptr, weights_ptr,
-        expert, slot_M, block, split, x_stride, xs_stride, num_cols, num_out, num_blocks, num_steps, alpha, beta, limit,
-        FORMAT, IS_FIRST, TOPK, BLOCK_M, BLOCK_N, STEP_K, WORDS, SPLIT_K, NUM_STAGES, HAS_BIAS, HAS_LIMIT,
-        SHORT_K, WIDE, USE_ASM, INTERPRET,
-    )  # fmt: skip
-
-
 @triton.jit(do_not_specialize=["num_tokens", "first_expert", "num_experts"])
 def direct_gemm(
     x_ptr, xs_ptr, w_ptr, s_ptr, post_ptr, bias_ptr, out_ptr, ids_ptr, weights_ptr,
     num_tokens, first_expert, num_experts, x_stride, xs_stride, num_cols, num_out, num_blocks, num_steps, alpha, beta,
     limit,
-    FORMAT: tl.constexpr, IS_FIRST: tl.constexpr, BY_EXPERT: tl.constexpr, TOPK: tl.constexpr, SLOTS_PAD: tl.constexpr,
+    FORMAT: tl.constexpr, IS_FIRST: tl.constexpr, BY_EXPERT: tl.constexpr, TOPK: tl.constexpr,
+    CHOICES_PAD: tl.constexpr, SLOTS_PAD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEP_K: tl.constexpr, WORDS: tl.constexpr, SPLIT_K: tl.constexpr,
     NUM_STAGES: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_LIMIT: tl.constexpr,
     SHORT_K: tl.constexpr, WIDE: tl.constexpr,
-    USE_ASM: tl.constexpr, USE_PDL: tl.constexpr, PREFETCH: tl.constexpr, ONE_TILE: tl.constexpr,
-    INTERPRET: tl.constexpr,
+    USE_ASM: tl.constexpr, USE_PDL: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """A layer's GEMM for few tokens: every program finds its expert's slots (at most SLOTS_PAD in all) by itself.
+    """A layer's GEMM for few tokens: every program finds its expert's slots by itself, at most SLOTS_PAD in all.
 
-    ONE_TILE: no expert has more than BLOCK_M of them.
+    SLOTS_PAD 0: there are no more tokens than rows in a tile. CHOICES_PAD: a power of two, at least TOPK.
 
     First matrix (IS_FIRST): out[slot] = activation(W13 x[token] + b13), bf16, one row per slot.
     Second: out[slot, split] = (W2 x[slot] + b2) * weight[slot], the bias in split 0.
-    Rows of skipped slots stay as they are. Grid: (weight tiles, candidates, SPLIT_K).
+    Rows of skipped slots stay as they are. Grid: (weight tiles, candidates, tiles of an expert * SPLIT_K); most experts
+    have one tile, and programs without one start last, where they delay nothing.
     """
-    block, split = tl.program_id(0), tl.program_id(2)
+    block, split = tl.program_id(0), tl.program_id(2) % SPLIT_K
+    begin = tl.program_id(2) // SPLIT_K * BLOCK_M
     # The ids were there before the layer's first kernel began, so an early start may read them at once.
-    expert, rank_S, count = _expert_slots(
-        ids_ptr, tl.program_id(1), num_tokens * TOPK, first_expert, num_experts, SLOTS_PAD, BY_EXPERT
-    )
-    if PREFETCH:
-        _prefetch_weights(w_ptr, expert, count, block, split, num_blocks, num_steps, BLOCK_N, WORDS, SPLIT_K)
+    if SLOTS_PAD == 0:
+        expert, slot_M, count = _token_slots(
+            ids_ptr, tl.program_id(1), num_tokens, first_expert, num_experts, TOPK, CHOICES_PAD, BLOCK_M, BY_EXPERT
+        )
+    else:
+        expert, rank_S, count = _expert_slots(
+            ids_ptr, tl.program_id(1), num_tokens * TOPK, first_expert, num_experts, SLOTS_PAD, BY_EXPERT
+        )
     if USE_PDL:
+        if begin < count:
+            _prefetch_weights(
+                w_ptr, expert, block, split, num_blocks, num_steps, BLOCK_N, block_words(FORMAT, WORDS), SPLIT_K,
+                NUM_STAGES,
+            )  # fmt: skip
         gdc_wait()
         gdc_launch_dependents()
-    if not ONE_TILE:
-        for begin in range(0, count, BLOCK_M):
-            _ranked_tile(
-                x_ptr, xs_ptr, w_ptr, s_ptr, post_ptr, bias_ptr, out_ptr, weights_ptr,
-                expert, rank_S, begin, block, split, x_stride, xs_stride, num_cols, num_out, num_blocks, num_steps,
-                alpha, beta, limit, FORMAT, IS_FIRST, TOPK, SLOTS_PAD, BLOCK_M, BLOCK_N, STEP_K, WORDS, SPLIT_K,
-                NUM_STAGES, HAS_BIAS, HAS_LIMIT, SHORT_K, WIDE, USE_ASM, INTERPRET,
-            )  # fmt: skip
-    elif count > 0:  # the loop would cost half as many registers again
-        _ranked_tile(
+    if begin < count:
+        if SLOTS_PAD > 0:
+            is_row_MS = rank_S[None, :] == begin + tl.arange(0, BLOCK_M)[:, None]
+            slot_M = tl.max(tl.where(is_row_MS, tl.arange(0, SLOTS_PAD)[None, :], -1), axis=1)
+        _tile(
             x_ptr, xs_ptr, w_ptr, s_ptr, post_ptr, bias_ptr, out_ptr, weights_ptr,
-            expert, rank_S, 0, block, split, x_stride, xs_stride, num_cols, num_out, num_blocks, num_steps,
-            alpha, beta, limit, FORMAT, IS_FIRST, TOPK, SLOTS_PAD, BLOCK_M, BLOCK_N, STEP_K, WORDS, SPLIT_K,
-            NUM_STAGES, HAS_BIAS, HAS_LIMIT, SHORT_K, WIDE, USE_ASM, INTERPRET,
+            expert, slot_M, block, split, x_stride, xs_stride, num_cols, num_out, num_blocks, num_steps, alpha, beta,
+            limit,
+            FORMAT, IS_FIRST, TOPK, BLOCK_M, BLOCK_N, STEP_K, WORDS, SPLIT_K, NUM_STAGES, HAS_BIAS, HAS_LIMIT,
+            SHORT_K, WIDE, USE_ASM, INTERPRET,
         )  # fmt: skip
 
 

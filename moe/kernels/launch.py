@@ -12,7 +12,7 @@ import triton
 from moe.config import Activation
 from moe.kernels.gemm import direct_gemm, grouped_gemm
 from moe.kernels.group import group_slots, sum_slots
-from moe.kernels.layout import STEP, PackedMatrix
+from moe.kernels.layout import STEP, WORDS, PackedMatrix
 from moe.kernels.plan import Plan
 from moe.kernels.products import BF16, FP8_BLOCK, FP8_BOTH, MXFP4, NVFP4
 from moe.kernels.quantize import quantize_rows
@@ -105,8 +105,11 @@ def _gemm(
 ) -> None:  # fmt: skip
     matrix = layer.w13 if is_first else layer.w2
     block_n = plan.block_n_1 if is_first else plan.block_n_2
-    num_blocks, num_steps, words = matrix.data.shape[1], matrix.data.shape[2], matrix.data.shape[4]
+    num_blocks, num_steps, words = matrix.data.shape[1], matrix.data.shape[2], WORDS[matrix.format_name]
     num_n = triton.cdiv(num_blocks * 64, block_n)
+    scales = matrix.scales
+    if scales is None:  # FP4 has its scales among the data, four bytes in one number; bf16 has none
+        scales = matrix.data if matrix.format_name == "bf16" else matrix.data.view(torch.int32)
     activation, step = layer.activation, STEP[matrix.format_name]
     has_bias = matrix.bias is not None and (is_first or layer.adds_bias_2)
     interpret = bool(triton.knobs.runtime.interpret)
@@ -117,8 +120,7 @@ def _gemm(
         format_code, num_cols, data, words = FP8_BOTH.value, num_steps * step, data.view(torch.float8_e4m3fn), 2 * words
         xs_stride = x.shape[0]
     matrices = (
-        x, x_scale, data, matrix.data if matrix.scales is None else matrix.scales, matrix.post,
-        matrix.bias if has_bias else matrix.post, out,
+        x, x_scale, data, scales, matrix.post, matrix.bias if has_bias else matrix.post, out,
     )  # fmt: skip
     sizes = (
         x.stride(0), xs_stride, num_cols, out.shape[-1], num_blocks, num_steps,
@@ -136,12 +138,13 @@ def _gemm(
     settings |= _options(plan, starts_early=tiles is not None or not is_first)
     if tiles is None:
         split_k = 1 if is_first else plan.split_k
+        num_tokens = ids_TK.shape[0]
         candidates = layer.num_experts if plan.by_expert else ids_TK.numel()
-        direct_gemm[(num_n, candidates, split_k)](
-            *matrices, ids_TK, weights_TK, ids_TK.shape[0], layer.first_expert, layer.num_experts, *sizes,
-            BY_EXPERT=plan.by_expert, SPLIT_K=split_k,
-            SLOTS_PAD=_slots_pad(ids_TK.numel()), PREFETCH=plan.prefetch and not is_first,
-            ONE_TILE=ids_TK.shape[0] <= plan.block_m, **settings,
+        most_tiles = triton.cdiv(num_tokens, plan.block_m)  # of an expert: it may be a choice of every token
+        direct_gemm[(num_n, candidates, split_k * most_tiles)](
+            *matrices, ids_TK, weights_TK, num_tokens, layer.first_expert, layer.num_experts, *sizes,
+            BY_EXPERT=plan.by_expert, SPLIT_K=split_k, CHOICES_PAD=triton.next_power_of_2(layer.top_k),
+            SLOTS_PAD=0 if most_tiles == 1 else _slots_pad(ids_TK.numel()), **settings,
         )  # fmt: skip
     else:
         num_tiles = tiles.entries.shape[0]

@@ -2,8 +2,10 @@
 
 Every matrix [E, N, K] becomes blocks of 64 rows by one step of K, each block contiguous, so a program streams its rows:
 
-    data   [E, N/64, K/step, 64, words]   bf16: 64 numbers a step; else int16 words, see `bits.py`
-    scales [E, N/64, K/step, ...]         one int32 of four scale bytes per row (FP4), one fp32 per 8 rows (FP8 block)
+    bf16   data [E, N/64, K/step, 64, words]; words are the numbers
+    FP8    the same in int16 words, see `bits.py`, and scales [E, N/64, K/step, 8]: one fp32 per 8 rows
+    FP4    data [E, N/64, K/step, 64 * words + 128]: int16 words of 64 rows, then one int32 of four scale bytes per row.
+           Scales in a place of their own would be read 256 bytes at a time, which memory answers more slowly.
 
 w13 rows are interleaved in groups of eight, [8 gate, 8 up, 8 gate, ...], which puts both halves of a gated pair into
 one thread's accumulators. N is padded with zero rows. Where no whole number of steps fills K, the last step covers the
@@ -23,6 +25,7 @@ from moe.formats import Bf16Weight, Fp8BlockWeight, Mxfp4Weight, Nvfp4Weight, We
 ROWS = 64
 PAIR = 8  # rows of gate, then as many of up
 STEP = {"bf16": 64, "fp8_block": 128, "mxfp4": 128, "nvfp4": 64}
+WORDS = {"bf16": 64, "fp8_block": 64, "mxfp4": 32, "nvfp4": 16}  # of a row in a step
 _E2M1_FACTOR_EXP = 126  # a code's bits, read as bf16, are the number times 2^-126
 _TOP_FIELD = 254  # largest finite exponent field of bf16
 # An NVFP4 scale s in 2^-9 .. 448 has exponents 0 .. 17 above its smallest. The kernel adds this field and so reads
@@ -128,7 +131,8 @@ def _pack_one(
         scale_bytes = torch.where(one.scales == 255, 255, fields.clamp(0, _TOP_FIELD)).to(torch.uint8)
     else:
         scale_bytes = pack_fraction_scales(one.scales.float())
-    return words, _blocks(scale_bytes, index, 4).contiguous().view(torch.int32).squeeze(-1)
+    scale_words = _blocks(scale_bytes, index, 4).contiguous().view(torch.int16)
+    return torch.cat((words.flatten(-2), scale_words.flatten(-2)), dim=-1), None
 
 
 def _post(weight: Weight, top: int) -> torch.Tensor:

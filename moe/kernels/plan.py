@@ -19,8 +19,8 @@ class Plan:
     tile_group: grouped tiles that walk through the weights side by side.
     by_expert: direct programs are counted per expert instead of per slot.
     split_k: parts into which a direct plan cuts the second matrix's reduction axis; `sum_slots` adds them up.
-    pdl: later kernels of a layer start while the one before drains (Hopper and newer).
-    prefetch: with `pdl`, a direct plan's second matrix is fetched into the L2 meanwhile.
+    pdl: later kernels of a layer start while the one before drains, and programs of direct plans have their first
+        weights fetched into the L2 while they look up their slots (Hopper and newer).
     """
 
     direct: bool
@@ -37,7 +37,6 @@ class Plan:
     heights: int = 1
     fp8_activations: bool = False
     pdl: bool = False
-    prefetch: bool = False
 
     def __post_init__(self) -> None:
         for field, low in (("block_m", 8), ("block_n_1", 64), ("block_n_2", 64), ("warps_1", 1), ("warps_2", 1)):
@@ -47,10 +46,8 @@ class Plan:
         for field in ("stages_1", "stages_2", "split_k", "tile_group"):
             if getattr(self, field) < 1:
                 raise MoeConfigError(f"plan {field} is {getattr(self, field)}: it must be at least 1")
-        if not self.direct and (self.split_k > 1 or self.by_expert or self.prefetch):
-            raise MoeConfigError("plan split_k, by_expert and prefetch belong to direct plans")
-        if self.prefetch and not self.pdl:
-            raise MoeConfigError("plan prefetch needs pdl: without it there is nothing to overlap with")
+        if not self.direct and (self.split_k > 1 or self.by_expert):
+            raise MoeConfigError("plan split_k and by_expert belong to direct plans")
         if self.direct and self.fp8_activations:
             raise MoeConfigError(
                 "plan fp8_activations belongs to grouped plans: few tokens are bound by reading weights"

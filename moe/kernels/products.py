@@ -20,10 +20,8 @@ FP8_BOTH = tl.constexpr(4)  # FP8 block weights times activations in FP8, a scal
 
 
 @triton.jit
-def _fp4_tile(w_ptrs, s_ptrs, FORMAT: tl.constexpr, BLOCK_N: tl.constexpr, WORDS: tl.constexpr, USE_ASM: tl.constexpr):
-    """bf16 [BLOCK_N, 4 * WORDS]."""
-    words = tl.load(w_ptrs)
-    packed = tl.load(s_ptrs)
+def _fp4_tile(words, packed, FORMAT: tl.constexpr, BLOCK_N: tl.constexpr, WORDS: tl.constexpr, USE_ASM: tl.constexpr):
+    """bf16 [BLOCK_N, 4 * WORDS] of packed codes [BLOCK_N, WORDS] and scale bytes [BLOCK_N]."""
     if FORMAT == MXFP4:
         s0, s1 = exponent_scale(packed, 0), exponent_scale(packed, 1)
         s2, s3 = exponent_scale(packed, 2), exponent_scale(packed, 3)
@@ -36,9 +34,9 @@ def _fp4_tile(w_ptrs, s_ptrs, FORMAT: tl.constexpr, BLOCK_N: tl.constexpr, WORDS
 
 
 @triton.jit
-def _fp8_tile(w_ptrs, BLOCK_N: tl.constexpr, WORDS: tl.constexpr, USE_ASM: tl.constexpr):
+def _fp8_tile(words, BLOCK_N: tl.constexpr, WORDS: tl.constexpr, USE_ASM: tl.constexpr):
     """bf16 [BLOCK_N, 2 * WORDS], block scales not applied."""
-    w0, w1 = unpack_e4m3(tl.load(w_ptrs), USE_ASM)
+    w0, w1 = unpack_e4m3(words, USE_ASM)
     return tl.join(w0, w1).permute(0, 2, 1).reshape(BLOCK_N, 2 * WORDS)
 
 
@@ -78,17 +76,32 @@ def _activations(
 
 
 @triton.jit
+def _load_weights(ptrs, BLOCK_M: tl.constexpr):
+    """Tiles of eight rows are those of few tokens: nobody reads their weights again, so the L2 need not keep them."""
+    if BLOCK_M <= 8:
+        loaded = tl.load(ptrs, eviction_policy="evict_first")
+    else:
+        loaded = tl.load(ptrs)
+    return loaded
+
+
+@triton.constexpr_function
+def block_words(format_code, words):
+    """Numbers of one block of 64 rows by one step, in the weights' own type: see layout.py."""
+    return 64 * words + (128 if format_code in (MXFP4, NVFP4) else 0)
+
+
+@triton.jit
 def _weight_ptrs(
-    w_ptr, s_ptr, expert, first_row, num_blocks, num_steps, ROWS: tl.constexpr, WORDS: tl.constexpr,
-    SCALES: tl.constexpr,
-):  # fmt: skip
-    """Pointers to step 0 of `ROWS` rows from `first_row`, a multiple of 64; SCALES per block of 64 rows."""
+    w_ptr, expert, first_row, num_blocks, num_steps, ROWS: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Pointers to step 0 of `ROWS` rows from `first_row`, a multiple of 64; every row's number of blocks before it."""
     # Blocks of 64 rows lie num_steps * 64 * WORDS words apart; a tile may span several, the last perhaps missing.
     row_N = tl.arange(0, ROWS)
     block_N = tl.minimum(first_row // 64 + row_N // 64, num_blocks - 1)
     stream_N = (expert.to(tl.int64) * num_blocks + block_N) * num_steps
-    w_ptrs = w_ptr + (stream_N * (64 * WORDS) + row_N % 64 * WORDS)[:, None] + tl.arange(0, WORDS)[None, :]
-    return w_ptrs, s_ptr + stream_N * SCALES + row_N % 64 // (64 // SCALES)
+    w_ptrs = w_ptr + (stream_N * BLOCK + row_N % 64 * WORDS)[:, None] + tl.arange(0, WORDS)[None, :]
+    return w_ptrs, stream_N
 
 
 @triton.jit
@@ -99,16 +112,20 @@ def multiply(
     USE_ASM: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """fp32 [BLOCK_N, BLOCK_M]: one tile of weight rows times one tile of token rows, bf16 or FP4 weights."""
-    w_ptrs, s_ptrs = _weight_ptrs(w_ptr, s_ptr, expert, first_row, num_blocks, num_steps, BLOCK_N, WORDS, 64)
+    BLOCK: tl.constexpr = block_words(FORMAT, WORDS)
+    w_ptrs, stream_N = _weight_ptrs(w_ptr, expert, first_row, num_blocks, num_steps, BLOCK_N, WORDS, BLOCK)
+    s_ptrs = s_ptr + stream_N * (BLOCK // 2) + 32 * WORDS + tl.arange(0, BLOCK_N) % 64
     # Without a promise that the loop runs, ptxas waits for every matrix instruction before it issues the next.
     tl.assume(step_end > step_begin)
     acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     for step in tl.range(step_begin, step_end, num_stages=NUM_STAGES):
         x = _activations(x_ptrs, is_row_M, step, num_cols, BLOCK_M, STEP_K, SHORT_K)
         if FORMAT == BF16:
-            w = tl.load(w_ptrs + step * 64 * WORDS)
+            w = _load_weights(w_ptrs + step * BLOCK, BLOCK_M)
         else:
-            w = _fp4_tile(w_ptrs + step * 64 * WORDS, s_ptrs + step * 64, FORMAT, BLOCK_N, WORDS, USE_ASM)
+            words = _load_weights(w_ptrs + step * BLOCK, BLOCK_M)
+            scales = _load_weights(s_ptrs + step * (BLOCK // 2), BLOCK_M)
+            w = _fp4_tile(words, scales, FORMAT, BLOCK_N, WORDS, USE_ASM)
         acc = _dot(w, x, acc, INTERPRET)
     return acc
 
@@ -124,7 +141,7 @@ def _fp8_step(
     if FORMAT == FP8_BOTH:
         part = _dot_fp8(tl.load(w_ptrs + step * 64 * WORDS), x, INTERPRET) * x_scale[None, :]
     else:
-        w = _fp8_tile(w_ptrs + step * 64 * WORDS, ROWS, WORDS, USE_ASM)
+        w = _fp8_tile(_load_weights(w_ptrs + step * 64 * WORDS, BLOCK_M), ROWS, WORDS, USE_ASM)
         part = _dot(w, x, tl.zeros((ROWS, BLOCK_M), dtype=tl.float32), INTERPRET)
     return acc + part * scale
 
@@ -141,8 +158,10 @@ def multiply_fp8(
 
     Each step's product needs registers beside the sum that its scaled value is added to; a half at a time needs half.
     """
-    w0_ptrs, s0_ptrs = _weight_ptrs(w_ptr, s_ptr, expert, first_row, num_blocks, num_steps, ROWS, WORDS, 8)
-    w1_ptrs, s1_ptrs = _weight_ptrs(w_ptr, s_ptr, expert, first_row + ROWS, num_blocks, num_steps, ROWS, WORDS, 8)
+    w0_ptrs, stream_0 = _weight_ptrs(w_ptr, expert, first_row, num_blocks, num_steps, ROWS, WORDS, 64 * WORDS)
+    w1_ptrs, stream_1 = _weight_ptrs(w_ptr, expert, first_row + ROWS, num_blocks, num_steps, ROWS, WORDS, 64 * WORDS)
+    row_8 = tl.arange(0, ROWS) % 64 // 8
+    s0_ptrs, s1_ptrs = s_ptr + stream_0 * 8 + row_8, s_ptr + stream_1 * 8 + row_8
     tl.assume(step_end > step_begin)
     acc_0 = tl.zeros((ROWS, BLOCK_M), dtype=tl.float32)
     acc_1 = tl.zeros((ROWS, BLOCK_M), dtype=tl.float32)

@@ -17,6 +17,7 @@ from model.weights import WeightReader
 from moe import MoeBackend, MoeRunnerConfig, Topology
 from moe.formats import ExpertWeights
 from moe.registry import load_backend
+from tests.moe.kernels.packed import split_blocks
 
 TINY = Path(__file__).parents[2] / "assets" / "tiny-gpt-oss"
 NUM_LAYERS, NUM_EXPERTS = 6, 8
@@ -46,7 +47,12 @@ def permute_processed(info: Any, matrix: str, order: str) -> Any:
     """The quant info of a backend that mixes up the scales while it processes them."""
     if hasattr(info, "layer"):  # triton
         packed = getattr(info.layer, matrix)
-        packed = dataclasses.replace(packed, scales=permuted(packed.scales, order))
+        if packed.scales is None:  # among the data
+            packed = dataclasses.replace(packed, data=packed.data.clone())
+            _, scales = split_blocks(packed.data)
+            scales.copy_(permuted(scales.contiguous(), order))
+        else:
+            packed = dataclasses.replace(packed, scales=permuted(packed.scales, order))
         return dataclasses.replace(info, layer=dataclasses.replace(info.layer, **{matrix: packed}))
     name = f"{matrix}_scale"  # FlashInfer
     return dataclasses.replace(info, **{name: permuted(getattr(info, name), order)})

@@ -72,8 +72,7 @@ def compile_gemm(
     }  # fmt: skip
     if plan.direct:
         constants |= {
-            "BY_EXPERT": plan.by_expert, "SLOTS_PAD": 64, "PREFETCH": plan.prefetch and not is_first,
-            "ONE_TILE": one_tile,
+            "BY_EXPERT": plan.by_expert, "SLOTS_PAD": 0 if one_tile else 64, "CHOICES_PAD": top_k,
             "SPLIT_K": 1 if is_first else plan.split_k,
         }  # fmt: skip
     else:

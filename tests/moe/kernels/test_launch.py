@@ -22,7 +22,7 @@ from tests.moe.backends import hostile
 
 KERNELS = ("direct_gemm", "grouped_gemm", "group_slots", "sum_slots", "quantize_rows")
 NUM_EXPERTS, SIZE, TOP_K = 4, 128, 2
-DIRECT = Plan(direct=True, block_m=8, block_n_1=64, block_n_2=64, split_k=3, pdl=True, prefetch=True)
+DIRECT = Plan(direct=True, block_m=8, block_n_1=64, block_n_2=64, split_k=3, pdl=True)
 GROUPED = Plan(direct=False, block_m=16, block_n_1=64, block_n_2=64, pdl=True)
 FP8 = replace(GROUPED, fp8_activations=True)
 Launch = tuple[str, dict[str, Any]]
@@ -84,19 +84,18 @@ def test_the_first_kernel_of_a_layer_never_starts_before_the_last_layer_is_done(
     assert ["launch_pdl" in keywords for _, keywords in launches] == [False] + [True] * (len(names) - 1)
     assert all(keywords["USE_PDL"] for _, keywords in launches)
     launches.clear()
-    run(replace(plan, pdl=False, prefetch=False), 5)
+    run(replace(plan, pdl=False), 5)
     assert not any("launch_pdl" in keywords or keywords["USE_PDL"] for _, keywords in launches)
 
 
 def test_direct_launches(launches: list[Launch]) -> None:
     run(DIRECT, 8)
     (_, first), (_, second), (_, last) = launches
-    assert (first["PREFETCH"], second["PREFETCH"]) == (False, True), "only the second matrix can come early"
     assert (first["SPLIT_K"], second["SPLIT_K"], last["SPLIT_K"]) == (1, 1, 1), "one step of K has no parts"
-    assert first["ONE_TILE"]
+    assert first["SLOTS_PAD"] == 0, "every token has a row"
     launches.clear()
     run(DIRECT, 9)
-    assert not launches[0][1]["ONE_TILE"]
+    assert launches[0][1]["SLOTS_PAD"] == 64
 
 
 def test_one_rank_of_a_sum_adds_the_bias_of_the_second_matrix(launches: list[Launch]) -> None:

@@ -13,6 +13,7 @@ from moe.kernels.layout import (
     pack_matrix,
     plain_index,
 )
+from tests.moe.kernels.packed import split_blocks
 
 
 def bits_as_bf16(bits: torch.Tensor) -> torch.Tensor:
@@ -67,10 +68,12 @@ def test_mxfp4_data_scale_and_post_multiply_to_the_weight(spread: int, num_cols:
     scales = torch.randint(110, 110 + spread, (2, 70, num_cols // 32), generator=g, dtype=torch.uint8)
     weight = Mxfp4Weight(codes, scales)
     packed = pack_matrix(weight, None, is_gated=False)
-    assert packed.data.shape == (2, 2, -(-num_cols // 128), 64, 32)
-    assert packed.scales is not None
-    fields = packed.scales.view(torch.uint8).unflatten(-1, (-1, 4))[..., None].double()
-    values = unpack_e2m1(packed.data).mul(2.0**-126) * torch.exp2(fields - 127)
+    words, scale_bytes = split_blocks(packed.data)
+    assert words.shape == (2, 2, -(-num_cols // 128), 64, 32)
+    assert packed.data.is_contiguous()
+    assert packed.scales is None
+    fields = scale_bytes.contiguous().view(torch.uint8).unflatten(-1, (-1, 4))[..., None].double()
+    values = unpack_e2m1(words).mul(2.0**-126) * torch.exp2(fields - 127)
     values = values.flatten(-2) * packed.post[0, 0].double()
     for expert in range(2):
         dense = dense_columns(dense_rows(values[expert]), num_cols)
@@ -89,7 +92,7 @@ def test_codes_of_a_zero_scale_become_zeros() -> None:
     scales = weight.scales.clone()
     scales[0, 3, 1] = 0.0
     packed = pack_matrix(Nvfp4Weight(weight.codes, scales, weight.scale_2), None, is_gated=False)
-    values = unpack_e2m1(packed.data)[0, 0, 0, 3]
+    values = unpack_e2m1(split_blocks(packed.data)[0])[0, 0, 0, 3]
     assert values[0].any()
     assert not values[1].any()
 

@@ -148,7 +148,5 @@ def test_plans_that_contradict_themselves_are_refused() -> None:
         PlanTable(((9, plan),))
     with pytest.raises(MoeConfigError, match="block_n_1 is 48"):
         replace(plan, block_n_1=48)
-    with pytest.raises(MoeConfigError, match="prefetch needs pdl"):
-        replace(plan, prefetch=True)
     with pytest.raises(MoeConfigError, match="belong to direct plans"):
         replace(plan, direct=False, split_k=2)

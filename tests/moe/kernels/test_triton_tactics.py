@@ -14,7 +14,7 @@ from moe.kernels.plan import MAX_DIRECT_SLOTS, Plan
 from moe.tuning_cache import Tactic
 from tests.moe.backends import hostile
 
-DIRECT = Plan(direct=True, block_m=16, block_n_1=64, block_n_2=128, split_k=2, pdl=True, prefetch=True)
+DIRECT = Plan(direct=True, block_m=16, block_n_1=64, block_n_2=128, split_k=2, pdl=True)
 GROUPED = Plan(direct=False, block_m=64, block_n_1=128, block_n_2=128, heights=3)
 FP8 = replace(GROUPED, fp8_activations=True)
 UNTUNED = PlanTable(((16, replace(DIRECT, split_k=1)), (None, replace(GROUPED, heights=1))))
@@ -22,7 +22,7 @@ SHAPES = [(32, 4), (128, 4), (64, 8), (4, 2), (1, 1)]
 
 
 def test_text_round_trip() -> None:
-    assert plan_text(DIRECT) == "direct=1,block_m=16,block_n_1=64,block_n_2=128,split_k=2,pdl=1,prefetch=1"
+    assert plan_text(DIRECT) == "direct=1,block_m=16,block_n_1=64,block_n_2=128,split_k=2,pdl=1"
     for plan in (DIRECT, GROUPED, FP8, *(plan for _, plan in UNTUNED.steps)):
         assert plan_from_text(plan_text(plan)) == plan
 
@@ -103,7 +103,7 @@ def test_a_search_tries_few_plans_that_fit(num_tokens: int, num_experts: int, to
     assert 2 <= len(tactics) == len(set(tactics)) <= 11
     plans = [plan_from_text(tactic) for tactic in tactics]
     assert all(not plan.direct or num_tokens * top_k <= MAX_DIRECT_SLOTS for plan in plans)
-    assert has_pdl or not any(plan.pdl or plan.prefetch for plan in plans)
+    assert has_pdl or not any(plan.pdl for plan in plans)
     if num_tokens * top_k > 512:
         assert not any(plan.direct for plan in plans)
 
