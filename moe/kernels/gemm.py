@@ -45,8 +45,10 @@ def _prefetch_weights(
     for part in tl.static_range(BLOCK_N // 64):
         first = block * (BLOCK_N // 64) + part
         if first < num_blocks:
-            stream = (expert.to(tl.int64) * num_blocks + first) * num_steps + begin
-            _prefetch(w_ptr + stream * BLOCK_WORDS, num_first * (2 * BLOCK_WORDS))
+            index = (expert.to(tl.int64) * num_steps + begin) * num_blocks + first
+            for step in tl.static_range(NUM_STAGES):
+                if step < num_first:
+                    _prefetch(w_ptr + (index + step * num_blocks) * BLOCK_WORDS, 2 * BLOCK_WORDS)
 
 
 @triton.jit
@@ -198,7 +200,8 @@ def direct_gemm(
     """
     block, split = tl.program_id(0), tl.program_id(2) % SPLIT_K
     begin = tl.program_id(2) // SPLIT_K * BLOCK_M
-    # The ids were there before the layer's first kernel began, so an early start may read them at once.
+    if USE_PDL and IS_FIRST:  # what comes before may still be writing the ids; the second matrix finds them written
+        gdc_wait()
     if SLOTS_PAD == 0:
         expert, slot_M, count = _token_slots(
             ids_ptr, tl.program_id(1), num_tokens, first_expert, num_experts, TOPK, CHOICES_PAD, BLOCK_M, BY_EXPERT
@@ -213,7 +216,8 @@ def direct_gemm(
                 w_ptr, expert, block, split, num_blocks, num_steps, BLOCK_N, block_words(FORMAT, WORDS), SPLIT_K,
                 NUM_STAGES,
             )  # fmt: skip
-        gdc_wait()
+        if not IS_FIRST:
+            gdc_wait()
         gdc_launch_dependents()
     if begin < count:
         if SLOTS_PAD > 0:

@@ -60,11 +60,12 @@ def run_layer(
 ) -> None:
     """Write the weighted sum over each token's local experts; ids are global, and ids of no local expert are skipped.
 
-    bf16 x [T, H], int32 ids, fp32 weights, all contiguous; T > 0. A direct plan takes at most MAX_DIRECT_SLOTS slots.
+    bf16 x [T, H], int32 ids, fp32 weights, all contiguous; T > 0; no token has an expert twice. A direct plan takes at
+    most MAX_DIRECT_SLOTS slots.
     """
     num_tokens = x_TH.shape[0]
     num_slots = num_tokens * layer.top_k
-    num_steps = layer.w2.data.shape[2]
+    num_steps = layer.w2.data.shape[1]
     if plan.split_k > num_steps:  # no part may be empty
         plan = replace(plan, split_k=num_steps)
     tiles = None if plan.direct else _group(ids_TK, num_slots, layer, plan)
@@ -77,7 +78,7 @@ def run_layer(
     sum_slots[(num_tokens, triton.cdiv(layer.hidden_size, block_h))](
         parts, ids_TK, out_TH, layer.first_expert, layer.num_experts, layer.hidden_size,
         TOPK=layer.top_k, SPLIT_K=plan.split_k, BLOCK_H=block_h, USE_PDL=plan.pdl,
-        num_warps=4, **_options(plan, starts_early=True),
+        num_warps=4, **_options(plan),
     )  # fmt: skip
 
 
@@ -94,7 +95,7 @@ def _group(ids_TK: torch.Tensor, num_slots: int, layer: Layer, plan: Plan) -> _T
     group_slots[(layer.num_experts,)](
         ids_TK, slots_S, tiles, num_slots, num_tiles, layer.first_expert, layer.num_experts,
         BLOCK_M=plan.block_m, EXPERTS_PAD=triton.next_power_of_2(layer.num_experts + 1), CHUNK=chunk,
-        USE_PDL=plan.pdl, num_warps=4 if chunk <= 512 else 8, **_options(plan, starts_early=False),
+        USE_PDL=plan.pdl, num_warps=4 if chunk <= 512 else 8, **_options(plan),
     )  # fmt: skip
     return _Tiles(slots_S, tiles)
 
@@ -105,7 +106,7 @@ def _gemm(
 ) -> None:  # fmt: skip
     matrix = layer.w13 if is_first else layer.w2
     block_n = plan.block_n_1 if is_first else plan.block_n_2
-    num_blocks, num_steps, words = matrix.data.shape[1], matrix.data.shape[2], WORDS[matrix.format_name]
+    num_steps, num_blocks, words = matrix.data.shape[1], matrix.data.shape[2], WORDS[matrix.format_name]
     num_n = triton.cdiv(num_blocks * 64, block_n)
     scales = matrix.scales
     if scales is None:  # FP4 has its scales among the data, four bytes in one number; bf16 has none
@@ -135,7 +136,7 @@ def _gemm(
         "USE_ASM": not interpret, "USE_PDL": plan.pdl, "INTERPRET": interpret,
         "num_warps": plan.warps_1 if is_first else plan.warps_2,
     }  # fmt: skip
-    settings |= _options(plan, starts_early=tiles is not None or not is_first)
+    settings |= _options(plan)
     if tiles is None:
         split_k = 1 if is_first else plan.split_k
         num_tokens = ids_TK.shape[0]
@@ -163,18 +164,18 @@ def _quantize(
     x: torch.Tensor, ids_TK: torch.Tensor, matrix: PackedMatrix, plan: Plan, *, by_slot: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """E4M3 bytes [R, S * step] and fp32 scales [S, R] of the rows of x."""
-    num_rows, num_steps, step = x.shape[0], matrix.data.shape[2], STEP[matrix.format_name]
+    num_rows, num_steps, step = x.shape[0], matrix.data.shape[1], STEP[matrix.format_name]
     codes = torch.empty((num_rows, num_steps * step), dtype=torch.uint8, device=x.device)
     scales = torch.empty((num_steps, num_rows), dtype=torch.float32, device=x.device)
     interpret = bool(triton.knobs.runtime.interpret)
     quantize_rows[(triton.cdiv(num_rows, _QUANTIZE_ROWS), num_steps)](
         x, ids_TK, codes, scales, num_rows, x.stride(0), matrix.num_cols, num_steps,
         BY_SLOT=by_slot, STEP_K=step, BLOCK_R=_QUANTIZE_ROWS, SHORT_K=matrix.num_cols < step,
-        USE_CAST=not interpret, USE_PDL=plan.pdl, num_warps=4, **_options(plan, starts_early=True),
+        USE_CAST=not interpret, USE_PDL=plan.pdl, num_warps=4, **_options(plan),
     )  # fmt: skip
     return codes.view(torch.float8_e4m3fn), scales
 
 
-def _options(plan: Plan, *, starts_early: bool) -> dict[str, Any]:
-    """Compiler and launch options. A layer's first kernel never starts while the one before it drains."""
-    return {"enable_fp_fusion": True} | ({"launch_pdl": True} if plan.pdl and starts_early else {})
+def _options(plan: Plan) -> dict[str, Any]:
+    """Compiler and launch options. Every kernel waits for the one before it before it reads what that one may write."""
+    return {"enable_fp_fusion": True} | ({"launch_pdl": True} if plan.pdl else {})

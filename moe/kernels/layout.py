@@ -1,11 +1,11 @@
 """Canonical expert weights to the layout the kernels read, in plain torch on any device. No device code, no choices.
 
-Every matrix [E, N, K] becomes blocks of 64 rows by one step of K, each block contiguous, so a program streams its rows:
+Every matrix [E, N, K] becomes blocks of 64 rows by one step of K, each block contiguous. Blocks of one step lie side by
+side: programs of neighbouring rows, which run side by side, read neighbouring memory, which answers that faster.
 
-    bf16   data [E, N/64, K/step, 64, words]; words are the numbers
-    FP8    the same in int16 words, see `bits.py`, and scales [E, N/64, K/step, 8]: one fp32 per 8 rows
-    FP4    data [E, N/64, K/step, 64 * words + 128]: int16 words of 64 rows, then one int32 of four scale bytes per row.
-           Scales in a place of their own would be read 256 bytes at a time, which memory answers more slowly.
+    bf16   data [E, K/step, N/64, 64, words]; words are the numbers
+    FP8    the same in int16 words, see `bits.py`, and scales [E, K/step, N/64, 8]: one fp32 per 8 rows
+    FP4    data [E, K/step, N/64, 64 * words + 128]: int16 words of 64 rows, then one int32 of four scale bytes per row
 
 w13 rows are interleaved in groups of eight, [8 gate, 8 up, 8 gate, ...], which puts both halves of a gated pair into
 one thread's accumulators. N is padded with zero rows. Where no whole number of steps fills K, the last step covers the
@@ -121,7 +121,7 @@ def _pack_one(
     if isinstance(one, Fp8BlockWeight):
         raw = _blocks(one.data.view(torch.uint8), index, step).int().unflatten(-1, (2, -1))
         words = (raw[..., 0, :] | raw[..., 1, :] << 8).to(torch.int16)
-        return words, _fp8_scales(one.scale_inv, index, raw.shape[1])
+        return words, _fp8_scales(one.scale_inv, index, raw.shape[0])
     codes = torch.stack((one.codes & 0xF, one.codes >> 4), dim=-1).flatten(-2)
     if isinstance(one, Nvfp4Weight):  # a scale of zero has no exponent: its codes become zeros instead
         codes = codes.masked_fill((one.scales.float() == 0).repeat_interleave(16, -1), 0)
@@ -151,15 +151,15 @@ def _max_exponent(scales: torch.Tensor) -> int:
 
 
 def _fp8_scales(scale_inv: torch.Tensor, index: torch.Tensor, num_steps: int) -> torch.Tensor:
-    """[N/128, K/128] to [B, S, 8]: the scale of every eight rows, which share a block since pairs are eight wide."""
+    """[N/128, K/128] to [S, B, 8]: the scale of every eight rows, which share a block since pairs are eight wide."""
     rows_8 = index[::PAIR]
     scale = scale_inv.float()[rows_8.clamp(min=0) // 128].masked_fill(rows_8[:, None] < 0, 0.0)
     scale = torch.nn.functional.pad(scale, (0, num_steps - scale.shape[1]))
-    return scale.unflatten(0, (len(index) // ROWS, ROWS // PAIR)).transpose(1, 2).contiguous()
+    return scale.unflatten(0, (len(index) // ROWS, ROWS // PAIR)).permute(2, 0, 1).contiguous()
 
 
 def _blocks(matrix_NK: torch.Tensor, index: torch.Tensor, step: int) -> torch.Tensor:
-    """[N, K] to [B, S, 64, step], rows by `index`, zero where it is -1 and where the last step overlaps."""
+    """[N, K] to [S, B, 64, step], rows by `index`, zero where it is -1 and where the last step overlaps."""
     rows = _take_rows(matrix_NK, index)
     num_rows, num_cols = rows.shape  # either may be 0: a rank need not own any of the intermediate axis
     padded = _round_up(num_cols, step)
@@ -167,7 +167,7 @@ def _blocks(matrix_NK: torch.Tensor, index: torch.Tensor, step: int) -> torch.Te
     blocks = torch.nn.functional.pad(rows, (0, missing)).view(num_rows // ROWS, ROWS, padded // step, step)
     if num_cols > step:
         blocks[:, :, -1] = blocks[:, :, -1].roll(missing, dims=-1)
-    return blocks.transpose(1, 2).contiguous()
+    return blocks.permute(2, 0, 1, 3).contiguous()
 
 
 def _take_rows(matrix_NK: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ class Plan:
     tile_group: grouped tiles that walk through the weights side by side.
     by_expert: direct programs are counted per expert instead of per slot.
     split_k: parts into which a direct plan cuts the second matrix's reduction axis; `sum_slots` adds them up.
-    pdl: later kernels of a layer start while the one before drains, and programs of direct plans have their first
+    pdl: kernels start while the one before them drains, and programs of direct plans have their first
         weights fetched into the L2 while they look up their slots (Hopper and newer).
     """
 

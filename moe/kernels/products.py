@@ -95,13 +95,13 @@ def block_words(format_code, words):
 def _weight_ptrs(
     w_ptr, expert, first_row, num_blocks, num_steps, ROWS: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Pointers to step 0 of `ROWS` rows from `first_row`, a multiple of 64; every row's number of blocks before it."""
-    # Blocks of 64 rows lie num_steps * 64 * WORDS words apart; a tile may span several, the last perhaps missing.
+    """Pointers to step 0 of `ROWS` rows from `first_row`, a multiple of 64; and the block that each of them is in."""
+    # Blocks of a step lie side by side, steps num_blocks blocks apart. The last of a tile's blocks may not exist.
     row_N = tl.arange(0, ROWS)
     block_N = tl.minimum(first_row // 64 + row_N // 64, num_blocks - 1)
-    stream_N = (expert.to(tl.int64) * num_blocks + block_N) * num_steps
-    w_ptrs = w_ptr + (stream_N * BLOCK + row_N % 64 * WORDS)[:, None] + tl.arange(0, WORDS)[None, :]
-    return w_ptrs, stream_N
+    index_N = expert.to(tl.int64) * num_steps * num_blocks + block_N
+    w_ptrs = w_ptr + (index_N * BLOCK + row_N % 64 * WORDS)[:, None] + tl.arange(0, WORDS)[None, :]
+    return w_ptrs, index_N
 
 
 @triton.jit
@@ -113,18 +113,18 @@ def multiply(
 ):  # fmt: skip
     """fp32 [BLOCK_N, BLOCK_M]: one tile of weight rows times one tile of token rows, bf16 or FP4 weights."""
     BLOCK: tl.constexpr = block_words(FORMAT, WORDS)
-    w_ptrs, stream_N = _weight_ptrs(w_ptr, expert, first_row, num_blocks, num_steps, BLOCK_N, WORDS, BLOCK)
-    s_ptrs = s_ptr + stream_N * (BLOCK // 2) + 32 * WORDS + tl.arange(0, BLOCK_N) % 64
+    w_ptrs, index_N = _weight_ptrs(w_ptr, expert, first_row, num_blocks, num_steps, BLOCK_N, WORDS, BLOCK)
+    s_ptrs = s_ptr + index_N * (BLOCK // 2) + 32 * WORDS + tl.arange(0, BLOCK_N) % 64
     # Without a promise that the loop runs, ptxas waits for every matrix instruction before it issues the next.
     tl.assume(step_end > step_begin)
     acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     for step in tl.range(step_begin, step_end, num_stages=NUM_STAGES):
         x = _activations(x_ptrs, is_row_M, step, num_cols, BLOCK_M, STEP_K, SHORT_K)
         if FORMAT == BF16:
-            w = _load_weights(w_ptrs + step * BLOCK, BLOCK_M)
+            w = _load_weights(w_ptrs + step * (num_blocks * BLOCK), BLOCK_M)
         else:
-            words = _load_weights(w_ptrs + step * BLOCK, BLOCK_M)
-            scales = _load_weights(s_ptrs + step * (BLOCK // 2), BLOCK_M)
+            words = _load_weights(w_ptrs + step * (num_blocks * BLOCK), BLOCK_M)
+            scales = _load_weights(s_ptrs + step * (num_blocks * (BLOCK // 2)), BLOCK_M)
             w = _fp4_tile(words, scales, FORMAT, BLOCK_N, WORDS, USE_ASM)
         acc = _dot(w, x, acc, INTERPRET)
     return acc
@@ -132,16 +132,16 @@ def multiply(
 
 @triton.jit
 def _fp8_step(
-    w_ptrs, s_ptrs, x, x_scale, acc, step,
+    w_ptrs, s_ptrs, x, x_scale, acc, step, num_blocks,
     FORMAT: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, WORDS: tl.constexpr,
     USE_ASM: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """acc plus one step's product times its scales."""
-    scale = tl.load(s_ptrs + step * 8)[:, None]
+    scale = tl.load(s_ptrs + step * (num_blocks * 8))[:, None]
     if FORMAT == FP8_BOTH:
-        part = _dot_fp8(tl.load(w_ptrs + step * 64 * WORDS), x, INTERPRET) * x_scale[None, :]
+        part = _dot_fp8(tl.load(w_ptrs + step * (num_blocks * 64 * WORDS)), x, INTERPRET) * x_scale[None, :]
     else:
-        w = _fp8_tile(_load_weights(w_ptrs + step * 64 * WORDS, BLOCK_M), ROWS, WORDS, USE_ASM)
+        w = _fp8_tile(_load_weights(w_ptrs + step * (num_blocks * 64 * WORDS), BLOCK_M), ROWS, WORDS, USE_ASM)
         part = _dot(w, x, tl.zeros((ROWS, BLOCK_M), dtype=tl.float32), INTERPRET)
     return acc + part * scale
 
@@ -158,10 +158,10 @@ def multiply_fp8(
 
     Each step's product needs registers beside the sum that its scaled value is added to; a half at a time needs half.
     """
-    w0_ptrs, stream_0 = _weight_ptrs(w_ptr, expert, first_row, num_blocks, num_steps, ROWS, WORDS, 64 * WORDS)
-    w1_ptrs, stream_1 = _weight_ptrs(w_ptr, expert, first_row + ROWS, num_blocks, num_steps, ROWS, WORDS, 64 * WORDS)
+    w0_ptrs, index_0 = _weight_ptrs(w_ptr, expert, first_row, num_blocks, num_steps, ROWS, WORDS, 64 * WORDS)
+    w1_ptrs, index_1 = _weight_ptrs(w_ptr, expert, first_row + ROWS, num_blocks, num_steps, ROWS, WORDS, 64 * WORDS)
     row_8 = tl.arange(0, ROWS) % 64 // 8
-    s0_ptrs, s1_ptrs = s_ptr + stream_0 * 8 + row_8, s_ptr + stream_1 * 8 + row_8
+    s0_ptrs, s1_ptrs = s_ptr + index_0 * 8 + row_8, s_ptr + index_1 * 8 + row_8
     tl.assume(step_end > step_begin)
     acc_0 = tl.zeros((ROWS, BLOCK_M), dtype=tl.float32)
     acc_1 = tl.zeros((ROWS, BLOCK_M), dtype=tl.float32)
@@ -170,9 +170,11 @@ def multiply_fp8(
         x = _activations(x_ptrs, is_row_M, step, num_cols, BLOCK_M, STEP_K, SHORT_K)
         if FORMAT == FP8_BOTH:
             x_scale = tl.load(xs_ptrs + step * xs_stride)
-        acc_0 = _fp8_step(w0_ptrs, s0_ptrs, x, x_scale, acc_0, step, FORMAT, ROWS, BLOCK_M, WORDS, USE_ASM, INTERPRET)
+        acc_0 = _fp8_step(
+            w0_ptrs, s0_ptrs, x, x_scale, acc_0, step, num_blocks, FORMAT, ROWS, BLOCK_M, WORDS, USE_ASM, INTERPRET
+        )  # fmt: skip
         if PARTS == 2:
             acc_1 = _fp8_step(
-                w1_ptrs, s1_ptrs, x, x_scale, acc_1, step, FORMAT, ROWS, BLOCK_M, WORDS, USE_ASM, INTERPRET
+                w1_ptrs, s1_ptrs, x, x_scale, acc_1, step, num_blocks, FORMAT, ROWS, BLOCK_M, WORDS, USE_ASM, INTERPRET
             )
     return acc_0, acc_1

@@ -49,10 +49,11 @@ def permute_processed(info: Any, matrix: str, order: str) -> Any:
         packed = getattr(info.layer, matrix)
         if packed.scales is None:  # among the data
             packed = dataclasses.replace(packed, data=packed.data.clone())
-            _, scales = split_blocks(packed.data)
+            scales = split_blocks(packed.data)[1].transpose(1, 2)  # [E, blocks of rows, steps, 64]
             scales.copy_(permuted(scales.contiguous(), order))
         else:
-            packed = dataclasses.replace(packed, scales=permuted(packed.scales, order))
+            scales = packed.scales.transpose(1, 2).contiguous()
+            packed = dataclasses.replace(packed, scales=permuted(scales, order).transpose(1, 2).contiguous())
         return dataclasses.replace(info, layer=dataclasses.replace(info.layer, **{matrix: packed}))
     name = f"{matrix}_scale"  # FlashInfer
     return dataclasses.replace(info, **{name: permuted(getattr(info, name), order)})

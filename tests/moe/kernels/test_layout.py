@@ -29,9 +29,9 @@ def unpack_e2m1(words: torch.Tensor) -> torch.Tensor:
     return torch.stack([bits_as_bf16(b) for b in bits], dim=-2).double() * 2.0**126
 
 
-def dense_rows(values_BSRK: torch.Tensor) -> torch.Tensor:
-    """[B, S, 64, step] values back to [N, S, step]."""
-    return values_BSRK.transpose(1, 2).flatten(0, 1)
+def dense_rows(values_SBRK: torch.Tensor) -> torch.Tensor:
+    """[S, B, 64, step] values back to [N, S, step]."""
+    return values_SBRK.permute(1, 2, 0, 3).flatten(0, 1)
 
 
 def dense_columns(values_NSK: torch.Tensor, num_cols: int) -> torch.Tensor:
@@ -69,7 +69,7 @@ def test_mxfp4_data_scale_and_post_multiply_to_the_weight(spread: int, num_cols:
     weight = Mxfp4Weight(codes, scales)
     packed = pack_matrix(weight, None, is_gated=False)
     words, scale_bytes = split_blocks(packed.data)
-    assert words.shape == (2, 2, -(-num_cols // 128), 64, 32)
+    assert words.shape == (2, -(-num_cols // 128), 2, 64, 32)
     assert packed.data.is_contiguous()
     assert packed.scales is None
     fields = scale_bytes.contiguous().view(torch.uint8).unflatten(-1, (-1, 4))[..., None].double()
@@ -109,7 +109,7 @@ def test_fp8_scales_follow_their_rows_through_the_interleaving() -> None:
     scales = pack_matrix(weight, None, is_gated=True).scales
     assert scales is not None
     assert scales[0, 0, 0].tolist() == [1, 3, 1, 3, 1, 3, 1, 3]
-    assert scales[0, 7, 0].tolist() == [2, 4, 2, 4, 2, 4, 2, 4]
+    assert scales[0, 0, 7].tolist() == [2, 4, 2, 4, 2, 4, 2, 4]
 
 
 def test_bias_is_interleaved_like_its_rows() -> None:
