@@ -37,7 +37,7 @@ def main() -> None:
     """Run what the arguments ask for and print rows as they come."""
     args = arguments()
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
-    layers = [(model, name) for model in args.models for name in args.formats or MODELS[model]]
+    layers = [(model, name) for model in args.models for name in MODELS[model] if name in args.formats]
     if args.warm:
         warm([(model, name, tokens) for model, name in layers for tokens in args.tokens])
     elif args.compile:
@@ -61,7 +61,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--models", type=names, default=["gpt-oss-20b", "gpt-oss-120b", "deepseek-v3-quarter"])
-    parser.add_argument("--formats", type=names, help="those of each model unless given")
+    formats = sorted({name for some in MODELS.values() for name in some})
+    parser.add_argument("--formats", type=names, default=formats, help="of those that a model is measured in")
     parser.add_argument("--tokens", type=numbers, default=[1, 4, 8, 16, 64, 256, 1024, 4096])
     parser.add_argument("--backends", type=names, default=list(FORMATS), help=", ".join(FORMATS))
     parser.add_argument("--routing", type=names, default=["uniform", "zipf"])
@@ -73,10 +74,18 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", help="file for the JSON document")
     parser.add_argument("--commit", help="commit to note where git is not at hand")
     args = parser.parse_args(argv)
-    for option, known in (("models", CASES), ("backends", FORMATS), ("routing", ("uniform", "zipf"))):
+    for option, known in (
+        ("models", CASES),
+        ("formats", formats),
+        ("backends", FORMATS),
+        ("routing", ("uniform", "zipf")),
+    ):
         for name in getattr(args, option):
             if name not in known:
                 parser.error(f"--{option} {name}: known are {', '.join(known)}")
+    for model in args.models:
+        if not set(MODELS[model]) & set(args.formats):
+            parser.error(f"--formats: {model} is measured in {', '.join(MODELS[model])}")
     if args.sweep and args.backends != ["triton"]:
         parser.error("--sweep searches plans of our own kernels: add --backends triton")
     return args
