@@ -74,12 +74,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", help="file for the JSON document")
     parser.add_argument("--commit", help="commit to note where git is not at hand")
     args = parser.parse_args(argv)
-    for option, known in (
-        ("models", CASES),
-        ("formats", formats),
-        ("backends", FORMATS),
-        ("routing", ("uniform", "zipf")),
-    ):
+    choices = {"models": CASES, "formats": formats, "backends": FORMATS, "routing": ("uniform", "zipf")}
+    for option, known in choices.items():
         for name in getattr(args, option):
             if name not in known:
                 parser.error(f"--{option} {name}: known are {', '.join(known)}")
