@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 OURS = "triton"
+PART = "triton_kernels_bare"  # without its sort by expert, which every other contender times: no rival, a yardstick
 Row = dict[str, Any]
 Key = tuple[str, str, str]  # model, format, routing
 
@@ -35,8 +36,8 @@ def key_of(row: Row) -> Key:
 def ratios(rows: list[Row]) -> list[Row]:
     """One row per case and number of tokens that we were measured for: ours, the best rival, and their ratio.
 
-    `rival` and `ratio` are None where no rival ran; `of_floor` is the floor's share of our time. NVFP4 is compared with
-    our own FP8 blocks of the same layer.
+    `rival` and `ratio` are None where no rival ran, as is `part_ratio` for PART; `of_floor` is the floor's share of our
+    time. NVFP4 is compared with our own FP8 blocks of the same layer.
     """
     cases: dict[tuple[Any, ...], dict[str, Row]] = {}
     for row in rows:
@@ -46,7 +47,7 @@ def ratios(rows: list[Row]) -> list[Row]:
         if OURS not in backends:
             continue
         ours = backends[OURS]
-        rivals = [row for name, row in backends.items() if name != OURS]
+        rivals = [row for name, row in backends.items() if name not in (OURS, PART)]
         wider = cases.get((model, "fp8_block", routing, tokens), {}).get(OURS)
         if format_name == "nvfp4" and wider is not None:  # no other kernel runs NVFP4 weights on Hopper
             rivals.append(wider | {"backend": f"{OURS} fp8_block"})
@@ -58,6 +59,7 @@ def ratios(rows: list[Row]) -> list[Row]:
                 "of_floor": round(ours["floor_us"] / ours["us"], 2),
                 "rival": None if best is None else best["backend"], "rival_us": None if best is None else best["us"],
                 "ratio": None if best is None else round(best["us"] / ours["us"], 2),
+                "part_ratio": round(backends[PART]["us"] / ours["us"], 2) if PART in backends else None,
             }
         )  # fmt: skip
     return table
@@ -71,13 +73,16 @@ def markdown(table: list[Row]) -> str:
         if key_of(row) != last:
             last = key_of(row)
             lines += ["", f"{row['model']}, {row['format']}, {row['routing']} routing", ""]
-            lines += ["| tokens | active experts | floor, us | ours, us | floor / ours | best rival, us | faster by |"]
-            lines += ["| ---: | ---: | ---: | ---: | ---: | ---: | ---: |"]
+            lines += [
+                "| tokens | active experts | floor, us | ours, us | floor / ours | best rival, us | faster by "
+                f"| than {PART} by |"
+            ]
+            lines += ["| ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"]
         rival = "none" if row["rival"] is None else f"{row['rival_us']:.1f} {row['rival']}"
-        ratio = "" if row["ratio"] is None else f"{row['ratio']:.2f}"
+        ratio, part = ("" if row[name] is None else f"{row[name]:.2f}" for name in ("ratio", "part_ratio"))
         lines.append(
             f"| {row['tokens']} | {row['active_experts']:g} | {row['floor_us']:.1f} | {row['us']:.1f} "
-            f"| {row['of_floor']:.2f} | {rival} | {ratio} |"
+            f"| {row['of_floor']:.2f} | {rival} | {ratio} | {part} |"
         )
     return "\n".join(lines[1:])
 

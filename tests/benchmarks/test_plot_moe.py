@@ -21,6 +21,7 @@ def row(backend: str, tokens: int, us: float, **changes: Any) -> dict[str, Any]:
 
 ROWS = [
     row("triton", 1, 20.0), row("flashinfer", 1, 70.0), row("triton_kernels", 1, 60.0),
+    row("triton_kernels_bare", 1, 44.0),
     row("triton", 4, 50.0), row("flashinfer", 4, 40.0),
     row("triton", 1, 30.0, routing="zipf"),
     row("flashinfer", 64, 1.0),
@@ -29,10 +30,10 @@ ROWS = [
 
 def test_the_best_rival_of_the_same_case_counts() -> None:
     table = plot_moe.ratios(ROWS)
-    assert [(r["routing"], r["tokens"], r["rival"], r["ratio"], r["of_floor"]) for r in table] == [
-        ("uniform", 1, "triton_kernels", 3.0, 0.5),
-        ("uniform", 4, "flashinfer", 0.8, 0.2),
-        ("zipf", 1, None, None, 0.33),
+    assert [(r["routing"], r["tokens"], r["rival"], r["ratio"], r["part_ratio"], r["of_floor"]) for r in table] == [
+        ("uniform", 1, "triton_kernels", 3.0, 2.2, 0.5),
+        ("uniform", 4, "flashinfer", 0.8, None, 0.2),
+        ("zipf", 1, None, None, None, 0.33),
     ]
 
 
@@ -45,9 +46,9 @@ def test_nvfp4_is_compared_with_our_own_fp8_blocks() -> None:
 def test_the_table_has_a_heading_per_case_and_a_line_per_number_of_tokens() -> None:
     text = plot_moe.markdown(plot_moe.ratios(ROWS))
     assert text.startswith("m, mxfp4, uniform routing")
-    assert "| 1 | 4 | 10.0 | 20.0 | 0.50 | 60.0 triton_kernels | 3.00 |" in text
+    assert "| 1 | 4 | 10.0 | 20.0 | 0.50 | 60.0 triton_kernels | 3.00 | 2.20 |" in text
     assert "m, mxfp4, zipf routing" in text
-    assert "| 1 | 4 | 10.0 | 30.0 | 0.33 | none |  |" in text
+    assert "| 1 | 4 | 10.0 | 30.0 | 0.33 | none |  |  |" in text
 
 
 def test_lines_are_sorted_by_tokens_and_hold_the_floor() -> None:
@@ -77,6 +78,6 @@ def test_a_panel_per_model_and_format_of_one_routing(monkeypatch: pytest.MonkeyP
     plot_moe.draw(rows, "uniform", tmp_path / "plot.png")
     assert pyplot.subplots.call_args.args == (1, 2)
     drawn = [[call.kwargs["label"] for call in axes.plot.call_args_list] for axes in grid.flat]
-    assert drawn == [["floor", "triton"], ["floor", "triton", "flashinfer", "triton_kernels"]]
+    assert drawn == [["floor", "triton"], ["floor", "triton", "flashinfer", "triton_kernels", "triton_kernels_bare"]]
     assert grid[0, 1].plot.call_args_list[1].args == ((1, 4), (20.0, 50.0))
     figure.savefig.assert_called_once_with(tmp_path / "plot.png", dpi=130)
