@@ -1,26 +1,28 @@
 """One expert layer, backend by backend: checks the result against the fp32 twin, then times CUDA graphs.
 
     python -m benchmarks.bench_moe --compile && python -m benchmarks.bench_moe --tune-seconds 20 --out moe.json
-    python -m benchmarks.bench_moe --models gpt-oss-20b --formats mxfp4 --tokens 1,16 --backends triton --sweep
+    python -m benchmarks.bench_moe --sweep --models gpt-oss-20b --formats mxfp4 --tokens 1,16,4096 --out sweep.json
 
-Without options: all models, formats, contenders and routings. A row's time is the median over id sets of the time of a
-call (`moe_timing` says how it is taken); its floor is that of its active experts. The last line printed is JSON.
+Without options: all models, formats, contenders and routings. `--sweep` times launch plans of our own kernels instead,
+with uniform routing unless told. A row's time is the median over id sets of the time of a call (`moe_timing` says how
+it is taken); its floor is that of its active experts. The last line printed is JSON.
 """
 
 import argparse
 import json
 import logging
+import os
 import subprocess
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from benchmarks.moe_cases import CASES
 from benchmarks.moe_contenders import FORMATS
-from benchmarks.moe_measure import LayerBench, Settings
-from benchmarks.moe_sweep import warm
+from benchmarks.moe_groups import Group, batches
+from benchmarks.moe_measure import LayerBench, Row, Settings
+from benchmarks.moe_sweep import SearchSettings, search_batch
 from benchmarks.moe_warm import Job, compile_all
 
 DEVICE = torch.device("cuda")
@@ -31,6 +33,8 @@ MODELS = {
     "deepseek-v3-quarter": ("fp8_block", "nvfp4"),
     "deepseek-v3": ("fp8_block", "nvfp4"),
 }
+_DEFAULTS = {"backends": list(FORMATS), "routing": ["uniform", "zipf"], "sets": 20}
+_SWEEP_DEFAULTS = {"backends": ["triton"], "routing": ["uniform"], "sets": 6}
 
 
 def main() -> None:
@@ -38,8 +42,8 @@ def main() -> None:
     args = arguments()
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
     layers = [(model, name) for model in args.models for name in MODELS[model] if name in args.formats]
-    if args.warm:
-        warm([(model, name, tokens) for model, name in layers for tokens in args.tokens])
+    if args.sweep:
+        _sweep(layers, args)
     elif args.compile:
         for model, name in layers:
             compile_all(_jobs(model, name, args), torch.cuda.mem_get_info()[0])
@@ -64,16 +68,18 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     formats = sorted({name for some in MODELS.values() for name in some})
     parser.add_argument("--formats", type=names, default=formats, help="of those that a model is measured in")
     parser.add_argument("--tokens", type=numbers, default=[1, 4, 8, 16, 64, 256, 1024, 4096])
-    parser.add_argument("--backends", type=names, default=list(FORMATS), help=", ".join(FORMATS))
-    parser.add_argument("--routing", type=names, default=["uniform", "zipf"])
-    parser.add_argument("--sets", type=int, default=20, help="id sets per row")
+    parser.add_argument("--backends", type=names, help=f"of {', '.join(FORMATS)}")
+    parser.add_argument("--routing", type=names, help="of uniform, zipf")
+    parser.add_argument("--sets", type=int, help="id sets per row")
     parser.add_argument("--tune-seconds", type=float, default=0.0, help="per library and layer; 0 tunes nothing")
     parser.add_argument("--compile", action="store_true", help="only compile what the same command would time")
-    parser.add_argument("--sweep", action="store_true", help="search launch plans of the triton backend")
-    parser.add_argument("--warm", action="store_true", help="only compile what --sweep will start from; no times")
+    parser.add_argument("--sweep", action="store_true", help="time launch plans of the triton backend instead")
     parser.add_argument("--out", help="file for the JSON document")
     parser.add_argument("--commit", help="commit to note where git is not at hand")
     args = parser.parse_args(argv)
+    for option, value in (_SWEEP_DEFAULTS if args.sweep else _DEFAULTS).items():
+        if getattr(args, option) is None:
+            setattr(args, option, value)
     choices = {"models": CASES, "formats": formats, "backends": FORMATS, "routing": ("uniform", "zipf")}
     for option, known in choices.items():
         for name in getattr(args, option):
@@ -82,8 +88,10 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     for model in args.models:
         if not set(MODELS[model]) & set(args.formats):
             parser.error(f"--formats: {model} is measured in {', '.join(MODELS[model])}")
-    if args.sweep and args.backends != ["triton"]:
-        parser.error("--sweep searches plans of our own kernels: add --backends triton")
+    if args.sweep and (args.backends != ["triton"] or args.compile or args.tune_seconds):
+        parser.error(
+            "--sweep times plans of triton alone: it takes no other --backends, no --compile, no --tune-seconds"
+        )
     return args
 
 
@@ -101,31 +109,63 @@ def _measure(layers: list[tuple[str, str]], args: argparse.Namespace) -> None:
     begin = time.perf_counter()
     settings = Settings(
         tokens=args.tokens, backends=args.backends, kinds=args.routing, num_sets=args.sets,
-        tune_seconds=args.tune_seconds, sweep=args.sweep, seed=torch.seed() % 2**31,
+        tune_seconds=args.tune_seconds, seed=torch.seed() % 2**31,
     )  # fmt: skip
-    environment = {
-        "card": torch.cuda.get_device_name(), "commit": args.commit or _commit(), "torch": torch.__version__,
-        "input_seed": settings.seed, "num_sets": args.sets,
-    }  # fmt: skip
-    rows: list[dict[str, Any]] = []
-    failures: list[dict[str, Any]] = []
+    document = _Document(args, settings.seed)
     for model, format_name in layers:
         layer = LayerBench(case=CASES[model], format_name=format_name, settings=settings, device=DEVICE)
+        rows = []
         for row in layer.rows():
-            rows.append(row | environment)
-            print(_line(row) if not args.sweep else row, flush=True)
-        failures += layer.failures
+            rows.append(row)
+            print(_line(row), flush=True)
+        document.add(rows, layer.failures)
         print(f"{model} {format_name}: {time.perf_counter() - begin:.0f} s so far", flush=True)
         del layer
         torch.cuda.empty_cache()
-        document = json.dumps({"environment": environment, "rows": rows, "failures": failures})
-        if args.out:  # after every layer: what has been measured survives what comes
-            Path(args.out).write_text(document + "\n", encoding="utf-8")
-    short = {"environment": environment, "num_rows": len(rows), "num_failures": len(failures)}
-    print(document if len(document) < 4000 else json.dumps(short))
+    document.print()
 
 
-def _line(row: dict[str, Any]) -> str:
+def _sweep(layers: list[tuple[str, str]], args: argparse.Namespace) -> None:
+    settings = SearchSettings(kinds=args.routing, num_sets=args.sets, seed=torch.seed() % 2**31, device=DEVICE.type)
+    document = _Document(args, settings.seed)
+    tokens = tuple(sorted(set(args.tokens)))
+    groups = [
+        Group(model=model, format_name=format_name, tokens=tokens, num_sets=args.sets) for model, format_name in layers
+    ]
+    for batch in batches(groups, torch.cuda.mem_get_info()[0], os.cpu_count() or 1):
+        document.add(*search_batch(batch, settings))
+    document.print()
+
+
+class _Document:
+    """Rows with the environment that they come from. Written whenever some are added: they survive what comes."""
+
+    def __init__(self, args: argparse.Namespace, seed: int) -> None:
+        self.out = args.out
+        self.environment = {
+            "card": torch.cuda.get_device_name(), "commit": args.commit or _commit(), "torch": torch.__version__,
+            "input_seed": seed, "num_sets": args.sets,
+        }  # fmt: skip
+        self.rows: list[Row] = []
+        self.failures: list[Row] = []
+
+    def add(self, rows: list[Row], failures: list[Row]) -> None:
+        self.rows += [row | self.environment for row in rows]
+        self.failures += failures
+        if self.out:
+            Path(self.out).write_text(self._text() + "\n", encoding="utf-8")
+
+    def print(self) -> None:
+        """All of it if it is short."""
+        counts = {"num_rows": len(self.rows), "num_failures": len(self.failures)}
+        text = self._text()
+        print(text if len(text) < 4000 else json.dumps({"environment": self.environment} | counts))
+
+    def _text(self) -> str:
+        return json.dumps({"environment": self.environment, "rows": self.rows, "failures": self.failures})
+
+
+def _line(row: Row) -> str:
     return (
         f"{row['backend']:22} {row['routing']:8} {row['tokens']:5} tokens {row['active_experts']:5.1f} active "
         f"{row['us']:9.1f} us, floor {row['floor_us']:7.1f}, error {row['error']:.4f}, tuned {row['tuned']}"

@@ -15,7 +15,6 @@ from benchmarks import moe_contenders
 from benchmarks.moe_cases import LayerCase, id_sets, random_experts
 from benchmarks.moe_check import Expected, check, expect
 from benchmarks.moe_contenders import Contender
-from benchmarks.moe_sweep import sweep
 from benchmarks.moe_timing import Timer, copies_needed
 from moe.formats import ExpertWeights
 from moe.tuning_cache import TuningCache
@@ -35,8 +34,22 @@ class Settings:
     kinds: list[str]
     num_sets: int
     tune_seconds: float
-    sweep: bool
     seed: int
+
+
+def routing_fields(case: LayerCase, format_name: str, kind: str, topks: list[StandardTopK]) -> Row:
+    """What a row says about its id sets, which are all for the same number of tokens."""
+    num_active = statistics.median(int(topk.ids.unique().numel()) for topk in topks)
+    floor_us = round(case.floor_us(format_name, topks[0].ids.shape[0], num_active), 1)
+    return {"routing": kind, "active_experts": num_active, "floor_us": floor_us}
+
+
+def expect_random(case: LayerCase, experts: ExpertWeights, topk: StandardTopK, seed: int) -> Expected:
+    """What the twin makes of random tokens, others for every number of them."""
+    num_tokens, device = topk.ids.shape[0], topk.ids.device
+    generator = torch.Generator(device).manual_seed(seed + num_tokens)
+    x_TH = torch.randn(num_tokens, case.hidden_size, generator=generator, device=device).bfloat16()
+    return expect(case, experts, x_TH, topk, generator)
 
 
 @dataclass(kw_only=True)
@@ -84,10 +97,7 @@ class LayerBench:
 
     def _expect(self, experts: ExpertWeights, num_tokens: int, topk: StandardTopK) -> Expected:
         if num_tokens not in self._expected:
-            generator = torch.Generator(self.device).manual_seed(self.settings.seed + num_tokens)
-            size = (num_tokens, self.case.hidden_size)
-            x_TH = torch.randn(size, generator=generator, device=self.device).bfloat16()
-            self._expected[num_tokens] = expect(self.case, experts, x_TH, topk, generator)
+            self._expected[num_tokens] = expect_random(self.case, experts, topk, self.settings.seed)
         return self._expected[num_tokens]
 
     def _measure(self, contender: Contender, experts: ExpertWeights, num_tokens: int) -> Iterator[Row]:
@@ -100,24 +110,14 @@ class LayerBench:
             "error": check(contender, expected),
         }  # fmt: skip
         num_copies = min(self._num_copies(experts, num_tokens), len(contender.layers))
-        if self.settings.sweep:
-            layers = [info.layer for info in contender.layers[:num_copies]]
-            for kind in kinds:
-                row |= self._routing_fields(kind, sets[kind], num_tokens)
-                yield from (row | found for found in sweep(layers, expected.x_TH, sets[kind], self.format_name))
-            return
         staged = {kind: [contender.stage(topk) for topk in topks] for kind, topks in sets.items()}
         few = staged[kinds[0]][:CHOICE_SETS]
         contender.choose(lambda: Timer(contender, expected.x_TH, few, num_copies).us(few))
         timer = Timer(contender, expected.x_TH, few, num_copies)
         row |= {"plan": contender.plan(num_tokens), "tuned": contender.is_tuned(num_tokens)}
         for kind in kinds:
-            yield row | self._routing_fields(kind, sets[kind], num_tokens) | {"us": round(timer.us(staged[kind]), 2)}
-
-    def _routing_fields(self, kind: str, topks: list[StandardTopK], num_tokens: int) -> Row:
-        num_active = statistics.median(int(topk.ids.unique().numel()) for topk in topks)
-        floor_us = round(self.case.floor_us(self.format_name, num_tokens, num_active), 1)
-        return {"routing": kind, "active_experts": num_active, "floor_us": floor_us}
+            fields = routing_fields(case, self.format_name, kind, sets[kind])
+            yield row | fields | {"us": round(timer.us(staged[kind]), 2)}
 
     def _failed(self, error: Exception, name: str, num_tokens: int | None = None) -> None:
         reason = f"{type(error).__name__}: {str(error)[:400]}"

@@ -1,199 +1,274 @@
-"""Search of launch plans for the triton backend: both matrices on their own first, then what they share.
+"""Search of launch plans for the triton backend: every plan is compiled, compared with the twin, then timed.
 
-Everything the first round tries is compiled ahead by a pool of processes, which share Triton's cache with this one.
+Processes share the work. Each compiles and checks the plans of its group; once all have done that, one after the other
+times its plans, alone on the card. The parent gives out the turns, so a process that dies or hangs stops no other.
 """
 
+import contextlib
 import dataclasses
-import statistics
-from collections.abc import Iterator
+import multiprocessing
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from multiprocessing.synchronize import Semaphore
 from typing import Any
 
 import torch
 
-from benchmarks.moe_cases import CASES, random_experts, routing
-from benchmarks.moe_warm import in_processes
-from moe.backends.triton import TritonBackend
-from moe.errors import MoeConfigError
+from benchmarks import moe_contenders
+from benchmarks.moe_cases import id_sets, random_experts
+from benchmarks.moe_check import Expected, check
+from benchmarks.moe_contenders import Contender
+from benchmarks.moe_groups import PREPARING, Group
+from benchmarks.moe_measure import Row, expect_random, routing_fields
+from benchmarks.moe_plans import candidates
+from benchmarks.moe_timing import Timer
+from moe.formats import ExpertWeights
 from moe.kernels.launch import Layer, run_layer
-from moe.kernels.plan import MAX_DIRECT_SLOTS, Plan
-from moe.topology import Topology
+from moe.kernels.plan import Plan
 from moe.types import StandardTopK
 
-_WARM_EXPERTS = 16  # compiled kernels are the same for every multiple of 16 experts
-_REPLAYS = 5
-
-DIRECT_ROWS = 4  # mean rows of an expert beyond which sorting the slots has always paid
-
-Changes = dict[str, Any]
+LONGEST_COMPILE_S = 480.0  # of all groups together
+LONGEST_TIMING_S = 120.0  # of one group
+LONGEST_PREPARE_S = 60.0  # that a process waits for others before it prepares its layer all the same
 
 
-def starts(num_tokens: int, num_experts: int, top_k: int, format_name: str) -> list[Plan]:
-    """Plans from which the search sets out: one per kind that may pay."""
-    num_slots, rows = num_tokens * top_k, num_tokens * top_k / num_experts
-    plans = []
-    if num_slots <= MAX_DIRECT_SLOTS and rows <= DIRECT_ROWS:
-        for size in (8,) if num_tokens <= 8 else (8, 16):
-            if num_slots <= 2 * num_experts:
-                plans.append(_direct(size, by_expert=False))
-            if num_slots >= num_experts:
-                plans.append(_direct(size, by_expert=True))
-    if num_tokens >= 32:
-        for block_m, heights in ((16, 1), (32, 1), (64, 2), (128, 3)):
-            if min(rows, 128) / 2 <= block_m <= max(16, 3 * rows):
-                plans.append(_grouped(block_m, heights, fp8=False))
-                if format_name == "fp8_block" and block_m >= 64:
-                    plans.append(_grouped(block_m, heights, fp8=True))
-    return plans
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SearchSettings:
+    """How plans are timed. `kinds` of routing; the seed makes the tokens that outputs are compared for."""
+
+    kinds: list[str]
+    num_sets: int
+    seed: int
+    device: str = "cuda"
 
 
-def _direct(block_m: int, *, by_expert: bool) -> Plan:
-    return Plan(direct=True, block_m=block_m, block_n_1=64, block_n_2=64, split_k=2, by_expert=by_expert, pdl=True)
+class Planned(Contender):
+    """Our kernels, launched by one plan."""
+
+    is_ours = True
+
+    def __init__(self, layers: list[Layer], plan: Plan) -> None:
+        super().__init__("triton", layers[0])
+        self.layers = layers
+        self._plan = plan
+
+    def run(self, copy: int, x_TH: torch.Tensor, routing: StandardTopK) -> torch.Tensor:
+        out_TH = torch.empty_like(x_TH)
+        run_layer(x_TH, routing.ids, routing.weights, self.layers[copy], self._plan, out_TH)
+        return out_TH
 
 
-def _grouped(block_m: int, heights: int, *, fp8: bool) -> Plan:
-    return Plan(
-        direct=False, block_m=block_m, heights=heights, block_n_1=128, block_n_2=128, stages_1=3, stages_2=3, pdl=True,
-        fp8_activations=fp8,
-    )  # fmt: skip
+@dataclass(kw_only=True)
+class _Case:
+    """One number of tokens; `errors` holds the plans that are right."""
+
+    expected: Expected
+    sets: dict[str, list[StandardTopK]]
+    errors: dict[Plan, float] = field(default_factory=dict)
 
 
-def first_round(start: Plan) -> tuple[list[Changes], list[Changes]]:
-    """Changes of the first and of the second matrix: columns of weights, warps, stages and what belongs to them."""
+class GroupSearch:
+    """The search of one group, in its process: `prepare`, `compile`, then `rows`."""
 
-    def one(n: int, w: int, s: int) -> Changes:
-        return {"block_n_1": n, "warps_1": w, "stages_1": s}
+    def __init__(self, group: Group, settings: SearchSettings) -> None:
+        self.group, self.settings = group, settings
+        self.device = torch.device(settings.device)
+        self.failures: list[Row] = []
+        self._layers: list[Layer] = []
+        self._cases: dict[int, _Case] = {}
 
-    def two(n: int, w: int, s: int, **more: Any) -> Changes:
-        return {"block_n_2": n, "warps_2": w, "stages_2": s} | more
+    def prepare(self) -> None:
+        """The layer, and what the twin makes of every number of tokens; the canonical weights are let go."""
+        group = self.group
+        experts = random_experts(group.case, group.format_name, self.device, seed=0)
+        contender = moe_contenders.prepare("triton", group.case, experts, self.device)
+        for num_tokens in group.tokens:
+            self._cases[num_tokens] = self._case(experts, num_tokens)
+        del experts
+        torch.cuda.empty_cache()
+        contender.grow(max(map(group.num_copies, group.tokens)))
+        self._layers = [info.layer for info in contender.layers]
 
-    if start.direct:
-        tiles = [
-            (64, 4, 3),
-            (64, 4, 4),
-            (64, 4, 6),
-            (64, 2, 3),
-            (64, 2, 4),
-            (64, 2, 6),
-            (128, 4, 4),
-            (128, 8, 3),
-            (128, 8, 4),
-        ]
-        splits = [two(64, 4, 4, split_k=3), two(128, 4, 4, split_k=3)]
-        return [one(*tile) for tile in tiles], splits + [two(*tile, split_k=k) for tile in tiles for k in (1, 2)]
-    tiles = [(128, 4, 3), (128, 4, 4), (128, 8, 4)]
-    if start.block_m <= 64:
-        tiles += [(64, 4, 3), (64, 4, 4)]
-    if start.block_m <= 32:  # bound by reading weights: more of them on their way
-        tiles += [(64, 4, 6), (64, 2, 4), (128, 4, 6)]
-    if not start.fp8_activations:
-        tiles += [(256, 8, 3), (256, 8, 4)]
-    return [one(*tile) for tile in tiles], [two(*tile) for tile in tiles]
+    def _case(self, experts: ExpertWeights, num_tokens: int) -> _Case:
+        case, settings = self.group.case, self.settings
+        sets = {kind: id_sets(case, num_tokens, kind, self.device, settings.num_sets) for kind in settings.kinds}
+        return _Case(expected=expect_random(case, experts, sets[settings.kinds[0]][0], settings.seed), sets=sets)
+
+    def compile(self) -> None:
+        """Call every plan and compare what it computes."""
+        for num_tokens, case in self._cases.items():
+            for plan in candidates(self.group.case, num_tokens, self.group.format_name):
+                try:
+                    case.errors[plan] = check(Planned(self._layers, plan), case.expected)
+                except ValueError as error:
+                    self._wrong(num_tokens, f"{plan}: {error}")
+                except Exception as error:  # too much shared memory, say: not a candidate
+                    self._left_out(num_tokens, plan, error)
+            if not case.errors:
+                self._wrong(num_tokens, "no plan launches and is right")
+            torch.cuda.empty_cache()
+
+    def rows(self) -> Iterator[Row]:
+        """A row per number of tokens, right plan and kind of routing."""
+        group = self.group
+        for num_tokens, case in self._cases.items():
+            fields = {
+                kind: routing_fields(group.case, group.format_name, kind, topks) for kind, topks in case.sets.items()
+            }
+            row: Row = {
+                "model": group.model, "format": group.format_name, "tokens": num_tokens, "backend": "triton",
+            }  # fmt: skip
+            for plan, error in case.errors.items():
+                try:
+                    times = self._times(case, plan, group.num_copies(num_tokens))
+                except Exception as error:
+                    self._left_out(num_tokens, plan, error)
+                    continue
+                for kind, us in times.items():
+                    yield row | fields[kind] | {"plan": dataclasses.asdict(plan), "us": us, "error": error}
+
+    def _times(self, case: _Case, plan: Plan, num_copies: int) -> dict[str, float]:
+        """Microseconds by kind of routing: medians over the id sets."""
+        some = case.sets[self.settings.kinds[0]]
+        timer = Timer(Planned(self._layers, plan), case.expected.x_TH, some, num_copies)
+        times = {kind: round(timer.us(topks), 2) for kind, topks in case.sets.items()}
+        del timer
+        torch.cuda.empty_cache()  # what the graph held: other processes share the card
+        return times
+
+    def _wrong(self, num_tokens: int, reason: str) -> None:
+        print(f"wrong: {self.group.model} {self.group.format_name} {num_tokens}: {reason}", flush=True)
+        self.failures.append(failure(self.group, reason, num_tokens))
+
+    def _left_out(self, num_tokens: int, plan: Plan, error: Exception) -> None:
+        reason = f"{type(error).__name__}: {str(error)[:160]}"
+        print(f"left out: {self.group.model} {self.group.format_name} {num_tokens}: {plan}: {reason}", flush=True)
 
 
-# What needs no compilation of its own.
-_LAST_ROUND: list[Changes] = [{"tile_group": size} for size in (1, 2, 8, 16)]
+def failure(group: Group, reason: str, num_tokens: int | None = None) -> Row:
+    """An entry of the document's failures."""
+    return {
+        "model": group.model, "format": group.format_name, "backend": "triton",
+        "tokens": num_tokens or list(group.tokens), "reason": reason,
+    }  # fmt: skip
 
 
-def warm(jobs: list[tuple[str, str, int]]) -> int:
-    """Compile every plan of the first rounds of (model, format, tokens); returns how many."""
-    distinct = {}
-    for model, format_name, num_tokens in jobs:
-        case = CASES[model]
-        for start in starts(num_tokens, case.num_experts, case.top_k, format_name):
-            ones, twos = first_round(start)
-            for index in range(max(len(ones), len(twos))):  # a plan has two kernels: pairs compile each of them once
-                plan = _changed(start, ones[index % len(ones)] | twos[index % len(twos)])
-                slots = num_tokens * case.top_k if start.direct and num_tokens > start.block_m else 0
-                size = (case.top_k, case.hidden_size, case.intermediate_size, slots)
-                distinct[format_name, size, plan] = (model, format_name, num_tokens, plan)
-    work = [job for job in distinct.values() if job[3] is not None]
-    work.sort(key=lambda job: -job[3].block_m * job[3].heights)  # the slowest first
-    in_processes(_compile, work, len(work))
-    return len(work)
+def search_in_process(group: Group, settings: SearchSettings, connection: Connection, preparing: Semaphore) -> None:
+    """One process. Sends None when its plans are compiled, waits for its turn, sends (rows, failures).
 
-
-_layers: dict[tuple[str, str], Any] = {}
-
-
-def _compile(job: tuple[str, str, int, Plan]) -> str | None:
-    """None, or why the plan did not run."""
-    model, format_name, num_tokens, plan = job
-    case = dataclasses.replace(CASES[model], num_experts=_WARM_EXPERTS, num_active={})
-    device = torch.device("cuda")
-    if (model, format_name) not in _layers:
-        experts = random_experts(case, format_name, device, seed=0)
-        info = TritonBackend().prepare(experts, case.config(), Topology(device=device))
-        _layers.clear()  # of one at a time, so that many processes fit on a card
-        _layers[model, format_name] = info.layer
-    layer = _layers[model, format_name]
-    x = torch.randn(num_tokens, case.hidden_size, device=device).bfloat16()
-    topk = routing(case, num_tokens, "uniform", device, seed=0)
+    Sends the reason as text instead, and ends, when it cannot go on.
+    """
     try:
-        run_layer(x, topk.ids, topk.weights, layer, plan, torch.empty_like(x))
-        torch.cuda.synchronize()
-    except Exception as error:  # too much shared memory, say: the search will say so too
-        return f"not compiled: {plan}: {str(error)[:100]}"
-    return None
+        torch.set_num_threads(1)
+        search = GroupSearch(group, settings)
+        has_slot = preparing.acquire(timeout=LONGEST_PREPARE_S)
+        try:
+            search.prepare()
+        finally:
+            if has_slot:
+                preparing.release()
+        search.compile()
+        connection.send(None)
+        connection.recv()
+        connection.send((list(search.rows()), search.failures))
+    except (EOFError, ConnectionError):  # nobody waits for the rows any more
+        return
+    except Exception as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        connection.send(f"{type(error).__name__}: {str(error)[:400]} ({where.filename}:{where.lineno})")
 
 
-def sweep(
-    layers: list[Layer], x: torch.Tensor, topks: list[StandardTopK], format_name: str
-) -> Iterator[dict[str, Any]]:
-    """Rows {plan, us} of everything tried; a plan that does not launch is left out."""
-    times: dict[Plan, float] = {}
+@dataclass(kw_only=True)
+class _Worker:
+    """A process as its parent sees it; `error` is why nothing more comes from it."""
 
-    def measure(plan: Plan | None) -> float:
-        if plan is None:
-            return float("inf")
-        if plan not in times:
-            times[plan] = _time(plan, layers, x, topks)
-        return times[plan]
+    group: Group
+    process: BaseProcess
+    connection: Connection
+    compiled_s: float = 0.0
+    error: str = ""
 
-    for start in starts(x.shape[0], layers[0].num_experts, layers[0].top_k, format_name):
-        merged: Changes = {}
-        for changes in first_round(start):
-            merged |= min(changes, key=lambda change: measure(_changed(start, change)))
-        best = min((start, _changed(start, merged)), key=measure) or start
-        if not best.direct:
-            min((_changed(best, choice) for choice in _LAST_ROUND), key=measure)
-    for plan, us in times.items():
-        if us < float("inf"):
-            yield {"plan": dataclasses.asdict(plan), "us": us}
+    def receive(self) -> Any:
+        """The next message; None and an error if there is none to come."""
+        try:
+            message = self.connection.recv()
+        except (EOFError, OSError):
+            self.process.join(5)
+            message = f"its process ended with exit code {self.process.exitcode}"
+        if isinstance(message, str):
+            self.error, message = message, None
+        return message
+
+    def times(self) -> tuple[list[Row], list[Row]]:
+        """Let it time its plans: rows and failures."""
+        with contextlib.suppress(OSError):  # it has died since: `receive` finds out
+            self.connection.send("your turn")
+        if not self.connection.poll(LONGEST_TIMING_S):
+            self.end(f"not timed after {LONGEST_TIMING_S:.0f} s")
+        message = None if self.error else self.receive()
+        return message or ([], [])
+
+    def end(self, error: str = "") -> None:
+        """No process is left behind."""
+        self.error = self.error or error
+        self.connection.close()
+        if self.process.is_alive():
+            self.process.join(0 if self.error else 10)
+            self.process.kill()
+            self.process.join()
 
 
-def _changed(plan: Plan, changes: Changes) -> Plan | None:
+Work = Callable[[Group, SearchSettings, Connection, Semaphore], None]
+
+
+def search_batch(
+    batch: list[Group], settings: SearchSettings, work: Work = search_in_process
+) -> tuple[list[Row], list[Row]]:
+    """Rows and failures of groups that run at the same time, a process each."""
+    context = multiprocessing.get_context("spawn")
+    preparing = context.Semaphore(PREPARING)
+    workers = []
+    for group in batch:
+        ours, theirs = context.Pipe()
+        process = context.Process(target=work, args=(group, settings, theirs, preparing), daemon=True)
+        process.start()
+        theirs.close()  # or its end would not be seen when the process dies
+        workers.append(_Worker(group=group, process=process, connection=ours))
+    rows: list[Row] = []
+    failures: list[Row] = []
     try:
-        return dataclasses.replace(plan, **changes)
-    except MoeConfigError:
-        return None
+        _wait_until_compiled(workers)
+        for worker in workers:
+            begin = time.monotonic()
+            found, failed = ([], []) if worker.error else worker.times()
+            rows, failures = rows + found, failures + failed
+            if worker.error:
+                failures.append(failure(worker.group, worker.error))
+                print(f"{worker.group}: {worker.error}", flush=True)
+                continue
+            timed = f"{len(found) // len(settings.kinds)} plans timed in {time.monotonic() - begin:.0f} s"
+            print(f"{worker.group}: compiled in {worker.compiled_s:.0f} s, {timed}", flush=True)
+    finally:
+        for worker in workers:
+            worker.end()
+    return rows, failures
 
 
-def _time(plan: Plan, layers: list[Layer], x: torch.Tensor, topks: list[StandardTopK]) -> float:
-    """Median of replays of one graph that calls every copy with an id set of its own, microseconds per call."""
-    out = torch.empty_like(x)
-
-    def calls() -> None:
-        for index in range(max(len(layers), len(topks))):
-            topk = topks[index % len(topks)]
-            run_layer(x, topk.ids, topk.weights, layers[index % len(layers)], plan, out)
-
-    try:
-        run_layer(x, topks[0].ids, topks[0].weights, layers[0], plan, out)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            calls()
-        graph.replay()
-        times = []
-        for _ in range(_REPLAYS):
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end) * 1e3 / max(len(layers), len(topks)))
-        return round(statistics.median(times), 2)
-    except Exception as error:  # too much shared memory, say: not a candidate
-        print(f"left out {plan}: {type(error).__name__}: {str(error)[:160]}", flush=True)
-        torch.cuda.synchronize()
-        return float("inf")
+def _wait_until_compiled(workers: list[_Worker]) -> None:
+    """Those that do not answer in time are ended: the card must be free while others time."""
+    begin = time.monotonic()
+    waiting = {worker.connection: worker for worker in workers}
+    while waiting:
+        answered = wait(list(waiting), max(0.0, begin + LONGEST_COMPILE_S - time.monotonic()))
+        for connection in answered:
+            worker = waiting.pop(connection)  # type: ignore[call-overload]
+            worker.receive()
+            worker.compiled_s = time.monotonic() - begin
+        if not answered:
+            for worker in waiting.values():
+                worker.end(f"not compiled after {LONGEST_COMPILE_S:.0f} s")
+            break

@@ -32,8 +32,8 @@ def compile_all(jobs: list[Job], free_bytes: float) -> None:
     """Call every job once; as many processes as there are cores and as the layer of the jobs fits into memory."""
     if not jobs:
         return
-    case, bits = CASES[jobs[0].model], {"bf16": 16, "fp8_block": 8}.get(jobs[0].format_name, 4.5)
-    layer_bytes = case.num_experts * 3 * case.hidden_size * case.intermediate_size * bits / 8
+    case = CASES[jobs[0].model]
+    layer_bytes = case.num_experts * case.expert_bytes(jobs[0].format_name)
     num_fitting = int(free_bytes / (LAYERS_PER_PROCESS * layer_bytes + CONTEXT_BYTES))
     in_processes(compile_one, jobs, num_fitting)
 

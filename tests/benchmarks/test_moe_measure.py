@@ -68,7 +68,7 @@ def no_card(monkeypatch: pytest.MonkeyPatch) -> None:
 def bench(**changes: Any) -> LayerBench:
     settings = {
         "tokens": [1, 5], "backends": ["twin"], "kinds": ["uniform", "zipf"], "num_sets": 6, "tune_seconds": 0.0,
-        "sweep": False, "seed": 3,
+        "seed": 3,
     } | changes  # fmt: skip
     return LayerBench(case=CASE, format_name="mxfp4", settings=Settings(**settings), device=CPU)
 
@@ -126,23 +126,6 @@ def test_a_backend_of_the_service_is_called_through_its_runner() -> None:
 def test_other_choices_are_measured_on_few_sets_before_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(list(harmed(monkeypatch, None).rows())) == 2
     assert [num_sets for _, num_sets, _ in FakeTimer.seen] == [4, 6, 6]
-
-
-def test_a_search_gives_a_row_per_plan_and_routing(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = harmed(monkeypatch, None)
-    layer.settings = dataclasses.replace(layer.settings, sweep=True)
-    monkeypatch.setattr(ExpertWeights, "layer", property(lambda self: self), raising=False)
-
-    def sweep(layers: list[Any], x_TH: torch.Tensor, topks: list[StandardTopK], format_name: str) -> list[Any]:
-        assert len(topks) == 6
-        return [{"plan": index, "us": 2.0} for index in range(len(layers))]
-
-    monkeypatch.setattr(moe_measure, "sweep", sweep)
-    rows = list(layer.rows())
-    assert layer.failures == []
-    assert [(row["routing"], row["plan"]) for row in rows] == [
-        (kind, plan) for kind in ("uniform", "zipf") for plan in range(8)
-    ]  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,11 +197,26 @@ def test_grown_copies_have_addresses_of_their_own() -> None:
     copy_into(twin.layers[1], twin.layers[0])
 
 
-@pytest.mark.parametrize("argv", [["--models", "gpt-5"], ["--backends", "cutlass"], ["--routing", "even"], ["--sweep"]])
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--models", "gpt-5"], ["--backends", "cutlass"], ["--routing", "even"], ["--sweep", "--compile"],
+        ["--sweep", "--backends", "triton,triton_kernels"], ["--sweep", "--tune-seconds", "3"],
+    ],
+)  # fmt: skip
 def test_unknown_names_are_refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         arguments(argv)
     assert argv[0] in capsys.readouterr().err
+
+
+def test_a_search_needs_no_other_option() -> None:
+    args = arguments(["--sweep"])
+    assert (args.backends, args.routing, args.sets) == (["triton"], ["uniform"], 6)
+    args = arguments(["--sweep", "--sets", "4", "--routing", "zipf", "--backends", "triton"])
+    assert (args.backends, args.routing, args.sets) == (["triton"], ["zipf"], 4)
+    args = arguments([])
+    assert (len(args.backends), args.routing, args.sets) == (6, ["uniform", "zipf"], 20)
 
 
 def test_a_job_compiles_by_one_call_and_tells_why_it_could_not(monkeypatch: pytest.MonkeyPatch) -> None:

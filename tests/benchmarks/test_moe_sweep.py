@@ -1,44 +1,222 @@
-"""The search of launch plans as far as a CPU can see it: where it sets out, and that it takes the best of each part."""
+"""The search of launch plans on a CPU: what is left out, what a row says, and that no process stops another."""
 
 import dataclasses
-from typing import Any
+import multiprocessing
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
-from benchmarks import moe_sweep
-from benchmarks.moe_cases import CASES
-from moe.kernels.plan import MAX_DIRECT_SLOTS, Plan
+from benchmarks import moe_groups, moe_sweep
+from benchmarks.moe_cases import CASES, random_experts
+from benchmarks.moe_groups import Group
+from benchmarks.moe_sweep import GroupSearch, SearchSettings, search_batch
+from moe.kernels.plan import Plan
+from moe.twin import moe_twin
+from moe.types import StandardTopK
+from tests.benchmarks import fake_searches
+
+CASE = dataclasses.replace(
+    CASES["gpt-oss-20b"], num_experts=8, top_k=2, hidden_size=64, intermediate_size=64, num_active={}
+)
+SETTINGS = SearchSettings(kinds=["uniform"], num_sets=3, seed=5, device="cpu")
+GROUP = Group(model="tiny", format_name="mxfp4", tokens=(1, 40), num_sets=3)
 
 
-@pytest.mark.parametrize("tokens", [1, 4, 8, 16, 64, 256, 1024, 4096])
-@pytest.mark.parametrize("model", CASES)
-def test_every_case_has_plans_to_set_out_from(model: str, tokens: int) -> None:
-    case = CASES[model]
-    plans = moe_sweep.starts(tokens, case.num_experts, case.top_k, "fp8_block")
-    assert plans
-    assert all(not plan.direct or tokens * case.top_k <= MAX_DIRECT_SLOTS for plan in plans)
-    assert any(plan.fp8_activations for plan in plans) == any(plan.block_m >= 64 for plan in plans)
-    if tokens >= 1024:
-        assert not any(plan.direct for plan in plans), "the last step of a table cannot be direct"
-    for plan in plans:
-        ones, twos = moe_sweep.first_round(plan)
-        assert all(moe_sweep._changed(plan, change) is not None for change in ones + twos)
+class FakeTimer:
+    """Runs the plan on every copy and says how many id sets it was given."""
+
+    seen: ClassVar[list[int]] = []
+
+    def __init__(self, contender: Any, x_TH: torch.Tensor, staged: list[Any], num_copies: int) -> None:
+        self.seen.append(num_copies)
+        for copy in range(num_copies):
+            contender.run(copy, x_TH, staged[0])
+
+    def us(self, staged: list[Any]) -> float:
+        return 10.004 * len(staged)
 
 
-def test_the_best_change_of_either_matrix_is_combined_and_plans_that_do_not_run_give_no_row(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def time(plan: Plan, layers: Any, x: torch.Tensor, topks: Any) -> float:
-        if plan.stages_1 == 6:  # would be the fastest, but does not launch
-            return float("inf")
-        return 100.0 - 10 * (plan.block_n_1 == 128) - 5 * (plan.split_k == 1) - (plan.warps_2 == 2)
+class Card:
+    """Stands in for the kernels: computes with the twin, except where a plan is told to break."""
 
-    monkeypatch.setattr(moe_sweep, "_time", time)
-    layer: Any = dataclasses.make_dataclass("Layer", ["num_experts", "top_k"])(32, 4)
-    rows = list(moe_sweep.sweep([layer], torch.empty(1, 8), [], "mxfp4"))
-    best = min(rows, key=lambda row: row["us"])
-    plan = Plan(**best["plan"])
-    assert (plan.block_n_1, plan.split_k, plan.warps_2, best["us"]) == (128, 1, 2, 84.0)
+    def __init__(self) -> None:
+        self.experts = random_experts(CASE, "mxfp4", torch.device("cpu"), seed=0)
+        self.wrong: Any = lambda plan: False
+        self.too_large: Any = lambda plan: False
+        self.layers: set[int] = set()
+
+    def run_layer(
+        self, x_TH: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, layer: Any, plan: Plan, out: torch.Tensor
+    ) -> None:
+        if self.too_large(plan):
+            raise RuntimeError("out of resource: shared memory")
+        self.layers.add(layer.w13.data.data_ptr())
+        out.copy_(moe_twin(x_TH, StandardTopK(weights, ids), self.experts, CASE.activation))
+        if self.wrong(plan):
+            out[-1] *= 1.5
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> Card:
+    card = Card()
+    monkeypatch.setitem(moe_groups.CASES, "tiny", CASE)
+    monkeypatch.setattr(moe_sweep, "run_layer", card.run_layer)
+    monkeypatch.setattr(moe_sweep, "Timer", FakeTimer)
+    monkeypatch.setattr(FakeTimer, "seen", [])
+    return card
+
+
+def searched(group: Group = GROUP, settings: SearchSettings = SETTINGS) -> tuple[GroupSearch, list[dict[str, Any]]]:
+    search = GroupSearch(group, settings)
+    search.prepare()
+    search.compile()
+    return search, list(search.rows())
+
+
+def test_a_row_per_plan_says_what_tables_are_made_of(card: Card) -> None:
+    search, rows = searched()
+    assert search.failures == []
+    for tokens in GROUP.tokens:
+        plans = [Plan(**row["plan"]) for row in rows if row["tokens"] == tokens]
+        assert plans == moe_sweep.candidates(CASE, tokens, "mxfp4")
+    row = rows[0]
+    assert (row["model"], row["format"], row["backend"], row["routing"]) == ("tiny", "mxfp4", "triton", "uniform")
+    assert (row["active_experts"], row["us"]) == (2, 30.01)
+    assert row["error"] < 0.01
+    assert row["floor_us"] >= 0
+    assert set(FakeTimer.seen) == {8}
+    assert len(card.layers) == 8  # so small a layer is copied
+
+
+def test_every_kind_of_routing_is_timed(card: Card) -> None:
+    settings = dataclasses.replace(SETTINGS, kinds=["uniform", "zipf"])
+    _, rows = searched(settings=settings)
+    assert [row["routing"] for row in rows] == ["uniform", "zipf"] * (len(rows) // 2)
+    assert len(FakeTimer.seen) == len(rows) // 2  # one graph serves both
+
+
+def test_a_wrong_plan_has_no_row_and_is_told(card: Card, capsys: pytest.CaptureFixture[str]) -> None:
+    card.wrong = lambda plan: plan.stages_1 == 3
+    search, rows = searched()
+    tried = [plan for tokens in GROUP.tokens for plan in moe_sweep.candidates(CASE, tokens, "mxfp4")]
+    wrong = [plan for plan in tried if plan.stages_1 == 3]
+    assert wrong
+    assert [Plan(**row["plan"]) for row in rows] == [plan for plan in tried if plan.stages_1 != 3]
+    assert len(search.failures) == len(wrong)
+    assert "not what the twin computes" in search.failures[0]["reason"]
+    assert str(wrong[0]) in search.failures[0]["reason"]
+    assert capsys.readouterr().out.count("wrong: tiny mxfp4") == len(wrong)
+
+
+def test_a_plan_that_does_not_launch_is_left_out_with_one_line(card: Card, capsys: pytest.CaptureFixture[str]) -> None:
+    card.too_large = lambda plan: plan.stages_1 == 6
+    search, rows = searched()
+    assert search.failures == []
+    assert rows
     assert all(row["plan"]["stages_1"] != 6 for row in rows)
-    assert len({Plan(**row["plan"]) for row in rows}) == len(rows)
+    lines = capsys.readouterr().out.splitlines()
+    tried = [plan for tokens in GROUP.tokens for plan in moe_sweep.candidates(CASE, tokens, "mxfp4")]
+    assert len(lines) == sum(plan.stages_1 == 6 for plan in tried) > 0
+    assert all(line.startswith("left out: tiny mxfp4 ") and "shared memory" in line for line in lines)
+
+
+def test_a_plan_that_breaks_while_it_is_timed_is_left_out_too(card: Card, capsys: pytest.CaptureFixture[str]) -> None:
+    search = GroupSearch(GROUP, SETTINGS)
+    search.prepare()
+    search.compile()
+    card.too_large = lambda plan: plan.stages_1 == 4
+    rows = list(search.rows())
+    assert rows
+    assert all(row["plan"]["stages_1"] != 4 for row in rows)
+    assert "left out: tiny mxfp4 1: " in capsys.readouterr().out
+
+
+def test_a_number_of_tokens_without_any_plan_is_a_failure(card: Card) -> None:
+    card.too_large = lambda plan: plan.direct
+    search, rows = searched()
+    assert {row["tokens"] for row in rows} == {40}
+    assert [(failure["tokens"], failure["reason"]) for failure in search.failures] == [
+        (1, "no plan launches and is right")
+    ]
+
+
+def in_process(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Messages of a process whose turn comes at once."""
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)  # of this process they shall stay
+    ours, theirs = multiprocessing.Pipe()
+    semaphore = multiprocessing.get_context("spawn").Semaphore(1)
+    ours.send("your turn")
+    moe_sweep.search_in_process(GROUP, SETTINGS, theirs, semaphore)
+    assert semaphore.acquire(timeout=0)  # another may prepare
+    messages = []
+    while ours.poll(0):
+        messages.append(ours.recv())
+    return messages
+
+
+def test_a_process_says_when_it_has_compiled_and_then_sends_rows(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled, (rows, failures) = in_process(monkeypatch)
+    assert compiled is None
+    assert len(rows) == len(FakeTimer.seen) > 0
+    assert failures == []
+
+
+def test_a_process_that_cannot_prepare_says_why(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    def prepare(*arguments: Any) -> Any:
+        raise MemoryError("too many layers")
+
+    monkeypatch.setattr(moe_sweep.moe_contenders, "prepare", prepare)
+    (message,) = in_process(monkeypatch)
+    assert message.startswith("MemoryError: too many layers (")
+
+
+def test_a_process_whose_parent_has_gone_ends(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
+    ours, theirs = multiprocessing.Pipe()
+    ours.close()
+    moe_sweep.search_in_process(GROUP, SETTINGS, theirs, multiprocessing.get_context("spawn").Semaphore(1))
+    assert FakeTimer.seen == []
+
+
+def batch(*models: str) -> list[Group]:
+    return [Group(model=model, format_name="mxfp4", tokens=(1, 4), num_sets=3) for model in models]
+
+
+def test_turns_come_after_all_have_compiled_and_never_overlap(capsys: pytest.CaptureFixture[str]) -> None:
+    rows, failures = search_batch(batch("a", "b", "c"), SETTINGS, fake_searches.work)
+    assert [row["model"] for row in rows] == ["a", "b", "c"]
+    assert {failure["reason"] for failure in failures} == {"one plan was wrong"}
+    assert max(row["compiled"] for row in rows) < min(row["begin"] for row in rows)
+    assert rows[0]["end"] < rows[1]["begin"]
+    assert rows[1]["end"] < rows[2]["begin"]
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(": compiled in ")[0] for line in lines] == ["a mxfp4 1,4", "b mxfp4 1,4", "c mxfp4 1,4"]
+    assert all(line.endswith("1 plans timed in 0 s") for line in lines)
+
+
+def test_processes_that_die_or_fail_cost_their_own_rows_only(capsys: pytest.CaptureFixture[str]) -> None:
+    rows, failures = search_batch(batch("dies", "fails", "dies late", "good"), SETTINGS, fake_searches.work)
+    assert [row["model"] for row in rows] == ["good"]
+    reasons = {failure["model"]: failure["reason"] for failure in failures}
+    assert reasons == {
+        "dies": "its process ended with exit code 3",
+        "fails": "RuntimeError: no memory",
+        "dies late": "its process ended with exit code 4",
+        "good": "one plan was wrong",
+    }
+    assert failures[0]["tokens"] == [1, 4]
+    assert multiprocessing.active_children() == []
+    assert "dies mxfp4 1,4: its process ended" in capsys.readouterr().out
+
+
+def test_processes_that_hang_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moe_sweep, "LONGEST_TIMING_S", 0.5)
+    rows, failures = search_batch(batch("hangs late", "good"), SETTINGS, fake_searches.work)
+    assert [row["model"] for row in rows] == ["good"]
+    assert {failure["reason"] for failure in failures} == {"one plan was wrong", "not timed after 0 s"}
+    monkeypatch.setattr(moe_sweep, "LONGEST_COMPILE_S", 0.0)
+    rows, failures = search_batch(batch("hangs"), SETTINGS, fake_searches.work)
+    assert rows == []
+    assert [failure["reason"] for failure in failures] == ["not compiled after 0 s"]
+    assert multiprocessing.active_children() == []
