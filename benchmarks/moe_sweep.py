@@ -105,7 +105,7 @@ class GroupSearch:
                 try:
                     case.errors[plan] = check(Planned(self._layers, plan), case.expected)
                 except ValueError as error:
-                    self._wrong(num_tokens, f"{plan}: {error}")
+                    self._wrong(num_tokens, f"{_brief(plan)}: {error}")
                 except Exception as error:  # too much shared memory, say: not a candidate
                     self._left_out(num_tokens, plan, error)
             if not case.errors:
@@ -125,8 +125,8 @@ class GroupSearch:
             for plan, error in case.errors.items():
                 try:
                     times = self._times(case, plan, group.num_copies(num_tokens))
-                except Exception as error:
-                    self._left_out(num_tokens, plan, error)
+                except Exception as broken:
+                    self._left_out(num_tokens, plan, broken)
                     continue
                 for kind, us in times.items():
                     yield row | fields[kind] | {"plan": dataclasses.asdict(plan), "us": us, "error": error}
@@ -146,7 +146,14 @@ class GroupSearch:
 
     def _left_out(self, num_tokens: int, plan: Plan, error: Exception) -> None:
         reason = f"{type(error).__name__}: {str(error)[:160]}"
-        print(f"left out: {self.group.model} {self.group.format_name} {num_tokens}: {plan}: {reason}", flush=True)
+        where = f"{self.group.model} {self.group.format_name} {num_tokens}: {_brief(plan)}"
+        print(f"left out: {where}: {reason}", flush=True)
+
+
+def _brief(plan: Plan) -> str:
+    """What is not as usual."""
+    fields = [(field, getattr(plan, field.name)) for field in dataclasses.fields(plan)]
+    return " ".join(f"{field.name}={value}" for field, value in fields if value != field.default)
 
 
 def failure(group: Group, reason: str, num_tokens: int | None = None) -> Row:

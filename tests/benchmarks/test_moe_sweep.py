@@ -1,13 +1,16 @@
 """The search of launch plans on a CPU: what is left out, what a row says, and that no process stops another."""
 
 import dataclasses
+import json
 import multiprocessing
+import sys
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
 
-from benchmarks import moe_groups, moe_sweep
+from benchmarks import bench_moe, moe_groups, moe_sweep, moe_tables
 from benchmarks.moe_cases import CASES, random_experts
 from benchmarks.moe_groups import Group
 from benchmarks.moe_sweep import GroupSearch, SearchSettings, search_batch
@@ -105,7 +108,7 @@ def test_a_wrong_plan_has_no_row_and_is_told(card: Card, capsys: pytest.CaptureF
     assert [Plan(**row["plan"]) for row in rows] == [plan for plan in tried if plan.stages_1 != 3]
     assert len(search.failures) == len(wrong)
     assert "not what the twin computes" in search.failures[0]["reason"]
-    assert str(wrong[0]) in search.failures[0]["reason"]
+    assert search.failures[0]["reason"].startswith("direct=True block_m=8 block_n_1=64 block_n_2=64 stages_1=3 ")
     assert capsys.readouterr().out.count("wrong: tiny mxfp4") == len(wrong)
 
 
@@ -220,3 +223,39 @@ def test_processes_that_hang_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows == []
     assert [failure["reason"] for failure in failures] == ["not compiled after 0 s"]
     assert multiprocessing.active_children() == []
+
+
+def test_the_command_writes_a_document_that_plan_tables_are_made_of(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    taken: list[list[Group]] = []
+
+    def search(groups: list[Group], settings: SearchSettings) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        taken.append(groups)
+        assert settings.device == "cuda"
+        rows = []
+        for group in groups:
+            for tokens in group.tokens:
+                for us, plan in enumerate(moe_sweep.candidates(group.case, tokens, group.format_name)):
+                    row = {"model": group.model, "format": group.format_name, "tokens": tokens, "routing": "uniform"}
+                    rows.append(row | {"plan": dataclasses.asdict(plan), "us": 1.0 + us})
+        return rows, [moe_sweep.failure(groups[0], "one died")]
+
+    monkeypatch.setattr(bench_moe, "search_batch", search)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (20 * 10**9, 10**11))
+    out = tmp_path / "sweep.json"
+    command = "bench_moe --sweep --models gpt-oss-120b,deepseek-v3-quarter --formats mxfp4,fp8_block --tokens 1024,1"
+    monkeypatch.setattr(sys, "argv", [*command.split(), "--commit", "abc", "--out", str(out)])
+    bench_moe.main()
+    assert {(group.model, group.format_name) for groups in taken for group in groups} == {
+        ("gpt-oss-120b", "mxfp4"), ("deepseek-v3-quarter", "fp8_block")
+    }  # fmt: skip
+    document = json.loads(out.read_text())
+    entries = moe_tables.plan_entries(document["rows"], "here")
+    assert [(entry["format"], entry["card"], entry["commit"], len(entry["steps"])) for entry in entries] == [
+        ("mxfp4", "NVIDIA H200", "abc", 2), ("fp8_block", "NVIDIA H200", "abc", 2)
+    ]  # fmt: skip
+    assert len(document["failures"]) == len(taken)
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (last["num_rows"], last["environment"]["num_sets"]) == (len(document["rows"]), 6)
