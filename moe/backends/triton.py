@@ -118,16 +118,24 @@ class TritonBackend(Backend):
         config: MoeRunnerConfig,
         dispatch_format: DispatchFormat,
     ) -> Sequence[Probe]:
-        """One for each plan, since each is device code of its own. Masked rows are never run by direct plans."""
-        bounds: dict[Plan, int | None] = {}
+        """One for all device code there is: each plan, twice where it takes few tokens and more.
+
+        Masked rows are never run by direct plans.
+        """
+        bounds: dict[tuple[Plan, bool], int | None] = {}
+        before = 0
         for bound, plan in quant_info.plans.steps:
-            bounds.pop(plan, None)  # of equal plans the last counts
-            bounds[plan] = bound
+            few = plan.few_tokens if plan.direct else 0
+            for is_few, end in ((True, few if bound is None else min(bound, few)), (False, bound)):
+                if end is None or end > (before if is_few else few):
+                    bounds.pop((plan, is_few), None)  # of equal plans the last counts
+                    bounds[plan, is_few] = end
+            before = bound or before
         tolerance = self.tolerance_for(format_name, config)
         may_be_direct = dispatch_format is not DispatchFormat.DEEPEP_LL
         return [
             _probe(quant_info, plan, bound, tolerance)
-            for plan, bound in bounds.items()
+            for (plan, _), bound in bounds.items()
             if may_be_direct or not plan.direct
         ]
 
@@ -146,7 +154,7 @@ class TritonBackend(Backend):
 
 
 def _probe(quant_info: TritonMoeQuantInfo, plan: Plan, bound: int | None, tolerance: float) -> Probe:
-    """Crowds: for direct plans more than a tile; for grouped ones a whole tile, and one for half the height."""
+    """Crowds: for direct plans more than a tile, for grouped ones a whole tile; and one for half the height."""
     steps = ((bound, plan), quant_info.plans.steps[-1]) if plan.direct else ((None, plan),)
     kind = "direct" if plan.direct else "grouped"
     precision = "FP8 activations, " if plan.fp8_activations else ""
@@ -156,7 +164,7 @@ def _probe(quant_info: TritonMoeQuantInfo, plan: Plan, bound: int | None, tolera
         quantize_input=fp8_groups if plan.fp8_activations else None,
         tolerance=_FP8_TOLERANCE if plan.fp8_activations else tolerance,
         max_tokens=bound,
-        crowds=(2 * plan.block_m,) if plan.direct else (plan.block_m, 3 * plan.block_m // 8),
+        crowds=(2 * plan.block_m if plan.direct else plan.block_m, 3 * plan.block_m // 8),
         name=f"{kind} plan {plan.block_m} x {plan.block_n_1} ({precision}{number} tokens)",
     )
 

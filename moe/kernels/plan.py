@@ -38,6 +38,11 @@ class Plan:
     fp8_activations: bool = False
     pdl: bool = False
 
+    @property
+    def few_tokens(self) -> int:
+        """Rows of the lowest tile. A direct plan runs other code where tokens are no more than that."""
+        return self.block_m >> (self.heights - 1)
+
     def __post_init__(self) -> None:
         for field, low in (("block_m", 8), ("block_n_1", 64), ("block_n_2", 64), ("warps_1", 1), ("warps_2", 1)):
             value = getattr(self, field)
@@ -52,5 +57,5 @@ class Plan:
             raise MoeConfigError(
                 "plan fp8_activations belongs to grouped plans: few tokens are bound by reading weights"
             )
-        if not 1 <= self.heights <= 3 or self.block_m >> (self.heights - 1) < 8:
+        if not 1 <= self.heights <= 3 or self.few_tokens < 8:
             raise MoeConfigError(f"plan heights is {self.heights}: 1 to 3, and the lowest tile must hold 8 rows")

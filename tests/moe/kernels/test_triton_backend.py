@@ -129,15 +129,31 @@ def test_every_plan_of_the_table_is_a_probe_of_its_own() -> None:
     info = TritonBackend().prepare(ExpertWeights(w13=w13, w2=w2), CONFIG, Topology())
     info = replace(info, plans=PlanTable(steps))
     standard = TritonBackend().probes(info, "fp8_block", CONFIG, DispatchFormat.STANDARD)
-    assert [probe.max_tokens for probe in standard] == [8, 16, 1023, None], "equal plans are checked once"
-    for probe, (_, plan) in zip(standard, steps[1:4] + steps[5:], strict=True):
+    assert [probe.max_tokens for probe in standard] == [4, 8, 16, 1023, None], "equal plans are checked once"
+    for probe, (_, plan) in zip(standard, steps[:3] + steps[4:], strict=True):
         assert probe.quant_info.plans.pick(probe.max_tokens or 5000) == plan
         assert probe.quant_info.layer is info.layer
         assert probe.quantize_input is (activation_quant.fp8_groups if plan is fp8 else None)
         assert probe.tolerance == (0.08 if plan is fp8 else 0.015)
     assert len({probe.name for probe in standard}) == len(standard)
     masked = TritonBackend().probes(info, "fp8_block", CONFIG, DispatchFormat.DEEPEP_LL)
-    assert masked == standard[2:], "masked rows take grouped plans"
+    assert masked == standard[3:], "masked rows take grouped plans"
+
+
+def test_few_tokens_of_a_direct_plan_are_a_probe_of_their_own_if_it_takes_more() -> None:
+    direct = Plan(direct=True, block_m=32, heights=3, block_n_1=64, block_n_2=64)
+    grouped = Plan(direct=False, block_m=32, block_n_1=128, block_n_2=64)
+    w13, w2 = (Bf16Weight(part.bfloat16()) for part in hostile.dense_experts(8, 64, 64))
+    info = TritonBackend().prepare(ExpertWeights(w13=w13, w2=w2), CONFIG, Topology())
+    wide = replace(direct, block_n_1=128)
+    for steps, want in (
+        (((64, direct), (None, grouped)), [(8, direct), (64, direct), (None, grouped)]),
+        (((6, wide), (64, direct), (None, grouped)), [(6, wide), (8, direct), (64, direct), (None, grouped)]),
+        (((8, wide), (64, direct), (None, grouped)), [(8, wide), (64, direct), (None, grouped)]),
+    ):
+        probes = TritonBackend().probes(replace(info, plans=PlanTable(steps)), "bf16", CONFIG, DispatchFormat.STANDARD)
+        assert [(probe.max_tokens, probe.quant_info.plans.pick(probe.max_tokens or 999)) for probe in probes] == want
+        assert probes[-2].crowds == (64, 12), "two whole tiles, and one of half the height"
 
 
 def test_plans_that_contradict_themselves_are_refused() -> None:
