@@ -125,11 +125,13 @@ class TritonBackend(Backend):
         bounds: dict[tuple[Plan, bool], int | None] = {}
         before = 0
         for bound, plan in quant_info.plans.steps:
-            few = plan.few_tokens if plan.direct else 0
-            for is_few, end in ((True, few if bound is None else min(bound, few)), (False, bound)):
-                if end is None or end > (before if is_few else few):
-                    bounds.pop((plan, is_few), None)  # of equal plans the last counts
-                    bounds[plan, is_few] = end
+            ends = [bound]
+            if plan.direct and bound is not None and before < plan.few_tokens < bound:
+                ends = [plan.few_tokens, bound]
+            for end in ends:
+                key = plan, plan.direct and end is not None and end <= plan.few_tokens
+                bounds.pop(key, None)  # of equal plans the last counts
+                bounds[key] = end
             before = bound or before
         tolerance = self.tolerance_for(format_name, config)
         may_be_direct = dispatch_format is not DispatchFormat.DEEPEP_LL

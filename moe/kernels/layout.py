@@ -121,14 +121,14 @@ def _pack_one(
     if isinstance(one, Fp8BlockWeight):
         raw = _blocks(one.data.view(torch.uint8), index, step).int().unflatten(-1, (2, -1))
         words = (raw[..., 0, :] | raw[..., 1, :] << 8).to(torch.int16)
-        return words, _fp8_scales(one.scale_inv, index, raw.shape[0])
+        return words, _fp8_scales(one.scale_inv, index)
     codes = torch.stack((one.codes & 0xF, one.codes >> 4), dim=-1).flatten(-2)
     if isinstance(one, Nvfp4Weight):  # a scale of zero has no exponent: its codes become zeros instead
         codes = codes.masked_fill((one.scales.float() == 0).repeat_interleave(16, -1), 0)
     words = pack_e2m1(_blocks(codes, index, step).int().unflatten(-1, (4, -1)))
     if isinstance(one, Mxfp4Weight):
-        fields = one.scales.int() - top + _TOP_FIELD
-        scale_bytes = torch.where(one.scales == 255, 255, fields.clamp(0, _TOP_FIELD)).to(torch.uint8)
+        fields = one.scales.int() - top + _TOP_FIELD  # 0 .. _TOP_FIELD, since no finite scale is above `top`
+        scale_bytes = torch.where(one.scales == 255, 255, fields).to(torch.uint8)
     else:
         scale_bytes = pack_fraction_scales(one.scales.float())
     scale_words = _blocks(scale_bytes, index, 4).contiguous().view(torch.int16)
@@ -150,11 +150,10 @@ def _max_exponent(scales: torch.Tensor) -> int:
     return int(finite.max()) if scales.numel() else 0
 
 
-def _fp8_scales(scale_inv: torch.Tensor, index: torch.Tensor, num_steps: int) -> torch.Tensor:
+def _fp8_scales(scale_inv: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """[N/128, K/128] to [S, B, 8]: the scale of every eight rows, which share a block since pairs are eight wide."""
     rows_8 = index[::PAIR]
     scale = scale_inv.float()[rows_8.clamp(min=0) // 128].masked_fill(rows_8[:, None] < 0, 0.0)
-    scale = torch.nn.functional.pad(scale, (0, num_steps - scale.shape[1]))
     return scale.unflatten(0, (len(index) // ROWS, ROWS // PAIR)).permute(2, 0, 1).contiguous()
 
 
