@@ -136,11 +136,11 @@ def _store(
 
 @triton.jit
 def _tile(
-    x_ptr, xs_ptr, w_ptr, s_ptr, post_ptr, bias_ptr, out_ptr, weights_ptr,
+    x_ptr, xs_ptr, w_ptr, s_ptr, tail_ptr, post_ptr, bias_ptr, out_ptr, weights_ptr,
     expert, slot_M, block, split, x_stride, xs_stride, num_cols, num_out, num_blocks, num_steps, alpha, beta, limit,
     FORMAT: tl.constexpr, IS_FIRST: tl.constexpr, TOPK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STEP_K: tl.constexpr, WORDS: tl.constexpr, SPLIT_K: tl.constexpr, NUM_STAGES: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_LIMIT: tl.constexpr, SHORT_K: tl.constexpr, WIDE: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_LIMIT: tl.constexpr, SHORT_K: tl.constexpr, HAS_TAIL: tl.constexpr, WIDE: tl.constexpr,
     USE_ASM: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """One tile of `expert`, from its rows' slots (-1 for none) to the stored result."""
@@ -149,7 +149,7 @@ def _tile(
     source_M = row_M // TOPK if IS_FIRST else row_M
     if WIDE:  # 64-bit offsets where 32 bits are too few; they cost registers
         row_M, source_M = row_M.to(tl.int64), source_M.to(tl.int64)
-    x_ptrs = x_ptr + (source_M * x_stride)[:, None] + tl.arange(0, STEP_K)[None, :]
+    x_ptr_M = x_ptr + source_M * x_stride
     begin, end = num_steps * split // SPLIT_K, num_steps * (split + 1) // SPLIT_K
     first_row = block * BLOCK_N
     IS_FP8: tl.constexpr = (FORMAT == FP8_BLOCK) | (FORMAT == FP8_BOTH)
@@ -157,7 +157,7 @@ def _tile(
     ROWS: tl.constexpr = BLOCK_N // PARTS
     if IS_FP8:
         acc, acc_1 = multiply_fp8(
-            x_ptrs, xs_ptr + source_M, xs_stride, is_row_M, w_ptr, s_ptr, expert, first_row, begin, end, num_blocks,
+            x_ptr_M, xs_ptr + source_M, xs_stride, is_row_M, w_ptr, s_ptr, expert, first_row, begin, end, num_blocks,
             num_steps, num_cols,
             FORMAT, BLOCK_M, ROWS, PARTS, STEP_K, WORDS, NUM_STAGES, SHORT_K, USE_ASM, INTERPRET,
         )  # fmt: skip
@@ -168,8 +168,8 @@ def _tile(
             )  # fmt: skip
     else:
         acc = multiply(
-            x_ptrs, is_row_M, w_ptr, s_ptr, expert, first_row, begin, end, num_blocks, num_steps, num_cols,
-            FORMAT, BLOCK_M, BLOCK_N, STEP_K, WORDS, NUM_STAGES, SHORT_K, USE_ASM, INTERPRET,
+            x_ptr_M, is_row_M, w_ptr, s_ptr, tail_ptr, expert, first_row, begin, end, num_blocks, num_steps, num_cols,
+            FORMAT, BLOCK_M, BLOCK_N, STEP_K, WORDS, NUM_STAGES, SHORT_K, HAS_TAIL, USE_ASM, INTERPRET,
         )  # fmt: skip
     _store(
         acc, post_ptr, bias_ptr, out_ptr, weights_ptr, expert, is_row_M, row_M, first_row, split, num_out, num_blocks,
@@ -179,14 +179,14 @@ def _tile(
 
 @triton.jit(do_not_specialize=["num_tokens", "first_expert", "num_experts"])
 def direct_gemm(
-    x_ptr, xs_ptr, w_ptr, s_ptr, post_ptr, bias_ptr, out_ptr, ids_ptr, weights_ptr,
+    x_ptr, xs_ptr, w_ptr, s_ptr, tail_ptr, post_ptr, bias_ptr, out_ptr, ids_ptr, weights_ptr,
     num_tokens, first_expert, num_experts, x_stride, xs_stride, num_cols, num_out, num_blocks, num_steps, alpha, beta,
     limit,
     FORMAT: tl.constexpr, IS_FIRST: tl.constexpr, BY_EXPERT: tl.constexpr, TOPK: tl.constexpr,
     CHOICES_PAD: tl.constexpr, SLOTS_PAD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEP_K: tl.constexpr, WORDS: tl.constexpr, SPLIT_K: tl.constexpr,
     NUM_STAGES: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_LIMIT: tl.constexpr,
-    SHORT_K: tl.constexpr, WIDE: tl.constexpr,
+    SHORT_K: tl.constexpr, HAS_TAIL: tl.constexpr, WIDE: tl.constexpr,
     USE_ASM: tl.constexpr, USE_PDL: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """A layer's GEMM for few tokens: every program finds its expert's slots by itself, at most SLOTS_PAD in all.
@@ -224,22 +224,22 @@ def direct_gemm(
             is_row_MS = rank_S[None, :] == begin + tl.arange(0, BLOCK_M)[:, None]
             slot_M = tl.max(tl.where(is_row_MS, tl.arange(0, SLOTS_PAD)[None, :], -1), axis=1)
         _tile(
-            x_ptr, xs_ptr, w_ptr, s_ptr, post_ptr, bias_ptr, out_ptr, weights_ptr,
+            x_ptr, xs_ptr, w_ptr, s_ptr, tail_ptr, post_ptr, bias_ptr, out_ptr, weights_ptr,
             expert, slot_M, block, split, x_stride, xs_stride, num_cols, num_out, num_blocks, num_steps, alpha, beta,
             limit,
             FORMAT, IS_FIRST, TOPK, BLOCK_M, BLOCK_N, STEP_K, WORDS, SPLIT_K, NUM_STAGES, HAS_BIAS, HAS_LIMIT,
-            SHORT_K, WIDE, USE_ASM, INTERPRET,
+            SHORT_K, HAS_TAIL, WIDE, USE_ASM, INTERPRET,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_tiles", "tile_group", "xs_stride"])
 def grouped_gemm(
-    x_ptr, xs_ptr, w_ptr, s_ptr, post_ptr, bias_ptr, out_ptr, slots_ptr, tiles_ptr, weights_ptr,
+    x_ptr, xs_ptr, w_ptr, s_ptr, tail_ptr, post_ptr, bias_ptr, out_ptr, slots_ptr, tiles_ptr, weights_ptr,
     num_tiles, tile_group, x_stride, xs_stride, num_cols, num_out, num_blocks, num_steps, alpha, beta, limit,
     FORMAT: tl.constexpr, IS_FIRST: tl.constexpr, TOPK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEP_K: tl.constexpr, WORDS: tl.constexpr, NUM_STAGES: tl.constexpr,
     NUM_HEIGHTS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_LIMIT: tl.constexpr,
-    SHORT_K: tl.constexpr, WIDE: tl.constexpr,
+    SHORT_K: tl.constexpr, HAS_TAIL: tl.constexpr, WIDE: tl.constexpr,
     USE_ASM: tl.constexpr, USE_PDL: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """The same for many tokens: a tile is a run of slots sorted by expert, as `group.group_slots` wrote it.
@@ -270,9 +270,9 @@ def grouped_gemm(
             position = start + tl.arange(0, BLOCK_M >> shift)
             slot_M = tl.load(slots_ptr + position, mask=position < end, other=-1)
             _tile(
-                x_ptr, xs_ptr, w_ptr, s_ptr, post_ptr, bias_ptr, out_ptr, weights_ptr,
+                x_ptr, xs_ptr, w_ptr, s_ptr, tail_ptr, post_ptr, bias_ptr, out_ptr, weights_ptr,
                 expert, slot_M, block, 0, x_stride, xs_stride, num_cols, num_out, num_blocks, num_steps, alpha, beta,
                 limit,
                 FORMAT, IS_FIRST, TOPK, BLOCK_M >> shift, BLOCK_N, STEP_K, WORDS, 1, NUM_STAGES, HAS_BIAS, HAS_LIMIT,
-                SHORT_K, WIDE, USE_ASM, INTERPRET,
+                SHORT_K, HAS_TAIL, WIDE, USE_ASM, INTERPRET,
             )  # fmt: skip

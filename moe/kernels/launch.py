@@ -121,7 +121,7 @@ def _gemm(
         format_code, num_cols, data, words = FP8_BOTH.value, num_steps * step, data.view(torch.float8_e4m3fn), 2 * words
         xs_stride = x.shape[0]
     matrices = (
-        x, x_scale, data, scales, matrix.post, matrix.bias if has_bias else matrix.post, out,
+        x, x_scale, data, scales, data if matrix.tail is None else matrix.tail, matrix.post, matrix.bias if has_bias else matrix.post, out,
     )  # fmt: skip
     sizes = (
         x.stride(0), xs_stride, num_cols, out.shape[-1], num_blocks, num_steps,
@@ -132,7 +132,7 @@ def _gemm(
         "BLOCK_N": block_n, "STEP_K": step, "WORDS": words,
         "NUM_STAGES": plan.stages_1 if is_first else plan.stages_2, "HAS_BIAS": has_bias,
         "HAS_LIMIT": activation.limit is not None, "SHORT_K": num_cols < step,
-        "WIDE": max(x.shape[0] * x.stride(0), out.numel()) > _INT32_MAX,
+        "HAS_TAIL": matrix.tail is not None, "WIDE": max(x.shape[0] * x.stride(0), out.numel()) > _INT32_MAX,
         "USE_ASM": not interpret, "USE_PDL": plan.pdl, "INTERPRET": interpret,
         "num_warps": plan.warps_1 if is_first else plan.warps_2,
     }  # fmt: skip

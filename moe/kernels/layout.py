@@ -5,7 +5,9 @@ side: programs of neighbouring rows, which run side by side, read neighbouring m
 
     bf16   data [E, K/step, N/64, 64, words]; words are the numbers
     FP8    the same in int16 words, see `bits.py`, and scales [E, K/step, N/64, 8]: one fp32 per 8 rows
-    FP4    data [E, K/step, N/64, 64 * words + 128]: int16 words of 64 rows, then one int32 of four scale bytes per row
+    FP4    data [E, K/step, N/64, 64 * words + 128]: int16 words of 64 rows, then one int32 of four scale bytes per row;
+           where MXFP4 columns after the last whole step fill no more than half of another, tail [E, N/64, 32 * words +
+           128] holds the last half step of columns the same way, and the steps end before
 
 w13 rows are interleaved in groups of eight, [8 gate, 8 up, 8 gate, ...], which puts both halves of a gated pair into
 one thread's accumulators. N is padded with zero rows. Where no whole number of steps fills K, the last step covers the
@@ -43,13 +45,14 @@ class PackedMatrix:
     num_cols: int
     data: torch.Tensor
     scales: torch.Tensor | None
+    tail: torch.Tensor | None
     post: torch.Tensor
     bias: torch.Tensor | None
 
     @property
     def nbytes(self) -> int:
         """Bytes a kernel reads when it reads everything once."""
-        parts = (self.data, self.scales, self.post, self.bias)
+        parts = (self.data, self.scales, self.tail, self.post, self.bias)
         return sum(part.nbytes for part in parts if part is not None)
 
 
@@ -80,20 +83,27 @@ def pack_matrix(weight: Weight, bias: torch.Tensor | None, *, is_gated: bool) ->
         raise WeightFormatError(f"fp8_block experts need an intermediate size that {PAIR} divides, got {num_rows // 2}")
     index = (interleave_index if is_gated else plain_index)(num_rows).to(weight.device)
     top = _max_exponent(weight.scales) if isinstance(weight, Mxfp4Weight) else 0
-    data, scales = [], []
+    data, scales, tails = [], [], []
     for expert in range(num_experts):  # one expert at a time bounds the memory that unpacking takes
-        packed, scale = _pack_one(weight.select(expert), index, top)
+        packed, scale, tail = _pack_one(weight.select(expert), index, top)
         data.append(packed)
         scales.append(scale)
+        tails.append(tail)
     return PackedMatrix(
         format_name=weight.format_name,
         num_rows=num_rows,
         num_cols=num_cols,
         data=torch.stack(data),
-        scales=None if scales[0] is None else torch.stack([s for s in scales if s is not None]),
+        scales=_stack(scales),
+        tail=_stack(tails),
         post=_post(weight, top),
         bias=None if bias is None else _take_rows(bias.float().mT, index).mT.contiguous(),
     )
+
+
+def _stack(parts: list[torch.Tensor | None]) -> torch.Tensor | None:
+    given = [part for part in parts if part is not None]
+    return torch.stack(given) if given else None
 
 
 def pack_e2m1(codes_J: torch.Tensor) -> torch.Tensor:
@@ -114,25 +124,44 @@ def pack_fraction_scales(scales: torch.Tensor) -> torch.Tensor:
 
 def _pack_one(
     one: Bf16Weight | Fp8BlockWeight | Mxfp4Weight | Nvfp4Weight, index: torch.Tensor, top: int
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Data, scales and tail of a matrix."""
     step = STEP[one.format_name]
     if isinstance(one, Bf16Weight):
-        return _blocks(one.data.to(torch.bfloat16), index, step), None
+        return _blocks(one.data.to(torch.bfloat16), index, step), None, None
     if isinstance(one, Fp8BlockWeight):
         raw = _blocks(one.data.view(torch.uint8), index, step).int().unflatten(-1, (2, -1))
         words = (raw[..., 0, :] | raw[..., 1, :] << 8).to(torch.int16)
-        return words, _fp8_scales(one.scale_inv, index)
+        return words, _fp8_scales(one.scale_inv, index), None
     codes = torch.stack((one.codes & 0xF, one.codes >> 4), dim=-1).flatten(-2)
     if isinstance(one, Nvfp4Weight):  # a scale of zero has no exponent: its codes become zeros instead
         codes = codes.masked_fill((one.scales.float() == 0).repeat_interleave(16, -1), 0)
-    words = pack_e2m1(_blocks(codes, index, step).int().unflatten(-1, (4, -1)))
     if isinstance(one, Mxfp4Weight):
         fields = one.scales.int() - top + _TOP_FIELD  # 0 .. _TOP_FIELD, since no finite scale is above `top`
         scale_bytes = torch.where(one.scales == 255, 255, fields).to(torch.uint8)
     else:
         scale_bytes = pack_fraction_scales(one.scales.float())
+    if not has_tail(one.format_name, codes.shape[1]):
+        return _fp4_blocks(codes, scale_bytes, index, step), None, None
+    whole = codes.shape[1] // step * step
+    missing = whole + step // 2 - codes.shape[1]
+    pad = torch.nn.functional.pad
+    data = _fp4_blocks(codes[:, :whole], scale_bytes[:, : whole // 32], index, step)
+    tail_bytes = pad(scale_bytes[:, whole // 32 :], (missing // 32, 0)).repeat_interleave(2, dim=-1)  # runs of 16
+    return data, None, _fp4_blocks(pad(codes[:, whole:], (missing, 0)), tail_bytes, index, step // 2)[0]
+
+
+def has_tail(format_name: str, num_cols: int) -> bool:
+    """Whether the last columns are a tail, half a step wide, instead of a step."""
+    step = STEP[format_name]
+    return format_name == "mxfp4" and num_cols > step and 0 < num_cols % step <= step // 2
+
+
+def _fp4_blocks(codes: torch.Tensor, scale_bytes: torch.Tensor, index: torch.Tensor, step: int) -> torch.Tensor:
+    """Codes [N, K] and scale bytes [N, 4 * S] to int16 [S, B, 16 * step + 128]."""
+    words = pack_e2m1(_blocks(codes, index, step).int().unflatten(-1, (4, -1)))
     scale_words = _blocks(scale_bytes, index, 4).contiguous().view(torch.int16)
-    return torch.cat((words.flatten(-2), scale_words.flatten(-2)), dim=-1), None
+    return torch.cat((words.flatten(-2), scale_words.flatten(-2)), dim=-1)
 
 
 def _post(weight: Weight, top: int) -> torch.Tensor:

@@ -105,19 +105,49 @@ def _weight_ptrs(
 
 
 @triton.jit
+def _load_tail(
+    x_ptr_M, is_row_M, tail_ptr, expert, first_row, step_end, num_blocks, num_steps, num_cols,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEP_K: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
+    """Activations, words and scales of the last columns, STEP_K of them, for the part of K that ends with them.
+
+    Other parts get zeros. As in `_activations`, tall tiles have no masks; they take K in one part.
+    """
+    BLOCK: tl.constexpr = 64 * WORDS + 128
+    w_ptrs, index_N = _weight_ptrs(tail_ptr, expert, first_row, num_blocks, 1, BLOCK_N, WORDS, BLOCK)
+    s_ptrs = tail_ptr.to(tl.pointer_type(tl.int32)) + index_N * (BLOCK // 2) + 32 * WORDS + tl.arange(0, BLOCK_N) % 64
+    has_tail_N = tl.where(tl.arange(0, BLOCK_N) >= 0, step_end, 0) == num_steps
+    words = tl.load(w_ptrs, mask=has_tail_N[:, None], other=0)
+    scales = tl.load(s_ptrs, mask=has_tail_N, other=0)
+    x_ptrs = x_ptr_M[:, None] + (num_cols - STEP_K + tl.arange(0, STEP_K))[None, :]
+    if BLOCK_M < 128:
+        x = tl.load(x_ptrs, mask=is_row_M[:, None], other=0.0)
+    else:
+        x = tl.load(x_ptrs)
+    return x, words, scales
+
+
+@triton.jit
 def multiply(
-    x_ptrs, is_row_M, w_ptr, s_ptr, expert, first_row, step_begin, step_end, num_blocks, num_steps, num_cols,
+    x_ptr_M, is_row_M, w_ptr, s_ptr, tail_ptr, expert, first_row, step_begin, step_end, num_blocks, num_steps, num_cols,
     FORMAT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEP_K: tl.constexpr, WORDS: tl.constexpr,
-    NUM_STAGES: tl.constexpr, SHORT_K: tl.constexpr,
+    NUM_STAGES: tl.constexpr, SHORT_K: tl.constexpr, HAS_TAIL: tl.constexpr,
     USE_ASM: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """fp32 [BLOCK_N, BLOCK_M]: one tile of weight rows times one tile of token rows, bf16 or FP4 weights."""
+    x_ptrs = x_ptr_M[:, None] + tl.arange(0, STEP_K)[None, :]
     BLOCK: tl.constexpr = block_words(FORMAT, WORDS)
     w_ptrs, index_N = _weight_ptrs(w_ptr, expert, first_row, num_blocks, num_steps, BLOCK_N, WORDS, BLOCK)
     s_ptrs = s_ptr + index_N * (BLOCK // 2) + 32 * WORDS + tl.arange(0, BLOCK_N) % 64
     # Without a promise that the loop runs, ptxas waits for every matrix instruction before it issues the next.
     tl.assume(step_end > step_begin)
     acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    IS_EARLY: tl.constexpr = BLOCK_M <= 16  # low tiles have registers for a tail that arrives while the loop runs
+    if HAS_TAIL and IS_EARLY:
+        tail_x, tail_words, tail_scales = _load_tail(
+            x_ptr_M, is_row_M, tail_ptr, expert, first_row, step_end, num_blocks, num_steps, num_cols,
+            BLOCK_M, BLOCK_N, STEP_K // 2, WORDS // 2,
+        )  # fmt: skip
     for step in tl.range(step_begin, step_end, num_stages=NUM_STAGES):
         x = _activations(x_ptrs, is_row_M, step, num_cols, BLOCK_M, STEP_K, SHORT_K)
         if FORMAT == BF16:
@@ -127,6 +157,14 @@ def multiply(
             scales = _load_weights(s_ptrs + step * (num_blocks * (BLOCK // 2)), BLOCK_M)
             w = _fp4_tile(words, scales, FORMAT, BLOCK_N, WORDS, USE_ASM)
         acc = _dot(w, x, acc, INTERPRET)
+    if HAS_TAIL:
+        if not IS_EARLY:
+            tail_x, tail_words, tail_scales = _load_tail(
+                x_ptr_M, is_row_M, tail_ptr, expert, first_row, step_end, num_blocks, num_steps, num_cols,
+                BLOCK_M, BLOCK_N, STEP_K // 2, WORDS // 2,
+            )  # fmt: skip
+        tail = _fp4_tile(tail_words, tail_scales, FORMAT, BLOCK_N, WORDS // 2, USE_ASM)
+        acc = _dot(tail, tail_x, acc, INTERPRET)
     return acc
 
 
@@ -148,7 +186,7 @@ def _fp8_step(
 
 @triton.jit
 def multiply_fp8(
-    x_ptrs, xs_ptrs, xs_stride, is_row_M, w_ptr, s_ptr, expert, first_row, step_begin, step_end, num_blocks, num_steps,
+    x_ptr_M, xs_ptrs, xs_stride, is_row_M, w_ptr, s_ptr, expert, first_row, step_begin, step_end, num_blocks, num_steps,
     num_cols,
     FORMAT: tl.constexpr, BLOCK_M: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, STEP_K: tl.constexpr,
     WORDS: tl.constexpr, NUM_STAGES: tl.constexpr, SHORT_K: tl.constexpr,
@@ -158,6 +196,7 @@ def multiply_fp8(
 
     Each step's product needs registers beside the sum that its scaled value is added to; a half at a time needs half.
     """
+    x_ptrs = x_ptr_M[:, None] + tl.arange(0, STEP_K)[None, :]
     w0_ptrs, index_0 = _weight_ptrs(w_ptr, expert, first_row, num_blocks, num_steps, ROWS, WORDS, 64 * WORDS)
     w1_ptrs, index_1 = _weight_ptrs(w_ptr, expert, first_row + ROWS, num_blocks, num_steps, ROWS, WORDS, 64 * WORDS)
     row_8 = tl.arange(0, ROWS) % 64 // 8

@@ -53,14 +53,16 @@ def compile_gemm(
     is_first: bool,
     top_k: int = 4,
     one_tile: bool = True,
+    has_tail: bool = True,
 ) -> Any:
     """`direct_gemm` or `grouped_gemm` as `launch.run_layer` would start it."""
     step, words = _STEP_WORDS[format_name]
     is_fp8 = plan.fp8_activations
     pointers = {
         "x_ptr": "*fp8e4nv" if is_fp8 else "*bf16", "xs_ptr": "*fp32",
-        "w_ptr": "*fp8e4nv" if is_fp8 else _DATA[format_name], "s_ptr": _SCALES[format_name], "post_ptr": "*fp32",
-        "bias_ptr": "*fp32", "out_ptr": "*bf16" if is_first or not plan.direct else "*fp32", "ids_ptr": "*i32",
+        "w_ptr": "*fp8e4nv" if is_fp8 else _DATA[format_name], "s_ptr": _SCALES[format_name],
+        "tail_ptr": _DATA[format_name], "post_ptr": "*fp32", "bias_ptr": "*fp32",
+        "out_ptr": "*bf16" if is_first or not plan.direct else "*fp32", "ids_ptr": "*i32",
         "weights_ptr": "*fp32", "slots_ptr": "*i32", "tiles_ptr": "*i32",
     }  # fmt: skip
     constants = {
@@ -68,7 +70,8 @@ def compile_gemm(
         "BLOCK_M": plan.block_m,
         "BLOCK_N": plan.block_n_1 if is_first else plan.block_n_2, "STEP_K": step, "WORDS": 128 if is_fp8 else words,
         "NUM_STAGES": plan.stages_1 if is_first else plan.stages_2, "HAS_BIAS": True, "HAS_LIMIT": True,
-        "SHORT_K": False, "WIDE": False, "USE_ASM": True, "USE_PDL": plan.pdl, "INTERPRET": False,
+        "SHORT_K": False, "HAS_TAIL": has_tail and format_name == "mxfp4", "WIDE": False,
+        "USE_ASM": True, "USE_PDL": plan.pdl, "INTERPRET": False,
     }  # fmt: skip
     if plan.direct:
         constants |= {
