@@ -3,9 +3,9 @@
     python -m benchmarks.bench_moe --compile && python -m benchmarks.bench_moe --tune-seconds 20 --out moe.json
     python -m benchmarks.bench_moe --sweep --models gpt-oss-20b --formats mxfp4 --tokens 1,16,4096 --out sweep.json
 
-Without options: all models, formats, contenders and routings. `--sweep` times launch plans of our own kernels instead,
-with uniform routing unless told. A row's time is the median over id sets of the time of a call (`moe_timing` says how
-it is taken); its floor is that of its active experts. The last line printed is JSON.
+Without options: all models, formats, contenders and routings. `--sweep` times launch plans of our own kernels instead.
+A row's time is the median over id sets of the time of a call (`moe_timing` says how it is taken); its floor is that of
+its active experts. The last line printed is JSON.
 """
 
 import argparse
@@ -33,8 +33,8 @@ MODELS = {
     "deepseek-v3-quarter": ("fp8_block", "nvfp4"),
     "deepseek-v3": ("fp8_block", "nvfp4"),
 }
-_DEFAULTS = {"backends": list(FORMATS), "routing": ["uniform", "zipf"], "sets": 20}
-_SWEEP_DEFAULTS = {"backends": ["triton"], "routing": ["uniform"], "sets": 6}
+_DEFAULTS = {"backends": list(FORMATS), "sets": 20}
+_SWEEP_DEFAULTS = {"backends": ["triton"], "sets": 6}
 
 
 def main() -> None:
@@ -69,7 +69,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--formats", type=names, default=formats, help="of those that a model is measured in")
     parser.add_argument("--tokens", type=numbers, default=[1, 4, 8, 16, 64, 256, 1024, 4096])
     parser.add_argument("--backends", type=names, help=f"of {', '.join(FORMATS)}")
-    parser.add_argument("--routing", type=names, help="of uniform, zipf")
+    parser.add_argument("--routing", type=names, default=["uniform", "zipf"], help="of uniform, zipf")
     parser.add_argument("--sets", type=int, help="id sets per row")
     parser.add_argument("--tune-seconds", type=float, default=0.0, help="per library and layer; 0 tunes nothing")
     parser.add_argument("--compile", action="store_true", help="only compile what the same command would time")

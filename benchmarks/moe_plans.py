@@ -32,7 +32,7 @@ _BY_SLOT: dict[str, tuple[tuple[Tile, ...], tuple[Tile, ...]]] = {
     "nvfp4": _NVFP4,
 }
 _BY_EXPERT = _BY_SLOT | {
-    "mxfp4": (((64, 4, 3), (64, 4, 4), (128, 4, 4)), ((64, 4, 3), (64, 4, 4), (128, 4, 4))),
+    "mxfp4": (((64, 4, 3), (64, 4, 4), (128, 4, 4)), ((64, 4, 3), (64, 4, 4), (128, 4, 3), (128, 4, 4))),
 }
 
 # Tiles that go together, by rows of activations.
@@ -91,7 +91,7 @@ def _direct_plans(case: LayerCase, num_tokens: int, format_name: str) -> Iterato
             yield _direct(8, by_expert, _MIDDLE, _MIDDLE, split_k)
         if 0.5 <= rows <= 1:
             yield _direct(8, not by_expert, _MIDDLE, _MIDDLE, split_k)
-        if rows > 2:
+        if rows >= 2:
             yield _direct(16, by_expert, _MIDDLE, _MIDDLE, split_k)
 
 

@@ -19,6 +19,7 @@ from moe.kernels.plan import Plan
 from moe.ranking import PREFERENCE
 
 TABLES = Path(__file__).resolve().parents[1] / "moe" / "tables"
+NEARLY = 1.01  # times as slow: a difference that comes and goes between runs
 ARCHS = {"NVIDIA H100 80GB HBM3": "sm90", "NVIDIA H200": "sm90"}
 Entry = dict[str, Any]
 
@@ -45,15 +46,14 @@ def main() -> None:
 
 
 def plan_entries(rows: list[Entry], source: str) -> list[Entry]:
-    """The fastest plan at each token count, uniform routing; it serves counts up to the geometric mean with the next.
+    """The best plan at each token count; it serves counts up to the geometric mean with the next.
 
     Raises:
         ValueError: the plan for the largest count cannot serve larger ones, or the kind of GPU is not known.
     """
     entries = []
-    rows = [row for row in rows if row["routing"] == "uniform"]
     for (model, format_name, card), own in _grouped(rows, "model", "format", "card").items():
-        best = {tokens: min(some, key=lambda row: row["us"]) for (tokens,), some in _grouped(own, "tokens").items()}
+        best = {tokens: _best(some) for (tokens,), some in _grouped(own, "tokens").items()}
         counts = sorted(best)
         if best[counts[-1]]["plan"]["direct"]:
             raise ValueError(f"{model} {format_name}: the fastest plan at {counts[-1]} tokens is direct, which cannot "
@@ -104,6 +104,19 @@ def dump(entries: list[Entry]) -> str:
             lines.append(f'"{name}": [\n{items}\n   ]')
         texts.append("  {\n   " + ",\n   ".join(lines) + "\n  }")
     return '{\n "tables": [\n' + ",\n".join(texts) + "\n ]\n}\n"
+
+
+def _best(rows: list[Entry]) -> Entry:
+    """The fastest with uniform routing; popular experts (zipf) decide among plans that are nearly as fast."""
+    uniform = [row for row in rows if row["routing"] == "uniform"]
+    zipf = {_key(row): row["us"] for row in rows if row["routing"] == "zipf"}
+    fastest = min(row["us"] for row in uniform)
+    near = [row for row in uniform if row["us"] <= NEARLY * fastest]
+    return min(near, key=lambda row: (zipf.get(_key(row), math.inf), row["us"]))
+
+
+def _key(row: Entry) -> str:
+    return json.dumps(row["plan"], sort_keys=True)
 
 
 def _grouped(rows: list[Entry], *names: str) -> dict[tuple[Any, ...], list[Entry]]:

@@ -212,7 +212,7 @@ def test_unknown_names_are_refused(argv: list[str], capsys: pytest.CaptureFixtur
 
 def test_a_search_needs_no_other_option() -> None:
     args = arguments(["--sweep"])
-    assert (args.backends, args.routing, args.sets) == (["triton"], ["uniform"], 6)
+    assert (args.backends, args.routing, args.sets) == (["triton"], ["uniform", "zipf"], 6)
     args = arguments(["--sweep", "--sets", "4", "--routing", "zipf", "--backends", "triton"])
     assert (args.backends, args.routing, args.sets) == (["triton"], ["zipf"], 4)
     args = arguments([])

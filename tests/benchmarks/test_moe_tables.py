@@ -39,6 +39,16 @@ def test_plans_are_chosen_by_uniform_routing_and_name_the_commits_they_were_meas
     assert entry["commit"] == "abc, b2"
 
 
+def test_popular_experts_decide_among_plans_that_are_nearly_as_fast() -> None:
+    tall, far = dataclasses.replace(DIRECT, block_m=16), dataclasses.replace(DIRECT, block_m=32)
+    rows = [row(16, 800, DIRECT), row(16, 807, tall), row(16, 809, far), row(1024, 1500, GROUPED)]
+    zipf = [row(16, us, plan) | {"routing": "zipf"} for us, plan in ((710, DIRECT), (666, tall), (600, far))]
+    (entry,) = plan_entries(rows + zipf, "a file")
+    assert (entry["steps"][0]["us"], entry["steps"][0]["plan"]["block_m"]) == (807, 16)
+    (entry,) = plan_entries(rows, "a file")
+    assert entry["steps"][0]["plan"]["block_m"] == 8
+
+
 def test_a_card_of_unknown_kind_is_refused_with_what_to_do() -> None:
     with pytest.raises(ValueError, match="'NVIDIA B200' is not known: add the card to ARCHS"):
         plan_entries([row(1024, 500, GROUPED) | {"card": "NVIDIA B200"}], "a file")
