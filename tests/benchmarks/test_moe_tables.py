@@ -40,11 +40,12 @@ def test_plans_are_chosen_by_uniform_routing_and_name_the_commits_they_were_meas
 
 
 def test_popular_experts_decide_among_plans_that_are_nearly_as_fast() -> None:
-    tall, far = dataclasses.replace(DIRECT, block_m=16), dataclasses.replace(DIRECT, block_m=32)
-    rows = [row(16, 800, DIRECT), row(16, 807, tall), row(16, 809, far), row(1024, 1500, GROUPED)]
-    zipf = [row(16, us, plan) | {"routing": "zipf"} for us, plan in ((710, DIRECT), (666, tall), (600, far))]
+    tall, far, worse = (dataclasses.replace(DIRECT, block_m=rows) for rows in (16, 32, 64))
+    rows = [row(16, 800, DIRECT), row(16, 823, tall), row(16, 825, far), row(16, 810, worse), row(1024, 1500, GROUPED)]
+    times = (710, DIRECT), (666, tall), (600, far), (705, worse)
+    zipf = [row(16, us, plan) | {"routing": "zipf"} for us, plan in times]
     (entry,) = plan_entries(rows + zipf, "a file")
-    assert (entry["steps"][0]["us"], entry["steps"][0]["plan"]["block_m"]) == (807, 16)
+    assert (entry["steps"][0]["us"], entry["steps"][0]["plan"]["block_m"]) == (823, 16)
     (entry,) = plan_entries(rows, "a file")
     assert entry["steps"][0]["plan"]["block_m"] == 8
 
