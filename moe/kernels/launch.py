@@ -121,7 +121,8 @@ def _gemm(
         format_code, num_cols, data, words = FP8_BOTH.value, num_steps * step, data.view(torch.float8_e4m3fn), 2 * words
         xs_stride = x.shape[0]
     matrices = (
-        x, x_scale, data, scales, data if matrix.tail is None else matrix.tail, matrix.post, matrix.bias if has_bias else matrix.post, out,
+        x, x_scale, data, scales, data if matrix.tail is None else matrix.tail, matrix.post,
+        matrix.bias if has_bias else matrix.post, out,
     )  # fmt: skip
     sizes = (
         x.stride(0), xs_stride, num_cols, out.shape[-1], num_blocks, num_steps,
