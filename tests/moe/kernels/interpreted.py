@@ -77,14 +77,17 @@ def run_case(
     ep_size: int = 1,
     top_k: int = TOP_K,
     has_bias: bool = True,
+    is_spoilt: bool = False,
     quantize_input: ActivationQuant | None = None,
 ) -> float:
-    """Relative error of the sum over all expert-parallel ranks."""
+    """Relative error of the sum over all expert-parallel ranks; `is_spoilt`: a token ends with a NaN of its own."""
     experts, topk = make_experts(format_name, hidden, inter, has_bias), make_topk(num_tokens, top_k)
     activation = GPT_OSS if has_bias else Activation()
     x = torch.randn(num_tokens, hidden, generator=torch.Generator().manual_seed(7)).bfloat16()
     if num_tokens > 4:
         x[-1] = 0  # as in the rows that fill a captured batch up: without a scale of their own
+    if is_spoilt:
+        x[1, -1] = float("nan")
     total = torch.zeros(num_tokens, hidden)
     for rank in range(ep_size):
         topology = Topology(ep_size=ep_size, ep_rank=rank, allocator=poisoned)
@@ -99,7 +102,10 @@ def run_case(
         runner = MoeRunner(MoeBackend.TRITON, MoeA2ABackend.NONE, config)
         total += runner.run(StandardDispatchOutput(x, topk), info).hidden_states.float()
     want = moe_twin(x, topk, experts, activation, quantize_input=quantize_input)
-    return float((total - want).norm() / want.norm())
+    is_number = want.isfinite()
+    if not torch.equal(total.isfinite(), is_number) or is_number.all() == is_spoilt:
+        return float("inf")
+    return float((total - want)[is_number].norm() / want[is_number].norm())
 
 
 def with_wide_offsets(case: Callable[[], float]) -> float:
@@ -171,6 +177,12 @@ CASES = PARTS | {
     "mxfp4 grouped": lambda: run_case("mxfp4", 37, 96, 160, GROUPED),
     "mxfp4 three tile heights": lambda: run_case("mxfp4", 90, 160, 192, HEIGHTS),
     "mxfp4 two tile heights": lambda: run_case("mxfp4", 60, 192, 96, replace(HEIGHTS, heights=2)),
+    "mxfp4 direct, one token is no number": lambda: run_case(
+        "mxfp4", 5, 160, 320, DIRECT, has_bias=False, is_spoilt=True
+    ),
+    "mxfp4 tiles without masks, one token is no number": lambda: run_case(
+        "mxfp4", 7, 160, 192, TALL, has_bias=False, is_spoilt=True
+    ),
     "mxfp4 tiles without masks": lambda: run_case("mxfp4", 9, 160, 192, TALL),
     "mxfp4 tiles without masks on two ranks": lambda: run_case("mxfp4", 9, 192, 96, TALL, ep_size=2),
     "mxfp4 direct on two ranks": lambda: run_case("mxfp4", 4, 160, 96, DIRECT, ep_size=2),
