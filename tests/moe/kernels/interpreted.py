@@ -164,7 +164,7 @@ def poisoned(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -
 
 CASES = PARTS | {
     "mxfp4 direct": lambda: run_case("mxfp4", 3, 192, 160, DIRECT),
-    "mxfp4 direct, two parts": lambda: run_case("mxfp4", 3, 64, 288, DIRECT),
+    "mxfp4 direct, two parts": lambda: run_case("mxfp4", 3, 64, 416, DIRECT),
     "mxfp4 direct, three parts by expert": lambda: run_case("mxfp4", 5, 160, 448, replace(BY_EXPERT, split_k=3)),
     "mxfp4 direct, three parts, three choices on two ranks": lambda: run_case(
         "mxfp4", 3, 160, 448, replace(DIRECT, block_m=8, split_k=3), top_k=3, ep_size=2

@@ -134,9 +134,13 @@ def watch(*more: Any) -> Watch:
     builder = interpreter.InterpreterBuilder
     load, store = builder.create_masked_load, builder.create_masked_store
 
-    def checked_load(self: Any, ptrs: Any, mask: Any, *others: Any) -> Any:
+    def checked_load(self: Any, ptrs: Any, mask: Any, other: Any, *others: Any) -> Any:
         watching.check(ptrs, mask, "read")
-        return load(self, ptrs, mask, *others)
+        loaded = load(self, ptrs, mask, other, *others)
+        if other is None:  # what stands there is anything
+            is_hidden = ~np.broadcast_to(mask.data, loaded.data.shape)
+            loaded.data[is_hidden] = np.frombuffer(b"\xff" * loaded.data.itemsize, dtype=loaded.data.dtype)
+        return loaded
 
     def checked_store(self: Any, ptrs: Any, value: Any, mask: Any, *others: Any) -> Any:
         watching.check(ptrs, mask, "write")
