@@ -1,6 +1,7 @@
 """Compile the kernels for a GPU that need not be there, with the argument types and alignments of a real launch."""
 
 import inspect
+import re
 from typing import Any
 
 import triton
@@ -54,8 +55,9 @@ def compile_gemm(
     top_k: int = 4,
     one_tile: bool = True,
     has_tail: bool = True,
+    **others: Any,
 ) -> Any:
-    """`direct_gemm` or `grouped_gemm` as `launch.run_layer` would start it."""
+    """`direct_gemm` or `grouped_gemm` as `launch.run_layer` would start it; `others`: constants that differ."""
     step, words = _STEP_WORDS[format_name]
     is_fp8 = plan.fp8_activations
     pointers = {
@@ -75,13 +77,35 @@ def compile_gemm(
     }  # fmt: skip
     if plan.direct:
         constants |= {
-            "BY_EXPERT": plan.by_expert, "SLOTS_PAD": 0 if one_tile else 64, "CHOICES_PAD": top_k,
+            "BY_EXPERT": plan.by_expert, "SLOTS_PAD": 0 if one_tile else 64,
+            "CHOICES_PAD": triton.next_power_of_2(top_k),
             "SPLIT_K": 1 if is_first else plan.split_k,
         }  # fmt: skip
     else:
         constants |= {"NUM_HEIGHTS": plan.heights}
     kernel = direct_gemm if plan.direct else grouped_gemm
-    return compile_kernel(kernel, arch, pointers, constants, num_warps=plan.warps_1 if is_first else plan.warps_2)
+    return compile_kernel(
+        kernel, arch, pointers, constants | others, num_warps=plan.warps_1 if is_first else plan.warps_2
+    )
+
+
+def reached_before(ptx: str, instruction: str) -> str:
+    """All that a program may run before it first runs `instruction`, along any path from its start."""
+    lines = [line.strip() for line in ptx.split(".entry", 1)[1].splitlines()]
+    places = {line.partition(":")[0]: place for place, line in enumerate(lines) if line.startswith("$")}
+    seen: set[int] = set()
+    ahead = [0]
+    while ahead:
+        place = ahead.pop()
+        while place < len(lines) and place not in seen and not lines[place].startswith(instruction):
+            seen.add(place)
+            jump = re.match(r"(@!?%p\d+\s+)?bra(?:\.uni)?\s+(\$\w+);", lines[place])
+            if jump:
+                ahead.append(places[jump[2]])
+            if (jump and not jump[1]) or lines[place].startswith(("ret", "exit")):
+                break
+            place += 1
+    return "\n".join(lines[place] for place in sorted(seen))
 
 
 def compile_group(plan: Plan, arch: int, *, num_experts_pad: int = 64, chunk: int = 1024) -> Any:

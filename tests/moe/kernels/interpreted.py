@@ -3,38 +3,35 @@
 Started as a program of its own, since Triton decides when it is imported whether it compiles or interprets.
 """
 
-# Device functions take tensors of the device, which have no Python type.
-# mypy: disable-error-code="no-untyped-def"
-
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-import triton
-import triton.language as tl
 
 from moe import Activation, MoeA2ABackend, MoeBackend, MoeRunner, MoeRunnerConfig, StandardDispatchOutput, StandardTopK
 from moe.backends.triton import TritonBackend, TritonMoeQuantInfo
 from moe.backends.triton_plans import PlanTable
 from moe.formats import Bf16Weight, ExpertWeights, Fp8BlockWeight, Mxfp4Weight, Nvfp4Weight
 from moe.formats.activation_quant import ActivationQuant, fp8_groups
-from moe.kernels.gemm import _expert_slots
-from moe.kernels.group import group_slots
-from moe.kernels.launch import max_tiles
+from moe.kernels import launch
 from moe.kernels.plan import Plan
 from moe.topology import Topology
 from moe.twin import moe_twin
 from moe.types import DeepepLlDispatchOutput, DeepepNormalDispatchOutput
+from tests.moe.kernels.interpreted_parts import PARTS
 
 FORMATS = {"bf16": Bf16Weight, "fp8_block": Fp8BlockWeight, "mxfp4": Mxfp4Weight, "nvfp4": Nvfp4Weight}
 GPT_OSS = Activation(alpha=1.702, beta=1.0, limit=7.0)
 NUM_EXPERTS, TOP_K = 6, 2
-DIRECT = Plan(direct=True, block_m=16, block_n_1=64, block_n_2=64, split_k=2)
-BY_EXPERT = Plan(direct=True, block_m=8, block_n_1=128, block_n_2=128, by_expert=True)
-GROUPED = Plan(direct=False, block_m=16, block_n_1=64, block_n_2=128, tile_group=2)
-FP8_ACTIVATIONS = Plan(direct=False, block_m=16, block_n_1=64, block_n_2=64, fp8_activations=True)
+DIRECT = Plan(direct=True, block_m=16, block_n_1=64, block_n_2=64, split_k=2, pdl=True)
+BY_EXPERT = Plan(direct=True, block_m=8, block_n_1=128, block_n_2=128, by_expert=True, pdl=True)
+GROUPED = Plan(direct=False, block_m=16, block_n_1=64, block_n_2=128, tile_group=2, pdl=True)
+FP8_ACTIVATIONS = Plan(direct=False, block_m=16, block_n_1=64, block_n_2=64, fp8_activations=True, pdl=True)
 WIDE = Plan(direct=False, block_m=16, block_n_1=256, block_n_2=256)
+LATE_TAIL = Plan(direct=True, block_m=32, block_n_1=64, block_n_2=64, split_k=2, pdl=True)  # rows beyond 16
+TALL = Plan(direct=False, block_m=128, block_n_1=64, block_n_2=128)  # without masks
 HEIGHTS = Plan(direct=False, block_m=32, block_n_1=64, block_n_2=64, tile_group=3, heights=3)
 
 
@@ -54,14 +51,20 @@ def make_experts(format_name: str, hidden: int, inter: int, has_bias: bool) -> E
     )
 
 
-def make_topk(num_tokens: int) -> StandardTopK:
-    """Distinct experts of the first five (the last idles); some ids are -1, and one token has none at all."""
+def make_topk(num_tokens: int, top_k: int = TOP_K) -> StandardTopK:
+    """Distinct experts of the first five (the last idles); some ids are -1, and one token has none at all.
+
+    Of many tokens only a quarter may visit expert 1 and a half expert 2.
+    """
     g = torch.Generator().manual_seed(num_tokens)
-    ids = torch.stack([torch.randperm(NUM_EXPERTS - 1, generator=g)[:TOP_K] for _ in range(num_tokens)]).int()
+    ids = torch.stack([torch.randperm(NUM_EXPERTS - 1, generator=g)[:top_k] for _ in range(num_tokens)]).int()
     ids[0, 0] = -1
     if num_tokens > 2:
         ids[2] = -1
-    return StandardTopK(torch.rand(num_tokens, TOP_K, generator=g), ids)
+    if num_tokens > 50:
+        ids[num_tokens // 4 :][ids[num_tokens // 4 :] == 1] = -1
+        ids[num_tokens // 2 :][ids[num_tokens // 2 :] == 2] = -1
+    return StandardTopK(torch.rand(num_tokens, top_k, generator=g), ids)
 
 
 def run_case(
@@ -72,22 +75,26 @@ def run_case(
     plan: Plan,
     *,
     ep_size: int = 1,
+    top_k: int = TOP_K,
     has_bias: bool = True,
+    is_spoilt: bool = False,
     quantize_input: ActivationQuant | None = None,
 ) -> float:
-    """Relative error of the sum over all expert-parallel ranks."""
-    experts, topk = make_experts(format_name, hidden, inter, has_bias), make_topk(num_tokens)
+    """Relative error of the sum over all expert-parallel ranks; `is_spoilt`: a token ends with a NaN of its own."""
+    experts, topk = make_experts(format_name, hidden, inter, has_bias), make_topk(num_tokens, top_k)
     activation = GPT_OSS if has_bias else Activation()
     x = torch.randn(num_tokens, hidden, generator=torch.Generator().manual_seed(7)).bfloat16()
     if num_tokens > 4:
         x[-1] = 0  # as in the rows that fill a captured batch up: without a scale of their own
+    if is_spoilt:
+        x[1, -1] = float("nan")
     total = torch.zeros(num_tokens, hidden)
     for rank in range(ep_size):
         topology = Topology(ep_size=ep_size, ep_rank=rank, allocator=poisoned)
         local = topology.expert_range(NUM_EXPERTS)
         config = MoeRunnerConfig(
             num_experts=NUM_EXPERTS, num_local_experts=len(local), hidden_size=hidden, intermediate_size=inter,
-            top_k=TOP_K, activation=activation,
+            top_k=top_k, activation=activation,
         )  # fmt: skip
         info = TritonBackend().prepare(narrowed(experts, local), config, topology)
         table = PlanTable(((64, plan), (None, GROUPED)) if plan.direct else ((None, plan),))
@@ -95,7 +102,19 @@ def run_case(
         runner = MoeRunner(MoeBackend.TRITON, MoeA2ABackend.NONE, config)
         total += runner.run(StandardDispatchOutput(x, topk), info).hidden_states.float()
     want = moe_twin(x, topk, experts, activation, quantize_input=quantize_input)
-    return float((total - want).norm() / want.norm())
+    is_number = want.isfinite()
+    if not torch.equal(total.isfinite(), is_number) or is_number.all() == is_spoilt:
+        return float("inf")
+    return float((total - want)[is_number].norm() / want[is_number].norm())
+
+
+def with_wide_offsets(case: Callable[[], float]) -> float:
+    """The same with 64-bit offsets, which only tensors of more than 2^31 numbers need."""
+    most, launch._INT32_MAX = launch._INT32_MAX, 0
+    try:
+        return case()
+    finally:
+        launch._INT32_MAX = most
 
 
 def run_deepep(*, is_low_latency: bool) -> float:
@@ -131,44 +150,6 @@ def run_deepep(*, is_low_latency: bool) -> float:
     return float((got[is_row] - want).norm() / want.norm())
 
 
-@triton.jit
-def count_slots(ids_ptr, counts_ptr, num_slots, first_expert, num_experts, SLOTS_PAD: tl.constexpr):
-    """What each slot, speaking for its expert, has to compute."""
-    slot = tl.program_id(0)
-    _, _, count = _expert_slots(ids_ptr, slot, num_slots, first_expert, num_experts, SLOTS_PAD, False)
-    tl.store(counts_ptr + slot, count)
-
-
-def one_slot_speaks_for_an_expert() -> float:
-    """0 if the first slot of each local expert, and no other, computes all of the expert's; else infinite."""
-    ids = torch.tensor([3, 1, -1, 3, 4, 2, 3, 1, 5, 3], dtype=torch.int32)  # experts 2, 3 and 4 are local
-    counts = torch.full((16,), -7, dtype=torch.int32)
-    count_slots[(len(ids),)](ids, counts, len(ids), 2, 3, SLOTS_PAD=16)
-    return 0.0 if counts[:10].tolist() == [4, 0, 0, 0, 1, 1, 0, 0, 0, 0] else float("inf")
-
-
-def group_in_chunks() -> float:
-    """0 if slots that are read in many chunks are sorted and cut into tiles as in one; else infinite."""
-    ids = torch.randint(-1, 6, (20, 5), generator=torch.Generator().manual_seed(0)).int()
-    first, local, block_m = 2, 3, 8
-    num_tiles = max_tiles(ids.numel(), local, block_m)
-    slots, tiles = torch.full((ids.numel(),), -1).int(), torch.full((num_tiles, 3), -7).int()
-    group_slots[(local,)](
-        ids, slots, tiles, ids.numel(), num_tiles, first, local, BLOCK_M=block_m, EXPERTS_PAD=4, CHUNK=16,
-        USE_PDL=False,
-    )  # fmt: skip
-    flat, position, want = ids.flatten(), 0, []
-    for expert in range(local):
-        own = (flat == first + expert).nonzero().flatten()
-        if not torch.equal(slots[position : position + len(own)].long(), own):
-            return float("inf")
-        end = position + len(own)
-        want += [[expert, start, end] for start in range(position, end, block_m)]
-        position = end
-    want += [[-1, 0, 0]] * (num_tiles - len(want))
-    return 0.0 if tiles.tolist() == want else float("inf")
-
-
 def narrowed(experts: ExpertWeights, local: range) -> ExpertWeights:
     """One rank's experts."""
     biases = [None if b is None else b[local.start : local.stop] for b in (experts.b13, experts.b2)]
@@ -181,15 +162,31 @@ def poisoned(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -
     return torch.full(shape, float("nan"), dtype=dtype, device=device)
 
 
-CASES = {
+CASES = PARTS | {
     "mxfp4 direct": lambda: run_case("mxfp4", 3, 192, 160, DIRECT),
+    "mxfp4 direct, two parts": lambda: run_case("mxfp4", 3, 64, 416, DIRECT),
+    "mxfp4 direct, three parts by expert": lambda: run_case("mxfp4", 5, 160, 448, replace(BY_EXPERT, split_k=3)),
+    "mxfp4 direct, three parts, three choices on two ranks": lambda: run_case(
+        "mxfp4", 3, 160, 448, replace(DIRECT, block_m=8, split_k=3), top_k=3, ep_size=2
+    ),
+    "mxfp4 direct, tails after the loop": lambda: run_case("mxfp4", 4, 192, 288, LATE_TAIL),
+    "mxfp4 direct, tails and several tiles an expert": lambda: run_case("mxfp4", 24, 160, 192, BY_EXPERT),
     "mxfp4 direct by expert": lambda: run_case("mxfp4", 5, 160, 96, BY_EXPERT),
     "mxfp4 one token": lambda: run_case("mxfp4", 1, 96, 96, DIRECT),
     "mxfp4 direct with several tiles an expert": lambda: run_case("mxfp4", 24, 96, 96, BY_EXPERT),
     "mxfp4 grouped": lambda: run_case("mxfp4", 37, 96, 160, GROUPED),
-    "mxfp4 three tile heights": lambda: run_case("mxfp4", 90, 96, 96, HEIGHTS),
-    "mxfp4 direct on two ranks": lambda: run_case("mxfp4", 4, 96, 96, DIRECT, ep_size=2),
-    "mxfp4 grouped on two ranks": lambda: run_case("mxfp4", 19, 96, 96, GROUPED, ep_size=2),
+    "mxfp4 three tile heights": lambda: run_case("mxfp4", 90, 160, 192, HEIGHTS),
+    "mxfp4 two tile heights": lambda: run_case("mxfp4", 60, 192, 96, replace(HEIGHTS, heights=2)),
+    "mxfp4 direct, one token is no number": lambda: run_case(
+        "mxfp4", 5, 160, 320, DIRECT, has_bias=False, is_spoilt=True
+    ),
+    "mxfp4 tiles without masks, one token is no number": lambda: run_case(
+        "mxfp4", 7, 160, 192, TALL, has_bias=False, is_spoilt=True
+    ),
+    "mxfp4 tiles without masks": lambda: run_case("mxfp4", 9, 160, 192, TALL),
+    "mxfp4 tiles without masks on two ranks": lambda: run_case("mxfp4", 9, 192, 96, TALL, ep_size=2),
+    "mxfp4 direct on two ranks": lambda: run_case("mxfp4", 4, 160, 96, DIRECT, ep_size=2),
+    "mxfp4 grouped on two ranks": lambda: run_case("mxfp4", 19, 160, 96, GROUPED, ep_size=2),
     "mxfp4 plain activation": lambda: run_case("mxfp4", 3, 96, 96, DIRECT, has_bias=False),
     "deepep normal": lambda: run_deepep(is_low_latency=False),
     "deepep low latency": lambda: run_deepep(is_low_latency=True),
@@ -203,8 +200,12 @@ CASES = {
     "fp8_block with fp8 activations at 192 and 136": lambda: run_case(
         "fp8_block", 18, 192, 136, FP8_ACTIVATIONS, quantize_input=fp8_groups
     ),
-    "grouping in chunks": group_in_chunks,
-    "one slot speaks for an expert": one_slot_speaks_for_an_expert,
+    "mxfp4 direct, several late tiles, three choices": lambda: run_case(
+        "mxfp4", 60, 64, 320, replace(LATE_TAIL, by_expert=True), top_k=3
+    ),
+    "nvfp4 direct, three choices on three ranks": lambda: run_case("nvfp4", 6, 32, 48, BY_EXPERT, top_k=3, ep_size=3),
+    "mxfp4 wide offsets": lambda: with_wide_offsets(lambda: run_case("mxfp4", 3, 160, 96, DIRECT)),
+    "mxfp4 grouped, wide offsets": lambda: with_wide_offsets(lambda: run_case("mxfp4", 9, 160, 96, HEIGHTS)),
     "fp8_block in wide tiles": lambda: run_case("fp8_block", 5, 384, 128, WIDE),
     "nvfp4 direct": lambda: run_case("nvfp4", 3, 96, 80, DIRECT),
     "nvfp4 grouped": lambda: run_case("nvfp4", 18, 96, 48, GROUPED),
@@ -213,8 +214,10 @@ CASES = {
     "mxfp4 grouped at 384 and 288": lambda: run_case("mxfp4", 19, 384, 288, GROUPED),
     "bf16 direct at 288 and 192": lambda: run_case("bf16", 5, 288, 192, DIRECT),
     "fp8_block direct at 1440": lambda: run_case("fp8_block", 2, 1440, 192, DIRECT),
+    "nvfp4 direct, half a step left": lambda: run_case("nvfp4", 3, 160, 224, DIRECT),
     "nvfp4 grouped at 384": lambda: run_case("nvfp4", 7, 192, 384, GROUPED),
 }
 
 if __name__ == "__main__":
+    torch.use_deterministic_algorithms(True)  # and so what `torch.empty` returns is NaN
     json.dump({name: case() for name, case in CASES.items()}, sys.stdout)

@@ -12,7 +12,14 @@ pytest.importorskip("triton")
 
 from moe.backends.triton_plans import LayerShape, plans_for
 from moe.kernels.plan import Plan
-from tests.moe.kernels.compiling import FORMATS, compile_gemm, compile_group, compile_quantize, compile_sum
+from tests.moe.kernels.compiling import (
+    FORMATS,
+    compile_gemm,
+    compile_group,
+    compile_quantize,
+    compile_sum,
+    reached_before,
+)
 
 ARCHS = (80, 86, 89, 90, 100, 120)
 DIRECT = Plan(direct=True, block_m=16, block_n_1=64, block_n_2=64, split_k=2)
@@ -48,8 +55,23 @@ def test_plans_of_unmeasured_gpus_are_no_larger_than_the_compiled_ones(
 
 @pytest.mark.parametrize("arch", [80, 90])
 def test_the_variants_of_plans_compile(arch: int) -> None:
-    for plan in (replace(DIRECT, by_expert=True, split_k=1), replace(GROUPED, heights=3)):
-        assert "cubin" in compile_gemm("mxfp4", plan, arch, is_first=True, one_tile=False).asm
+    direct, grouped = replace(DIRECT, by_expert=True, split_k=1), replace(GROUPED, heights=3)
+    for plan in (direct, replace(direct, block_m=32), grouped):
+        kernel = compile_gemm("mxfp4", plan, arch, is_first=True, one_tile=False, has_tail=False, top_k=6)
+        assert kernel.metadata.shared <= SMALLEST_SHARED_BYTES
+
+
+@pytest.mark.parametrize("format_name", ["mxfp4", "fp8_block"])
+def test_one_step_one_block_and_wide_offsets_compile(format_name: str) -> None:
+    """Triton makes a constant of every size that is one."""
+    for plan in (replace(DIRECT, pdl=True, split_k=1), GROUPED):
+        small = compile_gemm(
+            format_name, plan, 90, is_first=True, has_tail=False, SHORT_K=True, num_steps=1, num_blocks=1
+        )
+        assert "cubin" in small.asm
+        step_and_tail = compile_gemm(format_name, plan, 90, is_first=True, num_steps=1, num_blocks=1)
+        assert "cubin" in step_and_tail.asm
+        assert "cubin" in compile_gemm(format_name, plan, 90, is_first=False, WIDE=True, top_k=3).asm
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -69,6 +91,19 @@ def test_hopper_code_streams_whole_vectors_and_multiplies_from_registers(plan: P
     assert "wgmma.mma_async.sync.aligned" in ptx
     assert "ldmatrix.sync.aligned.m8n8.x4" in ptx  # packed words go to the matrix unit's own register layout
     assert "local" not in ptx.split(".entry", 1)[1]  # nothing spilled or indexed at run time
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_a_tail_is_on_its_way_before_the_loop_of_low_tiles_only(arch: int) -> None:
+    """Loops copy to shared memory; loads of whole vectors into registers are the tail's. Tall tiles have no masks."""
+    plans = [(replace(DIRECT, block_m=block_m), block_m <= 16) for block_m in (16, 32)]
+    plans += [(replace(GROUPED, block_m=block_m), False) for block_m in (64, 128)]
+    for plan, is_early in plans:
+        ptx = compile_gemm("mxfp4", plan, arch, is_first=True).asm["ptx"]
+        before, products = re.split(r"mma[._]", ptx, maxsplit=1)
+        assert ("ld.global.v4" in before.split("cp.async", 1)[0]) == is_early
+        assert ("ld.global.v4" in products) == (not is_early)
+        assert bool(re.search(r"^\s*ld\.global\.v4", ptx, re.MULTILINE)) == (plan.block_m >= 128)
 
 
 @pytest.mark.parametrize("format_name", ["mxfp4", "nvfp4"])
@@ -110,16 +145,23 @@ def test_fp8_activations_multiply_in_fp8(arch: int) -> None:
     assert "cvt.rn.satfinite.e4m3x2" in compile_quantize(arch).asm["ptx"]
 
 
-def test_early_start_compiles_on_hopper() -> None:
-    plan = Plan(direct=True, block_m=8, block_n_1=64, block_n_2=64, pdl=True)
+@pytest.mark.parametrize("one_tile", [True, False])
+@pytest.mark.parametrize("format_name", ["mxfp4", "fp8_block"])
+def test_direct_kernels_that_start_early_wait_in_time_on_hopper(format_name: str, one_tile: bool) -> None:
+    plan = Plan(direct=True, block_m=16, block_n_1=64, block_n_2=64, pdl=True)
     for is_first in (True, False):
-        ptx = compile_gemm("mxfp4", plan, 90, is_first=is_first).asm["ptx"]
-        before, waits, after = ptx.rpartition("griddepcontrol.wait")  # programs without slots may have one of their own
-        assert waits
+        ptx = compile_gemm(format_name, plan, 90, is_first=is_first, one_tile=one_tile).asm["ptx"]
+        before = reached_before(ptx, "griddepcontrol.wait")
+        assert "griddepcontrol.wait" in ptx
+        assert "cp.async.cg" in ptx
         assert "cp.async.cg" not in before, "no activations are read before the wait"
-        assert "cp.async.cg" in after
+        assert "st.global" not in before
         assert ("ld.global" in before) == (not is_first), "what comes before a layer may still be writing the ids"
-        assert "cp.async.bulk.prefetch.L2.global" in (after if is_first else before)
+        assert not is_first or "griddepcontrol.launch_dependents" not in before, "the next kernel reads ids at once"
+        assert "griddepcontrol.launch_dependents" in ptx
+        assert "cp.async.bulk.prefetch.L2.global" in ptx
+        assert ("cp.async.bulk.prefetch.L2.global" in before) == (not is_first)
+        assert re.search(r"@%?p\d* cp\.async\.bulk\.prefetch", ptx), "one thread asks for all"
 
 
 def test_kernels_that_start_early_wait_before_they_read_or_write() -> None:
@@ -127,10 +169,12 @@ def test_kernels_that_start_early_wait_before_they_read_or_write() -> None:
     kernels = [compile_gemm("mxfp4", plan, 90, is_first=is_first) for is_first in (True, False)]
     kernels += [compile_group(plan, 90), compile_sum(plan, 90), compile_quantize(90, use_pdl=True)]
     for kernel in kernels:
-        before, waits, after = kernel.asm["ptx"].partition("griddepcontrol.wait")
-        assert waits, kernel.name
-        assert not re.search(r"ld\.global|st\.global|cp\.async", before), kernel.name
-        assert re.search(r"ld\.global|cp\.async", after)
+        ptx = kernel.asm["ptx"]
+        assert "griddepcontrol.wait" in ptx, kernel.name
+        assert not re.search(r"ld\.global|st\.global|cp\.async", reached_before(ptx, "griddepcontrol.wait")), (
+            kernel.name
+        )
+        assert re.search(r"ld\.global|cp\.async", ptx)
 
 
 def test_importing_the_backend_does_not_import_triton() -> None:

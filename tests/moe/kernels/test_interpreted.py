@@ -10,14 +10,21 @@ import pytest
 pytest.importorskip("triton")
 
 CASES = [
-    "mxfp4 direct", "mxfp4 direct by expert", "mxfp4 one token", "mxfp4 grouped",
-    "mxfp4 direct with several tiles an expert", "mxfp4 three tile heights", "mxfp4 direct on two ranks",
-    "mxfp4 grouped on two ranks", "mxfp4 plain activation", "deepep normal", "deepep low latency", "bf16 direct",
-    "bf16 grouped", "fp8_block direct", "fp8_block grouped", "nvfp4 direct", "fp8_block with fp8 activations",
-    "fp8_block with fp8 activations at 192 and 136", "grouping in chunks",
-    "one slot speaks for an expert", "fp8_block in wide tiles",
-    "nvfp4 grouped", "mxfp4 direct at 2880", "mxfp4 grouped at 1440", "mxfp4 grouped at 384 and 288",
-    "bf16 direct at 288 and 192", "fp8_block direct at 1440", "nvfp4 grouped at 384",
+    "mxfp4 direct", "mxfp4 direct, two parts", "mxfp4 direct, three parts by expert",
+    "mxfp4 direct, three parts, three choices on two ranks", "mxfp4 direct, tails after the loop",
+    "mxfp4 direct, tails and several tiles an expert", "mxfp4 direct by expert", "mxfp4 one token",
+    "mxfp4 direct with several tiles an expert", "mxfp4 grouped", "mxfp4 three tile heights",
+    "mxfp4 two tile heights", "mxfp4 tiles without masks", "mxfp4 direct, one token is no number",
+    "mxfp4 tiles without masks, one token is no number", "mxfp4 tiles without masks on two ranks",
+    "mxfp4 direct on two ranks", "mxfp4 grouped on two ranks", "mxfp4 plain activation", "deepep normal",
+    "deepep low latency", "bf16 direct", "bf16 grouped", "fp8_block direct", "fp8_block grouped",
+    "fp8_block with fp8 activations", "fp8_block with fp8 activations at 192 and 136",
+    "mxfp4 direct, several late tiles, three choices", "nvfp4 direct, three choices on three ranks",
+    "mxfp4 wide offsets", "mxfp4 grouped, wide offsets", "fp8_block in wide tiles", "nvfp4 direct", "nvfp4 grouped",
+    "mxfp4 direct at 2880", "mxfp4 grouped at 1440", "mxfp4 grouped at 384 and 288", "bf16 direct at 288 and 192",
+    "fp8_block direct at 1440", "nvfp4 direct, half a step left", "nvfp4 grouped at 384", "grouping in chunks",
+    "one candidate speaks for an expert", "weights beyond 32 bits", "first blocks are fetched",
+    "reads beyond the end are seen",
 ]  # fmt: skip
 
 

@@ -59,11 +59,11 @@ def config_of() -> MoeRunnerConfig:
     )
 
 
-def run(plan: Plan, num_tokens: int, info: TritonMoeQuantInfo | None = None) -> None:
+def run(plan: Plan, num_tokens: int, info: TritonMoeQuantInfo | None = None, *, stride: int = SIZE) -> None:
     layer = (info or info_of(PlanTable(((None, GROUPED),)))).layer
-    x = torch.empty(num_tokens, SIZE, dtype=torch.bfloat16, device="meta")
+    x = torch.empty_strided((num_tokens, SIZE), (stride, 1), dtype=torch.bfloat16, device="meta")
     ids = torch.empty(num_tokens, TOP_K, dtype=torch.int32, device="meta")
-    run_layer(x, ids, torch.empty(ids.shape, device="meta"), layer, plan, torch.empty_like(x))
+    run_layer(x, ids, torch.empty(ids.shape, device="meta"), layer, plan, torch.empty(x.shape, device="meta"))
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,9 @@ def test_a_rank_without_intermediate_columns_starts_nothing_and_adds_nothing(lau
 def test_offsets_are_wide_only_where_32_bits_are_too_few(launches: list[Launch]) -> None:
     run(GROUPED, 4096)
     run(GROUPED, 2**31 // (SIZE * TOP_K))
-    assert [keywords["WIDE"] for name, keywords in launches if name == "grouped_gemm"] == [False] * 2 + [True] * 2
+    run(GROUPED, 9, stride=2**28)
+    wide = [keywords["WIDE"] for name, keywords in launches if name == "grouped_gemm"]
+    assert wide == [False, False, True, True, True, False]
 
 
 def test_masked_rows_take_the_grouped_plan_for_as_many_tokens_as_are_likely(monkeypatch: pytest.MonkeyPatch) -> None:

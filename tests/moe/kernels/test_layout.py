@@ -1,5 +1,7 @@
 """The processed layout: bit patterns, row order, padding, scale folding; all in plain torch."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ from moe.errors import WeightFormatError
 from moe.formats import Bf16Weight, Fp8BlockWeight, Mxfp4Weight, Nvfp4Weight
 from moe.kernels.layout import (
     FRACTION_SCALE_FIELD,
+    has_tail,
     interleave_index,
     pack_e2m1,
     pack_fraction_scales,
@@ -34,12 +37,14 @@ def dense_rows(values_SBRK: torch.Tensor) -> torch.Tensor:
     return values_SBRK.permute(1, 2, 0, 3).flatten(0, 1)
 
 
-def dense_columns(values_NSK: torch.Tensor, num_cols: int) -> torch.Tensor:
-    """[N, S, step] to [N, K] as the kernels add steps up: the last one covers the last columns."""
+def dense_columns(values_NSK: torch.Tensor, tail_NK: torch.Tensor | None, num_cols: int) -> torch.Tensor:
+    """[N, S, step] and the tail [N, 64] to [N, K] as kernels add them up: the last one covers the last columns."""
     dense = torch.zeros(values_NSK.shape[0], max(num_cols, 128), dtype=values_NSK.dtype)
     for index in range(values_NSK.shape[1]):
         first = max(0, min(index * 128, num_cols - 128))
         dense[:, first : first + 128] += values_NSK[:, index]
+    if tail_NK is not None:
+        dense[:, -64:] += tail_NK
     assert not dense[:, num_cols:].any()
     return dense[:, :num_cols]
 
@@ -61,24 +66,85 @@ def test_gate_and_up_alternate_in_eights_and_padding_is_marked() -> None:
     assert plain_index(70).tolist() == [*range(70), *[-1] * 58]
 
 
-@pytest.mark.parametrize(("spread", "num_cols"), [(1, 96), (100, 96), (100, 128), (5, 288)])
-def test_mxfp4_data_scale_and_post_multiply_to_the_weight(spread: int, num_cols: int) -> None:
+def values_of(data: torch.Tensor) -> torch.Tensor:
+    """MXFP4 blocks [..., 64 * W + 128] to the numbers [..., 64, 4 * W] that a kernel multiplies."""
+    words, scales = split_blocks(data)
+    fields = scales.contiguous().view(torch.uint8).unflatten(-1, (-1, 4))[..., None].double()
+    return (unpack_e2m1(words).mul(2.0**-126) * torch.exp2(fields - 127)).flatten(-2)
+
+
+@pytest.mark.parametrize(
+    ("spread", "num_cols", "num_steps", "ends_in_tail"),
+    [
+        (1, 64, 1, False), (1, 96, 1, False), (100, 96, 1, False), (100, 128, 1, False), (5, 160, 1, True),
+        (100, 192, 1, True), (5, 224, 2, False), (5, 256, 2, False), (5, 288, 2, True), (5, 320, 2, True),
+        (5, 352, 3, False),
+    ],
+)  # fmt: skip
+def test_mxfp4_data_scale_and_post_multiply_to_the_weight(
+    spread: int, num_cols: int, num_steps: int, ends_in_tail: bool
+) -> None:
     g = torch.Generator().manual_seed(spread)
     codes = torch.randint(0, 256, (2, 70, num_cols // 2), generator=g, dtype=torch.uint8)
     scales = torch.randint(110, 110 + spread, (2, 70, num_cols // 32), generator=g, dtype=torch.uint8)
     weight = Mxfp4Weight(codes, scales)
     packed = pack_matrix(weight, None, is_gated=False)
-    words, scale_bytes = split_blocks(packed.data)
-    assert words.shape == (2, -(-num_cols // 128), 2, 64, 32)
+    assert packed.data.shape == (2, num_steps, 2, 64 * 32 + 128)
     assert packed.data.is_contiguous()
     assert packed.scales is None
-    fields = scale_bytes.contiguous().view(torch.uint8).unflatten(-1, (-1, 4))[..., None].double()
-    values = unpack_e2m1(words).mul(2.0**-126) * torch.exp2(fields - 127)
-    values = values.flatten(-2) * packed.post[0, 0].double()
+    assert packed.nbytes == 2 * (num_steps + ends_in_tail / 2) * 2 * 64 * (64 + 4) + ends_in_tail * 512 + 16
+    assert (packed.tail is not None) == has_tail("mxfp4", num_cols) == ends_in_tail
+    tail = None
+    if packed.tail is not None:
+        assert packed.tail.shape == (2, 2, 64 * 16 + 128)
+        assert packed.tail.is_contiguous()
+        tail = values_of(packed.tail).flatten(1, 2) * packed.post[0, 0].double()
+    values = values_of(packed.data) * packed.post[0, 0].double()
     for expert in range(2):
-        dense = dense_columns(dense_rows(values[expert]), num_cols)
+        dense = dense_columns(dense_rows(values[expert]), None if tail is None else tail[expert], num_cols)
         assert torch.equal(dense[:70], weight.dequantize(torch.float64)[expert])
         assert not dense[70:].any()
+
+
+@pytest.mark.parametrize("num_cols", [160, 224, 288])
+def test_weights_that_other_steps_have_are_zeros_with_a_scale_that_is_a_number(num_cols: int) -> None:
+    """Where the steps before have scales that are no numbers, too."""
+    scales = torch.full((1, 64, num_cols // 32), 255, dtype=torch.uint8)
+    scales[..., num_cols // 128 * 4 :] = 100
+    codes = torch.full((1, 64, num_cols // 2), 0x77, dtype=torch.uint8)
+    packed = pack_matrix(Mxfp4Weight(codes, scales), None, is_gated=False)
+    last = packed.data[:, -1] if packed.tail is None else packed.tail
+    values, fields = values_of(last), split_blocks(last)[1].contiguous().view(torch.uint8).view(64, 4)
+    num_of_others = (128 if packed.tail is None else 64) - num_cols % 128
+    assert not values[..., :num_of_others].any()
+    assert values[..., num_of_others:].all()
+    want = {160: [0, 0, 254, 254], 224: [0, 254, 254, 254], 288: [0, 0, 254, 254]}[num_cols]
+    assert (fields == torch.tensor(want)).all()
+
+
+@pytest.mark.parametrize("num_cols", [64, 160, 192, 224])
+def test_a_scale_that_is_no_number_stays_one(num_cols: int) -> None:
+    scales = torch.full((1, 64, num_cols // 32), 100, dtype=torch.uint8)
+    scales[0, 5, -1] = 255
+    packed = pack_matrix(
+        Mxfp4Weight(torch.zeros(1, 64, num_cols // 2, dtype=torch.uint8), scales), None, is_gated=False
+    )
+    blocks = packed.data if packed.tail is None else packed.tail
+    fields = split_blocks(blocks)[1].contiguous().view(torch.uint8).view(-1, 64, 4)[-1, 5].tolist()
+    others = {64: [254, 255, 0, 0], 160: [0, 0, 255, 255], 192: [254, 254, 255, 255], 224: [0, 254, 254, 255]}
+    assert fields == others[num_cols]  # a tail has each scale twice
+
+
+@pytest.mark.parametrize("kind", [Mxfp4Weight, Nvfp4Weight, Bf16Weight, Fp8BlockWeight])
+def test_only_mxfp4_has_tails_and_interleaves_their_rows_too(kind: Any) -> None:
+    weight = kind.quantize(torch.randn(2, 96, 160, generator=torch.Generator().manual_seed(1)))
+    packed = pack_matrix(weight, None, is_gated=True)
+    assert (packed.tail is not None) == (kind is Mxfp4Weight)
+    if packed.tail is not None:
+        rows = values_of(packed.tail).flatten(1, 2)[..., 32:] * packed.post[0, 0].double()
+        index = interleave_index(96)
+        assert torch.equal(rows[:, index >= 0], weight.dequantize(torch.float64)[:, index[index >= 0], 128:])
+        assert not rows[:, index < 0].any()
 
 
 def test_every_positive_e4m3_scale_is_exact_in_its_new_byte() -> None:

@@ -166,3 +166,7 @@ def test_plans_that_contradict_themselves_are_refused() -> None:
         replace(plan, block_n_1=48)
     with pytest.raises(MoeConfigError, match="belong to direct plans"):
         replace(plan, direct=False, split_k=2)
+    for block_m, heights in ((8, 2), (16, 3), (64, 4), (64, 0)):
+        with pytest.raises(MoeConfigError, match=f"plan heights is {heights}"):
+            replace(plan, block_m=block_m, heights=heights)
+    assert [replace(plan, block_m=32, heights=heights).few_tokens for heights in (1, 2, 3)] == [32, 16, 8]
