@@ -47,16 +47,33 @@ def permute_processed(info: Any, matrix: str, order: str) -> Any:
     """The quant info of a backend that mixes up the scales while it processes them."""
     if hasattr(info, "layer"):  # triton
         packed = getattr(info.layer, matrix)
-        if packed.scales is None:  # among the data
-            packed = dataclasses.replace(packed, data=packed.data.clone())
-            scales = split_blocks(packed.data)[1].transpose(1, 2)  # [E, blocks of rows, steps, 64]
-            scales.copy_(permuted(scales.contiguous(), order))
+        if packed.scales is None:
+            changed = {"data": _permute_beside_codes(packed.data, order)}
         else:
-            scales = packed.scales.transpose(1, 2).contiguous()
-            packed = dataclasses.replace(packed, scales=permuted(scales, order).transpose(1, 2).contiguous())
-        return dataclasses.replace(info, layer=dataclasses.replace(info.layer, **{matrix: packed}))
+            scales = permuted(packed.scales.transpose(1, 2).contiguous(), order)
+            changed = {"scales": scales.transpose(1, 2).contiguous()}
+        return _with_matrix(info, matrix, **changed)
     name = f"{matrix}_scale"  # FlashInfer
     return dataclasses.replace(info, **{name: permuted(getattr(info, name), order)})
+
+
+def permute_tail(info: Any, matrix: str, order: str) -> Any:
+    """The same for triton's last columns of MXFP4 alone."""
+    tail = _permute_beside_codes(getattr(info.layer, matrix).tail[:, None], order)
+    return _with_matrix(info, matrix, tail=tail.squeeze(1))
+
+
+def _permute_beside_codes(data: torch.Tensor, order: str) -> torch.Tensor:
+    """A copy of packed FP4 [E, steps, blocks of rows, ...] with its scales permuted."""
+    data = data.clone()
+    scales = split_blocks(data)[1].transpose(1, 2)  # [E, blocks of rows, steps, 64]
+    scales.copy_(permuted(scales.contiguous(), order))
+    return data
+
+
+def _with_matrix(info: Any, matrix: str, **changed: torch.Tensor) -> Any:
+    packed = dataclasses.replace(getattr(info.layer, matrix), **changed)
+    return dataclasses.replace(info, layer=dataclasses.replace(info.layer, **{matrix: packed}))
 
 
 def break_prepare(

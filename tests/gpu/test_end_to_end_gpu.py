@@ -2,6 +2,9 @@
 purpose stop the start. The answers over HTTP are compared by `scripts/card_end_to_end.py`.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
 from engine.config import EngineConfig
@@ -17,6 +20,7 @@ from tests.gpu.permuted_scales import (
     need_named,
     permute_canonical,
     permute_processed,
+    permute_tail,
 )
 
 pytestmark = pytest.mark.gpu
@@ -44,18 +48,19 @@ def test_every_layer_passes_its_check_and_says_its_path(backend: MoeBackend) -> 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("matrix", MATRICES)
 @pytest.mark.parametrize(
-    ("backend", "is_processed"),
+    ("backend", "permute"),
     [
-        *[(backend, False) for backend in BACKENDS],
-        (MoeBackend.TRITON, True),
-        (MoeBackend.FLASHINFER_MXFP4, True),
+        *[(backend, permute_canonical) for backend in BACKENDS],
+        (MoeBackend.TRITON, permute_processed),
+        (MoeBackend.TRITON, permute_tail),
+        (MoeBackend.FLASHINFER_MXFP4, permute_processed),
     ],
 )
 def test_a_permuted_scale_tensor_stops_the_start(
-    monkeypatch: pytest.MonkeyPatch, backend: MoeBackend, is_processed: bool, matrix: str, order: str
+    monkeypatch: pytest.MonkeyPatch, backend: MoeBackend, permute: Callable[..., Any], matrix: str, order: str
 ) -> None:
     """In the fourth layer only, so that the message's layer is not the first one's by chance."""
-    permute = permute_processed if is_processed else permute_canonical
+    is_processed = permute is not permute_canonical
     break_prepare(monkeypatch, backend, 3, lambda weights: permute(weights, matrix, order), is_processed=is_processed)
     with pytest.raises(SelfCheckError) as raised:
         EngineCore(config(backend))

@@ -76,6 +76,6 @@ def test_the_interpreted_triton_path_is_refused() -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     told = json.loads(done.stdout)
     assert 0 < told.pop("intact") < 0.015
-    assert len(told) == 8
+    assert len(told) == 12
     for text in told.values():
         need_named(text, MoeBackend.TRITON, 3)

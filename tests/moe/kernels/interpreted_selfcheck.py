@@ -15,7 +15,7 @@ from moe.backends.triton_plans import PlanTable
 from moe.formats import ExpertWeights
 from moe.kernels.plan import Plan
 from moe.selfcheck import check_layer
-from tests.gpu.permuted_scales import MATRICES, ORDERS, permute_canonical, permute_processed, tiny_experts
+from tests.gpu.permuted_scales import MATRICES, ORDERS, permute_canonical, permute_processed, permute_tail, tiny_experts
 
 LAYER, NUM_EXPERTS = 3, 2
 ONE_PLAN = PlanTable(
@@ -39,6 +39,7 @@ def main() -> dict[str, Any]:
             wrong = permute_canonical(experts, matrix, order)
             broken[f"canonical {matrix} {order}"] = prepared(wrong)
             broken[f"processed {matrix} {order}"] = permute_processed(intact, matrix, order)
+            broken[f"tail of {matrix} {order}"] = permute_tail(intact, matrix, order)
     told: dict[str, Any] = {"intact": check_layer(runner, intact, experts, layer=LAYER, topology=topology).worst_error}
     for name, info in broken.items():
         try:
