@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +11,9 @@ import pytest
 from benchmarks.moe_tables import backend_entries, dump, merged, plan_entries
 from moe.backends.triton_plans import PlanTable
 from moe.kernels.plan import Plan
+from moe.tables import read_entries
+
+ROOT = Path(__file__).parents[2]
 
 HEAD = {
     "model": "gpt-oss-20b", "format": "mxfp4", "card": "NVIDIA H100 80GB HBM3", "commit": "abc", "routing": "uniform",
@@ -117,3 +122,12 @@ def test_new_entries_replace_those_of_their_shape_and_the_file_reads_back() -> N
     entries = merged([entry | {"source": "old", "shape": old_shape}, other, smaller], [entry])
     assert entries == [other, smaller, entry]
     assert json.loads(dump(entries)) == {"tables": entries}
+
+
+@pytest.mark.parametrize(("table", "make"), [("triton_plans.json", plan_entries), ("backends.json", backend_entries)])
+def test_the_shipped_tables_are_made_of_the_kept_results(table: str, make: Callable[..., list[dict[str, Any]]]) -> None:
+    entries = read_entries(table)
+    for source in {entry["source"] for entry in entries}:
+        made = make(json.loads((ROOT / source).read_text(encoding="utf-8"))["rows"], source)
+        assert all(entry in made for entry in entries if entry["source"] == source)
+    assert (ROOT / "moe" / "tables" / table).read_text(encoding="utf-8") == dump(entries)
