@@ -117,7 +117,7 @@ def _load_tail(
     BLOCK: tl.constexpr = 64 * WORDS + 128
     w_ptrs, index_N = _weight_ptrs(tail_ptr, expert, first_row, num_blocks, 1, BLOCK_N, WORDS, BLOCK)
     s_ptrs = tail_ptr.to(tl.pointer_type(tl.int32)) + index_N * (BLOCK // 2) + 32 * WORDS + tl.arange(0, BLOCK_N) % 64
-    # A tensor even where both numbers are constants: K in one part, of one step.
+    # Compared as a tensor: of two numbers the interpreter makes no mask.
     has_tail_N = tl.where(tl.arange(0, BLOCK_N) >= 0, step_end, 0) == num_steps
     words = tl.load(w_ptrs, mask=has_tail_N[:, None], other=0)
     scales = tl.load(s_ptrs, mask=has_tail_N, other=0)
