@@ -19,7 +19,7 @@ from moe.kernels.plan import Plan
 from moe.ranking import PREFERENCE
 
 TABLES = Path(__file__).resolve().parents[1] / "moe" / "tables"
-NEARLY = 1.03  # times as slow as the fastest
+NEARLY = 1.03  # times the time of the fastest
 ARCHS = {"NVIDIA H100 80GB HBM3": "sm90", "NVIDIA H200": "sm90"}
 Entry = dict[str, Any]
 
@@ -49,14 +49,15 @@ def plan_entries(rows: list[Entry], source: str) -> list[Entry]:
     """The best plan at each token count (see `_best`); it serves counts up to the geometric mean with the next.
 
     Raises:
-        ValueError: the plan for the largest count cannot serve larger ones, or the kind of GPU is not known.
+        ValueError: the plan for the largest count cannot serve larger ones, a count has no times of uniform routing, or
+            the kind of GPU is not known.
     """
     entries = []
     for (model, format_name, card), own in _grouped(rows, "model", "format", "card").items():
         best = {tokens: _best(some) for (tokens,), some in _grouped(own, "tokens").items()}
         counts = sorted(best)
         if best[counts[-1]]["plan"]["direct"]:
-            raise ValueError(f"{model} {format_name}: the fastest plan at {counts[-1]} tokens is direct, which cannot "
+            raise ValueError(f"{model} {format_name}: the best plan at {counts[-1]} tokens is direct, which cannot "
                              f"serve all counts above; measure more tokens")  # fmt: skip
         bounds = [*(math.isqrt(low * high) for low, high in pairwise(counts)), None]
         steps = [
@@ -108,17 +109,28 @@ def dump(entries: list[Entry]) -> str:
 
 def _best(rows: list[Entry]) -> Entry:
     """Of the plans nearly as fast as the fastest with uniform routing, the one with the smallest product of its times
-    with uniform routing and with popular experts (zipf).
+    with uniform routing and with popular experts (zipf). Of several times of a plan the last counts; plans without one
+    for popular experts come after those that have it, the fastest first.
+
+    Raises:
+        ValueError: nothing was measured with uniform routing.
     """
-    uniform = [row for row in rows if row["routing"] == "uniform"]
-    zipf = {_key(row): row["us"] for row in rows if row["routing"] == "zipf"}
-    fastest = min(row["us"] for row in uniform)
-    near = [row for row in uniform if row["us"] <= NEARLY * fastest]
-    return min(near, key=lambda row: (row["us"] * zipf.get(_key(row), math.inf), row["us"]))
+    uniform, zipf = (
+        {json.dumps(row["plan"], sort_keys=True): row for row in rows if row["routing"] == kind}
+        for kind in ("uniform", "zipf")
+    )
+    if not uniform:
+        raise ValueError(
+            "{model} {format} at {tokens} tokens: no plan was measured with uniform routing".format(**rows[0])
+        )
+    most = NEARLY * min(row["us"] for row in uniform.values())
+    near = [plan for plan, row in uniform.items() if row["us"] <= most]
 
+    def cost(plan: str) -> tuple[float, float]:
+        us: float = uniform[plan]["us"]
+        return us * zipf[plan]["us"] if plan in zipf else math.inf, us
 
-def _key(row: Entry) -> str:
-    return json.dumps(row["plan"], sort_keys=True)
+    return uniform[min(near, key=cost)]
 
 
 def _grouped(rows: list[Entry], *names: str) -> dict[tuple[Any, ...], list[Entry]]:

@@ -126,10 +126,10 @@ class TritonBackend(Backend):
         before = 0
         for bound, plan in quant_info.plans.steps:
             ends = [bound]
-            if plan.direct and bound is not None and before < plan.few_tokens < bound:
-                ends = [plan.few_tokens, bound]
+            if plan.direct and bound is not None and before < plan.block_m < bound:
+                ends = [plan.block_m, bound]
             for end in ends:
-                key = plan, plan.direct and end is not None and end <= plan.few_tokens
+                key = plan, plan.direct and end is not None and end <= plan.block_m
                 bounds.pop(key, None)  # of equal plans the last counts
                 bounds[key] = end
             before = bound or before

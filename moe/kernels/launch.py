@@ -146,7 +146,7 @@ def _gemm(
         direct_gemm[(num_n, candidates, split_k * most_tiles)](
             *matrices, ids_TK, weights_TK, num_tokens, layer.first_expert, layer.num_experts, *sizes,
             BY_EXPERT=plan.by_expert, SPLIT_K=split_k, CHOICES_PAD=triton.next_power_of_2(layer.top_k),
-            SLOTS_PAD=0 if num_tokens <= plan.few_tokens else _slots_pad(ids_TK.numel()), **settings,
+            SLOTS_PAD=0 if num_tokens <= plan.block_m else _slots_pad(ids_TK.numel()), **settings,
         )  # fmt: skip
     else:
         num_tiles = tiles.entries.shape[0]

@@ -158,7 +158,7 @@ def has_tail(format_name: str, num_cols: int) -> bool:
 
 
 def _fp4_blocks(codes: torch.Tensor, scale_bytes: torch.Tensor, index: torch.Tensor, step: int) -> torch.Tensor:
-    """Codes [N, K] and scale bytes [N, 4 * S] to int16 [S, B, 16 * step + 128]."""
+    """Codes [N, K] and their scale bytes, one for every quarter of a step, to int16 [S, B, 16 * step + 128]."""
     words = pack_e2m1(_blocks(codes, index, step).int().unflatten(-1, (4, -1)))
     scale_words = _blocks(scale_bytes, index, 4).contiguous().view(torch.int16)
     return torch.cat((words.flatten(-2), scale_words.flatten(-2)), dim=-1)

@@ -11,7 +11,8 @@ MAX_DIRECT_SLOTS = 1024
 class Plan:
     """How the kernels of one layer are launched.
 
-    direct: every program finds its expert's slots by itself, at most MAX_DIRECT_SLOTS in all; three kernels.
+    direct: every program finds its expert's slots by itself, at most MAX_DIRECT_SLOTS in all; three kernels. Up to
+        `block_m` tokens they run other code than beyond.
     Otherwise a first kernel sorts the slots by expert and tiles are runs of `block_m` sorted slots; four kernels.
     heights: sizes of grouped tiles, 1 to 3: `block_m`, and half and a quarter of it for the short end of a run.
     fp8_activations: a grouped plan of FP8 block weights rounds the inputs of both GEMMs to E4M3, a scale per row and
@@ -38,11 +39,6 @@ class Plan:
     fp8_activations: bool = False
     pdl: bool = False
 
-    @property
-    def few_tokens(self) -> int:
-        """Rows of the lowest tile. A direct plan runs other code where tokens are no more than that."""
-        return self.block_m >> (self.heights - 1)
-
     def __post_init__(self) -> None:
         for field, low in (("block_m", 8), ("block_n_1", 64), ("block_n_2", 64), ("warps_1", 1), ("warps_2", 1)):
             value = getattr(self, field)
@@ -57,5 +53,7 @@ class Plan:
             raise MoeConfigError(
                 "plan fp8_activations belongs to grouped plans: few tokens are bound by reading weights"
             )
-        if not 1 <= self.heights <= 3 or self.few_tokens < 8:
+        if not 1 <= self.heights <= 3 or self.block_m >> (self.heights - 1) < 8:
             raise MoeConfigError(f"plan heights is {self.heights}: 1 to 3, and the lowest tile must hold 8 rows")
+        if self.direct and self.heights > 1:
+            raise MoeConfigError(f"plan heights is {self.heights}: tiles of several heights belong to grouped plans")

@@ -111,12 +111,14 @@ def _load_tail(
 ):  # fmt: skip
     """Activations, words and scales of the last columns, STEP_K of them, for the part of K that ends with them.
 
-    Other parts get zeros. As in `_activations`, tall tiles have no masks; they take K in one part.
+    Words and scales of other parts are zeros. As in `_activations`, tall tiles have no masks of rows; those of grouped
+    plans have none at all, since they take K in one part.
     """
     BLOCK: tl.constexpr = 64 * WORDS + 128
     w_ptrs, index_N = _weight_ptrs(tail_ptr, expert, first_row, num_blocks, 1, BLOCK_N, WORDS, BLOCK)
     s_ptrs = tail_ptr.to(tl.pointer_type(tl.int32)) + index_N * (BLOCK // 2) + 32 * WORDS + tl.arange(0, BLOCK_N) % 64
-    has_tail_N = tl.where(tl.arange(0, BLOCK_N) >= 0, step_end, 0) == num_steps  # all or none; masks are vectors
+    # Compared as a tensor: of two numbers the interpreter makes no mask.
+    has_tail_N = tl.where(tl.arange(0, BLOCK_N) >= 0, step_end, 0) == num_steps
     words = tl.load(w_ptrs, mask=has_tail_N[:, None], other=0)
     scales = tl.load(s_ptrs, mask=has_tail_N, other=0)
     x_ptrs = x_ptr_M[:, None] + (num_cols - STEP_K + tl.arange(0, STEP_K))[None, :]

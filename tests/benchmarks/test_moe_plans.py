@@ -7,7 +7,9 @@ import pytest
 
 from benchmarks.moe_cases import CASES
 from benchmarks.moe_plans import candidates
+from moe.backends.triton_plans import TABLE
 from moe.kernels.plan import MAX_DIRECT_SLOTS, Plan
+from moe.tables import read_entries
 
 FORMATS = ["mxfp4", "bf16", "fp8_block", "nvfp4"]
 TOKENS = [1, 2, 3, 4, 7, 8, 12, 16, 24, 31, 32, 33, 48, 64, 100, 128, 200, 256, 512, 700, 1024, 2048, 4096, 16384]
@@ -73,6 +75,7 @@ def test_a_layer_of_one_expert_has_plans_too() -> None:
 
 FASTEST: list[tuple[str, str, int, dict[str, Any]]] = [
     ("gpt-oss-20b", "mxfp4", 1, {"block_m": 8, "stages_1": 6, "split_k": 2}),
+    ("gpt-oss-20b", "mxfp4", 16, {"block_m": 16, "by_expert": True}),  # with popular experts
     ("gpt-oss-120b", "mxfp4", 256, {"block_m": 16, "block_n_2": 128, "warps_1": 2, "stages_2": 3, "tile_group": 1}),
     (
         "deepseek-v3-quarter", "fp8_block", 64,
@@ -92,3 +95,12 @@ def test_plans_that_were_fastest_on_an_h100_are_tried_again(
 ) -> None:
     plan = Plan(**{"direct": tokens < 64, "block_n_1": 64, "block_n_2": 64, "pdl": True} | fields)
     assert plan in candidates(CASES[model], tokens, format_name)
+
+
+@pytest.mark.parametrize("entry", read_entries(TABLE), ids=lambda entry: f"{entry['format']} {entry['shape']}")
+def test_a_new_search_tries_every_plan_that_is_shipped(entry: dict[str, Any]) -> None:
+    (case,) = [
+        case for case in CASES.values() if all(getattr(case, name) == size for name, size in entry["shape"].items())
+    ]
+    for step in entry["steps"]:
+        assert Plan(**step["plan"]) in candidates(case, step["measured_at"], entry["format"]), step

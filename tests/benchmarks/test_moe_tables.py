@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +11,9 @@ import pytest
 from benchmarks.moe_tables import backend_entries, dump, merged, plan_entries
 from moe.backends.triton_plans import PlanTable
 from moe.kernels.plan import Plan
+from moe.tables import read_entries
+
+ROOT = Path(__file__).parents[2]
 
 HEAD = {
     "model": "gpt-oss-20b", "format": "mxfp4", "card": "NVIDIA H100 80GB HBM3", "commit": "abc", "routing": "uniform",
@@ -50,6 +55,43 @@ def test_popular_experts_decide_among_plans_that_are_nearly_as_fast() -> None:
     assert entry["steps"][0]["plan"]["block_m"] == 8
 
 
+@pytest.mark.parametrize(
+    ("times", "best"),
+    [
+        ([(100, 10), (102, 9)], 1),  # the sum is larger
+        ([(103, 9.8), (100, 10)], 1),  # faster with popular experts alone
+        ([(102, None), (100, None), (101, None)], 1),
+        ([(100, None), (102, 200)], 1),
+        ([(100, None), (104, 50), (103, 200)], 2),
+    ],
+)
+def test_the_product_of_both_times_decides_and_plans_without_one_come_last(
+    times: list[tuple[float, float | None]], best: int
+) -> None:
+    plans = [dataclasses.replace(DIRECT, block_m=8 << n) for n in range(len(times))]
+    rows = [row(1024, 500, GROUPED), *(row(4, us, plan) for plan, (us, _) in zip(plans, times, strict=True))]
+    for plan, (_, us) in zip(plans, times, strict=True):
+        if us is not None:  # fields in another order: another writer
+            rows.append(
+                row(4, us, plan) | {"routing": "zipf", "plan": dict(reversed(dataclasses.asdict(plan).items()))}
+            )
+    (entry,) = plan_entries(rows, "a file")
+    assert Plan(**entry["steps"][0]["plan"]) == plans[best]
+
+
+def test_of_several_times_of_a_plan_the_last_counts() -> None:
+    other = dataclasses.replace(DIRECT, split_k=3)
+    first = [row(4, 70, DIRECT), row(4, 80, other), row(1024, 500, GROUPED)]
+    again = [row(4, 90, DIRECT), row(4, 81, other) | {"commit": "b2"}]
+    (entry,) = plan_entries(first + again, "a file")
+    assert (entry["steps"][0]["us"], entry["steps"][0]["plan"]["split_k"], entry["commit"]) == (81, 3, "abc, b2")
+
+
+def test_a_count_without_uniform_routing_is_refused() -> None:
+    with pytest.raises(ValueError, match="gpt-oss-20b mxfp4 at 4 tokens: no plan was measured with uniform routing"):
+        plan_entries([row(1024, 500, GROUPED), row(4, 80, DIRECT) | {"routing": "zipf"}], "a file")
+
+
 def test_a_card_of_unknown_kind_is_refused_with_what_to_do() -> None:
     with pytest.raises(ValueError, match="'NVIDIA B200' is not known: add the card to ARCHS"):
         plan_entries([row(1024, 500, GROUPED) | {"card": "NVIDIA B200"}], "a file")
@@ -80,3 +122,12 @@ def test_new_entries_replace_those_of_their_shape_and_the_file_reads_back() -> N
     entries = merged([entry | {"source": "old", "shape": old_shape}, other, smaller], [entry])
     assert entries == [other, smaller, entry]
     assert json.loads(dump(entries)) == {"tables": entries}
+
+
+@pytest.mark.parametrize(("table", "make"), [("triton_plans.json", plan_entries), ("backends.json", backend_entries)])
+def test_the_shipped_tables_are_made_of_the_kept_results(table: str, make: Callable[..., list[dict[str, Any]]]) -> None:
+    entries = read_entries(table)
+    for source in {entry["source"] for entry in entries}:
+        made = make(json.loads((ROOT / source).read_text(encoding="utf-8"))["rows"], source)
+        assert all(entry in made for entry in entries if entry["source"] == source)
+    assert (ROOT / "moe" / "tables" / table).read_text(encoding="utf-8") == dump(entries)

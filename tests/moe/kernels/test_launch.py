@@ -45,17 +45,17 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     return seen
 
 
-def info_of(plans: PlanTable, *, bias: bool = False, **topology: Any) -> TritonMoeQuantInfo:
-    w13, w2 = (Fp8BlockWeight.quantize(w) for w in hostile.dense_experts(NUM_EXPERTS, SIZE, SIZE))
-    b13, b2 = hostile.biases(NUM_EXPERTS, SIZE, SIZE) if bias else (None, None)
+def info_of(plans: PlanTable, *, bias: bool = False, inter: int = SIZE, **topology: Any) -> TritonMoeQuantInfo:
+    w13, w2 = (Fp8BlockWeight.quantize(w) for w in hostile.dense_experts(NUM_EXPERTS, SIZE, inter))
+    b13, b2 = hostile.biases(NUM_EXPERTS, SIZE, inter) if bias else (None, None)
     experts = ExpertWeights(w13=w13, w2=w2, b13=b13, b2=b2)
-    info = TritonBackend().prepare(experts, config_of(), Topology(**topology))
+    info = TritonBackend().prepare(experts, config_of(inter), Topology(**topology))
     return replace(info, plans=plans)
 
 
-def config_of() -> MoeRunnerConfig:
+def config_of(inter: int = SIZE) -> MoeRunnerConfig:
     return MoeRunnerConfig(
-        num_experts=NUM_EXPERTS, num_local_experts=NUM_EXPERTS, hidden_size=SIZE, intermediate_size=SIZE, top_k=TOP_K
+        num_experts=NUM_EXPERTS, num_local_experts=NUM_EXPERTS, hidden_size=SIZE, intermediate_size=inter, top_k=TOP_K
     )
 
 
@@ -92,6 +92,14 @@ def test_direct_launches(launches: list[Launch]) -> None:
     launches.clear()
     run(DIRECT, 9)
     assert launches[0][1]["SLOTS_PAD"] == 64
+
+
+def test_the_second_matrix_has_no_more_parts_than_steps(launches: list[Launch]) -> None:
+    info = info_of(PlanTable(((None, GROUPED),)), inter=256)  # two steps, where the first matrix has one
+    for wanted, got in ((1, 1), (2, 2), (3, 2), (9, 2)):
+        launches.clear()
+        run(replace(DIRECT, split_k=wanted), 5, info)
+        assert [keywords["SPLIT_K"] for _, keywords in launches] == [1, got, got]
 
 
 def test_one_rank_of_a_sum_adds_the_bias_of_the_second_matrix(launches: list[Launch]) -> None:

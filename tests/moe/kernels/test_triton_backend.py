@@ -141,7 +141,7 @@ def test_every_plan_of_the_table_is_a_probe_of_its_own() -> None:
 
 
 def test_few_tokens_of_a_direct_plan_are_a_probe_of_their_own_if_it_takes_more() -> None:
-    direct = Plan(direct=True, block_m=32, heights=3, block_n_1=64, block_n_2=64)
+    direct = Plan(direct=True, block_m=8, block_n_1=64, block_n_2=64)
     grouped = Plan(direct=False, block_m=32, block_n_1=128, block_n_2=64)
     w13, w2 = (Bf16Weight(part.bfloat16()) for part in hostile.dense_experts(8, 64, 64))
     info = TritonBackend().prepare(ExpertWeights(w13=w13, w2=w2), CONFIG, Topology())
@@ -153,7 +153,7 @@ def test_few_tokens_of_a_direct_plan_are_a_probe_of_their_own_if_it_takes_more()
     ):
         probes = TritonBackend().probes(replace(info, plans=PlanTable(steps)), "bf16", CONFIG, DispatchFormat.STANDARD)
         assert [(probe.max_tokens, probe.quant_info.plans.pick(probe.max_tokens or 999)) for probe in probes] == want
-        assert probes[-2].crowds == (64, 12), "two whole tiles, and one of half the height"
+        assert probes[-2].crowds == (16, 3), "two whole tiles, and one that is not half full"
 
 
 def test_plans_that_contradict_themselves_are_refused() -> None:
@@ -168,5 +168,7 @@ def test_plans_that_contradict_themselves_are_refused() -> None:
         replace(plan, direct=False, split_k=2)
     for block_m, heights in ((8, 2), (16, 3), (64, 4), (64, 0)):
         with pytest.raises(MoeConfigError, match=f"plan heights is {heights}"):
-            replace(plan, block_m=block_m, heights=heights)
-    assert [replace(plan, block_m=32, heights=heights).few_tokens for heights in (1, 2, 3)] == [32, 16, 8]
+            replace(plan, direct=False, block_m=block_m, heights=heights)
+    assert [replace(plan, direct=False, block_m=32, heights=heights).heights for heights in (1, 2, 3)] == [1, 2, 3]
+    with pytest.raises(MoeConfigError, match="heights is 2: tiles of several heights belong to grouped plans"):
+        replace(plan, block_m=16, heights=2)
