@@ -56,22 +56,28 @@ def _dot_fp8(w_NK, x_MK, INTERPRET: tl.constexpr):
 
 
 @triton.jit
+def _load_rows(x_ptrs, is_row_M, BLOCK_M: tl.constexpr):
+    """Short tiles leave out rows that stand for no slot, which spares the L2 their bytes; tall ones have few of them and
+    no registers for the masks: there such rows hold numbers that nobody stores.
+    """
+    if BLOCK_M < 128:
+        x = tl.load(x_ptrs, mask=is_row_M[:, None], other=0.0)
+    else:
+        x = tl.load(x_ptrs)
+    return x
+
+
+@triton.jit
 def _activations(
     x_ptrs, is_row_M, step, num_cols,
     BLOCK_M: tl.constexpr, STEP_K: tl.constexpr, SHORT_K: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK_M, STEP_K] of a step. Short tiles leave out rows that stand for no slot, which spares the L2 their bytes;
-
-    tall ones have few of them and no registers for the masks: there such rows hold numbers that nobody stores.
-    """
+    """[BLOCK_M, STEP_K] of a step."""
     if SHORT_K:
         x = tl.load(x_ptrs, mask=is_row_M[:, None] & (tl.arange(0, STEP_K) < num_cols)[None, :], other=0.0)
     else:
         col = tl.minimum(step * STEP_K, num_cols - STEP_K)  # the last step looks back: see layout.py
-        if BLOCK_M < 128:
-            x = tl.load(x_ptrs + col, mask=is_row_M[:, None], other=0.0)
-        else:
-            x = tl.load(x_ptrs + col)
+        x = _load_rows(x_ptrs + col, is_row_M, BLOCK_M)
     return x
 
 
@@ -105,28 +111,29 @@ def _weight_ptrs(
 
 
 @triton.jit
+def _scale_ptrs(s_ptr, index_N, ROWS: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr):
+    """Pointers to the scales of FP4 rows, which lie behind the words of their block `index_N`; int32, as `s_ptr`."""
+    return s_ptr + index_N * (BLOCK // 2) + 32 * WORDS + tl.arange(0, ROWS) % 64
+
+
+@triton.jit
 def _load_tail(
     x_ptr_M, is_row_M, tail_ptr, expert, first_row, step_end, num_blocks, num_steps, num_cols,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEP_K: tl.constexpr, WORDS: tl.constexpr,
+    FORMAT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEP_K: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     """Activations, words and scales of the last columns, STEP_K of them, for the part of K that ends with them.
 
-    Words and scales of other parts are zeros. As in `_activations`, tall tiles have no masks of rows; those of grouped
-    plans have none at all, since they take K in one part.
+    Words and scales of other parts are zeros.
     """
-    BLOCK: tl.constexpr = 64 * WORDS + 128
+    BLOCK: tl.constexpr = block_words(FORMAT, WORDS)
     w_ptrs, index_N = _weight_ptrs(tail_ptr, expert, first_row, num_blocks, 1, BLOCK_N, WORDS, BLOCK)
-    s_ptrs = tail_ptr.to(tl.pointer_type(tl.int32)) + index_N * (BLOCK // 2) + 32 * WORDS + tl.arange(0, BLOCK_N) % 64
+    s_ptrs = _scale_ptrs(tail_ptr.to(tl.pointer_type(tl.int32)), index_N, BLOCK_N, WORDS, BLOCK)
     # Compared as a tensor: of two numbers the interpreter makes no mask.
     has_tail_N = tl.where(tl.arange(0, BLOCK_N) >= 0, step_end, 0) == num_steps
     words = tl.load(w_ptrs, mask=has_tail_N[:, None], other=0)
     scales = tl.load(s_ptrs, mask=has_tail_N, other=0)
     x_ptrs = x_ptr_M[:, None] + (num_cols - STEP_K + tl.arange(0, STEP_K))[None, :]
-    if BLOCK_M < 128:
-        x = tl.load(x_ptrs, mask=is_row_M[:, None], other=0.0)
-    else:
-        x = tl.load(x_ptrs)
-    return x, words, scales
+    return _load_rows(x_ptrs, is_row_M, BLOCK_M), words, scales
 
 
 @triton.jit
@@ -140,7 +147,7 @@ def multiply(
     x_ptrs = x_ptr_M[:, None] + tl.arange(0, STEP_K)[None, :]
     BLOCK: tl.constexpr = block_words(FORMAT, WORDS)
     w_ptrs, index_N = _weight_ptrs(w_ptr, expert, first_row, num_blocks, num_steps, BLOCK_N, WORDS, BLOCK)
-    s_ptrs = s_ptr + index_N * (BLOCK // 2) + 32 * WORDS + tl.arange(0, BLOCK_N) % 64
+    s_ptrs = _scale_ptrs(s_ptr, index_N, BLOCK_N, WORDS, BLOCK)
     # Without a promise that the loop runs, ptxas waits for every matrix instruction before it issues the next.
     tl.assume(step_end > step_begin)
     acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
@@ -148,7 +155,7 @@ def multiply(
     if HAS_TAIL and IS_EARLY:
         tail_x, tail_words, tail_scales = _load_tail(
             x_ptr_M, is_row_M, tail_ptr, expert, first_row, step_end, num_blocks, num_steps, num_cols,
-            BLOCK_M, BLOCK_N, STEP_K // 2, WORDS // 2,
+            FORMAT, BLOCK_M, BLOCK_N, STEP_K // 2, WORDS // 2,
         )  # fmt: skip
     for step in tl.range(step_begin, step_end, num_stages=NUM_STAGES):
         x = _activations(x_ptrs, is_row_M, step, num_cols, BLOCK_M, STEP_K, SHORT_K)
@@ -163,7 +170,7 @@ def multiply(
         if not IS_EARLY:
             tail_x, tail_words, tail_scales = _load_tail(
                 x_ptr_M, is_row_M, tail_ptr, expert, first_row, step_end, num_blocks, num_steps, num_cols,
-                BLOCK_M, BLOCK_N, STEP_K // 2, WORDS // 2,
+                FORMAT, BLOCK_M, BLOCK_N, STEP_K // 2, WORDS // 2,
             )  # fmt: skip
         tail = _fp4_tile(tail_words, tail_scales, FORMAT, BLOCK_N, WORDS // 2, USE_ASM)
         acc = _dot(tail, tail_x, acc, INTERPRET)
