@@ -57,8 +57,9 @@ def _dot_fp8(w_NK, x_MK, INTERPRET: tl.constexpr):
 
 @triton.jit
 def _load_rows(x_ptrs, is_row_M, BLOCK_M: tl.constexpr):
-    """Short tiles leave out rows that stand for no slot, which spares the L2 their bytes; tall ones have few of them and
-    no registers for the masks: there such rows hold numbers that nobody stores.
+    """Short tiles leave out rows that stand for no slot, which spares the L2 their bytes;
+
+    tall ones have few of them and no registers for the masks: there such rows hold numbers that nobody stores.
     """
     if BLOCK_M < 128:
         x = tl.load(x_ptrs, mask=is_row_M[:, None], other=0.0)
