@@ -45,17 +45,21 @@ class LayerCase:
         most = min(self.num_experts, num_tokens * self.top_k)
         return self.num_active.get(num_tokens, most)
 
+    @property
+    def expert_weights(self) -> int:
+        """Weights of one expert."""
+        return 3 * self.hidden_size * self.intermediate_size
+
     def expert_bytes(self, format_name: str) -> float:
         """Bytes of one expert's weights and scales."""
         bits = {"bf16": 16.0, "fp8_block": 8.0 + 32 / 128**2, "mxfp4": 4.25, "nvfp4": 4.5}[format_name]
-        return 3 * self.hidden_size * self.intermediate_size * bits / 8
+        return self.expert_weights * bits / 8
 
     def floor_us(self, format_name: str, num_tokens: int, num_active: float) -> float:
         """The larger of reading the active experts once and doing the arithmetic."""
         read_s = num_active * self.expert_bytes(format_name) / READ_BYTES_PER_S
         rate = FP8_FLOPS_PER_S if format_name == "fp8_block" else BF16_FLOPS_PER_S
-        num_flops = 2 * num_tokens * self.top_k * 3 * self.hidden_size * self.intermediate_size
-        return 1e6 * max(read_s, num_flops / rate)
+        return 1e6 * max(read_s, 2 * num_tokens * self.top_k * self.expert_weights / rate)
 
 
 GPT_OSS = Activation(alpha=1.702, beta=1.0, limit=7.0)

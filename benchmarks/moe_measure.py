@@ -52,6 +52,11 @@ def expect_random(case: LayerCase, experts: ExpertWeights, topk: StandardTopK, s
     return expect(case, experts, x_TH, topk, generator)
 
 
+def failure(model: str, format_name: str, backend: str, tokens: int | list[int] | None, reason: str) -> Row:
+    """An entry of the document's failures; no tokens: all of them."""
+    return {"model": model, "format": format_name, "backend": backend, "tokens": tokens, "reason": reason}
+
+
 @dataclass(kw_only=True)
 class LayerBench:
     """One layer in one number format on `device`."""
@@ -123,7 +128,4 @@ class LayerBench:
         reason = f"{type(error).__name__}: {str(error)[:400]}"
         where = traceback.extract_tb(error.__traceback__)[-1]
         print(f"{name} {num_tokens or ''}: {reason} ({where.filename}:{where.lineno})", flush=True)
-        self.failures.append(
-            {"model": self.case.model, "format": self.format_name, "backend": name, "tokens": num_tokens,
-             "reason": reason}
-        )  # fmt: skip
+        self.failures.append(failure(self.case.model, self.format_name, name, num_tokens, reason))

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import moe_contenders
+from benchmarks import moe_contenders, moe_measure
 from benchmarks.moe_cases import id_sets, random_experts
 from benchmarks.moe_check import Expected, check
 from benchmarks.moe_contenders import Contender
@@ -157,11 +157,8 @@ def _brief(plan: Plan) -> str:
 
 
 def failure(group: Group, reason: str, num_tokens: int | None = None) -> Row:
-    """An entry of the document's failures."""
-    return {
-        "model": group.model, "format": group.format_name, "backend": "triton",
-        "tokens": num_tokens or list(group.tokens), "reason": reason,
-    }  # fmt: skip
+    """The failure of a whole group, or of one of its token counts."""
+    return moe_measure.failure(group.model, group.format_name, "triton", num_tokens or list(group.tokens), reason)
 
 
 def search_in_process(group: Group, settings: SearchSettings, connection: Connection, preparing: Semaphore) -> None:

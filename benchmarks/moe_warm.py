@@ -40,8 +40,6 @@ def compile_all(jobs: list[Job], free_bytes: float) -> None:
 
 def in_processes(work: Callable[[Any], str | None], jobs: Sequence[Any], most: int) -> None:
     """Call `work` with every job, in `most` processes or as many as there are cores; print what it complains of."""
-    if not jobs:
-        return
     num_processes = max(1, min(len(jobs), os.cpu_count() or 1, most))
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(num_processes, mp_context=context) as pool:
