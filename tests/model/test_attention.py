@@ -8,59 +8,16 @@ import torch
 import model.attention.torch as torch_attention
 from model.attention.base import AttentionSpec, make_attention
 from model.config import ModelSettingsError, UnsupportedModelError
+from tests.model.attention_cases import GQA, MLA, SLIDING, Requests, Sequence, worst_error
 from tests.model.paged import PagedCache
-
-GQA = AttentionSpec(num_heads=4, num_kv_heads=2, key_dim=8, value_dim=6, scale=8**-0.5)
-SLIDING = replace(GQA, window=128)
-MLA = AttentionSpec(num_heads=4, num_kv_heads=1, key_dim=12, value_dim=8, scale=0.3, values_in_keys=True)
-
-
-def dense_reference(
-    spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
-) -> torch.Tensor:
-    """One whole sequence, [n, heads, dim]; fp64, one head and query at a time."""
-    out = torch.zeros(q.shape[0], spec.num_heads, spec.value_dim, dtype=torch.float64)
-    for i in range(q.shape[0]):
-        first = 0 if spec.window is None else max(0, i - spec.window + 1)
-        for head in range(spec.num_heads):
-            group = head // (spec.num_heads // spec.num_kv_heads)
-            scores = k[first : i + 1, group].double() @ q[i, head].double() * spec.scale
-            if sinks is not None:
-                scores = torch.cat((scores, sinks[head : head + 1].double()))
-            probs = torch.softmax(scores, 0)
-            out[i, head] = probs[: i + 1 - first] @ v[first : i + 1, group].double()
-    return out
-
-
-class Sequence:
-    """A request with all its queries, keys and values drawn beforehand."""
-
-    def __init__(self, spec: AttentionSpec, length: int, seed: int, sinks: torch.Tensor | None) -> None:
-        g = torch.Generator().manual_seed(seed)
-        self.q = torch.randn(length, spec.num_heads, spec.key_dim, generator=g)
-        self.k = torch.randn(length, spec.num_kv_heads, spec.key_dim, generator=g)
-        self.v = self.k[..., : spec.value_dim]
-        if not spec.values_in_keys:
-            self.v = torch.randn(length, spec.num_kv_heads, spec.value_dim, generator=g)
-        self.want = dense_reference(spec, self.q, self.k, self.v, sinks)
 
 
 def run_steps(
     spec: AttentionSpec, sequences: dict[str, Sequence], steps: list[dict[str, int]], sinks: torch.Tensor | None
 ) -> None:
     """Feed the given number of tokens of each request per step, and compare every output row."""
-    cache = PagedCache([spec.kv_spec])
     attention = make_attention("auto", [spec], torch.device("cpu"))
-    for step in steps:
-        ranges = {n: range(cache.lengths.get(n, 0), cache.lengths.get(n, 0) + count) for n, count in step.items()}
-        batch = cache.batch({n: list(r) for n, r in ranges.items()})
-
-        def rows(what: str, ranges: dict[str, range] = ranges) -> torch.Tensor:
-            return torch.cat([getattr(sequences[n], what)[r.start : r.stop] for n, r in ranges.items()])
-
-        values = None if spec.values_in_keys else rows("v")
-        got = attention.run(spec, attention.plan(batch), cache.layers[0], rows("q"), rows("k"), values, sinks)
-        torch.testing.assert_close(got.double(), rows("want"), rtol=1e-4, atol=1e-5)
+    assert worst_error(attention, Requests(spec, sequences, sinks), steps) < 2e-5
 
 
 @pytest.mark.parametrize("sink", [None, 0.0, 2.0, -50.0])
@@ -125,7 +82,7 @@ def test_bf16_stays_near_fp32() -> None:
 
 
 def test_unknown_implementation_and_impossible_heads_are_refused() -> None:
-    with pytest.raises(ModelSettingsError, match="known: auto, torch"):
+    with pytest.raises(ModelSettingsError, match="known: auto, triton, torch"):
         make_attention("flash9", [GQA], torch.device("cpu"))
     with pytest.raises(UnsupportedModelError, match="5 query heads"):
         replace(GQA, num_heads=5)

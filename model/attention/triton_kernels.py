@@ -1,0 +1,260 @@
+"""Device code of `model.attention.triton`: keys and values into pages, decode in parts, prefill in blocks of queries.
+
+Shape letters: T tokens of the step, B requests, H query heads, G KV heads, R query heads per KV head, D key dim,
+V value dim, S parts of a request's keys, P pages of the longest request.
+
+Scores are kept in powers of two (`scale` carries log2(e)), since the hardware has exp2. Slots that a request does not
+own are never loaded, so what they hold (NaN included) never enters a product.
+"""
+
+# Device functions take tensors of the device, which have no Python type.
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def store_kv(
+    k_ptr, v_ptr, slots_ptr, keys_ptr, values_ptr, k_stride, v_stride,
+    K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, K_PAD: tl.constexpr, V_PAD: tl.constexpr,
+):  # fmt: skip
+    """Copy one token's keys [G * D] and values [G * V] to its slot. Grid: (T,)."""
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + row)
+    columns = tl.arange(0, K_PAD)
+    keys = tl.load(k_ptr + row * k_stride + columns, mask=columns < K_SIZE)
+    tl.store(keys_ptr + slot * K_SIZE + columns, keys.to(keys_ptr.dtype.element_ty), mask=columns < K_SIZE)
+    if V_SIZE > 0:
+        columns = tl.arange(0, V_PAD)
+        values = tl.load(v_ptr + row * v_stride + columns, mask=columns < V_SIZE)
+        tl.store(values_ptr + slot * V_SIZE + columns, values.to(values_ptr.dtype.element_ty), mask=columns < V_SIZE)
+
+
+@triton.jit
+def _attend(
+    q_MD, acc_MV, max_M, sum_M, keys_ptr, values_ptr, table_ptr, start, end, query_pos_M, scale, kv_head,
+    NUM_KV_HEADS: tl.constexpr, D: tl.constexpr, V: tl.constexpr, D_PAD: tl.constexpr, V_PAD: tl.constexpr,
+    BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, IS_MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One step of the online softmax over the keys `start` to `start + BLOCK_N` of one request, those before `end`.
+
+    Unmasked: all BLOCK_N keys are visible to every query.
+    """
+    positions_N = start + tl.arange(0, BLOCK_N)
+    d = tl.arange(0, D_PAD)
+    v = tl.arange(0, V_PAD)
+    if IS_MASKED:
+        is_key_N = positions_N < end
+        pages_N = tl.load(table_ptr + positions_N // PAGE_SIZE, mask=is_key_N, other=0)
+    else:
+        pages_N = tl.load(table_ptr + positions_N // PAGE_SIZE)
+    slots_N = pages_N.to(tl.int64) * PAGE_SIZE + positions_N % PAGE_SIZE
+    key_ptrs = keys_ptr + (slots_N[None, :] * NUM_KV_HEADS + kv_head) * D + d[:, None]
+    value_ptrs = values_ptr + (slots_N[:, None] * NUM_KV_HEADS + kv_head) * V + v[None, :]
+    if IS_MASKED:
+        k_DN = tl.load(key_ptrs, mask=is_key_N[None, :] & (d < D)[:, None], other=0.0)
+        v_NV = tl.load(value_ptrs, mask=is_key_N[:, None] & (v < V)[None, :], other=0.0)
+    else:
+        k_DN = tl.load(key_ptrs, mask=(d < D)[:, None], other=0.0)
+        v_NV = tl.load(value_ptrs, mask=(v < V)[None, :], other=0.0)
+    scores_MN = tl.dot(q_MD, k_DN.to(q_MD.dtype), input_precision=PRECISION) * scale
+    if IS_MASKED:
+        is_visible_MN = is_key_N[None, :] & (positions_N[None, :] <= query_pos_M[:, None])
+        if WINDOW > 0:
+            is_visible_MN &= query_pos_M[:, None] - positions_N[None, :] < WINDOW
+        scores_MN = tl.where(is_visible_MN, scores_MN, float("-inf"))
+    new_max_M = tl.maximum(max_M, tl.max(scores_MN, 1))
+    # A query that sees none of these keys yet has a maximum of -inf: keep -inf - -inf out of exp2.
+    base_M = tl.where(new_max_M == float("-inf"), 0.0, new_max_M)
+    probs_MN = tl.math.exp2(scores_MN - base_M[:, None])
+    decay_M = tl.math.exp2(max_M - base_M)
+    sum_M = sum_M * decay_M + tl.sum(probs_MN, 1)
+    acc_MV = acc_MV * decay_M[:, None]
+    acc_MV = tl.dot(probs_MN.to(q_MD.dtype), v_NV.to(q_MD.dtype), acc_MV, input_precision=PRECISION)
+    return acc_MV, new_max_M, sum_M
+
+
+@triton.jit
+def _with_sink(acc_MV, max_M, sum_M, sinks_ptr, head_M, is_head_M, HAS_SINKS: tl.constexpr):
+    """The softmax's result: the sink adds to the denominator only."""
+    if HAS_SINKS:
+        sink_M = tl.load(sinks_ptr + head_M, mask=is_head_M, other=0.0).to(tl.float32) * LOG2_E
+        new_max_M = tl.maximum(max_M, sink_M)
+        decay_M = tl.math.exp2(max_M - new_max_M)
+        return acc_MV * (decay_M / (sum_M * decay_M + tl.math.exp2(sink_M - new_max_M)))[:, None]
+    return acc_MV / sum_M[:, None]
+
+
+@triton.jit(do_not_specialize=["table_stride", "num_parts"])
+def decode(
+    q_ptr, keys_ptr, values_ptr, table_ptr, query_start_ptr, lens_ptr, sinks_ptr, out_ptr, parts_ptr, stats_ptr,
+    scale, q_stride, table_stride, num_parts,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, R_PAD: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
+    D_PAD: tl.constexpr, V_PAD: tl.constexpr, BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr,
+    IS_SPLIT: tl.constexpr, HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Requests with one token; others are left alone. Grid: (B, G, S); part s takes the s-th share of the keys.
+
+    One part writes the result; several write sums [B, H, S, V] and (maximum, sum of weights) [B, H, S, 2], both fp32,
+    for `merge_parts`. A part without keys writes a maximum of -inf.
+    """
+    request = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    part = tl.program_id(2)
+    row = tl.load(query_start_ptr + request)
+    if tl.load(query_start_ptr + request + 1) - row != 1:
+        return
+    R: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
+    length = tl.load(lens_ptr + request)
+    first = 0
+    if WINDOW > 0:
+        first = tl.maximum(length - WINDOW, 0)
+    blocks_per_part = tl.cdiv(tl.cdiv(length - first, BLOCK_N), num_parts)
+    start = first + part * blocks_per_part * BLOCK_N
+    end = tl.minimum(start + blocks_per_part * BLOCK_N, length)
+
+    r = tl.arange(0, R_PAD)
+    d = tl.arange(0, D_PAD)
+    v = tl.arange(0, V_PAD)
+    head_R = kv_head * R + r
+    is_head_R = r < R
+    q_RD = tl.load(
+        q_ptr + row.to(tl.int64) * q_stride + head_R[:, None] * D + d[None, :],
+        mask=is_head_R[:, None] & (d < D)[None, :], other=0.0,
+    )  # fmt: skip
+    acc_RV = tl.zeros((R_PAD, V_PAD), tl.float32)
+    max_R = tl.full((R_PAD,), float("-inf"), tl.float32)
+    sum_R = tl.zeros((R_PAD,), tl.float32)
+    position_R = tl.full((R_PAD,), 0, tl.int32) + length - 1
+    table_ptr += request.to(tl.int64) * table_stride
+    for n in range(start, end, BLOCK_N):
+        acc_RV, max_R, sum_R = _attend(
+            q_RD, acc_RV, max_R, sum_R, keys_ptr, values_ptr, table_ptr, n, end, position_R, scale, kv_head,
+            NUM_KV_HEADS, D, V, D_PAD, V_PAD, BLOCK_N, PAGE_SIZE, 0, True, PRECISION,
+        )  # fmt: skip
+    mask_RV = is_head_R[:, None] & (v < V)[None, :]
+    if not IS_SPLIT:
+        out_RV = _with_sink(acc_RV, max_R, sum_R, sinks_ptr, head_R, is_head_R, HAS_SINKS)
+        out_ptrs = out_ptr + (row.to(tl.int64) * NUM_HEADS + head_R[:, None]) * V + v[None, :]
+        tl.store(out_ptrs, out_RV.to(out_ptr.dtype.element_ty), mask=mask_RV)
+    else:
+        place_R = (request * NUM_HEADS + head_R).to(tl.int64) * num_parts + part
+        tl.store(parts_ptr + place_R[:, None] * V + v[None, :], acc_RV, mask=mask_RV)
+        tl.store(stats_ptr + 2 * place_R, max_R, mask=is_head_R)
+        tl.store(stats_ptr + 2 * place_R + 1, sum_R, mask=is_head_R)
+
+
+@triton.jit(do_not_specialize=["num_parts"])
+def merge_parts(
+    parts_ptr, stats_ptr, query_start_ptr, sinks_ptr, out_ptr, num_parts,
+    NUM_HEADS: tl.constexpr, V: tl.constexpr, V_PAD: tl.constexpr, S_PAD: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+):  # fmt: skip
+    """Join the parts of `decode` and add the sink. Grid: (B, H)."""
+    request = tl.program_id(0)
+    head = tl.program_id(1)
+    row = tl.load(query_start_ptr + request)
+    if tl.load(query_start_ptr + request + 1) - row != 1:
+        return
+    s = tl.arange(0, S_PAD)
+    v = tl.arange(0, V_PAD)
+    place = (request * NUM_HEADS + head).to(tl.int64) * num_parts
+    is_part_S = s < num_parts
+    max_S = tl.load(stats_ptr + 2 * (place + s), mask=is_part_S, other=float("-inf"))
+    sum_S = tl.load(stats_ptr + 2 * (place + s) + 1, mask=is_part_S, other=0.0)
+    acc_SV = tl.load(
+        parts_ptr + (place + s)[:, None] * V + v[None, :], mask=is_part_S[:, None] & (v < V)[None, :], other=0.0
+    )
+    largest = tl.max(max_S, 0)
+    if HAS_SINKS:
+        sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2_E
+        largest = tl.maximum(largest, sink)
+    decay_S = tl.math.exp2(max_S - largest)
+    total = tl.sum(sum_S * decay_S, 0)
+    if HAS_SINKS:
+        total += tl.math.exp2(sink - largest)
+    out_V = tl.sum(acc_SV * decay_S[:, None], 0) / total
+    out_ptrs = out_ptr + (row.to(tl.int64) * NUM_HEADS + head) * V + v
+    tl.store(out_ptrs, out_V.to(out_ptr.dtype.element_ty), mask=v < V)
+
+
+@triton.jit
+def _request_of_block(query_start_ptr, block, num_requests, BLOCK_Q: tl.constexpr):
+    """The request a block of queries belongs to. Request b has blocks `query_start[b] // BLOCK_Q + b` and following.
+
+    That leaves each request room for its ragged last block; the blocks in excess have no queries.
+    """
+    low = 0
+    high = num_requests
+    while high - low > 1:
+        middle = (low + high) // 2
+        if tl.load(query_start_ptr + middle) // BLOCK_Q + middle <= block:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@triton.jit(do_not_specialize=["table_stride", "num_requests"])
+def prefill(
+    q_ptr, keys_ptr, values_ptr, table_ptr, query_start_ptr, lens_ptr, sinks_ptr, out_ptr,
+    num_requests, scale, q_stride, table_stride,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, R_PAD: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
+    D_PAD: tl.constexpr, V_PAD: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Requests with several tokens; those with one are left to `decode`. Grid: (T // BLOCK_Q + B, G).
+
+    A program takes BLOCK_Q queries with the R heads that share a KV head: BLOCK_Q * R_PAD rows. Late queries, which
+    have the most keys, go first.
+    """
+    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    kv_head = tl.program_id(1)
+    request = _request_of_block(query_start_ptr, block, num_requests, BLOCK_Q)
+    row = tl.load(query_start_ptr + request)
+    num_queries = tl.load(query_start_ptr + request + 1) - row
+    first_query = (block - row // BLOCK_Q - request) * BLOCK_Q
+    if num_queries < 2 or first_query >= num_queries:
+        return
+    R: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
+    m = tl.arange(0, BLOCK_Q * R_PAD)
+    d = tl.arange(0, D_PAD)
+    v = tl.arange(0, V_PAD)
+    query_M = first_query + m // R_PAD
+    head_M = kv_head * R + m % R_PAD
+    is_row_M = (query_M < num_queries) & (m % R_PAD < R)
+    row_M = (row + query_M).to(tl.int64)
+    q_MD = tl.load(
+        q_ptr + row_M[:, None] * q_stride + head_M[:, None] * D + d[None, :],
+        mask=is_row_M[:, None] & (d < D)[None, :], other=0.0,
+    )  # fmt: skip
+    first_pos = tl.load(lens_ptr + request) - num_queries + first_query
+    end = first_pos + tl.minimum(BLOCK_Q, num_queries - first_query)
+    position_M = first_pos + m // R_PAD
+    acc_MV = tl.zeros((BLOCK_Q * R_PAD, V_PAD), tl.float32)
+    max_M = tl.full((BLOCK_Q * R_PAD,), float("-inf"), tl.float32)
+    sum_M = tl.zeros((BLOCK_Q * R_PAD,), tl.float32)
+    table_ptr += request.to(tl.int64) * table_stride
+    start = 0
+    if WINDOW > 0:
+        start = tl.maximum(first_pos - WINDOW + 1, 0)
+    else:
+        num_whole = (first_pos + 1) // BLOCK_N  # blocks that all queries see as a whole
+        for n in range(0, num_whole * BLOCK_N, BLOCK_N):
+            acc_MV, max_M, sum_M = _attend(
+                q_MD, acc_MV, max_M, sum_M, keys_ptr, values_ptr, table_ptr, n, end, position_M, scale, kv_head,
+                NUM_KV_HEADS, D, V, D_PAD, V_PAD, BLOCK_N, PAGE_SIZE, WINDOW, False, PRECISION,
+            )  # fmt: skip
+        start = num_whole * BLOCK_N
+    for n in range(start, end, BLOCK_N):
+        acc_MV, max_M, sum_M = _attend(
+            q_MD, acc_MV, max_M, sum_M, keys_ptr, values_ptr, table_ptr, n, end, position_M, scale, kv_head,
+            NUM_KV_HEADS, D, V, D_PAD, V_PAD, BLOCK_N, PAGE_SIZE, WINDOW, True, PRECISION,
+        )  # fmt: skip
+    out_MV = _with_sink(acc_MV, max_M, sum_M, sinks_ptr, head_M, is_row_M, HAS_SINKS)
+    out_ptrs = out_ptr + (row_M[:, None] * NUM_HEADS + head_M[:, None]) * V + v[None, :]
+    tl.store(out_ptrs, out_MV.to(out_ptr.dtype.element_ty), mask=is_row_M[:, None] & (v < V)[None, :])

@@ -1,0 +1,120 @@
+"""The Triton attention kernels: numbers in the interpreter, machine code for every GPU generation; who uses them."""
+
+import inspect
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+
+from model.attention import base, triton_kernels
+from model.attention.base import AttentionSpec, make_attention
+from model.attention.triton import _DECODE, _PREFILL, _PREFILL_IN_WINDOW, Tile, TritonAttention
+from model.config import ModelSettingsError, UnsupportedModelError
+from tests.model.attention_cases import GQA, MLA
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+ARCHS = (80, 86, 89, 90, 100, 120)
+SMALLEST_SHARED_BYTES = 99 * 1024  # sm86, sm89 and sm120; the others have more
+POINTERS = {
+    "q_ptr": "*bf16", "keys_ptr": "*bf16", "values_ptr": "*bf16", "out_ptr": "*bf16", "table_ptr": "*i32",
+    "query_start_ptr": "*i32", "lens_ptr": "*i32", "sinks_ptr": "*fp32", "parts_ptr": "*fp32", "stats_ptr": "*fp32",
+}  # fmt: skip
+GPT_OSS = {
+    "NUM_HEADS": 64, "NUM_KV_HEADS": 8, "D": 64, "V": 64, "D_PAD": 64, "V_PAD": 64, "PAGE_SIZE": 16,
+    "HAS_SINKS": True, "PRECISION": "tf32",
+}  # fmt: skip
+
+
+def test_numbers_in_the_interpreter() -> None:
+    """A process of its own: Triton decides at import whether it compiles or interprets."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.model.interpreted_attention"],
+        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.getcwd()},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    errors = json.loads(done.stdout)
+    assert len(errors) == 6
+    assert {case: error for case, error in errors.items() if not error < 2e-6} == {}
+
+
+def compiled(kernel: object, arch: int, tile: Tile, constants: dict[str, object]) -> object:
+    names = list(inspect.signature(kernel.fn).parameters)  # type: ignore[attr-defined]
+    signature, attrs = {}, {}
+    for index, name in enumerate(names):
+        if name in constants:
+            signature[name] = "constexpr"
+            continue
+        signature[name] = POINTERS.get(name, "fp32" if name == "scale" else "i32")
+        if name in POINTERS or name == "q_stride":
+            attrs[(index,)] = [["tt.divisibility", 16]]
+    constexprs = {(names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attrs)
+    options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    return compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_kernels_compile_for_every_gpu_within_shared_memory(arch: int) -> None:
+    is_hopper = arch == 90
+    for tile, window in ((_PREFILL, 0), (_PREFILL_IN_WINDOW, 128))[: 2 if is_hopper else 1]:
+        block = {"R_PAD": 8, "BLOCK_Q": tile.rows // 8, "BLOCK_N": tile.keys, "WINDOW": window}
+        kernel = compiled(triton_kernels.prefill, arch, tile, GPT_OSS | block)
+        assert kernel.metadata.shared <= SMALLEST_SHARED_BYTES  # type: ignore[attr-defined]
+    for window, is_split in ((0, True), (128, False))[: 2 if is_hopper else 1]:
+        block = {"R_PAD": 16, "BLOCK_N": _DECODE.keys, "WINDOW": window, "IS_SPLIT": is_split}
+        kernel = compiled(triton_kernels.decode, arch, _DECODE, GPT_OSS | block)
+        assert kernel.metadata.shared <= SMALLEST_SHARED_BYTES  # type: ignore[attr-defined]
+
+
+def test_prefill_multiplies_with_hoppers_matrix_instructions() -> None:
+    block = {"R_PAD": 8, "BLOCK_Q": 16, "BLOCK_N": 64, "WINDOW": 0}
+    ptx = compiled(triton_kernels.prefill, 90, _PREFILL, GPT_OSS | block).asm["ptx"]  # type: ignore[attr-defined]
+    assert "wgmma.mma_async" in ptx
+    assert "cp.async.cg" in ptx
+
+
+def test_auto_takes_triton_on_gpus_and_torch_where_it_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert base._choose([GQA, replace(GQA, window=8)], CUDA) == "triton"
+    assert base._choose([GQA], CPU) == "torch"
+    assert base._choose([GQA, MLA], CUDA) == "torch"
+    assert base._choose([replace(GQA, key_dim=192)], CUDA) == "torch"
+    monkeypatch.setitem(sys.modules, "model.attention.triton", None)  # as without the package triton
+    assert base._choose([GQA], CUDA) == "torch"
+    with pytest.raises(ModelSettingsError, match="triton cannot be imported"):
+        make_attention("triton", [GQA], CPU)
+
+
+def test_what_triton_cannot_serve_is_refused_by_name() -> None:
+    with pytest.raises(UnsupportedModelError, match="triton: it needs a CUDA device, not cpu; choose auto or torch"):
+        make_attention("triton", [GQA], CPU)
+    with pytest.raises(UnsupportedModelError, match="latent attention"):
+        make_attention("triton", [MLA], CUDA)
+
+
+@pytest.mark.parametrize(
+    ("num_requests", "max_keys", "window", "num_parts"),
+    [
+        (1, 32000, None, 32),
+        (1, 1000, None, 15),
+        (8, 1000, None, 4),
+        (64, 8000, None, 1),
+        (1, 32000, 128, 2),
+        (1, 16, None, 1),
+    ],
+)
+def test_few_long_requests_are_cut_into_parts(
+    num_requests: int, max_keys: int, window: int | None, num_parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """132 processors, two programs each, 8 KV heads; a part has at least 64 keys."""
+    monkeypatch.setattr(TritonAttention, "unsupported_reason", classmethod(lambda cls, spec, device: None))
+    spec = AttentionSpec(num_heads=64, num_kv_heads=8, key_dim=64, value_dim=64, scale=1.0, window=window)
+    attention = TritonAttention([spec], CPU)
+    attention._num_processors = 132
+    assert attention.num_parts(spec, num_requests, max_keys) == num_parts
