@@ -8,7 +8,7 @@ from engine.errors import EngineConfigError
 _CHOICES: dict[str, tuple[str, ...]] = {
     "dtype": ("auto", "float32", "bfloat16"),
     "kv_cache_dtype": ("auto", "float32", "bfloat16"),
-    "attention_backend": ("auto", "torch"),
+    "attention_backend": ("auto", "triton", "torch"),
     "deepep_mode": ("auto", "normal", "low_latency"),
     "router_logits_dtype": ("auto", "float32", "bfloat16"),
     "load_format": ("auto", "dummy"),
@@ -47,6 +47,7 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9  # share of the GPU's memory for weights, activations and KV pages
     kv_cache_dtype: str = "auto"  # auto: the model's dtype
     attention_backend: str = "auto"
+    enforce_eager: bool = False  # launch every kernel of a decode step by itself instead of replaying a CUDA graph
     load_format: str = "auto"
     selfcheck: str = "first"
     tune: bool = False  # measure the experts' kernels while loading, under a minute; later starts use what was found

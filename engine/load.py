@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 from engine.config import EngineConfig
+from engine.cuda_graphs import DecodeGraphs, graph_sizes
 from engine.errors import EngineConfigError
 from engine.kv_cache import KvLayout, choose_cpu_pages, choose_cuda_pages
 from engine.runner import Model, ModelRunner
@@ -18,6 +19,7 @@ from moe.selfcheck import SelfCheckReport
 
 _DEFAULT_STEP_TOKENS = {"cpu": 512, "cuda": 2048}
 _WARM_UP_TOKENS = 32  # a prompt of this many, then one more: every code path of a step ran before the first user
+_BYTES_PER_GRAPH = 32 << 20
 _SAMPLING_BYTES_PER_LOGIT = 48  # the sampler's temporaries at its peak, filters on
 
 logger = logging.getLogger(__name__)
@@ -67,6 +69,8 @@ def load_engine(config: EngineConfig, model: Model | None) -> LoadedEngine:
     dtype = model.dtype if config.kv_cache_dtype == "auto" else getattr(torch, config.kv_cache_dtype)
     layout = KvLayout(specs=tuple(model.kv_specs), page_size=config.page_size, dtype=dtype)
 
+    uses_graphs = _uses_graphs(config, model)
+
     def make_runner(kv: list[LayerKv]) -> ModelRunner:
         return ModelRunner(
             model, kv, page_size=config.page_size, max_num_seqs=config.max_num_seqs, max_model_len=max_model_len
@@ -84,7 +88,8 @@ def load_engine(config: EngineConfig, model: Model | None) -> LoadedEngine:
             layout,
             device=model.device,
             utilization=config.gpu_memory_utilization,
-            sampling_bytes=_SAMPLING_BYTES_PER_LOGIT * config.max_num_seqs * model.vocab_size,
+            sampling_bytes=_SAMPLING_BYTES_PER_LOGIT * config.max_num_seqs * model.vocab_size
+            + (_graph_bytes(config, model) if uses_graphs else 0),
             rehearse=rehearse,
         )
     else:
@@ -93,13 +98,35 @@ def load_engine(config: EngineConfig, model: Model | None) -> LoadedEngine:
     if num_kv_tokens < max_model_len:
         logger.warning("max_model_len is lowered from %d to %d, what the KV cache holds", max_model_len, num_kv_tokens)
         max_model_len = num_kv_tokens
-    runner = make_runner(_allocate(layout, num_pages, model.device))
+    runner = make_runner(_allocate(layout, num_pages + uses_graphs, model.device))
     _run_prompt(runner, min(_WARM_UP_TOKENS, max_model_len))
+    if uses_graphs:
+        runner.graphs = DecodeGraphs(
+            model, runner.kv, page_size=config.page_size, max_num_seqs=config.max_num_seqs,
+            max_model_len=max_model_len, spare_page=num_pages,
+        )  # fmt: skip
+        runner.graphs.capture()
     logger.info("KV cache: %d pages of %d tokens, %.0f MiB", num_pages, config.page_size,
                 num_pages * layout.bytes_per_page / 2**20)  # fmt: skip
     return LoadedEngine(
         runner=runner, num_pages=num_pages, max_model_len=max_model_len, max_num_batched_tokens=step_tokens
     )
+
+
+def _uses_graphs(config: EngineConfig, model: Model) -> bool:
+    """Whether decode steps are captured; a path that cannot be is served without graphs, and the log says why."""
+    if model.device.type != "cuda" or config.enforce_eager:
+        return False
+    reason = model.why_not_capturable
+    if reason is not None:
+        logger.info("decode steps run without CUDA graphs: %s cannot be captured", reason)
+    return reason is None
+
+
+def _graph_bytes(config: EngineConfig, model: Model) -> int:
+    """What captured decode steps need beside a step that is not captured: logits of their own, nodes, activations."""
+    logits_bytes = 2 * config.max_num_seqs * model.vocab_size * torch.float32.itemsize
+    return logits_bytes + len(graph_sizes(config.max_num_seqs)) * _BYTES_PER_GRAPH
 
 
 def _allocate(layout: KvLayout, num_pages: int, device: torch.device) -> list[LayerKv]:

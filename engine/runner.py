@@ -11,6 +11,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from engine.cuda_graphs import DecodeGraphs
 from engine.sequence import Chunk
 from model.batch import ForwardBatch, KvLayerSpec, LayerKv
 from moe.selfcheck import SelfCheckReport
@@ -37,6 +38,10 @@ class Model(Protocol):
     def moe_layers(self) -> ListLike[MoePath]:
         """Empty for a model without experts."""
 
+    @property
+    def why_not_capturable(self) -> str | None:
+        """None if a decode step can be captured in a CUDA graph, else what stands in the way."""
+
     def __call__(self, batch: ForwardBatch, kv: list[LayerKv]) -> torch.Tensor:
         """Logits [R, V] in float32."""
 
@@ -56,13 +61,17 @@ class ModelRunner:
     ) -> None:
         self.model = model
         self.kv = kv
+        self.graphs: DecodeGraphs | None = None
         self.page_size = page_size
         self._page_table = np.zeros((max_num_seqs, -(-max_model_len // page_size)), dtype=np.int32)
 
     @torch.inference_mode()
     def run(self, chunks: list[Chunk]) -> torch.Tensor:
         """Logits [R, V], rows in the order of the chunks, `num_logit_rows` each. Writes the chunks' keys and values."""
-        return self.model(self.build(chunks), self.kv)
+        batch = self.build(chunks)
+        if self.graphs is not None and self.graphs.serves(batch):
+            return self.graphs.run(batch)
+        return self.model(batch, self.kv)
 
     def build(self, chunks: list[Chunk]) -> ForwardBatch:
         """The batch of these chunks, on the model's device."""

@@ -87,6 +87,16 @@ class Model(nn.Module):
         self.kv_specs: list[KvLayerSpec] = [layer.attention.spec.kv_spec for layer in layers]
         self.moe_layers: list[MoeLayer] = [layer.mlp for layer in layers if isinstance(layer.mlp, MoeLayer)]
 
+    @property
+    def why_not_capturable(self) -> str | None:
+        """None if a decode step can be captured in a CUDA graph, else what stands in the way."""
+        if not self.attention.is_capturable:
+            return f"attention backend {self.attention.name}"
+        for layer in self.moe_layers:
+            if not layer.is_capturable:
+                return f"MoE {layer.description}"
+        return None
+
     def forward(self, batch: ForwardBatch, kv: Sequence[LayerKv]) -> torch.Tensor:
         """fp32 logits [R, V] of the rows the batch asks for; writes the step's keys and values to `kv`, one a layer."""
         step = StepState(self.attention.plan(batch), self.rope.at(batch.positions_T), batch.all_ranks_decode)

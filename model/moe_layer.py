@@ -10,8 +10,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from model.linear import GatedMlp
-from moe import BypassedTopK, MoeRunner
+from moe import BypassedTopK, MoeA2ABackend, MoeRunner
 from moe.dispatch.base import Dispatcher, mode_options
+from moe.registry import load_backend
 from moe.routing import TopK
 from moe.selfcheck import SelfCheckReport
 from moe.types import TopKOutput
@@ -67,6 +68,11 @@ class MoeLayer(nn.Module):
         self.shared_experts = shared_experts
         self.description = description
         self.selfcheck = selfcheck
+
+    @property
+    def is_capturable(self) -> bool:
+        """True if the layer can be captured in a CUDA graph."""
+        return self.runner.a2a is MoeA2ABackend.NONE and load_backend(self.runner.backend).is_capturable
 
     def forward(self, x_TH: torch.Tensor, *, is_decode: bool = False) -> torch.Tensor:
         """[T, H] to [T, H]. `is_decode` chooses DeepEP's mode where both may run; all ranks pass the same."""

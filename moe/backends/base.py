@@ -91,6 +91,7 @@ class Backend(ABC):
     `package`: what must be importable for the kernels to run, None where torch is enough.
     `activation_quant` says, by weight format, how the kernels round their inputs; a format not named is not rounded.
     `compiles_tactics`: a tactic's first run compiles it, which several threads may do at once.
+    `is_capturable`: a run on one rank was seen to work in a CUDA graph.
     """
 
     hardware: ClassVar[str]
@@ -102,6 +103,7 @@ class Backend(ABC):
     activation_quant: ClassVar[Mapping[str, ActivationQuant]] = {}
     routes_inside: ClassVar[bool] = False  # prefers router logits (BypassedTopK) to ids and weights
     compiles_tactics: ClassVar[bool] = False
+    is_capturable: ClassVar[bool] = False
 
     def is_installed(self) -> bool:
         """True if `package` can be imported here; nothing is imported to find out."""

@@ -108,6 +108,7 @@ class FlashinferCutlassBackend(common.FlashinferBackend):
     """One fused kernel from tokens and ids to the weighted sum."""
 
     hardware = "SM90+ (FP8 blocks SM90 only, NVFP4 SM100 only)"
+    is_capturable = True
     archs = MappingProxyType(ARCHS)
     multiples = MappingProxyType({"bf16": (8, 8), "fp8_block": (128, 128), "fp8_tensor": (16, 16), "nvfp4": (128, 64)})
 

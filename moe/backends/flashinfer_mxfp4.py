@@ -78,6 +78,7 @@ class FlashinferMxfp4Backend(common.FlashinferBackend):
     """MXFP4 weights times bf16 activations."""
 
     hardware = "SM90 (Hopper), SM100/SM103 (Blackwell)"
+    is_capturable = True
     archs = MappingProxyType({"mxfp4": tuple(TILE)})
 
     def prepare(self, experts: ExpertWeights, config: MoeRunnerConfig, topology: Topology) -> QuantInfo:

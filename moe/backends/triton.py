@@ -57,6 +57,7 @@ class TritonBackend(Backend):
 
     package = "triton"
     hardware = "CUDA GPUs from sm80"
+    is_capturable = True
     formats = ("bf16", "fp8_block", "mxfp4", "nvfp4")
     compiles_tactics = True
 

@@ -1,0 +1,126 @@
+"""Decode steps through the buffers of captured graphs; here a replay runs the model on them, so no GPU is needed."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine import load
+from engine.config import EngineConfig
+from engine.core import EngineCore
+from engine.cuda_graphs import DecodeGraphs, graph_sizes
+from engine.errors import EngineConfigError
+from tests.engine.fakes import FakeModel
+from tests.engine.requests import request, run_all, tokens_of
+
+
+class CapturableModel(FakeModel):
+    """Reads lengths from the device's tensor, as kernels do: the host's numbers are the longest there may be."""
+
+    why_not_capturable = None
+
+    def __call__(self, batch, kv):
+        return super().__call__(replace(batch, seq_lens=tuple(batch.seq_lens_B.tolist())), kv)
+
+
+class Replay:
+    """Stands for a captured graph."""
+
+    def __init__(self, graphs, size):
+        self.graphs, self.size, self.num_replays = graphs, size, 0
+
+    def replay(self):
+        self.num_replays += 1
+        graphs = self.graphs
+        graphs._logits_MV[: self.size] = graphs._model(graphs._batch(self.size), graphs._kv)
+
+
+def capture(graphs, size):
+    return Replay(graphs, size)
+
+
+def core_with_graphs(monkeypatch, **settings):
+    monkeypatch.setattr(DecodeGraphs, "_capture", capture)
+    monkeypatch.setattr(load, "_uses_graphs", lambda config, model: True)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 0)
+    config = EngineConfig(model=Path("unused"), device="cpu", page_size=4, **settings)
+    return EngineCore(config, CapturableModel())
+
+
+REQUESTS = [request(f"r{n}", range(1, 3 + 5 * n), 4 + 3 * n, ignore_eos=True) for n in range(7)]
+
+
+def test_captured_steps_give_the_tokens_of_eager_ones(monkeypatch):
+    eager = EngineCore(EngineConfig(model=Path("unused"), device="cpu", page_size=4), FakeModel())
+    want = {name: tokens_of(outputs) for name, outputs in run_all(eager, REQUESTS).items()}
+    core = core_with_graphs(monkeypatch, max_num_seqs=7)
+    got = {name: tokens_of(outputs) for name, outputs in run_all(core, REQUESTS).items()}
+    assert got == want
+    graphs = core._runner.graphs
+    assert graphs.sizes == [1, 2, 4, 7]
+    assert all(graph.num_replays for graph in graphs._graphs.values()), "requests end at different steps"
+
+
+def test_rows_without_a_request_write_to_the_spare_page_alone(monkeypatch):
+    core = core_with_graphs(monkeypatch, max_num_seqs=8, num_pages=40)
+    run_all(core, REQUESTS[:5])
+    graphs = core._runner.graphs
+    assert core.info.num_pages == 40
+    assert len(graphs._kv[0].keys) == 41 * 4
+    assert graphs._spare_slot == 160
+    graphs._kv[0].keys.fill_(-1)
+    run_all(core, [request("last", [5, 6], 3, ignore_eos=True)])
+    written = (graphs._kv[0].keys[:, 0, 0] >= 0).nonzero()[:, 0].tolist()
+    assert set(written) - {160} == set(written[:4]), "four tokens of one request, in one page"
+
+
+def test_a_step_with_a_prompt_or_without_a_token_to_sample_is_not_replayed(monkeypatch):
+    core = core_with_graphs(monkeypatch, max_num_seqs=4)
+    graphs = core._runner.graphs
+    batch = graphs._batch(2)
+    assert graphs.serves(batch)
+    assert not graphs.serves(replace(batch, logit_rows_R=batch.logit_rows_R[:1]))
+    assert not graphs.serves(replace(batch, query_lens=(2,)))
+    large = DecodeGraphs(FakeModel(), [], page_size=4, max_num_seqs=9, max_model_len=8, spare_page=1)._batch(9)
+    assert not graphs.serves(large)
+
+
+@pytest.mark.parametrize(
+    ("max_num_seqs", "sizes"),
+    [(1, [1]), (3, [1, 2, 3]), (20, [1, 2, 4, 8, 16, 20]), (100, [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 96, 100])],
+)
+def test_sizes_end_with_the_number_of_places(max_num_seqs, sizes):
+    assert graph_sizes(max_num_seqs) == sizes
+
+
+def test_every_number_of_requests_has_a_graph_that_wastes_little():
+    sizes = graph_sizes(512)
+    assert sizes == sorted(set(sizes))
+    for count in range(1, 513):
+        size = next(size for size in sizes if size >= count)
+        assert size - count <= max(31 if count > 64 else 7, 0)
+
+
+def test_a_size_that_cannot_be_captured_is_named_with_the_ways_out(monkeypatch):
+    def fail(graphs, size):
+        raise RuntimeError("CUDA out of memory")
+
+    monkeypatch.setattr(DecodeGraphs, "_capture", fail)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 0)
+    graphs = DecodeGraphs(FakeModel(), [], page_size=4, max_num_seqs=4, max_model_len=8, spare_page=1)
+    with pytest.raises(EngineConfigError, match=r"step of 4 requests.*out of memory.*enforce_eager.*max_num_seqs"):
+        graphs.capture()
+
+
+def test_graphs_are_for_gpus_and_paths_that_can_be_captured(monkeypatch, caplog):
+    config = EngineConfig(model=Path("unused"))
+    model = CapturableModel()
+    assert not load._uses_graphs(config, model)
+    model.device = torch.device("cuda")
+    assert load._uses_graphs(config, model)
+    assert not load._uses_graphs(replace(config, enforce_eager=True), model)
+    model.why_not_capturable = "attention backend torch"
+    with caplog.at_level("INFO"):
+        assert not load._uses_graphs(config, model)
+    assert "attention backend torch cannot be captured" in caplog.text
