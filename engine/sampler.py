@@ -30,9 +30,10 @@ class Sampled:
 def sample(logits_RV: torch.Tensor, seqs: list[Sequence]) -> Sampled:
     """Next token of each sequence from its row of float32 logits, which may be overwritten."""
     best_R, best_ids_R = logits_RV.max(dim=-1)  # a NaN anywhere in a row becomes its maximum
-    broken = [not -_LARGEST <= value <= _LARGEST for value in best_R.tolist()]
+    best: list[int] = best_ids_R.masked_fill(~best_R.isfinite(), _BROKEN).tolist()
+    broken = [token == _BROKEN for token in best]
     if all(seq.is_plain_greedy for seq in seqs):
-        tokens = best_ids_R.tolist()
+        tokens = best
         logprobs: list[TokenLogprobs | None] = [None] * len(seqs)
     else:
         if any(broken):
@@ -50,7 +51,7 @@ def sample(logits_RV: torch.Tensor, seqs: list[Sequence]) -> Sampled:
     return Sampled([None if bad else token for token, bad in zip(tokens, broken, strict=True)], logprobs)
 
 
-_LARGEST = torch.finfo(torch.float32).max
+_BROKEN = -1  # in place of a token id: the row's logits are not finite
 
 
 def _choose(logits_RV: torch.Tensor, seqs: list[Sequence]) -> list[int]:

@@ -49,12 +49,20 @@ class DecoderLayer(nn.Module):
         self.mlp_norm = mlp_norm
         self.mlp = mlp
 
-    def forward(self, x_TH: torch.Tensor, step: StepState, kv: LayerKv) -> torch.Tensor:
-        """[T, H] to [T, H]."""
-        x_TH = x_TH + self.attention(self.input_norm(x_TH), step, kv)
+    def forward(
+        self, x_TH: torch.Tensor, delta_TH: torch.Tensor | None, step: StepState, kv: LayerKv
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The residual stream and what is still to be added to it, before and after the layer; all [T, H].
+
+        The next norm adds, since addition and norm are one kernel on a GPU.
+        """
+        if delta_TH is None:
+            normed_TH = self.input_norm(x_TH)
+        else:
+            x_TH, normed_TH = self.input_norm.add(x_TH, delta_TH)
+        x_TH, normed_TH = self.mlp_norm.add(x_TH, self.attention(normed_TH, step, kv))
         options = {"is_decode": step.all_ranks_decode} if isinstance(self.mlp, MoeLayer) else {}
-        out_TH: torch.Tensor = x_TH + self.mlp(self.mlp_norm(x_TH), **options)
-        return out_TH
+        return x_TH, self.mlp(normed_TH, **options)
 
 
 class Model(nn.Module):
@@ -100,8 +108,10 @@ class Model(nn.Module):
     def forward(self, batch: ForwardBatch, kv: Sequence[LayerKv]) -> torch.Tensor:
         """fp32 logits [R, V] of the rows the batch asks for; writes the step's keys and values to `kv`, one a layer."""
         step = StepState(self.attention.plan(batch), self.rope.at(batch.positions_T), batch.all_ranks_decode)
-        x_TH = self.embedding(batch.input_ids_T)
+        x_TH: torch.Tensor = self.embedding(batch.input_ids_T)
+        delta_TH: Any = None
         for layer, layer_kv in zip(self.layers, kv, strict=True):
-            x_TH = layer(x_TH, step, layer_kv)
-        logits_RV: torch.Tensor = self.head(self.norm(x_TH.index_select(0, batch.logit_rows_R)))
+            x_TH, delta_TH = layer(x_TH, delta_TH, step, layer_kv)
+        x_RH, delta_RH = (rows_TH.index_select(0, batch.logit_rows_R) for rows_TH in (x_TH, delta_TH))
+        logits_RV: torch.Tensor = self.head(self.norm.add(x_RH, delta_RH)[1])
         return logits_RV

@@ -3,6 +3,7 @@
 No other module of `model` computes experts. Shape letters: T tokens, H hidden, E experts.
 """
 
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -19,17 +20,35 @@ from moe.types import TopKOutput
 
 
 class Gate(nn.Module):
-    """Router logits. Weights are kept and multiplied in fp32; `out_dtype` is what the expert backend wants to see."""
+    """Router logits. Weights are kept and multiplied in fp32; `out_dtype` is what the expert backend wants to see.
+
+    `weight_bf16` is set where bf16 holds the weights exactly: a product of it with bf16 tokens, summed in fp32, is that
+    of the fp32 weights.
+    """
 
     def __init__(self, weight_EH: torch.Tensor, bias_E: torch.Tensor | None, out_dtype: torch.dtype) -> None:
         super().__init__()
         self.weight = nn.Parameter(weight_EH.float(), requires_grad=False)
         self.bias = None if bias_E is None else nn.Parameter(bias_E.float(), requires_grad=False)
         self.out_dtype = out_dtype
+        rounded_EH = weight_EH.bfloat16()
+        is_exact = torch.equal(rounded_EH.float(), self.weight)
+        self.weight_bf16 = nn.Parameter(rounded_EH, requires_grad=False) if is_exact else None
 
     def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
         """[T, H] to logits [T, E]."""
         return F.linear(x_TH.float(), self.weight, self.bias).to(self.out_dtype)
+
+
+def fused_router(gate: Gate, topk: TopK) -> ModuleType | None:
+    """The module whose `route` does the work of this gate and top-k in two kernels; None where torch has to do it."""
+    if gate.weight.device.type != "cuda" or gate.weight_bf16 is None or gate.out_dtype is not torch.float32:
+        return None
+    try:
+        from moe.kernels import router
+    except ImportError:  # without Triton
+        return None
+    return router if router.can_route(topk.config) else None
 
 
 class MoeLayer(nn.Module):
@@ -68,6 +87,7 @@ class MoeLayer(nn.Module):
         self.shared_experts = shared_experts
         self.description = description
         self.selfcheck = selfcheck
+        self._router = None if routes_inside or correction_bias_E is not None else fused_router(gate, topk)
 
     @property
     def is_capturable(self) -> bool:
@@ -77,11 +97,15 @@ class MoeLayer(nn.Module):
     def forward(self, x_TH: torch.Tensor, *, is_decode: bool = False) -> torch.Tensor:
         """[T, H] to [T, H]. `is_decode` chooses DeepEP's mode where both may run; all ranks pass the same."""
         options = mode_options(self.runner.dispatch_formats, is_decode=is_decode)
-        dispatched = self.dispatcher.dispatch(x_TH, self._route(self.gate(x_TH)), **options)
+        dispatched = self.dispatcher.dispatch(x_TH, self._route(x_TH), **options)
         out_TH: torch.Tensor = self.dispatcher.combine(self.runner.run(dispatched, self.quant_info))
         return out_TH if self.shared_experts is None else out_TH + self.shared_experts(x_TH)
 
-    def _route(self, logits_TE: torch.Tensor) -> TopKOutput:
+    def _route(self, x_TH: torch.Tensor) -> TopKOutput:
+        if self._router is not None and x_TH.dtype == torch.bfloat16:
+            routed: TopKOutput = self._router.route(x_TH, self.gate.weight_bf16, self.gate.bias, self.topk.config)
+            return routed
+        logits_TE = self.gate(x_TH)
         if self.routes_inside:
             return BypassedTopK(logits_TE, self.topk.config, self.correction_bias_E)
         return self.topk(logits_TE, self.correction_bias_E)

@@ -95,8 +95,11 @@ class Attention(ABC):
         k_TGD: torch.Tensor,
         v_TGV: torch.Tensor | None,
         sinks_H: torch.Tensor | None,
+        rotation_T1D: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Write the new keys and values to their slots, then attend; returns [T, H, V].
+        """Rotate q and k if a rotation is given, write keys and values to their slots, then attend; returns [T, H, V].
+
+        The rotation (complex64 [T, 1, D/2], see `model.rope`) may change q and k in place.
 
         `sinks_H` is one more logit per head in the softmax denominator, not multiplied by the scale.
         """

@@ -15,6 +15,7 @@ import torch
 
 from model.attention.base import Attention, AttentionSpec, register_attention
 from model.batch import ForwardBatch, LayerKv
+from model.rope import rotate_
 
 _MAX_DECODE_KEYS = 1 << 19  # gathered keys of one decode group, padding included
 _MAX_SCORES = 1 << 24  # scores of one query block, all heads
@@ -83,8 +84,12 @@ class TorchAttention(Attention):
         k_TGD: torch.Tensor,
         v_TGV: torch.Tensor | None,
         sinks_H: torch.Tensor | None,
+        rotation_T1D: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See the base class."""
+        if rotation_T1D is not None:
+            rotate_(q_THD, rotation_T1D)
+            rotate_(k_TGD, rotation_T1D)
         kv.keys.index_copy_(0, plan.slots_T, k_TGD.to(kv.keys.dtype))
         if v_TGV is not None:
             kv.values.index_copy_(0, plan.slots_T, v_TGV.to(kv.values.dtype))

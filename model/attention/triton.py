@@ -14,7 +14,7 @@ import torch
 import triton
 
 from model.attention.base import Attention, AttentionSpec, register_attention
-from model.attention.triton_kernels import LOG2_E, decode, merge_parts, prefill, store_kv
+from model.attention.triton_kernels import LOG2_E, decode, merge_parts, prefill, rotate_and_store
 from model.batch import ForwardBatch, LayerKv
 from model.config import UnsupportedModelError
 
@@ -71,6 +71,8 @@ class TritonAttention(Attention):
             return "it does not serve latent attention (MLA)"
         if max(spec.key_dim, spec.value_dim) > _MAX_HEAD_DIM:
             return f"it serves head dims up to {_MAX_HEAD_DIM}, not {max(spec.key_dim, spec.value_dim)}"
+        if spec.key_dim % 2:
+            return f"it rotates pairs, and a key dim of {spec.key_dim} is odd"
         return None
 
     def plan(self, batch: ForwardBatch) -> TritonPlan:
@@ -90,13 +92,14 @@ class TritonAttention(Attention):
         k_TGD: torch.Tensor,
         v_TGV: torch.Tensor | None,
         sinks_H: torch.Tensor | None,
+        rotation_T1D: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See the base class."""
         if v_TGV is None:
             raise UnsupportedModelError("attention backend triton needs values: it does not serve latent attention")
         batch = plan.batch
         q_THD, k_TGD, v_TGV = (_with_dense_heads(x) for x in (q_THD, k_TGD, v_TGV))
-        _store(kv, batch.slots_T, k_TGD, v_TGV)
+        _rotate_and_store(spec, kv, batch.slots_T, q_THD, k_TGD, v_TGV, rotation_T1D)
         out_THV = q_THD.new_empty(q_THD.shape[0], spec.num_heads, spec.value_dim)
         sinks = out_THV if sinks_H is None else sinks_H
         shape = _shape_of(spec, batch.page_size, q_THD.dtype, has_sinks=sinks_H is not None)
@@ -141,12 +144,17 @@ def _shape_of(spec: AttentionSpec, page_size: int, dtype: torch.dtype, *, has_si
     }  # fmt: skip
 
 
-def _store(kv: LayerKv, slots_T: torch.Tensor, k_TGD: torch.Tensor, v_TGV: torch.Tensor) -> None:
-    k_size, v_size = k_TGD[0].numel(), v_TGV[0].numel()
-    store_kv[(slots_T.shape[0],)](
-        k_TGD, v_TGV, slots_T, kv.keys, kv.values, k_TGD.stride(0), v_TGV.stride(0),
-        K_SIZE=k_size, V_SIZE=v_size, K_PAD=triton.next_power_of_2(k_size), V_PAD=triton.next_power_of_2(v_size),
-        num_warps=4,
+def _rotate_and_store(
+    spec: AttentionSpec, kv: LayerKv, slots_T: torch.Tensor, q_THD: torch.Tensor, k_TGD: torch.Tensor,
+    v_TGV: torch.Tensor, rotation_T1D: torch.Tensor | None,
+) -> None:  # fmt: skip
+    num_shared = spec.num_heads // spec.num_kv_heads
+    rotate_and_store[(slots_T.shape[0], spec.num_kv_heads)](
+        q_THD, k_TGD, v_TGV, q_THD if rotation_T1D is None else torch.view_as_real(rotation_T1D), slots_T,
+        kv.keys, kv.values, q_THD.stride(0), k_TGD.stride(0), v_TGV.stride(0),
+        NUM_KV_HEADS=spec.num_kv_heads, R=num_shared, R_PAD=triton.next_power_of_2(num_shared),
+        D=spec.key_dim, V=spec.value_dim, PAIRS_PAD=triton.next_power_of_2(spec.key_dim) // 2,
+        V_PAD=triton.next_power_of_2(spec.value_dim), HAS_ROTATION=rotation_T1D is not None, num_warps=4,
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Device code of `model.attention.triton`: keys and values into pages, decode in parts, prefill in blocks of queries.
+"""Device code of `model.attention.triton`: rope and KV write, decode in parts, prefill in blocks of queries.
 
 Shape letters: T tokens of the step, B requests, H query heads, G KV heads, R query heads per KV head, D key dim,
 V value dim, S parts of a request's keys, P pages of the longest request.
@@ -17,20 +17,40 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def store_kv(
-    k_ptr, v_ptr, slots_ptr, keys_ptr, values_ptr, k_stride, v_stride,
-    K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, K_PAD: tl.constexpr, V_PAD: tl.constexpr,
+def rotate_and_store(
+    q_ptr, k_ptr, v_ptr, rotation_ptr, slots_ptr, keys_ptr, values_ptr, q_stride, k_stride, v_stride,
+    NUM_KV_HEADS: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
+    PAIRS_PAD: tl.constexpr, V_PAD: tl.constexpr, HAS_ROTATION: tl.constexpr,
 ):  # fmt: skip
-    """Copy one token's keys [G * D] and values [G * V] to its slot. Grid: (T,)."""
+    """Rotate the query heads of one KV head in place; copy its rotated key and its value to the slot. Grid: (T, G).
+
+    `rotation` holds cos and sin of every pair of neighbours, fp32 [T, D].
+    """
     row = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1)
     slot = tl.load(slots_ptr + row)
-    columns = tl.arange(0, K_PAD)
-    keys = tl.load(k_ptr + row * k_stride + columns, mask=columns < K_SIZE)
-    tl.store(keys_ptr + slot * K_SIZE + columns, keys.to(keys_ptr.dtype.element_ty), mask=columns < K_SIZE)
-    if V_SIZE > 0:
-        columns = tl.arange(0, V_PAD)
-        values = tl.load(v_ptr + row * v_stride + columns, mask=columns < V_SIZE)
-        tl.store(values_ptr + slot * V_SIZE + columns, values.to(values_ptr.dtype.element_ty), mask=columns < V_SIZE)
+    pair = tl.arange(0, PAIRS_PAD)
+    is_pair = 2 * pair < D
+    k_ptr += row * k_stride + kv_head * D + 2 * pair
+    even, odd = tl.load(k_ptr, mask=is_pair, other=0.0), tl.load(k_ptr + 1, mask=is_pair, other=0.0)
+    if HAS_ROTATION:
+        cos = tl.load(rotation_ptr + row * D + 2 * pair, mask=is_pair, other=0.0)
+        sin = tl.load(rotation_ptr + row * D + 2 * pair + 1, mask=is_pair, other=0.0)
+        even, odd = even.to(tl.float32), odd.to(tl.float32)
+        even, odd = even * cos - odd * sin, even * sin + odd * cos
+        r = tl.arange(0, R_PAD)
+        q_ptrs = q_ptr + row * q_stride + (kv_head * R + r)[:, None] * D + 2 * pair[None, :]
+        mask = (r < R)[:, None] & is_pair[None, :]
+        q_even = tl.load(q_ptrs, mask=mask, other=0.0).to(tl.float32)
+        q_odd = tl.load(q_ptrs + 1, mask=mask, other=0.0).to(tl.float32)
+        tl.store(q_ptrs, (q_even * cos - q_odd * sin).to(q_ptr.dtype.element_ty), mask=mask)
+        tl.store(q_ptrs + 1, (q_even * sin + q_odd * cos).to(q_ptr.dtype.element_ty), mask=mask)
+    key_ptrs = keys_ptr + (slot * NUM_KV_HEADS + kv_head) * D + 2 * pair
+    tl.store(key_ptrs, even.to(keys_ptr.dtype.element_ty), mask=is_pair)
+    tl.store(key_ptrs + 1, odd.to(keys_ptr.dtype.element_ty), mask=is_pair)
+    v = tl.arange(0, V_PAD)
+    value = tl.load(v_ptr + row * v_stride + kv_head * V + v, mask=v < V)
+    tl.store(values_ptr + (slot * NUM_KV_HEADS + kv_head) * V + v, value.to(values_ptr.dtype.element_ty), mask=v < V)
 
 
 @triton.jit

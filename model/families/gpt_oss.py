@@ -24,7 +24,7 @@ from model.decoder import AttentionLayer, StepState
 from model.families.base import Family, MoeParts, MoeShape, check_routing_sizes
 from model.linear import Linear
 from model.registry import register_family
-from model.rope import pair_halves, rotate_
+from model.rope import pair_halves
 from model.weights import TensorRule, WeightReader
 from moe import Activation, RoutingConfig, RoutingMethod
 from moe.formats import ExpertWeights
@@ -50,11 +50,9 @@ class GptOssAttention(AttentionLayer):
     def forward(self, x_TH: torch.Tensor, step: StepState, kv: LayerKv) -> torch.Tensor:
         """[T, hidden] to [T, hidden]."""
         spec = self.spec
-        num_rotated = spec.num_heads + spec.num_kv_heads
-        heads = self.qkv(x_TH).view(x_TH.shape[0], num_rotated + spec.num_kv_heads, spec.key_dim)
-        rotate_(heads[:, :num_rotated], step.rotation_T1D)
+        heads = self.qkv(x_TH).view(x_TH.shape[0], -1, spec.key_dim)
         q_THD, k_TGD, v_TGD = heads.split((spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), dim=1)
-        out_THD = self.backend.run(spec, step.plan, kv, q_THD, k_TGD, v_TGD, self.sinks_H)
+        out_THD = self.backend.run(spec, step.plan, kv, q_THD, k_TGD, v_TGD, self.sinks_H, step.rotation_T1D)
         projected_TH: torch.Tensor = self.out(out_THD.flatten(1))
         return projected_TH
 

@@ -7,6 +7,7 @@ import torch
 
 from model.attention.base import Attention, AttentionSpec
 from model.batch import ForwardBatch
+from model.rope import rotate_
 from tests.model.paged import PagedCache
 
 GQA = AttentionSpec(num_heads=4, num_kv_heads=2, key_dim=8, value_dim=6, scale=8**-0.5)
@@ -53,14 +54,22 @@ class Step:
     k: torch.Tensor
     v: torch.Tensor | None
     want: torch.Tensor
+    rotation: torch.Tensor | None = None
 
 
 class Requests:
     """Requests over one paged cache, fed some tokens of each per step."""
 
     def __init__(
-        self, spec: AttentionSpec, sequences: dict[str, Sequence], sinks: torch.Tensor | None, page_size: int = 16
+        self,
+        spec: AttentionSpec,
+        sequences: dict[str, Sequence],
+        sinks: torch.Tensor | None,
+        page_size: int = 16,
+        is_rotated: bool = False,
     ) -> None:
+        self.is_rotated = is_rotated
+        self._turns = torch.Generator().manual_seed(11)
         self.spec, self.sequences, self.sinks = spec, sequences, sinks
         self.cache = PagedCache([spec.kv_spec], num_pages=1024 // page_size, page_size=page_size)
 
@@ -74,7 +83,14 @@ class Requests:
             return torch.cat([getattr(self.sequences[n], what)[r.start : r.stop] for n, r in ranges.items()])
 
         values = None if self.spec.values_in_keys else rows("v")
-        return Step(batch, rows("q"), rows("k"), values, rows("want"))
+        if not self.is_rotated:
+            return Step(batch, rows("q"), rows("k"), values, rows("want"))
+        turns = torch.randn(batch.num_tokens, 1, self.spec.key_dim // 2, generator=self._turns) * 3
+        rotation = torch.polar(torch.ones_like(turns), turns)
+        q, k = rows("q"), rows("k")
+        for turned in (q, k):  # turned back, so that the rotation gives what the reference was made of
+            rotate_(turned, rotation.conj().resolve_conj())
+        return Step(batch, q, k, values, rows("want"), rotation)
 
 
 def worst_error(attention: Attention, requests: Requests, steps: list[dict[str, int]]) -> float:
@@ -83,7 +99,8 @@ def worst_error(attention: Attention, requests: Requests, steps: list[dict[str, 
     for counts in steps:
         step = requests.step(counts)
         plan = attention.plan(step.batch)
-        got = attention.run(requests.spec, plan, requests.cache.layers[0], step.q, step.k, step.v, requests.sinks)
+        kv = requests.cache.layers[0]
+        got = attention.run(requests.spec, plan, kv, step.q, step.k, step.v, requests.sinks, step.rotation)
         if not got.isfinite().all():
             return math.inf
         worst = max(worst, (got.double() - step.want).abs().max().item())

@@ -32,12 +32,13 @@ def error_of(
     *,
     processors: int = 1,
     page_size: int = 16,
+    is_rotated: bool = False,
 ) -> float:
     lengths = {name: sum(step.get(name, 0) for step in steps) for name in "abcd"}
     sequences = {n: Sequence(spec, length, seed, sinks) for seed, (n, length) in enumerate(lengths.items()) if length}
     attention = make_attention("triton", [spec], torch.device("cpu"))
     attention._num_processors = processors  # type: ignore[attr-defined]
-    return worst_error(attention, Requests(spec, sequences, sinks, page_size), steps)
+    return worst_error(attention, Requests(spec, sequences, sinks, page_size, is_rotated), steps)
 
 
 def main() -> None:
@@ -54,6 +55,7 @@ def main() -> None:
         "window of 128 at its edges": error_of(SLIDING, WINDOW_EDGES, large),
         "window of 128 in parts": error_of(SLIDING, WINDOW_EDGES, tiny, processors=64),
         "three heads a group, odd dims, window 9": error_of(ODD_HEADS, MIXED, six_sinks, processors=64),
+        "three heads a group, rotated": error_of(ODD_HEADS, MIXED[:3], six_sinks, is_rotated=True),
     }
     json.dump(errors, sys.stdout)
 

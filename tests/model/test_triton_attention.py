@@ -40,7 +40,7 @@ def test_numbers_in_the_interpreter() -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     errors = json.loads(done.stdout)
-    assert len(errors) == 6
+    assert len(errors) == 7
     assert {case: error for case, error in errors.items() if not error < 2e-6} == {}
 
 

@@ -1,0 +1,116 @@
+"""Router GEMM, top-k and softmax in two kernels, for gates that choose first and normalise the chosen (GPT-OSS).
+
+Weights that bf16 holds exactly are multiplied as bf16 with fp32 sums, which gives the products of fp32 exactly.
+Shape letters: T tokens, H hidden, E experts, K top-k, S parts of the hidden axis.
+"""
+
+# Device functions take tensors of the device, which have no Python type.
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+
+import torch
+import triton
+import triton.language as tl
+
+from moe.config import RoutingConfig, RoutingMethod
+from moe.types import StandardTopK
+
+_BLOCK_T, _BLOCK_H = 16, 64
+_MAX_PARTS = 16
+_PROGRAMS = 128  # enough to have every processor read a part of the weights
+_LARGEST = tl.constexpr(3.4028234663852886e38)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_parts"])
+def _partial_logits(
+    x_ptr, weight_ptr, parts_ptr, num_tokens, num_parts, x_stride,
+    H: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """parts[s, t, e] = sum over the s-th share of H. Grid: (blocks of T, S)."""
+    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    part = tl.program_id(1)
+    e = tl.arange(0, E_PAD)
+    steps = tl.cdiv(tl.cdiv(H, BLOCK_H), num_parts)
+    total_TE = tl.zeros((BLOCK_T, E_PAD), tl.float32)
+    for step in range(part * steps, part * steps + steps):
+        h = step * BLOCK_H + tl.arange(0, BLOCK_H)
+        x_TH = tl.load(
+            x_ptr + t.to(tl.int64)[:, None] * x_stride + h[None, :],
+            mask=(t < num_tokens)[:, None] & (h < H)[None, :], other=0.0,
+        )  # fmt: skip
+        w_HE = tl.load(weight_ptr + e[None, :] * H + h[:, None], mask=(e < E)[None, :] & (h < H)[:, None], other=0.0)
+        if INTERPRET:  # the interpreter multiplies bf16 wrongly
+            x_TH, w_HE = x_TH.to(tl.float32), w_HE.to(tl.float32)
+        total_TE = tl.dot(x_TH, w_HE, total_TE, input_precision="ieee")
+    place = (part * num_tokens + t).to(tl.int64)
+    tl.store(parts_ptr + place[:, None] * E + e[None, :], total_TE, mask=(t < num_tokens)[:, None] & (e < E)[None, :])
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_parts"])
+def _choose(
+    parts_ptr, bias_ptr, ids_ptr, weights_ptr, num_tokens, num_parts, factor,
+    E: tl.constexpr, E_PAD: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr, BLOCK_T: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """Sum the parts, take the K largest logits (ties to the lowest id), softmax over them. Grid: (blocks of T,)."""
+    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    e = tl.arange(0, E_PAD)
+    k = tl.arange(0, K_PAD)
+    mask_TE = (t < num_tokens)[:, None] & (e < E)[None, :]
+    logits_TE = tl.zeros((BLOCK_T, E_PAD), tl.float32)
+    for part in range(num_parts):
+        place = (part * num_tokens + t).to(tl.int64)
+        logits_TE += tl.load(parts_ptr + place[:, None] * E + e[None, :], mask=mask_TE, other=0.0)
+    if HAS_BIAS:
+        logits_TE += tl.load(bias_ptr + e, mask=e < E, other=0.0)[None, :]
+    is_nan_TE = logits_TE != logits_TE  # noqa: PLR0124
+    logits_TE = tl.where(is_nan_TE, -_LARGEST, tl.minimum(tl.maximum(logits_TE, -_LARGEST), _LARGEST))
+    logits_TE = tl.where((e < E)[None, :], logits_TE, float("-inf"))
+    best_TK = tl.full((BLOCK_T, K_PAD), float("-inf"), tl.float32)
+    ids_TK = tl.zeros((BLOCK_T, K_PAD), tl.int32)
+    for choice in tl.static_range(K):
+        best_T = tl.max(logits_TE, 1)
+        id_T = tl.min(tl.where(logits_TE == best_T[:, None], e[None, :], E_PAD), 1)
+        best_TK = tl.where(k[None, :] == choice, best_T[:, None], best_TK)
+        ids_TK = tl.where(k[None, :] == choice, id_T[:, None], ids_TK)
+        logits_TE = tl.where(e[None, :] == id_T[:, None], float("-inf"), logits_TE)
+    weights_TK = tl.exp(best_TK - tl.max(best_TK, 1)[:, None])
+    weights_TK = weights_TK / tl.sum(weights_TK, 1)[:, None] * factor
+    out = t[:, None] * K + k[None, :]
+    mask_TK = (t < num_tokens)[:, None] & (k < K)[None, :]
+    tl.store(ids_ptr + out, ids_TK, mask=mask_TK)
+    tl.store(weights_ptr + out, weights_TK, mask=mask_TK)
+
+
+def can_route(config: RoutingConfig) -> bool:
+    """Whether `route` serves these rules."""
+    return config.method is RoutingMethod.SOFTMAX_AFTER_TOPK and config.normalize and config.num_experts <= 256
+
+
+def route(
+    x_TH: torch.Tensor, weight_EH: torch.Tensor, bias_E: torch.Tensor | None, config: RoutingConfig
+) -> StandardTopK:
+    """`moe.routing.route` of `x @ weight.T + bias`, for rules that `can_route` accepts."""
+    num_tokens, hidden = x_TH.shape
+    num_experts = config.num_experts
+    ids_TK = torch.empty(num_tokens, config.top_k, dtype=torch.int32, device=x_TH.device)
+    weights_TK = torch.empty(num_tokens, config.top_k, dtype=torch.float32, device=x_TH.device)
+    if not num_tokens:
+        return StandardTopK(weights_TK, ids_TK)
+    num_blocks = triton.cdiv(num_tokens, _BLOCK_T)
+    num_parts = max(1, min(_MAX_PARTS, _PROGRAMS // num_blocks, triton.cdiv(hidden, _BLOCK_H)))
+    parts = torch.empty(num_parts, num_tokens, num_experts, dtype=torch.float32, device=x_TH.device)
+    experts_pad = max(16, triton.next_power_of_2(num_experts))
+    _partial_logits[(num_blocks, num_parts)](
+        x_TH, weight_EH, parts, num_tokens, num_parts, x_TH.stride(0),
+        H=hidden, E=num_experts, E_PAD=experts_pad, BLOCK_T=_BLOCK_T, BLOCK_H=_BLOCK_H,
+        INTERPRET=bool(triton.knobs.runtime.interpret), num_warps=4,
+    )  # fmt: skip
+    block_t = 1 if num_tokens <= 512 else 16
+    _choose[(triton.cdiv(num_tokens, block_t),)](
+        parts, parts if bias_E is None else bias_E, ids_TK, weights_TK, num_tokens, num_parts,
+        config.routed_scaling_factor,
+        E=num_experts, E_PAD=experts_pad, K=config.top_k, K_PAD=triton.next_power_of_2(config.top_k), BLOCK_T=block_t,
+        HAS_BIAS=bias_E is not None, num_warps=1 if block_t == 1 else 4,
+    )  # fmt: skip
+    return StandardTopK(weights_TK, ids_TK)

@@ -1,0 +1,45 @@
+"""The fused kernels of the forward pass on a card, in bf16 against the torch operators that they replace."""
+
+import pytest
+import torch
+from torch.nn.functional import linear
+from torch.nn.functional import rms_norm as torch_rms_norm
+
+from model.gpu_kernels import add_rms_norm, rms_norm
+from moe.config import RoutingConfig, RoutingMethod
+from moe.kernels import router
+from moe.routing import route
+
+pytestmark = pytest.mark.gpu
+
+
+def normal(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, device="cuda", generator=torch.Generator("cuda").manual_seed(sum(shape)))
+
+
+@pytest.mark.parametrize("hidden", [96, 2880, 7168])
+@pytest.mark.parametrize("num_tokens", [1, 7, 2048])
+def test_norms_round_as_torch_does(num_tokens: int, hidden: int) -> None:
+    x, delta, weight = normal(num_tokens, hidden).bfloat16(), normal(hidden, num_tokens).t().bfloat16(), normal(hidden)
+    delta = delta.contiguous()
+    total, normed = add_rms_norm(x, delta, weight, 1e-5)
+    assert torch.equal(total, x + delta)
+    want = torch_rms_norm((x + delta).float(), (hidden,), weight, 1e-5)
+    assert (normed.float() - want).abs().max() <= want.abs().max() * 2**-8  # one rounding to bf16
+    assert torch.equal(rms_norm(x + delta, weight, 1e-5), normed)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 16, 17, 500, 513, 4096])
+@pytest.mark.parametrize(("num_experts", "top_k"), [(32, 4), (128, 4), (6, 2)])
+def test_the_router_chooses_as_torch_does(num_tokens: int, num_experts: int, top_k: int) -> None:
+    config = RoutingConfig(method=RoutingMethod.SOFTMAX_AFTER_TOPK, num_experts=num_experts, top_k=top_k)
+    x, weight = normal(num_tokens, 2880).bfloat16(), (normal(num_experts, 2880) * 0.05).bfloat16()
+    bias = normal(num_experts)
+    got = router.route(x, weight, bias, config)
+    logits = linear(x.double(), weight.double(), bias.double())
+    want = route(logits, config)
+    differs = (got.ids != want.ids).any(dim=1)
+    best = logits.sort(dim=1, descending=True).values[:, : top_k + 1]
+    is_near_tie = (best[:, :-1] - best[:, 1:]).amin(dim=1) < 1e-4
+    assert not (differs & ~is_near_tie).any()
+    assert (got.weights - want.weights)[~differs].abs().max() < 1e-4

@@ -1,0 +1,74 @@
+"""Runs the fused kernels of the forward pass in Triton's interpreter; prints the largest error of each case as JSON.
+
+Started as a program of its own, since Triton decides when it is imported whether it compiles or interprets.
+"""
+
+import json
+import sys
+
+import torch
+
+from model.gpu_kernels import add_rms_norm, rms_norm
+from moe.config import RoutingConfig, RoutingMethod
+from moe.kernels import router
+from moe.routing import route
+
+G = torch.Generator().manual_seed(0)
+
+
+def normal(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=G)
+
+
+def error(got: torch.Tensor, want: torch.Tensor) -> float:
+    return (got.double() - want.double()).abs().max().item()
+
+
+def norm_errors() -> dict[str, float]:
+    wide, delta, weight = normal(5, 100), normal(5, 72), normal(72)
+    x = wide[:, 9:81]  # rows further apart than they are long
+    want = torch.nn.functional.rms_norm(x + delta, (72,), weight, 1e-5)
+    total, normed = add_rms_norm(x, delta, weight, 1e-5)
+    return {
+        "sum": error(total, x + delta),
+        "norm of a sum": error(normed, want),
+        "norm alone": error(rms_norm(x, weight, 0.5), torch.nn.functional.rms_norm(x, (72,), weight, 0.5)),
+        "no tokens": float(add_rms_norm(x[:0], delta[:0], weight, 1e-5)[1].numel()),
+    }
+
+
+def router_error(num_tokens: int, num_experts: int, top_k: int, *, has_bias: bool = True, spoil: bool = False) -> float:
+    """Of the weights; infinite where an id differs."""
+    config = RoutingConfig(
+        method=RoutingMethod.SOFTMAX_AFTER_TOPK, num_experts=num_experts, top_k=top_k, routed_scaling_factor=1.5
+    )
+    # Small integers: every sum is exact, so that ties are ties, and there are many.
+    x = torch.randint(-2, 3, (num_tokens, 200), generator=G).bfloat16()
+    weight = torch.randint(-1, 2, (num_experts, 200), generator=G).bfloat16()
+    if spoil:
+        x[1, 3], x[2, 5] = float("nan"), float("inf")
+    bias = torch.randint(-2, 3, (num_experts,), generator=G).float() if has_bias else None
+    got = router.route(x, weight, bias, config)
+    want = route(torch.nn.functional.linear(x.float(), weight.float(), bias), config)
+    same = torch.equal(got.ids, want.ids) and got.ids.dtype == want.ids.dtype
+    return error(got.weights, want.weights) if same else float("inf")
+
+
+def router_ids_of_nothing() -> torch.Tensor:
+    config = RoutingConfig(method=RoutingMethod.SOFTMAX_AFTER_TOPK, num_experts=8, top_k=2)
+    return router.route(normal(0, 16).bfloat16(), normal(8, 16).bfloat16(), None, config).ids
+
+
+def main() -> None:
+    errors = norm_errors() | {
+        "one token": router_error(1, 32, 4),
+        "six experts, no bias": router_error(5, 6, 3, has_bias=False),
+        "many tokens": router_error(600, 128, 4),
+        "tokens that are no numbers": router_error(4, 8, 2, spoil=True),
+        "no tokens for the router": float("inf") if router_ids_of_nothing().numel() else 0.0,
+    }
+    json.dump(errors, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

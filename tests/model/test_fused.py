@@ -1,0 +1,101 @@
+"""The fused kernels of the forward pass: numbers in the interpreter, machine code for every GPU, and who uses them."""
+
+import inspect
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+
+from model import fused, gpu_kernels
+from model.attention import triton_kernels
+from model.moe_layer import Gate, fused_router
+from moe.config import RoutingConfig, RoutingMethod
+from moe.kernels import router
+from moe.routing import TopK
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+ROUTING = RoutingConfig(method=RoutingMethod.SOFTMAX_AFTER_TOPK, num_experts=32, top_k=4)
+
+
+def test_numbers_in_the_interpreter() -> None:
+    """A process of its own: Triton decides at import whether it compiles or interprets."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.model.interpreted_fused"],
+        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.getcwd()},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    errors = json.loads(done.stdout)
+    assert len(errors) == 9
+    assert {case: error for case, error in errors.items() if not error < 2e-6} == {}
+
+
+KERNELS = {
+    "norm": (gpu_kernels._add_rms_norm, {"H": 2880, "H_PAD": 4096, "HAS_DELTA": True}),
+    "logits": (
+        router._partial_logits, {"H": 2880, "E": 32, "E_PAD": 32, "BLOCK_T": 16, "BLOCK_H": 64, "INTERPRET": False}
+    ),
+    "choose": (router._choose, {"E": 32, "E_PAD": 32, "K": 4, "K_PAD": 4, "BLOCK_T": 1, "HAS_BIAS": True}),
+    "rope": (
+        triton_kernels.rotate_and_store,
+        {
+            "NUM_KV_HEADS": 8, "R": 8, "R_PAD": 8, "D": 64, "V": 64, "PAIRS_PAD": 32, "V_PAD": 64,
+            "HAS_ROTATION": True,
+        },
+    ),
+}  # fmt: skip
+FP32 = {"parts_ptr", "bias_ptr", "weights_ptr", "rotation_ptr"}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("arch", [80, 90, 120])
+def test_kernels_compile(name: str, arch: int) -> None:
+    kernel, constants = KERNELS[name]
+    names = list(inspect.signature(kernel.fn).parameters)
+    kinds = {"ids_ptr": "*i32", "slots_ptr": "*i64", "eps": "fp32", "factor": "fp32"} | dict.fromkeys(FP32, "*fp32")
+    if name == "norm":
+        kinds["weight_ptr"] = "*fp32"
+    signature = {
+        n: "constexpr" if n in constants else kinds.get(n, "*bf16" if n.endswith("_ptr") else "i32") for n in names
+    }
+    source = ASTSource(
+        fn=kernel, signature=signature, constexprs={(names.index(n),): value for n, value in constants.items()}
+    )
+    assert "cubin" in compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": 4}).asm
+
+
+def test_a_cpu_and_a_machine_without_triton_use_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert fused.fused_kernels(CPU) is None
+    assert fused.fused_kernels(CUDA) is gpu_kernels
+    monkeypatch.setitem(sys.modules, "model.gpu_kernels", None)
+    fused._module.cache_clear()
+    assert fused.fused_kernels(CUDA) is None
+    fused._module.cache_clear()
+
+
+def gate_on_gpu(weight: torch.Tensor, out_dtype: torch.dtype = torch.float32) -> Gate:
+    """A gate that says it is on a GPU."""
+    gate = Gate(weight, None, out_dtype)
+    gate.weight = torch.nn.Parameter(torch.empty(weight.shape, device="meta"), requires_grad=False)
+
+    class OnGpu:
+        device = CUDA
+
+    del gate.weight
+    gate.__dict__["weight"] = OnGpu()
+    return gate
+
+
+def test_the_fused_router_takes_exact_weights_and_rules_it_knows() -> None:
+    exact = torch.randn(32, 64).bfloat16().float()
+    assert fused_router(gate_on_gpu(exact), TopK(ROUTING)) is router
+    assert fused_router(gate_on_gpu(exact + 1e-4), TopK(ROUTING)) is None, "bf16 would round these weights"
+    assert fused_router(gate_on_gpu(exact, torch.bfloat16), TopK(ROUTING)) is None
+    assert fused_router(Gate(exact, None, torch.float32), TopK(ROUTING)) is None
+    sigmoid = RoutingConfig(method=RoutingMethod.SIGMOID_GROUPED, num_experts=32, top_k=4)
+    assert fused_router(gate_on_gpu(exact), TopK(sigmoid)) is None
