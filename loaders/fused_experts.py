@@ -12,6 +12,7 @@ import torch
 
 from loaders.errors import CheckpointError
 from loaders.quant import PLAIN_DTYPES
+from loaders.scales import e8m0_scales
 from loaders.sharding import CUT_BLOCK, Cut, ExpertShard
 from loaders.source import TensorSource
 from moe.formats import Bf16Weight, ExpertWeights, Mxfp4Weight, Weight
@@ -82,6 +83,7 @@ def _read_published(
     for name, shape in ((gate_up, gate_up_shape), (down, down_shape)):
         source.expect(f"{name}_blocks", shape=(*shape, GROUP // 2), dtypes=(torch.uint8,))
         source.expect(f"{name}_scales", shape=shape, dtypes=_BYTE_SCALES)
+        e8m0_scales(_local(source, f"{name}_scales", experts), source.meta(f"{name}_scales"))
     w13 = [_separate(_local(source, f"{gate_up}_{kind}", experts), cut) for kind in ("blocks", "scales")]
     w2 = [_cut_groups(_local(source, f"{down}_{kind}", experts), cut) for kind in ("blocks", "scales")]
     return Mxfp4Weight(w13[0].flatten(-2), w13[1]), Mxfp4Weight(w2[0].flatten(-2), w2[1])

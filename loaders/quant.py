@@ -15,11 +15,11 @@ from dataclasses import dataclass
 import torch
 
 from loaders.errors import CheckpointError
+from loaders.scales import e4m3_scales, e8m0_scales, float_scales, read_scalar
 from loaders.source import TensorMeta, TensorSource, dtype_name
 from moe.formats import Bf16Weight, Fp8BlockWeight, Fp8TensorWeight, Mxfp4Weight, Nvfp4Weight, Weight
 from moe.formats.fp8_block import BLOCK
 from moe.formats.mxfp4 import GROUP as MXFP4_GROUP
-from moe.formats.mxfp4 import e8m0_to_float
 from moe.formats.nvfp4 import GROUP as NVFP4_GROUP
 
 PLAIN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -145,7 +145,7 @@ def _fp8_layout(weight: TensorMeta, scale: TensorMeta, siblings: dict[str, Tenso
     _refuse_sibling(weight, siblings, "input_scale")
     scale.expect((-(-rows // BLOCK), -(-cols // BLOCK)), (*PLAIN_DTYPES, torch.float8_e8m0fnu))
     # Padded blocks hold zeros; a scale of 1 keeps them harmless for kernels that divide by it or take its logarithm.
-    grid = Part(meta=scale, convert=to_float_scale, row_unit=BLOCK, col_unit=BLOCK, pad_value=1)
+    grid = Part(meta=scale, convert=lambda v: float_scales(v, scale), row_unit=BLOCK, col_unit=BLOCK, pad_value=1)
     return LinearLayout(format_name="fp8_block", shape=(rows, cols), parts=(data, grid))
 
 
@@ -165,43 +165,15 @@ def _fp4_layout(weight: TensorMeta, scale: TensorMeta, siblings: dict[str, Tenso
         return LinearLayout(
             format_name="nvfp4",
             shape=(rows, cols),
-            parts=(codes, Part(meta=scale, convert=_same, col_unit=group)),
+            parts=(codes, Part(meta=scale, convert=lambda v: e4m3_scales(v, scale), col_unit=group)),
             scale=scalars["weight_scale_2"].name,
             input_scale=scalars["input_scale"].name if "input_scale" in scalars else None,
         )
     _refuse_sibling(weight, siblings, "weight_scale_2")
     _refuse_sibling(weight, siblings, "input_scale")
     scale.expect((rows, cols // group), (torch.float8_e8m0fnu, torch.uint8, torch.float32))
-    exponents = Part(meta=scale, convert=lambda values: to_e8m0_bytes(values, scale.where), col_unit=group)
+    exponents = Part(meta=scale, convert=lambda v: e8m0_scales(v, scale), col_unit=group)
     return LinearLayout(format_name="mxfp4", shape=(rows, cols), parts=(codes, exponents))
-
-
-def read_scalar(source: TensorSource, name: str) -> torch.Tensor:
-    """A per-tensor scale, stored as [] or [1], as fp32 []."""
-    return source.tensor(name).float().reshape(())
-
-
-def to_float_scale(values: torch.Tensor) -> torch.Tensor:
-    """Block scales in any accepted dtype to fp32."""
-    return e8m0_to_float(values.view(torch.uint8)) if values.dtype == torch.float8_e8m0fnu else values.float()
-
-
-def to_e8m0_bytes(values: torch.Tensor, where: str) -> torch.Tensor:
-    """MXFP4 scales to exponent bytes: e8m0 and u8 as they are, fp32 if every value is a power of two.
-
-    Raises:
-        CheckpointError: an fp32 scale that is no power of two between 2^-127 and 2^127.
-    """
-    if values.dtype != torch.float32:
-        return values.view(torch.uint8)
-    bits = values.contiguous().view(torch.int32)
-    exponents, mantissas = bits >> 23, bits & 0x7FFFFF
-    smallest = bits == 0x400000  # 2^-127 is a subnormal in fp32, and byte 0 in E8M0
-    exact = ((mantissas == 0) & (exponents > 0) & (exponents < 255)) | smallest
-    if not bool(exact.all()):
-        bad = values[~exact][0].item()
-        raise CheckpointError(f"{where}: MXFP4 scales must be powers of two, found {bad}")
-    return exponents.to(torch.uint8)
 
 
 def _matrix(meta: TensorMeta) -> tuple[int, int]:

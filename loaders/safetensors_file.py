@@ -1,8 +1,9 @@
 """One safetensors file: its header checked against the file's real size, its tensors mapped on demand. Reads only.
 
 Layout: u64 header length, JSON header {name: {dtype, shape, data_offsets}}, then the data; offsets count from its
-start. The header is parsed here rather than by the library so that damage is reported with the tensor it hits, and FP4
-(`F4`, two codes per byte) can be handed out as packed bytes.
+start. The format allows neither holes nor overlaps: every byte of the data belongs to exactly one tensor. The header is
+parsed here rather than by the library so that damage is reported with the tensor it hits, and FP4 (`F4`, two codes per
+byte) can be handed out as packed bytes.
 """
 
 import json
@@ -59,44 +60,58 @@ class SafetensorsFile:
         for name, entry in header.items():
             if name != "__metadata__":
                 self._add(name, entry)
-        self._check_size(size)
+        self._check_ranges(size)
         self._bytes: torch.Tensor | None = None
 
     def _add(self, name: str, entry: Any) -> None:
         where = f"{self.path}: tensor '{name}'"
         try:
-            label, (begin, end) = entry["dtype"], entry["data_offsets"]
-            shape = tuple(int(n) for n in entry["shape"])
+            label, (begin, end), shape = entry["dtype"], entry["data_offsets"], tuple(entry["shape"])
         except (TypeError, KeyError, ValueError) as error:
             raise CheckpointError(f"{where}: damaged header entry {entry!r}; download the file again") from error
-        if label not in _DTYPES:
+        if not all(type(number) is int and number >= 0 for number in (begin, end, *shape)):
+            raise CheckpointError(f"{where}: damaged header entry {entry!r}; download the file again")
+        if not isinstance(label, str) or label not in _DTYPES:
             raise CheckpointError(f"{where}: dtype {label} is not supported; known are {', '.join(_DTYPES)}")
         if label == "F4":
             if not shape or shape[-1] % 2:
                 raise CheckpointError(f"{where}: FP4 needs an even last dimension, found shape {list(shape)}")
             shape = (*shape[:-1], shape[-1] // 2)
         meta = TensorMeta(name, _DTYPES[label], shape, str(self.path))
-        if begin < 0 or end - begin != meta.nbytes:
+        if end - begin != meta.nbytes:
             raise CheckpointError(
                 f"{where}: {label} {list(shape)} takes {meta.nbytes} bytes, but the header gives it {end - begin}"
             )
         self.metas[name] = meta
         self._begins[name] = begin
 
-    def _check_size(self, size: int) -> None:
+    def _check_ranges(self, size: int) -> None:
+        """Walk through the data in file order: each tensor begins where the one before it ends."""
         data_size = size - self._data_start
-        expected = 0
         for name, meta in self.metas.items():
             end = self._begins[name] + meta.nbytes
-            expected = max(expected, end)
             if end > data_size:
                 raise CheckpointError(
                     f"{meta.where}: the file is truncated: the tensor ends at byte {self._data_start + end}, "
                     f"the file has {size}; download it again"
                 )
-        if expected < data_size:
+        position, before = 0, "the header"
+        for name, meta in sorted(self.metas.items(), key=lambda item: (self._begins[item[0]], item[1].nbytes)):
+            begin = self._begins[name]
+            if begin < position:
+                raise CheckpointError(
+                    f"{meta.where}: its data begins {position - begin} bytes before {before} ends; two tensors must "
+                    "not share bytes, the file is damaged"
+                )
+            if begin > position:
+                raise CheckpointError(
+                    f"{meta.where}: {begin - position} bytes between {before} and its data belong to no tensor; "
+                    "the file is damaged"
+                )
+            position, before = begin + meta.nbytes, f"tensor '{name}'"
+        if position < data_size:
             raise CheckpointError(
-                f"{self.path}: {data_size - expected} bytes follow the last tensor; the file is damaged"
+                f"{self.path}: {data_size - position} bytes follow the last tensor; the file is damaged"
             )
 
     def view(self, name: str) -> torch.Tensor:

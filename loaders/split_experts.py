@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from loaders.errors import CheckpointError
-from loaders.quant import LinearLayout, Part, build_weight, inspect_linear, read_scalar
+from loaders.quant import LinearLayout, Part, build_weight, inspect_linear
+from loaders.scales import read_scalar
 from loaders.sharding import CUT_BLOCK, Cut, ExpertShard
 from loaders.source import TensorSource, dtype_name
 from moe.formats import ExpertWeights, Weight
@@ -51,7 +52,8 @@ def read_split_experts(
     padded to whole scale blocks (fp8_block: 128), with zeros.
 
     Raises:
-        CheckpointError: a tensor is missing, half a scale set, wrong shape or dtype, or formats differ between experts.
+        CheckpointError: a tensor is missing, half a scale set, wrong shape or dtype, a scale that cannot be right, or
+            formats that differ between experts.
         ShardingError: the experts cannot be shared among the ranks.
     """
     names, shard = names or ExpertNames(), shard or ExpertShard()

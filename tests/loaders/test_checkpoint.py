@@ -187,7 +187,11 @@ def test_a_header_longer_than_allowed_is_refused(tmp_path: Path) -> None:
         (b"[]", b"", "not a JSON object"),
         ({"w": {"dtype": "F32"}}, b"", "tensor 'w': damaged header entry"),
         ({"w": entry("F32", [2], 0, 4)}, b"\0" * 4, "tensor 'w': F32 .2. takes 8 bytes, but the header gives it 4"),
-        ({"w": entry("F32", [1], -4, 0)}, b"", "tensor 'w': F32"),
+        ({"w": entry("F32", [1], -4, 0)}, b"", "tensor 'w': damaged header entry"),
+        ({"w": entry("F32", [-1, -1], 0, 4)}, b"\0" * 4, "tensor 'w': damaged header entry"),
+        ({"w": entry("F32", [1.5], 0, 4)}, b"\0" * 4, "tensor 'w': damaged header entry"),
+        ({"w": {"dtype": "F32", "shape": [1], "data_offsets": ["0", "4"]}}, b"\0" * 4, "tensor 'w': damaged header"),
+        ({"w": entry(["F32"], [1], 0, 4)}, b"\0" * 4, "tensor 'w': dtype .* is not supported"),
         ({"w": entry("F6_E2M3", [4], 0, 3)}, b"\0" * 3, "tensor 'w': dtype F6_E2M3 is not supported"),
         ({"w": entry("F4", [3], 0, 2)}, b"\0" * 2, "tensor 'w': FP4 needs an even last dimension"),
         ({"w": entry("U8", [1], 0, 1)}, b"\0\0\0", "2 bytes follow the last tensor"),
@@ -198,6 +202,49 @@ def test_damaged_headers_are_refused(tmp_path: Path, header: object, data: bytes
     raw_file(tmp_path / "m.safetensors", header, data)
     with pytest.raises(CheckpointError, match=rf"m\.safetensors: .*{words}"):
         Checkpoint.open(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("header", "words"),
+    [
+        (
+            {"a": entry("F32", [2], 0, 8), "b": entry("F32", [2], 0, 8)},
+            "tensor 'b': its data begins 8 bytes before tensor 'a' ends",
+        ),
+        (
+            {"a": entry("F32", [2], 0, 8), "b": entry("U8", [8], 4, 12)},
+            "tensor 'b': its data begins 4 bytes before tensor 'a' ends",
+        ),
+        (
+            {"outer": entry("U8", [12], 0, 12), "inner": entry("U8", [4], 4, 8)},
+            "tensor 'inner': its data begins 8 bytes before tensor 'outer' ends",
+        ),
+        (
+            {"b": entry("U8", [4], 8, 12), "a": entry("U8", [4], 0, 4)},
+            "tensor 'b': 4 bytes between tensor 'a' and its data belong to no tensor",
+        ),
+        ({"a": entry("U8", [8], 4, 12)}, "tensor 'a': 4 bytes between the header and its data belong to no tensor"),
+    ],
+)
+def test_g43_every_byte_belongs_to_exactly_one_tensor(tmp_path: Path, header: object, words: str) -> None:
+    """Field report G43: a shared byte range gives one tensor the contents of another. The format forbids holes, too."""
+    raw_file(tmp_path / "m.safetensors", header, bytes(12))
+    with pytest.raises(CheckpointError, match=rf"m\.safetensors: {words}"):
+        Checkpoint.open(tmp_path)
+
+
+def test_order_in_the_header_and_empty_tensors_do_not_matter(tmp_path: Path) -> None:
+    header = {
+        "last": entry("U8", [4], 8, 12),
+        "empty": entry("F32", [0, 3], 8, 8),
+        "first": entry("F32", [2], 0, 8),
+        "at_the_end": entry("U8", [0], 12, 12),
+    }
+    raw_file(tmp_path / "m.safetensors", header, struct.pack("<ff", 1.5, 2.5) + b"\1\2\3\4")
+    source = Checkpoint.open(tmp_path)
+    assert source.tensor("first").tolist() == [1.5, 2.5]
+    assert source.tensor("last").tolist() == [1, 2, 3, 4]
+    assert source.tensor("empty").shape == (0, 3)
 
 
 def test_a_git_lfs_pointer_says_what_to_run(tmp_path: Path) -> None:

@@ -8,7 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loaders.errors import CheckpointError
-from loaders.quant import inspect_linear, read_linear, to_e8m0_bytes
+from loaders.quant import inspect_linear, read_linear
+from loaders.scales import e8m0_scales
+from loaders.source import TensorMeta
 from tests.loaders.expert_files import FORMATS, Tensors, linear_tensors, random_bf16, save
 
 
@@ -73,7 +75,7 @@ def test_mxfp4_scales_in_three_dtypes_under_three_names(tmp_path: Path, dtype: t
 @settings(max_examples=50, deadline=None)
 def test_powers_of_two_become_their_exponent_byte(byte: int) -> None:
     power = torch.ldexp(torch.ones(1), torch.tensor([byte - 127]))
-    assert to_e8m0_bytes(power, "here").tolist() == [byte]
+    assert e8m0_scales(power, TensorMeta("scale", torch.float32, (1,), "here")).tolist() == [byte]
 
 
 @pytest.mark.parametrize("value", [3.0, 0.0, -2.0, float("inf"), float("nan"), 2.0**-128])
