@@ -101,6 +101,7 @@ class HfConfig:
         return tuple(ids)
 
 
+_QUANT_KEYS = ("quantization_config", "compression_config", "quantization")  # the last two: old or foreign exports
 _ROPE_FIELDS = ("factor", "beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim", "attention_factor")
 
 
@@ -108,7 +109,8 @@ def read_config(folder: Path) -> HfConfig:
     """Read the JSON files of a model folder.
 
     Raises:
-        ModelConfigError: no folder, no config.json, or a file that is no JSON object.
+        ModelConfigError: no folder, no config.json, a file that is no JSON object, or a quantization format that no
+            reader understands.
     """
     path = folder / "config.json"
     if not folder.is_dir():
@@ -122,7 +124,9 @@ def read_config(folder: Path) -> HfConfig:
         raw=raw,
         generation=_read_object(generation_path) if generation_path.is_file() else {},
         quantization=read_quant_scheme(
-            path, raw.get("quantization_config"), _read_object(quant_path) if quant_path.is_file() else None
+            path,
+            next((raw[key] for key in _QUANT_KEYS if raw.get(key) is not None), None),
+            _read_object(quant_path) if quant_path.is_file() else None,
         ),
     )
 

@@ -1,8 +1,11 @@
 """`QuantScheme`: how a checkpoint says it was quantized. A hint only: the readers decide by dtype and shape.
 
 Two homes: `quantization_config` in config.json (fp8, mxfp4, quark, newer ModelOpt) and hf_quant_config.json (ModelOpt).
+Where they contradict each other the second wins: an export writes it anew, but often leaves its ancestor's config.json
+as it was. What no reader understands is refused here, before any weight is downloaded or read.
 """
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,14 +14,17 @@ from typing import Any
 from loaders.errors import ModelConfigError
 
 SUPPORTED_BLOCK = (128, 128)
+SUPPORTED_FORMATS = "FP8 in 128 x 128 blocks or per tensor, MXFP4, NVFP4 of ModelOpt, and plain bf16"
 _IGNORE_KEYS = ("ignore", "exclude_modules", "exclude", "modules_to_not_convert", "ignored_layers")
+_MODELOPT_ALGORITHMS = ("NVFP4", "FP8", "MIXED_PRECISION")  # the last says: look at the tensors
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class QuantScheme:
     """Normalised quantization settings. `ignore` keeps the file's glob or regex entries as they are."""
 
-    method: str  # fp8, mxfp4, modelopt, quark, ...
+    method: str  # fp8, mxfp4, modelopt, quark or compressed-tensors
     algorithm: str | None = None  # ModelOpt: NVFP4 or FP8
     weight_block_size: tuple[int, int] | None = None
     group_size: int | None = None
@@ -32,44 +38,97 @@ def read_quant_scheme(
     """Merge both homes; `section` is config.json's, `modelopt_file` the whole of hf_quant_config.json.
 
     Raises:
-        ModelConfigError: they contradict each other, or a block size other than 128 x 128.
+        ModelConfigError: a format that no reader understands; names it and what is supported.
     """
-    merged: dict[str, Any] = {}
+    if section is not None and not isinstance(section, Mapping):
+        raise ModelConfigError(f"{path}: key 'quantization_config' must be an object, found {section!r}")
+    merged = {key: value for key, value in (section or {}).items() if value is not None}
     if modelopt_file is not None:
-        inner = modelopt_file.get("quantization")
-        if not isinstance(inner, Mapping):
-            raise ModelConfigError(f"{path.with_name('hf_quant_config.json')}: key 'quantization' is missing")
-        merged = {**inner, "quant_method": "modelopt"}
-    if section is not None:
-        if not isinstance(section, Mapping):
-            raise ModelConfigError(f"{path}: key 'quantization_config' must be an object, found {section!r}")
-        for key in ("quant_method", "quant_algo"):
-            ours, theirs = section.get(key), merged.get(key)
-            if ours is not None and theirs is not None and not str(ours).startswith(str(theirs)):
-                raise ModelConfigError(f"{path} says {key} '{ours}', hf_quant_config.json says '{theirs}'")
-        merged |= {key: value for key, value in section.items() if value is not None}
+        merged = _merge_modelopt(path, merged, modelopt_file)
     if not merged:
         return None
     if not isinstance(merged.get("quant_method"), str):
-        raise ModelConfigError(f"{path}: 'quantization_config' lacks the key 'quant_method'")
+        raise ModelConfigError(f"{path}: 'quantization_config' lacks the key 'quant_method' ({_supported()})")
+    unsupported = _unsupported_format(merged)
+    if unsupported is not None:
+        raise ModelConfigError(
+            f"{path}: the checkpoint is quantized as {unsupported}, which is not supported ({_supported()}); "
+            "take another upload of the model"
+        )
     return QuantScheme(
         method=merged["quant_method"],
         algorithm=merged.get("quant_algo"),
-        weight_block_size=_block_size(path, merged.get("weight_block_size")),
+        weight_block_size=SUPPORTED_BLOCK if merged.get("weight_block_size") is not None else None,
         group_size=merged.get("group_size"),
         kv_cache_algorithm=_kv_cache_algorithm(merged),
         ignore=next((tuple(merged[key]) for key in _IGNORE_KEYS if merged.get(key)), ()),
     )
 
 
-def _block_size(path: Path, value: Any) -> tuple[int, int] | None:
-    if value is None:
+def _merge_modelopt(path: Path, section: dict[str, Any], modelopt_file: Mapping[str, Any]) -> dict[str, Any]:
+    """hf_quant_config.json filled up from config.json, or alone if the two contradict each other."""
+    inner = modelopt_file.get("quantization")
+    if not isinstance(inner, Mapping):
+        raise ModelConfigError(f"{path.with_name('hf_quant_config.json')}: key 'quantization' is missing")
+    modelopt = {**inner, "quant_method": "modelopt"}
+    for key in ("quant_method", "quant_algo"):
+        ours, theirs = section.get(key), modelopt.get(key)
+        if ours is not None and theirs is not None and not str(ours).startswith(str(theirs)):
+            _log.warning(
+                "%s says %s '%s', hf_quant_config.json beside it says '%s': the tensors decide", path, key, ours, theirs
+            )
+            return modelopt
+    return modelopt | section
+
+
+def _unsupported_format(merged: Mapping[str, Any]) -> str | None:
+    """The name of the format if no reader understands it, else None."""
+    method = str(merged["quant_method"])
+    if method == "fp8":
+        block = merged.get("weight_block_size")
+        is_ours = block is None or (isinstance(block, list) and tuple(block) == SUPPORTED_BLOCK)
+        return None if is_ours else f"FP8 with 'weight_block_size' {block!r}"
+    if method == "mxfp4":
         return None
-    if not isinstance(value, list) or tuple(value) != SUPPORTED_BLOCK:
-        raise ModelConfigError(
-            f"{path}: 'weight_block_size' is {value!r}; only {list(SUPPORTED_BLOCK)} blocks are supported"
-        )
-    return SUPPORTED_BLOCK
+    if method.startswith("modelopt"):
+        algorithm = merged.get("quant_algo")
+        return None if algorithm in (None, *_MODELOPT_ALGORITHMS) else f"{algorithm} of ModelOpt"
+    if method == "quark":
+        return _unsupported_quark(merged)
+    if method == "compressed-tensors":
+        return _unsupported_compressed_tensors(merged)
+    bits = f" with {merged['bits']} bits" if isinstance(merged.get("bits"), int) else ""
+    return f"{method}{bits}"
+
+
+def _unsupported_quark(merged: Mapping[str, Any]) -> str | None:
+    """MXFP4 and FP8 with one scale per tensor have the tensors that the readers know."""
+    weight = _mapping(_mapping(merged.get("global_quant_config")).get("weight"))
+    dtype, granularity = weight.get("dtype"), weight.get("qscheme")
+    if not weight or (dtype == "fp4" and weight.get("group_size") == 32):
+        return None
+    if dtype == "fp8_e4m3" and granularity == "per_tensor":
+        return None
+    return f"{dtype} {granularity} of quark"
+
+
+def _unsupported_compressed_tensors(merged: Mapping[str, Any]) -> str | None:
+    """Only FP8 with one scale per tensor has the tensors that the readers know."""
+    weights = [_mapping(_mapping(group).get("weights")) for group in _mapping(merged.get("config_groups")).values()]
+    strategies = {str(group.get("strategy")) for group in weights}
+    kind = merged.get("format", "compressed-tensors")
+    is_fp8 = all(group.get("type") == "float" and group.get("num_bits") == 8 for group in weights)
+    if kind in ("float-quantized", "naive-quantized") and strategies == {"tensor"} and is_fp8:
+        return None
+    return f"{kind} of compressed-tensors (scales per {', '.join(sorted(strategies)) or 'unknown part'})"
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _supported() -> str:
+    return f"supported: {SUPPORTED_FORMATS}"
 
 
 def _kv_cache_algorithm(merged: Mapping[str, Any]) -> str | None:

@@ -3,8 +3,11 @@
 Knows no architecture: a `Family` says which tensors there are and builds its own parts from them.
 """
 
+import logging
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from loaders.checkpoint import Checkpoint
 from loaders.dummy import DummyCheckpoint
@@ -15,11 +18,13 @@ from model.attention.base import Attention, make_attention
 from model.config import ModelSettings
 from model.decoder import DecoderLayer, Model
 from model.embedding import Embedding, OutputHead
-from model.families.base import Family
+from model.families.base import EMBEDDING_WEIGHT, HEAD, HEAD_WEIGHT, Family
 from model.moe_build import MoeBuilder
 from model.norm import RmsNorm
 from model.rope import RotaryTable
 from model.weights import WeightReader, check_shapes, dummy_shapes
+
+_log = logging.getLogger(__name__)
 
 
 def load_model(family: Family, folder: Path, settings: ModelSettings, group: Any = None) -> Model:
@@ -40,7 +45,7 @@ def load_model(family: Family, folder: Path, settings: ModelSettings, group: Any
     rope = RotaryTable(family.config.rope, family.rotary_dim, max_model_len, settings.device)
 
     reader = WeightReader(source, settings.device, settings.model_dtype)
-    embedding = Embedding(reader.vector("model.embed_tokens.weight", reader.dtype))
+    embedding = Embedding(reader.vector(EMBEDDING_WEIGHT, reader.dtype))
     with Progress("loading weights", family.num_layers) as progress:
         loaded = []
         for layer in layers:
@@ -50,7 +55,7 @@ def load_model(family: Family, folder: Path, settings: ModelSettings, group: Any
         embedding=embedding,
         layers=loaded,
         norm=RmsNorm(reader.vector("model.norm.weight"), family.norm_eps),
-        head=OutputHead(embedding.weight if family.is_head_tied else reader.matrix("lm_head")),
+        head=_load_head(family, reader, embedding),
         rope=rope,
         attention=attention,
         max_model_len=max_model_len,
@@ -63,7 +68,33 @@ def load_model(family: Family, folder: Path, settings: ModelSettings, group: Any
 def _open(family: Family, folder: Path, settings: ModelSettings) -> TensorSource:
     if settings.load_format == "dummy":
         return DummyCheckpoint(dummy_shapes(family.rules(None)), device=settings.device)
-    return RenamedSource(Checkpoint.open(folder), with_model_prefix)
+    source = RenamedSource(Checkpoint.open(folder), with_model_prefix)
+    if family.is_head_tied and EMBEDDING_WEIGHT not in source and HEAD_WEIGHT in source:
+        # Of two tensors that share memory, safetensors keeps the one whose name sorts first.
+        return RenamedSource(source, lambda name: EMBEDDING_WEIGHT if name == HEAD_WEIGHT else name)
+    return source
+
+
+def _load_head(family: Family, reader: WeightReader, embedding: Embedding) -> OutputHead:
+    """The output head. A tied model stores none, or a copy of the embedding; one that differs is used, with a warning.
+
+    transformers decides alike, so the model answers here as it did for whoever uploaded it.
+    """
+    source = reader.source
+    if not family.is_head_tied:
+        return OutputHead(reader.matrix(HEAD))
+    if HEAD_WEIGHT not in source:
+        return OutputHead(embedding.weight)
+    meta = source.meta(HEAD_WEIGHT)
+    if meta.dtype == source.meta(EMBEDDING_WEIGHT).dtype and torch.equal(
+        source.view(HEAD_WEIGHT), source.view(EMBEDDING_WEIGHT)
+    ):
+        return OutputHead(embedding.weight)
+    _log.warning(
+        "%s: differs from the embedding, although config.json says tie_word_embeddings: true; the stored head is used",
+        meta.where,
+    )
+    return OutputHead(reader.matrix(HEAD))
 
 
 def _load_layer(

@@ -19,6 +19,9 @@ from model.weights import TensorRule, WeightReader
 from moe import Activation, RoutingConfig
 from moe.formats import ExpertWeights
 
+EMBEDDING_WEIGHT, HEAD = "model.embed_tokens.weight", "lm_head"
+HEAD_WEIGHT = f"{HEAD}.weight"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MoeShape:
@@ -102,17 +105,16 @@ class Family(ABC):
         """The MLP of a layer without routed experts."""
 
     def skip_unneeded(self, source: TensorSource) -> None:
-        """Tell the source which tensors are left out on purpose."""
-        if self.is_head_tied and "lm_head.weight" in source:
-            source.skip(["lm_head.weight"], "tie_word_embeddings: the embedding is the output head")
+        """Tell the source which tensors are left out on purpose: here none."""
+        del source
 
     def rules(self, source: TensorSource | None) -> Iterator[TensorRule]:
         """Every tensor of the model."""
         embedding = (self.vocab_size, self.hidden_size)
-        yield TensorRule("model.embed_tokens.weight", embedding, "vocab_size, hidden_size")
+        yield TensorRule(EMBEDDING_WEIGHT, embedding, "vocab_size, hidden_size")
         yield TensorRule("model.norm.weight", (self.hidden_size,), "hidden_size")
-        if not self.is_head_tied:
-            yield TensorRule("lm_head", embedding, "vocab_size, hidden_size", is_linear=True)
+        if not self.is_head_tied or (source is not None and HEAD_WEIGHT in source):
+            yield TensorRule(HEAD, embedding, "vocab_size, hidden_size", is_linear=True)
         for layer in range(self.num_layers):
             for norm in ("input_layernorm", "post_attention_layernorm"):
                 name = f"model.layers.{layer}.{norm}.weight"

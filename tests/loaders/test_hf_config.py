@@ -194,11 +194,8 @@ def test_no_quantization(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("section", "words"),
     [
-        (
-            {"quant_method": "fp8", "weight_block_size": [32, 32]},
-            r"'weight_block_size' is \[32, 32\]; only \[128, 128\]",
-        ),
-        ({"quant_method": "fp8", "weight_block_size": 128}, "'weight_block_size' is 128"),
+        ({"quant_method": "fp8", "weight_block_size": [32, 32]}, r"FP8 with 'weight_block_size' \[32, 32\]"),
+        ({"quant_method": "fp8", "weight_block_size": 128}, "FP8 with 'weight_block_size' 128"),
         ({"fmt": "e4m3"}, "lacks the key 'quant_method'"),
         ("fp8", "'quantization_config' must be an object"),
     ],
@@ -208,10 +205,96 @@ def test_unusable_quantization_settings_are_refused(tmp_path: Path, section: Any
         write(tmp_path, {"quantization_config": section})
 
 
-def test_quantization_files_that_contradict_are_refused(tmp_path: Path) -> None:
-    config = {"quantization_config": MODELOPT_SECTION | {"quant_algo": "FP8"}}
-    with pytest.raises(ModelConfigError, match=r"quant_algo 'FP8', hf_quant_config\.json says 'NVFP4'"):
-        write(tmp_path, config, hf_quant_config=MODELOPT_FILE)
+def compressed(kind: str, **weights: Any) -> dict[str, Any]:
+    """A section as llm-compressor writes it."""
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    return {"quant_method": "compressed-tensors", "format": kind, "config_groups": groups, "ignore": ["lm_head"]}
+
+
+NVFP4_PACKED = compressed("nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=16)
+FOREIGN: list[tuple[dict[str, Any], str]] = [
+    (NVFP4_PACKED, r"nvfp4-pack-quantized of compressed-tensors \(scales per tensor_group\)"),
+    (compressed("float-quantized", num_bits=8, type="float", strategy="channel"), "float-quantized.*per channel"),
+    (compressed("float-quantized", num_bits=8, type="float", strategy="block"), "float-quantized.*per block"),
+    (compressed("mxfp4-pack-quantized", num_bits=4, type="float", strategy="group"), "mxfp4-pack-quantized"),
+    (compressed("pack-quantized", num_bits=4, type="int", strategy="group"), "pack-quantized of compressed-tensors"),
+    ({"quant_method": "compressed-tensors"}, "compressed-tensors of compressed-tensors"),
+    ({"quant_method": "gptq", "bits": 4, "group_size": 128}, "gptq with 4 bits"),
+    ({"quant_method": "awq", "bits": 4, "zero_point": True}, "awq with 4 bits"),
+    ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
+    ({"quant_method": "fbgemm_fp8"}, "fbgemm_fp8"),
+    ({"quant_method": "mxfp8"}, "mxfp8"),
+    ({"quant_method": "torchao", "quant_type": "int4_weight_only"}, "torchao"),
+    (MODELOPT_SECTION | {"quant_algo": "MXFP8"}, "MXFP8 of ModelOpt"),
+    (MODELOPT_SECTION | {"quant_algo": "W4A8_AWQ"}, "W4A8_AWQ of ModelOpt"),
+    (
+        {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "int4", "qscheme": "per_group"}}},
+        "int4 per_group of quark",
+    ),
+    (
+        {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_channel"}}},
+        "fp8_e4m3 per_channel of quark",
+    ),
+]
+
+
+@pytest.mark.parametrize(("section", "name"), FOREIGN)
+def test_g44_a_foreign_format_is_refused_by_its_name(tmp_path: Path, section: dict[str, Any], name: str) -> None:
+    """Field report G44: from config.json alone, with what is supported and what to do."""
+    words = (
+        rf"config\.json: the checkpoint is quantized as {name}.*\(supported: FP8 in 128 x 128 blocks.*another upload"
+    )
+    with pytest.raises(ModelConfigError, match=words):
+        write(tmp_path, {"quantization_config": section})
+
+
+def test_g44_older_spellings_of_the_section_are_seen(tmp_path: Path) -> None:
+    with pytest.raises(ModelConfigError, match="nvfp4-pack-quantized"):
+        write(tmp_path, {"compression_config": NVFP4_PACKED})
+    with pytest.raises(ModelConfigError, match="lacks the key 'quant_method'"):
+        write(tmp_path, {"quantization": {"group_size": 64, "bits": 4}})  # what MLX exports have
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        compressed("float-quantized", num_bits=8, type="float", strategy="tensor"),
+        {"quant_method": "fp8", "activation_scheme": "static"},
+        MODELOPT_SECTION | {"quant_algo": "MIXED_PRECISION"},
+        MODELOPT_SECTION | {"quant_method": "modelopt_fp4"},
+        {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp4", "group_size": 32}}},
+        {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}}},
+    ],
+)
+def test_formats_whose_tensors_the_readers_know_are_accepted(tmp_path: Path, section: dict[str, Any]) -> None:
+    scheme = write(tmp_path, {"quantization_config": section}).quantization
+    assert scheme is not None
+    assert scheme.method == section["quant_method"]
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        (DEEPSEEK_V3["quantization_config"], "quant_method 'fp8', hf_quant_config.json beside it says 'modelopt'"),
+        ({"quant_method": "fp8", "weight_block_size": [32, 32]}, "quant_method 'fp8'"),
+        (NVFP4_PACKED, "quant_method 'compressed-tensors'"),
+        (MODELOPT_SECTION | {"quant_algo": "FP8"}, "quant_algo 'FP8', hf_quant_config.json beside it says 'NVFP4'"),
+    ],
+)
+def test_g40_the_ancestors_section_in_config_json_is_left_aside(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, section: dict[str, Any], words: str
+) -> None:
+    """Field report G40: an export writes hf_quant_config.json and leaves config.json as its ancestor had it."""
+    scheme = write(tmp_path, {"quantization_config": section}, hf_quant_config=MODELOPT_FILE).quantization
+    assert scheme is not None
+    assert (scheme.method, scheme.algorithm, scheme.group_size) == ("modelopt", "NVFP4", 16)
+    assert scheme.weight_block_size is None
+    [record] = caplog.records
+    assert record.levelname == "WARNING"
+    assert words in record.message
+
+
+def test_hf_quant_config_must_hold_its_section(tmp_path: Path) -> None:
     with pytest.raises(ModelConfigError, match=r"hf_quant_config\.json: key 'quantization' is missing"):
         write(tmp_path, {}, hf_quant_config={"producer": {}})
 
