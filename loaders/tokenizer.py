@@ -12,6 +12,7 @@ from typing import Any
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as RustTokenizer
 
+from loaders.bos_token import find_bos
 from loaders.errors import TokenizerError
 
 
@@ -86,7 +87,8 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     """Read tokenizer.json, tokenizer_config.json and chat_template.jinja (which wins over the config's template).
 
     Raises:
-        TokenizerError: a file is missing or damaged, or the tokenizer is not byte-level BPE.
+        TokenizerError: a file is missing or damaged, the tokenizer is not byte-level BPE, or what it puts around a raw
+            prompt is more than a BOS token.
     """
     path = folder / "tokenizer.json"
     if not path.is_file():
@@ -101,6 +103,8 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     rust.no_padding()
     settings = _read_settings(folder / "tokenizer_config.json")
     _add_missing_tokens(rust, settings.get("added_tokens_decoder", {}), folder)
+    bos_token, adds_bos = find_bos(rust, settings, _token_text(settings.get("bos_token")), folder)
+    settings |= {"bos_token": bos_token, "add_bos_token": adds_bos}
     return Tokenizer(rust, settings, _chat_template(folder, settings))
 
 
