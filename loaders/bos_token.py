@@ -1,7 +1,7 @@
 """Whether a raw prompt begins with BOS, and which token that is: tokenizer_config.json says it, else tokenizer.json.
 
 `add_bos_token` or `add_eos_token` in tokenizer_config.json replaces what the post-processor of tokenizer.json puts
-around a text (the rule of the Llama tokenizers, which DeepSeek names); where neither is given, the post-processor stands.
+around a text, the rule of the Llama tokenizers that DeepSeek names; where neither is given, the post-processor stands.
 """
 
 from collections.abc import Mapping

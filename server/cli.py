@@ -11,7 +11,9 @@ from engine.config import EngineConfig
 from server.config import ServerConfig
 from server.errors import SettingError
 from server.explain import explain
+from server.hub import download
 from server.listener import bind
+from server.model_source import HubModel, check_model_folder, locate_model, served_name
 from server.settings import Setting, gather, make_parser, settings_of
 from server.version import service_version
 
@@ -24,18 +26,22 @@ _DESCRIPTION = "Serve a mixture-of-experts model behind the OpenAI HTTP API."
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code: 0 after a clean stop, 1 if the engine failed, 2 for a wrong setting."""
     argv = sys.argv[1:] if argv is None else argv
-    settings = settings_of(ServerConfig, EngineConfig)
+    settings = all_settings()
     try:
         if argv[:1] == ["explain"]:
-            return explain(argv[1:], PROGRAM, bundled_model())
+            return explain(argv[1:], PROGRAM)
         flags = vars(make_parser(settings, PROGRAM, _DESCRIPTION).parse_args(argv))
         if flags.get("version"):
             sys.stdout.write(f"{PROGRAM} {service_version()}\n")
             return 0
         values = {"tune_cache_dir": tune_cache_folder(os.environ), **gather(settings, flags, os.environ)}
-        server_config, engine_config = make_configs(settings, values)
-        check_model_folder(engine_config.model)
+        server_config, engine_config, model = make_configs(settings, values)
+        if isinstance(model, Path):
+            check_model_folder(model)
         with bind(server_config.host, server_config.port) as listener:
+            if isinstance(model, HubModel):
+                folder = download(model, log_level=server_config.log_level)
+                engine_config = dataclasses.replace(engine_config, model=folder)
             from server.run import run  # --help and a wrong flag need not wait for what it imports
 
             return run(server_config, engine_config, listener)
@@ -46,13 +52,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
 
 
-def make_configs(settings: Mapping[str, Setting], values: Mapping[str, Any]) -> tuple[ServerConfig, EngineConfig]:
-    """Both dataclasses. Raises SettingError that names the flag."""
-    values = {"model": bundled_model(), **values}
+def all_settings() -> dict[str, Setting]:
+    """Every setting by name. `model` is text: as a path `./x/y`, a folder, would be the same as `x/y` on the hub."""
+    settings = settings_of(ServerConfig, EngineConfig)
+    return settings | {"model": dataclasses.replace(settings["model"], kind=str)}
+
+
+def make_configs(
+    settings: Mapping[str, Setting], values: Mapping[str, Any]
+) -> tuple[ServerConfig, EngineConfig, Path | HubModel]:
+    """Both dataclasses and the model; one on the hub has no folder yet. Raises SettingError that names the flag."""
+    model = locate_model(values.get("model"), values.get("revision"))
+    values = {**values, "model": Path(str(model))}
     if not values.get("served_model_name"):
-        values["served_model_name"] = (values["model"].resolve().name,)
+        values["served_model_name"] = (served_name(model),)
     try:
-        return ServerConfig(**_fields_of(ServerConfig, values)), EngineConfig(**_fields_of(EngineConfig, values))
+        server_config = ServerConfig(**_fields_of(ServerConfig, values))
+        return server_config, EngineConfig(**_fields_of(EngineConfig, values)), model
     except ValueError as error:
         field = str(error).split(" ", 1)[0]
         raise SettingError(f"{settings[field].flag}: {error}" if field in settings else str(error)) from error
@@ -62,13 +78,6 @@ def _fields_of(cls: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
     return {field.name: values[field.name] for field in dataclasses.fields(cls) if field.name in values}
 
 
-def bundled_model() -> Path:
-    """The model that is served without `--model`: in `assets` of a checkout, inside this package when installed."""
-    package = Path(__file__).resolve().parent
-    checkout = package.parent / "assets" / "tiny-gpt-oss"
-    return checkout if checkout.is_dir() else package / "bundled" / "tiny-gpt-oss"
-
-
 def tune_cache_folder(environ: Mapping[str, str]) -> Path | None:
     """Where tuned choices are kept without `--tune-cache-dir`, by the XDG rules; None for a user without a home."""
     base = environ.get("XDG_CACHE_HOME", "")
@@ -76,17 +85,6 @@ def tune_cache_folder(environ: Mapping[str, str]) -> Path | None:
         return Path(base) / "moe-serve" / "tune"
     home = environ.get("HOME", "")
     return Path(home) / ".cache" / "moe-serve" / "tune" if home else None
-
-
-def check_model_folder(folder: Path) -> None:
-    """Raise SettingError unless the folder looks like a checkpoint; what is inside is the loader's business."""
-    if not folder.exists():
-        raise SettingError(f"--model: {folder} does not exist; give the folder of a checkpoint, or leave --model out")
-    if not folder.is_dir():
-        raise SettingError(f"--model: {folder} is a file; give the folder that holds config.json and the weights")
-    for name in ("config.json", "tokenizer.json"):
-        if not (folder / name).is_file():
-            raise SettingError(f"--model: {folder} is no checkpoint, it has no {name}; give a folder that has one")
 
 
 if __name__ == "__main__":

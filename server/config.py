@@ -17,6 +17,7 @@ class ServerConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     api_key: str | None = None
+    revision: str | None = None  # of a model on the hub: a branch, a tag or a commit; None: the main branch
     served_model_name: tuple[str, ...] = ()
     drain_timeout: float = 30.0
     heartbeat_timeout: float = 60.0

@@ -5,11 +5,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from server.errors import SettingError
+from server.hub import download
+from server.model_source import locate_model, served_name
 from server.options import OPTIONS
 from server.settings import Parser
 
 
-def explain(argv: Sequence[str], program: str, default_model: Path) -> int:
+def explain(argv: Sequence[str], program: str) -> int:
     """Print the table for the flags in `argv`; returns the exit code. Raises SettingError for a wrong flag or model."""
     parser = Parser(
         prog=f"{program} explain",
@@ -26,12 +28,14 @@ def explain(argv: Sequence[str], program: str, default_model: Path) -> int:
         choices=OPTIONS["deepep_mode"].choices,
         help=f"{OPTIONS['deepep_mode'].text} [auto]",
     )
-    parser.add_argument(
-        "--model", type=Path, default=default_model, help="folder with a config.json [the bundled model]"
-    )
+    parser.add_argument("--model", help=f"{OPTIONS['model'].text}; only config.json is read [the bundled model]")
+    parser.add_argument("--revision", help=f"{OPTIONS['revision'].text} [the main branch]")
     flags = parser.parse_args(argv)
+    model = locate_model(flags.model, flags.revision)
+    folder = model if isinstance(model, Path) else download(model, config_only=True)
     try:
-        sys.stdout.write(_table(flags.gpu, flags.format, flags.a2a, flags.deepep_mode, flags.model))
+        table = _table(flags.gpu, flags.format, flags.a2a, flags.deepep_mode, folder)
+        sys.stdout.write(f"{served_name(model)}: {table}")
     except ValueError as error:  # every package's error tree begins there
         raise SettingError(str(error)) from error
     return 0
@@ -59,6 +63,6 @@ def _table(gpu: str, format_name: str, a2a_name: str, mode_name: str, folder: Pa
     )
     rows = table.explain(gpu, format_name, a2a, config, dispatch_formats(a2a, DeepepMode(mode_name)))
     return (
-        f"{folder.resolve().name}: {config.num_experts} experts of {config.hidden_size} x {config.intermediate_size}, "
+        f"{config.num_experts} experts of {config.hidden_size} x {config.intermediate_size}, "
         f"top-{config.top_k}, as {format_name} on {gpu}, transport {a2a}\n{table.render(rows)}\n"
     )

@@ -16,9 +16,16 @@ class Option:
 
 
 OPTIONS: dict[str, Option] = {
-    "model": Option("model", "folder of the checkpoint", default_text="the bundled model"),
+    "model": Option(
+        "model",
+        "folder of the checkpoint, name of a bundled model, or OWNER/NAME on the Hugging Face hub",
+        default_text="the bundled model",
+    ),
+    "revision": Option("model", "branch, tag or commit of a model on the hub", default_text="the main branch"),
     "served_model_name": Option(
-        "model", "names under which the API serves the model, separated by commas", default_text="the folder's name"
+        "model",
+        "names under which the API serves the model, separated by commas",
+        default_text="the name on the hub, or the folder's",
     ),
     "load_format": Option("model", "auto reads the checkpoint; dummy makes random weights", ("auto", "dummy")),
     "dtype": Option("model", "of weights that are not quantized and of activations", _DTYPES),

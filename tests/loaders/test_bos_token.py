@@ -1,4 +1,4 @@
-"""Field report G42: raw prompts begin with BOS where the files say so, wherever they say it; else the files are refused."""
+"""Field report G42: raw prompts begin with BOS where the files say so, in whichever file they say it."""
 
 import json
 from pathlib import Path

@@ -20,7 +20,7 @@ from server.settings import gather, make_parser, settings_of
 from tests.server.conftest import ASSETS, FakeEngine
 
 ROOT = Path(__file__).resolve().parents[2]
-SETTINGS = settings_of(ServerConfig, EngineConfig)
+SETTINGS = cli.all_settings()
 
 
 def values_of(argv=(), environ=None):
@@ -28,7 +28,7 @@ def values_of(argv=(), environ=None):
 
 
 def configs_of(argv=(), environ=None):
-    return cli.make_configs(SETTINGS, values_of(argv, environ))
+    return cli.make_configs(SETTINGS, values_of(argv, environ))[:2]
 
 
 def test_every_field_is_a_documented_setting_and_they_are_few():
@@ -120,7 +120,7 @@ def test_types():
         ([], {"MOE_SERVE_POTR": "1"}, "MOE_SERVE_POTR: there is no such setting; did you mean MOE_SERVE_PORT?"),
         ([], {"MOE_SERVE_PORT": "x"}, "MOE_SERVE_PORT: 'x' is not a whole number"),
         ([], {"MOE_SERVE_TUNE_CACHE_DIR": ""}, "MOE_SERVE_TUNE_CACHE_DIR: '' is not a path"),
-        (["--model", ""], {}, "--model: '' is not a path"),
+        (["--model", ""], {}, "--model: '' does not exist"),
         ([], {"MOE_SERVE_ACCESS_LOG": "maybe"}, "MOE_SERVE_ACCESS_LOG: 'maybe' is not true or false"),
         (["--config", "/nope.yaml"], {}, "--config: /nope.yaml cannot be read"),
     ],
@@ -169,7 +169,7 @@ def test_bad_starts_end_with_one_line(tmp_path):
         port = taken.getsockname()[1]
         cases = [
             (["--port", "x"], "--port"),
-            (["--model", "/does/not/exist"], "--model: /does/not/exist does not exist"),
+            (["--model", "/does/not/exist"], "--model: '/does/not/exist' does not exist"),
             (["--model", str(tmp_path)], "no checkpoint"),
             (["--model", str(ROOT / "pyproject.toml")], "is a file"),
             (["--port", str(port)], f"cannot listen on 127.0.0.1:{port}: address already in use"),

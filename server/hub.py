@@ -1,0 +1,48 @@
+"""Downloads of models from the hub, seen from the service: a process of its own does them (`server.hub_download`).
+
+So a signal ends the service at once, whatever the library's threads are waiting for, and the service never imports the
+library. The process ends when its standard input closes, which it does when the service is gone.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from server.errors import SettingError
+from server.model_source import HubModel
+
+_BOOT = "import runpy, sys; sys.path[:] = sys.argv[2:]; runpy.run_module(sys.argv[1], run_name='__main__')"
+_MODULE = "server.hub_download"
+
+
+def download(model: HubModel, *, config_only: bool = False, log_level: str = "info") -> Path:
+    """The folder of a model in the hub's cache, once it is complete; progress goes to standard error.
+
+    Args:
+        config_only: download config.json and nothing else.
+
+    Raises:
+        SettingError: the hub cannot be reached or refuses, the disk is full, or the model cannot be served; one line
+            that says what to do.
+    """
+    order = {"name": model.name, "revision": model.revision, "config_only": config_only, "log_level": log_level}
+    command = [sys.executable, "-P", "-c", _BOOT, _MODULE, *sys.path]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        if process.stdin is None or process.stdout is None:
+            raise RuntimeError("the download has no standard input or output")
+        try:
+            process.stdin.write(json.dumps(order) + "\n")
+            process.stdin.flush()
+            answer = process.stdout.readline()
+        except BaseException:
+            process.kill()
+            raise
+    if not answer:
+        raise SettingError(f"--model: the download of {model} ended with status {process.returncode}; start again")
+    result = json.loads(answer)
+    if "error" in result:
+        raise SettingError(result["error"])
+    return Path(result["folder"])

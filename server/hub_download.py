@@ -1,0 +1,176 @@
+"""The process that downloads one model from the Hugging Face hub into the hub's cache, and nothing that is not needed.
+
+The library finds everything about the hub in its own variables (HF_ENDPOINT, HF_TOKEN, HF_HUB_CACHE, HF_HUB_OFFLINE...)
+and takes up a broken connection where it broke. Small files come first, so that a model that cannot be served is
+refused before its weights are downloaded. Files that are complete are never downloaded again.
+"""
+
+import json
+import logging
+import os
+import shutil
+import sys
+import threading
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+from huggingface_hub import (
+    HfApi,
+    ResolvedRevision,
+    constants,
+    get_cached_repo_tree,
+    get_session,
+    snapshot_download,
+)
+from huggingface_hub.errors import CachedRepoTreeNotFoundError
+
+from loaders.hf_config import read_config
+from loaders.progress import Progress
+from server.errors import SettingError
+from server.hub_errors import explain_failure
+from server.hub_progress import QuietBar, make_byte_counter
+
+_CONFIG = "config.json"
+_SMALL_FILES = (
+    _CONFIG,
+    "generation_config.json",
+    "hf_quant_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+)
+_WEIGHTS, _INDEX = ".safetensors", ".safetensors.index.json"
+_REQUEST_TIMEOUT_S = 30.0  # without a byte; the library would wait for ever for some requests
+_log = logging.getLogger(__name__)
+
+
+def main() -> None:
+    """Read an order from standard input, write the folder or the error to standard output; end when the input does."""
+    order = json.loads(sys.stdin.readline())
+    threading.Thread(target=_end_with_input, daemon=True).start()
+    logging.basicConfig(
+        level=str(order["log_level"]).upper(),
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+    )
+    logging.getLogger("httpx2").setLevel(logging.WARNING)  # a line for every request
+    try:
+        folder = fetch(order["name"], order["revision"], config_only=order["config_only"])
+        answer = {"folder": str(folder)}
+    except Exception as error:  # whatever it is, the service must be told in one line
+        _log.debug("the download failed", exc_info=True)
+        answer = {"error": explain_failure(error, order["name"], order["revision"])}
+    sys.stdout.write(json.dumps(answer) + "\n")
+    sys.stdout.flush()
+
+
+def _end_with_input() -> None:
+    sys.stdin.read()
+    os._exit(1)
+
+
+def fetch(name: str, revision: str | None, *, config_only: bool = False) -> Path:
+    """The complete snapshot of a model in the cache. Errors are the library's, the loaders' and SettingError."""
+    get_session().timeout = _REQUEST_TIMEOUT_S
+    commit = HfApi().resolve_revision(name, revision=revision)
+    small = [_CONFIG] if config_only else [*_SMALL_FILES, f"*{_INDEX}"]
+    folder = _snapshot(name, commit, small)
+    sizes = _sizes(name, commit)
+    if _discard_damaged(folder, sizes):
+        folder = _snapshot(name, commit, small)
+    _require(name, folder, sizes, _CONFIG)
+    if config_only:
+        return folder
+    _require(name, folder, sizes, "tokenizer.json")
+    read_config(folder)
+    if sizes:
+        _fetch_weights(name, commit, folder, _weights(name, folder, sizes))
+    return folder
+
+
+def _snapshot(name: str, commit: ResolvedRevision, files: list[str], bar: type[QuietBar] = QuietBar) -> Path:
+    return Path(snapshot_download(name, revision=commit, allow_patterns=files, ignore_patterns="*/*", tqdm_class=bar))
+
+
+def _sizes(name: str, commit: ResolvedRevision) -> dict[str, int]:
+    """Bytes of each file outside folders; empty without a listing: offline, with a cache of an older library."""
+    try:
+        tree = get_cached_repo_tree(name, revision=commit)
+    except CachedRepoTreeNotFoundError:
+        return {}
+    return {file.path: file.size for file in tree if "/" not in file.path}
+
+
+def _require(name: str, folder: Path, sizes: dict[str, int], file: str) -> None:
+    if (folder / file).is_file():
+        return
+    if not sizes:
+        raise FileNotFoundError(f"{folder} has no {file}")
+    raise SettingError(
+        f"--model: {name} has no {file}, so it cannot be served from here; choose a repository with the files of "
+        "transformers"
+    )
+
+
+def _weights(name: str, folder: Path, sizes: dict[str, int]) -> dict[str, int]:
+    """Bytes of the weight files: those that the index names if there is one, else all safetensors."""
+    files = {file: size for file, size in sizes.items() if file.endswith(_WEIGHTS)}
+    indexes = [folder / file for file in sizes if file.endswith(_INDEX)]
+    if len(indexes) == 1:
+        listed = set(json.loads(indexes[0].read_bytes()).get("weight_map", {}).values())
+        files = {file: size for file, size in files.items() if file in listed}
+    if not files:
+        others = sorted({Path(file).suffix for file in sizes} & {".bin", ".pth", ".pt", ".gguf", ".npz"})
+        found = f" but {' and '.join(others)} files" if others else ""
+        raise SettingError(f"--model: {name} has no safetensors{found}; choose another upload of the model")
+    return files
+
+
+def _fetch_weights(name: str, commit: ResolvedRevision, folder: Path, files: dict[str, int]) -> None:
+    missing = {file: size for file, size in files.items() if not (folder / file).is_file()}
+    if not missing:
+        return
+    _remove_left_over(folder.parents[1])
+    num_bytes = sum(missing.values())
+    free = shutil.disk_usage(folder).free
+    if num_bytes > free:
+        raise SettingError(
+            f"--model: {name} needs {num_bytes / 1e9:.1f} GB more, but {free / 1e9:.1f} GB are free in "
+            f"{constants.HF_HUB_CACHE}; free some, or set HF_HUB_CACHE to a folder on a larger disk"
+        )
+    _log.info(
+        "downloading %s (commit %s): %d files, %.2f GB, to %s",
+        name, commit.resolved, len(missing), num_bytes / 1e9, folder,
+    )  # fmt: skip
+    with Progress(f"downloading {name}", num_bytes) as progress:
+        _snapshot(name, commit, list(files), make_byte_counter(progress))
+
+
+def _discard_damaged(folder: Path, sizes: dict[str, int]) -> bool:
+    """Remove files of the cache that do not have their size, so that they are downloaded again; True if there were."""
+    damaged = [folder / file for file, size in sizes.items() if _size(folder / file) not in (None, size)]
+    for path in damaged:
+        _log.warning("%s has not the size that the hub lists: it is damaged and will be downloaded again", path)
+        path.resolve().unlink()
+    return bool(damaged)
+
+
+def _size(path: Path) -> int | None:
+    return path.stat().st_size if path.is_file() else None
+
+
+def _remove_left_over(repository: Path) -> None:
+    """Remove parts that killed downloads of this model left: the library begins such files anew under another name."""
+    for part in (repository / "blobs").glob("*.incomplete"):
+        blob = part.name.split(".")[0]
+        lock = FileLock(repository.parent / ".locks" / repository.name / f"{blob}.lock", timeout=0)
+        try:
+            with lock:
+                part.unlink(missing_ok=True)
+        except Timeout:
+            continue  # another process is downloading it now
+
+
+if __name__ == "__main__":
+    main()

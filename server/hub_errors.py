@@ -1,0 +1,87 @@
+"""What went wrong between this machine and the hub, in one line that says what to do."""
+
+import errno
+
+import httpx2
+from huggingface_hub import constants
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from loaders.errors import LoadError
+from server.errors import SettingError
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
+
+
+def explain_failure(error: BaseException, name: str, revision: str | None) -> str:
+    """The line for an error of a download of `name`."""
+    if isinstance(error, SettingError):
+        return str(error)
+    if isinstance(error, LoadError):
+        return f"--model: {error}"
+    return f"--model: {_reason(error, name, revision)}"
+
+
+def _reason(error: BaseException, name: str, revision: str | None) -> str:
+    cache, causes = constants.HF_HUB_CACHE, _chain(error)
+    if any(isinstance(cause, OfflineModeIsEnabled) for cause in causes):
+        return (
+            f"HF_HUB_OFFLINE is set, and {name} is not, or not completely, in {cache}; unset it to download the model, "
+            "or give a folder"
+        )
+    for cause in causes:
+        if isinstance(cause, HfHubHTTPError):
+            return _explain_answer(cause, name, revision)
+        if isinstance(cause, OSError) and cause.errno in _FULL:
+            return (
+                f"no space is left in {cache} for {name}; free some, or set HF_HUB_CACHE to a folder on a larger disk"
+            )
+        if isinstance(cause, OSError) and cause.errno in _UNWRITABLE:
+            return f"{cause.filename} cannot be written ({cause.strerror}); set HF_HUB_CACHE to a folder that can"
+    if any(isinstance(cause, httpx2.TransportError | FileNotFoundError) for cause in causes):
+        return (
+            f"the hub at {constants.ENDPOINT} cannot be reached ({_first_line(causes[-1])}), and {name} is not, or not "
+            f"completely, in {cache}; start again when it can (complete files are kept), or give a folder"
+        )
+    return f"the download of {name} failed ({_first_line(error)}); start again, complete files are kept"
+
+
+def _explain_answer(error: HfHubHTTPError, name: str, revision: str | None) -> str:
+    """A reason for what the hub answered."""
+    status, page = error.response.status_code, f"{constants.ENDPOINT}/{name}"
+    if isinstance(error, GatedRepoError):
+        return f"{name} is gated; accept its terms at {page}, then set HF_TOKEN to a token of that account"
+    if isinstance(error, RevisionNotFoundError):
+        wanted = "main" if revision is None else revision
+        return f"{name} has no revision '{wanted}'; give a branch, a tag or a commit of it with --revision"
+    if isinstance(error, RepositoryNotFoundError):
+        return (
+            f"there is no folder {name} here and no such model at {constants.ENDPOINT}, or it is private; check the "
+            "name, and for a private model set HF_TOKEN"
+        )
+    if status in (401, 403):
+        return f"the hub refuses access to {name} (status {status}); check HF_TOKEN and what it may read"
+    if status == 429:
+        return "the hub takes no more requests for now (status 429); start again later, or set HF_TOKEN"
+    return f"the hub at {constants.ENDPOINT} fails (status {status}); start again later, complete files are kept"
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """The error and what caused it, outermost first."""
+    causes: list[BaseException] = []
+    current: BaseException | None = error
+    while current is not None and current not in causes:
+        causes.append(current)
+        current = current.__cause__ or current.__context__
+    return causes
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,48 @@
+"""The library's progress bars as one `Progress`: it makes several for one download, each in tqdm's form."""
+
+import threading
+from typing import Any
+
+from tqdm import tqdm
+
+from loaders.progress import Progress
+
+
+class QuietBar(tqdm):  # type: ignore[misc]
+    """A bar that counts and shows nothing."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{**kwargs, "file": _Nowhere()})
+
+
+def make_byte_counter(progress: Progress) -> type[QuietBar]:
+    """A class for `tqdm_class` whose bars move `progress` by the bytes they count.
+
+    Bytes received and bytes written are two bars; the one that is ahead counts.
+    """
+    lock = threading.Lock()
+    shown = 0
+
+    class ByteCounter(QuietBar):
+        def update(self, n: float | None = 1) -> None:
+            nonlocal shown
+            super().update(n)
+            with lock:
+                if self.unit == "B" and self.n > shown:
+                    progress.advance(int(self.n) - shown)
+                    shown = int(self.n)
+
+    return ByteCounter
+
+
+class _Nowhere:
+    """A file that keeps nothing."""
+
+    encoding = "utf-8"
+
+    def write(self, text: str) -> int:
+        """Drop it."""
+        return len(text)
+
+    def flush(self) -> None:
+        """Nothing is buffered."""

@@ -1,0 +1,80 @@
+"""What `--model` means: a folder, a bundled model, or one on the Hugging Face hub; and the name to serve it under."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from server.errors import SettingError
+
+BUNDLED_MODEL = "tiny-gpt-oss"
+_HUB_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*/[A-Za-z0-9_][A-Za-z0-9_.-]*")
+_SNAPSHOT = re.compile(r"models--(?P<name>[^/]+)/snapshots/[^/]+")
+_NEEDED_FILES = ("config.json", "tokenizer.json")
+
+
+@dataclass(frozen=True, slots=True)
+class HubModel:
+    """A model on the hub; `revision` is a branch, a tag or a commit, None for the main branch."""
+
+    name: str
+    revision: str | None = None
+
+    def __str__(self) -> str:
+        return self.name if self.revision is None else f"{self.name} at revision {self.revision}"
+
+
+def locate_model(text: str | None, revision: str | None = None) -> Path | HubModel:
+    """The folder or the hub's model that `--model` means; None means the bundled model. Reads nothing but names.
+
+    An existing folder comes first, then a bundled model, then OWNER/NAME on the hub.
+
+    Raises:
+        SettingError: none of them, or a revision of something that has none.
+    """
+    place = _locate(BUNDLED_MODEL if text is None else text)
+    if isinstance(place, HubModel):
+        return HubModel(place.name, revision)
+    if revision is not None:
+        raise SettingError(
+            f"--revision: {place} is a folder, which has no revisions; give --model OWNER/NAME, or leave it out"
+        )
+    return place
+
+
+def _locate(text: str) -> Path | HubModel:
+    folder, bundled = Path(text), bundled_models() / text
+    if text and folder.exists():
+        return folder
+    if text and "/" not in text and (bundled / "config.json").is_file():
+        return bundled
+    if _HUB_NAME.fullmatch(text) and "--" not in text and ".." not in text:
+        return HubModel(text)
+    raise SettingError(
+        f"--model: '{text}' does not exist; give the folder of a checkpoint, a name on the Hugging Face hub such as "
+        f"openai/gpt-oss-20b, or leave --model out for the bundled {BUNDLED_MODEL}"
+    )
+
+
+def bundled_models() -> Path:
+    """The folder of the bundled models: `assets` of a checkout, a folder of this package when installed."""
+    package = Path(__file__).resolve().parent
+    checkout = package.parent / "assets"
+    return checkout if checkout.is_dir() else package / "bundled"
+
+
+def served_name(model: Path | HubModel) -> str:
+    """The name in the API: the hub's, also for a snapshot in the hub's cache, else the folder's."""
+    if isinstance(model, HubModel):
+        return model.name
+    folder = model.resolve()
+    snapshot = _SNAPSHOT.fullmatch("/".join(folder.parts[-3:]))
+    return folder.name if snapshot is None else snapshot["name"].replace("--", "/")
+
+
+def check_model_folder(folder: Path) -> None:
+    """Raise SettingError unless the folder looks like a checkpoint; what is inside is the loader's business."""
+    if not folder.is_dir():
+        raise SettingError(f"--model: {folder} is a file; give the folder that holds config.json and the weights")
+    for name in _NEEDED_FILES:
+        if not (folder / name).is_file():
+            raise SettingError(f"--model: {folder} is no checkpoint, it has no {name}; give a folder that has one")
