@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from loaders.errors import CheckpointError
+from loaders.quant_config import SUPPORTED_FORMATS
 from loaders.scales import e4m3_scales, e8m0_scales, float_scales, read_scalar
 from loaders.source import TensorMeta, TensorSource, dtype_name
 from moe.formats import Bf16Weight, Fp8BlockWeight, Fp8TensorWeight, Mxfp4Weight, Nvfp4Weight, Weight
@@ -26,6 +27,7 @@ PLAIN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _FP4_DTYPES = (torch.uint8, torch.int8)
 _SCALE_SUFFIXES = ("weight_scale_inv", "weight_scale", "scale")
 _SIBLING_SUFFIXES = (*_SCALE_SUFFIXES, "weight_scale_2", "input_scale")
+_FOREIGN_WEIGHTS = {"weight_packed": "compressed-tensors", "qweight": "GPTQ or AWQ", "weight.absmax": "bitsandbytes"}
 
 Convert = Callable[[torch.Tensor], torch.Tensor]
 
@@ -97,6 +99,12 @@ def inspect_linear(source: TensorSource, prefix: str) -> LinearLayout:
         CheckpointError: as `read_linear`.
     """
     name = f"{prefix}.weight"
+    for suffix, maker in _FOREIGN_WEIGHTS.items():
+        if f"{prefix}.{suffix}" in source:
+            raise CheckpointError(
+                f"{source.meta(f'{prefix}.{suffix}').where}: a format of {maker}, which is not supported "
+                f"(supported: {SUPPORTED_FORMATS}); take another upload of the model"
+            )
     found = (suffix for suffix in _SIBLING_SUFFIXES if f"{prefix}.{suffix}" in source)
     siblings = {suffix: source.meta(f"{prefix}.{suffix}") for suffix in found}
     if name not in source and siblings:

@@ -42,7 +42,7 @@ _SMALL_FILES = (
 )
 _WEIGHTS, _INDEX = ".safetensors", ".safetensors.index.json"
 _REQUEST_TIMEOUT_S = 30.0  # without a byte; the library would wait for ever for some requests
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("server.hub_download")  # runs as __main__
 
 
 def main() -> None:

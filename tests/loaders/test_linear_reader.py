@@ -171,6 +171,16 @@ REFUSALS: list[tuple[Tensors, str]] = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("suffix", "maker"),
+    [("weight_packed", "compressed-tensors"), ("qweight", "GPTQ or AWQ"), ("weight.absmax", "bitsandbytes")],
+)
+def test_g44_foreign_tensors_are_named_where_config_json_says_nothing(tmp_path: Path, suffix: str, maker: str) -> None:
+    tensors = {f"l.{suffix}": CODES, "l.weight_scale": NV_SCALE, "l.weight_global_scale": ONE}
+    with pytest.raises(CheckpointError, match=rf"tensor 'l\.{suffix}': a format of {maker}.*supported: FP8 in 128"):
+        inspect_linear(save(tmp_path, tensors), "l")
+
+
 @pytest.mark.parametrize(("tensors", "words"), REFUSALS)
 def test_tensors_that_do_not_fit_are_refused_by_name(tmp_path: Path, tensors: Tensors, words: str) -> None:
     source = save(tmp_path, tensors)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from filelock import FileLock
-from huggingface_hub import close_session, constants
+from huggingface_hub import _tree_cache, close_session, constants
 
 from server import hub_download
 from server.hub_errors import explain_failure
@@ -223,6 +223,18 @@ def test_offline_with_nothing_or_a_part_of_the_model(hub: Hub, monkeypatch: pyte
     assert "complete files are kept" in refusal()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert refusal().startswith(words)
+
+
+def test_offline_with_a_cache_of_an_older_library(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It kept no listing of the repository, so what is there is taken, if it can be a model."""
+    folder = hub_download.fetch(NAME, None)
+    [listing] = (folder.parents[1] / "trees").iterdir()
+    listing.unlink()
+    _tree_cache._IN_MEMORY_TREE_CACHE.clear()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert hub_download.fetch(NAME, None) == folder
+    (folder / "tokenizer.json").unlink()
+    assert f"({folder} has no tokenizer.json), and {NAME} is not, or not completely, in " in refusal()
 
 
 def test_a_disk_without_room_is_seen_before_the_download(hub: Hub) -> None:
