@@ -35,6 +35,7 @@ UNNEEDED = {
     "consolidated.safetensors": b"not in the index",
     "original/model.safetensors": b"another layout",
     "original/config.json": b"{}",
+    "original/model.safetensors.index.json": b"{}",
     "metal/model.bin": b"metal",
 }
 
