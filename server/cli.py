@@ -63,7 +63,7 @@ def make_configs(
 ) -> tuple[ServerConfig, EngineConfig, Path | HubModel]:
     """Both dataclasses and the model; one on the hub has no folder yet. Raises SettingError that names the flag."""
     model = locate_model(values.get("model"), values.get("revision"))
-    values = {**values, "model": Path(str(model))}
+    values = {**values, "model": Path(model.name) if isinstance(model, HubModel) else model}
     if not values.get("served_model_name"):
         values["served_model_name"] = (served_name(model),)
     try:

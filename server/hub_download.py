@@ -116,15 +116,24 @@ def _require(name: str, folder: Path, sizes: dict[str, int], file: str) -> None:
 def _weights(name: str, folder: Path, sizes: dict[str, int]) -> dict[str, int]:
     """Bytes of the weight files: those that the index names if there is one, else all safetensors."""
     files = {file: size for file, size in sizes.items() if file.endswith(_WEIGHTS)}
-    indexes = [folder / file for file in sizes if file.endswith(_INDEX)]
+    indexes = [file for file in sizes if file.endswith(_INDEX)]
     if len(indexes) == 1:
-        listed = set(json.loads(indexes[0].read_bytes()).get("weight_map", {}).values())
-        files = {file: size for file, size in files.items() if file in listed}
+        listed = _listed_files(name, folder / indexes[0])
+        if absent := sorted(listed - files.keys()):
+            raise SettingError(f"--model: {name} has no {absent[0]}, which its {indexes[0]} names; tell its maker")
+        files = {file: files[file] for file in files if file in listed}
     if not files:
         others = sorted({Path(file).suffix for file in sizes} & {".bin", ".pth", ".pt", ".gguf", ".npz"})
         found = f" but {' and '.join(others)} files" if others else ""
         raise SettingError(f"--model: {name} has no safetensors{found}; choose another upload of the model")
     return files
+
+
+def _listed_files(name: str, index: Path) -> set[str]:
+    try:
+        return {str(file) for file in json.loads(index.read_bytes())["weight_map"].values()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise SettingError(f"--model: {index.name} of {name} is no safetensors index ({error!r})") from error
 
 
 def _fetch_weights(name: str, commit: ResolvedRevision, folder: Path, files: dict[str, int]) -> None:

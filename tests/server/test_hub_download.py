@@ -273,9 +273,17 @@ def test_a_disk_that_refuses(error: Exception, words: str) -> None:
             "quantized as awq with 4 bits",
         ),
         ({"config.json": b"{"}, "config.json: cannot be read as JSON"),
+        (
+            {"model.safetensors.index.json": b"[]"},
+            "model.safetensors.index.json of maker/small is no safetensors index",
+        ),
+        ({SHARDS[1]: None}, f"maker/small has no {SHARDS[1]}, which its model.safetensors.index.json names"),
         ({"config.json": None}, "maker/small has no config.json, so it cannot be served"),
         ({"tokenizer.json": None}, "maker/small has no tokenizer.json"),
-        ({SHARDS[0]: None, SHARDS[1]: None, "consolidated.safetensors": None}, "no safetensors but .bin files"),
+        (
+            {name: None for name in [*FILES, *UNNEEDED] if "safetensors" in name},
+            "maker/small has no safetensors but .bin files",
+        ),
     ],
 )
 def test_what_cannot_be_served_is_refused_before_its_weights_come(
