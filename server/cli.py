@@ -11,7 +11,7 @@ from engine.config import EngineConfig
 from server.config import ServerConfig
 from server.errors import SettingError
 from server.explain import explain
-from server.hub import download
+from server.hub import Needs, download
 from server.listener import bind
 from server.model_source import HubModel, check_model_folder, locate_model, served_name
 from server.settings import Setting, gather, make_parser, settings_of
@@ -40,7 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             check_model_folder(model)
         with bind(server_config.host, server_config.port) as listener:
             if isinstance(model, HubModel):
-                folder = download(model, log_level=server_config.log_level)
+                needs: Needs = "tokenizer" if engine_config.load_format == "dummy" else "weights"
+                folder = download(model, needs=needs, log_level=server_config.log_level)
                 engine_config = dataclasses.replace(engine_config, model=folder)
             from server.run import run  # --help and a wrong flag need not wait for what it imports
 

@@ -32,7 +32,7 @@ def explain(argv: Sequence[str], program: str) -> int:
     parser.add_argument("--revision", help=f"{OPTIONS['revision'].text} [the main branch]")
     flags = parser.parse_args(argv)
     model = locate_model(flags.model, flags.revision)
-    folder = model if isinstance(model, Path) else download(model, config_only=True)
+    folder = model if isinstance(model, Path) else download(model, needs="config")
     try:
         table = _table(flags.gpu, flags.format, flags.a2a, flags.deepep_mode, folder)
         sys.stdout.write(f"{served_name(model)}: {table}")

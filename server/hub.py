@@ -8,25 +8,24 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Literal
 
 from server.errors import SettingError
 from server.model_source import HubModel
 
 _BOOT = "import runpy, sys; sys.path[:] = sys.argv[2:]; runpy.run_module(sys.argv[1], run_name='__main__')"
 _MODULE = "server.hub_download"
+Needs = Literal["config", "tokenizer", "weights"]  # each includes the one before
 
 
-def download(model: HubModel, *, config_only: bool = False, log_level: str = "info") -> Path:
-    """The folder of a model in the hub's cache, once it is complete; progress goes to standard error.
-
-    Args:
-        config_only: download config.json and nothing else.
+def download(model: HubModel, *, needs: Needs = "weights", log_level: str = "info") -> Path:
+    """The folder of a model in the hub's cache, once it has what is needed; progress goes to standard error.
 
     Raises:
         SettingError: the hub cannot be reached or refuses, the disk is full, or the model cannot be served; one line
             that says what to do.
     """
-    order = {"name": model.name, "revision": model.revision, "config_only": config_only, "log_level": log_level}
+    order = {"name": model.name, "revision": model.revision, "needs": needs, "log_level": log_level}
     command = [sys.executable, "-P", "-c", _BOOT, _MODULE, *sys.path]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True

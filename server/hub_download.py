@@ -27,6 +27,7 @@ from huggingface_hub.errors import CachedRepoTreeNotFoundError
 from loaders.hf_config import read_config
 from loaders.progress import Progress
 from server.errors import SettingError
+from server.hub import Needs
 from server.hub_errors import explain_failure
 from server.hub_progress import QuietBar, make_byte_counter
 
@@ -56,7 +57,7 @@ def main() -> None:
     )
     logging.getLogger("httpx2").setLevel(logging.WARNING)  # a line for every request
     try:
-        folder = fetch(order["name"], order["revision"], config_only=order["config_only"])
+        folder = fetch(order["name"], order["revision"], needs=order["needs"])
         answer = {"folder": str(folder)}
     except Exception as error:  # whatever it is, the service must be told in one line
         _log.debug("the download failed", exc_info=True)
@@ -70,21 +71,21 @@ def _end_with_input() -> None:
     os._exit(1)
 
 
-def fetch(name: str, revision: str | None, *, config_only: bool = False) -> Path:
-    """The complete snapshot of a model in the cache. Errors are the library's, the loaders' and SettingError."""
+def fetch(name: str, revision: str | None, *, needs: Needs = "weights") -> Path:
+    """The model's snapshot in the cache, with what is needed. Errors: the library's, the loaders' and SettingError."""
     get_session().timeout = _REQUEST_TIMEOUT_S
     commit = HfApi().resolve_revision(name, revision=revision)
-    small = [_CONFIG] if config_only else [*_SMALL_FILES, f"*{_INDEX}"]
+    small = [_CONFIG] if needs == "config" else [*_SMALL_FILES, f"*{_INDEX}"]
     folder = _snapshot(name, commit, small)
     sizes = _sizes(name, commit)
     if _discard_damaged(folder, sizes):
         folder = _snapshot(name, commit, small)
     _require(name, folder, sizes, _CONFIG)
-    if config_only:
+    if needs == "config":
         return folder
     _require(name, folder, sizes, "tokenizer.json")
     read_config(folder)
-    if sizes:
+    if sizes and needs == "weights":
         _fetch_weights(name, commit, folder, _weights(name, folder, sizes))
     return folder
 

@@ -92,9 +92,14 @@ def test_without_an_index_every_weight_file_counts(hub: Hub) -> None:
 
 
 def test_explain_needs_the_config_alone(hub: Hub) -> None:
-    folder = hub_download.fetch(NAME, None, config_only=True)
+    folder = hub_download.fetch(NAME, None, needs="config")
     assert contents(folder) == {"config.json": FILES["config.json"]}
     assert hub.fetched() == ["config.json"]
+
+
+def test_dummy_weights_are_not_downloaded(hub: Hub) -> None:
+    folder = hub_download.fetch(NAME, None, needs="tokenizer")
+    assert contents(folder) == {name: data for name, data in FILES.items() if name not in SHARDS}
 
 
 def test_a_revision_is_a_branch_a_tag_or_a_commit(hub: Hub) -> None:
@@ -123,7 +128,7 @@ def test_what_is_complete_is_kept_when_the_hub_fails(hub: Hub) -> None:
 
 
 def test_parts_that_a_killed_download_left_are_removed(hub: Hub, tmp_path: Path) -> None:
-    hub_download.fetch(NAME, None, config_only=True)
+    hub_download.fetch(NAME, None, needs="config")
     repository = tmp_path / "cache" / "models--maker--small"
     dead, alive = (repository / "blobs" / f"{etag}.12345678.incomplete" for etag in ("dead", "alive"))
     dead.write_bytes(b"part")

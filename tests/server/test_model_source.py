@@ -140,6 +140,17 @@ def test_a_signal_ends_a_download_at_once(hub: Hub, tmp_path: Path) -> None:
     assert not part.exists()
 
 
+@pytest.mark.parametrize(("flags", "needs"), [([], "weights"), (["--load-format", "dummy"], "tokenizer")])
+def test_the_engine_gets_the_folder_of_the_download(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str], needs: str
+) -> None:
+    seen: list[object] = []
+    monkeypatch.setattr(cli, "download", lambda model, **options: seen.append((model, options["needs"])) or tmp_path)
+    monkeypatch.setattr("server.run.run", lambda server, engine, listener: seen.append(engine.model) or 0)
+    assert cli.main(["--port", "0", "--model", NAME, "--revision", "v1", *flags]) == 0
+    assert seen == [(HubModel(NAME, "v1"), needs), tmp_path]
+
+
 def test_a_failed_download_is_one_line(hub: Hub) -> None:
     with start("--revision", "v9", "--log-level", "error") as process:
         out, errors = process.communicate(timeout=30)
