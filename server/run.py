@@ -19,6 +19,7 @@ from loaders.tokenizer import Tokenizer, load_tokenizer
 from server.config import ServerConfig
 from server.errors import SettingError
 from server.listener import url_of
+from server.prompt import ChatTemplate
 from server.sampling_defaults import SamplingDefaults, read_sampling_defaults
 
 if TYPE_CHECKING:
@@ -34,13 +35,19 @@ def run(server_config: ServerConfig, engine_config: EngineConfig, listener: sock
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
         stream=sys.stderr,
     )
+    # A checkpoint whose small files are damaged is refused here, before an engine loads its weights.
     defaults = read_sampling_defaults(engine_config.model)
+    tokenizer = load_checked_tokenizer(engine_config.model)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_serve(server_config, engine_config, defaults, listener))
+        return runner.run(_serve(server_config, engine_config, tokenizer, defaults, listener))
 
 
 async def _serve(
-    server_config: ServerConfig, engine_config: EngineConfig, defaults: SamplingDefaults, listener: socket.socket
+    server_config: ServerConfig,
+    engine_config: EngineConfig,
+    tokenizer: Tokenizer,
+    defaults: SamplingDefaults,
+    listener: socket.socket,
 ) -> int:
     start_s = time.monotonic()
     engine = EngineClient(engine_config)
@@ -50,7 +57,6 @@ async def _serve(
         from server.app import create_app
         from server.draining import DrainingServer, make_uvicorn_config
 
-        tokenizer = await asyncio.to_thread(_load_tokenizer, engine_config.model)
         app = create_app(engine, tokenizer, server_config, defaults)
         server = DrainingServer(make_uvicorn_config(app, server_config), app.state.context.gate, server_config)
         announcing = asyncio.create_task(_announce(engine, server, server_config, listener, start_s))
@@ -63,11 +69,14 @@ async def _serve(
         await engine.close()
 
 
-def _load_tokenizer(folder: Path) -> Tokenizer:
+def load_checked_tokenizer(folder: Path) -> Tokenizer:
+    """A tokenizer whose chat template can be compiled. Raises SettingError that names the file."""
     try:
-        return load_tokenizer(folder)
+        tokenizer = load_tokenizer(folder)
     except ValueError as error:
         raise SettingError(f"--model: {error}") from error
+    ChatTemplate(tokenizer)
+    return tokenizer
 
 
 async def _announce(

@@ -21,6 +21,7 @@ async def chat_completions(request: Request) -> Response:
     """Continue a conversation."""
     context: ServerContext = request.app.state.context
     wire = await read_body(request, ChatCompletionRequest, context.config)
+    context.metrics.ignored_keys.inc(wire.num_ignored_keys)
     model = context.model_name(wire.model)
     info = context.ready_info()
     request_id = f"chatcmpl-{uuid.uuid4().hex}"

@@ -11,6 +11,7 @@ from server.errors import BadRequest
 from server.prompt import ChatTemplate
 from server.sampling_defaults import SamplingDefaults
 from server.schema.chat import ChatCompletionRequest
+from server.schema.completions import CompletionRequest, TokenizeRequest
 from server.template_environment import JsonText
 from tests.server.conftest import MAX_MODEL_LEN, WEATHER, FakeEngine
 
@@ -130,6 +131,20 @@ def test_template_functions():
     assert rendered(template, [{"content": '<é"&>'}]) == '<s>"<é\\"&>"4'
     with pytest.raises(BadRequest, match="no such role <s>"):
         rendered("{{ raise_exception('no such role ' + messages[0].role) }}", [{"role": "<s>"}])
+
+
+def test_training_tags_render_their_body_g29():
+    body = "{% generation %}\n[{{ m.content }}]{% set x = 1 %}{% endgeneration %}{{ x }}"
+    template = "{% for m in messages %}" + body + "{% endfor %}"
+    assert rendered(template, [{"content": "a"}, {"content": "b"}]) == "[a]1[b]1"
+
+
+def test_completions_work_without_a_template_g29():
+    converter = Converter(TemplateTokenizer(None), ServerConfig(), SamplingDefaults())
+    job = converter.completion(CompletionRequest(prompt="Hi"), INFO, "id")
+    assert job.requests[0].prompt_ids == [72, 105]
+    with pytest.raises(BadRequest, match="no chat template: use /v1/completions"):
+        converter.tokenize(TokenizeRequest(messages=[USER]))
 
 
 def test_template_is_sandboxed():

@@ -15,7 +15,6 @@ from server.config import ServerConfig
 from server.errors import SettingError
 from server.options import OPTIONS
 from server.run import summarize_paths
-from server.sampling_defaults import SamplingDefaults, read_sampling_defaults
 from server.settings import gather, make_parser, settings_of
 from tests.server.conftest import ASSETS, FakeEngine
 
@@ -195,27 +194,6 @@ def test_help_lists_all_flags_and_imports_nothing_heavy():
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, cwd=ROOT, check=True)
     assert done.stdout.splitlines()[-1] == "set()"
     assert done.stdout.startswith("moe-serve ")
-
-
-@pytest.mark.parametrize(
-    ("content", "expected"),
-    [
-        ('{"temperature": 0.6, "top_p": 0.95, "eos_token_id": 1}', SamplingDefaults(temperature=0.6, top_p=0.95)),
-        ('{"do_sample": false}', SamplingDefaults(temperature=0.0)),
-        ('{"do_sample": true, "top_k": null}', SamplingDefaults()),
-        (None, SamplingDefaults()),
-    ],
-)
-def test_sampling_defaults_of_a_checkpoint(tmp_path, content, expected):
-    if content is not None:
-        (tmp_path / "generation_config.json").write_text(content)
-    assert read_sampling_defaults(tmp_path) == expected
-
-
-def test_damaged_generation_config(tmp_path):
-    (tmp_path / "generation_config.json").write_text('{"temperature": "hot"}')
-    with pytest.raises(SettingError, match="cannot be read"):
-        read_sampling_defaults(tmp_path)
 
 
 def test_summary_of_moe_paths():

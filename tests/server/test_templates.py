@@ -104,7 +104,7 @@ def test_every_part_is_in_the_prompt_or_named_in_a_refusal_g22(name, conversatio
     fields = {"tools": [WEATHER]} if has_tools else {}
     has_calls = any("tool_calls" in message for message in messages)
     if (name == "deepseek_r1" and has_tools) or (name == "without_tools" and (has_tools or has_calls)):
-        with pytest.raises(BadRequest, match=r"^(messages\[\d+\]\.tool_calls|messages\[\d+\]\.content|tools): "):
+        with pytest.raises(BadRequest, match=r"^(messages\[\d+\]\.tool_calls\[\d+\]|messages\[\d+\]\.content|tools): "):
             prompt(name, messages, **fields)
         return
     text = prompt(name, messages, **fields)
