@@ -33,12 +33,13 @@ class _At(enum.Enum):
     FOREIGN = enum.auto()
     BETWEEN_CALLS = enum.auto()
     CALL_HEAD = enum.auto()
-    CALL_BODY = enum.auto()  # held back: the spelling is not known yet, or the arguments are in a block
+    CALL_BODY = enum.auto()  # after the separator, as long as the spelling is not known
+    HELD_CALL = enum.auto()  # to be read when it is complete: V3's spelling, or arguments in a block
     CALL_ARGUMENTS = enum.auto()
     DONE = enum.auto()
 
 
-_IN_CALL = (_At.CALL_HEAD, _At.CALL_BODY, _At.CALL_ARGUMENTS)
+_IN_CALL = (_At.CALL_HEAD, _At.CALL_BODY, _At.HELD_CALL, _At.CALL_ARGUMENTS)
 
 
 class DeepSeekParser:
@@ -83,7 +84,7 @@ class DeepSeekParser:
         return False
 
     def _on_text(self, data: bytes) -> list[Event]:
-        if self._at in (_At.CALL_HEAD, _At.CALL_BODY):
+        if self._at in (_At.CALL_HEAD, _At.CALL_BODY, _At.HELD_CALL):
             self._held.append((self._position, data))
             return self._on_body() if self._at is _At.CALL_BODY else []
         if self._at is _At.FOREIGN or (self._at is _At.BETWEEN_CALLS and is_blank(data)):
@@ -137,7 +138,9 @@ class DeepSeekParser:
         """Arguments that stand there plainly are passed on as they come."""
         body = joined(self._held)
         begun = body.lstrip()[:1]
-        if not begun or begun == b"`" or (self._head == b"function" and begun not in (b"{", b"[")):
+        if begun == b"`" or (begun and self._head == b"function" and begun not in (b"{", b"[")):
+            self._at = _At.HELD_CALL
+        if not begun or self._at is _At.HELD_CALL:
             return []
         pieces, self._held = without_first_bytes(self._held, len(body) - len(body.lstrip())), []
         self._at, self._skips_layout = _At.CALL_ARGUMENTS, False
@@ -168,7 +171,7 @@ class DeepSeekParser:
         held, self._held = joined(self._held), []
         if self._at is _At.CALL_HEAD:
             return self._text_of_call(held, is_cut=is_cut)
-        if self._at is not _At.CALL_BODY:
+        if self._at not in (_At.CALL_BODY, _At.HELD_CALL):
             return []
         name = self._head
         if name == b"function" and not is_blank(held) and not held.lstrip().startswith(b"`"):

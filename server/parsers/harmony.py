@@ -20,12 +20,13 @@ import logging
 from collections.abc import Sequence
 
 from server.parsers.base import BytePiece, Event, Kind, TokenBytes, is_blank, joined
-from server.parsers.harmony_header import Header, Part, is_begun_header_word, without_header_words
+from server.parsers.harmony_header import PROMPT_POSITION, Header, Part, is_begun_header_word, without_header_words
 
 log = logging.getLogger(__name__)
 
 REQUIRED = frozenset({"<|start|>", "<|channel|>", "<|message|>", "<|end|>"})
 END_OF_TURN = ("<|return|>", "<|call|>", "<|endoftext|>")
+_MAX_EARLY_BYTES = 64  # of words before a second `<|message|>` that may still be a header
 _TO_PEOPLE = frozenset({"user", "assistant", "all"})
 
 
@@ -47,7 +48,7 @@ class HarmonyParser:
         self._token_bytes = tokenizer.token_bytes
         self._marker = {token_id: name for name, token_id in tokenizer.special_tokens.items()}
         self._tool_names = tool_names
-        self._position = -1
+        self._position = PROMPT_POSITION
         self._at = _At.HEADER
         self._header = Header()
         self._kind: Kind | None = None  # of the body; None: loose
@@ -71,7 +72,7 @@ class HarmonyParser:
         self._at = _At.DONE
         if self._num_calls or Kind.CONTENT in self._seen_kinds:
             return [*events, *self._flush_loose()]
-        loose, self._loose = without_header_words(self._loose), []
+        loose = without_header_words(self._take_loose())
         if is_blank(joined(loose)):
             return events
         log.warning("model output has no readable final message; showing its text without markup")
@@ -84,6 +85,7 @@ class HarmonyParser:
         """
         first = next((i for i in range(len(prompt_ids) - 1, -1, -1) if prompt_ids[i] == start_id), len(prompt_ids))
         events = [event for token_id in prompt_ids[first:] for event in self._advance(token_id)]
+        self._position = -1
         self._loose.clear()
         self._seen_kinds.clear()
         if self._at is _At.BODY:
@@ -140,21 +142,24 @@ class HarmonyParser:
         elif marker == "<|end|>" and self._at is _At.BODY:
             events = self._close()
             self._at = _At.OUTSIDE
+            self._break_loose()
             return events
         return []
 
     def _on_channel(self) -> list[Event]:
         events: list[Event] = []
-        is_repeated = self._at is _At.HEADER and self._header.part is not Part.ROLE and bool(self._header.text())
-        if self._at is not _At.HEADER or is_repeated:
+        is_repeated = self._at is _At.HEADER and self._header.part is not Part.ROLE
+        if self._at is not _At.HEADER or (is_repeated and self._header.has_text_at_hand):
             events = self._close()
             self._header, self._at = Header(), _At.HEADER
         self._header.begin(Part.CHANNEL)
         return events
 
     def _on_message(self) -> list[Event]:
-        if self._at is _At.BODY and self._kind is None and not self._is_foreign:
-            # A marker too early: what was taken for the body belongs to the header.
+        if self._at is _At.BODY and self._kind is None and self._loose_is_a_header():
+            # A marker too early: what was taken for the body is the header.
+            self._header = Header()
+            self._header.begin(Part.CHANNEL)
             for position, data in self._loose:
                 self._header.add(position, data)
             self._loose = []
@@ -166,6 +171,7 @@ class HarmonyParser:
     def _open_body(self, stray: list[BytePiece], *, has_body: bool) -> list[Event]:
         """The header is complete: see whose message it is, and what it is."""
         self._at, self._body_is_empty = _At.BODY, True
+        self._break_loose()
         self._loose += stray
         self._is_foreign = self._header.is_foreign
         self._kind = None
@@ -187,16 +193,36 @@ class HarmonyParser:
             self._kind = Kind.REASONING
         elif channel or (has_body and self._header.names_channel):
             self._kind = Kind.CONTENT
-        return self._flush_loose() if self._kind is not None else []
+        else:
+            self._break_loose()
+            return []
+        return self._flush_loose()
 
     def _declared(self, recipient: str | None) -> str | None:
         """The declared tool that a recipient means."""
         names = (recipient.removeprefix("functions."), recipient) if recipient else ()
         return next((name for name in names if name in self._tool_names), None)
 
+    def _break_loose(self) -> None:
+        """Loose text of one place begins a line, so that it does not grow together with that of another."""
+        if self._loose:
+            self._loose.append((-1, b"\n"))
+
+    def _take_loose(self) -> list[BytePiece]:
+        """All of it, without line breaks of ours at its end."""
+        loose, self._loose = self._loose, []
+        while loose and loose[-1] == (-1, b"\n"):
+            loose.pop()
+        return loose
+
+    def _loose_is_a_header(self) -> bool:
+        """Nothing but header words, and at most one other word."""
+        text = joined(self._loose)
+        return len(text) <= _MAX_EARLY_BYTES and len(joined(without_header_words(self._loose)).split()) <= 1
+
     def _flush_loose(self) -> list[Event]:
         """Loose text that something readable follows is reasoning."""
-        loose, self._loose = self._loose, []
+        loose = self._take_loose()
         if is_blank(joined(loose)):
             return []
         joint = [Event(Kind.REASONING, b"\n")] if Kind.REASONING in self._seen_kinds else []

@@ -20,6 +20,7 @@ _FIND_CHANNEL = re.compile(_CHANNEL)
 _FIND_RECIPIENT = re.compile(rb"\bto=([^\s<]+)")
 _CONTENT_TYPE = re.compile(rb"\s*(?:json|code|text|python|typescript|xml|yaml)\b\s*")
 _FOREIGN_ROLE = re.compile(rb"\s*(?:(?:user|system|developer|tool)\b|functions\.)")
+PROMPT_POSITION = -2  # of bytes that came with the prompt
 _BEGINNINGS = (b"assistant", b"analysis", b"commentary", b"final", b"to=")
 
 
@@ -60,7 +61,8 @@ class Header:
 
     def begin(self, part: Part) -> None:
         """A marker has begun a section."""
-        self._sections.append(Section(part))
+        if self.part is not part or self._sections[-1].pieces:
+            self._sections.append(Section(part))
 
     def add(self, position: int, data: bytes) -> None:
         """The next token of the section at hand."""
@@ -70,6 +72,12 @@ class Header:
     def part(self) -> Part:
         """The section at hand."""
         return self._sections[-1].part
+
+    @property
+    def has_text_at_hand(self) -> bool:
+        """The section at hand has gone beyond header words."""
+        section = self._sections[-1]
+        return not is_blank(section.data[section.num_header_bytes() :])
 
     @property
     def is_foreign(self) -> bool:
@@ -107,14 +115,14 @@ class Header:
         for section in self._sections:
             pieces = without_first_bytes(section.pieces, section.num_header_bytes())
             kept += [] if is_blank(joined(pieces)) else pieces
-        return [(position, data) for position, data in kept if position >= 0]
+        return [(position, data) for position, data in kept if position != PROMPT_POSITION]
 
     def stray_text(self) -> list[BytePiece]:
         """Text in a header that a body follows; a single word after `<|channel|>` or a recipient is none."""
         has_recipient = self.recipient(has_body=True) is not None
         kept: list[BytePiece] = []
         for section in self._sections:
-            data = joined([piece for piece in section.pieces if piece[0] >= 0])
+            data = joined([piece for piece in section.pieces if piece[0] != PROMPT_POSITION])
             data = _WORDS_ANYWHERE.sub(b"", data).strip()
             is_name = (section.part is not Part.ROLE or has_recipient) and len(data.split()) == 1
             if data and not is_name:

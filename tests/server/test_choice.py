@@ -107,6 +107,12 @@ def test_second_call_ends_the_answer_if_calls_are_not_parallel():
     assert result[4] == "tool_calls"
 
 
+def test_an_answer_without_tokens_is_not_an_empty_one():
+    choice = Choice(harmony_parser())
+    choice.push(EngineOutput(request_id="r", token_ids=[], finish_reason="stop"))
+    assert not choice.is_empty
+
+
 def test_reasoning_tokens_are_counted():
     choice = Choice(harmony_parser())
     merged(choice, outputs_of(TOKENIZER.encode(ANSWER), []))

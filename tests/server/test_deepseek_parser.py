@@ -149,6 +149,12 @@ def test_a_call_that_nobody_offered_is_text_g26(text, tools):
     assert parse("Hi." + text, tools=tools) == ("", 'Hi.\nget_weather {"a": 1}', [])
 
 
+@pytest.mark.parametrize("head", ["function<｜tool▁sep｜>get_weather\n", "get_weather<｜tool▁sep｜>```json\n"])
+def test_cost_of_a_long_call_does_not_grow(head):
+    body = "1234567890" * 5000
+    assert parse(f"<｜tool▁call▁begin｜>{head}{body}<｜tool▁call▁end｜>")[2] == [("get_weather", body)]
+
+
 def test_invented_results_and_questions_are_not_the_answer():
     result = "<｜tool▁outputs▁begin｜><｜tool▁output▁begin｜>sunny<｜tool▁output▁end｜><｜tool▁outputs▁end｜>"
     call = call_text("get_time", "{}", ending="<｜tool▁call▁end｜><｜tool▁calls▁end｜>")

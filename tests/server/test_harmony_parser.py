@@ -231,6 +231,26 @@ def test_random_tokens_never_raise(ids):
     assert not any(name in reasoning + content + str(calls) for name in TOKENIZER.special_tokens)
 
 
+@pytest.mark.parametrize(
+    "part", ["<|channel|>", "<|message|>", "<|channel|>final", "<|message|> word", "<|constrain|>"]
+)
+def test_cost_of_repeated_markers_does_not_grow(part):
+    """A client can force such output with a logit bias."""
+    parse(TOKENIZER.encode(part) * 20000)
+
+
+def test_text_before_an_early_marker_is_shown_once():
+    assert parse_text("a b<|message|>c d<|message|>e f<|return|>") == ("", "a b\nc de f", [])
+
+
+def test_what_came_with_the_prompt_is_not_shown():
+    prompt = TOKENIZER.encode("<|start|>assistant<|channel|>analysis<|message|>Hm")
+    again = "<|end|><|start|>assistant<|channel|>analysis<|message|>So.<|end|><|start|>assistant"
+    assert parse_text(again + FINAL, prompt=prompt) == ("So.", "Paris.", [])
+    call = TOKENIZER.encode("<|start|>assistant<|channel|>commentary to=functions.f<|message|>{}<|call|>")
+    assert parse_text(CALL, prompt=call)[2] == [("get_weather", '{"city": "Paris"}')]
+
+
 def test_cost_per_token_does_not_grow():
     parser = HarmonyParser(TOKENIZER)
     for token_id in TOKENIZER.encode("<|channel|>final<|message|>"):

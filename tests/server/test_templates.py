@@ -188,6 +188,9 @@ def test_reasoning_of_the_current_turn_stays_beside_a_preamble_g24():
         text = prompt(name, turn)
         assert all(word in text for word in ("thought-1", "One.", "thought-2", "Two."))
         assert "thought-1" not in prompt(name, [*turn, ANSWER, USER])
+        finished = [USER, {"role": "assistant", "content": "Zero.", "tool_calls": [call("c0")]}, result("c0"), ANSWER]
+        text = prompt(name, [*finished, *turn])
+        assert all(word in text for word in ("Zero.", "thought-1", "One.", "thought-2", "Two."))
 
 
 SCHEMAS = [
