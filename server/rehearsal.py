@@ -7,8 +7,10 @@ reasoning of earlier turns, or all of it, by design.
 """
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -17,7 +19,11 @@ from server.folding import Folding, PlainMessage, all_foldings, fold, reasoning_
 from server.prompt import ChatTemplate, TemplateRefusal
 from server.template_environment import JsonText
 
-_MAX_SHAPES = 2048
+_MAX_SHAPES = 2048  # remembered
+_MAX_SEARCHED = 128  # messages and calls; a longer conversation is condensed before the foldings are tried
+_MAX_ALIKE = 2  # of a condensed conversation's messages
+_MAX_CALLS = 4  # in each of them
+_MAX_UNITS = _MAX_SEARCHED // (1 + 2 * _MAX_CALLS)  # assistant messages with their results
 _TOOL_NAME = "moetoolname"
 _TOOL = {
     "type": "function",
@@ -27,6 +33,7 @@ _TOOL = {
         "parameters": {"type": "object", "properties": {"word": {"type": "string"}}},
     },
 }
+_MARKER = re.compile(rf"{_TOOL_NAME}|moe\d+(?:content|call\d+(?:name|value))")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +76,15 @@ class Rehearsal:
 
     def _find_folding(self, shape: Shape, variables: str, has_tools: bool) -> Folding | str:
         """A folding, or the name of what is left out by the folding that leaves out least."""
+        foldings: Iterable[Folding] = all_foldings()
+        if _size(shape) > _MAX_SEARCHED:
+            found = self._folding_of(condensed(shape), variables, has_tools)
+            foldings = [found if isinstance(found, Folding) else Folding()]
         tools = [_TOOL] if has_tools else None
         markers = _markers_of(shape, has_tools=has_tools)
         tried: list[list[PlainMessage]] = []
         fewest: list[str] | None = None
-        for folding in all_foldings():
+        for folding in foldings:
             messages = fold(_marked(shape), folding)
             if messages in tried:
                 continue
@@ -82,7 +93,8 @@ class Rehearsal:
                 text = self._template.text(messages=messages, tools=tools, **json.loads(variables))
             except TemplateRefusal:
                 continue
-            lost = [part for part, words in markers.items() if not all(word in text for word in words)]
+            shown = set(_MARKER.findall(text))
+            lost = [part for part, words in markers.items() if not shown.issuperset(words)]
             if not lost:
                 return folding
             if fewest is None or len(lost) < len(fewest):
@@ -104,6 +116,44 @@ def shape_of(messages: Sequence[PlainMessage]) -> Shape:
         )
         for message in messages
     )
+
+
+def condensed(shape: Shape) -> Shape:
+    """A short conversation with every kind of message that a long one has.
+
+    An assistant message and the results after it are left out as a whole, and only where enough are alike.
+    """
+    units: list[list[MessageShape]] = []
+    for message in shape:
+        if message.role == "tool" and units:
+            units[-1].append(message)
+        else:
+            units.append([message])
+    kept: list[Shape] = []
+    num_alike: Counter[Shape] = Counter()
+    for index, unit in enumerate(units):
+        first = replace(unit[0], call_ids=unit[0].call_ids[:_MAX_CALLS])
+        answers = {message.answers_id: message for message in unit[1:] if message.answers_id in first.call_ids}
+        short = (first, *answers.values())
+        kind = _numbered_anew(short)
+        num_alike[kind] += 1
+        if num_alike[kind] <= _MAX_ALIKE or index >= len(units) - _MAX_ALIKE:
+            kept.append(short)
+    if sum(map(_size, kept)) > _MAX_SEARCHED:
+        kept = [*kept[: _MAX_UNITS // 2], *kept[-(_MAX_UNITS // 2) :]]
+    return tuple(message for unit in kept for message in unit)
+
+
+def _numbered_anew(unit: Shape) -> Shape:
+    """The same messages, wherever they stand."""
+    number: dict[int | None, int] = {call: position for position, call in enumerate(unit[0].call_ids)}
+    return tuple(
+        replace(m, call_ids=tuple(number[i] for i in m.call_ids), answers_id=number.get(m.answers_id)) for m in unit
+    )
+
+
+def _size(shape: Iterable[MessageShape]) -> int:
+    return sum(1 + len(message.call_ids) for message in shape)
 
 
 def _marked(shape: Shape) -> list[PlainMessage]:

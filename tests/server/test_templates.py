@@ -3,6 +3,7 @@
 import copy
 import itertools
 import json
+import random
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,10 @@ from server.config import ServerConfig
 from server.convert import Converter
 from server.errors import BadRequest
 from server.folding import all_foldings
+from server.rehearsal import condensed, shape_of
 from server.sampling_defaults import SamplingDefaults
 from server.schema.chat import ChatCompletionRequest
+from server.schema.completions import TokenizeRequest
 from tests.server.conftest import ASSETS, WEATHER, FakeEngine
 
 FOLDER = Path(__file__).parent / "templates"
@@ -246,6 +249,41 @@ def test_what_has_no_place_in_a_template_is_named_g22():
         prompt("without_tools", turn)
     assert caught.value.param == "messages[1].tool_calls[0]"
     assert "rule-A\n\nrule-D\n\nWhat is" in prompt("without_tools", [SYSTEM_A, USER, DEVELOPER])
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_long_conversation_is_searched_in_a_short_one(name, monkeypatch):
+    """Every folding of a thousand messages would take a minute."""
+    turn = [USER]
+    for number in range(60):
+        calls = [call(f"{number}a"), call(f"{number}b", "get_time")]
+        turn.append({"role": "assistant", "content": f"preamble {number}.", "tool_calls": calls})
+        turn += [result(f"{number}b", f"second {number}."), result(f"{number}a", f"first {number}.")]
+    messages = [SYSTEM_A, DEVELOPER, *turn, ANSWER, *turn]
+    converter = CONVERTERS[name]
+    sizes = []
+    render = converter._template.text
+    monkeypatch.setattr(
+        converter._template, "text", lambda **data: sizes.append(len(data["messages"])) or render(**data)
+    )
+    text = TOKENIZER.decode(converter.tokenize(TokenizeRequest(messages=messages)))
+    assert sum(size > 200 for size in sizes) == 2  # the rehearsal and the prompt
+    for number in range(60):
+        assert text.count(f"preamble {number}.") == 2
+        assert text.count(f"first {number}.") == text.count(f"second {number}.") == 2
+    assert all(words in text for words in ("rule-A", "rule-D"))
+
+
+def test_a_condensed_conversation_is_short_whatever_the_long_one():
+    rng = random.Random(1)
+    messages = []
+    for number in range(400):
+        calls = [call(f"{number}-{i}") for i in range(rng.randint(0, 30))]
+        messages.append({"role": "assistant", "content": "x" * rng.randint(0, 1), "tool_calls": calls})
+        messages += [result(one["id"], "y" * rng.randint(0, 1)) for one in calls if rng.random() < 0.5]
+    short = condensed(shape_of(messages))
+    assert 10 < sum(1 + len(message.call_ids) for message in short) <= 128
+    assert condensed(shape_of(messages[:3])) == shape_of(messages[:3])
 
 
 def test_foldings_change_nothing_first():
