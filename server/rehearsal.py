@@ -19,7 +19,8 @@ from server.folding import Folding, PlainMessage, all_foldings, fold, reasoning_
 from server.prompt import ChatTemplate, TemplateRefusal
 from server.template_environment import JsonText
 
-_MAX_SHAPES = 2048  # remembered
+_MAX_SHAPES = 1024  # remembered, of short conversations with short template variables: about 20 MB
+_MAX_VARIABLES_CHARS = 256
 _MAX_SEARCHED = 128  # messages and calls; a longer conversation is condensed before the foldings are tried
 _MAX_ALIKE = 2  # of a condensed conversation's messages
 _MAX_CALLS = 4  # in each of them
@@ -67,7 +68,9 @@ class Rehearsal:
             BadRequest: whatever the folding, the template leaves a part out; names it.
         """
         shape = shape_of(messages)
-        found = self._folding_of(shape, json.dumps(variables, sort_keys=True), has_tools)
+        words = json.dumps(variables, sort_keys=True)
+        is_short = _size(shape) <= _MAX_SEARCHED and len(words) <= _MAX_VARIABLES_CHARS
+        found = (self._folding_of if is_short else self._find_folding)(shape, words, has_tools)
         if isinstance(found, Folding):
             return found
         raise BadRequest(
@@ -78,7 +81,7 @@ class Rehearsal:
         """A folding, or the name of what is left out by the folding that leaves out least."""
         foldings: Iterable[Folding] = all_foldings()
         if _size(shape) > _MAX_SEARCHED:
-            found = self._folding_of(condensed(shape), variables, has_tools)
+            found = self._find_folding(condensed(shape), variables, has_tools)
             foldings = [found if isinstance(found, Folding) else Folding()]
         tools = [_TOOL] if has_tools else None
         markers = _markers_of(shape, has_tools=has_tools)

@@ -62,7 +62,7 @@ def numbered(parts):
     return filled, [text for part, text in zip(parts, texts, strict=True) if part is None]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(sequences(*HARMONY_MARKERS, *HEADER_WORDS), st.lists(st.integers(0, 60), max_size=5))
 def test_harmony_text_is_never_lost_g27(parts, cuts):
     filled, texts = numbered(parts)
@@ -92,7 +92,7 @@ def harmony_messages(draw):
     return parts
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(harmony_messages(), st.lists(st.integers(0, 60), max_size=5), st.sampled_from(["<|return|>", "<|call|>", ""]))
 def test_harmony_headers_are_never_shown_g27(parts, cuts, ending):
     filled, texts = numbered(parts)
@@ -101,7 +101,7 @@ def test_harmony_headers_are_never_shown_g27(parts, cuts, ending):
     check(lambda: HarmonyParser(TOKENIZER, [], TOOLS), ids, cuts, texts, [*TOKENIZER.special_tokens, *words])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     sequences(*DEEPSEEK_MARKERS, "function", "f", "\n", "{", "```json\n"),
     st.lists(st.integers(0, 60), max_size=5),

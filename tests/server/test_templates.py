@@ -15,7 +15,8 @@ from server.config import ServerConfig
 from server.convert import Converter
 from server.errors import BadRequest
 from server.folding import all_foldings
-from server.rehearsal import condensed, shape_of
+from server.prompt import ChatTemplate
+from server.rehearsal import Rehearsal, condensed, shape_of
 from server.sampling_defaults import SamplingDefaults
 from server.schema.chat import ChatCompletionRequest
 from server.schema.completions import TokenizeRequest
@@ -272,6 +273,18 @@ def test_a_long_conversation_is_searched_in_a_short_one(name, monkeypatch):
         assert text.count(f"preamble {number}.") == 2
         assert text.count(f"first {number}.") == text.count(f"second {number}.") == 2
     assert all(words in text for words in ("rule-A", "rule-D"))
+
+
+def test_only_short_conversations_are_remembered():
+    """Else a client fills the memory with shapes and template variables of its own."""
+    rehearsal = Rehearsal(ChatTemplate(CONVERTERS["gpt_oss"].tokenizer))
+    plain = [{"role": "user", "content": "x"}]
+    rehearsal.folding_for(plain, {}, has_tools=False)
+    rehearsal.folding_for(plain, {}, has_tools=False)
+    assert rehearsal._folding_of.cache_info().currsize == 1
+    rehearsal.folding_for(plain * 129, {}, has_tools=False)
+    rehearsal.folding_for(plain, {"reasoning_effort": "x" * 300}, has_tools=False)
+    assert rehearsal._folding_of.cache_info().currsize == 1
 
 
 def test_a_condensed_conversation_is_short_whatever_the_long_one():
