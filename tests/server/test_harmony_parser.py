@@ -240,6 +240,7 @@ def test_cost_of_repeated_markers_does_not_grow(part):
 
 
 def test_text_before_an_early_marker_is_shown_once():
+    assert parse_text("<|message|>to=g<|start|>a b<|message|><|return|>") == ("", "a b", [])
     assert parse_text("a b<|message|>c d<|message|>e f<|return|>") == ("", "a b\nc de f", [])
 
 
