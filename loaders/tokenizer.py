@@ -107,7 +107,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     rust.no_truncation()
     rust.no_padding()
     settings = _read_settings(folder / "tokenizer_config.json")
-    _add_missing_tokens(rust, settings.get("added_tokens_decoder", {}), folder / "tokenizer_config.json")
+    _add_missing_tokens(rust, settings.get("added_tokens_decoder") or {}, folder / "tokenizer_config.json")
     bos_token, adds_bos = find_bos(rust, settings, _token_text(settings.get("bos_token")), folder)
     settings |= {"bos_token": bos_token, "add_bos_token": adds_bos}
     return Tokenizer(rust, settings, *_chat_template(folder, settings))
