@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from moe.backends.aiter_layout import FNUZ_FACTOR, mark_shuffled, shuffle_e8m0, shuffle_weight, to_fnuz
+from moe.backends.aiter_layout import mark_shuffled, shuffle_e8m0, shuffle_weight
 from moe.backends.base import Backend, refuse_overlap
 from moe.config import MoeA2ABackend, MoeBackend, MoeRunnerConfig
 from moe.errors import MoeConfigError, UnsupportedPathError, WeightFormatError
@@ -27,6 +27,7 @@ from moe.formats import (
     Weight,
     activation_quant,
 )
+from moe.formats.fp8 import FNUZ, FNUZ_FACTOR, to_fnuz
 from moe.formats.per_tensor import spread_rows
 from moe.formats.token_groups import dequantize_token_groups
 from moe.registry import register_backend, register_runner_core
@@ -259,7 +260,7 @@ class AiterRunnerCore:
         x_RH, scale = core_input.x_RH, core_input.scale
         if upcast:
             x_RH, scale = _to_bf16(x_RH, scale, arrival), None
-        elif arrival is Arrival.FP8 and quant_info.w13.dtype == torch.float8_e4m3fnuz and scale is not None:
+        elif x_RH.dtype == torch.float8_e4m3fn and quant_info.w13.dtype == FNUZ and scale is not None:
             x_RH, scale = to_fnuz(x_RH), scale * FNUZ_FACTOR
         return quant_info.kernel.fused_moe(
             x_RH, quant_info.w13, quant_info.w2, core_input.weights_RK, core_input.ids_RK,
@@ -275,7 +276,7 @@ class AiterRunnerCore:
 
 
 def _arrival(x: torch.Tensor) -> Arrival:
-    if x.dtype == torch.float8_e4m3fn:
+    if x.dtype in (torch.float8_e4m3fn, FNUZ):
         return Arrival.FP8
     return Arrival.FP4 if x.dtype == torch.uint8 else Arrival.BF16
 

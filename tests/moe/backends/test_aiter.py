@@ -11,14 +11,17 @@ import torch
 from moe import Activation, MoeA2ABackend, MoeBackend, MoeRunner, StandardDispatchOutput, StandardTopK, Topology
 from moe.backends import aiter, aiter_permutes
 from moe.backends.aiter import AiterQuant, Arrival, resolve_quant
-from moe.backends.aiter_layout import shuffle_e8m0, shuffle_weight, to_fnuz
+from moe.backends.aiter_layout import shuffle_e8m0, shuffle_weight
 from moe.backends.base import Device
 from moe.config import DispatchFormat
 from moe.dispatch import mori
-from moe.dispatch.deepep_settings import DeepepMode
+from moe.dispatch.deepep_settings import DeepepMode, DeepepSettings
 from moe.dispatch.mori import MoriSettings
 from moe.dispatch.payload import Payload, choose_payload
+from moe.dispatch.round_trip import check_round_trip
+from moe.dispatch.transport import LayerTransport, build_transport
 from moe.errors import MoeConfigError, SelfCheckError, TransportStateError, UnsupportedPathError, WeightFormatError
+from moe.formats.fp8 import to_fnuz
 from moe.formats.token_groups import quantize_token_groups
 from moe.selfcheck import check_layer
 from moe.types import RunState
@@ -27,6 +30,7 @@ from tests.emulators.aiter import Aiter, install_aiter
 from tests.emulators.deepep import install_deepep
 from tests.emulators.mori import install_mori
 from tests.emulators.ranks import Rank, run_ranks
+from tests.emulators.refusal import KernelRefusal
 from tests.moe.backends import hostile
 from tests.moe.backends.aiter_cases import (
     BACKEND,
@@ -186,12 +190,35 @@ def test_mori_slots_without_an_expert_travel_nowhere(monkeypatch: pytest.MonkeyP
     assert run_ranks(2, work) == [4, 4], "every rank keeps its own, with weight zero"
 
 
-def test_mori_on_gfx942_sends_fn_and_computes_in_fnuz(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("low_latency", [False, True])
+def test_mori_on_gfx942_sends_fnuz(monkeypatch: pytest.MonkeyPatch, low_latency: bool) -> None:
+    """G64: tokens change to the variant of the GPU before they travel; mori has no kernel for the other one."""
     emulator = install_aiter(monkeypatch, "gfx942", wide=True)
-    install_mori(monkeypatch, wide=True)
-    error = behind(MoeA2ABackend.MORI, DispatchFormat.MORI_NORMAL, mori_for(Payload.FP8), "fp8_block", [5, 4])
-    assert error < 1e-3
+    install_mori(monkeypatch, "gfx942", wide=True)
+    layout = DispatchFormat.MORI_LL if low_latency else DispatchFormat.MORI_NORMAL
+    build = mori_for(Payload.FP8, torch.float8_e4m3fnuz, low_latency=low_latency)
+    assert behind(MoeA2ABackend.MORI, layout, build, "fp8_block", [5, 4]) < 1e-3
     assert emulator.calls[-1].hidden_states.dtype == torch.float8_e4m3fnuz
+    with pytest.raises(KernelRefusal, match="no kernel for torch.float8_e4m3fn on gfx942"):
+        behind(MoeA2ABackend.MORI, layout, mori_for(Payload.FP8, low_latency=low_latency), "fp8_block", [5, 4])
+
+
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+def test_mori_is_built_for_the_fp8_of_the_gpu(monkeypatch: pytest.MonkeyPatch, arch: str) -> None:
+    """G64: the transport that a model builds asks the device, and its round trip decodes what arrived."""
+    install_mori(monkeypatch, arch)
+    config = several_ranks.layer_config(experts_of("fp8_block"), 2, torch.bfloat16, max_num_tokens=16)
+
+    def work(rank: Rank) -> float:
+        topology = Topology(ep_size=2, ep_rank=rank.rank(), a2a=MoeA2ABackend.MORI, payload=Payload.FP8)
+        transport = build_transport(
+            topology, config, group=rank, settings=DeepepSettings(), payloads={Payload.FP8}, backends={MoeBackend.AITER}
+        )
+        dispatcher = transport.dispatcher(LayerTransport(backend=MoeBackend.AITER, payload=Payload.FP8))
+        formats = (DispatchFormat.MORI_NORMAL,)
+        return check_round_trip(dispatcher, formats, config, topology, max_num_tokens=16)
+
+    assert 0 < max(run_ranks(2, work)) < 6e-2
 
 
 def test_mori_settings_and_payloads_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
