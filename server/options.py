@@ -86,7 +86,10 @@ OPTIONS: dict[str, Option] = {
     "selfcheck": Option(
         "mixture of experts", "MoE layers compared with plain torch while loading", ("off", "first", "all")
     ),
-    "tune": Option("mixture of experts", "measure the experts' kernels at start, under a minute, and keep the result"),
+    "tune": Option(
+        "mixture of experts",
+        "measure the experts' kernels at start, under a minute unless FlashInfer tunes its own, and keep the result",
+    ),
     "tune_cache_dir": Option(
         "mixture of experts",
         "folder of what --tune found, which every start uses; none for nowhere",
