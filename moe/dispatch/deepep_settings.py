@@ -49,8 +49,9 @@ class DeepepMode(enum.StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeepepSettings:
-    """`max_dispatch_tokens`: most tokens one rank sends in a low-latency step. Limits are checked by `check_deepep`, when
-    a transport is built: without one these settings mean nothing.
+    """`max_dispatch_tokens`: most tokens one rank sends in a low-latency step.
+
+    `check_deepep` checks the limits when a transport is built: without one these settings mean nothing.
     """
 
     mode: DeepepMode = DeepepMode.AUTO
@@ -127,7 +128,8 @@ def check_queue_depth(settings: DeepepSettings, queue_depth: int | None) -> None
         return
     raise MoeConfigError(
         f"{_TOKENS_FLAG} is {tokens}: that needs a queue depth of {needed}, but deep_ep uses {queue_depth}; start with "
-        f"NVSHMEM_QP_DEPTH={needed} in the environment, which deep_ep reads, or use at most {queue_depth // 2 - 1} tokens"
+        f"NVSHMEM_QP_DEPTH={needed} in the environment, which deep_ep reads, or use at most {queue_depth // 2 - 1} "
+        "tokens"
     )
 
 

@@ -95,10 +95,10 @@ def build_alltoall(group: Any, shape: EpShape, max_tokens: int) -> Any:
 def group_communicator(mnnvl: Any, group: Any) -> Any:
     """What the ranks exchange memory handles with: `group` of torch.distributed, where the library's default is MPI."""
 
-    class GroupCommunicator(mnnvl.TorchDistBackend):  # type: ignore[misc, name-defined]
+    class GroupCommunicator(mnnvl.TorchDistBackend):
         """The library's own communicator, which is not split: all its ranks share the experts."""
 
-        def Split(self, color: int, key: int) -> "GroupCommunicator":  # noqa: N802
+        def Split(self, color: int, key: int) -> "GroupCommunicator":
             """Itself. The library's Split takes ranks of the group for ranks of the world, and hangs if they differ."""
             del color, key
             return self

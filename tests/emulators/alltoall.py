@@ -1,6 +1,6 @@
 """FlashInfer's `MoeAlltoAll` for ranks that are threads: slots per source rank, garbage where no token was sent.
 
-The library: flashinfer-python 0.7.2.post1 (2026-11), comm/trtllm_moe_alltoall.py and comm/mnnvl.py. Without a
+The library: flashinfer-python 0.7.2.post1 (commit beabf50), comm/trtllm_moe_alltoall.py and comm/mnnvl.py. Without a
 communicator in `mnnvl_config` it imports mpi4py; the emulator does the same.
 """
 
@@ -123,7 +123,7 @@ class TorchDistBackend:
 
 
 def install_alltoall(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`flashinfer.comm.MoeAlltoAll` and its communicator are emulated until the test ends; `Mapping` is the library's own."""
+    """`MoeAlltoAll` of `flashinfer.comm` and its communicator are emulated until the test ends; `Mapping` is real."""
     import_flashinfer()
     import flashinfer.comm
     import flashinfer.comm.mnnvl
