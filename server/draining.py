@@ -68,6 +68,7 @@ def make_uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         http=partial(GuardedProtocol, head_timeout_s=config.receive_timeout),  # type: ignore[arg-type]
+        ws="none",
         lifespan="off",
         log_config=None,
         log_level="info" if config.access_log else "warning",

@@ -79,3 +79,25 @@ def test_a_connection_may_be_idle_between_requests(connection):
         assert answer.status == 200
         answer.read()  # head and body may come apart
         time.sleep(2 * TIMEOUT_S)
+
+
+def test_a_body_that_drips_after_its_answer_ends_the_connection(connection):
+    """The answer (413) needs no more of the body, so the client gets as long for the rest as for a head."""
+    connection.sendall(b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999\r\n\r\n")
+    assert connection.recv(65536).startswith(b"HTTP/1.1 413")
+    with pytest.raises(OSError, match=r"reset|pipe"):  # noqa: PT012
+        for _ in range(200):
+            connection.sendall(b" ")
+            time.sleep(TIMEOUT_S / 10)
+
+
+def test_400_connections_with_dripping_heads_end_and_others_are_served(impatient):
+    host, port = impatient.url.removeprefix("http://").split(":")
+    connections = [socket.create_connection((host, int(port)), timeout=10) for _ in range(400)]
+    for connection in connections:
+        connection.sendall(HEAD)
+    with impatient.http() as http:
+        assert http.get("/health/live").status_code == 200
+    for connection in connections:
+        assert everything(connection) == b""
+        connection.close()
