@@ -47,17 +47,23 @@ class WorkerProcess:
         """Exit status, once there is one; negative for a signal."""
         return await self._process.wait()
 
-    async def end(self, *, told_to_stop: bool) -> None:
-        """Wait for it to end, a few seconds if it was told to; then close its standard input; at last kill it."""
-        if told_to_stop:
+    async def end(self, *, told_to_stop: bool, at_once: bool = False) -> bool:
+        """Wait for it to end, a few seconds if it was told to; then close its standard input; at last kill it.
+
+        `at_once` skips the waiting. Returns True if it had to be killed.
+        """
+        if told_to_stop and not at_once:
             await self._wait_politely()
         if self._process.stdin is not None:
             self._process.stdin.close()
-        await self._wait_politely()
-        if self.is_running:
+        if not at_once:
+            await self._wait_politely()
+        was_running = self.is_running
+        if was_running:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
             await self._process.wait()
+        return was_running
 
     async def _wait_politely(self) -> None:
         with contextlib.suppress(TimeoutError):

@@ -12,6 +12,7 @@ from server.body import component_schemas
 from server.config import ServerConfig
 from server.context import Gate, ServerContext
 from server.convert import Converter, Tokenizer
+from server.cors import Cors
 from server.errors import ApiError, error_body
 from server.metrics import Metrics
 from server.middleware import Surround, error_response
@@ -21,6 +22,7 @@ from server.sampling_defaults import SamplingDefaults
 from server.schema.chat import ChatCompletionRequest
 from server.schema.completions import CompletionRequest, DetokenizeRequest, TokenizeRequest
 from server.serving import json_response
+from server.stall import StallWatch
 from server.version import service_version
 
 DEFAULT_MODEL_NAME = "default"
@@ -38,6 +40,7 @@ def create_app(
         converter=Converter(tokenizer, config, defaults or SamplingDefaults()),
         metrics=metrics,
         gate=Gate(),
+        stall=StallWatch(engine, config.stall_timeout),
         served_names=config.served_model_name or (DEFAULT_MODEL_NAME,),
         started_s=time.time(),
     )
@@ -46,6 +49,8 @@ def create_app(
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_middleware(Surround, metrics=metrics, api_key=config.api_key)
+    if config.cors_origins:
+        app.add_middleware(Cors, origins=config.cors_origins)  # what is added last is outermost
     _document_bodies(app)
     return app
 

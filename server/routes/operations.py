@@ -1,4 +1,4 @@
-"""For operators: /health/live, /health/ready, /metrics, /version."""
+"""For operators: /health/live, /health/ready (alias /health), /metrics, /version."""
 
 from typing import Any
 
@@ -23,6 +23,7 @@ async def live(request: Request) -> Response:
     return json_response({"status": "dead" if reason else "alive", "reason": reason}, 503 if reason else 200)
 
 
+@router.get("/health")
 @router.get("/health/ready")
 async def ready(request: Request) -> Response:
     """200 while new work is taken: loaded, checked, alive and not draining. `load_error` is for the operator's eyes."""
