@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return explain(argv[1:], PROGRAM)
         flags = vars(make_parser(settings, PROGRAM, _DESCRIPTION).parse_args(argv))
         if flags.get("version"):
-            sys.stdout.write(f"{PROGRAM} {service_version()}\n")
+            streams.say(f"{PROGRAM} {service_version()}\n")
             return 0
         links = service_links(os.environ)
         environ = {name: text for name, text in os.environ.items() if name not in links}

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
+from server import streams
 from server.errors import SettingError
 from server.options import OPTIONS
 
@@ -96,7 +97,14 @@ def _parse(kind: Any, value: Any) -> Any:
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises instead of printing a page of usage."""
+    """Raises instead of printing a page of usage, and where help cannot be printed."""
+
+    def print_help(self, file: Any = None) -> None:
+        """What argparse calls for --help. It would swallow an error."""
+        if file is None:
+            streams.say(self.format_help())
+        else:
+            super().print_help(file)
 
     def error(self, message: str) -> NoReturn:
         """What argparse calls for a wrong flag."""

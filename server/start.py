@@ -13,11 +13,10 @@ from types import FrameType
 from server import streams
 
 INTERRUPTED = 130
-_UNWRITTEN = 1
 
 
 def main() -> int:
-    """Run the command; its exit status, or 1 if its output could not be written."""
+    """Run the command; its exit status, or 1 if its result cannot be written."""
     signal.signal(signal.SIGTERM, _end)
     signal.signal(signal.SIGINT, _end)
     streams.open_missing()
@@ -25,13 +24,12 @@ def main() -> int:
 
     try:
         status = cli.main()
-    except SystemExit as end:  # --help
-        status = int(end.code or 0)
-    error = streams.write(sys.stdout, "")
-    if error is not None:
-        streams.write(sys.stderr, f"{cli.PROGRAM}: cannot write to standard output: {error.strerror}\n")
-    streams.write(sys.stderr, "")
-    return _UNWRITTEN if error is not None and status == 0 else status
+    except streams.OutputError as error:
+        streams.write(sys.stderr, f"{cli.PROGRAM}: {error}\n")
+        status = 1
+    for stream in (sys.stdout, sys.stderr):  # what log lines, say, have left in it
+        streams.write(stream, "")
+    return status
 
 
 def _end(sig: int, _frame: FrameType | None) -> None:

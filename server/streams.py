@@ -5,6 +5,10 @@ import sys
 from typing import TextIO
 
 
+class OutputError(Exception):
+    """The result of a command cannot be written."""
+
+
 def open_missing() -> None:
     """Open the null device for descriptors 0 to 2 that are closed, so that no socket gets their numbers."""
     for descriptor in range(3):
@@ -30,3 +34,10 @@ def write(stream: TextIO, text: str) -> OSError | None:
         os.close(null)
         return error
     return None
+
+
+def say(text: str) -> None:
+    """Write the result of a command to standard output. Raises OutputError."""
+    error = write(sys.stdout, text)
+    if error is not None:
+        raise OutputError(f"cannot write to standard output: {error.strerror}")
