@@ -83,6 +83,7 @@ class GuardedConnection(h11.Connection):
         505: ("this server speaks HTTP/1.1 and HTTP/1.0", "unsupported_http_version"),
     }
     _fault: h11.RemoteProtocolError | None = None
+    _sends_chunks = False
 
     def next_event(self) -> Any:
         """The next event; a target in absolute form becomes the path that routes know.
@@ -99,6 +100,14 @@ class GuardedConnection(h11.Connection):
             self._fault = error
             raise
         return event
+
+    def send(self, event: Any) -> Any:
+        """The bytes of an event. Chunks of a stream are written here: they change no state, and cost h11 10 us each."""
+        if self._sends_chunks and type(event) is h11.Data:
+            return b"%x\r\n%b\r\n" % (len(event.data), event.data) if event.data else b""
+        output = super().send(event)
+        self._sends_chunks = type(event) is h11.Response and b"\r\ntransfer-encoding: chunked\r\n" in output.lower()
+        return output
 
     def describe_fault(self, fallback: str) -> tuple[int, bytes]:
         """Status and OpenAI error body for the fault."""
