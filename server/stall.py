@@ -24,7 +24,7 @@ class StallWatch:
         """None, or what stalls, fit to be shown. Call it again and again; beginning and end of a stall are logged."""
         stats = self._engine.stats
         progress = None
-        if stats is not None and stats.num_waiting + stats.num_running > 0:
+        if self._engine.ready and stats is not None and stats.num_waiting + stats.num_running > 0:
             progress = (stats.num_prompt_tokens, stats.num_generated_tokens)
         if progress is None or progress != self._progress:
             self._progress, self._since_s = progress, self._clock()

@@ -84,6 +84,15 @@ def test_an_idle_hour_is_no_stall_g10(engine, clock, watch):
     assert watch.check() is None
 
 
+def test_a_dead_engine_is_no_stall_g10(engine, clock, watch, caplog):
+    """Its last statistics stay; that it is dead is said elsewhere."""
+    engine.counts, engine.ready = {"num_running": 1}, False
+    watch.check()
+    clock[0] += 61
+    assert watch.check() is None
+    assert not caplog.records
+
+
 def test_a_stalled_service_is_not_ready_g10(engine, tokenizer, caplog):
     with serve(engine, tokenizer, stall_timeout=0.2) as service, service.http() as http:
         assert http.get("/health/ready").status_code == 200
