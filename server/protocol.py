@@ -5,8 +5,8 @@ body of a request that offers an upgrade, so an upgrade is ignored here as RFC 9
 """
 
 import asyncio
+import re
 from typing import Any, ClassVar
-from urllib.parse import urlsplit
 
 import h11
 import orjson
@@ -15,6 +15,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from server.errors import error_body
 
 MAX_HEAD_BYTES = 64 * 1024
+_ABSOLUTE = re.compile(rb"https?://[^/?]*(.*)", re.IGNORECASE)
 
 
 class GuardedProtocol(H11Protocol):
@@ -138,8 +139,8 @@ def _check_head(request: h11.Request) -> None:
 
 def _with_path(request: h11.Request) -> h11.Request:
     """The same request with `/path?query` as its target, where a client sent it as if to a proxy."""
-    if not request.target.lower().startswith((b"http://", b"https://")):
+    found = _ABSOLUTE.fullmatch(request.target)
+    if found is None:
         return request
-    url = urlsplit(request.target.decode("ascii"))
-    target = (url.path or "/") + (f"?{url.query}" if url.query else "")
+    target = found[1] if found[1].startswith(b"/") else b"/" + found[1]
     return h11.Request(method=request.method, target=target, headers=request.headers, http_version=request.http_version)

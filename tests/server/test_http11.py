@@ -42,6 +42,17 @@ def answer_of(connection, method="POST"):
     return response.status, json.loads(response.read())
 
 
+def answers_of(connection, count):
+    """Status and JSON of several responses, which may arrive in one read."""
+    answers = []
+    with connection.makefile("rb") as file:
+        for _ in range(count):
+            head = b"".join(iter(file.readline, b"\r\n"))
+            length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+            answers.append((int(head.split()[1]), json.loads(file.read(length))))
+    return answers
+
+
 def everything(connection):
     """What comes until the server closes the connection."""
     data = b""
@@ -128,13 +139,8 @@ def test_expect_100_continue_of_a_body_that_is_too_large(connection):
 def test_pipelined_requests_are_answered_in_order(connection):
     bodies = [b'{"prompt": "%s"}' % (b"word " * count) for count in (1, 2, 3)]
     connection.sendall(b"".join(b"".join(post(body=body)) for body in bodies))
-    response_counts = []
-    with connection.makefile("rb") as file:
-        for _ in bodies:
-            head = b"".join(iter(file.readline, b"\r\n"))
-            length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
-            response_counts.append(json.loads(file.read(length))["count"])
-    assert response_counts == sorted(set(response_counts))
+    counts = [answer["count"] for _, answer in answers_of(connection, len(bodies))]
+    assert counts == sorted(set(counts))
 
 
 def test_chunks_with_extensions_and_trailers(connection):
@@ -179,9 +185,14 @@ def test_a_stream_in_http_1_1_is_chunked_and_keeps_the_connection_g02(service, c
     assert answer_of(connection)[0] == 200
 
 
-def test_a_target_in_absolute_form_means_its_path(connection):
-    connection.sendall(b"GET http://x:1/v1/models?a=b HTTP/1.1\r\nHost: x:1\r\n\r\n")
-    assert answer_of(connection)[1]["object"] == "list"
+@pytest.mark.parametrize(
+    ("target", "status"),
+    [(b"http://x:1/v1/models?a=b", 200), (b"HTTPS://x/v1/models", 200), (b"http://[bad/v1/models", 200)]
+    + [(target, 404) for target in (b"http://x", b"http://x?a=/v1/models", b"*", b"ftp://x/v1/models", b"x:80")],
+)
+def test_a_target_in_absolute_form_means_its_path(connection, target, status):
+    connection.sendall(b"GET %s HTTP/1.1\r\nHost: x:1\r\n\r\n" % target)
+    assert answer_of(connection)[0] == status
 
 
 TE = b"Transfer-Encoding: chunked\r\n"
@@ -223,6 +234,13 @@ def test_a_second_request_that_is_faulty_ends_the_connection_after_the_first_ans
     answers = everything(connection)
     assert answers.startswith(b"HTTP/1.1 200")
     assert b"HTTP/1.1 400" in answers
+
+
+@pytest.mark.parametrize("upgrade", [b"", H2C])
+def test_the_rest_of_a_body_that_was_answered_early_is_dropped(connection, upgrade):
+    body = b" " * 5_000_000
+    connection.sendall(b"".join(post(upgrade, body=body)) + b"".join(post()))
+    assert [status for status, _ in answers_of(connection, 2)] == [413, 200]
 
 
 def test_a_chunk_that_breaks_after_the_answer_ends_the_connection(connection):
