@@ -13,7 +13,8 @@ import sys
 from engine.messages import WorkerSetup
 
 _BOOT = "import runpy, sys; sys.path[:] = sys.argv[2:]; runpy.run_module(sys.argv[1], run_name='__main__')"
-_POLITE_S = 3.0
+_POLITE_S = 3.0  # to finish a step and leave
+_INPUT_CLOSED_S = 1.0  # a thread waits for that, whatever the step loop does
 
 
 class WorkerProcess:
@@ -53,11 +54,11 @@ class WorkerProcess:
         `at_once` skips the waiting. Returns True if it had to be killed.
         """
         if told_to_stop and not at_once:
-            await self._wait_politely()
+            await self._wait(_POLITE_S)
         if self._process.stdin is not None:
             self._process.stdin.close()
         if not at_once:
-            await self._wait_politely()
+            await self._wait(_INPUT_CLOSED_S)
         was_running = self.is_running
         if was_running:
             with contextlib.suppress(ProcessLookupError):
@@ -65,9 +66,9 @@ class WorkerProcess:
             await self._process.wait()
         return was_running
 
-    async def _wait_politely(self) -> None:
+    async def _wait(self, timeout_s: float) -> None:
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._process.wait(), _POLITE_S)
+            await asyncio.wait_for(self._process.wait(), timeout_s)
 
 
 def describe_exit(status: int) -> str:

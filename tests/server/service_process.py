@@ -3,10 +3,11 @@
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import httpx2
@@ -87,3 +88,24 @@ def start(
 
 def _read(file: Path) -> str:
     return file.read_text() if file.exists() else ""
+
+
+def free_port() -> int:
+    """A port for a service that cannot say which one it took."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return taken.getsockname()[1]
+
+
+def health(http: httpx2.Client) -> int | None:
+    """Status of `/health`; None while nobody listens."""
+    with suppress(httpx2.TransportError):
+        return http.get("/health").status_code
+    return None
+
+
+def has_ended(pid: int) -> bool:
+    """Whether a process is gone, or dead and not yet waited for."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True

@@ -54,13 +54,13 @@ class Clients:
 
 def test_16_requests_are_finished_after_sigterm(tmp_path):
     with start(tmp_path) as service:
-        clients = Clients(service, 16, {**LONG, "max_tokens": 150})
+        clients = Clients(service, 16, {**LONG, "max_tokens": 80})
         service.signal(signal.SIGTERM)
         assert service.process.wait(30) == 0
         clients.join()
     assert {answer.status_code for answer in clients.answers} == {200}
     assert all(answer.text.endswith("data: [DONE]\n\n") for answer in clients.answers[::2])
-    assert {answer.json()["usage"]["completion_tokens"] for answer in clients.answers[1::2]} == {150}
+    assert {answer.json()["usage"]["completion_tokens"] for answer in clients.answers[1::2]} == {80}
 
 
 def test_a_second_sigterm_ends_requests_with_a_503_g86(tmp_path):
@@ -149,17 +149,3 @@ def test_an_engine_that_dies_leaves_a_service_that_says_so_g82(tmp_path):
         assert http.post("/v1/completions", json=LONG).status_code == 503
         service.signal(signal.SIGTERM)
         assert service.process.wait(30) == 1
-
-
-def test_the_engine_of_a_service_that_is_killed_ends_too(tmp_path):
-    with start(tmp_path) as service:
-        Clients(service, 0)
-        engine_pid = service.engine_pid
-        service.signal(signal.SIGKILL)
-        service.process.wait(30)
-        wait_until(lambda: not os.path.exists(f"/proc/{engine_pid}") or "Z" in state_of(engine_pid))
-
-
-def state_of(pid):
-    with open(f"/proc/{pid}/stat") as file:
-        return file.read().rsplit(")", 1)[1].split()[0]

@@ -2,24 +2,23 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
-from contextlib import suppress
-from pathlib import Path
 
 import httpx2
 import pytest
 
 from tests.server.conftest import wait_until
-from tests.server.service_process import PLAIN, ROOT, SCRIPTED, start
-from tests.server.test_life import state_of
+from tests.server.service_process import PLAIN, ROOT, SCRIPTED, free_port, has_ended, health, start
 
 ASK = {"prompt": [5], "max_tokens": 3, "ignore_eos": True}
 
 
-@pytest.mark.parametrize(("sig", "status"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
-@pytest.mark.parametrize("module", ["server.streams", "argparse", "uvloop", "fastapi"])
+@pytest.mark.parametrize(
+    ("module", "sig", "status"),
+    [(module, signal.SIGTERM, 0) for module in ("server.streams", "argparse", "uvloop", "fastapi")]
+    + [("uvloop", signal.SIGINT, 130)],
+)
 def test_a_signal_during_the_imports_ends_the_service_g07(tmp_path, module, sig, status):
     """As process 1 it went on: the system drops signals that such a process does not handle. With fastapi, the engine's
     process runs already.
@@ -29,7 +28,7 @@ def test_a_signal_during_the_imports_ends_the_service_g07(tmp_path, module, sig,
         children = [] if module != "fastapi" else [service.engine_pid]
         service.signal(sig)
         assert service.process.wait(10) == status
-        wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") and state_of(pid) != "Z" for pid in children))
+        wait_until(lambda: all(has_ended(pid) for pid in children))
     assert "Traceback" not in service.err
     assert service.out == ""
 
@@ -58,48 +57,47 @@ def full_disk():
 
 
 STREAMS = {
-    "output closed": lambda: {"preexec_fn": closing(1)},
-    "errors closed": lambda: {"preexec_fn": closing(2)},
-    "all closed": lambda: {"preexec_fn": closing(0, 1, 2)},
-    "output on a full disk": lambda: {"stdout": "/dev/full"},
-    "both on a full disk": lambda: {"stdout": "/dev/full", "stderr": "/dev/full"},
+    "output closed": {"preexec_fn": closing(1)},
+    "all closed": {"preexec_fn": closing(0, 1, 2)},
+    "output on a full disk": {"stdout": "/dev/full"},
+    "both on a full disk": {"stdout": "/dev/full", "stderr": "/dev/full"},
 }
 
 
 @pytest.mark.parametrize("kind", STREAMS)
 def test_standard_streams_that_cannot_be_written_do_not_matter_g08(tmp_path, kind):
     """They ended the service with a traceback, or turned the status at the end into 1."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    with start(tmp_path, "fake", "--port", str(port), **STREAMS[kind]()) as service:
+    port = free_port()
+    with start(tmp_path, "fake", "--port", str(port), **STREAMS[kind]) as service:
         with httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as http:
-            wait_until(lambda: answers(http), 30)
+            wait_until(lambda: health(http) == 200, 30)
             assert http.post("/v1/completions", json=ASK).json()["usage"]["completion_tokens"] == 3
         service.signal(signal.SIGTERM)
         assert service.process.wait(30) == 0
     assert "Traceback" not in service.err
-    assert ("standard output cannot be written: No space left on device" in service.err) == (kind == list(STREAMS)[3])
+    assert ("standard output cannot be written: No space left on device" in service.err) == (
+        kind == "output on a full disk"
+    )
 
 
-def answers(http):
-    with suppress(httpx2.TransportError):
-        return http.get("/health").status_code == 200
-    return False
-
-
-@pytest.mark.parametrize("folder", ["/nonexistent", "long"])
-def test_no_writable_folder_is_needed_g08(tmp_path, folder):
-    """Neither a read-only root nor a long TMPDIR matters: sockets have abstract names."""
-    temporary = tmp_path / ("a" * 120) if folder == "long" else Path(folder)
-    if folder == "long":
-        temporary.mkdir()
-    environ = os.environ | {"TMPDIR": str(temporary)}
+def test_no_writable_folder_is_needed_g08(tmp_path):
+    """Neither a read-only root nor a long TMPDIR matters: the sockets between the processes have abstract names."""
+    environ = os.environ | {"TMPDIR": str(tmp_path / ("a" * 120))}
     with start(tmp_path, "fake", code=READ_ONLY + SCRIPTED, env=environ) as service:
         with service.http() as http:
             assert http.post("/v1/completions", json=ASK).json()["usage"]["completion_tokens"] == 3
-            assert folder != "long" or not list(temporary.iterdir())
         service.signal(signal.SIGTERM)
         assert service.process.wait(30) == 0
+
+
+def test_a_signal_while_the_model_loads_ends_the_service_with_0_g07(tmp_path):
+    port = free_port()
+    with start(tmp_path, "loading", "--port", str(port)) as service:
+        with httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as http:
+            wait_until(lambda: health(http) == 503, 30)
+        service.signal(signal.SIGTERM)
+        assert service.process.wait(30) == 0
+    assert service.out == ""
 
 
 @pytest.mark.parametrize(
