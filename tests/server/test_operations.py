@@ -269,6 +269,28 @@ def test_work_that_takes_too_long_is_ended_with_an_error(start):
     assert len(service.engine.aborted) == 2
 
 
+@pytest.mark.parametrize(("age_s", "hangs"), [(4.0, False), (6.0, True)])
+def test_an_engine_that_hangs_is_not_waited_for_g85(start, age_s, hangs):
+    service, thread = start(FakeEngine(delay_s=0.05, script=lambda _request: [[5]] * 30))
+    client = stream_in_background(service, received := [])
+    service.engine.heartbeat_age_s = age_s
+    service.server.handle_exit(signal.SIGTERM, None)
+    for ended in (client, thread):
+        ended.join(10)
+    assert service.server.engine_hangs == hangs
+    assert (received[-1] == "stop") != hangs
+    assert bool(service.engine.aborted) == hangs
+
+
+@pytest.mark.parametrize("exits", [True, False])
+def test_the_server_ends_with_its_engine_only_if_so_set_g82(start, exits):
+    service, thread = start(FakeEngine(), exit_on_engine_death=exits)
+    service.engine.failure = "gone"
+    wait_until(lambda: service.server.should_exit == exits)
+    thread.join(10 if exits else 0.3)
+    assert thread.is_alive() != exits
+
+
 def test_idle_server_stops_at_once(start):
     service, thread = start(FakeEngine())
     service.server.handle_exit(signal.SIGTERM, None)

@@ -65,6 +65,19 @@ def test_a_dripping_head_ends_the_connection(connection):
             time.sleep(TIMEOUT_S / 10)
 
 
+def test_a_head_in_parts_does_not_end_a_long_answer(impatient, connection):
+    """A deadline that were set anew for every part would strike during the answer."""
+    impatient.engine.script, impatient.engine.delay_s = (lambda _request: [[5]] * 12), TIMEOUT_S / 5
+    body = b'{"prompt": "a", "max_tokens": 12}'
+    for part in (b"POST /v1/completions HTTP/1.1\r\n", b"Host: x\r\n", b"Content-Length: %d\r\n\r\n" % len(body), body):
+        connection.sendall(part)
+        time.sleep(0.02)
+    answer = HTTPResponse(connection)
+    answer.begin()
+    assert answer.status == 200
+    assert b'"completion_tokens":12' in answer.read()
+
+
 def test_a_body_that_does_not_come_is_told_so(connection):
     connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
     answer = everything(connection)
