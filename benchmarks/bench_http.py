@@ -4,8 +4,8 @@
 
 Server and engine are processes of their own, as in the service; the clients are threads with plain sockets. A figure is
 the server's user and system time over all tokens; protocols take turns, and the least of all rounds counts, since other
-work on the machine only adds. `httptools` is the
-parser that uvicorn would take by itself; it must be installed to be measured. The last line is JSON.
+work on the machine only adds. `httptools` is the parser that uvicorn would take by itself; install it to measure it.
+The last line is JSON.
 """
 
 import argparse
