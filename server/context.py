@@ -11,6 +11,9 @@ from server.convert import Converter
 from server.errors import ModelNotFound, Unavailable
 from server.metrics import Metrics
 from server.running import Engine, Running
+from server.stall import StallWatch
+
+SHUT_DOWN = "the service has shut down before this request was finished"
 
 
 class Gate:
@@ -48,7 +51,7 @@ class Gate:
     def cut(self) -> None:
         """End what is still in flight, each request with an error."""
         for running in self._running:
-            running.fail(Unavailable("the service has shut down before this request was finished"))
+            running.fail(Unavailable(SHUT_DOWN))
 
     async def wait_idle(self) -> None:
         """Return when no request is in flight."""
@@ -64,6 +67,7 @@ class ServerContext:
     converter: Converter
     metrics: Metrics
     gate: Gate
+    stall: StallWatch
     served_names: tuple[str, ...]
     started_s: float
 
@@ -93,7 +97,7 @@ class ServerContext:
             return reason
         if not self.engine.ready:
             return "the model is still loading"
-        return None
+        return self.stall.check()
 
     def why_not_alive(self) -> str | None:
         """None while the engine's process is there and, once loaded, shows signs of life."""

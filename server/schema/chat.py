@@ -1,8 +1,9 @@
 """Wire models of /v1/chat/completions: messages, tools, the request, and the shapes of answers and chunks."""
 
-from typing import Annotated, Any, Literal, NotRequired, TypedDict
+from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema, field_validator, model_validator
+from typing_extensions import TypedDict
 
 from server.schema.common import MAX_LOGPROBS, FinishReason, GenerationRequest, Usage, WireModel, refusal
 
