@@ -59,8 +59,8 @@ class LinearLayout:
         return self.parts[0].meta
 
 
-def read_linear(source: TensorSource, prefix: str) -> tuple[Weight, torch.Tensor | None]:
-    """Weight [N, K] and bias [N] (or None) of the layer named `prefix`.
+def read_linear(source: TensorSource, prefix: str) -> Weight:
+    """Weight [N, K] of the layer named `prefix`. A bias is a tensor of its own: whoever wants it reads it by name.
 
     Raises:
         CheckpointError: half a scale set, or a dtype or shape that fits no format; names file and tensor.
@@ -68,11 +68,7 @@ def read_linear(source: TensorSource, prefix: str) -> tuple[Weight, torch.Tensor
     layout = inspect_linear(source, prefix)
     parts = [part.convert(source.tensor(part.meta.name)) for part in layout.parts]
     scalars = [None if name is None else read_scalar(source, name) for name in (layout.scale, layout.input_scale)]
-    bias = f"{prefix}.bias"
-    if bias not in source:
-        return build_weight(layout.format_name, parts, *scalars), None
-    source.expect(bias, shape=(layout.shape[0],), dtypes=PLAIN_DTYPES)
-    return build_weight(layout.format_name, parts, *scalars), source.tensor(bias)
+    return build_weight(layout.format_name, parts, *scalars)
 
 
 def build_weight(

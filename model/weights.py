@@ -37,11 +37,15 @@ def check_shapes(source: TensorSource, rules: Iterable[TensorRule]) -> None:
 
     Raises:
         CheckpointError: (of the loaders) a tensor is missing or half a scale set.
-        UnsupportedModelError: a shape that config.json contradicts; names tensor and config keys.
+        UnsupportedModelError: a shape that config.json contradicts; names tensor and config keys. Or a bias of a
+            linear layer that has none in this architecture; names the tensor.
     """
+    rules = list(rules)
+    known = {rule.name for rule in rules}
     for rule in rules:
         shape: tuple[int, ...]
         if rule.is_linear:
+            _refuse_unknown_bias(source, rule.name, known)
             layout = inspect_linear(source, rule.name)
             meta, shape = layout.weight, layout.shape
         else:
@@ -51,6 +55,15 @@ def check_shapes(source: TensorSource, rules: Iterable[TensorRule]) -> None:
             raise UnsupportedModelError(
                 f"{meta.where}: its shape is {list(shape)}, but {rule.keys} in config.json make it {list(rule.shape)}"
             )
+
+
+def _refuse_unknown_bias(source: TensorSource, prefix: str, known: set[str]) -> None:
+    bias = f"{prefix}.bias"
+    if bias in source and bias not in known:
+        raise UnsupportedModelError(
+            f"{source.meta(bias).where}: the model has no bias here and would ignore it; "
+            "the checkpoint is of another architecture"
+        )
 
 
 def dummy_shapes(rules: Iterable[TensorRule]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
@@ -84,9 +97,8 @@ class WeightReader:
     dtype: torch.dtype
 
     def matrix(self, prefix: str) -> torch.Tensor:
-        """Dense [N, K] of a linear layer without bias, whatever its format."""
-        weight, _ = read_linear(self.source, prefix)
-        return weight.to(self.device).dequantize(self.dtype)
+        """Dense [N, K] of a linear layer, whatever its format."""
+        return read_linear(self.source, prefix).to(self.device).dequantize(self.dtype)
 
     def matrix_and_bias(self, prefix: str) -> tuple[torch.Tensor, torch.Tensor]:
         """The same with its bias [N]."""

@@ -107,6 +107,31 @@ def test_filters_agree_with_their_definition(vocab_size, spread):
         assert set(kept[row].nonzero()[:, 0].tolist()) == expected, rule
 
 
+@pytest.mark.parametrize(("sampling", "kept"), [
+    ({"min_p": 0.5}, {0, 1, 2}),  # exactly half of the best one's probability stays
+    ({"min_p": 0.5000001}, {0}),
+    ({"min_p": 0.25}, {0, 1, 2}),
+    ({"min_p": 1.0}, {0}),
+    ({"top_p": 0.5}, {0}),  # the best one fills it exactly
+    ({"top_p": 0.75}, {0, 1}),
+    ({"top_p": 0.7500001}, {0, 1, 2}),
+    ({"top_k": 2}, {0, 1}),  # of equals the smaller id
+    ({"top_k": 2, "top_p": 0.625}, {0}),  # the best has two thirds of the two
+    ({"top_k": 3, "min_p": 0.5}, {0, 1, 2}),
+])  # fmt: skip
+@pytest.mark.parametrize("vocab_size", [5, 300])
+def test_exact_ties_at_the_edge_of_a_filter(sampling, kept, vocab_size):
+    """Section G: `>=` or `>` decides. All numbers are exact in binary, and the rest of the vocabulary has 0."""
+    probs = torch.zeros(1, vocab_size)
+    probs[0, :5] = torch.tensor([0.5, 0.25, 0.25, 0.0, 0.0])
+    assert set(filter_probs(probs, [make(**sampling)])[0].nonzero()[:, 0].tolist()) == kept
+
+
+def test_equals_of_the_best_stay_at_min_p_one():
+    probs = torch.tensor([[0.25, 0.375, 0.375, 0.0]])
+    assert filter_probs(probs, [make(min_p=1.0)]).tolist() == [[0.0, 0.375, 0.375, 0.0]]
+
+
 def test_rows_of_a_mixed_batch_are_what_they_are_alone():
     kinds = [
         {"temperature": 0.0},

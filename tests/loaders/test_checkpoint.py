@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import struct
 from pathlib import Path
 
@@ -82,9 +83,14 @@ def test_packed_fp4_is_handed_out_as_bytes(tmp_path: Path) -> None:
     assert source.tensor("w").tolist() == [[0x10, 0x32], [0x54, 0x76]]
 
 
-def test_unaligned_tensors_are_read(tmp_path: Path) -> None:
-    header = {"byte": entry("U8", [1], 0, 1), "word": entry("F32", [1], 1, 5)}
-    raw_file(tmp_path / "m.safetensors", header, b"\x07" + struct.pack("<f", 2.5))
+@pytest.mark.parametrize(("dtype", "begin"), [("F32", 1), ("F32", 2), ("F32", 3), ("BF16", 1), ("F32", 4), ("BF16", 2)])
+def test_tensors_at_every_offset_are_read(tmp_path: Path, dtype: str, begin: int) -> None:
+    """torch refuses a view whose first byte is no multiple of the element's size; the header may ask for one."""
+    data = struct.pack("<f", 2.5) if dtype == "F32" else b"\x20\x40"
+    header = {"bytes": entry("U8", [begin], 0, begin), "word": entry(dtype, [1], begin, begin + len(data))}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # so that the data begins at a multiple of 8
+    raw_file(tmp_path / "m.safetensors", text, b"\x07" * begin + data)
     assert Checkpoint.open(tmp_path).tensor("word").tolist() == [2.5]
 
 
@@ -149,6 +155,17 @@ def test_skip_logs_count_and_size_once_and_reads_nothing(tmp_path: Path, caplog:
         source.skip([], "nothing to say")
     assert [record.message for record in caplog.records] == ["skipped 2 tensors (1.0 MB): not needed"]
     source.finish()
+
+
+@pytest.mark.parametrize("name", ["b", "x.bias", "x.weight_scale", "x.rotary_emb.inv_freq", "x.num_batches_tracked"])
+def test_a_tensor_that_nobody_read_is_an_error_whatever_its_name(tmp_path: Path, name: str) -> None:
+    """Section G: left-over tensors that end in .bias must not pass."""
+    source = save(tmp_path, {"a": A, name: B})
+    source.tensor("a")
+    with pytest.raises(
+        CheckpointError, match=rf"1 tensors belong to no part of the model: .*tensor '{re.escape(name)}'"
+    ):
+        source.finish()
 
 
 def test_errors_are_load_errors_and_value_errors() -> None:

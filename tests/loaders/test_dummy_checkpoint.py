@@ -29,7 +29,7 @@ def test_contents_depend_on_name_and_seed_only() -> None:
 @pytest.mark.parametrize("kind", FORMATS)
 def test_dequantized_weights_are_small_and_finite(kind: str) -> None:
     tensors, _ = linear_tensors("l", random_bf16(256, 256), kind)
-    weight, _ = read_linear(DummyCheckpoint(shapes_of(tensors)), "l")
+    weight = read_linear(DummyCheckpoint(shapes_of(tensors)), "l")
     assert weight.format_name == kind
     dense = weight.dequantize()
     assert dense.isfinite().all()

@@ -149,6 +149,26 @@ def test_scalar_scales_do_not_depend_on_the_rank(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["nvfp4", "fp8_tensor"])
+@pytest.mark.parametrize("rank", range(4))
+def test_every_expert_keeps_its_own_scales_on_every_rank(tmp_path: Path, kind: str, rank: int) -> None:
+    """Section G: a wrong local slice of the scalar scales shows on ranks above 0 alone."""
+    tensors, _, _ = split_experts(kind, E, H, I)
+    scale = "weight_scale_2" if kind == "nvfp4" else "weight_scale"
+    for e in range(E):
+        for number, name in enumerate(("gate_proj", "up_proj", "down_proj")):
+            tensors[f"x.{e}.{name}.{scale}"] = torch.tensor(1.0 + e + (64 if number == 2 else 16 * number))
+            tensors[f"x.{e}.{name}.input_scale"] = torch.tensor(0.5 + e + (32 if number == 2 else 0))
+    save(tmp_path, tensors)
+    experts = read_shard(tmp_path, kind, ExpertShard(ep_size=4, ep_rank=rank))
+    field = "scale_2" if kind == "nvfp4" else "scale"
+    first, second = 2 * rank, 2 * rank + 1
+    assert getattr(experts.w13, field).tolist() == [[1.0 + e, 17.0 + e] for e in (first, second)]
+    assert getattr(experts.w2, field).tolist() == [65.0 + e for e in (first, second)]
+    assert experts.w13.input_scale.tolist() == [0.5 + e for e in (first, second)]  # type: ignore[attr-defined]
+    assert experts.w2.input_scale.tolist() == [32.5 + e for e in (first, second)]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("kind", ["nvfp4", "fp8_tensor"])
 def test_every_rank_knows_the_largest_input_scales_of_the_layer(tmp_path: Path, kind: str) -> None:
     """Kernels with one activation scale for all experts need it; an expert without a scale counts as the largest."""
     tensors, _, _ = split_experts(kind, E, H, I)

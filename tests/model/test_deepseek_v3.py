@@ -1,11 +1,14 @@
 """DeepSeek-V3 gives transformers' logits, from FP8 blocks with an MTP layer, from NVFP4, and from plain weights."""
 
 import logging
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from loaders.errors import CheckpointError
 from model.config import ModelSettings
 from model.registry import build_model
 from tests.model.checkpoints import make_deepseek, pack_fp8, pack_nvfp4, state_by_file_name, write
@@ -48,6 +51,16 @@ def test_plain_without_query_latent_or_normalised_weights(tmp_path: Path) -> Non
     check_all_ways(model, reference, 80)
 
 
+@pytest.mark.parametrize("changes", [{}, {"q_lora_rank": None}], ids=["both latents", "no query latent"])
+def test_latent_norms_have_an_epsilon_of_their_own(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """Section G: rms_norm_eps is for the norms of the hidden states; the latents' take 1e-6."""
+    model, reference = packed_pair(make_deepseek(4, rms_norm_eps=0.1, **changes), tmp_path, None)
+    ids = prompt(20, 4)
+    cache = PagedCache(model.kv_specs)
+    got = model(cache.batch({"a": ids}, all_logits=True), cache.layers)
+    check_close(got, reference(torch.tensor([ids])).logits[0])
+
+
 def test_positions_far_beyond_the_original_context(tmp_path: Path) -> None:
     model, reference = packed_pair(make_deepseek(3, max_position_embeddings=21000), tmp_path, None)
     positions = [1, 127, 4096, 20000]
@@ -69,6 +82,18 @@ def test_names_without_the_model_prefix(tmp_path: Path) -> None:
     cache = PagedCache(model.kv_specs)
     got = model(cache.batch({"a": ids}, all_logits=True), cache.layers)
     check_close(got, reference(torch.tensor([ids])).logits[0])
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["model.norm.bias", "model.layers.0.input_layernorm.bias", "model.layers.1.mlp.gate.bias", "lm_head2.weight"],
+)
+def test_a_tensor_of_no_part_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    """Section G: left-over tensors are an error, those that end in .bias too."""
+    tensors = state_by_file_name(make_deepseek(), tmp_path)
+    write(tmp_path, tensors | {name: torch.zeros(160)})
+    with pytest.raises(CheckpointError, match=rf"1 tensors belong to no part of the model: .*'{re.escape(name)}'"):
+        build_model(tmp_path, ModelSettings())
 
 
 def test_latent_cache_holds_one_vector_per_token(tmp_path: Path) -> None:

@@ -106,6 +106,34 @@ def test_missing_tensor_is_named(saved: Any, tmp_path: Path) -> None:
     refused((kind, folder, without), tmp_path, {}, CheckpointError, re.escape("model.layers.1.self_attn.o_proj.weight"))
 
 
+@pytest.mark.parametrize("saved", ["deepseek"], indirect=True)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "lm_head",
+        "model.layers.1.self_attn.o_proj",
+        "model.layers.0.mlp.down_proj",
+        "model.layers.2.self_attn.kv_b_proj",
+        "model.layers.1.mlp.shared_experts.up_proj",
+        "model.layers.2.mlp.experts.7.gate_proj",
+    ],
+)
+def test_a_bias_that_the_model_would_ignore_is_refused_by_name(saved: Any, tmp_path: Path, name: str) -> None:
+    """Section G: such checkpoints loaded, and answered as if the bias were zero."""
+    kind, folder, tensors = saved
+    bias = {f"{name}.bias": torch.zeros(tensors[f"{name}.weight"].shape[0])}
+    words = rf"model\.safetensors: tensor '{re.escape(name)}\.bias': the model has no bias here"
+    refused((kind, folder, tensors | bias), tmp_path, {}, UnsupportedModelError, words)
+
+
+@pytest.mark.parametrize("saved", ["gpt_oss"], indirect=True)
+def test_a_bias_of_gpt_oss_that_the_model_would_ignore_is_refused_by_name(saved: Any, tmp_path: Path) -> None:
+    """Section G: its attention and router have biases, its head has none."""
+    kind, folder, tensors = saved
+    words = r"tensor 'lm_head\.bias': the model has no bias here"
+    refused((kind, folder, tensors | {"lm_head.bias": torch.zeros(96)}), tmp_path, {}, UnsupportedModelError, words)
+
+
 def test_impossible_expert_path_is_refused_first(tmp_path: Path) -> None:
     tensors, _ = pack_mxfp4(state_by_file_name(make_gpt_oss(), tmp_path))
     write(tmp_path, tensors, {"quantization_config": {"quant_method": "mxfp4"}})

@@ -89,11 +89,13 @@ def make_layer(routes_inside: bool, seen: list[Any], out_dtype: torch.dtype = to
     )
 
 
-def test_routing_is_scaled_once_and_shared_experts_not_at_all() -> None:
+@pytest.mark.parametrize("is_decode", [False, True])
+def test_routing_is_scaled_once_and_shared_experts_not_at_all(is_decode: bool) -> None:
+    """Section G: shared experts are added in decode, too."""
     seen: list[Any] = []
     layer = make_layer(False, seen)
     x = torch.randn(5, 6)
-    out = layer(x)
+    out = layer(x, is_decode=is_decode)
     ((topk, quant_info),) = seen
     assert quant_info == "weights"
     assert isinstance(topk, StandardTopK)
