@@ -3,20 +3,10 @@
 from pathlib import Path
 
 import pytest
-import torch
 
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from tests.engine.fakes import FakeModel
-
-
-@pytest.fixture(autouse=True, scope="session")
-def one_thread():
-    """Small matrices gain nothing from more threads, and lose much where other processes want the cores too."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

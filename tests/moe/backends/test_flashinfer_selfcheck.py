@@ -122,14 +122,17 @@ def test_ids_of_minus_one_add_exactly_zero(
     info = load_backend(backend).prepare(experts, config, Topology(allocator=_full_of_nan))
     runner = MoeRunner(backend, MoeA2ABackend.NONE, config)
     topk = hostile.routing(16, E, K)
-    holes = torch.rand(16, K, generator=torch.Generator().manual_seed(9)) < 0.3
-    with_holes = StandardTopK(topk.weights, topk.ids.masked_fill(holes, -1))
-    with_zeros = StandardTopK(topk.weights.masked_fill(with_holes.ids < 0, 0.0), topk.ids.clamp_min(0))
-    none = StandardTopK(topk.weights, torch.full_like(topk.ids, -1))
-    got, want, empty = (
-        runner.run(StandardDispatchOutput(X, routed), info).hidden_states for routed in (with_holes, with_zeros, none)
+    holes = (torch.rand(16, K, generator=torch.Generator().manual_seed(9)) < 0.3) | (topk.ids < 0)
+    ids = topk.ids.masked_fill(holes, -1)
+    zero, nan = (topk.weights.masked_fill(holes, weight) for weight in (0.0, float("nan")))
+    without, none = StandardTopK(zero, topk.ids.masked_fill(holes, 0)), torch.full_like(ids, -1)
+    got, poisoned, want, empty = (
+        runner.run(StandardDispatchOutput(X, routed), info).hidden_states
+        for routed in (StandardTopK(zero, ids), StandardTopK(nan, ids), without, StandardTopK(nan, none))
     )
-    assert torch.equal(got, want)
+    # Bits may be compared where every expert gets equally many rows: a GEMM's last bits depend on their number.
+    assert torch.equal(poisoned, got)
+    assert hostile.relative_error(got, want) < 2**-8, "a step of bf16 in a few values"
     assert torch.equal(empty, torch.zeros(16, H, dtype=torch.bfloat16))
 
 
