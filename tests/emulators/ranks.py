@@ -64,7 +64,7 @@ def run_ranks(size: int, work: Callable[[Rank], T]) -> list[T]:
                 failures.append(error)
             group.barrier.abort()
 
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(size)]
+    threads = [threading.Thread(target=run, args=(index,), daemon=True) for index in range(size)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -85,7 +85,7 @@ def test_its_own_process_gives_the_same_tokens(expected):
     async def main():
         client = EngineClient(EngineConfig(model=FOLDER, device="cpu", selfcheck="off", num_threads=1))
         await client.start()
-        end = time.monotonic() + 120
+        end = time.monotonic() + 90
         while not client.ready:
             assert client.failure is None, client.failure
             assert time.monotonic() < end

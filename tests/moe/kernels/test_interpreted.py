@@ -8,6 +8,7 @@ import sys
 import pytest
 
 pytest.importorskip("triton")
+pytestmark = pytest.mark.timeout(330)  # the first test waits for one process, 300 s at most
 
 CASES = [
     "mxfp4 direct", "mxfp4 direct, two parts", "mxfp4 direct, three parts by expert",

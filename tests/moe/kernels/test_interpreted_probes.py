@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("triton")
+pytestmark = pytest.mark.timeout(330)  # the first test waits for one process, 300 s at most
 
 DIRECT = "direct plan 8 x 64 (up to 4 tokens); the tolerance is 0.015"
 BY_EXPERT = "direct plan 16 x 128 (up to 32 tokens); the tolerance is 0.015"
