@@ -118,9 +118,13 @@ def test_prompt_logprobs_arrive_once_whatever_the_chunks(make_core):
         entries = outputs[0].prompt_logprobs
         assert entries[0] is None
         assert [entry.token_id for entry in entries[1:]] == prompt[1:]
-        wholes.append(entries)
-    assert wholes[0] == wholes[1] == wholes[2]
-    best = [entry.top[0] for entry in wholes[0][1:]]
+        wholes.append(entries[1:])
+    for entries in wholes[1:]:
+        for entry, first in zip(entries, wholes[0], strict=True):
+            assert entry.logprob == pytest.approx(first.logprob, abs=1e-5)
+            assert [token for token, _ in entry.top] == [token for token, _ in first.top]
+            assert [value for _, value in entry.top] == pytest.approx([value for _, value in first.top], abs=1e-5)
+    best = [entry.top[0] for entry in wholes[0]]
     assert best[-1][0] == alone(make_core, prompt[:-1], max_tokens=1)[0]
     assert all(math.exp(logprob) <= 1 for _, logprob in best)
 

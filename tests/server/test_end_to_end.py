@@ -90,7 +90,10 @@ def test_streaming_equals_non_streaming(client, fields):
         whole.message.reasoning,
         whole.finish_reason,
     )
-    assert [(e.bytes, e.logprob) for e in entries] == [(e.bytes, e.logprob) for e in whole.logprobs.content]
+    assert [entry.bytes for entry in entries] == [entry.bytes for entry in whole.logprobs.content]
+    # Not the same bits: the second request finds its prompt in the prefix cache, and computes one row instead of many.
+    expected = [entry.logprob for entry in whole.logprobs.content]
+    assert [entry.logprob for entry in entries] == pytest.approx(expected, abs=1e-3)
 
 
 def test_it_calls_a_function(client):
