@@ -70,7 +70,7 @@ def expected(model):
 
 
 def test_no_token_is_chosen_by_a_hair(model, expected):
-    """Equal tokens may be asked for, below, since rounding cannot decide one: prompts and seeds were chosen for that."""
+    """Rounding cannot decide one, so that equal tokens may be asked for below: prompts and seeds were chosen for it."""
     outputs = run_all(make_core(Shaken(model)), make_requests())
     assert {name: tokens_of(outs) for name, outs in outputs.items()} == expected
 

@@ -54,6 +54,19 @@ def test_a_seeded_request_ignores_unseeded_neighbours(make_core):
     assert tokens_of(outputs["mine"]) == alone(make_core, [5, 6], max_tokens=12, ignore_eos=True, **SAMPLED)
 
 
+def test_every_seed_counts_zero_too(make_core):
+    def answer(engine_seed, seed):
+        item = request("a", [3], max_tokens=16, temperature=2.0, ignore_eos=True, seed=seed)
+        return tokens_of(run_all(make_core(seed=engine_seed), [item])["a"])
+
+    assert answer(1, 0) == answer(2, 0) != answer(1, 5)
+
+
+def test_a_request_that_runs_to_its_length_has_no_stop_reason(make_core):
+    outputs = run_all(make_core(), [request("a", [9, 8], max_tokens=3, ignore_eos=True)])["a"]
+    assert [(output.finish_reason, output.stop_reason) for output in outputs] == [(None, None)] * 2 + [("length", None)]
+
+
 def test_unseeded_requests_differ_and_follow_the_engine_seed(make_core):
     def run(seed):
         requests = [request(f"r{i}", [3], max_tokens=16, temperature=2.0, ignore_eos=True) for i in range(2)]

@@ -188,6 +188,7 @@ def test_logprobs_are_those_of_the_raw_logits():
     assert [value for _, value in entry[0].top] == pytest.approx([math.log(PROBS[i]) for i in (2, 0, 1)], abs=1e-6)
     assert len(entry[1].top) == 1
     assert entry[2] is None
+    assert [len(e.top) for e in choose(make(logprobs=1), make(logprobs=4), make(logprobs=0)).logprobs] == [1, 4, 0]
     assert choose(make(logprobs=0)).logprobs[0].top == []
     assert len(choose(make(logprobs=9)).logprobs[0].top) == len(PROBS)
 
@@ -226,6 +227,15 @@ def test_draws_are_uniform_and_know_only_seed_and_index():
     assert uniform(-1, 0) != uniform(0, 0)
     shifted = {uniform(4, index) for index in range(50)} & {uniform(5, index) for index in range(50)}
     assert not shifted
+
+
+@pytest.mark.parametrize(("seed", "index", "number"), [
+    (0, 0, "0x1.4e0dba5e9a32ep-1"), (0, 1, "0x1.6705460be8828p-1"), (1, 0, "0x1.7906ac21d0e58p-2"),
+    (-1, 0, "0x1.77082a9eca89cp-2"), (2**63 - 1, 100, "0x1.777c196222718p-3"),
+])  # fmt: skip
+def test_a_seed_means_the_same_in_every_version(seed, index, number):
+    """Answers to a seed are kept in users' own tests: the sequence of draws must not change."""
+    assert uniform(seed, index).hex() == number
 
 
 def test_the_largest_draw_chooses_a_possible_token(monkeypatch):

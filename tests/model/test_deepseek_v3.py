@@ -96,6 +96,14 @@ def test_a_tensor_of_no_part_is_refused_by_name(tmp_path: Path, name: str) -> No
         build_model(tmp_path, ModelSettings())
 
 
+def test_tensors_of_old_exports_and_of_a_quantized_cache_are_skipped(tmp_path: Path) -> None:
+    tensors = state_by_file_name(make_deepseek(), tmp_path)
+    prefix = "model.layers.1.self_attn"
+    unused = (f"{prefix}.k_proj.k_scale", f"{prefix}.v_proj.v_scale", f"{prefix}.rotary_emb.inv_freq")
+    write(tmp_path, tensors | {name: torch.zeros(1) for name in unused})
+    build_model(tmp_path, ModelSettings())
+
+
 def test_latent_cache_holds_one_vector_per_token(tmp_path: Path) -> None:
     model, _ = packed_pair(make_deepseek(), tmp_path, None)
     spec = model.kv_specs[0]

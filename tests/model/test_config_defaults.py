@@ -1,0 +1,60 @@
+"""What a config.json leaves out: the published models' own values, and the other spellings of a key."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loaders.hf_config import read_config
+from model.config import ModelSettings
+from model.families.base import Family
+from model.families.gpt_oss import GptOssFamily
+from model.registry import build_model, make_family
+from tests.model.checkpoints import make_deepseek, make_gpt_oss
+
+
+def family_of(folder: Path, model: Any, changes: dict[str, Any]) -> Family:
+    """The family of a config with these changes; None removes a key."""
+    model.config.save_pretrained(folder)
+    path = folder / "config.json"
+    config = json.loads(path.read_text()) | {"architectures": [type(model).__name__]} | changes
+    path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+    return make_family(read_config(folder))
+
+
+def test_gpt_oss_without_its_optional_keys(tmp_path: Path) -> None:
+    names = ("layer_types", "swiglu_limit", "swiglu_alpha", "rms_norm_eps", "head_dim", "tie_word_embeddings")
+    family = family_of(tmp_path, make_gpt_oss(num_hidden_layers=3), dict.fromkeys(names))
+    assert isinstance(family, GptOssFamily)
+    assert family.windows == [8, None, 8], "even layers slide"
+    assert (family.moe.activation.alpha, family.moe.activation.beta, family.moe.activation.limit) == (1.702, 1.0, 7.0)
+    assert (family.norm_eps, family.head_dim, family.is_head_tied) == (1e-5, 64 // 4, False)
+
+
+@pytest.mark.parametrize("key", ["num_experts_per_tok", "experts_per_token"])
+def test_both_spellings_of_the_experts_per_token(tmp_path: Path, key: str) -> None:
+    changes = {"num_experts_per_tok": None, "experts_per_token": None} | {key: 3}
+    assert family_of(tmp_path, make_gpt_oss(), changes).moe.routing.top_k == 3
+
+
+def test_deepseek_without_its_optional_keys(tmp_path: Path) -> None:
+    names = ("norm_topk_prob", "routed_scaling_factor", "n_group", "topk_group", "rms_norm_eps", "moe_layer_freq")
+    family = family_of(tmp_path, make_deepseek(), dict.fromkeys(names))
+    routing = family.moe.routing
+    assert (routing.normalize, routing.routed_scaling_factor) == (True, 1.0)
+    assert (routing.num_groups, routing.num_kept_groups) == (1, 1)
+    assert family.norm_eps == 1e-6
+    assert [family.is_moe_layer(layer) for layer in range(3)] == [False, True, True]
+
+
+def test_every_second_layer_has_experts(tmp_path: Path) -> None:
+    family = family_of(tmp_path, make_deepseek(num_hidden_layers=6), {"moe_layer_freq": 2, "first_k_dense_replace": 1})
+    assert [family.is_moe_layer(layer) for layer in range(6)] == [False, False, True, False, True, False]
+
+
+def test_the_first_moe_layer_is_checked_also_where_it_is_not_layer_0(tmp_path: Path) -> None:
+    family_of(tmp_path, make_deepseek(), {})
+    for selfcheck, checked in (("off", [False, False]), ("first", [True, False]), ("all", [True, True])):
+        model = build_model(tmp_path, ModelSettings(load_format="dummy", selfcheck=selfcheck))  # type: ignore[arg-type]
+        assert [layer.selfcheck is not None for layer in model.moe_layers] == checked
