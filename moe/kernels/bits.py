@@ -95,8 +95,8 @@ def unpack_e2m1(words, s0, s1, s2, s3, USE_ASM: tl.constexpr):
 @triton.jit
 def unpack_e4m3(words, USE_ASM: tl.constexpr):
     """int16 words [N, W] to two bf16 [N, W], the true values of the low and the high bytes."""
-    lift = tl.full(words.shape, 1.329227995784916e36, tl.bfloat16)  # 2^120
     if USE_ASM:
+        lift = tl.full(words.shape, 1.329227995784916e36, tl.bfloat16)  # 2^120
         w0, w1 = tl.inline_asm_elementwise(
             _E4M3_ASM,
             "=r,=r,r,r",
@@ -106,6 +106,7 @@ def unpack_e4m3(words, USE_ASM: tl.constexpr):
             pack=2,
         )
     else:
+        lift = tl.full(words.shape, 1.329227995784916e36, tl.float32)  # Triton 3.7's interpreter has no bf16 constants
         h = words.to(tl.int32)
         w0 = _scaled(((h << 4) & 0x07F0) | ((h << 8) & 0x8000), lift)
         w1 = _scaled(((h >> 4) & 0x07F0) | (h & 0x8000), lift)

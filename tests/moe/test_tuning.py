@@ -56,8 +56,10 @@ def profiled(monkeypatch: pytest.MonkeyPatch) -> Profiled:
     return install_profiles(monkeypatch, dict(SECONDS))
 
 
-def tuner(folder: Path | None, *, is_on: bool = True, **changes: Any) -> LayerTuner:
-    return LayerTuner(TuningSettings(is_on=is_on, cache_folder=folder, token_counts=COUNTS, **changes))
+def tuner(folder: Path | None, *, is_on: bool = True, budget_s: float = 3600.0, **changes: Any) -> LayerTuner:
+    """The budget counts real seconds: a slow machine must not cut the measurements short."""
+    settings = TuningSettings(is_on=is_on, cache_folder=folder, token_counts=COUNTS, budget_s=budget_s, **changes)
+    return LayerTuner(settings)
 
 
 def pairs(info: Any) -> list[tuple[int, int] | None]:
