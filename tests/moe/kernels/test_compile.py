@@ -8,8 +8,6 @@ from dataclasses import replace
 
 import pytest
 
-pytest.importorskip("triton")
-
 from moe.backends.triton_plans import LayerShape, plans_for
 from moe.kernels.plan import Plan
 from tests.moe.kernels.compiling import (

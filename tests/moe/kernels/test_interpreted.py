@@ -7,7 +7,6 @@ import sys
 
 import pytest
 
-pytest.importorskip("triton")
 pytestmark = pytest.mark.timeout(330)  # the first test waits for one process, 300 s at most
 
 CASES = [

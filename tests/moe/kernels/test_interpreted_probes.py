@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("triton")
 pytestmark = pytest.mark.timeout(330)  # the first test waits for one process, 300 s at most
 
 DIRECT = "direct plan 8 x 64 (up to 4 tokens); the tolerance is 0.015"

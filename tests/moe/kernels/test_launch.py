@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("triton")
-
 from moe import MoeA2ABackend, MoeBackend, MoeRunner, MoeRunnerConfig
 from moe.backends.triton import TritonBackend, TritonMoeQuantInfo
 from moe.backends.triton_plans import PlanTable
