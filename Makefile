@@ -7,12 +7,15 @@ PORT   ?= 8000
 ARGS   ?=
 PIP     = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 
-.PHONY: serve test check bench
+.PHONY: serve test test-cpus check bench
 serve: $(VENV)/.core
 	$(VENV)/bin/moe-serve --port $(PORT) $(ARGS)
 
 test: $(VENV)/.dev
 	$(VENV)/bin/python -m pytest $(ARGS)
+
+test-cpus: $(VENV)/.dev
+	PATH="$(abspath $(VENV))/bin:$$PATH" scripts/test_on_every_cpu $(ARGS)
 
 check: $(VENV)/.dev
 	PATH="$(abspath $(VENV))/bin:$$PATH" scripts/check
