@@ -103,6 +103,35 @@ def test_a_cached_prefix_is_skipped_but_the_last_token_is_computed():
     assert scheduler.num_cached_tokens == 12
 
 
+def test_the_end_of_a_cached_prefix_is_reused_first():
+    """Pages are found from the first on: without its beginning the rest of a prefix is worth nothing."""
+    scheduler = make_scheduler(num_pages=4, caching=True, budget=64)
+    add(scheduler, "a", range(16))
+    step(scheduler)
+    scheduler.remove("a")
+    add(scheduler, "b", [90] * 3)
+    assert step(scheduler) == [("b", 0, 3)]  # on the page of tokens 12 to 15
+    scheduler.remove("b")
+    add(scheduler, "c", range(16))
+    assert step(scheduler) == [("c", 12, 4)]
+
+
+def test_a_request_that_waits_for_room_leaves_its_prefix_in_that_order():
+    scheduler = make_scheduler(num_pages=6, caching=True, budget=64)
+    add(scheduler, "a", range(16))
+    step(scheduler)
+    scheduler.remove("a")
+    add(scheduler, "running", [90] * 3)
+    step(scheduler)
+    add(scheduler, "big", [*range(16), *[91] * 8])  # its first pages are there, but not enough for the others
+    while len(scheduler.sequences["running"].pages) < 3:  # the free page, then a cached one
+        assert [name for name, _, _ in step(scheduler)] == ["running"]
+    scheduler.remove("big")
+    scheduler.remove("running")
+    add(scheduler, "again", range(16))
+    assert step(scheduler) == [("again", 12, 4)]
+
+
 def test_generated_tokens_are_cached_too():
     scheduler = make_scheduler(caching=True)
     seq = add(scheduler, "a", range(3))
