@@ -9,7 +9,7 @@ import torch
 from engine.draws import uniform
 from engine.filters import filter_probs
 from engine.sampler import sample
-from engine.sequence import Sequence
+from engine.sequence import GREEDY_TEMPERATURE, Sequence
 from tests.engine.requests import request
 
 LOGITS = torch.tensor([2.0, 1.0, 3.0, 0.0, -1.0])
@@ -38,6 +38,16 @@ def test_greedy_takes_the_best_and_the_first_of_equals():
     assert choose(make(temperature=0.0)).tokens == [2]
     assert choose(make(temperature=0.0), logits=torch.tensor([1.0, 5.0, 5.0])).tokens == [1]
     assert choose(make(temperature=0.0, logprobs=0), logits=torch.tensor([1.0, 5.0, 5.0])).tokens == [1]
+
+
+@pytest.mark.parametrize("logprobs", [None, 0])
+def test_the_greedy_temperature_itself_draws_nothing(logprobs):
+    """Of equals the first comes, whatever the seed; a draw would find the second one, too."""
+    equals = torch.tensor([1.0, 5.0, 5.0])
+    seqs = [make(temperature=GREEDY_TEMPERATURE, seed=seed, logprobs=logprobs) for seed in range(20)]
+    assert set(choose(*seqs, logits=equals).tokens) == {1}
+    warmer = [make(temperature=2 * GREEDY_TEMPERATURE, seed=seed, logprobs=logprobs) for seed in range(20)]
+    assert set(choose(*warmer, logits=equals).tokens) == {1, 2}
 
 
 def test_draws_follow_the_probabilities():
@@ -201,6 +211,12 @@ def test_a_row_that_is_not_finite_has_no_token(bad, sampling):
     tokens = sample(logits, [make(seed=5, **sampling) for _ in range(3)]).tokens
     assert tokens[1] is None
     assert tokens[0] == tokens[2] == choose(make(seed=5, **sampling)).tokens[0]
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {}, {"top_p": 0.5, "logprobs": 1}])
+def test_a_row_with_every_token_masked_has_no_token(sampling):
+    logits = torch.stack([LOGITS, torch.full_like(LOGITS, -math.inf)])
+    assert sample(logits, [make(seed=5, **sampling) for _ in range(2)]).tokens[1] is None
 
 
 def test_masked_logits_are_fine_and_never_chosen():
