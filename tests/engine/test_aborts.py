@@ -82,3 +82,12 @@ def test_pages_are_free_in_the_step_after_an_abort(make_core):
     core.abort("a")
     assert [output.finish_reason for output in core.step()] == ["abort"]
     assert (core.stats().num_pages_used, core.has_work) == (0, False)
+
+
+def test_the_last_output_of_an_abort_counts_its_cached_tokens(make_core):
+    core = make_core()
+    run_all(core, [request("first", range(1, 30))])
+    core.add(request("again", range(1, 30), 100, ignore_eos=True))
+    core.step()
+    core.abort("again")
+    assert [(output.finish_reason, output.num_cached_tokens) for output in core.step()] == [("abort", 28)]
