@@ -113,6 +113,11 @@ def test_end_of_turn_of_the_model_stops_unless_ignored(make_core):
     assert ignored[-1].finish_reason == "length"
 
 
+def test_ignore_eos_ignores_the_request_s_own_stop_ids_too(make_core):
+    free = alone(make_core, [9, 8], max_tokens=30, ignore_eos=True)
+    assert alone(make_core, [9, 8], max_tokens=30, ignore_eos=True, stop_token_ids=(free[5],)) == free
+
+
 def test_min_tokens_forbids_the_stop_ids_until_then(make_core):
     free = alone(make_core, [9, 8], max_tokens=30, ignore_eos=True)
     tokens = alone(make_core, [9, 8], max_tokens=30, min_tokens=6, stop_token_ids=(free[2],))
