@@ -1,10 +1,15 @@
-"""For all tests: a fixed number of threads, and random numbers that do not depend on the tests before."""
+"""For all tests: a fixed number of threads, and the same random numbers and examples in every run and order."""
 
 import os
 from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import settings
+
+# A limit on the time of one example would fail on a busy machine.
+settings.register_profile("repeatable", derandomize=True, database=None, deadline=None)
+settings.load_profile("repeatable")
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -96,7 +96,8 @@ def test_numbers_left_open_are_filled_in():
     assert (loaded.max_model_len, loaded.max_num_batched_tokens, loaded.num_pages) == (256, 512, 64 * 16)
     assert load_engine(config(max_model_len=100), FakeModel()).max_model_len == 100
     assert load_engine(config(max_num_seqs=1000), FakeModel()).max_num_batched_tokens == 1000
-    assert load_engine(config(num_pages=3), FakeModel()).max_model_len == 48
+    for num_pages, max_model_len in ((3, 48), (15, 240), (16, 256), (17, 256)):
+        assert load_engine(config(num_pages=num_pages), FakeModel()).max_model_len == max_model_len
 
 
 def test_a_longer_context_than_the_model_has_is_refused():

@@ -166,6 +166,8 @@ def test_bias_and_penalties_change_the_choice():
     greedy = {"temperature": 0.0}
     assert choose(make(**greedy, logit_bias={4: 5.0})).tokens == [4]
     assert choose(make(**greedy, logit_bias={2: -100.0})).tokens == [0]
+    assert choose(make(**greedy, logit_bias={0: 1.5})).tokens == [0]  # 2.0 and 1.5 are more than 3.0
+    assert choose(make(**greedy, logit_bias={2: -0.5, 0: 0.25})).tokens == [2]
     assert choose(make(**greedy, presence_penalty=1.5, output=[2])).tokens == [0]
     assert choose(make(**greedy, presence_penalty=0.5, output=[2, 2, 2, 2])).tokens == [2]
     assert choose(make(**greedy, frequency_penalty=0.5, output=[2, 2, 2, 2])).tokens == [0]
