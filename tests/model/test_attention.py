@@ -58,6 +58,20 @@ def test_bounds_on_gathered_keys_and_scores_change_nothing(monkeypatch: pytest.M
         run_steps(kind, sequences, steps, sinks)
 
 
+def test_no_decode_group_gathers_more_keys_than_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Padding counts. A request that is longer by itself stands alone; every request stands in one group."""
+    monkeypatch.setattr(torch_attention, "_MAX_DECODE_KEYS", 64)
+    cache = PagedCache([GQA.kv_spec])
+    lengths = {"a": 5, "b": 70, "c": 20, "d": 31, "e": 9, "f": 30}
+    cache.batch({name: [0] * (length - 1) for name, length in lengths.items()})
+    plan = make_attention("torch", [GQA], torch.device("cpu")).plan(cache.batch({name: [0] for name in lengths}))
+    groups = plan.groups[GQA]
+    assert all(group.slots_BL.numel() <= 64 or group.slots_BL.shape[0] == 1 for group in groups)
+    rows = torch.cat([group.rows for group in groups if group.rows is not None])
+    assert sorted(rows.tolist()) == list(range(6))
+    assert sum(group.slots_BL.shape[0] > 1 for group in groups) >= 2, "short ones share a group"
+
+
 def test_sink_golden_value() -> None:
     """Scaled scores [1, 2] and a sink of 0.5 leave probabilities 0.231224 and 0.628532 to the keys."""
     spec = AttentionSpec(num_heads=1, num_kv_heads=1, key_dim=1, value_dim=2, scale=0.5)
