@@ -37,7 +37,7 @@ USER 10001
 WORKDIR /cache
 VOLUME /cache
 EXPOSE 8000
-HEALTHCHECK --interval=10s --timeout=5s --start-period=10m CMD ["moe-serve", "health", "--of-pid", "1"]
+HEALTHCHECK --interval=10s --timeout=5s --start-period=1h CMD ["moe-serve", "health", "--of-pid", "1"]
 ENTRYPOINT ["tini", "--", "moe-serve"]
 
 # The devel base keeps nvcc: FlashInfer compiles some kernels per shape at run time. Triton needs g++ and python3-dev.
@@ -86,5 +86,5 @@ USER 10001
 WORKDIR /cache
 VOLUME /cache
 EXPOSE 8000
-HEALTHCHECK --interval=10s --timeout=5s --start-period=10m CMD ["moe-serve", "health", "--of-pid", "1"]
+HEALTHCHECK --interval=10s --timeout=5s --start-period=1h CMD ["moe-serve", "health", "--of-pid", "1"]
 ENTRYPOINT ["tini", "--", "moe-serve"]
