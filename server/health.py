@@ -5,6 +5,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
 
+from server import streams
 from server.config import ServerConfig
 from server.errors import SettingError
 from server.listener import reachable
@@ -37,7 +38,7 @@ def health(
     if address.port == 0:
         raise SettingError("--port: 0 lets the service pick a free port, which is not known here; name one")
     status, text = _ask(reachable(address.host), address.port)
-    sys.stdout.write(f"{text}\n")
+    streams.write(sys.stdout, f"{text}\n")  # the status is the answer, also where nobody reads the words
     return 0 if status == http.client.OK else 1
 
 

@@ -93,3 +93,10 @@ def test_wrong_flags_and_a_free_port_are_named(tmp_path: Path) -> None:
         health(["--prot", "1"], "moe-serve", SETTINGS, {})
     with pytest.raises(SettingError, match="--port: 0 lets the service pick a free port"):
         health(["--of-pid", "1"], "moe-serve", SETTINGS, {}, started_with(tmp_path, "moe-serve", "--port", "0"))
+
+
+def test_what_kubernetes_sets_for_a_service_of_this_name_is_no_port(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOE_SERVE_SERVICE_HOST", "10.0.0.1")
+    monkeypatch.setenv("MOE_SERVE_SERVICE_PORT", "80")
+    monkeypatch.setenv("MOE_SERVE_PORT", "tcp://10.0.0.1:80")
+    assert cli.main(["health", "--port", str(port)]) == 0
