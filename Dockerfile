@@ -1,12 +1,51 @@
-# Serves a mixture-of-experts model on an NVIDIA GPU (compute capability 9.0 or 10.0); without one it runs on the CPU.
-#   docker build -t moe-serve .
-#   docker run --gpus all -p 8000:8000 -v moe-serve-cache:/cache moe-serve --moe-backend flashinfer_mxfp4
-# The devel base keeps nvcc: FlashInfer compiles some kernels per shape at run time.
-FROM nvidia/cuda:13.0.1-devel-ubuntu24.04
+# Two images of one service:
+#   docker build -t moe-serve .                     for NVIDIA GPUs of compute capability 9.0 and 10.0
+#   docker build -t moe-serve:cpu --target cpu .    without a GPU
+#   docker run --gpus all -p 8000:8000 -v moe-serve-cache:/cache moe-serve
+# Flags of the service follow the image's name. Only /cache is written, so --read-only and any --user work.
+
+FROM ubuntu:24.04 AS cpu
 
 # hadolint ignore=DL3008
 RUN apt-get update \
-    && apt-get install -y --no-install-recommends python3 python3-dev python3-venv g++ \
+    && apt-get install -y --no-install-recommends python3 python3-venv tini \
+    && rm -rf /var/lib/apt/lists/*
+
+ENV VIRTUAL_ENV=/opt/moe-serve \
+    PATH=/opt/moe-serve/bin:$PATH \
+    PIP_NO_CACHE_DIR=1 \
+    PIP_DISABLE_PIP_VERSION_CHECK=1
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+RUN --mount=type=bind,source=constraints.txt,target=/tmp/constraints.txt \
+    python3 -m venv "$VIRTUAL_ENV" \
+    && pip install -c /tmp/constraints.txt --extra-index-url "$TORCH_INDEX" torch setuptools
+RUN --mount=type=bind,target=/src,rw \
+    pip install -c /src/constraints.txt --no-build-isolation /src
+
+# Ubuntu's image has a user with uid 1000. The cache is open to every uid, as /tmp is.
+RUN useradd --uid 10001 --home-dir /cache --no-create-home serve && mkdir -m 1777 /cache
+ENV HOME=/cache \
+    XDG_CACHE_HOME=/cache \
+    HF_HOME=/cache/huggingface \
+    MOE_SERVE_HOST=0.0.0.0 \
+    MOE_SERVE_EXIT_ON_ENGINE_DEATH=true
+LABEL org.opencontainers.image.title="moe-serve" \
+      org.opencontainers.image.description="Mixture-of-experts models behind the OpenAI HTTP API" \
+      org.opencontainers.image.version="0.1.0" \
+      org.opencontainers.image.licenses="Apache-2.0"
+USER 10001
+WORKDIR /cache
+VOLUME /cache
+EXPOSE 8000
+HEALTHCHECK --interval=10s --timeout=5s --start-period=1h CMD ["moe-serve", "health", "--of-pid", "1"]
+ENTRYPOINT ["tini", "--", "moe-serve"]
+
+# The devel base keeps nvcc: FlashInfer compiles some kernels per shape at run time. Triton needs g++ and python3-dev.
+FROM nvidia/cuda:13.0.1-devel-ubuntu24.04 AS gpu
+
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends python3 python3-venv tini python3-dev g++ \
     && rm -rf /var/lib/apt/lists/*
 
 ENV VIRTUAL_ENV=/opt/moe-serve \
@@ -14,12 +53,10 @@ ENV VIRTUAL_ENV=/opt/moe-serve \
     PIP_NO_CACHE_DIR=1 \
     PIP_DISABLE_PIP_VERSION_CHECK=1 \
     FLASHINFER_CUDA_ARCH_LIST="9.0a 10.0a"
-RUN python3 -m venv "$VIRTUAL_ENV"
-
 # Dependencies and compiled kernels come before the project's own files, so that a change there rebuilds neither.
-WORKDIR /src
-COPY constraints.txt ./
-RUN pip install -c constraints.txt torch setuptools flashinfer-python triton
+RUN --mount=type=bind,source=constraints.txt,target=/tmp/constraints.txt \
+    python3 -m venv "$VIRTUAL_ENV" \
+    && pip install -c /tmp/constraints.txt torch setuptools flashinfer-python triton
 
 # MoE, attention with sinks (head dim 64) and MLA kernels, placed where the library looks for ready-made ones.
 RUN aot="$(python -c 'import flashinfer, pathlib; print(pathlib.Path(flashinfer.__file__).parent / "data" / "aot")')" \
@@ -29,27 +66,25 @@ RUN aot="$(python -c 'import flashinfer, pathlib; print(pathlib.Path(flashinfer.
         --add-comm false --add-gemma false --add-xqa false \
     && rm -rf /tmp/aot
 
-COPY pyproject.toml README.md LICENSE ./
-COPY assets assets
-COPY engine engine
-COPY loaders loaders
-COPY model model
-COPY moe moe
-COPY server server
-RUN pip install -c constraints.txt --no-build-isolation '.[gpu]' && rm -rf /src/*
+RUN --mount=type=bind,target=/src,rw \
+    pip install -c /src/constraints.txt --no-build-isolation '/src[gpu]'
 
-# One writable place for what is compiled or tuned at run time; mount a volume there to keep it.
-ENV FLASHINFER_WORKSPACE_BASE=/cache \
-    TRITON_CACHE_DIR=/cache/triton \
+# As above; the caches of what is compiled at run time are in /cache too.
+RUN useradd --uid 10001 --home-dir /cache --no-create-home serve && mkdir -m 1777 /cache
+ENV HOME=/cache \
     XDG_CACHE_HOME=/cache \
     HF_HOME=/cache/huggingface \
-    MOE_SERVE_HOST=0.0.0.0
-RUN useradd --create-home --uid 1000 serve && mkdir /cache && chown serve /cache
-USER 1000
-WORKDIR /home/serve
+    MOE_SERVE_HOST=0.0.0.0 \
+    MOE_SERVE_EXIT_ON_ENGINE_DEATH=true \
+    TRITON_CACHE_DIR=/cache/triton \
+    FLASHINFER_WORKSPACE_BASE=/cache
+LABEL org.opencontainers.image.title="moe-serve" \
+      org.opencontainers.image.description="Mixture-of-experts models behind the OpenAI HTTP API" \
+      org.opencontainers.image.version="0.1.0" \
+      org.opencontainers.image.licenses="Apache-2.0"
+USER 10001
+WORKDIR /cache
 VOLUME /cache
 EXPOSE 8000
-
-HEALTHCHECK --interval=10s --timeout=3s --start-period=10m \
-    CMD ["python", "-c", "import urllib.request as r; r.urlopen('http://127.0.0.1:8000/health/live', timeout=2)"]
-ENTRYPOINT ["moe-serve"]
+HEALTHCHECK --interval=10s --timeout=5s --start-period=1h CMD ["moe-serve", "health", "--of-pid", "1"]
+ENTRYPOINT ["tini", "--", "moe-serve"]

@@ -1,14 +1,16 @@
 # Two commands do everything: `make serve` sets up and serves, `make test` sets up and tests.
-# PORT=, ARGS= and PIP_ARGS= pass through: `make serve PORT=9000 ARGS="--max-num-seqs 8"`.
+# PORT=, ARGS=, EXTRAS= and PIP_ARGS= pass through: `make serve PORT=9000 EXTRAS=gpu ARGS="--max-num-seqs 8"`.
 
 PYTHON ?= python3
 VENV   ?= .venv
 PORT   ?= 8000
 ARGS   ?=
+EXTRAS ?=
 PIP     = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
+SERVE   = $(VENV)/.serve$(EXTRAS:%=-%)
 
-.PHONY: serve test test-cpus check bench
-serve: $(VENV)/.core
+.PHONY: serve test test-cpus check pins bench
+serve: $(SERVE)
 	$(VENV)/bin/moe-serve --port $(PORT) $(ARGS)
 
 test: $(VENV)/.dev
@@ -20,17 +22,31 @@ test-cpus: $(VENV)/.dev
 check: $(VENV)/.dev
 	PATH="$(abspath $(VENV))/bin:$$PATH" scripts/check
 
+pins: $(VENV)/.dev
+	$(VENV)/bin/python scripts/check_pins.py
+
 bench: $(VENV)/.dev
 	$(VENV)/bin/python -m benchmarks.bench_cpu $(ARGS)
 
 # Stamps: pip runs again only when the pins or the dependency lists change, and then without a network if nothing is new.
-# setuptools first and no build isolation, so that building the project itself asks no package index.
-$(VENV)/.core: pyproject.toml constraints.txt
-	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) torch setuptools
-	$(PIP) --no-build-isolation -e .
-	touch $@
+$(SERVE): pyproject.toml constraints.txt
+	$(call install,$(EXTRAS))
+	@touch $@
 
-$(VENV)/.dev: $(VENV)/.core
-	$(PIP) --no-build-isolation -e '.[dev]'
-	touch $@
+$(VENV)/.dev: pyproject.toml constraints.txt
+	$(call install,dev)
+	@touch $@
+
+# An installation that was interrupted leaves a mark, and half of a package perhaps: the next one starts afresh.
+# setuptools first and no build isolation, so that building the project itself asks no package index.
+MARK = $(VENV)/.interrupted
+define install
+	@test -e $(VENV)/pyvenv.cfg -a ! -e $(MARK) || $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	    echo "moe-serve needs Python 3.11 or newer; $(PYTHON) is older or missing: make PYTHON=python3.12" >&2; exit 1; }
+	@test ! -e $(VENV)/pyvenv.cfg -o ! -e $(MARK) || $(PYTHON) -m venv --clear $(VENV)
+	@mkdir -p $(VENV) && touch $(MARK)
+	@$(VENV)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV) || { rm $(MARK); exit 1; }
+	@echo "Installing into $(VENV); the first time this downloads torch: README.md says how much, and how to get CPU builds"
+	@{ $(PIP) torch setuptools && $(PIP) --no-build-isolation -e '.$(1:%=[%])'; } || { rm $(MARK); exit 1; }
+	@rm $(MARK)
+endef

@@ -11,7 +11,6 @@ its active experts. The last line printed is JSON.
 import argparse
 import json
 import logging
-import os
 import subprocess
 import time
 from pathlib import Path
@@ -24,6 +23,7 @@ from benchmarks.moe_groups import Group, batches
 from benchmarks.moe_measure import LayerBench, Row, Settings
 from benchmarks.moe_sweep import SearchSettings, search_batch
 from benchmarks.moe_warm import Job, compile_all
+from moe.cpus import usable_cpus
 
 DEVICE = torch.device("cuda")
 MODELS = {
@@ -132,7 +132,7 @@ def _sweep(layers: list[tuple[str, str]], args: argparse.Namespace) -> None:
     groups = [
         Group(model=model, format_name=format_name, tokens=tokens, num_sets=args.sets) for model, format_name in layers
     ]
-    for batch in batches(groups, torch.cuda.mem_get_info()[0], os.cpu_count() or 1):
+    for batch in batches(groups, torch.cuda.mem_get_info()[0], usable_cpus()):
         document.add(*search_batch(batch, settings))
     document.print()
 

@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import multiprocessing
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from benchmarks import moe_contenders
 from benchmarks.moe_cases import CASES, id_sets, random_experts
 from benchmarks.moe_contenders import Contender
+from moe.cpus import usable_cpus
 
 LAYERS_PER_PROCESS = 4  # canonical and prepared weights, and what lies between them
 CONTEXT_BYTES = 1e9  # of a process on the card
@@ -40,7 +40,7 @@ def compile_all(jobs: list[Job], free_bytes: float) -> None:
 
 def in_processes(work: Callable[[Any], str | None], jobs: Sequence[Any], most: int) -> None:
     """Call `work` with every job, in `most` processes or as many as there are cores; print what it complains of."""
-    num_processes = max(1, min(len(jobs), os.cpu_count() or 1, most))
+    num_processes = max(1, min(len(jobs), usable_cpus(), most))
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(num_processes, mp_context=context) as pool:
         for future in concurrent.futures.as_completed([pool.submit(work, job) for job in jobs]):

@@ -165,10 +165,11 @@ def build_core(setup: WorkerSetup) -> "EngineCore":
     import torch
 
     from engine.core import EngineCore
+    from moe.cpus import usable_cpus
 
     # One core stays free for the HTTP process: OpenMP's threads spin at their barriers, so a step that shares its last
     # core with anything else is many times slower, not a little.
-    num_free_cores = max(1, len(os.sched_getaffinity(0)) - 1)
+    num_free_cores = max(1, usable_cpus() - 1)
     torch.set_num_threads(setup.config.num_threads or min(torch.get_num_threads(), num_free_cores))
     return EngineCore(setup.config)
 

@@ -6,15 +6,17 @@ from types import ModuleType
 
 import torch
 
+from moe.backends.c_compiler import missing_for_triton
+
 
 def fused_kernels(device: torch.device) -> ModuleType | None:
-    """The module with the kernels, None where plain torch has to do: on a CPU, or without Triton."""
+    """The module with the kernels; None, for plain torch, on a CPU and without Triton or a C compiler for it."""
     return _module() if device.type == "cuda" else None
 
 
 @functools.cache
 def _module() -> ModuleType | None:
     try:
-        return importlib.import_module("model.gpu_kernels")
+        return importlib.import_module("model.gpu_kernels") if missing_for_triton() is None else None
     except ImportError:
         return None

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from model.linear import GatedMlp
 from moe import BypassedTopK, MoeA2ABackend, MoeRunner
+from moe.backends.c_compiler import missing_for_triton
 from moe.dispatch.base import Dispatcher, mode_options
 from moe.registry import load_backend
 from moe.routing import TopK
@@ -48,7 +49,7 @@ def fused_router(gate: Gate, topk: TopK) -> ModuleType | None:
         from moe.kernels import router
     except ImportError:  # without Triton
         return None
-    return router if router.can_route(topk.config) else None
+    return router if router.can_route(topk.config) and missing_for_triton() is None else None
 
 
 class MoeLayer(nn.Module):

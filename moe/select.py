@@ -67,9 +67,9 @@ def choose_backend(
 ) -> MoeBackend:
     """`requested` if it can run the path; for `auto` the first of `rank_backends` that can.
 
-    For a `torch.device`, which is this machine's, `auto` passes over backends whose package is not installed here; for
-    a `Device` only the hardware counts. `dispatch_formats` are those the transport may send here (`--deepep-mode`), by
-    default all it knows.
+    For a `torch.device`, which is this machine's, what a backend lacks here counts too: its package, or a compiler.
+    `auto` passes over such a backend, with a warning. For a `Device` only the hardware counts. `dispatch_formats` are
+    those the transport may send here (`--deepep-mode`), by default all it knows.
 
     Raises:
         UnsupportedPathError: it cannot, or nothing can. The message holds every reason and what would work.
@@ -79,6 +79,9 @@ def choose_backend(
     path = f"{format_name} experts on {device.arch} with --moe-a2a-backend {a2a}"
     if requested is not MoeBackend.AUTO:
         verdict = _verdict(requested, device, format_name, a2a, config, dispatch_formats)
+        lack = registry.load_backend(requested).lacks() if is_here and verdict.reason is None else None
+        if lack is not None:
+            raise UnsupportedPathError(f"--moe-backend {requested} needs {lack}")
         if verdict.reason is None:
             return requested
         usable = [v.backend for v in verdicts(device, format_name, a2a, config, dispatch_formats) if v.reason is None]
@@ -90,9 +93,9 @@ def choose_backend(
     for index, verdict in enumerate(table):
         if verdict.reason is not None:
             continue
-        entry = registry.load_backend(verdict.backend)
-        if is_here and not entry.is_installed():
-            reason = f"the package {entry.package} is not installed"
+        lack = registry.load_backend(verdict.backend).lacks() if is_here else None
+        if lack is not None:
+            reason = f"it needs {lack}"
             logger.warning("%s would be quicker here, but %s", verdict.backend, reason)
             table[index] = replace(verdict, reason=reason)
             continue

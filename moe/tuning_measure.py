@@ -9,7 +9,6 @@ import contextlib
 import functools
 import logging
 import math
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +20,7 @@ import torch
 from moe.autotune import Batch
 from moe.backends.base import Probe
 from moe.config import DispatchFormat
+from moe.cpus import usable_cpus
 from moe.dispatch.base import Dispatcher
 from moe.formats import ExpertWeights
 from moe.formats.activation_quant import ActivationQuant
@@ -74,7 +74,7 @@ class Measurer:
         for _, num_tokens in batch:
             self._inputs_for(num_tokens)
         self._run_once(*batch[0])  # what a library sets up once is set up by one thread
-        pool = concurrent.futures.ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1))
+        pool = concurrent.futures.ThreadPoolExecutor(min(_MAX_THREADS, usable_cpus()))
         futures = [pool.submit(self._run_once, tactic, num_tokens) for tactic, num_tokens in batch[1:]]
         concurrent.futures.wait(futures, timeout=max(0.0, end - time.monotonic()))
         pool.shutdown(wait=True, cancel_futures=True)

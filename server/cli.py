@@ -13,6 +13,7 @@ from server import streams
 from server.config import ServerConfig
 from server.errors import SettingError
 from server.explain import explain
+from server.health import health
 from server.hub import Needs, download
 from server.listener import bind
 from server.model_source import HubModel, check_model_folder, locate_model, served_name
@@ -35,12 +36,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if argv[:1] == ["explain"]:
             return explain(argv[1:], PROGRAM)
+        links = service_links(os.environ)
+        environ = {name: text for name, text in os.environ.items() if name not in links}
+        if argv[:1] == ["health"]:
+            return health(argv[1:], PROGRAM, settings, environ)
         flags = vars(make_parser(settings, PROGRAM, _DESCRIPTION).parse_args(argv))
         if flags.get("version"):
             streams.say(f"{PROGRAM} {service_version()}\n")
             return 0
-        links = service_links(os.environ)
-        environ = {name: text for name, text in os.environ.items() if name not in links}
         values = {"tune_cache_dir": tune_cache_folder(environ), **gather(settings, flags, environ)}
         server_config, engine_config, model = make_configs(settings, values)
         configure_logging(server_config)

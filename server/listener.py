@@ -32,5 +32,10 @@ def bind(host: str, port: int) -> socket.socket:
 def url_of(listener: socket.socket) -> str:
     """The address to give to a client on this machine."""
     host, port = listener.getsockname()[:2]
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    host = reachable(host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def reachable(host: str) -> str:
+    """The address at which a service that listens on `host` is reached from this machine."""
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)

@@ -62,7 +62,7 @@ OPTIONS: dict[str, Option] = {
     "enforce_eager": Option("engine", "serve without CUDA graphs: slower, starts sooner, easier to debug"),
     "enable_prefix_caching": Option("engine", "keep KV pages of prompts for requests that begin the same"),
     "seed": Option("engine", "makes requests without a seed repeatable", default_text="random"),
-    "num_threads": Option("engine", "CPU threads of one step", default_text="all cores but one"),
+    "num_threads": Option("engine", "CPU threads of one step", default_text="all usable cores but one"),
     "moe_backend": Option(
         "mixture of experts",
         "who computes the experts",

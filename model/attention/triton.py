@@ -17,6 +17,7 @@ from model.attention.base import Attention, AttentionSpec, register_attention
 from model.attention.triton_kernels import LOG2_E, decode, merge_parts, prefill, rotate_and_store
 from model.batch import ForwardBatch, LayerKv
 from model.config import UnsupportedModelError
+from moe.backends.c_compiler import missing_for_triton
 
 _MAX_HEAD_DIM = 128
 
@@ -64,7 +65,7 @@ class TritonAttention(Attention):
 
     @classmethod
     def unsupported_reason(cls, spec: AttentionSpec, device: torch.device) -> str | None:
-        """Latent attention and very wide heads are left to torch."""
+        """Latent attention, very wide heads and machines without a C compiler are left to torch."""
         if device.type != "cuda" and not triton.knobs.runtime.interpret:
             return f"it needs a CUDA device, not {device.type}"
         if spec.values_in_keys:
@@ -73,7 +74,8 @@ class TritonAttention(Attention):
             return f"it serves head dims up to {_MAX_HEAD_DIM}, not {max(spec.key_dim, spec.value_dim)}"
         if spec.key_dim % 2:
             return f"it rotates pairs, and a key dim of {spec.key_dim} is odd"
-        return None
+        lack = missing_for_triton() if device.type == "cuda" else None
+        return f"it needs {lack}" if lack else None
 
     def plan(self, batch: ForwardBatch) -> TritonPlan:
         """Kernels find requests and pages by themselves."""

@@ -33,6 +33,7 @@ from moe.formats import (
 from moe.formats.fp8 import FNUZ, FNUZ_FACTOR, to_fnuz
 from moe.formats.per_tensor import spread_rows
 from moe.formats.token_groups import dequantize_token_groups
+from moe.packages import not_installed
 from moe.registry import register_backend, register_runner_core
 from moe.topology import Topology
 from moe.types import RunState
@@ -113,7 +114,7 @@ class AiterKernel:
             library = importlib.import_module("aiter")
             fused_moe = importlib.import_module("aiter.fused_moe").fused_moe
         except ImportError as error:
-            raise UnsupportedPathError(f"--moe-backend {NAME} needs the package aiter (ROCm)") from error
+            raise UnsupportedPathError(f"--moe-backend {NAME} needs {not_installed('aiter')}") from error
         known = inspect.signature(fused_moe).parameters
         missing = {"expert_mask", "num_local_tokens", "dtype", "a1_scale"} | arguments
         missing -= set(known)

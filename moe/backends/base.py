@@ -16,6 +16,7 @@ from moe.dispatch.payload import Quantize
 from moe.errors import MoeConfigError, WeightFormatError
 from moe.formats import ExpertWeights
 from moe.formats.activation_quant import ActivationQuant
+from moe.packages import not_installed
 from moe.topology import Topology
 from moe.tuning_cache import Choice, Tactic
 from moe.types import RunState
@@ -117,6 +118,10 @@ class Backend(ABC):
     def is_installed(self) -> bool:
         """True if `package` can be imported here; nothing is imported to find out."""
         return self.package is None or self.package in sys.modules or importlib.util.find_spec(self.package) is not None
+
+    def lacks(self) -> str | None:
+        """What this machine lacks to run the kernels on its GPU and how to get it, as the object of "needs"."""
+        return None if self.package is None or self.is_installed() else not_installed(self.package)
 
     def supports(self, device: Device, format_name: str, a2a: MoeA2ABackend, config: MoeRunnerConfig) -> str | None:
         """None if this backend can run the path, else the reason why not: by its tables, then by what it refuses."""

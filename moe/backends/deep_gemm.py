@@ -26,6 +26,7 @@ from moe.config import MoeA2ABackend, MoeBackend, MoeRunnerConfig
 from moe.errors import UnsupportedPathError, WeightFormatError
 from moe.formats import ExpertWeights, Fp8BlockWeight
 from moe.formats.fp8_block import BLOCK
+from moe.packages import not_installed
 from moe.registry import register_backend, register_runner_core
 from moe.topology import Topology
 from moe.types import RunState
@@ -61,9 +62,7 @@ class DeepGemmKernels:
         try:
             library = importlib.import_module("deep_gemm")
         except ImportError as error:
-            raise UnsupportedPathError(
-                f"--moe-backend {NAME} needs the package deep_gemm and a CUDA toolkit for its run-time compiler"
-            ) from error
+            raise UnsupportedPathError(f"--moe-backend {NAME} needs {not_installed('deep_gemm')}") from error
         return cls(
             masked=_first_of(library, MASKED_NAMES), contiguous=_first_of(library, CONTIGUOUS_NAMES),
             swiglu=_swiglu_for(device),
@@ -76,9 +75,7 @@ def _swiglu_for(device: torch.device) -> Swiglu:
     try:
         found: Swiglu = importlib.import_module("moe.kernels.masked_swiglu").masked_swiglu
     except ImportError as error:
-        raise UnsupportedPathError(
-            f"--moe-backend {NAME} needs the package triton; install it with: pip install 'moe-serve[gpu]'"
-        ) from error
+        raise UnsupportedPathError(f"--moe-backend {NAME} needs {not_installed('triton')}") from error
     return found
 
 

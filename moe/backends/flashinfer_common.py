@@ -6,6 +6,7 @@ Nothing here runs at import; without FlashInfer the backends still register, ans
 import functools
 import importlib
 import importlib.metadata
+import importlib.util
 import inspect
 import re
 from collections.abc import Callable, Mapping
@@ -21,6 +22,7 @@ from moe.config import Activation, MoeBackend, MoeRunnerConfig
 from moe.errors import UnsupportedPathError
 from moe.formats import ExpertWeights, activation_quant
 from moe.formats.activation_quant import ActivationQuant
+from moe.packages import not_installed
 from moe.topology import Topology
 
 Version = tuple[int, int, int]
@@ -46,15 +48,17 @@ def require_flashinfer(backend: MoeBackend, minimum: Version = OLDEST) -> None:
     """Check the installed release.
 
     Raises:
-        UnsupportedPathError: the package is missing or older than `minimum`; the message names the extra to install.
+        UnsupportedPathError: the package is missing or older than `minimum`; the message says how to get it.
     """
-    wanted = f"flashinfer-python>={'.'.join(map(str, minimum))}; install it with: pip install 'moe-serve[gpu]'"
     installed = flashinfer_version()
     if installed is None:
-        raise UnsupportedPathError(f"--moe-backend {backend} needs {wanted} (flashinfer-python is not installed)")
+        raise UnsupportedPathError(f"--moe-backend {backend} needs {not_installed('flashinfer')}")
     if installed < minimum:
-        found = ".".join(map(str, installed))
-        raise UnsupportedPathError(f"--moe-backend {backend} needs {wanted} (found {found})")
+        wanted, found = (".".join(map(str, version)) for version in (minimum, installed))
+        raise UnsupportedPathError(
+            f"--moe-backend {backend} needs flashinfer-python {wanted} or newer and found {found}: "
+            f"pip install 'flashinfer-python>={wanted}'"
+        )
 
 
 def library(submodule: str = "") -> Any:
@@ -101,6 +105,10 @@ class FlashinferBackend(Backend):
         "nvfp4": activation_quant.nvfp4_static,
     }
 
+    def lacks(self) -> str | None:
+        """Also what its kernels are compiled with at run time, unless compiled ones are installed."""
+        return super().lacks() or _missing_compiler()
+
     def tolerance_for(self, format_name: str, config: MoeRunnerConfig) -> float:
         """Wider where the kernel quantizes activations."""
         del config
@@ -117,6 +125,23 @@ class FlashinferBackend(Backend):
         if config.dtype != torch.bfloat16:
             return f"dtype {config.dtype} is not supported: the kernels take and give bfloat16"
         return super().refuses(config)
+
+
+def _missing_compiler() -> str | None:
+    """The CUDA compiler, where FlashInfer would need it: None if it is there, or if kernels come compiled."""
+    if library("jit.env").FLASHINFER_AOT_DIR.is_dir() or importlib.util.find_spec("flashinfer_jit_cache"):
+        return None
+    try:
+        compiler = Path(library("jit.cpp_ext").get_cuda_path()) / "bin" / "nvcc"
+    except RuntimeError:  # it knows no CUDA toolkit at all
+        compiler = None
+    if compiler is not None and compiler.is_file():
+        return None
+    major = (torch.version.cuda or "13").partition(".")[0]
+    return (
+        f"nvcc, with which FlashInfer compiles its kernels: install the CUDA {major} toolkit, or its compiled kernels "
+        "as https://docs.flashinfer.ai/installation.html says"
+    )
 
 
 def swiglu_tensors(

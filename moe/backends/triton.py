@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from moe.backends.base import Backend, Device, Probe, cuda_arch, refuse_overlap
+from moe.backends.c_compiler import missing_for_triton
 from moe.backends.expert_slots import masked_rows
 from moe.backends.triton_plans import LayerShape, PlanTable, plans_for
 from moe.backends.triton_tactics import proposals, table_of
@@ -20,6 +21,7 @@ from moe.formats import ExpertWeights
 from moe.formats.activation_quant import fp8_groups
 from moe.kernels.layout import pack_matrix
 from moe.kernels.plan import Plan
+from moe.packages import not_installed
 from moe.registry import register_backend, register_fused_func
 from moe.topology import Topology
 from moe.tuning_cache import Choice, Tactic
@@ -61,6 +63,10 @@ class TritonBackend(Backend):
     formats = ("bf16", "fp8_block", "mxfp4", "nvfp4")
     compiles_tactics = True
 
+    def lacks(self) -> str | None:
+        """Also what its launcher is compiled with when the first kernel runs."""
+        return Backend.lacks(self) or missing_for_triton()
+
     def supports(self, device: Device, format_name: str, a2a: MoeA2ABackend, config: MoeRunnerConfig) -> str | None:
         """bf16 layers on CUDA GPUs from sm80, without a transport or with DeepEP."""
         if not device.is_cuda:
@@ -87,7 +93,7 @@ class TritonBackend(Backend):
             UnsupportedPathError: Triton is not installed.
         """
         if not self.is_installed():
-            raise UnsupportedPathError("--moe-backend triton needs the package triton; install the extra 'gpu'")
+            raise UnsupportedPathError(f"--moe-backend triton needs {not_installed('triton')}")
         from moe.kernels.launch import Layer
 
         device = topology.device

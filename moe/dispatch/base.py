@@ -8,6 +8,7 @@ import torch
 
 from moe.config import DispatchFormat, MoeA2ABackend
 from moe.errors import TransportStateError, UnsupportedPathError
+from moe.packages import not_installed
 from moe.types import TopKOutput
 
 Out_co = TypeVar("Out_co", covariant=True)
@@ -99,5 +100,5 @@ def load_library(name: str, transport: MoeA2ABackend) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         raise UnsupportedPathError(
-            f"--moe-a2a-backend {transport} needs the package {name.partition('.')[0]}, which is not installed"
+            f"--moe-a2a-backend {transport} needs {not_installed(name.partition('.')[0])}"
         ) from error

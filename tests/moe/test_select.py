@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from moe import MoeA2ABackend, MoeBackend, MoeRunner, MoeRunnerConfig, UnsupportedPathError, registry, select
+from moe.backends import flashinfer_common
 from moe.backends.base import Backend, Device
 from moe.backends.triton import TritonBackend
 from moe.ranking import PREFERENCE, rank_backends
@@ -150,9 +151,10 @@ def test_auto_on_this_machine_passes_over_what_is_not_installed(
     sm90 = Device(arch="sm90")
     monkeypatch.setattr("moe.select.probe_device", lambda device: sm90)
     monkeypatch.setattr(Backend, "is_installed", lambda self: self.package in (None, "flashinfer"))
+    monkeypatch.setattr(flashinfer_common, "_missing_compiler", lambda: None)
     assert choose_backend(MoeBackend.AUTO, sm90, "mxfp4", NONE, config) is MoeBackend.TRITON
     assert choose_backend(MoeBackend.AUTO, torch.device("cuda"), "mxfp4", NONE, config) is MoeBackend.FLASHINFER_MXFP4
-    assert "triton would be quicker here, but the package triton is not installed" in caplog.text
+    assert "triton would be quicker here, but it needs the package triton, which is not installed" in caplog.text
     monkeypatch.setattr(Backend, "is_installed", lambda self: self.package is None)
     assert choose_backend(MoeBackend.AUTO, torch.device("cuda"), "mxfp4", NONE, config) is MoeBackend.TORCH
 

@@ -35,7 +35,8 @@ def test_version_gates(
     config, installed = hostile.make_config(E, H, I, K), {"flashinfer-python": too_old}
     monkeypatch.setattr(importlib.metadata, "version", lambda package: installed[package])
     with pytest.raises(
-        UnsupportedPathError, match=rf"--moe-backend {backend} needs flashinfer-python>={oldest}; .*{too_old}"
+        UnsupportedPathError,
+        match=rf"--moe-backend {backend} needs flashinfer-python {oldest} or newer and found {too_old}",
     ):
         load_backend(backend).prepare(experts, config, Topology())
     installed["flashinfer-python"] = oldest

@@ -47,7 +47,9 @@ def test_the_verdict_ignores_what_is_installed_and_prepare_does_not(monkeypatch:
     monkeypatch.setattr(TritonBackend, "is_installed", lambda self: False)
     assert TritonBackend().supports(Device(arch="sm90"), "mxfp4", MoeA2ABackend.NONE, CONFIG) is None
     w13, w2 = (Bf16Weight(part.bfloat16()) for part in hostile.dense_experts(8, 64, 64))
-    with pytest.raises(UnsupportedPathError, match="needs the package triton; install the extra 'gpu'"):
+    with pytest.raises(
+        UnsupportedPathError, match="needs the package triton, which is not installed: pip install triton"
+    ):
         TritonBackend().prepare(ExpertWeights(w13=w13, w2=w2), CONFIG, Topology())
 
 

@@ -1,0 +1,21 @@
+"""Where the optional packages come from. PyPI has other people's projects under some of their import names."""
+
+_FROM_SOURCE = "install it from {url}; {name} on PyPI is another project"
+
+# How to get each package, by the name it is imported under.
+SOURCES: dict[str, str] = {
+    "triton": "pip install triton, in the version that the installed torch asks for",
+    "flashinfer": "pip install flashinfer-python",
+    "deep_gemm": _FROM_SOURCE.format(url="https://github.com/deepseek-ai/DeepGEMM", name="deep_gemm")
+    + "; it compiles with a CUDA toolkit at run time",
+    "deep_ep": _FROM_SOURCE.format(url="https://github.com/deepseek-ai/DeepEP", name="deep_ep"),
+    "aiter": _FROM_SOURCE.format(url="https://github.com/ROCm/aiter", name="aiter"),
+    "mori": "install it from https://github.com/ROCm/mori",
+    "mooncake": "pip install mooncake-transfer-engine; mooncake on PyPI is another project",
+    "nixl_ep": "pip install nixl",
+}
+
+
+def not_installed(package: str) -> str:
+    """The end of a sentence "... needs": the package, that it is missing here, and how to get it."""
+    return f"the package {package}, which is not installed: {SOURCES[package]}"

@@ -1,0 +1,65 @@
+"""`moe-serve health`: asks the service of these settings whether it is alive. For a container's health check."""
+
+import http.client
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePath
+
+from server import streams
+from server.config import ServerConfig
+from server.errors import SettingError
+from server.listener import reachable
+from server.settings import Parser, Setting, gather, make_parser
+
+_TIMEOUT_S = 3.0
+_PROC = Path("/proc")
+
+
+def health(
+    argv: Sequence[str], program: str, settings: Mapping[str, Setting], environ: Mapping[str, str], proc: Path = _PROC
+) -> int:
+    """Print the answer of /health/live; returns 0 if the service is alive, else 1.
+
+    Raises:
+        SettingError: a wrong flag or variable, or a port that settings alone do not tell.
+    """
+    parser = Parser(
+        prog=f"{program} health",
+        usage="%(prog)s [--of-pid PID] [flags of the service]",
+        description="Ask the service that was started with these flags and MOE_SERVE_* variables whether it is alive.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--of-pid", type=int, metavar="PID", help="take the flags of this process: 1 in a container")
+    own, flags = parser.parse_known_args(argv)
+    if own.of_pid is not None:
+        flags = [*_flags_of(proc / str(own.of_pid), program), *flags]
+    values = gather(settings, vars(make_parser(settings, program, "").parse_args(flags)), environ)
+    address = ServerConfig(**{name: values[name] for name in ("host", "port") if name in values})
+    if address.port == 0:
+        raise SettingError("--port: 0 lets the service pick a free port, which is not known here; name one")
+    status, text = _ask(reachable(address.host), address.port)
+    streams.write(sys.stdout, f"{text}\n")  # the status is the answer, also where nobody reads the words
+    return 0 if status == http.client.OK else 1
+
+
+def _flags_of(folder: Path, program: str) -> list[str]:
+    """What follows the program's name in a process's command line; nothing if another program runs there."""
+    try:
+        words = (folder / "cmdline").read_bytes().decode(errors="surrogateescape").split("\0")[:-1]
+    except OSError:
+        return []
+    names = [PurePath(word).name for word in words]
+    return words[names.index(program) + 1 :] if program in names else []
+
+
+def _ask(host: str, port: int) -> tuple[int, str]:
+    """Status and body, or 0 and why there is none. No proxy takes part, whatever the environment says."""
+    connection = http.client.HTTPConnection(host, port, timeout=_TIMEOUT_S)
+    try:
+        connection.request("GET", "/health/live")
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode(errors="replace")
+    except (OSError, http.client.HTTPException) as error:
+        return 0, f"no answer from {host} port {port}: {error}"
+    finally:
+        connection.close()
