@@ -1,18 +1,23 @@
-# Two commands do everything: `make serve` sets up and serves, `make test` sets up and tests.
+# Two commands do everything: `make serve` sets up and serves, `make test` sets up and tests. `make clients` lets clients
+# that people use ask the real service, in an environment of their own.
 # PORT=, ARGS= and PIP_ARGS= pass through: `make serve PORT=9000 ARGS="--max-num-seqs 8"`.
 
 PYTHON ?= python3
 VENV   ?= .venv
+CLIENTS = .venv-clients
 PORT   ?= 8000
 ARGS   ?=
 PIP     = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 
-.PHONY: serve test check bench
+.PHONY: serve test clients check bench
 serve: $(VENV)/.core
 	$(VENV)/bin/moe-serve --port $(PORT) $(ARGS)
 
 test: $(VENV)/.dev
 	$(VENV)/bin/python -m pytest $(ARGS)
+
+clients: $(VENV)/.dev $(CLIENTS)/.installed
+	$(VENV)/bin/python -m pytest -m '' tests/clients $(ARGS)
 
 check: $(VENV)/.dev
 	PATH="$(abspath $(VENV))/bin:$$PATH" scripts/check
@@ -30,4 +35,10 @@ $(VENV)/.core: pyproject.toml constraints.txt
 
 $(VENV)/.dev: $(VENV)/.core
 	$(PIP) --no-build-isolation -e '.[dev]'
+	touch $@
+
+$(CLIENTS)/.installed: tests/clients/constraints.txt
+	test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c tests/clients/constraints.txt \
+		torch guidellm 'lm_eval[api]' litellm langchain-openai
 	touch $@
