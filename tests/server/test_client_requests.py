@@ -226,3 +226,27 @@ def test_a_bare_prompt_has_no_first_token_of_its_own(service, harmony, send, tok
     with service.http() as http:
         refused = http.post("/tokenize", json={"messages": [QUESTION], "add_special_tokens": True})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "add_special_tokens")
+
+
+@pytest.mark.parametrize(
+    ("path", "advice"),
+    [
+        ("/chat/completions", ": did you mean /v1/chat/completions?"),  # a base URL without /v1
+        ("/completions", ": did you mean /v1/completions?"),
+        ("/v1/v1/chat/completions", ": did you mean /v1/chat/completions?"),  # one with /v1 where none is wanted
+        ("/v1/chat/completions/", ": did you mean /v1/chat/completions?"),
+        ("/v1/tokenize", ": did you mean /tokenize?"),
+        ("/v1/embeddings", ""),
+        ("/", ""),
+    ],
+)
+def test_a_wrong_base_url_is_answered_with_the_right_path(path, advice, service):
+    with service.http() as http:
+        response = http.post(path, json={"messages": [QUESTION]})
+    assert response.status_code == 404
+    assert response.json()["error"]["message"] == f"there is no {path} here{advice}"
+
+
+def test_models_with_a_slash_at_the_end(service):
+    with service.http() as http:
+        assert http.get("/v1/models/").json() == http.get("/v1/models").json()
