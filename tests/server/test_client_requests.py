@@ -1,4 +1,7 @@
-"""Requests as popular clients send them, recorded from the versions named here, and what they read of the answers."""
+"""Requests as popular clients send them, in the versions named here, and what they read of the answers.
+
+All were recorded but those of Open WebUI, which are what its source builds.
+"""
 
 import json
 
