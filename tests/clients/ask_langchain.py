@@ -11,9 +11,9 @@ QUESTION = "What is the capital of France?"
 
 
 @tool
-def get_weather(city: str) -> str:
+def get_weather(city: str) -> dict:
     """Weather of a city"""
-    return f"18 degrees and sunny in {city}"
+    return {"result": 18 if city == "Paris" else 0}
 
 
 def main(url: str) -> None:
@@ -25,7 +25,7 @@ def main(url: str) -> None:
     asked = HumanMessage("What is the weather in Paris?")
     called = chat.bind_tools([get_weather]).invoke([asked])
     [call] = called.tool_calls
-    result = ToolMessage(get_weather.invoke(call["args"]), tool_call_id=call["id"])
+    result = ToolMessage(json.dumps(get_weather.invoke(call["args"])), tool_call_id=call["id"])
     after = chat.bind_tools([get_weather]).invoke([asked, called, result])
     told = {
         "content": whole.content,
@@ -35,7 +35,7 @@ def main(url: str) -> None:
             *(chunk.usage_metadata["output_tokens"] for chunk in chunks if chunk.usage_metadata),
         ],
         "call": [call["name"], call["args"]],
-        "after": after.response_metadata["finish_reason"],
+        "after": after.content,
         "completion": OpenAI(max_tokens=4, temperature=0, **to).invoke("The capital of France is"),
     }
     print(json.dumps(told))

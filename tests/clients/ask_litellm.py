@@ -30,7 +30,7 @@ def answers(model: str, url: str) -> dict:
     messages = [{"role": "user", "content": "What is the weather in Paris?"}]
     called = litellm.completion(messages=messages, tools=[WEATHER], tool_choice="auto", **to).choices[0].message
     [call] = called.tool_calls
-    result = {"role": "tool", "tool_call_id": call.id, "content": "18 degrees and sunny"}
+    result = {"role": "tool", "tool_call_id": call.id, "content": '{"result": 18}'}
     after = litellm.completion(messages=[*messages, called.model_dump(), result], tools=[WEATHER], **to)
     return {
         "content": whole.choices[0].message.content,
@@ -38,7 +38,7 @@ def answers(model: str, url: str) -> dict:
         "streamed": "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices),
         "completion_tokens": [whole.usage.completion_tokens, chunks[-1].usage.completion_tokens],
         "call": [call.function.name, json.loads(call.function.arguments)],
-        "after": after.choices[0].finish_reason,
+        "after": after.choices[0].message.content,
     }
 
 
