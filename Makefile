@@ -38,6 +38,7 @@ $(VENV)/.dev: $(VENV)/.core
 	touch $@
 
 $(CLIENTS)/.installed: tests/clients/constraints.txt
+	@echo "Installing clients into $(CLIENTS); the first time this takes minutes"
 	test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
 	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c tests/clients/constraints.txt \
 		torch guidellm 'lm_eval[api]' litellm langchain-openai
