@@ -28,6 +28,13 @@ CHATS = {
         "stop": ["\n\n"],
         "seed": 1234,
     },
+    "lm-eval before 0.4.13 (G20)": {
+        "messages": [{**QUESTION, "type": "text"}],
+        "max_tokens": 64,
+        "temperature": 0,
+        "stop": ["\n\n"],
+        "seed": 1234,
+    },
     "Open WebUI 0.12.4, a turn with tools": {
         "stream": True,
         "stream_options": {"include_usage": True},
@@ -57,6 +64,47 @@ CHATS = {
         "messages": [QUESTION],
         "stream": True,
         "stream_options": {"include_usage": True},
+    },
+    "litellm 1.110.2, the turn after a call (G21)": {
+        "messages": [
+            {"role": "user", "content": "What is the weather in Paris?"},
+            {
+                "role": "assistant",
+                "tool_calls": [
+                    {
+                        "function": {"arguments": '{"city": "Paris"}', "name": "get_weather"},
+                        "id": "call_687f9d953a49450586917e5c",
+                        "type": "function",
+                    }
+                ],
+                "reasoning_content": "I call get_weather.",
+                "provider_specific_fields": {"reasoning": "I call get_weather."},
+            },
+            {"role": "tool", "tool_call_id": "call_687f9d953a49450586917e5c", "content": "18 degrees and sunny"},
+        ],
+        "tools": [WEATHER],
+    },
+    "Open WebUI 0.12.4, the turn after a call (G21)": {
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "messages": [
+            {"role": "user", "content": "What is the weather in Paris?"},
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [
+                    {
+                        "id": "call_1",
+                        "type": "function",
+                        "function": {"name": "get_weather", "arguments": '{"city": "Paris"}'},
+                    }
+                ],
+                "reasoning_content": "I call get_weather.",
+                "reasoning_details": [{"type": "reasoning.text", "text": "I call get_weather."}],
+            },
+            {"role": "tool", "tool_call_id": "call_1", "content": "18 degrees and sunny"},
+        ],
+        "tools": [WEATHER],
     },
     "langchain-openai 1.7.4": {
         "stream": False,
