@@ -41,3 +41,14 @@ def test_a_body_without_a_content_type_of_its_own(curl):
 
 def test_models(curl):
     assert json.loads(curl("/v1/models"))["data"][0]["id"] == "tiny-gpt-oss"
+
+
+def test_an_offer_of_http_2_changes_nothing(curl):
+    """G01: the offer used to cost the body."""
+    answer = json.loads(curl("/v1/chat/completions", "--http2", body=CHAT))
+    assert answer["choices"][0]["message"]["content"] == "The capital of France is Paris."
+
+
+def test_head(curl):
+    """G05"""
+    assert curl("/health", "--head").startswith("HTTP/1.1 200")

@@ -301,3 +301,11 @@ def test_a_wrong_base_url_is_answered_with_the_right_path(path, advice, service)
 def test_models_with_a_slash_at_the_end(service):
     with service.http() as http:
         assert http.get("/v1/models/").json() == http.get("/v1/models").json()
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+def test_what_clients_ask_before_they_begin(method, service):
+    """guidellm asks /health (G05), Open WebUI and curl's users /v1/models."""
+    with service.http() as http:
+        statuses = [http.request(method, path).status_code for path in ("/health", "/v1/models", f"/v1/models/{MODEL}")]
+    assert statuses == [200, 200, 200]
