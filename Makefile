@@ -1,15 +1,17 @@
-# Two commands do everything: `make serve` sets up and serves, `make test` sets up and tests.
+# Two commands do everything: `make serve` sets up and serves, `make test` sets up and tests. `make clients` lets clients
+# that people use ask the real service, in an environment of their own.
 # PORT=, ARGS=, EXTRAS= and PIP_ARGS= pass through: `make serve PORT=9000 EXTRAS=gpu ARGS="--max-num-seqs 8"`.
 
 PYTHON ?= python3
 VENV   ?= .venv
+CLIENTS = .venv-clients
 PORT   ?= 8000
 ARGS   ?=
 EXTRAS ?=
 PIP     = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 SERVE   = $(VENV)/.serve$(EXTRAS:%=-%)
 
-.PHONY: serve test test-cpus check pins bench
+.PHONY: serve test test-cpus clients check pins bench
 serve: $(SERVE)
 	$(VENV)/bin/moe-serve --port $(PORT) $(ARGS)
 
@@ -18,6 +20,9 @@ test: $(VENV)/.dev
 
 test-cpus: $(VENV)/.dev
 	PATH="$(abspath $(VENV))/bin:$$PATH" scripts/test_on_every_cpu $(ARGS)
+
+clients: $(VENV)/.dev $(CLIENTS)/.installed
+	$(VENV)/bin/python -m pytest -m '' tests/clients $(ARGS)
 
 check: $(VENV)/.dev
 	PATH="$(abspath $(VENV))/bin:$$PATH" scripts/check
@@ -36,6 +41,13 @@ $(SERVE): pyproject.toml constraints.txt
 $(VENV)/.dev: pyproject.toml constraints.txt
 	$(call install,dev)
 	@touch $@
+
+$(CLIENTS)/.installed: tests/clients/constraints.txt
+	@echo "Installing clients into $(CLIENTS); the first time this takes minutes"
+	test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c tests/clients/constraints.txt \
+		torch guidellm 'lm_eval[api]' litellm langchain-openai
+	touch $@
 
 # An installation that was interrupted leaves a mark, and half of a package perhaps: the next one starts afresh.
 # setuptools first and no build isolation, so that building the project itself asks no package index.

@@ -2,10 +2,11 @@
 
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 from engine.types import EngineOutput
-from server.choice import Piece
+from server.choice import Choice, Piece
 from server.convert import Job
 from server.schema.common import Usage
 from server.version import service_version
@@ -38,18 +39,19 @@ class Answer(ABC):
         for piece in pieces:
             self.add(index, piece)
 
-    def chunks(self, index: int, output: EngineOutput) -> list[dict[str, Any]]:
-        """Take in an output of one request; returns the chunks to send now."""
-        pieces = self.choices[index].push(output)
+    def chunks(self, index: int, output: EngineOutput, *, with_usage: bool = False) -> list[dict[str, Any]]:
+        """Take in an output of one request; returns the chunks to send now, each with its choice's usage if wanted."""
+        choice = self.choices[index]
+        pieces = choice.push(output)
         parts = []
         if index not in self._begun:
             self._begun.add(index)
             parts += self.first_parts(index)
         parts += [self.part(index, piece) for piece in pieces]
-        reason = self.choices[index].finish_reason
-        if reason is not None:
-            parts.append(self.last_part(index) | {"finish_reason": reason})
-        return [{**self._head, "object": self.chunk_object, "choices": [part]} for part in parts]
+        if choice.finish_reason is not None:
+            parts.append(self.last_part(index) | {"finish_reason": choice.finish_reason})
+        usage = {"usage": _usage(len(self.job.requests[index].prompt_ids), [choice], [choice])} if with_usage else {}
+        return [{**self._head, "object": self.chunk_object, "choices": [part], **usage} for part in parts]
 
     def is_finished(self, index: int) -> bool:
         """True when no more text of this choice can come."""
@@ -69,18 +71,7 @@ class Answer(ABC):
     @property
     def usage(self) -> Usage:
         """Tokens so far. A prompt counts once, however many choices it has."""
-        num_prompt = self.job.num_prompt_tokens
-        num_completion = sum(choice.num_tokens for choice in self.choices)
-        num_cached = sum(choice.num_cached_tokens for choice in self.choices[:: self.job.num_choices])
-        return {
-            "prompt_tokens": num_prompt,
-            "completion_tokens": num_completion,
-            "total_tokens": num_prompt + num_completion,
-            "prompt_tokens_details": {"cached_tokens": min(num_cached, num_prompt)},
-            "completion_tokens_details": {
-                "reasoning_tokens": sum(choice.num_reasoning_tokens for choice in self.choices)
-            },
-        }
+        return _usage(self.job.num_prompt_tokens, self.choices, self.choices[:: self.job.num_choices])
 
     @abstractmethod
     def add(self, index: int, piece: Piece) -> None:
@@ -105,3 +96,16 @@ class Answer(ABC):
     @abstractmethod
     def whole_part(self, index: int) -> dict[str, Any]:
         """The entry of `choices` of a complete answer."""
+
+
+def _usage(num_prompt: int, choices: Sequence[Choice], firsts: Sequence[Choice]) -> Usage:
+    """Usage of `choices`; `firsts` are the first choice of each prompt, which read its cached tokens."""
+    num_completion = sum(choice.num_tokens for choice in choices)
+    num_cached = sum(choice.num_cached_tokens for choice in firsts)
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_completion,
+        "total_tokens": num_prompt + num_completion,
+        "prompt_tokens_details": {"cached_tokens": min(num_cached, num_prompt)},
+        "completion_tokens_details": {"reasoning_tokens": sum(choice.num_reasoning_tokens for choice in choices)},
+    }

@@ -3,6 +3,7 @@
 import time
 
 from fastapi import FastAPI
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -23,6 +24,7 @@ from server.stall import StallWatch
 from server.version import service_version
 
 DEFAULT_MODEL_NAME = "default"
+_ROUTES = (chat, completions, models, operations)
 
 
 def create_app(
@@ -41,7 +43,7 @@ def create_app(
         served_names=config.served_model_name or (DEFAULT_MODEL_NAME,),
         started_s=time.time(),
     )
-    for module in (chat, completions, models, operations):
+    for module in _ROUTES:
         app.include_router(module.router)
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(HTTPException, _on_http_error)
@@ -63,10 +65,20 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     if not isinstance(error, HTTPException):
         raise error
     messages = {
-        404: (f"there is no {request.url.path[:200]} here", "not_found"),
+        404: (f"there is no {request.url.path[:200]} here{_advice(request)}", "not_found"),
         405: (f"{request.method} is not allowed for {request.url.path[:200]}", "method_not_allowed"),
     }
     message, code = messages.get(error.status_code, (str(error.detail), None))
     response = json_response(error_body(message, "invalid_request_error", code=code), error.status_code)
     response.headers.update(error.headers or {})
     return response
+
+
+def _advice(request: Request) -> str:
+    """The route that was probably meant by a path without /v1, with it twice, or with a slash at its end."""
+    path = request.url.path.rstrip("/")
+    routes = [route.path for module in _ROUTES for route in module.router.routes if isinstance(route, APIRoute)]
+    known = [route for route in routes if route.endswith(path) or path.endswith(route)]
+    if not path or not known:
+        return ""
+    return f": did you mean {min(known, key=lambda route: abs(len(route) - len(path)))}?"

@@ -113,7 +113,8 @@ class Converter:
     def tokenize(self, wire: TokenizeRequest) -> list[int]:
         """Ids of a raw prompt or of rendered messages."""
         if wire.prompt is not None:
-            return self.raw_ids(wire.prompt)
+            bare = wire.add_special_tokens is False
+            return self.tokenizer.encode(wire.prompt) if bare else self.raw_ids(wire.prompt)
         return self._render(wire.messages or [], wire.tools or [], {})
 
     def raw_ids(self, prompt: str | list[int]) -> list[int]:

@@ -16,6 +16,7 @@ from server.connection import while_connected
 from server.context import ServerContext
 from server.errors import ApiError, body_of, internal_error
 from server.running import Running
+from server.schema.common import StreamOptions
 from server.sse import DONE, EventStream, event
 
 log = logging.getLogger(__name__)
@@ -27,12 +28,12 @@ def json_response(content: Any, status: int = 200) -> Response:
 
 
 async def respond(
-    request: Request, context: ServerContext, answer: Answer, *, stream: bool, include_usage: bool
+    request: Request, context: ServerContext, answer: Answer, *, stream: bool | None, options: StreamOptions | None
 ) -> Response:
     """Run the answer's requests. An error before the first output has its own status; a later one is an event."""
     if not stream:
         return json_response(await while_connected(request.receive, _whole(context, answer)))
-    events = _events(context, answer, include_usage=include_usage, request_id=request.state.request_id)
+    events = _events(context, answer, options or StreamOptions(), request.state.request_id)
     first = await while_connected(request.receive, anext(events))
     return EventStream(first, events)
 
@@ -45,20 +46,21 @@ async def _whole(context: ServerContext, answer: Answer) -> dict[str, Any]:
 
 
 async def _events(
-    context: ServerContext, answer: Answer, *, include_usage: bool, request_id: str
+    context: ServerContext, answer: Answer, options: StreamOptions, request_id: str
 ) -> AsyncGenerator[bytes, None]:
     """The events of a streamed answer. An error before the first of them raises.
 
     A later one becomes the last event, since the status has been sent.
     """
     has_begun = False
+    with_usage = bool(options.continuous_usage_stats)
     try:
         async with aclosing(_outputs(context, answer)) as outputs:
             async for index, output in outputs:
-                for chunk in answer.chunks(index, output):
+                for chunk in answer.chunks(index, output, with_usage=with_usage):
                     yield event(chunk)
                     has_begun = True
-        if include_usage:
+        if options.include_usage:
             yield event(answer.usage_chunk())
         yield DONE
     except Exception as error:

@@ -97,7 +97,7 @@ def _parse(kind: Any, value: Any) -> Any:
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises instead of printing a page of usage, and where help cannot be printed."""
+    """Raises instead of printing a page of usage, and where help cannot be printed. Guesses what was meant."""
 
     def print_help(self, file: Any = None) -> None:
         """What argparse calls for --help. It would swallow an error."""
@@ -105,6 +105,16 @@ class Parser(argparse.ArgumentParser):
             streams.say(self.format_help())
         else:
             super().print_help(file)
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse. Raises SettingError for anything unknown."""
+        found, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            flag = unknown[0].partition("=")[0]
+            is_flag = flag.startswith("-")
+            advice = _nearest(flag, list(self._option_string_actions)) if is_flag else f"; did you mean --model {flag}?"
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{advice}")
+        return found
 
     def error(self, message: str) -> NoReturn:
         """What argparse calls for a wrong flag."""

@@ -32,5 +32,4 @@ async def chat_completions(request: Request) -> Response:
     answer = ChatAnswer(
         job, context.converter.tokenizer, model=model, request_id=request_id, logprobs=bool(wire.logprobs)
     )
-    include_usage = wire.stream_options is not None and bool(wire.stream_options.include_usage)
-    return await respond(request, context, answer, stream=bool(wire.stream), include_usage=include_usage)
+    return await respond(request, context, answer, stream=wire.stream, options=wire.stream_options)

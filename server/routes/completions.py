@@ -1,4 +1,4 @@
-"""POST /v1/completions, and the tokenizer behind it: /tokenize, /detokenize."""
+"""POST /v1/completions, and the tokenizer behind it: /tokenize, /detokenize, /tokenizer_info."""
 
 import asyncio
 import uuid
@@ -13,7 +13,7 @@ from server.context import ServerContext
 from server.errors import BadRequest
 from server.openapi import GENERATES, TAKES_A_BODY, describe
 from server.schema.completions import Completion, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from server.schema.operations import Text, Tokens
+from server.schema.operations import Text, TokenizerInfo, Tokens
 from server.serving import json_response, respond
 
 router = APIRouter()
@@ -29,8 +29,7 @@ async def completions(request: Request) -> Response:
     request_id = f"cmpl-{uuid.uuid4().hex}"
     job = await asyncio.to_thread(context.converter.completion, wire, info, request_id)
     answer = CompletionAnswer(job, context.converter.tokenizer, model=model, request_id=request_id, wire=wire)
-    include_usage = wire.stream_options is not None and bool(wire.stream_options.include_usage)
-    return await respond(request, context, answer, stream=bool(wire.stream), include_usage=include_usage)
+    return await respond(request, context, answer, stream=wire.stream, options=wire.stream_options)
 
 
 @router.post("/tokenize", **describe(Tokens, errors=TAKES_A_BODY, body=TokenizeRequest))
@@ -44,6 +43,20 @@ async def tokenize(request: Request) -> Response:
     return json_response(
         {"tokens": ids, "count": len(ids), "max_model_len": None if info is None else info.max_model_len}
     )
+
+
+@router.get("/tokenizer_info", **describe(TokenizerInfo))
+async def tokenizer_info(request: Request) -> Response:
+    """What a client needs to use /tokenize in place of tokenizer files of its own (lm-eval does)."""
+    tokenizer = request.app.state.context.converter.tokenizer
+    info: TokenizerInfo = {
+        "bos_token": tokenizer.bos_token,
+        "eos_token": tokenizer.eos_token,
+        "add_bos_token": tokenizer.adds_bos,
+        "vocab_size": tokenizer.vocab_size,
+        "chat_template": tokenizer.chat_template,
+    }
+    return json_response(info)
 
 
 @router.post("/detokenize", **describe(Text, errors=TAKES_A_BODY, body=DetokenizeRequest))

@@ -12,6 +12,7 @@ from server.serving import json_response
 router = APIRouter()
 
 
+@router.get("/v1/models/", include_in_schema=False)
 @router.get("/v1/models", **describe(ModelList))
 async def list_models(request: Request) -> Response:
     """All names under which the model is served."""

@@ -67,9 +67,10 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 class StreamOptions(WireModel):
-    """Only `include_usage: true` adds a chunk. Obfuscation is a hint."""
+    """Usage in a chunk at the end, or in every chunk, as vLLM and SGLang offer it. Obfuscation is a hint."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
 
 

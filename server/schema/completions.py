@@ -119,10 +119,11 @@ class Completion(TypedDict):
 
 
 class TokenizeRequest(WireModel):
-    """Either a raw prompt, or messages to render."""
+    """Either a raw prompt, with or without the token that begins every text, or messages to render."""
 
     model: str | None = None
     prompt: str | None = None
+    add_special_tokens: bool | None = None
     messages: list[ChatMessage] | None = Field(None, min_length=1)
     tools: list[Tool] | None = None
 
@@ -130,6 +131,8 @@ class TokenizeRequest(WireModel):
     def _one_of_both(self) -> "TokenizeRequest":
         if (self.prompt is None) == (self.messages is None):
             raise refusal("prompt", "give either prompt or messages")
+        if self.messages is not None and self.add_special_tokens:
+            raise refusal("add_special_tokens", "it is for a prompt: the chat template begins messages as they should")
         return self
 
 

@@ -45,6 +45,16 @@ class Tokens(TypedDict):
     max_model_len: int | None
 
 
+class TokenizerInfo(TypedDict):
+    """Control tokens and chat template, null where the model has none; `vocab_size` is the highest id plus one."""
+
+    bos_token: str | None
+    eos_token: str | None
+    add_bos_token: bool
+    vocab_size: int
+    chat_template: str | None
+
+
 class Text(TypedDict):
     """Text of token ids."""
 

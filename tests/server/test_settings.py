@@ -100,7 +100,10 @@ def test_types():
 @pytest.mark.parametrize(
     ("argv", "environ", "words"),
     [
-        (["--prot", "1"], {}, "--prot"),
+        (["--prot", "1"], {}, "unrecognized arguments: --prot 1; did you mean --port?; --help lists all flags"),
+        (["--max-num-sequences=8"], {}, "--max-num-sequences=8; did you mean --max-num-seqs?"),
+        (["models/gpt-oss"], {}, "unrecognized arguments: models/gpt-oss; did you mean --model models/gpt-oss?"),
+        (["--zzz"], {}, "unrecognized arguments: --zzz; --help lists all flags"),
         (["--max-num-s", "1"], {}, "--max-num-s"),
         (["--port", "99999"], {}, "--port: port is 99999"),
         (["--port", "x"], {}, "--port: 'x' is not a whole number"),

@@ -1,0 +1,89 @@
+"""The real service with the bundled model, and the means to run clients against it as programs of their own.
+
+`openai` and curl belong to the development tools and run with every other test. The rest has the marker `clients`: a
+JDK, and Python packages in a virtual environment of their own, since their versions clash with ours.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).resolve().parent
+MODEL_FOLDER = ROOT / "assets" / "tiny-gpt-oss"
+CLIENTS_BIN = ROOT / ".venv-clients" / "bin"
+PARIS = "What is the capital of France?"
+
+
+@pytest.fixture(scope="session")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Address of the running service, without /v1."""
+    command = [sys.executable, "-m", "server", "--port", "0", "--num-threads", "1", "--access-log"]
+    environ = os.environ | {"OMP_NUM_THREADS": "1"}
+    errors = tmp_path_factory.mktemp("service") / "err"
+    with (
+        errors.open("w") as err,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=err, cwd=ROOT, env=environ, text=True) as process,
+    ):
+        try:
+            found = next(filter(None, (re.search(r"ready at (http://\S+)/v1", line) for line in process.stdout)), None)
+            assert found, errors.read_text()
+            yield found[1]
+        finally:
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(20)
+            process.kill()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Callable[..., str]:
+    """Run a program and return what it printed; its failure fails the test with all that it said."""
+    environ = os.environ | {
+        "HF_HUB_OFFLINE": "1",
+        "HF_HOME": str(tmp_path / "huggingface"),
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # else it asks the internet
+        "OPENAI_API_KEY": "none",
+    }
+
+    def run_program(*command: str | Path, timeout_s: float = 300) -> str:
+        process = subprocess.run(
+            command, cwd=HERE, env=environ, capture_output=True, text=True, timeout=timeout_s, check=False
+        )
+        assert process.returncode == 0, process.stdout + process.stderr
+        return process.stdout
+
+    return run_program
+
+
+@pytest.fixture
+def run_python(run: Callable[..., str], url: str) -> Callable[[str], dict]:
+    """Run a script of this folder with the clients' Python; returns the JSON object that it prints last."""
+
+    def run_script(name: str) -> dict:
+        return json.loads(run(client_program("python"), HERE / name, url).splitlines()[-1])
+
+    return run_script
+
+
+def program(name: str, remedy: str) -> str:
+    """Path of a program; a missing one fails the test and says how to get it."""
+    found = shutil.which(name)
+    if found is None:
+        pytest.fail(f"{name} is missing: {remedy}")
+    return found
+
+
+def client_program(name: str) -> Path:
+    """Path of a program in the clients' virtual environment."""
+    if not (CLIENTS_BIN / name).exists():
+        pytest.fail(f"{CLIENTS_BIN / name} is missing: run `make clients`, which makes that environment")
+    return CLIENTS_BIN / name
