@@ -13,6 +13,7 @@ from server.config import ServerConfig
 from server.context import Gate, ServerContext
 from server.convert import Converter, Tokenizer
 from server.errors import ApiError, error_body
+from server.lanes import Lanes
 from server.metrics import Metrics
 from server.middleware import Surround, error_response
 from server.routes import chat, completions, models, operations
@@ -38,6 +39,7 @@ def create_app(
         converter=Converter(tokenizer, config, defaults or SamplingDefaults()),
         metrics=metrics,
         gate=Gate(),
+        lanes=Lanes(),
         served_names=config.served_model_name or (DEFAULT_MODEL_NAME,),
         started_s=time.time(),
     )

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from engine.types import EngineInfo
 from server.config import ServerConfig
 from server.convert import Converter
-from server.errors import ModelNotFound, Unavailable
+from server.errors import ModelNotFound, TooManyRequests, Unavailable
+from server.lanes import Lanes
 from server.metrics import Metrics
 from server.running import Engine, Running
 
@@ -26,6 +27,11 @@ class Gate:
     def num_inflight(self) -> int:
         """Requests being served."""
         return len(self._running)
+
+    @property
+    def num_requests(self) -> int:
+        """Requests at the engine, every choice and prompt counted."""
+        return sum(running.num_unfinished for running in self._running)
 
     @contextmanager
     def admitted(self, running: Running) -> Iterator[None]:
@@ -64,6 +70,7 @@ class ServerContext:
     converter: Converter
     metrics: Metrics
     gate: Gate
+    lanes: Lanes
     served_names: tuple[str, ...]
     started_s: float
 
@@ -76,13 +83,21 @@ class ServerContext:
             raise ModelNotFound(f"the model '{asked[:100]}' is not served here: known is {known}", param="model")
         return asked
 
-    def ready_info(self) -> EngineInfo:
-        """The engine's facts. Raises Unavailable unless it can take work now."""
+    def ready_info(self, num_requests: int) -> EngineInfo:
+        """The engine's facts. Raises Unavailable unless it takes work now, TooManyRequests if it has no room for it.
+
+        The engine has the last word on its room; asking first saves tokenizing what it would refuse.
+        """
         if reason := self.why_not_ready():
             raise Unavailable(reason)
         info = self.engine.info
         if info is None:
             raise Unavailable("the model is still loading")
+        if num_requests <= info.max_requests < self.gate.num_requests + num_requests:
+            raise TooManyRequests(
+                f"the queue is full: {self.gate.num_requests} requests are running or waiting, "
+                f"at most {info.max_requests} may be; try again later"
+            )
         return info
 
     def why_not_ready(self) -> str | None:

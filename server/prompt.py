@@ -16,6 +16,7 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from server.errors import BadRequest
+from server.text_limit import NO_LIMIT, TextLimit
 
 # Noncharacters first, which no text should contain; then private use.
 _STAND_INS = (*range(0xFDD0, 0xFDF0), *range(0xF0000, 0xF1000))
@@ -55,11 +56,16 @@ class ChatTemplate:
         self._first_letters = sorted({name[0] for name in names})
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any],
+        limit: TextLimit = NO_LIMIT,
     ) -> list[int]:
         """Ids of the prompt up to where the assistant's answer begins.
 
         Raises:
+            ContextTooLong: the text exceeds the limit; seen before it is tokenized.
             BadRequest: the model has no template, or the template refuses the conversation.
         """
         if self._template is None:
@@ -73,6 +79,7 @@ class ChatTemplate:
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
             told = f": {str(error).translate(restore)}" if isinstance(error, TemplateError) else ""
             raise BadRequest(f"the model's chat template refuses these messages{told}", param="messages") from error
+        limit.check(text, restore)
         return self._encode(text, restore)
 
     def _disguise_for(self, data: Any) -> dict[int, int]:

@@ -1,6 +1,5 @@
 """POST /v1/completions, and the tokenizer behind it: /tokenize, /detokenize."""
 
-import asyncio
 import uuid
 
 from fastapi import APIRouter
@@ -10,7 +9,6 @@ from starlette.responses import Response
 from server.body import body_of, read_body
 from server.completion_answer import CompletionAnswer
 from server.context import ServerContext
-from server.errors import BadRequest
 from server.schema.completions import CompletionRequest, DetokenizeRequest, TokenizeRequest
 from server.serving import json_response, respond
 
@@ -21,11 +19,11 @@ router = APIRouter()
 async def completions(request: Request) -> Response:
     """Continue one or several raw prompts."""
     context: ServerContext = request.app.state.context
-    wire = await read_body(request, CompletionRequest, context.config)
+    wire, lane = await read_body(request, CompletionRequest, context)
     model = context.model_name(wire.model)
-    info = context.ready_info()
+    info = context.ready_info(len(wire.prompt) * (wire.n or 1))
     request_id = f"cmpl-{uuid.uuid4().hex}"
-    job = await asyncio.to_thread(context.converter.completion, wire, info, request_id)
+    job = await lane.run(request.receive, context.converter.completion, wire, info, request_id)
     answer = CompletionAnswer(job, context.converter.tokenizer, model=model, request_id=request_id, wire=wire)
     include_usage = wire.stream_options is not None and bool(wire.stream_options.include_usage)
     return await respond(request, context, answer, stream=bool(wire.stream), include_usage=include_usage)
@@ -35,10 +33,10 @@ async def completions(request: Request) -> Response:
 async def tokenize(request: Request) -> Response:
     """Ids of a raw prompt, or of messages as the chat template renders them."""
     context: ServerContext = request.app.state.context
-    wire = await read_body(request, TokenizeRequest, context.config)
+    wire, lane = await read_body(request, TokenizeRequest, context)
     context.model_name(wire.model)
-    ids = await asyncio.to_thread(context.converter.tokenize, wire)
     info = context.engine.info
+    ids = await lane.run(request.receive, context.converter.tokenize, wire, info)
     return json_response(
         {"tokens": ids, "count": len(ids), "max_model_len": None if info is None else info.max_model_len}
     )
@@ -48,10 +46,7 @@ async def tokenize(request: Request) -> Response:
 async def detokenize(request: Request) -> Response:
     """Text of ids, control tokens by name."""
     context: ServerContext = request.app.state.context
-    wire = await read_body(request, DetokenizeRequest, context.config)
+    wire, lane = await read_body(request, DetokenizeRequest, context)
     context.model_name(wire.model)
-    vocab_size = context.converter.tokenizer.vocab_size
-    if any(token_id >= vocab_size for token_id in wire.tokens):
-        raise BadRequest(f"tokens: token ids of this model are below {vocab_size}", param="tokens")
-    data = b"".join(map(context.converter.tokenizer.token_bytes, wire.tokens))
-    return json_response({"prompt": data.decode("utf-8", errors="replace")})
+    text = await lane.run(request.receive, context.converter.detokenize, wire, context.engine.info)
+    return json_response({"prompt": text})

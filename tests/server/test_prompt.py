@@ -106,7 +106,7 @@ class TemplateTokenizer:
     """A tokenizer of characters with two control tokens and any template."""
 
     special_tokens: ClassVar = {"<s>": 1000, "</think>": 1001}
-    bos_token, eos_token, adds_bos = "<s>", None, False
+    bos_token, eos_token, adds_bos, max_token_bytes = "<s>", None, False, None
 
     def __init__(self, template):
         self.chat_template = template
