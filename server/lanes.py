@@ -1,4 +1,4 @@
-"""`Lanes`: the threads that parse and tokenize request bodies, off the event loop. Small bodies never wait for large ones.
+"""`Lanes`: the threads that parse and tokenize request bodies. Small bodies never wait for large ones.
 
 A call into pydantic or orjson holds the interpreter's lock until it returns, so a thread alone keeps nothing fluent:
 what one call may cost is bounded before (`server.body`, the limits of `server.schema`).

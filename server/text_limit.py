@@ -25,7 +25,7 @@ class TextLimit:
         num_bytes = len(text) if text.isascii() else len(text.encode(errors="replace"))
         if num_bytes > self.max_tokens * self.max_token_bytes:
             raise ContextTooLong(
-                f"the prompt has {num_bytes} bytes, so more than {self.max_tokens} tokens, which is beyond this model's "
+                f"the prompt has {num_bytes} bytes, so more than {self.max_tokens} tokens, beyond this model's "
                 "maximum context length: shorten the messages or the prompt"
             )
 
