@@ -1,4 +1,4 @@
-"""Bodies that cost much (G06, G80, G81): bounded before they are parsed, in their own thread, dropped with their client."""
+"""Bodies that cost much (G06, G80, G81): bounded before they are parsed, in a thread, dropped with their client."""
 
 import asyncio
 import json
