@@ -8,6 +8,7 @@ from typing import Literal
 from server.errors import SettingError
 
 _KEY = re.compile(r"[!-~]+")
+_HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +19,7 @@ class ServerConfig:
     port: int = 8000
     api_key: str | None = None
     revision: str | None = None  # of a model on the hub: a branch, a tag or a commit; None: the main branch
+    client_header: str | None = None
     served_model_name: tuple[str, ...] = ()
     drain_timeout: float = 30.0
     heartbeat_timeout: float = 60.0
@@ -36,6 +38,8 @@ class ServerConfig:
                 "api_key is empty or holds spaces or characters beyond ASCII, which cannot be sent in a header: "
                 "give another key, or leave the setting out to serve without one"
             )
+        if self.client_header is not None and not _HEADER.fullmatch(self.client_header):
+            raise SettingError(f"client_header is {self.client_header!r}: it must be the name of an HTTP header")
         if any(not name for name in self.served_model_name):
             raise SettingError("served_model_name holds an empty name: give names separated by commas")
         if not 0 <= self.drain_timeout < math.inf:  # a NaN fails too

@@ -39,6 +39,11 @@ OPTIONS: dict[str, Option] = {
     "host": Option("HTTP", "address to listen on; 0.0.0.0 for all"),
     "port": Option("HTTP", "port to listen on; 0 picks a free one"),
     "api_key": Option("HTTP", "key that every route but /health/live and /health/ready asks for"),
+    "client_header": Option(
+        "HTTP",
+        "header that says who asks, such as X-Forwarded-For; only behind a proxy that sets it itself",
+        default_text="none: the address",
+    ),
     "max_body_bytes": Option("HTTP", "largest request body"),
     "drain_timeout": Option("HTTP", "seconds that running requests have to finish after SIGTERM"),
     "heartbeat_timeout": Option("HTTP", "seconds without a sign of life after which /health/live says no"),
