@@ -1,6 +1,7 @@
 """`ServerContext`: what every route needs, made once. And `Gate`: is work taken now, and how much is going on?"""
 
 import asyncio
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from server.convert import Converter
 from server.errors import ModelNotFound, TooManyRequests, Unavailable
 from server.lanes import Lanes
 from server.metrics import Metrics
+from server.queue_speed import QueueSpeed
 from server.running import Engine, Running
 
 
@@ -20,6 +22,7 @@ class Gate:
     def __init__(self) -> None:
         self.draining = False
         self._running: set[Running] = set()
+        self._speed = QueueSpeed()
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -40,12 +43,22 @@ class Gate:
             raise Unavailable("the service is shutting down: send the request elsewhere, or again later")
         self._running.add(running)
         self._idle.clear()
+        num_places = running.num_requests
         try:
             yield
+        except TooManyRequests:
+            num_places = 0  # it never had any
+            raise
         finally:
             self._running.discard(running)
+            self._speed.on_free(num_places, time.monotonic())
             if not self._running:
                 self._idle.set()
+
+    def with_retry_after(self, error: TooManyRequests) -> TooManyRequests:
+        """The error, telling when a place may be free."""
+        error.retry_after_s = self._speed.retry_after_s(time.monotonic())
+        return error
 
     def drain(self) -> None:
         """Take no new work."""
@@ -94,10 +107,11 @@ class ServerContext:
         if info is None:
             raise Unavailable("the model is still loading")
         if num_requests <= info.max_requests < self.gate.num_requests + num_requests:
-            raise TooManyRequests(
+            error = TooManyRequests(
                 f"the queue is full: {self.gate.num_requests} requests are running or waiting, "
                 f"at most {info.max_requests} may be; try again later"
             )
+            raise self.gate.with_retry_after(error)
         return info
 
     def why_not_ready(self) -> str | None:

@@ -64,6 +64,11 @@ class Running:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     @property
+    def num_requests(self) -> int:
+        """Requests of the group, whether they have ended or not."""
+        return len(self._requests)
+
+    @property
     def num_unfinished(self) -> int:
         """Requests that may still bring outputs."""
         return len(self._unfinished)

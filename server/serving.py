@@ -16,7 +16,7 @@ from server.answer import Answer
 from server.asker import asker_of
 from server.connection import while_connected
 from server.context import ServerContext
-from server.errors import ApiError, body_of, internal_error
+from server.errors import ApiError, TooManyRequests, body_of, internal_error
 from server.running import Running
 from server.sse import DONE, EventStream, event
 
@@ -83,6 +83,8 @@ async def _outputs(
     with context.gate.admitted(running):
         async with running:
             async for index, output in running:
+                if output.overloaded:
+                    raise context.gate.with_retry_after(TooManyRequests(output.error or "the queue is full"))
                 watch.on_output()
                 yield index, output
                 if answer.is_finished(index):
