@@ -7,12 +7,15 @@ PORT   ?= 8000
 ARGS   ?=
 PIP     = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 
-.PHONY: serve test check bench
+.PHONY: serve test soak check bench
 serve: $(VENV)/.core
 	$(VENV)/bin/moe-serve --port $(PORT) $(ARGS)
 
 test: $(VENV)/.dev
 	$(VENV)/bin/python -m pytest $(ARGS)
+
+soak: $(VENV)/.dev
+	$(VENV)/bin/python -m tests.soak $(ARGS)
 
 check: $(VENV)/.dev
 	PATH="$(abspath $(VENV))/bin:$$PATH" scripts/check
