@@ -13,6 +13,7 @@ from starlette.types import Receive
 
 from server.connection import while_connected
 from server.errors import TooManyRequests
+from server.memory import give_back_memory
 
 LARGE_BODY_BYTES = 64 * 1024
 """A larger body takes the lane of large bodies; one of this size takes a few milliseconds."""
@@ -20,6 +21,7 @@ LARGE_BODY_BYTES = 64 * 1024
 MAX_WAITING_LARGE = 32
 
 _NUM_SMALL_THREADS = 4
+_TIDY_DELAY_S = 1.0
 _NUM_LARGE_THREADS = 1  # one large body at a time: its Python objects take many times its own size
 
 Params = ParamSpec("Params")
@@ -29,12 +31,24 @@ Result = TypeVar("Result")
 class Lane:
     """Threads with a queue. Work that has not begun when its client leaves is never done."""
 
-    def __init__(self, name: str, *, num_threads: int, max_waiting: int | None = None) -> None:
-        """`max_waiting` is how many pieces of work may wait; None for any number."""
+    def __init__(
+        self,
+        name: str,
+        *,
+        num_threads: int,
+        max_waiting: int | None = None,
+        after_work: Callable[[], None] | None = None,
+    ) -> None:
+        """`max_waiting` is how many pieces of work may wait; None for any number.
+
+        `after_work` is run in a thread a second after work has ended, once for all that ended meanwhile.
+        """
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
         self._num_threads = num_threads
         self._max_waiting = max_waiting
         self._num_present = 0
+        self._after_work = after_work
+        self._tidying: asyncio.TimerHandle | None = None
 
     async def run(
         self, receive: Receive, work: Callable[Params, Result], *args: Params.args, **kwargs: Params.kwargs
@@ -52,6 +66,12 @@ class Lane:
             return await while_connected(receive, self._in_thread(lambda: work(*args, **kwargs)))
         finally:
             self._num_present -= 1
+            if self._after_work is not None and self._tidying is None:  # later: an error still holds what it is about
+                self._tidying = asyncio.get_running_loop().call_later(_TIDY_DELAY_S, self._tidy, self._after_work)
+
+    def _tidy(self, after_work: Callable[[], None]) -> None:
+        self._tidying = None
+        self._threads.submit(after_work)
 
     async def _in_thread(self, work: Callable[[], Result]) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
@@ -62,7 +82,9 @@ class Lanes:
 
     def __init__(self) -> None:
         self._small = Lane("small-body", num_threads=_NUM_SMALL_THREADS)
-        self._large = Lane("large-body", num_threads=_NUM_LARGE_THREADS, max_waiting=MAX_WAITING_LARGE)
+        self._large = Lane(
+            "large-body", num_threads=_NUM_LARGE_THREADS, max_waiting=MAX_WAITING_LARGE, after_work=give_back_memory
+        )
 
     def of(self, num_bytes: int) -> Lane:
         """The lane of a body of this size."""

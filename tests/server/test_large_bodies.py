@@ -234,6 +234,21 @@ def test_the_lane_of_large_bodies_has_a_bound_g81():
     asyncio.run(main())
 
 
+def test_memory_is_given_back_once_after_much_work_g80(monkeypatch):
+    monkeypatch.setattr("server.lanes._TIDY_DELAY_S", 0.05)
+
+    async def main():
+        tidied = threading.Semaphore(0)
+        lane = Lane("test", num_threads=1, after_work=tidied.release)
+        await asyncio.gather(*(lane.run(Client().receive, str, i) for i in range(5)))
+        assert await asyncio.to_thread(tidied.acquire, timeout=10)
+        assert not tidied.acquire(blocking=False)
+        await lane.run(Client().receive, str, 5)
+        assert await asyncio.to_thread(tidied.acquire, timeout=10)
+
+    asyncio.run(main())
+
+
 def test_a_body_takes_the_lane_of_its_size():
     lanes = Lanes()
     assert lanes.of(0) is lanes.of(LARGE_BODY_BYTES)
