@@ -1,6 +1,7 @@
 """Bodies that cost much (G06, G80, G81): bounded before they are parsed, in a thread, dropped with their client."""
 
 import asyncio
+import gc
 import json
 import threading
 
@@ -232,6 +233,23 @@ def test_the_lane_of_large_bodies_has_a_bound_g81():
         assert await lane.run(Client().receive, str, 5) == "5"
 
     asyncio.run(main())
+
+
+def test_a_refused_body_is_freed_at_once_g80():
+    """An error, its frames and the future that brought it held each other, with all that was parsed."""
+    content = json.dumps({"messages": [{"role": "assistant", "tool_calls": [1] * 150_000}]}).encode()
+
+    async def main():
+        with pytest.raises(BadRequest):
+            await Lane("test", num_threads=1).run(Client().receive, _parse, content, ChatCompletionRequest)
+
+    gc.collect()
+    gc.disable()
+    try:
+        asyncio.run(main())
+        assert not [each for each in gc.get_objects() if type(each) is list and len(each) >= 150_000]
+    finally:
+        gc.enable()
 
 
 def test_memory_is_given_back_once_after_much_work_g80(monkeypatch):
