@@ -10,6 +10,7 @@ from tests.soak.probe import LivenessProbe
 from tests.soak.service import Service, start
 
 _QUIET_TIMEOUT_S = 60
+_SETTLE_S = 5.0  # memory of large bodies is given back a second after the last
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +39,7 @@ def soak(plan: Plan, folder: Path) -> Result:
     with start(folder) as service:
         _act(service, plan, plan.warm_up_seconds, seed=plan.seed + 1)
         _wait_until_quiet(service)
+        time.sleep(min(plan.rest_seconds, _SETTLE_S))
         warm_mib, before = service.resident_mib(), service.metrics()
         with LivenessProbe(service.url) as probe:
             report = _act(service, plan, plan.seconds, seed=plan.seed)
