@@ -3,11 +3,8 @@
 import asyncio
 import contextlib
 import logging
-import shutil
-import tempfile
 import time
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import msgspec
 import zmq
@@ -25,6 +22,8 @@ from engine.messages import (
     Shutdown,
     ToEngine,
     WorkerSetup,
+    bind,
+    new_address,
 )
 from engine.process import WorkerProcess, describe_exit
 from engine.types import EngineInfo, EngineOutput, EngineRequest, EngineStats
@@ -47,12 +46,6 @@ class _Stream:
         self.abort_sent = False
 
 
-def _make_socket_folder() -> Path:
-    """A new folder for this user alone; socket paths may have little more than 100 bytes."""
-    parent = None if len(tempfile.gettempdir()) <= 60 else "/tmp"
-    return Path(tempfile.mkdtemp(prefix="moe-serve-", dir=parent))
-
-
 class EngineClient:
     """One engine process, its requests and its health. All methods belong to one event loop.
 
@@ -65,6 +58,7 @@ class EngineClient:
         self.info: EngineInfo | None = None
         self.failure: str | None = None
         self.stats: EngineStats | None = None
+        self.was_killed = False  # by `close`: it had been ready and did not end by itself
         self._worker_module = worker_module
         self._streams: dict[str, _Stream] = {}
         self._limits: RequestLimits | None = None
@@ -77,12 +71,11 @@ class EngineClient:
     async def start(self) -> None:
         """Start the process and return; loading goes on. Watch `ready` and `failure`."""
         loop = asyncio.get_running_loop()
-        self._folder = _make_socket_folder()
-        requests_address, outputs_address = f"ipc://{self._folder}/requests", f"ipc://{self._folder}/outputs"
+        requests_address, outputs_address = new_address(), new_address()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._outputs = self._context.socket(zmq.PULL)
         self._outputs.set_hwm(0)
-        self._outputs.bind(outputs_address)
+        bind(self._outputs, outputs_address)
         self._requests = self._context.socket(zmq.PUSH)
         self._requests.set_hwm(0)
         self._requests.setsockopt(zmq.RECONNECT_IVL, 20)
@@ -152,20 +145,24 @@ class EngineClient:
             stream.abort_sent = True
             self._send(Abort(request_id))
 
-    async def close(self) -> None:
-        """End the process; requests still running get an error. May be called twice, and without `start`."""
+    async def close(self, *, at_once: bool = False) -> None:
+        """End the process; requests still running get an error. May be called twice, and without `start`.
+
+        With `at_once` the process is killed, since it is known to hang.
+        """
         if self._process is None or self._closing:
             return
         was_ready = self.ready
         self._closing = True
         self._end_streams()
-        if was_ready:
+        if was_ready and not at_once:
             self._send(Shutdown())
-        await self._process.end(told_to_stop=was_ready)
+        self.was_killed = await self._process.end(told_to_stop=was_ready, at_once=at_once) and was_ready
+        if self.was_killed:
+            logger.error("the engine process did not end by itself and was killed")
         await self._watcher
         asyncio.get_running_loop().remove_reader(self._outputs.fileno())
         self._context.destroy(linger=0)
-        shutil.rmtree(self._folder, ignore_errors=True)
 
     def _refuse(self, request: EngineRequest) -> EngineOutput | None:
         """The answer to a request that the engine need not see."""

@@ -1,6 +1,10 @@
-"""What the two processes say to each other, as msgpack. Payload types are in `types`; sockets are elsewhere."""
+"""What the two processes say to each other, as msgpack, and where. Payload types are in `types`."""
+
+import os
+import secrets
 
 import msgspec
+import zmq
 
 from engine.config import EngineConfig
 from engine.types import EngineInfo, EngineOutput, EngineRequest, EngineStats
@@ -66,3 +70,14 @@ class WorkerSetup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 EXIT_FAILED = 3  # exit status of an engine process that has sent `Failed`
+
+
+def new_address() -> str:
+    """A name for a socket in Linux's abstract namespace: it needs no writable folder, and goes with its process."""
+    return f"ipc://@moe-serve-{secrets.token_hex(16)}"
+
+
+def bind(socket: "zmq.Socket[bytes]", address: str) -> None:
+    """Listen at the address. Such names have no permissions, so other users' connections are refused here."""
+    socket.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())
+    socket.bind(address)

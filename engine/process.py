@@ -13,7 +13,8 @@ import sys
 from engine.messages import WorkerSetup
 
 _BOOT = "import runpy, sys; sys.path[:] = sys.argv[2:]; runpy.run_module(sys.argv[1], run_name='__main__')"
-_POLITE_S = 3.0
+_POLITE_S = 3.0  # to finish a step and leave
+_INPUT_CLOSED_S = 1.0  # a thread waits for that, whatever the step loop does
 
 
 class WorkerProcess:
@@ -47,21 +48,27 @@ class WorkerProcess:
         """Exit status, once there is one; negative for a signal."""
         return await self._process.wait()
 
-    async def end(self, *, told_to_stop: bool) -> None:
-        """Wait for it to end, a few seconds if it was told to; then close its standard input; at last kill it."""
-        if told_to_stop:
-            await self._wait_politely()
+    async def end(self, *, told_to_stop: bool, at_once: bool = False) -> bool:
+        """Wait for it to end, a few seconds if it was told to; then close its standard input; at last kill it.
+
+        `at_once` skips the waiting. Returns True if it had to be killed.
+        """
+        if told_to_stop and not at_once:
+            await self._wait(_POLITE_S)
         if self._process.stdin is not None:
             self._process.stdin.close()
-        await self._wait_politely()
-        if self.is_running:
+        if not at_once:
+            await self._wait(_INPUT_CLOSED_S)
+        was_running = self.is_running
+        if was_running:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
             await self._process.wait()
+        return was_running
 
-    async def _wait_politely(self) -> None:
+    async def _wait(self, timeout_s: float) -> None:
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._process.wait(), _POLITE_S)
+            await asyncio.wait_for(self._process.wait(), timeout_s)
 
 
 def describe_exit(status: int) -> str:

@@ -8,19 +8,29 @@ import gc
 import logging
 import os
 import pickle
-import shutil
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 import zmq
 
-from engine.messages import EXIT_FAILED, Abort, Add, Beat, Failed, FromEngine, Outputs, Ready, ToEngine, WorkerSetup
+from engine.messages import (
+    EXIT_FAILED,
+    Abort,
+    Add,
+    Beat,
+    Failed,
+    FromEngine,
+    Outputs,
+    Ready,
+    ToEngine,
+    WorkerSetup,
+    bind,
+)
 
 if TYPE_CHECKING:
     from engine.core import EngineCore
@@ -71,7 +81,7 @@ class Worker:
         self._setup = setup
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._requests = _open(self._context, zmq.PULL)
-        self._requests.bind(setup.requests_address)
+        bind(self._requests, setup.requests_address)
         self._outputs = _open(self._context, zmq.PUSH)
         self._outputs.connect(setup.outputs_address)
         self._encoder = msgspec.msgpack.Encoder()
@@ -143,11 +153,10 @@ def _describe(error: Exception) -> str:
     return str(error) if _is_user_error(error) else f"{type(error).__name__}: {error}"
 
 
-def _exit_with_parent(socket_folder: Path) -> None:
+def _exit_with_parent() -> None:
     """Block until standard input closes, then end at once; there is nobody left to tell, or to tidy up."""
     while os.read(0, 1):  # the descriptor itself: a lock of `sys.stdin` must not be held when the interpreter ends
         pass
-    shutil.rmtree(socket_folder, ignore_errors=True)
     os._exit(0)
 
 
@@ -169,8 +178,7 @@ def main(build: "Callable[[WorkerSetup], EngineCore]" = build_core) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     setup: WorkerSetup = pickle.load(sys.stdin.buffer)
     logging.basicConfig(level=setup.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    folder = Path(setup.requests_address.removeprefix("ipc://")).parent
-    threading.Thread(target=_exit_with_parent, args=(folder,), name="parent-watch", daemon=True).start()
+    threading.Thread(target=_exit_with_parent, name="parent-watch", daemon=True).start()
     sys.exit(Worker(setup).run(build))
 
 

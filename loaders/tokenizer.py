@@ -4,6 +4,7 @@ Built on the `tokenizers` library alone, because importing transformers would do
 BPE is supported, the kind of both model families: there every id stands for a fixed byte string.
 """
 
+import codecs
 import json
 from functools import cached_property
 from pathlib import Path
@@ -20,13 +21,17 @@ from loaders.token_bytes import max_token_bytes
 class Tokenizer:
     """One model's tokenizer. Ids are the file's; nothing is added before or after a text."""
 
-    def __init__(self, rust: RustTokenizer, settings: dict[str, Any], chat_template: str | None) -> None:
+    def __init__(
+        self, rust: RustTokenizer, settings: dict[str, Any], chat_template: str | None, chat_template_file: str = ""
+    ) -> None:
         """Wrap a loaded tokenizer; `settings` is tokenizer_config.json."""
         self._rust = rust
         self._content_of = {token_id: token.content for token_id, token in rust.get_added_tokens_decoder().items()}
         self.special_tokens: dict[str, int] = {content: token_id for token_id, content in self._content_of.items()}
         """Every added token (control tokens, whether flagged special or not), name to id."""
         self.chat_template = chat_template
+        self.chat_template_file = chat_template_file
+        """Where the template comes from; for messages."""
         self.bos_token = _token_text(settings.get("bos_token"))
         self.eos_token = _token_text(settings.get("eos_token"))
         self.adds_bos = bool(settings.get("add_bos_token", False))
@@ -100,7 +105,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     if not path.is_file():
         raise TokenizerError(f"{path}: missing; only tokenizer.json files are read, no SentencePiece or tiktoken files")
     try:
-        rust = RustTokenizer.from_file(str(path))
+        rust = RustTokenizer.from_buffer(path.read_bytes().removeprefix(codecs.BOM_UTF8))
     except Exception as error:  # the library raises bare Exception for anything wrong with the file
         raise TokenizerError(f"{path}: cannot be read: {error}") from error
     if "ByteLevel" not in _decoder_types(rust):
@@ -108,10 +113,10 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     rust.no_truncation()
     rust.no_padding()
     settings = _read_settings(folder / "tokenizer_config.json")
-    _add_missing_tokens(rust, settings.get("added_tokens_decoder", {}), folder)
+    _add_missing_tokens(rust, settings.get("added_tokens_decoder") or {}, folder / "tokenizer_config.json")
     bos_token, adds_bos = find_bos(rust, settings, _token_text(settings.get("bos_token")), folder)
     settings |= {"bos_token": bos_token, "add_bos_token": adds_bos}
-    return Tokenizer(rust, settings, _chat_template(folder, settings))
+    return Tokenizer(rust, settings, *_chat_template(folder, settings))
 
 
 def _decoder_types(rust: RustTokenizer) -> set[str]:
@@ -133,30 +138,54 @@ def _read_settings(path: Path) -> dict[str, Any]:
     return settings
 
 
-def _add_missing_tokens(rust: RustTokenizer, declared: dict[str, Any], folder: Path) -> None:
+def _add_missing_tokens(rust: RustTokenizer, declared: Any, path: Path) -> None:
     """Add tokens that only tokenizer_config.json knows; they must land on the ids it gives them."""
-    for token_id, entry in sorted((int(key), value) for key, value in declared.items()):
+    for token_id, entry in _declared_tokens(declared, path):
         content = entry["content"]
         if rust.token_to_id(content) is None:
-            flags = {flag: entry[flag] for flag in ("lstrip", "rstrip", "single_word", "normalized") if flag in entry}
+            flags = {
+                flag: bool(entry[flag]) for flag in ("lstrip", "rstrip", "single_word", "normalized") if flag in entry
+            }
             rust.add_tokens([AddedToken(content, special=bool(entry.get("special")), **flags)])
         found = rust.token_to_id(content)
         if found != token_id:
             raise TokenizerError(
-                f"{folder / 'tokenizer_config.json'}: token '{content}' should have id {token_id}, "
+                f"{path}: token '{content}' should have id {token_id}, "
                 f"but tokenizer.json gives it {found}; the two files do not belong together"
             )
 
 
-def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
-    file = folder / "chat_template.jinja"
+def _declared_tokens(declared: Any, path: Path) -> list[tuple[int, dict[str, Any]]]:
+    """The entries of added_tokens_decoder in the order of their ids."""
+    if not isinstance(declared, dict):
+        raise TokenizerError(f"{path}: added_tokens_decoder must be an object from token ids to tokens")
+    for key, entry in declared.items():
+        if not (key.isascii() and key.isdigit()):
+            raise TokenizerError(f"{path}: added_tokens_decoder has the key '{key}', which is no token id")
+        if not (isinstance(entry, dict) and isinstance(entry.get("content"), str) and entry["content"]):
+            raise TokenizerError(
+                f"{path}: added_tokens_decoder[{key}] must be an object with the token's text as content"
+            )
+    return sorted(((int(key), entry) for key, entry in declared.items()), key=lambda item: item[0])
+
+
+def _chat_template(folder: Path, settings: dict[str, Any]) -> tuple[str | None, str]:
+    """The template's text and the file it comes from."""
+    file, config = folder / "chat_template.jinja", folder / "tokenizer_config.json"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
+        try:
+            return file.read_text(encoding="utf-8-sig"), str(file)
+        except UnicodeDecodeError as error:
+            raise TokenizerError(f"{file}: is not UTF-8: {error}") from error
     template = settings.get("chat_template")
     if isinstance(template, list):
-        named = {entry["name"]: entry["template"] for entry in template}
-        template = named.get("default")
-    return template if isinstance(template, str) else None
+        for index, entry in enumerate(template):
+            if not isinstance(entry, dict) or not all(isinstance(entry.get(key), str) for key in ("name", "template")):
+                raise TokenizerError(f"{config}: chat_template[{index}] must be an object with a name and a template")
+        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+    if not (template is None or isinstance(template, str)):
+        raise TokenizerError(f"{config}: chat_template must be text or a list of named templates")
+    return template, str(config)
 
 
 def _token_text(value: Any) -> str | None:

@@ -45,14 +45,14 @@ def explain(
         if value not in known:
             raise MoeConfigError(f"{flag} {value} is not known; known: {', '.join(known)}")
     table = verdicts(Device(arch=arch), format_name, a2a, config, dispatch_formats)
-    source = rank_backends(Device(arch=arch), format_name, a2a, config).source
+    ranking = rank_backends(Device(arch=arch), format_name, a2a, config)
     chosen = next((verdict.backend for verdict in table if verdict.reason is None), None)
     return [
         Row(
             backend=verdict.backend,
             hardware=verdict.hardware,
             reason=verdict.reason,
-            source=source if verdict.backend is chosen else None,
+            source=ranking.source_of(verdict.backend) if verdict.backend is chosen else None,
         )
         for verdict in table
     ]

@@ -1,6 +1,7 @@
-"""In which order `auto` tries the backends: by what was measured on the GPU, else by a rule. Measures nothing.
+"""In which order `auto` tries the backends: measured ones first, fastest first, then the others by a rule.
 
-A shape that nobody measured takes the order of the measured one whose experts are nearest to it in size.
+A shape that nobody measured takes the order of the measured one whose experts are nearest to it in size. Measures
+nothing itself.
 """
 
 import math
@@ -13,7 +14,7 @@ from moe.tables import read_entries, size_distance
 TABLE = "backends.json"
 
 # The rule, best first: kernel libraries before our own kernels and those before plain torch; within the libraries the
-# one with the narrowest hardware goes first. Measurements overrule it.
+# one with the narrowest hardware goes first. It ranks only what nobody measured.
 PREFERENCE: tuple[MoeBackend, ...] = (
     MoeBackend.FLASHINFER_TRTLLM,
     MoeBackend.FLASHINFER_CUTEDSL,
@@ -24,23 +25,32 @@ PREFERENCE: tuple[MoeBackend, ...] = (
     MoeBackend.TRITON,
     MoeBackend.TORCH,
 )
-RULE = "the order of preference in moe/ranking.py; nobody measured this format on this GPU"
+RULE = "the order of preference in moe/ranking.py"
 
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """Every backend, best first, and where that order comes from."""
+    """Every backend, best first. `source` names the table of the `measured` ones, None where nobody measured."""
 
     order: tuple[MoeBackend, ...]
-    source: str
+    measured: tuple[MoeBackend, ...] = ()
+    source: str | None = None
+
+    def source_of(self, backend: MoeBackend) -> str:
+        """What is known about the place of one backend."""
+        if self.source is None:
+            return f"{RULE}; nobody measured this format on this GPU"
+        if backend not in self.measured:
+            return f"{RULE}; nobody measured {backend} on this GPU"
+        return self.source
 
 
 def rank_backends(device: Device, format_name: str, a2a: MoeA2ABackend, config: MoeRunnerConfig) -> Ranking:
-    """The order for one path. Backends that were not measured keep their places of the rule."""
+    """The order for one path. A backend that was not measured comes after all that were."""
     path = (device.arch, format_name, a2a)
     entries = [entry for entry in read_entries(TABLE) if (entry["gpu"], entry["format"], entry["a2a"]) == path]
     if not entries:
-        return Ranking(PREFERENCE, RULE)
+        return Ranking(PREFERENCE)
     entry = min(entries, key=lambda entry: _distance(entry["shape"], config))
     shape = entry["shape"]
     source = f"moe/tables/{TABLE}: {entry['card']}, {entry['source']}"
@@ -49,7 +59,9 @@ def rank_backends(device: Device, format_name: str, a2a: MoeA2ABackend, config: 
             f"; nearest measured shape: {shape['num_experts']} experts of {shape['hidden_size']} x "
             f"{shape['intermediate_size']}, top-{shape['top_k']}"
         )
-    return Ranking(_reordered(entry["microseconds"]), source)
+    measured = _fastest_first(entry["microseconds"])
+    rest = tuple(backend for backend in PREFERENCE if backend not in measured)
+    return Ranking(measured + rest, measured, source)
 
 
 def _distance(shape: dict[str, int], config: MoeRunnerConfig) -> tuple[float, bool]:
@@ -61,12 +73,10 @@ def _is_measured(shape: dict[str, int], config: MoeRunnerConfig) -> bool:
     return all(getattr(config, name) == size for name, size in shape.items())
 
 
-def _reordered(microseconds: dict[str, dict[str, float]]) -> tuple[MoeBackend, ...]:
-    """The rule's order with the measured backends sorted among their own places, by geometric mean over tokens."""
+def _fastest_first(microseconds: dict[str, dict[str, float]]) -> tuple[MoeBackend, ...]:
+    """By geometric mean over token counts; the rule decides between equals."""
 
     def mean(backend: MoeBackend) -> float:
         return math.fsum(math.log(time) for time in microseconds[backend].values())
 
-    measured = [backend for backend in PREFERENCE if backend in microseconds]
-    fastest_first = iter(sorted(measured, key=mean))
-    return tuple(next(fastest_first) if backend in microseconds else backend for backend in PREFERENCE)
+    return tuple(sorted((backend for backend in PREFERENCE if backend in microseconds), key=mean))

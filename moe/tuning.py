@@ -17,6 +17,7 @@ import torch
 from moe.autotune import BUDGET_S, MAX_TOKEN_COUNTS, OneRank, Ranks, Tuning, kept_choice, should_autotune, tune
 from moe.errors import MoeConfigError
 from moe.formats import ExpertWeights
+from moe.library_tuning import LibraryTuner
 from moe.registry import load_backend
 from moe.runner import MoeRunner
 from moe.topology import Topology
@@ -55,6 +56,7 @@ class LayerTuner:
     def __init__(self, settings: TuningSettings, ranks: Ranks = _ONE_RANK) -> None:
         self._settings, self._ranks = settings, ranks
         self._cache = TuningCache(settings.cache_folder)
+        self._library = LibraryTuner(settings.cache_folder, ranks)
         self._left_s = settings.budget_s
         self._told: set[str] = set()
 
@@ -64,9 +66,12 @@ class LayerTuner:
         if not settings.is_on:
             if not settings.token_counts or not should_autotune(runner.backend, runner.a2a):
                 return info
+            self._library.read_kept(runner, info)
             return _with_kept(runner, info, _key(runner, experts, topology, settings.token_counts), self._cache,
                               self._ranks)  # fmt: skip
         if not _has_tactics(runner, info):
+            if self._tuned_by_library(runner, info, experts, topology):
+                return info
             self._tell_once(f"--tune: {runner.backend} with {experts.format_name} experts has nothing to tune")
             return info
         start = time.monotonic()
@@ -76,6 +81,12 @@ class LayerTuner:
         )  # fmt: skip
         self._left_s = max(0.0, self._left_s - (time.monotonic() - start))
         return info
+
+    def _tuned_by_library(self, runner: MoeRunner, info: Any, experts: ExpertWeights, topology: Topology) -> bool:
+        if not should_autotune(runner.backend, runner.a2a):
+            return False
+        key = _key(runner, experts, topology, self._settings.token_counts)
+        return self._library.tune(key, runner, info, experts, topology)
 
     def _tell_once(self, message: str) -> None:
         if message not in self._told:

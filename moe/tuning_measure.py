@@ -29,7 +29,7 @@ from moe.runner import MoeRunner
 from moe.selfcheck import BLOCK, loopback_of, reference
 from moe.topology import Topology
 from moe.tuning_cache import Tactic
-from moe.types import DispatchOutput, StandardTopK
+from moe.types import BypassedTopK, DispatchOutput, StandardDispatchOutput, StandardTopK
 
 _ROUNDS = 5
 _HOPELESS = 1.3  # times the fastest so far
@@ -79,6 +79,22 @@ class Measurer:
         concurrent.futures.wait(futures, timeout=max(0.0, end - time.monotonic()))
         pool.shutdown(wait=True, cancel_futures=True)
         return [entry for entry, future in zip(batch[1:], futures, strict=True) if future.cancelled()]
+
+    def run_as_served(self, num_tokens: int) -> None:
+        """One call as prepared, with logits where the backend routes inside: a library's tactics depend on them."""
+        config, backend = self._runner.config, self._backend
+        x_TH, topk = self._tokens(num_tokens, 0)
+        for dispatch_format in self._runner.dispatch_formats:
+            dispatched: DispatchOutput
+            if dispatch_format is DispatchFormat.STANDARD and backend.routes_inside and config.routing is not None:
+                dtype = backend.router_logits_dtype(self._experts.format_name)
+                logits = torch.randn(num_tokens, config.num_experts, device=x_TH.device).to(dtype)
+                dispatched = StandardDispatchOutput(x_TH, BypassedTopK(logits, config.routing))
+            else:
+                loopback = loopback_of(self._runner, self._experts, self._topology, dispatch_format)
+                dispatched = loopback.dispatch(x_TH, topk)
+            with self._device():
+                self._runner.run(dispatched, self._info)
 
     def seconds(self, tactic: Tactic, num_tokens: int) -> float:
         """Of one call, the median of several rounds; infinite if the tactic does not run here."""

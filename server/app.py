@@ -1,27 +1,26 @@
 """`create_app`: the HTTP application around an engine and a tokenizer. Starts and loads nothing."""
 
 import time
-from typing import Any
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.body import component_schemas
 from server.config import ServerConfig
 from server.context import Gate, ServerContext
 from server.convert import Converter, Tokenizer
+from server.cors import Cors
 from server.errors import ApiError, error_body
 from server.lanes import Lanes
 from server.metrics import Metrics
 from server.middleware import Surround, error_response
+from server.openapi import complete_document
 from server.routes import chat, completions, models, operations
 from server.running import Engine
 from server.sampling_defaults import SamplingDefaults
-from server.schema.chat import ChatCompletionRequest
-from server.schema.completions import CompletionRequest, DetokenizeRequest, TokenizeRequest
 from server.serving import json_response
+from server.stall import StallWatch
 from server.version import service_version
 
 DEFAULT_MODEL_NAME = "default"
@@ -40,6 +39,7 @@ def create_app(
         metrics=metrics,
         gate=Gate(),
         lanes=Lanes(),
+        stall=StallWatch(engine, config.stall_timeout),
         served_names=config.served_model_name or (DEFAULT_MODEL_NAME,),
         started_s=time.time(),
     )
@@ -48,7 +48,9 @@ def create_app(
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_middleware(Surround, metrics=metrics, api_key=config.api_key)
-    _document_bodies(app)
+    if config.cors_origins:
+        app.add_middleware(Cors, origins=config.cors_origins)  # what is added last is outermost
+    complete_document(app, has_key=config.api_key is not None)
     return app
 
 
@@ -70,16 +72,3 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     response = json_response(error_body(message, "invalid_request_error", code=code), error.status_code)
     response.headers.update(error.headers or {})
     return response
-
-
-def _document_bodies(app: FastAPI) -> None:
-    """Routes read their bodies themselves, so the schemas of the bodies are added to the OpenAPI document here."""
-    make_document = app.openapi
-    bodies = (ChatCompletionRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
-
-    def openapi() -> dict[str, Any]:
-        document = make_document()
-        document.setdefault("components", {}).setdefault("schemas", {}).update(component_schemas(bodies))
-        return document
-
-    app.openapi = openapi  # type: ignore[method-assign]

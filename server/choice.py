@@ -59,6 +59,16 @@ class Choice:
         self.num_reasoning_tokens = 0
         self.num_cached_tokens = 0
 
+    @property
+    def is_empty(self) -> bool:
+        """Tokens were generated, and the client got neither content nor a tool call."""
+        return self.num_tokens > 0 and self._num_shown == 0 and not self._calls
+
+    @property
+    def num_undeclared_calls(self) -> int:
+        """Calls to functions that the request did not offer; they are content."""
+        return self._parser.num_undeclared_calls
+
     def push(self, output: EngineOutput) -> list[Piece]:
         """The pieces that became visible; neighbours of the same part are one piece.
 

@@ -1,6 +1,7 @@
-"""The command `moe-serve`: the only place that reads argv and the environment. Starts what `server.run` runs."""
+"""What `moe-serve` was told: the only place that reads argv and the environment. Starts what `server.run` runs."""
 
 import dataclasses
+import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -8,19 +9,23 @@ from pathlib import Path
 from typing import Any
 
 from engine.config import EngineConfig
+from server import streams
 from server.config import ServerConfig
 from server.errors import SettingError
 from server.explain import explain
 from server.hub import Needs, download
 from server.listener import bind
 from server.model_source import HubModel, check_model_folder, locate_model, served_name
+from server.service_links import service_links
 from server.settings import Setting, gather, make_parser, settings_of
 from server.version import service_version
 
 PROGRAM = "moe-serve"
 USAGE_ERROR = 2
-INTERRUPTED = 130
 _DESCRIPTION = "Serve a mixture-of-experts model behind the OpenAI HTTP API."
+
+
+log = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,10 +37,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             return explain(argv[1:], PROGRAM)
         flags = vars(make_parser(settings, PROGRAM, _DESCRIPTION).parse_args(argv))
         if flags.get("version"):
-            sys.stdout.write(f"{PROGRAM} {service_version()}\n")
+            streams.say(f"{PROGRAM} {service_version()}\n")
             return 0
-        values = {"tune_cache_dir": tune_cache_folder(os.environ), **gather(settings, flags, os.environ)}
+        links = service_links(os.environ)
+        environ = {name: text for name, text in os.environ.items() if name not in links}
+        values = {"tune_cache_dir": tune_cache_folder(environ), **gather(settings, flags, environ)}
         server_config, engine_config, model = make_configs(settings, values)
+        configure_logging(server_config)
+        if links:
+            log.info("ignored, since Kubernetes set them for a Service of this name: %s", ", ".join(links))
         if isinstance(model, Path):
             check_model_folder(model)
         with bind(server_config.host, server_config.port) as listener:
@@ -47,10 +57,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             return run(server_config, engine_config, listener)
     except SettingError as error:
-        sys.stderr.write(f"{PROGRAM}: {error}\n")
+        streams.write(sys.stderr, f"{PROGRAM}: {error}\n")
         return USAGE_ERROR
-    except KeyboardInterrupt:  # before the service has begun; then it drains
-        return INTERRUPTED
+
+
+def configure_logging(config: ServerConfig) -> None:
+    """Log lines go to standard error."""
+    logging.basicConfig(
+        level=config.log_level.upper(),
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+    )
 
 
 def all_settings() -> dict[str, Setting]:
@@ -86,7 +103,3 @@ def tune_cache_folder(environ: Mapping[str, str]) -> Path | None:
         return Path(base) / "moe-serve" / "tune"
     home = environ.get("HOME", "")
     return Path(home) / ".cache" / "moe-serve" / "tune" if home else None
-
-
-if __name__ == "__main__":
-    sys.exit(main())

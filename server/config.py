@@ -9,6 +9,7 @@ from server.errors import SettingError
 
 _KEY = re.compile(r"[!-~]+")
 _HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
+_ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,9 +21,12 @@ class ServerConfig:
     api_key: str | None = None
     revision: str | None = None  # of a model on the hub: a branch, a tag or a commit; None: the main branch
     client_header: str | None = None
+    cors_origins: tuple[str, ...] = ()
     served_model_name: tuple[str, ...] = ()
-    drain_timeout: float = 30.0
+    drain_timeout: float = 25.0  # with what comes after it, within the 30 s that Kubernetes gives
     heartbeat_timeout: float = 60.0
+    stall_timeout: float = 60.0
+    exit_on_engine_death: bool = False
     receive_timeout: float = 60.0
     max_body_bytes: int = 4 * 1024 * 1024
     default_temperature: float | None = None
@@ -40,11 +44,17 @@ class ServerConfig:
             )
         if self.client_header is not None and not _HEADER.fullmatch(self.client_header):
             raise SettingError(f"client_header is {self.client_header!r}: it must be the name of an HTTP header")
+        for origin in self.cors_origins:
+            if not _ORIGIN.fullmatch(origin):
+                raise SettingError(
+                    f"cors_origins holds '{origin}': an origin is scheme://host or scheme://host:port without a path, "
+                    "as browsers send it, or * for all"
+                )
         if any(not name for name in self.served_model_name):
             raise SettingError("served_model_name holds an empty name: give names separated by commas")
         if not 0 <= self.drain_timeout < math.inf:  # a NaN fails too
             raise SettingError(f"drain_timeout is {self.drain_timeout}: it must be a number of seconds, 0 or more")
-        for field in ("heartbeat_timeout", "receive_timeout", "max_body_bytes"):
+        for field in ("heartbeat_timeout", "stall_timeout", "receive_timeout", "max_body_bytes"):
             if not 0 < getattr(self, field) < math.inf:
                 raise SettingError(f"{field} is {getattr(self, field)}: it must be above 0 and finite")
         if self.default_temperature is not None and not 0 <= self.default_temperature <= 2:

@@ -14,6 +14,9 @@ from server.lanes import Lanes
 from server.metrics import Metrics
 from server.queue_speed import QueueSpeed
 from server.running import Engine, Running
+from server.stall import StallWatch
+
+SHUT_DOWN = "the service has shut down before this request was finished"
 
 
 class Gate:
@@ -67,7 +70,7 @@ class Gate:
     def cut(self) -> None:
         """End what is still in flight, each request with an error."""
         for running in self._running:
-            running.fail(Unavailable("the service has shut down before this request was finished"))
+            running.fail(Unavailable(SHUT_DOWN))
 
     async def wait_idle(self) -> None:
         """Return when no request is in flight."""
@@ -84,6 +87,7 @@ class ServerContext:
     metrics: Metrics
     gate: Gate
     lanes: Lanes
+    stall: StallWatch
     served_names: tuple[str, ...]
     started_s: float
 
@@ -122,7 +126,7 @@ class ServerContext:
             return reason
         if not self.engine.ready:
             return "the model is still loading"
-        return None
+        return self.stall.check()
 
     def why_not_alive(self) -> str | None:
         """None while the engine's process is there and, once loaded, shows signs of life."""

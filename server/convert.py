@@ -10,9 +10,11 @@ from engine.types import EngineInfo, EngineRequest, SamplingParams
 from server.choice import Choice
 from server.config import ServerConfig
 from server.errors import BadRequest, ContextTooLong
-from server.messages import check_tool_results, plain_message, plain_tool, with_preamble_as_thought
+from server.folding import fold
+from server.messages import check_tool_results, plain_message, plain_tool
 from server.parsers import PlainParser, choose_parser, end_of_turn_ids
 from server.prompt import ChatTemplate, PromptTokenizer
+from server.rehearsal import Rehearsal
 from server.sampling_defaults import SamplingDefaults
 from server.schema.chat import ChatCompletionRequest, ChatMessage, Tool
 from server.schema.common import GenerationRequest
@@ -59,6 +61,7 @@ class Converter:
     def __init__(self, tokenizer: Tokenizer, config: ServerConfig, defaults: SamplingDefaults) -> None:
         self.tokenizer = tokenizer
         self._template = ChatTemplate(tokenizer)
+        self._rehearsal = Rehearsal(self._template)
         self._make_parser = choose_parser(tokenizer)
         self._end_ids = end_of_turn_ids(tokenizer)
         self._control_ids = frozenset(tokenizer.special_tokens.values())
@@ -159,19 +162,16 @@ class Converter:
         self, messages: Sequence[ChatMessage], tools: Sequence[Tool], variables: Mapping[str, Any], limit: TextLimit
     ) -> list[int]:
         thinks = "</think>" in self.tokenizer.special_tokens
-        plain_tools = [plain_tool(tool) for tool in tools]
         try:
             plain_messages = [plain_message(message, thinks=thinks) for message in messages]
-            return self._template.render(plain_messages, plain_tools, variables, limit)
+            folding = self._rehearsal.folding_for(plain_messages, variables, has_tools=bool(tools))
+            return self._template.render(
+                fold(plain_messages, folding), [plain_tool(t) for t in tools], variables, limit
+            )
         except RecursionError:
             raise BadRequest(
                 "messages: objects in messages, tools or template variables are nested too deeply", param="messages"
             ) from None
-        except BadRequest:
-            merged = [with_preamble_as_thought(message) for message in plain_messages]
-            if merged == plain_messages:
-                raise
-            return self._template.render(merged, plain_tools, variables, limit)
 
     def _template_variables(self, wire: ChatCompletionRequest) -> dict[str, Any]:
         """Variables for the template; one that it does not read would be ignored, so it is refused."""

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import signal
 import socket
+import time
 from contextlib import suppress
 from functools import partial
 from types import FrameType
@@ -12,25 +13,30 @@ import uvicorn
 from fastapi import FastAPI
 
 from server.config import ServerConfig
-from server.context import Gate
+from server.context import ServerContext
 from server.protocol import GuardedProtocol
 
 log = logging.getLogger(__name__)
 
 _LAST_CALL_S = 2  # what connections get to close once the drain timeout has cut their requests
 _KEEP_ALIVE_S = 75  # longer than common load balancers keep idle connections
+_HANGS_AFTER_S = 5.0  # while draining; an engine at work turns after every step
+_POLL_S = 0.05
+_SECOND_SIGNAL = 2
 
 
 class DrainingServer(uvicorn.Server):
-    """On the first signal: take no new work, let running work finish within the drain timeout, then stop listening.
+    """On the first signal: take no new work, let running work finish, then stop listening.
 
-    The port stays open meanwhile, so that readiness probes get their 503. A second signal stops at once.
+    The port stays open meanwhile, so that readiness probes get their 503. What still runs is ended with a 503 at the
+    drain timeout, at a second signal, and as soon as the engine hangs. A third signal stops at once.
     """
 
-    def __init__(self, config: uvicorn.Config, gate: Gate, settings: ServerConfig) -> None:
+    def __init__(self, config: uvicorn.Config, context: ServerContext) -> None:
         super().__init__(config)
-        self._gate = gate
-        self._drain_timeout = settings.drain_timeout
+        self.engine_hangs = False  # set while draining
+        self._context = context
+        self._num_signals = 0
         self._draining: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -40,27 +46,54 @@ class DrainingServer(uvicorn.Server):
         await super().serve(sockets=sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begin to drain; called between bytecodes, so the loop does the rest."""
-        if self._gate.draining:
+        """A signal came; called between bytecodes, so the loop does the rest."""
+        self._num_signals += 1
+        if self._loop is None or self._num_signals > _SECOND_SIGNAL:
             self.should_exit = self.force_exit = True
-            return
-        log.info("%s: draining", signal.Signals(sig).name)
-        self._gate.drain()
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._start_draining)
+        else:
+            self._loop.call_soon_threadsafe(self._start_draining, signal.Signals(sig).name)
 
-    def _start_draining(self) -> None:
-        self._draining = asyncio.ensure_future(self._drain())
+    async def on_tick(self, counter: int) -> bool:
+        """What uvicorn calls ten times a second; True ends the server."""
+        context = self._context
+        context.stall.check()
+        if context.config.exit_on_engine_death and context.engine.failure is not None:
+            self._start_draining("the engine has died")
+        return await super().on_tick(counter)
+
+    def _start_draining(self, reason: str) -> None:
+        if self._draining is None:
+            log.info("%s: draining", reason)
+            self._context.gate.drain()
+            self._draining = asyncio.ensure_future(self._drain())
 
     async def _drain(self) -> None:
-        try:
-            await asyncio.wait_for(self._gate.wait_idle(), self._drain_timeout)
-        except TimeoutError:
-            log.warning("%d requests did not finish within the drain timeout", self._gate.num_inflight)
-            self._gate.cut()
+        gate = self._context.gate
+        reason = await self._why_cut()
+        if reason is not None:
+            log.warning("%s: %d requests are ended", reason, gate.num_inflight)
+            gate.cut()
             with suppress(TimeoutError):  # of a client that does not read its error
-                await asyncio.wait_for(self._gate.wait_idle(), _LAST_CALL_S)
+                await asyncio.wait_for(gate.wait_idle(), _LAST_CALL_S)
         self.should_exit = True
+
+    async def _why_cut(self) -> str | None:
+        """Wait while running requests may yet finish. None once there are none, else why to wait no longer."""
+        config, engine = self._context.config, self._context.engine
+        until_s = time.monotonic() + config.drain_timeout
+        while self._context.gate.num_inflight:
+            if engine.failure is not None:
+                return "the engine has died"
+            if engine.heartbeat_age_s > min(_HANGS_AFTER_S, config.heartbeat_timeout):
+                self.engine_hangs = True
+                return f"the engine hangs, it gave no sign of life for {engine.heartbeat_age_s:.1f} s"
+            if self._num_signals >= _SECOND_SIGNAL:
+                return "a second signal"
+            if time.monotonic() >= until_s:
+                return "the drain timeout is over"
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._context.gate.wait_idle(), _POLL_S)
+        return None
 
 
 def make_uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
@@ -68,6 +101,7 @@ def make_uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         http=partial(GuardedProtocol, head_timeout_s=config.receive_timeout),  # type: ignore[arg-type]
+        ws="none",
         lifespan="off",
         log_config=None,
         log_level="info" if config.access_log else "warning",

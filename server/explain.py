@@ -1,9 +1,9 @@
 """`moe-serve explain`: which backends could serve a model on a GPU, and why the others cannot. Reads no weights."""
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from server import streams
 from server.errors import SettingError
 from server.hub import download
 from server.model_source import locate_model, served_name
@@ -35,7 +35,7 @@ def explain(argv: Sequence[str], program: str) -> int:
     folder = model if isinstance(model, Path) else download(model, needs="config")
     try:
         table = _table(flags.gpu, flags.format, flags.a2a, flags.deepep_mode, folder)
-        sys.stdout.write(f"{served_name(model)}: {table}")
+        streams.say(f"{served_name(model)}: {table}")
     except ValueError as error:  # every package's error tree begins there
         raise SettingError(str(error)) from error
     return 0

@@ -5,8 +5,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from server.errors import BadRequest
-from server.prompt import JsonText
+from server.folding import reasoning_fields
 from server.schema.chat import ChatMessage, Tool
+from server.template_environment import JsonText
+
+_ONE_SCHEMA = ("items", "contains", "not", "if", "then", "else")
+_SCHEMA_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 
 
 def check_tool_results(messages: Sequence[ChatMessage]) -> None:
@@ -20,20 +24,22 @@ def check_tool_results(messages: Sequence[ChatMessage]) -> None:
 
 
 def plain_message(message: ChatMessage, *, thinks: bool) -> dict[str, Any]:
-    """A message as templates expect it: absent keys are absent. `thinks`: the tokenizer has DeepSeek's think tokens.
+    """A message as templates expect it: absent keys are absent, absent content is an empty text.
 
-    Next to tool calls, DeepSeek's templates want missing content as None, and GPT-OSS's as an empty string.
+    `thinks`: the tokenizer has DeepSeek's think tokens, so reasoning may stand in the content.
     """
-    content, thought = message.content, message.thought
-    if thinks and message.role == "assistant" and content and "</think>" in content:
+    content, thought = message.text or "", message.thought
+    if thinks and message.role == "assistant" and "</think>" in content:
         before, _, content = content.rpartition("</think>")
         thought = thought or before.replace("<think>", "").strip()
         content = content.lstrip("\n")
-    plain: dict[str, Any] = {"role": message.role, "content": content if thinks else content or ""}
+    if message.tool_calls and not content.strip():
+        content = ""
+    plain: dict[str, Any] = {"role": message.role, "content": content}
     if message.name is not None:
         plain["name"] = message.name
     if thought:
-        plain.update(reasoning=thought, reasoning_content=thought, thinking=thought)
+        plain.update(reasoning_fields(thought))
     if message.tool_calls:
         plain["tool_calls"] = [
             {
@@ -52,18 +58,28 @@ def plain_tool(tool: Tool) -> dict[str, Any]:
     """A tool as templates expect it."""
     function: dict[str, Any] = {"name": tool.function.name, "description": tool.function.description or ""}
     if tool.function.parameters is not None:
-        function["parameters"] = tool.function.parameters
+        function["parameters"] = _without_boolean_schemas(tool.function.parameters)
     return {"type": "function", "function": function}
+
+
+def _without_boolean_schemas(schema: Any) -> Any:
+    """The same schema with `{}` for `true` and `{"not": {}}` for `false` where templates expect an object."""
+    if isinstance(schema, bool):
+        return {} if schema else {"not": {}}
+    if not isinstance(schema, Mapping):
+        return schema
+    plain = dict(schema)
+    if isinstance(plain.get("properties"), Mapping):
+        plain["properties"] = {name: _without_boolean_schemas(s) for name, s in plain["properties"].items()}
+    for key in _ONE_SCHEMA:
+        if key in plain:
+            plain[key] = _without_boolean_schemas(plain[key])
+    for key in _SCHEMA_LISTS:
+        if isinstance(plain.get(key), list):
+            plain[key] = [_without_boolean_schemas(s) for s in plain[key]]
+    return plain
 
 
 def _arguments(arguments: str | dict[str, Any]) -> JsonText:
     """The JSON text of a call's arguments; a string is taken as the model wrote it, valid or not."""
     return JsonText(arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False))
-
-
-def with_preamble_as_thought(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Some templates take either content or reasoning next to tool calls; the preamble then joins the reasoning."""
-    if not (message.get("tool_calls") and message.get("content") and message.get("thinking")):
-        return dict(message)
-    thought = f"{message['thinking']}\n{message['content']}"
-    return {**message, "content": "", "reasoning": thought, "reasoning_content": thought, "thinking": thought}

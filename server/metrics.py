@@ -28,6 +28,21 @@ class Metrics:
         self.finished = Counter(
             f"{_PREFIX}_choices_finished", "Finished choices", ["model", "reason"], registry=registry
         )
+        self.empty_answers = Counter(
+            f"{_PREFIX}_empty_answers",
+            "Finished choices with tokens but neither content nor a tool call",
+            ["model", "reason"],
+            registry=registry,
+        )
+        self.undeclared_calls = Counter(
+            f"{_PREFIX}_undeclared_tool_calls",
+            "Calls to functions that the request did not offer, answered as text",
+            ["model"],
+            registry=registry,
+        )
+        self.ignored_keys = Counter(
+            f"{_PREFIX}_ignored_keys", "Unknown keys in messages, tool calls and tools of requests", registry=registry
+        )
         self.first_token_seconds = Histogram(
             f"{_PREFIX}_time_to_first_token_seconds",
             "From the request to its first token",

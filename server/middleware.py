@@ -1,5 +1,6 @@
-"""What surrounds every route: request ids, the key check, error bodies for whatever goes wrong, and counting."""
+"""What surrounds every route: request ids, the key check, HEAD, error bodies for whatever goes wrong, and counting."""
 
+import asyncio
 import hmac
 import logging
 import re
@@ -11,12 +12,13 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from server.errors import ApiError, Unauthorized, body_of, internal_error
+from server.context import SHUT_DOWN
+from server.errors import ApiError, Unauthorized, Unavailable, body_of, internal_error
 from server.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
-OPEN_PATHS = frozenset({"/health/live", "/health/ready"})
+OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready"})
 """The only paths that never need a key."""
 
 _CLIENT_LEFT = 499  # what proxies write in their logs; nobody receives it
@@ -38,40 +40,42 @@ class Surround:
         self._api_key = None if api_key is None else api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one request. Nothing but cancellation escapes."""
+        """Handle one request. Nothing escapes before the response has begun."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = Headers(scope=scope)
-        request_id = headers.get("x-request-id", "")
+        request_id = Headers(scope=scope).get("x-request-id", "")
         if not _REQUEST_ID.fullmatch(request_id):
             request_id = uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = request_id
-        status = 0
-
-        async def send_counted(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
-            await send(message)
-
+        sender = _Sender(send, request_id, is_head=scope["method"] == "HEAD")
+        if sender.is_head:  # routes know GET; the server below keeps its own scope, with HEAD
+            scope = {**scope, "method": "GET"}
         try:
-            self._check_key(scope["path"], headers)
-            await self._app(scope, receive, send_counted)
-        except ApiError as error:
-            await error_response(error)(scope, receive, send_counted)
-        except ClientDisconnect:
-            if not status:
-                await Response(status_code=_CLIENT_LEFT)(scope, receive, send_counted)
-        except Exception:
-            log.exception("request %s failed: %s %s", request_id, scope["method"], scope["path"])
-            if status:
-                raise  # the response has begun: let the server cut the connection
-            await error_response(internal_error(request_id))(scope, receive, send_counted)
+            await self._answer(scope, receive, sender)
         finally:
             route = getattr(scope.get("route"), "path", "other")
-            self._metrics.responses.labels(route, str(status)).inc()
+            self._metrics.responses.labels(route, str(sender.status)).inc()
+
+    async def _answer(self, scope: Scope, receive: Receive, sender: "_Sender") -> None:
+        request_id = sender.request_id
+        try:
+            self._check_key(scope["path"], Headers(scope=scope))
+            await self._app(scope, receive, sender)
+        except ApiError as error:
+            await error_response(error)(scope, receive, sender)
+        except ClientDisconnect:
+            if not sender.status:
+                await Response(status_code=_CLIENT_LEFT)(scope, receive, sender)
+        except asyncio.CancelledError:  # the server is stopping and waits no longer
+            if sender.status:
+                raise
+            await error_response(Unavailable(SHUT_DOWN))(scope, receive, sender)
+        except Exception:
+            log.exception("request %s failed: %s %s", request_id, scope["method"], scope["path"])
+            if sender.status:
+                raise  # the response has begun: let the server cut the connection
+            await error_response(internal_error(request_id))(scope, receive, sender)
 
     def _check_key(self, path: str, headers: Headers) -> None:
         """Deny by default: whatever is not in `OPEN_PATHS` needs the key, whether such a route exists or not."""
@@ -80,3 +84,21 @@ class Surround:
         scheme, _, given = headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), self._api_key):
             raise Unauthorized("a valid key is needed: send it as 'Authorization: Bearer KEY'")
+
+
+class _Sender:
+    """Sends a response with its request id, and without a body for HEAD. `status` is 0 until it begins."""
+
+    def __init__(self, send: Send, request_id: str, *, is_head: bool) -> None:
+        self._send = send
+        self.request_id = request_id
+        self.is_head = is_head
+        self.status = 0
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            message["headers"] = [*message.get("headers", ()), (b"x-request-id", self.request_id.encode())]
+        elif self.is_head:
+            message = {**message, "body": b""}
+        await self._send(message)

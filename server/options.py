@@ -38,15 +38,20 @@ OPTIONS: dict[str, Option] = {
     "default_top_p": Option("model", "top_p of requests that have none", default_text="the checkpoint's, else 1"),
     "host": Option("HTTP", "address to listen on; 0.0.0.0 for all"),
     "port": Option("HTTP", "port to listen on; 0 picks a free one"),
-    "api_key": Option("HTTP", "key that every route but /health/live and /health/ready asks for"),
+    "api_key": Option("HTTP", "key that every route but /health, /health/live and /health/ready asks for"),
     "client_header": Option(
         "HTTP",
         "header that says who asks, such as X-Forwarded-For; only behind a proxy that sets it itself",
         default_text="none: the address",
     ),
+    "cors_origins": Option(
+        "HTTP", "origins whose pages may call the API from a browser, separated by commas; * for all"
+    ),
     "max_body_bytes": Option("HTTP", "largest request body"),
     "drain_timeout": Option("HTTP", "seconds that running requests have to finish after SIGTERM"),
     "heartbeat_timeout": Option("HTTP", "seconds without a sign of life after which /health/live says no"),
+    "stall_timeout": Option("HTTP", "seconds without a token, while requests wait or run, until /health/ready says no"),
+    "exit_on_engine_death": Option("HTTP", "end with status 1 when the engine has died, instead of answering 503"),
     "receive_timeout": Option("HTTP", "seconds a client has to send a whole request"),
     "log_level": Option("HTTP", "least severe messages that are logged"),
     "access_log": Option("HTTP", "log a line for every request"),
@@ -96,7 +101,10 @@ OPTIONS: dict[str, Option] = {
     "selfcheck": Option(
         "mixture of experts", "MoE layers compared with plain torch while loading", ("off", "first", "all")
     ),
-    "tune": Option("mixture of experts", "measure the experts' kernels at start, under a minute, and keep the result"),
+    "tune": Option(
+        "mixture of experts",
+        "measure the experts' kernels at start, under a minute unless FlashInfer tunes its own, and keep the result",
+    ),
     "tune_cache_dir": Option(
         "mixture of experts",
         "folder of what --tune found, which every start uses; none for nowhere",

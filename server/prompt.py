@@ -5,17 +5,14 @@ in user strings, before rendering, by a character that occurs nowhere in the req
 control tokens it then contains; in the pieces between, the letters are put back and the text is spelled out.
 """
 
-import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime
-from typing import Any, NoReturn, Protocol
+from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import Any, Protocol
 
-from jinja2 import TemplateError, meta
-from jinja2.ext import loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2 import TemplateError, TemplateSyntaxError, meta
 
-from server.errors import BadRequest
+from server.errors import BadRequest, SettingError
+from server.template_environment import TemplateEnvironment
 from server.text_limit import NO_LIMIT, TextLimit
 
 # Noncharacters first, which no text should contain; then private use.
@@ -27,6 +24,7 @@ class PromptTokenizer(Protocol):
 
     special_tokens: dict[str, int]
     chat_template: str | None
+    chat_template_file: str
     bos_token: str | None
     eos_token: str | None
 
@@ -34,23 +32,28 @@ class PromptTokenizer(Protocol):
         """Ids of a text."""
 
 
-class JsonText(str):
-    """Text that is JSON already: a template that asks for `|tojson` gets it as it is, never quoted twice."""
-
-    __slots__ = ()
+class TemplateRefusal(Exception):
+    """The template raised an error; the text is its reason."""
 
 
 class ChatTemplate:
     """A compiled chat template with its tokenizer."""
 
     def __init__(self, tokenizer: PromptTokenizer) -> None:
+        """Compile the template.
+
+        Raises:
+            SettingError: it is not valid Jinja; names the file and the line.
+        """
         self._tokenizer = tokenizer
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-        environment.filters["tojson"] = _to_json
-        environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
+        environment = TemplateEnvironment()
         source = tokenizer.chat_template
-        self._template = None if source is None else environment.from_string(source)
-        self.variables = frozenset() if source is None else meta.find_undeclared_variables(environment.parse(source))
+        try:
+            self._template = None if source is None else environment.from_string(source)
+            self.variables: Set[str] = meta.find_undeclared_variables(environment.parse(source or ""))
+        except TemplateSyntaxError as error:
+            where = f"{tokenizer.chat_template_file}: line {error.lineno} of the chat template"
+            raise SettingError(f"--model: {where} cannot be compiled: {error.message}") from error
         names = sorted(tokenizer.special_tokens, key=len, reverse=True)
         self._control = re.compile("|".join(map(re.escape, names)) or r"(?!)")
         self._first_letters = sorted({name[0] for name in names})
@@ -66,21 +69,38 @@ class ChatTemplate:
 
         Raises:
             ContextTooLong: the text exceeds the limit; seen before it is tokenized.
-            BadRequest: the model has no template, or the template refuses the conversation.
+            BadRequest: the model has no template, or the template refuses the conversation or the tools.
         """
         if self._template is None:
             raise BadRequest("this model has no chat template: use /v1/completions", param="messages")
         data = {"messages": messages, "tools": tools or None, **variables}
         disguise = self._disguise_for(data)
         restore = {stand_in: letter for letter, stand_in in disguise.items()}
-        special = {"bos_token": self._tokenizer.bos_token or "", "eos_token": self._tokenizer.eos_token or ""}
         try:
-            text = self._template.render(**special, **_map_strings(data, disguise), add_generation_prompt=True)
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
-            told = f": {str(error).translate(restore)}" if isinstance(error, TemplateError) else ""
-            raise BadRequest(f"the model's chat template refuses these messages{told}", param="messages") from error
+            text = self.text(**_map_strings(data, disguise))
+        except TemplateRefusal as error:
+            param = "tools" if tools and self._can_render({**data, "tools": None}) else "messages"
+            reason = str(error).translate(restore)
+            raise BadRequest(f"{param}: the model's chat template refuses them: {reason}", param=param) from error
         limit.check(text, restore)
         return self._encode(text, restore)
+
+    def text(self, **data: Any) -> str:
+        """The rendered text of messages, tools and template variables, taken as they are. Raises TemplateRefusal."""
+        if self._template is None:
+            raise TemplateRefusal("there is no template")
+        special = {"bos_token": self._tokenizer.bos_token or "", "eos_token": self._tokenizer.eos_token or ""}
+        try:
+            return self._template.render(**special, **data, add_generation_prompt=True)
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+            raise TemplateRefusal(str(error)) from error
+
+    def _can_render(self, data: Mapping[str, Any]) -> bool:
+        try:
+            self.text(**data)
+        except TemplateRefusal:
+            return False
+        return True
 
     def _disguise_for(self, data: Any) -> dict[int, int]:
         """Letter to stand-in, as code points."""
@@ -126,18 +146,3 @@ def _map_strings(value: Any, table: Mapping[int, int]) -> Any:
     if isinstance(value, list | tuple):
         return [_map_strings(item, table) for item in value]
     return value
-
-
-def _to_json(value: Any, indent: int | None = None, ensure_ascii: bool = False, **options: Any) -> str:
-    """Like the `tojson` of chat templates: no HTML escapes, other scripts as they are."""
-    if isinstance(value, JsonText):
-        return value
-    return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii, **options)
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise TemplateError(message)
-
-
-def _strftime_now(format_: str) -> str:
-    return datetime.now().strftime(format_)

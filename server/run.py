@@ -1,4 +1,7 @@
-"""Life of the service: start the engine, serve while it is there, end it. Its own imports are light."""
+"""Life of the service: start the engine, serve while it is there, end it. Its own imports are light.
+
+Exit statuses: 0 after a signal, also while loading; 1 if the engine could not start, died, or hung at the end.
+"""
 
 import asyncio
 import logging
@@ -16,58 +19,67 @@ from engine.client import EngineClient
 from engine.config import EngineConfig
 from engine.types import EngineInfo
 from loaders.tokenizer import Tokenizer, load_tokenizer
+from server import streams
 from server.config import ServerConfig
 from server.errors import SettingError
 from server.listener import url_of
+from server.prompt import ChatTemplate
 from server.sampling_defaults import SamplingDefaults, read_sampling_defaults
 
 if TYPE_CHECKING:
     from server.draining import DrainingServer
+
+log = logging.getLogger(__name__)
 
 _POLL_S = 0.02
 
 
 def run(server_config: ServerConfig, engine_config: EngineConfig, listener: socket.socket) -> int:
     """Serve until a signal comes; returns the exit code. Raises SettingError if the service cannot start."""
-    logging.basicConfig(
-        level=server_config.log_level.upper(),
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        stream=sys.stderr,
-    )
+    # A checkpoint whose small files are damaged is refused here, before an engine loads its weights.
     defaults = read_sampling_defaults(engine_config.model)
+    tokenizer = load_checked_tokenizer(engine_config.model)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_serve(server_config, engine_config, defaults, listener))
+        return runner.run(_serve(server_config, engine_config, tokenizer, defaults, listener))
 
 
 async def _serve(
-    server_config: ServerConfig, engine_config: EngineConfig, defaults: SamplingDefaults, listener: socket.socket
+    server_config: ServerConfig,
+    engine_config: EngineConfig,
+    tokenizer: Tokenizer,
+    defaults: SamplingDefaults,
+    listener: socket.socket,
 ) -> int:
     start_s = time.monotonic()
     engine = EngineClient(engine_config)
     await engine.start()
+    engine_hangs = False
     try:
         # The engine's process loads meanwhile, so the web framework is imported only now.
         from server.app import create_app
         from server.draining import DrainingServer, make_uvicorn_config
 
-        tokenizer = await asyncio.to_thread(_load_tokenizer, engine_config.model)
         app = create_app(engine, tokenizer, server_config, defaults)
-        server = DrainingServer(make_uvicorn_config(app, server_config), app.state.context.gate, server_config)
+        server = DrainingServer(make_uvicorn_config(app, server_config), app.state.context)
         announcing = asyncio.create_task(_announce(engine, server, server_config, listener, start_s))
         await server.serve(sockets=[listener])
         announcing.cancel()
         with suppress(asyncio.CancelledError):
             await announcing
-        return 1 if engine.failure is not None else 0
+        engine_hangs = server.engine_hangs
     finally:
-        await engine.close()
+        await engine.close(at_once=engine_hangs)
+    return 1 if engine.failure is not None or engine.was_killed else 0
 
 
-def _load_tokenizer(folder: Path) -> Tokenizer:
+def load_checked_tokenizer(folder: Path) -> Tokenizer:
+    """A tokenizer whose chat template can be compiled. Raises SettingError that names the file."""
     try:
-        return load_tokenizer(folder)
+        tokenizer = load_tokenizer(folder)
     except ValueError as error:
         raise SettingError(f"--model: {error}") from error
+    ChatTemplate(tokenizer)
+    return tokenizer
 
 
 async def _announce(
@@ -77,15 +89,17 @@ async def _announce(
     while not engine.ready and engine.failure is None:
         await asyncio.sleep(_POLL_S)
     if engine.failure is not None:
-        sys.stderr.write(f"moe-serve: the engine cannot start: {engine.failure}\n")
+        streams.write(sys.stderr, f"moe-serve: the engine cannot start: {engine.failure}\n")
         server.should_exit = True
     elif engine.info is not None:
         names = ", ".join(config.served_model_name)
-        sys.stdout.write(
+        error = streams.write(
+            sys.stdout,
             f"moe-serve: {names} ready at {url_of(listener)}/v1 after {time.monotonic() - start_s:.1f} s\n"
-            f"moe-serve: {summarize_paths(engine.info)}\n"
+            f"moe-serve: {summarize_paths(engine.info)}\n",
         )
-        sys.stdout.flush()
+        if error is not None:
+            log.warning("ready at %s, but standard output cannot be written: %s", url_of(listener), error.strerror)
 
 
 def summarize_paths(info: EngineInfo) -> str:

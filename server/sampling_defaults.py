@@ -1,11 +1,22 @@
 """`SamplingDefaults`: sampling parameters where a request leaves them out, and how a checkpoint states them."""
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from server.errors import SettingError
+
+# Lowest and highest value, those that the API accepts. (Not read off its models: they would be imported before the
+# engine starts.)
+RANGES: dict[str, tuple[float, float]] = {
+    "temperature": (0, 2),
+    "top_p": (math.nextafter(0, 1), 1),
+    "top_k": (-1, 2**31 - 1),
+    "min_p": (0, 1),
+    "repetition_penalty": (0.01, 10),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,15 +31,33 @@ class SamplingDefaults:
 
 
 def read_sampling_defaults(folder: Path) -> SamplingDefaults:
-    """What generation_config.json sets; `do_sample: false` without a temperature means greedy."""
+    """What generation_config.json sets; `do_sample: false` means greedy, whatever the temperature.
+
+    Raises:
+        SettingError: the file is damaged, or a value is one that a request could not have.
+    """
     path = folder / "generation_config.json"
     if not path.is_file():
         return SamplingDefaults()
     try:
-        content: dict[str, Any] = json.loads(path.read_bytes())
-        known = {name: content[name] for name in SamplingDefaults.__slots__ if content.get(name) is not None}
-        if content.get("do_sample") is False:
-            known.setdefault("temperature", 0.0)
-        return SamplingDefaults(**{name: type(getattr(SamplingDefaults(), name))(v) for name, v in known.items()})
-    except (ValueError, TypeError, AttributeError) as error:
-        raise SettingError(f"--model: {path} cannot be read: {error}") from error
+        content = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise SettingError(f"--model: {path} cannot be read as JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise SettingError(f"--model: {path} must hold a JSON object")
+    known = {name: _checked(name, content[name], path) for name in RANGES if content.get(name) is not None}
+    if content.get("do_sample") is False:
+        known["temperature"] = 0.0
+    return SamplingDefaults(**known)
+
+
+def _checked(name: str, value: Any, path: Path) -> Any:
+    low, high = RANGES[name]
+    kinds = (int,) if name == "top_k" else (int, float)
+    if isinstance(value, bool) or not isinstance(value, kinds):
+        kind = "an integer" if name == "top_k" else "a number"
+        raise SettingError(f"--model: {path}: {name} is {json.dumps(value)}: it must be {kind}")
+    if not low <= value <= high:  # a NaN fails too
+        above = "above 0 and at most" if name == "top_p" else f"between {low} and"
+        raise SettingError(f"--model: {path}: {name} is {value}: it must be {above} {high}")
+    return value if name == "top_k" else float(value)

@@ -113,3 +113,6 @@ class _Watch:
         metrics.completion_tokens.labels(model).inc(usage["completion_tokens"])
         for choice in self._answer.choices:
             metrics.finished.labels(model, choice.finish_reason).inc()
+            metrics.undeclared_calls.labels(model).inc(choice.num_undeclared_calls)
+            if choice.is_empty:
+                metrics.empty_answers.labels(model, choice.finish_reason).inc()

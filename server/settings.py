@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
+from server import streams
 from server.errors import SettingError
 from server.options import OPTIONS
 
@@ -90,13 +91,20 @@ def _parse(kind: Any, value: Any) -> Any:
         raise TypeError
     if kind is int and isinstance(value, float):
         raise TypeError
-    if kind is Path and value == "":  # an empty variable, say: it would be the folder of whoever starts the service
+    if kind is Path and value == "":  # it would be the folder of whoever starts the service
         raise ValueError
     return kind(value)
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises instead of printing a page of usage."""
+    """Raises instead of printing a page of usage, and where help cannot be printed."""
+
+    def print_help(self, file: Any = None) -> None:
+        """What argparse calls for --help. It would swallow an error."""
+        if file is None:
+            streams.say(self.format_help())
+        else:
+            super().print_help(file)
 
     def error(self, message: str) -> NoReturn:
         """What argparse calls for a wrong flag."""
@@ -131,15 +139,22 @@ def make_parser(settings: Mapping[str, Setting], program: str, description: str)
 
 
 def gather(settings: Mapping[str, Setting], flags: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
-    """Values that were given anywhere, by field name. Raises SettingError naming flag, variable or key."""
-    variables = {name: value for name, value in environ.items() if name.startswith(PREFIX)}
+    """Values that were given anywhere, by field name. Raises SettingError naming flag, variable or key.
+
+    An empty variable is unset, and one that a flag overrides is not read. An empty key is refused all the same: whoever
+    sets the variable wants one, and a secret that is missing must not open the service.
+    """
+    variables = {name: text for name, text in environ.items() if name.startswith(PREFIX) and text}
     file = flags.get("config", variables.pop(f"{PREFIX}CONFIG", None))
     by_variable = {setting.variable: setting for setting in settings.values()}
     values = {} if file is None else _from_file(settings, Path(file))
+    if environ.get(f"{PREFIX}API_KEY") == "" and "api_key" not in flags:
+        raise SettingError(f"{PREFIX}API_KEY is empty: give a key, or remove the variable to serve without one")
     for name, text in variables.items():
         if name not in by_variable:
             raise SettingError(f"{name}: there is no such setting{_nearest(name, list(by_variable))}")
-        values[by_variable[name].name] = by_variable[name].parse(text, name)
+        if by_variable[name].name not in flags:
+            values[by_variable[name].name] = by_variable[name].parse(text, name)
     for name, value in flags.items():
         if name in settings:
             values[name] = settings[name].parse(value, settings[name].flag)

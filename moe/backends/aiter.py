@@ -1,4 +1,6 @@
-"""aiter: AMD's fused experts on MI300 (gfx942) and MI350 (gfx950), in bf16, FP8 and MXFP4. Plain SwiGLU, no biases.
+"""aiter: AMD's fused experts on MI300 (gfx942) and MI350 (gfx950), in bf16, FP8 and MXFP4.
+
+Plain SwiGLU without biases; with MXFP4 also GPT-OSS's clamped one with them (`aiter_gpt_oss`).
 
 One runner core for all transports; how they reach it is in `aiter_permutes`. The kernel never sees an id of -1.
 Shape letters: E global experts, L local experts, R rows, K top-k, H hidden, I intermediate.
@@ -7,16 +9,17 @@ Shape letters: E global experts, L local experts, R rows, K top-k, H hidden, I i
 import enum
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from moe.backends.aiter_layout import FNUZ_FACTOR, mark_shuffled, shuffle_e8m0, shuffle_weight, to_fnuz
-from moe.backends.base import Backend, refuse_overlap
-from moe.config import MoeA2ABackend, MoeBackend, MoeRunnerConfig
+from moe.backends.aiter_gpt_oss import ARGUMENTS, GPT_OSS, GptOssParts, prepare_gpt_oss
+from moe.backends.aiter_layout import mark_shuffled, shuffle_e8m0, shuffle_weight
+from moe.backends.base import Backend, Device, Probe, refuse_overlap
+from moe.config import Activation, DispatchFormat, MoeA2ABackend, MoeBackend, MoeRunnerConfig
 from moe.errors import MoeConfigError, UnsupportedPathError, WeightFormatError
 from moe.formats import (
     Bf16Weight,
@@ -27,6 +30,7 @@ from moe.formats import (
     Weight,
     activation_quant,
 )
+from moe.formats.fp8 import FNUZ, FNUZ_FACTOR, to_fnuz
 from moe.formats.per_tensor import spread_rows
 from moe.formats.token_groups import dequantize_token_groups
 from moe.registry import register_backend, register_runner_core
@@ -45,11 +49,9 @@ ARCHS = {
 TOLERANCES = {"fp8_block": 8e-2, "fp8_tensor": 8e-2, "mxfp4": 3e-1}
 MULTIPLES = {"bf16": (32, 32), "fp8_block": (128, 128), "fp8_tensor": (32, 32), "mxfp4": (256, 256)}
 
-# Why GPT-OSS is refused: its kernels exist, but nobody here could confirm how they read their weights.
-NO_CLAMPED_PATH = (
-    "plain SwiGLU without biases only: aiter's kernels for clamped activations and biases read weights in a layout of "
-    "their own (a16w4), whose byte order is not established; use --moe-backend torch"
-)
+# GPT-OSS: activations in bf16 on few rows, in FP8 on many, which the library decides; the twin does not round. With
+# FP8 emulated a whole layer is off by 0.06.
+GPT_OSS_TOLERANCE = 1.2e-1
 
 
 class AiterQuant(enum.StrEnum):
@@ -98,10 +100,11 @@ class AiterKernel:
     fused_moe: Callable[..., torch.Tensor]
     quant_types: Any
     silu: Any
+    swiglu: Any
 
     @classmethod
-    def resolve(cls) -> "AiterKernel":
-        """Import the package.
+    def resolve(cls, arguments: frozenset[str] = frozenset()) -> "AiterKernel":
+        """Import the package; `arguments`: what the path uses beside what every path does.
 
         Raises:
             UnsupportedPathError: it is missing or lacks an argument that is used here.
@@ -112,12 +115,16 @@ class AiterKernel:
         except ImportError as error:
             raise UnsupportedPathError(f"--moe-backend {NAME} needs the package aiter (ROCm)") from error
         known = inspect.signature(fused_moe).parameters
-        missing = {"expert_mask", "num_local_tokens", "dtype", "a1_scale"} - set(known)
+        missing = {"expert_mask", "num_local_tokens", "dtype", "a1_scale"} | arguments
+        missing -= set(known)
         if missing:
             raise UnsupportedPathError(
                 f"--moe-backend {NAME}: the installed aiter is too old, fused_moe has no {', '.join(sorted(missing))}"
             )
-        return cls(fused_moe=fused_moe, quant_types=library.QuantType, silu=library.ActivationType.Silu)
+        activations = library.ActivationType
+        return cls(
+            fused_moe=fused_moe, quant_types=library.QuantType, silu=activations.Silu, swiglu=activations.Swiglu
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,24 +136,26 @@ class AiterMoeQuantInfo:
     w13_scale: torch.Tensor | None
     w2_scale: torch.Tensor | None
     format_name: str
-    global_mask: torch.Tensor  # int32 [E + 1]: 1 for own experts; the last slot takes ids of -1
+    global_mask: torch.Tensor | None  # int32 [E + 1]: 1 for own experts; None where this rank owns all
     local_mask: torch.Tensor  # int32 [L + 1]: the same for ids that are local already
     kernel: AiterKernel
     topology: Topology
+    gpt_oss: GptOssParts | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AiterCoreInput:
     """Rows [R, H] with the scales they came with, int32 ids [R, K] in the id space of `mask`, fp32 weights [R, K].
 
-    Only the first `num_rows` (int32 [1]) rows are real, all if it is None.
+    With a mask, ids and weights have one more column, [R, K + 1], that visits nobody (see `aiter_permutes`). Only the
+    first `num_rows` (int32 [1]) rows are real, all if it is None.
     """
 
     x_RH: torch.Tensor
     scale: torch.Tensor | None
     ids_RK: torch.Tensor
     weights_RK: torch.Tensor
-    mask: torch.Tensor
+    mask: torch.Tensor | None
     num_rows: torch.Tensor | None = None
 
 
@@ -169,44 +178,81 @@ class AiterBackend(Backend):
 
     def tolerance_for(self, format_name: str, config: MoeRunnerConfig) -> float:
         """Wider where the kernel quantizes activations."""
-        del config
+        if config.activation == GPT_OSS:
+            return GPT_OSS_TOLERANCE
         return TOLERANCES.get(format_name, self.tolerance)
 
+    def probes(
+        self, quant_info: AiterMoeQuantInfo, format_name: str, config: MoeRunnerConfig, dispatch_format: DispatchFormat
+    ) -> Sequence[Probe]:
+        """One; for GPT-OSS without rounded inputs, since the library rounds them by the number of rows."""
+        if quant_info.gpt_oss is None:
+            return super().probes(quant_info, format_name, config, dispatch_format)
+        return [Probe(quant_info=quant_info, quantize_input=None, tolerance=GPT_OSS_TOLERANCE)]
+
+    def supports(self, device: Device, format_name: str, a2a: MoeA2ABackend, config: MoeRunnerConfig) -> str | None:
+        """Also refuses an activation that the format's kernels do not compute."""
+        return super().supports(device, format_name, a2a, config) or _refuses_activation(format_name, config.activation)
+
+    def refuses_sizes(self, format_name: str, sizes: MoeRunnerConfig | ExpertWeights) -> str | None:
+        """None for GPT-OSS, whose sizes are padded."""
+        if isinstance(sizes, MoeRunnerConfig) and _is_gpt_oss(format_name, sizes.activation):
+            return None
+        return super().refuses_sizes(format_name, sizes)
+
     def refuses(self, config: MoeRunnerConfig) -> str | None:
-        """What every backend refuses, any dtype but bf16, and any activation but plain SwiGLU."""
+        """What every backend refuses, and any dtype but bf16."""
         if config.dtype != torch.bfloat16:
             return f"dtype {config.dtype} is not supported: the kernels give bfloat16"
-        if not config.activation.is_plain:
-            return f"{config.activation} is not supported; {NO_CLAMPED_PATH}"
         return super().refuses(config)
 
     def prepare(self, experts: ExpertWeights, config: MoeRunnerConfig, topology: Topology) -> AiterMoeQuantInfo:
         """Shuffle weights and scales; on gfx942 FP8 changes to AMD's older variant.
 
         Raises:
-            WeightFormatError: an unknown format, biases, or sizes that the kernel's tiles do not divide.
-            UnsupportedPathError: the package is missing or too old, or the device does not run the format.
+            WeightFormatError: an unknown format, biases beside plain SwiGLU, or sizes that the tiles do not divide.
+            UnsupportedPathError: the package is missing or too old, or the device runs neither format nor activation.
         """
         name = experts.format_name
         if name not in ARCHS:
             raise WeightFormatError(f"{NAME} takes {', '.join(ARCHS)} experts, got {name}")
-        if experts.b13 is not None:
-            raise WeightFormatError(f"{NAME}: experts with biases are not supported; {NO_CLAMPED_PATH}")
-        self.check_sizes(experts)
-        kernel = AiterKernel.resolve()
+        reason = _refuses_activation(name, config.activation)
+        if reason:
+            raise UnsupportedPathError(f"{NAME}: {reason}")
+        is_gpt_oss = _is_gpt_oss(name, config.activation)
+        if experts.b13 is not None and not is_gpt_oss:
+            raise WeightFormatError(f"{NAME}: biases are read by the kernels of GPT-OSS alone (mxfp4, {GPT_OSS})")
+        if not is_gpt_oss:
+            self.check_sizes(experts)
+        kernel = AiterKernel.resolve(ARGUMENTS if is_gpt_oss else frozenset())
         arch = device_arch(topology.device)
         if arch not in ARCHS[name]:
             raise UnsupportedPathError(f"{NAME}: {name} runs on {', '.join(ARCHS[name])}, not on {arch}")
-        is_fnuz = arch == "gfx942"
-        w13, w13_scale = _processed(experts.w13.to(topology.device), is_fnuz=is_fnuz)
-        w2, w2_scale = _processed(experts.w2.to(topology.device), is_fnuz=is_fnuz)
+        parts, w13, w2 = None, experts.w13.to(topology.device), experts.w2.to(topology.device)
+        data: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None]
+        if is_gpt_oss and isinstance(w13, Mxfp4Weight) and isinstance(w2, Mxfp4Weight):
+            laid_out = prepare_gpt_oss(experts, w13, w2, topology)
+            data, parts = (laid_out.w13, laid_out.w13_scale, laid_out.w2, laid_out.w2_scale), laid_out.parts
+        else:
+            is_fnuz = arch == "gfx942"
+            data = (*_processed(w13, is_fnuz=is_fnuz), *_processed(w2, is_fnuz=is_fnuz))
         owned = topology.expert_range(config.num_experts)
         return AiterMoeQuantInfo(
-            w13=w13, w2=w2, w13_scale=w13_scale, w2_scale=w2_scale, format_name=name,
-            global_mask=expert_mask(config.num_experts, owned, topology.device),
+            w13=data[0], w13_scale=data[1], w2=data[2], w2_scale=data[3], format_name=name,
+            global_mask=None if topology.ep_size == 1 else expert_mask(config.num_experts, owned, topology.device),
             local_mask=expert_mask(len(owned), range(len(owned)), topology.device),
-            kernel=kernel, topology=topology,
+            kernel=kernel, topology=topology, gpt_oss=parts,
         )  # fmt: skip
+
+
+def _is_gpt_oss(format_name: str, activation: Activation) -> bool:
+    return format_name == "mxfp4" and activation == GPT_OSS
+
+
+def _refuses_activation(format_name: str, activation: Activation) -> str | None:
+    if activation.is_plain or _is_gpt_oss(format_name, activation):
+        return None
+    return f"{activation} is not supported for {format_name}: plain SwiGLU, or with mxfp4 GPT-OSS's {GPT_OSS}"
 
 
 def device_arch(device: torch.device) -> str:
@@ -216,9 +262,9 @@ def device_arch(device: torch.device) -> str:
 
 
 def expert_mask(num_ids: int, owned: range, device: torch.device) -> torch.Tensor:
-    """int32 [num_ids + 1]: 1 for the experts on this rank; the extra last slot is the sink of ids of -1.
+    """int32 [num_ids + 1]: 1 for the experts on this rank; the extra last id is the sink, which visits nobody.
 
-    The kernel takes the mask's length for the number of ids, so every id up to the sink is valid, masked ones cost
+    The kernel takes the mask's length for the number of ids, so every id up to the sink is valid; masked ones cost
     nothing.
     """
     mask = torch.zeros(num_ids + 1, dtype=torch.int32, device=device)
@@ -259,23 +305,43 @@ class AiterRunnerCore:
         x_RH, scale = core_input.x_RH, core_input.scale
         if upcast:
             x_RH, scale = _to_bf16(x_RH, scale, arrival), None
-        elif arrival is Arrival.FP8 and quant_info.w13.dtype == torch.float8_e4m3fnuz and scale is not None:
+        elif x_RH.dtype == torch.float8_e4m3fn and quant_info.w13.dtype == FNUZ and scale is not None:
             x_RH, scale = to_fnuz(x_RH), scale * FNUZ_FACTOR
-        return quant_info.kernel.fused_moe(
+        parts = quant_info.gpt_oss
+        try:
+            out_RH = self._call(x_RH if parts is None else parts.pad(x_RH), scale, quant, core_input, quant_info)
+        except NotImplementedError as error:  # shapes tuned for kernels whose sorting takes no mask
+            raise UnsupportedPathError(
+                f"--moe-backend {NAME}: {error}; set AITER_BYPASS_TUNE_CONFIG=1 in the environment, which passes over "
+                "aiter's tuned kernels, or use another backend"
+            ) from error
+        return out_RH if parts is None else parts.unpad(out_RH)
+
+    def _call(
+        self,
+        x_RH: torch.Tensor,
+        scale: torch.Tensor | None,
+        quant: AiterQuant,
+        core_input: AiterCoreInput,
+        quant_info: AiterMoeQuantInfo,
+    ) -> torch.Tensor:
+        parts, kernel = quant_info.gpt_oss, quant_info.kernel
+        return kernel.fused_moe(
             x_RH, quant_info.w13, quant_info.w2, core_input.weights_RK, core_input.ids_RK,
             expert_mask=core_input.mask,
-            activation=quant_info.kernel.silu,
-            quant_type=getattr(quant_info.kernel.quant_types, quant),
+            activation=kernel.silu if parts is None else kernel.swiglu,
+            quant_type=getattr(kernel.quant_types, quant),
             w1_scale=quant_info.w13_scale,
             w2_scale=quant_info.w2_scale,
             a1_scale=scale,
             num_local_tokens=core_input.num_rows,
             dtype=self.config.dtype,
+            **({} if parts is None else parts.arguments()),
         )  # fmt: skip
 
 
 def _arrival(x: torch.Tensor) -> Arrival:
-    if x.dtype == torch.float8_e4m3fn:
+    if x.dtype in (torch.float8_e4m3fn, FNUZ):
         return Arrival.FP8
     return Arrival.FP4 if x.dtype == torch.uint8 else Arrival.BF16
 

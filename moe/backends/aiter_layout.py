@@ -1,4 +1,4 @@
-"""Weights and scales in the order aiter's kernels read them, and FP8 in AMD's older variant. Plain torch, no library.
+"""Weights and scales in the order aiter's kernels read them. Plain torch, no library.
 
 Shape letters: E local experts, N rows, K columns, M scale rows, C scale columns.
 """
@@ -7,7 +7,6 @@ import torch
 
 ROWS, COLUMNS = 16, 32  # a tile of the shuffle, in elements of a one-byte type
 PIECE_BYTES = 16  # what one lane loads at once
-FNUZ_FACTOR = 2.0  # the same bits stand for half the value
 
 
 def shuffle_weight(weight_ENK: torch.Tensor) -> torch.Tensor:
@@ -37,9 +36,3 @@ def shuffle_e8m0(scales_MC: torch.Tensor) -> torch.Tensor:
     padded = torch.nn.functional.pad(scales_MC, (0, cols - num_cols, 0, rows - num_rows))
     blocks = padded.view(rows // 32, 2, 16, cols // 8, 2, 4)
     return blocks.permute(0, 3, 5, 2, 4, 1).reshape(rows, cols)
-
-
-def to_fnuz(codes: torch.Tensor) -> torch.Tensor:
-    """e4m3fn bits seen as e4m3fnuz, whose values are half as large: scales must double. -0 would be NaN; it is 0."""
-    octets = codes.view(torch.uint8)
-    return octets.masked_fill(octets == 0x80, 0).view(torch.float8_e4m3fnuz)

@@ -1,5 +1,8 @@
-"""From every transport's layout to aiter's rows and ids, and back. Ids of -1 go to the masked sink slot.
+"""From every transport's layout to aiter's rows and ids, and back.
 
+aiter knows two kinds of calls. Without an expert mask all ids are experts of this rank, no two of a row alike. With one
+it expects a last column of ids that are always masked, and takes one off top-k before it looks up tuned kernels: a
+mask without that column finds none, and with top-1 divides by zero. Neither kind knows -1.
 Shape letters: T tokens, R received rows, K top-k, L local experts, M rows per expert, H hidden.
 """
 
@@ -23,10 +26,39 @@ from moe.types import (
     StandardDispatchOutput,
 )
 
+Routed = tuple[torch.Tensor, torch.Tensor]
 
-def to_sink(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """int32 ids with every -1 at the mask's last slot. The scalar keeps it capturable: nothing comes from the host."""
-    return torch.where(ids < 0, mask.shape[0] - 1, ids).to(torch.int32)
+
+def with_sink(ids_RK: torch.Tensor, weights_RK: torch.Tensor, mask: torch.Tensor) -> Routed:
+    """int32 ids and weights [R, K + 1] for a masked call: -1 and the last column are the sink, the mask's last id.
+
+    The scalars keep it capturable: nothing comes from the host.
+    """
+    sink = mask.shape[0] - 1
+    ids = torch.nn.functional.pad(torch.where(ids_RK < 0, sink, ids_RK).to(torch.int32), (0, 1), value=sink)
+    return ids, torch.nn.functional.pad(weights_RK, (0, 1))
+
+
+def without_holes(ids_RK: torch.Tensor, weights_RK: torch.Tensor, num_experts: int) -> Routed:
+    """int32 ids and weights [R, K] for a call without a mask: a slot of -1 gets an expert with weight 0.
+
+    Each one another that the row does not visit: of two equal ids in a row, aiter's sorting keeps either one.
+    """
+    num_candidates = min(num_experts, 2 * ids_RK.shape[1] - 1)  # among so many, K are free
+    candidates_C = torch.arange(num_candidates, device=ids_RK.device)
+    is_free_RC = (ids_RK[:, :, None] != candidates_C).all(1)
+    hole_RK = ids_RK < 0
+    nth_hole_RK1 = hole_RK.cumsum(1)[:, :, None]
+    is_nth_RKC = is_free_RC[:, None, :] & (is_free_RC.cumsum(1)[:, None, :] == nth_hole_RK1)
+    filler_RK = is_nth_RKC.int().argmax(2)
+    return torch.where(hole_RK, filler_RK, ids_RK).to(torch.int32), torch.where(hole_RK, 0.0, weights_RK)
+
+
+def routed(ids_RK: torch.Tensor, weights_RK: torch.Tensor, mask: torch.Tensor | None, num_experts: int) -> Routed:
+    """Ids and weights as a call with `mask`, or without, takes them."""
+    if mask is None:
+        return without_holes(ids_RK, weights_RK, num_experts)
+    return with_sink(ids_RK, weights_RK, mask)
 
 
 @register_pre_permute(DispatchFormat.STANDARD, NAME)
@@ -34,11 +66,12 @@ def standard_to_aiter(
     dispatched: StandardDispatchOutput, quant_info: AiterMoeQuantInfo, config: MoeRunnerConfig, state: RunState
 ) -> AiterCoreInput:
     """Global ids; the mask drops other ranks' experts."""
-    del config, state
+    del state
     topk, mask = dispatched.topk_output.to_standard(), quant_info.global_mask
+    ids_RK, weights_RK = routed(topk.ids, topk.weights, mask, config.num_experts)
     return AiterCoreInput(
         x_RH=dispatched.hidden_states, scale=dispatched.hidden_states_scale,
-        ids_RK=to_sink(topk.ids, mask), weights_RK=topk.weights, mask=mask,
+        ids_RK=ids_RK, weights_RK=weights_RK, mask=mask,
     )  # fmt: skip
 
 
@@ -60,11 +93,12 @@ def deepep_normal_to_aiter(
     dispatched: DeepepNormalDispatchOutput, quant_info: AiterMoeQuantInfo, config: MoeRunnerConfig, state: RunState
 ) -> AiterCoreInput:
     """Local ids, -1 for other ranks' experts."""
-    del config, state
-    mask = quant_info.local_mask
+    del state
+    mask = None if quant_info.global_mask is None else quant_info.local_mask
+    ids_RK, weights_RK = routed(dispatched.topk_ids, dispatched.topk_weights, mask, config.num_local_experts)
     return AiterCoreInput(
         x_RH=dispatched.hidden_states, scale=dispatched.hidden_states_scale,
-        ids_RK=to_sink(dispatched.topk_ids, mask), weights_RK=dispatched.topk_weights, mask=mask,
+        ids_RK=ids_RK, weights_RK=weights_RK, mask=mask,
     )  # fmt: skip
 
 
@@ -85,16 +119,17 @@ def aiter_to_deepep_normal(
 def deepep_ll_to_aiter(
     dispatched: DeepepLlDispatchOutput, quant_info: AiterMoeQuantInfo, config: MoeRunnerConfig, state: RunState
 ) -> AiterCoreInput:
-    """Every row is a token with one expert and weight 1; rows past the count go to the sink."""
+    """Every row is a token with one expert and weight 1; rows past the count go to the sink, on one rank too."""
     del config, state
     x_LMH, mask = dispatched.hidden_states, quant_info.local_mask
     num_experts, num_rows = x_LMH.shape[:2]
     ids_R1, ones_R1 = masked_rows(dispatched.masked_m, num_rows)
+    ids_RK, weights_RK = with_sink(ids_R1, ones_R1, mask)
     scale = dispatched.hidden_states_scale
     return AiterCoreInput(
         x_RH=x_LMH.reshape(num_experts * num_rows, -1),
         scale=None if scale is None else scale.reshape(num_experts * num_rows, -1),
-        ids_RK=to_sink(ids_R1, mask), weights_RK=ones_R1, mask=mask,
+        ids_RK=ids_RK, weights_RK=weights_RK, mask=mask,
     )  # fmt: skip
 
 
@@ -117,12 +152,17 @@ def aiter_to_deepep_ll(
 def mori_to_aiter(
     dispatched: MoriNormalDispatchOutput, quant_info: AiterMoeQuantInfo, config: MoeRunnerConfig, state: RunState
 ) -> AiterCoreInput:
-    """Global ids; rows past the received count are never looked at."""
-    del config, state
-    mask = quant_info.global_mask
+    """Global ids; rows past the received count are never looked at.
+
+    mori sends no -1: such a slot arrives as an expert that the row may visit anyway, with weight 0.
+    """
+    del state
+    mask, weights_RK = quant_info.global_mask, dispatched.topk_weights
+    ids_RK = torch.where(weights_RK == 0, -1, dispatched.topk_ids)
+    ids_RK, weights_RK = routed(ids_RK, weights_RK, mask, config.num_experts)
     return AiterCoreInput(
         x_RH=dispatched.hidden_states, scale=dispatched.hidden_states_scale,
-        ids_RK=to_sink(dispatched.topk_ids, mask), weights_RK=dispatched.topk_weights, mask=mask,
+        ids_RK=ids_RK, weights_RK=weights_RK, mask=mask,
         num_rows=dispatched.num_recv_tokens,
     )  # fmt: skip
 

@@ -4,8 +4,10 @@ import importlib.util
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -79,6 +81,13 @@ class Probe:
     max_tokens: int | None = None
     crowds: tuple[int, ...] = ()
     name: str = ""
+
+
+class LibraryTuning(Protocol):
+    """A kernel library's own tuning."""
+
+    def __call__(self, cache_file: Path | None, *, measure: bool) -> AbstractContextManager[Any]:
+        """Reads `cache_file`; with `measure` the calls inside are measured, and what is found goes to the file."""
 
 
 class Backend(ABC):
@@ -196,6 +205,11 @@ class Backend(ABC):
         """
         del quant_info
         raise MoeConfigError(f"{type(self).__name__} has no tactics, got {choice}")
+
+    def library_tuning(self, quant_info: Any) -> LibraryTuning | None:
+        """For kernels whose tactics their library chooses and keeps: the context in which it tunes; None for others."""
+        del quant_info
+        return None
 
     def refuses(self, config: MoeRunnerConfig) -> str | None:
         """Reason why a setting would be ignored by this backend, or None."""

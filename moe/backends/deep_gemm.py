@@ -14,19 +14,18 @@ from typing import Any
 
 import torch
 
-from moe.activations import gated_activation
 from moe.backends.base import Backend, cuda_arch, refuse_overlap
 from moe.backends.deep_gemm_layout import (
-    activation_scales,
+    Swiglu,
     power_of_two_weight,
     rounded_activations,
+    swiglu_reference,
     weight_scales,
 )
 from moe.config import MoeA2ABackend, MoeBackend, MoeRunnerConfig
 from moe.errors import UnsupportedPathError, WeightFormatError
 from moe.formats import ExpertWeights, Fp8BlockWeight
 from moe.formats.fp8_block import BLOCK
-from moe.formats.token_groups import quantize_token_groups
 from moe.registry import register_backend, register_runner_core
 from moe.topology import Topology
 from moe.types import RunState
@@ -46,17 +45,18 @@ CONTIGUOUS_NAMES = ("m_grouped_fp8_gemm_nt_contiguous", "m_grouped_gemm_fp8_fp8_
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeepGemmKernels:
-    """The two grouped GEMMs of the installed release, found by name once, at load."""
+    """The two grouped GEMMs of the installed release, found by name once, at load, and what runs between them."""
 
     masked: Callable[..., Any]
     contiguous: Callable[..., Any]
+    swiglu: Swiglu
 
     @classmethod
-    def resolve(cls) -> "DeepGemmKernels":
-        """Import the package.
+    def resolve(cls, device: torch.device) -> "DeepGemmKernels":
+        """Import the package, and on a GPU our own kernel.
 
         Raises:
-            UnsupportedPathError: it is missing, or has neither of the known names.
+            UnsupportedPathError: it is missing, or has neither of the known names; or Triton is missing.
         """
         try:
             library = importlib.import_module("deep_gemm")
@@ -64,7 +64,22 @@ class DeepGemmKernels:
             raise UnsupportedPathError(
                 f"--moe-backend {NAME} needs the package deep_gemm and a CUDA toolkit for its run-time compiler"
             ) from error
-        return cls(masked=_first_of(library, MASKED_NAMES), contiguous=_first_of(library, CONTIGUOUS_NAMES))
+        return cls(
+            masked=_first_of(library, MASKED_NAMES), contiguous=_first_of(library, CONTIGUOUS_NAMES),
+            swiglu=_swiglu_for(device),
+        )  # fmt: skip
+
+
+def _swiglu_for(device: torch.device) -> Swiglu:
+    if device.type != "cuda":
+        return swiglu_reference
+    try:
+        found: Swiglu = importlib.import_module("moe.kernels.masked_swiglu").masked_swiglu
+    except ImportError as error:
+        raise UnsupportedPathError(
+            f"--moe-backend {NAME} needs the package triton; install it with: pip install 'moe-serve[gpu]'"
+        ) from error
+    return found
 
 
 def _first_of(library: Any, names: tuple[str, ...]) -> Callable[..., Any]:
@@ -152,7 +167,7 @@ class DeepGemmBackend(Backend):
         if experts.b13 is not None:
             raise WeightFormatError(f"{NAME}: experts with biases are not supported")
         self.check_sizes(experts)
-        kernels = DeepGemmKernels.resolve()
+        kernels = DeepGemmKernels.resolve(topology.device)
         ue8m0 = _wants_ue8m0(topology.device)
         w13, w2 = w13.to(topology.device), w2.to(topology.device)
         if ue8m0:
@@ -184,19 +199,19 @@ class DeepGemmRunnerCore:
         """[E, M, H] or [R, H] in bf16; rows that are not real hold garbage."""
         refuse_overlap(state, NAME)
         rest: tuple[Any, ...]
+        rows, device = core_input.x.shape[:-1], core_input.x.device
+        num_both, hidden_size = quant_info.w13.shape[1:]
+        h = torch.empty((*rows, num_both), dtype=RESULT_DTYPE, device=device)
         if isinstance(core_input, MaskedInput):
             kernel, rest = quant_info.kernels.masked, (core_input.masked_m, core_input.expected_m)
-        else:
+            h_EMF, counts_E = h, core_input.masked_m
+        else:  # one run of rows, all of which are computed
             kernel, rest = quant_info.kernels.contiguous, (core_input.m_indices,)
-        rows = core_input.x.shape[:-1]
-        num_both, hidden_size = quant_info.w13.shape[1:]
-        h = torch.empty((*rows, num_both), dtype=RESULT_DTYPE, device=core_input.x.device)
+            h_EMF, counts_E = h[None], torch.full((1,), rows[0], dtype=torch.int32, device=device)
         kernel((core_input.x, core_input.scale), (quant_info.w13, quant_info.w13_scale), h, *rest)
-        gate, up = h.float().chunk(2, dim=-1)
-        mid, mid_scale = quantize_token_groups(
-            gated_activation(gate, up, self.config.activation), ue8m0=quant_info.ue8m0
-        )
-        mid_scale = activation_scales(mid_scale, ue8m0=quant_info.ue8m0)
-        out = torch.empty((*rows, hidden_size), dtype=RESULT_DTYPE, device=h.device)
+        mid, mid_scale = quant_info.kernels.swiglu(h_EMF, counts_E, self.config.activation, ue8m0=quant_info.ue8m0)
+        if h.dim() == 2:
+            mid, mid_scale = mid[0], mid_scale[0]
+        out = torch.empty((*rows, hidden_size), dtype=RESULT_DTYPE, device=device)
         kernel((mid, mid_scale), (quant_info.w2, quant_info.w2_scale), out, *rest)
         return out

@@ -4,9 +4,12 @@ Shape letters: E experts (or any leading group), M rows, G groups of 128 columns
 """
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
+from moe.activations import gated_activation
+from moe.config import Activation
 from moe.formats import Fp8BlockWeight, Weight
 from moe.formats.fp8 import to_e4m3
 from moe.formats.fp8_block import BLOCK
@@ -21,12 +24,15 @@ PITCH = 4  # elements: the kernel's copy engine wants 16 bytes between columns
 
 
 def m_major(scale_EMG: torch.Tensor) -> torch.Tensor:
-    """The same values with stride 1 along M and a column pitch that is a multiple of 4; as it is, if it has both."""
-    pitch = scale_EMG.stride(-1)
-    if scale_EMG.stride(-2) == 1 and pitch % PITCH == 0 and pitch >= scale_EMG.shape[-2]:
-        return scale_EMG
+    """The same values with stride 1 along M, M rounded up to 4 between columns, and experts without a gap.
+
+    As it is, if it has all that: the library takes no other strides.
+    """
     *lead, num_rows, num_groups = scale_EMG.shape
-    storage = scale_EMG.new_zeros((*lead, num_groups, -(-num_rows // PITCH) * PITCH))
+    pitch = -(-num_rows // PITCH) * PITCH
+    if scale_EMG.stride()[-2:] == (1, pitch) and (not lead or scale_EMG.stride(-3) == pitch * num_groups):
+        return scale_EMG
+    storage = scale_EMG.new_zeros((*lead, num_groups, pitch))
     view = storage[..., :num_rows].transpose(-1, -2)
     view.copy_(scale_EMG)
     return view
@@ -62,3 +68,26 @@ def weight_scales(weight: Fp8BlockWeight, *, ue8m0: bool) -> torch.Tensor:
     if not ue8m0:
         return weight.scale_inv.contiguous()
     return m_major(pack_ue8m0(weight.scale_inv.repeat_interleave(BLOCK, -2)))
+
+
+class Swiglu(Protocol):
+    """What runs between the GEMMs: the gated activation of the rows that hold tokens, rounded to FP8."""
+
+    def __call__(
+        self, h_EMF: torch.Tensor, counts_E: torch.Tensor, activation: Activation, *, ue8m0: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """bf16 [E, M, 2I] as [gate, up] to e4m3 [E, M, I] and scales in the kernel's form; garbage past the counts."""
+
+
+def swiglu_reference(
+    h_EMF: torch.Tensor, counts_E: torch.Tensor, activation: Activation, *, ue8m0: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`Swiglu` in plain torch, one expert at a time; reads the counts on the host."""
+    num_experts, num_rows, num_both = h_EMF.shape
+    q_EMI = torch.zeros((num_experts, num_rows, num_both // 2), dtype=torch.float8_e4m3fn, device=h_EMF.device)
+    scale_EMG = torch.zeros((num_experts, num_rows, num_both // 2 // BLOCK), device=h_EMF.device)
+    for expert, count in enumerate(counts_E.tolist()):
+        gate, up = h_EMF[expert, :count].float().chunk(2, dim=-1)
+        codes, scales = quantize_token_groups(gated_activation(gate, up, activation), ue8m0=ue8m0)
+        q_EMI[expert, :count], scale_EMG[expert, :count] = codes, scales
+    return q_EMI, activation_scales(scale_EMG, ue8m0=ue8m0)

@@ -9,6 +9,8 @@ import importlib.metadata
 import inspect
 import re
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -64,6 +66,14 @@ def device_arch(device: torch.device) -> str:
     """Compute capability as 'sm90', asked the way the library itself asks."""
     major, minor = library("utils").get_compute_capability(device)
     return f"sm{major}{minor}"
+
+
+def tuning_context(cache_file: Path | None, *, measure: bool) -> AbstractContextManager[Any]:
+    """FlashInfer's `LibraryTuning`. A release that keeps no file keeps tactics for this process."""
+    autotune = library().autotune
+    keeps = cache_file is not None and takes(autotune, "cache")
+    context: AbstractContextManager[Any] = autotune(measure, **({"cache": str(cache_file)} if keeps else {}))
+    return context
 
 
 def takes(function: Callable[..., Any], parameter: str) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from moe.backends import flashinfer_common as common
-from moe.backends.base import refuse_overlap
+from moe.backends.base import LibraryTuning, refuse_overlap
 from moe.backends.layouts import interleave_halves, mma_view, swizzle_128x4, up_gate
 from moe.backends.static_scales import expert_input_scales, layer_input_scales, one_scale_nvfp4
 from moe.config import DispatchFormat, MoeA2ABackend, MoeBackend, MoeRunnerConfig
@@ -130,6 +130,12 @@ class FlashinferCutedslBackend(common.FlashinferBackend):
     def dispatch_quantizer(self, quant_info: CuteDslFp4MoeQuantInfo) -> Quantize | None:
         """The one that v2 runs on bf16 tokens; v1's transport quantizes by itself."""
         return functools.partial(_quantize, quant_info) if quant_info.layout is CuteDslLayout.V2 else None
+
+    def library_tuning(self, quant_info: CuteDslFp4MoeQuantInfo) -> LibraryTuning | None:
+        """FlashInfer chooses the tactics of v2's wrapper; v1's masked GEMMs have none."""
+        if quant_info.layout is not CuteDslLayout.V2:
+            return None
+        return common.tuning_context
 
     def prepare(self, experts: ExpertWeights, config: MoeRunnerConfig, topology: Topology) -> CuteDslFp4MoeQuantInfo:
         """Lay the weights out for the kernels that `topology.a2a` leads to.

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from moe.backends import flashinfer_common as common
-from moe.backends.base import refuse_overlap, wrong_size
+from moe.backends.base import LibraryTuning, refuse_overlap, wrong_size
 from moe.backends.flashinfer_profiles import NO_PROFILES, Profiles, profile_lists, profiles_of, proposals
 from moe.backends.layouts import next_power_of_two, padded, round_up, up_gate_padded
 from moe.backends.trtllm_layout import pack_topk, shuffled, shuffled_scales
@@ -99,12 +99,18 @@ class FlashinferMxfp4Backend(common.FlashinferBackend):
     def tactics(
         self, quant_info: QuantInfo, config: MoeRunnerConfig, num_tokens: int, measured: Mapping[Tactic, float]
     ) -> Sequence[Tactic]:
-        """Profile numbers of the cutlass kernel; the SM100 kernel has nothing to choose here."""
+        """Profile numbers of the cutlass kernel; those of the SM100 kernel are FlashInfer's own business."""
         del num_tokens
         if not isinstance(quant_info, FlashinferMxfp4Sm90QuantInfo):
             return ()
         lists = profile_lists(quant_info, config.dtype, config.top_k, w4_group_scaling=True)
         return proposals(lists, measured)
+
+    def library_tuning(self, quant_info: QuantInfo) -> LibraryTuning | None:
+        """For the SM100 kernel, whose tiles FlashInfer chooses."""
+        if isinstance(quant_info, FlashinferMxfp4Sm90QuantInfo):
+            return None
+        return common.tuning_context
 
     def with_choice(self, quant_info: QuantInfo, choice: Choice) -> QuantInfo:
         """The same weights with the chosen profiles."""

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 
 from moe.backends import flashinfer_common as common
-from moe.backends.base import refuse_overlap
+from moe.backends.base import LibraryTuning, refuse_overlap
 from moe.backends.fp8_activations import quantize_fp8_groups
 from moe.backends.layouts import next_power_of_two, up_gate
 from moe.backends.static_scales import layer_input_scales, one_scale_fp8, one_scale_nvfp4
@@ -112,6 +112,11 @@ class FlashinferTrtllmBackend(common.FlashinferBackend):
         del format_name
         version = common.flashinfer_version()
         return torch.float32 if version is not None and version < BF16_LOGITS else torch.bfloat16
+
+    def library_tuning(self, quant_info: QuantInfo) -> LibraryTuning | None:
+        """FlashInfer chooses the tiles of both GEMMs."""
+        del quant_info
+        return common.tuning_context
 
     def prepare(self, experts: ExpertWeights, config: MoeRunnerConfig, topology: Topology) -> QuantInfo:
         """Reorder rows and fold scales on `topology.device`.

@@ -16,6 +16,7 @@ from moe.dispatch.deepep_settings import (
     DeepepSettings,
     EpShape,
     check_deepep,
+    check_queue_depth,
     expected_rows,
     ll_hidden_size,
 )
@@ -38,7 +39,7 @@ class DeepepBuffer:
 
     Raises:
         UnsupportedPathError, MoeConfigError: the settings break a limit of the kernels (checked before anything is
-            allocated), or the library is missing.
+            allocated, but for the queue depth, which the library's buffer tells), or the library is missing.
     """
 
     transport: ClassVar[MoeA2ABackend] = MoeA2ABackend.DEEPEP
@@ -53,6 +54,7 @@ class DeepepBuffer:
         self.settings = settings
         self.shape = shape
         self.raw: Any = self.build(group)
+        check_queue_depth(settings, getattr(self.raw, "nvshmem_qp_depth", None))
         self.in_flight: InFlight[Any] = InFlight(self.transport, RESULTS_ALIVE)
         self._needs_cleaning = False
 

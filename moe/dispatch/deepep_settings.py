@@ -1,6 +1,7 @@
 """DeepEP's limits, checked from settings alone: no library, no GPU, no weights. Every error names flag and numbers.
 
-Numbers are those of DeepEP 1.2.1 (the same in its 2.x legacy buffer). LL is its low-latency mode.
+Numbers are those of DeepEP 1.2.1 and of the legacy buffer of 2.x (commit dd758ca, 2026-07-14). LL is its low-latency
+mode. The one limit that only the library knows, its queue depth, is checked once the buffer exists.
 """
 
 import enum
@@ -48,24 +49,13 @@ class DeepepMode(enum.StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeepepSettings:
-    """`max_dispatch_tokens`: most tokens one rank sends in a low-latency step. `qp_depth`: NVSHMEM_QP_DEPTH."""
+    """`max_dispatch_tokens`: most tokens one rank sends in a low-latency step.
+
+    `check_deepep` checks the limits when a transport is built: without one these settings mean nothing.
+    """
 
     mode: DeepepMode = DeepepMode.AUTO
     max_dispatch_tokens: int = 128
-    qp_depth: int = 1024
-
-    def __post_init__(self) -> None:
-        if not self.mode.has_low_latency:
-            return
-        tokens = self.max_dispatch_tokens
-        if not 1 <= tokens <= LL_MAX_TOKENS:
-            raise MoeConfigError(f"{_TOKENS_FLAG} is {tokens}: it must lie in 1..{LL_MAX_TOKENS}")
-        needed = 2 * (tokens + 1)
-        if self.qp_depth < needed:
-            raise MoeConfigError(
-                f"{_TOKENS_FLAG} is {tokens}: that needs a queue depth of {needed}, but NVSHMEM_QP_DEPTH is "
-                f"{self.qp_depth}; raise the variable, or use at most {self.qp_depth // 2 - 1} tokens"
-            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,7 +114,29 @@ def _check_normal(shape: EpShape) -> None:
         )
 
 
+def check_queue_depth(settings: DeepepSettings, queue_depth: int | None) -> None:
+    """Refuse a token limit that overruns DeepEP's send queue, which it does not guard itself.
+
+    `queue_depth`: work requests a queue of the built buffer holds; None where the library has no such limit.
+
+    Raises:
+        MoeConfigError: the depth is below what a low-latency step needs.
+    """
+    tokens = settings.max_dispatch_tokens
+    needed = 2 * (tokens + 1)
+    if queue_depth is None or not settings.mode.has_low_latency or queue_depth >= needed:
+        return
+    raise MoeConfigError(
+        f"{_TOKENS_FLAG} is {tokens}: that needs a queue depth of {needed}, but deep_ep uses {queue_depth}; start with "
+        f"NVSHMEM_QP_DEPTH={needed} in the environment, which deep_ep reads, or use at most {queue_depth // 2 - 1} "
+        "tokens"
+    )
+
+
 def _check_low_latency(settings: DeepepSettings, shape: EpShape, row_multiple: int) -> None:
+    tokens = settings.max_dispatch_tokens
+    if not 1 <= tokens <= LL_MAX_TOKENS:
+        raise MoeConfigError(f"{_TOKENS_FLAG} is {tokens}: it must lie in 1..{LL_MAX_TOKENS}")
     if shape.ep_size >= RANKS_PER_NODE and shape.ep_size % RANKS_PER_NODE:
         raise UnsupportedPathError(
             f"{_EP_FLAG} is {shape.ep_size}: {_MODE_FLAG} low_latency takes fewer than {RANKS_PER_NODE} ranks or a "
@@ -137,10 +149,10 @@ def _check_low_latency(settings: DeepepSettings, shape: EpShape, row_multiple: i
             f"{_EP_FLAG} is {shape.ep_size}: {shape.num_local_experts} experts a rank, {_MODE_FLAG} low_latency takes "
             f"at most {LL_MAX_LOCAL_EXPERTS}"
         )
-    num_rows = shape.ep_size * settings.max_dispatch_tokens
+    num_rows = shape.ep_size * tokens
     if num_rows % row_multiple:
         raise MoeConfigError(
-            f"{_TOKENS_FLAG} is {settings.max_dispatch_tokens}: times {shape.ep_size} ranks it must be a multiple of "
+            f"{_TOKENS_FLAG} is {tokens}: times {shape.ep_size} ranks it must be a multiple of "
             f"{row_multiple}, for the layout of the scales, but is {num_rows}"
         )
     ll_hidden_size(shape.hidden_size)

@@ -3,6 +3,7 @@
 Shape letters: T this rank's tokens, P ranks, M token limit per rank, R = P * M slots, K top-k, H hidden.
 """
 
+import socket
 from typing import Any
 
 import torch
@@ -60,14 +61,46 @@ class FlashinferDispatcher:
         return out_TH
 
 
-def build_alltoall(rank: int, shape: EpShape, max_tokens: int) -> Any:
-    """The library's transport of one rank, at build.
+def build_alltoall(group: Any, shape: EpShape, max_tokens: int) -> Any:
+    """The library's transport of one rank of `group`, the ranks that share the experts. Every rank calls it at once.
 
     Raises:
         UnsupportedPathError: FlashInfer is not installed.
+        MoeConfigError: the group has another number of ranks than the experts are spread over.
     """
     comm = load_library("flashinfer.comm", MoeA2ABackend.FLASHINFER)
+    mnnvl = load_library("flashinfer.comm.mnnvl", MoeA2ABackend.FLASHINFER)
+    if group.size() != shape.ep_size:
+        raise MoeConfigError(f"--expert-parallel-size is {shape.ep_size}, but the group has {group.size()} ranks")
+    ranks = group_communicator(mnnvl, group)
+    host = socket.gethostname()
     mapping = comm.Mapping(
-        world_size=shape.ep_size, rank=rank, tp_size=shape.ep_size, moe_ep_size=shape.ep_size, moe_tp_size=1
+        world_size=shape.ep_size,
+        rank=group.rank(),
+        gpus_per_node=ranks.allgather(host).count(host),
+        tp_size=shape.ep_size,
+        moe_ep_size=shape.ep_size,
+        moe_tp_size=1,
     )
-    return comm.MoeAlltoAll(mapping, max_tokens, shape.top_k, shape.num_experts, hidden_size=shape.hidden_size)
+    return comm.MoeAlltoAll(
+        mapping,
+        max_tokens,
+        shape.top_k,
+        shape.num_experts,
+        hidden_size=shape.hidden_size,
+        mnnvl_config=mnnvl.MnnvlConfig(comm_backend=ranks),
+    )
+
+
+def group_communicator(mnnvl: Any, group: Any) -> Any:
+    """What the ranks exchange memory handles with: `group` of torch.distributed, where the library's default is MPI."""
+
+    class GroupCommunicator(mnnvl.TorchDistBackend):
+        """The library's own communicator, which is not split: all its ranks share the experts."""
+
+        def Split(self, color: int, key: int) -> "GroupCommunicator":
+            """Itself. The library's Split takes ranks of the group for ranks of the world, and hangs if they differ."""
+            del color, key
+            return self
+
+    return GroupCommunicator(group)

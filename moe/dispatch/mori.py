@@ -13,6 +13,7 @@ from moe.dispatch.base import InFlight, load_library, without_minus_one
 from moe.dispatch.deepep_settings import RANKS_PER_NODE, EpShape
 from moe.dispatch.payload import Payload
 from moe.errors import MoeConfigError, TransportStateError, UnsupportedPathError
+from moe.formats.fp8 import FNUZ, FNUZ_FACTOR, to_fnuz
 from moe.formats.token_groups import GROUP, quantize_token_groups
 from moe.types import (
     MoriLlCombineInput,
@@ -45,8 +46,17 @@ class MoriSettings:
 class MoriBuffer:
     """The transport of one rank, shared by its layers. One batch is in flight at a time."""
 
-    def __init__(self, group: Any, settings: MoriSettings, shape: EpShape, payload: Payload) -> None:
-        """`group` is the process group of the expert-parallel ranks.
+    def __init__(
+        self,
+        group: Any,
+        settings: MoriSettings,
+        shape: EpShape,
+        payload: Payload,
+        *,
+        fp8_dtype: torch.dtype = torch.float8_e4m3fn,
+    ) -> None:
+        """`group` is the process group of the expert-parallel ranks; `fp8_dtype` the variant of this GPU, which alone
+        mori's kernels are compiled for (see `device_e4m3`).
 
         Raises:
             UnsupportedPathError: the library is missing, or the payload is not bf16 or fp8.
@@ -57,7 +67,7 @@ class MoriBuffer:
             raise UnsupportedPathError(f"hidden size {shape.hidden_size}: an fp8 dispatch needs a multiple of {GROUP}")
         if group.size() != shape.ep_size:
             raise MoeConfigError(f"--expert-parallel-size is {shape.ep_size}, but the group has {group.size()} ranks")
-        self.settings, self.shape, self.payload = settings, shape, payload
+        self.settings, self.shape, self.payload, self.fp8_dtype = settings, shape, payload, fp8_dtype
         self.rank: int = group.rank()
         self.kernel = _kernel_name(settings.low_latency, shape.ep_size)
         self.in_flight: InFlight[int] = InFlight("mori", 1)
@@ -66,7 +76,7 @@ class MoriBuffer:
         is_fp8 = payload is Payload.FP8
         self.op: Any = library.ops.EpDispatchCombineOp(
             library.ops.EpDispatchCombineConfig(
-                data_type=torch.float8_e4m3fn if is_fp8 else torch.bfloat16,
+                data_type=fp8_dtype if is_fp8 else torch.bfloat16,
                 rank=self.rank,
                 world_size=shape.ep_size,
                 hidden_dim=shape.hidden_size,
@@ -107,6 +117,8 @@ class MoriDispatcher:
         scale_TG = None
         if buffer.payload is Payload.FP8:
             x_TH, scale_TG = quantize_token_groups(x_TH)
+            if buffer.fp8_dtype == FNUZ:
+                x_TH, scale_TG = to_fnuz(x_TH), scale_TG * FNUZ_FACTOR
         received = self._call("dispatch", x_TH, weights_TK, scale_TG, ids_TK)
         x_RH, weights_RK, scale_RG, ids_RK, num_received = received
         buffer.in_flight.add(ids_TK, num_tokens)

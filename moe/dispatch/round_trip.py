@@ -13,6 +13,7 @@ from moe.dispatch.base import Dispatcher, mode_options
 from moe.dispatch.payload import Payload
 from moe.errors import SelfCheckError
 from moe.formats.fp4 import decode_e2m1
+from moe.formats.fp8 import E4M3, FNUZ
 from moe.formats.nvfp4 import GROUP
 from moe.formats.token_groups import dequantize_token_groups, unpack_ue8m0
 from moe.topology import Topology
@@ -133,7 +134,7 @@ def _decoded(x: torch.Tensor, scale: torch.Tensor | None, input_scale: float | N
     """fp32 tokens from whatever number format they came in."""
     if scale is None:
         return x.float()
-    if x.dtype == torch.float8_e4m3fn:
+    if x.dtype in (E4M3, FNUZ):
         return dequantize_token_groups(
             x, unpack_ue8m0(scale, x.shape[-1] // 128) if scale.dtype == torch.int32 else scale
         )

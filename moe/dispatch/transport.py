@@ -21,6 +21,7 @@ from moe.dispatch.nixl import NixlBuffer
 from moe.dispatch.payload import Payload, Quantize, expert_alignment, row_multiple
 from moe.dispatch.standard import Reduce, StandardDispatcher
 from moe.errors import MoeConfigError
+from moe.formats.fp8 import E4M3, device_e4m3
 from moe.topology import Topology
 
 _LOW_LATENCY_BUFFERS = {
@@ -99,13 +100,15 @@ def build_transport(
         tp_size=topology.tp_size,
     )
     if a2a is MoeA2ABackend.FLASHINFER:
-        return FlashinferTransport(topology.ep_rank, shape, max_num_tokens)
+        return FlashinferTransport(group, shape, max_num_tokens)
     if a2a is MoeA2ABackend.MORI:
         if len(payloads) != 1:
             raise MoeConfigError(f"--moe-a2a-backend mori sends one number format, but layers want {sorted(payloads)}")
         is_low_latency = settings.mode is DeepepMode.LOW_LATENCY
         mori = MoriSettings(low_latency=is_low_latency, max_dispatch_tokens=max_num_tokens)
-        return MoriTransport(MoriBuffer(group, mori, shape, next(iter(payloads))))
+        payload = next(iter(payloads))
+        fp8_dtype = device_e4m3(topology.device) if payload.is_fp8 else E4M3
+        return MoriTransport(MoriBuffer(group, mori, shape, payload, fp8_dtype=fp8_dtype))
     if settings.mode is DeepepMode.LOW_LATENCY and max_num_tokens > settings.max_dispatch_tokens:
         raise MoeConfigError(
             f"--deepep-max-dispatch-tokens is {settings.max_dispatch_tokens}, but a step may have {max_num_tokens} "
@@ -183,9 +186,9 @@ class FlashinferTransport:
 
     can_send_nvfp4 = True
 
-    def __init__(self, rank: int, shape: EpShape, max_tokens: int) -> None:
-        self._rank, self._shape, self._max_tokens = rank, shape, max_tokens
-        self._alltoall = build_alltoall(rank, shape, max_tokens)
+    def __init__(self, group: Any, shape: EpShape, max_tokens: int) -> None:
+        self._rank, self._shape, self._max_tokens = group.rank(), shape, max_tokens
+        self._alltoall = build_alltoall(group, shape, max_tokens)
 
     def dispatcher(self, layer: LayerTransport) -> FlashinferDispatcher:
         """Over the shared all-to-all; an NVFP4 payload is made by the backend's quantizer."""

@@ -1,8 +1,13 @@
-"""E4M3 (FP8) arithmetic shared by the two FP8 formats and NVFP4's block scales. No weight class lives here."""
+"""E4M3 (FP8) arithmetic shared by the two FP8 formats and NVFP4's block scales. No weight class lives here.
+
+MI300 (gfx942) multiplies an older variant, fnuz: the same bits stand for half the value, and -0 is its NaN.
+"""
 
 import torch
 
 E4M3 = torch.float8_e4m3fn
+FNUZ = torch.float8_e4m3fnuz
+FNUZ_FACTOR = 2.0  # what scales are multiplied by when codes become fnuz
 E4M3_MAX = 448.0
 SMALLEST_AMAX = 1e-10  # an all-zero block gets a tiny scale instead of a division by zero
 
@@ -15,3 +20,15 @@ def to_e4m3(values: torch.Tensor) -> torch.Tensor:
 def amax_scale(amax: torch.Tensor) -> torch.Tensor:
     """fp32 scale that maps the largest magnitude to 448."""
     return amax.float().clamp_min(SMALLEST_AMAX) / E4M3_MAX
+
+
+def to_fnuz(codes: torch.Tensor) -> torch.Tensor:
+    """The bits of e4m3fn codes as e4m3fnuz, whose values are half as large: scales must double. -0 becomes 0."""
+    octets = codes.view(torch.uint8)
+    return octets.masked_fill(octets == 0x80, 0).view(FNUZ)
+
+
+def device_e4m3(device: torch.device) -> torch.dtype:
+    """The variant that the kernels of an AMD GPU are compiled for."""
+    name: str = getattr(torch.cuda.get_device_properties(device), "gcnArchName", "")
+    return FNUZ if name.partition(":")[0] == "gfx942" else E4M3

@@ -40,5 +40,6 @@ def pack_ue8m0(scales: torch.Tensor) -> torch.Tensor:
 
 def unpack_ue8m0(packed: torch.Tensor, num_groups: int) -> torch.Tensor:
     """int32 [..., ceil(G/4)] to fp32 [..., G]."""
-    exponents = packed.contiguous().view(torch.uint8)[..., :num_groups].to(torch.int32)
+    octets = packed.clone(memory_format=torch.contiguous_format)  # where G is at most 4 any stride counts as contiguous
+    exponents = octets.view(torch.uint8)[..., :num_groups].to(torch.int32)
     return (exponents << 23).view(torch.float32)

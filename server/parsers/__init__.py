@@ -29,7 +29,7 @@ def choose_parser(tokenizer: TokenBytes) -> ParserFactory:
         if tokenizer.special_tokens.keys() >= harmony.REQUIRED:
             return HarmonyParser(tokenizer, prompt_ids, tool_names)
         if tokenizer.special_tokens.keys() >= deepseek.REQUIRED:
-            return DeepSeekParser(tokenizer, prompt_ids)
+            return DeepSeekParser(tokenizer, prompt_ids, tool_names)
         return PlainParser(tokenizer)
 
     return make

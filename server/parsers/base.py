@@ -41,6 +41,9 @@ class TokenBytes(Protocol):
 class Parser(Protocol):
     """An incremental state machine over token ids; how the ids are grouped into calls makes no difference."""
 
+    num_undeclared_calls: int
+    """Calls to functions that the request did not offer. They are no calls: their name and arguments are content."""
+
     def feed(self, token_id: int) -> list[Event]:
         """Events that became certain with this token."""
 
@@ -56,6 +59,24 @@ class ParserFactory(Protocol):
 
 
 _SPACES = b" \t\r\n"
+
+BytePiece = tuple[int, bytes]
+"""Position of a token, as in `Event`, and bytes of it."""
+
+
+def without_first_bytes(pieces: Sequence[BytePiece], num_bytes: int) -> list[BytePiece]:
+    """The pieces without their first bytes; empty ones are dropped."""
+    kept = []
+    for position, data in pieces:
+        if len(data) > num_bytes:
+            kept.append((position, data[num_bytes:]))
+        num_bytes = max(0, num_bytes - len(data))
+    return kept
+
+
+def joined(pieces: Sequence[BytePiece]) -> bytes:
+    """The bytes of all pieces."""
+    return b"".join(data for _, data in pieces)
 
 
 def is_blank(data: bytes) -> bool:

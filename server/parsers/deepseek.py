@@ -2,48 +2,64 @@
 
 `<think>` reasoning `</think>` content, then `<｜tool▁calls▁begin｜>` and calls in one of two spellings:
 
-    V3, R1   <｜tool▁call▁begin｜>function<｜tool▁sep｜>name, line break, a ```json block<｜tool▁call▁end｜>
+    V3, R1   <｜tool▁call▁begin｜>function<｜tool▁sep｜>name, line break, arguments<｜tool▁call▁end｜>
     V3.1     <｜tool▁call▁begin｜>name<｜tool▁sep｜>arguments<｜tool▁call▁end｜>
 
-All markers are tokens of their own. Line breaks right after a marker are layout and dropped.
+Arguments may stand in a ```json block. "function" before arguments that begin with a brace is a V3.1 tool of that name.
+All markers are tokens of their own. Line breaks right after a marker are layout and dropped. A call to a function that
+nobody offered, and text around calls, is content. Invented user messages and tool results are dropped: they are not
+the assistant's words.
 """
 
 import enum
 import re
 from collections.abc import Sequence
 
-from server.parsers.base import Event, Kind, TokenBytes, is_blank
+from server.parsers.base import BytePiece, Event, Kind, TokenBytes, is_blank, joined, without_first_bytes
 
 REQUIRED = frozenset({"<think>", "</think>"})
 END_OF_TURN = ("<｜end▁of▁sentence｜>",)
 _CALLS_BEGIN, _CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 _CALL_BEGIN, _CALL_SEP, _CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
-_FENCED = re.compile(rb"\s*([^\n]*?)\s*\n(?:\s*```(?:json)?[ \t]*\n)?(.*?)(?:\s*```\s*)?", re.DOTALL)
-
-_Piece = tuple[int, bytes]
+_FOREIGN_BEGIN = ("<｜User｜>", "<｜tool▁outputs▁begin｜>", "<｜tool▁output▁begin｜>")
+_FOREIGN_END = ("<｜Assistant｜>", "<｜tool▁outputs▁end｜>", "<｜tool▁output▁end｜>")
+_NAME_LINE = re.compile(rb"\s*([^\n]+?)\s*(?:\n|$)(.*)", re.DOTALL)
+_FENCE = re.compile(rb"\s*```(?:json)?[ \t]*(?:\n|$)(.*?)(?:\s*```\s*)?", re.DOTALL)
 
 
 class _At(enum.Enum):
     REASONING = enum.auto()
     CONTENT = enum.auto()
+    FOREIGN = enum.auto()
     BETWEEN_CALLS = enum.auto()
     CALL_HEAD = enum.auto()
-    FENCED_CALL = enum.auto()
+    CALL_BODY = enum.auto()  # after the separator, as long as the spelling is not known
+    HELD_CALL = enum.auto()  # to be read when it is complete: V3's spelling, or arguments in a block
     CALL_ARGUMENTS = enum.auto()
     DONE = enum.auto()
+
+
+_IN_CALL = (_At.CALL_HEAD, _At.CALL_BODY, _At.HELD_CALL, _At.CALL_ARGUMENTS)
 
 
 class DeepSeekParser:
     """One turn of the assistant. It starts inside the reasoning if the prompt ends with `<think>`."""
 
-    def __init__(self, tokenizer: TokenBytes, prompt_ids: Sequence[int] = ()) -> None:
+    def __init__(
+        self, tokenizer: TokenBytes, prompt_ids: Sequence[int] = (), tool_names: frozenset[str] = frozenset()
+    ) -> None:
         self._token_bytes = tokenizer.token_bytes
         self._marker = {token_id: name for name, token_id in tokenizer.special_tokens.items()}
+        self._tool_names = tool_names
         self._position = -1
         self._at = _At.REASONING if self._ends_with_think(prompt_ids) else _At.CONTENT
         self._skips_layout = self._at is _At.REASONING
+        self._has_content = False
         self._num_calls = 0
-        self._held: list[_Piece] = []  # the call at hand, as long as its spelling is not known
+        self._is_declared = False  # the call at hand
+        self._head = b""
+        self._held: list[BytePiece] = []
+        self.num_undeclared_calls = 0
 
     def feed(self, token_id: int) -> list[Event]:
         """Events of one token."""
@@ -68,67 +84,111 @@ class DeepSeekParser:
         return False
 
     def _on_text(self, data: bytes) -> list[Event]:
-        if self._at in (_At.CALL_HEAD, _At.FENCED_CALL):
+        if self._at in (_At.CALL_HEAD, _At.CALL_BODY, _At.HELD_CALL):
             self._held.append((self._position, data))
+            return self._on_body() if self._at is _At.CALL_BODY else []
+        if self._at is _At.FOREIGN or (self._at is _At.BETWEEN_CALLS and is_blank(data)):
             return []
         if self._at is _At.BETWEEN_CALLS:
-            return []
+            self._at = _At.CONTENT
+            return self._content_line(data, self._position)
+        return self._in_part(data)
+
+    def _in_part(self, data: bytes) -> list[Event]:
+        """Text of the reasoning, the content or a call's arguments."""
         if self._skips_layout:
             data = data.lstrip(b"\r\n")
             if not data:
                 return []
             self._skips_layout = False
         if self._at is _At.CALL_ARGUMENTS:
-            return [Event(Kind.TOOL_CALL, data, self._position, self._num_calls - 1)]
-        return [Event(Kind.REASONING if self._at is _At.REASONING else Kind.CONTENT, data, self._position)]
+            return [self._argument(data, self._position)]
+        if self._at is _At.REASONING:
+            return [Event(Kind.REASONING, data, self._position)]
+        self._has_content = True
+        return [Event(Kind.CONTENT, data, self._position)]
 
     def _on_marker(self, marker: str) -> list[Event]:
         events: list[Event] = []
-        if marker in (_CALLS_BEGIN, _CALLS_END, _CALL_BEGIN, _CALL_END, *END_OF_TURN):
+        if marker in (_CALLS_BEGIN, _CALLS_END, _CALL_BEGIN, _CALL_END, *_FOREIGN_BEGIN, *END_OF_TURN):
             events = self._end_call(is_cut=marker in END_OF_TURN)
-        if marker == _CALL_SEP:
-            return self._on_separator()
-        if marker == "<think>":
-            self._at, self._skips_layout = (_At.REASONING, True) if self._at is _At.CONTENT else (self._at, False)
+        was_in_call = self._at in _IN_CALL
+        if marker == _CALL_SEP and self._at is _At.CALL_HEAD:
+            self._head, self._held = joined(self._held).strip(), []
+            self._at = _At.CALL_BODY
+        elif marker == "<think>" and self._at is _At.CONTENT:
+            self._at, self._skips_layout = _At.REASONING, True
         elif marker == "</think>" and self._at is _At.REASONING:
             self._at, self._skips_layout = _At.CONTENT, True
-        elif marker in (_CALLS_BEGIN, _CALL_END):
-            self._at = _At.BETWEEN_CALLS
+        elif marker == _CALLS_BEGIN or (marker == _CALL_END and was_in_call):
+            self._at, self._skips_layout = _At.BETWEEN_CALLS, False
         elif marker == _CALL_BEGIN:
             self._at = _At.CALL_HEAD
-        elif marker == _CALLS_END:
+        elif (marker == _CALLS_END and (was_in_call or self._at is _At.BETWEEN_CALLS)) or (
+            marker in _FOREIGN_END and self._at is _At.FOREIGN
+        ):
             self._at, self._skips_layout = _At.CONTENT, True
+        elif marker in _FOREIGN_BEGIN:
+            self._at = _At.FOREIGN
         elif marker in END_OF_TURN:
             self._at = _At.DONE
         return events
 
-    def _on_separator(self) -> list[Event]:
-        if self._at is not _At.CALL_HEAD:
+    def _on_body(self) -> list[Event]:
+        """Arguments that stand there plainly are passed on as they come."""
+        body = joined(self._held)
+        begun = body.lstrip()[:1]
+        if begun == b"`" or (begun and self._head == b"function" and begun not in (b"{", b"[")):
+            self._at = _At.HELD_CALL
+        if not begun or self._at is _At.HELD_CALL:
             return []
-        head = b"".join(data for _, data in self._held).strip()
-        self._held = []
-        if head == b"function":
-            self._at = _At.FENCED_CALL
-            return []
-        self._at, self._skips_layout = _At.CALL_ARGUMENTS, True
-        return [self._open_call(head)]
+        pieces, self._held = without_first_bytes(self._held, len(body) - len(body.lstrip())), []
+        self._at, self._skips_layout = _At.CALL_ARGUMENTS, False
+        return [*self._open_call(self._head), *(self._argument(data, position) for position, data in pieces)]
 
-    def _open_call(self, name: bytes) -> Event:
-        self._num_calls += 1
+    def _open_call(self, name: bytes) -> list[Event]:
         text = name.decode("utf-8", errors="replace")
-        return Event(Kind.TOOL_CALL, b"", call=self._num_calls - 1, name=text)
+        self._is_declared = text in self._tool_names
+        if self._is_declared:
+            self._num_calls += 1
+            return [Event(Kind.TOOL_CALL, b"", call=self._num_calls - 1, name=text)]
+        self.num_undeclared_calls += 1
+        return self._content_line(name + b" ") if name else []
+
+    def _argument(self, data: bytes, position: int = -1) -> Event:
+        if self._is_declared:
+            return Event(Kind.TOOL_CALL, data, position, self._num_calls - 1)
+        return Event(Kind.CONTENT, data, position)
+
+    def _content_line(self, data: bytes, position: int = -1) -> list[Event]:
+        """Content that begins a line."""
+        joint = [Event(Kind.CONTENT, b"\n")] if self._has_content else []
+        self._has_content = True
+        return [*joint, Event(Kind.CONTENT, data, position)]
 
     def _end_call(self, *, is_cut: bool) -> list[Event]:
-        """A fenced call is read when it is complete; its name and its fence are not arguments."""
-        held, self._held = self._held, []
-        if self._at is _At.CALL_ARGUMENTS and self._skips_layout and not is_cut:
-            return [Event(Kind.TOOL_CALL, b"{}", call=self._num_calls - 1)]
-        if self._at is not _At.FENCED_CALL:
+        """Read what was held back of the call at hand."""
+        held, self._held = joined(self._held), []
+        if self._at is _At.CALL_HEAD:
+            return self._text_of_call(held, is_cut=is_cut)
+        if self._at not in (_At.CALL_BODY, _At.HELD_CALL):
             return []
-        whole = b"".join(data for _, data in held)
-        found = _FENCED.fullmatch(whole)
-        if found is None or not found[1]:
+        name = self._head
+        if name == b"function" and not is_blank(held) and not held.lstrip().startswith(b"`"):
+            line = _NAME_LINE.fullmatch(held)
+            if line is None or (b"\n" not in held.strip() and line[1].decode(errors="replace") not in self._tool_names):
+                return self._text_of_call(held, is_cut=is_cut)
+            name, held = line[1], line[2]
+        fenced = _FENCE.fullmatch(held)
+        arguments = fenced[1] if fenced else held.lstrip()
+        if is_blank(arguments):
+            arguments = b"" if is_cut else b"{}"
+        return [*self._open_call(name), *([self._argument(arguments)] if arguments else [])]
+
+    def _text_of_call(self, data: bytes, *, is_cut: bool) -> list[Event]:
+        """What stands in a call without a name is content, unless it is a name that was cut short."""
+        text = data.strip()
+        names = (b"function", *(name.encode() for name in self._tool_names))
+        if not text or (is_cut and any(name.startswith(text) for name in names)):
             return []
-        opened = self._open_call(found[1])
-        arguments = found[2] or (b"" if is_cut else b"{}")
-        return [opened, Event(Kind.TOOL_CALL, arguments, held[-1][0], self._num_calls - 1)]
+        return self._content_line(text)

@@ -1,74 +1,42 @@
 """`HarmonyParser`: GPT-OSS output into reasoning, content and tool calls, token by token. Lenient, never raises.
 
 A message is `<|start|>` header `<|message|>` body, ended by `<|end|>`; `<|return|>` and `<|call|>` end the whole turn,
-and what follows them is ignored. A header holds role, `<|channel|>` channel, `to=recipient` in either of the two, and
-`<|constrain|>` content type.
+and what follows them is ignored. What a header may say is in `harmony_header`.
 
-    recipient functions.x, or a declared tool   tool call x, on any channel
-    analysis; commentary to anything else       reasoning
-    final; commentary without recipient         content (the latter is a preamble, meant for the user)
+    recipient is a declared tool, with or without `functions.`    tool call, on any channel
+    any other recipient but user, assistant, all                  content: a call that nobody offered, counted
+    analysis                                                      reasoning
+    final, commentary (a preamble, meant for the user), unknown   content
 
-Recovery: `<|start|>` or `<|channel|>` always begins a new header; markers that make no sense are skipped; a header that
-names no channel makes its body loose. Loose text is shown only if the turn ends with neither content nor a tool call.
-Several messages of the same kind are joined by a line break.
+Messages of other roles, such as an invented tool result, are dropped: they are not the assistant's words. Everything
+else that is no markup is shown. `<|start|>` or `<|channel|>` always begins a new header; markers that make no sense are
+skipped; text in a header without `<|message|>` is the body. Loose text (outside of messages, in a header that has a
+body, or in a body whose header names no channel) is reasoning, or content if the turn ends with neither content nor a
+tool call. Several messages of the same kind are joined by a line break.
 """
 
 import enum
 import logging
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
-from server.parsers.base import Event, Kind, TokenBytes, is_blank
+from server.parsers.base import BytePiece, Event, Kind, TokenBytes, is_blank, joined
+from server.parsers.harmony_header import PROMPT_POSITION, Header, Part, is_begun_header_word, without_header_words
 
 log = logging.getLogger(__name__)
 
 REQUIRED = frozenset({"<|start|>", "<|channel|>", "<|message|>", "<|end|>"})
 END_OF_TURN = ("<|return|>", "<|call|>", "<|endoftext|>")
-_CHANNELS = re.compile(r"analysis|commentary|final")
-_RECIPIENT = re.compile(r"\bto=([^\s<]\S*)")
+_MAX_EARLY_BYTES = 64  # of words before a second `<|message|>` that may still be a header
 _TO_PEOPLE = frozenset({"user", "assistant", "all"})
-_FOREIGN_ROLE = re.compile(r"\s*(user|system|developer|tool|functions\.)")
-_HEADER_WORDS = re.compile(rb"(?:\s*(?:assistant|analysis|commentary|final)\b)*\s*")
-_MAX_HEADER_BYTES = 4096
-
-_Piece = tuple[int, bytes]  # position, data
 
 
 class _At(enum.Enum):
     """Where in the syntax the parser stands."""
 
     OUTSIDE = enum.auto()
-    ROLE = enum.auto()
-    CHANNEL = enum.auto()
-    CONSTRAIN = enum.auto()
+    HEADER = enum.auto()
     BODY = enum.auto()
     DONE = enum.auto()
-
-
-_IN_HEADER = frozenset({_At.ROLE, _At.CHANNEL, _At.CONSTRAIN})
-
-
-@dataclass(slots=True)
-class _Header:
-    text: dict[_At, bytearray] = field(default_factory=lambda: {part: bytearray() for part in _IN_HEADER})
-    pieces: list[_Piece] = field(default_factory=list)
-
-    def part(self, part: _At) -> str:
-        return self.text[part].decode("utf-8", errors="replace")
-
-    @property
-    def channel(self) -> str | None:
-        """The channel named last; looked for in the other parts if a marker is missing."""
-        for part in (_At.CHANNEL, _At.ROLE, _At.CONSTRAIN):
-            if found := _CHANNELS.findall(self.part(part)):
-                return str(found[-1])
-        return None
-
-    @property
-    def recipient(self) -> str | None:
-        found = _RECIPIENT.search(self.part(_At.ROLE) + " " + self.part(_At.CHANNEL))
-        return found[1] if found else None
 
 
 class HarmonyParser:
@@ -80,69 +48,73 @@ class HarmonyParser:
         self._token_bytes = tokenizer.token_bytes
         self._marker = {token_id: name for name, token_id in tokenizer.special_tokens.items()}
         self._tool_names = tool_names
-        self._position = -1
-        self._at = _At.ROLE
-        self._header = _Header()
+        self._position = PROMPT_POSITION
+        self._at = _At.HEADER
+        self._header = Header()
         self._kind: Kind | None = None  # of the body; None: loose
         self._is_foreign = False  # the body pretends to be somebody else's
         self._body_is_empty = True
         self._seen_kinds: set[Kind] = set()
         self._num_calls = 0
-        self._loose: list[_Piece] = []
-        self._saw_marker = False
-        self._prime(prompt_ids, tokenizer.special_tokens["<|start|>"])
+        self._loose: list[BytePiece] = []
+        self.num_undeclared_calls = 0
+        self._opened = self._prime(prompt_ids, tokenizer.special_tokens["<|start|>"])
 
     def feed(self, token_id: int) -> list[Event]:
         """Events of one token."""
         self._position += 1
-        return self._advance(token_id)
+        opened, self._opened = self._opened, []
+        return [*opened, *self._advance(token_id)]
 
     def finish(self) -> list[Event]:
-        """The loose text, if there is nothing else to show."""
-        if self._at in _IN_HEADER and not self._saw_marker:
-            self._loose += self._header.pieces  # the model wrote no markup at all
+        """What a header held back, and the loose text."""
+        events = self._close(is_cut=True) if self._at is not _At.DONE else []
         self._at = _At.DONE
         if self._num_calls or Kind.CONTENT in self._seen_kinds:
-            return []
-        loose = _without_header_words(self._loose)
-        if is_blank(b"".join(data for _, data in loose)):
-            return []
+            return [*events, *self._flush_loose()]
+        loose = without_header_words(self._take_loose())
+        if is_blank(joined(loose)):
+            return events
         log.warning("model output has no readable final message; showing its text without markup")
-        return [Event(Kind.CONTENT, data, position) for position, data in loose]
+        return [*events, *(Event(Kind.CONTENT, data, position) for position, data in loose)]
 
-    def _prime(self, prompt_ids: Sequence[int], start_id: int) -> None:
-        """Replay the prompt from its last `<|start|>`, so that an answer may begin inside a header or a body."""
+    def _prime(self, prompt_ids: Sequence[int], start_id: int) -> list[Event]:
+        """Replay the prompt from its last `<|start|>`, so that an answer may begin inside a header or a body.
+
+        Returns the event that opens a call whose arguments the answer continues.
+        """
         first = next((i for i in range(len(prompt_ids) - 1, -1, -1) if prompt_ids[i] == start_id), len(prompt_ids))
-        for token_id in prompt_ids[first:]:
-            self._advance(token_id)
-        self._header.pieces.clear()
+        events = [event for token_id in prompt_ids[first:] for event in self._advance(token_id)]
+        self._position = -1
         self._loose.clear()
-        self._saw_marker = False
-        if self._at in (_At.OUTSIDE, _At.DONE):
-            self._header, self._at = _Header(), _At.ROLE
+        self._seen_kinds.clear()
+        if self._at is _At.BODY:
+            return [event for event in events if event.name is not None]
+        if self._at is not _At.HEADER:
+            self._header, self._at = Header(), _At.HEADER
+        self._num_calls = self.num_undeclared_calls = 0
+        return []
 
     def _advance(self, token_id: int) -> list[Event]:
         if self._at is _At.DONE:
             return []
         marker = self._marker.get(token_id)
-        if marker is None:
-            return self._on_text(self._token_bytes(token_id))
-        self._saw_marker = self._saw_marker or marker not in END_OF_TURN
-        return self._on_marker(marker)
+        return self._on_text(self._token_bytes(token_id)) if marker is None else self._on_marker(marker)
 
     def _on_text(self, data: bytes) -> list[Event]:
+        if self._at is _At.HEADER:
+            self._header.add(self._position, data)
+            return []
         if self._at is _At.OUTSIDE:
             self._loose.append((self._position, data))
             return []
-        if self._at is not _At.BODY:
-            if len(self._header.text[self._at]) < _MAX_HEADER_BYTES:
-                self._header.text[self._at] += data
-            self._header.pieces.append((self._position, data))
-            return []
+        return self._in_body(self._position, data)
+
+    def _in_body(self, position: int, data: bytes) -> list[Event]:
         if self._is_foreign:
             return []
         if self._kind is None:
-            self._loose.append((self._position, data))
+            self._loose.append((position, data))
             return []
         events = []
         if self._body_is_empty and self._kind is not Kind.TOOL_CALL and self._kind in self._seen_kinds:
@@ -150,83 +122,124 @@ class HarmonyParser:
         self._body_is_empty = False
         self._seen_kinds.add(self._kind)
         call = self._num_calls - 1 if self._kind is Kind.TOOL_CALL else -1
-        return [*events, Event(self._kind, data, self._position, call)]
+        return [*events, Event(self._kind, data, position, call)]
 
     def _on_marker(self, marker: str) -> list[Event]:
         if marker in END_OF_TURN:
-            events = self._close()
+            events = self._close(is_call=marker == "<|call|>")
             self._at = _At.DONE
             return events
         if marker == "<|start|>":
             events = self._close()
-            self._header, self._at = _Header(), _At.ROLE
+            self._header, self._at = Header(), _At.HEADER
             return events
         if marker == "<|channel|>":
             return self._on_channel()
         if marker == "<|message|>":
             return self._on_message()
-        if marker == "<|constrain|>" and self._at in _IN_HEADER:
-            self._at = _At.CONSTRAIN
+        if marker == "<|constrain|>" and self._at is _At.HEADER:
+            self._header.begin(Part.CONSTRAIN)
         elif marker == "<|end|>" and self._at is _At.BODY:
             events = self._close()
             self._at = _At.OUTSIDE
+            self._break_loose()
             return events
         return []
 
     def _on_channel(self) -> list[Event]:
         events: list[Event] = []
-        if self._at not in _IN_HEADER:
+        is_repeated = self._at is _At.HEADER and self._header.part is not Part.ROLE
+        if self._at is not _At.HEADER or (is_repeated and self._header.has_text_at_hand):
             events = self._close()
-            self._header = _Header()
-        self._header.text[_At.CHANNEL] += b" "
-        self._at = _At.CHANNEL
+            self._header, self._at = Header(), _At.HEADER
+        self._header.begin(Part.CHANNEL)
         return events
 
     def _on_message(self) -> list[Event]:
-        if self._at is _At.BODY and self._kind is None and not self._is_foreign:
-            # A marker too early: what was taken for the body belongs to the header.
-            self._header.text[_At.CHANNEL] += b"".join(data for _, data in self._loose)[:_MAX_HEADER_BYTES]
+        if self._at is _At.BODY and self._kind is None and self._loose_is_a_header():
+            # A marker too early: what was taken for the body is the header.
+            self._header = Header()
+            self._header.begin(Part.CHANNEL)
+            for position, data in self._loose:
+                self._header.add(position, data)
             self._loose = []
-        elif self._at not in _IN_HEADER:
+        elif self._at is not _At.HEADER:
             return []
+        stray = [] if self._header.is_foreign else self._header.stray_text()
+        return self._open_body(stray, has_body=True)
+
+    def _open_body(self, stray: list[BytePiece], *, has_body: bool) -> list[Event]:
+        """The header is complete: see whose message it is, and what it is."""
         self._at, self._body_is_empty = _At.BODY, True
-        self._is_foreign = bool(_FOREIGN_ROLE.match(self._header.part(_At.ROLE)))
-        self._kind = None if self._is_foreign else self._kind_of_body()
-        if self._kind is not None:
-            self._loose = []
-        if self._kind is not Kind.TOOL_CALL:
+        self._break_loose()
+        self._loose += stray
+        self._is_foreign = self._header.is_foreign
+        self._kind = None
+        if self._is_foreign:
             return []
-        self._num_calls += 1
-        name = str(self._header.recipient).removeprefix("functions.")
-        return [Event(Kind.TOOL_CALL, b"", call=self._num_calls - 1, name=name)]
-
-    def _kind_of_body(self) -> Kind | None:
-        """What the completed header announces; the table is in the module's docstring."""
-        recipient, channel = self._header.recipient, self._header.channel
-        if recipient and (recipient.startswith("functions.") or recipient in self._tool_names):
-            return Kind.TOOL_CALL
+        recipient, channel = self._header.recipient(has_body=has_body), self._header.channel(has_body=has_body)
+        if name := self._declared(recipient):
+            self._kind = Kind.TOOL_CALL
+            self._num_calls += 1
+            opened = Event(Kind.TOOL_CALL, b"", call=self._num_calls - 1, name=name)
+            return [*self._flush_loose(), opened]
+        is_call = recipient is not None and (recipient.startswith("functions.") or channel != "final")
+        if recipient and is_call and recipient not in _TO_PEOPLE:
+            self._kind = Kind.CONTENT
+            self.num_undeclared_calls += 1
+            name = recipient.removeprefix("functions.")
+            return [*self._flush_loose(), *self._in_body(-1, f"{name} ".encode())]
         if channel == "analysis":
-            return Kind.REASONING
-        if channel == "commentary" and recipient and recipient not in _TO_PEOPLE:
-            return Kind.REASONING  # a call to something that nobody offered
-        return Kind.CONTENT if channel else None
+            self._kind = Kind.REASONING
+        elif channel or (has_body and self._header.names_channel):
+            self._kind = Kind.CONTENT
+        else:
+            self._break_loose()
+            return []
+        return self._flush_loose()
 
-    def _close(self) -> list[Event]:
+    def _declared(self, recipient: str | None) -> str | None:
+        """The declared tool that a recipient means."""
+        names = (recipient.removeprefix("functions."), recipient) if recipient else ()
+        return next((name for name in names if name in self._tool_names), None)
+
+    def _break_loose(self) -> None:
+        """Loose text of one place begins a line, so that it does not grow together with that of another."""
+        if self._loose:
+            self._loose.append((-1, b"\n"))
+
+    def _take_loose(self) -> list[BytePiece]:
+        """All of it, without line breaks of ours at its end."""
+        loose, self._loose = self._loose, []
+        while loose and loose[-1] == (-1, b"\n"):
+            loose.pop()
+        return loose
+
+    def _loose_is_a_header(self) -> bool:
+        """Nothing but header words, and at most one other word."""
+        text = joined(self._loose)
+        return len(text) <= _MAX_EARLY_BYTES and len(joined(without_header_words(self._loose)).split()) <= 1
+
+    def _flush_loose(self) -> list[Event]:
+        """Loose text that something readable follows is reasoning."""
+        loose = self._take_loose()
+        if is_blank(joined(loose)):
+            return []
+        joint = [Event(Kind.REASONING, b"\n")] if Kind.REASONING in self._seen_kinds else []
+        self._seen_kinds.add(Kind.REASONING)
+        return [*joint, *(Event(Kind.REASONING, data, position) for position, data in loose)]
+
+    def _close(self, *, is_cut: bool = False, is_call: bool = False) -> list[Event]:
         """End the message at hand, whether it has got as far as a body or not."""
-        if self._at in _IN_HEADER:
-            self._loose += self._header.pieces
-        if self._at is _At.BODY and self._kind is Kind.TOOL_CALL and self._body_is_empty:
-            return [Event(Kind.TOOL_CALL, b"{}", call=self._num_calls - 1)]
-        return []
-
-
-def _without_header_words(pieces: list[_Piece]) -> list[_Piece]:
-    """The pieces without the role and channel names at their beginning."""
-    found = _HEADER_WORDS.match(b"".join(data for _, data in pieces))
-    num_skipped = found.end() if found else 0
-    kept = []
-    for position, data in pieces:
-        if len(data) > num_skipped:
-            kept.append((position, data[num_skipped:]))
-        num_skipped = max(0, num_skipped - len(data))
-    return kept
+        events: list[Event] = []
+        if self._at is _At.HEADER:
+            text = self._header.text()
+            if is_cut and is_begun_header_word(text):
+                text = []
+            if text or (is_call and self._declared(self._header.recipient(has_body=False))):
+                events = self._open_body([], has_body=False)
+                for number, (position, data) in enumerate(text):
+                    events += self._in_body(position, data.lstrip() if number == 0 else data)
+        if self._at is _At.BODY and self._kind is Kind.TOOL_CALL and self._body_is_empty and not is_cut:
+            return [*events, Event(Kind.TOOL_CALL, b"{}", call=self._num_calls - 1)]
+        return events

@@ -6,6 +6,8 @@ from server.parsers.base import Event, Kind, TokenBytes
 class PlainParser:
     """Control tokens become empty events, or their own text with `show_special`."""
 
+    num_undeclared_calls = 0
+
     def __init__(self, tokenizer: TokenBytes, *, show_special: bool = False) -> None:
         self._tokenizer = tokenizer
         self._hidden = frozenset() if show_special else frozenset(tokenizer.special_tokens.values())

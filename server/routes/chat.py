@@ -6,20 +6,24 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.body import body_of, read_body
+from server.body import read_body
 from server.chat_answer import ChatAnswer
 from server.context import ServerContext
-from server.schema.chat import ChatCompletionRequest
+from server.openapi import GENERATES, describe
+from server.schema.chat import ChatCompletion, ChatCompletionRequest
 from server.serving import respond
 
 router = APIRouter()
 
 
-@router.post("/v1/chat/completions", openapi_extra=body_of(ChatCompletionRequest))
+@router.post(
+    "/v1/chat/completions", **describe(ChatCompletion, errors=GENERATES, body=ChatCompletionRequest, is_streamed=True)
+)
 async def chat_completions(request: Request) -> Response:
     """Continue a conversation."""
     context: ServerContext = request.app.state.context
     wire, lane = await read_body(request, ChatCompletionRequest, context)
+    context.metrics.ignored_keys.inc(wire.num_ignored_keys)
     model = context.model_name(wire.model)
     info = context.ready_info(wire.n or 1)
     request_id = f"chatcmpl-{uuid.uuid4().hex}"

@@ -6,16 +6,18 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.body import body_of, read_body
+from server.body import read_body
 from server.completion_answer import CompletionAnswer
 from server.context import ServerContext
-from server.schema.completions import CompletionRequest, DetokenizeRequest, TokenizeRequest
+from server.openapi import GENERATES, TAKES_A_BODY, describe
+from server.schema.completions import Completion, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from server.schema.operations import Text, Tokens
 from server.serving import json_response, respond
 
 router = APIRouter()
 
 
-@router.post("/v1/completions", openapi_extra=body_of(CompletionRequest))
+@router.post("/v1/completions", **describe(Completion, errors=GENERATES, body=CompletionRequest, is_streamed=True))
 async def completions(request: Request) -> Response:
     """Continue one or several raw prompts."""
     context: ServerContext = request.app.state.context
@@ -29,7 +31,7 @@ async def completions(request: Request) -> Response:
     return await respond(request, context, answer, stream=bool(wire.stream), include_usage=include_usage)
 
 
-@router.post("/tokenize", openapi_extra=body_of(TokenizeRequest))
+@router.post("/tokenize", **describe(Tokens, errors=TAKES_A_BODY, body=TokenizeRequest))
 async def tokenize(request: Request) -> Response:
     """Ids of a raw prompt, or of messages as the chat template renders them."""
     context: ServerContext = request.app.state.context
@@ -42,7 +44,7 @@ async def tokenize(request: Request) -> Response:
     )
 
 
-@router.post("/detokenize", openapi_extra=body_of(DetokenizeRequest))
+@router.post("/detokenize", **describe(Text, errors=TAKES_A_BODY, body=DetokenizeRequest))
 async def detokenize(request: Request) -> Response:
     """Text of ids, control tokens by name."""
     context: ServerContext = request.app.state.context

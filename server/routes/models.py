@@ -1,32 +1,32 @@
 """GET /v1/models and /v1/models/{id}."""
 
-from typing import Any
-
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from server.context import ServerContext
+from server.openapi import describe
+from server.schema.operations import ModelEntry, ModelList
 from server.serving import json_response
 
 router = APIRouter()
 
 
-@router.get("/v1/models")
+@router.get("/v1/models", **describe(ModelList))
 async def list_models(request: Request) -> Response:
     """All names under which the model is served."""
     context: ServerContext = request.app.state.context
     return json_response({"object": "list", "data": [_entry(context, name) for name in context.served_names]})
 
 
-@router.get("/v1/models/{name:path}")
+@router.get("/v1/models/{name:path}", **describe(ModelEntry, errors=(401, 404, 500)))
 async def show_model(request: Request, name: str) -> Response:
     """One of them; a name may hold slashes."""
     context: ServerContext = request.app.state.context
     return json_response(_entry(context, context.model_name(name)))
 
 
-def _entry(context: ServerContext, name: str) -> dict[str, Any]:
+def _entry(context: ServerContext, name: str) -> ModelEntry:
     info = context.engine.info
     return {
         "id": name,

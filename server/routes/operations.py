@@ -1,4 +1,4 @@
-"""For operators: /health/live, /health/ready, /metrics, /version."""
+"""For operators: /health/live, /health/ready (alias /health), /metrics, /version."""
 
 from typing import Any
 
@@ -9,13 +9,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from server.context import ServerContext
+from server.openapi import describe, describe_health, describe_text
+from server.schema.operations import Liveness, Readiness, Version
 from server.serving import json_response
 from server.version import service_version
 
 router = APIRouter()
 
 
-@router.get("/health/live")
+@router.get("/health/live", **describe_health(Liveness))
 async def live(request: Request) -> Response:
     """200 while the engine's process exists and its step loop beats; a 503 means: restart it."""
     context: ServerContext = request.app.state.context
@@ -23,7 +25,8 @@ async def live(request: Request) -> Response:
     return json_response({"status": "dead" if reason else "alive", "reason": reason}, 503 if reason else 200)
 
 
-@router.get("/health/ready")
+@router.get("/health", **describe_health(Readiness))
+@router.get("/health/ready", **describe_health(Readiness))
 async def ready(request: Request) -> Response:
     """200 while new work is taken: loaded, checked, alive and not draining. `load_error` is for the operator's eyes."""
     context: ServerContext = request.app.state.context
@@ -40,7 +43,7 @@ async def ready(request: Request) -> Response:
     return json_response(details, 503 if reason else 200)
 
 
-@router.get("/metrics")
+@router.get("/metrics", **describe_text("text/plain"))
 async def metrics(request: Request) -> Response:
     """Prometheus exposition."""
     context: ServerContext = request.app.state.context
@@ -48,7 +51,7 @@ async def metrics(request: Request) -> Response:
     return Response(context.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
 
-@router.get("/version")
+@router.get("/version", **describe(Version))
 async def version() -> Response:
     """Version of this service."""
     return json_response({"version": service_version()})

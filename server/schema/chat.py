@@ -1,12 +1,14 @@
 """Wire models of /v1/chat/completions: messages, tools, the request, and the shapes of answers and chunks."""
 
-from typing import Annotated, Any, Literal, NotRequired, TypedDict
+from typing import Annotated, Any, Literal, NotRequired
 
-from pydantic import BeforeValidator, Field, WithJsonSchema, field_validator, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema, field_validator, model_validator
+from typing_extensions import TypedDict
 
 from server.schema.common import MAX_LOGPROBS, FinishReason, GenerationRequest, Usage, WireModel, refusal
 from server.schema.limits import MAX_PARTS, FreeObject, Messages, Modalities, ToolCalls, Tools
 
+_TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 _TEXT_SCHEMA = {
     "anyOf": [
         {"type": "string"},
@@ -28,41 +30,58 @@ def _text_of(value: Any) -> str | None:
     for index, part in enumerate(value):
         if not isinstance(part, dict) or not isinstance(part.get("type"), str):
             raise ValueError(f"part {index} must be an object with a type")
-        if part["type"] not in ("text", "input_text", "output_text"):
+        if part["type"] not in _TEXT_PARTS:
             raise ValueError(f"part {index} has type '{part['type'][:40]}': this service reads text parts only")
-        if not isinstance(part.get("text"), str):
+        text = part.get("refusal" if part["type"] == "refusal" else "text")
+        if not isinstance(text, str):
             raise ValueError(f"part {index} must have its text as a string")
-        texts.append(part["text"])
+        texts.append(text)
     return "\n".join(texts)
 
 
 Text = Annotated[str | None, BeforeValidator(_text_of), WithJsonSchema(_TEXT_SCHEMA)]
 
 
-class FunctionCall(WireModel):
+class HistoryModel(WireModel):
+    """Part of a conversation that a client sends back. Other services add keys of their own, which are ignored."""
+
+    model_config = ConfigDict(extra="allow")
+
+    @property
+    def num_ignored_keys(self) -> int:
+        """Keys that this service does not know."""
+        return len(self.model_extra or {})
+
+
+class FunctionCall(HistoryModel):
     """A call as an assistant message reports it: arguments as the JSON text the model wrote, or as an object."""
 
     name: str = Field(min_length=1, max_length=256)
-    arguments: Any = Field("", json_schema_extra={"type": ["string", "object"]})
+    arguments: Any = Field(None, validate_default=True, json_schema_extra={"type": ["string", "object", "null"]})
 
     @field_validator("arguments")
     @classmethod
     def _text_or_object(cls, value: Any) -> Any:
-        if not isinstance(value, str | dict):
+        if not isinstance(value, str | dict | None):
             raise ValueError("must be a string or an object")
-        return value
+        return {} if value is None else value
 
 
-class ToolCall(WireModel):
+class ToolCall(HistoryModel):
     """One call of an assistant message."""
 
     id: str = Field(min_length=1)
-    type: Literal["function"] = "function"
+    type: Literal["function"] | None = "function"
     index: int | None = None
     function: FunctionCall
 
+    @property
+    def num_ignored_keys(self) -> int:
+        """Keys that this service does not know, the function's included."""
+        return super().num_ignored_keys + self.function.num_ignored_keys
 
-class ChatMessage(WireModel):
+
+class ChatMessage(HistoryModel):
     """One message of any role; which fields a role may have is checked here."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -73,7 +92,7 @@ class ChatMessage(WireModel):
     tool_calls: ToolCalls[ToolCall] | None = None
     tool_call_id: str | None = None
     annotations: Any = None
-    refusal: None = None
+    refusal: str | None = None
     audio: None = None
     function_call: None = None
 
@@ -84,7 +103,7 @@ class ChatMessage(WireModel):
                 raise ValueError(f"a message of role '{self.role}' needs content")
             if self.tool_calls or self.reasoning or self.reasoning_content:
                 raise ValueError(f"a message of role '{self.role}' has neither tool_calls nor reasoning")
-        elif self.content is None and not (self.tool_calls or self.thought):
+        elif self.text is None and not (self.tool_calls or self.thought):
             raise ValueError("an assistant message needs content or tool_calls")
         if self.role == "tool" and not self.tool_call_id:
             raise ValueError("a message of role 'tool' needs the tool_call_id of the call it answers")
@@ -93,12 +112,24 @@ class ChatMessage(WireModel):
         return self
 
     @property
+    def text(self) -> str | None:
+        """What the message says: its content, and an assistant's refusal."""
+        if not (self.refusal and self.role == "assistant"):
+            return self.content
+        return "\n".join(filter(None, (self.content, self.refusal)))
+
+    @property
     def thought(self) -> str | None:
         """The reasoning, under either of its names."""
         return self.reasoning or self.reasoning_content
 
+    @property
+    def num_ignored_keys(self) -> int:
+        """Keys that this service does not know, those of the calls included."""
+        return super().num_ignored_keys + sum(call.num_ignored_keys for call in self.tool_calls or ())
 
-class FunctionSpec(WireModel):
+
+class FunctionSpec(HistoryModel):
     """A function the model may call."""
 
     name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
@@ -114,11 +145,16 @@ class FunctionSpec(WireModel):
         return value
 
 
-class Tool(WireModel):
+class Tool(HistoryModel):
     """A tool; functions are the only kind."""
 
     type: Literal["function"]
     function: FunctionSpec
+
+    @property
+    def num_ignored_keys(self) -> int:
+        """Keys that this service does not know, the function's included."""
+        return super().num_ignored_keys + self.function.num_ignored_keys
 
 
 class ResponseFormat(WireModel):
@@ -155,6 +191,11 @@ class ChatCompletionRequest(GenerationRequest):
         if value is not None and value not in ("auto", "none"):
             raise ValueError("only 'auto' and 'none' are supported: a call cannot be forced")
         return value
+
+    @property
+    def num_ignored_keys(self) -> int:
+        """Keys inside messages and tools that this service does not know."""
+        return sum(part.num_ignored_keys for part in (*self.messages, *(self.tools or ())))
 
     @model_validator(mode="after")
     def _check_together(self) -> "ChatCompletionRequest":

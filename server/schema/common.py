@@ -4,10 +4,11 @@ A field that would change the answer and is not built has a validator that refus
 refused as unknown. Hints are accepted and have no effect.
 """
 
-from typing import Annotated, Any, Literal, NotRequired, TypedDict
+from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
+from typing_extensions import TypedDict
 
 from server.schema.limits import MAX_BIASES, MAX_KEYS
 

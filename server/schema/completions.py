@@ -1,8 +1,9 @@
 """Wire models of /v1/completions, /tokenize and /detokenize."""
 
-from typing import Annotated, Any, Literal, NotRequired, TypedDict
+from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, field_validator, model_validator
+from typing_extensions import TypedDict
 
 from server.schema.chat import ChatMessage, Tool
 from server.schema.common import (

@@ -1,4 +1,8 @@
-"""FlashInfer's `MoeAlltoAll` for ranks that are threads: slots per source rank, garbage where no token was sent."""
+"""FlashInfer's `MoeAlltoAll` for ranks that are threads: slots per source rank, garbage where no token was sent.
+
+The library: flashinfer-python 0.7.2.post1 (commit beabf50), comm/trtllm_moe_alltoall.py and comm/mnnvl.py. Without a
+communicator in `mnnvl_config` it imports mpi4py; the emulator does the same.
+"""
 
 from typing import Any
 
@@ -7,7 +11,7 @@ import torch
 
 from tests.emulators.device import import_flashinfer
 from tests.emulators.ranks import this_rank
-from tests.emulators.refusal import need
+from tests.emulators.refusal import KernelRefusal, need
 
 
 class MoeAlltoAll:
@@ -28,8 +32,21 @@ class MoeAlltoAll:
         self.rank = this_rank()
         need(mapping.moe_ep_rank == self.rank.rank() and mapping.moe_ep_size == self.rank.size(), "mapping")
         need(hidden_size is not None, "hidden_size or the size of the workspace")
+        self._share_memory(mapping, mnnvl_config)
         self.limit, self.top_k, self.num_local = max_num_tokens, top_k, num_experts // self.rank.size()
         self.phase = "idle"
+
+    def _share_memory(self, mapping: Any, mnnvl_config: Any) -> None:
+        """The library's `set_comm_from_config` or, without a config, `get_comm`; then handles go to all ranks."""
+        from flashinfer.comm.comm_backend import MpiComm
+
+        source = mnnvl_config.comm_backend if mnnvl_config else MpiComm()
+        comm = source.Split(mapping.pp_rank * mapping.cp_size + mapping.cp_rank, mapping.tp_rank)
+        need(
+            (comm.Get_rank(), comm.Get_size()) == (mapping.moe_ep_rank, mapping.moe_ep_size), "ranks that share memory"
+        )
+        need(len(comm.allgather(self.rank.rank())) == mapping.moe_ep_size, "a rank gave no handle")
+        need(1 <= mapping.gpus_per_node <= mapping.world_size, "gpus_per_node is no number of ranks of a node")
 
     def dispatch(
         self,
@@ -83,9 +100,33 @@ class MoeAlltoAll:
         return total
 
 
+class TorchDistBackend:
+    """The library's communicator over torch.distributed, here over ranks that are threads."""
+
+    def __init__(self, group: Any | None = None) -> None:
+        need(group is not None, "the default process group may hold other ranks than those of the experts")
+        self.group: Any = group
+
+    def Get_rank(self) -> int:
+        rank: int = self.group.rank()
+        return rank
+
+    def Get_size(self) -> int:
+        size: int = self.group.size()
+        return size
+
+    def allgather(self, data: Any) -> tuple[Any, ...]:
+        return tuple(self.group.exchange(data))
+
+    def Split(self, color: int, key: int) -> "TorchDistBackend":
+        raise KernelRefusal("the library's Split takes ranks of the group for ranks of the world")
+
+
 def install_alltoall(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`flashinfer.comm.MoeAlltoAll` is the emulator until the test ends; its `Mapping` is the library's own."""
+    """`MoeAlltoAll` of `flashinfer.comm` and its communicator are emulated until the test ends; `Mapping` is real."""
     import_flashinfer()
     import flashinfer.comm
+    import flashinfer.comm.mnnvl
 
     monkeypatch.setattr(flashinfer.comm, "MoeAlltoAll", MoeAlltoAll)
+    monkeypatch.setattr(flashinfer.comm.mnnvl, "TorchDistBackend", TorchDistBackend)

@@ -1,4 +1,7 @@
-"""The compiled functions behind FlashInfer's CuTe-DSL experts: the masked grouped GEMM (v1) and the fused core (v2)."""
+"""The compiled functions behind FlashInfer's CuTe-DSL experts: the masked grouped GEMM (v1) and the fused core (v2).
+
+The library: flashinfer-python 0.7.2.post1 (commit beabf50), whose Python around them runs as it is.
+"""
 
 from types import SimpleNamespace
 from typing import Any

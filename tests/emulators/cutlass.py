@@ -1,6 +1,7 @@
 """The compiled module behind `cutlass_fused_moe`: bf16, MXFP4 (SM90), FP8 block, FP8 per tensor and NVFP4 (SM100).
 
-Checks follow the C++ binding of flashinfer-python 0.7.2. Weight halves are [up; gate] in every mode.
+Checks follow the C++ binding of flashinfer-python 0.7.2.post1 (commit beabf50). Weight halves are [up; gate] in every
+mode.
 """
 
 from dataclasses import dataclass, field

@@ -1,5 +1,6 @@
 """The package `deep_gemm`: masked and contiguous grouped FP8 GEMMs, with the checks of its kernels, in fp32.
 
+The library: deepseek-ai/DeepGEMM at commit 54e2261 (2026-06-23), csrc/apis/gemm.hpp and csrc/utils/layout.hpp.
 SM90 reads fp32 scales, SM100 four exponent bytes per int32. `wide` lets results be fp32 instead of bf16, so that a test
 compares arithmetic alone.
 """
@@ -81,7 +82,9 @@ class DeepGemm:
         columns = -(-num_groups // 4) if self.is_sm100 else num_groups
         need(scales.shape == (*codes.shape[:-1], columns), f"scales are {tuple(scales.shape)}")
         need(scales.stride(-2) == 1 or scales.shape[-2] == 1, "scales must be M-major")
-        need(scales.stride(-1) % 4 == 0 and scales.stride(-1) >= scales.shape[-2], "column pitch of 16 bytes")
+        pitch = (scales.shape[-2] + 3) // 4 * 4
+        need(scales.stride(-1) == pitch, "columns of scales lie 16 bytes apart, or the next multiple of it")
+        need(scales.dim() == 2 or scales.stride(-3) == pitch * scales.shape[-1], "a gap between experts' scales")
         if not self.is_sm100:
             need(scales.dtype == torch.float32, "SM90 reads fp32 scales")
             return scales.repeat_interleave(128, -1)

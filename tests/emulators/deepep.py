@@ -1,9 +1,12 @@
-"""`deep_ep.Buffer` (1.2.1, legacy class of 2.x) for ranks that are threads: same signatures, checks and garbage.
+"""`deep_ep.Buffer` for ranks that are threads: same signatures, checks and garbage.
+
+The library: 2.x at commit dd758ca (2026-07-14), deep_ep/buffers/legacy.py; 1.2.1 has the same class.
 
 Low latency: every received tensor is NaN until the hook ran, rows past the counts stay NaN, only two results live.
 `wide` lets fp32 pass where the kernels take bf16, so that a test can compare arithmetic without its roundings.
 """
 
+import os
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -44,7 +47,6 @@ class Buffer:
         num_qps_per_rank: int = 24,
         allow_nvlink_for_low_latency_mode: bool = True,
         allow_mnnvl: bool = False,
-        use_fabric: bool = False,
         explicitly_destroy: bool = False,
         enable_shrink: bool = False,
         comm: Any = None,
@@ -54,6 +56,8 @@ class Buffer:
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.dirty = False
         self.alive: list[list[torch.Tensor]] = []
+        if low_latency_mode or group.size() > 8:  # only with NVSHMEM, as in the library
+            self.nvshmem_qp_depth = int(os.environ.get("NVSHMEM_QP_DEPTH", "1024"))
 
     @staticmethod
     def get_dispatch_config(num_ranks: int) -> Config:
@@ -225,6 +229,7 @@ class Buffer:
         need(self.low_latency_mode and self.num_qps >= num_experts // num_ranks, "not a low-latency buffer")
         wanted = self.get_low_latency_rdma_size_hint(limit, hidden, num_ranks, num_experts)
         need(self.num_rdma_bytes >= wanted, "the buffer is too small")
+        need(self.nvshmem_qp_depth >= (limit + 1) * 2, "the send queue is too short: the library asserts this")
         need(not self.dirty, "the buffer was not cleaned after normal kernels")
         need(x.dtype == torch.bfloat16 or (self.wide and x.dtype == torch.float32), "x must be bf16")
         need(x.is_contiguous() and x.shape[0] <= limit <= 1024, "too many tokens, or x is not contiguous")

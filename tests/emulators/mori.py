@@ -1,5 +1,8 @@
 """`mori.ops` for ranks that are threads: a token travels once per rank, ids stay global, the rest of the buffer is
 garbage. The split kernels (AsyncLL) give nothing readable before the receiving call.
+
+The library: ROCm/mori at commit 624002c (2026-08-21), python/mori/ops/dispatch_combine.py and src/ops/kernels. Kernels
+are found by the input's dtype, and of the two FP8 variants only the GPU's own is compiled.
 """
 
 import enum
@@ -38,6 +41,7 @@ class EpDispatchCombineConfig:
     num_experts_per_token: int
     warp_num_per_block: int = 8
     block_num: int = 80
+    max_total_recv_tokens: int = 0
     use_external_inp_buf: bool = True
     kernel_type: EpDispatchCombineKernelType = EpDispatchCombineKernelType.IntraNode
     gpu_per_node: int = 8
@@ -47,8 +51,8 @@ class EpDispatchCombineConfig:
 
 
 def _spoil(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.dtype == torch.float8_e4m3fn:
-        tensor.view(torch.uint8).fill_(0x7F)
+    if tensor.element_size() == 1:
+        tensor.view(torch.uint8).fill_(0x80 if tensor.dtype == torch.float8_e4m3fnuz else 0x7F)
     else:
         tensor.fill_(GARBAGE_ID if tensor.dtype == torch.int32 else float("nan"))
     return tensor
@@ -56,6 +60,7 @@ def _spoil(tensor: torch.Tensor) -> torch.Tensor:
 
 class EpDispatchCombineOp:
     wide = False
+    arch = "gfx950"
 
     def __init__(self, config: EpDispatchCombineConfig) -> None:
         self.config, self.group = config, this_rank()
@@ -98,7 +103,9 @@ class EpDispatchCombineOp:
 
     def _dispatch(self, x: torch.Tensor, weights: torch.Tensor, scales: torch.Tensor | None, ids: torch.Tensor) -> Any:
         config = self.config
-        need(x.dtype == config.data_type and x.shape[1] == config.hidden_dim and x.is_contiguous(), "input")
+        need(x.shape[1] == config.hidden_dim and x.is_contiguous(), "input")
+        own_fp8 = torch.float8_e4m3fnuz if self.arch == "gfx942" else torch.float8_e4m3fn
+        need(x.dtype in (torch.bfloat16, torch.float32, own_fp8), f"no kernel for {x.dtype} on {self.arch}")
         need(x.shape[0] <= config.max_num_inp_token_per_rank, "too many tokens")
         need(ids.dtype == torch.int32 and ids.shape == (x.shape[0], config.num_experts_per_token), "indices")
         need(weights.dtype == torch.float32 and weights.shape == ids.shape, "weights")
@@ -177,13 +184,17 @@ class EpDispatchCombineOp:
         return (out, None), receive
 
 
-def install_mori(monkeypatch: pytest.MonkeyPatch, *, wide: bool = False) -> list[str]:
-    """`import mori` finds the emulator until the test ends; returns the group names that shmem was started with."""
+def install_mori(monkeypatch: pytest.MonkeyPatch, arch: str = "gfx950", *, wide: bool = False) -> list[str]:
+    """`import mori` finds the emulator on a GPU of `arch` until the test ends; returns the group names that shmem was
+    started with.
+    """
+    properties = SimpleNamespace(gcnArchName=f"{arch}:sramecc+:xnack-")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
     started: list[str] = []
     ops = SimpleNamespace(
         EpDispatchCombineConfig=EpDispatchCombineConfig,
         EpDispatchCombineKernelType=EpDispatchCombineKernelType,
-        EpDispatchCombineOp=type("EpDispatchCombineOp", (EpDispatchCombineOp,), {"wide": wide}),
+        EpDispatchCombineOp=type("EpDispatchCombineOp", (EpDispatchCombineOp,), {"wide": wide, "arch": arch}),
     )
     shmem = SimpleNamespace(shmem_torch_process_group_init=started.append)
     monkeypatch.setitem(sys.modules, "mori", SimpleNamespace(ops=ops, shmem=shmem))

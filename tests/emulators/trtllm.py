@@ -1,5 +1,6 @@
 """The compiled module behind the `trtllm_*_moe` functions (SM100): FP8 block, FP8 per tensor, NVFP4, MXFP4 x bf16.
 
+The library: flashinfer-python 0.7.2.post1 (commit beabf50), whose Python around the module runs as it is.
 Routes inside where logits are given, as the kernel does: bias rounded to bf16, weights given out in bf16.
 """
 

@@ -11,9 +11,11 @@ import time
 from pathlib import Path
 
 import pytest
+import zmq
 
 from engine.client import EngineClient
 from engine.config import EngineConfig
+from engine.messages import bind, new_address
 from engine.types import EngineStats
 from tests.engine.requests import request, tokens_of
 
@@ -227,7 +229,6 @@ def test_close_while_loading_and_twice_and_unstarted():
             await until(lambda: client.heartbeat_age_s < 0.2)
             await client.close()
             await client.close()
-            assert not client._folder.exists()
         await EngineClient(EngineConfig(model=Path("fake"))).close()
 
     asyncio.run(main())
@@ -244,7 +245,7 @@ PARENT = """
         await client.start()
         while not client.ready:
             await asyncio.sleep(0.01)
-        print(client.pid, "torch" in sys.modules, client._folder, flush=True)
+        print(client.pid, "torch" in sys.modules, flush=True)
         await asyncio.sleep(3600)
 
     print("main module runs", flush=True)
@@ -264,7 +265,7 @@ def test_the_engine_dies_with_its_parent_and_never_runs_its_main_module(tmp_path
         env=os.environ | {"PYTHONPATH": root},
     ) as parent:
         assert parent.stdout.readline() == "main module runs\n"
-        pid, has_torch, folder = parent.stdout.readline().split()
+        pid, has_torch = parent.stdout.readline().split()
         assert has_torch == "False"
         os.kill(int(pid), signal.SIGINT)  # what a terminal would send with Ctrl-C: ignored
         parent.kill()
@@ -273,7 +274,6 @@ def test_the_engine_dies_with_its_parent_and_never_runs_its_main_module(tmp_path
             assert time.monotonic() < end, "the engine outlives its parent"
             time.sleep(0.01)
         assert parent.stdout.read() == ""
-        assert not Path(folder).exists()
         assert "Traceback" not in parent.stderr.read()
 
 
@@ -283,3 +283,34 @@ def _exists(pid):
     except (FileNotFoundError, ProcessLookupError):
         return False
     return status.rsplit(")", 1)[1].split()[0] != "Z"
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_sockets_take_connections_of_their_own_user_only_g08(monkeypatch, is_own):
+    """Names in the abstract namespace have no permissions, and every user can list them."""
+    user = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: user if is_own else user + 1)
+    with zmq.Context() as context, context.socket(zmq.PULL) as receiver, context.socket(zmq.PUSH) as sender:
+        sender.linger = 0
+        address = new_address()
+        bind(receiver, address)
+        sender.connect(address)
+        sender.send(b"x")
+        assert bool(receiver.poll(10_000 if is_own else 300)) == is_own
+
+
+def test_close_at_once_kills_an_engine_that_does_not_listen_g85():
+    async def main():
+        async with running("hang") as client:
+            await until(lambda: client.ready)
+            task = asyncio.create_task(collect(client, request("a", [66])))
+            await until(lambda: client.stats is not None and client.stats.num_running == 1)
+            await client.close(at_once=True)
+            assert client.was_killed
+            assert (await task)[-1].finish_reason == "error"
+        async with running() as client:
+            await until(lambda: client.ready)
+            await client.close()
+            assert not client.was_killed
+
+    asyncio.run(main())

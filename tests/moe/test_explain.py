@@ -1,9 +1,11 @@
 """`explain` without a GPU: every architecture, format and transport gets a verdict for every backend."""
 
+import dataclasses
+
 import pytest
 import torch
 
-from moe import MoeA2ABackend, MoeBackend
+from moe import Activation, MoeA2ABackend, MoeBackend, MoeRunnerConfig
 from moe.backends.base import Device
 from moe.dispatch.deepep_settings import DeepepMode
 from moe.errors import MoeConfigError, UnsupportedPathError
@@ -12,6 +14,7 @@ from moe.ranking import RULE, rank_backends
 from moe.select import choose_backend
 from tests.moe.backends import hostile
 
+WORDS = f"{RULE}; nobody measured this format on this GPU"
 CONFIG = hostile.make_config(8, 2048, 2048, 2)
 
 
@@ -29,7 +32,7 @@ def test_every_question_has_an_answer(arch: str) -> None:
             rows = explain(arch, format_name, a2a, CONFIG)
             ranking = rank_backends(Device(arch=arch), format_name, a2a, CONFIG)
             assert tuple(row.backend for row in rows) == ranking.order
-            assert {row.source for row in rows} <= {None, ranking.source}
+            assert all(row.source in (None, ranking.source_of(row.backend)) for row in rows)
             chosen = [row for row in rows if row.is_chosen]
             assert all(row.reason is None or len(row.reason) > 5 for row in rows)
             best = auto_choice(arch, format_name, a2a)
@@ -67,10 +70,34 @@ def test_the_mode_narrows_what_must_be_taken() -> None:
 def test_text() -> None:
     text = render(explain("cpu", "mxfp4", MoeA2ABackend.NONE, hostile.make_config(8, 64, 64, 2, dtype=torch.float32)))
     lines = text.splitlines()
-    assert any(line.startswith("torch ") and line.endswith(f"usable  <- auto, by {RULE}") for line in lines)
+    assert any(line.startswith("torch ") and line.endswith(f"usable  <- auto, by {WORDS}") for line in lines)
     assert any(line.startswith("aiter ") and "cpu" in line for line in lines)
     nothing = [Row(backend=MoeBackend.AITER, hardware="", reason="no", source=None)]
     assert render(nothing).endswith("auto: no backend can run this")
+
+
+def test_the_words_say_whether_the_choice_was_measured() -> None:
+    """G66: what `explain` prints beside the choice is what is known of that backend."""
+    shape = hostile.make_config(64, 7168, 2048, 8)
+    assert "triton" in chosen_line("fp8_block", shape)
+    assert "moe/tables/backends.json: NVIDIA H100" in chosen_line("fp8_block", shape)
+    other = dataclasses.replace(shape, activation=Activation(limit=10.0), hidden_size=7040, intermediate_size=2112)
+    assert "nearest measured shape: 64 experts of 7168 x 2048" in chosen_line("nvfp4", other)
+    assert f"auto, by {RULE}; nobody measured this format" in chosen_line("bf16", shape)
+
+
+def test_a_usable_backend_that_nobody_measured_is_not_called_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """G66: the measured ones cannot run here; the next is taken by the rule, and says so."""
+    for name in ("triton.TritonBackend", "flashinfer_cutlass.FlashinferCutlassBackend"):
+        monkeypatch.setattr(f"moe.backends.{name}.supports", lambda self, *path: "not here")
+    line = chosen_line("fp8_block", hostile.make_config(64, 7168, 2048, 8))
+    assert line.startswith("deep_gemm")
+    assert line.endswith(f"auto, by {RULE}; nobody measured deep_gemm on this GPU")
+
+
+def chosen_line(format_name: str, config: MoeRunnerConfig) -> str:
+    text = render(explain("sm90", format_name, MoeA2ABackend.NONE, config))
+    return next(line for line in text.splitlines() if "<- auto" in line)
 
 
 def test_unknown_words_are_named() -> None:

@@ -1,4 +1,4 @@
-"""The order of `auto`: what was measured decides, the nearest shape where nobody measured, else the rule."""
+"""The order of `auto`: what was measured comes first, by the nearest shape where nobody measured; the rule is last."""
 
 import dataclasses
 import json
@@ -27,7 +27,7 @@ def ranked(config: MoeRunnerConfig = GPT_OSS_20B, arch: str = "sm90", name: str 
 
 def test_the_measured_winner_is_what_auto_takes() -> None:
     assert choose_backend(MoeBackend.AUTO, HOPPER, "mxfp4", NONE, GPT_OSS_20B) is MoeBackend.TRITON
-    source = ranked().source
+    source = ranked().source_of(MoeBackend.TRITON)
     assert source.startswith("moe/tables/backends.json: NVIDIA H100")
     assert "benchmarks/results/moe_h100.json" in source
     assert "nearest" not in source
@@ -36,7 +36,9 @@ def test_the_measured_winner_is_what_auto_takes() -> None:
 def test_an_unknown_shape_takes_the_nearest_measured_one_and_says_so() -> None:
     shard = dataclasses.replace(GPT_OSS_20B, intermediate_size=736)
     assert ranked(shard).order == ranked().order
-    assert ranked(shard).source.endswith("nearest measured shape: 32 experts of 2880 x 2880, top-4")
+    assert (
+        ranked(shard).source_of(MoeBackend.TRITON).endswith("nearest measured shape: 32 experts of 2880 x 2880, top-4")
+    )
     assert ranked(dataclasses.replace(GPT_OSS_20B, intermediate_size=0)).order == ranked().order
 
 
@@ -44,8 +46,33 @@ def test_an_unknown_shape_takes_the_nearest_measured_one_and_says_so() -> None:
     ("arch", "name"), [("sm100", "mxfp4"), ("sm90", "bf16"), ("gfx950", "mxfp4"), ("cpu", "mxfp4")]
 )
 def test_where_nobody_measured_the_rule_holds(arch: str, name: str) -> None:
-    assert ranked(arch=arch, name=name) == Ranking(PREFERENCE, RULE)
-    assert rank_backends(HOPPER, "mxfp4", MoeA2ABackend.DEEPEP, GPT_OSS_20B) == Ranking(PREFERENCE, RULE)
+    assert ranked(arch=arch, name=name) == Ranking(PREFERENCE)
+    assert rank_backends(HOPPER, "mxfp4", MoeA2ABackend.DEEPEP, GPT_OSS_20B) == Ranking(PREFERENCE)
+    for backend in PREFERENCE:
+        assert Ranking(PREFERENCE).source_of(backend) == f"{RULE}; nobody measured this format on this GPU"
+
+
+DEEPSEEK = hostile.make_config(256, 7168, 2048, 8)
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "measured"),
+    [
+        ("fp8_block", DEEPSEEK, (MoeBackend.TRITON, MoeBackend.FLASHINFER_CUTLASS)),
+        ("mxfp4", GPT_OSS_20B, (MoeBackend.TRITON, MoeBackend.FLASHINFER_MXFP4)),
+        ("nvfp4", DEEPSEEK, (MoeBackend.TRITON,)),
+    ],
+)
+def test_what_nobody_measured_comes_after_what_was(
+    name: str, config: MoeRunnerConfig, measured: tuple[MoeBackend, ...]
+) -> None:
+    """G66: DeepGEMM is in no table of the H100, so it neither wins there nor is called measured."""
+    ranking = ranked(config, name=name)
+    assert ranking.measured == measured == ranking.order[: len(measured)]
+    assert choose_backend(MoeBackend.AUTO, HOPPER, name, NONE, config) is measured[0]
+    for backend in PREFERENCE:
+        words = "NVIDIA H100" if backend in measured else f"{RULE}; nobody measured {backend} on this GPU"
+        assert words in ranking.source_of(backend)
 
 
 def entry(times: dict[str, list[float]], **shape: int) -> dict[str, Any]:
@@ -63,12 +90,12 @@ def test_the_nearest_shape_counts_and_a_mean_over_tokens(monkeypatch: pytest.Mon
         entry({"triton": [10, 10], "flashinfer_mxfp4": [1, 1]}, num_experts=128),
     ]
     monkeypatch.setattr(ranking, "read_entries", lambda name: tables)
-    swapped = {MoeBackend.TRITON: MoeBackend.FLASHINFER_MXFP4, MoeBackend.FLASHINFER_MXFP4: MoeBackend.TRITON}
-    triton_first = tuple(swapped.get(backend, backend) for backend in PREFERENCE)
-    assert ranked().order == triton_first
-    assert ranked(dataclasses.replace(GPT_OSS_20B, intermediate_size=512)).order == PREFERENCE
-    larger = hostile.make_config(128, 2880, 2880, 4)
-    assert (ranked(larger).order, "nearest" in ranked(larger).source) == (PREFERENCE, False), "equal in every number"
+    triton_first = (MoeBackend.TRITON, MoeBackend.FLASHINFER_MXFP4)
+    assert ranked().measured == triton_first
+    assert ranked(dataclasses.replace(GPT_OSS_20B, intermediate_size=512)).measured == triton_first[::-1]
+    larger = ranked(hostile.make_config(128, 2880, 2880, 4))
+    assert larger.measured == triton_first[::-1]
+    assert "nearest" not in str(larger.source), "equal in every number"
 
 
 def test_every_backend_has_one_place_whatever_was_measured() -> None:

@@ -136,7 +136,7 @@ class ServerThread(threading.Thread):
         super().__init__(daemon=True)
         self.listener = bind("127.0.0.1", 0)
         self.url = url_of(self.listener)
-        self.server = DrainingServer(make_uvicorn_config(app, config), app.state.context.gate, config)
+        self.server = DrainingServer(make_uvicorn_config(app, config), app.state.context)
 
     def run(self) -> None:
         asyncio.run(self.server.serve(sockets=[self.listener]))

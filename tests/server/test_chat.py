@@ -295,3 +295,12 @@ def test_crash_shows_nothing_of_the_inside(service):
     assert response.headers["x-request-id"] == "my-id"
     assert "my-id" in response.json()["error"]["message"]
     assert "secret" not in response.text
+
+
+def test_a_stream_tells_proxies_not_to_buffer_it(service, harmony):
+    service.engine.script = lambda _request: harmony(ANSWER)
+    with service.http() as http:
+        headers = http.post("/v1/chat/completions", json={"messages": USER, "stream": True}).headers
+    assert headers["content-type"] == "text/event-stream; charset=utf-8"
+    assert (headers["cache-control"], headers["x-accel-buffering"]) == ("no-cache", "no")
+    assert "content-length" not in headers

@@ -22,6 +22,10 @@ EMOJI = (
 TRANSCRIPTS = [ANSWER, CALL, EMOJI]
 
 
+def harmony_parser():
+    return HarmonyParser(TOKENIZER, tool_names=frozenset({"get_weather", "f"}))
+
+
 def outputs_of(ids, cuts, finish_reason="stop"):
     edges = [0, *sorted(min(cut, len(ids)) for cut in cuts), len(ids)]
     outputs = []
@@ -60,8 +64,8 @@ def merged(choice, outputs):
 )
 def test_any_cut_of_outputs_gives_the_same_answer(transcript, cuts, stops):
     ids = TOKENIZER.encode(transcript)
-    whole = merged(Choice(HarmonyParser(TOKENIZER), stops=stops), outputs_of(ids, []))
-    cut = merged(Choice(HarmonyParser(TOKENIZER), stops=stops), outputs_of(ids, cuts))
+    whole = merged(Choice(harmony_parser(), stops=stops), outputs_of(ids, []))
+    cut = merged(Choice(harmony_parser(), stops=stops), outputs_of(ids, cuts))
     assert cut == whole
     content, tokens = whole[1], whole[3]
     assert b"".join(token.data for token in tokens) == content.encode()
@@ -70,7 +74,7 @@ def test_any_cut_of_outputs_gives_the_same_answer(transcript, cuts, stops):
 
 def test_stop_strings_see_content_only_and_later_tokens_are_not_billed():
     ids = TOKENIZER.encode(EMOJI)
-    choice = Choice(HarmonyParser(TOKENIZER), stops=["END"])
+    choice = Choice(harmony_parser(), stops=["END"])
     reasoning, content, _, _, reason, num_tokens = merged(choice, outputs_of(ids, []))
     assert (reasoning, content, reason) == ("END é", "naïve 😀😀 ", "stop")
     assert num_tokens < len(ids)
@@ -78,7 +82,7 @@ def test_stop_strings_see_content_only_and_later_tokens_are_not_billed():
 
 def test_logprobs_belong_to_their_token():
     ids = TOKENIZER.encode(EMOJI)
-    choice = Choice(HarmonyParser(TOKENIZER))
+    choice = Choice(harmony_parser())
     tokens = merged(choice, outputs_of(ids, [5, 9, 14]))[3]
     assert len(tokens) > 10
     for token in tokens:
@@ -91,20 +95,26 @@ def test_logprobs_belong_to_their_token():
     [(ANSWER, "stop", "stop"), (CALL, "stop", "tool_calls"), (ANSWER, "length", "length"), (CALL, "length", "length")],
 )
 def test_finish_reasons(transcript, finish_reason, expected):
-    choice = Choice(HarmonyParser(TOKENIZER))
+    choice = Choice(harmony_parser())
     assert merged(choice, outputs_of(TOKENIZER.encode(transcript), [], finish_reason))[4] == expected
 
 
 def test_second_call_ends_the_answer_if_calls_are_not_parallel():
     call = '<|channel|>commentary to=functions.f<|message|>{"n": %d}<|end|><|start|>assistant'
-    choice = Choice(HarmonyParser(TOKENIZER), max_calls=1)
+    choice = Choice(harmony_parser(), max_calls=1)
     result = merged(choice, outputs_of(TOKENIZER.encode(call % 1 + call % 2), []))
     assert result[2] == [["f", '{"n": 1}']]
     assert result[4] == "tool_calls"
 
 
+def test_an_answer_without_tokens_is_not_an_empty_one():
+    choice = Choice(harmony_parser())
+    choice.push(EngineOutput(request_id="r", token_ids=[], finish_reason="stop"))
+    assert not choice.is_empty
+
+
 def test_reasoning_tokens_are_counted():
-    choice = Choice(HarmonyParser(TOKENIZER))
+    choice = Choice(harmony_parser())
     merged(choice, outputs_of(TOKENIZER.encode(ANSWER), []))
     assert choice.num_reasoning_tokens == len(TOKENIZER.encode("The user asks for a capital."))
 
@@ -137,5 +147,5 @@ def test_engine_errors(fields, error):
 def test_random_tokens_in_random_outputs_never_raise(ids, seed):
     rng = random.Random(seed)
     cuts = [rng.randrange(50) for _ in range(5)]
-    whole = merged(Choice(HarmonyParser(TOKENIZER)), outputs_of(ids, []))
-    assert merged(Choice(HarmonyParser(TOKENIZER)), outputs_of(ids, cuts)) == whole
+    whole = merged(Choice(harmony_parser()), outputs_of(ids, []))
+    assert merged(Choice(harmony_parser()), outputs_of(ids, cuts)) == whole

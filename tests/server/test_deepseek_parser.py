@@ -19,6 +19,10 @@ MARKERS = [
     "<｜tool▁sep｜>",
     "<｜tool▁call▁end｜>",
     "<｜tool▁calls▁end｜>",
+    "<｜tool▁outputs▁begin｜>",
+    "<｜tool▁output▁begin｜>",
+    "<｜tool▁output▁end｜>",
+    "<｜tool▁outputs▁end｜>",
     "<｜end▁of▁sentence｜>",
 ]
 
@@ -53,9 +57,12 @@ class PieceTokenizer:
         return ids
 
 
-def parse(text, *, prompt="<｜Assistant｜>", rng=None, finish=True):
+TOOLS = frozenset({"get_weather", "get_time", "function"})
+
+
+def parse(text, *, prompt="<｜Assistant｜>", rng=None, finish=True, tools=TOOLS):
     tokenizer = PieceTokenizer()
-    parser = choose_parser(tokenizer)(tokenizer.cut(prompt), frozenset())
+    parser = choose_parser(tokenizer)(tokenizer.cut(prompt), tools)
     assert isinstance(parser, DeepSeekParser)
     events = [event for token_id in tokenizer.cut(text, rng) for event in parser.feed(token_id)]
     events += parser.finish() if finish else []
@@ -102,6 +109,57 @@ CASES = [
 @pytest.mark.parametrize(("text", "prompt", "expected"), CASES)
 def test_parse(text, prompt, expected):
     assert parse(text, prompt=prompt) == expected
+
+
+def call_text(name, body, ending="<｜tool▁call▁end｜><｜tool▁calls▁end｜><｜end▁of▁sentence｜>"):
+    return f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{body}{ending}"
+
+
+@pytest.mark.parametrize(
+    "body", ['{"a": 1}', '\n{"a": 1}', '```json\n{"a": 1}\n```', '```\n{"a": 1}\n```\n', ' {"a": 1}']
+)
+@pytest.mark.parametrize("name", ["function", "get_weather"])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_v31_calls_with_any_name_and_a_block_g28(name, body, seed):
+    text = "Hi." + call_text(name, body)
+    assert parse(text, rng=random.Random(seed)) == ("", "Hi.", [(name, '{"a": 1}')])
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (call_text("function", 'get_weather\n{"a": 1}'), ("", "", [("get_weather", '{"a": 1}')])),
+        (call_text("function", "get_weather"), ("", "", [("get_weather", "{}")])),
+        (call_text("get_time", ""), ("", "", [("get_time", "{}")])),
+        (call_text("get_time", "", ending=""), ("", "", [("get_time", "")])),
+        (call_text("get_weather", "```json\n", ending=""), ("", "", [("get_weather", "")])),
+        (call_text("function", "get_wea", ending=""), ("", "", [])),
+        ("Hi.<｜tool▁calls▁begin｜>a b<｜tool▁call▁begin｜>c<｜tool▁call▁end｜>", ("", "Hi.\na b\nc", [])),
+    ],
+)
+def test_odd_calls_g28(text, expected):
+    assert parse(text) == expected
+
+
+@pytest.mark.parametrize("tools", [frozenset(), frozenset({"get_time"})])
+@pytest.mark.parametrize(
+    "text", [call_text("get_weather", '{"a": 1}'), call_text("function", 'get_weather\n```json\n{"a": 1}\n```')]
+)
+def test_a_call_that_nobody_offered_is_text_g26(text, tools):
+    assert parse("Hi." + text, tools=tools) == ("", 'Hi.\nget_weather {"a": 1}', [])
+
+
+@pytest.mark.parametrize("head", ["function<｜tool▁sep｜>get_weather\n", "get_weather<｜tool▁sep｜>```json\n"])
+def test_cost_of_a_long_call_does_not_grow(head):
+    body = "1234567890" * 5000
+    assert parse(f"<｜tool▁call▁begin｜>{head}{body}<｜tool▁call▁end｜>")[2] == [("get_weather", body)]
+
+
+def test_invented_results_and_questions_are_not_the_answer():
+    result = "<｜tool▁outputs▁begin｜><｜tool▁output▁begin｜>sunny<｜tool▁output▁end｜><｜tool▁outputs▁end｜>"
+    call = call_text("get_time", "{}", ending="<｜tool▁call▁end｜><｜tool▁calls▁end｜>")
+    assert parse(call + result + "Done.") == ("", "Done.", [("get_time", "{}")])
+    assert parse("Hi.<｜User｜>And now?<｜Assistant｜>Bye.") == ("", "Hi.Bye.", [])
 
 
 @settings(deadline=None)

@@ -56,7 +56,7 @@ CHAT_ERRORS = [
         "no ass",
     ),
     ({"messages": [{**USER, "tool_calls": [CALL]}]}, "messages[0]", "neither"),
-    ({"messages": [{**USER, "colour": "red"}]}, "messages[0].colour", "unknown"),
+    ({"messages": [{"role": "assistant", "function_call": {"name": "f"}}]}, "messages[0].function_call", "None"),
     ({"max_tokens": -1}, "max_tokens", "greater than or equal to 1"),
     ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
     ({"max_tokens": 10**12}, "max_tokens", str(MAX_MODEL_LEN)),

@@ -12,10 +12,11 @@ from tests.server.conftest import ANSWER, ASSETS, CALL
 
 TOKENIZER = load_tokenizer(ASSETS)
 START_OF_ANSWER = TOKENIZER.encode("<|start|>assistant")
+TOOLS = frozenset({"get_weather", "f", "now"})
 FINAL = "<|channel|>final<|message|>Paris.<|return|>"
 
 
-def parse(ids, prompt=(), tools=frozenset()):
+def parse(ids, prompt=(), tools=TOOLS):
     """One-shot parse: reasoning, content, calls."""
     parser = HarmonyParser(TOKENIZER, prompt, tools)
     events = [event for token_id in ids for event in parser.feed(token_id)] + parser.finish()
@@ -100,6 +101,62 @@ def test_cut_inside_a_header_shows_no_markup(text):
     assert parse_text(text)[1:] == ("", [])
 
 
+THOUGHT = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("<|channel|>final Paris is the capital", ("", "Paris is the capital", [])),
+        (
+            "commentary<|message|>Let me think.<|end|>"
+            "<|start|>assistant<|channel|>answer<|message|>Paris is it.<|return|>",
+            ("", "Let me think.\nParis is it.", []),
+        ),
+        (THOUGHT + "<|channel|>final Paris is it.<|return|>", ("Hm.", "Paris is it.", [])),
+        (THOUGHT + "final Paris is it.<|return|>", ("Hm.", "Paris is it.", [])),
+        ("<|channel|>analysis I think so", ("I think so", "", [])),
+        ("<|channel|>final <|constrain|>json Paris is it.<|end|>", ("", "Paris is it.", [])),
+        ('<|channel|>commentary to=functions.f <|constrain|>json {"a": 1}<|call|>', ("", "", [("f", '{"a": 1}')])),
+        ("<|channel|>commentary to=functions.now json<|call|>", ("", "", [("now", "{}")])),
+        ("<|channel|>final Paris.<|channel|>analysis<|message|>Hm.<|return|>", ("Hm.", "Paris.", [])),
+        ("Paris.<|end|><|start|>assistant" + THOUGHT[: -len("<|start|>assistant")], ("Paris.\nHm.", "", [])),
+    ],
+)
+def test_text_without_its_markup_is_found_g27(text, expected):
+    assert parse_text(text, prompt=START_OF_ANSWER) == expected
+
+
+@pytest.mark.parametrize(
+    "word", ["comment", "fin", "commentary to=functions.get_wea", "commentary to=functions.f json", "t"]
+)
+def test_header_words_that_were_cut_short_are_not_shown_g27(word):
+    assert parse_text(f"<|channel|>{word}", prompt=START_OF_ANSWER) == ("", "", [])
+
+
+@pytest.mark.parametrize("tools", [frozenset(), frozenset({"get_time"})])
+@pytest.mark.parametrize("channel", ["commentary", "analysis", "final"])
+@pytest.mark.parametrize("recipient", ["functions.get_weather", "get_weather"])
+def test_a_call_that_nobody_offered_is_text_g26(tools, channel, recipient):
+    header = f"<|channel|>{channel} to={recipient} <|constrain|>json<|message|>"
+    parser = HarmonyParser(TOKENIZER, START_OF_ANSWER, tools)
+    events = [event for i in TOKENIZER.encode(header + '{"a": 1}<|call|>') for event in parser.feed(i)]
+    name = "" if (channel, recipient) == ("final", "get_weather") else "get_weather "
+    assert gather(events + parser.finish()) == ("", name + '{"a": 1}', [])
+    assert parser.num_undeclared_calls == bool(name)
+
+
+def test_a_tool_may_have_the_prefix_in_its_name_g26():
+    text = "<|channel|>commentary to=functions.a<|message|>{}<|call|>"
+    assert parse_text(text, tools=frozenset({"functions.a"}))[2] == [("functions.a", "{}")]
+    assert parse_text(text, tools=frozenset({"functions.a", "a"}))[2] == [("a", "{}")]
+
+
+def test_prompt_may_end_inside_a_call():
+    prompt = TOKENIZER.encode("<|start|>assistant<|channel|>commentary to=functions.f<|message|>")
+    assert parse_text('{"a": 1}<|call|>', prompt=prompt) == ("", "", [("f", '{"a": 1}')])
+
+
 @pytest.mark.parametrize("constrain", [" <|constrain|>json", " json", ""])
 @pytest.mark.parametrize("ending", ["<|call|>", "<|return|>", "<|end|>", ""])
 @pytest.mark.parametrize("channel", ["commentary", "analysis"])
@@ -125,7 +182,7 @@ def test_constrained_final_is_no_call_b05():
 def test_bare_recipient_is_a_call_only_if_declared():
     text = "<|channel|>commentary to=lookup<|message|>{}<|call|>"
     assert parse_text(text, tools=frozenset({"lookup"}))[2] == [("lookup", "{}")]
-    assert parse_text(text) == ("{}", "", [])
+    assert parse_text(text) == ("", "lookup {}", [])
 
 
 def test_call_without_arguments_has_an_empty_object():
@@ -172,6 +229,27 @@ def test_any_token_anywhere_never_raises_and_the_final_message_survives(transcri
 def test_random_tokens_never_raise(ids):
     reasoning, content, calls = parse(ids, START_OF_ANSWER)
     assert not any(name in reasoning + content + str(calls) for name in TOKENIZER.special_tokens)
+
+
+@pytest.mark.parametrize(
+    "part", ["<|channel|>", "<|message|>", "<|channel|>final", "<|message|> word", "<|constrain|>"]
+)
+def test_cost_of_repeated_markers_does_not_grow(part):
+    """A client can force such output with a logit bias."""
+    parse(TOKENIZER.encode(part) * 20000)
+
+
+def test_text_before_an_early_marker_is_shown_once():
+    assert parse_text("<|message|>to=g<|start|>a b<|message|><|return|>") == ("", "a b", [])
+    assert parse_text("a b<|message|>c d<|message|>e f<|return|>") == ("", "a b\nc de f", [])
+
+
+def test_what_came_with_the_prompt_is_not_shown():
+    prompt = TOKENIZER.encode("<|start|>assistant<|channel|>analysis<|message|>Hm")
+    again = "<|end|><|start|>assistant<|channel|>analysis<|message|>So.<|end|><|start|>assistant"
+    assert parse_text(again + FINAL, prompt=prompt) == ("So.", "Paris.", [])
+    call = TOKENIZER.encode("<|start|>assistant<|channel|>commentary to=functions.f<|message|>{}<|call|>")
+    assert parse_text(CALL, prompt=call)[2] == [("get_weather", '{"city": "Paris"}')]
 
 
 def test_cost_per_token_does_not_grow():

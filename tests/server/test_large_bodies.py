@@ -240,8 +240,10 @@ def test_a_refused_body_is_freed_at_once_g80():
     content = json.dumps({"messages": [{"role": "assistant", "tool_calls": [1] * 150_000}]}).encode()
 
     async def main():
+        lane = Lane("test", num_threads=1)
         with pytest.raises(BadRequest):
-            await Lane("test", num_threads=1).run(Client().receive, _parse, content, ChatCompletionRequest)
+            await lane.run(Client().receive, _parse, content, ChatCompletionRequest)
+        lane._threads.shutdown()  # else its thread may still hold what it has just done
 
     gc.collect()
     gc.disable()

@@ -11,6 +11,8 @@ from server.errors import BadRequest
 from server.prompt import ChatTemplate
 from server.sampling_defaults import SamplingDefaults
 from server.schema.chat import ChatCompletionRequest
+from server.schema.completions import CompletionRequest, TokenizeRequest
+from server.template_environment import JsonText
 from tests.server.conftest import MAX_MODEL_LEN, WEATHER, FakeEngine
 
 INFO = FakeEngine().info
@@ -106,6 +108,7 @@ class TemplateTokenizer:
     """A tokenizer of characters with two control tokens and any template."""
 
     special_tokens: ClassVar = {"<s>": 1000, "</think>": 1001}
+    chat_template_file = "chat_template.jinja"
     bos_token, eos_token, adds_bos, max_token_bytes = "<s>", None, False, None
 
     def __init__(self, template):
@@ -130,6 +133,20 @@ def test_template_functions():
         rendered("{{ raise_exception('no such role ' + messages[0].role) }}", [{"role": "<s>"}])
 
 
+def test_training_tags_render_their_body_g29():
+    body = "{% generation %}\n[{{ m.content }}]{% set x = 1 %}{% endgeneration %}{{ x }}"
+    template = "{% for m in messages %}" + body + "{% endfor %}"
+    assert rendered(template, [{"content": "a"}, {"content": "b"}]) == "[a]1[b]1"
+
+
+def test_completions_work_without_a_template_g29():
+    converter = Converter(TemplateTokenizer(None), ServerConfig(), SamplingDefaults())
+    job = converter.completion(CompletionRequest(prompt="Hi"), INFO, "id")
+    assert job.requests[0].prompt_ids == [72, 105]
+    with pytest.raises(BadRequest, match="no chat template: use /v1/completions"):
+        converter.tokenize(TokenizeRequest(messages=[USER]), INFO)
+
+
 def test_template_is_sandboxed():
     with pytest.raises(BadRequest):
         rendered("{{ messages.__class__.__mro__[1].__subclasses__() }}", [])
@@ -139,8 +156,6 @@ def test_template_is_sandboxed():
 
 def test_old_and_new_templates_get_the_arguments_they_expect_b08():
     message = {"content": "", "function": {}}
-    from server.prompt import JsonText
-
     message["arguments"] = JsonText('{"city": "北京"}')
     assert rendered("{{ messages[0].arguments | tojson }}", [message]) == '{"city": "北京"}'
     assert rendered("{{ '```' + messages[0].arguments + '```' }}", [message]) == '```{"city": "北京"}```'
@@ -161,7 +176,7 @@ def text_from(template, messages):
 def test_template_that_takes_either_content_or_reasoning_with_calls():
     template = (
         "{% for m in messages %}{% if m.tool_calls and m.content and m.thinking %}{{ raise_exception('both') }}"
-        "{% endif %}[{{ m.thinking }}|{{ m.content }}]{% endfor %}"
+        "{% endif %}[{{ m.thinking }}|{{ m.content }}]{{ m.tool_calls }}{% endfor %}"
     )
     messages = [USER, call_message("{}", reasoning="Hm.", content="I look."), RESULT]
     assert "[Hm.\nI look.|]" in text_from(template, messages)
@@ -220,14 +235,3 @@ def test_tools_that_the_template_does_not_read_are_refused():
     converter = Converter(TemplateTokenizer("{{ messages }}"), ServerConfig(), SamplingDefaults())
     with pytest.raises(BadRequest, match="does not read them"):
         converter.chat(ChatCompletionRequest(messages=[USER], tools=[WEATHER]), INFO, "id")
-
-
-def test_missing_content_next_to_calls_is_what_each_family_expects():
-    messages = [USER, call_message("{}"), RESULT]
-    assert "[None]" in text_from("{% for m in messages %}[{{ m.content }}]{% endfor %}", messages)
-    plain = TemplateTokenizer("{% for m in messages %}[{{ m.content }}]{% endfor %}")
-    plain.special_tokens = {}
-    job = Converter(plain, ServerConfig(), SamplingDefaults()).chat(
-        ChatCompletionRequest(messages=messages), INFO, "id"
-    )
-    assert "[]" in "".join(map(chr, job.requests[0].prompt_ids))

@@ -4,9 +4,10 @@ import socket
 import time
 from http.client import HTTPResponse
 
+import h11
 import pytest
 
-from server.protocol import MAX_HEAD_BYTES
+from server.protocol import MAX_HEAD_BYTES, GuardedConnection
 from tests.server.conftest import FakeEngine, serve
 
 TIMEOUT_S = 0.3
@@ -64,6 +65,19 @@ def test_a_dripping_head_ends_the_connection(connection):
             time.sleep(TIMEOUT_S / 10)
 
 
+def test_a_head_in_parts_does_not_end_a_long_answer(impatient, connection):
+    """A deadline that were set anew for every part would strike during the answer."""
+    impatient.engine.script, impatient.engine.delay_s = (lambda _request: [[5]] * 12), TIMEOUT_S / 5
+    body = b'{"prompt": "a", "max_tokens": 12}'
+    for part in (b"POST /v1/completions HTTP/1.1\r\n", b"Host: x\r\n", b"Content-Length: %d\r\n\r\n" % len(body), body):
+        connection.sendall(part)
+        time.sleep(0.02)
+    answer = HTTPResponse(connection)
+    answer.begin()
+    assert answer.status == 200
+    assert b'"completion_tokens":12' in answer.read()
+
+
 def test_a_body_that_does_not_come_is_told_so(connection):
     connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
     answer = everything(connection)
@@ -79,3 +93,46 @@ def test_a_connection_may_be_idle_between_requests(connection):
         assert answer.status == 200
         answer.read()  # head and body may come apart
         time.sleep(2 * TIMEOUT_S)
+
+
+def test_a_body_that_drips_after_its_answer_ends_the_connection(connection):
+    """The answer (413) needs no more of the body, so the client gets as long for the rest as for a head."""
+    connection.sendall(b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999\r\n\r\n")
+    assert connection.recv(65536).startswith(b"HTTP/1.1 413")
+    with pytest.raises(OSError, match=r"reset|pipe"):  # noqa: PT012
+        for _ in range(200):
+            connection.sendall(b" ")
+            time.sleep(TIMEOUT_S / 10)
+
+
+def test_400_connections_with_dripping_heads_end_and_others_are_served(impatient):
+    host, port = impatient.url.removeprefix("http://").split(":")
+    connections = [socket.create_connection((host, int(port)), timeout=10) for _ in range(400)]
+    for connection in connections:
+        connection.sendall(HEAD)
+    with impatient.http() as http:
+        assert http.get("/health/live").status_code == 200
+    for connection in connections:
+        assert everything(connection) == b""
+        connection.close()
+
+
+@pytest.mark.parametrize("method", [b"GET", b"HEAD"])
+@pytest.mark.parametrize("headers", [[], [(b"content-length", b"30")]])
+def test_a_body_is_written_as_h11_writes_it(method, headers):
+    """Chunks take a short cut past h11's state machine."""
+    outputs = []
+    for kind in (h11.Connection, GuardedConnection):
+        connection = kind(h11.SERVER)
+        output = b""
+        for _ in range(2):
+            connection.receive_data(method + b" / HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert type(connection.next_event()) is h11.Request
+            assert type(connection.next_event()) is h11.EndOfMessage
+            output += connection.send(h11.Response(status_code=200, headers=headers))
+            for size in (17, 0, 13):
+                output += connection.send(h11.Data(data=b"" if method == b"HEAD" else b"x" * size))
+            output += connection.send(h11.EndOfMessage())
+            connection.start_next_cycle()
+        outputs.append(output)
+    assert outputs[0] == outputs[1]

@@ -3,6 +3,7 @@
 import socket
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from server.config import ServerConfig
 from server.errors import SettingError
 from server.options import OPTIONS
 from server.run import summarize_paths
-from server.sampling_defaults import SamplingDefaults, read_sampling_defaults
+from server.service_links import service_links
 from server.settings import gather, make_parser, settings_of
 from tests.server.conftest import ASSETS, FakeEngine
 
@@ -119,7 +120,10 @@ def test_types():
         (["--default-temperature", "3"], {}, "--default-temperature"),
         ([], {"MOE_SERVE_POTR": "1"}, "MOE_SERVE_POTR: there is no such setting; did you mean MOE_SERVE_PORT?"),
         ([], {"MOE_SERVE_PORT": "x"}, "MOE_SERVE_PORT: 'x' is not a whole number"),
-        ([], {"MOE_SERVE_TUNE_CACHE_DIR": ""}, "MOE_SERVE_TUNE_CACHE_DIR: '' is not a path"),
+        ([], {"MOE_SERVE_API_KEY": ""}, "MOE_SERVE_API_KEY is empty"),  # G03: fail closed
+        (["--cors-origins", "example.com"], {}, "--cors-origins: cors_origins holds 'example.com'"),
+        (["--cors-origins", "https://a.b, https://c.d/"], {}, "--cors-origins: cors_origins holds 'https://c.d/'"),
+        (["--stall-timeout", "0"], {}, "--stall-timeout: stall_timeout is 0"),
         (["--model", ""], {}, "--model: '' does not exist"),
         ([], {"MOE_SERVE_ACCESS_LOG": "maybe"}, "MOE_SERVE_ACCESS_LOG: 'maybe' is not true or false"),
         (["--config", "/nope.yaml"], {}, "--config: /nope.yaml cannot be read"),
@@ -130,6 +134,64 @@ def test_refusals_name_their_source(argv, environ, words):
         configs_of(argv, environ)
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+LINKS = {
+    f"MOE_SERVE_{name}": text
+    for middle in ("", "CANARY_")
+    for name, text in {
+        f"{middle}SERVICE_HOST": "10.96.0.12",
+        f"{middle}SERVICE_PORT": "8000",
+        f"{middle}SERVICE_PORT_HTTP": "8000",
+        f"{middle}PORT": "tcp://10.96.0.12:8000",
+        f"{middle}PORT_8000_TCP": "tcp://10.96.0.12:8000",
+        f"{middle}PORT_8000_TCP_PROTO": "tcp",
+        f"{middle}PORT_8000_TCP_PORT": "8000",
+        f"{middle}PORT_8000_TCP_ADDR": "fd00::c",
+        f"{middle}PORT_53_UDP": "UDP://10.96.0.12:53",
+    }.items()
+}
+
+
+def test_variables_of_kubernetes_services_are_no_settings_g03(monkeypatch, caplog):
+    """With a Service called moe-serve, or moe-serve-canary, the service ended with status 2, again and again."""
+    seen = []
+    monkeypatch.setattr("server.run.run", lambda server, engine, listener: seen.append((server, engine)) or 0)
+    monkeypatch.setattr(cli, "bind", lambda host, port: nullcontext())
+    for name, text in {**LINKS, "MOE_SERVE_MAX_NUM_SEQS": "3"}.items():
+        monkeypatch.setenv(name, text)
+    with caplog.at_level("INFO"):
+        assert cli.main(["--host", "localhost"]) == 0
+        assert cli.main(["--host", "localhost", "--port", "0"]) == 0
+    assert [(server.port, engine.max_num_seqs) for server, engine in seen] == [(8000, 3), (0, 3)]
+    lines = [record.getMessage() for record in caplog.records if record.name == "server.cli"]
+    assert len(lines) == 2
+    assert all(name in lines[0] for name in LINKS)
+
+
+def test_a_setting_is_never_taken_for_a_service_g03():
+    for text in ("", "8000", "x", "tcp"):
+        assert service_links({setting.variable: text for setting in SETTINGS.values()}) == []
+    assert service_links({"MOE_SERVE_PROT": "8000", "MOE_SERVE_PORT": "tcp:8000", "MOE_SERVE_SERVICE_PORT": "x"}) == []
+    with pytest.raises(SettingError, match="MOE_SERVE_PORT: 'tcp:8000'"):
+        values_of([], {"MOE_SERVE_PORT": "tcp:8000"})
+
+
+def test_an_empty_variable_is_unset_g03(tmp_path):
+    names = {setting.variable for setting in SETTINGS.values()} - {"MOE_SERVE_API_KEY"}
+    assert values_of([], dict.fromkeys({*names, "MOE_SERVE_CONFIG"}, "")) == {}
+    file = tmp_path / "settings.yaml"
+    file.write_text("port: 1")
+    assert values_of(["--config", str(file)], {"MOE_SERVE_PORT": "", "MOE_SERVE_CONFIG": ""}) == {"port": 1}
+
+
+def test_a_variable_that_a_flag_overrides_is_not_parsed_g03():
+    environ = {"MOE_SERVE_PORT": "x", "MOE_SERVE_API_KEY": "", "MOE_SERVE_TUNE": "maybe", "MOE_SERVE_CONFIG": "/nope"}
+    with pytest.raises(SettingError, match="/nope cannot be read"):
+        values_of(["--port", "1", "--api-key", "k", "--no-tune"], environ)
+    del environ["MOE_SERVE_CONFIG"]
+    given = values_of(["--port", "1", "--api-key", "k", "--no-tune"], environ)
+    assert given == {"port": 1, "api_key": "k", "tune": False}
 
 
 @pytest.mark.parametrize(
@@ -195,27 +257,6 @@ def test_help_lists_all_flags_and_imports_nothing_heavy():
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, cwd=ROOT, check=True)
     assert done.stdout.splitlines()[-1] == "set()"
     assert done.stdout.startswith("moe-serve ")
-
-
-@pytest.mark.parametrize(
-    ("content", "expected"),
-    [
-        ('{"temperature": 0.6, "top_p": 0.95, "eos_token_id": 1}', SamplingDefaults(temperature=0.6, top_p=0.95)),
-        ('{"do_sample": false}', SamplingDefaults(temperature=0.0)),
-        ('{"do_sample": true, "top_k": null}', SamplingDefaults()),
-        (None, SamplingDefaults()),
-    ],
-)
-def test_sampling_defaults_of_a_checkpoint(tmp_path, content, expected):
-    if content is not None:
-        (tmp_path / "generation_config.json").write_text(content)
-    assert read_sampling_defaults(tmp_path) == expected
-
-
-def test_damaged_generation_config(tmp_path):
-    (tmp_path / "generation_config.json").write_text('{"temperature": "hot"}')
-    with pytest.raises(SettingError, match="cannot be read"):
-        read_sampling_defaults(tmp_path)
 
 
 def test_summary_of_moe_paths():

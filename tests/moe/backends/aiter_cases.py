@@ -56,10 +56,11 @@ def deepep_for(mode: DeepepMode, hidden: int) -> Any:
     return build
 
 
-def mori_for(payload: Payload, **settings: Any) -> Any:
+def mori_for(payload: Payload, fp8_dtype: torch.dtype = torch.float8_e4m3fn, **settings: Any) -> Any:
     def build(rank: Rank, config: Any) -> MoriDispatcher:
         shape = EpShape(hidden_size=H, num_experts=E, top_k=K, ep_size=rank.size())
-        return MoriDispatcher(MoriBuffer(rank, MoriSettings(max_dispatch_tokens=8, **settings), shape, payload))
+        choice = MoriSettings(max_dispatch_tokens=8, **settings)
+        return MoriDispatcher(MoriBuffer(rank, choice, shape, payload, fp8_dtype=fp8_dtype))
 
     return build
 

@@ -11,14 +11,17 @@ import torch
 from moe import Activation, MoeA2ABackend, MoeBackend, MoeRunner, StandardDispatchOutput, StandardTopK, Topology
 from moe.backends import aiter, aiter_permutes
 from moe.backends.aiter import AiterQuant, Arrival, resolve_quant
-from moe.backends.aiter_layout import shuffle_e8m0, shuffle_weight, to_fnuz
+from moe.backends.aiter_layout import shuffle_e8m0, shuffle_weight
 from moe.backends.base import Device
 from moe.config import DispatchFormat
 from moe.dispatch import mori
-from moe.dispatch.deepep_settings import DeepepMode
+from moe.dispatch.deepep_settings import DeepepMode, DeepepSettings
 from moe.dispatch.mori import MoriSettings
 from moe.dispatch.payload import Payload, choose_payload
+from moe.dispatch.round_trip import check_round_trip
+from moe.dispatch.transport import LayerTransport, build_transport
 from moe.errors import MoeConfigError, SelfCheckError, TransportStateError, UnsupportedPathError, WeightFormatError
+from moe.formats.fp8 import to_fnuz
 from moe.formats.token_groups import quantize_token_groups
 from moe.selfcheck import check_layer
 from moe.types import RunState
@@ -27,6 +30,7 @@ from tests.emulators.aiter import Aiter, install_aiter
 from tests.emulators.deepep import install_deepep
 from tests.emulators.mori import install_mori
 from tests.emulators.ranks import Rank, run_ranks
+from tests.emulators.refusal import KernelRefusal
 from tests.moe.backends import hostile
 from tests.moe.backends.aiter_cases import (
     BACKEND,
@@ -59,8 +63,7 @@ def test_alone_equals_the_twin(monkeypatch: pytest.MonkeyPatch, name: str, arch:
     assert hostile.relative_error(emulator.exact, want) < TOLERANCE[name]
     assert torch.equal(got, emulator.exact.bfloat16())
     assert torch.equal(got[2], torch.zeros(H).bfloat16()), "all ids of this token are -1"
-    mask = emulator.calls[-1].expert_mask
-    assert mask.tolist() == [1] * E + [0]
+    assert emulator.calls[-1].expert_mask is None
 
 
 @pytest.mark.parametrize("ep_size", [2, 4, 8])
@@ -144,7 +147,7 @@ def test_behind_deepep(monkeypatch: pytest.MonkeyPatch, mode: DeepepMode, name: 
         int((topk.ids >= 0).sum()) for _, topk in several_ranks.rank_inputs(num_tokens, hidden, torch.bfloat16)
     )
     used = sum(int((call.topk_ids < call.expert_mask.numel() - 1).sum()) for call in emulator.calls)
-    assert used == routed, "rows past an expert's count go to the sink"
+    assert used == routed, "G63: rows past an expert's count, and the last column, go to the sink"
 
 
 @pytest.mark.parametrize("num_tokens", RANKS)
@@ -186,12 +189,35 @@ def test_mori_slots_without_an_expert_travel_nowhere(monkeypatch: pytest.MonkeyP
     assert run_ranks(2, work) == [4, 4], "every rank keeps its own, with weight zero"
 
 
-def test_mori_on_gfx942_sends_fn_and_computes_in_fnuz(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("low_latency", [False, True])
+def test_mori_on_gfx942_sends_fnuz(monkeypatch: pytest.MonkeyPatch, low_latency: bool) -> None:
+    """G64: tokens change to the variant of the GPU before they travel; mori has no kernel for the other one."""
     emulator = install_aiter(monkeypatch, "gfx942", wide=True)
-    install_mori(monkeypatch, wide=True)
-    error = behind(MoeA2ABackend.MORI, DispatchFormat.MORI_NORMAL, mori_for(Payload.FP8), "fp8_block", [5, 4])
-    assert error < 1e-3
+    install_mori(monkeypatch, "gfx942", wide=True)
+    layout = DispatchFormat.MORI_LL if low_latency else DispatchFormat.MORI_NORMAL
+    build = mori_for(Payload.FP8, torch.float8_e4m3fnuz, low_latency=low_latency)
+    assert behind(MoeA2ABackend.MORI, layout, build, "fp8_block", [5, 4]) < 1e-3
     assert emulator.calls[-1].hidden_states.dtype == torch.float8_e4m3fnuz
+    with pytest.raises(KernelRefusal, match=r"no kernel for torch\.float8_e4m3fn on gfx942"):
+        behind(MoeA2ABackend.MORI, layout, mori_for(Payload.FP8, low_latency=low_latency), "fp8_block", [5, 4])
+
+
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+def test_mori_is_built_for_the_fp8_of_the_gpu(monkeypatch: pytest.MonkeyPatch, arch: str) -> None:
+    """G64: the transport that a model builds asks the device, and its round trip decodes what arrived."""
+    install_mori(monkeypatch, arch)
+    config = several_ranks.layer_config(experts_of("fp8_block"), 2, torch.bfloat16, max_num_tokens=16)
+
+    def work(rank: Rank) -> float:
+        topology = Topology(ep_size=2, ep_rank=rank.rank(), a2a=MoeA2ABackend.MORI, payload=Payload.FP8)
+        transport = build_transport(
+            topology, config, group=rank, settings=DeepepSettings(), payloads={Payload.FP8}, backends={MoeBackend.AITER}
+        )
+        dispatcher = transport.dispatcher(LayerTransport(backend=MoeBackend.AITER, payload=Payload.FP8))
+        formats = (DispatchFormat.MORI_NORMAL,)
+        return check_round_trip(dispatcher, formats, config, topology, max_num_tokens=16)
+
+    assert 0 < max(run_ranks(2, work)) < 6e-2
 
 
 def test_mori_settings_and_payloads_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,8 +323,13 @@ def test_which_transports_and_devices() -> None:
     )
     assert "no_combine" in reason("gfx950", "bf16", MoeA2ABackend.NONE, no_combine=True)
     assert "float32" in reason("gfx950", "bf16", MoeA2ABackend.NONE, dtype=torch.float32)
-    clamped = reason("gfx950", "mxfp4", MoeA2ABackend.NONE, activation=Activation(alpha=1.702, beta=1.0, limit=7.0))
-    assert all(words in clamped for words in ("limit=7.0", "plain SwiGLU", "a16w4", "--moe-backend torch"))
+    clamped = {"activation": Activation(alpha=1.702, beta=1.0, limit=7.0), "hidden_size": 2880}
+    assert reason("gfx950", "mxfp4", MoeA2ABackend.NONE, **clamped) == "", "G70: sizes are padded"
+    assert "gfx950" in reason("gfx942", "mxfp4", MoeA2ABackend.NONE, **clamped)
+    for name, activation in (("bf16", clamped["activation"]), ("mxfp4", Activation(limit=10.0))):
+        words = reason("gfx950", name, MoeA2ABackend.NONE, activation=activation)
+        assert "limit=" in words
+        assert f"is not supported for {name}: plain SwiGLU, or with mxfp4 GPT-OSS's" in words
 
 
 def test_no_combine_is_refused_when_the_runner_is_built() -> None:
@@ -313,7 +344,7 @@ def test_prepare_refuses_what_it_cannot_lay_out(monkeypatch: pytest.MonkeyPatch)
         BACKEND.prepare(experts_of("mxfp4", H, 128), config, Topology())
     b13, b2 = hostile.biases(E, H, I)
     biased = dataclasses.replace(experts_of("bf16"), b13=b13, b2=b2)
-    with pytest.raises(WeightFormatError, match=r"biases are not supported.*a16w4"):
+    with pytest.raises(WeightFormatError, match=r"biases are read by the kernels of GPT-OSS alone"):
         BACKEND.prepare(biased, config, Topology())
     monkeypatch.setitem(sys.modules, "aiter", None)
     with pytest.raises(UnsupportedPathError, match="needs the package aiter"):

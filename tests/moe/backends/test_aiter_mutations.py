@@ -24,7 +24,8 @@ WRONG_NUMBERS = [
     "expert mask off by one",
     "wrong nibbles",
 ]
-REFUSED = ["-1 passed on", "weight not shuffled", "mask in int64", "ids in int64", "flag lost"]
+REFUSED = ["-1 passed on", "weight not shuffled", "mask in int64", "no masked column", "ids in int64", "flag lost"]
+TWO_RANKS = Topology(ep_size=2, ep_rank=1)
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
@@ -38,9 +39,17 @@ def plant(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         patch_input(monkeypatch, lambda core: {"weights_RK": torch.ones_like(core.weights_RK)})
     elif name == "expert mask off by one":
         original_mask = aiter.expert_mask
-        monkeypatch.setattr(aiter, "expert_mask", lambda *arguments: original_mask(*arguments).roll(1))
+        monkeypatch.setattr(aiter, "expert_mask", lambda *arguments: original_mask(*arguments).roll(-1))
     elif name == "-1 passed on":
-        monkeypatch.setattr(aiter_permutes, "to_sink", lambda ids, mask: ids.to(torch.int32))
+        original_sink = aiter_permutes.with_sink
+        monkeypatch.setattr(
+            aiter_permutes, "with_sink",
+            lambda ids, weights, mask: (padded_ids(ids), original_sink(ids, weights, mask)[1]),
+        )  # fmt: skip
+    elif name == "no masked column":
+        patch_input(
+            monkeypatch, lambda core: {"ids_RK": core.ids_RK[:, :-1], "weights_RK": core.weights_RK[:, :-1]}
+        )  # fmt: skip
     elif name == "weight not shuffled":
         monkeypatch.setattr(aiter, "shuffle_weight", lambda codes: codes)
         monkeypatch.setattr(aiter, "mark_shuffled", lambda codes: codes)
@@ -50,6 +59,10 @@ def plant(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         patch_input(monkeypatch, lambda core: {"ids_RK": core.ids_RK.long()})
     elif name == "flag lost":
         monkeypatch.setattr(aiter, "mark_shuffled", lambda codes: codes.view(codes.dtype))
+
+
+def padded_ids(ids: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.pad(ids.to(torch.int32), (0, 1), value=8)
 
 
 def rotate_rows(weight: Mxfp4Weight) -> Mxfp4Weight:
@@ -79,7 +92,7 @@ def patch_input(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
 def test_planted_mistakes_are_seen(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     emulator: Aiter = install_aiter(monkeypatch)
     plant(monkeypatch, name)
-    _, x, topk, experts = run_alone("mxfp4", Topology(ep_size=2, ep_rank=1))
+    _, x, topk, experts = run_alone("mxfp4", TWO_RANKS)
     want = moe_twin(
         x, topk, hostile.shard(experts, ep=(2, 1), block=256), PLAIN, first_expert=4,
         quantize_input=BACKEND.activation_quant["mxfp4"],
@@ -94,7 +107,7 @@ def test_planted_mistakes_are_refused_by_the_kernel(monkeypatch: pytest.MonkeyPa
     install_aiter(monkeypatch)
     plant(monkeypatch, name)
     with pytest.raises(KernelRefusal):
-        run_alone("mxfp4")
+        run_alone("mxfp4", TWO_RANKS)
 
 
 def test_a_carried_over_negative_zero_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

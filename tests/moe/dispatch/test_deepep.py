@@ -352,3 +352,24 @@ def test_config_is_checked_before_the_library_is_asked(monkeypatch: pytest.Monke
             DeepepBuffer(rank, DeepepSettings(mode=DeepepMode.LOW_LATENCY), shape, sends_fp8=False)
 
     alone(work)
+
+
+@pytest.mark.parametrize(("depth", "tokens"), [("64", 32), (None, 512), ("2048", 1024)])
+def test_the_queue_depth_is_the_one_deep_ep_reads(
+    library: type[Buffer], monkeypatch: pytest.MonkeyPatch, depth: str | None, tokens: int
+) -> None:
+    """G67: refused with the depth the library took from the environment, and the remedy it names works."""
+    monkeypatch.delenv("NVSHMEM_QP_DEPTH", raising=False)
+    if depth:
+        monkeypatch.setenv("NVSHMEM_QP_DEPTH", depth)
+    settings = DeepepSettings(mode=DeepepMode.LOW_LATENCY, max_dispatch_tokens=tokens)
+
+    def work(rank: Rank) -> DeepepBuffer:
+        shape = EpShape(hidden_size=2048, num_experts=8, top_k=3, ep_size=1)
+        return DeepepBuffer(rank, settings, shape, sends_fp8=False)
+
+    with pytest.raises(MoeConfigError, match=f"deep_ep uses {depth or 1024}") as error:
+        run_ranks(1, work)
+    name, _, value = str(error.value).partition("start with ")[2].split()[0].partition("=")
+    monkeypatch.setenv(name, value)
+    run_ranks(1, work)

@@ -9,6 +9,7 @@ from moe.dispatch.deepep_settings import (
     EpShape,
     check_capture,
     check_deepep,
+    check_queue_depth,
     ll_hidden_size,
 )
 from moe.dispatch.payload import Payload, choose_payload, expert_alignment
@@ -69,25 +70,31 @@ def test_scale_pitch_names_the_limit() -> None:
         check_deepep(DeepepSettings(mode=LL, max_dispatch_tokens=6), shape(ep_size=1), sends_fp8=False)
 
 
-@pytest.mark.parametrize(("tokens", "depth"), [(511, 1024), (1024, 2050), (1, 4)])
-def test_token_limits_that_fit(tokens: int, depth: int) -> None:
-    assert DeepepSettings(mode=LL, max_dispatch_tokens=tokens, qp_depth=depth).max_dispatch_tokens == tokens
+@pytest.mark.parametrize(("tokens", "depth"), [(511, 1024), (1023, 2048), (1, 4), (1023, None)])
+def test_token_limits_that_fit_the_queue(tokens: int, depth: int | None) -> None:
+    check_queue_depth(DeepepSettings(mode=LL, max_dispatch_tokens=tokens), depth)
 
 
-@pytest.mark.parametrize(
-    ("tokens", "depth", "words"),
-    [
-        (0, 1024, ["--deepep-max-dispatch-tokens is 0", "1..1024"]),
-        (1025, 9999, ["--deepep-max-dispatch-tokens is 1025", "1..1024"]),
-        (512, 1024, ["--deepep-max-dispatch-tokens is 512", "1026", "NVSHMEM_QP_DEPTH is 1024", "at most 511"]),
-    ],
-)
-def test_token_limits_that_do_not(tokens: int, depth: int, words: list[str]) -> None:
+@pytest.mark.parametrize(("tokens", "depth"), [(512, 1024), (1024, 2048), (2, 4)])
+def test_token_limits_that_overrun_the_queue(tokens: int, depth: int) -> None:
+    """G67: the remedy named is one that deep_ep reads."""
     with pytest.raises(MoeConfigError) as error:
-        DeepepSettings(max_dispatch_tokens=tokens, qp_depth=depth)
-    for word in words:
+        check_queue_depth(DeepepSettings(max_dispatch_tokens=tokens), depth)
+    for word in (
+        f"--deepep-max-dispatch-tokens is {tokens}", f"deep_ep uses {depth}", f"NVSHMEM_QP_DEPTH={2 * (tokens + 1)}",
+        f"at most {depth // 2 - 1} tokens",
+    ):  # fmt: skip
         assert word in str(error.value)
-    assert DeepepSettings(mode=NORMAL, max_dispatch_tokens=tokens, qp_depth=depth), "normal mode has no such limit"
+    check_queue_depth(DeepepSettings(mode=NORMAL, max_dispatch_tokens=tokens), depth)
+
+
+@pytest.mark.parametrize("tokens", [0, 1025])
+def test_token_limits_are_checked_for_low_latency_alone(tokens: int) -> None:
+    """G67: settings without a transport are never refused; check_deepep runs when one is built."""
+    settings = DeepepSettings(max_dispatch_tokens=tokens)
+    with pytest.raises(MoeConfigError, match=rf"--deepep-max-dispatch-tokens is {tokens}: it must lie in 1\.\.1024"):
+        check_deepep(settings, shape(), sends_fp8=False)
+    check_deepep(DeepepSettings(mode=NORMAL, max_dispatch_tokens=tokens), shape(), sends_fp8=False)
 
 
 @pytest.mark.parametrize(("hidden", "sent"), [(2048, 2048), (2049, 2560), (2880, 3072), (7168, 7168), (64, 2048)])

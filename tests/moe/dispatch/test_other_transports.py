@@ -2,6 +2,8 @@
 
 import inspect
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from moe.backends.torch import TorchBackend, TorchRunnerCore, standard_to_torch
 from moe.config import DispatchFormat
 from moe.dispatch.deepep import DeepepBuffer, DeepepDispatcher
 from moe.dispatch.deepep_settings import DeepepMode, DeepepSettings, EpShape
-from moe.dispatch.flashinfer import FlashinferDispatcher, build_alltoall
+from moe.dispatch.flashinfer import FlashinferDispatcher, build_alltoall, group_communicator
 from moe.dispatch.mooncake import MooncakeBuffer
 from moe.dispatch.nixl import NixlBuffer
 from moe.dispatch.payload import Payload, choose_payload
@@ -24,7 +26,8 @@ from tests.emulators import alltoall
 from tests.emulators.alltoall import install_alltoall
 from tests.emulators.deep_gemm import install_deep_gemm
 from tests.emulators.low_latency import install_low_latency
-from tests.emulators.ranks import Rank, run_ranks
+from tests.emulators.ranks import Rank, run_ranks, this_rank
+from tests.emulators.refusal import KernelRefusal
 from tests.moe.backends import hostile
 from tests.moe.dispatch import several_ranks
 from tests.moe.dispatch.several_ranks import PLAIN, E, I, K
@@ -102,7 +105,7 @@ def alltoall_layer(num_tokens: list[int], hidden: int = 256) -> tuple[list[Any],
     def work(rank: Rank) -> torch.Tensor:
         index = rank.rank()
         shape = EpShape(hidden_size=hidden, num_experts=E, top_k=K, ep_size=ep_size)
-        transport = FlashinferDispatcher(build_alltoall(index, shape, 8), index, shape, 8)
+        transport = FlashinferDispatcher(build_alltoall(rank, shape, 8), index, shape, 8)
         topology = Topology(ep_size=ep_size, ep_rank=index)
         config = several_ranks.layer_config(experts, ep_size, torch.float32)
         info = TorchBackend().prepare(hostile.shard(experts, ep=(ep_size, index)), config, topology)
@@ -131,7 +134,7 @@ def test_flashinfer_slots_without_an_expert_travel_nowhere(monkeypatch: pytest.M
 
     def work(rank: Rank) -> list[int]:
         shape = EpShape(hidden_size=256, num_experts=E, top_k=K, ep_size=2)
-        transport = FlashinferDispatcher(build_alltoall(rank.rank(), shape, 8), rank.rank(), shape, 8)
+        transport = FlashinferDispatcher(build_alltoall(rank, shape, 8), rank.rank(), shape, 8)
         ids = transport.dispatch(hostile.tokens(4, 256).float(), nobody).topk_output.ids
         return (ids >= 0).any(-1).nonzero().flatten().tolist()
 
@@ -146,7 +149,7 @@ def test_flashinfer_sends_quantized_tokens_with_their_scales(monkeypatch: pytest
 
     def work(rank: Rank) -> Any:
         shape = EpShape(hidden_size=256, num_experts=E, top_k=K, ep_size=2)
-        transport = FlashinferDispatcher(build_alltoall(rank.rank(), shape, 8), rank.rank(), shape, 8, quantize)
+        transport = FlashinferDispatcher(build_alltoall(rank, shape, 8), rank.rank(), shape, 8, quantize)
         received = transport.dispatch(hostile.tokens(4, 256).float(), hostile.routing(4, E, K))
         empty = received.empty_result(torch.bfloat16)
         transport.combine(FlashinferCombineInput(empty.hidden_states.float()))
@@ -168,7 +171,61 @@ def test_flashinfer_limits_and_missing_library(monkeypatch: pytest.MonkeyPatch) 
         FlashinferDispatcher(None, 0, shape, 8).dispatch(hostile.tokens(9, 256), hostile.routing(9, E, K))
     monkeypatch.setitem(sys.modules, "flashinfer.comm", None)
     with pytest.raises(UnsupportedPathError, match="--moe-a2a-backend flashinfer needs the package flashinfer"):
-        build_alltoall(0, shape, 8)
+        run_ranks(1, lambda rank: build_alltoall(rank, shape, 8))
+
+
+def test_flashinfer_ranks_meet_over_the_experts_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """G65: no MPI; the ranks of a node are counted by host; a group of another size is refused."""
+    install_alltoall(monkeypatch)
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    monkeypatch.setattr("socket.gethostname", lambda: f"node{this_rank().rank() // 2}")
+    built: list[Any] = []
+    original = alltoall.MoeAlltoAll.__init__
+
+    def init(self: Any, mapping: Any, *rest: Any, **options: Any) -> None:
+        built.append((mapping.rank, mapping.gpus_per_node, options["mnnvl_config"].comm_backend.Get_rank()))
+        original(self, mapping, *rest, **options)
+
+    monkeypatch.setattr(alltoall.MoeAlltoAll, "__init__", init)
+    shape = EpShape(hidden_size=256, num_experts=E, top_k=K, ep_size=4)
+    run_ranks(4, lambda rank: build_alltoall(rank, shape, 8))
+    assert sorted(built) == [(0, 2, 0), (1, 2, 1), (2, 2, 2), (3, 2, 3)]
+    with pytest.raises(MoeConfigError, match="--expert-parallel-size is 4, but the group has 2 ranks"):
+        run_ranks(2, lambda rank: build_alltoall(rank, shape, 8))
+
+
+def test_flashinfer_without_a_communicator_wants_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
+    """G65: what the library does to a caller who gives it no group, or splits one."""
+    install_alltoall(monkeypatch)
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    import flashinfer.comm
+
+    def build(rank: Rank, config: Any) -> Any:
+        mapping = flashinfer.comm.Mapping(world_size=1, rank=0, tp_size=1, moe_ep_size=1)
+        return alltoall.MoeAlltoAll(mapping, 8, K, E, hidden_size=256, mnnvl_config=config)
+
+    with pytest.raises(ImportError, match="mpi4py"):
+        run_ranks(1, lambda rank: build(rank, None))
+    with pytest.raises(KernelRefusal, match="ranks of the world"):
+        run_ranks(1, lambda rank: build(rank, SimpleNamespace(comm_backend=alltoall.TorchDistBackend(rank))))
+
+
+def test_flashinfers_own_memory_takes_the_communicator(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """G65, with the library's classes and a real process group: its memory keeps the group that it was given."""
+    alltoall.import_flashinfer()
+    from flashinfer.comm import Mapping, mnnvl
+
+    monkeypatch.setattr(mnnvl.MnnvlMemory, "comm", None)
+    monkeypatch.setattr(mnnvl.MnnvlMemory, "config", None)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        ranks = group_communicator(mnnvl, torch.distributed.group.WORLD)
+        mapping = Mapping(world_size=1, rank=0, gpus_per_node=1, tp_size=1, moe_ep_size=1)
+        mnnvl.MnnvlMemory.set_comm_from_config(mapping, mnnvl.MnnvlConfig(comm_backend=ranks))
+        assert mnnvl.MnnvlMemory.get_comm(mapping) is ranks
+        assert (ranks.allgather("here"), ranks.bcast("first", 0), ranks.Get_size()) == (("here",), "first", 1)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_emulated_signatures_are_the_librarys() -> None:

@@ -1,0 +1,146 @@
+"""CPU time that the HTTP process takes for a streamed token, with an engine that only hands out tokens.
+
+    python -m benchmarks.bench_http [--protocol h11 httptools] [--streams 1 32] [--tokens 1000] [--out NAME]
+
+Server and engine are processes of their own, as in the service; the clients are threads with plain sockets. A figure is
+the server's user and system time over all tokens; protocols take turns, and the least of all rounds counts, since other
+work on the machine only adds. `httptools` is the parser that uvicorn would take by itself; install it to measure it.
+The last line is JSON.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import resource
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import uvloop
+
+from benchmarks import http_worker, record
+
+ASSETS = Path(__file__).resolve().parents[1] / "assets" / "tiny-gpt-oss"
+TOKEN_ID = 300
+
+
+async def serve(protocol: str) -> None:
+    """The HTTP process: prints its port, then its CPU seconds for every line that it reads."""
+    from engine.client import EngineClient
+    from engine.config import EngineConfig
+    from loaders.tokenizer import load_tokenizer
+    from server.app import create_app
+    from server.config import ServerConfig
+    from server.draining import DrainingServer, make_uvicorn_config
+    from server.listener import bind
+
+    engine = EngineClient(EngineConfig(model=ASSETS, max_num_seqs=256), worker_module="benchmarks.http_worker")
+    await engine.start()
+    while not engine.ready:
+        await asyncio.sleep(0.01)
+    config = ServerConfig(log_level="error")
+    app = create_app(engine, load_tokenizer(ASSETS), config)
+    uvicorn_config = make_uvicorn_config(app, config)
+    if protocol == "httptools":
+        from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+        uvicorn_config.http = HttpToolsProtocol
+    server = DrainingServer(uvicorn_config, app.state.context)
+    listener = bind("127.0.0.1", 0)
+
+    def tell() -> None:
+        if sys.stdin.readline():
+            usage = resource.getrusage(resource.RUSAGE_SELF)
+            print(usage.ru_utime + usage.ru_stime, flush=True)
+        else:
+            server.should_exit = True
+
+    asyncio.get_running_loop().add_reader(sys.stdin, tell)
+    print(listener.getsockname()[1], flush=True)
+    await server.serve(sockets=[listener])
+    await engine.close()
+
+
+def read_stream(port: int, num_tokens: int) -> None:
+    """One client: asks for a stream and reads it to its end."""
+    fields = {"prompt": [TOKEN_ID], "max_tokens": num_tokens, "stream": True, "ignore_eos": True}
+    body = json.dumps(fields).encode()
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body,
+        )
+        tail, num_events = b"", 0
+        while b"[DONE]" not in tail:
+            data = connection.recv(65536)
+            if not data:
+                raise RuntimeError("the stream ended early")
+            num_events += data.count(b"data: ")  # rarely cut between two reads
+            tail = (tail + data)[-64:]
+    if num_events < 0.9 * num_tokens:
+        raise RuntimeError(f"{num_events} events for {num_tokens} tokens: they were not streamed one by one")
+
+
+def measure(protocol: str, num_streams: int, num_tokens: int, step_s: float) -> float:
+    """Microseconds of CPU a token."""
+    environ = os.environ | {http_worker.STEP_S: str(step_s)}
+    command = [sys.executable, "-m", "benchmarks.bench_http", "--serve", protocol]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ) as process:
+        if process.stdin is None or process.stdout is None:
+            raise RuntimeError("no pipes")
+        stdin, stdout = process.stdin, process.stdout
+        port = int(stdout.readline())
+
+        def cpu_s() -> float:
+            print(file=stdin, flush=True)
+            return float(stdout.readline())
+
+        read_stream(port, 200)  # warm up
+        before_s = cpu_s()
+        clients = [threading.Thread(target=read_stream, args=(port, num_tokens)) for _ in range(num_streams)]
+        for client in clients:
+            client.start()
+        for client in clients:
+            client.join()
+        used_s = cpu_s() - before_s
+        stdin.close()
+        process.wait(30)
+    return used_s / (num_streams * num_tokens) * 1e6
+
+
+def main() -> None:
+    """Measure all protocols by turns, write the record."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--protocol", nargs="+", default=["h11"], choices=["h11", "httptools"])
+    parser.add_argument("--streams", nargs="+", type=int, default=[1, 32])
+    parser.add_argument("--tokens", type=int, default=1000, help="of a stream")
+    parser.add_argument("--step-s", type=float, default=0.005, help="seconds of an engine step")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", default="http", help="name of the JSON file")
+    parser.add_argument("--folder", type=Path, default=record.RESULTS, help="where it goes")
+    parser.add_argument("--serve", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.serve:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(serve(args.serve))
+        return
+    us_per_token: dict[str, dict[str, float]] = {}
+    for num_streams in args.streams:
+        rounds: dict[str, list[float]] = {protocol: [] for protocol in args.protocol}
+        for _ in range(args.rounds):
+            for protocol, times in rounds.items():
+                times.append(measure(protocol, num_streams, args.tokens, args.step_s))
+        us_per_token[str(num_streams)] = {protocol: round(min(t), 1) for protocol, t in rounds.items()}
+        print(f"{num_streams} streams: {us_per_token[str(num_streams)]} us of CPU a token")
+    result = {"tokens": args.tokens, "step_s": args.step_s, "rounds": args.rounds, "us_of_cpu_per_token": us_per_token}
+    if {"h11", "httptools"} <= set(args.protocol):
+        ratios = {streams: round(us["h11"] / us["httptools"], 3) for streams, us in us_per_token.items()}
+        result["h11_to_httptools"] = ratios
+    record.write(args.out, {**record.environment(), **result}, args.folder)
+    print(json.dumps(us_per_token))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,33 @@
+"""`Cors`: lets browser pages of other origins call the API. Outermost, so preflights need no key."""
+
+from collections.abc import Sequence
+
+from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from server.errors import BadRequest
+from server.middleware import error_response
+
+
+class Cors(CORSMiddleware):
+    """Starlette's middleware with our error body. Keys travel in a header, so no cookies are allowed."""
+
+    def __init__(self, app: ASGIApp, *, origins: Sequence[str]) -> None:
+        super().__init__(
+            app,
+            allow_origins=origins,
+            allow_methods=["GET", "POST"],  # HEAD needs no leave
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        """The answer to a preflight; one that is refused says which of origin, method or headers it is."""
+        response = super().preflight_response(request_headers)
+        if response.status_code == 200:
+            return response
+        refusal = error_response(BadRequest(bytes(response.body).decode(), code="cors_refused"))
+        refusal.headers["vary"] = response.headers["vary"]
+        return refusal

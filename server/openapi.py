@@ -1,0 +1,96 @@
+"""What the OpenAPI document says about routes: the bodies, which they read themselves, answers, streams and errors."""
+
+from typing import Any
+
+from fastapi import FastAPI
+from pydantic import BaseModel
+from starlette.responses import Response
+
+from server.body import body_of, component_schemas
+from server.schema.chat import ChatCompletionRequest
+from server.schema.completions import CompletionRequest, DetokenizeRequest, TokenizeRequest
+from server.schema.operations import ErrorBody
+
+_BODIES = (ChatCompletionRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
+_ERRORS = {
+    400: "A field is wrong or not supported, or the body is no JSON",
+    401: "No key, or the wrong one",
+    404: "This model is not served here",
+    408: "The body did not come in time",
+    413: "The body is too large",
+    429: "Too many requests are waiting",
+    500: "The service or its engine failed",
+    503: "Loading, draining, stalled, or without an engine",
+}
+ANY = (401, 500)
+"""Errors of every route."""
+TAKES_A_BODY = (400, 401, 404, 408, 413, 500)
+GENERATES = (*TAKES_A_BODY, 429, 503)
+
+
+def describe(
+    answer: Any,
+    *,
+    errors: tuple[int, ...] = ANY,
+    body: type[BaseModel] | None = None,
+    is_streamed: bool = False,
+) -> dict[str, Any]:
+    """Keyword arguments of a route's decorator; `answer` is the type of its JSON."""
+    responses: dict[int, Any] = {200: {"model": answer, "description": "The answer"}}
+    if is_streamed:
+        responses[200]["content"] = {"text/event-stream": {"schema": _event_stream(answer)}}
+    responses |= {status: {"model": ErrorBody, "description": _ERRORS[status]} for status in sorted(errors)}
+    extra = {} if body is None else body_of(body)
+    return {"response_class": Response, "responses": responses, "openapi_extra": extra}
+
+
+def describe_health(answer: Any) -> dict[str, Any]:
+    """The same for a health route: open without a key, and a 503 has the same body."""
+    responses = {
+        200: {"model": answer, "description": "Yes"},
+        503: {"model": answer, "description": "No; the body says why"},
+        500: {"model": ErrorBody, "description": _ERRORS[500]},
+    }
+    return {"response_class": Response, "responses": responses, "openapi_extra": {"security": []}}
+
+
+def describe_text(media_type: str) -> dict[str, Any]:
+    """The same for a route whose answer is text."""
+    described = describe(str)
+    content = {media_type: {"schema": {"type": "string"}}}
+    return {**described, "responses": {**described["responses"], 200: {"content": content, "description": "The text"}}}
+
+
+def _event_stream(answer: Any) -> dict[str, Any]:
+    """The schema of one event."""
+    kinds = [{"$ref": f"#/components/schemas/{kind.__name__}"} for kind in (answer, ErrorBody)]
+    data = {
+        "description": "JSON whose choices hold what is new, or at last an error; a good stream ends with [DONE]",
+        "anyOf": [
+            {"type": "string", "contentMediaType": "application/json", "contentSchema": {"anyOf": kinds}},
+            {"const": "[DONE]"},
+        ],
+    }
+    return {"type": "object", "required": ["data"], "properties": {"data": data}}
+
+
+def complete_document(app: FastAPI, *, has_key: bool) -> None:
+    """Make `app.openapi()` name the schemas of bodies and, if there is one, the key; no route gives a 422."""
+    make_document = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        document = make_document()
+        components = document.setdefault("components", {})
+        schemas = components.setdefault("schemas", {})
+        schemas.update(component_schemas(_BODIES))
+        for name in ("HTTPValidationError", "ValidationError"):
+            schemas.pop(name, None)
+        for operations in document["paths"].values():
+            for operation in operations.values():
+                operation["responses"].pop("422", None)
+        if has_key:
+            components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+            document["security"] = [{"key": []}]
+        return document
+
+    app.openapi = openapi  # type: ignore[method-assign]

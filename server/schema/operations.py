@@ -1,0 +1,75 @@
+"""Answers of the routes around generation: errors, models, tokenizer, health."""
+
+from typing import Any, Literal
+
+from typing_extensions import TypedDict
+
+
+class ErrorDetails(TypedDict):
+    """What went wrong; `param` is the request field to change."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(TypedDict):
+    """Body of every error."""
+
+    error: ErrorDetails
+
+
+class ModelEntry(TypedDict):
+    """A name under which the model is served."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int | None
+
+
+class ModelList(TypedDict):
+    """All served names."""
+
+    object: Literal["list"]
+    data: list[ModelEntry]
+
+
+class Tokens(TypedDict):
+    """Token ids of a text; `max_model_len` is null while the model loads."""
+
+    tokens: list[int]
+    count: int
+    max_model_len: int | None
+
+
+class Text(TypedDict):
+    """Text of token ids."""
+
+    prompt: str
+
+
+class Liveness(TypedDict):
+    """`reason` is null while alive."""
+
+    status: Literal["alive", "dead"]
+    reason: str | None
+
+
+class Readiness(TypedDict):
+    """`reason` is null when ready; `engine` is null while the model loads."""
+
+    status: Literal["ready", "not ready"]
+    reason: str | None
+    load_error: str | None
+    models: list[str]
+    engine: dict[str, Any] | None
+    stats: dict[str, int] | None
+
+
+class Version(TypedDict):
+    """Version of this service."""
+
+    version: str

@@ -1,0 +1,44 @@
+"""`StallWatch`: notices that the engine turns but gets nothing done, which its heartbeat does not show."""
+
+import logging
+import time
+from collections.abc import Callable
+
+from server.running import Engine
+
+log = logging.getLogger(__name__)
+
+
+class StallWatch:
+    """A stall: requests wait or run, and for `timeout_s` seconds not one token of prompt or answer is computed."""
+
+    def __init__(self, engine: Engine, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._engine = engine
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._progress: tuple[int, int] | None = None  # tokens of prompts and of answers
+        self._since_s = clock()
+        self._is_stalled = False
+
+    def check(self) -> str | None:
+        """None, or what stalls, fit to be shown. Call it again and again; beginning and end of a stall are logged."""
+        stats = self._engine.stats
+        progress = None
+        if self._engine.ready and stats is not None and stats.num_waiting + stats.num_running > 0:
+            progress = (stats.num_prompt_tokens, stats.num_generated_tokens)
+        if progress is None or progress != self._progress:
+            self._progress, self._since_s = progress, self._clock()
+        stalled_s = self._clock() - self._since_s
+        if stats is None or progress is None or stalled_s < self._timeout_s:
+            if self._is_stalled:
+                log.info("the engine's stall is over")
+            self._is_stalled = False
+            return None
+        reason = (
+            f"the engine stalls: {stats.num_waiting} requests wait and {stats.num_running} run, but no token was "
+            f"computed for {stalled_s:.0f} s"
+        )
+        if not self._is_stalled:
+            log.error("%s; %d of %d KV pages are in use", reason, stats.num_pages_used, stats.num_pages_total)
+        self._is_stalled = True
+        return reason

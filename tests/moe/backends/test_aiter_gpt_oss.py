@@ -1,0 +1,178 @@
+"""G70: GPT-OSS's experts on aiter: biases, clamp and padding go through the library's own arguments."""
+
+import dataclasses
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from moe import MoeA2ABackend, MoeBackend, MoeRunner, StandardDispatchOutput, Topology
+from moe.backends import aiter_gpt_oss
+from moe.backends.aiter_gpt_oss import GPT_OSS, HALF_ROWS
+from moe.config import DispatchFormat
+from moe.dispatch.deepep_settings import DeepepMode
+from moe.errors import SelfCheckError, UnsupportedPathError, WeightFormatError
+from moe.formats import Bf16Weight, ExpertWeights, Mxfp4Weight
+from moe.selfcheck import check_layer
+from moe.twin import moe_twin
+from tests.emulators import aiter as emulated
+from tests.emulators.aiter import install_aiter
+from tests.emulators.deepep import install_deepep
+from tests.moe.backends import hostile
+from tests.moe.backends.aiter_cases import BACKEND, E, K, deepep_for
+from tests.moe.dispatch import several_ranks
+
+H, I = 192, 160  # neither is a multiple of the tile
+NONE = MoeA2ABackend.NONE
+
+
+def experts_of(*, with_biases: bool = True, hidden: int = H, inter: int = I) -> ExpertWeights:
+    w13, w2 = hostile.dense_experts(E, hidden, inter)
+    b13, b2 = hostile.biases(E, hidden, inter) if with_biases else (None, None)
+    return ExpertWeights(w13=Mxfp4Weight.quantize(w13), w2=Mxfp4Weight.quantize(w2), b13=b13, b2=b2)
+
+
+def run(experts: ExpertWeights, x: torch.Tensor, topk: Any, topology: Topology) -> torch.Tensor:
+    config = several_ranks.layer_config(experts, 1, torch.bfloat16, activation=GPT_OSS)
+    config = dataclasses.replace(config, num_experts=E)
+    info = BACKEND.prepare(experts, config, topology)
+    return MoeRunner(MoeBackend.AITER, NONE, config).run(StandardDispatchOutput(x, topk), info).hidden_states
+
+
+@pytest.mark.parametrize("with_biases", [True, False])
+@pytest.mark.parametrize(("hidden", "inter"), [(H, I), (2880, 96), (256, 256)])
+def test_few_rows_equal_the_twin(monkeypatch: pytest.MonkeyPatch, with_biases: bool, hidden: int, inter: int) -> None:
+    emulator = install_aiter(monkeypatch, wide=True)
+    experts = experts_of(with_biases=with_biases, hidden=hidden, inter=inter)
+    x, topk = hostile.tokens(9, hidden, size=6.0), hostile.routing(9, E, K)
+    want = hostile.reference(x, topk, experts, GPT_OSS)
+    got = run(experts, x, topk, Topology())
+    assert (got.shape, got.is_contiguous()) == (x.shape, True)
+    assert hostile.relative_error(got, want) < 1e-5
+    call = emulator.calls[-1]
+    assert (call.hidden_pad, call.intermediate_pad) == (-hidden % 256, -inter % 256)
+    assert (call.gate_mode, call.swiglu_limit, call.activation) == ("interleave", 7.0, emulated.ActivationType.Swiglu)
+
+
+def test_many_rows_are_rounded_to_fp8_and_stay_within_the_tolerance(monkeypatch: pytest.MonkeyPatch) -> None:
+    install_aiter(monkeypatch, wide=True)
+    experts = experts_of()
+    x, topk = hostile.tokens(256, H, size=6.0), hostile.routing(256, E, K)
+    got = run(experts, x, topk, Topology())
+    exact = hostile.reference(x, topk, experts, GPT_OSS)
+    rounded = moe_twin(x, topk, experts, GPT_OSS, quantize_input=lambda x, weight: emulated.mxfp8(x))
+    assert hostile.relative_error(got, rounded) < 1e-3
+    assert 1e-2 < hostile.relative_error(got, exact) < BACKEND.tolerance_for("mxfp4", config_of(experts)) / 1.5
+
+
+def config_of(experts: ExpertWeights) -> Any:
+    return several_ranks.layer_config(experts, 1, torch.bfloat16, activation=GPT_OSS)
+
+
+@pytest.mark.parametrize(("tp", "ep"), [(2, 1), (1, 2), (2, 2), (8, 1)])
+def test_ranks_sum_to_one_and_one_of_them_adds_the_bias(monkeypatch: pytest.MonkeyPatch, tp: int, ep: int) -> None:
+    """Of 8 tensor-parallel ranks three own no block of the intermediate axis."""
+    install_aiter(monkeypatch, wide=True)
+    experts, x, topk = experts_of(), hostile.tokens(9, H, size=6.0), hostile.routing(9, E, K)
+    total = torch.zeros(9, H)
+    for tp_rank in range(tp):
+        for ep_rank in range(ep):
+            topology = Topology(tp_size=tp, tp_rank=tp_rank, ep_size=ep, ep_rank=ep_rank)
+            total += run(hostile.shard(experts, tp=(tp, tp_rank), ep=(ep, ep_rank)), x, topk, topology)
+    assert hostile.relative_error(total, hostile.reference(x, topk, experts, GPT_OSS)) < 1e-5
+
+
+def test_behind_deepep(monkeypatch: pytest.MonkeyPatch) -> None:
+    install_aiter(monkeypatch, wide=True)
+    install_deepep(monkeypatch, wide=True)
+    experts = experts_of(hidden=2048, inter=32)
+    inputs = several_ranks.rank_inputs([5, 4], 2048, torch.bfloat16)
+    for mode in (DeepepMode.NORMAL, DeepepMode.LOW_LATENCY):
+        outputs = several_ranks.run_layer(
+            experts, inputs, backend=MoeBackend.AITER, a2a=MoeA2ABackend.DEEPEP, formats=mode.dispatch_formats,
+            dispatcher_for=deepep_for(mode, 2048), dtype=torch.bfloat16, activation=GPT_OSS,
+        )  # fmt: skip
+        wants = [moe_twin(x, topk, experts, GPT_OSS) for x, topk in inputs]
+        assert hostile.relative_error(torch.cat(outputs), torch.cat(wants)) < 1e-5
+
+
+def halves_in_order(halves: torch.Tensor, rows: int) -> torch.Tensor:
+    del rows
+    return halves
+
+
+@pytest.mark.parametrize("mistake", ["halves in order", "bias in bf16", "bias on every rank", "padding not told"])
+def test_planted_mistakes_are_seen(monkeypatch: pytest.MonkeyPatch, mistake: str) -> None:
+    install_aiter(monkeypatch, wide=True)
+    parts = aiter_gpt_oss.GptOssParts
+    arguments = parts.arguments
+    changes: dict[str, Any] = {
+        "bias in bf16": lambda self: arguments(self) | {"bias1": self.b13.bfloat16()},
+        "bias on every rank": lambda self: arguments(self) | {"bias2": self.b2 + 1.0},
+        "padding not told": lambda self: arguments(self) | {"hidden_pad": self.hidden_pad + 128},
+    }
+    if mistake == "halves in order":
+        monkeypatch.setattr(aiter_gpt_oss, "interleave_halves", halves_in_order)
+    else:
+        monkeypatch.setattr(parts, "arguments", changes[mistake])
+    experts, x, topk = experts_of(), hostile.tokens(9, H, size=6.0), hostile.routing(9, E, K)
+    if mistake == "bias in bf16":
+        with pytest.raises(TypeError, match="bias must be fp32"):
+            run(experts, x, topk, Topology())
+        return
+    error = hostile.relative_error(run(experts, x, topk, Topology()), hostile.reference(x, topk, experts, GPT_OSS))
+    assert not error < 1e-2
+
+
+@pytest.mark.parametrize("num_rows", [9, 300])
+def test_the_self_check_passes_and_sees_a_damaged_layer(monkeypatch: pytest.MonkeyPatch, num_rows: int) -> None:
+    install_aiter(monkeypatch)
+    experts = experts_of()
+    config = several_ranks.layer_config(experts, 1, torch.bfloat16, activation=GPT_OSS, max_num_tokens=num_rows)
+    info = BACKEND.prepare(experts, config, Topology())
+    runner = MoeRunner(MoeBackend.AITER, NONE, config)
+    assert check_layer(runner, info, experts, layer=0, topology=Topology()).worst_error < 2e-2
+    b13 = info.gpt_oss.b13  # type: ignore[union-attr]
+    damaged = dataclasses.replace(info, gpt_oss=dataclasses.replace(info.gpt_oss, b13=b13.roll(1, 0)))  # type: ignore[type-var, union-attr]
+    with pytest.raises(SelfCheckError, match="layer 0, aiter/none"):
+        check_layer(runner, damaged, experts, layer=0, topology=Topology())
+
+
+def test_interleaved_layout_is_the_librarys_byte_map() -> None:
+    """Gate and up alternate by 16 rows, checked against the formulas of `shuffle_weight_a16w4` and its scales."""
+    g = torch.Generator().manual_seed(1)
+    codes = torch.randint(0, 256, (2, 512, 128), dtype=torch.uint8, generator=g)
+    scales = torch.randint(120, 130, (2, 512, 8), dtype=torch.uint8, generator=g)
+    experts = ExpertWeights(w13=Mxfp4Weight(codes, scales), w2=Mxfp4Weight(codes[:, :256], scales[:, :256]))
+    laid_out = aiter_gpt_oss.prepare_gpt_oss(experts, experts.w13, experts.w2, Topology())  # type: ignore[arg-type]
+    flat = laid_out.w13.view(torch.uint8).flatten(1)
+    assert torch.equal(flat[:, :16], codes[:, 0, :16]), "gate row 0"
+    assert torch.equal(flat[:, 16:32], codes[:, 1, :16]), "gate row 1"
+    up_tile = HALF_ROWS * 128  # after the whole first tile of gate
+    assert torch.equal(flat[:, up_tile : up_tile + 16], codes[:, 256, :16]), "up row 0"
+    exponents = laid_out.w13_scale.view(2, -1)
+    firsts = [scales[0, row, col] for row, col in ((0, 0), (256, 0), (0, 4), (256, 4), (1, 0), (257, 0))]
+    assert exponents[0, :6].tolist() == [int(value) for value in firsts]
+    emulator = emulated.Aiter("gfx950", wide=True)
+    decoded = emulator._mxfp4_interleaved(laid_out.w13, laid_out.w13_scale)
+    assert torch.equal(decoded, experts.w13.dequantize())
+
+
+def test_what_the_kernels_do_not_compute_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    install_aiter(monkeypatch)
+    experts = experts_of(hidden=256, inter=256)
+    config = several_ranks.layer_config(experts, 1, torch.bfloat16)
+    with pytest.raises(WeightFormatError, match=r"biases are read by the kernels of GPT-OSS alone \(mxfp4"):
+        BACKEND.prepare(experts, config, Topology())
+    w13, w2 = hostile.dense_experts(E, 256, 256)
+    plain = ExpertWeights(w13=Bf16Weight.quantize(w13), w2=Bf16Weight.quantize(w2))
+    with pytest.raises(UnsupportedPathError, match="is not supported for bf16: plain SwiGLU"):
+        BACKEND.prepare(plain, config_of(plain), Topology())
+    old = SimpleNamespace(fused_moe=lambda hidden_states, expert_mask, num_local_tokens, dtype, a1_scale, bias1: None)
+    monkeypatch.setitem(sys.modules, "aiter.fused_moe", old)
+    BACKEND.prepare(plain, several_ranks.layer_config(plain, 1, torch.bfloat16), Topology())
+    with pytest.raises(UnsupportedPathError, match="no bias2, gate_mode, hidden_pad, intermediate_pad, swiglu_limit"):
+        BACKEND.prepare(experts, config_of(experts), Topology())
+    assert DispatchFormat.STANDARD in MoeRunner(MoeBackend.AITER, NONE, config_of(experts)).dispatch_formats

@@ -1,0 +1,89 @@
+"""Runs `masked_swiglu` in Triton's interpreter, on the CPU, and prints by case what is wrong, as JSON.
+
+Started as a program of its own, since Triton decides when it is imported whether it compiles or interprets.
+"""
+
+import json
+import sys
+from typing import Any
+
+import torch
+from triton.runtime.errors import InterpreterError
+
+from moe import Activation
+from moe.backends.deep_gemm_layout import swiglu_reference
+from moe.formats.token_groups import dequantize_token_groups, unpack_ue8m0
+from moe.kernels.masked_swiglu import masked_swiglu, masked_swiglu_kernel
+from tests.moe.kernels.watched import watch
+
+WATCH = watch(masked_swiglu_kernel)
+DEEPSEEK_V4, GPT_OSS = Activation(limit=10.0), Activation(alpha=1.702, beta=1.0, limit=7.0)
+
+
+def decoded(result: tuple[torch.Tensor, torch.Tensor], inter: int) -> torch.Tensor:
+    codes, scales = result
+    if scales.dtype == torch.int32:
+        scales = unpack_ue8m0(scales, inter // 128)
+    return dequantize_token_groups(codes, scales)
+
+
+def compare(counts: list[int], num_rows: int, inter: int, activation: Activation, ue8m0: bool) -> str:
+    """Empty if live rows equal the reference and nothing else was written."""
+    g = torch.Generator().manual_seed(num_rows + inter)
+    h = (torch.randn(len(counts), num_rows, 2 * inter, generator=g) * 6).bfloat16()
+    h[0, 0, :128] = 0.0  # a group of zeros
+    counts_E = torch.tensor(counts, dtype=torch.int32)
+    for expert, count in enumerate(counts):
+        h[expert, count:] = float("nan")
+    got, want = (
+        masked_swiglu(h, counts_E, activation, ue8m0=ue8m0),
+        swiglu_reference(h, counts_E, activation, ue8m0=ue8m0),
+    )
+    for part, (ours, theirs) in enumerate(zip(got, want, strict=True)):
+        if (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
+            return f"{part}: {ours.dtype} {tuple(ours.shape)}, not {theirs.dtype} {tuple(theirs.shape)}"
+    if num_rows > 1 and (got[1].stride(-2) != 1 or got[1].stride(-1) % 4 or got[1].stride(-1) < num_rows):
+        return f"scales have strides {got[1].stride()}"
+    is_live = torch.arange(num_rows) < counts_E[:, None]
+    if not (decoded(got, inter)[~is_live].isnan() | (got[0].view(torch.uint8)[~is_live] == 0x7F)).all():
+        return "a row past the count was written"
+    live_got, live_want = decoded(got, inter)[is_live], decoded(want, inter)[is_live]
+    error = float((live_got - live_want).norm() / live_want.norm().clamp_min(1e-30))
+    same = float((got[0].float()[is_live] == want[0].float()[is_live]).float().mean())
+    if any(counts) and not (error < 2e-3 and same > 0.99):
+        return f"error {error:.2g}, {same:.4f} of the codes are the same"
+    return ""
+
+
+def reads_no_row_past_the_count() -> str:
+    """The tensors end with the last live row, in the middle of a block of rows; the watch raises beyond."""
+    h, scale = torch.ones(1, 5, 512).bfloat16(), torch.empty(1, 2, 16)
+    q = torch.empty(1, 16, 256, dtype=torch.uint8)
+    constants = {"HAS_LIMIT": False, "UE8M0": False, "GROUP": 128, "BLOCK_R": 16, "USE_CAST": False}
+    arguments: tuple[Any, ...] = (q, scale, 5, 2, 16, 1.0, 0.0, 0.0)
+    for count, is_wrong in ((5, False), (6, True)):
+        try:
+            masked_swiglu_kernel[(1, 1, 2)](h, torch.tensor([count], dtype=torch.int32), *arguments, **constants)
+        except InterpreterError as error:
+            if not is_wrong or "WrongAccessError" not in str(error):
+                return str(error)
+        else:
+            if is_wrong:
+                return "the watch sleeps"
+    return ""
+
+
+CASES = {
+    "fp32 scales": lambda: compare([3, 0, 17, 32], 32, 256, DEEPSEEK_V4, False),
+    "fp32 scales, odd rows": lambda: compare([5, 7], 7, 128, Activation(), False),
+    "packed exponents": lambda: compare([3, 0, 17, 20], 20, 512, DEEPSEEK_V4, True),
+    "packed exponents, words not full": lambda: compare([1, 18], 20, 640, Activation(), True),
+    "gpt-oss": lambda: compare([2, 4], 4, 128, GPT_OSS, False),
+    "one run of rows": lambda: compare([128], 128, 128, DEEPSEEK_V4, False),
+    "nobody": lambda: compare([0, 0, 0], 8, 128, DEEPSEEK_V4, False),
+    "no row past the count is read": reads_no_row_past_the_count,
+}
+
+if __name__ == "__main__":
+    torch.use_deterministic_algorithms(True)  # and so what `torch.empty` returns is NaN
+    json.dump({name: case() for name, case in CASES.items()}, sys.stdout)

@@ -1,0 +1,111 @@
+"""The service as a process of its own around the scripted engine of the engine tests, which needs no torch."""
+
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+import httpx2
+
+from tests.server.conftest import ASSETS, wait_until
+
+ROOT = Path(__file__).resolve().parents[2]
+PLAIN = "import sys; from server.start import main; sys.exit(main())"
+SCRIPTED = """
+import functools, sys
+import engine.client
+import server.run
+from server.start import main
+server.run.EngineClient = functools.partial(engine.client.EngineClient, worker_module="tests.engine.fake_worker")
+sys.exit(main())
+"""
+
+
+class ServiceProcess:
+    """A running service; output in files."""
+
+    def __init__(self, process: subprocess.Popen, folder: Path) -> None:
+        self.process = process
+        self._folder = folder
+
+    @property
+    def out(self) -> str:
+        return _read(self._folder / "out")
+
+    @property
+    def err(self) -> str:
+        return _read(self._folder / "err")
+
+    @property
+    def url(self) -> str:
+        """The address, once the service is ready."""
+        wait_until(lambda: "ready at" in self.out or self.process.poll() is not None, 60)
+        found = re.search(r"ready at (http://127.0.0.1:\d+)/v1", self.out)
+        assert found, self.err
+        return found[1]
+
+    @property
+    def engine_pid(self) -> int:
+        return int(Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()[0])
+
+    def http(self) -> httpx2.Client:
+        return httpx2.Client(base_url=self.url, timeout=30)
+
+    def signal(self, sig: signal.Signals) -> None:
+        self.process.send_signal(sig)
+
+
+def model_folder(folder: Path, kind: str) -> Path:
+    """A checkpoint without weights; its name tells the scripted engine how to behave."""
+    model = folder / kind
+    model.mkdir(parents=True)
+    for file in ASSETS.iterdir():
+        if file.suffix in (".json", ".jinja"):
+            shutil.copy(file, model)
+    return model
+
+
+@contextmanager
+def start(
+    folder: Path, kind: str = "slow", *argv: str, code: str = SCRIPTED, flags: tuple[str, ...] = (), **popen: object
+) -> Iterator[ServiceProcess]:
+    """The process; killed at the end, with its engine, if it still runs."""
+    model = model_folder(folder, kind)
+    command = [sys.executable, *flags, "-c", code, "--port", "0", "--model", str(model), *argv]
+    files = {"stdout": folder / "out", "stderr": folder / "err"}
+    options = {name: popen.pop(name, file) for name, file in files.items()}
+    with ExitStack() as stack:
+        streams = {name: stack.enter_context(open(file, "w")) for name, file in options.items()}
+        process = stack.enter_context(subprocess.Popen(command, cwd=ROOT, **streams, **popen))
+        stack.callback(process.kill)
+        yield ServiceProcess(process, folder)
+
+
+def _read(file: Path) -> str:
+    return file.read_text() if file.exists() else ""
+
+
+def free_port() -> int:
+    """A port for a service that cannot say which one it took."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return taken.getsockname()[1]
+
+
+def health(http: httpx2.Client) -> int | None:
+    """Status of `/health`; None while nobody listens."""
+    with suppress(httpx2.TransportError):
+        return http.get("/health").status_code
+    return None
+
+
+def has_ended(pid: int) -> bool:
+    """Whether a process is gone, or dead and not yet waited for."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True

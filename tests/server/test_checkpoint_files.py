@@ -1,0 +1,137 @@
+"""A checkpoint's small files: sampling defaults, tokenizer, chat template. Damage is named before the start."""
+
+import codecs
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from server.errors import SettingError
+from server.run import load_checked_tokenizer
+from server.sampling_defaults import RANGES, SamplingDefaults, read_sampling_defaults
+from server.schema.common import GenerationRequest
+from tests.server.conftest import ASSETS
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ('{"temperature": 0.6, "top_p": 0.95, "eos_token_id": 1}', SamplingDefaults(temperature=0.6, top_p=0.95)),
+        ('{"do_sample": false}', SamplingDefaults(temperature=0.0)),
+        ('{"do_sample": false, "temperature": 0.6}', SamplingDefaults(temperature=0.0)),  # G30
+        ('\ufeff{"do_sample": false, "temperature": 0.6, "top_p": 0.95}', SamplingDefaults(temperature=0, top_p=0.95)),
+        ('{"do_sample": true, "temperature": 0.6}', SamplingDefaults(temperature=0.6)),
+        ('{"top_k": -1, "top_p": 1, "temperature": 2}', SamplingDefaults(top_k=-1, top_p=1.0, temperature=2.0)),
+        ('{"do_sample": true, "top_k": null}', SamplingDefaults()),
+        (None, SamplingDefaults()),
+    ],
+)
+def test_sampling_defaults_of_a_checkpoint(tmp_path, content, expected):
+    if content is not None:
+        (tmp_path / "generation_config.json").write_text(content)
+    assert read_sampling_defaults(tmp_path) == expected
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ('{"temperature": -1}', "temperature is -1: it must be between 0 and 2"),
+        ('{"temperature": "hot"}', 'temperature is "hot": it must be a number'),
+        ('{"temperature": NaN}', "temperature is nan"),
+        ('{"top_p": 0}', "top_p is 0: it must be above 0 and at most 1"),
+        ('{"top_k": 0.5}', "top_k is 0.5: it must be an integer"),
+        ('{"min_p": true}', "min_p is true: it must be a number"),
+        ('{"repetition_penalty": 11, "do_sample": false}', "repetition_penalty is 11"),
+        ('{"temperature": 3, "do_sample": false}', "temperature is 3"),
+        ("[]", "must hold a JSON object"),
+        ("{", "cannot be read as JSON"),
+    ],
+)
+def test_sampling_defaults_that_a_request_could_not_have_are_refused_g30(tmp_path, content, words):
+    (tmp_path / "generation_config.json").write_text(content)
+    with pytest.raises(SettingError, match=re.escape(words)) as caught:
+        read_sampling_defaults(tmp_path)
+    assert str(tmp_path / "generation_config.json") in str(caught.value)
+
+
+@pytest.mark.parametrize("name", sorted(RANGES))
+def test_ranges_of_defaults_are_those_of_the_api_g30(name):
+    low, high = RANGES[name]
+    step = 1 if name == "top_k" else 1e-9
+    for value, is_allowed in ((low, True), (high, True), (low - step, False), (high + step, False)):
+        fields = {name: value}
+        if is_allowed:
+            assert getattr(GenerationRequest(**fields), name) == value
+        else:
+            with pytest.raises(ValidationError):
+                GenerationRequest(**fields)
+
+
+@pytest.fixture
+def model_folder(tmp_path):
+    """A copy of the bundled model whose small files a test may change."""
+    for path in ASSETS.iterdir():
+        if path.suffix == ".safetensors":
+            (tmp_path / path.name).symlink_to(path)
+        else:
+            shutil.copy(path, tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "words"),
+    [
+        (
+            "chat_template.jinja",
+            "{{ bos_token }}\n{% for m in messages %}\n{{ m.content }",
+            "line 3 of the chat template",
+        ),
+        ("chat_template.jinja", "a\n{% generation %}b", "line 2 of the chat template"),
+        ("chat_template.jinja", "a\n\n{% no_such_tag %}", "line 3 of the chat template"),
+        ("chat_template.jinja", "{{ 1 | no_such_filter }}", "line 1 of the chat template"),
+        ("chat_template.jinja", b"\xff\xfe", "not UTF-8"),
+        ("tokenizer_config.json", {"chat_template": [{"name": "default"}]}, "chat_template[0] must be an object"),
+        ("tokenizer_config.json", {"chat_template": ["text"]}, "chat_template[0] must be an object"),
+        ("tokenizer_config.json", {"chat_template": 5}, "chat_template must be text or a list"),
+        ("tokenizer_config.json", {"chat_template": "{% if %}"}, "line 1 of the chat template"),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"7": {}}}, "added_tokens_decoder[7] must be an object"),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"7": "x"}}, "added_tokens_decoder[7] must be an object"),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"x": {"content": "y"}}}, "'x', which is no token id"),
+        ("tokenizer_config.json", {"added_tokens_decoder": [1]}, "added_tokens_decoder must be an object"),
+    ],
+)
+def test_damaged_tokenizer_files_are_named_g29(model_folder, file, content, words):
+    if file == "tokenizer_config.json":
+        (model_folder / "chat_template.jinja").unlink()
+        content = json.dumps(content)
+    (model_folder / file).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(SettingError, match=re.escape(words)) as caught:
+        load_checked_tokenizer(model_folder)
+    assert str(caught.value).startswith(f"--model: {model_folder / file}: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_damaged_template_is_refused_before_the_engine_starts_g29(model_folder):
+    (model_folder / "chat_template.jinja").write_text("{% for %}")
+    command = [sys.executable, "-m", "server", "--model", str(model_folder), "--port", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT, check=False)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+    assert "line 1 of the chat template" in done.stderr
+
+
+def test_a_byte_order_mark_is_no_part_of_a_file_g29(model_folder):
+    plain = load_checked_tokenizer(model_folder)
+    for name in ("chat_template.jinja", "tokenizer.json", "tokenizer_config.json"):
+        path = model_folder / name
+        path.write_bytes(codecs.BOM_UTF8 + path.read_bytes())
+    marked = load_checked_tokenizer(model_folder)
+    assert marked.chat_template == plain.chat_template
+    assert marked.encode("Paris is it.") == plain.encode("Paris is it.")
+    assert marked.special_tokens == plain.special_tokens

@@ -1,0 +1,119 @@
+"""How the service starts: signals that come early (G07), and standard streams or folders it cannot write to (G08)."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import httpx2
+import pytest
+
+from tests.server.conftest import wait_until
+from tests.server.service_process import PLAIN, ROOT, SCRIPTED, free_port, has_ended, health, start
+
+ASK = {"prompt": [5], "max_tokens": 3, "ignore_eos": True}
+
+
+@pytest.mark.parametrize(
+    ("module", "sig", "status"),
+    [(module, signal.SIGTERM, 0) for module in ("server.streams", "argparse", "uvloop", "fastapi")]
+    + [("uvloop", signal.SIGINT, 130)],
+)
+def test_a_signal_during_the_imports_ends_the_service_g07(tmp_path, module, sig, status):
+    """As process 1 it went on: the system drops signals that such a process does not handle. With fastapi, the engine's
+    process runs already.
+    """
+    with start(tmp_path, "slow", code=PLAIN, flags=("-X", "importtime")) as service:
+        wait_until(lambda: any(line.split("|")[-1].strip() == module for line in service.err.splitlines()), 30)
+        children = [] if module != "fastapi" else [service.engine_pid]
+        service.signal(sig)
+        assert service.process.wait(10) == status
+        wait_until(lambda: all(has_ended(pid) for pid in children))
+    assert "Traceback" not in service.err
+    assert service.out == ""
+
+
+READ_ONLY = """
+import os, sys
+
+def refuse_to_write(event, args):
+    if event == "os.mkdir" or (event == "open" and args[2] & (os.O_CREAT | os.O_WRONLY | os.O_RDWR)):
+        raise OSError(30, "Read-only file system", args[0])
+
+sys.addaudithook(refuse_to_write)
+"""
+
+
+def closing(*descriptors):
+    def close():
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+    return close
+
+
+def full_disk():
+    return open("/dev/full", "w")
+
+
+STREAMS = {
+    "output closed": {"preexec_fn": closing(1)},
+    "all closed": {"preexec_fn": closing(0, 1, 2)},
+    "output on a full disk": {"stdout": "/dev/full"},
+    "both on a full disk": {"stdout": "/dev/full", "stderr": "/dev/full"},
+}
+
+
+@pytest.mark.parametrize("kind", STREAMS)
+def test_standard_streams_that_cannot_be_written_do_not_matter_g08(tmp_path, kind):
+    """They ended the service with a traceback, or turned the status at the end into 1."""
+    port = free_port()
+    with start(tmp_path, "fake", "--port", str(port), **STREAMS[kind]) as service:
+        with httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as http:
+            wait_until(lambda: health(http) == 200, 30)
+            assert http.post("/v1/completions", json=ASK).json()["usage"]["completion_tokens"] == 3
+        service.signal(signal.SIGTERM)
+        assert service.process.wait(30) == 0
+    assert "Traceback" not in service.err
+    assert ("standard output cannot be written: No space left on device" in service.err) == (
+        kind == "output on a full disk"
+    )
+
+
+def test_no_writable_folder_is_needed_g08(tmp_path):
+    """Neither a read-only root nor a long TMPDIR matters: the sockets between the processes have abstract names."""
+    environ = os.environ | {"TMPDIR": str(tmp_path / ("a" * 120))}
+    with start(tmp_path, "fake", code=READ_ONLY + SCRIPTED, env=environ) as service:
+        with service.http() as http:
+            assert http.post("/v1/completions", json=ASK).json()["usage"]["completion_tokens"] == 3
+        service.signal(signal.SIGTERM)
+        assert service.process.wait(30) == 0
+
+
+def test_a_signal_while_the_model_loads_ends_the_service_with_0_g07(tmp_path):
+    port = free_port()
+    with start(tmp_path, "loading", "--port", str(port)) as service:
+        with httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as http:
+            wait_until(lambda: health(http) == 503, 30)
+        service.signal(signal.SIGTERM)
+        assert service.process.wait(30) == 0
+    assert service.out == ""
+
+
+@pytest.mark.parametrize(
+    ("argv", "options", "status", "words"),
+    [
+        (["--help"], {"stdout": "/dev/full"}, 1, "cannot write to standard output: No space left on device"),
+        (["--version"], {"stdout": "/dev/full"}, 1, "cannot write to standard output"),
+        (["explain", "--help"], {"stdout": "/dev/full"}, 1, "cannot write to standard output"),
+        (["--port", "x"], {"stderr": "/dev/full"}, 2, ""),
+    ],
+)
+def test_commands_whose_output_cannot_be_written_say_so_g08(argv, options, status, words):
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with open("/dev/full", "w") as full:
+        options = dict.fromkeys(options, full)
+        done = subprocess.run([sys.executable, "-m", "server", *argv], cwd=ROOT, check=False, **streams | options)
+    assert done.returncode == status
+    assert words in (done.stderr or "")
+    assert (done.stderr or "").count("\n") <= 1
