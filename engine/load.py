@@ -20,7 +20,7 @@ from model.batch import LayerKv
 from moe.selfcheck import SelfCheckReport
 
 _DEFAULT_STEP_TOKENS = {"cpu": 512, "cuda": 2048}
-_DEFAULT_STEP_MS = {"cpu": 60}  # a GPU reads a full chunk in little more than a decode step takes
+_DEFAULT_STEP_MS = {"cpu": 60}  # no aim on a GPU: nothing has been measured there
 _WARM_UP_TOKENS = 32  # a prompt of this many, then one more: every code path of a step ran before the first user
 _BYTES_PER_GRAPH = 32 << 20
 _SAMPLING_BYTES_PER_LOGIT = 48  # the sampler's temporaries at its peak, filters on
