@@ -11,7 +11,7 @@ EXTRAS ?=
 PIP     = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 SERVE   = $(VENV)/.serve$(EXTRAS:%=-%)
 
-.PHONY: serve test test-cpus clients check pins bench
+.PHONY: serve test test-cpus clients soak check pins bench
 serve: $(SERVE)
 	$(VENV)/bin/moe-serve --port $(PORT) $(ARGS)
 
@@ -23,6 +23,9 @@ test-cpus: $(VENV)/.dev
 
 clients: $(VENV)/.dev $(CLIENTS)/.installed
 	$(VENV)/bin/python -m pytest -m '' tests/clients $(ARGS)
+
+soak: $(VENV)/.dev
+	$(VENV)/bin/python -m tests.soak $(ARGS)
 
 check: $(VENV)/.dev
 	PATH="$(abspath $(VENV))/bin:$$PATH" scripts/check

@@ -20,6 +20,7 @@ _LOWEST = {
     "deepep_max_dispatch_tokens": 1,
     "max_model_len": 2,  # a token of prompt and one of answer
     "max_num_batched_tokens": 1,
+    "max_step_ms": 0,
     "num_pages": 1,
     "num_threads": 1,
 }
@@ -41,6 +42,7 @@ class EngineConfig:
     max_model_len: int | None = None  # prompt and answer together, in tokens; None: what the model was made for
     max_num_seqs: int = 64  # requests that run at the same time
     max_num_batched_tokens: int | None = None  # tokens of one step; None: 512 on CPU, 2048 on CUDA
+    max_step_ms: int | None = None  # aim for a step that decodes and reads prompts; 0: none; None: 60 on CPU, 0 on CUDA
     max_queued_requests: int = 512  # requests that may wait for one of the `max_num_seqs` places
     page_size: int = 16  # tokens a KV page
     num_pages: int | None = None  # KV pages; None: from the memory there is

@@ -3,6 +3,7 @@
 import logging
 import random
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -44,8 +45,12 @@ class EngineCore:
     An exception in a step is pinned on single requests by running them one at a time; the others go on.
     """
 
-    def __init__(self, config: EngineConfig, model: Model | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig, model: Model | None = None, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """Load the model of the config, or take the one given, and allocate the KV cache.
+
+        `clock` gives seconds; steps are timed with it.
 
         Raises:
             ValueError: (of this package, the model's, the loaders') a setting or a file is wrong.
@@ -54,6 +59,8 @@ class EngineCore:
         self.config = config
         loaded: LoadedEngine = load_engine(config, model)
         self._runner = loaded.runner
+        self._pace = loaded.pace
+        self._clock = clock
         pages = PageAllocator(loaded.num_pages)
         self._scheduler = Scheduler(
             pages,
@@ -119,14 +126,24 @@ class EngineCore:
     def step(self) -> list[EngineOutput]:
         """Run the model once on what the scheduler chose; the news of all requests since the last step."""
         outputs, self._early_outputs = self._early_outputs, []
-        chunks = self._scheduler.schedule()
+        chunks = self._scheduler.schedule(None if self._pace is None else self._pace.max_prompt_tokens)
         if chunks:
             self._num_steps += 1
-            for result in self._compute(chunks):
+            for result in self._compute_timed(chunks):
                 output = self._apply(result)
                 if output is not None:
                     outputs.append(output)
         return outputs
+
+    def _compute_timed(self, chunks: list[Chunk]) -> list[_StepResult]:
+        start_s = self._clock()
+        results = self._compute(chunks)
+        if self._pace is not None and any(result.token is not None for result in results):  # else it may still run
+            num_decodes = sum(chunk.num_tokens == 1 for chunk in chunks)
+            num_prompt_tokens = sum(chunk.num_tokens for chunk in chunks) - num_decodes
+            step_s = self._clock() - start_s
+            self._pace.observe(num_decodes=num_decodes, num_prompt_tokens=num_prompt_tokens, step_s=step_s)
+        return results
 
     def _compute(self, chunks: list[Chunk]) -> list[_StepResult]:
         try:

@@ -2,6 +2,7 @@
 
 import enum
 import logging
+import time
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -13,11 +14,13 @@ from engine.errors import EngineConfigError
 from engine.kv_cache import KvLayout, choose_cpu_pages, choose_cuda_pages
 from engine.runner import Model, ModelRunner
 from engine.sequence import Chunk, Sequence
+from engine.step_pace import StepPace
 from engine.types import EngineInfo, EngineRequest, LayerCheck, SamplingParams
 from model.batch import LayerKv
 from moe.selfcheck import SelfCheckReport
 
 _DEFAULT_STEP_TOKENS = {"cpu": 512, "cuda": 2048}
+_DEFAULT_STEP_MS = {"cpu": 60}  # no aim on a GPU: nothing has been measured there
 _WARM_UP_TOKENS = 32  # a prompt of this many, then one more: every code path of a step ran before the first user
 _BYTES_PER_GRAPH = 32 << 20
 _SAMPLING_BYTES_PER_LOGIT = 48  # the sampler's temporaries at its peak, filters on
@@ -34,6 +37,7 @@ class LoadedEngine:
     num_pages: int
     max_model_len: int
     max_num_batched_tokens: int
+    pace: StepPace | None  # None: a step may take any time
 
     def make_info(self, config: EngineConfig, *, load_seconds: float) -> EngineInfo:
         """What the other process is told once."""
@@ -99,7 +103,8 @@ def load_engine(config: EngineConfig, model: Model | None) -> LoadedEngine:
         logger.warning("max_model_len is lowered from %d to %d, what the KV cache holds", max_model_len, num_kv_tokens)
         max_model_len = num_kv_tokens
     runner = make_runner(_allocate(layout, num_pages + uses_graphs, model.device))
-    _run_prompt(runner, min(_WARM_UP_TOKENS, max_model_len))
+    num_tokens = min(_WARM_UP_TOKENS, max_model_len)
+    _run_prompt(runner, num_tokens)
     if uses_graphs:
         runner.graphs = DecodeGraphs(
             model, runner.kv, page_size=config.page_size, max_num_seqs=config.max_num_seqs,
@@ -109,7 +114,11 @@ def load_engine(config: EngineConfig, model: Model | None) -> LoadedEngine:
     logger.info("KV cache: %d pages of %d tokens, %.0f MiB", num_pages, config.page_size,
                 num_pages * layout.bytes_per_page / 2**20)  # fmt: skip
     return LoadedEngine(
-        runner=runner, num_pages=num_pages, max_model_len=max_model_len, max_num_batched_tokens=step_tokens
+        runner=runner,
+        num_pages=num_pages,
+        max_model_len=max_model_len,
+        max_num_batched_tokens=step_tokens,
+        pace=_measure_pace(config, runner, num_tokens),
     )
 
 
@@ -127,6 +136,18 @@ def _graph_bytes(config: EngineConfig, model: Model) -> int:
     """What captured decode steps need beside a step that is not captured: logits of their own, nodes, activations."""
     logits_bytes = 2 * config.max_num_seqs * model.vocab_size * torch.float32.itemsize
     return logits_bytes + len(graph_sizes(config.max_num_seqs)) * _BYTES_PER_GRAPH
+
+
+def _measure_pace(config: EngineConfig, runner: ModelRunner, num_tokens: int) -> StepPace | None:
+    """The pace that the settings ask for, with the time that a prompt takes on the warmed-up model."""
+    target_ms = _DEFAULT_STEP_MS.get(runner.model.device.type, 0) if config.max_step_ms is None else config.max_step_ms
+    if target_ms == 0:
+        return None
+    start_s = time.monotonic()
+    _run_prompt(runner, num_tokens)
+    if runner.model.device.type == "cuda":
+        torch.cuda.synchronize(runner.model.device)
+    return StepPace(target_ms / 1000, (time.monotonic() - start_s) / num_tokens)
 
 
 def _allocate(layout: KvLayout, num_pages: int, device: torch.device) -> list[LayerKv]:

@@ -2,16 +2,22 @@
 
 Rules, in this order:
 1. Every running sequence with one pending token gets it (decode); the oldest first.
-2. What is left of the token budget goes to running prompts, then to new ones, first come, first served.
+2. What is left of the token budget is shared evenly between the clients that have prompts; within a client it goes to
+   running prompts, then to new ones, the oldest first. `fair_queue` says who is next to run.
 3. A sequence is admitted with the pages of all its tokens so far, so a prompt never stops half-way for want of pages;
    while others run, one more page for each of them must be left, so that admission does not cause preemption at once.
-4. When a decoding sequence needs a page and none is left, the youngest running one gives all its pages back and
-   waits at the head of the queue; its tokens are computed again later. The oldest is never preempted by another, and
-   one request always fits alone (`validate` saw to it), so it always advances: nobody starves.
+4. When a decoding sequence needs a page and none is left, the youngest running one of whoever runs the most gives all
+   its pages back and waits as the first of its connection; its tokens are computed again later. The oldest is never
+   preempted by another, and one request always fits alone (`validate` saw to it), so it always advances: nobody
+   starves.
+5. When the next to run lacks a place or pages, whoever runs at least two requests more than its client, or its
+   connection, gives way in the same manner, one request a step: a single question need not wait until long answers
+   end. Each such exchange brings the two closer, so it cannot go back and forth.
 """
 
-from collections import deque
+from bisect import insort
 
+from engine.fair_queue import FairQueue, Shares, split_evenly
 from engine.pages import PageAllocator
 from engine.prefix_cache import PrefixCache, extend_keys
 from engine.sequence import Chunk, Sequence
@@ -35,9 +41,10 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.sequences: dict[str, Sequence] = {}
-        self.waiting: deque[Sequence] = deque()
+        self.waiting = FairQueue()
         self.running: list[Sequence] = []  # in order of arrival
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
+        self._num_arrivals = 0
         self.num_preemptions = 0
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
@@ -47,7 +54,9 @@ class Scheduler:
         if seq.request_id in self.sequences:
             raise ValueError(f"request id {seq.request_id!r} is in use: ids must be unique among unfinished requests")
         self.sequences[seq.request_id] = seq
-        self.waiting.append(seq)
+        self._num_arrivals += 1
+        seq.arrival = self._num_arrivals
+        self.waiting.put(seq)
 
     def remove(self, request_id: str) -> Sequence | None:
         """Drop a request for whatever reason and free all it holds; None if it is not here (any more)."""
@@ -61,22 +70,19 @@ class Scheduler:
             self.waiting.remove(seq)
         return seq
 
-    def schedule(self) -> list[Chunk]:
-        """Chunks of the next step, at most one a sequence; empty when there is nothing to do."""
-        chunks = self._schedule_decodes()
-        budget = self.max_num_batched_tokens - len(chunks)
-        for seq in self.running:
-            if budget == 0:
-                return chunks
-            if seq.num_pending > 1:
-                chunks.append(Chunk(seq, seq.num_computed, min(seq.num_pending, budget)))
-                budget -= chunks[-1].num_tokens
-        while self.waiting and budget and len(self.running) < self.max_num_seqs and self._admit(self.waiting[0]):
-            seq = self.waiting.popleft()
-            self.running.append(seq)
-            chunks.append(Chunk(seq, seq.num_computed, min(seq.num_pending, budget)))
-            budget -= chunks[-1].num_tokens
-        return chunks
+    def schedule(self, max_prompt_tokens: int | None = None) -> list[Chunk]:
+        """Chunks of the next step, at most one a sequence; empty when there is nothing to do.
+
+        `max_prompt_tokens` bounds the prompt tokens of a step that also decodes; None: the step's budget alone does.
+        """
+        self._make_way()
+        decodes = self._schedule_decodes()
+        budget = self.max_num_batched_tokens - len(decodes)
+        if decodes and max_prompt_tokens is not None:
+            budget = min(budget, max_prompt_tokens)
+        prompts = [seq for seq in self.running if seq not in decodes]
+        self._admit_waiting(prompts, budget)
+        return [*decodes.values(), *_split_among_clients(prompts, budget)]
 
     def commit(self, chunk: Chunk) -> None:
         """The keys of the chunk are written: its sequence advances and its full pages become findable."""
@@ -89,38 +95,75 @@ class Scheduler:
                 self.cache.remember(seq.page_keys[index], seq.pages[index])
             seq.num_remembered_pages = num_full
 
-    def _schedule_decodes(self) -> list[Chunk]:
-        chunks: list[Chunk] = []
-        index = 0
-        while index < len(self.running):  # preemption shortens the list from its end
-            seq = self.running[index]
-            if seq.num_pending == 1 and self._ensure_room(seq):
-                chunks.append(Chunk(seq, seq.num_computed, 1))
-            index += 1
+    def _make_way(self) -> None:
+        """Rule 5, at most one request a step; before the step is chosen, so that nobody loses a chunk."""
+        if not self.waiting:
+            return
+        shares = Shares(self.running)
+        seq = self.waiting.first(shares)
+        if self.running and not self._fits(seq):
+            victim = shares.first_to_give_way(self.running)
+            if shares.excess(victim.path, seq.path) > 1:
+                self._preempt(victim)
+
+    def _schedule_decodes(self) -> dict[Sequence, Chunk]:
+        chunks: dict[Sequence, Chunk] = {}
+        for seq in list(self.running):
+            while seq.num_pending == 1 and len(seq.pages) * self.page_size <= seq.num_computed:
+                if self.pages.num_available:
+                    seq.pages += self.pages.allocate(1)
+                else:
+                    victim = Shares(self.running).first_to_give_way(self.running)
+                    self._preempt(victim)  # if it is `seq` itself, all its tokens are pending now
+                    chunks.pop(victim, None)
+            if seq.row >= 0 and seq.num_pending == 1:
+                chunks[seq] = Chunk(seq, seq.num_computed, 1)
         return chunks
 
-    def _ensure_room(self, seq: Sequence) -> bool:
-        """A page for the next token; False if the sequence had to give way itself."""
-        while len(seq.pages) * self.page_size <= seq.num_computed:
-            if self.pages.num_available:
-                seq.pages += self.pages.allocate(1)
-                continue
-            victim = self.running.pop()
-            self._give_back(victim)
-            self.waiting.appendleft(victim)
-            self.num_preemptions += 1
-            if victim is seq:
-                return False
-        return True
+    def _admit_waiting(self, prompts: list[Sequence], budget: int) -> None:
+        """Add new prompts to the running ones while those leave some budget, or a client has none among them."""
+        while self.waiting and budget:
+            seq = self.waiting.first(Shares(self.running))
+            is_client_served = any(prompt.client == seq.client for prompt in prompts)
+            if is_client_served and sum(prompt.num_pending for prompt in prompts) >= budget:
+                return
+            if not self._admit(seq):
+                return
+            self.waiting.remove(seq)
+            insort(self.running, seq, key=_arrival)
+            insort(prompts, seq, key=_arrival)
+
+    def _preempt(self, seq: Sequence) -> None:
+        self.running.remove(seq)
+        self._give_back(seq)
+        self.waiting.put_back(seq)
+        self.num_preemptions += 1
+
+    def _fits(self, seq: Sequence) -> bool:
+        """True if `_admit` would admit it now."""
+        matched = self._hold_cached_pages(seq)
+        if matched is not None:
+            self.pages.release(reversed(matched))
+        return matched is not None
+
+    def _hold_cached_pages(self, seq: Sequence) -> list[int] | None:
+        """Pages of the sequence's beginning that are in the cache, if there is a place and the other pages for it."""
+        if not self._free_rows:
+            return None
+        matched = self._match(seq, len(seq.token_ids))
+        if self._num_pages(seq) - len(matched) + len(self.running) > self.pages.num_available:
+            self.pages.release(reversed(matched))
+            return None
+        return matched
+
+    def _num_pages(self, seq: Sequence) -> int:
+        return -(-len(seq.token_ids) // self.page_size)
 
     def _admit(self, seq: Sequence) -> bool:
-        num_tokens = len(seq.token_ids)
-        matched = self._match(seq, num_tokens)
-        num_new = -(-num_tokens // self.page_size) - len(matched)
-        if num_new + len(self.running) > self.pages.num_available:
-            self.pages.release(reversed(matched))
+        matched = self._hold_cached_pages(seq)
+        if matched is None:
             return False
-        seq.pages = matched + self.pages.allocate(num_new)
+        seq.pages = matched + self.pages.allocate(self._num_pages(seq) - len(matched))
         seq.num_computed = len(matched) * self.page_size
         seq.num_remembered_pages = len(matched)
         seq.row = self._free_rows.pop()
@@ -147,3 +190,22 @@ class Scheduler:
         seq.num_remembered_pages = 0
         self._free_rows.append(seq.row)
         seq.row = -1
+
+
+def _split_among_clients(prompts: list[Sequence], budget: int) -> list[Chunk]:
+    """Chunks of running prompts: clients share the budget evenly, the oldest prompt of each goes first."""
+    demands: dict[str, int] = {}
+    for seq in prompts:
+        demands[seq.client] = demands.get(seq.client, 0) + seq.num_pending
+    granted = split_evenly(demands, budget)
+    chunks = []
+    for seq in prompts:
+        num_tokens = min(seq.num_pending, granted[seq.client])
+        granted[seq.client] -= num_tokens
+        if num_tokens:
+            chunks.append(Chunk(seq, seq.num_computed, num_tokens))
+    return chunks
+
+
+def _arrival(seq: Sequence) -> int:
+    return seq.arrival

@@ -15,11 +15,13 @@ class Sequence:
     KV written  [0 ...... num_computed)                the rest, `num_pending` tokens, is still to be fed
     pages       page i holds positions [i * page_size, (i + 1) * page_size)
 
+    `path` and `arrival` say whose turn it is: (client, connection), and a number that grows with every request.
     `row` is its line in the page table of the runner, -1 unless it runs; `num_table_pages` pages are copied there.
     `sampler_state` belongs to the sampler and lives as long as the request.
     """
 
     __slots__ = (
+        "arrival",
         "is_plain_greedy",
         "num_cached",
         "num_computed",
@@ -28,6 +30,7 @@ class Sequence:
         "num_table_pages",
         "page_keys",
         "pages",
+        "path",
         "prompt_logprobs",
         "request_id",
         "row",
@@ -42,6 +45,8 @@ class Sequence:
     def __init__(self, request: EngineRequest, *, stop_ids: frozenset[int], seed: int) -> None:
         sampling = request.sampling
         self.request_id = request.request_id
+        self.path = (request.client, request.connection)
+        self.arrival = 0
         self.sampling = sampling
         self.stop_ids = stop_ids
         self.seed = seed
@@ -64,6 +69,11 @@ class Sequence:
             and not sampling.logit_bias
             and not has_penalties(self)
         )
+
+    @property
+    def client(self) -> str:
+        """Who asks."""
+        return self.path[0]
 
     @property
     def num_output(self) -> int:

@@ -33,6 +33,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
     prompt_ids: list[int]
     sampling: SamplingParams
+    client: str = ""  # who asks: clients get equal turns, whatever they ask for
+    connection: str = ""  # within a client, connections get equal turns
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):

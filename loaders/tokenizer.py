@@ -15,6 +15,7 @@ from tokenizers import Tokenizer as RustTokenizer
 
 from loaders.bos_token import find_bos
 from loaders.errors import TokenizerError
+from loaders.token_bytes import max_token_bytes
 
 
 class Tokenizer:
@@ -66,6 +67,11 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """Highest id plus one. The model's own vocabulary may be padded beyond it."""
         return max(self._rust.get_vocab(with_added_tokens=True).values()) + 1
+
+    @cached_property
+    def max_token_bytes(self) -> int | None:
+        """Most bytes of text that one token can stand for; None if text can vanish without a token."""
+        return max_token_bytes(self._rust, _spelled_bytes, set(_BYTE_OF))
 
     @cached_property
     def _plain(self) -> RustTokenizer:

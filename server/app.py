@@ -13,6 +13,7 @@ from server.context import Gate, ServerContext
 from server.convert import Converter, Tokenizer
 from server.cors import Cors
 from server.errors import ApiError, error_body
+from server.lanes import Lanes
 from server.metrics import Metrics
 from server.middleware import Surround, error_response
 from server.openapi import complete_document
@@ -39,6 +40,7 @@ def create_app(
         converter=Converter(tokenizer, config, defaults or SamplingDefaults()),
         metrics=metrics,
         gate=Gate(),
+        lanes=Lanes(),
         stall=StallWatch(engine, config.stall_timeout),
         served_names=config.served_model_name or (DEFAULT_MODEL_NAME,),
         started_s=time.time(),

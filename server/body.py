@@ -9,27 +9,43 @@ from pydantic import BaseModel, ValidationError
 from pydantic.json_schema import models_json_schema
 from starlette.requests import ClientDisconnect, Request
 
-from server.config import ServerConfig
+from server.context import ServerContext
 from server.errors import BadRequest, BodyTooLarge, RequestTimeout
+from server.lanes import LARGE_BODY_BYTES, Lane
+from server.schema.limits import MAX_CONTAINERS
 
 Model = TypeVar("Model", bound=BaseModel)
 _MAX_NAME_CHARS = 64
 
 
-async def read_body(request: Request, model: type[Model], config: ServerConfig) -> Model:
-    """The body as a checked wire model.
+async def read_body(request: Request, model: type[Model], context: ServerContext) -> tuple[Model, Lane]:
+    """The body as a checked wire model, and the lane for further work on it. A large body is parsed in its lane.
 
     Raises:
         RequestTimeout: it did not come within `receive_timeout`.
         BodyTooLarge: more than `max_body_bytes`, seen from the header or, without reading on, from the data.
         BadRequest: no JSON, or not what the model allows; names the field.
-        ClientDisconnect: the client left while sending.
+        TooManyRequests: too many large bodies wait to be parsed.
+        ClientDisconnect: the client left while sending, or before the body was parsed.
     """
+    config = context.config
     try:
         async with asyncio.timeout(config.receive_timeout):
             data = await _read_limited(request, config.max_body_bytes)
     except TimeoutError:
         raise RequestTimeout(f"the body did not come within {config.receive_timeout:g} s") from None
+    lane = context.lanes.of(len(data))
+    if len(data) <= LARGE_BODY_BYTES:
+        return _parse(data, model), lane
+    return await lane.run(request.receive, _parse, data, model), lane
+
+
+def _parse(data: bytes, model: type[Model]) -> Model:
+    """The work before any limit of the model counts is bounded here; orjson alone could take a second."""
+    if not _has_few_containers(data):
+        raise BadRequest(
+            f"the body holds more than the {MAX_CONTAINERS} lists and objects that are accepted", code="invalid_json"
+        )
     try:
         content = orjson.loads(data)
     except orjson.JSONDecodeError as error:
@@ -58,6 +74,15 @@ async def _read_limited(request: Request, max_bytes: int) -> bytes:
             raise BodyTooLarge(f"the body has more than the {max_bytes} bytes that are accepted")
         if not message.get("more_body", False):
             return bytes(data)
+
+
+def _has_few_containers(data: bytes) -> bool:
+    """Whether the JSON has at most `MAX_CONTAINERS` lists and objects; brackets inside strings are none."""
+    if data.count(b"[") + data.count(b"{") <= MAX_CONTAINERS:
+        return True
+    unescaped = data.replace(b"\\\\", b"").replace(b'\\"', b"")  # every quote left begins or ends a string
+    outside = b"".join(unescaped.split(b'"')[::2])
+    return outside.count(b"[") + outside.count(b"{") <= MAX_CONTAINERS
 
 
 def _first_problem(error: ValidationError) -> BadRequest:

@@ -8,6 +8,7 @@ from typing import Literal
 from server.errors import SettingError
 
 _KEY = re.compile(r"[!-~]+")
+_HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+")
 
 
@@ -19,6 +20,7 @@ class ServerConfig:
     port: int = 8000
     api_key: str | None = None
     revision: str | None = None  # of a model on the hub: a branch, a tag or a commit; None: the main branch
+    client_header: str | None = None
     cors_origins: tuple[str, ...] = ()
     served_model_name: tuple[str, ...] = ()
     drain_timeout: float = 25.0  # with what comes after it, within the 30 s that Kubernetes gives
@@ -40,6 +42,8 @@ class ServerConfig:
                 "api_key is empty or holds spaces or characters beyond ASCII, which cannot be sent in a header: "
                 "give another key, or leave the setting out to serve without one"
             )
+        if self.client_header is not None and not _HEADER.fullmatch(self.client_header):
+            raise SettingError(f"client_header is {self.client_header!r}: it must be the name of an HTTP header")
         for origin in self.cors_origins:
             if not _ORIGIN.fullmatch(origin):
                 raise SettingError(

@@ -1,6 +1,7 @@
 """`ServerContext`: what every route needs, made once. And `Gate`: is work taken now, and how much is going on?"""
 
 import asyncio
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -8,8 +9,10 @@ from dataclasses import dataclass
 from engine.types import EngineInfo
 from server.config import ServerConfig
 from server.convert import Converter
-from server.errors import ModelNotFound, Unavailable
+from server.errors import ModelNotFound, TooManyRequests, Unavailable
+from server.lanes import Lanes
 from server.metrics import Metrics
+from server.queue_speed import QueueSpeed
 from server.running import Engine, Running
 from server.stall import StallWatch
 
@@ -22,6 +25,7 @@ class Gate:
     def __init__(self) -> None:
         self.draining = False
         self._running: set[Running] = set()
+        self._speed = QueueSpeed()
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -30,6 +34,11 @@ class Gate:
         """Requests being served."""
         return len(self._running)
 
+    @property
+    def num_requests(self) -> int:
+        """Requests at the engine, every choice and prompt counted."""
+        return sum(running.num_unfinished for running in self._running)
+
     @contextmanager
     def admitted(self, running: Running) -> Iterator[None]:
         """Hold a place while a request is served. Raises Unavailable while draining."""
@@ -37,12 +46,22 @@ class Gate:
             raise Unavailable("the service is shutting down: send the request elsewhere, or again later")
         self._running.add(running)
         self._idle.clear()
+        num_places = running.num_requests
         try:
             yield
+        except TooManyRequests:
+            num_places = 0  # it never had any
+            raise
         finally:
             self._running.discard(running)
+            self._speed.on_free(num_places, time.monotonic())
             if not self._running:
                 self._idle.set()
+
+    def with_retry_after(self, error: TooManyRequests) -> TooManyRequests:
+        """The error, telling when a place may be free."""
+        error.retry_after_s = self._speed.retry_after_s(time.monotonic())
+        return error
 
     def drain(self) -> None:
         """Take no new work."""
@@ -67,6 +86,7 @@ class ServerContext:
     converter: Converter
     metrics: Metrics
     gate: Gate
+    lanes: Lanes
     stall: StallWatch
     served_names: tuple[str, ...]
     started_s: float
@@ -80,13 +100,22 @@ class ServerContext:
             raise ModelNotFound(f"the model '{asked[:100]}' is not served here: known is {known}", param="model")
         return asked
 
-    def ready_info(self) -> EngineInfo:
-        """The engine's facts. Raises Unavailable unless it can take work now."""
+    def ready_info(self, num_requests: int) -> EngineInfo:
+        """The engine's facts. Raises Unavailable unless it takes work now, TooManyRequests if it has no room for it.
+
+        The engine has the last word on its room; asking first saves tokenizing what it would refuse.
+        """
         if reason := self.why_not_ready():
             raise Unavailable(reason)
         info = self.engine.info
         if info is None:
             raise Unavailable("the model is still loading")
+        if num_requests <= info.max_requests < self.gate.num_requests + num_requests:
+            error = TooManyRequests(
+                f"the queue is full: {self.gate.num_requests} requests are running or waiting, "
+                f"at most {info.max_requests} may be; try again later"
+            )
+            raise self.gate.with_retry_after(error)
         return info
 
     def why_not_ready(self) -> str | None:

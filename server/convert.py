@@ -18,7 +18,11 @@ from server.rehearsal import Rehearsal
 from server.sampling_defaults import SamplingDefaults
 from server.schema.chat import ChatCompletionRequest, ChatMessage, Tool
 from server.schema.common import GenerationRequest
-from server.schema.completions import CompletionRequest, TokenizeRequest
+from server.schema.completions import CompletionRequest, DetokenizeRequest, TokenizeRequest
+from server.text_limit import NO_LIMIT, TextLimit
+
+MAX_CONTEXTS = 4
+"""How many times the model's context /tokenize and /detokenize take."""
 
 
 class Tokenizer(PromptTokenizer, Protocol):
@@ -29,6 +33,10 @@ class Tokenizer(PromptTokenizer, Protocol):
     @property
     def vocab_size(self) -> int:
         """Highest id plus one."""
+
+    @property
+    def max_token_bytes(self) -> int | None:
+        """Most bytes of text that one token can stand for; None if nobody can say."""
 
     def token_bytes(self, token_id: int) -> bytes:
         """Exact bytes of one id."""
@@ -67,7 +75,7 @@ class Converter:
         tools = [] if wire.tool_choice == "none" else wire.tools or []
         if tools and "tools" not in self._template.variables:
             raise BadRequest("tools: this model's chat template does not read them", param="tools")
-        prompt_ids = self._render(wire.messages, tools, self._template_variables(wire))
+        prompt_ids = self._render(wire.messages, tools, self._template_variables(wire), self._limit(info))
         room = _room(len(prompt_ids), info)
         wanted = wire.max_completion_tokens or wire.max_tokens
         max_tokens = _budget(len(prompt_ids), wanted or room, info)
@@ -88,7 +96,11 @@ class Converter:
 
     def completion(self, wire: CompletionRequest, info: EngineInfo, request_id: str) -> Job:
         """A raw completion, for each of its prompts. Raises BadRequest naming the field."""
-        prompts = [self.raw_ids(prompt) for prompt in wire.prompt]
+        limit = self._limit(info)
+        prompts = []
+        for prompt in wire.prompt:  # one that is too long is refused before the others are tokenized
+            prompts.append(self.raw_ids(prompt, limit))
+            _room(len(prompts[-1]), info)
         if not all(prompts):
             raise BadRequest("prompt: it must have at least one token", param="prompt")
         samplings = []
@@ -110,29 +122,55 @@ class Converter:
             requests=requests, make_choice=make_choice, num_prompt_tokens=num_prompt_tokens, num_choices=wire.n or 1
         )
 
-    def tokenize(self, wire: TokenizeRequest) -> list[int]:
-        """Ids of a raw prompt or of rendered messages."""
+    def tokenize(self, wire: TokenizeRequest, info: EngineInfo | None) -> list[int]:
+        """Ids of a raw prompt or of rendered messages, which may be longer than the context, but not by much."""
+        limit = self._limit(info, MAX_CONTEXTS)
         if wire.prompt is not None:
-            bare = wire.add_special_tokens is False
-            return self.tokenizer.encode(wire.prompt) if bare else self.raw_ids(wire.prompt)
-        return self._render(wire.messages or [], wire.tools or [], {})
+            if wire.add_special_tokens is False:
+                limit.check(wire.prompt)
+                return self.tokenizer.encode(wire.prompt)
+            return self.raw_ids(wire.prompt, limit)
+        return self._render(wire.messages or [], wire.tools or [], {}, limit)
 
-    def raw_ids(self, prompt: str | list[int]) -> list[int]:
-        """Ids of a raw prompt, in which control tokens are control tokens."""
+    def detokenize(self, wire: DetokenizeRequest, info: EngineInfo | None) -> str:
+        """Text of ids, control tokens by name. Raises BadRequest for an id that the model does not have."""
+        if info is not None and len(wire.tokens) > MAX_CONTEXTS * info.max_model_len:
+            raise BadRequest(
+                f"tokens: {len(wire.tokens)} ids, at most {MAX_CONTEXTS * info.max_model_len} are accepted: "
+                f"{MAX_CONTEXTS} times the model's context",
+                param="tokens",
+            )
+        vocab_size = self.tokenizer.vocab_size
+        if max(wire.tokens, default=0) >= vocab_size:
+            raise BadRequest(f"tokens: token ids of this model are below {vocab_size}", param="tokens")
+        return b"".join(map(self.tokenizer.token_bytes, wire.tokens)).decode("utf-8", errors="replace")
+
+    def _limit(self, info: EngineInfo | None, num_contexts: int = 1) -> TextLimit:
+        """What can never fit in so many contexts; no limit before the engine is ready."""
+        max_token_bytes = self.tokenizer.max_token_bytes
+        if info is None or max_token_bytes is None:
+            return NO_LIMIT
+        return TextLimit(num_contexts * info.max_model_len, max_token_bytes)
+
+    def raw_ids(self, prompt: str | list[int], limit: TextLimit = NO_LIMIT) -> list[int]:
+        """Ids of a raw prompt, in which control tokens are control tokens. Raises ContextTooLong."""
         if not isinstance(prompt, str):
             return prompt
+        limit.check(prompt)
         ids = self.tokenizer.encode(prompt)
         bos = self.tokenizer.special_tokens.get(self.tokenizer.bos_token or "")
         return [bos, *ids] if self.tokenizer.adds_bos and bos is not None and ids[:1] != [bos] else ids
 
     def _render(
-        self, messages: Sequence[ChatMessage], tools: Sequence[Tool], variables: Mapping[str, Any]
+        self, messages: Sequence[ChatMessage], tools: Sequence[Tool], variables: Mapping[str, Any], limit: TextLimit
     ) -> list[int]:
         thinks = "</think>" in self.tokenizer.special_tokens
         try:
             plain_messages = [plain_message(message, thinks=thinks) for message in messages]
             folding = self._rehearsal.folding_for(plain_messages, variables, has_tools=bool(tools))
-            return self._template.render(fold(plain_messages, folding), [plain_tool(t) for t in tools], variables)
+            return self._template.render(
+                fold(plain_messages, folding), [plain_tool(t) for t in tools], variables, limit
+            )
         except RecursionError:
             raise BadRequest(
                 "messages: objects in messages, tools or template variables are nested too deeply", param="messages"

@@ -94,16 +94,17 @@ class BodyTooLarge(ApiError):
 
 
 class TooManyRequests(ApiError):
-    """The bounded queue is full."""
+    """The bounded queue is full; `retry_after_s` is when a place may be free."""
 
     status = 429
     type = "rate_limit_error"
     code = "queue_full"
+    retry_after_s = 1
 
     @property
     def headers(self) -> Mapping[str, str]:
-        """A queue place comes free within about a second."""
-        return {"Retry-After": "1"}
+        """When to ask again."""
+        return {"Retry-After": str(self.retry_after_s)}
 
 
 class EngineFailed(ApiError):

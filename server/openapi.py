@@ -24,8 +24,8 @@ _ERRORS = {
 }
 ANY = (401, 500)
 """Errors of every route."""
-TAKES_A_BODY = (400, 401, 404, 408, 413, 500)
-GENERATES = (*TAKES_A_BODY, 429, 503)
+TAKES_A_BODY = (400, 401, 404, 408, 413, 429, 500)
+GENERATES = (*TAKES_A_BODY, 503)
 
 
 def describe(

@@ -39,6 +39,11 @@ OPTIONS: dict[str, Option] = {
     "host": Option("HTTP", "address to listen on; 0.0.0.0 for all"),
     "port": Option("HTTP", "port to listen on; 0 picks a free one"),
     "api_key": Option("HTTP", "key that every route but /health, /health/live and /health/ready asks for"),
+    "client_header": Option(
+        "HTTP",
+        "header that says who asks, such as X-Forwarded-For; only behind a proxy that sets it itself",
+        default_text="none: the address",
+    ),
     "cors_origins": Option(
         "HTTP", "origins whose pages may call the API from a browser, separated by commas; * for all"
     ),
@@ -54,6 +59,11 @@ OPTIONS: dict[str, Option] = {
     "max_num_seqs": Option("engine", "requests that run at the same time"),
     "max_queued_requests": Option("engine", "requests that may wait; more are refused with 429"),
     "max_num_batched_tokens": Option("engine", "tokens of one step", default_text="512 on a CPU, 2048 on a GPU"),
+    "max_step_ms": Option(
+        "engine",
+        "milliseconds that a step may take while some requests decode and others' prompts are read; 0 for any",
+        default_text="60 on a CPU, 0 on a GPU",
+    ),
     "page_size": Option("engine", "tokens of a KV cache page"),
     "num_pages": Option("engine", "KV cache pages", default_text="what fits in memory"),
     "gpu_memory_utilization": Option("engine", "share of the GPU's memory to use"),

@@ -13,6 +13,7 @@ from jinja2 import TemplateError, TemplateSyntaxError, meta
 
 from server.errors import BadRequest, SettingError
 from server.template_environment import TemplateEnvironment
+from server.text_limit import NO_LIMIT, TextLimit
 
 # Noncharacters first, which no text should contain; then private use.
 _STAND_INS = (*range(0xFDD0, 0xFDF0), *range(0xF0000, 0xF1000))
@@ -58,11 +59,16 @@ class ChatTemplate:
         self._first_letters = sorted({name[0] for name in names})
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any],
+        limit: TextLimit = NO_LIMIT,
     ) -> list[int]:
         """Ids of the prompt up to where the assistant's answer begins.
 
         Raises:
+            ContextTooLong: the text exceeds the limit; seen before it is tokenized.
             BadRequest: the model has no template, or the template refuses the conversation or the tools.
         """
         if self._template is None:
@@ -76,6 +82,7 @@ class ChatTemplate:
             param = "tools" if tools and self._can_render({**data, "tools": None}) else "messages"
             reason = str(error).translate(restore)
             raise BadRequest(f"{param}: the model's chat template refuses them: {reason}", param=param) from error
+        limit.check(text, restore)
         return self._encode(text, restore)
 
     def text(self, **data: Any) -> str:

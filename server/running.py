@@ -63,6 +63,16 @@ class Running:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
+    @property
+    def num_requests(self) -> int:
+        """Requests of the group, whether they have ended or not."""
+        return len(self._requests)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that may still bring outputs."""
+        return len(self._unfinished)
+
     def __aiter__(self) -> "Running":
         """The outputs of all requests, as they come."""
         return self

@@ -7,14 +7,16 @@ from contextlib import aclosing
 from typing import Any
 
 import orjson
+from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 
 from engine.types import EngineOutput
 from server.answer import Answer
+from server.asker import asker_of
 from server.connection import while_connected
 from server.context import ServerContext
-from server.errors import ApiError, body_of, internal_error
+from server.errors import ApiError, TooManyRequests, body_of, internal_error
 from server.running import Running
 from server.schema.common import StreamOptions
 from server.sse import DONE, EventStream, event
@@ -31,22 +33,25 @@ async def respond(
     request: Request, context: ServerContext, answer: Answer, *, stream: bool | None, options: StreamOptions | None
 ) -> Response:
     """Run the answer's requests. An error before the first output has its own status; a later one is an event."""
+    client, connection = asker_of(request, context.config)
+    requests = [replace(each, client=client, connection=connection) for each in answer.job.requests]
+    running = Running(context.engine, requests)
     if not stream:
-        return json_response(await while_connected(request.receive, _whole(context, answer)))
-    events = _events(context, answer, options or StreamOptions(), request.state.request_id)
+        return json_response(await while_connected(request.receive, _whole(context, answer, running)))
+    events = _events(context, answer, running, options or StreamOptions(), request.state.request_id)
     first = await while_connected(request.receive, anext(events))
     return EventStream(first, events)
 
 
-async def _whole(context: ServerContext, answer: Answer) -> dict[str, Any]:
-    async with aclosing(_outputs(context, answer)) as outputs:
+async def _whole(context: ServerContext, answer: Answer, running: Running) -> dict[str, Any]:
+    async with aclosing(_outputs(context, answer, running)) as outputs:
         async for index, output in outputs:
             answer.absorb(index, output)
     return answer.whole()
 
 
 async def _events(
-    context: ServerContext, answer: Answer, options: StreamOptions, request_id: str
+    context: ServerContext, answer: Answer, running: Running, options: StreamOptions, request_id: str
 ) -> AsyncGenerator[bytes, None]:
     """The events of a streamed answer. An error before the first of them raises.
 
@@ -55,7 +60,7 @@ async def _events(
     has_begun = False
     with_usage = bool(options.continuous_usage_stats)
     try:
-        async with aclosing(_outputs(context, answer)) as outputs:
+        async with aclosing(_outputs(context, answer, running)) as outputs:
             async for index, output in outputs:
                 for chunk in answer.chunks(index, output, with_usage=with_usage):
                     yield event(chunk)
@@ -72,13 +77,16 @@ async def _events(
         yield event(body_of(error))
 
 
-async def _outputs(context: ServerContext, answer: Answer) -> AsyncGenerator[tuple[int, EngineOutput], None]:
+async def _outputs(
+    context: ServerContext, answer: Answer, running: Running
+) -> AsyncGenerator[tuple[int, EngineOutput], None]:
     """Run the answer's requests; each is stopped once the answer, given its outputs, needs no more of them."""
     watch = _Watch(context, answer)
-    running = Running(context.engine, answer.job.requests)
     with context.gate.admitted(running):
         async with running:
             async for index, output in running:
+                if output.overloaded:
+                    raise context.gate.with_retry_after(TooManyRequests(output.error or "the queue is full"))
                 watch.on_output()
                 yield index, output
                 if answer.is_finished(index):

@@ -1,6 +1,5 @@
 """POST /v1/chat/completions."""
 
-import asyncio
 import uuid
 
 from fastapi import APIRouter
@@ -23,12 +22,12 @@ router = APIRouter()
 async def chat_completions(request: Request) -> Response:
     """Continue a conversation."""
     context: ServerContext = request.app.state.context
-    wire = await read_body(request, ChatCompletionRequest, context.config)
+    wire, lane = await read_body(request, ChatCompletionRequest, context)
     context.metrics.ignored_keys.inc(wire.num_ignored_keys)
     model = context.model_name(wire.model)
-    info = context.ready_info()
+    info = context.ready_info(wire.n or 1)
     request_id = f"chatcmpl-{uuid.uuid4().hex}"
-    job = await asyncio.to_thread(context.converter.chat, wire, info, request_id)
+    job = await lane.run(request.receive, context.converter.chat, wire, info, request_id)
     answer = ChatAnswer(
         job, context.converter.tokenizer, model=model, request_id=request_id, logprobs=bool(wire.logprobs)
     )

@@ -1,6 +1,5 @@
 """POST /v1/completions, and the tokenizer behind it: /tokenize, /detokenize, /tokenizer_info."""
 
-import asyncio
 import uuid
 
 from fastapi import APIRouter
@@ -10,7 +9,6 @@ from starlette.responses import Response
 from server.body import read_body
 from server.completion_answer import CompletionAnswer
 from server.context import ServerContext
-from server.errors import BadRequest
 from server.openapi import GENERATES, TAKES_A_BODY, describe
 from server.schema.completions import Completion, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from server.schema.operations import Text, TokenizerInfo, Tokens
@@ -23,11 +21,11 @@ router = APIRouter()
 async def completions(request: Request) -> Response:
     """Continue one or several raw prompts."""
     context: ServerContext = request.app.state.context
-    wire = await read_body(request, CompletionRequest, context.config)
+    wire, lane = await read_body(request, CompletionRequest, context)
     model = context.model_name(wire.model)
-    info = context.ready_info()
+    info = context.ready_info(len(wire.prompt) * (wire.n or 1))
     request_id = f"cmpl-{uuid.uuid4().hex}"
-    job = await asyncio.to_thread(context.converter.completion, wire, info, request_id)
+    job = await lane.run(request.receive, context.converter.completion, wire, info, request_id)
     answer = CompletionAnswer(job, context.converter.tokenizer, model=model, request_id=request_id, wire=wire)
     return await respond(request, context, answer, stream=wire.stream, options=wire.stream_options)
 
@@ -36,10 +34,10 @@ async def completions(request: Request) -> Response:
 async def tokenize(request: Request) -> Response:
     """Ids of a raw prompt, or of messages as the chat template renders them."""
     context: ServerContext = request.app.state.context
-    wire = await read_body(request, TokenizeRequest, context.config)
+    wire, lane = await read_body(request, TokenizeRequest, context)
     context.model_name(wire.model)
-    ids = await asyncio.to_thread(context.converter.tokenize, wire)
     info = context.engine.info
+    ids = await lane.run(request.receive, context.converter.tokenize, wire, info)
     return json_response(
         {"tokens": ids, "count": len(ids), "max_model_len": None if info is None else info.max_model_len}
     )
@@ -63,10 +61,7 @@ async def tokenizer_info(request: Request) -> Response:
 async def detokenize(request: Request) -> Response:
     """Text of ids, control tokens by name."""
     context: ServerContext = request.app.state.context
-    wire = await read_body(request, DetokenizeRequest, context.config)
+    wire, lane = await read_body(request, DetokenizeRequest, context)
     context.model_name(wire.model)
-    vocab_size = context.converter.tokenizer.vocab_size
-    if any(token_id >= vocab_size for token_id in wire.tokens):
-        raise BadRequest(f"tokens: token ids of this model are below {vocab_size}", param="tokens")
-    data = b"".join(map(context.converter.tokenizer.token_bytes, wire.tokens))
-    return json_response({"prompt": data.decode("utf-8", errors="replace")})
+    text = await lane.run(request.receive, context.converter.detokenize, wire, context.engine.info)
+    return json_response({"prompt": text})

@@ -6,9 +6,16 @@ from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema, field_v
 from typing_extensions import TypedDict
 
 from server.schema.common import MAX_LOGPROBS, FinishReason, GenerationRequest, Usage, WireModel, refusal
+from server.schema.limits import MAX_PARTS, FreeObject, Messages, Modalities, ToolCalls, Tools
 
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
-_TEXT_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}, {"type": "null"}]}
+_TEXT_SCHEMA = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "items": {"type": "object"}, "maxItems": MAX_PARTS},
+        {"type": "null"},
+    ]
+}
 
 
 def _text_of(value: Any) -> str | None:
@@ -17,6 +24,8 @@ def _text_of(value: Any) -> str | None:
         return value
     if not isinstance(value, list):
         raise ValueError("must be a string or a list of text parts")
+    if len(value) > MAX_PARTS:
+        raise ValueError(f"has {len(value)} parts: at most {MAX_PARTS} are accepted")
     texts = []
     for index, part in enumerate(value):
         if not isinstance(part, dict) or not isinstance(part.get("type"), str):
@@ -80,7 +89,7 @@ class ChatMessage(HistoryModel):
     name: str | None = None
     reasoning: Text = None
     reasoning_content: Text = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: ToolCalls[ToolCall] | None = None
     tool_call_id: str | None = None
     annotations: Any = None
     refusal: str | None = None
@@ -125,7 +134,7 @@ class FunctionSpec(HistoryModel):
 
     name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: FreeObject | None = None
     strict: bool | None = None
 
     @field_validator("strict")
@@ -164,17 +173,17 @@ class ResponseFormat(WireModel):
 class ChatCompletionRequest(GenerationRequest):
     """A chat request."""
 
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: Messages[ChatMessage]
     max_tokens: int | None = Field(None, ge=1)
-    tools: list[Tool] | None = Field(None, max_length=512)
+    tools: Tools[Tool] | None = None
     tool_choice: Any = Field(None, json_schema_extra={"enum": ["auto", "none", None]})
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
     reasoning_effort: str | None = Field(None, max_length=32)
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: FreeObject | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    modalities: list[Literal["text"]] | None = None
+    modalities: Modalities[Literal["text"]] | None = None
 
     @field_validator("tool_choice")
     @classmethod

@@ -10,6 +10,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSche
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
+from server.schema.limits import MAX_BIASES, MAX_KEYS
+
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
@@ -25,6 +27,13 @@ class WireModel(BaseModel):
     """No unknown fields, no silent conversion, no infinities."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, hide_input_in_errors=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_few_keys(cls, value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > MAX_KEYS:
+            raise ValueError(f"an object with {len(value)} keys: at most {MAX_KEYS} are accepted")
+        return value
 
 
 def _stop_strings(value: Any) -> list[str]:
@@ -43,6 +52,8 @@ def _bias_by_id(value: Any) -> dict[int, float]:
         return {}
     if not isinstance(value, dict):
         raise ValueError("must be an object from token ids to numbers")
+    if len(value) > MAX_BIASES:
+        raise ValueError(f"holds {len(value)} token ids: at most {MAX_BIASES} are accepted")
     biases = {}
     for key, bias in value.items():
         if not str(key).isascii() or not str(key).isdigit() or len(str(key)) > 9:
@@ -56,12 +67,27 @@ def _bias_by_id(value: Any) -> dict[int, float]:
 StopStrings = Annotated[
     list[str],
     BeforeValidator(_stop_strings),
-    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "null"}]}),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "items": {"type": "string"}, "maxItems": MAX_STOPS},
+                {"type": "null"},
+            ]
+        }
+    ),
 ]
 LogitBias = Annotated[
     dict[int, float],
     BeforeValidator(_bias_by_id),
-    WithJsonSchema({"anyOf": [{"type": "object", "additionalProperties": {"type": "number"}}, {"type": "null"}]}),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "object", "additionalProperties": {"type": "number"}, "maxProperties": MAX_BIASES},
+                {"type": "null"},
+            ]
+        }
+    ),
 ]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
@@ -93,7 +119,7 @@ class GenerationRequest(WireModel):
     repetition_penalty: float | None = Field(None, ge=0.01, le=10)
     logit_bias: LogitBias = {}
     stop: StopStrings = []
-    stop_token_ids: list[TokenId] | None = Field(None, max_length=128)
+    stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=128)] | None = None
     ignore_eos: bool | None = None
 
     # Hints: parameters of the OpenAI API that do not change what a correct answer is.

@@ -16,6 +16,7 @@ from server.schema.common import (
     WireModel,
     refusal,
 )
+from server.schema.limits import Messages, Tools
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -44,7 +45,7 @@ Prompts = Annotated[
         {
             "anyOf": [
                 {"type": "string"},
-                {"type": "array", "minItems": 1, "items": {"type": "string"}},
+                {"type": "array", "minItems": 1, "maxItems": MAX_CHOICES, "items": {"type": "string"}},
                 {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}},
             ]
         }
@@ -124,8 +125,8 @@ class TokenizeRequest(WireModel):
     model: str | None = None
     prompt: str | None = None
     add_special_tokens: bool | None = None
-    messages: list[ChatMessage] | None = Field(None, min_length=1)
-    tools: list[Tool] | None = None
+    messages: Messages[ChatMessage] | None = None
+    tools: Tools[Tool] | None = None
 
     @model_validator(mode="after")
     def _one_of_both(self) -> "TokenizeRequest":
@@ -140,4 +141,4 @@ class DetokenizeRequest(WireModel):
     """Token ids to text."""
 
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: list[TokenId] = Field(fail_fast=True)

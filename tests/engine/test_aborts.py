@@ -30,7 +30,7 @@ def growing_containers(root):
 
 def assert_empty(core):
     containers = [(path, value) for path, value in growing_containers(core) if not path.endswith((".kv", ".info"))]
-    assert {path.rsplit(".", 1)[1] for path, _ in containers} >= {"sequences", "waiting", "running", "_early_outputs"}
+    assert {path.rsplit(".", 1)[1] for path, _ in containers} >= {"sequences", "_by_path", "running", "_early_outputs"}
     assert {path: len(value) for path, value in containers if len(value)} == {}
     assert core.stats().num_pages_used == 0
     gc.collect()

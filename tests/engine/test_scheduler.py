@@ -4,6 +4,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
+from msgspec.structs import replace
 
 from engine.pages import PageAllocator
 from engine.prefix_cache import PrefixCache
@@ -18,8 +19,10 @@ def make_scheduler(num_pages=16, page_size=4, max_num_seqs=4, budget=8, caching=
     return Scheduler(pages, cache, page_size=page_size, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget)
 
 
-def add(scheduler, name, prompt, max_tokens=100, **sampling):
-    seq = Sequence(request(name, prompt, max_tokens, **sampling), stop_ids=frozenset(), seed=0)
+def add(scheduler, name, prompt, max_tokens=100, path=("", ""), **sampling):
+    client, connection = path
+    asked = replace(request(name, prompt, max_tokens, **sampling), client=client, connection=connection)
+    seq = Sequence(asked, stop_ids=frozenset(), seed=0)
     scheduler.add(seq)
     return seq
 
@@ -181,12 +184,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.num_added = 0
 
     @rule(target=requests, length=st.integers(1, 20), max_tokens=st.integers(1, 11), kind=st.integers(0, 2),
-          logprobs=st.sampled_from([None, None, None, 0]))  # fmt: skip
-    def submit(self, length, max_tokens, kind, logprobs):
+          logprobs=st.sampled_from([None, None, None, 0]),
+          path=st.sampled_from([("a", "a1"), ("a", "a2"), ("b", "b1")]))  # fmt: skip
+    def submit(self, length, max_tokens, kind, logprobs, path):
         """At most 20 + 11 - 1 tokens are kept: exactly the ten pages. Few kinds of prompts, so that prefixes meet."""
         self.num_added += 1
         name = f"r{self.num_added}"
-        add(self.scheduler, name, [kind] * length, max_tokens, prompt_logprobs=logprobs)
+        add(self.scheduler, name, [kind] * length, max_tokens, path=path, prompt_logprobs=logprobs)
         return name
 
     @rule(name=consumes(requests))
@@ -230,10 +234,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     @invariant()
     def every_request_is_in_one_place(self):
         scheduler = self.scheduler
-        places = [seq.request_id for seq in scheduler.running] + [seq.request_id for seq in scheduler.waiting]
-        assert sorted(places) == sorted(scheduler.sequences)
-        arrivals = [int(name[1:]) for name in places]
-        assert arrivals == sorted(arrivals), "first come, first served"
+        places = [*scheduler.running, *scheduler.waiting]
+        assert sorted(seq.request_id for seq in places) == sorted(scheduler.sequences)
+        for path in {seq.path for seq in places}:
+            arrivals = [int(seq.request_id[1:]) for seq in places if seq.path == path]
+            assert arrivals == sorted(arrivals), "within a connection first come, first served"
+        assert scheduler.running == sorted(scheduler.running, key=lambda seq: seq.arrival)
         rows = [seq.row for seq in scheduler.running] + scheduler._free_rows
         assert sorted(rows) == list(range(self.max_num_seqs))
 

@@ -109,7 +109,7 @@ class TemplateTokenizer:
 
     special_tokens: ClassVar = {"<s>": 1000, "</think>": 1001}
     chat_template_file = "chat_template.jinja"
-    bos_token, eos_token, adds_bos = "<s>", None, False
+    bos_token, eos_token, adds_bos, max_token_bytes = "<s>", None, False, None
 
     def __init__(self, template):
         self.chat_template = template
@@ -144,7 +144,7 @@ def test_completions_work_without_a_template_g29():
     job = converter.completion(CompletionRequest(prompt="Hi"), INFO, "id")
     assert job.requests[0].prompt_ids == [72, 105]
     with pytest.raises(BadRequest, match="no chat template: use /v1/completions"):
-        converter.tokenize(TokenizeRequest(messages=[USER]))
+        converter.tokenize(TokenizeRequest(messages=[USER]), INFO)
 
 
 def test_template_is_sandboxed():

@@ -267,7 +267,7 @@ def test_a_long_conversation_is_searched_in_a_short_one(name, monkeypatch):
     monkeypatch.setattr(
         converter._template, "text", lambda **data: sizes.append(len(data["messages"])) or render(**data)
     )
-    text = TOKENIZER.decode(converter.tokenize(TokenizeRequest(messages=messages)))
+    text = TOKENIZER.decode(converter.tokenize(TokenizeRequest(messages=messages), None))
     assert sum(size > 200 for size in sizes) == 2  # the rehearsal and the prompt
     for number in range(60):
         assert text.count(f"preamble {number}.") == 2

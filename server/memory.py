@@ -1,0 +1,13 @@
+"""`give_back_memory`: what the C library holds of freed memory goes back to the system. Knows no request.
+
+Without it the process keeps what its largest bodies took: 171 MiB instead of 128 after sixty bodies of megabytes.
+"""
+
+import ctypes
+
+
+def give_back_memory() -> None:
+    """Takes a few milliseconds, without Python's lock. Does nothing where the C library is not glibc."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

@@ -1,0 +1,32 @@
+"""How many entries the lists and objects of a request may have. Generous for real use; docs/api.md says each of them.
+
+Lists stop at their first bad entry (`fail_fast`), and no object may have more keys than `MAX_KEYS`: so a body costs
+little more than reading it, however wrong it is, and an error never lists thousands of others.
+"""
+
+from typing import Annotated, Any, TypeVar
+
+from pydantic import Field
+
+Entry = TypeVar("Entry")
+
+MAX_CONTAINERS = 100_000
+"""Lists and objects in one body, nested ones included."""
+
+MAX_KEYS = 256
+"""Keys of an object with a fixed set of fields, unknown ones included."""
+
+MAX_MESSAGES = 10_000
+MAX_PARTS = 4096
+MAX_TOOL_CALLS = 1024
+MAX_TOOLS = 512
+MAX_PROPERTIES = 4096
+MAX_BIASES = 4096
+MAX_MODALITIES = 8
+
+Messages = Annotated[list[Entry], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
+ToolCalls = Annotated[list[Entry], Field(fail_fast=True, max_length=MAX_TOOL_CALLS)]
+Tools = Annotated[list[Entry], Field(fail_fast=True, max_length=MAX_TOOLS)]
+Modalities = Annotated[list[Entry], Field(fail_fast=True, max_length=MAX_MODALITIES)]
+FreeObject = Annotated[dict[str, Any], Field(max_length=MAX_PROPERTIES)]
+"""An object whose keys this service does not know, such as a tool's parameters."""

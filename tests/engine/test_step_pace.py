@@ -1,0 +1,104 @@
+"""The time of a step is bounded while streams decode (G84). Devices are models of time; nothing here reads a clock."""
+
+from pathlib import Path
+
+import pytest
+
+from engine.config import EngineConfig
+from engine.core import EngineCore
+from engine.errors import EngineConfigError
+from engine.step_pace import MIN_PROMPT_TOKENS, StepPace
+from tests.engine.fakes import FakeModel
+from tests.engine.requests import request
+
+CPU = {"decode_s": 0.014, "fixed_s": 0.005, "token_s": 0.0008}
+SLOW = {"decode_s": 0.5, "fixed_s": 0.1, "token_s": 0.01}
+
+
+def run_steps(pace, count, *, decode_s, fixed_s, token_s):
+    """Times of steps that decode and read prompts, each as many tokens as the pace says."""
+    pace.observe(num_decodes=4, num_prompt_tokens=0, step_s=decode_s)
+    times = []
+    for _ in range(count):
+        num_tokens = pace.max_prompt_tokens
+        times.append(decode_s + fixed_s + num_tokens * token_s)
+        pace.observe(num_decodes=4, num_prompt_tokens=num_tokens, step_s=times[-1])
+    return times
+
+
+@pytest.mark.parametrize("first_guess_s", [1e-5, 0.0008, 0.1])
+def test_steps_come_near_the_target_whatever_was_measured_first_g84(first_guess_s):
+    times = run_steps(StepPace(0.06, first_guess_s), 40, **CPU)
+    assert all(0.03 < step_s <= 0.06 for step_s in times[10:])
+
+
+def test_a_slow_device_still_reads_prompts_g84():
+    """Decoding alone takes eight times the target: prompts get as long as that, not the least there is."""
+    times = run_steps(StepPace(0.06, 0.001), 40, **SLOW)
+    assert all(0.8 < step_s <= 1.1 for step_s in times[10:])
+
+
+def test_one_step_that_was_held_up_is_forgotten_g84():
+    pace = StepPace(0.06, 0.001)
+    usual = run_steps(pace, 20, **CPU)[-1]
+    pace.observe(num_decodes=4, num_prompt_tokens=32, step_s=20.0)
+    assert pace.max_prompt_tokens == MIN_PROMPT_TOKENS
+    assert run_steps(pace, 100, **CPU)[-1] == pytest.approx(usual, rel=0.3)
+
+
+def test_a_step_that_takes_no_time_is_survived():
+    pace = StepPace(0.06, 0.001)
+    for _ in range(50):
+        pace.observe(num_decodes=4, num_prompt_tokens=32, step_s=1e-9)
+        pace.observe(num_decodes=4, num_prompt_tokens=0, step_s=1e-9)
+    assert pace.max_prompt_tokens > MIN_PROMPT_TOKENS
+
+
+class TimedModel(FakeModel):
+    """A model whose steps take, on a clock of its own, as long as their tokens are many."""
+
+    def __init__(self):
+        super().__init__(max_model_len=4000)
+        self.now_s = 0.0
+
+    def __call__(self, batch, kv):
+        self.now_s += CPU["decode_s"] + batch.num_tokens * CPU["token_s"]
+        return super().__call__(batch, kv)
+
+
+def step_times(max_step_ms):
+    """Times of the steps in which a stream decodes while a long prompt is read; then of a prompt without company."""
+    model = TimedModel()
+    config = EngineConfig(
+        model=Path("unused"), device="cpu", num_pages=1000, max_num_batched_tokens=512, max_step_ms=max_step_ms
+    )
+    core = EngineCore(config, model, clock=lambda: model.now_s)
+    core.add(request("alone", [5] * 900, 1, ignore_eos=True))
+    alone = timed_steps(core, model, "alone")
+    core.add(request("stream", [1], 500, ignore_eos=True))
+    for _ in range(5):
+        core.step()
+    core.add(request("prompt", [7] * 1500, 1, ignore_eos=True))
+    return timed_steps(core, model, "prompt"), alone
+
+
+def timed_steps(core, model, name):
+    times, outputs = [], []
+    while all(output.request_id != name for output in outputs):
+        start_s = model.now_s
+        outputs = core.step()
+        times.append(model.now_s - start_s)
+    return times
+
+
+def test_a_stream_does_not_stutter_while_a_prompt_is_read_g84():
+    together, alone = step_times(60)
+    assert max(together[5:]) <= 0.06
+    assert len(alone) == 2, "nobody waits: full chunks"
+    together, _ = step_times(0)
+    assert max(together) > 0.4, "0 switches it off"
+
+
+def test_a_negative_time_is_refused():
+    with pytest.raises(EngineConfigError, match="max_step_ms is -1"):
+        EngineConfig(model=Path("unused"), max_step_ms=-1)

@@ -1,0 +1,59 @@
+"""Who counts as one client in the engine's fair queue (G83)."""
+
+import pytest
+from starlette.requests import Request
+
+from server.asker import asker_of
+from server.config import ServerConfig
+from server.errors import SettingError
+
+
+def ask(host="10.0.0.1", port=1, *, settings=None, **headers):
+    raw = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+    request = Request({"type": "http", "client": (host, port), "headers": raw})
+    return asker_of(request, ServerConfig(**settings or {}))
+
+
+def test_addresses_are_clients_and_ports_are_their_connections_g83():
+    client, connection = ask()
+    assert ask(port=2)[0] == client
+    assert ask(port=2)[1] != connection
+    assert ask("10.0.0.2")[0] != client
+
+
+def test_keys_tell_clients_apart_only_where_none_is_asked_for_g83():
+    """With --api-key everybody sends the same one; other spellings of it must not make other clients."""
+    assert ask(authorization="Bearer a")[0] != ask(authorization="Bearer b")[0]
+    keyed = {"api_key": "secret"}
+    assert (
+        ask(settings=keyed, authorization="Bearer secret")[0] == ask(settings=keyed, authorization="bearer  secret")[0]
+    )
+    assert "secret" not in "".join(ask(authorization="Bearer secret"))
+
+
+def test_a_forwarded_address_counts_only_where_the_operator_says_so_g83():
+    assert ask(x_forwarded_for="1.1.1.1")[0] == ask(x_forwarded_for="2.2.2.2")[0]
+    behind_proxy = {"client_header": "X-Forwarded-For"}
+    one = ask(settings=behind_proxy, x_forwarded_for="1.1.1.1")[0]
+    assert one != ask(settings=behind_proxy, x_forwarded_for="2.2.2.2")[0]
+    assert one == ask(settings=behind_proxy, x_forwarded_for="9.9.9.9, 1.1.1.1")[0], "what a client sent itself"
+    assert ask(settings=behind_proxy)[0] == ask()[0]
+
+
+def test_a_request_without_an_address_is_served():
+    request = Request({"type": "http", "client": None, "headers": []})
+    assert asker_of(request, ServerConfig())[1] == ":0"
+
+
+def test_a_header_that_is_none_is_refused():
+    with pytest.raises(SettingError, match="client_header"):
+        ServerConfig(client_header="X Forwarded For")
+
+
+def test_every_choice_of_a_request_has_the_same_asker_g83(service):
+    with service.http() as http:
+        http.post("/v1/completions", json={"prompt": ["a", "b"], "n": 3, "max_tokens": 1})
+    askers = {(request.client, request.connection) for request in service.engine.requests}
+    assert len(service.engine.requests) == 6
+    assert len(askers) == 1
+    assert all(all(asker) for asker in askers)

@@ -1,0 +1,1 @@
+"""Soak test: unruly clients against the real service. `python -m tests.soak --seconds 600`, or `make soak`."""

@@ -1,0 +1,74 @@
+"""The real service in its own processes, and what can be seen of it from outside: memory and metrics."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx2
+
+from tests.soak.bodies import LEAVERS_MODEL, MODEL
+
+ROOT = Path(__file__).resolve().parents[2]
+_START_S = 120
+
+
+class Service:
+    """A running service."""
+
+    def __init__(self, url: str, pid: int) -> None:
+        self.url = url
+        self.pid = pid
+
+    def resident_mib(self) -> dict[str, float]:
+        """Memory of the HTTP process and of the engine process, in MiB."""
+        [engine] = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
+        return {"http": _resident_mib(self.pid), "engine": _resident_mib(int(engine))}
+
+    def metrics(self, model: str = MODEL) -> dict[str, float]:
+        """Sums over all labels of the samples of one served name."""
+        sums: dict[str, float] = {}
+        for name, labels, value in re.findall(r"^(\w+)\{(.*)\} (\S+)$", httpx2.get(f"{self.url}/metrics").text, re.M):
+            if f'model="{model}"' in labels:
+                sums[name] = sums.get(name, 0.0) + float(value)
+        return sums
+
+    def engine_is_idle(self) -> bool:
+        """Whether the engine's last snapshot shows no request and no page in use."""
+        stats = httpx2.get(f"{self.url}/health/ready", timeout=30).json()["stats"]
+        return not (stats["num_running"] or stats["num_waiting"] or stats["num_pages_used"])
+
+
+@contextmanager
+def start(folder: Path) -> Iterator[Service]:
+    """The bundled model with few places, so that the queue fills up. Its output is in the folder."""
+    command = [sys.executable, "-m", "server", "--port", "0", "--num-threads", "1", "--max-num-seqs", "16"]
+    command += ["--max-queued-requests", "32", "--served-model-name", f"{MODEL},{LEAVERS_MODEL}"]
+    with (
+        open(folder / "out", "w") as out,
+        open(folder / "err", "w") as err,
+        subprocess.Popen(
+            command, stdout=out, stderr=err, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}
+        ) as process,
+    ):
+        try:
+            until_s = time.monotonic() + _START_S
+            while not (found := re.search(r"ready at (\S+)/v1", (folder / "out").read_text())):
+                if process.poll() is not None or time.monotonic() > until_s:
+                    raise RuntimeError(f"the service does not start: {(folder / 'err').read_text()}")
+                time.sleep(0.05)
+            yield Service(found[1], process.pid)
+        finally:
+            process.terminate()
+            try:
+                process.wait(40)
+            finally:
+                process.kill()
+
+
+def _resident_mib(pid: int) -> float:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
