@@ -41,8 +41,8 @@ class EngineConfig:
     router_logits_dtype: str = "auto"
     max_model_len: int | None = None  # prompt and answer together, in tokens; None: what the model was made for
     max_num_seqs: int = 64  # requests that run at the same time
-    max_num_batched_tokens: int | None = None  # tokens of one step; None: 512 on CPU, 2048 on CUDA
-    max_step_ms: int | None = None  # aim for a step that decodes and reads prompts; 0: none; None: 60 on CPU, 0 on CUDA
+    max_num_batched_tokens: int | None = None  # tokens of one step; None: 512 on CPU, 8192 on CUDA
+    max_step_ms: int | None = None  # aim for a step that decodes and reads prompts; 0: none; None: 60
     max_queued_requests: int = 512  # requests that may wait for one of the `max_num_seqs` places
     page_size: int = 16  # tokens a KV page
     num_pages: int | None = None  # KV pages; None: from the memory there is

@@ -19,9 +19,10 @@ from engine.types import EngineInfo, EngineRequest, LayerCheck, SamplingParams
 from model.batch import LayerKv
 from moe.selfcheck import SelfCheckReport
 
-_DEFAULT_STEP_TOKENS = {"cpu": 512, "cuda": 2048}
-_DEFAULT_STEP_MS = {"cpu": 60}  # no aim on a GPU: nothing has been measured there
+_DEFAULT_STEP_TOKENS = {"cpu": 512, "cuda": 8192}
+_DEFAULT_STEP_MS = 60
 _WARM_UP_TOKENS = 32  # a prompt of this many, then one more: every code path of a step ran before the first user
+_PACE_TOKENS = {"cpu": _WARM_UP_TOKENS, "cuda": 2048}  # of the prompt that is timed; a GPU needs many to be busy
 _BYTES_PER_GRAPH = 32 << 20
 _SAMPLING_BYTES_PER_LOGIT = 48  # the sampler's temporaries at its peak, filters on
 
@@ -118,7 +119,7 @@ def load_engine(config: EngineConfig, model: Model | None) -> LoadedEngine:
         num_pages=num_pages,
         max_model_len=max_model_len,
         max_num_batched_tokens=step_tokens,
-        pace=_measure_pace(config, runner, num_tokens),
+        pace=_measure_pace(config, runner, min(max_model_len, step_tokens)),
     )
 
 
@@ -138,15 +139,20 @@ def _graph_bytes(config: EngineConfig, model: Model) -> int:
     return logits_bytes + len(graph_sizes(config.max_num_seqs)) * _BYTES_PER_GRAPH
 
 
-def _measure_pace(config: EngineConfig, runner: ModelRunner, num_tokens: int) -> StepPace | None:
+def _measure_pace(config: EngineConfig, runner: ModelRunner, max_tokens: int) -> StepPace | None:
     """The pace that the settings ask for, with the time that a prompt takes on the warmed-up model."""
-    target_ms = _DEFAULT_STEP_MS.get(runner.model.device.type, 0) if config.max_step_ms is None else config.max_step_ms
+    target_ms = _DEFAULT_STEP_MS if config.max_step_ms is None else config.max_step_ms
     if target_ms == 0:
         return None
+    device = runner.model.device
+    num_tokens = min(_PACE_TOKENS.get(device.type, _WARM_UP_TOKENS), max_tokens)
+    if device.type == "cuda":
+        _run_prompt(runner, num_tokens)  # kernels compile for prompts of this length
+        torch.cuda.synchronize(device)
     start_s = time.monotonic()
     _run_prompt(runner, num_tokens)
-    if runner.model.device.type == "cuda":
-        torch.cuda.synchronize(runner.model.device)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
     return StepPace(target_ms / 1000, (time.monotonic() - start_s) / num_tokens)
 
 

@@ -26,8 +26,8 @@ def make_byte_counter(progress: Progress) -> type[QuietBar]:
     class ByteCounter(QuietBar):
         def update(self, n: float | None = 1) -> None:
             nonlocal shown
-            super().update(n)
-            with lock:
+            with lock:  # files arrive in threads, and tqdm's own count is no atomic step
+                super().update(n)
                 if self.unit == "B" and self.n > shown:
                     progress.advance(int(self.n) - shown)
                     shown = int(self.n)

@@ -58,11 +58,11 @@ OPTIONS: dict[str, Option] = {
     "device": Option("engine", "auto, cpu, cuda or cuda:N"),
     "max_num_seqs": Option("engine", "requests that run at the same time"),
     "max_queued_requests": Option("engine", "requests that may wait; more are refused with 429"),
-    "max_num_batched_tokens": Option("engine", "tokens of one step", default_text="512 on a CPU, 2048 on a GPU"),
+    "max_num_batched_tokens": Option("engine", "tokens of one step", default_text="512 on a CPU, 8192 on a GPU"),
     "max_step_ms": Option(
         "engine",
         "milliseconds that a step may take while some requests decode and others' prompts are read; 0 for any",
-        default_text="60 on a CPU, 0 on a GPU",
+        default_text="60",
     ),
     "page_size": Option("engine", "tokens of a KV cache page"),
     "num_pages": Option("engine", "KV cache pages", default_text="what fits in memory"),

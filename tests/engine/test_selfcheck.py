@@ -63,7 +63,6 @@ def test_an_engine_process_with_a_corrupted_layout_never_becomes_ready() -> None
     ("settings", "error", "words"),
     [
         ({"moe_a2a_backend": "deepep", "moe_backend": "torch"}, MoeConfigError, "needs a process group"),
-        ({"deepep_max_dispatch_tokens": 2000}, MoeConfigError, "--deepep-max-dispatch-tokens is 2000"),
         ({"moe_a2a_backend": "mori"}, UnsupportedPathError, "mori"),
     ],
 )

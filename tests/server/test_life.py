@@ -30,7 +30,7 @@ class Clients:
             wait_until(
                 lambda: (
                     http.get("/health").json()["stats"]["num_running"]
-                    == (count if num_running is None else num_running)
+                    >= (count if num_running is None else num_running)
                 )
             )
 
@@ -99,7 +99,7 @@ def test_a_hanging_engine_is_not_drained_g85(tmp_path):
         )
         asked = [
             Clients(stopped, 2),
-            Clients(in_a_step, 2, {**LONG, "prompt": [66]}, num_running=1),  # the other comes after the step
+            Clients(in_a_step, 2, {**LONG, "prompt": [66]}, num_running=1),  # the other may come too late for the step
         ]
         assert idle.url
         engine_pids = [service.engine_pid for service in (stopped, in_a_step, idle)]
