@@ -53,12 +53,12 @@ ENV VIRTUAL_ENV=/opt/moe-serve \
     PIP_NO_CACHE_DIR=1 \
     PIP_DISABLE_PIP_VERSION_CHECK=1 \
     FLASHINFER_CUDA_ARCH_LIST="9.0a 10.0a"
-# Dependencies and compiled kernels come before the project's own files, so that a change there rebuilds neither.
+# Dependencies and compiled kernels come before the project's files, so that a change to the project rebuilds neither.
 RUN --mount=type=bind,source=constraints.txt,target=/tmp/constraints.txt \
     python3 -m venv "$VIRTUAL_ENV" \
     && pip install -c /tmp/constraints.txt torch setuptools flashinfer-python triton
 
-# MoE, attention with sinks (head dim 64) and MLA kernels, placed where the library looks for ready-made ones.
+# MoE, attention with sinks (head dim 64) and MLA kernels, placed where FlashInfer looks for compiled ones.
 RUN aot="$(python -c 'import flashinfer, pathlib; print(pathlib.Path(flashinfer.__file__).parent / "data" / "aot")')" \
     && python -m flashinfer.aot --out-dir "$aot" --build-dir /tmp/aot \
         --f16-dtype bfloat16 --fa2-head-dim 64,64 --fa3-head-dim 64,64 192,128 \
@@ -69,7 +69,7 @@ RUN aot="$(python -c 'import flashinfer, pathlib; print(pathlib.Path(flashinfer.
 RUN --mount=type=bind,target=/src,rw \
     pip install -c /src/constraints.txt --no-build-isolation '/src[gpu]'
 
-# As above; the caches of what is compiled at run time are in /cache too.
+# As above; kernels compiled at run time are cached in /cache too.
 RUN useradd --uid 10001 --home-dir /cache --no-create-home serve && mkdir -m 1777 /cache
 ENV HOME=/cache \
     XDG_CACHE_HOME=/cache \

@@ -1,5 +1,5 @@
-# Two commands do everything: `make serve` sets up and serves, `make test` sets up and tests. `make clients` lets clients
-# that people use ask the real service, in an environment of their own.
+# Two commands do everything: `make serve` sets up and serves, `make test` sets up and tests. `make clients` runs popular
+# clients, installed in a separate environment, against the real service.
 # PORT=, ARGS=, EXTRAS= and PIP_ARGS= pass through: `make serve PORT=9000 EXTRAS=gpu ARGS="--max-num-seqs 8"`.
 
 PYTHON ?= python3
@@ -36,7 +36,7 @@ pins: $(VENV)/.dev
 bench: $(VENV)/.dev
 	$(VENV)/bin/python -m benchmarks.bench_cpu $(ARGS)
 
-# Stamps: pip runs again only when the pins or the dependency lists change, and then without a network if nothing is new.
+# Stamps: pip runs again only when the pins or the dependency lists change; if nothing is new, it needs no network.
 $(SERVE): pyproject.toml constraints.txt
 	$(call install,$(EXTRAS))
 	@touch $@
@@ -52,8 +52,8 @@ $(CLIENTS)/.installed: tests/clients/constraints.txt
 		torch guidellm 'lm_eval[api]' litellm langchain-openai
 	touch $@
 
-# An installation that was interrupted leaves a mark, and half of a package perhaps: the next one starts afresh.
-# setuptools first and no build isolation, so that building the project itself asks no package index.
+# An interrupted installation may leave half a package, so it also leaves a mark, and the next one starts over.
+# We install setuptools first and build without isolation, so that building the project itself asks no package index.
 MARK = $(VENV)/.interrupted
 define install
 	@test -e $(VENV)/pyvenv.cfg -a ! -e $(MARK) || $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \

@@ -1,4 +1,4 @@
-"""Attention over the paged KV cache on one GPU: each implementation against torch, in CUDA graphs where it can.
+"""Attention over the paged KV cache on one GPU: each implementation against torch, in CUDA graphs where possible.
 
     python -m benchmarks.bench_attention [--backends triton,torch] [--out NAME] [--folder FOLDER] [--quick]
 
@@ -24,7 +24,7 @@ FULL = AttentionSpec(num_heads=64, num_kv_heads=8, key_dim=64, value_dim=64, sca
 SLIDING = replace(FULL, window=128)
 PAGE_SIZE = 16
 BYTES_PER_S, FLOP_PER_S = 4.3e12, 780e12
-NUM_COPIES = 8  # caches in rotation, so that small ones are not read from the L2
+NUM_COPIES = 8  # take turns, so that small caches are not read from the L2
 TOLERANCE = 0.01  # relative, bf16 products and results
 
 
@@ -126,7 +126,7 @@ def reference(inputs: Inputs, spec: AttentionSpec) -> torch.Tensor:
 
 
 def measure(case: Case, spec: AttentionSpec, backend: str, inputs: Inputs, want: torch.Tensor) -> dict[str, Any]:
-    """Error against the reference and microseconds a layer, its plan left out."""
+    """Error against the reference, and microseconds per layer without the plan."""
     attention = make_attention(backend, [spec], torch.device("cuda"))
     plan = attention.plan(inputs.batch)
 

@@ -1,10 +1,10 @@
-"""CPU time that the HTTP process takes for a streamed token, with an engine that only hands out tokens.
+"""CPU time of the HTTP process per streamed token, with an engine that only hands out tokens.
 
     python -m benchmarks.bench_http [--protocol h11 httptools] [--streams 1 32] [--tokens 1000] [--out NAME]
 
-Server and engine are processes of their own, as in the service; the clients are threads with plain sockets. A figure is
-the server's user and system time over all tokens; protocols take turns, and the least of all rounds counts, since other
-work on the machine only adds. `httptools` is the parser that uvicorn would take by itself; install it to measure it.
+Server and engine run in separate processes, as in the service; the clients are threads with plain sockets. A figure is
+the server's user and system time divided by the number of tokens; protocols take turns, and the smallest figure counts,
+because other work on the machine only adds. `httptools` is uvicorn's default parser; install it to measure it.
 The last line is JSON.
 """
 
@@ -28,7 +28,7 @@ TOKEN_ID = 300
 
 
 async def serve(protocol: str) -> None:
-    """The HTTP process: prints its port, then its CPU seconds for every line that it reads."""
+    """The HTTP process: prints its port, then its CPU seconds each time it reads a line."""
     from engine.client import EngineClient
     from engine.config import EngineConfig
     from loaders.tokenizer import load_tokenizer
@@ -84,7 +84,7 @@ def read_stream(port: int, num_tokens: int) -> None:
 
 
 def measure(protocol: str, num_streams: int, num_tokens: int, step_s: float) -> float:
-    """Microseconds of CPU a token."""
+    """Microseconds of CPU per token."""
     environ = os.environ | {http_worker.STEP_S: str(step_s)}
     command = [sys.executable, "-m", "benchmarks.bench_http", "--serve", protocol]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ) as process:
@@ -111,7 +111,7 @@ def measure(protocol: str, num_streams: int, num_tokens: int, step_s: float) -> 
 
 
 def main() -> None:
-    """Measure all protocols by turns, write the record."""
+    """Measure all protocols in turn and write the record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--protocol", nargs="+", default=["h11"], choices=["h11", "httptools"])
     parser.add_argument("--streams", nargs="+", type=int, default=[1, 32])

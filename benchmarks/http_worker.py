@@ -6,7 +6,7 @@ import time
 from engine.types import EngineInfo, EngineOutput, EngineRequest, EngineStats
 from engine.worker import main
 
-STEP_S = "BENCH_HTTP_STEP_S"  # variable with the seconds of a step
+STEP_S = "BENCH_HTTP_STEP_S"  # environment variable: seconds per step
 INFO = EngineInfo(
     max_model_len=4096,
     vocab_size=4096,
@@ -21,7 +21,7 @@ INFO = EngineInfo(
 
 
 class PacedCore:
-    """Every step sleeps, then gives each request its first prompt id once more."""
+    """Every step sleeps, then gives each request its first prompt id again."""
 
     def __init__(self, step_s: float) -> None:
         self.info = INFO

@@ -58,7 +58,7 @@ class EngineClient:
         self.info: EngineInfo | None = None
         self.failure: str | None = None
         self.stats: EngineStats | None = None
-        self.was_killed = False  # by `close`: it had been ready and did not end by itself
+        self.was_killed = False  # `close` had to kill a process that was ready
         self._worker_module = worker_module
         self._streams: dict[str, _Stream] = {}
         self._limits: RequestLimits | None = None
@@ -148,7 +148,7 @@ class EngineClient:
     async def close(self, *, at_once: bool = False) -> None:
         """End the process; requests still running get an error. May be called twice, and without `start`.
 
-        With `at_once` the process is killed, since it is known to hang.
+        `at_once` kills the process without waiting; use it when the engine is known to hang.
         """
         if self._process is None or self._closing:
             return

@@ -42,14 +42,14 @@ class EngineConfig:
     max_model_len: int | None = None  # prompt and answer together, in tokens; None: what the model was made for
     max_num_seqs: int = 64  # requests that run at the same time
     max_num_batched_tokens: int | None = None  # tokens of one step; None: 512 on CPU, 8192 on CUDA
-    max_step_ms: int | None = None  # aim for a step that decodes and reads prompts; 0: none; None: 60
+    max_step_ms: int | None = None  # target for steps that decode and read prompts; 0: none; None: 60
     max_queued_requests: int = 512  # requests that may wait for one of the `max_num_seqs` places
     page_size: int = 16  # tokens a KV page
     num_pages: int | None = None  # KV pages; None: from the memory there is
     gpu_memory_utilization: float = 0.9  # share of the GPU's memory for weights, activations and KV pages
     kv_cache_dtype: str = "auto"  # auto: the model's dtype
     attention_backend: str = "auto"
-    enforce_eager: bool = False  # launch every kernel of a decode step by itself instead of replaying a CUDA graph
+    enforce_eager: bool = False  # launch decode kernels one by one instead of replaying a CUDA graph
     load_format: str = "auto"
     selfcheck: str = "first"
     tune: bool = False  # measure the experts' kernels while loading, under a minute; later starts use what was found

@@ -50,7 +50,7 @@ class EngineCore:
     ) -> None:
         """Load the model of the config, or take the one given, and allocate the KV cache.
 
-        `clock` gives seconds; steps are timed with it.
+        `clock` returns seconds and times the steps.
 
         Raises:
             ValueError: (of this package, the model's, the loaders') a setting or a file is wrong.

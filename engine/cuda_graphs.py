@@ -1,7 +1,7 @@
-"""`DecodeGraphs`: decode steps captured in CUDA graphs, one per padded number of requests. Chooses no work, no tokens.
+"""`DecodeGraphs`: decode steps captured in CUDA graphs, one per padded batch size. Neither schedules nor samples.
 
-A captured step costs one launch from the host instead of hundreds. The graphs read the step from buffers that stay
-where they are; rows beyond the step's requests decode a token of a page that no request owns, and nobody reads them.
+A captured step costs one launch from the host instead of hundreds. The graphs read the step from buffers whose
+addresses never change; padding rows decode a token of a spare page that no request owns, and nobody reads their result.
 
 Shape letters: N rows of a graph, M rows of the largest one, P pages of the longest request, V vocabulary.
 """
@@ -20,7 +20,7 @@ from model.batch import ForwardBatch, LayerKv
 if TYPE_CHECKING:
     from engine.runner import Model
 
-_FINE_SIZES = (1, 2, 4, 8)  # few requests feel every padded row; beyond, steps of 8 cost little
+_FINE_SIZES = (1, 2, 4, 8)  # a padded row costs much in a small batch; in larger ones, steps of 8 cost little
 _COARSE_FROM = 64
 
 logger = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
 
 
 class DecodeGraphs:
-    """Captured decode steps of one model over one KV cache; `spare_page` is a page of it that no request gets."""
+    """Captured decode steps of one model over one KV cache. No request ever gets the page `spare_page`."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class DecodeGraphs:
         """Capture every size, the largest first, since the others then fit in its memory.
 
         Raises:
-            EngineConfigError: a size that cannot be captured, with the ways out.
+            EngineConfigError: a size cannot be captured; the message says which settings to change.
         """
         start_s, before_bytes = time.monotonic(), torch.cuda.memory_reserved()
         with Progress("capturing decode steps", len(self.sizes)) as progress:
@@ -86,7 +86,7 @@ class DecodeGraphs:
         batch = self._batch(size)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # compiles and allocates what a capture must not
+        with torch.cuda.stream(stream):  # compiles and allocates now, which a capture must not do
             self._model(batch, self._kv)
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
@@ -97,7 +97,7 @@ class DecodeGraphs:
         return graph
 
     def _batch(self, size: int) -> ForwardBatch:
-        """The first `size` rows of the buffers. Lengths are the longest there may be: kernels size themselves by it."""
+        """The first `size` rows of the buffers, with the longest possible lengths: kernels size their grids by them."""
         return ForwardBatch(
             input_ids_T=self._ids_M[:size],
             positions_T=self._positions_M[:size],
@@ -124,7 +124,7 @@ class DecodeGraphs:
         self._slots_M[:num_live].copy_(batch.slots_T)
         self._lens_M[:num_live].copy_(batch.seq_lens_B)
         self._table_MP[:num_live, : batch.page_table_BP.shape[1]].copy_(batch.page_table_BP)
-        if num_live < self._num_live:  # rows that were in use must not write to pages of others now
+        if num_live < self._num_live:  # rows no longer in use must not write to pages that others own now
             self._slots_M[num_live : self._num_live] = self._spare_slot
             self._lens_M[num_live : self._num_live] = 1
         self._num_live = num_live

@@ -1,14 +1,13 @@
 """Whose turn it is: the order of waiting requests, who gives way, and shares of a budget. Pure policy; holds no pages.
 
-A client is who asks (`EngineRequest.client`); its requests may come over several connections. Turns are shared between
+`EngineRequest.client` names the client; its requests may come over several connections. Turns are shared between
 clients first, then between the connections of a client:
 
-next to run      of the client that runs the fewest requests; of its connection that runs the fewest; the oldest
-first to give    of the client that runs the most requests; of its connection that runs the most; the youngest
-way
+next to run      the oldest request of the client, and then of its connection, that runs the fewest requests
+first to yield   the youngest request of the client, and then of its connection, that runs the most requests
 
-Nobody starves: a client that runs nothing is next as soon as its oldest request is the oldest of all such clients, and
-later arrivals cannot pass it. With one client and one connection this is first come, first served.
+Nobody starves: among clients that run nothing, the one with the oldest request is next, and later arrivals cannot pass
+it. With one client and one connection this is first come, first served.
 """
 
 from collections import Counter, deque
@@ -20,29 +19,29 @@ Path = tuple[str, ...]
 
 
 class Shares:
-    """How many requests each client, and each of its connections, runs now."""
+    """How many requests each client and each of its connections runs now."""
 
     def __init__(self, running: Iterable[Sequence]) -> None:
         self._counts = Counter(prefix for seq in running for prefix in _prefixes(seq.path))
 
     def of(self, path: Path) -> tuple[int, ...]:
-        """Requests that run under the client, then under the connection."""
+        """Number of running requests of the client, then of the connection."""
         return tuple(self._counts[prefix] for prefix in _prefixes(path))
 
     def excess(self, path: Path, other: Path) -> int:
-        """How many more requests `path` runs than `other`, compared where they part; 0 if they are the same."""
+        """How many more requests `path` runs than `other`, by client if the clients differ, else by connection."""
         for mine, its in zip(_prefixes(path), _prefixes(other), strict=True):
             if mine != its:
                 return self._counts[mine] - self._counts[its]
         return 0
 
     def first_to_give_way(self, running: Iterable[Sequence]) -> Sequence:
-        """The youngest request of whoever runs the most."""
+        """The youngest request of the client and connection that run the most."""
         return max(running, key=lambda seq: (self.of(seq.path), seq.arrival))
 
 
 class FairQueue:
-    """Requests that wait. Iterates over them in order of arrival."""
+    """Waiting requests. Iterates over them in order of arrival."""
 
     def __init__(self) -> None:
         self._by_path: dict[Path, deque[Sequence]] = {}
@@ -55,17 +54,17 @@ class FairQueue:
         return iter(sorted((seq for waiting in self._by_path.values() for seq in waiting), key=lambda s: s.arrival))
 
     def put(self, seq: Sequence) -> None:
-        """A new request, the youngest of all."""
+        """Add a new request, the youngest of all."""
         self._by_path.setdefault(seq.path, deque()).append(seq)
         self._num_waiting += 1
 
     def put_back(self, seq: Sequence) -> None:
-        """A request that ran and had to give way; it is older than those of its connection that wait."""
+        """Put back a preempted request, in front of the waiting requests of its connection, which are all younger."""
         self._by_path.setdefault(seq.path, deque()).appendleft(seq)
         self._num_waiting += 1
 
     def remove(self, seq: Sequence) -> None:
-        """Take out a request that waits. Raises ValueError if it does not."""
+        """Take out a waiting request. Raises ValueError if it is not in the queue."""
         waiting = self._by_path.get(seq.path, deque())
         waiting.remove(seq)
         self._num_waiting -= 1
@@ -81,7 +80,7 @@ class FairQueue:
 def split_evenly(demands: Mapping[str, int], budget: int) -> dict[str, int]:
     """What each client gets of a budget: equal shares, and what one does not need goes to the others.
 
-    Of a budget above 0 the first client gets at least 1.
+    If the budget is above 0, the first client gets at least 1.
     """
     granted = dict.fromkeys(demands, 0)
     while budget and (open_demands := [client for client in demands if granted[client] < demands[client]]):

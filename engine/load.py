@@ -124,7 +124,7 @@ def load_engine(config: EngineConfig, model: Model | None) -> LoadedEngine:
 
 
 def _uses_graphs(config: EngineConfig, model: Model) -> bool:
-    """Whether decode steps are captured; a path that cannot be is served without graphs, and the log says why."""
+    """Whether decode steps are captured. If the path cannot be, the log says why and the model runs without graphs."""
     if model.device.type != "cuda" or config.enforce_eager:
         return False
     reason = model.why_not_capturable
@@ -134,13 +134,13 @@ def _uses_graphs(config: EngineConfig, model: Model) -> bool:
 
 
 def _graph_bytes(config: EngineConfig, model: Model) -> int:
-    """What captured decode steps need beside a step that is not captured: logits of their own, nodes, activations."""
+    """Memory that captured steps need on top of an eager step: their own logits, graph nodes and activations."""
     logits_bytes = 2 * config.max_num_seqs * model.vocab_size * torch.float32.itemsize
     return logits_bytes + len(graph_sizes(config.max_num_seqs)) * _BYTES_PER_GRAPH
 
 
 def _measure_pace(config: EngineConfig, runner: ModelRunner, max_tokens: int) -> StepPace | None:
-    """The pace that the settings ask for, with the time that a prompt takes on the warmed-up model."""
+    """The pace that the settings ask for, starting from the time per prompt token on the warmed-up model."""
     target_ms = _DEFAULT_STEP_MS if config.max_step_ms is None else config.max_step_ms
     if target_ms == 0:
         return None

@@ -1,4 +1,4 @@
-"""What the two processes say to each other, as msgpack, and where. Payload types are in `types`."""
+"""Messages between the two processes, in msgpack, and the sockets that carry them. Payload types are in `types`."""
 
 import os
 import secrets
@@ -73,11 +73,11 @@ EXIT_FAILED = 3  # exit status of an engine process that has sent `Failed`
 
 
 def new_address() -> str:
-    """A name for a socket in Linux's abstract namespace: it needs no writable folder, and goes with its process."""
+    """A name for a socket in Linux's abstract namespace: it needs no writable folder and vanishes with its process."""
     return f"ipc://@moe-serve-{secrets.token_hex(16)}"
 
 
 def bind(socket: "zmq.Socket[bytes]", address: str) -> None:
-    """Listen at the address. Such names have no permissions, so other users' connections are refused here."""
+    """Listen at the address. Abstract names have no permissions, so connections of other users are refused here."""
     socket.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())
     socket.bind(address)

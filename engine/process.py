@@ -13,8 +13,8 @@ import sys
 from engine.messages import WorkerSetup
 
 _BOOT = "import runpy, sys; sys.path[:] = sys.argv[2:]; runpy.run_module(sys.argv[1], run_name='__main__')"
-_POLITE_S = 3.0  # to finish a step and leave
-_INPUT_CLOSED_S = 1.0  # a thread waits for that, whatever the step loop does
+_POLITE_S = 3.0  # time to finish a step and exit
+_INPUT_CLOSED_S = 1.0  # a thread watches standard input, even if the step loop hangs
 
 
 class WorkerProcess:
@@ -49,9 +49,9 @@ class WorkerProcess:
         return await self._process.wait()
 
     async def end(self, *, told_to_stop: bool, at_once: bool = False) -> bool:
-        """Wait for it to end, a few seconds if it was told to; then close its standard input; at last kill it.
+        """End the process: wait a few seconds if it was told to stop, then close its standard input, then kill it.
 
-        `at_once` skips the waiting. Returns True if it had to be killed.
+        `at_once` skips the waiting. Returns True if the process had to be killed.
         """
         if told_to_stop and not at_once:
             await self._wait(_POLITE_S)

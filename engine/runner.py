@@ -40,7 +40,7 @@ class Model(Protocol):
 
     @property
     def why_not_capturable(self) -> str | None:
-        """None if a decode step can be captured in a CUDA graph, else what stands in the way."""
+        """None if a decode step can be captured in a CUDA graph, else the part that cannot."""
 
     def __call__(self, batch: ForwardBatch, kv: list[LayerKv]) -> torch.Tensor:
         """Logits [R, V] in float32."""

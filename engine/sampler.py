@@ -51,7 +51,7 @@ def sample(logits_RV: torch.Tensor, seqs: list[Sequence]) -> Sampled:
     return Sampled([None if bad else token for token, bad in zip(tokens, broken, strict=True)], logprobs)
 
 
-_BROKEN = -1  # in place of a token id: the row's logits are not finite
+_BROKEN = -1  # stands for a token id where the row's logits are not finite
 
 
 def _choose(logits_RV: torch.Tensor, seqs: list[Sequence]) -> list[int]:

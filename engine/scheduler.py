@@ -2,8 +2,8 @@
 
 Rules, in this order:
 1. Every running sequence with one pending token gets it (decode); the oldest first.
-2. What is left of the token budget is shared evenly between the clients that have prompts; within a client it goes to
-   running prompts, then to new ones, the oldest first. `fair_queue` says who is next to run.
+2. The rest of the token budget is shared evenly between the clients that have prompts; a client spends its share on
+   running prompts, then on new ones, the oldest first. `fair_queue` says who is next to run.
 3. A sequence is admitted with the pages of all its tokens so far, so a prompt never stops half-way for want of pages;
    while others run, one more page for each of them must be left, so that admission does not cause preemption at once.
 4. When a decoding sequence needs a page and none is left, the youngest running one of whoever runs the most gives all
@@ -71,9 +71,9 @@ class Scheduler:
         return seq
 
     def schedule(self, max_prompt_tokens: int | None = None) -> list[Chunk]:
-        """Chunks of the next step, at most one a sequence; empty when there is nothing to do.
+        """Chunks of the next step, at most one per sequence; empty when there is nothing to do.
 
-        `max_prompt_tokens` bounds the prompt tokens of a step that also decodes; None: the step's budget alone does.
+        `max_prompt_tokens` bounds the prompt tokens of a step that also decodes; None: only the token budget does.
         """
         self._make_way()
         decodes = self._schedule_decodes()
@@ -96,7 +96,7 @@ class Scheduler:
             seq.num_remembered_pages = num_full
 
     def _make_way(self) -> None:
-        """Rule 5, at most one request a step; before the step is chosen, so that nobody loses a chunk."""
+        """Rule 5, at most one request per step, before chunks are chosen, so that no chosen chunk is lost."""
         if not self.waiting:
             return
         shares = Shares(self.running)
@@ -121,7 +121,7 @@ class Scheduler:
         return chunks
 
     def _admit_waiting(self, prompts: list[Sequence], budget: int) -> None:
-        """Add new prompts to the running ones while those leave some budget, or a client has none among them."""
+        """Admit new prompts while the running ones leave budget, or while a client has no prompt among them."""
         while self.waiting and budget:
             seq = self.waiting.first(Shares(self.running))
             is_client_served = any(prompt.client == seq.client for prompt in prompts)
@@ -140,14 +140,14 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _fits(self, seq: Sequence) -> bool:
-        """True if `_admit` would admit it now."""
+        """True if `_admit` would admit the sequence now."""
         matched = self._hold_cached_pages(seq)
         if matched is not None:
             self.pages.release(reversed(matched))
         return matched is not None
 
     def _hold_cached_pages(self, seq: Sequence) -> list[int] | None:
-        """Pages of the sequence's beginning that are in the cache, if there is a place and the other pages for it."""
+        """Hold the cached pages of the sequence's beginning; None without a place or enough pages for the rest."""
         if not self._free_rows:
             return None
         matched = self._match(seq, len(seq.token_ids))

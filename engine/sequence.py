@@ -15,7 +15,7 @@ class Sequence:
     KV written  [0 ...... num_computed)                the rest, `num_pending` tokens, is still to be fed
     pages       page i holds positions [i * page_size, (i + 1) * page_size)
 
-    `path` and `arrival` say whose turn it is: (client, connection), and a number that grows with every request.
+    `path` (client, connection) and `arrival`, a number that grows with every request, decide whose turn it is.
     `row` is its line in the page table of the runner, -1 unless it runs; `num_table_pages` pages are copied there.
     `sampler_state` belongs to the sampler and lives as long as the request.
     """

@@ -1,23 +1,23 @@
-"""`StepPace`: how many prompt tokens a step may take beside decodes, so that streams do not stutter. Reads no clock.
+"""`StepPace`: bounds the prompt tokens of a step while others decode, so that streams do not stutter. Reads no clock.
 
-A step computes everything it holds before any stream gets its next token. A chunk of 512 prompt tokens takes half a
-second on a CPU; chunks of 64 take a tenth of that each, and the whole prompt no longer. When nothing decodes nobody
-waits, and the full chunk is used.
+No stream gets its next token before the whole step is computed. A chunk of 512 prompt tokens takes half a second on a
+CPU; chunks of 64 take a tenth of that each, and the whole prompt takes no longer. If nothing decodes, nobody waits and
+the full chunk is used.
 """
 
 MIN_PROMPT_TOKENS = 32
-"""Fewer make a prompt slow and a step hardly shorter; a multiple of it is taken."""
+"""The minimum, and the unit of rounding: fewer tokens slow the prompt down and hardly shorten the step."""
 
-_SLOWER_WEIGHT = 0.5  # a step that took long is believed at once,
-_FASTER_WEIGHT = 0.1  # one that took little when others agree
-_MIN_PROMPT_SHARE = 0.1  # of a step's time: measured times scatter, and no rate may become 0
+_SLOWER_WEIGHT = 0.5  # a slow step counts at once;
+_FASTER_WEIGHT = 0.1  # a fast one counts little until others agree
+_MIN_PROMPT_SHARE = 0.1  # of a step's time: measurements are noisy, and no rate may become 0
 
 
 class StepPace:
-    """Bounds the time of a step by what a prompt token took in the steps before."""
+    """Bounds the time of a step, given how long a prompt token took in earlier steps."""
 
     def __init__(self, target_s: float, seconds_per_token: float) -> None:
-        """`target_s` is the aim for a step's time; `seconds_per_token` is what warming up measured."""
+        """`target_s` is the target for a step's time; `seconds_per_token` comes from the warm-up."""
         self._target_s = target_s
         self._seconds_per_token = seconds_per_token
         self._decode_s = 0.0
@@ -26,8 +26,8 @@ class StepPace:
     def max_prompt_tokens(self) -> int:
         """Prompt tokens of a step that also decodes.
 
-        Where decoding alone takes more than half of the target, prompts may take as long as it does: on a slow device
-        they would not advance otherwise.
+        If decoding alone takes more than half of the target, prompts may take as long as decoding does: otherwise they
+        would not advance on a slow device.
         """
         prompt_s = max(self._target_s - self._decode_s, self._decode_s)
         num_tokens = int(prompt_s / self._seconds_per_token)

@@ -33,7 +33,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
     prompt_ids: list[int]
     sampling: SamplingParams
-    client: str = ""  # who asks: clients get equal turns, whatever they ask for
+    client: str = ""  # clients get equal turns, however many requests each sends
     connection: str = ""  # within a client, connections get equal turns
 
 

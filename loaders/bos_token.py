@@ -1,7 +1,7 @@
-"""Whether a raw prompt begins with BOS, and which token that is: tokenizer_config.json says it, else tokenizer.json.
+"""Whether a raw prompt begins with BOS, and which token that is: from tokenizer_config.json, else tokenizer.json.
 
-`add_bos_token` or `add_eos_token` in tokenizer_config.json replaces what the post-processor of tokenizer.json puts
-around a text, the rule of the Llama tokenizers that DeepSeek names; where neither is given, the post-processor stands.
+If tokenizer_config.json has `add_bos_token` or `add_eos_token`, they replace what the post-processor of tokenizer.json
+puts around a text: the rule of Llama tokenizers, which DeepSeek uses. If it has neither, the post-processor decides.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ def find_bos(
     """(BOS token, whether raw prompts begin with it); `settings` is tokenizer_config.json, `bos_token` what it says.
 
     Raises:
-        TokenizerError: the post-processor puts anything but one BOS around a text, or BOS is no token at all.
+        TokenizerError: the post-processor puts anything but one BOS around a text, or BOS is not a token.
     """
     if "add_bos_token" in settings or "add_eos_token" in settings:
         adds_bos = bool(settings.get("add_bos_token")) and bos_token is not None
@@ -29,7 +29,7 @@ def find_bos(
         if first is not None and bos_token not in (None, first):
             raise TokenizerError(
                 f"{folder / 'tokenizer.json'}: its post-processor begins a text with '{first}', but bos_token in "
-                f"tokenizer_config.json is '{bos_token}'; say there with add_bos_token what is right"
+                f"tokenizer_config.json is '{bos_token}'; set add_bos_token there to say which is right"
             )
         bos_token = bos_token or first
     if adds_bos and bos_token not in {token.content for token in rust.get_added_tokens_decoder().values()}:

@@ -109,7 +109,7 @@ def read_config(folder: Path) -> HfConfig:
     """Read the JSON files of a model folder.
 
     Raises:
-        ModelConfigError: no folder, no config.json, a file that is no JSON object, or a quantization format that no
+        ModelConfigError: no folder, no config.json, a file that is not a JSON object, or a quantization format that no
             reader understands.
     """
     path = folder / "config.json"

@@ -60,7 +60,7 @@ class LinearLayout:
 
 
 def read_linear(source: TensorSource, prefix: str) -> Weight:
-    """Weight [N, K] of the layer named `prefix`. A bias is a tensor of its own: whoever wants it reads it by name.
+    """Weight [N, K] of the layer named `prefix`. A bias is a separate tensor: read it by name if you need it.
 
     Raises:
         CheckpointError: half a scale set, or a dtype or shape that fits no format; names file and tensor.

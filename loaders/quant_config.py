@@ -1,8 +1,8 @@
 """`QuantScheme`: how a checkpoint says it was quantized. A hint only: the readers decide by dtype and shape.
 
 Two homes: `quantization_config` in config.json (fp8, mxfp4, quark, newer ModelOpt) and hf_quant_config.json (ModelOpt).
-Where they contradict each other the second wins: an export writes it anew, but often leaves its ancestor's config.json
-as it was. What no reader understands is refused here, before any weight is downloaded or read.
+If they contradict each other, the second wins: an export writes it, but often keeps the config.json of the model it was
+made from. A format that no reader understands is refused here, before any weight is downloaded or read.
 """
 
 import logging
@@ -66,7 +66,7 @@ def read_quant_scheme(
 
 
 def _merge_modelopt(path: Path, section: dict[str, Any], modelopt_file: Mapping[str, Any]) -> dict[str, Any]:
-    """hf_quant_config.json filled up from config.json, or alone if the two contradict each other."""
+    """hf_quant_config.json, completed from config.json unless the two contradict each other."""
     inner = modelopt_file.get("quantization")
     if not isinstance(inner, Mapping):
         raise ModelConfigError(f"{path.with_name('hf_quant_config.json')}: key 'quantization' is missing")

@@ -86,7 +86,7 @@ class SafetensorsFile:
         self._begins[name] = begin
 
     def _check_ranges(self, size: int) -> None:
-        """Walk through the data in file order: each tensor begins where the one before it ends."""
+        """Check in file order that each tensor begins where the one before it ends."""
         data_size = size - self._data_start
         for name, meta in self.metas.items():
             end = self._begins[name] + meta.nbytes

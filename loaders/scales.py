@@ -1,7 +1,7 @@
 """Scales of quantized weights: read, converted to the dtype of the canonical weight, and refused where they are wrong.
 
 A NaN, infinite, zero or negative scale turns a layer into NaN or noise, and the self-check compares only some layers.
-So every scale is looked at when it is read, and the error names its tensor.
+So every scale is checked when it is read, and the error names its tensor.
 """
 
 import torch
@@ -37,7 +37,7 @@ def float_scales(values: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
 
 
 def e4m3_scales(values: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
-    """NVFP4 block scales as they are; 0 stands for a block of zeros.
+    """NVFP4 block scales, unchanged; 0 stands for a block of zeros.
 
     Raises:
         CheckpointError: one is NaN or negative.
@@ -50,10 +50,10 @@ def e4m3_scales(values: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
 
 
 def e8m0_scales(values: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
-    """MXFP4 scales to exponent bytes: e8m0 and u8 as they are, fp32 if every value is a power of two.
+    """MXFP4 scales as exponent bytes: e8m0 and u8 unchanged, fp32 if every value is a power of two.
 
     Raises:
-        CheckpointError: byte 255, which is NaN, or an fp32 scale that is no power of two between 2^-127 and 2^127.
+        CheckpointError: byte 255, which is NaN, or an fp32 scale that is not a power of two between 2^-127 and 2^127.
     """
     if values.dtype != torch.float32:
         exponents = values.view(torch.uint8)

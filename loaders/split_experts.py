@@ -52,7 +52,7 @@ def read_split_experts(
     padded to whole scale blocks (fp8_block: 128), with zeros.
 
     Raises:
-        CheckpointError: a tensor is missing, half a scale set, wrong shape or dtype, a scale that cannot be right, or
+        CheckpointError: a tensor is missing, half a scale set, wrong shape or dtype, an invalid scale, or
             formats that differ between experts.
         ShardingError: the experts cannot be shared among the ranks.
     """

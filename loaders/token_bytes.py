@@ -1,4 +1,4 @@
-"""How many bytes of text one token can stand for at most. What the whole text comes to is for the caller to judge."""
+"""The most bytes of text that one token can stand for. Callers use it to bound how many tokens a text has."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -12,7 +12,7 @@ _KEEPING = ("ByteLevel", "Split", "Digits", "Punctuation")  # pre-tokenizers tha
 def max_token_bytes(rust: RustTokenizer, spelled_bytes: Callable[[str], bytes], alphabet: set[str]) -> int | None:
     """Bytes of the longest token, if no text of N bytes can have fewer than N / that many tokens; else None.
 
-    None for a tokenizer that can lose text without a token: a normalizer (NFC joins characters), a pre-tokenizer that
+    None if the tokenizer can drop text without a token: a normalizer (NFC joins characters), a pre-tokenizer that
     removes what it splits at, an added token that swallows the spaces beside it, or a vocabulary without some byte of
     `alphabet`, which BPE drops when it has no unknown token.
     """

@@ -161,7 +161,7 @@ def _declared_tokens(declared: Any, path: Path) -> list[tuple[int, dict[str, Any
         raise TokenizerError(f"{path}: added_tokens_decoder must be an object from token ids to tokens")
     for key, entry in declared.items():
         if not (key.isascii() and key.isdigit()):
-            raise TokenizerError(f"{path}: added_tokens_decoder has the key '{key}', which is no token id")
+            raise TokenizerError(f"{path}: added_tokens_decoder has the key '{key}', which is not a token id")
         if not (isinstance(entry, dict) and isinstance(entry.get("content"), str) and entry["content"]):
             raise TokenizerError(
                 f"{path}: added_tokens_decoder[{key}] must be an object with the token's text as content"

@@ -52,9 +52,9 @@ class DecoderLayer(nn.Module):
     def forward(
         self, x_TH: torch.Tensor, delta_TH: torch.Tensor | None, step: StepState, kv: LayerKv
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The residual stream and what is still to be added to it, before and after the layer; all [T, H].
+        """Takes and returns the residual stream and the delta that is not yet added to it; all [T, H].
 
-        The next norm adds, since addition and norm are one kernel on a GPU.
+        The next norm adds the delta, because addition and norm are one kernel on a GPU.
         """
         if delta_TH is None:
             normed_TH = self.input_norm(x_TH)
@@ -97,7 +97,7 @@ class Model(nn.Module):
 
     @property
     def why_not_capturable(self) -> str | None:
-        """None if a decode step can be captured in a CUDA graph, else what stands in the way."""
+        """None if a decode step can be captured in a CUDA graph, else the part that cannot."""
         if not self.attention.is_capturable:
             return f"attention backend {self.attention.name}"
         for layer in self.moe_layers:

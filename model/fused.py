@@ -1,4 +1,4 @@
-"""Whether a device has the fused kernels of `model.gpu_kernels`. Imports Triton only for a GPU that is used."""
+"""Finds the fused kernels of `model.gpu_kernels` for a device. Imports Triton only if a GPU is used."""
 
 import functools
 import importlib
@@ -10,7 +10,7 @@ from moe.backends.c_compiler import missing_for_triton
 
 
 def fused_kernels(device: torch.device) -> ModuleType | None:
-    """The module with the kernels; None, for plain torch, on a CPU and without Triton or a C compiler for it."""
+    """The module with the kernels; None (use plain torch) on a CPU, and without Triton or its C compiler."""
     return _module() if device.type == "cuda" else None
 
 

@@ -1,4 +1,4 @@
-"""Small fused kernels of the forward pass on GPUs. Each replaces several torch operators and rounds where they round.
+"""Small fused kernels of the forward pass on GPUs. Each replaces several torch operators and rounds at the same places.
 
 Import it only where Triton is installed (`fused_kernels`). Shape letters: T tokens, H hidden.
 """
@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-_WIDE_ROW = 2048  # elements from which a row is worth eight warps
+_WIDE_ROW = 2048  # rows at least this long get eight warps
 
 
 @triton.jit

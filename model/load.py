@@ -76,9 +76,9 @@ def _open(family: Family, folder: Path, settings: ModelSettings) -> TensorSource
 
 
 def _load_head(family: Family, reader: WeightReader, embedding: Embedding) -> OutputHead:
-    """The output head. A tied model stores none, or a copy of the embedding; one that differs is used, with a warning.
+    """The output head. A tied model stores none or a copy of the embedding; a different one is used, with a warning.
 
-    transformers decides alike, so the model answers here as it did for whoever uploaded it.
+    transformers decides the same, so the model answers here as it did for its uploader.
     """
     source = reader.source
     if not family.is_head_tied:

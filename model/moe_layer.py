@@ -23,8 +23,8 @@ from moe.types import TopKOutput
 class Gate(nn.Module):
     """Router logits. Weights are kept and multiplied in fp32; `out_dtype` is what the expert backend wants to see.
 
-    `weight_bf16` is set where bf16 holds the weights exactly: a product of it with bf16 tokens, summed in fp32, is that
-    of the fp32 weights.
+    `weight_bf16` is set if bf16 holds the weights exactly: its product with bf16 tokens, summed in fp32, then equals
+    that of the fp32 weights.
     """
 
     def __init__(self, weight_EH: torch.Tensor, bias_E: torch.Tensor | None, out_dtype: torch.dtype) -> None:
@@ -42,7 +42,7 @@ class Gate(nn.Module):
 
 
 def fused_router(gate: Gate, topk: TopK) -> ModuleType | None:
-    """The module whose `route` does the work of this gate and top-k in two kernels; None where torch has to do it."""
+    """The module whose `route` does this gate and top-k in two kernels; None if torch has to do it."""
     if gate.weight.device.type != "cuda" or gate.weight_bf16 is None or gate.out_dtype is not torch.float32:
         return None
     try:

@@ -34,7 +34,7 @@ class RmsNorm(nn.Module):
         return rms_norm(x_TH.float(), weight.shape, weight, self.eps).to(x_TH.dtype)
 
     def add(self, x_TH: torch.Tensor, delta_TH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """`x + delta`, and its norm."""
+        """`x + delta`, and the norm of it."""
         if (kernels := fused_kernels(x_TH.device)) is not None:
             pair: tuple[torch.Tensor, torch.Tensor] = kernels.add_rms_norm(x_TH, delta_TH, self.weight, self.eps)
             return pair

@@ -37,8 +37,8 @@ def check_shapes(source: TensorSource, rules: Iterable[TensorRule]) -> None:
 
     Raises:
         CheckpointError: (of the loaders) a tensor is missing or half a scale set.
-        UnsupportedModelError: a shape that config.json contradicts; names tensor and config keys. Or a bias of a
-            linear layer that has none in this architecture; names the tensor.
+        UnsupportedModelError: a shape that contradicts config.json (names tensor and config keys), or a bias where
+            this architecture has none (names the tensor).
     """
     rules = list(rules)
     known = {rule.name for rule in rules}

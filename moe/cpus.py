@@ -1,6 +1,6 @@
 """How many CPUs this process may use: the smaller of its affinity mask and the CPU quota of its cgroups (v1 and v2).
 
-`docker run --cpus 4` sets a quota and no mask: 64 threads on such a machine would take turns on 4 cores' worth of time.
+`docker run --cpus 4` sets a quota but no mask: 64 threads in such a container would share the time of 4 cores.
 """
 
 import math
@@ -33,7 +33,7 @@ class _Mount:
 
 
 def _mounts(proc: Path) -> Iterator[_Mount]:
-    """The trees that can hold a CPU quota: v2's one, and v1's controller cpu."""
+    """The trees that can hold a CPU quota: v2's only tree, and v1's tree of the controller cpu."""
     try:
         groups = _groups((proc / "cgroup").read_text())
         lines = (proc / "mountinfo").read_text().splitlines()
@@ -60,8 +60,8 @@ def _groups(text: str) -> dict[str, PurePosixPath]:
 def _folders(mount: _Mount) -> Iterator[Path]:
     """The group's folder and those of the groups around it, as far as they are mounted.
 
-    A container sees its own group at the mount point, whatever /proc calls it: without a place below the root, or with
-    a path that leads out of the container, the mount point itself is the group.
+    A container sees its own group at the mount point, whatever /proc calls it: if that path is not below the root, or
+    leads out of the container, the mount point itself is the group.
     """
     inside = PurePosixPath()
     if mount.group.is_relative_to(mount.root) and ".." not in mount.group.parts:

@@ -1,7 +1,8 @@
-"""Lets a kernel library tune itself where it chooses its tactics: FlashInfer's TRT-LLM kernels and CuTe-DSL v2.
+"""Lets a kernel library that chooses its own tactics tune itself: FlashInfer's TRT-LLM kernels and CuTe-DSL v2.
 
-The library measures every bucket of token counts up to the largest in one call, without our budget, and each rank for
-itself: its kernels talk to no other rank. What it finds is kept in a file of its own, which later starts read.
+One call makes the library measure every bucket of token counts up to the largest. Our time budget does not apply, and
+each rank tunes for itself, because the kernels talk to no other rank. A separate file keeps the results for later
+starts.
 """
 
 import logging
@@ -21,16 +22,16 @@ logger = logging.getLogger(__name__)
 
 
 class LibraryTuner:
-    """One process: layers of one shape are tuned once, and the file is read once. Ask `should_autotune` first."""
+    """Tunes the layers of one process, once per shape, and reads the file once. Ask `should_autotune` first."""
 
     def __init__(self, folder: Path | None, ranks: Ranks) -> None:
-        """`folder`: where the library's file lies, None to keep nothing."""
+        """`folder` holds the library's file; None keeps nothing."""
         self._file = None if folder is None else folder / f"flashinfer-rank{ranks.rank}.json"
         self._tuned: set[TuneKey] = set()
         self._is_read = False
 
     def tune(self, key: TuneKey, runner: MoeRunner, info: Any, experts: ExpertWeights, topology: Topology) -> bool:
-        """Tune the layer of `key` up to its largest token count; False where the library does not tune itself."""
+        """Tune the layer of `key` up to its largest token count; False if the library does not tune itself."""
         context = load_backend(runner.backend).library_tuning(info)
         if context is None:
             return False
@@ -53,11 +54,11 @@ class LibraryTuner:
                 self._is_read = True
 
     def _make_room(self) -> Path | None:
-        """The file, in a folder that exists; None, with a warning, where there can be none."""
+        """The file, in a folder that exists; None, with a warning, if the folder cannot be made."""
         if self._file is not None:
             try:
                 self._file.parent.mkdir(parents=True, exist_ok=True)
             except OSError as error:
-                logger.warning("what the library tunes is not kept: %s", error)
+                logger.warning("the library's tactics are not kept: %s", error)
                 self._file = None
         return self._file

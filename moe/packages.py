@@ -1,4 +1,4 @@
-"""Where the optional packages come from. PyPI has other people's projects under some of their import names."""
+"""Where to get the optional packages. On PyPI, some of their import names belong to other people's projects."""
 
 _FROM_SOURCE = "install it from {url}; {name} on PyPI is another project"
 
@@ -17,5 +17,5 @@ SOURCES: dict[str, str] = {
 
 
 def not_installed(package: str) -> str:
-    """The end of a sentence "... needs": the package, that it is missing here, and how to get it."""
+    """Completes a sentence "... needs": names the package, says that it is missing, and how to get it."""
     return f"the package {package}, which is not installed: {SOURCES[package]}"

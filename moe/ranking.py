@@ -1,6 +1,6 @@
-"""In which order `auto` tries the backends: measured ones first, fastest first, then the others by a rule.
+"""The order in which `auto` tries the backends: measured ones first, the fastest first, then the others by a rule.
 
-A shape that nobody measured takes the order of the measured one whose experts are nearest to it in size. Measures
+A shape that nobody measured takes the order of the measured shape nearest in expert size. Measures
 nothing itself.
 """
 
@@ -14,7 +14,7 @@ from moe.tables import read_entries, size_distance
 TABLE = "backends.json"
 
 # The rule, best first: kernel libraries before our own kernels and those before plain torch; within the libraries the
-# one with the narrowest hardware goes first. It ranks only what nobody measured.
+# one that runs on the fewest kinds of GPU goes first. It ranks only what nobody measured.
 PREFERENCE: tuple[MoeBackend, ...] = (
     MoeBackend.FLASHINFER_TRTLLM,
     MoeBackend.FLASHINFER_CUTEDSL,
@@ -37,7 +37,7 @@ class Ranking:
     source: str | None = None
 
     def source_of(self, backend: MoeBackend) -> str:
-        """What is known about the place of one backend."""
+        """Why one backend has its place: the table, or the rule."""
         if self.source is None:
             return f"{RULE}; nobody measured this format on this GPU"
         if backend not in self.measured:
@@ -65,7 +65,7 @@ def rank_backends(device: Device, format_name: str, a2a: MoeA2ABackend, config: 
 
 
 def _distance(shape: dict[str, int], config: MoeRunnerConfig) -> tuple[float, bool]:
-    """By the experts' sizes; of equal ones the shape that agrees in every number is nearer."""
+    """By the experts' sizes; among equal sizes, a shape that agrees in every number is nearer."""
     return size_distance(shape, config.hidden_size, config.intermediate_size), not _is_measured(shape, config)
 
 
@@ -74,7 +74,7 @@ def _is_measured(shape: dict[str, int], config: MoeRunnerConfig) -> bool:
 
 
 def _fastest_first(microseconds: dict[str, dict[str, float]]) -> tuple[MoeBackend, ...]:
-    """By geometric mean over token counts; the rule decides between equals."""
+    """By geometric mean over token counts; the rule breaks ties."""
 
     def mean(backend: MoeBackend) -> float:
         return math.fsum(math.log(time) for time in microseconds[backend].values())

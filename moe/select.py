@@ -67,7 +67,7 @@ def choose_backend(
 ) -> MoeBackend:
     """`requested` if it can run the path; for `auto` the first of `rank_backends` that can.
 
-    For a `torch.device`, which is this machine's, what a backend lacks here counts too: its package, or a compiler.
+    For a `torch.device` of this machine, what a backend lacks here counts too: its package, or a compiler.
     `auto` passes over such a backend, with a warning. For a `Device` only the hardware counts. `dispatch_formats` are
     those the transport may send here (`--deepep-mode`), by default all it knows.
 

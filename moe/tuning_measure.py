@@ -81,7 +81,7 @@ class Measurer:
         return [entry for entry, future in zip(batch[1:], futures, strict=True) if future.cancelled()]
 
     def run_as_served(self, num_tokens: int) -> None:
-        """One call as prepared, with logits where the backend routes inside: a library's tactics depend on them."""
+        """One call as in serving, with logits if the backend routes itself: a library's tactics depend on them."""
         config, backend = self._runner.config, self._backend
         x_TH, topk = self._tokens(num_tokens, 0)
         for dispatch_format in self._runner.dispatch_formats:

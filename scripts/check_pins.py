@@ -1,7 +1,7 @@
-"""Resolves the project with all extras for every supported Python, from the public index alone; installs nothing.
+"""Resolves the project with all extras for every supported Python, from the public index only; installs nothing.
 
-Fails where the pins contradict each other or a wheel is missing, where a resolved package has no pin in
-constraints.txt, and where a pin is for a package that nothing asks for. Run it with `make pins`.
+Fails if the pins contradict each other, if a wheel is missing, if a resolved package has no pin in constraints.txt, or
+if nothing asks for a pinned package. Run it with `make pins`.
 """
 
 import os
@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTHONS = ("3.11", "3.12", "3.13")
-# Variables that would let packages from elsewhere take part.
+# Variables that would add other package indexes.
 LOCAL_SOURCES = ("UV_FIND_LINKS", "UV_INDEX", "UV_EXTRA_INDEX_URL", "UV_CONSTRAINT", "UV_OVERRIDE")
 
 
@@ -28,7 +28,7 @@ def pins(lines: Iterable[str]) -> dict[str, str]:
 
 
 def resolve(python: str) -> dict[str, str]:
-    """What one Python version gets. Raises SystemExit with the resolver's reason if nothing fits."""
+    """The packages for one Python version. Raises SystemExit with the resolver's reason if nothing fits."""
     environ = {name: value for name, value in os.environ.items() if name not in LOCAL_SOURCES}
     command = [sys.executable, "-m", "uv", "pip", "compile", "pyproject.toml", "--all-extras", "-c", "constraints.txt",
                "--python-version", python, "--no-config", "--only-binary", ":all:", "--no-header", "--no-annotate",

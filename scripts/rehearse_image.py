@@ -1,10 +1,10 @@
-"""Rehearses a stage of the Dockerfile without Docker: its RUN steps in a folder with a Linux system, then the service.
+"""Tries a stage of the Dockerfile without Docker: runs its RUN steps in a folder with a Linux system, then the service.
 
 Usage, as root: mmdebstrap --variant=minbase bookworm FOLDER && python scripts/rehearse_image.py FOLDER cpu
-Every RUN step runs in the folder, as the image's ENV, ARG, WORKDIR and --mount say, and needs bubblewrap. Then the
-ENTRYPOINT runs as process 1 of a namespace with a read-only file system, as the USER and as a uid without a name: it
-must become ready, answer HEALTHCHECK on another port, and end on SIGTERM. `--skip TEXT` leaves out the steps that hold
-the text; `--bind FOLDER` shows a folder of this machine inside; `--env NAME=VALUE` is seen by the RUN steps.
+Every RUN step runs in the folder with the image's ENV, ARG, WORKDIR and --mount; this needs bubblewrap. Then the
+ENTRYPOINT runs as process 1 of a namespace with a read-only file system, once as the USER and once as a uid without a
+name: it must become ready, answer HEALTHCHECK on another port, and end on SIGTERM. `--skip TEXT` leaves out steps that
+contain the text; `--bind FOLDER` shows a folder of the host inside; `--env NAME=VALUE` sets a variable for RUN steps.
 """
 
 import argparse
@@ -39,7 +39,7 @@ class Stage:
     labels: dict[str, str] = field(default_factory=dict)
 
     def add(self, instruction: str, text: str) -> None:
-        """Take one instruction; those without effect on a rehearsal are passed over."""
+        """Take one instruction; ignores those that have no effect here."""
         if instruction == "RUN":
             self.steps.append((text, {**self.arguments, **self.environ}, self.folder))
         elif instruction in ("ENV", "ARG", "LABEL"):
@@ -71,7 +71,7 @@ def read_stages(file: Path) -> dict[str, Stage]:
 
 
 def run_step(root: Path, text: str, environ: dict[str, str], folder: str, binds: list[str]) -> None:
-    """One RUN step in the folder, with the network of this machine."""
+    """One RUN step in the folder, with the host's network."""
     mounts = []
     while text.startswith("--mount="):
         mount, _, text = text.partition(" ")
@@ -84,7 +84,7 @@ def run_step(root: Path, text: str, environ: dict[str, str], folder: str, binds:
 
 
 def copy_of(source: str) -> Path:
-    """What the build would see of the project: the committed files, since a step may write there."""
+    """A copy of the committed files, which the build sees as the project; a step may write there."""
     if source != ".":
         return ROOT / source
     copy = Path(subprocess.check_output(["mktemp", "-d"], text=True).strip())
@@ -94,7 +94,7 @@ def copy_of(source: str) -> Path:
 
 
 def enter(root: Path, stage: Stage, uid: str, command: list[str]) -> list[str]:
-    """The command line that runs a command inside as process 1 of a namespace, where only /cache can be written."""
+    """The command line that runs a command inside as process 1 of a namespace where only /cache is writable."""
     user = user_of(stage, uid)
     inside = ["chroot", f"--userspec={user}:{user}", str(root), "env", "-C", stage.folder, *command]
     mounts = (
@@ -122,7 +122,7 @@ def free_port() -> int:
 
 
 def serve(root: Path, stage: Stage, uid: str) -> None:
-    """Start, wait until ready, ask the health check, stop. Raises SystemExit at the first thing that is wrong."""
+    """Start, wait until ready, ask the health check, stop. Raises SystemExit at the first fault."""
     port = free_port()
     command = enter(root, stage, uid, [*stage.entrypoint, "--port", str(port)])
     service = subprocess.Popen(command, env=stage.environ)

@@ -40,7 +40,7 @@ class Answer(ABC):
             self.add(index, piece)
 
     def chunks(self, index: int, output: EngineOutput, *, with_usage: bool = False) -> list[dict[str, Any]]:
-        """Take in an output of one request; returns the chunks to send now, each with its choice's usage if wanted."""
+        """Take in an output of one request and return the chunks to send now; `with_usage` adds each choice's usage."""
         choice = self.choices[index]
         pieces = choice.push(output)
         parts = []
@@ -99,7 +99,7 @@ class Answer(ABC):
 
 
 def _usage(num_prompt: int, choices: Sequence[Choice], firsts: Sequence[Choice]) -> Usage:
-    """Usage of `choices`; `firsts` are the first choice of each prompt, which read its cached tokens."""
+    """Usage of `choices`; `firsts` are the first choices of each prompt; only they count its cached tokens."""
     num_completion = sum(choice.num_tokens for choice in choices)
     num_cached = sum(choice.num_cached_tokens for choice in firsts)
     return {

@@ -77,7 +77,7 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 
 
 def _advice(request: Request) -> str:
-    """The route that was probably meant by a path without /v1, with it twice, or with a slash at its end."""
+    """Suggests the route for a path that lacks /v1, repeats it, or ends in a slash."""
     path = request.url.path.rstrip("/")
     routes = [route.path for module in _ROUTES for route in module.router.routes if isinstance(route, APIRoute)]
     known = [route for route in routes if route.endswith(path) or path.endswith(route)]

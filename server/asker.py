@@ -1,4 +1,4 @@
-"""Who asks: the client and the connection between which the engine shares its turns (`engine.fair_queue`)."""
+"""Which client and connection a request counts for, when the engine shares its turns (`engine.fair_queue`)."""
 
 import hashlib
 
@@ -10,13 +10,13 @@ from server.config import ServerConfig
 def asker_of(request: Request, config: ServerConfig) -> tuple[str, str]:
     """(client, connection) of a request.
 
-    The client is the `client_header`'s value where that is set and sent, else the address. Where no key is asked for,
-    the `Authorization` header tells clients of one address apart. A connection alone is no client: HTTP/1.1 needs one
-    for every request in flight, so whoever opens many would get many turns.
+    The client is the value of `client_header` if that is set and sent, else the address. If the service has no key, the
+    `Authorization` header tells clients of one address apart. A connection does not count as a client: HTTP/1.1 needs
+    one for every request in flight, so opening many would win many turns.
     """
     host, port = request.client or ("", 0)
     named = request.headers.get(config.client_header, "") if config.client_header else ""
-    name = named.rpartition(",")[2].strip() or host  # the last entry of a list is the one the nearest proxy added
+    name = named.rpartition(",")[2].strip() or host  # of a list, the nearest proxy added the last entry
     key = "" if config.api_key else request.headers.get("authorization", "")
-    digest = hashlib.blake2b(f"{key}\n{name}".encode(), digest_size=8)  # a secret has no business in the engine
+    digest = hashlib.blake2b(f"{key}\n{name}".encode(), digest_size=8)  # so that the engine never sees a secret
     return digest.hexdigest(), f"{host}:{port}"

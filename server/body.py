@@ -41,7 +41,7 @@ async def read_body(request: Request, model: type[Model], context: ServerContext
 
 
 def _parse(data: bytes, model: type[Model]) -> Model:
-    """The work before any limit of the model counts is bounded here; orjson alone could take a second."""
+    """Bounds the work of orjson, which could take a second before the model's own limits apply."""
     if not _has_few_containers(data):
         raise BadRequest(
             f"the body holds more than the {MAX_CONTAINERS} lists and objects that are accepted", code="invalid_json"
@@ -77,7 +77,7 @@ async def _read_limited(request: Request, max_bytes: int) -> bytes:
 
 
 def _has_few_containers(data: bytes) -> bool:
-    """Whether the JSON has at most `MAX_CONTAINERS` lists and objects; brackets inside strings are none."""
+    """Whether the JSON has at most `MAX_CONTAINERS` lists and objects; brackets inside strings do not count."""
     if data.count(b"[") + data.count(b"{") <= MAX_CONTAINERS:
         return True
     unescaped = data.replace(b"\\\\", b"").replace(b'\\"', b"")  # every quote left begins or ends a string

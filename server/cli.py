@@ -1,4 +1,4 @@
-"""What `moe-serve` was told: the only place that reads argv and the environment. Starts what `server.run` runs."""
+"""Reads argv and the environment, the only module that does, and hands the settings to `server.run`."""
 
 import dataclasses
 import logging
@@ -74,7 +74,7 @@ def configure_logging(config: ServerConfig) -> None:
 
 
 def all_settings() -> dict[str, Setting]:
-    """Every setting by name. `model` is text: as a path `./x/y`, a folder, would be the same as `x/y` on the hub."""
+    """Every setting by name. `model` is text, because a path would turn the folder `./x/y` into `x/y` on the hub."""
     settings = settings_of(ServerConfig, EngineConfig)
     return settings | {"model": dataclasses.replace(settings["model"], kind=str)}
 
@@ -82,7 +82,7 @@ def all_settings() -> dict[str, Setting]:
 def make_configs(
     settings: Mapping[str, Setting], values: Mapping[str, Any]
 ) -> tuple[ServerConfig, EngineConfig, Path | HubModel]:
-    """Both dataclasses and the model; one on the hub has no folder yet. Raises SettingError that names the flag."""
+    """Both dataclasses and the model; a model on the hub has no folder yet. Raises SettingError that names the flag."""
     model = locate_model(values.get("model"), values.get("revision"))
     values = {**values, "model": Path(model.name) if isinstance(model, HubModel) else model}
     if not values.get("served_model_name"):

@@ -23,7 +23,7 @@ class ServerConfig:
     client_header: str | None = None
     cors_origins: tuple[str, ...] = ()
     served_model_name: tuple[str, ...] = ()
-    drain_timeout: float = 25.0  # with what comes after it, within the 30 s that Kubernetes gives
+    drain_timeout: float = 25.0  # leaves time to shut down within the 30 s that Kubernetes gives
     heartbeat_timeout: float = 60.0
     stall_timeout: float = 60.0
     exit_on_engine_death: bool = False

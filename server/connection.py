@@ -27,7 +27,7 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -
         leaving.cancel()
         working.cancel()
         await asyncio.gather(working, leaving, return_exceptions=True)
-        del working, leaving  # an error would hold this frame and the frame it, with all that the work has read
+        del working, leaving  # else an error and this frame keep each other alive, and all that the work has read
 
 
 async def _client_left(receive: Receive) -> None:

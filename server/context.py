@@ -50,7 +50,7 @@ class Gate:
         try:
             yield
         except TooManyRequests:
-            num_places = 0  # it never had any
+            num_places = 0  # it was refused, so it held no place
             raise
         finally:
             self._running.discard(running)
@@ -59,7 +59,7 @@ class Gate:
                 self._idle.set()
 
     def with_retry_after(self, error: TooManyRequests) -> TooManyRequests:
-        """The error, telling when a place may be free."""
+        """The error, with the time until a place may be free."""
         error.retry_after_s = self._speed.retry_after_s(time.monotonic())
         return error
 
@@ -103,7 +103,7 @@ class ServerContext:
     def ready_info(self, num_requests: int) -> EngineInfo:
         """The engine's facts. Raises Unavailable unless it takes work now, TooManyRequests if it has no room for it.
 
-        The engine has the last word on its room; asking first saves tokenizing what it would refuse.
+        The engine decides in the end; asking first saves tokenizing a prompt that it would refuse.
         """
         if reason := self.why_not_ready():
             raise Unavailable(reason)
@@ -133,5 +133,5 @@ class ServerContext:
         if self.engine.failure is not None or not self.engine.alive:
             return "the engine has stopped"
         if self.engine.ready and self.engine.heartbeat_age_s > self.config.heartbeat_timeout:
-            return f"the engine has shown no sign of life for {self.engine.heartbeat_age_s:.0f} s"
+            return f"the engine has sent no heartbeat for {self.engine.heartbeat_age_s:.0f} s"
         return None

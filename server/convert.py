@@ -22,7 +22,7 @@ from server.schema.completions import CompletionRequest, DetokenizeRequest, Toke
 from server.text_limit import NO_LIMIT, TextLimit
 
 MAX_CONTEXTS = 4
-"""How many times the model's context /tokenize and /detokenize take."""
+"""/tokenize and /detokenize accept this many times the model's context."""
 
 
 class Tokenizer(PromptTokenizer, Protocol):
@@ -36,7 +36,7 @@ class Tokenizer(PromptTokenizer, Protocol):
 
     @property
     def max_token_bytes(self) -> int | None:
-        """Most bytes of text that one token can stand for; None if nobody can say."""
+        """Most bytes of text that one token can stand for; None if there is no bound."""
 
     def token_bytes(self, token_id: int) -> bytes:
         """Exact bytes of one id."""
@@ -98,7 +98,7 @@ class Converter:
         """A raw completion, for each of its prompts. Raises BadRequest naming the field."""
         limit = self._limit(info)
         prompts = []
-        for prompt in wire.prompt:  # one that is too long is refused before the others are tokenized
+        for prompt in wire.prompt:  # a prompt that is too long is refused before the rest is tokenized
             prompts.append(self.raw_ids(prompt, limit))
             _room(len(prompts[-1]), info)
         if not all(prompts):
@@ -123,7 +123,7 @@ class Converter:
         )
 
     def tokenize(self, wire: TokenizeRequest, info: EngineInfo | None) -> list[int]:
-        """Ids of a raw prompt or of rendered messages, which may be longer than the context, but not by much."""
+        """Ids of a raw prompt or of rendered messages, up to `MAX_CONTEXTS` times the context."""
         limit = self._limit(info, MAX_CONTEXTS)
         if wire.prompt is not None:
             if wire.add_special_tokens is False:
@@ -146,7 +146,7 @@ class Converter:
         return b"".join(map(self.tokenizer.token_bytes, wire.tokens)).decode("utf-8", errors="replace")
 
     def _limit(self, info: EngineInfo | None, num_contexts: int = 1) -> TextLimit:
-        """What can never fit in so many contexts; no limit before the engine is ready."""
+        """The limit for a text of `num_contexts` contexts; none before the engine is ready."""
         max_token_bytes = self.tokenizer.max_token_bytes
         if info is None or max_token_bytes is None:
             return NO_LIMIT

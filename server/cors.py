@@ -18,13 +18,13 @@ class Cors(CORSMiddleware):
         super().__init__(
             app,
             allow_origins=origins,
-            allow_methods=["GET", "POST"],  # HEAD needs no leave
+            allow_methods=["GET", "POST"],  # HEAD needs no permission
             allow_headers=["*"],
             expose_headers=["X-Request-Id", "Retry-After"],
         )
 
     def preflight_response(self, request_headers: Headers) -> Response:
-        """The answer to a preflight; one that is refused says which of origin, method or headers it is."""
+        """The answer to a preflight; a refusal says whether origin, method or headers are at fault."""
         response = super().preflight_response(request_headers)
         if response.status_code == 200:
             return response

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 _LAST_CALL_S = 2  # what connections get to close once the drain timeout has cut their requests
 _KEEP_ALIVE_S = 75  # longer than common load balancers keep idle connections
-_HANGS_AFTER_S = 5.0  # while draining; an engine at work turns after every step
+_HANGS_AFTER_S = 5.0  # while draining; a healthy engine sends its statistics more often
 _POLL_S = 0.05
 _SECOND_SIGNAL = 2
 
@@ -28,8 +28,8 @@ _SECOND_SIGNAL = 2
 class DrainingServer(uvicorn.Server):
     """On the first signal: take no new work, let running work finish, then stop listening.
 
-    The port stays open meanwhile, so that readiness probes get their 503. What still runs is ended with a 503 at the
-    drain timeout, at a second signal, and as soon as the engine hangs. A third signal stops at once.
+    The port stays open meanwhile, so that readiness probes get a 503. Requests still running end with a 503 at the
+    drain timeout, at a second signal, or as soon as the engine hangs. A third signal stops without waiting.
     """
 
     def __init__(self, config: uvicorn.Config, context: ServerContext) -> None:
@@ -46,7 +46,7 @@ class DrainingServer(uvicorn.Server):
         await super().serve(sockets=sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A signal came; called between bytecodes, so the loop does the rest."""
+        """Count a signal. Runs between any two bytecodes, so it leaves the work to the event loop."""
         self._num_signals += 1
         if self._loop is None or self._num_signals > _SECOND_SIGNAL:
             self.should_exit = self.force_exit = True
@@ -54,7 +54,7 @@ class DrainingServer(uvicorn.Server):
             self._loop.call_soon_threadsafe(self._start_draining, signal.Signals(sig).name)
 
     async def on_tick(self, counter: int) -> bool:
-        """What uvicorn calls ten times a second; True ends the server."""
+        """Uvicorn calls this ten times a second; True ends the server."""
         context = self._context
         context.stall.check()
         if context.config.exit_on_engine_death and context.engine.failure is not None:
@@ -71,14 +71,14 @@ class DrainingServer(uvicorn.Server):
         gate = self._context.gate
         reason = await self._why_cut()
         if reason is not None:
-            log.warning("%s: %d requests are ended", reason, gate.num_inflight)
+            log.warning("%s: ending %d requests", reason, gate.num_inflight)
             gate.cut()
             with suppress(TimeoutError):  # of a client that does not read its error
                 await asyncio.wait_for(gate.wait_idle(), _LAST_CALL_S)
         self.should_exit = True
 
     async def _why_cut(self) -> str | None:
-        """Wait while running requests may yet finish. None once there are none, else why to wait no longer."""
+        """Wait for running requests. Returns None once all have ended, else why we no longer wait."""
         config, engine = self._context.config, self._context.engine
         until_s = time.monotonic() + config.drain_timeout
         while self._context.gate.num_inflight:
@@ -86,7 +86,7 @@ class DrainingServer(uvicorn.Server):
                 return "the engine has died"
             if engine.heartbeat_age_s > min(_HANGS_AFTER_S, config.heartbeat_timeout):
                 self.engine_hangs = True
-                return f"the engine hangs, it gave no sign of life for {engine.heartbeat_age_s:.1f} s"
+                return f"the engine hangs: no heartbeat for {engine.heartbeat_age_s:.1f} s"
             if self._num_signals >= _SECOND_SIGNAL:
                 return "a second signal"
             if time.monotonic() >= until_s:

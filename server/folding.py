@@ -1,8 +1,8 @@
-"""`Folding`: other ways to write the same conversation, for templates that would leave a part of it out.
+"""`Folding`: ways to rewrite a conversation for chat templates that would drop a part of it.
 
 A chat template may read one system message only, one tool call per message, or no text next to calls. Each field of a
-`Folding` is one such gap; 0 leaves the messages as they came. Works on plain messages (`server.messages`), knows no
-template: `server.rehearsal` finds out which folding a conversation needs.
+`Folding` works around one such gap; 0 leaves the messages unchanged. Works on plain messages (`server.messages`) and
+knows no template: `server.rehearsal` finds the folding that a conversation needs.
 """
 
 import enum
@@ -38,20 +38,20 @@ class Folding:
     """How to write a conversation."""
 
     preamble: Preamble = Preamble.BESIDE_CALLS
-    null_content: bool = False  # assistant messages of calls alone have null as content, else an empty text
+    null_content: bool = False  # content of assistant messages that only make calls: null, else an empty text
     split_calls: bool = False  # one call per assistant message, each followed by its result
     instructions: Instructions = Instructions.AS_SENT
 
 
 def all_foldings() -> list[Folding]:
-    """Every folding, those that change least first."""
+    """Every folding, from the least change to the most."""
     every = itertools.product(Preamble, (False, True), (False, True), Instructions)
     foldings = [Folding(preamble=p, null_content=n, split_calls=s, instructions=i) for p, n, s, i in every]
     return sorted(foldings, key=lambda folding: sum(astuple(folding)))
 
 
 def fold(messages: Sequence[PlainMessage], folding: Folding) -> list[PlainMessage]:
-    """The messages as the folding writes them."""
+    """The messages, rewritten as `folding` says."""
     folded = _with_instructions(messages, folding.instructions)
     folded = _with_preambles(folded, folding.preamble)
     folded = _with_results_in_order(folded, split_calls=folding.split_calls)
@@ -95,7 +95,7 @@ def _with_preambles(messages: Sequence[PlainMessage], place: Preamble) -> list[P
 
 
 def _with_results_in_order(messages: Sequence[PlainMessage], *, split_calls: bool) -> list[PlainMessage]:
-    """Results stand in the order of their calls, since many templates match them by order alone."""
+    """Puts results in the order of their calls, because many templates match them by order alone."""
     folded: list[PlainMessage] = []
     taken: set[int] = set()
     for index, message in enumerate(messages):
@@ -122,10 +122,10 @@ def _with_results_in_order(messages: Sequence[PlainMessage], *, split_calls: boo
 
 
 def is_answer(message: PlainMessage) -> bool:
-    """True for an assistant message that ends a turn, so one without calls."""
+    """True for an assistant message without calls, which ends a turn."""
     return bool(message["role"] == "assistant" and not message.get("tool_calls"))
 
 
 def reasoning_fields(thought: str) -> dict[str, str]:
-    """Reasoning under every name that a template may look for."""
+    """Reasoning, under every key that a template may read."""
     return {"reasoning": thought, "reasoning_content": thought, "thinking": thought}

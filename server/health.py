@@ -1,4 +1,4 @@
-"""`moe-serve health`: asks the service of these settings whether it is alive. For a container's health check."""
+"""`moe-serve health`: asks a running service whether it is alive. For a container's health check."""
 
 import http.client
 import sys
@@ -21,7 +21,7 @@ def health(
     """Print the answer of /health/live; returns 0 if the service is alive, else 1.
 
     Raises:
-        SettingError: a wrong flag or variable, or a port that settings alone do not tell.
+        SettingError: a wrong flag or variable, or port 0, which does not say where the service listens.
     """
     parser = Parser(
         prog=f"{program} health",
@@ -38,12 +38,12 @@ def health(
     if address.port == 0:
         raise SettingError("--port: 0 lets the service pick a free port, which is not known here; name one")
     status, text = _ask(reachable(address.host), address.port)
-    streams.write(sys.stdout, f"{text}\n")  # the status is the answer, also where nobody reads the words
+    streams.write(sys.stdout, f"{text}\n")  # the exit status is the answer, even if the text cannot be written
     return 0 if status == http.client.OK else 1
 
 
 def _flags_of(folder: Path, program: str) -> list[str]:
-    """What follows the program's name in a process's command line; nothing if another program runs there."""
+    """The flags in a process's command line; none if it runs another program."""
     try:
         words = (folder / "cmdline").read_bytes().decode(errors="surrogateescape").split("\0")[:-1]
     except OSError:
@@ -53,7 +53,7 @@ def _flags_of(folder: Path, program: str) -> list[str]:
 
 
 def _ask(host: str, port: int) -> tuple[int, str]:
-    """Status and body, or 0 and why there is none. No proxy takes part, whatever the environment says."""
+    """Status and body, or 0 and why there is no answer. Ignores proxies that the environment names."""
     connection = http.client.HTTPConnection(host, port, timeout=_TIMEOUT_S)
     try:
         connection.request("GET", "/health/live")

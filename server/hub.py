@@ -1,7 +1,7 @@
-"""Downloads of models from the hub, seen from the service: a process of its own does them (`server.hub_download`).
+"""Downloads a model from the hub in a separate process (`server.hub_download`).
 
 So a signal ends the service at once, whatever the library's threads are waiting for, and the service never imports the
-library. The process ends when its standard input closes, which it does when the service is gone.
+library. The process ends when its standard input closes, which happens when the service is gone.
 """
 
 import json
@@ -19,7 +19,7 @@ Needs = Literal["config", "tokenizer", "weights"]  # each includes the one befor
 
 
 def download(model: HubModel, *, needs: Needs = "weights", log_level: str = "info") -> Path:
-    """The folder of a model in the hub's cache, once it has what is needed; progress goes to standard error.
+    """Download what is needed and return the model's folder in the hub's cache; progress goes to standard error.
 
     Raises:
         SettingError: the hub cannot be reached or refuses, the disk is full, or the model cannot be served; one line

@@ -1,7 +1,7 @@
-"""The process that downloads one model from the Hugging Face hub into the hub's cache, and nothing that is not needed.
+"""The process that downloads one model from the Hugging Face hub into the hub's cache, and only the files it needs.
 
-The library finds everything about the hub in its own variables (HF_ENDPOINT, HF_TOKEN, HF_HUB_CACHE, HF_HUB_OFFLINE...)
-and takes up a broken connection where it broke. Small files come first, so that a model that cannot be served is
+The library reads its own variables (HF_ENDPOINT, HF_TOKEN, HF_HUB_CACHE, HF_HUB_OFFLINE...) and resumes a broken
+connection where it broke. Small files come first, so that a model that cannot be served is
 refused before its weights are downloaded. Files that are complete are never downloaded again.
 """
 
@@ -42,12 +42,12 @@ _SMALL_FILES = (
     "chat_template.jinja",
 )
 _WEIGHTS, _INDEX = ".safetensors", ".safetensors.index.json"
-_REQUEST_TIMEOUT_S = 30.0  # without a byte; the library would wait for ever for some requests
+_REQUEST_TIMEOUT_S = 30.0  # without a byte; for some requests the library would wait forever
 _log = logging.getLogger("server.hub_download")  # runs as __main__
 
 
 def main() -> None:
-    """Read an order from standard input, write the folder or the error to standard output; end when the input does."""
+    """Read an order from standard input, write the folder or error to standard output; exit when the input closes."""
     order = json.loads(sys.stdin.readline())
     threading.Thread(target=_end_with_input, daemon=True).start()
     logging.basicConfig(
@@ -55,7 +55,7 @@ def main() -> None:
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
         stream=sys.stderr,
     )
-    logging.getLogger("httpx2").setLevel(logging.WARNING)  # a line for every request
+    logging.getLogger("httpx2").setLevel(logging.WARNING)  # it logs a line for every request
     try:
         folder = fetch(order["name"], order["revision"], needs=order["needs"])
         answer = {"folder": str(folder)}
@@ -72,7 +72,7 @@ def _end_with_input() -> None:
 
 
 def fetch(name: str, revision: str | None, *, needs: Needs = "weights") -> Path:
-    """The model's snapshot in the cache, with what is needed. Errors: the library's, the loaders' and SettingError."""
+    """Download what is needed and return the snapshot. Raises the library's errors, the loaders' and SettingError."""
     get_session().timeout = _REQUEST_TIMEOUT_S
     commit = HfApi().resolve_revision(name, revision=revision)
     small = [_CONFIG] if needs == "config" else [*_SMALL_FILES, f"*{_INDEX}"]
@@ -95,7 +95,7 @@ def _snapshot(name: str, commit: ResolvedRevision, files: list[str], bar: type[Q
 
 
 def _sizes(name: str, commit: ResolvedRevision) -> dict[str, int]:
-    """Bytes of each file outside folders; empty without a listing: offline, with a cache of an older library."""
+    """Bytes of each file at the top level; empty if there is no listing (offline, cache of an older library)."""
     try:
         tree = get_cached_repo_tree(name, revision=commit)
     except CachedRepoTreeNotFoundError:
@@ -121,7 +121,9 @@ def _weights(name: str, folder: Path, sizes: dict[str, int]) -> dict[str, int]:
     if len(indexes) == 1:
         listed = _listed_files(name, folder / indexes[0])
         if absent := sorted(listed - files.keys()):
-            raise SettingError(f"--model: {name} has no {absent[0]}, which its {indexes[0]} names; tell its maker")
+            raise SettingError(
+                f"--model: {name} is incomplete: {indexes[0]} names {absent[0]}; ask its maker to upload it"
+            )
         files = {file: files[file] for file in files if file in listed}
     if not files:
         others = sorted({Path(file).suffix for file in sizes} & {".bin", ".pth", ".pt", ".gguf", ".npz"})
@@ -134,7 +136,7 @@ def _listed_files(name: str, index: Path) -> set[str]:
     try:
         return {str(file) for file in json.loads(index.read_bytes())["weight_map"].values()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise SettingError(f"--model: {index.name} of {name} is no safetensors index ({error!r})") from error
+        raise SettingError(f"--model: {index.name} of {name} is not a safetensors index ({error!r})") from error
 
 
 def _fetch_weights(name: str, commit: ResolvedRevision, folder: Path, files: dict[str, int]) -> None:
@@ -158,10 +160,10 @@ def _fetch_weights(name: str, commit: ResolvedRevision, folder: Path, files: dic
 
 
 def _discard_damaged(folder: Path, sizes: dict[str, int]) -> bool:
-    """Remove files of the cache that do not have their size, so that they are downloaded again; True if there were."""
+    """Remove cached files of the wrong size, so that they are downloaded again; True if there were any."""
     damaged = [folder / file for file, size in sizes.items() if _size(folder / file) not in (None, size)]
     for path in damaged:
-        _log.warning("%s has not the size that the hub lists: it is damaged and will be downloaded again", path)
+        _log.warning("%s differs in size from the hub's listing: it is damaged and will be downloaded again", path)
         path.resolve().unlink()
     return bool(damaged)
 
@@ -171,7 +173,7 @@ def _size(path: Path) -> int | None:
 
 
 def _remove_left_over(repository: Path) -> None:
-    """Remove parts that killed downloads of this model left: the library begins such files anew under another name."""
+    """Remove what killed downloads of this model left: the library starts such files over under another name."""
     for part in (repository / "blobs").glob("*.incomplete"):
         blob = part.name.split(".")[0]
         lock = FileLock(repository.parent / ".locks" / repository.name / f"{blob}.lock", timeout=0)

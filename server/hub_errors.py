@@ -1,4 +1,4 @@
-"""What went wrong between this machine and the hub, in one line that says what to do."""
+"""Explains a failed download in one line that says what to do."""
 
 import errno
 
@@ -53,7 +53,7 @@ def _reason(error: BaseException, name: str, revision: str | None) -> str:
 
 
 def _explain_answer(error: HfHubHTTPError, name: str, revision: str | None) -> str:
-    """A reason for what the hub answered."""
+    """The reason for an error status of the hub."""
     status, page = error.response.status_code, f"{constants.ENDPOINT}/{name}"
     if isinstance(error, GatedRepoError):
         return f"{name} is gated; accept its terms at {page}, then set HF_TOKEN to a token of that account"

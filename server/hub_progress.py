@@ -1,4 +1,4 @@
-"""The library's progress bars as one `Progress`: it makes several for one download, each in tqdm's form."""
+"""Shows the library's several tqdm bars of one download as one `Progress`."""
 
 import threading
 from typing import Any
@@ -36,7 +36,7 @@ def make_byte_counter(progress: Progress) -> type[QuietBar]:
 
 
 class _Nowhere:
-    """A file that keeps nothing."""
+    """A file that drops everything."""
 
     encoding = "utf-8"
 

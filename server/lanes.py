@@ -1,7 +1,7 @@
 """`Lanes`: the threads that parse and tokenize request bodies. Small bodies never wait for large ones.
 
-A call into pydantic or orjson holds the interpreter's lock until it returns, so a thread alone keeps nothing fluent:
-what one call may cost is bounded before (`server.body`, the limits of `server.schema`).
+A call into pydantic or orjson holds the interpreter's lock until it returns, so threads alone do not keep the service
+responsive: the cost of a call is bounded beforehand (`server.body`, the limits of `server.schema`).
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from server.errors import TooManyRequests
 from server.memory import give_back_memory
 
 LARGE_BODY_BYTES = 64 * 1024
-"""A larger body takes the lane of large bodies; one of this size takes a few milliseconds."""
+"""Larger bodies go to the lane of large bodies; parsing one of this size takes a few milliseconds."""
 
 MAX_WAITING_LARGE = 32
 
@@ -29,7 +29,7 @@ Result = TypeVar("Result")
 
 
 class Lane:
-    """Threads with a queue. Work that has not begun when its client leaves is never done."""
+    """Threads with a queue. If a client leaves before its work has begun, the work is dropped."""
 
     def __init__(
         self,
@@ -39,9 +39,9 @@ class Lane:
         max_waiting: int | None = None,
         after_work: Callable[[], None] | None = None,
     ) -> None:
-        """`max_waiting` is how many pieces of work may wait; None for any number.
+        """`max_waiting` is how many jobs may wait; None for any number.
 
-        `after_work` is run in a thread a second after work has ended, once for all that ended meanwhile.
+        `after_work` runs in a thread one second after a job ends, once for all jobs that end meanwhile.
         """
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
         self._num_threads = num_threads
@@ -53,10 +53,10 @@ class Lane:
     async def run(
         self, receive: Receive, work: Callable[Params, Result], *args: Params.args, **kwargs: Params.kwargs
     ) -> Result:
-        """The result of `work(*args, **kwargs)`, run in a thread. Read the request body before.
+        """Run `work(*args, **kwargs)` in a thread and return its result. Read the request body first.
 
         Raises:
-            TooManyRequests: as many as may wait are waiting.
+            TooManyRequests: `max_waiting` jobs wait already.
             ClientDisconnect: the client left first.
         """
         if self._max_waiting is not None and self._num_present >= self._num_threads + self._max_waiting:
@@ -66,7 +66,7 @@ class Lane:
             return await while_connected(receive, self._in_thread(lambda: work(*args, **kwargs)))
         finally:
             self._num_present -= 1
-            if self._after_work is not None and self._tidying is None:  # later: an error still holds what it is about
+            if self._after_work is not None and self._tidying is None:  # not now: an error still holds the parsed body
                 self._tidying = asyncio.get_running_loop().call_later(_TIDY_DELAY_S, self._tidy, self._after_work)
 
     def _tidy(self, after_work: Callable[[], None]) -> None:

@@ -1,6 +1,6 @@
-"""`give_back_memory`: what the C library holds of freed memory goes back to the system. Knows no request.
+"""`give_back_memory`: returns freed memory that the C library holds to the system. Knows no request.
 
-Without it the process keeps what its largest bodies took: 171 MiB instead of 128 after sixty bodies of megabytes.
+Without it the process keeps what its largest bodies took: 171 MiB instead of 128 after sixty bodies of several MB.
 """
 
 import ctypes

@@ -24,7 +24,7 @@ def check_tool_results(messages: Sequence[ChatMessage]) -> None:
 
 
 def plain_message(message: ChatMessage, *, thinks: bool) -> dict[str, Any]:
-    """A message as templates expect it: absent keys are absent, absent content is an empty text.
+    """A message as templates expect it: absent keys stay absent, absent content becomes an empty text.
 
     `thinks`: the tokenizer has DeepSeek's think tokens, so reasoning may stand in the content.
     """

@@ -49,7 +49,7 @@ class Surround:
             request_id = uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = request_id
         sender = _Sender(send, request_id, is_head=scope["method"] == "HEAD")
-        if sender.is_head:  # routes know GET; the server below keeps its own scope, with HEAD
+        if sender.is_head:  # routes know GET only; uvicorn keeps its own scope, with HEAD
             scope = {**scope, "method": "GET"}
         try:
             await self._answer(scope, receive, sender)
@@ -67,7 +67,7 @@ class Surround:
         except ClientDisconnect:
             if not sender.status:
                 await Response(status_code=_CLIENT_LEFT)(scope, receive, sender)
-        except asyncio.CancelledError:  # the server is stopping and waits no longer
+        except asyncio.CancelledError:  # the server is stopping and no longer waits
             if sender.status:
                 raise
             await error_response(Unavailable(SHUT_DOWN))(scope, receive, sender)

@@ -24,12 +24,12 @@ class HubModel:
 
 
 def locate_model(text: str | None, revision: str | None = None) -> Path | HubModel:
-    """The folder or the hub's model that `--model` means; None means the bundled model. Reads nothing but names.
+    """The folder or hub model that `--model` means; None means the bundled model. Looks at names only.
 
     An existing folder comes first, then a bundled model, then OWNER/NAME on the hub.
 
     Raises:
-        SettingError: none of them, or a revision of something that has none.
+        SettingError: the text means none of them, or `revision` is given for a folder.
     """
     place = _locate(BUNDLED_MODEL if text is None else text)
     if isinstance(place, HubModel):
@@ -63,7 +63,7 @@ def bundled_models() -> Path:
 
 
 def served_name(model: Path | HubModel) -> str:
-    """The name in the API: the hub's, also for a snapshot in the hub's cache, else the folder's."""
+    """The name in the API: the hub's name (also for a snapshot in the hub's cache), else the folder's."""
     if isinstance(model, HubModel):
         return model.name
     folder = model.resolve()
@@ -72,9 +72,9 @@ def served_name(model: Path | HubModel) -> str:
 
 
 def check_model_folder(folder: Path) -> None:
-    """Raise SettingError unless the folder looks like a checkpoint; what is inside is the loader's business."""
+    """Raise SettingError unless the folder looks like a checkpoint; the loader checks the contents."""
     if not folder.is_dir():
         raise SettingError(f"--model: {folder} is a file; give the folder that holds config.json and the weights")
     for name in _NEEDED_FILES:
         if not (folder / name).is_file():
-            raise SettingError(f"--model: {folder} is no checkpoint, it has no {name}; give a folder that has one")
+            raise SettingError(f"--model: {folder} is not a checkpoint: it has no {name}; give a folder that has one")

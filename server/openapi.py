@@ -1,4 +1,4 @@
-"""What the OpenAPI document says about routes: the bodies, which they read themselves, answers, streams and errors."""
+"""Describes routes in the OpenAPI document: bodies (which routes read themselves), answers, streams and errors."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from server.schema.operations import ErrorBody
 
 _BODIES = (ChatCompletionRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
 _ERRORS = {
-    400: "A field is wrong or not supported, or the body is no JSON",
+    400: "A field is wrong or not supported, or the body is not JSON",
     401: "No key, or the wrong one",
     404: "This model is not served here",
     408: "The body did not come in time",
@@ -65,7 +65,7 @@ def _event_stream(answer: Any) -> dict[str, Any]:
     """The schema of one event."""
     kinds = [{"$ref": f"#/components/schemas/{kind.__name__}"} for kind in (answer, ErrorBody)]
     data = {
-        "description": "JSON whose choices hold what is new, or at last an error; a good stream ends with [DONE]",
+        "description": "each event is JSON whose choices hold what is new; the last is [DONE], or an error",
         "anyOf": [
             {"type": "string", "contentMediaType": "application/json", "contentSchema": {"anyOf": kinds}},
             {"const": "[DONE]"},
@@ -75,7 +75,7 @@ def _event_stream(answer: Any) -> dict[str, Any]:
 
 
 def complete_document(app: FastAPI, *, has_key: bool) -> None:
-    """Make `app.openapi()` name the schemas of bodies and, if there is one, the key; no route gives a 422."""
+    """Add the schemas of bodies and, if there is one, the key to `app.openapi()`; drop the 422 that no route gives."""
     make_document = app.openapi
 
     def openapi() -> dict[str, Any]:

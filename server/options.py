@@ -33,26 +33,28 @@ OPTIONS: dict[str, Option] = {
         "model", "tokens a request may have, prompt and answer together", default_text="what the model was made for"
     ),
     "default_temperature": Option(
-        "model", "temperature of requests that have none", default_text="the checkpoint's, else 1"
+        "model", "temperature of requests that set none", default_text="the checkpoint's, else 1"
     ),
-    "default_top_p": Option("model", "top_p of requests that have none", default_text="the checkpoint's, else 1"),
+    "default_top_p": Option("model", "top_p of requests that set none", default_text="the checkpoint's, else 1"),
     "host": Option("HTTP", "address to listen on; 0.0.0.0 for all"),
     "port": Option("HTTP", "port to listen on; 0 picks a free one"),
-    "api_key": Option("HTTP", "key that every route but /health, /health/live and /health/ready asks for"),
+    "api_key": Option("HTTP", "key that every route but /health, /health/live and /health/ready requires"),
     "client_header": Option(
         "HTTP",
-        "header that says who asks, such as X-Forwarded-For; only behind a proxy that sets it itself",
-        default_text="none: the address",
+        "header that names the client, such as X-Forwarded-For; only behind a proxy that sets it itself",
+        default_text="none: clients are told apart by address",
     ),
     "cors_origins": Option(
         "HTTP", "origins whose pages may call the API from a browser, separated by commas; * for all"
     ),
-    "max_body_bytes": Option("HTTP", "largest request body"),
+    "max_body_bytes": Option("HTTP", "largest request body in bytes"),
     "drain_timeout": Option("HTTP", "seconds that running requests have to finish after SIGTERM"),
-    "heartbeat_timeout": Option("HTTP", "seconds without a sign of life after which /health/live says no"),
-    "stall_timeout": Option("HTTP", "seconds without a token, while requests wait or run, until /health/ready says no"),
-    "exit_on_engine_death": Option("HTTP", "end with status 1 when the engine has died, instead of answering 503"),
-    "receive_timeout": Option("HTTP", "seconds a client has to send a whole request"),
+    "heartbeat_timeout": Option("HTTP", "seconds without a heartbeat of the engine until /health/live answers 503"),
+    "stall_timeout": Option(
+        "HTTP", "seconds without a token while requests wait or run, until /health/ready gives 503"
+    ),
+    "exit_on_engine_death": Option("HTTP", "exit with status 1 when the engine dies, instead of answering 503"),
+    "receive_timeout": Option("HTTP", "seconds a client has to send a request's head, and again its body"),
     "log_level": Option("HTTP", "least severe messages that are logged"),
     "access_log": Option("HTTP", "log a line for every request"),
     "device": Option("engine", "auto, cpu, cuda or cuda:N"),
@@ -61,7 +63,7 @@ OPTIONS: dict[str, Option] = {
     "max_num_batched_tokens": Option("engine", "tokens of one step", default_text="512 on a CPU, 8192 on a GPU"),
     "max_step_ms": Option(
         "engine",
-        "milliseconds that a step may take while some requests decode and others' prompts are read; 0 for any",
+        "target time in ms of a step that reads prompts while others decode; 0 for none",
         default_text="60",
     ),
     "page_size": Option("engine", "tokens of a KV cache page"),
@@ -107,7 +109,7 @@ OPTIONS: dict[str, Option] = {
     ),
     "tune_cache_dir": Option(
         "mixture of experts",
-        "folder of what --tune found, which every start uses; none for nowhere",
+        "folder where --tune keeps its results and every start looks for them; none for nowhere",
         default_text="moe-serve/tune in the user's cache folder",
     ),
 }

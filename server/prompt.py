@@ -43,7 +43,7 @@ class ChatTemplate:
         """Compile the template.
 
         Raises:
-            SettingError: it is not valid Jinja; names the file and the line.
+            SettingError: the template is not valid Jinja; names the file and the line.
         """
         self._tokenizer = tokenizer
         environment = TemplateEnvironment()
@@ -68,7 +68,7 @@ class ChatTemplate:
         """Ids of the prompt up to where the assistant's answer begins.
 
         Raises:
-            ContextTooLong: the text exceeds the limit; seen before it is tokenized.
+            ContextTooLong: the text exceeds the limit, which is checked before tokenizing.
             BadRequest: the model has no template, or the template refuses the conversation or the tools.
         """
         if self._template is None:
@@ -86,7 +86,7 @@ class ChatTemplate:
         return self._encode(text, restore)
 
     def text(self, **data: Any) -> str:
-        """The rendered text of messages, tools and template variables, taken as they are. Raises TemplateRefusal."""
+        """Render messages, tools and template variables unchanged. Raises TemplateRefusal."""
         if self._template is None:
             raise TemplateRefusal("there is no template")
         special = {"bos_token": self._tokenizer.bos_token or "", "eos_token": self._tokenizer.eos_token or ""}

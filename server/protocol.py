@@ -1,7 +1,7 @@
 """`GuardedProtocol`: uvicorn's h11 protocol with limits on a request's head, and with OpenAI error bodies of its own.
 
-Bodies have their limits in `server.body`. Uvicorn itself waits for a head for ever. h11, unlike httptools, reads the
-body of a request that offers an upgrade, so an upgrade is ignored here as RFC 9110 wants.
+`server.body` limits bodies. Uvicorn itself waits for a head forever. h11, unlike httptools, reads the
+body of a request that offers an upgrade, so upgrades are ignored here, as RFC 9110 allows.
 """
 
 import asyncio
@@ -40,12 +40,12 @@ class GuardedProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def handle_events(self) -> None:
-        """Parse what has arrived. Bytes of a head, or of a body that was answered already, must end in time."""
+        """Parse what has arrived. A head, or the rest of a body that was answered already, must arrive in time."""
         super().handle_events()
         self._watch_head()
 
     def send_400_response(self, msg: str) -> None:
-        """What uvicorn calls for a request that breaks the protocol. The connection ends: its framing is lost."""
+        """Uvicorn calls this for a malformed request. The connection is closed, because its framing is lost."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             status, body = self.conn.describe_fault(msg)
             headers = [
@@ -59,11 +59,11 @@ class GuardedProtocol(H11Protocol):
         self.transport.close()
 
     def _should_upgrade(self) -> bool:
-        """No upgrade is offered. Uvicorn's own answer is the same, with two warnings in the log."""
+        """Accept no upgrade. Uvicorn's own method does not either, but logs two warnings."""
         return False
 
     def _watch_head(self) -> None:
-        """Start the deadline unless it runs already; stop it while a request is served."""
+        """Start the deadline unless it is running; stop it while a request is served."""
         if self.cycle is not None and not self.cycle.response_complete:
             self._clear_deadline()
         elif self._deadline is None and self.timeout_keep_alive_task is None:
@@ -76,11 +76,11 @@ class GuardedProtocol(H11Protocol):
 
 
 class GuardedConnection(h11.Connection):
-    """h11's parser, stricter where RFC 9112 lets a server choose. Remembers the fault of the client."""
+    """h11's parser, stricter where RFC 9112 lets a server choose. Remembers the client's fault."""
 
     _WORDS: ClassVar = {
         431: (f"the head of the request has more than {MAX_HEAD_BYTES} bytes", "headers_too_large"),
-        501: ("the only transfer coding that is supported is chunked", "unsupported_transfer_encoding"),
+        501: ("chunked is the only supported transfer coding", "unsupported_transfer_encoding"),
         505: ("this server speaks HTTP/1.1 and HTTP/1.0", "unsupported_http_version"),
     }
     _fault: h11.RemoteProtocolError | None = None
@@ -103,7 +103,7 @@ class GuardedConnection(h11.Connection):
         return event
 
     def send(self, event: Any) -> Any:
-        """The bytes of an event. Chunks of a stream are written here: they change no state, and cost h11 10 us each."""
+        """The bytes of an event. Chunks of a stream bypass h11, which takes 10 us for each and changes no state."""
         if self._sends_chunks and type(event) is h11.Data:
             return b"%x\r\n%b\r\n" % (len(event.data), event.data) if event.data else b""
         output = super().send(event)
@@ -122,10 +122,10 @@ class GuardedConnection(h11.Connection):
 
 
 def _check_head(request: h11.Request) -> None:
-    """What h11 lets pass: large heads that arrive at once, other versions, and two statements of a body's length.
+    """Refuse what h11 lets pass: large heads that arrive at once, other versions, and two lengths for one body.
 
     Raises:
-        h11.RemoteProtocolError: one of these; where lengths differ, a proxy in front may see another end of the body.
+        h11.RemoteProtocolError: one of these; if lengths differ, a proxy in front may see another end of the body.
     """
     num_bytes = len(request.method) + len(request.target) + sum(len(k) + len(v) + 4 for k, v in request.headers)
     if num_bytes > MAX_HEAD_BYTES:
@@ -138,7 +138,7 @@ def _check_head(request: h11.Request) -> None:
 
 
 def _with_path(request: h11.Request) -> h11.Request:
-    """The same request with `/path?query` as its target, where a client sent it as if to a proxy."""
+    """Reduce a target in absolute form, which clients send to proxies, to `/path?query`."""
     found = _ABSOLUTE.fullmatch(request.target)
     if found is None:
         return request

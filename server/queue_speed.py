@@ -1,11 +1,11 @@
-"""`QueueSpeed`: how soon a place in the queue comes free, from how fast places came free lately. Reads no clock."""
+"""`QueueSpeed`: estimates when a place comes free, from how fast places came free lately. Reads no clock."""
 
 import math
 from collections import deque
 
 MAX_RETRY_AFTER_S = 60
 _NUM_REMEMBERED = 32
-_WINDOW_S = 120.0  # what came free longer ago says nothing about now
+_WINDOW_S = 120.0  # older entries say nothing about now
 
 
 class QueueSpeed:
@@ -15,7 +15,7 @@ class QueueSpeed:
         self._freed_s: deque[float] = deque(maxlen=_NUM_REMEMBERED)
 
     def on_free(self, num_places: int, now_s: float) -> None:
-        """So many requests have ended, in whatever way."""
+        """Record that `num_places` requests have ended, in whatever way."""
         self._freed_s.extend([now_s] * num_places)
 
     def retry_after_s(self, now_s: float) -> int:

@@ -1,9 +1,9 @@
-"""`Rehearsal`: is every part of a conversation in the prompt? Finds the folding that makes it so, or the part left out.
+"""`Rehearsal`: finds the folding with which no part of a conversation is missing from the prompt, or names the part.
 
 What a template leaves out depends on the shape of a conversation: roles, their order, which parts each message has.
-So a conversation of the same shape, with a marker word in every part, is rendered once, and its markers looked for.
-If one is missing, the foldings are tried, those that change least first. Reasoning has no marker: templates drop the
-reasoning of earlier turns, or all of it, by design.
+So a conversation of the same shape, with a marker word in every part, is rendered once, and we look for its markers.
+If one is missing, the foldings are tried, from the least change to the most. Reasoning has no marker: templates drop
+the reasoning of earlier turns, or all of it, by design.
 """
 
 import json
@@ -19,10 +19,10 @@ from server.folding import Folding, PlainMessage, all_foldings, fold, reasoning_
 from server.prompt import ChatTemplate, TemplateRefusal
 from server.template_environment import JsonText
 
-_MAX_SHAPES = 1024  # remembered, of short conversations with short template variables: about 20 MB
+_MAX_SHAPES = 1024  # only short conversations and short template variables are remembered: about 20 MB
 _MAX_VARIABLES_CHARS = 256
 _MAX_SEARCHED = 128  # messages and calls; a longer conversation is condensed before the foldings are tried
-_MAX_ALIKE = 2  # of a condensed conversation's messages
+_MAX_ALIKE = 2  # messages of one kind in a condensed conversation
 _MAX_CALLS = 4  # in each of them
 _MAX_UNITS = _MAX_SEARCHED // (1 + 2 * _MAX_CALLS)  # assistant messages with their results
 _TOOL_NAME = "moetoolname"
@@ -39,7 +39,7 @@ _MARKER = re.compile(rf"{_TOOL_NAME}|moe\d+(?:content|call\d+(?:name|value))")
 
 @dataclass(frozen=True, slots=True)
 class MessageShape:
-    """What a template can tell about a message, but for its words. Call ids are numbered through the conversation."""
+    """All that a template can see of a message except its words. Call ids are numbered through the conversation."""
 
     role: str
     has_content: bool
@@ -53,7 +53,7 @@ Shape = tuple[MessageShape, ...]
 
 
 class Rehearsal:
-    """Remembers what it found, shape by shape."""
+    """Finds foldings and remembers them by the conversation's shape."""
 
     def __init__(self, template: ChatTemplate) -> None:
         self._template = template
@@ -62,10 +62,10 @@ class Rehearsal:
     def folding_for(
         self, messages: Sequence[PlainMessage], variables: Mapping[str, Any], *, has_tools: bool
     ) -> Folding:
-        """The folding that changes least and leaves nothing out; none if the template refuses every one of them.
+        """The folding that changes least and leaves nothing out; no folding if the template refuses them all.
 
         Raises:
-            BadRequest: whatever the folding, the template leaves a part out; names it.
+            BadRequest: with every folding the template leaves a part out; names the part.
         """
         shape = shape_of(messages)
         words = json.dumps(variables, sort_keys=True)
@@ -78,7 +78,7 @@ class Rehearsal:
         )
 
     def _find_folding(self, shape: Shape, variables: str, has_tools: bool) -> Folding | str:
-        """A folding, or the name of what is left out by the folding that leaves out least."""
+        """A folding; or, if none helps, the part that the best folding leaves out."""
         foldings: Iterable[Folding] = all_foldings()
         if _size(shape) > _MAX_SEARCHED:
             found = self._find_folding(condensed(shape), variables, has_tools)
@@ -124,7 +124,7 @@ def shape_of(messages: Sequence[PlainMessage]) -> Shape:
 def condensed(shape: Shape) -> Shape:
     """A short conversation with every kind of message that a long one has.
 
-    An assistant message and the results after it are left out as a whole, and only where enough are alike.
+    An assistant message and its results are left out together, and only if enough others are alike.
     """
     units: list[list[MessageShape]] = []
     for message in shape:
@@ -148,7 +148,7 @@ def condensed(shape: Shape) -> Shape:
 
 
 def _numbered_anew(unit: Shape) -> Shape:
-    """The same messages, wherever they stand."""
+    """The same messages with call ids numbered from 0."""
     number: dict[int | None, int] = {call: position for position, call in enumerate(unit[0].call_ids)}
     return tuple(
         replace(m, call_ids=tuple(number[i] for i in m.call_ids), answers_id=number.get(m.answers_id)) for m in unit
@@ -199,5 +199,5 @@ def _call_id(number: int) -> str:
 
 
 def _word(index: int, part: str) -> str:
-    """A word that is in no other: no number in it can be a part of a longer one."""
+    """A word that no other marker contains: its numbers cannot be part of longer numbers."""
     return f"moe{index}{part}"

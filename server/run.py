@@ -1,6 +1,6 @@
-"""Life of the service: start the engine, serve while it is there, end it. Its own imports are light.
+"""Life of the service: start the engine, serve, end the engine. Imports little, so that it starts fast.
 
-Exit statuses: 0 after a signal, also while loading; 1 if the engine could not start, died, or hung at the end.
+Exit statuses: 0 after a signal, also while loading; 1 if the engine could not start, died, or hung while draining.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ _POLL_S = 0.02
 
 def run(server_config: ServerConfig, engine_config: EngineConfig, listener: socket.socket) -> int:
     """Serve until a signal comes; returns the exit code. Raises SettingError if the service cannot start."""
-    # A checkpoint whose small files are damaged is refused here, before an engine loads its weights.
+    # Refuses a checkpoint with damaged small files before an engine loads its weights.
     defaults = read_sampling_defaults(engine_config.model)
     tokenizer = load_checked_tokenizer(engine_config.model)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

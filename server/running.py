@@ -33,7 +33,7 @@ class Engine(Protocol):
 
     @property
     def heartbeat_age_s(self) -> float:
-        """Time since the last sign of life."""
+        """Time since the last heartbeat."""
 
     def generate(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
         """Outputs of a request; closing the iterator before the last one aborts it."""

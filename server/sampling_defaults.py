@@ -8,8 +8,7 @@ from typing import Any
 
 from server.errors import SettingError
 
-# Lowest and highest value, those that the API accepts. (Not read off its models: they would be imported before the
-# engine starts.)
+# Lowest and highest value that the API accepts. Not read from its models, whose import would delay the engine's start.
 RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0, 2),
     "top_p": (math.nextafter(0, 1), 1),
@@ -34,7 +33,7 @@ def read_sampling_defaults(folder: Path) -> SamplingDefaults:
     """What generation_config.json sets; `do_sample: false` means greedy, whatever the temperature.
 
     Raises:
-        SettingError: the file is damaged, or a value is one that a request could not have.
+        SettingError: the file is damaged, or holds a value that the API would refuse in a request.
     """
     path = folder / "generation_config.json"
     if not path.is_file():

@@ -1,8 +1,8 @@
-"""Which variables Kubernetes sets for a Service whose name begins with `moe-serve`. They are no settings of ours.
+"""Finds the variables that Kubernetes sets for a Service whose name begins with `moe-serve`: they are not settings.
 
-A pod gets, for every Service of its namespace, `<NAME>_SERVICE_HOST`, `<NAME>_SERVICE_PORT`, the same with the name of
-a port, and links in the way of Docker: `<NAME>_PORT=tcp://10.96.0.12:8000`, `<NAME>_PORT_8000_TCP` and what it is made
-of. For a Service called moe-serve, `MOE_SERVE_PORT` looks like the setting `--port`; its value tells them apart.
+For every Service of its namespace a pod gets `<NAME>_SERVICE_HOST`, `<NAME>_SERVICE_PORT`, the same with the name of a
+port, and Docker's link variables: `<NAME>_PORT=tcp://10.96.0.12:8000`, `<NAME>_PORT_8000_TCP` and the parts of the
+latter. For a Service called moe-serve, `MOE_SERVE_PORT` looks like the setting `--port`; its value tells them apart.
 """
 
 import re

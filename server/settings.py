@@ -91,16 +91,16 @@ def _parse(kind: Any, value: Any) -> Any:
         raise TypeError
     if kind is int and isinstance(value, float):
         raise TypeError
-    if kind is Path and value == "":  # it would be the folder of whoever starts the service
+    if kind is Path and value == "":  # it would mean the current folder
         raise ValueError
     return kind(value)
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises instead of printing a page of usage, and where help cannot be printed. Guesses what was meant."""
+    """Raises SettingError instead of printing usage, also if help cannot be printed. Guesses what was meant."""
 
     def print_help(self, file: Any = None) -> None:
-        """What argparse calls for --help. It would swallow an error."""
+        """Argparse calls this for --help; its own method would swallow an error."""
         if file is None:
             streams.say(self.format_help())
         else:
@@ -151,8 +151,8 @@ def make_parser(settings: Mapping[str, Setting], program: str, description: str)
 def gather(settings: Mapping[str, Setting], flags: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
     """Values that were given anywhere, by field name. Raises SettingError naming flag, variable or key.
 
-    An empty variable is unset, and one that a flag overrides is not read. An empty key is refused all the same: whoever
-    sets the variable wants one, and a secret that is missing must not open the service.
+    An empty variable counts as unset, and a variable that a flag overrides is not read. But an empty key is refused:
+    whoever sets that variable wants a key, and a missing secret must not open the service.
     """
     variables = {name: text for name, text in environ.items() if name.startswith(PREFIX) and text}
     file = flags.get("config", variables.pop(f"{PREFIX}CONFIG", None))

@@ -1,4 +1,4 @@
-"""`StallWatch`: notices that the engine turns but gets nothing done, which its heartbeat does not show."""
+"""`StallWatch`: notices an engine that runs its loop but computes nothing, which its heartbeat does not show."""
 
 import logging
 import time
@@ -16,12 +16,12 @@ class StallWatch:
         self._engine = engine
         self._timeout_s = timeout_s
         self._clock = clock
-        self._progress: tuple[int, int] | None = None  # tokens of prompts and of answers
+        self._progress: tuple[int, int] | None = None  # number of prompt tokens and of answer tokens
         self._since_s = clock()
         self._is_stalled = False
 
     def check(self) -> str | None:
-        """None, or what stalls, fit to be shown. Call it again and again; beginning and end of a stall are logged."""
+        """None, or a description of the stall fit for clients. Call it often; it logs when a stall begins and ends."""
         stats = self._engine.stats
         progress = None
         if self._engine.ready and stats is not None and stats.num_waiting + stats.num_running > 0:

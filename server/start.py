@@ -1,8 +1,8 @@
-"""Entry of the command `moe-serve`. Makes the process stoppable, then imports the rest, which takes a while.
+"""Entry point of the command `moe-serve`. Handles signals first, then imports the rest, which takes a while.
 
-As process 1 of a container a process gets no signal that it does not handle: a SIGTERM that came during the imports was
-lost. Until the HTTP server takes the signals over, they end the process at once. The engine's process, should it run
-already, ends when its standard input closes.
+Process 1 of a container gets only signals that it handles, so a SIGTERM during the imports would be lost. Until the
+HTTP server takes over, signals end the process at once. If the engine's process runs already, it ends when its standard
+input closes.
 """
 
 import os
@@ -16,7 +16,7 @@ INTERRUPTED = 130
 
 
 def main() -> int:
-    """Run the command; its exit status, or 1 if its result cannot be written."""
+    """Run the command and return its exit status, 1 if its result cannot be written."""
     signal.signal(signal.SIGTERM, _end)
     signal.signal(signal.SIGINT, _end)
     streams.open_missing()
@@ -27,11 +27,11 @@ def main() -> int:
     except streams.OutputError as error:
         streams.write(sys.stderr, f"{cli.PROGRAM}: {error}\n")
         status = 1
-    for stream in (sys.stdout, sys.stderr):  # what log lines, say, have left in it
+    for stream in (sys.stdout, sys.stderr):  # log lines may still be in their buffers
         streams.write(stream, "")
     return status
 
 
 def _end(sig: int, _frame: FrameType | None) -> None:
-    """Nothing is served yet, so a SIGTERM is obeyed with status 0, as after draining."""
+    """Nothing is served yet, so a SIGTERM exits with status 0, as after draining."""
     os._exit(0 if sig == signal.SIGTERM else INTERRUPTED)

@@ -1,4 +1,4 @@
-"""Standard output and error that are closed, full, or pipes without a reader. The service goes on without them."""
+"""Survives standard output or error that is closed, full, or a pipe without a reader."""
 
 import os
 import sys
@@ -23,7 +23,7 @@ def open_missing() -> None:
 def write(stream: TextIO, text: str) -> OSError | None:
     """Write and flush; returns what went wrong. After an error the stream goes to the null device.
 
-    Otherwise python would try the rest again when it ends, and turn the exit status into 120.
+    Otherwise Python would write the rest again at exit, fail, and turn the exit status into 120.
     """
     try:
         stream.write(text)

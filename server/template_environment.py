@@ -13,7 +13,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
 class JsonText(str):
-    """Text that is JSON already: a template that asks for `|tojson` gets it as it is, never quoted twice."""
+    """Text that is JSON already: `|tojson` returns it unchanged, so it is never quoted twice."""
 
     __slots__ = ()
 
@@ -29,7 +29,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         self.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """`+`. A published template joins a schema's default to text, whatever its type: other values join as JSON."""
+        """`+`. A published template appends a schema's default, of any type, to text: other values become JSON."""
         if isinstance(left, str) and _is_json_value(right):
             right = _to_json(right)
         elif isinstance(right, str) and _is_json_value(left):

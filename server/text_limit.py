@@ -1,4 +1,4 @@
-"""`TextLimit`: is a text too long for the context, whatever tokens it becomes? Tokenizes nothing."""
+"""`TextLimit`: refuses a text that cannot fit the context, without tokenizing it."""
 
 import sys
 from collections.abc import Mapping
@@ -18,14 +18,14 @@ class TextLimit:
     max_token_bytes: int
 
     def check(self, text: str, letters: Mapping[int, int] = NO_LETTERS) -> None:
-        """Raise ContextTooLong for a text that cannot fit; `letters` are put back first, one for one."""
+        """Raise ContextTooLong for a text that cannot fit; `letters` maps placeholders to the letters to put back."""
         if len(text) * 4 <= self.max_tokens * self.max_token_bytes:  # a character has at most four bytes
             return
         text = text.translate(letters)
         num_bytes = len(text) if text.isascii() else len(text.encode(errors="replace"))
         if num_bytes > self.max_tokens * self.max_token_bytes:
             raise ContextTooLong(
-                f"the prompt has {num_bytes} bytes, so more than {self.max_tokens} tokens, beyond this model's "
+                f"the prompt has {num_bytes} bytes and therefore more than {self.max_tokens} tokens, this model's "
                 "maximum context length: shorten the messages or the prompt"
             )
 

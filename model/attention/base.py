@@ -61,13 +61,13 @@ class Attention(ABC):
     """
 
     name: ClassVar[str]
-    is_capturable: ClassVar[bool] = False  # a decode step neither waits for the device nor depends on host lengths
+    is_capturable: ClassVar[bool] = False  # a decode step neither waits for the device nor needs lengths on the host
 
     def __init__(self, specs: Sequence[AttentionSpec], device: torch.device) -> None:
         """Prepare for layers of the given kinds.
 
         Raises:
-            UnsupportedModelError: a kind that this implementation cannot serve.
+            UnsupportedModelError: a kind of layer that this implementation cannot serve.
         """
         self.specs = tuple(dict.fromkeys(specs))
         self.device = device
@@ -120,7 +120,7 @@ def make_attention(requested: str, specs: Sequence[AttentionSpec], device: torch
 
     Raises:
         ModelSettingsError: an unknown name (the known ones are listed), or one whose package is not installed.
-        UnsupportedModelError: a kind that it cannot serve.
+        UnsupportedModelError: a kind of layer that it cannot serve.
     """
     if requested == "auto":
         return _load(_choose(specs, device))(specs, device)

@@ -1,4 +1,4 @@
-"""Attention in Triton on GPUs: one kernel for requests that decode, one for prompts; both read the pages directly.
+"""Attention in Triton on GPUs: a kernel for decodes and one for prompts, which both read the KV pages directly.
 
 Nothing here waits for the device or copies to it, and no grid depends on lengths, so that decode steps can be captured
 in CUDA graphs. Latent attention (MLA) is not served yet.
@@ -24,7 +24,7 @@ _MAX_HEAD_DIM = 128
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tile:
-    """How one program works: `rows` queries times heads, `keys` a turn of its loop."""
+    """Tile of one program: `rows` is queries times heads, `keys` the keys per iteration of its loop."""
 
     rows: int = 0
     keys: int
@@ -78,7 +78,7 @@ class TritonAttention(Attention):
         return f"it needs {lack}" if lack else None
 
     def plan(self, batch: ForwardBatch) -> TritonPlan:
-        """Kernels find requests and pages by themselves."""
+        """Only says which kernels run: they find requests and pages by themselves."""
         return TritonPlan(
             batch,
             has_decodes=1 in batch.query_lens,
@@ -128,7 +128,7 @@ class TritonAttention(Attention):
 
 
 def _with_dense_heads(x_THD: torch.Tensor) -> torch.Tensor:
-    """The same tensor, heads of a token side by side; a token's stride may be anything."""
+    """The same tensor with the heads of a token side by side; the stride between tokens may be anything."""
     is_dense = x_THD.stride(2) == 1 and x_THD.stride(1) == x_THD.shape[2]
     return x_THD if is_dense else x_THD.contiguous()
 
@@ -164,7 +164,7 @@ def _decode(
     spec: AttentionSpec, pointers: tuple[torch.Tensor, ...], strides: tuple[float, int, int], shape: dict[str, Any],
     out_THV: torch.Tensor, num_requests: int, num_parts: int,
 ) -> None:  # fmt: skip
-    shape = shape | {"R_PAD": max(16, shape["R_PAD"])}  # what a matrix product takes at least
+    shape = shape | {"R_PAD": max(16, shape["R_PAD"])}  # the least that tl.dot accepts
     parts = stats = out_THV
     if num_parts > 1:
         size = (num_requests, spec.num_heads, num_parts)

@@ -3,8 +3,8 @@
 Shape letters: T tokens of the step, B requests, H query heads, G KV heads, R query heads per KV head, D key dim,
 V value dim, S parts of a request's keys, P pages of the longest request.
 
-Scores are kept in powers of two (`scale` carries log2(e)), since the hardware has exp2. Slots that a request does not
-own are never loaded, so what they hold (NaN included) never enters a product.
+Scores are exponents of two (`scale` includes log2(e)), because the hardware has exp2. Slots that a request does not
+own are never loaded, so their contents (NaN included) never enter a product.
 """
 
 # Device functions take tensors of the device, which have no Python type.
@@ -60,7 +60,7 @@ def _attend(
     BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, IS_MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One step of the online softmax over the keys `start` to `start + BLOCK_N` of one request, those before `end`.
+    """One step of the online softmax, over the keys `start` to `start + BLOCK_N` of one request that lie before `end`.
 
     Unmasked: all BLOCK_N keys are visible to every query.
     """
@@ -88,7 +88,7 @@ def _attend(
             is_visible_MN &= query_pos_M[:, None] - positions_N[None, :] < WINDOW
         scores_MN = tl.where(is_visible_MN, scores_MN, float("-inf"))
     new_max_M = tl.maximum(max_M, tl.max(scores_MN, 1))
-    # A query that sees none of these keys yet has a maximum of -inf: keep -inf - -inf out of exp2.
+    # A query that has seen no key yet has a maximum of -inf: keep -inf - -inf out of exp2.
     base_M = tl.where(new_max_M == float("-inf"), 0.0, new_max_M)
     probs_MN = tl.math.exp2(scores_MN - base_M[:, None])
     decay_M = tl.math.exp2(max_M - base_M)
@@ -117,10 +117,10 @@ def decode(
     D_PAD: tl.constexpr, V_PAD: tl.constexpr, BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr,
     IS_SPLIT: tl.constexpr, HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Requests with one token; others are left alone. Grid: (B, G, S); part s takes the s-th share of the keys.
+    """Attends for requests with one token; skips the others. Grid: (B, G, S); part s takes the s-th share of the keys.
 
-    One part writes the result; several write sums [B, H, S, V] and (maximum, sum of weights) [B, H, S, 2], both fp32,
-    for `merge_parts`. A part without keys writes a maximum of -inf.
+    If S is 1, writes the result. Else each part writes sums [B, H, S, V] and (maximum, sum of weights) [B, H, S, 2],
+    both fp32, for `merge_parts`. A part without keys writes a maximum of -inf.
     """
     request = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -206,7 +206,7 @@ def merge_parts(
 def _request_of_block(query_start_ptr, block, num_requests, BLOCK_Q: tl.constexpr):
     """The request a block of queries belongs to. Request b has blocks `query_start[b] // BLOCK_Q + b` and following.
 
-    That leaves each request room for its ragged last block; the blocks in excess have no queries.
+    That leaves room for each request's ragged last block; surplus blocks have no queries.
     """
     low = 0
     high = num_requests
@@ -227,7 +227,7 @@ def prefill(
     D_PAD: tl.constexpr, V_PAD: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Requests with several tokens; those with one are left to `decode`. Grid: (T // BLOCK_Q + B, G).
+    """Attends for requests with several tokens; `decode` serves those with one. Grid: (T // BLOCK_Q + B, G).
 
     A program takes BLOCK_Q queries with the R heads that share a KV head: BLOCK_Q * R_PAD rows. Late queries, which
     have the most keys, go first.
@@ -263,7 +263,7 @@ def prefill(
     if WINDOW > 0:
         start = tl.maximum(first_pos - WINDOW + 1, 0)
     else:
-        num_whole = (first_pos + 1) // BLOCK_N  # blocks that all queries see as a whole
+        num_whole = (first_pos + 1) // BLOCK_N  # blocks in which every query sees every key
         for n in range(0, num_whole * BLOCK_N, BLOCK_N):
             acc_MV, max_M, sum_M = _attend(
                 q_MD, acc_MV, max_M, sum_M, keys_ptr, values_ptr, table_ptr, n, end, position_M, scale, kv_head,

@@ -1,6 +1,6 @@
 """aiter: AMD's fused experts on MI300 (gfx942) and MI350 (gfx950), in bf16, FP8 and MXFP4.
 
-Plain SwiGLU without biases; with MXFP4 also GPT-OSS's clamped one with them (`aiter_gpt_oss`).
+Plain SwiGLU without biases; in MXFP4 also GPT-OSS's clamped SwiGLU with biases (`aiter_gpt_oss`).
 
 One runner core for all transports; how they reach it is in `aiter_permutes`. The kernel never sees an id of -1.
 Shape letters: E global experts, L local experts, R rows, K top-k, H hidden, I intermediate.
@@ -50,8 +50,8 @@ ARCHS = {
 TOLERANCES = {"fp8_block": 8e-2, "fp8_tensor": 8e-2, "mxfp4": 3e-1}
 MULTIPLES = {"bf16": (32, 32), "fp8_block": (128, 128), "fp8_tensor": (32, 32), "mxfp4": (256, 256)}
 
-# GPT-OSS: activations in bf16 on few rows, in FP8 on many, which the library decides; the twin does not round. With
-# FP8 emulated a whole layer is off by 0.06.
+# GPT-OSS: the library keeps activations in bf16 on few rows and rounds them to FP8 on many; the twin does not round.
+# With FP8 emulated, the error of a whole layer is 0.06.
 GPT_OSS_TOLERANCE = 1.2e-1
 
 
@@ -105,7 +105,7 @@ class AiterKernel:
 
     @classmethod
     def resolve(cls, arguments: frozenset[str] = frozenset()) -> "AiterKernel":
-        """Import the package; `arguments`: what the path uses beside what every path does.
+        """Import the package; `arguments` are those that this path needs beyond the ones every path needs.
 
         Raises:
             UnsupportedPathError: it is missing or lacks an argument that is used here.
@@ -148,8 +148,8 @@ class AiterMoeQuantInfo:
 class AiterCoreInput:
     """Rows [R, H] with the scales they came with, int32 ids [R, K] in the id space of `mask`, fp32 weights [R, K].
 
-    With a mask, ids and weights have one more column, [R, K + 1], that visits nobody (see `aiter_permutes`). Only the
-    first `num_rows` (int32 [1]) rows are real, all if it is None.
+    With a mask, ids and weights have an extra column, [R, K + 1], that visits no expert (see `aiter_permutes`). Only
+    the first `num_rows` (int32 [1]) rows are real; all of them if it is None.
     """
 
     x_RH: torch.Tensor
@@ -186,7 +186,7 @@ class AiterBackend(Backend):
     def probes(
         self, quant_info: AiterMoeQuantInfo, format_name: str, config: MoeRunnerConfig, dispatch_format: DispatchFormat
     ) -> Sequence[Probe]:
-        """One; for GPT-OSS without rounded inputs, since the library rounds them by the number of rows."""
+        """One probe; for GPT-OSS without rounded inputs, because the library rounds depending on the number of rows."""
         if quant_info.gpt_oss is None:
             return super().probes(quant_info, format_name, config, dispatch_format)
         return [Probe(quant_info=quant_info, quantize_input=None, tolerance=GPT_OSS_TOLERANCE)]
@@ -211,8 +211,8 @@ class AiterBackend(Backend):
         """Shuffle weights and scales; on gfx942 FP8 changes to AMD's older variant.
 
         Raises:
-            WeightFormatError: an unknown format, biases beside plain SwiGLU, or sizes that the tiles do not divide.
-            UnsupportedPathError: the package is missing or too old, or the device runs neither format nor activation.
+            WeightFormatError: an unknown format, biases with plain SwiGLU, or sizes that the tiles do not divide.
+            UnsupportedPathError: the package is missing or too old, or the device lacks the format or activation.
         """
         name = experts.format_name
         if name not in ARCHS:
@@ -222,7 +222,7 @@ class AiterBackend(Backend):
             raise UnsupportedPathError(f"{NAME}: {reason}")
         is_gpt_oss = _is_gpt_oss(name, config.activation)
         if experts.b13 is not None and not is_gpt_oss:
-            raise WeightFormatError(f"{NAME}: biases are read by the kernels of GPT-OSS alone (mxfp4, {GPT_OSS})")
+            raise WeightFormatError(f"{NAME}: only the kernels of GPT-OSS read biases (mxfp4, {GPT_OSS})")
         if not is_gpt_oss:
             self.check_sizes(experts)
         kernel = AiterKernel.resolve(ARGUMENTS if is_gpt_oss else frozenset())
@@ -263,9 +263,9 @@ def device_arch(device: torch.device) -> str:
 
 
 def expert_mask(num_ids: int, owned: range, device: torch.device) -> torch.Tensor:
-    """int32 [num_ids + 1]: 1 for the experts on this rank; the extra last id is the sink, which visits nobody.
+    """int32 [num_ids + 1]: 1 for the experts on this rank; the extra last id is the sink, which visits no expert.
 
-    The kernel takes the mask's length for the number of ids, so every id up to the sink is valid; masked ones cost
+    The kernel reads the number of ids from the mask's length, so every id up to the sink is valid; masked ids cost
     nothing.
     """
     mask = torch.zeros(num_ids + 1, dtype=torch.int32, device=device)
@@ -311,10 +311,10 @@ class AiterRunnerCore:
         parts = quant_info.gpt_oss
         try:
             out_RH = self._call(x_RH if parts is None else parts.pad(x_RH), scale, quant, core_input, quant_info)
-        except NotImplementedError as error:  # shapes tuned for kernels whose sorting takes no mask
+        except NotImplementedError as error:  # the shape is tuned for kernels whose sorting takes no mask
             raise UnsupportedPathError(
-                f"--moe-backend {NAME}: {error}; set AITER_BYPASS_TUNE_CONFIG=1 in the environment, which passes over "
-                "aiter's tuned kernels, or use another backend"
+                f"--moe-backend {NAME}: {error}; set AITER_BYPASS_TUNE_CONFIG=1 in the environment, so that aiter "
+                "skips its tuned kernels, or use another backend"
             ) from error
         return out_RH if parts is None else parts.unpad(out_RH)
 

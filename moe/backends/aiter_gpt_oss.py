@@ -1,7 +1,7 @@
 """GPT-OSS's MXFP4 experts for aiter: padding, biases, interleaved halves, and the arguments that go with them.
 
-The gate mode `interleave` is taken: below 256 rows activations stay bf16, from there on they are rounded to FP8. In the
-other mode they would be rounded to FP4. Alpha and beta are constants of the kernels, and on few rows the limit is too.
+We use the gate mode `interleave`: below 256 rows activations stay bf16, from 256 on they are rounded to FP8. The other
+mode would round them to FP4. Alpha and beta are constants of the kernels, and below 256 rows the limit is one too.
 Shape letters: L local experts, R rows, H hidden, I intermediate; P marks a padded size.
 """
 
@@ -20,12 +20,12 @@ GPT_OSS = Activation(alpha=1.702, beta=1.0, limit=7.0)
 ARGUMENTS = frozenset(("bias1", "bias2", "hidden_pad", "intermediate_pad", "swiglu_limit", "gate_mode"))
 TILE = 256  # both sizes are padded to a multiple of this
 GATE_MODE = "interleave"
-HALF_ROWS = 16  # gate and up alternate in groups of so many rows
+HALF_ROWS = 16  # gate and up alternate in groups of this many rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GptOssParts:
-    """What a layer with GPT-OSS's activation needs beside its weights; sizes in elements."""
+    """What a layer with GPT-OSS's activation needs besides its weights; sizes in elements."""
 
     b13: torch.Tensor | None  # fp32 [L, 2IP], [gate; up], each half padded with zeros
     b2: torch.Tensor | None  # fp32 [L, HP]
@@ -77,7 +77,7 @@ def prepare_gpt_oss(experts: ExpertWeights, w13: Mxfp4Weight, w2: Mxfp4Weight, t
     if experts.b13 is not None and experts.b2 is not None:
         b13 = both_halves(experts.b13.to(topology.device).float()[..., None], 1).squeeze(-1)
         b2 = padded(experts.b2.to(topology.device).float()[..., None], padded_hidden, 1).squeeze(-1)
-        b2 = b2 * (topology.tp_rank == 0)  # one rank of the sum carries the bias
+        b2 = b2 * (topology.tp_rank == 0)  # only one of the summed ranks adds the bias
     return GptOssWeights(
         w13=_packed(codes13), w13_scale=shuffle_e8m0(scales13.flatten(0, 1)),
         w2=_packed(codes2), w2_scale=shuffle_e8m0(scales2.flatten(0, 1)),

@@ -1,8 +1,8 @@
 """From every transport's layout to aiter's rows and ids, and back.
 
-aiter knows two kinds of calls. Without an expert mask all ids are experts of this rank, no two of a row alike. With one
-it expects a last column of ids that are always masked, and takes one off top-k before it looks up tuned kernels: a
-mask without that column finds none, and with top-1 divides by zero. Neither kind knows -1.
+aiter has two kinds of calls. Without an expert mask all ids are experts of this rank, no two of a row alike. With one
+it expects a last column of ids that are always masked, and subtracts one from top-k before it looks up tuned kernels: a
+mask without that column finds none, and with top-1 it divides by zero. Neither kind knows -1.
 Shape letters: T tokens, R received rows, K top-k, L local experts, M rows per expert, H hidden.
 """
 
@@ -32,7 +32,7 @@ Routed = tuple[torch.Tensor, torch.Tensor]
 def with_sink(ids_RK: torch.Tensor, weights_RK: torch.Tensor, mask: torch.Tensor) -> Routed:
     """int32 ids and weights [R, K + 1] for a masked call: -1 and the last column are the sink, the mask's last id.
 
-    The scalars keep it capturable: nothing comes from the host.
+    Scalars instead of tensors keep it capturable: nothing is copied from the host.
     """
     sink = mask.shape[0] - 1
     ids = torch.nn.functional.pad(torch.where(ids_RK < 0, sink, ids_RK).to(torch.int32), (0, 1), value=sink)
@@ -42,9 +42,9 @@ def with_sink(ids_RK: torch.Tensor, weights_RK: torch.Tensor, mask: torch.Tensor
 def without_holes(ids_RK: torch.Tensor, weights_RK: torch.Tensor, num_experts: int) -> Routed:
     """int32 ids and weights [R, K] for a call without a mask: a slot of -1 gets an expert with weight 0.
 
-    Each one another that the row does not visit: of two equal ids in a row, aiter's sorting keeps either one.
+    Each gets a different expert that the row does not visit: of two equal ids in a row, aiter's sorting keeps only one.
     """
-    num_candidates = min(num_experts, 2 * ids_RK.shape[1] - 1)  # among so many, K are free
+    num_candidates = min(num_experts, 2 * ids_RK.shape[1] - 1)  # among this many, K are free
     candidates_C = torch.arange(num_candidates, device=ids_RK.device)
     is_free_RC = (ids_RK[:, :, None] != candidates_C).all(1)
     hole_RK = ids_RK < 0
@@ -55,7 +55,7 @@ def without_holes(ids_RK: torch.Tensor, weights_RK: torch.Tensor, num_experts: i
 
 
 def routed(ids_RK: torch.Tensor, weights_RK: torch.Tensor, mask: torch.Tensor | None, num_experts: int) -> Routed:
-    """Ids and weights as a call with `mask`, or without, takes them."""
+    """Ids and weights in the form for a call with `mask`, or without one."""
     if mask is None:
         return without_holes(ids_RK, weights_RK, num_experts)
     return with_sink(ids_RK, weights_RK, mask)
@@ -152,7 +152,7 @@ def aiter_to_deepep_ll(
 def mori_to_aiter(
     dispatched: MoriNormalDispatchOutput, quant_info: AiterMoeQuantInfo, config: MoeRunnerConfig, state: RunState
 ) -> AiterCoreInput:
-    """Global ids; rows past the received count are never looked at.
+    """Global ids; rows past the received count are never read.
 
     mori sends no -1: such a slot arrives as an expert that the row may visit anyway, with weight 0.
     """

@@ -85,10 +85,10 @@ class Probe:
 
 
 class LibraryTuning(Protocol):
-    """A kernel library's own tuning."""
+    """Opens a context in which a kernel library tunes itself."""
 
     def __call__(self, cache_file: Path | None, *, measure: bool) -> AbstractContextManager[Any]:
-        """Reads `cache_file`; with `measure` the calls inside are measured, and what is found goes to the file."""
+        """Reads `cache_file`; with `measure`, calls inside are measured and the results written to the file."""
 
 
 class Backend(ABC):
@@ -101,7 +101,7 @@ class Backend(ABC):
     `package`: what must be importable for the kernels to run, None where torch is enough.
     `activation_quant` says, by weight format, how the kernels round their inputs; a format not named is not rounded.
     `compiles_tactics`: a tactic's first run compiles it, which several threads may do at once.
-    `is_capturable`: a run on one rank was seen to work in a CUDA graph.
+    `is_capturable`: a run on one rank has been seen to work in a CUDA graph.
     """
 
     hardware: ClassVar[str]
@@ -212,7 +212,7 @@ class Backend(ABC):
         raise MoeConfigError(f"{type(self).__name__} has no tactics, got {choice}")
 
     def library_tuning(self, quant_info: Any) -> LibraryTuning | None:
-        """For kernels whose tactics their library chooses and keeps: the context in which it tunes; None for others."""
+        """The library's own tuning, for kernels whose tactics it chooses and keeps; None for all others."""
         del quant_info
         return None
 

@@ -15,7 +15,8 @@ _TIMEOUT_S = 60
 def missing_for_triton() -> str | None:
     """What is missing, with the package that has it; None if a file that includes Python.h compiles here.
 
-    It looks once. Call it only where Triton is installed: the compiler is the one that Triton's own settings name.
+    The answer is cached. Call it only where Triton is installed: the compiler is the one that Triton's own settings
+    name.
     """
     from triton import knobs
 

@@ -46,7 +46,7 @@ CONTIGUOUS_NAMES = ("m_grouped_fp8_gemm_nt_contiguous", "m_grouped_gemm_fp8_fp8_
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeepGemmKernels:
-    """The two grouped GEMMs of the installed release, found by name once, at load, and what runs between them."""
+    """The two grouped GEMMs of the installed release, looked up by name at load, and the activation between them."""
 
     masked: Callable[..., Any]
     contiguous: Callable[..., Any]

@@ -26,7 +26,7 @@ PITCH = 4  # elements: the kernel's copy engine wants 16 bytes between columns
 def m_major(scale_EMG: torch.Tensor) -> torch.Tensor:
     """The same values with stride 1 along M, M rounded up to 4 between columns, and experts without a gap.
 
-    As it is, if it has all that: the library takes no other strides.
+    Returned unchanged if it fits already. The library takes no other strides.
     """
     *lead, num_rows, num_groups = scale_EMG.shape
     pitch = -(-num_rows // PITCH) * PITCH

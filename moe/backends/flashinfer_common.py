@@ -73,7 +73,7 @@ def device_arch(device: torch.device) -> str:
 
 
 def tuning_context(cache_file: Path | None, *, measure: bool) -> AbstractContextManager[Any]:
-    """FlashInfer's `LibraryTuning`. A release that keeps no file keeps tactics for this process."""
+    """FlashInfer's `LibraryTuning`. A release without a cache file keeps tactics for this process only."""
     autotune = library().autotune
     keeps = cache_file is not None and takes(autotune, "cache")
     context: AbstractContextManager[Any] = autotune(measure, **({"cache": str(cache_file)} if keeps else {}))
@@ -106,7 +106,7 @@ class FlashinferBackend(Backend):
     }
 
     def lacks(self) -> str | None:
-        """Also what its kernels are compiled with at run time, unless compiled ones are installed."""
+        """Also the compiler that it needs at run time, unless compiled kernels are installed."""
         return super().lacks() or _missing_compiler()
 
     def tolerance_for(self, format_name: str, config: MoeRunnerConfig) -> float:
@@ -128,12 +128,12 @@ class FlashinferBackend(Backend):
 
 
 def _missing_compiler() -> str | None:
-    """The CUDA compiler, where FlashInfer would need it: None if it is there, or if kernels come compiled."""
+    """The missing CUDA compiler; None if it is there, or not needed because compiled kernels are installed."""
     if library("jit.env").FLASHINFER_AOT_DIR.is_dir() or importlib.util.find_spec("flashinfer_jit_cache"):
         return None
     try:
         compiler = Path(library("jit.cpp_ext").get_cuda_path()) / "bin" / "nvcc"
-    except RuntimeError:  # it knows no CUDA toolkit at all
+    except RuntimeError:  # it finds no CUDA toolkit
         compiler = None
     if compiler is not None and compiler.is_file():
         return None

@@ -99,7 +99,7 @@ class FlashinferMxfp4Backend(common.FlashinferBackend):
     def tactics(
         self, quant_info: QuantInfo, config: MoeRunnerConfig, num_tokens: int, measured: Mapping[Tactic, float]
     ) -> Sequence[Tactic]:
-        """Profile numbers of the cutlass kernel; those of the SM100 kernel are FlashInfer's own business."""
+        """Profile numbers of the cutlass kernel; FlashInfer tunes the SM100 kernel itself."""
         del num_tokens
         if not isinstance(quant_info, FlashinferMxfp4Sm90QuantInfo):
             return ()

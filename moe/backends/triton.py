@@ -64,7 +64,7 @@ class TritonBackend(Backend):
     compiles_tactics = True
 
     def lacks(self) -> str | None:
-        """Also what its launcher is compiled with when the first kernel runs."""
+        """Also the compiler for its launcher, which is built when the first kernel runs."""
         return Backend.lacks(self) or missing_for_triton()
 
     def supports(self, device: Device, format_name: str, a2a: MoeA2ABackend, config: MoeRunnerConfig) -> str | None:

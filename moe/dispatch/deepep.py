@@ -39,7 +39,7 @@ class DeepepBuffer:
 
     Raises:
         UnsupportedPathError, MoeConfigError: the settings break a limit of the kernels (checked before anything is
-            allocated, but for the queue depth, which the library's buffer tells), or the library is missing.
+            allocated, except for the queue depth, which only the buffer knows), or the library is missing.
     """
 
     transport: ClassVar[MoeA2ABackend] = MoeA2ABackend.DEEPEP

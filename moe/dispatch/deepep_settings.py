@@ -1,7 +1,7 @@
 """DeepEP's limits, checked from settings alone: no library, no GPU, no weights. Every error names flag and numbers.
 
 Numbers are those of DeepEP 1.2.1 and of the legacy buffer of 2.x (commit dd758ca, 2026-07-14). LL is its low-latency
-mode. The one limit that only the library knows, its queue depth, is checked once the buffer exists.
+mode. Only the library knows its queue depth, so that limit is checked once the buffer exists.
 """
 
 import enum
@@ -51,7 +51,7 @@ class DeepepMode(enum.StrEnum):
 class DeepepSettings:
     """`max_dispatch_tokens`: most tokens one rank sends in a low-latency step.
 
-    `check_deepep` checks the limits when a transport is built: without one these settings mean nothing.
+    `check_deepep` checks the limits when a transport is built; without one these settings have no effect.
     """
 
     mode: DeepepMode = DeepepMode.AUTO
@@ -117,7 +117,7 @@ def _check_normal(shape: EpShape) -> None:
 def check_queue_depth(settings: DeepepSettings, queue_depth: int | None) -> None:
     """Refuse a token limit that overruns DeepEP's send queue, which it does not guard itself.
 
-    `queue_depth`: work requests a queue of the built buffer holds; None where the library has no such limit.
+    `queue_depth`: work requests that a queue of the buffer holds; None if the library has no such limit.
 
     Raises:
         MoeConfigError: the depth is below what a low-latency step needs.

@@ -62,11 +62,11 @@ class FlashinferDispatcher:
 
 
 def build_alltoall(group: Any, shape: EpShape, max_tokens: int) -> Any:
-    """The library's transport of one rank of `group`, the ranks that share the experts. Every rank calls it at once.
+    """The library's transport for this rank of `group`, the ranks that share the experts. All ranks call it together.
 
     Raises:
         UnsupportedPathError: FlashInfer is not installed.
-        MoeConfigError: the group has another number of ranks than the experts are spread over.
+        MoeConfigError: the group's size differs from the number of expert-parallel ranks.
     """
     comm = load_library("flashinfer.comm", MoeA2ABackend.FLASHINFER)
     mnnvl = load_library("flashinfer.comm.mnnvl", MoeA2ABackend.FLASHINFER)
@@ -93,13 +93,13 @@ def build_alltoall(group: Any, shape: EpShape, max_tokens: int) -> Any:
 
 
 def group_communicator(mnnvl: Any, group: Any) -> Any:
-    """What the ranks exchange memory handles with: `group` of torch.distributed, where the library's default is MPI."""
+    """Exchanges memory handles over `group` of torch.distributed, instead of MPI, the library's default."""
 
     class GroupCommunicator(mnnvl.TorchDistBackend):
         """The library's own communicator, which is not split: all its ranks share the experts."""
 
         def Split(self, color: int, key: int) -> "GroupCommunicator":
-            """Itself. The library's Split takes ranks of the group for ranks of the world, and hangs if they differ."""
+            """Itself. The library's Split confuses the group's ranks with the world's, and hangs if they differ."""
             del color, key
             return self
 

@@ -15,8 +15,8 @@ from moe.formats.token_groups import GROUP
 from moe.kernels.bits import encode_e4m3
 
 _BLOCK_R = 16
-_PROGRAMS = 1024  # row programs over all experts, each with a step of columns of its own
-_PITCH = 4  # elements: between columns of scales the GEMM's copy engine wants 16 bytes
+_PROGRAMS = 1024  # row programs over all experts; each group of columns has its own
+_PITCH = 4  # elements: the GEMM's copy engine wants columns of scales 16 bytes apart
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Router GEMM, top-k and softmax in two kernels, for gates that choose first and normalise the chosen (GPT-OSS).
+"""Router GEMM, top-k and softmax in two kernels, for gates that take the top-k first and softmax over those (GPT-OSS).
 
 Weights that bf16 holds exactly are multiplied as bf16 with fp32 sums, which gives the products of fp32 exactly.
 Shape letters: T tokens, H hidden, E experts, K top-k, S parts of the hidden axis.
@@ -16,7 +16,7 @@ from moe.types import StandardTopK
 
 _BLOCK_T, _BLOCK_H = 16, 64
 _MAX_PARTS = 16
-_PROGRAMS = 128  # enough to have every processor read a part of the weights
+_PROGRAMS = 128  # enough that every processor reads a part of the weights
 _LARGEST = tl.constexpr(3.4028234663852886e38)
 
 

@@ -42,7 +42,7 @@ class Parser(Protocol):
     """An incremental state machine over token ids; how the ids are grouped into calls makes no difference."""
 
     num_undeclared_calls: int
-    """Calls to functions that the request did not offer. They are no calls: their name and arguments are content."""
+    """Calls to functions that the request did not offer. Their name and arguments become content."""
 
     def feed(self, token_id: int) -> list[Event]:
         """Events that became certain with this token."""

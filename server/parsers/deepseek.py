@@ -7,8 +7,8 @@
 
 Arguments may stand in a ```json block. "function" before arguments that begin with a brace is a V3.1 tool of that name.
 All markers are tokens of their own. Line breaks right after a marker are layout and dropped. A call to a function that
-nobody offered, and text around calls, is content. Invented user messages and tool results are dropped: they are not
-the assistant's words.
+the request did not offer, and text around calls, are content. User messages and tool results that the model invents are
+dropped: they are not the assistant's words.
 """
 
 import enum
@@ -33,8 +33,8 @@ class _At(enum.Enum):
     FOREIGN = enum.auto()
     BETWEEN_CALLS = enum.auto()
     CALL_HEAD = enum.auto()
-    CALL_BODY = enum.auto()  # after the separator, as long as the spelling is not known
-    HELD_CALL = enum.auto()  # to be read when it is complete: V3's spelling, or arguments in a block
+    CALL_BODY = enum.auto()  # after the separator, until the spelling is known
+    HELD_CALL = enum.auto()  # read once complete: V3's spelling, or arguments in a block
     CALL_ARGUMENTS = enum.auto()
     DONE = enum.auto()
 
@@ -56,7 +56,7 @@ class DeepSeekParser:
         self._skips_layout = self._at is _At.REASONING
         self._has_content = False
         self._num_calls = 0
-        self._is_declared = False  # the call at hand
+        self._is_declared = False  # of the current call
         self._head = b""
         self._held: list[BytePiece] = []
         self.num_undeclared_calls = 0
@@ -135,7 +135,7 @@ class DeepSeekParser:
         return events
 
     def _on_body(self) -> list[Event]:
-        """Arguments that stand there plainly are passed on as they come."""
+        """Passes plain arguments on as they arrive."""
         body = joined(self._held)
         begun = body.lstrip()[:1]
         if begun == b"`" or (begun and self._head == b"function" and begun not in (b"{", b"[")):
@@ -167,7 +167,7 @@ class DeepSeekParser:
         return [*joint, Event(Kind.CONTENT, data, position)]
 
     def _end_call(self, *, is_cut: bool) -> list[Event]:
-        """Read what was held back of the call at hand."""
+        """Read what was held back of the current call."""
         held, self._held = joined(self._held), []
         if self._at is _At.CALL_HEAD:
             return self._text_of_call(held, is_cut=is_cut)
@@ -186,7 +186,7 @@ class DeepSeekParser:
         return [*self._open_call(name), *([self._argument(arguments)] if arguments else [])]
 
     def _text_of_call(self, data: bytes, *, is_cut: bool) -> list[Event]:
-        """What stands in a call without a name is content, unless it is a name that was cut short."""
+        """Text of a call without a name is content, unless it is a name that was cut short."""
         text = data.strip()
         names = (b"function", *(name.encode() for name in self._tool_names))
         if not text or (is_cut and any(name.startswith(text) for name in names)):

@@ -4,12 +4,12 @@ A message is `<|start|>` header `<|message|>` body, ended by `<|end|>`; `<|retur
 and what follows them is ignored. What a header may say is in `harmony_header`.
 
     recipient is a declared tool, with or without `functions.`    tool call, on any channel
-    any other recipient but user, assistant, all                  content: a call that nobody offered, counted
+    any other recipient but user, assistant, all                  content, counted as an undeclared call
     analysis                                                      reasoning
     final, commentary (a preamble, meant for the user), unknown   content
 
-Messages of other roles, such as an invented tool result, are dropped: they are not the assistant's words. Everything
-else that is no markup is shown. `<|start|>` or `<|channel|>` always begins a new header; markers that make no sense are
+Messages of other roles, such as an invented tool result, are dropped: they are not the assistant's words. All other
+text but markup is shown. `<|start|>` or `<|channel|>` always begins a new header; markers that make no sense are
 skipped; text in a header without `<|message|>` is the body. Loose text (outside of messages, in a header that has a
 body, or in a body whose header names no channel) is reasoning, or content if the turn ends with neither content nor a
 tool call. Several messages of the same kind are joined by a line break.
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 REQUIRED = frozenset({"<|start|>", "<|channel|>", "<|message|>", "<|end|>"})
 END_OF_TURN = ("<|return|>", "<|call|>", "<|endoftext|>")
-_MAX_EARLY_BYTES = 64  # of words before a second `<|message|>` that may still be a header
+_MAX_EARLY_BYTES = 64  # a text this short before a second `<|message|>` may still be a header
 _TO_PEOPLE = frozenset({"user", "assistant", "all"})
 
 
@@ -67,7 +67,7 @@ class HarmonyParser:
         return [*opened, *self._advance(token_id)]
 
     def finish(self) -> list[Event]:
-        """What a header held back, and the loose text."""
+        """Release what a header held back, and the loose text."""
         events = self._close(is_cut=True) if self._at is not _At.DONE else []
         self._at = _At.DONE
         if self._num_calls or Kind.CONTENT in self._seen_kinds:
@@ -157,7 +157,7 @@ class HarmonyParser:
 
     def _on_message(self) -> list[Event]:
         if self._at is _At.BODY and self._kind is None and self._loose_is_a_header():
-            # A marker too early: what was taken for the body is the header.
+            # The first marker came too early: what looked like the body is the header.
             self._header = Header()
             self._header.begin(Part.CHANNEL)
             for position, data in self._loose:
@@ -169,7 +169,7 @@ class HarmonyParser:
         return self._open_body(stray, has_body=True)
 
     def _open_body(self, stray: list[BytePiece], *, has_body: bool) -> list[Event]:
-        """The header is complete: see whose message it is, and what it is."""
+        """The header is complete: decide whose message it is and of what kind."""
         self._at, self._body_is_empty = _At.BODY, True
         self._break_loose()
         self._loose += stray
@@ -204,12 +204,12 @@ class HarmonyParser:
         return next((name for name in names if name in self._tool_names), None)
 
     def _break_loose(self) -> None:
-        """Loose text of one place begins a line, so that it does not grow together with that of another."""
+        """Begin a line of loose text, so that texts from two places do not run together."""
         if self._loose:
             self._loose.append((-1, b"\n"))
 
     def _take_loose(self) -> list[BytePiece]:
-        """All of it, without line breaks of ours at its end."""
+        """All of it, without the line breaks that we added at its end."""
         loose, self._loose = self._loose, []
         while loose and loose[-1] == (-1, b"\n"):
             loose.pop()
@@ -221,7 +221,7 @@ class HarmonyParser:
         return len(text) <= _MAX_EARLY_BYTES and len(joined(without_header_words(self._loose)).split()) <= 1
 
     def _flush_loose(self) -> list[Event]:
-        """Loose text that something readable follows is reasoning."""
+        """Loose text followed by readable text is reasoning."""
         loose = self._take_loose()
         if is_blank(joined(loose)):
             return []

@@ -1,4 +1,4 @@
-"""`Header`: what a Harmony message header says, and text in it that is no header at all. Knows no tokens.
+"""`Header`: what a Harmony message header says, and text in it that belongs to no header. Knows no tokens.
 
 A header has sections: the role, then what follows `<|channel|>`, then what follows `<|constrain|>`. Its words are role
 and channel names, `to=recipient`, and a content type. Models leave markers out, so a channel is taken
@@ -60,33 +60,33 @@ class Header:
         self._sections = [Section(Part.ROLE)]
 
     def begin(self, part: Part) -> None:
-        """A marker has begun a section."""
+        """Begin a section, after its marker."""
         if self.part is not part or self._sections[-1].pieces:
             self._sections.append(Section(part))
 
     def add(self, position: int, data: bytes) -> None:
-        """The next token of the section at hand."""
+        """Add the next token to the current section."""
         self._sections[-1].pieces.append((position, data))
 
     @property
     def part(self) -> Part:
-        """The section at hand."""
+        """The current section."""
         return self._sections[-1].part
 
     @property
     def has_text_at_hand(self) -> bool:
-        """The section at hand has gone beyond header words."""
+        """True if the current section holds more than header words."""
         section = self._sections[-1]
         return not is_blank(section.data[section.num_header_bytes() :])
 
     @property
     def is_foreign(self) -> bool:
-        """The message is said to be somebody else's than the assistant's."""
+        """True if the header names another author than the assistant."""
         return bool(_FOREIGN_ROLE.match(self._sections[0].data))
 
     @property
     def names_channel(self) -> bool:
-        """Something follows `<|channel|>`, known or not."""
+        """True if `<|channel|>` is followed by a name, known or not."""
         return any(section.part is Part.CHANNEL and not is_blank(section.data) for section in self._sections)
 
     def channel(self, *, has_body: bool) -> str | None:
@@ -118,7 +118,7 @@ class Header:
         return [(position, data) for position, data in kept if position != PROMPT_POSITION]
 
     def stray_text(self) -> list[BytePiece]:
-        """Text in a header that a body follows; a single word after `<|channel|>` or a recipient is none."""
+        """Text in a header that a body follows; a single word after `<|channel|>` or a recipient does not count."""
         has_recipient = self.recipient(has_body=True) is not None
         kept: list[BytePiece] = []
         for section in self._sections:

@@ -1,4 +1,4 @@
-"""POST /v1/completions, and the tokenizer behind it: /tokenize, /detokenize, /tokenizer_info."""
+"""POST /v1/completions, and the tokenizer's routes: /tokenize, /detokenize, /tokenizer_info."""
 
 import uuid
 
@@ -45,7 +45,7 @@ async def tokenize(request: Request) -> Response:
 
 @router.get("/tokenizer_info", **describe(TokenizerInfo))
 async def tokenizer_info(request: Request) -> Response:
-    """What a client needs to use /tokenize in place of tokenizer files of its own (lm-eval does)."""
+    """What a client needs to use /tokenize instead of tokenizer files (lm-eval does)."""
     tokenizer = request.app.state.context.converter.tokenizer
     info: TokenizerInfo = {
         "bos_token": tokenizer.bos_token,

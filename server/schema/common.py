@@ -93,7 +93,7 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 class StreamOptions(WireModel):
-    """Usage in a chunk at the end, or in every chunk, as vLLM and SGLang offer it. Obfuscation is a hint."""
+    """Usage in a last chunk or, as in vLLM and SGLang, in every chunk. Obfuscation is a hint without effect."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None

@@ -1,7 +1,7 @@
-"""How many entries the lists and objects of a request may have. Generous for real use; docs/api.md says each of them.
+"""How many entries the lists and objects of a request may have. Generous for real use; docs/api.md lists them.
 
-Lists stop at their first bad entry (`fail_fast`), and no object may have more keys than `MAX_KEYS`: so a body costs
-little more than reading it, however wrong it is, and an error never lists thousands of others.
+Validation of a list stops at its first bad entry (`fail_fast`), and no object may have more keys than `MAX_KEYS`. So
+even the worst body costs little more than reading it, and an error never lists thousands of others.
 """
 
 from typing import Annotated, Any, TypeVar

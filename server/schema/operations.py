@@ -1,4 +1,4 @@
-"""Answers of the routes around generation: errors, models, tokenizer, health."""
+"""Answers of the routes other than generation: errors, models, tokenizer, health."""
 
 from typing import Any, Literal
 

@@ -22,7 +22,7 @@ PROMPTS = [list(range(100, 100 + length)) for length in (3, 17, 150, 40, 64, 1)]
 GREEDY, HOT, WARM = {}, {"temperature": 1.0}, {"temperature": 0.8, "top_p": 0.9}
 KINDS = [GREEDY, HOT | {"seed": 8}, WARM | {"seed": 8}, GREEDY, HOT | {"seed": 3}, WARM | {"seed": 8}]
 NUM_TOKENS = 24
-SHAKE = 1e-3  # logits of different batch sizes, or of two kinds of CPU, are a hundred times nearer to each other
+SHAKE = 1e-3  # a hundred times the difference between logits of two batch sizes or two kinds of CPU
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ def expected(model):
 
 
 def test_no_token_is_chosen_by_a_hair(model, expected):
-    """Rounding cannot decide one, so that equal tokens may be asked for below: prompts and seeds were chosen for it."""
+    """Moving the logits changes no token, so the tests below may demand equal tokens; prompts are chosen for it."""
     outputs = run_all(make_core(Shaken(model)), make_requests())
     assert {name: tokens_of(outs) for name, outs in outputs.items()} == expected
 

@@ -11,7 +11,7 @@ NUM_TOKENS = 20
 
 
 def finish(scheduler, seq, max_steps=3000):
-    """Step until the request is over; requests end at their `max_tokens`. The number of steps."""
+    """Step until the request has ended at its `max_tokens`; return the number of steps."""
     for num_steps in range(1, max_steps):
         step(scheduler)
         for other in list(scheduler.sequences.values()):
@@ -48,7 +48,7 @@ BURSTS = {
 
 @pytest.mark.parametrize("make_busy", BURSTS.values(), ids=BURSTS)
 def test_a_single_question_overtakes_a_clients_burst_g83(make_busy):
-    """All places are taken by long answers, or the budget by long prompts: no wait for their end."""
+    """Long answers hold all places, or long prompts the budget; the question does not wait until they end."""
     assert ask(make_busy()) <= 2 * ALONE
 
 

@@ -33,7 +33,7 @@ def test_steps_come_near_the_target_whatever_was_measured_first_g84(first_guess_
 
 
 def test_a_slow_device_still_reads_prompts_g84():
-    """Decoding alone takes eight times the target: prompts get as long as that, not the least there is."""
+    """Decoding alone takes eight times the target: prompts get as much time as decoding, not the minimum."""
     times = run_steps(StepPace(0.06, 0.001), 40, **SLOW)
     assert all(0.8 < step_s <= 1.1 for step_s in times[10:])
 
@@ -67,7 +67,7 @@ class TimedModel(FakeModel):
 
 
 def step_times(max_step_ms):
-    """Times of the steps in which a stream decodes while a long prompt is read; then of a prompt without company."""
+    """Times of the steps in which a stream decodes while a long prompt is read; then of a prompt alone."""
     model = TimedModel()
     config = EngineConfig(
         model=Path("unused"), device="cpu", num_pages=1000, max_num_batched_tokens=512, max_step_ms=max_step_ms

@@ -1,4 +1,4 @@
-"""The engine process's loop announces every turn: a prefill of a minute, in many steps, is no sign of death."""
+"""The engine loop announces every turn, so a prefill of a minute, in many steps, does not look dead."""
 
 import logging
 from pathlib import Path
@@ -56,13 +56,13 @@ def serve(worker, diary):
 
 
 def test_a_busy_loop_announces_each_turn_before_its_step(worker):
-    """Steps of a long prompt bring no output, so nothing else shows that the loop turns; the first one counts too."""
+    """Steps of a long prompt produce no output, so only this shows that the loop runs; the first step counts too."""
     entries = serve(worker, Diary(num_busy_steps=3))
     assert entries[:6] == ["turn", "step"] * 3
 
 
 def test_an_idle_loop_announces_the_end_of_its_wait_too(worker):
-    """Else a step that follows a wait would seem as old as the wait."""
+    """Otherwise the heartbeat's age at the next step would include the wait."""
     entries = serve(worker, Diary(num_busy_steps=1, idle_turns=1))
     assert entries[:3] == ["turn", "turn", "step"]
 

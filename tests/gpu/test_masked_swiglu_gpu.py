@@ -39,7 +39,7 @@ def test_live_rows_equal_the_reference(counts: list[int], ue8m0: bool) -> None:
 
 
 def test_one_live_token_needs_no_temporaries() -> None:
-    """Of all slots there is the result alone: codes and scales. In torch it was half a gigabyte more."""
+    """It allocates only the result, codes and scales of all slots; torch took half a gigabyte more."""
     h, counts_E = make([1] + [0] * (E - 1))
     masked_swiglu(h, counts_E, DEEPSEEK_V4, ue8m0=False)  # compiles
     torch.cuda.synchronize()

@@ -27,7 +27,7 @@ def test_every_format_is_detected_and_read_exactly(tmp_path: Path, kind: str, sh
 
 
 def test_a_bias_does_not_count_as_read_with_its_weight(tmp_path: Path) -> None:
-    """Section G: a family that knows no bias dropped it without a word, since reading the weight had marked it."""
+    """Section G: a family without biases dropped one silently, because reading the weight marked its bias as read."""
     source = save(tmp_path, {"l.weight": random_bf16(2, 3), "l.bias": random_bf16(2)})
     read_linear(source, "l")
     with pytest.raises(CheckpointError, match=r"1 tensors belong to no part of the model: .*'l\.bias'"):

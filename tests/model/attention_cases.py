@@ -88,7 +88,7 @@ class Requests:
         turns = torch.randn(batch.num_tokens, 1, self.spec.key_dim // 2, generator=self._turns) * 3
         rotation = torch.polar(torch.ones_like(turns), turns)
         q, k = rows("q"), rows("k")
-        for turned in (q, k):  # turned back, so that the rotation gives what the reference was made of
+        for turned in (q, k):  # rotated back, so that rotating them gives the reference's q and k
             rotate_(turned, rotation.conj().resolve_conj())
         return Step(batch, q, k, values, rows("want"), rotation)
 

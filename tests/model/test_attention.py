@@ -59,7 +59,7 @@ def test_bounds_on_gathered_keys_and_scores_change_nothing(monkeypatch: pytest.M
 
 
 def test_no_decode_group_gathers_more_keys_than_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Padding counts. A request that is longer by itself stands alone; every request stands in one group."""
+    """Padding counts as keys. A request longer than the bound forms a group alone; every request is in one group."""
     monkeypatch.setattr(torch_attention, "_MAX_DECODE_KEYS", 64)
     cache = PagedCache([GQA.kv_spec])
     lengths = {"a": 5, "b": 70, "c": 20, "d": 31, "e": 9, "f": 30}

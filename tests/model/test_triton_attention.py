@@ -1,4 +1,4 @@
-"""The Triton attention kernels: numbers in the interpreter, machine code for every GPU generation; who uses them."""
+"""Triton attention kernels: numbers in the interpreter, machine code for every GPU generation; when they are used."""
 
 import inspect
 import json

@@ -1,4 +1,4 @@
-"""Uploads that contradict themselves: the tensors decide, and what cannot be decided is said."""
+"""Uploads that contradict themselves: the tensors decide, and what they cannot decide is refused by name."""
 
 import logging
 from pathlib import Path

@@ -103,7 +103,7 @@ def model_folder(tmp_path):
         ("tokenizer_config.json", {"chat_template": "{% if %}"}, "line 1 of the chat template"),
         ("tokenizer_config.json", {"added_tokens_decoder": {"7": {}}}, "added_tokens_decoder[7] must be an object"),
         ("tokenizer_config.json", {"added_tokens_decoder": {"7": "x"}}, "added_tokens_decoder[7] must be an object"),
-        ("tokenizer_config.json", {"added_tokens_decoder": {"x": {"content": "y"}}}, "'x', which is no token id"),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"x": {"content": "y"}}}, "'x', which is not a token id"),
         ("tokenizer_config.json", {"added_tokens_decoder": [1]}, "added_tokens_decoder must be an object"),
     ],
 )

@@ -90,7 +90,7 @@ def test_an_upgrade_is_ignored_and_the_body_read_g01(connection, upgrade, num_pa
 @pytest.mark.parametrize("upgrade", [b"", H2C, UPGRADES["foo"]])
 @pytest.mark.parametrize("is_chunked", [False, True])
 def test_a_body_is_never_read_as_a_request_g01(connection, upgrade, is_chunked):
-    """It got two answers: that of the request and that of the request inside its body."""
+    """A request used to get two answers: its own, and that of the request inside its body."""
     if is_chunked:
         head, _ = post(upgrade, b"Transfer-Encoding: chunked\r\n", body=None)
         body = chunked(SMUGGLED[:11], SMUGGLED[11:])
@@ -219,7 +219,7 @@ FAULTS = {
 
 @pytest.mark.parametrize(("sent", "status"), FAULTS.values(), ids=FAULTS)
 def test_faulty_framing_gets_the_openai_error_body_and_a_close_g86(connection, sent, status):
-    """The bodies were plain text, and the first read of a head did not count."""
+    """Error bodies used to be plain text, and bytes of a head's first read were not counted."""
     connection.sendall(sent)
     head, _, body = everything(connection).partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 %d " % status), head

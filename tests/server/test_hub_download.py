@@ -280,9 +280,9 @@ def test_a_disk_that_refuses(error: Exception, words: str) -> None:
         ({"config.json": b"{"}, "config.json: cannot be read as JSON"),
         (
             {"model.safetensors.index.json": b"[]"},
-            "model.safetensors.index.json of maker/small is no safetensors index",
+            "model.safetensors.index.json of maker/small is not a safetensors index",
         ),
-        ({SHARDS[1]: None}, f"maker/small has no {SHARDS[1]}, which its model.safetensors.index.json names"),
+        ({SHARDS[1]: None}, f"maker/small is incomplete: model.safetensors.index.json names {SHARDS[1]}"),
         ({"config.json": None}, "maker/small has no config.json, so it cannot be served"),
         ({"tokenizer.json": None}, "maker/small has no tokenizer.json"),
         (

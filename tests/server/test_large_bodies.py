@@ -42,7 +42,7 @@ WRONG_MANY_TIMES = [
 
 @pytest.mark.parametrize(("body", "param"), WRONG_MANY_TIMES)
 def test_validation_stops_at_the_first_error_g80(body, param):
-    """300,000 errors were built, with 2.9 GB, to show the first of them."""
+    """Validation used to build 300,000 errors, in 2.9 GB, to show the first."""
     with pytest.raises(BadRequest) as refused:
         _parse(json.dumps(body).encode(), ChatCompletionRequest)
     if param is not None:
@@ -236,7 +236,7 @@ def test_the_lane_of_large_bodies_has_a_bound_g81():
 
 
 def test_a_refused_body_is_freed_at_once_g80():
-    """An error, its frames and the future that brought it held each other, with all that was parsed."""
+    """The error, its frames and its future used to keep each other alive, and all that was parsed."""
     content = json.dumps({"messages": [{"role": "assistant", "tool_calls": [1] * 150_000}]}).encode()
 
     async def main():

@@ -64,7 +64,7 @@ def test_16_requests_are_finished_after_sigterm(tmp_path):
 
 
 def test_a_second_sigterm_ends_requests_with_a_503_g86(tmp_path):
-    """Whole answers got a plain 500."""
+    """Requests that were not streamed used to get a plain 500."""
     with start(tmp_path) as service:
         clients = Clients(service, 4)
         service.signal(signal.SIGTERM)
@@ -78,7 +78,7 @@ def test_a_second_sigterm_ends_requests_with_a_503_g86(tmp_path):
 
 
 def test_a_request_that_is_still_being_sent_gets_a_503_g86(tmp_path):
-    """It is not admitted yet, so only the cancelling at the very end reaches it."""
+    """The request is not admitted yet, so only the final cancellation reaches it."""
     with start(tmp_path) as service:
         host, port = service.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), timeout=30) as connection:
@@ -92,7 +92,7 @@ def test_a_request_that_is_still_being_sent_gets_a_503_g86(tmp_path):
 
 
 def test_a_hanging_engine_is_not_drained_g85(tmp_path):
-    """The drain went on for its whole timeout, longer than Kubernetes waits before it kills. Three at the same time."""
+    """Draining used to last its whole timeout, longer than Kubernetes waits before it kills. Three services at once."""
     with ExitStack() as stack:
         stopped, in_a_step, idle = (
             stack.enter_context(start(tmp_path / kind, kind)) for kind in ("slow", "hang", "fake")

@@ -41,7 +41,7 @@ def answer_of(parser, ids, cuts=()):
 
 
 def check(make_parser, ids, cuts, texts, markers):
-    """The three properties. Texts are two words each: a single word in a header may be a channel's name."""
+    """The three properties. Each text is two words, because a single word in a header may be a channel's name."""
     whole = answer_of(make_parser(), ids)
     assert answer_of(make_parser(), ids, cuts) == whole
     shown = str(whole)

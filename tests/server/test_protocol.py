@@ -66,7 +66,7 @@ def test_a_dripping_head_ends_the_connection(connection):
 
 
 def test_a_head_in_parts_does_not_end_a_long_answer(impatient, connection):
-    """A deadline that were set anew for every part would strike during the answer."""
+    """A deadline restarted by every part would expire during the answer."""
     impatient.engine.script, impatient.engine.delay_s = (lambda _request: [[5]] * 12), TIMEOUT_S / 5
     body = b'{"prompt": "a", "max_tokens": 12}'
     for part in (b"POST /v1/completions HTTP/1.1\r\n", b"Host: x\r\n", b"Content-Length: %d\r\n\r\n" % len(body), body):

@@ -157,7 +157,7 @@ LINKS = {
 
 
 def test_variables_of_kubernetes_services_are_no_settings_g03(monkeypatch, caplog):
-    """With a Service called moe-serve, or moe-serve-canary, the service ended with status 2, again and again."""
+    """With a Service called moe-serve or moe-serve-canary, every start used to end with status 2."""
     seen = []
     monkeypatch.setattr("server.run.run", lambda server, engine, listener: seen.append((server, engine)) or 0)
     monkeypatch.setattr(cli, "bind", lambda host, port: nullcontext())

@@ -1,4 +1,4 @@
-"""An engine that turns and gets nothing done (G10): not ready, and the log says why; a slow one is no stalled one."""
+"""An engine that runs but computes nothing (G10) is not ready, and the log says why; a slow engine is not stalled."""
 
 import msgspec
 import pytest

@@ -20,7 +20,7 @@ ASK = {"prompt": [5], "max_tokens": 3, "ignore_eos": True}
     + [("uvloop", signal.SIGINT, 130)],
 )
 def test_a_signal_during_the_imports_ends_the_service_g07(tmp_path, module, sig, status):
-    """As process 1 it went on: the system drops signals that such a process does not handle. With fastapi, the engine's
+    """As process 1 it used to go on: the system drops signals that it does not handle. With fastapi, the engine's
     process runs already.
     """
     with start(tmp_path, "slow", code=PLAIN, flags=("-X", "importtime")) as service:
@@ -66,7 +66,7 @@ STREAMS = {
 
 @pytest.mark.parametrize("kind", STREAMS)
 def test_standard_streams_that_cannot_be_written_do_not_matter_g08(tmp_path, kind):
-    """They ended the service with a traceback, or turned the status at the end into 1."""
+    """Such streams used to end the service with a traceback, or turned its exit status into 1."""
     port = free_port()
     with start(tmp_path, "fake", "--port", str(port), **STREAMS[kind]) as service:
         with httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as http:

@@ -276,7 +276,7 @@ def test_a_long_conversation_is_searched_in_a_short_one(name, monkeypatch):
 
 
 def test_only_short_conversations_are_remembered():
-    """Else a client fills the memory with shapes and template variables of its own."""
+    """Otherwise a client could fill the memory with shapes and template variables."""
     rehearsal = Rehearsal(ChatTemplate(CONVERTERS["gpt_oss"].tokenizer))
     plain = [{"role": "user", "content": "x"}]
     rehearsal.folding_for(plain, {}, has_tools=False)

@@ -5,7 +5,7 @@ import random
 from dataclasses import dataclass
 
 MODEL, LEAVERS_MODEL = "soak", "leavers"
-"""Two names of one model: what leavers got is counted apart, since nobody knows how much of it they read."""
+"""Two names of one model, so that tokens of clients that leave are counted apart: nobody knows how many they read."""
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 _QUESTIONS = ("What is the capital of France?", "17 + 25 = ?", "Sort: 5 3 9", "Hello!", "What is the weather in Paris?")

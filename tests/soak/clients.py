@@ -11,7 +11,7 @@ import httpx2
 
 from tests.soak.bodies import LEAVERS_MODEL, Post, large, malformed, question
 
-_ANSWER_TIMEOUT_S = 180  # an answer that takes longer is lost
+_ANSWER_TIMEOUT_S = 180  # an answer that takes longer counts as lost
 
 
 @dataclass

@@ -344,7 +344,7 @@ def test_prepare_refuses_what_it_cannot_lay_out(monkeypatch: pytest.MonkeyPatch)
         BACKEND.prepare(experts_of("mxfp4", H, 128), config, Topology())
     b13, b2 = hostile.biases(E, H, I)
     biased = dataclasses.replace(experts_of("bf16"), b13=b13, b2=b2)
-    with pytest.raises(WeightFormatError, match=r"biases are read by the kernels of GPT-OSS alone"):
+    with pytest.raises(WeightFormatError, match=r"only the kernels of GPT-OSS read biases"):
         BACKEND.prepare(biased, config, Topology())
     monkeypatch.setitem(sys.modules, "aiter", None)
     with pytest.raises(UnsupportedPathError, match="needs the package aiter"):

@@ -38,7 +38,7 @@ DEEPEP, MORI = MoeA2ABackend.DEEPEP, MoeA2ABackend.MORI
 def test_tuned_kernels_are_looked_up_by_the_layers_top_k(
     monkeypatch: pytest.MonkeyPatch, name: str, ep_size: int
 ) -> None:
-    """G63: no mask on one rank; with one, a last column that is always masked makes up for the one taken off."""
+    """G63: one rank needs no mask. With one, aiter subtracts 1 from top-k; an always masked column makes up for it."""
     emulator = install_aiter(monkeypatch)
     run_alone(name, Topology(ep_size=ep_size))
     call = emulator.calls[-1]
@@ -49,7 +49,7 @@ def test_tuned_kernels_are_looked_up_by_the_layers_top_k(
 @pytest.mark.parametrize("name", ["mxfp4", "fp8_block"])
 @pytest.mark.parametrize("ep_size", [1, 2])
 def test_low_latency_is_top_1_and_divides_by_nothing(monkeypatch: pytest.MonkeyPatch, name: str, ep_size: int) -> None:
-    """G63: every row has one expert; taken for top-0, MXFP4 and few rows of FP8 blocks divided by zero."""
+    """G63: rows have one expert; aiter took that for top-0, and MXFP4 and few rows of FP8 blocks divided by zero."""
     emulator = install_aiter(monkeypatch, wide=True)
     install_deepep(monkeypatch, wide=True)
     build = deepep_for(DeepepMode.LOW_LATENCY, 2048)
@@ -97,7 +97,7 @@ def test_a_transport_with_ranks_to_mask_uses_the_masked_column(
 
 
 def test_mori_on_one_rank_has_no_mask_and_ignores_garbage_ids(monkeypatch: pytest.MonkeyPatch) -> None:
-    """G63: and its holes, which arrive as an expert with weight 0, do not meet that expert in the same row."""
+    """G63: a hole arrives as an expert with weight 0; it must not name an expert that its row also visits."""
     emulator: Aiter = install_aiter(monkeypatch, wide=True)
     install_mori(monkeypatch, wide=True)
     error = behind(MORI, DispatchFormat.MORI_NORMAL, mori_for(Payload.BF16), "bf16", [5])
@@ -117,7 +117,7 @@ def test_mori_on_one_rank_has_no_mask_and_ignores_garbage_ids(monkeypatch: pytes
     ],
 )
 def test_holes_get_experts_that_the_row_does_not_visit(ids: list[list[int]], filled: list[list[int]]) -> None:
-    """G63: not all the same one, and none that the row visits: aiter's sorting keeps one of two equal ids."""
+    """G63: holes get different experts that the row does not visit; aiter's sorting keeps one of two equal ids."""
     weights = torch.tensor([[0.5, 0.25, 2.0]])
     got, got_weights = without_holes(torch.tensor(ids, dtype=torch.int32), weights, E)
     assert (got.tolist(), got.dtype) == (filled, torch.int32)
