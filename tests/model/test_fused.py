@@ -1,15 +1,10 @@
 """The fused kernels of the forward pass: numbers in the interpreter, machine code for every GPU, and who uses them."""
 
 import inspect
-import json
-import os
-import subprocess
 import sys
 
 import pytest
 import torch
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, compile
 
 from model import fused, gpu_kernels
 from model.attention import triton_kernels
@@ -17,20 +12,15 @@ from model.moe_layer import Gate, fused_router
 from moe.config import RoutingConfig, RoutingMethod
 from moe.kernels import router
 from moe.routing import TopK
+from tests.interpreter import run_interpreted
+from tests.moe.kernels.compiling import compile_kernel
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 ROUTING = RoutingConfig(method=RoutingMethod.SOFTMAX_AFTER_TOPK, num_experts=32, top_k=4)
 
 
 def test_numbers_in_the_interpreter() -> None:
-    """A process of its own: Triton decides at import whether it compiles or interprets."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.model.interpreted_fused"],
-        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.getcwd()},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    errors = json.loads(done.stdout)
+    errors = run_interpreted("tests.model.interpreted_fused")
     assert len(errors) == 9
     assert {case: error for case, error in errors.items() if not error < 2e-6} == {}
 
@@ -56,17 +46,12 @@ FP32 = {"parts_ptr", "bias_ptr", "weights_ptr", "rotation_ptr"}
 @pytest.mark.parametrize("arch", [80, 90, 120])
 def test_kernels_compile(name: str, arch: int) -> None:
     kernel, constants = KERNELS[name]
-    names = list(inspect.signature(kernel.fn).parameters)
-    kinds = {"ids_ptr": "*i32", "slots_ptr": "*i64", "eps": "fp32", "factor": "fp32"} | dict.fromkeys(FP32, "*fp32")
+    names = [each for each in inspect.signature(kernel.fn).parameters if each.endswith("_ptr")]
+    pointers = {"ids_ptr": "*i32", "slots_ptr": "*i64"} | dict.fromkeys(FP32, "*fp32")
     if name == "norm":
-        kinds["weight_ptr"] = "*fp32"
-    signature = {
-        n: "constexpr" if n in constants else kinds.get(n, "*bf16" if n.endswith("_ptr") else "i32") for n in names
-    }
-    source = ASTSource(
-        fn=kernel, signature=signature, constexprs={(names.index(n),): value for n, value in constants.items()}
-    )
-    assert "cubin" in compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": 4}).asm
+        pointers["weight_ptr"] = "*fp32"
+    kinds = {pointer: pointers.get(pointer, "*bf16") for pointer in names}
+    assert "cubin" in compile_kernel(kernel, arch, kinds, constants, num_warps=4).asm
 
 
 def test_a_cpu_and_a_machine_without_triton_use_torch(monkeypatch: pytest.MonkeyPatch) -> None:

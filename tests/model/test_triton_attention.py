@@ -1,22 +1,19 @@
 """Triton attention kernels: numbers in the interpreter, machine code for every GPU generation; when they are used."""
 
-import inspect
-import json
-import os
-import subprocess
 import sys
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, compile
 
 from model.attention import base, triton_kernels
 from model.attention.base import AttentionSpec, make_attention
 from model.attention.triton import _DECODE, _PREFILL, _PREFILL_IN_WINDOW, Tile, TritonAttention
 from model.config import ModelSettingsError, UnsupportedModelError
+from tests.interpreter import run_interpreted
 from tests.model.attention_cases import GQA, MLA
+from tests.moe.kernels.compiling import compile_kernel
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 ARCHS = (80, 86, 89, 90, 100, 120)
@@ -32,32 +29,13 @@ GPT_OSS = {
 
 
 def test_numbers_in_the_interpreter() -> None:
-    """A process of its own: Triton decides at import whether it compiles or interprets."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.model.interpreted_attention"],
-        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.getcwd()},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    errors = json.loads(done.stdout)
+    errors = run_interpreted("tests.model.interpreted_attention")
     assert len(errors) == 7
     assert {case: error for case, error in errors.items() if not error < 2e-6} == {}
 
 
-def compiled(kernel: object, arch: int, tile: Tile, constants: dict[str, object]) -> object:
-    names = list(inspect.signature(kernel.fn).parameters)  # type: ignore[attr-defined]
-    signature, attrs = {}, {}
-    for index, name in enumerate(names):
-        if name in constants:
-            signature[name] = "constexpr"
-            continue
-        signature[name] = POINTERS.get(name, "fp32" if name == "scale" else "i32")
-        if name in POINTERS or name == "q_stride":
-            attrs[(index,)] = [["tt.divisibility", 16]]
-    constexprs = {(names.index(name),): value for name, value in constants.items()}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attrs)
-    options = {"num_warps": tile.warps, "num_stages": tile.stages}
-    return compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+def compiled(kernel: object, arch: int, tile: Tile, constants: dict[str, object]) -> Any:
+    return compile_kernel(kernel, arch, POINTERS, constants, num_warps=tile.warps, num_stages=tile.stages)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -66,16 +44,16 @@ def test_kernels_compile_for_every_gpu_within_shared_memory(arch: int) -> None:
     for tile, window in ((_PREFILL, 0), (_PREFILL_IN_WINDOW, 128))[: 2 if is_hopper else 1]:
         block = {"R_PAD": 8, "BLOCK_Q": tile.rows // 8, "BLOCK_N": tile.keys, "WINDOW": window}
         kernel = compiled(triton_kernels.prefill, arch, tile, GPT_OSS | block)
-        assert kernel.metadata.shared <= SMALLEST_SHARED_BYTES  # type: ignore[attr-defined]
+        assert kernel.metadata.shared <= SMALLEST_SHARED_BYTES
     for window, is_split in ((0, True), (128, False))[: 2 if is_hopper else 1]:
         block = {"R_PAD": 16, "BLOCK_N": _DECODE.keys, "WINDOW": window, "IS_SPLIT": is_split}
         kernel = compiled(triton_kernels.decode, arch, _DECODE, GPT_OSS | block)
-        assert kernel.metadata.shared <= SMALLEST_SHARED_BYTES  # type: ignore[attr-defined]
+        assert kernel.metadata.shared <= SMALLEST_SHARED_BYTES
 
 
 def test_prefill_multiplies_with_hoppers_matrix_instructions() -> None:
     block = {"R_PAD": 8, "BLOCK_Q": 16, "BLOCK_N": 64, "WINDOW": 0}
-    ptx = compiled(triton_kernels.prefill, 90, _PREFILL, GPT_OSS | block).asm["ptx"]  # type: ignore[attr-defined]
+    ptx = compiled(triton_kernels.prefill, 90, _PREFILL, GPT_OSS | block).asm["ptx"]
     assert "wgmma.mma_async" in ptx
     assert "cp.async.cg" in ptx
 

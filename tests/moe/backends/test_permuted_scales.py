@@ -1,10 +1,5 @@
 """A scale tensor permuted on purpose stops the start: torch through the engine, others on one layer of its model."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,8 +21,7 @@ from tests.gpu.permuted_scales import (
     permute_processed,
     tiny_experts,
 )
-
-ROOT = Path(__file__).parents[3]
+from tests.interpreter import run_interpreted
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -68,13 +62,7 @@ def test_the_emulated_flashinfer_path_is_refused(
 
 @pytest.mark.timeout(330)  # its process may take 300 s
 def test_the_interpreted_triton_path_is_refused() -> None:
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    program = ROOT / "tests" / "moe" / "kernels" / "interpreted_selfcheck.py"
-    done = subprocess.run(
-        [sys.executable, program], env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    told = json.loads(done.stdout)
+    told = run_interpreted("tests.moe.kernels.interpreted_selfcheck")
     assert 0 < told.pop("intact") < 0.015
     assert len(told) == 12
     for text in told.values():

@@ -18,9 +18,9 @@ FORMATS = {"bf16": BF16, "fp8_block": FP8_BLOCK, "mxfp4": MXFP4, "nvfp4": NVFP4}
 _DATA = {"bf16": "*bf16", "fp8_block": "*i16", "mxfp4": "*i16", "nvfp4": "*i16"}
 _SCALES = {"bf16": "*bf16", "fp8_block": "*fp32", "mxfp4": "*i32", "nvfp4": "*i32"}
 _STEP_WORDS = {"bf16": (64, 64), "fp8_block": (128, 64), "mxfp4": (128, 32), "nvfp4": (64, 16)}
-_FLOATS = ("alpha", "beta", "limit")
+_FLOATS = ("alpha", "beta", "limit", "scale", "eps", "factor")
 # Strides and sizes along which kernels step by whole vectors: multiples of 16 in every real model.
-_ALIGNED = ("x_stride", "num_cols", "num_out", "hidden_size")
+_ALIGNED = ("x_stride", "q_stride", "num_cols", "num_out", "hidden_size")
 
 
 def compile_kernel(

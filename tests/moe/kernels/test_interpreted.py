@@ -1,11 +1,8 @@
 """Whole layers through the real kernels in Triton's interpreter agree with the twin: formats, plans, -1 ids, ranks."""
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
+
+from tests.interpreter import run_interpreted
 
 pytestmark = pytest.mark.timeout(330)  # the first test waits for one process, 300 s at most
 
@@ -31,12 +28,7 @@ CASES = [
 @pytest.fixture(scope="module")
 def errors() -> dict[str, float]:
     """Error of every case, all from one interpreter process."""
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
-    program = os.path.join(os.path.dirname(__file__), "interpreted.py")
-    command = [sys.executable, program]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    result = json.loads(done.stdout)
+    result: dict[str, float] = run_interpreted("tests.moe.kernels.interpreted")
     assert sorted(result) == sorted(CASES)
     return result
 

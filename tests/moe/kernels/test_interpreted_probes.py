@@ -1,12 +1,10 @@
 """The self-check runs every launch plan: intact layers pass, and a fault in the code of one plan is found and named."""
 
-import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
+
+from tests.interpreter import run_interpreted
 
 pytestmark = pytest.mark.timeout(330)  # the first test waits for one process, 300 s at most
 
@@ -19,13 +17,7 @@ FP8 = "grouped plan 16 x 128 (FP8 activations, any number of tokens); the tolera
 @pytest.fixture(scope="module")
 def told() -> dict[str, Any]:
     """What was said of every case, all from one interpreter process."""
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
-    program = os.path.join(os.path.dirname(__file__), "interpreted_probes.py")
-    done = subprocess.run(
-        [sys.executable, program], env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    result: dict[str, Any] = json.loads(done.stdout)
+    result: dict[str, Any] = run_interpreted("tests.moe.kernels.interpreted_probes")
     return result
 
 

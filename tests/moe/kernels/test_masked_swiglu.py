@@ -1,15 +1,9 @@
 """G69: the activation between DeepGEMM's two GEMMs touches live rows alone: interpreted, and compiled for its GPUs."""
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
 
-pytest.importorskip("triton")
-
 from moe.kernels.masked_swiglu import masked_swiglu_kernel
+from tests.interpreter import run_interpreted
 from tests.moe.kernels.compiling import compile_kernel
 
 CASES = [
@@ -21,13 +15,7 @@ CASES = [
 @pytest.fixture(scope="module")
 def faults() -> dict[str, str]:
     """What is wrong in every case, all from one interpreter process."""
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
-    program = os.path.join(os.path.dirname(__file__), "interpreted_swiglu.py")
-    done = subprocess.run(
-        [sys.executable, program], env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    result: dict[str, str] = json.loads(done.stdout)
+    result: dict[str, str] = run_interpreted("tests.moe.kernels.interpreted_swiglu")
     assert sorted(result) == sorted(CASES)
     return result
 
