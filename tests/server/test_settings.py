@@ -235,7 +235,7 @@ def test_bad_starts_end_with_one_line(tmp_path):
         cases = [
             (["--port", "x"], "--port"),
             (["--model", "/does/not/exist"], "--model: '/does/not/exist' does not exist"),
-            (["--model", str(tmp_path)], "no checkpoint"),
+            (["--model", str(tmp_path)], "not a checkpoint"),
             (["--model", str(ROOT / "pyproject.toml")], "is a file"),
             (["--port", str(port)], f"cannot listen on 127.0.0.1:{port}: address already in use"),
             (["--host", "no.such.host.invalid"], "--host"),
