@@ -151,6 +151,14 @@ class ServerThread(threading.Thread):
         self.join(20)
 
 
+def read_to_end(connection):
+    """What a socket receives until the server closes the connection."""
+    data = b""
+    while new := connection.recv(65536):
+        data += new
+    return data
+
+
 def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
     """Wait for a condition; the test fails if it does not come true."""
     until_s = time.monotonic() + timeout_s

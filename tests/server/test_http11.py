@@ -8,7 +8,7 @@ from http.client import HTTPResponse
 import pytest
 
 from server.protocol import MAX_HEAD_BYTES
-from tests.server.conftest import wait_until
+from tests.server.conftest import read_to_end, wait_until
 
 BODY = b'{"prompt": "Hello"}'
 SMUGGLED = b'{"prompt": "GET /version HTTP/1.1\\r\\nHost: x\\r\\n\\r\\n"}'
@@ -53,14 +53,6 @@ def answers_of(connection, count):
     return answers
 
 
-def everything(connection):
-    """What comes until the server closes the connection."""
-    data = b""
-    while new := connection.recv(65536):
-        data += new
-    return data
-
-
 def send(connection, *packets):
     """Each part is likely to be a read of its own at the server."""
     for packet in packets:
@@ -100,7 +92,7 @@ def test_a_body_is_never_read_as_a_request_g01(connection, upgrade, is_chunked):
     status, answer = answer_of(connection)
     assert (status, answer["count"] > 10) == (200, True)
     connection.sendall(b"GET /health/live HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
-    assert everything(connection).count(b"HTTP/1.1 ") == 1
+    assert read_to_end(connection).count(b"HTTP/1.1 ") == 1
 
 
 def test_a_websocket_handshake_is_a_plain_get_g01(connection):
@@ -159,7 +151,7 @@ def chat_stream(version):
 def test_a_stream_in_http_1_0_is_bare_events_and_a_close_g02(service, connection):
     service.engine.script = lambda _request: [[5]] * 3
     connection.sendall(chat_stream(b"1.0"))
-    head, _, body = everything(connection).partition(b"\r\n\r\n")
+    head, _, body = read_to_end(connection).partition(b"\r\n\r\n")
     assert b"transfer-encoding" not in head.lower()
     assert b"content-length" not in head.lower()
     assert b"connection: close" in head.lower()
@@ -169,7 +161,7 @@ def test_a_stream_in_http_1_0_is_bare_events_and_a_close_g02(service, connection
 
 def test_a_whole_answer_in_http_1_0_has_its_length_g02(connection):
     connection.sendall(b"".join(post(version=b"1.0")))
-    head, _, body = everything(connection).partition(b"\r\n\r\n")
+    head, _, body = read_to_end(connection).partition(b"\r\n\r\n")
     assert b"content-length: %d\r\n" % len(body) in head.lower() + b"\r\n"
     assert json.loads(body)["count"] > 0
 
@@ -221,7 +213,7 @@ FAULTS = {
 def test_faulty_framing_gets_the_openai_error_body_and_a_close_g86(connection, sent, status):
     """Error bodies used to be plain text, and bytes of a head's first read were not counted."""
     connection.sendall(sent)
-    head, _, body = everything(connection).partition(b"\r\n\r\n")
+    head, _, body = read_to_end(connection).partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 %d " % status), head
     assert b"content-type: application/json" in head
     error = json.loads(body)["error"]
@@ -231,7 +223,7 @@ def test_faulty_framing_gets_the_openai_error_body_and_a_close_g86(connection, s
 
 def test_a_second_request_that_is_faulty_ends_the_connection_after_the_first_answer_g86(connection):
     connection.sendall(b"".join(post()) + b"nonsense\r\n\r\n")
-    answers = everything(connection)
+    answers = read_to_end(connection)
     assert answers.startswith(b"HTTP/1.1 200")
     assert b"HTTP/1.1 400" in answers
 

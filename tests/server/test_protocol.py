@@ -8,7 +8,7 @@ import h11
 import pytest
 
 from server.protocol import MAX_HEAD_BYTES, GuardedConnection
-from tests.server.conftest import FakeEngine, serve
+from tests.server.conftest import FakeEngine, read_to_end, serve
 
 TIMEOUT_S = 0.3
 HEAD = b"GET /health/live HTTP/1.1\r\nHost: x\r\n"
@@ -29,14 +29,6 @@ def connection(impatient):
         assert http.get("/health/live").status_code == 200
 
 
-def everything(connection):
-    """What comes until the server closes the connection."""
-    data = b""
-    while new := connection.recv(65536):
-        data += new
-    return data
-
-
 def test_an_endless_head_is_cut_off(connection):
     """Without a limit it filled the memory, and its copying stopped the event loop for seconds."""
     connection.sendall(HEAD + b"X-A: ")
@@ -48,13 +40,13 @@ def test_an_endless_head_is_cut_off(connection):
 
 def test_a_head_up_to_the_limit_is_fine(connection):
     connection.sendall(HEAD + b"X-A: " + b"a" * (MAX_HEAD_BYTES - 200) + b"\r\nConnection: close\r\n\r\n")
-    assert everything(connection).startswith(b"HTTP/1.1 200")
+    assert read_to_end(connection).startswith(b"HTTP/1.1 200")
 
 
 @pytest.mark.parametrize("sent", [b"", HEAD])
 def test_a_head_that_does_not_come_ends_the_connection(connection, sent):
     connection.sendall(sent)
-    assert everything(connection) == b""
+    assert read_to_end(connection) == b""
 
 
 def test_a_dripping_head_ends_the_connection(connection):
@@ -80,7 +72,7 @@ def test_a_head_in_parts_does_not_end_a_long_answer(impatient, connection):
 
 def test_a_body_that_does_not_come_is_told_so(connection):
     connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
-    answer = everything(connection)
+    answer = read_to_end(connection)
     assert answer.startswith(b"HTTP/1.1 408")
     assert b"request_timeout" in answer
 
@@ -113,7 +105,7 @@ def test_400_connections_with_dripping_heads_end_and_others_are_served(impatient
     with impatient.http() as http:
         assert http.get("/health/live").status_code == 200
     for connection in connections:
-        assert everything(connection) == b""
+        assert read_to_end(connection) == b""
         connection.close()
 
 
