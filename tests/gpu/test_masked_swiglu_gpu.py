@@ -3,8 +3,6 @@
 import pytest
 import torch
 
-pytest.importorskip("triton")
-
 from moe import Activation
 from moe.backends.deep_gemm_layout import swiglu_reference
 from moe.formats.token_groups import dequantize_token_groups, unpack_ue8m0
