@@ -212,7 +212,13 @@ def _choose_device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise EngineConfigError(f"device is {name!r} and torch finds no CUDA device: use cpu, or install a CUDA torch")
-    return torch.device(name)
+    device = torch.device(name)
+    if device.index is not None:
+        num_devices = torch.cuda.device_count()
+        if device.index >= num_devices:
+            raise EngineConfigError(f"device is {name!r}: torch finds {num_devices} CUDA devices, cuda:0 is the first")
+        torch.cuda.set_device(device)  # Triton's launches, streams and graphs go to the current device
+    return device
 
 
 def _max_step_tokens(config: EngineConfig, device: torch.device) -> int:

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine import load
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.errors import EngineConfigError
@@ -123,6 +124,20 @@ def test_cuda_without_a_device_says_so(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(EngineConfigError, match="device is 'cuda:1'"):
         load_engine(EngineConfig(model=Path("unused"), device="cuda:1"), None)
+
+
+def test_another_gpu_than_the_first_becomes_the_current_one(monkeypatch):
+    """Triton launches on the current device, whatever device its tensors are on; streams and graphs are there too."""
+    current = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    assert load._choose_device("cuda:1") == torch.device("cuda:1")
+    assert load._choose_device("cuda") == torch.device("cuda")
+    assert load._choose_device("cpu") == torch.device("cpu")
+    assert current == [torch.device("cuda:1")]
+    with pytest.raises(EngineConfigError, match="device is 'cuda:2': torch finds 2 CUDA devices"):
+        load._choose_device("cuda:2")
 
 
 @pytest.mark.parametrize(("field", "value"), [("moe_backend", "magic"), ("moe_a2a_backend", "pigeon")])
