@@ -146,7 +146,8 @@ def _query_blocks(batch: ForwardBatch, spec: AttentionSpec) -> Iterator[QueryBlo
     row = 0
     for b, (query_len, seq_len) in enumerate(zip(batch.query_lens, batch.seq_lens, strict=True)):
         if query_len > 1:
-            size = min(_MAX_QUERY_BLOCK, max(1, _MAX_SCORES // (spec.num_heads * seq_len)))
+            num_keys = min(seq_len, spec.window + _MAX_QUERY_BLOCK) if spec.window else seq_len
+            size = min(_MAX_QUERY_BLOCK, max(1, _MAX_SCORES // (spec.num_heads * num_keys)))
             pages_P = batch.page_table_BP[b].long()
             for first in range(0, query_len, size):
                 last = min(first + size, query_len)

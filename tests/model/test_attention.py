@@ -72,6 +72,20 @@ def test_no_decode_group_gathers_more_keys_than_the_bound(monkeypatch: pytest.Mo
     assert sum(group.slots_BL.shape[0] > 1 for group in groups) >= 2, "short ones share a group"
 
 
+@pytest.mark.parametrize(("window", "most_blocks"), [(128, 6), (8192, 70)])
+def test_g46_blocks_are_sized_by_the_keys_a_query_can_see(window: int, most_blocks: int) -> None:
+    """GPT-OSS at 32k: a chunk of 2,048 queries was 256 blocks in every layer, also where a query sees 128 keys."""
+    spec = AttentionSpec(num_heads=64, num_kv_heads=8, key_dim=8, value_dim=8, scale=1.0, window=window)
+    cache = PagedCache([], num_pages=2048, page_size=16)
+    cache.batch({"a": [0] * 30720})
+    plan = make_attention("torch", [spec], torch.device("cpu")).plan(cache.batch({"a": [0] * 2048}))
+    blocks = plan.blocks[spec]
+    assert len(blocks) <= most_blocks
+    assert [blocks[0].start, blocks[-1].stop] == [0, 2048]
+    for block in blocks:
+        assert 64 * block.mask_QL.numel() <= torch_attention._MAX_SCORES
+
+
 def test_sink_golden_value() -> None:
     """Scaled scores [1, 2] and a sink of 0.5 leave probabilities 0.231224 and 0.628532 to the keys."""
     spec = AttentionSpec(num_heads=1, num_kv_heads=1, key_dim=1, value_dim=2, scale=0.5)
