@@ -29,10 +29,13 @@ class Replay:
 
     def __init__(self, graphs, size):
         self.graphs, self.size, self.num_replays = graphs, size, 0
+        self.idle_slots, self.idle_lens = set(), set()  # of rows without a request
 
     def replay(self):
         self.num_replays += 1
         graphs = self.graphs
+        self.idle_slots.update(graphs._slots_M[graphs._num_live : self.size].tolist())
+        self.idle_lens.update(graphs._lens_M[graphs._num_live : self.size].tolist())
         graphs._logits_MV[: self.size] = graphs._model(graphs._batch(self.size), graphs._kv)
 
 
@@ -63,16 +66,39 @@ def test_captured_steps_give_the_tokens_of_eager_ones(monkeypatch):
 
 
 def test_rows_without_a_request_write_to_the_spare_page_alone(monkeypatch):
-    core = core_with_graphs(monkeypatch, max_num_seqs=8, num_pages=40)
-    run_all(core, REQUESTS[:5])
+    """Also rows that a request left: its pages may be another's by now."""
+    core = core_with_graphs(monkeypatch, max_num_seqs=7, num_pages=40)
+    run_all(core, REQUESTS[:3])  # the fourth row of their graph has never been used
+    run_all(core, REQUESTS)
     graphs = core._runner.graphs
     assert core.info.num_pages == 40
     assert len(graphs._kv[0].keys) == 41 * 4
-    assert graphs._spare_slot == 160
-    graphs._kv[0].keys.fill_(-1)
-    run_all(core, [request("last", [5, 6], 3, ignore_eos=True)])
-    written = (graphs._kv[0].keys[:, 0, 0] >= 0).nonzero()[:, 0].tolist()
-    assert set(written) - {160} == set(written[:4]), "four tokens of one request, in one page"
+    padded = [graph for graph in graphs._graphs.values() if graph.idle_slots]
+    assert [graph.size for graph in padded] == [7, 4]
+    for graph in padded:
+        assert graph.idle_slots == {160}
+        assert graph.idle_lens == {1}
+
+
+@pytest.mark.parametrize("settings", [{"max_num_seqs": 1}, {"max_num_seqs": 3, "num_pages": 13}], ids=["one", "tight"])
+def test_captured_steps_when_requests_wait_give_way_and_leave(monkeypatch, settings):
+    """One place; or too few pages, so that requests give way and come back in another row. One is aborted half-way."""
+    kinds = [lambda **s: EngineCore(EngineConfig(model=Path("unused"), device="cpu", page_size=4, **s), FakeModel())]
+    kinds.append(lambda **s: core_with_graphs(monkeypatch, **s))
+    answers, num_preemptions = [], []
+    for make in kinds:
+        core = make(max_model_len=50, **settings)  # no multiple of the page size
+        core.add(request("left", range(1, 9), 30, ignore_eos=True))
+        for _ in range(5):
+            core.step()
+        core.abort("left")
+        asked = [request(f"r{n}", range(1, 6 + n), 20, ignore_eos=True) for n in range(4)]
+        longest = request("longest", range(1, 31), 20, ignore_eos=True)
+        answers.append({name: tokens_of(outputs) for name, outputs in run_all(core, [*asked, longest]).items()})
+        num_preemptions.append(core.stats().num_preemptions)
+    assert answers[0] == answers[1]
+    assert len(answers[1]["longest"]) == 20
+    assert all(num_preemptions) == (settings["max_num_seqs"] > 1)
 
 
 def test_a_step_with_a_prompt_or_without_a_token_to_sample_is_not_replayed(monkeypatch):

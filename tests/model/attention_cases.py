@@ -33,15 +33,22 @@ def dense_reference(
 
 
 class Sequence:
-    """A request with all its queries, keys and values drawn beforehand."""
+    """A request with all its queries, keys and values drawn beforehand; `dtype` holds keys and values exactly."""
 
-    def __init__(self, spec: AttentionSpec, length: int, seed: int, sinks: torch.Tensor | None) -> None:
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        length: int,
+        seed: int,
+        sinks: torch.Tensor | None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         g = torch.Generator().manual_seed(seed)
         self.q = torch.randn(length, spec.num_heads, spec.key_dim, generator=g)
-        self.k = torch.randn(length, spec.num_kv_heads, spec.key_dim, generator=g)
+        self.k = torch.randn(length, spec.num_kv_heads, spec.key_dim, generator=g).to(dtype).float()
         self.v = self.k[..., : spec.value_dim]
         if not spec.values_in_keys:
-            self.v = torch.randn(length, spec.num_kv_heads, spec.value_dim, generator=g)
+            self.v = torch.randn(length, spec.num_kv_heads, spec.value_dim, generator=g).to(dtype).float()
         self.want = dense_reference(spec, self.q, self.k, self.v, sinks)
 
 

@@ -11,7 +11,8 @@ import torch
 
 from model.attention import triton as triton_attention
 from model.attention.base import AttentionSpec, make_attention
-from tests.model.attention_cases import GQA, SLIDING, Requests, Sequence, worst_error
+from model.batch import LayerKv
+from tests.model.attention_cases import GQA, SLIDING, Requests, Sequence, Step, worst_error
 
 SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0])
 MIXED = [
@@ -41,6 +42,39 @@ def error_of(
     return worst_error(attention, Requests(spec, sequences, sinks, page_size, is_rotated), steps)
 
 
+class FarAway(Requests):
+    """Pages so far into a bf16 cache that 32 bits do not count its numbers. Only the pages in use take memory."""
+
+    first_page = 2**23
+
+    def __init__(self, spec: AttentionSpec, sequences: dict[str, Sequence]) -> None:
+        super().__init__(spec, sequences, None)
+        num_slots = (self.first_page + self.cache.num_pages) * self.cache.page_size
+        shape = (num_slots, spec.num_kv_heads, spec.key_dim)
+        assert num_slots * spec.num_kv_heads * spec.key_dim > 2**31
+        self.cache.layers = [LayerKv(*(torch.empty(shape, dtype=torch.bfloat16) for _ in "kv"))]
+
+    def step(self, counts: dict[str, int]) -> Step:
+        """Queries further apart than they are long, as parts of one projection are; heads further apart than tokens."""
+        step = super().step(counts)
+        moved = replace(
+            step.batch,
+            slots_T=step.batch.slots_T + self.first_page * self.cache.page_size,
+            page_table_BP=step.batch.page_table_BP + self.first_page,
+        )
+        assert step.v is not None
+        q = torch.cat((step.q, step.q + 1), dim=1)[:, : step.q.shape[1]]
+        k, v = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (step.k, step.v))
+        return replace(step, batch=moved, q=q, k=k, v=v)
+
+
+def error_far_away() -> float:
+    spec = replace(GQA, value_dim=GQA.key_dim)
+    sequences = {name: Sequence(spec, 24, seed, None, torch.bfloat16) for seed, name in enumerate("ab")}
+    attention = make_attention("triton", [spec], torch.device("cpu"))
+    return worst_error(attention, FarAway(spec, sequences), [{"a": 20, "b": 23}, {"a": 1, "b": 1}, {"a": 3}])
+
+
 def main() -> None:
     triton_attention._MIN_PART_KEYS = 16
     triton_attention._PREFILL = replace(triton_attention._PREFILL, rows=32, keys=32)
@@ -56,6 +90,7 @@ def main() -> None:
         "window of 128 in parts": error_of(SLIDING, WINDOW_EDGES, tiny, processors=64),
         "three heads a group, odd dims, window 9": error_of(ODD_HEADS, MIXED, six_sinks, processors=64),
         "three heads a group, rotated": error_of(ODD_HEADS, MIXED[:3], six_sinks, is_rotated=True),
+        "a bf16 cache of more than 2^31 numbers, tensors that are parts of others": error_far_away(),
     }
     json.dump(errors, sys.stdout)
 

@@ -29,7 +29,12 @@ def norm_errors() -> dict[str, float]:
     x = wide[:, 9:81]  # rows further apart than they are long
     want = torch.nn.functional.rms_norm(x + delta, (72,), weight, 1e-5)
     total, normed = add_rms_norm(x, delta, weight, 1e-5)
+    x_16, delta_16 = x.half(), delta.half()  # the interpreter truncates to bf16
+    want_16 = torch.nn.functional.rms_norm((x_16 + delta_16).float(), (72,), weight, 1e-5).half()
+    sum_16, normed_16 = add_rms_norm(x_16, delta_16, weight, 1e-5)
+    share_of_others = (normed_16 != want_16).float().mean().item()  # a last bit may differ here and there
     return {
+        "the norm is of the rounded sum": error(sum_16, x_16 + delta_16) + max(0.0, share_of_others - 0.03),
         "sum": error(total, x + delta),
         "norm of a sum": error(normed, want),
         "norm alone": error(rms_norm(x, weight, 0.5), torch.nn.functional.rms_norm(x, (72,), weight, 0.5)),

@@ -2,6 +2,7 @@
 
 import inspect
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ ROUTING = RoutingConfig(method=RoutingMethod.SOFTMAX_AFTER_TOPK, num_experts=32,
 
 def test_numbers_in_the_interpreter() -> None:
     errors = run_interpreted("tests.model.interpreted_fused")
-    assert len(errors) == 9
+    assert len(errors) == 10
     assert {case: error for case, error in errors.items() if not error < 2e-6} == {}
 
 
@@ -84,3 +85,7 @@ def test_the_fused_router_takes_exact_weights_and_rules_it_knows() -> None:
     assert fused_router(Gate(exact, None, torch.float32), TopK(ROUTING)) is None
     sigmoid = RoutingConfig(method=RoutingMethod.SIGMOID_GROUPED, num_experts=32, top_k=4)
     assert fused_router(gate_on_gpu(exact), TopK(sigmoid)) is None
+    assert fused_router(gate_on_gpu(exact), TopK(replace(ROUTING, normalize=False))) is None
+    many = torch.randn(257, 64).bfloat16()
+    assert fused_router(gate_on_gpu(many[:256]), TopK(replace(ROUTING, num_experts=256))) is router
+    assert fused_router(gate_on_gpu(many), TopK(replace(ROUTING, num_experts=257))) is None, "too wide for one program"
