@@ -150,3 +150,21 @@ def test_graphs_are_for_gpus_and_paths_that_can_be_captured(monkeypatch, caplog)
     with caplog.at_level("INFO"):
         assert not load._uses_graphs(config, model)
     assert "attention backend torch cannot be captured" in caplog.text
+
+
+def test_memory_for_graphs_is_set_aside_before_pages_are_counted(monkeypatch):
+    """Logits of their own, twice, and 32 MiB for each of five graphs."""
+    asked = []
+
+    def choose(layout, *, sampling_bytes, **others):
+        asked.append(sampling_bytes)
+        raise EngineConfigError("enough")
+
+    monkeypatch.setattr(load, "choose_cuda_pages", choose)
+    model = CapturableModel()
+    model.device = torch.device("cuda")
+    for enforce_eager in (False, True):
+        config = EngineConfig(model=Path("unused"), max_num_seqs=9, enforce_eager=enforce_eager)
+        with pytest.raises(EngineConfigError, match="enough"):
+            load.load_engine(config, model)
+    assert asked[0] - asked[1] == 2 * 9 * model.vocab_size * 4 + 5 * (32 << 20)

@@ -1,6 +1,7 @@
 """The batch of a step, the KV cache's size, loading: exact numbers on a fake model."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -72,6 +73,15 @@ def test_a_step_without_a_finished_prompt_wants_no_logits():
     assert make_runner().build([Chunk(make_seq([1] * 9, 9, [0, 1, 2], row=0), 0, 4)]).logit_rows_R.tolist() == []
 
 
+def test_one_token_of_a_prompt_beside_a_decode_wants_no_logits():
+    decode = make_seq([5, 6, 7], 2, [7], row=2)
+    first, last = (make_seq(list(range(20, 31)), 11, [1, 3, 4], row=0) for _ in "ab")
+    batch = make_runner().build([Chunk(decode, 2, 1), Chunk(first, 5, 1)])
+    assert batch.is_decode
+    assert batch.logit_rows_R.tolist() == [0]
+    assert make_runner().build([Chunk(last, 10, 1), Chunk(decode, 2, 1)]).logit_rows_R.tolist() == [0, 1]
+
+
 def test_bytes_and_tensors_of_the_cache():
     assert LAYOUT.bytes_per_page == (2 * 128 + 576) * 16 * 2
     first, second = LAYOUT.allocate(3, torch.device("cpu"))
@@ -118,6 +128,14 @@ def test_the_model_is_warm_before_the_first_request():
     assert model.largest_step == 32
     assert core.info.num_pages == core.stats().num_pages_total
     assert (core.info.vocab_size, core.info.dtype, core.info.device) == (97, "float32", "cpu")
+
+
+def test_the_pace_starts_with_the_time_that_a_prompt_token_took(monkeypatch):
+    times = iter([10.0, 10.032])
+    monkeypatch.setattr(load, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    pace = load_engine(config(max_step_ms=200), FakeModel()).pace
+    assert pace is not None
+    assert pace.max_prompt_tokens == 192, "1 ms a token; a multiple of 32"
 
 
 def test_cuda_without_a_device_says_so(monkeypatch):

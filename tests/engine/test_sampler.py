@@ -40,6 +40,12 @@ def test_greedy_takes_the_best_and_the_first_of_equals():
     assert choose(make(temperature=0.0, logprobs=0), logits=torch.tensor([1.0, 5.0, 5.0])).tokens == [1]
 
 
+def test_plain_greedy_requests_that_want_logprobs_get_them():
+    [wanted, other] = choose(make(temperature=0.0, logprobs=2), make(temperature=0.0)).logprobs
+    assert (wanted.token_id, [token for token, _ in wanted.top]) == (2, [2, 0])
+    assert other is None
+
+
 @pytest.mark.parametrize("logprobs", [None, 0])
 def test_the_greedy_temperature_itself_draws_nothing(logprobs):
     """Of equals the first comes, whatever the seed; a draw would find the second one, too."""

@@ -2,16 +2,18 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from model import moe_layer
 from model.config import ModelSettings
 from model.linear import GatedMlp, Linear
 from model.moe_layer import Gate, MoeLayer
 from model.registry import build_model
-from moe import MoeBackend, MoeRunner, RoutingConfig, RoutingMethod, SelfCheckError, StandardCombineInput
+from moe import MoeA2ABackend, MoeBackend, MoeRunner, RoutingConfig, RoutingMethod, SelfCheckError, StandardCombineInput
 from moe.config import DispatchFormat
 from moe.dispatch.standard import StandardDispatcher
 from moe.routing import TopK
@@ -64,7 +66,16 @@ def test_one_run_per_moe_layer_and_nobody_else_computes_experts(
         torch.testing.assert_close(layer(x), want)
 
 
-def make_layer(routes_inside: bool, seen: list[Any], out_dtype: torch.dtype = torch.float32) -> MoeLayer:
+CORRECTION_BIAS = torch.tensor([0.0, 9.0, 0.0, 0.0])
+
+
+def make_layer(
+    routes_inside: bool,
+    seen: list[Any],
+    out_dtype: torch.dtype = torch.float32,
+    weight: torch.Tensor | None = None,
+    correction_bias: torch.Tensor | None = CORRECTION_BIAS,
+) -> MoeLayer:
     class Recorder:
         dispatch_formats = (DispatchFormat.STANDARD,)
 
@@ -77,10 +88,10 @@ def make_layer(routes_inside: bool, seen: list[Any], out_dtype: torch.dtype = to
         method=RoutingMethod.SIGMOID_GROUPED, num_experts=4, top_k=2, routed_scaling_factor=2.5
     )  # fmt: skip
     return MoeLayer(
-        gate=Gate(torch.randn(4, 6, generator=g), None, out_dtype),
+        gate=Gate(torch.randn(4, 6, generator=g) if weight is None else weight, None, out_dtype),
         topk=TopK(routing),
         routes_inside=routes_inside,
-        correction_bias_E=torch.tensor([0.0, 9.0, 0.0, 0.0]),
+        correction_bias_E=correction_bias,
         dispatcher=StandardDispatcher(),
         runner=Recorder(),  # type: ignore[arg-type]
         quant_info="weights",
@@ -112,6 +123,56 @@ def test_a_backend_that_routes_inside_gets_logits_in_the_dtype_it_wants() -> Non
     assert topk.logits.dtype == torch.bfloat16
     assert topk.correction_bias is not None
     assert topk.correction_bias.dtype == torch.float32
+
+
+class FakeRouter:
+    """Stands for `moe.kernels.router` on a GPU; sends every token to the experts 0 and 3."""
+
+    def route(self, x: torch.Tensor, weight: torch.Tensor, bias: Any, config: RoutingConfig) -> StandardTopK:
+        assert weight.dtype == torch.bfloat16
+        ids = torch.tensor([[0, 3]], dtype=torch.int32).expand(len(x), 2)
+        return StandardTopK(torch.full((len(x), 2), 0.5), ids)
+
+
+def test_the_fused_router_is_for_bf16_tokens_without_a_correction_bias(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moe_layer, "fused_router", lambda gate, topk: FakeRouter())
+    weight = torch.full((4, 6), 0.5)
+    x = torch.ones(5, 6)
+
+    def ids(layer: MoeLayer, tokens: torch.Tensor) -> Any:
+        routed = layer._route(tokens)
+        assert isinstance(routed, StandardTopK)
+        return routed.ids.tolist()
+
+    fused = make_layer(False, [], weight=weight, correction_bias=None)
+    assert ids(fused, x.bfloat16()) == [[0, 3]] * 5
+    assert ids(fused, x) == [[0, 1]] * 5, "products of fp32 tokens need fp32 weights"
+    corrected = make_layer(False, [], weight=weight)
+    assert ids(corrected, x.bfloat16()) == [[1, 0]] * 5
+    inside = make_layer(True, [], weight=weight, correction_bias=None)
+    assert isinstance(inside._route(x.bfloat16()), BypassedTopK)
+    for layer in (corrected, inside):
+        assert layer.gate.weight_bf16 is None, "a second copy of the weights that nobody reads"
+
+
+def test_a_layer_can_be_captured_if_its_backend_can_and_no_tokens_travel(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = make_layer(False, [])
+    for backend, a2a, is_capturable in (
+        (MoeBackend.TRITON, MoeA2ABackend.NONE, True),
+        (MoeBackend.TORCH, MoeA2ABackend.NONE, False),
+        (MoeBackend.TRITON, MoeA2ABackend.DEEPEP, False),
+    ):
+        layer.runner = SimpleNamespace(backend=backend, a2a=a2a)  # type: ignore[assignment]
+        assert layer.is_capturable == is_capturable
+
+
+def test_a_model_says_which_part_cannot_be_captured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = dummy_model(tmp_path, "gpt_oss")
+    assert model.why_not_capturable == "attention backend torch"
+    monkeypatch.setattr(type(model.attention), "is_capturable", True)
+    assert model.why_not_capturable == f"MoE {model.moe_layers[0].description}"
+    monkeypatch.setattr(MoeLayer, "is_capturable", True)
+    assert model.why_not_capturable is None
 
 
 def test_gate_accumulates_in_fp32() -> None:

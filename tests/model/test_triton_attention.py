@@ -9,7 +9,7 @@ import torch
 
 from model.attention import base, triton_kernels
 from model.attention.base import AttentionSpec, make_attention
-from model.attention.triton import _DECODE, _PREFILL, _PREFILL_IN_WINDOW, Tile, TritonAttention
+from model.attention.triton import _DECODE, _PREFILL, _PREFILL_IN_WINDOW, Tile, TritonAttention, _shape_of
 from model.config import ModelSettingsError, UnsupportedModelError
 from tests.interpreter import run_interpreted
 from tests.model.attention_cases import GQA, MLA
@@ -72,8 +72,20 @@ def test_auto_takes_triton_on_gpus_and_torch_where_it_cannot(monkeypatch: pytest
 def test_what_triton_cannot_serve_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedModelError, match="triton: it needs a CUDA device, not cpu; choose auto or torch"):
         make_attention("triton", [GQA], CPU)
-    with pytest.raises(UnsupportedModelError, match="latent attention"):
-        make_attention("triton", [MLA], CUDA)
+    for spec, reason in (
+        (MLA, "latent attention"),
+        (replace(GQA, key_dim=7), "a key dim of 7 is odd"),
+        (replace(GQA, key_dim=130), "head dims up to 128, not 130"),
+        (replace(GQA, value_dim=129), "head dims up to 128, not 129"),
+    ):
+        with pytest.raises(UnsupportedModelError, match=f"triton: .*{reason}"):
+            make_attention("triton", [GQA, spec], CUDA)
+
+
+@pytest.mark.parametrize(("dtype", "precision"), [(torch.float32, "ieee"), (torch.bfloat16, "tf32")])
+def test_float32_is_not_multiplied_as_tf32(dtype: torch.dtype, precision: str) -> None:
+    """The interpreter multiplies alike whatever it is told."""
+    assert _shape_of(GQA, 16, dtype, has_sinks=False)["PRECISION"] == precision
 
 
 @pytest.mark.parametrize(
