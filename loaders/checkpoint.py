@@ -4,13 +4,13 @@ Accepts one file, a folder with an index, or a folder of files without one. Ever
 what was found and what to do about it.
 """
 
-import json
 from pathlib import Path, PurePosixPath
 from typing import Self
 
 import torch
 
 from loaders.errors import CheckpointError
+from loaders.json_text import parse_json
 from loaders.safetensors_file import SafetensorsFile
 from loaders.source import TensorMeta, TensorSource
 
@@ -90,7 +90,7 @@ def _nothing_found(folder: Path) -> str:
 
 def _open_index(path: Path) -> list[SafetensorsFile]:
     try:
-        weight_map = json.loads(path.read_bytes())["weight_map"]
+        weight_map = parse_json(path.read_bytes())["weight_map"]
         listed = {str(name): str(file) for name, file in weight_map.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path}: not a safetensors index with a 'weight_map' ({error!r})") from error

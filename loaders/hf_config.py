@@ -3,13 +3,13 @@
 What the numbers mean for a model is the model's business; here they are only found, checked and named.
 """
 
-import json
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from loaders.errors import ModelConfigError
+from loaders.json_text import parse_json
 from loaders.quant_config import QuantScheme, read_quant_scheme
 
 
@@ -133,7 +133,7 @@ def read_config(folder: Path) -> HfConfig:
 
 def _read_object(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_bytes())
+        value = parse_json(path.read_bytes())
     except (OSError, ValueError) as error:
         raise ModelConfigError(f"{path}: cannot be read as JSON: {error}") from error
     if not isinstance(value, dict):

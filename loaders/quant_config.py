@@ -61,8 +61,17 @@ def read_quant_scheme(
         weight_block_size=SUPPORTED_BLOCK if merged.get("weight_block_size") is not None else None,
         group_size=merged.get("group_size"),
         kv_cache_algorithm=_kv_cache_algorithm(merged),
-        ignore=next((tuple(merged[key]) for key in _IGNORE_KEYS if merged.get(key)), ()),
+        ignore=_ignored(path, merged),
     )
+
+
+def _ignored(path: Path, merged: Mapping[str, Any]) -> tuple[str, ...]:
+    key = next((key for key in _IGNORE_KEYS if merged.get(key)), None)
+    if key is None:
+        return ()
+    if not isinstance(merged[key], list):
+        raise ModelConfigError(f"{path}: '{key}' of the quantization must be a list of names, found {merged[key]!r}")
+    return tuple(str(name) for name in merged[key])
 
 
 def _merge_modelopt(path: Path, section: dict[str, Any], modelopt_file: Mapping[str, Any]) -> dict[str, Any]:

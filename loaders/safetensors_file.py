@@ -6,7 +6,6 @@ parsed here rather than by the library so that damage is reported with the tenso
 byte) can be handed out as packed bytes.
 """
 
-import json
 import mmap
 import os
 import warnings
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 
 from loaders.errors import CheckpointError
+from loaders.json_text import parse_json
 from loaders.source import TensorMeta
 
 _LENGTH_BYTES = 8
@@ -149,8 +149,10 @@ def _read_header(path: Path, prefix: bytes, read: Any, size: int) -> tuple[dict[
             f"the file has {size}; download it again"
         )
     try:
-        header = json.loads(read(length), object_pairs_hook=lambda pairs: _unique(path, pairs))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        header = parse_json(read(length), lambda pairs: _unique(path, pairs))
+    except CheckpointError:
+        raise
+    except ValueError as error:
         raise CheckpointError(f"{path}: the header is not valid JSON ({error}); download the file again") from error
     if not isinstance(header, dict):
         raise CheckpointError(f"{path}: the header is not a JSON object; download the file again")

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer as RustTokenizer
 
 from loaders.bos_token import find_bos
 from loaders.errors import TokenizerError
+from loaders.json_text import parse_json
 from loaders.token_bytes import max_token_bytes
 
 
@@ -130,7 +131,7 @@ def _read_settings(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        settings = json.loads(path.read_bytes())
+        settings = parse_json(path.read_bytes())
     except ValueError as error:
         raise TokenizerError(f"{path}: cannot be read as JSON: {error}") from error
     if not isinstance(settings, dict):

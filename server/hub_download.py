@@ -25,6 +25,7 @@ from huggingface_hub import (
 from huggingface_hub.errors import CachedRepoTreeNotFoundError
 
 from loaders.hf_config import read_config
+from loaders.json_text import parse_json
 from loaders.progress import Progress
 from server.errors import SettingError
 from server.hub import Needs
@@ -134,7 +135,7 @@ def _weights(name: str, folder: Path, sizes: dict[str, int]) -> dict[str, int]:
 
 def _listed_files(name: str, index: Path) -> set[str]:
     try:
-        return {str(file) for file in json.loads(index.read_bytes())["weight_map"].values()}
+        return {str(file) for file in parse_json(index.read_bytes())["weight_map"].values()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise SettingError(f"--model: {index.name} of {name} is not a safetensors index ({error!r})") from error
 

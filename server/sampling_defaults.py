@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from loaders.json_text import parse_json
 from server.errors import SettingError
 
 # Lowest and highest value that the API accepts. Not read from its models, whose import would delay the engine's start.
@@ -39,7 +40,7 @@ def read_sampling_defaults(folder: Path) -> SamplingDefaults:
     if not path.is_file():
         return SamplingDefaults()
     try:
-        content = json.loads(path.read_bytes())
+        content = parse_json(path.read_bytes())
     except ValueError as error:
         raise SettingError(f"--model: {path} cannot be read as JSON: {error}") from error
     if not isinstance(content, dict):

@@ -201,6 +201,8 @@ def test_a_header_longer_than_allowed_is_refused(tmp_path: Path) -> None:
     [
         (b"{not json", b"", "not valid JSON"),
         (b"\xff\xfe{}", b"", "not valid JSON"),
+        (b"[" * 100_000 + b"]" * 100_000, b"", "not valid JSON .it is nested too deeply"),
+        (b'{"a": ' + b"1" * 5000 + b"}", b"", "not valid JSON .*digits"),
         (b"[]", b"", "not a JSON object"),
         ({"w": {"dtype": "F32"}}, b"", "tensor 'w': damaged header entry"),
         ({"w": entry("F32", [2], 0, 4)}, b"\0" * 4, "tensor 'w': F32 .2. takes 8 bytes, but the header gives it 4"),

@@ -248,6 +248,20 @@ def test_g44_a_foreign_format_is_refused_by_its_name(tmp_path: Path, section: di
         write(tmp_path, {"quantization_config": section})
 
 
+@pytest.mark.parametrize("value", [5, "lm_head", {"lm_head": True}])
+def test_g44_names_that_are_no_list_are_refused_by_key(tmp_path: Path, value: Any) -> None:
+    with pytest.raises(ModelConfigError, match=r"config\.json: 'modules_to_not_convert' .* must be a list of names"):
+        write(tmp_path, {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": value}})
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json", "hf_quant_config.json"])
+def test_json_that_is_nested_too_deeply_is_one_line(tmp_path: Path, file: str) -> None:
+    write(tmp_path, {})
+    (tmp_path / file).write_text("[" * 100_000 + "]" * 100_000)
+    with pytest.raises(ModelConfigError, match=rf"{file}: cannot be read as JSON: it is nested too deeply"):
+        read_config(tmp_path)
+
+
 def test_g44_older_spellings_of_the_section_are_seen(tmp_path: Path) -> None:
     with pytest.raises(ModelConfigError, match="nvfp4-pack-quantized"):
         write(tmp_path, {"compression_config": NVFP4_PACKED})
