@@ -57,6 +57,17 @@ def test_decodes_come_first_and_prompts_fill_the_budget_in_order_of_arrival():
     assert step(scheduler) == [("a", 3, 1), ("b", 10, 1), ("c", 4, 6)]
 
 
+def test_prompts_are_bounded_only_beside_decodes_g84():
+    scheduler = make_scheduler(num_pages=64, budget=64)
+    add(scheduler, "a", range(40))
+    [chunk] = scheduler.schedule(max_prompt_tokens=10)
+    assert chunk.num_tokens == 40
+    scheduler.commit(chunk)
+    chunk.seq.token_ids.append(1)
+    add(scheduler, "b", range(40))
+    assert [chunk.num_tokens for chunk in scheduler.schedule(max_prompt_tokens=10)] == [1, 10]
+
+
 def test_no_more_sequences_run_than_allowed():
     scheduler = make_scheduler(max_num_seqs=2)
     for name in "abc":

@@ -38,6 +38,22 @@ def test_a_slow_device_still_reads_prompts_g84():
     assert all(0.8 < step_s <= 1.1 for step_s in times[10:])
 
 
+def test_prompts_may_take_as_long_as_decoding_does_g84():
+    pace = StepPace(0.06, 0.001)
+    pace.observe(num_decodes=4, num_prompt_tokens=0, step_s=0.5)
+    assert pace.max_prompt_tokens == 480
+    pace = StepPace(0.06, 0.001)
+    pace.observe(num_decodes=4, num_prompt_tokens=0, step_s=0.01)
+    assert pace.max_prompt_tokens == 32, "50 fit, and a multiple of 32 is taken"
+
+
+def test_a_step_without_decodes_spends_all_its_time_on_prompts_g84():
+    pace = StepPace(1.0, 0.001)
+    pace.observe(num_decodes=4, num_prompt_tokens=0, step_s=0.1)
+    pace.observe(num_decodes=0, num_prompt_tokens=100, step_s=0.2)
+    assert pace.max_prompt_tokens == 576, "0.9 s of 1.5 ms a token"
+
+
 def test_one_step_that_was_held_up_is_forgotten_g84():
     pace = StepPace(0.06, 0.001)
     usual = run_steps(pace, 20, **CPU)[-1]
@@ -97,6 +113,33 @@ def test_a_stream_does_not_stutter_while_a_prompt_is_read_g84():
     assert len(alone) == 2, "nobody waits: full chunks"
     together, _ = step_times(0)
     assert max(together) > 0.4, "0 switches it off"
+
+
+class RecordingPace:
+    """Bounds nothing and keeps what it is told."""
+
+    max_prompt_tokens = 1000
+
+    def __init__(self):
+        self.observed = []
+
+    def observe(self, *, num_decodes, num_prompt_tokens, step_s):
+        self.observed.append((num_decodes, num_prompt_tokens))
+
+
+def test_only_steps_that_gave_a_token_are_timed_g84():
+    """On a GPU a step without one has only been launched when the clock is read."""
+    config = EngineConfig(model=Path("unused"), device="cpu", num_pages=100, max_num_batched_tokens=100)
+    core = EngineCore(config, FakeModel(max_model_len=400))
+    core._pace = RecordingPace()
+    core.add(request("a", [5] * 150, 9, ignore_eos=True))
+    core.step()
+    assert core._pace.observed == []
+    core.step()
+    core.step()
+    core.add(request("b", [6] * 40, 9, ignore_eos=True))
+    core.step()
+    assert core._pace.observed == [(0, 50), (1, 0), (1, 40)]
 
 
 def test_a_negative_time_is_refused():
