@@ -71,7 +71,7 @@ class DecodeGraphs:
             for size in reversed(self.sizes):
                 try:
                     self._graphs[size] = self._capture(size)
-                except RuntimeError as error:  # out of memory, or a kernel that cannot be captured
+                except Exception as error:  # torch's or Triton's: out of memory, or a kernel that cannot be captured
                     raise EngineConfigError(
                         f"a decode step of {size} requests cannot be captured in a CUDA graph: {error}; "
                         "set enforce_eager to serve without graphs, or lower max_num_seqs or gpu_memory_utilization"

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from triton.runtime.errors import OutOfResources
 
 from engine import load
 from engine.config import EngineConfig
@@ -128,14 +129,17 @@ def test_every_number_of_requests_has_a_graph_that_wastes_little():
         assert size - count <= max(31 if count > 64 else 7, 0)
 
 
-def test_a_size_that_cannot_be_captured_is_named_with_the_ways_out(monkeypatch):
+@pytest.mark.parametrize("error", [RuntimeError("CUDA: out of memory"), OutOfResources(300, 200, "shared memory")])
+def test_a_size_that_cannot_be_captured_is_named_with_the_ways_out(monkeypatch, error):
+    """Triton's errors are no RuntimeErrors."""
+
     def fail(graphs, size):
-        raise RuntimeError("CUDA out of memory")
+        raise error
 
     monkeypatch.setattr(DecodeGraphs, "_capture", fail)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 0)
     graphs = DecodeGraphs(FakeModel(), [], page_size=4, max_num_seqs=4, max_model_len=8, spare_page=1)
-    with pytest.raises(EngineConfigError, match=r"step of 4 requests.*out of memory.*enforce_eager.*max_num_seqs"):
+    with pytest.raises(EngineConfigError, match=r"step of 4 requests.*out of .*enforce_eager.*max_num_seqs"):
         graphs.capture()
 
 
