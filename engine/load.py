@@ -13,9 +13,9 @@ from engine.cuda_graphs import DecodeGraphs, graph_sizes
 from engine.errors import EngineConfigError
 from engine.kv_cache import KvLayout, choose_cpu_pages, choose_cuda_pages
 from engine.runner import Model, ModelRunner
-from engine.sequence import Chunk, Sequence
 from engine.step_pace import StepPace
-from engine.types import EngineInfo, EngineRequest, LayerCheck, SamplingParams
+from engine.types import EngineInfo, LayerCheck
+from engine.warm_up import run_prompt, run_step_sizes
 from model.batch import LayerKv
 from moe.selfcheck import SelfCheckReport
 
@@ -84,7 +84,7 @@ def load_engine(config: EngineConfig, model: Model | None) -> LoadedEngine:
     def rehearse() -> None:
         num_tokens = min(step_tokens, max_model_len)
         kv = layout.allocate(-(-num_tokens // config.page_size), model.device)
-        _run_prompt(make_runner(kv), num_tokens)
+        run_prompt(make_runner(kv), num_tokens)
 
     if config.num_pages is not None:
         num_pages = config.num_pages
@@ -105,13 +105,15 @@ def load_engine(config: EngineConfig, model: Model | None) -> LoadedEngine:
         max_model_len = num_kv_tokens
     runner = make_runner(_allocate(layout, num_pages + uses_graphs, model.device))
     num_tokens = min(_WARM_UP_TOKENS, max_model_len)
-    _run_prompt(runner, num_tokens)
+    run_prompt(runner, num_tokens)
     if uses_graphs:
         runner.graphs = DecodeGraphs(
             model, runner.kv, page_size=config.page_size, max_num_seqs=config.max_num_seqs,
             max_model_len=max_model_len, spare_page=num_pages,
         )  # fmt: skip
         runner.graphs.capture()
+    if model.device.type == "cuda" and config.max_num_seqs > 1:
+        run_step_sizes(runner, min(step_tokens, max_model_len))
     logger.info("KV cache: %d pages of %d tokens, %.0f MiB", num_pages, config.page_size,
                 num_pages * layout.bytes_per_page / 2**20)  # fmt: skip
     return LoadedEngine(
@@ -147,10 +149,9 @@ def _measure_pace(config: EngineConfig, runner: ModelRunner, max_tokens: int) ->
     device = runner.model.device
     num_tokens = min(_PACE_TOKENS.get(device.type, _WARM_UP_TOKENS), max_tokens)
     if device.type == "cuda":
-        _run_prompt(runner, num_tokens)  # kernels compile for prompts of this length
         torch.cuda.synchronize(device)
     start_s = time.monotonic()
-    _run_prompt(runner, num_tokens)
+    run_prompt(runner, num_tokens)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return StepPace(target_ms / 1000, (time.monotonic() - start_s) / num_tokens)
@@ -233,14 +234,3 @@ def _choose_max_model_len(config: EngineConfig, model: Model) -> int:
             f"max_model_len is {config.max_model_len}: this model was made for at most {model.max_model_len} tokens"
         )
     return config.max_model_len
-
-
-def _run_prompt(runner: ModelRunner, num_tokens: int) -> None:
-    """One prompt of zeros on the first pages, then one token after it; what it writes is never read by a request."""
-    request = EngineRequest(request_id="warm-up", prompt_ids=[0] * num_tokens, sampling=SamplingParams(max_tokens=1))
-    seq = Sequence(request, stop_ids=frozenset(), seed=0)
-    seq.row = 0
-    seq.pages = list(range(-(-num_tokens // runner.page_size)))
-    runner.run([Chunk(seq, 0, num_tokens)])
-    if num_tokens > 1:
-        runner.run([Chunk(seq, num_tokens - 1, 1)])

@@ -16,7 +16,11 @@ import triton.language as tl
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit
+# Views of one buffer start at any element: their alignment must not be a reason to compile once more.
+_VIEWS = ["slots_ptr", "table_ptr", "query_start_ptr", "lens_ptr"]
+
+
+@triton.jit(do_not_specialize_on_alignment=_VIEWS)
 def rotate_and_store(
     q_ptr, k_ptr, v_ptr, rotation_ptr, slots_ptr, keys_ptr, values_ptr, q_stride, k_stride, v_stride,
     NUM_KV_HEADS: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
@@ -109,7 +113,7 @@ def _with_sink(acc_MV, max_M, sum_M, sinks_ptr, head_M, is_head_M, HAS_SINKS: tl
     return acc_MV / sum_M[:, None]
 
 
-@triton.jit(do_not_specialize=["table_stride", "num_parts"])
+@triton.jit(do_not_specialize=["table_stride", "num_parts"], do_not_specialize_on_alignment=_VIEWS)
 def decode(
     q_ptr, keys_ptr, values_ptr, table_ptr, query_start_ptr, lens_ptr, sinks_ptr, out_ptr, parts_ptr, stats_ptr,
     scale, q_stride, table_stride, num_parts,
@@ -168,7 +172,7 @@ def decode(
         tl.store(stats_ptr + 2 * place_R + 1, sum_R, mask=is_head_R)
 
 
-@triton.jit(do_not_specialize=["num_parts"])
+@triton.jit(do_not_specialize=["num_parts"], do_not_specialize_on_alignment=_VIEWS)
 def merge_parts(
     parts_ptr, stats_ptr, query_start_ptr, sinks_ptr, out_ptr, num_parts,
     NUM_HEADS: tl.constexpr, V: tl.constexpr, V_PAD: tl.constexpr, S_PAD: tl.constexpr,
@@ -219,7 +223,7 @@ def _request_of_block(query_start_ptr, block, num_requests, BLOCK_Q: tl.constexp
     return low
 
 
-@triton.jit(do_not_specialize=["table_stride", "num_requests"])
+@triton.jit(do_not_specialize=["table_stride", "num_requests"], do_not_specialize_on_alignment=_VIEWS)
 def prefill(
     q_ptr, keys_ptr, values_ptr, table_ptr, query_start_ptr, lens_ptr, sinks_ptr, out_ptr,
     num_requests, scale, q_stride, table_stride,

@@ -14,6 +14,7 @@ from engine.kv_cache import KvLayout, choose_cpu_pages, choose_cuda_pages
 from engine.load import load_engine
 from engine.runner import ModelRunner
 from engine.sequence import Chunk, Sequence
+from engine.warm_up import run_step_sizes
 from model.batch import KvLayerSpec
 from tests.engine.fakes import FakeModel
 from tests.engine.requests import request
@@ -187,3 +188,19 @@ def test_cuda_pages_are_what_weights_and_a_step_leave(monkeypatch):
     assert rehearsals == [1]
     with pytest.raises(EngineConfigError, match=r"gpu_memory_utilization is 0.1"):
         choose(0.1)
+
+
+def test_steps_of_every_size_run_beside_a_decode_before_the_first_request():
+    model = FakeModel()
+    layout = KvLayout(specs=tuple(model.kv_specs), page_size=4, dtype=torch.float32)
+    kv = layout.allocate(80, torch.device("cpu"))
+    runner = ModelRunner(model, kv, page_size=4, max_num_seqs=2, max_model_len=300)
+    sizes = []
+    run = runner.run
+    runner.run = lambda chunks: (sizes.append([chunk.num_tokens for chunk in chunks]), run(chunks))
+    run_step_sizes(runner, 300)
+    assert sizes == [[1, 63], [1, 127], [1, 255], [1, 299]]
+    sizes.clear()
+    run_step_sizes(runner, 10)
+    run_step_sizes(runner, 2)
+    assert sizes == [[1, 9]]

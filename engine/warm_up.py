@@ -1,0 +1,39 @@
+"""Steps that run before the first request, so that no kernel compiles or loads while somebody waits.
+
+What they write to the KV cache is never read by a request.
+"""
+
+from engine.runner import ModelRunner
+from engine.sequence import Chunk, Sequence
+from engine.types import EngineRequest, SamplingParams
+
+_FEWEST_TOKENS = 64
+
+
+def run_prompt(runner: ModelRunner, num_tokens: int) -> None:
+    """One prompt of zeros on the first pages, then one token after it."""
+    seq = _sequence(runner, num_tokens, row=0)
+    runner.run([Chunk(seq, 0, num_tokens)])
+    if num_tokens > 1:
+        runner.run([Chunk(seq, num_tokens - 1, 1)])
+
+
+def run_step_sizes(runner: ModelRunner, max_tokens: int) -> None:
+    """Steps of 64, 128, ... tokens: a prompt beside a request that decodes, as they meet under load.
+
+    Kernels of experts differ by the number of tokens. Needs places for two requests and room for `max_tokens`.
+    """
+    decoding = _sequence(runner, 2, row=0)
+    size = min(_FEWEST_TOKENS, max_tokens)
+    while size > 2:
+        prompt = _sequence(runner, size - 1, row=1)
+        runner.run([Chunk(decoding, 1, 1), Chunk(prompt, 0, size - 1)])
+        size = min(2 * size, max_tokens) if size < max_tokens else 0
+
+
+def _sequence(runner: ModelRunner, num_tokens: int, *, row: int) -> Sequence:
+    request = EngineRequest(request_id="warm-up", prompt_ids=[0] * num_tokens, sampling=SamplingParams(max_tokens=1))
+    seq = Sequence(request, stop_ids=frozenset(), seed=0)
+    seq.row = row
+    seq.pages = list(range(-(-num_tokens // runner.page_size)))
+    return seq
