@@ -158,7 +158,7 @@ def test_results_stand_in_the_order_of_their_calls_g23():
 
 
 def test_folding_and_the_bundled_template_read_a_message_a_constant_number_of_times_g80(monkeypatch):
-    """Results looked for their call in every message before: 9,000 calls kept other large bodies waiting for minutes."""
+    """Results looked for their call in all messages before: 9,000 calls kept other large bodies waiting for minutes."""
     num_read = 0
 
     def read(environment, value, name):
