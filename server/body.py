@@ -24,11 +24,17 @@ async def read_body(request: Request, model: type[Model], context: ServerContext
     Raises:
         RequestTimeout: it did not come within `receive_timeout`.
         BodyTooLarge: more than `max_body_bytes`, seen from the header or, without reading on, from the data.
-        BadRequest: no JSON, or not what the model allows; names the field.
+        BadRequest: compressed, no JSON, or not what the model allows; names the field.
         TooManyRequests: too many large bodies wait to be parsed.
         ClientDisconnect: the client left while sending, or before the body was parsed.
     """
     config = context.config
+    coding = request.headers.get("content-encoding", "identity")
+    if coding.lower() != "identity":
+        raise BadRequest(
+            f"Content-Encoding '{coding[:_MAX_NAME_CHARS]}' is not supported: send the body as it is",
+            code="unsupported_content_encoding",
+        )
     try:
         async with asyncio.timeout(config.receive_timeout):
             data = await _read_limited(request, config.max_body_bytes)
@@ -49,15 +55,21 @@ def _parse(data: bytes, model: type[Model]) -> Model:
     try:
         content = orjson.loads(data)
     except orjson.JSONDecodeError as error:
-        raise BadRequest(
-            f"the body is not valid JSON: {error.msg} at character {error.pos}", code="invalid_json"
-        ) from None
+        raise BadRequest(f"the body is not valid JSON: {_why_no_json(data, error)}", code="invalid_json") from None
     if not isinstance(content, dict):
         raise BadRequest("the body must be a JSON object", code="invalid_json")
     try:
         return model.model_validate(content)
     except ValidationError as error:
         raise _first_problem(error) from None
+
+
+def _why_no_json(data: bytes, error: orjson.JSONDecodeError) -> str:
+    try:
+        data.decode()
+    except UnicodeDecodeError as fault:
+        return f"byte {fault.start} is not UTF-8"
+    return f"{error.msg} at character {error.pos}"
 
 
 async def _read_limited(request: Request, max_bytes: int) -> bytes:

@@ -7,6 +7,7 @@ knows no template: `server.rehearsal` finds the folding that a conversation need
 
 import enum
 import itertools
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
@@ -109,15 +110,22 @@ def _with_results_in_order(messages: Sequence[PlainMessage], *, split_calls: boo
         if not split_calls:
             folded.append(message)
             end = next((i for i in range(index + 1, end) if messages[i]["role"] != "tool"), end)
+        results: dict[str, list[int]] = {}
+        for i in range(index + 1, end):
+            if "tool_call_id" in messages[i] and i not in taken:
+                results.setdefault(messages[i]["tool_call_id"], []).append(i)
+        num_left = Counter(call["id"] for call in calls)
         for number, call in enumerate(calls):
             if split_calls:
                 whole = message if number == 0 else {"role": "assistant", "content": ""}
                 folded.append({**whole, "tool_calls": [call]})
-            is_repeated = any(later["id"] == call["id"] for later in calls[number + 1 :])
-            results = [i for i in range(index + 1, end) if messages[i].get("tool_call_id") == call["id"]]
-            results = [i for i in results if i not in taken][: 1 if is_repeated else None]
-            taken.update(results)
-            folded += [messages[i] for i in results]
+            num_left[call["id"]] -= 1
+            found = results.pop(call["id"], [])
+            if num_left[call["id"]]:  # a later call has the same id: one result each, and the last call has the rest
+                results[call["id"]] = found[1:]
+                found = found[:1]
+            taken.update(found)
+            folded += [messages[i] for i in found]
     return folded
 
 

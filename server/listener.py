@@ -11,8 +11,9 @@ def bind(host: str, port: int) -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-    except OSError as error:
-        raise SettingError(f"--host: '{host}' is no address of this machine: {error.strerror}") from error
+    except (OSError, UnicodeError) as error:  # the latter for what no name of a host can be
+        reason = getattr(error, "strerror", None) or error
+        raise SettingError(f"--host: '{host}' is no address of this machine: {reason}") from error
     # With the protocol named, asyncio switches Nagle's algorithm off on connections; else small writes wait 40 ms.
     listener = socket.socket(family, kind, protocol)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -22,7 +22,7 @@ OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready"})
 """The only paths that never need a key."""
 
 _CLIENT_LEFT = 499  # what proxies write in their logs; nobody receives it
-_REQUEST_ID = re.compile(r"[\w.:-]{1,128}")
+_REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
 
 def error_response(error: ApiError) -> Response:

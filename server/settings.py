@@ -17,6 +17,7 @@ from server.errors import SettingError
 from server.options import OPTIONS
 
 PREFIX = "MOE_SERVE_"
+_SECRET = "api_key"  # one that is missing must not open the service
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
@@ -42,6 +43,8 @@ class Setting:
 
     def parse(self, value: Any, source: str) -> Any:
         """The value in the field's type, from text or from YAML. Raises SettingError naming the source."""
+        if value is None and (not self.is_optional or self.name == _SECRET):
+            raise SettingError(f"{source} has no value: give one, or remove it")
         if self.is_optional and (value is None or (self.kind is not str and value == "none")):
             return None
         try:
@@ -151,14 +154,14 @@ def make_parser(settings: Mapping[str, Setting], program: str, description: str)
 def gather(settings: Mapping[str, Setting], flags: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
     """Values that were given anywhere, by field name. Raises SettingError naming flag, variable or key.
 
-    An empty variable counts as unset, and a variable that a flag overrides is not read. But an empty key is refused:
-    whoever sets that variable wants a key, and a missing secret must not open the service.
+    An empty variable counts as unset, and a variable that a flag overrides is not read. But an empty key is refused,
+    in a file too: whoever sets it wants a key.
     """
     variables = {name: text for name, text in environ.items() if name.startswith(PREFIX) and text}
     file = flags.get("config", variables.pop(f"{PREFIX}CONFIG", None))
     by_variable = {setting.variable: setting for setting in settings.values()}
     values = {} if file is None else _from_file(settings, Path(file))
-    if environ.get(f"{PREFIX}API_KEY") == "" and "api_key" not in flags:
+    if environ.get(f"{PREFIX}API_KEY") == "" and _SECRET not in flags:
         raise SettingError(f"{PREFIX}API_KEY is empty: give a key, or remove the variable to serve without one")
     for name, text in variables.items():
         if name not in by_variable:
@@ -176,7 +179,8 @@ def _from_file(settings: Mapping[str, Setting], file: Path) -> dict[str, Any]:
 
     try:
         content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    # Constructors of YAML's own types raise what they like, ValueError for the date 2001-99-99 among others.
+    except (OSError, yaml.YAMLError, ValueError, AttributeError, RecursionError) as error:
         reason = " ".join(str(error).split())
         raise SettingError(f"--config: {file} cannot be read: {reason}") from error
     content = {} if content is None else content

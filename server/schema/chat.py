@@ -103,8 +103,6 @@ class ChatMessage(HistoryModel):
                 raise ValueError(f"a message of role '{self.role}' needs content")
             if self.tool_calls or self.reasoning or self.reasoning_content:
                 raise ValueError(f"a message of role '{self.role}' has neither tool_calls nor reasoning")
-        elif self.text is None and not (self.tool_calls or self.thought):
-            raise ValueError("an assistant message needs content or tool_calls")
         if self.role == "tool" and not self.tool_call_id:
             raise ValueError("a message of role 'tool' needs the tool_call_id of the call it answers")
         if self.role != "tool" and self.tool_call_id:

@@ -1,6 +1,7 @@
 """/v1/chat/completions over real HTTP with the official client: answers, tools, streaming, log-probabilities."""
 
 import json
+import re
 
 import pytest
 
@@ -282,6 +283,14 @@ def test_engine_error_in_a_stream_is_an_event(service, harmony):
     assert response.status_code == 200
     last = response.text.strip().split("\n\n")[-1]
     assert json.loads(last.removeprefix("data: "))["error"]["message"] == "the engine has stopped"
+
+
+@pytest.mark.parametrize("sent", [b"\xe9", b"\xc3\xa9", b"a" * 129, b"a b", b""])
+def test_a_request_id_that_cannot_be_sent_back_as_it_came_is_replaced(service, sent):
+    """One of Latin-1 letters came back in UTF-8."""
+    with service.http() as http:
+        given = http.get("/version", headers={"x-request-id": sent}).headers["x-request-id"]
+    assert re.fullmatch("[0-9a-f]{32}", given)
 
 
 def test_crash_shows_nothing_of_the_inside(service):

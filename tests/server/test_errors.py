@@ -1,5 +1,6 @@
 """Bad input over real HTTP: always the OpenAI error body, the right status, the field named, nothing else disturbed."""
 
+import gzip
 import socket
 
 import openai
@@ -48,7 +49,6 @@ CHAT_ERRORS = [
         "image_url",
     ),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content", "part 0"),
-    ({"messages": [{"role": "assistant"}]}, "messages[0]", "content or tool_calls"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0]", "tool_call_id"),
     (
         {"messages": [USER, {"role": "tool", "content": "x", "tool_call_id": "c9"}]},
@@ -243,3 +243,26 @@ def test_several_names(tokenizer, service):
         assert client.models.retrieve("org/two").id == "org/two"
         with pytest.raises(openai.NotFoundError):
             client.models.retrieve("three")
+
+
+@pytest.mark.parametrize("coding", ["gzip", "br", "x" * 100])
+def test_a_compressed_body_is_refused_by_its_coding(post, coding):
+    error = error_of(post(gzip.compress(b'{"messages": []}'), headers={"content-encoding": coding}))
+    assert error["code"] == "unsupported_content_encoding"
+    assert coding[:64] in error["message"]
+
+
+def test_an_identity_coding_is_none(post):
+    assert post({"messages": [USER]}, headers={"content-encoding": "Identity"}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b'{"messages": "\xe9"}', "byte 14 is not UTF-8"),
+        ('{"messages": "Hi"}'.encode("utf-16"), "byte 0 is not UTF-8"),
+        (b'{"messages": "\\ud800"}', "no low surrogate in string at character"),
+    ],
+)
+def test_a_body_that_is_not_utf_8_is_called_so(post, body, words):
+    assert words in error_of(post(body))["message"]

@@ -107,6 +107,24 @@ def test_a_refusal_is_what_the_assistant_said_g21(ask, service, tokenizer, messa
     assert f"<|message|>{words}<|end|>" in tokenizer.decode(service.engine.requests[-1].prompt_ids)
 
 
+@pytest.mark.parametrize(
+    "said", [{"content": None, "reasoning": None}, {}, {"content": None, "tool_calls": []}, {"refusal": ""}], ids=str
+)
+def test_an_answer_without_words_may_be_sent_back_g21_g24(ask, service, said):
+    """An answer that `max_tokens` cut while thinking has neither content nor calls."""
+    assert ask([USER, {"role": "assistant", "content": ""}, USER]).status_code == 200
+    assert ask([USER, {"role": "assistant", **said}, USER]).status_code == 200
+    written, sent_back = (request.prompt_ids for request in service.engine.requests[-2:])
+    assert sent_back == written
+
+
+def test_the_message_of_a_cut_answer_is_accepted_as_it_came_g21(ask):
+    message = ask(transcript="<|channel|>", max_tokens=1).json()["choices"][0]["message"]
+    assert message["content"] is None
+    response = ask([USER, message, USER])
+    assert response.status_code == 200, response.text
+
+
 @pytest.mark.parametrize("function", [{"name": "f"}, {"name": "f", "arguments": None}, {"name": "f", "arguments": {}}])
 def test_missing_and_null_arguments_are_an_empty_object_g21(ask, service, tokenizer, function):
     turn = {"role": "assistant", "tool_calls": [{"id": "c1", "function": function}]}

@@ -79,7 +79,7 @@ def test_the_command_hands_the_folder_to_the_engine(monkeypatch, tmp_path):
 
 def test_flag_beats_variable_beats_file(tmp_path):
     file = tmp_path / "settings.yaml"
-    file.write_text("port: 1\nhost: from-file\nmax_num_seqs: 3\nserved_model_name: [a, b]\napi_key: null\n")
+    file.write_text("port: 1\nhost: from-file\nmax_num_seqs: 3\nserved_model_name: [a, b]\nrevision: null\n")
     environ = {"MOE_SERVE_PORT": "2", "MOE_SERVE_HOST": "from-variable", "OTHER": "x"}
     server, engine = configs_of(["--config", str(file), "--port", "3"], environ)
     assert (server.port, server.host, engine.max_num_seqs) == (3, "from-variable", 3)
@@ -205,6 +205,14 @@ def test_a_variable_that_a_flag_overrides_is_not_parsed_g03():
         ("port: true", "port: True is not a whole number"),
         ("- port", "keys and values"),
         ("port: [", "cannot be read"),
+        ("port: 2001-99-99", "cannot be read: month must be in 1..12"),
+        ('port: !!int "x"', "cannot be read"),
+        ("port: !!timestamp x", "cannot be read"),
+        ("[" * 5000, "cannot be read"),
+        ("host:", "host has no value"),
+        ("model: null", "model has no value"),
+        ("api_key:", "api_key has no value"),
+        ("api_key: ~", "api_key has no value"),
     ],
 )
 def test_refusals_of_a_file(tmp_path, content, words):
@@ -239,6 +247,8 @@ def test_bad_starts_end_with_one_line(tmp_path):
             (["--model", str(ROOT / "pyproject.toml")], "is a file"),
             (["--port", str(port)], f"cannot listen on 127.0.0.1:{port}: address already in use"),
             (["--host", "no.such.host.invalid"], "--host"),
+            (["--host", "a" * 70], "label too long"),
+            (["--host", "a..b"], "label empty or too long"),
         ]
         for argv, words in cases:
             done = run_command(*argv)

@@ -14,12 +14,13 @@ from loaders.tokenizer import load_tokenizer
 from server.config import ServerConfig
 from server.convert import Converter
 from server.errors import BadRequest
-from server.folding import all_foldings
+from server.folding import Folding, all_foldings, fold
 from server.prompt import ChatTemplate
 from server.rehearsal import Rehearsal, condensed, shape_of
 from server.sampling_defaults import SamplingDefaults
 from server.schema.chat import ChatCompletionRequest
 from server.schema.completions import TokenizeRequest
+from server.template_environment import TemplateEnvironment
 from tests.server.conftest import ASSETS, WEATHER, FakeEngine
 
 FOLDER = Path(__file__).parent / "templates"
@@ -154,6 +155,42 @@ def test_results_stand_in_the_order_of_their_calls_g23():
     for name in ("deepseek_r1", "deepseek_v31"):
         in_order = prompt(name, [USER, turn, result("c1", "one"), result("c2", "two")])
         assert in_order == prompt(name, [USER, turn, result("c2", "two"), result("c1", "one")])
+
+
+def test_folding_and_the_bundled_template_read_a_message_a_constant_number_of_times_g80(monkeypatch):
+    """Results looked for their call in all messages before: 9,000 calls kept other large bodies waiting for minutes."""
+    num_read = 0
+
+    def read(environment, value, name):
+        nonlocal num_read
+        num_read += 1
+        return getattr_of(environment, value, name)
+
+    class Message(dict):
+        def __getitem__(self, key):
+            nonlocal num_read
+            num_read += 1
+            return super().__getitem__(key)
+
+        def get(self, key, default=None):
+            nonlocal num_read
+            num_read += 1
+            return super().get(key, default)
+
+    getattr_of = TemplateEnvironment.getattr
+    monkeypatch.setattr(TemplateEnvironment, "getattr", read)
+    template = ChatTemplate(TOKENIZER)
+    counts = []
+    for num_calls in (40, 80):
+        ids = [f"c{i}" for i in range(num_calls)]
+        calls = [{"id": i, "function": {"name": "f", "arguments": "{}"}} for i in ids]
+        results = [Message(result(i, "r")) for i in reversed(ids)]
+        messages = [Message(USER), Message(role="assistant", content="", tool_calls=calls), *results] * 2
+        num_read = 0
+        for folding in (Folding(), Folding(split_calls=True)):
+            template.text(messages=fold(messages, folding))
+        counts.append(num_read)
+    assert counts[1] < 2.2 * counts[0]
 
 
 def test_repeated_call_ids_keep_their_results_g23():
