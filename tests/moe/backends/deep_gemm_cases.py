@@ -24,7 +24,9 @@ from tests.moe.dispatch import several_ranks
 
 E, K, H, I = 8, 3, 256, 128
 LL_H = 2048
-QUANTIZED = 1e-3  # both sides round activations alike; what is left is the order of fp32 sums near a tie
+# Both sides round activations alike, but fp32 sums in another order may put a value on the other side of a tie: an E4M3
+# code more or less gave few tokens an error of 1.8e-3 on a CPU without AVX-512. A fault gives 2e-2 and more.
+QUANTIZED = 4e-3
 BACKEND = DeepGemmBackend()
 DEEPSEEK_V4 = Activation(limit=10.0)
 
