@@ -23,7 +23,7 @@ from benchmarks.moe_groups import Group, batches
 from benchmarks.moe_measure import LayerBench, Row, Settings
 from benchmarks.moe_sweep import SearchSettings, search_batch
 from benchmarks.moe_warm import Job, compile_all
-from moe.cpus import usable_cpus
+from moe.cpu.threads import usable_cpus
 
 DEVICE = torch.device("cuda")
 MODELS = {

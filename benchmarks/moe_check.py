@@ -6,8 +6,8 @@ import torch
 
 from benchmarks.moe_cases import LayerCase
 from benchmarks.moe_contenders import Contender
+from moe.check.reference import reference_moe
 from moe.formats import ExpertWeights
-from moe.twin import moe_twin
 from moe.types import StandardTopK
 
 MAX_ROWS = 512  # tokens that the twin computes
@@ -40,7 +40,7 @@ def expect(
     others = torch.randperm(num_tokens, generator=generator, device=generator.device)
     others = others[others > 2][: MAX_ROWS - 3].to(x_TH.device)
     rows = torch.cat((torch.arange(min(3, num_tokens), device=x_TH.device), others))
-    want = moe_twin(x_TH[rows], StandardTopK(topk.weights[rows], ids[rows]), experts, case.activation)
+    want = reference_moe(x_TH[rows], StandardTopK(topk.weights[rows], ids[rows]), experts, case.activation)
     return Expected(
         x_TH=x_TH, topk=topk, gappy=gappy, rows_R=rows, want_RH=want,
         is_whole_R=(topk.ids[rows] == ids[rows]).all(dim=1), max_error=MAX_ERROR[experts.format_name],

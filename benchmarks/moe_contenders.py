@@ -23,8 +23,8 @@ from moe.kernels.plan import Plan
 from moe.registry import load_backend
 from moe.runner import MoeRunner
 from moe.topology import Topology
-from moe.tuning import tune_layer
-from moe.tuning_cache import TuningCache
+from moe.tune.cache import TuningCache
+from moe.tune.layers import tune_layer
 from moe.types import StandardDispatchOutput, StandardTopK
 
 

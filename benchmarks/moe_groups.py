@@ -68,11 +68,19 @@ class Group:
 
 def _kernels(plan: Plan, num_tokens: int) -> Iterator[tuple[int, ...]]:
     """(bodies, what else tells them apart) of the kernels of both matrices."""
-    num_looked_up = num_tokens if plan.direct and num_tokens > plan.block_m else 0
+    num_looked_up = num_tokens if plan.is_direct and num_tokens > plan.block_m else 0
     special = (num_tokens == 1, num_tokens % 16 == 0)  # sizes that the compiler makes kernels of their own for
-    shared = (plan.heights, plan.direct, plan.block_m, plan.by_expert, plan.fp8_activations, num_looked_up, *special)
-    yield (*shared, 1, plan.block_n_1, plan.warps_1, plan.stages_1)
-    yield (*shared, 2, plan.block_n_2, plan.warps_2, plan.stages_2, plan.split_k)
+    shared = (
+        plan.num_tile_heights,
+        plan.is_direct,
+        plan.block_m,
+        plan.by_expert,
+        plan.fp8_activations,
+        num_looked_up,
+        *special,
+    )
+    yield (*shared, 1, plan.block_n_1, plan.num_warps_1, plan.num_stages_1)
+    yield (*shared, 2, plan.block_n_2, plan.num_warps_2, plan.num_stages_2, plan.split_k)
 
 
 def batches(groups: list[Group], free_bytes: float, num_cores: int) -> list[list[Group]]:

@@ -105,8 +105,9 @@ def _splits(case: LayerCase, num_tokens: int) -> tuple[int, ...]:
 
 def _direct(block_m: int, by_expert: bool, one: Tile, two: Tile, split_k: int) -> Plan:
     return Plan(
-        direct=True, block_m=block_m, by_expert=by_expert, split_k=split_k, pdl=True,
-        block_n_1=one[0], warps_1=one[1], stages_1=one[2], block_n_2=two[0], warps_2=two[1], stages_2=two[2],
+        is_direct=True, block_m=block_m, by_expert=by_expert, split_k=split_k, pdl=True,
+        block_n_1=one[0], num_warps_1=one[1], num_stages_1=one[2],
+        block_n_2=two[0], num_warps_2=two[1], num_stages_2=two[2],
     )  # fmt: skip
 
 
@@ -120,13 +121,14 @@ def _grouped_plans(case: LayerCase, num_tokens: int, format_name: str) -> Iterat
     for block_m, pairs in _GROUPED[format_name].items():
         if 2 * rows <= 3 * block_m and (block_m == LOWEST or 3 * block_m < 8 * rows):
             more = [(_MIDDLE, _MIDDLE)] if is_small else []
-            heights = 1 if is_small and block_m == 32 else _HEIGHTS[block_m]
+            num_tile_heights = 1 if is_small and block_m == 32 else _HEIGHTS[block_m]
             for (one, two), tile_group in product(pairs + more, _tile_groups(block_m, is_small)):
                 yield Plan(
-                    direct=False, block_m=block_m, heights=heights, tile_group=tile_group, pdl=True,
+                    is_direct=False, block_m=block_m, num_tile_heights=num_tile_heights, tile_group=tile_group,
+                    pdl=True,
                     fp8_activations=format_name == "fp8_block" and block_m == TALLEST,
-                    block_n_1=one[0], warps_1=one[1], stages_1=one[2],
-                    block_n_2=two[0], warps_2=two[1], stages_2=two[2],
+                    block_n_1=one[0], num_warps_1=one[1], num_stages_1=one[2],
+                    block_n_2=two[0], num_warps_2=two[1], num_stages_2=two[2],
                 )  # fmt: skip
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.moe_cases import CASES
+from moe.choose.ranking import PREFERENCE
 from moe.kernels.plan import Plan
-from moe.ranking import PREFERENCE
 
 TABLES = Path(__file__).resolve().parents[1] / "moe" / "tables"
 NEARLY = 1.03  # times the time of the fastest
@@ -56,7 +56,7 @@ def plan_entries(rows: list[Entry], source: str) -> list[Entry]:
     for (model, format_name, card), own in _grouped(rows, "model", "format", "card").items():
         best = {tokens: _best(some) for (tokens,), some in _grouped(own, "tokens").items()}
         counts = sorted(best)
-        if best[counts[-1]]["plan"]["direct"]:
+        if best[counts[-1]]["plan"]["is_direct"]:
             raise ValueError(f"{model} {format_name}: the best plan at {counts[-1]} tokens is direct, which cannot "
                              f"serve all counts above; measure more tokens")  # fmt: skip
         bounds = [*(math.isqrt(low * high) for low, high in pairwise(counts)), None]

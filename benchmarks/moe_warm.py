@@ -11,7 +11,7 @@ import torch
 from benchmarks import moe_contenders
 from benchmarks.moe_cases import CASES, id_sets, random_experts
 from benchmarks.moe_contenders import Contender
-from moe.cpus import usable_cpus
+from moe.cpu.threads import usable_cpus
 
 LAYERS_PER_PROCESS = 4  # canonical and prepared weights, and what lies between them
 CONTEXT_BYTES = 1e9  # of a process on the card

@@ -49,11 +49,11 @@ def choose_cpu_pages(layout: KvLayout, *, max_num_seqs: int, max_model_len: int)
 
 
 def choose_cuda_pages(
-    layout: KvLayout, *, device: torch.device, utilization: float, sampling_bytes: int, rehearse: Callable[[], None]
+    layout: KvLayout, *, device: torch.device, utilization: float, sampling_bytes: int, profile_run: Callable[[], None]
 ) -> int:
     """Pages that fit beside the weights and the activations of the largest step.
 
-    `rehearse` runs such a step on a cache of its own; what it needs on top of the memory in use is set aside, and
+    `profile_run` runs such a step on a cache of its own; what it needs on top of the memory in use is set aside, and
     `sampling_bytes` for choosing tokens after it.
 
     Raises:
@@ -62,7 +62,7 @@ def choose_cuda_pages(
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     before_bytes = torch.cuda.memory_allocated(device)
-    rehearse()
+    profile_run()
     torch.cuda.synchronize(device)
     step_bytes = torch.cuda.max_memory_allocated(device) - before_bytes + sampling_bytes
     torch.cuda.empty_cache()

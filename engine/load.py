@@ -17,7 +17,7 @@ from engine.step_pace import StepPace
 from engine.types import EngineInfo, LayerCheck
 from engine.warm_up import run_prompt, run_step_sizes
 from model.batch import LayerKv
-from moe.selfcheck import SelfCheckReport
+from moe.check.selfcheck import SelfCheckReport
 
 _DEFAULT_STEP_TOKENS = {"cpu": 512, "cuda": 8192}
 _DEFAULT_STEP_MS = 60
@@ -81,7 +81,7 @@ def load_engine(config: EngineConfig, model: Model | None) -> LoadedEngine:
             model, kv, page_size=config.page_size, max_num_seqs=config.max_num_seqs, max_model_len=max_model_len
         )
 
-    def rehearse() -> None:
+    def profile_run() -> None:
         num_tokens = min(step_tokens, max_model_len)
         kv = layout.allocate(-(-num_tokens // config.page_size), model.device)
         run_prompt(make_runner(kv), num_tokens)
@@ -95,7 +95,7 @@ def load_engine(config: EngineConfig, model: Model | None) -> LoadedEngine:
             utilization=config.gpu_memory_utilization,
             sampling_bytes=_SAMPLING_BYTES_PER_LOGIT * config.max_num_seqs * model.vocab_size
             + (_graph_bytes(config, model) if uses_graphs else 0),
-            rehearse=rehearse,
+            profile_run=profile_run,
         )
     else:
         num_pages = choose_cpu_pages(layout, max_num_seqs=config.max_num_seqs, max_model_len=max_model_len)
@@ -171,9 +171,9 @@ def _build_model(config: EngineConfig) -> Model:
     from model.config import ModelSettings
     from model.registry import build_model
     from moe import MoeA2ABackend, MoeBackend
-    from moe.autotune import tuning_token_counts
     from moe.dispatch.deepep_settings import DeepepMode, DeepepSettings
-    from moe.tuning import TuningSettings
+    from moe.tune.layers import TuningSettings
+    from moe.tune.policy import tuning_token_counts
 
     choices: dict[str, Any] = {
         name: getattr(config, name) for name in ("router_logits_dtype", "attention_backend", "load_format", "selfcheck")

@@ -10,7 +10,7 @@ import torch
 from engine.sequence import Sequence, has_penalties
 
 
-class SeenTokens:
+class TokenCounts:
     """Which tokens a sequence has met, as dense rows on the device, brought up to date from its token list."""
 
     def __init__(self, seq: Sequence, vocab_size: int, device: torch.device) -> None:
@@ -27,12 +27,12 @@ class SeenTokens:
             self.num_counted = len(seq.token_ids)
 
 
-class LogitRules:
+class LogitsProcessors:
     """What changes the logits of one sequence; kept as its `sampler_state`."""
 
     def __init__(self, seq: Sequence, vocab_size: int, device: torch.device) -> None:
         sampling = seq.sampling
-        self.seen = SeenTokens(seq, vocab_size, device) if has_penalties(seq) else None
+        self.seen = TokenCounts(seq, vocab_size, device) if has_penalties(seq) else None
         self.bias_ids = torch.tensor(list(sampling.logit_bias), dtype=torch.int64, device=device)
         self.bias = torch.tensor(list(sampling.logit_bias.values()), dtype=torch.float32, device=device)
         self.stop_ids = torch.tensor(sorted(seq.stop_ids), dtype=torch.int64, device=device)
@@ -48,7 +48,7 @@ class LogitRules:
             logits_V[self.stop_ids] = float("-inf")
 
 
-def _penalize(logits_V: torch.Tensor, seen: SeenTokens, seq: Sequence) -> None:
+def _penalize(logits_V: torch.Tensor, seen: TokenCounts, seq: Sequence) -> None:
     sampling = seq.sampling
     if sampling.repetition_penalty != 1.0:
         factor = sampling.repetition_penalty
@@ -67,5 +67,5 @@ def apply_rules(logits_RV: torch.Tensor, seqs: ListLike[Sequence]) -> None:
         sampling = seq.sampling
         if sampling.logit_bias or sampling.min_tokens or has_penalties(seq):
             if seq.sampler_state is None:
-                seq.sampler_state = LogitRules(seq, logits_RV.shape[1], logits_RV.device)
+                seq.sampler_state = LogitsProcessors(seq, logits_RV.shape[1], logits_RV.device)
             seq.sampler_state.apply(logits_RV[row], seq)

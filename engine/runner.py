@@ -14,7 +14,7 @@ import torch
 from engine.cuda_graphs import DecodeGraphs
 from engine.sequence import Chunk
 from model.batch import ForwardBatch, KvLayerSpec, LayerKv
-from moe.selfcheck import SelfCheckReport
+from moe.check.selfcheck import SelfCheckReport
 
 
 class MoePath(Protocol):
@@ -82,17 +82,17 @@ class ModelRunner:
         num_pages = -(-max(seq_lens) // self.page_size)
         table_rows = self._update_table(chunks)
 
-        narrow = np.empty(num_chunks * (2 + num_pages) + 1, dtype=np.int32)
+        ints32 = np.empty(num_chunks * (2 + num_pages) + 1, dtype=np.int32)
         if query_lens.count(1) == num_rows.count(1) == num_chunks:
-            narrow[: 2 * num_chunks + 1] = [*range(num_chunks + 1), *seq_lens]
-            wide = self._decode_numbers(chunks)
+            ints32[: 2 * num_chunks + 1] = [*range(num_chunks + 1), *seq_lens]
+            ints64 = self._decode_numbers(chunks)
         else:
-            narrow[0] = 0
-            np.cumsum(query_lens, out=narrow[1 : num_chunks + 1])
-            narrow[num_chunks + 1 : 2 * num_chunks + 1] = seq_lens
-            wide = self._mixed_numbers(chunks, narrow[1 : num_chunks + 1], table_rows, num_rows)
-        narrow[2 * num_chunks + 1 :].reshape(num_chunks, num_pages)[:] = self._page_table[table_rows, :num_pages]
-        return self._to_batch(wide, narrow, query_lens, seq_lens)
+            ints32[0] = 0
+            np.cumsum(query_lens, out=ints32[1 : num_chunks + 1])
+            ints32[num_chunks + 1 : 2 * num_chunks + 1] = seq_lens
+            ints64 = self._mixed_numbers(chunks, ints32[1 : num_chunks + 1], table_rows, num_rows)
+        ints32[2 * num_chunks + 1 :].reshape(num_chunks, num_pages)[:] = self._page_table[table_rows, :num_pages]
+        return self._to_batch(ints64, ints32, query_lens, seq_lens)
 
     def _decode_numbers(self, chunks: list[Chunk]) -> np.ndarray:
         """Ids, positions, slots and logit rows, each chunk one token; for so few, lists beat array operations."""
@@ -110,8 +110,8 @@ class ModelRunner:
         """The same for chunks of any length; chunk b ends before row `query_ends[b]` of T."""
         query_lens = [chunk.num_tokens for chunk in chunks]
         num_tokens = int(query_ends[-1])
-        wide = np.empty(3 * num_tokens + sum(num_rows), dtype=np.int64)
-        input_ids, positions, slots = wide[: 3 * num_tokens].reshape(3, num_tokens)
+        ints64 = np.empty(3 * num_tokens + sum(num_rows), dtype=np.int64)
+        input_ids, positions, slots = ints64[: 3 * num_tokens].reshape(3, num_tokens)
         input_ids[:] = [token for chunk in chunks for token in chunk.seq.token_ids[chunk.start : chunk.end]]
         ends = np.array([chunk.end for chunk in chunks])
         positions[:] = np.arange(num_tokens) + np.repeat(ends - query_ends, query_lens)
@@ -119,8 +119,8 @@ class ModelRunner:
         slots[:] = self._page_table[np.repeat(table_rows, query_lens), page_index]
         slots *= self.page_size
         slots += offset
-        wide[3 * num_tokens :] = _last_rows(query_ends, num_rows)
-        return wide
+        ints64[3 * num_tokens :] = _last_rows(query_ends, num_rows)
+        return ints64
 
     def _update_table(self, chunks: list[Chunk]) -> list[int]:
         """Copy pages that sequences got since their last step; the table lines of the chunks."""
@@ -134,10 +134,10 @@ class ModelRunner:
         return rows
 
     def _to_batch(
-        self, wide: np.ndarray, narrow: np.ndarray, query_lens: list[int], seq_lens: list[int]
+        self, ints64: np.ndarray, ints32: np.ndarray, query_lens: list[int], seq_lens: list[int]
     ) -> ForwardBatch:
         device = self.model.device
-        wide_tensor, narrow_tensor = torch.from_numpy(wide), torch.from_numpy(narrow)
+        wide_tensor, narrow_tensor = torch.from_numpy(ints64), torch.from_numpy(ints32)
         if device.type != "cpu":
             wide_tensor = wide_tensor.to(device, non_blocking=True)
             narrow_tensor = narrow_tensor.to(device, non_blocking=True)

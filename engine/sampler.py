@@ -1,4 +1,5 @@
-"""Chooses the next token of every row. Rules on logits, filters and random numbers are `logits`, `filters`, `draws`.
+"""Chooses the next token of every row. Logits processors, filters and random numbers live in `logits`, `filters` and
+`counter_rng`.
 
 Shape letters: R rows (sequences that sample in this step), V vocabulary.
 
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.draws import uniform
+from engine.counter_rng import uniform
 from engine.filters import filter_probs, is_filtered
 from engine.logits import apply_rules
 from engine.logprobs import token_logprobs

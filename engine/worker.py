@@ -165,7 +165,7 @@ def build_core(setup: WorkerSetup) -> "EngineCore":
     import torch
 
     from engine.core import EngineCore
-    from moe.cpus import usable_cpus
+    from moe.cpu.threads import usable_cpus
 
     # One core stays free for the HTTP process: OpenMP's threads spin at their barriers, so a step that shares its last
     # core with anything else is many times slower, not a little.

@@ -16,7 +16,7 @@ from loaders.experts import ExpertShard
 from loaders.hf_config import HfConfig
 from moe import MoeA2ABackend, MoeBackend
 from moe.dispatch.deepep_settings import DeepepSettings
-from moe.tuning import TuningSettings
+from moe.tune.layers import TuningSettings
 
 _ROUTER_DTYPES = ("auto", "float32", "bfloat16")
 _LOAD_FORMATS = ("auto", "dummy")

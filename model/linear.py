@@ -1,4 +1,4 @@
-"""Dense linear layers. How a matrix product is best done on a CPU is known in one place, `moe.cpu_linear`.
+"""Dense linear layers. How a matrix product is best done on a CPU is known in one place, `moe.cpu.linear`.
 
 There, fp32 weights that fp16 holds exactly (bf16 checkpoints) are packed for FBGEMM, which beats MKL two to six times
 at 1 to 16 rows; others multiply as `W @ x.T`. On GPUs and in bf16 it is `F.linear`.
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from moe.cpu_linear import make_linear
+from moe.cpu.linear import make_linear
 
 
 class Linear(nn.Module):

@@ -31,7 +31,7 @@ def load_model(family: Family, folder: Path, settings: ModelSettings, group: Any
     """Build the model of `family` from the checkpoint in `folder`; arguments and errors as `build_model` says."""
     source = _open(family, folder, settings)
     family.skip_unneeded(source)
-    check_shapes(source, family.rules(source))
+    check_shapes(source, family.tensor_specs(source))
     layers = range(family.num_layers)
     attention = make_attention(
         settings.attention_backend, [family.attention_spec(layer) for layer in layers], settings.device
@@ -67,7 +67,7 @@ def load_model(family: Family, folder: Path, settings: ModelSettings, group: Any
 
 def _open(family: Family, folder: Path, settings: ModelSettings) -> TensorSource:
     if settings.load_format == "dummy":
-        return DummyCheckpoint(dummy_shapes(family.rules(None)), device=settings.device)
+        return DummyCheckpoint(dummy_shapes(family.tensor_specs(None)), device=settings.device)
     source = RenamedSource(Checkpoint.open(folder), with_model_prefix)
     if family.is_head_tied and EMBEDDING_WEIGHT not in source and HEAD_WEIGHT in source:
         # Of two tensors that share memory, safetensors keeps the one whose name sorts first.

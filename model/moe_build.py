@@ -10,18 +10,18 @@ from model.config import ModelSettings
 from model.families.base import MoeParts, MoeShape
 from model.moe_layer import Gate, MoeLayer
 from moe import MoeA2ABackend, MoeBackend, MoeRunner, MoeRunnerConfig, Topology
-from moe.autotune import OneRank, TorchRanks
+from moe.check.selfcheck import check_layer
+from moe.choose.select import choose_backend
 from moe.dispatch.base import Dispatcher
-from moe.dispatch.payload import Payload, choose_payload
+from moe.dispatch.dtype import DispatchDtype, choose_dispatch_dtype
 from moe.dispatch.round_trip import check_round_trip
-from moe.dispatch.transport import LayerTransport, Transport, build_transport, dispatch_formats
+from moe.dispatch.transport import DispatchSpec, Transport, build_transport, dispatch_formats
 from moe.errors import MoeConfigError
 from moe.formats import ExpertWeights
 from moe.registry import load_backend
 from moe.routing import TopK
-from moe.select import choose_backend
-from moe.selfcheck import check_layer
-from moe.tuning import LayerTuner
+from moe.tune.layers import LayerTuner
+from moe.tune.policy import SingleRank, TorchGroup
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class MoeBuilder:
         self._backends: dict[str, MoeBackend] = {}  # chosen once for each number format
         self._paths: dict[int, _Path] = {}
         self._transport: Transport | None = None
-        self._tuner = LayerTuner(settings.tuning, OneRank() if group is None else TorchRanks(group))
+        self._tuner = LayerTuner(settings.tuning, SingleRank() if group is None else TorchGroup(group))
 
     def resolve(self, layer: int, format_name: str) -> None:
         """Choose a backend for a layer's format and build its runner; no weight is needed.
@@ -88,7 +88,7 @@ class MoeBuilder:
             paths[0].runner.config,
             group=self._group,
             settings=self.settings.deepep,
-            payloads={self._payload(path) for path in paths},
+            dispatch_dtypes={self._dispatch_dtype(path) for path in paths},
             backends={path.runner.backend for path in paths},
         )
 
@@ -103,13 +103,13 @@ class MoeBuilder:
         runner, backend = path.runner, load_backend(path.runner.backend)
         experts = _to_device(read_experts(), self.settings.device)
         scales = experts.layer_input_scales
-        payload = self._payload(path, knows_input_scale=scales is not None)
-        topology = dataclasses.replace(self.topology, payload=payload)
+        dispatch_dtype = self._dispatch_dtype(path, knows_input_scale=scales is not None)
+        topology = dataclasses.replace(self.topology, dispatch_dtype=dispatch_dtype)
         quant_info = self._tuner.tuned(runner, backend.prepare(experts, runner.config, topology), experts, topology)
-        wants = LayerTransport(
+        wants = DispatchSpec(
             backend=runner.backend,
-            payload=payload,
-            input_scale=scales[0] if scales and payload is Payload.NVFP4 else None,
+            dispatch_dtype=dispatch_dtype,
+            input_scale=scales[0] if scales and dispatch_dtype is DispatchDtype.NVFP4 else None,
             quantize=backend.dispatch_quantizer(quant_info),
         )
         dispatcher = self._connected().dispatcher(wants)
@@ -144,10 +144,10 @@ class MoeBuilder:
             max_num_tokens=settings.max_num_tokens,
         )
 
-    def _payload(self, path: _Path, *, knows_input_scale: bool = False) -> Payload:
+    def _dispatch_dtype(self, path: _Path, *, knows_input_scale: bool = False) -> DispatchDtype:
         """What a layer's tokens travel as; all dispatch formats of a transport carry the same."""
         backend = path.runner.backend
-        return choose_payload(
+        return choose_dispatch_dtype(
             backend,
             path.runner.dispatch_formats[-1],
             path.format_name,
@@ -166,7 +166,7 @@ class MoeBuilder:
         return selfcheck == "all" or (selfcheck == "first" and layer == min(self._paths))
 
     def _check_transport(
-        self, dispatcher: Dispatcher[Any, Any], runner: MoeRunner, topology: Topology, wants: LayerTransport
+        self, dispatcher: Dispatcher[Any, Any], runner: MoeRunner, topology: Topology, wants: DispatchSpec
     ) -> None:
         """One round trip, where tokens or sums cross ranks."""
         if topology.is_partial or topology.a2a is not MoeA2ABackend.NONE:

@@ -13,10 +13,10 @@ from torch.nn import functional as F
 from model.linear import GatedMlp
 from moe import BypassedTopK, MoeA2ABackend, MoeRunner
 from moe.backends.c_compiler import missing_for_triton
+from moe.check.selfcheck import SelfCheckReport
 from moe.dispatch.base import Dispatcher, mode_options
 from moe.registry import load_backend
 from moe.routing import TopK
-from moe.selfcheck import SelfCheckReport
 from moe.types import TopKOutput
 
 

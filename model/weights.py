@@ -1,6 +1,6 @@
 """From a checkpoint's tensors to dense tensors on the device, with shapes checked against config.json beforehand.
 
-A family states each tensor once, as a `TensorRule`: the same list checks the headers before anything is read, and gives
+A family states each tensor once, as a `TensorSpec`: the same list checks the headers before anything is read, and gives
 `--load-format dummy` its shapes.
 """
 
@@ -18,7 +18,7 @@ _NVFP4_GROUP = 16
 
 
 @dataclass(frozen=True, slots=True)
-class TensorRule:
+class TensorSpec:
     """One tensor the model needs. `keys`: the config.json keys its shape comes from, for messages.
 
     `is_linear`: `name` is the prefix of a linear layer that may be stored in any format, `shape` its [N, K].
@@ -32,28 +32,28 @@ class TensorRule:
     dtype: torch.dtype = torch.bfloat16
 
 
-def check_shapes(source: TensorSource, rules: Iterable[TensorRule]) -> None:
-    """Compare headers with the rules; reads no weight.
+def check_shapes(source: TensorSource, specs: Iterable[TensorSpec]) -> None:
+    """Compare headers with the specs; reads no weight.
 
     Raises:
         CheckpointError: (of the loaders) a tensor is missing or half a scale set.
         UnsupportedModelError: a shape that contradicts config.json (names tensor and config keys), or a bias where
             this architecture has none (names the tensor).
     """
-    rules = list(rules)
-    known = {rule.name for rule in rules}
-    for rule in rules:
+    specs = list(specs)
+    known = {spec.name for spec in specs}
+    for spec in specs:
         shape: tuple[int, ...]
-        if rule.is_linear:
-            _refuse_unknown_bias(source, rule.name, known)
-            layout = inspect_linear(source, rule.name)
+        if spec.is_linear:
+            _refuse_unknown_bias(source, spec.name, known)
+            layout = inspect_linear(source, spec.name)
             meta, shape = layout.weight, layout.shape
         else:
-            meta = source.meta(rule.name)
+            meta = source.meta(spec.name)
             shape = meta.shape
-        if shape != rule.shape:
+        if shape != spec.shape:
             raise UnsupportedModelError(
-                f"{meta.where}: its shape is {list(shape)}, but {rule.keys} in config.json make it {list(rule.shape)}"
+                f"{meta.where}: its shape is {list(shape)}, but {spec.keys} in config.json make it {list(spec.shape)}"
             )
 
 
@@ -66,23 +66,23 @@ def _refuse_unknown_bias(source: TensorSource, prefix: str, known: set[str]) -> 
         )
 
 
-def dummy_shapes(rules: Iterable[TensorRule]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+def dummy_shapes(specs: Iterable[TensorSpec]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """Dtype and shape of every stored tensor of a published checkpoint, scales included, by name."""
     shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
-    for rule in rules:
-        if not rule.is_linear:
-            shapes[rule.name] = (rule.dtype, rule.shape)
+    for spec in specs:
+        if not spec.is_linear:
+            shapes[spec.name] = (spec.dtype, spec.shape)
             continue
-        num_rows, num_cols = rule.shape
-        weight = f"{rule.name}.weight"
-        if rule.dtype == torch.uint8:  # NVFP4
+        num_rows, num_cols = spec.shape
+        weight = f"{spec.name}.weight"
+        if spec.dtype == torch.uint8:  # NVFP4
             shapes[weight] = (torch.uint8, (num_rows, num_cols // 2))
             shapes[f"{weight}_scale"] = (torch.float8_e4m3fn, (num_rows, num_cols // _NVFP4_GROUP))
             shapes[f"{weight}_scale_2"] = (torch.float32, ())
-            shapes[f"{rule.name}.input_scale"] = (torch.float32, ())
+            shapes[f"{spec.name}.input_scale"] = (torch.float32, ())
         else:
-            shapes[weight] = (rule.dtype, rule.shape)
-        if rule.dtype == torch.float8_e4m3fn:
+            shapes[weight] = (spec.dtype, spec.shape)
+        if spec.dtype == torch.float8_e4m3fn:
             grid = (-(-num_rows // _FP8_BLOCK), -(-num_cols // _FP8_BLOCK))
             shapes[f"{weight}_scale_inv"] = (torch.float32, grid)
     return shapes

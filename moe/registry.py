@@ -11,21 +11,21 @@ from moe.config import DispatchFormat, MoeA2ABackend, MoeBackend
 from moe.errors import MoeConfigError
 
 BACKEND_MODULES: dict[MoeBackend, str] = {
-    MoeBackend.TORCH: "moe.backends.torch",
-    MoeBackend.TRITON: "moe.backends.triton",
-    MoeBackend.FLASHINFER_MXFP4: "moe.backends.flashinfer_mxfp4",
-    MoeBackend.FLASHINFER_CUTLASS: "moe.backends.flashinfer_cutlass",
-    MoeBackend.FLASHINFER_TRTLLM: "moe.backends.flashinfer_trtllm",
-    MoeBackend.DEEP_GEMM: "moe.backends.deep_gemm",
-    MoeBackend.AITER: "moe.backends.aiter",
-    MoeBackend.FLASHINFER_CUTEDSL: "moe.backends.flashinfer_cutedsl",
+    MoeBackend.TORCH: "moe.backends.torch.backend",
+    MoeBackend.TRITON: "moe.backends.triton.backend",
+    MoeBackend.FLASHINFER_MXFP4: "moe.backends.flashinfer.mxfp4",
+    MoeBackend.FLASHINFER_CUTLASS: "moe.backends.flashinfer.cutlass",
+    MoeBackend.FLASHINFER_TRTLLM: "moe.backends.flashinfer.trtllm",
+    MoeBackend.DEEP_GEMM: "moe.backends.deep_gemm.backend",
+    MoeBackend.AITER: "moe.backends.aiter.backend",
+    MoeBackend.FLASHINFER_CUTEDSL: "moe.backends.flashinfer.cutedsl",
 }
 
 # Permutes of a backend that live in modules of their own, one per kind of transport.
 PERMUTE_MODULES: dict[MoeBackend, tuple[str, ...]] = {
-    MoeBackend.TORCH: ("moe.backends.torch_deepep",),
-    MoeBackend.DEEP_GEMM: ("moe.backends.deep_gemm_permutes",),
-    MoeBackend.AITER: ("moe.backends.aiter_permutes",),
+    MoeBackend.TORCH: ("moe.backends.torch.deepep",),
+    MoeBackend.DEEP_GEMM: ("moe.backends.deep_gemm.permutes",),
+    MoeBackend.AITER: ("moe.backends.aiter.permutes",),
 }
 
 _fused_funcs: dict[tuple[MoeA2ABackend, MoeBackend], Callable[..., Any]] = {}

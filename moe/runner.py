@@ -30,7 +30,7 @@ class MoeRunner:
         dispatch_formats: tuple[DispatchFormat, ...] | None = None,
     ) -> None:
         if backend is MoeBackend.AUTO:
-            raise MoeConfigError("MoeRunner needs a chosen backend; resolve 'auto' with moe.select first")
+            raise MoeConfigError("MoeRunner needs a chosen backend; resolve 'auto' with moe.choose.select first")
         self.backend = backend
         self.a2a = a2a
         self.config = config

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from moe.config import MoeA2ABackend
-from moe.dispatch.payload import Payload
+from moe.dispatch.dtype import DispatchDtype
 from moe.errors import MoeConfigError
 
 _CPU = torch.device("cpu")
@@ -21,7 +21,7 @@ def _plain_empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devic
 class Topology:
     """Ranks and sizes of one MoE layer. `allocator` gives symmetric memory where the group has it.
 
-    `a2a` is the transport between the expert-parallel ranks, `payload` the number format of what it brings; some
+    `a2a` is the transport between the expert-parallel ranks, `dispatch_dtype` the number format of what it brings; some
     backends lay weights out differently for them.
     """
 
@@ -31,7 +31,7 @@ class Topology:
     ep_size: int = 1
     ep_rank: int = 0
     a2a: MoeA2ABackend = MoeA2ABackend.NONE
-    payload: Payload = Payload.BF16
+    dispatch_dtype: DispatchDtype = DispatchDtype.BF16
     allocator: Allocator = _plain_empty
 
     def __post_init__(self) -> None:

@@ -7,18 +7,18 @@ from typing import Any
 
 from engine.types import EngineOutput
 from server.choice import Choice, Piece
-from server.convert import Job
+from server.convert import PreparedRequest
 from server.schema.common import Usage
 from server.version import service_version
 
 
 class Answer(ABC):
-    """One answer. Feed every engine output either to `chunks` (streamed) or to `absorb`, then ask for `whole`."""
+    """One answer. Feed every engine output either to `chunks` (streamed) or to `feed`, then ask for `body`."""
 
     whole_object: str
     chunk_object: str
 
-    def __init__(self, job: Job, *, model: str, request_id: str) -> None:
+    def __init__(self, job: PreparedRequest, *, model: str, request_id: str) -> None:
         self.job = job
         self.model = model
         self.choices = [job.make_choice(index) for index in range(len(job.requests))]
@@ -30,7 +30,7 @@ class Answer(ABC):
         }
         self._begun: set[int] = set()
 
-    def absorb(self, index: int, output: EngineOutput) -> None:
+    def feed(self, index: int, output: EngineOutput) -> None:
         """Take in an output of one request."""
         pieces = self.choices[index].push(output)
         if index not in self._begun:
@@ -61,9 +61,9 @@ class Answer(ABC):
         """The extra chunk that `include_usage` asks for."""
         return {**self._head, "object": self.chunk_object, "choices": [], "usage": self.usage}
 
-    def whole(self) -> dict[str, Any]:
+    def body(self) -> dict[str, Any]:
         """The complete answer."""
-        choices = [self.whole_part(index) for index in range(len(self.choices))]
+        choices = [self.body_part(index) for index in range(len(self.choices))]
         for index, choice in enumerate(choices):
             choice["finish_reason"] = self.choices[index].finish_reason
         return {**self._head, "object": self.whole_object, "choices": choices, "usage": self.usage}
@@ -75,11 +75,11 @@ class Answer(ABC):
 
     @abstractmethod
     def add(self, index: int, piece: Piece) -> None:
-        """Remember a piece for `whole`."""
+        """Remember a piece for `body`."""
 
     @abstractmethod
     def add_first(self, index: int) -> None:
-        """Remember, for `whole`, what comes before the first piece of a choice."""
+        """Remember, for `body`, what comes before the first piece of a choice."""
 
     @abstractmethod
     def first_parts(self, index: int) -> list[dict[str, Any]]:
@@ -94,7 +94,7 @@ class Answer(ABC):
         """The entry of `choices` that ends a streamed choice."""
 
     @abstractmethod
-    def whole_part(self, index: int) -> dict[str, Any]:
+    def body_part(self, index: int) -> dict[str, Any]:
         """The entry of `choices` of a complete answer."""
 
 

@@ -15,7 +15,7 @@ from server.cors import Cors
 from server.errors import ApiError, error_body
 from server.lanes import Lanes
 from server.metrics import Metrics
-from server.middleware import Surround, error_response
+from server.middleware import RequestMiddleware, error_response
 from server.openapi import complete_document
 from server.routes import chat, completions, models, operations
 from server.running import Engine
@@ -49,7 +49,7 @@ def create_app(
         app.include_router(module.router)
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(HTTPException, _on_http_error)
-    app.add_middleware(Surround, metrics=metrics, api_key=config.api_key)
+    app.add_middleware(RequestMiddleware, metrics=metrics, api_key=config.api_key)
     if config.cors_origins:
         app.add_middleware(Cors, origins=config.cors_origins)  # what is added last is outermost
     complete_document(app, has_key=config.api_key is not None)

@@ -6,7 +6,7 @@ from typing import Any
 
 from server.answer import Answer
 from server.choice import Piece
-from server.convert import Job
+from server.convert import PreparedRequest
 from server.detokenizer import TextToken
 from server.parsers import Kind, TokenBytes
 from server.schema.chat import AnswerMessage, ChatLogprobs, TokenLogprob, ToolCallAnswer, TopLogprob
@@ -26,7 +26,9 @@ class ChatAnswer(Answer):
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def __init__(self, job: Job, tokenizer: TokenBytes, *, model: str, request_id: str, logprobs: bool) -> None:
+    def __init__(
+        self, job: PreparedRequest, tokenizer: TokenBytes, *, model: str, request_id: str, logprobs: bool
+    ) -> None:
         super().__init__(job, model=model, request_id=request_id)
         self._tokenizer = tokenizer
         self._logprobs = logprobs
@@ -66,7 +68,7 @@ class ChatAnswer(Answer):
         """An empty delta."""
         return self._chunk(index, {})
 
-    def whole_part(self, index: int) -> dict[str, Any]:
+    def body_part(self, index: int) -> dict[str, Any]:
         """The message."""
         gathered = self._gathered[index]
         reasoning = "".join(gathered.reasoning) or None

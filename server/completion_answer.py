@@ -7,7 +7,7 @@ from typing import Any
 from engine.types import TokenLogprobs
 from server.answer import Answer
 from server.choice import Piece
-from server.convert import Job
+from server.convert import PreparedRequest
 from server.detokenizer import TextStream, TextToken
 from server.parsers import TokenBytes
 from server.schema.completions import CompletionLogprobs, CompletionRequest
@@ -33,7 +33,7 @@ class CompletionAnswer(Answer):
     chunk_object = "text_completion"
 
     def __init__(
-        self, job: Job, tokenizer: TokenBytes, *, model: str, request_id: str, wire: CompletionRequest
+        self, job: PreparedRequest, tokenizer: TokenBytes, *, model: str, request_id: str, wire: CompletionRequest
     ) -> None:
         super().__init__(job, model=model, request_id=request_id)
         self._tokenizer = tokenizer
@@ -68,7 +68,7 @@ class CompletionAnswer(Answer):
         """No more text."""
         return self._chunk(index, "", None)
 
-    def whole_part(self, index: int) -> dict[str, Any]:
+    def body_part(self, index: int) -> dict[str, Any]:
         """The text."""
         gathered = self._gathered[index]
         return self._chunk(index, "".join(gathered.text), gathered.logprobs)

@@ -13,7 +13,7 @@ from server.errors import ModelNotFound, TooManyRequests, Unavailable
 from server.lanes import Lanes
 from server.metrics import Metrics
 from server.queue_speed import QueueSpeed
-from server.running import Engine, Running
+from server.running import Engine, RequestGroup
 from server.stall import StallWatch
 
 SHUT_DOWN = "the service has shut down before this request was finished"
@@ -24,7 +24,7 @@ class Gate:
 
     def __init__(self) -> None:
         self.draining = False
-        self._running: set[Running] = set()
+        self._running: set[RequestGroup] = set()
         self._speed = QueueSpeed()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -40,7 +40,7 @@ class Gate:
         return sum(running.num_unfinished for running in self._running)
 
     @contextmanager
-    def admitted(self, running: Running) -> Iterator[None]:
+    def admitted(self, running: RequestGroup) -> Iterator[None]:
         """Hold a place while a request is served. Raises Unavailable while draining."""
         if self.draining:
             raise Unavailable("the service is shutting down: send the request elsewhere, or again later")

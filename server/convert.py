@@ -43,7 +43,7 @@ class Tokenizer(PromptTokenizer, Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
+class PreparedRequest:
     """One HTTP request, ready for the engine: `requests[i]` is read by `make_choice(i)`.
 
     The `num_choices` choices of a prompt are neighbours in `requests`.
@@ -69,7 +69,7 @@ class Converter:
         self._top_p = defaults.top_p if config.default_top_p is None else config.default_top_p
         self._defaults = defaults
 
-    def chat(self, wire: ChatCompletionRequest, info: EngineInfo, request_id: str) -> Job:
+    def chat(self, wire: ChatCompletionRequest, info: EngineInfo, request_id: str) -> PreparedRequest:
         """A chat request. Raises BadRequest naming the field."""
         check_tool_results(wire.messages)
         tools = [] if wire.tool_choice == "none" else wire.tools or []
@@ -90,11 +90,11 @@ class Converter:
             return Choice(parser, stops=wire.stop, stop_ids=stop_ids, max_calls=max_calls)
 
         requests = _choices(request_id, [prompt_ids], [sampling], wire.n or 1, info)
-        return Job(
+        return PreparedRequest(
             requests=requests, make_choice=make_choice, num_prompt_tokens=len(prompt_ids), num_choices=wire.n or 1
         )
 
-    def completion(self, wire: CompletionRequest, info: EngineInfo, request_id: str) -> Job:
+    def completion(self, wire: CompletionRequest, info: EngineInfo, request_id: str) -> PreparedRequest:
         """A raw completion, for each of its prompts. Raises BadRequest naming the field."""
         limit = self._limit(info)
         prompts = []
@@ -118,7 +118,7 @@ class Converter:
 
         requests = _choices(request_id, prompts, samplings, wire.n or 1, info)
         num_prompt_tokens = sum(map(len, prompts))
-        return Job(
+        return PreparedRequest(
             requests=requests, make_choice=make_choice, num_prompt_tokens=num_prompt_tokens, num_choices=wire.n or 1
         )
 

@@ -46,7 +46,7 @@ def _table(gpu: str, format_name: str, a2a_name: str, mode_name: str, folder: Pa
     from loaders.hf_config import read_config
     from model.registry import make_family
     from moe import MoeA2ABackend, MoeRunnerConfig
-    from moe import explain as table
+    from moe.choose import explain as table
     from moe.dispatch.deepep_settings import DeepepMode
     from moe.dispatch.transport import dispatch_formats
 

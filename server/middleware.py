@@ -31,7 +31,7 @@ def error_response(error: ApiError) -> Response:
     return Response(body, error.status, headers=dict(error.headers), media_type="application/json")
 
 
-class Surround:
+class RequestMiddleware:
     """Outermost part of the app."""
 
     def __init__(self, app: ASGIApp, *, metrics: Metrics, api_key: str | None) -> None:

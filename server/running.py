@@ -1,4 +1,4 @@
-"""`Running`: the engine requests of one HTTP request, as one stream. They end together, and no abort is forgotten."""
+"""`RequestGroup`: the engine requests of one HTTP request as one stream. They end together; no abort is forgotten."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -39,8 +39,8 @@ class Engine(Protocol):
         """Outputs of a request; closing the iterator before the last one aborts it."""
 
 
-class Running:
-    """`async with Running(...) as running: async for index, output in running: ...`
+class RequestGroup:
+    """`async with RequestGroup(...) as running: async for index, output in running: ...`
 
     `index` is the place of the request in the list. Leaving the block ends whatever is still running.
     """
@@ -52,7 +52,7 @@ class Running:
         self._tasks: list[asyncio.Task[None]] = []
         self._unfinished = set(range(len(requests)))
 
-    async def __aenter__(self) -> "Running":
+    async def __aenter__(self) -> "RequestGroup":
         """Start all requests."""
         self._tasks = [asyncio.create_task(self._follow(i, request)) for i, request in enumerate(self._requests)]
         return self
@@ -73,7 +73,7 @@ class Running:
         """Requests that may still bring outputs."""
         return len(self._unfinished)
 
-    def __aiter__(self) -> "Running":
+    def __aiter__(self) -> "RequestGroup":
         """The outputs of all requests, as they come."""
         return self
 

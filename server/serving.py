@@ -17,7 +17,7 @@ from server.asker import asker_of
 from server.connection import while_connected
 from server.context import ServerContext
 from server.errors import ApiError, TooManyRequests, body_of, internal_error
-from server.running import Running
+from server.running import RequestGroup
 from server.schema.common import StreamOptions
 from server.sse import DONE, EventStream, event
 
@@ -35,7 +35,7 @@ async def respond(
     """Run the answer's requests. An error before the first output has its own status; a later one is an event."""
     client, connection = asker_of(request, context.config)
     requests = [replace(each, client=client, connection=connection) for each in answer.job.requests]
-    running = Running(context.engine, requests)
+    running = RequestGroup(context.engine, requests)
     if not stream:
         return json_response(await while_connected(request.receive, _whole(context, answer, running)))
     events = _events(context, answer, running, options or StreamOptions(), request.state.request_id)
@@ -43,15 +43,15 @@ async def respond(
     return EventStream(first, events)
 
 
-async def _whole(context: ServerContext, answer: Answer, running: Running) -> dict[str, Any]:
+async def _whole(context: ServerContext, answer: Answer, running: RequestGroup) -> dict[str, Any]:
     async with aclosing(_outputs(context, answer, running)) as outputs:
         async for index, output in outputs:
-            answer.absorb(index, output)
-    return answer.whole()
+            answer.feed(index, output)
+    return answer.body()
 
 
 async def _events(
-    context: ServerContext, answer: Answer, running: Running, options: StreamOptions, request_id: str
+    context: ServerContext, answer: Answer, running: RequestGroup, options: StreamOptions, request_id: str
 ) -> AsyncGenerator[bytes, None]:
     """The events of a streamed answer. An error before the first of them raises.
 
@@ -78,7 +78,7 @@ async def _events(
 
 
 async def _outputs(
-    context: ServerContext, answer: Answer, running: Running
+    context: ServerContext, answer: Answer, running: RequestGroup
 ) -> AsyncGenerator[tuple[int, EngineOutput], None]:
     """Run the answer's requests; each is stopped once the answer, given its outputs, needs no more of them."""
     watch = _Watch(context, answer)

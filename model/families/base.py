@@ -1,4 +1,4 @@
-"""What a family must provide for `model.load` to build it: checked config, tensor rules, and readers for its layers."""
+"""What a family must provide for `model.load` to build it: checked config, tensor specs, and readers for its layers."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from model.attention.base import Attention, AttentionSpec
 from model.config import UnsupportedModelError, flag, number, positive_int
 from model.decoder import AttentionLayer
 from model.linear import GatedMlp
-from model.weights import TensorRule, WeightReader
+from model.weights import TensorSpec, WeightReader
 from moe import Activation, RoutingConfig
 from moe.formats import ExpertWeights
 
@@ -81,7 +81,7 @@ class Family(ABC):
         """Kind of attention of a layer."""
 
     @abstractmethod
-    def layer_rules(self, layer: int, source: TensorSource | None) -> Iterator[TensorRule]:
+    def layer_rules(self, layer: int, source: TensorSource | None) -> Iterator[TensorSpec]:
         """Tensors of a layer; without a source, those of the published form."""
 
     @abstractmethod
@@ -108,17 +108,17 @@ class Family(ABC):
         """Tell the source which tensors are left out on purpose: here none."""
         del source
 
-    def rules(self, source: TensorSource | None) -> Iterator[TensorRule]:
+    def tensor_specs(self, source: TensorSource | None) -> Iterator[TensorSpec]:
         """Every tensor of the model."""
         embedding = (self.vocab_size, self.hidden_size)
-        yield TensorRule(EMBEDDING_WEIGHT, embedding, "vocab_size, hidden_size")
-        yield TensorRule("model.norm.weight", (self.hidden_size,), "hidden_size")
+        yield TensorSpec(EMBEDDING_WEIGHT, embedding, "vocab_size, hidden_size")
+        yield TensorSpec("model.norm.weight", (self.hidden_size,), "hidden_size")
         if not self.is_head_tied or (source is not None and HEAD_WEIGHT in source):
-            yield TensorRule(HEAD, embedding, "vocab_size, hidden_size", is_linear=True)
+            yield TensorSpec(HEAD, embedding, "vocab_size, hidden_size", is_linear=True)
         for layer in range(self.num_layers):
             for norm in ("input_layernorm", "post_attention_layernorm"):
                 name = f"model.layers.{layer}.{norm}.weight"
-                yield TensorRule(name, (self.hidden_size,), "hidden_size")
+                yield TensorSpec(name, (self.hidden_size,), "hidden_size")
             yield from self.layer_rules(layer, source)
 
 

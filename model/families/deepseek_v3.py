@@ -24,7 +24,7 @@ from model.linear import GatedMlp, Linear
 from model.norm import RmsNorm
 from model.registry import register_family
 from model.rope import rotate_, softmax_factor
-from model.weights import TensorRule, WeightReader
+from model.weights import TensorSpec, WeightReader
 from moe import Activation, RoutingConfig, RoutingMethod
 from moe.formats import ExpertWeights
 
@@ -184,7 +184,7 @@ class DeepseekV3Family(Family):
         unused = [name for name in source.names() if name.endswith(_UNUSED_SUFFIXES)]
         source.skip(unused, "KV cache scales and stored rope tables")
 
-    def layer_rules(self, layer: int, source: TensorSource | None) -> Iterator[TensorRule]:
+    def layer_rules(self, layer: int, source: TensorSource | None) -> Iterator[TensorSpec]:
         """Attention, then a dense MLP or gate, experts and shared experts."""
         del source  # names do not depend on the format
         scheme = self.config.quantization
@@ -199,28 +199,28 @@ class DeepseekV3Family(Family):
             return
         moe, keys = self.moe, "moe_intermediate_size, hidden_size"
         gate_keys = "n_routed_experts, hidden_size"
-        yield TensorRule(f"{prefix}.mlp.gate.weight", (moe.num_experts, self.hidden_size), gate_keys)
+        yield TensorSpec(f"{prefix}.mlp.gate.weight", (moe.num_experts, self.hidden_size), gate_keys)
         bias = f"{prefix}.mlp.gate.e_score_correction_bias"
-        yield TensorRule(bias, (moe.num_experts,), gate_keys, dtype=torch.float32)
+        yield TensorSpec(bias, (moe.num_experts,), gate_keys, dtype=torch.float32)
         for expert in range(moe.num_experts):
             yield from self._mlp_rules(f"{prefix}.mlp.experts.{expert}", moe.intermediate_size, keys, mlp_dtype)
         if self.num_shared:
             size = moe.intermediate_size * self.num_shared
             yield from self._mlp_rules(f"{prefix}.mlp.shared_experts", size, f"n_shared_experts, {keys}", mlp_dtype)
 
-    def _mlp_rules(self, prefix: str, size: int, keys: str, dtype: torch.dtype) -> Iterator[TensorRule]:
+    def _mlp_rules(self, prefix: str, size: int, keys: str, dtype: torch.dtype) -> Iterator[TensorSpec]:
         hidden = self.hidden_size
         for name, shape in (("gate_proj", (size, hidden)), ("up_proj", (size, hidden)), ("down_proj", (hidden, size))):
-            yield TensorRule(f"{prefix}.{name}", shape, keys, is_linear=True, dtype=dtype)
+            yield TensorSpec(f"{prefix}.{name}", shape, keys, is_linear=True, dtype=dtype)
 
-    def _attention_rules(self, prefix: str, dtype: torch.dtype) -> Iterator[TensorRule]:
+    def _attention_rules(self, prefix: str, dtype: torch.dtype) -> Iterator[TensorSpec]:
         q_rows = self.num_heads * (self.nope_dim + self.rope_dim)
         head_keys = "num_attention_heads, qk_nope_head_dim"
         linears: list[tuple[str, tuple[int, int], str]] = []
         if self.q_rank is None:
             linears.append(("q_proj", (q_rows, self.hidden_size), f"{head_keys}, qk_rope_head_dim, hidden_size"))
         else:
-            yield TensorRule(f"{prefix}.q_a_layernorm.weight", (self.q_rank,), "q_lora_rank")
+            yield TensorSpec(f"{prefix}.q_a_layernorm.weight", (self.q_rank,), "q_lora_rank")
             linears.append(("q_a_proj", (self.q_rank, self.hidden_size), "q_lora_rank, hidden_size"))
             linears.append(("q_b_proj", (q_rows, self.q_rank), f"{head_keys}, qk_rope_head_dim, q_lora_rank"))
         kv_rows = self.num_heads * (self.nope_dim + self.value_dim)
@@ -230,9 +230,9 @@ class DeepseekV3Family(Family):
             ("kv_b_proj", (kv_rows, self.kv_rank), f"{head_keys}, v_head_dim, kv_lora_rank"),
             ("o_proj", (self.hidden_size, self.num_heads * self.value_dim), "num_attention_heads, v_head_dim"),
         ]
-        yield TensorRule(f"{prefix}.kv_a_layernorm.weight", (self.kv_rank,), "kv_lora_rank")
+        yield TensorSpec(f"{prefix}.kv_a_layernorm.weight", (self.kv_rank,), "kv_lora_rank")
         for name, shape, keys in linears:
-            yield TensorRule(f"{prefix}.{name}", shape, keys, is_linear=True, dtype=dtype)
+            yield TensorSpec(f"{prefix}.{name}", shape, keys, is_linear=True, dtype=dtype)
 
     def expert_format(self, source: TensorSource, layer: int) -> str:
         """Decided by the first expert's headers; the loader checks that the others agree."""

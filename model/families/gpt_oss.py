@@ -25,7 +25,7 @@ from model.families.base import Family, MoeParts, MoeShape, check_routing_sizes
 from model.linear import Linear
 from model.registry import register_family
 from model.rope import pair_halves
-from model.weights import TensorRule, WeightReader
+from model.weights import TensorSpec, WeightReader
 from moe import Activation, RoutingConfig, RoutingMethod
 from moe.formats import ExpertWeights
 
@@ -132,7 +132,7 @@ class GptOssFamily(Family):
             window=self.windows[layer],
         )
 
-    def layer_rules(self, layer: int, source: TensorSource | None) -> Iterator[TensorRule]:
+    def layer_rules(self, layer: int, source: TensorSource | None) -> Iterator[TensorSpec]:
         """Attention, router and experts."""
         prefix = f"model.layers.{layer}"
         hidden, moe = self.hidden_size, self.moe
@@ -145,13 +145,13 @@ class GptOssFamily(Family):
             ("self_attn.o_proj", (hidden, q_rows), q_keys),
             ("mlp.router", (moe.num_experts, hidden), "num_local_experts, hidden_size"),
         ):
-            yield TensorRule(f"{prefix}.{name}", shape, keys, is_linear=True)
-            yield TensorRule(f"{prefix}.{name}.bias", shape[:1], keys)
-        yield TensorRule(f"{prefix}.self_attn.sinks", (self.num_heads,), "num_attention_heads")
+            yield TensorSpec(f"{prefix}.{name}", shape, keys, is_linear=True)
+            yield TensorSpec(f"{prefix}.{name}.bias", shape[:1], keys)
+        yield TensorSpec(f"{prefix}.self_attn.sinks", (self.num_heads,), "num_attention_heads")
         is_packed = source is None or f"{prefix}.mlp.experts.gate_up_proj_blocks" in source
         yield from self._expert_rules(f"{prefix}.mlp.experts", is_packed)
 
-    def _expert_rules(self, prefix: str, is_packed: bool) -> Iterator[TensorRule]:
+    def _expert_rules(self, prefix: str, is_packed: bool) -> Iterator[TensorSpec]:
         """Stored rows of gate and up alternate; a re-upload in bf16 holds the transposed matrices."""
         moe, hidden = self.moe, self.hidden_size
         keys = "num_local_experts, intermediate_size, hidden_size"
@@ -160,13 +160,13 @@ class GptOssFamily(Family):
             ("down_proj", hidden, moe.intermediate_size),
         ):
             stack = (moe.num_experts, num_rows)
-            yield TensorRule(f"{prefix}.{name}_bias", stack, keys)
+            yield TensorSpec(f"{prefix}.{name}_bias", stack, keys)
             if is_packed:
                 groups = (*stack, num_cols // _MXFP4_GROUP)
-                yield TensorRule(f"{prefix}.{name}_blocks", (*groups, _MXFP4_GROUP // 2), keys, dtype=torch.uint8)
-                yield TensorRule(f"{prefix}.{name}_scales", groups, keys, dtype=torch.uint8)
+                yield TensorSpec(f"{prefix}.{name}_blocks", (*groups, _MXFP4_GROUP // 2), keys, dtype=torch.uint8)
+                yield TensorSpec(f"{prefix}.{name}_scales", groups, keys, dtype=torch.uint8)
             else:
-                yield TensorRule(f"{prefix}.{name}", (moe.num_experts, num_cols, num_rows), keys)
+                yield TensorSpec(f"{prefix}.{name}", (moe.num_experts, num_cols, num_rows), keys)
 
     def expert_format(self, source: TensorSource, layer: int) -> str:
         """Decided by the presence of blocks."""

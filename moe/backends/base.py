@@ -12,13 +12,13 @@ from typing import Any, ClassVar, Protocol
 import torch
 
 from moe.config import DispatchFormat, MoeA2ABackend, MoeBackend, MoeRunnerConfig
-from moe.dispatch.payload import Quantize
+from moe.dispatch.dtype import Quantize
 from moe.errors import MoeConfigError, WeightFormatError
 from moe.formats import ExpertWeights
 from moe.formats.activation_quant import ActivationQuant
 from moe.packages import not_installed
 from moe.topology import Topology
-from moe.tuning_cache import Choice, Tactic
+from moe.tune.cache import Tactic, TacticTable
 from moe.types import RunState
 
 
@@ -66,13 +66,13 @@ def refuse_overlap(state: RunState, backend: MoeBackend) -> None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Probe:
+class CheckCase:
     """One way in which a backend may run a layer, and what the self-check compares it with.
 
     quant_info: the layer, made to run this way whatever the number of tokens.
     quantize_input, tolerance: of the twin; see `Backend`.
     max_tokens: the most tokens that are run this way, None for any number.
-    crowds: numbers of tokens; each shall visit one expert at once, since there the kernels take another branch.
+    rows_at_one_expert: token counts to send to one expert in one call, because the kernels branch on that number.
     name: told where this way is wrong; empty if there is no other.
     """
 
@@ -80,7 +80,7 @@ class Probe:
     quantize_input: ActivationQuant | None
     tolerance: float
     max_tokens: int | None = None
-    crowds: tuple[int, ...] = ()
+    rows_at_one_expert: tuple[int, ...] = ()
     name: str = ""
 
 
@@ -173,13 +173,13 @@ class Backend(ABC):
         del format_name, config
         return self.tolerance
 
-    def probes(
+    def check_cases(
         self, quant_info: Any, format_name: str, config: MoeRunnerConfig, dispatch_format: DispatchFormat
-    ) -> Sequence[Probe]:
+    ) -> Sequence[CheckCase]:
         """Every way in which tokens of this layout may be run, fewest tokens first; the last takes any number."""
         del dispatch_format
         return [
-            Probe(
+            CheckCase(
                 quant_info=quant_info,
                 quantize_input=self.activation_quant.get(format_name),
                 tolerance=self.tolerance_for(format_name, config),
@@ -202,7 +202,7 @@ class Backend(ABC):
         del quant_info, config, num_tokens, measured
         return ()
 
-    def with_choice(self, quant_info: Any, choice: Choice) -> Any:
+    def with_choice(self, quant_info: Any, choice: TacticTable) -> Any:
         """The same weights, run with the chosen tactics.
 
         Raises:

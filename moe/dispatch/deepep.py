@@ -20,7 +20,7 @@ from moe.dispatch.deepep_settings import (
     expected_rows,
     ll_hidden_size,
 )
-from moe.dispatch.payload import Payload
+from moe.dispatch.dtype import DispatchDtype
 from moe.errors import MoeConfigError, TransportStateError, UnsupportedPathError
 from moe.formats.token_groups import quantize_token_groups
 from moe.types import (
@@ -105,13 +105,13 @@ class DeepepDispatcher:
     def __init__(
         self,
         buffer: DeepepBuffer,
-        payload: Payload,
+        dispatch_dtype: DispatchDtype,
         *,
         expert_alignment: int = 1,
         input_multiplier: torch.Tensor | None = None,
     ) -> None:
         """`input_multiplier`: reciprocal of the layer's static input scale, fp32 [1]; needed by an NVFP4 payload."""
-        if payload is Payload.NVFP4:
+        if dispatch_dtype is DispatchDtype.NVFP4:
             if buffer.settings.mode is not DeepepMode.LOW_LATENCY or not buffer.can_send_nvfp4:
                 raise UnsupportedPathError(
                     "an NVFP4 dispatch needs --deepep-mode low_latency and a deep_ep build with the option use_nvfp4"
@@ -123,7 +123,7 @@ class DeepepDispatcher:
             if input_multiplier is None:
                 raise MoeConfigError("an NVFP4 dispatch needs the layer's static input scale")
         self.buffer = buffer
-        self.payload = payload
+        self.dispatch_dtype = dispatch_dtype
         self._expert_alignment = expert_alignment
         self._input_multiplier = input_multiplier
 
@@ -153,8 +153,8 @@ class DeepepDispatcher:
         raw = self.buffer.raw
         per_rank, per_node, per_expert, is_in_rank, _ = raw.get_dispatch_layout(ids_TK, self.buffer.shape.num_experts)
         sent: Any = x_TH
-        if self.payload.is_fp8:
-            sent = quantize_token_groups(x_TH, ue8m0=self.payload is Payload.FP8_UE8M0)
+        if self.dispatch_dtype.is_fp8:
+            sent = quantize_token_groups(x_TH, ue8m0=self.dispatch_dtype is DispatchDtype.FP8_UE8M0)
         received, local_ids_RK, weights_RK, num_rows, handle, _ = raw.dispatch(
             sent,
             topk_idx=ids_TK,
@@ -192,7 +192,7 @@ class DeepepDispatcher:
         hook()  # nothing may be read before: the call above only sends
         buffer.in_flight.add(ids_TK, handle)
         x_EMH, scale = received if isinstance(received, tuple) else (received, None)
-        if self.payload is not Payload.NVFP4:  # the packed layout of NVFP4 has no column axis to cut
+        if self.dispatch_dtype is not DispatchDtype.NVFP4:  # the packed layout of NVFP4 has no column axis to cut
             x_EMH, scale = _cut_columns(x_EMH, scale, hidden_size)
         return DeepepLlDispatchOutput(
             x_EMH, scale, ids_TK, weights_TK, masked_m, expected_rows(num_tokens, buffer.shape)
@@ -200,11 +200,11 @@ class DeepepDispatcher:
 
     def _payload_options(self) -> dict[str, Any]:
         """FP8's scale options go with FP8 alone."""
-        if self.payload is Payload.NVFP4:
+        if self.dispatch_dtype is DispatchDtype.NVFP4:
             return {"use_fp8": False, "use_nvfp4": True, "x_global_scale": self._input_multiplier}
-        if not self.payload.is_fp8:
+        if not self.dispatch_dtype.is_fp8:
             return {"use_fp8": False}
-        packs = self.payload is Payload.FP8_UE8M0
+        packs = self.dispatch_dtype is DispatchDtype.FP8_UE8M0
         options = {"round_scale": packs, "use_ue8m0": packs}
         known = accepted(self.buffer.raw.low_latency_dispatch, **options)
         if packs and known != options:

@@ -86,7 +86,7 @@ class EpShape:
 def check_deepep(settings: DeepepSettings, shape: EpShape, *, sends_fp8: bool, row_multiple: int = 4) -> None:
     """Raise UnsupportedPathError or MoeConfigError for a shape that DeepEP's kernels do not have.
 
-    `row_multiple`: what the experts' kernels need of the rows per expert in low latency (`payload.row_multiple`).
+    `row_multiple`: what the experts' kernels need of the rows per expert in low latency (`dtype.row_multiple`).
     """
     if sends_fp8 and shape.hidden_size % FP8_GROUP:
         raise UnsupportedPathError(

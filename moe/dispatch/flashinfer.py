@@ -11,7 +11,7 @@ import torch
 from moe.config import MoeA2ABackend
 from moe.dispatch.base import load_library, without_minus_one
 from moe.dispatch.deepep_settings import EpShape
-from moe.dispatch.payload import Quantize
+from moe.dispatch.dtype import Quantize
 from moe.errors import MoeConfigError, TransportStateError
 from moe.types import FlashinferCombineInput, FlashinferDispatchOutput, StandardTopK, TopKOutput
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from moe.backends.layouts import mma_view, round_up, swizzle_128x4
 from moe.config import DispatchFormat, MoeRunnerConfig
 from moe.dispatch.base import Dispatcher, ids_and_weights, pad_columns, without_minus_one
 from moe.dispatch.deepep_settings import EpShape, expected_rows, ll_hidden_size
-from moe.dispatch.payload import Payload
+from moe.dispatch.dtype import DispatchDtype
 from moe.formats.nvfp4 import quantize_groups
 from moe.formats.token_groups import pack_ue8m0, quantize_token_groups
+from moe.layouts.rows import mma_view, round_up, swizzle_128x4
 from moe.topology import Topology
 from moe.types import (
     DeepepLlCombineInput,
@@ -45,11 +45,11 @@ def make_loopback(
     expert_alignment: int = 1,
     input_scale: float | None = None,
 ) -> Dispatcher[Any, Any]:
-    """The loopback of one dispatch format, sending `topology.payload`.
+    """The loopback of one dispatch format, sending `topology.dispatch_dtype`.
 
     `expert_alignment`: as `DeepepDispatcher` has it. `input_scale`: the layer's static one, for an NVFP4 payload.
     """
-    encoder = _Encoder(topology.payload, input_scale)
+    encoder = _Encoder(topology.dispatch_dtype, input_scale)
     if dispatch_format is DispatchFormat.STANDARD:
         return _Standard()
     if dispatch_format is DispatchFormat.DEEPEP_NORMAL:
@@ -64,17 +64,17 @@ def make_loopback(
 class _Encoder:
     """Tokens in the number format in which they are sent."""
 
-    def __init__(self, payload: Payload, input_scale: float | None) -> None:
-        self.payload = payload
+    def __init__(self, dispatch_dtype: DispatchDtype, input_scale: float | None) -> None:
+        self.dispatch_dtype = dispatch_dtype
         self._input_scale = input_scale
 
     def encode(self, x_TH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(data [T, H] or packed [T, H/2], scales [T, G] or None); power-of-two scales are not packed yet."""
-        if self.payload is Payload.BF16:
+        if self.dispatch_dtype is DispatchDtype.BF16:
             return x_TH, None
-        if self.payload is Payload.NVFP4:
+        if self.dispatch_dtype is DispatchDtype.NVFP4:
             return quantize_groups(x_TH.float(), torch.tensor(self._input_scale, device=x_TH.device))
-        return quantize_token_groups(x_TH, ue8m0=self.payload is Payload.FP8_UE8M0)
+        return quantize_token_groups(x_TH, ue8m0=self.dispatch_dtype is DispatchDtype.FP8_UE8M0)
 
 
 class _Standard:
@@ -159,13 +159,13 @@ class _DeepepLl(_Rows):
             out[expert_S, row_S] = rows
             return out
 
-        if self._encoder.payload is Payload.NVFP4 and scale is not None:
+        if self._encoder.dispatch_dtype is DispatchDtype.NVFP4 and scale is not None:
             swizzled = swizzle_128x4(place(scale.view(torch.uint8)))
             return place(codes).permute(1, 2, 0), mma_view(swizzled.view(scale.dtype))
         x_EMH = place(pad_columns(codes, ll_hidden_size(codes.shape[1])))[..., : codes.shape[1]]
         if scale is None:
             return x_EMH, None
-        packed = pack_ue8m0(scale) if self._encoder.payload is Payload.FP8_UE8M0 else scale
+        packed = pack_ue8m0(scale) if self._encoder.dispatch_dtype is DispatchDtype.FP8_UE8M0 else scale
         return x_EMH, place(packed).transpose(1, 2).contiguous().transpose(1, 2)  # M-major
 
     def combine(self, result: DeepepLlCombineInput) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 from moe.config import MoeA2ABackend
 from moe.dispatch.base import InFlight, load_library, without_minus_one
 from moe.dispatch.deepep_settings import RANKS_PER_NODE, EpShape
-from moe.dispatch.payload import Payload
+from moe.dispatch.dtype import DispatchDtype
 from moe.errors import MoeConfigError, TransportStateError, UnsupportedPathError
 from moe.formats.fp8 import FNUZ, FNUZ_FACTOR, to_fnuz
 from moe.formats.token_groups import GROUP, quantize_token_groups
@@ -51,7 +51,7 @@ class MoriBuffer:
         group: Any,
         settings: MoriSettings,
         shape: EpShape,
-        payload: Payload,
+        dispatch_dtype: DispatchDtype,
         *,
         fp8_dtype: torch.dtype = torch.float8_e4m3fn,
     ) -> None:
@@ -61,19 +61,19 @@ class MoriBuffer:
         Raises:
             UnsupportedPathError: the library is missing, or the payload is not bf16 or fp8.
         """
-        if payload not in (Payload.BF16, Payload.FP8):
-            raise UnsupportedPathError(f"--moe-a2a-backend mori sends bf16 or fp8, not {payload}")
-        if payload is Payload.FP8 and shape.hidden_size % GROUP:
+        if dispatch_dtype not in (DispatchDtype.BF16, DispatchDtype.FP8):
+            raise UnsupportedPathError(f"--moe-a2a-backend mori sends bf16 or fp8, not {dispatch_dtype}")
+        if dispatch_dtype is DispatchDtype.FP8 and shape.hidden_size % GROUP:
             raise UnsupportedPathError(f"hidden size {shape.hidden_size}: an fp8 dispatch needs a multiple of {GROUP}")
         if group.size() != shape.ep_size:
             raise MoeConfigError(f"--expert-parallel-size is {shape.ep_size}, but the group has {group.size()} ranks")
-        self.settings, self.shape, self.payload, self.fp8_dtype = settings, shape, payload, fp8_dtype
+        self.settings, self.shape, self.dispatch_dtype, self.fp8_dtype = settings, shape, dispatch_dtype, fp8_dtype
         self.rank: int = group.rank()
         self.kernel = _kernel_name(settings.low_latency, shape.ep_size)
         self.in_flight: InFlight[int] = InFlight("mori", 1)
         library = load_library("mori", MoeA2ABackend.MORI)
         library.shmem.shmem_torch_process_group_init(group.group_name)
-        is_fp8 = payload is Payload.FP8
+        is_fp8 = dispatch_dtype is DispatchDtype.FP8
         self.op: Any = library.ops.EpDispatchCombineOp(
             library.ops.EpDispatchCombineConfig(
                 data_type=fp8_dtype if is_fp8 else torch.bfloat16,
@@ -115,7 +115,7 @@ class MoriDispatcher:
         own_first = buffer.rank * buffer.shape.num_local_experts
         ids_TK, weights_TK = without_minus_one(topk_output, own_first)
         scale_TG = None
-        if buffer.payload is Payload.FP8:
+        if buffer.dispatch_dtype is DispatchDtype.FP8:
             x_TH, scale_TG = quantize_token_groups(x_TH)
             if buffer.fp8_dtype == FNUZ:
                 x_TH, scale_TG = to_fnuz(x_TH), scale_TG * FNUZ_FACTOR

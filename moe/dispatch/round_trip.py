@@ -10,7 +10,7 @@ import torch
 
 from moe.config import DispatchFormat, MoeRunnerConfig
 from moe.dispatch.base import Dispatcher, mode_options
-from moe.dispatch.payload import Payload
+from moe.dispatch.dtype import DispatchDtype
 from moe.errors import SelfCheckError
 from moe.formats.fp4 import decode_e2m1
 from moe.formats.fp8 import E4M3, FNUZ
@@ -35,7 +35,12 @@ from moe.types import (
 
 MAX_TOKENS = 16
 # Relative error of the worst token: rounding of the payload, then of sums in bf16. A slot at a wrong expert gives 0.2.
-TOLERANCES = {Payload.BF16: 2e-2, Payload.FP8: 6e-2, Payload.FP8_UE8M0: 6e-2, Payload.NVFP4: 1.6e-1}
+TOLERANCES = {
+    DispatchDtype.BF16: 2e-2,
+    DispatchDtype.FP8: 6e-2,
+    DispatchDtype.FP8_UE8M0: 6e-2,
+    DispatchDtype.NVFP4: 1.6e-1,
+}
 
 
 def check_round_trip(
@@ -57,7 +62,7 @@ def check_round_trip(
     x_TH, topk = _probe(config, topology, min(MAX_TOKENS, max_num_tokens), input_scale)
     factor_TK = torch.where(topk.ids >= 0, topk.weights * _factor(topk.ids), 0.0)
     want_TH = x_TH.float() * factor_TK.sum(1, keepdim=True)
-    tolerance, worst = TOLERANCES[topology.payload], 0.0
+    tolerance, worst = TOLERANCES[topology.dispatch_dtype], 0.0
     for dispatch_format in dispatch_formats:
         options = mode_options(dispatch_formats, is_decode=dispatch_format is DispatchFormat.DEEPEP_LL)
         dispatched = dispatcher.dispatch(x_TH, topk, **options)
@@ -66,7 +71,7 @@ def check_round_trip(
         error, token = error_T.nan_to_num(nan=float("inf")).max(0)
         if not error <= tolerance:
             raise SelfCheckError(
-                f"transport {topology.a2a} ({dispatch_format}, {topology.payload}): token {int(token)} of rank "
+                f"transport {topology.a2a} ({dispatch_format}, {topology.dispatch_dtype}): token {int(token)} of rank "
                 f"{topology.ep_rank} came back with an error of {float(error):.3g}; the tolerance is {tolerance:.3g}"
             )
         worst = max(worst, float(error))

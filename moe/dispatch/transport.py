@@ -14,11 +14,11 @@ from moe.config import DispatchFormat, MoeA2ABackend, MoeBackend, MoeRunnerConfi
 from moe.dispatch.base import Dispatcher
 from moe.dispatch.deepep import DeepepBuffer, DeepepDispatcher
 from moe.dispatch.deepep_settings import DeepepMode, DeepepSettings, EpShape
+from moe.dispatch.dtype import DispatchDtype, Quantize, expert_alignment, row_multiple
 from moe.dispatch.flashinfer import FlashinferDispatcher, build_alltoall
 from moe.dispatch.mooncake import MooncakeBuffer
 from moe.dispatch.mori import MoriBuffer, MoriDispatcher, MoriSettings
 from moe.dispatch.nixl import NixlBuffer
-from moe.dispatch.payload import Payload, Quantize, expert_alignment, row_multiple
 from moe.dispatch.standard import Reduce, StandardDispatcher
 from moe.errors import MoeConfigError
 from moe.formats.fp8 import E4M3, device_e4m3
@@ -32,11 +32,11 @@ _LOW_LATENCY_BUFFERS = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LayerTransport:
+class DispatchSpec:
     """What one layer asks of its transport. `input_scale`: the layer's static one; `quantize`: see Backend."""
 
     backend: MoeBackend
-    payload: Payload
+    dispatch_dtype: DispatchDtype
     input_scale: float | None = None
     quantize: Quantize | None = None
 
@@ -48,7 +48,7 @@ class Transport(Protocol):
     def can_send_nvfp4(self) -> bool:
         """Whether tokens may travel as NVFP4."""
 
-    def dispatcher(self, layer: LayerTransport) -> Dispatcher[Any, Any]:
+    def dispatcher(self, layer: DispatchSpec) -> Dispatcher[Any, Any]:
         """Dispatch and combine of one layer."""
 
 
@@ -67,11 +67,11 @@ def build_transport(
     *,
     group: Any,
     settings: DeepepSettings,
-    payloads: set[Payload],
+    dispatch_dtypes: set[DispatchDtype],
     backends: Collection[MoeBackend],
 ) -> Transport:
-    """The transport of `topology.a2a`; `payloads` and `backends` are those of all layers, `group` the ranks that share
-    the experts.
+    """The transport of `topology.a2a`; `dispatch_dtypes` and `backends` are those of all layers, `group` the
+    ranks that share the experts.
 
     Raises:
         MoeConfigError, UnsupportedPathError: a limit of the library, a missing library, or no process group; nothing
@@ -102,19 +102,21 @@ def build_transport(
     if a2a is MoeA2ABackend.FLASHINFER:
         return FlashinferTransport(group, shape, max_num_tokens)
     if a2a is MoeA2ABackend.MORI:
-        if len(payloads) != 1:
-            raise MoeConfigError(f"--moe-a2a-backend mori sends one number format, but layers want {sorted(payloads)}")
+        if len(dispatch_dtypes) != 1:
+            raise MoeConfigError(
+                f"--moe-a2a-backend mori sends one number format, but layers want {sorted(dispatch_dtypes)}"
+            )
         is_low_latency = settings.mode is DeepepMode.LOW_LATENCY
         mori = MoriSettings(low_latency=is_low_latency, max_dispatch_tokens=max_num_tokens)
-        payload = next(iter(payloads))
-        fp8_dtype = device_e4m3(topology.device) if payload.is_fp8 else E4M3
-        return MoriTransport(MoriBuffer(group, mori, shape, payload, fp8_dtype=fp8_dtype))
+        dispatch_dtype = next(iter(dispatch_dtypes))
+        fp8_dtype = device_e4m3(topology.device) if dispatch_dtype.is_fp8 else E4M3
+        return MoriTransport(MoriBuffer(group, mori, shape, dispatch_dtype, fp8_dtype=fp8_dtype))
     if settings.mode is DeepepMode.LOW_LATENCY and max_num_tokens > settings.max_dispatch_tokens:
         raise MoeConfigError(
             f"--deepep-max-dispatch-tokens is {settings.max_dispatch_tokens}, but a step may have {max_num_tokens} "
             "tokens: raise it or lower --max-num-batched-tokens"
         )
-    sends_fp8 = any(payload.is_fp8 for payload in payloads)
+    sends_fp8 = any(dispatch_dtype.is_fp8 for dispatch_dtype in dispatch_dtypes)
     rows = max(row_multiple(backend) for backend in backends)
     buffer = _LOW_LATENCY_BUFFERS[a2a](group, settings, shape, sends_fp8=sends_fp8, row_multiple=rows)
     return DeepepTransport(buffer, topology.device)
@@ -138,7 +140,7 @@ class StandardTransport:
     def __init__(self, reduce: Reduce | None) -> None:
         self._dispatcher = StandardDispatcher(reduce)
 
-    def dispatcher(self, layer: LayerTransport) -> StandardDispatcher:
+    def dispatcher(self, layer: DispatchSpec) -> StandardDispatcher:
         """The same for every layer."""
         del layer
         return self._dispatcher
@@ -156,12 +158,12 @@ class DeepepTransport:
         """In low latency alone, and not with every build."""
         return self._buffer.settings.mode is DeepepMode.LOW_LATENCY and self._buffer.can_send_nvfp4
 
-    def dispatcher(self, layer: LayerTransport) -> DeepepDispatcher:
+    def dispatcher(self, layer: DispatchSpec) -> DeepepDispatcher:
         """Over the shared buffer."""
         multiplier = None if layer.input_scale is None else torch.tensor([1.0 / layer.input_scale], device=self._device)
         return DeepepDispatcher(
             self._buffer,
-            layer.payload,
+            layer.dispatch_dtype,
             expert_alignment=expert_alignment(layer.backend),
             input_multiplier=multiplier,
         )
@@ -175,7 +177,7 @@ class MoriTransport:
     def __init__(self, buffer: MoriBuffer) -> None:
         self._buffer = buffer
 
-    def dispatcher(self, layer: LayerTransport) -> MoriDispatcher:
+    def dispatcher(self, layer: DispatchSpec) -> MoriDispatcher:
         """Over the shared operator."""
         del layer
         return MoriDispatcher(self._buffer)
@@ -190,7 +192,7 @@ class FlashinferTransport:
         self._rank, self._shape, self._max_tokens = group.rank(), shape, max_tokens
         self._alltoall = build_alltoall(group, shape, max_tokens)
 
-    def dispatcher(self, layer: LayerTransport) -> FlashinferDispatcher:
+    def dispatcher(self, layer: DispatchSpec) -> FlashinferDispatcher:
         """Over the shared all-to-all; an NVFP4 payload is made by the backend's quantizer."""
-        quantize = layer.quantize if layer.payload is Payload.NVFP4 else None
+        quantize = layer.quantize if layer.dispatch_dtype is DispatchDtype.NVFP4 else None
         return FlashinferDispatcher(self._alltoall, self._rank, self._shape, self._max_tokens, quantize)

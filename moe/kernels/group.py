@@ -59,7 +59,7 @@ def group_slots(
 
 
 @triton.jit(do_not_specialize=["first_expert", "num_experts"])
-def sum_slots(
+def unpermute_sum(
     parts_ptr, ids_ptr, out_ptr, first_expert, num_experts, hidden_size,
     TOPK: tl.constexpr, SPLIT_K: tl.constexpr, BLOCK_H: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip

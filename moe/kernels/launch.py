@@ -11,7 +11,7 @@ import triton
 
 from moe.config import Activation
 from moe.kernels.gemm import direct_gemm, grouped_gemm
-from moe.kernels.group import group_slots, sum_slots
+from moe.kernels.group import group_slots, unpermute_sum
 from moe.kernels.layout import STEP, WORDS, PackedMatrix
 from moe.kernels.plan import Plan
 from moe.kernels.products import BF16, FP8_BLOCK, FP8_BOTH, MXFP4, NVFP4
@@ -68,14 +68,14 @@ def run_layer(
     num_steps = layer.w2.data.shape[1]
     if plan.split_k > num_steps:  # no part may be empty
         plan = replace(plan, split_k=num_steps)
-    tiles = None if plan.direct else _group(ids_TK, num_slots, layer, plan)
+    tiles = None if plan.is_direct else _group(ids_TK, num_slots, layer, plan)
     h_SI = x_TH.new_empty((num_slots, layer.intermediate_size))
-    part_dtype = torch.float32 if plan.direct else torch.bfloat16  # few rows cost nothing; many are worth halving
+    part_dtype = torch.float32 if plan.is_direct else torch.bfloat16  # few rows cost nothing; many are worth halving
     parts = torch.empty((num_slots, plan.split_k, layer.hidden_size), dtype=part_dtype, device=x_TH.device)
     _gemm(x_TH, ids_TK, weights_TK, layer, plan, tiles, h_SI, is_first=True)
     _gemm(h_SI, ids_TK, weights_TK, layer, plan, tiles, parts, is_first=False)
     block_h = min(_SUM_COLUMNS, triton.next_power_of_2(layer.hidden_size))
-    sum_slots[(num_tokens, triton.cdiv(layer.hidden_size, block_h))](
+    unpermute_sum[(num_tokens, triton.cdiv(layer.hidden_size, block_h))](
         parts, ids_TK, out_TH, layer.first_expert, layer.num_experts, layer.hidden_size,
         TOPK=layer.top_k, SPLIT_K=plan.split_k, BLOCK_H=block_h, USE_PDL=plan.pdl,
         num_warps=4, **_options(plan),
@@ -131,11 +131,11 @@ def _gemm(
     settings = {
         "FORMAT": format_code, "IS_FIRST": is_first, "TOPK": layer.top_k, "BLOCK_M": plan.block_m,
         "BLOCK_N": block_n, "STEP_K": step, "WORDS": words,
-        "NUM_STAGES": plan.stages_1 if is_first else plan.stages_2, "HAS_BIAS": has_bias,
+        "NUM_STAGES": plan.num_stages_1 if is_first else plan.num_stages_2, "HAS_BIAS": has_bias,
         "HAS_LIMIT": activation.limit is not None, "SHORT_K": num_cols < step,
         "HAS_TAIL": matrix.tail is not None, "WIDE": max(x.shape[0] * x.stride(0), out.numel()) > _INT32_MAX,
         "USE_ASM": not interpret, "USE_PDL": plan.pdl, "INTERPRET": interpret,
-        "num_warps": plan.warps_1 if is_first else plan.warps_2,
+        "num_warps": plan.num_warps_1 if is_first else plan.num_warps_2,
     }  # fmt: skip
     settings |= _options(plan)
     if tiles is None:
@@ -152,7 +152,7 @@ def _gemm(
         num_tiles = tiles.entries.shape[0]
         grouped_gemm[(num_n * num_tiles,)](
             *matrices, tiles.slots_S, tiles.entries, weights_TK, num_tiles, plan.tile_group, *sizes,
-            NUM_HEIGHTS=plan.heights, **settings,
+            NUM_HEIGHTS=plan.num_tile_heights, **settings,
         )  # fmt: skip
 
 

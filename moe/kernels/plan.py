@@ -19,41 +19,51 @@ class Plan:
         128 columns, and multiplies in FP8 (sm89 and newer): twice the rate, ten times the error.
     tile_group: grouped tiles that walk through the weights side by side.
     by_expert: direct programs are counted per expert instead of per slot.
-    split_k: parts into which a direct plan cuts the second matrix's reduction axis; `sum_slots` adds them up.
+    split_k: parts into which a direct plan cuts the second matrix's reduction axis; `unpermute_sum` adds them up.
     pdl: kernels start while the one before them drains, and programs of direct plans have their first
         weights fetched into the L2 while they look up their slots (Hopper and newer).
     """
 
-    direct: bool
+    is_direct: bool
     block_m: int
     block_n_1: int
     block_n_2: int
-    warps_1: int = 4
-    warps_2: int = 4
-    stages_1: int = 4
-    stages_2: int = 4
+    num_warps_1: int = 4
+    num_warps_2: int = 4
+    num_stages_1: int = 4
+    num_stages_2: int = 4
     split_k: int = 1
     by_expert: bool = False
     tile_group: int = 4
-    heights: int = 1
+    num_tile_heights: int = 1
     fp8_activations: bool = False
     pdl: bool = False
 
     def __post_init__(self) -> None:
-        for field, low in (("block_m", 8), ("block_n_1", 64), ("block_n_2", 64), ("warps_1", 1), ("warps_2", 1)):
+        for field, low in (
+            ("block_m", 8),
+            ("block_n_1", 64),
+            ("block_n_2", 64),
+            ("num_warps_1", 1),
+            ("num_warps_2", 1),
+        ):
             value = getattr(self, field)
             if value < low or value & (value - 1):
                 raise MoeConfigError(f"plan {field} is {value}: it must be a power of two and at least {low}")
-        for field in ("stages_1", "stages_2", "split_k", "tile_group"):
+        for field in ("num_stages_1", "num_stages_2", "split_k", "tile_group"):
             if getattr(self, field) < 1:
                 raise MoeConfigError(f"plan {field} is {getattr(self, field)}: it must be at least 1")
-        if not self.direct and (self.split_k > 1 or self.by_expert):
+        if not self.is_direct and (self.split_k > 1 or self.by_expert):
             raise MoeConfigError("plan split_k and by_expert belong to direct plans")
-        if self.direct and self.fp8_activations:
+        if self.is_direct and self.fp8_activations:
             raise MoeConfigError(
                 "plan fp8_activations belongs to grouped plans: few tokens are bound by reading weights"
             )
-        if not 1 <= self.heights <= 3 or self.block_m >> (self.heights - 1) < 8:
-            raise MoeConfigError(f"plan heights is {self.heights}: 1 to 3, and the lowest tile must hold 8 rows")
-        if self.direct and self.heights > 1:
-            raise MoeConfigError(f"plan heights is {self.heights}: tiles of several heights belong to grouped plans")
+        if not 1 <= self.num_tile_heights <= 3 or self.block_m >> (self.num_tile_heights - 1) < 8:
+            raise MoeConfigError(
+                f"plan heights is {self.num_tile_heights}: 1 to 3, and the lowest tile must hold 8 rows"
+            )
+        if self.is_direct and self.num_tile_heights > 1:
+            raise MoeConfigError(
+                f"plan heights is {self.num_tile_heights}: tiles of several heights belong to grouped plans"
+            )

@@ -14,10 +14,10 @@ from benchmarks.moe_cases import CASES, GPT_OSS
 from benchmarks.moe_contenders import Contender
 from benchmarks.moe_measure import LayerBench, Settings
 from benchmarks.moe_timing import copies_needed
-from moe.backends.flashinfer_profiles import NO_PROFILES, Profiles
+from moe.backends.flashinfer.profiles import NO_PROFILES, Profiles
+from moe.check.reference import reference_moe
 from moe.formats import ExpertWeights
-from moe.tuning_cache import TuningCache
-from moe.twin import moe_twin
+from moe.tune.cache import TuningCache
 from moe.types import StandardTopK
 
 CPU = torch.device("cpu")
@@ -50,7 +50,7 @@ class Twin(Contender):
         self.choices = 0
 
     def run(self, copy: int, x_TH: torch.Tensor, routing: StandardTopK) -> torch.Tensor:
-        out_TH = moe_twin(x_TH, routing, self.layers[copy], CASE.activation)
+        out_TH = reference_moe(x_TH, routing, self.layers[copy], CASE.activation)
         return out_TH if self.harm is None else self.harm(out_TH)
 
     def choose(self, measure: Any) -> None:
@@ -117,7 +117,10 @@ def test_a_backend_of_the_service_is_called_through_its_runner() -> None:
     experts = moe_measure.random_experts(CASE, "mxfp4", CPU, seed=0)
     contender = moe_contenders.prepare("torch", CASE, experts, CPU)
     x_TH, (topk,) = torch.randn(3, 64).bfloat16(), moe_measure.id_sets(CASE, 3, "uniform", CPU, 1)
-    got, want = contender.run(0, contender.tokens(x_TH), contender.stage(topk)), moe_twin(x_TH, topk, experts, GPT_OSS)
+    got, want = (
+        contender.run(0, contender.tokens(x_TH), contender.stage(topk)),
+        reference_moe(x_TH, topk, experts, GPT_OSS),
+    )
     assert float((got.float() - want).norm() / want.norm()) < 0.01
     with pytest.raises(ValueError, match="no tensors"):  # its processed weights are no plain records
         _ = contender.nbytes

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.moe_cases import CASES
 from benchmarks.moe_plans import candidates
-from moe.backends.triton_plans import TABLE
+from moe.backends.triton.plans import TABLE
 from moe.kernels.plan import MAX_DIRECT_SLOTS, Plan
 from moe.tables import read_entries
 
@@ -24,19 +24,19 @@ def test_every_case_has_some_distinct_plans_that_can_serve_it(model: str, format
     assert 5 <= len(plans) <= 22
     assert len(set(plans)) == len(plans)
     num_slots = tokens * case.top_k
-    assert all(not plan.direct or num_slots <= MAX_DIRECT_SLOTS for plan in plans)
+    assert all(not plan.is_direct or num_slots <= MAX_DIRECT_SLOTS for plan in plans)
     assert all(plan.pdl for plan in plans)
     assert all(plan.fp8_activations == (format_name == "fp8_block" and plan.block_m == 128) for plan in plans)
-    assert any(plan.direct for plan in plans) or tokens >= 32
+    assert any(plan.is_direct for plan in plans) or tokens >= 32
     if tokens >= 1024:
-        assert not any(plan.direct for plan in plans), "the last step of a table cannot be direct"
+        assert not any(plan.is_direct for plan in plans), "the last step of a table cannot be direct"
 
 
 @pytest.mark.parametrize("format_name", FORMATS)
 def test_from_32_tokens_on_both_kinds_are_compared_while_slots_are_few(format_name: str) -> None:
     for tokens in (32, 64):
-        assert {plan.direct for plan in candidates(CASES["gpt-oss-20b"], tokens, format_name)} == {True, False}
-    assert {plan.direct for plan in candidates(CASES["gpt-oss-20b"], 31, format_name)} == {True}
+        assert {plan.is_direct for plan in candidates(CASES["gpt-oss-20b"], tokens, format_name)} == {True, False}
+    assert {plan.is_direct for plan in candidates(CASES["gpt-oss-20b"], 31, format_name)} == {True}
 
 
 def test_both_ways_of_counting_programs_are_compared_where_experts_have_about_a_row() -> None:
@@ -58,14 +58,16 @@ def test_few_programs_are_split() -> None:
 
 
 def test_tiles_are_about_as_high_as_runs_and_lower_for_a_small_layer() -> None:
-    def heights(model: str, tokens: int) -> set[int]:
-        return {plan.block_m for plan in candidates(CASES[model], tokens, "mxfp4") if not plan.direct}
+    def num_tile_heights(model: str, tokens: int) -> set[int]:
+        return {plan.block_m for plan in candidates(CASES[model], tokens, "mxfp4") if not plan.is_direct}
 
-    assert [heights("gpt-oss-20b", tokens) for tokens in (64, 128, 256, 512, 1024, 4096)] == [
+    assert [num_tile_heights("gpt-oss-20b", tokens) for tokens in (64, 128, 256, 512, 1024, 4096)] == [
         {16}, {16, 32}, {32, 64}, {64, 128}, {128}, {128}
     ]  # fmt: skip
-    assert heights("tiny-gpt-oss", 1024) == {64, 128}
-    assert all(plan.heights == 1 for plan in candidates(CASES["tiny-gpt-oss"], 256, "mxfp4") if plan.block_m == 32)
+    assert num_tile_heights("tiny-gpt-oss", 1024) == {64, 128}
+    assert all(
+        plan.num_tile_heights == 1 for plan in candidates(CASES["tiny-gpt-oss"], 256, "mxfp4") if plan.block_m == 32
+    )
 
 
 def test_a_layer_of_one_expert_has_plans_too() -> None:
@@ -74,16 +76,19 @@ def test_a_layer_of_one_expert_has_plans_too() -> None:
 
 
 FASTEST: list[tuple[str, str, int, dict[str, Any]]] = [
-    ("gpt-oss-20b", "mxfp4", 1, {"block_m": 8, "stages_1": 6, "split_k": 2}),
+    ("gpt-oss-20b", "mxfp4", 1, {"block_m": 8, "num_stages_1": 6, "split_k": 2}),
     ("gpt-oss-20b", "mxfp4", 16, {"block_m": 16, "by_expert": True}),  # with popular experts
-    ("gpt-oss-120b", "mxfp4", 256, {"block_m": 16, "block_n_2": 128, "warps_1": 2, "stages_2": 3, "tile_group": 1}),
+    (
+        "gpt-oss-120b", "mxfp4", 256,
+        {"block_m": 16, "block_n_2": 128, "num_warps_1": 2, "num_stages_2": 3, "tile_group": 1},
+    ),
     (
         "deepseek-v3-quarter", "fp8_block", 64,
-        {"block_m": 16, "block_n_1": 256, "block_n_2": 128, "warps_1": 8, "stages_2": 3, "tile_group": 2},
+        {"block_m": 16, "block_n_1": 256, "block_n_2": 128, "num_warps_1": 8, "num_stages_2": 3, "tile_group": 2},
     ),
     (
         "deepseek-v3-quarter", "nvfp4", 8,
-        {"block_m": 8, "block_n_1": 128, "block_n_2": 128, "stages_1": 6, "by_expert": True},
+        {"block_m": 8, "block_n_1": 128, "block_n_2": 128, "num_stages_1": 6, "by_expert": True},
     ),
     ("tiny-gpt-oss", "mxfp4", 256, {"block_m": 32}),
 ]  # fmt: skip
@@ -93,7 +98,7 @@ FASTEST: list[tuple[str, str, int, dict[str, Any]]] = [
 def test_plans_that_were_fastest_on_an_h100_are_tried_again(
     model: str, format_name: str, tokens: int, fields: dict[str, Any]
 ) -> None:
-    plan = Plan(**{"direct": tokens < 64, "block_n_1": 64, "block_n_2": 64, "pdl": True} | fields)
+    plan = Plan(**{"is_direct": tokens < 64, "block_n_1": 64, "block_n_2": 64, "pdl": True} | fields)
     assert plan in candidates(CASES[model], tokens, format_name)
 
 

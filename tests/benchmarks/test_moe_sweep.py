@@ -14,8 +14,8 @@ from benchmarks import bench_moe, moe_groups, moe_sweep, moe_tables
 from benchmarks.moe_cases import CASES, random_experts
 from benchmarks.moe_groups import Group
 from benchmarks.moe_sweep import GroupSearch, SearchSettings, search_batch
+from moe.check.reference import reference_moe
 from moe.kernels.plan import Plan
-from moe.twin import moe_twin
 from moe.types import StandardTopK
 from tests.benchmarks import fake_searches
 
@@ -55,7 +55,7 @@ class Card:
         if self.too_large(plan):
             raise RuntimeError("out of resource: shared memory")
         self.layers.add(layer.w13.data.data_ptr())
-        out.copy_(moe_twin(x_TH, StandardTopK(weights, ids), self.experts, CASE.activation))
+        out.copy_(reference_moe(x_TH, StandardTopK(weights, ids), self.experts, CASE.activation))
         if self.wrong(plan):
             out[-1] *= 1.5
 
@@ -100,27 +100,27 @@ def test_every_kind_of_routing_is_timed(card: Card) -> None:
 
 
 def test_a_wrong_plan_has_no_row_and_is_told(card: Card, capsys: pytest.CaptureFixture[str]) -> None:
-    card.wrong = lambda plan: plan.stages_1 == 3
+    card.wrong = lambda plan: plan.num_stages_1 == 3
     search, rows = searched()
     tried = [plan for tokens in GROUP.tokens for plan in moe_sweep.candidates(CASE, tokens, "mxfp4")]
-    wrong = [plan for plan in tried if plan.stages_1 == 3]
+    wrong = [plan for plan in tried if plan.num_stages_1 == 3]
     assert wrong
-    assert [Plan(**row["plan"]) for row in rows] == [plan for plan in tried if plan.stages_1 != 3]
+    assert [Plan(**row["plan"]) for row in rows] == [plan for plan in tried if plan.num_stages_1 != 3]
     assert len(search.failures) == len(wrong)
     assert "not what the twin computes" in search.failures[0]["reason"]
-    assert search.failures[0]["reason"].startswith("direct=True block_m=8 block_n_1=64 block_n_2=64 stages_1=3 ")
+    assert search.failures[0]["reason"].startswith("is_direct=True block_m=8 block_n_1=64 block_n_2=64 num_stages_1=3 ")
     assert capsys.readouterr().out.count("wrong: tiny mxfp4") == len(wrong)
 
 
 def test_a_plan_that_does_not_launch_is_left_out_with_one_line(card: Card, capsys: pytest.CaptureFixture[str]) -> None:
-    card.too_large = lambda plan: plan.stages_1 == 6
+    card.too_large = lambda plan: plan.num_stages_1 == 6
     search, rows = searched()
     assert search.failures == []
     assert rows
-    assert all(row["plan"]["stages_1"] != 6 for row in rows)
+    assert all(row["plan"]["num_stages_1"] != 6 for row in rows)
     lines = capsys.readouterr().out.splitlines()
     tried = [plan for tokens in GROUP.tokens for plan in moe_sweep.candidates(CASE, tokens, "mxfp4")]
-    assert len(lines) == sum(plan.stages_1 == 6 for plan in tried) > 0
+    assert len(lines) == sum(plan.num_stages_1 == 6 for plan in tried) > 0
     assert all(line.startswith("left out: tiny mxfp4 ") and "shared memory" in line for line in lines)
 
 
@@ -128,15 +128,15 @@ def test_a_plan_that_breaks_while_it_is_timed_is_left_out_too(card: Card, capsys
     search = GroupSearch(GROUP, SETTINGS)
     search.prepare()
     search.compile()
-    card.too_large = lambda plan: plan.stages_1 == 4
+    card.too_large = lambda plan: plan.num_stages_1 == 4
     rows = list(search.rows())
     assert rows
-    assert all(row["plan"]["stages_1"] != 4 for row in rows)
+    assert all(row["plan"]["num_stages_1"] != 4 for row in rows)
     assert "left out: tiny mxfp4 1: " in capsys.readouterr().out
 
 
 def test_a_number_of_tokens_without_any_plan_is_a_failure(card: Card) -> None:
-    card.too_large = lambda plan: plan.direct
+    card.too_large = lambda plan: plan.is_direct
     search, rows = searched()
     assert {row["tokens"] for row in rows} == {40}
     assert [(failure["tokens"], failure["reason"]) for failure in search.failures] == [

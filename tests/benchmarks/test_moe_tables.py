@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.moe_tables import backend_entries, dump, merged, plan_entries
-from moe.backends.triton_plans import PlanTable
+from moe.backends.triton.plans import PlanTable
 from moe.kernels.plan import Plan
 from moe.tables import read_entries
 
@@ -18,8 +18,8 @@ ROOT = Path(__file__).parents[2]
 HEAD = {
     "model": "gpt-oss-20b", "format": "mxfp4", "card": "NVIDIA H100 80GB HBM3", "commit": "abc", "routing": "uniform",
 }  # fmt: skip
-DIRECT = Plan(direct=True, block_m=8, block_n_1=64, block_n_2=64, split_k=2)
-GROUPED = Plan(direct=False, block_m=128, block_n_1=128, block_n_2=128, heights=3)
+DIRECT = Plan(is_direct=True, block_m=8, block_n_1=64, block_n_2=64, split_k=2)
+GROUPED = Plan(is_direct=False, block_m=128, block_n_1=128, block_n_2=128, num_tile_heights=3)
 
 
 def row(tokens: int, us: float, plan: Plan) -> dict[str, Any]:

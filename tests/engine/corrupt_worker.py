@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from engine.worker import main
-from moe.backends.torch import TorchBackend
+from moe.backends.torch.backend import TorchBackend
 
 _prepare = TorchBackend.prepare
 _layers: list[Any] = []

@@ -181,7 +181,7 @@ def test_cuda_pages_are_what_weights_and_a_step_leave(monkeypatch):
             device=torch.device("cuda"),
             utilization=utilization,
             sampling_bytes=gib,
-            rehearse=lambda: rehearsals.append(1),
+            profile_run=lambda: rehearsals.append(1),
         )
 
     assert choose(0.5) == (40 - 12 - 2 - 1) * gib // LAYOUT.bytes_per_page

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 import torch
 
-from engine.draws import uniform
+from engine.counter_rng import uniform
 from engine.filters import filter_probs
 from engine.sampler import sample
 from engine.sequence import GREEDY_TEMPERATURE, Sequence

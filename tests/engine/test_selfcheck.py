@@ -11,7 +11,7 @@ from engine.client import EngineClient
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from moe import SelfCheckError
-from moe.backends.torch import TorchBackend
+from moe.backends.torch.backend import TorchBackend
 from moe.errors import MoeConfigError, UnsupportedPathError
 from tests.engine import corrupt_worker
 

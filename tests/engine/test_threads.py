@@ -16,7 +16,7 @@ def test_g09_a_step_takes_all_usable_cpus_but_one_unless_told(
     monkeypatch: pytest.MonkeyPatch, usable: int, wanted: int | None, threads: int
 ) -> None:
     taken: list[int] = []
-    monkeypatch.setattr("moe.cpus.usable_cpus", lambda: usable)
+    monkeypatch.setattr("moe.cpu.threads.usable_cpus", lambda: usable)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
     monkeypatch.setattr(torch, "set_num_threads", taken.append)
     monkeypatch.setattr(core, "EngineCore", lambda config: None)

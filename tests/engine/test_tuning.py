@@ -12,7 +12,7 @@ from engine.core import EngineCore
 from engine.errors import EngineConfigError
 from model import moe_build, registry
 from model.config import ModelSettings
-from moe.tuning import LayerTuner, TuningSettings
+from moe.tune.layers import LayerTuner, TuningSettings
 
 FOLDER = Path(__file__).parents[2] / "assets" / "tiny-gpt-oss"
 NUM_LAYERS = 6
@@ -69,8 +69,8 @@ def test_every_layer_is_offered_to_the_tuner_before_it_is_checked(monkeypatch: p
 
 
 def test_on_a_cpu_tuning_says_that_there_is_nothing_to_do(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="moe.tuning"):
+    with caplog.at_level(logging.INFO, logger="moe.tune.layers"):
         EngineCore(config(tune=True, tune_cache_dir=tmp_path / "cache"))
-    messages = [record.message for record in caplog.records if record.name == "moe.tuning"]
+    messages = [record.message for record in caplog.records if record.name == "moe.tune.layers"]
     assert messages == ["--tune: torch with mxfp4 experts has nothing to tune"]
     assert not (tmp_path / "cache").exists()

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from moe import Activation, MoeBackend, StandardDispatchOutput, Topology
+from moe.check.reference import reference_moe
+from moe.check.selfcheck import check_layer
 from moe.formats import Bf16Weight, ExpertWeights, Fp8BlockWeight, Mxfp4Weight, Weight, activation_quant
 from moe.registry import load_backend
-from moe.selfcheck import check_layer
-from moe.twin import moe_twin
 from tests.gpu.common import (
     DEEPSEEK_V4,
     DEVICE,
@@ -39,7 +39,7 @@ def worst_error(backend: MoeBackend, experts: ExpertWeights, activation: Activat
         assert got.shape == x.shape
         if num_tokens:
             quantize = activation_quant.fp8_groups if experts.format_name == "fp8_block" else None
-            want = moe_twin(x, topk, experts, activation, quantize_input=quantize)
+            want = reference_moe(x, topk, experts, activation, quantize_input=quantize)
             errors.append(relative_error(got, want))
     return max(errors)
 

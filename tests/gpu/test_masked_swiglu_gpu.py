@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from moe import Activation
-from moe.backends.deep_gemm_layout import swiglu_reference
 from moe.formats.token_groups import dequantize_token_groups, unpack_ue8m0
 from moe.kernels.masked_swiglu import masked_swiglu
+from moe.layouts.deep_gemm import swiglu_reference
 from tests.gpu.common import DEEPSEEK_V4, DEVICE
 
 pytestmark = pytest.mark.gpu

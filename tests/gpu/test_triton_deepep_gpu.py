@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from moe import MoeA2ABackend, MoeBackend, MoeRunner, MoeRunnerConfig, StandardTopK, Topology
-from moe.backends.triton import TritonBackend, TritonMoeQuantInfo
+from moe.backends.triton.backend import TritonBackend, TritonMoeQuantInfo
+from moe.check.reference import reference_moe
+from moe.check.selfcheck import check_layer
 from moe.formats import Bf16Weight, ExpertWeights, Fp8BlockWeight, Mxfp4Weight, Nvfp4Weight, Weight
-from moe.selfcheck import check_layer
-from moe.twin import moe_twin
 from moe.types import DeepepLlDispatchOutput, DeepepNormalDispatchOutput
 from tests.gpu.common import DEVICE, GPT_OSS, TOP_K, WEIGHT_ONLY, experts_of, own_part, relative_error
 
@@ -48,7 +48,7 @@ def masked_input(counts: tuple[int, ...], hidden: int) -> tuple[DeepepLlDispatch
 def want_masked(x: torch.Tensor, is_row: torch.Tensor, part: ExpertWeights) -> torch.Tensor:
     """The twin on the real rows, each a token with one expert of weight one."""
     ids = torch.arange(FIRST, FIRST + NUM_LOCAL, device=DEVICE)[:, None].expand_as(is_row)[is_row][:, None].int()
-    return moe_twin(x[is_row], StandardTopK(torch.ones_like(ids).float(), ids), part, GPT_OSS, first_expert=FIRST)
+    return reference_moe(x[is_row], StandardTopK(torch.ones_like(ids).float(), ids), part, GPT_OSS, first_expert=FIRST)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -98,7 +98,7 @@ def test_normal_rows(kind: type[Weight], hidden: int, inter: int) -> None:
         got = runner.run(DeepepNormalDispatchOutput(x, None, local_ids, weights, counts), info).hidden_states
         assert got.shape == x.shape
         if num_tokens:
-            want = moe_twin(x, StandardTopK(weights, global_ids.int()), part, GPT_OSS, first_expert=FIRST)
+            want = reference_moe(x, StandardTopK(weights, global_ids.int()), part, GPT_OSS, first_expert=FIRST)
             assert relative_error(got, want) < WEIGHT_ONLY
 
 

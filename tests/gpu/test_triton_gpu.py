@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from moe import Activation, MoeA2ABackend, MoeBackend, MoeRunner, MoeRunnerConfig, StandardDispatchOutput, StandardTopK
-from moe.backends.triton import TritonBackend, TritonMoeQuantInfo
-from moe.backends.triton_plans import PlanTable
+from moe.backends.triton.backend import TritonBackend, TritonMoeQuantInfo
+from moe.backends.triton.plans import PlanTable
+from moe.check.reference import reference_moe
 from moe.formats import Bf16Weight, ExpertWeights, Fp8BlockWeight, Mxfp4Weight, Nvfp4Weight
 from moe.kernels.plan import Plan
 from moe.topology import Topology
-from moe.twin import moe_twin
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:.*deterministic.*")]
 FORMATS = {"bf16": Bf16Weight, "fp8_block": Fp8BlockWeight, "mxfp4": Mxfp4Weight, "nvfp4": Nvfp4Weight}
@@ -46,7 +46,7 @@ class Layer:
         return self.runner.run(StandardDispatchOutput(x, topk), info or self.info).hidden_states
 
     def error(self, x: torch.Tensor, topk: StandardTopK, out: torch.Tensor) -> float:
-        want = moe_twin(x, topk, self.experts, self.activation)
+        want = reference_moe(x, topk, self.experts, self.activation)
         return float((out.float() - want).norm() / want.norm())
 
 
@@ -144,7 +144,9 @@ def test_experts_without_biases_and_with_the_plain_activation() -> None:
 @pytest.mark.parametrize(("hidden", "inter"), [(1024, 512), (2880, 1440)])
 def test_fp8_activations(hidden: int, inter: int) -> None:
     layer = Layer("fp8_block", hidden, inter)
-    plan = Plan(direct=False, block_m=64, block_n_1=128, block_n_2=128, stages_1=3, stages_2=3, fp8_activations=True)
+    plan = Plan(
+        is_direct=False, block_m=64, block_n_1=128, block_n_2=128, num_stages_1=3, num_stages_2=3, fp8_activations=True
+    )
     info = replace(layer.info, plans=PlanTable(((None, plan),)))
     for num_tokens in (3, 70, 600):
         x, topk = make_inputs(num_tokens, hidden)

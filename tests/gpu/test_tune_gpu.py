@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from moe import Activation, MoeBackend, StandardDispatchOutput, Topology
-from moe.autotune import tuning_token_counts
+from moe.check.reference import reference_moe
 from moe.formats import Bf16Weight, ExpertWeights, Fp8BlockWeight, Mxfp4Weight, Weight
 from moe.registry import load_backend
-from moe.tuning import LayerTuner, TuningSettings, tune_layer
-from moe.tuning_cache import TuningCache
-from moe.tuning_measure import Measurer
-from moe.twin import moe_twin
+from moe.tune.cache import TuningCache
+from moe.tune.layers import LayerTuner, TuningSettings, tune_layer
+from moe.tune.measure import Measurer
+from moe.tune.policy import tuning_token_counts
 from tests.gpu.common import DEVICE, GPT_OSS, WEIGHT_ONLY, experts_of, make_runner, tokens_and_routing
 
 pytestmark = pytest.mark.gpu
@@ -40,7 +40,7 @@ def error_of(runner: Any, info: Any, experts: ExpertWeights, num_tokens: int) ->
     graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(captured, got)
-    want = moe_twin(x, topk, experts, GPT_OSS)
+    want = reference_moe(x, topk, experts, GPT_OSS)
     return float((got.float() - want).norm() / want.norm())
 
 

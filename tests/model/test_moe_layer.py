@@ -186,7 +186,7 @@ def test_gate_accumulates_in_fp32() -> None:
 def test_corrupted_preparation_fails_the_self_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors, _ = pack_mxfp4(state_by_file_name(make_gpt_oss(), tmp_path))
     write(tmp_path, tensors, {"quantization_config": {"quant_method": "mxfp4"}})
-    from moe.backends.torch import TorchBackend
+    from moe.backends.torch.backend import TorchBackend
 
     prepare, layers = TorchBackend.prepare, []
 

@@ -15,12 +15,12 @@ from model.moe_build import MoeBuilder
 from model.moe_layer import MoeLayer
 from moe import Activation, MoeA2ABackend, MoeBackend, MoeRunner, RoutingConfig, RoutingMethod, SelfCheckError, Topology
 from moe.backends.base import Device
-from moe.backends.flashinfer_cutedsl import CuteDslFp4MoeQuantInfo
+from moe.backends.flashinfer.cutedsl import CuteDslFp4MoeQuantInfo
+from moe.check.reference import reference_moe
 from moe.dispatch.deepep_settings import DeepepMode, DeepepSettings
 from moe.errors import MoeConfigError
 from moe.formats import ExpertWeights
 from moe.registry import load_backend
-from moe.twin import moe_twin
 from tests.emulators.alltoall import install_alltoall
 from tests.emulators.cutedsl import install_cutedsl
 from tests.emulators.deep_gemm import install_deep_gemm
@@ -48,26 +48,26 @@ class Case:
     mode: DeepepMode = DeepepMode.LOW_LATENCY
     arch: str = "cpu"
     sends_nvfp4: bool = False
-    payload: str = "bf16"
+    dispatch_dtype: str = "bf16"
     tolerance: float = 2e-2
 
     def __str__(self) -> str:
-        return f"{self.backend}-{self.a2a}-{self.mode}-{self.payload}"
+        return f"{self.backend}-{self.a2a}-{self.mode}-{self.dispatch_dtype}"
 
 
 CASES = [
     *(Case(name="bf16", backend=MoeBackend.TORCH, mode=mode) for mode in DeepepMode),
     *(
-        Case(name="fp8_block", backend=MoeBackend.DEEP_GEMM, mode=mode, arch="sm90", payload="fp8")
+        Case(name="fp8_block", backend=MoeBackend.DEEP_GEMM, mode=mode, arch="sm90", dispatch_dtype="fp8")
         for mode in (DeepepMode.LOW_LATENCY, DeepepMode.AUTO)
     ),
-    Case(name="fp8_block", backend=MoeBackend.DEEP_GEMM, arch="sm100", payload="fp8_ue8m0", tolerance=0.15),
+    Case(name="fp8_block", backend=MoeBackend.DEEP_GEMM, arch="sm100", dispatch_dtype="fp8_ue8m0", tolerance=0.15),
     Case(name="nvfp4", backend=MoeBackend.FLASHINFER_CUTEDSL, arch="sm100"),
     Case(
-        name="nvfp4", backend=MoeBackend.FLASHINFER_CUTEDSL, arch="sm100", sends_nvfp4=True, payload="nvfp4"
+        name="nvfp4", backend=MoeBackend.FLASHINFER_CUTEDSL, arch="sm100", sends_nvfp4=True, dispatch_dtype="nvfp4"
     ),
     Case(
-        name="nvfp4", backend=MoeBackend.FLASHINFER_CUTEDSL, a2a=FLASHINFER, arch="sm100", payload="nvfp4"
+        name="nvfp4", backend=MoeBackend.FLASHINFER_CUTEDSL, a2a=FLASHINFER, arch="sm100", dispatch_dtype="nvfp4"
     ),
 ]  # fmt: skip
 
@@ -81,7 +81,7 @@ def install(monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
             return run(*arguments)
 
     monkeypatch.setattr(MoeRunner, "run", run_alone)
-    monkeypatch.setattr("moe.select.probe_device", lambda device: Device(arch=case.arch))
+    monkeypatch.setattr("moe.choose.select.probe_device", lambda device: Device(arch=case.arch))
     if case.backend is MoeBackend.DEEP_GEMM:
         install_deep_gemm(monkeypatch, case.arch)
     if case.backend is MoeBackend.FLASHINFER_CUTEDSL:
@@ -121,7 +121,7 @@ def reference(case: Case, layer: MoeLayer, experts: ExpertWeights, x: torch.Tens
     topk = layer.topk(layer.gate(x), layer.correction_bias_E)
     rounding = backend.activation_quant.get(case.name)
     assert layer.shared_experts is not None
-    return moe_twin(x, topk, whole, Activation(), quantize_input=rounding) + layer.shared_experts(x).float()
+    return reference_moe(x, topk, whole, Activation(), quantize_input=rounding) + layer.shared_experts(x).float()
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -139,9 +139,9 @@ def test_two_ranks_equal_one(monkeypatch: pytest.MonkeyPatch, case: Case) -> Non
         assert layer.description == f"layer 3: {case.backend} / {case.a2a} / {case.name}"
         assert layer.selfcheck is not None
         assert layer.selfcheck.worst_error <= layer.selfcheck.tolerance
-        assert layer.quant_info.topology.payload == case.payload
+        assert layer.quant_info.topology.dispatch_dtype == case.dispatch_dtype
         if isinstance(layer.quant_info, CuteDslFp4MoeQuantInfo):
-            assert layer.quant_info.use_nvfp4_dispatch == (case.payload == "nvfp4" and case.a2a is DEEPEP)
+            assert layer.quant_info.use_nvfp4_dispatch == (case.dispatch_dtype == "nvfp4" and case.a2a is DEEPEP)
 
 
 @pytest.mark.parametrize("is_decode", [False, True])

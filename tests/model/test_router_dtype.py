@@ -53,7 +53,7 @@ def test_kernels_that_route_inside_get_the_dtype_that_was_asked_for(
 ) -> None:
     """The per-tensor kernel takes bf16 only: there the setting ends at the call."""
     kernel = install_trtllm(monkeypatch)
-    monkeypatch.setattr("moe.select.probe_device", lambda device: Device(arch="sm100"))
+    monkeypatch.setattr("moe.choose.select.probe_device", lambda device: Device(arch="sm100"))
     for setting, wanted in WANTED.items():
         model = build(tmp_path, name, MoeBackend.FLASHINFER_TRTLLM, setting)
         layer = model.moe_layers[0]

@@ -13,18 +13,18 @@ import torch
 import torch.multiprocessing
 
 from moe import MoeA2ABackend, MoeBackend
-from moe.autotune import (
+from moe.errors import MoeConfigError
+from moe.tune.cache import TuneKey, TuningCache
+from moe.tune.policy import (
     MAX_TOKEN_COUNTS,
-    OneRank,
-    TorchRanks,
+    SingleRank,
+    TorchGroup,
     Tuning,
     kept_choice,
     should_autotune,
     tune,
     tuning_token_counts,
 )
-from moe.errors import MoeConfigError
-from moe.tuning_cache import TuneKey, TuningCache
 from tests.emulators.ranks import Rank, run_ranks
 
 KEY = TuneKey(
@@ -98,21 +98,21 @@ def test_contradicting_limits_are_refused_with_both_numbers() -> None:
 def test_fastest_right_tactic_wins_and_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     log: list[tuple[str, int]] = []
     cache = TuningCache(tmp_path / "new" / "folder")
-    assert kept_choice(KEY, cache, OneRank()) is None
+    assert kept_choice(KEY, cache, SingleRank()) is None
     with caplog.at_level(logging.WARNING):
-        choice = tune(tuning(log), cache, OneRank())
+        choice = tune(tuning(log), cache, SingleRank())
     assert choice == {"1": "fast", "2": "fast", "4": "fast"}
     assert log == [(tactic, count) for tactic in SECONDS for count in KEY.token_counts]
     assert "tactic wrong is off by inf" in caplog.text
     log.clear()
-    assert tune(tuning(log), cache, OneRank()) == choice
+    assert tune(tuning(log), cache, SingleRank()) == choice
     assert not log, "a kept choice is not measured again"
-    assert kept_choice(KEY, cache, OneRank()) == choice
+    assert kept_choice(KEY, cache, SingleRank()) == choice
 
 
 def test_no_right_tactic_is_an_error_and_nothing_is_kept(tmp_path: Path) -> None:
     with pytest.raises(MoeConfigError, match="no tactic stays within its tolerance at 1 tokens"):
-        tune(tuning(error=lambda tactic, num_tokens: 1.01), TuningCache(tmp_path), OneRank())
+        tune(tuning(error=lambda tactic, num_tokens: 1.01), TuningCache(tmp_path), SingleRank())
     assert not list(tmp_path.iterdir())
 
 
@@ -135,7 +135,7 @@ def test_the_budget_is_honoured_and_what_is_left_out_is_told(tmp_path: Path, cap
         return SECONDS[tactic]
 
     with caplog.at_level(logging.WARNING):
-        choice = tune(tuning(measure=measure), TuningCache(tmp_path), OneRank(), budget_s=10.0, clock=clock)
+        choice = tune(tuning(measure=measure), TuningCache(tmp_path), SingleRank(), budget_s=10.0, clock=clock)
     assert log == [("slow", 1), ("slow", 2), ("slow", 4), ("fast", 1)], "eight of ten seconds, every count in turn"
     assert choice == {"1": "fast", "2": "slow", "4": "slow"}
     assert "the time for tuning is up, 5 tactics are left out (fast at 2 tokens and others)" in caplog.text
@@ -149,7 +149,7 @@ def test_without_any_time_everything_stays_untuned_but_is_checked(tmp_path: Path
         return 0.0
 
     log: list[tuple[str, int]] = []
-    choice = tune(tuning(log, error=error), TuningCache(tmp_path), OneRank(), budget_s=0.0)
+    choice = tune(tuning(log, error=error), TuningCache(tmp_path), SingleRank(), budget_s=0.0)
     assert choice == {"1": "slow", "2": "slow", "4": "slow"}, "the first proposal is the untuned way"
     assert not log
     assert checked == [("slow", count) for count in KEY.token_counts]
@@ -177,7 +177,7 @@ def test_rounds_follow_what_was_measured_and_warm_up_gets_a_share_of_the_time(
     with caplog.at_level(logging.WARNING):
         choice = tune(
             tuning(propose=propose, measure=measure, warm_up=warm_up),
-            TuningCache(tmp_path), OneRank(), budget_s=50.0, clock=clock,
+            TuningCache(tmp_path), SingleRank(), budget_s=50.0, clock=clock,
         )  # fmt: skip
     assert choice == {"1": "fast", "2": "fast", "4": "slow"}, "what is not warm is not measured"
     assert "1 tactics are left out (fast at 4 tokens" in caplog.text
@@ -201,17 +201,17 @@ def test_every_field_of_the_key_changes_the_file() -> None:
 def test_damaged_or_partial_files_are_tuned_again(tmp_path: Path, content: str) -> None:
     (tmp_path / KEY.file_name).write_text(content)
     log: list[tuple[str, int]] = []
-    tune(tuning(log), TuningCache(tmp_path), OneRank())
+    tune(tuning(log), TuningCache(tmp_path), SingleRank())
     assert log
-    assert kept_choice(KEY, TuningCache(tmp_path), OneRank()) is not None
+    assert kept_choice(KEY, TuningCache(tmp_path), SingleRank()) is not None
 
 
 def test_a_cache_without_a_folder_remembers_and_a_forgotten_choice_is_tuned_again(tmp_path: Path) -> None:
     log: list[tuple[str, int]] = []
     memory = TuningCache(None)
-    assert tune(tuning(log), memory, OneRank()) == tune(tuning(log), memory, OneRank())
+    assert tune(tuning(log), memory, SingleRank()) == tune(tuning(log), memory, SingleRank())
     assert len(log) == 9
-    tune(tuning(), TuningCache(tmp_path), OneRank())
+    tune(tuning(), TuningCache(tmp_path), SingleRank())
     later = TuningCache(tmp_path)
     assert later.load(KEY) is not None
     later.forget(KEY)
@@ -224,7 +224,7 @@ def test_an_unwritable_folder_is_a_warning(tmp_path: Path, caplog: pytest.LogCap
     blocked = tmp_path / "file"
     blocked.write_text("")
     with caplog.at_level(logging.WARNING):
-        choice = tune(tuning(), TuningCache(blocked / "below"), OneRank())
+        choice = tune(tuning(), TuningCache(blocked / "below"), SingleRank())
     assert choice["1"] == "fast"
     assert "tuned tactics are not kept" in caplog.text
     assert str(blocked) in caplog.text
@@ -259,11 +259,11 @@ def rank_process(rank: int, folder: str, case: str) -> None:
         # rank 1 finds "fast" slow: the slower rank counts
         seconds = {"slow": 3.0, "fast": 1.0 if rank == 0 else 9.0, "wrong": 0.5}
         log: list[tuple[str, int]] = []
-        choice = tune(tuning(log, seconds), cache, TorchRanks())
+        choice = tune(tuning(log, seconds), cache, TorchGroup())
         again: list[tuple[str, int]] = []
         torch.distributed.barrier()
         if case == "shared folder":
-            tune(tuning(again, seconds), cache, TorchRanks())
+            tune(tuning(again, seconds), cache, TorchGroup())
         report = {"choice": choice, "measured": len(log), "again": len(again)}
         (Path(folder) / f"report-{case}-{rank}.json").write_text(json.dumps(report))
     finally:
@@ -283,15 +283,15 @@ def test_two_processes_agree(tmp_path: Path, case: str) -> None:
 
 
 class ThreadRanks:
-    """Ranks as threads."""
+    """Group as threads."""
 
     def __init__(self, rank: Rank) -> None:
         self._rank, self.rank = rank, rank.rank()
 
-    def largest(self, values: list[float]) -> list[float]:
+    def max(self, values: list[float]) -> list[float]:
         return [max(column) for column in zip(*self._rank.exchange(values), strict=True)]
 
-    def from_first(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         return self._rank.exchange(value)[0]
 
 
@@ -311,7 +311,7 @@ def choices_of_two_ranks(folder: Path) -> tuple[list[dict[str, str]], int]:
 
 
 def test_rank_0_watches_the_clock_and_what_is_cold_on_any_rank_is_left_out(tmp_path: Path) -> None:
-    """Ranks that decided for themselves would wait for each other for ever."""
+    """Group that decided for themselves would wait for each other for ever."""
 
     def work(rank: Rank) -> tuple[dict[str, str], list[tuple[str, int]]]:
         log: list[tuple[str, int]] = []
@@ -353,11 +353,11 @@ def test_threads_agree_as_processes_do(tmp_path: Path) -> None:
 def test_planted_mistakes_are_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
     if name == "fastest rank counts":
         monkeypatch.setattr(
-            ThreadRanks, "largest",
+            ThreadRanks, "max",
             lambda self, values: [min(column) for column in zip(*self._rank.exchange(values), strict=True)],
         )  # fmt: skip
     elif name == "every rank decides":
-        monkeypatch.setattr(ThreadRanks, "largest", lambda self, values: values)
+        monkeypatch.setattr(ThreadRanks, "max", lambda self, values: values)
     elif name == "winner not verified":
         original = Tuning.__init__
 

@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 
-from moe.cpu_linear import DenseLinear, PackedLinear, make_linear
+from moe.cpu.linear import DenseLinear, PackedLinear, make_linear
 from moe.formats import Fp8BlockWeight, Mxfp4Weight
 from tests.moe.moe_layers import HAS_FBGEMM
 
@@ -60,7 +60,7 @@ def test_without_fbgemm_weights_stay_dense(missing: str, monkeypatch: pytest.Mon
     if missing == "operator":
         monkeypatch.delattr(torch, "fbgemm_pack_gemm_matrix_fp16")
     else:
-        monkeypatch.setattr("moe.cpu_linear._ENGINES", ())
+        monkeypatch.setattr("moe.cpu.linear._ENGINES", ())
     assert isinstance(make_linear(torch.ones(4, 4), None), DenseLinear)
 
 

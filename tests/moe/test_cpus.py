@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from moe.cpus import cgroup_quota, usable_cpus
+from moe.cpu.threads import cgroup_quota, usable_cpus
 
 V2 = "31 23 0:28 {root} {point} rw,relatime - cgroup2 cgroup2 rw"
 V1 = "32 31 0:29 {root} {point} rw,relatime - cgroup cgroup rw,cpu,cpuacct"

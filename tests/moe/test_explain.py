@@ -7,11 +7,11 @@ import torch
 
 from moe import Activation, MoeA2ABackend, MoeBackend, MoeRunnerConfig
 from moe.backends.base import Device
+from moe.choose.explain import ARCHS, FORMATS, Row, explain, render
+from moe.choose.ranking import RULE, rank_backends
+from moe.choose.select import choose_backend
 from moe.dispatch.deepep_settings import DeepepMode
 from moe.errors import MoeConfigError, UnsupportedPathError
-from moe.explain import ARCHS, FORMATS, Row, explain, render
-from moe.ranking import RULE, rank_backends
-from moe.select import choose_backend
 from tests.moe.backends import hostile
 
 WORDS = f"{RULE}; nobody measured this format on this GPU"
@@ -88,7 +88,7 @@ def test_the_words_say_whether_the_choice_was_measured() -> None:
 
 def test_a_usable_backend_that_nobody_measured_is_not_called_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """G66: the measured ones cannot run here; the next is taken by the rule, and says so."""
-    for name in ("triton.TritonBackend", "flashinfer_cutlass.FlashinferCutlassBackend"):
+    for name in ("triton.backend.TritonBackend", "flashinfer.cutlass.FlashinferCutlassBackend"):
         monkeypatch.setattr(f"moe.backends.{name}.supports", lambda self, *path: "not here")
     line = chosen_line("fp8_block", hostile.make_config(64, 7168, 2048, 8))
     assert line.startswith("deep_gemm")

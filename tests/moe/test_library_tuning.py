@@ -14,7 +14,7 @@ from moe import MoeA2ABackend, MoeBackend, MoeRunner, Topology
 from moe.config import RoutingConfig, RoutingMethod
 from moe.formats import ExpertWeights, Mxfp4Weight
 from moe.registry import load_backend
-from moe.tuning import LayerTuner, TuningSettings
+from moe.tune.layers import LayerTuner, TuningSettings
 from moe.types import BypassedTopK, StandardTopK
 from tests.emulators.cutedsl import install_cutedsl
 from tests.emulators.device import import_flashinfer
@@ -158,7 +158,7 @@ def test_the_real_context_opens_and_reads_on_a_cpu(tmp_path: Path) -> None:
     import_flashinfer()
     from flashinfer.autotuner import AutoTuner
 
-    from moe.backends import flashinfer_common as common
+    from moe.backends.flashinfer import common
 
     for measure in (True, False):
         with common.tuning_context(tmp_path / "file.json", measure=measure):

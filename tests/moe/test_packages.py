@@ -9,10 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from moe.backends import c_compiler, flashinfer_common
+from moe.backends import c_compiler
 from moe.backends.base import Backend
-from moe.backends.flashinfer_mxfp4 import FlashinferMxfp4Backend
-from moe.backends.triton import TritonBackend
+from moe.backends.flashinfer import common as flashinfer_common
+from moe.backends.flashinfer.mxfp4 import FlashinferMxfp4Backend
+from moe.backends.triton.backend import TritonBackend
 from moe.config import MoeA2ABackend
 from moe.dispatch.base import load_library
 from moe.errors import UnsupportedPathError
@@ -92,7 +93,7 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The only folder on the PATH. What was found before is forgotten, and each time that `lacks` is asked."""
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    monkeypatch.setattr("moe.backends.triton.missing_for_triton", c_compiler.missing_for_triton.__wrapped__)
+    monkeypatch.setattr("moe.backends.triton.backend.missing_for_triton", c_compiler.missing_for_triton.__wrapped__)
     return tmp_path / "bin"
 
 

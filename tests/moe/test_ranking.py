@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from benchmarks.moe_cases import CASES
-from moe import MoeA2ABackend, MoeBackend, MoeRunnerConfig, ranking
+from moe import MoeA2ABackend, MoeBackend, MoeRunnerConfig
 from moe.backends.base import Device
-from moe.ranking import PREFERENCE, RULE, Ranking, rank_backends
-from moe.select import choose_backend
+from moe.choose import ranking
+from moe.choose.ranking import PREFERENCE, RULE, Ranking, rank_backends
+from moe.choose.select import choose_backend
 from moe.tables import read_entries
 from tests.moe.backends import hostile
 

@@ -15,7 +15,7 @@ from moe import (
     Topology,
     UnsupportedPathError,
 )
-from moe.backends.torch import TorchBackend
+from moe.backends.torch.backend import TorchBackend
 from moe.config import DispatchFormat
 from moe.formats import ExpertWeights, Mxfp4Weight
 
@@ -98,7 +98,7 @@ def test_expert_parallel_parts_sum_to_the_whole() -> None:
 def test_no_tokens_means_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     config = make_config()
     runner = MoeRunner(MoeBackend.TORCH, MoeA2ABackend.NONE, config)
-    monkeypatch.setattr("moe.backends.torch.TorchRunnerCore.run", lambda *a: pytest.fail("the core was called"))
+    monkeypatch.setattr("moe.backends.torch.backend.TorchRunnerCore.run", lambda *a: pytest.fail("the core was called"))
     empty = StandardDispatchOutput(torch.empty(0, H), StandardTopK(torch.empty(0, K), torch.empty(0, K).int()))
     assert runner.run(empty, TorchBackend().prepare(make_experts(), config, Topology())).hidden_states.shape == (0, H)
 
@@ -111,7 +111,7 @@ def test_without_tokens_the_kernel_still_runs_where_work_overlaps_it(monkeypatch
         seen.append(state.overlap_args)  # type: ignore[attr-defined]
         return torch.zeros(0, H)
 
-    monkeypatch.setattr("moe.backends.torch.TorchRunnerCore.run", record)
+    monkeypatch.setattr("moe.backends.torch.backend.TorchRunnerCore.run", record)
     runner = MoeRunner(MoeBackend.TORCH, MoeA2ABackend.NONE, config)
     empty = StandardDispatchOutput(torch.empty(0, H), StandardTopK(torch.empty(0, K), torch.empty(0, K).int()))
     quant_info = TorchBackend().prepare(make_experts(), config, Topology())
@@ -132,7 +132,7 @@ def test_overlap_arguments_serve_one_run_and_are_cleared_after_a_failure(monkeyp
             raise RuntimeError("kernel failed")
         return torch.zeros(1, H)
 
-    monkeypatch.setattr("moe.backends.torch.TorchRunnerCore.run", record)
+    monkeypatch.setattr("moe.backends.torch.backend.TorchRunnerCore.run", record)
     runner = MoeRunner(MoeBackend.TORCH, MoeA2ABackend.NONE, config)
     dispatched = StandardDispatchOutput(torch.zeros(1, H), random_topk(1))
     runner.set_overlap_args("stream")

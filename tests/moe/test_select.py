@@ -5,13 +5,14 @@ import types
 import pytest
 import torch
 
-from moe import MoeA2ABackend, MoeBackend, MoeRunner, MoeRunnerConfig, UnsupportedPathError, registry, select
-from moe.backends import flashinfer_common
+from moe import MoeA2ABackend, MoeBackend, MoeRunner, MoeRunnerConfig, UnsupportedPathError, registry
 from moe.backends.base import Backend, Device
-from moe.backends.triton import TritonBackend
-from moe.ranking import PREFERENCE, rank_backends
+from moe.backends.flashinfer import common as flashinfer_common
+from moe.backends.triton.backend import TritonBackend
+from moe.choose import select
+from moe.choose.ranking import PREFERENCE, rank_backends
+from moe.choose.select import choose_backend, probe_device, verdicts
 from moe.registry import load_backend
-from moe.select import choose_backend, probe_device, verdicts
 from tests.moe.moe_layers import make_config, make_experts
 
 CPU = Device(arch="cpu")
@@ -99,7 +100,7 @@ def test_the_table_covers_every_backend_without_hardware(config: MoeRunnerConfig
 
 
 def test_a_missing_path_is_a_reason(monkeypatch: pytest.MonkeyPatch, config: MoeRunnerConfig) -> None:
-    monkeypatch.setattr("moe.backends.torch.TorchBackend.supports", lambda *path: None)
+    monkeypatch.setattr("moe.backends.torch.backend.TorchBackend.supports", lambda *path: None)
     table = {v.backend: v.reason for v in verdicts(CPU, "bf16", MoeA2ABackend.MORI, config)}
     assert table[MoeBackend.TORCH] == "no path from transport mori is built in yet"
 
@@ -149,7 +150,7 @@ def test_auto_on_this_machine_passes_over_what_is_not_installed(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, config: MoeRunnerConfig
 ) -> None:
     sm90 = Device(arch="sm90")
-    monkeypatch.setattr("moe.select.probe_device", lambda device: sm90)
+    monkeypatch.setattr("moe.choose.select.probe_device", lambda device: sm90)
     monkeypatch.setattr(Backend, "is_installed", lambda self: self.package in (None, "flashinfer"))
     monkeypatch.setattr(flashinfer_common, "_missing_compiler", lambda: None)
     assert choose_backend(MoeBackend.AUTO, sm90, "mxfp4", NONE, config) is MoeBackend.TRITON

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from moe import Activation, MoeA2ABackend, MoeBackend, MoeRunner, SelfCheckError, Topology
-from moe.backends.base import Probe
-from moe.backends.torch import TorchBackend
-from moe.formats import ExpertWeights, Fp8BlockWeight, Weight
-from moe.selfcheck import (
+from moe.backends.base import CheckCase
+from moe.backends.torch.backend import TorchBackend
+from moe.check.reference import reference_moe
+from moe.check.selfcheck import (
     TOKENS_PER_EXPERT,
     TOKENS_PER_SIZE,
     SelfCheckReport,
@@ -19,7 +19,7 @@ from moe.selfcheck import (
     _some_experts,
     check_layer,
 )
-from moe.twin import moe_twin
+from moe.formats import ExpertWeights, Fp8BlockWeight, Weight
 from tests.moe.moe_layers import DEEPSEEK_V4, FORMATS, GPT_OSS, PLAIN, make_config, make_experts, shard
 
 
@@ -124,7 +124,9 @@ def test_wrong_layouts_are_caught(mutate: object, dtype: torch.dtype) -> None:
 def test_a_wrong_activation_is_caught(activation: Activation, monkeypatch: pytest.MonkeyPatch) -> None:
     from moe.activations import gated_activation
 
-    monkeypatch.setattr("moe.backends.torch.gated_activation", lambda g, u, right: gated_activation(g, u, activation))
+    monkeypatch.setattr(
+        "moe.backends.torch.backend.gated_activation", lambda g, u, right: gated_activation(g, u, activation)
+    )
     with pytest.raises(SelfCheckError):
         check(make_experts("mxfp4"), dtype=torch.bfloat16)
 
@@ -145,7 +147,7 @@ def test_a_wrong_sum_over_experts_is_caught(monkeypatch: pytest.MonkeyPatch) -> 
         topk.ids_TK[:, 1:].masked_fill_(has_first, -1)
         return original(self, topk, info, state)
 
-    from moe.backends.torch import TorchRunnerCore
+    from moe.backends.torch.backend import TorchRunnerCore
 
     original = TorchRunnerCore.run
     monkeypatch.setattr(TorchRunnerCore, "run", first_expert_only)
@@ -196,7 +198,7 @@ def test_probe_visits_every_local_expert_and_clamps_a_tenth(activation: Activati
         large, small = clamped[:TOKENS_PER_EXPERT].split(TOKENS_PER_SIZE)
         assert large.mean() > 0.2
         assert small.mean() < 0.02, "weights behind a clamp must show, too"
-    assert moe_twin(x, topk, experts, activation).isfinite().all()
+    assert reference_moe(x, topk, experts, activation).isfinite().all()
 
 
 @pytest.mark.parametrize(
@@ -207,12 +209,12 @@ def test_probe_visits_every_local_expert_and_clamps_a_tenth(activation: Activati
 def test_plans_for_few_tokens_visit_experts_from_the_first_to_the_last(
     max_tokens: int | None, num_experts: int, visited: list[int]
 ) -> None:
-    probe = Probe(quant_info=None, quantize_input=None, tolerance=1.0, max_tokens=max_tokens)
+    probe = CheckCase(quant_info=None, quantize_input=None, tolerance=1.0, max_tokens=max_tokens)
     assert _some_experts(probe, num_experts) == visited
 
 
 def test_crowds_come_first_and_are_no_larger_than_what_is_run_at_once() -> None:
-    probe = Probe(quant_info=None, quantize_input=None, tolerance=1.0, crowds=(9, 13, 99))
+    probe = CheckCase(quant_info=None, quantize_input=None, tolerance=1.0, rows_at_one_expert=(9, 13, 99))
     assert _sets_of(probe, [0, 2], 4) == [0, 1, 0, 4, 5, 4, 5, 8, 9], "three sets of four, then four"
     small = dataclasses.replace(probe, max_tokens=8)
     assert _sets_of(small, [0, 2], 4) == [0, 1, 4, 5, 8, 9]

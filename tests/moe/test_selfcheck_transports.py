@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from moe import MoeA2ABackend, MoeBackend, MoeRunner, SelfCheckError, Topology, registry
-from moe.backends.torch_deepep import torch_to_deepep_ll
+from moe.backends.torch.deepep import torch_to_deepep_ll
+from moe.check.selfcheck import SelfCheckReport, check_layer
 from moe.config import DispatchFormat
-from moe.dispatch.payload import Payload
+from moe.dispatch.dtype import DispatchDtype
 from moe.formats import Bf16Weight, ExpertWeights, Fp8BlockWeight, Mxfp4Weight
 from moe.registry import load_backend
-from moe.selfcheck import SelfCheckReport, check_layer
 from tests.emulators.aiter import install_aiter
 from tests.emulators.cutedsl import install_cutedsl
 from tests.emulators.deep_gemm import install_deep_gemm
@@ -31,11 +31,11 @@ class Path:
     formats: tuple[DispatchFormat, ...]
     name: str
     install: Install = lambda patch: None
-    payload: Payload = Payload.BF16
+    dispatch_dtype: DispatchDtype = DispatchDtype.BF16
     hidden: int = H
 
     def __str__(self) -> str:
-        return f"{self.backend}-{self.a2a}-{'+'.join(self.formats)}-{self.name}-{self.payload}"
+        return f"{self.backend}-{self.a2a}-{'+'.join(self.formats)}-{self.name}-{self.dispatch_dtype}"
 
 
 NORMAL, LL = DispatchFormat.DEEPEP_NORMAL, DispatchFormat.DEEPEP_LL
@@ -58,17 +58,17 @@ FLASHINFER = {"a2a": MoeA2ABackend.FLASHINFER, "formats": (DispatchFormat.FLASHI
 PATHS = [
     Path(backend=TORCH, name="mxfp4", **BOTH),
     Path(backend=TORCH, name="bf16", hidden=2880, a2a=MoeA2ABackend.NIXL, formats=(LL,)),
-    Path(install=install_deep_gemm, payload=Payload.FP8, **ON_GEMM, **BOTH),
-    Path(install=sm100_deep_gemm, payload=Payload.FP8_UE8M0, **ON_GEMM, **BOTH),
+    Path(install=install_deep_gemm, dispatch_dtype=DispatchDtype.FP8, **ON_GEMM, **BOTH),
+    Path(install=sm100_deep_gemm, dispatch_dtype=DispatchDtype.FP8_UE8M0, **ON_GEMM, **BOTH),
     Path(name="bf16", **ON_AITER, **BOTH),
     Path(name="mxfp4", **ON_AITER, **LL_ONLY),
     Path(name="bf16", formats=(DispatchFormat.MORI_NORMAL,), **ON_AITER, **MORI),
-    Path(name="fp8_block", formats=(DispatchFormat.MORI_NORMAL,), payload=Payload.FP8, **ON_AITER, **MORI),
-    Path(name="fp8_block", formats=(DispatchFormat.MORI_LL,), payload=Payload.FP8, **ON_AITER, **MORI),
+    Path(name="fp8_block", formats=(DispatchFormat.MORI_NORMAL,), dispatch_dtype=DispatchDtype.FP8, **ON_AITER, **MORI),
+    Path(name="fp8_block", formats=(DispatchFormat.MORI_LL,), dispatch_dtype=DispatchDtype.FP8, **ON_AITER, **MORI),
     Path(**ON_CUTE, **LL_ONLY),
-    Path(payload=Payload.NVFP4, **ON_CUTE, **LL_ONLY),
+    Path(dispatch_dtype=DispatchDtype.NVFP4, **ON_CUTE, **LL_ONLY),
     Path(**ON_CUTE, **FLASHINFER),
-    Path(payload=Payload.NVFP4, **ON_CUTE, **FLASHINFER),
+    Path(dispatch_dtype=DispatchDtype.NVFP4, **ON_CUTE, **FLASHINFER),
 ]
 
 
@@ -86,7 +86,7 @@ def experts_of(path: Path) -> ExpertWeights:
 def check(path: Path, rank: int, prepared: Callable[[ExpertWeights], ExpertWeights]) -> SelfCheckReport:
     whole = experts_of(path)
     own = hostile.with_layer_scales(hostile.shard(whole, ep=(2, rank)), whole)
-    topology = Topology(ep_size=2, ep_rank=rank, a2a=path.a2a, payload=path.payload)
+    topology = Topology(ep_size=2, ep_rank=rank, a2a=path.a2a, dispatch_dtype=path.dispatch_dtype)
     dtype = torch.float32 if path.backend is TORCH else torch.bfloat16
     config = hostile.make_config(E, path.hidden, own.intermediate_size, K, num_local_experts=E // 2, dtype=dtype)
     runner = MoeRunner(path.backend, path.a2a, config, dispatch_formats=path.formats)

@@ -19,10 +19,10 @@ from moe import (
     Topology,
 )
 from moe.backends.base import Device
-from moe.backends.torch import LazyLinears, TorchBackend
+from moe.backends.torch.backend import LazyLinears, TorchBackend
+from moe.check.reference import reference_moe
 from moe.formats import Bf16Weight, ExpertWeights
 from moe.routing import route
-from moe.twin import moe_twin
 from tests.moe.moe_layers import (
     DEEPSEEK_V4,
     FORMATS,
@@ -44,7 +44,7 @@ both_ways = pytest.mark.parametrize("fits", [True, False], ids=["ready", "lazy"]
 def _memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     params = getattr(getattr(request.node, "callspec", None), "params", {})
     if "fits" in params:
-        monkeypatch.setattr("moe.backends.torch._free_bytes", lambda device: 2**40 if params["fits"] else 0)
+        monkeypatch.setattr("moe.backends.torch.backend._free_bytes", lambda device: 2**40 if params["fits"] else 0)
 
 
 def run(
@@ -74,7 +74,7 @@ def test_every_format_agrees_with_the_twin(format_name: str, fits: bool, bias: b
     assert isinstance(quant_info.w13, LazyLinears) != fits
     got = run(experts, config, x, topk)
     assert got.dtype == torch.float32
-    assert relative_error(got, moe_twin(x, topk, experts, GPT_OSS)) < 1e-5
+    assert relative_error(got, reference_moe(x, topk, experts, GPT_OSS)) < 1e-5
 
 
 @pytest.mark.parametrize("activation", [PLAIN, GPT_OSS, DEEPSEEK_V4], ids=["plain", "gpt_oss", "v4"])
@@ -85,7 +85,7 @@ def test_bf16_casts_biases_once_and_stays_near_the_twin(activation: Activation, 
     x, topk = inputs(9).bfloat16(), random_topk(9, 4)
     got = run(experts, config, x, topk)
     assert got.dtype == torch.bfloat16
-    assert relative_error(got, moe_twin(x, topk, experts, activation)) < 1e-2
+    assert relative_error(got, reference_moe(x, topk, experts, activation)) < 1e-2
 
 
 @every_format
@@ -106,7 +106,7 @@ def test_minus_one_adds_exactly_zero_and_idle_experts_are_never_read(format_name
     mixed = dataclasses.replace(quant_info, w13=(*w13, nan_info.w13[3]), w2=(*w2, nan_info.w2[3]))
     runner = MoeRunner(MoeBackend.TORCH, MoeA2ABackend.NONE, config)
     got = runner.run(StandardDispatchOutput(x, StandardTopK(poisoned_weights, topk.ids)), mixed).hidden_states
-    assert relative_error(got, moe_twin(x, topk, experts, GPT_OSS)) < 1e-5
+    assert relative_error(got, reference_moe(x, topk, experts, GPT_OSS)) < 1e-5
     assert torch.equal(got[0], torch.zeros(64))
 
 
@@ -157,7 +157,7 @@ def test_shards_of_288_sum_to_the_whole(format_name: str, fits: bool, tp_size: i
             topology = Topology(tp_size=tp_size, tp_rank=tp_rank, ep_size=ep_size, ep_rank=ep_rank)
             total += run(own, config, x, topk, topology)
     assert empty_ranks == ep_size * {4: 1, 8: 3}.get(tp_size, 0)  # 9 blocks of 32, at most ceil(9 / tp) a rank
-    assert relative_error(total, moe_twin(x, topk, experts, GPT_OSS)) < 1e-5
+    assert relative_error(total, reference_moe(x, topk, experts, GPT_OSS)) < 1e-5
 
 
 def test_shards_padded_with_zeros_sum_to_the_whole() -> None:
@@ -174,7 +174,7 @@ def test_shards_padded_with_zeros_sum_to_the_whole() -> None:
         w2[..., :inter] = own.w2.dequantize()
         padded = ExpertWeights(w13=Bf16Weight(w13), w2=Bf16Weight(w2), b13=b13, b2=own.b2)
         total += run(padded, make_config(padded), x, topk, Topology(tp_size=8, tp_rank=rank))
-    assert relative_error(total, moe_twin(x, topk, experts, GPT_OSS)) < 1e-5
+    assert relative_error(total, reference_moe(x, topk, experts, GPT_OSS)) < 1e-5
 
 
 def test_routing_inside_is_materialised() -> None:

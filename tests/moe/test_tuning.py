@@ -19,15 +19,15 @@ from moe import (
     MoeRunner,
     StandardDispatchOutput,
     Topology,
-    tuning,
-    tuning_measure,
 )
-from moe.autotune import MAX_TOKEN_COUNTS
-from moe.backends.flashinfer_profiles import profiles_of
+from moe.backends.flashinfer.profiles import profiles_of
 from moe.formats import ExpertWeights, Mxfp4Weight
 from moe.registry import load_backend
-from moe.tuning import LayerTuner, TuningSettings, tune_layer
-from moe.tuning_cache import TuneKey, TuningCache
+from moe.tune import layers as tuning
+from moe.tune import measure as tuning_measure
+from moe.tune.cache import TuneKey, TuningCache
+from moe.tune.layers import LayerTuner, TuningSettings, tune_layer
+from moe.tune.policy import MAX_TOKEN_COUNTS
 from tests.moe.backends import hostile
 from tests.moe.tunable import Profiled, install_profiles
 
@@ -215,7 +215,7 @@ def test_a_start_without_flag_and_file_measures_nothing(profiled: Profiled, tmp_
 def test_a_release_that_takes_no_profile_numbers_has_nothing_to_tune(
     profiled: Profiled, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from moe.backends import flashinfer_common
+    from moe.backends.flashinfer import common as flashinfer_common
 
     monkeypatch.setattr(flashinfer_common, "takes", lambda function, parameter: parameter != "profile_ids")
     runner, info, experts = mxfp4_layer(Topology())
@@ -251,7 +251,7 @@ def test_paths_without_tactics_say_so_once_and_go_on(
             assert one.tuned(runner, info, experts, Topology()) is info
             with pytest.raises(MoeConfigError, match="has no tactics"):
                 load_backend(runner.backend).with_choice(info, {"1": "3/7"})
-    assert [record.message for record in caplog.records if record.name == "moe.tuning"] == [
+    assert [record.message for record in caplog.records if record.name == "moe.tune.layers"] == [
         "--tune: flashinfer_cutlass with fp8_block experts has nothing to tune",
         "--tune: torch with mxfp4 experts has nothing to tune",
     ]

@@ -5,10 +5,11 @@ import math
 import pytest
 import torch
 
-from moe import MoeA2ABackend, MoeBackend, MoeRunner, Topology, tuning_measure
+from moe import MoeA2ABackend, MoeBackend, MoeRunner, Topology
 from moe.config import DispatchFormat
 from moe.registry import load_backend
-from moe.tuning_measure import Measurer, _largest_error, _new_memory_is_nan
+from moe.tune import measure as tuning_measure
+from moe.tune.measure import Measurer, _largest_error, _new_memory_is_nan
 from tests.moe.backends import hostile
 from tests.moe.moe_layers import make_config, make_experts, shard
 from tests.moe.tunable import install_profiles

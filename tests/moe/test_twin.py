@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from moe import StandardTopK, WeightFormatError
+from moe.check.reference import reference_moe
 from moe.formats import ExpertWeights, Weight
 from moe.formats.activation_quant import fp8_groups, fp8_static, nvfp4_static
-from moe.twin import moe_twin
 from tests.moe.moe_layers import FORMATS, GPT_OSS, PLAIN, make_experts, random_topk, relative_error
 
 
@@ -31,7 +31,7 @@ def test_the_twin_is_the_formula(format_name: str, bias: bool) -> None:
             gate, up = h[:128].clamp(max=7), h[128:].clamp(-7, 7)
             y = w2[expert] @ (gate * torch.sigmoid(1.702 * gate) * (up + 1)) + (experts.b2[expert] if bias else 0)
             want[t] += weight * y
-    got = moe_twin(x, topk, experts, GPT_OSS)
+    got = reference_moe(x, topk, experts, GPT_OSS)
     assert got.dtype == torch.float32
     assert relative_error(got, want) < 1e-6
 
@@ -45,8 +45,8 @@ def test_a_shard_answers_for_its_own_ids_only() -> None:
         )
         for first in (0, 2)
     ]  # fmt: skip
-    total = sum(moe_twin(x, topk, part, GPT_OSS, first_expert=2 * i) for i, part in enumerate(parts))
-    assert relative_error(total, moe_twin(x, topk, experts, GPT_OSS)) < 1e-6
+    total = sum(reference_moe(x, topk, part, GPT_OSS, first_expert=2 * i) for i, part in enumerate(parts))
+    assert relative_error(total, reference_moe(x, topk, experts, GPT_OSS)) < 1e-6
 
 
 def with_input_scales(experts: ExpertWeights) -> ExpertWeights:
@@ -77,8 +77,8 @@ def test_rounding_the_inputs_changes_the_result_by_what_the_format_costs(
     if rounding is not fp8_groups:
         experts = with_input_scales(experts)
     x, topk = x_of(50), random_topk(50, 4)
-    exact = moe_twin(x, topk, experts, PLAIN)
-    error = relative_error(moe_twin(x, topk, experts, PLAIN, quantize_input=rounding), exact)  # type: ignore[arg-type]
+    exact = reference_moe(x, topk, experts, PLAIN)
+    error = relative_error(reference_moe(x, topk, experts, PLAIN, quantize_input=rounding), exact)  # type: ignore[arg-type]
     assert low < error < high
 
 
@@ -98,4 +98,4 @@ def test_rounding_by_groups_keeps_every_group_apart_and_takes_short_ones() -> No
 def test_static_rounding_needs_a_scale(rounding: object) -> None:
     topk = StandardTopK(torch.ones(1, 1), torch.zeros(1, 1, dtype=torch.int32))
     with pytest.raises(WeightFormatError, match="without input_scale"):
-        moe_twin(x_of(1), topk, make_experts("nvfp4"), PLAIN, quantize_input=rounding)  # type: ignore[arg-type]
+        reference_moe(x_of(1), topk, make_experts("nvfp4"), PLAIN, quantize_input=rounding)  # type: ignore[arg-type]

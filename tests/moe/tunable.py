@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from moe import tuning_measure
+from moe.tune import measure as tuning_measure
 from tests.emulators import cutlass
 from tests.emulators.cutlass import CutlassEmulator, install_cutlass
 

@@ -1,4 +1,4 @@
-"""`moe-serve explain`: the command around `moe.explain`."""
+"""`moe-serve explain`: the command around `moe.choose.explain`."""
 
 import json
 

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from engine.types import EngineOutput
-from server.running import Running
+from server.running import RequestGroup
 from tests.engine.requests import request
 
 
@@ -42,7 +42,7 @@ def run(use):
 
 def test_leaving_the_block_ends_every_request():
     async def use(engine):
-        async with Running(engine, [request("a", [1]), request("b", [1])]) as running:
+        async with RequestGroup(engine, [request("a", [1]), request("b", [1])]) as running:
             await anext(running)
 
     assert sorted(run(use)) == ["a", "b"]
@@ -51,7 +51,7 @@ def test_leaving_the_block_ends_every_request():
 def test_an_error_inside_the_block_ends_the_siblings():
     async def use(engine):
         async def read():
-            async with Running(engine, [request("a", [1]), request("fails", [1]), request("b", [1])]) as running:
+            async with RequestGroup(engine, [request("a", [1]), request("fails", [1]), request("b", [1])]) as running:
                 async for _, output in running:
                     if output.finish_reason == "error":
                         raise ValueError("of the reader")
@@ -64,7 +64,7 @@ def test_an_error_inside_the_block_ends_the_siblings():
 
 def test_a_request_that_is_stopped_ends_alone():
     async def use(engine):
-        async with Running(engine, [request("a", [1]), request("b", [1])]) as running:
+        async with RequestGroup(engine, [request("a", [1]), request("b", [1])]) as running:
             await anext(running)
             running.stop(0)
             while not engine.aborted:

@@ -34,7 +34,7 @@ class LivenessProbe:
 
 
 def probe(address: str) -> None:
-    """Probe until standard input closes."""
+    """CheckCase until standard input closes."""
     seconds, failures = [], []
     connection = http.client.HTTPConnection(address, timeout=60)
     while not select.select([sys.stdin], [], [], _INTERVAL_S)[0]:

@@ -5,14 +5,14 @@ from typing import Any
 import torch
 
 from moe import Activation, MoeA2ABackend, MoeBackend, MoeRunner, StandardDispatchOutput, Topology
-from moe.backends.aiter import AiterBackend
+from moe.backends.aiter.backend import AiterBackend
+from moe.check.reference import reference_moe
 from moe.config import DispatchFormat
 from moe.dispatch.deepep import DeepepBuffer, DeepepDispatcher
 from moe.dispatch.deepep_settings import DeepepMode, DeepepSettings, EpShape
+from moe.dispatch.dtype import DispatchDtype
 from moe.dispatch.mori import MoriBuffer, MoriDispatcher, MoriSettings
-from moe.dispatch.payload import Payload
 from moe.formats import Bf16Weight, ExpertWeights, Fp8BlockWeight, Fp8TensorWeight, Mxfp4Weight
-from moe.twin import moe_twin
 from tests.emulators.ranks import Rank
 from tests.moe.backends import hostile
 from tests.moe.dispatch import several_ranks
@@ -33,7 +33,7 @@ def experts_of(name: str, hidden: int = H, inter: int = I) -> ExpertWeights:
 
 def twin(x: torch.Tensor, topk: Any, experts: ExpertWeights) -> torch.Tensor:
     quantize = BACKEND.activation_quant.get(experts.format_name)
-    return moe_twin(x, topk, experts, PLAIN, quantize_input=quantize)
+    return reference_moe(x, topk, experts, PLAIN, quantize_input=quantize)
 
 
 def run_alone(name: str, topology: Topology | None = None, num_tokens: int = 30, hidden: int = H) -> tuple[Any, ...]:
@@ -51,16 +51,16 @@ def deepep_for(mode: DeepepMode, hidden: int) -> Any:
     def build(rank: Rank, config: Any) -> DeepepDispatcher:
         shape = EpShape(hidden_size=hidden, num_experts=E, top_k=K, ep_size=rank.size())
         settings = DeepepSettings(mode=mode, max_dispatch_tokens=8)
-        return DeepepDispatcher(DeepepBuffer(rank, settings, shape, sends_fp8=False), Payload.BF16)
+        return DeepepDispatcher(DeepepBuffer(rank, settings, shape, sends_fp8=False), DispatchDtype.BF16)
 
     return build
 
 
-def mori_for(payload: Payload, fp8_dtype: torch.dtype = torch.float8_e4m3fn, **settings: Any) -> Any:
+def mori_for(dispatch_dtype: DispatchDtype, fp8_dtype: torch.dtype = torch.float8_e4m3fn, **settings: Any) -> Any:
     def build(rank: Rank, config: Any) -> MoriDispatcher:
         shape = EpShape(hidden_size=H, num_experts=E, top_k=K, ep_size=rank.size())
         choice = MoriSettings(max_dispatch_tokens=8, **settings)
-        return MoriDispatcher(MoriBuffer(rank, choice, shape, payload, fp8_dtype=fp8_dtype))
+        return MoriDispatcher(MoriBuffer(rank, choice, shape, dispatch_dtype, fp8_dtype=fp8_dtype))
 
     return build
 

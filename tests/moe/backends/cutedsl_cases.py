@@ -12,7 +12,7 @@ from moe import (
     StandardTopK,
     Topology,
 )
-from moe.backends.flashinfer_cutedsl import (
+from moe.backends.flashinfer.cutedsl import (
     FlashinferCutedslBackend,
 )
 from moe.config import DispatchFormat

@@ -12,12 +12,12 @@ from moe import (
     StandardDispatchOutput,
     Topology,
 )
-from moe.backends.deep_gemm import DeepGemmBackend
+from moe.backends.deep_gemm.backend import DeepGemmBackend
+from moe.check.reference import reference_moe
 from moe.dispatch.deepep import DeepepBuffer, DeepepDispatcher
 from moe.dispatch.deepep_settings import DeepepMode, DeepepSettings, EpShape
-from moe.dispatch.payload import choose_payload, expert_alignment
+from moe.dispatch.dtype import choose_dispatch_dtype, expert_alignment
 from moe.formats import ExpertWeights, Fp8BlockWeight, Weight, activation_quant
-from moe.twin import moe_twin
 from tests.emulators.ranks import Rank
 from tests.moe.backends import hostile
 from tests.moe.dispatch import several_ranks
@@ -57,8 +57,8 @@ def power_of_two_groups(x: torch.Tensor, weight: Weight) -> torch.Tensor:
 
 def twin(x: torch.Tensor, topk: Any, experts: ExpertWeights, arch: str, activation: Activation) -> torch.Tensor:
     if arch == "sm100":
-        return moe_twin(x, topk, power_of_two(experts), activation, quantize_input=power_of_two_groups)
-    return moe_twin(x, topk, experts, activation, quantize_input=activation_quant.fp8_groups)
+        return reference_moe(x, topk, power_of_two(experts), activation, quantize_input=power_of_two_groups)
+    return reference_moe(x, topk, experts, activation, quantize_input=activation_quant.fp8_groups)
 
 
 def run_alone(
@@ -79,13 +79,15 @@ def run_deepep(mode: DeepepMode, arch: str, num_tokens: list[int]) -> float:
     hidden = LL_H if mode is DeepepMode.LOW_LATENCY else H
     experts = experts_of(hidden)
     inputs = several_ranks.rank_inputs(num_tokens, hidden, torch.bfloat16)
-    payload = choose_payload(MoeBackend.DEEP_GEMM, mode.dispatch_formats[0], "fp8_block", ue8m0_scales=arch == "sm100")
+    dispatch_dtype = choose_dispatch_dtype(
+        MoeBackend.DEEP_GEMM, mode.dispatch_formats[0], "fp8_block", ue8m0_scales=arch == "sm100"
+    )
 
     def dispatcher_for(rank: Rank, config: Any) -> DeepepDispatcher:
         shape = EpShape(hidden_size=hidden, num_experts=E, top_k=K, ep_size=rank.size())
         settings = DeepepSettings(mode=mode, max_dispatch_tokens=8)
         buffer = DeepepBuffer(rank, settings, shape, sends_fp8=True)
-        return DeepepDispatcher(buffer, payload, expert_alignment=expert_alignment(MoeBackend.DEEP_GEMM))
+        return DeepepDispatcher(buffer, dispatch_dtype, expert_alignment=expert_alignment(MoeBackend.DEEP_GEMM))
 
     outputs = several_ranks.run_layer(
         experts, inputs, backend=MoeBackend.DEEP_GEMM, a2a=MoeA2ABackend.DEEPEP, formats=mode.dispatch_formats,

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from moe import Activation, MoeRunnerConfig, StandardTopK
+from moe.check.reference import reference_moe
 from moe.formats import (
     Bf16Weight,
     ExpertWeights,
@@ -20,7 +21,6 @@ from moe.formats import (
     activation_quant,
     concat_rows,
 )
-from moe.twin import moe_twin
 
 FACTOR = 2.5
 ROUNDING = {
@@ -79,7 +79,7 @@ def reference(x: torch.Tensor, topk: StandardTopK, experts: ExpertWeights, activ
         clamped = ((gate > activation.limit).float().mean() + (up.abs() > activation.limit).float().mean()) / 2
         assert clamped > 0.1
     rounding = ROUNDING.get(experts.format_name)
-    return moe_twin(x, topk, experts, activation, quantize_input=rounding)
+    return reference_moe(x, topk, experts, activation, quantize_input=rounding)
 
 
 def layer_wide(experts: ExpertWeights, *, w13: bool = True, w2: bool = True) -> ExpertWeights:

@@ -9,21 +9,22 @@ import pytest
 import torch
 
 from moe import Activation, MoeA2ABackend, MoeBackend, MoeRunner, StandardDispatchOutput, StandardTopK, Topology
-from moe.backends import aiter, aiter_permutes
-from moe.backends.aiter import AiterQuant, Arrival, resolve_quant
-from moe.backends.aiter_layout import shuffle_e8m0, shuffle_weight
+from moe.backends.aiter import backend as aiter
+from moe.backends.aiter import permutes as aiter_permutes
+from moe.backends.aiter.backend import AiterQuant, Arrival, resolve_quant
 from moe.backends.base import Device
+from moe.check.selfcheck import check_layer
 from moe.config import DispatchFormat
 from moe.dispatch import mori
 from moe.dispatch.deepep_settings import DeepepMode, DeepepSettings
+from moe.dispatch.dtype import DispatchDtype, choose_dispatch_dtype
 from moe.dispatch.mori import MoriSettings
-from moe.dispatch.payload import Payload, choose_payload
 from moe.dispatch.round_trip import check_round_trip
-from moe.dispatch.transport import LayerTransport, build_transport
+from moe.dispatch.transport import DispatchSpec, build_transport
 from moe.errors import MoeConfigError, SelfCheckError, TransportStateError, UnsupportedPathError, WeightFormatError
 from moe.formats.fp8 import to_fnuz
 from moe.formats.token_groups import quantize_token_groups
-from moe.selfcheck import check_layer
+from moe.layouts.aiter import shuffle_e8m0, shuffle_weight
 from moe.types import RunState
 from tests.emulators import aiter as emulated
 from tests.emulators.aiter import Aiter, install_aiter
@@ -157,25 +158,27 @@ def test_behind_mori(monkeypatch: pytest.MonkeyPatch, name: str, low_latency: bo
     emulator = install_aiter(monkeypatch, wide=True)
     groups = install_mori(monkeypatch, wide=True)
     layout = DispatchFormat.MORI_LL if low_latency else DispatchFormat.MORI_NORMAL
-    payload = choose_payload(MoeBackend.AITER, layout, name)
-    error = behind(MoeA2ABackend.MORI, layout, mori_for(payload, low_latency=low_latency), name, num_tokens)
+    dispatch_dtype = choose_dispatch_dtype(MoeBackend.AITER, layout, name)
+    error = behind(MoeA2ABackend.MORI, layout, mori_for(dispatch_dtype, low_latency=low_latency), name, num_tokens)
     assert error < TOLERANCE[name]
     assert emulator.calls[-1].expert_mask.numel() == E + 1
-    assert payload.is_fp8 == (name == "fp8_block") == (emulator.calls[-1].a1_scale is not None)
+    assert dispatch_dtype.is_fp8 == (name == "fp8_block") == (emulator.calls[-1].a1_scale is not None)
     assert set(groups) == {"experts"}
 
 
-@pytest.mark.parametrize(("payload", "name"), [(Payload.BF16, "bf16"), (Payload.FP8, "fp8_block")])
-def test_mori_truncation_keeps_every_received_row(monkeypatch: pytest.MonkeyPatch, payload: Payload, name: str) -> None:
+@pytest.mark.parametrize(("dispatch_dtype", "name"), [(DispatchDtype.BF16, "bf16"), (DispatchDtype.FP8, "fp8_block")])
+def test_mori_truncation_keeps_every_received_row(
+    monkeypatch: pytest.MonkeyPatch, dispatch_dtype: DispatchDtype, name: str
+) -> None:
     emulator = install_aiter(monkeypatch, wide=True)
     install_mori(monkeypatch, wide=True)
-    build = mori_for(payload, max_input_tokens=10)
+    build = mori_for(dispatch_dtype, max_input_tokens=10)
     assert behind(MoeA2ABackend.MORI, DispatchFormat.MORI_NORMAL, build, name, [5, 4]) < TOLERANCE[name]
     assert {call.hidden_states.shape[0] for call in emulator.calls} == {10}
     with pytest.raises(TransportStateError, match="6 tokens on each of 2 ranks, but only 10"):
         behind(MoeA2ABackend.MORI, DispatchFormat.MORI_NORMAL, build, name, [6, 6])
     with pytest.raises(TransportStateError, match="9 tokens, but mori's max_dispatch_tokens is 8"):
-        behind(MoeA2ABackend.MORI, DispatchFormat.MORI_NORMAL, mori_for(Payload.BF16), "bf16", [9, 9])
+        behind(MoeA2ABackend.MORI, DispatchFormat.MORI_NORMAL, mori_for(DispatchDtype.BF16), "bf16", [9, 9])
 
 
 def test_mori_slots_without_an_expert_travel_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +186,7 @@ def test_mori_slots_without_an_expert_travel_nowhere(monkeypatch: pytest.MonkeyP
 
     def work(rank: Rank) -> int:
         nobody = StandardTopK(torch.ones(4, K), torch.full((4, K), -1, dtype=torch.int32))
-        dispatched = mori_for(Payload.BF16)(rank, None).dispatch(hostile.tokens(4, H), nobody)
+        dispatched = mori_for(DispatchDtype.BF16)(rank, None).dispatch(hostile.tokens(4, H), nobody)
         return int(dispatched.num_recv_tokens)
 
     assert run_ranks(2, work) == [4, 4], "every rank keeps its own, with weight zero"
@@ -195,11 +198,11 @@ def test_mori_on_gfx942_sends_fnuz(monkeypatch: pytest.MonkeyPatch, low_latency:
     emulator = install_aiter(monkeypatch, "gfx942", wide=True)
     install_mori(monkeypatch, "gfx942", wide=True)
     layout = DispatchFormat.MORI_LL if low_latency else DispatchFormat.MORI_NORMAL
-    build = mori_for(Payload.FP8, torch.float8_e4m3fnuz, low_latency=low_latency)
+    build = mori_for(DispatchDtype.FP8, torch.float8_e4m3fnuz, low_latency=low_latency)
     assert behind(MoeA2ABackend.MORI, layout, build, "fp8_block", [5, 4]) < 1e-3
     assert emulator.calls[-1].hidden_states.dtype == torch.float8_e4m3fnuz
     with pytest.raises(KernelRefusal, match=r"no kernel for torch\.float8_e4m3fn on gfx942"):
-        behind(MoeA2ABackend.MORI, layout, mori_for(Payload.FP8, low_latency=low_latency), "fp8_block", [5, 4])
+        behind(MoeA2ABackend.MORI, layout, mori_for(DispatchDtype.FP8, low_latency=low_latency), "fp8_block", [5, 4])
 
 
 @pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
@@ -209,11 +212,16 @@ def test_mori_is_built_for_the_fp8_of_the_gpu(monkeypatch: pytest.MonkeyPatch, a
     config = several_ranks.layer_config(experts_of("fp8_block"), 2, torch.bfloat16, max_num_tokens=16)
 
     def work(rank: Rank) -> float:
-        topology = Topology(ep_size=2, ep_rank=rank.rank(), a2a=MoeA2ABackend.MORI, payload=Payload.FP8)
+        topology = Topology(ep_size=2, ep_rank=rank.rank(), a2a=MoeA2ABackend.MORI, dispatch_dtype=DispatchDtype.FP8)
         transport = build_transport(
-            topology, config, group=rank, settings=DeepepSettings(), payloads={Payload.FP8}, backends={MoeBackend.AITER}
+            topology,
+            config,
+            group=rank,
+            settings=DeepepSettings(),
+            dispatch_dtypes={DispatchDtype.FP8},
+            backends={MoeBackend.AITER},
         )
-        dispatcher = transport.dispatcher(LayerTransport(backend=MoeBackend.AITER, payload=Payload.FP8))
+        dispatcher = transport.dispatcher(DispatchSpec(backend=MoeBackend.AITER, dispatch_dtype=DispatchDtype.FP8))
         formats = (DispatchFormat.MORI_NORMAL,)
         return check_round_trip(dispatcher, formats, config, topology, max_num_tokens=16)
 
@@ -224,10 +232,10 @@ def test_mori_settings_and_payloads_are_checked(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(MoeConfigError, match="max_input_tokens is 0"):
         MoriSettings(max_input_tokens=0)
     with pytest.raises(UnsupportedPathError, match="sends bf16 or fp8, not nvfp4"):
-        run_ranks(1, lambda rank: mori_for(Payload.NVFP4)(rank, None))
+        run_ranks(1, lambda rank: mori_for(DispatchDtype.NVFP4)(rank, None))
     monkeypatch.setitem(sys.modules, "mori", None)
     with pytest.raises(UnsupportedPathError, match="--moe-a2a-backend mori needs the package mori"):
-        run_ranks(1, lambda rank: mori_for(Payload.BF16)(rank, None))
+        run_ranks(1, lambda rank: mori_for(DispatchDtype.BF16)(rank, None))
     assert [mori._kernel_name(*case) for case in ((False, 8), (False, 16), (True, 8), (True, 16))] == [
         "IntraNode", "InterNodeV1", "AsyncLL", "InterNodeV1LL",
     ]  # fmt: skip

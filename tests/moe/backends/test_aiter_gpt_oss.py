@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from moe import MoeA2ABackend, MoeBackend, MoeRunner, StandardDispatchOutput, Topology
-from moe.backends import aiter_gpt_oss
-from moe.backends.aiter_gpt_oss import GPT_OSS, HALF_ROWS
+from moe.backends.aiter import gpt_oss as aiter_gpt_oss
+from moe.backends.aiter.gpt_oss import GPT_OSS, HALF_ROWS
+from moe.check.reference import reference_moe
+from moe.check.selfcheck import check_layer
 from moe.config import DispatchFormat
 from moe.dispatch.deepep_settings import DeepepMode
 from moe.errors import SelfCheckError, UnsupportedPathError, WeightFormatError
 from moe.formats import Bf16Weight, ExpertWeights, Mxfp4Weight
-from moe.selfcheck import check_layer
-from moe.twin import moe_twin
 from tests.emulators import aiter as emulated
 from tests.emulators.aiter import install_aiter
 from tests.emulators.deepep import install_deepep
@@ -62,7 +62,7 @@ def test_many_rows_are_rounded_to_fp8_and_stay_within_the_tolerance(monkeypatch:
     x, topk = hostile.tokens(256, H, size=6.0), hostile.routing(256, E, K)
     got = run(experts, x, topk, Topology())
     exact = hostile.reference(x, topk, experts, GPT_OSS)
-    rounded = moe_twin(x, topk, experts, GPT_OSS, quantize_input=lambda x, weight: emulated.mxfp8(x))
+    rounded = reference_moe(x, topk, experts, GPT_OSS, quantize_input=lambda x, weight: emulated.mxfp8(x))
     assert hostile.relative_error(got, rounded) < 1e-3
     assert 1e-2 < hostile.relative_error(got, exact) < BACKEND.tolerance_for("mxfp4", config_of(experts)) / 1.5
 
@@ -94,7 +94,7 @@ def test_behind_deepep(monkeypatch: pytest.MonkeyPatch) -> None:
             experts, inputs, backend=MoeBackend.AITER, a2a=MoeA2ABackend.DEEPEP, formats=mode.dispatch_formats,
             dispatcher_for=deepep_for(mode, 2048), dtype=torch.bfloat16, activation=GPT_OSS,
         )  # fmt: skip
-        wants = [moe_twin(x, topk, experts, GPT_OSS) for x, topk in inputs]
+        wants = [reference_moe(x, topk, experts, GPT_OSS) for x, topk in inputs]
         assert hostile.relative_error(torch.cat(outputs), torch.cat(wants)) < 1e-5
 
 

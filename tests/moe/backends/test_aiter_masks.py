@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from moe import MoeA2ABackend, MoeRunnerConfig, Topology
-from moe.backends.aiter_permutes import with_sink, without_holes
+from moe.backends.aiter.permutes import with_sink, without_holes
 from moe.config import DispatchFormat
 from moe.dispatch.deepep_settings import DeepepMode
-from moe.dispatch.payload import Payload
+from moe.dispatch.dtype import DispatchDtype
 from moe.errors import UnsupportedPathError
 from moe.formats import ExpertWeights
 from tests.emulators.aiter import Aiter, install_aiter
@@ -90,7 +90,7 @@ def test_a_transport_with_ranks_to_mask_uses_the_masked_column(
     install_mori(monkeypatch, wide=True)
     low_latency = layout == "mori_ll"
     build = (
-        deepep_for(DeepepMode.NORMAL, H) if a2a is DEEPEP else mori_for(Payload.BF16, low_latency=low_latency)
+        deepep_for(DeepepMode.NORMAL, H) if a2a is DEEPEP else mori_for(DispatchDtype.BF16, low_latency=low_latency)
     )  # fmt: skip
     assert behind(a2a, DispatchFormat(layout), build, "mxfp4", [5, 4]) < TOLERANCE["mxfp4"]
     assert {(call.tuned_top_k, call.topk_ids.shape[1]) for call in emulator.calls} == {(K, K + 1)}
@@ -100,7 +100,7 @@ def test_mori_on_one_rank_has_no_mask_and_ignores_garbage_ids(monkeypatch: pytes
     """G63: a hole arrives as an expert with weight 0; it must not name an expert that its row also visits."""
     emulator: Aiter = install_aiter(monkeypatch, wide=True)
     install_mori(monkeypatch, wide=True)
-    error = behind(MORI, DispatchFormat.MORI_NORMAL, mori_for(Payload.BF16), "bf16", [5])
+    error = behind(MORI, DispatchFormat.MORI_NORMAL, mori_for(DispatchDtype.BF16), "bf16", [5])
     assert error < TOLERANCE["bf16"]
     assert emulator.calls[-1].expert_mask is None
 

@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from moe import Topology
-from moe.backends import aiter, aiter_permutes
-from moe.backends.aiter import AiterBackend
-from moe.backends.aiter_layout import shuffle_weight
+from moe.backends.aiter import backend as aiter
+from moe.backends.aiter import permutes as aiter_permutes
+from moe.backends.aiter.backend import AiterBackend
+from moe.check.reference import reference_moe
 from moe.formats import ExpertWeights, Fp8BlockWeight, Mxfp4Weight
-from moe.twin import moe_twin
+from moe.layouts.aiter import shuffle_weight
 from tests.emulators.aiter import Aiter, install_aiter
 from tests.emulators.refusal import KernelRefusal
 from tests.moe.backends import hostile
@@ -93,7 +94,7 @@ def test_planted_mistakes_are_seen(monkeypatch: pytest.MonkeyPatch, name: str) -
     emulator: Aiter = install_aiter(monkeypatch)
     plant(monkeypatch, name)
     _, x, topk, experts = run_alone("mxfp4", TWO_RANKS)
-    want = moe_twin(
+    want = reference_moe(
         x, topk, hostile.shard(experts, ep=(2, 1), block=256), PLAIN, first_expert=4,
         quantize_input=BACKEND.activation_quant["mxfp4"],
     )  # fmt: skip

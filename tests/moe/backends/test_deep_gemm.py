@@ -15,9 +15,10 @@ from moe import (
     StandardDispatchOutput,
     Topology,
 )
-from moe.backends import deep_gemm, deep_gemm_layout, deep_gemm_permutes
 from moe.backends.base import Device
-from moe.backends.expert_slots import place_slots, sum_slots, token_of_row
+from moe.backends.deep_gemm import backend as deep_gemm
+from moe.backends.deep_gemm import permutes as deep_gemm_permutes
+from moe.check.selfcheck import check_layer
 from moe.dispatch.deepep_settings import DeepepMode
 from moe.errors import UnsupportedPathError, WeightFormatError
 from moe.formats import Bf16Weight, ExpertWeights, activation_quant
@@ -28,7 +29,8 @@ from moe.formats.token_groups import (
     round_up_to_power_of_two,
     unpack_ue8m0,
 )
-from moe.selfcheck import check_layer
+from moe.layouts import deep_gemm as deep_gemm_layout
+from moe.layouts.expert_slots import permute_rows, token_of_row, unpermute_sum
 from moe.types import DeepepNormalDispatchOutput, RunState
 from tests.emulators import deep_gemm as emulated
 from tests.emulators.deep_gemm import DeepGemm, install_deep_gemm
@@ -151,15 +153,15 @@ def test_token_groups_golden_values() -> None:
 
 def test_slots_go_to_rows_and_back() -> None:
     ids = torch.tensor([[2, -1], [0, 2], [-1, -1], [2, 0]])
-    row = place_slots(ids, torch.tensor([0, 4, 8]))
+    row = permute_rows(ids, torch.tensor([0, 4, 8]))
     assert row.tolist() == [[8, -1], [0, 9], [-1, -1], [10, 1]]
     assert token_of_row(row, 12).tolist() == [1, 3, 0, 0, 0, 0, 0, 0, 0, 1, 3, 0]
     rows = torch.arange(12.0)[:, None].clone()
     rows[2:8] = float("nan")
     weights = torch.ones(4, 2)
-    assert sum_slots(rows, row, weights).flatten().tolist() == [8.0, 9.0, 0.0, 11.0]
+    assert unpermute_sum(rows, row, weights).flatten().tolist() == [8.0, 9.0, 0.0, 11.0]
     rows[0] = float("nan")
-    assert sum_slots(rows, torch.full((4, 2), -1), weights).flatten().tolist() == [0.0] * 4, "exactly zero"
+    assert unpermute_sum(rows, torch.full((4, 2), -1), weights).flatten().tolist() == [0.0] * 4, "exactly zero"
 
 
 @pytest.mark.parametrize("names", [emulated.NAMES_NOW, emulated.NAMES_BEFORE, emulated.NAMES_FIRST])

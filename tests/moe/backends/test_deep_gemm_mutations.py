@@ -11,11 +11,12 @@ from moe import (
     MoeBackend,
     registry,
 )
-from moe.backends import deep_gemm, deep_gemm_permutes
-from moe.backends.deep_gemm import DeepGemmBackend
-from moe.backends.expert_slots import sum_slots
+from moe.backends.deep_gemm import backend as deep_gemm
+from moe.backends.deep_gemm import permutes as deep_gemm_permutes
+from moe.backends.deep_gemm.backend import DeepGemmBackend
 from moe.config import DispatchFormat
 from moe.dispatch.deepep_settings import DeepepMode
+from moe.layouts.expert_slots import unpermute_sum
 from moe.types import DeepepLlCombineInput
 from tests.emulators.deep_gemm import install_deep_gemm
 from tests.emulators.deepep import install_deepep
@@ -70,7 +71,9 @@ def patch_prepare(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
 
 
 def patch_sum(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
-    monkeypatch.setattr(deep_gemm_permutes, "sum_slots", lambda y, row, weights: sum_slots(y, row, change(weights)))
+    monkeypatch.setattr(
+        deep_gemm_permutes, "unpermute_sum", lambda y, row, weights: unpermute_sum(y, row, change(weights))
+    )
 
 
 @pytest.mark.parametrize("name", MISTAKES)

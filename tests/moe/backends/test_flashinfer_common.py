@@ -5,7 +5,7 @@ import importlib.metadata
 import pytest
 
 from moe import MoeBackend, Topology, UnsupportedPathError
-from moe.backends.flashinfer_common import parse_version
+from moe.backends.flashinfer.common import parse_version
 from moe.registry import load_backend
 from tests.moe.backends import hostile
 from tests.moe.backends.scenarios import install

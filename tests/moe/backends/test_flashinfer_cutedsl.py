@@ -16,7 +16,7 @@ from moe import (
     UnsupportedPathError,
 )
 from moe.backends.base import Device
-from moe.backends.flashinfer_cutedsl import (
+from moe.backends.flashinfer.cutedsl import (
     CuteDslFp4MoeQuantInfo,
     is_flashinfer_cutedsl_v1_path,
 )

@@ -13,12 +13,12 @@ from moe import (
     UnsupportedPathError,
 )
 from moe.backends.base import Device
-from moe.backends.flashinfer_cutedsl import (
+from moe.backends.flashinfer.cutedsl import (
     CuteDslLayout,
     DownGemmOverlap,
 )
+from moe.choose.select import choose_backend
 from moe.config import DispatchFormat
-from moe.select import choose_backend
 from moe.types import DeepepLlCombineInput
 from tests.emulators import layouts, numbers
 from tests.emulators.cutedsl import CutedslEmulator, install_cutedsl

@@ -16,7 +16,7 @@ from moe import (
     UnsupportedPathError,
 )
 from moe.backends.base import Device
-from moe.backends.flashinfer_cutlass import FlashinferCutlassBackend
+from moe.backends.flashinfer.cutlass import FlashinferCutlassBackend
 from moe.errors import WeightFormatError
 from moe.formats import Bf16Weight, ExpertWeights
 from tests.emulators.cutlass import CutlassEmulator, install_cutlass

@@ -8,17 +8,18 @@ import pytest
 import torch
 
 from moe import StandardTopK, Topology
-from moe.backends import flashinfer_cutedsl, flashinfer_cutlass, flashinfer_mxfp4, flashinfer_trtllm, layouts
-from moe.backends.static_scales import one_scale_fp8, one_scale_nvfp4
+from moe.backends.flashinfer import cutedsl, cutlass, mxfp4, trtllm
 from moe.formats import Nvfp4Weight
+from moe.layouts import rows as layouts
+from moe.layouts.static_scales import one_scale_fp8, one_scale_nvfp4
 from tests.emulators.refusal import KernelRefusal
 from tests.moe.backends.scenarios import PATHS, install, run_scenario, tolerance
 
 MODULES = {
-    "mxfp4": flashinfer_mxfp4,
-    "cutlass": flashinfer_cutlass,
-    "trtllm": flashinfer_trtllm,
-    "cutedsl": flashinfer_cutedsl,
+    "mxfp4": mxfp4,
+    "cutlass": cutlass,
+    "trtllm": trtllm,
+    "cutedsl": cutedsl,
 }
 Plant = Callable[[pytest.MonkeyPatch, str], None]
 
@@ -54,7 +55,7 @@ def change_staged(patch: pytest.MonkeyPatch, **changes: Callable[[torch.Tensor],
     """Change fields of the padded MXFP4 bytes."""
     for name in ("_prepare_sm90", "_prepare_sm100"):
         wrap_argument(
-            patch, flashinfer_mxfp4, name,
+            patch, mxfp4, name,
             lambda staged: dataclasses.replace(
                 staged, **{field: change(getattr(staged, field)) for field, change in changes.items()}
             ),
@@ -62,7 +63,7 @@ def change_staged(patch: pytest.MonkeyPatch, **changes: Callable[[torch.Tensor],
 
 
 def change_v1_weights(patch: pytest.MonkeyPatch, change: Callable[[Nvfp4Weight], Nvfp4Weight]) -> None:
-    wrap_argument(patch, flashinfer_cutedsl, "_prepare_v1", change, at=1)
+    wrap_argument(patch, cutedsl, "_prepare_v1", change, at=1)
 
 
 def change_kernel_keyword(patch: pytest.MonkeyPatch, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
@@ -75,7 +76,7 @@ def change_kernel_keyword(patch: pytest.MonkeyPatch, change: Callable[[dict[str,
 def swapped_halves(patch: pytest.MonkeyPatch, path: str) -> None:
     family = family_of(path)
     if family == "mxfp4":
-        wrap_argument(patch, flashinfer_mxfp4, "up_gate_padded", flipped)
+        wrap_argument(patch, mxfp4, "up_gate_padded", flipped)
     elif path == "cutedsl-v1":
         change_v1_weights(patch, lambda w: dataclasses.replace(w, codes=flipped(w.codes), scales=flipped(w.scales)))
     else:
@@ -89,20 +90,20 @@ def transposed_scale(patch: pytest.MonkeyPatch, path: str) -> None:
     elif kind == "fp8_block":
         wrap_argument(patch, MODULES[family], "up_gate", lambda t: mangled(t) if t.dtype == torch.float32 else t)
     elif family == "trtllm":
-        wrap_argument(patch, flashinfer_trtllm, "shuffled_scales", mangled)
+        wrap_argument(patch, trtllm, "shuffled_scales", mangled)
     else:
         wrap_argument(patch, MODULES[family], "swizzle_128x4", mangled)
 
 
 def transposed_activation_scale(patch: pytest.MonkeyPatch, path: str) -> None:
     del path
-    genuine = flashinfer_trtllm.quantize_fp8_groups
+    genuine = trtllm.quantize_fp8_groups
 
     def changed(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         codes, scales = genuine(x)
         return codes, scales.reshape(scales.shape[1], scales.shape[0]).T
 
-    patch.setattr(flashinfer_trtllm, "quantize_fp8_groups", changed)
+    patch.setattr(trtllm, "quantize_fp8_groups", changed)
 
 
 def per_expert_alphas(patch: pytest.MonkeyPatch, path: str) -> None:
@@ -121,17 +122,17 @@ def per_expert_alphas(patch: pytest.MonkeyPatch, path: str) -> None:
 
 def scale_weights(patch: pytest.MonkeyPatch, path: str, factor: float) -> None:
     if path.startswith("trtllm"):
-        genuine = flashinfer_trtllm._routing
+        genuine = trtllm._routing
 
         def changed(info: Any, topk: Any) -> tuple[str, dict[str, Any]]:
             suffix, arguments = genuine(info, topk)
             return suffix, arguments | {"routed_scaling_factor": arguments["routed_scaling_factor"] * factor}
 
-        patch.setattr(flashinfer_trtllm, "_routing", changed)
+        patch.setattr(trtllm, "_routing", changed)
     elif path == "cutedsl-v1":  # the transport multiplies: weights that come back changed count twice, or not
-        genuine_input = flashinfer_cutedsl.DeepepLlCombineInput
+        genuine_input = cutedsl.DeepepLlCombineInput
         patch.setattr(
-            flashinfer_cutedsl,
+            cutedsl,
             "DeepepLlCombineInput",
             lambda out, ids, weights: genuine_input(out, ids, weights * factor),
         )
@@ -166,14 +167,12 @@ def rows_padded_at_the_end(patch: pytest.MonkeyPatch, path: str) -> None:
     def changed(gate_up: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
         return layouts.padded(layouts.up_gate(gate_up), 2 * rows, cols)
 
-    patch.setattr(flashinfer_mxfp4, "up_gate_padded", changed)
+    patch.setattr(mxfp4, "up_gate_padded", changed)
 
 
 def bias_on_every_rank(patch: pytest.MonkeyPatch, path: str) -> None:
     if path == "mxfp4-sm100":
-        wrap_argument(
-            patch, flashinfer_mxfp4, "_prepare_sm100", lambda topology: dataclasses.replace(topology, tp_rank=0), at=2
-        )
+        wrap_argument(patch, mxfp4, "_prepare_sm100", lambda topology: dataclasses.replace(topology, tp_rank=0), at=2)
     else:
         change_kernel_keyword(patch, lambda kwargs: {"tp_rank": 0})
 
@@ -190,12 +189,12 @@ def wrong_nibble_order(patch: pytest.MonkeyPatch, path: str) -> None:
 
 def not_interleaved(patch: pytest.MonkeyPatch, path: str) -> None:
     del path
-    patch.setattr(flashinfer_cutedsl, "interleave_halves", lambda halves: halves)
+    patch.setattr(cutedsl, "interleave_halves", lambda halves: halves)
 
 
 def contiguous_scale_view(patch: pytest.MonkeyPatch, path: str) -> None:
     del path
-    patch.setattr(flashinfer_cutedsl, "mma_view", lambda scales: layouts.mma_view(scales).contiguous())
+    patch.setattr(cutedsl, "mma_view", lambda scales: layouts.mma_view(scales).contiguous())
 
 
 FP4 = ("mxfp4-sm90", "mxfp4-sm100", "cutlass-nvfp4", "trtllm-nvfp4", "cutedsl-v1", "cutedsl-v2")

@@ -19,7 +19,7 @@ from moe import (
     UnsupportedPathError,
 )
 from moe.backends.base import Device
-from moe.backends.flashinfer_mxfp4 import FlashinferMxfp4Backend, FlashinferMxfp4Sm90QuantInfo
+from moe.backends.flashinfer.mxfp4 import FlashinferMxfp4Backend, FlashinferMxfp4Sm90QuantInfo
 from moe.config import RoutingConfig, RoutingMethod
 from moe.errors import WeightFormatError
 from moe.formats import Bf16Weight, ExpertWeights, Mxfp4Weight

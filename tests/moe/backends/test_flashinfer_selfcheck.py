@@ -24,9 +24,9 @@ from moe import (
     StandardTopK,
     Topology,
 )
+from moe.check.selfcheck import check_layer
 from moe.formats import ExpertWeights, Mxfp4Weight
 from moe.registry import load_backend
-from moe.selfcheck import check_layer
 from tests.emulators.cutedsl import install_cutedsl
 from tests.emulators.cutlass import install_cutlass
 from tests.emulators.trtllm import install_trtllm

@@ -16,9 +16,9 @@ from moe import (
     Topology,
     UnsupportedPathError,
 )
-from moe.backends import flashinfer_common
 from moe.backends.base import Device
-from moe.backends.flashinfer_trtllm import FlashinferTrtllmBackend, forced_logits_dtype
+from moe.backends.flashinfer import common as flashinfer_common
+from moe.backends.flashinfer.trtllm import FlashinferTrtllmBackend, forced_logits_dtype
 from moe.config import RoutingConfig, RoutingMethod
 from moe.errors import WeightFormatError
 from moe.formats import ExpertWeights

@@ -7,8 +7,8 @@ import pytest
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from moe import MoeA2ABackend, MoeBackend, MoeRunner, SelfCheckError, Topology
+from moe.check.selfcheck import check_layer
 from moe.registry import load_backend
-from moe.selfcheck import check_layer
 from tests.emulators.cutlass import install_cutlass
 from tests.gpu.permuted_scales import (
     MATRICES,

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from moe import Activation, MoeA2ABackend, MoeBackend, MoeRunner, StandardDispatchOutput, StandardTopK, Topology
+from moe.check.reference import reference_moe
 from moe.formats import Bf16Weight, ExpertWeights, Fp8BlockWeight, Fp8TensorWeight, Mxfp4Weight, Nvfp4Weight
 from moe.registry import load_backend
-from moe.twin import moe_twin
 from tests.emulators.aiter import install_aiter
 from tests.emulators.deep_gemm import install_deep_gemm
 from tests.moe.backends import hostile
@@ -39,7 +39,7 @@ SIZES = (1, 2, 4, 8)
 def libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     install_aiter(monkeypatch, wide=True)
     install_deep_gemm(monkeypatch, wide=True)
-    monkeypatch.setattr("moe.backends.deep_gemm.RESULT_DTYPE", torch.float32)
+    monkeypatch.setattr("moe.backends.deep_gemm.backend.RESULT_DTYPE", torch.float32)
 
 
 def experts_of(name: str, hidden: int, inter: int) -> ExpertWeights:
@@ -56,7 +56,7 @@ def run(backend: MoeBackend, experts: ExpertWeights, x: torch.Tensor, topk: Stan
 
 def reference(backend: MoeBackend, x: torch.Tensor, topk: StandardTopK, experts: ExpertWeights) -> torch.Tensor:
     quantize = load_backend(backend).activation_quant.get(experts.format_name)
-    return moe_twin(x, topk, experts, PLAIN, quantize_input=quantize)
+    return reference_moe(x, topk, experts, PLAIN, quantize_input=quantize)
 
 
 @pytest.mark.parametrize("ep_size", SIZES)

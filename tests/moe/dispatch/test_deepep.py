@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from moe import Activation, MoeA2ABackend, MoeBackend, StandardTopK, registry
-from moe.backends import torch_deepep
+from moe.backends.torch import deepep as torch_deepep
+from moe.check.reference import reference_moe
 from moe.dispatch import deepep
 from moe.dispatch.deepep import DeepepBuffer, DeepepDispatcher
 from moe.dispatch.deepep_settings import DeepepMode, DeepepSettings, EpShape
-from moe.dispatch.payload import Payload
+from moe.dispatch.dtype import DispatchDtype
 from moe.errors import MoeConfigError, TransportStateError, UnsupportedPathError
 from moe.formats import Bf16Weight, ExpertWeights, Mxfp4Weight
-from moe.twin import moe_twin
 from moe.types import DeepepLlCombineInput, DeepepLlDispatchOutput, DeepepNormalCombineInput
 from tests.emulators.deepep import Buffer, install_deepep
 from tests.emulators.ranks import Rank, run_ranks
@@ -41,10 +41,12 @@ def experts_of(hidden: int = H) -> ExpertWeights:
     return ExpertWeights(w13=Mxfp4Weight.quantize(w13), w2=Mxfp4Weight.quantize(w2), b13=b13, b2=b2)
 
 
-def make_dispatcher(rank: Rank, mode: DeepepMode, hidden: int = H, payload: Payload = Payload.BF16) -> DeepepDispatcher:
+def make_dispatcher(
+    rank: Rank, mode: DeepepMode, hidden: int = H, dispatch_dtype: DispatchDtype = DispatchDtype.BF16
+) -> DeepepDispatcher:
     shape = EpShape(hidden_size=hidden, num_experts=E, top_k=K, ep_size=rank.size())
     settings = DeepepSettings(mode=mode, max_dispatch_tokens=LIMIT)
-    return DeepepDispatcher(DeepepBuffer(rank, settings, shape, sends_fp8=payload.is_fp8), payload)
+    return DeepepDispatcher(DeepepBuffer(rank, settings, shape, sends_fp8=dispatch_dtype.is_fp8), dispatch_dtype)
 
 
 def run_torch(
@@ -63,7 +65,7 @@ def run_torch(
     for (x, topk), out in zip(inputs, outputs, strict=True):
         assert out.shape == x.shape
         if x.shape[0]:
-            error = hostile.relative_error(out, moe_twin(x, topk, experts, GPT_OSS))
+            error = hostile.relative_error(out, reference_moe(x, topk, experts, GPT_OSS))
             worst = max(worst, error if error == error else float("inf"))
     return worst, outputs
 
@@ -184,23 +186,23 @@ def test_low_latency_after_normal_cleans_the_buffer_once(library: type[Buffer]) 
 # ---- payloads ----
 
 
-@pytest.mark.parametrize("payload", [Payload.BF16, Payload.FP8, Payload.FP8_UE8M0])
-def test_scale_options_go_with_fp8_alone(library: type[Buffer], payload: Payload) -> None:
+@pytest.mark.parametrize("dispatch_dtype", [DispatchDtype.BF16, DispatchDtype.FP8, DispatchDtype.FP8_UE8M0])
+def test_scale_options_go_with_fp8_alone(library: type[Buffer], dispatch_dtype: DispatchDtype) -> None:
     def work(rank: Rank) -> Any:
-        dispatcher = make_dispatcher(rank, DeepepMode.LOW_LATENCY, payload=payload)
+        dispatcher = make_dispatcher(rank, DeepepMode.LOW_LATENCY, dispatch_dtype=dispatch_dtype)
         result = dispatcher.dispatch(hostile.tokens(4, H), hostile.routing(4, E, K))
         return dispatcher.buffer.raw.calls[-1][1], result
 
     sent, result = alone(work)
-    assert (sent["use_fp8"], sent["use_ue8m0"]) == (payload.is_fp8, payload is Payload.FP8_UE8M0)
-    if payload.is_fp8:
+    assert (sent["use_fp8"], sent["use_ue8m0"]) == (dispatch_dtype.is_fp8, dispatch_dtype is DispatchDtype.FP8_UE8M0)
+    if dispatch_dtype.is_fp8:
         assert result.hidden_states_scale.stride(-2) == 1, "the scales stay M-major"
         assert result.hidden_states_scale.dtype == (torch.int32 if sent["use_ue8m0"] else torch.float32)
 
 
 def test_nvfp4_needs_a_build_that_has_it(library: type[Buffer]) -> None:
     with pytest.raises(UnsupportedPathError, match="use_nvfp4"):
-        alone(lambda rank: make_dispatcher(rank, DeepepMode.LOW_LATENCY, payload=Payload.NVFP4))
+        alone(lambda rank: make_dispatcher(rank, DeepepMode.LOW_LATENCY, dispatch_dtype=DispatchDtype.NVFP4))
 
 
 def test_missing_library_is_named() -> None:
@@ -218,7 +220,7 @@ def test_bf16_experts_too(library: type[Buffer]) -> None:
         dispatcher_for=lambda rank, config: make_dispatcher(rank, DeepepMode.NORMAL),
     )  # fmt: skip
     for (x, topk), out in zip(inputs, outputs, strict=True):
-        assert hostile.relative_error(out, moe_twin(x, topk, experts, Activation())) < 1e-2
+        assert hostile.relative_error(out, reference_moe(x, topk, experts, Activation())) < 1e-2
 
 
 # ---- planted mistakes: each must be seen by the comparison above ----

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from moe import Activation, MoeA2ABackend, MoeBackend, MoeRunner, Topology
-from moe.backends.flashinfer_cutedsl import FlashinferCutedslBackend
+from moe.backends.flashinfer.cutedsl import FlashinferCutedslBackend
 from moe.config import DispatchFormat
 from moe.dispatch.deepep import DeepepBuffer, DeepepDispatcher
 from moe.dispatch.deepep_settings import DeepepMode, DeepepSettings, EpShape
-from moe.dispatch.payload import Payload, choose_payload
+from moe.dispatch.dtype import DispatchDtype, choose_dispatch_dtype
 from moe.errors import MoeConfigError, UnsupportedPathError
 from tests.emulators.cutedsl import install_cutedsl
 from tests.emulators.deepep import install_deepep
@@ -29,7 +29,7 @@ def buffer_for(rank: Rank, hidden: int = H, mode: DeepepMode = DeepepMode.LOW_LA
     return DeepepBuffer(rank, DeepepSettings(mode=mode, max_dispatch_tokens=LIMIT), shape, sends_fp8=False)
 
 
-def outputs_of(payload: Payload, num_tokens: list[int]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def outputs_of(dispatch_dtype: DispatchDtype, num_tokens: list[int]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """(outputs, references) of every rank."""
     inputs = rank_inputs(num_tokens, H, torch.bfloat16)
     experts = hostile.quantized_experts("nvfp4", E, H, I, x=torch.cat([x for x, _ in inputs]))
@@ -39,16 +39,16 @@ def outputs_of(payload: Payload, num_tokens: list[int]) -> tuple[list[torch.Tens
         index = rank.rank()
         part = hostile.with_layer_scales(hostile.shard(experts, ep=(ep_size, index)), experts)
         config = hostile.make_config(E, H, I, K, num_local_experts=part.num_experts)
-        topology = Topology(ep_size=ep_size, ep_rank=index, a2a=DEEPEP, payload=payload)
+        topology = Topology(ep_size=ep_size, ep_rank=index, a2a=DEEPEP, dispatch_dtype=dispatch_dtype)
         info = BACKEND.prepare(part, config, topology)
         runner = MoeRunner(CUTEDSL, DEEPEP, config, dispatch_formats=(DispatchFormat.DEEPEP_LL,))
         buffer = buffer_for(rank)
-        chosen = choose_payload(
+        chosen = choose_dispatch_dtype(
             CUTEDSL, DispatchFormat.DEEPEP_LL, "nvfp4", knows_input_scale=True, can_send_nvfp4=buffer.can_send_nvfp4
         )
-        assert chosen is payload
-        multiplier = info.input_quant.flatten()[:1] if payload is Payload.NVFP4 else None
-        dispatcher = DeepepDispatcher(buffer, payload, input_multiplier=multiplier)
+        assert chosen is dispatch_dtype
+        multiplier = info.input_quant.flatten()[:1] if dispatch_dtype is DispatchDtype.NVFP4 else None
+        dispatcher = DeepepDispatcher(buffer, dispatch_dtype, input_multiplier=multiplier)
         dispatched = dispatcher.dispatch(*inputs[index])
         with ONE_AT_A_TIME:
             result = runner.run(dispatched, info)
@@ -61,9 +61,9 @@ def outputs_of(payload: Payload, num_tokens: list[int]) -> tuple[list[torch.Tens
 def test_both_payloads_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     install_cutedsl(monkeypatch)
     install_deepep(monkeypatch)
-    as_bf16, wants = outputs_of(Payload.BF16, [5, 8])
+    as_bf16, wants = outputs_of(DispatchDtype.BF16, [5, 8])
     install_deepep(monkeypatch, nvfp4=True)
-    as_nvfp4, _ = outputs_of(Payload.NVFP4, [5, 8])
+    as_nvfp4, _ = outputs_of(DispatchDtype.NVFP4, [5, 8])
     for first, second, want in zip(as_bf16, as_nvfp4, wants, strict=True):
         assert torch.equal(first, second)
         assert hostile.relative_error(first, want) < 5e-3, "expert outputs and sums are rounded to bf16"
@@ -74,13 +74,15 @@ def test_what_an_nvfp4_dispatch_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     scale = torch.ones(1)
 
     def make(rank: Rank, **options: object) -> DeepepDispatcher:
-        return DeepepDispatcher(buffer_for(rank), Payload.NVFP4, **options)  # type: ignore[arg-type]
+        return DeepepDispatcher(buffer_for(rank), DispatchDtype.NVFP4, **options)  # type: ignore[arg-type]
 
     assert run_ranks(1, lambda rank: make(rank, input_multiplier=scale))
     with pytest.raises(MoeConfigError, match="static input scale"):
         run_ranks(1, make)
     with pytest.raises(UnsupportedPathError, match="hidden size 2880: an NVFP4 dispatch cannot be padded"):
-        run_ranks(1, lambda rank: DeepepDispatcher(buffer_for(rank, 2880), Payload.NVFP4, input_multiplier=scale))
+        run_ranks(1, lambda rank: DeepepDispatcher(buffer_for(rank, 2880), DispatchDtype.NVFP4, input_multiplier=scale))
     auto = DeepepMode.AUTO
     with pytest.raises(UnsupportedPathError, match="--deepep-mode low_latency"):
-        run_ranks(2, lambda rank: DeepepDispatcher(buffer_for(rank, H, auto), Payload.NVFP4, input_multiplier=scale))
+        run_ranks(
+            2, lambda rank: DeepepDispatcher(buffer_for(rank, H, auto), DispatchDtype.NVFP4, input_multiplier=scale)
+        )

@@ -12,7 +12,7 @@ from moe.dispatch.deepep_settings import (
     check_queue_depth,
     ll_hidden_size,
 )
-from moe.dispatch.payload import Payload, choose_payload, expert_alignment
+from moe.dispatch.dtype import DispatchDtype, choose_dispatch_dtype, expert_alignment
 from moe.errors import MoeConfigError, MoeError, UnsupportedPathError
 
 LL, NORMAL, AUTO = DeepepMode.LOW_LATENCY, DeepepMode.NORMAL, DeepepMode.AUTO
@@ -117,7 +117,7 @@ TORCH, TRITON = MoeBackend.TORCH, MoeBackend.TRITON
 
 
 @pytest.mark.parametrize(
-    ("backend", "layout", "weights", "ue8m0", "scale", "option", "payload"),
+    ("backend", "layout", "weights", "ue8m0", "scale", "option", "dispatch_dtype"),
     [
         (TORCH, LOW, "fp8_block", False, False, False, "bf16"),
         (TORCH, NORM, "mxfp4", False, False, True, "bf16"),
@@ -147,26 +147,32 @@ TORCH, TRITON = MoeBackend.TORCH, MoeBackend.TRITON
     ],
 )
 def test_payload_truth_table(
-    backend: MoeBackend, layout: DispatchFormat, weights: str, ue8m0: bool, scale: bool, option: bool, payload: str
+    backend: MoeBackend,
+    layout: DispatchFormat,
+    weights: str,
+    ue8m0: bool,
+    scale: bool,
+    option: bool,
+    dispatch_dtype: str,
 ) -> None:
-    chosen = choose_payload(
+    chosen = choose_dispatch_dtype(
         backend, layout, weights, ue8m0_scales=ue8m0, knows_input_scale=scale, can_send_nvfp4=option
     )
-    assert chosen is Payload(payload)
+    assert chosen is DispatchDtype(dispatch_dtype)
 
 
 def test_every_backend_that_does_not_read_fp8_gets_bf16_from_deepep() -> None:
     for backend in MoeBackend:
         for layout in (LOW, NORM):
             for weights in ("bf16", "fp8_block", "fp8_tensor", "mxfp4", "nvfp4"):
-                payload = choose_payload(backend, layout, weights)
-                assert payload.is_fp8 == (backend is DEEP_GEMM)
+                dispatch_dtype = choose_dispatch_dtype(backend, layout, weights)
+                assert dispatch_dtype.is_fp8 == (backend is DEEP_GEMM)
 
 
 def test_power_of_two_scales_are_deep_gemms_alone() -> None:
     for backend in set(MoeBackend) - {DEEP_GEMM}:
         with pytest.raises(MoeError, match="only deep_gemm"):
-            choose_payload(backend, LOW, "nvfp4", ue8m0_scales=True)
+            choose_dispatch_dtype(backend, LOW, "nvfp4", ue8m0_scales=True)
 
 
 def test_expert_alignment() -> None:

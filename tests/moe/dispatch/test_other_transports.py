@@ -10,17 +10,17 @@ import pytest
 import torch
 
 from moe import MoeA2ABackend, MoeBackend, Topology
-from moe.backends.torch import TorchBackend, TorchRunnerCore, standard_to_torch
+from moe.backends.torch.backend import TorchBackend, TorchRunnerCore, standard_to_torch
+from moe.check.reference import reference_moe
 from moe.config import DispatchFormat
 from moe.dispatch.deepep import DeepepBuffer, DeepepDispatcher
 from moe.dispatch.deepep_settings import DeepepMode, DeepepSettings, EpShape
+from moe.dispatch.dtype import DispatchDtype, choose_dispatch_dtype
 from moe.dispatch.flashinfer import FlashinferDispatcher, build_alltoall, group_communicator
 from moe.dispatch.mooncake import MooncakeBuffer
 from moe.dispatch.nixl import NixlBuffer
-from moe.dispatch.payload import Payload, choose_payload
 from moe.errors import MoeConfigError, TransportStateError, UnsupportedPathError
 from moe.formats import ExpertWeights, Fp8BlockWeight, Mxfp4Weight, activation_quant
-from moe.twin import moe_twin
 from moe.types import FlashinferCombineInput, RunState, StandardDispatchOutput, StandardTopK
 from tests.emulators import alltoall
 from tests.emulators.alltoall import install_alltoall
@@ -37,11 +37,12 @@ BUFFERS = {MoeA2ABackend.MOONCAKE: MooncakeBuffer, MoeA2ABackend.NIXL: NixlBuffe
 
 
 def dispatcher(
-    kind: type[DeepepBuffer], rank: Rank, payload: Payload, mode: DeepepMode = DeepepMode.LOW_LATENCY
+    kind: type[DeepepBuffer], rank: Rank, dispatch_dtype: DispatchDtype, mode: DeepepMode = DeepepMode.LOW_LATENCY
 ) -> DeepepDispatcher:
     shape = EpShape(hidden_size=H, num_experts=E, top_k=K, ep_size=rank.size())
     return DeepepDispatcher(
-        kind(rank, DeepepSettings(mode=mode, max_dispatch_tokens=8), shape, sends_fp8=payload.is_fp8), payload
+        kind(rank, DeepepSettings(mode=mode, max_dispatch_tokens=8), shape, sends_fp8=dispatch_dtype.is_fp8),
+        dispatch_dtype,
     )
 
 
@@ -53,9 +54,9 @@ def test_low_latency_libraries_with_torch(monkeypatch: pytest.MonkeyPatch, a2a: 
     inputs = several_ranks.rank_inputs([4, 0, 3, 8], H, torch.float32)
     outputs = several_ranks.run_layer(
         experts, inputs, backend=MoeBackend.TORCH, a2a=a2a, formats=a2a.dispatch_formats, dtype=torch.float32,
-        dispatcher_for=lambda rank, config: dispatcher(BUFFERS[a2a], rank, Payload.BF16),
+        dispatcher_for=lambda rank, config: dispatcher(BUFFERS[a2a], rank, DispatchDtype.BF16),
     )  # fmt: skip
-    wants = [moe_twin(x, topk, experts, PLAIN) for x, topk in inputs]
+    wants = [reference_moe(x, topk, experts, PLAIN) for x, topk in inputs]
     assert hostile.relative_error(torch.cat(outputs), torch.cat(wants)) < 1e-5
 
 
@@ -63,30 +64,32 @@ def test_low_latency_libraries_with_torch(monkeypatch: pytest.MonkeyPatch, a2a: 
 def test_low_latency_libraries_with_deep_gemm(monkeypatch: pytest.MonkeyPatch, a2a: MoeA2ABackend) -> None:
     install_low_latency(monkeypatch, wide=True)
     install_deep_gemm(monkeypatch, wide=True)
-    monkeypatch.setattr("moe.backends.deep_gemm.RESULT_DTYPE", torch.float32)
+    monkeypatch.setattr("moe.backends.deep_gemm.backend.RESULT_DTYPE", torch.float32)
     w13, w2 = hostile.dense_experts(E, H, 128)
     experts = ExpertWeights(w13=Fp8BlockWeight.quantize(w13), w2=Fp8BlockWeight.quantize(w2))
     inputs = several_ranks.rank_inputs([4, 3], H, torch.bfloat16)
-    payload = choose_payload(MoeBackend.DEEP_GEMM, DispatchFormat.DEEPEP_LL, "fp8_block")
+    dispatch_dtype = choose_dispatch_dtype(MoeBackend.DEEP_GEMM, DispatchFormat.DEEPEP_LL, "fp8_block")
     outputs = several_ranks.run_layer(
         experts, inputs, backend=MoeBackend.DEEP_GEMM, a2a=a2a, formats=a2a.dispatch_formats, dtype=torch.bfloat16,
-        dispatcher_for=lambda rank, config: dispatcher(BUFFERS[a2a], rank, payload),
+        dispatcher_for=lambda rank, config: dispatcher(BUFFERS[a2a], rank, dispatch_dtype),
     )  # fmt: skip
     for (x, topk), out in zip(inputs, outputs, strict=True):
-        want = moe_twin(x, topk, experts, PLAIN, quantize_input=activation_quant.fp8_groups)
+        want = reference_moe(x, topk, experts, PLAIN, quantize_input=activation_quant.fp8_groups)
         assert hostile.relative_error(out, want) < 1e-3
 
 
 def test_what_these_libraries_lack_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for kind in BUFFERS.values():
         with pytest.raises(UnsupportedPathError, match="has low-latency kernels only"):
-            run_ranks(2, lambda rank, kind=kind: dispatcher(kind, rank, Payload.BF16, DeepepMode.AUTO))
+            run_ranks(2, lambda rank, kind=kind: dispatcher(kind, rank, DispatchDtype.BF16, DeepepMode.AUTO))
         with pytest.raises(UnsupportedPathError, match=r"needs the package (mooncake|nixl_ep)"):
-            run_ranks(1, lambda rank, kind=kind: dispatcher(kind, rank, Payload.BF16))
+            run_ranks(1, lambda rank, kind=kind: dispatcher(kind, rank, DispatchDtype.BF16))
     install_low_latency(monkeypatch)
 
     def send(rank: Rank) -> None:
-        dispatcher(MooncakeBuffer, rank, Payload.FP8_UE8M0).dispatch(hostile.tokens(2, H), hostile.routing(2, E, K))
+        dispatcher(MooncakeBuffer, rank, DispatchDtype.FP8_UE8M0).dispatch(
+            hostile.tokens(2, H), hostile.routing(2, E, K)
+        )
 
     with pytest.raises(UnsupportedPathError, match="cannot send power-of-two scales"):
         run_ranks(1, send)
@@ -123,7 +126,7 @@ def alltoall_layer(num_tokens: list[int], hidden: int = 256) -> tuple[list[Any],
 def test_flashinfer_ranks_equal_one_rank(monkeypatch: pytest.MonkeyPatch, num_tokens: list[int]) -> None:
     install_alltoall(monkeypatch)
     inputs, outputs, experts = alltoall_layer(num_tokens)
-    wants = [moe_twin(x, topk, experts, PLAIN) for x, topk in inputs]
+    wants = [reference_moe(x, topk, experts, PLAIN) for x, topk in inputs]
     assert [out.shape for out in outputs] == [want.shape for want in wants]
     assert hostile.relative_error(torch.cat(outputs), torch.cat(wants)) < 1e-5
 

@@ -10,9 +10,9 @@ from moe import MoeA2ABackend, MoeBackend, MoeRunnerConfig, SelfCheckError, Topo
 from moe.dispatch import transport
 from moe.dispatch.deepep import DeepepDispatcher
 from moe.dispatch.deepep_settings import DeepepMode, DeepepSettings
-from moe.dispatch.payload import Payload
+from moe.dispatch.dtype import DispatchDtype
 from moe.dispatch.round_trip import TOLERANCES, check_round_trip
-from moe.dispatch.transport import LayerTransport, build_transport, dispatch_formats
+from moe.dispatch.transport import DispatchSpec, build_transport, dispatch_formats
 from moe.errors import MoeConfigError, UnsupportedPathError
 from tests.emulators.alltoall import install_alltoall
 from tests.emulators.deepep import Buffer, install_deepep
@@ -35,7 +35,7 @@ def round_trip(
     num_ranks: int,
     a2a: MoeA2ABackend = MoeA2ABackend.NONE,
     mode: DeepepMode = LOW,
-    payload: Payload = Payload.BF16,
+    dispatch_dtype: DispatchDtype = DispatchDtype.BF16,
     tp_size: int = 1,
     spoil: Callable[[Any], None] = lambda dispatcher: None,
 ) -> list[float]:
@@ -49,13 +49,18 @@ def round_trip(
     def work(rank: Rank) -> float:
         ep_rank, tp_rank = divmod(rank.rank(), tp_size)
         topology = Topology(
-            tp_size=tp_size, tp_rank=tp_rank, ep_size=ep_size, ep_rank=ep_rank, a2a=a2a, payload=payload
+            tp_size=tp_size, tp_rank=tp_rank, ep_size=ep_size, ep_rank=ep_rank, a2a=a2a, dispatch_dtype=dispatch_dtype
         )
         settings = DeepepSettings(mode=mode, max_dispatch_tokens=LIMIT)
         built = build_transport(
-            topology, config, group=rank, settings=settings, payloads={payload}, backends={MoeBackend.DEEP_GEMM}
+            topology,
+            config,
+            group=rank,
+            settings=settings,
+            dispatch_dtypes={dispatch_dtype},
+            backends={MoeBackend.DEEP_GEMM},
         )
-        dispatcher = built.dispatcher(LayerTransport(backend=MoeBackend.DEEP_GEMM, payload=payload))
+        dispatcher = built.dispatcher(DispatchSpec(backend=MoeBackend.DEEP_GEMM, dispatch_dtype=dispatch_dtype))
         spoil(dispatcher)
         return check_round_trip(dispatcher, dispatch_formats(a2a, mode), config, topology, max_num_tokens=LIMIT)
 
@@ -64,24 +69,24 @@ def round_trip(
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("mode", [LOW, NORMAL, AUTO])
-@pytest.mark.parametrize("payload", [Payload.BF16, Payload.FP8, Payload.FP8_UE8M0])
-def test_deepep(monkeypatch: Patch, num_ranks: int, mode: DeepepMode, payload: Payload) -> None:
+@pytest.mark.parametrize("dispatch_dtype", [DispatchDtype.BF16, DispatchDtype.FP8, DispatchDtype.FP8_UE8M0])
+def test_deepep(monkeypatch: Patch, num_ranks: int, mode: DeepepMode, dispatch_dtype: DispatchDtype) -> None:
     install_deepep(monkeypatch)
-    errors = round_trip(num_ranks, DEEPEP, mode, payload)
-    assert all(0 < error < TOLERANCES[payload] / 1.5 for error in errors)
+    errors = round_trip(num_ranks, DEEPEP, mode, dispatch_dtype)
+    assert all(0 < error < TOLERANCES[dispatch_dtype] / 1.5 for error in errors)
 
 
 @pytest.mark.parametrize("mode", [LOW, NORMAL])
-@pytest.mark.parametrize("payload", [Payload.BF16, Payload.FP8])
-def test_mori(monkeypatch: Patch, mode: DeepepMode, payload: Payload) -> None:
+@pytest.mark.parametrize("dispatch_dtype", [DispatchDtype.BF16, DispatchDtype.FP8])
+def test_mori(monkeypatch: Patch, mode: DeepepMode, dispatch_dtype: DispatchDtype) -> None:
     install_mori(monkeypatch)
-    assert max(round_trip(4, MORI, mode, payload)) < TOLERANCES[payload] / 1.5
+    assert max(round_trip(4, MORI, mode, dispatch_dtype)) < TOLERANCES[dispatch_dtype] / 1.5
 
 
 @pytest.mark.parametrize("a2a", [MoeA2ABackend.MOONCAKE, MoeA2ABackend.NIXL])
 def test_low_latency_libraries(monkeypatch: Patch, a2a: MoeA2ABackend) -> None:
     install_low_latency(monkeypatch)
-    assert max(round_trip(4, a2a, payload=Payload.FP8)) < TOLERANCES[Payload.FP8] / 1.5
+    assert max(round_trip(4, a2a, dispatch_dtype=DispatchDtype.FP8)) < TOLERANCES[DispatchDtype.FP8] / 1.5
 
 
 def test_flashinfer(monkeypatch: Patch) -> None:
@@ -153,7 +158,7 @@ def build(a2a: MoeA2ABackend, group: Any, **changes: Any) -> None:
         "tp_size": 1,
         "ep_size": 2,
         "max_num_tokens": LIMIT,
-        "payloads": {Payload.BF16},
+        "dispatch_dtypes": {DispatchDtype.BF16},
         "backends": {MoeBackend.TORCH},
     } | changes
     topology = Topology(tp_size=settings["tp_size"], ep_size=settings["ep_size"], a2a=a2a)
@@ -163,7 +168,12 @@ def build(a2a: MoeA2ABackend, group: Any, **changes: Any) -> None:
     )  # fmt: skip
     deepep = DeepepSettings(mode=LOW, max_dispatch_tokens=LIMIT)
     build_transport(
-        topology, config, group=group, settings=deepep, payloads=settings["payloads"], backends=settings["backends"]
+        topology,
+        config,
+        group=group,
+        settings=deepep,
+        dispatch_dtypes=settings["dispatch_dtypes"],
+        backends=settings["backends"],
     )
 
 
@@ -190,7 +200,10 @@ class Group:
             DEEPEP, Group(2), {"backends": {MoeBackend.FLASHINFER_CUTEDSL}}, MoeConfigError,
             "is 8: times 2 ranks it must be a multiple of 128, for the layout of the scales, but is 16",
         ),
-        (MORI, Group(2), {"payloads": {Payload.BF16, Payload.FP8}}, MoeConfigError, r"layers want \[.*bf16.*fp8"),
+        (
+            MORI, Group(2), {"dispatch_dtypes": {DispatchDtype.BF16, DispatchDtype.FP8}},
+            MoeConfigError, r"layers want \[.*bf16.*fp8",
+        ),
     ],
 )  # fmt: skip
 def test_impossible_transports_are_refused_with_the_numbers(

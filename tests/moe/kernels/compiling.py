@@ -9,7 +9,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from moe.kernels.gemm import direct_gemm, grouped_gemm
-from moe.kernels.group import group_slots, sum_slots
+from moe.kernels.group import group_slots, unpermute_sum
 from moe.kernels.plan import Plan
 from moe.kernels.products import BF16, FP8_BLOCK, FP8_BOTH, MXFP4, NVFP4
 from moe.kernels.quantize import quantize_rows
@@ -64,28 +64,28 @@ def compile_gemm(
         "x_ptr": "*fp8e4nv" if is_fp8 else "*bf16", "xs_ptr": "*fp32",
         "w_ptr": "*fp8e4nv" if is_fp8 else _DATA[format_name], "s_ptr": _SCALES[format_name],
         "tail_ptr": _DATA[format_name], "post_ptr": "*fp32", "bias_ptr": "*fp32",
-        "out_ptr": "*bf16" if is_first or not plan.direct else "*fp32", "ids_ptr": "*i32",
+        "out_ptr": "*bf16" if is_first or not plan.is_direct else "*fp32", "ids_ptr": "*i32",
         "weights_ptr": "*fp32", "slots_ptr": "*i32", "tiles_ptr": "*i32",
     }  # fmt: skip
     constants = {
         "FORMAT": FP8_BOTH if is_fp8 else FORMATS[format_name], "IS_FIRST": is_first, "TOPK": top_k,
         "BLOCK_M": plan.block_m,
         "BLOCK_N": plan.block_n_1 if is_first else plan.block_n_2, "STEP_K": step, "WORDS": 128 if is_fp8 else words,
-        "NUM_STAGES": plan.stages_1 if is_first else plan.stages_2, "HAS_BIAS": True, "HAS_LIMIT": True,
+        "NUM_STAGES": plan.num_stages_1 if is_first else plan.num_stages_2, "HAS_BIAS": True, "HAS_LIMIT": True,
         "SHORT_K": False, "HAS_TAIL": has_tail and format_name == "mxfp4", "WIDE": False,
         "USE_ASM": True, "USE_PDL": plan.pdl, "INTERPRET": False,
     }  # fmt: skip
-    if plan.direct:
+    if plan.is_direct:
         constants |= {
             "BY_EXPERT": plan.by_expert, "SLOTS_PAD": 0 if one_tile else 64,
             "CHOICES_PAD": triton.next_power_of_2(top_k),
             "SPLIT_K": 1 if is_first else plan.split_k,
         }  # fmt: skip
     else:
-        constants |= {"NUM_HEIGHTS": plan.heights}
-    kernel = direct_gemm if plan.direct else grouped_gemm
+        constants |= {"NUM_HEIGHTS": plan.num_tile_heights}
+    kernel = direct_gemm if plan.is_direct else grouped_gemm
     return compile_kernel(
-        kernel, arch, pointers, constants | others, num_warps=plan.warps_1 if is_first else plan.warps_2
+        kernel, arch, pointers, constants | others, num_warps=plan.num_warps_1 if is_first else plan.num_warps_2
     )
 
 
@@ -116,10 +116,10 @@ def compile_group(plan: Plan, arch: int, *, num_experts_pad: int = 64, chunk: in
 
 
 def compile_sum(plan: Plan, arch: int, *, top_k: int = 4) -> Any:
-    """`sum_slots`."""
-    pointers = {"parts_ptr": "*fp32" if plan.direct else "*bf16", "ids_ptr": "*i32", "out_ptr": "*bf16"}
+    """`unpermute_sum`."""
+    pointers = {"parts_ptr": "*fp32" if plan.is_direct else "*bf16", "ids_ptr": "*i32", "out_ptr": "*bf16"}
     constants = {"TOPK": top_k, "SPLIT_K": plan.split_k, "BLOCK_H": 1024, "USE_PDL": plan.pdl}
-    return compile_kernel(sum_slots, arch, pointers, constants, num_warps=4)
+    return compile_kernel(unpermute_sum, arch, pointers, constants, num_warps=4)
 
 
 def compile_quantize(arch: int, *, by_slot: bool = True, use_pdl: bool = False) -> Any:

@@ -11,28 +11,28 @@ from dataclasses import replace
 import torch
 
 from moe import Activation, MoeA2ABackend, MoeBackend, MoeRunner, MoeRunnerConfig, StandardDispatchOutput, StandardTopK
-from moe.backends.triton import TritonBackend, TritonMoeQuantInfo
-from moe.backends.triton_plans import PlanTable
+from moe.backends.triton.backend import TritonBackend, TritonMoeQuantInfo
+from moe.backends.triton.plans import PlanTable
+from moe.check.reference import reference_moe
 from moe.formats import Bf16Weight, ExpertWeights, Fp8BlockWeight, Mxfp4Weight, Nvfp4Weight
 from moe.formats.activation_quant import ActivationQuant, fp8_groups
 from moe.kernels import launch
 from moe.kernels.plan import Plan
 from moe.topology import Topology
-from moe.twin import moe_twin
 from moe.types import DeepepLlDispatchOutput, DeepepNormalDispatchOutput
 from tests.moe.kernels.interpreted_parts import PARTS
 
 FORMATS = {"bf16": Bf16Weight, "fp8_block": Fp8BlockWeight, "mxfp4": Mxfp4Weight, "nvfp4": Nvfp4Weight}
 GPT_OSS = Activation(alpha=1.702, beta=1.0, limit=7.0)
 NUM_EXPERTS, TOP_K = 6, 2
-DIRECT = Plan(direct=True, block_m=16, block_n_1=64, block_n_2=64, split_k=2, pdl=True)
-BY_EXPERT = Plan(direct=True, block_m=8, block_n_1=128, block_n_2=128, by_expert=True, pdl=True)
-GROUPED = Plan(direct=False, block_m=16, block_n_1=64, block_n_2=128, tile_group=2, pdl=True)
-FP8_ACTIVATIONS = Plan(direct=False, block_m=16, block_n_1=64, block_n_2=64, fp8_activations=True, pdl=True)
-WIDE = Plan(direct=False, block_m=16, block_n_1=256, block_n_2=256)
-LATE_TAIL = Plan(direct=True, block_m=32, block_n_1=64, block_n_2=64, split_k=2, pdl=True)  # rows beyond 16
-TALL = Plan(direct=False, block_m=128, block_n_1=64, block_n_2=128)  # without masks
-HEIGHTS = Plan(direct=False, block_m=32, block_n_1=64, block_n_2=64, tile_group=3, heights=3)
+DIRECT = Plan(is_direct=True, block_m=16, block_n_1=64, block_n_2=64, split_k=2, pdl=True)
+BY_EXPERT = Plan(is_direct=True, block_m=8, block_n_1=128, block_n_2=128, by_expert=True, pdl=True)
+GROUPED = Plan(is_direct=False, block_m=16, block_n_1=64, block_n_2=128, tile_group=2, pdl=True)
+FP8_ACTIVATIONS = Plan(is_direct=False, block_m=16, block_n_1=64, block_n_2=64, fp8_activations=True, pdl=True)
+WIDE = Plan(is_direct=False, block_m=16, block_n_1=256, block_n_2=256)
+LATE_TAIL = Plan(is_direct=True, block_m=32, block_n_1=64, block_n_2=64, split_k=2, pdl=True)  # rows beyond 16
+TALL = Plan(is_direct=False, block_m=128, block_n_1=64, block_n_2=128)  # without masks
+HEIGHTS = Plan(is_direct=False, block_m=32, block_n_1=64, block_n_2=64, tile_group=3, num_tile_heights=3)
 
 
 def make_experts(format_name: str, hidden: int, inter: int, has_bias: bool) -> ExpertWeights:
@@ -97,11 +97,11 @@ def run_case(
             top_k=top_k, activation=activation,
         )  # fmt: skip
         info = TritonBackend().prepare(narrowed(experts, local), config, topology)
-        table = PlanTable(((64, plan), (None, GROUPED)) if plan.direct else ((None, plan),))
+        table = PlanTable(((64, plan), (None, GROUPED)) if plan.is_direct else ((None, plan),))
         info = TritonMoeQuantInfo(layer=info.layer, plans=table, topology=topology)
         runner = MoeRunner(MoeBackend.TRITON, MoeA2ABackend.NONE, config)
         total += runner.run(StandardDispatchOutput(x, topk), info).hidden_states.float()
-    want = moe_twin(x, topk, experts, activation, quantize_input=quantize_input)
+    want = reference_moe(x, topk, experts, activation, quantize_input=quantize_input)
     is_number = want.isfinite()
     if not torch.equal(total.isfinite(), is_number) or is_number.all() == is_spoilt:
         return float("inf")
@@ -132,7 +132,7 @@ def run_deepep(*, is_low_latency: bool) -> float:
         topk = make_topk(9)
         local_ids = torch.where(topk.ids >= 3, topk.ids - 3, -1).long()
         got = runner.run(DeepepNormalDispatchOutput(x, None, local_ids, topk.weights, [8, 8, 8]), info).hidden_states
-        want = moe_twin(x, topk, narrowed(experts, local), GPT_OSS, first_expert=3)
+        want = reference_moe(x, topk, narrowed(experts, local), GPT_OSS, first_expert=3)
         return float((got.float() - want).norm() / want.norm())
     x = torch.randn(3, 20, 96, generator=torch.Generator().manual_seed(1)).bfloat16()
     counts = torch.tensor([20, 0, 3])
@@ -142,7 +142,7 @@ def run_deepep(*, is_low_latency: bool) -> float:
     dispatched = DeepepLlDispatchOutput(x, None, empty.long(), empty, counts.int(), 4)
     got = runner.run(dispatched, info).hidden_states.float()
     ids = torch.arange(3, 6)[:, None].expand(3, 20)[is_row][:, None].int()
-    want = moe_twin(
+    want = reference_moe(
         x[is_row], StandardTopK(torch.ones(ids.shape), ids), narrowed(experts, local), GPT_OSS, first_expert=3
     )
     if got[~is_row].any():
@@ -176,7 +176,7 @@ CASES = PARTS | {
     "mxfp4 direct with several tiles an expert": lambda: run_case("mxfp4", 24, 96, 96, BY_EXPERT),
     "mxfp4 grouped": lambda: run_case("mxfp4", 37, 96, 160, GROUPED),
     "mxfp4 three tile heights": lambda: run_case("mxfp4", 90, 160, 192, HEIGHTS),
-    "mxfp4 two tile heights": lambda: run_case("mxfp4", 60, 192, 96, replace(HEIGHTS, heights=2)),
+    "mxfp4 two tile heights": lambda: run_case("mxfp4", 60, 192, 96, replace(HEIGHTS, num_tile_heights=2)),
     "mxfp4 direct, one token is no number": lambda: run_case(
         "mxfp4", 5, 160, 320, DIRECT, has_bias=False, is_spoilt=True
     ),

@@ -13,21 +13,21 @@ from typing import Any
 import torch
 
 from moe import MoeA2ABackend, MoeBackend, MoeRunner, MoeRunnerConfig, SelfCheckError, Topology
-from moe.backends.triton import TritonBackend, TritonMoeQuantInfo
-from moe.backends.triton_plans import PlanTable
-from moe.backends.triton_tactics import plan_text
+from moe.backends.triton.backend import TritonBackend, TritonMoeQuantInfo
+from moe.backends.triton.plans import PlanTable
+from moe.backends.triton.tactics import plan_text
+from moe.check.selfcheck import check_layer
 from moe.formats import ExpertWeights, Fp8BlockWeight
 from moe.kernels import launch
 from moe.kernels.plan import Plan
-from moe.selfcheck import check_layer
-from moe.tuning_measure import Measurer
+from moe.tune.measure import Measurer
 from tests.moe.backends import hostile
 
 SIZE, TOP_K = 128, 2
-DIRECT = Plan(direct=True, block_m=8, block_n_1=64, block_n_2=64)
-BY_EXPERT = Plan(direct=True, block_m=16, block_n_1=128, block_n_2=128, by_expert=True)
-GROUPED = Plan(direct=False, block_m=64, block_n_1=128, block_n_2=128, heights=3)
-FP8 = Plan(direct=False, block_m=16, block_n_1=128, block_n_2=128, fp8_activations=True)
+DIRECT = Plan(is_direct=True, block_m=8, block_n_1=64, block_n_2=64)
+BY_EXPERT = Plan(is_direct=True, block_m=16, block_n_1=128, block_n_2=128, by_expert=True)
+GROUPED = Plan(is_direct=False, block_m=64, block_n_1=128, block_n_2=128, num_tile_heights=3)
+FP8 = Plan(is_direct=False, block_m=16, block_n_1=128, block_n_2=128, fp8_activations=True)
 TABLE = PlanTable(((4, DIRECT), (32, BY_EXPERT), (64, GROUPED), (None, FP8)))
 NO_BF16_GROUPED = PlanTable(((8, DIRECT), (None, FP8)))
 RUN = launch.run_layer
@@ -111,7 +111,7 @@ def main() -> dict[str, Any]:
         "intact": layer.check(),
         "intact, FP8 activations alone": Case(PlanTable(((None, FP8),))).check(),
         "intact behind DeepEP": deepep.check(),
-        "direct": layer.check(code_of(DIRECT)),
+        "is_direct": layer.check(code_of(DIRECT)),
         "grouped": layer.check(code_of(GROUPED)),
         "FP8 activations": layer.check(code_of(FP8)),
         "second tile of a direct plan": layer.check(tile_of(BY_EXPERT, 16, 32)),

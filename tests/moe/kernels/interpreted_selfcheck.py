@@ -10,16 +10,16 @@ import sys
 from typing import Any
 
 from moe import MoeA2ABackend, MoeBackend, MoeRunner, SelfCheckError, Topology
-from moe.backends.triton import TritonBackend, TritonMoeQuantInfo
-from moe.backends.triton_plans import PlanTable
+from moe.backends.triton.backend import TritonBackend, TritonMoeQuantInfo
+from moe.backends.triton.plans import PlanTable
+from moe.check.selfcheck import check_layer
 from moe.formats import ExpertWeights
 from moe.kernels.plan import Plan
-from moe.selfcheck import check_layer
 from tests.gpu.permuted_scales import MATRICES, ORDERS, permute_canonical, permute_processed, permute_tail, tiny_experts
 
 LAYER, NUM_EXPERTS = 3, 2
 ONE_PLAN = PlanTable(
-    ((None, Plan(direct=False, block_m=16, block_n_1=128, block_n_2=128)),)
+    ((None, Plan(is_direct=False, block_m=16, block_n_1=128, block_n_2=128)),)
 )  # others: interpreted_probes
 
 

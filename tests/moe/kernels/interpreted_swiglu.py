@@ -11,9 +11,9 @@ import torch
 from triton.runtime.errors import InterpreterError
 
 from moe import Activation
-from moe.backends.deep_gemm_layout import swiglu_reference
 from moe.formats.token_groups import dequantize_token_groups, unpack_ue8m0
 from moe.kernels.masked_swiglu import masked_swiglu, masked_swiglu_kernel
+from moe.layouts.deep_gemm import swiglu_reference
 from tests.moe.kernels.watched import watch
 
 WATCH = watch(masked_swiglu_kernel)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from moe.backends.triton_plans import LayerShape, plans_for
+from moe.backends.triton.plans import LayerShape, plans_for
 from moe.kernels.plan import Plan
 from tests.moe.kernels.compiling import (
     FORMATS,
@@ -20,8 +20,8 @@ from tests.moe.kernels.compiling import (
 )
 
 ARCHS = (80, 86, 89, 90, 100, 120)
-DIRECT = Plan(direct=True, block_m=16, block_n_1=64, block_n_2=64, split_k=2)
-GROUPED = Plan(direct=False, block_m=64, block_n_1=128, block_n_2=128, stages_1=3, stages_2=3)
+DIRECT = Plan(is_direct=True, block_m=16, block_n_1=64, block_n_2=64, split_k=2)
+GROUPED = Plan(is_direct=False, block_m=64, block_n_1=128, block_n_2=128, num_stages_1=3, num_stages_2=3)
 SMALLEST_SHARED_BYTES = 99 * 1024  # sm86, sm89 and sm120; the others have more
 
 
@@ -46,15 +46,15 @@ def test_plans_of_unmeasured_gpus_are_no_larger_than_the_compiled_ones(
             intermediate_size=2880,
         )  # fmt: skip
         for _, plan in plans_for(shape).steps:
-            largest = DIRECT if plan.direct else GROUPED
+            largest = DIRECT if plan.is_direct else GROUPED
             assert plan.block_m <= largest.block_m
             assert replace(plan, block_m=largest.block_m) == largest
 
 
 @pytest.mark.parametrize("arch", [80, 90])
 def test_the_variants_of_plans_compile(arch: int) -> None:
-    direct, grouped = replace(DIRECT, by_expert=True, split_k=1), replace(GROUPED, heights=3)
-    for plan in (direct, replace(direct, block_m=32), grouped):
+    is_direct, grouped = replace(DIRECT, by_expert=True, split_k=1), replace(GROUPED, num_tile_heights=3)
+    for plan in (is_direct, replace(is_direct, block_m=32), grouped):
         kernel = compile_gemm("mxfp4", plan, arch, is_first=True, one_tile=False, has_tail=False, top_k=6)
         assert kernel.metadata.shared <= SMALLEST_SHARED_BYTES
 
@@ -146,7 +146,7 @@ def test_fp8_activations_multiply_in_fp8(arch: int) -> None:
 @pytest.mark.parametrize("one_tile", [True, False])
 @pytest.mark.parametrize("format_name", ["mxfp4", "fp8_block"])
 def test_direct_kernels_that_start_early_wait_in_time_on_hopper(format_name: str, one_tile: bool) -> None:
-    plan = Plan(direct=True, block_m=16, block_n_1=64, block_n_2=64, pdl=True)
+    plan = Plan(is_direct=True, block_m=16, block_n_1=64, block_n_2=64, pdl=True)
     for is_first in (True, False):
         ptx = compile_gemm(format_name, plan, 90, is_first=is_first, one_tile=one_tile).asm["ptx"]
         before = reached_before(ptx, "griddepcontrol.wait")

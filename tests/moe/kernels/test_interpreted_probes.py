@@ -35,7 +35,7 @@ def test_intact_layers_pass_each_plan_by_its_own_tolerance(told: dict[str, Any])
 @pytest.mark.parametrize(
     ("case", "words"),
     [
-        ("direct", f"none/fp8_block: expert 0 differs{{}}{DIRECT}"),
+        ("is_direct", f"none/fp8_block: expert 0 differs{{}}{DIRECT}"),
         ("grouped", f"none/fp8_block: expert 0 differs{{}}{GROUPED}"),
         ("FP8 activations", f"none/fp8_block: expert {{}} differs{{}}{FP8}"),
         ("second tile of a direct plan", f"none/fp8_block: expert 0 differs{{}}{BY_EXPERT}"),

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from moe import MoeA2ABackend, MoeBackend, MoeRunner, MoeRunnerConfig
-from moe.backends.triton import TritonBackend, TritonMoeQuantInfo
-from moe.backends.triton_plans import PlanTable
+from moe.backends.triton.backend import TritonBackend, TritonMoeQuantInfo
+from moe.backends.triton.plans import PlanTable
 from moe.formats import Bf16Weight, ExpertWeights, Fp8BlockWeight, Mxfp4Weight, Nvfp4Weight
 from moe.kernels import launch
 from moe.kernels.launch import run_layer
@@ -18,10 +18,10 @@ from moe.topology import Topology
 from moe.types import DeepepLlDispatchOutput, StandardDispatchOutput, StandardTopK
 from tests.moe.backends import hostile
 
-KERNELS = ("direct_gemm", "grouped_gemm", "group_slots", "sum_slots", "quantize_rows")
+KERNELS = ("direct_gemm", "grouped_gemm", "group_slots", "unpermute_sum", "quantize_rows")
 NUM_EXPERTS, SIZE, TOP_K = 4, 128, 2
-DIRECT = Plan(direct=True, block_m=8, block_n_1=64, block_n_2=64, split_k=3, pdl=True)
-GROUPED = Plan(direct=False, block_m=16, block_n_1=64, block_n_2=64, pdl=True)
+DIRECT = Plan(is_direct=True, block_m=8, block_n_1=64, block_n_2=64, split_k=3, pdl=True)
+GROUPED = Plan(is_direct=False, block_m=16, block_n_1=64, block_n_2=64, pdl=True)
 FP8 = replace(GROUPED, fp8_activations=True)
 Launch = tuple[str, dict[str, Any]]
 
@@ -67,9 +67,9 @@ def run(plan: Plan, num_tokens: int, info: TritonMoeQuantInfo | None = None, *, 
 @pytest.mark.parametrize(
     ("plan", "names"),
     [
-        (DIRECT, ["direct_gemm", "direct_gemm", "sum_slots"]),
-        (GROUPED, ["group_slots", "grouped_gemm", "grouped_gemm", "sum_slots"]),
-        (FP8, ["group_slots", "quantize_rows", "grouped_gemm", "quantize_rows", "grouped_gemm", "sum_slots"]),
+        (DIRECT, ["direct_gemm", "direct_gemm", "unpermute_sum"]),
+        (GROUPED, ["group_slots", "grouped_gemm", "grouped_gemm", "unpermute_sum"]),
+        (FP8, ["group_slots", "quantize_rows", "grouped_gemm", "quantize_rows", "grouped_gemm", "unpermute_sum"]),
     ],
     ids=["direct", "grouped", "fp8"],
 )
@@ -131,7 +131,7 @@ def test_offsets_are_wide_only_where_32_bits_are_too_few(launches: list[Launch])
 
 
 def test_masked_rows_take_the_grouped_plan_for_as_many_tokens_as_are_likely(monkeypatch: pytest.MonkeyPatch) -> None:
-    plans = [Plan(direct=False, block_m=block_m, block_n_1=64, block_n_2=64) for block_m in (16, 32, 64)]
+    plans = [Plan(is_direct=False, block_m=block_m, block_n_1=64, block_n_2=64) for block_m in (16, 32, 64)]
     table = PlanTable(((100, DIRECT), (11, plans[0]), (12, plans[1]), (None, plans[2])))
     runner = MoeRunner(MoeBackend.TRITON, MoeA2ABackend.DEEPEP, config_of())
     info = info_of(table, a2a=MoeA2ABackend.DEEPEP)

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from moe import MoeA2ABackend, MoeBackend, MoeConfigError, MoeRunner, MoeRunnerConfig, UnsupportedPathError
-from moe.backends import triton_plans
 from moe.backends.base import Device
-from moe.backends.triton import TritonBackend
-from moe.backends.triton_plans import LayerShape, PlanTable, plans_for
+from moe.backends.triton import plans as triton_plans
+from moe.backends.triton.backend import TritonBackend
+from moe.backends.triton.plans import LayerShape, PlanTable, plans_for
 from moe.config import DispatchFormat
 from moe.formats import Bf16Weight, ExpertWeights, activation_quant
 from moe.kernels.plan import MAX_DIRECT_SLOTS, Plan
@@ -63,8 +63,8 @@ def test_other_activation_dtypes_are_refused_when_the_runner_is_built() -> None:
 def test_the_rule_has_a_fitting_plan_for_every_token_count(num_tokens: int, num_experts: int, top_k: int) -> None:
     shape = replace(SHAPE, num_experts=num_experts, top_k=top_k)
     plan = plans_for(shape).pick(num_tokens)
-    assert plan.direct == (num_tokens <= 16)
-    assert not plan.direct or num_tokens * top_k <= MAX_DIRECT_SLOTS
+    assert plan.is_direct == (num_tokens <= 16)
+    assert not plan.is_direct or num_tokens * top_k <= MAX_DIRECT_SLOTS
 
 
 TABLES = read_entries(triton_plans.TABLE)
@@ -75,17 +75,17 @@ def test_a_measured_shape_gets_its_own_plans(entry: dict[str, Any]) -> None:
     shape = LayerShape(arch=entry["arch"], format_name=entry["format"], **entry["shape"])
     steps = [(step["max_tokens"], Plan(**step["plan"])) for step in entry["steps"]]
     assert list(plans_for(shape).steps) == steps
-    assert all(not plan.direct or bound * shape.top_k <= MAX_DIRECT_SLOTS for bound, plan in steps)
+    assert all(not plan.is_direct or bound * shape.top_k <= MAX_DIRECT_SLOTS for bound, plan in steps)
 
 
 def test_an_unmeasured_shape_takes_the_nearest_plans_at_as_many_rows_per_expert(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def entry(size: int, num_experts: int, block_n: int) -> dict[str, Any]:
-        direct = {"direct": True, "block_m": 8, "block_n_1": block_n, "block_n_2": 64}
-        grouped = {"direct": False, "block_m": 16, "block_n_1": block_n, "block_n_2": 64}
+        is_direct = {"is_direct": True, "block_m": 8, "block_n_1": block_n, "block_n_2": 64}
+        grouped = {"is_direct": False, "block_m": 16, "block_n_1": block_n, "block_n_2": 64}
         shape = {"num_experts": num_experts, "top_k": 4, "hidden_size": size, "intermediate_size": size}
-        steps = [{"max_tokens": 8, "plan": direct}, {"max_tokens": 256, "plan": grouped},
+        steps = [{"max_tokens": 8, "plan": is_direct}, {"max_tokens": 256, "plan": grouped},
                  {"max_tokens": None, "plan": grouped}]  # fmt: skip
         return {"arch": "sm90", "format": "mxfp4", "shape": shape, "steps": steps}
 
@@ -119,18 +119,25 @@ def test_any_shape_gets_plans_that_can_be_picked_and_hold_its_slots(
     bounds = [bound for bound, _ in table.steps[:-1]]
     assert bounds == sorted(set(bounds)), "a step below another would be compiled and checked in vain"
     assert all(bound > 0 for bound in bounds)
-    assert all(not plan.direct or bound * top_k <= MAX_DIRECT_SLOTS for bound, plan in table.steps)
+    assert all(not plan.is_direct or bound * top_k <= MAX_DIRECT_SLOTS for bound, plan in table.steps)
 
 
 def test_every_plan_of_the_table_is_a_probe_of_its_own() -> None:
-    direct = Plan(direct=True, block_m=8, block_n_1=64, block_n_2=64)
-    grouped = Plan(direct=False, block_m=32, block_n_1=128, block_n_2=64)
+    is_direct = Plan(is_direct=True, block_m=8, block_n_1=64, block_n_2=64)
+    grouped = Plan(is_direct=False, block_m=32, block_n_1=128, block_n_2=64)
     fp8 = replace(grouped, fp8_activations=True)
-    steps = ((4, direct), (8, replace(direct, split_k=2)), (16, direct), (100, grouped), (1023, grouped), (None, fp8))
+    steps = (
+        (4, is_direct),
+        (8, replace(is_direct, split_k=2)),
+        (16, is_direct),
+        (100, grouped),
+        (1023, grouped),
+        (None, fp8),
+    )
     w13, w2 = (Bf16Weight(part.bfloat16()) for part in hostile.dense_experts(8, 64, 64))
     info = TritonBackend().prepare(ExpertWeights(w13=w13, w2=w2), CONFIG, Topology())
     info = replace(info, plans=PlanTable(steps))
-    standard = TritonBackend().probes(info, "fp8_block", CONFIG, DispatchFormat.STANDARD)
+    standard = TritonBackend().check_cases(info, "fp8_block", CONFIG, DispatchFormat.STANDARD)
     assert [probe.max_tokens for probe in standard] == [4, 8, 16, 1023, None], "equal plans are checked once"
     for probe, (_, plan) in zip(standard, steps[:3] + steps[4:], strict=True):
         assert probe.quant_info.plans.pick(probe.max_tokens or 5000) == plan
@@ -138,28 +145,30 @@ def test_every_plan_of_the_table_is_a_probe_of_its_own() -> None:
         assert probe.quantize_input is (activation_quant.fp8_groups if plan is fp8 else None)
         assert probe.tolerance == (0.08 if plan is fp8 else 0.015)
     assert len({probe.name for probe in standard}) == len(standard)
-    masked = TritonBackend().probes(info, "fp8_block", CONFIG, DispatchFormat.DEEPEP_LL)
+    masked = TritonBackend().check_cases(info, "fp8_block", CONFIG, DispatchFormat.DEEPEP_LL)
     assert masked == standard[3:], "masked rows take grouped plans"
 
 
 def test_few_tokens_of_a_direct_plan_are_a_probe_of_their_own_if_it_takes_more() -> None:
-    direct = Plan(direct=True, block_m=8, block_n_1=64, block_n_2=64)
-    grouped = Plan(direct=False, block_m=32, block_n_1=128, block_n_2=64)
+    is_direct = Plan(is_direct=True, block_m=8, block_n_1=64, block_n_2=64)
+    grouped = Plan(is_direct=False, block_m=32, block_n_1=128, block_n_2=64)
     w13, w2 = (Bf16Weight(part.bfloat16()) for part in hostile.dense_experts(8, 64, 64))
     info = TritonBackend().prepare(ExpertWeights(w13=w13, w2=w2), CONFIG, Topology())
-    wide = replace(direct, block_n_1=128)
+    wide = replace(is_direct, block_n_1=128)
     for steps, want in (
-        (((64, direct), (None, grouped)), [(8, direct), (64, direct), (None, grouped)]),
-        (((6, wide), (64, direct), (None, grouped)), [(6, wide), (8, direct), (64, direct), (None, grouped)]),
-        (((8, wide), (64, direct), (None, grouped)), [(8, wide), (64, direct), (None, grouped)]),
+        (((64, is_direct), (None, grouped)), [(8, is_direct), (64, is_direct), (None, grouped)]),
+        (((6, wide), (64, is_direct), (None, grouped)), [(6, wide), (8, is_direct), (64, is_direct), (None, grouped)]),
+        (((8, wide), (64, is_direct), (None, grouped)), [(8, wide), (64, is_direct), (None, grouped)]),
     ):
-        probes = TritonBackend().probes(replace(info, plans=PlanTable(steps)), "bf16", CONFIG, DispatchFormat.STANDARD)
+        probes = TritonBackend().check_cases(
+            replace(info, plans=PlanTable(steps)), "bf16", CONFIG, DispatchFormat.STANDARD
+        )
         assert [(probe.max_tokens, probe.quant_info.plans.pick(probe.max_tokens or 999)) for probe in probes] == want
-        assert probes[-2].crowds == (16, 3), "two whole tiles, and one that is not half full"
+        assert probes[-2].rows_at_one_expert == (16, 3), "two whole tiles, and one that is not half full"
 
 
 def test_plans_that_contradict_themselves_are_refused() -> None:
-    plan = Plan(direct=True, block_m=8, block_n_1=64, block_n_2=64)
+    plan = Plan(is_direct=True, block_m=8, block_n_1=64, block_n_2=64)
     with pytest.raises(MoeConfigError, match="the one without a bound"):
         PlanTable(((None, plan),))
     with pytest.raises(MoeConfigError, match="needs bounds"):
@@ -167,10 +176,13 @@ def test_plans_that_contradict_themselves_are_refused() -> None:
     with pytest.raises(MoeConfigError, match="block_n_1 is 48"):
         replace(plan, block_n_1=48)
     with pytest.raises(MoeConfigError, match="belong to direct plans"):
-        replace(plan, direct=False, split_k=2)
-    for block_m, heights in ((8, 2), (16, 3), (64, 4), (64, 0)):
-        with pytest.raises(MoeConfigError, match=f"plan heights is {heights}"):
-            replace(plan, direct=False, block_m=block_m, heights=heights)
-    assert [replace(plan, direct=False, block_m=32, heights=heights).heights for heights in (1, 2, 3)] == [1, 2, 3]
+        replace(plan, is_direct=False, split_k=2)
+    for block_m, num_tile_heights in ((8, 2), (16, 3), (64, 4), (64, 0)):
+        with pytest.raises(MoeConfigError, match=f"plan heights is {num_tile_heights}"):
+            replace(plan, is_direct=False, block_m=block_m, num_tile_heights=num_tile_heights)
+    assert [
+        replace(plan, is_direct=False, block_m=32, num_tile_heights=num_tile_heights).num_tile_heights
+        for num_tile_heights in (1, 2, 3)
+    ] == [1, 2, 3]
     with pytest.raises(MoeConfigError, match="heights is 2: tiles of several heights belong to grouped plans"):
-        replace(plan, block_m=16, heights=2)
+        replace(plan, block_m=16, num_tile_heights=2)

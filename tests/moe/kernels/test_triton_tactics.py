@@ -6,23 +6,23 @@ import pytest
 import torch
 
 from moe import MoeConfigError, MoeRunnerConfig, Topology
-from moe.backends.triton import TritonBackend, TritonMoeQuantInfo
-from moe.backends.triton_plans import LayerShape, PlanTable, plans_for
-from moe.backends.triton_tactics import plan_from_text, plan_text, proposals, table_of
+from moe.backends.triton.backend import TritonBackend, TritonMoeQuantInfo
+from moe.backends.triton.plans import LayerShape, PlanTable, plans_for
+from moe.backends.triton.tactics import plan_from_text, plan_text, proposals, table_of
 from moe.formats import Bf16Weight, ExpertWeights
 from moe.kernels.plan import MAX_DIRECT_SLOTS, Plan
-from moe.tuning_cache import Tactic
+from moe.tune.cache import Tactic
 from tests.moe.backends import hostile
 
-DIRECT = Plan(direct=True, block_m=16, block_n_1=64, block_n_2=128, split_k=2, pdl=True)
-GROUPED = Plan(direct=False, block_m=64, block_n_1=128, block_n_2=128, heights=3)
+DIRECT = Plan(is_direct=True, block_m=16, block_n_1=64, block_n_2=128, split_k=2, pdl=True)
+GROUPED = Plan(is_direct=False, block_m=64, block_n_1=128, block_n_2=128, num_tile_heights=3)
 FP8 = replace(GROUPED, fp8_activations=True)
-UNTUNED = PlanTable(((16, replace(DIRECT, split_k=1)), (None, replace(GROUPED, heights=1))))
+UNTUNED = PlanTable(((16, replace(DIRECT, split_k=1)), (None, replace(GROUPED, num_tile_heights=1))))
 SHAPES = [(32, 4), (128, 4), (64, 8), (4, 2), (1, 1)]
 
 
 def test_text_round_trip() -> None:
-    assert plan_text(DIRECT) == "direct=1,block_m=16,block_n_1=64,block_n_2=128,split_k=2,pdl=1"
+    assert plan_text(DIRECT) == "is_direct=1,block_m=16,block_n_1=64,block_n_2=128,split_k=2,pdl=1"
     for plan in (DIRECT, GROUPED, FP8, *(plan for _, plan in UNTUNED.steps)):
         assert plan_from_text(plan_text(plan)) == plan
 
@@ -31,13 +31,13 @@ def test_text_round_trip() -> None:
     ("text", "words"),
     [
         ("", "is no field and number"),
-        ("direct=1", "is no launch plan"),
-        ("direct=1,block_m=16,block_n_1=64,block_n_2=64,depth=2", "'depth=2' is no field"),
-        ("direct=1,block_m=-8,block_n_1=64,block_n_2=64", "'block_m=-8' is no field"),
-        ("direct=1,block_m=²,block_n_1=64,block_n_2=64", "'block_m=²' is no field"),
-        (f"direct=1,block_m={'9' * 5000},block_n_1=64,block_n_2=64", "is no field and number"),
-        ("direct=1,block_m=12,block_n_1=64,block_n_2=64", "power of two"),
-        ("direct=0,block_m=16,block_n_1=64,block_n_2=64,split_k=2", "belong to direct plans"),
+        ("is_direct=1", "is no launch plan"),
+        ("is_direct=1,block_m=16,block_n_1=64,block_n_2=64,depth=2", "'depth=2' is no field"),
+        ("is_direct=1,block_m=-8,block_n_1=64,block_n_2=64", "'block_m=-8' is no field"),
+        ("is_direct=1,block_m=²,block_n_1=64,block_n_2=64", "'block_m=²' is no field"),
+        (f"is_direct=1,block_m={'9' * 5000},block_n_1=64,block_n_2=64", "is no field and number"),
+        ("is_direct=1,block_m=12,block_n_1=64,block_n_2=64", "power of two"),
+        ("is_direct=0,block_m=16,block_n_1=64,block_n_2=64,split_k=2", "belong to direct plans"),
     ],
 )
 def test_other_texts_are_refused(text: str, words: str) -> None:
@@ -48,8 +48,8 @@ def test_other_texts_are_refused(text: str, words: str) -> None:
 def test_a_choice_becomes_a_table_with_an_open_end() -> None:
     mixed = table_of({"64": plan_text(GROUPED), "4": plan_text(DIRECT), "512": plan_text(GROUPED)}, UNTUNED, 4)
     assert mixed == PlanTable(((4, DIRECT), (64, GROUPED), (None, GROUPED)))
-    direct = table_of({"1": plan_text(DIRECT), "8": plan_text(DIRECT)}, UNTUNED, 4)
-    assert direct == PlanTable(((1, DIRECT), (8, DIRECT), *UNTUNED.steps))
+    is_direct = table_of({"1": plan_text(DIRECT), "8": plan_text(DIRECT)}, UNTUNED, 4)
+    assert is_direct == PlanTable(((1, DIRECT), (8, DIRECT), *UNTUNED.steps))
     beyond = table_of({"16": plan_text(DIRECT)}, UNTUNED, 4)
     assert beyond == PlanTable(((16, DIRECT), UNTUNED.steps[-1]))
     with pytest.raises(MoeConfigError, match="not those of 300 tokens"):
@@ -57,8 +57,8 @@ def test_a_choice_becomes_a_table_with_an_open_end() -> None:
 
 
 def test_a_plan_with_fp8_activations_keeps_to_the_token_counts_of_the_untuned_table() -> None:
-    untuned = PlanTable(((16, DIRECT), (100, GROUPED), (1023, replace(GROUPED, heights=2)), (None, FP8)))
-    faster = replace(FP8, stages_1=3)
+    untuned = PlanTable(((16, DIRECT), (100, GROUPED), (1023, replace(GROUPED, num_tile_heights=2)), (None, FP8)))
+    faster = replace(FP8, num_stages_1=3)
     tuned = table_of({"64": plan_text(GROUPED), "4096": plan_text(faster)}, untuned, 4)
     assert tuned == PlanTable(((64, GROUPED), *untuned.steps[1:3], (None, faster)))
     both = table_of({"64": plan_text(GROUPED), "2048": plan_text(faster), "4096": plan_text(FP8)}, untuned, 4)
@@ -74,7 +74,7 @@ def test_precision_is_the_untuned_plans(num_tokens: int, is_fp8: bool) -> None:
     plans = [plan_from_text(tactic) for batch in rounds for tactic in batch]
     assert len(plans) > 2
     assert all(plan.fp8_activations == is_fp8 for plan in plans)
-    assert any(plan.direct for plan in plans) == (num_tokens <= 64 and not is_fp8)
+    assert any(plan.is_direct for plan in plans) == (num_tokens <= 64 and not is_fp8)
 
 
 def all_rounds(untuned: Plan, num_tokens: int, num_experts: int, top_k: int, has_pdl: bool) -> list[list[Tactic]]:
@@ -102,10 +102,10 @@ def test_a_search_tries_few_plans_that_fit(num_tokens: int, num_experts: int, to
     tactics = [tactic for batch in (first, *later) for tactic in batch]
     assert 2 <= len(tactics) == len(set(tactics)) <= 11
     plans = [plan_from_text(tactic) for tactic in tactics]
-    assert all(not plan.direct or num_tokens * top_k <= MAX_DIRECT_SLOTS for plan in plans)
+    assert all(not plan.is_direct or num_tokens * top_k <= MAX_DIRECT_SLOTS for plan in plans)
     assert has_pdl or not any(plan.pdl for plan in plans)
     if num_tokens * top_k > 512:
-        assert not any(plan.direct for plan in plans)
+        assert not any(plan.is_direct for plan in plans)
 
 
 def test_the_second_round_lies_around_the_best_of_the_first() -> None:
@@ -115,7 +115,7 @@ def test_the_second_round_lies_around_the_best_of_the_first() -> None:
         plan = plan_from_text(best)
         for tactic in proposals(DIRECT, 64, 32, 4, measured, has_pdl=True):
             neighbour = plan_from_text(tactic)
-            assert neighbour.direct == plan.direct
+            assert neighbour.is_direct == plan.is_direct
             assert neighbour != plan
     partly = {first[0]: 1.0}
     assert proposals(DIRECT, 64, 32, 4, partly, has_pdl=True) == first[1:]

@@ -17,7 +17,7 @@ from triton.runtime import interpreter
 
 from moe.kernels import gemm, group, products, quantize
 
-_KERNELS = (gemm.direct_gemm, gemm.grouped_gemm, group.group_slots, group.sum_slots, quantize.quantize_rows)
+_KERNELS = (gemm.direct_gemm, gemm.grouped_gemm, group.group_slots, group.unpermute_sum, quantize.quantize_rows)
 
 
 class WrongAccessError(Exception):

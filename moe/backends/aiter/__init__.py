@@ -1,0 +1,1 @@
+"""aiter's fused experts (AMD)."""

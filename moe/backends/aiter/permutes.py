@@ -1,0 +1,182 @@
+"""From every transport's layout to aiter's rows and ids, and back.
+
+aiter has two kinds of calls. Without an expert mask all ids are experts of this rank, no two of a row alike. With one
+it expects a last column of ids that are always masked, and subtracts one from top-k before it looks up tuned kernels: a
+mask without that column finds none, and with top-1 it divides by zero. Neither kind knows -1.
+Shape letters: T tokens, R received rows, K top-k, L local experts, M rows per expert, H hidden.
+"""
+
+import torch
+
+from moe.backends.aiter.backend import NAME, AiterCoreInput, AiterMoeQuantInfo
+from moe.config import DispatchFormat, MoeRunnerConfig
+from moe.layouts.expert_slots import masked_rows
+from moe.registry import register_post_permute, register_pre_permute
+from moe.types import (
+    DeepepLlCombineInput,
+    DeepepLlDispatchOutput,
+    DeepepNormalCombineInput,
+    DeepepNormalDispatchOutput,
+    MoriLlCombineInput,
+    MoriLlDispatchOutput,
+    MoriNormalCombineInput,
+    MoriNormalDispatchOutput,
+    RunState,
+    StandardCombineInput,
+    StandardDispatchOutput,
+)
+
+Routed = tuple[torch.Tensor, torch.Tensor]
+
+
+def with_sink(ids_RK: torch.Tensor, weights_RK: torch.Tensor, mask: torch.Tensor) -> Routed:
+    """int32 ids and weights [R, K + 1] for a masked call: -1 and the last column are the sink, the mask's last id.
+
+    Scalars instead of tensors keep it capturable: nothing is copied from the host.
+    """
+    sink = mask.shape[0] - 1
+    ids = torch.nn.functional.pad(torch.where(ids_RK < 0, sink, ids_RK).to(torch.int32), (0, 1), value=sink)
+    return ids, torch.nn.functional.pad(weights_RK, (0, 1))
+
+
+def without_holes(ids_RK: torch.Tensor, weights_RK: torch.Tensor, num_experts: int) -> Routed:
+    """int32 ids and weights [R, K] for a call without a mask: a slot of -1 gets an expert with weight 0.
+
+    Each gets a different expert that the row does not visit: of two equal ids in a row, aiter's sorting keeps only one.
+    """
+    num_candidates = min(num_experts, 2 * ids_RK.shape[1] - 1)  # among this many, K are free
+    candidates_C = torch.arange(num_candidates, device=ids_RK.device)
+    is_free_RC = (ids_RK[:, :, None] != candidates_C).all(1)
+    hole_RK = ids_RK < 0
+    nth_hole_RK1 = hole_RK.cumsum(1)[:, :, None]
+    is_nth_RKC = is_free_RC[:, None, :] & (is_free_RC.cumsum(1)[:, None, :] == nth_hole_RK1)
+    filler_RK = is_nth_RKC.int().argmax(2)
+    return torch.where(hole_RK, filler_RK, ids_RK).to(torch.int32), torch.where(hole_RK, 0.0, weights_RK)
+
+
+def routed(ids_RK: torch.Tensor, weights_RK: torch.Tensor, mask: torch.Tensor | None, num_experts: int) -> Routed:
+    """Ids and weights in the form for a call with `mask`, or without one."""
+    if mask is None:
+        return without_holes(ids_RK, weights_RK, num_experts)
+    return with_sink(ids_RK, weights_RK, mask)
+
+
+@register_pre_permute(DispatchFormat.STANDARD, NAME)
+def standard_to_aiter(
+    dispatched: StandardDispatchOutput, quant_info: AiterMoeQuantInfo, config: MoeRunnerConfig, state: RunState
+) -> AiterCoreInput:
+    """Global ids; the mask drops other ranks' experts."""
+    del state
+    topk, mask = dispatched.topk_output.to_standard(), quant_info.global_mask
+    ids_RK, weights_RK = routed(topk.ids, topk.weights, mask, config.num_experts)
+    return AiterCoreInput(
+        x_RH=dispatched.hidden_states, scale=dispatched.hidden_states_scale,
+        ids_RK=ids_RK, weights_RK=weights_RK, mask=mask,
+    )  # fmt: skip
+
+
+@register_post_permute(NAME, DispatchFormat.STANDARD)
+def aiter_to_standard(
+    out_TH: torch.Tensor,
+    dispatched: StandardDispatchOutput,
+    quant_info: AiterMoeQuantInfo,
+    config: MoeRunnerConfig,
+    state: RunState,
+) -> StandardCombineInput:
+    """One row per token; partial when other ranks hold the rest of the sum."""
+    del dispatched, config, state
+    return StandardCombineInput(out_TH, is_partial=quant_info.topology.is_partial)
+
+
+@register_pre_permute(DispatchFormat.DEEPEP_NORMAL, NAME)
+def deepep_normal_to_aiter(
+    dispatched: DeepepNormalDispatchOutput, quant_info: AiterMoeQuantInfo, config: MoeRunnerConfig, state: RunState
+) -> AiterCoreInput:
+    """Local ids, -1 for other ranks' experts."""
+    del state
+    mask = None if quant_info.global_mask is None else quant_info.local_mask
+    ids_RK, weights_RK = routed(dispatched.topk_ids, dispatched.topk_weights, mask, config.num_local_experts)
+    return AiterCoreInput(
+        x_RH=dispatched.hidden_states, scale=dispatched.hidden_states_scale,
+        ids_RK=ids_RK, weights_RK=weights_RK, mask=mask,
+    )  # fmt: skip
+
+
+@register_post_permute(NAME, DispatchFormat.DEEPEP_NORMAL)
+def aiter_to_deepep_normal(
+    out_RH: torch.Tensor,
+    dispatched: DeepepNormalDispatchOutput,
+    quant_info: AiterMoeQuantInfo,
+    config: MoeRunnerConfig,
+    state: RunState,
+) -> DeepepNormalCombineInput:
+    """One weighted row per received token; the transport adds ranks as they are."""
+    del quant_info, config, state
+    return DeepepNormalCombineInput(out_RH, dispatched.topk_ids, dispatched.topk_weights)
+
+
+@register_pre_permute(DispatchFormat.DEEPEP_LL, NAME)
+def deepep_ll_to_aiter(
+    dispatched: DeepepLlDispatchOutput, quant_info: AiterMoeQuantInfo, config: MoeRunnerConfig, state: RunState
+) -> AiterCoreInput:
+    """Every row is a token with one expert and weight 1; rows past the count go to the sink, on one rank too."""
+    del config, state
+    x_LMH, mask = dispatched.hidden_states, quant_info.local_mask
+    num_experts, num_rows = x_LMH.shape[:2]
+    ids_R1, ones_R1 = masked_rows(dispatched.masked_m, num_rows)
+    ids_RK, weights_RK = with_sink(ids_R1, ones_R1, mask)
+    scale = dispatched.hidden_states_scale
+    return AiterCoreInput(
+        x_RH=x_LMH.reshape(num_experts * num_rows, -1),
+        scale=None if scale is None else scale.reshape(num_experts * num_rows, -1),
+        ids_RK=ids_RK, weights_RK=weights_RK, mask=mask,
+    )  # fmt: skip
+
+
+@register_post_permute(NAME, DispatchFormat.DEEPEP_LL)
+def aiter_to_deepep_ll(
+    out_RH: torch.Tensor,
+    dispatched: DeepepLlDispatchOutput,
+    quant_info: AiterMoeQuantInfo,
+    config: MoeRunnerConfig,
+    state: RunState,
+) -> DeepepLlCombineInput:
+    """Back to [L, M, H], unweighted: the transport multiplies."""
+    del quant_info, config, state
+    shape = (*dispatched.hidden_states.shape[:2], out_RH.shape[-1])
+    return DeepepLlCombineInput(out_RH.view(shape), dispatched.topk_ids, dispatched.topk_weights)
+
+
+@register_pre_permute(DispatchFormat.MORI_NORMAL, NAME)
+@register_pre_permute(DispatchFormat.MORI_LL, NAME)
+def mori_to_aiter(
+    dispatched: MoriNormalDispatchOutput, quant_info: AiterMoeQuantInfo, config: MoeRunnerConfig, state: RunState
+) -> AiterCoreInput:
+    """Global ids; rows past the received count are never read.
+
+    mori sends no -1: such a slot arrives as an expert that the row may visit anyway, with weight 0.
+    """
+    del state
+    mask, weights_RK = quant_info.global_mask, dispatched.topk_weights
+    ids_RK = torch.where(weights_RK == 0, -1, dispatched.topk_ids)
+    ids_RK, weights_RK = routed(ids_RK, weights_RK, mask, config.num_experts)
+    return AiterCoreInput(
+        x_RH=dispatched.hidden_states, scale=dispatched.hidden_states_scale,
+        ids_RK=ids_RK, weights_RK=weights_RK, mask=mask,
+        num_rows=dispatched.num_recv_tokens,
+    )  # fmt: skip
+
+
+@register_post_permute(NAME, DispatchFormat.MORI_NORMAL)
+@register_post_permute(NAME, DispatchFormat.MORI_LL)
+def aiter_to_mori(
+    out_RH: torch.Tensor,
+    dispatched: MoriNormalDispatchOutput,
+    quant_info: AiterMoeQuantInfo,
+    config: MoeRunnerConfig,
+    state: RunState,
+) -> MoriNormalCombineInput:
+    """Weighted rows with the sender's own ids, which the combine needs."""
+    del quant_info, config, state
+    kind = MoriLlCombineInput if isinstance(dispatched, MoriLlDispatchOutput) else MoriNormalCombineInput
+    return kind(out_RH, dispatched.origin_topk_ids, dispatched.origin_topk_weights)

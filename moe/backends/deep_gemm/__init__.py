@@ -1,0 +1,1 @@
+"""DeepGEMM's grouped FP8 GEMMs."""

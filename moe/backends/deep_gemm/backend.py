@@ -1,0 +1,214 @@
+"""DeepGEMM: grouped FP8 GEMMs with 128x128 weight blocks and a scale per token and 128 columns. SM90 and SM100.
+
+The runner core knows two layouts, masked (rows per expert, counts on the device) and contiguous (segments of 128
+rows); how transports reach them is in `deep_gemm_permutes`. Weights stay [gate; up] as loaded.
+Shape letters: E local experts, M rows per expert, R rows, H hidden, I intermediate.
+"""
+
+import dataclasses
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from moe.backends.base import Backend, cuda_arch, refuse_overlap
+from moe.config import MoeA2ABackend, MoeBackend, MoeRunnerConfig
+from moe.errors import UnsupportedPathError, WeightFormatError
+from moe.formats import ExpertWeights, Fp8BlockWeight
+from moe.formats.fp8_block import BLOCK
+from moe.layouts.deep_gemm import (
+    Swiglu,
+    power_of_two_weight,
+    rounded_activations,
+    swiglu_reference,
+    weight_scales,
+)
+from moe.packages import not_installed
+from moe.registry import register_backend, register_runner_core
+from moe.topology import Topology
+from moe.types import RunState
+
+NAME = MoeBackend.DEEP_GEMM
+SEGMENT = 128  # rows of an expert's segment in the contiguous layout are a multiple of this
+RESULT_DTYPE = torch.bfloat16  # the kernels write nothing else
+ARCHS = ("sm90", "sm100", "sm103")
+# Newest name first.
+MASKED_NAMES = (
+    "m_grouped_fp8_gemm_nt_masked",
+    "fp8_m_grouped_gemm_nt_masked",
+    "m_grouped_gemm_fp8_fp8_bf16_nt_masked",
+)
+CONTIGUOUS_NAMES = ("m_grouped_fp8_gemm_nt_contiguous", "m_grouped_gemm_fp8_fp8_bf16_nt_contiguous")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeepGemmKernels:
+    """The two grouped GEMMs of the installed release, looked up by name at load, and the activation between them."""
+
+    masked: Callable[..., Any]
+    contiguous: Callable[..., Any]
+    swiglu: Swiglu
+
+    @classmethod
+    def resolve(cls, device: torch.device) -> "DeepGemmKernels":
+        """Import the package, and on a GPU our own kernel.
+
+        Raises:
+            UnsupportedPathError: it is missing, or has neither of the known names; or Triton is missing.
+        """
+        try:
+            library = importlib.import_module("deep_gemm")
+        except ImportError as error:
+            raise UnsupportedPathError(f"--moe-backend {NAME} needs {not_installed('deep_gemm')}") from error
+        return cls(
+            masked=_first_of(library, MASKED_NAMES), contiguous=_first_of(library, CONTIGUOUS_NAMES),
+            swiglu=_swiglu_for(device),
+        )  # fmt: skip
+
+
+def _swiglu_for(device: torch.device) -> Swiglu:
+    if device.type != "cuda":
+        return swiglu_reference
+    try:
+        found: Swiglu = importlib.import_module("moe.kernels.masked_swiglu").masked_swiglu
+    except ImportError as error:
+        raise UnsupportedPathError(f"--moe-backend {NAME} needs {not_installed('triton')}") from error
+    return found
+
+
+def _first_of(library: Any, names: tuple[str, ...]) -> Callable[..., Any]:
+    for name in names:
+        if hasattr(library, name):
+            found: Callable[..., Any] = getattr(library, name)
+            return found
+    raise UnsupportedPathError(f"--moe-backend {NAME}: the installed deep_gemm has none of {', '.join(names)}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeepGemmMoeQuantInfo:
+    """e4m3 weights [E, 2I, H] and [E, H, I] with their scales in the kernel's form (see `deep_gemm_layout`)."""
+
+    w13: torch.Tensor
+    w13_scale: torch.Tensor
+    w2: torch.Tensor
+    w2_scale: torch.Tensor
+    ue8m0: bool  # scales are powers of two: SM100
+    kernels: DeepGemmKernels
+    topology: Topology
+
+
+@dataclass(frozen=True, slots=True)
+class MaskedInput:
+    """e4m3 [E, M, H] and scales; only the first `masked_m[e]` rows are real. `expected_m` is a hint."""
+
+    x: torch.Tensor
+    scale: torch.Tensor
+    masked_m: torch.Tensor
+    expected_m: int
+
+
+@dataclass(frozen=True, slots=True)
+class ContiguousInput:
+    """e4m3 [R, H] and scales; `m_indices` int32 [R] is the expert of every row, padding rows included."""
+
+    x: torch.Tensor
+    scale: torch.Tensor
+    m_indices: torch.Tensor
+
+
+@register_backend(NAME)
+class DeepGemmBackend(Backend):
+    """FP8 block experts, quantizing activations on the way."""
+
+    package = "deep_gemm"
+    hardware = "SM90 (Hopper), SM100/SM103 (Blackwell)"
+    archs = MappingProxyType({"fp8_block": ARCHS})
+    transports = (MoeA2ABackend.NONE, MoeA2ABackend.DEEPEP, MoeA2ABackend.MOONCAKE, MoeA2ABackend.NIXL)
+    multiples = MappingProxyType({"fp8_block": (BLOCK, BLOCK)})
+    # bf16 between the GEMMs moves some activations to the next FP8 step: 0.07 is seen for the worst token and block
+    tolerance = 8e-2
+    activation_quant = MappingProxyType({"fp8_block": rounded_activations})
+
+    def refuses(self, config: MoeRunnerConfig) -> str | None:
+        """What every backend refuses, and any dtype but bf16."""
+        if config.dtype != torch.bfloat16:
+            return f"dtype {config.dtype} is not supported: the kernels take and give bfloat16"
+        return super().refuses(config)
+
+    def wants_ue8m0(self, device: torch.device) -> bool:
+        """On SM100 and up."""
+        return _wants_ue8m0(device)
+
+    def as_computed(self, experts: ExpertWeights, topology: Topology) -> ExpertWeights:
+        """On SM100 with power-of-two scales."""
+        w13, w2 = experts.w13, experts.w2
+        if not isinstance(w13, Fp8BlockWeight) or not isinstance(w2, Fp8BlockWeight):
+            raise WeightFormatError(f"{NAME} takes fp8_block experts, got {experts.format_name}")
+        if not _wants_ue8m0(topology.device):
+            return experts
+        return dataclasses.replace(experts, w13=power_of_two_weight(w13), w2=power_of_two_weight(w2))
+
+    def prepare(self, experts: ExpertWeights, config: MoeRunnerConfig, topology: Topology) -> DeepGemmMoeQuantInfo:
+        """SM90 takes weights as loaded; on SM100 their block scales become powers of two.
+
+        Raises:
+            WeightFormatError: not FP8 blocks, biases, or sizes that are no multiple of 128.
+            UnsupportedPathError: the package is missing or the device is neither SM90 nor SM100.
+        """
+        w13, w2 = experts.w13, experts.w2
+        if not isinstance(w13, Fp8BlockWeight) or not isinstance(w2, Fp8BlockWeight):
+            raise WeightFormatError(f"{NAME} takes fp8_block experts, got {experts.format_name}")
+        if experts.b13 is not None:
+            raise WeightFormatError(f"{NAME}: experts with biases are not supported")
+        self.check_sizes(experts)
+        kernels = DeepGemmKernels.resolve(topology.device)
+        ue8m0 = _wants_ue8m0(topology.device)
+        w13, w2 = w13.to(topology.device), w2.to(topology.device)
+        if ue8m0:
+            w13, w2 = power_of_two_weight(w13), power_of_two_weight(w2)
+        return DeepGemmMoeQuantInfo(
+            w13=w13.data.contiguous(), w13_scale=weight_scales(w13, ue8m0=ue8m0),
+            w2=w2.data.contiguous(), w2_scale=weight_scales(w2, ue8m0=ue8m0),
+            ue8m0=ue8m0, kernels=kernels, topology=topology,
+        )  # fmt: skip
+
+
+def _wants_ue8m0(device: torch.device) -> bool:
+    arch = cuda_arch(device)
+    if arch not in ARCHS:
+        raise UnsupportedPathError(f"{NAME} runs on {', '.join(ARCHS)}, but {device} is {arch}")
+    return arch.startswith("sm10")
+
+
+@register_runner_core(NAME)
+class DeepGemmRunnerCore:
+    """GEMM, activation and quantization, GEMM. Router weights are not applied here."""
+
+    def __init__(self, config: MoeRunnerConfig) -> None:
+        self.config = config
+
+    def run(
+        self, core_input: MaskedInput | ContiguousInput, quant_info: DeepGemmMoeQuantInfo, state: RunState
+    ) -> torch.Tensor:
+        """[E, M, H] or [R, H] in bf16; rows that are not real hold garbage."""
+        refuse_overlap(state, NAME)
+        rest: tuple[Any, ...]
+        rows, device = core_input.x.shape[:-1], core_input.x.device
+        num_both, hidden_size = quant_info.w13.shape[1:]
+        h = torch.empty((*rows, num_both), dtype=RESULT_DTYPE, device=device)
+        if isinstance(core_input, MaskedInput):
+            kernel, rest = quant_info.kernels.masked, (core_input.masked_m, core_input.expected_m)
+            h_EMF, counts_E = h, core_input.masked_m
+        else:  # one run of rows, all of which are computed
+            kernel, rest = quant_info.kernels.contiguous, (core_input.m_indices,)
+            h_EMF, counts_E = h[None], torch.full((1,), rows[0], dtype=torch.int32, device=device)
+        kernel((core_input.x, core_input.scale), (quant_info.w13, quant_info.w13_scale), h, *rest)
+        mid, mid_scale = quant_info.kernels.swiglu(h_EMF, counts_E, self.config.activation, ue8m0=quant_info.ue8m0)
+        if h.dim() == 2:
+            mid, mid_scale = mid[0], mid_scale[0]
+        out = torch.empty((*rows, hidden_size), dtype=RESULT_DTYPE, device=device)
+        kernel((mid, mid_scale), (quant_info.w2, quant_info.w2_scale), out, *rest)
+        return out

@@ -1,0 +1,161 @@
+"""What the FlashInfer backends share: import on first use, the version gate, device probe and argument detection.
+
+Nothing here runs at import; without FlashInfer the backends still register, answer `supports()` and are explained.
+"""
+
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from moe.backends.base import Backend
+from moe.config import Activation, MoeBackend, MoeRunnerConfig
+from moe.errors import UnsupportedPathError
+from moe.formats import ExpertWeights, activation_quant
+from moe.formats.activation_quant import ActivationQuant
+from moe.layouts.static_scales import with_layer_input_scales
+from moe.packages import not_installed
+from moe.topology import Topology
+
+Version = tuple[int, int, int]
+OLDEST: Version = (0, 6, 8)  # the oldest release whose flags were read; every path needs at least this
+
+
+def parse_version(text: str) -> Version:
+    """'0.7.2.post1' to (0, 7, 2); missing parts count as 0."""
+    numbers = [int(part) for part in re.findall(r"\d+", text.partition("+")[0])[:3]]
+    major, minor, patch = (*numbers, 0, 0, 0)[:3]
+    return major, minor, patch
+
+
+def flashinfer_version() -> Version | None:
+    """Installed release, or None when the package is missing. Reads metadata only."""
+    try:
+        return parse_version(importlib.metadata.version("flashinfer-python"))
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def require_flashinfer(backend: MoeBackend, minimum: Version = OLDEST) -> None:
+    """Check the installed release.
+
+    Raises:
+        UnsupportedPathError: the package is missing or older than `minimum`; the message says how to get it.
+    """
+    installed = flashinfer_version()
+    if installed is None:
+        raise UnsupportedPathError(f"--moe-backend {backend} needs {not_installed('flashinfer')}")
+    if installed < minimum:
+        wanted, found = (".".join(map(str, version)) for version in (minimum, installed))
+        raise UnsupportedPathError(
+            f"--moe-backend {backend} needs flashinfer-python {wanted} or newer and found {found}: "
+            f"pip install 'flashinfer-python>={wanted}'"
+        )
+
+
+def library(submodule: str = "") -> Any:
+    """`flashinfer` or `flashinfer.<submodule>`, imported on first use; `require_flashinfer` comes first, at load."""
+    return importlib.import_module(f"flashinfer.{submodule}" if submodule else "flashinfer")
+
+
+def device_arch(device: torch.device) -> str:
+    """Compute capability as 'sm90', asked the way the library itself asks."""
+    major, minor = library("utils").get_compute_capability(device)
+    return f"sm{major}{minor}"
+
+
+def tuning_context(cache_file: Path | None, *, measure: bool) -> AbstractContextManager[Any]:
+    """FlashInfer's `LibraryTuning`. A release without a cache file keeps tactics for this process only."""
+    autotune = library().autotune
+    keeps = cache_file is not None and takes(autotune, "cache")
+    context: AbstractContextManager[Any] = autotune(measure, **({"cache": str(cache_file)} if keeps else {}))
+    return context
+
+
+def takes(function: Callable[..., Any], parameter: str) -> bool:
+    """Whether the installed release's `function` has an option that came, or may go, with releases."""
+    return parameter in _parameters(function)
+
+
+@functools.lru_cache
+def _parameters(function: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)
+
+
+# Static FP8 and NVFP4 activations sit on coarse steps: a last-bit difference before the second quantizer moves some by
+# a whole step, and the kernels divide by approximate reciprocals.
+TOLERANCES = {"fp8_block": 6e-2, "fp8_tensor": 6e-2, "nvfp4": 1.5e-1}
+
+
+class FlashinferBackend(Backend):
+    """A backend whose kernels take and give bf16; quantized activations have one static scale for the layer."""
+
+    package = "flashinfer"
+    activation_quant: ClassVar[Mapping[str, ActivationQuant]] = {
+        "fp8_block": activation_quant.fp8_groups,
+        "fp8_tensor": activation_quant.fp8_static,
+        "nvfp4": activation_quant.nvfp4_static,
+    }
+
+    def lacks(self) -> str | None:
+        """Also the compiler that it needs at run time, unless compiled kernels are installed."""
+        return super().lacks() or _missing_compiler()
+
+    def tolerance_for(self, format_name: str, config: MoeRunnerConfig) -> float:
+        """Wider where the kernel quantizes activations."""
+        del config
+        return TOLERANCES.get(format_name, self.tolerance)
+
+    def as_computed(self, experts: ExpertWeights, topology: Topology) -> ExpertWeights:
+        """With the layer's activation scales where the format has static ones."""
+        if experts.format_name in ("fp8_tensor", "nvfp4"):
+            return with_layer_input_scales(experts, topology)
+        return experts
+
+    def refuses(self, config: MoeRunnerConfig) -> str | None:
+        """What every backend refuses, and any dtype but bf16."""
+        if config.dtype != torch.bfloat16:
+            return f"dtype {config.dtype} is not supported: the kernels take and give bfloat16"
+        return super().refuses(config)
+
+
+def _missing_compiler() -> str | None:
+    """The missing CUDA compiler; None if it is there, or not needed because compiled kernels are installed."""
+    if library("jit.env").FLASHINFER_AOT_DIR.is_dir() or importlib.util.find_spec("flashinfer_jit_cache"):
+        return None
+    try:
+        compiler = Path(library("jit.cpp_ext").get_cuda_path()) / "bin" / "nvcc"
+    except RuntimeError:  # it finds no CUDA toolkit
+        compiler = None
+    if compiler is not None and compiler.is_file():
+        return None
+    major = (torch.version.cuda or "13").partition(".")[0]
+    return (
+        f"nvcc, with which FlashInfer compiles its kernels: install the CUDA {major} toolkit, or its compiled kernels "
+        "as https://docs.flashinfer.ai/installation.html says"
+    )
+
+
+def swiglu_tensors(
+    activation: Activation, num_local_experts: int, device: torch.device
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """(alpha, beta, limit), each fp32 [E] filled with one number, or three None for plain SwiGLU.
+
+    All or none: a kernel that gets one of them runs its general form and fills in defaults for the others.
+    """
+    if activation.is_plain:
+        return None, None, None
+    limit = float("inf") if activation.limit is None else activation.limit
+
+    def filled(value: float) -> torch.Tensor:
+        return torch.full((num_local_experts,), value, dtype=torch.float32, device=device)
+
+    return filled(activation.alpha), filled(activation.beta), filled(limit)

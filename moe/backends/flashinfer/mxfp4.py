@@ -1,0 +1,281 @@
+"""MXFP4 experts on FlashInfer, bf16 activations: cutlass mixed GEMM on SM90, TRT-LLM kernel on SM100.
+
+The quant info's type says which kernel its layout belongs to. Routing is always done outside (ids and weights).
+GPT-OSS (biases) is padded to the kernel's tiles; experts without biases (DeepSeek-V4) must fit them.
+Shape letters: T tokens, E local experts, I intermediate, H hidden; p = padded.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from moe.backends.base import LibraryTuning, refuse_overlap, wrong_size
+from moe.backends.flashinfer import common
+from moe.backends.flashinfer.profiles import NO_PROFILES, Profiles, profile_lists, profiles_of, proposals
+from moe.config import MoeA2ABackend, MoeBackend, MoeRunnerConfig
+from moe.errors import MoeConfigError, UnsupportedPathError, WeightFormatError
+from moe.formats import ExpertWeights, Mxfp4Weight, Weight
+from moe.layouts.rows import next_power_of_two, padded, round_up, up_gate_padded
+from moe.layouts.trtllm import pack_topk, shuffled, shuffled_scales
+from moe.registry import register_backend, register_fused_func
+from moe.topology import Topology
+from moe.tune.cache import Tactic, TacticTable
+from moe.types import DispatchOutput, RunState, StandardCombineInput, StandardDispatchOutput, StandardTopK
+
+NAME = MoeBackend.FLASHINFER_MXFP4
+SM90_MINIMUM = (0, 6, 11)  # first release with the weight and scale helpers of the mixed GEMM
+GROUP = 32
+TILE = {"sm90": 128, "sm100": 256, "sm103": 256}  # rows and columns of padded matrices are multiples of this
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FlashinferMxfp4Sm90QuantInfo:
+    """Weights for `cutlass_fused_moe`: halves [up; gate], bytes interleaved and scales folded by the library.
+
+    The scale tensors are int32 views of whatever layout the installed release folds to: only its kernel reads them.
+    """
+
+    w13: torch.Tensor  # u8 [E, 2Ip, Hp/2]
+    w13_scale: torch.Tensor
+    w2: torch.Tensor  # u8 [E, Hp, Ip/2]
+    w2_scale: torch.Tensor
+    b13: torch.Tensor | None  # output dtype [E, 2Ip]
+    b2: torch.Tensor | None  # output dtype [E, Hp]
+    swiglu_alpha: torch.Tensor | None  # fp32 [E], all three or none
+    swiglu_beta: torch.Tensor | None
+    swiglu_limit: torch.Tensor | None
+    padded_hidden_size: int
+    topology: Topology
+    profiles: Profiles = NO_PROFILES
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FlashinferMxfp4Sm100QuantInfo:
+    """Weights for `trtllm_fp4_block_scale_routed_moe`: up and gate rows alternate, shuffled; scales swizzled too."""
+
+    w13: torch.Tensor  # u8 [E, 2Ip, Hp/2]
+    w13_scale: torch.Tensor  # e4m3-typed bytes [E, 2Ip, Hp/32]
+    w2: torch.Tensor
+    w2_scale: torch.Tensor
+    b13: torch.Tensor | None  # fp32, rows in weight order
+    b2: torch.Tensor | None
+    swiglu_alpha: torch.Tensor | None
+    swiglu_beta: torch.Tensor | None
+    swiglu_limit: torch.Tensor | None
+    padded_hidden_size: int
+    padded_intermediate_size: int
+    topology: Topology
+
+
+QuantInfo = FlashinferMxfp4Sm90QuantInfo | FlashinferMxfp4Sm100QuantInfo
+
+
+@register_backend(NAME)
+class FlashinferMxfp4Backend(common.FlashinferBackend):
+    """MXFP4 weights times bf16 activations."""
+
+    hardware = "SM90 (Hopper), SM100/SM103 (Blackwell)"
+    is_capturable = True
+    archs = MappingProxyType({"mxfp4": tuple(TILE)})
+
+    def prepare(self, experts: ExpertWeights, config: MoeRunnerConfig, topology: Topology) -> QuantInfo:
+        """Pad, reorder and interleave on `topology.device`; its architecture chooses the layout.
+
+        Raises:
+            WeightFormatError: not MXFP4, or no biases and a size that the kernel's tiles do not divide.
+            UnsupportedPathError: FlashInfer is missing or too old, or the device is neither SM90 nor SM100.
+        """
+        common.require_flashinfer(NAME, SM90_MINIMUM)
+        arch = common.device_arch(topology.device)
+        if arch not in TILE:
+            raise UnsupportedPathError(f"{NAME} runs on {', '.join(TILE)}, but {topology.device} is {arch}")
+        sizes = _padded_sizes(experts, TILE[arch])
+        build = _prepare_sm90 if arch == "sm90" else _prepare_sm100
+        return build(_Staged.of(experts, sizes, topology.device), config, topology)
+
+    def tactics(
+        self, quant_info: QuantInfo, config: MoeRunnerConfig, num_tokens: int, measured: Mapping[Tactic, float]
+    ) -> Sequence[Tactic]:
+        """Profile numbers of the cutlass kernel; FlashInfer tunes the SM100 kernel itself."""
+        del num_tokens
+        if not isinstance(quant_info, FlashinferMxfp4Sm90QuantInfo):
+            return ()
+        lists = profile_lists(quant_info, config.dtype, config.top_k, w4_group_scaling=True)
+        return proposals(lists, measured)
+
+    def library_tuning(self, quant_info: QuantInfo) -> LibraryTuning | None:
+        """For the SM100 kernel, whose tiles FlashInfer chooses."""
+        if isinstance(quant_info, FlashinferMxfp4Sm90QuantInfo):
+            return None
+        return common.tuning_context
+
+    def with_choice(self, quant_info: QuantInfo, choice: TacticTable) -> QuantInfo:
+        """The same weights with the chosen profiles."""
+        if not isinstance(quant_info, FlashinferMxfp4Sm90QuantInfo):
+            return super().with_choice(quant_info, choice)
+        return replace(quant_info, profiles=profiles_of(choice))
+
+
+def _padded_sizes(experts: ExpertWeights, tile: int) -> tuple[int, int]:
+    """(hidden, intermediate) of the processed matrices."""
+    if experts.b13 is None:
+        reason = wrong_size("mxfp4 without biases", experts.hidden_size, experts.intermediate_size, (128, 128))
+        if reason:
+            raise WeightFormatError(f"{NAME}: {reason}")
+    # A rank that owns no block of the intermediate axis still runs the kernel, on zeros.
+    return round_up(experts.hidden_size, tile), max(round_up(experts.intermediate_size, tile), tile)
+
+
+def _mxfp4(weight: Weight) -> Mxfp4Weight:
+    if not isinstance(weight, Mxfp4Weight):
+        raise WeightFormatError(f"{NAME} takes mxfp4 experts, got {weight.format_name}")
+    return weight
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Staged:
+    """Padded bytes in [up; gate] order, before the library's own reordering."""
+
+    codes13: torch.Tensor
+    scales13: torch.Tensor
+    codes2: torch.Tensor
+    scales2: torch.Tensor
+    b13: torch.Tensor | None
+    b2: torch.Tensor | None
+    hidden: int
+    intermediate: int
+
+    @classmethod
+    def of(cls, experts: ExpertWeights, sizes: tuple[int, int], device: torch.device) -> "_Staged":
+        w13, w2 = (_mxfp4(weight).to(device) for weight in (experts.w13, experts.w2))
+        hidden, intermediate = sizes
+        b13 = b2 = None
+        if experts.b13 is not None and experts.b2 is not None:
+            b13 = up_gate_padded(experts.b13.to(device)[..., None], intermediate, 1)
+            b2 = padded(experts.b2.to(device)[..., None], hidden, 1)
+        return cls(
+            codes13=up_gate_padded(w13.codes, intermediate, hidden // 2),
+            scales13=up_gate_padded(w13.scales, intermediate, hidden // GROUP),
+            codes2=padded(w2.codes, hidden, intermediate // 2),
+            scales2=padded(w2.scales, hidden, intermediate // GROUP),
+            b13=b13, b2=b2, hidden=hidden, intermediate=intermediate,
+        )  # fmt: skip
+
+
+def _prepare_sm90(staged: _Staged, config: MoeRunnerConfig, topology: Topology) -> FlashinferMxfp4Sm90QuantInfo:
+    fused_moe = common.library("fused_moe")  # both helpers and the kernel must come from one release
+    interleave = fused_moe.interleave_moe_weights_for_sm90_mixed_gemm
+    fold = fused_moe.interleave_moe_scales_for_sm90_mixed_gemm
+    alpha, beta, limit = common.swiglu_tensors(config.activation, staged.codes2.shape[0], topology.device)
+    return FlashinferMxfp4Sm90QuantInfo(
+        w13=interleave(staged.codes13, "fp4"),
+        w13_scale=fold(staged.scales13, group_size=GROUP).view(torch.int32),
+        w2=interleave(staged.codes2, "fp4"),
+        w2_scale=fold(staged.scales2, group_size=GROUP).view(torch.int32),
+        b13=None if staged.b13 is None else staged.b13.squeeze(-1).to(config.dtype),
+        b2=None if staged.b2 is None else staged.b2.squeeze(-1).to(config.dtype),
+        swiglu_alpha=alpha, swiglu_beta=beta, swiglu_limit=limit,
+        padded_hidden_size=staged.hidden,
+        topology=topology,
+    )  # fmt: skip
+
+
+def _prepare_sm100(staged: _Staged, config: MoeRunnerConfig, topology: Topology) -> FlashinferMxfp4Sm100QuantInfo:
+    alpha, beta, limit = common.swiglu_tensors(config.activation, staged.codes2.shape[0], topology.device)
+    b13 = b2 = None
+    if staged.b13 is not None and staged.b2 is not None:
+        b13 = shuffled(staged.b13.float(), gated=True).squeeze(-1)
+        # the kernel knows no tensor-parallel rank, so one rank of the sum carries the bias
+        b2 = shuffled(staged.b2.float(), gated=False).squeeze(-1) * (topology.tp_rank == 0)
+    return FlashinferMxfp4Sm100QuantInfo(
+        w13=shuffled(staged.codes13, gated=True),
+        w13_scale=shuffled_scales(staged.scales13, gated=True, group=GROUP),
+        w2=shuffled(staged.codes2, gated=False),
+        w2_scale=shuffled_scales(staged.scales2, gated=False, group=GROUP),
+        b13=b13, b2=b2,
+        swiglu_alpha=alpha, swiglu_beta=beta, swiglu_limit=limit,
+        padded_hidden_size=staged.hidden,
+        padded_intermediate_size=staged.intermediate,
+        topology=topology,
+    )  # fmt: skip
+
+
+@register_fused_func(MoeA2ABackend.NONE, NAME)
+def run_flashinfer_mxfp4(
+    dispatched: DispatchOutput, quant_info: QuantInfo, config: MoeRunnerConfig, state: RunState
+) -> StandardCombineInput:
+    """Weighted sum over each token's local experts [T, H], bf16. Bypassed routing is done here first."""
+    refuse_overlap(state, NAME)
+    if not isinstance(dispatched, StandardDispatchOutput):
+        raise UnsupportedPathError(f"{NAME} takes the standard dispatch format, got {dispatched.format}")
+    if isinstance(quant_info, FlashinferMxfp4Sm90QuantInfo):
+        kernel = _run_sm90
+    elif isinstance(quant_info, FlashinferMxfp4Sm100QuantInfo):
+        kernel = _run_sm100
+    else:
+        raise MoeConfigError(f"{NAME} cannot run a {type(quant_info).__name__}")
+    x_TH = dispatched.hidden_states.to(config.dtype)
+    num_pad_cols = quant_info.padded_hidden_size - x_TH.shape[1]
+    topology = quant_info.topology
+    out_TH = topology.alloc_output(tuple(x_TH.shape), config.dtype)
+    topk = dispatched.topk_output.to_standard()
+    if num_pad_cols:
+        wide_TH = torch.nn.functional.pad(x_TH, (0, num_pad_cols))
+        result = torch.empty_like(wide_TH)
+        kernel(wide_TH, topk, quant_info, config, result)
+        out_TH.copy_(result[:, : x_TH.shape[1]])
+    else:
+        kernel(x_TH, topk, quant_info, config, out_TH)
+    return StandardCombineInput(out_TH, is_partial=topology.is_partial)
+
+
+def _run_sm90(x_TH: torch.Tensor, topk: StandardTopK, info: Any, config: MoeRunnerConfig, out_TH: torch.Tensor) -> None:
+    topology = info.topology
+    common.library("fused_moe").cutlass_fused_moe(
+        input=x_TH,
+        token_selected_experts=topk.ids,  # global ids; the kernel skips -1 and other ranks' experts
+        token_final_scales=topk.weights,
+        fc1_expert_weights=info.w13,
+        fc2_expert_weights=info.w2,
+        output_dtype=config.dtype,
+        quant_scales=[info.w13_scale, info.w2_scale],
+        fc1_expert_biases=info.b13,
+        fc2_expert_biases=info.b2,  # added by the kernel where tp_rank is 0
+        swiglu_alpha=info.swiglu_alpha, swiglu_beta=info.swiglu_beta, swiglu_limit=info.swiglu_limit,
+        tp_size=topology.tp_size, tp_rank=topology.tp_rank,
+        ep_size=topology.ep_size, ep_rank=topology.ep_rank,
+        output=out_TH,
+        use_w4_group_scaling=True,
+        tune_max_num_tokens=next_power_of_two(x_TH.shape[0]),
+        **info.profiles.arguments(x_TH.shape[0]),
+    )  # fmt: skip
+
+
+def _run_sm100(
+    x_TH: torch.Tensor, topk: StandardTopK, info: Any, config: MoeRunnerConfig, out_TH: torch.Tensor
+) -> None:
+    fused_moe = common.library("fused_moe")
+    fused_moe.trtllm_fp4_block_scale_routed_moe(
+        topk_ids=pack_topk(topk),
+        routing_bias=None,
+        hidden_states=x_TH,
+        hidden_states_scale=None,
+        gemm1_weights=info.w13, gemm1_weights_scale=info.w13_scale, gemm1_bias=info.b13,
+        gemm1_alpha=info.swiglu_alpha, gemm1_beta=info.swiglu_beta, gemm1_clamp_limit=info.swiglu_limit,
+        gemm2_weights=info.w2, gemm2_weights_scale=info.w2_scale, gemm2_bias=info.b2,
+        output1_scale_scalar=None, output1_scale_gate_scalar=None, output2_scale_scalar=None,
+        num_experts=config.num_experts,
+        top_k=topk.ids.shape[1],
+        n_group=None, topk_group=None,
+        intermediate_size=info.padded_intermediate_size,
+        local_expert_offset=info.topology.expert_range(config.num_experts).start,
+        local_num_experts=config.num_local_experts,
+        routed_scaling_factor=None,  # part of the weights already
+        routing_method_type=fused_moe.RoutingMethodType.TopK.value,
+        do_finalize=True,
+        output=out_TH,
+        tune_max_num_tokens=next_power_of_two(x_TH.shape[0]),
+    )  # fmt: skip

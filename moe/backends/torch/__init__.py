@@ -1,0 +1,1 @@
+"""Plain torch, the reference path that runs anywhere."""

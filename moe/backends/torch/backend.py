@@ -1,0 +1,193 @@
+"""Experts in plain torch on any device and in every format: the CPU default, and the path everything falls back to.
+
+Weights are dequantized once at load when they fit the memory budget, else one matrix of one active expert at a time.
+In fp32 on a CPU, with weights that `moe.cpu.linear` packs (all of MXFP4, usually bf16), a token's result does not
+depend on the other tokens of its batch, bit for bit; elsewhere it may differ in the last bits.
+Shape letters: T tokens, K top-k, V visits (slots of [T, K] that have an expert here), E local experts, H hidden,
+I intermediate, F = 2I.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from moe.activations import gated_activation
+from moe.backends.base import Backend, Device, refuse_overlap
+from moe.config import DispatchFormat, MoeA2ABackend, MoeBackend, MoeRunnerConfig
+from moe.cpu.linear import DenseLinear, Linear, make_linear
+from moe.formats import ExpertWeights, Weight
+from moe.registry import register_backend, register_post_permute, register_pre_permute, register_runner_core
+from moe.topology import Topology
+from moe.types import RunState, StandardCombineInput, StandardDispatchOutput
+
+TRANSPORTS = (MoeA2ABackend.NONE, MoeA2ABackend.DEEPEP, MoeA2ABackend.MOONCAKE, MoeA2ABackend.NIXL)
+
+
+@dataclass(frozen=True, slots=True)
+class LazyLinears:
+    """Canonical weights of all experts; `linears[expert]` dequantizes one matrix and forgets it after use."""
+
+    weight: Weight
+    bias_EN: torch.Tensor | None
+    dtype: torch.dtype
+
+    def __getitem__(self, expert: int) -> Linear:
+        """The linear of one local expert."""
+        bias_N = None if self.bias_EN is None else self.bias_EN[expert]
+        return DenseLinear(self.weight.select(expert).dequantize(self.dtype), bias_N)
+
+
+Linears = tuple[Linear, ...] | LazyLinears
+
+
+@dataclass(frozen=True, slots=True)
+class TorchMoeQuantInfo:
+    """Processed weights of one layer: a linear per expert for [gate; up] and one for down."""
+
+    w13: Linears
+    w2: Linears
+    topology: Topology
+    expert_ids: range
+
+
+@dataclass(frozen=True, slots=True)
+class TorchCoreInput:
+    """Tokens [T, H], local expert ids [T, K] with -1 for "not here", fp32 weights [T, K]."""
+
+    x_TH: torch.Tensor
+    ids_TK: torch.Tensor
+    weights_TK: torch.Tensor
+
+
+@register_backend(MoeBackend.TORCH)
+class TorchBackend(Backend):
+    """Runs everywhere; slow on GPUs, honest everywhere."""
+
+    hardware = "any CPU or GPU"
+    formats = ("bf16", "fp8_block", "fp8_tensor", "mxfp4", "nvfp4")
+
+    def supports(self, device: Device, format_name: str, a2a: MoeA2ABackend, config: MoeRunnerConfig) -> str | None:
+        """Any device and format, alone or behind a transport with DeepEP's layouts."""
+        del device
+        if format_name not in self.formats:
+            return f"format {format_name} is unknown; known: {', '.join(self.formats)}"
+        if a2a not in TRANSPORTS:
+            return f"transport {a2a} is not supported; it takes {', '.join(TRANSPORTS)}"
+        return self.refuses(config)
+
+    def tolerance_for(self, format_name: str, config: MoeRunnerConfig) -> float:
+        """fp32 sums in another order than the twin; half precision also rounds between the steps."""
+        del format_name
+        return 1e-5 if config.dtype == torch.float32 else self.tolerance
+
+    def prepare(self, experts: ExpertWeights, config: MoeRunnerConfig, topology: Topology) -> TorchMoeQuantInfo:
+        """Dequantize to `config.dtype` if the dense weights fit in half of the free memory; cast the biases."""
+        num_weights = 3 * experts.num_experts * experts.hidden_size * experts.intermediate_size
+        fits = num_weights * config.dtype.itemsize <= _free_bytes(topology.device) // 2
+        b2 = experts.b2 if topology.tp_rank == 0 else None  # one rank of the sum carries the bias
+        return TorchMoeQuantInfo(
+            w13=_linears(experts.w13, experts.b13, config.dtype, fits),
+            w2=_linears(experts.w2, b2, config.dtype, fits),
+            topology=topology,
+            expert_ids=topology.expert_range(config.num_experts),
+        )
+
+
+def _linears(weight: Weight, bias_EN: torch.Tensor | None, dtype: torch.dtype, fits: bool) -> Linears:
+    lazy = LazyLinears(weight, None if bias_EN is None else bias_EN.to(dtype), dtype)
+    if not fits:
+        return lazy
+    biases = [None] * weight.shape[0] if lazy.bias_EN is None else list(lazy.bias_EN)
+    return tuple(make_linear(weight.select(e).dequantize(dtype), bias_N) for e, bias_N in enumerate(biases))
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    with open("/proc/meminfo", encoding="ascii") as meminfo:
+        available = next(line for line in meminfo if line.startswith("MemAvailable:"))
+    return int(available.split()[1]) * 1024
+
+
+@register_runner_core(MoeBackend.TORCH)
+class TorchRunnerCore:
+    """One GEMM per active expert and matrix; activation and sum over all visits at once."""
+
+    def __init__(self, config: MoeRunnerConfig) -> None:
+        self.config = config
+
+    def run(self, core_input: TorchCoreInput, quant_info: TorchMoeQuantInfo, state: RunState) -> torch.Tensor:
+        """Weighted sum over each token's local experts, [T, H]; a slot with id -1 adds exactly zero."""
+        refuse_overlap(state, MoeBackend.TORCH)
+        x_TH = core_input.x_TH.to(self.config.dtype)
+        visits = _visits(core_input.ids_TK)
+        if not visits:
+            return torch.zeros_like(x_TH)
+        slots = [slot for of_expert in visits.values() for slot in of_expert]
+        num_rows = [len(of_expert) for of_expert in visits.values()]
+        x_VH = _rows_of_visits(x_TH, slots, core_input.ids_TK.shape[1])
+        w13, w2 = quant_info.w13, quant_info.w2
+        h_VF = torch.cat([w13[e](x_RH) for e, x_RH in zip(visits, x_VH.split(num_rows), strict=True)])
+        gate_VI, up_VI = h_VF.float().chunk(2, dim=-1)  # in bf16 each of its steps would round
+        a_VI = gated_activation(gate_VI, up_VI, self.config.activation).to(self.config.dtype)
+        y_VH = torch.cat([w2[e](a_RI) for e, a_RI in zip(visits, a_VI.split(num_rows), strict=True)])
+        return _weighted_sum(y_VH.float(), slots, core_input).to(self.config.dtype)
+
+
+def _visits(ids_TK: torch.Tensor) -> dict[int, list[int]]:
+    """Active experts with their slots, counted along [T, K] flattened."""
+    visits: dict[int, list[int]] = {}
+    for slot, expert in enumerate(ids_TK.flatten().tolist()):
+        if expert >= 0:
+            visits.setdefault(expert, []).append(slot)
+    return visits
+
+
+def _rows_of_visits(x_TH: torch.Tensor, slots: list[int], top_k: int) -> torch.Tensor:
+    if x_TH.shape[0] == 1:
+        return x_TH.expand(len(slots), -1)
+    return x_TH.index_select(0, torch.tensor([slot // top_k for slot in slots], device=x_TH.device))
+
+
+def _weighted_sum(y_VH: torch.Tensor, slots: list[int], core_input: TorchCoreInput) -> torch.Tensor:
+    """[T, H] in fp32. Slots without a visit read a row of zeros, whatever their weight says."""
+    weights_TK = core_input.weights_TK
+    num_tokens, top_k = weights_TK.shape
+    num_visits, num_slots = len(slots), num_tokens * top_k
+    if num_visits < num_slots:
+        y_VH = torch.cat((y_VH, y_VH.new_zeros(1, y_VH.shape[1])))
+        weights_TK = weights_TK.masked_fill(core_input.ids_TK < 0, 0.0)
+    if slots != list(range(num_slots)):  # always equal for one token whose experts are all here
+        row_of_slot = [num_visits] * num_slots
+        for row, slot in enumerate(slots):
+            row_of_slot[slot] = row
+        y_VH = y_VH.index_select(0, torch.tensor(row_of_slot, device=y_VH.device))
+    return torch.bmm(weights_TK.unsqueeze(1), y_VH.view(num_tokens, top_k, -1)).squeeze(1)
+
+
+@register_pre_permute(DispatchFormat.STANDARD, MoeBackend.TORCH)
+def standard_to_torch(
+    dispatched: StandardDispatchOutput, quant_info: TorchMoeQuantInfo, config: MoeRunnerConfig, state: RunState
+) -> TorchCoreInput:
+    """Global expert ids to local ones; ids of other ranks become -1."""
+    del config, state
+    topk = dispatched.topk_output.to_standard()
+    ids_TK = topk.ids
+    if quant_info.topology.ep_size > 1:
+        first, last = quant_info.expert_ids[0], quant_info.expert_ids[-1]
+        is_local = (ids_TK >= first) & (ids_TK <= last)
+        ids_TK = torch.where(is_local, ids_TK - first, -1)
+    return TorchCoreInput(dispatched.hidden_states, ids_TK, topk.weights)
+
+
+@register_post_permute(MoeBackend.TORCH, DispatchFormat.STANDARD)
+def torch_to_standard(
+    out_TH: torch.Tensor,
+    dispatched: StandardDispatchOutput,
+    quant_info: TorchMoeQuantInfo,
+    config: MoeRunnerConfig,
+    state: RunState,
+) -> StandardCombineInput:
+    """Already one row per token; partial when other ranks hold the rest of the sum."""
+    del dispatched, config, state
+    return StandardCombineInput(out_TH, is_partial=quant_info.topology.is_partial)

@@ -1,0 +1,234 @@
+"""Our own Triton kernels as a backend: bf16, FP8 block, MXFP4 and NVFP4 experts with bf16 activations on CUDA GPUs.
+
+One processed layout serves every token count; `triton_plans.py` chooses how it is launched. Triton is imported late.
+Shape letters: T tokens, K top-k, H hidden.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from moe.backends.base import Backend, CheckCase, Device, cuda_arch, refuse_overlap
+from moe.backends.c_compiler import missing_for_triton
+from moe.backends.triton.plans import LayerShape, PlanTable, plans_for
+from moe.backends.triton.tactics import proposals, table_of
+from moe.config import DispatchFormat, MoeA2ABackend, MoeBackend, MoeRunnerConfig
+from moe.errors import UnsupportedPathError
+from moe.formats import ExpertWeights
+from moe.formats.activation_quant import fp8_groups
+from moe.kernels.layout import pack_matrix
+from moe.kernels.plan import Plan
+from moe.layouts.expert_slots import masked_rows
+from moe.packages import not_installed
+from moe.registry import register_backend, register_fused_func
+from moe.topology import Topology
+from moe.tune.cache import Tactic, TacticTable
+from moe.types import (
+    DeepepLlCombineInput,
+    DeepepLlDispatchOutput,
+    DeepepNormalCombineInput,
+    DeepepNormalDispatchOutput,
+    RunState,
+    StandardCombineInput,
+    StandardDispatchOutput,
+)
+
+if TYPE_CHECKING:
+    from moe.kernels.launch import Layer
+
+_OLDEST_ARCH = 80  # the first with bf16 tensor cores
+_OLDEST_PDL_MAJOR = 9  # the first whose kernels may start while the one before drains
+# bf16 between the GEMMs moves some activations to the next FP8 step, as in other FP8 kernels
+_FP8_TOLERANCE = 8e-2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TritonMoeQuantInfo:
+    """Processed weights of one layer and the plans that read them."""
+
+    layer: "Layer"
+    plans: PlanTable
+    topology: Topology
+
+
+@register_backend(MoeBackend.TRITON)
+class TritonBackend(Backend):
+    """Weights in any of four formats times bf16 activations, accumulated in fp32, summed without atomics."""
+
+    package = "triton"
+    hardware = "CUDA GPUs from sm80"
+    is_capturable = True
+    formats = ("bf16", "fp8_block", "mxfp4", "nvfp4")
+    compiles_tactics = True
+
+    def lacks(self) -> str | None:
+        """Also the compiler for its launcher, which is built when the first kernel runs."""
+        return Backend.lacks(self) or missing_for_triton()
+
+    def supports(self, device: Device, format_name: str, a2a: MoeA2ABackend, config: MoeRunnerConfig) -> str | None:
+        """bf16 layers on CUDA GPUs from sm80, without a transport or with DeepEP."""
+        if not device.is_cuda:
+            return f"device {device.arch} is not supported; it runs on {self.hardware}"
+        if int(device.arch.removeprefix("sm").rstrip("af")) < _OLDEST_ARCH:
+            return f"{device.arch} has no bf16 tensor cores; it runs on {self.hardware}"
+        if format_name not in self.formats:
+            return f"format {format_name} is not supported; it takes {', '.join(self.formats)}"
+        if a2a not in (MoeA2ABackend.NONE, MoeA2ABackend.DEEPEP):
+            return f"transport {a2a} is not supported; use --moe-a2a-backend none or deepep"
+        return self.refuses(config)
+
+    def refuses(self, config: MoeRunnerConfig) -> str | None:
+        """Also any activation dtype but bf16."""
+        if config.dtype is not torch.bfloat16:
+            return f"dtype {config.dtype} is not supported: the kernels multiply bf16 activations"
+        return Backend.refuses(self, config)
+
+    def prepare(self, experts: ExpertWeights, config: MoeRunnerConfig, topology: Topology) -> TritonMoeQuantInfo:
+        """Pack on `topology.device` and look the plans up.
+
+        Raises:
+            WeightFormatError: a number format or size without kernel.
+            UnsupportedPathError: Triton is not installed.
+        """
+        if not self.is_installed():
+            raise UnsupportedPathError(f"--moe-backend triton needs {not_installed('triton')}")
+        from moe.kernels.launch import Layer
+
+        device = topology.device
+        b13, b2 = (None if bias is None else bias.to(device) for bias in (experts.b13, experts.b2))
+        local = topology.expert_range(config.num_experts)
+        layer = Layer(
+            w13=pack_matrix(experts.w13.to(device), b13, is_gated=True),
+            w2=pack_matrix(experts.w2.to(device), b2, is_gated=False),
+            first_expert=local.start,
+            num_experts=len(local),
+            top_k=config.top_k,
+            activation=config.activation,
+            adds_bias_2=topology.tp_rank == 0,  # one rank of the sum carries the bias
+        )
+        shape = LayerShape(
+            arch=cuda_arch(device) if device.type == "cuda" else device.type,
+            format_name=experts.format_name,
+            num_experts=config.num_experts,
+            top_k=config.top_k,
+            hidden_size=experts.hidden_size,
+            intermediate_size=experts.intermediate_size,
+        )
+        return TritonMoeQuantInfo(layer=layer, plans=plans_for(shape), topology=topology)
+
+    def check_cases(
+        self,
+        quant_info: TritonMoeQuantInfo,
+        format_name: str,
+        config: MoeRunnerConfig,
+        dispatch_format: DispatchFormat,
+    ) -> Sequence[CheckCase]:
+        """One for all device code there is: each plan, twice where it takes few tokens and more.
+
+        Masked rows are never run by direct plans.
+        """
+        bounds: dict[tuple[Plan, bool], int | None] = {}
+        before = 0
+        for bound, plan in quant_info.plans.steps:
+            ends = [bound]
+            if plan.is_direct and bound is not None and before < plan.block_m < bound:
+                ends = [plan.block_m, bound]
+            for end in ends:
+                key = plan, plan.is_direct and end is not None and end <= plan.block_m
+                bounds.pop(key, None)  # of equal plans the last counts
+                bounds[key] = end
+            before = bound or before
+        tolerance = self.tolerance_for(format_name, config)
+        may_be_direct = dispatch_format is not DispatchFormat.DEEPEP_LL
+        return [
+            _probe(quant_info, plan, bound, tolerance)
+            for (plan, _), bound in bounds.items()
+            if may_be_direct or not plan.is_direct
+        ]
+
+    def tactics(
+        self, quant_info: TritonMoeQuantInfo, config: MoeRunnerConfig, num_tokens: int, measured: Mapping[Tactic, float]
+    ) -> Sequence[Tactic]:
+        """Launch plans as text."""
+        device = quant_info.topology.device
+        has_pdl = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= _OLDEST_PDL_MAJOR
+        untuned = quant_info.plans.pick(num_tokens)
+        return proposals(untuned, num_tokens, config.num_experts, config.top_k, measured, has_pdl=has_pdl)
+
+    def with_choice(self, quant_info: TritonMoeQuantInfo, choice: TacticTable) -> TritonMoeQuantInfo:
+        """The same layer with a plan table made of the choice."""
+        return replace(quant_info, plans=table_of(choice, quant_info.plans, quant_info.layer.top_k))
+
+
+def _probe(quant_info: TritonMoeQuantInfo, plan: Plan, bound: int | None, tolerance: float) -> CheckCase:
+    """Crowds: for direct plans more than a tile, for grouped ones a whole tile; and one for half the height."""
+    steps = ((bound, plan), quant_info.plans.steps[-1]) if plan.is_direct else ((None, plan),)
+    kind = "direct" if plan.is_direct else "grouped"
+    precision = "FP8 activations, " if plan.fp8_activations else ""
+    number = "any number of" if bound is None else f"up to {bound}"
+    return CheckCase(
+        quant_info=replace(quant_info, plans=PlanTable(steps)),
+        quantize_input=fp8_groups if plan.fp8_activations else None,
+        tolerance=_FP8_TOLERANCE if plan.fp8_activations else tolerance,
+        max_tokens=bound,
+        rows_at_one_expert=(2 * plan.block_m if plan.is_direct else plan.block_m, 3 * plan.block_m // 8),
+        name=f"{kind} plan {plan.block_m} x {plan.block_n_1} ({precision}{number} tokens)",
+    )
+
+
+@register_fused_func(MoeA2ABackend.NONE, MoeBackend.TRITON)
+def run_standard(
+    dispatched: StandardDispatchOutput, quant_info: TritonMoeQuantInfo, config: MoeRunnerConfig, state: RunState
+) -> StandardCombineInput:
+    """Standard layout in and out; partial when other ranks hold the rest of the sum."""
+    refuse_overlap(state, MoeBackend.TRITON)
+    topk = dispatched.topk_output.to_standard()
+    x_TH, layer = dispatched.hidden_states, quant_info.layer
+    out_TH = _run(x_TH, topk.ids, topk.weights, layer, quant_info.plans.pick(x_TH.shape[0]), config, quant_info)
+    return StandardCombineInput(out_TH, is_partial=quant_info.topology.is_partial)
+
+
+@register_fused_func(MoeA2ABackend.DEEPEP, MoeBackend.TRITON)
+def run_deepep(
+    dispatched: DeepepNormalDispatchOutput | DeepepLlDispatchOutput,
+    quant_info: TritonMoeQuantInfo,
+    config: MoeRunnerConfig,
+    state: RunState,
+) -> DeepepNormalCombineInput | DeepepLlCombineInput:
+    """Received bf16 rows of either mode. Rows without an expert here, or beyond an expert's count, come back as zeros.
+
+    Raises:
+        UnsupportedPathError: rows that the transport has quantized.
+    """
+    refuse_overlap(state, MoeBackend.TRITON)
+    if dispatched.hidden_states_scale is not None:
+        raise UnsupportedPathError("--moe-backend triton takes bf16 rows: do not let DeepEP dispatch FP8")
+    x, ids, weights = dispatched.hidden_states, dispatched.topk_ids, dispatched.topk_weights
+    layer = replace(quant_info.layer, first_expert=0)  # DeepEP's ids are local
+    if isinstance(dispatched, DeepepNormalDispatchOutput):
+        out = _run(x, ids, weights, layer, quant_info.plans.pick(x.shape[0]), config, quant_info)
+        return DeepepNormalCombineInput(out, ids, weights)
+    # Masked rows [E, M]: each is a token of its own with one expert of weight one, or none beyond the expert's count.
+    ids_R1, ones_R1 = masked_rows(dispatched.masked_m, x.shape[1])
+    likely_tokens = dispatched.expected_m * config.num_experts // config.top_k
+    plan = quant_info.plans.pick(likely_tokens, may_be_direct=False)
+    out = _run(x.view(-1, x.shape[2]), ids_R1, ones_R1, replace(layer, top_k=1), plan, config, quant_info)
+    return DeepepLlCombineInput(out.view(x.shape), ids, weights)
+
+
+def _run(
+    x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, layer: "Layer", plan: Plan,
+    config: MoeRunnerConfig, quant_info: TritonMoeQuantInfo,
+) -> torch.Tensor:  # fmt: skip
+    from moe.kernels.launch import run_layer
+
+    x_TH = x_TH.to(config.dtype)
+    if x_TH.stride(-1) != 1:
+        x_TH = x_TH.contiguous()
+    out_TH = quant_info.topology.alloc_output((x_TH.shape[0], x_TH.shape[1]), config.dtype)
+    if layer.intermediate_size == 0:  # a rank may own no block of the intermediate axis
+        return out_TH.zero_()
+    run_layer(x_TH, ids_TK.to(torch.int32).contiguous(), weights_TK.float().contiguous(), layer, plan, out_TH)
+    return out_TH

@@ -1,0 +1,1 @@
+"""Checks, while loading, that a layer's chosen path computes what plain torch computes."""

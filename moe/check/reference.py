@@ -1,0 +1,66 @@
+"""The definition of correct for one MoE layer, in fp32, one expert and one matrix at a time. Slow on purpose.
+
+It shares nothing with `moe.backends`: the activation is written out again, and weights come from `dequantize`.
+Shape letters: T tokens, K top-k, R rows of one expert, E local experts, H hidden, I intermediate.
+"""
+
+import torch
+
+from moe.config import Activation
+from moe.formats import ExpertWeights, Weight
+from moe.formats.activation_quant import ActivationQuant
+from moe.types import StandardTopK
+
+
+def reference_moe(
+    x_TH: torch.Tensor,
+    topk: StandardTopK,
+    experts: ExpertWeights,
+    activation: Activation,
+    *,
+    quantize_input: ActivationQuant | None = None,
+    first_expert: int = 0,
+) -> torch.Tensor:
+    """Weighted sum over each token's local experts, fp32 [T, H].
+
+    `experts` are those with global ids `first_expert` and up; ids of other ranks and -1 add nothing.
+    `quantize_input` is what the compared path does to the input of both GEMMs, None if it multiplies them as they are.
+    """
+    out_TH = torch.zeros(x_TH.shape, dtype=torch.float32, device=x_TH.device)
+    for expert in range(experts.num_experts):
+        rows, slots = torch.where(topk.ids == first_expert + expert)
+        if rows.numel():
+            y_RH = expert_twin(x_TH[rows].float(), experts, expert, activation, quantize_input)
+            out_TH.index_add_(0, rows, topk.weights[rows, slots, None].float() * y_RH)
+    return out_TH
+
+
+def expert_twin(
+    x_RH: torch.Tensor,
+    experts: ExpertWeights,
+    expert: int,
+    activation: Activation,
+    quantize_input: ActivationQuant | None = None,
+) -> torch.Tensor:
+    """One local expert on fp32 rows, without its routing weight: fp32 [R, H]."""
+    h_RF = _multiply(x_RH, experts.w13, experts.b13, expert, quantize_input)
+    gate_RI, up_RI = h_RF[:, : experts.intermediate_size], h_RF[:, experts.intermediate_size :]
+    if activation.limit is not None:
+        gate_RI = torch.minimum(gate_RI, torch.full_like(gate_RI, activation.limit))
+        up_RI = torch.clip(up_RI, -activation.limit, activation.limit)
+    a_RI = gate_RI / (1 + torch.exp(-activation.alpha * gate_RI)) * (up_RI + activation.beta)
+    return _multiply(a_RI, experts.w2, experts.b2, expert, quantize_input)
+
+
+def _multiply(
+    x_RK: torch.Tensor,
+    weights: Weight,
+    bias_EN: torch.Tensor | None,
+    expert: int,
+    quantize_input: ActivationQuant | None,
+) -> torch.Tensor:
+    weight = weights.select(expert)
+    if quantize_input is not None:
+        x_RK = quantize_input(x_RK, weight)
+    y_RN = torch.einsum("rk,nk->rn", x_RK, weight.dequantize())
+    return y_RN if bias_EN is None else y_RN + bias_EN[expert].float()

@@ -1,0 +1,274 @@
+"""Compares one layer's prepared weights and path with the twin, expert by expert. Runs while loading, never later.
+
+The tokens reach the path in the layout of every dispatch format it was built for, made here (`dispatch.loopback`). A
+kernel that routes inside is checked with ids first, expert by expert, then once more with logits.
+Every local expert gets tokens of its own, half of them large enough for the clamps to act and half too small for that,
+so that neither a wrong clamp nor a wrong weight behind a clamp stays hidden. A few tokens visit several experts.
+What a backend runs in one way for few tokens and in another for many is checked in every way (`Backend.check_cases`).
+Shape letters: T tokens, S sets of tokens alike, K top-k, E local experts, H hidden, B blocks of 128 outputs.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from moe.backends.base import CheckCase
+from moe.check.reference import reference_moe
+from moe.config import DispatchFormat, MoeRunnerConfig, RoutingConfig, RoutingMethod
+from moe.dispatch.base import Dispatcher
+from moe.dispatch.dtype import expert_alignment
+from moe.dispatch.loopback import make_loopback
+from moe.errors import SelfCheckError
+from moe.formats import ExpertWeights
+from moe.formats.activation_quant import ActivationQuant
+from moe.registry import load_backend
+from moe.runner import MoeRunner
+from moe.topology import Topology
+from moe.types import BypassedTopK, StandardTopK, TopKOutput
+
+BLOCK = 128  # outputs per error figure: one wrong row of scales must not drown among thousands of right ones
+TOKENS_PER_SIZE = 4
+TOKENS_PER_EXPERT = 2 * TOKENS_PER_SIZE  # first large ones, then small ones
+NUM_MIXED_TOKENS = 8
+MIXED_SETS = NUM_MIXED_TOKENS // TOKENS_PER_SIZE
+ROUTED_TOKENS = 4 * NUM_MIXED_TOKENS
+BF16_INTEGERS = 256  # that many steps of one size fit in a bf16
+LARGE, SMALL = 1.5, 0.25  # typical input of the activation, in units of its limit
+_LIMIT_OF_PLAIN = 4.0  # without a limit: where silu is well away from linear
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SelfCheckReport:
+    """A layer that passed: its path and the largest relative error of any expert and block.
+
+    Where tolerances differ, error and tolerance are those of the case that came nearest to its own.
+    """
+
+    layer: int
+    path: str
+    worst_error: float
+    tolerance: float
+
+
+def check_layer(
+    runner: MoeRunner, quant_info: Any, experts: ExpertWeights, *, layer: int, topology: Topology
+) -> SelfCheckReport:
+    """Run case tokens through the path and compare. `experts` are the canonical weights of this rank.
+
+    Besides the tokens it needs memory for one dequantized fp32 matrix and what dequantizing allocates on its way:
+    measured 0.26 GiB for a layer of 32 experts of 2880 x 2880 in MXFP4 (0.40 GiB), 0.37 GiB in DeepEP's layouts.
+
+    Raises:
+        SelfCheckError: an expert, or the sum of several, is off by more than the path's tolerance.
+    """
+    backend, config = load_backend(runner.backend), runner.config
+    check = _Check(runner, experts, layer, topology)
+    x_TH, topk = _probe_tokens(experts, config, topology)
+    for dispatch_format in runner.dispatch_formats:
+        cases = backend.check_cases(quant_info, experts.format_name, config, dispatch_format)
+        # All read the same processed bytes, so one case finds wrong weights: the strictest, or of several such the one
+        # for most tokens. It runs first, and so names the expert. The others find wrong code: few tokens do for that.
+        strictest = min(reversed(cases), key=lambda case: case.tolerance)
+        check.need_right(dispatch_format, strictest, range(experts.num_experts), x_TH, topk)
+        for case in cases:
+            if case is not strictest:
+                check.need_right(dispatch_format, case, _some_experts(case, experts.num_experts), x_TH, topk)
+    if backend.routes_inside and config.routing is not None:
+        *_, case = backend.check_cases(quant_info, experts.format_name, config, DispatchFormat.STANDARD)
+        logits_dtype = backend.router_logits_dtype(experts.format_name)
+        logits = _distinct_routing(ROUTED_TOKENS, config.routing, logits_dtype, topology.device)
+        check.need_right_routing(case, x_TH[-NUM_MIXED_TOKENS:].repeat(ROUTED_TOKENS // NUM_MIXED_TOKENS, 1), logits)
+    return SelfCheckReport(layer=layer, path=check.path, worst_error=check.worst_error, tolerance=check.tolerance)
+
+
+def reference(
+    runner: MoeRunner, experts: ExpertWeights, topology: Topology, x_TH: torch.Tensor, topk: StandardTopK,
+    quantize_input: ActivationQuant | None,
+) -> torch.Tensor:  # fmt: skip
+    """The twin's sum over this rank's experts, fp32 [T, H], its inputs rounded as a `CheckCase` says."""
+    backend, config = load_backend(runner.backend), runner.config
+    if experts.b2 is not None and topology.tp_rank:  # another rank adds this bias to the sum
+        experts = dataclasses.replace(experts, b2=torch.zeros_like(experts.b2))
+    return reference_moe(
+        x_TH, topk, backend.as_computed(experts, topology), config.activation,
+        quantize_input=quantize_input, first_expert=topology.expert_range(config.num_experts).start,
+    )  # fmt: skip
+
+
+def loopback_of(
+    runner: MoeRunner, experts: ExpertWeights, topology: Topology, dispatch_format: DispatchFormat
+) -> Dispatcher[Any, Any]:
+    """What lays tokens out for the runner as the transport of a dispatch format would."""
+    scales = experts.layer_input_scales
+    return make_loopback(
+        dispatch_format, runner.config, topology,
+        expert_alignment=expert_alignment(runner.backend),
+        input_scale=None if scales is None else scales[0],
+    )  # fmt: skip
+
+
+class _Check:
+    """One layer under test: how it is run, what it should give, and what is said when it does not."""
+
+    def __init__(self, runner: MoeRunner, experts: ExpertWeights, layer: int, topology: Topology) -> None:
+        self._runner, self._experts, self._layer, self._topology = runner, experts, layer, topology
+        self._first_expert = topology.expert_range(runner.config.num_experts).start
+        self._want_TH: dict[ActivationQuant | None, torch.Tensor] = {}  # all tokens, for all cases that round alike
+        self.path = f"{runner.backend}/{runner.a2a}/{experts.format_name}"
+        self.worst_error, self.tolerance = 0.0, math.inf
+
+    def need_right(
+        self, dispatch_format: DispatchFormat, case: CheckCase, local_experts: Sequence[int], x_TH: torch.Tensor,
+        topk: StandardTopK,
+    ) -> None:  # fmt: skip
+        """Run the token groups of some experts and the mixed groups, at most `case.max_tokens` tokens a call."""
+        if case.quantize_input not in self._want_TH:
+            self._want_TH[case.quantize_input] = self._reference(case, x_TH, topk)
+        sets = _sets_of(case, local_experts, self._experts.num_experts)
+        rows = [row for which in sets for row in range(which * TOKENS_PER_SIZE, (which + 1) * TOKENS_PER_SIZE)]
+        rows_T = torch.tensor(rows, device=x_TH.device)
+        want_TH = self._want_TH[case.quantize_input][rows_T]
+        got_TH = torch.empty_like(want_TH)
+        size = min(case.max_tokens or len(rows), len(rows))
+        for begin in range(0, len(rows), size):
+            start = min(begin, len(rows) - size)  # no chunk is shorter: kernels may be compiled for its size
+            some_T = rows_T[start : start + size]
+            chunk = StandardTopK(topk.weights[some_T], topk.ids[some_T])
+            got_TH[start : start + size] = self._run(dispatch_format, case, x_TH[some_T], chunk)
+        error_SB = _errors(got_TH, want_TH)
+        alone_SB, mixed_SB = error_SB[:-MIXED_SETS], error_SB[-MIXED_SETS:]
+        self._need(dispatch_format, case, alone_SB, lambda row: f"expert {self._first_expert + sets[row] // 2}")
+        self._need(dispatch_format, case, mixed_SB, lambda _: "the sum over several experts")
+
+    def need_right_routing(self, case: CheckCase, x_TH: torch.Tensor, logits: BypassedTopK) -> None:
+        """Run tokens whose experts the kernel itself chooses."""
+        want_TH = self._reference(case, x_TH, logits.to_standard())
+        error_SB = _errors(self._run(DispatchFormat.STANDARD, case, x_TH, logits), want_TH)
+        self._need(DispatchFormat.STANDARD, case, error_SB, lambda _: "what the kernel's own routing chose")
+
+    def _reference(self, case: CheckCase, x_TH: torch.Tensor, topk: StandardTopK) -> torch.Tensor:
+        return reference(self._runner, self._experts, self._topology, x_TH, topk, case.quantize_input)
+
+    def _run(
+        self, dispatch_format: DispatchFormat, case: CheckCase, x_TH: torch.Tensor, topk: TopKOutput
+    ) -> torch.Tensor:
+        """What the path gives, fp32 [T, H], its tokens laid out as `dispatch_format` has them."""
+        loopback = loopback_of(self._runner, self._experts, self._topology, dispatch_format)
+        return loopback.combine(self._runner.run(loopback.dispatch(x_TH, topk), case.quant_info)).float()
+
+    def _need(
+        self, dispatch_format: DispatchFormat, case: CheckCase, error_SB: torch.Tensor, who: Callable[[int], str]
+    ) -> None:
+        """Raise SelfCheckError if any row is off by more than the tolerance; `who` names a row."""
+        worst, index = error_SB.flatten().max(0)
+        error = float(worst)
+        if error <= case.tolerance:
+            if error / case.tolerance >= self.worst_error / self.tolerance:
+                self.worst_error, self.tolerance = error, case.tolerance
+            return
+        row, block = divmod(int(index), error_SB.shape[1])
+        layout = f" ({dispatch_format})" if len(self._runner.dispatch_formats) > 1 else ""
+        end = min(self._experts.hidden_size, (block + 1) * BLOCK)
+        way = f" with the {case.name}" if case.name else ""
+        raise SelfCheckError(
+            f"layer {self._layer}, {self.path}{layout}: {who(row)} differs from the reference by {error:.3g} "
+            f"in outputs {block * BLOCK}..{end - 1}{way}; the tolerance is {case.tolerance:.3g}"
+        )
+
+
+def _some_experts(case: CheckCase, num_experts: int) -> list[int]:
+    """Local experts that are spread over all and have about two chunks of tokens; all where chunks have no limit."""
+    if case.max_tokens is None:
+        return list(range(num_experts))
+    num_visited = min(num_experts, max(2, 2 * case.max_tokens // TOKENS_PER_EXPERT))
+    visited: list[int] = torch.linspace(0, num_experts - 1, num_visited).round().int().tolist()
+    return visited
+
+
+def _sets_of(case: CheckCase, local_experts: Sequence[int], num_experts: int) -> list[int]:
+    """Indices of the token groups to run: two per expert, repeated for the first experts when the case wants many rows
+    at one expert, then the mixed groups.
+
+    Rows at one expert must arrive in one call, so there are at most `max_tokens` of them, and they come first.
+    """
+    sets = []
+    for expert, crowd in itertools.zip_longest(
+        local_experts, case.rows_at_one_expert[: len(local_experts)], fillvalue=0
+    ):
+        num_tokens = crowd if case.max_tokens is None else min(crowd, case.max_tokens)
+        num_sets = max(2, -(-num_tokens // TOKENS_PER_SIZE))
+        sets += [2 * expert + place % 2 for place in range(num_sets)]
+    return sets + [2 * num_experts + place for place in range(MIXED_SETS)]
+
+
+def _distinct_routing(
+    num_tokens: int, routing: RoutingConfig, logits_dtype: torch.dtype, device: torch.device
+) -> BypassedTopK:
+    """Router logits of which no two that may be chosen are near-ties, in bf16 neither, with a correction bias."""
+    g = torch.Generator().manual_seed(1)
+    rank_TE = torch.rand(num_tokens, routing.num_experts, generator=g).argsort(1)
+    num_distinct = min(routing.num_experts, BF16_INTEGERS)
+    step_TE = (rank_TE - (routing.num_experts - num_distinct)).clamp(min=0)
+    logits_TE = (2 * step_TE - (num_distinct - 1)) * (4.0 / num_distinct)
+    bias_E = None
+    if routing.method is not RoutingMethod.SOFTMAX_AFTER_TOPK:
+        bias_E = (torch.randint(-8, 9, (routing.num_experts,), generator=g) / 64).to(device)
+    return BypassedTopK(logits_TE.to(device, logits_dtype), routing, bias_E)
+
+
+def _probe_tokens(
+    experts: ExpertWeights, config: MoeRunnerConfig, topology: Topology
+) -> tuple[torch.Tensor, StandardTopK]:
+    """Tokens: first `TOKENS_PER_EXPERT` for each local expert, then `NUM_MIXED_TOKENS` for several at once."""
+    own = topology.expert_range(config.num_experts)
+    num_solo = len(own) * TOKENS_PER_EXPERT
+    num_tokens = num_solo + NUM_MIXED_TOKENS
+    g = torch.Generator().manual_seed(0)
+    x_TH = torch.randn(num_tokens, experts.hidden_size, generator=g)
+    weights_TK = 0.5 + torch.rand(num_tokens, config.top_k, generator=g)
+    ids_TK = torch.full((num_tokens, config.top_k), -1, dtype=torch.int32)
+    if topology.ep_size > 1:  # another rank's expert, which must add nothing here
+        ids_TK[:num_solo] = own.stop % config.num_experts
+    for token in range(num_solo):
+        ids_TK[token, token % config.top_k] = own.start + token // TOKENS_PER_EXPERT
+    for token in range(NUM_MIXED_TOKENS):
+        for slot in range(min(config.top_k, len(own))):
+            ids_TK[num_solo + token, slot] = own.start + (token * config.top_k + slot) % len(own)
+    size_E = torch.stack([_input_size(experts, expert, x_TH[0], config) for expert in range(len(own))])
+    size_T = torch.cat((size_E.repeat_interleave(TOKENS_PER_EXPERT), size_E.min().expand(NUM_MIXED_TOKENS)))
+    is_large_T = torch.arange(num_tokens) % TOKENS_PER_EXPERT < TOKENS_PER_SIZE
+    x_TH = x_TH * (size_T * torch.where(is_large_T, LARGE, SMALL))[:, None]
+    device = topology.device
+    return x_TH.to(device, config.dtype), StandardTopK(weights_TK.to(device), ids_TK.to(device))
+
+
+def _input_size(experts: ExpertWeights, expert: int, x_H: torch.Tensor, config: MoeRunnerConfig) -> torch.Tensor:
+    """Factor that brings W13 x to about the activation's limit, judged by the first block of gate and of up rows."""
+    inter = experts.intermediate_size
+    if inter == 0:
+        return torch.tensor(1.0)
+    w13 = experts.w13.select(expert)
+    starts = (0, inter // BLOCK * BLOCK)  # block-scaled formats are cut at whole blocks only
+    parts = [w13.narrow(0, start, min(BLOCK, 2 * inter - start)).dequantize().cpu() @ x_H for start in starts]
+    typical = torch.cat(parts).square().mean().sqrt()
+    return (config.activation.limit or _LIMIT_OF_PLAIN) / typical if typical > 0 else torch.tensor(1.0)
+
+
+def _errors(got_TH: torch.Tensor, want_TH: torch.Tensor) -> torch.Tensor:
+    """Relative errors [S, B] of every `TOKENS_PER_SIZE` tokens, root mean square; NaN counts as infinite.
+
+    Relative per token, since small ones would drown among large ones; outputs much smaller than the token's others are
+    measured against those. The mean is over tokens alike: a fault in weights hits them all, an unlucky rounding one.
+    """
+    whole_T1 = want_TH.square().mean(1, keepdim=True).sqrt()
+    columns = []
+    for difference, want in zip((got_TH - want_TH).split(BLOCK, 1), want_TH.split(BLOCK, 1), strict=True):
+        error_T1 = difference.square().mean(1, keepdim=True).sqrt()
+        scale_T1 = torch.maximum(want.square().mean(1, keepdim=True).sqrt(), 1e-2 * whole_T1)
+        columns.append(torch.where(scale_T1 > 0, error_T1 / scale_T1, error_T1))
+    error_TB = torch.cat(columns, dim=1).nan_to_num(nan=float("inf"))
+    return error_TB.square().unflatten(0, (-1, TOKENS_PER_SIZE)).mean(1).sqrt()

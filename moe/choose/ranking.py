@@ -1,0 +1,82 @@
+"""The order in which `auto` tries the backends: measured ones first, the fastest first, then the others by a rule.
+
+A shape that nobody measured takes the order of the measured shape nearest in expert size. Measures
+nothing itself.
+"""
+
+import math
+from dataclasses import dataclass
+
+from moe.backends.base import Device
+from moe.config import MoeA2ABackend, MoeBackend, MoeRunnerConfig
+from moe.tables import read_entries, size_distance
+
+TABLE = "backends.json"
+
+# The rule, best first: kernel libraries before our own kernels and those before plain torch; within the libraries the
+# one that runs on the fewest kinds of GPU goes first. It ranks only what nobody measured.
+PREFERENCE: tuple[MoeBackend, ...] = (
+    MoeBackend.FLASHINFER_TRTLLM,
+    MoeBackend.FLASHINFER_CUTEDSL,
+    MoeBackend.FLASHINFER_MXFP4,
+    MoeBackend.DEEP_GEMM,
+    MoeBackend.FLASHINFER_CUTLASS,
+    MoeBackend.AITER,
+    MoeBackend.TRITON,
+    MoeBackend.TORCH,
+)
+RULE = "the order of preference in moe/choose/ranking.py"
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """Every backend, best first. `source` names the table of the `measured` ones, None where nobody measured."""
+
+    order: tuple[MoeBackend, ...]
+    measured: tuple[MoeBackend, ...] = ()
+    source: str | None = None
+
+    def source_of(self, backend: MoeBackend) -> str:
+        """Why one backend has its place: the table, or the rule."""
+        if self.source is None:
+            return f"{RULE}; nobody measured this format on this GPU"
+        if backend not in self.measured:
+            return f"{RULE}; nobody measured {backend} on this GPU"
+        return self.source
+
+
+def rank_backends(device: Device, format_name: str, a2a: MoeA2ABackend, config: MoeRunnerConfig) -> Ranking:
+    """The order for one path. A backend that was not measured comes after all that were."""
+    path = (device.arch, format_name, a2a)
+    entries = [entry for entry in read_entries(TABLE) if (entry["gpu"], entry["format"], entry["a2a"]) == path]
+    if not entries:
+        return Ranking(PREFERENCE)
+    entry = min(entries, key=lambda entry: _distance(entry["shape"], config))
+    shape = entry["shape"]
+    source = f"moe/tables/{TABLE}: {entry['card']}, {entry['source']}"
+    if not _is_measured(shape, config):
+        source += (
+            f"; nearest measured shape: {shape['num_experts']} experts of {shape['hidden_size']} x "
+            f"{shape['intermediate_size']}, top-{shape['top_k']}"
+        )
+    measured = _fastest_first(entry["microseconds"])
+    rest = tuple(backend for backend in PREFERENCE if backend not in measured)
+    return Ranking(measured + rest, measured, source)
+
+
+def _distance(shape: dict[str, int], config: MoeRunnerConfig) -> tuple[float, bool]:
+    """By the experts' sizes; among equal sizes, a shape that agrees in every number is nearer."""
+    return size_distance(shape, config.hidden_size, config.intermediate_size), not _is_measured(shape, config)
+
+
+def _is_measured(shape: dict[str, int], config: MoeRunnerConfig) -> bool:
+    return all(getattr(config, name) == size for name, size in shape.items())
+
+
+def _fastest_first(microseconds: dict[str, dict[str, float]]) -> tuple[MoeBackend, ...]:
+    """By geometric mean over token counts; the rule breaks ties."""
+
+    def mean(backend: MoeBackend) -> float:
+        return math.fsum(math.log(time) for time in microseconds[backend].values())
+
+    return tuple(sorted((backend for backend in PREFERENCE if backend in microseconds), key=mean))

@@ -1,0 +1,1 @@
+"""What this process knows of its CPU: threads and matrix products."""

@@ -1,0 +1,1 @@
+"""Pure functions from canonical weights to the layouts of kernel libraries."""

@@ -1,0 +1,1 @@
+"""Measures the tactics of a layer while loading and keeps the results."""
