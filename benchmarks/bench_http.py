@@ -34,8 +34,8 @@ async def serve(protocol: str) -> None:
     from loaders.tokenizer import load_tokenizer
     from server.app import create_app
     from server.config import ServerConfig
-    from server.draining import DrainingServer, make_uvicorn_config
     from server.listener import bind
+    from server.uvicorn_server import DrainingServer, make_uvicorn_config
 
     engine = EngineClient(EngineConfig(model=ASSETS, max_num_seqs=256), worker_module="benchmarks.http_worker")
     await engine.start()

@@ -15,13 +15,13 @@ from server.version import service_version
 class Answer(ABC):
     """One answer. Feed every engine output either to `chunks` (streamed) or to `feed`, then ask for `body`."""
 
-    whole_object: str
+    body_object: str
     chunk_object: str
 
-    def __init__(self, job: PreparedRequest, *, model: str, request_id: str) -> None:
-        self.job = job
+    def __init__(self, prepared: PreparedRequest, *, model: str, request_id: str) -> None:
+        self.prepared = prepared
         self.model = model
-        self.choices = [job.make_choice(index) for index in range(len(job.requests))]
+        self.choices = [prepared.make_choice(index) for index in range(len(prepared.requests))]
         self._head = {
             "id": request_id,
             "created": int(time.time()),
@@ -50,7 +50,9 @@ class Answer(ABC):
         parts += [self.part(index, piece) for piece in pieces]
         if choice.finish_reason is not None:
             parts.append(self.last_part(index) | {"finish_reason": choice.finish_reason})
-        usage = {"usage": _usage(len(self.job.requests[index].prompt_ids), [choice], [choice])} if with_usage else {}
+        usage = (
+            {"usage": _usage(len(self.prepared.requests[index].prompt_ids), [choice], [choice])} if with_usage else {}
+        )
         return [{**self._head, "object": self.chunk_object, "choices": [part], **usage} for part in parts]
 
     def is_finished(self, index: int) -> bool:
@@ -66,12 +68,12 @@ class Answer(ABC):
         choices = [self.body_part(index) for index in range(len(self.choices))]
         for index, choice in enumerate(choices):
             choice["finish_reason"] = self.choices[index].finish_reason
-        return {**self._head, "object": self.whole_object, "choices": choices, "usage": self.usage}
+        return {**self._head, "object": self.body_object, "choices": choices, "usage": self.usage}
 
     @property
     def usage(self) -> Usage:
         """Tokens so far. A prompt counts once, however many choices it has."""
-        return _usage(self.job.num_prompt_tokens, self.choices, self.choices[:: self.job.num_choices])
+        return _usage(self.prepared.num_prompt_tokens, self.choices, self.choices[:: self.prepared.num_choices])
 
     @abstractmethod
     def add(self, index: int, piece: Piece) -> None:

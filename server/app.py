@@ -17,10 +17,10 @@ from server.lanes import Lanes
 from server.metrics import Metrics
 from server.middleware import RequestMiddleware, error_response
 from server.openapi import complete_document
+from server.request_group import Engine
+from server.respond import json_response
 from server.routes import chat, completions, models, operations
-from server.running import Engine
 from server.sampling_defaults import SamplingDefaults
-from server.serving import json_response
 from server.stall import StallWatch
 from server.version import service_version
 

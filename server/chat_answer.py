@@ -23,13 +23,13 @@ class _Gathered:
 class ChatAnswer(Answer):
     """Content that never came is null; reasoning is given under both of its common names."""
 
-    whole_object = "chat.completion"
+    body_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
     def __init__(
-        self, job: PreparedRequest, tokenizer: TokenBytes, *, model: str, request_id: str, logprobs: bool
+        self, prepared: PreparedRequest, tokenizer: TokenBytes, *, model: str, request_id: str, logprobs: bool
     ) -> None:
-        super().__init__(job, model=model, request_id=request_id)
+        super().__init__(prepared, model=model, request_id=request_id)
         self._tokenizer = tokenizer
         self._logprobs = logprobs
         self._gathered = [_Gathered() for _ in self.choices]

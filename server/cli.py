@@ -1,4 +1,4 @@
-"""Reads argv and the environment, the only module that does, and hands the settings to `server.run`."""
+"""Reads argv and the environment, the only module that does, and hands the settings to `server.service`."""
 
 import dataclasses
 import logging
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 needs: Needs = "tokenizer" if engine_config.load_format == "dummy" else "weights"
                 folder = download(model, needs=needs, log_level=server_config.log_level)
                 engine_config = dataclasses.replace(engine_config, model=folder)
-            from server.run import run  # --help and a wrong flag need not wait for what it imports
+            from server.service import run  # --help and a wrong flag need not wait for what it imports
 
             return run(server_config, engine_config, listener)
     except SettingError as error:

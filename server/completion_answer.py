@@ -29,13 +29,13 @@ class _Gathered:
 class CompletionAnswer(Answer):
     """Log-probabilities have one entry a token, for the prompt too if it is echoed; joined `tokens` are the text."""
 
-    whole_object = "text_completion"
+    body_object = "text_completion"
     chunk_object = "text_completion"
 
     def __init__(
-        self, job: PreparedRequest, tokenizer: TokenBytes, *, model: str, request_id: str, wire: CompletionRequest
+        self, prepared: PreparedRequest, tokenizer: TokenBytes, *, model: str, request_id: str, wire: CompletionRequest
     ) -> None:
-        super().__init__(job, model=model, request_id=request_id)
+        super().__init__(prepared, model=model, request_id=request_id)
         self._tokenizer = tokenizer
         self._logprobs = wire.logprobs
         self._echo = bool(wire.echo)
@@ -82,7 +82,7 @@ class CompletionAnswer(Answer):
 
     def _echoed(self, index: int) -> tuple[str, CompletionLogprobs]:
         """The prompt's text with, if asked for, an entry for each of its tokens."""
-        prompt_ids = self.job.requests[index].prompt_ids
+        prompt_ids = self.prepared.requests[index].prompt_ids
         stream = TextStream()
         for position, token_id in enumerate(prompt_ids):
             stream.feed(self._tokenizer.token_bytes(token_id), position)

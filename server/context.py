@@ -13,7 +13,7 @@ from server.errors import ModelNotFound, TooManyRequests, Unavailable
 from server.lanes import Lanes
 from server.metrics import Metrics
 from server.queue_speed import QueueSpeed
-from server.running import Engine, RequestGroup
+from server.request_group import Engine, RequestGroup
 from server.stall import StallWatch
 
 SHUT_DOWN = "the service has shut down before this request was finished"
@@ -24,7 +24,7 @@ class Gate:
 
     def __init__(self) -> None:
         self.draining = False
-        self._running: set[RequestGroup] = set()
+        self._groups: set[RequestGroup] = set()
         self._speed = QueueSpeed()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -32,30 +32,30 @@ class Gate:
     @property
     def num_inflight(self) -> int:
         """Requests being served."""
-        return len(self._running)
+        return len(self._groups)
 
     @property
     def num_requests(self) -> int:
         """Requests at the engine, every choice and prompt counted."""
-        return sum(running.num_unfinished for running in self._running)
+        return sum(group.num_unfinished for group in self._groups)
 
     @contextmanager
-    def admitted(self, running: RequestGroup) -> Iterator[None]:
+    def admitted(self, group: RequestGroup) -> Iterator[None]:
         """Hold a place while a request is served. Raises Unavailable while draining."""
         if self.draining:
             raise Unavailable("the service is shutting down: send the request elsewhere, or again later")
-        self._running.add(running)
+        self._groups.add(group)
         self._idle.clear()
-        num_places = running.num_requests
+        num_places = group.num_requests
         try:
             yield
         except TooManyRequests:
             num_places = 0  # it was refused, so it held no place
             raise
         finally:
-            self._running.discard(running)
+            self._groups.discard(group)
             self._speed.on_free(num_places, time.monotonic())
-            if not self._running:
+            if not self._groups:
                 self._idle.set()
 
     def with_retry_after(self, error: TooManyRequests) -> TooManyRequests:
@@ -69,8 +69,8 @@ class Gate:
 
     def cut(self) -> None:
         """End what is still in flight, each request with an error."""
-        for running in self._running:
-            running.fail(Unavailable(SHUT_DOWN))
+        for group in self._groups:
+            group.fail(Unavailable(SHUT_DOWN))
 
     async def wait_idle(self) -> None:
         """Return when no request is in flight."""

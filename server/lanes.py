@@ -39,9 +39,9 @@ class Lane:
         max_waiting: int | None = None,
         after_work: Callable[[], None] | None = None,
     ) -> None:
-        """`max_waiting` is how many jobs may wait; None for any number.
+        """`max_waiting` is how many calls may wait; None for any number.
 
-        `after_work` runs in a thread one second after a job ends, once for all jobs that end meanwhile.
+        `after_work` runs in a thread one second after a call ends, once for all calls that end meanwhile.
         """
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
         self._num_threads = num_threads
@@ -56,7 +56,7 @@ class Lane:
         """Run `work(*args, **kwargs)` in a thread and return its result. Read the request body first.
 
         Raises:
-            TooManyRequests: `max_waiting` jobs wait already.
+            TooManyRequests: `max_waiting` calls wait already.
             ClientDisconnect: the client left first.
         """
         if self._max_waiting is not None and self._num_present >= self._num_threads + self._max_waiting:

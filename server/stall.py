@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from server.running import Engine
+from server.request_group import Engine
 
 log = logging.getLogger(__name__)
 

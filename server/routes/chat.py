@@ -10,8 +10,8 @@ from server.body import read_body
 from server.chat_answer import ChatAnswer
 from server.context import ServerContext
 from server.openapi import GENERATES, describe
+from server.respond import respond
 from server.schema.chat import ChatCompletion, ChatCompletionRequest
-from server.serving import respond
 
 router = APIRouter()
 
@@ -27,8 +27,8 @@ async def chat_completions(request: Request) -> Response:
     model = context.model_name(wire.model)
     info = context.ready_info(wire.n or 1)
     request_id = f"chatcmpl-{uuid.uuid4().hex}"
-    job = await lane.run(request.receive, context.converter.chat, wire, info, request_id)
+    prepared = await lane.run(request.receive, context.converter.chat, wire, info, request_id)
     answer = ChatAnswer(
-        job, context.converter.tokenizer, model=model, request_id=request_id, logprobs=bool(wire.logprobs)
+        prepared, context.converter.tokenizer, model=model, request_id=request_id, logprobs=bool(wire.logprobs)
     )
     return await respond(request, context, answer, stream=wire.stream, options=wire.stream_options)

@@ -10,9 +10,9 @@ from server.body import read_body
 from server.completion_answer import CompletionAnswer
 from server.context import ServerContext
 from server.openapi import GENERATES, TAKES_A_BODY, describe
+from server.respond import json_response, respond
 from server.schema.completions import Completion, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from server.schema.operations import Text, TokenizerInfo, Tokens
-from server.serving import json_response, respond
 
 router = APIRouter()
 
@@ -25,8 +25,8 @@ async def completions(request: Request) -> Response:
     model = context.model_name(wire.model)
     info = context.ready_info(len(wire.prompt) * (wire.n or 1))
     request_id = f"cmpl-{uuid.uuid4().hex}"
-    job = await lane.run(request.receive, context.converter.completion, wire, info, request_id)
-    answer = CompletionAnswer(job, context.converter.tokenizer, model=model, request_id=request_id, wire=wire)
+    prepared = await lane.run(request.receive, context.converter.completion, wire, info, request_id)
+    answer = CompletionAnswer(prepared, context.converter.tokenizer, model=model, request_id=request_id, wire=wire)
     return await respond(request, context, answer, stream=wire.stream, options=wire.stream_options)
 
 

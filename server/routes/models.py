@@ -6,8 +6,8 @@ from starlette.responses import Response
 
 from server.context import ServerContext
 from server.openapi import describe
+from server.respond import json_response
 from server.schema.operations import ModelEntry, ModelList
-from server.serving import json_response
 
 router = APIRouter()
 

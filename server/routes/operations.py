@@ -10,8 +10,8 @@ from starlette.responses import Response
 
 from server.context import ServerContext
 from server.openapi import describe, describe_health, describe_text
+from server.respond import json_response
 from server.schema.operations import Liveness, Readiness, Version
-from server.serving import json_response
 from server.version import service_version
 
 router = APIRouter()

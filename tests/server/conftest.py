@@ -18,8 +18,8 @@ from engine.validate import RequestLimits, check_request, refusal_output
 from loaders.tokenizer import Tokenizer, load_tokenizer
 from server.app import create_app
 from server.config import ServerConfig
-from server.draining import DrainingServer, make_uvicorn_config
 from server.listener import bind, url_of
+from server.uvicorn_server import DrainingServer, make_uvicorn_config
 
 MODEL = "tiny"
 ASSETS = Path(__file__).resolve().parents[2] / "assets" / "tiny-gpt-oss"

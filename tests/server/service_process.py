@@ -19,9 +19,9 @@ PLAIN = "import sys; from server.start import main; sys.exit(main())"
 SCRIPTED = """
 import functools, sys
 import engine.client
-import server.run
+import server.service
 from server.start import main
-server.run.EngineClient = functools.partial(engine.client.EngineClient, worker_module="tests.engine.fake_worker")
+server.service.EngineClient = functools.partial(engine.client.EngineClient, worker_module="tests.engine.fake_worker")
 sys.exit(main())
 """
 

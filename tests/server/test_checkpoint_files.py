@@ -12,9 +12,9 @@ import pytest
 from pydantic import ValidationError
 
 from server.errors import SettingError
-from server.run import load_checked_tokenizer
 from server.sampling_defaults import RANGES, SamplingDefaults, read_sampling_defaults
 from server.schema.common import GenerationRequest
+from server.service import load_checked_tokenizer
 from tests.server.conftest import ASSETS
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -146,7 +146,7 @@ def test_the_engine_gets_the_folder_of_the_download(
 ) -> None:
     seen: list[object] = []
     monkeypatch.setattr(cli, "download", lambda model, **options: seen.append((model, options["needs"])) or tmp_path)
-    monkeypatch.setattr("server.run.run", lambda server, engine, listener: seen.append(engine.model) or 0)
+    monkeypatch.setattr("server.service.run", lambda server, engine, listener: seen.append(engine.model) or 0)
     assert cli.main(["--port", "0", "--model", NAME, "--revision", "v1", *flags]) == 0
     assert seen == [(HubModel(NAME, "v1"), needs), tmp_path]
 

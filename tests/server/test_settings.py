@@ -15,7 +15,7 @@ from server import cli
 from server.config import ServerConfig
 from server.errors import SettingError
 from server.options import OPTIONS
-from server.run import summarize_paths
+from server.service import summarize_paths
 from server.service_links import service_links
 from server.settings import gather, make_parser, settings_of
 from tests.server.conftest import ASSETS, FakeEngine
@@ -71,7 +71,7 @@ def test_tuning_is_off_and_keeps_its_results_in_the_users_cache_folder(tmp_path)
 def test_the_command_hands_the_folder_to_the_engine(monkeypatch, tmp_path):
     seen = []
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("server.run.run", lambda server, engine, listener: seen.append(engine) or 0)
+    monkeypatch.setattr("server.service.run", lambda server, engine, listener: seen.append(engine) or 0)
     assert cli.main(["--port", "0"]) == 0
     assert cli.main(["--port", "0", "--tune-cache-dir", "none"]) == 0
     assert [engine.tune_cache_dir for engine in seen] == [tmp_path / "moe-serve" / "tune", None]
@@ -159,7 +159,7 @@ LINKS = {
 def test_variables_of_kubernetes_services_are_no_settings_g03(monkeypatch, caplog):
     """With a Service called moe-serve or moe-serve-canary, every start used to end with status 2."""
     seen = []
-    monkeypatch.setattr("server.run.run", lambda server, engine, listener: seen.append((server, engine)) or 0)
+    monkeypatch.setattr("server.service.run", lambda server, engine, listener: seen.append((server, engine)) or 0)
     monkeypatch.setattr(cli, "bind", lambda host, port: nullcontext())
     for name, text in {**LINKS, "MOE_SERVE_MAX_NUM_SEQS": "3"}.items():
         monkeypatch.setenv(name, text)
@@ -259,7 +259,7 @@ def test_bad_starts_end_with_one_line(tmp_path):
 
 
 def test_help_lists_all_flags_and_imports_nothing_heavy():
-    """`server.run` too: it starts the engine's process before it imports the web framework."""
+    """`server.service` too: it starts the engine's process before it imports the web framework."""
     done = run_command("--help")
     assert done.returncode == 0
     for setting in SETTINGS.values():

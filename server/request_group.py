@@ -1,4 +1,4 @@
-"""`RequestGroup`: the engine requests of one HTTP request as one stream. They end together; no abort is forgotten."""
+"""`RequestGroup`: runs the engine requests of one HTTP request as one stream, and aborts what is left when it ends."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -40,9 +40,9 @@ class Engine(Protocol):
 
 
 class RequestGroup:
-    """`async with RequestGroup(...) as running: async for index, output in running: ...`
+    """`async with RequestGroup(...) as group: async for index, output in group: ...`
 
-    `index` is the place of the request in the list. Leaving the block ends whatever is still running.
+    `index` is the place of the request in the list. Leaving the block ends the requests that still run.
     """
 
     def __init__(self, engine: Engine, requests: Sequence[EngineRequest]) -> None:

@@ -1,4 +1,7 @@
-"""From an `Answer` to an HTTP response: runs its requests, streamed or whole, and ends them when the client leaves."""
+"""`respond`: runs the engine requests of an answer and sends it as one body or as a stream of events.
+
+When the client leaves, its requests end.
+"""
 
 import logging
 import time
@@ -17,7 +20,7 @@ from server.asker import asker_of
 from server.connection import while_connected
 from server.context import ServerContext
 from server.errors import ApiError, TooManyRequests, body_of, internal_error
-from server.running import RequestGroup
+from server.request_group import RequestGroup
 from server.schema.common import StreamOptions
 from server.sse import DONE, EventStream, event
 
@@ -34,24 +37,24 @@ async def respond(
 ) -> Response:
     """Run the answer's requests. An error before the first output has its own status; a later one is an event."""
     client, connection = asker_of(request, context.config)
-    requests = [replace(each, client=client, connection=connection) for each in answer.job.requests]
-    running = RequestGroup(context.engine, requests)
+    requests = [replace(each, client=client, connection=connection) for each in answer.prepared.requests]
+    group = RequestGroup(context.engine, requests)
     if not stream:
-        return json_response(await while_connected(request.receive, _whole(context, answer, running)))
-    events = _events(context, answer, running, options or StreamOptions(), request.state.request_id)
+        return json_response(await while_connected(request.receive, _body(context, answer, group)))
+    events = _events(context, answer, group, options or StreamOptions(), request.state.request_id)
     first = await while_connected(request.receive, anext(events))
     return EventStream(first, events)
 
 
-async def _whole(context: ServerContext, answer: Answer, running: RequestGroup) -> dict[str, Any]:
-    async with aclosing(_outputs(context, answer, running)) as outputs:
+async def _body(context: ServerContext, answer: Answer, group: RequestGroup) -> dict[str, Any]:
+    async with aclosing(_outputs(context, answer, group)) as outputs:
         async for index, output in outputs:
             answer.feed(index, output)
     return answer.body()
 
 
 async def _events(
-    context: ServerContext, answer: Answer, running: RequestGroup, options: StreamOptions, request_id: str
+    context: ServerContext, answer: Answer, group: RequestGroup, options: StreamOptions, request_id: str
 ) -> AsyncGenerator[bytes, None]:
     """The events of a streamed answer. An error before the first of them raises.
 
@@ -60,7 +63,7 @@ async def _events(
     has_begun = False
     with_usage = bool(options.continuous_usage_stats)
     try:
-        async with aclosing(_outputs(context, answer, running)) as outputs:
+        async with aclosing(_outputs(context, answer, group)) as outputs:
             async for index, output in outputs:
                 for chunk in answer.chunks(index, output, with_usage=with_usage):
                     yield event(chunk)
@@ -78,19 +81,19 @@ async def _events(
 
 
 async def _outputs(
-    context: ServerContext, answer: Answer, running: RequestGroup
+    context: ServerContext, answer: Answer, group: RequestGroup
 ) -> AsyncGenerator[tuple[int, EngineOutput], None]:
-    """Run the answer's requests; each is stopped once the answer, given its outputs, needs no more of them."""
+    """Run the answer's requests and yield their outputs. A request stops as soon as its choice is finished."""
     watch = _Watch(context, answer)
-    with context.gate.admitted(running):
-        async with running:
-            async for index, output in running:
+    with context.gate.admitted(group):
+        async with group:
+            async for index, output in group:
                 if output.overloaded:
                     raise context.gate.with_retry_after(TooManyRequests(output.error or "the queue is full"))
                 watch.on_output()
                 yield index, output
                 if answer.is_finished(index):
-                    running.stop(index)
+                    group.stop(index)
     watch.on_end()
 
 

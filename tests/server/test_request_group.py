@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from engine.types import EngineOutput
-from server.running import RequestGroup
+from server.request_group import RequestGroup
 from tests.engine.requests import request
 
 

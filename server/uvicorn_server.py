@@ -1,4 +1,4 @@
-"""The uvicorn server: how connections are served, and how it stops without cutting anybody off. Starts no engine."""
+"""The uvicorn server: settings of its connections, and draining after a signal. Starts no engine."""
 
 import asyncio
 import logging

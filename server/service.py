@@ -27,7 +27,7 @@ from server.prompt import ChatTemplate
 from server.sampling_defaults import SamplingDefaults, read_sampling_defaults
 
 if TYPE_CHECKING:
-    from server.draining import DrainingServer
+    from server.uvicorn_server import DrainingServer
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ async def _serve(
     try:
         # The engine's process loads meanwhile, so the web framework is imported only now.
         from server.app import create_app
-        from server.draining import DrainingServer, make_uvicorn_config
+        from server.uvicorn_server import DrainingServer, make_uvicorn_config
 
         app = create_app(engine, tokenizer, server_config, defaults)
         server = DrainingServer(make_uvicorn_config(app, server_config), app.state.context)
