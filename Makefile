@@ -11,7 +11,7 @@ EXTRAS ?=
 PIP     = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 SERVE   = $(VENV)/.serve$(EXTRAS:%=-%)
 
-.PHONY: serve test test-cpus clients soak check pins bench
+.PHONY: serve test test-cpus clients soak check pins settings bench
 serve: $(SERVE)
 	$(VENV)/bin/moe-serve --port $(PORT) $(ARGS)
 
@@ -32,6 +32,9 @@ check: $(VENV)/.dev
 
 pins: $(VENV)/.dev
 	$(VENV)/bin/python scripts/check_pins.py
+
+settings: $(VENV)/.dev
+	$(VENV)/bin/python -m scripts.write_settings_page
 
 bench: $(VENV)/.dev
 	$(VENV)/bin/python -m benchmarks.bench_cpu $(ARGS)

@@ -1,10 +1,8 @@
 """From settings to something that can step: the model, its KV cache, the numbers left open. No requests yet."""
 
-import enum
 import logging
 import time
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
 import torch
 
@@ -27,7 +25,6 @@ _BYTES_PER_GRAPH = 32 << 20
 _SAMPLING_BYTES_PER_LOGIT = 48  # the sampler's temporaries at its peak, filters on
 
 logger = logging.getLogger(__name__)
-_Enum = TypeVar("_Enum", bound=enum.StrEnum)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -175,18 +172,15 @@ def _build_model(config: EngineConfig) -> Model:
     from moe.tune.layers import TuningSettings
     from moe.tune.policy import tuning_token_counts
 
-    choices: dict[str, Any] = {
-        name: getattr(config, name) for name in ("router_logits_dtype", "attention_backend", "load_format", "selfcheck")
-    }
     device = _choose_device(config.device)
     step_tokens = _max_step_tokens(config, device)
     settings = ModelSettings(
         device=device,
         dtype="auto" if config.dtype == "auto" else getattr(torch, config.dtype),
-        moe_backend=_member(MoeBackend, "moe_backend", config.moe_backend),
-        moe_a2a_backend=_member(MoeA2ABackend, "moe_a2a_backend", config.moe_a2a_backend),
+        moe_backend=MoeBackend(config.moe_backend),
+        moe_a2a_backend=MoeA2ABackend(config.moe_a2a_backend),
         deepep=DeepepSettings(
-            mode=_member(DeepepMode, "deepep_mode", config.deepep_mode),
+            mode=DeepepMode(config.deepep_mode),
             max_dispatch_tokens=config.deepep_max_dispatch_tokens,
         ),
         max_num_tokens=step_tokens,
@@ -195,17 +189,12 @@ def _build_model(config: EngineConfig) -> Model:
             cache_folder=config.tune_cache_dir,
             token_counts=tuning_token_counts(step_tokens, config.max_num_seqs),
         ),
-        **choices,
+        router_logits_dtype=config.router_logits_dtype,
+        attention_backend=config.attention_backend,
+        load_format=config.load_format,
+        selfcheck=config.selfcheck,
     )
     return build_model(config.model, settings)
-
-
-def _member(kind: type[_Enum], field: str, value: str) -> _Enum:
-    try:
-        return kind(value)
-    except ValueError:
-        known = ", ".join(member.value for member in kind)
-        raise EngineConfigError(f"{field} is {value!r}: it must be one of {known}") from None
 
 
 def _choose_device(name: str) -> torch.device:

@@ -8,7 +8,7 @@ ValueError
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -18,9 +18,9 @@ from moe import MoeA2ABackend, MoeBackend
 from moe.dispatch.deepep_settings import DeepepSettings
 from moe.tune.layers import TuningSettings
 
-_ROUTER_DTYPES = ("auto", "float32", "bfloat16")
-_LOAD_FORMATS = ("auto", "dummy")
-_SELFCHECKS = ("off", "first", "all")
+RouterDtype = Literal["auto", "float32", "bfloat16"]
+LoadFormat = Literal["auto", "dummy"]
+SelfCheck = Literal["off", "first", "all"]
 _CPU = torch.device("cpu")
 _DTYPES = (torch.float32, torch.bfloat16)
 _WHOLE = ExpertShard()
@@ -55,23 +55,24 @@ class ModelSettings:
     dtype: torch.dtype | Literal["auto"] = "auto"
     moe_backend: MoeBackend = MoeBackend.AUTO
     moe_a2a_backend: MoeA2ABackend = MoeA2ABackend.NONE
-    router_logits_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    router_logits_dtype: RouterDtype = "auto"
     attention_backend: str = "auto"
-    load_format: Literal["auto", "dummy"] = "auto"
-    selfcheck: Literal["off", "first", "all"] = "first"
+    load_format: LoadFormat = "auto"
+    selfcheck: SelfCheck = "first"
     expert_shard: ExpertShard = _WHOLE
     deepep: DeepepSettings = _DEEPEP
     max_num_tokens: int = 8192
     tuning: TuningSettings = _UNTUNED
 
     def __post_init__(self) -> None:
-        for field, allowed in (
-            ("router_logits_dtype", _ROUTER_DTYPES),
-            ("load_format", _LOAD_FORMATS),
-            ("selfcheck", _SELFCHECKS),
+        for field, choices in (
+            ("router_logits_dtype", RouterDtype),
+            ("load_format", LoadFormat),
+            ("selfcheck", SelfCheck),
         ):
-            if getattr(self, field) not in allowed:
-                raise ModelSettingsError(f"{field} is {getattr(self, field)!r}: it must be one of {', '.join(allowed)}")
+            value, known = getattr(self, field), get_args(choices)
+            if value not in known:
+                raise ModelSettingsError(f"{field} is {value!r}: it must be one of {', '.join(known)}")
         if self.max_num_tokens < 1:
             raise ModelSettingsError(f"max_num_tokens is {self.max_num_tokens}: it must be at least 1")
         if self.dtype != "auto" and self.dtype not in _DTYPES:

@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     settings = all_settings()
     try:
         if argv[:1] == ["explain"]:
-            return explain(argv[1:], PROGRAM)
+            return explain(argv[1:], PROGRAM, settings)
         links = service_links(os.environ)
         environ = {name: text for name, text in os.environ.items() if name not in links}
         if argv[:1] == ["health"]:
@@ -75,7 +75,7 @@ def configure_logging(config: ServerConfig) -> None:
 
 def all_settings() -> dict[str, Setting]:
     """Every setting by name. `model` is text, because a path would turn the folder `./x/y` into `x/y` on the hub."""
-    settings = settings_of(ServerConfig, EngineConfig)
+    settings = settings_of(EngineConfig, ServerConfig)
     return settings | {"model": dataclasses.replace(settings["model"], kind=str)}
 
 

@@ -1,10 +1,10 @@
 """Settings of the HTTP side, checked when made. Reads neither argv nor the environment (`server.cli` does)."""
 
-import math
 import re
 from dataclasses import dataclass
 from typing import Literal
 
+from engine.setting import check_settings, setting
 from server.errors import SettingError
 
 _KEY = re.compile(r"[!-~]+")
@@ -16,27 +16,64 @@ _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+")
 class ServerConfig:
     """What the HTTP process needs to know. Times are in seconds, sizes in bytes."""
 
-    host: str = "127.0.0.1"
-    port: int = 8000
-    api_key: str | None = None
-    revision: str | None = None  # of a model on the hub: a branch, a tag or a commit; None: the main branch
-    client_header: str | None = None
-    cors_origins: tuple[str, ...] = ()
-    served_model_name: tuple[str, ...] = ()
-    drain_timeout: float = 25.0  # leaves time to shut down within the 30 s that Kubernetes gives
-    heartbeat_timeout: float = 60.0
-    stall_timeout: float = 60.0
-    exit_on_engine_death: bool = False
-    receive_timeout: float = 60.0
-    max_body_bytes: int = 4 * 1024 * 1024
-    default_temperature: float | None = None
-    default_top_p: float | None = None
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
-    access_log: bool = False
+    revision: str | None = setting(
+        None, "model", "branch, tag or commit of a model on the hub", default_text="the main branch"
+    )
+    served_model_name: tuple[str, ...] = setting(
+        (),
+        "model",
+        "names under which the API serves the model, separated by commas",
+        default_text="the name on the hub, or the folder's",
+    )
+    default_temperature: float | None = setting(
+        None,
+        "model",
+        "temperature of requests that set none",
+        default_text="the checkpoint's, else 1",
+        low=0,
+        high=2,
+    )
+    default_top_p: float | None = setting(
+        None, "model", "top_p of requests that set none", default_text="the checkpoint's, else 1", above=0, high=1
+    )
+
+    host: str = setting("127.0.0.1", "HTTP", "address to listen on; 0.0.0.0 for all")
+    port: int = setting(8000, "HTTP", "port to listen on; 0 picks a free one", low=0, high=65535)
+    api_key: str | None = setting(
+        None, "HTTP", "key that every route but /health, /health/live and /health/ready requires", is_secret=True
+    )
+    client_header: str | None = setting(
+        None,
+        "HTTP",
+        "header that names the client, such as X-Forwarded-For; only behind a proxy that sets it itself",
+        default_text="none: clients are told apart by address",
+    )
+    cors_origins: tuple[str, ...] = setting(
+        (), "HTTP", "origins whose pages may call the API from a browser, separated by commas; * for all"
+    )
+    max_body_bytes: int = setting(4 * 1024 * 1024, "HTTP", "largest request body in bytes", low=1)
+    drain_timeout: float = setting(  # leaves time to shut down within the 30 s that Kubernetes gives
+        25.0, "HTTP", "seconds that running requests have to finish after SIGTERM", low=0
+    )
+    heartbeat_timeout: float = setting(
+        60.0, "HTTP", "seconds without a heartbeat of the engine until /health/live answers 503", above=0
+    )
+    stall_timeout: float = setting(
+        60.0, "HTTP", "seconds without a token while requests wait or run, until /health/ready answers 503", above=0
+    )
+    exit_on_engine_death: bool = setting(
+        False, "HTTP", "exit with status 1 when the engine dies, instead of answering 503"
+    )
+    receive_timeout: float = setting(
+        60.0, "HTTP", "seconds a client has to send a request's head, and again its body", above=0
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = setting(
+        "info", "HTTP", "least severe messages that are logged"
+    )
+    access_log: bool = setting(False, "HTTP", "log a line for every request")
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65535:
-            raise SettingError(f"port is {self.port}: it must lie between 0 and 65535 (0 picks a free one)")
+        check_settings(self, SettingError)
         if self.api_key is not None and not _KEY.fullmatch(self.api_key):
             raise SettingError(
                 "api_key is empty or holds spaces or characters beyond ASCII, which cannot be sent in a header: "
@@ -52,12 +89,3 @@ class ServerConfig:
                 )
         if any(not name for name in self.served_model_name):
             raise SettingError("served_model_name holds an empty name: give names separated by commas")
-        if not 0 <= self.drain_timeout < math.inf:  # a NaN fails too
-            raise SettingError(f"drain_timeout is {self.drain_timeout}: it must be a number of seconds, 0 or more")
-        for field in ("heartbeat_timeout", "stall_timeout", "receive_timeout", "max_body_bytes"):
-            if not 0 < getattr(self, field) < math.inf:
-                raise SettingError(f"{field} is {getattr(self, field)}: it must be above 0 and finite")
-        if self.default_temperature is not None and not 0 <= self.default_temperature <= 2:
-            raise SettingError(f"default_temperature is {self.default_temperature}: it must lie between 0 and 2")
-        if self.default_top_p is not None and not 0 < self.default_top_p <= 1:
-            raise SettingError(f"default_top_p is {self.default_top_p}: it must be above 0 and at most 1")

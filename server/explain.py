@@ -1,17 +1,16 @@
 """`moe-serve explain`: which backends could serve a model on a GPU, and why the others cannot. Reads no weights."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from server import streams
 from server.errors import SettingError
 from server.hub import download
 from server.model_source import locate_model, served_name
-from server.options import OPTIONS
-from server.settings import Parser
+from server.settings import Parser, Setting
 
 
-def explain(argv: Sequence[str], program: str) -> int:
+def explain(argv: Sequence[str], program: str, settings: Mapping[str, Setting]) -> int:
     """Print the table for the flags in `argv`; returns the exit code. Raises SettingError for a wrong flag or model."""
     parser = Parser(
         prog=f"{program} explain",
@@ -21,15 +20,15 @@ def explain(argv: Sequence[str], program: str) -> int:
     )
     parser.add_argument("--gpu", required=True, help="sm90, sm100, gfx950...; cpu for none")
     parser.add_argument("--format", required=True, help="bf16, fp8_block, fp8_tensor, mxfp4 or nvfp4")
-    parser.add_argument("--a2a", default="none", choices=OPTIONS["moe_a2a_backend"].choices, help="transport [none]")
+    parser.add_argument("--a2a", default="none", choices=settings["moe_a2a_backend"].choices, help="transport [none]")
     parser.add_argument(
         "--deepep-mode",
         default="auto",
-        choices=OPTIONS["deepep_mode"].choices,
-        help=f"{OPTIONS['deepep_mode'].text} [auto]",
+        choices=settings["deepep_mode"].choices,
+        help=f"{settings['deepep_mode'].spec.text} [auto]",
     )
-    parser.add_argument("--model", help=f"{OPTIONS['model'].text}; only config.json is read [the bundled model]")
-    parser.add_argument("--revision", help=f"{OPTIONS['revision'].text} [the main branch]")
+    parser.add_argument("--model", help=f"{settings['model'].spec.text}; only config.json is read [the bundled model]")
+    parser.add_argument("--revision", help=f"{settings['revision'].spec.text} [the main branch]")
     flags = parser.parse_args(argv)
     model = locate_model(flags.model, flags.revision)
     folder = model if isinstance(model, Path) else download(model, needs="config")

@@ -1,7 +1,8 @@
 """Settings from flags, variables and a file to dataclasses. Reads no argv and no environment itself; it is given both.
 
-Every field of the dataclasses is a setting: field `max_num_seqs` is `--max-num-seqs`, `MOE_SERVE_MAX_NUM_SEQS` and the
-key `max_num_seqs`. A flag beats a variable, a variable beats the file, the file beats the default.
+Every field of the dataclasses is a setting, declared by `engine.setting.setting`: field `max_num_seqs` is the flag
+`--max-num-seqs`, the variable `MOE_SERVE_MAX_NUM_SEQS` and the key `max_num_seqs`. A flag beats a variable, a variable
+beats the file, the file beats the default.
 """
 
 import argparse
@@ -12,24 +13,24 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
+from engine.setting import Group, SettingSpec, spec_of
 from server import streams
 from server.errors import SettingError
-from server.options import OPTIONS
 
 PREFIX = "MOE_SERVE_"
-_SECRET = "api_key"  # one that is missing must not open the service
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """One field of one dataclass."""
+    """One field of one dataclass. `default` is `dataclasses.MISSING` if the field has none."""
 
     name: str
     kind: Any  # str, int, float, bool, Path or tuple
     is_optional: bool
     choices: tuple[str, ...]
     default: Any
+    spec: SettingSpec
 
     @property
     def flag(self) -> str:
@@ -41,9 +42,16 @@ class Setting:
         """Its environment variable."""
         return PREFIX + self.name.upper()
 
+    @property
+    def default_text(self) -> str:
+        """The default as help shows it."""
+        if self.default in (None, (), dataclasses.MISSING):
+            return self.spec.default_text
+        return str(self.default).lower() if self.kind is bool else str(self.default)
+
     def parse(self, value: Any, source: str) -> Any:
         """The value in the field's type, from text or from YAML. Raises SettingError naming the source."""
-        if value is None and (not self.is_optional or self.name == _SECRET):
+        if value is None and (not self.is_optional or self.spec.is_secret):
             raise SettingError(f"{source} has no value: give one, or remove it")
         if self.is_optional and (value is None or (self.kind is not str and value == "none")):
             return None
@@ -58,7 +66,11 @@ class Setting:
 
 
 def settings_of(*classes: type) -> dict[str, Setting]:
-    """All fields of the dataclasses by name. Raises ValueError if two share one."""
+    """All fields of the dataclasses by name, sorted by group.
+
+    Raises:
+        ValueError: two dataclasses share a field, or a field was not declared by `setting`.
+    """
     settings: dict[str, Setting] = {}
     for cls in classes:
         hints = get_type_hints(cls)
@@ -66,19 +78,27 @@ def settings_of(*classes: type) -> dict[str, Setting]:
             if field.name in settings:
                 raise ValueError(f"two dataclasses have a field {field.name}")
             settings[field.name] = _setting(field, hints[field.name])
-    return settings
+    groups = get_args(Group)
+    return dict(sorted(settings.items(), key=lambda item: groups.index(item[1].spec.group)))
 
 
 def _setting(field: "dataclasses.Field[Any]", hint: Any) -> Setting:
     options = [part for part in get_args(hint) if part is not type(None)]
     is_optional = get_origin(hint) in (Union, types.UnionType) and len(options) < len(get_args(hint))
     kind = options[0] if is_optional else hint
-    choices = OPTIONS[field.name].choices if field.name in OPTIONS else ()
+    choices: tuple[str, ...] = ()
     if get_origin(kind) is Literal:
         kind, choices = str, get_args(kind)
     elif get_origin(kind) is tuple:
         kind = tuple
-    return Setting(name=field.name, kind=kind, is_optional=is_optional, choices=choices, default=field.default)
+    return Setting(
+        name=field.name,
+        kind=kind,
+        is_optional=is_optional,
+        choices=choices,
+        default=field.default,
+        spec=spec_of(field),
+    )
 
 
 def _parse(kind: Any, value: Any) -> Any:
@@ -138,11 +158,10 @@ def make_parser(settings: Mapping[str, Setting], program: str, description: str)
     parser.add_argument("--config", metavar="FILE.yaml", help="file with settings")
     parser.add_argument("--version", action="store_true", help="print the version and exit")
     groups: dict[str, Any] = {}
-    for name in sorted(settings, key=list(OPTIONS).index):
-        setting, option = settings[name], OPTIONS[name]
-        group = groups.get(option.group) or groups.setdefault(option.group, parser.add_argument_group(option.group))
-        default = option.default_text if setting.default in (None, (), dataclasses.MISSING) else setting.default
-        text = f"{option.text} [{str(default).lower() if setting.kind is bool else default}]".replace("%", "%%")
+    for setting in settings.values():
+        title = setting.spec.group
+        group = groups.get(title) or groups.setdefault(title, parser.add_argument_group(title))
+        text = f"{setting.spec.text} [{setting.default_text}]".replace("%", "%%")
         if setting.kind is bool:
             group.add_argument(setting.flag, action=argparse.BooleanOptionalAction, help=text)
         else:
@@ -154,15 +173,16 @@ def make_parser(settings: Mapping[str, Setting], program: str, description: str)
 def gather(settings: Mapping[str, Setting], flags: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
     """Values that were given anywhere, by field name. Raises SettingError naming flag, variable or key.
 
-    An empty variable counts as unset, and a variable that a flag overrides is not read. But an empty key is refused,
-    in a file too: whoever sets it wants a key.
+    An empty variable counts as unset, and a variable that a flag overrides is not read. But an empty secret is refused,
+    in a file too: whoever sets it wants one, and without it the service would be open.
     """
     variables = {name: text for name, text in environ.items() if name.startswith(PREFIX) and text}
     file = flags.get("config", variables.pop(f"{PREFIX}CONFIG", None))
     by_variable = {setting.variable: setting for setting in settings.values()}
     values = {} if file is None else _from_file(settings, Path(file))
-    if environ.get(f"{PREFIX}API_KEY") == "" and _SECRET not in flags:
-        raise SettingError(f"{PREFIX}API_KEY is empty: give a key, or remove the variable to serve without one")
+    for setting in settings.values():
+        if setting.spec.is_secret and environ.get(setting.variable) == "" and setting.name not in flags:
+            raise SettingError(f"{setting.variable} is empty: give a key, or remove the variable to serve without one")
     for name, text in variables.items():
         if name not in by_variable:
             raise SettingError(f"{name}: there is no such setting{_nearest(name, list(by_variable))}")

@@ -1,20 +1,24 @@
 """Settings: flags, variables and file; refusals name what is wrong; the command starts quickly and fails politely."""
 
+import math
 import socket
 import subprocess
 import sys
 from contextlib import nullcontext
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
 from engine.config import EngineConfig
+from engine.setting import check_settings, setting
 from moe.config import MoeA2ABackend, MoeBackend
+from moe.dispatch.deepep_settings import DeepepMode
+from scripts.write_settings_page import PAGE, settings_page
 from server import cli
 from server.config import ServerConfig
 from server.errors import SettingError
-from server.options import OPTIONS
 from server.service import summarize_paths
 from server.service_links import service_links
 from server.settings import gather, make_parser, settings_of
@@ -34,15 +38,64 @@ def configs_of(argv=(), environ=None):
 
 def test_every_field_is_a_documented_setting_and_they_are_few():
     names = {field.name for cls in (ServerConfig, EngineConfig) for field in fields(cls)}
-    assert names == set(SETTINGS) == set(OPTIONS)
+    assert names == set(SETTINGS)
     assert len(names) < 80
 
 
+def test_the_page_of_settings_is_written_from_the_declarations():
+    assert PAGE.read_text() == settings_page(SETTINGS.values()), "run `make settings`"
+
+
+def test_a_field_must_be_declared_by_setting():
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        max_num_seqs: int = 64
+
+    with pytest.raises(ValueError, match="max_num_seqs is not declared by `setting`"):
+        settings_of(Config)
+
+
+def test_one_declaration_makes_flag_variable_key_help_and_check(tmp_path):
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        num_cats: int = setting(2, "engine", "cats, 50% of them black", low=1, high=9)
+        weight_kg: float | None = setting(None, "model", "of a cat", above=0, default_text="a guess")
+        speed: float = setting(1.0, "engine", "of a cat", low=0)
+        mood: Literal["calm", "wild"] = setting("calm", "engine", "how it behaves")
+        purrs: bool = setting(True, "engine", "whether it does")
+
+        def __post_init__(self):
+            check_settings(self, SettingError)
+
+    settings = settings_of(Config)
+    assert list(settings) == ["weight_kg", "num_cats", "speed", "mood", "purrs"], "sorted by group"
+    parser = make_parser(settings, "cat", "")
+    assert "cats, 50% of them black [2]" in parser.format_help()
+    assert "--weight-kg KG of a cat [a guess]" in " ".join(parser.format_help().split())
+    assert "--mood {calm,wild}" in parser.format_help()
+    (tmp_path / "file.yaml").write_text("mood: wild\nnum_cats: 3")
+    flags = vars(parser.parse_args(["--no-purrs", "--config", str(tmp_path / "file.yaml")]))
+    values = gather(settings, flags, {"MOE_SERVE_NUM_CATS": "9"})
+    assert Config(**values) == Config(num_cats=9, mood="wild", purrs=False)
+    for wrong, message in (
+        ({"num_cats": 0}, "num_cats is 0: it must lie between 1 and 9"),
+        ({"num_cats": 10}, "num_cats is 10: it must lie between 1 and 9"),
+        ({"weight_kg": 0.0}, "weight_kg is 0.0: it must be above 0 and finite"),
+        ({"weight_kg": math.inf}, "weight_kg is inf: it must be above 0 and finite"),
+        ({"speed": math.nan}, "speed is nan: it must be at least 0 and finite"),
+        ({"mood": "tired"}, "mood is 'tired': it must be one of calm, wild"),
+    ):
+        with pytest.raises(SettingError) as caught:
+            Config(**wrong)
+        assert str(caught.value) == message
+
+
 def test_choices_are_those_of_the_packages_below():
-    assert OPTIONS["moe_backend"].choices == tuple(MoeBackend)
-    assert OPTIONS["moe_a2a_backend"].choices == tuple(MoeA2ABackend)
-    for name, setting in SETTINGS.items():
-        for choice in setting.choices if name in {field.name for field in fields(EngineConfig)} else ():
+    assert SETTINGS["moe_backend"].choices == tuple(MoeBackend)
+    assert SETTINGS["moe_a2a_backend"].choices == tuple(MoeA2ABackend)
+    assert SETTINGS["deepep_mode"].choices == tuple(DeepepMode)
+    for name, known in SETTINGS.items():
+        for choice in known.choices if name in {field.name for field in fields(EngineConfig)} else ():
             EngineConfig(model=ASSETS, **{name: choice})
 
 
@@ -117,7 +170,7 @@ def test_types():
         (["--drain-timeout", "nan"], {}, "--drain-timeout: drain_timeout is nan"),
         (["--drain-timeout", "inf"], {}, "--drain-timeout: drain_timeout is inf"),
         (["--heartbeat-timeout", "nan"], {}, "--heartbeat-timeout: heartbeat_timeout is nan"),
-        (["--num-threads", "100000"], {}, "--num-threads: num_threads is 100000: it must be at most 1024"),
+        (["--num-threads", "100000"], {}, "--num-threads: num_threads is 100000: it must lie between 1 and 1024"),
         (["--max-model-len", "1"], {}, "--max-model-len: max_model_len is 1: it must be at least 2"),
         (["--served-model-name", "a,,b"], {}, "--served-model-name"),
         (["--default-temperature", "3"], {}, "--default-temperature"),
@@ -262,8 +315,8 @@ def test_help_lists_all_flags_and_imports_nothing_heavy():
     """`server.service` too: it starts the engine's process before it imports the web framework."""
     done = run_command("--help")
     assert done.returncode == 0
-    for setting in SETTINGS.values():
-        assert setting.flag in done.stdout
+    for known in SETTINGS.values():
+        assert known.flag in done.stdout
     probe = (
         "import sys; from server import cli, run; cli.main(['--version']); print({'torch', 'fastapi'} & {*sys.modules})"
     )

@@ -1,0 +1,82 @@
+"""`setting` declares a field of a config once: default, group, words and limits. `check_settings` enforces the limits.
+
+The flag, the environment variable, the key of the settings file, `--help` and docs/settings.md all follow from the
+declaration (`server.settings`). A field's choices are its `Literal` type.
+"""
+
+import dataclasses
+import math
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+Group = Literal["model", "HTTP", "engine", "mixture of experts"]
+"""Headings of `--help`, in their order."""
+
+_KEY = "setting"  # in the metadata of a field
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SettingSpec:
+    """What a declaration says beside the field's name, type and default.
+
+    `default_text` replaces a default of None or () in help. `low` and `high` are the smallest and the largest number
+    that is allowed, `above` is a number below the smallest. A float must be finite. A secret that is set must have a
+    value: an empty one is refused, not taken for unset.
+    """
+
+    group: Group
+    text: str
+    default_text: str = "none"
+    low: float | None = None
+    above: float | None = None
+    high: float | None = None
+    is_secret: bool = False
+
+    def allows(self, value: float) -> bool:
+        """Whether a number is within the limits; NaN never is."""
+        return (
+            (self.low is None or value >= self.low)
+            and (self.above is None or value > self.above)
+            and (value <= self.high if self.high is not None else value < math.inf)
+        )
+
+    def rule(self, *, is_float: bool) -> str:
+        """What `allows` requires, after "it must"; empty if it allows every number of that type."""
+        if self.low is not None and self.high is not None:
+            return f"lie between {self.low} and {self.high}"
+        limits = [
+            *([] if self.low is None else [f"at least {self.low}"]),
+            *([] if self.above is None else [f"above {self.above}"]),
+            *([] if self.high is None else [f"at most {self.high}"]),
+            *(["finite"] if is_float and self.high is None else []),
+        ]
+        return "be " + " and ".join(limits) if limits else ""
+
+
+def setting(default: Any, group: Group, text: str, **limits: Any) -> Any:
+    """A dataclass field with a default. `limits` are the other fields of `SettingSpec`."""
+    return dataclasses.field(default=default, metadata=described(group, text, **limits))
+
+
+def described(group: Group, text: str, **limits: Any) -> dict[str, SettingSpec]:
+    """Metadata of a field without a default: `dataclasses.field(metadata=described(...))`."""
+    return {_KEY: SettingSpec(group=group, text=text, **limits)}
+
+
+def spec_of(field: "dataclasses.Field[Any]") -> SettingSpec:
+    """The declaration of a field. Raises ValueError if it was not made by `setting`."""
+    spec = field.metadata.get(_KEY)
+    if not isinstance(spec, SettingSpec):
+        raise ValueError(f"the field {field.name} is not declared by `setting`")
+    return spec
+
+
+def check_settings(config: Any, error: type[ValueError]) -> None:
+    """Raise `error`, naming field, value and rule, for the first field outside its choices or limits."""
+    hints = get_type_hints(type(config))
+    for field in dataclasses.fields(config):
+        value, hint = getattr(config, field.name), hints[field.name]
+        if get_origin(hint) is Literal and value not in get_args(hint):
+            raise error(f"{field.name} is {value!r}: it must be one of {', '.join(get_args(hint))}")
+        if isinstance(value, int | float) and not spec_of(field).allows(value):
+            rule = spec_of(field).rule(is_float=isinstance(value, float))
+            raise error(f"{field.name} is {value}: it must {rule}")
