@@ -9,8 +9,10 @@ from collections.abc import AsyncIterator
 import msgspec
 import zmq
 
+from engine.admission import choose_loser
 from engine.config import EngineConfig
 from engine.errors import RequestError
+from engine.fair_queue import Path
 from engine.messages import (
     EXIT_FAILED,
     Abort,
@@ -37,12 +39,17 @@ logger = logging.getLogger(__name__)
 
 
 class _Stream:
-    """Outputs of one request that its reader has not taken yet."""
+    """Outputs of one request that its reader has not taken yet.
 
-    __slots__ = ("abort_sent", "outputs")
+    `path` is its client and connection; `has_begun` is True once any request of that connection has had an output.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("abort_sent", "has_begun", "outputs", "path")
+
+    def __init__(self, path: Path) -> None:
         self.outputs: asyncio.Queue[EngineOutput] = asyncio.Queue()
+        self.path = path
+        self.has_begun = False
         self.abort_sent = False
 
 
@@ -124,7 +131,7 @@ class EngineClient:
         if refusal is not None:
             yield refusal
             return
-        stream = _Stream()
+        stream = _Stream((request.client, request.connection))
         self._streams[request.request_id] = stream
         self._send(Add(request))
         try:
@@ -177,13 +184,24 @@ class EngineClient:
                 error=_LOADING if is_loading else _STOPPED,
                 overloaded=is_loading,
             )
-        if len(self._streams) >= self.config.max_requests:
-            return overloaded_output(request_id, self.config.max_requests)
         try:
             check_request(request, self._limits)
         except RequestError as error:
             return refusal_output(request_id, error)
+        if len(self._streams) >= self.config.max_requests and not self._free_place(request.client):
+            return overloaded_output(request_id, self.config.max_requests)
         return None
+
+    def _free_place(self, client: str) -> bool:
+        """Take a place from another client's request, if `engine.admission` grants it; that request gets the 429."""
+        ids = list(self._streams)
+        loser = choose_loser([(stream.path, stream.has_begun) for stream in self._streams.values()], client)
+        if loser is None:
+            return False
+        self.abort(ids[loser])
+        stream = self._streams.pop(ids[loser])
+        stream.outputs.put_nowait(overloaded_output(ids[loser], self.config.max_requests))
+        return True
 
     def _send(self, message: ToEngine) -> None:
         with contextlib.suppress(zmq.ZMQError):  # the engine is gone: its streams have been ended
@@ -222,6 +240,9 @@ class EngineClient:
     def _deliver(self, output: EngineOutput) -> None:
         stream = self._streams.get(output.request_id)
         if stream is not None:  # else its reader has left
+            if not stream.has_begun:
+                for each in self._streams.values():
+                    each.has_begun = each.has_begun or each.path == stream.path
             if output.finish_reason is not None:
                 del self._streams[output.request_id]
             stream.outputs.put_nowait(output)

@@ -2,10 +2,12 @@
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from engine.admission import is_within_share
 from engine.types import EngineInfo
 from server.config import ServerConfig
 from server.convert import Converter
@@ -35,9 +37,12 @@ class Gate:
         return len(self._groups)
 
     @property
-    def num_requests(self) -> int:
-        """Requests at the engine, every choice and prompt counted."""
-        return sum(group.num_unfinished for group in self._groups)
+    def num_by_client(self) -> Counter[str]:
+        """Requests at the engine of every client that has any; every choice and prompt counts."""
+        counts: Counter[str] = Counter()
+        for group in self._groups:
+            counts[group.client] += group.num_unfinished
+        return +counts
 
     @contextmanager
     def admitted(self, group: RequestGroup) -> Iterator[None]:
@@ -100,19 +105,25 @@ class ServerContext:
             raise ModelNotFound(f"the model '{asked[:100]}' is not served here: known is {known}", param="model")
         return asked
 
-    def ready_info(self, num_requests: int) -> EngineInfo:
-        """The engine's facts. Raises Unavailable unless it takes work now, TooManyRequests if it has no room for it.
+    def ready_info(self, num_requests: int, client: str) -> EngineInfo:
+        """The engine's facts, for a client that is about to send it `num_requests` requests.
 
-        The engine decides in the end; asking first saves tokenizing a prompt that it would refuse.
+        The engine decides in the end (`engine.admission`); asking first saves tokenizing a prompt that it would refuse.
+
+        Raises:
+            Unavailable: it takes no work now.
+            TooManyRequests: it has no room for them, and the client holds its share of the places.
         """
         if reason := self.why_not_ready():
             raise Unavailable(reason)
         info = self.engine.info
         if info is None:
             raise Unavailable("the model is still loading")
-        if num_requests <= info.max_requests < self.gate.num_requests + num_requests:
+        num_held = self.gate.num_by_client
+        is_full = num_requests <= info.max_requests < num_held.total() + num_requests
+        if is_full and not is_within_share(num_held, client, num_requests, info.max_requests):
             error = TooManyRequests(
-                f"the queue is full: {self.gate.num_requests} requests are running or waiting, "
+                f"the queue is full: {num_held.total()} requests are running or waiting, "
                 f"at most {info.max_requests} may be; try again later"
             )
             raise self.gate.with_retry_after(error)

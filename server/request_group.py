@@ -64,6 +64,11 @@ class RequestGroup:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     @property
+    def client(self) -> str:
+        """Who sent them."""
+        return self._requests[0].client
+
+    @property
     def num_requests(self) -> int:
         """Requests of the group, whether they have ended or not."""
         return len(self._requests)

@@ -6,6 +6,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from server.asker import asker_of
 from server.body import read_body
 from server.chat_answer import ChatAnswer
 from server.context import ServerContext
@@ -25,7 +26,8 @@ async def chat_completions(request: Request) -> Response:
     wire, lane = await read_body(request, ChatCompletionRequest, context)
     context.metrics.ignored_keys.inc(wire.num_ignored_keys)
     model = context.model_name(wire.model)
-    info = context.ready_info(wire.n or 1)
+    client, _ = asker_of(request, context.config)
+    info = context.ready_info(wire.n or 1, client)
     request_id = f"chatcmpl-{uuid.uuid4().hex}"
     prepared = await lane.run(request.receive, context.converter.chat, wire, info, request_id)
     answer = ChatAnswer(

@@ -6,6 +6,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from server.asker import asker_of
 from server.body import read_body
 from server.completion_answer import CompletionAnswer
 from server.context import ServerContext
@@ -23,7 +24,8 @@ async def completions(request: Request) -> Response:
     context: ServerContext = request.app.state.context
     wire, lane = await read_body(request, CompletionRequest, context)
     model = context.model_name(wire.model)
-    info = context.ready_info(len(wire.prompt) * (wire.n or 1))
+    client, _ = asker_of(request, context.config)
+    info = context.ready_info(len(wire.prompt) * (wire.n or 1), client)
     request_id = f"cmpl-{uuid.uuid4().hex}"
     prepared = await lane.run(request.receive, context.converter.completion, wire, info, request_id)
     answer = CompletionAnswer(prepared, context.converter.tokenizer, model=model, request_id=request_id, wire=wire)

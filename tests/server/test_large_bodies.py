@@ -147,14 +147,14 @@ def test_a_full_queue_is_seen_before_tokenizing_g81(service, monkeypatch):
     context = service.app.state.context
     hog = threading.Thread(target=leave_after, args=(service, {"prompt": "a", "n": MAX_REQUESTS - 1}))
     hog.start()
-    wait_until(lambda: context.gate.num_requests == MAX_REQUESTS - 1)
+    wait_until(lambda: context.gate.num_by_client.total() == MAX_REQUESTS - 1)
     monkeypatch.setattr(context.converter, "completion", lambda *_args: pytest.fail("it was tokenized"))
     with service.http() as http:
         response = http.post("/v1/completions", json={"prompt": ["a", "b"]})
     assert response.status_code == 429
     assert response.json()["error"]["code"] == "queue_full"
     hog.join()
-    wait_until(lambda: context.gate.num_requests == 0)
+    wait_until(lambda: context.gate.num_by_client.total() == 0)
 
 
 def leave_after(service, body, timeout_s=1.0):

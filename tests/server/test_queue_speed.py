@@ -1,5 +1,7 @@
 """`Retry-After` of a full queue follows the queue's speed (G86)."""
 
+from collections import Counter
+
 import pytest
 
 from server.queue_speed import MAX_RETRY_AFTER_S, QueueSpeed
@@ -42,10 +44,23 @@ def slow_queue(service, monkeypatch):
 
 def test_a_queue_that_the_server_sees_full_tells_when_g86(slow_queue, monkeypatch):
     gate = slow_queue.app.state.context.gate
-    monkeypatch.setattr(type(gate), "num_requests", MAX_REQUESTS)
     with slow_queue.http() as http:
+        assert http.post("/v1/completions", json={"prompt": "a"}).status_code == 200
+        client = slow_queue.engine.requests.pop().client
+        monkeypatch.setattr(type(gate), "num_by_client", Counter({client: MAX_REQUESTS}))
         response = http.post("/v1/completions", json={"prompt": "a"})
     assert (response.status_code, response.headers["retry-after"]) == (429, "17")
+    assert not slow_queue.engine.requests
+
+
+def test_a_queue_full_of_another_clients_requests_lets_a_newcomer_through(slow_queue, monkeypatch):
+    """The engine gives it a place; it would not, if the request needed more than half of them."""
+    gate = slow_queue.app.state.context.gate
+    monkeypatch.setattr(type(gate), "num_by_client", Counter({"somebody else": MAX_REQUESTS}))
+    with slow_queue.http() as http:
+        for num_choices, status in ((MAX_REQUESTS // 2, 200), (MAX_REQUESTS // 2 + 1, 429)):
+            fields = {"prompt": "a", "n": num_choices, "max_tokens": 1}
+            assert http.post("/v1/completions", json=fields).status_code == status
 
 
 @pytest.mark.parametrize("stream", [False, True])

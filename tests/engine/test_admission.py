@@ -1,0 +1,100 @@
+"""Who gets a place when all are taken: one client's burst must not shut the others out."""
+
+import asyncio
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from engine.admission import choose_loser, is_within_share
+from engine.client import EngineClient, _Stream
+from engine.config import EngineConfig
+from engine.messages import Abort
+from engine.types import EngineOutput
+from tests.engine.requests import request
+from tests.engine.test_client import collect, is_idle, running, until
+
+HOG, OTHER, NEW = ("hog", "h"), ("other", "o"), ("new", "n")
+
+
+@pytest.mark.parametrize(
+    ("holders", "client", "loser"),
+    [
+        ([HOG, HOG, HOG], "hog", None),
+        ([HOG, HOG, HOG], "new", 2),
+        ([HOG, OTHER, HOG, OTHER], "new", 3),
+        ([HOG, HOG, OTHER, HOG], "new", 3),
+        ([HOG, HOG, HOG, OTHER], "other", 2),
+        ([HOG, HOG, OTHER, OTHER], "other", None),
+        ([HOG, OTHER], "new", None),  # more clients than places: nobody has a share
+    ],
+)
+def test_a_client_below_its_share_takes_the_youngest_place_of_who_holds_the_most(holders, client, loser):
+    assert choose_loser([(path, False) for path in holders], client) == loser
+
+
+def test_what_has_begun_keeps_its_place():
+    assert choose_loser([(HOG, True), (HOG, False), (HOG, True)], "new") == 1
+    assert choose_loser([(HOG, True), (HOG, True), (OTHER, False)], "new") is None
+
+
+def test_nobody_can_take_a_place_back():
+    """Three clients that never stop asking settle at equal shares after as few exchanges as that takes."""
+    holders = [HOG] * 12
+    num_exchanges = 0
+    for _ in range(20):
+        for path in (OTHER, NEW, HOG):
+            loser = choose_loser([(each, False) for each in holders], path[0])
+            if loser is not None:
+                del holders[loser]
+                holders.append(path)
+                num_exchanges += 1
+    assert sorted(holders) == [HOG] * 4 + [NEW] * 4 + [OTHER] * 4
+    assert num_exchanges == 8
+
+
+def test_a_share_counts_all_requests_at_once():
+    assert is_within_share({"hog": 100}, "new", 50, 100)
+    assert not is_within_share({"hog": 100}, "new", 51, 100)
+    assert not is_within_share({"hog": 60, "new": 40}, "new", 11, 100)
+    assert is_within_share({}, "new", 100, 100)
+
+
+def ask(name, path):
+    asked = request(name, [1], 12, ignore_eos=True)
+    return msgspec.structs.replace(asked, client=path[0], connection=path[1])
+
+
+def test_a_burst_does_not_shut_others_out(monkeypatch):
+    """Four places: two answers of the burst have begun and go on, the others make way; nothing is left behind."""
+
+    async def main():
+        async with running("slow", max_num_seqs=2, max_queued_requests=2) as client:
+            await until(lambda: client.ready)
+            sent, send = [], client._send
+            monkeypatch.setattr(client, "_send", lambda message: (sent.append(message), send(message)))
+
+            def start(name, path):
+                return asyncio.create_task(collect(client, ask(name, path)))
+
+            tasks = [start(f"h{i}", ("hog", f"c{i}")) for i in range(2)]
+            await until(lambda: all(stream.has_begun for stream in client._streams.values()))
+            tasks += [start(f"h{i}", ("hog", f"c{i}")) for i in range(2, 4)]
+            tasks += [start(f"n{i}", ("new", f"d{i}")) for i in range(3)]
+            tasks.append(start("h4", ("hog", "c4")))
+            ends = [(await task)[-1] for task in tasks]
+            assert [end.overloaded for end in ends] == [False, False, True, True, False, False, True, True]
+            assert [end.finish_reason for end in ends if not end.overloaded] == ["length"] * 4
+            assert [message.request_id for message in sent if isinstance(message, Abort)] == ["h3", "h2"]
+            assert not client._streams
+            await until(lambda: is_idle(client.stats))
+
+    asyncio.run(main())
+
+
+def test_the_answers_of_one_http_request_begin_together():
+    """n = 2: the second waits, but the client has read from the first; another client's request is not marked."""
+    client = EngineClient(EngineConfig(model=Path("fake")))
+    client._streams = {"h0": _Stream(HOG), "h1": _Stream(HOG), "o": _Stream(OTHER)}
+    client._deliver(EngineOutput(request_id="h0", token_ids=[1], finish_reason="length"))
+    assert {name: stream.has_begun for name, stream in client._streams.items()} == {"h1": True, "o": False}
