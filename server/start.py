@@ -1,7 +1,7 @@
 """Entry point of the command `moe-serve`. Handles signals first, then imports the rest, which takes a while.
 
 Process 1 of a container gets only signals that it handles, so a SIGTERM during the imports would be lost. Until the
-HTTP server takes over, signals end the process at once. If the engine's process runs already, it ends when its standard
+HTTP server takes over, a signal ends the process at once. The engine's process, if there is one, ends when its standard
 input closes.
 """
 
@@ -19,6 +19,8 @@ def main() -> int:
     """Run the command and return its exit status, 1 if its result cannot be written."""
     signal.signal(signal.SIGTERM, _end)
     signal.signal(signal.SIGINT, _end)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # else `nohup` asked to outlive the terminal
+        signal.signal(signal.SIGHUP, _end)
     streams.open_missing()
     from server import cli
 
@@ -33,5 +35,5 @@ def main() -> int:
 
 
 def _end(sig: int, _frame: FrameType | None) -> None:
-    """Nothing is served yet, so a SIGTERM exits with status 0, as after draining."""
-    os._exit(0 if sig == signal.SIGTERM else INTERRUPTED)
+    """Nothing is served yet, so SIGTERM and SIGHUP exit with status 0, as after draining."""
+    os._exit(INTERRUPTED if sig == signal.SIGINT else 0)

@@ -4,8 +4,10 @@ import asyncio
 import logging
 import signal
 import socket
+import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from types import FrameType
 
@@ -26,10 +28,11 @@ _SECOND_SIGNAL = 2
 
 
 class DrainingServer(uvicorn.Server):
-    """On the first signal: take no new work, let running work finish, then stop listening.
+    """Drains at SIGTERM, SIGINT and SIGHUP: takes no new work, lets running work finish, then stops listening.
 
     The port stays open meanwhile, so that readiness probes get a 503. Requests still running end with a 503 at the
-    drain timeout, at a second signal, or as soon as the engine hangs. A third signal stops without waiting.
+    drain timeout, at a second signal, or as soon as the engine hangs. A third signal stops without waiting. A SIGHUP
+    never counts as a second or third signal, because a terminal that closes may send several.
     """
 
     def __init__(self, config: uvicorn.Config, context: ServerContext) -> None:
@@ -45,9 +48,24 @@ class DrainingServer(uvicorn.Server):
         self._loop = asyncio.get_running_loop()
         await super().serve(sockets=sockets)
 
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Uvicorn's signals and SIGHUP; one that `nohup` had the process ignore stays ignored."""
+        is_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        with super().capture_signals():
+            if is_ignored or threading.current_thread() is not threading.main_thread():
+                yield
+                return
+            before = signal.signal(signal.SIGHUP, self.handle_exit)
+            try:
+                yield
+            finally:
+                signal.signal(signal.SIGHUP, before)
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Count a signal. Runs between any two bytecodes, so it leaves the work to the event loop."""
-        self._num_signals += 1
+        if sig != signal.SIGHUP:
+            self._num_signals += 1
         if self._loop is None or self._num_signals > _SECOND_SIGNAL:
             self.should_exit = self.force_exit = True
         else:

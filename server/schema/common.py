@@ -1,7 +1,7 @@
 """What chat and completions requests share: strict models, sampling fields, and the hints that are accepted.
 
-A field that would change the answer and is not built has a validator that refuses it by name; a field nobody knows is
-refused as unknown. Hints are accepted and have no effect.
+A field that would change the answer and is not built has a validator that refuses it by name; an unknown field is
+refused unless it is null. Hints are accepted and have no effect.
 """
 
 from typing import Annotated, Any, Literal, NotRequired
@@ -34,6 +34,19 @@ class WireModel(BaseModel):
         if isinstance(value, dict) and len(value) > MAX_KEYS:
             raise ValueError(f"an object with {len(value)} keys: at most {MAX_KEYS} are accepted")
         return value
+
+
+class RequestModel(WireModel):
+    """The body of a request. An unknown field that is null counts as not given: some clients send all their fields."""
+
+    model_config = ConfigDict(json_schema_extra={"additionalProperties": {"type": "null"}})
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_unknown_nulls(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        return {name: item for name, item in value.items() if item is not None or name in cls.model_fields}
 
 
 def _stop_strings(value: Any) -> list[str]:
@@ -100,7 +113,7 @@ class StreamOptions(WireModel):
     include_obfuscation: bool | None = None
 
 
-class GenerationRequest(WireModel):
+class GenerationRequest(RequestModel):
     """Fields of both endpoints. None means: not given."""
 
     model: str | None = None

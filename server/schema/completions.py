@@ -11,9 +11,9 @@ from server.schema.common import (
     MAX_LOGPROBS,
     FinishReason,
     GenerationRequest,
+    RequestModel,
     TokenId,
     Usage,
-    WireModel,
     refusal,
 )
 from server.schema.limits import Messages, Tools
@@ -119,7 +119,7 @@ class Completion(TypedDict):
     usage: NotRequired[Usage | None]
 
 
-class TokenizeRequest(WireModel):
+class TokenizeRequest(RequestModel):
     """Either a raw prompt, with or without the token that begins every text, or messages to render."""
 
     model: str | None = None
@@ -137,7 +137,7 @@ class TokenizeRequest(WireModel):
         return self
 
 
-class DetokenizeRequest(WireModel):
+class DetokenizeRequest(RequestModel):
     """Token ids to text."""
 
     model: str | None = None

@@ -135,6 +135,23 @@ def test_completion_errors_name_the_field(post, body, param, words):
 
 
 @pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [USER]}),
+        ("/v1/completions", {"prompt": "a"}),
+        ("/tokenize", {"prompt": "a"}),
+        ("/detokenize", {"tokens": [1]}),
+    ],
+)
+def test_an_unknown_parameter_that_is_null_is_ignored_and_any_other_is_not(post, path, body):
+    """Some clients send every field they have, null where it was not set."""
+    nulls = {"audio": None, "functions": None, "colour": None}
+    assert post({**body, **nulls}, path).status_code == 200
+    for value in (False, 0, "", [], {}):
+        assert error_of(post({**body, **nulls, "size": value}, path))["param"] == "size"
+
+
+@pytest.mark.parametrize(
     "body",
     [b"", b"{", b"[1]", b'"x"', b"null", b'{"messages": NaN}', b'{"a": "\\ud800"}', b"\xff\xfe", b"[" * 100_000],
 )

@@ -63,6 +63,32 @@ def test_16_requests_are_finished_after_sigterm(tmp_path):
     assert {answer.json()["usage"]["completion_tokens"] for answer in clients.answers[1::2]} == {80}
 
 
+def test_a_terminal_that_closes_drains_however_often_it_says_so(tmp_path):
+    with start(tmp_path) as service:
+        clients = Clients(service, 4, {**LONG, "max_tokens": 80})
+        service.signal(signal.SIGHUP)
+        wait_until(lambda: "SIGHUP: draining" in service.err)
+        for _ in range(3):
+            service.signal(signal.SIGHUP)
+        assert service.process.wait(30) == 0
+        clients.join()
+    assert {answer.status_code for answer in clients.answers} == {200}
+    assert all(answer.text.endswith("data: [DONE]\n\n") for answer in clients.answers[::2])
+    assert {answer.json()["usage"]["completion_tokens"] for answer in clients.answers[1::2]} == {80}
+
+
+def test_nohup_outlives_its_terminal(tmp_path):
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does: a child inherits it
+    try:
+        with start(tmp_path) as service:
+            service.signal(signal.SIGHUP)
+            with service.http() as http:
+                assert http.post("/v1/completions", json={**LONG, "max_tokens": 2}).status_code == 200
+            assert "draining" not in service.err
+    finally:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 def test_a_second_sigterm_ends_requests_with_a_503_g86(tmp_path):
     """Requests that were not streamed used to get a plain 500."""
     with start(tmp_path) as service:

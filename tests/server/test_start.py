@@ -17,7 +17,7 @@ ASK = {"prompt": [5], "max_tokens": 3, "ignore_eos": True}
 @pytest.mark.parametrize(
     ("module", "sig", "status"),
     [(module, signal.SIGTERM, 0) for module in ("server.streams", "argparse", "uvloop", "fastapi")]
-    + [("uvloop", signal.SIGINT, 130)],
+    + [("uvloop", signal.SIGINT, 130), ("uvloop", signal.SIGHUP, 0)],
 )
 def test_a_signal_during_the_imports_ends_the_service_g07(tmp_path, module, sig, status):
     """As process 1 it used to go on: the system drops signals that it does not handle. With fastapi, the engine's
