@@ -10,7 +10,7 @@ from evals.client import ServerError
 
 
 def main() -> int:
-    """Exit status: 0 bars met, 1 not met, 2 could not run."""
+    """Run an eval. Exit status: 0 if every bar is met, 1 if not, 2 if the eval could not run."""
     parser = argparse.ArgumentParser(prog="python -m evals", description=__doc__, allow_abbrev=False)
     names = parser.add_subparsers(dest="name", required=True)
     for name, part in (("tiny", tiny), ("compare", compare)):

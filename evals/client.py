@@ -1,4 +1,4 @@
-"""Asks an OpenAI-compatible server many questions at once with the standard library alone."""
+"""Asks an OpenAI-compatible server many questions at once. Needs the standard library only."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Client:
             raise ValueError(f"base_url is {self.base_url!r}: must start with http:// or https://")
 
     def get(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """JSON of one request, a POST where there is a body. Raises ServerError."""
+        """The JSON answer to a GET, or to a POST if there is a body. Raises ServerError."""
         request = urllib.request.Request(
             self.base_url.rstrip("/") + path,
             data=json.dumps(body).encode() if body is not None else None,
@@ -77,7 +77,7 @@ class Client:
 
 
 def in_parallel(function: Callable[[T], R], items: Iterable[T], concurrency: int) -> Iterator[R]:
-    """Results in the order of the items; the first error stops what has not begun yet."""
+    """Results in the order of the items. After the first error no new item is begun."""
     stop = threading.Event()
 
     def guarded(item: T) -> R | None:

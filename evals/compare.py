@@ -1,4 +1,4 @@
-"""How far two runs agree item by item: compares two files that `tiny --answers` wrote; the last line is JSON."""
+"""Compares two runs item by item, from the files that `tiny --answers` wrote; the last line is JSON."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ def read_answers(path: Path) -> dict[str, dict[str, Any]]:
     """The rows of one run by item id.
 
     Raises:
-        ValueError: the file is no text, a line is no row of answers, an id comes twice, or there is none.
+        ValueError: the file is empty or not UTF-8, a line is not a row of answers, or an id comes twice.
     """
     rows: dict[str, dict[str, Any]] = {}
     try:
         lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")  # other separators may be in answers
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no UTF-8 text: {error}") from error
+        raise ValueError(f"{path} is not UTF-8 text: {error}") from error
     if lines == [""]:
         raise ValueError(f"{path} holds no answers")
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
         except ValueError as error:
-            raise ValueError(f"{path}, line {number} is no row that `tiny --answers` wrote: {error}") from error
+            raise ValueError(f"{path}, line {number} is not a row that `tiny --answers` wrote: {error}") from error
         for name, kind in ROW.items():
             if not isinstance(row, dict) or not isinstance(row.get(name), kind):
                 raise ValueError(
-                    f"{path}, line {number} is no row that `tiny --answers` wrote: it has no {name} ({kind.__name__})"
+                    f"{path}, line {number} is not a row that `tiny --answers` wrote: it lacks {name} ({kind.__name__})"
                 )
         if row["id"] in rows:
             raise ValueError(f"{path}, line {number}: item {row['id']!r} is there twice")
@@ -45,7 +45,8 @@ def need_same_items(first: dict[str, Any], second: dict[str, Any], paths: tuple[
     for path, missing in ((paths[1], first.keys() - second.keys()), (paths[0], second.keys() - first.keys())):
         if missing:
             raise ValueError(
-                f"the runs answered different items: {path} lacks {len(missing)} of the other's, as {min(missing)!r}"
+                f"the runs answered different items: {path} lacks {len(missing)} of the other's, for example "
+                f"{min(missing)!r}"
             )
 
 
@@ -58,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Exit status 0 where the share of items with the very same answer reaches `--at-least`, else 1."""
+    """Exit status 0 if the share of items with the same answer, word for word, reaches `--at-least`, else 1."""
     if not 0 <= args.at_least <= 1:
         raise ValueError(f"--at-least is {args.at_least}: it must lie between 0 and 1")
     first, second = read_answers(args.first), read_answers(args.second)

@@ -13,12 +13,12 @@ def numbers_in(text: str) -> list[int]:
 
 
 def contains(text: str, value: str) -> bool:
-    """True where `value` stands in `text` as whole words, whatever its case."""
+    """True if `text` contains `value` as whole words, in upper or lower case."""
     return re.search(rf"(?<!\w){re.escape(value.lower())}(?!\w)", text.lower()) is not None
 
 
 def listed(text: str) -> list[str]:
-    """The items of an answer that is a list: numbers and words in their order."""
+    """The numbers and words of an answer that is a list, in order."""
     return re.findall(r"[\w-]+", text.lower())
 
 
@@ -34,7 +34,7 @@ def same_value(found: Any, wanted: Any) -> bool:
 
 
 def right_call(calls: list[tuple[str, str]], name: str, arguments: dict[str, Any]) -> bool:
-    """Exactly one call, of the wanted function, whose arguments are the wanted ones and nothing else."""
+    """True for exactly one call: the right function with exactly the right arguments."""
     if len(calls) != 1 or calls[0][0] != name:
         return False
     try:
@@ -49,10 +49,10 @@ def right_call(calls: list[tuple[str, str]], name: str, arguments: dict[str, Any
 
 
 def is_right(check: dict[str, Any], text: str, calls: list[tuple[str, str]]) -> bool:
-    """Judges an answer. `text` is the final content, `calls` the (name, arguments as JSON text) pairs.
+    """Whether an answer passes its check. `text` is the final content, `calls` the (name, arguments as JSON) pairs.
 
-    Kinds: number (the last number in the answer), contains (all values), list (these items, this order), text (nothing
-    else but the value), call. Raises ValueError for another kind.
+    Kinds of check: number (the last number in the answer), contains (every value), list (these items in this order),
+    text (the value and nothing else), call. Raises ValueError for another kind.
     """
     kind = check["kind"]
     if kind == "call":

@@ -1,4 +1,4 @@
-"""Accuracy of the bundled model on items that its training never saw; prints a table and, as the last line, JSON."""
+"""Measures the bundled model's accuracy on items that its training never saw. Prints a table, then a line of JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BARS = {"addition": 95.0, "facts": 98.0, "sorting": 95.0, "reversing": 95.0, "to
 
 
 def load(categories: list[str], limit: int | None) -> dict[str, list[dict[str, Any]]]:
-    """The items by category, the same ones for the same limit. Raises ValueError for an unknown category."""
+    """The items by category; a limit picks the same ones every time. Raises ValueError for an unknown category."""
     found = {path.stem: path for path in sorted(DATA.glob("*.jsonl"))}
     unknown = [name for name in categories if name not in found]
     if unknown:
@@ -32,7 +32,7 @@ def load(categories: list[str], limit: int | None) -> dict[str, list[dict[str, A
 
 
 def spread(items: dict[str, list[dict[str, Any]]], count: int) -> dict[str, list[dict[str, Any]]]:
-    """`count` of the items, evenly over all of them, so that each category keeps its share; the same ones every time.
+    """`count` items spread evenly over all of them, so that each category keeps its share; the same ones every time.
 
     Raises:
         ValueError: there are fewer.
@@ -99,7 +99,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Exit status 0 where every bar is met, else 1."""
+    """Exit status 0 if every bar is met, else 1."""
     client = Client(base_url=args.base_url, model=args.model, api_key=args.api_key)
     if not client.model:
         client = Client(base_url=args.base_url, model=client.first_model(), api_key=args.api_key)

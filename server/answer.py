@@ -1,4 +1,4 @@
-"""`Answer`: what chat and completions answers share. Collects choices into one body, or into chunks; does no I/O."""
+"""`Answer`: what chat and completions answers share. Makes one body or a stream of chunks of the choices; no I/O."""
 
 import time
 from abc import ABC, abstractmethod
@@ -40,7 +40,7 @@ class Answer(ABC):
             self.add(index, piece)
 
     def chunks(self, index: int, output: EngineOutput, *, with_usage: bool = False) -> list[dict[str, Any]]:
-        """Take in an output of one request and return the chunks to send now; `with_usage` adds each choice's usage."""
+        """Take in an output of one request and return the chunks to send now; `with_usage` adds the choice's usage."""
         choice = self.choices[index]
         pieces = choice.push(output)
         parts = []
@@ -50,9 +50,8 @@ class Answer(ABC):
         parts += [self.part(index, piece) for piece in pieces]
         if choice.finish_reason is not None:
             parts.append(self.last_part(index) | {"finish_reason": choice.finish_reason})
-        usage = (
-            {"usage": _usage(len(self.prepared.requests[index].prompt_ids), [choice], [choice])} if with_usage else {}
-        )
+        num_prompt = len(self.prepared.requests[index].prompt_ids)
+        usage = {"usage": _usage(num_prompt, [choice], [choice])} if with_usage else {}
         return [{**self._head, "object": self.chunk_object, "choices": [part], **usage} for part in parts]
 
     def is_finished(self, index: int) -> bool:
@@ -101,7 +100,7 @@ class Answer(ABC):
 
 
 def _usage(num_prompt: int, choices: Sequence[Choice], firsts: Sequence[Choice]) -> Usage:
-    """Usage of `choices`; `firsts` are the first choices of each prompt; only they count its cached tokens."""
+    """Usage of `choices`. `firsts` has the first choice of each prompt: the cached tokens of a prompt count once."""
     num_completion = sum(choice.num_tokens for choice in choices)
     num_cached = sum(choice.num_cached_tokens for choice in firsts)
     return {

@@ -11,8 +11,8 @@ def asker_of(request: Request, config: ServerConfig) -> tuple[str, str]:
     """(client, connection) of a request.
 
     The client is the value of `client_header` if that is set and sent, else the address. If the service has no key, the
-    `Authorization` header tells clients of one address apart. A connection does not count as a client: HTTP/1.1 needs
-    one for every request in flight, so opening many would win many turns.
+    `Authorization` header tells clients of one address apart. Connections are not clients: HTTP/1.1 needs one for every
+    request in flight, so whoever opens many would get many turns.
     """
     host, port = request.client or ("", 0)
     named = request.headers.get(config.client_header, "") if config.client_header else ""

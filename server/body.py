@@ -47,7 +47,7 @@ async def read_body(request: Request, model: type[Model], context: ServerContext
 
 
 def _parse(data: bytes, model: type[Model]) -> Model:
-    """Bounds the work of orjson, which could take a second before the model's own limits apply."""
+    """Parse and check a body. Lists and objects are counted first: orjson could spend a second on too many of them."""
     if not _has_few_containers(data):
         raise BadRequest(
             f"the body holds more than the {MAX_CONTAINERS} lists and objects that are accepted", code="invalid_json"

@@ -1,8 +1,10 @@
-"""`ChatAnswer`: pieces to the messages, chunks and log-probabilities of /v1/chat/completions."""
+"""`ChatAnswer`: makes the messages, chunks and log-probabilities of /v1/chat/completions out of pieces."""
 
 import uuid
 from dataclasses import dataclass, field
 from typing import Any
+
+from typing_extensions import override
 
 from server.answer import Answer
 from server.choice import Piece
@@ -34,8 +36,8 @@ class ChatAnswer(Answer):
         self._logprobs = logprobs
         self._gathered = [_Gathered() for _ in self.choices]
 
+    @override
     def add(self, index: int, piece: Piece) -> None:
-        """Remember a piece."""
         gathered = self._gathered[index]
         if piece.kind is Kind.CONTENT:
             gathered.content.append(piece.text)
@@ -47,15 +49,16 @@ class ChatAnswer(Answer):
         else:
             gathered.calls[piece.call]["function"]["arguments"] += piece.text
 
+    @override
     def add_first(self, index: int) -> None:
-        """A message has nothing before its first piece."""
+        pass  # nothing comes before the first piece of a message
 
+    @override
     def first_parts(self, index: int) -> list[dict[str, Any]]:
-        """The role."""
         return [self._chunk(index, {"role": "assistant", "content": ""})]
 
+    @override
     def part(self, index: int, piece: Piece) -> dict[str, Any]:
-        """One delta."""
         if piece.kind is Kind.CONTENT:
             return self._chunk(index, {"content": piece.text}, self._entries(index, piece.tokens))
         if piece.kind is Kind.REASONING:
@@ -64,12 +67,12 @@ class ChatAnswer(Answer):
             return self._chunk(index, {"tool_calls": [{"index": piece.call, **_opened_call(piece.name)}]})
         return self._chunk(index, {"tool_calls": [{"index": piece.call, "function": {"arguments": piece.text}}]})
 
+    @override
     def last_part(self, index: int) -> dict[str, Any]:
-        """An empty delta."""
         return self._chunk(index, {})
 
+    @override
     def body_part(self, index: int) -> dict[str, Any]:
-        """The message."""
         gathered = self._gathered[index]
         reasoning = "".join(gathered.reasoning) or None
         message: AnswerMessage = {

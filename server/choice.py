@@ -1,7 +1,7 @@
-"""`Choice`: one choice of an answer, from engine outputs to visible pieces. Streamed or not, the pieces are the same.
+"""`Choice`: turns the engine outputs of one choice into visible pieces. Streamed or not, the pieces are the same.
 
-Tokens go through the parser (which part is it?), become whole characters, and content passes the stop matcher. Stop
-strings see content only: neither reasoning nor tool calls nor markup can trigger them.
+The parser sorts tokens into reasoning, content and tool calls; then bytes become whole characters, and content passes
+the stop matcher. Stop strings match content only, never reasoning, tool calls or markup.
 """
 
 from collections.abc import Collection, Sequence
@@ -40,8 +40,8 @@ class Choice:
     ) -> None:
         """`stop_ids` are ordinary tokens that end the answer and are no part of it.
 
-        `max_calls` ends the answer before the tool call after that many. With `hides_all` nothing generated is shown or
-        counted: the request is about its prompt, and the engine cannot generate less than one token.
+        The answer ends after `max_calls` tool calls. With `hides_all` no generated token is shown or counted: the
+        request only scores its prompt, but the engine always generates at least one token.
         """
         self._parser = parser
         self._stops = StopMatcher(stops)
@@ -157,7 +157,7 @@ def _append(pieces: list[Piece], piece: Piece) -> None:
 
 
 def _failure(output: EngineOutput) -> ApiError:
-    """The error of a request that the engine gave up; one that names a field is the client's to mend."""
+    """The error for a request that the engine refused or gave up: a 400 if it names a field."""
     if output.error is not None and output.error_param is not None:
         return BadRequest(output.error, param=output.error_param)
     if output.overloaded:

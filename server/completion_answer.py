@@ -1,8 +1,10 @@
-"""`CompletionAnswer`: pieces to the texts and log-probability lists of /v1/completions, the echoed prompt included."""
+"""`CompletionAnswer`: makes the texts and log-probability lists of /v1/completions out of pieces."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
+
+from typing_extensions import override
 
 from engine.types import TokenLogprobs
 from server.answer import Answer
@@ -41,35 +43,35 @@ class CompletionAnswer(Answer):
         self._echo = bool(wire.echo)
         self._gathered = [_Gathered() for _ in self.choices]
 
+    @override
     def add(self, index: int, piece: Piece) -> None:
-        """Remember a piece."""
         self._gathered[index].text.append(piece.text)
         _extend(self._gathered[index].logprobs, self._entries(index, self._generated(index, piece.tokens)))
 
+    @override
     def add_first(self, index: int) -> None:
-        """The prompt, if it is echoed."""
         if self._echo:
             text, logprobs = self._echoed(index)
             self._gathered[index].text.append(text)
             _extend(self._gathered[index].logprobs, logprobs)
 
+    @override
     def first_parts(self, index: int) -> list[dict[str, Any]]:
-        """The prompt, if it is echoed."""
         if not self._echo:
             return []
         text, logprobs = self._echoed(index)
         return [self._chunk(index, text, logprobs)]
 
+    @override
     def part(self, index: int, piece: Piece) -> dict[str, Any]:
-        """New text."""
         return self._chunk(index, piece.text, self._entries(index, self._generated(index, piece.tokens)))
 
+    @override
     def last_part(self, index: int) -> dict[str, Any]:
-        """No more text."""
         return self._chunk(index, "", None)
 
+    @override
     def body_part(self, index: int) -> dict[str, Any]:
-        """The text."""
         gathered = self._gathered[index]
         return self._chunk(index, "".join(gathered.text), gathered.logprobs)
 

@@ -1,4 +1,4 @@
-"""`ServerContext`: what every route needs, made once. And `Gate`: is work taken now, and how much is going on?"""
+"""`ServerContext`: what every route needs. `Gate`: whether new work is admitted, and which requests are in flight."""
 
 import asyncio
 import time
@@ -22,7 +22,7 @@ SHUT_DOWN = "the service has shut down before this request was finished"
 
 
 class Gate:
-    """Knows the requests in flight. Once `drain` was called nothing new is admitted."""
+    """Knows the requests in flight. After `drain` it admits nothing new."""
 
     def __init__(self) -> None:
         self.draining = False
@@ -130,7 +130,7 @@ class ServerContext:
         return info
 
     def why_not_ready(self) -> str | None:
-        """None when ready, else what stands in the way, fit to be shown."""
+        """None when ready, else the reason, in words that clients may see."""
         if self.gate.draining:
             return "the service is shutting down"
         if reason := self.why_not_alive():

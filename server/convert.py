@@ -1,4 +1,4 @@
-"""Wire requests to engine requests: prompt ids, sampling, token budget, and how to read the answer."""
+"""Turns wire requests into engine requests: prompt ids, sampling, token budget, and how to read the answer."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -199,7 +199,7 @@ class Converter:
         prompt_logprobs: int | None = None,
         end_ids: Sequence[int],
     ) -> SamplingParams:
-        """Ids and ranges that depend on the model are checked by the engine."""
+        """The engine checks ids and ranges that depend on the model."""
         defaults = self._defaults
         return SamplingParams(
             max_tokens=max_tokens,
@@ -254,7 +254,7 @@ def _choices(
     info: EngineInfo,
 ) -> tuple[EngineRequest, ...]:
     """`num_choices` requests for each prompt; each has its own seed, so that seeded choices differ and repeat."""
-    if len(prompts) * num_choices > info.max_requests:  # else the queue would be too full for it for ever
+    if len(prompts) * num_choices > info.max_requests:  # else the queue would always be too full for it
         raise BadRequest(
             f"n: {len(prompts) * num_choices} answers are asked for, and this service holds at most "
             f"{info.max_requests} at once, running and queued",

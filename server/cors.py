@@ -1,4 +1,4 @@
-"""`Cors`: lets browser pages of other origins call the API. Outermost, so preflights need no key."""
+"""`Cors`: lets browser pages of other origins call the API. It is outermost, so preflights need no key."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""`TextStream`: bytes of tokens to whole characters, and which token each character came from. Knows no tokenizer.
+"""`TextStream`: turns the bytes of tokens into whole characters and remembers which token each one came from.
 
 Each token is decoded once, so a long answer costs no more per token than a short one.
 """
@@ -19,12 +19,12 @@ class TextToken:
     data: bytes
     text: str
     start: int  # characters of the stream before `text`
-    num_needed: int  # characters of the stream that must be visible for this token to be so
+    num_needed: int  # the token is visible once this many characters of the stream are
     num_carried: int  # bytes of its first character that came with earlier tokens
 
 
 class TextStream:
-    """Incremental UTF-8 decoding; a byte sequence that is none becomes U+FFFD.
+    """Decodes UTF-8 incrementally; invalid bytes become U+FFFD.
 
     `feed` returns the characters that are complete. `take(num_chars)` returns, once each and in order, the tokens that
     lie within the first `num_chars` characters.
@@ -36,7 +36,7 @@ class TextStream:
         self._waiting: deque[TextToken] = deque()
 
     def feed(self, data: bytes, position: int = -1) -> str:
-        """Add one token's bytes; a negative position is text that no token stands for."""
+        """Add one token's bytes; a negative position says that they come from no token."""
         carried = len(self._decoder.getstate()[0])
         text = self._decoder.decode(data)
         start = self._num_chars
@@ -62,7 +62,7 @@ class TextStream:
         return taken
 
     def cut(self, num_chars: int) -> list[TextToken]:
-        """Like `take` for a text that ends at `num_chars`: a token that the end divides is shortened to its part."""
+        """Like `take` for a text that ends at `num_chars`: a token that reaches beyond the end is shortened."""
         taken = self.take(num_chars)
         if self._waiting:
             token = self._waiting[0]

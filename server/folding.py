@@ -117,8 +117,8 @@ def _with_results_in_order(messages: Sequence[PlainMessage], *, split_calls: boo
         num_left = Counter(call["id"] for call in calls)
         for number, call in enumerate(calls):
             if split_calls:
-                whole = message if number == 0 else {"role": "assistant", "content": ""}
-                folded.append({**whole, "tool_calls": [call]})
+                carrier = message if number == 0 else {"role": "assistant", "content": ""}
+                folded.append({**carrier, "tool_calls": [call]})
             num_left[call["id"]] -= 1
             found = results.pop(call["id"], [])
             if num_left[call["id"]]:  # a later call has the same id: one result each, and the last call has the rest

@@ -1,8 +1,8 @@
 """The process that downloads one model from the Hugging Face hub into the hub's cache, and only the files it needs.
 
-The library reads its own variables (HF_ENDPOINT, HF_TOKEN, HF_HUB_CACHE, HF_HUB_OFFLINE...) and resumes a broken
-connection where it broke. Small files come first, so that a model that cannot be served is
-refused before its weights are downloaded. Files that are complete are never downloaded again.
+The library reads its own variables (HF_ENDPOINT, HF_TOKEN, HF_HUB_CACHE, HF_HUB_OFFLINE...) and resumes a download that
+broke off. Small files come first, so that a model that cannot be served is refused before its weights are downloaded.
+Complete files are never downloaded again.
 """
 
 import json
@@ -174,7 +174,7 @@ def _size(path: Path) -> int | None:
 
 
 def _remove_left_over(repository: Path) -> None:
-    """Remove what killed downloads of this model left: the library starts such files over under another name."""
+    """Remove what killed downloads of this model left behind; the library starts over under another name."""
     for part in (repository / "blobs").glob("*.incomplete"):
         blob = part.name.split(".")[0]
         lock = FileLock(repository.parent / ".locks" / repository.name / f"{blob}.lock", timeout=0)

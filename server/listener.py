@@ -11,9 +11,9 @@ def bind(host: str, port: int) -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-    except (OSError, UnicodeError) as error:  # the latter for what no name of a host can be
+    except (OSError, UnicodeError) as error:  # UnicodeError: the text cannot be a host name
         reason = getattr(error, "strerror", None) or error
-        raise SettingError(f"--host: '{host}' is no address of this machine: {reason}") from error
+        raise SettingError(f"--host: '{host}' is not an address of this machine: {reason}") from error
     # With the protocol named, asyncio switches Nagle's algorithm off on connections; else small writes wait 40 ms.
     listener = socket.socket(family, kind, protocol)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -38,5 +38,5 @@ def url_of(listener: socket.socket) -> str:
 
 
 def reachable(host: str) -> str:
-    """The address at which a service that listens on `host` is reached from this machine."""
+    """The address that reaches a service listening on `host` from this machine."""
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)

@@ -1,4 +1,4 @@
-"""`give_back_memory`: returns freed memory that the C library holds to the system. Knows no request.
+"""`give_back_memory`: returns memory that Python has freed but the C library keeps to the system.
 
 Without it the process keeps what its largest bodies took: 171 MiB instead of 128 after sixty bodies of several MB.
 """

@@ -1,4 +1,4 @@
-"""What surrounds every route: request ids, the key check, HEAD, error bodies for whatever goes wrong, and counting."""
+"""What happens around every route: request ids, the key check, HEAD, error bodies, and counting responses."""
 
 import asyncio
 import hmac
@@ -32,7 +32,7 @@ def error_response(error: ApiError) -> Response:
 
 
 class RequestMiddleware:
-    """Outermost part of the app."""
+    """Wraps the whole app; only `Cors` is further out."""
 
     def __init__(self, app: ASGIApp, *, metrics: Metrics, api_key: str | None) -> None:
         self._app = app
@@ -40,7 +40,7 @@ class RequestMiddleware:
         self._api_key = None if api_key is None else api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one request. Nothing escapes before the response has begun."""
+        """Handle one request. Until the response has begun, every error becomes an error response."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -78,7 +78,7 @@ class RequestMiddleware:
             await error_response(internal_error(request_id))(scope, receive, sender)
 
     def _check_key(self, path: str, headers: Headers) -> None:
-        """Deny by default: whatever is not in `OPEN_PATHS` needs the key, whether such a route exists or not."""
+        """Raise Unauthorized without the key. Every path outside `OPEN_PATHS` needs it, even one without a route."""
         if self._api_key is None or path in OPEN_PATHS:
             return
         scheme, _, given = headers.get("authorization", "").partition(" ")

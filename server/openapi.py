@@ -1,4 +1,7 @@
-"""Describes routes in the OpenAPI document: bodies (which routes read themselves), answers, streams and errors."""
+"""Describes routes in the OpenAPI document: bodies, answers, streams and errors.
+
+Routes read their bodies themselves, so the framework cannot describe them.
+"""
 
 from typing import Any
 
@@ -45,7 +48,7 @@ def describe(
 
 
 def describe_health(answer: Any) -> dict[str, Any]:
-    """The same for a health route: open without a key, and a 503 has the same body."""
+    """The same for a health route, which needs no key and has the same body in a 503."""
     responses = {
         200: {"model": answer, "description": "Yes"},
         503: {"model": answer, "description": "No; the body says why"},
@@ -75,7 +78,7 @@ def _event_stream(answer: Any) -> dict[str, Any]:
 
 
 def complete_document(app: FastAPI, *, has_key: bool) -> None:
-    """Add the schemas of bodies and, if there is one, the key to `app.openapi()`; drop the 422 that no route gives."""
+    """Add the schemas of bodies and the key (if any) to `app.openapi()`, and drop the 422, which no route gives."""
     make_document = app.openapi
 
     def openapi() -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """`ChatTemplate`: messages to ids by the checkpoint's own template. What users write never becomes a control token.
 
-The control tokens of a prompt may come from the template only. So the first letter of every control token is replaced
-in user strings, before rendering, by a character that occurs nowhere in the request; the rendered text is split at the
-control tokens it then contains; in the pieces between, the letters are put back and the text is spelled out.
+Only the template may write control tokens. Before rendering, we replace the first letter of every control token in the
+user's strings by a character that occurs nowhere in the request. We split the rendered text at its control tokens, put
+the letters back in the pieces between them, and tokenize those pieces as plain text.
 """
 
 import re
@@ -103,7 +103,7 @@ class ChatTemplate:
         return True
 
     def _disguise_for(self, data: Any) -> dict[int, int]:
-        """Letter to stand-in, as code points."""
+        """The stand-in for each first letter, both as code points. Raises BadRequest if no character is left for it."""
         used = set().union(*map(set, _strings(data)))
         free = (code for code in _STAND_INS if chr(code) not in used)
         try:

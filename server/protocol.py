@@ -1,7 +1,7 @@
 """`GuardedProtocol`: uvicorn's h11 protocol with limits on a request's head, and with OpenAI error bodies of its own.
 
-`server.body` limits bodies. Uvicorn itself waits for a head forever. h11, unlike httptools, reads the
-body of a request that offers an upgrade, so upgrades are ignored here, as RFC 9110 allows.
+`server.body` limits bodies. Uvicorn alone would wait for a head forever. We use h11 because, unlike httptools, it reads
+the body of a request that offers an upgrade; upgrades are ignored, as RFC 9110 allows.
 """
 
 import asyncio
@@ -30,12 +30,12 @@ class GuardedProtocol(H11Protocol):
         self._deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """A client is there; it has to begin."""
+        """Begin to wait for the first head."""
         super().connection_made(transport)
         self._watch_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The client is gone."""
+        """Stop waiting: the client is gone."""
         self._clear_deadline()
         super().connection_lost(exc)
 
@@ -76,7 +76,7 @@ class GuardedProtocol(H11Protocol):
 
 
 class GuardedConnection(h11.Connection):
-    """h11's parser, stricter where RFC 9112 lets a server choose. Remembers the client's fault."""
+    """h11's parser, stricter where RFC 9112 lets a server choose. Remembers what the client did wrong."""
 
     _WORDS: ClassVar = {
         431: (f"the head of the request has more than {MAX_HEAD_BYTES} bytes", "headers_too_large"),
@@ -122,16 +122,18 @@ class GuardedConnection(h11.Connection):
 
 
 def _check_head(request: h11.Request) -> None:
-    """Refuse what h11 lets pass: large heads that arrive at once, other versions, and two lengths for one body.
+    """Refuse what h11 lets pass: an oversized head in one packet, other versions of HTTP, and two lengths for one body.
+
+    Two lengths are dangerous because a proxy in front may see the body end elsewhere (request smuggling).
 
     Raises:
-        h11.RemoteProtocolError: one of these; if lengths differ, a proxy in front may see another end of the body.
+        h11.RemoteProtocolError: the request has one of these.
     """
     num_bytes = len(request.method) + len(request.target) + sum(len(k) + len(v) + 4 for k, v in request.headers)
     if num_bytes > MAX_HEAD_BYTES:
         raise h11.RemoteProtocolError("the head is too large", error_status_hint=431)
     if not request.http_version.startswith(b"1."):
-        raise h11.RemoteProtocolError("HTTP/2 without negotiation, say", error_status_hint=505)
+        raise h11.RemoteProtocolError("another version of HTTP", error_status_hint=505)
     names = {name for name, _ in request.headers}
     if b"transfer-encoding" in names and (b"content-length" in names or request.http_version < b"1.1"):
         raise h11.RemoteProtocolError("Transfer-Encoding with Content-Length, or in HTTP/1.0, is ambiguous")

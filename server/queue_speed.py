@@ -1,4 +1,4 @@
-"""`QueueSpeed`: estimates when a place comes free, from how fast places came free lately. Reads no clock."""
+"""`QueueSpeed`: estimates when the next place comes free from how fast places came free lately. Reads no clock."""
 
 import math
 from collections import deque

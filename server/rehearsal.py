@@ -124,7 +124,7 @@ def shape_of(messages: Sequence[PlainMessage]) -> Shape:
 def condensed(shape: Shape) -> Shape:
     """A short conversation with every kind of message that a long one has.
 
-    An assistant message and its results are left out together, and only if enough others are alike.
+    It drops an assistant message together with its tool results, and only if enough others of the same kind stay.
     """
     units: list[list[MessageShape]] = []
     for message in shape:

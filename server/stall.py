@@ -1,4 +1,4 @@
-"""`StallWatch`: notices an engine that runs its loop but computes nothing, which its heartbeat does not show."""
+"""`StallWatch`: notices an engine whose loop still turns but computes nothing. The heartbeat does not show that."""
 
 import logging
 import time
@@ -21,7 +21,7 @@ class StallWatch:
         self._is_stalled = False
 
     def check(self) -> str | None:
-        """None, or a description of the stall fit for clients. Call it often; it logs when a stall begins and ends."""
+        """None, or a description of the stall for clients. Call it often; it logs when a stall begins and ends."""
         stats = self._engine.stats
         progress = None
         if self._engine.ready and stats is not None and stats.num_waiting + stats.num_running > 0:

@@ -4,7 +4,9 @@ from collections.abc import Sequence
 
 
 class StopMatcher:
-    """Feeds of any size give the same text: the first stop string to be complete wins, the longest at that place.
+    """The stop string that is complete first wins; of several that end at the same place, the longest one.
+
+    It makes no difference how the text is cut into feeds.
 
     `matched` is the stop string that ended the text, else None.
     """
@@ -37,7 +39,7 @@ class StopMatcher:
 
 
 def _num_begun(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that begins `stop`."""
+    """Length of the longest suffix of `text` that is a prefix of `stop`."""
     start = text.find(stop[0], max(0, len(text) - len(stop) + 1))
     while start >= 0:
         if stop.startswith(text[start:]):

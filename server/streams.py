@@ -1,4 +1,4 @@
-"""Survives standard output or error that is closed, full, or a pipe without a reader."""
+"""Writes to standard output and error, which may be closed, full, or a pipe without a reader."""
 
 import os
 import sys

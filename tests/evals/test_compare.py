@@ -52,21 +52,21 @@ def test_different_items_cannot_be_compared(
     error = capsys.readouterr().err
     assert paths[fewer] in error
     assert paths[more] not in error
-    assert "lacks 1 of the other's, as 'b9'" in error
+    assert "lacks 1 of the other's, for example 'b9'" in error
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
         ("", "holds no answers"),
-        ("{}", "line 1 is no row"),
-        ("7", "line 1 is no row"),
+        ("{}", "line 1 is not a row"),
+        ("7", "line 1 is not a row"),
         ("\n", "holds no answers"),
-        ("\n\n", "line 1 is no row"),
-        ('{"id": ["a"], "category": "a", "answer": "", "correct": true}', "it has no id (str)"),
-        ('{"id": "a", "category": ["a"], "answer": "", "correct": true}', "it has no category (str)"),
-        ('{"id": "a", "category": "a", "answer": NaN, "correct": true}', "it has no answer (str)"),
-        ('{"id": "a", "category": "a", "answer": "", "correct": "no"}', "it has no correct (bool)"),
+        ("\n\n", "line 1 is not a row"),
+        ('{"id": ["a"], "category": "a", "answer": "", "correct": true}', "it lacks id (str)"),
+        ('{"id": "a", "category": ["a"], "answer": "", "correct": true}', "it lacks category (str)"),
+        ('{"id": "a", "category": "a", "answer": NaN, "correct": true}', "it lacks answer (str)"),
+        ('{"id": "a", "category": "a", "answer": "", "correct": "no"}', "it lacks correct (bool)"),
         ('{"id": "a", "category": "a", "answer": "", "correct": true}\n' * 2, "line 2: item 'a' is there twice"),
     ],
 )
@@ -83,7 +83,7 @@ def test_a_file_that_is_no_text_is_named(
 ) -> None:
     (tmp_path / "1").write_bytes(b"\xff\xfe")
     assert run(monkeypatch, str(tmp_path / "1"), write(tmp_path / "2", *ROWS)) == 2
-    assert f"{tmp_path / '1'} is no UTF-8 text" in capsys.readouterr().err
+    assert f"{tmp_path / '1'} is not UTF-8 text" in capsys.readouterr().err
 
 
 def test_an_answer_may_hold_any_separator(
