@@ -1,4 +1,4 @@
-"""Reads argv and the environment, the only module that does, and hands the settings to `server.service`."""
+"""The command line: the only module that reads argv and the environment. Hands the settings to `server.service`."""
 
 import dataclasses
 import logging

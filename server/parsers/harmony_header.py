@@ -1,8 +1,8 @@
 """`Header`: what a Harmony message header says, and text in it that belongs to no header. Knows no tokens.
 
 A header has sections: the role, then what follows `<|channel|>`, then what follows `<|constrain|>`. Its words are role
-and channel names, `to=recipient`, and a content type. Models leave markers out, so a channel is taken
-from any section, and an answer may stand in the header because `<|message|>` is missing.
+and channel names, `to=recipient`, and a content type. Models leave markers out. So a channel is taken from any section,
+and the text of an answer may stand in the header because `<|message|>` is missing.
 """
 
 import enum

@@ -37,16 +37,14 @@ class WireModel(BaseModel):
 
 
 class RequestModel(WireModel):
-    """The body of a request. An unknown field that is null counts as not given: some clients send all their fields."""
+    """The body of a request. A null counts as not given, in unknown fields too: some clients send every field."""
 
     model_config = ConfigDict(json_schema_extra={"additionalProperties": {"type": "null"}})
 
     @model_validator(mode="before")
     @classmethod
-    def _without_unknown_nulls(cls, value: Any) -> Any:
-        if not isinstance(value, dict):
-            return value
-        return {name: item for name, item in value.items() if item is not None or name in cls.model_fields}
+    def _without_nulls(cls, value: Any) -> Any:
+        return {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
 
 
 def _stop_strings(value: Any) -> list[str]:

@@ -114,6 +114,7 @@ def test_chat_errors_name_the_field_b20(post, fields, param, words):
 
 COMPLETION_ERRORS = [
     ({}, "prompt", "missing"),
+    ({"prompt": None}, "prompt", "missing"),
     ({"prompt": ""}, "prompt", "at least one token"),
     ({"prompt": []}, "prompt", "between 1"),
     ({"prompt": [[]]}, "prompt", "list"),

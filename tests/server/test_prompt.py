@@ -18,13 +18,13 @@ from tests.server.conftest import MAX_MODEL_LEN, WEATHER, FakeEngine
 INFO = FakeEngine().info
 
 
-def job_of(tokenizer, messages, **fields):
+def prepare(tokenizer, messages, **fields):
     converter = Converter(tokenizer, ServerConfig(), SamplingDefaults())
     return converter.chat(ChatCompletionRequest(messages=messages, **fields), INFO, "id")
 
 
 def prompt_of(tokenizer, messages, **fields):
-    return job_of(tokenizer, messages, **fields).requests[0].prompt_ids
+    return prepare(tokenizer, messages, **fields).requests[0].prompt_ids
 
 
 def text_of(tokenizer, messages, **fields):
@@ -141,8 +141,8 @@ def test_training_tags_render_their_body_g29():
 
 def test_completions_work_without_a_template_g29():
     converter = Converter(TemplateTokenizer(None), ServerConfig(), SamplingDefaults())
-    job = converter.completion(CompletionRequest(prompt="Hi"), INFO, "id")
-    assert job.requests[0].prompt_ids == [72, 105]
+    prepared = converter.completion(CompletionRequest(prompt="Hi"), INFO, "id")
+    assert prepared.requests[0].prompt_ids == [72, 105]
     with pytest.raises(BadRequest, match="no chat template: use /v1/completions"):
         converter.tokenize(TokenizeRequest(messages=[USER]), INFO)
 
@@ -169,8 +169,8 @@ def test_assistant_text_with_a_closing_think_tag_is_split():
 
 def text_from(template, messages):
     converter = Converter(TemplateTokenizer(template), ServerConfig(), SamplingDefaults())
-    job = converter.chat(ChatCompletionRequest(messages=messages), INFO, "id")
-    return "".join(map(chr, job.requests[0].prompt_ids))
+    prepared = converter.chat(ChatCompletionRequest(messages=messages), INFO, "id")
+    return "".join(map(chr, prepared.requests[0].prompt_ids))
 
 
 def test_template_that_takes_either_content_or_reasoning_with_calls():
@@ -184,9 +184,9 @@ def test_template_that_takes_either_content_or_reasoning_with_calls():
 
 def test_variables_that_the_template_does_not_read_are_refused(tokenizer):
     with pytest.raises(BadRequest, match="does not read 'thinking'"):
-        job_of(tokenizer, [USER], chat_template_kwargs={"thinking": True})
+        prepare(tokenizer, [USER], chat_template_kwargs={"thinking": True})
     with pytest.raises(BadRequest, match="low, medium or high"):
-        job_of(tokenizer, [USER], reasoning_effort="huge")
+        prepare(tokenizer, [USER], reasoning_effort="huge")
     assert "Reasoning: high" in text_of(tokenizer, [USER], reasoning_effort="high")
 
 
@@ -201,12 +201,12 @@ def test_tools_are_left_out_with_tool_choice_none(tokenizer):
 
 
 def test_budget_defaults_to_the_room_left(tokenizer):
-    job = job_of(tokenizer, [USER])
-    assert job.requests[0].sampling.max_tokens == MAX_MODEL_LEN - job.num_prompt_tokens
+    prepared = prepare(tokenizer, [USER])
+    assert prepared.requests[0].sampling.max_tokens == MAX_MODEL_LEN - prepared.num_prompt_tokens
 
 
 def test_choices_have_seeds_of_their_own(tokenizer):
-    seeds = [request.sampling.seed for request in job_of(tokenizer, [USER], n=3, seed=2**63 - 2).requests]
+    seeds = [request.sampling.seed for request in prepare(tokenizer, [USER], n=3, seed=2**63 - 2).requests]
     assert len(set(seeds)) == 3
     assert all(-(2**63) <= seed < 2**63 for seed in seeds)
 
@@ -221,14 +221,14 @@ def test_choices_have_seeds_of_their_own(tokenizer):
 )
 def test_default_temperature(tokenizer, defaults, fields, expected):
     converter = Converter(tokenizer, ServerConfig(), defaults)
-    job = converter.chat(ChatCompletionRequest(messages=[USER], **fields), INFO, "id")
-    assert job.requests[0].sampling.temperature == expected
+    prepared = converter.chat(ChatCompletionRequest(messages=[USER], **fields), INFO, "id")
+    assert prepared.requests[0].sampling.temperature == expected
 
 
 def test_operators_default_beats_the_checkpoints(tokenizer):
     converter = Converter(tokenizer, ServerConfig(default_temperature=0.2), SamplingDefaults(temperature=0.6))
-    job = converter.chat(ChatCompletionRequest(messages=[USER]), INFO, "id")
-    assert job.requests[0].sampling.temperature == 0.2
+    prepared = converter.chat(ChatCompletionRequest(messages=[USER]), INFO, "id")
+    assert prepared.requests[0].sampling.temperature == 0.2
 
 
 def test_tools_that_the_template_does_not_read_are_refused():

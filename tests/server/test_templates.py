@@ -55,8 +55,8 @@ PUBLISHED = ["gpt_oss", "deepseek_r1", "deepseek_v31"]
 
 def prompt(name, messages, **fields):
     converter = CONVERTERS[name]
-    job = converter.chat(ChatCompletionRequest(messages=messages, **fields), INFO, "id")
-    return TOKENIZER.decode(job.requests[0].prompt_ids)
+    prepared = converter.chat(ChatCompletionRequest(messages=messages, **fields), INFO, "id")
+    return TOKENIZER.decode(prepared.requests[0].prompt_ids)
 
 
 def call(call_id, name="get_weather", arguments='{"city": "Paris"}'):
