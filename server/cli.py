@@ -10,6 +10,7 @@ from typing import Any
 
 from engine.config import EngineConfig
 from server import streams
+from server.bench.command import bench
 from server.config import ServerConfig
 from server.errors import SettingError
 from server.explain import explain
@@ -36,6 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if argv[:1] == ["explain"]:
             return explain(argv[1:], PROGRAM, settings)
+        if argv[:1] == ["bench"]:
+            return bench(argv[1:], PROGRAM, os.environ)
         links = service_links(os.environ)
         environ = {name: text for name, text in os.environ.items() if name not in links}
         if argv[:1] == ["health"]:

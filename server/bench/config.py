@@ -1,0 +1,89 @@
+"""`BenchConfig`: what one run does. Checked when made; reads no flags itself."""
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from server.bench.connection import Target
+from server.bench.errors import BenchError
+
+_STREAMS_PER_PROCESS = 64
+_RATE_PER_PROCESS = 50.0
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """A length in tokens, drawn evenly from `low` to `high` for every request."""
+
+    low: int
+    high: int
+
+    @classmethod
+    def parse(cls, flag: str, text: str) -> "Lengths":
+        """From "512" or "256-1024". Raises BenchError that names the flag."""
+        low, _, high = text.partition("-")
+        try:
+            lengths = cls(int(low), int(high or low))
+        except ValueError:
+            raise BenchError(f"{flag}: {text!r} is neither a number of tokens nor LOW-HIGH") from None
+        if not 1 <= lengths.low <= lengths.high:
+            raise BenchError(f"{flag}: {text!r} must be at least 1, the lower number first")
+        return lengths
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchConfig:
+    """One run. Exactly one of `concurrency` and `request_rate` is set; times are in seconds."""
+
+    target: Target
+    endpoint: Literal["completions", "chat"] = "completions"
+    model: str | None = None  # None: the first one that the server lists
+    concurrency: int | None = None  # requests in flight: each stream sends its next when the last has ended
+    request_rate: float | None = None  # requests a second, at random times (Poisson)
+    num_requests: int | None = None
+    seconds: float | None = None
+    warmup: int = 0  # requests that are sent before and not counted
+    prompt_tokens: Lengths = Lengths(512, 512)
+    answer_tokens: Lengths = Lengths(128, 128)
+    dataset: Path | None = None  # lines of JSON with `prompt` or `messages`; None: random prompts
+    vocab_size: int = 4000  # random token ids are below it
+    ignore_eos: bool = False
+    seed: int = 0
+    timeout_s: float = 600.0
+    processes: int = 1
+    extra_body: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if (self.concurrency is None) == (self.request_rate is None):
+            raise BenchError("--concurrency and --request-rate exclude each other: give one of them")
+        if self.num_requests is None and self.seconds is None:
+            raise BenchError("--num-requests or --seconds: give at least one, or the run never ends")
+        for name, lowest in (("concurrency", 1), ("num_requests", 1), ("warmup", 0), ("processes", 1)):
+            value = getattr(self, name)
+            if value is not None and value < lowest:
+                raise BenchError(f"--{name.replace('_', '-')}: {value} must be at least {lowest}")
+        if self.concurrency is not None and self.processes > self.concurrency:
+            raise BenchError(f"--processes: {self.processes} must not exceed --concurrency {self.concurrency}")
+        for name in ("request_rate", "seconds", "timeout_s"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                flag = name.removesuffix("_s").replace("_", "-")
+                raise BenchError(f"--{flag}: {value} must be above 0 and finite")
+        if self.vocab_size <= LOWEST_TOKEN_ID:
+            raise BenchError(f"--vocab-size: {self.vocab_size} must be above {LOWEST_TOKEN_ID}")
+
+
+LOWEST_TOKEN_ID = 100  # lower ones are control tokens in some vocabularies
+
+
+def default_processes(concurrency: int | None, request_rate: float | None, num_cores: int | None = None) -> int:
+    """Client processes for a load: one per 64 streams or 50 requests a second, at most half of the cores."""
+    cores = num_cores or len(os.sched_getaffinity(0))
+    if concurrency is not None:
+        wanted = -(-concurrency // _STREAMS_PER_PROCESS)
+    else:
+        wanted = math.ceil(min(cores, (request_rate or 0.0) / _RATE_PER_PROCESS))  # a NaN gives `cores`; refused later
+    return max(1, min(wanted, cores // 2))
