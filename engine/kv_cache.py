@@ -11,6 +11,7 @@ from model.batch import KvLayerSpec, LayerKv
 
 _CPU_TOKENS_PER_SEQ = 2048  # what a running request is expected to need at most on average
 _CPU_MAX_BYTES = 1 << 30
+GIB = 2**30
 
 logger = logging.getLogger(__name__)
 
@@ -67,15 +68,33 @@ def choose_cuda_pages(
     step_bytes = torch.cuda.max_memory_allocated(device) - before_bytes + sampling_bytes
     torch.cuda.empty_cache()
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
-    usable_bytes = int(total_bytes * utilization) - (total_bytes - free_bytes) - step_bytes
-    num_pages = usable_bytes // layout.bytes_per_page
+    num_pages = count_pages(
+        layout,
+        total_bytes=total_bytes,
+        utilization=utilization,
+        used_bytes=total_bytes - free_bytes,
+        step_bytes=step_bytes,
+    )
     logger.info(
         "GPU memory: %.1f GiB in all, %.1f GiB free, %.2f GiB for a step, %.1f GiB for %d KV pages",
-        total_bytes / 2**30, free_bytes / 2**30, step_bytes / 2**30, usable_bytes / 2**30, num_pages,
+        total_bytes / GIB, free_bytes / GIB, step_bytes / GIB, num_pages * layout.bytes_per_page / GIB, num_pages,
     )  # fmt: skip
+    return num_pages
+
+
+def count_pages(layout: KvLayout, *, total_bytes: int, utilization: float, used_bytes: int, step_bytes: int) -> int:
+    """KV pages that fit beside `used_bytes` of weights and the like, and `step_bytes` that a step needs.
+
+    Raises:
+        EngineConfigError: not even one page fits.
+    """
+    free_bytes = int(total_bytes * utilization) - used_bytes - step_bytes
+    num_pages = free_bytes // layout.bytes_per_page
     if num_pages < 1:
         raise EngineConfigError(
-            f"gpu_memory_utilization is {utilization}: weights and one step leave no room for a KV page of "
-            f"{layout.bytes_per_page} bytes; raise it, or lower max_num_batched_tokens"
+            f"gpu_memory_utilization is {utilization}: of {total_bytes / GIB:.1f} GiB it allows "
+            f"{total_bytes * utilization / GIB:.1f}, but weights and what is in use take {used_bytes / GIB:.1f} and "
+            f"one step {step_bytes / GIB:.2f}, which leaves no room for a KV page of {layout.bytes_per_page} bytes; "
+            "raise it, lower max_num_batched_tokens or max_num_seqs, set enforce_eager, or use a GPU with more memory"
         )
     return num_pages

@@ -2,27 +2,31 @@
 
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from engine.config import EngineConfig
-from engine.cuda_graphs import DecodeGraphs, graph_sizes
+from engine.cuda_graphs import DecodeGraphs
 from engine.errors import EngineConfigError
 from engine.kv_cache import KvLayout, choose_cpu_pages, choose_cuda_pages
+from engine.memory_plan import check_weights_fit, graph_bytes, sampling_bytes
 from engine.runner import Model, ModelRunner
 from engine.step_pace import StepPace
 from engine.types import EngineInfo, LayerCheck
 from engine.warm_up import run_prompt, run_step_sizes
-from model.batch import LayerKv
+from model.batch import KvLayerSpec, LayerKv
 from moe.check.selfcheck import SelfCheckReport
+
+if TYPE_CHECKING:  # a scripted engine needs no model
+    from model.config import ModelSettings
 
 _DEFAULT_STEP_TOKENS = {"cpu": 512, "cuda": 8192}
 _DEFAULT_STEP_MS = 60
 _WARM_UP_TOKENS = 32  # a prompt of this many, then one more: every code path of a step ran before the first user
 _PACE_TOKENS = {"cpu": _WARM_UP_TOKENS, "cuda": 2048}  # of the prompt that is timed; a GPU needs many to be busy
-_BYTES_PER_GRAPH = 32 << 20
-_SAMPLING_BYTES_PER_LOGIT = 48  # the sampler's temporaries at its peak, filters on
 
 logger = logging.getLogger(__name__)
 
@@ -66,10 +70,9 @@ def load_engine(config: EngineConfig, model: Model | None) -> LoadedEngine:
     """
     if model is None:
         model = _build_model(config)
-    max_model_len = _choose_max_model_len(config, model)
-    step_tokens = _max_step_tokens(config, model.device)
-    dtype = model.dtype if config.kv_cache_dtype == "auto" else getattr(torch, config.kv_cache_dtype)
-    layout = KvLayout(specs=tuple(model.kv_specs), page_size=config.page_size, dtype=dtype)
+    max_model_len = choose_max_model_len(config, model.max_model_len)
+    step_tokens = max_step_tokens(config, model.device)
+    layout = make_kv_layout(config, model.kv_specs, model.dtype)
 
     uses_graphs = _uses_graphs(config, model)
 
@@ -90,8 +93,8 @@ def load_engine(config: EngineConfig, model: Model | None) -> LoadedEngine:
             layout,
             device=model.device,
             utilization=config.gpu_memory_utilization,
-            sampling_bytes=_SAMPLING_BYTES_PER_LOGIT * config.max_num_seqs * model.vocab_size
-            + (_graph_bytes(config, model) if uses_graphs else 0),
+            sampling_bytes=sampling_bytes(config.max_num_seqs, model.vocab_size)
+            + (graph_bytes(config.max_num_seqs, model.vocab_size) if uses_graphs else 0),
             profile_run=profile_run,
         )
     else:
@@ -132,12 +135,6 @@ def _uses_graphs(config: EngineConfig, model: Model) -> bool:
     return reason is None
 
 
-def _graph_bytes(config: EngineConfig, model: Model) -> int:
-    """Memory that captured steps need on top of an eager step: their own logits, graph nodes and activations."""
-    logits_bytes = 2 * config.max_num_seqs * model.vocab_size * torch.float32.itemsize
-    return logits_bytes + len(graph_sizes(config.max_num_seqs)) * _BYTES_PER_GRAPH
-
-
 def _measure_pace(config: EngineConfig, runner: ModelRunner, max_tokens: int) -> StepPace | None:
     """The pace that the settings ask for, starting from the time per prompt token on the warmed-up model."""
     target_ms = _DEFAULT_STEP_MS if config.max_step_ms is None else config.max_step_ms
@@ -164,17 +161,39 @@ def _allocate(layout: KvLayout, num_pages: int, device: torch.device) -> list[La
         ) from error
 
 
+def make_kv_layout(config: EngineConfig, specs: Sequence[KvLayerSpec], model_dtype: torch.dtype) -> KvLayout:
+    """The cache that the settings ask for."""
+    dtype = model_dtype if config.kv_cache_dtype == "auto" else getattr(torch, config.kv_cache_dtype)
+    return KvLayout(specs=tuple(specs), page_size=config.page_size, dtype=dtype)
+
+
 def _build_model(config: EngineConfig) -> Model:
-    from model.config import ModelSettings
     from model.registry import build_model
+    from model.sizes import measure_model
+
+    device = _choose_device(config.device)
+    settings = make_model_settings(config, device)
+    if device.type == "cuda":
+        free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+        check_weights_fit(
+            measure_model(config.model, settings),
+            total_bytes=total_bytes,
+            utilization=config.gpu_memory_utilization,
+            used_bytes=total_bytes - free_bytes,
+        )
+    return build_model(config.model, settings)
+
+
+def make_model_settings(config: EngineConfig, device: torch.device) -> "ModelSettings":
+    """The model's part of the settings, for a device that need not exist here."""
+    from model.config import ModelSettings
     from moe import MoeA2ABackend, MoeBackend
     from moe.dispatch.deepep_settings import DeepepMode, DeepepSettings
     from moe.tune.layers import TuningSettings
     from moe.tune.policy import tuning_token_counts
 
-    device = _choose_device(config.device)
-    step_tokens = _max_step_tokens(config, device)
-    settings = ModelSettings(
+    step_tokens = max_step_tokens(config, device)
+    return ModelSettings(
         device=device,
         dtype="auto" if config.dtype == "auto" else getattr(torch, config.dtype),
         moe_backend=MoeBackend(config.moe_backend),
@@ -194,7 +213,6 @@ def _build_model(config: EngineConfig) -> Model:
         load_format=config.load_format,
         selfcheck=config.selfcheck,
     )
-    return build_model(config.model, settings)
 
 
 def _choose_device(name: str) -> torch.device:
@@ -211,15 +229,17 @@ def _choose_device(name: str) -> torch.device:
     return device
 
 
-def _max_step_tokens(config: EngineConfig, device: torch.device) -> int:
+def max_step_tokens(config: EngineConfig, device: torch.device) -> int:
+    """Tokens of the largest step."""
     return config.max_num_batched_tokens or max(_DEFAULT_STEP_TOKENS.get(device.type, 512), config.max_num_seqs)
 
 
-def _choose_max_model_len(config: EngineConfig, model: Model) -> int:
+def choose_max_model_len(config: EngineConfig, model_limit: int) -> int:
+    """`max_model_len`, by default what the model was made for. Raises EngineConfigError if it is more than that."""
     if config.max_model_len is None:
-        return model.max_model_len
-    if config.max_model_len > model.max_model_len:
+        return model_limit
+    if config.max_model_len > model_limit:
         raise EngineConfigError(
-            f"max_model_len is {config.max_model_len}: this model was made for at most {model.max_model_len} tokens"
+            f"max_model_len is {config.max_model_len}: this model was made for at most {model_limit} tokens"
         )
     return config.max_model_len

@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 def load_model(family: Family, folder: Path, settings: ModelSettings, group: Any = None) -> Model:
     """Build the model of `family` from the checkpoint in `folder`; arguments and errors as `build_model` says."""
-    source = _open(family, folder, settings)
+    source = open_source(family, folder, settings)
     family.skip_unneeded(source)
     check_shapes(source, family.tensor_specs(source))
     layers = range(family.num_layers)
@@ -65,7 +65,8 @@ def load_model(family: Family, folder: Path, settings: ModelSettings, group: Any
     return model
 
 
-def _open(family: Family, folder: Path, settings: ModelSettings) -> TensorSource:
+def open_source(family: Family, folder: Path, settings: ModelSettings) -> TensorSource:
+    """The tensors of the checkpoint under the family's names, or random ones of its shapes; reads headers only."""
     if settings.load_format == "dummy":
         return DummyCheckpoint(dummy_shapes(family.tensor_specs(None)), device=settings.device)
     source = RenamedSource(Checkpoint.open(folder), with_model_prefix)

@@ -23,6 +23,7 @@ class TensorSpec:
 
     `is_linear`: `name` is the prefix of a linear layer that may be stored in any format, `shape` its [N, K].
     `dtype`: what a published checkpoint holds, for linear layers the dtype of their data.
+    `is_fp32`: a linear layer that is kept in fp32 whatever the model's dtype.
     """
 
     name: str
@@ -30,6 +31,7 @@ class TensorSpec:
     keys: str
     is_linear: bool = False
     dtype: torch.dtype = torch.bfloat16
+    is_fp32: bool = False
 
 
 def check_shapes(source: TensorSource, specs: Iterable[TensorSpec]) -> None:

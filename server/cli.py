@@ -18,12 +18,14 @@ from server.health import health
 from server.hub import Needs, download
 from server.listener import bind
 from server.model_source import HubModel, check_model_folder, locate_model, served_name
+from server.plan import plan
 from server.service_links import service_links
 from server.settings import Setting, gather, make_parser, settings_of
 from server.version import service_version
 
 PROGRAM = "moe-serve"
 USAGE_ERROR = 2
+COMMANDS = ("bench", "explain", "health", "plan")
 _DESCRIPTION = "Serve a mixture-of-experts model behind the OpenAI HTTP API."
 
 
@@ -35,14 +37,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     settings = all_settings()
     try:
-        if argv[:1] == ["explain"]:
-            return explain(argv[1:], PROGRAM, settings)
-        if argv[:1] == ["bench"]:
-            return bench(argv[1:], PROGRAM, os.environ)
         links = service_links(os.environ)
         environ = {name: text for name, text in os.environ.items() if name not in links}
-        if argv[:1] == ["health"]:
-            return health(argv[1:], PROGRAM, settings, environ)
+        if argv and argv[0] in COMMANDS:
+            return _run_command(argv[0], argv[1:], settings, environ)
         flags = vars(make_parser(settings, PROGRAM, _DESCRIPTION).parse_args(argv))
         if flags.get("version"):
             streams.say(f"{PROGRAM} {service_version()}\n")
@@ -65,6 +63,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SettingError as error:
         streams.write(sys.stderr, f"{PROGRAM}: {error}\n")
         return USAGE_ERROR
+
+
+def _run_command(name: str, argv: Sequence[str], settings: Mapping[str, Setting], environ: Mapping[str, str]) -> int:
+    """One of the commands beside serving; those that concern a service take its flags and variables too."""
+    match name:
+        case "bench":
+            return bench(argv, PROGRAM, environ)
+        case "explain":
+            return explain(argv, PROGRAM, settings)
+        case "health":
+            return health(argv, PROGRAM, settings, environ)
+    return plan(argv, PROGRAM, settings, environ)
 
 
 def configure_logging(config: ServerConfig) -> None:

@@ -145,7 +145,7 @@ class GptOssFamily(Family):
             ("self_attn.o_proj", (hidden, q_rows), q_keys),
             ("mlp.router", (moe.num_experts, hidden), "num_local_experts, hidden_size"),
         ):
-            yield TensorSpec(f"{prefix}.{name}", shape, keys, is_linear=True)
+            yield TensorSpec(f"{prefix}.{name}", shape, keys, is_linear=True, is_fp32=name == "mlp.router")
             yield TensorSpec(f"{prefix}.{name}.bias", shape[:1], keys)
         yield TensorSpec(f"{prefix}.self_attn.sinks", (self.num_heads,), "num_attention_heads")
         is_packed = source is None or f"{prefix}.mlp.experts.gate_up_proj_blocks" in source

@@ -16,6 +16,7 @@ from moe.dispatch.dtype import Quantize
 from moe.errors import MoeConfigError, WeightFormatError
 from moe.formats import ExpertWeights
 from moe.formats.activation_quant import ActivationQuant
+from moe.formats.sizes import expert_bytes
 from moe.packages import not_installed
 from moe.topology import Topology
 from moe.tune.cache import Tactic, TacticTable
@@ -140,6 +141,13 @@ class Backend(ABC):
         Raises:
             WeightFormatError: the format or a size cannot be laid out for the kernel.
         """
+
+    def layer_bytes(self, format_name: str, config: MoeRunnerConfig, device: Device, *, has_bias: bool) -> int:
+        """Bytes of one layer's processed experts on a rank, known before any weight is read; here as stored."""
+        del device
+        bias_itemsize = config.dtype.itemsize if has_bias else 0
+        sizes = (config.hidden_size, config.intermediate_size)
+        return config.num_local_experts * expert_bytes(format_name, *sizes, bias_itemsize)
 
     def refuses_sizes(self, format_name: str, sizes: MoeRunnerConfig | ExpertWeights) -> str | None:
         """Reason why a rank's sizes cannot be tiled, or None."""

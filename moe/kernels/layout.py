@@ -101,6 +101,20 @@ def pack_matrix(weight: Weight, bias: torch.Tensor | None, *, is_gated: bool) ->
     )
 
 
+def packed_bytes(format_name: str, num_rows: int, num_cols: int, *, is_gated: bool, has_bias: bool) -> int:
+    """`PackedMatrix.nbytes` of one matrix [N, K], without making it."""
+    rows = 2 * _round_up(num_rows // 2, ROWS // 2) if is_gated else _round_up(num_rows, ROWS)
+    step, with_tail = STEP[format_name], has_tail(format_name, num_cols)
+    num_steps = num_cols // step if with_tail else -(-num_cols // step)
+    words_of_row = WORDS[format_name] + (2 if format_name in ("mxfp4", "nvfp4") else 0)  # with the scale bytes of FP4
+    num_words = rows * num_steps * words_of_row
+    if with_tail:
+        num_words += rows * (WORDS[format_name] // 2 + 2)
+    scale_bytes = 4 * num_steps * rows // PAIR if format_name == "fp8_block" else 0
+    post_bytes, bias_bytes = 2 * 4, 4 * rows if has_bias else 0
+    return 2 * num_words + scale_bytes + post_bytes + bias_bytes
+
+
 def _stack(parts: list[torch.Tensor | None]) -> torch.Tensor | None:
     given = [part for part in parts if part is not None]
     return torch.stack(given) if given else None

@@ -37,7 +37,8 @@ def bench(argv: Sequence[str], program: str, environ: Mapping[str, str]) -> int:
     from server.bench.summary import summarize
     from server.bench.workload import Workload
 
-    logging.basicConfig(level="INFO", format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logging.getLogger("loaders.progress").setLevel("INFO")
     try:
         if flags.plot is not None:
             check_matplotlib()

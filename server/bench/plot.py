@@ -54,7 +54,7 @@ def _draw_distribution(axis, name: str, seconds: np.ndarray) -> None:  # type: i
     for percent, style in ((50, ":"), (99, "--")):
         value_ms = np.percentile(values_ms, percent)
         axis.axvline(value_ms, linestyle=style, color="black", linewidth=1, label=f"p{percent} {value_ms:.1f} ms")
-    if values_ms[0] > 0:
+    if values_ms[0] > 0 and values_ms[-1] > 10 * values_ms[0]:  # the ticks of less than a decade overlap
         axis.set_xscale("log")
     axis.legend(fontsize=8)
 

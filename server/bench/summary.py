@@ -125,13 +125,13 @@ def token_gaps(records: Iterable[Record]) -> np.ndarray:
 
 
 def tokens_per_second(run: RunResult, records: Iterable[Record]) -> np.ndarray:
-    """Tokens that arrived in each whole or partial second of the run."""
-    num_seconds = max(1, int(np.ceil(run.duration_s)))
-    totals = np.zeros(num_seconds)
+    """Tokens that arrived in each whole second of the run, at least in the first one; a last partial one is left out."""
+    num_seconds = max(1, int(run.duration_s))
+    totals = np.zeros(num_seconds + 1)  # the last entry takes the rest
     for record in records:
-        seconds = (np.array(record.times) - run.start_s).astype(np.int64).clip(0, num_seconds - 1)
+        seconds = (np.array(record.times) - run.start_s).astype(np.int64).clip(0, num_seconds)
         np.add.at(totals, seconds, np.array(record.counts))
-    return totals
+    return totals[:-1]
 
 
 def _per_token(record: Record) -> float | None:

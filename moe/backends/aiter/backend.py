@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from moe.backends.aiter.gpt_oss import ARGUMENTS, GPT_OSS, GptOssParts, prepare_gpt_oss
+from moe.backends.aiter.gpt_oss import ARGUMENTS, GPT_OSS, GptOssParts, padded_expert_bytes, prepare_gpt_oss
 from moe.backends.base import Backend, CheckCase, Device, refuse_overlap
 from moe.config import Activation, DispatchFormat, MoeA2ABackend, MoeBackend, MoeRunnerConfig
 from moe.errors import MoeConfigError, UnsupportedPathError, WeightFormatError
@@ -206,6 +206,13 @@ class AiterBackend(Backend):
         if config.dtype != torch.bfloat16:
             return f"dtype {config.dtype} is not supported: the kernels give bfloat16"
         return super().refuses(config)
+
+    def layer_bytes(self, format_name: str, config: MoeRunnerConfig, device: Device, *, has_bias: bool) -> int:
+        """As stored, but for GPT-OSS, whose sizes are padded."""
+        if not _is_gpt_oss(format_name, config.activation):
+            return super().layer_bytes(format_name, config, device, has_bias=has_bias)
+        sizes = (config.hidden_size, config.intermediate_size)
+        return config.num_local_experts * padded_expert_bytes(*sizes, has_bias=has_bias)
 
     def prepare(self, experts: ExpertWeights, config: MoeRunnerConfig, topology: Topology) -> AiterMoeQuantInfo:
         """Shuffle weights and scales; on gfx942 FP8 changes to AMD's older variant.

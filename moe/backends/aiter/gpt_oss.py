@@ -12,6 +12,7 @@ import torch
 
 from moe.config import Activation
 from moe.formats import ExpertWeights, Mxfp4Weight
+from moe.formats.sizes import expert_bytes
 from moe.layouts.aiter import mark_shuffled, shuffle_e8m0, shuffle_weight
 from moe.layouts.rows import interleave_halves, padded, round_up
 from moe.topology import Topology
@@ -58,6 +59,12 @@ class GptOssWeights:
     w2: torch.Tensor
     w2_scale: torch.Tensor
     parts: GptOssParts
+
+
+def padded_expert_bytes(hidden: int, inter: int, *, has_bias: bool) -> int:
+    """Bytes of one expert as `prepare_gpt_oss` lays it out."""
+    sizes = (round_up(hidden, TILE), max(round_up(inter, TILE), TILE))
+    return expert_bytes("mxfp4", *sizes, torch.float32.itemsize if has_bias else 0)
 
 
 def prepare_gpt_oss(experts: ExpertWeights, w13: Mxfp4Weight, w2: Mxfp4Weight, topology: Topology) -> GptOssWeights:

@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 
-from moe.backends.base import LibraryTuning, refuse_overlap, wrong_size
+from moe.backends.base import Device, LibraryTuning, refuse_overlap, wrong_size
 from moe.backends.flashinfer import common
 from moe.backends.flashinfer.profiles import NO_PROFILES, Profiles, profile_lists, profiles_of, proposals
 from moe.config import MoeA2ABackend, MoeBackend, MoeRunnerConfig
 from moe.errors import MoeConfigError, UnsupportedPathError, WeightFormatError
 from moe.formats import ExpertWeights, Mxfp4Weight, Weight
+from moe.formats.sizes import expert_bytes
 from moe.layouts.rows import next_power_of_two, padded, round_up, up_gate_padded
 from moe.layouts.trtllm import pack_topk, shuffled, shuffled_scales
 from moe.registry import register_backend, register_fused_func
@@ -80,6 +81,13 @@ class FlashinferMxfp4Backend(common.FlashinferBackend):
     hardware = "SM90 (Hopper), SM100/SM103 (Blackwell)"
     is_capturable = True
     archs = MappingProxyType({"mxfp4": tuple(TILE)})
+
+    def layer_bytes(self, format_name: str, config: MoeRunnerConfig, device: Device, *, has_bias: bool) -> int:
+        """Of matrices padded to the kernel's tiles; the SM100 kernel wants biases in fp32."""
+        tile = TILE.get(device.arch, 1)
+        sizes = (round_up(config.hidden_size, tile), max(round_up(config.intermediate_size, tile), tile))
+        itemsize = config.dtype.itemsize if device.arch == "sm90" else 4
+        return config.num_local_experts * expert_bytes(format_name, *sizes, itemsize if has_bias else 0)
 
     def prepare(self, experts: ExpertWeights, config: MoeRunnerConfig, topology: Topology) -> QuantInfo:
         """Pad, reorder and interleave on `topology.device`; its architecture chooses the layout.

@@ -80,6 +80,13 @@ class TorchBackend(Backend):
         del format_name
         return 1e-5 if config.dtype == torch.float32 else self.tolerance
 
+    def layer_bytes(self, format_name: str, config: MoeRunnerConfig, device: Device, *, has_bias: bool) -> int:
+        """Of dequantized weights; where those do not fit, `prepare` keeps the stored form, which is smaller."""
+        del format_name, device
+        num_weights = 3 * config.hidden_size * config.intermediate_size
+        num_biases = 2 * config.intermediate_size + config.hidden_size if has_bias else 0
+        return config.num_local_experts * (num_weights + num_biases) * config.dtype.itemsize
+
     def prepare(self, experts: ExpertWeights, config: MoeRunnerConfig, topology: Topology) -> TorchMoeQuantInfo:
         """Dequantize to `config.dtype` if the dense weights fit in half of the free memory; cast the biases."""
         num_weights = 3 * experts.num_experts * experts.hidden_size * experts.intermediate_size

@@ -18,7 +18,7 @@ from moe.config import DispatchFormat, MoeA2ABackend, MoeBackend, MoeRunnerConfi
 from moe.errors import UnsupportedPathError
 from moe.formats import ExpertWeights
 from moe.formats.activation_quant import fp8_groups
-from moe.kernels.layout import pack_matrix
+from moe.kernels.layout import pack_matrix, packed_bytes
 from moe.kernels.plan import Plan
 from moe.layouts.expert_slots import masked_rows
 from moe.packages import not_installed
@@ -84,6 +84,14 @@ class TritonBackend(Backend):
         if config.dtype is not torch.bfloat16:
             return f"dtype {config.dtype} is not supported: the kernels multiply bf16 activations"
         return Backend.refuses(self, config)
+
+    def layer_bytes(self, format_name: str, config: MoeRunnerConfig, device: Device, *, has_bias: bool) -> int:
+        """Of the packed blocks, padding included."""
+        del device
+        hidden, inter = config.hidden_size, config.intermediate_size
+        w13 = packed_bytes(format_name, 2 * inter, hidden, is_gated=True, has_bias=has_bias)
+        w2 = packed_bytes(format_name, hidden, inter, is_gated=False, has_bias=has_bias)
+        return config.num_local_experts * (w13 + w2)
 
     def prepare(self, experts: ExpertWeights, config: MoeRunnerConfig, topology: Topology) -> TritonMoeQuantInfo:
         """Pack on `topology.device` and look the plans up.

@@ -93,7 +93,9 @@ def test_a_run_in_which_everything_failed():
 def test_tokens_in_each_second():
     run = RunResult(100.0, [ProcessResult([], 0.0, 2.5)])
     totals = tokens_per_second(run, [record(100, [100.2, 101.9, 102.4], [1, 2, 3], 103)])
-    assert np.array_equal(totals, [1, 2, 3])
+    assert np.array_equal(totals, [1, 2])  # the third second was not over
+    short = RunResult(100.0, [ProcessResult([], 0.0, 0.5)])
+    assert np.array_equal(tokens_per_second(short, [record(100, [100.2], [7], 100.4)]), [7])
 
 
 def test_every_request_belongs_to_one_process():

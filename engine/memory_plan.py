@@ -1,0 +1,153 @@
+"""What fits into a GPU: weights, a step, CUDA graphs, and the KV pages that the rest holds. Arithmetic only.
+
+The engine counts its pages with `kv_cache.count_pages`, from memory that it has measured. `plan` uses the same function
+with estimates of what cannot be known without the GPU: the driver's context and the activations of a step.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from engine.cuda_graphs import graph_sizes
+from engine.errors import EngineConfigError
+from engine.kv_cache import GIB, KvLayout, count_pages
+
+if TYPE_CHECKING:  # a scripted engine needs no model
+    from model.sizes import ModelSizes, StepShape
+
+_BYTES_PER_GRAPH = 32 << 20
+_SAMPLING_BYTES_PER_LOGIT = 48  # the sampler's temporaries at its peak, filters on
+_CONTEXT_BYTES = 700 << 20  # estimate: the CUDA context, kernels and library workspaces
+_HIDDEN_COPIES = 4  # estimate: residual, norm, and the input and output of a block
+_SHORTEST_CONTEXT = 1024  # of the table
+
+
+def sampling_bytes(max_num_seqs: int, vocab_size: int) -> int:
+    """Memory that choosing tokens needs after the largest step."""
+    return _SAMPLING_BYTES_PER_LOGIT * max_num_seqs * vocab_size
+
+
+def graph_bytes(max_num_seqs: int, vocab_size: int) -> int:
+    """Memory that captured steps need on top of an eager step: their own fp32 logits, graph nodes and activations."""
+    return 2 * max_num_seqs * vocab_size * 4 + len(graph_sizes(max_num_seqs)) * _BYTES_PER_GRAPH
+
+
+def activation_bytes(step: "StepShape", num_tokens: int, itemsize: int) -> int:
+    """Estimate of the activations of a step of `num_tokens`; the engine measures them instead."""
+    return num_tokens * itemsize * (_HIDDEN_COPIES * step.hidden_size + step.attention_width + step.experts_width)
+
+
+def check_weights_fit(sizes: "ModelSizes", *, total_bytes: int, utilization: float, used_bytes: int) -> None:
+    """Refuse, before any weight is read, weights that leave no room.
+
+    Raises:
+        EngineConfigError: names the sizes and what to change.
+    """
+    if sizes.least_bytes + used_bytes < total_bytes * utilization:
+        return
+    paths = ", ".join(f"{path.format_name} as {path.backend}" for path in sizes.experts)
+    raise EngineConfigError(
+        f"gpu_memory_utilization is {utilization}: of {total_bytes / GIB:.1f} GiB it allows "
+        f"{total_bytes * utilization / GIB:.1f}, but the weights take {sizes.total_bytes / GIB:.1f} (experts "
+        f"{sizes.expert_bytes / GIB:.1f}, {paths}) and {used_bytes / GIB:.1f} are in use already; raise it, choose "
+        "another moe_backend if that keeps the experts larger than the files, or use a GPU with more memory"
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryPlan:
+    """A model on one GPU, or on none (`total_bytes` None), where the cache takes what it needs.
+
+    `refusal` says why nothing fits; `num_pages` is 0 then.
+    """
+
+    sizes: "ModelSizes"
+    layout: KvLayout
+    total_bytes: int | None
+    utilization: float
+    context_bytes: int
+    activation_bytes: int
+    sampling_bytes: int
+    graph_bytes: int
+    num_pages: int
+    refusal: str | None
+
+    @property
+    def num_kv_tokens(self) -> int:
+        """Tokens that the KV cache holds."""
+        return self.num_pages * self.layout.page_size
+
+    @property
+    def fits_while_loading(self) -> bool:
+        """Whether the peak of processing a layer stays within the GPU's memory."""
+        return self.total_bytes is None or self.sizes.peak_bytes + self.context_bytes <= self.total_bytes
+
+    def kv_bytes_per_token(self, *, sliding: bool) -> int:
+        """Bytes of one token in all layers with a sliding window, or in all without."""
+        specs = [spec for spec in self.layout.specs if (spec.window is not None) == sliding]
+        return sum(spec.num_heads * (spec.key_dim + spec.value_dim) for spec in specs) * self.layout.dtype.itemsize
+
+    def concurrency(self, context_len: int) -> int:
+        """Requests of `context_len` tokens that fit into the cache at the same time."""
+        return self.num_pages // -(-context_len // self.layout.page_size)
+
+    def table(self, max_model_len: int) -> dict[int, int]:
+        """Concurrency by context length: powers of two up to `max_model_len`, and that."""
+        lengths = []
+        length = _SHORTEST_CONTEXT
+        while length < max_model_len:
+            lengths.append(length)
+            length *= 2
+        return {length: self.concurrency(length) for length in [*lengths, max_model_len]}
+
+
+def make_plan(
+    sizes: "ModelSizes",
+    layout: KvLayout,
+    *,
+    total_bytes: int,
+    utilization: float,
+    max_num_seqs: int,
+    step_tokens: int,
+    uses_graphs: bool,
+    num_pages: int | None = None,
+) -> MemoryPlan:
+    """The plan for a GPU of `total_bytes`; `num_pages` as set by the user, None for what fits."""
+    vocab_size = sizes.step.vocab_size
+    parts: dict[str, Any] = {
+        "context_bytes": _CONTEXT_BYTES,
+        "activation_bytes": activation_bytes(sizes.step, step_tokens, sizes.dtype.itemsize),
+        "sampling_bytes": sampling_bytes(max_num_seqs, vocab_size),
+        "graph_bytes": graph_bytes(max_num_seqs, vocab_size) if uses_graphs else 0,
+    }
+    budget: dict[str, Any] = {"total_bytes": total_bytes, "utilization": utilization}
+    refusal, pages = None, 0
+    try:
+        check_weights_fit(sizes, **budget, used_bytes=_CONTEXT_BYTES)
+        step_bytes = sum(parts.values()) - _CONTEXT_BYTES
+        pages = count_pages(layout, **budget, used_bytes=_CONTEXT_BYTES + sizes.total_bytes, step_bytes=step_bytes)
+        pages = _chosen_pages(num_pages, pages)
+    except EngineConfigError as error:
+        refusal, pages = str(error), 0
+    return MemoryPlan(sizes=sizes, layout=layout, **budget, **parts, num_pages=pages, refusal=refusal)
+
+
+def make_cpu_plan(sizes: "ModelSizes", layout: KvLayout, *, step_tokens: int, num_pages: int) -> MemoryPlan:
+    """The plan for a CPU, whose memory is not limited here."""
+    return MemoryPlan(
+        sizes=sizes,
+        layout=layout,
+        total_bytes=None,
+        utilization=1.0,
+        context_bytes=0,
+        activation_bytes=activation_bytes(sizes.step, step_tokens, sizes.dtype.itemsize),
+        sampling_bytes=0,
+        graph_bytes=0,
+        num_pages=num_pages,
+        refusal=None,
+    )
+
+
+def _chosen_pages(wanted: int | None, fitting: int) -> int:
+    if wanted is not None and wanted > fitting:
+        raise EngineConfigError(f"num_pages is {wanted}: {fitting} fit; set num_pages lower, or leave it out")
+    return fitting if wanted is None else wanted

@@ -1,0 +1,69 @@
+"""From settings to a `MemoryPlan` for a GPU that need not be here: what `moe-serve plan` shows."""
+
+from dataclasses import dataclass
+
+import torch
+
+from engine.config import EngineConfig
+from engine.kv_cache import GIB, choose_cpu_pages
+from engine.load import choose_max_model_len, make_kv_layout, make_model_settings, max_step_tokens
+from engine.memory_plan import MemoryPlan, make_cpu_plan, make_plan
+from model.sizes import ModelSizes, measure_model
+from moe.backends.base import Device
+from moe.registry import load_backend
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A card: its architecture, and the memory that CUDA reports for it."""
+
+    arch: str
+    memory_gib: float
+
+
+# Memory as CUDA reports it, less than on the label; of the 80 GB kinds of the first two.
+GPUS = {
+    "a100": Gpu("sm80", 79.2),
+    "h100": Gpu("sm90", 79.2),
+    "h200": Gpu("sm90", 139.8),
+    "b200": Gpu("sm100", 178.4),
+    "mi300x": Gpu("gfx942", 191.5),
+}
+
+
+def plan_engine(config: EngineConfig, gpu: Gpu | None) -> tuple[MemoryPlan, int]:
+    """The plan of the engine with this config on `gpu`, None for a CPU, and the longest context it can serve.
+
+    Reads headers only. Where the folder has no weights, the sizes are those of the published form.
+
+    Raises:
+        ValueError: (of this package, the model's, the loaders', moe's) a setting or a file is wrong.
+    """
+    device = torch.device("cpu" if gpu is None else "cuda")
+    settings = make_model_settings(config, device)
+    sizes = measure_model(config.model, settings, Device(arch="cpu" if gpu is None else gpu.arch))
+    layout = make_kv_layout(config, sizes.kv_specs, sizes.dtype)
+    max_model_len = choose_max_model_len(config, sizes.max_model_len)
+    step_tokens = max_step_tokens(config, device)
+    if gpu is None:
+        pages = config.num_pages or choose_cpu_pages(
+            layout, max_num_seqs=config.max_num_seqs, max_model_len=max_model_len
+        )
+        plan = make_cpu_plan(sizes, layout, step_tokens=step_tokens, num_pages=pages)
+    else:
+        plan = make_plan(
+            sizes,
+            layout,
+            total_bytes=int(gpu.memory_gib * GIB),
+            utilization=config.gpu_memory_utilization,
+            max_num_seqs=config.max_num_seqs,
+            step_tokens=min(step_tokens, max_model_len),
+            uses_graphs=not config.enforce_eager and _are_capturable(sizes),
+            num_pages=config.num_pages,
+        )
+    return plan, min(max_model_len, plan.num_kv_tokens) if plan.num_pages else max_model_len
+
+
+def _are_capturable(sizes: ModelSizes) -> bool:
+    """Whether decode steps can run in CUDA graphs as far as the experts go."""
+    return all(load_backend(path.backend).is_capturable for path in sizes.experts)

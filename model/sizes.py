@@ -1,0 +1,188 @@
+"""How much memory a model's weights will take, from config.json and headers alone.
+
+Reads no weight and needs no GPU. Left out are copies that matter to speed alone: a norm's scaled weight and a gate's
+bf16 form, a few kB in a layer.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from loaders.hf_config import read_config
+from loaders.source import TensorSource
+from model.batch import KvLayerSpec
+from model.config import ModelSettings
+from model.families.base import EMBEDDING_WEIGHT, HEAD, Family
+from model.load import open_source
+from model.registry import make_family
+from model.weights import TensorSpec, check_shapes
+from moe import MoeBackend, MoeRunnerConfig
+from moe.backends.base import Device
+from moe.choose.select import choose_backend, probe_device
+from moe.dispatch.transport import dispatch_formats
+from moe.registry import load_backend
+
+_BYTES_PER_ROTATION = 4  # cos and sin of a pair, fp32 each, cover two numbers of a head
+_EXPERTS = ".mlp.experts."  # in the name of every tensor of the routed experts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertPath:
+    """The MoE layers of one number format: who runs them, and bytes of one layer as stored and as processed."""
+
+    backend: MoeBackend
+    format_name: str
+    num_layers: int
+    stored_bytes: int
+    processed_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepShape:
+    """What the activations of a step grow with: numbers per token, of the widest layer, and the vocabulary."""
+
+    hidden_size: int
+    attention_width: int  # queries, keys, values and attention output
+    experts_width: int  # of all experts of a token: gate, up, their product and the output
+    vocab_size: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSizes:
+    """Bytes of a loaded model by part, and what its cache and its steps depend on."""
+
+    stored_bytes: int  # in the files
+    embedding_bytes: int
+    head_bytes: int  # 0 if the head is the embedding
+    dense_bytes: int  # attention, norms, gates, dense and shared MLPs, the rotary table
+    experts: tuple[ExpertPath, ...]
+    dtype: torch.dtype
+    kv_specs: tuple[KvLayerSpec, ...]
+    max_model_len: int
+    step: StepShape
+
+    @property
+    def expert_bytes(self) -> int:
+        """Processed experts of all layers."""
+        return sum(path.num_layers * path.processed_bytes for path in self.experts)
+
+    @property
+    def total_bytes(self) -> int:
+        """All weights, processed."""
+        return self.embedding_bytes + self.head_bytes + self.dense_bytes + self.expert_bytes
+
+    @property
+    def least_bytes(self) -> int:
+        """All weights if experts that would grow stay as they are stored, as `--moe-backend torch` keeps them."""
+        growth = sum(path.num_layers * max(0, path.processed_bytes - path.stored_bytes) for path in self.experts)
+        return self.total_bytes - growth
+
+    @property
+    def peak_bytes(self) -> int:
+        """While the last layer is processed: its stored form, and its processed form twice, stand beside the rest.
+
+        Twice, because a backend may lay experts out one by one before it joins them.
+        """
+        return self.total_bytes + max((path.stored_bytes + path.processed_bytes for path in self.experts), default=0)
+
+
+def measure_model(folder: Path, settings: ModelSettings, device: Device | None = None) -> ModelSizes:
+    """Sizes of the model in `folder`, loaded with `settings`.
+
+    `device` is the GPU to plan for; None is `settings.device`, on which a backend whose package is missing does not
+    count. Errors as `build_model` says; no weight is read.
+    """
+    family = make_family(read_config(folder))
+    source = open_source(family, folder, settings)
+    family.skip_unneeded(source)
+    specs = list(family.tensor_specs(source))
+    check_shapes(source, specs)
+    layers = range(family.num_layers)
+    dense = [spec for spec in specs if _EXPERTS not in spec.name]
+    held = {spec.name: math.prod(spec.shape) * dtype.itemsize for spec, dtype in _held(dense, settings.model_dtype)}
+    embedding, head = held.pop(EMBEDDING_WEIGHT), held.pop(HEAD, 0)
+    max_model_len = family.config.max_position_embeddings
+    return ModelSizes(
+        stored_bytes=sum(source.meta(name).nbytes for name in source.names()),
+        embedding_bytes=embedding,
+        head_bytes=head,
+        dense_bytes=sum(held.values()) + max_model_len * family.rotary_dim * _BYTES_PER_ROTATION,
+        experts=_expert_paths(family, source, settings, device),
+        dtype=settings.model_dtype,
+        kv_specs=tuple(family.attention_spec(layer).kv_spec for layer in layers),
+        max_model_len=max_model_len,
+        step=_step_shape(family),
+    )
+
+
+def _held(specs: Iterable[TensorSpec], dtype: torch.dtype) -> Iterable[tuple[TensorSpec, torch.dtype]]:
+    """Each tensor with the dtype in which the model keeps it: linear layers in the model's, the rest in fp32."""
+    specs = list(specs)
+    of_linear = {spec.name: torch.float32 if spec.is_fp32 else dtype for spec in specs if spec.is_linear}
+    for spec in specs:
+        if spec.name == EMBEDDING_WEIGHT:
+            yield spec, dtype
+        else:
+            yield spec, of_linear.get(spec.name, of_linear.get(spec.name.removesuffix(".bias"), torch.float32))
+
+
+def _expert_paths(
+    family: Family, source: TensorSource, settings: ModelSettings, device: Device | None
+) -> tuple[ExpertPath, ...]:
+    layers: dict[str, list[int]] = {}
+    for layer in range(family.num_layers):
+        if family.is_moe_layer(layer):
+            layers.setdefault(family.expert_format(source, layer), []).append(layer)
+    a2a, formats = settings.moe_a2a_backend, dispatch_formats(settings.moe_a2a_backend, settings.deepep.mode)
+    paths = []
+    for format_name, of_format in layers.items():
+        config = _runner_config(family, settings, format_name)
+        backend = choose_backend(
+            settings.moe_backend, device or settings.device, format_name, a2a, config, formats
+        )  # fmt: skip
+        names = [name for name in source.names() if name.startswith(f"model.layers.{of_format[0]}{_EXPERTS}")]
+        has_bias = any(name.endswith("bias") for name in names)
+        stored_bytes = sum(source.meta(name).nbytes for name in names) // settings.expert_shard.ep_size
+        paths.append(
+            ExpertPath(
+                backend=backend,
+                format_name=format_name,
+                num_layers=len(of_format),
+                stored_bytes=stored_bytes,
+                processed_bytes=load_backend(backend).layer_bytes(
+                    format_name, config, device or probe_device(settings.device), has_bias=has_bias
+                ),
+            )
+        )
+    return tuple(paths)
+
+
+def _runner_config(family: Family, settings: ModelSettings, format_name: str) -> MoeRunnerConfig:
+    shape, shard = family.moe, settings.expert_shard
+    return MoeRunnerConfig(
+        num_experts=shape.num_experts,
+        num_local_experts=len(shard.expert_range(shape.num_experts)),
+        hidden_size=family.hidden_size,
+        intermediate_size=shard.padded_intermediate(shape.intermediate_size, format_name),
+        top_k=shape.routing.top_k,
+        activation=shape.activation,
+        dtype=settings.model_dtype,
+        routing=shape.routing,
+        max_num_tokens=settings.max_num_tokens,
+    )
+
+
+def _step_shape(family: Family) -> StepShape:
+    specs = [family.attention_spec(layer) for layer in range(family.num_layers)]
+    moe = family.moe
+    return StepShape(
+        hidden_size=family.hidden_size,
+        attention_width=max(
+            (spec.num_heads + spec.num_kv_heads) * (spec.key_dim + spec.value_dim) for spec in specs
+        ),
+        experts_width=moe.routing.top_k * (3 * moe.intermediate_size + family.hidden_size),
+        vocab_size=family.vocab_size,
+    )  # fmt: skip

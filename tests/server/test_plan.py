@@ -1,0 +1,95 @@
+"""The command `plan`: its flags, text, JSON and exit status."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from loaders.safetensors_file import SafetensorsFile
+from server import cli
+from tests.engine.test_memory_plan import GPT_OSS_20B
+from tests.server.service_process import ROOT
+
+
+@pytest.fixture
+def gpt_oss(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(GPT_OSS_20B))
+    return tmp_path
+
+
+def test_text_of_a_plan(capsys, gpt_oss):
+    assert cli.main(["plan", "--model", str(gpt_oss), "--gpu", "h200"]) == 0
+    shown = capsys.readouterr().out
+    assert "on h200: 139.8 GiB, of which 90% may be used" in shown
+    assert "12.816 GiB in the files, published form: no weights are here" in shown
+    assert "24 layers, mxfp4 as triton" in shown
+    assert "49152 bytes: 24576 in full layers, 24576 in sliding ones (window 128)" in shown
+    assert [line.split()[0] for line in shown.splitlines()[-8:]] == [str(1024 << i) for i in range(8)]
+
+
+def test_json_of_a_plan_takes_the_flags_and_variables_of_the_service(capsys, monkeypatch):
+    monkeypatch.setenv("MOE_SERVE_MAX_MODEL_LEN", "2000")
+    assert cli.main(["plan", "--gpu", "a100", "--gpu-memory", "4", "--json", "--page-size", "8"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["model"], shown["gpu"], shown["gpu_bytes"]) == ("tiny-gpt-oss", "a100", 4 << 30)
+    assert shown["weights"]["from_headers"]
+    assert shown["weights"]["processed"] == sum(
+        [shown["weights"][part] for part in ("embedding", "head", "dense")]
+        + [path["processed"] for path in shown["weights"]["experts"]]
+    )
+    assert shown["kv_cache"]["tokens"] == 8 * shown["kv_cache"]["pages"]
+    assert list(shown["requests_by_context_length"]) == ["1024", "2000"]
+    assert shown["max_model_len"] == 2000
+    assert shown["refusal"] is None
+
+
+def test_a_cpu(capsys):
+    assert cli.main(["plan", "--gpu", "cpu"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("tiny-gpt-oss on cpu\n")
+    assert "6 layers, mxfp4 as torch" in shown
+
+
+def test_a_gpu_that_is_too_small(capsys, gpt_oss):
+    assert cli.main(["plan", "--model", str(gpt_oss), "--gpu-memory", "12"]) == 1
+    shown = capsys.readouterr().out
+    assert "does not fit: gpu_memory_utilization is 0.9: of 12.0 GiB it allows 10.8" in shown
+    assert "DOES NOT FIT" in shown
+    assert "context length" not in shown
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--gpu", "abacus"], "--gpu: 'abacus' is not one of a100, h100"),
+        (["--gpu-memory", "-1"], "--gpu-memory: -1.0"),
+        (["--gpu-memory", "nan"], "--gpu-memory: nan"),
+        (["--gpu-memory", "x"], "--gpu-memory: invalid float value: 'x'"),
+        (["--max-num-seq", "1"], "did you mean --max-num-seqs?"),
+        (["--max-model-len", "5000"], "max_model_len is 5000: this model was made for at most 4096 tokens"),
+        (["--max-num-seqs", "0"], "max_num_seqs is 0"),
+        (["--moe-backend", "deep_gemm"], "--moe-backend deep_gemm cannot run mxfp4 experts on sm90"),
+        (["--model", "/nope"], "--model: '/nope' does not exist"),
+        (["--model", str(ROOT / "docs")], "config.json"),
+    ],
+)
+def test_refusals(capsys, argv, words):
+    assert cli.main(["plan", *argv]) == 2
+    caught = capsys.readouterr()
+    assert words in caught.err
+    assert caught.out == ""
+
+
+def test_no_weights_are_read(monkeypatch, capsys):
+    monkeypatch.setattr(SafetensorsFile, "view", lambda _self, name: pytest.fail(f"{name} was read"))
+    assert cli.main(["plan", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["weights"]["from_headers"]
+
+
+def test_help_imports_nothing_heavy():
+    code = "import sys; from server import cli\ntry: cli.main(['plan', '--help'])\nexcept SystemExit: pass\n"
+    code += "print({'torch'} & {*sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "--gpu-memory" in done.stdout
+    assert done.stdout.splitlines()[-1] == "set()"
