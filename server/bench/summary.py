@@ -125,7 +125,7 @@ def token_gaps(records: Iterable[Record]) -> np.ndarray:
 
 
 def tokens_per_second(run: RunResult, records: Iterable[Record]) -> np.ndarray:
-    """Tokens that arrived in each whole second of the run, at least in the first one; a last partial one is left out."""
+    """Tokens that arrived in each second of the run; a last partial one is left out, unless it is the only one."""
     num_seconds = max(1, int(run.duration_s))
     totals = np.zeros(num_seconds + 1)  # the last entry takes the rest
     for record in records:
