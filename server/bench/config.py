@@ -12,6 +12,7 @@ from server.bench.errors import BenchError
 
 _STREAMS_PER_PROCESS = 64
 _RATE_PER_PROCESS = 50.0
+LOWEST_TOKEN_ID = 100  # lower ones are control tokens in some vocabularies
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +77,15 @@ class BenchConfig:
             raise BenchError(f"--vocab-size: {self.vocab_size} must be above {LOWEST_TOKEN_ID}")
 
 
-LOWEST_TOKEN_ID = 100  # lower ones are control tokens in some vocabularies
+def _usable_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):  # Linux
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def default_processes(concurrency: int | None, request_rate: float | None, num_cores: int | None = None) -> int:
     """Client processes for a load: one per 64 streams or 50 requests a second, at most half of the cores."""
-    cores = num_cores or len(os.sched_getaffinity(0))
+    cores = num_cores or _usable_cores()
     if concurrency is not None:
         wanted = -(-concurrency // _STREAMS_PER_PROCESS)
     else:

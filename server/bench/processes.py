@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import multiprocessing
+import os
 import signal
 import time
 from collections.abc import Callable
@@ -131,8 +132,9 @@ def _receive(pipe: Pipe) -> Any:
 
 
 def _client(pipe: Pipe, config: BenchConfig, accepted: Accepted, share: Share) -> None:
-    """Main function of a client process. Ends when its parent does, since its pipe breaks then."""
+    """Main function of a client process."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    _allow_many_connections()
     with contextlib.suppress(BrokenPipeError, EOFError), asyncio.Runner(loop_factory=_loop_factory()) as runner:
         try:
             result: ProcessResult | BenchError = runner.run(_run_share(pipe, config, accepted, share))
@@ -142,6 +144,9 @@ def _client(pipe: Pipe, config: BenchConfig, accepted: Accepted, share: Share) -
 
 
 async def _run_share(pipe: Pipe, config: BenchConfig, accepted: Accepted, share: Share) -> ProcessResult:
+    parent = multiprocessing.parent_process()
+    if parent is not None:  # without this, the load on the server would outlive a command that was killed
+        asyncio.get_running_loop().add_reader(parent.sentinel, os._exit, 1)
     reporter = _Reporter(pipe)
     load = Load(config, accepted, share, reporter.count)
     await load.warm_up()
@@ -168,6 +173,16 @@ class _Reporter:
         if now_s - self._last_s >= _REPORT_EVERY_S:
             self._last_s = now_s
             self._pipe.send(self._num_done)
+
+
+def _allow_many_connections() -> None:
+    """Raise the limit of open files as far as the system lets us: random arrivals need a connection each."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from engine.plan import GPUS
 from loaders.safetensors_file import SafetensorsFile
 from server import cli
 from tests.engine.test_memory_plan import GPT_OSS_20B
@@ -92,4 +93,5 @@ def test_help_imports_nothing_heavy():
     code += "print({'torch'} & {*sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert "--gpu-memory" in done.stdout
+    assert f"--gpu GPU {', '.join(GPUS)}, or cpu" in " ".join(done.stdout.split())
     assert done.stdout.splitlines()[-1] == "set()"

@@ -26,6 +26,7 @@ class FakeServer:
     answer: Callable[[Asked, asyncio.StreamWriter], Awaitable[None]]
     asked: list[Asked] = field(default_factory=list)
     num_connections: int = 0
+    num_open: int = 0
     port: int = 0
 
     @property
@@ -38,6 +39,7 @@ class FakeServer:
 
     async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.num_connections += 1
+        self.num_open += 1
         place = 0
         with contextlib.closing(writer), contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
             while True:
@@ -50,6 +52,7 @@ class FakeServer:
                 place += 1
                 await self.answer(asked, writer)
                 await writer.drain()
+        self.num_open -= 1
 
 
 @contextlib.contextmanager

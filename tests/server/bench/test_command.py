@@ -1,5 +1,6 @@
 """The command: flags, table, JSON and exit status, with real client processes; once against the real service."""
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -11,7 +12,8 @@ from server.bench import command, processes
 from server.bench.config import default_processes
 from server.bench.errors import BenchError
 from server.errors import SettingError
-from tests.server.bench.fake_server import polite, serve, whole
+from tests.server.bench.fake_server import STREAM_HEAD, chunked, event, polite, serve, text_chunk, usage_of, whole
+from tests.server.conftest import wait_until
 from tests.server.service_process import PLAIN, ROOT, start
 
 
@@ -78,6 +80,24 @@ def test_a_client_process_that_dies_ends_the_run():
         config = command.make_config(flags, {})
         with pytest.raises(BenchError, match="a client process died"):
             processes.run_processes(config, None)  # its traceback is on standard error
+
+
+def test_the_load_ends_with_a_command_that_is_killed():
+    async def endless(asked, writer):
+        if asked.body is None or asked.body["max_tokens"] == 1:
+            return await polite(asked, writer)
+        writer.write(STREAM_HEAD)
+        while True:
+            writer.write(chunked(event(text_chunk("a", **usage_of(8, 1)))))
+            await writer.drain()
+            await asyncio.sleep(0.01)
+
+    with serve(endless) as server:
+        argv = ["bench", "--base-url", server.url, *SMALL, "--warmup", "0", "--concurrency", "4"]
+        with subprocess.Popen([sys.executable, "-m", "server", *argv], cwd=ROOT, stderr=subprocess.DEVNULL) as process:
+            wait_until(lambda: server.num_open >= 4, 30)
+            process.kill()
+        wait_until(lambda: server.num_open == 0, 10)
 
 
 def test_the_key_comes_from_the_variable_too():
