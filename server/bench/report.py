@@ -11,7 +11,7 @@ from typing import Any
 
 from server.bench.config import BenchConfig
 from server.bench.summary import PERCENTILES, Latency, Summary
-from server.bench.workload import Accepted
+from server.bench.workload import PATHS, Accepted
 from server.version import service_version
 
 _SECRET_FLAG = "--api-key"
@@ -21,7 +21,7 @@ _COLUMNS = ("mean", *PERCENTILES, "max")
 def table(config: BenchConfig, accepted: Accepted, summary: Summary) -> str:
     """What is printed at the end of a run."""
     load = f"{config.concurrency} streams" if config.concurrency else f"{config.request_rate:g} requests/s"
-    lines = [f"{accepted.model}: /v1/{config.endpoint} with {load}, {summary.duration_s:.1f} s"]
+    lines = [f"{accepted.model}: /v1{PATHS[config.endpoint]} with {load}, {summary.duration_s:.1f} s"]
     if summary.void_reasons:
         lines += [f"VOID: {reason}" for reason in summary.void_reasons]
     cut = f", {summary.num_cut} still running at the end" if summary.num_cut else ""

@@ -33,6 +33,7 @@ def test_a_run_with_two_processes(tmp_path, capsys):
         assert len([asked for asked in server.posts if asked.body["max_tokens"] > 1]) == 21
     shown = capsys.readouterr().out
     document = json.loads(file.read_text())
+    assert shown.startswith("fake: /v1/completions with 4 streams, ")
     assert "20 requests finished, 0 failed" in shown
     assert "s3cret" not in file.read_text()
     results = document["results"]
