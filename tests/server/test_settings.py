@@ -317,7 +317,10 @@ def test_help_lists_all_flags_and_imports_nothing_heavy():
     assert done.returncode == 0
     for known in SETTINGS.values():
         assert known.flag in done.stdout
-    probe = "import sys; from server import cli, service; cli.main(['--version']); print({'torch', 'fastapi'} & {*sys.modules})"
+    probe = (
+        "import sys; from server import cli, service; cli.main(['--version']); "
+        "print({'torch', 'fastapi'} & {*sys.modules})"
+    )
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, cwd=ROOT, check=True)
     assert done.stdout.splitlines()[-1] == "set()"
     assert done.stdout.startswith("moe-serve ")
