@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 
 from benchmarks import record
-from moe import registry
+from moe import ExpertShape, registry
 from moe.config import MoeA2ABackend, MoeBackend, MoeRunnerConfig
 from moe.runner import MoeRunner
 from moe.types import StandardCombineInput, StandardDispatchOutput, StandardTopK
@@ -39,7 +39,7 @@ class EmptyCore:
 
 def empty_runner(kind: str, device: torch.device) -> tuple[MoeRunner, StandardDispatchOutput]:
     """A runner whose path of that kind is empty, and one token for it."""
-    config = MoeRunnerConfig(num_experts=4, num_local_experts=4, hidden_size=HIDDEN, intermediate_size=HIDDEN, top_k=1)
+    config = MoeRunnerConfig(shape=ExpertShape(num_experts=4, hidden_size=HIDDEN, intermediate_size=HIDDEN, top_k=1))
     topk = StandardTopK(torch.ones(1, 1, device=device), torch.zeros(1, 1, dtype=torch.int32, device=device))
     dispatched = StandardDispatchOutput(torch.zeros(1, HIDDEN, device=device), topk)
     result = StandardCombineInput(torch.zeros(1, HIDDEN, device=device))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from moe import ExpertShape
 from moe.config import Activation, MoeRunnerConfig
 from moe.formats import Bf16Weight, ExpertWeights, Fp8BlockWeight, Mxfp4Weight, Nvfp4Weight, Weight
 from moe.types import StandardTopK
@@ -31,14 +32,13 @@ class LayerCase:
 
     def config(self) -> MoeRunnerConfig:
         """The runner's settings on one rank."""
-        return MoeRunnerConfig(
+        shape = ExpertShape(
             num_experts=self.num_experts,
-            num_local_experts=self.num_experts,
+            top_k=self.top_k,
             hidden_size=self.hidden_size,
             intermediate_size=self.intermediate_size,
-            top_k=self.top_k,
-            activation=self.activation,
         )
+        return MoeRunnerConfig(shape=shape, activation=self.activation)
 
     def active(self, num_tokens: int) -> int:
         """Stated number of active experts."""

@@ -4,8 +4,7 @@ ValueError
 └── LoadError                base of everything that can be wrong with a model folder
     ├── CheckpointError      files and tensors: missing, left over, truncated, wrong shape or dtype, half a scale set
     ├── ModelConfigError     config.json and its companions: a key that is missing or has the wrong type
-    ├── TokenizerError       tokenizer files that are missing or of an unsupported kind
-    └── ShardingError        sizes that cannot be divided among the ranks
+    └── TokenizerError       tokenizer files that are missing or of an unsupported kind
 """
 
 
@@ -23,7 +22,3 @@ class ModelConfigError(LoadError):
 
 class TokenizerError(LoadError):
     """Tokenizer files are missing or of a kind that is not supported."""
-
-
-class ShardingError(LoadError):
-    """A size cannot be divided among the ranks as asked."""

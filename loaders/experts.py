@@ -5,7 +5,6 @@ and projection (DeepSeek). Both decide the number format from the headers and re
 """
 
 from loaders.fused_experts import read_gpt_oss_experts
-from loaders.sharding import ExpertShard
 from loaders.split_experts import ExpertNames, read_split_experts
 
-__all__ = ["ExpertNames", "ExpertShard", "read_gpt_oss_experts", "read_split_experts"]
+__all__ = ["ExpertNames", "read_gpt_oss_experts", "read_split_experts"]

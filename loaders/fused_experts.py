@@ -13,46 +13,39 @@ import torch
 from loaders.errors import CheckpointError
 from loaders.quant import PLAIN_DTYPES
 from loaders.scales import e8m0_scales
-from loaders.sharding import CUT_BLOCK, Cut, ExpertShard
 from loaders.source import TensorSource
 from moe.formats import Bf16Weight, ExpertWeights, Mxfp4Weight, Weight
 from moe.formats.mxfp4 import GROUP
+from moe.geometry import Cut, ExpertShape, RankPlace
 
 _BYTE_SCALES = (torch.uint8, torch.float8_e8m0fnu)
+_ALONE = RankPlace()
 
 
 def read_gpt_oss_experts(
-    source: TensorSource,
-    prefix: str,
-    *,
-    num_experts: int,
-    hidden_size: int,
-    intermediate_size: int,
-    shard: ExpertShard | None = None,
+    source: TensorSource, prefix: str, shape: ExpertShape, place: RankPlace = _ALONE
 ) -> ExpertWeights:
     """Experts under `prefix` (such as "model.layers.0.mlp.experts"), biases included.
 
-    Sizes are the whole layer's. With tensor parallelism the result has the padded intermediate size of the rank, and b2
-    whole on every rank: whoever sums the ranks must count it once.
+    With tensor parallelism the result has the padded intermediate size of the rank, and b2 whole on every rank: whoever
+    sums the ranks must count it once.
 
     Raises:
         CheckpointError: a tensor is missing, half a scale set, or has the wrong shape or dtype; names file and tensor.
-        ShardingError: the experts cannot be shared among the ranks.
+        MoeConfigError: (of moe) the experts cannot be shared among the ranks.
     """
-    shard = shard or ExpertShard()
-    experts = shard.expert_range(num_experts)
-    sizes = (num_experts, hidden_size, intermediate_size)
+    experts = place.expert_range(shape.num_experts)
     w13: Weight
     w2: Weight
     if _is_published(source, prefix):
-        cut = shard.cut_intermediate(intermediate_size, CUT_BLOCK["mxfp4"])
-        w13, w2 = _read_published(source, prefix, sizes, experts, cut)
+        cut = place.cut(shape.intermediate_size, Mxfp4Weight.col_block)
+        w13, w2 = _read_published(source, prefix, shape, experts, cut)
     else:
-        cut = shard.cut_intermediate(intermediate_size, CUT_BLOCK["bf16"])
-        w13, w2 = _read_transposed(source, prefix, sizes, experts, cut)
+        cut = place.cut(shape.intermediate_size, Bf16Weight.col_block)
+        w13, w2 = _read_transposed(source, prefix, shape, experts, cut)
     b13_name, b2_name = f"{prefix}.gate_up_proj_bias", f"{prefix}.down_proj_bias"
-    source.expect(b13_name, shape=(num_experts, 2 * intermediate_size), dtypes=PLAIN_DTYPES)
-    source.expect(b2_name, shape=(num_experts, hidden_size), dtypes=PLAIN_DTYPES)
+    source.expect(b13_name, shape=(shape.num_experts, 2 * shape.intermediate_size), dtypes=PLAIN_DTYPES)
+    source.expect(b2_name, shape=(shape.num_experts, shape.hidden_size), dtypes=PLAIN_DTYPES)
     b13 = _separate(_local(source, b13_name, experts), cut)
     return ExpertWeights(w13=w13, w2=w2, b13=b13, b2=_local(source, b2_name, experts).clone())
 
@@ -72,17 +65,17 @@ def _is_published(source: TensorSource, prefix: str) -> bool:
 
 
 def _read_published(
-    source: TensorSource, prefix: str, sizes: tuple[int, int, int], experts: range, cut: Cut
+    source: TensorSource, prefix: str, shape: ExpertShape, experts: range, cut: Cut
 ) -> tuple[Mxfp4Weight, Mxfp4Weight]:
-    num_experts, hidden, inter = sizes
+    num_experts, hidden, inter = shape.num_experts, shape.hidden_size, shape.intermediate_size
     for size, name in ((hidden, "hidden_size"), (inter, "intermediate_size")):
         if size % GROUP:
             raise CheckpointError(f"{source.origin}: {name} is {size}: MXFP4 needs a multiple of {GROUP}")
     gate_up, down = f"{prefix}.gate_up_proj", f"{prefix}.down_proj"
     gate_up_shape, down_shape = (num_experts, 2 * inter, hidden // GROUP), (num_experts, hidden, inter // GROUP)
-    for name, shape in ((gate_up, gate_up_shape), (down, down_shape)):
-        source.expect(f"{name}_blocks", shape=(*shape, GROUP // 2), dtypes=(torch.uint8,))
-        source.expect(f"{name}_scales", shape=shape, dtypes=_BYTE_SCALES)
+    for name, groups in ((gate_up, gate_up_shape), (down, down_shape)):
+        source.expect(f"{name}_blocks", shape=(*groups, GROUP // 2), dtypes=(torch.uint8,))
+        source.expect(f"{name}_scales", shape=groups, dtypes=_BYTE_SCALES)
         e8m0_scales(_local(source, f"{name}_scales", experts), source.meta(f"{name}_scales"))
     w13 = [_separate(_local(source, f"{gate_up}_{kind}", experts), cut) for kind in ("blocks", "scales")]
     w2 = [_cut_groups(_local(source, f"{down}_{kind}", experts), cut) for kind in ("blocks", "scales")]
@@ -90,9 +83,9 @@ def _read_published(
 
 
 def _read_transposed(
-    source: TensorSource, prefix: str, sizes: tuple[int, int, int], experts: range, cut: Cut
+    source: TensorSource, prefix: str, shape: ExpertShape, experts: range, cut: Cut
 ) -> tuple[Bf16Weight, Bf16Weight]:
-    num_experts, hidden, inter = sizes
+    num_experts, hidden, inter = shape.num_experts, shape.hidden_size, shape.intermediate_size
     gate_up, down = f"{prefix}.gate_up_proj", f"{prefix}.down_proj"
     source.expect(gate_up, shape=(num_experts, hidden, 2 * inter), dtypes=PLAIN_DTYPES)
     source.expect(down, shape=(num_experts, inter, hidden), dtypes=PLAIN_DTYPES)

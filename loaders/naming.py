@@ -1,4 +1,4 @@
-"""Rules about tensor names that hold for more than one model: layer numbers, prediction layers, foreign spellings.
+"""Rules about tensor names that hold for more than one model: layer numbers, prediction layers, renamed tensors.
 
 Families own their own names; here a source can be looked at under other names, and the extra prediction (MTP) layers of
 DeepSeek checkpoints are recognised whatever their prefix is.
@@ -15,19 +15,6 @@ from loaders.source import TensorMeta, TensorSource
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _MTP = re.compile(r"(?:^|\.)mtp\.")
-
-# DeepSeek-V4 spellings, by dot-separated word.
-_V4_TOP = {"embed": "model.embed_tokens", "head": "lm_head", "norm": "model.norm"}
-_V4_WORDS = {
-    "attn": "self_attn",
-    "ffn": "mlp",
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "w1": "gate_proj",
-    "w3": "up_proj",
-    "w2": "down_proj",
-    "scale": "weight_scale_inv",
-}
 
 
 def layer_index(name: str) -> int | None:
@@ -51,18 +38,6 @@ def skip_prediction_layers(source: TensorSource, num_hidden_layers: int) -> None
 def with_model_prefix(name: str) -> str:
     """`layers.0.x` as `model.layers.0.x`: exports of the bare model leave the prefix out."""
     return f"model.{name}" if name.startswith(("layers.", "embed_tokens.", "norm.")) else name
-
-
-def deepseek_v4_name(name: str) -> str:
-    """DeepSeek-V4's own spelling as the common one: `layers.0.ffn.experts.3.w1.scale` and so on."""
-    words = name.split(".")
-    if words[0] in _V4_TOP:
-        return ".".join([_V4_TOP[words[0]], *words[1:]])
-    if words[0] != "layers":
-        return name
-    if words[-2:] == ["gate", "bias"]:
-        words[-1] = "e_score_correction_bias"
-    return ".".join(["model", "layers", words[1], *(_V4_WORDS.get(word, word) for word in words[2:])])
 
 
 class RenamedSource(TensorSource):

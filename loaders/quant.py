@@ -18,12 +18,13 @@ from loaders.errors import CheckpointError
 from loaders.quant_config import SUPPORTED_FORMATS
 from loaders.scales import e4m3_scales, e8m0_scales, float_scales, read_scalar
 from loaders.source import TensorMeta, TensorSource, dtype_name
-from moe.formats import Bf16Weight, Fp8BlockWeight, Fp8TensorWeight, Mxfp4Weight, Nvfp4Weight, Weight
+from moe.formats import FORMATS, Bf16Weight, Fp8BlockWeight, Fp8TensorWeight, Mxfp4Weight, Nvfp4Weight, Weight
 from moe.formats.fp8_block import BLOCK
 from moe.formats.mxfp4 import GROUP as MXFP4_GROUP
 from moe.formats.nvfp4 import GROUP as NVFP4_GROUP
 
 PLAIN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+ROWS, COLUMNS = -2, -1
 _FP4_DTYPES = (torch.uint8, torch.int8)
 _SCALE_SUFFIXES = ("weight_scale_inv", "weight_scale", "scale")
 _SIBLING_SUFFIXES = (*_SCALE_SUFFIXES, "weight_scale_2", "input_scale")
@@ -42,6 +43,12 @@ class Part:
     col_unit: int = 1
     pad_value: int = 0
 
+    def view(self, source: TensorSource, axis: int, span: range) -> torch.Tensor:
+        """Entries for the elements `span` along rows (axis -2) or columns (-1), converted; mapped where possible."""
+        unit = self.row_unit if axis == ROWS else self.col_unit
+        entries = source.view(self.meta.name).narrow(axis, span.start // unit, -(-len(span) // unit))
+        return self.convert(entries)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinearLayout:
@@ -59,14 +66,23 @@ class LinearLayout:
         return self.parts[0].meta
 
 
-def read_linear(source: TensorSource, prefix: str) -> Weight:
+def read_linear(source: TensorSource, prefix: str, axis: int = ROWS, span: range | None = None) -> Weight:
     """Weight [N, K] of the layer named `prefix`. A bias is a separate tensor: read it by name if you need it.
 
+    With `span`, only these rows (axis -2) or columns (axis -1), widened on both sides to whole scale blocks; nothing
+    else is read.
+
     Raises:
-        CheckpointError: half a scale set, or a dtype or shape that fits no format; names file and tensor.
+        CheckpointError: half a scale set, a wrong scale, a dtype or shape that fits no format; names file and tensor.
     """
     layout = inspect_linear(source, prefix)
-    parts = [part.convert(source.tensor(part.meta.name)) for part in layout.parts]
+    if span is None:
+        parts = [part.convert(source.tensor(part.meta.name)) for part in layout.parts]
+    else:
+        size, kind = layout.shape[axis], FORMATS[layout.format_name]
+        block = kind.row_block if axis == ROWS else kind.col_block
+        blocks = range(span.start // block * block, min(size, -(-span.stop // block) * block))
+        parts = [part.view(source, axis, blocks).clone(memory_format=torch.contiguous_format) for part in layout.parts]
     scalars = [None if name is None else read_scalar(source, name) for name in (layout.scale, layout.input_scale)]
     return build_weight(layout.format_name, parts, *scalars)
 

@@ -105,20 +105,6 @@ class TensorSource(ABC):
         """The whole tensor in memory of its own. Marks as used."""
         return self.view(name).clone()
 
-    def tensor_slice(self, name: str, axis: int, start: int, length: int) -> torch.Tensor:
-        """Entries [start, start + length) along `axis`, in memory of their own; reads no more than that. Marks as used.
-
-        Raises:
-            CheckpointError: the range does not lie within the tensor.
-        """
-        meta = self.meta(name)
-        rank = len(meta.shape)
-        if not -rank <= axis < rank or start < 0 or length < 0 or start + length > meta.shape[axis]:
-            raise CheckpointError(
-                f"{meta.where}: cannot read [{start}, {start + length}) along axis {axis} of shape {list(meta.shape)}"
-            )
-        return self.view(name).narrow(axis, start, length).clone(memory_format=torch.contiguous_format)
-
     def mark_used(self, names: Iterable[str]) -> None:
         """Count tensors as used without reading them: another rank holds them."""
         self._open_names.difference_update(names)

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import torch
 
 from loaders.errors import CheckpointError
-from loaders.quant import LinearLayout, Part, build_weight, inspect_linear
+from loaders.quant import COLUMNS, ROWS, LinearLayout, Part, build_weight, inspect_linear
 from loaders.scales import read_scalar
-from loaders.sharding import CUT_BLOCK, Cut, ExpertShard
 from loaders.source import TensorSource, dtype_name
-from moe.formats import ExpertWeights, Weight
+from moe.formats import FORMATS, ExpertWeights, Weight
+from moe.geometry import Cut, ExpertShape, RankPlace
 
-_ROWS, _COLS = -2, -1
+_ALONE = RankPlace()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,6 +25,9 @@ class ExpertNames:
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
+
+
+_NAMES = ExpertNames()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,14 +40,11 @@ class _Expert:
 def read_split_experts(
     source: TensorSource,
     prefix: str,
-    num_experts: int,
-    names: ExpertNames | None = None,
-    *,
-    hidden_size: int,
-    intermediate_size: int,
-    shard: ExpertShard | None = None,
+    shape: ExpertShape,
+    place: RankPlace = _ALONE,
+    names: ExpertNames = _NAMES,
 ) -> ExpertWeights:
-    """Experts `prefix.0` to `prefix.<num_experts - 1>`; sizes are the whole layer's.
+    """Experts `prefix.0` to `prefix.<num_experts - 1>`.
 
     The headers of all experts are checked on every rank; other ranks' tensors count as used and are not read, but for
     the scalar scales, which must not depend on the rank. Scales of gate and up that differ anywhere in the layer are
@@ -54,22 +54,22 @@ def read_split_experts(
     Raises:
         CheckpointError: a tensor is missing, half a scale set, wrong shape or dtype, an invalid scale, or
             formats that differ between experts.
-        ShardingError: the experts cannot be shared among the ranks.
+        MoeConfigError: (of moe) the experts cannot be shared among the ranks.
     """
-    names, shard = names or ExpertNames(), shard or ExpertShard()
-    local = shard.expert_range(num_experts)
+    local = place.expert_range(shape.num_experts)
+    up_shape, down_shape = (shape.intermediate_size, shape.hidden_size), (shape.hidden_size, shape.intermediate_size)
     experts = [
         _Expert(
-            gate=_inspect(source, f"{prefix}.{e}.{names.gate}", (intermediate_size, hidden_size)),
-            up=_inspect(source, f"{prefix}.{e}.{names.up}", (intermediate_size, hidden_size)),
-            down=_inspect(source, f"{prefix}.{e}.{names.down}", (hidden_size, intermediate_size)),
+            gate=_inspect(source, f"{prefix}.{e}.{names.gate}", up_shape),
+            up=_inspect(source, f"{prefix}.{e}.{names.up}", up_shape),
+            down=_inspect(source, f"{prefix}.{e}.{names.down}", down_shape),
         )
-        for e in range(num_experts)
+        for e in range(shape.num_experts)
     ]
     _check_uniform(experts)
-    cut = shard.cut_intermediate(intermediate_size, CUT_BLOCK[experts[0].gate.format_name])
-    w13, input_max13 = _read_weight(source, [(x.gate, x.up) for x in experts], local, _ROWS, cut)
-    w2, input_max2 = _read_weight(source, [(x.down,) for x in experts], local, _COLS, cut)
+    cut = place.cut(shape.intermediate_size, FORMATS[experts[0].gate.format_name].col_block)
+    w13, input_max13 = _read_weight(source, [(x.gate, x.up) for x in experts], local, ROWS, cut)
+    w2, input_max2 = _read_weight(source, [(x.down,) for x in experts], local, COLUMNS, cut)
     for expert in experts:
         for layout in (expert.gate, expert.up, expert.down):
             source.mark_used(part.meta.name for part in layout.parts)
@@ -125,12 +125,13 @@ def _read_weight(
 def _stage(source: TensorSource, experts: list[tuple[Part, ...]], axis: int, cut: Cut) -> torch.Tensor:
     """One part of all experts' weights in one buffer [E, halves * rows, cols], cut along `axis` and padded there."""
     sample = experts[0][0]
-    unit = sample.row_unit if axis == _ROWS else sample.col_unit
-    start, length, padded = cut.start // unit, -(-cut.length // unit), cut.padded // unit
+    unit = sample.row_unit if axis == ROWS else sample.col_unit
+    length, padded = -(-cut.length // unit), cut.padded // unit
+    span = range(cut.start, cut.start + cut.length)
     buffer: torch.Tensor | None = None
     for e, halves in enumerate(experts):
         for h, part in enumerate(halves):
-            piece = part.convert(source.view(part.meta.name).narrow(axis, start, length))
+            piece = part.view(source, axis, span)
             if buffer is None:
                 shape = [len(experts), len(halves), *piece.shape]
                 shape[axis] = padded

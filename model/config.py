@@ -12,9 +12,8 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from loaders.experts import ExpertShard
 from loaders.hf_config import HfConfig
-from moe import MoeA2ABackend, MoeBackend
+from moe import MoeA2ABackend, MoeBackend, RankPlace
 from moe.dispatch.deepep_settings import DeepepSettings
 from moe.tune.layers import TuningSettings
 
@@ -23,7 +22,7 @@ LoadFormat = Literal["auto", "dummy"]
 SelfCheck = Literal["off", "first", "all"]
 _CPU = torch.device("cpu")
 _DTYPES = (torch.float32, torch.bfloat16)
-_WHOLE = ExpertShard()
+_ALONE = RankPlace()
 _DEEPEP = DeepepSettings()
 _UNTUNED = TuningSettings()
 
@@ -46,8 +45,8 @@ class ModelSettings:
 
     `dtype` "auto" is float32 on a CPU (fastest there, and exact) and bfloat16 elsewhere. `router_logits_dtype` "auto"
     leaves the choice to the expert backend. `selfcheck`: which MoE layers are compared with their reference at load.
-    `expert_shard`: this rank's part of the experts; everything else is whole on every rank. `deepep`: mode and token
-    limit of the transports that have them. `max_num_tokens`: the largest step, for kernels that allocate by it.
+    `place`: this rank's among those that share the experts; everything else is whole on every rank. `deepep`: mode and
+    token limit of the transports that have them. `max_num_tokens`: the largest step, for kernels that allocate by it.
     `tuning`: whether the experts' kernels are measured at load, and where what was found is kept.
     """
 
@@ -59,7 +58,7 @@ class ModelSettings:
     attention_backend: str = "auto"
     load_format: LoadFormat = "auto"
     selfcheck: SelfCheck = "first"
-    expert_shard: ExpertShard = _WHOLE
+    place: RankPlace = _ALONE
     deepep: DeepepSettings = _DEEPEP
     max_num_tokens: int = 8192
     tuning: TuningSettings = _UNTUNED

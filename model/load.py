@@ -36,7 +36,7 @@ def load_model(family: Family, folder: Path, settings: ModelSettings, group: Any
     attention = make_attention(
         settings.attention_backend, [family.attention_spec(layer) for layer in layers], settings.device
     )
-    builder = MoeBuilder(settings=settings, shape=family.moe, hidden_size=family.hidden_size, group=group)
+    builder = MoeBuilder(settings=settings, layer=family.moe, group=group)
     for layer in layers:
         if family.is_moe_layer(layer):
             builder.resolve(layer, family.expert_format(source, layer))
@@ -108,12 +108,11 @@ def _load_layer(
     attention_layer = family.read_attention(reader, layer, attention)
     if family.is_moe_layer(layer):
         parts = family.read_moe_parts(reader, layer)
-        shard = builder.settings.expert_shard
         return DecoderLayer(
             input_norm=input_norm,
             attention=attention_layer,
             mlp_norm=mlp_norm,
-            mlp=builder.build(layer, parts, lambda: family.read_experts(reader, layer, shard)),
+            mlp=builder.build(layer, parts, lambda: family.read_experts(reader, layer, builder.settings.place)),
         )
     mlp = family.read_dense_mlp(reader, layer)
     return DecoderLayer(input_norm=input_norm, attention=attention_layer, mlp_norm=mlp_norm, mlp=mlp)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from model.config import ModelSettings
-from model.families.base import MoeParts, MoeShape
+from model.families.base import MoeParts
 from model.moe_layer import Gate, MoeLayer
 from moe import MoeA2ABackend, MoeBackend, MoeRunner, MoeRunnerConfig, Topology
 from moe.check.selfcheck import check_layer
@@ -17,7 +17,7 @@ from moe.dispatch.dtype import DispatchDtype, choose_dispatch_dtype
 from moe.dispatch.round_trip import check_round_trip
 from moe.dispatch.transport import DispatchSpec, Transport, build_transport, dispatch_formats
 from moe.errors import MoeConfigError
-from moe.formats import ExpertWeights
+from moe.formats import FORMATS, ExpertWeights
 from moe.registry import load_backend
 from moe.routing import TopK
 from moe.tune.layers import LayerTuner
@@ -38,25 +38,21 @@ class MoeBuilder:
     Attention is not sharded: where `--moe-a2a-backend` is none, every rank has all tokens and the same result.
     """
 
-    def __init__(self, *, settings: ModelSettings, shape: MoeShape, hidden_size: int, group: Any = None) -> None:
-        """`group` is the process group of all ranks that share the experts; None for one rank.
+    def __init__(self, *, settings: ModelSettings, layer: MoeRunnerConfig, group: Any = None) -> None:
+        """`layer` is what all MoE layers have in common; `group` the process group of all ranks that share the experts,
+        None for one rank.
 
         Raises:
             MoeConfigError: (of moe) the ranks cannot share the experts; the message has the numbers.
         """
-        shard = settings.expert_shard
+        if layer.routing is None:
+            raise MoeConfigError("the MoE layers of a model need a routing")
+        self._routing = layer.routing
         self.settings = settings
-        self.shape = shape
-        self.topology = Topology(
-            device=settings.device,
-            tp_size=shard.tp_size,
-            tp_rank=shard.tp_rank,
-            ep_size=shard.ep_size,
-            ep_rank=shard.ep_rank,
-            a2a=settings.moe_a2a_backend,
+        self.layer = dataclasses.replace(
+            layer, place=settings.place, dtype=settings.model_dtype, max_num_tokens=settings.max_num_tokens
         )
-        self._hidden_size = hidden_size
-        self._num_local_experts = len(self.topology.expert_range(shape.num_experts))
+        self.topology = Topology.at(settings.place, device=settings.device, a2a=settings.moe_a2a_backend)
         self._group = group
         self._backends: dict[str, MoeBackend] = {}  # chosen once for each number format
         self._paths: dict[int, _Path] = {}
@@ -69,7 +65,8 @@ class MoeBuilder:
         Raises:
             UnsupportedPathError: (of moe) nothing serves the combination; the message says why and what would.
         """
-        settings, config = self.settings, self._config(format_name)
+        settings = self.settings
+        config = dataclasses.replace(self.layer, scale_block=FORMATS[format_name].col_block)
         formats = dispatch_formats(settings.moe_a2a_backend, settings.deepep.mode)
         if format_name not in self._backends:
             self._backends[format_name] = choose_backend(
@@ -119,7 +116,7 @@ class MoeBuilder:
             self._check_transport(dispatcher, runner, topology, wants)
         return MoeLayer(
             gate=Gate(parts.gate_weight_EH, parts.gate_bias_E, self._logits_dtype(path)),
-            topk=TopK(self.shape.routing),
+            topk=TopK(self._routing),
             routes_inside=backend.routes_inside,
             correction_bias_E=parts.correction_bias_E,
             dispatcher=dispatcher,
@@ -128,20 +125,6 @@ class MoeBuilder:
             shared_experts=parts.shared_experts,
             description=f"layer {layer}: {runner.backend} / {runner.a2a} / {path.format_name}",
             selfcheck=report,
-        )
-
-    def _config(self, format_name: str) -> MoeRunnerConfig:
-        settings, shape = self.settings, self.shape
-        return MoeRunnerConfig(
-            num_experts=shape.num_experts,
-            num_local_experts=self._num_local_experts,
-            hidden_size=self._hidden_size,
-            intermediate_size=settings.expert_shard.padded_intermediate(shape.intermediate_size, format_name),
-            top_k=shape.routing.top_k,
-            activation=shape.activation,
-            dtype=settings.model_dtype,
-            routing=shape.routing,
-            max_num_tokens=settings.max_num_tokens,
         )
 
     def _dispatch_dtype(self, path: _Path, *, knows_input_scale: bool = False) -> DispatchDtype:

@@ -52,7 +52,7 @@ def build_model(folder: Path, settings: ModelSettings, group: Any = None) -> "Mo
     """Load the model in `folder`, ready to run.
 
     Order: config.json, headers, the path of every MoE layer, and only then weights, one layer at a time. `group` is the
-    torch process group of the ranks that share the experts, needed where `settings.expert_shard` is not the whole.
+    torch process group of the ranks that share the experts, needed where `settings.place` is one of several.
 
     Raises:
         LoadError: (of the loaders) files or tensors that are missing, damaged, left over or of the wrong shape.

@@ -9,12 +9,14 @@ from dataclasses import dataclass
 
 import torch
 
-from loaders.quant import PLAIN_DTYPES, inspect_linear, read_linear
+from loaders.quant import COLUMNS, PLAIN_DTYPES, ROWS, inspect_linear, read_linear
 from loaders.source import TensorSource
 from model.config import UnsupportedModelError
+from moe.geometry import RankPlace
 
 _FP8_BLOCK = 128
 _NVFP4_GROUP = 16
+_ALONE = RankPlace()
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,21 +94,54 @@ def dummy_shapes(specs: Iterable[TensorSpec]) -> dict[str, tuple[torch.dtype, tu
 
 @dataclass(frozen=True, slots=True)
 class WeightReader:
-    """Reads tensors to `device`; matrices are dequantized once, from the stored bytes, to `dtype`."""
+    """Reads tensors to `device`; matrices are dequantized once, from the stored bytes, to `dtype`.
+
+    `place` is this rank's among the tensor-parallel ranks: `rows`, `columns` and `entries` give its part, in `unit`s
+    (heads, say) that are not divided. A part is read in whole scale blocks and cut to size after dequantizing, so it
+    equals a slice of the whole bit for bit. They raise MoeConfigError where the ranks cannot share the units evenly.
+    """
 
     source: TensorSource
     device: torch.device
     dtype: torch.dtype
+    place: RankPlace = _ALONE
 
     def matrix(self, prefix: str) -> torch.Tensor:
-        """Dense [N, K] of a linear layer, whatever its format."""
+        """Dense [N, K] of a linear layer, whatever its format; whole on every rank."""
         return read_linear(self.source, prefix).to(self.device).dequantize(self.dtype)
 
-    def matrix_and_bias(self, prefix: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same with its bias [N]."""
-        return self.matrix(prefix), self.vector(f"{prefix}.bias", self.dtype)
+    def rows(self, prefix: str, unit: int = 1) -> torch.Tensor:
+        """This rank's outputs of a linear layer, dense [N / tp, K]."""
+        return self._part(prefix, ROWS, unit)
+
+    def columns(self, prefix: str, unit: int = 1) -> torch.Tensor:
+        """What multiplies this rank's inputs of a linear layer, dense [N, K / tp]; the ranks' products are summed."""
+        return self._part(prefix, COLUMNS, unit)
+
+    def rows_and_bias(self, prefix: str, unit: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+        """`rows` and the same part of the bias, [N / tp]."""
+        return self.rows(prefix, unit), self.entries(f"{prefix}.bias", unit, self.dtype)
+
+    def columns_and_bias(self, prefix: str, unit: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+        """`columns` and a bias [N] that counts once in the sum: the stored one on the first rank, zeros elsewhere."""
+        bias_N = self.vector(f"{prefix}.bias", self.dtype)
+        return self.columns(prefix, unit), bias_N if self.place.tp_rank == 0 else torch.zeros_like(bias_N)
 
     def vector(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """A plain tensor: norm weights, biases, sinks; fp32 unless the caller wants the model's dtype."""
+        """A plain tensor: norm weights, embeddings; fp32 unless the caller wants the model's dtype."""
         self.source.expect(name, dtypes=PLAIN_DTYPES)
         return self.source.tensor(name).to(self.device, dtype)
+
+    def entries(self, name: str, unit: int = 1, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """This rank's part of a plain vector that goes with `rows`: biases, sinks."""
+        span = self.place.share(f"'{name}'", self.source.meta(name).shape[0], unit)
+        return self.vector(name, dtype)[span.start : span.stop].clone()
+
+    def _part(self, prefix: str, axis: int, unit: int) -> torch.Tensor:
+        layout = inspect_linear(self.source, prefix)
+        side = "rows" if axis == ROWS else "columns"
+        span = self.place.share(f"the {side} of '{layout.weight.name}'", layout.shape[axis], unit)
+        weight = read_linear(self.source, prefix, axis, span)
+        block = weight.row_block if axis == ROWS else weight.col_block
+        dense = weight.to(self.device).dequantize(self.dtype)
+        return dense.narrow(axis, span.start % block, len(span)).contiguous()

@@ -2,6 +2,7 @@
 
 from moe.config import Activation, MoeA2ABackend, MoeBackend, MoeRunnerConfig, RoutingConfig, RoutingMethod
 from moe.errors import MoeConfigError, MoeError, SelfCheckError, UnsupportedPathError, WeightFormatError
+from moe.geometry import ExpertShape, RankPlace
 from moe.runner import MoeRunner
 from moe.topology import Topology
 from moe.types import BypassedTopK, StandardCombineInput, StandardDispatchOutput, StandardTopK
@@ -9,12 +10,14 @@ from moe.types import BypassedTopK, StandardCombineInput, StandardDispatchOutput
 __all__ = [
     "Activation",
     "BypassedTopK",
+    "ExpertShape",
     "MoeA2ABackend",
     "MoeBackend",
     "MoeConfigError",
     "MoeError",
     "MoeRunner",
     "MoeRunnerConfig",
+    "RankPlace",
     "RoutingConfig",
     "RoutingMethod",
     "SelfCheckError",

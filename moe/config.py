@@ -6,6 +6,9 @@ from dataclasses import dataclass
 import torch
 
 from moe.errors import MoeConfigError
+from moe.geometry import ExpertShape, RankPlace
+
+_ALONE = RankPlace()
 
 
 class MoeBackend(enum.StrEnum):
@@ -121,13 +124,15 @@ class RoutingConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MoeRunnerConfig:
-    """Shape and arithmetic of one MoE layer on one rank; `intermediate_size` is this rank's share."""
+    """Arithmetic of one MoE layer, its shape over all ranks, and the rank that computes its part of it.
 
-    num_experts: int
-    num_local_experts: int
-    hidden_size: int
-    intermediate_size: int
-    top_k: int
+    `scale_block`: elements of the intermediate axis that share a scale, so that no cut falls inside
+    (`Weight.col_block` of the experts' format).
+    """
+
+    shape: ExpertShape
+    place: RankPlace = _ALONE
+    scale_block: int = 1
     activation: Activation = Activation()
     dtype: torch.dtype = torch.bfloat16
     routing: RoutingConfig | None = None
@@ -136,18 +141,40 @@ class MoeRunnerConfig:
     apply_router_weight_on_input: bool = False
 
     def __post_init__(self) -> None:
-        for field in ("num_experts", "num_local_experts", "hidden_size", "top_k", "max_num_tokens"):
+        for field in ("scale_block", "max_num_tokens"):
             if getattr(self, field) < 1:
                 raise MoeConfigError(f"{field} is {getattr(self, field)}: it must be at least 1")
-        if self.intermediate_size < 0:  # a rank may own no block of the intermediate axis
-            raise MoeConfigError(f"intermediate_size is {self.intermediate_size}: it must not be negative")
-        if self.num_experts % self.num_local_experts:
-            raise MoeConfigError(
-                f"num_local_experts is {self.num_local_experts}: it must divide num_experts {self.num_experts}"
-            )
-        if self.top_k > self.num_experts:
-            raise MoeConfigError(f"top_k is {self.top_k}: it must not exceed num_experts {self.num_experts}")
+        self.place.expert_range(self.num_experts)
+        for field in ("num_experts", "top_k"):
+            ours, routed = getattr(self.shape, field), getattr(self.routing or self.shape, field)
+            if ours != routed:
+                raise MoeConfigError(f"{field} is {ours} in the layer's shape but {routed} in its routing")
         if self.apply_router_weight_on_input and self.top_k != 1:
             raise MoeConfigError(
                 f"apply_router_weight_on_input needs top_k 1, got {self.top_k}: one input cannot carry several weights"
             )
+
+    @property
+    def num_experts(self) -> int:
+        """E of the whole layer."""
+        return self.shape.num_experts
+
+    @property
+    def top_k(self) -> int:
+        """Experts of one token, over all ranks."""
+        return self.shape.top_k
+
+    @property
+    def hidden_size(self) -> int:
+        """H, the same on every rank."""
+        return self.shape.hidden_size
+
+    @property
+    def num_local_experts(self) -> int:
+        """E of this rank."""
+        return len(self.place.expert_range(self.num_experts))
+
+    @property
+    def intermediate_size(self) -> int:
+        """I of every rank's buffers: its share in whole scale blocks, padding included."""
+        return self.place.cut(self.shape.intermediate_size, self.scale_block).padded

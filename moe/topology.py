@@ -1,13 +1,16 @@
-"""Where one rank stands among the tensor- and expert-parallel ranks, and how it allocates outputs."""
+"""A rank's place with its device and transport, how it allocates outputs, and whether weights and settings fit it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 
-from moe.config import MoeA2ABackend
+from moe.config import MoeA2ABackend, MoeRunnerConfig
 from moe.dispatch.dtype import DispatchDtype
 from moe.errors import MoeConfigError
+from moe.formats import ExpertWeights
+from moe.geometry import RankPlace
 
 _CPU = torch.device("cpu")
 Allocator = Callable[[tuple[int, ...], torch.dtype, torch.device], torch.Tensor]
@@ -18,42 +21,62 @@ def _plain_empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devic
 
 
 @dataclass(frozen=True, kw_only=True)
-class Topology:
-    """Ranks and sizes of one MoE layer. `allocator` gives symmetric memory where the group has it.
+class Topology(RankPlace):
+    """The rank's place, its device, and its link to other ranks. `allocator` gives symmetric memory where the group
+    has it.
 
     `a2a` is the transport between the expert-parallel ranks, `dispatch_dtype` the number format of what it brings; some
     backends lay weights out differently for them.
     """
 
     device: torch.device = _CPU
-    tp_size: int = 1
-    tp_rank: int = 0
-    ep_size: int = 1
-    ep_rank: int = 0
     a2a: MoeA2ABackend = MoeA2ABackend.NONE
     dispatch_dtype: DispatchDtype = DispatchDtype.BF16
     allocator: Allocator = _plain_empty
 
-    def __post_init__(self) -> None:
-        for axis in ("tp", "ep"):
-            size, rank = getattr(self, f"{axis}_size"), getattr(self, f"{axis}_rank")
-            if size < 1:
-                raise MoeConfigError(f"{axis}_size is {size}: it must be at least 1")
-            if not 0 <= rank < size:
-                raise MoeConfigError(f"{axis}_rank is {rank}: it must lie in 0..{size - 1}")
+    @classmethod
+    def at(cls, place: RankPlace, *, device: torch.device = _CPU, a2a: MoeA2ABackend = MoeA2ABackend.NONE) -> Self:
+        """The topology of a rank whose place is known."""
+        return cls(
+            tp_size=place.tp_size,
+            tp_rank=place.tp_rank,
+            ep_size=place.ep_size,
+            ep_rank=place.ep_rank,
+            device=device,
+            a2a=a2a,
+        )
 
     @property
     def is_partial(self) -> bool:
         """True when one rank's expert output must still be summed over ranks (no transport does it)."""
-        return self.tp_size * self.ep_size > 1
-
-    def expert_range(self, num_experts: int) -> range:
-        """Global ids of the experts this rank owns."""
-        if num_experts % self.ep_size:
-            raise MoeConfigError(f"ep_size is {self.ep_size}: it must divide the {num_experts} experts")
-        num_local = num_experts // self.ep_size
-        return range(self.ep_rank * num_local, (self.ep_rank + 1) * num_local)
+        return self.num_ranks > 1
 
     def alloc_output(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Uninitialised tensor for a kernel's result, on this rank's device."""
         return self.allocator(shape, dtype, self.device)
+
+
+def check_fit(experts: ExpertWeights, config: MoeRunnerConfig, topology: Topology) -> None:
+    """Refuse weights, settings and a place that speak of different layers or ranks.
+
+    Weights may be cut without padding: a rank's share of the intermediate axis is then shorter, or empty.
+
+    Raises:
+        MoeConfigError: names what disagrees, with both numbers.
+    """
+    if config.place != topology.place:
+        raise MoeConfigError(
+            f"the layer's settings are for {_rank_of(config.place)}, but its topology is {_rank_of(topology)}"
+        )
+    cut = config.place.cut(config.shape.intermediate_size, config.scale_block)
+    for name, found, allowed in (
+        ("num_experts", experts.num_experts, (config.num_local_experts,)),
+        ("hidden_size", experts.hidden_size, (config.hidden_size,)),
+        ("intermediate_size", experts.intermediate_size, (cut.padded, cut.length)),
+    ):
+        if found not in allowed:
+            raise MoeConfigError(f"{name} of this rank is {allowed[0]} by its settings, but {found} in its weights")
+
+
+def _rank_of(place: RankPlace) -> str:
+    return f"tp rank {place.tp_rank} of {place.tp_size}, ep rank {place.ep_rank} of {place.ep_size}"

@@ -44,22 +44,13 @@ def _table(gpu: str, format_name: str, a2a_name: str, mode_name: str, folder: Pa
     # Imports torch, which a wrong flag and --help need not wait for.
     from loaders.hf_config import read_config
     from model.registry import make_family
-    from moe import MoeA2ABackend, MoeRunnerConfig
+    from moe import MoeA2ABackend
     from moe.choose import explain as table
     from moe.dispatch.deepep_settings import DeepepMode
     from moe.dispatch.transport import dispatch_formats
 
     family = make_family(read_config(folder))
-    shape, a2a = family.moe, MoeA2ABackend(a2a_name)
-    config = MoeRunnerConfig(
-        num_experts=shape.num_experts,
-        num_local_experts=shape.num_experts,
-        hidden_size=family.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        top_k=shape.routing.top_k,
-        activation=shape.activation,
-        routing=shape.routing,
-    )
+    config, a2a = family.moe, MoeA2ABackend(a2a_name)
     rows = table.explain(gpu, format_name, a2a, config, dispatch_formats(a2a, DeepepMode(mode_name)))
     return (
         f"{config.num_experts} experts of {config.hidden_size} x {config.intermediate_size}, "

@@ -8,7 +8,6 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from loaders.experts import ExpertShard
 from loaders.hf_config import HfConfig
 from loaders.source import TensorSource
 from model.attention.base import Attention, AttentionSpec
@@ -16,21 +15,11 @@ from model.config import UnsupportedModelError, flag, number, positive_int
 from model.decoder import AttentionLayer
 from model.linear import GatedMlp
 from model.weights import TensorSpec, WeightReader
-from moe import Activation, RoutingConfig
+from moe import MoeRunnerConfig, RankPlace
 from moe.formats import ExpertWeights
 
 EMBEDDING_WEIGHT, HEAD = "model.embed_tokens.weight", "lm_head"
 HEAD_WEIGHT = f"{HEAD}.weight"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MoeShape:
-    """The experts of a model: the same in every MoE layer."""
-
-    num_experts: int
-    intermediate_size: int
-    activation: Activation
-    routing: RoutingConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,8 +53,8 @@ class Family(ABC):
 
     @property
     @abstractmethod
-    def moe(self) -> MoeShape:
-        """Sizes, activation and routing of the experts."""
+    def moe(self) -> MoeRunnerConfig:
+        """Shape, activation and routing of every MoE layer; what a deployment decides has its defaults."""
 
     @property
     @abstractmethod
@@ -93,7 +82,7 @@ class Family(ABC):
         """Read and build a layer's attention."""
 
     @abstractmethod
-    def read_experts(self, reader: WeightReader, layer: int, shard: ExpertShard) -> ExpertWeights:
+    def read_experts(self, reader: WeightReader, layer: int, place: RankPlace) -> ExpertWeights:
         """Canonical experts of a MoE layer that one rank holds, where the source keeps them."""
 
     @abstractmethod

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from loaders.experts import ExpertShard, read_split_experts
+from loaders.experts import read_split_experts
 from loaders.hf_config import HfConfig
 from loaders.naming import skip_prediction_layers
 from loaders.quant import inspect_linear
@@ -19,13 +19,13 @@ from model.attention.base import Attention, AttentionSpec
 from model.batch import LayerKv
 from model.config import UnsupportedModelError, flag, number, positive_int, require_supported
 from model.decoder import AttentionLayer, StepState
-from model.families.base import Family, MoeParts, MoeShape, check_routing_sizes
+from model.families.base import Family, MoeParts, check_routing_sizes
 from model.linear import GatedMlp, Linear
 from model.norm import RmsNorm
 from model.registry import register_family
 from model.rope import rotate_, softmax_factor
 from model.weights import TensorSpec, WeightReader
-from moe import Activation, RoutingConfig, RoutingMethod
+from moe import ExpertShape, MoeRunnerConfig, RankPlace, RoutingConfig, RoutingMethod
 from moe.formats import ExpertWeights
 
 _LATENT_EPS = 1e-6  # the published code gives the latent norms this epsilon, whatever rms_norm_eps says
@@ -116,7 +116,7 @@ class DeepseekV3Family(Family):
         self.num_dense = self._num_dense_layers()
         self.moe_freq = positive_int(config, "moe_layer_freq", 1)
         self.num_shared = 0 if not config.get("n_shared_experts") else positive_int(config, "n_shared_experts")
-        self._moe = self._moe_shape()
+        self._moe = self._moe_config()
 
     def _num_dense_layers(self) -> int:
         value = self.config.require("first_k_dense_replace", int)
@@ -126,7 +126,7 @@ class DeepseekV3Family(Family):
             )
         return int(value)
 
-    def _moe_shape(self) -> MoeShape:
+    def _moe_config(self) -> MoeRunnerConfig:
         config = self.config
         num_experts, top_k = check_routing_sizes(config, "n_routed_experts", "num_experts_per_tok")
         num_groups, num_kept = positive_int(config, "n_group", 1), positive_int(config, "topk_group", 1)
@@ -144,15 +144,16 @@ class DeepseekV3Family(Family):
             normalize=flag(config, "norm_topk_prob", True),
             routed_scaling_factor=number(config, "routed_scaling_factor", 1.0),
         )
-        return MoeShape(
+        shape = ExpertShape(
             num_experts=num_experts,
+            top_k=top_k,
+            hidden_size=self.hidden_size,
             intermediate_size=positive_int(config, "moe_intermediate_size"),
-            activation=Activation(),
-            routing=routing,
         )
+        return MoeRunnerConfig(shape=shape, routing=routing)
 
     @property
-    def moe(self) -> MoeShape:
+    def moe(self) -> MoeRunnerConfig:
         """Plain SwiGLU, sigmoid scores with a correction bias, limited to groups."""
         return self._moe
 
@@ -245,30 +246,24 @@ class DeepseekV3Family(Family):
         if self.q_rank is not None:
             down.insert(0, reader.matrix(f"{prefix}.q_a_proj"))
             q_norm, q_up_name = RmsNorm(reader.vector(f"{prefix}.q_a_layernorm.weight"), _LATENT_EPS), "q_b_proj"
-        kv_b_HRC = reader.matrix(f"{prefix}.kv_b_proj").view(self.num_heads, -1, self.kv_rank)
+        head_rows = self.nope_dim + self.value_dim
+        kv_b_HRC = reader.rows(f"{prefix}.kv_b_proj", head_rows).view(-1, head_rows, self.kv_rank)
         uk_HNC, uv_HVC = kv_b_HRC[:, : self.nope_dim], kv_b_HRC[:, self.nope_dim :]
         return MlaAttention(
             spec=self.attention_spec(layer),
             attention=attention,
             down=Linear(torch.cat(down)),
             q_norm=q_norm,
-            q_up=Linear(reader.matrix(f"{prefix}.{q_up_name}")),
+            q_up=Linear(reader.rows(f"{prefix}.{q_up_name}", self.nope_dim + self.rope_dim)),
             kv_norm=RmsNorm(reader.vector(f"{prefix}.kv_a_layernorm.weight"), _LATENT_EPS),
             uk_HNC=uk_HNC.contiguous(),
             uv_HCV=uv_HVC.transpose(1, 2).contiguous(),
-            out=Linear(reader.matrix(f"{prefix}.o_proj")),
+            out=Linear(reader.columns(f"{prefix}.o_proj", self.value_dim)),
         )
 
-    def read_experts(self, reader: WeightReader, layer: int, shard: ExpertShard) -> ExpertWeights:
+    def read_experts(self, reader: WeightReader, layer: int, place: RankPlace) -> ExpertWeights:
         """Whatever format the files have."""
-        return read_split_experts(
-            reader.source,
-            f"model.layers.{layer}.mlp.experts",
-            self.moe.num_experts,
-            hidden_size=self.hidden_size,
-            intermediate_size=self.moe.intermediate_size,
-            shard=shard,
-        )
+        return read_split_experts(reader.source, f"model.layers.{layer}.mlp.experts", self.moe.shape, place)
 
     def read_moe_parts(self, reader: WeightReader, layer: int) -> MoeParts:
         """Gate and correction bias in fp32; shared experts are one dense MLP."""
@@ -284,5 +279,5 @@ class DeepseekV3Family(Family):
         return self._read_mlp(reader, f"model.layers.{layer}.mlp")
 
     def _read_mlp(self, reader: WeightReader, prefix: str) -> GatedMlp:
-        gate_IH, up_IH, down_HI = (reader.matrix(f"{prefix}.{name}_proj") for name in ("gate", "up", "down"))
-        return GatedMlp(gate_IH, up_IH, down_HI)
+        gate_IH, up_IH = (reader.rows(f"{prefix}.{name}_proj") for name in ("gate", "up"))
+        return GatedMlp(gate_IH, up_IH, reader.columns(f"{prefix}.down_proj"))

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from loaders.experts import ExpertShard, read_gpt_oss_experts
+from loaders.experts import read_gpt_oss_experts
 from loaders.hf_config import HfConfig
 from loaders.source import TensorSource
 from model.attention.base import Attention, AttentionSpec
@@ -21,12 +21,12 @@ from model.config import (
     require_supported,
 )
 from model.decoder import AttentionLayer, StepState
-from model.families.base import Family, MoeParts, MoeShape, check_routing_sizes
+from model.families.base import Family, MoeParts, check_routing_sizes
 from model.linear import Linear
 from model.registry import register_family
 from model.rope import pair_halves
 from model.weights import TensorSpec, WeightReader
-from moe import Activation, RoutingConfig, RoutingMethod
+from moe import Activation, ExpertShape, MoeRunnerConfig, RankPlace, RoutingConfig, RoutingMethod
 from moe.formats import ExpertWeights
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
@@ -75,7 +75,7 @@ class GptOssFamily(Family):
         if self.head_dim % 2:
             raise UnsupportedModelError(f"{config.path}: head_dim is {self.head_dim}: rope needs an even number")
         self.windows = self._windows()
-        self._moe = self._moe_shape()
+        self._moe = self._moe_config()
 
     def _windows(self) -> list[int | None]:
         """Window of each layer; without `layer_types`, layers 0, 2, 4... slide."""
@@ -91,7 +91,7 @@ class GptOssFamily(Family):
         window = positive_int(config, "sliding_window") if _SLIDING in kinds else None
         return [window if kind == _SLIDING else None for kind in kinds]
 
-    def _moe_shape(self) -> MoeShape:
+    def _moe_config(self) -> MoeRunnerConfig:
         config = self.config
         top_k_key = "num_experts_per_tok" if config.get("num_experts_per_tok") is not None else "experts_per_token"
         num_experts, top_k = check_routing_sizes(config, "num_local_experts", top_k_key)
@@ -99,15 +99,16 @@ class GptOssFamily(Family):
             alpha=number(config, "swiglu_alpha", _ALPHA), beta=1.0, limit=number(config, "swiglu_limit", 7.0)
         )
         routing = RoutingConfig(method=RoutingMethod.SOFTMAX_AFTER_TOPK, num_experts=num_experts, top_k=top_k)
-        return MoeShape(
+        shape = ExpertShape(
             num_experts=num_experts,
+            top_k=top_k,
+            hidden_size=self.hidden_size,
             intermediate_size=positive_int(config, "intermediate_size"),
-            activation=activation,
-            routing=routing,
         )
+        return MoeRunnerConfig(shape=shape, activation=activation, routing=routing)
 
     @property
-    def moe(self) -> MoeShape:
+    def moe(self) -> MoeRunnerConfig:
         """Clamped SwiGLU, softmax over the chosen logits."""
         return self._moe
 
@@ -176,7 +177,7 @@ class GptOssFamily(Family):
     def read_attention(self, reader: WeightReader, layer: int, attention: Attention) -> AttentionLayer:
         """Fuse q, k and v; re-order q and k rows so that rope finds its pairs side by side."""
         prefix = f"model.layers.{layer}.self_attn"
-        q, k, v = (reader.matrix_and_bias(f"{prefix}.{name}_proj") for name in "qkv")
+        q, k, v = (reader.rows_and_bias(f"{prefix}.{name}_proj", self.head_dim) for name in "qkv")
         weight, bias = (
             torch.cat((pair_halves(q_part, self.head_dim), pair_halves(k_part, self.head_dim), v_part))
             for q_part, k_part, v_part in zip(q, k, v, strict=True)
@@ -185,20 +186,13 @@ class GptOssFamily(Family):
             spec=self.attention_spec(layer),
             attention=attention,
             qkv=Linear(weight, bias),
-            out=Linear(*reader.matrix_and_bias(f"{prefix}.o_proj")),
-            sinks_H=reader.vector(f"{prefix}.sinks"),
+            out=Linear(*reader.columns_and_bias(f"{prefix}.o_proj", self.head_dim)),
+            sinks_H=reader.entries(f"{prefix}.sinks"),
         )
 
-    def read_experts(self, reader: WeightReader, layer: int, shard: ExpertShard) -> ExpertWeights:
+    def read_experts(self, reader: WeightReader, layer: int, place: RankPlace) -> ExpertWeights:
         """MXFP4 or bf16, de-interleaved by the loader."""
-        return read_gpt_oss_experts(
-            reader.source,
-            f"model.layers.{layer}.mlp.experts",
-            num_experts=self.moe.num_experts,
-            hidden_size=self.hidden_size,
-            intermediate_size=self.moe.intermediate_size,
-            shard=shard,
-        )
+        return read_gpt_oss_experts(reader.source, f"model.layers.{layer}.mlp.experts", self.moe.shape, place)
 
     def read_moe_parts(self, reader: WeightReader, layer: int) -> MoeParts:
         """The router has a bias; there are no shared experts."""

@@ -4,8 +4,10 @@ import functools
 
 import torch
 
-from moe import Activation, MoeA2ABackend, MoeBackend, MoeRunner, MoeRunnerConfig, StandardTopK, Topology
-from moe.formats import ExpertWeights, Weight, stack
+from moe import Activation, MoeA2ABackend, MoeBackend, MoeRunner, MoeRunnerConfig, RankPlace, StandardTopK, Topology
+from moe.formats import ExpertWeights, Weight
+from tests.moe.configs import ALONE, rank_config
+from tests.moe.joining import stack
 
 DEVICE = torch.device("cuda")
 GPT_OSS = Activation(alpha=1.702, beta=1.0, limit=7.0)
@@ -73,10 +75,10 @@ def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def make_runner(
-    backend: MoeBackend, experts: ExpertWeights, activation: Activation, num_experts: int
+    backend: MoeBackend, experts: ExpertWeights, activation: Activation, num_experts: int, place: RankPlace = ALONE
 ) -> tuple[MoeRunner, MoeRunnerConfig]:
-    config = MoeRunnerConfig(
-        num_experts=num_experts, num_local_experts=experts.num_experts, hidden_size=experts.hidden_size,
-        intermediate_size=experts.intermediate_size, top_k=TOP_K, activation=activation,
+    config = rank_config(
+        num_experts=num_experts, hidden_size=experts.hidden_size, intermediate_size=experts.intermediate_size,
+        top_k=TOP_K, activation=activation, place=place,
     )  # fmt: skip
     return MoeRunner(backend, MoeA2ABackend.NONE, config), config

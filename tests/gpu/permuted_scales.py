@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from loaders.checkpoint import Checkpoint
-from loaders.experts import ExpertShard
 from loaders.hf_config import read_config
 from model.registry import make_family
 from model.weights import WeightReader
-from moe import MoeBackend, MoeRunnerConfig, Topology
+from moe import MoeBackend, MoeRunnerConfig, RankPlace, Topology
 from moe.formats import ExpertWeights
 from moe.registry import load_backend
 from tests.moe.kernels.packed import split_blocks
@@ -98,16 +97,13 @@ def tiny_experts(layer: int, num_experts: int = NUM_EXPERTS) -> tuple[ExpertWeig
     """One layer of the bundled model, read as the engine reads it; its first experts only, as if there were no more."""
     family = make_family(read_config(TINY))
     reader = WeightReader(Checkpoint.open(TINY), torch.device("cpu"), torch.bfloat16)
-    experts = family.read_experts(reader, layer, ExpertShard())
+    experts = family.read_experts(reader, layer, RankPlace())
     assert experts.b13 is not None
     assert experts.b2 is not None
     experts = ExpertWeights(
         w13=experts.w13.narrow(0, 0, num_experts), w2=experts.w2.narrow(0, 0, num_experts),
         b13=experts.b13[:num_experts], b2=experts.b2[:num_experts],
     )  # fmt: skip
-    config = MoeRunnerConfig(
-        num_experts=num_experts, num_local_experts=num_experts, hidden_size=experts.hidden_size,
-        intermediate_size=experts.intermediate_size, top_k=family.moe.routing.top_k,
-        activation=family.moe.activation,
-    )  # fmt: skip
+    shape = dataclasses.replace(family.moe.shape, num_experts=num_experts)
+    config = MoeRunnerConfig(shape=shape, activation=family.moe.activation)
     return experts, config

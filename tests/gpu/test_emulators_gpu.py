@@ -57,7 +57,7 @@ def test_the_emulator_agrees_with_the_card(
     experts = experts_of(kind, NUM_EXPERTS, hidden, inter, activation is GPT_OSS)
     x, topk = tokens_and_routing(NUM_TOKENS, hidden, NUM_EXPERTS)
     part, topology = own_part(experts, ep_size, ep_size - 1)
-    runner, config = make_runner(backend, part, activation, NUM_EXPERTS)
+    runner, config = make_runner(backend, part, activation, NUM_EXPERTS, topology.place)
     card = runner.run(StandardDispatchOutput(x, topk), load_backend(backend).prepare(part, config, topology))
     [call] = calls
     arguments = {name: to_cpu(value) for name, value in call.items()}

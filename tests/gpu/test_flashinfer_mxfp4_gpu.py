@@ -29,7 +29,7 @@ def worst_error(backend: MoeBackend, experts: ExpertWeights, activation: Activat
     ranks = []
     for rank in range(ep_size):
         part, topology = own_part(experts, ep_size, rank)
-        runner, config = make_runner(backend, part, activation, experts.num_experts)
+        runner, config = make_runner(backend, part, activation, experts.num_experts, topology.place)
         ranks.append((runner, load_backend(backend).prepare(part, config, topology)))
     errors = []
     for num_tokens in TOKENS:
@@ -109,7 +109,7 @@ def test_equal_inside_a_graph_and_outside(
     """Bit for bit; but FlashInfer's bf16 kernel may add a token's experts with atomics, in the order they come."""
     experts = experts_of(kind, num_experts, hidden, inter, activation is GPT_OSS)
     part, topology = own_part(experts, ep_size, ep_size - 1)
-    runner, config = make_runner(backend, part, activation, num_experts)
+    runner, config = make_runner(backend, part, activation, num_experts, topology.place)
     info = load_backend(backend).prepare(part, config, topology)
     for num_tokens in TOKENS[1:]:
         x, topk = tokens_and_routing(num_tokens, hidden, num_experts)

@@ -3,13 +3,14 @@
 import pytest
 import torch
 
-from moe import MoeA2ABackend, MoeBackend, MoeRunner, MoeRunnerConfig, StandardTopK, Topology
+from moe import MoeA2ABackend, MoeBackend, MoeRunner, StandardTopK, Topology
 from moe.backends.triton.backend import TritonBackend, TritonMoeQuantInfo
 from moe.check.reference import reference_moe
 from moe.check.selfcheck import check_layer
 from moe.formats import Bf16Weight, ExpertWeights, Fp8BlockWeight, Mxfp4Weight, Nvfp4Weight, Weight
 from moe.types import DeepepLlDispatchOutput, DeepepNormalDispatchOutput
 from tests.gpu.common import DEVICE, GPT_OSS, TOP_K, WEIGHT_ONLY, experts_of, own_part, relative_error
+from tests.moe.configs import rank_config
 
 pytestmark = pytest.mark.gpu
 NUM_EXPERTS, NUM_LOCAL, EP_RANK = 16, 8, 1
@@ -27,9 +28,9 @@ def make_layer(
 ) -> tuple[MoeRunner, TritonMoeQuantInfo, ExpertWeights, Topology]:
     part, topology = own_part(experts_of(kind, NUM_EXPERTS, hidden, inter, True), NUM_EXPERTS // NUM_LOCAL, EP_RANK)
     topology = Topology(device=DEVICE, ep_size=topology.ep_size, ep_rank=topology.ep_rank, a2a=MoeA2ABackend.DEEPEP)
-    config = MoeRunnerConfig(
-        num_experts=NUM_EXPERTS, num_local_experts=NUM_LOCAL, hidden_size=hidden, intermediate_size=inter,
-        top_k=TOP_K, activation=GPT_OSS,
+    config = rank_config(
+        num_experts=NUM_EXPERTS, hidden_size=hidden, intermediate_size=inter, top_k=TOP_K, activation=GPT_OSS,
+        place=topology,
     )  # fmt: skip
     info = TritonBackend().prepare(part, config, topology)
     return MoeRunner(MoeBackend.TRITON, MoeA2ABackend.DEEPEP, config), info, part, topology

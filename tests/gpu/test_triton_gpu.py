@@ -5,13 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moe import Activation, MoeA2ABackend, MoeBackend, MoeRunner, MoeRunnerConfig, StandardDispatchOutput, StandardTopK
+from moe import Activation, MoeA2ABackend, MoeBackend, MoeRunner, StandardDispatchOutput, StandardTopK
 from moe.backends.triton.backend import TritonBackend, TritonMoeQuantInfo
 from moe.backends.triton.plans import PlanTable
 from moe.check.reference import reference_moe
 from moe.formats import Bf16Weight, ExpertWeights, Fp8BlockWeight, Mxfp4Weight, Nvfp4Weight
 from moe.kernels.plan import Plan
 from moe.topology import Topology
+from tests.moe.configs import rank_config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:.*deterministic.*")]
 FORMATS = {"bf16": Bf16Weight, "fp8_block": Fp8BlockWeight, "mxfp4": Mxfp4Weight, "nvfp4": Nvfp4Weight}
@@ -35,10 +36,9 @@ class Layer:
             b13=torch.randn(E, 2 * inter, generator=g, device="cuda"),
             b2=torch.randn(E, hidden, generator=g, device="cuda"),
         )
-        self.config = MoeRunnerConfig(
-            num_experts=E, num_local_experts=E, hidden_size=hidden, intermediate_size=inter, top_k=K,
-            activation=activation,
-        )  # fmt: skip
+        self.config = rank_config(
+            num_experts=E, hidden_size=hidden, intermediate_size=inter, top_k=K, activation=activation
+        )
         self.info = TritonBackend().prepare(self.experts, self.config, Topology(device=torch.device("cuda")))
         self.runner = MoeRunner(MoeBackend.TRITON, MoeA2ABackend.NONE, self.config)
 
@@ -125,7 +125,7 @@ def test_expert_parallel_parts_sum_to_the_whole() -> None:
             w13=layer.experts.w13.narrow(0, own.start, 4), w2=layer.experts.w2.narrow(0, own.start, 4),
             b13=layer.experts.b13[own.start : own.stop], b2=layer.experts.b2[own.start : own.stop],
         )  # fmt: skip
-        config = replace(layer.config, num_local_experts=4)
+        config = replace(layer.config, place=topology.place)
         info = TritonBackend().prepare(part, config, topology)
         result = MoeRunner(MoeBackend.TRITON, MoeA2ABackend.NONE, config).run(StandardDispatchOutput(x, topk), info)
         assert result.is_partial

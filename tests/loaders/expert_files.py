@@ -6,10 +6,16 @@ import torch
 from safetensors.torch import save_file
 
 from loaders.checkpoint import Checkpoint
+from moe import ExpertShape
 from moe.formats import Fp8BlockWeight, Fp8TensorWeight, Mxfp4Weight, Nvfp4Weight
 
 Tensors = dict[str, torch.Tensor]
 FORMATS = ("bf16", "fp8_block", "fp8_tensor", "nvfp4", "mxfp4")
+
+
+def shape_of(num_experts: int, hidden: int, inter: int) -> ExpertShape:
+    """Readers do not look at top-k."""
+    return ExpertShape(num_experts=num_experts, top_k=1, hidden_size=hidden, intermediate_size=inter)
 
 
 def save(folder: Path, tensors: Tensors, name: str = "model.safetensors") -> Checkpoint:

@@ -102,20 +102,7 @@ def test_opening_reads_headers_only(tmp_path: Path) -> None:
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(header)) + header)
         file.truncate(8 + len(header) + rows * 1024 * 1024)
-    assert Checkpoint.open(tmp_path).tensor_slice("w", 0, rows - 1, 1).sum() == 0
-
-
-def test_slices_equal_slices_of_the_whole(tmp_path: Path) -> None:
-    source = save(tmp_path, {"a": A})
-    assert torch.equal(source.tensor_slice("a", 0, 1, 2), A[1:3])
-    assert torch.equal(source.tensor_slice("a", -1, 4, 2), A[:, 4:])
-    assert source.tensor_slice("a", 1, 2, 2).is_contiguous()
-
-
-@pytest.mark.parametrize(("axis", "start", "length"), [(0, 3, 2), (0, -1, 1), (2, 0, 1), (-3, 0, 1), (1, 0, -1)])
-def test_a_slice_outside_the_tensor_is_refused(tmp_path: Path, axis: int, start: int, length: int) -> None:
-    with pytest.raises(CheckpointError, match=r"model\.safetensors: tensor 'a': cannot read .* shape \[4, 6\]"):
-        save(tmp_path, {"a": A}).tensor_slice("a", axis, start, length)
+    assert Checkpoint.open(tmp_path).view("w")[-1].sum() == 0
 
 
 def test_returned_tensors_are_copies(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from loaders.dummy import DummyCheckpoint
 from loaders.errors import CheckpointError
 from loaders.experts import read_gpt_oss_experts, read_split_experts
 from loaders.quant import read_linear
-from tests.loaders.expert_files import FORMATS, fused_experts, linear_tensors, random_bf16, split_experts
+from tests.loaders.expert_files import FORMATS, fused_experts, linear_tensors, random_bf16, shape_of, split_experts
 
 Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
@@ -40,7 +40,7 @@ def test_dequantized_weights_are_small_and_finite(kind: str) -> None:
 @pytest.mark.parametrize("kind", FORMATS)
 def test_split_experts_can_be_read_from_dummy_weights(kind: str) -> None:
     source = DummyCheckpoint(shapes_of(split_experts(kind, 2, 64, 96)[0]))
-    experts = read_split_experts(source, "x", 2, hidden_size=64, intermediate_size=96)
+    experts = read_split_experts(source, "x", shape_of(2, 64, 96))
     assert experts.format_name == kind
     assert not torch.equal(experts.w2.select(0).dequantize(), experts.w2.select(1).dequantize())
     source.finish()
@@ -49,7 +49,7 @@ def test_split_experts_can_be_read_from_dummy_weights(kind: str) -> None:
 @pytest.mark.parametrize("published", [True, False])
 def test_gpt_oss_experts_can_be_read_from_dummy_weights(published: bool) -> None:
     source = DummyCheckpoint(shapes_of(fused_experts(2, 64, 96, published=published)[0]))
-    experts = read_gpt_oss_experts(source, "x", num_experts=2, hidden_size=64, intermediate_size=96)
+    experts = read_gpt_oss_experts(source, "x", shape_of(2, 64, 96))
     assert experts.w13.dequantize().std() < 0.03
     source.finish()
 
@@ -64,11 +64,6 @@ def test_norms_are_ones_and_e8m0_scales_moderate() -> None:
     assert source.tensor("model.layers.0.input_layernorm.weight").tolist() == [1.0] * 5
     exponents = source.tensor("l.scale").view(torch.uint8)
     assert exponents.unique().tolist() == [119, 120]
-
-
-def test_slices_belong_to_the_whole() -> None:
-    source = DummyCheckpoint({"w": (torch.uint8, (6, 7))})
-    assert torch.equal(source.tensor_slice("w", 1, 2, 3), source.tensor("w")[:, 2:5])
 
 
 def test_dtypes_without_a_meaning_are_refused() -> None:
@@ -88,5 +83,5 @@ def test_missing_and_left_over_tensors_are_errors_here_too() -> None:
 def test_contents_are_made_on_the_device() -> None:
     device = torch.device("cuda")
     source = DummyCheckpoint(shapes_of(split_experts("mxfp4", 2, 64, 96)[0]), device=device)
-    experts = read_split_experts(source, "x", 2, hidden_size=64, intermediate_size=96)
+    experts = read_split_experts(source, "x", shape_of(2, 64, 96))
     assert experts.w13.device.type == "cuda"

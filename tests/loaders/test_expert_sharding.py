@@ -8,10 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loaders.checkpoint import Checkpoint
-from loaders.errors import ShardingError
-from loaders.experts import ExpertShard, read_gpt_oss_experts, read_split_experts
+from loaders.experts import read_gpt_oss_experts, read_split_experts
+from moe import MoeConfigError, MoeRunnerConfig, RankPlace, Topology
 from moe.formats import ExpertWeights
-from tests.loaders.expert_files import FORMATS, fused_experts, save, split_experts
+from moe.topology import check_fit
+from tests.loaders.expert_files import FORMATS, fused_experts, save, shape_of, split_experts
 
 E, H, I = 8, 32, 288  # 288 is 9 blocks of 32, 18 of 16, and three ragged blocks of 128
 SIZES = [1, 2, 4, 8]
@@ -29,7 +30,7 @@ AXES = [(tp, ep) for tp, ep in SQUARE if 1 in (tp, ep) or (tp, ep) == (4, 2)]
     ],
 )
 def test_mxfp4_cuts_of_real_sizes(size: int, tp: int, lengths: list[int], padded: int) -> None:
-    cuts = [ExpertShard(tp_size=tp, tp_rank=rank).cut_intermediate(size, 32) for rank in range(tp)]
+    cuts = [RankPlace(tp_size=tp, tp_rank=rank).cut(size, 32) for rank in range(tp)]
     assert [cut.length for cut in cuts] == lengths
     assert {cut.padded for cut in cuts} == {padded}
 
@@ -38,7 +39,7 @@ def test_mxfp4_cuts_of_real_sizes(size: int, tp: int, lengths: list[int], padded
 def test_cuts_tile_the_axis_on_block_borders(size: int, block: int, tp: int) -> None:
     end = 0
     for rank in range(tp):
-        cut = ExpertShard(tp_size=tp, tp_rank=rank).cut_intermediate(size, block)
+        cut = RankPlace(tp_size=tp, tp_rank=rank).cut(size, block)
         assert cut.start == end
         assert cut.start % block == 0 or cut.length == 0
         assert 0 <= cut.length <= cut.padded
@@ -49,13 +50,13 @@ def test_cuts_tile_the_axis_on_block_borders(size: int, block: int, tp: int) -> 
 
 @pytest.mark.parametrize("ep", SIZES)
 def test_expert_ranges_tile_the_experts(ep: int) -> None:
-    ranges = [ExpertShard(ep_size=ep, ep_rank=rank).expert_range(128) for rank in range(ep)]
+    ranges = [RankPlace(ep_size=ep, ep_rank=rank).expert_range(128) for rank in range(ep)]
     assert [e for r in ranges for e in r] == list(range(128))
 
 
 def test_experts_that_cannot_be_shared_are_refused_with_the_numbers() -> None:
-    with pytest.raises(ShardingError, match="ep_size is 3: it must divide the number of experts, 32"):
-        ExpertShard(ep_size=3).expert_range(32)
+    with pytest.raises(MoeConfigError, match="ep_size is 3: it must divide the 32 experts"):
+        RankPlace(ep_size=3).expert_range(32)
 
 
 @pytest.mark.parametrize(
@@ -67,16 +68,14 @@ def test_experts_that_cannot_be_shared_are_refused_with_the_numbers() -> None:
     ],
 )
 def test_ranks_out_of_range_are_refused(fields: dict[str, int], words: str) -> None:
-    with pytest.raises(ShardingError, match=words):
-        ExpertShard(**fields)
+    with pytest.raises(MoeConfigError, match=words):
+        RankPlace(**fields)
 
 
-def read_shard(path: Path, kind: str, shard: ExpertShard) -> ExpertWeights:
+def read_shard(path: Path, kind: str, place: RankPlace) -> ExpertWeights:
     source = Checkpoint.open(path)
-    if kind.startswith("gpt_oss"):
-        experts = read_gpt_oss_experts(source, "x", num_experts=E, hidden_size=H, intermediate_size=I, shard=shard)
-    else:
-        experts = read_split_experts(source, "x", E, hidden_size=H, intermediate_size=I, shard=shard)
+    reader = read_gpt_oss_experts if kind.startswith("gpt_oss") else read_split_experts
+    experts = reader(source, "x", shape_of(E, H, I), place)
     source.finish()
     return experts
 
@@ -101,11 +100,12 @@ def test_shards_put_together_equal_the_whole(tmp_path: Path, kind: str, sizes: l
     for tp, ep in sizes:
         found_w13, found_w2 = torch.zeros_like(w13), torch.zeros_like(w2)
         for tp_rank, ep_rank in [(t, e) for t in range(tp) for e in range(ep)]:
-            shard = ExpertShard(tp_size=tp, tp_rank=tp_rank, ep_size=ep, ep_rank=ep_rank)
-            experts = read_shard(tmp_path, kind, shard)
-            cut, mine = shard.cut_intermediate(I, block), shard.expert_range(E)
+            place = RankPlace(tp_size=tp, tp_rank=tp_rank, ep_size=ep, ep_rank=ep_rank)
+            experts = read_shard(tmp_path, kind, place)
+            cut, mine = place.cut(I, block), place.expert_range(E)
             assert (experts.num_experts, experts.intermediate_size) == (E // ep, cut.padded)
-            assert experts.intermediate_size == shard.padded_intermediate(I, experts.format_name)
+            config = MoeRunnerConfig(shape=shape_of(E, H, I), place=place, scale_block=block)
+            check_fit(experts, config, Topology.at(place))
             gate, up = experts.w13.dequantize().split(cut.padded, 1)
             down, own = experts.w2.dequantize(), slice(cut.start, cut.start + cut.length)
             assert not any(
@@ -122,9 +122,9 @@ def test_shards_put_together_equal_the_whole(tmp_path: Path, kind: str, sizes: l
 def test_biases_are_cut_like_their_rows_and_the_down_bias_stays_whole(tmp_path: Path, kind: str) -> None:
     tensors, meant = fused_experts(E, H, I, published=kind == "gpt_oss")
     save(tmp_path, tensors)
-    shard = ExpertShard(tp_size=2, tp_rank=1, ep_size=4, ep_rank=3)
-    experts = read_shard(tmp_path, kind, shard)
-    cut = shard.cut_intermediate(I, 32 if kind == "gpt_oss" else 1)
+    place = RankPlace(tp_size=2, tp_rank=1, ep_size=4, ep_rank=3)
+    experts = read_shard(tmp_path, kind, place)
+    cut = place.cut(I, 32 if kind == "gpt_oss" else 1)
     assert experts.b13 is not None
     assert experts.b2 is not None
     gate, up = experts.b13.split(cut.padded, 1)
@@ -143,7 +143,7 @@ def test_scalar_scales_do_not_depend_on_the_rank(tmp_path: Path) -> None:
     tensors["x.7.up_proj.input_scale"] = tensors["x.7.gate_proj.input_scale"] = torch.tensor(9.0)
     del tensors["x.0.gate_proj.input_scale"], tensors["x.0.up_proj.input_scale"]
     save(tmp_path, {name: tensor.clone() for name, tensor in tensors.items()})
-    first = read_shard(tmp_path, "nvfp4", ExpertShard(ep_size=4, ep_rank=0)).w13
+    first = read_shard(tmp_path, "nvfp4", RankPlace(ep_size=4, ep_rank=0)).w13
     assert first.scale_2.tolist() == [[1.0, 1.0], [1.0, 1.0]]  # type: ignore[attr-defined]
     assert first.input_scale.tolist() == [9.0, 0.5]  # type: ignore[attr-defined]
 
@@ -159,7 +159,7 @@ def test_every_expert_keeps_its_own_scales_on_every_rank(tmp_path: Path, kind: s
             tensors[f"x.{e}.{name}.{scale}"] = torch.tensor(1.0 + e + (64 if number == 2 else 16 * number))
             tensors[f"x.{e}.{name}.input_scale"] = torch.tensor(0.5 + e + (32 if number == 2 else 0))
     save(tmp_path, tensors)
-    experts = read_shard(tmp_path, kind, ExpertShard(ep_size=4, ep_rank=rank))
+    experts = read_shard(tmp_path, kind, RankPlace(ep_size=4, ep_rank=rank))
     field = "scale_2" if kind == "nvfp4" else "scale"
     first, second = 2 * rank, 2 * rank + 1
     assert getattr(experts.w13, field).tolist() == [[1.0 + e, 17.0 + e] for e in (first, second)]
@@ -176,18 +176,18 @@ def test_every_rank_knows_the_largest_input_scales_of_the_layer(tmp_path: Path, 
     tensors["x.2.down_proj.input_scale"] = torch.tensor(3.0)
     del tensors["x.0.down_proj.input_scale"]
     save(tmp_path, tensors)
-    for shard in (ExpertShard(), *(ExpertShard(tp_size=2, ep_size=4, ep_rank=rank) for rank in range(4))):
-        assert read_shard(tmp_path, kind, shard).layer_input_scales == (9.0, 3.0)
+    for place in (RankPlace(), *(RankPlace(tp_size=2, ep_size=4, ep_rank=rank) for rank in range(4))):
+        assert read_shard(tmp_path, kind, place).layer_input_scales == (9.0, 3.0)
     for name in [name for name in tensors if name.endswith("down_proj.input_scale")]:
         del tensors[name]
     save(tmp_path, tensors)  # half of the scales serve no kernel
-    assert read_shard(tmp_path, kind, ExpertShard()).layer_input_scales is None
+    assert read_shard(tmp_path, kind, RankPlace()).layer_input_scales is None
 
 
 @pytest.mark.parametrize("kind", ["bf16", "fp8_block", "mxfp4"])
 def test_formats_without_static_scales_have_no_layer_scale(tmp_path: Path, kind: str) -> None:
     write(tmp_path, kind)
-    assert read_shard(tmp_path, kind, ExpertShard(ep_size=2)).layer_input_scales is None
+    assert read_shard(tmp_path, kind, RankPlace(ep_size=2)).layer_input_scales is None
 
 
 def test_only_this_ranks_bytes_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,5 +195,5 @@ def test_only_this_ranks_bytes_are_read(tmp_path: Path, monkeypatch: pytest.Monk
     seen: list[str] = []
     original = Checkpoint.view
     monkeypatch.setattr(Checkpoint, "view", lambda self, name: (seen.append(name), original(self, name))[1])
-    read_shard(tmp_path, "bf16", ExpertShard(ep_size=4, ep_rank=1))
+    read_shard(tmp_path, "bf16", RankPlace(ep_size=4, ep_rank=1))
     assert {name.split(".")[1] for name in seen} == {"2", "3"}

@@ -6,9 +6,18 @@ import pytest
 import torch
 
 from loaders.errors import CheckpointError
-from loaders.experts import ExpertShard, read_gpt_oss_experts, read_split_experts
+from loaders.experts import read_gpt_oss_experts, read_split_experts
 from loaders.quant import read_linear
-from tests.loaders.expert_files import Tensors, fused_experts, linear_tensors, random_bf16, save, split_experts
+from moe import RankPlace
+from tests.loaders.expert_files import (
+    Tensors,
+    fused_experts,
+    linear_tensors,
+    random_bf16,
+    save,
+    shape_of,
+    split_experts,
+)
 
 WRONG = (float("nan"), float("inf"), 0.0, -0.25)
 
@@ -88,9 +97,9 @@ def test_g45_any_expert_is_looked_at(tmp_path: Path, expert: int, name: str) -> 
         ranks = [0, 1]
     for rank in ranks:
         source = save(tmp_path, tensors)
-        shard = ExpertShard(ep_size=2, ep_rank=rank)
+        place = RankPlace(ep_size=2, ep_rank=rank)
         with pytest.raises(CheckpointError, match=rf"tensor '{bad}': .*found nan"):
-            read_split_experts(source, "x", 4, hidden_size=64, intermediate_size=32, shard=shard)
+            read_split_experts(source, "x", shape_of(4, 64, 32), place)
 
 
 @pytest.mark.parametrize("name", ["x.gate_up_proj_scales", "x.down_proj_scales"])
@@ -99,4 +108,4 @@ def test_g45_gpt_oss_scales(tmp_path: Path, name: str) -> None:
     tensors[name][2, 5, 1] = 255
     source = save(tmp_path, tensors)
     with pytest.raises(CheckpointError, match=rf"tensor '{name}': an E8M0 scale is 255"):
-        read_gpt_oss_experts(source, "x", num_experts=3, hidden_size=64, intermediate_size=96)
+        read_gpt_oss_experts(source, "x", shape_of(3, 64, 96))

@@ -9,7 +9,6 @@ import torch
 from loaders.errors import CheckpointError
 from loaders.naming import (
     RenamedSource,
-    deepseek_v4_name,
     is_prediction_layer,
     layer_index,
     skip_prediction_layers,
@@ -70,34 +69,13 @@ def test_the_model_prefix_is_added_where_it_is_missing() -> None:
     assert with_model_prefix("lm_head.weight") == "lm_head.weight"
 
 
-@pytest.mark.parametrize(
-    ("own", "common"),
-    [
-        ("embed.weight", "model.embed_tokens.weight"),
-        ("head.weight", "lm_head.weight"),
-        ("norm.weight", "model.norm.weight"),
-        ("layers.3.attn_norm.weight", "model.layers.3.input_layernorm.weight"),
-        ("layers.3.ffn_norm.weight", "model.layers.3.post_attention_layernorm.weight"),
-        ("layers.3.attn.wq_a.scale", "model.layers.3.self_attn.wq_a.weight_scale_inv"),
-        ("layers.3.ffn.experts.17.w1.weight", "model.layers.3.mlp.experts.17.gate_proj.weight"),
-        ("layers.3.ffn.experts.17.w3.scale", "model.layers.3.mlp.experts.17.up_proj.weight_scale_inv"),
-        ("layers.3.ffn.shared_experts.w2.weight", "model.layers.3.mlp.shared_experts.down_proj.weight"),
-        ("layers.3.ffn.gate.weight", "model.layers.3.mlp.gate.weight"),
-        ("layers.3.ffn.gate.bias", "model.layers.3.mlp.gate.e_score_correction_bias"),
-        ("layers.0.ffn.gate.tid2eid", "model.layers.0.mlp.gate.tid2eid"),
-        ("mtp.0.norm.weight", "mtp.0.norm.weight"),
-    ],
-)
-def test_deepseek_v4_names(own: str, common: str) -> None:
-    assert deepseek_v4_name(own) == common
-
-
 def test_a_renamed_source_reads_by_the_new_name_and_reports_both(tmp_path: Path) -> None:
     head = random_bf16(3, 2)
-    renamed = RenamedSource(save(tmp_path, {"head.weight": head, "kept": torch.ones(1)}), deepseek_v4_name)
+    renamed = RenamedSource(
+        save(tmp_path, {"head.weight": head, "kept": torch.ones(1)}), lambda name: name.replace("head", "lm_head")
+    )
     assert sorted(renamed.names()) == ["kept", "lm_head.weight"]
     assert torch.equal(renamed.tensor("lm_head.weight"), head)
-    assert torch.equal(renamed.tensor_slice("lm_head.weight", 0, 1, 2), head[1:])
     assert "head.weight" not in renamed
     with pytest.raises(CheckpointError, match=r"tensor 'head\.weight' \(read as 'lm_head\.weight'\): expected shape"):
         renamed.expect("lm_head.weight", shape=(1,))

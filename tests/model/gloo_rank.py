@@ -4,10 +4,10 @@ from pathlib import Path
 
 import torch
 
-from loaders.experts import ExpertShard
 from model.config import ModelSettings
 from model.decoder import Model
 from model.registry import build_model
+from moe import RankPlace
 from tests.model.paged import PagedCache
 
 KINDS = ("gpt_oss", "deepseek")  # biases in the one, shared experts in the other
@@ -27,8 +27,8 @@ def rank_process(rank: int, folder: str) -> None:
     try:
         for kind in KINDS:
             for name, sizes in SPLITS.items():
-                shard = ExpertShard(**sizes, **{name + "_rank": rank})
-                settings = ModelSettings(expert_shard=shard, selfcheck="all")
+                place = RankPlace(**sizes, **{name + "_rank": rank})
+                settings = ModelSettings(place=place, selfcheck="all")
                 model = build_model(Path(folder) / kind, settings, torch.distributed.group.WORLD)
                 torch.save(logits_of(model), f"{folder}/{kind}-{name}-{rank}.pt")
     finally:

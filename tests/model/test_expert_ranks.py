@@ -8,14 +8,23 @@ import pytest
 import torch
 
 from loaders.checkpoint import Checkpoint
-from loaders.experts import ExpertShard, read_gpt_oss_experts, read_split_experts
+from loaders.experts import read_gpt_oss_experts, read_split_experts
 from model.config import ModelSettings
-from model.families.base import MoeParts, MoeShape
+from model.families.base import MoeParts
 from model.linear import GatedMlp
 from model.moe_build import MoeBuilder
 from model.moe_layer import MoeLayer
 from model.registry import build_model
-from moe import Activation, MoeA2ABackend, MoeBackend, RoutingConfig, RoutingMethod
+from moe import (
+    Activation,
+    ExpertShape,
+    MoeA2ABackend,
+    MoeBackend,
+    MoeRunnerConfig,
+    RankPlace,
+    RoutingConfig,
+    RoutingMethod,
+)
 from moe.dispatch import transport
 from moe.errors import MoeConfigError, UnsupportedPathError
 from moe.formats import ExpertWeights
@@ -23,6 +32,7 @@ from tests.loaders.expert_files import fused_experts, save, split_experts
 from tests.model.checkpoints import make_gpt_oss, pack_mxfp4, state_by_file_name, write
 
 E, H, I, K, T = 8, 64, 288, 3, 11  # 288 is 9 blocks of 32, 18 of 16, and three ragged blocks of 128
+SHAPE = ExpertShape(num_experts=E, top_k=K, hidden_size=H, intermediate_size=I)
 SIZES = [1, 2, 4, 8]
 SQUARE = [(tp, ep) for tp in SIZES for ep in SIZES]
 AXES = [(tp, ep) for tp, ep in SQUARE if 1 in (tp, ep) or (tp, ep) == (4, 2)]
@@ -39,7 +49,7 @@ class Group:
         return self._size
 
 
-def make_layer(folder: Path, kind: str, shard: ExpertShard) -> MoeLayer:
+def make_layer(folder: Path, kind: str, place: RankPlace) -> MoeLayer:
     """One rank's layer from the files, through the builder."""
     is_gpt_oss = kind == "gpt_oss"
     g = torch.Generator().manual_seed(9)
@@ -51,28 +61,23 @@ def make_layer(folder: Path, kind: str, shard: ExpertShard) -> MoeLayer:
             routed_scaling_factor=2.5,
         )
     )  # fmt: skip
-    shape = MoeShape(
-        num_experts=E, intermediate_size=I, activation=GPT_OSS if is_gpt_oss else Activation(), routing=routing
-    )
+    config = MoeRunnerConfig(shape=SHAPE, activation=GPT_OSS if is_gpt_oss else Activation(), routing=routing)
     shared = GatedMlp(*(torch.randn(size, generator=g) / 8 for size in ((32, H), (32, H), (H, 32))))
     parts = MoeParts(
         gate_weight_EH=torch.randn(E, H, generator=g),
         correction_bias_E=None if is_gpt_oss else torch.randn(E, generator=g) / 8,
         shared_experts=None if is_gpt_oss else shared,
     )
-    settings = ModelSettings(expert_shard=shard, selfcheck="off", moe_backend=MoeBackend.TORCH)
-    num_ranks = shard.tp_size * shard.ep_size
-    builder = MoeBuilder(settings=settings, shape=shape, hidden_size=H, group=Group(num_ranks))
+    settings = ModelSettings(place=place, selfcheck="off", moe_backend=MoeBackend.TORCH)
+    builder = MoeBuilder(settings=settings, layer=config, group=Group(place.num_ranks))
     builder.resolve(0, "mxfp4" if is_gpt_oss else kind)
     builder.connect()
-    return builder.build(0, parts, lambda: read(folder, kind, shard))
+    return builder.build(0, parts, lambda: read(folder, kind, place))
 
 
-def read(folder: Path, kind: str, shard: ExpertShard) -> ExpertWeights:
-    source, sizes = Checkpoint.open(folder), {"hidden_size": H, "intermediate_size": I, "shard": shard}
-    if kind == "gpt_oss":
-        return read_gpt_oss_experts(source, "x", num_experts=E, **sizes)  # type: ignore[arg-type]
-    return read_split_experts(source, "x", E, **sizes)  # type: ignore[arg-type]
+def read(folder: Path, kind: str, place: RankPlace) -> ExpertWeights:
+    reader = read_gpt_oss_experts if kind == "gpt_oss" else read_split_experts
+    return reader(Checkpoint.open(folder), "x", SHAPE, place)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +88,7 @@ def test_ranks_sum_to_one_rank(
 ) -> None:
     tensors = fused_experts(E, H, I, published=True)[0] if kind == "gpt_oss" else split_experts(kind, E, H, I)[0]
     save(tmp_path, tensors)
-    want = make_layer(tmp_path, kind, ExpertShard())(X)
+    want = make_layer(tmp_path, kind, RankPlace())(X)
     reduced: list[torch.Tensor] = []
     answer = torch.zeros(T, H)
 
@@ -97,7 +102,7 @@ def test_ranks_sum_to_one_rank(
             continue
         reduced.clear()
         layers = [
-            make_layer(tmp_path, kind, ExpertShard(tp_size=tp, tp_rank=t, ep_size=ep, ep_rank=e))
+            make_layer(tmp_path, kind, RankPlace(tp_size=tp, tp_rank=t, ep_size=ep, ep_rank=e))
             for t in range(tp)
             for e in range(ep)
         ]
@@ -117,19 +122,19 @@ def test_fp8_blocks_are_laid_out_for_whole_blocks(tmp_path: Path) -> None:
     """288 columns are three blocks of 128: config, weights and kernels agree on the padded figure."""
     save(tmp_path, split_experts("fp8_block", E, H, I)[0])
     for tp, width in ((1, 384), (2, 256), (4, 128), (8, 128)):
-        shard = ExpertShard(tp_size=tp, tp_rank=tp - 1)
-        assert make_layer(tmp_path, "fp8_block", shard).runner.config.intermediate_size == width
-        assert read(tmp_path, "fp8_block", shard).intermediate_size == width
+        place = RankPlace(tp_size=tp, tp_rank=tp - 1)
+        assert make_layer(tmp_path, "fp8_block", place).runner.config.intermediate_size == width
+        assert read(tmp_path, "fp8_block", place).intermediate_size == width
 
 
 @pytest.mark.parametrize(
     ("changes", "group", "error", "words"),
     [
-        ({"expert_shard": ExpertShard(ep_size=3)}, Group(3), MoeConfigError, "ep_size is 3: it must divide the 4 exp"),
-        ({"expert_shard": ExpertShard(ep_size=2)}, None, MoeConfigError, "tp_size 1 x ep_size 2 needs a process group"),
-        ({"expert_shard": ExpertShard(tp_size=2)}, Group(4), MoeConfigError, "2 ranks, but the process group has 4"),
+        ({"place": RankPlace(ep_size=3)}, Group(3), MoeConfigError, "ep_size is 3: it must divide the 4 exp"),
+        ({"place": RankPlace(ep_size=2)}, None, MoeConfigError, "tp_size 1 x ep_size 2 needs a process group"),
+        ({"place": RankPlace(tp_size=2)}, Group(4), MoeConfigError, "2 ranks, but the process group has 4"),
         (
-            {"expert_shard": ExpertShard(tp_size=2), "moe_a2a_backend": MoeA2ABackend.DEEPEP},
+            {"place": RankPlace(tp_size=2), "moe_a2a_backend": MoeA2ABackend.DEEPEP},
             Group(2), UnsupportedPathError, "--tensor-parallel-size of the experts is 2",
         ),
         ({"moe_a2a_backend": MoeA2ABackend.DEEPEP}, None, MoeConfigError, "needs a process group"),

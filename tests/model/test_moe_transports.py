@@ -7,13 +7,24 @@ from typing import Any
 import pytest
 import torch
 
-from loaders.experts import ExpertShard
 from model.config import ModelSettings
-from model.families.base import MoeParts, MoeShape
+from model.families.base import MoeParts
 from model.linear import GatedMlp
 from model.moe_build import MoeBuilder
 from model.moe_layer import MoeLayer
-from moe import Activation, MoeA2ABackend, MoeBackend, MoeRunner, RoutingConfig, RoutingMethod, SelfCheckError, Topology
+from moe import (
+    Activation,
+    ExpertShape,
+    MoeA2ABackend,
+    MoeBackend,
+    MoeRunner,
+    MoeRunnerConfig,
+    RankPlace,
+    RoutingConfig,
+    RoutingMethod,
+    SelfCheckError,
+    Topology,
+)
 from moe.backends.base import Device
 from moe.backends.flashinfer.cutedsl import CuteDslFp4MoeQuantInfo
 from moe.check.reference import reference_moe
@@ -33,7 +44,8 @@ ROUTING = RoutingConfig(
     method=RoutingMethod.SIGMOID_GROUPED, num_experts=E, top_k=K, num_groups=4, num_kept_groups=2,
     routed_scaling_factor=2.5,
 )  # fmt: skip
-SHAPE = MoeShape(num_experts=E, intermediate_size=I, activation=Activation(), routing=ROUTING)
+SHAPE = ExpertShape(num_experts=E, top_k=ROUTING.top_k, hidden_size=H, intermediate_size=I)
+LAYER = MoeRunnerConfig(shape=SHAPE, routing=ROUTING)
 TOKENS = [hostile.tokens(count, H, seed=30 + count, size=1.0) for count in (5, 9)]
 DEEPEP, FLASHINFER = MoeA2ABackend.DEEPEP, MoeA2ABackend.FLASHINFER
 
@@ -101,16 +113,16 @@ def parts() -> MoeParts:
     )
 
 
-def build(case: Case, experts: ExpertWeights, shard: ExpertShard, group: Any = None, **changes: Any) -> MoeLayer:
+def build(case: Case, experts: ExpertWeights, place: RankPlace, group: Any = None, **changes: Any) -> MoeLayer:
     choices: dict[str, Any] = {"moe_backend": case.backend, "moe_a2a_backend": case.a2a} | changes
     settings = ModelSettings(
-        dtype=torch.bfloat16, selfcheck="all", expert_shard=shard, max_num_tokens=LIMIT,
+        dtype=torch.bfloat16, selfcheck="all", place=place, max_num_tokens=LIMIT,
         deepep=DeepepSettings(mode=case.mode, max_dispatch_tokens=LIMIT), **choices,
     )  # fmt: skip
-    builder = MoeBuilder(settings=settings, shape=SHAPE, hidden_size=H, group=group)
+    builder = MoeBuilder(settings=settings, layer=LAYER, group=group)
     builder.resolve(3, case.name)
     builder.connect()
-    local = hostile.shard(experts, ep=(shard.ep_size, shard.ep_rank))
+    local = hostile.shard(experts, ep=(place.ep_size, place.ep_rank))
     return builder.build(3, parts(), lambda: hostile.with_layer_scales(local, experts))
 
 
@@ -131,7 +143,7 @@ def test_two_ranks_equal_one(monkeypatch: pytest.MonkeyPatch, case: Case) -> Non
 
     def work(rank: Rank) -> tuple[torch.Tensor, MoeLayer]:
         index = rank.rank()
-        layer = build(case, experts, ExpertShard(ep_size=2, ep_rank=index), rank)
+        layer = build(case, experts, RankPlace(ep_size=2, ep_rank=index), rank)
         return layer(TOKENS[index]).float(), layer
 
     for x, (got, layer) in zip(TOKENS, run_ranks(2, work), strict=True):
@@ -152,7 +164,7 @@ def test_auto_mode_follows_the_step(monkeypatch: pytest.MonkeyPatch, is_decode: 
     install(monkeypatch, case)
 
     def work(rank: Rank) -> tuple[torch.Tensor, MoeLayer, list[str]]:
-        layer = build(case, experts, ExpertShard(ep_size=2, ep_rank=rank.rank()), rank)
+        layer = build(case, experts, RankPlace(ep_size=2, ep_rank=rank.rank()), rank)
         runner_run, formats = layer.runner.run, []
         layer.runner.run = lambda dispatched, info: (  # type: ignore[method-assign]
             formats.append(str(dispatched.format)) or runner_run(dispatched, info)
@@ -170,7 +182,7 @@ def test_rows_that_the_experts_kernel_cannot_tile_are_refused_before_weights(mon
     monkeypatch.setitem(globals(), "LIMIT", 32)
     experts = hostile.quantized_experts(case.name, E, H, I, x=torch.cat(TOKENS))
     with pytest.raises(MoeConfigError, match="is 32: times 2 ranks it must be a multiple of 128"):
-        run_ranks(2, lambda rank: build(case, experts, ExpertShard(ep_size=2, ep_rank=rank.rank()), rank))
+        run_ranks(2, lambda rank: build(case, experts, RankPlace(ep_size=2, ep_rank=rank.rank()), rank))
 
 
 def test_a_transport_that_loses_tokens_stops_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +194,7 @@ def test_a_transport_that_loses_tokens_stops_the_load(monkeypatch: pytest.Monkey
     )
     experts = hostile.quantized_experts(case.name, E, H, I, x=torch.cat(TOKENS))
     with pytest.raises(SelfCheckError, match="transport deepep"):
-        run_ranks(2, lambda rank: build(case, experts, ExpertShard(ep_size=2, ep_rank=rank.rank()), rank))
+        run_ranks(2, lambda rank: build(case, experts, RankPlace(ep_size=2, ep_rank=rank.rank()), rank))
 
 
 def test_a_layer_goes_on_after_its_experts_failed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,7 +204,7 @@ def test_a_layer_goes_on_after_its_experts_failed(monkeypatch: pytest.MonkeyPatc
     install(monkeypatch, case)
 
     def work(rank: Rank) -> tuple[torch.Tensor, torch.Tensor, MoeLayer]:
-        x, layer = TOKENS[rank.rank()], build(case, experts, ExpertShard(ep_size=2, ep_rank=rank.rank()), rank)
+        x, layer = TOKENS[rank.rank()], build(case, experts, RankPlace(ep_size=2, ep_rank=rank.rank()), rank)
         run = layer.runner.run
         for _ in range(3):
             if rank.rank() == 0:

@@ -11,8 +11,9 @@ from moe.formats import (
     Mxfp4Weight,
     Nvfp4Weight,
     Weight,
-    concat_rows,
 )
+from tests.moe.configs import rank_config
+from tests.moe.joining import concat_rows
 
 HAS_FBGEMM = torch.backends.quantized.engine in ("x86", "fbgemm")  # what packed CPU weights need
 PLAIN = Activation()
@@ -40,11 +41,10 @@ def make_experts(
 
 def make_config(experts: ExpertWeights, **changes: object) -> MoeRunnerConfig:
     settings: dict[str, object] = {
-        "num_experts": experts.num_experts, "num_local_experts": experts.num_experts,
-        "hidden_size": experts.hidden_size, "intermediate_size": experts.intermediate_size,
-        "top_k": 2, "activation": GPT_OSS, "dtype": torch.float32,
+        "num_experts": experts.num_experts, "hidden_size": experts.hidden_size,
+        "intermediate_size": experts.intermediate_size, "top_k": 2, "activation": GPT_OSS, "dtype": torch.float32,
     }  # fmt: skip
-    return MoeRunnerConfig(**(settings | changes))  # type: ignore[arg-type]
+    return rank_config(**(settings | changes))  # type: ignore[arg-type]
 
 
 def random_topk(num_tokens: int, num_experts: int, top_k: int = 2, seed: int = 1) -> StandardTopK:

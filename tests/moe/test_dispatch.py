@@ -75,8 +75,8 @@ def test_every_rank_gets_the_result_of_one(tp_size: int, ep_size: int) -> None:
     def work(rank: int) -> None:
         tp_rank, ep_rank = divmod(rank, ep_size)
         own = shard(experts, tp=(tp_size, tp_rank), ep=(ep_size, ep_rank))
-        config = make_config(own, num_experts=4)
         topology = Topology(tp_size=tp_size, tp_rank=tp_rank, ep_size=ep_size, ep_rank=ep_rank)
+        config = make_config(own, num_experts=4, place=topology)
         dispatcher = StandardDispatcher(ranks.reduce if size > 1 else None)
         runner = MoeRunner(MoeBackend.TORCH, MoeA2ABackend.NONE, config)
         result = runner.run(dispatcher.dispatch(x, topk), TorchBackend().prepare(own, config, topology))

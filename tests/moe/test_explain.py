@@ -1,7 +1,5 @@
 """`explain` without a GPU: every architecture, format and transport gets a verdict for every backend."""
 
-import dataclasses
-
 import pytest
 import torch
 
@@ -81,7 +79,7 @@ def test_the_words_say_whether_the_choice_was_measured() -> None:
     shape = hostile.make_config(64, 7168, 2048, 8)
     assert "triton" in chosen_line("fp8_block", shape)
     assert "moe/tables/backends.json: NVIDIA H100" in chosen_line("fp8_block", shape)
-    other = dataclasses.replace(shape, activation=Activation(limit=10.0), hidden_size=7040, intermediate_size=2112)
+    other = hostile.make_config(64, 7040, 2112, 8, activation=Activation(limit=10.0))
     assert "nearest measured shape: 64 experts of 7168 x 2048" in chosen_line("nvfp4", other)
     assert f"auto, by {RULE}; nobody measured this format" in chosen_line("bf16", shape)
 

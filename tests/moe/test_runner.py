@@ -10,6 +10,9 @@ from moe import (
     MoeConfigError,
     MoeRunner,
     MoeRunnerConfig,
+    RankPlace,
+    RoutingConfig,
+    RoutingMethod,
     StandardDispatchOutput,
     StandardTopK,
     Topology,
@@ -18,6 +21,7 @@ from moe import (
 from moe.backends.torch.backend import TorchBackend
 from moe.config import DispatchFormat
 from moe.formats import ExpertWeights, Mxfp4Weight
+from tests.moe.configs import rank_config
 
 E, H, I, K = 4, 64, 96, 2
 GPT_OSS = Activation(alpha=1.702, beta=1.0, limit=7.0)
@@ -25,10 +29,10 @@ GPT_OSS = Activation(alpha=1.702, beta=1.0, limit=7.0)
 
 def make_config(**changes: object) -> MoeRunnerConfig:
     settings: dict[str, object] = {
-        "num_experts": E, "num_local_experts": E, "hidden_size": H, "intermediate_size": I, "top_k": K,
-        "activation": GPT_OSS, "dtype": torch.float32,
+        "num_experts": E, "hidden_size": H, "intermediate_size": I, "top_k": K, "activation": GPT_OSS,
+        "dtype": torch.float32,
     }  # fmt: skip
-    return MoeRunnerConfig(**(settings | changes))  # type: ignore[arg-type]
+    return rank_config(**(settings | changes))  # type: ignore[arg-type]
 
 
 def make_experts(seed: int = 0) -> ExpertWeights:
@@ -85,7 +89,7 @@ def test_expert_parallel_parts_sum_to_the_whole() -> None:
             w13=experts.w13.narrow(0, own.start, len(own)), w2=experts.w2.narrow(0, own.start, len(own)),
             b13=experts.b13[own.start : own.stop], b2=experts.b2[own.start : own.stop],
         )  # fmt: skip
-        config = make_config(num_local_experts=2)
+        config = make_config(place=topology)
         quant_info = TorchBackend().prepare(local, config, topology)
         runner = MoeRunner(MoeBackend.TORCH, MoeA2ABackend.NONE, config)
         result = runner.run(StandardDispatchOutput(x, topk), quant_info)
@@ -182,12 +186,20 @@ def test_settings_that_would_be_ignored_are_refused(field: str) -> None:
         MoeRunner(MoeBackend.TORCH, MoeA2ABackend.NONE, make_config(top_k=1, **{field: True}))
 
 
+def routing_of(num_experts: int, top_k: int) -> RoutingConfig:
+    return RoutingConfig(method=RoutingMethod.SOFTMAX_AFTER_TOPK, num_experts=num_experts, top_k=top_k)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"num_experts": 0}, "num_experts is 0"),
-        ({"num_local_experts": 3}, "num_local_experts is 3"),
+        ({"hidden_size": 0}, "hidden_size is 0"),
+        ({"max_num_tokens": 0}, "max_num_tokens is 0"),
+        ({"place": RankPlace(ep_size=3)}, "ep_size is 3: it must divide the 4 experts"),
         ({"top_k": 9}, "top_k is 9"),
+        ({"routing": routing_of(8, K)}, "num_experts is 4 .* but 8 in its routing"),
+        ({"routing": routing_of(E, 1)}, "top_k is 2 .* but 1 in its routing"),
         ({"apply_router_weight_on_input": True}, "top_k 1"),
     ],
 )

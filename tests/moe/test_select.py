@@ -13,6 +13,7 @@ from moe.choose import select
 from moe.choose.ranking import PREFERENCE, rank_backends
 from moe.choose.select import choose_backend, probe_device, verdicts
 from moe.registry import load_backend
+from tests.moe.configs import rank_config
 from tests.moe.moe_layers import make_config, make_experts
 
 CPU = Device(arch="cpu")
@@ -138,8 +139,8 @@ def test_sizes_that_a_kernel_cannot_tile_are_refused_at_selection(
 ) -> None:
     """Before any weight is read, and `auto` takes another backend instead of failing later."""
     fine = {"hidden_size": 256, "intermediate_size": 256}
-    shape = {"num_experts": 8, "num_local_experts": 8, "top_k": 2}
-    config = MoeRunnerConfig(**(shape | fine | sizes))  # type: ignore[arg-type]
+    shape = {"num_experts": 8, "top_k": 2}
+    config = rank_config(**(shape | fine | sizes))  # type: ignore[arg-type]
     device = Device(arch="sm90" if format_name == "bf16" else "sm100")
     with pytest.raises(UnsupportedPathError, match=words):
         choose_backend(backend, device, format_name, MoeA2ABackend.NONE, config)

@@ -31,7 +31,7 @@ def check(
 ) -> SelfCheckReport:
     """Check a layer whose quant info was built from `prepared`, by default the experts themselves."""
     topology = topology or Topology()
-    config = make_config(experts, **changes)
+    config = make_config(experts, place=topology, **changes)
     quant_info = TorchBackend().prepare(prepared or experts, config, topology)
     runner = MoeRunner(MoeBackend.TORCH, MoeA2ABackend.NONE, config)
     return check_layer(runner, quant_info, experts, layer=5, topology=topology)
@@ -176,7 +176,7 @@ def test_the_error_names_the_global_id_of_an_expert() -> None:
 def test_a_bias_added_on_every_rank_is_caught() -> None:
     own = shard(make_experts("mxfp4"), tp=(2, 1))
     first_rank = Topology(tp_size=2, tp_rank=0)
-    config = make_config(own)
+    config = make_config(own, place=first_rank)
     runner = MoeRunner(MoeBackend.TORCH, MoeA2ABackend.NONE, config)
     quant_info = TorchBackend().prepare(own, config, first_rank)
     with pytest.raises(SelfCheckError):

@@ -88,7 +88,7 @@ def check(path: Path, rank: int, prepared: Callable[[ExpertWeights], ExpertWeigh
     own = hostile.with_layer_scales(hostile.shard(whole, ep=(2, rank)), whole)
     topology = Topology(ep_size=2, ep_rank=rank, a2a=path.a2a, dispatch_dtype=path.dispatch_dtype)
     dtype = torch.float32 if path.backend is TORCH else torch.bfloat16
-    config = hostile.make_config(E, path.hidden, own.intermediate_size, K, num_local_experts=E // 2, dtype=dtype)
+    config = hostile.make_config(E, path.hidden, own.intermediate_size, K, place=topology, dtype=dtype)
     runner = MoeRunner(path.backend, path.a2a, config, dispatch_formats=path.formats)
     info = load_backend(path.backend).prepare(prepared(own), config, topology)
     return check_layer(runner, info, own, layer=4, topology=topology)

@@ -153,8 +153,8 @@ def test_shards_of_288_sum_to_the_whole(format_name: str, fits: bool, tp_size: i
         for ep_rank in range(ep_size):
             own = shard(experts, tp=(tp_size, tp_rank), ep=(ep_size, ep_rank))
             empty_ranks += own.intermediate_size == 0
-            config = make_config(own, num_experts=4)
             topology = Topology(tp_size=tp_size, tp_rank=tp_rank, ep_size=ep_size, ep_rank=ep_rank)
+            config = make_config(own, num_experts=4, place=topology)
             total += run(own, config, x, topk, topology)
     assert empty_ranks == ep_size * {4: 1, 8: 3}.get(tp_size, 0)  # 9 blocks of 32, at most ceil(9 / tp) a rank
     assert relative_error(total, reference_moe(x, topk, experts, GPT_OSS)) < 1e-5
@@ -173,7 +173,8 @@ def test_shards_padded_with_zeros_sum_to_the_whole() -> None:
             b13[:, half * 64 : half * 64 + inter] = own.b13[:, half * inter : (half + 1) * inter]
         w2[..., :inter] = own.w2.dequantize()
         padded = ExpertWeights(w13=Bf16Weight(w13), w2=Bf16Weight(w2), b13=b13, b2=own.b2)
-        total += run(padded, make_config(padded), x, topk, Topology(tp_size=8, tp_rank=rank))
+        topology = Topology(tp_size=8, tp_rank=rank)
+        total += run(padded, make_config(padded, place=topology), x, topk, topology)
     assert relative_error(total, reference_moe(x, topk, experts, GPT_OSS)) < 1e-5
 
 

@@ -44,9 +44,7 @@ def mxfp4_layer(topology: Topology, backend: MoeBackend = MoeBackend.FLASHINFER_
     whole = ExpertWeights(w13=Mxfp4Weight.quantize(w13), w2=Mxfp4Weight.quantize(w2), b13=b13, b2=b2)
     experts = hostile.shard(whole, ep=(topology.ep_size, topology.ep_rank))
     dtype = torch.bfloat16 if backend is MoeBackend.FLASHINFER_MXFP4 else torch.float32
-    config = hostile.make_config(
-        E, H, experts.intermediate_size, K, num_local_experts=experts.num_experts, activation=GPT_OSS, dtype=dtype
-    )
+    config = hostile.make_config(E, H, experts.intermediate_size, K, place=topology, activation=GPT_OSS, dtype=dtype)
     runner = MoeRunner(backend, MoeA2ABackend.NONE, config)
     return runner, load_backend(backend).prepare(experts, config, topology), experts
 
@@ -169,10 +167,11 @@ def test_a_choice_is_kept_for_one_gpu_one_set_of_versions_and_one_layer(monkeypa
 
     def key(topology: Topology | None = None, counts: tuple[int, ...] = COUNTS, **sizes: int) -> TuneKey:
         size = {"hidden_size": H, "intermediate_size": I, "top_k": K} | sizes
-        config = hostile.make_config(E, *size.values(), activation=GPT_OSS)
+        place = topology or Topology()
+        config = hostile.make_config(E, *size.values(), activation=GPT_OSS, place=place)
         runner = MoeRunner(MoeBackend.FLASHINFER_MXFP4, MoeA2ABackend.NONE, config)
         experts: Any = SimpleNamespace(format_name="mxfp4")
-        return tuning._key(runner, experts, topology or Topology(), counts)
+        return tuning._key(runner, experts, place, counts)
 
     assert key() == key(counts=(6, 1, 6)), "the order of the counts does not matter"
     keys = [key(), key(hidden_size=128), key(intermediate_size=192), key(top_k=2), key(counts=(1, 8))]

@@ -12,11 +12,11 @@ import torch
 
 from moe.backends.base import LibraryTuning, refuse_overlap
 from moe.backends.flashinfer import common
-from moe.backends.fp8_activations import quantize_fp8_groups
 from moe.config import MoeA2ABackend, MoeBackend, MoeRunnerConfig, RoutingConfig, RoutingMethod
 from moe.errors import MoeConfigError, UnsupportedPathError, WeightFormatError
 from moe.formats import ExpertWeights, Fp8BlockWeight, Fp8TensorWeight, Nvfp4Weight
 from moe.formats.fp8 import E4M3, to_e4m3
+from moe.formats.token_groups import quantize_token_groups
 from moe.layouts.rows import next_power_of_two, up_gate
 from moe.layouts.static_scales import layer_input_scales, one_scale_fp8, one_scale_nvfp4
 from moe.layouts.trtllm import pack_topk, shuffled, shuffled_scales
@@ -212,7 +212,7 @@ def _weights_and_input(info: Any, x_TH: torch.Tensor, kernel: Any) -> dict[str, 
     """What differs between the formats."""
     weights = {"gemm1_weights": info.w13, "gemm2_weights": info.w2}
     if isinstance(info, FlashinferTrtllmFp8BlockQuantInfo):
-        x_q, x_scale = quantize_fp8_groups(x_TH)
+        x_q, x_scale = quantize_token_groups(x_TH)
         return weights | {
             "hidden_states": x_q, "hidden_states_scale": x_scale.T.contiguous(),
             "gemm1_weights_scale": info.w13_scale, "gemm2_weights_scale": info.w2_scale,

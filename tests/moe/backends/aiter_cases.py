@@ -40,7 +40,7 @@ def run_alone(name: str, topology: Topology | None = None, num_tokens: int = 30,
     topology = topology or Topology()
     experts, x, topk = experts_of(name, hidden), hostile.tokens(num_tokens, hidden), hostile.routing(num_tokens, E, K)
     local = hostile.shard(experts, ep=(topology.ep_size, topology.ep_rank), block=256)
-    config = several_ranks.layer_config(experts, topology.ep_size, torch.bfloat16)
+    config = several_ranks.layer_config(experts, torch.bfloat16, place=topology)
     info = BACKEND.prepare(local, config, topology)
     result = MoeRunner(MoeBackend.AITER, MoeA2ABackend.NONE, config).run(StandardDispatchOutput(x, topk), info)
     assert result.is_partial == topology.is_partial

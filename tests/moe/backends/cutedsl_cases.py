@@ -8,6 +8,7 @@ from moe import (
     MoeBackend,
     MoeRunner,
     MoeRunnerConfig,
+    RankPlace,
     StandardDispatchOutput,
     StandardTopK,
     Topology,
@@ -19,6 +20,7 @@ from moe.config import DispatchFormat
 from moe.formats import ExpertWeights
 from moe.types import DeepepLlDispatchOutput
 from tests.moe.backends import hostile
+from tests.moe.configs import ALONE
 
 BACKEND = FlashinferCutedslBackend()
 NONE, DEEPEP, FLASHINFER = MoeA2ABackend.NONE, MoeA2ABackend.DEEPEP, MoeA2ABackend.FLASHINFER
@@ -32,8 +34,8 @@ def make_experts(**options: bool) -> ExpertWeights:
     return hostile.quantized_experts("nvfp4", E, H, I, x=X, **options)
 
 
-def config_for(experts: ExpertWeights) -> MoeRunnerConfig:
-    return hostile.make_config(E, H, experts.intermediate_size, K, num_local_experts=experts.num_experts)
+def config_for(experts: ExpertWeights, place: RankPlace = ALONE) -> MoeRunnerConfig:
+    return hostile.make_config(E, H, experts.intermediate_size, K, place=place)
 
 
 def v1_runner(config: MoeRunnerConfig) -> MoeRunner:
@@ -41,7 +43,7 @@ def v1_runner(config: MoeRunnerConfig) -> MoeRunner:
 
 
 def run_v2(experts: ExpertWeights, topology: Topology, topk: StandardTopK = TOPK) -> torch.Tensor:
-    config = config_for(experts)
+    config = config_for(experts, topology)
     runner = MoeRunner(MoeBackend.FLASHINFER_CUTEDSL, NONE, config)
     result = runner.run(StandardDispatchOutput(X, topk), BACKEND.prepare(experts, config, topology))
     assert result.is_partial == topology.is_partial

@@ -67,7 +67,7 @@ def run_alone(
     topology = topology or Topology()
     experts, x, topk = experts_of(), hostile.tokens(num_tokens, H, size=9.0), hostile.routing(num_tokens, E, K)
     local = hostile.shard(experts, ep=(topology.ep_size, topology.ep_rank), block=128)
-    config = several_ranks.layer_config(experts, topology.ep_size, torch.bfloat16, activation=activation)
+    config = several_ranks.layer_config(experts, torch.bfloat16, place=topology, activation=activation)
     info = BACKEND.prepare(local, config, topology)
     runner = MoeRunner(MoeBackend.DEEP_GEMM, MoeA2ABackend.NONE, config)
     result = runner.run(StandardDispatchOutput(x, topk), info)

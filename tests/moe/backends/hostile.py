@@ -19,8 +19,9 @@ from moe.formats import (
     Fp8TensorWeight,
     Nvfp4Weight,
     activation_quant,
-    concat_rows,
 )
+from tests.moe.configs import rank_config
+from tests.moe.joining import concat_rows
 
 FACTOR = 2.5
 ROUNDING = {
@@ -101,11 +102,8 @@ def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def make_config(num_experts: int, hidden: int, inter: int, top_k: int = 2, **changes: object) -> MoeRunnerConfig:
-    settings: dict[str, object] = {
-        "num_experts": num_experts, "num_local_experts": num_experts, "hidden_size": hidden,
-        "intermediate_size": inter, "top_k": top_k,
-    }  # fmt: skip
-    return MoeRunnerConfig(**(settings | changes))  # type: ignore[arg-type]
+    sizes = {"num_experts": num_experts, "hidden_size": hidden, "intermediate_size": inter, "top_k": top_k}
+    return rank_config(**(sizes | changes))  # type: ignore[arg-type]
 
 
 def shard(

@@ -101,8 +101,7 @@ def run_ranks(emulator: object, problem: Problem, tp_size: int, ep_size: int) ->
             )
             part = hostile.with_layer_scales(part, problem.experts)
             config = hostile.make_config(
-                E, x.shape[1], part.intermediate_size, K, num_local_experts=E // ep_size,
-                activation=problem.activation,
+                E, x.shape[1], part.intermediate_size, K, place=topology, activation=problem.activation
             )  # fmt: skip
             info = load_backend(backend).prepare(part, config, topology)
             runner = MoeRunner(backend, MoeA2ABackend.NONE, config)
@@ -134,7 +133,7 @@ def _run_v1(emulator: object) -> float:
     for rank in range(2):
         topology = Topology(ep_size=2, ep_rank=rank, a2a=MoeA2ABackend.DEEPEP)
         part = hostile.with_layer_scales(hostile.shard(experts, ep=(2, rank)), experts)
-        config = cutedsl_cases.config_for(part)
+        config = cutedsl_cases.config_for(part, topology)
         info = load_backend(MoeBackend.FLASHINFER_CUTEDSL).prepare(part, config, topology)
         own = range(rank * E // 2, (rank + 1) * E // 2)
         slots, masked_m, origin = cutedsl_cases.low_latency_slots(cutedsl_cases.TOPK, own)

@@ -91,8 +91,9 @@ def test_tensor_slices_sum_to_one_rank(monkeypatch: pytest.MonkeyPatch, name: st
     for rank in range(tp_size):
         local = hostile.shard(experts, tp=(tp_size, rank), block=256)
         parts += twin(x, topk, local)
-        config = several_ranks.layer_config(local, 1, torch.bfloat16)
-        info = BACKEND.prepare(local, config, Topology(tp_size=tp_size, tp_rank=rank))
+        topology = Topology(tp_size=tp_size, tp_rank=rank)
+        config = several_ranks.layer_config(local, torch.bfloat16, place=topology)
+        info = BACKEND.prepare(local, config, topology)
         result = MoeRunner(MoeBackend.AITER, MoeA2ABackend.NONE, config).run(StandardDispatchOutput(x, topk), info)
         assert result.is_partial
         assert emulator.exact is not None
@@ -117,7 +118,7 @@ def test_a_kernel_that_rounds_between_its_gemms_passes_the_self_check(
 
     monkeypatch.setattr(Aiter, "_experts", rounding)
     experts = experts_of(name)
-    config = several_ranks.layer_config(experts, 1, torch.bfloat16)
+    config = several_ranks.layer_config(experts, torch.bfloat16)
     info = BACKEND.prepare(experts, config, Topology())
     runner = MoeRunner(MoeBackend.AITER, MoeA2ABackend.NONE, config)
     assert check_layer(runner, info, experts, layer=0, topology=Topology()).worst_error > 0
@@ -209,10 +210,11 @@ def test_mori_on_gfx942_sends_fnuz(monkeypatch: pytest.MonkeyPatch, low_latency:
 def test_mori_is_built_for_the_fp8_of_the_gpu(monkeypatch: pytest.MonkeyPatch, arch: str) -> None:
     """G64: the transport that a model builds asks the device, and its round trip decodes what arrived."""
     install_mori(monkeypatch, arch)
-    config = several_ranks.layer_config(experts_of("fp8_block"), 2, torch.bfloat16, max_num_tokens=16)
+    experts = experts_of("fp8_block")
 
     def work(rank: Rank) -> float:
         topology = Topology(ep_size=2, ep_rank=rank.rank(), a2a=MoeA2ABackend.MORI, dispatch_dtype=DispatchDtype.FP8)
+        config = several_ranks.layer_config(experts, torch.bfloat16, place=topology, max_num_tokens=16)
         transport = build_transport(
             topology,
             config,
@@ -301,7 +303,7 @@ def test_activation_quantization_table(weights: str, arrival: str, quant: str, u
 def test_tokens_in_another_format_are_brought_back(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     emulator = install_aiter(monkeypatch)
     experts, x, topk = experts_of(name), hostile.tokens(6, H), hostile.routing(6, E, K)
-    config = several_ranks.layer_config(experts, 1, torch.bfloat16)
+    config = several_ranks.layer_config(experts, torch.bfloat16)
     info = BACKEND.prepare(experts, config, Topology())
     codes, scales = quantize_token_groups(x)
     MoeRunner(MoeBackend.AITER, MoeA2ABackend.NONE, config).run(StandardDispatchOutput(codes, topk, scales), info)
@@ -316,7 +318,7 @@ def test_tokens_in_another_format_are_brought_back(monkeypatch: pytest.MonkeyPat
 
 def test_which_transports_and_devices() -> None:
     assert [a2a for a2a in MoeA2ABackend if not a2a.supports_aiter] == [MoeA2ABackend.FLASHINFER]
-    config = several_ranks.layer_config(experts_of("bf16"), 1, torch.bfloat16)
+    config = several_ranks.layer_config(experts_of("bf16"), torch.bfloat16)
 
     def reason(arch: str, name: str, a2a: MoeA2ABackend, **changes: Any) -> str:
         return BACKEND.supports(Device(arch=arch), name, a2a, dataclasses.replace(config, **changes)) or ""
@@ -341,13 +343,13 @@ def test_which_transports_and_devices() -> None:
 
 
 def test_no_combine_is_refused_when_the_runner_is_built() -> None:
-    config = several_ranks.layer_config(experts_of("bf16"), 1, torch.bfloat16, no_combine=True)
+    config = several_ranks.layer_config(experts_of("bf16"), torch.bfloat16, no_combine=True)
     with pytest.raises(UnsupportedPathError, match="no_combine"):
         MoeRunner(MoeBackend.AITER, MoeA2ABackend.MORI, config)
 
 
 def test_prepare_refuses_what_it_cannot_lay_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = several_ranks.layer_config(experts_of("mxfp4"), 1, torch.bfloat16)
+    config = several_ranks.layer_config(experts_of("mxfp4"), torch.bfloat16)
     with pytest.raises(WeightFormatError, match="intermediate_size of this rank is 128, mxfp4 needs"):
         BACKEND.prepare(experts_of("mxfp4", H, 128), config, Topology())
     b13, b2 = hostile.biases(E, H, I)
@@ -368,7 +370,7 @@ def test_prepare_refuses_what_it_cannot_lay_out(monkeypatch: pytest.MonkeyPatch)
 def test_the_library_is_imported_when_built_and_not_again(monkeypatch: pytest.MonkeyPatch) -> None:
     install_aiter(monkeypatch)
     experts = experts_of("bf16")
-    config = several_ranks.layer_config(experts, 1, torch.bfloat16)
+    config = several_ranks.layer_config(experts, torch.bfloat16)
     info = BACKEND.prepare(experts, config, Topology())
     monkeypatch.setattr("importlib.import_module", lambda name: pytest.fail(f"{name} imported in a forward"))
     runner_core = aiter.AiterRunnerCore(config)

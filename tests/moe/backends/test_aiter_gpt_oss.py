@@ -35,8 +35,7 @@ def experts_of(*, with_biases: bool = True, hidden: int = H, inter: int = I) -> 
 
 
 def run(experts: ExpertWeights, x: torch.Tensor, topk: Any, topology: Topology) -> torch.Tensor:
-    config = several_ranks.layer_config(experts, 1, torch.bfloat16, activation=GPT_OSS)
-    config = dataclasses.replace(config, num_experts=E)
+    config = several_ranks.layer_config(experts, torch.bfloat16, num_experts=E, place=topology, activation=GPT_OSS)
     info = BACKEND.prepare(experts, config, topology)
     return MoeRunner(MoeBackend.AITER, NONE, config).run(StandardDispatchOutput(x, topk), info).hidden_states
 
@@ -68,7 +67,7 @@ def test_many_rows_are_rounded_to_fp8_and_stay_within_the_tolerance(monkeypatch:
 
 
 def config_of(experts: ExpertWeights) -> Any:
-    return several_ranks.layer_config(experts, 1, torch.bfloat16, activation=GPT_OSS)
+    return several_ranks.layer_config(experts, torch.bfloat16, activation=GPT_OSS)
 
 
 @pytest.mark.parametrize(("tp", "ep"), [(2, 1), (1, 2), (2, 2), (8, 1)])
@@ -130,7 +129,7 @@ def test_planted_mistakes_are_seen(monkeypatch: pytest.MonkeyPatch, mistake: str
 def test_the_self_check_passes_and_sees_a_damaged_layer(monkeypatch: pytest.MonkeyPatch, num_rows: int) -> None:
     install_aiter(monkeypatch)
     experts = experts_of()
-    config = several_ranks.layer_config(experts, 1, torch.bfloat16, activation=GPT_OSS, max_num_tokens=num_rows)
+    config = several_ranks.layer_config(experts, torch.bfloat16, activation=GPT_OSS, max_num_tokens=num_rows)
     info = BACKEND.prepare(experts, config, Topology())
     runner = MoeRunner(MoeBackend.AITER, NONE, config)
     assert check_layer(runner, info, experts, layer=0, topology=Topology()).worst_error < 2e-2
@@ -163,7 +162,7 @@ def test_interleaved_layout_is_the_librarys_byte_map() -> None:
 def test_what_the_kernels_do_not_compute_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     install_aiter(monkeypatch)
     experts = experts_of(hidden=256, inter=256)
-    config = several_ranks.layer_config(experts, 1, torch.bfloat16)
+    config = several_ranks.layer_config(experts, torch.bfloat16)
     with pytest.raises(WeightFormatError, match=r"only the kernels of GPT-OSS read biases \(mxfp4"):
         BACKEND.prepare(experts, config, Topology())
     w13, w2 = hostile.dense_experts(E, 256, 256)
@@ -172,7 +171,7 @@ def test_what_the_kernels_do_not_compute_is_refused(monkeypatch: pytest.MonkeyPa
         BACKEND.prepare(plain, config_of(plain), Topology())
     old = SimpleNamespace(fused_moe=lambda hidden_states, expert_mask, num_local_tokens, dtype, a1_scale, bias1: None)
     monkeypatch.setitem(sys.modules, "aiter.fused_moe", old)
-    BACKEND.prepare(plain, several_ranks.layer_config(plain, 1, torch.bfloat16), Topology())
+    BACKEND.prepare(plain, several_ranks.layer_config(plain, torch.bfloat16), Topology())
     with pytest.raises(UnsupportedPathError, match="no bias2, gate_mode, hidden_pad, intermediate_pad, swiglu_limit"):
         BACKEND.prepare(experts, config_of(experts), Topology())
     assert DispatchFormat.STANDARD in MoeRunner(MoeBackend.AITER, NONE, config_of(experts)).dispatch_formats

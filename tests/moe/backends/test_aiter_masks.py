@@ -144,4 +144,4 @@ def test_the_sink_is_the_masks_last_id() -> None:
 
 def layer(name: str) -> tuple[ExpertWeights, MoeRunnerConfig, Topology]:
     experts = experts_of(name)
-    return experts, several_ranks.layer_config(experts, 1, torch.bfloat16), Topology()
+    return experts, several_ranks.layer_config(experts, torch.bfloat16), Topology()

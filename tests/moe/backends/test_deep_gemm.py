@@ -84,7 +84,7 @@ def test_tensor_slices_sum_to_one_rank(kernels: tuple[DeepGemm, str], tp_size: i
     for rank in range(tp_size):
         topology = Topology(tp_size=tp_size, tp_rank=rank)
         local = hostile.shard(experts, tp=(tp_size, rank), block=128)
-        config = several_ranks.layer_config(local, 1, torch.bfloat16)
+        config = several_ranks.layer_config(local, torch.bfloat16, place=topology)
         result = MoeRunner(MoeBackend.DEEP_GEMM, MoeA2ABackend.NONE, config).run(
             StandardDispatchOutput(x, topk), BACKEND.prepare(local, config, topology)
         )
@@ -108,7 +108,7 @@ def test_bf16_results_pass_the_self_check(monkeypatch: pytest.MonkeyPatch, arch:
     """The real kernels write bf16; on SM100 the twin sees power-of-two scales too."""
     install_deep_gemm(monkeypatch, arch)
     experts = experts_of()
-    config = several_ranks.layer_config(experts, 1, torch.bfloat16, activation=DEEPSEEK_V4)
+    config = several_ranks.layer_config(experts, torch.bfloat16, activation=DEEPSEEK_V4)
     info = BACKEND.prepare(experts, config, Topology())
     runner = MoeRunner(MoeBackend.DEEP_GEMM, MoeA2ABackend.NONE, config)
     report = check_layer(runner, info, experts, layer=0, topology=Topology())
@@ -185,7 +185,7 @@ def test_missing_package_and_unknown_release(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_wrong_weights_sizes_and_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     install_deep_gemm(monkeypatch, "sm80")
-    config = several_ranks.layer_config(experts_of(), 1, torch.bfloat16)
+    config = several_ranks.layer_config(experts_of(), torch.bfloat16)
     with pytest.raises(UnsupportedPathError, match="is sm80"):
         BACKEND.prepare(experts_of(), config, Topology())
     with pytest.raises(WeightFormatError, match="intermediate_size of this rank is 64"):
@@ -201,7 +201,7 @@ def test_wrong_weights_sizes_and_devices(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_overlap_arguments_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     install_deep_gemm(monkeypatch)
-    config = several_ranks.layer_config(experts_of(), 1, torch.bfloat16)
+    config = several_ranks.layer_config(experts_of(), torch.bfloat16)
     runner = MoeRunner(MoeBackend.DEEP_GEMM, MoeA2ABackend.NONE, config)
     runner.set_overlap_args("stream")
     with pytest.raises(MoeConfigError, match="cannot overlap"):
@@ -225,13 +225,13 @@ def test_overlap_arguments_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_supports(arch: str, format_name: str, a2a: str, dtype: torch.dtype, word: str | None) -> None:
-    config = several_ranks.layer_config(experts_of(), 1, dtype)
+    config = several_ranks.layer_config(experts_of(), dtype)
     reason = BACKEND.supports(Device(arch=arch), format_name, MoeA2ABackend(a2a), config)
     assert (reason is None) if word is None else (reason is not None and word in reason)
 
 
 def test_a_shard_that_splits_a_block_is_refused_before_weights_are_read() -> None:
-    config = several_ranks.layer_config(experts_of(), 1, torch.bfloat16, intermediate_size=64)
+    config = several_ranks.layer_config(experts_of(), torch.bfloat16, intermediate_size=64)
     reason = BACKEND.supports(Device(arch="sm90"), "fp8_block", MoeA2ABackend.NONE, config)
     assert reason is not None
     assert "intermediate_size of this rank is 64" in reason

@@ -11,6 +11,7 @@ from moe import (
     MoeBackend,
     MoeConfigError,
     MoeRunner,
+    RankPlace,
     StandardDispatchOutput,
     Topology,
     UnsupportedPathError,
@@ -135,7 +136,7 @@ def test_v2_wrapper_is_built_at_load_outside_inference_mode(
     experts = make_experts()
     part = hostile.with_layer_scales(hostile.shard(experts, ep=(4, 3)), experts)
     with torch.inference_mode():
-        BACKEND.prepare(part, config_for(part), Topology(ep_size=4, ep_rank=3))
+        BACKEND.prepare(part, config_for(part, RankPlace(ep_size=4, ep_rank=3)), Topology(ep_size=4, ep_rank=3))
     is_inference, max_num_tokens, arguments = seen[0]
     assert not is_inference
     assert max_num_tokens == 8192

@@ -57,7 +57,7 @@ def test_v1_numbers_over_ranks(kernel: CutedslEmulator, ep_size: int) -> None:
     for rank in range(ep_size):
         topology = Topology(ep_size=ep_size, ep_rank=rank, a2a=DEEPEP)
         part = hostile.with_layer_scales(hostile.shard(experts, ep=(ep_size, rank)), experts)
-        config = config_for(part)
+        config = config_for(part, topology)
         slots, masked_m, origin = low_latency_slots(TOPK, topology.expert_range(E))
         result = v1_runner(config).run(dispatch_ll(slots, masked_m), BACKEND.prepare(part, config, topology))
         assert isinstance(result, DeepepLlCombineInput)

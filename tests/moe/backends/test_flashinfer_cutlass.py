@@ -10,6 +10,7 @@ from moe import (
     MoeConfigError,
     MoeRunner,
     MoeRunnerConfig,
+    RankPlace,
     StandardDispatchOutput,
     StandardTopK,
     Topology,
@@ -21,6 +22,7 @@ from moe.errors import WeightFormatError
 from moe.formats import Bf16Weight, ExpertWeights
 from tests.emulators.cutlass import CutlassEmulator, install_cutlass
 from tests.moe.backends import hostile
+from tests.moe.configs import ALONE
 
 BACKEND = FlashinferCutlassBackend()
 E, H, I, K, T = 8, 256, 256, 3, 23
@@ -35,16 +37,14 @@ def install(monkeypatch: pytest.MonkeyPatch, name: str) -> CutlassEmulator:
     return install_cutlass(monkeypatch, *((10, 0) if name == "nvfp4" else (9, 0)))
 
 
-def config_for(experts: ExpertWeights, activation: Activation = PLAIN) -> MoeRunnerConfig:
-    return hostile.make_config(
-        E, H, experts.intermediate_size, K, num_local_experts=experts.num_experts, activation=activation
-    )
+def config_for(experts: ExpertWeights, activation: Activation = PLAIN, place: RankPlace = ALONE) -> MoeRunnerConfig:
+    return hostile.make_config(E, H, experts.intermediate_size, K, place=place, activation=activation)
 
 
 def run(
     experts: ExpertWeights, topology: Topology, activation: Activation = PLAIN, topk: StandardTopK = TOPK
 ) -> torch.Tensor:
-    config = config_for(experts, activation)
+    config = config_for(experts, activation, topology)
     runner = MoeRunner(MoeBackend.FLASHINFER_CUTLASS, MoeA2ABackend.NONE, config)
     result = runner.run(StandardDispatchOutput(X, topk), BACKEND.prepare(experts, config, topology))
     assert result.is_partial == (topology.tp_size * topology.ep_size > 1)

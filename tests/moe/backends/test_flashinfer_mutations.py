@@ -97,13 +97,13 @@ def transposed_scale(patch: pytest.MonkeyPatch, path: str) -> None:
 
 def transposed_activation_scale(patch: pytest.MonkeyPatch, path: str) -> None:
     del path
-    genuine = trtllm.quantize_fp8_groups
+    genuine = trtllm.quantize_token_groups
 
     def changed(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         codes, scales = genuine(x)
         return codes, scales.reshape(scales.shape[1], scales.shape[0]).T
 
-    patch.setattr(trtllm, "quantize_fp8_groups", changed)
+    patch.setattr(trtllm, "quantize_token_groups", changed)
 
 
 def per_expert_alphas(patch: pytest.MonkeyPatch, path: str) -> None:

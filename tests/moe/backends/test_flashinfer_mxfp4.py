@@ -13,6 +13,7 @@ from moe import (
     MoeConfigError,
     MoeRunner,
     MoeRunnerConfig,
+    RankPlace,
     StandardDispatchOutput,
     StandardTopK,
     Topology,
@@ -27,6 +28,7 @@ from moe.routing import route
 from tests.emulators.cutlass import CutlassEmulator, install_cutlass
 from tests.emulators.trtllm import TrtllmEmulator, install_trtllm
 from tests.moe.backends import hostile
+from tests.moe.configs import ALONE
 
 GPT_OSS = Activation(alpha=1.702, beta=1.0, limit=7.0)
 DEEPSEEK_V4 = Activation(limit=10.0)
@@ -46,11 +48,12 @@ def deepseek_v4(hidden: int = 256, inter: int = 128) -> ExpertWeights:
     return ExpertWeights(w13=Mxfp4Weight.quantize(w13), w2=Mxfp4Weight.quantize(w2))
 
 
-def config_for(experts: ExpertWeights, activation: Activation, num_experts: int = E) -> MoeRunnerConfig:
+def config_for(
+    experts: ExpertWeights, activation: Activation, num_experts: int = E, place: RankPlace = ALONE
+) -> MoeRunnerConfig:
     return hostile.make_config(
-        num_experts, experts.hidden_size, experts.intermediate_size, K,
-        num_local_experts=experts.num_experts, activation=activation,
-    )  # fmt: skip
+        num_experts, experts.hidden_size, experts.intermediate_size, K, activation=activation, place=place
+    )
 
 
 def run(
@@ -61,7 +64,7 @@ def run(
     topology: Topology,
     num_experts: int = E,
 ) -> tuple[torch.Tensor, bool]:
-    config = config_for(experts, activation, num_experts)
+    config = config_for(experts, activation, num_experts, topology)
     info = BACKEND.prepare(experts, config, topology)
     runner = MoeRunner(MoeBackend.FLASHINFER_MXFP4, MoeA2ABackend.NONE, config)
     result = runner.run(StandardDispatchOutput(x, topk), info)

@@ -91,8 +91,8 @@ def test_routing_inside_the_kernel_is_checked_too(
         else {}
     )
     routing = RoutingConfig(method=method, num_experts=E, top_k=K, **groups)  # type: ignore[arg-type]
-    config = hostile.make_config(E, H, I, K, routing=routing, num_local_experts=E // ep_size)
     topology, whole = Topology(ep_size=ep_size, ep_rank=ep_size - 1), make(name)
+    config = hostile.make_config(E, H, I, K, routing=routing, place=topology)
     experts = hostile.with_layer_scales(hostile.shard(whole, ep=(ep_size, ep_size - 1)), whole)
     backend = MoeBackend.FLASHINFER_TRTLLM
     info = load_backend(backend).prepare(experts, config, topology)
@@ -143,11 +143,11 @@ def _full_of_nan(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devic
 def test_backends_answer_without_importing_flashinfer() -> None:
     code = (
         "import sys\n"
-        "from moe import MoeA2ABackend, MoeBackend, MoeRunnerConfig\n"
+        "from moe import ExpertShape, MoeA2ABackend, MoeBackend, MoeRunnerConfig\n"
         "from moe.backends.base import Device\n"
         "from moe.registry import load_backend\n"
-        "sizes = dict(num_experts=4, num_local_experts=4, hidden_size=256, intermediate_size=256, top_k=2)\n"
-        "config = MoeRunnerConfig(**sizes)\n"
+        "shape = ExpertShape(num_experts=4, hidden_size=256, intermediate_size=256, top_k=2)\n"
+        "config = MoeRunnerConfig(shape=shape)\n"
         "for name in [backend for backend in MoeBackend if backend.startswith('flashinfer')]:\n"
         "    load_backend(name).supports(Device(arch='sm90'), 'mxfp4', MoeA2ABackend.NONE, config)\n"
         "assert 'flashinfer' not in sys.modules\n"

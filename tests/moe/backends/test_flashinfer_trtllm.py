@@ -55,13 +55,12 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> TrtllmEmulator:
 
 
 def config_for(experts: ExpertWeights, **changes: object) -> MoeRunnerConfig:
-    local = {"num_local_experts": experts.num_experts}
-    return hostile.make_config(E, H, experts.intermediate_size, K, **(local | changes))
+    return hostile.make_config(E, H, experts.intermediate_size, K, **changes)
 
 
 def run(experts: ExpertWeights, topk: BypassedTopK | StandardTopK, topology: Topology) -> torch.Tensor:
     rules = topk.config if isinstance(topk, BypassedTopK) else None
-    config = config_for(experts, routing=rules)
+    config = config_for(experts, routing=rules, place=topology)
     runner = MoeRunner(MoeBackend.FLASHINFER_TRTLLM, MoeA2ABackend.NONE, config)
     result = runner.run(StandardDispatchOutput(X, topk), BACKEND.prepare(experts, config, topology))
     assert result.is_partial == topology.is_partial

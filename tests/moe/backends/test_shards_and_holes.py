@@ -49,7 +49,7 @@ def experts_of(name: str, hidden: int, inter: int) -> ExpertWeights:
 
 def run(backend: MoeBackend, experts: ExpertWeights, x: torch.Tensor, topk: StandardTopK, topology: Topology) -> Any:
     dtype = torch.float32 if backend is MoeBackend.TORCH else torch.bfloat16
-    config = layer_config(experts, 1, dtype, num_experts=E, num_local_experts=experts.num_experts)
+    config = layer_config(experts, dtype, num_experts=E, place=topology)
     info = load_backend(backend).prepare(experts, config, topology)
     return MoeRunner(backend, MoeA2ABackend.NONE, config).run(StandardDispatchOutput(x.to(dtype), topk), info)
 

@@ -11,17 +11,19 @@ from moe.formats import ExpertWeights
 from moe.registry import load_backend
 from tests.emulators.ranks import Rank, run_ranks
 from tests.moe.backends import hostile
+from tests.moe.configs import rank_config
 
 E, I, K = 8, 64, 3
 PLAIN = Activation()
 
 
-def layer_config(experts: ExpertWeights, ep_size: int, dtype: torch.dtype, **changes: object) -> MoeRunnerConfig:
+def layer_config(experts: ExpertWeights, dtype: torch.dtype, **changes: object) -> MoeRunnerConfig:
+    """Of a layer with as many experts; at another `place` than alone, these are those of all expert-parallel ranks."""
     settings: dict[str, object] = {
-        "num_experts": experts.num_experts, "num_local_experts": experts.num_experts // ep_size,
-        "hidden_size": experts.hidden_size, "intermediate_size": experts.intermediate_size, "top_k": K, "dtype": dtype,
+        "num_experts": experts.num_experts, "hidden_size": experts.hidden_size,
+        "intermediate_size": experts.intermediate_size, "top_k": K, "dtype": dtype,
     }  # fmt: skip
-    return MoeRunnerConfig(**(settings | changes))  # type: ignore[arg-type]
+    return rank_config(**(settings | changes))  # type: ignore[arg-type]
 
 
 def rank_inputs(num_tokens: list[int], hidden: int, dtype: torch.dtype) -> list[tuple[torch.Tensor, StandardTopK]]:
@@ -57,7 +59,7 @@ def run_layer(
         extra = {"allocator": allocator} if allocator else {}
         topology = Topology(ep_size=ep_size, ep_rank=index, **extra)
         local = hostile.shard(experts, ep=(ep_size, index))
-        config = layer_config(experts, ep_size, dtype, activation=activation)
+        config = layer_config(experts, dtype, place=topology, activation=activation)
         info = load_backend(backend).prepare(local, config, topology)
         runner = MoeRunner(backend, a2a, config, dispatch_formats=formats)
         dispatcher = dispatcher_for(rank, config)

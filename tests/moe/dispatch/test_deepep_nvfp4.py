@@ -38,8 +38,8 @@ def outputs_of(dispatch_dtype: DispatchDtype, num_tokens: list[int]) -> tuple[li
     def work(rank: Rank) -> torch.Tensor:
         index = rank.rank()
         part = hostile.with_layer_scales(hostile.shard(experts, ep=(ep_size, index)), experts)
-        config = hostile.make_config(E, H, I, K, num_local_experts=part.num_experts)
         topology = Topology(ep_size=ep_size, ep_rank=index, a2a=DEEPEP, dispatch_dtype=dispatch_dtype)
+        config = hostile.make_config(E, H, I, K, place=topology)
         info = BACKEND.prepare(part, config, topology)
         runner = MoeRunner(CUTEDSL, DEEPEP, config, dispatch_formats=(DispatchFormat.DEEPEP_LL,))
         buffer = buffer_for(rank)

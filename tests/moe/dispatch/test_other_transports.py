@@ -110,7 +110,7 @@ def alltoall_layer(num_tokens: list[int], hidden: int = 256) -> tuple[list[Any],
         shape = EpShape(hidden_size=hidden, num_experts=E, top_k=K, ep_size=ep_size)
         transport = FlashinferDispatcher(build_alltoall(rank, shape, 8), index, shape, 8)
         topology = Topology(ep_size=ep_size, ep_rank=index)
-        config = several_ranks.layer_config(experts, ep_size, torch.float32)
+        config = several_ranks.layer_config(experts, torch.float32, place=topology)
         info = TorchBackend().prepare(hostile.shard(experts, ep=(ep_size, index)), config, topology)
         received = transport.dispatch(*inputs[index])
         assert received.num_tokens is None

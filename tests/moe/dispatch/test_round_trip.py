@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe import MoeA2ABackend, MoeBackend, MoeRunnerConfig, SelfCheckError, Topology
+from moe import MoeA2ABackend, MoeBackend, SelfCheckError, Topology
 from moe.dispatch import transport
 from moe.dispatch.deepep import DeepepDispatcher
 from moe.dispatch.deepep_settings import DeepepMode, DeepepSettings
@@ -19,6 +19,7 @@ from tests.emulators.deepep import Buffer, install_deepep
 from tests.emulators.low_latency import install_low_latency
 from tests.emulators.mori import install_mori
 from tests.emulators.ranks import Rank, run_ranks
+from tests.moe.configs import rank_config
 
 E, K, H, LIMIT = 8, 3, 2048, 8
 LOW, NORMAL, AUTO = DeepepMode.LOW_LATENCY, DeepepMode.NORMAL, DeepepMode.AUTO
@@ -41,15 +42,14 @@ def round_trip(
 ) -> list[float]:
     """The error that every rank reports."""
     ep_size = num_ranks // tp_size
-    config = MoeRunnerConfig(
-        num_experts=E, num_local_experts=E // ep_size, hidden_size=H, intermediate_size=64, top_k=K,
-        max_num_tokens=LIMIT,
-    )  # fmt: skip
 
     def work(rank: Rank) -> float:
         ep_rank, tp_rank = divmod(rank.rank(), tp_size)
         topology = Topology(
             tp_size=tp_size, tp_rank=tp_rank, ep_size=ep_size, ep_rank=ep_rank, a2a=a2a, dispatch_dtype=dispatch_dtype
+        )
+        config = rank_config(
+            num_experts=E, hidden_size=H, intermediate_size=64, top_k=K, place=topology, max_num_tokens=LIMIT
         )
         settings = DeepepSettings(mode=mode, max_dispatch_tokens=LIMIT)
         built = build_transport(
@@ -162,8 +162,8 @@ def build(a2a: MoeA2ABackend, group: Any, **changes: Any) -> None:
         "backends": {MoeBackend.TORCH},
     } | changes
     topology = Topology(tp_size=settings["tp_size"], ep_size=settings["ep_size"], a2a=a2a)
-    config = MoeRunnerConfig(
-        num_experts=E, num_local_experts=E // settings["ep_size"], hidden_size=H, intermediate_size=64, top_k=K,
+    config = rank_config(
+        num_experts=E, hidden_size=H, intermediate_size=64, top_k=K, place=topology,
         max_num_tokens=settings["max_num_tokens"],
     )  # fmt: skip
     deepep = DeepepSettings(mode=LOW, max_dispatch_tokens=LIMIT)

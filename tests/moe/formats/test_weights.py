@@ -14,10 +14,9 @@ from moe.formats import (
     Mxfp4Weight,
     Nvfp4Weight,
     Weight,
-    concat_rows,
-    stack,
 )
 from moe.formats.fp8 import E4M3
+from tests.moe.joining import concat_rows, stack
 
 FORMATS = [Bf16Weight, Fp8BlockWeight, Fp8TensorWeight, Mxfp4Weight, Nvfp4Weight]
 # Largest error of one element relative to the largest magnitude of its scale block: half of the widest step.
@@ -121,8 +120,6 @@ def test_scales_per_half_follow_a_cut_of_rows(kind: type[Weight]) -> None:
     assert both.narrow(1, 0, 16 if kind is Nvfp4Weight else 5).input_scale.tolist() == [0.5, 1.0]
     with pytest.raises(WeightFormatError, match="unevenly"):
         both.narrow(0, 4, 5)
-    with pytest.raises(WeightFormatError, match="already joined"):
-        concat_rows(both, both)
     with pytest.raises(WeightFormatError, match="no halves"):
         kind.quantize(dense(7, 32)).__class__(*tensors(kind.quantize(dense(7, 32)))[:-1], scale.repeat(2))
 
@@ -196,18 +193,6 @@ U8, F32 = torch.uint8, torch.float32
         ),
         (lambda: Bf16Weight(torch.zeros(2, 2, dtype=torch.int8)), "floating dtype"),
         (lambda: Bf16Weight(torch.zeros(2, 2).to(E4M3)), "floating dtype"),
-        (lambda: stack([]), "no weight"),
-        (
-            lambda: stack([Bf16Weight(torch.zeros(2, 2)), Mxfp4Weight.quantize(torch.zeros(2, 32))]),
-            "cannot join formats",
-        ),
-        (lambda: stack([Bf16Weight(torch.zeros(2, 2)), Bf16Weight(torch.zeros(2, 3))]), "cannot join shapes"),
-        (lambda: concat_rows(Bf16Weight(torch.zeros(2, 2)), Bf16Weight(torch.zeros(3, 2))), "one shape"),
-        (lambda: concat_rows(*[Fp8BlockWeight.quantize(torch.zeros(96, 32))] * 2), "inside a block of 128"),
-        (
-            lambda: stack([Nvfp4Weight.quantize(torch.zeros(2, 16), s) for s in (None, torch.tensor(1.0))]),
-            "input_scale is missing in 1 of 2",
-        ),
     ],
 )
 def test_broken_weights_are_refused(build: object, message: str) -> None:

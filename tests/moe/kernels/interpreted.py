@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from moe import Activation, MoeA2ABackend, MoeBackend, MoeRunner, MoeRunnerConfig, StandardDispatchOutput, StandardTopK
+from moe import Activation, MoeA2ABackend, MoeBackend, MoeRunner, StandardDispatchOutput, StandardTopK
 from moe.backends.triton.backend import TritonBackend, TritonMoeQuantInfo
 from moe.backends.triton.plans import PlanTable
 from moe.check.reference import reference_moe
@@ -20,6 +20,7 @@ from moe.kernels import launch
 from moe.kernels.plan import Plan
 from moe.topology import Topology
 from moe.types import DeepepLlDispatchOutput, DeepepNormalDispatchOutput
+from tests.moe.configs import rank_config
 from tests.moe.kernels.interpreted_parts import PARTS
 
 FORMATS = {"bf16": Bf16Weight, "fp8_block": Fp8BlockWeight, "mxfp4": Mxfp4Weight, "nvfp4": Nvfp4Weight}
@@ -92,9 +93,9 @@ def run_case(
     for rank in range(ep_size):
         topology = Topology(ep_size=ep_size, ep_rank=rank, allocator=poisoned)
         local = topology.expert_range(NUM_EXPERTS)
-        config = MoeRunnerConfig(
-            num_experts=NUM_EXPERTS, num_local_experts=len(local), hidden_size=hidden, intermediate_size=inter,
-            top_k=top_k, activation=activation,
+        config = rank_config(
+            num_experts=NUM_EXPERTS, hidden_size=hidden, intermediate_size=inter, top_k=top_k, activation=activation,
+            place=topology,
         )  # fmt: skip
         info = TritonBackend().prepare(narrowed(experts, local), config, topology)
         table = PlanTable(((64, plan), (None, GROUPED)) if plan.is_direct else ((None, plan),))
@@ -122,11 +123,10 @@ def run_deepep(*, is_low_latency: bool) -> float:
     unwritten, and rows are further apart than they are long, as where the transport pads them.
     """
     experts, local = make_experts("mxfp4", 96, 96, True), range(3, 6)
-    config = MoeRunnerConfig(
-        num_experts=NUM_EXPERTS, num_local_experts=3, hidden_size=96, intermediate_size=96, top_k=TOP_K,
-        activation=GPT_OSS,
-    )  # fmt: skip
     topology = Topology(ep_size=2, ep_rank=1, allocator=poisoned)
+    config = rank_config(
+        num_experts=NUM_EXPERTS, hidden_size=96, intermediate_size=96, top_k=TOP_K, activation=GPT_OSS, place=topology
+    )
     info = TritonBackend().prepare(narrowed(experts, local), config, topology)
     runner = MoeRunner(MoeBackend.TRITON, MoeA2ABackend.DEEPEP, config)
     if not is_low_latency:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from moe import MoeA2ABackend, MoeBackend, MoeRunner, MoeRunnerConfig, SelfCheckError, Topology
+from moe import MoeA2ABackend, MoeBackend, MoeRunner, SelfCheckError, Topology
 from moe.backends.triton.backend import TritonBackend, TritonMoeQuantInfo
 from moe.backends.triton.plans import PlanTable
 from moe.backends.triton.tactics import plan_text
@@ -22,6 +22,7 @@ from moe.kernels import launch
 from moe.kernels.plan import Plan
 from moe.tune.measure import Measurer
 from tests.moe.backends import hostile
+from tests.moe.configs import rank_config
 
 SIZE, TOP_K = 128, 2
 DIRECT = Plan(is_direct=True, block_m=8, block_n_1=64, block_n_2=64)
@@ -40,10 +41,7 @@ class Case:
     def __init__(self, plans: PlanTable, num_experts: int = 3, a2a: MoeA2ABackend = MoeA2ABackend.NONE) -> None:
         w13, w2 = (Fp8BlockWeight.quantize(w) for w in hostile.dense_experts(num_experts, SIZE, SIZE))
         self.experts, self.topology, self.plans = ExpertWeights(w13=w13, w2=w2), Topology(a2a=a2a), plans
-        config = MoeRunnerConfig(
-            num_experts=num_experts, num_local_experts=num_experts, hidden_size=SIZE, intermediate_size=SIZE,
-            top_k=TOP_K,
-        )  # fmt: skip
+        config = rank_config(num_experts=num_experts, hidden_size=SIZE, intermediate_size=SIZE, top_k=TOP_K)
         self.runner = MoeRunner(MoeBackend.TRITON, a2a, config)
         self.info = self.prepared(self.experts)
 

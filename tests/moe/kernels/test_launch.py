@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe import MoeA2ABackend, MoeBackend, MoeRunner, MoeRunnerConfig
+from moe import MoeA2ABackend, MoeBackend, MoeRunner, MoeRunnerConfig, RankPlace
 from moe.backends.triton.backend import TritonBackend, TritonMoeQuantInfo
 from moe.backends.triton.plans import PlanTable
 from moe.formats import Bf16Weight, ExpertWeights, Fp8BlockWeight, Mxfp4Weight, Nvfp4Weight
@@ -17,6 +17,7 @@ from moe.kernels.plan import Plan
 from moe.topology import Topology
 from moe.types import DeepepLlDispatchOutput, StandardDispatchOutput, StandardTopK
 from tests.moe.backends import hostile
+from tests.moe.configs import ALONE, rank_config
 
 KERNELS = ("direct_gemm", "grouped_gemm", "group_slots", "unpermute_sum", "quantize_rows")
 NUM_EXPERTS, SIZE, TOP_K = 4, 128, 2
@@ -47,14 +48,12 @@ def info_of(plans: PlanTable, *, bias: bool = False, inter: int = SIZE, **topolo
     w13, w2 = (Fp8BlockWeight.quantize(w) for w in hostile.dense_experts(NUM_EXPERTS, SIZE, inter))
     b13, b2 = hostile.biases(NUM_EXPERTS, SIZE, inter) if bias else (None, None)
     experts = ExpertWeights(w13=w13, w2=w2, b13=b13, b2=b2)
-    info = TritonBackend().prepare(experts, config_of(inter), Topology(**topology))
+    info = TritonBackend().prepare(experts, config_of(inter, Topology(**topology)), Topology(**topology))
     return replace(info, plans=plans)
 
 
-def config_of(inter: int = SIZE) -> MoeRunnerConfig:
-    return MoeRunnerConfig(
-        num_experts=NUM_EXPERTS, num_local_experts=NUM_EXPERTS, hidden_size=SIZE, intermediate_size=inter, top_k=TOP_K
-    )
+def config_of(inter: int = SIZE, place: RankPlace = ALONE) -> MoeRunnerConfig:
+    return rank_config(num_experts=NUM_EXPERTS, hidden_size=SIZE, intermediate_size=inter, top_k=TOP_K, place=place)
 
 
 def run(plan: Plan, num_tokens: int, info: TritonMoeQuantInfo | None = None, *, stride: int = SIZE) -> None:
@@ -110,10 +109,11 @@ def test_one_rank_of_a_sum_adds_the_bias_of_the_second_matrix(launches: list[Lau
 
 @pytest.mark.parametrize("kind", [Bf16Weight, Fp8BlockWeight, Mxfp4Weight, Nvfp4Weight])
 def test_a_rank_without_intermediate_columns_starts_nothing_and_adds_nothing(launches: list[Launch], kind: Any) -> None:
-    config = replace(config_of(), intermediate_size=0)
+    topology = Topology(tp_size=2, tp_rank=1)
+    config = config_of(0, topology)
     w13, w2 = (kind.quantize(w) for w in hostile.dense_experts(NUM_EXPERTS, SIZE, SIZE))
     w13, w2 = w13.narrow(1, 0, 0), w2.narrow(2, 0, 0)
-    info = TritonBackend().prepare(ExpertWeights(w13=w13, w2=w2), config, Topology())
+    info = TritonBackend().prepare(ExpertWeights(w13=w13, w2=w2), config, topology)
     runner = MoeRunner(MoeBackend.TRITON, MoeA2ABackend.NONE, config)
     topk = StandardTopK(torch.ones(3, TOP_K), torch.zeros(3, TOP_K, dtype=torch.int32))
     out = runner.run(StandardDispatchOutput(torch.ones(3, SIZE, dtype=torch.bfloat16), topk), info).hidden_states

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe import MoeA2ABackend, MoeBackend, MoeConfigError, MoeRunner, MoeRunnerConfig, UnsupportedPathError
+from moe import MoeA2ABackend, MoeBackend, MoeConfigError, MoeRunner, UnsupportedPathError
 from moe.backends.base import Device
 from moe.backends.triton import plans as triton_plans
 from moe.backends.triton.backend import TritonBackend
@@ -17,9 +17,10 @@ from moe.kernels.plan import MAX_DIRECT_SLOTS, Plan
 from moe.tables import read_entries
 from moe.topology import Topology
 from tests.moe.backends import hostile
+from tests.moe.configs import rank_config
 
 FORMATS = ("bf16", "fp8_block", "mxfp4", "nvfp4")
-CONFIG = MoeRunnerConfig(num_experts=8, num_local_experts=8, hidden_size=64, intermediate_size=64, top_k=2)
+CONFIG = rank_config(num_experts=8, hidden_size=64, intermediate_size=64, top_k=2)
 SHAPE = LayerShape(
     arch="sm70", format_name="mxfp4", num_experts=32, top_k=4, hidden_size=2880, intermediate_size=2880
 )  # fmt: skip
