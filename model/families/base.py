@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -92,6 +92,13 @@ class Family(ABC):
     @abstractmethod
     def read_dense_mlp(self, reader: WeightReader, layer: int) -> nn.Module:
         """The MLP of a layer without routed experts."""
+
+    def attention_part(self, layer: int, place: RankPlace) -> AttentionSpec:
+        """`attention_spec` with the heads of one rank; a single KV head is held by every rank."""
+        spec = self.attention_spec(layer)
+        num_heads = len(place.share("the query heads", spec.num_heads, 1))
+        num_kv_heads = 1 if spec.num_kv_heads == 1 else len(place.share("the KV heads", spec.num_kv_heads, 1))
+        return replace(spec, num_heads=num_heads, num_kv_heads=num_kv_heads)
 
     def skip_unneeded(self, source: TensorSource) -> None:
         """Tell the source which tensors are left out on purpose: here none."""

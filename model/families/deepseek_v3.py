@@ -250,7 +250,7 @@ class DeepseekV3Family(Family):
         kv_b_HRC = reader.rows(f"{prefix}.kv_b_proj", head_rows).view(-1, head_rows, self.kv_rank)
         uk_HNC, uv_HVC = kv_b_HRC[:, : self.nope_dim], kv_b_HRC[:, self.nope_dim :]
         return MlaAttention(
-            spec=self.attention_spec(layer),
+            spec=self.attention_part(layer, reader.place),
             attention=attention,
             down=Linear(torch.cat(down)),
             q_norm=q_norm,

@@ -183,7 +183,7 @@ class GptOssFamily(Family):
             for q_part, k_part, v_part in zip(q, k, v, strict=True)
         )
         return GptOssAttention(
-            spec=self.attention_spec(layer),
+            spec=self.attention_part(layer, reader.place),
             attention=attention,
             qkv=Linear(weight, bias),
             out=Linear(*reader.columns_and_bias(f"{prefix}.o_proj", self.head_dim)),

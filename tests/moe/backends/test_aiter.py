@@ -328,12 +328,12 @@ def test_which_transports_and_devices() -> None:
     assert "gfx950" in reason("gfx942", "mxfp4", MoeA2ABackend.NONE)
     assert "sm90" in reason("sm90", "bf16", MoeA2ABackend.NONE)
     assert "nvfp4" in reason("gfx950", "nvfp4", MoeA2ABackend.NONE)
-    assert "intermediate_size of this rank is 384" in reason(
-        "gfx950", "mxfp4", MoeA2ABackend.NONE, intermediate_size=384
-    )
+    narrow = dataclasses.replace(config.shape, intermediate_size=384)
+    assert "intermediate_size of this rank is 384" in reason("gfx950", "mxfp4", MoeA2ABackend.NONE, shape=narrow)
     assert "no_combine" in reason("gfx950", "bf16", MoeA2ABackend.NONE, no_combine=True)
     assert "float32" in reason("gfx950", "bf16", MoeA2ABackend.NONE, dtype=torch.float32)
-    clamped = {"activation": Activation(alpha=1.702, beta=1.0, limit=7.0), "hidden_size": 2880}
+    odd = dataclasses.replace(config.shape, hidden_size=2880)
+    clamped: dict[str, Any] = {"activation": Activation(alpha=1.702, beta=1.0, limit=7.0), "shape": odd}
     assert reason("gfx950", "mxfp4", MoeA2ABackend.NONE, **clamped) == "", "G70: sizes are padded"
     assert "gfx950" in reason("gfx942", "mxfp4", MoeA2ABackend.NONE, **clamped)
     for name, activation in (("bf16", clamped["activation"]), ("mxfp4", Activation(limit=10.0))):
@@ -350,8 +350,9 @@ def test_no_combine_is_refused_when_the_runner_is_built() -> None:
 
 def test_prepare_refuses_what_it_cannot_lay_out(monkeypatch: pytest.MonkeyPatch) -> None:
     config = several_ranks.layer_config(experts_of("mxfp4"), torch.bfloat16)
+    small = experts_of("mxfp4", H, 128)
     with pytest.raises(WeightFormatError, match="intermediate_size of this rank is 128, mxfp4 needs"):
-        BACKEND.prepare(experts_of("mxfp4", H, 128), config, Topology())
+        BACKEND.prepare(small, several_ranks.layer_config(small, torch.bfloat16), Topology())
     b13, b2 = hostile.biases(E, H, I)
     biased = dataclasses.replace(experts_of("bf16"), b13=b13, b2=b2)
     with pytest.raises(WeightFormatError, match=r"only the kernels of GPT-OSS read biases"):

@@ -188,8 +188,9 @@ def test_wrong_weights_sizes_and_devices(monkeypatch: pytest.MonkeyPatch) -> Non
     config = several_ranks.layer_config(experts_of(), torch.bfloat16)
     with pytest.raises(UnsupportedPathError, match="is sm80"):
         BACKEND.prepare(experts_of(), config, Topology())
+    small = experts_of(H, 64)
     with pytest.raises(WeightFormatError, match="intermediate_size of this rank is 64"):
-        BACKEND.prepare(experts_of(H, 64), config, Topology())
+        BACKEND.prepare(small, several_ranks.layer_config(small, torch.bfloat16), Topology())
     w13, w2 = hostile.dense_experts(E, H, I)
     with pytest.raises(WeightFormatError, match="takes fp8_block experts, got bf16"):
         BACKEND.prepare(ExpertWeights(w13=Bf16Weight.quantize(w13), w2=Bf16Weight.quantize(w2)), config, Topology())

@@ -221,11 +221,12 @@ def test_refusals(kernel: CutedslEmulator, monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(WeightFormatError, match="biases"):
         BACKEND.prepare(dataclasses.replace(experts, b13=b13, b2=b2), config, Topology())
     for a2a in (NONE, DEEPEP):
+        topology = Topology(ep_size=2, a2a=a2a)
         with pytest.raises(WeightFormatError, match="layer_input_scales"):
-            BACKEND.prepare(hostile.shard(experts, ep=(2, 0)), config, Topology(ep_size=2, a2a=a2a))
+            BACKEND.prepare(hostile.shard(experts, ep=(2, 0)), config_for(experts, topology), topology)
     small = hostile.quantized_experts("nvfp4", E, H, 96, x=X)
     with pytest.raises(WeightFormatError, match="intermediate_size of this rank is 96"):
-        BACKEND.prepare(small, config, Topology())
+        BACKEND.prepare(small, config_for(small), Topology())
     import flashinfer.cute_dsl
 
     monkeypatch.setattr(flashinfer.cute_dsl, "is_cute_dsl_available", lambda: False)

@@ -196,9 +196,9 @@ def test_the_answer_comes_from_the_topologys_allocator(kernel: TrtllmEmulator) -
 
 def test_refusals(kernel: TrtllmEmulator) -> None:
     del kernel
-    config = hostile.make_config(E, 192, I, K)
+    narrow, config = hostile.make_config(E, 192, I, K), hostile.make_config(E, H, I, K)
     with pytest.raises(WeightFormatError, match="hidden_size of this rank is 192"):
-        BACKEND.prepare(hostile.quantized_experts("fp8_block", E, 192, I, x=X), config, Topology())
+        BACKEND.prepare(hostile.quantized_experts("fp8_block", E, 192, I, x=X), narrow, Topology())
     experts = hostile.quantized_experts("fp8_block", E, H, I, x=X)
     b13, b2 = hostile.biases(E, H, I)
     with pytest.raises(WeightFormatError, match="biases"):
