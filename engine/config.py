@@ -94,8 +94,10 @@ class EngineConfig:
     router_logits_dtype: Dtype = setting(
         "auto", _EXPERTS, "dtype of router logits; auto is what the expert backend wants"
     )
-    selfcheck: Literal["off", "first", "all"] = setting(
-        "first", _EXPERTS, "MoE layers compared with plain torch while loading"
+    selfcheck: Literal["auto", "off", "first", "all"] = setting(
+        "auto",
+        _EXPERTS,
+        "MoE layers compared with plain torch while loading; auto is all of them on a GPU, the first on a CPU",
     )
     tune: bool = setting(
         False,

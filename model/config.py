@@ -19,7 +19,7 @@ from moe.tune.layers import TuningSettings
 
 RouterDtype = Literal["auto", "float32", "bfloat16"]
 LoadFormat = Literal["auto", "dummy"]
-SelfCheck = Literal["off", "first", "all"]
+SelfCheck = Literal["auto", "off", "first", "all"]
 _CPU = torch.device("cpu")
 _DTYPES = (torch.float32, torch.bfloat16)
 _ALONE = RankPlace()
@@ -57,7 +57,7 @@ class ModelSettings:
     router_logits_dtype: RouterDtype = "auto"
     attention_backend: str = "auto"
     load_format: LoadFormat = "auto"
-    selfcheck: SelfCheck = "first"
+    selfcheck: SelfCheck = "auto"
     place: RankPlace = _ALONE
     deepep: DeepepSettings = _DEEPEP
     max_num_tokens: int = 8192
@@ -76,6 +76,15 @@ class ModelSettings:
             raise ModelSettingsError(f"max_num_tokens is {self.max_num_tokens}: it must be at least 1")
         if self.dtype != "auto" and self.dtype not in _DTYPES:
             raise ModelSettingsError(f"dtype is {self.dtype}: it must be auto, float32 or bfloat16")
+
+    @property
+    def checked_layers(self) -> Literal["off", "first", "all"]:
+        """`selfcheck` with "auto" resolved by the device: on a GPU every layer, since each may meet another fault of a
+        library there; on a CPU the first, since plain torch computes them all alike and a check takes longer.
+        """
+        if self.selfcheck != "auto":
+            return self.selfcheck
+        return "first" if self.device.type == "cpu" else "all"
 
     @property
     def model_dtype(self) -> torch.dtype:

@@ -1,6 +1,26 @@
 """`Model`: embedding, decoder layers, final norm and logits, the same for every family. Inference only.
 
-The families build the parts; what they differ in is inside `attention` and `mlp` of each layer.
+The life of a forward pass, and the file of each step:
+
+    engine/runner.py             the scheduler's choice as a `ForwardBatch` (batch.py): ids, positions, KV slots
+    decoder.py Model             embedding (embedding.py), rotations of this step's positions (rope.py), attention plan
+      DecoderLayer, each layer
+        norm.py                  adds the delta of the part before to the residual stream, then RMS norm
+        families/<family>.py     q, k, v or the latent: projections (linear.py), rotated (rope.py)
+        attention/<backend>.py   writes keys and values to their slots in the paged cache, then attends
+        families/<family>.py     output projection: the delta of attention
+        norm.py                  adds it, then RMS norm
+        moe_layer.py             a layer of experts, else a dense MLP (linear.py):
+          Gate, moe/routing.py     router logits, then top-k ids and weights; on a GPU moe/kernels/router.py
+          moe/dispatch/*.py        tokens go to the ranks that own their experts
+          moe/runner.py            the path of (transport, backend), chosen when the model was built
+          moe/backends/<family>/   permute, both GEMMs with the gated activation between them, finalize
+          moe/dispatch/*.py        combine: back to their ranks, or a sum over ranks
+          linear.py                shared experts, added unscaled
+    decoder.py Model             final norm of the rows whose logits are wanted, output head (embedding.py): fp32 logits
+    engine/sampler.py            logits to tokens
+
+Families build the parts of a layer; `load.py` reads them in this order, `moe_build.py` chooses the path of the experts.
 """
 
 from collections.abc import Sequence

@@ -20,6 +20,7 @@ from moe.errors import MoeConfigError
 from moe.formats import FORMATS, ExpertWeights
 from moe.registry import load_backend
 from moe.routing import TopK
+from moe.topology import check_fit
 from moe.tune.layers import LayerTuner
 from moe.tune.policy import SingleRank, TorchGroup
 
@@ -102,6 +103,7 @@ class MoeBuilder:
         scales = experts.layer_input_scales
         dispatch_dtype = self._dispatch_dtype(path, knows_input_scale=scales is not None)
         topology = dataclasses.replace(self.topology, dispatch_dtype=dispatch_dtype)
+        check_fit(experts, runner.config, topology)
         quant_info = self._tuner.tuned(runner, backend.prepare(experts, runner.config, topology), experts, topology)
         wants = DispatchSpec(
             backend=runner.backend,
@@ -145,8 +147,8 @@ class MoeBuilder:
         return self._transport
 
     def _is_checked(self, layer: int) -> bool:
-        selfcheck = self.settings.selfcheck
-        return selfcheck == "all" or (selfcheck == "first" and layer == min(self._paths))
+        checked = self.settings.checked_layers
+        return checked == "all" or (checked == "first" and layer == min(self._paths))
 
     def _check_transport(
         self, dispatcher: Dispatcher[Any, Any], runner: MoeRunner, topology: Topology, wants: DispatchSpec

@@ -24,7 +24,10 @@ def config(**settings: object) -> EngineConfig:
     return EngineConfig(model=FOLDER, device="cpu", num_pages=64, **settings)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("selfcheck", "layers"), [("off", []), ("first", [0]), ("all", list(range(NUM_LAYERS)))])
+@pytest.mark.parametrize(
+    ("selfcheck", "layers"),
+    [("auto", [0]), ("off", []), ("first", [0]), ("all", list(range(NUM_LAYERS)))],
+)
 def test_the_engine_reports_every_layer_that_was_checked(selfcheck: str, layers: list[int]) -> None:
     checks = EngineCore(config(selfcheck=selfcheck, num_threads=1)).info.selfcheck
     assert [check.layer for check in checks] == layers

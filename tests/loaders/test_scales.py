@@ -102,6 +102,43 @@ def test_g45_any_expert_is_looked_at(tmp_path: Path, expert: int, name: str) -> 
             read_split_experts(source, "x", shape_of(4, 64, 32), place)
 
 
+@pytest.mark.parametrize(
+    ("kind", "suffix"),
+    [
+        ("fp8_tensor", "weight_scale"),
+        ("fp8_tensor", "input_scale"),
+        ("fp8_block", "weight_scale_inv"),
+        ("nvfp4", "weight_scale"),
+        ("nvfp4", "weight_scale_2"),
+        ("nvfp4", "input_scale"),
+        ("mxfp4", "weight_scale"),
+    ],
+)
+@pytest.mark.parametrize("projection", ["gate_proj", "up_proj", "down_proj"])
+def test_g45_every_scale_of_an_expert_in_every_format(tmp_path: Path, kind: str, suffix: str, projection: str) -> None:
+    """NaN for all of them; the error names file and tensor."""
+    tensors, _, _ = split_experts(kind, 2, 256, 128)
+    bad = f"x.1.{projection}.{suffix}"
+    if kind == "mxfp4":
+        tensors[bad].view(-1)[-1] = 255
+    elif tensors[bad].dtype == torch.float8_e4m3fn:
+        tensors[bad].view(torch.uint8).view(-1)[-1] = 0x7F
+    else:
+        tensors[bad].view(-1)[-1] = float("nan")
+    source = save(tmp_path, tensors)
+    with pytest.raises(CheckpointError, match=rf"model\.safetensors: tensor '{bad}': .*(nan|NaN)"):
+        read_split_experts(source, "x", shape_of(2, 256, 128))
+
+
+@pytest.mark.parametrize("value", [*WRONG, 3.0])
+def test_g45_mxfp4_scales_in_fp32_must_be_powers_of_two(tmp_path: Path, value: float) -> None:
+    tensors, _ = linear_tensors("l", random_bf16(4, 64), "mxfp4")
+    tensors["l.weight_scale"] = torch.exp2(tensors["l.weight_scale"].float() - 127)
+    read_linear(save(tmp_path / "good", tensors), "l")
+    tensors["l.weight_scale"][2, 0] = value
+    refused(tmp_path, tensors, rf"'l\.weight_scale': MXFP4 scales must be powers of two, found {value}")
+
+
 @pytest.mark.parametrize("name", ["x.gate_up_proj_scales", "x.down_proj_scales"])
 def test_g45_gpt_oss_scales(tmp_path: Path, name: str) -> None:
     tensors, _ = fused_experts(3, 64, 96, published=True)

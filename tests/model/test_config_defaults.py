@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from loaders.hf_config import read_config
 from model.config import ModelSettings
@@ -55,6 +56,14 @@ def test_every_second_layer_has_experts(tmp_path: Path) -> None:
 
 def test_the_first_moe_layer_is_checked_also_where_it_is_not_layer_0(tmp_path: Path) -> None:
     family_of(tmp_path, make_deepseek(), {})
-    for selfcheck, checked in (("off", [False, False]), ("first", [True, False]), ("all", [True, True])):
+    expected = {"auto": [True, False], "off": [False, False], "first": [True, False], "all": [True, True]}
+    for selfcheck, checked in expected.items():
         model = build_model(tmp_path, ModelSettings(load_format="dummy", selfcheck=selfcheck))  # type: ignore[arg-type]
         assert [layer.selfcheck is not None for layer in model.moe_layers] == checked
+
+
+def test_every_layer_is_checked_by_default_on_a_gpu() -> None:
+    gpu, cpu = ModelSettings(device=torch.device("cuda")), ModelSettings()
+    assert (gpu.selfcheck, gpu.checked_layers, cpu.checked_layers) == ("auto", "all", "first")
+    assert ModelSettings(device=torch.device("cuda"), selfcheck="first").checked_layers == "first"
+    assert ModelSettings(selfcheck="all").checked_layers == "all"
