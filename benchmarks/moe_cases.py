@@ -18,14 +18,10 @@ FP8_FLOPS_PER_S = 1560e12  # twice that; not measured
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LayerCase:
-    """One expert layer. `num_active` states how many experts a routing of so many tokens touches, where it is not E."""
+class LayerCase(ExpertShape):
+    """An expert layer of a model. `num_active`: how many experts a routing of so many tokens touches, where not E."""
 
     model: str
-    num_experts: int
-    top_k: int
-    hidden_size: int
-    intermediate_size: int
     activation: Activation
     has_bias: bool
     num_active: dict[int, int]

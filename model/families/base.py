@@ -70,7 +70,7 @@ class Family(ABC):
         """Kind of attention of a layer."""
 
     @abstractmethod
-    def layer_rules(self, layer: int, source: TensorSource | None) -> Iterator[TensorSpec]:
+    def layer_specs(self, layer: int, source: TensorSource | None) -> Iterator[TensorSpec]:
         """Tensors of a layer; without a source, those of the published form."""
 
     @abstractmethod
@@ -115,7 +115,7 @@ class Family(ABC):
             for norm in ("input_layernorm", "post_attention_layernorm"):
                 name = f"model.layers.{layer}.{norm}.weight"
                 yield TensorSpec(name, (self.hidden_size,), "hidden_size")
-            yield from self.layer_rules(layer, source)
+            yield from self.layer_specs(layer, source)
 
 
 def check_routing_sizes(config: HfConfig, num_experts_key: str, top_k_key: str) -> tuple[int, int]:

@@ -185,7 +185,7 @@ class DeepseekV3Family(Family):
         unused = [name for name in source.names() if name.endswith(_UNUSED_SUFFIXES)]
         source.skip(unused, "KV cache scales and stored rope tables")
 
-    def layer_rules(self, layer: int, source: TensorSource | None) -> Iterator[TensorSpec]:
+    def layer_specs(self, layer: int, source: TensorSource | None) -> Iterator[TensorSpec]:
         """Attention, then a dense MLP or gate, experts and shared experts."""
         del source  # names do not depend on the format
         scheme = self.config.quantization
@@ -193,10 +193,10 @@ class DeepseekV3Family(Family):
         mlp_dtype = {"fp8": torch.float8_e4m3fn, "modelopt": torch.uint8}.get(method, torch.bfloat16)
         attention_dtype = torch.float8_e4m3fn if method == "fp8" else torch.bfloat16
         prefix = f"model.layers.{layer}"
-        yield from self._attention_rules(f"{prefix}.self_attn", attention_dtype)
+        yield from self._attention_specs(f"{prefix}.self_attn", attention_dtype)
         if not self.is_moe_layer(layer):
             keys = "intermediate_size, hidden_size"
-            yield from self._mlp_rules(f"{prefix}.mlp", self.dense_size, keys, mlp_dtype)
+            yield from self._mlp_specs(f"{prefix}.mlp", self.dense_size, keys, mlp_dtype)
             return
         moe, keys = self.moe, "moe_intermediate_size, hidden_size"
         gate_keys = "n_routed_experts, hidden_size"
@@ -204,17 +204,17 @@ class DeepseekV3Family(Family):
         bias = f"{prefix}.mlp.gate.e_score_correction_bias"
         yield TensorSpec(bias, (moe.num_experts,), gate_keys, dtype=torch.float32)
         for expert in range(moe.num_experts):
-            yield from self._mlp_rules(f"{prefix}.mlp.experts.{expert}", moe.intermediate_size, keys, mlp_dtype)
+            yield from self._mlp_specs(f"{prefix}.mlp.experts.{expert}", moe.intermediate_size, keys, mlp_dtype)
         if self.num_shared:
             size = moe.intermediate_size * self.num_shared
-            yield from self._mlp_rules(f"{prefix}.mlp.shared_experts", size, f"n_shared_experts, {keys}", mlp_dtype)
+            yield from self._mlp_specs(f"{prefix}.mlp.shared_experts", size, f"n_shared_experts, {keys}", mlp_dtype)
 
-    def _mlp_rules(self, prefix: str, size: int, keys: str, dtype: torch.dtype) -> Iterator[TensorSpec]:
+    def _mlp_specs(self, prefix: str, size: int, keys: str, dtype: torch.dtype) -> Iterator[TensorSpec]:
         hidden = self.hidden_size
         for name, shape in (("gate_proj", (size, hidden)), ("up_proj", (size, hidden)), ("down_proj", (hidden, size))):
             yield TensorSpec(f"{prefix}.{name}", shape, keys, is_linear=True, dtype=dtype)
 
-    def _attention_rules(self, prefix: str, dtype: torch.dtype) -> Iterator[TensorSpec]:
+    def _attention_specs(self, prefix: str, dtype: torch.dtype) -> Iterator[TensorSpec]:
         q_rows = self.num_heads * (self.nope_dim + self.rope_dim)
         head_keys = "num_attention_heads, qk_nope_head_dim"
         linears: list[tuple[str, tuple[int, int], str]] = []

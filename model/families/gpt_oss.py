@@ -133,7 +133,7 @@ class GptOssFamily(Family):
             window=self.windows[layer],
         )
 
-    def layer_rules(self, layer: int, source: TensorSource | None) -> Iterator[TensorSpec]:
+    def layer_specs(self, layer: int, source: TensorSource | None) -> Iterator[TensorSpec]:
         """Attention, router and experts."""
         prefix = f"model.layers.{layer}"
         hidden, moe = self.hidden_size, self.moe
@@ -150,9 +150,9 @@ class GptOssFamily(Family):
             yield TensorSpec(f"{prefix}.{name}.bias", shape[:1], keys)
         yield TensorSpec(f"{prefix}.self_attn.sinks", (self.num_heads,), "num_attention_heads")
         is_packed = source is None or f"{prefix}.mlp.experts.gate_up_proj_blocks" in source
-        yield from self._expert_rules(f"{prefix}.mlp.experts", is_packed)
+        yield from self._expert_specs(f"{prefix}.mlp.experts", is_packed)
 
-    def _expert_rules(self, prefix: str, is_packed: bool) -> Iterator[TensorSpec]:
+    def _expert_specs(self, prefix: str, is_packed: bool) -> Iterator[TensorSpec]:
         """Stored rows of gate and up alternate; a re-upload in bf16 holds the transposed matrices."""
         moe, hidden = self.moe, self.hidden_size
         keys = "num_local_experts, intermediate_size, hidden_size"

@@ -6,8 +6,9 @@ mode. Only the library knows its queue depth, so that limit is checked once the 
 
 import enum
 from dataclasses import dataclass
+from typing import Self
 
-from moe.config import DispatchFormat
+from moe.config import DispatchFormat, MoeRunnerConfig
 from moe.errors import MoeConfigError, UnsupportedPathError
 
 LL_HIDDEN_SIZES = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)  # a compiled switch
@@ -78,6 +79,17 @@ class EpShape:
             )
         if self.num_experts % self.ep_size:
             raise MoeConfigError(f"{_EP_FLAG} is {self.ep_size}: it must divide the {self.num_experts} experts")
+
+    @classmethod
+    def of(cls, config: MoeRunnerConfig) -> Self:
+        """What a layer's settings say of its ranks."""
+        return cls(
+            hidden_size=config.hidden_size,
+            num_experts=config.num_experts,
+            top_k=config.top_k,
+            ep_size=config.place.ep_size,
+            tp_size=config.place.tp_size,
+        )
 
     @property
     def num_local_experts(self) -> int:

@@ -141,11 +141,8 @@ class _DeepepLl(_Rows):
         self._slots = (token_S, expert_S, row_S, weights_TK[token_S, slot_S])
         num_rows = round_up(max(1, int(counts_E.max())), LL_ROWS)
         x, scale = self._spread(hidden_states_TH[token_S], expert_S, row_S, num_rows)
-        config, ep_size = self._config, self._topology.ep_size
-        shape = EpShape(
-            hidden_size=config.hidden_size, num_experts=config.num_experts, top_k=config.top_k, ep_size=ep_size
-        )
-        expected = expected_rows(-(-self._num_tokens // ep_size), shape)
+        shape = EpShape.of(self._config)
+        expected = expected_rows(-(-self._num_tokens // shape.ep_size), shape)
         return DeepepLlDispatchOutput(x, scale, ids_TK, weights_TK, counts_E.to(torch.int32), expected)
 
     def _spread(

@@ -78,27 +78,20 @@ def build_transport(
             has been allocated.
     """
     a2a = topology.a2a
-    num_ranks = topology.tp_size * topology.ep_size
     if group is None and (topology.is_partial or a2a is not MoeA2ABackend.NONE):
         raise MoeConfigError(
             f"--moe-a2a-backend {a2a} on tp_size {topology.tp_size} x ep_size {topology.ep_size} needs a process group "
             "of these ranks, but this process runs alone"
         )
-    if group is not None and group.size() != num_ranks:
+    if group is not None and group.size() != topology.num_ranks:
         raise MoeConfigError(
-            f"tp_size {topology.tp_size} x ep_size {topology.ep_size} are {num_ranks} ranks, but the process group "
-            f"has {group.size()}"
+            f"tp_size {topology.tp_size} x ep_size {topology.ep_size} are {topology.num_ranks} ranks, but the process "
+            f"group has {group.size()}"
         )
     if a2a is MoeA2ABackend.NONE:
         return StandardTransport(sum_over(group) if topology.is_partial else None)
     max_num_tokens = config.max_num_tokens
-    shape = EpShape(
-        hidden_size=config.hidden_size,
-        num_experts=config.num_experts,
-        top_k=config.top_k,
-        ep_size=topology.ep_size,
-        tp_size=topology.tp_size,
-    )
+    shape = EpShape.of(config)
     if a2a is MoeA2ABackend.FLASHINFER:
         return FlashinferTransport(group, shape, max_num_tokens)
     if a2a is MoeA2ABackend.MORI:

@@ -21,6 +21,6 @@ def read_entries(name: str) -> list[dict[str, Any]]:
 
 
 def size_distance(measured: dict[str, int], hidden_size: int, intermediate_size: int) -> float:
-    """How far a measured shape's experts are in size: the ratio as a logarithm, of either sign, without it."""
+    """Distance between expert sizes: abs(log(size / measured size))."""
     ratio = max(1, hidden_size * intermediate_size) / (measured["hidden_size"] * measured["intermediate_size"])
     return abs(math.log(ratio))

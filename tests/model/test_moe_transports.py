@@ -1,4 +1,4 @@
-"""MoE layers built for a transport on two emulated ranks: path, payload and checks come of settings alone."""
+"""MoE layers built for a transport on two emulated ranks: settings alone give path, dispatch dtype and checks."""
 
 import threading
 from dataclasses import dataclass
@@ -127,7 +127,7 @@ def build(case: Case, experts: ExpertWeights, place: RankPlace, group: Any = Non
 
 
 def reference(case: Case, layer: MoeLayer, experts: ExpertWeights, x: torch.Tensor) -> torch.Tensor:
-    """All experts by the twin, with the path's rounding of inputs, and the shared experts."""
+    """All experts by the reference, with the path's rounding of inputs, and the shared experts."""
     backend = load_backend(case.backend)
     whole = backend.as_computed(hostile.with_layer_scales(experts, experts), Topology(a2a=case.a2a))
     topk = layer.topk(layer.gate(x), layer.correction_bias_E)
