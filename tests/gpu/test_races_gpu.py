@@ -10,11 +10,12 @@ import torch
 
 from moe import StandardDispatchOutput
 from moe.backends.triton.backend import TritonBackend
-from moe.config import MoeA2ABackend, MoeBackend, MoeRunnerConfig
+from moe.config import MoeA2ABackend, MoeBackend
 from moe.formats import Bf16Weight, Fp8BlockWeight, Mxfp4Weight, Nvfp4Weight, Weight
 from moe.runner import MoeRunner
 from moe.topology import Topology
 from tests.gpu.common import DEVICE, GPT_OSS, experts_of, tokens_and_routing
+from tests.moe.configs import rank_config
 
 pytestmark = pytest.mark.gpu
 ROUNDS = 150
@@ -23,9 +24,7 @@ ROUNDS = 150
 @pytest.mark.parametrize("num_tokens", [64, 256, 1024, 4096])
 @pytest.mark.parametrize("kind", [Mxfp4Weight, Nvfp4Weight, Fp8BlockWeight, Bf16Weight])
 def test_the_same_bits_beside_a_busy_stream(kind: type[Weight], num_tokens: int) -> None:
-    config = MoeRunnerConfig(
-        num_experts=32, num_local_experts=32, hidden_size=2880, intermediate_size=2880, top_k=4, activation=GPT_OSS
-    )
+    config = rank_config(num_experts=32, hidden_size=2880, intermediate_size=2880, top_k=4, activation=GPT_OSS)
     info = TritonBackend().prepare(experts_of(kind, 32, 2880, 2880, True), config, Topology(device=DEVICE))
     runner = MoeRunner(MoeBackend.TRITON, MoeA2ABackend.NONE, config)
     batch = StandardDispatchOutput(*tokens_and_routing(num_tokens, 2880, 32))

@@ -118,6 +118,15 @@ def test_ranks_sum_to_one_rank(
     assert not reduced[0].equal(want), "a part is not the whole"
 
 
+def test_experts_of_another_rank_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight experts and four local ones would be a layer that answers with the wrong weights."""
+    save(tmp_path, split_experts("bf16", E, H, I)[0])
+    whole = read(tmp_path, "bf16", RankPlace())
+    monkeypatch.setattr("tests.model.test_expert_ranks.read", lambda folder, kind, place: whole)
+    with pytest.raises(MoeConfigError, match="num_experts of this rank is 4 by its settings, but 8 in its weights"):
+        make_layer(tmp_path, "bf16", RankPlace(ep_size=2))
+
+
 def test_fp8_blocks_are_laid_out_for_whole_blocks(tmp_path: Path) -> None:
     """288 columns are three blocks of 128: config, weights and kernels agree on the padded figure."""
     save(tmp_path, split_experts("fp8_block", E, H, I)[0])

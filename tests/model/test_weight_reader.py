@@ -42,6 +42,13 @@ def test_parts_of_a_matrix_are_slices_of_the_whole(tmp_path: Path, kind: str, un
     assert torch.equal(ranks[-1].matrix("l"), meant)
 
 
+@pytest.mark.parametrize("kind", FORMATS)
+def test_rows_are_cut_anywhere(tmp_path: Path, kind: str) -> None:
+    """Twelve rows a rank: fewer than any group of columns that share a scale."""
+    tensors, meant = linear_tensors("l", random_bf16(36, 64), kind)
+    assert torch.equal(torch.cat([rank.rows("l") for rank in readers(save(tmp_path, tensors), 3)]), meant)
+
+
 def test_a_ragged_last_block_belongs_to_the_last_rank(tmp_path: Path) -> None:
     tensors, meant = linear_tensors("l", random_bf16(200, 150), "fp8_block")
     ranks = readers(save(tmp_path, tensors), 2)
