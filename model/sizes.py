@@ -4,6 +4,7 @@ Reads no weight and needs no GPU. Left out are copies that matter to speed alone
 bf16 form, a few kB in a layer.
 """
 
+import dataclasses
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from moe import MoeBackend, MoeRunnerConfig
 from moe.backends.base import Device
 from moe.choose.select import choose_backend, probe_device
 from moe.dispatch.transport import dispatch_formats
+from moe.formats import FORMATS
 from moe.registry import load_backend
 
 _BYTES_PER_ROTATION = 4  # cos and sin of a pair, fp32 each, cover two numbers of a head
@@ -145,7 +147,7 @@ def _expert_paths(
         )  # fmt: skip
         names = [name for name in source.names() if name.startswith(f"model.layers.{of_format[0]}{_EXPERTS}")]
         has_bias = any(name.endswith("bias") for name in names)
-        stored_bytes = sum(source.meta(name).nbytes for name in names) // settings.expert_shard.ep_size
+        stored_bytes = sum(source.meta(name).nbytes for name in names) // settings.place.ep_size
         paths.append(
             ExpertPath(
                 backend=backend,
@@ -161,28 +163,20 @@ def _expert_paths(
 
 
 def _runner_config(family: Family, settings: ModelSettings, format_name: str) -> MoeRunnerConfig:
-    shape, shard = family.moe, settings.expert_shard
-    return MoeRunnerConfig(
-        num_experts=shape.num_experts,
-        num_local_experts=len(shard.expert_range(shape.num_experts)),
-        hidden_size=family.hidden_size,
-        intermediate_size=shard.padded_intermediate(shape.intermediate_size, format_name),
-        top_k=shape.routing.top_k,
-        activation=shape.activation,
-        dtype=settings.model_dtype,
-        routing=shape.routing,
+    return dataclasses.replace(
+        family.moe, place=settings.place, scale_block=FORMATS[format_name].col_block, dtype=settings.model_dtype,
         max_num_tokens=settings.max_num_tokens,
-    )
+    )  # fmt: skip
 
 
 def _step_shape(family: Family) -> StepShape:
     specs = [family.attention_spec(layer) for layer in range(family.num_layers)]
-    moe = family.moe
+    shape = family.moe.shape
     return StepShape(
         hidden_size=family.hidden_size,
         attention_width=max(
             (spec.num_heads + spec.num_kv_heads) * (spec.key_dim + spec.value_dim) for spec in specs
         ),
-        experts_width=moe.routing.top_k * (3 * moe.intermediate_size + family.hidden_size),
+        experts_width=shape.top_k * (3 * shape.intermediate_size + family.hidden_size),
         vocab_size=family.vocab_size,
     )  # fmt: skip
