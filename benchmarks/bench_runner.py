@@ -20,8 +20,9 @@ import torch
 from benchmarks import record
 from moe import ExpertShape, registry
 from moe.config import MoeA2ABackend, MoeBackend, MoeRunnerConfig
+from moe.routing import StandardTopK
 from moe.runner import MoeRunner
-from moe.types import StandardCombineInput, StandardDispatchOutput, StandardTopK
+from moe.types import StandardCombineInput, StandardDispatchOutput
 
 TARGETS_US = {"fused": 5.0, "three-part": 8.0}
 HIDDEN = 64

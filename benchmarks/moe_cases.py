@@ -10,7 +10,7 @@ import torch
 from moe import ExpertShape
 from moe.config import Activation, MoeRunnerConfig
 from moe.formats import Bf16Weight, ExpertWeights, Fp8BlockWeight, Mxfp4Weight, Nvfp4Weight, Weight
-from moe.types import StandardTopK
+from moe.routing import StandardTopK
 
 READ_BYTES_PER_S = 3.0e12  # measured on an H100: large reads
 BF16_FLOPS_PER_S = 780e12  # measured on an H100: 8192^3 product of random numbers

@@ -8,7 +8,7 @@ from benchmarks.moe_cases import LayerCase
 from benchmarks.moe_contenders import Contender
 from moe.check.reference import reference_moe
 from moe.formats import ExpertWeights
-from moe.types import StandardTopK
+from moe.routing import StandardTopK
 
 MAX_ROWS = 512  # tokens that the twin computes
 # bf16 products give 0.004; the kernels that round activations to FP8 before either product give 0.04 to 0.06.

@@ -21,11 +21,12 @@ from moe.config import MoeA2ABackend, MoeBackend
 from moe.formats import ExpertWeights
 from moe.kernels.plan import Plan
 from moe.registry import load_backend
+from moe.routing import StandardTopK
 from moe.runner import MoeRunner
 from moe.topology import Topology
 from moe.tune.cache import TuningCache
 from moe.tune.layers import tune_layer
-from moe.types import StandardDispatchOutput, StandardTopK
+from moe.types import StandardDispatchOutput
 
 
 class Contender(ABC):

@@ -17,8 +17,8 @@ from benchmarks.moe_check import Expected, check, expect
 from benchmarks.moe_contenders import Contender
 from benchmarks.moe_timing import Timer, copies_needed
 from moe.formats import ExpertWeights
+from moe.routing import StandardTopK
 from moe.tune.cache import TuningCache
-from moe.types import StandardTopK
 
 FREE_SHARE = 0.7  # of the free memory, for copies; the rest is for activations
 CHOICE_SETS = 4  # id sets on which a contender compares its own alternatives

@@ -29,7 +29,7 @@ from benchmarks.moe_timing import Timer
 from moe.formats import ExpertWeights
 from moe.kernels.launch import Layer, run_layer
 from moe.kernels.plan import Plan
-from moe.types import StandardTopK
+from moe.routing import StandardTopK
 
 LONGEST_COMPILE_S = 480.0  # of all groups together
 LONGEST_TIMING_S = 120.0  # of one group

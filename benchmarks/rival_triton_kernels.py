@@ -14,7 +14,7 @@ import torch
 from moe.config import Activation
 from moe.errors import UnsupportedPathError
 from moe.formats import ExpertWeights, Mxfp4Weight
-from moe.types import StandardTopK
+from moe.routing import StandardTopK
 
 WARPS = (4, 8)  # both are in use: fewer tokens do better with 4; the layout of the scales depends on it
 _UNCHOSEN = -1e4  # logit of every expert that a token does not go to

@@ -16,8 +16,7 @@ from moe.backends.c_compiler import missing_for_triton
 from moe.check.selfcheck import SelfCheckReport
 from moe.dispatch.base import Dispatcher, abandon, mode_options
 from moe.registry import load_backend
-from moe.routing import TopK
-from moe.types import TopKOutput
+from moe.routing import TopK, TopKOutput
 
 
 class Gate(nn.Module):

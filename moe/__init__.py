@@ -3,9 +3,10 @@
 from moe.config import Activation, MoeA2ABackend, MoeBackend, MoeRunnerConfig, RoutingConfig, RoutingMethod
 from moe.errors import MoeConfigError, MoeError, SelfCheckError, UnsupportedPathError, WeightFormatError
 from moe.geometry import ExpertShape, RankPlace
+from moe.routing import BypassedTopK, StandardTopK
 from moe.runner import MoeRunner
 from moe.topology import Topology
-from moe.types import BypassedTopK, StandardCombineInput, StandardDispatchOutput, StandardTopK
+from moe.types import StandardCombineInput, StandardDispatchOutput
 
 __all__ = [
     "Activation",

@@ -70,7 +70,11 @@ def register_pre_permute(dispatch_format: DispatchFormat, backend: MoeBackend) -
 
 
 def register_post_permute(backend: MoeBackend, combine_format: DispatchFormat) -> Callable[[T], T]:
-    """Register `post(core_output, dispatch_output, quant_info, config, state) -> CombineInput`."""
+    """Register `post(core_output, dispatch_output, quant_info, config, state) -> CombineInput`.
+
+    Needed only where the core's output [.., H] is not laid out as the transport wants it back; else the runner calls
+    `dispatch_output.result`.
+    """
     return _register(_post_permutes, (backend, combine_format), "a post-permute")
 
 
@@ -102,13 +106,13 @@ def fused_func(a2a: MoeA2ABackend, backend: MoeBackend) -> Callable[..., Any] | 
 
 def three_part(
     dispatch_format: DispatchFormat, backend: MoeBackend
-) -> tuple[Callable[..., Any], type, Callable[..., Any]] | None:
-    """(pre-permute, core class, post-permute) of a dispatch format, or None when any of them is missing."""
+) -> tuple[Callable[..., Any], type, Callable[..., Any] | None] | None:
+    """(pre-permute, core class, post-permute or None) of a dispatch format, or None without pre-permute or core."""
     load_backend(backend)
     pre = _pre_permutes.get((dispatch_format, backend))
     core = _runner_cores.get(backend)
     post = _post_permutes.get((backend, dispatch_format))
-    return (pre, core, post) if pre and core and post else None
+    return (pre, core, post) if pre and core else None
 
 
 def missing_formats(

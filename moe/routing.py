@@ -3,13 +3,42 @@
 Shape letters: T tokens, E experts, K top-k, G groups.
 """
 
+from dataclasses import dataclass
+
 import torch
 
 from moe.config import RoutingConfig, RoutingMethod
-from moe.types import StandardTopK
 
 _EPS = 1e-20  # keeps the normalising sum away from zero when every chosen score underflows
 _LARGEST = torch.finfo(torch.float32).max
+
+
+@dataclass(frozen=True, slots=True)
+class StandardTopK:
+    """Chosen experts: fp32 `weights` [T, K] (scaling factor included) and int32 global `ids` [T, K], -1 = none."""
+
+    weights: torch.Tensor
+    ids: torch.Tensor
+
+    def to_standard(self) -> "StandardTopK":
+        """Already standard; lets callers treat both forms alike."""
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class BypassedTopK:
+    """Routing left to a kernel that routes inside: `logits` [T, E], the rules and the fp32 correction bias [E]."""
+
+    logits: torch.Tensor
+    config: RoutingConfig
+    correction_bias: torch.Tensor | None = None
+
+    def to_standard(self) -> StandardTopK:
+        """Route here, for kernels that want ids and weights."""
+        return route(self.logits, self.config, self.correction_bias)
+
+
+TopKOutput = StandardTopK | BypassedTopK
 
 
 class TopK:

@@ -66,6 +66,8 @@ class MoeRunner:
         def path(dispatched: DispatchOutput, quant_info: Any, state: RunState) -> CombineInput:
             core_input = pre(dispatched, quant_info, config, state)
             core_output = core.run(core_input, quant_info, state)
+            if post is None:
+                return dispatched.result(core_output, quant_info.topology.is_partial)
             result: CombineInput = post(core_output, dispatched, quant_info, config, state)
             return result
 
@@ -74,10 +76,6 @@ class MoeRunner:
     def set_overlap_args(self, overlap_args: Any) -> None:
         """Arguments that let the next `run` share the device with other work; used once."""
         self._overlap_args = overlap_args
-
-    def clear_overlap_args(self) -> None:
-        """Forget overlap arguments that no `run` has used."""
-        self._overlap_args = None
 
     def run(self, dispatch_output: DispatchOutput, quant_info: Any) -> CombineInput:
         """Compute the local experts for the dispatched tokens.
@@ -95,7 +93,8 @@ class MoeRunner:
                 raise MoeConfigError("overlap arguments are set for this run and in the quant info: keep one")
             overlap_args = overlap_args if overlap_args is not None else default
             if dispatch_output.num_tokens == 0 and overlap_args is None:
-                return dispatch_output.empty_result(self.config.dtype)
+                empty = dispatch_output.hidden_states.new_empty((0, self.config.hidden_size), dtype=self.config.dtype)
+                return dispatch_output.result(empty, is_partial=False)
             path = self._paths.get(dispatch_output.format)
             if path is None:
                 built_for = ", ".join(self._paths)

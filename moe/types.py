@@ -1,63 +1,32 @@
-"""Typed hand-overs between routing, transport and experts. One pair of records per dispatch format.
+"""Typed hand-overs between transport and experts: what a dispatch gives and what a combine takes, by dispatch format.
 
-Shape letters: T tokens, H hidden, K top-k, E experts (global).
+Shape letters: T tokens, R received rows, H hidden, K top-k, E experts of this rank, M rows per expert.
 """
 
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
 
 import torch
 
-from moe.config import DispatchFormat, RoutingConfig
+from moe.config import DispatchFormat
+from moe.routing import StandardTopK, TopKOutput
+from moe.topology import Topology
 
 
-@dataclass(frozen=True, slots=True)
-class StandardTopK:
-    """Chosen experts: fp32 `weights` [T, K] (scaling factor included) and int32 global `ids` [T, K], -1 = none."""
-
-    weights: torch.Tensor
-    ids: torch.Tensor
-
-    def to_standard(self) -> "StandardTopK":
-        """Already standard; lets callers treat both forms alike."""
-        return self
-
-
-@dataclass(frozen=True, slots=True)
-class BypassedTopK:
-    """Routing left to a kernel that routes inside: `logits` [T, E], the rules and the fp32 correction bias [E]."""
-
-    logits: torch.Tensor
-    config: RoutingConfig
-    correction_bias: torch.Tensor | None = None
-
-    def to_standard(self) -> StandardTopK:
-        """Route here, for kernels that want ids and weights."""
-        from moe.routing import route  # routing imports these records
-
-        return route(self.logits, self.config, self.correction_bias)
-
-
-TopKOutput = StandardTopK | BypassedTopK
-
-
-class DispatchOutput(Protocol):
-    """What a transport hands to the experts."""
-
-    format: ClassVar[DispatchFormat]
+class MoeQuantInfo(Protocol):
+    """Processed weights of one layer, made by a backend's `prepare` and never changed after."""
 
     @property
-    def num_tokens(self) -> int | None:
-        """Received tokens if the host knows them; None if only the device does."""
-
-    def empty_result(self, dtype: torch.dtype) -> "CombineInput":
-        """The combine input of zero tokens, with the original ids."""
+    def topology(self) -> Topology:
+        """The ranks that share the layer."""
 
 
 class CombineInput(Protocol):
     """What the experts hand back to the transport."""
 
-    format: ClassVar[DispatchFormat]
+    @property
+    def format(self) -> DispatchFormat:
+        """The dispatch format whose layout the result has."""
 
     @property
     def hidden_states(self) -> torch.Tensor:
@@ -66,6 +35,41 @@ class CombineInput(Protocol):
     @property
     def is_partial(self) -> bool:
         """True when other ranks hold the rest of the sum."""
+
+
+class DispatchOutput(Protocol):
+    """What a transport hands to the experts."""
+
+    @property
+    def format(self) -> DispatchFormat:
+        """Says how the tokens are laid out."""
+
+    @property
+    def hidden_states(self) -> torch.Tensor:
+        """Tokens, in the layout of the format and the number format of the dispatch."""
+
+    @property
+    def hidden_states_scale(self) -> torch.Tensor | None:
+        """Scales of quantized tokens; None in bf16."""
+
+    @property
+    def num_tokens(self) -> int | None:
+        """Received tokens if the host knows them; None if only the device does."""
+
+    def result(self, hidden_states: torch.Tensor, is_partial: bool) -> CombineInput:
+        """The combine input that carries expert outputs back the way these tokens came.
+
+        `is_partial`: other ranks hold the rest of the sum. Transports that add the ranks' results themselves drop it.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class StandardCombineInput:
+    """Weighted sum over a token's local experts [T, H]; partial when other ranks hold the rest."""
+
+    format: ClassVar[DispatchFormat] = DispatchFormat.STANDARD
+    hidden_states: torch.Tensor
+    is_partial: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,18 +86,25 @@ class StandardDispatchOutput:
         """T."""
         return self.hidden_states.shape[0]
 
-    def empty_result(self, dtype: torch.dtype) -> "StandardCombineInput":
-        """[0, H] in the output dtype; complete, since nothing is left to sum."""
-        return StandardCombineInput(self.hidden_states.new_empty((0, self.hidden_states.shape[1]), dtype=dtype))
+    def result(self, hidden_states: torch.Tensor, is_partial: bool) -> StandardCombineInput:
+        """[T, H]."""
+        return StandardCombineInput(hidden_states, is_partial)
 
 
 @dataclass(frozen=True, slots=True)
-class StandardCombineInput:
-    """Weighted sum over a token's local experts [T, H]; partial when other ranks hold the rest."""
+class RowsCombineInput:
+    """Expert outputs by received row, with the ids [T, K] by which the transport finds its dispatch again.
 
-    format: ClassVar[DispatchFormat] = DispatchFormat.STANDARD
+    deepep_normal, mori_normal, mori_ll: [R, H], the weighted sum over the local experts of every received token;
+    the transport adds ranks without weights. deepep_ll: [E, M, H] without weights; the transport multiplies by
+    `topk_weights` and adds, and never reads rows beyond an expert's count.
+    """
+
+    format: DispatchFormat
     hidden_states: torch.Tensor
-    is_partial: bool = False
+    topk_ids: torch.Tensor
+    topk_weights: torch.Tensor
+    is_partial: ClassVar[bool] = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,29 +127,18 @@ class DeepepNormalDispatchOutput:
         """R."""
         return self.hidden_states.shape[0]
 
-    def empty_result(self, dtype: torch.dtype) -> "DeepepNormalCombineInput":
-        """[0, H]: this rank takes part in the combine with nothing."""
-        hidden_states = self.hidden_states.new_empty((0, self.hidden_states.shape[1]), dtype=dtype)
-        return DeepepNormalCombineInput(hidden_states, self.topk_ids, self.topk_weights)
-
-
-@dataclass(frozen=True, slots=True)
-class DeepepNormalCombineInput:
-    """Weighted sum over the local experts of every received token [R, H]: the transport adds ranks without weights."""
-
-    format: ClassVar[DispatchFormat] = DispatchFormat.DEEPEP_NORMAL
-    hidden_states: torch.Tensor
-    topk_ids: torch.Tensor
-    topk_weights: torch.Tensor
-    is_partial: bool = False
+    def result(self, hidden_states: torch.Tensor, is_partial: bool) -> RowsCombineInput:
+        """[R, H], weighted."""
+        del is_partial
+        return RowsCombineInput(self.format, hidden_states, self.topk_ids, self.topk_weights)
 
 
 @dataclass(frozen=True, slots=True)
 class DeepepLlDispatchOutput:
-    """Received rows per local expert: `hidden_states` [E_local, M, H], M = ranks * limit; rows from `masked_m[e]` on
-    are garbage, NaN included.
+    """Received rows per local expert: `hidden_states` [E, M, H], M = ranks * limit; rows from `masked_m[e]` on are
+    garbage, NaN included. NVFP4 tokens are packed as (M, H/2, E).
 
-    Scales: fp32 [E_local, M, H/128], or int32 [E_local, M, H/512] with four exponent bytes each; M-major both.
+    Scales: fp32 [E, M, H/128], or int32 [E, M, H/512] with four exponent bytes each; M-major both.
     `topk_ids` int64 and `topk_weights` fp32 [T, K] are the sender's own, for combine; they say nothing of these rows.
     `expected_m` is a hint: rows per expert if routing were even. `max_rows` is a bound: real rows of all experts
     together; None if nothing less than E_local * M is known.
@@ -159,33 +159,23 @@ class DeepepLlDispatchOutput:
         """Only the device knows."""
         return None
 
-    def empty_result(self, dtype: torch.dtype) -> "DeepepLlCombineInput":
-        """Zeros of the full shape."""
-        return DeepepLlCombineInput(torch.zeros_like(self.hidden_states, dtype=dtype), self.topk_ids, self.topk_weights)
+    def result(self, hidden_states: torch.Tensor, is_partial: bool) -> RowsCombineInput:
+        """[E, M, H], or the same rows as [E * M, H], without weights."""
+        del is_partial
+        num_experts, hidden_size = self.masked_m.shape[0], hidden_states.shape[-1]
+        rows_EMH = hidden_states.view(num_experts, -1, hidden_size)
+        return RowsCombineInput(self.format, rows_EMH, self.topk_ids, self.topk_weights)
 
 
 @dataclass(frozen=True, slots=True)
-class DeepepLlCombineInput:
-    """Expert outputs [E_local, M, H] without weights: the transport multiplies by `topk_weights` and adds.
-
-    It never reads the rows beyond an expert's count, so they may hold anything.
-    """
-
-    format: ClassVar[DispatchFormat] = DispatchFormat.DEEPEP_LL
-    hidden_states: torch.Tensor
-    topk_ids: torch.Tensor
-    topk_weights: torch.Tensor
-    is_partial: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class MoriNormalDispatchOutput:
+class MoriDispatchOutput:
     """Received tokens [R, H], R the whole receive buffer; only the first `num_recv_tokens` (int32 [1]) rows are real.
 
-    `topk_ids` int32 [R, K] stay global; `origin_*` [T, K] are the sender's own, for combine.
+    `format` is mori_normal or mori_ll: the same layout from different kernels. `topk_ids` int32 [R, K] stay global;
+    `origin_*` [T, K] are the sender's own, for combine.
     """
 
-    format: ClassVar[DispatchFormat] = DispatchFormat.MORI_NORMAL
+    format: DispatchFormat
     hidden_states: torch.Tensor
     hidden_states_scale: torch.Tensor | None
     topk_ids: torch.Tensor
@@ -193,49 +183,25 @@ class MoriNormalDispatchOutput:
     num_recv_tokens: torch.Tensor
     origin_topk_ids: torch.Tensor
     origin_topk_weights: torch.Tensor
-    out_dtype: torch.dtype
 
     @property
     def num_tokens(self) -> None:
         """Only the device knows."""
         return None
 
-    def empty_result(self, dtype: torch.dtype) -> "MoriNormalCombineInput":
-        """Zeros of the full shape."""
-        return MoriNormalCombineInput(
-            torch.zeros_like(self.hidden_states, dtype=dtype), self.origin_topk_ids, self.origin_topk_weights
-        )
+    def result(self, hidden_states: torch.Tensor, is_partial: bool) -> RowsCombineInput:
+        """[R, H], weighted, with the sender's ids and weights."""
+        del is_partial
+        return RowsCombineInput(self.format, hidden_states, self.origin_topk_ids, self.origin_topk_weights)
 
 
 @dataclass(frozen=True, slots=True)
-class MoriNormalCombineInput:
-    """Weighted sum over the local experts [R, H], with the sender's ids and weights; ranks are added unweighted."""
+class FlashinferCombineInput:
+    """Weighted sum over the local experts [R, H]; the transport adds ranks without weights."""
 
-    format: ClassVar[DispatchFormat] = DispatchFormat.MORI_NORMAL
+    format: ClassVar[DispatchFormat] = DispatchFormat.FLASHINFER
     hidden_states: torch.Tensor
-    topk_ids: torch.Tensor
-    topk_weights: torch.Tensor
-    is_partial: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class MoriLlDispatchOutput(MoriNormalDispatchOutput):
-    """The same layout from mori's low-latency kernels."""
-
-    format: ClassVar[DispatchFormat] = DispatchFormat.MORI_LL
-
-    def empty_result(self, dtype: torch.dtype) -> "MoriLlCombineInput":
-        """Zeros of the full shape."""
-        return MoriLlCombineInput(
-            torch.zeros_like(self.hidden_states, dtype=dtype), self.origin_topk_ids, self.origin_topk_weights
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class MoriLlCombineInput(MoriNormalCombineInput):
-    """The same layout for mori's low-latency kernels."""
-
-    format: ClassVar[DispatchFormat] = DispatchFormat.MORI_LL
+    is_partial: ClassVar[bool] = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,25 +220,15 @@ class FlashinferDispatchOutput:
         """Only the device knows."""
         return None
 
-    def empty_result(self, dtype: torch.dtype) -> "FlashinferCombineInput":
-        """Zeros of the full shape."""
-        num_packed = 1 if self.hidden_states_scale is None else 2
-        shape = (self.hidden_states.shape[0], self.hidden_states.shape[1] * num_packed)
-        return FlashinferCombineInput(self.hidden_states.new_zeros(shape, dtype=dtype))
-
-
-@dataclass(frozen=True, slots=True)
-class FlashinferCombineInput:
-    """Weighted sum over the local experts [R, H]; the transport adds ranks without weights."""
-
-    format: ClassVar[DispatchFormat] = DispatchFormat.FLASHINFER
-    hidden_states: torch.Tensor
-    is_partial: bool = False
+    def result(self, hidden_states: torch.Tensor, is_partial: bool) -> FlashinferCombineInput:
+        """[R, H], weighted."""
+        del is_partial
+        return FlashinferCombineInput(hidden_states)
 
 
 @dataclass(slots=True)
 class RunState:
-    """What one `run` carries besides its data: overlap arguments and the path's own permute record."""
+    """What one `run` carries besides data: overlap arguments, and what the pre-permute leaves for the post-permute."""
 
-    overlap_args: Any = None
-    permute: Any = field(default=None)
+    overlap_args: object = None
+    permute: object = None

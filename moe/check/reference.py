@@ -9,7 +9,7 @@ import torch
 from moe.config import Activation
 from moe.formats import ExpertWeights, Weight
 from moe.formats.activation_quant import ActivationQuant
-from moe.types import StandardTopK
+from moe.routing import StandardTopK
 
 
 def reference_moe(

@@ -26,9 +26,9 @@ from moe.errors import SelfCheckError
 from moe.formats import ExpertWeights
 from moe.formats.activation_quant import ActivationQuant
 from moe.registry import load_backend
+from moe.routing import BypassedTopK, StandardTopK, TopKOutput
 from moe.runner import MoeRunner
 from moe.topology import Topology
-from moe.types import BypassedTopK, StandardTopK, TopKOutput
 
 BLOCK = 128  # outputs per error figure: one wrong row of scales must not drown among thousands of right ones
 TOKENS_PER_SIZE = 4

@@ -10,7 +10,7 @@ import torch
 from moe.config import DispatchFormat, MoeA2ABackend
 from moe.errors import TransportStateError, UnsupportedPathError
 from moe.packages import not_installed
-from moe.types import TopKOutput
+from moe.routing import TopKOutput
 
 Out = TypeVar("Out")
 Out_co = TypeVar("Out_co", covariant=True)

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from moe.config import MoeA2ABackend
+from moe.config import DispatchFormat, MoeA2ABackend
 from moe.dispatch.base import InFlight, accepted, ids_and_weights, load_library, pad_columns
 from moe.dispatch.deepep_settings import (
     QUEUE_DEPTH_VARIABLE,
@@ -30,13 +30,8 @@ from moe.dispatch.deepep_settings import (
 from moe.dispatch.dtype import DispatchDtype
 from moe.errors import MoeConfigError, TransportStateError, UnsupportedPathError
 from moe.formats.token_groups import quantize_token_groups
-from moe.types import (
-    DeepepLlCombineInput,
-    DeepepLlDispatchOutput,
-    DeepepNormalCombineInput,
-    DeepepNormalDispatchOutput,
-    TopKOutput,
-)
+from moe.routing import TopKOutput
+from moe.types import DeepepLlDispatchOutput, DeepepNormalDispatchOutput, RowsCombineInput
 
 RESULTS_ALIVE = 2  # the low-latency buffer is a double buffer
 NAN = float("nan")
@@ -216,9 +211,9 @@ class DeepepDispatcher:
             return self._dispatch_low_latency(hidden_states_TH, ids_TK, weights_TK)
         return self._dispatch_normal(hidden_states_TH, ids_TK, weights_TK)
 
-    def combine(self, result: DeepepNormalCombineInput | DeepepLlCombineInput) -> torch.Tensor:
+    def combine(self, result: RowsCombineInput) -> torch.Tensor:
         """[T, H] of this rank's tokens, complete."""
-        if isinstance(result, DeepepLlCombineInput):
+        if result.format is DispatchFormat.DEEPEP_LL:
             return self._combine_low_latency(result)
         handle = self.buffer.in_flight.take(result.topk_ids)
         out_TH, _, _ = self.buffer.raw.combine(result.hidden_states, handle)
@@ -316,7 +311,7 @@ class DeepepDispatcher:
             raise UnsupportedPathError("this transport cannot send power-of-two scales, which deep_gemm needs on SM100")
         return {"use_fp8": True, **known}
 
-    def _combine_low_latency(self, result: DeepepLlCombineInput) -> torch.Tensor:
+    def _combine_low_latency(self, result: RowsCombineInput) -> torch.Tensor:
         handle = self.buffer.in_flight.take(result.topk_ids)
         hidden_size = result.hidden_states.shape[-1]
         rows_EMH = _widen(result.hidden_states, ll_hidden_size(hidden_size))

@@ -13,7 +13,8 @@ from moe.dispatch.base import load_library, without_minus_one
 from moe.dispatch.deepep_settings import EpShape
 from moe.dispatch.dtype import Quantize
 from moe.errors import MoeConfigError, TransportStateError
-from moe.types import FlashinferCombineInput, FlashinferDispatchOutput, StandardTopK, TopKOutput
+from moe.routing import StandardTopK, TopKOutput
+from moe.types import FlashinferCombineInput, FlashinferDispatchOutput
 
 NO_EXPERT = -1
 

@@ -16,21 +16,17 @@ from moe.dispatch.dtype import DispatchDtype
 from moe.formats.nvfp4 import quantize_groups
 from moe.formats.token_groups import pack_ue8m0, quantize_token_groups
 from moe.layouts.rows import mma_view, round_up, swizzle_128x4
+from moe.routing import StandardTopK, TopKOutput
 from moe.topology import Topology
 from moe.types import (
-    DeepepLlCombineInput,
     DeepepLlDispatchOutput,
-    DeepepNormalCombineInput,
     DeepepNormalDispatchOutput,
     FlashinferCombineInput,
     FlashinferDispatchOutput,
-    MoriLlDispatchOutput,
-    MoriNormalCombineInput,
-    MoriNormalDispatchOutput,
+    MoriDispatchOutput,
+    RowsCombineInput,
     StandardCombineInput,
     StandardDispatchOutput,
-    StandardTopK,
-    TopKOutput,
 )
 
 LL_ROWS = 128  # rows per expert of low latency are a multiple of this, as the strictest kernel wants them
@@ -58,7 +54,7 @@ def make_loopback(
         return _DeepepLl(config, topology, encoder)
     if dispatch_format is DispatchFormat.FLASHINFER:
         return _Flashinfer(config, topology, encoder)
-    return _Mori(config, topology, encoder, is_low_latency=dispatch_format is DispatchFormat.MORI_LL)
+    return _Mori(config, topology, encoder, dispatch_format)
 
 
 class _Encoder:
@@ -124,7 +120,7 @@ class _DeepepNormal(_Rows):
         num_rows = [round_up(count, self._alignment) for count in counts]
         return DeepepNormalDispatchOutput(x_RH, scale_RG, local_RK, weights_TK[rows], num_rows)
 
-    def combine(self, result: DeepepNormalCombineInput) -> torch.Tensor:
+    def combine(self, result: RowsCombineInput) -> torch.Tensor:
         return self._return(result.hidden_states)
 
 
@@ -165,7 +161,7 @@ class _DeepepLl(_Rows):
         packed = pack_ue8m0(scale) if self._encoder.dispatch_dtype is DispatchDtype.FP8_UE8M0 else scale
         return x_EMH, place(packed).transpose(1, 2).contiguous().transpose(1, 2)  # M-major
 
-    def combine(self, result: DeepepLlCombineInput) -> torch.Tensor:
+    def combine(self, result: RowsCombineInput) -> torch.Tensor:
         token_S, expert_S, row_S, weight_S = self._slots
         rows_SH = result.hidden_states[expert_S, row_S].float() * weight_S[:, None]
         out_TH = rows_SH.new_zeros((self._num_tokens, rows_SH.shape[1]))
@@ -175,16 +171,19 @@ class _DeepepLl(_Rows):
 class _Mori(_Rows):
     """A receive buffer that is longer than what has arrived, with global ids."""
 
-    def __init__(self, config: MoeRunnerConfig, topology: Topology, encoder: _Encoder, *, is_low_latency: bool) -> None:
+    def __init__(
+        self, config: MoeRunnerConfig, topology: Topology, encoder: _Encoder, dispatch_format: DispatchFormat
+    ) -> None:
         super().__init__(config, topology, encoder)
-        self._kind = MoriLlDispatchOutput if is_low_latency else MoriNormalDispatchOutput
+        self._format = dispatch_format
 
-    def dispatch(self, hidden_states_TH: torch.Tensor, topk_output: TopKOutput) -> MoriNormalDispatchOutput:
+    def dispatch(self, hidden_states_TH: torch.Tensor, topk_output: TopKOutput) -> MoriDispatchOutput:
         ids_TK, weights_TK = without_minus_one(topk_output, self._own.start)
         self._receive(ids_TK)
         rows = self._tokens_R
         x_RH, scale_RG = self._encoder.encode(hidden_states_TH[rows])
-        return self._kind(
+        return MoriDispatchOutput(
+            self._format,
             _with_spare_rows(x_RH),
             None if scale_RG is None else _with_spare_rows(scale_RG),
             torch.nn.functional.pad(ids_TK[rows], (0, 0, 0, SPARE_ROWS), value=self._own.start),
@@ -192,10 +191,9 @@ class _Mori(_Rows):
             torch.tensor([len(rows)], dtype=torch.int32, device=rows.device),
             ids_TK,
             weights_TK,
-            hidden_states_TH.dtype,
         )
 
-    def combine(self, result: MoriNormalCombineInput) -> torch.Tensor:
+    def combine(self, result: RowsCombineInput) -> torch.Tensor:
         return self._return(result.hidden_states[: len(self._tokens_R)])
 
 

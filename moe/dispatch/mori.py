@@ -8,20 +8,15 @@ from typing import Any
 
 import torch
 
-from moe.config import MoeA2ABackend
+from moe.config import DispatchFormat, MoeA2ABackend
 from moe.dispatch.base import InFlight, load_library, without_minus_one
 from moe.dispatch.deepep_settings import RANKS_PER_NODE, EpShape
 from moe.dispatch.dtype import DispatchDtype
 from moe.errors import MoeConfigError, TransportStateError, UnsupportedPathError
 from moe.formats.fp8 import FNUZ, FNUZ_FACTOR, to_fnuz
 from moe.formats.token_groups import GROUP, quantize_token_groups
-from moe.types import (
-    MoriLlCombineInput,
-    MoriLlDispatchOutput,
-    MoriNormalCombineInput,
-    MoriNormalDispatchOutput,
-    TopKOutput,
-)
+from moe.routing import TopKOutput
+from moe.types import MoriDispatchOutput, RowsCombineInput
 
 SPLIT_KERNELS = "AsyncLL"  # one node, low latency: sending and receiving are two calls
 
@@ -104,9 +99,7 @@ class MoriDispatcher:
     def __init__(self, buffer: MoriBuffer) -> None:
         self.buffer = buffer
 
-    def dispatch(
-        self, hidden_states_TH: torch.Tensor, topk_output: TopKOutput
-    ) -> MoriNormalDispatchOutput | MoriLlDispatchOutput:
+    def dispatch(self, hidden_states_TH: torch.Tensor, topk_output: TopKOutput) -> MoriDispatchOutput:
         """Send every token once to each rank that has one of its experts."""
         buffer, x_TH = self.buffer, hidden_states_TH
         num_tokens = x_TH.shape[0]
@@ -123,13 +116,13 @@ class MoriDispatcher:
         x_RH, weights_RK, scale_RG, ids_RK, num_received = received
         buffer.in_flight.add(ids_TK, num_tokens)
         rows = slice(buffer.settings.max_input_tokens)
-        kind = MoriLlDispatchOutput if buffer.settings.low_latency else MoriNormalDispatchOutput
-        return kind(
-            x_RH[rows], None if scale_RG is None else scale_RG[rows], ids_RK[rows], weights_RK[rows], num_received,
-            ids_TK, weights_TK, hidden_states_TH.dtype,
+        dispatch_format = DispatchFormat.MORI_LL if buffer.settings.low_latency else DispatchFormat.MORI_NORMAL
+        return MoriDispatchOutput(
+            dispatch_format, x_RH[rows], None if scale_RG is None else scale_RG[rows], ids_RK[rows], weights_RK[rows],
+            num_received, ids_TK, weights_TK,
         )  # fmt: skip
 
-    def combine(self, result: MoriNormalCombineInput | MoriLlCombineInput) -> torch.Tensor:
+    def combine(self, result: RowsCombineInput) -> torch.Tensor:
         """[T, H]: the first T rows of the transport's output buffer."""
         num_tokens = self.buffer.in_flight.take(result.topk_ids)
         out, _ = self._call("combine", result.hidden_states, None, result.topk_ids)

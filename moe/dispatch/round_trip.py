@@ -11,26 +11,21 @@ import torch
 from moe.config import DispatchFormat, MoeRunnerConfig
 from moe.dispatch.base import Exchange, mode_options
 from moe.dispatch.dtype import DispatchDtype
-from moe.errors import SelfCheckError
+from moe.errors import MoeConfigError, SelfCheckError
 from moe.formats.fp4 import decode_e2m1
 from moe.formats.fp8 import E4M3, FNUZ
 from moe.formats.nvfp4 import GROUP
 from moe.formats.token_groups import dequantize_token_groups, unpack_ue8m0
+from moe.routing import StandardTopK
 from moe.topology import Topology
 from moe.types import (
     CombineInput,
-    DeepepLlCombineInput,
     DeepepLlDispatchOutput,
-    DeepepNormalCombineInput,
     DeepepNormalDispatchOutput,
-    FlashinferCombineInput,
+    DispatchOutput,
     FlashinferDispatchOutput,
-    MoriLlCombineInput,
-    MoriLlDispatchOutput,
-    MoriNormalCombineInput,
-    MoriNormalDispatchOutput,
-    StandardCombineInput,
-    StandardTopK,
+    MoriDispatchOutput,
+    StandardDispatchOutput,
 )
 
 MAX_TOKENS = 16
@@ -104,29 +99,28 @@ def _probe(
     return x_TH.to(device, config.dtype), StandardTopK(weights_TK.to(device), ids_TK.to(device))
 
 
-def _compute(dispatched: Any, config: MoeRunnerConfig, topology: Topology, input_scale: float | None) -> CombineInput:
+def _compute(
+    dispatched: DispatchOutput, config: MoeRunnerConfig, topology: Topology, input_scale: float | None
+) -> CombineInput:
     """What experts that only multiply would hand to the combine."""
-    own, dtype = topology.expert_range(config.num_experts), config.dtype
+    own = topology.expert_range(config.num_experts)
     x = _decoded(dispatched.hidden_states, dispatched.hidden_states_scale, input_scale)
     if isinstance(dispatched, DeepepLlDispatchOutput):
         factor_E = _factor(torch.arange(own.start, own.stop, device=x.device))
-        return DeepepLlCombineInput(
-            (x * factor_E[:, None, None]).to(dtype), dispatched.topk_ids, dispatched.topk_weights
-        )
-    if isinstance(dispatched, DeepepNormalDispatchOutput):
+        rows = x * factor_E[:, None, None]
+    elif isinstance(dispatched, DeepepNormalDispatchOutput):
         ids = torch.where(dispatched.topk_ids >= 0, dispatched.topk_ids + own.start, -1)
-        rows = _weighted(x, ids, dispatched.topk_weights, own).to(dtype)
-        return DeepepNormalCombineInput(rows, dispatched.topk_ids, dispatched.topk_weights)
-    if isinstance(dispatched, MoriNormalDispatchOutput):
-        rows = _weighted(x, dispatched.topk_ids, dispatched.topk_weights, own).to(dtype)
-        kind = MoriLlCombineInput if isinstance(dispatched, MoriLlDispatchOutput) else MoriNormalCombineInput
-        return kind(rows, dispatched.origin_topk_ids, dispatched.origin_topk_weights)
-    topk = dispatched.topk_output.to_standard()
-    rows = _weighted(x, topk.ids, topk.weights, own).to(dtype)
-    if isinstance(dispatched, FlashinferDispatchOutput):
-        return FlashinferCombineInput(rows)
-    share = rows / topology.tp_size  # tensor-parallel ranks hold parts of the same experts
-    return StandardCombineInput(share, is_partial=topology.is_partial)
+        rows = _weighted(x, ids, dispatched.topk_weights, own)
+    elif isinstance(dispatched, MoriDispatchOutput):
+        rows = _weighted(x, dispatched.topk_ids, dispatched.topk_weights, own)
+    elif isinstance(dispatched, StandardDispatchOutput | FlashinferDispatchOutput):
+        topk = dispatched.topk_output.to_standard()
+        rows = _weighted(x, topk.ids, topk.weights, own)
+        if isinstance(dispatched, StandardDispatchOutput):
+            rows = rows / topology.tp_size  # tensor-parallel ranks hold parts of the same experts
+    else:
+        raise MoeConfigError(f"the round trip does not know the dispatch format {dispatched.format}")
+    return dispatched.result(rows.to(config.dtype), topology.is_partial)
 
 
 def _weighted(x_RH: torch.Tensor, ids_RK: torch.Tensor, weights_RK: torch.Tensor, own: range) -> torch.Tensor:

@@ -5,7 +5,8 @@ from collections.abc import Callable
 import torch
 
 from moe.errors import MoeConfigError
-from moe.types import StandardCombineInput, StandardDispatchOutput, TopKOutput
+from moe.routing import TopKOutput
+from moe.types import StandardCombineInput, StandardDispatchOutput
 
 Reduce = Callable[[torch.Tensor], torch.Tensor]
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from moe.config import RoutingConfig, RoutingMethod
-from moe.types import StandardTopK
+from moe.routing import StandardTopK
 
 _BLOCK_T, _BLOCK_H = 16, 64
 _MAX_PARTS = 16

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 from moe.backends.flashinfer.common import library
-from moe.types import StandardTopK
+from moe.routing import StandardTopK
 
 EPILOGUE_TILE_M = 128
 

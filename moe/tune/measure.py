@@ -25,11 +25,12 @@ from moe.dispatch.base import Exchange
 from moe.formats import ExpertWeights
 from moe.formats.activation_quant import ActivationQuant
 from moe.registry import load_backend
+from moe.routing import BypassedTopK, StandardTopK
 from moe.runner import MoeRunner
 from moe.topology import Topology
 from moe.tune.cache import Tactic
 from moe.tune.policy import Batch
-from moe.types import BypassedTopK, DispatchOutput, StandardDispatchOutput, StandardTopK
+from moe.types import DispatchOutput, StandardDispatchOutput
 
 _ROUNDS = 5
 _HOPELESS = 1.3  # times the fastest so far

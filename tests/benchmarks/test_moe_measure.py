@@ -17,8 +17,8 @@ from benchmarks.moe_timing import copies_needed
 from moe.backends.flashinfer.profiles import NO_PROFILES, Profiles
 from moe.check.reference import reference_moe
 from moe.formats import ExpertWeights
+from moe.routing import StandardTopK
 from moe.tune.cache import TuningCache
-from moe.types import StandardTopK
 
 CPU = torch.device("cpu")
 CASE = dataclasses.replace(

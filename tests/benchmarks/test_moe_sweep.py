@@ -16,7 +16,7 @@ from benchmarks.moe_groups import Group
 from benchmarks.moe_sweep import GroupSearch, SearchSettings, search_batch
 from moe.check.reference import reference_moe
 from moe.kernels.plan import Plan
-from moe.types import StandardTopK
+from moe.routing import StandardTopK
 from tests.benchmarks import fake_searches
 
 CASE = dataclasses.replace(

@@ -19,8 +19,7 @@ from moe.dispatch.deepep import DeepepDispatcher
 from moe.dispatch.deepep_settings import DeepepMode, DeepepSettings
 from moe.dispatch.dtype import DispatchDtype
 from moe.dispatch.standard import StandardDispatcher
-from moe.routing import TopK
-from moe.types import BypassedTopK, StandardTopK
+from moe.routing import BypassedTopK, StandardTopK, TopK
 from tests.model.checkpoints import VOCAB, make_deepseek, make_gpt_oss, pack_mxfp4, state_by_file_name, write
 from tests.model.paged import PagedCache
 

@@ -48,7 +48,7 @@ def test_a_complete_result_is_never_reduced() -> None:
     x = torch.randn(3, 8)
     dispatcher = StandardDispatcher(reduce=lambda part: pytest.fail("reduced"))
     assert dispatcher.combine(StandardCombineInput(x)) is x
-    empty = dispatcher.dispatch(torch.empty(0, 8), random_topk(1, 4)).empty_result(torch.bfloat16)
+    empty = dispatcher.dispatch(torch.empty(0, 8), random_topk(1, 4)).result(torch.empty(0, 8), is_partial=False)
     assert dispatcher.combine(empty).shape == (0, 8)
 
 

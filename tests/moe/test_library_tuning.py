@@ -14,8 +14,8 @@ from moe import MoeA2ABackend, MoeBackend, MoeRunner, Topology
 from moe.config import RoutingConfig, RoutingMethod
 from moe.formats import ExpertWeights, Mxfp4Weight
 from moe.registry import load_backend
+from moe.routing import BypassedTopK, StandardTopK
 from moe.tune.layers import LayerTuner, TuningSettings
-from moe.types import BypassedTopK, StandardTopK
 from tests.emulators.cutedsl import install_cutedsl
 from tests.emulators.device import import_flashinfer
 from tests.emulators.trtllm import install_trtllm

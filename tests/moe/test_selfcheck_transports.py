@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from moe import MoeA2ABackend, MoeBackend, MoeRunner, SelfCheckError, Topology, registry
-from moe.backends.torch.deepep import torch_to_deepep_ll
 from moe.check.selfcheck import SelfCheckReport, check_layer
 from moe.config import DispatchFormat
 from moe.dispatch.dtype import DispatchDtype
@@ -117,7 +116,7 @@ def test_clean_passes_and_a_neighbours_weights_are_named(monkeypatch: pytest.Mon
 
 def test_both_formats_of_a_transport_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fault that only one of DeepEP's two layouts has is found, and the layout named."""
-    swapped = lambda out_RH, *rest: torch_to_deepep_ll(out_RH.roll(1, 0), *rest)  # noqa: E731
+    swapped = lambda out_RH, dispatched, *rest: dispatched.result(out_RH.roll(1, 0), False)  # noqa: E731
     monkeypatch.setitem(registry._post_permutes, (TORCH, LL), swapped)
     with pytest.raises(SelfCheckError, match=r"layer 4, torch/deepep/mxfp4 \(deepep_ll\): "):
         check(PATHS[0], 0, lambda experts: experts)

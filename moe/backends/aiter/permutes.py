@@ -1,4 +1,4 @@
-"""From every transport's layout to aiter's rows and ids, and back.
+"""From every transport's layout to aiter's rows and ids. What comes back has the transport's own layout.
 
 aiter has two kinds of calls. Without an expert mask all ids are experts of this rank, no two of a row alike. With one
 it expects a last column of ids that are always masked, and subtracts one from top-k before it looks up tuned kernels: a
@@ -11,18 +11,12 @@ import torch
 from moe.backends.aiter.backend import NAME, AiterCoreInput, AiterMoeQuantInfo
 from moe.config import DispatchFormat, MoeRunnerConfig
 from moe.layouts.expert_slots import masked_rows
-from moe.registry import register_post_permute, register_pre_permute
+from moe.registry import register_pre_permute
 from moe.types import (
-    DeepepLlCombineInput,
     DeepepLlDispatchOutput,
-    DeepepNormalCombineInput,
     DeepepNormalDispatchOutput,
-    MoriLlCombineInput,
-    MoriLlDispatchOutput,
-    MoriNormalCombineInput,
-    MoriNormalDispatchOutput,
+    MoriDispatchOutput,
     RunState,
-    StandardCombineInput,
     StandardDispatchOutput,
 )
 
@@ -75,19 +69,6 @@ def standard_to_aiter(
     )  # fmt: skip
 
 
-@register_post_permute(NAME, DispatchFormat.STANDARD)
-def aiter_to_standard(
-    out_TH: torch.Tensor,
-    dispatched: StandardDispatchOutput,
-    quant_info: AiterMoeQuantInfo,
-    config: MoeRunnerConfig,
-    state: RunState,
-) -> StandardCombineInput:
-    """One row per token; partial when other ranks hold the rest of the sum."""
-    del dispatched, config, state
-    return StandardCombineInput(out_TH, is_partial=quant_info.topology.is_partial)
-
-
 @register_pre_permute(DispatchFormat.DEEPEP_NORMAL, NAME)
 def deepep_normal_to_aiter(
     dispatched: DeepepNormalDispatchOutput, quant_info: AiterMoeQuantInfo, config: MoeRunnerConfig, state: RunState
@@ -100,19 +81,6 @@ def deepep_normal_to_aiter(
         x_RH=dispatched.hidden_states, scale=dispatched.hidden_states_scale,
         ids_RK=ids_RK, weights_RK=weights_RK, mask=mask,
     )  # fmt: skip
-
-
-@register_post_permute(NAME, DispatchFormat.DEEPEP_NORMAL)
-def aiter_to_deepep_normal(
-    out_RH: torch.Tensor,
-    dispatched: DeepepNormalDispatchOutput,
-    quant_info: AiterMoeQuantInfo,
-    config: MoeRunnerConfig,
-    state: RunState,
-) -> DeepepNormalCombineInput:
-    """One weighted row per received token; the transport adds ranks as they are."""
-    del quant_info, config, state
-    return DeepepNormalCombineInput(out_RH, dispatched.topk_ids, dispatched.topk_weights)
 
 
 @register_pre_permute(DispatchFormat.DEEPEP_LL, NAME)
@@ -133,24 +101,10 @@ def deepep_ll_to_aiter(
     )  # fmt: skip
 
 
-@register_post_permute(NAME, DispatchFormat.DEEPEP_LL)
-def aiter_to_deepep_ll(
-    out_RH: torch.Tensor,
-    dispatched: DeepepLlDispatchOutput,
-    quant_info: AiterMoeQuantInfo,
-    config: MoeRunnerConfig,
-    state: RunState,
-) -> DeepepLlCombineInput:
-    """Back to [L, M, H], unweighted: the transport multiplies."""
-    del quant_info, config, state
-    shape = (*dispatched.hidden_states.shape[:2], out_RH.shape[-1])
-    return DeepepLlCombineInput(out_RH.view(shape), dispatched.topk_ids, dispatched.topk_weights)
-
-
 @register_pre_permute(DispatchFormat.MORI_NORMAL, NAME)
 @register_pre_permute(DispatchFormat.MORI_LL, NAME)
 def mori_to_aiter(
-    dispatched: MoriNormalDispatchOutput, quant_info: AiterMoeQuantInfo, config: MoeRunnerConfig, state: RunState
+    dispatched: MoriDispatchOutput, quant_info: AiterMoeQuantInfo, config: MoeRunnerConfig, state: RunState
 ) -> AiterCoreInput:
     """Global ids; rows past the received count are never read.
 
@@ -165,18 +119,3 @@ def mori_to_aiter(
         ids_RK=ids_RK, weights_RK=weights_RK, mask=mask,
         num_rows=dispatched.num_recv_tokens,
     )  # fmt: skip
-
-
-@register_post_permute(NAME, DispatchFormat.MORI_NORMAL)
-@register_post_permute(NAME, DispatchFormat.MORI_LL)
-def aiter_to_mori(
-    out_RH: torch.Tensor,
-    dispatched: MoriNormalDispatchOutput,
-    quant_info: AiterMoeQuantInfo,
-    config: MoeRunnerConfig,
-    state: RunState,
-) -> MoriNormalCombineInput:
-    """Weighted rows with the sender's own ids, which the combine needs."""
-    del quant_info, config, state
-    kind = MoriLlCombineInput if isinstance(dispatched, MoriLlDispatchOutput) else MoriNormalCombineInput
-    return kind(out_RH, dispatched.origin_topk_ids, dispatched.origin_topk_weights)

@@ -10,17 +10,16 @@ import torch
 
 from moe.backends.deep_gemm.backend import NAME, SEGMENT, ContiguousInput, DeepGemmMoeQuantInfo, MaskedInput
 from moe.config import DispatchFormat, MoeRunnerConfig
-from moe.errors import UnsupportedPathError
+from moe.errors import MoeConfigError, UnsupportedPathError
 from moe.formats.token_groups import quantize_token_groups
 from moe.layouts.deep_gemm import activation_scales
 from moe.layouts.expert_slots import count_slots, local_ids, permute_rows, take_rows, token_of_row, unpermute_sum
 from moe.registry import register_post_permute, register_pre_permute
 from moe.topology import Topology
 from moe.types import (
-    DeepepLlCombineInput,
     DeepepLlDispatchOutput,
-    DeepepNormalCombineInput,
     DeepepNormalDispatchOutput,
+    RowsCombineInput,
     RunState,
     StandardCombineInput,
     StandardDispatchOutput,
@@ -74,9 +73,9 @@ def deep_gemm_to_standard(
     state: RunState,
 ) -> StandardCombineInput:
     """Weighted sum of every token's rows; partial when other ranks hold the rest."""
-    del dispatched, config
+    del config
     topology = quant_info.topology
-    return StandardCombineInput(_summed(out, topology, state), is_partial=topology.is_partial)
+    return dispatched.result(_summed(out, topology, state), topology.is_partial)
 
 
 @register_pre_permute(DispatchFormat.DEEPEP_NORMAL, NAME)
@@ -100,11 +99,11 @@ def deep_gemm_to_deepep_normal(
     quant_info: DeepGemmMoeQuantInfo,
     config: MoeRunnerConfig,
     state: RunState,
-) -> DeepepNormalCombineInput:
+) -> RowsCombineInput:
     """Weighted sum over the local experts of every received token; the transport adds ranks as they are."""
     del config
-    summed = _summed(out, quant_info.topology, state)
-    return DeepepNormalCombineInput(summed, dispatched.topk_ids, dispatched.topk_weights)
+    topology = quant_info.topology
+    return dispatched.result(_summed(out, topology, state), topology.is_partial)
 
 
 @register_pre_permute(DispatchFormat.DEEPEP_LL, NAME)
@@ -125,19 +124,6 @@ def deepep_ll_to_deep_gemm(
         masked_m=dispatched.masked_m,
         expected_m=dispatched.expected_m,
     )
-
-
-@register_post_permute(NAME, DispatchFormat.DEEPEP_LL)
-def deep_gemm_to_deepep_ll(
-    out_EMH: torch.Tensor,
-    dispatched: DeepepLlDispatchOutput,
-    quant_info: DeepGemmMoeQuantInfo,
-    config: MoeRunnerConfig,
-    state: RunState,
-) -> DeepepLlCombineInput:
-    """As it is, unweighted: the transport multiplies."""
-    del quant_info, config, state
-    return DeepepLlCombineInput(out_EMH, dispatched.topk_ids, dispatched.topk_weights)
 
 
 def _need_scale(scale: torch.Tensor | None) -> torch.Tensor:
@@ -170,7 +156,9 @@ def _contiguous(
 
 
 def _summed(out: torch.Tensor, topology: Topology, state: RunState) -> torch.Tensor:
-    slots: SlotRows = state.permute
+    slots = state.permute
+    if not isinstance(slots, SlotRows):
+        raise MoeConfigError(f"{NAME}: the pre-permute of this run left no record of its rows")
     summed_TH = unpermute_sum(out.flatten(0, -2), slots.row_TK, slots.weights_TK)
     result = topology.alloc_output(tuple(summed_TH.shape), out.dtype)
     return result.copy_(summed_TH)

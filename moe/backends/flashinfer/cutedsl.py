@@ -23,17 +23,17 @@ from moe.formats import ExpertWeights, Nvfp4Weight
 from moe.layouts.rows import interleave_halves, mma_view, swizzle_128x4, up_gate
 from moe.layouts.static_scales import expert_input_scales, layer_input_scales, one_scale_nvfp4
 from moe.registry import register_backend, register_fused_func
+from moe.routing import StandardTopK
 from moe.topology import Topology
 from moe.types import (
-    DeepepLlCombineInput,
     DeepepLlDispatchOutput,
     DispatchOutput,
     FlashinferCombineInput,
     FlashinferDispatchOutput,
+    RowsCombineInput,
     RunState,
     StandardCombineInput,
     StandardDispatchOutput,
-    StandardTopK,
 )
 
 NAME = MoeBackend.FLASHINFER_CUTEDSL
@@ -225,7 +225,7 @@ def _build_wrapper(config: MoeRunnerConfig, topology: Topology) -> Any:
 @register_fused_func(MoeA2ABackend.DEEPEP, NAME, formats=(DispatchFormat.DEEPEP_LL,))
 def run_v1(
     dispatched: DispatchOutput, quant_info: CuteDslFp4MoeQuantInfo, config: MoeRunnerConfig, state: RunState
-) -> DeepepLlCombineInput:
+) -> RowsCombineInput:
     """Unweighted expert outputs [E, M, H], bf16; rows from `masked_m` on are not written."""
     if not isinstance(dispatched, DeepepLlDispatchOutput):
         raise UnsupportedPathError(f"{NAME} with deepep takes the low-latency format, got {dispatched.format}")
@@ -255,7 +255,7 @@ def run_v1(
         if overlap.start_event is not None:
             overlap.start_event.record()
     _masked_gemm(mid, quant_info.w2, quant_info.w2_scale, quant_info.w2_alpha, out_EMH, masked_m, **options)
-    return DeepepLlCombineInput(out_EMH, dispatched.topk_ids, dispatched.topk_weights)
+    return dispatched.result(out_EMH, quant_info.topology.is_partial)
 
 
 def _masked_gemm(
@@ -332,9 +332,7 @@ def run_v2(
     )  # fmt: skip
     out_TH = topology.alloc_output(tuple(result.shape), config.dtype)
     out_TH.copy_(result)  # the wrapper allocates its own
-    if isinstance(dispatched, FlashinferDispatchOutput):
-        return FlashinferCombineInput(out_TH)
-    return StandardCombineInput(out_TH, is_partial=topology.is_partial)
+    return dispatched.result(out_TH, topology.is_partial)
 
 
 def _quantize(quant_info: CuteDslFp4MoeQuantInfo, x_TH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

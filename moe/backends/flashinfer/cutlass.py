@@ -293,4 +293,4 @@ def run_flashinfer_cutlass(
         tune_max_num_tokens=next_power_of_two(out_TH.shape[0]),
         **arguments,
     )  # fmt: skip
-    return StandardCombineInput(out_TH, is_partial=topology.is_partial)
+    return dispatched.result(out_TH, topology.is_partial)

@@ -22,9 +22,10 @@ from moe.formats.sizes import expert_bytes
 from moe.layouts.rows import next_power_of_two, padded, round_up, up_gate_padded
 from moe.layouts.trtllm import pack_topk, shuffled, shuffled_scales
 from moe.registry import register_backend, register_fused_func
+from moe.routing import StandardTopK
 from moe.topology import Topology
 from moe.tune.cache import Tactic, TacticTable
-from moe.types import DispatchOutput, RunState, StandardCombineInput, StandardDispatchOutput, StandardTopK
+from moe.types import DispatchOutput, RunState, StandardCombineInput, StandardDispatchOutput
 
 NAME = MoeBackend.FLASHINFER_MXFP4
 SM90_MINIMUM = (0, 6, 11)  # first release with the weight and scale helpers of the mixed GEMM
@@ -237,7 +238,7 @@ def run_flashinfer_mxfp4(
         out_TH.copy_(result[:, : x_TH.shape[1]])
     else:
         kernel(x_TH, topk, quant_info, config, out_TH)
-    return StandardCombineInput(out_TH, is_partial=topology.is_partial)
+    return dispatched.result(out_TH, topology.is_partial)
 
 
 def _run_sm90(x_TH: torch.Tensor, topk: StandardTopK, info: Any, config: MoeRunnerConfig, out_TH: torch.Tensor) -> None:

@@ -21,8 +21,9 @@ from moe.layouts.rows import next_power_of_two, up_gate
 from moe.layouts.static_scales import layer_input_scales, one_scale_fp8, one_scale_nvfp4
 from moe.layouts.trtllm import pack_topk, shuffled, shuffled_scales
 from moe.registry import register_backend, register_fused_func
+from moe.routing import BypassedTopK, TopKOutput
 from moe.topology import Topology
-from moe.types import BypassedTopK, DispatchOutput, RunState, StandardCombineInput, StandardDispatchOutput, TopKOutput
+from moe.types import DispatchOutput, RunState, StandardCombineInput, StandardDispatchOutput
 
 NAME = MoeBackend.FLASHINFER_TRTLLM
 ARCHS = ("sm100", "sm103")
@@ -294,4 +295,4 @@ def run_flashinfer_trtllm(
     )
     if not into:  # a release whose kernel allocates its own result, bare or in a list
         out_TH.copy_(result if isinstance(result, torch.Tensor) else result[0])
-    return StandardCombineInput(out_TH, is_partial=topology.is_partial)
+    return dispatched.result(out_TH, topology.is_partial)

@@ -16,9 +16,9 @@ from moe.backends.base import Backend, Device, refuse_overlap
 from moe.config import DispatchFormat, MoeA2ABackend, MoeBackend, MoeRunnerConfig
 from moe.cpu.linear import DenseLinear, Linear, make_linear
 from moe.formats import ExpertWeights, Weight
-from moe.registry import register_backend, register_post_permute, register_pre_permute, register_runner_core
+from moe.registry import register_backend, register_pre_permute, register_runner_core
 from moe.topology import Topology
-from moe.types import RunState, StandardCombineInput, StandardDispatchOutput
+from moe.types import RunState, StandardDispatchOutput
 
 TRANSPORTS = (MoeA2ABackend.NONE, MoeA2ABackend.DEEPEP, MoeA2ABackend.MOONCAKE, MoeA2ABackend.NIXL)
 
@@ -185,16 +185,3 @@ def standard_to_torch(
         is_local = (ids_TK >= first) & (ids_TK <= last)
         ids_TK = torch.where(is_local, ids_TK - first, -1)
     return TorchCoreInput(dispatched.hidden_states, ids_TK, topk.weights)
-
-
-@register_post_permute(MoeBackend.TORCH, DispatchFormat.STANDARD)
-def torch_to_standard(
-    out_TH: torch.Tensor,
-    dispatched: StandardDispatchOutput,
-    quant_info: TorchMoeQuantInfo,
-    config: MoeRunnerConfig,
-    state: RunState,
-) -> StandardCombineInput:
-    """Already one row per token; partial when other ranks hold the rest of the sum."""
-    del dispatched, config, state
-    return StandardCombineInput(out_TH, is_partial=quant_info.topology.is_partial)

@@ -1,4 +1,4 @@
-"""The torch experts behind DeepEP's two layouts: permutes around `moe.backends.torch.backend`, and nothing else.
+"""The torch experts behind DeepEP's two layouts: pre-permutes for `moe.backends.torch.backend`, and nothing else.
 
 Shape letters: R received tokens, K top-k, E local experts, M rows per expert, H hidden.
 """
@@ -9,11 +9,9 @@ from moe.backends.torch.backend import TorchCoreInput, TorchMoeQuantInfo
 from moe.config import DispatchFormat, MoeBackend, MoeRunnerConfig
 from moe.errors import UnsupportedPathError
 from moe.layouts.expert_slots import masked_rows
-from moe.registry import register_post_permute, register_pre_permute
+from moe.registry import register_pre_permute
 from moe.types import (
-    DeepepLlCombineInput,
     DeepepLlDispatchOutput,
-    DeepepNormalCombineInput,
     DeepepNormalDispatchOutput,
     RunState,
 )
@@ -34,19 +32,6 @@ def deepep_normal_to_torch(
     return TorchCoreInput(dispatched.hidden_states, dispatched.topk_ids, dispatched.topk_weights)
 
 
-@register_post_permute(MoeBackend.TORCH, DispatchFormat.DEEPEP_NORMAL)
-def torch_to_deepep_normal(
-    out_RH: torch.Tensor,
-    dispatched: DeepepNormalDispatchOutput,
-    quant_info: TorchMoeQuantInfo,
-    config: MoeRunnerConfig,
-    state: RunState,
-) -> DeepepNormalCombineInput:
-    """One weighted row per received token."""
-    del quant_info, config, state
-    return DeepepNormalCombineInput(out_RH, dispatched.topk_ids, dispatched.topk_weights)
-
-
 @register_pre_permute(DispatchFormat.DEEPEP_LL, MoeBackend.TORCH)
 def deepep_ll_to_torch(
     dispatched: DeepepLlDispatchOutput, quant_info: TorchMoeQuantInfo, config: MoeRunnerConfig, state: RunState
@@ -56,17 +41,3 @@ def deepep_ll_to_torch(
     _refuse_scales(dispatched.hidden_states_scale)
     x_EMH = dispatched.hidden_states
     return TorchCoreInput(x_EMH.flatten(0, 1), *masked_rows(dispatched.masked_m, x_EMH.shape[1]))
-
-
-@register_post_permute(MoeBackend.TORCH, DispatchFormat.DEEPEP_LL)
-def torch_to_deepep_ll(
-    out_RH: torch.Tensor,
-    dispatched: DeepepLlDispatchOutput,
-    quant_info: TorchMoeQuantInfo,
-    config: MoeRunnerConfig,
-    state: RunState,
-) -> DeepepLlCombineInput:
-    """Back to [E, M, H], without router weights: the combine multiplies by them."""
-    del quant_info, config, state
-    shape = (*dispatched.hidden_states.shape[:2], out_RH.shape[-1])
-    return DeepepLlCombineInput(out_RH.view(shape), dispatched.topk_ids, dispatched.topk_weights)

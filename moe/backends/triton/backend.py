@@ -26,10 +26,9 @@ from moe.registry import register_backend, register_fused_func
 from moe.topology import Topology
 from moe.tune.cache import Tactic, TacticTable
 from moe.types import (
-    DeepepLlCombineInput,
     DeepepLlDispatchOutput,
-    DeepepNormalCombineInput,
     DeepepNormalDispatchOutput,
+    RowsCombineInput,
     RunState,
     StandardCombineInput,
     StandardDispatchOutput,
@@ -195,7 +194,7 @@ def run_standard(
     topk = dispatched.topk_output.to_standard()
     x_TH, layer = dispatched.hidden_states, quant_info.layer
     out_TH = _run(x_TH, topk.ids, topk.weights, layer, quant_info.plans.pick(x_TH.shape[0]), config, quant_info)
-    return StandardCombineInput(out_TH, is_partial=quant_info.topology.is_partial)
+    return dispatched.result(out_TH, quant_info.topology.is_partial)
 
 
 @register_fused_func(MoeA2ABackend.DEEPEP, MoeBackend.TRITON)
@@ -204,7 +203,7 @@ def run_deepep(
     quant_info: TritonMoeQuantInfo,
     config: MoeRunnerConfig,
     state: RunState,
-) -> DeepepNormalCombineInput | DeepepLlCombineInput:
+) -> RowsCombineInput:
     """Received bf16 rows of either mode.
 
     In normal mode, rows without an expert here come back as zeros. In low latency, rows beyond an expert's count hold
@@ -218,9 +217,10 @@ def run_deepep(
         raise UnsupportedPathError("--moe-backend triton takes bf16 rows: do not let DeepEP dispatch FP8")
     x, ids, weights = dispatched.hidden_states, dispatched.topk_ids, dispatched.topk_weights
     layer = replace(quant_info.layer, first_expert=0)  # DeepEP's ids are local
+    is_partial = quant_info.topology.is_partial
     if isinstance(dispatched, DeepepNormalDispatchOutput):
         out = _run(x, ids, weights, layer, quant_info.plans.pick(x.shape[0]), config, quant_info)
-        return DeepepNormalCombineInput(out, ids, weights)
+        return dispatched.result(out, is_partial)
     # Masked rows [E, M]: each is a token of its own with one expert of weight one, or none beyond the expert's count.
     ids_R1, ones_R1 = masked_rows(dispatched.masked_m, x.shape[1])
     likely_tokens = dispatched.expected_m * config.num_experts // config.top_k
@@ -228,7 +228,7 @@ def run_deepep(
     rows_RH = x.view(-1, x.shape[2])
     most = rows_RH.shape[0] if dispatched.max_rows is None else dispatched.max_rows
     out = _run(rows_RH, ids_R1, ones_R1, replace(layer, top_k=1), plan, config, quant_info, max_rows=most)
-    return DeepepLlCombineInput(out.view(x.shape), ids, weights)
+    return dispatched.result(out, is_partial)
 
 
 def _run(

@@ -12,8 +12,7 @@ from moe import Activation, BypassedTopK, MoeA2ABackend, MoeBackend, MoeRunner, 
 from moe.config import RoutingConfig, RoutingMethod
 from moe.formats import Bf16Weight, ExpertWeights, Mxfp4Weight
 from moe.registry import load_backend
-from moe.routing import route
-from moe.types import StandardTopK, TopKOutput
+from moe.routing import StandardTopK, TopKOutput, route
 from tests.emulators.cutedsl import install_cutedsl
 from tests.emulators.cutlass import install_cutlass
 from tests.emulators.trtllm import install_trtllm

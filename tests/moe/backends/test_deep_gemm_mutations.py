@@ -17,7 +17,7 @@ from moe.backends.deep_gemm.backend import DeepGemmBackend
 from moe.config import DispatchFormat
 from moe.dispatch.deepep_settings import DeepepMode
 from moe.layouts.expert_slots import unpermute_sum
-from moe.types import DeepepLlCombineInput
+from moe.types import RowsCombineInput
 from tests.emulators.deep_gemm import install_deep_gemm
 from tests.emulators.deepep import install_deepep
 from tests.emulators.refusal import KernelRefusal
@@ -119,8 +119,8 @@ def test_low_latency_output_weighted_twice_is_seen(monkeypatch: pytest.MonkeyPat
     install_deepep(monkeypatch, wide=True)
     registry.load_backend(MoeBackend.DEEP_GEMM)
 
-    def weighted(out: torch.Tensor, dispatched: Any, *rest: Any) -> DeepepLlCombineInput:
-        return DeepepLlCombineInput(out * 0.8, dispatched.topk_ids, dispatched.topk_weights)
+    def weighted(out: torch.Tensor, dispatched: Any, *rest: Any) -> RowsCombineInput:
+        return dispatched.result(out * 0.8, is_partial=False)
 
     key = (MoeBackend.DEEP_GEMM, DispatchFormat.DEEPEP_LL)
     monkeypatch.setitem(registry._post_permutes, key, weighted)

@@ -19,7 +19,7 @@ from moe.backends.flashinfer.cutedsl import (
 )
 from moe.choose.select import choose_backend
 from moe.config import DispatchFormat
-from moe.types import DeepepLlCombineInput
+from moe.types import RowsCombineInput
 from tests.emulators import layouts, numbers
 from tests.emulators.cutedsl import CutedslEmulator, install_cutedsl
 from tests.moe.backends import hostile
@@ -60,7 +60,7 @@ def test_v1_numbers_over_ranks(kernel: CutedslEmulator, ep_size: int) -> None:
         config = config_for(part, topology)
         slots, masked_m, origin = low_latency_slots(TOPK, topology.expert_range(E))
         result = v1_runner(config).run(dispatch_ll(slots, masked_m), BACKEND.prepare(part, config, topology))
-        assert isinstance(result, DeepepLlCombineInput)
+        assert isinstance(result, RowsCombineInput)
         assert not result.is_partial
         assert torch.equal(result.topk_ids, TOPK.ids.long())
         assert torch.equal(result.topk_weights, TOPK.weights)

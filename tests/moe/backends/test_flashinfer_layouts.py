@@ -7,7 +7,7 @@ import torch
 
 from moe.layouts import rows as ours
 from moe.layouts.trtllm import pack_topk
-from moe.types import StandardTopK
+from moe.routing import StandardTopK
 from tests.emulators import layouts, numbers
 from tests.emulators.device import import_flashinfer
 

@@ -12,6 +12,7 @@ from moe.backends.flashinfer import cutedsl, cutlass, mxfp4, trtllm
 from moe.formats import Nvfp4Weight
 from moe.layouts import rows as layouts
 from moe.layouts.static_scales import one_scale_fp8, one_scale_nvfp4
+from moe.types import DeepepLlDispatchOutput, RowsCombineInput
 from tests.emulators.refusal import KernelRefusal
 from tests.moe.backends.scenarios import PATHS, install, run_scenario, tolerance
 
@@ -130,12 +131,13 @@ def scale_weights(patch: pytest.MonkeyPatch, path: str, factor: float) -> None:
 
         patch.setattr(trtllm, "_routing", changed)
     elif path == "cutedsl-v1":  # the transport multiplies: weights that come back changed count twice, or not
-        genuine_input = cutedsl.DeepepLlCombineInput
-        patch.setattr(
-            cutedsl,
-            "DeepepLlCombineInput",
-            lambda out, ids, weights: genuine_input(out, ids, weights * factor),
-        )
+        genuine_result = DeepepLlDispatchOutput.result
+
+        def weighted(dispatched: DeepepLlDispatchOutput, out: torch.Tensor, is_partial: bool) -> RowsCombineInput:
+            result = genuine_result(dispatched, out, is_partial)
+            return dataclasses.replace(result, topk_weights=result.topk_weights * factor)
+
+        patch.setattr(DeepepLlDispatchOutput, "result", weighted)
     else:
         patch.setattr(StandardTopK, "to_standard", lambda topk: StandardTopK(topk.weights * factor, topk.ids))
 

@@ -1,13 +1,13 @@
 """DeepEP end to end on emulated ranks: several ranks equal one, whoever multiplies the weights, whatever is garbage."""
 
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from moe import Activation, MoeA2ABackend, MoeBackend, StandardTopK, registry
-from moe.backends.torch import deepep as torch_deepep
 from moe.check.reference import reference_moe
 from moe.dispatch import deepep
 from moe.dispatch.deepep import DeepepBuffer, DeepepDispatcher
@@ -15,7 +15,7 @@ from moe.dispatch.deepep_settings import DeepepMode, DeepepSettings, EpShape
 from moe.dispatch.dtype import DispatchDtype
 from moe.errors import MoeConfigError, TransportStateError, UnsupportedPathError
 from moe.formats import Bf16Weight, ExpertWeights, Mxfp4Weight
-from moe.types import DeepepLlCombineInput, DeepepLlDispatchOutput, DeepepNormalCombineInput
+from moe.types import DeepepLlDispatchOutput, RowsCombineInput
 from tests.emulators.deepep import Buffer, install_deepep
 from tests.emulators.ranks import Rank, run_ranks
 from tests.emulators.refusal import KernelRefusal
@@ -142,7 +142,7 @@ def test_two_batches_may_overlap_and_a_third_is_refused(library: type[Buffer]) -
             dispatcher.dispatch(*batches[2])
         for (x, topk), result in zip(batches, (first, second), strict=False):
             out = dispatcher.combine(
-                DeepepLlCombineInput(result.hidden_states, result.topk_ids, result.topk_weights)
+                result.result(result.hidden_states, is_partial=False)
             )  # the experts are the identity
             want = x * (topk.weights * (topk.ids >= 0)).sum(-1, keepdim=True)
             assert hostile.relative_error(out, want) < 1e-6
@@ -156,7 +156,7 @@ def test_combine_wants_the_ids_it_gave_out(library: type[Buffer]) -> None:
         dispatcher = make_dispatcher(rank, DeepepMode.LOW_LATENCY)
         result = dispatcher.dispatch(hostile.tokens(4, H).float(), hostile.routing(4, E, K))
         with pytest.raises(TransportStateError, match="hand back the ids"):
-            dispatcher.combine(DeepepLlCombineInput(result.hidden_states, result.topk_ids.clone(), result.topk_weights))
+            dispatcher.combine(replace(result.result(result.hidden_states, False), topk_ids=result.topk_ids.clone()))
 
     alone(work)
 
@@ -175,8 +175,7 @@ def test_low_latency_after_normal_cleans_the_buffer_once(library: type[Buffer]) 
         x, topk = hostile.tokens(4, H), hostile.routing(4, E, K)
         for is_decode in (False, True, True, False, True):
             result = dispatcher.dispatch(x, topk, is_decode=is_decode)
-            kind = DeepepLlCombineInput if isinstance(result, DeepepLlDispatchOutput) else DeepepNormalCombineInput
-            dispatcher.combine(kind(result.hidden_states, result.topk_ids, result.topk_weights))
+            dispatcher.combine(result.result(result.hidden_states, is_partial=False))
         return [name for name, _ in dispatcher.buffer.raw.calls]
 
     normal, low = ["dispatch"], ["low_latency_dispatch", "low_latency_combine"]
@@ -230,11 +229,9 @@ def plant(monkeypatch: pytest.MonkeyPatch, name: str) -> DeepepMode:
     """One mistake; returns the mode that shows it."""
     low_latency, normal = DeepepMode.LOW_LATENCY, DeepepMode.NORMAL
     if name == "LL weights twice":
-        original = torch_deepep.torch_to_deepep_ll
 
-        def weighted(*arguments: Any) -> DeepepLlCombineInput:
-            result = original(*arguments)
-            return DeepepLlCombineInput(result.hidden_states * 2.5, result.topk_ids, result.topk_weights)
+        def weighted(out: torch.Tensor, dispatched: DeepepLlDispatchOutput, *rest: Any) -> RowsCombineInput:
+            return dispatched.result(out * 2.5, is_partial=False)
 
         replace_post(monkeypatch, low_latency, weighted)
         return low_latency
@@ -321,7 +318,7 @@ def test_without_the_limit_a_third_batch_spoils_the_first(
         dispatcher = make_dispatcher(rank, DeepepMode.LOW_LATENCY)
         x, topk = hostile.tokens(4, H).float(), hostile.routing(4, E, K)
         first, *_ = (dispatcher.dispatch(x, topk) for _ in range(3))
-        out = dispatcher.combine(DeepepLlCombineInput(first.hidden_states, first.topk_ids, first.topk_weights))
+        out = dispatcher.combine(first.result(first.hidden_states, is_partial=False))
         assert bool(out.isnan().any())
 
     alone(work)

@@ -14,8 +14,9 @@ from moe.formats import Bf16Weight, ExpertWeights, Fp8BlockWeight, Mxfp4Weight, 
 from moe.kernels import launch
 from moe.kernels.launch import run_layer
 from moe.kernels.plan import Plan
+from moe.routing import StandardTopK
 from moe.topology import Topology
-from moe.types import DeepepLlDispatchOutput, StandardDispatchOutput, StandardTopK
+from moe.types import DeepepLlDispatchOutput, StandardDispatchOutput
 from tests.moe.backends import hostile
 from tests.moe.configs import ALONE, rank_config
 
