@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.moe_cases import CASES
-from moe.choose.ranking import PREFERENCE
 from moe.kernels.plan import Plan
+from moe.registry import BACKEND_MODULES
 
 TABLES = Path(__file__).resolve().parents[1] / "moe" / "tables"
 NEARLY = 1.03  # times the time of the fastest
@@ -73,7 +73,7 @@ def plan_entries(rows: list[Entry], source: str) -> list[Entry]:
 def backend_entries(rows: list[Entry], source: str) -> list[Entry]:
     """Microseconds of the service's own backends, uniform routing."""
     entries = []
-    rows = [row for row in rows if row["routing"] == "uniform" and row["backend"] in PREFERENCE]
+    rows = [row for row in rows if row["routing"] == "uniform" and row["backend"] in BACKEND_MODULES]
     for (model, format_name, card), own in _grouped(rows, "model", "format", "card").items():
         times = {
             name: {str(row["tokens"]): row["us"] for row in some} for (name,), some in _grouped(own, "backend").items()

@@ -26,8 +26,7 @@ from model.decoder import Model
 from model.moe_layer import Gate
 from model.registry import build_model
 from moe.config import RoutingConfig, RoutingMethod
-from moe.routing import route
-from moe.types import StandardTopK
+from moe.routing import StandardTopK, route
 from server.prompt import ChatTemplate
 
 ROOT = Path(__file__).parents[1]

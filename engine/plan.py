@@ -9,7 +9,7 @@ from engine.kv_cache import GIB, choose_cpu_pages
 from engine.load import choose_max_model_len, make_kv_layout, make_model_settings, max_step_tokens
 from engine.memory_plan import MemoryPlan, make_cpu_plan, make_plan
 from model.sizes import ModelSizes, measure_model
-from moe.backends.base import Device
+from moe.device import Device
 from moe.registry import load_backend
 
 

@@ -12,8 +12,8 @@ from model.moe_layer import Gate, MoeLayer
 from moe import MoeA2ABackend, MoeBackend, MoeRunner, MoeRunnerConfig, Topology
 from moe.check.selfcheck import check_layer
 from moe.choose.select import choose_backend
+from moe.config import DispatchDtype
 from moe.dispatch.base import Dispatcher
-from moe.dispatch.dtype import DispatchDtype, choose_dispatch_dtype
 from moe.dispatch.round_trip import check_round_trip
 from moe.dispatch.transport import DispatchSpec, Transport, build_transport, dispatch_formats
 from moe.errors import MoeConfigError
@@ -87,7 +87,7 @@ class MoeBuilder:
             group=self._group,
             settings=self.settings.deepep,
             dispatch_dtypes={self._dispatch_dtype(path) for path in paths},
-            backends={path.runner.backend for path in paths},
+            row_multiple=max(load_backend(path.runner.backend).row_multiple for path in paths),
         )
 
     def build(self, layer: int, parts: MoeParts, read_experts: Callable[[], ExpertWeights]) -> MoeLayer:
@@ -106,7 +106,7 @@ class MoeBuilder:
         check_fit(experts, runner.config, topology)
         quant_info = self._tuner.tuned(runner, backend.prepare(experts, runner.config, topology), experts, topology)
         wants = DispatchSpec(
-            backend=runner.backend,
+            expert_alignment=backend.expert_alignment,
             dispatch_dtype=dispatch_dtype,
             input_scale=scales[0] if scales and dispatch_dtype is DispatchDtype.NVFP4 else None,
             quantize=backend.dispatch_quantizer(quant_info),
@@ -131,12 +131,10 @@ class MoeBuilder:
 
     def _dispatch_dtype(self, path: _Path, *, knows_input_scale: bool = False) -> DispatchDtype:
         """What a layer's tokens travel as; all dispatch formats of a transport carry the same."""
-        backend = path.runner.backend
-        return choose_dispatch_dtype(
-            backend,
+        return load_backend(path.runner.backend).dispatch_dtype(
             path.runner.dispatch_formats[-1],
             path.format_name,
-            ue8m0_scales=load_backend(backend).wants_ue8m0(self.settings.device),
+            self.settings.device,
             knows_input_scale=knows_input_scale,
             can_send_nvfp4=self._transport is not None and self._transport.can_send_nvfp4,
         )
@@ -167,8 +165,7 @@ class MoeBuilder:
     def _logits_dtype(self, path: _Path) -> torch.dtype:
         requested = self.settings.router_logits_dtype
         if requested == "auto":
-            dtype: torch.dtype = load_backend(path.runner.backend).router_logits_dtype(path.format_name)
-            return dtype
+            return load_backend(path.runner.backend).router_logits_dtype(path.format_name)
         return {"float32": torch.float32, "bfloat16": torch.bfloat16}[requested]
 
 

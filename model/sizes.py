@@ -21,8 +21,8 @@ from model.load import open_source
 from model.registry import make_family
 from model.weights import TensorSpec, check_shapes
 from moe import MoeBackend, MoeRunnerConfig
-from moe.backends.base import Device
 from moe.choose.select import choose_backend, probe_device
+from moe.device import Device
 from moe.dispatch.transport import dispatch_formats
 from moe.formats import FORMATS
 from moe.registry import load_backend
@@ -146,7 +146,6 @@ def _expert_paths(
             settings.moe_backend, device or settings.device, format_name, a2a, config, formats
         )  # fmt: skip
         names = [name for name in source.names() if name.startswith(f"model.layers.{of_format[0]}{_EXPERTS}")]
-        has_bias = any(name.endswith("bias") for name in names)
         stored_bytes = sum(source.meta(name).nbytes for name in names) // settings.place.ep_size
         paths.append(
             ExpertPath(
@@ -155,7 +154,7 @@ def _expert_paths(
                 num_layers=len(of_format),
                 stored_bytes=stored_bytes,
                 processed_bytes=load_backend(backend).layer_bytes(
-                    format_name, config, device or probe_device(settings.device), has_bias=has_bias
+                    format_name, config, device or probe_device(settings.device)
                 ),
             )
         )

@@ -36,6 +36,20 @@ class DispatchFormat(enum.StrEnum):
     FLASHINFER = "flashinfer"
 
 
+class DispatchDtype(enum.StrEnum):
+    """Number format of dispatched tokens."""
+
+    BF16 = "bf16"
+    FP8 = "fp8"  # e4m3 with an fp32 scale per 128 columns
+    FP8_UE8M0 = "fp8_ue8m0"  # the same with scales rounded up to powers of two
+    NVFP4 = "nvfp4"  # packed E2M1, e4m3 scales per 16, under the layer's global scale
+
+    @property
+    def is_fp8(self) -> bool:
+        """True for both FP8 formats."""
+        return self in (DispatchDtype.FP8, DispatchDtype.FP8_UE8M0)
+
+
 class MoeA2ABackend(enum.StrEnum):
     """Who moves tokens between expert-parallel ranks."""
 
@@ -134,6 +148,7 @@ class MoeRunnerConfig:
     place: RankPlace = _ALONE
     scale_block: int = 1
     activation: Activation = Activation()
+    has_biases: bool = False  # both matrices of an expert have one
     dtype: torch.dtype = torch.bfloat16
     routing: RoutingConfig | None = None
     max_num_tokens: int = 8192  # most tokens one call may get, for kernels that allocate by it

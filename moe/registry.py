@@ -4,101 +4,133 @@ A backend module registers itself with the decorators when it is first asked for
 """
 
 import importlib
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeVar
 
-from moe.config import DispatchFormat, MoeA2ABackend, MoeBackend
+import torch
+
+from moe.backend import Backend
+from moe.config import DispatchFormat, MoeA2ABackend, MoeBackend, MoeRunnerConfig
 from moe.errors import MoeConfigError
+from moe.types import CombineInput
+
+
+class RunnerCore(Protocol):
+    """The kernels of a backend behind its pre-permutes."""
+
+    @property
+    def run(self) -> Callable[..., torch.Tensor]:
+        """`run(core_input, quant_info, state)`: what a pre-permute made, to expert outputs [.., H]."""
+
+
+FusedFunc = Callable[..., CombineInput]
+PrePermute = Callable[..., object]
+PostPermute = Callable[..., CombineInput]
+CoreClass = Callable[[MoeRunnerConfig], RunnerCore]
+AnyBackend = Backend[Any]  # what it makes of weights goes back to it unread, so its type is its own affair
 
 BACKEND_MODULES: dict[MoeBackend, str] = {
-    MoeBackend.TORCH: "moe.backends.torch.backend",
+    MoeBackend.TORCH: "moe.backends.torch",
     MoeBackend.TRITON: "moe.backends.triton.backend",
     MoeBackend.FLASHINFER_MXFP4: "moe.backends.flashinfer.mxfp4",
     MoeBackend.FLASHINFER_CUTLASS: "moe.backends.flashinfer.cutlass",
     MoeBackend.FLASHINFER_TRTLLM: "moe.backends.flashinfer.trtllm",
-    MoeBackend.DEEP_GEMM: "moe.backends.deep_gemm.backend",
-    MoeBackend.AITER: "moe.backends.aiter.backend",
+    MoeBackend.DEEP_GEMM: "moe.backends.deep_gemm",
+    MoeBackend.AITER: "moe.backends.aiter",
     MoeBackend.FLASHINFER_CUTEDSL: "moe.backends.flashinfer.cutedsl",
 }
 
-# Permutes of a backend that live in modules of their own, one per kind of transport.
-PERMUTE_MODULES: dict[MoeBackend, tuple[str, ...]] = {
-    MoeBackend.TORCH: ("moe.backends.torch.deepep",),
-    MoeBackend.DEEP_GEMM: ("moe.backends.deep_gemm.permutes",),
-    MoeBackend.AITER: ("moe.backends.aiter.permutes",),
-}
-
-_fused_funcs: dict[tuple[MoeA2ABackend, MoeBackend], Callable[..., Any]] = {}
+_fused_funcs: dict[tuple[MoeA2ABackend, MoeBackend], FusedFunc] = {}
 _fused_formats: dict[tuple[MoeA2ABackend, MoeBackend], tuple[DispatchFormat, ...]] = {}
-_runner_cores: dict[MoeBackend, type] = {}
-_pre_permutes: dict[tuple[DispatchFormat, MoeBackend], Callable[..., Any]] = {}
-_post_permutes: dict[tuple[MoeBackend, DispatchFormat], Callable[..., Any]] = {}
-_backends: dict[MoeBackend, Any] = {}
+_runner_cores: dict[MoeBackend, CoreClass] = {}
+_pre_permutes: dict[tuple[DispatchFormat, MoeBackend], PrePermute] = {}
+_post_permutes: dict[tuple[MoeBackend, DispatchFormat], PostPermute] = {}
+_backends: dict[MoeBackend, AnyBackend] = {}
 
-T = TypeVar("T")
+Fused = TypeVar("Fused", bound=FusedFunc)
+Core = TypeVar("Core", bound=CoreClass)
+Pre = TypeVar("Pre", bound=PrePermute)
+Post = TypeVar("Post", bound=PostPermute)
+BackendClass = TypeVar("BackendClass", bound=type[AnyBackend])
+Key = TypeVar("Key")
 
 
-def _register(table: dict[Any, Any], key: Any, what: str) -> Callable[[T], T]:
-    def decorate(entry: T) -> T:
-        if key in table:
-            raise MoeConfigError(f"{what} for {key} is registered twice")
-        table[key] = entry
-        return entry
-
-    return decorate
+def _refuse_double(table: Mapping[Key, object], key: Key, what: str) -> None:
+    if key in table:
+        raise MoeConfigError(f"{what} for {key} is registered twice")
 
 
 def register_fused_func(
     a2a: MoeA2ABackend, backend: MoeBackend, *, formats: tuple[DispatchFormat, ...] | None = None
-) -> Callable[[T], T]:
+) -> Callable[[Fused], Fused]:
     """Register `fused(dispatch_output, quant_info, config, state) -> CombineInput`.
 
     `formats`: the dispatch formats it takes, where the transport has more of them.
     """
-    _fused_formats.setdefault((a2a, backend), formats or a2a.dispatch_formats)
-    return _register(_fused_funcs, (a2a, backend), "a fused function")
+
+    def decorate(fused: Fused) -> Fused:
+        _refuse_double(_fused_funcs, (a2a, backend), "a fused function")
+        _fused_funcs[a2a, backend] = fused
+        _fused_formats[a2a, backend] = formats or a2a.dispatch_formats
+        return fused
+
+    return decorate
 
 
-def register_runner_core(backend: MoeBackend) -> Callable[[T], T]:
-    """Register a class `Core(config)` with `run(core_input, quant_info, state) -> core_output`."""
-    return _register(_runner_cores, backend, "a runner core")
+def register_runner_core(backend: MoeBackend) -> Callable[[Core], Core]:
+    """Register a class `Core(config)` with `run(core_input, quant_info, state) -> expert outputs [.., H]`."""
+
+    def decorate(core: Core) -> Core:
+        _refuse_double(_runner_cores, backend, "a runner core")
+        _runner_cores[backend] = core
+        return core
+
+    return decorate
 
 
-def register_pre_permute(dispatch_format: DispatchFormat, backend: MoeBackend) -> Callable[[T], T]:
+def register_pre_permute(dispatch_format: DispatchFormat, backend: MoeBackend) -> Callable[[Pre], Pre]:
     """Register `pre(dispatch_output, quant_info, config, state) -> core_input`."""
-    return _register(_pre_permutes, (dispatch_format, backend), "a pre-permute")
+
+    def decorate(pre: Pre) -> Pre:
+        _refuse_double(_pre_permutes, (dispatch_format, backend), "a pre-permute")
+        _pre_permutes[dispatch_format, backend] = pre
+        return pre
+
+    return decorate
 
 
-def register_post_permute(backend: MoeBackend, combine_format: DispatchFormat) -> Callable[[T], T]:
+def register_post_permute(backend: MoeBackend, combine_format: DispatchFormat) -> Callable[[Post], Post]:
     """Register `post(core_output, dispatch_output, quant_info, config, state) -> CombineInput`.
 
     Needed only where the core's output [.., H] is not laid out as the transport wants it back; else the runner calls
     `dispatch_output.result`.
     """
-    return _register(_post_permutes, (backend, combine_format), "a post-permute")
 
-
-def register_backend(backend: MoeBackend) -> Callable[[type[T]], type[T]]:
-    """Register the class whose instance answers `supports()` and `prepare()` for `backend`."""
-
-    def decorate(cls: type[T]) -> type[T]:
-        _register(_backends, backend, "a backend")(cls())
-        return cls
+    def decorate(post: Post) -> Post:
+        _refuse_double(_post_permutes, (backend, combine_format), "a post-permute")
+        _post_permutes[backend, combine_format] = post
+        return post
 
     return decorate
 
 
-def load_backend(backend: MoeBackend) -> Any:
+def register_backend(cls: BackendClass) -> BackendClass:
+    """Register the class of a backend under its `name`."""
+    _refuse_double(_backends, cls.name, "a backend")
+    _backends[cls.name] = cls()
+    return cls
+
+
+def load_backend(backend: MoeBackend) -> AnyBackend:
     """The backend object, its module imported on first use."""
     if backend not in BACKEND_MODULES:
         known = ", ".join(sorted(BACKEND_MODULES))
         raise MoeConfigError(f"--moe-backend {backend} is not built in; known: {known}")
-    for module in (BACKEND_MODULES[backend], *PERMUTE_MODULES.get(backend, ())):
-        importlib.import_module(module)
+    importlib.import_module(BACKEND_MODULES[backend])
     return _backends[backend]
 
 
-def fused_func(a2a: MoeA2ABackend, backend: MoeBackend) -> Callable[..., Any] | None:
+def fused_func(a2a: MoeA2ABackend, backend: MoeBackend) -> FusedFunc | None:
     """The fused function of a pair, or None."""
     load_backend(backend)
     return _fused_funcs.get((a2a, backend))
@@ -106,7 +138,7 @@ def fused_func(a2a: MoeA2ABackend, backend: MoeBackend) -> Callable[..., Any] | 
 
 def three_part(
     dispatch_format: DispatchFormat, backend: MoeBackend
-) -> tuple[Callable[..., Any], type, Callable[..., Any] | None] | None:
+) -> tuple[PrePermute, CoreClass, PostPermute | None] | None:
     """(pre-permute, core class, post-permute or None) of a dispatch format, or None without pre-permute or core."""
     load_backend(backend)
     pre = _pre_permutes.get((dispatch_format, backend))

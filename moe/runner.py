@@ -1,14 +1,13 @@
 """`MoeRunner`: the one way from dispatched tokens to expert outputs, whatever the kernel or the transport."""
 
 from collections.abc import Callable
-from typing import Any
 
 from moe import registry
 from moe.config import DispatchFormat, MoeA2ABackend, MoeBackend, MoeRunnerConfig
 from moe.errors import MoeConfigError, UnsupportedPathError
-from moe.types import CombineInput, DispatchOutput, RunState
+from moe.types import CombineInput, DispatchOutput, MoeQuantInfo, RunState
 
-Path = Callable[[DispatchOutput, Any, RunState], CombineInput]
+Path = Callable[[DispatchOutput, MoeQuantInfo, RunState], CombineInput]
 
 
 class MoeRunner:
@@ -35,8 +34,8 @@ class MoeRunner:
         self.a2a = a2a
         self.config = config
         self.dispatch_formats = dispatch_formats or a2a.dispatch_formats
-        self._overlap_args: Any = None
-        reason = registry.load_backend(backend).refuses(config)
+        self._overlap_args: object = None
+        reason = registry.load_backend(backend).unsupported_reason(config)
         if reason:
             raise UnsupportedPathError(f"--moe-backend {backend}: {reason}")
         self._paths = self._resolve()
@@ -51,7 +50,7 @@ class MoeRunner:
             return dict.fromkeys(self.dispatch_formats, path)
         return {dispatch_format: self._three_part_path(dispatch_format) for dispatch_format in self.dispatch_formats}
 
-    def _fused_path(self, fused: Callable[..., CombineInput]) -> Path:
+    def _fused_path(self, fused: registry.FusedFunc) -> Path:
         config = self.config
         return lambda dispatched, quant_info, state: fused(dispatched, quant_info, config, state)
 
@@ -63,21 +62,20 @@ class MoeRunner:
         config = self.config
         core = core_class(config)
 
-        def path(dispatched: DispatchOutput, quant_info: Any, state: RunState) -> CombineInput:
+        def path(dispatched: DispatchOutput, quant_info: MoeQuantInfo, state: RunState) -> CombineInput:
             core_input = pre(dispatched, quant_info, config, state)
             core_output = core.run(core_input, quant_info, state)
             if post is None:
                 return dispatched.result(core_output, quant_info.topology.is_partial)
-            result: CombineInput = post(core_output, dispatched, quant_info, config, state)
-            return result
+            return post(core_output, dispatched, quant_info, config, state)
 
         return path
 
-    def set_overlap_args(self, overlap_args: Any) -> None:
+    def set_overlap_args(self, overlap_args: object) -> None:
         """Arguments that let the next `run` share the device with other work; used once."""
         self._overlap_args = overlap_args
 
-    def run(self, dispatch_output: DispatchOutput, quant_info: Any) -> CombineInput:
+    def run(self, dispatch_output: DispatchOutput, quant_info: MoeQuantInfo) -> CombineInput:
         """Compute the local experts for the dispatched tokens.
 
         Where the host knows that there are no tokens and nothing overlaps, no kernel is called.

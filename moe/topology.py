@@ -6,8 +6,7 @@ from typing import Self
 
 import torch
 
-from moe.config import MoeA2ABackend, MoeRunnerConfig
-from moe.dispatch.dtype import DispatchDtype
+from moe.config import DispatchDtype, MoeA2ABackend, MoeRunnerConfig
 from moe.errors import MoeConfigError
 from moe.formats import ExpertWeights
 from moe.geometry import RankPlace

@@ -3,6 +3,7 @@
 Shape letters: T tokens, R received rows, H hidden, K top-k, E experts of this rank, M rows per expert.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -11,6 +12,8 @@ import torch
 from moe.config import DispatchFormat
 from moe.routing import StandardTopK, TopKOutput
 from moe.topology import Topology
+
+Quantize = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]  # [T, H] to codes [T, H/2], scales [T, H/16]
 
 
 class MoeQuantInfo(Protocol):

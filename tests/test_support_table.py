@@ -15,7 +15,7 @@ import pytest
 from engine import load
 from engine.config import EngineConfig
 from moe import MoeA2ABackend, MoeBackend
-from moe.backends.base import Device
+from moe.device import Device
 from moe.errors import MoeConfigError, UnsupportedPathError
 from tests.emulators.aiter import install_aiter
 from tests.emulators.cutedsl import install_cutedsl

@@ -105,7 +105,7 @@ class GptOssFamily(Family):
             hidden_size=self.hidden_size,
             intermediate_size=positive_int(config, "intermediate_size"),
         )
-        return MoeRunnerConfig(shape=shape, activation=activation, routing=routing)
+        return MoeRunnerConfig(shape=shape, activation=activation, has_biases=True, routing=routing)
 
     @property
     def moe(self) -> MoeRunnerConfig:

@@ -1,4 +1,4 @@
-"""Compares one layer's prepared weights and path with the twin, expert by expert. Runs while loading, never later.
+"""Compares one layer's prepared weights and path with the reference, expert by expert. Runs while loading, never later.
 
 The tokens reach the path in the layout of every dispatch format it was built for, made here (`dispatch.loopback`). A
 kernel that routes inside is checked with ids first, expert by expert, then once more with logits.
@@ -12,15 +12,13 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
-from moe.backends.base import CheckCase
+from moe.backend import CheckCase
 from moe.check.reference import reference_moe
 from moe.config import DispatchFormat, MoeRunnerConfig, RoutingConfig, RoutingMethod
-from moe.dispatch.base import Exchange
-from moe.dispatch.dtype import expert_alignment
+from moe.dispatch.base import AnyExchange
 from moe.dispatch.loopback import make_loopback
 from moe.errors import SelfCheckError
 from moe.formats import ExpertWeights
@@ -29,6 +27,7 @@ from moe.registry import load_backend
 from moe.routing import BypassedTopK, StandardTopK, TopKOutput
 from moe.runner import MoeRunner
 from moe.topology import Topology
+from moe.types import MoeQuantInfo
 
 BLOCK = 128  # outputs per error figure: one wrong row of scales must not drown among thousands of right ones
 TOKENS_PER_SIZE = 4
@@ -55,7 +54,7 @@ class SelfCheckReport:
 
 
 def check_layer(
-    runner: MoeRunner, quant_info: Any, experts: ExpertWeights, *, layer: int, topology: Topology
+    runner: MoeRunner, quant_info: MoeQuantInfo, experts: ExpertWeights, *, layer: int, topology: Topology
 ) -> SelfCheckReport:
     """Run case tokens through the path and compare. `experts` are the canonical weights of this rank.
 
@@ -89,7 +88,7 @@ def reference(
     runner: MoeRunner, experts: ExpertWeights, topology: Topology, x_TH: torch.Tensor, topk: StandardTopK,
     quantize_input: ActivationQuant | None,
 ) -> torch.Tensor:  # fmt: skip
-    """The twin's sum over this rank's experts, fp32 [T, H], its inputs rounded as a `CheckCase` says."""
+    """The reference's sum over this rank's experts, fp32 [T, H], its inputs rounded as a `CheckCase` says."""
     backend, config = load_backend(runner.backend), runner.config
     if experts.b2 is not None and topology.tp_rank:  # another rank adds this bias to the sum
         experts = dataclasses.replace(experts, b2=torch.zeros_like(experts.b2))
@@ -101,12 +100,12 @@ def reference(
 
 def loopback_of(
     runner: MoeRunner, experts: ExpertWeights, topology: Topology, dispatch_format: DispatchFormat
-) -> Exchange[Any, Any]:
+) -> AnyExchange:
     """What lays tokens out for the runner as the transport of a dispatch format would."""
     scales = experts.layer_input_scales
     return make_loopback(
         dispatch_format, runner.config, topology,
-        expert_alignment=expert_alignment(runner.backend),
+        expert_alignment=load_backend(runner.backend).expert_alignment,
         input_scale=None if scales is None else scales[0],
     )  # fmt: skip
 

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from moe.backends.base import Device
 from moe.choose.ranking import rank_backends
 from moe.choose.select import verdicts
 from moe.config import DispatchFormat, MoeA2ABackend, MoeBackend, MoeRunnerConfig
+from moe.device import Device
 from moe.errors import MoeConfigError
 
 ARCHS = ("sm80", "sm86", "sm89", "sm90", "sm100", "sm103", "sm120", "gfx942", "gfx950", "cpu")

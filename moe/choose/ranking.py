@@ -7,25 +7,23 @@ nothing itself.
 import math
 from dataclasses import dataclass
 
-from moe.backends.base import Device
 from moe.config import MoeA2ABackend, MoeBackend, MoeRunnerConfig
+from moe.device import Device
+from moe.registry import BACKEND_MODULES, load_backend
 from moe.tables import read_entries, size_distance
 
 TABLE = "backends.json"
 
-# The rule, best first: kernel libraries before our own kernels and those before plain torch; within the libraries the
-# one that runs on the fewest kinds of GPU goes first. It ranks only what nobody measured.
-PREFERENCE: tuple[MoeBackend, ...] = (
-    MoeBackend.FLASHINFER_TRTLLM,
-    MoeBackend.FLASHINFER_CUTEDSL,
-    MoeBackend.FLASHINFER_MXFP4,
-    MoeBackend.DEEP_GEMM,
-    MoeBackend.FLASHINFER_CUTLASS,
-    MoeBackend.AITER,
-    MoeBackend.TRITON,
-    MoeBackend.TORCH,
-)
-RULE = "the order of preference in moe/choose/ranking.py"
+RULE = "the order of preference (each backend's auto_order)"
+
+
+def preference() -> tuple[MoeBackend, ...]:
+    """All backends by `auto_order`. It ranks only what nobody measured.
+
+    Kernel libraries come before our own kernels and those before plain torch; of the libraries, the one that runs on
+    the fewest kinds of GPU comes first.
+    """
+    return tuple(sorted(BACKEND_MODULES, key=lambda backend: (load_backend(backend).auto_order, backend)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +48,7 @@ def rank_backends(device: Device, format_name: str, a2a: MoeA2ABackend, config: 
     path = (device.arch, format_name, a2a)
     entries = [entry for entry in read_entries(TABLE) if (entry["gpu"], entry["format"], entry["a2a"]) == path]
     if not entries:
-        return Ranking(PREFERENCE)
+        return Ranking(preference())
     entry = min(entries, key=lambda entry: _distance(entry["shape"], config))
     shape = entry["shape"]
     source = f"moe/tables/{TABLE}: {entry['card']}, {entry['source']}"
@@ -60,7 +58,7 @@ def rank_backends(device: Device, format_name: str, a2a: MoeA2ABackend, config: 
             f"{shape['intermediate_size']}, top-{shape['top_k']}"
         )
     measured = _fastest_first(entry["microseconds"])
-    rest = tuple(backend for backend in PREFERENCE if backend not in measured)
+    rest = tuple(backend for backend in preference() if backend not in measured)
     return Ranking(measured + rest, measured, source)
 
 
@@ -79,4 +77,4 @@ def _fastest_first(microseconds: dict[str, dict[str, float]]) -> tuple[MoeBacken
     def mean(backend: MoeBackend) -> float:
         return math.fsum(math.log(time) for time in microseconds[backend].values())
 
-    return tuple(sorted((backend for backend in PREFERENCE if backend in microseconds), key=mean))
+    return tuple(sorted((backend for backend in preference() if backend in microseconds), key=mean))

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from moe import registry
-from moe.backends.base import Device
 from moe.choose.ranking import rank_backends
 from moe.config import DispatchFormat, MoeA2ABackend, MoeBackend, MoeRunnerConfig
+from moe.device import Device
 from moe.errors import UnsupportedPathError
 
 logger = logging.getLogger(__name__)
@@ -96,7 +96,10 @@ def choose_backend(
         lack = registry.load_backend(verdict.backend).lacks() if is_here else None
         if lack is not None:
             reason = f"it needs {lack}"
-            logger.warning("%s would be quicker here, but %s", verdict.backend, reason)
+            source = rank_backends(device, format_name, a2a, config).source_of(verdict.backend)
+            logger.warning(
+                "--moe-backend auto passes over %s, because %s (its place: %s)", verdict.backend, reason, source
+            )
             table[index] = replace(verdict, reason=reason)
             continue
         return verdict.backend

@@ -3,6 +3,8 @@
 import importlib
 import inspect
 import logging
+from collections.abc import Callable
+from types import ModuleType
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -11,6 +13,7 @@ from moe.config import DispatchFormat, MoeA2ABackend
 from moe.errors import TransportStateError, UnsupportedPathError
 from moe.packages import not_installed
 from moe.routing import TopKOutput
+from moe.types import DispatchOutput
 
 Out = TypeVar("Out")
 Out_co = TypeVar("Out_co", covariant=True)
@@ -53,7 +56,11 @@ class Dispatcher(Exchange[Out, In_contra], Protocol[Out, In_contra]):
         """
 
 
-def abandon(dispatcher: Dispatcher[Any, Any], dispatched: Any, dtype: torch.dtype) -> None:
+AnyExchange = Exchange[Any, Any]  # records of one transport go back to it, so callers need not know their types
+AnyDispatcher = Dispatcher[Any, Any]
+
+
+def abandon(dispatcher: AnyDispatcher, dispatched: DispatchOutput, dtype: torch.dtype) -> None:
     """`dispatcher.abandon`, for a caller that has an error to raise: what goes wrong here is only logged."""
     try:
         dispatcher.abandon(dispatched, dtype)
@@ -130,13 +137,13 @@ def pad_columns(x: torch.Tensor, num_cols: int) -> torch.Tensor:
     return x if missing == 0 else torch.nn.functional.pad(x, (0, missing))
 
 
-def accepted(function: Any, **arguments: Any) -> dict[str, Any]:
+def accepted(function: Callable[..., object], **arguments: object) -> dict[str, object]:
     """Those of `arguments` that the installed release's `function` has."""
     known = inspect.signature(function).parameters
     return {name: value for name, value in arguments.items() if name in known}
 
 
-def load_library(name: str, transport: MoeA2ABackend) -> Any:
+def load_library(name: str, transport: MoeA2ABackend) -> ModuleType:
     """Import a transport's package, at build.
 
     Raises:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from moe.config import DispatchFormat, MoeA2ABackend
+from moe.config import DispatchDtype, DispatchFormat, MoeA2ABackend
 from moe.dispatch.base import InFlight, accepted, ids_and_weights, load_library, pad_columns
 from moe.dispatch.deepep_settings import (
     QUEUE_DEPTH_VARIABLE,
@@ -27,7 +27,6 @@ from moe.dispatch.deepep_settings import (
     queue_depth_to_ask_for,
     why_not_capturable,
 )
-from moe.dispatch.dtype import DispatchDtype
 from moe.errors import MoeConfigError, TransportStateError, UnsupportedPathError
 from moe.formats.token_groups import quantize_token_groups
 from moe.routing import TopKOutput
@@ -225,16 +224,16 @@ class DeepepDispatcher:
 
         Where even that fails, every rank cleans the buffer before its next low-latency step.
         """
-        ids, weights = dispatched.topk_ids, dispatched.topk_weights
+        ids = dispatched.topk_ids
         try:
             if isinstance(dispatched, DeepepLlDispatchOutput):
                 shape = self.buffer.shape
                 num_rows = shape.ep_size * self.buffer.settings.max_dispatch_tokens
                 size = (shape.num_local_experts, num_rows, shape.hidden_size)
-                self.combine(DeepepLlCombineInput(torch.full(size, NAN, dtype=dtype, device=ids.device), ids, weights))
+                rows = torch.full(size, NAN, dtype=dtype, device=ids.device)
             else:
-                rows_RH = torch.full_like(dispatched.hidden_states, NAN, dtype=dtype)
-                self.combine(DeepepNormalCombineInput(rows_RH, ids, weights))
+                rows = torch.full_like(dispatched.hidden_states, NAN, dtype=dtype)
+            self.combine(dispatched.result(rows, is_partial=False))
         finally:
             self.buffer.in_flight.discard(ids)
 

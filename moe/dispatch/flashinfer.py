@@ -11,10 +11,9 @@ import torch
 from moe.config import MoeA2ABackend
 from moe.dispatch.base import load_library, without_minus_one
 from moe.dispatch.deepep_settings import EpShape
-from moe.dispatch.dtype import Quantize
 from moe.errors import MoeConfigError, TransportStateError
 from moe.routing import StandardTopK, TopKOutput
-from moe.types import FlashinferCombineInput, FlashinferDispatchOutput
+from moe.types import FlashinferCombineInput, FlashinferDispatchOutput, Quantize
 
 NO_EXPERT = -1
 
@@ -63,9 +62,9 @@ class FlashinferDispatcher:
 
     def abandon(self, dispatched: FlashinferDispatchOutput, dtype: torch.dtype) -> None:
         """Combine NaN in place of this rank's results; the library refuses a dispatch before a combine."""
-        result = dispatched.empty_result(dtype)
-        result.hidden_states.fill_(float("nan"))
-        self.combine(result)
+        size = (dispatched.hidden_states.shape[0], self._shape.hidden_size)
+        rows = torch.full(size, float("nan"), dtype=dtype, device=dispatched.hidden_states.device)
+        self.combine(dispatched.result(rows, is_partial=False))
 
     def why_not_capturable(self, max_num_tokens: int) -> str:
         """Nobody has captured its calls yet."""

@@ -5,14 +5,11 @@ results as the transport would; tokens of other ranks' experts get zeros. Not a 
 Shape letters: T tokens, K top-k, R received rows, E local experts, M rows per expert, G groups of columns, H hidden.
 """
 
-from typing import Any
-
 import torch
 
-from moe.config import DispatchFormat, MoeRunnerConfig
-from moe.dispatch.base import Exchange, ids_and_weights, pad_columns, without_minus_one
+from moe.config import DispatchDtype, DispatchFormat, MoeRunnerConfig
+from moe.dispatch.base import AnyExchange, ids_and_weights, pad_columns, without_minus_one
 from moe.dispatch.deepep_settings import EpShape, expected_rows, ll_hidden_size
-from moe.dispatch.dtype import DispatchDtype
 from moe.formats.nvfp4 import quantize_groups
 from moe.formats.token_groups import pack_ue8m0, quantize_token_groups
 from moe.layouts.rows import mma_view, round_up, swizzle_128x4
@@ -40,7 +37,7 @@ def make_loopback(
     *,
     expert_alignment: int = 1,
     input_scale: float | None = None,
-) -> Exchange[Any, Any]:
+) -> AnyExchange:
     """The loopback of one dispatch format, sending `topology.dispatch_dtype`.
 
     `expert_alignment`: as `DeepepDispatcher` has it. `input_scale`: the layer's static one, for an NVFP4 payload.

@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 
-from moe.config import DispatchFormat, MoeA2ABackend
+from moe.config import DispatchDtype, DispatchFormat, MoeA2ABackend
 from moe.dispatch.base import InFlight, load_library, without_minus_one
 from moe.dispatch.deepep_settings import RANKS_PER_NODE, EpShape
-from moe.dispatch.dtype import DispatchDtype
 from moe.errors import MoeConfigError, TransportStateError, UnsupportedPathError
 from moe.formats.fp8 import FNUZ, FNUZ_FACTOR, to_fnuz
 from moe.formats.token_groups import GROUP, quantize_token_groups
@@ -129,15 +128,13 @@ class MoriDispatcher:
         out_TH: torch.Tensor = out[:num_tokens]
         return out_TH
 
-    def abandon(self, dispatched: MoriNormalDispatchOutput | MoriLlDispatchOutput, dtype: torch.dtype) -> None:
+    def abandon(self, dispatched: MoriDispatchOutput, dtype: torch.dtype) -> None:
         """Combine NaN in place of this rank's results."""
-        kind = MoriLlCombineInput if isinstance(dispatched, MoriLlDispatchOutput) else MoriNormalCombineInput
-        ids_TK = dispatched.origin_topk_ids
         try:
             rows = torch.full_like(dispatched.hidden_states, float("nan"), dtype=dtype)
-            self.combine(kind(rows, ids_TK, dispatched.origin_topk_weights))
+            self.combine(dispatched.result(rows, is_partial=False))
         finally:
-            self.buffer.in_flight.discard(ids_TK)
+            self.buffer.in_flight.discard(dispatched.origin_topk_ids)
 
     def why_not_capturable(self, max_num_tokens: int) -> str:
         """Nobody has captured mori's calls yet."""

@@ -4,13 +4,10 @@ Every rank calls it at the same point. It says nothing about weights: that is th
 Shape letters: T tokens, K top-k, R received rows, E local experts, M rows per expert, S scale groups, H hidden.
 """
 
-from typing import Any
-
 import torch
 
-from moe.config import DispatchFormat, MoeRunnerConfig
-from moe.dispatch.base import Exchange, mode_options
-from moe.dispatch.dtype import DispatchDtype
+from moe.config import DispatchDtype, DispatchFormat, MoeRunnerConfig
+from moe.dispatch.base import AnyExchange, mode_options
 from moe.errors import MoeConfigError, SelfCheckError
 from moe.formats.fp4 import decode_e2m1
 from moe.formats.fp8 import E4M3, FNUZ
@@ -39,7 +36,7 @@ TOLERANCES = {
 
 
 def check_round_trip(
-    dispatcher: Exchange[Any, Any],
+    dispatcher: AnyExchange,
     dispatch_formats: tuple[DispatchFormat, ...],
     config: MoeRunnerConfig,
     topology: Topology,

@@ -4,17 +4,15 @@ What a transport shares among layers (a buffer, a process group) lives in it; wh
 input scale) is an argument of `dispatcher`.
 """
 
-from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from moe.config import DispatchFormat, MoeA2ABackend, MoeBackend, MoeRunnerConfig
-from moe.dispatch.base import Dispatcher
+from moe.config import DispatchDtype, DispatchFormat, MoeA2ABackend, MoeRunnerConfig
+from moe.dispatch.base import AnyDispatcher
 from moe.dispatch.deepep import DeepepBuffer, DeepepDispatcher
 from moe.dispatch.deepep_settings import DeepepMode, DeepepSettings, EpShape
-from moe.dispatch.dtype import DispatchDtype, Quantize, expert_alignment, row_multiple
 from moe.dispatch.flashinfer import FlashinferDispatcher, build_alltoall
 from moe.dispatch.mooncake import MooncakeBuffer
 from moe.dispatch.mori import MoriBuffer, MoriDispatcher, MoriSettings
@@ -23,6 +21,10 @@ from moe.dispatch.standard import Reduce, StandardDispatcher
 from moe.errors import MoeConfigError
 from moe.formats.fp8 import E4M3, device_e4m3
 from moe.topology import Topology
+from moe.types import Quantize
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 _LOW_LATENCY_BUFFERS = {
     MoeA2ABackend.DEEPEP: DeepepBuffer,
@@ -33,10 +35,10 @@ _LOW_LATENCY_BUFFERS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DispatchSpec:
-    """What one layer asks of its transport. `input_scale`: the layer's static one; `quantize`: see Backend."""
+    """What one layer asks of its transport. `input_scale`: the layer's static one; the others: see `Backend`."""
 
-    backend: MoeBackend
     dispatch_dtype: DispatchDtype
+    expert_alignment: int = 1
     input_scale: float | None = None
     quantize: Quantize | None = None
 
@@ -48,7 +50,7 @@ class Transport(Protocol):
     def can_send_nvfp4(self) -> bool:
         """Whether tokens may travel as NVFP4."""
 
-    def dispatcher(self, layer: DispatchSpec) -> Dispatcher[Any, Any]:
+    def dispatcher(self, layer: DispatchSpec) -> AnyDispatcher:
         """Dispatch and combine of one layer."""
 
 
@@ -65,25 +67,27 @@ def build_transport(
     topology: Topology,
     config: MoeRunnerConfig,
     *,
-    group: Any,
+    group: "ProcessGroup | None",
     settings: DeepepSettings,
     dispatch_dtypes: set[DispatchDtype],
-    backends: Collection[MoeBackend],
+    row_multiple: int = 4,
 ) -> Transport:
-    """The transport of `topology.a2a`; `dispatch_dtypes` and `backends` are those of all layers, `group` the
-    ranks that share the experts.
+    """The transport of `topology.a2a`; `dispatch_dtypes` are those of all layers, `row_multiple` the
+    largest that a backend wants, `group` the ranks that share the experts.
 
     Raises:
         MoeConfigError, UnsupportedPathError: a limit of the library, a missing library, or no process group; nothing
             has been allocated.
     """
     a2a = topology.a2a
-    if group is None and (topology.is_partial or a2a is not MoeA2ABackend.NONE):
+    if group is None:
+        if a2a is MoeA2ABackend.NONE and not topology.is_partial:
+            return StandardTransport(None)
         raise MoeConfigError(
             f"--moe-a2a-backend {a2a} on tp_size {topology.tp_size} x ep_size {topology.ep_size} needs a process group "
             "of these ranks, but this process runs alone"
         )
-    if group is not None and group.size() != topology.num_ranks:
+    if group.size() != topology.num_ranks:
         raise MoeConfigError(
             f"tp_size {topology.tp_size} x ep_size {topology.ep_size} are {topology.num_ranks} ranks, but the process "
             f"group has {group.size()}"
@@ -110,12 +114,11 @@ def build_transport(
             "tokens: raise it or lower --max-num-batched-tokens"
         )
     sends_fp8 = any(dispatch_dtype.is_fp8 for dispatch_dtype in dispatch_dtypes)
-    rows = max(row_multiple(backend) for backend in backends)
-    buffer = _LOW_LATENCY_BUFFERS[a2a](group, settings, shape, sends_fp8=sends_fp8, row_multiple=rows)
+    buffer = _LOW_LATENCY_BUFFERS[a2a](group, settings, shape, sends_fp8=sends_fp8, row_multiple=row_multiple)
     return DeepepTransport(buffer, topology.device)
 
 
-def sum_over(group: Any) -> Reduce:
+def sum_over(group: "ProcessGroup") -> Reduce:
     """Sum [T, H] over a torch process group, in place."""
 
     def reduce(x_TH: torch.Tensor) -> torch.Tensor:
@@ -157,7 +160,7 @@ class DeepepTransport:
         return DeepepDispatcher(
             self._buffer,
             layer.dispatch_dtype,
-            expert_alignment=expert_alignment(layer.backend),
+            expert_alignment=layer.expert_alignment,
             input_multiplier=multiplier,
         )
 
@@ -181,7 +184,7 @@ class FlashinferTransport:
 
     can_send_nvfp4 = True
 
-    def __init__(self, group: Any, shape: EpShape, max_tokens: int) -> None:
+    def __init__(self, group: "ProcessGroup", shape: EpShape, max_tokens: int) -> None:
         self._rank, self._shape, self._max_tokens = group.rank(), shape, max_tokens
         self._alltoall = build_alltoall(group, shape, max_tokens)
 

@@ -9,10 +9,9 @@ import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
+from moe.backend import TacticTable
 from moe.config import MoeA2ABackend, MoeBackend
 
-Tactic = str
-TacticTable = dict[str, Tactic]  # number of tokens, as text, to the tactic for up to that many
 logger = logging.getLogger(__name__)
 
 

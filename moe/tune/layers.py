@@ -1,6 +1,6 @@
 """Tunes the layers of one model while they are loaded, or gives them what is kept: keys, budget, and the kept choices.
 
-How one tactic is measured and checked is in `tuning_measure.py`, who decides in `autotune.py`.
+How one tactic is measured and checked is in `measure.py`, who decides in `policy.py`.
 """
 
 import importlib
@@ -10,7 +10,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -23,6 +22,7 @@ from moe.tune.cache import TuneKey, TuningCache
 from moe.tune.library import LibraryTuner
 from moe.tune.measure import Measurer
 from moe.tune.policy import BUDGET_S, MAX_TOKEN_COUNTS, Group, SingleRank, Tuning, kept_choice, should_autotune, tune
+from moe.types import MoeQuantInfo
 
 logger = logging.getLogger(__name__)
 _SINGLE_RANK = SingleRank()
@@ -60,7 +60,7 @@ class LayerTuner:
         self._left_s = settings.budget_s
         self._told: set[str] = set()
 
-    def tuned(self, runner: MoeRunner, info: Any, experts: ExpertWeights, topology: Topology) -> Any:
+    def tuned(self, runner: MoeRunner, info: MoeQuantInfo, experts: ExpertWeights, topology: Topology) -> MoeQuantInfo:
         """`info`, run with the best tactics that are kept or, with `is_on`, can be found; arguments as `tune_layer`."""
         settings = self._settings
         if not settings.is_on:
@@ -82,7 +82,9 @@ class LayerTuner:
         self._left_s = max(0.0, self._left_s - (time.monotonic() - start))
         return info
 
-    def _tuned_by_library(self, runner: MoeRunner, info: Any, experts: ExpertWeights, topology: Topology) -> bool:
+    def _tuned_by_library(
+        self, runner: MoeRunner, info: MoeQuantInfo, experts: ExpertWeights, topology: Topology
+    ) -> bool:
         if not should_autotune(runner.backend, runner.a2a):
             return False
         key = _key(runner, experts, topology, self._settings.token_counts)
@@ -96,7 +98,7 @@ class LayerTuner:
 
 def tune_layer(
     runner: MoeRunner,
-    info: Any,
+    info: MoeQuantInfo,
     experts: ExpertWeights,
     *,
     topology: Topology,
@@ -104,7 +106,7 @@ def tune_layer(
     cache: TuningCache,
     ranks: Group = _SINGLE_RANK,
     budget_s: float = BUDGET_S,
-) -> Any:
+) -> MoeQuantInfo:
     """The same weights with the fastest right tactic for each token count; kept choices are used, new ones kept.
 
     `info` is what the runner's backend prepared from `experts`, the canonical weights of this rank on its device. A
@@ -142,13 +144,13 @@ def tune_layer(
     return backend.with_choice(info, choice)
 
 
-def _has_tactics(runner: MoeRunner, info: Any) -> bool:
+def _has_tactics(runner: MoeRunner, info: MoeQuantInfo) -> bool:
     return should_autotune(runner.backend, runner.a2a) and bool(
         load_backend(runner.backend).tactics(info, runner.config, 1, {})
     )
 
 
-def _with_kept(runner: MoeRunner, info: Any, key: TuneKey, cache: TuningCache, ranks: Group) -> Any:
+def _with_kept(runner: MoeRunner, info: MoeQuantInfo, key: TuneKey, cache: TuningCache, ranks: Group) -> MoeQuantInfo:
     """`info` with the kept choice, or `info` itself where there is none. Measures nothing."""
     choice = kept_choice(key, cache, ranks)
     if choice is None:
@@ -162,11 +164,13 @@ def _with_kept(runner: MoeRunner, info: Any, key: TuneKey, cache: TuningCache, r
 
 
 def _key(runner: MoeRunner, experts: ExpertWeights, topology: Topology, token_counts: Sequence[int]) -> TuneKey:
+    versions = [("torch", str(torch.__version__))]
     package = load_backend(runner.backend).package
-    library = importlib.import_module(package)
+    if package is not None:
+        versions.append((package, str(importlib.import_module(package).__version__)))
     return TuneKey(
         gpu=torch.cuda.get_device_name(topology.device) if topology.device.type == "cuda" else topology.device.type,
-        library_versions=(("torch", str(torch.__version__)), (package, str(library.__version__)), _own_version()),
+        library_versions=(*versions, _own_version()),
         backend=runner.backend,
         a2a=runner.a2a,
         format_name=experts.format_name,

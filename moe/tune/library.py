@@ -8,7 +8,6 @@ starts.
 import logging
 import time
 from pathlib import Path
-from typing import Any
 
 from moe.formats import ExpertWeights
 from moe.registry import load_backend
@@ -17,6 +16,7 @@ from moe.topology import Topology
 from moe.tune.cache import TuneKey
 from moe.tune.measure import Measurer
 from moe.tune.policy import Group
+from moe.types import MoeQuantInfo
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,9 @@ class LibraryTuner:
         self._tuned: set[TuneKey] = set()
         self._is_read = False
 
-    def tune(self, key: TuneKey, runner: MoeRunner, info: Any, experts: ExpertWeights, topology: Topology) -> bool:
+    def tune(
+        self, key: TuneKey, runner: MoeRunner, info: MoeQuantInfo, experts: ExpertWeights, topology: Topology
+    ) -> bool:
         """Tune the layer of `key` up to its largest token count; False if the library does not tune itself."""
         context = load_backend(runner.backend).library_tuning(info)
         if context is None:
@@ -44,7 +46,7 @@ class LibraryTuner:
                         experts.hidden_size, experts.intermediate_size, time.monotonic() - start)  # fmt: skip
         return True
 
-    def read_kept(self, runner: MoeRunner, info: Any) -> None:
+    def read_kept(self, runner: MoeRunner, info: MoeQuantInfo) -> None:
         """Hand the library what it found at an earlier start; measures nothing."""
         if self._is_read or self._file is None or not self._file.is_file():
             return

@@ -13,24 +13,22 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from moe.backends.base import CheckCase
+from moe.backend import CheckCase, Tactic
 from moe.check.selfcheck import BLOCK, loopback_of, reference
 from moe.config import DispatchFormat
 from moe.cpu.threads import usable_cpus
-from moe.dispatch.base import Exchange
+from moe.dispatch.base import AnyExchange
 from moe.formats import ExpertWeights
 from moe.formats.activation_quant import ActivationQuant
 from moe.registry import load_backend
 from moe.routing import BypassedTopK, StandardTopK
 from moe.runner import MoeRunner
 from moe.topology import Topology
-from moe.tune.cache import Tactic
 from moe.tune.policy import Batch
-from moe.types import DispatchOutput, StandardDispatchOutput
+from moe.types import DispatchOutput, MoeQuantInfo, StandardDispatchOutput
 
 _ROUNDS = 5
 _HOPELESS = 1.3  # times the fastest so far
@@ -47,7 +45,7 @@ class _Inputs:
     """What one token count is measured with, and what the checked rows of the first input are and should give."""
 
     dispatched: list[DispatchOutput]
-    first: list[tuple[DispatchFormat, Exchange[Any, Any], DispatchOutput]]
+    first: list[tuple[DispatchFormat, AnyExchange, DispatchOutput]]
     rows: torch.Tensor
     x_RH: torch.Tensor
     topk: StandardTopK
@@ -57,7 +55,7 @@ class _Inputs:
 class Measurer:
     """One layer's tactics."""
 
-    def __init__(self, runner: MoeRunner, info: Any, experts: ExpertWeights, topology: Topology) -> None:
+    def __init__(self, runner: MoeRunner, info: MoeQuantInfo, experts: ExpertWeights, topology: Topology) -> None:
         self._runner, self._info, self._experts, self._topology = runner, info, experts, topology
         self._backend = load_backend(runner.backend)
         self._inputs: dict[int, _Inputs] = {}
@@ -137,27 +135,27 @@ class Measurer:
         info = self._with(tactic, num_tokens)
         worst = 0.0
         for dispatch_format, loopback, dispatched in inputs.first:
-            probe = self._probe(info, dispatch_format, num_tokens)
+            case = self._case(info, dispatch_format, num_tokens)
             with _new_memory_is_nan():
                 result = self._runner.run(dispatched, info)
             got_RH = loopback.combine(result)[inputs.rows].float()
-            worst = max(worst, _largest_error(got_RH, self._want(inputs, probe)) / probe.tolerance)
+            worst = max(worst, _largest_error(got_RH, self._want(inputs, case)) / case.tolerance)
         return worst
 
-    def _probe(self, info: Any, dispatch_format: DispatchFormat, num_tokens: int) -> CheckCase:
+    def _case(self, info: MoeQuantInfo, dispatch_format: DispatchFormat, num_tokens: int) -> CheckCase:
         """The self-check's way of running so many tokens."""
-        probes = self._backend.check_cases(info, self._experts.format_name, self._runner.config, dispatch_format)
-        return next(probe for probe in probes if probe.max_tokens is None or num_tokens <= probe.max_tokens)
+        cases = self._backend.check_cases(info, self._experts.format_name, self._runner.config, dispatch_format)
+        return next(case for case in cases if case.max_tokens is None or num_tokens <= case.max_tokens)
 
-    def _want(self, inputs: _Inputs, probe: CheckCase) -> torch.Tensor:
-        quantize = probe.quantize_input
+    def _want(self, inputs: _Inputs, case: CheckCase) -> torch.Tensor:
+        quantize = case.quantize_input
         if quantize not in inputs.want_RH:
             inputs.want_RH[quantize] = reference(
                 self._runner, self._experts, self._topology, inputs.x_RH, inputs.topk, quantize
             )
         return inputs.want_RH[quantize]
 
-    def _with(self, tactic: Tactic, num_tokens: int) -> Any:
+    def _with(self, tactic: Tactic, num_tokens: int) -> MoeQuantInfo:
         return self._backend.with_choice(self._info, {str(num_tokens): tactic})
 
     def _run_once(self, tactic: Tactic, num_tokens: int) -> None:
@@ -165,12 +163,12 @@ class Measurer:
         with contextlib.suppress(Exception), self._device():
             self._calls(tactic, num_tokens)[0]()
 
-    def _device(self) -> contextlib.AbstractContextManager[Any]:
+    def _device(self) -> contextlib.AbstractContextManager[None]:
         """Makes the layer's GPU the one of this thread: kernels are launched on that."""
         device = self._topology.device
         return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
-    def _calls(self, tactic: Tactic, num_tokens: int) -> list[Callable[[], Any]]:
+    def _calls(self, tactic: Tactic, num_tokens: int) -> list[Callable[[], object]]:
         info = self._with(tactic, num_tokens)
         inputs = self._inputs_for(num_tokens).dispatched
         return [functools.partial(self._runner.run, dispatched, info) for dispatched in inputs]
@@ -184,7 +182,7 @@ class Measurer:
         config, topology = self._runner.config, self._topology
         is_few = num_tokens * config.top_k < 4 * config.num_experts
         dispatched: list[DispatchOutput] = []
-        first: list[tuple[DispatchFormat, Exchange[Any, Any], DispatchOutput]] = []
+        first: list[tuple[DispatchFormat, AnyExchange, DispatchOutput]] = []
         rows = torch.linspace(0, num_tokens - 1, min(num_tokens, _CHECKED_TOKENS)).long().to(topology.device)
         for seed in range(_MANY_INPUTS if is_few else _FEW_INPUTS):
             x_TH, topk = self._tokens(num_tokens, seed)
@@ -211,7 +209,7 @@ class Measurer:
         weights_TK /= weights_TK.sum(1, keepdim=True)
         return x_TH.to(config.dtype), StandardTopK(weights_TK, scores.topk(config.top_k).indices.int())
 
-    def _cuda_round(self, calls: list[Callable[[], Any]]) -> float:
+    def _cuda_round(self, calls: list[Callable[[], object]]) -> float:
         """By events around all calls, queued while the GPU waits: the host's own time is not in it."""
         while True:
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -227,7 +225,7 @@ class Measurer:
             self._wait_cycles *= 2  # the host was too slow to queue everything meanwhile
 
 
-def _host_round(calls: list[Callable[[], Any]]) -> float:
+def _host_round(calls: list[Callable[[], object]]) -> float:
     start = time.perf_counter()
     for call in calls:
         call()

@@ -11,14 +11,18 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 
-from moe.backends.flashinfer.cutedsl import is_flashinfer_cutedsl_v1_path
+from moe.backend import Tactic, TacticTable
 from moe.config import MoeA2ABackend, MoeBackend
 from moe.errors import MoeConfigError
-from moe.tune.cache import Tactic, TacticTable, TuneKey, TuningCache
+from moe.registry import load_backend
+from moe.tune.cache import TuneKey, TuningCache
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 MAX_TOKEN_COUNTS = 8
 BUDGET_S = 50.0  # a minute at most, with what is under way when the time is up
@@ -28,18 +32,10 @@ _WARM_UP_SHARE = 0.5  # of the time left, before each round of measurements
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
-_TUNABLE = (
-    MoeBackend.FLASHINFER_MXFP4,
-    MoeBackend.FLASHINFER_CUTLASS,
-    MoeBackend.FLASHINFER_CUTEDSL,
-    MoeBackend.FLASHINFER_TRTLLM,
-    MoeBackend.TRITON,
-)
-
 
 def should_autotune(backend: MoeBackend, a2a: MoeA2ABackend) -> bool:
-    """False for backends without tactics, and for cutedsl v1, whose masked kernel has none to choose from."""
-    return backend in _TUNABLE and not is_flashinfer_cutedsl_v1_path(backend, a2a)
+    """Whether a backend has tactics to choose from with this transport."""
+    return a2a in load_backend(backend).tunable_with
 
 
 def tuning_token_counts(max_num_batched_tokens: int, max_num_seqs: int) -> tuple[int, ...]:
@@ -94,7 +90,7 @@ class SingleRank:
 class TorchGroup:
     """A torch process group that can move CPU tensors (gloo)."""
 
-    def __init__(self, group: Any = None) -> None:
+    def __init__(self, group: "ProcessGroup | None" = None) -> None:
         self._group = group
 
     @property

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from benchmarks.router_logits import DEEPSEEK, Difference, compare, difference, prompts
-from moe.types import StandardTopK
+from moe.routing import StandardTopK
 
 
 def topk(ids: list[list[int]], weights: list[list[float]]) -> StandardTopK:

@@ -14,10 +14,9 @@ from model.linear import GatedMlp, Linear
 from model.moe_layer import Gate, MoeLayer
 from model.registry import build_model
 from moe import MoeBackend, MoeRunner, RoutingConfig, RoutingMethod, SelfCheckError, StandardCombineInput
-from moe.config import DispatchFormat
+from moe.config import DispatchDtype, DispatchFormat
 from moe.dispatch.deepep import DeepepDispatcher
 from moe.dispatch.deepep_settings import DeepepMode, DeepepSettings
-from moe.dispatch.dtype import DispatchDtype
 from moe.dispatch.standard import StandardDispatcher
 from moe.routing import BypassedTopK, StandardTopK, TopK
 from tests.model.checkpoints import VOCAB, make_deepseek, make_gpt_oss, pack_mxfp4, state_by_file_name, write

@@ -25,9 +25,9 @@ from moe import (
     SelfCheckError,
     Topology,
 )
-from moe.backends.base import Device
 from moe.backends.flashinfer.cutedsl import CuteDslFp4MoeQuantInfo
 from moe.check.reference import reference_moe
+from moe.device import Device
 from moe.dispatch.deepep_settings import DeepepMode, DeepepSettings
 from moe.errors import MoeConfigError
 from moe.formats import ExpertWeights
@@ -131,7 +131,7 @@ def reference(case: Case, layer: MoeLayer, experts: ExpertWeights, x: torch.Tens
     backend = load_backend(case.backend)
     whole = backend.as_computed(hostile.with_layer_scales(experts, experts), Topology(a2a=case.a2a))
     topk = layer.topk(layer.gate(x), layer.correction_bias_E)
-    rounding = backend.activation_quant.get(case.name)
+    rounding = backend.formats[case.name].activation_quant
     assert layer.shared_experts is not None
     return reference_moe(x, topk, whole, Activation(), quantize_input=rounding) + layer.shared_experts(x).float()
 

@@ -10,7 +10,7 @@ from model.config import ModelSettings
 from model.decoder import Model
 from model.registry import build_model
 from moe import MoeBackend, MoeRunner, StandardTopK
-from moe.backends.base import Device
+from moe.device import Device
 from tests.emulators.trtllm import install_trtllm
 from tests.model.checkpoints import make_deepseek, pack_fp8, pack_fp8_tensor, pack_nvfp4, state_by_file_name, write
 

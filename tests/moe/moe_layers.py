@@ -43,6 +43,7 @@ def make_config(experts: ExpertWeights, **changes: object) -> MoeRunnerConfig:
     settings: dict[str, object] = {
         "num_experts": experts.num_experts, "hidden_size": experts.hidden_size,
         "intermediate_size": experts.intermediate_size, "top_k": 2, "activation": GPT_OSS, "dtype": torch.float32,
+        "has_biases": experts.b13 is not None,
     }  # fmt: skip
     return rank_config(**(settings | changes))  # type: ignore[arg-type]
 

@@ -14,6 +14,7 @@ import torch.multiprocessing
 
 from moe import MoeA2ABackend, MoeBackend
 from moe.errors import MoeConfigError
+from moe.registry import BACKEND_MODULES
 from moe.tune.cache import TuneKey, TuningCache
 from moe.tune.policy import (
     MAX_TOKEN_COUNTS,
@@ -54,7 +55,7 @@ def tuning(log: list[tuple[str, int]] | None = None, seconds: dict[str, float] |
 
 
 def test_what_is_tuned() -> None:
-    tuned = {(backend, a2a) for backend in MoeBackend for a2a in MoeA2ABackend if should_autotune(backend, a2a)}
+    tuned = {(backend, a2a) for backend in BACKEND_MODULES for a2a in MoeA2ABackend if should_autotune(backend, a2a)}
     assert (MoeBackend.FLASHINFER_CUTEDSL, MoeA2ABackend.DEEPEP) not in tuned, "v1 has no tactics"
     assert (MoeBackend.FLASHINFER_CUTEDSL, MoeA2ABackend.NONE) in tuned
     assert (MoeBackend.FLASHINFER_CUTEDSL, MoeA2ABackend.FLASHINFER) in tuned

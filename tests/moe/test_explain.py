@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from moe import Activation, MoeA2ABackend, MoeBackend, MoeRunnerConfig
-from moe.backends.base import Device
 from moe.choose.explain import ARCHS, FORMATS, Row, explain, render
 from moe.choose.ranking import RULE, rank_backends
 from moe.choose.select import choose_backend
+from moe.device import Device
 from moe.dispatch.deepep_settings import DeepepMode
 from moe.errors import MoeConfigError, UnsupportedPathError
 from tests.moe.backends import hostile

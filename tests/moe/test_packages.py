@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from moe.backend import Backend
 from moe.backends import c_compiler
-from moe.backends.base import Backend
 from moe.backends.flashinfer import common as flashinfer_common
 from moe.backends.flashinfer.mxfp4 import FlashinferMxfp4Backend
 from moe.backends.triton.backend import TritonBackend

@@ -5,9 +5,9 @@ import itertools
 import pytest
 
 from moe import MoeA2ABackend, MoeBackend, MoeRunner, UnsupportedPathError
-from moe.backends.base import Device
 from moe.choose.explain import ARCHS, FORMATS
 from moe.config import DispatchFormat
+from moe.device import Device
 from moe.registry import BACKEND_MODULES, load_backend, missing_formats
 from tests.moe.backends import hostile
 

@@ -8,10 +8,10 @@ import pytest
 
 from benchmarks.moe_cases import CASES
 from moe import MoeA2ABackend, MoeBackend, MoeRunnerConfig
-from moe.backends.base import Device
 from moe.choose import ranking
-from moe.choose.ranking import PREFERENCE, RULE, Ranking, rank_backends
+from moe.choose.ranking import RULE, Ranking, preference, rank_backends
 from moe.choose.select import choose_backend
+from moe.device import Device
 from moe.tables import read_entries
 from tests.moe.backends import hostile
 
@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[2]
 HOPPER, NONE = Device(arch="sm90"), MoeA2ABackend.NONE
 GPT_OSS_20B = hostile.make_config(32, 2880, 2880, 4)
 TABLES = read_entries(ranking.TABLE)
+PREFERENCE = preference()
 
 
 def ranked(config: MoeRunnerConfig = GPT_OSS_20B, arch: str = "sm90", name: str = "mxfp4") -> Ranking:

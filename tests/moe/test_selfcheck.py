@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moe import Activation, MoeA2ABackend, MoeBackend, MoeRunner, SelfCheckError, Topology
-from moe.backends.base import CheckCase
+from moe.backend import CheckCase
 from moe.backends.torch.backend import TorchBackend
 from moe.check.reference import reference_moe
 from moe.check.selfcheck import (

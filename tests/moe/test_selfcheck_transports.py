@@ -10,8 +10,7 @@ import torch
 
 from moe import MoeA2ABackend, MoeBackend, MoeRunner, SelfCheckError, Topology, registry
 from moe.check.selfcheck import SelfCheckReport, check_layer
-from moe.config import DispatchFormat
-from moe.dispatch.dtype import DispatchDtype
+from moe.config import DispatchDtype, DispatchFormat
 from moe.formats import Bf16Weight, ExpertWeights, Fp8BlockWeight, Mxfp4Weight
 from moe.registry import load_backend
 from tests.emulators.aiter import install_aiter

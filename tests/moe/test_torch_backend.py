@@ -18,9 +18,9 @@ from moe import (
     StandardTopK,
     Topology,
 )
-from moe.backends.base import Device
 from moe.backends.torch.backend import LazyLinears, TorchBackend
 from moe.check.reference import reference_moe
+from moe.device import Device
 from moe.formats import Bf16Weight, ExpertWeights
 from moe.routing import route
 from tests.moe.moe_layers import (
@@ -208,5 +208,5 @@ def test_supports_every_device_and_names_what_it_refuses() -> None:
     for arch in ("cpu", "sm90", "gfx942"):
         for format_name in FORMATS:
             assert backend.supports(Device(arch=arch), format_name, MoeA2ABackend.NONE, config) is None
-    assert "int3 is unknown" in str(backend.supports(Device(arch="cpu"), "int3", MoeA2ABackend.NONE, config))
+    assert "int3 is not supported" in str(backend.supports(Device(arch="cpu"), "int3", MoeA2ABackend.NONE, config))
     assert "mori is not supported" in str(backend.supports(Device(arch="cpu"), "bf16", MoeA2ABackend.MORI, config))

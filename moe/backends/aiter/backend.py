@@ -1,24 +1,24 @@
 """aiter: AMD's fused experts on MI300 (gfx942) and MI350 (gfx950), in bf16, FP8 and MXFP4.
 
-Plain SwiGLU without biases; in MXFP4 also GPT-OSS's clamped SwiGLU with biases (`aiter_gpt_oss`).
+Plain SwiGLU without biases; in MXFP4 also GPT-OSS's clamped SwiGLU with biases (`gpt_oss.py`).
 
-One runner core for all transports; how they reach it is in `aiter_permutes`. The kernel never sees an id of -1.
+One runner core for all transports; how they reach it is in `permutes.py`. The kernel never sees an id of -1.
 Shape letters: E global experts, L local experts, R rows, K top-k, H hidden, I intermediate.
 """
 
 import enum
 import importlib
 import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
 
 import torch
 
+from moe.backend import PLAIN_SWIGLU, Backend, FormatSupport, matrices, refuse_overlap
 from moe.backends.aiter.gpt_oss import ARGUMENTS, GPT_OSS, GptOssParts, padded_expert_bytes, prepare_gpt_oss
-from moe.backends.base import Backend, CheckCase, Device, refuse_overlap
-from moe.config import Activation, DispatchFormat, MoeA2ABackend, MoeBackend, MoeRunnerConfig
+from moe.config import Activation, DispatchDtype, DispatchFormat, MoeA2ABackend, MoeBackend, MoeRunnerConfig
+from moe.device import Device, rocm_arch
 from moe.errors import MoeConfigError, UnsupportedPathError, WeightFormatError
 from moe.formats import (
     Bf16Weight,
@@ -33,26 +33,31 @@ from moe.formats.fp8 import FNUZ, FNUZ_FACTOR, to_fnuz
 from moe.formats.per_tensor import spread_rows
 from moe.formats.token_groups import dequantize_token_groups
 from moe.layouts.aiter import mark_shuffled, shuffle_e8m0, shuffle_weight
-from moe.packages import not_installed
 from moe.registry import register_backend, register_runner_core
 from moe.topology import Topology
 from moe.types import RunState
 
 NAME = MoeBackend.AITER
-ARCHS = {
-    "bf16": ("gfx942", "gfx950"),
-    "fp8_block": ("gfx942", "gfx950"),
-    "fp8_tensor": ("gfx942", "gfx950"),
-    "mxfp4": ("gfx950",),  # MI300 has no FP4 multiplier
-}
-# For the worst token and block: bf16 inside the kernel moves some activations to the next step of the second
-# quantizer. Seen with rounding emulated: 0.04 for FP8, 0.2 for MXFP4, whose steps are up to half a value.
-TOLERANCES = {"fp8_block": 8e-2, "fp8_tensor": 8e-2, "mxfp4": 3e-1}
-MULTIPLES = {"bf16": (32, 32), "fp8_block": (128, 128), "fp8_tensor": (32, 32), "mxfp4": (256, 256)}
-
-# GPT-OSS: the library keeps activations in bf16 on few rows and rounds them to FP8 on many; the twin does not round.
-# With FP8 emulated, the error of a whole layer is 0.06.
-GPT_OSS_TOLERANCE = 1.2e-1
+BOTH_ARCHS = ("gfx942", "gfx950")
+# Tolerances are for the worst token and block: bf16 inside the kernel moves some activations to the next step of the
+# second quantizer. Seen with rounding emulated: 0.04 for FP8, 0.2 for MXFP4, whose steps are up to half a value.
+FORMATS = MappingProxyType({
+    "bf16": FormatSupport(archs=BOTH_ARCHS, multiples=(32, 32)),
+    "fp8_block": FormatSupport(
+        archs=BOTH_ARCHS, multiples=(128, 128), activation_quant=activation_quant.fp8_groups, tolerance=8e-2
+    ),
+    "fp8_tensor": FormatSupport(
+        archs=BOTH_ARCHS, multiples=(32, 32), activation_quant=activation_quant.fp8_tokens, tolerance=8e-2
+    ),
+    "mxfp4": FormatSupport(
+        archs=("gfx950",),  # MI300 has no FP4 multiplier
+        multiples=(256, 256), activations=(*PLAIN_SWIGLU, GPT_OSS), activation_quant=activation_quant.mxfp4_groups,
+        tolerance=3e-1,
+    ),
+})  # fmt: skip
+# With GPT-OSS's activation sizes are padded and biases read. The library keeps activations in bf16 on few rows and
+# rounds them to FP8 on many; the reference does not round. With FP8 emulated, the error of a whole layer is 0.06.
+GPT_OSS_MXFP4 = replace(FORMATS["mxfp4"], multiples=None, takes_biases=True, activation_quant=None, tolerance=1.2e-1)
 
 
 class AiterQuant(enum.StrEnum):
@@ -99,22 +104,19 @@ class AiterKernel:
     """The fused kernel of the installed release with its enums, imported once, at load."""
 
     fused_moe: Callable[..., torch.Tensor]
-    quant_types: Any
-    silu: Any
-    swiglu: Any
+    quant_types: object
+    silu: object
+    swiglu: object
 
     @classmethod
     def resolve(cls, arguments: frozenset[str] = frozenset()) -> "AiterKernel":
         """Import the package; `arguments` are those that this path needs beyond the ones every path needs.
 
         Raises:
-            UnsupportedPathError: it is missing or lacks an argument that is used here.
+            UnsupportedPathError: it lacks an argument that is used here.
         """
-        try:
-            library = importlib.import_module("aiter")
-            fused_moe = importlib.import_module("aiter.fused_moe").fused_moe
-        except ImportError as error:
-            raise UnsupportedPathError(f"--moe-backend {NAME} needs {not_installed('aiter')}") from error
+        library = importlib.import_module("aiter")
+        fused_moe = importlib.import_module("aiter.fused_moe").fused_moe
         known = inspect.signature(fused_moe).parameters
         missing = {"expert_mask", "num_local_tokens", "dtype", "a1_scale"} | arguments
         missing -= set(known)
@@ -148,7 +150,7 @@ class AiterMoeQuantInfo:
 class AiterCoreInput:
     """Rows [R, H] with the scales they came with, int32 ids [R, K] in the id space of `mask`, fp32 weights [R, K].
 
-    With a mask, ids and weights have an extra column, [R, K + 1], that visits no expert (see `aiter_permutes`). Only
+    With a mask, ids and weights have an extra column, [R, K + 1], that visits no expert (see `permutes.py`). Only
     the first `num_rows` (int32 [1]) rows are real; all of them if it is None.
     """
 
@@ -160,93 +162,68 @@ class AiterCoreInput:
     num_rows: torch.Tensor | None = None
 
 
-@register_backend(NAME)
-class AiterBackend(Backend):
+@register_backend
+class AiterBackend(Backend[AiterMoeQuantInfo]):
     """AMD GPUs."""
 
+    name = NAME
+    auto_order = 60
     package = "aiter"
     hardware = "gfx942 (MI300), gfx950 (MI350)"
-    archs = MappingProxyType(ARCHS)
+    formats = FORMATS
     transports = tuple(transport for transport in MoeA2ABackend if transport.supports_aiter)
-    multiples = MappingProxyType(MULTIPLES)
-    activation_quant = MappingProxyType(
-        {
-            "fp8_block": activation_quant.fp8_groups,
-            "fp8_tensor": activation_quant.fp8_tokens,
-            "mxfp4": activation_quant.mxfp4_groups,
-        }
-    )
 
-    def tolerance_for(self, format_name: str, config: MoeRunnerConfig) -> float:
-        """Wider where the kernel quantizes activations."""
-        if config.activation == GPT_OSS:
-            return GPT_OSS_TOLERANCE
-        return TOLERANCES.get(format_name, self.tolerance)
+    def format_support(self, format_name: str, config: MoeRunnerConfig) -> FormatSupport | None:
+        """In MXFP4 the kernels differ by activation."""
+        is_gpt_oss = _is_gpt_oss(format_name, config.activation)
+        return GPT_OSS_MXFP4 if is_gpt_oss else super().format_support(format_name, config)
 
-    def check_cases(
-        self, quant_info: AiterMoeQuantInfo, format_name: str, config: MoeRunnerConfig, dispatch_format: DispatchFormat
-    ) -> Sequence[CheckCase]:
-        """One probe; for GPT-OSS without rounded inputs, because the library rounds depending on the number of rows."""
-        if quant_info.gpt_oss is None:
-            return super().check_cases(quant_info, format_name, config, dispatch_format)
-        return [CheckCase(quant_info=quant_info, quantize_input=None, tolerance=GPT_OSS_TOLERANCE)]
+    def arch_of(self, device: torch.device) -> str | None:
+        """As ROCm names it."""
+        return rocm_arch(device)
 
-    def supports(self, device: Device, format_name: str, a2a: MoeA2ABackend, config: MoeRunnerConfig) -> str | None:
-        """Also refuses an activation that the format's kernels do not compute."""
-        return super().supports(device, format_name, a2a, config) or _refuses_activation(format_name, config.activation)
+    def dispatch_dtype(
+        self,
+        dispatch_format: DispatchFormat,
+        format_name: str,
+        device: torch.device,
+        *,
+        knows_input_scale: bool = False,
+        can_send_nvfp4: bool = False,
+    ) -> DispatchDtype:
+        """FP8 over mori to FP8 blocks: the groups of 128 columns are those that the GEMM reads."""
+        is_mori = dispatch_format in (DispatchFormat.MORI_NORMAL, DispatchFormat.MORI_LL)
+        return DispatchDtype.FP8 if is_mori and format_name == "fp8_block" else DispatchDtype.BF16
 
-    def refuses_sizes(self, format_name: str, sizes: MoeRunnerConfig | ExpertWeights) -> str | None:
-        """None for GPT-OSS, whose sizes are padded."""
-        if isinstance(sizes, MoeRunnerConfig) and _is_gpt_oss(format_name, sizes.activation):
-            return None
-        return super().refuses_sizes(format_name, sizes)
-
-    def refuses(self, config: MoeRunnerConfig) -> str | None:
-        """What every backend refuses, and any dtype but bf16."""
-        if config.dtype != torch.bfloat16:
-            return f"dtype {config.dtype} is not supported: the kernels give bfloat16"
-        return super().refuses(config)
-
-    def layer_bytes(self, format_name: str, config: MoeRunnerConfig, device: Device, *, has_bias: bool) -> int:
+    def layer_bytes(self, format_name: str, config: MoeRunnerConfig, device: Device) -> int:
         """As stored, but for GPT-OSS, whose sizes are padded."""
         if not _is_gpt_oss(format_name, config.activation):
-            return super().layer_bytes(format_name, config, device, has_bias=has_bias)
+            return super().layer_bytes(format_name, config, device)
         sizes = (config.hidden_size, config.intermediate_size)
-        return config.num_local_experts * padded_expert_bytes(*sizes, has_bias=has_bias)
+        return config.num_local_experts * padded_expert_bytes(*sizes, has_bias=config.has_biases)
 
-    def prepare(self, experts: ExpertWeights, config: MoeRunnerConfig, topology: Topology) -> AiterMoeQuantInfo:
+    def lay_out(self, experts: ExpertWeights, config: MoeRunnerConfig, topology: Topology) -> AiterMoeQuantInfo:
         """Shuffle weights and scales; on gfx942 FP8 changes to AMD's older variant.
 
         Raises:
-            WeightFormatError: an unknown format, biases with plain SwiGLU, or sizes that the tiles do not divide.
-            UnsupportedPathError: the package is missing or too old, or the device lacks the format or activation.
+            UnsupportedPathError: the installed release is too old.
         """
-        name = experts.format_name
-        if name not in ARCHS:
-            raise WeightFormatError(f"{NAME} takes {', '.join(ARCHS)} experts, got {name}")
-        reason = _refuses_activation(name, config.activation)
-        if reason:
-            raise UnsupportedPathError(f"{NAME}: {reason}")
-        is_gpt_oss = _is_gpt_oss(name, config.activation)
-        if experts.b13 is not None and not is_gpt_oss:
-            raise WeightFormatError(f"{NAME}: only the kernels of GPT-OSS read biases (mxfp4, {GPT_OSS})")
-        if not is_gpt_oss:
-            self.check_sizes(experts)
+        is_gpt_oss = _is_gpt_oss(experts.format_name, config.activation)
         kernel = AiterKernel.resolve(ARGUMENTS if is_gpt_oss else frozenset())
-        arch = device_arch(topology.device)
-        if arch not in ARCHS[name]:
-            raise UnsupportedPathError(f"{NAME}: {name} runs on {', '.join(ARCHS[name])}, not on {arch}")
-        parts, w13, w2 = None, experts.w13.to(topology.device), experts.w2.to(topology.device)
+        parts = None
         data: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None]
-        if is_gpt_oss and isinstance(w13, Mxfp4Weight) and isinstance(w2, Mxfp4Weight):
-            laid_out = prepare_gpt_oss(experts, w13, w2, topology)
+        if is_gpt_oss:
+            laid_out = prepare_gpt_oss(experts, *matrices(experts, Mxfp4Weight, topology.device), topology)
             data, parts = (laid_out.w13, laid_out.w13_scale, laid_out.w2, laid_out.w2_scale), laid_out.parts
         else:
-            is_fnuz = arch == "gfx942"
-            data = (*_processed(w13, is_fnuz=is_fnuz), *_processed(w2, is_fnuz=is_fnuz))
+            is_fnuz = rocm_arch(topology.device) == "gfx942"
+            data = (
+                *_processed(experts.w13.to(topology.device), is_fnuz=is_fnuz),
+                *_processed(experts.w2.to(topology.device), is_fnuz=is_fnuz),
+            )
         owned = topology.expert_range(config.num_experts)
         return AiterMoeQuantInfo(
-            w13=data[0], w13_scale=data[1], w2=data[2], w2_scale=data[3], format_name=name,
+            w13=data[0], w13_scale=data[1], w2=data[2], w2_scale=data[3], format_name=experts.format_name,
             global_mask=None if topology.ep_size == 1 else expert_mask(config.num_experts, owned, topology.device),
             local_mask=expert_mask(len(owned), range(len(owned)), topology.device),
             kernel=kernel, topology=topology, gpt_oss=parts,
@@ -255,18 +232,6 @@ class AiterBackend(Backend):
 
 def _is_gpt_oss(format_name: str, activation: Activation) -> bool:
     return format_name == "mxfp4" and activation == GPT_OSS
-
-
-def _refuses_activation(format_name: str, activation: Activation) -> str | None:
-    if activation.is_plain or _is_gpt_oss(format_name, activation):
-        return None
-    return f"{activation} is not supported for {format_name}: plain SwiGLU, or with mxfp4 GPT-OSS's {GPT_OSS}"
-
-
-def device_arch(device: torch.device) -> str:
-    """gfx942 and the like."""
-    name: str = torch.cuda.get_device_properties(device).gcnArchName
-    return name.partition(":")[0]
 
 
 def expert_mask(num_ids: int, owned: range, device: torch.device) -> torch.Tensor:
@@ -292,7 +257,7 @@ def _processed(weight: Weight, *, is_fnuz: bool) -> tuple[torch.Tensor, torch.Te
         num_rows = weight.shape[-2]
         codes, scale = weight.data, spread_rows(weight.scale, weight.shape).expand(-1, num_rows, 1).contiguous()
     else:
-        raise WeightFormatError(f"{NAME} takes {', '.join(ARCHS)} experts, got {weight.format_name}")
+        raise WeightFormatError(f"{NAME} takes {', '.join(FORMATS)} experts, got {weight.format_name}")
     if is_fnuz:
         codes, scale = to_fnuz(codes), scale * FNUZ_FACTOR
     return shuffle_weight(codes), scale

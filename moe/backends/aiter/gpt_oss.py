@@ -6,7 +6,6 @@ Shape letters: L local experts, R rows, H hidden, I intermediate; P marks a padd
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -34,7 +33,7 @@ class GptOssParts:
     hidden_pad: int
     intermediate_pad: int
 
-    def arguments(self) -> dict[str, Any]:
+    def arguments(self) -> dict[str, object]:
         """Keywords of `fused_moe`."""
         return {
             "bias1": self.b13, "bias2": self.b2, "hidden_pad": self.hidden_pad,

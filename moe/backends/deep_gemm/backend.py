@@ -1,7 +1,7 @@
 """DeepGEMM: grouped FP8 GEMMs with 128x128 weight blocks and a scale per token and 128 columns. SM90 and SM100.
 
 The runner core knows two layouts, masked (rows per expert, counts on the device) and contiguous (segments of 128
-rows); how transports reach them is in `deep_gemm_permutes`. Weights stay [gate; up] as loaded.
+rows); how transports reach them is in `permutes.py`. Weights stay [gate; up] as loaded.
 Shape letters: E local experts, M rows per expert, R rows, H hidden, I intermediate.
 """
 
@@ -9,14 +9,14 @@ import dataclasses
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any
+from types import MappingProxyType, ModuleType
 
 import torch
 
-from moe.backends.base import Backend, cuda_arch, refuse_overlap
-from moe.config import MoeA2ABackend, MoeBackend, MoeRunnerConfig
-from moe.errors import UnsupportedPathError, WeightFormatError
+from moe.backend import Backend, FormatSupport, matrices, refuse_overlap
+from moe.config import DispatchDtype, DispatchFormat, MoeA2ABackend, MoeBackend, MoeRunnerConfig
+from moe.device import cuda_arch
+from moe.errors import UnsupportedPathError
 from moe.formats import ExpertWeights, Fp8BlockWeight
 from moe.formats.fp8_block import BLOCK
 from moe.layouts.deep_gemm import (
@@ -48,8 +48,8 @@ CONTIGUOUS_NAMES = ("m_grouped_fp8_gemm_nt_contiguous", "m_grouped_gemm_fp8_fp8_
 class DeepGemmKernels:
     """The two grouped GEMMs of the installed release, looked up by name at load, and the activation between them."""
 
-    masked: Callable[..., Any]
-    contiguous: Callable[..., Any]
+    masked: Callable[..., object]
+    contiguous: Callable[..., object]
     swiglu: Swiglu
 
     @classmethod
@@ -57,12 +57,9 @@ class DeepGemmKernels:
         """Import the package, and on a GPU our own kernel.
 
         Raises:
-            UnsupportedPathError: it is missing, or has neither of the known names; or Triton is missing.
+            UnsupportedPathError: it has neither of the known names; or Triton is missing.
         """
-        try:
-            library = importlib.import_module("deep_gemm")
-        except ImportError as error:
-            raise UnsupportedPathError(f"--moe-backend {NAME} needs {not_installed('deep_gemm')}") from error
+        library = importlib.import_module("deep_gemm")
         return cls(
             masked=_first_of(library, MASKED_NAMES), contiguous=_first_of(library, CONTIGUOUS_NAMES),
             swiglu=_swiglu_for(device),
@@ -79,10 +76,10 @@ def _swiglu_for(device: torch.device) -> Swiglu:
     return found
 
 
-def _first_of(library: Any, names: tuple[str, ...]) -> Callable[..., Any]:
+def _first_of(library: ModuleType, names: tuple[str, ...]) -> Callable[..., object]:
     for name in names:
         if hasattr(library, name):
-            found: Callable[..., Any] = getattr(library, name)
+            found: Callable[..., object] = getattr(library, name)
             return found
     raise UnsupportedPathError(f"--moe-backend {NAME}: the installed deep_gemm has none of {', '.join(names)}")
 
@@ -119,54 +116,54 @@ class ContiguousInput:
     m_indices: torch.Tensor
 
 
-@register_backend(NAME)
-class DeepGemmBackend(Backend):
+@register_backend
+class DeepGemmBackend(Backend[DeepGemmMoeQuantInfo]):
     """FP8 block experts, quantizing activations on the way."""
 
+    name = NAME
+    auto_order = 40
     package = "deep_gemm"
     hardware = "SM90 (Hopper), SM100/SM103 (Blackwell)"
-    archs = MappingProxyType({"fp8_block": ARCHS})
+    formats = MappingProxyType({
+        "fp8_block": FormatSupport(
+            archs=ARCHS, multiples=(BLOCK, BLOCK), activations=None, activation_quant=rounded_activations,
+            # bf16 between the GEMMs moves some activations to the next FP8 step: 0.07 is seen for the worst token
+            tolerance=8e-2,
+        )
+    })  # fmt: skip
     transports = (MoeA2ABackend.NONE, MoeA2ABackend.DEEPEP, MoeA2ABackend.MOONCAKE, MoeA2ABackend.NIXL)
-    multiples = MappingProxyType({"fp8_block": (BLOCK, BLOCK)})
-    # bf16 between the GEMMs moves some activations to the next FP8 step: 0.07 is seen for the worst token and block
-    tolerance = 8e-2
-    activation_quant = MappingProxyType({"fp8_block": rounded_activations})
+    expert_alignment = SEGMENT
 
-    def refuses(self, config: MoeRunnerConfig) -> str | None:
-        """What every backend refuses, and any dtype but bf16."""
-        if config.dtype != torch.bfloat16:
-            return f"dtype {config.dtype} is not supported: the kernels take and give bfloat16"
-        return super().refuses(config)
+    def arch_of(self, device: torch.device) -> str | None:
+        """By compute capability."""
+        return cuda_arch(device)
 
-    def wants_ue8m0(self, device: torch.device) -> bool:
-        """On SM100 and up."""
-        return _wants_ue8m0(device)
+    def dispatch_dtype(
+        self,
+        dispatch_format: DispatchFormat,
+        format_name: str,
+        device: torch.device,
+        *,
+        knows_input_scale: bool = False,
+        can_send_nvfp4: bool = False,
+    ) -> DispatchDtype:
+        """FP8 from any transport, with power-of-two scales on SM100."""
+        if dispatch_format is DispatchFormat.STANDARD:
+            return DispatchDtype.BF16
+        return DispatchDtype.FP8_UE8M0 if _wants_ue8m0(device) else DispatchDtype.FP8
 
     def as_computed(self, experts: ExpertWeights, topology: Topology) -> ExpertWeights:
         """On SM100 with power-of-two scales."""
-        w13, w2 = experts.w13, experts.w2
-        if not isinstance(w13, Fp8BlockWeight) or not isinstance(w2, Fp8BlockWeight):
-            raise WeightFormatError(f"{NAME} takes fp8_block experts, got {experts.format_name}")
         if not _wants_ue8m0(topology.device):
             return experts
+        w13, w2 = matrices(experts, Fp8BlockWeight, topology.device)
         return dataclasses.replace(experts, w13=power_of_two_weight(w13), w2=power_of_two_weight(w2))
 
-    def prepare(self, experts: ExpertWeights, config: MoeRunnerConfig, topology: Topology) -> DeepGemmMoeQuantInfo:
-        """SM90 takes weights as loaded; on SM100 their block scales become powers of two.
-
-        Raises:
-            WeightFormatError: not FP8 blocks, biases, or sizes that are no multiple of 128.
-            UnsupportedPathError: the package is missing or the device is neither SM90 nor SM100.
-        """
-        w13, w2 = experts.w13, experts.w2
-        if not isinstance(w13, Fp8BlockWeight) or not isinstance(w2, Fp8BlockWeight):
-            raise WeightFormatError(f"{NAME} takes fp8_block experts, got {experts.format_name}")
-        if experts.b13 is not None:
-            raise WeightFormatError(f"{NAME}: experts with biases are not supported")
-        self.check_sizes(experts)
+    def lay_out(self, experts: ExpertWeights, config: MoeRunnerConfig, topology: Topology) -> DeepGemmMoeQuantInfo:
+        """SM90 takes weights as loaded; on SM100 their block scales become powers of two."""
         kernels = DeepGemmKernels.resolve(topology.device)
         ue8m0 = _wants_ue8m0(topology.device)
-        w13, w2 = w13.to(topology.device), w2.to(topology.device)
+        w13, w2 = matrices(experts, Fp8BlockWeight, topology.device)
         if ue8m0:
             w13, w2 = power_of_two_weight(w13), power_of_two_weight(w2)
         return DeepGemmMoeQuantInfo(
@@ -177,10 +174,7 @@ class DeepGemmBackend(Backend):
 
 
 def _wants_ue8m0(device: torch.device) -> bool:
-    arch = cuda_arch(device)
-    if arch not in ARCHS:
-        raise UnsupportedPathError(f"{NAME} runs on {', '.join(ARCHS)}, but {device} is {arch}")
-    return arch.startswith("sm10")
+    return cuda_arch(device).startswith("sm10")
 
 
 @register_runner_core(NAME)
@@ -195,7 +189,7 @@ class DeepGemmRunnerCore:
     ) -> torch.Tensor:
         """[E, M, H] or [R, H] in bf16; rows that are not real hold garbage."""
         refuse_overlap(state, NAME)
-        rest: tuple[Any, ...]
+        rest: tuple[object, ...]
         rows, device = core_input.x.shape[:-1], core_input.x.device
         num_both, hidden_size = quant_info.w13.shape[1:]
         h = torch.empty((*rows, num_both), dtype=RESULT_DTYPE, device=device)

@@ -9,18 +9,17 @@ import importlib.metadata
 import importlib.util
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, ClassVar
+from types import ModuleType
+from typing import ClassVar
 
 import torch
 
-from moe.backends.base import Backend
-from moe.config import Activation, MoeBackend, MoeRunnerConfig
-from moe.errors import UnsupportedPathError
+from moe.backend import Backend, FormatSupport, Info
+from moe.config import Activation
 from moe.formats import ExpertWeights, activation_quant
-from moe.formats.activation_quant import ActivationQuant
 from moe.layouts.static_scales import with_layer_input_scales
 from moe.packages import not_installed
 from moe.topology import Topology
@@ -44,25 +43,8 @@ def flashinfer_version() -> Version | None:
         return None
 
 
-def require_flashinfer(backend: MoeBackend, minimum: Version = OLDEST) -> None:
-    """Check the installed release.
-
-    Raises:
-        UnsupportedPathError: the package is missing or older than `minimum`; the message says how to get it.
-    """
-    installed = flashinfer_version()
-    if installed is None:
-        raise UnsupportedPathError(f"--moe-backend {backend} needs {not_installed('flashinfer')}")
-    if installed < minimum:
-        wanted, found = (".".join(map(str, version)) for version in (minimum, installed))
-        raise UnsupportedPathError(
-            f"--moe-backend {backend} needs flashinfer-python {wanted} or newer and found {found}: "
-            f"pip install 'flashinfer-python>={wanted}'"
-        )
-
-
-def library(submodule: str = "") -> Any:
-    """`flashinfer` or `flashinfer.<submodule>`, imported on first use; `require_flashinfer` comes first, at load."""
+def library(submodule: str = "") -> ModuleType:
+    """`flashinfer` or `flashinfer.<submodule>`, imported on first use, after `missing_package`."""
     return importlib.import_module(f"flashinfer.{submodule}" if submodule else "flashinfer")
 
 
@@ -72,59 +54,63 @@ def device_arch(device: torch.device) -> str:
     return f"sm{major}{minor}"
 
 
-def tuning_context(cache_file: Path | None, *, measure: bool) -> AbstractContextManager[Any]:
+def tuning_context(cache_file: Path | None, *, measure: bool) -> AbstractContextManager[object]:
     """FlashInfer's `LibraryTuning`. A release without a cache file keeps tactics for this process only."""
     autotune = library().autotune
     keeps = cache_file is not None and takes(autotune, "cache")
-    context: AbstractContextManager[Any] = autotune(measure, **({"cache": str(cache_file)} if keeps else {}))
+    context: AbstractContextManager[object] = autotune(measure, **({"cache": str(cache_file)} if keeps else {}))
     return context
 
 
-def takes(function: Callable[..., Any], parameter: str) -> bool:
+def takes(function: Callable[..., object], parameter: str) -> bool:
     """Whether the installed release's `function` has an option that came, or may go, with releases."""
     return parameter in _parameters(function)
 
 
 @functools.lru_cache
-def _parameters(function: Callable[..., Any]) -> frozenset[str]:
+def _parameters(function: Callable[..., object]) -> frozenset[str]:
     return frozenset(inspect.signature(function).parameters)
 
 
 # Static FP8 and NVFP4 activations sit on coarse steps: a last-bit difference before the second quantizer moves some by
-# a whole step, and the kernels divide by approximate reciprocals.
-TOLERANCES = {"fp8_block": 6e-2, "fp8_tensor": 6e-2, "nvfp4": 1.5e-1}
+# a whole step, and the kernels divide by approximate reciprocals. Hence their tolerances.
+FP8_BLOCK = FormatSupport(activation_quant=activation_quant.fp8_groups, tolerance=6e-2)
+FP8_TENSOR = FormatSupport(activation_quant=activation_quant.fp8_static, tolerance=6e-2)
+NVFP4 = FormatSupport(activation_quant=activation_quant.nvfp4_static, tolerance=1.5e-1)
 
 
-class FlashinferBackend(Backend):
-    """A backend whose kernels take and give bf16; quantized activations have one static scale for the layer."""
+class FlashinferBackend(Backend[Info]):
+    """A backend whose kernels take and give bf16; quantized activations have one static scale for the layer.
+
+    `minimum_version`: the oldest release whose calls it knows.
+    """
 
     package = "flashinfer"
-    activation_quant: ClassVar[Mapping[str, ActivationQuant]] = {
-        "fp8_block": activation_quant.fp8_groups,
-        "fp8_tensor": activation_quant.fp8_static,
-        "nvfp4": activation_quant.nvfp4_static,
-    }
+    minimum_version: ClassVar[Version] = OLDEST
+
+    def missing_package(self) -> str | None:
+        """The package, or a newer release of it."""
+        installed = flashinfer_version()
+        if installed is None or not self.is_installed():
+            return not_installed("flashinfer")
+        if installed >= self.minimum_version:
+            return None
+        wanted, found = (".".join(map(str, version)) for version in (self.minimum_version, installed))
+        return f"flashinfer-python {wanted} or newer and found {found}: pip install 'flashinfer-python>={wanted}'"
 
     def lacks(self) -> str | None:
         """Also the compiler that it needs at run time, unless compiled kernels are installed."""
-        return super().lacks() or _missing_compiler()
+        return self.missing_package() or _missing_compiler()
 
-    def tolerance_for(self, format_name: str, config: MoeRunnerConfig) -> float:
-        """Wider where the kernel quantizes activations."""
-        del config
-        return TOLERANCES.get(format_name, self.tolerance)
+    def arch_of(self, device: torch.device) -> str | None:
+        """As the library sees it."""
+        return device_arch(device)
 
     def as_computed(self, experts: ExpertWeights, topology: Topology) -> ExpertWeights:
         """With the layer's activation scales where the format has static ones."""
         if experts.format_name in ("fp8_tensor", "nvfp4"):
             return with_layer_input_scales(experts, topology)
         return experts
-
-    def refuses(self, config: MoeRunnerConfig) -> str | None:
-        """What every backend refuses, and any dtype but bf16."""
-        if config.dtype != torch.bfloat16:
-            return f"dtype {config.dtype} is not supported: the kernels take and give bfloat16"
-        return super().refuses(config)
 
 
 def _missing_compiler() -> str | None:

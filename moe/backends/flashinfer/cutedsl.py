@@ -5,20 +5,19 @@ v2 (no transport, or FlashInfer's): one fused wrapper over tokens and ids, w13 a
 Shape letters: T tokens, E local experts, M slots per expert, I intermediate, H hidden.
 """
 
-import dataclasses
 import enum
 import functools
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Protocol
 
 import torch
 
-from moe.backends.base import LibraryTuning, refuse_overlap
+from moe.backend import LibraryTuning, matrices, refuse_overlap
 from moe.backends.flashinfer import common
-from moe.config import DispatchFormat, MoeA2ABackend, MoeBackend, MoeRunnerConfig
-from moe.dispatch.dtype import DispatchDtype, Quantize
-from moe.errors import MoeConfigError, UnsupportedPathError, WeightFormatError
+from moe.config import DispatchDtype, DispatchFormat, MoeA2ABackend, MoeBackend, MoeRunnerConfig
+from moe.errors import MoeConfigError, UnsupportedPathError
 from moe.formats import ExpertWeights, Nvfp4Weight
 from moe.layouts.rows import interleave_halves, mma_view, swizzle_128x4, up_gate
 from moe.layouts.static_scales import expert_input_scales, layer_input_scales, one_scale_nvfp4
@@ -30,6 +29,7 @@ from moe.types import (
     DispatchOutput,
     FlashinferCombineInput,
     FlashinferDispatchOutput,
+    Quantize,
     RowsCombineInput,
     RunState,
     StandardCombineInput,
@@ -47,6 +47,14 @@ class CuteDslLayout(enum.StrEnum):
     V2 = "v2"
 
 
+class Wrapper(Protocol):
+    """The library's fused MoE object."""
+
+    @property
+    def run(self) -> Callable[..., torch.Tensor]:
+        """From tokens, ids and weights to the weighted sum [T, H]."""
+
+
 @dataclass(frozen=True, slots=True)
 class DownGemmOverlap:
     """Lets v1's second GEMM share the GPU with the combine that waits for it.
@@ -57,7 +65,7 @@ class DownGemmOverlap:
 
     num_sms: int
     signals: torch.Tensor
-    start_event: Any = None
+    start_event: torch.cuda.Event | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,7 +86,7 @@ class CuteDslFp4MoeQuantInfo:
     mid_quant: torch.Tensor
     w2_alpha: torch.Tensor
     topology: Topology
-    wrapper: Any = None
+    wrapper: Wrapper | None = None
     use_nvfp4_dispatch: bool = False
     overlap_args: DownGemmOverlap | None = None
 
@@ -105,26 +113,44 @@ def is_flashinfer_cutedsl_v1_path(backend: MoeBackend, a2a: MoeA2ABackend) -> bo
     return backend is NAME and a2a is MoeA2ABackend.DEEPEP
 
 
-@register_backend(NAME)
-class FlashinferCutedslBackend(common.FlashinferBackend):
+@register_backend
+class FlashinferCutedslBackend(common.FlashinferBackend[CuteDslFp4MoeQuantInfo]):
     """Block-scaled FP4 GEMMs; the topology's transport chooses the layout."""
 
+    name = NAME
+    auto_order = 20
     hardware = "SM100/SM103 (Blackwell)"
-    archs = MappingProxyType({"nvfp4": ARCHS})
+    formats = MappingProxyType({"nvfp4": replace(common.NVFP4, archs=ARCHS, multiples=(128, 64))})
     transports = (MoeA2ABackend.NONE, MoeA2ABackend.FLASHINFER, MoeA2ABackend.DEEPEP)
-    multiples = MappingProxyType({"nvfp4": (128, 64)})
+    tunable_with = tuple(a2a for a2a in transports if not is_flashinfer_cutedsl_v1_path(NAME, a2a))
+    row_multiple = 128  # scales come in tiles of 128 rows
 
-    def refuses(self, config: MoeRunnerConfig) -> str | None:
-        """Also any activation but plain SwiGLU."""
-        if not config.activation.is_plain:
-            return f"only plain SwiGLU is supported, not {config.activation}"
-        return common.FlashinferBackend.refuses(self, config)
+    def missing_package(self) -> str | None:
+        """Also the compiler of CuTe-DSL."""
+        missing = super().missing_package()
+        if missing is None and not common.library("cute_dsl").is_cute_dsl_available():
+            return "the package nvidia-cutlass-dsl"
+        return missing
+
+    def dispatch_dtype(
+        self,
+        dispatch_format: DispatchFormat,
+        format_name: str,
+        device: torch.device,
+        *,
+        knows_input_scale: bool = False,
+        can_send_nvfp4: bool = False,
+    ) -> DispatchDtype:
+        """NVFP4 where the sender can quantize."""
+        if dispatch_format in (DispatchFormat.STANDARD, DispatchFormat.DEEPEP_NORMAL):
+            return DispatchDtype.BF16
+        return DispatchDtype.NVFP4 if can_send_nvfp4 and knows_input_scale else DispatchDtype.BF16
 
     def as_computed(self, experts: ExpertWeights, topology: Topology) -> ExpertWeights:
         """One activation scale for the layer, but in v1 the second GEMM keeps one per expert."""
-        seen = common.FlashinferBackend.as_computed(self, experts, topology)
+        seen = super().as_computed(experts, topology)
         if is_flashinfer_cutedsl_v1_path(NAME, topology.a2a):
-            return dataclasses.replace(seen, w2=experts.w2)
+            return replace(seen, w2=experts.w2)
         return seen
 
     def dispatch_quantizer(self, quant_info: CuteDslFp4MoeQuantInfo) -> Quantize | None:
@@ -137,25 +163,13 @@ class FlashinferCutedslBackend(common.FlashinferBackend):
             return None
         return common.tuning_context
 
-    def prepare(self, experts: ExpertWeights, config: MoeRunnerConfig, topology: Topology) -> CuteDslFp4MoeQuantInfo:
+    def lay_out(self, experts: ExpertWeights, config: MoeRunnerConfig, topology: Topology) -> CuteDslFp4MoeQuantInfo:
         """Lay the weights out for the kernels that `topology.a2a` leads to.
 
         Raises:
-            WeightFormatError: not NVFP4, biases, sizes the kernels cannot tile, missing input scales.
-            UnsupportedPathError: FlashInfer is missing, has no CuTe-DSL, or the device is not SM100.
+            WeightFormatError: missing input scales.
         """
-        common.require_flashinfer(NAME)
-        arch = common.device_arch(topology.device)
-        if arch not in ARCHS:
-            raise UnsupportedPathError(f"{NAME} runs on {', '.join(ARCHS)}, but {topology.device} is {arch}")
-        if not common.library("cute_dsl").is_cute_dsl_available():
-            raise UnsupportedPathError(f"{NAME} needs the package nvidia-cutlass-dsl")
-        if experts.b13 is not None:
-            raise WeightFormatError(f"{NAME}: expert biases are not supported")
-        w13, w2 = experts.w13.to(topology.device), experts.w2.to(topology.device)
-        if not (isinstance(w13, Nvfp4Weight) and isinstance(w2, Nvfp4Weight)):
-            raise WeightFormatError(f"{NAME} takes nvfp4 experts, got {experts.format_name}")
-        self.check_sizes(experts)
+        w13, w2 = matrices(experts, Nvfp4Weight, topology.device)
         if is_flashinfer_cutedsl_v1_path(NAME, topology.a2a):
             return _prepare_v1(experts, w13, w2, topology)
         return _prepare_v2(experts, w13, w2, config, topology)
@@ -203,12 +217,12 @@ def _prepare_v2(
     )
 
 
-def _build_wrapper(config: MoeRunnerConfig, topology: Topology) -> Any:
+def _build_wrapper(config: MoeRunnerConfig, topology: Topology) -> Wrapper:
     """The library's object with its streams and buffers: built at load, and outside inference mode."""
     wrapper_class = common.library().CuteDslMoEWrapper
     limits = {"max_num_tokens": config.max_num_tokens} if common.takes(wrapper_class, "max_num_tokens") else {}
     with torch.inference_mode(mode=False):
-        return wrapper_class(
+        wrapper: Wrapper = wrapper_class(
             num_experts=config.num_experts,
             top_k=config.top_k,
             hidden_size=config.hidden_size,
@@ -220,6 +234,7 @@ def _build_wrapper(config: MoeRunnerConfig, topology: Topology) -> Any:
             device=str(topology.device),
             **limits,
         )
+    return wrapper
 
 
 @register_fused_func(MoeA2ABackend.DEEPEP, NAME, formats=(DispatchFormat.DEEPEP_LL,))
@@ -249,7 +264,7 @@ def run_v1(
     _masked_gemm((x_q, x_scale), quant_info.w13, quant_info.w13_scale, quant_info.w13_alpha, h_EMF, masked_m)
     mid = flashinfer.silu_and_mul_scaled_nvfp4_experts_quantize(h_EMF, masked_m, quant_info.mid_quant)
     out_EMH = quant_info.topology.alloc_output((num_local, num_slots, config.hidden_size), config.dtype)
-    options: dict[str, Any] = {}
+    options: dict[str, object] = {}
     if overlap is not None:
         options = {"sm_count": overlap.num_sms, "dst_signals": overlap.signals}
         if overlap.start_event is not None:
@@ -265,7 +280,7 @@ def _masked_gemm(
     alpha_E: torch.Tensor,
     out_EMN: torch.Tensor,
     masked_m: torch.Tensor,
-    **options: Any,
+    **options: object,
 ) -> None:
     """out[e, :masked_m[e]] = alpha[e] * lhs[e] @ weight[e].T; the library names axes (m, k, e) over the same memory."""
     common.library("gemm").grouped_gemm_nt_masked(
@@ -316,6 +331,8 @@ def run_v2(
     if not isinstance(dispatched, StandardDispatchOutput | FlashinferDispatchOutput):
         raise UnsupportedPathError(f"{NAME} takes standard or flashinfer tokens here, got {dispatched.format}")
     _need_layout(quant_info, CuteDslLayout.V2)
+    if quant_info.wrapper is None:
+        raise MoeConfigError(f"layout {quant_info.layout} needs a wrapper: layouts are mixed up")
     topology = quant_info.topology
     x_q, x_scale = dispatched.hidden_states, dispatched.hidden_states_scale
     if x_scale is None:
@@ -350,7 +367,7 @@ def _without_holes(topk: StandardTopK, config: MoeRunnerConfig, topology: Topolo
     return StandardTopK(torch.where(is_used, topk.weights, 0.0), torch.where(is_used, topk.ids, elsewhere))
 
 
-def _need_layout(quant_info: Any, layout: CuteDslLayout) -> None:
+def _need_layout(quant_info: object, layout: CuteDslLayout) -> None:
     if not isinstance(quant_info, CuteDslFp4MoeQuantInfo) or quant_info.layout is not layout:
         found = getattr(quant_info, "layout", type(quant_info).__name__)
         raise MoeConfigError(f"{NAME}: this transport runs layout {layout}, the weights are {found}")

@@ -8,31 +8,24 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
 
 import torch
 
-from moe.backends.base import Device, refuse_overlap
+from moe.backend import FormatSupport, Tactic, TacticTable, matrices, refuse_overlap
 from moe.backends.flashinfer import common
 from moe.backends.flashinfer.profiles import NO_PROFILES, Profiles, profile_lists, profiles_of, proposals
 from moe.config import MoeA2ABackend, MoeBackend, MoeRunnerConfig
-from moe.errors import MoeConfigError, UnsupportedPathError, WeightFormatError
+from moe.errors import MoeConfigError, UnsupportedPathError
 from moe.formats import Bf16Weight, ExpertWeights, Fp8BlockWeight, Fp8TensorWeight, Nvfp4Weight
 from moe.formats.fp8 import to_e4m3
 from moe.layouts.rows import next_power_of_two, swizzle_128x4, up_gate
 from moe.layouts.static_scales import layer_input_scales, one_scale_fp8, one_scale_nvfp4
 from moe.registry import register_backend, register_fused_func
 from moe.topology import Topology
-from moe.tune.cache import Tactic, TacticTable
 from moe.types import DispatchOutput, RunState, StandardCombineInput, StandardDispatchOutput
 
 NAME = MoeBackend.FLASHINFER_CUTLASS
-ARCHS = {
-    "bf16": ("sm90", "sm100", "sm103"),
-    "fp8_block": ("sm90",),
-    "fp8_tensor": ("sm90", "sm100", "sm103"),
-    "nvfp4": ("sm100", "sm103"),
-}
+SM90, SM100 = ("sm90",), ("sm100", "sm103")
 SMALLEST_BLOCK_SCALE = 1e-10  # smaller ones have given NaN on SM90
 
 
@@ -103,48 +96,35 @@ QuantInfo = (
 )
 
 
-@register_backend(NAME)
-class FlashinferCutlassBackend(common.FlashinferBackend):
+@register_backend
+class FlashinferCutlassBackend(common.FlashinferBackend[QuantInfo]):
     """One fused kernel from tokens and ids to the weighted sum."""
 
+    name = NAME
+    auto_order = 50
     hardware = "SM90+ (FP8 blocks SM90 only, NVFP4 SM100 only)"
+    formats = MappingProxyType({
+        "bf16": FormatSupport(archs=SM90 + SM100, multiples=(8, 8), takes_biases=True, activations=None),
+        "fp8_block": replace(common.FP8_BLOCK, archs=SM90, multiples=(128, 128)),
+        "fp8_tensor": replace(common.FP8_TENSOR, archs=SM90 + SM100, multiples=(16, 16)),
+        "nvfp4": replace(common.NVFP4, archs=SM100, multiples=(128, 64)),
+    })  # fmt: skip
+    tunable_with = (MoeA2ABackend.NONE,)
     is_capturable = True
-    archs = MappingProxyType(ARCHS)
-    multiples = MappingProxyType({"bf16": (8, 8), "fp8_block": (128, 128), "fp8_tensor": (16, 16), "nvfp4": (128, 64)})
 
-    def supports(self, device: Device, format_name: str, a2a: MoeA2ABackend, config: MoeRunnerConfig) -> str | None:
-        """Also no clamped activation but with bf16 experts."""
-        reason = common.FlashinferBackend.supports(self, device, format_name, a2a, config)
-        return reason or _refuses_activation(format_name, config)
-
-    def prepare(self, experts: ExpertWeights, config: MoeRunnerConfig, topology: Topology) -> QuantInfo:
+    def lay_out(self, experts: ExpertWeights, config: MoeRunnerConfig, topology: Topology) -> QuantInfo:
         """Swap the halves of w13 and of its scales, and put scales in the kernel's form.
 
         Raises:
-            WeightFormatError: an unknown format, sizes the kernel cannot tile, biases it lacks, missing input scales.
-            UnsupportedPathError: FlashInfer is missing, or the activation or device does not go with the format.
+            WeightFormatError: missing input scales.
         """
-        common.require_flashinfer(NAME)
-        name = experts.format_name
-        arch = common.device_arch(topology.device)
-        if arch not in ARCHS.get(name, ()):
-            raise UnsupportedPathError(f"{NAME}: {name} does not run on {topology.device}, which is {arch}")
-        reason = _refuses_activation(name, config)
-        if reason:
-            raise UnsupportedPathError(f"{NAME}: {reason}")
-        if experts.b13 is not None and name != "bf16":
-            raise WeightFormatError(f"{NAME}: biases with {name} experts are not supported")
-        self.check_sizes(experts)
-        w13, w2 = experts.w13.to(topology.device), experts.w2.to(topology.device)
-        if isinstance(w13, Bf16Weight) and isinstance(w2, Bf16Weight):
-            return _prepare_bf16(experts, w13, w2, config, topology)
-        if isinstance(w13, Fp8BlockWeight) and isinstance(w2, Fp8BlockWeight):
-            return _prepare_fp8_block(experts, w13, w2, topology)
-        if isinstance(w13, Fp8TensorWeight) and isinstance(w2, Fp8TensorWeight):
-            return _prepare_fp8_tensor(experts, w13, w2, topology)
-        if isinstance(w13, Nvfp4Weight) and isinstance(w2, Nvfp4Weight):
-            return _prepare_nvfp4(experts, w13, w2, topology)
-        raise WeightFormatError(f"{NAME} takes {', '.join(ARCHS)} experts, got {name}")
+        if experts.format_name == "bf16":
+            return _prepare_bf16(experts, config, topology)
+        if experts.format_name == "fp8_block":
+            return _prepare_fp8_block(experts, topology)
+        if experts.format_name == "fp8_tensor":
+            return _prepare_fp8_tensor(experts, topology)
+        return _prepare_nvfp4(experts, topology)
 
     def tactics(
         self, quant_info: QuantInfo, config: MoeRunnerConfig, num_tokens: int, measured: Mapping[Tactic, float]
@@ -164,15 +144,10 @@ class FlashinferCutlassBackend(common.FlashinferBackend):
         return replace(quant_info, profiles=profiles_of(choice))
 
 
-def _refuses_activation(format_name: str, config: MoeRunnerConfig) -> str | None:
-    if format_name != "bf16" and not config.activation.is_plain:
-        return f"{format_name} experts run plain SwiGLU only, not {config.activation}"
-    return None
-
-
 def _prepare_bf16(
-    experts: ExpertWeights, w13: Bf16Weight, w2: Bf16Weight, config: MoeRunnerConfig, topology: Topology
+    experts: ExpertWeights, config: MoeRunnerConfig, topology: Topology
 ) -> FlashinferCutlassBf16QuantInfo:
+    w13, w2 = matrices(experts, Bf16Weight, topology.device)
     alpha, beta, limit = common.swiglu_tensors(config.activation, experts.num_experts, topology.device)
 
     def bias(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -189,9 +164,8 @@ def _prepare_bf16(
     )  # fmt: skip
 
 
-def _prepare_fp8_block(
-    experts: ExpertWeights, w13: Fp8BlockWeight, w2: Fp8BlockWeight, topology: Topology
-) -> FlashinferCutlassFp8BlockQuantInfo:
+def _prepare_fp8_block(experts: ExpertWeights, topology: Topology) -> FlashinferCutlassFp8BlockQuantInfo:
+    w13, w2 = matrices(experts, Fp8BlockWeight, topology.device)
     return FlashinferCutlassFp8BlockQuantInfo(
         w13=up_gate(w13.data),
         w13_scale=up_gate(w13.scale_inv).clamp_min(SMALLEST_BLOCK_SCALE),
@@ -201,9 +175,8 @@ def _prepare_fp8_block(
     )
 
 
-def _prepare_fp8_tensor(
-    experts: ExpertWeights, w13: Fp8TensorWeight, w2: Fp8TensorWeight, topology: Topology
-) -> FlashinferCutlassFp8TensorQuantInfo:
+def _prepare_fp8_tensor(experts: ExpertWeights, topology: Topology) -> FlashinferCutlassFp8TensorQuantInfo:
+    w13, w2 = matrices(experts, Fp8TensorWeight, topology.device)
     input_scale, mid_scale = layer_input_scales(experts, topology)
     data13, scale13_E = one_scale_fp8(w13)
     return FlashinferCutlassFp8TensorQuantInfo(
@@ -217,9 +190,8 @@ def _prepare_fp8_tensor(
     )
 
 
-def _prepare_nvfp4(
-    experts: ExpertWeights, w13: Nvfp4Weight, w2: Nvfp4Weight, topology: Topology
-) -> FlashinferCutlassNvfp4QuantInfo:
+def _prepare_nvfp4(experts: ExpertWeights, topology: Topology) -> FlashinferCutlassNvfp4QuantInfo:
+    w13, w2 = matrices(experts, Nvfp4Weight, topology.device)
     input_scale, mid_scale = layer_input_scales(experts, topology)
     scales13, scale13_E = one_scale_nvfp4(w13)
     return FlashinferCutlassNvfp4QuantInfo(
@@ -236,14 +208,14 @@ def _prepare_nvfp4(
 
 
 @functools.singledispatch
-def _kernel_arguments(info: Any, x_TH: torch.Tensor) -> dict[str, Any]:
+def _kernel_arguments(info: object, x_TH: torch.Tensor) -> dict[str, object]:
     """What differs between the formats: the input tensor, scales and flags."""
     del x_TH
     raise MoeConfigError(f"{NAME} cannot run a {type(info).__name__}")
 
 
 @_kernel_arguments.register
-def _(info: FlashinferCutlassBf16QuantInfo, x_TH: torch.Tensor) -> dict[str, Any]:
+def _(info: FlashinferCutlassBf16QuantInfo, x_TH: torch.Tensor) -> dict[str, object]:
     return {
         "input": x_TH, "quant_scales": [], "fc1_expert_biases": info.b13, "fc2_expert_biases": info.b2,
         "swiglu_alpha": info.swiglu_alpha, "swiglu_beta": info.swiglu_beta, "swiglu_limit": info.swiglu_limit,
@@ -251,18 +223,18 @@ def _(info: FlashinferCutlassBf16QuantInfo, x_TH: torch.Tensor) -> dict[str, Any
 
 
 @_kernel_arguments.register
-def _(info: FlashinferCutlassFp8BlockQuantInfo, x_TH: torch.Tensor) -> dict[str, Any]:
+def _(info: FlashinferCutlassFp8BlockQuantInfo, x_TH: torch.Tensor) -> dict[str, object]:
     return {"input": x_TH, "quant_scales": [info.w13_scale, info.w2_scale], "use_deepseek_fp8_block_scale": True}
 
 
 @_kernel_arguments.register
-def _(info: FlashinferCutlassFp8TensorQuantInfo, x_TH: torch.Tensor) -> dict[str, Any]:
+def _(info: FlashinferCutlassFp8TensorQuantInfo, x_TH: torch.Tensor) -> dict[str, object]:
     scales = [info.w13_dequant, info.mid_quant, info.w2_dequant, info.input_scale]
     return {"input": to_e4m3(x_TH.float() / info.input_scale), "quant_scales": scales}
 
 
 @_kernel_arguments.register
-def _(info: FlashinferCutlassNvfp4QuantInfo, x_TH: torch.Tensor) -> dict[str, Any]:
+def _(info: FlashinferCutlassNvfp4QuantInfo, x_TH: torch.Tensor) -> dict[str, object]:
     first = [info.input_quant, info.w13_scale, info.w13_alpha]
     return {"input": x_TH, "quant_scales": [*first, info.mid_quant, info.w2_scale, info.w2_alpha]}
 
@@ -280,7 +252,7 @@ def run_flashinfer_cutlass(
         arguments |= quant_info.profiles.arguments(dispatched.hidden_states.shape[0])
     topk, topology = dispatched.topk_output.to_standard(), quant_info.topology
     out_TH = topology.alloc_output(tuple(dispatched.hidden_states.shape), config.dtype)
-    kernel: Callable[..., Any] = common.library("fused_moe").cutlass_fused_moe
+    kernel: Callable[..., object] = common.library("fused_moe").cutlass_fused_moe
     kernel(
         token_selected_experts=topk.ids,  # global ids; the kernel skips -1 and other ranks' experts
         token_final_scales=topk.weights,

@@ -8,29 +8,29 @@ Shape letters: T tokens, E local experts, I intermediate, H hidden; p = padded.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
 
 import torch
 
-from moe.backends.base import Device, LibraryTuning, refuse_overlap, wrong_size
+from moe.backend import FormatSupport, LibraryTuning, Tactic, TacticTable, matrices, refuse_overlap
 from moe.backends.flashinfer import common
 from moe.backends.flashinfer.profiles import NO_PROFILES, Profiles, profile_lists, profiles_of, proposals
+from moe.backends.flashinfer.trtllm_layout import pack_topk, shuffled, shuffled_scales
 from moe.config import MoeA2ABackend, MoeBackend, MoeRunnerConfig
-from moe.errors import MoeConfigError, UnsupportedPathError, WeightFormatError
-from moe.formats import ExpertWeights, Mxfp4Weight, Weight
+from moe.device import Device
+from moe.errors import MoeConfigError, UnsupportedPathError
+from moe.formats import ExpertWeights, Mxfp4Weight
 from moe.formats.sizes import expert_bytes
 from moe.layouts.rows import next_power_of_two, padded, round_up, up_gate_padded
-from moe.layouts.trtllm import pack_topk, shuffled, shuffled_scales
 from moe.registry import register_backend, register_fused_func
 from moe.routing import StandardTopK
 from moe.topology import Topology
-from moe.tune.cache import Tactic, TacticTable
 from moe.types import DispatchOutput, RunState, StandardCombineInput, StandardDispatchOutput
 
 NAME = MoeBackend.FLASHINFER_MXFP4
-SM90_MINIMUM = (0, 6, 11)  # first release with the weight and scale helpers of the mixed GEMM
 GROUP = 32
 TILE = {"sm90": 128, "sm100": 256, "sm103": 256}  # rows and columns of padded matrices are multiples of this
+WITHOUT_BIASES = FormatSupport(archs=tuple(TILE), multiples=(128, 128), activations=None)
+WITH_BIASES = replace(WITHOUT_BIASES, multiples=None, takes_biases=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,33 +75,36 @@ class FlashinferMxfp4Sm100QuantInfo:
 QuantInfo = FlashinferMxfp4Sm90QuantInfo | FlashinferMxfp4Sm100QuantInfo
 
 
-@register_backend(NAME)
-class FlashinferMxfp4Backend(common.FlashinferBackend):
+@register_backend
+class FlashinferMxfp4Backend(common.FlashinferBackend[QuantInfo]):
     """MXFP4 weights times bf16 activations."""
 
+    name = NAME
+    auto_order = 30
     hardware = "SM90 (Hopper), SM100/SM103 (Blackwell)"
+    minimum_version = (0, 6, 11)  # the first with the weight and scale helpers of the mixed GEMM on SM90
+    formats = MappingProxyType({"mxfp4": WITHOUT_BIASES})
+    tunable_with = (MoeA2ABackend.NONE,)
     is_capturable = True
-    archs = MappingProxyType({"mxfp4": tuple(TILE)})
 
-    def layer_bytes(self, format_name: str, config: MoeRunnerConfig, device: Device, *, has_bias: bool) -> int:
+    def layer_bytes(self, format_name: str, config: MoeRunnerConfig, device: Device) -> int:
         """Of matrices padded to the kernel's tiles; the SM100 kernel wants biases in fp32."""
         tile = TILE.get(device.arch, 1)
         sizes = (round_up(config.hidden_size, tile), max(round_up(config.intermediate_size, tile), tile))
         itemsize = config.dtype.itemsize if device.arch == "sm90" else 4
-        return config.num_local_experts * expert_bytes(format_name, *sizes, itemsize if has_bias else 0)
+        return config.num_local_experts * expert_bytes(format_name, *sizes, itemsize if config.has_biases else 0)
 
-    def prepare(self, experts: ExpertWeights, config: MoeRunnerConfig, topology: Topology) -> QuantInfo:
-        """Pad, reorder and interleave on `topology.device`; its architecture chooses the layout.
+    def format_support(self, format_name: str, config: MoeRunnerConfig) -> FormatSupport | None:
+        """Experts with biases are padded; those without must fit the tiles."""
+        is_padded = format_name == "mxfp4" and config.has_biases
+        return WITH_BIASES if is_padded else super().format_support(format_name, config)
 
-        Raises:
-            WeightFormatError: not MXFP4, or no biases and a size that the kernel's tiles do not divide.
-            UnsupportedPathError: FlashInfer is missing or too old, or the device is neither SM90 nor SM100.
-        """
-        common.require_flashinfer(NAME, SM90_MINIMUM)
+    def lay_out(self, experts: ExpertWeights, config: MoeRunnerConfig, topology: Topology) -> QuantInfo:
+        """Pad, reorder and interleave on `topology.device`; its architecture chooses the layout."""
         arch = common.device_arch(topology.device)
-        if arch not in TILE:
-            raise UnsupportedPathError(f"{NAME} runs on {', '.join(TILE)}, but {topology.device} is {arch}")
-        sizes = _padded_sizes(experts, TILE[arch])
+        tile = TILE[arch]
+        # A rank that owns no block of the intermediate axis still runs the kernel, on zeros.
+        sizes = round_up(experts.hidden_size, tile), max(round_up(experts.intermediate_size, tile), tile)
         build = _prepare_sm90 if arch == "sm90" else _prepare_sm100
         return build(_Staged.of(experts, sizes, topology.device), config, topology)
 
@@ -128,22 +131,6 @@ class FlashinferMxfp4Backend(common.FlashinferBackend):
         return replace(quant_info, profiles=profiles_of(choice))
 
 
-def _padded_sizes(experts: ExpertWeights, tile: int) -> tuple[int, int]:
-    """(hidden, intermediate) of the processed matrices."""
-    if experts.b13 is None:
-        reason = wrong_size("mxfp4 without biases", experts.hidden_size, experts.intermediate_size, (128, 128))
-        if reason:
-            raise WeightFormatError(f"{NAME}: {reason}")
-    # A rank that owns no block of the intermediate axis still runs the kernel, on zeros.
-    return round_up(experts.hidden_size, tile), max(round_up(experts.intermediate_size, tile), tile)
-
-
-def _mxfp4(weight: Weight) -> Mxfp4Weight:
-    if not isinstance(weight, Mxfp4Weight):
-        raise WeightFormatError(f"{NAME} takes mxfp4 experts, got {weight.format_name}")
-    return weight
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Staged:
     """Padded bytes in [up; gate] order, before the library's own reordering."""
@@ -159,7 +146,7 @@ class _Staged:
 
     @classmethod
     def of(cls, experts: ExpertWeights, sizes: tuple[int, int], device: torch.device) -> "_Staged":
-        w13, w2 = (_mxfp4(weight).to(device) for weight in (experts.w13, experts.w2))
+        w13, w2 = matrices(experts, Mxfp4Weight, device)
         hidden, intermediate = sizes
         b13 = b2 = None
         if experts.b13 is not None and experts.b2 is not None:
@@ -220,11 +207,7 @@ def run_flashinfer_mxfp4(
     refuse_overlap(state, NAME)
     if not isinstance(dispatched, StandardDispatchOutput):
         raise UnsupportedPathError(f"{NAME} takes the standard dispatch format, got {dispatched.format}")
-    if isinstance(quant_info, FlashinferMxfp4Sm90QuantInfo):
-        kernel = _run_sm90
-    elif isinstance(quant_info, FlashinferMxfp4Sm100QuantInfo):
-        kernel = _run_sm100
-    else:
+    if not isinstance(quant_info, QuantInfo):
         raise MoeConfigError(f"{NAME} cannot run a {type(quant_info).__name__}")
     x_TH = dispatched.hidden_states.to(config.dtype)
     num_pad_cols = quant_info.padded_hidden_size - x_TH.shape[1]
@@ -234,14 +217,29 @@ def run_flashinfer_mxfp4(
     if num_pad_cols:
         wide_TH = torch.nn.functional.pad(x_TH, (0, num_pad_cols))
         result = torch.empty_like(wide_TH)
-        kernel(wide_TH, topk, quant_info, config, result)
+        _launch(wide_TH, topk, quant_info, config, result)
         out_TH.copy_(result[:, : x_TH.shape[1]])
     else:
-        kernel(x_TH, topk, quant_info, config, out_TH)
+        _launch(x_TH, topk, quant_info, config, out_TH)
     return dispatched.result(out_TH, topology.is_partial)
 
 
-def _run_sm90(x_TH: torch.Tensor, topk: StandardTopK, info: Any, config: MoeRunnerConfig, out_TH: torch.Tensor) -> None:
+def _launch(
+    x_TH: torch.Tensor, topk: StandardTopK, info: QuantInfo, config: MoeRunnerConfig, out_TH: torch.Tensor
+) -> None:
+    if isinstance(info, FlashinferMxfp4Sm90QuantInfo):
+        _run_sm90(x_TH, topk, info, config, out_TH)
+    else:
+        _run_sm100(x_TH, topk, info, config, out_TH)
+
+
+def _run_sm90(
+    x_TH: torch.Tensor,
+    topk: StandardTopK,
+    info: FlashinferMxfp4Sm90QuantInfo,
+    config: MoeRunnerConfig,
+    out_TH: torch.Tensor,
+) -> None:
     topology = info.topology
     common.library("fused_moe").cutlass_fused_moe(
         input=x_TH,
@@ -264,7 +262,11 @@ def _run_sm90(x_TH: torch.Tensor, topk: StandardTopK, info: Any, config: MoeRunn
 
 
 def _run_sm100(
-    x_TH: torch.Tensor, topk: StandardTopK, info: Any, config: MoeRunnerConfig, out_TH: torch.Tensor
+    x_TH: torch.Tensor,
+    topk: StandardTopK,
+    info: FlashinferMxfp4Sm100QuantInfo,
+    config: MoeRunnerConfig,
+    out_TH: torch.Tensor,
 ) -> None:
     fused_moe = common.library("fused_moe")
     fused_moe.trtllm_fp4_block_scale_routed_moe(

@@ -9,13 +9,14 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 import torch
 
+from moe.backend import Tactic, TacticTable
 from moe.backends.flashinfer import common
 from moe.errors import MoeConfigError
-from moe.tune.cache import Tactic, TacticTable
+from moe.topology import Topology
 
 Pair = tuple[int, int]
 _PAIR = re.compile(r"(-1|[0-9]{1,9})/(-1|[0-9]{1,9})")
@@ -34,10 +35,26 @@ class Profiles:
             return None
         return next((pair for bound, pair in self.steps if num_tokens <= bound), self.steps[-1][1])
 
-    def arguments(self, num_tokens: int) -> dict[str, Any]:
+    def arguments(self, num_tokens: int) -> dict[str, object]:
         """What to add to the call. The fused reduction is left out: it adds in another order every time."""
         pair = self.pick(num_tokens)
         return {} if pair is None else {"profile_ids": list(pair), "use_fused_finalize": False}
+
+
+class CutlassWeights(Protocol):
+    """What of a quant info the list of profiles depends on."""
+
+    @property
+    def w13(self) -> torch.Tensor:
+        """As the kernel reads it."""
+
+    @property
+    def w2(self) -> torch.Tensor:
+        """As the kernel reads it."""
+
+    @property
+    def topology(self) -> Topology:
+        """Device and ranks."""
 
 
 NO_PROFILES = Profiles()
@@ -79,7 +96,7 @@ def proposals(lists: tuple[Sequence[int], Sequence[int]], measured: Mapping[Tact
     return [tactic for tactic in second if tactic not in measured]
 
 
-def profile_lists(info: Any, x_dtype: torch.dtype, top_k: int, *, w4_group_scaling: bool = False) -> tuple[
+def profile_lists(info: CutlassWeights, x_dtype: torch.dtype, top_k: int, *, w4_group_scaling: bool = False) -> tuple[
     list[int], list[int]
 ]:  # fmt: skip
     """Numbers that the installed release can run on the weights `info.w13` and `info.w2`, for either GEMM.

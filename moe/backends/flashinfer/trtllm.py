@@ -4,22 +4,23 @@ Given ids and weights (a self-check, say) the pre-routed form of the same kernel
 Shape letters: T tokens, E experts, I intermediate, H hidden.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
-from moe.backends.base import LibraryTuning, refuse_overlap
+from moe.backend import LibraryTuning, matrices, refuse_overlap
 from moe.backends.flashinfer import common
+from moe.backends.flashinfer.trtllm_layout import pack_topk, shuffled, shuffled_scales
 from moe.config import MoeA2ABackend, MoeBackend, MoeRunnerConfig, RoutingConfig, RoutingMethod
-from moe.errors import MoeConfigError, UnsupportedPathError, WeightFormatError
+from moe.errors import MoeConfigError, UnsupportedPathError
 from moe.formats import ExpertWeights, Fp8BlockWeight, Fp8TensorWeight, Nvfp4Weight
 from moe.formats.fp8 import E4M3, to_e4m3
 from moe.formats.token_groups import quantize_token_groups
 from moe.layouts.rows import next_power_of_two, up_gate
 from moe.layouts.static_scales import layer_input_scales, one_scale_fp8, one_scale_nvfp4
-from moe.layouts.trtllm import pack_topk, shuffled, shuffled_scales
 from moe.registry import register_backend, register_fused_func
 from moe.routing import BypassedTopK, TopKOutput
 from moe.topology import Topology
@@ -27,8 +28,6 @@ from moe.types import DispatchOutput, RunState, StandardCombineInput, StandardDi
 
 NAME = MoeBackend.FLASHINFER_TRTLLM
 ARCHS = ("sm100", "sm103")
-FORMATS = ("fp8_block", "fp8_tensor", "nvfp4")
-MINIMUM = (0, 6, 0)
 BF16_LOGITS = (0, 6, 8)  # before this release DeepSeek-V3 routing takes fp32 logits only
 ROUTING_NAMES = {  # members of the library's enum; their numbers moved between releases
     RoutingMethod.SOFTMAX_AFTER_TOPK: "Renormalize",
@@ -93,20 +92,25 @@ def forced_logits_dtype(format_name: str, routing: RoutingConfig | None, version
     return torch.float32 if is_deepseek and version < BF16_LOGITS else None
 
 
-@register_backend(NAME)
-class FlashinferTrtllmBackend(common.FlashinferBackend):
+@register_backend
+class FlashinferTrtllmBackend(common.FlashinferBackend[QuantInfo]):
     """Routing, both GEMMs and the weighted sum in one call."""
 
+    name = NAME
+    auto_order = 10
     hardware = "SM100/SM103 (Blackwell)"
-    archs = MappingProxyType(dict.fromkeys(FORMATS, ARCHS))
-    multiples = MappingProxyType(dict.fromkeys(FORMATS, (128, 128)))
+    minimum_version = (0, 6, 0)
+    formats = MappingProxyType({
+        "fp8_block": replace(common.FP8_BLOCK, archs=ARCHS, multiples=(128, 128)),
+        "fp8_tensor": replace(common.FP8_TENSOR, archs=ARCHS, multiples=(128, 128)),
+        "nvfp4": replace(common.NVFP4, archs=ARCHS, multiples=(128, 128)),
+    })  # fmt: skip
+    tunable_with = (MoeA2ABackend.NONE,)
     routes_inside = True
 
-    def refuses(self, config: MoeRunnerConfig) -> str | None:
-        """Also activations with a clamp, and routing that the kernel computes differently."""
-        if not config.activation.is_plain:
-            return f"only plain SwiGLU is supported, not {config.activation}"
-        return common.FlashinferBackend.refuses(self, config) or _refuses_routing(config.routing)
+    def unsupported_reason(self, config: MoeRunnerConfig) -> str | None:
+        """Also routing that the kernel computes differently."""
+        return super().unsupported_reason(config) or _unsupported_routing(config.routing)
 
     def router_logits_dtype(self, format_name: str) -> torch.dtype:
         """bf16, unless the installed release takes fp32 only."""
@@ -119,37 +123,27 @@ class FlashinferTrtllmBackend(common.FlashinferBackend):
         del quant_info
         return common.tuning_context
 
-    def prepare(self, experts: ExpertWeights, config: MoeRunnerConfig, topology: Topology) -> QuantInfo:
+    def lay_out(self, experts: ExpertWeights, config: MoeRunnerConfig, topology: Topology) -> QuantInfo:
         """Reorder rows and fold scales on `topology.device`.
 
         Raises:
-            WeightFormatError: an unknown format, sizes that are no multiple of 128, biases, missing input scales.
-            UnsupportedPathError: FlashInfer is missing or the device is not SM100.
+            WeightFormatError: missing input scales.
         """
-        common.require_flashinfer(NAME, MINIMUM)
-        arch = common.device_arch(topology.device)
-        if arch not in ARCHS:
-            raise UnsupportedPathError(f"{NAME} runs on {', '.join(ARCHS)}, but {topology.device} is {arch}")
-        if experts.b13 is not None:
-            raise WeightFormatError(f"{NAME}: expert biases are not supported")
-        self.check_sizes(experts)
-        version = common.flashinfer_version() or MINIMUM
+        version = common.flashinfer_version() or self.minimum_version
         logits_dtype = forced_logits_dtype(experts.format_name, config.routing, version)
-        w13, w2 = experts.w13.to(topology.device), experts.w2.to(topology.device)
-        if isinstance(w13, Fp8BlockWeight) and isinstance(w2, Fp8BlockWeight):
-            return FlashinferTrtllmFp8BlockQuantInfo(
-                w13=up_gate(w13.data), w13_scale=up_gate(w13.scale_inv),
-                w2=w2.data.contiguous(), w2_scale=w2.scale_inv.contiguous(),
-                logits_dtype=logits_dtype, topology=topology,
-            )  # fmt: skip
-        if isinstance(w13, Fp8TensorWeight) and isinstance(w2, Fp8TensorWeight):
-            return _prepare_fp8_tensor(experts, w13, w2, logits_dtype, topology)
-        if isinstance(w13, Nvfp4Weight) and isinstance(w2, Nvfp4Weight):
-            return _prepare_nvfp4(experts, w13, w2, logits_dtype, topology)
-        raise WeightFormatError(f"{NAME} takes {', '.join(FORMATS)} experts, got {experts.format_name}")
+        if experts.format_name == "fp8_tensor":
+            return _prepare_fp8_tensor(experts, logits_dtype, topology)
+        if experts.format_name == "nvfp4":
+            return _prepare_nvfp4(experts, logits_dtype, topology)
+        w13, w2 = matrices(experts, Fp8BlockWeight, topology.device)
+        return FlashinferTrtllmFp8BlockQuantInfo(
+            w13=up_gate(w13.data), w13_scale=up_gate(w13.scale_inv),
+            w2=w2.data.contiguous(), w2_scale=w2.scale_inv.contiguous(),
+            logits_dtype=logits_dtype, topology=topology,
+        )  # fmt: skip
 
 
-def _refuses_routing(routing: RoutingConfig | None) -> str | None:
+def _unsupported_routing(routing: RoutingConfig | None) -> str | None:
     if routing is None:
         return None
     if routing.method not in ROUTING_NAMES:
@@ -170,12 +164,9 @@ def _refuses_routing(routing: RoutingConfig | None) -> str | None:
 
 
 def _prepare_fp8_tensor(
-    experts: ExpertWeights,
-    w13: Fp8TensorWeight,
-    w2: Fp8TensorWeight,
-    logits_dtype: torch.dtype | None,
-    topology: Topology,
+    experts: ExpertWeights, logits_dtype: torch.dtype | None, topology: Topology
 ) -> FlashinferTrtllmFp8TensorQuantInfo:
+    w13, w2 = matrices(experts, Fp8TensorWeight, topology.device)
     input_scale, mid_scale = layer_input_scales(experts, topology)
     data13, scale13_E = one_scale_fp8(w13)
     return FlashinferTrtllmFp8TensorQuantInfo(
@@ -191,8 +182,9 @@ def _prepare_fp8_tensor(
 
 
 def _prepare_nvfp4(
-    experts: ExpertWeights, w13: Nvfp4Weight, w2: Nvfp4Weight, logits_dtype: torch.dtype | None, topology: Topology
+    experts: ExpertWeights, logits_dtype: torch.dtype | None, topology: Topology
 ) -> FlashinferTrtllmNvfp4QuantInfo:
+    w13, w2 = matrices(experts, Nvfp4Weight, topology.device)
     input_scale, mid_scale = layer_input_scales(experts, topology)
     scales13, scale13_E = one_scale_nvfp4(w13)
     return FlashinferTrtllmNvfp4QuantInfo(
@@ -209,9 +201,9 @@ def _prepare_nvfp4(
     )
 
 
-def _weights_and_input(info: Any, x_TH: torch.Tensor, kernel: Any) -> dict[str, Any]:
+def _weights_and_input(info: QuantInfo, x_TH: torch.Tensor, kernel: Callable[..., object]) -> dict[str, object]:
     """What differs between the formats."""
-    weights = {"gemm1_weights": info.w13, "gemm2_weights": info.w2}
+    weights: dict[str, object] = {"gemm1_weights": info.w13, "gemm2_weights": info.w2}
     if isinstance(info, FlashinferTrtllmFp8BlockQuantInfo):
         x_q, x_scale = quantize_token_groups(x_TH)
         return weights | {
@@ -239,7 +231,7 @@ def _weights_and_input(info: Any, x_TH: torch.Tensor, kernel: Any) -> dict[str, 
     }  # fmt: skip
 
 
-def _routing(info: QuantInfo, topk: TopKOutput) -> tuple[str, dict[str, Any]]:
+def _routing(info: QuantInfo, topk: TopKOutput) -> tuple[str, dict[str, object]]:
     """(suffix of the kernel's name, its routing arguments)."""
     methods = common.library("fused_moe").RoutingMethodType
     if not isinstance(topk, BypassedTopK):
@@ -249,7 +241,7 @@ def _routing(info: QuantInfo, topk: TopKOutput) -> tuple[str, dict[str, Any]]:
             "routing_method_type": methods.TopK.value,
         }  # fmt: skip
     rules, bias = topk.config, topk.correction_bias
-    reason = _refuses_routing(rules)
+    reason = _unsupported_routing(rules)
     if reason:
         raise UnsupportedPathError(f"{NAME}: {reason}")
     is_grouped = rules.method is RoutingMethod.SIGMOID_GROUPED

@@ -7,20 +7,24 @@ Shape letters: T tokens, K top-k, V visits (slots of [T, K] that have an expert 
 I intermediate, F = 2I.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import torch
 
 from moe.activations import gated_activation
-from moe.backends.base import Backend, Device, refuse_overlap
+from moe.backend import Backend, FormatSupport, refuse_overlap
 from moe.config import DispatchFormat, MoeA2ABackend, MoeBackend, MoeRunnerConfig
 from moe.cpu.linear import DenseLinear, Linear, make_linear
+from moe.device import Device
 from moe.formats import ExpertWeights, Weight
 from moe.registry import register_backend, register_pre_permute, register_runner_core
 from moe.topology import Topology
 from moe.types import RunState, StandardDispatchOutput
 
-TRANSPORTS = (MoeA2ABackend.NONE, MoeA2ABackend.DEEPEP, MoeA2ABackend.MOONCAKE, MoeA2ABackend.NIXL)
+NAME = MoeBackend.TORCH
+FORMATS = ("bf16", "fp8_block", "fp8_tensor", "mxfp4", "nvfp4")
+FP32_TOLERANCE = 1e-5  # fp32 sums in another order than the reference; half precision also rounds between the steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,35 +63,32 @@ class TorchCoreInput:
     weights_TK: torch.Tensor
 
 
-@register_backend(MoeBackend.TORCH)
-class TorchBackend(Backend):
+@register_backend
+class TorchBackend(Backend[TorchMoeQuantInfo]):
     """Runs everywhere; slow on GPUs, honest everywhere."""
 
+    name = NAME
+    auto_order = 90
     hardware = "any CPU or GPU"
-    formats = ("bf16", "fp8_block", "fp8_tensor", "mxfp4", "nvfp4")
+    formats = MappingProxyType(dict.fromkeys(FORMATS, FormatSupport(takes_biases=True, activations=None)))
+    transports = (MoeA2ABackend.NONE, MoeA2ABackend.DEEPEP, MoeA2ABackend.MOONCAKE, MoeA2ABackend.NIXL)
+    dtypes = None
 
-    def supports(self, device: Device, format_name: str, a2a: MoeA2ABackend, config: MoeRunnerConfig) -> str | None:
-        """Any device and format, alone or behind a transport with DeepEP's layouts."""
-        del device
-        if format_name not in self.formats:
-            return f"format {format_name} is unknown; known: {', '.join(self.formats)}"
-        if a2a not in TRANSPORTS:
-            return f"transport {a2a} is not supported; it takes {', '.join(TRANSPORTS)}"
-        return self.refuses(config)
+    def format_support(self, format_name: str, config: MoeRunnerConfig) -> FormatSupport | None:
+        """In fp32 the results are far nearer to the reference."""
+        support = super().format_support(format_name, config)
+        if support is None or config.dtype != torch.float32:
+            return support
+        return replace(support, tolerance=FP32_TOLERANCE)
 
-    def tolerance_for(self, format_name: str, config: MoeRunnerConfig) -> float:
-        """fp32 sums in another order than the twin; half precision also rounds between the steps."""
-        del format_name
-        return 1e-5 if config.dtype == torch.float32 else self.tolerance
-
-    def layer_bytes(self, format_name: str, config: MoeRunnerConfig, device: Device, *, has_bias: bool) -> int:
+    def layer_bytes(self, format_name: str, config: MoeRunnerConfig, device: Device) -> int:
         """Of dequantized weights; where those do not fit, `prepare` keeps the stored form, which is smaller."""
         del format_name, device
         num_weights = 3 * config.hidden_size * config.intermediate_size
-        num_biases = 2 * config.intermediate_size + config.hidden_size if has_bias else 0
+        num_biases = 2 * config.intermediate_size + config.hidden_size if config.has_biases else 0
         return config.num_local_experts * (num_weights + num_biases) * config.dtype.itemsize
 
-    def prepare(self, experts: ExpertWeights, config: MoeRunnerConfig, topology: Topology) -> TorchMoeQuantInfo:
+    def lay_out(self, experts: ExpertWeights, config: MoeRunnerConfig, topology: Topology) -> TorchMoeQuantInfo:
         """Dequantize to `config.dtype` if the dense weights fit in half of the free memory; cast the biases."""
         num_weights = 3 * experts.num_experts * experts.hidden_size * experts.intermediate_size
         fits = num_weights * config.dtype.itemsize <= _free_bytes(topology.device) // 2
@@ -116,7 +117,7 @@ def _free_bytes(device: torch.device) -> int:
     return int(available.split()[1]) * 1024
 
 
-@register_runner_core(MoeBackend.TORCH)
+@register_runner_core(NAME)
 class TorchRunnerCore:
     """One GEMM per active expert and matrix; activation and sum over all visits at once."""
 
@@ -125,7 +126,7 @@ class TorchRunnerCore:
 
     def run(self, core_input: TorchCoreInput, quant_info: TorchMoeQuantInfo, state: RunState) -> torch.Tensor:
         """Weighted sum over each token's local experts, [T, H]; a slot with id -1 adds exactly zero."""
-        refuse_overlap(state, MoeBackend.TORCH)
+        refuse_overlap(state, NAME)
         x_TH = core_input.x_TH.to(self.config.dtype)
         visits = _visits(core_input.ids_TK)
         if not visits:
@@ -172,7 +173,7 @@ def _weighted_sum(y_VH: torch.Tensor, slots: list[int], core_input: TorchCoreInp
     return torch.bmm(weights_TK.unsqueeze(1), y_VH.view(num_tokens, top_k, -1)).squeeze(1)
 
 
-@register_pre_permute(DispatchFormat.STANDARD, MoeBackend.TORCH)
+@register_pre_permute(DispatchFormat.STANDARD, NAME)
 def standard_to_torch(
     dispatched: StandardDispatchOutput, quant_info: TorchMoeQuantInfo, config: MoeRunnerConfig, state: RunState
 ) -> TorchCoreInput:

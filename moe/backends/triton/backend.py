@@ -6,25 +6,25 @@ Shape letters: T tokens, K top-k, H hidden.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
 
-from moe.backends.base import Backend, CheckCase, Device, cuda_arch, refuse_overlap
+from moe.backend import Backend, CheckCase, FormatSupport, Tactic, TacticTable, refuse_overlap
 from moe.backends.c_compiler import missing_for_triton
 from moe.backends.triton.plans import LayerShape, PlanTable, plans_for
 from moe.backends.triton.tactics import proposals, table_of
 from moe.config import DispatchFormat, MoeA2ABackend, MoeBackend, MoeRunnerConfig
+from moe.device import Device, arch_of, cuda_arch
 from moe.errors import UnsupportedPathError
 from moe.formats import ExpertWeights
 from moe.formats.activation_quant import fp8_groups
 from moe.kernels.layout import pack_matrix, packed_bytes
 from moe.kernels.plan import Plan
 from moe.layouts.expert_slots import masked_rows
-from moe.packages import not_installed
 from moe.registry import register_backend, register_fused_func
 from moe.topology import Topology
-from moe.tune.cache import Tactic, TacticTable
 from moe.types import (
     DeepepLlDispatchOutput,
     DeepepNormalDispatchOutput,
@@ -37,6 +37,8 @@ from moe.types import (
 if TYPE_CHECKING:
     from moe.kernels.launch import Layer
 
+NAME = MoeBackend.TRITON
+FORMATS = ("bf16", "fp8_block", "mxfp4", "nvfp4")
 _OLDEST_ARCH = 80  # the first with bf16 tensor cores
 _OLDEST_PDL_MAJOR = 9  # the first whose kernels may start while the one before drains
 # bf16 between the GEMMs moves some activations to the next FP8 step, as in other FP8 kernels
@@ -52,55 +54,47 @@ class TritonMoeQuantInfo:
     topology: Topology
 
 
-@register_backend(MoeBackend.TRITON)
-class TritonBackend(Backend):
+@register_backend
+class TritonBackend(Backend[TritonMoeQuantInfo]):
     """Weights in any of four formats times bf16 activations, accumulated in fp32, summed without atomics."""
 
+    name = NAME
+    auto_order = 80
     package = "triton"
     hardware = "CUDA GPUs from sm80"
-    is_capturable = True
-    formats = ("bf16", "fp8_block", "mxfp4", "nvfp4")
+    formats = MappingProxyType(dict.fromkeys(FORMATS, FormatSupport(takes_biases=True, activations=None)))
+    transports = (MoeA2ABackend.NONE, MoeA2ABackend.DEEPEP)
+    tunable_with = transports
     compiles_tactics = True
+    is_capturable = True
 
     def lacks(self) -> str | None:
         """Also the compiler for its launcher, which is built when the first kernel runs."""
-        return Backend.lacks(self) or missing_for_triton()
+        return self.missing_package() or missing_for_triton()
 
-    def supports(self, device: Device, format_name: str, a2a: MoeA2ABackend, config: MoeRunnerConfig) -> str | None:
-        """bf16 layers on CUDA GPUs from sm80, without a transport or with DeepEP."""
-        if not device.is_cuda:
-            return f"device {device.arch} is not supported; it runs on {self.hardware}"
-        if int(device.arch.removeprefix("sm").rstrip("af")) < _OLDEST_ARCH:
-            return f"{device.arch} has no bf16 tensor cores; it runs on {self.hardware}"
-        if format_name not in self.formats:
-            return f"format {format_name} is not supported; it takes {', '.join(self.formats)}"
-        if a2a not in (MoeA2ABackend.NONE, MoeA2ABackend.DEEPEP):
-            return f"transport {a2a} is not supported; use --moe-a2a-backend none or deepep"
-        return self.refuses(config)
+    def unsupported_arch(self, arch: str, format_name: str, support: FormatSupport) -> str | None:
+        """Any CUDA GPU with bf16 tensor cores."""
+        del format_name, support
+        if not Device(arch=arch).is_cuda:
+            return f"device {arch} is not supported; it runs on {self.hardware}"
+        if int(arch.removeprefix("sm").rstrip("af")) < _OLDEST_ARCH:
+            return f"{arch} has no bf16 tensor cores; it runs on {self.hardware}"
+        return None
 
-    def refuses(self, config: MoeRunnerConfig) -> str | None:
-        """Also any activation dtype but bf16."""
-        if config.dtype is not torch.bfloat16:
-            return f"dtype {config.dtype} is not supported: the kernels multiply bf16 activations"
-        return Backend.refuses(self, config)
+    def arch_of(self, device: torch.device) -> str | None:
+        """None for a CPU, where Triton's interpreter runs the kernels."""
+        return cuda_arch(device) if device.type == "cuda" else None
 
-    def layer_bytes(self, format_name: str, config: MoeRunnerConfig, device: Device, *, has_bias: bool) -> int:
+    def layer_bytes(self, format_name: str, config: MoeRunnerConfig, device: Device) -> int:
         """Of the packed blocks, padding included."""
         del device
         hidden, inter = config.hidden_size, config.intermediate_size
-        w13 = packed_bytes(format_name, 2 * inter, hidden, is_gated=True, has_bias=has_bias)
-        w2 = packed_bytes(format_name, hidden, inter, is_gated=False, has_bias=has_bias)
+        w13 = packed_bytes(format_name, 2 * inter, hidden, is_gated=True, has_bias=config.has_biases)
+        w2 = packed_bytes(format_name, hidden, inter, is_gated=False, has_bias=config.has_biases)
         return config.num_local_experts * (w13 + w2)
 
-    def prepare(self, experts: ExpertWeights, config: MoeRunnerConfig, topology: Topology) -> TritonMoeQuantInfo:
-        """Pack on `topology.device` and look the plans up.
-
-        Raises:
-            WeightFormatError: a number format or size without kernel.
-            UnsupportedPathError: Triton is not installed.
-        """
-        if not self.is_installed():
-            raise UnsupportedPathError(f"--moe-backend triton needs {not_installed('triton')}")
+    def lay_out(self, experts: ExpertWeights, config: MoeRunnerConfig, topology: Topology) -> TritonMoeQuantInfo:
+        """Pack on `topology.device` and look the plans up."""
         from moe.kernels.launch import Layer
 
         device = topology.device
@@ -116,7 +110,7 @@ class TritonBackend(Backend):
             adds_bias_2=topology.tp_rank == 0,  # one rank of the sum carries the bias
         )
         shape = LayerShape(
-            arch=cuda_arch(device) if device.type == "cuda" else device.type,
+            arch=arch_of(device),
             format_name=experts.format_name,
             num_experts=config.num_experts,
             top_k=config.top_k,
@@ -147,10 +141,10 @@ class TritonBackend(Backend):
                 bounds.pop(key, None)  # of equal plans the last counts
                 bounds[key] = end
             before = bound or before
-        tolerance = self.tolerance_for(format_name, config)
+        support = self.format_support(format_name, config) or FormatSupport()
         may_be_direct = dispatch_format is not DispatchFormat.DEEPEP_LL
         return [
-            _probe(quant_info, plan, bound, tolerance)
+            _check_case(quant_info, plan, bound, support.tolerance)
             for (plan, _), bound in bounds.items()
             if may_be_direct or not plan.is_direct
         ]
@@ -169,7 +163,7 @@ class TritonBackend(Backend):
         return replace(quant_info, plans=table_of(choice, quant_info.plans, quant_info.layer.top_k))
 
 
-def _probe(quant_info: TritonMoeQuantInfo, plan: Plan, bound: int | None, tolerance: float) -> CheckCase:
+def _check_case(quant_info: TritonMoeQuantInfo, plan: Plan, bound: int | None, tolerance: float) -> CheckCase:
     """Crowds: for direct plans more than a tile, for grouped ones a whole tile; and one for half the height."""
     steps = ((bound, plan), quant_info.plans.steps[-1]) if plan.is_direct else ((None, plan),)
     kind = "direct" if plan.is_direct else "grouped"
@@ -185,19 +179,19 @@ def _probe(quant_info: TritonMoeQuantInfo, plan: Plan, bound: int | None, tolera
     )
 
 
-@register_fused_func(MoeA2ABackend.NONE, MoeBackend.TRITON)
+@register_fused_func(MoeA2ABackend.NONE, NAME)
 def run_standard(
     dispatched: StandardDispatchOutput, quant_info: TritonMoeQuantInfo, config: MoeRunnerConfig, state: RunState
 ) -> StandardCombineInput:
     """Standard layout in and out; partial when other ranks hold the rest of the sum."""
-    refuse_overlap(state, MoeBackend.TRITON)
+    refuse_overlap(state, NAME)
     topk = dispatched.topk_output.to_standard()
     x_TH, layer = dispatched.hidden_states, quant_info.layer
     out_TH = _run(x_TH, topk.ids, topk.weights, layer, quant_info.plans.pick(x_TH.shape[0]), config, quant_info)
     return dispatched.result(out_TH, quant_info.topology.is_partial)
 
 
-@register_fused_func(MoeA2ABackend.DEEPEP, MoeBackend.TRITON)
+@register_fused_func(MoeA2ABackend.DEEPEP, NAME)
 def run_deepep(
     dispatched: DeepepNormalDispatchOutput | DeepepLlDispatchOutput,
     quant_info: TritonMoeQuantInfo,
@@ -212,7 +206,7 @@ def run_deepep(
     Raises:
         UnsupportedPathError: rows that the transport has quantized.
     """
-    refuse_overlap(state, MoeBackend.TRITON)
+    refuse_overlap(state, NAME)
     if dispatched.hidden_states_scale is not None:
         raise UnsupportedPathError("--moe-backend triton takes bf16 rows: do not let DeepEP dispatch FP8")
     x, ids, weights = dispatched.hidden_states, dispatched.topk_ids, dispatched.topk_weights

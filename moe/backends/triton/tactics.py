@@ -8,10 +8,10 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from moe.backend import Tactic, TacticTable
 from moe.backends.triton.plans import PlanTable
 from moe.errors import MoeConfigError
 from moe.kernels.plan import MAX_DIRECT_SLOTS, Plan
-from moe.tune.cache import Tactic, TacticTable
 
 _NUMBER = re.compile(r"[0-9]{1,9}")
 _FIELDS = {field.name: field for field in dataclasses.fields(Plan)}

@@ -7,10 +7,9 @@ import torch
 from moe import Activation, MoeA2ABackend, MoeBackend, MoeRunner, StandardDispatchOutput, Topology
 from moe.backends.aiter.backend import AiterBackend
 from moe.check.reference import reference_moe
-from moe.config import DispatchFormat
+from moe.config import DispatchDtype, DispatchFormat
 from moe.dispatch.deepep import DeepepBuffer, DeepepDispatcher
 from moe.dispatch.deepep_settings import DeepepMode, DeepepSettings, EpShape
-from moe.dispatch.dtype import DispatchDtype
 from moe.dispatch.mori import MoriBuffer, MoriDispatcher, MoriSettings
 from moe.formats import Bf16Weight, ExpertWeights, Fp8BlockWeight, Fp8TensorWeight, Mxfp4Weight
 from tests.emulators.ranks import Rank
@@ -32,7 +31,7 @@ def experts_of(name: str, hidden: int = H, inter: int = I) -> ExpertWeights:
 
 
 def twin(x: torch.Tensor, topk: Any, experts: ExpertWeights) -> torch.Tensor:
-    quantize = BACKEND.activation_quant.get(experts.format_name)
+    quantize = BACKEND.formats[experts.format_name].activation_quant
     return reference_moe(x, topk, experts, PLAIN, quantize_input=quantize)
 
 

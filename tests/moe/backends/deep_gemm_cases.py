@@ -14,9 +14,9 @@ from moe import (
 )
 from moe.backends.deep_gemm.backend import DeepGemmBackend
 from moe.check.reference import reference_moe
+from moe.config import DispatchDtype
 from moe.dispatch.deepep import DeepepBuffer, DeepepDispatcher
 from moe.dispatch.deepep_settings import DeepepMode, DeepepSettings, EpShape
-from moe.dispatch.dtype import choose_dispatch_dtype, expert_alignment
 from moe.formats import ExpertWeights, Fp8BlockWeight, Weight, activation_quant
 from tests.emulators.ranks import Rank
 from tests.moe.backends import hostile
@@ -79,15 +79,13 @@ def run_deepep(mode: DeepepMode, arch: str, num_tokens: list[int]) -> float:
     hidden = LL_H if mode is DeepepMode.LOW_LATENCY else H
     experts = experts_of(hidden)
     inputs = several_ranks.rank_inputs(num_tokens, hidden, torch.bfloat16)
-    dispatch_dtype = choose_dispatch_dtype(
-        MoeBackend.DEEP_GEMM, mode.dispatch_formats[0], "fp8_block", ue8m0_scales=arch == "sm100"
-    )
+    dispatch_dtype = DispatchDtype.FP8_UE8M0 if arch == "sm100" else DispatchDtype.FP8
 
     def dispatcher_for(rank: Rank, config: Any) -> DeepepDispatcher:
         shape = EpShape(hidden_size=hidden, num_experts=E, top_k=K, ep_size=rank.size())
         settings = DeepepSettings(mode=mode, max_dispatch_tokens=8)
         buffer = DeepepBuffer(rank, settings, shape, sends_fp8=True)
-        return DeepepDispatcher(buffer, dispatch_dtype, expert_alignment=expert_alignment(MoeBackend.DEEP_GEMM))
+        return DeepepDispatcher(buffer, dispatch_dtype, expert_alignment=BACKEND.expert_alignment)
 
     outputs = several_ranks.run_layer(
         experts, inputs, backend=MoeBackend.DEEP_GEMM, a2a=MoeA2ABackend.DEEPEP, formats=mode.dispatch_formats,

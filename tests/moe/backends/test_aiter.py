@@ -12,12 +12,11 @@ from moe import Activation, MoeA2ABackend, MoeBackend, MoeRunner, StandardDispat
 from moe.backends.aiter import backend as aiter
 from moe.backends.aiter import permutes as aiter_permutes
 from moe.backends.aiter.backend import AiterQuant, Arrival, resolve_quant
-from moe.backends.base import Device
 from moe.check.selfcheck import check_layer
-from moe.config import DispatchFormat
+from moe.config import DispatchDtype, DispatchFormat
+from moe.device import Device
 from moe.dispatch import mori
 from moe.dispatch.deepep_settings import DeepepMode, DeepepSettings
-from moe.dispatch.dtype import DispatchDtype, choose_dispatch_dtype
 from moe.dispatch.mori import MoriSettings
 from moe.dispatch.round_trip import check_round_trip
 from moe.dispatch.transport import DispatchSpec, build_transport
@@ -54,7 +53,7 @@ from tests.moe.dispatch import several_ranks
 
 @pytest.mark.parametrize(
     ("name", "arch"),
-    [(name, arch) for name, archs in aiter.ARCHS.items() for arch in archs],
+    [(name, arch) for name, support in BACKEND.formats.items() for arch in support.archs],
 )
 def test_alone_equals_the_twin(monkeypatch: pytest.MonkeyPatch, name: str, arch: str) -> None:
     emulator = install_aiter(monkeypatch, arch)
@@ -159,7 +158,7 @@ def test_behind_mori(monkeypatch: pytest.MonkeyPatch, name: str, low_latency: bo
     emulator = install_aiter(monkeypatch, wide=True)
     groups = install_mori(monkeypatch, wide=True)
     layout = DispatchFormat.MORI_LL if low_latency else DispatchFormat.MORI_NORMAL
-    dispatch_dtype = choose_dispatch_dtype(MoeBackend.AITER, layout, name)
+    dispatch_dtype = BACKEND.dispatch_dtype(layout, name, torch.device("cpu"))
     error = behind(MoeA2ABackend.MORI, layout, mori_for(dispatch_dtype, low_latency=low_latency), name, num_tokens)
     assert error < TOLERANCE[name]
     assert emulator.calls[-1].expert_mask.numel() == E + 1
@@ -221,9 +220,8 @@ def test_mori_is_built_for_the_fp8_of_the_gpu(monkeypatch: pytest.MonkeyPatch, a
             group=rank,
             settings=DeepepSettings(),
             dispatch_dtypes={DispatchDtype.FP8},
-            backends={MoeBackend.AITER},
         )
-        dispatcher = transport.dispatcher(DispatchSpec(backend=MoeBackend.AITER, dispatch_dtype=DispatchDtype.FP8))
+        dispatcher = transport.dispatcher(DispatchSpec(dispatch_dtype=DispatchDtype.FP8))
         formats = (DispatchFormat.MORI_NORMAL,)
         return check_round_trip(dispatcher, formats, config, topology, max_num_tokens=16)
 
@@ -339,7 +337,8 @@ def test_which_transports_and_devices() -> None:
     for name, activation in (("bf16", clamped["activation"]), ("mxfp4", Activation(limit=10.0))):
         words = reason("gfx950", name, MoeA2ABackend.NONE, activation=activation)
         assert "limit=" in words
-        assert f"is not supported for {name}: plain SwiGLU, or with mxfp4 GPT-OSS's" in words
+        assert f"is not supported for {name}, only plain SwiGLU" in words
+        assert ("or Activation(alpha=1.702, beta=1.0, limit=7.0)" in words) == (name == "mxfp4")
 
 
 def test_no_combine_is_refused_when_the_runner_is_built() -> None:
@@ -355,13 +354,13 @@ def test_prepare_refuses_what_it_cannot_lay_out(monkeypatch: pytest.MonkeyPatch)
         BACKEND.prepare(small, several_ranks.layer_config(small, torch.bfloat16), Topology())
     b13, b2 = hostile.biases(E, H, I)
     biased = dataclasses.replace(experts_of("bf16"), b13=b13, b2=b2)
-    with pytest.raises(WeightFormatError, match=r"only the kernels of GPT-OSS read biases"):
+    with pytest.raises(WeightFormatError, match="bf16 experts with biases are not supported"):
         BACKEND.prepare(biased, config, Topology())
     monkeypatch.setitem(sys.modules, "aiter", None)
     with pytest.raises(UnsupportedPathError, match="needs the package aiter"):
         BACKEND.prepare(experts_of("bf16"), config, Topology())
     install_aiter(monkeypatch, "gfx942")
-    with pytest.raises(UnsupportedPathError, match="not on gfx942"):
+    with pytest.raises(UnsupportedPathError, match="mxfp4 on gfx942 is not supported"):
         BACKEND.prepare(experts_of("mxfp4"), config, Topology())
     monkeypatch.setitem(sys.modules, "aiter.fused_moe", SimpleNamespace(fused_moe=lambda hidden_states, dtype: None))
     with pytest.raises(UnsupportedPathError, match="too old, fused_moe has no a1_scale, expert_mask"):

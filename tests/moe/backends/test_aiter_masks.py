@@ -5,9 +5,8 @@ import torch
 
 from moe import MoeA2ABackend, MoeRunnerConfig, Topology
 from moe.backends.aiter.permutes import with_sink, without_holes
-from moe.config import DispatchFormat
+from moe.config import DispatchDtype, DispatchFormat
 from moe.dispatch.deepep_settings import DeepepMode
-from moe.dispatch.dtype import DispatchDtype
 from moe.errors import UnsupportedPathError
 from moe.formats import ExpertWeights
 from tests.emulators.aiter import Aiter, install_aiter

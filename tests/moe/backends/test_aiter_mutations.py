@@ -96,7 +96,7 @@ def test_planted_mistakes_are_seen(monkeypatch: pytest.MonkeyPatch, name: str) -
     _, x, topk, experts = run_alone("mxfp4", TWO_RANKS)
     want = reference_moe(
         x, topk, hostile.shard(experts, ep=(2, 1), block=256), PLAIN, first_expert=4,
-        quantize_input=BACKEND.activation_quant["mxfp4"],
+        quantize_input=BACKEND.formats["mxfp4"].activation_quant,
     )  # fmt: skip
     assert emulator.exact is not None
     error = hostile.relative_error(emulator.exact, want)

@@ -16,11 +16,11 @@ from moe import (
     Topology,
     UnsupportedPathError,
 )
-from moe.backends.base import Device
 from moe.backends.flashinfer.cutedsl import (
     CuteDslFp4MoeQuantInfo,
     is_flashinfer_cutedsl_v1_path,
 )
+from moe.device import Device
 from moe.errors import WeightFormatError
 from moe.types import FlashinferCombineInput, FlashinferDispatchOutput
 from tests.emulators import layouts, numbers

@@ -12,13 +12,13 @@ from moe import (
     Topology,
     UnsupportedPathError,
 )
-from moe.backends.base import Device
 from moe.backends.flashinfer.cutedsl import (
     CuteDslLayout,
     DownGemmOverlap,
 )
 from moe.choose.select import choose_backend
 from moe.config import DispatchFormat
+from moe.device import Device
 from moe.types import RowsCombineInput
 from tests.emulators import layouts, numbers
 from tests.emulators.cutedsl import CutedslEmulator, install_cutedsl

@@ -16,8 +16,8 @@ from moe import (
     Topology,
     UnsupportedPathError,
 )
-from moe.backends.base import Device
 from moe.backends.flashinfer.cutlass import FlashinferCutlassBackend
+from moe.device import Device
 from moe.errors import WeightFormatError
 from moe.formats import Bf16Weight, ExpertWeights
 from tests.emulators.cutlass import CutlassEmulator, install_cutlass
@@ -137,7 +137,7 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     b13, b2 = hostile.biases(E, H, I)
     with pytest.raises(WeightFormatError, match="biases"):
         run(ExpertWeights(w13=block.w13, w2=block.w2, b13=b13, b2=b2), Topology())
-    with pytest.raises(UnsupportedPathError, match="nvfp4 does not run on cpu, which is sm90"):
+    with pytest.raises(UnsupportedPathError, match="nvfp4 on sm90 is not supported; it runs on sm100, sm103"):
         run(hostile.quantized_experts("nvfp4", E, H, I, x=X), Topology())
     runner = MoeRunner(MoeBackend.FLASHINFER_CUTLASS, MoeA2ABackend.NONE, config_for(block))
     with pytest.raises(MoeConfigError, match="cannot run a object"):

@@ -5,8 +5,8 @@ import hashlib
 import pytest
 import torch
 
+from moe.backends.flashinfer.trtllm_layout import pack_topk
 from moe.layouts import rows as ours
-from moe.layouts.trtllm import pack_topk
 from moe.routing import StandardTopK
 from tests.emulators import layouts, numbers
 from tests.emulators.device import import_flashinfer

@@ -19,9 +19,9 @@ from moe import (
     Topology,
     UnsupportedPathError,
 )
-from moe.backends.base import Device
 from moe.backends.flashinfer.mxfp4 import FlashinferMxfp4Backend, FlashinferMxfp4Sm90QuantInfo
 from moe.config import RoutingConfig, RoutingMethod
+from moe.device import Device
 from moe.errors import WeightFormatError
 from moe.formats import Bf16Weight, ExpertWeights, Mxfp4Weight
 from moe.routing import route
@@ -262,7 +262,7 @@ def test_version_gate(sm90: CutlassEmulator, monkeypatch: pytest.MonkeyPatch, in
 
 
 def test_supports_answers_without_a_device() -> None:
-    config = hostile.make_config(E, H, I)
+    config = hostile.make_config(E, H, I, has_biases=True)
     none = MoeA2ABackend.NONE
     for arch in ("sm90", "sm100", "sm103"):
         assert BACKEND.supports(Device(arch=arch), "mxfp4", none, config) is None
@@ -271,11 +271,12 @@ def test_supports_answers_without_a_device() -> None:
         "fp8_block": BACKEND.supports(Device(arch="sm90"), "fp8_block", none, config),
         "deepep": BACKEND.supports(Device(arch="sm90"), "mxfp4", MoeA2ABackend.DEEPEP, config),
         "float32": BACKEND.supports(
-            Device(arch="sm90"), "mxfp4", none, hostile.make_config(E, H, I, dtype=torch.float32)
+            Device(arch="sm90"), "mxfp4", none, hostile.make_config(E, H, I, dtype=torch.float32, has_biases=True)
         ),
         "no_combine": BACKEND.supports(
-            Device(arch="sm90"), "mxfp4", none, hostile.make_config(E, H, I, no_combine=True)
+            Device(arch="sm90"), "mxfp4", none, hostile.make_config(E, H, I, no_combine=True, has_biases=True)
         ),
+        "multiple of 128": BACKEND.supports(Device(arch="sm90"), "mxfp4", none, hostile.make_config(E, H, I)),
     }
     for word, reason in reasons.items():
         assert word in str(reason)

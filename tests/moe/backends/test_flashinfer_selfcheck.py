@@ -144,7 +144,7 @@ def test_backends_answer_without_importing_flashinfer() -> None:
     code = (
         "import sys\n"
         "from moe import ExpertShape, MoeA2ABackend, MoeBackend, MoeRunnerConfig\n"
-        "from moe.backends.base import Device\n"
+        "from moe.device import Device\n"
         "from moe.registry import load_backend\n"
         "shape = ExpertShape(num_experts=4, hidden_size=256, intermediate_size=256, top_k=2)\n"
         "config = MoeRunnerConfig(shape=shape)\n"

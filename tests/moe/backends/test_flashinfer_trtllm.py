@@ -16,10 +16,10 @@ from moe import (
     Topology,
     UnsupportedPathError,
 )
-from moe.backends.base import Device
 from moe.backends.flashinfer import common as flashinfer_common
 from moe.backends.flashinfer.trtllm import FlashinferTrtllmBackend, forced_logits_dtype
 from moe.config import RoutingConfig, RoutingMethod
+from moe.device import Device
 from moe.errors import WeightFormatError
 from moe.formats import ExpertWeights
 from moe.routing import route
@@ -228,7 +228,7 @@ def test_refusals(kernel: TrtllmEmulator) -> None:
 def test_routing_the_kernel_lacks(changes: dict[str, object], message: str) -> None:
     rules = RoutingConfig(**({"num_experts": E, "top_k": K} | changes))  # type: ignore[arg-type]
     config = hostile.make_config(rules.num_experts, H, I, rules.top_k, routing=rules)
-    assert message in str(BACKEND.refuses(config))
+    assert message in str(BACKEND.unsupported_reason(config))
     with pytest.raises(UnsupportedPathError, match=message):
         MoeRunner(MoeBackend.FLASHINFER_TRTLLM, MoeA2ABackend.NONE, config)
 

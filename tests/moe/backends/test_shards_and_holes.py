@@ -55,7 +55,7 @@ def run(backend: MoeBackend, experts: ExpertWeights, x: torch.Tensor, topk: Stan
 
 
 def reference(backend: MoeBackend, x: torch.Tensor, topk: StandardTopK, experts: ExpertWeights) -> torch.Tensor:
-    quantize = load_backend(backend).activation_quant.get(experts.format_name)
+    quantize = load_backend(backend).formats[experts.format_name].activation_quant
     return reference_moe(x, topk, experts, PLAIN, quantize_input=quantize)
 
 

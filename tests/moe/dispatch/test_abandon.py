@@ -6,23 +6,16 @@ import pytest
 import torch
 
 from moe import StandardTopK
+from moe.config import DispatchDtype
 from moe.dispatch.base import abandon
 from moe.dispatch.deepep import DeepepBuffer, DeepepDispatcher
 from moe.dispatch.deepep_settings import DeepepMode, DeepepSettings, EpShape
-from moe.dispatch.dtype import DispatchDtype
 from moe.dispatch.flashinfer import FlashinferDispatcher, build_alltoall
 from moe.dispatch.mooncake import MooncakeBuffer
 from moe.dispatch.mori import MoriBuffer, MoriDispatcher, MoriSettings
 from moe.dispatch.nixl import NixlBuffer
 from moe.dispatch.standard import StandardDispatcher
 from moe.errors import TransportStateError
-from moe.types import (
-    DeepepLlCombineInput,
-    FlashinferCombineInput,
-    MoriLlCombineInput,
-    MoriNormalCombineInput,
-    StandardCombineInput,
-)
 from tests.emulators.alltoall import install_alltoall
 from tests.emulators.low_latency import install_low_latency
 from tests.emulators.mori import install_mori
@@ -45,20 +38,17 @@ def low_latency(kind: type[DeepepBuffer], rank: Rank) -> tuple[Any, Any]:
     shape = EpShape(hidden_size=H, num_experts=E, top_k=K, ep_size=rank.size())
     settings = DeepepSettings(mode=DeepepMode.LOW_LATENCY, max_dispatch_tokens=LIMIT)
     buffer = kind(rank, settings, shape, sends_fp8=False)
-    return DeepepDispatcher(buffer, DispatchDtype.BF16), lambda got: DeepepLlCombineInput(
-        got.hidden_states, got.topk_ids, got.topk_weights
-    )
+    return DeepepDispatcher(buffer, DispatchDtype.BF16), lambda got: got.result(got.hidden_states, is_partial=False)
 
 
 def mori(rank: Rank, *, is_low_latency: bool) -> tuple[Any, Any]:
     shape = EpShape(hidden_size=H, num_experts=E, top_k=K, ep_size=rank.size())
     settings = MoriSettings(low_latency=is_low_latency, max_dispatch_tokens=LIMIT)
-    kind = MoriLlCombineInput if is_low_latency else MoriNormalCombineInput
     own = range(rank.rank() * (E // 2), (rank.rank() + 1) * (E // 2))
 
     def experts(got: Any) -> Any:
         rows = weighted(got.hidden_states, got.topk_ids, got.topk_weights, own)
-        return kind(rows, got.origin_topk_ids, got.origin_topk_weights)
+        return got.result(rows, is_partial=False)
 
     return MoriDispatcher(MoriBuffer(rank, settings, shape, DispatchDtype.BF16)), experts
 
@@ -69,7 +59,7 @@ def flashinfer(rank: Rank) -> tuple[Any, Any]:
 
     def experts(got: Any) -> Any:
         topk = got.topk_output
-        return FlashinferCombineInput(weighted(got.hidden_states, topk.ids, topk.weights, own))
+        return got.result(weighted(got.hidden_states, topk.ids, topk.weights, own), is_partial=False)
 
     return FlashinferDispatcher(build_alltoall(rank, shape, LIMIT), rank.rank(), shape, LIMIT), experts
 
@@ -83,7 +73,7 @@ def standard(rank: Rank) -> tuple[Any, Any]:
 
     def experts(got: Any) -> Any:
         topk = got.topk_output
-        return StandardCombineInput(weighted(got.hidden_states, topk.ids, topk.weights, own), is_partial=True)
+        return got.result(weighted(got.hidden_states, topk.ids, topk.weights, own), is_partial=True)
 
     return StandardDispatcher(reduce), experts
 

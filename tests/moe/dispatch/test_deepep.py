@@ -9,10 +9,10 @@ import torch
 
 from moe import Activation, MoeA2ABackend, MoeBackend, StandardTopK, registry
 from moe.check.reference import reference_moe
+from moe.config import DispatchDtype
 from moe.dispatch import deepep
 from moe.dispatch.deepep import DeepepBuffer, DeepepDispatcher
 from moe.dispatch.deepep_settings import DeepepMode, DeepepSettings, EpShape
-from moe.dispatch.dtype import DispatchDtype
 from moe.errors import MoeConfigError, TransportStateError, UnsupportedPathError
 from moe.formats import Bf16Weight, ExpertWeights, Mxfp4Weight
 from moe.types import DeepepLlDispatchOutput, RowsCombineInput

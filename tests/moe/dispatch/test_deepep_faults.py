@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from moe.config import DispatchDtype
 from moe.dispatch.deepep import DeepepBuffer, DeepepDispatcher
 from moe.dispatch.deepep_settings import DeepepMode, DeepepSettings, EpShape
-from moe.dispatch.dtype import DispatchDtype
 from moe.errors import TransportStateError
-from moe.types import DeepepLlCombineInput, DeepepLlDispatchOutput, DeepepNormalCombineInput, StandardTopK
+from moe.routing import StandardTopK
+from moe.types import DeepepLlDispatchOutput
 from tests.emulators.deepep import Buffer, install_deepep
 from tests.emulators.double_buffer import capturing
 from tests.emulators.ranks import Rank, run_ranks
@@ -46,9 +47,9 @@ def own_inputs(rank: Rank) -> Inputs:
 def identity(dispatched: Any) -> Any:
     """What experts that change nothing hand back; normal mode's multiply by their weights."""
     if isinstance(dispatched, DeepepLlDispatchOutput):
-        return DeepepLlCombineInput(dispatched.hidden_states, dispatched.topk_ids, dispatched.topk_weights)
+        return dispatched.result(dispatched.hidden_states, is_partial=False)
     weight_R1 = (dispatched.topk_weights * (dispatched.topk_ids >= 0)).sum(1, keepdim=True)
-    return DeepepNormalCombineInput(dispatched.hidden_states * weight_R1, dispatched.topk_ids, dispatched.topk_weights)
+    return dispatched.result(dispatched.hidden_states * weight_R1, is_partial=False)
 
 
 def step(dispatcher: DeepepDispatcher, inputs: Inputs, *, is_decode: bool = True) -> torch.Tensor:
@@ -274,7 +275,7 @@ def test_results_written_like_the_received_rows_travel_without_a_copy(hidden: in
         rows_EMH = wide_EMH[..., :hidden]
         assert rows_EMH.stride() == x_EMH.stride()
         rows_EMH.copy_(x_EMH)
-        out_TH = dispatcher.combine(DeepepLlCombineInput(rows_EMH, dispatched.topk_ids, dispatched.topk_weights))
+        out_TH = dispatcher.combine(dispatched.result(rows_EMH, is_partial=False))
         name, sent = dispatcher.buffer.raw.calls[-1]
         assert (name, sent["address"]) == ("low_latency_combine", rows_EMH.data_ptr())
         want_TH = inputs[0] * (inputs[1].weights * (inputs[1].ids >= 0)).sum(1, keepdim=True)

@@ -7,10 +7,9 @@ import torch
 
 from moe import Activation, MoeA2ABackend, MoeBackend, MoeRunner, Topology
 from moe.backends.flashinfer.cutedsl import FlashinferCutedslBackend
-from moe.config import DispatchFormat
+from moe.config import DispatchDtype, DispatchFormat
 from moe.dispatch.deepep import DeepepBuffer, DeepepDispatcher
 from moe.dispatch.deepep_settings import DeepepMode, DeepepSettings, EpShape
-from moe.dispatch.dtype import DispatchDtype, choose_dispatch_dtype
 from moe.errors import MoeConfigError, UnsupportedPathError
 from tests.emulators.cutedsl import install_cutedsl
 from tests.emulators.deepep import install_deepep
@@ -43,9 +42,10 @@ def outputs_of(dispatch_dtype: DispatchDtype, num_tokens: list[int]) -> tuple[li
         info = BACKEND.prepare(part, config, topology)
         runner = MoeRunner(CUTEDSL, DEEPEP, config, dispatch_formats=(DispatchFormat.DEEPEP_LL,))
         buffer = buffer_for(rank)
-        chosen = choose_dispatch_dtype(
-            CUTEDSL, DispatchFormat.DEEPEP_LL, "nvfp4", knows_input_scale=True, can_send_nvfp4=buffer.can_send_nvfp4
-        )
+        chosen = BACKEND.dispatch_dtype(
+            DispatchFormat.DEEPEP_LL, "nvfp4", topology.device,
+            knows_input_scale=True, can_send_nvfp4=buffer.can_send_nvfp4,
+        )  # fmt: skip
         assert chosen is dispatch_dtype
         multiplier = info.input_quant.flatten()[:1] if dispatch_dtype is DispatchDtype.NVFP4 else None
         dispatcher = DeepepDispatcher(buffer, dispatch_dtype, input_multiplier=multiplier)

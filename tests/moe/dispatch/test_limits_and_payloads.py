@@ -1,8 +1,9 @@
 """DeepEP's limits and the payload choice: pure functions, as tables."""
 
 import pytest
+import torch
 
-from moe.config import DispatchFormat, MoeBackend
+from moe.config import DispatchDtype, DispatchFormat, MoeBackend
 from moe.dispatch.deepep_settings import (
     DeepepMode,
     DeepepSettings,
@@ -13,8 +14,8 @@ from moe.dispatch.deepep_settings import (
     queue_depth_to_ask_for,
     why_not_capturable,
 )
-from moe.dispatch.dtype import DispatchDtype, choose_dispatch_dtype, expert_alignment
-from moe.errors import MoeConfigError, MoeError, UnsupportedPathError
+from moe.errors import MoeConfigError, UnsupportedPathError
+from moe.registry import BACKEND_MODULES, load_backend
 
 LL, NORMAL, AUTO = DeepepMode.LOW_LATENCY, DeepepMode.NORMAL, DeepepMode.AUTO
 
@@ -128,10 +129,11 @@ LOW, NORM, STD = DispatchFormat.DEEPEP_LL, DispatchFormat.DEEPEP_NORMAL, Dispatc
 MORI, MORI_LL, FLASH = DispatchFormat.MORI_NORMAL, DispatchFormat.MORI_LL, DispatchFormat.FLASHINFER
 DEEP_GEMM, CUTEDSL, AITER = MoeBackend.DEEP_GEMM, MoeBackend.FLASHINFER_CUTEDSL, MoeBackend.AITER
 TORCH, TRITON = MoeBackend.TORCH, MoeBackend.TRITON
+CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(
-    ("backend", "layout", "weights", "ue8m0", "scale", "option", "dispatch_dtype"),
+    ("backend", "layout", "weights", "is_blackwell", "scale", "option", "dispatch_dtype"),
     [
         (TORCH, LOW, "fp8_block", False, False, False, "bf16"),
         (TORCH, NORM, "mxfp4", False, False, True, "bf16"),
@@ -160,34 +162,41 @@ TORCH, TRITON = MoeBackend.TORCH, MoeBackend.TRITON
         (AITER, STD, "fp8_block", False, False, False, "bf16"),
     ],
 )
-def test_payload_truth_table(
+def test_dispatch_dtype_truth_table(
+    monkeypatch: pytest.MonkeyPatch,
     backend: MoeBackend,
     layout: DispatchFormat,
     weights: str,
-    ue8m0: bool,
+    is_blackwell: bool,
     scale: bool,
     option: bool,
     dispatch_dtype: str,
 ) -> None:
-    chosen = choose_dispatch_dtype(
-        backend, layout, weights, ue8m0_scales=ue8m0, knows_input_scale=scale, can_send_nvfp4=option
-    )
+    pretend(monkeypatch, is_blackwell)
+    chosen = load_backend(backend).dispatch_dtype(layout, weights, CPU, knows_input_scale=scale, can_send_nvfp4=option)
     assert chosen is DispatchDtype(dispatch_dtype)
 
 
-def test_every_backend_that_does_not_read_fp8_gets_bf16_from_deepep() -> None:
-    for backend in MoeBackend:
+@pytest.mark.parametrize("is_blackwell", [False, True])
+def test_every_backend_that_does_not_read_fp8_gets_bf16_from_deepep(
+    monkeypatch: pytest.MonkeyPatch, is_blackwell: bool
+) -> None:
+    """Power-of-two scales are DeepGEMM's alone, on SM100."""
+    pretend(monkeypatch, is_blackwell)
+    fp8 = DispatchDtype.FP8_UE8M0 if is_blackwell else DispatchDtype.FP8
+    for backend in BACKEND_MODULES:
         for layout in (LOW, NORM):
             for weights in ("bf16", "fp8_block", "fp8_tensor", "mxfp4", "nvfp4"):
-                dispatch_dtype = choose_dispatch_dtype(backend, layout, weights)
-                assert dispatch_dtype.is_fp8 == (backend is DEEP_GEMM)
+                dispatch_dtype = load_backend(backend).dispatch_dtype(layout, weights, CPU)
+                assert dispatch_dtype is (fp8 if backend is DEEP_GEMM else DispatchDtype.BF16)
 
 
-def test_power_of_two_scales_are_deep_gemms_alone() -> None:
-    for backend in set(MoeBackend) - {DEEP_GEMM}:
-        with pytest.raises(MoeError, match="only deep_gemm"):
-            choose_dispatch_dtype(backend, LOW, "nvfp4", ue8m0_scales=True)
+def pretend(monkeypatch: pytest.MonkeyPatch, is_blackwell: bool) -> None:
+    capability = (10, 0) if is_blackwell else (9, 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
 
 
-def test_expert_alignment() -> None:
-    assert [expert_alignment(backend) for backend in (DEEP_GEMM, TORCH, AITER)] == [128, 1, 1]
+def test_expert_alignment_and_row_multiples() -> None:
+    backends = [load_backend(backend) for backend in (DEEP_GEMM, CUTEDSL, TORCH, AITER)]
+    assert [backend.expert_alignment for backend in backends] == [128, 1, 1, 1]
+    assert [backend.row_multiple for backend in backends] == [4, 128, 4, 4]

@@ -12,15 +12,15 @@ import torch
 from moe import MoeA2ABackend, MoeBackend, Topology
 from moe.backends.torch.backend import TorchBackend, TorchRunnerCore, standard_to_torch
 from moe.check.reference import reference_moe
-from moe.config import DispatchFormat
+from moe.config import DispatchDtype, DispatchFormat
 from moe.dispatch.deepep import DeepepBuffer, DeepepDispatcher
 from moe.dispatch.deepep_settings import DeepepMode, DeepepSettings, EpShape
-from moe.dispatch.dtype import DispatchDtype, choose_dispatch_dtype
 from moe.dispatch.flashinfer import FlashinferDispatcher, build_alltoall, group_communicator
 from moe.dispatch.mooncake import MooncakeBuffer
 from moe.dispatch.nixl import NixlBuffer
 from moe.errors import MoeConfigError, TransportStateError, UnsupportedPathError
 from moe.formats import ExpertWeights, Fp8BlockWeight, Mxfp4Weight, activation_quant
+from moe.registry import load_backend
 from moe.routing import StandardTopK
 from moe.types import FlashinferCombineInput, RunState, StandardDispatchOutput
 from tests.emulators import alltoall
@@ -69,7 +69,9 @@ def test_low_latency_libraries_with_deep_gemm(monkeypatch: pytest.MonkeyPatch, a
     w13, w2 = hostile.dense_experts(E, H, 128)
     experts = ExpertWeights(w13=Fp8BlockWeight.quantize(w13), w2=Fp8BlockWeight.quantize(w2))
     inputs = several_ranks.rank_inputs([4, 3], H, torch.bfloat16)
-    dispatch_dtype = choose_dispatch_dtype(MoeBackend.DEEP_GEMM, DispatchFormat.DEEPEP_LL, "fp8_block")
+    dispatch_dtype = load_backend(MoeBackend.DEEP_GEMM).dispatch_dtype(
+        DispatchFormat.DEEPEP_LL, "fp8_block", torch.device("cpu")
+    )
     outputs = several_ranks.run_layer(
         experts, inputs, backend=MoeBackend.DEEP_GEMM, a2a=a2a, formats=a2a.dispatch_formats, dtype=torch.bfloat16,
         dispatcher_for=lambda rank, config: dispatcher(BUFFERS[a2a], rank, dispatch_dtype),

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from moe import MoeA2ABackend, MoeBackend, SelfCheckError, Topology
+from moe import MoeA2ABackend, SelfCheckError, Topology
+from moe.config import DispatchDtype
 from moe.dispatch import transport
 from moe.dispatch.deepep import DeepepDispatcher
 from moe.dispatch.deepep_settings import DeepepMode, DeepepSettings
-from moe.dispatch.dtype import DispatchDtype
 from moe.dispatch.round_trip import TOLERANCES, check_round_trip
 from moe.dispatch.transport import DispatchSpec, build_transport, dispatch_formats
 from moe.errors import MoeConfigError, UnsupportedPathError
@@ -58,9 +58,8 @@ def round_trip(
             group=rank,
             settings=settings,
             dispatch_dtypes={dispatch_dtype},
-            backends={MoeBackend.DEEP_GEMM},
         )
-        dispatcher = built.dispatcher(DispatchSpec(backend=MoeBackend.DEEP_GEMM, dispatch_dtype=dispatch_dtype))
+        dispatcher = built.dispatcher(DispatchSpec(dispatch_dtype=dispatch_dtype))
         spoil(dispatcher)
         return check_round_trip(dispatcher, dispatch_formats(a2a, mode), config, topology, max_num_tokens=LIMIT)
 
@@ -159,7 +158,7 @@ def build(a2a: MoeA2ABackend, group: Any, **changes: Any) -> None:
         "ep_size": 2,
         "max_num_tokens": LIMIT,
         "dispatch_dtypes": {DispatchDtype.BF16},
-        "backends": {MoeBackend.TORCH},
+        "row_multiple": 4,
     } | changes
     topology = Topology(tp_size=settings["tp_size"], ep_size=settings["ep_size"], a2a=a2a)
     config = rank_config(
@@ -173,7 +172,7 @@ def build(a2a: MoeA2ABackend, group: Any, **changes: Any) -> None:
         group=group,
         settings=deepep,
         dispatch_dtypes=settings["dispatch_dtypes"],
-        backends=settings["backends"],
+        row_multiple=settings["row_multiple"],
     )
 
 
@@ -197,7 +196,7 @@ class Group:
         (DEEPEP, Group(4), {"tp_size": 2}, UnsupportedPathError, "--tensor-parallel-size of the experts is 2"),
         (DEEPEP, Group(2), {"max_num_tokens": 9}, MoeConfigError, "--deepep-max-dispatch-tokens is 8, but a step may"),
         (
-            DEEPEP, Group(2), {"backends": {MoeBackend.FLASHINFER_CUTEDSL}}, MoeConfigError,
+            DEEPEP, Group(2), {"row_multiple": 128}, MoeConfigError,
             "is 8: times 2 ranks it must be a multiple of 128, for the layout of the scales, but is 16",
         ),
         (

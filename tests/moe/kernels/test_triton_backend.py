@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from moe import MoeA2ABackend, MoeBackend, MoeConfigError, MoeRunner, UnsupportedPathError
-from moe.backends.base import Device
 from moe.backends.triton import plans as triton_plans
 from moe.backends.triton.backend import TritonBackend
 from moe.backends.triton.plans import LayerShape, PlanTable, plans_for
 from moe.config import DispatchFormat
+from moe.device import Device
 from moe.formats import Bf16Weight, ExpertWeights, activation_quant
 from moe.kernels.plan import MAX_DIRECT_SLOTS, Plan
 from moe.tables import read_entries

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from moe import MoeConfigError, Topology
+from moe.backend import Tactic
 from moe.backends.triton.backend import TritonBackend, TritonMoeQuantInfo
 from moe.backends.triton.plans import LayerShape, PlanTable, plans_for
 from moe.backends.triton.tactics import plan_from_text, plan_text, proposals, table_of
 from moe.formats import Bf16Weight, ExpertWeights
 from moe.kernels.plan import MAX_DIRECT_SLOTS, Plan
-from moe.tune.cache import Tactic
 from tests.moe.backends import hostile
 from tests.moe.configs import rank_config
 

@@ -1,0 +1,347 @@
+"""What a backend is: it declares what its kernels take, and lays canonical weights out for them.
+
+What is true of one backend stands in its own module. Selection, self-check, tuning and transports read it here.
+"""
+
+import importlib.util
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import ClassVar, Generic, Protocol, TypeVar, final
+
+import torch
+
+from moe.config import (
+    Activation,
+    DispatchDtype,
+    DispatchFormat,
+    MoeA2ABackend,
+    MoeBackend,
+    MoeRunnerConfig,
+)
+from moe.device import Device, arch_of
+from moe.errors import MoeConfigError, UnsupportedPathError, WeightFormatError
+from moe.formats import ExpertWeights, Weight
+from moe.formats.activation_quant import ActivationQuant
+from moe.formats.sizes import expert_bytes
+from moe.packages import not_installed
+from moe.topology import Topology
+from moe.types import MoeQuantInfo, Quantize, RunState
+
+Tactic = str
+TacticTable = dict[str, Tactic]  # number of tokens, as text, to the tactic for up to that many
+Info = TypeVar("Info", bound=MoeQuantInfo)
+W = TypeVar("W", bound=Weight)
+
+# The relative error allowed against the reference, for the worst few tokens and block of 128 outputs. It suits bf16
+# activations and results: 7e-3 is seen, and a row of scales off by a factor of 2 gives 2e-2 and more.
+BF16_TOLERANCE = 1.5e-2
+PLAIN_SWIGLU = (Activation(),)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FormatSupport:
+    """What a backend's kernels take in one number format.
+
+    archs: devices they run on; None for any. multiples: what a rank's hidden and intermediate size must be positive
+    multiples of; None if any size does. activations: those they compute; None for any. activation_quant: how they round
+    the inputs of both GEMMs; None if they do not. tolerance: the relative error that the self-check allows.
+    """
+
+    archs: tuple[str, ...] | None = None
+    multiples: tuple[int, int] | None = None
+    takes_biases: bool = False
+    activations: tuple[Activation, ...] | None = PLAIN_SWIGLU
+    activation_quant: ActivationQuant | None = None
+    tolerance: float = BF16_TOLERANCE
+
+    def takes(self, activation: Activation) -> bool:
+        """Whether the kernels compute it."""
+        return self.activations is None or activation in self.activations
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckCase:
+    """One way in which a backend may run a layer, and what the self-check compares it with.
+
+    quant_info: the layer, made to run this way whatever the number of tokens.
+    activation_quant, tolerance: of the reference; see `FormatSupport`.
+    max_tokens: the most tokens that are run this way, None for any number.
+    rows_at_one_expert: token counts to send to one expert in one call, because the kernels branch on that number.
+    name: told where this way is wrong; empty if there is no other.
+    """
+
+    quant_info: MoeQuantInfo
+    quantize_input: ActivationQuant | None
+    tolerance: float
+    max_tokens: int | None = None
+    rows_at_one_expert: tuple[int, ...] = ()
+    name: str = ""
+
+
+class LibraryTuning(Protocol):
+    """Opens a context in which a kernel library tunes itself."""
+
+    def __call__(self, cache_file: Path | None, *, measure: bool) -> AbstractContextManager[object]:
+        """Reads `cache_file`; with `measure`, calls inside are measured and the results written to the file."""
+
+
+class Backend(ABC, Generic[Info]):
+    """A kernel family. Instances hold no state. `Info` is what it makes of one layer's weights.
+
+    name: its member of `MoeBackend`.
+    auto_order: its place in `auto` among backends that nobody measured, lowest first.
+    hardware: where it runs, for people.
+    package: what must be importable for the kernels to run (`moe.packages` says where it comes from); None for torch.
+    formats: by number format, what the kernels take.
+    transports: those whose layouts it takes. tunable_with: those with which its tactics can be tuned.
+    dtypes: what it computes in; None for any.
+    routes_inside: it prefers router logits (BypassedTopK) to ids and weights.
+    expert_alignment: DeepEP's normal mode rounds the rows of an expert up to a multiple of it.
+    row_multiple: the rows per expert of low latency (ranks times token limit) must be a multiple of it.
+    compiles_tactics: a tactic's first run compiles it, which several threads may do at once.
+    is_capturable: a run on one rank has been seen to work in a CUDA graph.
+    """
+
+    name: ClassVar[MoeBackend]
+    auto_order: ClassVar[int]
+    hardware: ClassVar[str]
+    package: ClassVar[str | None] = None
+    formats: ClassVar[Mapping[str, FormatSupport]]
+    transports: ClassVar[tuple[MoeA2ABackend, ...]] = (MoeA2ABackend.NONE,)
+    tunable_with: ClassVar[tuple[MoeA2ABackend, ...]] = ()
+    dtypes: ClassVar[tuple[torch.dtype, ...] | None] = (torch.bfloat16,)
+    routes_inside: ClassVar[bool] = False
+    expert_alignment: ClassVar[int] = 1
+    row_multiple: ClassVar[int] = 4
+    compiles_tactics: ClassVar[bool] = False
+    is_capturable: ClassVar[bool] = False
+
+    # ---- what can run ----
+
+    @final
+    def supports(self, device: Device, format_name: str, a2a: MoeA2ABackend, config: MoeRunnerConfig) -> str | None:
+        """None if this backend can run the path, else the reason why not. Knows no weights and needs no package."""
+        support = self.format_support(format_name, config)
+        if support is None:
+            return f"format {format_name} is not supported; it takes {', '.join(self.formats)}"
+        sizes = (config.hidden_size, config.intermediate_size)
+        return (
+            self.unsupported_arch(device.arch, format_name, support)
+            or self._unsupported_transport(a2a)
+            or _unsupported_weights(support, format_name, sizes, config.has_biases)
+            or _unsupported_activation(support, format_name, config.activation)
+            or self.unsupported_reason(config)
+        )
+
+    def format_support(self, format_name: str, config: MoeRunnerConfig) -> FormatSupport | None:
+        """What the kernels take for experts of this format; None for a format that they lack.
+
+        Overridden where it depends on the layer.
+        """
+        del config
+        return self.formats.get(format_name)
+
+    def unsupported_arch(self, arch: str, format_name: str, support: FormatSupport) -> str | None:
+        """Reason why the kernels do not run on an architecture, or None."""
+        if support.archs is None or arch in support.archs:
+            return None
+        return f"{format_name} on {arch} is not supported; it runs on {', '.join(support.archs)}"
+
+    def _unsupported_transport(self, a2a: MoeA2ABackend) -> str | None:
+        if a2a in self.transports:
+            return None
+        return f"transport {a2a} is not supported; use --moe-a2a-backend {', '.join(self.transports)}"
+
+    def unsupported_reason(self, config: MoeRunnerConfig) -> str | None:
+        """Reason why a setting would be ignored by this backend in every number format, or None."""
+        if not any(support.takes(config.activation) for support in self.formats.values()):
+            return f"only plain SwiGLU is supported, not {config.activation}"
+        if self.dtypes is not None and config.dtype not in self.dtypes:
+            known = ", ".join(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
+            return f"dtype {config.dtype} is not supported: the kernels take and give {known}"
+        if config.no_combine:
+            return "no_combine is not supported: the kernel sums a token's experts itself"
+        if config.apply_router_weight_on_input:
+            return "apply_router_weight_on_input is not supported: router weights multiply the expert output"
+        return None
+
+    @final
+    def is_installed(self) -> bool:
+        """True if `package` can be imported here; nothing is imported to find out."""
+        if self.package is None:
+            return True
+        if self.package in sys.modules:
+            return sys.modules[self.package] is not None
+        return importlib.util.find_spec(self.package) is not None
+
+    def missing_package(self) -> str | None:
+        """What must be installed before weights can be laid out, and how to get it, as the object of "needs"."""
+        return None if self.package is None or self.is_installed() else not_installed(self.package)
+
+    def lacks(self) -> str | None:
+        """What this machine lacks to run the kernels on its GPU, as the object of "needs": a compiler, say."""
+        return self.missing_package()
+
+    # ---- weights ----
+
+    @final
+    def prepare(self, experts: ExpertWeights, config: MoeRunnerConfig, topology: Topology) -> Info:
+        """Process canonical weights into this backend's quant info, once, at load.
+
+        Raises:
+            UnsupportedPathError: a missing package, or a device, activation or setting that the kernels lack.
+            WeightFormatError: a number format, biases or sizes that the kernels do not take.
+        """
+        name = experts.format_name
+        config = replace(config, has_biases=experts.b13 is not None)
+        support = self.format_support(name, config)
+        if support is None:
+            raise WeightFormatError(f"{self.name} takes {', '.join(self.formats)} experts, got {name}")
+        sizes = (experts.hidden_size, experts.intermediate_size)
+        wrong_weights = _unsupported_weights(support, name, sizes, config.has_biases)
+        if wrong_weights is not None:
+            raise WeightFormatError(f"--moe-backend {self.name}: {wrong_weights}")
+        wrong_layer = _unsupported_activation(support, name, config.activation) or self.unsupported_reason(config)
+        if wrong_layer is not None:
+            raise UnsupportedPathError(f"--moe-backend {self.name}: {wrong_layer}")
+        missing = self.missing_package()
+        if missing is not None:
+            raise UnsupportedPathError(f"--moe-backend {self.name} needs {missing}")
+        arch = self.arch_of(topology.device)
+        wrong_arch = None if arch is None else self.unsupported_arch(arch, name, support)
+        if wrong_arch is not None:
+            raise UnsupportedPathError(f"--moe-backend {self.name}: {wrong_arch}")
+        return self.lay_out(experts, config, topology)
+
+    @abstractmethod
+    def lay_out(self, experts: ExpertWeights, config: MoeRunnerConfig, topology: Topology) -> Info:
+        """`prepare` after its checks: put weights that the kernels take into their form, on `topology.device`."""
+
+    def layer_bytes(self, format_name: str, config: MoeRunnerConfig, device: Device) -> int:
+        """Bytes of one layer's processed experts on a rank, known before any weight is read; here as stored."""
+        del device
+        bias_itemsize = config.dtype.itemsize if config.has_biases else 0
+        sizes = (config.hidden_size, config.intermediate_size)
+        return config.num_local_experts * expert_bytes(format_name, *sizes, bias_itemsize)
+
+    def arch_of(self, device: torch.device) -> str | None:
+        """Architecture of a device of this machine; None where weights may be laid out on any."""
+        return arch_of(device)
+
+    def as_computed(self, experts: ExpertWeights, topology: Topology) -> ExpertWeights:
+        """The canonical experts as the kernels see them, for the reference: most kernels see them as they are."""
+        del topology
+        return experts
+
+    def check_cases(
+        self, quant_info: Info, format_name: str, config: MoeRunnerConfig, dispatch_format: DispatchFormat
+    ) -> Sequence[CheckCase]:
+        """Every way in which tokens of this layout may be run, fewest tokens first; the last takes any number."""
+        del dispatch_format
+        support = self.format_support(format_name, config) or FormatSupport()
+        return [
+            CheckCase(
+                quant_info=quant_info, quantize_input=support.activation_quant, tolerance=support.tolerance
+            )
+        ]  # fmt: skip
+
+    # ---- tokens ----
+
+    def router_logits_dtype(self, format_name: str) -> torch.dtype:
+        """What the gate hands out where `--router-logits-dtype` is unset; it accumulates in fp32 anyway."""
+        del format_name
+        return torch.float32
+
+    def dispatch_dtype(
+        self,
+        dispatch_format: DispatchFormat,
+        format_name: str,
+        device: torch.device,
+        *,
+        knows_input_scale: bool = False,
+        can_send_nvfp4: bool = False,
+    ) -> DispatchDtype:
+        """In which number format a transport sends tokens: what these kernels would only convert back travels as bf16.
+
+        knows_input_scale: the checkpoint gives the static NVFP4 scale. can_send_nvfp4: the transport has the option.
+        """
+        del dispatch_format, format_name, device, knows_input_scale, can_send_nvfp4
+        return DispatchDtype.BF16
+
+    def dispatch_quantizer(self, quant_info: Info) -> Quantize | None:
+        """What makes NVFP4 tokens for a transport that only sends them; None if this backend's transport does it."""
+        del quant_info
+        return None
+
+    # ---- tuning ----
+
+    def tactics(
+        self, quant_info: Info, config: MoeRunnerConfig, num_tokens: int, measured: Mapping[Tactic, float]
+    ) -> Sequence[Tactic]:
+        """What to measure next for so many tokens, the untuned way first; nothing more: empty.
+
+        `measured`: seconds by tactic so far, infinite for one that does not run. The answer depends on nothing else, so
+        that all ranks get the same.
+        """
+        del quant_info, config, num_tokens, measured
+        return ()
+
+    def with_choice(self, quant_info: Info, choice: TacticTable) -> Info:
+        """The same weights, run with the chosen tactics.
+
+        Raises:
+            MoeConfigError: a text that names no tactic.
+        """
+        del quant_info
+        raise MoeConfigError(f"{type(self).__name__} has no tactics, got {choice}")
+
+    def library_tuning(self, quant_info: Info) -> LibraryTuning | None:
+        """The library's own tuning, for kernels whose tactics it chooses and keeps; None for all others."""
+        del quant_info
+        return None
+
+
+def _unsupported_weights(
+    support: FormatSupport, format_name: str, sizes: tuple[int, int], has_biases: bool
+) -> str | None:
+    """Reason why a rank's weights cannot be laid out, or None. `sizes`: hidden and intermediate."""
+    if has_biases and not support.takes_biases:
+        return f"{format_name} experts with biases are not supported"
+    if support.multiples is None:
+        return None
+    for name, size, multiple in zip(("hidden_size", "intermediate_size"), sizes, support.multiples, strict=True):
+        if size % multiple or not size:
+            return (
+                f"{name} of this rank is {size}, {format_name} needs a positive multiple of {multiple} "
+                "(another --moe-backend or number of tensor-parallel ranks may fit)"
+            )
+    return None
+
+
+def _unsupported_activation(support: FormatSupport, format_name: str, activation: Activation) -> str | None:
+    if support.activations is None or activation in support.activations:
+        return None
+    known = ["plain SwiGLU" if known.is_plain else str(known) for known in support.activations]
+    return f"{activation} is not supported for {format_name}, only {' or '.join(known)}"
+
+
+def matrices(experts: ExpertWeights, kind: type[W], device: torch.device) -> tuple[W, W]:
+    """(w13, w2) on a device, as weights of one format.
+
+    Raises:
+        WeightFormatError: they have another format.
+    """
+    w13, w2 = experts.w13, experts.w2
+    if not isinstance(w13, kind) or not isinstance(w2, kind):
+        raise WeightFormatError(f"{kind.format_name} experts are needed, got {experts.format_name}")
+    return w13.to(device), w2.to(device)
+
+
+def refuse_overlap(state: RunState, backend: MoeBackend) -> None:
+    """Raise where overlap arguments would be ignored."""
+    if state.overlap_args is not None:
+        raise MoeConfigError(f"--moe-backend {backend} cannot overlap its kernels with other work: unset overlap args")
