@@ -8,7 +8,7 @@ import torch
 from moe import registry
 from moe.choose.ranking import rank_backends
 from moe.config import DispatchFormat, MoeA2ABackend, MoeBackend, MoeRunnerConfig
-from moe.device import Device
+from moe.device import Device, arch_of
 from moe.errors import UnsupportedPathError
 
 logger = logging.getLogger(__name__)
@@ -119,7 +119,4 @@ def probe_device(device: torch.device) -> Device:
         raise UnsupportedPathError(f"--device {device} is not supported: use cpu or cuda")
     if not torch.cuda.is_available():
         raise UnsupportedPathError(f"--device {device}: torch sees no GPU here; use --device cpu")
-    properties = torch.cuda.get_device_properties(device)
-    if torch.version.hip:
-        return Device(arch=properties.gcnArchName.split(":")[0])
-    return Device(arch=f"sm{properties.major}{properties.minor}")
+    return Device(arch=arch_of(device))

@@ -7,7 +7,7 @@ bf16 in the usual range. Shape letters: R rows, N outputs, K inputs.
 """
 
 import warnings
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -60,7 +60,7 @@ class PackedLinear:
         return result
 
 
-def _pack_quietly(weight_NK: torch.Tensor) -> Any:
+def _pack_quietly(weight_NK: torch.Tensor) -> torch.Tensor:
     """Pack for the direct call; both of its operators warn once per process that a later torch may drop them."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="fbgemm_.* is deprecated")

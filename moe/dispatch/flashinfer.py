@@ -4,7 +4,8 @@ Shape letters: T this rank's tokens, P ranks, M token limit per rank, R = P * M 
 """
 
 import socket
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -15,14 +16,36 @@ from moe.errors import MoeConfigError, TransportStateError
 from moe.routing import StandardTopK, TopKOutput
 from moe.types import FlashinferCombineInput, FlashinferDispatchOutput, Quantize
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
 NO_EXPERT = -1
+
+
+class AllToAll(Protocol):
+    """The library's transport."""
+
+    @property
+    def dispatch(self) -> Callable[..., list[torch.Tensor]]:
+        """Payloads [T, ..] to received ones [P, M, ..]."""
+
+    @property
+    def combine(self) -> Callable[..., torch.Tensor]:
+        """Results [P, M, H] to the sums [T, H]."""
+
+
+class Communicator(Protocol):
+    """The library's link between the ranks of a group."""
+
+    def allgather(self, data: str) -> list[str]:
+        """Of all ranks."""
 
 
 class FlashinferDispatcher:
     """Dispatch and combine of one layer. The experts multiply by the router weights; ranks are added unweighted."""
 
     def __init__(
-        self, alltoall: Any, rank: int, shape: EpShape, max_tokens: int, quantize: Quantize | None = None
+        self, alltoall: AllToAll, rank: int, shape: EpShape, max_tokens: int, quantize: Quantize | None = None
     ) -> None:
         """`alltoall` comes from `build_alltoall` and may serve all layers.
 
@@ -57,8 +80,7 @@ class FlashinferDispatcher:
     def combine(self, result: FlashinferCombineInput) -> torch.Tensor:
         """[T, H] of this rank's tokens, complete."""
         payload = result.hidden_states.unflatten(0, (self._shape.ep_size, self._max_tokens))
-        out_TH: torch.Tensor = self._alltoall.combine(payload, self._max_tokens)
-        return out_TH
+        return self._alltoall.combine(payload, self._max_tokens)
 
     def abandon(self, dispatched: FlashinferDispatchOutput, dtype: torch.dtype) -> None:
         """Combine NaN in place of this rank's results; the library refuses a dispatch before a combine."""
@@ -74,7 +96,7 @@ class FlashinferDispatcher:
         """Nothing is captured."""
 
 
-def build_alltoall(group: Any, shape: EpShape, max_tokens: int) -> Any:
+def build_alltoall(group: "ProcessGroup", shape: EpShape, max_tokens: int) -> AllToAll:
     """The library's transport for this rank of `group`, the ranks that share the experts. All ranks call it together.
 
     Raises:
@@ -95,7 +117,7 @@ def build_alltoall(group: Any, shape: EpShape, max_tokens: int) -> Any:
         moe_ep_size=shape.ep_size,
         moe_tp_size=1,
     )
-    return comm.MoeAlltoAll(
+    alltoall: AllToAll = comm.MoeAlltoAll(
         mapping,
         max_tokens,
         shape.top_k,
@@ -103,9 +125,10 @@ def build_alltoall(group: Any, shape: EpShape, max_tokens: int) -> Any:
         hidden_size=shape.hidden_size,
         mnnvl_config=mnnvl.MnnvlConfig(comm_backend=ranks),
     )
+    return alltoall
 
 
-def group_communicator(mnnvl: Any, group: Any) -> Any:
+def group_communicator(mnnvl: Any, group: "ProcessGroup") -> "Communicator":
     """Exchanges memory handles over `group` of torch.distributed, instead of MPI, the library's default."""
 
     class GroupCommunicator(mnnvl.TorchDistBackend):
@@ -116,4 +139,5 @@ def group_communicator(mnnvl: Any, group: Any) -> Any:
             del color, key
             return self
 
-    return GroupCommunicator(group)
+    communicator: Communicator = GroupCommunicator(group)
+    return communicator

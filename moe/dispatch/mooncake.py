@@ -1,6 +1,7 @@
 """Mooncake's expert-parallel buffer in the shape of DeepEP's low-latency one; everything else is `deepep`."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -9,6 +10,9 @@ from moe.dispatch.base import load_library
 from moe.dispatch.deepep import DeepepBuffer
 from moe.dispatch.deepep_settings import DeepepMode, ll_hidden_size
 from moe.errors import UnsupportedPathError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 NO_TIMEOUT = -1  # a rank that never answers is the engine's business: its heartbeat ends the group
 
@@ -19,7 +23,7 @@ class MooncakeBuffer(DeepepBuffer):
     transport = MoeA2ABackend.MOONCAKE
     can_clean = False
 
-    def build(self, group: Any) -> Any:
+    def build(self, group: "ProcessGroup") -> "_Adapter":
         """The library's buffer behind DeepEP's names."""
         need_low_latency(self)
         buffer_class = load_library("mooncake.mooncake_ep_buffer", self.transport).Buffer
@@ -30,8 +34,20 @@ class MooncakeBuffer(DeepepBuffer):
         return _Adapter(buffer_class(group, num_bytes), shape.ep_size)
 
 
+class LowLatencyLibrary(Protocol):
+    """A library's buffer with DeepEP's two calls under shorter names."""
+
+    @property
+    def dispatch(self) -> Callable[..., tuple[object, ...]]:
+        """As `low_latency_dispatch`."""
+
+    @property
+    def combine(self) -> Callable[..., tuple[object, ...]]:
+        """As `low_latency_combine`."""
+
+
 class _Adapter:
-    def __init__(self, buffer: Any, num_ranks: int) -> None:
+    def __init__(self, buffer: LowLatencyLibrary, num_ranks: int) -> None:
         self._buffer = buffer
         self._num_ranks = num_ranks
         self._active_ranks: torch.Tensor | None = None
@@ -44,29 +60,27 @@ class _Adapter:
         num_experts: int,
         use_fp8: bool = True,
         return_recv_hook: bool = False,
-    ) -> tuple[Any, ...]:
+    ) -> tuple[object, ...]:
         """As DeepEP's; this library has no scale options."""
         if self._active_ranks is None:  # the kernel reads and writes it on the tokens' device
             self._active_ranks = torch.ones(self._num_ranks, dtype=torch.int32, device=x.device)
-        result: tuple[Any, ...] = self._buffer.dispatch(
+        return self._buffer.dispatch(
             x, topk_idx, self._active_ranks, num_max_dispatch_tokens_per_rank, num_experts, NO_TIMEOUT,
             use_fp8=use_fp8, return_recv_hook=return_recv_hook,
         )  # fmt: skip
-        return result
 
     def low_latency_combine(
         self,
         x: torch.Tensor,
         topk_idx: torch.Tensor,
         topk_weights: torch.Tensor,
-        handle: Any,
+        handle: object,
         return_recv_hook: bool = False,
-    ) -> tuple[Any, ...]:
+    ) -> tuple[object, ...]:
         """As DeepEP's."""
-        result: tuple[Any, ...] = self._buffer.combine(
+        return self._buffer.combine(
             x, topk_idx, topk_weights, self._active_ranks, NO_TIMEOUT, handle, return_recv_hook=return_recv_hook
         )
-        return result
 
 
 def need_low_latency(buffer: DeepepBuffer) -> None:

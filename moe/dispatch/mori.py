@@ -4,7 +4,7 @@ Shape letters: T this rank's tokens, R rows of the receive buffer, K top-k, H hi
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,6 +16,9 @@ from moe.formats.fp8 import FNUZ, FNUZ_FACTOR, to_fnuz
 from moe.formats.token_groups import GROUP, quantize_token_groups
 from moe.routing import TopKOutput
 from moe.types import MoriDispatchOutput, RowsCombineInput
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 SPLIT_KERNELS = "AsyncLL"  # one node, low latency: sending and receiving are two calls
 
@@ -42,7 +45,7 @@ class MoriBuffer:
 
     def __init__(
         self,
-        group: Any,
+        group: "ProcessGroup",
         settings: MoriSettings,
         shape: EpShape,
         dispatch_dtype: DispatchDtype,
@@ -68,7 +71,7 @@ class MoriBuffer:
         library = load_library("mori", MoeA2ABackend.MORI)
         library.shmem.shmem_torch_process_group_init(group.group_name)
         is_fp8 = dispatch_dtype is DispatchDtype.FP8
-        self.op: Any = library.ops.EpDispatchCombineOp(
+        self.op: object = library.ops.EpDispatchCombineOp(
             library.ops.EpDispatchCombineConfig(
                 data_type=fp8_dtype if is_fp8 else torch.bfloat16,
                 rank=self.rank,
@@ -125,8 +128,7 @@ class MoriDispatcher:
         """[T, H]: the first T rows of the transport's output buffer."""
         num_tokens = self.buffer.in_flight.take(result.topk_ids)
         out, _ = self._call("combine", result.hidden_states, None, result.topk_ids)
-        out_TH: torch.Tensor = out[:num_tokens]
-        return out_TH
+        return out[:num_tokens]
 
     def abandon(self, dispatched: MoriDispatchOutput, dtype: torch.dtype) -> None:
         """Combine NaN in place of this rank's results."""
@@ -143,11 +145,12 @@ class MoriDispatcher:
     def prepare_replay(self) -> None:
         """Nothing is captured."""
 
-    def _call(self, name: str, *arguments: Any) -> Any:
+    def _call(self, name: str, *arguments: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
         op = self.buffer.op
         if self.buffer.kernel != SPLIT_KERNELS:
-            return getattr(op, name)(*arguments)
-        result = getattr(op, f"{name}_send")(*arguments)
+            whole: tuple[torch.Tensor, ...] = getattr(op, name)(*arguments)
+            return whole
+        result: tuple[torch.Tensor, ...] = getattr(op, f"{name}_send")(*arguments)
         getattr(op, f"{name}_recv")()
         return result
 

@@ -1,12 +1,15 @@
 """NIXL's expert-parallel buffer in the shape of DeepEP's low-latency one; everything else is `deepep`."""
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from moe.config import MoeA2ABackend
 from moe.dispatch.base import load_library
 from moe.dispatch.deepep import DeepepBuffer
 from moe.dispatch.deepep_settings import ll_hidden_size
-from moe.dispatch.mooncake import need_low_latency
+from moe.dispatch.mooncake import LowLatencyLibrary, need_low_latency
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 class NixlBuffer(DeepepBuffer):
@@ -15,7 +18,7 @@ class NixlBuffer(DeepepBuffer):
     transport = MoeA2ABackend.NIXL
     can_clean = False
 
-    def build(self, group: Any) -> Any:
+    def build(self, group: "ProcessGroup") -> "_Adapter":
         """The library's buffer, connected to all other ranks, behind DeepEP's names."""
         need_low_latency(self)
         buffer_class = load_library("nixl_ep", self.transport).Buffer
@@ -35,6 +38,6 @@ class _Adapter:
     Newer releases use these names too, and their `dispatch` and `combine` hide the options behind `**kwargs`.
     """
 
-    def __init__(self, buffer: Any) -> None:
+    def __init__(self, buffer: LowLatencyLibrary) -> None:
         self.low_latency_dispatch = getattr(buffer, "low_latency_dispatch", buffer.dispatch)
         self.low_latency_combine = getattr(buffer, "low_latency_combine", buffer.combine)

@@ -4,7 +4,6 @@ Shape letters: T tokens, K top-k, S slots (T*K), E local experts, H hidden, I in
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import triton
@@ -187,6 +186,6 @@ def _quantize(
     return codes.view(torch.float8_e4m3fn), scales
 
 
-def _options(plan: Plan) -> dict[str, Any]:
+def _options(plan: Plan) -> dict[str, bool]:
     """Compiler and launch options. Every kernel waits for the one before it before it reads what that one may write."""
     return {"enable_fp_fusion": True} | ({"launch_pdl": True} if plan.pdl else {})

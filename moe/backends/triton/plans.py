@@ -6,7 +6,6 @@ the same number format, at the token counts that give an expert as many rows. Me
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 from moe.errors import MoeConfigError
 from moe.kernels.plan import MAX_DIRECT_SLOTS, Plan
@@ -99,5 +98,6 @@ def _rule(shape: LayerShape) -> list[tuple[int | None, Plan]]:
 
 
 def _grouped(block_m: int) -> Plan:
-    sizes: dict[str, Any] = {"block_n_1": 128, "block_n_2": 128, "num_stages_1": 3, "num_stages_2": 3}
-    return Plan(is_direct=False, block_m=block_m, **sizes)
+    return Plan(
+        is_direct=False, block_m=block_m, block_n_1=128, block_n_2=128, num_stages_1=3, num_stages_2=3
+    )  # fmt: skip
