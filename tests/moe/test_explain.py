@@ -65,6 +65,21 @@ def test_the_mode_narrows_what_must_be_taken() -> None:
         assert "deepep" in str(reason(mode))
 
 
+def test_biases_and_activations_count() -> None:
+    """What `prepare` would refuse for a layer like GPT-OSS's is refused here, and `auto` takes what remains."""
+    gpt_oss = Activation(alpha=1.702, beta=1.0, limit=7.0)
+    config = dataclasses.replace(CONFIG, has_biases=True, activation=gpt_oss)
+    reasons = {row.backend: str(row.reason) for row in explain("sm90", "fp8_block", MoeA2ABackend.NONE, config)}
+    assert reasons[MoeBackend.DEEP_GEMM] == "fp8_block experts with biases are not supported"
+    assert reasons[MoeBackend.FLASHINFER_CUTLASS] == "fp8_block experts with biases are not supported"
+    assert reasons[MoeBackend.TRITON] == reasons[MoeBackend.TORCH] == "None"
+    config = dataclasses.replace(config, has_biases=False)
+    reasons = {row.backend: str(row.reason) for row in explain("sm100", "nvfp4", MoeA2ABackend.NONE, config)}
+    for backend in (MoeBackend.FLASHINFER_TRTLLM, MoeBackend.FLASHINFER_CUTEDSL, MoeBackend.FLASHINFER_CUTLASS):
+        assert reasons[backend].endswith("is not supported for nvfp4, only plain SwiGLU")
+    assert reasons[MoeBackend.TRITON] == "None"
+
+
 def test_text() -> None:
     text = render(explain("cpu", "mxfp4", MoeA2ABackend.NONE, hostile.make_config(8, 64, 64, 2, dtype=torch.float32)))
     lines = text.splitlines()

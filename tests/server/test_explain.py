@@ -48,6 +48,13 @@ def test_the_bundled_model_on_a_hopper_gpu(capsys):
     assert sum("<- auto" in row for row in rows) == 1
 
 
+def test_the_biases_of_the_model_count(capsys):
+    """GPT-OSS has biases, which the FP8 block kernels do not read."""
+    _, out, _ = run(capsys, "--gpu", "sm90", "--format", "fp8_block")
+    row = next(row for row in out.splitlines() if row.startswith("deep_gemm"))
+    assert row.endswith("fp8_block experts with biases are not supported")
+
+
 @pytest.fixture
 def deepseek(tmp_path):
     """A folder with nothing but the config of a model whose sizes fit every backend."""
