@@ -68,7 +68,7 @@ class CheckCase:
     """One way in which a backend may run a layer, and what the self-check compares it with.
 
     quant_info: the layer, made to run this way whatever the number of tokens.
-    activation_quant, tolerance: of the reference; see `FormatSupport`.
+    quantize_input: how the reference rounds its inputs, None for not. tolerance: the relative error allowed.
     max_tokens: the most tokens that are run this way, None for any number.
     rows_at_one_expert: token counts to send to one expert in one call, because the kernels branch on that number.
     name: told where this way is wrong; empty if there is no other.
@@ -145,6 +145,18 @@ class Backend(ABC, Generic[Info]):
         del config
         return self.formats.get(format_name)
 
+    @final
+    def known_format(self, format_name: str, config: MoeRunnerConfig) -> FormatSupport:
+        """`format_support` of weights that are here.
+
+        Raises:
+            WeightFormatError: the kernels lack the format.
+        """
+        support = self.format_support(format_name, config)
+        if support is None:
+            raise WeightFormatError(f"{self.name} takes {', '.join(self.formats)} experts, got {format_name}")
+        return support
+
     def unsupported_arch(self, arch: str, format_name: str, support: FormatSupport) -> str | None:
         """Reason why the kernels do not run on an architecture, or None."""
         if support.archs is None or arch in support.archs:
@@ -198,9 +210,7 @@ class Backend(ABC, Generic[Info]):
         """
         name = experts.format_name
         config = replace(config, has_biases=experts.b13 is not None)
-        support = self.format_support(name, config)
-        if support is None:
-            raise WeightFormatError(f"{self.name} takes {', '.join(self.formats)} experts, got {name}")
+        support = self.known_format(name, config)
         sizes = (experts.hidden_size, experts.intermediate_size)
         wrong_weights = _unsupported_weights(support, name, sizes, config.has_biases)
         if wrong_weights is not None:
@@ -242,7 +252,7 @@ class Backend(ABC, Generic[Info]):
     ) -> Sequence[CheckCase]:
         """Every way in which tokens of this layout may be run, fewest tokens first; the last takes any number."""
         del dispatch_format
-        support = self.format_support(format_name, config) or FormatSupport()
+        support = self.known_format(format_name, config)
         return [
             CheckCase(
                 quant_info=quant_info, quantize_input=support.activation_quant, tolerance=support.tolerance
@@ -323,7 +333,7 @@ def _unsupported_weights(
 
 
 def _unsupported_activation(support: FormatSupport, format_name: str, activation: Activation) -> str | None:
-    if support.activations is None or activation in support.activations:
+    if support.activations is None or support.takes(activation):
         return None
     known = ["plain SwiGLU" if known.is_plain else str(known) for known in support.activations]
     return f"{activation} is not supported for {format_name}, only {' or '.join(known)}"

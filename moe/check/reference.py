@@ -30,12 +30,12 @@ def reference_moe(
     for expert in range(experts.num_experts):
         rows, slots = torch.where(topk.ids == first_expert + expert)
         if rows.numel():
-            y_RH = expert_twin(x_TH[rows].float(), experts, expert, activation, quantize_input)
+            y_RH = expert_reference(x_TH[rows].float(), experts, expert, activation, quantize_input)
             out_TH.index_add_(0, rows, topk.weights[rows, slots, None].float() * y_RH)
     return out_TH
 
 
-def expert_twin(
+def expert_reference(
     x_RH: torch.Tensor,
     experts: ExpertWeights,
     expert: int,

@@ -66,7 +66,7 @@ def check_layer(
     """
     backend, config = load_backend(runner.backend), runner.config
     check = _Check(runner, experts, layer, topology)
-    x_TH, topk = _probe_tokens(experts, config, topology)
+    x_TH, topk = _check_tokens(experts, config, topology)
     for dispatch_format in runner.dispatch_formats:
         cases = backend.check_cases(quant_info, experts.format_name, config, dispatch_format)
         # All read the same processed bytes, so one case finds wrong weights: the strictest, or of several such the one
@@ -195,10 +195,10 @@ def _sets_of(case: CheckCase, local_experts: Sequence[int], num_experts: int) ->
     Rows at one expert must arrive in one call, so there are at most `max_tokens` of them, and they come first.
     """
     sets = []
-    for expert, crowd in itertools.zip_longest(
+    for expert, num_wanted in itertools.zip_longest(
         local_experts, case.rows_at_one_expert[: len(local_experts)], fillvalue=0
     ):
-        num_tokens = crowd if case.max_tokens is None else min(crowd, case.max_tokens)
+        num_tokens = num_wanted if case.max_tokens is None else min(num_wanted, case.max_tokens)
         num_sets = max(2, -(-num_tokens // TOKENS_PER_SIZE))
         sets += [2 * expert + place % 2 for place in range(num_sets)]
     return sets + [2 * num_experts + place for place in range(MIXED_SETS)]
@@ -219,7 +219,7 @@ def _distinct_routing(
     return BypassedTopK(logits_TE.to(device, logits_dtype), routing, bias_E)
 
 
-def _probe_tokens(
+def _check_tokens(
     experts: ExpertWeights, config: MoeRunnerConfig, topology: Topology
 ) -> tuple[torch.Tensor, StandardTopK]:
     """Tokens: first `TOKENS_PER_EXPERT` for each local expert, then `NUM_MIXED_TOKENS` for several at once."""

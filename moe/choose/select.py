@@ -98,7 +98,7 @@ def choose_backend(
             reason = f"it needs {lack}"
             source = rank_backends(device, format_name, a2a, config).source_of(verdict.backend)
             logger.warning(
-                "--moe-backend auto passes over %s, because %s (its place: %s)", verdict.backend, reason, source
+                "--moe-backend auto passes over %s, because %s; it comes first by %s", verdict.backend, reason, source
             )
             table[index] = replace(verdict, reason=reason)
             continue

@@ -113,7 +113,7 @@ def tune_layer(
     tactic serves every count up to its own, the last one also all above. What has nothing to tune comes back as it is.
 
     Raises:
-        MoeConfigError: more than 8 token counts, or no tactic computes what the twin computes.
+        MoeConfigError: more than 8 token counts, or no tactic computes what the reference computes.
     """
     _check_counts(token_counts)
     if not _has_tactics(runner, info):

@@ -1,4 +1,4 @@
-"""Measures one tactic of one layer on this rank, and compares it with the twin. Chooses nothing.
+"""Measures one tactic of one layer on this rank, and compares it with the reference. Chooses nothing.
 
 Tokens are laid out beforehand as a transport would have left them (`dispatch.loopback`); neither dispatch nor combine
 is timed. Shape letters: T tokens, K top-k, H hidden.

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 MAX_TOKEN_COUNTS = 8
 BUDGET_S = 50.0  # a minute at most, with what is under way when the time is up
-_MEASURE_SHARE = 0.8  # of the budget; the rest is for comparing the winners with the twin
+_MEASURE_SHARE = 0.8  # of the budget; the rest is for comparing the winners with the reference
 _WARM_UP_SHARE = 0.5  # of the time left, before each round of measurements
 
 T = TypeVar("T")
@@ -125,7 +125,7 @@ class Tuning:
 
     propose(num_tokens, measured): the next tactics, as `Backend.tactics` says.
     measure(tactic, num_tokens): seconds, infinite where it does not run.
-    error(tactic, num_tokens): against the twin, as a share of what is allowed; NaN counts as infinite.
+    error(tactic, num_tokens): against the reference, as a share of what is allowed; NaN counts as infinite.
     warm_up(batch, seconds): makes the measurements of a batch quick; returns what it had no time for, to be left out.
     """
 
@@ -157,7 +157,7 @@ def tune(
     measured stays untuned. Where nothing at all was measured, nothing is written: a later run may have the time.
 
     Raises:
-        MoeConfigError: no tactic computes what the twin computes, at one of the token counts.
+        MoeConfigError: no tactic computes what the reference computes, at one of the token counts.
     """
     kept = kept_choice(tuning.key, cache, ranks)
     if kept is not None:

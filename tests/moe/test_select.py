@@ -160,7 +160,7 @@ def test_auto_on_this_machine_passes_over_what_is_not_installed(
     assert choose_backend(MoeBackend.AUTO, sm90, "mxfp4", NONE, config) is MoeBackend.TRITON
     assert choose_backend(MoeBackend.AUTO, torch.device("cuda"), "mxfp4", NONE, config) is MoeBackend.FLASHINFER_MXFP4
     assert "auto passes over triton, because it needs the package triton, which is not installed" in caplog.text
-    assert "its place: moe/tables/backends.json: NVIDIA H100" in caplog.text
+    assert "it comes first by moe/tables/backends.json: NVIDIA H100" in caplog.text
     monkeypatch.setattr(Backend, "is_installed", lambda self: self.package is None)
     assert choose_backend(MoeBackend.AUTO, torch.device("cuda"), "mxfp4", NONE, config) is MoeBackend.TORCH
 

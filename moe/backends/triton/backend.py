@@ -1,6 +1,6 @@
 """Our own Triton kernels as a backend: bf16, FP8 block, MXFP4 and NVFP4 experts with bf16 activations on CUDA GPUs.
 
-One processed layout serves every token count; `triton_plans.py` chooses how it is launched. Triton is imported late.
+One processed layout serves every token count; `plans.py` chooses how it is launched. Triton is imported late.
 Shape letters: T tokens, K top-k, H hidden.
 """
 
@@ -126,9 +126,9 @@ class TritonBackend(Backend[TritonMoeQuantInfo]):
         config: MoeRunnerConfig,
         dispatch_format: DispatchFormat,
     ) -> Sequence[CheckCase]:
-        """One for all device code there is: each plan, twice where it takes few tokens and more.
+        """One case per compiled kernel: each plan, and two for a direct plan: its code differs above `block_m` tokens.
 
-        Masked rows are never run by direct plans.
+        Direct plans never run masked rows.
         """
         bounds: dict[tuple[Plan, bool], int | None] = {}
         before = 0
@@ -141,7 +141,7 @@ class TritonBackend(Backend[TritonMoeQuantInfo]):
                 bounds.pop(key, None)  # of equal plans the last counts
                 bounds[key] = end
             before = bound or before
-        support = self.format_support(format_name, config) or FormatSupport()
+        support = self.known_format(format_name, config)
         may_be_direct = dispatch_format is not DispatchFormat.DEEPEP_LL
         return [
             _check_case(quant_info, plan, bound, support.tolerance)
@@ -164,7 +164,7 @@ class TritonBackend(Backend[TritonMoeQuantInfo]):
 
 
 def _check_case(quant_info: TritonMoeQuantInfo, plan: Plan, bound: int | None, tolerance: float) -> CheckCase:
-    """Crowds: for direct plans more than a tile, for grouped ones a whole tile; and one for half the height."""
+    """Rows at one expert: more than a tile for a direct plan, a tile for a grouped one, and some for half a tile."""
     steps = ((bound, plan), quant_info.plans.steps[-1]) if plan.is_direct else ((None, plan),)
     kind = "direct" if plan.is_direct else "grouped"
     precision = "FP8 activations, " if plan.fp8_activations else ""
