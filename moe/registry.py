@@ -126,7 +126,10 @@ def load_backend(backend: MoeBackend) -> AnyBackend:
     if backend not in BACKEND_MODULES:
         known = ", ".join(sorted(BACKEND_MODULES))
         raise MoeConfigError(f"--moe-backend {backend} is not built in; known: {known}")
-    importlib.import_module(BACKEND_MODULES[backend])
+    module = BACKEND_MODULES[backend]
+    importlib.import_module(module)
+    if backend not in _backends:
+        raise MoeConfigError(f"{module} registers no backend with the name {backend}")
     return _backends[backend]
 
 
