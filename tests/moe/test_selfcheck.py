@@ -14,7 +14,7 @@ from moe.check.selfcheck import (
     TOKENS_PER_EXPERT,
     TOKENS_PER_SIZE,
     SelfCheckReport,
-    _probe_tokens,
+    _check_tokens,
     _sets_of,
     _some_experts,
     check_layer,
@@ -188,7 +188,7 @@ def test_a_bias_added_on_every_rank_is_caught() -> None:
 def test_probe_visits_every_local_expert_and_clamps_a_tenth(activation: Activation, num_experts: int) -> None:
     experts = make_experts("nvfp4", num_experts=num_experts, bias=False)
     config = make_config(experts, activation=activation, top_k=min(2, num_experts))
-    x, topk = _probe_tokens(experts, config, Topology())
+    x, topk = _check_tokens(experts, config, Topology())
     assert set(topk.ids.flatten().tolist()) - {-1} == set(range(num_experts))
     for expert in range(num_experts):
         rows = (topk.ids == expert).any(1) & (topk.ids >= 0).sum(1).eq(1)
@@ -213,7 +213,7 @@ def test_plans_for_few_tokens_visit_experts_from_the_first_to_the_last(
     assert _some_experts(probe, num_experts) == visited
 
 
-def test_crowds_come_first_and_are_no_larger_than_what_is_run_at_once() -> None:
+def test_many_rows_at_one_expert_come_first_and_are_no_larger_than_what_is_run_at_once() -> None:
     probe = CheckCase(quant_info=None, quantize_input=None, tolerance=1.0, rows_at_one_expert=(9, 13, 99))
     assert _sets_of(probe, [0, 2], 4) == [0, 1, 0, 4, 5, 4, 5, 8, 9], "three sets of four, then four"
     small = dataclasses.replace(probe, max_tokens=8)
