@@ -19,7 +19,6 @@ from moe.dispatch.transport import DispatchSpec, Transport, build_transport, dis
 from moe.errors import MoeConfigError
 from moe.formats import FORMATS, ExpertWeights
 from moe.registry import load_backend
-from moe.routing import TopK
 from moe.topology import check_fit
 from moe.tune.layers import LayerTuner
 from moe.tune.policy import SingleRank, TorchGroup
@@ -118,7 +117,7 @@ class MoeBuilder:
             self._check_transport(dispatcher, runner, topology, wants)
         return MoeLayer(
             gate=Gate(parts.gate_weight_EH, parts.gate_bias_E, self._logits_dtype(path)),
-            topk=TopK(self._routing),
+            routing=self._routing,
             routes_inside=backend.routes_inside,
             correction_bias_E=parts.correction_bias_E,
             dispatcher=dispatcher,

@@ -11,12 +11,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from model.linear import GatedMlp
-from moe import BypassedTopK, MoeRunner
+from moe import BypassedTopK, MoeRunner, RoutingConfig
 from moe.backends.c_compiler import missing_for_triton
 from moe.check.selfcheck import SelfCheckReport
 from moe.dispatch.base import Dispatcher, abandon, mode_options
 from moe.registry import load_backend
-from moe.routing import TopK, TopKOutput
+from moe.routing import TopKOutput, route
 
 
 class Gate(nn.Module):
@@ -54,7 +54,7 @@ def is_on_gpu(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cuda"
 
 
-def fused_router(gate: Gate, topk: TopK) -> ModuleType | None:
+def fused_router(gate: Gate, routing: RoutingConfig) -> ModuleType | None:
     """The module whose `route` does this gate and top-k in two kernels; None if torch has to do it."""
     if gate.weight.device.type != "cuda" or gate.weight_bf16 is None:
         return None
@@ -62,7 +62,7 @@ def fused_router(gate: Gate, topk: TopK) -> ModuleType | None:
         from moe.kernels import router
     except ImportError:  # without Triton
         return None
-    return router if router.can_route(topk.config) and missing_for_triton() is None else None
+    return router if router.can_route(routing) and missing_for_triton() is None else None
 
 
 class MoeLayer(nn.Module):
@@ -80,7 +80,7 @@ class MoeLayer(nn.Module):
         self,
         *,
         gate: Gate,
-        topk: TopK,
+        routing: RoutingConfig,
         routes_inside: bool,
         correction_bias_E: torch.Tensor | None,
         dispatcher: Dispatcher[Any, Any],
@@ -92,7 +92,7 @@ class MoeLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.gate = gate
-        self.topk = topk
+        self.routing = routing
         self.routes_inside = routes_inside
         self.register_buffer("correction_bias_E", correction_bias_E)
         self.dispatcher = dispatcher
@@ -101,7 +101,7 @@ class MoeLayer(nn.Module):
         self.shared_experts = shared_experts
         self.description = description
         self.selfcheck = selfcheck
-        self._router = None if routes_inside or correction_bias_E is not None else fused_router(gate, topk)
+        self._router = None if routes_inside or correction_bias_E is not None else fused_router(gate, routing)
         if self._router is None:
             gate.weight_bf16 = None  # read by nobody else: 213 MB in all layers of DeepSeek-V3
 
@@ -128,10 +128,10 @@ class MoeLayer(nn.Module):
         if self._router is not None and x_TH.dtype == torch.bfloat16:
             gate = self.gate
             routed: TopKOutput = self._router.route(
-                x_TH, gate.weight_bf16, gate.bias, self.topk.config, logits_dtype=gate.out_dtype
+                x_TH, gate.weight_bf16, gate.bias, self.routing, logits_dtype=gate.out_dtype
             )
             return routed
         logits_TE = self.gate(x_TH)
         if self.routes_inside:
-            return BypassedTopK(logits_TE, self.topk.config, self.correction_bias_E)
-        return self.topk(logits_TE, self.correction_bias_E)
+            return BypassedTopK(logits_TE, self.routing, self.correction_bias_E)
+        return route(logits_TE, self.routing, self.correction_bias_E)

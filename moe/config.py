@@ -112,7 +112,7 @@ class Activation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoutingConfig:
-    """How `TopK` chooses experts. `routed_scaling_factor` is applied there, exactly once."""
+    """How `moe.routing.route` chooses experts. `routed_scaling_factor` is applied there, exactly once."""
 
     method: RoutingMethod
     num_experts: int

@@ -41,17 +41,6 @@ class BypassedTopK:
 TopKOutput = StandardTopK | BypassedTopK
 
 
-class TopK:
-    """Chooses `config.top_k` experts per token; the scaling factor is applied here and nowhere else."""
-
-    def __init__(self, config: RoutingConfig) -> None:
-        self.config = config
-
-    def __call__(self, logits_TE: torch.Tensor, correction_bias_E: torch.Tensor | None = None) -> StandardTopK:
-        """Route [T, E] logits of any float dtype."""
-        return route(logits_TE, self.config, correction_bias_E)
-
-
 def route(
     logits_TE: torch.Tensor, config: RoutingConfig, correction_bias_E: torch.Tensor | None = None
 ) -> StandardTopK:

@@ -12,7 +12,6 @@ from model.attention import triton_kernels
 from model.moe_layer import Gate, fused_router
 from moe.config import RoutingConfig, RoutingMethod
 from moe.kernels import router
-from moe.routing import TopK
 from tests.interpreter import run_interpreted
 from tests.moe.kernels.compiling import compile_kernel
 
@@ -88,13 +87,13 @@ def gate_on_gpu(weight: torch.Tensor, out_dtype: torch.dtype = torch.float32) ->
 
 def test_the_fused_router_takes_exact_weights_and_rules_it_knows() -> None:
     exact = torch.randn(32, 64).bfloat16().float()
-    assert fused_router(gate_on_gpu(exact), TopK(ROUTING)) is router
-    assert fused_router(gate_on_gpu(exact + 1e-4), TopK(ROUTING)) is None, "bf16 would round these weights"
-    assert fused_router(gate_on_gpu(exact + 1e-4, torch.bfloat16), TopK(ROUTING)) is router, "rounded anyway"
-    assert fused_router(Gate(exact, None, torch.float32), TopK(ROUTING)) is None
+    assert fused_router(gate_on_gpu(exact), ROUTING) is router
+    assert fused_router(gate_on_gpu(exact + 1e-4), ROUTING) is None, "bf16 would round these weights"
+    assert fused_router(gate_on_gpu(exact + 1e-4, torch.bfloat16), ROUTING) is router, "rounded anyway"
+    assert fused_router(Gate(exact, None, torch.float32), ROUTING) is None
     sigmoid = RoutingConfig(method=RoutingMethod.SIGMOID_GROUPED, num_experts=32, top_k=4)
-    assert fused_router(gate_on_gpu(exact), TopK(sigmoid)) is None
-    assert fused_router(gate_on_gpu(exact), TopK(replace(ROUTING, normalize=False))) is None
+    assert fused_router(gate_on_gpu(exact), sigmoid) is None
+    assert fused_router(gate_on_gpu(exact), replace(ROUTING, normalize=False)) is None
     many = torch.randn(257, 64).bfloat16()
-    assert fused_router(gate_on_gpu(many[:256]), TopK(replace(ROUTING, num_experts=256))) is router
-    assert fused_router(gate_on_gpu(many), TopK(replace(ROUTING, num_experts=257))) is None, "too wide for one program"
+    assert fused_router(gate_on_gpu(many[:256]), replace(ROUTING, num_experts=256)) is router
+    assert fused_router(gate_on_gpu(many), replace(ROUTING, num_experts=257)) is None, "too wide for one program"

@@ -18,7 +18,7 @@ from moe.config import DispatchDtype, DispatchFormat
 from moe.dispatch.deepep import DeepepDispatcher
 from moe.dispatch.deepep_settings import DeepepMode, DeepepSettings
 from moe.dispatch.standard import StandardDispatcher
-from moe.routing import BypassedTopK, StandardTopK, TopK
+from moe.routing import BypassedTopK, StandardTopK
 from tests.model.checkpoints import VOCAB, make_deepseek, make_gpt_oss, pack_mxfp4, state_by_file_name, write
 from tests.model.paged import PagedCache
 
@@ -90,7 +90,7 @@ def make_layer(
     )  # fmt: skip
     return MoeLayer(
         gate=Gate(torch.randn(4, 6, generator=g) if weight is None else weight, None, out_dtype),
-        topk=TopK(routing),
+        routing=routing,
         routes_inside=routes_inside,
         correction_bias_E=correction_bias,
         dispatcher=StandardDispatcher(),
