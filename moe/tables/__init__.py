@@ -11,12 +11,14 @@ import math
 from importlib import resources
 from typing import Any
 
+Entry = dict[str, Any]  # an object of a JSON file
+
 
 @functools.cache
-def read_entries(name: str) -> list[dict[str, Any]]:
+def read_entries(name: str) -> list[Entry]:
     """Entries of one file."""
     text = resources.files(__name__).joinpath(name).read_text(encoding="utf-8")
-    entries: list[dict[str, Any]] = json.loads(text)["tables"]
+    entries: list[Entry] = json.loads(text)["tables"]
     return entries
 
 

@@ -13,6 +13,7 @@ from moe.backends.triton.plans import PlanTable
 from moe.errors import MoeConfigError
 from moe.kernels.plan import MAX_DIRECT_SLOTS, Plan
 
+Fields = dict[str, Any]  # of a `Plan`, by name
 _NUMBER = re.compile(r"[0-9]{1,9}")
 _FIELDS = {field.name: field for field in dataclasses.fields(Plan)}
 _DIRECT_SLOTS = 512  # beyond, sorting pays
@@ -35,7 +36,7 @@ def plan_from_text(text: Tactic) -> Plan:
     Raises:
         MoeConfigError: an unknown or missing field, no number, or a plan that contradicts itself.
     """
-    values: dict[str, Any] = {}
+    values: Fields = {}
     for part in text.split(","):
         name, _, number = part.partition("=")
         if name not in _FIELDS or not _NUMBER.fullmatch(number):
@@ -131,7 +132,7 @@ def _around(best: Plan, num_tokens: int, has_pdl: bool) -> list[Plan]:
     def other(value: int, first: int, second: int) -> int:
         return second if value == first else first
 
-    changes: list[dict[str, Any]]
+    changes: list[Fields]
     if best.is_direct:
         changes = [
             {"num_stages_1": other(best.num_stages_1, 4, 6)},
