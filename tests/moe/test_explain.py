@@ -1,5 +1,7 @@
 """`explain` without a GPU: every architecture, format and transport gets a verdict for every backend."""
 
+import dataclasses
+
 import pytest
 import torch
 
