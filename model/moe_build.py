@@ -19,7 +19,6 @@ from moe.dispatch.transport import DispatchSpec, Transport, build_transport, dis
 from moe.errors import MoeConfigError
 from moe.formats import FORMATS, ExpertWeights
 from moe.registry import load_backend
-from moe.topology import check_fit
 from moe.tune.layers import LayerTuner
 from moe.tune.policy import SingleRank, TorchGroup
 
@@ -30,6 +29,17 @@ class _Path:
 
     runner: MoeRunner
     format_name: str
+
+
+def rank_config(layer: MoeRunnerConfig, settings: ModelSettings, format_name: str) -> MoeRunnerConfig:
+    """One rank's settings of a family's MoE layer whose experts have the given number format."""
+    return dataclasses.replace(
+        layer,
+        place=settings.place,
+        scale_block=FORMATS[format_name].col_block,
+        dtype=settings.model_dtype,
+        max_num_tokens=settings.max_num_tokens,
+    )
 
 
 class MoeBuilder:
@@ -49,9 +59,7 @@ class MoeBuilder:
             raise MoeConfigError("the MoE layers of a model need a routing")
         self._routing = layer.routing
         self.settings = settings
-        self.layer = dataclasses.replace(
-            layer, place=settings.place, dtype=settings.model_dtype, max_num_tokens=settings.max_num_tokens
-        )
+        self.layer = layer
         self.topology = Topology.at(settings.place, device=settings.device, a2a=settings.moe_a2a_backend)
         self._group = group
         self._backends: dict[str, MoeBackend] = {}  # chosen once for each number format
@@ -65,8 +73,7 @@ class MoeBuilder:
         Raises:
             UnsupportedPathError: (of moe) nothing serves the combination; the message says why and what would.
         """
-        settings = self.settings
-        config = dataclasses.replace(self.layer, scale_block=FORMATS[format_name].col_block)
+        settings, config = self.settings, rank_config(self.layer, self.settings, format_name)
         formats = dispatch_formats(settings.moe_a2a_backend, settings.deepep.mode)
         if format_name not in self._backends:
             self._backends[format_name] = choose_backend(
@@ -102,7 +109,6 @@ class MoeBuilder:
         scales = experts.layer_input_scales
         dispatch_dtype = self._dispatch_dtype(path, knows_input_scale=scales is not None)
         topology = dataclasses.replace(self.topology, dispatch_dtype=dispatch_dtype)
-        check_fit(experts, runner.config, topology)
         quant_info = self._tuner.tuned(runner, backend.prepare(experts, runner.config, topology), experts, topology)
         wants = DispatchSpec(
             expert_alignment=backend.expert_alignment,

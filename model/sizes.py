@@ -4,7 +4,6 @@ Reads no weight and needs no GPU. Left out are copies that matter to speed alone
 bf16 form, a few kB in a layer.
 """
 
-import dataclasses
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -18,13 +17,13 @@ from model.batch import KvLayerSpec
 from model.config import ModelSettings
 from model.families.base import EMBEDDING_WEIGHT, HEAD, Family
 from model.load import open_source
+from model.moe_build import rank_config
 from model.registry import make_family
 from model.weights import TensorSpec, check_shapes
-from moe import MoeBackend, MoeRunnerConfig
+from moe import MoeBackend
 from moe.choose.select import choose_backend, probe_device
 from moe.device import Device
 from moe.dispatch.transport import dispatch_formats
-from moe.formats import FORMATS
 from moe.registry import load_backend
 
 _BYTES_PER_ROTATION = 4  # cos and sin of a pair, fp32 each, cover two numbers of a head
@@ -141,7 +140,7 @@ def _expert_paths(
     a2a, formats = settings.moe_a2a_backend, dispatch_formats(settings.moe_a2a_backend, settings.deepep.mode)
     paths = []
     for format_name, of_format in layers.items():
-        config = _runner_config(family, settings, format_name)
+        config = rank_config(family.moe, settings, format_name)
         backend = choose_backend(
             settings.moe_backend, device or settings.device, format_name, a2a, config, formats
         )  # fmt: skip
@@ -161,21 +160,14 @@ def _expert_paths(
     return tuple(paths)
 
 
-def _runner_config(family: Family, settings: ModelSettings, format_name: str) -> MoeRunnerConfig:
-    return dataclasses.replace(
-        family.moe, place=settings.place, scale_block=FORMATS[format_name].col_block, dtype=settings.model_dtype,
-        max_num_tokens=settings.max_num_tokens,
-    )  # fmt: skip
-
-
 def _step_shape(family: Family) -> StepShape:
     specs = [family.attention_spec(layer) for layer in range(family.num_layers)]
-    shape = family.moe.shape
+    experts = family.moe.shape
     return StepShape(
         hidden_size=family.hidden_size,
         attention_width=max(
             (spec.num_heads + spec.num_kv_heads) * (spec.key_dim + spec.value_dim) for spec in specs
         ),
-        experts_width=shape.top_k * (3 * shape.intermediate_size + family.hidden_size),
+        experts_width=experts.top_k * (3 * experts.intermediate_size + experts.hidden_size),
         vocab_size=family.vocab_size,
     )  # fmt: skip

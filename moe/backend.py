@@ -28,7 +28,7 @@ from moe.formats import ExpertWeights, Weight
 from moe.formats.activation_quant import ActivationQuant
 from moe.formats.sizes import expert_bytes
 from moe.packages import not_installed
-from moe.topology import Topology
+from moe.topology import Topology, check_fit
 from moe.types import MoeQuantInfo, Quantize, RunState
 
 Tactic = str
@@ -205,9 +205,11 @@ class Backend(ABC, Generic[Info]):
         """Process canonical weights into this backend's quant info, once, at load.
 
         Raises:
+            MoeConfigError: weights, settings and topology of different layers or ranks.
             UnsupportedPathError: a missing package, or a device, activation or setting that the kernels lack.
             WeightFormatError: a number format, biases or sizes that the kernels do not take.
         """
+        check_fit(experts, config, topology)
         name = experts.format_name
         config = replace(config, has_biases=experts.b13 is not None)
         support = self.known_format(name, config)

@@ -25,7 +25,7 @@ def cuda_arch(device: torch.device) -> str:
 
 def rocm_arch(device: torch.device) -> str:
     """Of an AMD GPU: "gfx942"."""
-    name: str = torch.cuda.get_device_properties(device).gcnArchName
+    name: str = getattr(torch.cuda.get_device_properties(device), "gcnArchName", "")
     return name.partition(":")[0]
 
 

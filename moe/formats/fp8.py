@@ -5,6 +5,8 @@ MI300 (gfx942) multiplies an older variant, fnuz: the same bits stand for half t
 
 import torch
 
+from moe.device import rocm_arch
+
 E4M3 = torch.float8_e4m3fn
 FNUZ = torch.float8_e4m3fnuz
 FNUZ_FACTOR = 2.0  # what scales are multiplied by when codes become fnuz
@@ -30,5 +32,4 @@ def to_fnuz(codes: torch.Tensor) -> torch.Tensor:
 
 def device_e4m3(device: torch.device) -> torch.dtype:
     """The variant that the kernels of an AMD GPU are compiled for."""
-    name: str = getattr(torch.cuda.get_device_properties(device), "gcnArchName", "")
-    return FNUZ if name.partition(":")[0] == "gfx942" else E4M3
+    return FNUZ if rocm_arch(device) == "gfx942" else E4M3

@@ -29,7 +29,7 @@ from moe.formats import (
     Weight,
     activation_quant,
 )
-from moe.formats.fp8 import FNUZ, FNUZ_FACTOR, to_fnuz
+from moe.formats.fp8 import FNUZ, FNUZ_FACTOR, device_e4m3, to_fnuz
 from moe.formats.per_tensor import spread_rows
 from moe.formats.token_groups import dequantize_token_groups
 from moe.layouts.aiter import mark_shuffled, shuffle_e8m0, shuffle_weight
@@ -216,7 +216,7 @@ class AiterBackend(Backend[AiterMoeQuantInfo]):
             laid_out = prepare_gpt_oss(experts, *matrices(experts, Mxfp4Weight, topology.device), topology)
             data, parts = (laid_out.w13, laid_out.w13_scale, laid_out.w2, laid_out.w2_scale), laid_out.parts
         else:
-            is_fnuz = rocm_arch(topology.device) == "gfx942"
+            is_fnuz = device_e4m3(topology.device) is FNUZ
             data = (
                 *_processed(experts.w13.to(topology.device), is_fnuz=is_fnuz),
                 *_processed(experts.w2.to(topology.device), is_fnuz=is_fnuz),

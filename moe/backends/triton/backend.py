@@ -154,7 +154,7 @@ class TritonBackend(Backend[TritonMoeQuantInfo]):
     ) -> Sequence[Tactic]:
         """Launch plans as text."""
         device = quant_info.topology.device
-        has_pdl = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= _OLDEST_PDL_MAJOR
+        has_pdl = device.type == "cuda" and int(cuda_arch(device)[2:-1]) >= _OLDEST_PDL_MAJOR
         untuned = quant_info.plans.pick(num_tokens)
         return proposals(untuned, num_tokens, config.num_experts, config.top_k, measured, has_pdl=has_pdl)
 
