@@ -133,9 +133,7 @@ def bundled(num_prompts: int, generator: torch.Generator) -> tuple[dict[str, Any
         p, q = first_TV.log_softmax(1), second_TV.log_softmax(1)
         divergences.append((p.exp() * (p - q)).sum(1))
     layers = {
-        f"layer {index}": compare(
-            layer.gate.weight, layer.gate.bias, None, torch.cat(inputs), layer.topk.config, generator
-        )
+        f"layer {index}": compare(layer.gate.weight, layer.gate.bias, None, torch.cat(inputs), layer.routing, generator)
         for index, (layer, inputs) in enumerate(zip(models[0].moe_layers, seen, strict=True))
     }
     outputs = {

@@ -13,7 +13,7 @@ from server.bench.summary import Summary, token_gaps, tokens_per_second
 def check_matplotlib() -> None:
     """Raise BenchError before a long run that could not be drawn."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise BenchError("--plot needs matplotlib: pip install 'moe-serve[bench]'")
+        raise BenchError("--plot needs matplotlib: pip install matplotlib")
 
 
 def draw(path: Path, title: str, run: RunResult, summary: Summary) -> None:

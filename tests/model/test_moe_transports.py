@@ -32,6 +32,7 @@ from moe.dispatch.deepep_settings import DeepepMode, DeepepSettings
 from moe.errors import MoeConfigError
 from moe.formats import ExpertWeights
 from moe.registry import load_backend
+from moe.routing import route
 from tests.emulators.alltoall import install_alltoall
 from tests.emulators.cutedsl import install_cutedsl
 from tests.emulators.deep_gemm import install_deep_gemm
@@ -130,7 +131,7 @@ def reference(case: Case, layer: MoeLayer, experts: ExpertWeights, x: torch.Tens
     """All experts by the reference, with the path's rounding of inputs, and the shared experts."""
     backend = load_backend(case.backend)
     whole = backend.as_computed(hostile.with_layer_scales(experts, experts), Topology(a2a=case.a2a))
-    topk = layer.topk(layer.gate(x), layer.correction_bias_E)
+    topk = route(layer.gate(x), layer.routing, layer.correction_bias_E)
     rounding = backend.formats[case.name].activation_quant
     assert layer.shared_experts is not None
     return reference_moe(x, topk, whole, Activation(), quantize_input=rounding) + layer.shared_experts(x).float()

@@ -15,6 +15,7 @@ from moe import (
     MoeA2ABackend,
     MoeBackend,
     MoeRunner,
+    RankPlace,
     SelfCheckError,
     StandardDispatchOutput,
     Topology,
@@ -79,10 +80,11 @@ def test_the_self_check_finds_its_faults(example: MoeBackend) -> None:
 
 
 def test_without_a_post_permute_the_result_says_whether_it_is_partial(example: MoeBackend) -> None:
-    experts, config, runner = layer(example)
-    x = torch.randn(3, config.hidden_size, dtype=torch.bfloat16)
     for tp_size in (1, 2):
-        quant_info = registry.load_backend(example).prepare(experts, config, Topology(tp_size=tp_size))
+        place = RankPlace(tp_size=tp_size)
+        experts, config, runner = layer(example, place=place)
+        x = torch.randn(3, config.hidden_size, dtype=torch.bfloat16)
+        quant_info = registry.load_backend(example).prepare(experts, config, Topology.at(place))
         result = runner.run(StandardDispatchOutput(x, random_topk(3, config.num_experts)), quant_info)
         assert result.is_partial == (tp_size == 2)
 
