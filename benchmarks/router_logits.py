@@ -112,7 +112,7 @@ def run_prompt(model: Model, ids: list[int]) -> torch.Tensor:
         page_table_BP=torch.arange(num_pages, dtype=torch.int32)[None], logit_rows_R=positions_T,
         query_lens=(num_tokens,), seq_lens=(num_tokens,), page_size=PAGE_SIZE,
     )  # fmt: skip
-    logits_TV: torch.Tensor = model(batch, kv)
+    logits_TV: torch.Tensor = model(batch, model.plan(batch), kv)
     return logits_TV
 
 

@@ -72,6 +72,12 @@ class EngineConfig:
     kv_cache_dtype: Dtype = setting("auto", "engine", "dtype of the KV cache; auto is the model's")
     attention_backend: Literal["auto", "triton", "torch"] = setting("auto", "engine", "who computes attention")
     enforce_eager: bool = setting(False, "engine", "serve without CUDA graphs: slower, starts sooner, easier to debug")
+    overlap: bool | None = setting(
+        None,
+        "engine",
+        "launch a step while the one before is computed, instead of waiting for its tokens",
+        default_text="on for a GPU",
+    )
     enable_prefix_caching: bool = setting(True, "engine", "keep KV pages of prompts for requests that begin the same")
     seed: int | None = setting(None, "engine", "makes requests without a seed repeatable", default_text="random")
     num_threads: int | None = setting(

@@ -4,20 +4,18 @@ import logging
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
 from engine.config import EngineConfig
 from engine.errors import RequestError
+from engine.executor import ChunkResult, LaunchedStep, StepExecutor
 from engine.load import LoadedEngine, load_engine
-from engine.logprobs import prompt_logprobs
 from engine.pages import PageAllocator
 from engine.prefix_cache import PrefixCache
-from engine.runner import Model, num_logit_rows
-from engine.sampler import Sampled, sample
+from engine.runner import Model, RowResult
 from engine.scheduler import Scheduler
-from engine.sequence import Chunk, Sequence
+from engine.sequence import Chunk, LogitMask, Sequence
 from engine.types import EngineInfo, EngineOutput, EngineRequest, EngineStats, FinishReason, TokenLogprobs
 from engine.validate import RequestLimits, check_request, overloaded_output, refusal_output
 
@@ -27,22 +25,12 @@ _INTERNAL_ERROR = "the engine failed on this request; its log says why"
 _NOT_FINITE = "the model's output for this request was not a number"
 
 
-@dataclass(slots=True)
-class _StepResult:
-    """What one step found out about one chunk; nothing of it is applied yet."""
-
-    chunk: Chunk
-    token: int | None = None
-    logprobs: TokenLogprobs | None = None
-    prompt_entries: list[TokenLogprobs | None] | None = None
-    error: str | None = None
-
-
 class EngineCore:
     """One model, its KV cache and its requests. Not thread-safe; `stats` alone may be called from another thread.
 
     Every request that was added ends in exactly one output with a finish reason, also when it is refused or aborted.
-    An exception in a step is pinned on single requests by running them one at a time; the others go on.
+    An exception in a step is pinned on single requests by running them one at a time; the others go on. An error of the
+    device is raised by `step`; the engine cannot be used any more.
     """
 
     def __init__(
@@ -59,8 +47,11 @@ class EngineCore:
         self.config = config
         loaded: LoadedEngine = load_engine(config, model)
         self._runner = loaded.runner
+        self._executor = StepExecutor(loaded.runner, overlaps=loaded.overlaps, clock=clock)
+        self._in_flight: LaunchedStep | None = None  # sampled and not collected; only with overlap
         self._pace = loaded.pace
         self._clock = clock
+        self._last_end_s = float("-inf")  # when the last step was collected
         pages = PageAllocator(loaded.num_pages)
         self._scheduler = Scheduler(
             pages,
@@ -84,7 +75,7 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """True when the next `step` has something to do."""
-        return bool(self._scheduler.sequences or self._early_outputs)
+        return bool(self._scheduler.sequences or self._early_outputs or self._in_flight)
 
     def stats(self) -> EngineStats:
         """Counters of this moment."""
@@ -101,8 +92,11 @@ class EngineCore:
             num_preemptions=scheduler.num_preemptions,
         )
 
-    def add(self, request: EngineRequest) -> None:
-        """Queue a request; a refusal is an output of the next step. Raises ValueError if its id is in use."""
+    def add(self, request: EngineRequest, logit_mask: LogitMask | None = None) -> None:
+        """Queue a request; a refusal is an output of the next step. Raises ValueError if its id is in use.
+
+        `logit_mask` says which tokens may come next, given those before.
+        """
         scheduler = self._scheduler
         if len(scheduler.sequences) >= self.config.max_requests:
             self._early_outputs.append(overloaded_output(request.request_id, self.config.max_requests))
@@ -115,7 +109,7 @@ class EngineCore:
         sampling = request.sampling
         stop_ids = frozenset() if sampling.ignore_eos else self._eos_ids.union(sampling.stop_token_ids)
         seed = self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed
-        scheduler.add(Sequence(request, stop_ids=stop_ids, seed=seed))
+        scheduler.add(Sequence(request, stop_ids=stop_ids, seed=seed, logit_mask=logit_mask))
 
     def abort(self, request_id: str) -> None:
         """End a request early; its last output comes with the next step. Does nothing if it is over already."""
@@ -124,74 +118,122 @@ class EngineCore:
             self._early_outputs.append(_make_output(seq, finish_reason="abort"))
 
     def step(self) -> list[EngineOutput]:
-        """Run the model once on what the scheduler chose; the news of all requests since the last step."""
+        """Launch the next step and collect the one before; the news of all requests since the last call.
+
+        With overlap the step that is launched here is collected by the next call, so a device always has work:
+
+            host      schedule, launch n+1 | collect, apply n | sample n+1 | send | schedule, launch n+2 | ...
+            device    ... sample n | forward n+1 ......................... | sample n+1 | forward n+2 ...
+
+        Without overlap it is collected at once, and the host waits while the device computes.
+        """
         outputs, self._early_outputs = self._early_outputs, []
-        chunks = self._scheduler.schedule(None if self._pace is None else self._pace.max_prompt_tokens)
-        if chunks:
-            self._num_steps += 1
-            for result in self._compute_timed(chunks):
-                output = self._apply(result)
-                if output is not None:
-                    outputs.append(output)
+        launched = self._launch()
+        before, self._in_flight = self._in_flight, None
+        if before is not None:
+            outputs += self._collect(before, after=launched)
+        if launched is not None:
+            outputs += self._sample(launched)
         return outputs
 
-    def _compute_timed(self, chunks: list[Chunk]) -> list[_StepResult]:
-        start_s = self._clock()
-        results = self._compute(chunks)
-        if self._pace is not None and any(result.token is not None for result in results):  # else it may still run
-            num_decodes = sum(chunk.num_tokens == 1 for chunk in chunks)
-            num_prompt_tokens = sum(chunk.num_tokens for chunk in chunks) - num_decodes
-            step_s = self._clock() - start_s
-            self._pace.observe(num_decodes=num_decodes, num_prompt_tokens=num_prompt_tokens, step_s=step_s)
-        return results
-
-    def _compute(self, chunks: list[Chunk]) -> list[_StepResult]:
-        try:
-            return self._forward(chunks)
-        except torch.AcceleratorError:
-            raise  # the device's context is gone: nothing can go on in this process
-        except Exception as error:  # whatever it is, it must not take the other requests along
-            if len(chunks) == 1:
-                logger.exception("request %s failed", chunks[0].seq.request_id)
-                return [_StepResult(chunks[0], error=_INTERNAL_ERROR)]
-            logger.warning("a step of %d requests failed (%s); running them one at a time", len(chunks), error)
-        return [result for chunk in chunks for result in self._compute([chunk])]
-
-    @torch.inference_mode()
-    def _forward(self, chunks: list[Chunk]) -> list[_StepResult]:
-        """One forward pass and the choice of tokens; changes no request, so that it can be repeated."""
-        logits_RV = self._runner.run(chunks)
-        results = [_StepResult(chunk) for chunk in chunks]
-        sampling: list[tuple[int, _StepResult]] = []  # row of the logits, result to fill
-        row = 0
-        for chunk, result in zip(chunks, results, strict=True):
-            num_rows = num_logit_rows(chunk)
-            if chunk.seq.wants_prompt_logprobs:
-                result.prompt_entries = _prompt_entries(chunk, logits_RV[row : row + num_rows])
-            row += num_rows
-            if chunk.samples:
-                sampling.append((row - 1, result))
-        if sampling:
-            if len(sampling) < row:
-                logits_RV = logits_RV[[index for index, _ in sampling]]
-            sampled: Sampled = sample(logits_RV, [result.chunk.seq for _, result in sampling])
-            for (_, result), token, logprobs in zip(sampling, sampled.tokens, sampled.logprobs, strict=True):
-                result.token, result.logprobs = token, logprobs
-                if token is None:
-                    result.error = _NOT_FINITE
-        return results
-
-    def _apply(self, result: _StepResult) -> EngineOutput | None:
-        chunk, seq = result.chunk, result.chunk.seq
-        if result.error is not None:
-            self._scheduler.remove(seq.request_id)
-            return _make_output(seq, finish_reason="error", error=result.error)
-        self._scheduler.commit(chunk)
-        if result.prompt_entries is not None:
-            seq.prompt_logprobs[chunk.start + 1 :] = result.prompt_entries
-        if result.token is None:
+    def _launch(self) -> LaunchedStep | None:
+        """Schedule a step and start its forward pass; None if there is nothing to compute."""
+        chunks = self._schedule(None if self._pace is None else self._pace.max_prompt_tokens)
+        if not chunks:
             return None
-        return self._accept(seq, result.token, result.logprobs)
+        self._num_steps += 1
+        return self._executor.launch(chunks)
+
+    def _schedule(self, max_prompt_tokens: int | None = None) -> list[Chunk]:
+        chunks = self._scheduler.schedule(max_prompt_tokens)
+        for chunk in chunks:
+            self._scheduler.begin(chunk)
+        return chunks
+
+    def _sample(self, launched: LaunchedStep) -> list[EngineOutput]:
+        """Choose the tokens of a launched step, now that those of the step before are known. Without overlap, collect.
+
+        A request that has ended meanwhile has computed one token for nothing.
+        """
+        if not any(map(self._is_wanted, launched.chunks)):
+            return []
+        error = self._executor.sample(launched, self._is_wanted)
+        if error is not None:
+            return self._apply(self._recover(launched.chunks, error))
+        if not self._executor.overlaps:
+            return self._collect(launched)
+        self._in_flight = launched
+        return []
+
+    def _collect(self, launched: LaunchedStep, after: LaunchedStep | None = None) -> list[EngineOutput]:
+        """Wait for a sampled step and apply it. `after` is the step that was launched on its tokens, if one was."""
+        results = self._executor.collect(launched)
+        if isinstance(results, Exception):
+            if after is not None:
+                self._take_back(after.chunks)
+                after.chunks = []
+            results = self._recover(launched.chunks, results)
+        else:
+            self._observe(launched, results)
+        return self._apply(results)
+
+    def _is_wanted(self, chunk: Chunk) -> bool:
+        """False if the request has ended since the chunk was scheduled."""
+        return self._scheduler.sequences.get(chunk.seq.request_id) is chunk.seq
+
+    def _take_back(self, chunks: list[Chunk]) -> None:
+        for chunk in chunks:
+            self._scheduler.take_back(chunk)
+
+    def _recover(self, chunks: list[Chunk], error: Exception) -> list[ChunkResult]:
+        """Results of a failed step, run again with nothing else on its way.
+
+        A step that ran out of memory is tried again with half of its tokens until it fits. Any other error, and one
+        that remains, is pinned on single requests.
+        """
+        self._take_back([chunk for chunk in chunks if chunk.seq.row < 0])  # preempted or ended: their pages are gone
+        chunks = [chunk for chunk in chunks if chunk.seq.row >= 0]
+        results: list[ChunkResult] | Exception = error
+        while isinstance(results, torch.OutOfMemoryError):
+            num_tokens = sum(chunk.num_tokens for chunk in chunks)
+            if num_tokens <= 1:
+                break
+            logger.warning("out of memory in a step of %d tokens: trying again with half of them", num_tokens)
+            results.__traceback__ = None  # its frames hold the tensors of the failed step
+            torch.cuda.empty_cache()
+            self._take_back(chunks)
+            self._scheduler.lower_budget(num_tokens // 2)
+            chunks = self._schedule()
+            results = self._executor.run(chunks)
+        return self._executor.run_singly(chunks, results) if isinstance(results, Exception) else results
+
+    def _apply(self, results: list[ChunkResult]) -> list[EngineOutput]:
+        """Give every request what its chunk computed."""
+        wanted = [result for result in results if self._is_wanted(result.chunk)]
+        outputs = [self._apply_one(result.chunk, result.row) for result in wanted]
+        return [output for output in outputs if output is not None]
+
+    def _observe(self, launched: LaunchedStep, results: list[ChunkResult]) -> None:
+        """Tell the pace how long a step took: from its launch, or from the end of the step before if that is later."""
+        end_s = self._clock()
+        step_s = end_s - max(launched.start_s, self._last_end_s)
+        self._last_end_s = end_s
+        if self._pace is not None and any(result.row and result.row.token is not None for result in results):
+            num_decodes = sum(chunk.num_tokens == 1 for chunk in launched.chunks)
+            num_prompt_tokens = sum(chunk.num_tokens for chunk in launched.chunks) - num_decodes
+            self._pace.observe(num_decodes=num_decodes, num_prompt_tokens=num_prompt_tokens, step_s=step_s)
+
+    def _apply_one(self, chunk: Chunk, row: RowResult | None) -> EngineOutput | None:
+        seq = chunk.seq
+        if row is None or not row.is_finite:
+            self._scheduler.remove(seq.request_id)
+            return _make_output(seq, finish_reason="error", error=_INTERNAL_ERROR if row is None else _NOT_FINITE)
+        self._scheduler.commit(chunk)
+        if row.prompt_logprobs is not None:
+            seq.prompt_logprobs[chunk.start + 1 :] = row.prompt_logprobs
+        if row.token is None:
+            return None
+        return self._accept(seq, row.token, row.logprobs)
 
     def _accept(self, seq: Sequence, token: int, logprobs: TokenLogprobs | None) -> EngineOutput:
         with_prompt = seq.wants_prompt_logprobs
@@ -213,15 +255,6 @@ class EngineCore:
             stop_reason=token if reason == "stop" else None,
             num_cached_tokens=seq.num_cached,
         )
-
-
-def _prompt_entries(chunk: Chunk, logits_RV: torch.Tensor) -> list[TokenLogprobs | None]:
-    """Entries of the prompt tokens after the chunk's tokens; the prompt's last token predicts none of them."""
-    seq = chunk.seq
-    next_ids = seq.token_ids[chunk.start + 1 : chunk.end + 1]
-    if not next_ids:
-        return []
-    return prompt_logprobs(logits_RV[: len(next_ids)], next_ids, seq.sampling.prompt_logprobs or 0)
 
 
 def _make_output(seq: Sequence, *, finish_reason: FinishReason, error: str | None = None) -> EngineOutput:

@@ -1,4 +1,5 @@
-"""`DecodeGraphs`: decode steps captured in CUDA graphs, one per padded batch size. Neither schedules nor samples.
+"""`DecodeGraphs`: forward passes of decode steps, captured in CUDA graphs, one per padded batch size. Sampling is not
+captured: it is launched later, when the host knows the tokens that logits processors need.
 
 A captured step costs one launch from the host instead of hundreds. The graphs read the step from buffers whose
 addresses never change; padding rows decode a token of a spare page that no request owns, and nobody reads their result.
@@ -84,17 +85,18 @@ class DecodeGraphs:
 
     def _capture(self, size: int) -> torch.cuda.CUDAGraph:
         batch = self._batch(size)
+        plan = self._model.plan(batch)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):  # compiles and allocates now, which a capture must not do
-            self._model(batch, self._kv)
+            self._model(batch, plan, self._kv)
         torch.cuda.current_stream().wait_stream(stream)
         self._model.prepare_replay()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         largest = next(iter(self._graphs.values()), None)
         with torch.cuda.graph(graph, pool=None if largest is None else largest.pool()):
-            self._logits_MV[:size].copy_(self._model(batch, self._kv))
+            self._logits_MV[:size].copy_(self._model(batch, plan, self._kv))
         return graph
 
     def _batch(self, size: int) -> ForwardBatch:
@@ -118,7 +120,7 @@ class DecodeGraphs:
         return batch.is_decode and batch.logit_rows_R.shape[0] == batch.num_tokens <= self.sizes[-1]
 
     def run(self, batch: ForwardBatch) -> torch.Tensor:
-        """fp32 logits [N, V] of a step that `serves` accepts; valid until the next call."""
+        """fp32 logits [N, V] of a step that `serves` accepts; the next replay overwrites them."""
         num_live = batch.num_tokens
         size = next(size for size in self.sizes if size >= num_live)
         self._ids_M[:num_live].copy_(batch.input_ids_T)

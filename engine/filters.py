@@ -4,6 +4,9 @@ Each filter keeps a head of the tokens sorted by probability, so a row is cut at
 first few tokens: those are looked at first, and only rows whose cut is further down are sorted whole. Of equally
 probable tokens at the cut those with the smaller ids stay. A row's result does not depend on the other rows.
 
+Whether a row's cut is further down is asked on the host, which waits for the device. A row with a `top_k` up to 256 is
+never asked about.
+
 Shape letters: R rows, V vocabulary, K tokens of a sorted head.
 """
 
@@ -12,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.sequence import Sequence
+from engine.transfer import to_device
 
 _HEAD = 256
 
@@ -30,7 +34,7 @@ class _Rules:
             [min(seq.sampling.top_k or vocab_size, vocab_size), _limit(seq.sampling.top_p), seq.sampling.min_p]
             for seq in seqs
         ]
-        return cls(*torch.tensor(rows, dtype=torch.float64, device=device).split(1, dim=1))
+        return cls(*to_device(rows, torch.float64, device).split(1, dim=1))
 
     def select(self, rows: torch.Tensor) -> "_Rules":
         return _Rules(self.top_k_R1[rows], self.top_p_R1[rows], self.min_p_R1[rows])
@@ -63,7 +67,7 @@ def filter_probs(probs_RV: torch.Tensor, seqs: list[Sequence]) -> torch.Tensor:
     head_RK = probs_RV.topk(min(_HEAD, vocab_size), dim=-1).values
     num_kept_R1 = rules.count_kept(head_RK)
     lowest_R1 = head_RK.gather(1, num_kept_R1 - 1)
-    if vocab_size > _HEAD:
+    if vocab_size > _HEAD and not all(0 < seq.sampling.top_k <= _HEAD for seq in seqs):
         is_open_R = ((num_kept_R1 == _HEAD) | (rules.top_k_R1 < vocab_size)).logical_and_(rules.top_k_R1 > _HEAD)[:, 0]
         open_rows = is_open_R.nonzero()[:, 0]
         if len(open_rows):
@@ -72,7 +76,7 @@ def filter_probs(probs_RV: torch.Tensor, seqs: list[Sequence]) -> torch.Tensor:
             num_kept_R1[open_rows] = rules.select(open_rows).count_kept(sorted_RV)
             lowest_R1[open_rows] = sorted_RV.gather(1, num_kept_R1[open_rows] - 1)
     kept_RV = probs_RV >= lowest_R1
-    if not torch.equal(kept_RV.sum(dim=-1, keepdim=True), num_kept_R1):
+    if probs_RV.device.type != "cpu" or not torch.equal(kept_RV.sum(dim=-1, keepdim=True), num_kept_R1):
         kept_RV = _drop_surplus(probs_RV, lowest_R1, kept_RV, num_kept_R1)
     return probs_RV * kept_RV
 

@@ -40,6 +40,7 @@ class LoadedEngine:
     max_model_len: int
     max_num_batched_tokens: int
     pace: StepPace | None  # None: a step may take any time
+    overlaps: bool  # a step is launched before the one before is collected
 
     def make_info(self, config: EngineConfig, *, load_seconds: float) -> EngineInfo:
         """What the other process is told once."""
@@ -122,6 +123,7 @@ def load_engine(config: EngineConfig, model: Model | None) -> LoadedEngine:
         max_model_len=max_model_len,
         max_num_batched_tokens=step_tokens,
         pace=_measure_pace(config, runner, min(max_model_len, step_tokens)),
+        overlaps=model.device.type == "cuda" if config.overlap is None else config.overlap,
     )
 
 

@@ -1,4 +1,6 @@
-"""Changes logits before a token is chosen: bias, penalties, forbidden stop tokens. Chooses nothing.
+"""Logits processors: bias, penalties, forbidden stop tokens, masks. They change logits and choose nothing.
+
+They read the tokens that the host knows, so they run after the step before is collected. The model computes meanwhile.
 
 Shape letters: R rows (sequences that sample in this step), V vocabulary.
 """
@@ -8,6 +10,7 @@ from collections.abc import Sequence as ListLike
 import torch
 
 from engine.sequence import Sequence, has_penalties
+from engine.transfer import to_device
 
 
 class TokenCounts:
@@ -16,13 +19,13 @@ class TokenCounts:
     def __init__(self, seq: Sequence, vocab_size: int, device: torch.device) -> None:
         self.counts_V = torch.zeros(vocab_size, dtype=torch.float32, device=device)  # of generated tokens
         self.in_prompt_V = torch.zeros(vocab_size, dtype=torch.bool, device=device)
-        self.in_prompt_V[torch.tensor(seq.token_ids[: seq.num_prompt], device=device)] = True
+        self.in_prompt_V.index_fill_(0, to_device(seq.token_ids[: seq.num_prompt], torch.int64, device), True)
         self.num_counted = seq.num_prompt
 
     def update(self, seq: Sequence) -> None:
         """Count the tokens generated since the last call."""
         if len(seq.token_ids) > self.num_counted:
-            new = torch.tensor(seq.token_ids[self.num_counted :], device=self.counts_V.device)
+            new = to_device(seq.token_ids[self.num_counted :], torch.int64, self.counts_V.device)
             self.counts_V.index_add_(0, new, torch.ones(len(new), device=self.counts_V.device))
             self.num_counted = len(seq.token_ids)
 
@@ -33,9 +36,9 @@ class LogitsProcessors:
     def __init__(self, seq: Sequence, vocab_size: int, device: torch.device) -> None:
         sampling = seq.sampling
         self.seen = TokenCounts(seq, vocab_size, device) if has_penalties(seq) else None
-        self.bias_ids = torch.tensor(list(sampling.logit_bias), dtype=torch.int64, device=device)
-        self.bias = torch.tensor(list(sampling.logit_bias.values()), dtype=torch.float32, device=device)
-        self.stop_ids = torch.tensor(sorted(seq.stop_ids), dtype=torch.int64, device=device)
+        self.bias_ids = to_device(list(sampling.logit_bias), torch.int64, device)
+        self.bias = to_device(list(sampling.logit_bias.values()), torch.float32, device)
+        self.stop_ids = to_device(sorted(seq.stop_ids), torch.int64, device)
 
     def apply(self, logits_V: torch.Tensor, seq: Sequence) -> None:
         """Change one row in place."""
@@ -45,7 +48,11 @@ class LogitsProcessors:
         if len(self.bias):
             logits_V[self.bias_ids] += self.bias
         if seq.num_output < seq.sampling.min_tokens and len(self.stop_ids):
-            logits_V[self.stop_ids] = float("-inf")
+            logits_V.index_fill_(0, self.stop_ids, float("-inf"))
+        if seq.logit_mask is not None:
+            allowed_V = seq.logit_mask(seq.token_ids[seq.num_prompt :])
+            if allowed_V is not None:
+                logits_V.masked_fill_(to_device(~allowed_V, torch.bool, logits_V.device), float("-inf"))
 
 
 def _penalize(logits_V: torch.Tensor, seen: TokenCounts, seq: Sequence) -> None:
@@ -61,11 +68,11 @@ def _penalize(logits_V: torch.Tensor, seen: TokenCounts, seq: Sequence) -> None:
         logits_V -= sampling.presence_penalty * (seen.counts_V > 0)
 
 
-def apply_rules(logits_RV: torch.Tensor, seqs: ListLike[Sequence]) -> None:
-    """Apply the rules of each sequence to its row, in place."""
+def process_logits(logits_RV: torch.Tensor, seqs: ListLike[Sequence]) -> None:
+    """Run the logits processors of each sequence on its row, in place."""
     for row, seq in enumerate(seqs):
         sampling = seq.sampling
-        if sampling.logit_bias or sampling.min_tokens or has_penalties(seq):
+        if sampling.logit_bias or sampling.min_tokens or has_penalties(seq) or seq.logit_mask is not None:
             if seq.sampler_state is None:
                 seq.sampler_state = LogitsProcessors(seq, logits_RV.shape[1], logits_RV.device)
             seq.sampler_state.apply(logits_RV[row], seq)

@@ -1,27 +1,41 @@
-"""Log-probabilities of chosen tokens and of the best alternatives, from the model's own logits (before any rule).
+"""Log-probabilities of chosen tokens and of the best alternatives, from the model's own logits (before any processor).
 
-Shape letters: R rows, V vocabulary.
+Shape letters: R rows, V vocabulary, K alternatives.
 """
+
+from dataclasses import dataclass
 
 import torch
 
+from engine.transfer import to_host
 from engine.types import TokenLogprobs
 
 
-def token_logprobs(logprobs_RV: torch.Tensor, token_ids: list[int], num_top: int) -> list[TokenLogprobs]:
-    """One entry a row of log-softmax values: that of `token_ids[row]` and the `num_top` best, best first."""
-    ids_R1 = torch.tensor(token_ids, device=logprobs_RV.device)[:, None]
-    chosen = logprobs_RV.gather(1, ids_R1)[:, 0].tolist()
+@dataclass(frozen=True, slots=True)
+class PendingLogprobs:
+    """Entries of R tokens on their way to the host."""
+
+    ids_R: torch.Tensor
+    values_R: torch.Tensor
+    top_ids_RK: torch.Tensor | None
+    top_values_RK: torch.Tensor | None
+
+    def read(self) -> list[TokenLogprobs]:
+        """One entry a row; call after the device has passed a mark made later."""
+        ids, values = self.ids_R.tolist(), self.values_R.tolist()
+        if self.top_ids_RK is None or self.top_values_RK is None:
+            return [TokenLogprobs(token, value, []) for token, value in zip(ids, values, strict=True)]
+        tops = zip(self.top_ids_RK.tolist(), self.top_values_RK.tolist(), strict=True)
+        return [
+            TokenLogprobs(token, value, list(zip(top_ids, top_values, strict=True)))
+            for token, value, (top_ids, top_values) in zip(ids, values, tops, strict=True)
+        ]
+
+
+def launch_logprobs(logprobs_RV: torch.Tensor, ids_R: torch.Tensor, num_top: int) -> PendingLogprobs:
+    """Of each row of log-softmax values: that of its token `ids_R` and the `num_top` best, best first."""
+    chosen_R = logprobs_RV.gather(1, ids_R[:, None])[:, 0]
     if num_top == 0:
-        return [TokenLogprobs(token, value, []) for token, value in zip(token_ids, chosen, strict=True)]
+        return PendingLogprobs(to_host(ids_R), to_host(chosen_R), None, None)
     best = logprobs_RV.topk(min(num_top, logprobs_RV.shape[1]), dim=1)
-    tops = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-    return [
-        TokenLogprobs(token, value, list(zip(top_ids, top_values, strict=True)))
-        for token, value, (top_ids, top_values) in zip(token_ids, chosen, tops, strict=True)
-    ]
-
-
-def prompt_logprobs(logits_RV: torch.Tensor, next_ids: list[int], num_top: int) -> list[TokenLogprobs | None]:
-    """Entries for the prompt tokens `next_ids`, each predicted by the row of the token before it."""
-    return list(token_logprobs(torch.log_softmax(logits_RV, dim=-1), next_ids, num_top))
+    return PendingLogprobs(to_host(ids_R), to_host(chosen_R), to_host(best.indices), to_host(best.values))

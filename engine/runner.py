@@ -1,18 +1,26 @@
-"""Turns the chunks of a step into a `ForwardBatch` and runs the model on it. Chooses neither work nor tokens.
+"""Turns a `StepBatch` into a `ForwardBatch`, launches the model and the sampler on it, and collects what they gave.
 
-Shape letters: T tokens of the step, B chunks, P pages of the longest chunk's sequence, R logit rows, V vocabulary.
+Shape letters: T tokens of the step, L of them late, B rows of the step, P pages of the longest row's request, R logit
+rows, V vocabulary, M rows of the page table.
 The integers of a step are built in two numpy arrays, one of 64 and one of 32 bits, so that each reaches the device in
 one copy; the tensors of the batch are views of them.
 """
 
 from collections.abc import Sequence as ListLike
-from typing import Protocol
+from itertools import accumulate
+from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 import torch
 
 from engine.cuda_graphs import DecodeGraphs
-from engine.sequence import Chunk
+from engine.logprobs import PendingLogprobs, launch_logprobs
+from engine.sampler import PendingTokens, launch_sampling
+from engine.sequence import Sequence
+from engine.step import LATE_ID, StepBatch, StepRow
+from engine.transfer import Mark, to_device
+from engine.types import TokenLogprobs
 from model.batch import ForwardBatch, KvLayerSpec, LayerKv
 from moe.check.selfcheck import SelfCheckReport
 
@@ -44,19 +52,19 @@ class Model(Protocol):
     def prepare_replay(self) -> None:
         """What cannot be part of a captured step; called before each capture and replay."""
 
-    def __call__(self, batch: ForwardBatch, kv: list[LayerKv]) -> torch.Tensor:
+    def plan(self, batch: ForwardBatch) -> Any:
+        """What attention works out once a step, outside a captured graph; for this batch only."""
+
+    def __call__(self, batch: ForwardBatch, plan: Any, kv: list[LayerKv]) -> torch.Tensor:
         """Logits [R, V] in float32."""
 
 
-def num_logit_rows(chunk: Chunk) -> int:
-    """Logit rows a chunk wants: all of them for prompt log-probabilities, else the last one if it samples."""
-    if chunk.seq.wants_prompt_logprobs:
-        return chunk.num_tokens
-    return 1 if chunk.samples else 0
-
-
 class ModelRunner:
-    """Holds the KV tensors and the page table of the running sequences (`Sequence.row` is the line in it)."""
+    """Owns the KV tensors, the page table, the captured graphs and the tokens that steps chose last.
+
+    `StepRow.row` is the request's line in the page table and its place in `tokens_M`, where the token that its last
+    step chose stays on the device. So the next step can be launched before the host knows the token.
+    """
 
     def __init__(
         self, model: Model, kv: list[LayerKv], *, page_size: int, max_num_seqs: int, max_model_len: int
@@ -65,100 +73,139 @@ class ModelRunner:
         self.kv = kv
         self.graphs: DecodeGraphs | None = None
         self.page_size = page_size
+        self.tokens_M = torch.zeros(max_num_seqs, dtype=torch.int64, device=model.device)
         self._page_table = np.zeros((max_num_seqs, -(-max_model_len // page_size)), dtype=np.int32)
 
     @torch.inference_mode()
-    def run(self, chunks: list[Chunk]) -> torch.Tensor:
-        """Logits [R, V], rows in the order of the chunks, `num_logit_rows` each. Writes the chunks' keys and values."""
-        batch = self.build(chunks)
+    def launch(self, step: StepBatch) -> "Pending":
+        """Start the forward pass of a step, which writes the keys and values of its tokens. Does not wait for a GPU."""
+        batch = self.make_batch(step)
         if self.graphs is not None and self.graphs.serves(batch):
-            return self.graphs.run(batch)
-        return self.model(batch, self.kv)
-
-    def build(self, chunks: list[Chunk]) -> ForwardBatch:
-        """The batch of these chunks, on the model's device."""
-        num_chunks = len(chunks)
-        query_lens = [chunk.num_tokens for chunk in chunks]
-        seq_lens = [chunk.start + chunk.num_tokens for chunk in chunks]
-        num_rows = [num_logit_rows(chunk) for chunk in chunks]
-        num_pages = -(-max(seq_lens) // self.page_size)
-        table_rows = self._update_table(chunks)
-
-        ints32 = np.empty(num_chunks * (2 + num_pages) + 1, dtype=np.int32)
-        if query_lens.count(1) == num_rows.count(1) == num_chunks:
-            ints32[: 2 * num_chunks + 1] = [*range(num_chunks + 1), *seq_lens]
-            ints64 = self._decode_numbers(chunks)
+            logits_RV = self.graphs.run(batch)
         else:
-            ints32[0] = 0
-            np.cumsum(query_lens, out=ints32[1 : num_chunks + 1])
-            ints32[num_chunks + 1 : 2 * num_chunks + 1] = seq_lens
-            ints64 = self._mixed_numbers(chunks, ints32[1 : num_chunks + 1], table_rows, num_rows)
-        ints32[2 * num_chunks + 1 :].reshape(num_chunks, num_pages)[:] = self._page_table[table_rows, :num_pages]
-        return self._to_batch(ints64, ints32, query_lens, seq_lens)
+            logits_RV = self.model(batch, self.model.plan(batch), self.kv)
+        return Pending(step, logits_RV, self.tokens_M)
 
-    def _decode_numbers(self, chunks: list[Chunk]) -> np.ndarray:
-        """Ids, positions, slots and logit rows, each chunk one token; for so few, lists beat array operations."""
-        positions = [chunk.start for chunk in chunks]
-        ids = [chunk.seq.token_ids[chunk.start] for chunk in chunks]
-        slots = []
-        for chunk in chunks:
-            index, offset = divmod(chunk.start, self.page_size)
-            slots.append(chunk.seq.pages[index] * self.page_size + offset)
-        return np.array([*ids, *positions, *slots, *range(len(chunks))], dtype=np.int64)
+    def make_batch(self, step: StepBatch) -> ForwardBatch:
+        """The batch of a step, on the model's device. Brings the page table up to date."""
+        updates = step.page_updates
+        if len(updates):
+            self._page_table[updates[:, 0], updates[:, 1]] = updates[:, 2]
+        rows, num_rows = step.rows, len(step.rows)
+        query_lens = [row.num_tokens for row in rows]
+        seq_lens = [row.start + row.num_tokens for row in rows]
+        table_rows = [row.row for row in rows]
+        num_pages = -(-max(seq_lens) // self.page_size)
 
-    def _mixed_numbers(
-        self, chunks: list[Chunk], query_ends: np.ndarray, table_rows: list[int], num_rows: list[int]
-    ) -> np.ndarray:
-        """The same for chunks of any length; chunk b ends before row `query_ends[b]` of T."""
-        query_lens = [chunk.num_tokens for chunk in chunks]
-        num_tokens = int(query_ends[-1])
-        ints64 = np.empty(3 * num_tokens + sum(num_rows), dtype=np.int64)
-        input_ids, positions, slots = ints64[: 3 * num_tokens].reshape(3, num_tokens)
-        input_ids[:] = [token for chunk in chunks for token in chunk.seq.token_ids[chunk.start : chunk.end]]
-        ends = np.array([chunk.end for chunk in chunks])
-        positions[:] = np.arange(num_tokens) + np.repeat(ends - query_ends, query_lens)
-        page_index, offset = np.divmod(positions, self.page_size)
-        slots[:] = self._page_table[np.repeat(table_rows, query_lens), page_index]
-        slots *= self.page_size
-        slots += offset
-        ints64[3 * num_tokens :] = _last_rows(query_ends, num_rows)
-        return ints64
+        ints32 = np.empty(num_rows * (2 + num_pages) + 1, dtype=np.int32)
+        ints32[: 2 * num_rows + 1] = [0, *accumulate(query_lens), *seq_lens]
+        ints32[2 * num_rows + 1 :].reshape(num_rows, num_pages)[:] = self._page_table[table_rows, :num_pages]
+        numbers32 = to_device(ints32, torch.int32, self.model.device)
 
-    def _update_table(self, chunks: list[Chunk]) -> list[int]:
-        """Copy pages that sequences got since their last step; the table lines of the chunks."""
-        rows = []
-        for chunk in chunks:
-            seq = chunk.seq
-            if seq.num_table_pages < len(seq.pages):
-                self._page_table[seq.row, seq.num_table_pages : len(seq.pages)] = seq.pages[seq.num_table_pages :]
-                seq.num_table_pages = len(seq.pages)
-            rows.append(seq.row)
-        return rows
-
-    def _to_batch(
-        self, ints64: np.ndarray, ints32: np.ndarray, query_lens: list[int], seq_lens: list[int]
-    ) -> ForwardBatch:
-        device = self.model.device
-        wide_tensor, narrow_tensor = torch.from_numpy(ints64), torch.from_numpy(ints32)
-        if device.type != "cpu":
-            wide_tensor = wide_tensor.to(device, non_blocking=True)
-            narrow_tensor = narrow_tensor.to(device, non_blocking=True)
-        num_tokens, num_chunks = sum(query_lens), len(query_lens)
+        num_tokens = len(step.input_ids)
+        logit_rows = _logit_rows(step, ints32[1 : num_rows + 1])
+        late = np.flatnonzero(step.input_ids == LATE_ID)
+        sources = np.repeat(table_rows, query_lens)[late] if len(late) else late
+        ints64 = np.concatenate((step.input_ids, step.positions, step.slots, logit_rows, late, sources))
+        numbers64 = to_device(ints64, torch.int64, self.model.device)
+        ids_T = numbers64[:num_tokens]
+        if len(late):
+            late_L, sources_L = numbers64[3 * num_tokens + len(logit_rows) :].chunk(2)
+            ids_T.index_copy_(0, late_L, self.tokens_M.index_select(0, sources_L))
         return ForwardBatch(
-            input_ids_T=wide_tensor[:num_tokens],
-            positions_T=wide_tensor[num_tokens : 2 * num_tokens],
-            slots_T=wide_tensor[2 * num_tokens : 3 * num_tokens],
-            query_start_B1=narrow_tensor[: num_chunks + 1],
-            seq_lens_B=narrow_tensor[num_chunks + 1 : 2 * num_chunks + 1],
-            page_table_BP=narrow_tensor[2 * num_chunks + 1 :].view(num_chunks, -1),
-            logit_rows_R=wide_tensor[3 * num_tokens :],
+            input_ids_T=ids_T,
+            positions_T=numbers64[num_tokens : 2 * num_tokens],
+            slots_T=numbers64[2 * num_tokens : 3 * num_tokens],
+            query_start_B1=numbers32[: num_rows + 1],
+            seq_lens_B=numbers32[num_rows + 1 : 2 * num_rows + 1],
+            page_table_BP=numbers32[2 * num_rows + 1 :].view(num_rows, -1),
+            logit_rows_R=numbers64[3 * num_tokens : 3 * num_tokens + len(logit_rows)],
             query_lens=tuple(query_lens),
             seq_lens=tuple(seq_lens),
             page_size=self.page_size,
         )
 
 
-def _last_rows(query_ends: np.ndarray, num_rows: list[int]) -> np.ndarray:
-    """Rows of T: of each chunk, ending at `query_ends[b]`, the last `num_rows[b]`."""
-    counts = np.array(num_rows)
+def _logit_rows(step: StepBatch, query_ends: np.ndarray) -> np.ndarray:
+    """Rows of T: of each request, ending at `query_ends[b]`, the last `num_logit_rows`."""
+    if step.is_decode:
+        return np.array([index for index, row in enumerate(step.rows) if row.num_logit_rows], dtype=np.int64)
+    counts = np.array([row.num_logit_rows for row in step.rows])
     return np.arange(counts.sum()) + np.repeat(query_ends - np.cumsum(counts), counts)
+
+
+class RowResult(msgspec.Struct, frozen=True, eq=False):
+    """What one row of a step gave: a token if it samples, unless its logits were not finite."""
+
+    token: int | None = None
+    is_finite: bool = True
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None  # of the prompt tokens after the row's tokens
+
+
+_NOTHING = RowResult()
+
+
+class Pending:
+    """A launched step. First `sample`, once the host knows every earlier token; then `collect`.
+
+    The two are apart so that logits processors can use the tokens of the step before, while this one is computed.
+    """
+
+    def __init__(self, step: StepBatch, logits_RV: torch.Tensor, tokens_M: torch.Tensor) -> None:
+        self.step = step
+        self.logits_RV: torch.Tensor | None = logits_RV  # fp32, `num_logit_rows` of each row; given up when sampled
+        self._tokens_M = tokens_M
+        self._sampled: tuple[list[int], PendingTokens] | None = None  # rows of the step, their tokens
+        self._prompts: dict[int, PendingLogprobs] = {}  # by row of the step
+        self._mark = Mark(logits_RV.device)
+
+    @torch.inference_mode()
+    def sample(self, seqs: list[Sequence | None], *, keeps_tokens: bool = True) -> None:
+        """Launch the choice of tokens; `seqs[b]` is the request of row b, None if nobody wants its token any more.
+
+        `keeps_tokens`: the tokens stay on the device, too, for a step that is launched before this one is collected.
+        """
+        logits_RV, self.logits_RV = self.logits_RV, None
+        if logits_RV is None:
+            raise RuntimeError("a step is sampled twice: its logits are gone")
+        members, logit_rows, end = [], [], 0
+        for index, (row, seq) in enumerate(zip(self.step.rows, seqs, strict=True)):
+            start, end = end, end + row.num_logit_rows
+            if seq is None:
+                continue
+            if seq.wants_prompt_logprobs:
+                self._prompts[index] = _launch_prompt_logprobs(row, seq, logits_RV[start:end])
+            if row.samples:
+                members.append(index)
+                logit_rows.append(end - 1)
+        if members:
+            if len(members) < len(logits_RV):
+                logits_RV = logits_RV.index_select(0, to_device(logit_rows, torch.int64, logits_RV.device))
+            tokens = launch_sampling(logits_RV, [seq for index in members if (seq := seqs[index]) is not None])
+            self._sampled = members, tokens
+            if keeps_tokens:  # a row without a token is dropped when it is collected; until then it needs a valid id
+                rows_R = to_device([self.step.rows[index].row for index in members], torch.int64, logits_RV.device)
+                self._tokens_M.index_copy_(0, rows_R, tokens.tokens_R.clamp(min=0))
+        self._mark = Mark(logits_RV.device)
+
+    def collect(self) -> list[RowResult]:
+        """Wait for the step; what each row gave. Rows that nobody wanted gave nothing."""
+        self._mark.wait()
+        results = [_NOTHING] * len(self.step.rows)
+        for index, prompt in self._prompts.items():
+            results[index] = RowResult(prompt_logprobs=prompt.read())
+        if self._sampled is not None:
+            members, tokens = self._sampled
+            sampled = tokens.read()
+            for index, token, logprobs in zip(members, sampled.tokens, sampled.logprobs, strict=True):
+                results[index] = RowResult(token, token is not None, logprobs, results[index].prompt_logprobs)
+        return results
+
+
+def _launch_prompt_logprobs(row: StepRow, seq: Sequence, logits_RV: torch.Tensor) -> PendingLogprobs:
+    """Entries of the prompt tokens after the row's tokens; the prompt's last token predicts none of them."""
+    next_ids = seq.token_ids[row.start + 1 : row.start + row.num_tokens + 1]
+    logprobs_RV = torch.log_softmax(logits_RV[: len(next_ids)], dim=-1)
+    ids_R = to_device(next_ids, torch.int64, logits_RV.device)
+    return launch_logprobs(logprobs_RV, ids_R, seq.sampling.prompt_logprobs or 0)

@@ -1,11 +1,14 @@
 """Chooses the next token of every row. Logits processors, filters and random numbers live in `logits`, `filters` and
 `counter_rng`.
 
-Shape letters: R rows (sequences that sample in this step), V vocabulary.
+Shape letters: R rows (sequences that sample in this step), W rows that want log-probabilities, V vocabulary.
 
 A draw is an inverse-CDF lookup in order of token id: one number of the request decides, and rounding differences in
 the logits move a boundary by as little as they move the probabilities. Filters act after the temperature and in the
 order top-k, then min-p and top-p on what is left; each keeps a head of the tokens sorted by probability.
+
+On a GPU the choice is launched and not waited for, so that the next step can be prepared meanwhile. Where a row's
+filters need a decision on the host (`filters`), the launch waits until the pass is computed.
 """
 
 from dataclasses import dataclass
@@ -14,10 +17,13 @@ import torch
 
 from engine.counter_rng import uniform
 from engine.filters import filter_probs, is_filtered
-from engine.logits import apply_rules
-from engine.logprobs import token_logprobs
+from engine.logits import process_logits
+from engine.logprobs import PendingLogprobs, launch_logprobs
 from engine.sequence import GREEDY_TEMPERATURE, Sequence
+from engine.transfer import to_device, to_host
 from engine.types import TokenLogprobs
+
+_BROKEN = -1  # stands for a token id where the row's logits are not finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,57 +34,83 @@ class Sampled:
     logprobs: list[TokenLogprobs | None]
 
 
-def sample(logits_RV: torch.Tensor, seqs: list[Sequence]) -> Sampled:
-    """Next token of each sequence from its row of float32 logits, which may be overwritten."""
+@dataclass(frozen=True, slots=True)
+class PendingTokens:
+    """Tokens that the device chooses. `tokens_R` stays there, -1 where the logits are not finite."""
+
+    tokens_R: torch.Tensor
+    host_tokens_R: torch.Tensor
+    num_tops: list[int | None]  # alternatives that each row wants; None: no log-probabilities
+    logprobs: PendingLogprobs | None  # of the rows that want them
+
+    def read(self) -> Sampled:
+        """The tokens on the host; call after the device has passed a mark made later."""
+        tokens = [None if token == _BROKEN else token for token in self.host_tokens_R.tolist()]
+        if self.logprobs is None:
+            return Sampled(tokens, [None] * len(tokens))
+        entries = iter(self.logprobs.read())
+        logprobs: list[TokenLogprobs | None] = []
+        for num_top in self.num_tops:
+            entry = None if num_top is None else next(entries)
+            logprobs.append(entry and TokenLogprobs(entry.token_id, entry.logprob, entry.top[:num_top]))
+        return Sampled(tokens, logprobs)
+
+
+def launch_sampling(logits_RV: torch.Tensor, seqs: list[Sequence]) -> PendingTokens:
+    """Choose the next token of each sequence from its row of float32 logits, which may be overwritten.
+
+    Every token before it must be in `token_ids`.
+    """
     best_R, best_ids_R = logits_RV.max(dim=-1)  # a NaN anywhere in a row becomes its maximum
-    best: list[int] = best_ids_R.masked_fill(~best_R.isfinite(), _BROKEN).tolist()
-    broken = [token == _BROKEN for token in best]
+    is_broken_R = ~best_R.isfinite()
+    num_tops = [seq.sampling.logprobs for seq in seqs]
     if all(seq.is_plain_greedy for seq in seqs):
-        tokens = best
-        logprobs: list[TokenLogprobs | None] = [None] * len(seqs)
-    else:
-        if any(broken):
-            logits_RV[torch.tensor(broken, device=logits_RV.device)] = 0.0  # keep the arithmetic of the others quiet
-        wanted = [row for row, seq in enumerate(seqs) if seq.sampling.logprobs is not None]
-        raw_WV = torch.log_softmax(logits_RV[wanted], dim=-1) if wanted else None
-        apply_rules(logits_RV, seqs)
-        tokens = _choose(logits_RV, seqs)
-        logprobs = [None] * len(seqs)
-        if raw_WV is not None:
-            num_top = max(seqs[row].sampling.logprobs or 0 for row in wanted)
-            entries = token_logprobs(raw_WV, [tokens[row] for row in wanted], num_top)
-            for row, entry in zip(wanted, entries, strict=True):
-                logprobs[row] = TokenLogprobs(entry.token_id, entry.logprob, entry.top[: seqs[row].sampling.logprobs])
-    return Sampled([None if bad else token for token, bad in zip(tokens, broken, strict=True)], logprobs)
+        tokens_R = best_ids_R.masked_fill_(is_broken_R, _BROKEN)
+        return PendingTokens(tokens_R, to_host(tokens_R), num_tops, None)
+    device = logits_RV.device
+    if device.type != "cpu" or is_broken_R.any():  # a GPU is not asked: that would wait for it
+        logits_RV.masked_fill_(is_broken_R[:, None], 0.0)  # keeps the arithmetic of the other rows quiet
+    wanted = [row for row, num_top in enumerate(num_tops) if num_top is not None]
+    wanted_W = to_device(wanted, torch.int64, device)
+    raw_WV = torch.log_softmax(logits_RV.index_select(0, wanted_W), dim=-1) if wanted else None
+    process_logits(logits_RV, seqs)
+    if any(seq.logit_mask for seq in seqs):  # a mask may forbid every token
+        is_broken_R |= logits_RV.amax(dim=-1) == float("-inf")
+        logits_RV.masked_fill_(is_broken_R[:, None], 0.0)
+    tokens_R = _choose(logits_RV, seqs)
+    logprobs = None
+    if raw_WV is not None:
+        num_top = max(num_top or 0 for num_top in num_tops)
+        logprobs = launch_logprobs(raw_WV, tokens_R.index_select(0, wanted_W), num_top)
+    tokens_R = tokens_R.masked_fill(is_broken_R, _BROKEN)
+    return PendingTokens(tokens_R, to_host(tokens_R), num_tops, logprobs)
 
 
-_BROKEN = -1  # stands for a token id where the row's logits are not finite
-
-
-def _choose(logits_RV: torch.Tensor, seqs: list[Sequence]) -> list[int]:
+def _choose(logits_RV: torch.Tensor, seqs: list[Sequence]) -> torch.Tensor:
+    """Token ids [R]."""
     drawn = [row for row, seq in enumerate(seqs) if seq.sampling.temperature > GREEDY_TEMPERATURE]
     if len(drawn) == len(seqs):
         return _draw(logits_RV, seqs)
-    tokens: list[int] = logits_RV.argmax(dim=-1).tolist()
+    tokens_R = logits_RV.argmax(dim=-1)
     if drawn:
-        for row, token in zip(drawn, _draw(logits_RV[drawn], [seqs[row] for row in drawn]), strict=True):
-            tokens[row] = token
-    return tokens
+        rows = to_device(drawn, torch.int64, logits_RV.device)
+        tokens_R.index_copy_(0, rows, _draw(logits_RV.index_select(0, rows), [seqs[row] for row in drawn]))
+    return tokens_R
 
 
-def _draw(logits_RV: torch.Tensor, seqs: list[Sequence]) -> list[int]:
+def _draw(logits_RV: torch.Tensor, seqs: list[Sequence]) -> torch.Tensor:
     device = logits_RV.device
-    temperature_R1 = torch.tensor([[seq.sampling.temperature] for seq in seqs], dtype=torch.float32, device=device)
+    temperature_R1 = to_device([[seq.sampling.temperature] for seq in seqs], torch.float32, device)
     # Relative to the best token nothing overflows: a NaN would make the search below return an id that does not exist.
     probs_RV = torch.softmax((logits_RV - logits_RV.amax(dim=-1, keepdim=True)) / temperature_R1, dim=-1)
     filtered = [row for row, seq in enumerate(seqs) if is_filtered(seq)]
     if len(filtered) == len(seqs):
         probs_RV = filter_probs(probs_RV, seqs)
     elif filtered:
-        probs_RV[filtered] = filter_probs(probs_RV[filtered], [seqs[row] for row in filtered])
+        rows = to_device(filtered, torch.int64, device)
+        kept_RV = filter_probs(probs_RV.index_select(0, rows), [seqs[row] for row in filtered])
+        probs_RV.index_copy_(0, rows, kept_RV)
     cdf_RV = probs_RV.cumsum(dim=-1, dtype=torch.float64)
-    draws_R1 = torch.tensor([[uniform(seq.seed, seq.num_output)] for seq in seqs], dtype=torch.float64, device=device)
+    draws_R1 = to_device([[uniform(seq.seed, seq.num_output)] for seq in seqs], torch.float64, device)
     # A draw is at most 1 - 2**-52, so the product stays below the last entry and no token of probability 0 is chosen.
-    chosen_R1 = torch.searchsorted(cdf_RV, draws_R1 * cdf_RV[:, -1:], right=True)
-    tokens: list[int] = chosen_R1[:, 0].tolist()
-    return tokens
+    return torch.searchsorted(cdf_RV, draws_R1 * cdf_RV[:, -1:], right=True)[:, 0]

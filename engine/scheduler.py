@@ -13,6 +13,8 @@ Rules, in this order:
 5. When the next to run lacks a place or pages, whoever runs at least two requests more than its client, or its
    connection, gives way in the same manner, one request a step: a single question need not wait until long answers
    end. Each such exchange brings the two closer, so it cannot go back and forth.
+6. A step may be scheduled while the one before runs. A token that is still being chosen counts as pending (`Sequence`).
+   A sequence that is preempted meanwhile is not admitted again before its step is over.
 """
 
 from bisect import insort
@@ -21,6 +23,8 @@ from engine.fair_queue import FairQueue, Shares, split_evenly
 from engine.pages import PageAllocator
 from engine.prefix_cache import PrefixCache, extend_keys
 from engine.sequence import Chunk, Sequence
+
+_STEPS_TO_RAISE = 64
 
 
 class Scheduler:
@@ -40,6 +44,8 @@ class Scheduler:
         self.page_size = page_size
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
+        self._budget = max_num_batched_tokens  # of the next step; lower for a while after a step without memory
+        self._num_steps_to_raise = 0
         self.sequences: dict[str, Sequence] = {}
         self.waiting = FairQueue()
         self.running: list[Sequence] = []  # in order of arrival
@@ -75,21 +81,53 @@ class Scheduler:
 
         `max_prompt_tokens` bounds the prompt tokens of a step that also decodes; None: only the token budget does.
         """
+        self._raise_budget()
         self._make_way()
         decodes = self._schedule_decodes()
-        budget = self.max_num_batched_tokens - len(decodes)
+        budget = self._budget - len(decodes)
         if decodes and max_prompt_tokens is not None:
             budget = min(budget, max_prompt_tokens)
         prompts = [seq for seq in self.running if seq not in decodes]
         self._admit_waiting(prompts, budget)
         return [*decodes.values(), *_split_among_clients(prompts, budget)]
 
-    def commit(self, chunk: Chunk) -> None:
-        """The keys of the chunk are written: its sequence advances and its full pages become findable."""
+    def lower_budget(self, num_tokens: int) -> None:
+        """A larger step found no memory. The budget doubles again after every 64 steps."""
+        self._budget = num_tokens
+        self._num_steps_to_raise = _STEPS_TO_RAISE
+
+    def _raise_budget(self) -> None:
+        if self._budget < self.max_num_batched_tokens:
+            self._num_steps_to_raise -= 1
+            if self._num_steps_to_raise < 0:
+                self.lower_budget(min(2 * self._budget, self.max_num_batched_tokens))
+
+    def begin(self, chunk: Chunk) -> None:
+        """The step of the chunk is launched: later steps may build on what it computes and on the token it chooses."""
         seq = chunk.seq
         seq.num_computed = chunk.end
+        seq.num_promised += chunk.samples
+        seq.num_in_flight += 1
+
+    def take_back(self, chunk: Chunk) -> None:
+        """The step of the chunk, the last one begun for its sequence, is not run after all."""
+        seq = chunk.seq
+        seq.num_promised -= chunk.samples
+        seq.num_in_flight -= 1
+        if seq.row >= 0:
+            seq.num_computed = chunk.start
+
+    def commit(self, chunk: Chunk) -> None:
+        """The step of the chunk is over and its keys are written: full pages become findable.
+
+        The caller appends the token, if the chunk was to give one. A sequence that was preempted meanwhile has no pages
+        any more. It waits until all its steps are over, so pages that it holds are those of the chunk.
+        """
+        seq = chunk.seq
+        seq.num_promised -= chunk.samples
+        seq.num_in_flight -= 1
         num_full = chunk.end // self.page_size
-        if self.cache is not None and num_full > seq.num_remembered_pages:
+        if self.cache is not None and seq.row >= 0 and num_full > seq.num_remembered_pages:
             extend_keys(seq.page_keys, seq.token_ids, self.page_size, num_full)
             for index in range(seq.num_remembered_pages, num_full):
                 self.cache.remember(seq.page_keys[index], seq.pages[index])
@@ -101,6 +139,8 @@ class Scheduler:
             return
         shares = Shares(self.running)
         seq = self.waiting.first(shares)
+        if seq.num_in_flight:
+            return  # it was preempted a moment ago
         if self.running and not self._fits(seq):
             victim = shares.first_to_give_way(self.running)
             if shares.excess(victim.path, seq.path) > 1:
@@ -116,8 +156,8 @@ class Scheduler:
                     victim = Shares(self.running).first_to_give_way(self.running)
                     self._preempt(victim)  # if it is `seq` itself, all its tokens are pending now
                     chunks.pop(victim, None)
-            if seq.row >= 0 and seq.num_pending == 1:
-                chunks[seq] = Chunk(seq, seq.num_computed, 1)
+            if seq.row >= 0 and seq.num_pending == 1 and len(chunks) < self._budget:
+                chunks[seq] = Chunk.next_of(seq, 1)
         return chunks
 
     def _admit_waiting(self, prompts: list[Sequence], budget: int) -> None:
@@ -127,7 +167,7 @@ class Scheduler:
             is_client_served = any(prompt.client == seq.client for prompt in prompts)
             if is_client_served and sum(prompt.num_pending for prompt in prompts) >= budget:
                 return
-            if not self._admit(seq):
+            if seq.num_in_flight or not self._admit(seq):
                 return
             self.waiting.remove(seq)
             insort(self.running, seq, key=_arrival)
@@ -167,7 +207,7 @@ class Scheduler:
         seq.num_computed = len(matched) * self.page_size
         seq.num_remembered_pages = len(matched)
         seq.row = self._free_rows.pop()
-        seq.num_table_pages = 0
+        seq.num_sent_pages = 0
         if not seq.started:
             seq.started = True
             seq.num_cached = seq.num_computed
@@ -203,7 +243,7 @@ def _split_among_clients(prompts: list[Sequence], budget: int) -> list[Chunk]:
         num_tokens = min(seq.num_pending, granted[seq.client])
         granted[seq.client] -= num_tokens
         if num_tokens:
-            chunks.append(Chunk(seq, seq.num_computed, num_tokens))
+            chunks.append(Chunk.next_of(seq, num_tokens))
     return chunks
 
 

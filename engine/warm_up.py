@@ -3,6 +3,7 @@
 What they write to the KV cache is never read by a request.
 """
 
+from engine.batching import make_step
 from engine.runner import ModelRunner
 from engine.sequence import Chunk, Sequence
 from engine.types import EngineRequest, SamplingParams
@@ -13,9 +14,10 @@ _FEWEST_TOKENS = 64
 def run_prompt(runner: ModelRunner, num_tokens: int) -> None:
     """One prompt of zeros on the first pages, then one token after it."""
     seq = _sequence(runner, num_tokens, row=0)
-    runner.run([Chunk(seq, 0, num_tokens)])
+    _run(runner, Chunk.next_of(seq, num_tokens))
     if num_tokens > 1:
-        runner.run([Chunk(seq, num_tokens - 1, 1)])
+        seq.num_computed = num_tokens - 1
+        _run(runner, Chunk.next_of(seq, 1))
 
 
 def run_step_sizes(runner: ModelRunner, max_tokens: int) -> None:
@@ -24,11 +26,16 @@ def run_step_sizes(runner: ModelRunner, max_tokens: int) -> None:
     Kernels of experts differ by the number of tokens. Needs places for two requests and room for `max_tokens`.
     """
     decoding = _sequence(runner, 2, row=0)
+    decoding.num_computed = 1
     size = min(_FEWEST_TOKENS, max_tokens)
     while size > 2:
         prompt = _sequence(runner, size - 1, row=1)
-        runner.run([Chunk(decoding, 1, 1), Chunk(prompt, 0, size - 1)])
+        _run(runner, Chunk.next_of(decoding, 1), Chunk.next_of(prompt, size - 1))
         size = min(2 * size, max_tokens) if size < max_tokens else 0
+
+
+def _run(runner: ModelRunner, *chunks: Chunk) -> None:
+    runner.launch(make_step(list(chunks), runner.page_size))
 
 
 def _sequence(runner: ModelRunner, num_tokens: int, *, row: int) -> Sequence:

@@ -127,9 +127,16 @@ class Model(nn.Module):
         for layer in self.moe_layers[:1]:  # all share one transport
             layer.dispatcher.prepare_replay()
 
-    def forward(self, batch: ForwardBatch, kv: Sequence[LayerKv]) -> torch.Tensor:
-        """fp32 logits [R, V] of the rows the batch asks for; writes the step's keys and values to `kv`, one a layer."""
-        step = StepState(self.attention.plan(batch), self.rope.at(batch.positions_T), batch.all_ranks_decode)
+    def plan(self, batch: ForwardBatch) -> Any:
+        """The attention plan of a batch. Make it outside a captured graph: it may wait for the device."""
+        return self.attention.plan(batch)
+
+    def forward(self, batch: ForwardBatch, plan: Any, kv: Sequence[LayerKv]) -> torch.Tensor:
+        """fp32 logits [R, V] of the rows the batch asks for; writes the step's keys and values to `kv`, one a layer.
+
+        `plan` is what `plan` made of the same batch.
+        """
+        step = StepState(plan, self.rope.at(batch.positions_T), batch.all_ranks_decode)
         x_TH: torch.Tensor = self.embedding(batch.input_ids_T)
         delta_TH: Any = None
         for layer, layer_kv in zip(self.layers, kv, strict=True):

@@ -1,20 +1,13 @@
 """Fixtures of the engine tests."""
 
-from pathlib import Path
+from functools import partial
 
 import pytest
 
-from engine.config import EngineConfig
-from engine.core import EngineCore
-from tests.engine.fakes import FakeModel
+from tests.engine.fakes import fake_core
 
 
-@pytest.fixture
-def make_core():
-    """EngineCore on a fake model; small pages and budgets so that every boundary is met."""
-
-    def make(model=None, **settings):
-        settings = {"page_size": 4, "num_pages": 64, "max_num_seqs": 8, "max_num_batched_tokens": 16} | settings
-        return EngineCore(EngineConfig(model=Path("unused"), device="cpu", **settings), model or FakeModel())
-
-    return make
+@pytest.fixture(params=[False, True], ids=["plain", "overlap"])
+def make_core(request):
+    """`fake_core`, in both orders of steps."""
+    return partial(fake_core, overlap=request.param)

@@ -1,8 +1,12 @@
-"""A model without weights whose logits depend on every key it reads back through the page table."""
+"""A model without weights whose logits depend on every key it reads back through the page table, and its engine."""
+
+from pathlib import Path
 
 import numpy as np
 import torch
 
+from engine.config import EngineConfig
+from engine.core import EngineCore
 from model.batch import ForwardBatch, KvLayerSpec, LayerKv
 
 _PRIME = 1_000_003
@@ -32,7 +36,11 @@ class FakeModel:
     def prepare_replay(self) -> None:
         """Nothing to prepare."""
 
-    def __call__(self, batch: ForwardBatch, kv: list[LayerKv]) -> torch.Tensor:
+    def plan(self, batch: ForwardBatch) -> str:
+        return "plan"
+
+    def __call__(self, batch: ForwardBatch, plan: str, kv: list[LayerKv]) -> torch.Tensor:
+        assert plan == "plan"
         self.num_calls += 1
         self.largest_step = max(self.largest_step, batch.num_tokens)
         ids = batch.input_ids_T.numpy()
@@ -73,3 +81,9 @@ class FakeModel:
         mixed = np.arange(self.vocab_size, dtype=np.uint64) + np.uint64(value) * np.uint64(self.vocab_size)
         mixed = (mixed ^ (mixed >> np.uint64(7))) * np.uint64(0x9E3779B97F4A7C15)
         return ((mixed >> np.uint64(40)).astype(np.float32) / 2**24 * self.sharpness * 4).astype(np.float32)
+
+
+def fake_core(model=None, **settings):
+    """EngineCore on a fake model; small pages and budgets so that every boundary is met."""
+    settings = {"page_size": 4, "num_pages": 64, "max_num_seqs": 8, "max_num_batched_tokens": 16} | settings
+    return EngineCore(EngineConfig(model=Path("unused"), device="cpu", **settings), model or FakeModel())

@@ -64,7 +64,9 @@ def test_a_thousand_aborts_leave_nothing(make_core):
 
 
 def test_finish_error_and_refusal_leave_nothing_either(make_core, monkeypatch):
-    monkeypatch.setattr("engine.core.logger.disabled", True)  # a captured log record would hold the frames of the error
+    monkeypatch.setattr(
+        "engine.executor.logger.disabled", True
+    )  # a captured log record would hold the frames of the error
     core = make_core()
     core._runner.model.raise_on = 42
     run_all(core, [request("done", [1]), request("bad", [42]), request("refused", []), request("long", [1], 10**6)])

@@ -57,8 +57,8 @@ class Shaken:
     def __getattr__(self, name):
         return getattr(self._model, name)
 
-    def __call__(self, batch, kv):
-        logits = self._model(batch, kv)
+    def __call__(self, batch, plan, kv):
+        logits = self._model(batch, plan, kv)
         return logits + SHAKE * (2 * torch.rand(logits.shape, generator=self._generator) - 1)
 
 
@@ -79,7 +79,9 @@ def test_no_token_is_chosen_by_a_hair(model, expected):
     ({}, False),
     ({"max_num_batched_tokens": 16, "max_num_seqs": 4}, False),
     ({"num_pages": 80, "page_size": 3}, True),
-], ids=["together", "small chunks", "few pages"])  # fmt: skip
+    ({"num_pages": 80, "page_size": 3, "overlap": True}, True),
+    ({"max_num_batched_tokens": 16, "max_num_seqs": 4, "overlap": True}, False),
+], ids=["together", "small chunks", "few pages", "few pages, overlap", "small chunks, overlap"])  # fmt: skip
 def test_tokens_are_the_same_in_every_company(model, expected, settings, preempts):
     core = make_core(model, **settings)
     outputs = run_all(core, make_requests())

@@ -30,8 +30,8 @@ class CapturableModel(FakeModel):
         self.num_prepared += 1
         self.num_calls_before.append(self.num_calls)
 
-    def __call__(self, batch, kv):
-        return super().__call__(replace(batch, seq_lens=tuple(batch.seq_lens_B.tolist())), kv)
+    def __call__(self, batch, plan, kv):
+        return super().__call__(replace(batch, seq_lens=tuple(batch.seq_lens_B.tolist())), plan, kv)
 
 
 class Replay:
@@ -46,7 +46,8 @@ class Replay:
         graphs = self.graphs
         self.idle_slots.update(graphs._slots_M[graphs._num_live : self.size].tolist())
         self.idle_lens.update(graphs._lens_M[graphs._num_live : self.size].tolist())
-        graphs._logits_MV[: self.size] = graphs._model(graphs._batch(self.size), graphs._kv)
+        batch = graphs._batch(self.size)
+        graphs._logits_MV[: self.size] = graphs._model(batch, graphs._model.plan(batch), graphs._kv)
 
 
 def capture(graphs, size):

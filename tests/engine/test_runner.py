@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from engine import load
+from engine.batching import make_step
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.errors import EngineConfigError
@@ -37,11 +38,21 @@ def make_runner():
     return ModelRunner(FakeModel(), [], page_size=4, max_num_seqs=4, max_model_len=32)
 
 
+def chunk_of(seq, start, num_tokens):
+    seq.num_computed = start
+    return Chunk.next_of(seq, num_tokens)
+
+
+def build(runner, *chunks):
+    """The batch of (sequence, start, number of tokens) each."""
+    return runner.make_batch(make_step([chunk_of(*chunk) for chunk in chunks], runner.page_size))
+
+
 def test_a_mixed_step_is_laid_out_as_documented():
     decode = make_seq([5, 6, 7, 8, 9, 10], 3, [7, 2], row=2)
     prompt = make_seq(list(range(20, 31)), 11, [1, 3, 4], row=0)
     scored = make_seq([40, 41, 42], 3, [6], row=1, prompt_logprobs=1)
-    batch = make_runner().build([Chunk(decode, 5, 1), Chunk(prompt, 2, 4), Chunk(scored, 0, 2), Chunk(prompt, 9, 2)])
+    batch = build(make_runner(), (decode, 5, 1), (prompt, 2, 4), (scored, 0, 2), (prompt, 9, 2))
     assert batch.input_ids_T.tolist() == [10, 22, 23, 24, 25, 40, 41, 29, 30]
     assert batch.positions_T.tolist() == [5, 2, 3, 4, 5, 0, 1, 9, 10]
     assert batch.slots_T.tolist() == [9, 6, 7, 12, 13, 24, 25, 17, 18]
@@ -59,28 +70,28 @@ def test_a_mixed_step_is_laid_out_as_documented():
 def test_a_decode_step_follows_pages_as_they_are_added():
     runner = make_runner()
     seqs = [make_seq([1, 2, 3, 4], 2, [5], row=0), make_seq([9, 8], 1, [3], row=3)]
-    batch = runner.build([Chunk(seqs[0], 3, 1), Chunk(seqs[1], 1, 1)])
+    batch = build(runner, (seqs[0], 3, 1), (seqs[1], 1, 1))
     assert batch.is_decode
     assert batch.slots_T.tolist() == [23, 13]
     assert batch.page_table_BP.tolist() == [[5], [3]]
     seqs[0].token_ids.append(7)
     seqs[0].pages.append(1)
-    batch = runner.build([Chunk(seqs[0], 4, 1)])
+    batch = build(runner, (seqs[0], 4, 1))
     assert (batch.input_ids_T.tolist(), batch.positions_T.tolist(), batch.slots_T.tolist()) == ([7], [4], [4])
     assert batch.page_table_BP.tolist() == [[5, 1]]
 
 
 def test_a_step_without_a_finished_prompt_wants_no_logits():
-    assert make_runner().build([Chunk(make_seq([1] * 9, 9, [0, 1, 2], row=0), 0, 4)]).logit_rows_R.tolist() == []
+    assert build(make_runner(), (make_seq([1] * 9, 9, [0, 1, 2], row=0), 0, 4)).logit_rows_R.tolist() == []
 
 
 def test_one_token_of_a_prompt_beside_a_decode_wants_no_logits():
     decode = make_seq([5, 6, 7], 2, [7], row=2)
     first, last = (make_seq(list(range(20, 31)), 11, [1, 3, 4], row=0) for _ in "ab")
-    batch = make_runner().build([Chunk(decode, 2, 1), Chunk(first, 5, 1)])
+    batch = build(make_runner(), (decode, 2, 1), (first, 5, 1))
     assert batch.is_decode
     assert batch.logit_rows_R.tolist() == [0]
-    assert make_runner().build([Chunk(last, 10, 1), Chunk(decode, 2, 1)]).logit_rows_R.tolist() == [0, 1]
+    assert build(make_runner(), (last, 10, 1), (decode, 2, 1)).logit_rows_R.tolist() == [0, 1]
 
 
 def test_bytes_and_tensors_of_the_cache():
@@ -196,8 +207,8 @@ def test_steps_of_every_size_run_beside_a_decode_before_the_first_request():
     kv = layout.allocate(80, torch.device("cpu"))
     runner = ModelRunner(model, kv, page_size=4, max_num_seqs=2, max_model_len=300)
     sizes = []
-    run = runner.run
-    runner.run = lambda chunks: (sizes.append([chunk.num_tokens for chunk in chunks]), run(chunks))
+    launch = runner.launch
+    runner.launch = lambda step: (sizes.append([row.num_tokens for row in step.rows]), launch(step))
     run_step_sizes(runner, 300)
     assert sizes == [[1, 63], [1, 127], [1, 255], [1, 299]]
     sizes.clear()

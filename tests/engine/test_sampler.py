@@ -8,12 +8,16 @@ import torch
 
 from engine.counter_rng import uniform
 from engine.filters import filter_probs
-from engine.sampler import sample
+from engine.sampler import Sampled, launch_sampling
 from engine.sequence import GREEDY_TEMPERATURE, Sequence
 from tests.engine.requests import request
 
 LOGITS = torch.tensor([2.0, 1.0, 3.0, 0.0, -1.0])
 PROBS = torch.softmax(LOGITS, 0).tolist()
+
+
+def sample(logits: torch.Tensor, seqs: list[Sequence]) -> Sampled:
+    return launch_sampling(logits, seqs).read()
 
 
 def make(prompt=(0,), output=(), seed=1, stop_ids=(), max_tokens=1000, **sampling):

@@ -31,9 +31,9 @@ def step(scheduler, token=1):
     """What the engine does with a schedule: (id, start, tokens) of each chunk."""
     chunks = scheduler.schedule()
     for chunk in chunks:
-        samples = chunk.samples
+        scheduler.begin(chunk)
         scheduler.commit(chunk)
-        if samples:
+        if chunk.samples:
             chunk.seq.token_ids.append(token)
     return [(chunk.seq.request_id, chunk.start, chunk.num_tokens) for chunk in chunks]
 
@@ -62,6 +62,7 @@ def test_prompts_are_bounded_only_beside_decodes_g84():
     add(scheduler, "a", range(40))
     [chunk] = scheduler.schedule(max_prompt_tokens=10)
     assert chunk.num_tokens == 40
+    scheduler.begin(chunk)
     scheduler.commit(chunk)
     chunk.seq.token_ids.append(1)
     add(scheduler, "b", range(40))
@@ -193,6 +194,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler = make_scheduler(self.num_pages, self.page_size, self.max_num_seqs, self.budget, caching=True)
         self.ended = []
         self.num_added = 0
+        self.in_flight = []  # chunks of the step that was begun and is not over; always empty in the plain order
 
     @rule(target=requests, length=st.integers(1, 20), max_tokens=st.integers(1, 11), kind=st.integers(0, 2),
           logprobs=st.sampled_from([None, None, None, 0]),
@@ -216,18 +218,28 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def advance(self, stops=0):
         chunks = self.scheduler.schedule()
-        assert chunks, "there is work and nothing was scheduled"
+        assert chunks or self.in_flight, "there is work and nothing was scheduled"
         assert len(chunks) <= self.max_num_seqs
         assert sum(chunk.num_tokens for chunk in chunks) <= self.budget
         assert len({id(chunk.seq) for chunk in chunks}) == len(chunks)
-        for index, chunk in enumerate(chunks):
+        for chunk in chunks:
             seq = chunk.seq
             assert chunk.num_tokens >= 1
+            assert chunk.row == seq.row
+            assert seq.num_in_flight <= len(self.in_flight)
             assert chunk.start == seq.num_computed
             assert len(seq.pages) * self.page_size >= chunk.end
-            samples = chunk.samples
+            self.scheduler.begin(chunk)
+        self.finish(chunks, stops)
+
+    def finish(self, chunks, stops):
+        """Apply what a step gave, as the engine does: nothing to requests that ended since it was scheduled."""
+        for index, chunk in enumerate(chunks):
+            seq = chunk.seq
+            if self.scheduler.sequences.get(seq.request_id) is not seq:
+                continue
             self.scheduler.commit(chunk)
-            if samples:
+            if chunk.samples:
                 seq.token_ids.append(stops % 3)
                 if seq.num_output == seq.sampling.max_tokens or stops >> index & 1:
                     assert self.scheduler.remove(seq.request_id) is seq
@@ -267,7 +279,26 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert not self.scheduler.running
 
 
+class OverlapMachine(SchedulerMachine):
+    """A step is over only after the next one has begun."""
+
+    def finish(self, chunks, stops):
+        before, self.in_flight = self.in_flight, chunks
+        super().finish(before, stops)
+
+    @rule()
+    @precondition(lambda self: self.in_flight)
+    def take_back(self):
+        """The step failed: its requests go on as if it had not been scheduled."""
+        for chunk in self.in_flight:
+            if self.scheduler.sequences.get(chunk.seq.request_id) is chunk.seq:
+                self.scheduler.take_back(chunk)
+                assert (chunk.seq.num_in_flight, chunk.seq.num_promised) == (0, 0)
+        self.in_flight = []
+
+
+_SETTINGS = settings(max_examples=150, stateful_step_count=40, deadline=None, derandomize=True, database=None)
 TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(
-    max_examples=150, stateful_step_count=40, deadline=None, derandomize=True, database=None
-)
+TestSchedulerMachine.settings = _SETTINGS
+TestOverlapMachine = OverlapMachine.TestCase
+TestOverlapMachine.settings = _SETTINGS

@@ -77,9 +77,9 @@ class TimedModel(FakeModel):
         super().__init__(max_model_len=4000)
         self.now_s = 0.0
 
-    def __call__(self, batch, kv):
+    def __call__(self, batch, plan, kv):
         self.now_s += CPU["decode_s"] + batch.num_tokens * CPU["token_s"]
-        return super().__call__(batch, kv)
+        return super().__call__(batch, plan, kv)
 
 
 def step_times(max_step_ms):
@@ -145,3 +145,62 @@ def test_only_steps_that_gave_a_token_are_timed_g84():
 def test_a_negative_time_is_refused():
     with pytest.raises(EngineConfigError, match="max_step_ms is -1"):
         EngineConfig(model=Path("unused"), max_step_ms=-1)
+
+
+class SimulatedDevice:
+    """Works through what is launched, one pass after the other, while the host goes on; both share a clock."""
+
+    pass_s, host_s = 0.010, 0.002
+
+    def __init__(self):
+        self.now_s = self.free_s = 0.0
+
+    def launch(self):
+        self.free_s = max(self.now_s, self.free_s) + self.pass_s
+
+    def mark(self, device):
+        return SimulatedMark(self)
+
+
+class SimulatedMark:
+    def __init__(self, simulated):
+        self.simulated, self.passed_s = simulated, simulated.free_s
+
+    def wait(self):
+        self.simulated.now_s = max(self.simulated.now_s, self.passed_s)
+
+
+class SimulatedModel(FakeModel):
+    """Its host work is done before a pass is launched."""
+
+    def __init__(self, simulated):
+        super().__init__()
+        self.simulated = simulated
+
+    def __call__(self, batch, plan, kv):
+        self.simulated.now_s += self.simulated.host_s
+        self.simulated.launch()
+        return super().__call__(batch, plan, kv)
+
+
+@pytest.mark.parametrize(("overlap", "step_s"), [(False, 0.012), (True, 0.010)])
+def test_a_step_takes_as_long_as_the_device_needs_and_the_host_is_hidden(monkeypatch, overlap, step_s):
+    """The time between two steps is what streams see; a launch that waits behind another pass does not count twice."""
+    simulated = SimulatedDevice()
+    monkeypatch.setattr("engine.runner.Mark", simulated.mark)
+    config = EngineConfig(model=Path("unused"), device="cpu", num_pages=100, overlap=overlap)
+    core = EngineCore(config, SimulatedModel(simulated), clock=lambda: simulated.now_s)
+    times = []
+
+    class Pace(RecordingPace):
+        def observe(self, *, num_decodes, num_prompt_tokens, step_s):
+            times.append(step_s)
+
+    core._pace = Pace()
+    core.add(request("a", [5] * 10, 20, ignore_eos=True))
+    start_s = simulated.now_s = simulated.free_s = 100.0
+    while core.has_work:
+        core.step()
+    assert len(times) == 20
+    assert times[1:] == pytest.approx([step_s] * 19)
+    assert simulated.now_s - start_s == pytest.approx(20 * step_s + (0.002 if overlap else 0))

@@ -8,7 +8,7 @@ from model.config import ModelSettings
 from model.decoder import Model
 from model.registry import build_model
 from moe import RankPlace
-from tests.model.paged import PagedCache
+from tests.model.paged import PagedCache, run
 
 KINDS = ("gpt_oss", "deepseek")  # biases in the one, shared experts in the other
 SPLITS = {"tp": {"tp_size": 2}, "ep": {"ep_size": 2}}
@@ -17,7 +17,7 @@ SPLITS = {"tp": {"tp_size": 2}, "ep": {"ep_size": 2}}
 def logits_of(model: Model) -> torch.Tensor:
     cache = PagedCache(model.kv_specs)
     with torch.inference_mode():
-        return model(cache.batch({"a": [3, 1, 4, 1, 5, 9, 2, 6], "b": [7, 8]}, all_logits=True), cache.layers)
+        return run(model, cache.batch({"a": [3, 1, 4, 1, 5, 9, 2, 6], "b": [7, 8]}, all_logits=True), cache.layers)
 
 
 def rank_process(rank: int, folder: str) -> None:

@@ -5,8 +5,15 @@ from dataclasses import dataclass, field
 import torch
 
 from model.batch import ForwardBatch, KvLayerSpec, LayerKv
+from model.decoder import Model
 
 PAGE_SIZE = 16
+
+
+def run(model: Model, batch: ForwardBatch, kv: list[LayerKv]) -> torch.Tensor:
+    """Plan and forward pass, as the engine runs them."""
+    logits: torch.Tensor = model(batch, model.plan(batch), kv)
+    return logits
 
 
 @dataclass

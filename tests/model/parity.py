@@ -10,7 +10,7 @@ from model.config import ModelSettings
 from model.decoder import Model
 from model.registry import build_model
 from tests.model.checkpoints import VOCAB, set_weights, state_by_file_name, write
-from tests.model.paged import PagedCache
+from tests.model.paged import PagedCache, run
 
 Tensors = dict[str, torch.Tensor]
 Pack = Callable[[Tensors], tuple[Tensors, Tensors]]
@@ -49,15 +49,15 @@ def check_all_ways(model: Model, reference: Any, length: int) -> None:
     ids = prompt(length, 1)
     want = reference(torch.tensor([ids])).logits[0]
     cache = PagedCache(model.kv_specs)
-    check_close(model(cache.batch({"whole": ids}, all_logits=True), cache.layers), want)
+    check_close(run(model, cache.batch({"whole": ids}, all_logits=True), cache.layers), want)
 
     start = length - 24
-    model(cache.batch({"steps": ids[:start]}), cache.layers)
+    run(model, cache.batch({"steps": ids[:start]}), cache.layers)
     for i in range(start, length):
-        check_close(model(cache.batch({"steps": ids[i : i + 1]}), cache.layers), want[i : i + 1])
+        check_close(run(model, cache.batch({"steps": ids[i : i + 1]}), cache.layers), want[i : i + 1])
 
     for chunk in (ids[:7], ids[7:40], ids[40:]):
-        got = model(cache.batch({"chunks": chunk}, all_logits=True), cache.layers)
+        got = run(model, cache.batch({"chunks": chunk}, all_logits=True), cache.layers)
     check_close(got, want[40:])
 
     others = {"b": prompt(31, 2), "c": prompt(9, 3)}
@@ -67,4 +67,4 @@ def check_all_ways(model: Model, reference: Any, length: int) -> None:
     for step in ({"b": 20, "a": 60}, {"a": 1, "c": 4, "b": 1}, {"c": 1, "b": 1, "a": 1}, {"a": 1, "b": 9, "c": 4}):
         ranges = {n: range(cache.lengths.get(n, 0), cache.lengths.get(n, 0) + count) for n, count in step.items()}
         batch = cache.batch({n: sequences[n][r.start : r.stop] for n, r in ranges.items()}, all_logits=True)
-        check_close(model(batch, cache.layers), torch.cat([wants[n][r.start : r.stop] for n, r in ranges.items()]))
+        check_close(run(model, batch, cache.layers), torch.cat([wants[n][r.start : r.stop] for n, r in ranges.items()]))

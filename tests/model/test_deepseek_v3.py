@@ -12,7 +12,7 @@ from loaders.errors import CheckpointError
 from model.config import ModelSettings
 from model.registry import build_model
 from tests.model.checkpoints import make_deepseek, pack_fp8, pack_nvfp4, state_by_file_name, write
-from tests.model.paged import PagedCache
+from tests.model.paged import PagedCache, run
 from tests.model.parity import check_all_ways, check_close, packed_pair, prompt
 
 FP8 = {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}}
@@ -57,7 +57,7 @@ def test_latent_norms_have_an_epsilon_of_their_own(tmp_path: Path, changes: dict
     model, reference = packed_pair(make_deepseek(4, rms_norm_eps=0.1, **changes), tmp_path, None)
     ids = prompt(20, 4)
     cache = PagedCache(model.kv_specs)
-    got = model(cache.batch({"a": ids}, all_logits=True), cache.layers)
+    got = run(model, cache.batch({"a": ids}, all_logits=True), cache.layers)
     check_close(got, reference(torch.tensor([ids])).logits[0])
 
 
@@ -69,7 +69,7 @@ def test_positions_far_beyond_the_original_context(tmp_path: Path) -> None:
     cache = PagedCache(model.kv_specs)
     batch = cache.batch({"a": ids}, all_logits=True)
     batch.positions_T.copy_(torch.tensor(positions))
-    check_close(model(batch, cache.layers), want)
+    check_close(run(model, batch, cache.layers), want)
 
 
 def test_names_without_the_model_prefix(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_names_without_the_model_prefix(tmp_path: Path) -> None:
     model = build_model(tmp_path, ModelSettings())
     ids = prompt(20, 4)
     cache = PagedCache(model.kv_specs)
-    got = model(cache.batch({"a": ids}, all_logits=True), cache.layers)
+    got = run(model, cache.batch({"a": ids}, all_logits=True), cache.layers)
     check_close(got, reference(torch.tensor([ids])).logits[0])
 
 

@@ -10,7 +10,7 @@ from model.config import ModelSettings
 from model.moe_layer import MoeLayer
 from model.registry import build_model
 from tests.model.checkpoints import make_gpt_oss, pack_mxfp4, state_by_file_name, write
-from tests.model.paged import PagedCache
+from tests.model.paged import PagedCache, run
 from tests.model.parity import check_all_ways, check_close, packed_pair, prompt
 
 MXFP4 = {"quantization_config": {"quant_method": "mxfp4"}}
@@ -45,7 +45,7 @@ def test_what_the_ranks_agreed_on_reaches_every_moe_layer(tmp_path: Path, monkey
     cache = PagedCache(model.kv_specs)
     for agreed in (False, True):
         with torch.inference_mode():
-            model(dataclasses.replace(cache.batch({"a": [1]}), all_ranks_decode=agreed), cache.layers)
+            run(model, dataclasses.replace(cache.batch({"a": [1]}), all_ranks_decode=agreed), cache.layers)
     assert seen == [False] * len(model.moe_layers) + [True] * len(model.moe_layers)
 
 
@@ -56,7 +56,7 @@ def test_window_of_128_at_its_edges(tmp_path: Path) -> None:
     cache = PagedCache(model.kv_specs)
     for length in (127, 128, 129, 300):
         batch = cache.batch({str(length): ids[:length]}, all_logits=True)
-        check_close(model(batch, cache.layers), want[:length])
+        check_close(run(model, batch, cache.layers), want[:length])
 
 
 def test_positions_far_beyond_the_original_context(tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_positions_far_beyond_the_original_context(tmp_path: Path) -> None:
     cache = PagedCache(model.kv_specs)
     batch = cache.batch({"a": ids}, all_logits=True)
     batch.positions_T.copy_(torch.tensor(positions))
-    check_close(model(batch, cache.layers), want)
+    check_close(run(model, batch, cache.layers), want)
 
 
 @pytest.mark.parametrize("spelling", ["rope_parameters", "rope_scaling"])
@@ -84,7 +84,7 @@ def test_both_spellings_of_rope_mean_the_same(tmp_path: Path, spelling: str) -> 
     model = build_model(tmp_path, ModelSettings())
     ids = prompt(50, 3)
     cache = PagedCache(model.kv_specs)
-    got = model(cache.batch({"a": ids}, all_logits=True), cache.layers)
+    got = run(model, cache.batch({"a": ids}, all_logits=True), cache.layers)
     check_close(got, reference(torch.tensor([ids])).logits[0])
 
 
@@ -93,7 +93,7 @@ def test_tied_head_is_the_embedding(tmp_path: Path) -> None:
     model, reference = packed_pair(reference, tmp_path, None)
     ids = prompt(30, 4)
     cache = PagedCache(model.kv_specs)
-    got = model(cache.batch({"a": ids}, all_logits=True), cache.layers)
+    got = run(model, cache.batch({"a": ids}, all_logits=True), cache.layers)
     check_close(got, reference(torch.tensor([ids])).logits[0])
 
 
@@ -104,7 +104,7 @@ def test_bf16_stays_near_fp32(tmp_path: Path) -> None:
     ids = prompt(40, 5)
     want = reference(torch.tensor([ids])).logits[0]
     cache = PagedCache(half.kv_specs, dtype=torch.bfloat16)
-    got = half(cache.batch({"a": ids}, all_logits=True), cache.layers)
+    got = run(half, cache.batch({"a": ids}, all_logits=True), cache.layers)
     assert got.dtype == torch.float32
     error = (got - want).norm(dim=-1) / want.norm(dim=-1)
     assert error.median() < 0.05  # a token whose experts change by rounding may differ more

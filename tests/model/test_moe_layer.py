@@ -20,7 +20,7 @@ from moe.dispatch.deepep_settings import DeepepMode, DeepepSettings
 from moe.dispatch.standard import StandardDispatcher
 from moe.routing import BypassedTopK, StandardTopK
 from tests.model.checkpoints import VOCAB, make_deepseek, make_gpt_oss, pack_mxfp4, state_by_file_name, write
-from tests.model.paged import PagedCache
+from tests.model.paged import PagedCache, run
 
 PUBLISHED = {
     "gpt_oss": (make_gpt_oss, {"quant_method": "mxfp4"}, 2),
@@ -52,11 +52,11 @@ def test_one_run_per_moe_layer_and_nobody_else_computes_experts(
         calls.append((self, quant_info))
         return StandardCombineInput(torch.zeros_like(dispatched.hidden_states))
 
-    logits = model(cache.batch({"a": [1, 2, 3]}), cache.layers)
+    logits = run(model, cache.batch({"a": [1, 2, 3]}), cache.layers)
     assert logits.shape == (1, VOCAB)
     assert logits.isfinite().all()
     monkeypatch.setattr(MoeRunner, "run", zeros)
-    model(cache.batch({"b": [1, 2, 3], "c": [5]}), cache.layers)
+    run(model, cache.batch({"b": [1, 2, 3], "c": [5]}), cache.layers)
     assert [runner for runner, _ in calls] == [layer.runner for layer in model.moe_layers]
     assert len({id(info) for _, info in calls}) == PUBLISHED[kind][2]
 

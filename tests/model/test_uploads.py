@@ -11,7 +11,7 @@ from model.config import ModelSettings, UnsupportedModelError
 from model.embedding import OutputHead
 from model.registry import build_model
 from tests.model.checkpoints import make_deepseek, make_gpt_oss, pack_nvfp4, set_weights, state_by_file_name, write
-from tests.model.paged import PagedCache
+from tests.model.paged import PagedCache, run
 from tests.model.parity import check_close
 
 FP8_SECTION = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
@@ -22,7 +22,7 @@ PROMPT = torch.arange(1, 13)
 def logits_of(folder: Path) -> torch.Tensor:
     model = build_model(folder, ModelSettings())
     cache = PagedCache(model.kv_specs)
-    return model(cache.batch({"a": PROMPT.tolist()}), cache.layers)
+    return run(model, cache.batch({"a": PROMPT.tolist()}), cache.layers)
 
 
 def test_g40_nvfp4_tensors_beside_the_ancestors_fp8_section(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

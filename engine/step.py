@@ -1,0 +1,70 @@
+"""`StepBatch`: what one step computes, as plain numbers. No request, no tensor, no device.
+
+The scheduler's choice becomes a `StepBatch` in `batching`, and `runner` runs it. In between it may be packed and sent
+to another rank, or kept and run again. Runners that run the same records in the same order have the same page table.
+"""
+
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+LATE_ID = -1
+"""Stands for an input id that the host does not know yet: the token that the step before chose for the same row."""
+
+
+class StepRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One request of a step: its tokens at positions [start, start + num_tokens).
+
+    `row` is its line in the runner's page table. `samples`: the step ends with a new token for this request.
+    `num_logit_rows`: its last tokens, this many, need logits.
+    """
+
+    row: int
+    start: int
+    num_tokens: int
+    samples: bool
+    num_logit_rows: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepBatch:
+    """One step. T tokens, all rows flattened in order; U pages that requests got since their last step."""
+
+    rows: list[StepRow]
+    input_ids: np.ndarray  # int64 [T]; may hold LATE_ID
+    positions: np.ndarray  # int64 [T], position of the token in its request
+    slots: np.ndarray  # int64 [T], KV slot (page * page_size + offset) the token's keys are written to
+    page_updates: np.ndarray  # int32 [U, 3]: row and column of the page table, and the page to put there
+    is_decode: bool  # every row has one token
+
+    def pack(self) -> bytes:
+        """The record as bytes; ranks that exchange it run on machines of the same byte order."""
+        numbers = np.concatenate((self.input_ids, self.positions, self.slots))
+        return _encoder.encode(
+            _PackedStep(self.rows, len(self.input_ids), self.is_decode, numbers.data, self.page_updates.data)
+        )
+
+    @classmethod
+    def unpack(cls, data: bytes) -> "StepBatch":
+        """The record that `pack` made bytes of. Its arrays are read-only views of `data`.
+
+        Raises:
+            ValueError: (msgspec's DecodeError) the bytes are no record.
+        """
+        packed = _decoder.decode(data)
+        numbers = np.frombuffer(packed.numbers, dtype=np.int64).reshape(3, packed.num_tokens)
+        updates = np.frombuffer(packed.page_updates, dtype=np.int32).reshape(-1, 3)
+        return cls(packed.rows, numbers[0], numbers[1], numbers[2], updates, packed.is_decode)
+
+
+class _PackedStep(msgspec.Struct, frozen=True, array_like=True):
+    rows: list[StepRow]
+    num_tokens: int
+    is_decode: bool
+    numbers: memoryview
+    page_updates: memoryview
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(_PackedStep)
