@@ -1,20 +1,22 @@
 """Cases of the MoE benchmark: stated numbers of active experts, repeatable routings, floors."""
 
+import itertools
+
 import pytest
 import torch
 
 from benchmarks.moe_cases import CASES, LayerCase, id_sets, random_experts, routing
 
 CPU = torch.device("cpu")
-TOKENS = (1, 4, 8, 16, 64, 256, 1024)
+FLOORS_US = {1: 17.6, 4: 70.5, 8: 83.7, 16: 119.0, 64: 141.0, 1024: 261.3, 4096: 1045.3}
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-@pytest.mark.parametrize("num_tokens", TOKENS)
-def test_uniform_sets_touch_exactly_the_stated_number_of_experts(case: LayerCase, num_tokens: int) -> None:
-    for topk in id_sets(case, num_tokens, "uniform", CPU, 3):
-        assert topk.ids.unique().numel() == case.active(num_tokens)
-        assert topk.ids.shape == topk.weights.shape == (num_tokens, case.top_k)
+def test_uniform_sets_touch_exactly_the_stated_number_of_experts(subtests: pytest.Subtests) -> None:
+    for (model, case), num_tokens in itertools.product(CASES.items(), (1, 4, 8, 16, 64, 256, 1024)):
+        with subtests.test(model=model, num_tokens=num_tokens):
+            for topk in id_sets(case, num_tokens, "uniform", CPU, 3):
+                assert topk.ids.unique().numel() == case.active(num_tokens)
+                assert topk.ids.shape == topk.weights.shape == (num_tokens, case.top_k)
 
 
 @pytest.mark.parametrize("kind", ["uniform", "zipf"])
@@ -45,12 +47,10 @@ def test_zipf_loads_its_favourite_expert_far_more_than_uniform() -> None:
     assert load["zipf"] > 5 * load["uniform"]
 
 
-@pytest.mark.parametrize(
-    ("tokens", "floor_us"), [(1, 17.6), (4, 70.5), (8, 83.7), (16, 119.0), (64, 141.0), (1024, 261.3), (4096, 1045.3)]
-)
-def test_floors_are_those_of_the_table_that_the_aims_come_from(tokens: int, floor_us: float) -> None:
+def test_floors_are_those_of_the_table_that_the_aims_come_from() -> None:
     case = CASES["gpt-oss-20b"]
-    assert case.floor_us("mxfp4", tokens, case.active(tokens)) == pytest.approx(floor_us, abs=0.06)
+    floors_us = {tokens: case.floor_us("mxfp4", tokens, case.active(tokens)) for tokens in FLOORS_US}
+    assert floors_us == pytest.approx(FLOORS_US, abs=0.06)
 
 
 @pytest.mark.parametrize("format_name", ["mxfp4", "nvfp4", "fp8_block", "bf16"])

@@ -1,6 +1,7 @@
 """The plans that a search tries: they can serve their tokens, differ from each other, and are not too many."""
 
 import dataclasses
+import itertools
 from typing import Any
 
 import pytest
@@ -15,16 +16,16 @@ FORMATS = ["mxfp4", "bf16", "fp8_block", "nvfp4"]
 TOKENS = [1, 2, 3, 4, 7, 8, 12, 16, 24, 31, 32, 33, 48, 64, 100, 128, 200, 256, 512, 700, 1024, 2048, 4096, 16384]
 
 
-@pytest.mark.parametrize("tokens", TOKENS)
-@pytest.mark.parametrize("format_name", FORMATS)
-@pytest.mark.parametrize("model", CASES)
-def test_every_case_has_some_distinct_plans_that_can_serve_it(model: str, format_name: str, tokens: int) -> None:
-    case = CASES[model]
-    plans = candidates(case, tokens, format_name)
+def test_every_case_has_some_distinct_plans_that_can_serve_it(subtests: pytest.Subtests) -> None:
+    for (model, case), format_name, tokens in itertools.product(CASES.items(), FORMATS, TOKENS):
+        with subtests.test(model=model, format_name=format_name, tokens=tokens):
+            check_plans(candidates(case, tokens, format_name), case.top_k, format_name, tokens)
+
+
+def check_plans(plans: list[Plan], top_k: int, format_name: str, tokens: int) -> None:
     assert 5 <= len(plans) <= 22
     assert len(set(plans)) == len(plans)
-    num_slots = tokens * case.top_k
-    assert all(not plan.is_direct or num_slots <= MAX_DIRECT_SLOTS for plan in plans)
+    assert all(not plan.is_direct or tokens * top_k <= MAX_DIRECT_SLOTS for plan in plans)
     assert all(plan.pdl for plan in plans)
     assert all(plan.fp8_activations == (format_name == "fp8_block" and plan.block_m == 128) for plan in plans)
     assert any(plan.is_direct for plan in plans) or tokens >= 32
@@ -32,11 +33,10 @@ def test_every_case_has_some_distinct_plans_that_can_serve_it(model: str, format
         assert not any(plan.is_direct for plan in plans), "the last step of a table cannot be direct"
 
 
-@pytest.mark.parametrize("format_name", FORMATS)
-def test_from_32_tokens_on_both_kinds_are_compared_while_slots_are_few(format_name: str) -> None:
-    for tokens in (32, 64):
-        assert {plan.is_direct for plan in candidates(CASES["gpt-oss-20b"], tokens, format_name)} == {True, False}
-    assert {plan.is_direct for plan in candidates(CASES["gpt-oss-20b"], 31, format_name)} == {True}
+def test_from_32_tokens_on_both_kinds_are_compared_while_slots_are_few() -> None:
+    for format_name, tokens in itertools.product(FORMATS, (31, 32, 64)):
+        kinds = {plan.is_direct for plan in candidates(CASES["gpt-oss-20b"], tokens, format_name)}
+        assert kinds == ({True} if tokens == 31 else {True, False}), (format_name, tokens)
 
 
 def test_both_ways_of_counting_programs_are_compared_where_experts_have_about_a_row() -> None:
@@ -94,18 +94,15 @@ FASTEST: list[tuple[str, str, int, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("model", "format_name", "tokens", "fields"), FASTEST)
-def test_plans_that_were_fastest_on_an_h100_are_tried_again(
-    model: str, format_name: str, tokens: int, fields: dict[str, Any]
-) -> None:
-    plan = Plan(**{"is_direct": tokens < 64, "block_n_1": 64, "block_n_2": 64, "pdl": True} | fields)
-    assert plan in candidates(CASES[model], tokens, format_name)
+def test_plans_that_were_fastest_on_an_h100_are_tried_again() -> None:
+    for model, format_name, tokens, fields in FASTEST:
+        plan = Plan(**{"is_direct": tokens < 64, "block_n_1": 64, "block_n_2": 64, "pdl": True} | fields)
+        assert plan in candidates(CASES[model], tokens, format_name), (model, format_name, tokens)
 
 
-@pytest.mark.parametrize("entry", read_entries(TABLE), ids=lambda entry: f"{entry['format']} {entry['shape']}")
-def test_a_new_search_tries_every_plan_that_is_shipped(entry: dict[str, Any]) -> None:
-    (case,) = [
-        case for case in CASES.values() if all(getattr(case, name) == size for name, size in entry["shape"].items())
-    ]
-    for step in entry["steps"]:
-        assert Plan(**step["plan"]) in candidates(case, step["measured_at"], entry["format"]), step
+def test_a_new_search_tries_every_plan_that_is_shipped() -> None:
+    for entry in read_entries(TABLE):
+        shape = entry["shape"]
+        (case,) = [case for case in CASES.values() if all(getattr(case, name) == shape[name] for name in shape)]
+        for step in entry["steps"]:
+            assert Plan(**step["plan"]) in candidates(case, step["measured_at"], entry["format"]), (shape, step)

@@ -1,5 +1,6 @@
 """Choosing tokens: filters, penalties, log-probabilities, and draws that depend on seed and index alone."""
 
+import itertools
 import math
 from collections import Counter
 
@@ -73,7 +74,8 @@ def test_temperature_sharpens_and_flattens():
     assert min(flat.values()) > 0.15
 
 
-@pytest.mark.parametrize(("sampling", "kept"), [
+def test_filters_keep_a_head_of_the_sorted_tokens():
+    for sampling, kept in [
     ({"top_k": 1}, {2}),
     ({"top_k": 2}, {2, 0}),
     ({"top_k": 99}, {0, 1, 2, 3, 4}),
@@ -86,9 +88,8 @@ def test_temperature_sharpens_and_flattens():
     ({"top_k": 3, "top_p": 0.71}, {2, 0}),  # of the three best, the best two have 0.91 and the best 0.67
     ({"top_k": 3, "top_p": 0.92}, {2, 0, 1}),
     ({"min_p": 0.1, "top_p": 0.5}, {2}),
-])  # fmt: skip
-def test_filters_keep_a_head_of_the_sorted_tokens(sampling, kept):
-    assert set(support(600, **sampling)) == kept
+]:  # fmt: skip
+        assert set(support(600, **sampling)) == kept, (sampling, kept)
 
 
 def test_top_k_of_equals_keeps_exactly_k_first_ones():
@@ -108,43 +109,48 @@ def naive_filter(probs, top_k, top_p, min_p):
     return set(kept)
 
 
-@pytest.mark.parametrize("vocab_size", [5, 255, 256, 257, 1000])
-@pytest.mark.parametrize("spread", [0.0, 0.3, 3.0], ids=["all equal", "flat", "peaked"])
-def test_filters_agree_with_their_definition(vocab_size, spread):
-    rules = [{"top_k": k} for k in (1, 3, 255, 256, 257, 999, 5000)] + [{"top_p": p} for p in (0.01, 0.5, 0.9, 0.97)]
-    rules += [{"min_p": p} for p in (0.01, 0.6)] + [
-        {"top_k": 300, "top_p": 0.8},
-        {"top_k": 9, "top_p": 0.8, "min_p": 0.3},
-    ]
-    logits = torch.randn(len(rules), vocab_size, generator=torch.Generator().manual_seed(vocab_size)) * spread
-    logits = (logits * 16).round() / 16  # many equal ones
-    probs = torch.softmax(logits, dim=-1)
-    kept = filter_probs(probs, [make(**rule) for rule in rules]) > 0
-    for row, rule in enumerate(rules):
-        expected = naive_filter(
-            probs[row].tolist(), rule.get("top_k", 0), rule.get("top_p", 1.0), rule.get("min_p", 0.0)
-        )
-        assert set(kept[row].nonzero()[:, 0].tolist()) == expected, rule
+def test_filters_agree_with_their_definition(subtests):
+    for spread, vocab_size in itertools.product([0.0, 0.3, 3.0], [5, 255, 256, 257, 1000]):
+        with subtests.test(spread=spread, vocab_size=vocab_size):
+            rules = [{"top_k": k} for k in (1, 3, 255, 256, 257, 999, 5000)] + [
+                {"top_p": p} for p in (0.01, 0.5, 0.9, 0.97)
+            ]
+            rules += [{"min_p": p} for p in (0.01, 0.6)] + [
+                {"top_k": 300, "top_p": 0.8},
+                {"top_k": 9, "top_p": 0.8, "min_p": 0.3},
+            ]
+            logits = torch.randn(len(rules), vocab_size, generator=torch.Generator().manual_seed(vocab_size)) * spread
+            logits = (logits * 16).round() / 16  # many equal ones
+            probs = torch.softmax(logits, dim=-1)
+            kept = filter_probs(probs, [make(**rule) for rule in rules]) > 0
+            for row, rule in enumerate(rules):
+                expected = naive_filter(
+                    probs[row].tolist(), rule.get("top_k", 0), rule.get("top_p", 1.0), rule.get("min_p", 0.0)
+                )
+                assert set(kept[row].nonzero()[:, 0].tolist()) == expected, rule
 
 
-@pytest.mark.parametrize(("sampling", "kept"), [
-    ({"min_p": 0.5}, {0, 1, 2}),  # exactly half of the best one's probability stays
-    ({"min_p": 0.5000001}, {0}),
-    ({"min_p": 0.25}, {0, 1, 2}),
-    ({"min_p": 1.0}, {0}),
-    ({"top_p": 0.5}, {0}),  # the best one fills it exactly
-    ({"top_p": 0.75}, {0, 1}),
-    ({"top_p": 0.7500001}, {0, 1, 2}),
-    ({"top_k": 2}, {0, 1}),  # of equals the smaller id
-    ({"top_k": 2, "top_p": 0.625}, {0}),  # the best has two thirds of the two
-    ({"top_k": 3, "min_p": 0.5}, {0, 1, 2}),
-])  # fmt: skip
-@pytest.mark.parametrize("vocab_size", [5, 300])
-def test_exact_ties_at_the_edge_of_a_filter(sampling, kept, vocab_size):
+def test_exact_ties_at_the_edge_of_a_filter(subtests):
     """Section G: `>=` or `>` decides. All numbers are exact in binary, and the rest of the vocabulary has 0."""
-    probs = torch.zeros(1, vocab_size)
-    probs[0, :5] = torch.tensor([0.5, 0.25, 0.25, 0.0, 0.0])
-    assert set(filter_probs(probs, [make(**sampling)])[0].nonzero()[:, 0].tolist()) == kept
+    for vocab_size, (sampling, kept) in itertools.product(
+        [5, 300],
+        [
+            ({"min_p": 0.5}, {0, 1, 2}),  # exactly half of the best one's probability stays
+            ({"min_p": 0.5000001}, {0}),
+            ({"min_p": 0.25}, {0, 1, 2}),
+            ({"min_p": 1.0}, {0}),
+            ({"top_p": 0.5}, {0}),  # the best one fills it exactly
+            ({"top_p": 0.75}, {0, 1}),
+            ({"top_p": 0.7500001}, {0, 1, 2}),
+            ({"top_k": 2}, {0, 1}),  # of equals the smaller id
+            ({"top_k": 2, "top_p": 0.625}, {0}),  # the best has two thirds of the two
+            ({"top_k": 3, "min_p": 0.5}, {0, 1, 2}),
+        ],
+    ):
+        with subtests.test(vocab_size=vocab_size, sampling=sampling, kept=kept):
+            probs = torch.zeros(1, vocab_size)
+            probs[0, :5] = torch.tensor([0.5, 0.25, 0.25, 0.0, 0.0])
+            assert set(filter_probs(probs, [make(**sampling)])[0].nonzero()[:, 0].tolist()) == kept
 
 
 def test_equals_of_the_best_stay_at_min_p_one():
@@ -215,14 +221,16 @@ def test_logprobs_are_those_of_the_raw_logits():
     assert len(choose(make(logprobs=9)).logprobs[0].top) == len(PROBS)
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {}, {"top_p": 0.5, "logprobs": 1}])
-def test_a_row_that_is_not_finite_has_no_token(bad, sampling):
-    logits = torch.stack([LOGITS, LOGITS, LOGITS])
-    logits[1, 3] = bad
-    tokens = sample(logits, [make(seed=5, **sampling) for _ in range(3)]).tokens
-    assert tokens[1] is None
-    assert tokens[0] == tokens[2] == choose(make(seed=5, **sampling)).tokens[0]
+def test_a_row_that_is_not_finite_has_no_token(subtests):
+    for sampling, bad in itertools.product(
+        [{"temperature": 0.0}, {}, {"top_p": 0.5, "logprobs": 1}], [math.nan, math.inf]
+    ):
+        with subtests.test(sampling=sampling, bad=bad):
+            logits = torch.stack([LOGITS, LOGITS, LOGITS])
+            logits[1, 3] = bad
+            tokens = sample(logits, [make(seed=5, **sampling) for _ in range(3)]).tokens
+            assert tokens[1] is None
+            assert tokens[0] == tokens[2] == choose(make(seed=5, **sampling)).tokens[0]
 
 
 @pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {}, {"top_p": 0.5, "logprobs": 1}])
@@ -236,13 +244,18 @@ def test_masked_logits_are_fine_and_never_chosen():
     assert set(choose(*(make(seed=s) for s in range(100)), logits=logits).tokens) == {1, 3}
 
 
-@pytest.mark.parametrize("sampling", [{}, {"top_p": 0.5}, {"temperature": 0.0}, {"logprobs": 2}, {"temperature": 1e-4}])
-@pytest.mark.parametrize("rule", [{"repetition_penalty": 0.01}, {"temperature": 0.1}])
-def test_logits_that_a_rule_drives_to_infinity_choose_no_id_beyond_the_vocabulary(rule, sampling):
+def test_logits_that_a_rule_drives_to_infinity_choose_no_id_beyond_the_vocabulary(subtests):
     """An infinity became a NaN, and its draw the id after the last; on a GPU that ends the process."""
-    logits = torch.tensor([3e38, 1.0, 2e37, 0.0, -1.0])
-    sampled = choose(*(make(prompt=(0, 2), seed=seed, **{**rule, **sampling}) for seed in range(20)), logits=logits)
-    assert set(sampled.tokens) <= {0, 2}
+    for rule, sampling in itertools.product(
+        [{"repetition_penalty": 0.01}, {"temperature": 0.1}],
+        [{}, {"top_p": 0.5}, {"temperature": 0.0}, {"logprobs": 2}, {"temperature": 1e-4}],
+    ):
+        with subtests.test(rule=rule, sampling=sampling):
+            logits = torch.tensor([3e38, 1.0, 2e37, 0.0, -1.0])
+            sampled = choose(
+                *(make(prompt=(0, 2), seed=seed, **{**rule, **sampling}) for seed in range(20)), logits=logits
+            )
+            assert set(sampled.tokens) <= {0, 2}
 
 
 def test_draws_are_uniform_and_know_only_seed_and_index():

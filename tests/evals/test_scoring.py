@@ -5,9 +5,8 @@ import pytest
 from evals.scoring import is_right
 
 
-@pytest.mark.parametrize(
-    ("check", "text", "right"),
-    [
+def test_texts(subtests: pytest.Subtests) -> None:
+    for check, text, right in [
         ({"kind": "number", "value": 579}, "123 + 456 = 579.", True),
         ({"kind": "number", "value": 1579}, "It is 1,579.", True),
         ({"kind": "number", "value": -4}, "3 - 7 = -4.", True),
@@ -21,19 +20,17 @@ from evals.scoring import is_right
         ({"kind": "list", "items": ["3", "12"]}, "3, 12, 12", False),
         ({"kind": "text", "value": "olleh"}, '"olleh".', True),
         ({"kind": "text", "value": "olleh"}, "it is olleh", False),
-    ],
-)
-def test_texts(check: dict, text: str, right: bool) -> None:
-    assert is_right(check, text, []) is right
-    assert not is_right(check, text, [("f", "{}")])  # a call is no answer
+    ]:
+        with subtests.test(check=check, text=text, right=right):
+            assert is_right(check, text, []) is right
+            assert not is_right(check, text, [("f", "{}")])  # a call is no answer
 
 
 WANTED = {"kind": "call", "name": "f", "arguments": {"a": 1, "b": ["x"], "c": True}}
 
 
-@pytest.mark.parametrize(
-    ("name", "arguments", "right"),
-    [
+def test_calls() -> None:
+    for name, arguments, right in [
         ("f", '{"c": true, "b": ["x"], "a": 1}', True),
         ("f", '{"a": 1.0, "b": ["x"], "c": true}', True),
         ("g", '{"a": 1, "b": ["x"], "c": true}', False),
@@ -43,10 +40,8 @@ WANTED = {"kind": "call", "name": "f", "arguments": {"a": 1, "b": ["x"], "c": Tr
         ("f", '{"a": 1, "b": ["x"], "c": true, "d": 0}', False),
         ("f", '{"a": 1, "b": ["x"], "c": tr', False),
         ("f", "[]", False),
-    ],
-)
-def test_calls(name: str, arguments: str, right: bool) -> None:
-    assert is_right(WANTED, "", [(name, arguments)]) is right
+    ]:
+        assert is_right(WANTED, "", [(name, arguments)]) is right, (name, arguments, right)
 
 
 def test_one_call_only() -> None:

@@ -1,6 +1,7 @@
 """The fused kernels of the forward pass: numbers in the interpreter, machine code for every GPU, and who uses them."""
 
 import inspect
+import itertools
 import sys
 from dataclasses import replace
 
@@ -51,16 +52,16 @@ KERNELS = {
 FP32 = {"parts_ptr", "bias_ptr", "weights_ptr", "rotation_ptr"}
 
 
-@pytest.mark.parametrize("name", KERNELS)
-@pytest.mark.parametrize("arch", [80, 90, 120])
-def test_kernels_compile(name: str, arch: int) -> None:
-    kernel, constants = KERNELS[name]
-    names = [each for each in inspect.signature(kernel.fn).parameters if each.endswith("_ptr")]
-    pointers = {"ids_ptr": "*i32", "slots_ptr": "*i64"} | dict.fromkeys(FP32, "*fp32")
-    if name == "norm":
-        pointers["weight_ptr"] = "*fp32"
-    kinds = {pointer: pointers.get(pointer, "*bf16") for pointer in names}
-    assert "cubin" in compile_kernel(kernel, arch, kinds, constants, num_warps=4).asm
+def test_kernels_compile(subtests: pytest.Subtests) -> None:
+    for arch, name in itertools.product([80, 90, 120], KERNELS):
+        with subtests.test(arch=arch, name=name):
+            kernel, constants = KERNELS[name]
+            names = [each for each in inspect.signature(kernel.fn).parameters if each.endswith("_ptr")]
+            pointers = {"ids_ptr": "*i32", "slots_ptr": "*i64"} | dict.fromkeys(FP32, "*fp32")
+            if name == "norm":
+                pointers["weight_ptr"] = "*fp32"
+            kinds = {pointer: pointers.get(pointer, "*bf16") for pointer in names}
+            assert "cubin" in compile_kernel(kernel, arch, kinds, constants, num_warps=4).asm
 
 
 def test_a_cpu_and_a_machine_without_triton_use_torch(monkeypatch: pytest.MonkeyPatch) -> None:

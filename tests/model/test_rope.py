@@ -1,5 +1,6 @@
 """Golden rope tables of the real models, and the rotation itself."""
 
+import itertools
 import math
 
 import pytest
@@ -53,23 +54,24 @@ def test_yarn_frequencies(rope: RopeConfig, bounds: tuple[float, float], golden:
         assert frequencies[index].item() == pytest.approx(value, rel=1e-6)
 
 
-@pytest.mark.parametrize("truncate", [True, False])
-@pytest.mark.parametrize(
-    ("theta", "context"), [(1e4, 4096), (1e4, 64), (1e4, 8), (1e4, 4), (10.0, 4096), (3.0, 300)],
-    ids=["inside", "begins below 0", "nearly empty", "empty", "ends above the last", "wholly above"],
-)  # fmt: skip
-def test_yarn_ramps_at_every_edge_are_those_of_transformers(theta: float, context: int, truncate: bool) -> None:
-    rope = RopeConfig(
-        theta=theta, rope_type="yarn", factor=8.0, original_max_position_embeddings=context, truncate=truncate
-    )
-    parameters = {
-        "rope_type": "yarn", "rope_theta": theta, "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0,
-        "original_max_position_embeddings": context, "truncate": truncate,
+def test_yarn_ramps_at_every_edge_are_those_of_transformers(subtests: pytest.Subtests) -> None:
+    ramps = {
+        "inside": (1e4, 4096), "begins below 0": (1e4, 64), "nearly empty": (1e4, 8), "empty": (1e4, 4),
+        "ends above the last": (10.0, 4096), "wholly above": (3.0, 300),
     }  # fmt: skip
-    config = GptOssConfig(head_dim=16, max_position_embeddings=8 * context, rope_parameters=parameters)
-    want, factor = ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))
-    torch.testing.assert_close(inverse_frequencies(rope, 16), want)
-    assert attention_factor(rope) == pytest.approx(factor)
+    for (ramp, (theta, context)), truncate in itertools.product(ramps.items(), (True, False)):
+        with subtests.test(ramp=ramp, truncate=truncate):
+            rope = RopeConfig(
+                theta=theta, rope_type="yarn", factor=8.0, original_max_position_embeddings=context, truncate=truncate
+            )
+            parameters = {
+                "rope_type": "yarn", "rope_theta": theta, "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0,
+                "original_max_position_embeddings": context, "truncate": truncate,
+            }  # fmt: skip
+            config = GptOssConfig(head_dim=16, max_position_embeddings=8 * context, rope_parameters=parameters)
+            want, factor = ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))
+            torch.testing.assert_close(inverse_frequencies(rope, 16), want)
+            assert attention_factor(rope) == pytest.approx(factor)
 
 
 def test_two_corrections_that_must_not_be_confused() -> None:

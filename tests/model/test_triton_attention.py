@@ -38,17 +38,18 @@ def compiled(kernel: object, arch: int, tile: Tile, constants: dict[str, object]
     return compile_kernel(kernel, arch, POINTERS, constants, num_warps=tile.warps, num_stages=tile.stages)
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-def test_kernels_compile_for_every_gpu_within_shared_memory(arch: int) -> None:
-    is_hopper = arch == 90
-    for tile, window in ((_PREFILL, 0), (_PREFILL_IN_WINDOW, 128))[: 2 if is_hopper else 1]:
-        block = {"R_PAD": 8, "BLOCK_Q": tile.rows // 8, "BLOCK_N": tile.keys, "WINDOW": window}
-        kernel = compiled(triton_kernels.prefill, arch, tile, GPT_OSS | block)
-        assert kernel.metadata.shared <= SMALLEST_SHARED_BYTES
-    for window, is_split in ((0, True), (128, False))[: 2 if is_hopper else 1]:
-        block = {"R_PAD": 16, "BLOCK_N": _DECODE.keys, "WINDOW": window, "IS_SPLIT": is_split}
-        kernel = compiled(triton_kernels.decode, arch, _DECODE, GPT_OSS | block)
-        assert kernel.metadata.shared <= SMALLEST_SHARED_BYTES
+def test_kernels_compile_for_every_gpu_within_shared_memory(subtests: pytest.Subtests) -> None:
+    for arch in ARCHS:
+        with subtests.test(arch=arch):
+            is_hopper = arch == 90
+            for tile, window in ((_PREFILL, 0), (_PREFILL_IN_WINDOW, 128))[: 2 if is_hopper else 1]:
+                block = {"R_PAD": 8, "BLOCK_Q": tile.rows // 8, "BLOCK_N": tile.keys, "WINDOW": window}
+                kernel = compiled(triton_kernels.prefill, arch, tile, GPT_OSS | block)
+                assert kernel.metadata.shared <= SMALLEST_SHARED_BYTES
+            for window, is_split in ((0, True), (128, False))[: 2 if is_hopper else 1]:
+                block = {"R_PAD": 16, "BLOCK_N": _DECODE.keys, "WINDOW": window, "IS_SPLIT": is_split}
+                kernel = compiled(triton_kernels.decode, arch, _DECODE, GPT_OSS | block)
+                assert kernel.metadata.shared <= SMALLEST_SHARED_BYTES
 
 
 def test_prefill_multiplies_with_hoppers_matrix_instructions() -> None:

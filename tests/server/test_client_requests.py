@@ -175,17 +175,18 @@ def chunks_of(text):
     return [json.loads(event) for event in events[:-1]]
 
 
-@pytest.mark.parametrize("client", CHATS)
-def test_chat_of(client, service, harmony, send):
-    service.engine.script = lambda _request: harmony(ANSWER)
-    answer = send("/v1/chat/completions", **CHATS[client])
-    if isinstance(answer, list):
-        deltas = [choice["delta"] for chunk in answer for choice in chunk["choices"]]
-        text = "".join(delta.get("content") or "" for delta in deltas)
-        assert answer[-1]["usage"]["completion_tokens"] == len(harmony(ANSWER))
-    else:
-        text = answer["choices"][0]["message"]["content"]
-    assert text == "The capital of France is Paris."
+def test_chat_of(subtests, service, harmony, send):
+    for client, body in CHATS.items():
+        with subtests.test(client=client):
+            service.engine.script = lambda _request: harmony(ANSWER)
+            answer = send("/v1/chat/completions", **body)
+            if isinstance(answer, list):
+                deltas = [choice["delta"] for chunk in answer for choice in chunk["choices"]]
+                text = "".join(delta.get("content") or "" for delta in deltas)
+                assert answer[-1]["usage"]["completion_tokens"] == len(harmony(ANSWER))
+            else:
+                text = answer["choices"][0]["message"]["content"]
+            assert text == "The capital of France is Paris."
 
 
 @pytest.mark.parametrize("client", COMPLETIONS)
@@ -279,9 +280,8 @@ def test_a_bare_prompt_has_no_first_token_of_its_own(service, harmony, send, tok
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "add_special_tokens")
 
 
-@pytest.mark.parametrize(
-    ("path", "advice"),
-    [
+def test_a_wrong_base_url_is_answered_with_the_right_path(subtests, service):
+    for path, advice in [
         ("/chat/completions", ": did you mean /v1/chat/completions?"),  # a base URL without /v1
         ("/completions", ": did you mean /v1/completions?"),
         ("/v1/v1/chat/completions", ": did you mean /v1/chat/completions?"),  # one with /v1 where none is wanted
@@ -289,13 +289,12 @@ def test_a_bare_prompt_has_no_first_token_of_its_own(service, harmony, send, tok
         ("/v1/tokenize", ": did you mean /tokenize?"),
         ("/v1/embeddings", ""),
         ("/", ""),
-    ],
-)
-def test_a_wrong_base_url_is_answered_with_the_right_path(path, advice, service):
-    with service.http() as http:
-        response = http.post(path, json={"messages": [QUESTION]})
-    assert response.status_code == 404
-    assert response.json()["error"]["message"] == f"there is no {path} here{advice}"
+    ]:
+        with subtests.test(path=path, advice=advice):
+            with service.http() as http:
+                response = http.post(path, json={"messages": [QUESTION]})
+            assert response.status_code == 404
+            assert response.json()["error"]["message"] == f"there is no {path} here{advice}"
 
 
 def test_models_with_a_slash_at_the_end(service):

@@ -1,5 +1,6 @@
 """DeepSeek output: reasoning by the prompt's end (B10), both spellings of tool calls, any cut into tokens (B11)."""
 
+import itertools
 import json
 import random
 
@@ -106,28 +107,28 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("text", "prompt", "expected"), CASES)
-def test_parse(text, prompt, expected):
-    assert parse(text, prompt=prompt) == expected
+def test_parse():
+    for text, prompt, expected in CASES:
+        assert parse(text, prompt=prompt) == expected, (text, prompt, expected)
 
 
 def call_text(name, body, ending="<｜tool▁call▁end｜><｜tool▁calls▁end｜><｜end▁of▁sentence｜>"):
     return f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{body}{ending}"
 
 
-@pytest.mark.parametrize(
-    "body", ['{"a": 1}', '\n{"a": 1}', '```json\n{"a": 1}\n```', '```\n{"a": 1}\n```\n', ' {"a": 1}']
-)
-@pytest.mark.parametrize("name", ["function", "get_weather"])
-@pytest.mark.parametrize("seed", [1, 2])
-def test_v31_calls_with_any_name_and_a_block_g28(name, body, seed):
-    text = "Hi." + call_text(name, body)
-    assert parse(text, rng=random.Random(seed)) == ("", "Hi.", [(name, '{"a": 1}')])
+def test_v31_calls_with_any_name_and_a_block_g28(subtests):
+    for seed, name, body in itertools.product(
+        [1, 2],
+        ["function", "get_weather"],
+        ['{"a": 1}', '\n{"a": 1}', '```json\n{"a": 1}\n```', '```\n{"a": 1}\n```\n', ' {"a": 1}'],
+    ):
+        with subtests.test(seed=seed, name=name, body=body):
+            text = "Hi." + call_text(name, body)
+            assert parse(text, rng=random.Random(seed)) == ("", "Hi.", [(name, '{"a": 1}')])
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
+def test_odd_calls_g28():
+    for text, expected in [
         (call_text("function", 'get_weather\n{"a": 1}'), ("", "", [("get_weather", '{"a": 1}')])),
         (call_text("function", "get_weather"), ("", "", [("get_weather", "{}")])),
         (call_text("get_time", ""), ("", "", [("get_time", "{}")])),
@@ -135,10 +136,8 @@ def test_v31_calls_with_any_name_and_a_block_g28(name, body, seed):
         (call_text("get_weather", "```json\n", ending=""), ("", "", [("get_weather", "")])),
         (call_text("function", "get_wea", ending=""), ("", "", [])),
         ("Hi.<｜tool▁calls▁begin｜>a b<｜tool▁call▁begin｜>c<｜tool▁call▁end｜>", ("", "Hi.\na b\nc", [])),
-    ],
-)
-def test_odd_calls_g28(text, expected):
-    assert parse(text) == expected
+    ]:
+        assert parse(text) == expected, (text, expected)
 
 
 @pytest.mark.parametrize("tools", [frozenset(), frozenset({"get_time"})])

@@ -104,12 +104,14 @@ CHAT_ERRORS = [
 ]
 
 
-@pytest.mark.parametrize(("fields", "param", "words"), CHAT_ERRORS)
-def test_chat_errors_name_the_field_b20(post, fields, param, words):
-    body = {"model": MODEL, **fields} if "messages" in fields or not fields else {"messages": [USER], **fields}
-    error = error_of(post(body))
-    assert (error["param"], error["type"]) == (param, "invalid_request_error")
-    assert words in error["message"]
+def test_chat_errors_name_the_field_b20(subtests, post):
+    for fields, param, words in CHAT_ERRORS:
+        with subtests.test(fields=fields, param=param, words=words):
+            body = {"model": MODEL, **fields} if "messages" in fields or not fields else {"messages": [USER], **fields}
+            error = error_of(post(body))
+            assert (error["param"], error["type"]) == (param, "invalid_request_error")
+            assert words in error["message"]
+            assert post({"messages": [USER]}).status_code == 200, "the next good request must still work"
 
 
 COMPLETION_ERRORS = [
@@ -128,11 +130,12 @@ COMPLETION_ERRORS = [
 ]
 
 
-@pytest.mark.parametrize(("body", "param", "words"), COMPLETION_ERRORS)
-def test_completion_errors_name_the_field(post, body, param, words):
-    error = error_of(post(body, "/v1/completions"))
-    assert error["param"] == param
-    assert words in error["message"]
+def test_completion_errors_name_the_field(subtests, post):
+    for body, param, words in COMPLETION_ERRORS:
+        with subtests.test(body=body, param=param, words=words):
+            error = error_of(post(body, "/v1/completions"))
+            assert error["param"] == param
+            assert words in error["message"]
 
 
 @pytest.mark.parametrize(
@@ -152,13 +155,21 @@ def test_an_unknown_parameter_that_is_null_is_ignored_and_any_other_is_not(post,
         assert error_of(post({**body, **nulls, "size": value}, path))["param"] == "size"
 
 
-@pytest.mark.parametrize(
-    "body",
-    [b"", b"{", b"[1]", b'"x"', b"null", b'{"messages": NaN}', b'{"a": "\\ud800"}', b"\xff\xfe", b"[" * 100_000],
-)
-def test_malformed_json(post, body):
-    error = error_of(post(body))
-    assert error["code"] == "invalid_json"
+def test_malformed_json(subtests, post):
+    for body in [
+        b"",
+        b"{",
+        b"[1]",
+        b'"x"',
+        b"null",
+        b'{"messages": NaN}',
+        b'{"a": "\\ud800"}',
+        b"\xff\xfe",
+        b"[" * 100_000,
+    ]:
+        with subtests.test(body=body):
+            error = error_of(post(body))
+            assert error["code"] == "invalid_json"
 
 
 @pytest.mark.parametrize("depth", [500, 990])
@@ -225,10 +236,10 @@ def test_official_client_raises_its_own_errors_b20(service):
         assert caught.value.param == "temperature"
 
 
-@pytest.mark.parametrize("path", ["/", "/v1", "/v1/chat", "//v1/models", "/V1/models", "/docs"])
-def test_unknown_paths(service, path):
-    with service.http() as http:
-        error_of(http.get(service.url + path), 404)
+def test_unknown_paths(subtests, service):
+    for path in ["/", "/v1", "/v1/chat", "//v1/models", "/V1/models", "/docs"]:
+        with subtests.test(path=path), service.http() as http:
+            error_of(http.get(service.url + path), 404)
 
 
 def test_wrong_method(service):

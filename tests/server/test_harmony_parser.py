@@ -1,5 +1,6 @@
 """Harmony output: well-formed, malformed (B01, B02, B04, B05), cut anywhere, and with tokens that do not belong."""
 
+import itertools
 import random
 
 import pytest
@@ -61,9 +62,8 @@ def test_tokens_after_end_of_turn_are_ignored_b01():
         assert parse(good + tail) == ("", "Paris.", [])
 
 
-@pytest.mark.parametrize(
-    "malformed",
-    [
+def test_final_message_survives_malformed_headers_b02():
+    for malformed in [
         "<|start|><|start|>assistant" + FINAL,
         "<|channel|>analysis<|message|>Hm.<|end|> stray<|start|>assistant" + FINAL,
         "<|channel|><|message|>lost<|end|><|start|>assistant" + FINAL,
@@ -73,25 +73,20 @@ def test_tokens_after_end_of_turn_are_ignored_b01():
         "<|channel|>analysis<|message|>Hm.<|start|>assistant" + FINAL,
         "<|channel|><|message|>final<|message|>Paris.<|return|>",
         "<|channel|>final<|end|><|message|>Paris.<|return|>",
-    ],
-)
-def test_final_message_survives_malformed_headers_b02(malformed):
-    assert parse_text(malformed)[1:] == ("Paris.", [])
+    ]:
+        assert parse_text(malformed)[1:] == ("Paris.", []), malformed
 
 
-@pytest.mark.parametrize(
-    ("text", "content"),
-    [
+def test_without_a_readable_final_message_the_text_is_shown():
+    for text, content in [
         ("Paris.", "Paris."),
         ("Paris.<|return|>", "Paris."),
         ("<|message|>Paris.<|return|>", "Paris."),
         ("<|channel|>nowhere<|message|>Paris.<|return|>", "Paris."),
         ("<|channel|>final Paris.<|return|>", "Paris."),
         ("<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant Paris.<|return|>", "Paris."),
-    ],
-)
-def test_without_a_readable_final_message_the_text_is_shown(text, content):
-    assert parse_text(text)[1:] == (content, [])
+    ]:
+        assert parse_text(text)[1:] == (content, []), (text, content)
 
 
 @pytest.mark.parametrize(
@@ -104,9 +99,8 @@ def test_cut_inside_a_header_shows_no_markup(text):
 THOUGHT = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
+def test_text_without_its_markup_is_found_g27():
+    for text, expected in [
         ("<|channel|>final Paris is the capital", ("", "Paris is the capital", [])),
         (
             "commentary<|message|>Let me think.<|end|>"
@@ -121,10 +115,8 @@ THOUGHT = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
         ("<|channel|>commentary to=functions.now json<|call|>", ("", "", [("now", "{}")])),
         ("<|channel|>final Paris.<|channel|>analysis<|message|>Hm.<|return|>", ("Hm.", "Paris.", [])),
         ("Paris.<|end|><|start|>assistant" + THOUGHT[: -len("<|start|>assistant")], ("Paris.\nHm.", "", [])),
-    ],
-)
-def test_text_without_its_markup_is_found_g27(text, expected):
-    assert parse_text(text, prompt=START_OF_ANSWER) == expected
+    ]:
+        assert parse_text(text, prompt=START_OF_ANSWER) == expected, (text, expected)
 
 
 @pytest.mark.parametrize(
@@ -134,16 +126,19 @@ def test_header_words_that_were_cut_short_are_not_shown_g27(word):
     assert parse_text(f"<|channel|>{word}", prompt=START_OF_ANSWER) == ("", "", [])
 
 
-@pytest.mark.parametrize("tools", [frozenset(), frozenset({"get_time"})])
-@pytest.mark.parametrize("channel", ["commentary", "analysis", "final"])
-@pytest.mark.parametrize("recipient", ["functions.get_weather", "get_weather"])
-def test_a_call_that_nobody_offered_is_text_g26(tools, channel, recipient):
-    header = f"<|channel|>{channel} to={recipient} <|constrain|>json<|message|>"
-    parser = HarmonyParser(TOKENIZER, START_OF_ANSWER, tools)
-    events = [event for i in TOKENIZER.encode(header + '{"a": 1}<|call|>') for event in parser.feed(i)]
-    name = "" if (channel, recipient) == ("final", "get_weather") else "get_weather "
-    assert gather(events + parser.finish()) == ("", name + '{"a": 1}', [])
-    assert parser.num_undeclared_calls == bool(name)
+def test_a_call_that_nobody_offered_is_text_g26(subtests):
+    for recipient, channel, tools in itertools.product(
+        ["functions.get_weather", "get_weather"],
+        ["commentary", "analysis", "final"],
+        [frozenset(), frozenset({"get_time"})],
+    ):
+        with subtests.test(recipient=recipient, channel=channel, tools=tools):
+            header = f"<|channel|>{channel} to={recipient} <|constrain|>json<|message|>"
+            parser = HarmonyParser(TOKENIZER, START_OF_ANSWER, tools)
+            events = [event for i in TOKENIZER.encode(header + '{"a": 1}<|call|>') for event in parser.feed(i)]
+            name = "" if (channel, recipient) == ("final", "get_weather") else "get_weather "
+            assert gather(events + parser.finish()) == ("", name + '{"a": 1}', [])
+            assert parser.num_undeclared_calls == bool(name)
 
 
 def test_a_tool_may_have_the_prefix_in_its_name_g26():
@@ -157,15 +152,18 @@ def test_prompt_may_end_inside_a_call():
     assert parse_text('{"a": 1}<|call|>', prompt=prompt) == ("", "", [("f", '{"a": 1}')])
 
 
-@pytest.mark.parametrize("constrain", [" <|constrain|>json", " json", ""])
-@pytest.mark.parametrize("ending", ["<|call|>", "<|return|>", "<|end|>", ""])
-@pytest.mark.parametrize("channel", ["commentary", "analysis"])
-@pytest.mark.parametrize("recipient_first", [True, False])
-def test_tool_call_headers_b04(constrain, ending, channel, recipient_first):
-    to = " to=functions.get_weather"
-    header = f"{to}<|channel|>{channel}" if recipient_first else f"<|channel|>{channel}{to}"
-    text = f'{header}{constrain}<|message|>{{"city": "Paris"}}{ending}'
-    assert parse_text(text, prompt=START_OF_ANSWER) == ("", "", [("get_weather", '{"city": "Paris"}')])
+def test_tool_call_headers_b04(subtests):
+    for recipient_first, channel, ending, constrain in itertools.product(
+        [True, False],
+        ["commentary", "analysis"],
+        ["<|call|>", "<|return|>", "<|end|>", ""],
+        [" <|constrain|>json", " json", ""],
+    ):
+        with subtests.test(recipient_first=recipient_first, channel=channel, ending=ending, constrain=constrain):
+            to = " to=functions.get_weather"
+            header = f"{to}<|channel|>{channel}" if recipient_first else f"<|channel|>{channel}{to}"
+            text = f'{header}{constrain}<|message|>{{"city": "Paris"}}{ending}'
+            assert parse_text(text, prompt=START_OF_ANSWER) == ("", "", [("get_weather", '{"city": "Paris"}')])
 
 
 def test_preamble_and_two_calls_b05():

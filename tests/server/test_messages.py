@@ -1,5 +1,6 @@
 """Messages and tools over HTTP: what clients send back (G20, G21), calls that nobody offered (G26), their counters."""
 
+import itertools
 import json
 from itertools import pairwise
 
@@ -75,11 +76,12 @@ UNKNOWN_KEYS = [
 ]
 
 
-@pytest.mark.parametrize(("messages", "num_ignored"), UNKNOWN_KEYS)
-def test_unknown_keys_in_messages_are_ignored_and_counted_g20_g21(ask, counted, messages, num_ignored):
-    response = ask(messages)
-    assert response.status_code == 200, response.text
-    assert counted("ignored_keys") == num_ignored
+def test_unknown_keys_in_messages_are_ignored_and_counted_g20_g21(subtests, ask, counted):
+    for messages, num_ignored in UNKNOWN_KEYS:
+        with subtests.test(messages=messages, num_ignored=num_ignored):
+            response = ask(messages)
+            assert response.status_code == 200, response.text
+            assert counted("ignored_keys") == num_ignored
 
 
 def test_unknown_keys_in_tools_are_ignored_and_counted_g21(ask, counted):
@@ -132,22 +134,22 @@ def test_missing_and_null_arguments_are_an_empty_object_g21(ask, service, tokeni
     assert "<|message|>{}<|call|>" in tokenizer.decode(service.engine.requests[-1].prompt_ids)
 
 
-@pytest.mark.parametrize(
-    "fields", [{}, {"tools": [WEATHER], "tool_choice": "none"}, {"tools": [TIME]}, {"tools": []}], ids=str
-)
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_call_that_nobody_offered_is_text_and_counted_g26(ask, counted, fields, stream):
-    response = ask(transcript=CALL, stream=stream, **fields)
-    if stream:
-        parts = deltas(response)
-        assert "".join(part.get("content") or "" for part in parts) == 'get_weather {"city": "Paris"}'
-        assert not any("tool_calls" in part for part in parts)
-    else:
-        choice = response.json()["choices"][0]
-        assert choice["message"]["content"] == 'get_weather {"city": "Paris"}'
-        assert (choice["message"].get("tool_calls"), choice["finish_reason"]) == (None, "stop")
-    assert counted("undeclared_tool_calls") == 1
-    assert counted("empty_answers") == 0
+def test_a_call_that_nobody_offered_is_text_and_counted_g26(subtests, ask, counted):
+    for stream, fields in itertools.product(
+        [False, True], [{}, {"tools": [WEATHER], "tool_choice": "none"}, {"tools": [TIME]}, {"tools": []}]
+    ):
+        with subtests.test(stream=stream, fields=fields):
+            response = ask(transcript=CALL, stream=stream, **fields)
+            if stream:
+                parts = deltas(response)
+                assert "".join(part.get("content") or "" for part in parts) == 'get_weather {"city": "Paris"}'
+                assert not any("tool_calls" in part for part in parts)
+            else:
+                choice = response.json()["choices"][0]
+                assert choice["message"]["content"] == 'get_weather {"city": "Paris"}'
+                assert (choice["message"].get("tool_calls"), choice["finish_reason"]) == (None, "stop")
+            assert counted("undeclared_tool_calls") == 1
+            assert counted("empty_answers") == 0
 
 
 def test_streamed_calls_keep_their_numbers(ask):

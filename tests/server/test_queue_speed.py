@@ -8,9 +8,8 @@ from server.queue_speed import MAX_RETRY_AFTER_S, QueueSpeed
 from tests.server.conftest import MAX_REQUESTS, wait_until
 
 
-@pytest.mark.parametrize(
-    ("freed_s", "now_s", "expected"),
-    [
+def test_the_mean_gap_is_told_within_bounds_g86(subtests):
+    for freed_s, now_s, expected in [
         ([], 5.0, 1),
         ([0.1 * i for i in range(100)], 10.0, 1),
         ([0.0, 10.0, 20.0, 30.0], 40.0, 10),
@@ -19,13 +18,12 @@ from tests.server.conftest import MAX_REQUESTS, wait_until
         ([0.0], 119.0, MAX_RETRY_AFTER_S),
         ([0.0], 500.0, 1),  # too long ago
         ([0.0, 495.0], 500.0, 5),
-    ],
-)
-def test_the_mean_gap_is_told_within_bounds_g86(freed_s, now_s, expected):
-    speed = QueueSpeed()
-    for moment_s in freed_s:
-        speed.on_free(1, moment_s)
-    assert speed.retry_after_s(now_s) == expected
+    ]:
+        with subtests.test(freed_s=freed_s, now_s=now_s, expected=expected):
+            speed = QueueSpeed()
+            for moment_s in freed_s:
+                speed.on_free(1, moment_s)
+            assert speed.retry_after_s(now_s) == expected
 
 
 def test_places_that_come_free_together_count_each_g86():

@@ -150,9 +150,8 @@ def test_types():
     assert configs_of([], {"MOE_SERVE_ACCESS_LOG": "yes"})[0].access_log
 
 
-@pytest.mark.parametrize(
-    ("argv", "environ", "words"),
-    [
+def test_refusals_name_their_source(subtests):
+    for argv, environ, words in [
         (["--prot", "1"], {}, "unrecognized arguments: --prot 1; did you mean --port?; --help lists all flags"),
         (["--max-num-sequences=8"], {}, "--max-num-sequences=8; did you mean --max-num-seqs?"),
         (["models/gpt-oss"], {}, "unrecognized arguments: models/gpt-oss; did you mean --model models/gpt-oss?"),
@@ -183,13 +182,12 @@ def test_types():
         (["--model", ""], {}, "--model: '' does not exist"),
         ([], {"MOE_SERVE_ACCESS_LOG": "maybe"}, "MOE_SERVE_ACCESS_LOG: 'maybe' is not true or false"),
         (["--config", "/nope.yaml"], {}, "--config: /nope.yaml cannot be read"),
-    ],
-)
-def test_refusals_name_their_source(argv, environ, words):
-    with pytest.raises(SettingError) as caught:
-        configs_of(argv, environ)
-    assert words in str(caught.value)
-    assert "\n" not in str(caught.value)
+    ]:
+        with subtests.test(argv=argv, environ=environ, words=words):
+            with pytest.raises(SettingError) as caught:
+                configs_of(argv, environ)
+            assert words in str(caught.value)
+            assert "\n" not in str(caught.value)
 
 
 LINKS = {

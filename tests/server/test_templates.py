@@ -117,20 +117,20 @@ def test_every_part_is_in_the_prompt_or_named_in_a_refusal_g22(name, conversatio
     assert not has_tools or "get_weather" in text
 
 
-@pytest.mark.parametrize("name", ["bundled", *PUBLISHED])
-@pytest.mark.parametrize(
-    "messages",
-    [
-        [SYSTEM_A, SYSTEM_B, USER],
-        [USER, ANSWER, SYSTEM_A, USER],
-        [DEVELOPER, USER],
-        [SYSTEM_A, DEVELOPER, USER],
-        [USER, ANSWER, DEVELOPER],
-    ],
-)
-def test_instructions_stay_g22(name, messages):
-    text = prompt(name, messages)
-    assert all(message["content"] in text for message in messages)
+def test_instructions_stay_g22(subtests):
+    for messages, name in itertools.product(
+        [
+            [SYSTEM_A, SYSTEM_B, USER],
+            [USER, ANSWER, SYSTEM_A, USER],
+            [DEVELOPER, USER],
+            [SYSTEM_A, DEVELOPER, USER],
+            [USER, ANSWER, DEVELOPER],
+        ],
+        ["bundled", *PUBLISHED],
+    ):
+        with subtests.test(messages=messages, name=name):
+            text = prompt(name, messages)
+            assert all(message["content"] in text for message in messages)
 
 
 @pytest.mark.parametrize("ids", [("c1", "c2"), ("c2", "c1")])
@@ -213,12 +213,12 @@ def test_missing_null_and_empty_content_next_to_calls_are_one_g24(name):
     assert '{"city": "Paris"}' in text
 
 
-@pytest.mark.parametrize("name", ["bundled", *PUBLISHED])
-@pytest.mark.parametrize("later", [[], [ANSWER, USER]])
-def test_text_and_calls_of_one_message_both_stay_g24(name, later):
-    message = {"role": "assistant", "content": "I look it up.", "reasoning": "Hm.", "tool_calls": [call("c1")]}
-    text = prompt(name, [USER, message, result("c1"), *later])
-    assert text.index("I look it up.") < text.index('{"city": "Paris"}')
+def test_text_and_calls_of_one_message_both_stay_g24(subtests):
+    for later, name in itertools.product([[], [ANSWER, USER]], ["bundled", *PUBLISHED]):
+        with subtests.test(later=later, name=name):
+            message = {"role": "assistant", "content": "I look it up.", "reasoning": "Hm.", "tool_calls": [call("c1")]}
+            text = prompt(name, [USER, message, result("c1"), *later])
+            assert text.index("I look it up.") < text.index('{"city": "Paris"}')
 
 
 def test_reasoning_of_the_current_turn_stays_beside_a_preamble_g24():
@@ -247,15 +247,15 @@ SCHEMAS = [
 ]
 
 
-@pytest.mark.parametrize("schema", SCHEMAS, ids=json.dumps)
-@pytest.mark.parametrize("name", ["bundled", "gpt_oss", "deepseek_v31"])
-def test_schemas_of_any_kind_render_g25(name, schema):
-    parameters = {"type": "object", "properties": {"marker_word": schema}, "additionalProperties": False}
-    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
-    text = prompt(name, [USER], tools=[tool])
-    assert "marker_word" in text
-    if name == "deepseek_v31":
-        assert '"additionalProperties": false' in text
+def test_schemas_of_any_kind_render_g25(subtests):
+    for name, schema in itertools.product(["bundled", "gpt_oss", "deepseek_v31"], SCHEMAS):
+        with subtests.test(name=name, schema=schema):
+            parameters = {"type": "object", "properties": {"marker_word": schema}, "additionalProperties": False}
+            tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+            text = prompt(name, [USER], tools=[tool])
+            assert "marker_word" in text
+            if name == "deepseek_v31":
+                assert '"additionalProperties": false' in text
 
 
 def test_defaults_are_written_as_json_g25():

@@ -124,9 +124,8 @@ def test_scales_per_half_follow_a_cut_of_rows(kind: type[Weight]) -> None:
         kind.quantize(dense(7, 32)).__class__(*tensors(kind.quantize(dense(7, 32)))[:-1], scale.repeat(2))
 
 
-@pytest.mark.parametrize(
-    ("kind", "axis", "start", "length"),
-    [
+def test_cuts_inside_a_block_or_past_the_end_are_refused(subtests: pytest.Subtests) -> None:
+    for kind, axis, start, length in [
         (Mxfp4Weight, -1, 16, 32),
         (Mxfp4Weight, -1, 0, 48),
         (Nvfp4Weight, 2, 8, 16),
@@ -136,13 +135,12 @@ def test_scales_per_half_follow_a_cut_of_rows(kind: type[Weight]) -> None:
         (Fp8TensorWeight, -1, 200, 100),
         (Bf16Weight, 0, 2, 5),
         (Bf16Weight, 0, -1, 1),
-    ],
-)
-def test_cuts_inside_a_block_or_past_the_end_are_refused(
-    kind: type[Weight], axis: int, start: int, length: int
-) -> None:
-    with pytest.raises(WeightFormatError, match="cannot cut"):
-        kind.quantize(dense(3, 260, 288)).narrow(axis, start, length)
+    ]:
+        with (
+            subtests.test(kind=kind, axis=axis, start=start, length=length),
+            pytest.raises(WeightFormatError, match="cannot cut"),
+        ):
+            kind.quantize(dense(3, 260, 288)).narrow(axis, start, length)
 
 
 @every_format
@@ -171,9 +169,8 @@ def test_blocks_of_zeros_stay_zero() -> None:
 U8, F32 = torch.uint8, torch.float32
 
 
-@pytest.mark.parametrize(
-    ("build", "message"),
-    [
+def test_broken_weights_are_refused(subtests: pytest.Subtests) -> None:
+    for build, message in [
         (lambda: Fp8BlockWeight(torch.zeros(130, 128).to(E4M3), torch.ones(1, 1)), r"needs scale_inv \(2, 1\)"),
         (lambda: Fp8BlockWeight(torch.zeros(8, 8), torch.ones(1, 1)), "data must be torch.float8_e4m3fn"),
         (lambda: Fp8BlockWeight(torch.zeros(8, 8).to(E4M3), torch.ones(1, 1).half()), "scale_inv must be"),
@@ -193,32 +190,28 @@ U8, F32 = torch.uint8, torch.float32
         ),
         (lambda: Bf16Weight(torch.zeros(2, 2, dtype=torch.int8)), "floating dtype"),
         (lambda: Bf16Weight(torch.zeros(2, 2).to(E4M3)), "floating dtype"),
-    ],
-)
-def test_broken_weights_are_refused(build: object, message: str) -> None:
-    with pytest.raises(WeightFormatError, match=message):
-        build()  # type: ignore[operator]
+    ]:
+        with subtests.test(build=build, message=message), pytest.raises(WeightFormatError, match=message):
+            build()  # type: ignore[operator]
 
 
 def plain(*shape: int) -> Bf16Weight:
     return Bf16Weight(torch.zeros(*shape))
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+def test_experts_that_do_not_fit_together_are_refused(subtests: pytest.Subtests) -> None:
+    for changes, message in [
         ({"w2": Mxfp4Weight.quantize(torch.zeros(2, 64, 32))}, "w13 is bf16 but w2 is mxfp4"),
         ({"w2": plain(2, 64, 33)}, "so w2 must be"),
         ({"w13": plain(2, 63, 64)}, "so w2 must be"),
         ({"b13": torch.zeros(2, 64)}, "in pairs"),
         ({"b13": torch.zeros(2, 63), "b2": torch.zeros(2, 64)}, "b13 must be"),
         ({"b13": torch.zeros(2, 64), "b2": torch.zeros(2, 63)}, "b2 must be"),
-    ],
-)
-def test_experts_that_do_not_fit_together_are_refused(changes: dict[str, object], message: str) -> None:
-    parts: dict[str, object] = {"w13": plain(2, 64, 64), "w2": plain(2, 64, 32)}
-    with pytest.raises(WeightFormatError, match=message):
-        ExpertWeights(**(parts | changes))  # type: ignore[arg-type]
+    ]:
+        with subtests.test(changes=changes, message=message):
+            parts: dict[str, object] = {"w13": plain(2, 64, 64), "w2": plain(2, 64, 32)}
+            with pytest.raises(WeightFormatError, match=message):
+                ExpertWeights(**(parts | changes))  # type: ignore[arg-type]
 
 
 def test_expert_record_counts_sizes_and_bytes() -> None:

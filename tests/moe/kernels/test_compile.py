@@ -1,5 +1,6 @@
 """Every kernel compiles for every GPU generation we claim, without a GPU; on Hopper the fast instructions are there."""
 
+import itertools
 import os
 import re
 import subprocess
@@ -25,30 +26,27 @@ GROUPED = Plan(is_direct=False, block_m=64, block_n_1=128, block_n_2=128, num_st
 SMALLEST_SHARED_BYTES = 99 * 1024  # sm86, sm89 and sm120; the others have more
 
 
-@pytest.mark.parametrize("plan", [DIRECT, GROUPED], ids=["direct", "grouped"])
-@pytest.mark.parametrize("format_name", FORMATS)
-@pytest.mark.parametrize("arch", ARCHS)
-def test_both_gemms_of_every_format_compile_within_shared_memory(arch: int, format_name: str, plan: Plan) -> None:
-    for is_first in (True, False):
-        kernel = compile_gemm(format_name, plan, arch, is_first=is_first)
-        assert "cubin" in kernel.asm
-        assert kernel.metadata.shared <= SMALLEST_SHARED_BYTES
+def test_both_gemms_of_every_format_compile_within_shared_memory(subtests: pytest.Subtests) -> None:
+    for arch, format_name, plan in itertools.product(ARCHS, FORMATS, [DIRECT, GROUPED]):
+        with subtests.test(arch=arch, format_name=format_name, plan=plan):
+            for is_first in (True, False):
+                kernel = compile_gemm(format_name, plan, arch, is_first=is_first)
+                assert "cubin" in kernel.asm
+                assert kernel.metadata.shared <= SMALLEST_SHARED_BYTES
 
 
-@pytest.mark.parametrize(("num_experts", "top_k"), [(32, 4), (256, 8), (4, 2)])
-@pytest.mark.parametrize("format_name", FORMATS)
-def test_plans_of_unmeasured_gpus_are_no_larger_than_the_compiled_ones(
-    format_name: str, num_experts: int, top_k: int
-) -> None:
-    for arch in set(ARCHS) - {90}:
-        shape = LayerShape(
-            arch=f"sm{arch}", format_name=format_name, num_experts=num_experts, top_k=top_k, hidden_size=2880,
-            intermediate_size=2880,
-        )  # fmt: skip
-        for _, plan in plans_for(shape).steps:
-            largest = DIRECT if plan.is_direct else GROUPED
-            assert plan.block_m <= largest.block_m
-            assert replace(plan, block_m=largest.block_m) == largest
+def test_plans_of_unmeasured_gpus_are_no_larger_than_the_compiled_ones(subtests: pytest.Subtests) -> None:
+    for format_name, (num_experts, top_k) in itertools.product(FORMATS, [(32, 4), (256, 8), (4, 2)]):
+        with subtests.test(format_name=format_name, num_experts=num_experts, top_k=top_k):
+            for arch in set(ARCHS) - {90}:
+                shape = LayerShape(
+                    arch=f"sm{arch}", format_name=format_name, num_experts=num_experts, top_k=top_k, hidden_size=2880,
+                    intermediate_size=2880,
+                )  # fmt: skip
+                for _, plan in plans_for(shape).steps:
+                    largest = DIRECT if plan.is_direct else GROUPED
+                    assert plan.block_m <= largest.block_m
+                    assert replace(plan, block_m=largest.block_m) == largest
 
 
 @pytest.mark.parametrize("arch", [80, 90])
@@ -72,13 +70,14 @@ def test_one_step_one_block_and_wide_offsets_compile(format_name: str) -> None:
         assert "cubin" in compile_gemm(format_name, plan, 90, is_first=False, WIDE=True, top_k=3).asm
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-def test_grouping_summing_and_quantizing_compile(arch: int) -> None:
-    assert "cubin" in compile_group(GROUPED, arch).asm
-    for plan in (DIRECT, GROUPED):
-        assert "cubin" in compile_sum(plan, arch).asm
-    for by_slot in (True, False):
-        assert "cubin" in compile_quantize(arch, by_slot=by_slot).asm
+def test_grouping_summing_and_quantizing_compile(subtests: pytest.Subtests) -> None:
+    for arch in ARCHS:
+        with subtests.test(arch=arch):
+            assert "cubin" in compile_group(GROUPED, arch).asm
+            for plan in (DIRECT, GROUPED):
+                assert "cubin" in compile_sum(plan, arch).asm
+            for by_slot in (True, False):
+                assert "cubin" in compile_quantize(arch, by_slot=by_slot).asm
 
 
 @pytest.mark.parametrize("plan", [DIRECT, GROUPED], ids=["direct", "grouped"])

@@ -32,9 +32,8 @@ def test_intact_layers_pass_each_plan_by_its_own_tolerance(told: dict[str, Any])
     assert 0 < error < tolerance, "masked rows take no direct plan, so none is held to the tolerance of bf16 there"
 
 
-@pytest.mark.parametrize(
-    ("case", "words"),
-    [
+def test_a_fault_in_the_code_of_one_plan_is_named(subtests: pytest.Subtests, told: dict[str, Any]) -> None:
+    for case, words in [
         ("is_direct", f"none/fp8_block: expert 0 differs{{}}{DIRECT}"),
         ("grouped", f"none/fp8_block: expert 0 differs{{}}{GROUPED}"),
         ("FP8 activations", f"none/fp8_block: expert {{}} differs{{}}{FP8}"),
@@ -44,14 +43,13 @@ def test_intact_layers_pass_each_plan_by_its_own_tolerance(told: dict[str, Any])
         ("direct behind DeepEP", "deepep/fp8_block (deepep_normal): expert 0 differs{}8 x 64 (up to 8 tokens)"),
         ("masked rows", f"deepep/fp8_block (deepep_ll): expert {{}} differs{{}}{FP8}"),
         ("wrong scale", f"none/fp8_block: expert 3 differs{{}}{GROUPED}"),
-    ],
-)
-def test_a_fault_in_the_code_of_one_plan_is_named(told: dict[str, Any], case: str, words: str) -> None:
-    text = told[case]
-    assert text.startswith("layer 1, triton/"), text
-    for part in words.split("{}"):
-        _, found, text = text.partition(part)
-        assert found, (told[case], part)
+    ]:
+        with subtests.test(case=case, words=words):
+            text = told[case]
+            assert text.startswith("layer 1, triton/"), text
+            for part in words.split("{}"):
+                _, found, text = text.partition(part)
+                assert found, (told[case], part)
 
 
 def test_tuning_holds_every_plan_to_the_tolerance_of_the_self_check(told: dict[str, Any]) -> None:

@@ -73,37 +73,33 @@ def values_of(data: torch.Tensor) -> torch.Tensor:
     return (unpack_e2m1(words).mul(2.0**-126) * torch.exp2(fields - 127)).flatten(-2)
 
 
-@pytest.mark.parametrize(
-    ("spread", "num_cols", "num_steps", "ends_in_tail"),
-    [
+def test_mxfp4_data_scale_and_post_multiply_to_the_weight(subtests: pytest.Subtests) -> None:
+    for spread, num_cols, num_steps, ends_in_tail in [
         (1, 64, 1, False), (1, 96, 1, False), (100, 96, 1, False), (100, 128, 1, False), (5, 160, 1, True),
         (100, 192, 1, True), (5, 224, 2, False), (5, 256, 2, False), (5, 288, 2, True), (5, 320, 2, True),
         (5, 352, 3, False),
-    ],
-)  # fmt: skip
-def test_mxfp4_data_scale_and_post_multiply_to_the_weight(
-    spread: int, num_cols: int, num_steps: int, ends_in_tail: bool
-) -> None:
-    g = torch.Generator().manual_seed(spread)
-    codes = torch.randint(0, 256, (2, 70, num_cols // 2), generator=g, dtype=torch.uint8)
-    scales = torch.randint(110, 110 + spread, (2, 70, num_cols // 32), generator=g, dtype=torch.uint8)
-    weight = Mxfp4Weight(codes, scales)
-    packed = pack_matrix(weight, None, is_gated=False)
-    assert packed.data.shape == (2, num_steps, 2, 64 * 32 + 128)
-    assert packed.data.is_contiguous()
-    assert packed.scales is None
-    assert packed.nbytes == 2 * (num_steps + ends_in_tail / 2) * 2 * 64 * (64 + 4) + ends_in_tail * 512 + 16
-    assert (packed.tail is not None) == has_tail("mxfp4", num_cols) == ends_in_tail
-    tail = None
-    if packed.tail is not None:
-        assert packed.tail.shape == (2, 2, 64 * 16 + 128)
-        assert packed.tail.is_contiguous()
-        tail = values_of(packed.tail).flatten(1, 2) * packed.post[0, 0].double()
-    values = values_of(packed.data) * packed.post[0, 0].double()
-    for expert in range(2):
-        dense = dense_columns(dense_rows(values[expert]), None if tail is None else tail[expert], num_cols)
-        assert torch.equal(dense[:70], weight.dequantize(torch.float64)[expert])
-        assert not dense[70:].any()
+    ]:  # fmt: skip
+        with subtests.test(spread=spread, num_cols=num_cols, num_steps=num_steps, ends_in_tail=ends_in_tail):
+            g = torch.Generator().manual_seed(spread)
+            codes = torch.randint(0, 256, (2, 70, num_cols // 2), generator=g, dtype=torch.uint8)
+            scales = torch.randint(110, 110 + spread, (2, 70, num_cols // 32), generator=g, dtype=torch.uint8)
+            weight = Mxfp4Weight(codes, scales)
+            packed = pack_matrix(weight, None, is_gated=False)
+            assert packed.data.shape == (2, num_steps, 2, 64 * 32 + 128)
+            assert packed.data.is_contiguous()
+            assert packed.scales is None
+            assert packed.nbytes == 2 * (num_steps + ends_in_tail / 2) * 2 * 64 * (64 + 4) + ends_in_tail * 512 + 16
+            assert (packed.tail is not None) == has_tail("mxfp4", num_cols) == ends_in_tail
+            tail = None
+            if packed.tail is not None:
+                assert packed.tail.shape == (2, 2, 64 * 16 + 128)
+                assert packed.tail.is_contiguous()
+                tail = values_of(packed.tail).flatten(1, 2) * packed.post[0, 0].double()
+            values = values_of(packed.data) * packed.post[0, 0].double()
+            for expert in range(2):
+                dense = dense_columns(dense_rows(values[expert]), None if tail is None else tail[expert], num_cols)
+                assert torch.equal(dense[:70], weight.dequantize(torch.float64)[expert])
+                assert not dense[70:].any()
 
 
 @pytest.mark.parametrize("num_cols", [160, 224, 288])

@@ -1,5 +1,6 @@
 """The backend's refusals and its choice of launch plans; needs no GPU."""
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -26,22 +27,18 @@ SHAPE = LayerShape(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("arch", "format_name", "a2a", "reason"),
-    [
+def test_supports_answers_with_none_or_a_reason(subtests: pytest.Subtests) -> None:
+    for arch, format_name, a2a, reason in [
         ("sm90", "mxfp4", MoeA2ABackend.NONE, None),
         ("sm80", "nvfp4", MoeA2ABackend.NONE, None),
         ("cpu", "mxfp4", MoeA2ABackend.NONE, "device cpu"),
         ("sm75", "mxfp4", MoeA2ABackend.NONE, "no bf16 tensor cores"),
         ("sm90", "fp8_tensor", MoeA2ABackend.NONE, "format fp8_tensor"),
         ("sm90", "mxfp4", MoeA2ABackend.MORI, "transport mori"),
-    ],
-)
-def test_supports_answers_with_none_or_a_reason(
-    arch: str, format_name: str, a2a: MoeA2ABackend, reason: str | None
-) -> None:
-    answer = TritonBackend().supports(Device(arch=arch), format_name, a2a, CONFIG)
-    assert answer is None if reason is None else reason in str(answer)
+    ]:
+        with subtests.test(arch=arch, format_name=format_name, a2a=a2a, reason=reason):
+            answer = TritonBackend().supports(Device(arch=arch), format_name, a2a, CONFIG)
+            assert answer is None if reason is None else reason in str(answer)
 
 
 def test_the_verdict_ignores_what_is_installed_and_prepare_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,24 +56,24 @@ def test_other_activation_dtypes_are_refused_when_the_runner_is_built() -> None:
         MoeRunner(MoeBackend.TRITON, MoeA2ABackend.NONE, replace(CONFIG, dtype=torch.float16))
 
 
-@pytest.mark.parametrize("num_tokens", [1, 8, 9, 16, 17, 64, 500, 100_000])
-@pytest.mark.parametrize(("num_experts", "top_k"), [(32, 4), (256, 8), (4, 2), (1, 1)])
-def test_the_rule_has_a_fitting_plan_for_every_token_count(num_tokens: int, num_experts: int, top_k: int) -> None:
-    shape = replace(SHAPE, num_experts=num_experts, top_k=top_k)
-    plan = plans_for(shape).pick(num_tokens)
-    assert plan.is_direct == (num_tokens <= 16)
-    assert not plan.is_direct or num_tokens * top_k <= MAX_DIRECT_SLOTS
+def test_the_rule_has_a_fitting_plan_for_every_token_count(subtests: pytest.Subtests) -> None:
+    tokens = (1, 8, 9, 16, 17, 64, 500, 100_000)
+    for (num_experts, top_k), num_tokens in itertools.product([(32, 4), (256, 8), (4, 2), (1, 1)], tokens):
+        with subtests.test(num_experts=num_experts, num_tokens=num_tokens):
+            plan = plans_for(replace(SHAPE, num_experts=num_experts, top_k=top_k)).pick(num_tokens)
+            assert plan.is_direct == (num_tokens <= 16)
+            assert not plan.is_direct or num_tokens * top_k <= MAX_DIRECT_SLOTS
 
 
-TABLES = read_entries(triton_plans.TABLE)
-
-
-@pytest.mark.parametrize("entry", TABLES, ids=[f"{e['format']}-{e['shape']['num_experts']}" for e in TABLES])
-def test_a_measured_shape_gets_its_own_plans(entry: dict[str, Any]) -> None:
-    shape = LayerShape(arch=entry["arch"], format_name=entry["format"], **entry["shape"])
-    steps = [(step["max_tokens"], Plan(**step["plan"])) for step in entry["steps"]]
-    assert list(plans_for(shape).steps) == steps
-    assert all(not plan.is_direct or bound * shape.top_k <= MAX_DIRECT_SLOTS for bound, plan in steps)
+def test_a_measured_shape_gets_its_own_plans(subtests: pytest.Subtests) -> None:
+    entries = read_entries(triton_plans.TABLE)
+    assert entries
+    for entry in entries:
+        shape = LayerShape(arch=entry["arch"], format_name=entry["format"], **entry["shape"])
+        with subtests.test(shape=shape):
+            steps = [(step["max_tokens"], Plan(**step["plan"])) for step in entry["steps"]]
+            assert list(plans_for(shape).steps) == steps
+            assert all(not plan.is_direct or bound * shape.top_k <= MAX_DIRECT_SLOTS for bound, plan in steps)
 
 
 def test_an_unmeasured_shape_takes_the_nearest_plans_at_as_many_rows_per_expert(
@@ -103,24 +100,17 @@ def test_an_unmeasured_shape_takes_the_nearest_plans_at_as_many_rows_per_expert(
     assert [bound for bound, _ in plans_for(replace(shape, num_experts=1, top_k=1)).steps] == [1, 32, None]
 
 
-@pytest.mark.parametrize("arch", ["sm90", "sm120"])
-@pytest.mark.parametrize("format_name", FORMATS)
-@pytest.mark.parametrize(
-    ("num_experts", "top_k", "hidden_size", "intermediate_size"),
-    [(1, 1, 64, 64), (8192, 8, 7168, 2048), (4, 4, 64, 0), (2048, 2000, 96, 360), (32, 4, 2880, 360)],
-)
-def test_any_shape_gets_plans_that_can_be_picked_and_hold_its_slots(
-    arch: str, format_name: str, num_experts: int, top_k: int, hidden_size: int, intermediate_size: int
-) -> None:
-    shape = LayerShape(
-        arch=arch, format_name=format_name, num_experts=num_experts, top_k=top_k, hidden_size=hidden_size,
-        intermediate_size=intermediate_size,
-    )  # fmt: skip
-    table = plans_for(shape)
-    bounds = [bound for bound, _ in table.steps[:-1]]
-    assert bounds == sorted(set(bounds)), "a step below another would be compiled and checked in vain"
-    assert all(bound > 0 for bound in bounds)
-    assert all(not plan.is_direct or bound * top_k <= MAX_DIRECT_SLOTS for bound, plan in table.steps)
+def test_any_shape_gets_plans_that_can_be_picked_and_hold_its_slots(subtests: pytest.Subtests) -> None:
+    sizes = [(1, 1, 64, 64), (8192, 8, 7168, 2048), (4, 4, 64, 0), (2048, 2000, 96, 360), (32, 4, 2880, 360)]
+    for size, format_name, arch in itertools.product(sizes, FORMATS, ("sm90", "sm120")):
+        with subtests.test(size=size, format_name=format_name, arch=arch):
+            names = ("num_experts", "top_k", "hidden_size", "intermediate_size")
+            shape = LayerShape(arch=arch, format_name=format_name, **dict(zip(names, size, strict=True)))
+            table = plans_for(shape)
+            bounds = [bound for bound, _ in table.steps[:-1]]
+            assert bounds == sorted(set(bounds)), "a step below another would be compiled and checked in vain"
+            assert all(bound > 0 for bound in bounds)
+            assert all(not plan.is_direct or bound * shape.top_k <= MAX_DIRECT_SLOTS for bound, plan in table.steps)
 
 
 def test_every_plan_of_the_table_is_a_probe_of_its_own() -> None:

@@ -1,5 +1,6 @@
 """Launch plans as tactics: their text, the tables made of them, and that a search compiles few and fitting ones."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -28,9 +29,8 @@ def test_text_round_trip() -> None:
         assert plan_from_text(plan_text(plan)) == plan
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
+def test_other_texts_are_refused(subtests: pytest.Subtests) -> None:
+    for text, words in [
         ("", "is no field and number"),
         ("is_direct=1", "is no launch plan"),
         ("is_direct=1,block_m=16,block_n_1=64,block_n_2=64,depth=2", "'depth=2' is no field"),
@@ -39,11 +39,9 @@ def test_text_round_trip() -> None:
         (f"is_direct=1,block_m={'9' * 5000},block_n_1=64,block_n_2=64", "is no field and number"),
         ("is_direct=1,block_m=12,block_n_1=64,block_n_2=64", "power of two"),
         ("is_direct=0,block_m=16,block_n_1=64,block_n_2=64,split_k=2", "belong to direct plans"),
-    ],
-)
-def test_other_texts_are_refused(text: str, words: str) -> None:
-    with pytest.raises(MoeConfigError, match=words):
-        plan_from_text(text)
+    ]:
+        with subtests.test(text=text, words=words), pytest.raises(MoeConfigError, match=words):
+            plan_from_text(text)
 
 
 def test_a_choice_becomes_a_table_with_an_open_end() -> None:
@@ -68,14 +66,14 @@ def test_a_plan_with_fp8_activations_keeps_to_the_token_counts_of_the_untuned_ta
     assert alone == PlanTable(((None, faster),)), "as it is measured"
 
 
-@pytest.mark.parametrize("num_tokens", [8, 64, 1024, 4096])
-@pytest.mark.parametrize("is_fp8", [True, False])
-def test_precision_is_the_untuned_plans(num_tokens: int, is_fp8: bool) -> None:
-    rounds = all_rounds(replace(GROUPED, fp8_activations=is_fp8), num_tokens, 256, 8, True)
-    plans = [plan_from_text(tactic) for batch in rounds for tactic in batch]
-    assert len(plans) > 2
-    assert all(plan.fp8_activations == is_fp8 for plan in plans)
-    assert any(plan.is_direct for plan in plans) == (num_tokens <= 64 and not is_fp8)
+def test_precision_is_the_untuned_plans(subtests: pytest.Subtests) -> None:
+    for is_fp8, num_tokens in itertools.product([True, False], [8, 64, 1024, 4096]):
+        with subtests.test(is_fp8=is_fp8, num_tokens=num_tokens):
+            rounds = all_rounds(replace(GROUPED, fp8_activations=is_fp8), num_tokens, 256, 8, True)
+            plans = [plan_from_text(tactic) for batch in rounds for tactic in batch]
+            assert len(plans) > 2
+            assert all(plan.fp8_activations == is_fp8 for plan in plans)
+            assert any(plan.is_direct for plan in plans) == (num_tokens <= 64 and not is_fp8)
 
 
 def all_rounds(untuned: Plan, num_tokens: int, num_experts: int, top_k: int, has_pdl: bool) -> list[list[Tactic]]:
@@ -88,10 +86,14 @@ def all_rounds(untuned: Plan, num_tokens: int, num_experts: int, top_k: int, has
     return rounds
 
 
-@pytest.mark.parametrize("has_pdl", [True, False])
-@pytest.mark.parametrize("num_tokens", [1, 4, 8, 16, 64, 256, 1024, 4096])
-@pytest.mark.parametrize(("num_experts", "top_k"), SHAPES)
-def test_a_search_tries_few_plans_that_fit(num_tokens: int, num_experts: int, top_k: int, has_pdl: bool) -> None:
+def test_a_search_tries_few_plans_that_fit(subtests: pytest.Subtests) -> None:
+    tokens = (1, 4, 8, 16, 64, 256, 1024, 4096)
+    for (num_experts, top_k), num_tokens, has_pdl in itertools.product(SHAPES, tokens, (True, False)):
+        with subtests.test(num_experts=num_experts, num_tokens=num_tokens, has_pdl=has_pdl):
+            check_search(num_tokens, num_experts, top_k, has_pdl)
+
+
+def check_search(num_tokens: int, num_experts: int, top_k: int, has_pdl: bool) -> None:
     shape = LayerShape(
         arch="sm70", format_name="mxfp4", num_experts=num_experts, top_k=top_k,
         hidden_size=2880, intermediate_size=2880,
