@@ -1,4 +1,7 @@
-"""Runs test programs in Triton's interpreter, which takes a separate process: Triton chooses it when it is imported."""
+"""Runs test programs in Triton's interpreter, which takes a separate process: Triton chooses it when it is imported.
+
+The slow programs have two parts: the pick, which `make test` runs, and all the rest, which `make kernels` runs.
+"""
 
 import json
 import os
@@ -7,14 +10,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 TIMEOUT_S = 300
+PARTS = [pytest.param("pick", id="pick"), pytest.param("rest", id="rest", marks=pytest.mark.kernels)]
 
 
-def run_interpreted(module: str) -> Any:
-    """Run `python -m module` with the interpreter and one thread; returns the JSON that it prints."""
+def run_interpreted(module: str, *arguments: str) -> Any:
+    """Run `python -m module arguments` with the interpreter and one thread; returns the JSON that it prints."""
     done = subprocess.run(
-        [sys.executable, "-m", module],
+        [sys.executable, "-m", module, *arguments],
         cwd=ROOT,
         env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,
