@@ -200,17 +200,15 @@ def test_grown_copies_have_addresses_of_their_own() -> None:
     copy_into(twin.layers[1], twin.layers[0])
 
 
-@pytest.mark.parametrize(
-    "argv",
-    [
+def test_unknown_names_are_refused(subtests: pytest.Subtests, capsys: pytest.CaptureFixture[str]) -> None:
+    for argv in [
         ["--models", "gpt-5"], ["--backends", "cutlass"], ["--routing", "even"], ["--sweep", "--compile"],
         ["--sweep", "--backends", "triton,triton_kernels"], ["--sweep", "--tune-seconds", "3"],
-    ],
-)  # fmt: skip
-def test_unknown_names_are_refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        arguments(argv)
-    assert argv[0] in capsys.readouterr().err
+    ]:  # fmt: skip
+        with subtests.test(argv=argv):
+            with pytest.raises(SystemExit):
+                arguments(argv)
+            assert argv[0] in capsys.readouterr().err
 
 
 def test_a_search_needs_no_other_option() -> None:

@@ -55,9 +55,10 @@ def test_different_items_cannot_be_compared(
     assert "lacks 1 of the other's, for example 'b9'" in error
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
+def test_files_that_hold_no_answers_are_refused(
+    subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    for text, words in [
         ("", "holds no answers"),
         ("{}", "line 1 is not a row"),
         ("7", "line 1 is not a row"),
@@ -68,14 +69,11 @@ def test_different_items_cannot_be_compared(
         ('{"id": "a", "category": "a", "answer": NaN, "correct": true}', "it lacks answer (str)"),
         ('{"id": "a", "category": "a", "answer": "", "correct": "no"}', "it lacks correct (bool)"),
         ('{"id": "a", "category": "a", "answer": "", "correct": true}\n' * 2, "line 2: item 'a' is there twice"),
-    ],
-)
-def test_files_that_hold_no_answers_are_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str, words: str
-) -> None:
-    (tmp_path / "1").write_text(text)
-    assert run(monkeypatch, str(tmp_path / "1"), write(tmp_path / "2", *ROWS)) == 2
-    assert words in capsys.readouterr().err
+    ]:
+        with subtests.test(text=text, words=words):
+            (tmp_path / "1").write_text(text)
+            assert run(monkeypatch, str(tmp_path / "1"), write(tmp_path / "2", *ROWS)) == 2
+            assert words in capsys.readouterr().err
 
 
 def test_a_file_that_is_no_text_is_named(

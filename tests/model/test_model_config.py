@@ -41,9 +41,8 @@ def refused(
 
 
 @pytest.mark.parametrize("saved", ["gpt_oss"], indirect=True)
-@pytest.mark.parametrize(
-    ("changes", "text"),
-    [
+def test_gpt_oss_refusals(subtests: pytest.Subtests, saved: Any, tmp_path: Path) -> None:
+    for changes, text in [
         ({"architectures": ["LlamaForCausalLM"]}, "LlamaForCausalLM.*known: DeepseekV3ForCausalLM, GptOssForCausalLM"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"attention_bias": False}, "attention_bias False"),
@@ -64,16 +63,14 @@ def refused(
         ({"num_local_experts": 8}, "num_local_experts, hidden_size in config.json"),
         ({"intermediate_size": 64}, "gate_up_proj_bias.*intermediate_size"),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 2.0}}, "llama3"),
-    ],
-)
-def test_gpt_oss_refusals(saved: Any, tmp_path: Path, changes: dict[str, Any], text: str) -> None:
-    refused(saved, tmp_path, changes, UnsupportedModelError, text)
+    ]:
+        with subtests.test(changes=changes, text=text):
+            refused(saved, tmp_path, changes, UnsupportedModelError, text)
 
 
 @pytest.mark.parametrize("saved", ["deepseek"], indirect=True)
-@pytest.mark.parametrize(
-    ("changes", "text"),
-    [
+def test_deepseek_refusals(subtests: pytest.Subtests, saved: Any, tmp_path: Path) -> None:
+    for changes, text in [
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"attention_bias": True}, "attention_bias True"),
         ({"scoring_func": "softmax"}, "scoring_func 'softmax'.*supported: sigmoid"),
@@ -88,10 +85,9 @@ def test_gpt_oss_refusals(saved: Any, tmp_path: Path, changes: dict[str, Any], t
         ({"v_head_dim": 16}, r"kv_b_proj.weight.*v_head_dim, kv_lora_rank in config.json make it \[160, 32\]"),
         ({"moe_intermediate_size": 32}, "experts.0.gate_proj.weight.*moe_intermediate_size"),
         ({"n_shared_experts": 2}, "shared_experts.*n_shared_experts"),
-    ],
-)
-def test_deepseek_refusals(saved: Any, tmp_path: Path, changes: dict[str, Any], text: str) -> None:
-    refused(saved, tmp_path, changes, UnsupportedModelError, text)
+    ]:
+        with subtests.test(changes=changes, text=text):
+            refused(saved, tmp_path, changes, UnsupportedModelError, text)
 
 
 def test_missing_keys_and_wrong_types_name_the_key(saved: Any, tmp_path: Path) -> None:
@@ -107,23 +103,23 @@ def test_missing_tensor_is_named(saved: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("saved", ["deepseek"], indirect=True)
-@pytest.mark.parametrize(
-    "name",
-    [
+def test_a_bias_that_the_model_would_ignore_is_refused_by_name(
+    subtests: pytest.Subtests, saved: Any, tmp_path: Path
+) -> None:
+    """Section G: such checkpoints loaded, and answered as if the bias were zero."""
+    for name in [
         "lm_head",
         "model.layers.1.self_attn.o_proj",
         "model.layers.0.mlp.down_proj",
         "model.layers.2.self_attn.kv_b_proj",
         "model.layers.1.mlp.shared_experts.up_proj",
         "model.layers.2.mlp.experts.7.gate_proj",
-    ],
-)
-def test_a_bias_that_the_model_would_ignore_is_refused_by_name(saved: Any, tmp_path: Path, name: str) -> None:
-    """Section G: such checkpoints loaded, and answered as if the bias were zero."""
-    kind, folder, tensors = saved
-    bias = {f"{name}.bias": torch.zeros(tensors[f"{name}.weight"].shape[0])}
-    words = rf"model\.safetensors: tensor '{re.escape(name)}\.bias': the model has no bias here"
-    refused((kind, folder, tensors | bias), tmp_path, {}, UnsupportedModelError, words)
+    ]:
+        with subtests.test(name=name):
+            kind, folder, tensors = saved
+            bias = {f"{name}.bias": torch.zeros(tensors[f"{name}.weight"].shape[0])}
+            words = rf"model\.safetensors: tensor '{re.escape(name)}\.bias': the model has no bias here"
+            refused((kind, folder, tensors | bias), tmp_path, {}, UnsupportedModelError, words)
 
 
 @pytest.mark.parametrize("saved", ["gpt_oss"], indirect=True)

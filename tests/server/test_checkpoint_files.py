@@ -20,9 +20,9 @@ from tests.server.conftest import ASSETS
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize(
-    ("content", "expected"),
-    [
+def test_sampling_defaults_of_a_checkpoint(subtests, tmp_path):
+    assert read_sampling_defaults(tmp_path) == SamplingDefaults()
+    for content, expected in [
         ('{"temperature": 0.6, "top_p": 0.95, "eos_token_id": 1}', SamplingDefaults(temperature=0.6, top_p=0.95)),
         ('{"do_sample": false}', SamplingDefaults(temperature=0.0)),
         ('{"do_sample": false, "temperature": 0.6}', SamplingDefaults(temperature=0.0)),  # G30
@@ -30,18 +30,14 @@ ROOT = Path(__file__).resolve().parents[2]
         ('{"do_sample": true, "temperature": 0.6}', SamplingDefaults(temperature=0.6)),
         ('{"top_k": -1, "top_p": 1, "temperature": 2}', SamplingDefaults(top_k=-1, top_p=1.0, temperature=2.0)),
         ('{"do_sample": true, "top_k": null}', SamplingDefaults()),
-        (None, SamplingDefaults()),
-    ],
-)
-def test_sampling_defaults_of_a_checkpoint(tmp_path, content, expected):
-    if content is not None:
-        (tmp_path / "generation_config.json").write_text(content)
-    assert read_sampling_defaults(tmp_path) == expected
+    ]:
+        with subtests.test(content=content, expected=expected):
+            (tmp_path / "generation_config.json").write_text(content)
+            assert read_sampling_defaults(tmp_path) == expected
 
 
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
+def test_sampling_defaults_that_a_request_could_not_have_are_refused_g30(subtests, tmp_path):
+    for content, words in [
         ('{"temperature": -1}', "temperature is -1: it must be between 0 and 2"),
         ('{"temperature": "hot"}', 'temperature is "hot": it must be a number'),
         ('{"temperature": NaN}', "temperature is nan"),
@@ -52,26 +48,26 @@ def test_sampling_defaults_of_a_checkpoint(tmp_path, content, expected):
         ('{"temperature": 3, "do_sample": false}', "temperature is 3"),
         ("[]", "must hold a JSON object"),
         ("{", "cannot be read as JSON"),
-    ],
-)
-def test_sampling_defaults_that_a_request_could_not_have_are_refused_g30(tmp_path, content, words):
-    (tmp_path / "generation_config.json").write_text(content)
-    with pytest.raises(SettingError, match=re.escape(words)) as caught:
-        read_sampling_defaults(tmp_path)
-    assert str(tmp_path / "generation_config.json") in str(caught.value)
+    ]:
+        with subtests.test(content=content, words=words):
+            (tmp_path / "generation_config.json").write_text(content)
+            with pytest.raises(SettingError, match=re.escape(words)) as caught:
+                read_sampling_defaults(tmp_path)
+            assert str(tmp_path / "generation_config.json") in str(caught.value)
 
 
-@pytest.mark.parametrize("name", sorted(RANGES))
-def test_ranges_of_defaults_are_those_of_the_api_g30(name):
-    low, high = RANGES[name]
-    step = 1 if name == "top_k" else 1e-9
-    for value, is_allowed in ((low, True), (high, True), (low - step, False), (high + step, False)):
-        fields = {name: value}
-        if is_allowed:
-            assert getattr(GenerationRequest(**fields), name) == value
-        else:
-            with pytest.raises(ValidationError):
-                GenerationRequest(**fields)
+def test_ranges_of_defaults_are_those_of_the_api_g30(subtests):
+    for name in sorted(RANGES):
+        with subtests.test(name=name):
+            low, high = RANGES[name]
+            step = 1 if name == "top_k" else 1e-9
+            for value, is_allowed in ((low, True), (high, True), (low - step, False), (high + step, False)):
+                fields = {name: value}
+                if is_allowed:
+                    assert getattr(GenerationRequest(**fields), name) == value
+                else:
+                    with pytest.raises(ValidationError):
+                        GenerationRequest(**fields)
 
 
 @pytest.fixture
@@ -85,9 +81,8 @@ def model_folder(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    ("file", "content", "words"),
-    [
+def test_damaged_tokenizer_files_are_named_g29(subtests, model_folder):
+    for file, content, words in [
         (
             "chat_template.jinja",
             "{{ bos_token }}\n{% for m in messages %}\n{{ m.content }",
@@ -105,17 +100,16 @@ def model_folder(tmp_path):
         ("tokenizer_config.json", {"added_tokens_decoder": {"7": "x"}}, "added_tokens_decoder[7] must be an object"),
         ("tokenizer_config.json", {"added_tokens_decoder": {"x": {"content": "y"}}}, "'x', which is not a token id"),
         ("tokenizer_config.json", {"added_tokens_decoder": [1]}, "added_tokens_decoder must be an object"),
-    ],
-)
-def test_damaged_tokenizer_files_are_named_g29(model_folder, file, content, words):
-    if file == "tokenizer_config.json":
-        (model_folder / "chat_template.jinja").unlink()
-        content = json.dumps(content)
-    (model_folder / file).write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(SettingError, match=re.escape(words)) as caught:
-        load_checked_tokenizer(model_folder)
-    assert str(caught.value).startswith(f"--model: {model_folder / file}: ")
-    assert "\n" not in str(caught.value)
+    ]:
+        with subtests.test(file=file, content=content, words=words):
+            if file == "tokenizer_config.json":
+                (model_folder / "chat_template.jinja").unlink(missing_ok=True)
+            text = content if isinstance(content, bytes | str) else json.dumps(content)
+            (model_folder / file).write_bytes(text if isinstance(text, bytes) else text.encode())
+            with pytest.raises(SettingError, match=re.escape(words)) as caught:
+                load_checked_tokenizer(model_folder)
+            assert str(caught.value).startswith(f"--model: {model_folder / file}: ")
+            assert "\n" not in str(caught.value)
 
 
 def test_a_damaged_template_is_refused_before_the_engine_starts_g29(model_folder):

@@ -1,8 +1,10 @@
 """HTTP/1.1 over raw sockets, as clients and attackers write it: upgrades, chunks, pipelines, faulty framing."""
 
+import itertools
 import json
 import socket
 import time
+from contextlib import contextmanager
 from http.client import HTTPResponse
 
 import pytest
@@ -16,13 +18,25 @@ H2C = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: A
 
 
 @pytest.fixture
-def connection(service):
+def connect(service):
+    """Opens a connection; at its end the service must still answer on another one."""
     host, port = service.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=10) as connection:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    @contextmanager
+    def opened():
+        with socket.create_connection((host, int(port)), timeout=10) as connection:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            yield connection
+        with service.http() as http:
+            assert http.get("/health/live").status_code == 200
+
+    return opened
+
+
+@pytest.fixture
+def connection(connect):
+    with connect() as connection:
         yield connection
-    with service.http() as http:
-        assert http.get("/health/live").status_code == 200
 
 
 def post(*headers, body=BODY, path=b"/tokenize", version=b"1.1"):
@@ -69,30 +83,30 @@ UPGRADES = {
 }
 
 
-@pytest.mark.parametrize("upgrade", UPGRADES.values(), ids=UPGRADES)
-@pytest.mark.parametrize("num_packets", [1, 2])
-def test_an_upgrade_is_ignored_and_the_body_read_g01(connection, upgrade, num_packets):
-    head, body = post(upgrade)
-    send(connection, *([head + body] if num_packets == 1 else [head, body]))
-    assert answer_of(connection)[1]["count"] > 0
-    connection.sendall(b"".join(post()))  # the connection goes on in HTTP/1.1
-    assert answer_of(connection)[0] == 200
+def test_an_upgrade_is_ignored_and_the_body_read_g01(subtests, connect):
+    for num_packets, upgrade in itertools.product([1, 2], UPGRADES.values()):
+        with subtests.test(num_packets=num_packets, upgrade=upgrade), connect() as connection:
+            head, body = post(upgrade)
+            send(connection, *([head + body] if num_packets == 1 else [head, body]))
+            assert answer_of(connection)[1]["count"] > 0
+            connection.sendall(b"".join(post()))  # the connection goes on in HTTP/1.1
+            assert answer_of(connection)[0] == 200
 
 
-@pytest.mark.parametrize("upgrade", [b"", H2C, UPGRADES["foo"]])
-@pytest.mark.parametrize("is_chunked", [False, True])
-def test_a_body_is_never_read_as_a_request_g01(connection, upgrade, is_chunked):
+def test_a_body_is_never_read_as_a_request_g01(subtests, connect):
     """A request used to get two answers: its own, and that of the request inside its body."""
-    if is_chunked:
-        head, _ = post(upgrade, b"Transfer-Encoding: chunked\r\n", body=None)
-        body = chunked(SMUGGLED[:11], SMUGGLED[11:])
-    else:
-        head, body = post(upgrade, body=SMUGGLED)
-    send(connection, head, body)
-    status, answer = answer_of(connection)
-    assert (status, answer["count"] > 10) == (200, True)
-    connection.sendall(b"GET /health/live HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
-    assert read_to_end(connection).count(b"HTTP/1.1 ") == 1
+    for is_chunked, upgrade in itertools.product([False, True], [b"", H2C, UPGRADES["foo"]]):
+        with subtests.test(is_chunked=is_chunked, upgrade=upgrade), connect() as connection:
+            if is_chunked:
+                head, _ = post(upgrade, b"Transfer-Encoding: chunked\r\n", body=None)
+                body = chunked(SMUGGLED[:11], SMUGGLED[11:])
+            else:
+                head, body = post(upgrade, body=SMUGGLED)
+            send(connection, head, body)
+            status, answer = answer_of(connection)
+            assert (status, answer["count"] > 10) == (200, True)
+            connection.sendall(b"GET /health/live HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            assert read_to_end(connection).count(b"HTTP/1.1 ") == 1
 
 
 def test_a_websocket_handshake_is_a_plain_get_g01(connection):
@@ -177,14 +191,15 @@ def test_a_stream_in_http_1_1_is_chunked_and_keeps_the_connection_g02(service, c
     assert answer_of(connection)[0] == 200
 
 
-@pytest.mark.parametrize(
-    ("target", "status"),
-    [(b"http://x:1/v1/models?a=b", 200), (b"HTTPS://x/v1/models", 200), (b"http://[bad/v1/models", 200)]
-    + [(target, 404) for target in (b"http://x", b"http://x?a=/v1/models", b"*", b"ftp://x/v1/models", b"x:80")],
-)
-def test_a_target_in_absolute_form_means_its_path(connection, target, status):
-    connection.sendall(b"GET %s HTTP/1.1\r\nHost: x:1\r\n\r\n" % target)
-    assert answer_of(connection)[0] == status
+def test_a_target_in_absolute_form_means_its_path(subtests, connect):
+    for target, status in [
+        (b"http://x:1/v1/models?a=b", 200),
+        (b"HTTPS://x/v1/models", 200),
+        (b"http://[bad/v1/models", 200),
+    ] + [(target, 404) for target in (b"http://x", b"http://x?a=/v1/models", b"*", b"ftp://x/v1/models", b"x:80")]:
+        with subtests.test(target=target, status=status), connect() as connection:
+            connection.sendall(b"GET %s HTTP/1.1\r\nHost: x:1\r\n\r\n" % target)
+            assert answer_of(connection)[0] == status
 
 
 TE = b"Transfer-Encoding: chunked\r\n"
@@ -209,16 +224,17 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize(("sent", "status"), FAULTS.values(), ids=FAULTS)
-def test_faulty_framing_gets_the_openai_error_body_and_a_close_g86(connection, sent, status):
+def test_faulty_framing_gets_the_openai_error_body_and_a_close_g86(subtests, connect):
     """Error bodies used to be plain text, and bytes of a head's first read were not counted."""
-    connection.sendall(sent)
-    head, _, body = read_to_end(connection).partition(b"\r\n\r\n")
-    assert head.startswith(b"HTTP/1.1 %d " % status), head
-    assert b"content-type: application/json" in head
-    error = json.loads(body)["error"]
-    assert set(error) == {"message", "type", "param", "code"}
-    assert error["type"] == "invalid_request_error"
+    for fault, (sent, status) in FAULTS.items():
+        with subtests.test(fault=fault), connect() as connection:
+            connection.sendall(sent)
+            head, _, body = read_to_end(connection).partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 %d " % status), head
+            assert b"content-type: application/json" in head
+            error = json.loads(body)["error"]
+            assert set(error) == {"message", "type", "param", "code"}
+            assert error["type"] == "invalid_request_error"
 
 
 def test_a_second_request_that_is_faulty_ends_the_connection_after_the_first_answer_g86(connection):

@@ -37,15 +37,31 @@ def test_then_a_bundled_model_then_the_hub(tmp_path: Path, monkeypatch: pytest.M
     assert locate_model("a_1/B.2-c", "v1") == HubModel("a_1/B.2-c", "v1")
 
 
-@pytest.mark.parametrize(
-    "text", ["./x", "/x", "../x", "x", "x/y/z", "~/x", "x/", "/x/y", ".x/y", "x/.y", "a--b/c", "x/y z", "hf://x/y", ""]
-)
 def test_what_looks_like_a_path_gets_the_error_of_a_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+    subtests: pytest.Subtests, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SettingError, match=r"--model: '.*' does not exist; give the folder of a checkpoint, a name on"):
-        locate_model(text)
+    for text in [
+        "./x",
+        "/x",
+        "../x",
+        "x",
+        "x/y/z",
+        "~/x",
+        "x/",
+        "/x/y",
+        ".x/y",
+        "x/.y",
+        "a--b/c",
+        "x/y z",
+        "hf://x/y",
+        "",
+    ]:
+        with subtests.test(text=text):
+            monkeypatch.chdir(tmp_path)
+            with pytest.raises(
+                SettingError, match=r"--model: '.*' does not exist; give the folder of a checkpoint, a name on"
+            ):
+                locate_model(text)
 
 
 @pytest.mark.parametrize("model", [None, "tiny-gpt-oss", str(ASSETS)])

@@ -248,9 +248,8 @@ def test_a_variable_that_a_flag_overrides_is_not_parsed_g03():
     assert given == {"port": 1, "api_key": "k", "tune": False}
 
 
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
+def test_refusals_of_a_file(subtests, tmp_path):
+    for content, words in [
         ("prot: 1", "'prot'; did you mean port?"),
         ("port: 1.5", "port: 1.5 is not a whole number"),
         ("port: true", "port: True is not a whole number"),
@@ -264,15 +263,14 @@ def test_a_variable_that_a_flag_overrides_is_not_parsed_g03():
         ("model: null", "model has no value"),
         ("api_key:", "api_key has no value"),
         ("api_key: ~", "api_key has no value"),
-    ],
-)
-def test_refusals_of_a_file(tmp_path, content, words):
-    file = tmp_path / "settings.yaml"
-    file.write_text(content)
-    with pytest.raises(SettingError) as caught:
-        values_of(["--config", str(file)])
-    assert words in str(caught.value)
-    assert "\n" not in str(caught.value)
+    ]:
+        with subtests.test(content=content, words=words):
+            file = tmp_path / "settings.yaml"
+            file.write_text(content)
+            with pytest.raises(SettingError) as caught:
+                values_of(["--config", str(file)])
+            assert words in str(caught.value)
+            assert "\n" not in str(caught.value)
 
 
 def test_two_dataclasses_must_not_share_a_field():
