@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as RustTokenizer
@@ -45,9 +44,9 @@ LOSES_TEXT = {
 }
 
 
-@pytest.mark.parametrize("change", LOSES_TEXT.values(), ids=LOSES_TEXT)
-def test_no_bound_where_text_can_vanish_g81(change):
-    assert measured(change) is None
+def test_no_bound_where_text_can_vanish_g81():
+    for change in LOSES_TEXT.values():
+        assert measured(change) is None, change
 
 
 def test_an_empty_sequence_of_normalizers_changes_nothing_g81():

@@ -65,9 +65,8 @@ def test_what_is_tuned() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("max_tokens", "max_seqs", "counts"),
-    [
+def test_tuning_shapes_end_at_the_schedulers_limits() -> None:
+    for max_tokens, max_seqs, counts in [
         (8, 8, (1, 2, 4, 8)),
         (12, 5, (1, 2, 4, 5, 8, 12)),
         (1, 1, (1,)),
@@ -75,20 +74,18 @@ def test_what_is_tuned() -> None:
         (512, 64, (1, 2, 4, 16, 32, 64, 256, 512)),
         (2048, 64, (1, 4, 8, 16, 64, 256, 512, 2048)),
         (3000, 77, (1, 4, 8, 32, 77, 256, 1024, 3000)),
-    ],
-)
-def test_tuning_shapes_end_at_the_schedulers_limits(max_tokens: int, max_seqs: int, counts: tuple[int, ...]) -> None:
-    assert tuning_token_counts(max_tokens, max_seqs) == counts
+    ]:
+        assert tuning_token_counts(max_tokens, max_seqs) == counts, (max_tokens, max_seqs, counts)
 
 
-@pytest.mark.parametrize("max_tokens", [2, 3, 100, 2048, 8192, 131072])
-@pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.99, 1.0])
-def test_tuning_shapes_are_few_and_spread(max_tokens: int, share: float) -> None:
-    max_seqs = max(1, int(max_tokens * share))
-    counts = tuning_token_counts(max_tokens, max_seqs)
-    assert len(counts) <= MAX_TOKEN_COUNTS
-    assert {1, max_seqs, max_tokens} <= set(counts)
-    assert max(high / low for low, high in itertools.pairwise(counts)) <= 16
+def test_tuning_shapes_are_few_and_spread(subtests: pytest.Subtests) -> None:
+    for share, max_tokens in itertools.product([0.0, 0.01, 0.5, 0.99, 1.0], [2, 3, 100, 2048, 8192, 131072]):
+        with subtests.test(share=share, max_tokens=max_tokens):
+            max_seqs = max(1, int(max_tokens * share))
+            counts = tuning_token_counts(max_tokens, max_seqs)
+            assert len(counts) <= MAX_TOKEN_COUNTS
+            assert {1, max_seqs, max_tokens} <= set(counts)
+            assert max(high / low for low, high in itertools.pairwise(counts)) <= 16
 
 
 def test_contradicting_limits_are_refused_with_both_numbers() -> None:

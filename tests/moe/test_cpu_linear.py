@@ -1,5 +1,6 @@
 """Linear layers of the CPU: packed where that is exact, plain elsewhere, right in every form."""
 
+import itertools
 import warnings
 
 import pytest
@@ -14,19 +15,20 @@ def dense(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("with_bias", [True, False])
-@pytest.mark.parametrize("num_rows", [1, 2, 3, 16, 40, 300])
-@pytest.mark.parametrize("kind", [PackedLinear, DenseLinear] if HAS_FBGEMM else [DenseLinear])
-def test_every_form_multiplies(kind: type, num_rows: int, with_bias: bool) -> None:
-    weight, bias, x = (
-        dense(97, 160).half().float(),
-        dense(97, seed=1) if with_bias else None,
-        dense(num_rows, 160, seed=2),
-    )
-    got = kind(weight, bias)(x)
-    want = x.double() @ weight.double().T + (0 if bias is None else bias.double())
-    assert got.shape == (num_rows, 97)
-    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+def test_every_form_multiplies(subtests: pytest.Subtests) -> None:
+    for kind, num_rows, with_bias in itertools.product(
+        [PackedLinear, DenseLinear] if HAS_FBGEMM else [DenseLinear], [1, 2, 3, 16, 40, 300], [True, False]
+    ):
+        with subtests.test(kind=kind, num_rows=num_rows, with_bias=with_bias):
+            weight, bias, x = (
+                dense(97, 160).half().float(),
+                dense(97, seed=1) if with_bias else None,
+                dense(num_rows, 160, seed=2),
+            )
+            got = kind(weight, bias)(x)
+            want = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+            assert got.shape == (num_rows, 97)
+            torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
@@ -36,9 +38,8 @@ def test_other_dtypes_stay_as_they_are(dtype: torch.dtype) -> None:
     assert linear(dense(3, 16).to(dtype)).dtype == dtype
 
 
-@pytest.mark.parametrize(
-    ("weight", "is_packed"),
-    [
+def test_only_what_fp16_holds_exactly_is_packed() -> None:
+    for weight, is_packed in [
         (Mxfp4Weight.quantize(dense(64, 96) * 0.02).dequantize(), True),
         (dense(64, 96).bfloat16().float() * 2**-5, True),
         (dense(64, 96), False),
@@ -49,10 +50,8 @@ def test_other_dtypes_stay_as_they_are(dtype: torch.dtype) -> None:
         (torch.zeros(4, 4), True),
         (torch.zeros(0, 4), False),
         (torch.zeros(4, 0), False),
-    ],
-)
-def test_only_what_fp16_holds_exactly_is_packed(weight: torch.Tensor, is_packed: bool) -> None:
-    assert isinstance(make_linear(weight, None), PackedLinear) == (is_packed and HAS_FBGEMM)
+    ]:
+        assert isinstance(make_linear(weight, None), PackedLinear) == (is_packed and HAS_FBGEMM), (weight, is_packed)
 
 
 @pytest.mark.parametrize("missing", ["engine", "operator"])

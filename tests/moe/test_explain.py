@@ -25,19 +25,20 @@ def auto_choice(arch: str, format_name: str, a2a: MoeA2ABackend) -> MoeBackend |
         return None
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-def test_every_question_has_an_answer(arch: str) -> None:
-    for format_name in FORMATS:
-        for a2a in MoeA2ABackend:
-            rows = explain(arch, format_name, a2a, CONFIG)
-            ranking = rank_backends(Device(arch=arch), format_name, a2a, CONFIG)
-            assert tuple(row.backend for row in rows) == ranking.order
-            assert all(row.source in (None, ranking.source_of(row.backend)) for row in rows)
-            chosen = [row for row in rows if row.is_chosen]
-            assert all(row.reason is None or len(row.reason) > 5 for row in rows)
-            best = auto_choice(arch, format_name, a2a)
-            assert [row.backend for row in chosen] == ([] if best is None else [best])
-            assert len(render(rows).splitlines()) == len(rows) + (not chosen)
+def test_every_question_has_an_answer(subtests: pytest.Subtests) -> None:
+    for arch in ARCHS:
+        with subtests.test(arch=arch):
+            for format_name in FORMATS:
+                for a2a in MoeA2ABackend:
+                    rows = explain(arch, format_name, a2a, CONFIG)
+                    ranking = rank_backends(Device(arch=arch), format_name, a2a, CONFIG)
+                    assert tuple(row.backend for row in rows) == ranking.order
+                    assert all(row.source in (None, ranking.source_of(row.backend)) for row in rows)
+                    chosen = [row for row in rows if row.is_chosen]
+                    assert all(row.reason is None or len(row.reason) > 5 for row in rows)
+                    best = auto_choice(arch, format_name, a2a)
+                    assert [row.backend for row in chosen] == ([] if best is None else [best])
+                    assert len(render(rows).splitlines()) == len(rows) + (not chosen)
 
 
 @pytest.mark.parametrize(

@@ -43,13 +43,14 @@ def test_g62_every_optional_package_has_a_source() -> None:
     assert imported_late() | packages == set(SOURCES)
 
 
-@pytest.mark.parametrize("package", SOURCES)
-def test_g62_no_message_names_a_strangers_package_as_the_one_to_install(package: str) -> None:
-    text = not_installed(package)
-    assert text.startswith(f"the package {package}, which is not installed: ")
-    installed = re.findall(r"pip install '?([\w-]+)", text)
-    assert not set(installed) & set(STRANGERS)
-    assert installed or re.search(r"install it from https://github\.com/[\w-]+/[\w-]+", text)
+def test_g62_no_message_names_a_strangers_package_as_the_one_to_install(subtests: pytest.Subtests) -> None:
+    for package in SOURCES:
+        with subtests.test(package=package):
+            text = not_installed(package)
+            assert text.startswith(f"the package {package}, which is not installed: ")
+            installed = re.findall(r"pip install '?([\w-]+)", text)
+            assert not set(installed) & set(STRANGERS)
+            assert installed or re.search(r"install it from https://github\.com/[\w-]+/[\w-]+", text)
 
 
 @pytest.mark.parametrize("package", ["deep_ep", "mori", "mooncake", "nixl_ep", "flashinfer"])

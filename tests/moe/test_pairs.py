@@ -27,13 +27,17 @@ BUILDS = {
 }
 
 
-@pytest.mark.parametrize(("backend", "a2a"), PAIRS)
-def test_pair_builds_or_is_refused_by_name(backend: MoeBackend, a2a: MoeA2ABackend) -> None:
-    assert backend in BACKEND_MODULES, "every backend is built in"
-    builds = a2a in BUILDS[backend]
-    if builds:
-        assert MoeRunner(backend, a2a, CONFIG).backend is backend
-        return
+def test_pair_builds_or_is_refused_by_name(subtests: pytest.Subtests) -> None:
+    for backend, a2a in PAIRS:
+        with subtests.test(backend=backend, a2a=a2a):
+            assert backend in BACKEND_MODULES, "every backend is built in"
+            if a2a in BUILDS[backend]:
+                assert MoeRunner(backend, a2a, CONFIG).backend is backend
+            else:
+                check_refusal(backend, a2a)
+
+
+def check_refusal(backend: MoeBackend, a2a: MoeA2ABackend) -> None:
     with pytest.raises(UnsupportedPathError) as error:
         MoeRunner(backend, a2a, CONFIG)
     text = str(error.value)
@@ -50,11 +54,14 @@ def test_cutedsl_with_deepep_builds_for_low_latency_alone() -> None:
         MoeRunner(backend, MoeA2ABackend.DEEPEP, CONFIG)
 
 
-@pytest.mark.parametrize(("backend", "a2a"), PAIRS)
-def test_what_a_backend_supports_can_be_built(backend: MoeBackend, a2a: MoeA2ABackend) -> None:
-    entry = load_backend(backend)
-    supported = any(
-        entry.supports(Device(arch=arch), format_name, a2a, CONFIG) is None for arch in ARCHS for format_name in FORMATS
-    )
-    has_path = len(missing_formats(backend, a2a, a2a.dispatch_formats)) < len(a2a.dispatch_formats)
-    assert supported == has_path
+def test_what_a_backend_supports_can_be_built(subtests: pytest.Subtests) -> None:
+    for backend, a2a in PAIRS:
+        with subtests.test(backend=backend, a2a=a2a):
+            entry = load_backend(backend)
+            supported = any(
+                entry.supports(Device(arch=arch), format_name, a2a, CONFIG) is None
+                for arch in ARCHS
+                for format_name in FORMATS
+            )
+            has_path = len(missing_formats(backend, a2a, a2a.dispatch_formats)) < len(a2a.dispatch_formats)
+            assert supported == has_path

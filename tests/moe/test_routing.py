@@ -1,5 +1,7 @@
 """Routing: golden values, agreement with transformers' own routers, hostile rows, ties, and one scaling factor."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -67,37 +69,37 @@ def test_agrees_with_the_router_of_gpt_oss(num_experts: int) -> None:
     torch.testing.assert_close(got.weights, scores.detach())
 
 
-@pytest.mark.parametrize("normalize", [True, False])
-@pytest.mark.parametrize("shift", [0.0, -10.0, 7.0])
-def test_agrees_with_the_router_of_deepseek_v3(normalize: bool, shift: float) -> None:
+def test_agrees_with_the_router_of_deepseek_v3(subtests: pytest.Subtests) -> None:
     """A bias of -10 makes every corrected score negative: dropped groups must be -inf, not 0."""
-    config = DeepseekV3Config(
-        n_routed_experts=32, num_experts_per_tok=6, n_group=8, topk_group=3, hidden_size=16,
-        norm_topk_prob=normalize, routed_scaling_factor=2.5,
-    )  # fmt: skip
-    router = DeepseekV3TopkRouter(config)
-    router.weight.data = logits(32, 16)
-    router.e_score_correction_bias = shift + 0.1 * logits(32, seed=1)
-    router_logits, weights, indices = router(logits(64, 16, seed=2))
-    ours = RoutingConfig(
-        method=SIGMOID, num_experts=32, top_k=6, num_groups=8, num_kept_groups=3, normalize=normalize,
-        routed_scaling_factor=2.5,
-    )  # fmt: skip
-    got = route(router_logits.detach(), ours, router.e_score_correction_bias)
-    for mine, theirs in zip(by_id(got), by_id(StandardTopK(weights.detach(), indices)), strict=True):
-        assert mine == pytest.approx(theirs, rel=1e-5)
+    for shift, normalize in itertools.product([0.0, -10.0, 7.0], [True, False]):
+        with subtests.test(shift=shift, normalize=normalize):
+            config = DeepseekV3Config(
+                n_routed_experts=32, num_experts_per_tok=6, n_group=8, topk_group=3, hidden_size=16,
+                norm_topk_prob=normalize, routed_scaling_factor=2.5,
+            )  # fmt: skip
+            router = DeepseekV3TopkRouter(config)
+            router.weight.data = logits(32, 16)
+            router.e_score_correction_bias = shift + 0.1 * logits(32, seed=1)
+            router_logits, weights, indices = router(logits(64, 16, seed=2))
+            ours = RoutingConfig(
+                method=SIGMOID, num_experts=32, top_k=6, num_groups=8, num_kept_groups=3, normalize=normalize,
+                routed_scaling_factor=2.5,
+            )  # fmt: skip
+            got = route(router_logits.detach(), ours, router.e_score_correction_bias)
+            for mine, theirs in zip(by_id(got), by_id(StandardTopK(weights.detach(), indices)), strict=True):
+                assert mine == pytest.approx(theirs, rel=1e-5)
 
 
-@pytest.mark.parametrize("config", [GPT_OSS, TOY_V3, V4], ids=["gpt_oss", "v3", "v4"])
-@pytest.mark.parametrize("normalize", [True, False])
-def test_the_factor_is_applied_once_with_and_without_normalizing(config: RoutingConfig, normalize: bool) -> None:
-    x = logits(20, config.num_experts)
-    one = route(x, replace(config, normalize=normalize, routed_scaling_factor=1.0))
-    scaled = route(x, replace(config, normalize=normalize, routed_scaling_factor=2.5))
-    assert torch.equal(one.ids, scaled.ids)
-    torch.testing.assert_close(scaled.weights, 2.5 * one.weights)
-    sums = one.weights.sum(-1)
-    assert bool((sums - 1).abs().max() < 1e-5) == normalize
+def test_the_factor_is_applied_once_with_and_without_normalizing(subtests: pytest.Subtests) -> None:
+    for normalize, config in itertools.product([True, False], [GPT_OSS, TOY_V3, V4]):
+        with subtests.test(normalize=normalize, config=config):
+            x = logits(20, config.num_experts)
+            one = route(x, replace(config, normalize=normalize, routed_scaling_factor=1.0))
+            scaled = route(x, replace(config, normalize=normalize, routed_scaling_factor=2.5))
+            assert torch.equal(one.ids, scaled.ids)
+            torch.testing.assert_close(scaled.weights, 2.5 * one.weights)
+            sums = one.weights.sum(-1)
+            assert bool((sums - 1).abs().max() < 1e-5) == normalize
 
 
 def test_unnormalized_softmax_weights_are_those_of_all_experts() -> None:

@@ -103,14 +103,17 @@ def neighbours_weights(experts: ExpertWeights) -> ExpertWeights:
     return dataclasses.replace(experts, w2=repeat(experts.w2))
 
 
-@pytest.mark.parametrize("path", PATHS, ids=str)
-def test_clean_passes_and_a_neighbours_weights_are_named(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
-    path.install(monkeypatch)
-    report = check(path, 1, lambda experts: experts)
-    assert 0 < report.worst_error <= report.tolerance
-    assert report.path == f"{path.backend}/{path.a2a}/{path.name}"
-    with pytest.raises(SelfCheckError, match=f"layer 4, {report.path}.*: expert 6 differs"):
-        check(path, 1, neighbours_weights)
+def test_clean_passes_and_a_neighbours_weights_are_named(
+    subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for path in PATHS:
+        with subtests.test(path=path):
+            path.install(monkeypatch)
+            report = check(path, 1, lambda experts: experts)
+            assert 0 < report.worst_error <= report.tolerance
+            assert report.path == f"{path.backend}/{path.a2a}/{path.name}"
+            with pytest.raises(SelfCheckError, match=f"layer 4, {report.path}.*: expert 6 differs"):
+                check(path, 1, neighbours_weights)
 
 
 def test_both_formats_of_a_transport_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """The twin itself, against the formula written out for single tokens, and with every rounding of its inputs."""
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -16,24 +17,26 @@ def x_of(num_tokens: int) -> torch.Tensor:
     return torch.randn(num_tokens, 64, generator=torch.Generator().manual_seed(7))
 
 
-@pytest.mark.parametrize("format_name", FORMATS)
-@pytest.mark.parametrize("bias", [True, False])
-def test_the_twin_is_the_formula(format_name: str, bias: bool) -> None:
-    experts, x, topk = make_experts(format_name, bias=bias), x_of(6), random_topk(6, 4)
-    topk.ids[2, 1] = -1
-    w13, w2 = experts.w13.dequantize().double(), experts.w2.dequantize().double()
-    want = torch.zeros(6, 64, dtype=torch.float64)
-    for t in range(6):
-        for expert, weight in zip(topk.ids[t].tolist(), topk.weights[t].double(), strict=True):
-            if expert < 0:
-                continue
-            h = w13[expert] @ x[t].double() + (experts.b13[expert] if bias else 0)
-            gate, up = h[:128].clamp(max=7), h[128:].clamp(-7, 7)
-            y = w2[expert] @ (gate * torch.sigmoid(1.702 * gate) * (up + 1)) + (experts.b2[expert] if bias else 0)
-            want[t] += weight * y
-    got = reference_moe(x, topk, experts, GPT_OSS)
-    assert got.dtype == torch.float32
-    assert relative_error(got, want) < 1e-6
+def test_the_twin_is_the_formula(subtests: pytest.Subtests) -> None:
+    for bias, format_name in itertools.product([True, False], FORMATS):
+        with subtests.test(bias=bias, format_name=format_name):
+            experts, x, topk = make_experts(format_name, bias=bias), x_of(6), random_topk(6, 4)
+            topk.ids[2, 1] = -1
+            w13, w2 = experts.w13.dequantize().double(), experts.w2.dequantize().double()
+            want = torch.zeros(6, 64, dtype=torch.float64)
+            for t in range(6):
+                for expert, weight in zip(topk.ids[t].tolist(), topk.weights[t].double(), strict=True):
+                    if expert < 0:
+                        continue
+                    h = w13[expert] @ x[t].double() + (experts.b13[expert] if bias else 0)
+                    gate, up = h[:128].clamp(max=7), h[128:].clamp(-7, 7)
+                    y = w2[expert] @ (gate * torch.sigmoid(1.702 * gate) * (up + 1)) + (
+                        experts.b2[expert] if bias else 0
+                    )
+                    want[t] += weight * y
+            got = reference_moe(x, topk, experts, GPT_OSS)
+            assert got.dtype == torch.float32
+            assert relative_error(got, want) < 1e-6
 
 
 def test_a_shard_answers_for_its_own_ids_only() -> None:

@@ -1,6 +1,7 @@
 """G70: GPT-OSS's experts on aiter: biases, clamp and padding go through the library's own arguments."""
 
 import dataclasses
+import itertools
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -41,19 +42,23 @@ def run(experts: ExpertWeights, x: torch.Tensor, topk: Any, topology: Topology) 
     return MoeRunner(MoeBackend.AITER, NONE, config).run(StandardDispatchOutput(x, topk), info).hidden_states
 
 
-@pytest.mark.parametrize("with_biases", [True, False])
-@pytest.mark.parametrize(("hidden", "inter"), [(H, I), (2880, 96), (256, 256)])
-def test_few_rows_equal_the_twin(monkeypatch: pytest.MonkeyPatch, with_biases: bool, hidden: int, inter: int) -> None:
-    emulator = install_aiter(monkeypatch, wide=True)
-    experts = experts_of(with_biases=with_biases, hidden=hidden, inter=inter)
-    x, topk = hostile.tokens(9, hidden, size=6.0), hostile.routing(9, E, K)
-    want = hostile.reference(x, topk, experts, GPT_OSS)
-    got = run(experts, x, topk, Topology())
-    assert (got.shape, got.is_contiguous()) == (x.shape, True)
-    assert hostile.relative_error(got, want) < 1e-5
-    call = emulator.calls[-1]
-    assert (call.hidden_pad, call.intermediate_pad) == (-hidden % 256, -inter % 256)
-    assert (call.gate_mode, call.swiglu_limit, call.activation) == ("interleave", 7.0, emulated.ActivationType.Swiglu)
+def test_few_rows_equal_the_twin(subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch) -> None:
+    for (hidden, inter), with_biases in itertools.product([(H, I), (2880, 96), (256, 256)], [True, False]):
+        with subtests.test(hidden=hidden, inter=inter, with_biases=with_biases):
+            emulator = install_aiter(monkeypatch, wide=True)
+            experts = experts_of(with_biases=with_biases, hidden=hidden, inter=inter)
+            x, topk = hostile.tokens(9, hidden, size=6.0), hostile.routing(9, E, K)
+            want = hostile.reference(x, topk, experts, GPT_OSS)
+            got = run(experts, x, topk, Topology())
+            assert (got.shape, got.is_contiguous()) == (x.shape, True)
+            assert hostile.relative_error(got, want) < 1e-5
+            call = emulator.calls[-1]
+            assert (call.hidden_pad, call.intermediate_pad) == (-hidden % 256, -inter % 256)
+            assert (call.gate_mode, call.swiglu_limit, call.activation) == (
+                "interleave",
+                7.0,
+                emulated.ActivationType.Swiglu,
+            )
 
 
 def test_many_rows_are_rounded_to_fp8_and_stay_within_the_tolerance(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,23 +104,23 @@ def test_mori_on_one_rank_has_no_mask_and_ignores_garbage_ids(monkeypatch: pytes
     assert emulator.calls[-1].expert_mask is None
 
 
-@pytest.mark.parametrize(
-    ("ids", "filled"),
-    [
+def test_holes_get_experts_that_the_row_does_not_visit(subtests: pytest.Subtests) -> None:
+    """G63: holes get different experts that the row does not visit; aiter's sorting keeps one of two equal ids."""
+    for ids, filled in [
         ([[0, 1, 2]], [[0, 1, 2]]),
         ([[-1, 0, -1]], [[1, 0, 2]]),
         ([[-1, -1, -1]], [[0, 1, 2]]),
         ([[2, -1, 0]], [[2, 1, 0]]),
         ([[7, 6, -1]], [[7, 6, 0]]),
         ([[-1, 1, 10**6]], [[0, 1, 10**6]]),
-    ],
-)
-def test_holes_get_experts_that_the_row_does_not_visit(ids: list[list[int]], filled: list[list[int]]) -> None:
-    """G63: holes get different experts that the row does not visit; aiter's sorting keeps one of two equal ids."""
-    weights = torch.tensor([[0.5, 0.25, 2.0]])
-    got, got_weights = without_holes(torch.tensor(ids, dtype=torch.int32), weights, E)
-    assert (got.tolist(), got.dtype) == (filled, torch.int32)
-    assert got_weights.tolist() == [[w if i >= 0 else 0.0 for i, w in zip(ids[0], weights[0].tolist(), strict=True)]]
+    ]:
+        with subtests.test(ids=ids, filled=filled):
+            weights = torch.tensor([[0.5, 0.25, 2.0]])
+            got, got_weights = without_holes(torch.tensor(ids, dtype=torch.int32), weights, E)
+            assert (got.tolist(), got.dtype) == (filled, torch.int32)
+            assert got_weights.tolist() == [
+                [w if i >= 0 else 0.0 for i, w in zip(ids[0], weights[0].tolist(), strict=True)]
+            ]
 
 
 def test_holes_where_every_expert_is_chosen_or_missing() -> None:

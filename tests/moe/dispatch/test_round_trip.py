@@ -1,5 +1,6 @@
 """The round trip over every transport on emulated ranks, built by the factory; and transports that lose or repeat."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -66,13 +67,14 @@ def round_trip(
     return run_ranks(num_ranks, work)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.parametrize("mode", [LOW, NORMAL, AUTO])
-@pytest.mark.parametrize("dispatch_dtype", [DispatchDtype.BF16, DispatchDtype.FP8, DispatchDtype.FP8_UE8M0])
-def test_deepep(monkeypatch: Patch, num_ranks: int, mode: DeepepMode, dispatch_dtype: DispatchDtype) -> None:
-    install_deepep(monkeypatch)
-    errors = round_trip(num_ranks, DEEPEP, mode, dispatch_dtype)
-    assert all(0 < error < TOLERANCES[dispatch_dtype] / 1.5 for error in errors)
+def test_deepep(subtests: pytest.Subtests, monkeypatch: Patch) -> None:
+    for dispatch_dtype, mode, num_ranks in itertools.product(
+        [DispatchDtype.BF16, DispatchDtype.FP8, DispatchDtype.FP8_UE8M0], [LOW, NORMAL, AUTO], [2, 4]
+    ):
+        with subtests.test(dispatch_dtype=dispatch_dtype, mode=mode, num_ranks=num_ranks):
+            install_deepep(monkeypatch)
+            errors = round_trip(num_ranks, DEEPEP, mode, dispatch_dtype)
+            assert all(0 < error < TOLERANCES[dispatch_dtype] / 1.5 for error in errors)
 
 
 @pytest.mark.parametrize("mode", [LOW, NORMAL])
@@ -187,9 +189,8 @@ class Group:
         return 0
 
 
-@pytest.mark.parametrize(
-    ("a2a", "group", "changes", "error", "words"),
-    [
+def test_impossible_transports_are_refused_with_the_numbers(subtests: pytest.Subtests) -> None:
+    for a2a, group, changes, error, words in [
         (MoeA2ABackend.NONE, None, {}, MoeConfigError, "tp_size 1 x ep_size 2 needs a process group"),
         (DEEPEP, None, {"ep_size": 1}, MoeConfigError, "--moe-a2a-backend deepep on tp_size 1 x ep_size 1 needs"),
         (MoeA2ABackend.NONE, Group(3), {}, MoeConfigError, "are 2 ranks, but the process group has 3"),
@@ -203,13 +204,12 @@ class Group:
             MORI, Group(2), {"dispatch_dtypes": {DispatchDtype.BF16, DispatchDtype.FP8}},
             MoeConfigError, r"layers want \[.*bf16.*fp8",
         ),
-    ],
-)  # fmt: skip
-def test_impossible_transports_are_refused_with_the_numbers(
-    a2a: MoeA2ABackend, group: Any, changes: dict[str, Any], error: type[Exception], words: str
-) -> None:
-    with pytest.raises(error, match=words):
-        build(a2a, group, **changes)
+    ]:  # fmt: skip
+        with (
+            subtests.test(a2a=a2a, group=group, changes=changes, error=error, words=words),
+            pytest.raises(error, match=words),
+        ):
+            build(a2a, group, **changes)
 
 
 def test_buffers_hold_a_whole_step(monkeypatch: Patch) -> None:
