@@ -11,7 +11,7 @@ from model.attention import base, triton_kernels
 from model.attention.base import AttentionSpec, make_attention
 from model.attention.triton import _DECODE, _PREFILL, _PREFILL_IN_WINDOW, Tile, TritonAttention, _shape_of
 from model.config import ModelSettingsError, UnsupportedModelError
-from tests.interpreter import run_interpreted
+from tests.interpreter import run_interpreted, waits_for_interpreter
 from tests.model.attention_cases import GQA, MLA
 from tests.moe.kernels.compiling import compile_kernel
 
@@ -28,6 +28,7 @@ GPT_OSS = {
 }  # fmt: skip
 
 
+@waits_for_interpreter
 def test_numbers_in_the_interpreter() -> None:
     errors = run_interpreted("tests.model.interpreted_attention")
     assert len(errors) == 8

@@ -21,7 +21,7 @@ from tests.gpu.permuted_scales import (
     permute_processed,
     tiny_experts,
 )
-from tests.interpreter import PARTS, run_interpreted
+from tests.interpreter import PARTS, run_interpreted, waits_for_interpreter
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -60,7 +60,7 @@ def test_the_emulated_flashinfer_path_is_refused(
     need_named(str(raised.value), MoeBackend.FLASHINFER_MXFP4, 2)
 
 
-@pytest.mark.timeout(330)  # its process may take 300 s
+@waits_for_interpreter
 @pytest.mark.parametrize("part", PARTS)
 def test_the_interpreted_triton_path_is_refused(part: str) -> None:
     told = run_interpreted("tests.moe.kernels.interpreted_selfcheck", part)

@@ -2,12 +2,12 @@
 
 import pytest
 
-from tests.interpreter import PARTS, run_interpreted
+from tests.interpreter import PARTS, run_interpreted, waits_for_interpreter
 
 NUM_CASES = {"pick": 34, "rest": 12}
 
 
-@pytest.mark.timeout(330)  # its process may take 300 s
+@waits_for_interpreter
 @pytest.mark.parametrize("part", PARTS)
 def test_layers_agree_with_the_twin(subtests: pytest.Subtests, part: str) -> None:
     errors: dict[str, float] = run_interpreted("tests.moe.kernels.interpreted", part)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.interpreter import PARTS, run_interpreted
+from tests.interpreter import PARTS, run_interpreted, waits_for_interpreter
 
 DIRECT = "direct plan 8 x 64 (up to 4 tokens); the tolerance is 0.015"
 BY_EXPERT = "direct plan 16 x 128 (up to 32 tokens); the tolerance is 0.015"
@@ -40,7 +40,7 @@ def check_fault(case: str, text: str) -> None:
         assert found, (text, part)
 
 
-@pytest.mark.timeout(330)  # its process may take 300 s
+@waits_for_interpreter
 @pytest.mark.parametrize("part", PARTS)
 def test_every_plan_is_held_to_its_tolerance_and_a_fault_names_it(subtests: pytest.Subtests, part: str) -> None:
     told: dict[str, Any] = run_interpreted("tests.moe.kernels.interpreted_probes", part)

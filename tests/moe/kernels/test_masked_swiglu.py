@@ -3,9 +3,10 @@
 import pytest
 
 from moe.kernels.masked_swiglu import masked_swiglu_kernel
-from tests.interpreter import run_interpreted
+from tests.interpreter import run_interpreted, waits_for_interpreter
 from tests.moe.kernels.compiling import compile_kernel
 
+pytestmark = waits_for_interpreter
 CASES = [
     "fp32 scales", "fp32 scales, odd rows", "packed exponents", "packed exponents, words not full", "gpt-oss",
     "one run of rows", "nobody", "no row past the count is read",
