@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import openai
@@ -28,7 +27,8 @@ def run(out: Path, *flags: str) -> tuple[int, list[dict]]:
     return status, report["rows"]
 
 
-@pytest.mark.parametrize("num_items", [9, pytest.param(90, marks=[pytest.mark.evals, pytest.mark.timeout(300)])])
+@pytest.mark.timeout(300)  # three services and three evals, one after the other
+@pytest.mark.parametrize("num_items", [9, pytest.param(90, marks=pytest.mark.evals)])
 def test_the_bundled_model_agrees_with_itself_and_a_missing_card_is_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], num_items: int
 ) -> None:
@@ -74,8 +74,8 @@ def test_a_script_that_is_told_to_end_takes_its_server_along(tmp_path: Path) -> 
     flags = ["--out", str(tmp_path), "--device", "cpu", "--parts", "dummy", "--dummy-backends", "auto"]
     command = [sys.executable, card.__file__, *flags, "--dummy-config", json.dumps(SMALL)]
     with subprocess.Popen(command, start_new_session=True) as script:
-        while script.poll() is None and not (tmp_path / "dummy-auto.log").exists():
-            time.sleep(0.05)
+        log = tmp_path / "dummy-auto.log"
+        wait_until(lambda: script.poll() is not None or (log.exists() and log.stat().st_size > 0), timeout_s=100)
         script.terminate()
         assert script.wait(60) == 128 + signal.SIGTERM
     wait_until(lambda: not has_processes(script.pid), timeout_s=30)
