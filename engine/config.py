@@ -69,7 +69,11 @@ class EngineConfig:
     gpu_memory_utilization: float = setting(
         0.9, "engine", "share of the GPU's memory for weights, activations and KV cache", above=0, high=1
     )
-    kv_cache_dtype: Dtype = setting("auto", "engine", "dtype of the KV cache; auto is the model's")
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "fp8"] = setting(
+        "auto",
+        "engine",
+        "dtype of the KV cache; auto is the model's; fp8 (E4M3, no scales) holds twice the tokens of bfloat16",
+    )
     attention_backend: Literal["auto", "triton", "torch"] = setting("auto", "engine", "who computes attention")
     enforce_eager: bool = setting(False, "engine", "serve without CUDA graphs: slower, starts sooner, easier to debug")
     overlap: bool | None = setting(

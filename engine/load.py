@@ -164,9 +164,18 @@ def _allocate(layout: KvLayout, num_pages: int, device: torch.device) -> list[La
 
 
 def make_kv_layout(config: EngineConfig, specs: Sequence[KvLayerSpec], model_dtype: torch.dtype) -> KvLayout:
-    """The cache that the settings ask for."""
-    dtype = model_dtype if config.kv_cache_dtype == "auto" else getattr(torch, config.kv_cache_dtype)
-    return KvLayout(specs=tuple(specs), page_size=config.page_size, dtype=dtype)
+    """The cache that the settings ask for.
+
+    FP8 has no scales: E4M3 has its full precision from 2^-6 to 448, and what is larger saturates. A static scale would
+    move that range, not add precision, and would have to be calibrated.
+    """
+    dtypes = {
+        "auto": model_dtype,
+        "float32": torch.float32,
+        "bfloat16": torch.bfloat16,
+        "fp8": torch.float8_e4m3fn,
+    }
+    return KvLayout(specs=tuple(specs), page_size=config.page_size, dtype=dtypes[config.kv_cache_dtype])
 
 
 def _build_model(config: EngineConfig) -> Model:

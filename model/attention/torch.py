@@ -2,7 +2,8 @@
 
 Keys of a request are gathered from its pages into one tensor per decode group or query block; which slots those are,
 and what is masked, is worked out once per step in `TorchPlan`. Padded positions of a short request repeat its own last
-key and are masked, so that whatever an unused slot holds (NaN included) never enters a product.
+key and are masked, so that whatever an unused slot holds (NaN included) never enters a product. An FP8 cache is widened
+to the dtype of the queries as it is gathered.
 
 Shape letters: T tokens, B requests, Q queries of a block, H query heads, G KV heads, R query heads per KV head, L keys,
 D key dim, V value dim.
@@ -20,6 +21,7 @@ from model.rope import rotate_
 _MAX_DECODE_KEYS = 1 << 19  # gathered keys of one decode group, padding included
 _MAX_SCORES = 1 << 24  # scores of one query block, all heads
 _MAX_QUERY_BLOCK = 512
+_E4M3_MAX = 448.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +92,9 @@ class TorchAttention(Attention):
         if rotation_T1D is not None:
             rotate_(q_THD, rotation_T1D)
             rotate_(k_TGD, rotation_T1D)
-        kv.keys.index_copy_(0, plan.slots_T, k_TGD.to(kv.keys.dtype))
+        _store(kv.keys, plan.slots_T, k_TGD)
         if v_TGV is not None:
-            kv.values.index_copy_(0, plan.slots_T, v_TGV.to(kv.values.dtype))
+            _store(kv.values, plan.slots_T, v_TGV)
         groups, blocks = plan.groups[spec], plan.blocks[spec]
         if len(groups) == 1 and groups[0].rows is None:
             return _run_group(spec, groups[0], kv, q_THD, sinks_H)
@@ -180,8 +182,20 @@ def _gather(
 
 def _rows(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     """`cache[slots]`; `index_select` on a matrix is several times faster than on anything else."""
-    rows = cache.view(cache.shape[0], -1).index_select(0, slots.flatten())
-    return rows.view(*slots.shape, *cache.shape[1:])
+    rows = _indexable(cache).view(cache.shape[0], -1).index_select(0, slots.flatten())
+    return rows.view(cache.dtype).view(*slots.shape, *cache.shape[1:])
+
+
+def _store(cache: torch.Tensor, slots: torch.Tensor, x: torch.Tensor) -> None:
+    """`cache[slots] = x`, rounded; FP8 saturates, since torch would make NaN of what is out of its range."""
+    if cache.dtype == torch.float8_e4m3fn:
+        x = x.clamp(-_E4M3_MAX, _E4M3_MAX)
+    _indexable(cache).index_copy_(0, slots, _indexable(x.to(cache.dtype)))
+
+
+def _indexable(x: torch.Tensor) -> torch.Tensor:
+    """The same numbers, FP8 as bytes: torch does not index it on every device."""
+    return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
 
 
 def _run_group(

@@ -1,7 +1,8 @@
 """Attention in Triton on GPUs: a kernel for decodes and one for prompts, which both read the KV pages directly.
 
 Nothing here waits for the device or copies to it, and no grid depends on lengths, so that decode steps can be captured
-in CUDA graphs. Latent attention (MLA) is not served yet.
+in CUDA graphs. Latent attention (MLA) has a kernel of its own, for decodes and prompts alike; its prompts are attended
+in the absorbed form too, which costs 3.4 times the products of the expanded heads of DeepSeek-V3 but expands nothing.
 
 Shape letters: T tokens, B requests, H query heads, G KV heads, D key dim, V value dim, S parts of a request's keys.
 """
@@ -14,29 +15,42 @@ import torch
 import triton
 
 from model.attention.base import Attention, AttentionSpec, register_attention
+from model.attention.latent_kernels import latent_attention
 from model.attention.triton_kernels import LOG2_E, decode, merge_parts, prefill, rotate_and_store
 from model.batch import ForwardBatch, LayerKv
 from model.config import UnsupportedModelError
 from moe.backends.c_compiler import missing_for_triton
 
 _MAX_HEAD_DIM = 128
+_MAX_LATENT_DIM = 512
+_MAX_ROPE_DIM = 64
+_FIRST_WITH_FP8 = (8, 9)  # compute capability
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tile:
-    """Tile of one program: `rows` is queries times heads, `keys` the keys per iteration of its loop."""
+    """Tile of one program: `rows` is queries times heads, `keys` the keys per iteration of its loop.
+
+    `per_processor`: programs that decodes are cut into for each processor, where there are too few requests.
+    """
 
     rows: int = 0
     keys: int
     warps: int
     stages: int
+    per_processor: int = 2
 
 
 # The fastest of a search on an H200 with GPT-OSS-20B's heads (`benchmarks/results/attention_h200.json`).
 _DECODE = Tile(keys=64, warps=2, stages=5)
 _PREFILL = Tile(rows=128, keys=64, warps=4, stages=3)
 _PREFILL_IN_WINDOW = Tile(rows=128, keys=32, warps=4, stages=4)
-_PROGRAMS_PER_PROCESSOR = 2
+# Not measured. On Hopper the smallest tile of its matrix instructions, which fills a processor's shared memory; the
+# others fit into the 99 KiB of consumer GPUs. fp32 products use no matrix unit.
+_LATENT_ON_HOPPER = Tile(rows=64, keys=64, warps=8, stages=2, per_processor=1)
+_LATENT = Tile(rows=32, keys=32, warps=4, stages=2)
+_LATENT_FP8 = Tile(rows=32, keys=32, warps=8, stages=2)  # converting takes registers, and four warps would spill
+_LATENT_FP32 = Tile(rows=16, keys=16, warps=8, stages=1)
 _MAX_PARTS = 32
 _MIN_PART_KEYS = 64
 
@@ -52,25 +66,32 @@ class TritonPlan:
 
 @register_attention
 class TritonAttention(Attention):
-    """Grouped-query attention with sinks and sliding windows."""
+    """Grouped-query and latent attention with sinks and sliding windows, over a cache of any float type or FP8."""
 
     name = "triton"
     is_capturable = True
 
     def __init__(self, specs: Sequence[AttentionSpec], device: torch.device) -> None:
         super().__init__(specs, device)
-        self._num_processors = (
-            torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-        )
+        self._num_processors, self._capability = 1, (0, 0)
+        if device.type == "cuda":
+            self._num_processors = torch.cuda.get_device_properties(device).multi_processor_count
+            self._capability = torch.cuda.get_device_capability(device)
 
     @classmethod
     def unsupported_reason(cls, spec: AttentionSpec, device: torch.device) -> str | None:
-        """Latent attention, very wide heads and machines without a C compiler are left to torch."""
+        """Very wide heads and machines without a C compiler are left to torch."""
         if device.type != "cuda" and not triton.knobs.runtime.interpret:
             return f"it needs a CUDA device, not {device.type}"
         if spec.values_in_keys:
-            return "it does not serve latent attention (MLA)"
-        if max(spec.key_dim, spec.value_dim) > _MAX_HEAD_DIM:
+            if spec.num_kv_heads > 1:
+                return f"it serves latent attention with one KV head, not {spec.num_kv_heads}"
+            if spec.value_dim > _MAX_LATENT_DIM or spec.key_dim - spec.value_dim > _MAX_ROPE_DIM:
+                return (
+                    f"it serves latents up to {_MAX_LATENT_DIM} with a rope part up to {_MAX_ROPE_DIM}, not "
+                    f"{spec.value_dim} with {spec.key_dim - spec.value_dim}"
+                )
+        elif max(spec.key_dim, spec.value_dim) > _MAX_HEAD_DIM:
             return f"it serves head dims up to {_MAX_HEAD_DIM}, not {max(spec.key_dim, spec.value_dim)}"
         if spec.key_dim % 2:
             return f"it rotates pairs, and a key dim of {spec.key_dim} is odd"
@@ -97,20 +118,37 @@ class TritonAttention(Attention):
         rotation_T1D: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See the base class."""
-        if v_TGV is None:
-            raise UnsupportedModelError("attention backend triton needs values: it does not serve latent attention")
+        kv = LayerKv(_bytes_if_fp8(kv.keys), _bytes_if_fp8(kv.values))
+        q_THD, k_TGD = _with_dense_heads(q_THD), _with_dense_heads(k_TGD)
+        v_TGV = None if v_TGV is None else _with_dense_heads(v_TGV)
+        formats = _number_formats(q_THD.dtype, kv.keys.dtype, self._capability)
+        _rotate_and_store(spec, kv, plan.batch.slots_T, q_THD, k_TGD, v_TGV, rotation_T1D, formats)
+        attend = self._attend_latents if spec.values_in_keys else self._attend
+        return attend(spec, plan, kv, q_THD, sinks_H, formats)
+
+    def _attend(
+        self, spec: AttentionSpec, plan: TritonPlan, kv: LayerKv, q_THD: torch.Tensor, sinks_H: torch.Tensor | None,
+        formats: dict[str, Any],
+    ) -> torch.Tensor:  # fmt: skip
+        """Each query head with keys and values of its KV head."""
         batch = plan.batch
-        q_THD, k_TGD, v_TGV = (_with_dense_heads(x) for x in (q_THD, k_TGD, v_TGV))
-        _rotate_and_store(spec, kv, batch.slots_T, q_THD, k_TGD, v_TGV, rotation_T1D)
         out_THV = q_THD.new_empty(q_THD.shape[0], spec.num_heads, spec.value_dim)
         sinks = out_THV if sinks_H is None else sinks_H
-        shape = _shape_of(spec, batch.page_size, q_THD.dtype, has_sinks=sinks_H is not None)
+        shape = _shape_of(spec, batch.page_size, has_sinks=sinks_H is not None) | formats
         pointers = (q_THD, kv.keys, kv.values, batch.page_table_BP, batch.query_start_B1, batch.seq_lens_B, sinks)
         strides = (spec.scale * LOG2_E.value, q_THD.stride(0), batch.page_table_BP.stride(0))
         num_requests = len(batch.query_lens)
         if plan.has_decodes:
             num_parts = self.num_parts(spec, num_requests, batch.page_table_BP.shape[1] * batch.page_size)
-            _decode(spec, pointers, strides, shape, out_THV, num_requests, num_parts)
+            parts, stats = _new_parts(out_THV, num_requests, num_parts)
+            decode[(num_requests, spec.num_kv_heads, num_parts)](
+                *pointers, out_THV, parts, stats, *strides, num_parts,
+                BLOCK_N=_DECODE.keys, IS_SPLIT=num_parts > 1,
+                **shape | {"R_PAD": max(16, shape["R_PAD"])},  # the least that tl.dot accepts
+                num_warps=_DECODE.warps, num_stages=_DECODE.stages,
+            )  # fmt: skip
+            if num_parts > 1:
+                _merge_parts(batch, parts, stats, sinks_H, out_THV)
         if plan.has_prompts:
             tile = _PREFILL if spec.window is None else _PREFILL_IN_WINDOW
             block_q = max(1, tile.rows // shape["R_PAD"])
@@ -120,10 +158,47 @@ class TritonAttention(Attention):
             )  # fmt: skip
         return out_THV
 
-    def num_parts(self, spec: AttentionSpec, num_requests: int, max_keys: int) -> int:
+    def _attend_latents(
+        self, spec: AttentionSpec, plan: TritonPlan, kv: LayerKv, q_THD: torch.Tensor, sinks_H: torch.Tensor | None,
+        formats: dict[str, Any],
+    ) -> torch.Tensor:  # fmt: skip
+        """All query heads with one latent per token."""
+        batch = plan.batch
+        tile = _latent_tile(q_THD.dtype, self._capability, is_fp8=formats["IS_FP8"])
+        out_THV = q_THD.new_empty(q_THD.shape[0], spec.num_heads, spec.value_dim)
+        constants = _latent_shape_of(spec, batch.page_size, has_sinks=sinks_H is not None) | formats
+        constants |= {"BLOCK_N": tile.keys, "num_warps": tile.warps, "num_stages": tile.stages}
+        pointers = (
+            q_THD, kv.keys, batch.page_table_BP, batch.query_start_B1, batch.seq_lens_B,
+            out_THV if sinks_H is None else sinks_H, out_THV,
+        )  # fmt: skip
+        strides = (spec.scale * LOG2_E.value, q_THD.stride(0), batch.page_table_BP.stride(0))
+        num_requests = len(batch.query_lens)
+        if plan.has_decodes:
+            num_parts = self.num_parts(spec, num_requests, batch.page_table_BP.shape[1] * batch.page_size, tile)
+            parts, stats = _new_parts(out_THV, num_requests, num_parts)
+            block_h = tile.rows
+            latent_attention[(triton.cdiv(spec.num_heads, block_h), num_requests, num_parts)](
+                *pointers, parts, stats, *strides, num_requests, num_parts,
+                BLOCK_Q=1, BLOCK_H=block_h, IS_DECODE=True, IS_SPLIT=num_parts > 1, **constants,
+            )  # fmt: skip
+            if num_parts > 1:
+                _merge_parts(batch, parts, stats, sinks_H, out_THV)
+        if plan.has_prompts:
+            block_h = min(tile.rows, triton.next_power_of_2(spec.num_heads))
+            block_q = tile.rows // block_h
+            num_blocks = q_THD.shape[0] // block_q + num_requests
+            latent_attention[(triton.cdiv(spec.num_heads, block_h), num_blocks, 1)](
+                *pointers, out_THV, out_THV, *strides, num_requests, 1,
+                BLOCK_Q=block_q, BLOCK_H=block_h, IS_DECODE=False, IS_SPLIT=False, **constants,
+            )  # fmt: skip
+        return out_THV
+
+    def num_parts(self, spec: AttentionSpec, num_requests: int, max_keys: int, tile: Tile = _DECODE) -> int:
         """Parts that each request's keys are cut into, so that few requests still fill the GPU."""
         num_keys = max_keys if spec.window is None else min(spec.window, max_keys)
-        wanted = self._num_processors * _PROGRAMS_PER_PROCESSOR // (num_requests * spec.num_kv_heads)
+        num_tiles = triton.cdiv(spec.num_heads, tile.rows) if spec.values_in_keys else spec.num_kv_heads
+        wanted = self._num_processors * tile.per_processor // (num_requests * num_tiles)
         return max(1, min(wanted, _MAX_PARTS, num_keys // _MIN_PART_KEYS))
 
 
@@ -133,8 +208,23 @@ def _with_dense_heads(x_THD: torch.Tensor) -> torch.Tensor:
     return x_THD if is_dense else x_THD.contiguous()
 
 
-def _shape_of(spec: AttentionSpec, page_size: int, dtype: torch.dtype, *, has_sinks: bool) -> dict[str, Any]:
-    """Compile-time constants of both kernels."""
+def _bytes_if_fp8(cache: torch.Tensor) -> torch.Tensor:
+    """An FP8 cache as bytes, since Triton has no FP8 pointers on GPUs without FP8."""
+    return cache.view(torch.uint8) if cache.dtype == torch.float8_e4m3fn else cache
+
+
+def _number_formats(dtype: torch.dtype, kv_dtype: torch.dtype, capability: tuple[int, int]) -> dict[str, Any]:
+    """Compile-time constants that say how to multiply, and how to read and write the cache."""
+    is_fp8 = kv_dtype == torch.uint8
+    return {
+        "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
+        "IS_FP8": is_fp8,
+        "USE_CAST": is_fp8 and capability >= _FIRST_WITH_FP8,
+    }
+
+
+def _shape_of(spec: AttentionSpec, page_size: int, *, has_sinks: bool) -> dict[str, Any]:
+    """Compile-time constants of `decode` and `prefill`."""
     num_shared = triton.next_power_of_2(spec.num_heads // spec.num_kv_heads)
     return {
         "NUM_HEADS": spec.num_heads, "NUM_KV_HEADS": spec.num_kv_heads, "R_PAD": num_shared,
@@ -142,41 +232,61 @@ def _shape_of(spec: AttentionSpec, page_size: int, dtype: torch.dtype, *, has_si
         "D_PAD": max(16, triton.next_power_of_2(spec.key_dim)),
         "V_PAD": max(16, triton.next_power_of_2(spec.value_dim)),
         "PAGE_SIZE": page_size, "WINDOW": spec.window or 0, "HAS_SINKS": has_sinks,
-        "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
     }  # fmt: skip
+
+
+def _latent_shape_of(spec: AttentionSpec, page_size: int, *, has_sinks: bool) -> dict[str, Any]:
+    """Compile-time constants of `latent_attention`."""
+    rope_dim = spec.key_dim - spec.value_dim
+    return {
+        "NUM_HEADS": spec.num_heads, "C": spec.value_dim, "P": rope_dim,
+        "C_PAD": max(16, triton.next_power_of_2(spec.value_dim)),
+        "P_PAD": max(16, triton.next_power_of_2(rope_dim)),
+        "PAGE_SIZE": page_size, "WINDOW": spec.window or 0, "HAS_SINKS": has_sinks,
+    }  # fmt: skip
+
+
+def _latent_tile(dtype: torch.dtype, capability: tuple[int, int], *, is_fp8: bool) -> Tile:
+    if dtype == torch.float32:
+        return _LATENT_FP32
+    if is_fp8:
+        return _LATENT_FP8
+    return _LATENT_ON_HOPPER if capability[0] == 9 else _LATENT
 
 
 def _rotate_and_store(
     spec: AttentionSpec, kv: LayerKv, slots_T: torch.Tensor, q_THD: torch.Tensor, k_TGD: torch.Tensor,
-    v_TGV: torch.Tensor, rotation_T1D: torch.Tensor | None,
+    v_TGV: torch.Tensor | None, rotation_T1D: torch.Tensor | None, formats: dict[str, Any],
 ) -> None:  # fmt: skip
     num_shared = spec.num_heads // spec.num_kv_heads
+    v = k_TGD if v_TGV is None else v_TGV
     rotate_and_store[(slots_T.shape[0], spec.num_kv_heads)](
-        q_THD, k_TGD, v_TGV, q_THD if rotation_T1D is None else torch.view_as_real(rotation_T1D), slots_T,
-        kv.keys, kv.values, q_THD.stride(0), k_TGD.stride(0), v_TGV.stride(0),
+        q_THD, k_TGD, v, q_THD if rotation_T1D is None else torch.view_as_real(rotation_T1D), slots_T,
+        kv.keys, kv.values, q_THD.stride(0), k_TGD.stride(0), v.stride(0),
         NUM_KV_HEADS=spec.num_kv_heads, R=num_shared, R_PAD=triton.next_power_of_2(num_shared),
         D=spec.key_dim, V=spec.value_dim, PAIRS_PAD=triton.next_power_of_2(spec.key_dim) // 2,
-        V_PAD=triton.next_power_of_2(spec.value_dim), HAS_ROTATION=rotation_T1D is not None, num_warps=4,
+        V_PAD=triton.next_power_of_2(spec.value_dim), HAS_ROTATION=rotation_T1D is not None,
+        HAS_VALUES=v_TGV is not None, IS_FP8=formats["IS_FP8"], USE_CAST=formats["USE_CAST"], num_warps=4,
     )  # fmt: skip
 
 
-def _decode(
-    spec: AttentionSpec, pointers: tuple[torch.Tensor, ...], strides: tuple[float, int, int], shape: dict[str, Any],
-    out_THV: torch.Tensor, num_requests: int, num_parts: int,
-) -> None:  # fmt: skip
-    shape = shape | {"R_PAD": max(16, shape["R_PAD"])}  # the least that tl.dot accepts
-    parts = stats = out_THV
-    if num_parts > 1:
-        size = (num_requests, spec.num_heads, num_parts)
-        parts = torch.empty((*size, spec.value_dim), dtype=torch.float32, device=out_THV.device)
-        stats = torch.empty((*size, 2), dtype=torch.float32, device=out_THV.device)
-    decode[(num_requests, spec.num_kv_heads, num_parts)](
-        *pointers, out_THV, parts, stats, *strides, num_parts,
-        BLOCK_N=_DECODE.keys, IS_SPLIT=num_parts > 1, **shape, num_warps=_DECODE.warps, num_stages=_DECODE.stages,
+def _new_parts(out_THV: torch.Tensor, num_requests: int, num_parts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """fp32 sums [B, H, S, V] and statistics [B, H, S, 2] of the parts of decodes; two unused tensors if S is 1."""
+    if num_parts == 1:
+        return out_THV, out_THV
+    size = (num_requests, out_THV.shape[1], num_parts)
+    parts = torch.empty((*size, out_THV.shape[2]), dtype=torch.float32, device=out_THV.device)
+    return parts, torch.empty((*size, 2), dtype=torch.float32, device=out_THV.device)
+
+
+def _merge_parts(
+    batch: ForwardBatch, parts: torch.Tensor, stats: torch.Tensor, sinks_H: torch.Tensor | None, out_THV: torch.Tensor
+) -> None:
+    """Join the parts into the rows of requests with one token."""
+    num_requests, num_heads, num_parts, value_dim = parts.shape
+    v_pad = triton.next_power_of_2(value_dim)
+    merge_parts[(num_requests, num_heads)](
+        parts, stats, batch.query_start_B1, out_THV if sinks_H is None else sinks_H, out_THV, num_parts,
+        NUM_HEADS=num_heads, V=value_dim, V_PAD=v_pad, S_PAD=_MAX_PARTS, HAS_SINKS=sinks_H is not None,
+        num_warps=max(1, v_pad // 64),
     )  # fmt: skip
-    if num_parts > 1:
-        merge_parts[(num_requests, spec.num_heads)](
-            parts, stats, pointers[4], pointers[6], out_THV, num_parts,
-            NUM_HEADS=spec.num_heads, V=spec.value_dim, V_PAD=shape["V_PAD"],
-            S_PAD=_MAX_PARTS, HAS_SINKS=shape["HAS_SINKS"], num_warps=1,
-        )  # fmt: skip

@@ -1,10 +1,13 @@
 """Device code of `model.attention.triton`: rope and KV write, decode in parts, prefill in blocks of queries.
 
+`latent_kernels` has the kernel of latent attention (MLA), which shares the parts below that know no head shapes.
+
 Shape letters: T tokens of the step, B requests, H query heads, G KV heads, R query heads per KV head, D key dim,
 V value dim, S parts of a request's keys, P pages of the longest request.
 
 Scores are exponents of two (`scale` includes log2(e)), because the hardware has exp2. Slots that a request does not
-own are never loaded, so their contents (NaN included) never enter a product.
+own are never loaded, so their contents (NaN included) never enter a product. An FP8 cache comes as bytes (IS_FP8); where
+the GPU has no such type, and in the interpreter, bit operations convert them (USE_CAST is false).
 """
 
 # Device functions take tensors of the device, which have no Python type.
@@ -13,18 +16,45 @@ own are never loaded, so their contents (NaN included) never enter a product.
 import triton
 import triton.language as tl
 
+from moe.kernels.bits import decode_e4m3, encode_e4m3
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 
+_E4M3_MAX = tl.constexpr(448.0)
 
 # Views of one buffer start at any element: their alignment must not be a reason to compile once more.
-_VIEWS = ["slots_ptr", "table_ptr", "query_start_ptr", "lens_ptr"]
+VIEWS = ["slots_ptr", "table_ptr", "query_start_ptr", "lens_ptr"]
 
 
-@triton.jit(do_not_specialize_on_alignment=_VIEWS)
+@triton.jit
+def store_kv(ptrs, values, mask, IS_FP8: tl.constexpr, USE_CAST: tl.constexpr):
+    """Write to the cache in its number format: FP8 is rounded to nearest even and saturated; NaN stays NaN."""
+    if IS_FP8:
+        values = values.to(tl.float32)
+        codes = encode_e4m3(tl.minimum(tl.maximum(values, -_E4M3_MAX), _E4M3_MAX), USE_CAST)
+        tl.store(ptrs, tl.where(values == values, codes, 0x7F).to(tl.uint8), mask=mask)
+    else:
+        tl.store(ptrs, values.to(ptrs.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def read_kv(stored, like, IS_FP8: tl.constexpr, USE_CAST: tl.constexpr):
+    """Numbers of the cache in the dtype of `like`."""
+    if IS_FP8 and USE_CAST:
+        numbers = stored.to(tl.float8e4nv, bitcast=True)
+    elif IS_FP8:
+        numbers = decode_e4m3(stored)
+    else:
+        numbers = stored
+    return numbers.to(like.dtype)
+
+
+@triton.jit(do_not_specialize_on_alignment=VIEWS)
 def rotate_and_store(
     q_ptr, k_ptr, v_ptr, rotation_ptr, slots_ptr, keys_ptr, values_ptr, q_stride, k_stride, v_stride,
     NUM_KV_HEADS: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
-    PAIRS_PAD: tl.constexpr, V_PAD: tl.constexpr, HAS_ROTATION: tl.constexpr,
+    PAIRS_PAD: tl.constexpr, V_PAD: tl.constexpr, HAS_ROTATION: tl.constexpr, HAS_VALUES: tl.constexpr,
+    IS_FP8: tl.constexpr, USE_CAST: tl.constexpr,
 ):  # fmt: skip
     """Rotate the query heads of one KV head in place; copy its rotated key and its value to the slot. Grid: (T, G).
 
@@ -50,11 +80,42 @@ def rotate_and_store(
         tl.store(q_ptrs, (q_even * cos - q_odd * sin).to(q_ptr.dtype.element_ty), mask=mask)
         tl.store(q_ptrs + 1, (q_even * sin + q_odd * cos).to(q_ptr.dtype.element_ty), mask=mask)
     key_ptrs = keys_ptr + (slot * NUM_KV_HEADS + kv_head) * D + 2 * pair
-    tl.store(key_ptrs, even.to(keys_ptr.dtype.element_ty), mask=is_pair)
-    tl.store(key_ptrs + 1, odd.to(keys_ptr.dtype.element_ty), mask=is_pair)
-    v = tl.arange(0, V_PAD)
-    value = tl.load(v_ptr + row * v_stride + kv_head * V + v, mask=v < V)
-    tl.store(values_ptr + (slot * NUM_KV_HEADS + kv_head) * V + v, value.to(values_ptr.dtype.element_ty), mask=v < V)
+    store_kv(key_ptrs, even, is_pair, IS_FP8, USE_CAST)
+    store_kv(key_ptrs + 1, odd, is_pair, IS_FP8, USE_CAST)
+    if HAS_VALUES:
+        v = tl.arange(0, V_PAD)
+        value = tl.load(v_ptr + row * v_stride + kv_head * V + v, mask=v < V, other=0.0)
+        store_kv(values_ptr + (slot * NUM_KV_HEADS + kv_head) * V + v, value, v < V, IS_FP8, USE_CAST)
+
+
+@triton.jit
+def find_slots(table_ptr, positions_N, end, PAGE_SIZE: tl.constexpr, IS_MASKED: tl.constexpr):
+    """Slots of a request's keys; where masked, keys from `end` on get a slot that must not be read."""
+    if IS_MASKED:
+        pages_N = tl.load(table_ptr + positions_N // PAGE_SIZE, mask=positions_N < end, other=0)
+    else:
+        pages_N = tl.load(table_ptr + positions_N // PAGE_SIZE)
+    return pages_N.to(tl.int64) * PAGE_SIZE + positions_N % PAGE_SIZE
+
+
+@triton.jit
+def hide_keys(scores_MN, positions_N, end, query_pos_M, WINDOW: tl.constexpr):
+    """-inf for the keys that a query does not see: those from `end` on, later ones, and those before its window."""
+    is_visible_MN = (positions_N < end)[None, :] & (positions_N[None, :] <= query_pos_M[:, None])
+    if WINDOW > 0:
+        is_visible_MN &= query_pos_M[:, None] - positions_N[None, :] < WINDOW
+    return tl.where(is_visible_MN, scores_MN, float("-inf"))
+
+
+@triton.jit
+def softmax_step(scores_MN, max_M, sum_M):
+    """Online softmax: weights of these keys, the factor for what was summed before, the new maximum and sum."""
+    new_max_M = tl.maximum(max_M, tl.max(scores_MN, 1))
+    # A query that has seen no key yet has a maximum of -inf: keep -inf - -inf out of exp2.
+    base_M = tl.where(new_max_M == float("-inf"), 0.0, new_max_M)
+    probs_MN = tl.math.exp2(scores_MN - base_M[:, None])
+    decay_M = tl.math.exp2(max_M - base_M)
+    return probs_MN, decay_M, new_max_M, sum_M * decay_M + tl.sum(probs_MN, 1)
 
 
 @triton.jit
@@ -62,7 +123,7 @@ def _attend(
     q_MD, acc_MV, max_M, sum_M, keys_ptr, values_ptr, table_ptr, start, end, query_pos_M, scale, kv_head,
     NUM_KV_HEADS: tl.constexpr, D: tl.constexpr, V: tl.constexpr, D_PAD: tl.constexpr, V_PAD: tl.constexpr,
     BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, IS_MASKED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, IS_FP8: tl.constexpr, USE_CAST: tl.constexpr,
 ):  # fmt: skip
     """One step of the online softmax, over the keys `start` to `start + BLOCK_N` of one request that lie before `end`.
 
@@ -71,39 +132,29 @@ def _attend(
     positions_N = start + tl.arange(0, BLOCK_N)
     d = tl.arange(0, D_PAD)
     v = tl.arange(0, V_PAD)
-    if IS_MASKED:
-        is_key_N = positions_N < end
-        pages_N = tl.load(table_ptr + positions_N // PAGE_SIZE, mask=is_key_N, other=0)
-    else:
-        pages_N = tl.load(table_ptr + positions_N // PAGE_SIZE)
-    slots_N = pages_N.to(tl.int64) * PAGE_SIZE + positions_N % PAGE_SIZE
+    slots_N = find_slots(table_ptr, positions_N, end, PAGE_SIZE, IS_MASKED)
     key_ptrs = keys_ptr + (slots_N[None, :] * NUM_KV_HEADS + kv_head) * D + d[:, None]
     value_ptrs = values_ptr + (slots_N[:, None] * NUM_KV_HEADS + kv_head) * V + v[None, :]
     if IS_MASKED:
-        k_DN = tl.load(key_ptrs, mask=is_key_N[None, :] & (d < D)[:, None], other=0.0)
-        v_NV = tl.load(value_ptrs, mask=is_key_N[:, None] & (v < V)[None, :], other=0.0)
+        is_key_N = positions_N < end
+        k_DN = tl.load(key_ptrs, mask=is_key_N[None, :] & (d < D)[:, None], other=0)
+        v_NV = tl.load(value_ptrs, mask=is_key_N[:, None] & (v < V)[None, :], other=0)
     else:
-        k_DN = tl.load(key_ptrs, mask=(d < D)[:, None], other=0.0)
-        v_NV = tl.load(value_ptrs, mask=(v < V)[None, :], other=0.0)
-    scores_MN = tl.dot(q_MD, k_DN.to(q_MD.dtype), input_precision=PRECISION) * scale
+        k_DN = tl.load(key_ptrs, mask=(d < D)[:, None], other=0)
+        v_NV = tl.load(value_ptrs, mask=(v < V)[None, :], other=0)
+    k_DN = read_kv(k_DN, q_MD, IS_FP8, USE_CAST)
+    v_NV = read_kv(v_NV, q_MD, IS_FP8, USE_CAST)
+    scores_MN = tl.dot(q_MD, k_DN, input_precision=PRECISION) * scale
     if IS_MASKED:
-        is_visible_MN = is_key_N[None, :] & (positions_N[None, :] <= query_pos_M[:, None])
-        if WINDOW > 0:
-            is_visible_MN &= query_pos_M[:, None] - positions_N[None, :] < WINDOW
-        scores_MN = tl.where(is_visible_MN, scores_MN, float("-inf"))
-    new_max_M = tl.maximum(max_M, tl.max(scores_MN, 1))
-    # A query that has seen no key yet has a maximum of -inf: keep -inf - -inf out of exp2.
-    base_M = tl.where(new_max_M == float("-inf"), 0.0, new_max_M)
-    probs_MN = tl.math.exp2(scores_MN - base_M[:, None])
-    decay_M = tl.math.exp2(max_M - base_M)
-    sum_M = sum_M * decay_M + tl.sum(probs_MN, 1)
+        scores_MN = hide_keys(scores_MN, positions_N, end, query_pos_M, WINDOW)
+    probs_MN, decay_M, max_M, sum_M = softmax_step(scores_MN, max_M, sum_M)
     acc_MV = acc_MV * decay_M[:, None]
-    acc_MV = tl.dot(probs_MN.to(q_MD.dtype), v_NV.to(q_MD.dtype), acc_MV, input_precision=PRECISION)
-    return acc_MV, new_max_M, sum_M
+    acc_MV = tl.dot(probs_MN.to(q_MD.dtype), v_NV, acc_MV, input_precision=PRECISION)
+    return acc_MV, max_M, sum_M
 
 
 @triton.jit
-def _with_sink(acc_MV, max_M, sum_M, sinks_ptr, head_M, is_head_M, HAS_SINKS: tl.constexpr):
+def with_sink(acc_MV, max_M, sum_M, sinks_ptr, head_M, is_head_M, HAS_SINKS: tl.constexpr):
     """The softmax's result: the sink adds to the denominator only."""
     if HAS_SINKS:
         sink_M = tl.load(sinks_ptr + head_M, mask=is_head_M, other=0.0).to(tl.float32) * LOG2_E
@@ -113,18 +164,19 @@ def _with_sink(acc_MV, max_M, sum_M, sinks_ptr, head_M, is_head_M, HAS_SINKS: tl
     return acc_MV / sum_M[:, None]
 
 
-@triton.jit(do_not_specialize=["table_stride", "num_parts"], do_not_specialize_on_alignment=_VIEWS)
+@triton.jit(do_not_specialize=["table_stride", "num_parts"], do_not_specialize_on_alignment=VIEWS)
 def decode(
     q_ptr, keys_ptr, values_ptr, table_ptr, query_start_ptr, lens_ptr, sinks_ptr, out_ptr, parts_ptr, stats_ptr,
     scale, q_stride, table_stride, num_parts,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, R_PAD: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
     D_PAD: tl.constexpr, V_PAD: tl.constexpr, BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr,
-    IS_SPLIT: tl.constexpr, HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr,
+    IS_SPLIT: tl.constexpr, HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr, IS_FP8: tl.constexpr,
+    USE_CAST: tl.constexpr,
 ):  # fmt: skip
     """Attends for requests with one token; skips the others. Grid: (B, G, S); part s takes the s-th share of the keys.
 
     If S is 1, writes the result. Else each part writes sums [B, H, S, V] and (maximum, sum of weights) [B, H, S, 2],
-    both fp32, for `merge_parts`. A part without keys writes a maximum of -inf.
+    both fp32, for `merge_parts`. A part without keys writes a maximum of -inf and no sums.
     """
     request = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -158,21 +210,22 @@ def decode(
     for n in range(start, end, BLOCK_N):
         acc_RV, max_R, sum_R = _attend(
             q_RD, acc_RV, max_R, sum_R, keys_ptr, values_ptr, table_ptr, n, end, position_R, scale, kv_head,
-            NUM_KV_HEADS, D, V, D_PAD, V_PAD, BLOCK_N, PAGE_SIZE, 0, True, PRECISION,
+            NUM_KV_HEADS, D, V, D_PAD, V_PAD, BLOCK_N, PAGE_SIZE, 0, True, PRECISION, IS_FP8,
+            USE_CAST,
         )  # fmt: skip
     mask_RV = is_head_R[:, None] & (v < V)[None, :]
     if not IS_SPLIT:
-        out_RV = _with_sink(acc_RV, max_R, sum_R, sinks_ptr, head_R, is_head_R, HAS_SINKS)
+        out_RV = with_sink(acc_RV, max_R, sum_R, sinks_ptr, head_R, is_head_R, HAS_SINKS)
         out_ptrs = out_ptr + (row.to(tl.int64) * NUM_HEADS + head_R[:, None]) * V + v[None, :]
         tl.store(out_ptrs, out_RV.to(out_ptr.dtype.element_ty), mask=mask_RV)
     else:
         place_R = (request * NUM_HEADS + head_R).to(tl.int64) * num_parts + part
-        tl.store(parts_ptr + place_R[:, None] * V + v[None, :], acc_RV, mask=mask_RV)
+        tl.store(parts_ptr + place_R[:, None] * V + v[None, :], acc_RV, mask=mask_RV & (start < end))
         tl.store(stats_ptr + 2 * place_R, max_R, mask=is_head_R)
         tl.store(stats_ptr + 2 * place_R + 1, sum_R, mask=is_head_R)
 
 
-@triton.jit(do_not_specialize=["num_parts"], do_not_specialize_on_alignment=_VIEWS)
+@triton.jit(do_not_specialize=["num_parts"], do_not_specialize_on_alignment=VIEWS)
 def merge_parts(
     parts_ptr, stats_ptr, query_start_ptr, sinks_ptr, out_ptr, num_parts,
     NUM_HEADS: tl.constexpr, V: tl.constexpr, V_PAD: tl.constexpr, S_PAD: tl.constexpr,
@@ -190,8 +243,9 @@ def merge_parts(
     is_part_S = s < num_parts
     max_S = tl.load(stats_ptr + 2 * (place + s), mask=is_part_S, other=float("-inf"))
     sum_S = tl.load(stats_ptr + 2 * (place + s) + 1, mask=is_part_S, other=0.0)
+    has_keys_S = max_S > float("-inf")
     acc_SV = tl.load(
-        parts_ptr + (place + s)[:, None] * V + v[None, :], mask=is_part_S[:, None] & (v < V)[None, :], other=0.0
+        parts_ptr + (place + s)[:, None] * V + v[None, :], mask=has_keys_S[:, None] & (v < V)[None, :], other=0.0
     )
     largest = tl.max(max_S, 0)
     if HAS_SINKS:
@@ -207,7 +261,7 @@ def merge_parts(
 
 
 @triton.jit
-def _request_of_block(query_start_ptr, block, num_requests, BLOCK_Q: tl.constexpr):
+def request_of_block(query_start_ptr, block, num_requests, BLOCK_Q: tl.constexpr):
     """The request a block of queries belongs to. Request b has blocks `query_start[b] // BLOCK_Q + b` and following.
 
     That leaves room for each request's ragged last block; surplus blocks have no queries.
@@ -223,13 +277,14 @@ def _request_of_block(query_start_ptr, block, num_requests, BLOCK_Q: tl.constexp
     return low
 
 
-@triton.jit(do_not_specialize=["table_stride", "num_requests"], do_not_specialize_on_alignment=_VIEWS)
+@triton.jit(do_not_specialize=["table_stride", "num_requests"], do_not_specialize_on_alignment=VIEWS)
 def prefill(
     q_ptr, keys_ptr, values_ptr, table_ptr, query_start_ptr, lens_ptr, sinks_ptr, out_ptr,
     num_requests, scale, q_stride, table_stride,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, R_PAD: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
     D_PAD: tl.constexpr, V_PAD: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr,
+    WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr, IS_FP8: tl.constexpr,
+    USE_CAST: tl.constexpr,
 ):  # fmt: skip
     """Attends for requests with several tokens; `decode` serves those with one. Grid: (T // BLOCK_Q + B, G).
 
@@ -238,7 +293,7 @@ def prefill(
     """
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
-    request = _request_of_block(query_start_ptr, block, num_requests, BLOCK_Q)
+    request = request_of_block(query_start_ptr, block, num_requests, BLOCK_Q)
     row = tl.load(query_start_ptr + request)
     num_queries = tl.load(query_start_ptr + request + 1) - row
     first_query = (block - row // BLOCK_Q - request) * BLOCK_Q
@@ -271,14 +326,16 @@ def prefill(
         for n in range(0, num_whole * BLOCK_N, BLOCK_N):
             acc_MV, max_M, sum_M = _attend(
                 q_MD, acc_MV, max_M, sum_M, keys_ptr, values_ptr, table_ptr, n, end, position_M, scale, kv_head,
-                NUM_KV_HEADS, D, V, D_PAD, V_PAD, BLOCK_N, PAGE_SIZE, WINDOW, False, PRECISION,
+                NUM_KV_HEADS, D, V, D_PAD, V_PAD, BLOCK_N, PAGE_SIZE, WINDOW, False, PRECISION, IS_FP8,
+                USE_CAST,
             )  # fmt: skip
         start = num_whole * BLOCK_N
     for n in range(start, end, BLOCK_N):
         acc_MV, max_M, sum_M = _attend(
             q_MD, acc_MV, max_M, sum_M, keys_ptr, values_ptr, table_ptr, n, end, position_M, scale, kv_head,
-            NUM_KV_HEADS, D, V, D_PAD, V_PAD, BLOCK_N, PAGE_SIZE, WINDOW, True, PRECISION,
+            NUM_KV_HEADS, D, V, D_PAD, V_PAD, BLOCK_N, PAGE_SIZE, WINDOW, True, PRECISION, IS_FP8,
+            USE_CAST,
         )  # fmt: skip
-    out_MV = _with_sink(acc_MV, max_M, sum_M, sinks_ptr, head_M, is_row_M, HAS_SINKS)
+    out_MV = with_sink(acc_MV, max_M, sum_M, sinks_ptr, head_M, is_row_M, HAS_SINKS)
     out_ptrs = out_ptr + (row_M[:, None] * NUM_HEADS + head_M[:, None]) * V + v[None, :]
     tl.store(out_ptrs, out_MV.to(out_ptr.dtype.element_ty), mask=is_row_M[:, None] & (v < V)[None, :])

@@ -74,11 +74,12 @@ class Requests:
         sinks: torch.Tensor | None,
         page_size: int = 16,
         is_rotated: bool = False,
+        kv_dtype: torch.dtype = torch.float32,
     ) -> None:
         self.is_rotated = is_rotated
         self._turns = torch.Generator().manual_seed(11)
         self.spec, self.sequences, self.sinks = spec, sequences, sinks
-        self.cache = PagedCache([spec.kv_spec], num_pages=1024 // page_size, page_size=page_size)
+        self.cache = PagedCache([spec.kv_spec], num_pages=1024 // page_size, page_size=page_size, dtype=kv_dtype)
 
     def step(self, counts: dict[str, int]) -> Step:
         """The next `counts[name]` tokens of each request."""

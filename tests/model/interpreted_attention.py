@@ -12,7 +12,7 @@ import torch
 from model.attention import triton as triton_attention
 from model.attention.base import AttentionSpec, make_attention
 from model.batch import LayerKv
-from tests.model.attention_cases import GQA, SLIDING, Requests, Sequence, Step, worst_error
+from tests.model.attention_cases import GQA, MLA, SLIDING, Requests, Sequence, Step, worst_error
 
 SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0])
 MIXED = [
@@ -23,6 +23,8 @@ MIXED = [
     {"d": 30, "b": 1, "c": 1},
 ]
 WINDOW_EDGES = [{"a": 126}, {"a": 1}, {"a": 1}, {"a": 1}, {"a": 2}]
+MANY_HEADS = replace(MLA, num_heads=20, key_dim=48, value_dim=32)  # more than one tile of heads
+ODD_LATENT = replace(MLA, num_heads=3, key_dim=26, value_dim=20, window=9)
 ODD_HEADS = AttentionSpec(num_heads=6, num_kv_heads=2, key_dim=24, value_dim=20, scale=0.2, window=9)
 
 
@@ -34,12 +36,15 @@ def error_of(
     processors: int = 1,
     page_size: int = 16,
     is_rotated: bool = False,
+    kv_dtype: torch.dtype = torch.float32,
 ) -> float:
     lengths = {name: sum(step.get(name, 0) for step in steps) for name in "abcd"}
-    sequences = {n: Sequence(spec, length, seed, sinks) for seed, (n, length) in enumerate(lengths.items()) if length}
+    sequences = {
+        n: Sequence(spec, length, seed, sinks, kv_dtype) for seed, (n, length) in enumerate(lengths.items()) if length
+    }
     attention = make_attention("triton", [spec], torch.device("cpu"))
     attention._num_processors = processors  # type: ignore[attr-defined]
-    return worst_error(attention, Requests(spec, sequences, sinks, page_size, is_rotated), steps)
+    return worst_error(attention, Requests(spec, sequences, sinks, page_size, is_rotated, kv_dtype), steps)
 
 
 class FarAway(Requests):
@@ -80,6 +85,8 @@ def main() -> None:
     triton_attention._PREFILL = replace(triton_attention._PREFILL, rows=32, keys=32)
     triton_attention._PREFILL_IN_WINDOW = triton_attention._PREFILL
     triton_attention._DECODE = replace(triton_attention._DECODE, keys=16)
+    triton_attention._LATENT_FP32 = replace(triton_attention._LATENT_FP32, rows=16, keys=16)
+    fp8 = torch.float8_e4m3fn
     six_sinks = torch.randn(6, generator=torch.Generator().manual_seed(1))
     large, tiny = torch.full((4,), 5.0), torch.full((4,), -50.0)
     errors = {
@@ -91,6 +98,12 @@ def main() -> None:
         "three heads a group, odd dims, window 9": error_of(ODD_HEADS, MIXED, six_sinks, processors=64),
         "three heads a group, rotated": error_of(ODD_HEADS, MIXED[:3], six_sinks, is_rotated=True),
         "a bf16 cache of more than 2^31 numbers, tensors that are parts of others": error_far_away(),
+        "full in parts, FP8": error_of(GQA, MIXED[:3], None, processors=64, kv_dtype=fp8),
+        "latents": error_of(MLA, MIXED, SINKS, page_size=1),
+        "latents in parts": error_of(MLA, MIXED[:4], SINKS, processors=64),
+        "latents, 20 heads, FP8, in parts": error_of(MANY_HEADS, MIXED[:3], None, processors=64, kv_dtype=fp8),
+        "latents, odd dims, window 9": error_of(ODD_LATENT, MIXED, SINKS[:3], processors=64),
+        "latents, rotated": error_of(MLA, MIXED[:3], None, is_rotated=True),
     }
     json.dump(errors, sys.stdout)
 
