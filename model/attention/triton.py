@@ -74,9 +74,9 @@ class TritonAttention(Attention):
     def __init__(self, specs: Sequence[AttentionSpec], device: torch.device) -> None:
         super().__init__(specs, device)
         self._num_processors, self._capability = 1, (0, 0)
-        if device.type == "cuda":
+        if device.type == "cuda":  # AMD's GPUs, which torch calls so too, count versions of their own
             self._num_processors = torch.cuda.get_device_properties(device).multi_processor_count
-            self._capability = torch.cuda.get_device_capability(device)
+            self._capability = (0, 0) if torch.version.hip else torch.cuda.get_device_capability(device)
 
     @classmethod
     def unsupported_reason(cls, spec: AttentionSpec, device: torch.device) -> str | None:
@@ -84,6 +84,8 @@ class TritonAttention(Attention):
         if device.type != "cuda" and not triton.knobs.runtime.interpret:
             return f"it needs a CUDA device, not {device.type}"
         if spec.values_in_keys:
+            if torch.version.hip:
+                return "its tiles of latent attention (MLA) are larger than an AMD GPU's shared memory"
             if spec.num_kv_heads > 1:
                 return f"it serves latent attention with one KV head, not {spec.num_kv_heads}"
             if spec.value_dim > _MAX_LATENT_DIM or spec.key_dim - spec.value_dim > _MAX_ROPE_DIM:

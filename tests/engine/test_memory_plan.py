@@ -123,6 +123,10 @@ def test_settings_change_the_plan(gpt_oss):
     assert small_steps.activation_bytes * 8 == base.activation_bytes
     wide, _ = plan_for(gpt_oss, GPUS["h100"], kv_cache_dtype="float32")
     assert wide.layout.bytes_per_page == 2 * base.layout.bytes_per_page
+    narrow, _ = plan_for(gpt_oss, GPUS["h100"], kv_cache_dtype="fp8")
+    assert narrow.layout.bytes_per_page * 2 == base.layout.bytes_per_page
+    assert narrow.kv_bytes_per_token(sliding=False) == 12288
+    assert narrow.num_pages // 2 == base.num_pages
     short, length = plan_for(gpt_oss, GPUS["h100"], max_model_len=5000)
     assert length == 5000
     assert list(short.table(length)) == [1024, 2048, 4096, 5000]

@@ -128,9 +128,10 @@ def test_a_longer_context_than_the_model_has_is_refused():
         load_engine(config(max_model_len=257), FakeModel(max_model_len=256))
 
 
-def test_kv_dtype_is_a_setting():
-    loaded = load_engine(config(kv_cache_dtype="bfloat16"), FakeModel())
-    assert {layer.keys.dtype for layer in loaded.runner.kv} == {torch.bfloat16}
+@pytest.mark.parametrize(("name", "dtype"), [("bfloat16", torch.bfloat16), ("fp8", torch.float8_e4m3fn)])
+def test_kv_dtype_is_a_setting(name, dtype):
+    loaded = load_engine(config(kv_cache_dtype=name), FakeModel())
+    assert {layer.keys.dtype for layer in loaded.runner.kv} == {dtype}
 
 
 def test_the_model_is_warm_before_the_first_request():

@@ -110,6 +110,28 @@ def test_bf16_stays_near_fp32() -> None:
     assert (out.double() - sequence.want).norm() / sequence.want.norm() < 2e-2  # four roundings of 2^-9
 
 
+@pytest.mark.parametrize("spec", [GQA, MLA], ids=["full", "latent"])
+def test_fp8_cache_is_read_as_the_numbers_it_holds(spec: AttentionSpec) -> None:
+    """Keys and values that FP8 holds exactly, so that only the sums differ from the reference."""
+    sequences = {n: Sequence(spec, 60, i, None, torch.float8_e4m3fn) for i, n in enumerate("ab")}
+    attention = make_attention("torch", [spec], torch.device("cpu"))
+    requests = Requests(spec, sequences, None, kv_dtype=torch.float8_e4m3fn)
+    assert worst_error(attention, requests, [{"a": 40, "b": 1}, {"a": 1, "b": 1}, {"a": 1, "b": 50}]) < 2e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fp8_cache_rounds_to_even_and_saturates(dtype: torch.dtype) -> None:
+    spec = AttentionSpec(num_heads=1, num_kv_heads=1, key_dim=8, value_dim=8, scale=1.0)
+    cache = PagedCache([spec.kv_spec], dtype=torch.float8_e4m3fn)
+    attention = make_attention("torch", [spec], torch.device("cpu"))
+    batch = cache.batch({"a": [0]})
+    x = torch.tensor([1.0625, 1.1875, 2**-10, 3 * 2**-10, 1e4, -1e4, float("inf"), 0.0], dtype=dtype).view(1, 1, 8)
+    out = attention.run(spec, attention.plan(batch), cache.layers[0], torch.ones_like(x), x, -x, None)
+    want = torch.tensor([1.0, 1.25, 0.0, 2**-8, 448.0, -448.0, 448.0, 0.0], dtype=dtype)
+    assert torch.equal(cache.layers[0].keys[batch.slots_T[0], 0].to(dtype), want)
+    assert torch.equal(out[0, 0], -want)
+
+
 def test_unknown_implementation_and_impossible_heads_are_refused() -> None:
     with pytest.raises(ModelSettingsError, match="known: auto, triton, torch"):
         make_attention("flash9", [GQA], torch.device("cpu"))

@@ -7,9 +7,18 @@ from typing import Any
 import pytest
 import torch
 
-from model.attention import base, triton_kernels
+from model.attention import base, latent_kernels, triton_kernels
 from model.attention.base import AttentionSpec, make_attention
-from model.attention.triton import _DECODE, _PREFILL, _PREFILL_IN_WINDOW, Tile, TritonAttention, _shape_of
+from model.attention.triton import (
+    _DECODE,
+    _PREFILL,
+    _PREFILL_IN_WINDOW,
+    Tile,
+    TritonAttention,
+    _latent_shape_of,
+    _latent_tile,
+    _number_formats,
+)
 from model.config import ModelSettingsError, UnsupportedModelError
 from tests.interpreter import run_interpreted, waits_for_interpreter
 from tests.model.attention_cases import GQA, MLA
@@ -18,25 +27,44 @@ from tests.moe.kernels.compiling import compile_kernel
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 ARCHS = (80, 86, 89, 90, 100, 120)
 SMALLEST_SHARED_BYTES = 99 * 1024  # sm86, sm89 and sm120; the others have more
+HOPPER_SHARED_BYTES = 227 * 1024
 POINTERS = {
     "q_ptr": "*bf16", "keys_ptr": "*bf16", "values_ptr": "*bf16", "out_ptr": "*bf16", "table_ptr": "*i32",
     "query_start_ptr": "*i32", "lens_ptr": "*i32", "sinks_ptr": "*fp32", "parts_ptr": "*fp32", "stats_ptr": "*fp32",
 }  # fmt: skip
 GPT_OSS = {
     "NUM_HEADS": 64, "NUM_KV_HEADS": 8, "D": 64, "V": 64, "D_PAD": 64, "V_PAD": 64, "PAGE_SIZE": 16,
-    "HAS_SINKS": True, "PRECISION": "tf32",
+    "HAS_SINKS": True, "PRECISION": "tf32", "IS_FP8": False, "USE_CAST": False,
 }  # fmt: skip
+DEEPSEEK = AttentionSpec(num_heads=128, num_kv_heads=1, key_dim=576, value_dim=512, scale=0.1, values_in_keys=True)
 
 
 @waits_for_interpreter
 def test_numbers_in_the_interpreter() -> None:
     errors = run_interpreted("tests.model.interpreted_attention")
-    assert len(errors) == 8
+    assert len(errors) == 14
     assert {case: error for case, error in errors.items() if not error < 2e-6} == {}
 
 
-def compiled(kernel: object, arch: int, tile: Tile, constants: dict[str, object]) -> Any:
-    return compile_kernel(kernel, arch, POINTERS, constants, num_warps=tile.warps, num_stages=tile.stages)
+def compiled(
+    kernel: object, arch: int, tile: Tile, constants: dict[str, object], dtype: str = "bf16", kv_dtype: str = "bf16"
+) -> Any:
+    pointers = POINTERS | {"q_ptr": f"*{dtype}", "out_ptr": f"*{dtype}"}
+    pointers |= {"keys_ptr": f"*{kv_dtype}", "values_ptr": f"*{kv_dtype}"}
+    return compile_kernel(kernel, arch, pointers, constants, num_warps=tile.warps, num_stages=tile.stages)
+
+
+def compiled_latent(arch: int, kind: str, *, is_decode: bool = True) -> Any:
+    """The kernel with DeepSeek-V3's heads and the tile that a GPU of `arch` gets."""
+    dtype = torch.float32 if kind == "fp32" else torch.bfloat16
+    capability = (arch // 10, arch % 10)
+    formats = _number_formats(dtype, torch.uint8 if kind == "fp8" else dtype, capability)
+    tile = _latent_tile(dtype, capability, is_fp8=kind == "fp8")
+    constants = _latent_shape_of(DEEPSEEK, 16, has_sinks=False) | formats
+    constants |= {"BLOCK_Q": 1, "BLOCK_H": tile.rows, "BLOCK_N": tile.keys}
+    constants |= {"IS_DECODE": is_decode, "IS_SPLIT": is_decode}
+    names = {"bf16": ("bf16", "bf16"), "fp8": ("bf16", "u8"), "fp32": ("fp32", "fp32")}[kind]
+    return compiled(latent_kernels.latent_attention, arch, tile, constants, *names)
 
 
 def test_kernels_compile_for_every_gpu_within_shared_memory(subtests: pytest.Subtests) -> None:
@@ -53,6 +81,31 @@ def test_kernels_compile_for_every_gpu_within_shared_memory(subtests: pytest.Sub
                 assert kernel.metadata.shared <= SMALLEST_SHARED_BYTES
 
 
+@pytest.mark.parametrize(
+    ("arch", "kind"),
+    [*((arch, "bf16") for arch in ARCHS), (80, "fp8"), (90, "fp8"), (86, "fp32")],
+)
+def test_latent_attention_compiles_for_every_gpu_within_shared_memory(arch: int, kind: str) -> None:
+    is_wide = (arch, kind) == (90, "bf16")
+    kernel = compiled_latent(arch, kind, is_decode=arch != 86)
+    assert kernel.metadata.shared <= (HOPPER_SHARED_BYTES if is_wide else SMALLEST_SHARED_BYTES)
+    assert ("wgmma.mma_async" in kernel.asm["ptx"]) == is_wide
+    assert ("e4m3x2" in kernel.asm["ptx"]) == (kind == "fp8" and arch >= 89)
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_fp8_cache_compiles_with_and_without_the_type(arch: int) -> None:
+    fp8 = GPT_OSS | {"IS_FP8": True, "USE_CAST": arch >= 89}
+    if arch == 80:
+        block = {"R_PAD": 16, "BLOCK_N": _DECODE.keys, "WINDOW": 0, "IS_SPLIT": True}
+        kernel = compiled(triton_kernels.decode, arch, _DECODE, fp8 | block, kv_dtype="u8")
+    else:
+        block = {"R_PAD": 8, "BLOCK_Q": _PREFILL.rows // 8, "BLOCK_N": _PREFILL.keys, "WINDOW": 0}
+        kernel = compiled(triton_kernels.prefill, arch, _PREFILL, fp8 | block, kv_dtype="u8")
+    assert kernel.metadata.shared <= SMALLEST_SHARED_BYTES
+    assert ("e4m3x2" in kernel.asm["ptx"]) == (arch >= 89)
+
+
 def test_prefill_multiplies_with_hoppers_matrix_instructions() -> None:
     block = {"R_PAD": 8, "BLOCK_Q": 16, "BLOCK_N": 64, "WINDOW": 0}
     ptx = compiled(triton_kernels.prefill, 90, _PREFILL, GPT_OSS | block).asm["ptx"]
@@ -63,7 +116,7 @@ def test_prefill_multiplies_with_hoppers_matrix_instructions() -> None:
 def test_auto_takes_triton_on_gpus_and_torch_where_it_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
     assert base._choose([GQA, replace(GQA, window=8)], CUDA) == "triton"
     assert base._choose([GQA], CPU) == "torch"
-    assert base._choose([GQA, MLA], CUDA) == "torch"
+    assert base._choose([GQA, MLA, DEEPSEEK], CUDA) == "triton"
     assert base._choose([replace(GQA, key_dim=192)], CUDA) == "torch"
     monkeypatch.setitem(sys.modules, "model.attention.triton", None)  # as without the package triton
     assert base._choose([GQA], CUDA) == "torch"
@@ -71,11 +124,19 @@ def test_auto_takes_triton_on_gpus_and_torch_where_it_cannot(monkeypatch: pytest
         make_attention("triton", [GQA], CPU)
 
 
+def test_latents_on_amd_gpus_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert base._choose([MLA], CUDA) == "torch"
+    assert base._choose([GQA], CUDA) == "triton"
+
+
 def test_what_triton_cannot_serve_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedModelError, match="triton: it needs a CUDA device, not cpu; choose auto or torch"):
         make_attention("triton", [GQA], CPU)
     for spec, reason in (
-        (MLA, "latent attention"),
+        (replace(MLA, num_heads=8, num_kv_heads=2), "latent attention with one KV head, not 2"),
+        (replace(MLA, key_dim=578, value_dim=514), "latents up to 512 with a rope part up to 64, not 514 with 64"),
+        (replace(MLA, key_dim=74, value_dim=8), "latents up to 512 with a rope part up to 64, not 8 with 66"),
         (replace(GQA, key_dim=7), "a key dim of 7 is odd"),
         (replace(GQA, key_dim=130), "head dims up to 128, not 130"),
         (replace(GQA, value_dim=129), "head dims up to 128, not 129"),
@@ -87,7 +148,7 @@ def test_what_triton_cannot_serve_is_refused_by_name() -> None:
 @pytest.mark.parametrize(("dtype", "precision"), [(torch.float32, "ieee"), (torch.bfloat16, "tf32")])
 def test_float32_is_not_multiplied_as_tf32(dtype: torch.dtype, precision: str) -> None:
     """The interpreter multiplies alike whatever it is told."""
-    assert _shape_of(GQA, 16, dtype, has_sinks=False)["PRECISION"] == precision
+    assert _number_formats(dtype, dtype, (9, 0))["PRECISION"] == precision
 
 
 @pytest.mark.parametrize(
@@ -110,3 +171,13 @@ def test_few_long_requests_are_cut_into_parts(
     attention = TritonAttention([spec], CPU)
     attention._num_processors = 132
     assert attention.num_parts(spec, num_requests, max_keys) == num_parts
+
+
+@pytest.mark.parametrize(("num_requests", "num_parts"), [(1, 32), (8, 8), (64, 1)])
+def test_latents_are_cut_by_tiles_of_heads(num_requests: int, num_parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """132 processors, one program each, two tiles of 64 heads."""
+    monkeypatch.setattr(TritonAttention, "unsupported_reason", classmethod(lambda cls, spec, device: None))
+    attention = TritonAttention([DEEPSEEK], CPU)
+    attention._num_processors = 132
+    tile = _latent_tile(torch.bfloat16, (9, 0), is_fp8=False)
+    assert attention.num_parts(DEEPSEEK, num_requests, 8000, tile) == num_parts
