@@ -1,4 +1,4 @@
-"""Device code of `model.attention.triton` for latent attention (MLA, absorbed): all query heads share one key per token.
+"""Device code of `model.attention.triton` for latent attention (MLA, absorbed), where all heads share a token's key.
 
 A key is a latent of C numbers followed by a rope part of P; the value is the latent. A program loads each latent once,
 multiplies it with the queries of its heads, and uses it again as the value. `merge_parts` joins the parts of a decode.

@@ -18,7 +18,6 @@ from model.attention.base import Attention, AttentionSpec, register_attention
 from model.attention.latent_kernels import latent_attention
 from model.attention.triton_kernels import LOG2_E, decode, merge_parts, prefill, rotate_and_store
 from model.batch import ForwardBatch, LayerKv
-from model.config import UnsupportedModelError
 from moe.backends.c_compiler import missing_for_triton
 
 _MAX_HEAD_DIM = 128
@@ -83,18 +82,8 @@ class TritonAttention(Attention):
         """Very wide heads and machines without a C compiler are left to torch."""
         if device.type != "cuda" and not triton.knobs.runtime.interpret:
             return f"it needs a CUDA device, not {device.type}"
-        if spec.values_in_keys:
-            if torch.version.hip:
-                return "its tiles of latent attention (MLA) are larger than an AMD GPU's shared memory"
-            if spec.num_kv_heads > 1:
-                return f"it serves latent attention with one KV head, not {spec.num_kv_heads}"
-            if spec.value_dim > _MAX_LATENT_DIM or spec.key_dim - spec.value_dim > _MAX_ROPE_DIM:
-                return (
-                    f"it serves latents up to {_MAX_LATENT_DIM} with a rope part up to {_MAX_ROPE_DIM}, not "
-                    f"{spec.value_dim} with {spec.key_dim - spec.value_dim}"
-                )
-        elif max(spec.key_dim, spec.value_dim) > _MAX_HEAD_DIM:
-            return f"it serves head dims up to {_MAX_HEAD_DIM}, not {max(spec.key_dim, spec.value_dim)}"
+        if reason := _latent_reason(spec) if spec.values_in_keys else _width_reason(spec):
+            return reason
         if spec.key_dim % 2:
             return f"it rotates pairs, and a key dim of {spec.key_dim} is odd"
         lack = missing_for_triton() if device.type == "cuda" else None
@@ -202,6 +191,27 @@ class TritonAttention(Attention):
         num_tiles = triton.cdiv(spec.num_heads, tile.rows) if spec.values_in_keys else spec.num_kv_heads
         wanted = self._num_processors * tile.per_processor // (num_requests * num_tiles)
         return max(1, min(wanted, _MAX_PARTS, num_keys // _MIN_PART_KEYS))
+
+
+def _width_reason(spec: AttentionSpec) -> str | None:
+    """None if the heads are narrow enough for `decode` and `prefill`, else what is not."""
+    widest = max(spec.key_dim, spec.value_dim)
+    return f"it serves head dims up to {_MAX_HEAD_DIM}, not {widest}" if widest > _MAX_HEAD_DIM else None
+
+
+def _latent_reason(spec: AttentionSpec) -> str | None:
+    """None if `latent_attention` can serve the layer, else why not."""
+    rope_dim = spec.key_dim - spec.value_dim
+    if torch.version.hip:
+        return "its tiles of latent attention (MLA) are larger than an AMD GPU's shared memory"
+    if spec.num_kv_heads > 1:
+        return f"it serves latent attention with one KV head, not {spec.num_kv_heads}"
+    if spec.value_dim > _MAX_LATENT_DIM or rope_dim > _MAX_ROPE_DIM:
+        return (
+            f"it serves latents up to {_MAX_LATENT_DIM} with a rope part up to {_MAX_ROPE_DIM}, not "
+            f"{spec.value_dim} with {rope_dim}"
+        )
+    return None
 
 
 def _with_dense_heads(x_THD: torch.Tensor) -> torch.Tensor:

@@ -6,8 +6,8 @@ Shape letters: T tokens of the step, B requests, H query heads, G KV heads, R qu
 V value dim, S parts of a request's keys, P pages of the longest request.
 
 Scores are exponents of two (`scale` includes log2(e)), because the hardware has exp2. Slots that a request does not
-own are never loaded, so their contents (NaN included) never enter a product. An FP8 cache comes as bytes (IS_FP8); where
-the GPU has no such type, and in the interpreter, bit operations convert them (USE_CAST is false).
+own are never loaded, so their contents (NaN included) never enter a product. An FP8 cache comes as bytes (IS_FP8).
+Where the GPU has no such type, and in the interpreter, bit operations convert them (USE_CAST is false).
 """
 
 # Device functions take tensors of the device, which have no Python type.
@@ -32,7 +32,8 @@ def store_kv(ptrs, values, mask, IS_FP8: tl.constexpr, USE_CAST: tl.constexpr):
     if IS_FP8:
         values = values.to(tl.float32)
         codes = encode_e4m3(tl.minimum(tl.maximum(values, -_E4M3_MAX), _E4M3_MAX), USE_CAST)
-        tl.store(ptrs, tl.where(values == values, codes, 0x7F).to(tl.uint8), mask=mask)
+        is_nan = values != values  # noqa: PLR0124
+        tl.store(ptrs, tl.where(is_nan, 0x7F, codes).to(tl.uint8), mask=mask)
     else:
         tl.store(ptrs, values.to(ptrs.dtype.element_ty), mask=mask)
 

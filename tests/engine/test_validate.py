@@ -68,7 +68,7 @@ def test_a_wrong_setting_names_field_and_value(subtests):
     ("dtype", "float8"), ("device", "tpu"), ("device", "cuda:x"), ("page_size", 0), ("num_pages", 0),
     ("max_num_seqs", 0), ("max_model_len", 0), ("max_num_batched_tokens", 63), ("max_queued_requests", -1),
     ("gpu_memory_utilization", 0.0), ("gpu_memory_utilization", 1.1), ("selfcheck", "maybe"), ("num_threads", 0),
-    ("kv_cache_dtype", "int8"), ("attention_backend", "flash"), ("load_format", "gguf"), ("router_logits_dtype", "int8"),
+    ("kv_cache_dtype", "fp4"), ("attention_backend", "flash"), ("load_format", "gguf"), ("router_logits_dtype", "int8"),
 ]:  # fmt: skip
         with subtests.test(field=field, value=value), pytest.raises(EngineConfigError, match=f"{field} is .*{value}"):
             EngineConfig(model=Path("m"), **{field: value})

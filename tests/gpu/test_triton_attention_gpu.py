@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.bench_attention import FULL, SLIDING, TOLERANCE, Case, Inputs, reference
+from benchmarks.bench_attention import FP8, FULL, LATENT, SLIDING, TOLERANCE, Case, Inputs, reference
 from model.attention.base import AttentionSpec, make_attention
 from model.batch import LayerKv
 
@@ -20,15 +20,41 @@ CASES = (
     Case("a chunk late in a long prompt", (500,), (33000,)),
 )
 WIDE = AttentionSpec(num_heads=12, num_kv_heads=4, key_dim=128, value_dim=96, scale=0.1, window=100)
-
-
-SPECS = {"full": FULL, "sliding": SLIDING, "mha": replace(FULL, num_heads=8), "wide": WIDE}
+SMALL_LATENT = replace(LATENT, num_heads=80, key_dim=48, value_dim=32, window=100)
+SPECS = {"full": FULL, "sliding": SLIDING, "mha": replace(FULL, num_heads=8), "wide": WIDE, "latent": LATENT,
+         "small latent": SMALL_LATENT}  # fmt: skip
+FP8_SPECS = {"full": FULL, "latent": LATENT}
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_triton_equals_torch(case: Case, spec: AttentionSpec) -> None:
-    inputs = Inputs(case, spec, seed=len(case.name))
+    check(case, spec, torch.bfloat16)
+
+
+@pytest.mark.parametrize("spec", FP8_SPECS.values(), ids=FP8_SPECS)
+@pytest.mark.parametrize("case", [CASES[0], CASES[3]], ids=lambda case: case.name)
+def test_triton_equals_torch_on_an_fp8_cache(case: Case, spec: AttentionSpec) -> None:
+    check(case, spec, FP8)
+
+
+def test_fp8_bytes_are_torchs() -> None:
+    """All of them, with ties, subnormals, what is out of range, and NaN."""
+    case = Case("prompt", (64,), (64,))
+    written = []
+    for name in ("triton", "torch"):
+        inputs = Inputs(case, FULL, 0, FP8)
+        k = inputs.k.float() * 4.0 ** torch.arange(-6, 6, device=DEVICE).repeat(6)[:64]
+        k[0, 0, :4] = torch.tensor([1.0625, 464.0, -float("inf"), float("nan")], device=DEVICE)
+        attention = make_attention(name, [FULL], DEVICE)
+        kv = inputs.caches[0]
+        attention.run(FULL, attention.plan(inputs.batch), kv, inputs.q, k.bfloat16(), inputs.v, inputs.sinks)
+        written.append(torch.cat((kv.keys.view(torch.uint8), kv.values.view(torch.uint8))))
+    assert torch.equal(*written)
+
+
+def check(case: Case, spec: AttentionSpec, kv_dtype: torch.dtype) -> None:
+    inputs = Inputs(case, spec, seed=len(case.name), kv_dtype=kv_dtype)
     want = reference(inputs, spec)
     attention = make_attention("auto", [spec], DEVICE)
     assert attention.name == "triton"
