@@ -68,17 +68,19 @@ def latent_attention(
     WINDOW: tl.constexpr, IS_DECODE: tl.constexpr, IS_SPLIT: tl.constexpr, HAS_SINKS: tl.constexpr,
     PRECISION: tl.constexpr, IS_FP8: tl.constexpr, USE_CAST: tl.constexpr,
 ):  # fmt: skip
-    """Attends for BLOCK_Q queries of one request with BLOCK_H heads. Grid: (ceil(H / BLOCK_H), blocks, S).
+    """Attends for BLOCK_Q queries of one request with BLOCK_H heads. Grid: (blocks * ceil(H / BLOCK_H), S).
 
     IS_DECODE: serves the requests with one token, one block each, and BLOCK_Q is 1. Otherwise serves the requests with
     several, in T // BLOCK_Q + B blocks (see `request_of_block`), and S is 1. The programs that share keys are
     neighbours in the grid, so all but the first find them in the L2.
     If IS_SPLIT, part s takes the s-th share of the keys and writes what `merge_parts` reads.
     """
-    request = tl.program_id(1)
+    NUM_TILES: tl.constexpr = (NUM_HEADS + BLOCK_H - 1) // BLOCK_H
+    first_head = tl.program_id(0) % NUM_TILES * BLOCK_H
+    request = tl.program_id(0) // NUM_TILES
     first_query = 0
     if not IS_DECODE:
-        block = tl.num_programs(1) - 1 - tl.program_id(1)  # late queries, which have the most keys, go first
+        block = tl.num_programs(0) // NUM_TILES - 1 - request  # late queries, which have the most keys, go first
         request = request_of_block(query_start_ptr, block, num_requests, BLOCK_Q)
         first_query = (block - tl.load(query_start_ptr + request) // BLOCK_Q - request) * BLOCK_Q
     row = tl.load(query_start_ptr + request)
@@ -89,7 +91,7 @@ def latent_attention(
     c = tl.arange(0, C_PAD)
     p = tl.arange(0, P_PAD)
     query_M = first_query + m // BLOCK_H
-    head_M = tl.program_id(0) * BLOCK_H + m % BLOCK_H
+    head_M = first_head + m % BLOCK_H
     is_row_M = (query_M < num_queries) & (head_M < NUM_HEADS)
     row_M = (row + query_M).to(tl.int64)
     q_ptrs = q_ptr + row_M[:, None] * q_stride + head_M[:, None] * (C + P)
@@ -104,7 +106,7 @@ def latent_attention(
         start = tl.maximum(first_pos - WINDOW + 1, 0)
     if IS_SPLIT:
         blocks_per_part = tl.cdiv(tl.cdiv(end - start, BLOCK_N), num_parts)
-        start += tl.program_id(2) * blocks_per_part * BLOCK_N
+        start += tl.program_id(1) * blocks_per_part * BLOCK_N
         end = tl.minimum(start + blocks_per_part * BLOCK_N, end)
     has_keys = start < end
     acc_MC = tl.zeros((BLOCK_Q * BLOCK_H, C_PAD), tl.float32)
@@ -127,7 +129,7 @@ def latent_attention(
         )  # fmt: skip
     mask_MC = is_row_M[:, None] & (c < C)[None, :]
     if IS_SPLIT:
-        place_M = (request * NUM_HEADS + head_M).to(tl.int64) * num_parts + tl.program_id(2)
+        place_M = (request * NUM_HEADS + head_M).to(tl.int64) * num_parts + tl.program_id(1)
         tl.store(parts_ptr + place_M[:, None] * C + c[None, :], acc_MC, mask=mask_MC & has_keys)
         tl.store(stats_ptr + 2 * place_M, max_M, mask=is_row_M)
         tl.store(stats_ptr + 2 * place_M + 1, sum_M, mask=is_row_M)

@@ -169,7 +169,7 @@ class TritonAttention(Attention):
             num_parts = self.num_parts(spec, num_requests, batch.page_table_BP.shape[1] * batch.page_size, tile)
             parts, stats = _new_parts(out_THV, num_requests, num_parts)
             block_h = tile.rows
-            latent_attention[(triton.cdiv(spec.num_heads, block_h), num_requests, num_parts)](
+            latent_attention[(num_requests * triton.cdiv(spec.num_heads, block_h), num_parts)](
                 *pointers, parts, stats, *strides, num_requests, num_parts,
                 BLOCK_Q=1, BLOCK_H=block_h, IS_DECODE=True, IS_SPLIT=num_parts > 1, **constants,
             )  # fmt: skip
@@ -179,7 +179,7 @@ class TritonAttention(Attention):
             block_h = min(tile.rows, triton.next_power_of_2(spec.num_heads))
             block_q = tile.rows // block_h
             num_blocks = q_THD.shape[0] // block_q + num_requests
-            latent_attention[(triton.cdiv(spec.num_heads, block_h), num_blocks, 1)](
+            latent_attention[(num_blocks * triton.cdiv(spec.num_heads, block_h), 1)](
                 *pointers, out_THV, out_THV, *strides, num_requests, 1,
                 BLOCK_Q=block_q, BLOCK_H=block_h, IS_DECODE=False, IS_SPLIT=False, **constants,
             )  # fmt: skip
@@ -271,10 +271,10 @@ def _rotate_and_store(
     v_TGV: torch.Tensor | None, rotation_T1D: torch.Tensor | None, formats: dict[str, Any],
 ) -> None:  # fmt: skip
     num_shared = spec.num_heads // spec.num_kv_heads
-    v = k_TGD if v_TGV is None else v_TGV
+    v, values = (k_TGD, kv.keys) if v_TGV is None else (v_TGV, kv.values)
     rotate_and_store[(slots_T.shape[0], spec.num_kv_heads)](
         q_THD, k_TGD, v, q_THD if rotation_T1D is None else torch.view_as_real(rotation_T1D), slots_T,
-        kv.keys, kv.values, q_THD.stride(0), k_TGD.stride(0), v.stride(0),
+        kv.keys, values, q_THD.stride(0), k_TGD.stride(0), v.stride(0),
         NUM_KV_HEADS=spec.num_kv_heads, R=num_shared, R_PAD=triton.next_power_of_2(num_shared),
         D=spec.key_dim, V=spec.value_dim, PAIRS_PAD=triton.next_power_of_2(spec.key_dim) // 2,
         V_PAD=triton.next_power_of_2(spec.value_dim), HAS_ROTATION=rotation_T1D is not None,
