@@ -130,7 +130,7 @@ class TritonAttention(Attention):
         strides = (spec.scale * LOG2_E.value, q_THD.stride(0), batch.page_table_BP.stride(0))
         num_requests = len(batch.query_lens)
         if plan.has_decodes:
-            num_parts = self.num_parts(spec, num_requests, batch.page_table_BP.shape[1] * batch.page_size)
+            num_parts = self.num_parts(spec, num_requests, batch.page_table_BP.shape[1] * batch.page_size, _DECODE)
             parts, stats = _new_parts(out_THV, num_requests, num_parts)
             decode[(num_requests, spec.num_kv_heads, num_parts)](
                 *pointers, out_THV, parts, stats, *strides, num_parts,
@@ -185,7 +185,7 @@ class TritonAttention(Attention):
             )  # fmt: skip
         return out_THV
 
-    def num_parts(self, spec: AttentionSpec, num_requests: int, max_keys: int, tile: Tile = _DECODE) -> int:
+    def num_parts(self, spec: AttentionSpec, num_requests: int, max_keys: int, tile: Tile) -> int:
         """Parts that each request's keys are cut into, so that few requests still fill the GPU."""
         num_keys = max_keys if spec.window is None else min(spec.window, max_keys)
         num_tiles = triton.cdiv(spec.num_heads, tile.rows) if spec.values_in_keys else spec.num_kv_heads

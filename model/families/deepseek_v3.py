@@ -179,7 +179,7 @@ class DeepseekV3Family(Family):
         )
 
     def skip_unneeded(self, source: TensorSource) -> None:
-        """Prediction layers, scales of a quantized KV cache (ours is not), and rope tables of old exports."""
+        """Prediction layers, scales of a quantized KV cache (ours has none), and rope tables of old exports."""
         super().skip_unneeded(source)
         skip_prediction_layers(source, self.num_layers)
         unused = [name for name in source.names() if name.endswith(_UNUSED_SUFFIXES)]

@@ -170,7 +170,7 @@ def test_few_long_requests_are_cut_into_parts(
     spec = AttentionSpec(num_heads=64, num_kv_heads=8, key_dim=64, value_dim=64, scale=1.0, window=window)
     attention = TritonAttention([spec], CPU)
     attention._num_processors = 132
-    assert attention.num_parts(spec, num_requests, max_keys) == num_parts
+    assert attention.num_parts(spec, num_requests, max_keys, _DECODE) == num_parts
 
 
 @pytest.mark.parametrize(("num_requests", "num_parts"), [(1, 32), (8, 8), (64, 1)])
