@@ -59,6 +59,34 @@ def _attend(
     return acc_MC, max_M, sum_M
 
 
+@triton.jit
+def _attend_range(
+    q_MC, q_MP, keys_ptr, table_ptr, start, end, first_pos, query_pos_M, scale,
+    C: tl.constexpr, P: tl.constexpr, C_PAD: tl.constexpr, P_PAD: tl.constexpr, BLOCK_N: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr, IS_FP8: tl.constexpr,
+    USE_CAST: tl.constexpr,
+):  # fmt: skip
+    """Sums, maxima and sums of weights over the keys `start` to `end`. `first_pos`: position of the first query."""
+    acc_MC = tl.zeros(q_MC.shape, tl.float32)
+    max_M = tl.full((q_MC.shape[0],), float("-inf"), tl.float32)
+    sum_M = tl.zeros((q_MC.shape[0],), tl.float32)
+    if WINDOW == 0:
+        # Keys of whole blocks that every query sees.
+        num_whole = tl.maximum(tl.minimum(end, first_pos + 1) - start, 0) // BLOCK_N * BLOCK_N
+        for n in range(start, start + num_whole, BLOCK_N):
+            acc_MC, max_M, sum_M = _attend(
+                q_MC, q_MP, acc_MC, max_M, sum_M, keys_ptr, table_ptr, n, end, query_pos_M, scale,
+                C, P, C_PAD, P_PAD, BLOCK_N, PAGE_SIZE, WINDOW, False, PRECISION, IS_FP8, USE_CAST,
+            )  # fmt: skip
+        start += num_whole
+    for n in range(start, end, BLOCK_N):
+        acc_MC, max_M, sum_M = _attend(
+            q_MC, q_MP, acc_MC, max_M, sum_M, keys_ptr, table_ptr, n, end, query_pos_M, scale,
+            C, P, C_PAD, P_PAD, BLOCK_N, PAGE_SIZE, WINDOW, True, PRECISION, IS_FP8, USE_CAST,
+        )  # fmt: skip
+    return acc_MC, max_M, sum_M
+
+
 @triton.jit(do_not_specialize=["table_stride", "num_requests", "num_parts"], do_not_specialize_on_alignment=VIEWS)
 def latent_attention(
     q_ptr, keys_ptr, table_ptr, query_start_ptr, lens_ptr, sinks_ptr, out_ptr, parts_ptr, stats_ptr,
@@ -108,29 +136,15 @@ def latent_attention(
         blocks_per_part = tl.cdiv(tl.cdiv(end - start, BLOCK_N), num_parts)
         start += tl.program_id(1) * blocks_per_part * BLOCK_N
         end = tl.minimum(start + blocks_per_part * BLOCK_N, end)
-    has_keys = start < end
-    acc_MC = tl.zeros((BLOCK_Q * BLOCK_H, C_PAD), tl.float32)
-    max_M = tl.full((BLOCK_Q * BLOCK_H,), float("-inf"), tl.float32)
-    sum_M = tl.zeros((BLOCK_Q * BLOCK_H,), tl.float32)
     table_ptr += request.to(tl.int64) * table_stride
-    if WINDOW == 0:
-        # Keys of whole blocks that every query sees.
-        num_whole = tl.maximum(tl.minimum(end, first_pos + 1) - start, 0) // BLOCK_N * BLOCK_N
-        for n in range(start, start + num_whole, BLOCK_N):
-            acc_MC, max_M, sum_M = _attend(
-                q_MC, q_MP, acc_MC, max_M, sum_M, keys_ptr, table_ptr, n, end, position_M, scale,
-                C, P, C_PAD, P_PAD, BLOCK_N, PAGE_SIZE, WINDOW, False, PRECISION, IS_FP8, USE_CAST,
-            )  # fmt: skip
-        start += num_whole
-    for n in range(start, end, BLOCK_N):
-        acc_MC, max_M, sum_M = _attend(
-            q_MC, q_MP, acc_MC, max_M, sum_M, keys_ptr, table_ptr, n, end, position_M, scale,
-            C, P, C_PAD, P_PAD, BLOCK_N, PAGE_SIZE, WINDOW, True, PRECISION, IS_FP8, USE_CAST,
-        )  # fmt: skip
+    acc_MC, max_M, sum_M = _attend_range(
+        q_MC, q_MP, keys_ptr, table_ptr, start, end, first_pos, position_M, scale,
+        C, P, C_PAD, P_PAD, BLOCK_N, PAGE_SIZE, WINDOW, PRECISION, IS_FP8, USE_CAST,
+    )  # fmt: skip
     mask_MC = is_row_M[:, None] & (c < C)[None, :]
     if IS_SPLIT:
         place_M = (request * NUM_HEADS + head_M).to(tl.int64) * num_parts + tl.program_id(1)
-        tl.store(parts_ptr + place_M[:, None] * C + c[None, :], acc_MC, mask=mask_MC & has_keys)
+        tl.store(parts_ptr + place_M[:, None] * C + c[None, :], acc_MC, mask=mask_MC & (start < end))
         tl.store(stats_ptr + 2 * place_M, max_M, mask=is_row_M)
         tl.store(stats_ptr + 2 * place_M + 1, sum_M, mask=is_row_M)
     else:

@@ -45,7 +45,7 @@ _DECODE = Tile(keys=64, warps=2, stages=5)
 _PREFILL = Tile(rows=128, keys=64, warps=4, stages=3)
 _PREFILL_IN_WINDOW = Tile(rows=128, keys=32, warps=4, stages=4)
 # Not measured. On Hopper the smallest tile of its matrix instructions, which fills a processor's shared memory; the
-# others fit into the 99 KiB of consumer GPUs. fp32 products use no matrix unit.
+# others fit into the 99 KiB of consumer GPUs. fp32 numbers take twice the memory, and their products no matrix unit.
 _LATENT_ON_HOPPER = Tile(rows=64, keys=64, warps=8, stages=2, per_processor=1)
 _LATENT = Tile(rows=32, keys=32, warps=4, stages=2)
 _LATENT_FP8 = Tile(rows=32, keys=32, warps=8, stages=2)  # converting takes registers, and four warps would spill
@@ -155,7 +155,7 @@ class TritonAttention(Attention):
     ) -> torch.Tensor:  # fmt: skip
         """All query heads with one latent per token."""
         batch = plan.batch
-        tile = _latent_tile(q_THD.dtype, self._capability, is_fp8=formats["IS_FP8"])
+        tile = _latent_tile(q_THD.dtype, kv.keys.dtype, self._capability)
         out_THV = q_THD.new_empty(q_THD.shape[0], spec.num_heads, spec.value_dim)
         constants = _latent_shape_of(spec, batch.page_size, has_sinks=sinks_H is not None) | formats
         constants |= {"BLOCK_N": tile.keys, "num_warps": tile.warps, "num_stages": tile.stages}
@@ -258,10 +258,11 @@ def _latent_shape_of(spec: AttentionSpec, page_size: int, *, has_sinks: bool) ->
     }  # fmt: skip
 
 
-def _latent_tile(dtype: torch.dtype, capability: tuple[int, int], *, is_fp8: bool) -> Tile:
-    if dtype == torch.float32:
+def _latent_tile(dtype: torch.dtype, kv_dtype: torch.dtype, capability: tuple[int, int]) -> Tile:
+    """The tile for queries and a cache of these dtypes; uint8 stands for FP8."""
+    if torch.float32 in (dtype, kv_dtype):
         return _LATENT_FP32
-    if is_fp8:
+    if kv_dtype == torch.uint8:
         return _LATENT_FP8
     return _LATENT_ON_HOPPER if capability[0] == 9 else _LATENT
 

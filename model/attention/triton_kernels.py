@@ -40,7 +40,7 @@ def store_kv(ptrs, values, mask, IS_FP8: tl.constexpr, USE_CAST: tl.constexpr):
 
 @triton.jit
 def read_kv(stored, like, IS_FP8: tl.constexpr, USE_CAST: tl.constexpr):
-    """Numbers of the cache in the dtype of `like`."""
+    """Numbers of the cache in the dtype of `like`. Without USE_CAST, a NaN of an FP8 cache reads as 480."""
     if IS_FP8 and USE_CAST:
         numbers = stored.to(tl.float8e4nv, bitcast=True)
     elif IS_FP8:

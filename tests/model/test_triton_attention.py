@@ -56,15 +56,20 @@ def compiled(
 
 def compiled_latent(arch: int, kind: str, *, is_decode: bool = True) -> Any:
     """The kernel with DeepSeek-V3's heads and the tile that a GPU of `arch` gets."""
-    dtype = torch.float32 if kind == "fp32" else torch.bfloat16
+    dtype, kv_dtype = {
+        "bf16": (torch.bfloat16, torch.bfloat16),
+        "fp8": (torch.bfloat16, torch.uint8),
+        "fp32": (torch.float32, torch.float32),
+        "fp32 cache": (torch.bfloat16, torch.float32),
+    }[kind]
     capability = (arch // 10, arch % 10)
-    formats = _number_formats(dtype, torch.uint8 if kind == "fp8" else dtype, capability)
-    tile = _latent_tile(dtype, capability, is_fp8=kind == "fp8")
+    tile = _latent_tile(dtype, kv_dtype, capability)
+    formats = _number_formats(dtype, kv_dtype, capability)
     constants = _latent_shape_of(DEEPSEEK, 16, has_sinks=False) | formats
     constants |= {"BLOCK_Q": 1, "BLOCK_H": tile.rows, "BLOCK_N": tile.keys}
     constants |= {"IS_DECODE": is_decode, "IS_SPLIT": is_decode}
-    names = {"bf16": ("bf16", "bf16"), "fp8": ("bf16", "u8"), "fp32": ("fp32", "fp32")}[kind]
-    return compiled(latent_kernels.latent_attention, arch, tile, constants, *names)
+    names = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.uint8: "u8"}
+    return compiled(latent_kernels.latent_attention, arch, tile, constants, names[dtype], names[kv_dtype])
 
 
 def test_kernels_compile_for_every_gpu_within_shared_memory(subtests: pytest.Subtests) -> None:
@@ -83,7 +88,7 @@ def test_kernels_compile_for_every_gpu_within_shared_memory(subtests: pytest.Sub
 
 @pytest.mark.parametrize(
     ("arch", "kind"),
-    [*((arch, "bf16") for arch in ARCHS), (80, "fp8"), (90, "fp8"), (86, "fp32")],
+    [*((arch, "bf16") for arch in ARCHS), (80, "fp8"), (90, "fp8"), (86, "fp32"), (89, "fp32 cache")],
 )
 def test_latent_attention_compiles_for_every_gpu_within_shared_memory(arch: int, kind: str) -> None:
     is_wide = (arch, kind) == (90, "bf16")
@@ -179,5 +184,5 @@ def test_latents_are_cut_by_tiles_of_heads(num_requests: int, num_parts: int, mo
     monkeypatch.setattr(TritonAttention, "unsupported_reason", classmethod(lambda cls, spec, device: None))
     attention = TritonAttention([DEEPSEEK], CPU)
     attention._num_processors = 132
-    tile = _latent_tile(torch.bfloat16, (9, 0), is_fp8=False)
+    tile = _latent_tile(torch.bfloat16, torch.bfloat16, (9, 0))
     assert attention.num_parts(DEEPSEEK, num_requests, 8000, tile) == num_parts
