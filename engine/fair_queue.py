@@ -12,8 +12,10 @@ it. With one client and one connection this is first come, first served.
 
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING
 
-from engine.sequence import Sequence
+if TYPE_CHECKING:
+    from engine.sequence import Sequence  # needs numpy, which commands like --help need not wait for
 
 Path = tuple[str, ...]
 
@@ -21,7 +23,7 @@ Path = tuple[str, ...]
 class Shares:
     """How many requests each client and each of its connections runs now."""
 
-    def __init__(self, running: Iterable[Sequence]) -> None:
+    def __init__(self, running: Iterable["Sequence"]) -> None:
         self._counts = Counter(prefix for seq in running for prefix in _prefixes(seq.path))
 
     def of(self, path: Path) -> tuple[int, ...]:
@@ -35,7 +37,7 @@ class Shares:
                 return self._counts[mine] - self._counts[its]
         return 0
 
-    def first_to_give_way(self, running: Iterable[Sequence]) -> Sequence:
+    def first_to_give_way(self, running: Iterable["Sequence"]) -> "Sequence":
         """The youngest request of the client and connection that run the most."""
         return max(running, key=lambda seq: (self.of(seq.path), seq.arrival))
 
@@ -50,20 +52,20 @@ class FairQueue:
     def __len__(self) -> int:
         return self._num_waiting
 
-    def __iter__(self) -> Iterator[Sequence]:
+    def __iter__(self) -> Iterator["Sequence"]:
         return iter(sorted((seq for waiting in self._by_path.values() for seq in waiting), key=lambda s: s.arrival))
 
-    def put(self, seq: Sequence) -> None:
+    def put(self, seq: "Sequence") -> None:
         """Add a new request, the youngest of all."""
         self._by_path.setdefault(seq.path, deque()).append(seq)
         self._num_waiting += 1
 
-    def put_back(self, seq: Sequence) -> None:
+    def put_back(self, seq: "Sequence") -> None:
         """Put back a preempted request, in front of the waiting requests of its connection, which are all younger."""
         self._by_path.setdefault(seq.path, deque()).appendleft(seq)
         self._num_waiting += 1
 
-    def remove(self, seq: Sequence) -> None:
+    def remove(self, seq: "Sequence") -> None:
         """Take out a waiting request. Raises ValueError if it is not in the queue."""
         waiting = self._by_path.get(seq.path, deque())
         waiting.remove(seq)
@@ -71,7 +73,7 @@ class FairQueue:
         if not waiting:
             del self._by_path[seq.path]
 
-    def first(self, shares: Shares) -> Sequence:
+    def first(self, shares: Shares) -> "Sequence":
         """The next to run. Raises ValueError if nobody waits."""
         heads = (waiting[0] for waiting in self._by_path.values())
         return min(heads, key=lambda seq: (shares.of(seq.path), seq.arrival))

@@ -65,6 +65,15 @@ def test_16_requests_are_finished_after_sigterm(tmp_path):
     assert {answer.json()["usage"]["completion_tokens"] for answer in clients.answers[1::2]} == {80}
 
 
+@pytest.fixture
+def _heeds_sighup():
+    """A process inherits that a signal is ignored, as under nohup; the tests themselves may run so."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("_heeds_sighup")
 def test_a_terminal_that_closes_drains_however_often_it_says_so(tmp_path):
     with start(tmp_path) as service:
         clients = Clients(service, 4, {**LONG, "max_tokens": 80})

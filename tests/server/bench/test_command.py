@@ -141,7 +141,7 @@ def test_refusals(argv, words):
 
 def test_a_plot_without_matplotlib_is_refused_before_the_run(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
-    with pytest.raises(SettingError, match=r"--plot needs matplotlib: pip install 'moe-serve\[bench\]'"):
+    with pytest.raises(SettingError, match=r"--plot needs matplotlib: pip install matplotlib"):
         bench("--base-url", "http://127.0.0.1:1", "--plot", "x.png")
 
 
