@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from loaders.checkpoint import Checkpoint
 from loaders.experts import read_gpt_oss_experts, read_split_experts
 from moe import MoeConfigError, MoeRunnerConfig, RankPlace, Topology
-from moe.formats import ExpertWeights
+from moe.formats import ExpertWeights, Fp8BlockWeight
 from moe.topology import check_fit
 from tests.loaders.expert_files import FORMATS, fused_experts, save, shape_of, split_experts
 
@@ -116,6 +116,19 @@ def test_shards_put_together_equal_the_whole(tmp_path: Path, kind: str, sizes: l
             found_w2[mine.start : mine.stop, :, own] = down[:, :, : cut.length]
         assert torch.equal(found_w13, w13)
         assert torch.equal(found_w2, w2)
+
+
+def test_blocks_of_padding_have_a_scale_of_one(tmp_path: Path) -> None:
+    """Their codes are 0, but kernels divide by a block's scale or take its logarithm."""
+    write(tmp_path, "fp8_block")
+    shard = RankPlace(tp_size=2, tp_rank=1)  # holds the last of three blocks, and one of padding
+    experts = read_shard(tmp_path, "fp8_block", shard)
+    assert isinstance(experts.w13, Fp8BlockWeight)
+    assert isinstance(experts.w2, Fp8BlockWeight)
+    gate_and_up_E2B = experts.w13.scale_inv[..., 0].unflatten(1, (2, 2))
+    assert (gate_and_up_E2B[..., 1] == 1).all()
+    assert (gate_and_up_E2B[..., 0] != 1).all()
+    assert (experts.w2.scale_inv[..., 1] == 1).all()
 
 
 @pytest.mark.parametrize("kind", ["gpt_oss", "gpt_oss_dense"])

@@ -1,5 +1,8 @@
 """The runner: resolves its path when built, refuses what cannot work, and computes what the formula says."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
@@ -18,9 +21,19 @@ from moe import (
     Topology,
     UnsupportedPathError,
 )
-from moe.backends.torch.backend import TorchBackend
+from moe.backends.deep_gemm.permutes import deep_gemm_to_standard
+from moe.backends.torch.backend import TorchBackend, TorchRunnerCore, standard_to_torch
+from moe.backends.triton.backend import run_standard
 from moe.config import DispatchFormat
 from moe.formats import ExpertWeights, Mxfp4Weight
+from moe.registry import (
+    load_backend,
+    register_backend,
+    register_fused_func,
+    register_post_permute,
+    register_pre_permute,
+    register_runner_core,
+)
 from tests.moe.configs import rank_config
 
 E, H, I, K = 4, 64, 96, 2
@@ -203,3 +216,18 @@ def routing_of(num_experts: int, top_k: int) -> RoutingConfig:
 def test_bad_settings_name_field_value_and_rule(changes: dict[str, object], message: str) -> None:
     with pytest.raises(MoeConfigError, match=message):
         make_config(**changes)
+
+
+def test_nothing_is_registered_twice() -> None:
+    """A second entry would silently take the first one's place."""
+    load_backend(MoeBackend.TORCH)
+    twice: list[tuple[Callable[[Any], object], object]] = [
+        (register_backend, TorchBackend),
+        (register_runner_core(MoeBackend.TORCH), TorchRunnerCore),
+        (register_pre_permute(DispatchFormat.STANDARD, MoeBackend.TORCH), standard_to_torch),
+        (register_post_permute(MoeBackend.DEEP_GEMM, DispatchFormat.STANDARD), deep_gemm_to_standard),
+        (register_fused_func(MoeA2ABackend.NONE, MoeBackend.TRITON), run_standard),
+    ]
+    for register, entry in twice:
+        with pytest.raises(MoeConfigError, match="is registered twice"):
+            register(entry)

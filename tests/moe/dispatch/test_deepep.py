@@ -103,6 +103,24 @@ def test_2880_columns_travel_as_3072(library: type[Buffer]) -> None:
     assert outputs[0].shape == (4, 2880)
 
 
+@pytest.mark.parametrize(
+    ("dispatch_dtype", "hidden", "num_scales"),
+    [(DispatchDtype.FP8, 2176, 17), (DispatchDtype.FP8_UE8M0, 3200, 7)],  # sent as 2560 and 4096 columns
+)
+def test_scales_of_padded_columns_are_cut(
+    library: type[Buffer], dispatch_dtype: DispatchDtype, hidden: int, num_scales: int
+) -> None:
+    """An fp32 scale covers 128 columns, four packed exponents cover 512."""
+
+    def work(rank: Rank) -> tuple[int, int]:
+        dispatcher = make_dispatcher(rank, DeepepMode.LOW_LATENCY, hidden, dispatch_dtype)
+        result = dispatcher.dispatch(hostile.tokens(4, hidden).bfloat16(), hostile.routing(4, E, K))
+        assert result.hidden_states_scale is not None
+        return result.hidden_states.shape[-1], result.hidden_states_scale.shape[-1]
+
+    assert run_ranks(2, work) == [(hidden, num_scales)] * 2
+
+
 def test_ids_become_int64_and_weights_fp32(library: type[Buffer]) -> None:
     def work(rank: Rank) -> tuple[torch.dtype, torch.dtype]:
         x, topk = hostile.tokens(4, H), hostile.routing(4, E, K)

@@ -139,6 +139,19 @@ def test_faults_of_low_latency_are_caught(monkeypatch: Patch, spoil: Callable[[A
         round_trip(2, DEEPEP, spoil=spoil)
 
 
+@pytest.mark.parametrize("dispatch_dtype", [DispatchDtype.FP8, DispatchDtype.FP8_UE8M0])
+def test_rounding_to_fp8_hides_no_wrong_expert(monkeypatch: Patch, dispatch_dtype: DispatchDtype) -> None:
+    """One slot at a wrong expert changes a token by a fifth."""
+
+    def a_fifth_too_large(dispatcher: Any) -> None:
+        original = dispatcher.combine
+        dispatcher.combine = lambda result: original(result) * 1.2
+
+    install_deepep(monkeypatch)
+    with pytest.raises(SelfCheckError, match=rf"transport deepep \(deepep_ll, {dispatch_dtype}\): token \d"):
+        round_trip(2, DEEPEP, dispatch_dtype=dispatch_dtype, spoil=a_fifth_too_large)
+
+
 @pytest.mark.parametrize("times", [0, 2])
 def test_a_lost_or_repeated_sum_is_caught(monkeypatch: Patch, times: int) -> None:
     def reduce(rank: Rank, x: torch.Tensor) -> torch.Tensor:
