@@ -188,6 +188,15 @@ def test_a_choice_is_kept_for_one_gpu_one_set_of_versions_and_one_layer(monkeypa
     assert (key().gpu, key(Topology(device=torch.device("cuda"))).gpu) == ("cpu", "card of cuda")
 
 
+def test_a_rank_of_two_keeps_its_own_choice_though_its_sizes_are_those_of_one() -> None:
+    """A rank alone with half of the experts sees other tokens per expert: its choice is not this one's."""
+    config = hostile.make_config(E // 2, H, I, 2)
+    runner = MoeRunner(MoeBackend.TRITON, MoeA2ABackend.NONE, config)
+    experts: Any = SimpleNamespace(format_name="mxfp4")
+    alone, of_two = (tuning._key(runner, experts, Topology(ep_size=size), COUNTS) for size in (1, 2))
+    assert alone.file_name != of_two.file_name
+
+
 @pytest.mark.parametrize("text", ["x/6", "3", "-2/6", "3/6/7", "", "3/²", "3/" + "9" * 5000])
 def test_a_damaged_choice_is_passed_over_without_the_flag_and_replaced_with_it(
     profiled: Profiled, tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str
