@@ -89,6 +89,7 @@ class DecodeGraphs:
         with torch.cuda.stream(stream):  # compiles and allocates now, which a capture must not do
             self._model(batch, self._kv)
         torch.cuda.current_stream().wait_stream(stream)
+        self._model.prepare_replay()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         largest = next(iter(self._graphs.values()), None)
@@ -109,6 +110,7 @@ class DecodeGraphs:
             query_lens=(1,) * size,
             seq_lens=(self._table_MP.shape[1] * self._page_size,) * size,
             page_size=self._page_size,
+            all_ranks_decode=True,
         )
 
     def serves(self, batch: ForwardBatch) -> bool:
@@ -128,5 +130,6 @@ class DecodeGraphs:
             self._slots_M[num_live : self._num_live] = self._spare_slot
             self._lens_M[num_live : self._num_live] = 1
         self._num_live = num_live
+        self._model.prepare_replay()
         self._graphs[size].replay()
         return self._logits_MV[:num_live]

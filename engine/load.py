@@ -129,7 +129,7 @@ def _uses_graphs(config: EngineConfig, model: Model) -> bool:
     """Whether decode steps are captured. If the path cannot be, the log says why and the model runs without graphs."""
     if model.device.type != "cuda" or config.enforce_eager:
         return False
-    reason = model.why_not_capturable
+    reason = model.why_not_capturable(config.max_num_seqs)
     if reason is not None:
         logger.info("decode steps run without CUDA graphs: %s cannot be captured", reason)
     return reason is None

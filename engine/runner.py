@@ -38,9 +38,11 @@ class Model(Protocol):
     def moe_layers(self) -> ListLike[MoePath]:
         """Empty for a model without experts."""
 
-    @property
-    def why_not_capturable(self) -> str | None:
-        """None if a decode step can be captured in a CUDA graph, else the part that cannot."""
+    def why_not_capturable(self, max_num_tokens: int) -> str | None:
+        """None if decode steps of up to `max_num_tokens` tokens can be captured in CUDA graphs, else what cannot."""
+
+    def prepare_replay(self) -> None:
+        """What cannot be part of a captured step; called before each capture and replay."""
 
     def __call__(self, batch: ForwardBatch, kv: list[LayerKv]) -> torch.Tensor:
         """Logits [R, V] in float32."""

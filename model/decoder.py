@@ -95,15 +95,17 @@ class Model(nn.Module):
         self.kv_specs: list[KvLayerSpec] = [layer.attention.spec.kv_spec for layer in layers]
         self.moe_layers: list[MoeLayer] = [layer.mlp for layer in layers if isinstance(layer.mlp, MoeLayer)]
 
-    @property
-    def why_not_capturable(self) -> str | None:
-        """None if a decode step can be captured in a CUDA graph, else the part that cannot."""
+    def why_not_capturable(self, max_num_tokens: int) -> str | None:
+        """None if decode steps of up to `max_num_tokens` tokens can be captured in CUDA graphs, else what cannot."""
         if not self.attention.is_capturable:
             return f"attention backend {self.attention.name}"
-        for layer in self.moe_layers:
-            if not layer.is_capturable:
-                return f"MoE {layer.description}"
-        return None
+        reasons = (layer.why_not_capturable(max_num_tokens) for layer in self.moe_layers)
+        return next((reason for reason in reasons if reason is not None), None)
+
+    def prepare_replay(self) -> None:
+        """What cannot be part of a captured step; every rank calls it before each capture and replay, outside them."""
+        for layer in self.moe_layers[:1]:  # all share one transport
+            layer.dispatcher.prepare_replay()
 
     def forward(self, batch: ForwardBatch, kv: Sequence[LayerKv]) -> torch.Tensor:
         """fp32 logits [R, V] of the rows the batch asks for; writes the step's keys and values to `kv`, one a layer."""

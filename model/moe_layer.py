@@ -11,10 +11,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from model.linear import GatedMlp
-from moe import BypassedTopK, MoeA2ABackend, MoeRunner
+from moe import BypassedTopK, MoeRunner
 from moe.backends.c_compiler import missing_for_triton
 from moe.check.selfcheck import SelfCheckReport
-from moe.dispatch.base import Dispatcher, mode_options
+from moe.dispatch.base import Dispatcher, abandon, mode_options
 from moe.registry import load_backend
 from moe.routing import TopK
 from moe.types import TopKOutput
@@ -92,16 +92,23 @@ class MoeLayer(nn.Module):
         if self._router is None:
             gate.weight_bf16 = None  # read by nobody else: 213 MB in all layers of DeepSeek-V3
 
-    @property
-    def is_capturable(self) -> bool:
-        """True if the layer can be captured in a CUDA graph."""
-        return self.runner.a2a is MoeA2ABackend.NONE and load_backend(self.runner.backend).is_capturable
+    def why_not_capturable(self, max_num_tokens: int) -> str | None:
+        """None if decode steps of up to `max_num_tokens` tokens can be captured in a CUDA graph, else the reason."""
+        if not load_backend(self.runner.backend).is_capturable:
+            return f"MoE {self.description}"
+        reason = self.dispatcher.why_not_capturable(max_num_tokens)
+        return None if reason is None else f"MoE {self.description} ({reason})"
 
     def forward(self, x_TH: torch.Tensor, *, is_decode: bool = False) -> torch.Tensor:
         """[T, H] to [T, H]. `is_decode` chooses DeepEP's mode where both may run; all ranks pass the same."""
         options = mode_options(self.runner.dispatch_formats, is_decode=is_decode)
         dispatched = self.dispatcher.dispatch(x_TH, self._route(x_TH), **options)
-        out_TH: torch.Tensor = self.dispatcher.combine(self.runner.run(dispatched, self.quant_info))
+        try:
+            result = self.runner.run(dispatched, self.quant_info)
+        except Exception:
+            abandon(self.dispatcher, dispatched, self.runner.config.dtype)
+            raise
+        out_TH: torch.Tensor = self.dispatcher.combine(result)
         return out_TH if self.shared_experts is None else out_TH + self.shared_experts(x_TH)
 
     def _route(self, x_TH: torch.Tensor) -> TopKOutput:

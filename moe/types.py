@@ -140,7 +140,9 @@ class DeepepLlDispatchOutput:
 
     Scales: fp32 [E_local, M, H/128], or int32 [E_local, M, H/512] with four exponent bytes each; M-major both.
     `topk_ids` int64 and `topk_weights` fp32 [T, K] are the sender's own, for combine; they say nothing of these rows.
-    `expected_m` is a hint: rows per expert if routing were even.
+    `expected_m` is a hint: rows per expert if routing were even. `max_rows` is a bound: real rows of all experts
+    together; None if nothing less than E_local * M is known.
+    `hidden_states` may be a view of wider rows; results written with the same strides travel without a copy.
     """
 
     format: ClassVar[DispatchFormat] = DispatchFormat.DEEPEP_LL
@@ -150,6 +152,7 @@ class DeepepLlDispatchOutput:
     topk_weights: torch.Tensor
     masked_m: torch.Tensor
     expected_m: int
+    max_rows: int | None = None
 
     @property
     def num_tokens(self) -> None:
@@ -163,7 +166,10 @@ class DeepepLlDispatchOutput:
 
 @dataclass(frozen=True, slots=True)
 class DeepepLlCombineInput:
-    """Expert outputs [E_local, M, H] without weights: the transport multiplies by `topk_weights` and adds."""
+    """Expert outputs [E_local, M, H] without weights: the transport multiplies by `topk_weights` and adds.
+
+    It never reads the rows beyond an expert's count, so they may hold anything.
+    """
 
     format: ClassVar[DispatchFormat] = DispatchFormat.DEEPEP_LL
     hidden_states: torch.Tensor

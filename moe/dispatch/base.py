@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import logging
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -11,19 +12,48 @@ from moe.errors import TransportStateError, UnsupportedPathError
 from moe.packages import not_installed
 from moe.types import TopKOutput
 
-Out_co = TypeVar("Out_co", covariant=True)
+Out = TypeVar("Out")
 In_contra = TypeVar("In_contra", contravariant=True)
 Handle = TypeVar("Handle")
 
+logger = logging.getLogger(__name__)
 
-class Dispatcher(Protocol[Out_co, In_contra]):
-    """Moves tokens to the ranks that own their experts and brings the weighted sum back. Every rank calls both."""
 
-    def dispatch(self, hidden_states_TH: torch.Tensor, topk_output: TopKOutput) -> Out_co:
+class Dispatcher(Protocol[Out, In_contra]):
+    """Moves tokens to the ranks that own their experts and brings the weighted sum back.
+
+    Every rank calls `dispatch`, then `combine`, or `abandon` if its experts failed.
+    """
+
+    def dispatch(self, hidden_states_TH: torch.Tensor, topk_output: TopKOutput) -> Out:
         """Tokens for the local experts, in the transport's layout."""
 
     def combine(self, result: In_contra) -> torch.Tensor:
         """[T, H] of this rank's own tokens, complete."""
+
+    def abandon(self, dispatched: Out, dtype: torch.dtype) -> None:
+        """Give up a dispatched batch whose experts failed, so that the next one finds the transport in order.
+
+        The other ranks wait for this one's results of `dtype`: they get NaN, so that nobody takes a sum without them
+        for an answer.
+        """
+
+    def why_not_capturable(self, max_num_tokens: int) -> str | None:
+        """None if a CUDA graph can hold decode steps of up to `max_num_tokens` tokens a rank, else the reason."""
+
+    def prepare_replay(self) -> None:
+        """Bring the transport into the state that a captured decode step starts from.
+
+        Every rank calls it together, outside captures, before each capture and replay.
+        """
+
+
+def abandon(dispatcher: Dispatcher[Any, Any], dispatched: Any, dtype: torch.dtype) -> None:
+    """`dispatcher.abandon`, for a caller that has an error to raise: what goes wrong here is only logged."""
+    try:
+        dispatcher.abandon(dispatched, dtype)
+    except Exception:  # whatever broke the experts may break the transport too
+        logger.warning("the other ranks could not be told that this rank's experts failed", exc_info=True)
 
 
 def mode_options(dispatch_formats: tuple[DispatchFormat, ...], *, is_decode: bool) -> dict[str, bool]:
@@ -51,15 +81,26 @@ class InFlight(Generic[Handle]):
         """Remember a dispatched batch."""
         self._entries.append((topk_ids, handle))
 
+    def __len__(self) -> int:
+        """Batches that wait for their combine."""
+        return len(self._entries)
+
     def take(self, topk_ids: torch.Tensor) -> Handle:
         """The handle of the batch with exactly this ids tensor."""
+        handle = self.discard(topk_ids)
+        if handle is None:
+            raise TransportStateError(
+                f"{self._transport}: combine got ids of no dispatched batch; a path must hand back the ids it was given"
+            )
+        return handle
+
+    def discard(self, topk_ids: torch.Tensor) -> Handle | None:
+        """Forget the batch with exactly this ids tensor; its handle, or None if there is no such batch."""
         for position, (ids, handle) in enumerate(self._entries):
             if ids is topk_ids:
                 del self._entries[position]
                 return handle
-        raise TransportStateError(
-            f"{self._transport}: combine got ids of no dispatched batch; a path must hand back the ids it was given"
-        )
+        return None
 
 
 def ids_and_weights(topk_output: TopKOutput, ids_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

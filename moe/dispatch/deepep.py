@@ -5,6 +5,9 @@ Shape letters: T this rank's tokens, R received tokens, K top-k, E local experts
 """
 
 import inspect
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -12,6 +15,7 @@ import torch
 from moe.config import MoeA2ABackend
 from moe.dispatch.base import InFlight, accepted, ids_and_weights, load_library, pad_columns
 from moe.dispatch.deepep_settings import (
+    QUEUE_DEPTH_VARIABLE,
     DeepepMode,
     DeepepSettings,
     EpShape,
@@ -19,6 +23,9 @@ from moe.dispatch.deepep_settings import (
     check_queue_depth,
     expected_rows,
     ll_hidden_size,
+    most_received_rows,
+    queue_depth_to_ask_for,
+    why_not_capturable,
 )
 from moe.dispatch.dtype import DispatchDtype
 from moe.errors import MoeConfigError, TransportStateError, UnsupportedPathError
@@ -32,10 +39,16 @@ from moe.types import (
 )
 
 RESULTS_ALIVE = 2  # the low-latency buffer is a double buffer
+NAN = float("nan")
 
 
 class DeepepBuffer:
     """The communication buffer of one rank, shared by all its layers, with what is in flight in it.
+
+    Every low-latency call takes the next half of a double buffer: the library counts the calls on the host, also those
+    that are only captured or that fail on the device, and each zeroes the counters of the half that comes after it. So
+    after an even number of calls the halves are where captured steps expect them, and an odd number with nothing in
+    flight means that an exchange was left half done: its counters have to be zeroed by all ranks together.
 
     Raises:
         UnsupportedPathError, MoeConfigError: the settings break a limit of the kernels (checked before anything is
@@ -43,6 +56,7 @@ class DeepepBuffer:
     """
 
     transport: ClassVar[MoeA2ABackend] = MoeA2ABackend.DEEPEP
+    can_clean: ClassVar[bool] = True  # whether the library can zero its counters
 
     def __init__(
         self, group: Any, settings: DeepepSettings, shape: EpShape, *, sends_fp8: bool, row_multiple: int = 4
@@ -57,12 +71,17 @@ class DeepepBuffer:
         check_queue_depth(settings, getattr(self.raw, "nvshmem_qp_depth", None))
         self.in_flight: InFlight[Any] = InFlight(self.transport, RESULTS_ALIVE)
         self._needs_cleaning = False
+        self._is_odd = False
+        self._device = torch.device("cpu")
 
     def build(self, group: Any) -> Any:
         """The library's buffer, large enough for the modes in use; other libraries adapt to its low-latency calls."""
         library = load_library("deep_ep", self.transport)
         mode, shape, buffer_class = self.settings.mode, self.shape, library.Buffer
         num_nvl_bytes = num_rdma_bytes = num_qps = 0
+        queue_depth = queue_depth_to_ask_for(self.settings)
+        if queue_depth is not None:  # a value that the user chose stays
+            os.environ.setdefault(QUEUE_DEPTH_VARIABLE, str(queue_depth))
         if mode.has_normal:
             row_bytes = shape.hidden_size * 2
             for config in (
@@ -86,13 +105,73 @@ class DeepepBuffer:
         """True for builds whose low-latency dispatch has the NVFP4 option."""
         return "use_nvfp4" in inspect.signature(self.raw.low_latency_dispatch).parameters
 
-    def before_low_latency(self) -> None:
-        """Low-latency kernels want their part of the buffer zeroed after normal ones wrote over it."""
-        if self._needs_cleaning:
-            self.raw.clean_low_latency_buffer(
-                self.settings.max_dispatch_tokens, ll_hidden_size(self.shape.hidden_size), self.shape.num_experts
+    def prepare_low_latency(self) -> None:
+        """Zero the counters if they may not be: after normal kernels, and after an exchange that was left half done.
+
+        Every rank calls it at the same point, since the library waits for all of them.
+
+        Raises:
+            TransportStateError: in a capture, where the cleaning would become part of every replay instead.
+        """
+        is_half_done = self._is_odd and not len(self.in_flight)
+        if not self._needs_cleaning and not is_half_done:
+            return
+        if is_capturing():
+            raise TransportStateError(
+                f"{self.transport}: the low-latency buffer must be cleaned before a capture, not in it: call "
+                "prepare_replay first"
             )
-            self._needs_cleaning = False
+        self._clean()
+        if is_half_done:
+            self._send_nothing()
+            self._clean()
+
+    def _clean(self) -> None:
+        if not self.can_clean:
+            raise TransportStateError(
+                f"{self.transport}: an exchange was left half done, and this library cannot clean its buffer: restart "
+                "all ranks"
+            )
+        self.raw.clean_low_latency_buffer(
+            self.settings.max_dispatch_tokens, ll_hidden_size(self.shape.hidden_size), self.shape.num_experts
+        )
+        self._needs_cleaning = False
+
+    def _send_nothing(self) -> None:
+        """One call more, so that captured steps find the halves where they were captured."""
+        x_0H = torch.empty(0, ll_hidden_size(self.shape.hidden_size), dtype=torch.bfloat16, device=self._device)
+        ids_0K = torch.empty(0, self.shape.top_k, dtype=torch.int64, device=self._device)
+        self.low_latency_dispatch(x_0H, ids_0K, use_fp8=False)
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """Around a low-latency call; one that fails may have soiled the counters, unless it was only captured."""
+        self._is_odd = not self._is_odd
+        try:
+            yield
+        except Exception:
+            self._needs_cleaning |= not is_capturing()
+            raise
+
+    def low_latency_dispatch(self, x_TH: torch.Tensor, ids_TK: torch.Tensor, **options: Any) -> tuple[Any, Any, Any]:
+        """(received, rows of each expert, handle), arrived."""
+        limit, num_experts, self._device = self.settings.max_dispatch_tokens, self.shape.num_experts, x_TH.device
+        with self._counted():
+            received, masked_m, handle, _, hook = self.raw.low_latency_dispatch(
+                x_TH, ids_TK, limit, num_experts, return_recv_hook=True, **options
+            )
+            hook()  # nothing may be read before: the call above only sends
+        return received, masked_m, handle
+
+    def low_latency_combine(
+        self, x_EMH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, handle: Any
+    ) -> torch.Tensor:
+        """[T, H], arrived."""
+        out_TH: torch.Tensor
+        with self._counted():
+            out_TH, _, hook = self.raw.low_latency_combine(x_EMH, ids_TK, weights_TK, handle, return_recv_hook=True)
+            hook()
+        return out_TH
 
     def after_normal(self) -> None:
         """Remember that normal kernels used the buffer."""
@@ -146,6 +225,32 @@ class DeepepDispatcher:
         self.buffer.after_normal()
         return out_TH
 
+    def abandon(self, dispatched: DeepepNormalDispatchOutput | DeepepLlDispatchOutput, dtype: torch.dtype) -> None:
+        """Combine NaN in place of this rank's results, which also makes the number of low-latency calls even.
+
+        Where even that fails, every rank cleans the buffer before its next low-latency step.
+        """
+        ids, weights = dispatched.topk_ids, dispatched.topk_weights
+        try:
+            if isinstance(dispatched, DeepepLlDispatchOutput):
+                shape = self.buffer.shape
+                num_rows = shape.ep_size * self.buffer.settings.max_dispatch_tokens
+                size = (shape.num_local_experts, num_rows, shape.hidden_size)
+                self.combine(DeepepLlCombineInput(torch.full(size, NAN, dtype=dtype, device=ids.device), ids, weights))
+            else:
+                rows_RH = torch.full_like(dispatched.hidden_states, NAN, dtype=dtype)
+                self.combine(DeepepNormalCombineInput(rows_RH, ids, weights))
+        finally:
+            self.buffer.in_flight.discard(ids)
+
+    def why_not_capturable(self, max_num_tokens: int) -> str | None:
+        """Low latency within its token limit can be captured; normal mode cannot."""
+        return why_not_capturable(self.buffer.settings, max_num_tokens)
+
+    def prepare_replay(self) -> None:
+        """Clean the buffer that all layers share, if it needs it."""
+        self.buffer.prepare_low_latency()
+
     def _dispatch_normal(
         self, x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor
     ) -> DeepepNormalDispatchOutput:
@@ -179,23 +284,23 @@ class DeepepDispatcher:
                 f"a low-latency step has {num_tokens} tokens, but --deepep-max-dispatch-tokens is {limit}"
             )
         buffer.in_flight.check_room()
-        buffer.before_low_latency()
+        buffer.prepare_low_latency()
         hidden_size = x_TH.shape[1]
-        received, masked_m, handle, _, hook = buffer.raw.low_latency_dispatch(
-            pad_columns(x_TH, ll_hidden_size(hidden_size)).contiguous(),
-            ids_TK,
-            limit,
-            buffer.shape.num_experts,
-            return_recv_hook=True,
-            **self._payload_options(),
+        received, masked_m, handle = buffer.low_latency_dispatch(
+            pad_columns(x_TH, ll_hidden_size(hidden_size)).contiguous(), ids_TK, **self._payload_options()
         )
-        hook()  # nothing may be read before: the call above only sends
         buffer.in_flight.add(ids_TK, handle)
         x_EMH, scale = received if isinstance(received, tuple) else (received, None)
         if self.dispatch_dtype is not DispatchDtype.NVFP4:  # the packed layout of NVFP4 has no column axis to cut
             x_EMH, scale = _cut_columns(x_EMH, scale, hidden_size)
         return DeepepLlDispatchOutput(
-            x_EMH, scale, ids_TK, weights_TK, masked_m, expected_rows(num_tokens, buffer.shape)
+            x_EMH,
+            scale,
+            ids_TK,
+            weights_TK,
+            masked_m,
+            expected_rows(num_tokens, buffer.shape),
+            most_received_rows(buffer.settings, buffer.shape),
         )
 
     def _payload_options(self) -> dict[str, Any]:
@@ -214,15 +319,29 @@ class DeepepDispatcher:
     def _combine_low_latency(self, result: DeepepLlCombineInput) -> torch.Tensor:
         handle = self.buffer.in_flight.take(result.topk_ids)
         hidden_size = result.hidden_states.shape[-1]
-        out_TH, _, hook = self.buffer.raw.low_latency_combine(
-            pad_columns(result.hidden_states, ll_hidden_size(hidden_size)).contiguous(),
-            result.topk_ids,
-            result.topk_weights,
-            handle,
-            return_recv_hook=True,
-        )
-        hook()
+        rows_EMH = _widen(result.hidden_states, ll_hidden_size(hidden_size))
+        out_TH = self.buffer.low_latency_combine(rows_EMH, result.topk_ids, result.topk_weights, handle)
         return out_TH[:, :hidden_size]
+
+
+def is_capturing() -> bool:
+    """True while a CUDA graph is captured on the current stream."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def _widen(x_EMH: torch.Tensor, num_cols: int) -> torch.Tensor:
+    """Contiguous rows of `num_cols` columns: those around `x` if it is cut from such rows, else a padded copy.
+
+    What the columns added hold does not matter: they come back as columns that are cut off.
+    """
+    num_experts, num_rows, _ = x_EMH.shape
+    end = x_EMH.storage_offset() + num_experts * num_rows * num_cols
+    if (
+        x_EMH.stride() == (num_rows * num_cols, num_cols, 1)
+        and end * x_EMH.itemsize <= x_EMH.untyped_storage().nbytes()
+    ):
+        return x_EMH.as_strided((num_experts, num_rows, num_cols), x_EMH.stride())
+    return pad_columns(x_EMH, num_cols).contiguous()
 
 
 def _cut_columns(

@@ -19,6 +19,8 @@ INTRANODE_RANKS = (2, 4, 8)
 INTERNODE_NODES = (2, 3, 4, 6, 8, 12, 16, 18, 20)
 RANKS_PER_NODE = 8
 FP8_GROUP = 128
+QUEUE_DEPTH_VARIABLE = "NVSHMEM_QP_DEPTH"  # the only way to tell deep_ep
+DEFAULT_QUEUE_DEPTH = 1024
 _TOKENS_FLAG, _EP_FLAG, _MODE_FLAG = "--deepep-max-dispatch-tokens", "--expert-parallel-size", "--deepep-mode"
 
 
@@ -114,6 +116,14 @@ def _check_normal(shape: EpShape) -> None:
         )
 
 
+def queue_depth_to_ask_for(settings: DeepepSettings) -> int | None:
+    """Depth of DeepEP's send queues that the token limit needs; None where its default is enough."""
+    needed = 2 * (settings.max_dispatch_tokens + 1)
+    if not settings.mode.has_low_latency or needed <= DEFAULT_QUEUE_DEPTH:
+        return None
+    return 1 << (needed - 1).bit_length()  # NVSHMEM's queues are powers of two
+
+
 def check_queue_depth(settings: DeepepSettings, queue_depth: int | None) -> None:
     """Refuse a token limit that overruns DeepEP's send queue, which it does not guard itself.
 
@@ -128,8 +138,8 @@ def check_queue_depth(settings: DeepepSettings, queue_depth: int | None) -> None
         return
     raise MoeConfigError(
         f"{_TOKENS_FLAG} is {tokens}: that needs a queue depth of {needed}, but deep_ep uses {queue_depth}; start with "
-        f"NVSHMEM_QP_DEPTH={needed} in the environment, which deep_ep reads, or use at most {queue_depth // 2 - 1} "
-        "tokens"
+        f"{QUEUE_DEPTH_VARIABLE}={needed} in the environment, which deep_ep reads, or use at most "
+        f"{queue_depth // 2 - 1} tokens"
     )
 
 
@@ -168,23 +178,30 @@ def ll_hidden_size(hidden_size: int) -> int:
     )
 
 
-def check_capture(settings: DeepepSettings, max_captured_tokens: int) -> None:
-    """Refuse graph capture that the transport cannot follow: normal mode asks the host; LL has its token limit."""
+def why_not_capturable(settings: DeepepSettings, max_num_tokens: int) -> str | None:
+    """None if CUDA graphs can hold decode steps of `max_num_tokens` tokens a rank, else the reason and the way out."""
     if not settings.mode.has_low_latency:
-        raise UnsupportedPathError(
+        return (
             f"{_MODE_FLAG} normal cannot run in CUDA graphs, since it waits for counts on the host; use auto or "
-            "low_latency, or switch graphs off"
+            "low_latency"
         )
-    if max_captured_tokens > settings.max_dispatch_tokens:
-        raise MoeConfigError(
-            f"{_TOKENS_FLAG} is {settings.max_dispatch_tokens}, but graphs are captured for up to "
-            f"{max_captured_tokens} tokens: raise it to at least that number"
+    if max_num_tokens > settings.max_dispatch_tokens:
+        return (
+            f"{_TOKENS_FLAG} is {settings.max_dispatch_tokens}, but graphs are captured for up to {max_num_tokens} "
+            "tokens: raise it to at least that number"
         )
+    return None
 
 
 def expected_rows(num_tokens: int, shape: EpShape) -> int:
     """Rows a local expert gets if all ranks send `num_tokens` and routing is even, rounded up."""
     return (num_tokens * shape.ep_size * shape.top_k + shape.num_experts) // shape.num_experts
+
+
+def most_received_rows(settings: DeepepSettings, shape: EpShape) -> int:
+    """Rows that all local experts together can get in a low-latency step; a token takes an expert at most once."""
+    num_slots = min(shape.top_k, shape.num_local_experts)
+    return shape.ep_size * settings.max_dispatch_tokens * num_slots
 
 
 def _words(numbers: tuple[int, ...]) -> str:

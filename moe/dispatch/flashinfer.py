@@ -60,6 +60,19 @@ class FlashinferDispatcher:
         out_TH: torch.Tensor = self._alltoall.combine(payload, self._max_tokens)
         return out_TH
 
+    def abandon(self, dispatched: FlashinferDispatchOutput, dtype: torch.dtype) -> None:
+        """Combine NaN in place of this rank's results; the library refuses a dispatch before a combine."""
+        result = dispatched.empty_result(dtype)
+        result.hidden_states.fill_(float("nan"))
+        self.combine(result)
+
+    def why_not_capturable(self, max_num_tokens: int) -> str:
+        """Nobody has captured its calls yet."""
+        return "--moe-a2a-backend flashinfer has not been tried in CUDA graphs"
+
+    def prepare_replay(self) -> None:
+        """Nothing is captured."""
+
 
 def build_alltoall(group: Any, shape: EpShape, max_tokens: int) -> Any:
     """The library's transport for this rank of `group`, the ranks that share the experts. All ranks call it together.

@@ -17,6 +17,7 @@ class MooncakeBuffer(DeepepBuffer):
     """Low latency only; `DeepepDispatcher` works on it as on DeepEP's."""
 
     transport = MoeA2ABackend.MOONCAKE
+    can_clean = False
 
     def build(self, group: Any) -> Any:
         """The library's buffer behind DeepEP's names."""

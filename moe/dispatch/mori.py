@@ -136,6 +136,23 @@ class MoriDispatcher:
         out_TH: torch.Tensor = out[:num_tokens]
         return out_TH
 
+    def abandon(self, dispatched: MoriNormalDispatchOutput | MoriLlDispatchOutput, dtype: torch.dtype) -> None:
+        """Combine NaN in place of this rank's results."""
+        kind = MoriLlCombineInput if isinstance(dispatched, MoriLlDispatchOutput) else MoriNormalCombineInput
+        ids_TK = dispatched.origin_topk_ids
+        try:
+            rows = torch.full_like(dispatched.hidden_states, float("nan"), dtype=dtype)
+            self.combine(kind(rows, ids_TK, dispatched.origin_topk_weights))
+        finally:
+            self.buffer.in_flight.discard(ids_TK)
+
+    def why_not_capturable(self, max_num_tokens: int) -> str:
+        """Nobody has captured mori's calls yet."""
+        return "--moe-a2a-backend mori has not been tried in CUDA graphs"
+
+    def prepare_replay(self) -> None:
+        """Nothing is captured."""
+
     def _call(self, name: str, *arguments: Any) -> Any:
         op = self.buffer.op
         if self.buffer.kernel != SPLIT_KERNELS:

@@ -13,6 +13,7 @@ class NixlBuffer(DeepepBuffer):
     """Low latency only; `DeepepDispatcher` works on it as on DeepEP's."""
 
     transport = MoeA2ABackend.NIXL
+    can_clean = False
 
     def build(self, group: Any) -> Any:
         """The library's buffer, connected to all other ranks, behind DeepEP's names."""
@@ -29,8 +30,11 @@ class NixlBuffer(DeepepBuffer):
 
 
 class _Adapter:
-    """The two calls under DeepEP's names; their signatures are DeepEP's already."""
+    """The two calls under DeepEP's names; their signatures are DeepEP's already.
+
+    Newer releases use these names too, and their `dispatch` and `combine` hide the options behind `**kwargs`.
+    """
 
     def __init__(self, buffer: Any) -> None:
-        self.low_latency_dispatch = buffer.dispatch
-        self.low_latency_combine = buffer.combine
+        self.low_latency_dispatch = getattr(buffer, "low_latency_dispatch", buffer.dispatch)
+        self.low_latency_combine = getattr(buffer, "low_latency_combine", buffer.combine)

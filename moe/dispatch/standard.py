@@ -32,3 +32,14 @@ class StandardDispatcher:
         if self._reduce is None:
             raise MoeConfigError("the experts returned one rank's part of a sum, but the dispatcher has no reduce")
         return self._reduce(result.hidden_states)
+
+    def abandon(self, dispatched: StandardDispatchOutput, dtype: torch.dtype) -> None:
+        """Ranks that sum get NaN for this one's part; alone, nothing was sent and nothing is left behind."""
+        if self._reduce is not None:
+            self._reduce(torch.full_like(dispatched.hidden_states, float("nan"), dtype=dtype))
+
+    def why_not_capturable(self, max_num_tokens: int) -> None:
+        """Nothing waits for the host; NCCL's sum of partial results can be captured too."""
+
+    def prepare_replay(self) -> None:
+        """A replay starts from any state."""

@@ -1,14 +1,24 @@
 """`deep_ep.Buffer` for ranks that are threads: same signatures, checks and garbage.
 
-The library: 2.x at commit dd758ca (2026-07-14), deep_ep/buffers/legacy.py; 1.2.1 has the same class.
+The library: 2.x at commit dd758ca (2026-07-14), deep_ep/buffers/legacy.py and csrc/legacy/buffer.hpp; 1.2.1 has the
+same class. Punished as there:
+- every received tensor is NaN until the hook ran, rows past the counts stay NaN, only two results live;
+- every low-latency call takes the next half of a double buffer, counted on the host, needs its counters to be zero, and
+  zeroes those of the other half. A call that was captured but never ran still counts, so the next one meets counters
+  that nobody zeroed: the card waits for ever, this emulator refuses. A replay uses the halves of its capture;
+- normal kernels leave the counters dirty, also for a replay; only `clean_low_latency_buffer`, on all ranks together,
+  zeroes them, and captured it runs at replays alone;
+- normal mode waits for counts on the host, so it cannot be captured.
 
-Low latency: every received tensor is NaN until the hook ran, rows past the counts stay NaN, only two results live.
-`wide` lets fp32 pass where the kernels take bf16, so that a test can compare arithmetic without its roundings.
+`capturing()` stands for a CUDA graph capture of this rank. `wide` lets fp32 pass where the kernels take bf16, so that a
+test can compare arithmetic without its roundings.
 """
 
 import os
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +32,41 @@ from tests.emulators.refusal import need
 HIDDEN_SIZES = {2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192}
 E4M3 = torch.float8_e4m3fn
 NAN = float("nan")
+_thread = threading.local()  # `capture`: the graph that this rank captures into
+
+
+class CapturedCalls:
+    """A captured graph, of which only the low-latency calls matter here."""
+
+    def __init__(self) -> None:
+        self.calls: list[Callable[[], None]] = []
+
+    def replay(self) -> None:
+        """Run the captured calls on the halves of the buffer that they were captured with."""
+        for call in self.calls:
+            call()
+
+
+@contextmanager
+def capturing() -> Iterator[CapturedCalls]:
+    """Calls of this rank are captured, not run, until the end of the block."""
+    _thread.capture = CapturedCalls()
+    try:
+        yield _thread.capture
+    finally:
+        _thread.capture = None
+
+
+def is_capturing() -> bool:
+    """What `torch.cuda.is_current_stream_capturing` would say to this rank."""
+    return getattr(_thread, "capture", None) is not None
+
+
+def _run_or_capture(call: Callable[[], None]) -> None:
+    if is_capturing():
+        _thread.capture.calls.append(call)
+    else:
+        call()
 
 
 class Config:
@@ -54,10 +99,12 @@ class Buffer:
         self.group, self.low_latency_mode = group, low_latency_mode
         self.num_nvl_bytes, self.num_rdma_bytes, self.num_qps = num_nvl_bytes, num_rdma_bytes, num_qps_per_rank
         self.calls: list[tuple[str, dict[str, Any]]] = []
-        self.dirty = False
+        self.next_half = 0
+        self.is_zero = [True, True]  # the counters of either half
         self.alive: list[list[torch.Tensor]] = []
         if low_latency_mode or group.size() > 8:  # only with NVSHMEM, as in the library
             self.nvshmem_qp_depth = int(os.environ.get("NVSHMEM_QP_DEPTH", "1024"))
+            os.environ["NVSHMEM_QP_DEPTH"] = str(self.nvshmem_qp_depth)
 
     @staticmethod
     def get_dispatch_config(num_ranks: int) -> Config:
@@ -117,12 +164,13 @@ class Buffer:
         assert topk_idx is not None
         assert topk_weights is not None
         assert num_tokens_per_expert is not None
+        need(not is_capturing(), "normal mode waits for counts on the host: a capture fails")
         self._check_rows(data, scale)
         need(topk_weights.dtype == torch.float32 and topk_weights.shape == topk_idx.shape, "weights are fp32 [T, K]")
         need(topk_idx.dtype == torch.int64, "topk_idx must be int64")
         need(topk_idx.shape[1] <= 32, "top-k at most 32")
         self.calls.append(("dispatch", {"expert_alignment": expert_alignment, "dtype": data.dtype}))
-        self.dirty = True
+        self._soil()
         num_experts = num_tokens_per_expert.numel()
         num_local = num_experts // self.group.size()
         first = self.group.rank() * num_local
@@ -167,7 +215,7 @@ class Buffer:
         rows, num_tokens = handle
         need(x.shape[0] == len(rows), f"combine got {x.shape[0]} rows for {len(rows)} received ones")
         need(x.dtype == torch.bfloat16 or (self.wide and x.dtype == torch.float32), "combine takes bf16")
-        self.dirty = True
+        self._soil()
         out = torch.zeros(num_tokens, x.shape[1])
         for sent, sent_rows in self.group.exchange((x, rows)):
             for row, (rank, token) in enumerate(sent_rows):
@@ -175,11 +223,29 @@ class Buffer:
                     out[token] += sent[row].float()
         return out if self.wide else out.to(x.dtype), None, None
 
+    def _soil(self) -> None:
+        if self.low_latency_mode:
+            self.is_zero = [False, False]
+
     # ---- low latency ----
 
     def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
+        need(self.low_latency_mode, "not a low-latency buffer")
         self.calls.append(("clean", {}))
-        self.dirty = False
+        _run_or_capture(self._zero)
+
+    def _zero(self) -> None:
+        self.group.exchange("clean")  # a barrier of all ranks before and after
+        self.is_zero = [True, True]
+
+    def _take_half(self) -> None:
+        """Count one low-latency call on the host and run its part on the device."""
+        half, self.next_half = self.next_half, 1 - self.next_half
+        _run_or_capture(lambda: self._use_half(half))
+
+    def _use_half(self, half: int) -> None:
+        need(self.is_zero[half], f"counters of half {half} are not zero: the kernel takes old ones or waits for ever")
+        self.is_zero[half], self.is_zero[1 - half] = False, True
 
     def low_latency_dispatch(
         self,
@@ -196,6 +262,7 @@ class Buffer:
     ) -> tuple[Any, ...]:
         limit, num_ranks, hidden = num_max_dispatch_tokens_per_rank, self.group.size(), x.shape[1]
         self._check_low_latency(x, topk_idx, limit, num_experts, use_fp8)
+        self._take_half()
         need(use_fp8 or not (round_scale or use_ue8m0), "scale options without FP8")
         need(round_scale or not use_ue8m0, "use_ue8m0 needs round_scale")
         need(not (async_finish and return_recv_hook), "async_finish and return_recv_hook are exclusive")
@@ -203,7 +270,7 @@ class Buffer:
         num_local, num_rows = num_experts // num_ranks, num_ranks * limit
         first = self.group.rank() * num_local
         sources: list[list[tuple[int, int, int]]] = [[] for _ in range(num_local)]
-        everybody = self.group.exchange((x, topk_idx))
+        everybody = [] if is_capturing() else self.group.exchange((x, topk_idx))
         for rank, (_, sent_ids) in enumerate(everybody):
             for token, slot in ((sent_ids >= first) & (sent_ids < first + num_local)).nonzero().tolist():
                 sources[int(sent_ids[token, slot]) - first].append((rank, token, slot))
@@ -211,7 +278,7 @@ class Buffer:
         counts = torch.full((num_local,), -(10**6), dtype=torch.int32)
 
         def receive() -> None:
-            for expert, rows in enumerate(sources):
+            for expert, rows in enumerate(sources if everybody else []):
                 counts[expert] = len(rows)
                 if rows:
                     sent = torch.stack([everybody[rank][0][token] for rank, token, _ in rows])
@@ -230,7 +297,6 @@ class Buffer:
         wanted = self.get_low_latency_rdma_size_hint(limit, hidden, num_ranks, num_experts)
         need(self.num_rdma_bytes >= wanted, "the buffer is too small")
         need(self.nvshmem_qp_depth >= (limit + 1) * 2, "the send queue is too short: the library asserts this")
-        need(not self.dirty, "the buffer was not cleaned after normal kernels")
         need(x.dtype == torch.bfloat16 or (self.wide and x.dtype == torch.float32), "x must be bf16")
         need(x.is_contiguous() and x.shape[0] <= limit <= 1024, "too many tokens, or x is not contiguous")
         need(hidden in HIDDEN_SIZES, f"unsupported hidden {hidden}")
@@ -262,10 +328,14 @@ class Buffer:
         need(x.dtype == torch.bfloat16 or (self.wide and x.dtype == torch.float32), "combine takes bf16")
         need(topk_idx.dtype == torch.int64 and torch.equal(topk_idx, sent_ids), "ids differ from the dispatched ones")
         need(topk_weights.dtype == torch.float32 and topk_weights.shape == topk_idx.shape, "weights are fp32 [T, K]")
-        everybody = self.group.exchange((x, sources))
+        self.calls.append(("low_latency_combine", {"address": x.data_ptr(), "hidden": x.shape[2]}))
+        self._take_half()
+        everybody = [] if is_capturing() else self.group.exchange((x, sources))
         result = torch.full((topk_idx.shape[0], hidden), NAN, dtype=x.dtype)
 
         def receive() -> None:
+            if not everybody:
+                return
             total = torch.zeros(result.shape)
             for sent, rows_of_expert in everybody:
                 for expert, rows in enumerate(rows_of_expert):
@@ -371,4 +441,7 @@ def install_deepep(monkeypatch: pytest.MonkeyPatch, *, wide: bool = False, nvfp4
     """`import deep_ep` finds the emulator until the test ends; `nvfp4` for a build that can send it."""
     buffer_class = type("Buffer", (Nvfp4Buffer if nvfp4 else Buffer,), {"wide": wide})
     monkeypatch.setitem(sys.modules, "deep_ep", SimpleNamespace(Buffer=buffer_class))
+    monkeypatch.setattr("moe.dispatch.deepep.is_capturing", is_capturing)
+    monkeypatch.setenv("NVSHMEM_QP_DEPTH", "")  # so that what the library writes there is undone
+    monkeypatch.delenv("NVSHMEM_QP_DEPTH")
     return buffer_class

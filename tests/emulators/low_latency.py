@@ -1,4 +1,10 @@
-"""Mooncake's and NIXL's buffers: DeepEP's low-latency kernels under other names, with other ways to be built."""
+"""Mooncake's and NIXL's buffers: DeepEP's low-latency kernels under other names, with other ways to be built.
+
+Mooncake: commit 3b5a594 (2026-08-22), mooncake-wheel/mooncake/mooncake_ep_buffer.py; it has no scale options.
+NIXL: commit 8770b65 (2026-08-21), examples/device/ep/nixl_ep/buffer.py; `dispatch` and `combine` are other names of
+`low_latency_dispatch` and `low_latency_combine` that hide their options behind `*args, **kwargs`.
+Neither can clean its buffer.
+"""
 
 import sys
 from types import SimpleNamespace
@@ -23,7 +29,7 @@ def _inner(group: Rank, num_bytes: int, wide: bool) -> Buffer:
 class MooncakeBuffer:
     wide = False
 
-    def __init__(self, group: Rank, num_ep_buffer_bytes: int = 0) -> None:
+    def __init__(self, group: Rank, num_ep_buffer_bytes: int = 0, disable_p2p: bool = False) -> None:
         self.inner = _inner(group, num_ep_buffer_bytes, self.wide)
 
     get_ep_buffer_size_hint = staticmethod(Buffer.get_low_latency_rdma_size_hint)
@@ -36,10 +42,12 @@ class MooncakeBuffer:
         num_max_dispatch_tokens_per_rank: int,
         num_experts: int,
         timeout_us: int,
-        use_fp8: bool = True,
+        use_fp8: bool | None = None,
         async_finish: bool = False,
         return_recv_hook: bool = False,
     ) -> Any:
+        need(use_fp8 is not None, "the default of use_fp8 depends on the build")
+        assert use_fp8 is not None
         need(active_ranks.dtype == torch.int32 and active_ranks.tolist() == [1] * self.inner.group.size(), "active")
         need(timeout_us == -1, "a time-out marks a slow rank as dead")
         return self.inner.low_latency_dispatch(
@@ -69,13 +77,14 @@ class NixlBuffer:
 
     def __init__(
         self,
-        nvlink_backend: str = "nixl",
+        disable_ll_nvlink: bool = False,
         explicitly_destroy: bool = False,
         rank: int = 0,
-        enable_shrink: bool = False,
+        low_latency_mode: bool = True,
         group: Rank | None = None,
         comm: Any = None,
         tcp_store_group: Any = None,
+        timeout_ms: int = 30_000,
     ) -> None:
         assert group is not None
         need(rank == group.rank(), "rank and group differ")
@@ -84,14 +93,22 @@ class NixlBuffer:
 
     get_rdma_size_hint = staticmethod(Buffer.get_low_latency_rdma_size_hint)
 
-    def update_memory_buffers(self, num_ranks: int, num_experts_per_rank: int, num_rdma_bytes: int) -> None:
+    def update_memory_buffers(
+        self, num_ranks: int, num_experts_per_rank: int, num_rdma_bytes: int, num_nvl_bytes: int = 0
+    ) -> None:
         need(num_ranks == self.group.size(), "ranks")
         self.inner = _inner(self.group, num_rdma_bytes, self.wide)
 
-    def connect_ranks(self, remote_ranks: list[int]) -> None:
+    def connect_ranks(self, remote_ranks: list[int], activate: bool = True) -> None:
         self.connected |= set(remote_ranks)
 
-    def dispatch(
+    def dispatch(self, *args: Any, **kwargs: Any) -> Any:
+        return self.low_latency_dispatch(*args, **kwargs)
+
+    def combine(self, *args: Any, **kwargs: Any) -> Any:
+        return self.low_latency_combine(*args, **kwargs)
+
+    def low_latency_dispatch(
         self,
         x: torch.Tensor,
         topk_idx: torch.Tensor,
@@ -112,7 +129,7 @@ class NixlBuffer:
             async_finish, return_recv_hook,
         )  # fmt: skip
 
-    def combine(
+    def low_latency_combine(
         self,
         x: torch.Tensor,
         topk_idx: torch.Tensor,

@@ -29,6 +29,9 @@ class FakeModel:
         self.num_calls = 0
         self.largest_step = 0
 
+    def prepare_replay(self) -> None:
+        """Nothing to prepare."""
+
     def __call__(self, batch: ForwardBatch, kv: list[LayerKv]) -> torch.Tensor:
         self.num_calls += 1
         self.largest_step = max(self.largest_step, batch.num_tokens)

@@ -19,7 +19,16 @@ from tests.engine.requests import request, run_all, tokens_of
 class CapturableModel(FakeModel):
     """Reads lengths from the device's tensor, as kernels do: the host's numbers are the longest there may be."""
 
-    why_not_capturable = None
+    def __init__(self):
+        super().__init__()
+        self.num_prepared, self.num_calls_before = 0, []
+
+    def why_not_capturable(self, max_num_tokens):
+        return None if max_num_tokens <= 64 else f"{max_num_tokens} tokens"
+
+    def prepare_replay(self):
+        self.num_prepared += 1
+        self.num_calls_before.append(self.num_calls)
 
     def __call__(self, batch, kv):
         return super().__call__(replace(batch, seq_lens=tuple(batch.seq_lens_B.tolist())), kv)
@@ -150,10 +159,21 @@ def test_graphs_are_for_gpus_and_paths_that_can_be_captured(monkeypatch, caplog)
     model.device = torch.device("cuda")
     assert load._uses_graphs(config, model)
     assert not load._uses_graphs(replace(config, enforce_eager=True), model)
-    model.why_not_capturable = "attention backend torch"
     with caplog.at_level("INFO"):
-        assert not load._uses_graphs(config, model)
-    assert "attention backend torch cannot be captured" in caplog.text
+        assert not load._uses_graphs(replace(config, max_num_seqs=65), model)
+    assert "65 tokens cannot be captured" in caplog.text
+
+
+def test_the_transport_is_prepared_before_every_replay(monkeypatch):
+    """What a replay needs of the transport cannot be part of it: DeepEP's cleaning would run always or never."""
+    core = core_with_graphs(monkeypatch, max_num_seqs=4)
+    run_all(core, REQUESTS[:2])
+    graphs = core._runner.graphs
+    model = graphs._model
+    num_replays = sum(graph.num_replays for graph in graphs._graphs.values())
+    assert 0 < num_replays == model.num_prepared
+    assert len(set(model.num_calls_before)) == num_replays, "before each replay, not in it"
+    assert graphs._batch(1).all_ranks_decode, "a captured step is a decode step on all ranks"
 
 
 def test_memory_for_graphs_is_set_aside_before_pages_are_counted(monkeypatch):

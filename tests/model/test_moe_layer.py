@@ -13,8 +13,11 @@ from model.config import ModelSettings
 from model.linear import GatedMlp, Linear
 from model.moe_layer import Gate, MoeLayer
 from model.registry import build_model
-from moe import MoeA2ABackend, MoeBackend, MoeRunner, RoutingConfig, RoutingMethod, SelfCheckError, StandardCombineInput
+from moe import MoeBackend, MoeRunner, RoutingConfig, RoutingMethod, SelfCheckError, StandardCombineInput
 from moe.config import DispatchFormat
+from moe.dispatch.deepep import DeepepDispatcher
+from moe.dispatch.deepep_settings import DeepepMode, DeepepSettings
+from moe.dispatch.dtype import DispatchDtype
 from moe.dispatch.standard import StandardDispatcher
 from moe.routing import TopK
 from moe.types import BypassedTopK, StandardTopK
@@ -155,24 +158,51 @@ def test_the_fused_router_is_for_bf16_tokens_without_a_correction_bias(monkeypat
         assert layer.gate.weight_bf16 is None, "a second copy of the weights that nobody reads"
 
 
-def test_a_layer_can_be_captured_if_its_backend_can_and_no_tokens_travel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_can_be_captured_if_its_backend_and_its_transport_can() -> None:
     layer = make_layer(False, [])
-    for backend, a2a, is_capturable in (
-        (MoeBackend.TRITON, MoeA2ABackend.NONE, True),
-        (MoeBackend.TORCH, MoeA2ABackend.NONE, False),
-        (MoeBackend.TRITON, MoeA2ABackend.DEEPEP, False),
-    ):
-        layer.runner = SimpleNamespace(backend=backend, a2a=a2a)  # type: ignore[assignment]
-        assert layer.is_capturable == is_capturable
+    layer.runner = SimpleNamespace(backend=MoeBackend.TORCH)  # type: ignore[assignment]
+    assert layer.why_not_capturable(8) == "MoE layer 0"
+    layer.runner = SimpleNamespace(backend=MoeBackend.TRITON)  # type: ignore[assignment]
+    assert layer.why_not_capturable(8) is None
+    buffer = SimpleNamespace(settings=DeepepSettings(mode=DeepepMode.LOW_LATENCY, max_dispatch_tokens=8))
+    layer.dispatcher = DeepepDispatcher(buffer, DispatchDtype.BF16)  # type: ignore[arg-type]
+    assert layer.why_not_capturable(8) is None
+    reason = layer.why_not_capturable(9)
+    assert reason is not None
+    assert "--deepep-max-dispatch-tokens is 8" in reason
 
 
 def test_a_model_says_which_part_cannot_be_captured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = dummy_model(tmp_path, "gpt_oss")
-    assert model.why_not_capturable == "attention backend torch"
+    assert model.why_not_capturable(8) == "attention backend torch"
     monkeypatch.setattr(type(model.attention), "is_capturable", True)
-    assert model.why_not_capturable == f"MoE {model.moe_layers[0].description}"
-    monkeypatch.setattr(MoeLayer, "is_capturable", True)
-    assert model.why_not_capturable is None
+    assert model.why_not_capturable(8) == f"MoE {model.moe_layers[0].description}"
+    monkeypatch.setattr(MoeLayer, "why_not_capturable", lambda self, max_num_tokens: None)
+    assert model.why_not_capturable(8) is None
+
+
+def test_experts_that_fail_give_their_batch_up() -> None:
+    """F1: between dispatch and combine nothing may be left behind, and the first error is the one to see."""
+    layer = make_layer(False, [])
+    given_up: list[Any] = []
+
+    def fail(dispatched: Any, quant_info: Any) -> Any:
+        raise RuntimeError("no memory")
+
+    def give_up(dispatched: Any, dtype: torch.dtype) -> None:
+        given_up.append((dispatched.hidden_states, dtype))
+        raise RuntimeError("the transport is broken too")
+
+    layer.runner = SimpleNamespace(  # type: ignore[assignment]
+        run=fail, dispatch_formats=(DispatchFormat.STANDARD,), config=SimpleNamespace(dtype=torch.bfloat16)
+    )
+    layer.dispatcher.abandon = give_up  # type: ignore[method-assign]
+    x = torch.randn(5, 6)
+    with pytest.raises(RuntimeError, match="no memory"):
+        layer(x)
+    ((rows, dtype),) = given_up
+    assert rows is x
+    assert dtype is torch.bfloat16
 
 
 def test_gate_accumulates_in_fp32() -> None:

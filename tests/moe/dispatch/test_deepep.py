@@ -179,8 +179,8 @@ def test_low_latency_after_normal_cleans_the_buffer_once(library: type[Buffer]) 
             dispatcher.combine(kind(result.hidden_states, result.topk_ids, result.topk_weights))
         return [name for name, _ in dispatcher.buffer.raw.calls]
 
-    normal, low = "dispatch", "low_latency_dispatch"
-    assert run_ranks(2, work)[0] == [normal, "clean", low, low, normal, "clean", low]
+    normal, low = ["dispatch"], ["low_latency_dispatch", "low_latency_combine"]
+    assert run_ranks(2, work)[0] == [*normal, "clean", *low, *low, *normal, "clean", *low]
 
 
 # ---- payloads ----
@@ -356,22 +356,27 @@ def test_config_is_checked_before_the_library_is_asked(monkeypatch: pytest.Monke
     alone(work)
 
 
-@pytest.mark.parametrize(("depth", "tokens"), [("64", 32), (None, 512), ("2048", 1024)])
-def test_the_queue_depth_is_the_one_deep_ep_reads(
-    library: type[Buffer], monkeypatch: pytest.MonkeyPatch, depth: str | None, tokens: int
+def queue_depth_of(tokens: int) -> int:
+    """Depth of the send queues of a buffer for `tokens`."""
+    settings = DeepepSettings(mode=DeepepMode.LOW_LATENCY, max_dispatch_tokens=tokens)
+    shape = EpShape(hidden_size=2048, num_experts=8, top_k=3, ep_size=1)
+    depth: int = alone(lambda rank: DeepepBuffer(rank, settings, shape, sends_fp8=False).raw.nvshmem_qp_depth)
+    return depth
+
+
+@pytest.mark.parametrize(("depth", "tokens"), [("64", 32), ("1024", 512), ("2048", 1024)])
+def test_a_queue_depth_that_the_user_chose_is_kept(
+    library: type[Buffer], monkeypatch: pytest.MonkeyPatch, depth: str, tokens: int
 ) -> None:
     """G67: refused with the depth the library took from the environment, and the remedy it names works."""
-    monkeypatch.delenv("NVSHMEM_QP_DEPTH", raising=False)
-    if depth:
-        monkeypatch.setenv("NVSHMEM_QP_DEPTH", depth)
-    settings = DeepepSettings(mode=DeepepMode.LOW_LATENCY, max_dispatch_tokens=tokens)
-
-    def work(rank: Rank) -> DeepepBuffer:
-        shape = EpShape(hidden_size=2048, num_experts=8, top_k=3, ep_size=1)
-        return DeepepBuffer(rank, settings, shape, sends_fp8=False)
-
-    with pytest.raises(MoeConfigError, match=f"deep_ep uses {depth or 1024}") as error:
-        run_ranks(1, work)
+    monkeypatch.setenv("NVSHMEM_QP_DEPTH", depth)
+    with pytest.raises(MoeConfigError, match=f"deep_ep uses {depth}") as error:
+        queue_depth_of(tokens)
     name, _, value = str(error.value).partition("start with ")[2].split()[0].partition("=")
     monkeypatch.setenv(name, value)
-    run_ranks(1, work)
+    assert queue_depth_of(tokens) == int(value)
+
+
+@pytest.mark.parametrize(("tokens", "depth"), [(128, 1024), (512, 2048), (1024, 4096)])
+def test_the_token_limit_sets_the_queue_depth(library: type[Buffer], tokens: int, depth: int) -> None:
+    assert queue_depth_of(tokens) == depth

@@ -7,10 +7,11 @@ from moe.dispatch.deepep_settings import (
     DeepepMode,
     DeepepSettings,
     EpShape,
-    check_capture,
     check_deepep,
     check_queue_depth,
     ll_hidden_size,
+    queue_depth_to_ask_for,
+    why_not_capturable,
 )
 from moe.dispatch.dtype import DispatchDtype, choose_dispatch_dtype, expert_alignment
 from moe.errors import MoeConfigError, MoeError, UnsupportedPathError
@@ -103,11 +104,24 @@ def test_hidden_sizes_are_padded_to_a_compiled_one(hidden: int, sent: int) -> No
 
 
 def test_capture_follows_the_dispatch_limit() -> None:
-    check_capture(DeepepSettings(max_dispatch_tokens=128), 128)
-    with pytest.raises(MoeConfigError, match=r"is 128, but graphs are captured for up to 768"):
-        check_capture(DeepepSettings(max_dispatch_tokens=128), 768)
-    with pytest.raises(UnsupportedPathError, match="--deepep-mode normal cannot run in CUDA graphs"):
-        check_capture(DeepepSettings(mode=NORMAL), 1)
+    assert why_not_capturable(DeepepSettings(max_dispatch_tokens=128), 128) is None
+    assert why_not_capturable(DeepepSettings(mode=LL, max_dispatch_tokens=128), 128) is None
+    too_many = why_not_capturable(DeepepSettings(max_dispatch_tokens=128), 129)
+    assert too_many is not None
+    assert "is 128, but graphs are captured for up to 129" in too_many
+    on_the_host = why_not_capturable(DeepepSettings(mode=NORMAL), 1)
+    assert on_the_host is not None
+    assert "--deepep-mode normal cannot run in CUDA graphs" in on_the_host
+
+
+@pytest.mark.parametrize(
+    ("mode", "tokens", "depth"),
+    [(LL, 511, None), (LL, 512, 2048), (AUTO, 1023, 2048), (AUTO, 1024, 4096), (NORMAL, 1024, None)],
+)
+def test_a_deeper_queue_is_asked_for_only_where_the_default_is_too_short(
+    mode: DeepepMode, tokens: int, depth: int | None
+) -> None:
+    assert queue_depth_to_ask_for(DeepepSettings(mode=mode, max_dispatch_tokens=tokens)) == depth
 
 
 LOW, NORM, STD = DispatchFormat.DEEPEP_LL, DispatchFormat.DEEPEP_NORMAL, DispatchFormat.STANDARD

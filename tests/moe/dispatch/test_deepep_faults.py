@@ -1,0 +1,297 @@
+"""DeepEP after something went wrong on emulated ranks: failed experts, failed captures, a buffer that needs cleaning.
+
+F1, F2 and F5 name what was seen on two cards with DeepEP 1.2.1.
+"""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from moe.dispatch.deepep import DeepepBuffer, DeepepDispatcher
+from moe.dispatch.deepep_settings import DeepepMode, DeepepSettings, EpShape
+from moe.dispatch.dtype import DispatchDtype
+from moe.errors import TransportStateError
+from moe.types import DeepepLlCombineInput, DeepepLlDispatchOutput, DeepepNormalCombineInput, StandardTopK
+from tests.emulators.deepep import Buffer, capturing, install_deepep
+from tests.emulators.ranks import Rank, run_ranks
+from tests.emulators.refusal import KernelRefusal
+from tests.moe.backends import hostile
+from tests.moe.dispatch.several_ranks import E, K, rank_inputs
+
+H, LIMIT = 2048, 8
+LOW_LATENCY, NORMAL, AUTO = DeepepMode.LOW_LATENCY, DeepepMode.NORMAL, DeepepMode.AUTO
+Inputs = tuple[torch.Tensor, StandardTopK]
+
+
+@pytest.fixture(autouse=True)
+def library(monkeypatch: pytest.MonkeyPatch) -> type[Buffer]:
+    return install_deepep(monkeypatch, wide=True)
+
+
+def make_dispatcher(rank: Rank, mode: DeepepMode = LOW_LATENCY) -> DeepepDispatcher:
+    shape = EpShape(hidden_size=H, num_experts=E, top_k=K, ep_size=rank.size())
+    settings = DeepepSettings(mode=mode, max_dispatch_tokens=LIMIT)
+    return DeepepDispatcher(DeepepBuffer(rank, settings, shape, sends_fp8=False), DispatchDtype.BF16)
+
+
+def own_inputs(rank: Rank) -> Inputs:
+    inputs: Inputs = rank_inputs([5, 8], H, torch.float32)[rank.rank()]
+    return inputs
+
+
+def identity(dispatched: Any) -> Any:
+    """What experts that change nothing hand back; normal mode's multiply by their weights."""
+    if isinstance(dispatched, DeepepLlDispatchOutput):
+        return DeepepLlCombineInput(dispatched.hidden_states, dispatched.topk_ids, dispatched.topk_weights)
+    weight_R1 = (dispatched.topk_weights * (dispatched.topk_ids >= 0)).sum(1, keepdim=True)
+    return DeepepNormalCombineInput(dispatched.hidden_states * weight_R1, dispatched.topk_ids, dispatched.topk_weights)
+
+
+def step(dispatcher: DeepepDispatcher, inputs: Inputs, *, is_decode: bool = True) -> torch.Tensor:
+    return dispatcher.combine(identity(dispatcher.dispatch(*inputs, is_decode=is_decode)))
+
+
+def check_step(dispatcher: DeepepDispatcher, inputs: Inputs, *, is_decode: bool = True) -> None:
+    x_TH, topk = inputs
+    want_TH = x_TH * (topk.weights * (topk.ids >= 0)).sum(1, keepdim=True)
+    assert hostile.relative_error(step(dispatcher, inputs, is_decode=is_decode), want_TH) < 1e-6
+
+
+def give_up(dispatcher: DeepepDispatcher, inputs: Inputs, *, is_decode: bool = True) -> None:
+    """A step whose experts fail on this rank."""
+    dispatcher.abandon(dispatcher.dispatch(*inputs, is_decode=is_decode), torch.float32)
+
+
+@pytest.mark.parametrize("mode", [LOW_LATENCY, NORMAL])
+def test_failed_experts_of_one_rank_poison_their_tokens_and_nothing_else(mode: DeepepMode) -> None:
+    """F1: before, the third step after failures was refused on this rank, and the others waited for ever."""
+
+    def work(rank: Rank) -> tuple[torch.Tensor, torch.Tensor]:
+        dispatcher, (x_TH, topk) = make_dispatcher(rank, mode), own_inputs(rank)
+        for _ in range(3):
+            if rank.rank() == 0:
+                give_up(dispatcher, (x_TH, topk))
+            else:
+                out_TH = step(dispatcher, (x_TH, topk))
+        check_step(dispatcher, (x_TH, topk))
+        used_failed_T = ((topk.ids >= 0) & (topk.ids < E // 2)).any(1)
+        return (out_TH.isnan().all(1) if rank.rank() else used_failed_T), used_failed_T
+
+    _, (is_nan_T, used_failed_T) = run_ranks(2, work)
+    assert torch.equal(is_nan_T, used_failed_T)
+    assert used_failed_T.any()
+    assert not used_failed_T.all()
+
+
+@pytest.mark.parametrize("mode", [LOW_LATENCY, NORMAL])
+def test_steps_that_fail_on_all_ranks_leave_nothing_behind(mode: DeepepMode) -> None:
+    def work(rank: Rank) -> int:
+        dispatcher, inputs = make_dispatcher(rank, mode), own_inputs(rank)
+        for _ in range(3):
+            give_up(dispatcher, inputs)
+        check_step(dispatcher, inputs)
+        return len(dispatcher.buffer.in_flight)
+
+    assert run_ranks(2, work) == [0, 0]
+
+
+def fail_once(raw: Any) -> None:
+    """The next combine is counted by the library, as all are, and dies before it is launched."""
+    original = raw.low_latency_combine
+
+    def combine(*arguments: Any, **options: Any) -> Any:
+        raw.low_latency_combine = original
+        raw.next_half = 1 - raw.next_half
+        raise RuntimeError("launch failed")
+
+    raw.low_latency_combine = combine
+
+
+def captured_step(dispatcher: DeepepDispatcher, inputs: Inputs) -> Callable[[], None]:
+    """A decode step captured by this rank, to be replayed."""
+    dispatcher.prepare_replay()
+    with capturing() as graph:
+        step(dispatcher, inputs)
+
+    def replay() -> None:
+        dispatcher.prepare_replay()
+        graph.replay()
+
+    return replay
+
+
+@pytest.mark.parametrize("is_launch", [False, True])
+def test_where_even_giving_up_fails_all_ranks_clean_and_captured_steps_still_fit(
+    monkeypatch: pytest.MonkeyPatch, is_launch: bool
+) -> None:
+    """F2: the number of calls is made even again, since captured steps have their halves baked in.
+
+    Without the cleaning the emulator refuses the next step, as the card would wait for ever.
+    """
+
+    full, card = torch.full, SimpleNamespace(has_memory=True)
+
+    def allocate(*arguments: Any, **options: Any) -> torch.Tensor:
+        if not card.has_memory:
+            raise torch.OutOfMemoryError("no memory")
+        return full(*arguments, **options)
+
+    monkeypatch.setattr(torch, "full", allocate)
+
+    def work(rank: Rank) -> list[str]:
+        dispatcher, inputs = make_dispatcher(rank), own_inputs(rank)
+        replay = captured_step(dispatcher, inputs)
+        replay()
+        dispatched = dispatcher.dispatch(*inputs)
+        rank.exchange("dispatched")
+        card.has_memory = is_launch
+        if is_launch:
+            fail_once(dispatcher.buffer.raw)
+        with pytest.raises(RuntimeError, match="launch failed" if is_launch else "no memory"):
+            dispatcher.abandon(dispatched, torch.float32)
+        rank.exchange("failed")
+        card.has_memory = True
+        assert not len(dispatcher.buffer.in_flight)
+        before = len(dispatcher.buffer.raw.calls)
+        check_step(dispatcher, inputs)
+        replay()
+        return [name for name, _ in dispatcher.buffer.raw.calls[before:]]
+
+    dispatch, combine = "low_latency_dispatch", "low_latency_combine"
+    mended = ["clean"] if is_launch else ["clean", dispatch, "clean"]
+    assert run_ranks(2, work) == [[*mended, dispatch, combine]] * 2
+
+
+def test_a_half_done_exchange_is_mended_before_a_replay_too() -> None:
+    def work(rank: Rank) -> None:
+        dispatcher, inputs = make_dispatcher(rank), own_inputs(rank)
+        replay = captured_step(dispatcher, inputs)
+        dispatched = dispatcher.dispatch(*inputs)
+        dispatcher.buffer.in_flight.discard(dispatched.topk_ids)
+        replay()
+        check_step(dispatcher, inputs)
+
+    run_ranks(2, work)
+
+
+def test_a_capture_that_fails_between_dispatch_and_combine_leaves_the_buffer_usable() -> None:
+    """F2: what was captured but never ran still counts; giving the batch up makes the count even."""
+
+    def work(rank: Rank) -> None:
+        dispatcher, inputs = make_dispatcher(rank), own_inputs(rank)
+        replay = captured_step(dispatcher, inputs)
+        check_step(dispatcher, inputs)
+        with capturing():
+            give_up(dispatcher, inputs)
+        for _ in range(2):
+            check_step(dispatcher, inputs)
+            replay()
+
+    run_ranks(2, work)
+
+
+def test_the_emulator_punishes_what_the_library_punishes() -> None:
+    """The reasons for all of the above, on the bare buffer: each of them hangs the card."""
+
+    def send(raw: Any, inputs: Inputs) -> Any:
+        x_TH, topk = inputs
+        result = raw.low_latency_dispatch(x_TH, topk.ids.long(), LIMIT, E, use_fp8=False, return_recv_hook=True)
+        result[-1]()
+        return result
+
+    def half_captured(rank: Rank) -> None:
+        raw, inputs = make_dispatcher(rank).buffer.raw, own_inputs(rank)
+        received, _, handle, *_ = send(raw, inputs)
+        raw.low_latency_combine(received, inputs[1].ids.long(), inputs[1].weights.float(), handle)
+        with capturing():
+            send(raw, inputs)
+        with pytest.raises(KernelRefusal, match="counters of half 1 are not zero"):
+            send(raw, inputs)
+
+    def odd_replay(rank: Rank) -> None:
+        dispatcher, inputs = make_dispatcher(rank), own_inputs(rank)
+        with capturing() as graph:
+            step(dispatcher, inputs)
+        send(dispatcher.buffer.raw, inputs)
+        with pytest.raises(KernelRefusal, match="counters of half 0 are not zero"):
+            graph.replay()
+
+    def replay_after_normal(rank: Rank) -> None:
+        dispatcher, inputs = make_dispatcher(rank, AUTO), own_inputs(rank)
+        with capturing() as graph:
+            step(dispatcher, inputs)
+        step(dispatcher, inputs, is_decode=False)
+        with pytest.raises(KernelRefusal, match="counters of half 0 are not zero"):
+            graph.replay()
+
+    def normal_in_a_capture(rank: Rank) -> None:
+        dispatcher = make_dispatcher(rank, NORMAL)
+        with capturing(), pytest.raises(KernelRefusal, match="waits for counts on the host"):
+            dispatcher.dispatch(*own_inputs(rank))
+
+    for work in (half_captured, odd_replay, replay_after_normal, normal_in_a_capture):
+        run_ranks(2, work)
+
+
+def test_the_buffer_is_cleaned_before_a_capture_and_before_a_replay_never_inside() -> None:
+    """F5: a captured cleaning would run at every replay, and one that was left out at none."""
+
+    def work(rank: Rank) -> None:
+        dispatcher, inputs = make_dispatcher(rank, AUTO), own_inputs(rank)
+        step(dispatcher, inputs, is_decode=False)
+        with capturing() as graph, pytest.raises(TransportStateError, match="before a capture, not in it"):
+            dispatcher.dispatch(*inputs, is_decode=True)
+        assert not graph.calls
+        replay = captured_step(dispatcher, inputs)
+        for _ in range(2):
+            replay()
+            step(dispatcher, inputs, is_decode=False)
+        replay()
+        check_step(dispatcher, inputs)
+        names = [name for name, _ in dispatcher.buffer.raw.calls]
+        assert names.count("clean") == 3, "once after each normal step"
+
+    run_ranks(2, work)
+
+
+# ---- the padding of low latency ----
+
+
+@pytest.mark.parametrize("hidden", [2048, 2880])
+def test_results_written_like_the_received_rows_travel_without_a_copy(hidden: int) -> None:
+    def work(rank: Rank) -> None:
+        shape = EpShape(hidden_size=hidden, num_experts=E, top_k=K, ep_size=1)
+        settings = DeepepSettings(mode=LOW_LATENCY, max_dispatch_tokens=LIMIT)
+        dispatcher = DeepepDispatcher(DeepepBuffer(rank, settings, shape, sends_fp8=False), DispatchDtype.BF16)
+        inputs = hostile.tokens(4, hidden).float(), hostile.routing(4, E, K)
+        dispatched = dispatcher.dispatch(*inputs)
+        x_EMH = dispatched.hidden_states
+        wide_EMH = torch.full((E, LIMIT, 3072 if hidden == 2880 else hidden), float("nan"))
+        rows_EMH = wide_EMH[..., :hidden]
+        assert rows_EMH.stride() == x_EMH.stride()
+        rows_EMH.copy_(x_EMH)
+        out_TH = dispatcher.combine(DeepepLlCombineInput(rows_EMH, dispatched.topk_ids, dispatched.topk_weights))
+        name, sent = dispatcher.buffer.raw.calls[-1]
+        assert (name, sent["address"]) == ("low_latency_combine", rows_EMH.data_ptr())
+        want_TH = inputs[0] * (inputs[1].weights * (inputs[1].ids >= 0)).sum(1, keepdim=True)
+        assert hostile.relative_error(out_TH, want_TH) < 1e-6
+
+    run_ranks(1, work)
+
+
+@pytest.mark.parametrize(("ep_size", "most"), [(1, 8 * K), (4, 4 * 8 * 2), (8, 8 * 8)])
+def test_the_most_rows_that_can_arrive(ep_size: int, most: int) -> None:
+    """A token takes an expert at most once, so with fewer local experts than choices it brings one row to each."""
+
+    def work(rank: Rank) -> int | None:
+        shape = EpShape(hidden_size=H, num_experts=E, top_k=K, ep_size=ep_size)
+        settings = DeepepSettings(mode=LOW_LATENCY, max_dispatch_tokens=LIMIT)
+        dispatcher = DeepepDispatcher(DeepepBuffer(rank, settings, shape, sends_fp8=False), DispatchDtype.BF16)
+        dispatched = dispatcher.dispatch(hostile.tokens(4, H).float(), hostile.routing(4, E, K))
+        assert isinstance(dispatched, DeepepLlDispatchOutput)
+        return dispatched.max_rows
+
+    assert run_ranks(ep_size, work) == [most] * ep_size
