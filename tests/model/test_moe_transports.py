@@ -183,3 +183,28 @@ def test_a_transport_that_loses_tokens_stops_the_load(monkeypatch: pytest.Monkey
     experts = hostile.quantized_experts(case.name, E, H, I, x=torch.cat(TOKENS))
     with pytest.raises(SelfCheckError, match="transport deepep"):
         run_ranks(2, lambda rank: build(case, experts, ExpertShard(ep_size=2, ep_rank=rank.rank()), rank))
+
+
+def test_a_layer_goes_on_after_its_experts_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """F1: one rank's experts raise twice; the other sees NaN for their part, and the next step is right on both."""
+    case = CASES[0]
+    experts = hostile.quantized_experts(case.name, E, H, I, x=torch.cat(TOKENS))
+    install(monkeypatch, case)
+
+    def work(rank: Rank) -> tuple[torch.Tensor, torch.Tensor, MoeLayer]:
+        x, layer = TOKENS[rank.rank()], build(case, experts, ExpertShard(ep_size=2, ep_rank=rank.rank()), rank)
+        run = layer.runner.run
+        for _ in range(3):
+            if rank.rank() == 0:
+                layer.runner.run = lambda dispatched, info: 1 / 0  # type: ignore[method-assign, assignment, return-value]
+                with pytest.raises(ZeroDivisionError):
+                    layer(x)
+                layer.runner.run = run  # type: ignore[method-assign]
+            else:
+                poisoned = layer(x)
+        return layer(x).float(), poisoned if rank.rank() else x, layer
+
+    results = run_ranks(2, work)
+    for x, (got, _, layer) in zip(TOKENS, results, strict=True):
+        assert hostile.relative_error(got, reference(case, layer, experts, x)) < case.tolerance
+    assert results[1][1].isnan().any()

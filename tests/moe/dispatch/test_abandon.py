@@ -1,0 +1,179 @@
+"""A rank whose experts failed, on every transport: the others get NaN for its part, and the next step is right."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from moe import StandardTopK
+from moe.dispatch.base import abandon
+from moe.dispatch.deepep import DeepepBuffer, DeepepDispatcher
+from moe.dispatch.deepep_settings import DeepepMode, DeepepSettings, EpShape
+from moe.dispatch.dtype import DispatchDtype
+from moe.dispatch.flashinfer import FlashinferDispatcher, build_alltoall
+from moe.dispatch.mooncake import MooncakeBuffer
+from moe.dispatch.mori import MoriBuffer, MoriDispatcher, MoriSettings
+from moe.dispatch.nixl import NixlBuffer
+from moe.dispatch.standard import StandardDispatcher
+from moe.errors import TransportStateError
+from moe.types import (
+    DeepepLlCombineInput,
+    FlashinferCombineInput,
+    MoriLlCombineInput,
+    MoriNormalCombineInput,
+    StandardCombineInput,
+)
+from tests.emulators.alltoall import install_alltoall
+from tests.emulators.low_latency import install_low_latency
+from tests.emulators.mori import install_mori
+from tests.emulators.ranks import Rank, run_ranks
+from tests.moe.backends import hostile
+from tests.moe.dispatch.several_ranks import E, K
+
+H, LIMIT = 2048, 8
+
+
+def inputs_of(rank: Rank) -> tuple[torch.Tensor, StandardTopK]:
+    """Four tokens; the first uses an expert of either rank, the last ones those of their own rank alone."""
+    own = rank.rank() * (E // 2) + torch.arange(3)
+    ids_TK = own.repeat(4, 1).int()
+    ids_TK[0, 0] = (own[0] + E // 2) % E
+    return hostile.tokens(4, H, seed=rank.rank()), StandardTopK(torch.full((4, K), 1 / K), ids_TK)
+
+
+def low_latency(kind: type[DeepepBuffer], rank: Rank) -> tuple[Any, Any]:
+    shape = EpShape(hidden_size=H, num_experts=E, top_k=K, ep_size=rank.size())
+    settings = DeepepSettings(mode=DeepepMode.LOW_LATENCY, max_dispatch_tokens=LIMIT)
+    buffer = kind(rank, settings, shape, sends_fp8=False)
+    return DeepepDispatcher(buffer, DispatchDtype.BF16), lambda got: DeepepLlCombineInput(
+        got.hidden_states, got.topk_ids, got.topk_weights
+    )
+
+
+def mori(rank: Rank, *, is_low_latency: bool) -> tuple[Any, Any]:
+    shape = EpShape(hidden_size=H, num_experts=E, top_k=K, ep_size=rank.size())
+    settings = MoriSettings(low_latency=is_low_latency, max_dispatch_tokens=LIMIT)
+    kind = MoriLlCombineInput if is_low_latency else MoriNormalCombineInput
+    own = range(rank.rank() * (E // 2), (rank.rank() + 1) * (E // 2))
+
+    def experts(got: Any) -> Any:
+        rows = weighted(got.hidden_states, got.topk_ids, got.topk_weights, own)
+        return kind(rows, got.origin_topk_ids, got.origin_topk_weights)
+
+    return MoriDispatcher(MoriBuffer(rank, settings, shape, DispatchDtype.BF16)), experts
+
+
+def flashinfer(rank: Rank) -> tuple[Any, Any]:
+    shape = EpShape(hidden_size=H, num_experts=E, top_k=K, ep_size=rank.size())
+    own = range(rank.rank() * (E // 2), (rank.rank() + 1) * (E // 2))
+
+    def experts(got: Any) -> Any:
+        topk = got.topk_output
+        return FlashinferCombineInput(weighted(got.hidden_states, topk.ids, topk.weights, own))
+
+    return FlashinferDispatcher(build_alltoall(rank, shape, LIMIT), rank.rank(), shape, LIMIT), experts
+
+
+def standard(rank: Rank) -> tuple[Any, Any]:
+    own = range(rank.rank() * (E // 2), (rank.rank() + 1) * (E // 2))
+
+    def reduce(x_TH: torch.Tensor) -> torch.Tensor:
+        parts: list[torch.Tensor] = rank.exchange(x_TH.float())
+        return torch.stack(parts).sum(0).to(x_TH.dtype)
+
+    def experts(got: Any) -> Any:
+        topk = got.topk_output
+        return StandardCombineInput(weighted(got.hidden_states, topk.ids, topk.weights, own), is_partial=True)
+
+    return StandardDispatcher(reduce), experts
+
+
+def weighted(x_RH: torch.Tensor, ids_RK: torch.Tensor, weights_RK: torch.Tensor, own: range) -> torch.Tensor:
+    """Experts that change nothing, weighted; rows that nobody filled become zeros."""
+    is_own_RK = (ids_RK >= own.start) & (ids_RK < own.stop)
+    factor_R1 = torch.where(is_own_RK, weights_RK.float(), 0.0).sum(1, keepdim=True)
+    return torch.where(factor_R1 == 0, 0.0, x_RH.float() * factor_R1).to(torch.bfloat16)
+
+
+TRANSPORTS = {
+    "mooncake": lambda rank: low_latency(MooncakeBuffer, rank),
+    "nixl": lambda rank: low_latency(NixlBuffer, rank),
+    "mori": lambda rank: mori(rank, is_low_latency=False),
+    "mori low latency": lambda rank: mori(rank, is_low_latency=True),
+    "flashinfer": flashinfer,
+    "none": standard,
+}
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_failed_experts_are_seen_by_those_who_use_them_and_by_nobody_later(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    install_low_latency(monkeypatch)
+    install_mori(monkeypatch)
+    install_alltoall(monkeypatch)
+
+    def work(rank: Rank) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        dispatcher, experts = TRANSPORTS[name](rank)
+        x_TH, topk = inputs_of(Rank(rank.group, 0) if name == "none" else rank)  # without transport: equal tokens
+        for _ in range(3):
+            dispatched = dispatcher.dispatch(x_TH, topk)
+            if rank.rank() == 0:
+                abandon(dispatcher, dispatched, torch.bfloat16)
+            else:
+                poisoned_TH = dispatcher.combine(experts(dispatched))
+        healed_TH = dispatcher.combine(experts(dispatcher.dispatch(x_TH, topk)))
+        return x_TH, poisoned_TH if rank.rank() else healed_TH, healed_TH
+
+    for index, (x_TH, poisoned_TH, healed_TH) in enumerate(run_ranks(2, work)):
+        assert hostile.relative_error(healed_TH, x_TH) < 1e-2
+        if index == 1:
+            want = [True] * 4 if name == "none" else [True, False, False, False]
+            assert poisoned_TH.isnan().all(1).tolist() == want
+
+
+def test_one_rank_without_a_transport_has_nothing_to_give_up() -> None:
+    dispatcher = StandardDispatcher()
+    dispatched = dispatcher.dispatch(torch.ones(2, 4), StandardTopK(torch.ones(2, 1), torch.zeros(2, 1).int()))
+    dispatcher.abandon(dispatched, torch.bfloat16)
+    dispatcher.prepare_replay()
+    assert dispatcher.why_not_capturable(10**6) is None
+
+
+def test_transports_that_nobody_captured_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    install_mori(monkeypatch)
+    install_alltoall(monkeypatch)
+    for name, word in (("mori", "mori"), ("flashinfer", "flashinfer")):
+        reason = run_ranks(1, lambda rank, name=name: TRANSPORTS[name](rank)[0].why_not_capturable(1))[0]
+        assert f"--moe-a2a-backend {word}" in reason
+
+
+@pytest.mark.parametrize("kind", [MooncakeBuffer, NixlBuffer])
+def test_a_library_that_cannot_clean_asks_for_a_restart(
+    monkeypatch: pytest.MonkeyPatch, kind: type[DeepepBuffer]
+) -> None:
+    install_low_latency(monkeypatch)
+
+    def work(rank: Rank) -> None:
+        dispatcher, _ = low_latency(kind, rank)
+        dispatched = dispatcher.dispatch(*inputs_of(rank))
+        dispatcher.buffer.in_flight.discard(dispatched.topk_ids)
+        with pytest.raises(TransportStateError, match="restart all ranks"):
+            dispatcher.dispatch(*inputs_of(rank))
+
+    run_ranks(2, work)
+
+
+def test_nixl_keeps_its_scale_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its `dispatch` takes `**kwargs`, in which options cannot be seen; without them deep_gemm on SM100 is refused."""
+    install_low_latency(monkeypatch)
+
+    def work(rank: Rank) -> torch.dtype:
+        shape = EpShape(hidden_size=H, num_experts=E, top_k=K, ep_size=1)
+        settings = DeepepSettings(mode=DeepepMode.LOW_LATENCY, max_dispatch_tokens=LIMIT)
+        dispatcher = DeepepDispatcher(NixlBuffer(rank, settings, shape, sends_fp8=True), DispatchDtype.FP8_UE8M0)
+        scale = dispatcher.dispatch(hostile.tokens(4, H), hostile.routing(4, E, K)).hidden_states_scale
+        assert scale is not None
+        return scale.dtype
+
+    assert run_ranks(1, work) == [torch.int32]
