@@ -107,12 +107,15 @@ def _activate(gate, up, alpha, beta, limit, HAS_LIMIT: tl.constexpr):
 
 @triton.jit
 def _store(
-    acc, post_ptr, bias_ptr, out_ptr, weights_ptr, expert, is_row_M, row_M, first_row, split, num_out, num_blocks,
-    alpha, beta, limit,
+    acc, post_ptr, bias_ptr, out_ptr, weights_ptr, expert, is_row_M, row_M, first_row, split, num_out, out_stride,
+    num_blocks, alpha, beta, limit,
     IS_FIRST: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, SPLIT_K: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_LIMIT: tl.constexpr,
 ):  # fmt: skip
-    """From the sums [ROWS, BLOCK_M] of weight rows from `first_row` on to the stored result."""
+    """From the sums [ROWS, BLOCK_M] of weight rows from `first_row` on to the stored result.
+
+    Rows of `out` have `num_out` columns and begin `out_stride` numbers apart.
+    """
     row_N = first_row + tl.arange(0, ROWS)
     half_N = row_N // 8 % 2 if IS_FIRST else row_N * 0
     acc *= tl.load(post_ptr + expert * 2 + half_N)[:, None]
@@ -126,18 +129,19 @@ def _store(
         gate, up = tl.split(pairs)
         result = _activate(gate, up, alpha, beta, limit, HAS_LIMIT).reshape(ROWS // 2, BLOCK_M)
         out_N = first_row // 2 + tl.arange(0, ROWS // 2)
-        out_ptrs = out_ptr + (row_M * num_out)[None, :] + out_N[:, None]
+        out_ptrs = out_ptr + (row_M * out_stride)[None, :] + out_N[:, None]
     else:
         result = acc * tl.load(weights_ptr + row_M, mask=is_row_M, other=0.0)[None, :]
         out_N = row_N
-        out_ptrs = out_ptr + ((row_M * SPLIT_K + split) * num_out)[None, :] + out_N[:, None]
+        out_ptrs = out_ptr + ((row_M * SPLIT_K + split) * out_stride)[None, :] + out_N[:, None]
     tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=is_row_M[None, :] & (out_N < num_out)[:, None])
 
 
 @triton.jit
 def _tile(
     x_ptr, xs_ptr, w_ptr, s_ptr, tail_ptr, post_ptr, bias_ptr, out_ptr, weights_ptr,
-    expert, slot_M, block, split, x_stride, xs_stride, num_cols, num_out, num_blocks, num_steps, alpha, beta, limit,
+    expert, slot_M, block, split, x_stride, xs_stride, num_cols, num_out, out_stride, num_blocks, num_steps,
+    alpha, beta, limit,
     FORMAT: tl.constexpr, IS_FIRST: tl.constexpr, TOPK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STEP_K: tl.constexpr, WORDS: tl.constexpr, SPLIT_K: tl.constexpr, NUM_STAGES: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_LIMIT: tl.constexpr, SHORT_K: tl.constexpr, HAS_TAIL: tl.constexpr, WIDE: tl.constexpr,
@@ -164,7 +168,8 @@ def _tile(
         if PARTS == 2:
             _store(
                 acc_1, post_ptr, bias_ptr, out_ptr, weights_ptr, expert, is_row_M, row_M, first_row + ROWS, split,
-                num_out, num_blocks, alpha, beta, limit, IS_FIRST, ROWS, BLOCK_M, SPLIT_K, HAS_BIAS, HAS_LIMIT,
+                num_out, out_stride, num_blocks, alpha, beta, limit,
+                IS_FIRST, ROWS, BLOCK_M, SPLIT_K, HAS_BIAS, HAS_LIMIT,
             )  # fmt: skip
     else:
         acc = multiply(
@@ -172,16 +177,16 @@ def _tile(
             FORMAT, BLOCK_M, BLOCK_N, STEP_K, WORDS, NUM_STAGES, SHORT_K, HAS_TAIL, USE_ASM, INTERPRET,
         )  # fmt: skip
     _store(
-        acc, post_ptr, bias_ptr, out_ptr, weights_ptr, expert, is_row_M, row_M, first_row, split, num_out, num_blocks,
-        alpha, beta, limit, IS_FIRST, ROWS, BLOCK_M, SPLIT_K, HAS_BIAS, HAS_LIMIT,
+        acc, post_ptr, bias_ptr, out_ptr, weights_ptr, expert, is_row_M, row_M, first_row, split, num_out, out_stride,
+        num_blocks, alpha, beta, limit, IS_FIRST, ROWS, BLOCK_M, SPLIT_K, HAS_BIAS, HAS_LIMIT,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_tokens", "first_expert", "num_experts"])
 def direct_gemm(
     x_ptr, xs_ptr, w_ptr, s_ptr, tail_ptr, post_ptr, bias_ptr, out_ptr, ids_ptr, weights_ptr,
-    num_tokens, first_expert, num_experts, x_stride, xs_stride, num_cols, num_out, num_blocks, num_steps, alpha, beta,
-    limit,
+    num_tokens, first_expert, num_experts, x_stride, xs_stride, num_cols, num_out, out_stride, num_blocks, num_steps,
+    alpha, beta, limit,
     FORMAT: tl.constexpr, IS_FIRST: tl.constexpr, BY_EXPERT: tl.constexpr, TOPK: tl.constexpr,
     CHOICES_PAD: tl.constexpr, SLOTS_PAD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEP_K: tl.constexpr, WORDS: tl.constexpr, SPLIT_K: tl.constexpr,
@@ -225,8 +230,8 @@ def direct_gemm(
             slot_M = tl.max(tl.where(is_row_MS, tl.arange(0, SLOTS_PAD)[None, :], -1), axis=1)
         _tile(
             x_ptr, xs_ptr, w_ptr, s_ptr, tail_ptr, post_ptr, bias_ptr, out_ptr, weights_ptr,
-            expert, slot_M, block, split, x_stride, xs_stride, num_cols, num_out, num_blocks, num_steps, alpha, beta,
-            limit,
+            expert, slot_M, block, split, x_stride, xs_stride, num_cols, num_out, out_stride, num_blocks, num_steps,
+            alpha, beta, limit,
             FORMAT, IS_FIRST, TOPK, BLOCK_M, BLOCK_N, STEP_K, WORDS, SPLIT_K, NUM_STAGES, HAS_BIAS, HAS_LIMIT,
             SHORT_K, HAS_TAIL, WIDE, USE_ASM, INTERPRET,
         )  # fmt: skip
@@ -235,7 +240,8 @@ def direct_gemm(
 @triton.jit(do_not_specialize=["num_tiles", "tile_group", "xs_stride"])
 def grouped_gemm(
     x_ptr, xs_ptr, w_ptr, s_ptr, tail_ptr, post_ptr, bias_ptr, out_ptr, slots_ptr, tiles_ptr, weights_ptr,
-    num_tiles, tile_group, x_stride, xs_stride, num_cols, num_out, num_blocks, num_steps, alpha, beta, limit,
+    num_tiles, tile_group, x_stride, xs_stride, num_cols, num_out, out_stride, num_blocks, num_steps,
+    alpha, beta, limit,
     FORMAT: tl.constexpr, IS_FIRST: tl.constexpr, TOPK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEP_K: tl.constexpr, WORDS: tl.constexpr, NUM_STAGES: tl.constexpr,
     NUM_HEIGHTS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_LIMIT: tl.constexpr,
@@ -271,8 +277,8 @@ def grouped_gemm(
             slot_M = tl.load(slots_ptr + position, mask=position < end, other=-1)
             _tile(
                 x_ptr, xs_ptr, w_ptr, s_ptr, tail_ptr, post_ptr, bias_ptr, out_ptr, weights_ptr,
-                expert, slot_M, block, 0, x_stride, xs_stride, num_cols, num_out, num_blocks, num_steps, alpha, beta,
-                limit,
+                expert, slot_M, block, 0, x_stride, xs_stride, num_cols, num_out, out_stride, num_blocks, num_steps,
+                alpha, beta, limit,
                 FORMAT, IS_FIRST, TOPK, BLOCK_M >> shift, BLOCK_N, STEP_K, WORDS, 1, NUM_STAGES, HAS_BIAS, HAS_LIMIT,
                 SHORT_K, HAS_TAIL, WIDE, USE_ASM, INTERPRET,
             )  # fmt: skip

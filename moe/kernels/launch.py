@@ -56,23 +56,31 @@ class _Tiles:
 
 
 def run_layer(
-    x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, layer: Layer, plan: Plan, out_TH: torch.Tensor
-) -> None:
+    x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, layer: Layer, plan: Plan, out_TH: torch.Tensor,
+    *, max_rows: int | None = None,
+) -> None:  # fmt: skip
     """Write the weighted sum over each token's local experts; ids are global, and ids of no local expert are skipped.
 
     bf16 x [T, H], int32 ids, fp32 weights, all contiguous; T > 0; no token has an expert twice. A direct plan takes at
-    most MAX_DIRECT_SLOTS slots.
+    most MAX_DIRECT_SLOTS slots. Rows of x may be further apart than H.
+
+    `max_rows`: for top-k 1 and a grouped plan, at most so many tokens have a local expert, and the others' rows of
+    `out` may hold anything. Then the second GEMM writes `out` itself, whose rows may be further apart than H, too.
     """
     num_tokens = x_TH.shape[0]
     num_slots = num_tokens * layer.top_k
     num_steps = layer.w2.data.shape[1]
     if plan.split_k > num_steps:  # no part may be empty
         plan = replace(plan, split_k=num_steps)
-    tiles = None if plan.is_direct else _group(ids_TK, num_slots, layer, plan)
+    most_slots = num_slots if max_rows is None else min(num_slots, max_rows)
+    tiles = None if plan.is_direct else _group(ids_TK, num_slots, most_slots, layer, plan)
     h_SI = x_TH.new_empty((num_slots, layer.intermediate_size))
+    _gemm(x_TH, ids_TK, weights_TK, layer, plan, tiles, h_SI, is_first=True)
+    if max_rows is not None:
+        _gemm(h_SI, ids_TK, weights_TK, layer, plan, tiles, out_TH, is_first=False)
+        return
     part_dtype = torch.float32 if plan.is_direct else torch.bfloat16  # few rows cost nothing; many are worth halving
     parts = torch.empty((num_slots, plan.split_k, layer.hidden_size), dtype=part_dtype, device=x_TH.device)
-    _gemm(x_TH, ids_TK, weights_TK, layer, plan, tiles, h_SI, is_first=True)
     _gemm(h_SI, ids_TK, weights_TK, layer, plan, tiles, parts, is_first=False)
     block_h = min(_SUM_COLUMNS, triton.next_power_of_2(layer.hidden_size))
     unpermute_sum[(num_tokens, triton.cdiv(layer.hidden_size, block_h))](
@@ -87,8 +95,9 @@ def max_tiles(num_slots: int, num_experts: int, block_m: int) -> int:
     return min(num_slots, num_experts + num_slots // block_m)
 
 
-def _group(ids_TK: torch.Tensor, num_slots: int, layer: Layer, plan: Plan) -> _Tiles:
-    num_tiles = max_tiles(num_slots, layer.num_experts, plan.block_m)
+def _group(ids_TK: torch.Tensor, num_slots: int, most_slots: int, layer: Layer, plan: Plan) -> _Tiles:
+    """`most_slots`: those of local experts, at most."""
+    num_tiles = max_tiles(most_slots, layer.num_experts, plan.block_m)
     slots_S = ids_TK.new_empty(num_slots)
     tiles = ids_TK.new_empty((num_tiles, 3))
     chunk = min(4096, max(512, triton.next_power_of_2(num_slots)))
@@ -125,7 +134,7 @@ def _gemm(
         matrix.bias if has_bias else matrix.post, out,
     )  # fmt: skip
     sizes = (
-        x.stride(0), xs_stride, num_cols, out.shape[-1], num_blocks, num_steps,
+        x.stride(0), xs_stride, num_cols, out.shape[-1], out.stride(-2), num_blocks, num_steps,
         activation.alpha, activation.beta, 0.0 if activation.limit is None else activation.limit,
     )  # fmt: skip
     settings = {
@@ -133,7 +142,8 @@ def _gemm(
         "BLOCK_N": block_n, "STEP_K": step, "WORDS": words,
         "NUM_STAGES": plan.num_stages_1 if is_first else plan.num_stages_2, "HAS_BIAS": has_bias,
         "HAS_LIMIT": activation.limit is not None, "SHORT_K": num_cols < step,
-        "HAS_TAIL": matrix.tail is not None, "WIDE": max(x.shape[0] * x.stride(0), out.numel()) > _INT32_MAX,
+        "HAS_TAIL": matrix.tail is not None,
+        "WIDE": max(tensor.shape[0] * tensor.stride(0) for tensor in (x, out)) > _INT32_MAX,
         "USE_ASM": not interpret, "USE_PDL": plan.pdl, "INTERPRET": interpret,
         "num_warps": plan.num_warps_1 if is_first else plan.num_warps_2,
     }  # fmt: skip

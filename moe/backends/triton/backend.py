@@ -205,7 +205,10 @@ def run_deepep(
     config: MoeRunnerConfig,
     state: RunState,
 ) -> DeepepNormalCombineInput | DeepepLlCombineInput:
-    """Received bf16 rows of either mode. Rows without an expert here, or beyond an expert's count, come back as zeros.
+    """Received bf16 rows of either mode.
+
+    In normal mode, rows without an expert here come back as zeros. In low latency, rows beyond an expert's count hold
+    anything, and all are as far apart as the received ones.
 
     Raises:
         UnsupportedPathError: rows that the transport has quantized.
@@ -222,21 +225,29 @@ def run_deepep(
     ids_R1, ones_R1 = masked_rows(dispatched.masked_m, x.shape[1])
     likely_tokens = dispatched.expected_m * config.num_experts // config.top_k
     plan = quant_info.plans.pick(likely_tokens, may_be_direct=False)
-    out = _run(x.view(-1, x.shape[2]), ids_R1, ones_R1, replace(layer, top_k=1), plan, config, quant_info)
+    rows_RH = x.view(-1, x.shape[2])
+    most = rows_RH.shape[0] if dispatched.max_rows is None else dispatched.max_rows
+    out = _run(rows_RH, ids_R1, ones_R1, replace(layer, top_k=1), plan, config, quant_info, max_rows=most)
     return DeepepLlCombineInput(out.view(x.shape), ids, weights)
 
 
 def _run(
     x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, layer: "Layer", plan: Plan,
-    config: MoeRunnerConfig, quant_info: TritonMoeQuantInfo,
+    config: MoeRunnerConfig, quant_info: TritonMoeQuantInfo, *, max_rows: int | None = None,
 ) -> torch.Tensor:  # fmt: skip
+    """`max_rows` as in `run_layer`; then the result's rows are as far apart as those of x."""
     from moe.kernels.launch import run_layer
 
     x_TH = x_TH.to(config.dtype)
     if x_TH.stride(-1) != 1:
         x_TH = x_TH.contiguous()
-    out_TH = quant_info.topology.alloc_output((x_TH.shape[0], x_TH.shape[1]), config.dtype)
+    num_rows, hidden_size = x_TH.shape
+    pitch = hidden_size if max_rows is None else x_TH.stride(0)
+    out_TH = quant_info.topology.alloc_output((num_rows, pitch), config.dtype)[:, :hidden_size]
     if layer.intermediate_size == 0:  # a rank may own no block of the intermediate axis
         return out_TH.zero_()
-    run_layer(x_TH, ids_TK.to(torch.int32).contiguous(), weights_TK.float().contiguous(), layer, plan, out_TH)
+    run_layer(
+        x_TH, ids_TK.to(torch.int32).contiguous(), weights_TK.float().contiguous(), layer, plan, out_TH,
+        max_rows=max_rows,
+    )  # fmt: skip
     return out_TH

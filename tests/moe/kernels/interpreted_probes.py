@@ -77,8 +77,8 @@ class Case:
 def with_fault(fault: Fault | None) -> None:
     """From now on kernels give results multiplied with what `fault` says."""
 
-    def run(x: Any, ids: torch.Tensor, weights: Any, layer: Any, plan: Plan, out: torch.Tensor) -> None:
-        RUN(x, ids, weights, layer, plan, out)
+    def run(x: Any, ids: torch.Tensor, weights: Any, layer: Any, plan: Plan, out: torch.Tensor, **options: Any) -> None:
+        RUN(x, ids, weights, layer, plan, out, **options)
         if fault is not None:
             out *= fault(plan, layer, ids)
 

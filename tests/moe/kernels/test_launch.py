@@ -136,9 +136,54 @@ def test_masked_rows_take_the_grouped_plan_for_as_many_tokens_as_are_likely(monk
     runner = MoeRunner(MoeBackend.TRITON, MoeA2ABackend.DEEPEP, config_of())
     info = info_of(table, a2a=MoeA2ABackend.DEEPEP)
     taken: list[Plan] = []
-    monkeypatch.setattr(launch, "run_layer", lambda x, ids, weights, layer, plan, out: taken.append(plan))
+    most: list[int] = []
+
+    def take(x: Any, ids: Any, weights: Any, layer: Any, plan: Plan, out: Any, *, max_rows: int) -> None:
+        taken.append(plan)
+        most.append(max_rows)
+
+    monkeypatch.setattr(launch, "run_layer", take)
     x = torch.zeros(NUM_EXPERTS, 32, SIZE, dtype=torch.bfloat16)
     empty = torch.empty(0, TOP_K)
     counts = torch.full((NUM_EXPERTS,), 6, dtype=torch.int32)
-    runner.run(DeepepLlDispatchOutput(x, None, empty.long(), empty, counts, 6), info)
-    assert taken == [plans[1]], "6 rows an expert, 4 experts, 2 of them a token: 12 tokens"
+    for max_rows in (None, 40):
+        runner.run(DeepepLlDispatchOutput(x, None, empty.long(), empty, counts, 6, max_rows), info)
+    assert taken == [plans[1]] * 2, "6 rows an expert, 4 experts, 2 of them a token: 12 tokens"
+    assert most == [NUM_EXPERTS * 32, 40]
+
+
+@pytest.mark.parametrize(("max_rows", "num_tiles"), [(None, 260), (4096, 260), (48, 7)])
+def test_masked_rows_are_written_by_the_second_gemm_in_no_more_tiles_than_can_have_rows(
+    monkeypatch: pytest.MonkeyPatch, max_rows: int | None, num_tiles: int
+) -> None:
+    """Few of the slots that low latency reserves are ever used: grids and copies of all of them cost most of the time.
+
+    Four experts with 48 rows among them fill at most 7 tiles of 16: three full ones, and a short one for each expert.
+    """
+    grids: list[tuple[str, int]] = []
+    outs: list[torch.Tensor] = []
+
+    class Recorder:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            grids.append((self.name, grid[0]))
+            return lambda *arguments, **keywords: outs.extend(arguments[7:8])  # the GEMMs' out_ptr
+
+    for name in KERNELS:
+        monkeypatch.setattr(launch, name, Recorder(name))
+    runner = MoeRunner(MoeBackend.TRITON, MoeA2ABackend.DEEPEP, config_of())
+    info = info_of(PlanTable(((None, GROUPED),)), a2a=MoeA2ABackend.DEEPEP)
+    x = torch.zeros(NUM_EXPERTS, 1024, 192, dtype=torch.bfloat16)[..., :SIZE]
+    empty = torch.empty(0, TOP_K)
+    counts = torch.full((NUM_EXPERTS,), 6, dtype=torch.int32)
+    result = runner.run(DeepepLlDispatchOutput(x, None, empty.long(), empty, counts, 6, max_rows), info)
+    num_n = {"first": 2 * SIZE // 64, "second": SIZE // 64}
+    assert grids == [
+        ("group_slots", NUM_EXPERTS),
+        ("grouped_gemm", num_n["first"] * num_tiles),
+        ("grouped_gemm", num_n["second"] * num_tiles),
+    ]
+    assert outs[-1].data_ptr() == result.hidden_states.data_ptr()
+    assert result.hidden_states.stride() == x.stride()
