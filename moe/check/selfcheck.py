@@ -19,7 +19,7 @@ import torch
 from moe.backends.base import CheckCase
 from moe.check.reference import reference_moe
 from moe.config import DispatchFormat, MoeRunnerConfig, RoutingConfig, RoutingMethod
-from moe.dispatch.base import Dispatcher
+from moe.dispatch.base import Exchange
 from moe.dispatch.dtype import expert_alignment
 from moe.dispatch.loopback import make_loopback
 from moe.errors import SelfCheckError
@@ -101,7 +101,7 @@ def reference(
 
 def loopback_of(
     runner: MoeRunner, experts: ExpertWeights, topology: Topology, dispatch_format: DispatchFormat
-) -> Dispatcher[Any, Any]:
+) -> Exchange[Any, Any]:
     """What lays tokens out for the runner as the transport of a dispatch format would."""
     scales = experts.layer_input_scales
     return make_loopback(

@@ -13,23 +13,28 @@ from moe.packages import not_installed
 from moe.types import TopKOutput
 
 Out = TypeVar("Out")
+Out_co = TypeVar("Out_co", covariant=True)
 In_contra = TypeVar("In_contra", contravariant=True)
 Handle = TypeVar("Handle")
 
 logger = logging.getLogger(__name__)
 
 
-class Dispatcher(Protocol[Out, In_contra]):
-    """Moves tokens to the ranks that own their experts and brings the weighted sum back.
+class Exchange(Protocol[Out_co, In_contra]):
+    """Moves tokens to the ranks that own their experts and brings the weighted sum back. Every rank calls both."""
 
-    Every rank calls `dispatch`, then `combine`, or `abandon` if its experts failed.
-    """
-
-    def dispatch(self, hidden_states_TH: torch.Tensor, topk_output: TopKOutput) -> Out:
+    def dispatch(self, hidden_states_TH: torch.Tensor, topk_output: TopKOutput) -> Out_co:
         """Tokens for the local experts, in the transport's layout."""
 
     def combine(self, result: In_contra) -> torch.Tensor:
         """[T, H] of this rank's own tokens, complete."""
+
+
+class Dispatcher(Exchange[Out, In_contra], Protocol[Out, In_contra]):
+    """The exchange of one layer over a real transport, which may fail half-way and be captured in CUDA graphs.
+
+    After `dispatch`, every rank calls `combine`, or `abandon` if its experts failed.
+    """
 
     def abandon(self, dispatched: Out, dtype: torch.dtype) -> None:
         """Give up a dispatched batch whose experts failed, so that the next one finds the transport in order.

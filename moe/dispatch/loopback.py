@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from moe.config import DispatchFormat, MoeRunnerConfig
-from moe.dispatch.base import Dispatcher, ids_and_weights, pad_columns, without_minus_one
+from moe.dispatch.base import Exchange, ids_and_weights, pad_columns, without_minus_one
 from moe.dispatch.deepep_settings import EpShape, expected_rows, ll_hidden_size
 from moe.dispatch.dtype import DispatchDtype
 from moe.formats.nvfp4 import quantize_groups
@@ -44,7 +44,7 @@ def make_loopback(
     *,
     expert_alignment: int = 1,
     input_scale: float | None = None,
-) -> Dispatcher[Any, Any]:
+) -> Exchange[Any, Any]:
     """The loopback of one dispatch format, sending `topology.dispatch_dtype`.
 
     `expert_alignment`: as `DeepepDispatcher` has it. `input_scale`: the layer's static one, for an NVFP4 payload.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from moe.config import DispatchFormat, MoeRunnerConfig
-from moe.dispatch.base import Dispatcher, mode_options
+from moe.dispatch.base import Exchange, mode_options
 from moe.dispatch.dtype import DispatchDtype
 from moe.errors import SelfCheckError
 from moe.formats.fp4 import decode_e2m1
@@ -44,7 +44,7 @@ TOLERANCES = {
 
 
 def check_round_trip(
-    dispatcher: Dispatcher[Any, Any],
+    dispatcher: Exchange[Any, Any],
     dispatch_formats: tuple[DispatchFormat, ...],
     config: MoeRunnerConfig,
     topology: Topology,

@@ -21,7 +21,7 @@ from moe.backends.base import CheckCase
 from moe.check.selfcheck import BLOCK, loopback_of, reference
 from moe.config import DispatchFormat
 from moe.cpu.threads import usable_cpus
-from moe.dispatch.base import Dispatcher
+from moe.dispatch.base import Exchange
 from moe.formats import ExpertWeights
 from moe.formats.activation_quant import ActivationQuant
 from moe.registry import load_backend
@@ -46,7 +46,7 @@ class _Inputs:
     """What one token count is measured with, and what the checked rows of the first input are and should give."""
 
     dispatched: list[DispatchOutput]
-    first: list[tuple[DispatchFormat, Dispatcher[Any, Any], DispatchOutput]]
+    first: list[tuple[DispatchFormat, Exchange[Any, Any], DispatchOutput]]
     rows: torch.Tensor
     x_RH: torch.Tensor
     topk: StandardTopK
@@ -183,7 +183,7 @@ class Measurer:
         config, topology = self._runner.config, self._topology
         is_few = num_tokens * config.top_k < 4 * config.num_experts
         dispatched: list[DispatchOutput] = []
-        first: list[tuple[DispatchFormat, Dispatcher[Any, Any], DispatchOutput]] = []
+        first: list[tuple[DispatchFormat, Exchange[Any, Any], DispatchOutput]] = []
         rows = torch.linspace(0, num_tokens - 1, min(num_tokens, _CHECKED_TOKENS)).long().to(topology.device)
         for seed in range(_MANY_INPUTS if is_few else _FEW_INPUTS):
             x_TH, topk = self._tokens(num_tokens, seed)
