@@ -21,29 +21,43 @@ from moe.types import TopKOutput
 
 
 class Gate(nn.Module):
-    """Router logits. Weights are kept and multiplied in fp32; `out_dtype` is what the expert backend wants to see.
+    """Router logits in `out_dtype`, which is what the expert backend wants to see.
 
-    `weight_bf16` is set if bf16 holds the weights exactly: its product with bf16 tokens, summed in fp32, then equals
-    that of the fp32 weights.
+    fp32 logits multiply fp32 weights by fp32 tokens. bf16 logits multiply bf16 by bf16, sum in fp32 and are rounded
+    once: half the weights to read, at twice the rate or more.
+    `weight_bf16` is set if bf16 holds the weights exactly, or if the logits are bf16 anyway: its product with bf16
+    tokens, summed in fp32, is what the two-kernel router computes.
     """
 
     def __init__(self, weight_EH: torch.Tensor, bias_E: torch.Tensor | None, out_dtype: torch.dtype) -> None:
         super().__init__()
-        self.weight = nn.Parameter(weight_EH.float(), requires_grad=False)
+        rounded_EH = weight_EH.bfloat16()
+        is_bf16 = out_dtype is torch.bfloat16
+        self.weight = nn.Parameter(rounded_EH if is_bf16 else weight_EH.float(), requires_grad=False)
         self.bias = None if bias_E is None else nn.Parameter(bias_E.float(), requires_grad=False)
         self.out_dtype = out_dtype
-        rounded_EH = weight_EH.bfloat16()
-        is_exact = torch.equal(rounded_EH.float(), self.weight)
+        is_exact = is_bf16 or torch.equal(rounded_EH.float(), self.weight)
         self.weight_bf16 = nn.Parameter(rounded_EH, requires_grad=False) if is_exact else None
 
     def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
         """[T, H] to logits [T, E]."""
-        return F.linear(x_TH.float(), self.weight, self.bias).to(self.out_dtype)
+        if self.out_dtype is not torch.bfloat16:
+            return F.linear(x_TH.float(), self.weight, self.bias).to(self.out_dtype)
+        x_TH = x_TH.bfloat16()
+        if is_on_gpu(x_TH):  # asked for fp32, since cuBLAS may add parts of a bf16 result in bf16
+            logits_TE = torch.mm(x_TH, self.weight.T, out_dtype=torch.float32)
+            return (logits_TE if self.bias is None else logits_TE + self.bias).bfloat16()
+        return F.linear(x_TH, self.weight, None if self.bias is None else self.bias.bfloat16())
+
+
+def is_on_gpu(tensor: torch.Tensor) -> bool:
+    """True for tensors of the devices that torch calls cuda."""
+    return tensor.device.type == "cuda"
 
 
 def fused_router(gate: Gate, topk: TopK) -> ModuleType | None:
     """The module whose `route` does this gate and top-k in two kernels; None if torch has to do it."""
-    if gate.weight.device.type != "cuda" or gate.weight_bf16 is None or gate.out_dtype is not torch.float32:
+    if gate.weight.device.type != "cuda" or gate.weight_bf16 is None:
         return None
     try:
         from moe.kernels import router
@@ -113,7 +127,10 @@ class MoeLayer(nn.Module):
 
     def _route(self, x_TH: torch.Tensor) -> TopKOutput:
         if self._router is not None and x_TH.dtype == torch.bfloat16:
-            routed: TopKOutput = self._router.route(x_TH, self.gate.weight_bf16, self.gate.bias, self.topk.config)
+            gate = self.gate
+            routed: TopKOutput = self._router.route(
+                x_TH, gate.weight_bf16, gate.bias, self.topk.config, logits_dtype=gate.out_dtype
+            )
             return routed
         logits_TE = self.gate(x_TH)
         if self.routes_inside:

@@ -46,13 +46,24 @@ def _partial_logits(
     tl.store(parts_ptr + place[:, None] * E + e[None, :], total_TE, mask=(t < num_tokens)[:, None] & (e < E)[None, :])
 
 
+@triton.jit
+def _round_to_bf16(x):
+    """The nearest bf16 number as fp32, ties to even; not of NaN. In bits, since Triton's interpreter truncates."""
+    bits = x.to(tl.int32, bitcast=True)
+    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
+    return bits.to(tl.float32, bitcast=True)
+
+
 @triton.jit(do_not_specialize=["num_tokens", "num_parts"])
 def _choose(
     parts_ptr, bias_ptr, ids_ptr, weights_ptr, num_tokens, num_parts, factor,
     E: tl.constexpr, E_PAD: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr, BLOCK_T: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, ROUND_TO_BF16: tl.constexpr,
 ):  # fmt: skip
-    """Sum the parts, take the K largest logits (ties to the lowest id), softmax over them. Grid: (blocks of T,)."""
+    """Sum the parts, take the K largest logits (ties to the lowest id), softmax over them. Grid: (blocks of T,).
+
+    ROUND_TO_BF16: the logits are rounded before.
+    """
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     e = tl.arange(0, E_PAD)
     k = tl.arange(0, K_PAD)
@@ -64,6 +75,8 @@ def _choose(
     if HAS_BIAS:
         logits_TE += tl.load(bias_ptr + e, mask=e < E, other=0.0)[None, :]
     is_nan_TE = logits_TE != logits_TE  # noqa: PLR0124
+    if ROUND_TO_BF16:
+        logits_TE = _round_to_bf16(logits_TE)
     logits_TE = tl.where(is_nan_TE, -_LARGEST, tl.minimum(tl.maximum(logits_TE, -_LARGEST), _LARGEST))
     logits_TE = tl.where((e < E)[None, :], logits_TE, float("-inf"))
     best_TK = tl.full((BLOCK_T, K_PAD), float("-inf"), tl.float32)
@@ -88,9 +101,17 @@ def can_route(config: RoutingConfig) -> bool:
 
 
 def route(
-    x_TH: torch.Tensor, weight_EH: torch.Tensor, bias_E: torch.Tensor | None, config: RoutingConfig
+    x_TH: torch.Tensor,
+    weight_EH: torch.Tensor,
+    bias_E: torch.Tensor | None,
+    config: RoutingConfig,
+    *,
+    logits_dtype: torch.dtype = torch.float32,
 ) -> StandardTopK:
-    """`moe.routing.route` of `x @ weight.T + bias`, for rules that `can_route` accepts."""
+    """`moe.routing.route` of `x @ weight.T + bias` in `logits_dtype`, fp32 or bf16, for rules that `can_route` accepts.
+
+    x and weight are bf16, their products are summed in fp32 whatever the dtype of the logits.
+    """
     num_tokens, hidden = x_TH.shape
     num_experts = config.num_experts
     ids_TK = torch.empty(num_tokens, config.top_k, dtype=torch.int32, device=x_TH.device)
@@ -111,6 +132,6 @@ def route(
         parts, parts if bias_E is None else bias_E, ids_TK, weights_TK, num_tokens, num_parts,
         config.routed_scaling_factor,
         E=num_experts, E_PAD=experts_pad, K=config.top_k, K_PAD=triton.next_power_of_2(config.top_k), BLOCK_T=block_t,
-        HAS_BIAS=bias_E is not None, num_warps=1 if block_t == 1 else 4,
+        HAS_BIAS=bias_E is not None, ROUND_TO_BF16=logits_dtype is torch.bfloat16, num_warps=1 if block_t == 1 else 4,
     )  # fmt: skip
     return StandardTopK(weights_TK, ids_TK)

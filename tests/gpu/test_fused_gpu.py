@@ -6,6 +6,7 @@ from torch.nn.functional import linear
 from torch.nn.functional import rms_norm as torch_rms_norm
 
 from model.gpu_kernels import add_rms_norm, rms_norm
+from model.moe_layer import Gate
 from moe.config import RoutingConfig, RoutingMethod
 from moe.kernels import router
 from moe.routing import route
@@ -43,3 +44,17 @@ def test_the_router_chooses_as_torch_does(num_tokens: int, num_experts: int, top
     is_near_tie = (best[:, :-1] - best[:, 1:]).amin(dim=1) < 1e-4
     assert not (differs & ~is_near_tie).any()
     assert (got.weights - want.weights)[~differs].abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("num_tokens", [1, 17, 513])
+def test_bf16_logits_are_rounded_once_from_fp32_sums(num_tokens: int) -> None:
+    """By the gate's GEMM and by the fused router; sums of small integers are exact in fp32, in bf16 they are not."""
+    config = RoutingConfig(method=RoutingMethod.SOFTMAX_AFTER_TOPK, num_experts=32, top_k=4)
+    g = torch.Generator("cuda").manual_seed(num_tokens)
+    x = torch.randint(-2, 3, (num_tokens, 2880), device="cuda", generator=g).bfloat16()
+    weight = torch.randint(-60, 61, (32, 2880), device="cuda", generator=g).bfloat16()
+    bias = torch.randint(-2, 3, (32,), device="cuda", generator=g).float()
+    want = linear(x.double(), weight.double(), bias.double()).bfloat16()
+    assert torch.equal(Gate(weight, bias, torch.bfloat16)(x), want)
+    got = router.route(x, weight, bias, config, logits_dtype=torch.bfloat16)
+    assert torch.equal(got.ids, route(want, config).ids)

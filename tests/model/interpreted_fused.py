@@ -42,19 +42,28 @@ def norm_errors() -> dict[str, float]:
     }
 
 
-def router_error(num_tokens: int, num_experts: int, top_k: int, *, has_bias: bool = True, spoil: bool = False) -> float:
+def router_error(
+    num_tokens: int,
+    num_experts: int,
+    top_k: int,
+    *,
+    has_bias: bool = True,
+    spoil: bool = False,
+    logits_dtype: torch.dtype = torch.float32,
+    largest_weight: int = 1,
+) -> float:
     """Of the weights; infinite where an id differs."""
     config = RoutingConfig(
         method=RoutingMethod.SOFTMAX_AFTER_TOPK, num_experts=num_experts, top_k=top_k, routed_scaling_factor=1.5
     )
     # Small integers: every sum is exact, so that ties are ties, and there are many.
     x = torch.randint(-2, 3, (num_tokens, 200), generator=G).bfloat16()
-    weight = torch.randint(-1, 2, (num_experts, 200), generator=G).bfloat16()
+    weight = torch.randint(-largest_weight, largest_weight + 1, (num_experts, 200), generator=G).bfloat16()
     if spoil:
         x[1, 3], x[2, 5] = float("nan"), float("inf")
     bias = torch.randint(-2, 3, (num_experts,), generator=G).float() if has_bias else None
-    got = router.route(x, weight, bias, config)
-    want = route(torch.nn.functional.linear(x.float(), weight.float(), bias), config)
+    got = router.route(x, weight, bias, config, logits_dtype=logits_dtype)
+    want = route(torch.nn.functional.linear(x.float(), weight.float(), bias).to(logits_dtype), config)
     same = torch.equal(got.ids, want.ids) and got.ids.dtype == want.ids.dtype
     return error(got.weights, want.weights) if same else float("inf")
 
@@ -70,6 +79,9 @@ def main() -> None:
         "six experts, no bias": router_error(5, 6, 3, has_bias=False),
         "many tokens": router_error(600, 128, 4),
         "tokens that are no numbers": router_error(4, 8, 2, spoil=True),
+        "logits of more than eight bits": router_error(40, 32, 4, largest_weight=60),
+        "bf16 logits": router_error(40, 32, 4, largest_weight=60, logits_dtype=torch.bfloat16),
+        "bf16 logits that are no numbers": router_error(4, 8, 2, spoil=True, logits_dtype=torch.bfloat16),
         "no tokens for the router": float("inf") if router_ids_of_nothing().numel() else 0.0,
     }
     json.dump(errors, sys.stdout)

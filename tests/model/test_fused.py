@@ -22,7 +22,7 @@ ROUTING = RoutingConfig(method=RoutingMethod.SOFTMAX_AFTER_TOPK, num_experts=32,
 
 def test_numbers_in_the_interpreter() -> None:
     errors = run_interpreted("tests.model.interpreted_fused")
-    assert len(errors) == 10
+    assert len(errors) == 13
     assert {case: error for case, error in errors.items() if not error < 2e-6} == {}
 
 
@@ -31,7 +31,16 @@ KERNELS = {
     "logits": (
         router._partial_logits, {"H": 2880, "E": 32, "E_PAD": 32, "BLOCK_T": 16, "BLOCK_H": 64, "INTERPRET": False}
     ),
-    "choose": (router._choose, {"E": 32, "E_PAD": 32, "K": 4, "K_PAD": 4, "BLOCK_T": 1, "HAS_BIAS": True}),
+    **{
+        f"choose from {name} logits": (
+            router._choose,
+            {
+                "E": 32, "E_PAD": 32, "K": 4, "K_PAD": 4, "BLOCK_T": 1, "HAS_BIAS": True,
+                "ROUND_TO_BF16": name == "bf16",
+            },
+        )
+        for name in ("fp32", "bf16")
+    },
     "rope": (
         triton_kernels.rotate_and_store,
         {
@@ -81,7 +90,7 @@ def test_the_fused_router_takes_exact_weights_and_rules_it_knows() -> None:
     exact = torch.randn(32, 64).bfloat16().float()
     assert fused_router(gate_on_gpu(exact), TopK(ROUTING)) is router
     assert fused_router(gate_on_gpu(exact + 1e-4), TopK(ROUTING)) is None, "bf16 would round these weights"
-    assert fused_router(gate_on_gpu(exact, torch.bfloat16), TopK(ROUTING)) is None
+    assert fused_router(gate_on_gpu(exact + 1e-4, torch.bfloat16), TopK(ROUTING)) is router, "rounded anyway"
     assert fused_router(Gate(exact, None, torch.float32), TopK(ROUTING)) is None
     sigmoid = RoutingConfig(method=RoutingMethod.SIGMOID_GROUPED, num_experts=32, top_k=4)
     assert fused_router(gate_on_gpu(exact), TopK(sigmoid)) is None

@@ -131,8 +131,11 @@ def test_a_backend_that_routes_inside_gets_logits_in_the_dtype_it_wants() -> Non
 class FakeRouter:
     """Stands for `moe.kernels.router` on a GPU; sends every token to the experts 0 and 3."""
 
-    def route(self, x: torch.Tensor, weight: torch.Tensor, bias: Any, config: RoutingConfig) -> StandardTopK:
+    def route(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: Any, config: RoutingConfig, *, logits_dtype: torch.dtype
+    ) -> StandardTopK:
         assert weight.dtype == torch.bfloat16
+        assert logits_dtype == torch.float32
         ids = torch.tensor([[0, 3]], dtype=torch.int32).expand(len(x), 2)
         return StandardTopK(torch.full((len(x), 2), 0.5), ids)
 
@@ -211,6 +214,46 @@ def test_gate_accumulates_in_fp32() -> None:
     x[0, 0] = 2**-7
     logits = Gate(weight.bfloat16(), torch.tensor([0.25]), torch.float32)(x)
     assert logits.item() == 4095 * (1 + 2**-7) + 2**-7 + 0.25
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("num_tokens", [1, 2, 33])
+def test_a_bf16_gate_multiplies_bf16_sums_in_fp32_and_rounds_once(num_tokens: int, has_bias: bool) -> None:
+    """Sums of integers are exact in fp32; in bf16 they would stick at 256."""
+    g = torch.Generator().manual_seed(num_tokens)
+    x = torch.randint(-2, 3, (num_tokens, 2880), generator=g).bfloat16()
+    weight, bias = torch.randint(-60, 61, (32, 2880), generator=g).float(), torch.randint(-2, 3, (32,), generator=g)
+    gate = Gate(weight, bias if has_bias else None, torch.bfloat16)
+    want = torch.nn.functional.linear(x.double(), weight.double(), bias.double() if has_bias else None)
+    assert (want.abs() > 256).any()
+    assert torch.equal(gate(x), want.bfloat16())
+    assert torch.equal(gate(x.float()), want.bfloat16()), "tokens in fp32, as on a CPU, are rounded first"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_gemm_of_bf16_logits_reads_bf16(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """Half the bytes of the weights, at the rate of bf16; cuBLAS is asked for an fp32 result to round."""
+    gate = Gate(torch.randn(4, 8), torch.ones(4), torch.bfloat16)
+    assert gate.weight.dtype is torch.bfloat16
+    seen: list[Any] = []
+
+    def mm(x: torch.Tensor, weight: torch.Tensor, **options: Any) -> torch.Tensor:
+        seen.append((x.dtype, weight.dtype, options))
+        return x.float() @ weight.float()
+
+    def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        seen.append((x.dtype, weight.dtype, {}))
+        return (x.float() @ weight.float().T + bias.float()).bfloat16()
+
+    monkeypatch.setattr(torch, "mm", mm)
+    monkeypatch.setattr(moe_layer.F, "linear", linear)
+    monkeypatch.setattr(moe_layer, "is_on_gpu", lambda tensor: device == "cuda")
+    x = torch.randn(3, 8)
+    logits = gate(x)
+    want = x.bfloat16().float() @ gate.weight.float().T + 1
+    assert torch.equal(logits, want.bfloat16())
+    options = {"out_dtype": torch.float32} if device == "cuda" else {}
+    assert seen == [(torch.bfloat16, torch.bfloat16, options)]
 
 
 def test_corrupted_preparation_fails_the_self_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
