@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, GptOssConfig, GptOssForCausalLM
 
-from moe.formats import Fp8BlockWeight, Mxfp4Weight, Nvfp4Weight
+from moe.formats import Fp8BlockWeight, Fp8TensorWeight, Mxfp4Weight, Nvfp4Weight
 
 VOCAB = 96
 
@@ -99,6 +99,20 @@ def pack_fp8(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor],
             packed[name], packed[f"{name}_scale_inv"] = weight.data, weight.scale_inv
             dense[name] = weight.dequantize()
     return packed, dense
+
+
+def pack_fp8_tensor(
+    tensors: dict[str, torch.Tensor], *, middle_scale: float = 0.02
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Experts with one scale per tensor, the rest plain. `middle_scale`: of what comes between the matrices."""
+    packed = dict(tensors)
+    for name, tensor in tensors.items():
+        if ".experts." in name and name.endswith("proj.weight"):
+            weight = Fp8TensorWeight.quantize(tensor)
+            packed[name], packed[f"{name}_scale"] = weight.data, weight.scale
+            scale = middle_scale if "down_proj" in name else 0.02
+            packed[f"{name.removesuffix('.weight')}.input_scale"] = torch.tensor(scale)
+    return packed, tensors
 
 
 def pack_nvfp4(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:

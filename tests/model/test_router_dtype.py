@@ -11,24 +11,12 @@ from model.decoder import Model
 from model.registry import build_model
 from moe import MoeBackend, MoeRunner, StandardTopK
 from moe.backends.base import Device
-from moe.formats import Fp8TensorWeight
 from tests.emulators.trtllm import install_trtllm
-from tests.model.checkpoints import make_deepseek, pack_fp8, pack_nvfp4, state_by_file_name, write
+from tests.model.checkpoints import make_deepseek, pack_fp8, pack_fp8_tensor, pack_nvfp4, state_by_file_name, write
 
 WANTED = {"auto": torch.bfloat16, "float32": torch.float32, "bfloat16": torch.bfloat16}
 SIZES = {"hidden_size": 256, "moe_intermediate_size": 128, "intermediate_size": 256, "num_experts_per_tok": 3}
 X = torch.randn(5, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
-
-
-def pack_fp8_tensor(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Experts with one scale per tensor, the rest plain."""
-    packed = dict(tensors)
-    for name, tensor in tensors.items():
-        if ".experts." in name and name.endswith("proj.weight"):
-            weight = Fp8TensorWeight.quantize(tensor)
-            packed[name], packed[f"{name}_scale"] = weight.data, weight.scale
-            packed[f"{name.removesuffix('.weight')}.input_scale"] = torch.tensor(0.02)
-    return packed, tensors
 
 
 PACKS: dict[str, tuple[Any, dict[str, Any]]] = {

@@ -1,0 +1,157 @@
+"""Every row of the README's support table starts, through the settings a user has; what the server refuses is no row.
+
+Devices and kernel libraries are emulated. All but our Triton kernels, which need a card or the interpreter, also pass
+the self-check of a layer and run a prompt.
+"""
+
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine import load
+from engine.config import EngineConfig
+from moe import MoeA2ABackend, MoeBackend
+from moe.backends.base import Device
+from moe.errors import MoeConfigError, UnsupportedPathError
+from tests.emulators.aiter import install_aiter
+from tests.emulators.cutedsl import install_cutedsl
+from tests.emulators.cutlass import install_cutlass
+from tests.emulators.deep_gemm import install_deep_gemm
+from tests.emulators.trtllm import install_trtllm
+from tests.model.checkpoints import (
+    make_deepseek,
+    make_gpt_oss,
+    pack_fp8,
+    pack_fp8_tensor,
+    pack_mxfp4,
+    pack_nvfp4,
+    state_by_file_name,
+    write,
+)
+
+README = (Path(__file__).parents[1] / "README.md").read_text()
+NVIDIA = ("sm80", "sm86", "sm89", "sm90", "sm100", "sm120")
+HARDWARE = {"any": ("cpu", *NVIDIA, "gfx942", "gfx950"), "sm80 and newer": NVIDIA}
+STATES = ("**verified**", "contract-tested")
+SIZES = {"hidden_size": 256, "intermediate_size": 256}
+DEEPSEEK = SIZES | {"moe_intermediate_size": 256, "num_experts_per_tok": 3}
+# The self-check's tokens must not saturate between the matrices: there a rounding decides what is clipped.
+PACK_FP8_TENSOR = partial(pack_fp8_tensor, middle_scale=0.2)
+CHECKPOINTS: dict[str, tuple[Callable[..., Any], dict[str, Any], Callable[..., Any] | None, dict[str, Any]]] = {
+    "bf16": (make_deepseek, DEEPSEEK, None, {}),
+    "fp8_block": (make_deepseek, DEEPSEEK, pack_fp8, {"quant_method": "fp8", "weight_block_size": [128, 128]}),
+    "fp8_tensor": (make_deepseek, DEEPSEEK, PACK_FP8_TENSOR, {"quant_method": "modelopt", "quant_algo": "FP8"}),
+    "mxfp4": (make_gpt_oss, SIZES, pack_mxfp4, {"quant_method": "mxfp4"}),
+    "nvfp4": (make_deepseek, DEEPSEEK, pack_nvfp4, {"quant_method": "modelopt", "quant_algo": "NVFP4"}),
+}
+
+
+def table_rows() -> list[tuple[str, list[str], str, str]]:
+    """(backend, formats, hardware, state) of every row; anything that is not a plain list is an error."""
+    table = README.split("| `--moe-backend` |", 1)[1].split("\n\n", 1)[0]
+    rows = []
+    for line in table.splitlines()[2:]:
+        backend, formats, hardware, state = (cell.strip() for cell in line.strip("|").split("|"))
+        name = re.fullmatch(r"`(\w+)`", backend)
+        assert name, line
+        rows.append((name[1], formats.split(", "), hardware, state))
+    return rows
+
+
+def cases() -> list[tuple[str, str, str]]:
+    """(backend, format, device) of everything the table lists."""
+    return [
+        (backend, format_name, arch)
+        for backend, formats, hardware, _ in table_rows()
+        for format_name in formats
+        for arch in HARDWARE.get(hardware) or hardware.split(", ")
+    ]
+
+
+def install(monkeypatch: pytest.MonkeyPatch, backend: str, arch: str) -> None:
+    """The device, and the library that the backend calls."""
+    monkeypatch.setattr("moe.choose.select.probe_device", lambda device: Device(arch=arch))
+    number = int(arch[2:]) if arch.startswith("sm") else 0
+    if backend == "deep_gemm":
+        install_deep_gemm(monkeypatch, arch)
+    elif backend == "aiter":
+        install_aiter(monkeypatch, arch)
+    elif backend == "flashinfer_cutedsl":
+        install_cutedsl(monkeypatch)
+    elif backend == "flashinfer_trtllm" or (backend, arch) == ("flashinfer_mxfp4", "sm100"):
+        install_trtllm(monkeypatch, *divmod(number, 10))
+    elif backend.startswith("flashinfer"):
+        install_cutlass(monkeypatch, *divmod(number, 10))
+
+
+def write_checkpoint(folder: Path, format_name: str) -> None:
+    """A small model whose experts have this format, as published checkpoints have it."""
+    make, sizes, pack, quantization = CHECKPOINTS[format_name]
+    model = make(**sizes)
+    tensors = state_by_file_name(model, folder)
+    changes: dict[str, Any] = {"architectures": [type(model).__name__]}
+    if pack is None:
+        write(folder, tensors, changes)
+    else:
+        write(folder, pack(tensors)[0], changes | {"quantization_config": quantization})
+
+
+def settings(folder: Path, **changes: Any) -> EngineConfig:
+    return EngineConfig(
+        model=folder, device="cpu", dtype="bfloat16", max_num_batched_tokens=64, num_pages=16, **changes
+    )
+
+
+@pytest.mark.parametrize(("backend", "format_name", "arch"), cases(), ids=["-".join(case) for case in cases()])
+def test_what_the_table_lists_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str, format_name: str, arch: str
+) -> None:
+    install(monkeypatch, backend, arch)
+    write_checkpoint(tmp_path, format_name)
+    if backend == "triton":
+        model = load._build_model(settings(tmp_path, moe_backend=backend, selfcheck="off"))
+    else:
+        model = load.load_engine(settings(tmp_path, moe_backend=backend), None).runner.model
+    assert model.moe_layers
+    for layer in model.moe_layers:
+        assert layer.description.endswith(f": {backend} / none / {format_name}")
+
+
+def test_the_table_is_complete_and_says_how_each_row_was_tested() -> None:
+    rows = table_rows()
+    assert {backend for backend, *_ in rows} == set(MoeBackend) - {MoeBackend.AUTO}
+    assert all(state.startswith(STATES) for *_, state in rows)
+    assert len(cases()) == len(set(cases())), "listed twice"
+
+
+@pytest.mark.parametrize("backend", sorted(set(MoeBackend) - {MoeBackend.AUTO}))
+def test_what_the_table_does_not_list_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: MoeBackend
+) -> None:
+    """So that the table leaves nothing out, and no user finds another path than those."""
+    listed = {(format_name, arch) for name, format_name, arch in cases() if name == backend}
+    for format_name in CHECKPOINTS:
+        folder = tmp_path / format_name
+        folder.mkdir()
+        write_checkpoint(folder, format_name)
+        for arch in ("cpu", "sm80", "sm90", "sm100", "gfx942", "gfx950"):
+            if (format_name, arch) not in listed:
+                monkeypatch.setattr("moe.choose.select.probe_device", lambda device, arch=arch: Device(arch=arch))
+                with pytest.raises(UnsupportedPathError):
+                    load._build_model(settings(folder, moe_backend=str(backend), selfcheck="off"))
+
+
+def test_the_transports_are_refused_and_the_readme_says_so(tmp_path: Path) -> None:
+    """They need several ranks, and the server runs one. When it runs more, this test and the README change."""
+    said = " ".join(README.split("## Support", 1)[1].split("## Results", 1)[0].split())
+    sentence = re.search(r"`--moe-a2a-backend` other than `none` \(([\w, ]+)\) is refused", said)
+    assert sentence
+    assert set(sentence[1].split(", ")) == set(MoeA2ABackend) - {MoeA2ABackend.NONE}
+    write_checkpoint(tmp_path, "fp8_block")
+    for a2a in sentence[1].split(", "):
+        with pytest.raises((MoeConfigError, UnsupportedPathError)):
+            load._build_model(settings(tmp_path, moe_a2a_backend=a2a))
