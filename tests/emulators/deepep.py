@@ -10,15 +10,13 @@ same class. Punished as there:
   zeroes them, and captured it runs at replays alone;
 - normal mode waits for counts on the host, so it cannot be captured.
 
-`capturing()` stands for a CUDA graph capture of this rank. `wide` lets fp32 pass where the kernels take bf16, so that a
-test can compare arithmetic without its roundings.
+`double_buffer.capturing()` stands for a CUDA graph capture of this rank. `wide` lets fp32 pass where the kernels take
+bf16, so that a test can compare arithmetic without its roundings.
 """
 
 import os
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,47 +24,13 @@ import pytest
 import torch
 
 from tests.emulators import layouts, numbers
+from tests.emulators.double_buffer import DoubleBuffer, is_capturing
 from tests.emulators.ranks import Rank
 from tests.emulators.refusal import need
 
 HIDDEN_SIZES = {2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192}
 E4M3 = torch.float8_e4m3fn
 NAN = float("nan")
-_thread = threading.local()  # `capture`: the graph that this rank captures into
-
-
-class CapturedCalls:
-    """A captured graph, of which only the low-latency calls matter here."""
-
-    def __init__(self) -> None:
-        self.calls: list[Callable[[], None]] = []
-
-    def replay(self) -> None:
-        """Run the captured calls on the halves of the buffer that they were captured with."""
-        for call in self.calls:
-            call()
-
-
-@contextmanager
-def capturing() -> Iterator[CapturedCalls]:
-    """Calls of this rank are captured, not run, until the end of the block."""
-    _thread.capture = CapturedCalls()
-    try:
-        yield _thread.capture
-    finally:
-        _thread.capture = None
-
-
-def is_capturing() -> bool:
-    """What `torch.cuda.is_current_stream_capturing` would say to this rank."""
-    return getattr(_thread, "capture", None) is not None
-
-
-def _run_or_capture(call: Callable[[], None]) -> None:
-    if is_capturing():
-        _thread.capture.calls.append(call)
-    else:
-        call()
 
 
 class Config:
@@ -99,8 +63,7 @@ class Buffer:
         self.group, self.low_latency_mode = group, low_latency_mode
         self.num_nvl_bytes, self.num_rdma_bytes, self.num_qps = num_nvl_bytes, num_rdma_bytes, num_qps_per_rank
         self.calls: list[tuple[str, dict[str, Any]]] = []
-        self.next_half = 0
-        self.is_zero = [True, True]  # the counters of either half
+        self.halves = DoubleBuffer(group)
         self.alive: list[list[torch.Tensor]] = []
         if low_latency_mode or group.size() > 8:  # only with NVSHMEM, as in the library
             self.nvshmem_qp_depth = int(os.environ.get("NVSHMEM_QP_DEPTH", "1024"))
@@ -170,7 +133,7 @@ class Buffer:
         need(topk_idx.dtype == torch.int64, "topk_idx must be int64")
         need(topk_idx.shape[1] <= 32, "top-k at most 32")
         self.calls.append(("dispatch", {"expert_alignment": expert_alignment, "dtype": data.dtype}))
-        self._soil()
+        self.halves.soil()
         num_experts = num_tokens_per_expert.numel()
         num_local = num_experts // self.group.size()
         first = self.group.rank() * num_local
@@ -215,7 +178,7 @@ class Buffer:
         rows, num_tokens = handle
         need(x.shape[0] == len(rows), f"combine got {x.shape[0]} rows for {len(rows)} received ones")
         need(x.dtype == torch.bfloat16 or (self.wide and x.dtype == torch.float32), "combine takes bf16")
-        self._soil()
+        self.halves.soil()
         out = torch.zeros(num_tokens, x.shape[1])
         for sent, sent_rows in self.group.exchange((x, rows)):
             for row, (rank, token) in enumerate(sent_rows):
@@ -223,29 +186,12 @@ class Buffer:
                     out[token] += sent[row].float()
         return out if self.wide else out.to(x.dtype), None, None
 
-    def _soil(self) -> None:
-        if self.low_latency_mode:
-            self.is_zero = [False, False]
-
     # ---- low latency ----
 
     def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
         need(self.low_latency_mode, "not a low-latency buffer")
         self.calls.append(("clean", {}))
-        _run_or_capture(self._zero)
-
-    def _zero(self) -> None:
-        self.group.exchange("clean")  # a barrier of all ranks before and after
-        self.is_zero = [True, True]
-
-    def _take_half(self) -> None:
-        """Count one low-latency call on the host and run its part on the device."""
-        half, self.next_half = self.next_half, 1 - self.next_half
-        _run_or_capture(lambda: self._use_half(half))
-
-    def _use_half(self, half: int) -> None:
-        need(self.is_zero[half], f"counters of half {half} are not zero: the kernel takes old ones or waits for ever")
-        self.is_zero[half], self.is_zero[1 - half] = False, True
+        self.halves.clean()
 
     def low_latency_dispatch(
         self,
@@ -262,7 +208,7 @@ class Buffer:
     ) -> tuple[Any, ...]:
         limit, num_ranks, hidden = num_max_dispatch_tokens_per_rank, self.group.size(), x.shape[1]
         self._check_low_latency(x, topk_idx, limit, num_experts, use_fp8)
-        self._take_half()
+        self.halves.take()
         need(use_fp8 or not (round_scale or use_ue8m0), "scale options without FP8")
         need(round_scale or not use_ue8m0, "use_ue8m0 needs round_scale")
         need(not (async_finish and return_recv_hook), "async_finish and return_recv_hook are exclusive")
@@ -329,7 +275,7 @@ class Buffer:
         need(topk_idx.dtype == torch.int64 and torch.equal(topk_idx, sent_ids), "ids differ from the dispatched ones")
         need(topk_weights.dtype == torch.float32 and topk_weights.shape == topk_idx.shape, "weights are fp32 [T, K]")
         self.calls.append(("low_latency_combine", {"address": x.data_ptr(), "hidden": x.shape[2]}))
-        self._take_half()
+        self.halves.take()
         everybody = [] if is_capturing() else self.group.exchange((x, sources))
         result = torch.full((topk_idx.shape[0], hidden), NAN, dtype=x.dtype)
 

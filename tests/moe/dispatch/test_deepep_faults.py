@@ -15,7 +15,8 @@ from moe.dispatch.deepep_settings import DeepepMode, DeepepSettings, EpShape
 from moe.dispatch.dtype import DispatchDtype
 from moe.errors import TransportStateError
 from moe.types import DeepepLlCombineInput, DeepepLlDispatchOutput, DeepepNormalCombineInput, StandardTopK
-from tests.emulators.deepep import Buffer, capturing, install_deepep
+from tests.emulators.deepep import Buffer, install_deepep
+from tests.emulators.double_buffer import capturing
 from tests.emulators.ranks import Rank, run_ranks
 from tests.emulators.refusal import KernelRefusal
 from tests.moe.backends import hostile
@@ -104,7 +105,7 @@ def fail_once(raw: Any) -> None:
 
     def combine(*arguments: Any, **options: Any) -> Any:
         raw.low_latency_combine = original
-        raw.next_half = 1 - raw.next_half
+        raw.halves.next_half = 1 - raw.halves.next_half
         raise RuntimeError("launch failed")
 
     raw.low_latency_combine = combine
