@@ -4,7 +4,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 
 import msgspec
 import zmq
@@ -38,19 +39,17 @@ _STOPPED = "the engine has stopped; the request cannot be finished"
 logger = logging.getLogger(__name__)
 
 
+@dataclass(slots=True)
 class _Stream:
-    """Outputs of one request that its reader has not taken yet.
+    """A request that has not had its last output.
 
     `path` is its client and connection; `has_begun` is True once any request of that connection has had an output.
     """
 
-    __slots__ = ("abort_sent", "has_begun", "outputs", "path")
-
-    def __init__(self, path: Path) -> None:
-        self.outputs: asyncio.Queue[EngineOutput] = asyncio.Queue()
-        self.path = path
-        self.has_begun = False
-        self.abort_sent = False
+    deliver: Callable[[EngineOutput], None]
+    path: Path
+    has_begun: bool = False
+    abort_sent: bool = False
 
 
 class EngineClient:
@@ -122,28 +121,42 @@ class EngineClient:
         """
         return time.monotonic() - self._progress_s
 
-    async def generate(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
-        """Outputs of the request, the last one with a finish reason, whatever happens.
+    def submit(self, request: EngineRequest, deliver: Callable[[EngineOutput], None]) -> None:
+        """Start a request. `deliver` gets its outputs as they arrive, the last one with a finish reason.
 
-        Closing the iterator before that output has arrived aborts the request.
+        A refusal is that last output, and comes before this returns. `deliver` must not raise.
+
+        Raises:
+            ValueError: the request id is in use.
         """
         refusal = self._refuse(request)
         if refusal is not None:
-            yield refusal
+            deliver(refusal)
             return
-        stream = _Stream((request.client, request.connection))
-        self._streams[request.request_id] = stream
+        self._streams[request.request_id] = _Stream(deliver, (request.client, request.connection))
         self._send(Add(request))
+
+    def drop(self, request_id: str) -> None:
+        """End a request whose outputs nobody wants any more; none follows. Does nothing if it is over or unknown."""
+        self.abort(request_id)
+        self._streams.pop(request_id, None)
+
+    async def generate(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
+        """Outputs of the request, the last one with a finish reason, whatever happens.
+
+        Closing the iterator before that output has arrived drops the request.
+        """
+        outputs: asyncio.Queue[EngineOutput] = asyncio.Queue()
+        self.submit(request, outputs.put_nowait)
+        is_over = False
         try:
-            while True:
-                output = await stream.outputs.get()
+            while not is_over:
+                output = await outputs.get()
+                is_over = output.finish_reason is not None
                 yield output
-                if output.finish_reason is not None:
-                    return
         finally:
-            if request.request_id in self._streams:  # its last output has not arrived
-                self.abort(request.request_id)
-                del self._streams[request.request_id]
+            if not is_over:
+                self.drop(request.request_id)
 
     def abort(self, request_id: str) -> None:
         """End a request early; its stream gets a last output. Does nothing if it is over or unknown."""
@@ -200,7 +213,7 @@ class EngineClient:
             return False
         self.abort(ids[loser])
         stream = self._streams.pop(ids[loser])
-        stream.outputs.put_nowait(overloaded_output(ids[loser], self.config.max_requests))
+        stream.deliver(overloaded_output(ids[loser], self.config.max_requests))
         return True
 
     def _send(self, message: ToEngine) -> None:
@@ -209,12 +222,8 @@ class EngineClient:
 
     def _read_messages(self) -> None:
         """Take everything that has arrived; the descriptor signals again only after that."""
-        while True:
-            try:
-                frame = self._outputs.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            self._handle(self._decoder.decode(frame))
+        while self._outputs.get(zmq.EVENTS) & zmq.POLLIN:
+            self._handle(self._decoder.decode(self._outputs.recv(zmq.NOBLOCK)))
 
     def _handle(self, message: FromEngine) -> None:
         now_s = time.monotonic()
@@ -245,7 +254,7 @@ class EngineClient:
                     each.has_begun = each.has_begun or each.path == stream.path
             if output.finish_reason is not None:
                 del self._streams[output.request_id]
-            stream.outputs.put_nowait(output)
+            stream.deliver(output)
 
     def _fail(self, message: str) -> None:
         if self.failure is None and not self._closing:

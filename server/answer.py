@@ -1,19 +1,26 @@
-"""`Answer`: what chat and completions answers share. Makes one body or a stream of chunks of the choices; no I/O."""
+"""`Answer`: what chat and completions answers share. Makes one body or a stream of events; no I/O."""
 
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
+import orjson
+
 from engine.types import EngineOutput
 from server.choice import Choice, Piece
 from server.convert import PreparedRequest
+from server.parsers import Kind
 from server.schema.common import Usage
+from server.sse import event
 from server.version import service_version
 
 
+_TEXT = "\0text\0"  # stands for the text in a sample of an event
+
+
 class Answer(ABC):
-    """One answer. Feed every engine output either to `chunks` (streamed) or to `feed`, then ask for `body`."""
+    """One answer. Feed every engine output either to `events` (streamed) or to `feed`, then ask for `body`."""
 
     body_object: str
     chunk_object: str
@@ -29,6 +36,7 @@ class Answer(ABC):
             "system_fingerprint": f"moe-serve-{service_version()}",
         }
         self._begun: set[int] = set()
+        self._around_text: dict[tuple[int, Kind, int], list[bytes]] = {}
 
     def feed(self, index: int, output: EngineOutput) -> None:
         """Take in an output of one request."""
@@ -39,20 +47,26 @@ class Answer(ABC):
         for piece in pieces:
             self.add(index, piece)
 
-    def chunks(self, index: int, output: EngineOutput, *, with_usage: bool = False) -> list[dict[str, Any]]:
-        """Take in an output of one request and return the chunks to send now; `with_usage` adds the choice's usage."""
+    def events(self, index: int, output: EngineOutput, *, with_usage: bool = False) -> list[bytes]:
+        """Take in an output of one request and return the events to send now; `with_usage` adds the choice's usage."""
         choice = self.choices[index]
+        if choice.finish_reason is not None:
+            return []
         pieces = choice.push(output)
-        parts = []
+        usage = {}
+        if with_usage:
+            usage["usage"] = _usage(len(self.prepared.requests[index].prompt_ids), [choice], [choice])
+        events = []
         if index not in self._begun:
             self._begun.add(index)
-            parts += self.first_parts(index)
-        parts += [self.part(index, piece) for piece in pieces]
+            events += [self._event(part, usage) for part in self.first_parts(index)]
+        if usage or choice.keeps_tokens:
+            events += [self._event(self.part(index, piece), usage) for piece in pieces]
+        else:
+            events += [self._text_event(index, piece) for piece in pieces]
         if choice.finish_reason is not None:
-            parts.append(self.last_part(index) | {"finish_reason": choice.finish_reason})
-        num_prompt = len(self.prepared.requests[index].prompt_ids)
-        usage = {"usage": _usage(num_prompt, [choice], [choice])} if with_usage else {}
-        return [{**self._head, "object": self.chunk_object, "choices": [part], **usage} for part in parts]
+            events.append(self._event(self.last_part(index) | {"finish_reason": choice.finish_reason}, usage))
+        return events
 
     def is_finished(self, index: int) -> bool:
         """True when no more text of this choice can come."""
@@ -61,6 +75,20 @@ class Answer(ABC):
     def usage_chunk(self) -> dict[str, Any]:
         """The extra chunk that `include_usage` asks for."""
         return {**self._head, "object": self.chunk_object, "choices": [], "usage": self.usage}
+
+    def _event(self, part: dict[str, Any], usage: dict[str, Any]) -> bytes:
+        return event({**self._head, "object": self.chunk_object, "choices": [part], **usage})
+
+    def _text_event(self, index: int, piece: Piece) -> bytes:
+        """The event of a piece without log-probabilities. All that differs between those of one kind is the text."""
+        if piece.name is not None:
+            return self._event(self.part(index, piece), {})
+        key = (index, piece.kind, piece.call)
+        around = self._around_text.get(key)
+        if around is None:
+            sample = self._event(self.part(index, Piece(piece.kind, _TEXT, call=piece.call)), {})
+            around = self._around_text[key] = sample.split(orjson.dumps(_TEXT))
+        return orjson.dumps(piece.text).join(around)
 
     def body(self) -> dict[str, Any]:
         """The complete answer."""

@@ -37,10 +37,11 @@ class Choice:
         stop_ids: Collection[int] = (),
         max_calls: int | None = None,
         hides_all: bool = False,
+        keeps_tokens: bool = True,
     ) -> None:
         """`stop_ids` are ordinary tokens that end the answer and are no part of it.
 
-        The answer ends after `max_calls` tool calls. With `hides_all` no generated token is shown or counted: the
+        `keeps_tokens` is False for an answer without log-probabilities: then no piece has tokens. The answer ends after `max_calls` tool calls. With `hides_all` no generated token is shown or counted: the
         request only scores its prompt, but the engine always generates at least one token.
         """
         self._parser = parser
@@ -48,6 +49,7 @@ class Choice:
         self._stop_ids = frozenset(stop_ids)
         self._max_calls = max_calls
         self._hides_all = hides_all
+        self.keeps_tokens = keeps_tokens
         self._content = TextStream()
         self._num_shown = 0  # characters of content
         self._reasoning = TextStream()
@@ -106,7 +108,8 @@ class Choice:
     def _show(self, events: Sequence[Event], pieces: list[Piece]) -> None:
         for event in events:
             if event.kind is Kind.CONTENT:
-                self._show_content(self._content.feed(event.data, event.position), pieces)
+                position = event.position if self.keeps_tokens else -1
+                self._show_content(self._content.feed(event.data, position), pieces)
             elif event.kind is Kind.REASONING:
                 self.num_reasoning_tokens += event.position >= 0
                 _append(pieces, Piece(Kind.REASONING, self._reasoning.feed(event.data)))

@@ -31,24 +31,27 @@ class TextStream:
     """
 
     def __init__(self) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._undecoded = b""  # the beginning of a character
         self._num_chars = 0
         self._waiting: deque[TextToken] = deque()
 
     def feed(self, data: bytes, position: int = -1) -> str:
         """Add one token's bytes; a negative position says that they come from no token."""
-        carried = len(self._decoder.getstate()[0])
-        text = self._decoder.decode(data)
+        num_carried = len(self._undecoded)
+        waiting = self._undecoded + data if num_carried else data
+        text, num_decoded = codecs.utf_8_decode(waiting, "replace", False)
+        self._undecoded = waiting[num_decoded:]
         start = self._num_chars
         self._num_chars += len(text)
         if position >= 0:
-            is_partial = bool(self._decoder.getstate()[0])
-            self._waiting.append(TextToken(position, data, text, start, self._num_chars + is_partial, carried))
+            num_needed = self._num_chars + bool(self._undecoded)
+            self._waiting.append(TextToken(position, data, text, start, num_needed, num_carried))
         return text
 
     def flush(self) -> str:
         """End the stream: bytes that never became a character turn into U+FFFD."""
-        text = self._decoder.decode(b"", final=True)
+        text = self._undecoded.decode(errors="replace")
+        self._undecoded = b""
         self._num_chars += len(text)
         if text and self._waiting:
             self._waiting[-1].text += text

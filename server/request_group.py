@@ -1,8 +1,8 @@
-"""`RequestGroup`: runs the engine requests of one HTTP request as one stream, and aborts what is left when it ends."""
+"""`RequestGroup`: runs the engine requests of one HTTP request together, and ends what is left when it is done."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 from engine.types import EngineInfo, EngineOutput, EngineRequest, EngineStats
@@ -35,33 +35,41 @@ class Engine(Protocol):
     def heartbeat_age_s(self) -> float:
         """Time since the last heartbeat."""
 
-    def generate(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
-        """Outputs of a request; closing the iterator before the last one aborts it."""
+    def submit(self, request: EngineRequest, deliver: Callable[[EngineOutput], None]) -> None:
+        """Start a request; `deliver` gets its outputs in the event loop, the last one with a finish reason."""
+
+    def drop(self, request_id: str) -> None:
+        """End a request: no output follows. Does nothing if it is over."""
+
+
+News = list[tuple[int, EngineOutput]]
+"""Outputs with the place of their request in the group."""
 
 
 class RequestGroup:
-    """`async with RequestGroup(...) as group: async for index, output in group: ...`
+    """`with RequestGroup(...) as group: while news := await group.take(): ...`
 
-    `index` is the place of the request in the list. Leaving the block ends the requests that still run.
+    Leaving the block ends the requests that still run.
     """
 
     def __init__(self, engine: Engine, requests: Sequence[EngineRequest]) -> None:
         self._engine = engine
         self._requests = requests
-        self._news: asyncio.Queue[tuple[int, EngineOutput | Exception]] = asyncio.Queue()
-        self._tasks: list[asyncio.Task[None]] = []
+        self._news: News = []
+        self._error: Exception | None = None
+        self._waiter: asyncio.Future[None] | None = None
         self._unfinished = set(range(len(requests)))
 
-    async def __aenter__(self) -> "RequestGroup":
+    def __enter__(self) -> "RequestGroup":
         """Start all requests."""
-        self._tasks = [asyncio.create_task(self._follow(i, request)) for i, request in enumerate(self._requests)]
+        for index, request in enumerate(self._requests):
+            self._engine.submit(request, partial(self._deliver, index))
         return self
 
-    async def __aexit__(self, *_exc: object) -> None:
-        """End all requests; returns when the engine has been told."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+    def __exit__(self, *_exc: object) -> None:
+        """End all requests."""
+        for index in list(self._unfinished):
+            self.stop(index)
 
     @property
     def client(self) -> str:
@@ -78,40 +86,37 @@ class RequestGroup:
         """Requests that may still bring outputs."""
         return len(self._unfinished)
 
-    def __aiter__(self) -> "RequestGroup":
-        """The outputs of all requests, as they come."""
-        return self
+    async def take(self) -> News:
+        """All outputs since the last call, of one engine step if the caller keeps up. Empty once all requests ended.
 
-    async def __anext__(self) -> tuple[int, EngineOutput]:
-        """The next output of any request that has not been stopped."""
-        while self._unfinished:
-            index, news = await self._news.get()
-            if index not in self._unfinished:
-                continue
-            if isinstance(news, Exception):
-                raise news
-            if news.finish_reason is not None:
-                self._unfinished.discard(index)
-            return index, news
-        raise StopAsyncIteration
+        Raises:
+            Exception: the one given to `fail`.
+        """
+        while self._unfinished and not self._news:
+            if self._error is not None:
+                raise self._error
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        news, self._news = self._news, []
+        return news
 
     def stop(self, index: int) -> None:
         """End one request early; nothing more comes from it."""
         self._unfinished.discard(index)
-        self._tasks[index].cancel()
+        self._news = [each for each in self._news if each[0] != index]
+        self._engine.drop(self._requests[index].request_id)
 
     def fail(self, error: Exception) -> None:
-        """Make whoever waits for outputs get this error instead, after those that are there already."""
-        for index in self._unfinished:
-            self._news.put_nowait((index, error))
+        """Make `take` raise this error once the outputs that are there already have been taken."""
+        self._error = error
+        self._wake()
 
-    async def _follow(self, index: int, request: EngineRequest) -> None:
-        try:
-            async with aclosing(self._engine.generate(request)) as outputs:  # type: ignore[type-var]
-                async for output in outputs:
-                    self._news.put_nowait((index, output))
-                    if output.finish_reason is not None:
-                        return
-            raise RuntimeError(f"the engine's outputs for request {request.request_id} ended without a last one")
-        except Exception as error:  # handed to the one who waits for the outputs
-            self._news.put_nowait((index, error))
+    def _deliver(self, index: int, output: EngineOutput) -> None:
+        if output.finish_reason is not None:
+            self._unfinished.discard(index)
+        self._news.append((index, output))
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

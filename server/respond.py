@@ -14,13 +14,12 @@ from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engine.types import EngineOutput
 from server.answer import Answer
 from server.asker import asker_of
 from server.connection import while_connected
 from server.context import ServerContext
 from server.errors import ApiError, TooManyRequests, body_of, internal_error
-from server.request_group import RequestGroup
+from server.request_group import News, RequestGroup
 from server.schema.common import StreamOptions
 from server.sse import DONE, EventStream, event
 
@@ -47,51 +46,55 @@ async def respond(
 
 
 async def _body(context: ServerContext, answer: Answer, group: RequestGroup) -> dict[str, Any]:
-    async with aclosing(_outputs(context, answer, group)) as outputs:
-        async for index, output in outputs:
-            answer.feed(index, output)
+    async with aclosing(_steps(context, answer, group)) as steps:
+        async for news in steps:
+            for index, output in news:
+                answer.feed(index, output)
     return answer.body()
 
 
 async def _events(
     context: ServerContext, answer: Answer, group: RequestGroup, options: StreamOptions, request_id: str
 ) -> AsyncGenerator[bytes, None]:
-    """The events of a streamed answer. An error before the first of them raises.
+    """The events of a streamed answer, those of one step together. An error before the first of them raises.
 
     A later one becomes the last event, since the status has been sent.
     """
     has_begun = False
     with_usage = bool(options.continuous_usage_stats)
+    events: list[bytes] = []
     try:
-        async with aclosing(_outputs(context, answer, group)) as outputs:
-            async for index, output in outputs:
-                for chunk in answer.chunks(index, output, with_usage=with_usage):
-                    yield event(chunk)
+        async with aclosing(_steps(context, answer, group)) as steps:
+            async for news in steps:
+                for index, output in news:
+                    events += answer.events(index, output, with_usage=with_usage)
+                if events:
+                    yield b"".join(events)
                     has_begun = True
+                    events.clear()
         if options.include_usage:
             yield event(answer.usage_chunk())
         yield DONE
     except Exception as error:
-        if not has_begun:
+        if not has_begun and not events:
             raise
         if not isinstance(error, ApiError):
             log.exception("request %s failed while streaming", request_id)
             error = internal_error(request_id)
-        yield event(body_of(error))
+        yield b"".join(events) + event(body_of(error))
 
 
-async def _outputs(
-    context: ServerContext, answer: Answer, group: RequestGroup
-) -> AsyncGenerator[tuple[int, EngineOutput], None]:
+async def _steps(context: ServerContext, answer: Answer, group: RequestGroup) -> AsyncGenerator[News, None]:
     """Run the answer's requests and yield their outputs. A request stops as soon as its choice is finished."""
     watch = _Watch(context, answer)
-    with context.gate.admitted(group):
-        async with group:
-            async for index, output in group:
+    with context.gate.admitted(group), group:
+        while news := await group.take():
+            for _, output in news:
                 if output.overloaded:
                     raise context.gate.with_retry_after(TooManyRequests(output.error or "the queue is full"))
-                watch.on_output()
-                yield index, output
+            watch.on_output()
+            yield news
+            for index, _ in news:
                 if answer.is_finished(index):
                     group.stop(index)
     watch.on_end()

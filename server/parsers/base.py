@@ -2,8 +2,7 @@
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 
 class Kind(enum.Enum):
@@ -14,8 +13,7 @@ class Kind(enum.Enum):
     TOOL_CALL = enum.auto()
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(NamedTuple):
     """Bytes for one part of the answer.
 
     `position` is the index of the generated token they come from, or -1 for bytes the parser adds. A tool call opens

@@ -3,7 +3,7 @@
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -41,7 +41,7 @@ class FakeEngine:
     delay_s: float = 0.0
     last: Callable[[EngineRequest, int], dict] | None = None  # more fields of the last output
     requests: list[EngineRequest] = field(default_factory=list)
-    running: set[str] = field(default_factory=set)
+    running: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     aborted: list[str] = field(default_factory=list)
 
     @property
@@ -66,25 +66,28 @@ class FakeEngine:
         names = EngineStats.__struct_fields__
         return EngineStats(**{name: 0 for name in names} | {"num_running": len(self.running)})
 
-    async def generate(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
+    def submit(self, request: EngineRequest, deliver: Callable[[EngineOutput], None]) -> None:
         try:
             check_request(request, LIMITS)
         except RequestError as error:
-            yield refusal_output(request.request_id, error)
+            deliver(refusal_output(request.request_id, error))
             return
         self.requests.append(request)
-        self.running.add(request.request_id)
-        finished = False
-        try:
-            steps = self._steps(request)
-            for position, step in enumerate(steps):
-                await asyncio.sleep(self.delay_s)
-                finished = position == len(steps) - 1
-                yield step
-        finally:
-            self.running.discard(request.request_id)
-            if not finished:
-                self.aborted.append(request.request_id)
+        playing = self._play(self._steps(request), deliver)
+        self.running[request.request_id] = asyncio.ensure_future(playing)
+
+    def drop(self, request_id: str) -> None:
+        task = self.running.pop(request_id, None)
+        if task is not None:
+            task.cancel()
+            self.aborted.append(request_id)
+
+    async def _play(self, steps: list[EngineOutput], deliver: Callable[[EngineOutput], None]) -> None:
+        for step in steps:
+            await asyncio.sleep(self.delay_s)
+            if step is steps[-1]:
+                del self.running[step.request_id]
+            deliver(step)
 
     def _steps(self, request: EngineRequest) -> list[EngineOutput]:
         chunks = [[chunk] if isinstance(chunk, int) else list(chunk) for chunk in self.script(request)] or [[]]

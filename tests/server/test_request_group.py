@@ -10,25 +10,26 @@ from tests.engine.requests import request
 
 
 class EndlessEngine:
-    """Gives a token whenever it is asked, for ever, but for request "fails"; knows who was closed before the end."""
+    """Gives a token at once, and then waits for ever, but for request "fails"; knows who was dropped before the end."""
 
     def __init__(self):
         self.aborted = []
-        self.gate = asyncio.Event()
+        self.deliver = {}
 
-    async def generate(self, asked):
-        is_over = False
-        try:
-            if asked.request_id == "fails":
-                is_over = True
-                yield EngineOutput(request_id="fails", finish_reason="error", error="broken")
-                return
-            while True:
-                yield EngineOutput(request_id=asked.request_id, token_ids=[1])
-                await self.gate.wait()
-        finally:
-            if not is_over:
-                self.aborted.append(asked.request_id)
+    def submit(self, asked, deliver):
+        if asked.request_id == "fails":
+            deliver(EngineOutput(request_id="fails", finish_reason="error", error="broken"))
+            return
+        self.deliver[asked.request_id] = deliver
+        deliver(token_of(asked.request_id))
+
+    def drop(self, request_id):
+        if self.deliver.pop(request_id, None) is not None:
+            self.aborted.append(request_id)
+
+
+def token_of(request_id, finish_reason=None):
+    return EngineOutput(request_id=request_id, token_ids=[1], finish_reason=finish_reason)
 
 
 def run(use):
@@ -42,8 +43,8 @@ def run(use):
 
 def test_leaving_the_block_ends_every_request():
     async def use(engine):
-        async with RequestGroup(engine, [request("a", [1]), request("b", [1])]) as running:
-            await anext(running)
+        with RequestGroup(engine, [request("a", [1]), request("b", [1])]) as running:
+            await running.take()
 
     assert sorted(run(use)) == ["a", "b"]
 
@@ -51,9 +52,9 @@ def test_leaving_the_block_ends_every_request():
 def test_an_error_inside_the_block_ends_the_siblings():
     async def use(engine):
         async def read():
-            async with RequestGroup(engine, [request("a", [1]), request("fails", [1]), request("b", [1])]) as running:
-                async for _, output in running:
-                    if output.finish_reason == "error":
+            with RequestGroup(engine, [request("a", [1]), request("fails", [1]), request("b", [1])]) as running:
+                while news := await running.take():
+                    if any(output.finish_reason == "error" for _, output in news):
                         raise ValueError("of the reader")
 
         with pytest.raises(ValueError, match="of the reader"):
@@ -64,15 +65,53 @@ def test_an_error_inside_the_block_ends_the_siblings():
 
 def test_a_request_that_is_stopped_ends_alone():
     async def use(engine):
-        async with RequestGroup(engine, [request("a", [1]), request("b", [1])]) as running:
-            await anext(running)
+        with RequestGroup(engine, [request("a", [1]), request("b", [1])]) as running:
             running.stop(0)
-            while not engine.aborted:
-                await asyncio.sleep(0)
             assert engine.aborted == ["a"]
             assert running.num_unfinished == 1
+            assert [index for index, _ in await running.take()] == [1]
 
     assert sorted(run(use)) == ["a", "b"]
+
+
+def test_outputs_that_came_meanwhile_are_taken_together_and_in_order():
+    async def use(engine):
+        with RequestGroup(engine, [request("a", [1]), request("b", [1])]) as running:
+            engine.deliver["b"](token_of("b"))
+            engine.deliver["a"](token_of("a", "stop"))
+            news = await running.take()
+            assert [(index, output.finish_reason) for index, output in news] == [
+                (0, None),
+                (1, None),
+                (1, None),
+                (0, "stop"),
+            ]
+            waiting = asyncio.create_task(running.take())
+            await asyncio.sleep(0)
+            assert not waiting.done()
+            engine.deliver["b"](token_of("b", "length"))
+            assert [index for index, _ in await waiting] == [1]
+            assert await running.take() == []
+
+    assert run(use) == []  # both are over: there is nothing to end
+
+
+def test_an_error_given_from_outside_comes_after_the_outputs_that_are_there():
+    async def use(engine):
+        with RequestGroup(engine, [request("a", [1])]) as running:
+            running.fail(ValueError("cut"))
+            assert len(await running.take()) == 1
+            with pytest.raises(ValueError, match="cut"):
+                await running.take()
+        with RequestGroup(engine, [request("b", [1])]) as running:
+            await running.take()
+            waiting = asyncio.create_task(running.take())
+            await asyncio.sleep(0)
+            running.fail(ValueError("cut"))
+            with pytest.raises(ValueError, match="cut"):
+                await waiting
+
+    assert run(use) == ["a", "b"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
