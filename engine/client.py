@@ -222,7 +222,7 @@ class EngineClient:
 
     def _read_messages(self) -> None:
         """Take everything that has arrived; the descriptor signals again only after that."""
-        while self._outputs.get(zmq.EVENTS) & zmq.POLLIN:
+        while self._outputs.getsockopt(zmq.EVENTS) == zmq.POLLIN:
             self._handle(self._decoder.decode(self._outputs.recv(zmq.NOBLOCK)))
 
     def _handle(self, message: FromEngine) -> None:

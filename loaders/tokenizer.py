@@ -28,6 +28,9 @@ class Tokenizer:
         """Wrap a loaded tokenizer; `settings` is tokenizer_config.json."""
         self._rust = rust
         self._content_of = {token_id: token.content for token_id, token in rust.get_added_tokens_decoder().items()}
+        self._bytes_of = {
+            token_id: content.encode() for token_id, content in self._content_of.items()
+        }  # grows with use
         self.special_tokens: dict[str, int] = {content: token_id for token_id, content in self._content_of.items()}
         """Every added token (control tokens, whether flagged special or not), name to id."""
         self.chat_template = chat_template
@@ -56,13 +59,15 @@ class Tokenizer:
         Raises:
             TokenizerError: a negative id.
         """
+        data = self._bytes_of.get(token_id)
+        if data is not None:
+            return data
         if token_id < 0:
             raise TokenizerError(f"token id is {token_id}: it must not be negative")
-        content = self._content_of.get(token_id)
-        if content is not None:
-            return content.encode()
         token = self._rust.id_to_token(token_id)
-        return b"" if token is None else _spelled_bytes(token)
+        if token is None:
+            return b""
+        return self._bytes_of.setdefault(token_id, _spelled_bytes(token))
 
     @cached_property
     def vocab_size(self) -> int:

@@ -15,7 +15,6 @@ from server.schema.common import Usage
 from server.sse import event
 from server.version import service_version
 
-
 _TEXT = "\0text\0"  # stands for the text in a sample of an event
 
 
@@ -53,20 +52,18 @@ class Answer(ABC):
         if choice.finish_reason is not None:
             return []
         pieces = choice.push(output)
+        begins = index not in self._begun
+        if not (begins or with_usage or choice.keeps_tokens or choice.finish_reason):
+            return [self._text_event(index, piece) for piece in pieces]
+        parts = self.first_parts(index) if begins else []
+        self._begun.add(index)
+        parts += [self.part(index, piece) for piece in pieces]
+        if choice.finish_reason is not None:
+            parts.append(self.last_part(index) | {"finish_reason": choice.finish_reason})
         usage = {}
         if with_usage:
             usage["usage"] = _usage(len(self.prepared.requests[index].prompt_ids), [choice], [choice])
-        events = []
-        if index not in self._begun:
-            self._begun.add(index)
-            events += [self._event(part, usage) for part in self.first_parts(index)]
-        if usage or choice.keeps_tokens:
-            events += [self._event(self.part(index, piece), usage) for piece in pieces]
-        else:
-            events += [self._text_event(index, piece) for piece in pieces]
-        if choice.finish_reason is not None:
-            events.append(self._event(self.last_part(index) | {"finish_reason": choice.finish_reason}, usage))
-        return events
+        return [self._event(part, usage) for part in parts]
 
     def is_finished(self, index: int) -> bool:
         """True when no more text of this choice can come."""
@@ -80,7 +77,7 @@ class Answer(ABC):
         return event({**self._head, "object": self.chunk_object, "choices": [part], **usage})
 
     def _text_event(self, index: int, piece: Piece) -> bytes:
-        """The event of a piece without log-probabilities. All that differs between those of one kind is the text."""
+        """The event of a piece without log-probabilities. Those of one kind differ in the text only."""
         if piece.name is not None:
             return self._event(self.part(index, piece), {})
         key = (index, piece.kind, piece.call)

@@ -1,6 +1,7 @@
 """`ChatAnswer`: makes the messages, chunks and log-probabilities of /v1/chat/completions out of pieces."""
 
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -93,7 +94,7 @@ class ChatAnswer(Answer):
     def _wrapped(self, entries: list[TokenLogprob]) -> ChatLogprobs | None:
         return {"content": entries} if self._logprobs else None
 
-    def _entries(self, index: int, tokens: list[TextToken]) -> list[TokenLogprob]:
+    def _entries(self, index: int, tokens: Sequence[TextToken]) -> list[TokenLogprob]:
         """One entry for every token with visible bytes."""
         entries: list[TokenLogprob] = []
         for token in tokens if self._logprobs else ():

@@ -5,7 +5,7 @@ the stop matcher. Stop strings match content only, never reasoning, tool calls o
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from engine.types import EngineOutput, TokenLogprobs
 from server.detokenizer import TextStream, TextToken
@@ -21,7 +21,7 @@ class Piece:
 
     kind: Kind
     text: str
-    tokens: list[TextToken] = field(default_factory=list)
+    tokens: Sequence[TextToken] = ()
     call: int = -1
     name: str | None = None  # set in the first piece of a tool call
 
@@ -41,8 +41,9 @@ class Choice:
     ) -> None:
         """`stop_ids` are ordinary tokens that end the answer and are no part of it.
 
-        `keeps_tokens` is False for an answer without log-probabilities: then no piece has tokens. The answer ends after `max_calls` tool calls. With `hides_all` no generated token is shown or counted: the
-        request only scores its prompt, but the engine always generates at least one token.
+        The answer ends after `max_calls` tool calls. With `hides_all` no generated token is shown or counted: the
+        request only scores its prompt, but the engine always generates at least one token. `keeps_tokens` is False for
+        an answer without log-probabilities, whose pieces need no tokens.
         """
         self._parser = parser
         self._stops = StopMatcher(stops)
@@ -106,20 +107,19 @@ class Choice:
         return self._logprobs[position] if position < len(self._logprobs) else None
 
     def _show(self, events: Sequence[Event], pieces: list[Piece]) -> None:
-        for event in events:
-            if event.kind is Kind.CONTENT:
-                position = event.position if self.keeps_tokens else -1
-                self._show_content(self._content.feed(event.data, position), pieces)
-            elif event.kind is Kind.REASONING:
-                self.num_reasoning_tokens += event.position >= 0
-                _append(pieces, Piece(Kind.REASONING, self._reasoning.feed(event.data)))
-            elif event.name is None:
-                _append(pieces, Piece(Kind.TOOL_CALL, self._calls[event.call].feed(event.data), call=event.call))
-            elif self._max_calls is not None and event.call >= self._max_calls:
+        for kind, data, position, call, name in events:
+            if kind is Kind.CONTENT:
+                self._show_content(self._content.feed(data, position if self.keeps_tokens else -1), pieces)
+            elif kind is Kind.REASONING:
+                self.num_reasoning_tokens += position >= 0
+                _append(pieces, kind, self._reasoning.feed(data))
+            elif name is None:
+                _append(pieces, kind, self._calls[call].feed(data), call=call)
+            elif self._max_calls is not None and call >= self._max_calls:
                 self.finish_reason = "tool_calls"
             else:
                 self._calls.append(TextStream())
-                pieces.append(Piece(Kind.TOOL_CALL, "", call=event.call, name=event.name))
+                pieces.append(Piece(Kind.TOOL_CALL, "", call=call, name=name))
             if self.finish_reason is not None:
                 return
 
@@ -128,35 +128,35 @@ class Choice:
         self._num_shown += len(shown)
         if self._stops.matched is not None:
             self.finish_reason = "stop"
-            _append(pieces, Piece(Kind.CONTENT, shown, self._content.cut(self._num_shown)))
+            _append(pieces, Kind.CONTENT, shown, self._content.cut(self._num_shown))
         else:
-            _append(pieces, Piece(Kind.CONTENT, shown, self._content.take(self._num_shown)))
+            _append(pieces, Kind.CONTENT, shown, self._content.take(self._num_shown))
 
     def _finish(self, output: EngineOutput, pieces: list[Piece]) -> None:
         self._show(self._parser.finish(), pieces)
-        _append(pieces, Piece(Kind.REASONING, self._reasoning.flush()))
+        _append(pieces, Kind.REASONING, self._reasoning.flush())
         for call, stream in enumerate(self._calls):
-            _append(pieces, Piece(Kind.TOOL_CALL, stream.flush(), call=call))
+            _append(pieces, Kind.TOOL_CALL, stream.flush(), call=call)
         if self.finish_reason is None:
             self._show_content(self._content.flush(), pieces)
         if self.finish_reason is None:
             held = self._stops.flush()
             self._num_shown += len(held)
-            _append(pieces, Piece(Kind.CONTENT, held, self._content.take(self._num_shown)))
+            _append(pieces, Kind.CONTENT, held, self._content.take(self._num_shown))
             is_cut = output.finish_reason == "length"
             self.finish_reason = "length" if is_cut else "tool_calls" if self._calls else "stop"
 
 
-def _append(pieces: list[Piece], piece: Piece) -> None:
+def _append(pieces: list[Piece], kind: Kind, text: str, tokens: Sequence[TextToken] = (), *, call: int = -1) -> None:
     """Add a piece, joined to the last one if that is of the same part; empty ones are dropped."""
-    if not piece.text and not piece.tokens:
+    if not text and not tokens:
         return
     last = pieces[-1] if pieces else None
-    if last is not None and last.name is None and (last.kind, last.call) == (piece.kind, piece.call):
-        last.text += piece.text
-        last.tokens += piece.tokens
+    if last is not None and last.name is None and (last.kind, last.call) == (kind, call):
+        last.text += text
+        last.tokens = [*last.tokens, *tokens]
     else:
-        pieces.append(piece)
+        pieces.append(Piece(kind, text, tokens, call))
 
 
 def _failure(output: EngineOutput) -> ApiError:

@@ -1,6 +1,6 @@
 """`CompletionAnswer`: makes the texts and log-probability lists of /v1/completions out of pieces."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,7 +79,7 @@ class CompletionAnswer(Answer):
         shown = None if self._logprobs is None else logprobs
         return {"index": index, "text": text, "logprobs": shown, "finish_reason": None}
 
-    def _generated(self, index: int, tokens: list[TextToken]) -> Iterable[_LogprobToken]:
+    def _generated(self, index: int, tokens: Sequence[TextToken]) -> Iterable[_LogprobToken]:
         return ((token, self.choices[index].logprobs_at(token.position)) for token in tokens)
 
     def _echoed(self, index: int) -> tuple[str, CompletionLogprobs]:

@@ -88,9 +88,7 @@ class Converter:
             max_calls = 1 if wire.parallel_tool_calls is False else None
             parser = self._make_parser(prompt_ids, tool_names)
             keeps_tokens = bool(wire.logprobs)
-            return Choice(
-                parser, stops=wire.stop, stop_ids=stop_ids, max_calls=max_calls, keeps_tokens=keeps_tokens
-            )
+            return Choice(parser, stops=wire.stop, stop_ids=stop_ids, max_calls=max_calls, keeps_tokens=keeps_tokens)
 
         requests = _choices(request_id, [prompt_ids], [sampling], wire.n or 1, info)
         return PreparedRequest(
@@ -118,9 +116,7 @@ class Converter:
         def make_choice(_index: int) -> Choice:
             parser = PlainParser(self.tokenizer, show_special=wire.skip_special_tokens is False)
             hides_all, keeps_tokens = wire.num_wanted == 0, wire.logprobs is not None
-            return Choice(
-                parser, stops=wire.stop, stop_ids=stop_ids, hides_all=hides_all, keeps_tokens=keeps_tokens
-            )
+            return Choice(parser, stops=wire.stop, stop_ids=stop_ids, hides_all=hides_all, keeps_tokens=keeps_tokens)
 
         requests = _choices(request_id, prompts, samplings, wire.n or 1, info)
         num_prompt_tokens = sum(map(len, prompts))

@@ -59,7 +59,7 @@ class TextStream:
 
     def take(self, num_chars: int) -> list[TextToken]:
         """Tokens that are wholly visible once the first `num_chars` characters are."""
-        taken = []
+        taken: list[TextToken] = []
         while self._waiting and self._waiting[0].num_needed <= num_chars:
             taken.append(self._waiting.popleft())
         return taken

@@ -28,6 +28,7 @@ class GuardedProtocol(H11Protocol):
         self.conn = GuardedConnection(h11.SERVER, MAX_HEAD_BYTES)
         self._head_timeout_s = head_timeout_s
         self._deadline: asyncio.TimerHandle | None = None
+        self.app_state = {**self.app_state, "write_chunk": self.write_chunk}  # becomes the state of every request
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to wait for the first head."""
@@ -37,7 +38,18 @@ class GuardedProtocol(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop waiting: the client is gone."""
         self._clear_deadline()
+        self.app_state = {}  # else it and this object keep each other alive
         super().connection_lost(exc)
+
+    def write_chunk(self, data: bytes) -> bool:
+        """Send a part of the current response's body at once, if its body is chunked and the client reads it.
+
+        False means that nothing was sent: send it the usual way, which may wait.
+        """
+        if self.flow.write_paused or self.cycle.disconnected or not self.conn.sends_chunks:
+            return False
+        self.transport.write(chunk_of(data))
+        return True
 
     def handle_events(self) -> None:
         """Parse what has arrived. A head, or the rest of a body that was answered already, must arrive in time."""
@@ -84,7 +96,7 @@ class GuardedConnection(h11.Connection):
         505: ("this server speaks HTTP/1.1 and HTTP/1.0", "unsupported_http_version"),
     }
     _fault: h11.RemoteProtocolError | None = None
-    _sends_chunks = False
+    sends_chunks = False
 
     def next_event(self) -> Any:
         """The next event; a target in absolute form becomes the path that routes know.
@@ -104,10 +116,10 @@ class GuardedConnection(h11.Connection):
 
     def send(self, event: Any) -> Any:
         """The bytes of an event. Chunks of a stream bypass h11, which takes 10 us for each and changes no state."""
-        if self._sends_chunks and type(event) is h11.Data:
-            return b"%x\r\n%b\r\n" % (len(event.data), event.data) if event.data else b""
+        if self.sends_chunks and type(event) is h11.Data:
+            return chunk_of(event.data) if event.data else b""
         output = super().send(event)
-        self._sends_chunks = type(event) is h11.Response and b"\r\ntransfer-encoding: chunked\r\n" in output.lower()
+        self.sends_chunks = type(event) is h11.Response and b"\r\ntransfer-encoding: chunked\r\n" in output.lower()
         return output
 
     def describe_fault(self, fallback: str) -> tuple[int, bytes]:
@@ -119,6 +131,11 @@ class GuardedConnection(h11.Connection):
         reason = str(fault or fallback)[:200]
         message, code = self._WORDS.get(status, (f"the request is not valid HTTP/1.1: {reason}", "invalid_http"))
         return status, orjson.dumps(error_body(message, "invalid_request_error", code=code))
+
+
+def chunk_of(data: bytes) -> bytes:
+    """A chunk of a chunked body; no data would end the body."""
+    return b"%x\r\n%b\r\n" % (len(data), data)
 
 
 def _check_head(request: h11.Request) -> None:

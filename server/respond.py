@@ -5,8 +5,8 @@ When the client leaves, its requests end.
 
 import logging
 import time
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import orjson
@@ -38,54 +38,62 @@ async def respond(
     client, connection = asker_of(request, context.config)
     requests = [replace(each, client=client, connection=connection) for each in answer.prepared.requests]
     group = RequestGroup(context.engine, requests)
-    if not stream:
-        return json_response(await while_connected(request.receive, _body(context, answer, group)))
-    events = _events(context, answer, group, options or StreamOptions(), request.state.request_id)
-    first = await while_connected(request.receive, anext(events))
-    return EventStream(first, events)
+    if stream:
+        produce = partial(_stream, context, answer, group, options or StreamOptions(), request.state.request_id)
+        return EventStream(produce)
+    return json_response(await while_connected(request.receive, _body(context, answer, group)))
 
 
 async def _body(context: ServerContext, answer: Answer, group: RequestGroup) -> dict[str, Any]:
-    async with aclosing(_steps(context, answer, group)) as steps:
-        async for news in steps:
-            for index, output in news:
-                answer.feed(index, output)
+    async def feed(news: News) -> None:
+        for index, output in news:
+            answer.feed(index, output)
+
+    await _run(context, answer, group, feed)
     return answer.body()
 
 
-async def _events(
-    context: ServerContext, answer: Answer, group: RequestGroup, options: StreamOptions, request_id: str
-) -> AsyncGenerator[bytes, None]:
-    """The events of a streamed answer, those of one step together. An error before the first of them raises.
+async def _stream(
+    context: ServerContext,
+    answer: Answer,
+    group: RequestGroup,
+    options: StreamOptions,
+    request_id: str,
+    stream: EventStream,
+) -> None:
+    """Write the events of a streamed answer, those of one step together. An error before the first of them raises.
 
     A later one becomes the last event, since the status has been sent.
     """
-    has_begun = False
     with_usage = bool(options.continuous_usage_stats)
     events: list[bytes] = []
+
+    async def write(news: News) -> None:
+        for index, output in news:
+            events.extend(answer.events(index, output, with_usage=with_usage))
+        if events:
+            await stream.write(b"".join(events))
+            events.clear()
+
     try:
-        async with aclosing(_steps(context, answer, group)) as steps:
-            async for news in steps:
-                for index, output in news:
-                    events += answer.events(index, output, with_usage=with_usage)
-                if events:
-                    yield b"".join(events)
-                    has_begun = True
-                    events.clear()
+        await _run(context, answer, group, write)
         if options.include_usage:
-            yield event(answer.usage_chunk())
-        yield DONE
+            events.append(event(answer.usage_chunk()))
+        events.append(DONE)
     except Exception as error:
-        if not has_begun and not events:
+        if not stream.has_begun and not events:
             raise
         if not isinstance(error, ApiError):
             log.exception("request %s failed while streaming", request_id)
             error = internal_error(request_id)
-        yield b"".join(events) + event(body_of(error))
+        events.append(event(body_of(error)))
+    await stream.write(b"".join(events))
 
 
-async def _steps(context: ServerContext, answer: Answer, group: RequestGroup) -> AsyncGenerator[News, None]:
-    """Run the answer's requests and yield their outputs. A request stops as soon as its choice is finished."""
+async def _run(
+    context: ServerContext, answer: Answer, group: RequestGroup, use: Callable[[News], Awaitable[None]]
+) -> None:
+    """Run the answer's requests and `use` their outputs. A request stops as soon as its choice is finished."""
     watch = _Watch(context, answer)
     with context.gate.admitted(group), group:
         while news := await group.take():
@@ -93,7 +101,7 @@ async def _steps(context: ServerContext, answer: Answer, group: RequestGroup) ->
                 if output.overloaded:
                     raise context.gate.with_retry_after(TooManyRequests(output.error or "the queue is full"))
             watch.on_output()
-            yield news
+            await use(news)
             for index, _ in news:
                 if answer.is_finished(index):
                     group.stop(index)

@@ -1,11 +1,9 @@
-"""Server-sent events: one JSON object an event, and a response that notices when its client leaves."""
+"""Server-sent events: one JSON object an event, and a response that ends when its client leaves."""
 
-from collections.abc import AsyncGenerator
-from contextlib import aclosing, suppress
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import orjson
-from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -20,28 +18,35 @@ def event(payload: Any) -> bytes:
 
 
 class EventStream(Response):
-    """Sends a first event and those of a generator, which is closed when it ends, fails, or its client leaves.
+    """Runs `produce(stream)`, which calls `stream.write`. It is cancelled when the client leaves.
 
-    The generator must have begun (with the first event): closing one that has not would skip its clean-up.
+    The response begins with the first write: an error of `produce` before it can still become an error response.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: bytes, events: AsyncGenerator[bytes, None]) -> None:
+    def __init__(self, produce: Callable[["EventStream"], Awaitable[None]]) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._first = first
-        self._events = events
+        self.has_begun = False
+        self._produce = produce
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send until the generator or the client ends."""
-        with suppress(ClientDisconnect):
-            await while_connected(receive, self._send_all(send))
+        """Send what is produced. Raises ClientDisconnect when the client leaves first."""
+        self._send = send
+        # Set by `server.protocol`: passing each event through the layers of the app would double what it costs.
+        self._write_chunk: Callable[[bytes], bool] | None = scope.get("state", {}).get("write_chunk")
+        await while_connected(receive, self._send_all())
 
-    async def _send_all(self, send: Send) -> None:
-        async with aclosing(self._events) as events:
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            await send({"type": "http.response.body", "body": self._first, "more_body": True})
-            async for data in events:
-                await send({"type": "http.response.body", "body": data, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+    async def write(self, events: bytes) -> None:
+        """Send whole events; waits while the client does not read."""
+        if not self.has_begun:
+            self.has_begun = True
+            await self._send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        elif self._write_chunk is not None and self._write_chunk(events):
+            return
+        await self._send({"type": "http.response.body", "body": events, "more_body": True})
+
+    async def _send_all(self) -> None:
+        await self._produce(self)
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})

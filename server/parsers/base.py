@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 
-class Kind(enum.Enum):
+class Kind(enum.IntEnum):  # integers, because hashing a plain enum member is slow
     """Part of an answer."""
 
     CONTENT = enum.auto()

@@ -63,6 +63,8 @@ class HarmonyParser:
     def feed(self, token_id: int) -> list[Event]:
         """Events of one token."""
         self._position += 1
+        if self._at is _At.BODY and not self._body_is_empty and not self._opened and token_id not in self._marker:
+            return self._in_body(self._position, self._token_bytes(token_id))  # a short cut for nearly all tokens
         opened, self._opened = self._opened, []
         return [*opened, *self._advance(token_id)]
 
@@ -116,12 +118,14 @@ class HarmonyParser:
         if self._kind is None:
             self._loose.append((position, data))
             return []
+        call = self._num_calls - 1 if self._kind is Kind.TOOL_CALL else -1
+        if not self._body_is_empty:
+            return [Event(self._kind, data, position, call)]
         events = []
-        if self._body_is_empty and self._kind is not Kind.TOOL_CALL and self._kind in self._seen_kinds:
+        if self._kind is not Kind.TOOL_CALL and self._kind in self._seen_kinds:
             events.append(Event(self._kind, b"\n"))
         self._body_is_empty = False
         self._seen_kinds.add(self._kind)
-        call = self._num_calls - 1 if self._kind is Kind.TOOL_CALL else -1
         return [*events, Event(self._kind, data, position, call)]
 
     def _on_marker(self, marker: str) -> list[Event]:
