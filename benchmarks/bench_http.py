@@ -1,11 +1,12 @@
 """CPU time of the HTTP process per streamed token, with an engine that only hands out tokens.
 
     python -m benchmarks.bench_http [--protocol h11 httptools] [--streams 1 32] [--tokens 1000] [--out NAME]
+    python -m benchmarks.bench_http --other FOLDER    # in turns with another checkout that has this file too
 
 Server and engine run in separate processes, as in the service; the clients are threads with plain sockets. A figure is
-the server's user and system time divided by the number of tokens; protocols take turns, and the smallest figure counts,
-because other work on the machine only adds. `httptools` is uvicorn's default parser; install it to measure it.
-The last line is JSON.
+the server's user and system time divided by the number of tokens; protocols and checkouts take turns, and the smallest
+figure counts, because other work on the machine only adds. `httptools` is uvicorn's default parser; install it to
+measure it. The last line is JSON.
 """
 
 import argparse
@@ -83,11 +84,12 @@ def read_stream(port: int, num_tokens: int) -> None:
         raise RuntimeError(f"{num_events} events for {num_tokens} tokens: they were not streamed one by one")
 
 
-def measure(protocol: str, num_streams: int, num_tokens: int, step_s: float) -> float:
-    """Microseconds of CPU per token."""
+def measure(protocol: str, num_streams: int, num_tokens: int, step_s: float, checkout: Path | None = None) -> float:
+    """Microseconds of CPU per token. `checkout` has the server's code, this one by default."""
     environ = os.environ | {http_worker.STEP_S: str(step_s)}
     command = [sys.executable, "-m", "benchmarks.bench_http", "--serve", protocol]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ) as process:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environ, cwd=checkout) as process:
         if process.stdin is None or process.stdout is None:
             raise RuntimeError("no pipes")
         stdin, stdout = process.stdin, process.stdout
@@ -116,7 +118,9 @@ def main() -> None:
     parser.add_argument("--protocol", nargs="+", default=["h11"], choices=["h11", "httptools"])
     parser.add_argument("--streams", nargs="+", type=int, default=[1, 32])
     parser.add_argument("--tokens", type=int, default=1000, help="of a stream")
-    parser.add_argument("--step-s", type=float, default=0.005, help="seconds of an engine step")
+    parser.add_argument("--step-s", type=float, default=0.005, help="seconds of an engine step, at least")
+    parser.add_argument("--step-s-per-stream", type=float, default=0.00015, help="so that many streams can keep up")
+    parser.add_argument("--other", type=Path, help="another checkout to compare with; its figures are called `other`")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", default="http", help="name of the JSON file")
     parser.add_argument("--folder", type=Path, default=record.RESULTS, help="where it goes")
@@ -126,18 +130,24 @@ def main() -> None:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(serve(args.serve))
         return
+    runs: dict[str, tuple[str, Path | None]] = {protocol: (protocol, None) for protocol in args.protocol}
+    if args.other is not None:
+        runs["other"] = (args.protocol[0], args.other)
     us_per_token: dict[str, dict[str, float]] = {}
     for num_streams in args.streams:
-        rounds: dict[str, list[float]] = {protocol: [] for protocol in args.protocol}
+        rounds: dict[str, list[float]] = {name: [] for name in runs}
+        step_s = max(args.step_s, num_streams * args.step_s_per_stream)
         for _ in range(args.rounds):
-            for protocol, times in rounds.items():
-                times.append(measure(protocol, num_streams, args.tokens, args.step_s))
-        us_per_token[str(num_streams)] = {protocol: round(min(t), 1) for protocol, t in rounds.items()}
+            for name, (protocol, checkout) in runs.items():
+                rounds[name].append(measure(protocol, num_streams, args.tokens, step_s, checkout))
+        us_per_token[str(num_streams)] = {name: round(min(t), 1) for name, t in rounds.items()}
         print(f"{num_streams} streams: {us_per_token[str(num_streams)]} us of CPU a token")
-    result = {"tokens": args.tokens, "step_s": args.step_s, "rounds": args.rounds, "us_of_cpu_per_token": us_per_token}
-    if {"h11", "httptools"} <= set(args.protocol):
-        ratios = {streams: round(us["h11"] / us["httptools"], 3) for streams, us in us_per_token.items()}
-        result["h11_to_httptools"] = ratios
+    settings = ("tokens", "step_s", "step_s_per_stream", "rounds")
+    result: dict[str, object] = {name: getattr(args, name) for name in settings}
+    result["us_of_cpu_per_token"] = us_per_token
+    for rival in set(runs) - {args.protocol[0]}:
+        ratios = {streams: round(us[args.protocol[0]] / us[rival], 3) for streams, us in us_per_token.items()}
+        result[f"{args.protocol[0]}_to_{rival}"] = ratios
     record.write(args.out, {**record.environment(), **result}, args.folder)
     print(json.dumps(us_per_token))
 

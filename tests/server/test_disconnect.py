@@ -1,12 +1,14 @@
 """Clients that leave (B43, B44): every running request is aborted exactly once, and nothing is left behind."""
 
+import json
 import random
+import socket
 import threading
 
 import httpx2
 import pytest
 
-from tests.server.conftest import wait_until
+from tests.server.conftest import FakeEngine, read_to_end, serve, wait_until
 
 LONG = {"prompt": "a", "max_tokens": 2000}
 
@@ -72,3 +74,25 @@ def test_leaving_at_random_moments(slow):
     assert len(set(slow.engine.aborted)) == len(slow.engine.aborted)
     with slow.http() as http:
         assert http.post("/v1/completions", json={**LONG, "max_tokens": 1}).status_code == 200
+
+
+def test_a_client_that_does_not_read_gets_everything_later_and_little_is_buffered_meanwhile(tokenizer):
+    """Events of 5 kB, since the model's name is in each: far more than the sockets hold."""
+    engine = FakeEngine(script=lambda _request: [5] * 3000)
+    fields = {"prompt": [300], "max_tokens": 3000, "stream": True}
+    body = json.dumps(fields).encode()
+    with serve(engine, tokenizer, served_model_name=("m" * 5000,)) as service, socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(service.server.servers[0].sockets[0].getsockname())
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(body)
+            + body
+        )
+        wait_until(lambda: engine.requests and not engine.running)
+        [protocol] = service.server.server_state.connections
+        wait_until(lambda: protocol.flow.write_paused)
+        assert protocol.transport.get_write_buffer_size() < 1e6
+        data = read_to_end(connection)
+    assert data.count(b'"text":"') == 3001  # the last one has the finish reason
+    assert data.count(b'"text":""') == 1
+    assert data.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
