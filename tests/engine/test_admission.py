@@ -95,6 +95,6 @@ def test_a_burst_does_not_shut_others_out(monkeypatch):
 def test_the_answers_of_one_http_request_begin_together():
     """n = 2: the second waits, but the client has read from the first; another client's request is not marked."""
     client = EngineClient(EngineConfig(model=Path("fake")))
-    client._streams = {"h0": _Stream(HOG), "h1": _Stream(HOG), "o": _Stream(OTHER)}
+    client._streams = {name: _Stream([].append, path) for name, path in (("h0", HOG), ("h1", HOG), ("o", OTHER))}
     client._deliver(EngineOutput(request_id="h0", token_ids=[1], finish_reason="length"))
     assert {name: stream.has_begun for name, stream in client._streams.items()} == {"h1": True, "o": False}

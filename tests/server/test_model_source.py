@@ -82,7 +82,7 @@ def test_the_name_in_the_api_is_the_one_asked_for_unless_another_is_given() -> N
 
 
 def test_a_start_from_a_folder_does_not_import_the_library() -> None:
-    probe = "import sys; from server import cli, run; print({'huggingface_hub', 'torch'} & {*sys.modules})"
+    probe = "import sys; from server import cli, service; print({'huggingface_hub', 'torch'} & {*sys.modules})"
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, cwd=ROOT, check=True)
     assert done.stdout == "set()\n"
 
