@@ -72,8 +72,9 @@ async def _stream(
         for index, output in news:
             events.extend(answer.events(index, output, with_usage=with_usage))
         if events:
-            await stream.write(b"".join(events))
+            data = b"".join(events)
             events.clear()
+            await stream.write(data)
 
     try:
         await _run(context, answer, group, write)
