@@ -28,7 +28,7 @@ class GuardedProtocol(H11Protocol):
         self.conn = GuardedConnection(h11.SERVER, MAX_HEAD_BYTES)
         self._head_timeout_s = head_timeout_s
         self._deadline: asyncio.TimerHandle | None = None
-        self.app_state = {**self.app_state, "write_chunk": self.write_chunk}  # becomes the state of every request
+        self.app_state = {**self.app_state, "chunks": self}  # becomes the state of every request
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to wait for the first head."""
@@ -41,15 +41,14 @@ class GuardedProtocol(H11Protocol):
         self.app_state = {}  # else it and this object keep each other alive
         super().connection_lost(exc)
 
-    def write_chunk(self, data: bytes) -> bool:
-        """Send a part of the current response's body at once, if its body is chunked and the client reads it.
+    @property
+    def can_write_chunk(self) -> bool:
+        """The current response has a chunked body, and its client reads it."""
+        return self.conn.sends_chunks and not self.flow.write_paused and not self.cycle.disconnected
 
-        False means that nothing was sent: send it the usual way, which may wait.
-        """
-        if self.flow.write_paused or self.cycle.disconnected or not self.conn.sends_chunks:
-            return False
+    def write_chunk(self, data: bytes) -> None:
+        """Send a part of the current response's body at once; only if `can_write_chunk`."""
         self.transport.write(chunk_of(data))
-        return True
 
     def handle_events(self) -> None:
         """Parse what has arrived. A head, or the rest of a body that was answered already, must arrive in time."""

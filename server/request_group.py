@@ -58,6 +58,8 @@ class RequestGroup:
         self._news: News = []
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self.take_now: Callable[[int, EngineOutput], bool] | None = None
+        """Tried for an output that `take` waits for. True means that it is dealt with, which saves waking the task."""
         self._unfinished = set(range(len(requests)))
 
     def __enter__(self) -> "RequestGroup":
@@ -70,6 +72,7 @@ class RequestGroup:
         """End all requests."""
         for index in list(self._unfinished):
             self.stop(index)
+        self.take_now = None  # else it and this object keep each other alive
 
     @property
     def client(self) -> str:
@@ -105,6 +108,7 @@ class RequestGroup:
         self._unfinished.discard(index)
         self._news = [each for each in self._news if each[0] != index]
         self._engine.drop(self._requests[index].request_id)
+        self._wake()  # whoever waits for outputs may have none to wait for any more
 
     def fail(self, error: Exception) -> None:
         """Make `take` raise this error once the outputs that are there already have been taken."""
@@ -114,8 +118,18 @@ class RequestGroup:
     def _deliver(self, index: int, output: EngineOutput) -> None:
         if output.finish_reason is not None:
             self._unfinished.discard(index)
+        try:
+            if self._is_waited_for and self.take_now is not None and self.take_now(index, output):
+                return
+        except Exception as error:  # handed to the one who waits for the outputs
+            self.fail(error)
+            return
         self._news.append((index, output))
         self._wake()
+
+    @property
+    def _is_waited_for(self) -> bool:
+        return self._waiter is not None and not self._waiter.done()
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 
+from engine.types import EngineOutput
 from server.answer import Answer
 from server.asker import asker_of
 from server.connection import while_connected
@@ -76,6 +77,18 @@ async def _stream(
             events.clear()
             await stream.write(data)
 
+    def write_now(index: int, output: EngineOutput) -> bool:
+        if output.finish_reason is not None or not stream.can_write_now:
+            return False
+        new_events = answer.events(index, output, with_usage=with_usage)
+        if new_events:
+            stream.write_now(b"".join(new_events))
+        if answer.is_finished(index):
+            group.stop(index)
+        return True
+
+    if group.num_requests == 1:  # several choices share the write of a step
+        group.take_now = write_now
     try:
         await _run(context, answer, group, write)
         if options.include_usage:
@@ -84,11 +97,15 @@ async def _stream(
     except Exception as error:
         if not stream.has_begun and not events:
             raise
-        if not isinstance(error, ApiError):
-            log.exception("request %s failed while streaming", request_id)
-            error = internal_error(request_id)
-        events.append(event(body_of(error)))
+        events.append(_error_event(error, request_id))
     await stream.write(b"".join(events))
+
+
+def _error_event(error: Exception, request_id: str) -> bytes:
+    if not isinstance(error, ApiError):
+        log.error("request %s failed while streaming", request_id, exc_info=error)
+        error = internal_error(request_id)
+    return event(body_of(error))
 
 
 async def _run(

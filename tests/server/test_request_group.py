@@ -114,6 +114,54 @@ def test_an_error_given_from_outside_comes_after_the_outputs_that_are_there():
     assert run(use) == ["a", "b"]
 
 
+def test_only_outputs_that_are_waited_for_are_taken_without_waking_the_reader():
+    async def use(engine):
+        taken = []
+        with RequestGroup(engine, [request("a", [1])]) as running:
+            running.take_now = lambda _index, output: output.finish_reason is None and not taken.append(output)
+            engine.deliver["a"](token_of("a"))
+            assert len(await running.take()) == 2
+            assert not taken  # the reader had not asked yet
+            waiting = asyncio.create_task(running.take())
+            await asyncio.sleep(0)
+            engine.deliver["a"](token_of("a"))
+            await asyncio.sleep(0)
+            assert (len(taken), waiting.done()) == (1, False)
+            engine.deliver["a"](token_of("a", "stop"))
+            assert [output.finish_reason for _, output in await waiting] == ["stop"]
+
+    assert run(use) == []
+
+
+def test_an_error_while_taking_an_output_reaches_the_reader():
+    def fail(_index, _output):
+        raise ValueError("of the taker")
+
+    async def use(engine):
+        with RequestGroup(engine, [request("a", [1])]) as running:
+            await running.take()
+            running.take_now = fail
+            waiting = asyncio.create_task(running.take())
+            await asyncio.sleep(0)
+            engine.deliver["a"](token_of("a"))
+            with pytest.raises(ValueError, match="of the taker"):
+                await waiting
+
+    assert run(use) == ["a"]
+
+
+def test_a_reader_that_waits_learns_that_the_last_request_was_stopped():
+    async def use(engine):
+        with RequestGroup(engine, [request("a", [1])]) as running:
+            await running.take()
+            waiting = asyncio.create_task(running.take())
+            await asyncio.sleep(0)
+            running.stop(0)
+            assert await waiting == []
+
+    assert run(use) == ["a"]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_when_one_choice_fails_the_others_are_aborted(service, stream):
     """Choice 1 fails in its first output; the others would decode for minutes."""
