@@ -191,7 +191,7 @@ def direct_gemm(
     CHOICES_PAD: tl.constexpr, SLOTS_PAD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEP_K: tl.constexpr, WORDS: tl.constexpr, SPLIT_K: tl.constexpr,
     NUM_STAGES: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_LIMIT: tl.constexpr,
-    SHORT_K: tl.constexpr, HAS_TAIL: tl.constexpr, WIDE: tl.constexpr,
+    SHORT_K: tl.constexpr, HAS_TAIL: tl.constexpr, WIDE: tl.constexpr, IS_PITCHED: tl.constexpr,
     USE_ASM: tl.constexpr, USE_PDL: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """A layer's GEMM for few tokens: every program finds its expert's slots by itself, at most SLOTS_PAD in all.
@@ -203,6 +203,8 @@ def direct_gemm(
     Rows of skipped slots stay as they are. Grid: (weight tiles, candidates, tiles of an expert * SPLIT_K); most experts
     have one tile, and programs without one start last, where they delay nothing.
     """
+    if not IS_PITCHED:  # one number less to keep at hand
+        out_stride = num_out
     block, split = tl.program_id(0), tl.program_id(2) % SPLIT_K
     begin = tl.program_id(2) // SPLIT_K * BLOCK_M
     if USE_PDL and IS_FIRST:  # what comes before may still be writing the ids; the second matrix finds them written
@@ -245,7 +247,7 @@ def grouped_gemm(
     FORMAT: tl.constexpr, IS_FIRST: tl.constexpr, TOPK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEP_K: tl.constexpr, WORDS: tl.constexpr, NUM_STAGES: tl.constexpr,
     NUM_HEIGHTS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_LIMIT: tl.constexpr,
-    SHORT_K: tl.constexpr, HAS_TAIL: tl.constexpr, WIDE: tl.constexpr,
+    SHORT_K: tl.constexpr, HAS_TAIL: tl.constexpr, WIDE: tl.constexpr, IS_PITCHED: tl.constexpr,
     USE_ASM: tl.constexpr, USE_PDL: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """The same for many tokens: a tile is a run of slots sorted by expert, as `group.group_slots` wrote it.
@@ -256,6 +258,8 @@ def grouped_gemm(
     if USE_PDL:
         gdc_wait()
         gdc_launch_dependents()
+    if not IS_PITCHED:
+        out_stride = num_out
     # Programs that run together share weights: a group of tiles walks through all weight tiles.
     num_n = tl.cdiv(num_blocks * 64, BLOCK_N)
     group = tl.program_id(0) // (num_n * tile_group)

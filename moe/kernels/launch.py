@@ -142,6 +142,7 @@ def _gemm(
         "NUM_STAGES": plan.num_stages_1 if is_first else plan.num_stages_2, "HAS_BIAS": has_bias,
         "HAS_LIMIT": activation.limit is not None, "SHORT_K": num_cols < step,
         "HAS_TAIL": matrix.tail is not None,
+        "IS_PITCHED": out.stride(-2) != out.shape[-1],
         "WIDE": max(tensor.shape[0] * tensor.stride(0) for tensor in (x, out)) > _INT32_MAX,
         "USE_ASM": not interpret, "USE_PDL": plan.pdl, "INTERPRET": interpret,
         "num_warps": plan.num_warps_1 if is_first else plan.num_warps_2,

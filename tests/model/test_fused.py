@@ -45,7 +45,7 @@ KERNELS = {
         triton_kernels.rotate_and_store,
         {
             "NUM_KV_HEADS": 8, "R": 8, "R_PAD": 8, "D": 64, "V": 64, "PAIRS_PAD": 32, "V_PAD": 64,
-            "HAS_ROTATION": True,
+            "HAS_ROTATION": True, "IS_FP8": False, "USE_CAST": False,
         },
     ),
 }  # fmt: skip

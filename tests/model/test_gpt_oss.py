@@ -117,8 +117,8 @@ def test_fp8_cache_of_the_bundled_model_costs_a_few_percent() -> None:
     model = build_model(ASSETS, ModelSettings())
     ids = prompt(50, 5)
     exact = PagedCache(model.kv_specs)
-    want = model(exact.batch({"a": ids}, all_logits=True), exact.layers)
+    want = run(model, exact.batch({"a": ids}, all_logits=True), exact.layers)
     rounded = PagedCache(model.kv_specs, dtype=torch.float8_e4m3fn)
     batches = [rounded.batch({"a": ids[:40]}, all_logits=True), *(rounded.batch({"a": [i]}) for i in ids[40:])]
-    got = torch.cat([model(batch, rounded.layers) for batch in batches])
+    got = torch.cat([run(model, batch, rounded.layers) for batch in batches])
     assert 1e-3 < (got - want).norm() / want.norm() < 0.1  # keys and values are off by up to 2^-4

@@ -72,7 +72,7 @@ def compile_gemm(
         "BLOCK_M": plan.block_m,
         "BLOCK_N": plan.block_n_1 if is_first else plan.block_n_2, "STEP_K": step, "WORDS": 128 if is_fp8 else words,
         "NUM_STAGES": plan.num_stages_1 if is_first else plan.num_stages_2, "HAS_BIAS": True, "HAS_LIMIT": True,
-        "SHORT_K": False, "HAS_TAIL": has_tail and format_name == "mxfp4", "WIDE": False,
+        "SHORT_K": False, "HAS_TAIL": has_tail and format_name == "mxfp4", "WIDE": False, "IS_PITCHED": False,
         "USE_ASM": True, "USE_PDL": plan.pdl, "INTERPRET": False,
     }  # fmt: skip
     if plan.is_direct:
