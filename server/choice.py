@@ -110,6 +110,8 @@ class Choice:
         for kind, data, position, call, name in events:
             if kind is Kind.CONTENT:
                 self._show_content(self._content.feed(data, position if self.keeps_tokens else -1), pieces)
+                if not data and position >= 0:  # a token without text: clients that count events see it too
+                    _append(pieces, kind, "", keeps_empty=True)
             elif kind is Kind.REASONING:
                 self.num_reasoning_tokens += position >= 0
                 _append(pieces, kind, self._reasoning.feed(data))
@@ -147,9 +149,12 @@ class Choice:
             self.finish_reason = "length" if is_cut else "tool_calls" if self._calls else "stop"
 
 
-def _append(pieces: list[Piece], kind: Kind, text: str, tokens: Sequence[TextToken] = (), *, call: int = -1) -> None:
-    """Add a piece, joined to the last one if that is of the same part; empty ones are dropped."""
-    if not text and not tokens:
+def _append(
+    pieces: list[Piece], kind: Kind, text: str, tokens: Sequence[TextToken] = (), *, call: int = -1,
+    keeps_empty: bool = False,
+) -> None:  # fmt: skip
+    """Add a piece, joined to the last one if that is of the same part; empty ones are dropped unless `keeps_empty`."""
+    if not text and not tokens and not keeps_empty:
         return
     last = pieces[-1] if pieces else None
     if last is not None and last.name is None and (last.kind, last.call) == (kind, call):

@@ -149,3 +149,13 @@ def test_random_tokens_in_random_outputs_never_raise(ids, seed):
     cuts = [rng.randrange(50) for _ in range(5)]
     whole = merged(Choice(harmony_parser()), outputs_of(ids, []))
     assert merged(Choice(harmony_parser()), outputs_of(ids, cuts)) == whole
+
+
+@pytest.mark.parametrize("keeps_tokens", [True, False])
+def test_a_token_without_text_is_a_piece_of_its_own(keeps_tokens):
+    """Clients that count events as tokens would miss it otherwise."""
+    hidden = TOKENIZER.encode("<|end|>")[0]
+    choice = Choice(PlainParser(TOKENIZER), keeps_tokens=keeps_tokens)
+    pieces = [piece for _ in range(3) for piece in choice.push(EngineOutput(request_id="r", token_ids=[hidden]))]
+    assert [(piece.kind, piece.text) for piece in pieces] == [(Kind.CONTENT, "")] * 3
+    assert choice.is_empty
