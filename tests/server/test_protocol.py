@@ -2,6 +2,7 @@
 
 import socket
 import time
+from contextlib import ExitStack, suppress
 from http.client import HTTPResponse
 
 import h11
@@ -99,14 +100,16 @@ def test_a_body_that_drips_after_its_answer_ends_the_connection(connection):
 
 def test_400_connections_with_dripping_heads_end_and_others_are_served(impatient):
     host, port = impatient.url.removeprefix("http://").split(":")
-    connections = [socket.create_connection((host, int(port)), timeout=10) for _ in range(400)]
-    for connection in connections:
-        connection.sendall(HEAD)
-    with impatient.http() as http:
-        assert http.get("/health/live").status_code == 200
-    for connection in connections:
-        assert read_to_end(connection) == b""
-        connection.close()
+    with ExitStack() as stack:
+        connections = [stack.enter_context(socket.create_connection((host, int(port)), timeout=10)) for _ in range(400)]
+        for connection in connections:
+            with suppress(ConnectionError):  # on a slow machine the first ones may be over by now
+                connection.sendall(HEAD)
+        with impatient.http() as http:
+            assert http.get("/health/live").status_code == 200
+        for connection in connections:
+            with suppress(ConnectionResetError):  # closed with a head that nobody had read yet
+                assert read_to_end(connection) == b""
 
 
 @pytest.mark.parametrize("method", [b"GET", b"HEAD"])
