@@ -29,12 +29,13 @@ class Clients:
         for thread in self._threads:
             thread.start()
         with service.http() as http:
-            wait_until(
-                lambda: (
-                    http.get("/health").json()["stats"]["num_running"]
-                    >= (count if num_running is None else num_running)
-                )
-            )
+            enough = count if num_running is None else num_running
+            wait_until(lambda: self._num_running(http) >= enough)
+
+    @staticmethod
+    def _num_running(http):
+        stats = http.get("/health").json()["stats"]
+        return 0 if stats is None else stats["num_running"]  # none until the engine has published some
 
     def _ask(self, index, fields):
         with self._service.http() as http:
