@@ -1,4 +1,4 @@
-"""Turns the chunks that the scheduler chose into a `StepBatch`. Chooses nothing, and needs no device."""
+"""Turns the scheduler's chunks into a `StepBatch`. Makes no choices and needs no device."""
 
 import numpy as np
 
@@ -7,9 +7,9 @@ from engine.step import LATE_ID, StepBatch, StepRow
 
 
 def make_step(chunks: list[Chunk], page_size: int) -> StepBatch:
-    """The record of a step that computes these chunks, in this order. Marks the pages that it tells of as sent.
+    """The step that computes these chunks, in this order. Marks the pages in its page updates as sent.
 
-    An id that is not known yet becomes `LATE_ID`: every chunk may end with one token that the step before chooses.
+    A chunk may end with one token that the previous step is still choosing; its id is `LATE_ID`.
     """
     rows = [StepRow(chunk.row, chunk.start, chunk.num_tokens, chunk.samples, chunk.num_logit_rows) for chunk in chunks]
     is_decode = all(row.num_tokens == 1 for row in rows)
@@ -53,7 +53,7 @@ def _slots(seq: Sequence, start: int, end: int, page_size: int) -> np.ndarray:
 
 
 def _page_updates(chunks: list[Chunk]) -> np.ndarray:
-    """Pages [U, 3] that the sequences got since the last step they were part of: (row, column, page)."""
+    """Pages [U, 3] that the sequences got since their last step: (row, column, page)."""
     updates: list[tuple[int, int, int]] = []
     for chunk in chunks:
         seq = chunk.seq

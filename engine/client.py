@@ -114,17 +114,17 @@ class EngineClient:
 
     @property
     def heartbeat_age_s(self) -> float:
-        """Seconds since the step loop is known to have turned; while loading, since the process was heard of.
+        """Seconds since the step loop's last known iteration; while loading, since the last message of the process.
 
-        A loop that is busy turns after every chunk of a prompt, an idle one four times a second; only a step that
-        hangs, or a process that is stopped or gone, lets this grow.
+        A busy loop iterates after every chunk of a prompt, an idle one four times a second. So this grows only if a
+        step hangs, or the process is stopped or gone.
         """
         return time.monotonic() - self._progress_s
 
     def submit(self, request: EngineRequest, deliver: Callable[[EngineOutput], None]) -> None:
         """Start a request. `deliver` gets its outputs as they arrive, the last one with a finish reason.
 
-        A refusal is that last output, and comes before this returns. `deliver` must not raise.
+        A refusal is delivered as the last output, before this returns. `deliver` must not raise.
 
         Raises:
             ValueError: the request id is in use.
@@ -137,12 +137,12 @@ class EngineClient:
         self._send(Add(request))
 
     def drop(self, request_id: str) -> None:
-        """End a request whose outputs nobody wants any more; none follows. Does nothing if it is over or unknown."""
+        """End a request without any further output. Does nothing if it is over or unknown."""
         self.abort(request_id)
         self._streams.pop(request_id, None)
 
     async def generate(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
-        """Outputs of the request, the last one with a finish reason, whatever happens.
+        """Outputs of the request. The last one always has a finish reason.
 
         Closing the iterator before that output has arrived drops the request.
         """
@@ -185,7 +185,7 @@ class EngineClient:
         self._context.destroy(linger=0)
 
     def _refuse(self, request: EngineRequest) -> EngineOutput | None:
-        """The answer to a request that the engine need not see."""
+        """The refusal of a request that cannot go to the engine; None to send it."""
         request_id = request.request_id
         if request_id in self._streams:
             raise ValueError(f"request id {request_id!r} is in use: ids must be unique")
@@ -268,7 +268,7 @@ class EngineClient:
             self._deliver(EngineOutput(request_id=request_id, finish_reason="error", error=_STOPPED))
 
     async def _watch(self, process: WorkerProcess) -> None:
-        """Wait for the end of the process; a reason that it sent is awaited a moment longer."""
+        """Wait for the process to end, then a moment longer for a `Failed` message that is still on its way."""
         status = await process.wait()
         until_s = time.monotonic() + _LAST_WORD_S
         while status == EXIT_FAILED and self.failure is None and not self._closing and time.monotonic() < until_s:

@@ -1,4 +1,4 @@
-"""`EngineCore`: the step loop's body, in the caller's process. Knows requests and tokens; no sockets, no processes."""
+"""`EngineCore`: the body of the step loop, in the caller's process. Requests and tokens; no sockets, no processes."""
 
 import logging
 import random
@@ -28,9 +28,9 @@ _NOT_FINITE = "the model's output for this request was not a number"
 class EngineCore:
     """One model, its KV cache and its requests. Not thread-safe; `stats` alone may be called from another thread.
 
-    Every request that was added ends in exactly one output with a finish reason, also when it is refused or aborted.
-    An exception in a step is pinned on single requests by running them one at a time; the others go on. An error of the
-    device is raised by `step`; the engine cannot be used any more.
+    Every added request ends in exactly one output with a finish reason, even if it is refused or aborted.
+    After an exception in a step, the requests run one at a time: those that fail again end, the others go on. `step`
+    raises errors of the device, after which the engine cannot be used any more.
     """
 
     def __init__(
@@ -118,9 +118,9 @@ class EngineCore:
             self._early_outputs.append(_make_output(seq, finish_reason="abort"))
 
     def step(self) -> list[EngineOutput]:
-        """Launch the next step and collect the one before; the news of all requests since the last call.
+        """Launch the next step and collect the previous one. Returns all new outputs since the last call.
 
-        With overlap the step that is launched here is collected by the next call, so a device always has work:
+        With overlap, the next call collects the step launched here, so the device always has work:
 
             host      schedule, launch n+1 | collect, apply n | sample n+1 | send | schedule, launch n+2 | ...
             device    ... sample n | forward n+1 ......................... | sample n+1 | forward n+2 ...
@@ -151,9 +151,9 @@ class EngineCore:
         return chunks
 
     def _sample(self, launched: LaunchedStep) -> list[EngineOutput]:
-        """Choose the tokens of a launched step, now that those of the step before are known. Without overlap, collect.
+        """Choose the tokens of a launched step, now that those before it are known. Without overlap, collect it too.
 
-        A request that has ended meanwhile has computed one token for nothing.
+        For a request that has ended meanwhile, one token was computed for nothing.
         """
         if not any(map(self._is_wanted, launched.chunks)):
             return []
@@ -186,10 +186,10 @@ class EngineCore:
             self._scheduler.take_back(chunk)
 
     def _recover(self, chunks: list[Chunk], error: Exception) -> list[ChunkResult]:
-        """Results of a failed step, run again with nothing else on its way.
+        """Run a failed step again, with nothing else in flight, and return its results.
 
-        A step that ran out of memory is tried again with half of its tokens until it fits. Any other error, and one
-        that remains, is pinned on single requests.
+        A step that ran out of memory is retried with half of its tokens until it fits. For any other error, and if
+        that does not help, the requests run one at a time.
         """
         self._take_back([chunk for chunk in chunks if chunk.seq.row < 0])  # preempted or ended: their pages are gone
         chunks = [chunk for chunk in chunks if chunk.seq.row >= 0]
@@ -214,7 +214,7 @@ class EngineCore:
         return [output for output in outputs if output is not None]
 
     def _observe(self, launched: LaunchedStep, results: list[ChunkResult]) -> None:
-        """Tell the pace how long a step took: from its launch, or from the end of the step before if that is later."""
+        """Tell the pace how long a step took, from its launch or the end of the previous step, whichever is later."""
         end_s = self._clock()
         step_s = end_s - max(launched.start_s, self._last_end_s)
         self._last_end_s = end_s

@@ -1,7 +1,7 @@
 """`StepExecutor`: launches, samples and collects steps, and runs requests one at a time when a step fails.
 
-It applies nothing to a request: `core` does. One step at a time is between `launch` and `sample`; one more may be
-sampled and not yet collected.
+`core` applies the results to the requests. At most one step is between `launch` and `sample`, and at most one more
+between `sample` and `collect`.
 """
 
 import logging
@@ -22,7 +22,7 @@ _T = TypeVar("_T")
 
 @dataclass(slots=True)
 class LaunchedStep:
-    """A step on its way, or why its launch failed."""
+    """A step in flight, or the error of its launch."""
 
     chunks: list[Chunk]
     start_s: float
@@ -30,14 +30,14 @@ class LaunchedStep:
 
 
 class ChunkResult(msgspec.Struct, frozen=True, eq=False):
-    """What a step gave for one chunk; None: the request cannot be served, and the log says why."""
+    """The result of a step for one chunk; None if the request cannot be served, and the log says why."""
 
     chunk: Chunk
     row: RowResult | None
 
 
 class StepExecutor:
-    """Runs steps on one runner. Errors of the device itself are raised: nothing can go on in this process."""
+    """Runs steps on one runner. Raises errors of the device, after which this process cannot continue."""
 
     def __init__(self, runner: ModelRunner, *, overlaps: bool, clock: Callable[[], float]) -> None:
         self.runner = runner
@@ -62,7 +62,7 @@ class StepExecutor:
         return _attempt(lambda: pending.sample(seqs, keeps_tokens=self.overlaps))
 
     def collect(self, launched: LaunchedStep) -> list[ChunkResult] | Exception:
-        """Wait for a sampled step; what it gave for each chunk, or why it failed."""
+        """Wait for a sampled step and return the result of each chunk, or the step's error."""
         pending = launched.pending
         rows = pending if isinstance(pending, Exception) else _attempt(pending.collect)
         if isinstance(rows, Exception):
@@ -70,13 +70,13 @@ class StepExecutor:
         return [ChunkResult(chunk, row) for chunk, row in zip(launched.chunks, rows, strict=True)]
 
     def run(self, chunks: list[Chunk]) -> list[ChunkResult] | Exception:
-        """Launch, sample and collect a step, with nothing else on its way."""
+        """Launch, sample and collect a step, with nothing else in flight."""
         launched = self.launch(chunks)
         error = self.sample(launched, lambda chunk: True)
         return self.collect(launched) if error is None else error
 
     def run_singly(self, chunks: list[Chunk], error: Exception) -> list[ChunkResult]:
-        """Pin the error of a step on the requests it belongs to: run them one at a time."""
+        """Run the requests of a failed step one at a time, to find those that cause the error."""
         if len(chunks) > 1:
             logger.warning("a step of %d requests failed (%s); running them one at a time", len(chunks), error)
         results = []
@@ -91,7 +91,7 @@ class StepExecutor:
 
 
 def _attempt(action: Callable[[], _T]) -> _T | Exception:
-    """What the action returns, or the exception that it raises: it must not take the other requests along."""
+    """The action's result, or the exception that it raises, so that other requests can go on."""
     try:
         return action()
     except torch.AcceleratorError:

@@ -1,4 +1,4 @@
-"""Whose turn it is: the order of waiting requests, who gives way, and shares of a budget. Pure policy; holds no pages.
+"""Fair queueing: the order of waiting requests, which request is preempted, and shares of a budget. Pure policy.
 
 `EngineRequest.client` names the client; its requests may come over several connections. Turns are shared between
 clients first, then between the connections of a client:

@@ -1,11 +1,11 @@
 """Top-k, min-p and top-p: which tokens may be drawn. Draws nothing.
 
-Each filter keeps a head of the tokens sorted by probability, so a row is cut at one place. Most cuts lie among the
-first few tokens: those are looked at first, and only rows whose cut is further down are sorted whole. Of equally
-probable tokens at the cut those with the smaller ids stay. A row's result does not depend on the other rows.
+Each filter keeps a prefix of the tokens sorted by probability, so a row has a single cutoff. It is usually among the
+first few tokens, so those are sorted first, and only rows with a later cutoff are sorted completely. Of tokens with
+equal probability at the cutoff, those with the smaller ids stay. A row's result does not depend on the other rows.
 
-Whether a row's cut is further down is asked on the host, which waits for the device. A row with a `top_k` up to 256 is
-never asked about.
+The host decides which rows to sort completely, and waits for the device to do so. Rows with a `top_k` up to 256 never
+need it.
 
 Shape letters: R rows, V vocabulary, K tokens of a sorted head.
 """

@@ -1,4 +1,4 @@
-"""What fits into a GPU: weights, a step, CUDA graphs, and the KV pages that the rest holds. Arithmetic only.
+"""Memory plan of a GPU: weights, a step, CUDA graphs, and KV pages in the rest. Arithmetic only.
 
 The engine counts its pages with `kv_cache.count_pages`, from memory that it has measured. `plan` uses the same function
 with estimates of what cannot be known without the GPU: the driver's context and the activations of a step.

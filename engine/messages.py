@@ -1,4 +1,4 @@
-"""Messages between the two processes, in msgpack, and the sockets that carry them. Payload types are in `types`."""
+"""Messages between the two processes, in msgpack, and their sockets. The types of their contents are in `types`."""
 
 import os
 import secrets
@@ -27,7 +27,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
 
 
 class Outputs(msgspec.Struct, frozen=True, tag=True):
-    """From the engine: the news of one step, all requests together."""
+    """From the engine: the outputs of one step, for all requests."""
 
     outputs: list[EngineOutput]
 

@@ -1,4 +1,4 @@
-"""Which KV pages are free, in use or worth keeping: reference counts, no contents, no policy about requests."""
+"""Allocator of KV pages: reference counts of pages in use, free pages, and idle ones kept for the prefix cache."""
 
 from collections.abc import Callable, Iterable
 

@@ -1,4 +1,4 @@
-"""Turns a `StepBatch` into a `ForwardBatch`, launches the model and the sampler on it, and collects what they gave.
+"""Turns a `StepBatch` into a `ForwardBatch`, launches the model and the sampler on it, and collects the results.
 
 Shape letters: T tokens of the step, L of them late, B rows of the step, P pages of the longest row's request, R logit
 rows, V vocabulary, M rows of the page table.
@@ -135,7 +135,7 @@ def _logit_rows(step: StepBatch, query_ends: np.ndarray) -> np.ndarray:
 
 
 class RowResult(msgspec.Struct, frozen=True, eq=False):
-    """What one row of a step gave: a token if it samples, unless its logits were not finite."""
+    """The result of one row of a step: a token if it samples, unless its logits were not finite."""
 
     token: int | None = None
     is_finite: bool = True
@@ -190,7 +190,7 @@ class Pending:
         self._mark = Mark(logits_RV.device)
 
     def collect(self) -> list[RowResult]:
-        """Wait for the step; what each row gave. Rows that nobody wanted gave nothing."""
+        """Wait for the step and return the result of each row; empty for rows that nobody wanted."""
         self._mark.wait()
         results = [_NOTHING] * len(self.step.rows)
         for index, prompt in self._prompts.items():

@@ -1,4 +1,4 @@
-"""One request on its way: its tokens so far, its pages, how far it is computed. No policy, no torch."""
+"""State of one unfinished request: its tokens, its pages, how much of it is computed. No policy, no torch."""
 
 from collections.abc import Callable
 from typing import Any

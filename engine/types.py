@@ -1,4 +1,4 @@
-"""What crosses the line between the HTTP process and the engine process. Ids only; no text, no tensor."""
+"""Types exchanged between the HTTP process and the engine process. Token ids only; no text, no tensors."""
 
 from typing import Literal
 

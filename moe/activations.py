@@ -6,7 +6,7 @@ from moe.config import Activation
 
 
 def gated_activation(gate: torch.Tensor, up: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """Elementwise `g * sigmoid(alpha * g) * (u + beta)`; gate is clamped from above only, up from both sides."""
+    """Elementwise `g * sigmoid(alpha * g) * (u + beta)`. Clamps the gate from above only, and up on both sides."""
     if activation.limit is not None:
         gate = gate.clamp_max(activation.limit)
         up = up.clamp(-activation.limit, activation.limit)

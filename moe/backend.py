@@ -1,6 +1,6 @@
-"""What a backend is: it declares what its kernels take, and lays canonical weights out for them.
+"""The backend interface: a backend declares what its kernels support and converts canonical weights for them.
 
-What is true of one backend stands in its own module. Selection, self-check, tuning and transports read it here.
+Facts about one backend belong in its own module. Selection, self-check, tuning and transports use this interface only.
 """
 
 import importlib.util
@@ -36,19 +36,21 @@ TacticTable = dict[str, Tactic]  # number of tokens, as text, to the tactic for 
 Info = TypeVar("Info", bound=MoeQuantInfo)
 W = TypeVar("W", bound=Weight)
 
-# The relative error allowed against the reference, for the worst few tokens and block of 128 outputs. It suits bf16
-# activations and results: 7e-3 is seen, and a row of scales off by a factor of 2 gives 2e-2 and more.
+# The largest relative error allowed against the reference, in any token group and block of 128 outputs. It suits bf16
+# activations and results: correct kernels reach 7e-3, and one row of scales off by a factor of 2 gives 2e-2 or more.
 BF16_TOLERANCE = 1.5e-2
 PLAIN_SWIGLU = (Activation(),)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FormatSupport:
-    """What a backend's kernels take in one number format.
+    """What a backend's kernels support in one number format.
 
-    archs: devices they run on; None for any. multiples: what a rank's hidden and intermediate size must be positive
-    multiples of; None if any size does. activations: those they compute; None for any. activation_quant: how they round
-    the inputs of both GEMMs; None if they do not. tolerance: the relative error that the self-check allows.
+    archs: the devices they run on; None for any.
+    multiples: a rank's hidden and intermediate size must be positive multiples of these; None for any size.
+    activations: the ones they compute; None for any.
+    activation_quant: how they quantize the inputs of both GEMMs; None if they do not.
+    tolerance: the relative error that the self-check allows.
     """
 
     archs: tuple[str, ...] | None = None
@@ -59,19 +61,19 @@ class FormatSupport:
     tolerance: float = BF16_TOLERANCE
 
     def takes(self, activation: Activation) -> bool:
-        """Whether the kernels compute it."""
+        """Whether the kernels compute this activation."""
         return self.activations is None or activation in self.activations
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckCase:
-    """One way in which a backend may run a layer, and what the self-check compares it with.
+    """One code path through a backend's kernels, and how the self-check compares it with the reference.
 
-    quant_info: the layer, made to run this way whatever the number of tokens.
-    quantize_input: how the reference rounds its inputs, None for not. tolerance: the relative error allowed.
-    max_tokens: the most tokens that are run this way, None for any number.
+    quant_info: the layer, forced onto this code path for any number of tokens.
+    quantize_input: how the reference quantizes its inputs; None if it does not. tolerance: the relative error allowed.
+    max_tokens: the most tokens that take this path; None for no limit.
     rows_at_one_expert: token counts to send to one expert in one call, because the kernels branch on that number.
-    name: told where this way is wrong; empty if there is no other.
+    name: shown in the error if this case fails; empty if the backend has only one case.
     """
 
     quant_info: MoeQuantInfo
@@ -86,24 +88,24 @@ class LibraryTuning(Protocol):
     """Opens a context in which a kernel library tunes itself."""
 
     def __call__(self, cache_file: Path | None, *, measure: bool) -> AbstractContextManager[object]:
-        """Reads `cache_file`; with `measure`, calls inside are measured and the results written to the file."""
+        """Read `cache_file`; with `measure`, also measure the calls made inside and write the results to the file."""
 
 
 class Backend(ABC, Generic[Info]):
-    """A kernel family. Instances hold no state. `Info` is what it makes of one layer's weights.
+    """A kernel family. Instances hold no state. `Info` is the type of its quant info: one layer's processed weights.
 
     name: its member of `MoeBackend`.
-    auto_order: its place in `auto` among backends that nobody measured, lowest first.
-    hardware: where it runs, for people.
-    package: what must be importable for the kernels to run (`moe.packages` says where it comes from); None for torch.
-    formats: by number format, what the kernels take.
-    transports: those whose layouts it takes. tunable_with: those with which its tactics can be tuned.
-    dtypes: what it computes in; None for any.
-    routes_inside: it prefers router logits (BypassedTopK) to ids and weights.
-    expert_alignment: DeepEP's normal mode rounds the rows of an expert up to a multiple of it.
-    row_multiple: the rows per expert of low latency (ranks times token limit) must be a multiple of it.
-    compiles_tactics: a tactic's first run compiles it, which several threads may do at once.
-    is_capturable: a run on one rank has been seen to work in a CUDA graph.
+    auto_order: its rank in `auto` among backends without measurements, lowest first.
+    hardware: where it runs, as text for people.
+    package: the package that the kernels need (`moe.packages` says where to get it); None for torch.
+    formats: what the kernels support, by number format.
+    transports: the ones whose layouts it accepts. tunable_with: the ones its tactics can be tuned with.
+    dtypes: the dtypes it computes in; None for any.
+    routes_inside: the kernel routes, so it prefers router logits (BypassedTopK) to ids and weights.
+    expert_alignment: DeepEP's normal mode rounds each expert's row count up to a multiple of this.
+    row_multiple: the rows per expert in low latency (ranks times token limit) must be a multiple of this.
+    compiles_tactics: the first run of a tactic compiles it, and several threads may compile at once.
+    is_capturable: a run on one rank has been captured in a CUDA graph and worked.
     """
 
     name: ClassVar[MoeBackend]
@@ -124,7 +126,7 @@ class Backend(ABC, Generic[Info]):
 
     @final
     def supports(self, device: Device, format_name: str, a2a: MoeA2ABackend, config: MoeRunnerConfig) -> str | None:
-        """None if this backend can run the path, else the reason why not. Knows no weights and needs no package."""
+        """None if this backend can run the path, else the reason why not. Needs neither weights nor the package."""
         support = self.format_support(format_name, config)
         if support is None:
             return f"format {format_name} is not supported; it takes {', '.join(self.formats)}"
@@ -138,19 +140,19 @@ class Backend(ABC, Generic[Info]):
         )
 
     def format_support(self, format_name: str, config: MoeRunnerConfig) -> FormatSupport | None:
-        """What the kernels take for experts of this format; None for a format that they lack.
+        """What the kernels support for experts of this format; None if they do not support it.
 
-        Overridden where it depends on the layer.
+        Override it if the answer depends on the layer.
         """
         del config
         return self.formats.get(format_name)
 
     @final
     def known_format(self, format_name: str, config: MoeRunnerConfig) -> FormatSupport:
-        """`format_support` of weights that are here.
+        """`format_support`, for a format that the kernels must support.
 
         Raises:
-            WeightFormatError: the kernels lack the format.
+            WeightFormatError: they do not support it.
         """
         support = self.format_support(format_name, config)
         if support is None:
@@ -169,7 +171,7 @@ class Backend(ABC, Generic[Info]):
         return f"transport {a2a} is not supported; use --moe-a2a-backend {', '.join(self.transports)}"
 
     def unsupported_reason(self, config: MoeRunnerConfig) -> str | None:
-        """Reason why a setting would be ignored by this backend in every number format, or None."""
+        """Why this backend cannot honour a setting, in any number format; None if it honours them all."""
         if not any(support.takes(config.activation) for support in self.formats.values()):
             return f"only plain SwiGLU is supported, not {config.activation}"
         if self.dtypes is not None and config.dtype not in self.dtypes:
@@ -183,7 +185,7 @@ class Backend(ABC, Generic[Info]):
 
     @final
     def is_installed(self) -> bool:
-        """True if `package` can be imported here; nothing is imported to find out."""
+        """True if `package` can be imported here. Checks without importing it."""
         if self.package is None:
             return True
         if self.package in sys.modules:
@@ -191,11 +193,11 @@ class Backend(ABC, Generic[Info]):
         return importlib.util.find_spec(self.package) is not None
 
     def missing_package(self) -> str | None:
-        """What must be installed before weights can be laid out, and how to get it, as the object of "needs"."""
+        """The package that `prepare` needs and how to get it, worded to follow "needs"; None if it is installed."""
         return None if self.package is None or self.is_installed() else not_installed(self.package)
 
     def lacks(self) -> str | None:
-        """What this machine lacks to run the kernels on its GPU, as the object of "needs": a compiler, say."""
+        """What this machine lacks to run the kernels (a package, a compiler), worded to follow "needs", or None."""
         return self.missing_package()
 
     # ---- weights ----
@@ -205,9 +207,9 @@ class Backend(ABC, Generic[Info]):
         """Process canonical weights into this backend's quant info, once, at load.
 
         Raises:
-            MoeConfigError: weights, settings and topology of different layers or ranks.
-            UnsupportedPathError: a missing package, or a device, activation or setting that the kernels lack.
-            WeightFormatError: a number format, biases or sizes that the kernels do not take.
+            MoeConfigError: weights, settings and topology belong to different layers or ranks.
+            UnsupportedPathError: a package is missing, or the kernels do not support the device, activation or setting.
+            WeightFormatError: the kernels do not support the number format, the biases or the sizes.
         """
         check_fit(experts, config, topology)
         name = experts.format_name
@@ -231,28 +233,28 @@ class Backend(ABC, Generic[Info]):
 
     @abstractmethod
     def lay_out(self, experts: ExpertWeights, config: MoeRunnerConfig, topology: Topology) -> Info:
-        """`prepare` after its checks: put weights that the kernels take into their form, on `topology.device`."""
+        """The part of `prepare` after its checks: convert the weights to the kernels' layout, on `topology.device`."""
 
     def layer_bytes(self, format_name: str, config: MoeRunnerConfig, device: Device) -> int:
-        """Bytes of one layer's processed experts on a rank, known before any weight is read; here as stored."""
+        """Bytes of one layer's processed experts on a rank, without reading weights. Default: the stored size."""
         del device
         bias_itemsize = config.dtype.itemsize if config.has_biases else 0
         sizes = (config.hidden_size, config.intermediate_size)
         return config.num_local_experts * expert_bytes(format_name, *sizes, bias_itemsize)
 
     def arch_of(self, device: torch.device) -> str | None:
-        """Architecture of a device of this machine; None where weights may be laid out on any."""
+        """Architecture of a device of this machine; None if `prepare` need not check it."""
         return arch_of(device)
 
     def as_computed(self, experts: ExpertWeights, topology: Topology) -> ExpertWeights:
-        """The canonical experts as the kernels see them, for the reference: most kernels see them as they are."""
+        """The weights that the reference must use: `experts`, with any lossy change that the layout makes."""
         del topology
         return experts
 
     def check_cases(
         self, quant_info: Info, format_name: str, config: MoeRunnerConfig, dispatch_format: DispatchFormat
     ) -> Sequence[CheckCase]:
-        """Every way in which tokens of this layout may be run, fewest tokens first; the last takes any number."""
+        """One case per code path for tokens of this layout, ascending by `max_tokens`; the last has no limit."""
         del dispatch_format
         support = self.known_format(format_name, config)
         return [
@@ -264,7 +266,7 @@ class Backend(ABC, Generic[Info]):
     # ---- tokens ----
 
     def router_logits_dtype(self, format_name: str) -> torch.dtype:
-        """What the gate hands out where `--router-logits-dtype` is unset; it accumulates in fp32 anyway."""
+        """Dtype of the gate's output if `--router-logits-dtype` is unset. The gate always accumulates in fp32."""
         del format_name
         return torch.float32
 
@@ -277,15 +279,15 @@ class Backend(ABC, Generic[Info]):
         knows_input_scale: bool = False,
         can_send_nvfp4: bool = False,
     ) -> DispatchDtype:
-        """In which number format a transport sends tokens: what these kernels would only convert back travels as bf16.
+        """Number format in which a transport sends tokens; bf16 if the kernels would only dequantize them.
 
-        knows_input_scale: the checkpoint gives the static NVFP4 scale. can_send_nvfp4: the transport has the option.
+        knows_input_scale: the checkpoint has the static NVFP4 scale. can_send_nvfp4: the transport has the option.
         """
         del dispatch_format, format_name, device, knows_input_scale, can_send_nvfp4
         return DispatchDtype.BF16
 
     def dispatch_quantizer(self, quant_info: Info) -> Quantize | None:
-        """What makes NVFP4 tokens for a transport that only sends them; None if this backend's transport does it."""
+        """Quantizes tokens to NVFP4 for a transport that cannot; None if the transport quantizes them itself."""
         del quant_info
         return None
 
@@ -294,10 +296,10 @@ class Backend(ABC, Generic[Info]):
     def tactics(
         self, quant_info: Info, config: MoeRunnerConfig, num_tokens: int, measured: Mapping[Tactic, float]
     ) -> Sequence[Tactic]:
-        """What to measure next for so many tokens, the untuned way first; nothing more: empty.
+        """Tactics to measure next for `num_tokens` tokens, the untuned one first; empty when there are no more.
 
-        `measured`: seconds by tactic so far, infinite for one that does not run. The answer depends on nothing else, so
-        that all ranks get the same.
+        `measured`: seconds by tactic so far, infinite for a tactic that does not run. The result must depend on the
+        arguments alone, so that all ranks get the same tactics.
         """
         del quant_info, config, num_tokens, measured
         return ()
@@ -306,13 +308,13 @@ class Backend(ABC, Generic[Info]):
         """The same weights, run with the chosen tactics.
 
         Raises:
-            MoeConfigError: a text that names no tactic.
+            MoeConfigError: an entry of `choice` is not a tactic.
         """
         del quant_info
         raise MoeConfigError(f"{type(self).__name__} has no tactics, got {choice}")
 
     def library_tuning(self, quant_info: Info) -> LibraryTuning | None:
-        """The library's own tuning, for kernels whose tactics it chooses and keeps; None for all others."""
+        """The library's own autotuner, if the library chooses the tactics; else None."""
         del quant_info
         return None
 
@@ -320,7 +322,7 @@ class Backend(ABC, Generic[Info]):
 def _unsupported_weights(
     support: FormatSupport, format_name: str, sizes: tuple[int, int], has_biases: bool
 ) -> str | None:
-    """Reason why a rank's weights cannot be laid out, or None. `sizes`: hidden and intermediate."""
+    """Why the kernels do not support a rank's weights, or None. `sizes`: hidden and intermediate."""
     if has_biases and not support.takes_biases:
         return f"{format_name} experts with biases are not supported"
     if support.multiples is None:
@@ -342,10 +344,10 @@ def _unsupported_activation(support: FormatSupport, format_name: str, activation
 
 
 def matrices(experts: ExpertWeights, kind: type[W], device: torch.device) -> tuple[W, W]:
-    """(w13, w2) on a device, as weights of one format.
+    """(w13, w2) on `device`, typed as weights of format `kind`.
 
     Raises:
-        WeightFormatError: they have another format.
+        WeightFormatError: the experts have another format.
     """
     w13, w2 = experts.w13, experts.w2
     if not isinstance(w13, kind) or not isinstance(w2, kind):
@@ -354,6 +356,6 @@ def matrices(experts: ExpertWeights, kind: type[W], device: torch.device) -> tup
 
 
 def refuse_overlap(state: RunState, backend: MoeBackend) -> None:
-    """Raise where overlap arguments would be ignored."""
+    """Raise if overlap arguments are set, for kernels that would ignore them."""
     if state.overlap_args is not None:
         raise MoeConfigError(f"--moe-backend {backend} cannot overlap its kernels with other work: unset overlap args")

@@ -1,4 +1,4 @@
-"""Settings of one MoE layer: enums and frozen records. Knows no tensor and no device."""
+"""Settings of one MoE layer: enums and frozen records. No tensors, no devices."""
 
 import enum
 from dataclasses import dataclass
@@ -62,12 +62,12 @@ class MoeA2ABackend(enum.StrEnum):
 
     @property
     def dispatch_formats(self) -> tuple[DispatchFormat, ...]:
-        """Every layout this transport can produce; a deployment may narrow it (`--deepep-mode`)."""
+        """Every layout this transport can produce; `--deepep-mode` may restrict them."""
         return _DISPATCH_FORMATS[self]
 
     @property
     def supports_aiter(self) -> bool:
-        """True for transports whose layouts aiter's permutes take."""
+        """True for transports whose layouts aiter's permutes accept."""
         return self is not MoeA2ABackend.FLASHINFER
 
 
@@ -112,7 +112,7 @@ class Activation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoutingConfig:
-    """How `moe.routing.route` chooses experts. `routed_scaling_factor` is applied there, exactly once."""
+    """How `moe.routing.route` chooses experts. It applies `routed_scaling_factor`; nothing else does."""
 
     method: RoutingMethod
     num_experts: int
@@ -138,10 +138,10 @@ class RoutingConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MoeRunnerConfig:
-    """Arithmetic of one MoE layer, its shape over all ranks, and the rank that computes its part of it.
+    """Arithmetic of one MoE layer, its shape over all ranks, and this rank's place.
 
-    `scale_block`: elements of the intermediate axis that share a scale, so that no cut falls inside
-    (`Weight.col_block` of the experts' format).
+    `scale_block`: elements of the intermediate axis that share a scale (`Weight.col_block` of the experts' format).
+    Ranks are cut between such blocks.
     """
 
     shape: ExpertShape
@@ -151,7 +151,7 @@ class MoeRunnerConfig:
     has_biases: bool = False  # both matrices of an expert have one
     dtype: torch.dtype = torch.bfloat16
     routing: RoutingConfig | None = None
-    max_num_tokens: int = 8192  # most tokens one call may get, for kernels that allocate by it
+    max_num_tokens: int = 8192  # most tokens in one call; some kernels allocate for this many
     no_combine: bool = False
     apply_router_weight_on_input: bool = False
 
@@ -171,7 +171,7 @@ class MoeRunnerConfig:
 
     @property
     def num_experts(self) -> int:
-        """E of the whole layer."""
+        """Experts of the whole layer."""
         return self.shape.num_experts
 
     @property
@@ -186,10 +186,10 @@ class MoeRunnerConfig:
 
     @property
     def num_local_experts(self) -> int:
-        """E of this rank."""
+        """Experts of this rank."""
         return len(self.place.expert_range(self.num_experts))
 
     @property
     def intermediate_size(self) -> int:
-        """I of every rank's buffers: its share in whole scale blocks, padding included."""
+        """I of every rank's buffers: its share in whole scale blocks, including padding."""
         return self.place.cut(self.shape.intermediate_size, self.scale_block).padded

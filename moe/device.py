@@ -1,4 +1,4 @@
-"""The device that a path is asked about, and what a torch device is in those words."""
+"""`Device`: a device type that need not be on this machine, and the architecture names of torch devices."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ import torch
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Device:
-    """Needs no hardware. `arch` is sm80, sm90, gfx942, cpu and the like."""
+    """A kind of device. `arch` is "sm80", "sm90", "gfx942", "cpu" and so on."""
 
     arch: str
 
@@ -18,19 +18,19 @@ class Device:
 
 
 def cuda_arch(device: torch.device) -> str:
-    """Of an NVIDIA GPU, by its compute capability: "sm90"."""
+    """Architecture of an NVIDIA GPU from its compute capability, such as "sm90"."""
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm{major}{minor}"
 
 
 def rocm_arch(device: torch.device) -> str:
-    """Of an AMD GPU: "gfx942"."""
+    """Architecture of an AMD GPU, such as "gfx942"."""
     name: str = getattr(torch.cuda.get_device_properties(device), "gcnArchName", "")
     return name.partition(":")[0]
 
 
 def arch_of(device: torch.device) -> str:
-    """Of a CPU or a GPU of this machine."""
+    """Architecture of a CPU or GPU of this machine."""
     if device.type != "cuda":
         return device.type
     return rocm_arch(device) if torch.version.hip else cuda_arch(device)

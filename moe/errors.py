@@ -6,7 +6,7 @@ ValueError
     ├── UnsupportedPathError a backend, transport, format or device that do not go together
     ├── WeightFormatError    weights or scales whose dtype or shape break their format
     ├── TransportStateError  dispatch and combine called out of order, or with more tokens than agreed
-    └── SelfCheckError       a path that computes something else than its reference
+    └── SelfCheckError       a path whose result differs from the reference
 """
 
 
@@ -31,4 +31,4 @@ class TransportStateError(MoeError):
 
 
 class SelfCheckError(MoeError):
-    """The chosen path computes something else than the reference; names layer, path, expert and error."""
+    """The result of the chosen path differs from the reference. The message names layer, path, expert and error."""

@@ -1,15 +1,15 @@
-"""Sizes of one expert layer and the part of it that one rank holds. Integers only: knows no tensor and no format.
+"""Sizes of one expert layer and of the part that one rank holds. Integers only, no tensors and no formats.
 
-Two independent cuts, never both from one number: expert parallelism slices the expert axis, tensor parallelism slices
-the intermediate axis of the experts it is left with.
+Two independent cuts: expert parallelism splits the expert axis, then tensor parallelism splits the intermediate axis of
+the experts that a rank holds.
 
 The intermediate axis (I = 2880 elements = 90 blocks of 32, tp 4, so 23 blocks a rank):
 
     blocks   0 ......... 22 | 23 ........ 45 | 46 ........ 68 | 69 ....... 89 + 2 of zeros
     rank     0                1                2                3
 
-A cut falls on block borders, so no block of scales is ever split, whatever I and tp are. Every rank allocates the same
-padded length; a rank may own fewer blocks, or none, and holds zeros there, which add nothing to the layer's output.
+Cuts fall between blocks, so no scale block is split, whatever I and tp are. Every rank allocates the same padded
+length. A rank may own fewer blocks, or none; its padding is zeros, which add nothing to the layer's output.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from moe.errors import MoeConfigError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertShape:
-    """The experts of a whole layer, whatever the number of ranks: every token goes to `top_k` of `num_experts`."""
+    """The experts of a whole layer over all ranks: every token goes to `top_k` of `num_experts`."""
 
     num_experts: int
     top_k: int
@@ -45,7 +45,7 @@ class Cut:
 
 @dataclass(frozen=True, kw_only=True)
 class RankPlace:
-    """Where one rank stands among the tensor- and expert-parallel ranks. The default is one rank with everything."""
+    """A rank's place among the tensor- and expert-parallel ranks. The default is a single rank with everything."""
 
     tp_size: int = 1
     tp_rank: int = 0
@@ -61,12 +61,12 @@ class RankPlace:
 
     @property
     def num_ranks(self) -> int:
-        """All ranks that share a layer."""
+        """Number of ranks that share a layer."""
         return self.tp_size * self.ep_size
 
     @property
     def place(self) -> "RankPlace":
-        """Sizes and ranks alone, without what a subclass adds: two ranks are the same where this is equal."""
+        """Sizes and ranks only, without what a subclass adds. Equal places mean the same rank."""
         return RankPlace(tp_size=self.tp_size, tp_rank=self.tp_rank, ep_size=self.ep_size, ep_rank=self.ep_rank)
 
     def expert_range(self, num_experts: int) -> range:
@@ -83,7 +83,7 @@ class RankPlace:
     def cut(self, size: int, block: int) -> Cut:
         """This rank's part of an intermediate axis of `size` elements whose scales cover `block` elements each.
 
-        Ranks get equally many blocks, the last ones fewer or none; `padded` is the same on every rank.
+        All ranks get the same number of blocks, except that the last ones get fewer or none; `padded` is always equal.
         """
         num_blocks = -(-size // block)
         step = -(-num_blocks // self.tp_size) * block
@@ -91,7 +91,7 @@ class RankPlace:
         return Cut(start=start, length=end - start, padded=step)
 
     def share(self, axis: str, size: int, unit: int) -> range:
-        """This rank's part of an axis of `size` elements, in units (heads, say) that are not divided.
+        """This rank's part of an axis of `size` elements, in whole units (such as heads).
 
         Raises:
             MoeConfigError: the ranks cannot share the units evenly.

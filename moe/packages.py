@@ -1,4 +1,4 @@
-"""Where to get the optional packages. On PyPI, some of their import names belong to other people's projects."""
+"""Where to get the optional packages. Some of their import names belong to unrelated projects on PyPI."""
 
 _FROM_SOURCE = "install it from {url}; {name} on PyPI is another project"
 
@@ -17,5 +17,5 @@ SOURCES: dict[str, str] = {
 
 
 def not_installed(package: str) -> str:
-    """Completes a sentence "... needs": names the package, says that it is missing, and how to get it."""
+    """Says that the package is missing and how to get it, worded to follow "... needs"."""
     return f"the package {package}, which is not installed: {SOURCES[package]}"

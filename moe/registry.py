@@ -1,6 +1,6 @@
-"""Registries of the MoE paths: fused functions, runner cores with their permutes, and backends.
+"""Registries of fused functions, runner cores with their permutes, and backends.
 
-A backend module registers itself with the decorators when it is first asked for; `BACKEND_MODULES` is the whole list.
+A backend module is imported on first use and registers itself with the decorators. `BACKEND_MODULES` lists them all.
 """
 
 import importlib
@@ -20,14 +20,14 @@ class RunnerCore(Protocol):
 
     @property
     def run(self) -> Callable[..., torch.Tensor]:
-        """`run(core_input, quant_info, state)`: what a pre-permute made, to expert outputs [.., H]."""
+        """`run(core_input, quant_info, state)`: expert outputs [.., H] for the result of a pre-permute."""
 
 
 FusedFunc = Callable[..., CombineInput]
 PrePermute = Callable[..., object]
 PostPermute = Callable[..., CombineInput]
 CoreClass = Callable[[MoeRunnerConfig], RunnerCore]
-AnyBackend = Backend[Any]  # what it makes of weights goes back to it unread, so its type is its own affair
+AnyBackend = Backend[Any]  # only the backend itself reads its quant info
 
 BACKEND_MODULES: dict[MoeBackend, str] = {
     MoeBackend.TORCH: "moe.backends.torch",
@@ -65,7 +65,7 @@ def register_fused_func(
 ) -> Callable[[Fused], Fused]:
     """Register `fused(dispatch_output, quant_info, config, state) -> CombineInput`.
 
-    `formats`: the dispatch formats it takes, where the transport has more of them.
+    `formats`: the dispatch formats it supports, if the transport has others too.
     """
 
     def decorate(fused: Fused) -> Fused:
@@ -102,8 +102,8 @@ def register_pre_permute(dispatch_format: DispatchFormat, backend: MoeBackend) -
 def register_post_permute(backend: MoeBackend, combine_format: DispatchFormat) -> Callable[[Post], Post]:
     """Register `post(core_output, dispatch_output, quant_info, config, state) -> CombineInput`.
 
-    Needed only where the core's output [.., H] is not laid out as the transport wants it back; else the runner calls
-    `dispatch_output.result`.
+    Needed only if the core's output [.., H] is not in the layout that the transport combines. Otherwise the runner
+    calls `dispatch_output.result`.
     """
 
     def decorate(post: Post) -> Post:
@@ -122,7 +122,7 @@ def register_backend(cls: BackendClass) -> BackendClass:
 
 
 def load_backend(backend: MoeBackend) -> AnyBackend:
-    """The backend object, its module imported on first use."""
+    """The backend object; imports its module on first use."""
     if backend not in BACKEND_MODULES:
         known = ", ".join(sorted(BACKEND_MODULES))
         raise MoeConfigError(f"--moe-backend {backend} is not built in; known: {known}")
@@ -153,7 +153,7 @@ def three_part(
 def missing_formats(
     backend: MoeBackend, a2a: MoeA2ABackend, formats: tuple[DispatchFormat, ...]
 ) -> list[DispatchFormat]:
-    """Formats of a transport that a backend cannot take; empty when the pair works."""
+    """Formats of a transport that a backend does not support; empty if the pair works."""
     if fused_func(a2a, backend):
         return [dispatch_format for dispatch_format in formats if dispatch_format not in _fused_formats[a2a, backend]]
     return [dispatch_format for dispatch_format in formats if three_part(dispatch_format, backend) is None]

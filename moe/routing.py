@@ -1,4 +1,4 @@
-"""Router logits to expert ids and weights, in fp32. Ids are int32, distinct, in range; ties go to the lowest id.
+"""Router logits to expert ids and weights, in fp32. Ids are int32, distinct and valid; ties take the lowest id.
 
 Shape letters: T tokens, E experts, K top-k, G groups.
 """
@@ -21,20 +21,20 @@ class StandardTopK:
     ids: torch.Tensor
 
     def to_standard(self) -> "StandardTopK":
-        """Already standard; lets callers treat both forms alike."""
+        """Returns self, so that callers need not tell the two forms apart."""
         return self
 
 
 @dataclass(frozen=True, slots=True)
 class BypassedTopK:
-    """Routing left to a kernel that routes inside: `logits` [T, E], the rules and the fp32 correction bias [E]."""
+    """Input of a kernel that routes inside: `logits` [T, E], the routing rules and the fp32 correction bias [E]."""
 
     logits: torch.Tensor
     config: RoutingConfig
     correction_bias: torch.Tensor | None = None
 
     def to_standard(self) -> StandardTopK:
-        """Route here, for kernels that want ids and weights."""
+        """Route now, for kernels that need ids and weights."""
         return route(self.logits, self.config, self.correction_bias)
 
 
@@ -76,12 +76,12 @@ def _scores(logits_TE: torch.Tensor, method: RoutingMethod) -> torch.Tensor:
 
 
 def _no_nan(values: torch.Tensor) -> torch.Tensor:
-    """NaN below every number but above the -inf of masked groups, so that it never displaces a real expert."""
+    """Replace NaN by a value below every number but above the -inf of masked groups."""
     return torch.nan_to_num(values, -_LARGEST, _LARGEST, -_LARGEST)
 
 
 def _top_k(values_TE: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`topk` with ties to the lowest id, which `torch.topk` does not promise."""
+    """`topk` in which ties take the lowest id, which `torch.topk` does not guarantee."""
     best, ids = torch.sort(values_TE, dim=-1, descending=True, stable=True)
     return best[:, :k], ids[:, :k]
 

@@ -1,4 +1,4 @@
-"""`MoeRunner`: the one way from dispatched tokens to expert outputs, whatever the kernel or the transport."""
+"""`MoeRunner`: computes expert outputs from dispatched tokens, with any backend and any transport."""
 
 from collections.abc import Callable
 
@@ -13,8 +13,8 @@ Path = Callable[[DispatchOutput, MoeQuantInfo, RunState], CombineInput]
 class MoeRunner:
     """Runs the experts of one layer.
 
-    The path is resolved here, before any weight is read: the fused function of (transport, backend) if there is
-    one, else core plus permutes for every dispatch format the transport can produce.
+    The constructor resolves the path, before any weight is read: the fused function of (transport, backend) if there is
+    one, else the runner core with a pre-permute for every dispatch format that the transport can produce.
 
     Raises:
         UnsupportedPathError: nothing is registered for the pair, or the backend refuses a setting.
@@ -72,17 +72,17 @@ class MoeRunner:
         return path
 
     def set_overlap_args(self, overlap_args: object) -> None:
-        """Arguments that let the next `run` share the device with other work; used once."""
+        """Set arguments that let the next `run` share the device with other work. Used once."""
         self._overlap_args = overlap_args
 
     def run(self, dispatch_output: DispatchOutput, quant_info: MoeQuantInfo) -> CombineInput:
         """Compute the local experts for the dispatched tokens.
 
-        Where the host knows that there are no tokens and nothing overlaps, no kernel is called.
+        No kernel runs if the host knows that there are no tokens and there are no overlap arguments.
 
         Raises:
-            UnsupportedPathError: the dispatch format is not one the runner was built for.
-            MoeConfigError: overlap arguments are set both here and as a load-time default of the quant info.
+            UnsupportedPathError: the runner was not built for this dispatch format.
+            MoeConfigError: overlap arguments are set both for this run and in the quant info.
         """
         try:
             overlap_args = self._overlap_args
@@ -105,10 +105,10 @@ class MoeRunner:
 
 
 def _explain(backend: MoeBackend, a2a: MoeA2ABackend, missing: list[DispatchFormat]) -> str:
-    """Sentence that names the impossible pair, what works instead, and the flag to change."""
+    """Error message that names the unsupported pair, what works instead, and the flag to change."""
 
     def how(candidate: MoeBackend, transport: MoeA2ABackend) -> str | None:
-        """None if the pair has no path at all, else a note on the formats it is limited to."""
+        """None if the pair has no path, else a note on the formats that it supports."""
         lacking = registry.missing_formats(candidate, transport, transport.dispatch_formats)
         has = [dispatch_format for dispatch_format in transport.dispatch_formats if dispatch_format not in lacking]
         return (f" with {', '.join(has)} only" if lacking else "") if has else None

@@ -1,4 +1,4 @@
-"""A rank's place with its device and transport, how it allocates outputs, and whether weights and settings fit it."""
+"""`Topology`: a rank's place, device, transport and output allocator. `check_fit` checks weights and settings."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,11 +21,10 @@ def _plain_empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devic
 
 @dataclass(frozen=True, kw_only=True)
 class Topology(RankPlace):
-    """The rank's place, its device, and its link to other ranks. `allocator` gives symmetric memory where the group
-    has it.
+    """The rank's place, its device and its link to other ranks.
 
-    `a2a` is the transport between the expert-parallel ranks, `dispatch_dtype` the number format of what it brings; some
-    backends lay weights out differently for them.
+    `allocator` gives symmetric memory if the group has it. `a2a` is the transport between the expert-parallel ranks,
+    and `dispatch_dtype` the number format of the tokens it sends; some weight layouts depend on both.
     """
 
     device: torch.device = _CPU
@@ -47,18 +46,18 @@ class Topology(RankPlace):
 
     @property
     def is_partial(self) -> bool:
-        """True when one rank's expert output must still be summed over ranks (no transport does it)."""
+        """True if expert outputs are partial sums over ranks that no transport adds up."""
         return self.num_ranks > 1
 
     def alloc_output(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Uninitialised tensor for a kernel's result, on this rank's device."""
+        """Uninitialized tensor for a kernel's result, on this rank's device."""
         return self.allocator(shape, dtype, self.device)
 
 
 def check_fit(experts: ExpertWeights, config: MoeRunnerConfig, topology: Topology) -> None:
-    """Refuse weights, settings and a place that speak of different layers or ranks.
+    """Refuse weights, settings and a topology that belong to different layers or ranks.
 
-    Weights may be cut without padding: a rank's share of the intermediate axis is then shorter, or empty.
+    Weights may be cut without padding, so a rank's part of the intermediate axis may be shorter or empty.
 
     Raises:
         MoeConfigError: names what disagrees, with both numbers.

@@ -1,4 +1,4 @@
-"""Typed hand-overs between transport and experts: what a dispatch gives and what a combine takes, by dispatch format.
+"""Records between transport and experts: the output of a dispatch and the input of a combine, by dispatch format.
 
 Shape letters: T tokens, R received rows, H hidden, K top-k, E experts of this rank, M rows per expert.
 """
@@ -17,7 +17,7 @@ Quantize = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]  # [T, H]
 
 
 class MoeQuantInfo(Protocol):
-    """Processed weights of one layer, made by a backend's `prepare` and never changed after."""
+    """Processed weights of one layer, made by a backend's `prepare`; immutable."""
 
     @property
     def topology(self) -> Topology:
@@ -25,7 +25,7 @@ class MoeQuantInfo(Protocol):
 
 
 class CombineInput(Protocol):
-    """What the experts hand back to the transport."""
+    """Expert outputs on their way back to the transport."""
 
     @property
     def format(self) -> DispatchFormat:
@@ -41,7 +41,7 @@ class CombineInput(Protocol):
 
 
 class DispatchOutput(Protocol):
-    """What a transport hands to the experts."""
+    """Dispatched tokens, from a transport to the experts."""
 
     @property
     def format(self) -> DispatchFormat:
@@ -57,12 +57,12 @@ class DispatchOutput(Protocol):
 
     @property
     def num_tokens(self) -> int | None:
-        """Received tokens if the host knows them; None if only the device does."""
+        """Number of received tokens; None if only the device knows it."""
 
     def result(self, hidden_states: torch.Tensor, is_partial: bool) -> CombineInput:
-        """The combine input that carries expert outputs back the way these tokens came.
+        """The combine input that returns the expert outputs of these tokens.
 
-        `is_partial`: other ranks hold the rest of the sum. Transports that add the ranks' results themselves drop it.
+        `is_partial`: other ranks hold the rest of the sum. Transports that add up the ranks' results ignore it.
         """
 
 
@@ -96,11 +96,11 @@ class StandardDispatchOutput:
 
 @dataclass(frozen=True, slots=True)
 class RowsCombineInput:
-    """Expert outputs by received row, with the ids [T, K] by which the transport finds its dispatch again.
+    """Expert outputs by received row. The transport finds its dispatch again by the ids [T, K].
 
     deepep_normal, mori_normal, mori_ll: [R, H], the weighted sum over the local experts of every received token;
-    the transport adds ranks without weights. deepep_ll: [E, M, H] without weights; the transport multiplies by
-    `topk_weights` and adds, and never reads rows beyond an expert's count.
+    the transport only adds. deepep_ll: [E, M, H], unweighted; the transport multiplies by `topk_weights`, adds, and
+    never reads rows past an expert's count.
     """
 
     format: DispatchFormat
@@ -138,14 +138,14 @@ class DeepepNormalDispatchOutput:
 
 @dataclass(frozen=True, slots=True)
 class DeepepLlDispatchOutput:
-    """Received rows per local expert: `hidden_states` [E, M, H], M = ranks * limit; rows from `masked_m[e]` on are
-    garbage, NaN included. NVFP4 tokens are packed as (M, H/2, E).
+    """Received rows per local expert: `hidden_states` [E, M, H], M = ranks * limit. Rows from `masked_m[e]` on are
+    garbage, possibly NaN. NVFP4 tokens are packed as (M, H/2, E).
 
-    Scales: fp32 [E, M, H/128], or int32 [E, M, H/512] with four exponent bytes each; M-major both.
-    `topk_ids` int64 and `topk_weights` fp32 [T, K] are the sender's own, for combine; they say nothing of these rows.
-    `expected_m` is a hint: rows per expert if routing were even. `max_rows` is a bound: real rows of all experts
-    together; None if nothing less than E_local * M is known.
-    `hidden_states` may be a view of wider rows; results written with the same strides travel without a copy.
+    Scales: fp32 [E, M, H/128], or int32 [E, M, H/512] with four exponent bytes each; both M-major.
+    `topk_ids` int64 and `topk_weights` fp32 [T, K] belong to this rank's own tokens, for combine, not to these rows.
+    `expected_m` is a hint: rows per expert if routing were even. `max_rows` is an upper bound for the real rows of all
+    experts together; None if no bound below E_local * M is known.
+    `hidden_states` may be a view of wider rows; results with the same strides are sent without a copy.
     """
 
     format: ClassVar[DispatchFormat] = DispatchFormat.DEEPEP_LL
@@ -174,8 +174,8 @@ class DeepepLlDispatchOutput:
 class MoriDispatchOutput:
     """Received tokens [R, H], R the whole receive buffer; only the first `num_recv_tokens` (int32 [1]) rows are real.
 
-    `format` is mori_normal or mori_ll: the same layout from different kernels. `topk_ids` int32 [R, K] stay global;
-    `origin_*` [T, K] are the sender's own, for combine.
+    `format` is mori_normal or mori_ll: the same layout from different kernels. `topk_ids` int32 [R, K] are global;
+    `origin_*` [T, K] belong to this rank's own tokens, for combine.
     """
 
     format: DispatchFormat
@@ -200,7 +200,7 @@ class MoriDispatchOutput:
 
 @dataclass(frozen=True, slots=True)
 class FlashinferCombineInput:
-    """Weighted sum over the local experts [R, H]; the transport adds ranks without weights."""
+    """Weighted sum over the local experts [R, H]; the transport only adds."""
 
     format: ClassVar[DispatchFormat] = DispatchFormat.FLASHINFER
     hidden_states: torch.Tensor
@@ -209,8 +209,8 @@ class FlashinferCombineInput:
 
 @dataclass(frozen=True, slots=True)
 class FlashinferDispatchOutput:
-    """Slots for the tokens of every rank: `hidden_states` [R, H] with R = ranks * limit, or packed NVFP4 [R, H/2]
-    with its e4m3 scales [R, H/16]. `topk_output` has global ids; slots without a token here have id -1.
+    """Rows for the tokens of every rank: `hidden_states` [R, H] with R = ranks * limit, or packed NVFP4 [R, H/2]
+    with its e4m3 scales [R, H/16]. `topk_output` has global ids; rows without a token here have id -1.
     """
 
     format: ClassVar[DispatchFormat] = DispatchFormat.FLASHINFER
@@ -231,7 +231,7 @@ class FlashinferDispatchOutput:
 
 @dataclass(slots=True)
 class RunState:
-    """What one `run` carries besides data: overlap arguments, and what the pre-permute leaves for the post-permute."""
+    """State of one `run`: overlap arguments, and what the pre-permute passes to the post-permute."""
 
     overlap_args: object = None
     permute: object = None

@@ -1,1 +1,1 @@
-"""One module per kernel family: quant info, refusals, `prepare` and the registered functions."""
+"""Backends, one module or package per kernel family: quant info, supported paths, `prepare`, registered functions."""

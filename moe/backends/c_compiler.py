@@ -1,4 +1,4 @@
-"""Whether Triton can build its launcher here: at run time it compiles a small C file that includes Python's headers."""
+"""Checks whether Triton can build its launcher: at run time it compiles a small C file that needs Python's headers."""
 
 import functools
 import shutil
@@ -15,8 +15,7 @@ _TIMEOUT_S = 60
 def missing_for_triton() -> str | None:
     """What is missing, with the package that has it; None if a file that includes Python.h compiles here.
 
-    The answer is cached. Call it only where Triton is installed: the compiler is the one that Triton's own settings
-    name.
+    The answer is cached. Call it only if Triton is installed, because Triton's settings name the compiler.
     """
     from triton import knobs
 

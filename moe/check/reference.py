@@ -1,6 +1,6 @@
-"""The definition of correct for one MoE layer, in fp32, one expert and one matrix at a time. Slow on purpose.
+"""Reference MoE layer in fp32: the definition of correct. One expert and one matrix at a time, so slow.
 
-It shares nothing with `moe.backends`: the activation is written out again, and weights come from `dequantize`.
+It shares no code with `moe.backends`: it has its own activation, and its weights come from `dequantize`.
 Shape letters: T tokens, K top-k, R rows of one expert, E local experts, H hidden, I intermediate.
 """
 
@@ -23,8 +23,8 @@ def reference_moe(
 ) -> torch.Tensor:
     """Weighted sum over each token's local experts, fp32 [T, H].
 
-    `experts` are those with global ids `first_expert` and up; ids of other ranks and -1 add nothing.
-    `quantize_input` is what the compared path does to the input of both GEMMs, None if it multiplies them as they are.
+    `experts` have the global ids from `first_expert` on. Ids of other ranks and -1 add nothing.
+    `quantize_input` rounds the input of both GEMMs as the path under test does; None if that does not quantize.
     """
     out_TH = torch.zeros(x_TH.shape, dtype=torch.float32, device=x_TH.device)
     for expert in range(experts.num_experts):
@@ -42,7 +42,7 @@ def expert_reference(
     activation: Activation,
     quantize_input: ActivationQuant | None = None,
 ) -> torch.Tensor:
-    """One local expert on fp32 rows, without its routing weight: fp32 [R, H]."""
+    """Output of one local expert for fp32 rows, not multiplied by a routing weight: fp32 [R, H]."""
     h_RF = _multiply(x_RH, experts.w13, experts.b13, expert, quantize_input)
     gate_RI, up_RI = h_RF[:, : experts.intermediate_size], h_RF[:, experts.intermediate_size :]
     if activation.limit is not None:

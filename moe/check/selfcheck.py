@@ -1,11 +1,11 @@
-"""Compares one layer's prepared weights and path with the reference, expert by expert. Runs while loading, never later.
+"""Self-check: compares one layer's prepared weights and path with the reference, expert by expert, while loading.
 
-The tokens reach the path in the layout of every dispatch format it was built for, made here (`dispatch.loopback`). A
-kernel that routes inside is checked with ids first, expert by expert, then once more with logits.
-Every local expert gets tokens of its own, half of them large enough for the clamps to act and half too small for that,
-so that neither a wrong clamp nor a wrong weight behind a clamp stays hidden. A few tokens visit several experts.
-What a backend runs in one way for few tokens and in another for many is checked in every way (`Backend.check_cases`).
-Shape letters: T tokens, S sets of tokens alike, K top-k, E local experts, H hidden, B blocks of 128 outputs.
+The path gets its tokens in the layout of every dispatch format it was built for (`dispatch.loopback` makes them). A
+kernel that routes inside is checked expert by expert with ids, then once with logits.
+Every local expert gets its own tokens. Half are large enough to be clamped and half are not, which exposes a wrong
+clamp as well as a wrong weight that a clamp would hide. A few tokens go to several experts.
+Every code path of a backend is checked, for example one for few and one for many tokens (`Backend.check_cases`).
+Shape letters: T tokens, S token groups, K top-k, E local experts, H hidden, B blocks of 128 outputs.
 """
 
 import dataclasses
@@ -29,13 +29,13 @@ from moe.runner import MoeRunner
 from moe.topology import Topology
 from moe.types import MoeQuantInfo
 
-BLOCK = 128  # outputs per error figure: one wrong row of scales must not drown among thousands of right ones
+BLOCK = 128  # outputs per error: an average over thousands of outputs would hide one wrong row of scales
 TOKENS_PER_SIZE = 4
 TOKENS_PER_EXPERT = 2 * TOKENS_PER_SIZE  # first large ones, then small ones
 NUM_MIXED_TOKENS = 8
 MIXED_SETS = NUM_MIXED_TOKENS // TOKENS_PER_SIZE
 ROUTED_TOKENS = 4 * NUM_MIXED_TOKENS
-BF16_INTEGERS = 256  # that many steps of one size fit in a bf16
+BF16_INTEGERS = 256  # bf16 is exact for integers up to this
 LARGE, SMALL = 1.5, 0.25  # typical input of the activation, in units of its limit
 _LIMIT_OF_PLAIN = 4.0  # without a limit: where silu is well away from linear
 
@@ -44,7 +44,7 @@ _LIMIT_OF_PLAIN = 4.0  # without a limit: where silu is well away from linear
 class SelfCheckReport:
     """A layer that passed: its path and the largest relative error of any expert and block.
 
-    Where tolerances differ, error and tolerance are those of the case that came nearest to its own.
+    If cases have different tolerances, error and tolerance are those of the case with the highest error / tolerance.
     """
 
     layer: int
@@ -56,10 +56,10 @@ class SelfCheckReport:
 def check_layer(
     runner: MoeRunner, quant_info: MoeQuantInfo, experts: ExpertWeights, *, layer: int, topology: Topology
 ) -> SelfCheckReport:
-    """Run case tokens through the path and compare. `experts` are the canonical weights of this rank.
+    """Run test tokens through the path and compare with the reference. `experts` are this rank's canonical weights.
 
-    Besides the tokens it needs memory for one dequantized fp32 matrix and what dequantizing allocates on its way:
-    measured 0.26 GiB for a layer of 32 experts of 2880 x 2880 in MXFP4 (0.40 GiB), 0.37 GiB in DeepEP's layouts.
+    Besides the tokens, it needs memory for one dequantized fp32 matrix and the temporaries of dequantizing: measured
+    0.26 GiB for a layer of 32 experts of 2880 x 2880 in MXFP4 (0.40 GiB), 0.37 GiB in DeepEP's layouts.
 
     Raises:
         SelfCheckError: an expert, or the sum of several, is off by more than the path's tolerance.
@@ -69,8 +69,9 @@ def check_layer(
     x_TH, topk = _check_tokens(experts, config, topology)
     for dispatch_format in runner.dispatch_formats:
         cases = backend.check_cases(quant_info, experts.format_name, config, dispatch_format)
-        # All read the same processed bytes, so one case finds wrong weights: the strictest, or of several such the one
-        # for most tokens. It runs first, and so names the expert. The others find wrong code: few tokens do for that.
+        # All cases read the same processed bytes, so one case is enough to find wrong weights: the one with the lowest
+        # tolerance, and of those the one for the most tokens. It runs first, so its error names the expert. The other
+        # cases look for wrong code, which takes few tokens.
         strictest = min(reversed(cases), key=lambda case: case.tolerance)
         check.need_right(dispatch_format, strictest, range(experts.num_experts), x_TH, topk)
         for case in cases:
@@ -88,7 +89,7 @@ def reference(
     runner: MoeRunner, experts: ExpertWeights, topology: Topology, x_TH: torch.Tensor, topk: StandardTopK,
     quantize_input: ActivationQuant | None,
 ) -> torch.Tensor:  # fmt: skip
-    """The reference's sum over this rank's experts, fp32 [T, H], its inputs rounded as a `CheckCase` says."""
+    """Reference output of this rank's experts, fp32 [T, H]; `quantize_input` is that of the `CheckCase`."""
     backend, config = load_backend(runner.backend), runner.config
     if experts.b2 is not None and topology.tp_rank:  # another rank adds this bias to the sum
         experts = dataclasses.replace(experts, b2=torch.zeros_like(experts.b2))
@@ -101,7 +102,7 @@ def reference(
 def loopback_of(
     runner: MoeRunner, experts: ExpertWeights, topology: Topology, dispatch_format: DispatchFormat
 ) -> AnyExchange:
-    """What lays tokens out for the runner as the transport of a dispatch format would."""
+    """The loopback of one dispatch format, which gives the runner tokens in the transport's layout."""
     scales = experts.layer_input_scales
     return make_loopback(
         dispatch_format, runner.config, topology,
@@ -111,12 +112,12 @@ def loopback_of(
 
 
 class _Check:
-    """One layer under test: how it is run, what it should give, and what is said when it does not."""
+    """One layer under test: runs it, holds the expected outputs and raises the error."""
 
     def __init__(self, runner: MoeRunner, experts: ExpertWeights, layer: int, topology: Topology) -> None:
         self._runner, self._experts, self._layer, self._topology = runner, experts, layer, topology
         self._first_expert = topology.expert_range(runner.config.num_experts).start
-        self._want_TH: dict[ActivationQuant | None, torch.Tensor] = {}  # all tokens, for all cases that round alike
+        self._want_TH: dict[ActivationQuant | None, torch.Tensor] = {}  # of all tokens, by input rounding
         self.path = f"{runner.backend}/{runner.a2a}/{experts.format_name}"
         self.worst_error, self.tolerance = 0.0, math.inf
 
@@ -124,7 +125,7 @@ class _Check:
         self, dispatch_format: DispatchFormat, case: CheckCase, local_experts: Sequence[int], x_TH: torch.Tensor,
         topk: StandardTopK,
     ) -> None:  # fmt: skip
-        """Run the token groups of some experts and the mixed groups, at most `case.max_tokens` tokens a call."""
+        """Check the token groups of some experts and the mixed groups, at most `case.max_tokens` tokens per call."""
         if case.quantize_input not in self._want_TH:
             self._want_TH[case.quantize_input] = self._reference(case, x_TH, topk)
         sets = _sets_of(case, local_experts, self._experts.num_experts)
@@ -134,7 +135,7 @@ class _Check:
         got_TH = torch.empty_like(want_TH)
         size = min(case.max_tokens or len(rows), len(rows))
         for begin in range(0, len(rows), size):
-            start = min(begin, len(rows) - size)  # no chunk is shorter: kernels may be compiled for its size
+            start = min(begin, len(rows) - size)  # full chunks only: kernels may be compiled per size
             some_T = rows_T[start : start + size]
             chunk = StandardTopK(topk.weights[some_T], topk.ids[some_T])
             got_TH[start : start + size] = self._run(dispatch_format, case, x_TH[some_T], chunk)
@@ -144,7 +145,7 @@ class _Check:
         self._need(dispatch_format, case, mixed_SB, lambda _: "the sum over several experts")
 
     def need_right_routing(self, case: CheckCase, x_TH: torch.Tensor, logits: BypassedTopK) -> None:
-        """Run tokens whose experts the kernel itself chooses."""
+        """Check with router logits, so that the kernel routes."""
         want_TH = self._reference(case, x_TH, logits.to_standard())
         error_SB = _errors(self._run(DispatchFormat.STANDARD, case, x_TH, logits), want_TH)
         self._need(DispatchFormat.STANDARD, case, error_SB, lambda _: "what the kernel's own routing chose")
@@ -155,7 +156,7 @@ class _Check:
     def _run(
         self, dispatch_format: DispatchFormat, case: CheckCase, x_TH: torch.Tensor, topk: TopKOutput
     ) -> torch.Tensor:
-        """What the path gives, fp32 [T, H], its tokens laid out as `dispatch_format` has them."""
+        """The path's output, fp32 [T, H], for tokens in the layout of `dispatch_format`."""
         loopback = loopback_of(self._runner, self._experts, self._topology, dispatch_format)
         return loopback.combine(self._runner.run(loopback.dispatch(x_TH, topk), case.quant_info)).float()
 
@@ -180,7 +181,7 @@ class _Check:
 
 
 def _some_experts(case: CheckCase, num_experts: int) -> list[int]:
-    """Local experts that are spread over all and have about two chunks of tokens; all where chunks have no limit."""
+    """Evenly spaced local experts, enough for about two calls of `max_tokens`; without that limit, all of them."""
     if case.max_tokens is None:
         return list(range(num_experts))
     num_visited = min(num_experts, max(2, 2 * case.max_tokens // TOKENS_PER_EXPERT))
@@ -192,7 +193,7 @@ def _sets_of(case: CheckCase, local_experts: Sequence[int], num_experts: int) ->
     """Indices of the token groups to run: two per expert, repeated for the first experts when the case wants many rows
     at one expert, then the mixed groups.
 
-    Rows at one expert must arrive in one call, so there are at most `max_tokens` of them, and they come first.
+    The rows at one expert must arrive in one call, so they come first and are at most `max_tokens`.
     """
     sets = []
     for expert, num_wanted in itertools.zip_longest(
@@ -207,7 +208,7 @@ def _sets_of(case: CheckCase, local_experts: Sequence[int], num_experts: int) ->
 def _distinct_routing(
     num_tokens: int, routing: RoutingConfig, logits_dtype: torch.dtype, device: torch.device
 ) -> BypassedTopK:
-    """Router logits of which no two that may be chosen are near-ties, in bf16 neither, with a correction bias."""
+    """Router logits without near-ties among the candidates, even in bf16, and a correction bias."""
     g = torch.Generator().manual_seed(1)
     rank_TE = torch.rand(num_tokens, routing.num_experts, generator=g).argsort(1)
     num_distinct = min(routing.num_experts, BF16_INTEGERS)
@@ -222,7 +223,7 @@ def _distinct_routing(
 def _check_tokens(
     experts: ExpertWeights, config: MoeRunnerConfig, topology: Topology
 ) -> tuple[torch.Tensor, StandardTopK]:
-    """Tokens: first `TOKENS_PER_EXPERT` for each local expert, then `NUM_MIXED_TOKENS` for several at once."""
+    """Test tokens: first `TOKENS_PER_EXPERT` for each local expert, then `NUM_MIXED_TOKENS` with several experts."""
     own = topology.expert_range(config.num_experts)
     num_solo = len(own) * TOKENS_PER_EXPERT
     num_tokens = num_solo + NUM_MIXED_TOKENS
@@ -246,22 +247,23 @@ def _check_tokens(
 
 
 def _input_size(experts: ExpertWeights, expert: int, x_H: torch.Tensor, config: MoeRunnerConfig) -> torch.Tensor:
-    """Factor that brings W13 x to about the activation's limit, judged by the first block of gate and of up rows."""
+    """Factor for x that brings W13 x to about the activation's limit, from the first block of gate and of up rows."""
     inter = experts.intermediate_size
     if inter == 0:
         return torch.tensor(1.0)
     w13 = experts.w13.select(expert)
-    starts = (0, inter // BLOCK * BLOCK)  # block-scaled formats are cut at whole blocks only
+    starts = (0, inter // BLOCK * BLOCK)  # block-scaled weights can only be cut between blocks
     parts = [w13.narrow(0, start, min(BLOCK, 2 * inter - start)).dequantize().cpu() @ x_H for start in starts]
     typical = torch.cat(parts).square().mean().sqrt()
     return (config.activation.limit or _LIMIT_OF_PLAIN) / typical if typical > 0 else torch.tensor(1.0)
 
 
 def _errors(got_TH: torch.Tensor, want_TH: torch.Tensor) -> torch.Tensor:
-    """Relative errors [S, B] of every `TOKENS_PER_SIZE` tokens, root mean square; NaN counts as infinite.
+    """Relative RMS error [S, B] of each group of `TOKENS_PER_SIZE` tokens and block; NaN counts as infinite.
 
-    Relative per token, since small ones would drown among large ones; outputs much smaller than the token's others are
-    measured against those. The mean is over tokens alike: a fault in weights hits them all, an unlucky rounding one.
+    Errors are relative per token, because large tokens would hide the errors of small ones. A block whose outputs are
+    much smaller than the token's others is measured against the others. The mean is over the tokens of a group: a wrong
+    weight affects them all, an unlucky rounding only one.
     """
     whole_T1 = want_TH.square().mean(1, keepdim=True).sqrt()
     columns = []

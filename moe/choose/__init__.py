@@ -1,1 +1,1 @@
-"""Chooses the backend of a path, and explains the choice."""
+"""Chooses the backend of a path and explains the choice."""

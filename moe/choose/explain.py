@@ -1,4 +1,4 @@
-"""What `moe-serve explain` prints: each backend for a GPU, format and transport, usable or why not. Needs no GPU."""
+"""`moe-serve explain`: which backends can run a GPU, format and transport, and why the others cannot. Needs no GPU."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ FORMATS = ("bf16", "fp8_block", "fp8_tensor", "mxfp4", "nvfp4")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One backend. `reason` is None if it is usable; `source` is set on the row that `auto` takes: who decided."""
+    """One backend. `reason` is None if it is usable. `source` says why `auto` takes this row; None on other rows."""
 
     backend: MoeBackend
     hardware: str
@@ -36,10 +36,10 @@ def explain(
 ) -> list[Row]:
     """A row per backend, in the order in which `auto` tries them.
 
-    `dispatch_formats` are those the transport may send (`DeepepMode.dispatch_formats`), by default all it knows.
+    `dispatch_formats` are those the transport may send (`DeepepMode.dispatch_formats`); by default, all it supports.
 
     Raises:
-        MoeConfigError: an architecture or format that does not exist; the message lists those that do.
+        MoeConfigError: unknown architecture or format; the message lists the known ones.
     """
     for flag, value, known in (("--gpu", arch, ARCHS), ("--format", format_name, FORMATS)):
         if value not in known:
@@ -59,7 +59,7 @@ def explain(
 
 
 def render(rows: list[Row]) -> str:
-    """Lines of text: backend, "usable" or the reason, and on the chosen one what decided."""
+    """One line per backend: "usable" or the reason why not, and on the chosen one why `auto` takes it."""
     width = max(len(backend) for backend in MoeBackend)
     lines = []
     for row in rows:

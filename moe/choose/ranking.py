@@ -1,7 +1,6 @@
-"""The order in which `auto` tries the backends: measured ones first, the fastest first, then the others by a rule.
+"""The order in which `auto` tries the backends: measured ones from the fastest on, then the others by a rule.
 
-A shape that nobody measured takes the order of the measured shape nearest in expert size. Measures
-nothing itself.
+A shape without measurements takes the order of the measured shape nearest in expert size. Nothing is measured here.
 """
 
 import math
@@ -18,24 +17,24 @@ RULE = "the order of preference (each backend's auto_order)"
 
 
 def preference() -> tuple[MoeBackend, ...]:
-    """All backends by `auto_order`. It ranks only what nobody measured.
+    """All backends by `auto_order`, the order for backends without measurements.
 
-    Kernel libraries come before our own kernels and those before plain torch; of the libraries, the one that runs on
-    the fewest kinds of GPU comes first.
+    Kernel libraries come first, then our own kernels, then plain torch. Among the libraries, the one that supports the
+    fewest kinds of GPU comes first.
     """
     return tuple(sorted(BACKEND_MODULES, key=lambda backend: (load_backend(backend).auto_order, backend)))
 
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """Every backend, best first. `source` names the table of the `measured` ones, None where nobody measured."""
+    """Every backend, best first. `source` names the table behind the `measured` ones; None if there are none."""
 
     order: tuple[MoeBackend, ...]
     measured: tuple[MoeBackend, ...] = ()
     source: str | None = None
 
     def source_of(self, backend: MoeBackend) -> str:
-        """Why one backend has its place: the table, or the rule."""
+        """What decided a backend's rank: the table or the rule."""
         if self.source is None:
             return f"{RULE}; nobody measured this format on this GPU"
         if backend not in self.measured:
@@ -44,7 +43,7 @@ class Ranking:
 
 
 def rank_backends(device: Device, format_name: str, a2a: MoeA2ABackend, config: MoeRunnerConfig) -> Ranking:
-    """The order for one path. A backend that was not measured comes after all that were."""
+    """The order for one path. Backends without measurements come after those with."""
     path = (device.arch, format_name, a2a)
     entries = [entry for entry in read_entries(TABLE) if (entry["gpu"], entry["format"], entry["a2a"]) == path]
     if not entries:
@@ -63,7 +62,7 @@ def rank_backends(device: Device, format_name: str, a2a: MoeA2ABackend, config: 
 
 
 def _distance(shape: dict[str, int], config: MoeRunnerConfig) -> tuple[float, bool]:
-    """By the experts' sizes; among equal sizes, a shape that agrees in every number is nearer."""
+    """Sort key: distance in expert size, then whether any number of the shape differs."""
     return size_distance(shape, config.hidden_size, config.intermediate_size), not _is_measured(shape, config)
 
 
@@ -72,7 +71,7 @@ def _is_measured(shape: dict[str, int], config: MoeRunnerConfig) -> bool:
 
 
 def _fastest_first(microseconds: dict[str, dict[str, float]]) -> tuple[MoeBackend, ...]:
-    """By geometric mean over token counts; the rule breaks ties."""
+    """Backends by geometric mean of their times over token counts; the rule breaks ties."""
 
     def mean(backend: MoeBackend) -> float:
         return math.fsum(math.log(time) for time in microseconds[backend].values())

@@ -1,4 +1,4 @@
-"""Chooses the backend of a path, without hardware and without weights. Plans inside a backend live elsewhere."""
+"""Chooses the backend of a path. Needs neither hardware nor weights. Backends choose their launch plans themselves."""
 
 import logging
 from dataclasses import dataclass, replace
@@ -18,7 +18,7 @@ Formats = tuple[DispatchFormat, ...] | None
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether one backend can run a path: `reason` is None if so, else why not."""
+    """Whether one backend can run a path: `reason` says why not, None if it can."""
 
     backend: MoeBackend
     hardware: str
@@ -67,12 +67,13 @@ def choose_backend(
 ) -> MoeBackend:
     """`requested` if it can run the path; for `auto` the first of `rank_backends` that can.
 
-    For a `torch.device` of this machine, what a backend lacks here counts too: its package, or a compiler.
-    `auto` passes over such a backend, with a warning. For a `Device` only the hardware counts. `dispatch_formats` are
-    those the transport may send here (`--deepep-mode`), by default all it knows.
+    For a `torch.device` of this machine, the backend's package and compiler must be here too; `auto` skips a backend
+    that lacks one, with a warning. For a `Device` only the hardware counts. `dispatch_formats` are those the transport
+    may send (`--deepep-mode`); by default, all it supports.
 
     Raises:
-        UnsupportedPathError: it cannot, or nothing can. The message holds every reason and what would work.
+        UnsupportedPathError: the requested backend cannot run the path, or none can. The message has the reasons and
+            what would work.
     """
     is_here = not isinstance(device, Device)
     device = device if isinstance(device, Device) else probe_device(device)
@@ -108,10 +109,10 @@ def choose_backend(
 
 
 def probe_device(device: torch.device) -> Device:
-    """What a torch device is, for `supports`.
+    """The `Device` of a torch device, for `supports`.
 
     Raises:
-        UnsupportedPathError: there is no such device here, or it is neither a CPU nor a GPU that torch calls cuda.
+        UnsupportedPathError: the device is not on this machine, or it is neither "cpu" nor "cuda".
     """
     if device.type == "cpu":
         return Device(arch="cpu")

@@ -1,1 +1,1 @@
-"""What this process knows of its CPU: threads and matrix products."""
+"""CPU support: the number of threads to use, and fast linear layers."""

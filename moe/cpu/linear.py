@@ -1,9 +1,9 @@
-"""Linear layers that are fast on a CPU at few rows. Knows nothing about experts; use it for any `x @ W.T + b`.
+"""Linear layers that are fast on a CPU for few rows. Use them for any `x @ W.T + b`, not only for experts.
 
 FBGEMM multiplies fp32 activations with weights packed as fp16, accumulating in fp32. At 1 to 16 rows that takes a
-quarter to a tenth of the time of MKL's fp32 GEMM, and a row's result is the same bits in every batch, at every place
-in it and with every thread count. Only weights that fp16 holds to fp32 accuracy are packed: MXFP4 always is, and so is
-bf16 in the usual range. Shape letters: R rows, N outputs, K inputs.
+quarter to a tenth of the time of MKL's fp32 GEMM, and a row's result has the same bits in every batch, at every
+position and with every thread count. Weights are packed only if fp16 holds them with fp32 accuracy: MXFP4 always, bf16
+in the usual range. Shape letters: R rows, N outputs, K inputs.
 """
 
 import warnings
@@ -42,7 +42,7 @@ def _can_pack(weight: torch.Tensor) -> bool:
 
 
 class PackedLinear:
-    """Weights in fp16, packed twice: for the call without overhead at few rows, and for the threaded one at many."""
+    """Weights in fp16, packed twice: for the low-overhead call with few rows and for the threaded call with many."""
 
     __slots__ = ("_bias_N", "_few_rows", "_many_from", "_many_rows")
 
@@ -53,7 +53,7 @@ class PackedLinear:
         self._many_from = -(-_THREADED_FROM // weight_NK.numel())
 
     def __call__(self, x_RK: torch.Tensor) -> torch.Tensor:
-        """[R, N] in fp32, every row independent of the others bit for bit."""
+        """[R, N] in fp32. The bits of a row do not depend on the other rows."""
         if x_RK.shape[0] < self._many_from:
             return torch.fbgemm_linear_fp16_weight_fp32_activation(x_RK, self._few_rows, self._bias_N)
         result: torch.Tensor = torch.ops.quantized.linear_dynamic_fp16.default(x_RK, self._many_rows)
@@ -61,7 +61,7 @@ class PackedLinear:
 
 
 def _pack_quietly(weight_NK: torch.Tensor) -> torch.Tensor:
-    """Pack for the direct call; both of its operators warn once per process that a later torch may drop them."""
+    """Pack for the low-overhead call, without the deprecation warning that torch gives once per process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="fbgemm_.* is deprecated")
         packed = torch.fbgemm_pack_gemm_matrix_fp16(weight_NK)
@@ -70,7 +70,7 @@ def _pack_quietly(weight_NK: torch.Tensor) -> torch.Tensor:
 
 
 class DenseLinear:
-    """Weights as they are, in any dtype, on any device. A row may differ in its last bits from batch to batch."""
+    """Unpacked weights in any dtype on any device. The last bits of a row may depend on its batch."""
 
     __slots__ = ("_bias_N", "_bias_N1", "_is_cpu_fp32", "_weight_NK")
 

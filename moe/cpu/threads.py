@@ -1,6 +1,6 @@
-"""How many CPUs this process may use: the smaller of its affinity mask and the CPU quota of its cgroups (v1 and v2).
+"""How many CPUs this process may use: the minimum of its affinity mask and its cgroup CPU quota (v1 and v2).
 
-`docker run --cpus 4` sets a quota but no mask: 64 threads in such a container would share the time of 4 cores.
+`docker run --cpus 4` sets a quota but no mask, so 64 threads in such a container would share the time of 4 cores.
 """
 
 import math
@@ -18,7 +18,7 @@ def usable_cpus(proc: Path = _PROC) -> int:
 
 
 def cgroup_quota(proc: Path = _PROC) -> float:
-    """CPUs that the groups of this process may use at once, the outer groups included; infinite without a limit."""
+    """CPU quota of this process: the minimum over its cgroup and all parents, infinite without a limit."""
     quotas = [_quota(folder) for mount in _mounts(proc) for folder in _folders(mount)]
     return min(quotas, default=math.inf)
 
@@ -33,7 +33,7 @@ class _Mount:
 
 
 def _mounts(proc: Path) -> Iterator[_Mount]:
-    """The trees that can hold a CPU quota: v2's only tree, and v1's tree of the controller cpu."""
+    """The cgroup trees that can hold a CPU quota: v2's single tree and v1's tree of the cpu controller."""
     try:
         groups = _groups((proc / "cgroup").read_text())
         lines = (proc / "mountinfo").read_text().splitlines()
@@ -58,10 +58,10 @@ def _groups(text: str) -> dict[str, PurePosixPath]:
 
 
 def _folders(mount: _Mount) -> Iterator[Path]:
-    """The group's folder and those of the groups around it, as far as they are mounted.
+    """The folders of the group and its parents, as far as they are mounted.
 
-    A container sees its own group at the mount point, whatever /proc calls it: if that path is not below the root, or
-    leads out of the container, the mount point itself is the group.
+    A container sees its own group at the mount point, whatever path /proc gives. If that path is not below the root or
+    leads out of the container, the mount point is the group.
     """
     inside = PurePosixPath()
     if mount.group.is_relative_to(mount.root) and ".." not in mount.group.parts:
@@ -72,7 +72,7 @@ def _folders(mount: _Mount) -> Iterator[Path]:
 
 
 def _quota(folder: Path) -> float:
-    """CPUs of one group: v2 has "QUOTA PERIOD" or "max PERIOD" in cpu.max, v1 two files and -1 for no limit."""
+    """CPU quota of one group. v2 has "QUOTA PERIOD" or "max PERIOD" in cpu.max; v1 has two files, -1 for no limit."""
     try:
         if (folder / "cpu.max").is_file():
             quota, period = (folder / "cpu.max").read_text().split()

@@ -1,1 +1,1 @@
-"""One module per transport: how tokens reach the ranks that own their experts, and how results return."""
+"""Transports, one module each: they send tokens to the ranks that own their experts and bring the results back."""

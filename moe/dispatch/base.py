@@ -1,4 +1,4 @@
-"""What every transport can do, and the bookkeeping of results that are between dispatch and combine."""
+"""The dispatcher interface of all transports, and the bookkeeping of batches between dispatch and combine."""
 
 import importlib
 import inspect
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class Exchange(Protocol[Out_co, In_contra]):
-    """Moves tokens to the ranks that own their experts and brings the weighted sum back. Every rank calls both."""
+    """Moves tokens to the ranks that own their experts and brings the weighted sum back. All ranks make both calls."""
 
     def dispatch(self, hidden_states_TH: torch.Tensor, topk_output: TopKOutput) -> Out_co:
         """Tokens for the local experts, in the transport's layout."""
@@ -34,25 +34,25 @@ class Exchange(Protocol[Out_co, In_contra]):
 
 
 class Dispatcher(Exchange[Out, In_contra], Protocol[Out, In_contra]):
-    """The exchange of one layer over a real transport, which may fail half-way and be captured in CUDA graphs.
+    """The exchange of one layer over a real transport. It can fail between its two calls, and CUDA graphs can hold it.
 
     After `dispatch`, every rank calls `combine`, or `abandon` if its experts failed.
     """
 
     def abandon(self, dispatched: Out, dtype: torch.dtype) -> None:
-        """Give up a dispatched batch whose experts failed, so that the next one finds the transport in order.
+        """Give up a dispatched batch whose experts failed, and leave the transport ready for the next one.
 
-        The other ranks wait for this one's results of `dtype`: they get NaN, so that nobody takes a sum without them
-        for an answer.
+        The other ranks are waiting for this rank's results (of `dtype`). They get NaN, so that no rank mistakes an
+        incomplete sum for an answer.
         """
 
     def why_not_capturable(self, max_num_tokens: int) -> str | None:
-        """None if a CUDA graph can hold decode steps of up to `max_num_tokens` tokens a rank, else the reason."""
+        """Why CUDA graphs cannot capture decode steps of up to `max_num_tokens` tokens a rank; None if they can."""
 
     def prepare_replay(self) -> None:
-        """Bring the transport into the state that a captured decode step starts from.
+        """Bring the transport into the state in which a captured decode step starts.
 
-        Every rank calls it together, outside captures, before each capture and replay.
+        All ranks call it together, outside of captures, before each capture and each replay.
         """
 
 
@@ -61,7 +61,7 @@ AnyDispatcher = Dispatcher[Any, Any]
 
 
 def abandon(dispatcher: AnyDispatcher, dispatched: DispatchOutput, dtype: torch.dtype) -> None:
-    """`dispatcher.abandon`, for a caller that has an error to raise: what goes wrong here is only logged."""
+    """`dispatcher.abandon`, for a caller that is about to raise: its own errors are only logged."""
     try:
         dispatcher.abandon(dispatched, dtype)
     except Exception:  # whatever broke the experts may break the transport too
@@ -69,12 +69,12 @@ def abandon(dispatcher: AnyDispatcher, dispatched: DispatchOutput, dtype: torch.
 
 
 def mode_options(dispatch_formats: tuple[DispatchFormat, ...], *, is_decode: bool) -> dict[str, bool]:
-    """Keywords of `dispatch` that choose between a transport's two layouts; none where it has one."""
+    """Keywords of `dispatch` that choose between a transport's two layouts; empty for transports with one layout."""
     return {"is_decode": is_decode} if len(dispatch_formats) > 1 else {}
 
 
 class InFlight(Generic[Handle]):
-    """Handles of dispatched batches, found again by the ids tensor that combine brings back. At most `limit` live."""
+    """Handles of at most `limit` dispatched batches. Combine hands back a batch's ids tensor, which is the key."""
 
     def __init__(self, transport: str, limit: int) -> None:
         self._transport = transport
@@ -82,7 +82,7 @@ class InFlight(Generic[Handle]):
         self._entries: list[tuple[torch.Tensor, Handle]] = []
 
     def check_room(self) -> None:
-        """Raise before a dispatch that would overwrite a result still in use."""
+        """Raise TransportStateError if the next dispatch would overwrite a result still in use."""
         if len(self._entries) >= self._limit:
             raise TransportStateError(
                 f"{self._transport}: {self._limit} dispatched batches wait for their combine and the buffer holds no "
@@ -116,15 +116,15 @@ class InFlight(Generic[Handle]):
 
 
 def ids_and_weights(topk_output: TopKOutput, ids_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Materialised routing with ids in the transport's dtype and fp32 weights, both contiguous."""
+    """Routed ids in the transport's dtype and fp32 weights, both contiguous."""
     topk = topk_output.to_standard()
     return topk.ids.to(ids_dtype).contiguous(), topk.weights.float().contiguous()
 
 
 def without_minus_one(topk_output: TopKOutput, own_expert: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """int32 ids and fp32 weights for kernels that take every id for a destination.
+    """int32 ids and fp32 weights for kernels that cannot handle an id of -1.
 
-    -1 becomes `own_expert`, one of this rank, with weight 0: the slot adds nothing and travels nowhere.
+    -1 becomes `own_expert`, an expert of this rank, with weight 0: the slot is not sent and adds nothing.
     """
     ids_TK, weights_TK = ids_and_weights(topk_output, torch.int32)
     is_used = ids_TK >= 0
@@ -132,22 +132,22 @@ def without_minus_one(topk_output: TopKOutput, own_expert: int) -> tuple[torch.T
 
 
 def pad_columns(x: torch.Tensor, num_cols: int) -> torch.Tensor:
-    """Zero columns at the end up to `num_cols`; the tensor itself where nothing is missing."""
+    """Pad with zero columns at the end up to `num_cols`; returns the same tensor if it is wide enough."""
     missing = num_cols - x.shape[-1]
     return x if missing == 0 else torch.nn.functional.pad(x, (0, missing))
 
 
 def accepted(function: Callable[..., object], **arguments: object) -> dict[str, object]:
-    """Those of `arguments` that the installed release's `function` has."""
+    """The subset of `arguments` that `function` accepts in the installed release."""
     known = inspect.signature(function).parameters
     return {name: value for name, value in arguments.items() if name in known}
 
 
 def load_library(name: str, transport: MoeA2ABackend) -> ModuleType:
-    """Import a transport's package, at build.
+    """Import a transport's package when the transport is built.
 
     Raises:
-        UnsupportedPathError: it is not installed; the message names it.
+        UnsupportedPathError: the package is not installed.
     """
     try:
         return importlib.import_module(name)

@@ -1,4 +1,4 @@
-"""DeepEP: one buffer per rank for all layers, and a thin dispatcher per layer that speaks its two modes.
+"""DeepEP: one buffer per rank for all layers, and a thin dispatcher per layer that supports both modes.
 
 Low latency multiplies by the router weights when it combines; normal mode adds the ranks' results as they are.
 Shape letters: T this rank's tokens, R received tokens, K top-k, E local experts, M = ranks * limit, H hidden.
@@ -37,16 +37,16 @@ NAN = float("nan")
 
 
 class DeepepBuffer:
-    """The communication buffer of one rank, shared by all its layers, with what is in flight in it.
+    """The communication buffer of one rank, shared by all its layers, and the batches in flight in it.
 
-    Every low-latency call takes the next half of a double buffer: the library counts the calls on the host, also those
-    that are only captured or that fail on the device, and each zeroes the counters of the half that comes after it. So
-    after an even number of calls the halves are where captured steps expect them, and an odd number with nothing in
-    flight means that an exchange was left half done: its counters have to be zeroed by all ranks together.
+    Every low-latency call uses the next half of a double buffer. The library counts calls on the host, including calls
+    that are only captured or that fail on the device, and each call zeroes the counters of the other half. Captured
+    steps expect the halves as they are after an even number of calls. An odd number with nothing in flight means that
+    an exchange stopped half-way; all ranks must then zero the counters together.
 
     Raises:
-        UnsupportedPathError, MoeConfigError: the settings break a limit of the kernels (checked before anything is
-            allocated, except for the queue depth, which only the buffer knows), or the library is missing.
+        UnsupportedPathError, MoeConfigError: the settings break a limit of the kernels, or the library is missing.
+            Raised before anything is allocated, except for the queue depth, which only the buffer knows.
     """
 
     transport: ClassVar[MoeA2ABackend] = MoeA2ABackend.DEEPEP
@@ -55,7 +55,7 @@ class DeepepBuffer:
     def __init__(
         self, group: Any, settings: DeepepSettings, shape: EpShape, *, sends_fp8: bool, row_multiple: int = 4
     ) -> None:
-        """`group` is the process group of the expert-parallel ranks; `row_multiple` as `check_deepep` has it."""
+        """`group` is the process group of the expert-parallel ranks; for `row_multiple` see `check_deepep`."""
         check_deepep(settings, shape, sends_fp8=sends_fp8, row_multiple=row_multiple)
         if group.size() != shape.ep_size:
             raise MoeConfigError(f"--expert-parallel-size is {shape.ep_size}, but the group has {group.size()} ranks")
@@ -69,7 +69,7 @@ class DeepepBuffer:
         self._device = torch.device("cpu")
 
     def build(self, group: Any) -> Any:
-        """The library's buffer, large enough for the modes in use; other libraries adapt to its low-latency calls."""
+        """Make the library's buffer for the modes in use. Subclasses adapt other libraries to DeepEP's calls."""
         library = load_library("deep_ep", self.transport)
         mode, shape, buffer_class = self.settings.mode, self.shape, library.Buffer
         num_nvl_bytes = num_rdma_bytes = num_qps = 0
@@ -96,16 +96,16 @@ class DeepepBuffer:
 
     @property
     def can_send_nvfp4(self) -> bool:
-        """True for builds whose low-latency dispatch has the NVFP4 option."""
+        """True if low-latency dispatch has the NVFP4 option in the installed build."""
         return "use_nvfp4" in inspect.signature(self.raw.low_latency_dispatch).parameters
 
     def prepare_low_latency(self) -> None:
-        """Zero the counters if they may not be: after normal kernels, and after an exchange that was left half done.
+        """Zero the counters if they may be dirty: after normal kernels, and after an exchange that stopped half-way.
 
-        Every rank calls it at the same point, since the library waits for all of them.
+        All ranks call it at the same point, because the library waits for all of them.
 
         Raises:
-            TransportStateError: in a capture, where the cleaning would become part of every replay instead.
+            TransportStateError: called during a capture, where every replay would repeat the cleaning.
         """
         is_half_done = self._is_odd and not len(self.in_flight)
         if not self._needs_cleaning and not is_half_done:
@@ -132,14 +132,14 @@ class DeepepBuffer:
         self._needs_cleaning = False
 
     def _send_nothing(self) -> None:
-        """One call more, so that captured steps find the halves where they were captured."""
+        """Make one more call, so that captured steps find the halves in the order of the capture."""
         x_0H = torch.empty(0, ll_hidden_size(self.shape.hidden_size), dtype=torch.bfloat16, device=self._device)
         ids_0K = torch.empty(0, self.shape.top_k, dtype=torch.int64, device=self._device)
         self.low_latency_dispatch(x_0H, ids_0K, use_fp8=False)
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
-        """Around a low-latency call; one that fails may have soiled the counters, unless it was only captured."""
+        """Wrap a low-latency call. If it fails, the counters may be dirty, unless it was only captured."""
         self._is_odd = not self._is_odd
         try:
             yield
@@ -148,19 +148,19 @@ class DeepepBuffer:
             raise
 
     def low_latency_dispatch(self, x_TH: torch.Tensor, ids_TK: torch.Tensor, **options: Any) -> tuple[Any, Any, Any]:
-        """(received, rows of each expert, handle), arrived."""
+        """Send, and wait for the arrival: (received tokens, rows of each expert, handle)."""
         limit, num_experts, self._device = self.settings.max_dispatch_tokens, self.shape.num_experts, x_TH.device
         with self._counted():
             received, masked_m, handle, _, hook = self.raw.low_latency_dispatch(
                 x_TH, ids_TK, limit, num_experts, return_recv_hook=True, **options
             )
-            hook()  # nothing may be read before: the call above only sends
+            hook()  # waits for the arrival: the call above only sends
         return received, masked_m, handle
 
     def low_latency_combine(
         self, x_EMH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, handle: Any
     ) -> torch.Tensor:
-        """[T, H], arrived."""
+        """Send the results, and wait for the sums [T, H]."""
         out_TH: torch.Tensor
         with self._counted():
             out_TH, _, hook = self.raw.low_latency_combine(x_EMH, ids_TK, weights_TK, handle, return_recv_hook=True)
@@ -183,7 +183,7 @@ class DeepepDispatcher:
         expert_alignment: int = 1,
         input_multiplier: torch.Tensor | None = None,
     ) -> None:
-        """`input_multiplier`: reciprocal of the layer's static input scale, fp32 [1]; needed by an NVFP4 payload."""
+        """`input_multiplier`: reciprocal of the layer's static input scale, fp32 [1]; needed to dispatch NVFP4."""
         if dispatch_dtype is DispatchDtype.NVFP4:
             if buffer.settings.mode is not DeepepMode.LOW_LATENCY or not buffer.can_send_nvfp4:
                 raise UnsupportedPathError(
@@ -222,7 +222,7 @@ class DeepepDispatcher:
     def abandon(self, dispatched: DeepepNormalDispatchOutput | DeepepLlDispatchOutput, dtype: torch.dtype) -> None:
         """Combine NaN in place of this rank's results, which also makes the number of low-latency calls even.
 
-        Where even that fails, every rank cleans the buffer before its next low-latency step.
+        If that fails too, all ranks clean the buffer before the next low-latency step.
         """
         ids = dispatched.topk_ids
         try:
@@ -298,7 +298,7 @@ class DeepepDispatcher:
         )
 
     def _payload_options(self) -> dict[str, Any]:
-        """FP8's scale options go with FP8 alone."""
+        """Keywords for the dispatch dtype. The scale options belong to FP8 only."""
         if self.dispatch_dtype is DispatchDtype.NVFP4:
             return {"use_fp8": False, "use_nvfp4": True, "x_global_scale": self._input_multiplier}
         if not self.dispatch_dtype.is_fp8:
@@ -324,9 +324,9 @@ def is_capturing() -> bool:
 
 
 def _widen(x_EMH: torch.Tensor, num_cols: int) -> torch.Tensor:
-    """Contiguous rows of `num_cols` columns: those around `x` if it is cut from such rows, else a padded copy.
+    """Contiguous rows of `num_cols` columns: the rows that `x` is a view of if they are that wide, else a padded copy.
 
-    What the columns added hold does not matter: they come back as columns that are cut off.
+    The added columns may hold anything, because they are cut off again after the combine.
     """
     num_experts, num_rows, _ = x_EMH.shape
     end = x_EMH.storage_offset() + num_experts * num_rows * num_cols
@@ -341,7 +341,7 @@ def _widen(x_EMH: torch.Tensor, num_cols: int) -> torch.Tensor:
 def _cut_columns(
     x_EMH: torch.Tensor, scale: torch.Tensor | None, hidden_size: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Drop the columns that were padded for the transport, as views."""
+    """Views without the columns that were padded for the transport."""
     if x_EMH.shape[-1] == hidden_size or scale is None:
         return x_EMH[..., :hidden_size], scale
     columns_per_scale = 128 if scale.dtype == torch.float32 else 512

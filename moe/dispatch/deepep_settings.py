@@ -1,6 +1,6 @@
-"""DeepEP's limits, checked from settings alone: no library, no GPU, no weights. Every error names flag and numbers.
+"""DeepEP's limits, checked without library, GPU or weights. Every error names the flag and the numbers.
 
-Numbers are those of DeepEP 1.2.1 and of the legacy buffer of 2.x (commit dd758ca, 2026-07-14). LL is its low-latency
+The limits are those of DeepEP 1.2.1 and of the legacy buffer of 2.x (commit dd758ca, 2026-07-14). LL is its low-latency
 mode. Only the library knows its queue depth, so that limit is checked once the buffer exists.
 """
 
@@ -11,7 +11,7 @@ from typing import Self
 from moe.config import DispatchFormat, MoeRunnerConfig
 from moe.errors import MoeConfigError, UnsupportedPathError
 
-LL_HIDDEN_SIZES = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)  # a compiled switch
+LL_HIDDEN_SIZES = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)  # the kernels are compiled for these only
 LL_MAX_TOKENS = 1024
 LL_MAX_TOP_K = 11
 NORMAL_MAX_TOP_K = 32
@@ -26,7 +26,7 @@ _TOKENS_FLAG, _EP_FLAG, _MODE_FLAG = "--deepep-max-dispatch-tokens", "--expert-p
 
 
 class DeepepMode(enum.StrEnum):
-    """Which kernels move the tokens; `auto` takes low latency for decode steps and normal for the rest."""
+    """Which kernels move the tokens; `auto` uses low latency for decode steps and normal mode for all others."""
 
     AUTO = "auto"
     NORMAL = "normal"
@@ -34,17 +34,17 @@ class DeepepMode(enum.StrEnum):
 
     @property
     def has_normal(self) -> bool:
-        """True where normal kernels may run."""
+        """True if normal kernels may run."""
         return self is not DeepepMode.LOW_LATENCY
 
     @property
     def has_low_latency(self) -> bool:
-        """True where low-latency kernels may run."""
+        """True if low-latency kernels may run."""
         return self is not DeepepMode.NORMAL
 
     @property
     def dispatch_formats(self) -> tuple[DispatchFormat, ...]:
-        """Layouts that a runner must take; give it to `MoeRunner(dispatch_formats=...)`."""
+        """Layouts that the runner must support: the argument for `MoeRunner(dispatch_formats=...)`."""
         normal = (DispatchFormat.DEEPEP_NORMAL,) if self.has_normal else ()
         low_latency = (DispatchFormat.DEEPEP_LL,) if self.has_low_latency else ()
         return normal + low_latency
@@ -52,9 +52,9 @@ class DeepepMode(enum.StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeepepSettings:
-    """`max_dispatch_tokens`: most tokens one rank sends in a low-latency step.
+    """Settings of DeepEP. `max_dispatch_tokens`: the most tokens that one rank sends in a low-latency step.
 
-    `check_deepep` checks the limits when a transport is built; without one these settings have no effect.
+    `check_deepep` checks the limits when a transport is built. Without a transport the settings have no effect.
     """
 
     mode: DeepepMode = DeepepMode.AUTO
@@ -82,7 +82,7 @@ class EpShape:
 
     @classmethod
     def of(cls, config: MoeRunnerConfig) -> Self:
-        """What a layer's settings say of its ranks."""
+        """The shape from a layer's settings."""
         return cls(
             hidden_size=config.hidden_size,
             num_experts=config.num_experts,
@@ -93,14 +93,14 @@ class EpShape:
 
     @property
     def num_local_experts(self) -> int:
-        """E on every rank."""
+        """Experts on each rank."""
         return self.num_experts // self.ep_size
 
 
 def check_deepep(settings: DeepepSettings, shape: EpShape, *, sends_fp8: bool, row_multiple: int = 4) -> None:
-    """Raise UnsupportedPathError or MoeConfigError for a shape that DeepEP's kernels do not have.
+    """Raise UnsupportedPathError or MoeConfigError for a shape that DeepEP's kernels do not support.
 
-    `row_multiple`: what the experts' kernels need of the rows per expert in low latency (`dtype.row_multiple`).
+    `row_multiple`: the rows per expert in low latency must be a multiple of this (`Backend.row_multiple`).
     """
     if sends_fp8 and shape.hidden_size % FP8_GROUP:
         raise UnsupportedPathError(
@@ -129,7 +129,7 @@ def _check_normal(shape: EpShape) -> None:
 
 
 def queue_depth_to_ask_for(settings: DeepepSettings) -> int | None:
-    """Depth of DeepEP's send queues that the token limit needs; None where its default is enough."""
+    """Depth of DeepEP's send queues that the token limit needs; None if the default is enough."""
     needed = 2 * (settings.max_dispatch_tokens + 1)
     if not settings.mode.has_low_latency or needed <= DEFAULT_QUEUE_DEPTH:
         return None
@@ -137,12 +137,12 @@ def queue_depth_to_ask_for(settings: DeepepSettings) -> int | None:
 
 
 def check_queue_depth(settings: DeepepSettings, queue_depth: int | None) -> None:
-    """Refuse a token limit that overruns DeepEP's send queue, which it does not guard itself.
+    """Refuse a token limit that would overrun DeepEP's send queue; the library does not check.
 
-    `queue_depth`: work requests that a queue of the buffer holds; None if the library has no such limit.
+    `queue_depth`: work requests that one queue of the buffer holds; None if the library has no such limit.
 
     Raises:
-        MoeConfigError: the depth is below what a low-latency step needs.
+        MoeConfigError: a low-latency step needs a deeper queue.
     """
     tokens = settings.max_dispatch_tokens
     needed = 2 * (tokens + 1)
@@ -191,7 +191,7 @@ def ll_hidden_size(hidden_size: int) -> int:
 
 
 def why_not_capturable(settings: DeepepSettings, max_num_tokens: int) -> str | None:
-    """None if CUDA graphs can hold decode steps of `max_num_tokens` tokens a rank, else the reason and the way out."""
+    """Why CUDA graphs cannot hold decode steps of `max_num_tokens` tokens a rank, with a remedy; None if they can."""
     if not settings.mode.has_low_latency:
         return (
             f"{_MODE_FLAG} normal cannot run in CUDA graphs, since it waits for counts on the host; use auto or "
@@ -206,12 +206,12 @@ def why_not_capturable(settings: DeepepSettings, max_num_tokens: int) -> str | N
 
 
 def expected_rows(num_tokens: int, shape: EpShape) -> int:
-    """Rows a local expert gets if all ranks send `num_tokens` and routing is even, rounded up."""
+    """Rows per local expert if every rank sends `num_tokens` and routing is even, rounded up."""
     return (num_tokens * shape.ep_size * shape.top_k + shape.num_experts) // shape.num_experts
 
 
 def most_received_rows(settings: DeepepSettings, shape: EpShape) -> int:
-    """Rows that all local experts together can get in a low-latency step; a token takes an expert at most once."""
+    """The most rows that all local experts together can get in a low-latency step: no token has an expert twice."""
     num_slots = min(shape.top_k, shape.num_local_experts)
     return shape.ep_size * settings.max_dispatch_tokens * num_slots
 

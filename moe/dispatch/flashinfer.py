@@ -1,6 +1,6 @@
-"""FlashInfer's MNNVL all-to-all: every rank gets slots for all ranks' tokens; unused slots carry expert id -1.
+"""FlashInfer's MNNVL all-to-all: every rank has rows for the tokens of all ranks; unused rows have expert id -1.
 
-Shape letters: T this rank's tokens, P ranks, M token limit per rank, R = P * M slots, K top-k, H hidden.
+Shape letters: T this rank's tokens, P ranks, M token limit per rank, R = P * M rows, K top-k, H hidden.
 """
 
 import socket
@@ -27,7 +27,7 @@ class AllToAll(Protocol):
 
     @property
     def dispatch(self) -> Callable[..., list[torch.Tensor]]:
-        """Payloads [T, ..] to received ones [P, M, ..]."""
+        """Send tensors [T, ..]; returns the received ones [P, M, ..]."""
 
     @property
     def combine(self) -> Callable[..., torch.Tensor]:
@@ -38,11 +38,11 @@ class Communicator(Protocol):
     """The library's link between the ranks of a group."""
 
     def allgather(self, data: str) -> list[str]:
-        """Of all ranks."""
+        """The strings of all ranks."""
 
 
 class FlashinferDispatcher:
-    """Dispatch and combine of one layer. The experts multiply by the router weights; ranks are added unweighted."""
+    """Dispatch and combine of one layer. The experts apply the router weights; the combine only adds."""
 
     def __init__(
         self, alltoall: AllToAll, rank: int, shape: EpShape, max_tokens: int, quantize: Quantize | None = None
@@ -89,11 +89,11 @@ class FlashinferDispatcher:
         self.combine(dispatched.result(rows, is_partial=False))
 
     def why_not_capturable(self, max_num_tokens: int) -> str:
-        """Nobody has captured its calls yet."""
+        """Not capturable: its calls have not been tested in a CUDA graph."""
         return "--moe-a2a-backend flashinfer has not been tried in CUDA graphs"
 
     def prepare_replay(self) -> None:
-        """Nothing is captured."""
+        """Does nothing, since its steps are never captured."""
 
 
 def build_alltoall(group: "ProcessGroup", shape: EpShape, max_tokens: int) -> AllToAll:

@@ -1,7 +1,7 @@
-"""Every transport's layout, made by one rank for itself: no library, no other rank. What the self-check feeds a path.
+"""Loopbacks: every transport's layout on one rank, without the library and other ranks. For self-check and tuning.
 
-A loopback hands the experts exactly what the transport would have left on this rank, garbage included, and adds their
-results as the transport would; tokens of other ranks' experts get zeros. Not a transport: nothing leaves the rank.
+A loopback hands the experts what the transport would have left on this rank, including garbage, and adds their results
+as the transport would. Experts of other ranks add zeros. Nothing leaves the rank.
 Shape letters: T tokens, K top-k, R received rows, E local experts, M rows per expert, G groups of columns, H hidden.
 """
 
@@ -26,8 +26,8 @@ from moe.types import (
     StandardDispatchOutput,
 )
 
-LL_ROWS = 128  # rows per expert of low latency are a multiple of this, as the strictest kernel wants them
-SPARE_ROWS = 8  # receive buffers are longer than what has arrived
+LL_ROWS = 128  # rows per expert in low latency are a multiple of this, the strictest requirement of any kernel
+SPARE_ROWS = 8  # unused rows at the end of receive buffers
 
 
 def make_loopback(
@@ -40,7 +40,7 @@ def make_loopback(
 ) -> AnyExchange:
     """The loopback of one dispatch format, sending `topology.dispatch_dtype`.
 
-    `expert_alignment`: as `DeepepDispatcher` has it. `input_scale`: the layer's static one, for an NVFP4 payload.
+    `expert_alignment`: see `DeepepDispatcher`. `input_scale`: the layer's static input scale, for an NVFP4 dispatch.
     """
     encoder = _Encoder(topology.dispatch_dtype, input_scale)
     if dispatch_format is DispatchFormat.STANDARD:
@@ -55,7 +55,7 @@ def make_loopback(
 
 
 class _Encoder:
-    """Tokens in the number format in which they are sent."""
+    """Quantizes tokens to the dispatch dtype."""
 
     def __init__(self, dispatch_dtype: DispatchDtype, input_scale: float | None) -> None:
         self.dispatch_dtype = dispatch_dtype
@@ -79,7 +79,7 @@ class _Standard:
 
 
 class _Rows:
-    """What the other three share: which tokens come here, and how their rows return."""
+    """Base of the loopbacks that send rows: selects the received tokens and returns their results."""
 
     def __init__(self, config: MoeRunnerConfig, topology: Topology, encoder: _Encoder) -> None:
         self._config, self._topology, self._encoder = config, topology, encoder
@@ -88,7 +88,7 @@ class _Rows:
         self._tokens_R = torch.empty(0, dtype=torch.int64)
 
     def _receive(self, ids_TK: torch.Tensor) -> torch.Tensor:
-        """True in [T, K] for this rank's experts; remembers the tokens that have one."""
+        """bool [T, K]: True for slots of this rank's experts. Remembers which tokens have one."""
         is_own_TK = (ids_TK >= self._own.start) & (ids_TK < self._own.stop)
         self._num_tokens = ids_TK.shape[0]
         self._tokens_R = is_own_TK.any(1).nonzero()[:, 0]
@@ -122,7 +122,7 @@ class _DeepepNormal(_Rows):
 
 
 class _DeepepLl(_Rows):
-    """Rows per expert; those past the counts are NaN, and columns may be views of a wider buffer."""
+    """Rows per expert. Rows past the counts are NaN, and columns may be a view of a wider buffer."""
 
     def dispatch(self, hidden_states_TH: torch.Tensor, topk_output: TopKOutput) -> DeepepLlDispatchOutput:
         ids_TK, weights_TK = ids_and_weights(topk_output, torch.int64)
@@ -141,7 +141,7 @@ class _DeepepLl(_Rows):
     def _spread(
         self, x_SH: torch.Tensor, expert_S: torch.Tensor, row_S: torch.Tensor, num_rows: int
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Sent rows at their places in [E, M, ...], in the layout of the payload."""
+        """Scatter the sent rows into [E, M, ...], in the layout of the dispatch dtype."""
         codes, scale = self._encoder.encode(x_SH)
 
         def place(rows: torch.Tensor) -> torch.Tensor:
@@ -166,7 +166,7 @@ class _DeepepLl(_Rows):
 
 
 class _Mori(_Rows):
-    """A receive buffer that is longer than what has arrived, with global ids."""
+    """A receive buffer with unused rows at the end, and global ids."""
 
     def __init__(
         self, config: MoeRunnerConfig, topology: Topology, encoder: _Encoder, dispatch_format: DispatchFormat
@@ -195,7 +195,7 @@ class _Mori(_Rows):
 
 
 class _Flashinfer(_Rows):
-    """Slots for the tokens of every rank; those of this rank are filled, and only where a token has an expert here."""
+    """Rows for the tokens of every rank. Only rows of this rank are filled, and only for tokens with an expert here."""
 
     def dispatch(self, hidden_states_TH: torch.Tensor, topk_output: TopKOutput) -> FlashinferDispatchOutput:
         ids_TK, weights_TK = without_minus_one(topk_output, self._own.start)
@@ -222,7 +222,7 @@ class _Flashinfer(_Rows):
 
 
 def _garbage(shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
-    """What memory that nobody wrote may hold: NaN in every float format, all ones in bytes and packed scales."""
+    """Contents of unwritten memory: NaN in every float format, all ones in bytes and packed scales."""
     if like.dtype == torch.float8_e4m3fn:
         return torch.full(shape, 0x7F, dtype=torch.uint8, device=like.device).view(like.dtype)
     if like.is_floating_point():

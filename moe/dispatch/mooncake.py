@@ -1,4 +1,4 @@
-"""Mooncake's expert-parallel buffer in the shape of DeepEP's low-latency one; everything else is `deepep`."""
+"""Mooncake's expert-parallel buffer behind DeepEP's low-latency calls; everything else is in `deepep`."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
@@ -14,7 +14,7 @@ from moe.errors import UnsupportedPathError
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-NO_TIMEOUT = -1  # a rank that never answers is the engine's business: its heartbeat ends the group
+NO_TIMEOUT = -1  # the engine's heartbeat deals with ranks that never answer
 
 
 class MooncakeBuffer(DeepepBuffer):

@@ -1,4 +1,4 @@
-"""mori: AMD's expert-parallel transport. Tokens travel once per rank and keep global ids; ranks are added unweighted.
+"""mori: AMD's expert-parallel transport. It sends a token once per rank, with global ids, and only adds in the combine.
 
 Shape letters: T this rank's tokens, R rows of the receive buffer, K top-k, H hidden.
 """
@@ -25,8 +25,8 @@ SPLIT_KERNELS = "AsyncLL"  # one node, low latency: sending and receiving are tw
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MoriSettings:
-    """`max_dispatch_tokens`: most tokens one rank sends in a step. `max_input_tokens`: rows of the receive buffer that
-    the experts see, None for all of it (ranks * max_dispatch_tokens).
+    """Settings of mori. `max_dispatch_tokens`: the most tokens that one rank sends in a step. `max_input_tokens`: rows
+    of the receive buffer that the experts get; None for all of them (ranks * max_dispatch_tokens).
     """
 
     low_latency: bool = False
@@ -52,11 +52,11 @@ class MoriBuffer:
         *,
         fp8_dtype: torch.dtype = torch.float8_e4m3fn,
     ) -> None:
-        """`group` is the process group of the expert-parallel ranks; `fp8_dtype` the variant of this GPU, which alone
-        mori's kernels are compiled for (see `device_e4m3`).
+        """`group` is the process group of the expert-parallel ranks. `fp8_dtype` is this GPU's FP8 variant, the only
+        one that mori's kernels are compiled for (see `device_e4m3`).
 
         Raises:
-            UnsupportedPathError: the library is missing, or the payload is not bf16 or fp8.
+            UnsupportedPathError: the library is missing, or the dispatch dtype is neither bf16 nor fp8.
         """
         if dispatch_dtype not in (DispatchDtype.BF16, DispatchDtype.FP8):
             raise UnsupportedPathError(f"--moe-a2a-backend mori sends bf16 or fp8, not {dispatch_dtype}")
@@ -139,11 +139,11 @@ class MoriDispatcher:
             self.buffer.in_flight.discard(dispatched.origin_topk_ids)
 
     def why_not_capturable(self, max_num_tokens: int) -> str:
-        """Nobody has captured mori's calls yet."""
+        """Not capturable: mori's calls have not been tested in a CUDA graph."""
         return "--moe-a2a-backend mori has not been tried in CUDA graphs"
 
     def prepare_replay(self) -> None:
-        """Nothing is captured."""
+        """Does nothing, since mori's steps are never captured."""
 
     def _call(self, name: str, *arguments: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
         op = self.buffer.op

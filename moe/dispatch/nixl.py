@@ -1,4 +1,4 @@
-"""NIXL's expert-parallel buffer in the shape of DeepEP's low-latency one; everything else is `deepep`."""
+"""NIXL's expert-parallel buffer behind DeepEP's low-latency calls; everything else is in `deepep`."""
 
 from typing import TYPE_CHECKING
 
@@ -33,9 +33,9 @@ class NixlBuffer(DeepepBuffer):
 
 
 class _Adapter:
-    """The two calls under DeepEP's names; their signatures are DeepEP's already.
+    """The library's two calls under DeepEP's names. Their signatures match already.
 
-    Newer releases use these names too, and their `dispatch` and `combine` hide the options behind `**kwargs`.
+    Newer releases use DeepEP's names too, and their `dispatch` and `combine` hide the options behind `**kwargs`.
     """
 
     def __init__(self, buffer: LowLatencyLibrary) -> None:

@@ -1,6 +1,6 @@
-"""Proves at start that tokens reach their experts and results come back, with known factors in the experts' place.
+"""Checks a transport at start: tokens must reach their experts and come back. Known factors stand in for the experts.
 
-Every rank calls it at the same point. It says nothing about weights: that is the self-check of a layer.
+All ranks call it at the same point. It does not check weights; the self-check of each layer does.
 Shape letters: T tokens, K top-k, R received rows, E local experts, M rows per expert, S scale groups, H hidden.
 """
 
@@ -26,7 +26,7 @@ from moe.types import (
 )
 
 MAX_TOKENS = 16
-# Relative error of the worst token: rounding of the payload, then of sums in bf16. A slot at a wrong expert gives 0.2.
+# Relative error of the worst token: rounding to the dispatch dtype, then of bf16 sums. One wrong expert gives 0.2.
 TOLERANCES = {
     DispatchDtype.BF16: 2e-2,
     DispatchDtype.FP8: 6e-2,
@@ -44,12 +44,12 @@ def check_round_trip(
     max_num_tokens: int,
     input_scale: float | None = None,
 ) -> float:
-    """Worst relative error of any token in any of the formats, below the payload's tolerance.
+    """Largest relative error of any token in any of the formats, within the tolerance of the dispatch dtype.
 
-    `max_num_tokens`: most tokens a rank may send. `input_scale`: the layer's static one, for an NVFP4 payload.
+    `max_num_tokens`: the most tokens a rank may send. `input_scale`: the layer's static one, for an NVFP4 dispatch.
 
     Raises:
-        SelfCheckError: a token came back wrong; names transport, layout, rank and token.
+        SelfCheckError: a token came back wrong. The message names transport, layout, rank and token.
     """
     x_TH, topk = _probe(config, topology, min(MAX_TOKENS, max_num_tokens), input_scale)
     factor_TK = torch.where(topk.ids >= 0, topk.weights * _factor(topk.ids), 0.0)
@@ -71,16 +71,16 @@ def check_round_trip(
 
 
 def _factor(ids: torch.Tensor) -> torch.Tensor:
-    """What an expert multiplies by in this check: 1 to 5, neighbours never the same."""
+    """The factor that stands in for an expert: 1 to 5, different for neighbouring experts."""
     return 1.0 + ids % 5
 
 
 def _probe(
     config: MoeRunnerConfig, topology: Topology, num_tokens: int, input_scale: float | None
 ) -> tuple[torch.Tensor, StandardTopK]:
-    """Every second token visits one expert, the others all K; ids step through the experts of all ranks.
+    """Test tokens: every second one has one expert, the others K; ids step through the experts of all ranks.
 
-    Where nothing moves, all ranks have the same tokens; else each has its own.
+    With the transport `none` all ranks have the same tokens; else each has its own.
     """
     seed = 0 if topology.a2a.dispatch_formats == (DispatchFormat.STANDARD,) else topology.ep_rank
     g = torch.Generator().manual_seed(seed)
@@ -99,7 +99,7 @@ def _probe(
 def _compute(
     dispatched: DispatchOutput, config: MoeRunnerConfig, topology: Topology, input_scale: float | None
 ) -> CombineInput:
-    """What experts that only multiply would hand to the combine."""
+    """The combine input of experts that only multiply by their factor."""
     own = topology.expert_range(config.num_experts)
     x = _decoded(dispatched.hidden_states, dispatched.hidden_states_scale, input_scale)
     if isinstance(dispatched, DeepepLlDispatchOutput):
@@ -123,11 +123,11 @@ def _compute(
 def _weighted(x_RH: torch.Tensor, ids_RK: torch.Tensor, weights_RK: torch.Tensor, own: range) -> torch.Tensor:
     is_own_RK = (ids_RK >= own.start) & (ids_RK < own.stop)
     factor_R1 = torch.where(is_own_RK, weights_RK * _factor(ids_RK), 0.0).sum(1, keepdim=True)
-    return torch.where(factor_R1 == 0, 0.0, x_RH * factor_R1)  # rows that nobody filled may hold NaN
+    return torch.where(factor_R1 == 0, 0.0, x_RH * factor_R1)  # unfilled rows may hold NaN
 
 
 def _decoded(x: torch.Tensor, scale: torch.Tensor | None, input_scale: float | None) -> torch.Tensor:
-    """fp32 tokens from whatever number format they came in."""
+    """Dequantize received tokens to fp32."""
     if scale is None:
         return x.float()
     if x.dtype in (E4M3, FNUZ):

@@ -1,4 +1,4 @@
-"""The transport of one rank, and of ranks that all see every token: nothing moves, partial sums are reduced."""
+"""Transport `none`, for one rank or ranks that all have every token: sends nothing, and reduces partial sums."""
 
 from collections.abc import Callable
 
@@ -12,10 +12,10 @@ Reduce = Callable[[torch.Tensor], torch.Tensor]
 
 
 class StandardDispatcher:
-    """Hands tokens over as they are. `combine` is the one place that sums the ranks' parts."""
+    """Hands tokens over unchanged. `combine` is the only place that sums over ranks."""
 
     def __init__(self, reduce: Reduce | None = None) -> None:
-        """`reduce` sums [T, H] over all ranks of the layer and returns the sum; None where there is one rank."""
+        """`reduce` sums [T, H] over all ranks of the layer and returns the sum; None for a single rank."""
         self._reduce = reduce
 
     def dispatch(self, hidden_states_TH: torch.Tensor, topk_output: TopKOutput) -> StandardDispatchOutput:
@@ -23,7 +23,7 @@ class StandardDispatcher:
         return StandardDispatchOutput(hidden_states_TH, topk_output)
 
     def combine(self, result: StandardCombineInput) -> torch.Tensor:
-        """[T, H]; reduced if `result` is partial, returned as it is if it is complete.
+        """[T, H]: reduced over the ranks if `result` is partial, unchanged if it is complete.
 
         Raises:
             MoeConfigError: the result is partial, but this dispatcher was built without `reduce`.
@@ -35,12 +35,12 @@ class StandardDispatcher:
         return self._reduce(result.hidden_states)
 
     def abandon(self, dispatched: StandardDispatchOutput, dtype: torch.dtype) -> None:
-        """Ranks that sum get NaN for this one's part; alone, nothing was sent and nothing is left behind."""
+        """Reduce NaN in place of this rank's part. Without `reduce` there is nothing to give up."""
         if self._reduce is not None:
             self._reduce(torch.full_like(dispatched.hidden_states, float("nan"), dtype=dtype))
 
     def why_not_capturable(self, max_num_tokens: int) -> None:
-        """Nothing waits for the host; NCCL's sum of partial results can be captured too."""
+        """Always capturable: nothing waits for the host, and NCCL's all-reduce can be captured too."""
 
     def prepare_replay(self) -> None:
-        """A replay starts from any state."""
+        """Does nothing: a replay can start from any state."""

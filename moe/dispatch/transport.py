@@ -1,7 +1,7 @@
-"""One transport per rank and model, chosen by `--moe-a2a-backend`: built before weights, gives each layer a dispatcher.
+"""The transport of a rank, chosen by `--moe-a2a-backend`. Built before the weights; makes a dispatcher for each layer.
 
-What a transport shares among layers (a buffer, a process group) lives in it; what differs by layer (payload, static
-input scale) is an argument of `dispatcher`.
+A transport holds what all layers share (a buffer, a process group). What differs by layer (dispatch dtype, static input
+scale) is an argument of `dispatcher`.
 """
 
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ _LOW_LATENCY_BUFFERS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DispatchSpec:
-    """What one layer asks of its transport. `input_scale`: the layer's static one; the others: see `Backend`."""
+    """How one layer's tokens are dispatched. `input_scale` is the layer's static one; for the others see `Backend`."""
 
     dispatch_dtype: DispatchDtype
     expert_alignment: int = 1
@@ -55,7 +55,7 @@ class Transport(Protocol):
 
 
 def dispatch_formats(a2a: MoeA2ABackend, mode: DeepepMode) -> tuple[DispatchFormat, ...]:
-    """Layouts that the transport sends in this mode; mori sends decode steps like all others unless told."""
+    """Layouts that the transport sends in this mode. mori sends `mori_ll` in mode `low_latency` only."""
     if a2a is MoeA2ABackend.DEEPEP:
         return mode.dispatch_formats
     if a2a is MoeA2ABackend.MORI:
@@ -72,12 +72,12 @@ def build_transport(
     dispatch_dtypes: set[DispatchDtype],
     row_multiple: int = 4,
 ) -> Transport:
-    """The transport of `topology.a2a`; `dispatch_dtypes` are those of all layers, `row_multiple` the
-    largest that a backend wants, `group` the ranks that share the experts.
+    """The transport of `topology.a2a`. `dispatch_dtypes` are those of all layers, `row_multiple` is the largest that a
+    backend needs, and `group` has the ranks that share the experts.
 
     Raises:
-        MoeConfigError, UnsupportedPathError: a limit of the library, a missing library, or no process group; nothing
-            has been allocated.
+        MoeConfigError, UnsupportedPathError: the settings break a limit of the library, or the library or the process
+            group is missing. Nothing has been allocated then.
     """
     a2a = topology.a2a
     if group is None:
@@ -129,7 +129,7 @@ def sum_over(group: "ProcessGroup") -> Reduce:
 
 
 class StandardTransport:
-    """Nothing moves; partial sums are reduced."""
+    """Transport `none`: sends nothing, and reduces partial sums."""
 
     can_send_nvfp4 = False
 
@@ -143,7 +143,7 @@ class StandardTransport:
 
 
 class DeepepTransport:
-    """DeepEP's buffer, or another library's in its shape."""
+    """DeepEP's buffer, or another library's behind the same calls."""
 
     def __init__(self, buffer: DeepepBuffer, device: torch.device) -> None:
         self._buffer = buffer
@@ -151,7 +151,7 @@ class DeepepTransport:
 
     @property
     def can_send_nvfp4(self) -> bool:
-        """In low latency alone, and not with every build."""
+        """True in low latency, if the build has the option."""
         return self._buffer.settings.mode is DeepepMode.LOW_LATENCY and self._buffer.can_send_nvfp4
 
     def dispatcher(self, layer: DispatchSpec) -> DeepepDispatcher:
@@ -189,6 +189,6 @@ class FlashinferTransport:
         self._alltoall = build_alltoall(group, shape, max_tokens)
 
     def dispatcher(self, layer: DispatchSpec) -> FlashinferDispatcher:
-        """Over the shared all-to-all; an NVFP4 payload is made by the backend's quantizer."""
+        """Over the shared all-to-all. The backend's quantizer makes NVFP4 tokens."""
         quantize = layer.quantize if layer.dispatch_dtype is DispatchDtype.NVFP4 else None
         return FlashinferDispatcher(self._alltoall, self._rank, self._shape, self._max_tokens, quantize)

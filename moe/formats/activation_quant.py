@@ -1,6 +1,7 @@
-"""What a path does to the inputs of its GEMMs before multiplying, as plain fp32 round trips.
+"""Activation quantization of GEMM inputs, as a round trip: quantize, then dequantize to fp32.
 
-Every function takes `x` [T, K] and the canonical matrix it will meet (for its static input scale); returns fp32 [T, K].
+Every function takes `x` [T, K] and the canonical weight it is multiplied with (for a static input scale), and returns
+fp32 [T, K].
 """
 
 from collections.abc import Callable
@@ -32,7 +33,7 @@ def fp8_tokens(x_TK: torch.Tensor, weight: Weight) -> torch.Tensor:
 
 
 def mxfp4_groups(x_TK: torch.Tensor, weight: Weight) -> torch.Tensor:
-    """MXFP4 with a dynamic exponent per token and group of 32, by the rule EVEN."""
+    """MXFP4 with a dynamic exponent per token and group of 32, by `ScaleRule.EVEN`."""
     del weight
     return Mxfp4Weight.quantize(x_TK, ScaleRule.EVEN).dequantize()
 
@@ -55,7 +56,7 @@ def _fp8_round(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def _input_scale(weight: Weight) -> torch.Tensor:
-    """One number; gate and up read the same input, so the larger of their two scales holds for both."""
+    """Static input scale, one number. Gate and up have the same input, so the larger of their two scales applies."""
     scale: torch.Tensor | None = getattr(weight, "input_scale", None)
     if scale is None:
         raise WeightFormatError(f"{weight.format_name} weight without input_scale: its input cannot be quantized")

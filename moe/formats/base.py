@@ -1,7 +1,7 @@
-"""What every canonical weight can do, whatever its number format, and the record of one layer's experts.
+"""The interface of canonical weights in every number format, and the record of one layer's experts.
 
-A weight is `[..., N, K]`: N output rows, K the reduction axis; experts are the leading axis E. Scales live inside the
-weight, so data without its scale cannot be expressed.
+A weight is `[..., N, K]`: N output rows, K the reduction axis; experts are the leading axis E. Scales are part of the
+weight, so data cannot exist without them.
 """
 
 from dataclasses import dataclass
@@ -50,7 +50,7 @@ class Weight(Protocol):
 
 
 def axis_from_end(axis: int, num_dims: int) -> int:
-    """-1 for K, -2 for N, below that a leading axis."""
+    """Axis counted from the end: -1 for K, -2 for N, lower for a leading axis."""
     if not -num_dims <= axis < num_dims:
         raise WeightFormatError(f"axis {axis} does not exist in a weight of {num_dims} axes")
     return axis if axis < 0 else axis - num_dims
@@ -71,8 +71,8 @@ class ExpertWeights:
     """Canonical experts of one layer on one rank.
 
     w13: [E, 2I, H] rows [gate; up], not interleaved. w2: [E, H, I]. Biases [E, 2I] and [E, H]: both or neither.
-    `layer_input_scales`: largest static activation scale (w13, w2) over the layer's experts, all ranks';
-    needed with expert parallelism where a kernel has one scale for all experts, so that every rank uses the same.
+    `layer_input_scales`: the largest static activation scales (w13, w2) over all experts of the layer on all ranks.
+    Kernels with one scale for all experts need it under expert parallelism, so that every rank uses the same.
     """
 
     w13: Weight

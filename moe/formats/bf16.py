@@ -1,4 +1,4 @@
-"""Plain floating-point weights: no scales. Named after the usual dtype; fp32 and fp16 pass as well."""
+"""Plain floating-point weights without scales. Named after the usual dtype; fp32 and fp16 work too."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Self

@@ -1,6 +1,6 @@
 """E4M3 (FP8) arithmetic shared by the two FP8 formats and NVFP4's block scales. No weight class lives here.
 
-MI300 (gfx942) multiplies an older variant, fnuz: the same bits stand for half the value, and -0 is its NaN.
+MI300 (gfx942) uses an older variant, fnuz: the same bits mean half the value, and the bits of -0 mean NaN.
 """
 
 import torch
@@ -9,13 +9,13 @@ from moe.device import rocm_arch
 
 E4M3 = torch.float8_e4m3fn
 FNUZ = torch.float8_e4m3fnuz
-FNUZ_FACTOR = 2.0  # what scales are multiplied by when codes become fnuz
+FNUZ_FACTOR = 2.0  # factor for the scales when codes become fnuz
 E4M3_MAX = 448.0
 SMALLEST_AMAX = 1e-10  # an all-zero block gets a tiny scale instead of a division by zero
 
 
 def to_e4m3(values: torch.Tensor) -> torch.Tensor:
-    """Round to nearest even after clamping to ±448: beyond it the bare cast saturates or gives NaN by device."""
+    """Round to nearest even after clamping to ±448. Without the clamp, some devices saturate and others give NaN."""
     return values.clamp(-E4M3_MAX, E4M3_MAX).to(E4M3)
 
 
@@ -31,5 +31,5 @@ def to_fnuz(codes: torch.Tensor) -> torch.Tensor:
 
 
 def device_e4m3(device: torch.device) -> torch.dtype:
-    """The variant that the kernels of an AMD GPU are compiled for."""
+    """The E4M3 variant of an AMD GPU."""
     return FNUZ if rocm_arch(device) == "gfx942" else E4M3

@@ -1,6 +1,6 @@
 """FP8 with one fp32 scale per 128 x 128 block, as DeepSeek-V3 publishes it. Only the last block of a side is short.
 
-The scale is named `scale_inv` after the checkpoint, yet it multiplies.
+The scale is called `scale_inv` as in the checkpoint, but data is multiplied by it.
 """
 
 from dataclasses import dataclass

@@ -25,7 +25,7 @@ def e8m0_to_float(scales: torch.Tensor) -> torch.Tensor:
 
 
 class ScaleRule(enum.Enum):
-    """How the block exponent follows from the block's largest magnitude. Reading a checkpoint needs none of them."""
+    """How quantizing derives the block exponent from the block's largest magnitude."""
 
     FLOOR = "floor"  # 2^(floor(log2 amax) - 2): the OCP text; values above 6 saturate
     CEIL = "ceil"  # 2^ceil(log2(amax / 6)): nothing saturates

@@ -1,6 +1,6 @@
 """NVFP4: E2M1 codes, two per byte along K (low nibble first), an E4M3 scale per 16 elements and an fp32 scale on top.
 
-Source of the layout: checkpoints exported by ModelOpt. Block scales are plain row-major here, never swizzled.
+Source of the layout: checkpoints exported by ModelOpt. Block scales are row-major here, not swizzled.
 """
 
 from dataclasses import dataclass

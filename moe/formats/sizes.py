@@ -1,4 +1,4 @@
-"""Bytes of canonical weights by number format, for plans that are made before any weight is read."""
+"""Bytes of canonical weights by number format, to plan memory before any weight is read."""
 
 from moe.errors import WeightFormatError
 

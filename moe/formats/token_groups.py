@@ -1,7 +1,7 @@
-"""E4M3 activations with one fp32 scale per token and group of 128 columns: codes and scales, not round trips.
+"""Quantizes activations to E4M3 with one fp32 scale per token and group of 128 columns.
 
-Used where tokens are sent, and between the two GEMMs of DeepGEMM. A UE8M0 scale is a power of two, kept in fp32 until
-it is packed: four exponent bytes in one int32, the lowest group in the lowest byte.
+Used to dispatch tokens, and between the two GEMMs of DeepGEMM. A UE8M0 scale is a power of two, kept in fp32 until it
+is packed: four exponent bytes in one int32, the lowest group in the lowest byte.
 """
 
 import torch
@@ -26,7 +26,7 @@ def dequantize_token_groups(codes: torch.Tensor, scales: torch.Tensor) -> torch.
 
 
 def round_up_to_power_of_two(scales: torch.Tensor) -> torch.Tensor:
-    """Smallest power of two that is not below each positive scale; exact."""
+    """The smallest power of two >= each positive scale; exact."""
     mantissa, exponent = torch.frexp(scales)
     return torch.ldexp(torch.ones_like(scales), exponent - (mantissa == 0.5).int())
 

@@ -1,5 +1,5 @@
-"""The grouped GEMM of both expert matrices: weights are the left operand, so a tile's few token rows are its narrow
-side. Which tiles there are, and what becomes of their sums; nothing about how a launch is chosen.
+"""The grouped GEMM of both expert matrices. Weights are the left operand, so the few token rows of a tile are its
+narrow side. Here are the tiles and their epilogue; `plan.py` has the launch parameters.
 
 Shape letters: N weight rows of a tile, M token rows of a tile, S slots.
 A slot is one (token, choice) pair, numbered token * TOPK + choice.
@@ -39,7 +39,7 @@ def _prefetch_weights(
     w_ptr, expert, block, split, num_blocks, num_steps,
     BLOCK_N: tl.constexpr, BLOCK_WORDS: tl.constexpr, SPLIT_K: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The weights that a tile's loop asks for first, on their way before the loop knows its token rows."""
+    """Prefetch the first weights of a tile's loop into the L2, before the tile knows its token rows."""
     begin = num_steps * split // SPLIT_K
     num_first = tl.minimum(num_steps * (split + 1) // SPLIT_K - begin, NUM_STAGES)
     for part in tl.static_range(BLOCK_N // 64):
@@ -56,7 +56,7 @@ def _token_slots(
     ids_ptr, candidate, num_tokens, first_expert, num_experts,
     TOPK: tl.constexpr, CHOICES_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BY_EXPERT: tl.constexpr,
 ):  # fmt: skip
-    """The same as `_expert_slots` for at most BLOCK_M tokens, with less to wait for: every token has a row of its own.
+    """`_expert_slots` for at most BLOCK_M tokens, with lower latency: every token has its own row.
 
     Returns (local expert, slot of every row or -1, 0 if there is nothing to do).
     """
@@ -79,7 +79,7 @@ def _token_slots(
 def _expert_slots(
     ids_ptr, candidate, num_slots, first_expert, num_experts, SLOTS_PAD: tl.constexpr, BY_EXPERT: tl.constexpr
 ):
-    """Candidate is a local expert, or a slot that speaks for its expert if no earlier slot does.
+    """The slots of a candidate: a local expert, or a slot that stands for its expert if it is the expert's first.
 
     Returns (local expert, rank of every slot among those of the expert or -1, their number).
     """
@@ -112,7 +112,7 @@ def _store(
     IS_FIRST: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, SPLIT_K: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_LIMIT: tl.constexpr,
 ):  # fmt: skip
-    """From the sums [ROWS, BLOCK_M] of weight rows from `first_row` on to the stored result.
+    """Epilogue: store the result of the sums [ROWS, BLOCK_M] of the weight rows from `first_row` on.
 
     Rows of `out` have `num_out` columns and begin `out_stride` numbers apart.
     """

@@ -1,4 +1,4 @@
-"""Sorting slots by expert before the grouped GEMMs, and summing a token's slots after them. Both deterministic."""
+"""Sorts slots by expert before the grouped GEMMs, and sums a token's slots after them. Both are deterministic."""
 
 # Device functions take tensors of the device, which have no Python type.
 # mypy: disable-error-code="no-untyped-def"

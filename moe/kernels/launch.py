@@ -1,4 +1,4 @@
-"""Runs one layer's kernels on the processed weights, as a plan says. Needs Triton; makes no choices; never syncs.
+"""Launches one layer's kernels by a plan. Needs Triton; makes no choices and never waits for the device.
 
 Shape letters: T tokens, K top-k, S slots (T*K), E local experts, H hidden, I intermediate.
 """
@@ -25,7 +25,7 @@ _FEWEST_SLOTS = 64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layer:
-    """What stays the same from call to call. Experts first_expert .. first_expert + E - 1 are local."""
+    """The constants of one layer. Experts first_expert .. first_expert + E - 1 are local."""
 
     w13: PackedMatrix
     w2: PackedMatrix
@@ -167,7 +167,7 @@ def _gemm(
 
 
 def _slots_pad(num_slots: int) -> int:
-    """A kernel is compiled for each: few sizes spare the first request of a new batch size the wait."""
+    """SLOTS_PAD, which is compiled in: few sizes mean few compilations while serving."""
     return max(_FEWEST_SLOTS, triton.next_power_of_2(num_slots))
 
 

@@ -1,7 +1,7 @@
-"""Canonical expert weights to the layout the kernels read, in plain torch on any device. No device code, no choices.
+"""Packs canonical expert weights into the kernels' layout, in plain torch on any device. No device code, no choices.
 
-Every matrix [E, N, K] becomes blocks of 64 rows by one step of K, each block contiguous. Blocks of one step lie side by
-side: programs of neighbouring rows, which run side by side, read neighbouring memory, which answers that faster.
+Every matrix [E, N, K] becomes blocks of 64 rows by one step of K, each block contiguous. The blocks of one step are
+adjacent, so programs of neighbouring rows, which run at the same time, read neighbouring memory, which is faster.
 
     bf16   data [E, K/step, N/64, 64, words]; words are the numbers
     FP8    the same in int16 words, see `bits.py`, and scales [E, K/step, N/64, 8]: one fp32 per 8 rows
@@ -74,7 +74,7 @@ def pack_matrix(weight: Weight, bias: torch.Tensor | None, *, is_gated: bool) ->
     """Process a stack [E, N, K]; `is_gated` interleaves its two halves.
 
     Raises:
-        WeightFormatError: a number format without kernel.
+        WeightFormatError: there is no kernel for the number format.
     """
     if not isinstance(weight, Bf16Weight | Fp8BlockWeight | Mxfp4Weight | Nvfp4Weight):
         raise WeightFormatError(f"the triton backend has no kernel for {weight.format_name} weights")

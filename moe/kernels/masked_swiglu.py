@@ -16,7 +16,7 @@ from moe.kernels.bits import encode_e4m3
 
 _BLOCK_R = 16
 _PROGRAMS = 1024  # row programs over all experts; each group of columns has its own
-_PITCH = 4  # elements: the GEMM's copy engine wants columns of scales 16 bytes apart
+_PITCH = 4  # elements: TMA needs columns of scales to start on multiples of 16 bytes
 
 
 @triton.jit

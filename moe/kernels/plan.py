@@ -1,4 +1,4 @@
-"""A launch plan: every number that changes the speed of a layer and nothing that changes what it computes."""
+"""A launch plan: the parameters that set the speed of a layer's kernels. All but `fp8_activations` keep the results."""
 
 from dataclasses import dataclass
 
@@ -11,17 +11,17 @@ MAX_DIRECT_SLOTS = 1024
 class Plan:
     """How the kernels of one layer are launched.
 
-    direct: every program finds its expert's slots by itself, at most MAX_DIRECT_SLOTS in all; three kernels. Up to
-        `block_m` tokens they run other code than beyond.
-    Otherwise a first kernel sorts the slots by expert and tiles are runs of `block_m` sorted slots; four kernels.
-    heights: sizes of grouped tiles, 1 to 3: `block_m`, and half and a quarter of it for the short end of a run.
+    is_direct: every program finds its expert's slots by itself, at most MAX_DIRECT_SLOTS in all; three kernels. Above
+        `block_m` tokens they run different code.
+    Otherwise a first kernel sorts the slots by expert, and tiles are runs of `block_m` sorted slots; four kernels.
+    num_tile_heights: heights of grouped tiles, 1 to 3: `block_m`, then half and a quarter of it for the end of a run.
     fp8_activations: a grouped plan of FP8 block weights rounds the inputs of both GEMMs to E4M3, a scale per row and
         128 columns, and multiplies in FP8 (sm89 and newer): twice the rate, ten times the error.
-    tile_group: grouped tiles that walk through the weights side by side.
-    by_expert: direct programs are counted per expert instead of per slot.
-    split_k: parts into which a direct plan cuts the second matrix's reduction axis; `unpermute_sum` adds them up.
-    pdl: kernels start while the one before them drains, and programs of direct plans have their first
-        weights fetched into the L2 while they look up their slots (Hopper and newer).
+    tile_group: number of grouped tiles that go through the weights together.
+    by_expert: direct plans launch a program per expert instead of per slot.
+    split_k: parts into which a direct plan splits the second matrix's reduction axis; `unpermute_sum` adds them up.
+    pdl: programmatic dependent launch: a kernel starts while the one before it drains. Programs of direct plans also
+        prefetch their first weights into the L2 while they look up their slots (Hopper and newer).
     """
 
     is_direct: bool

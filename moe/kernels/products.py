@@ -1,6 +1,6 @@
 """One tile of weight rows times one tile of token rows, for every number format: the loop over the reduction axis.
 
-Knows the packed layout (`layout.py`); not where a tile comes from nor what becomes of its sums.
+It reads the packed layout (`layout.py`); `gemm.py` chooses the tiles and stores their sums.
 Shape letters: N weight rows of a tile, M token rows of a tile, K columns of a step, W packed words of a step.
 """
 
@@ -84,7 +84,7 @@ def _activations(
 
 @triton.jit
 def _load_weights(ptrs, BLOCK_M: tl.constexpr):
-    """Tiles of eight rows are those of few tokens: nobody reads their weights again, so the L2 need not keep them."""
+    """Evict the weights of eight-row tiles first: these tiles have few tokens, so no other tile reads the weights."""
     if BLOCK_M <= 8:
         loaded = tl.load(ptrs, eviction_policy="evict_first")
     else:

@@ -1,1 +1,1 @@
-"""Pure functions from canonical weights to the layouts of kernel libraries."""
+"""Pure functions that convert canonical weights to the layouts of kernel libraries."""

@@ -1,4 +1,4 @@
-"""Weights and scales in the order aiter's kernels read them. Plain torch, no library.
+"""aiter's layout of weights and scales, in plain torch, without the library.
 
 Shape letters: E local experts, N rows, K columns, M scale rows, C scale columns.
 """
@@ -6,11 +6,11 @@ Shape letters: E local experts, N rows, K columns, M scale rows, C scale columns
 import torch
 
 ROWS, COLUMNS = 16, 32  # a tile of the shuffle, in elements of a one-byte type
-PIECE_BYTES = 16  # what one lane loads at once
+PIECE_BYTES = 16  # bytes that one lane loads at once
 
 
 def shuffle_weight(weight_ENK: torch.Tensor) -> torch.Tensor:
-    """[E, N, K] in tiles of 16 rows and 32 elements, pieces of 16 bytes column by column inside a tile.
+    """[E, N, K] in tiles of 16 rows by 32 elements; the 16-byte pieces of a tile are stored column by column.
 
     For one-byte types, byte (n, b) goes to (n//16)*16*K + (b//32)*512 + (b%32//16)*256 + (n%16)*16 + b%16 of its
     matrix. N must be a multiple of 16, K of 32. The kernels look for the attribute `is_shuffled`.
@@ -22,7 +22,7 @@ def shuffle_weight(weight_ENK: torch.Tensor) -> torch.Tensor:
 
 
 def mark_shuffled(weight: torch.Tensor) -> torch.Tensor:
-    """Set the attribute that views and copies drop."""
+    """Set `is_shuffled`, which views and copies lose."""
     weight.is_shuffled = True  # type: ignore[attr-defined]
     return weight
 

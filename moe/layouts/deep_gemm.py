@@ -1,4 +1,4 @@
-"""Scales as DeepGEMM reads them: M-major fp32 on SM90, M-major packed exponents on SM100. Plain torch, no library.
+"""DeepGEMM's layout of scales: M-major fp32 on SM90, M-major packed exponents on SM100. Plain torch, no library.
 
 Shape letters: E experts (or any leading group), M rows, G groups of 128 columns, N weight rows, K columns.
 """
@@ -20,13 +20,13 @@ from moe.formats.token_groups import (
     round_up_to_power_of_two,
 )
 
-PITCH = 4  # elements: the kernel's copy engine wants 16 bytes between columns
+PITCH = 4  # elements: TMA needs columns to start on multiples of 16 bytes
 
 
 def m_major(scale_EMG: torch.Tensor) -> torch.Tensor:
-    """The same values with stride 1 along M, M rounded up to 4 between columns, and experts without a gap.
+    """The same values, contiguous along M, with columns M rounded up to 4 apart and no gap between experts.
 
-    Returned unchanged if it fits already. The library takes no other strides.
+    Returned unchanged if the strides match already. The library accepts no others.
     """
     *lead, num_rows, num_groups = scale_EMG.shape
     pitch = -(-num_rows // PITCH) * PITCH
@@ -39,7 +39,7 @@ def m_major(scale_EMG: torch.Tensor) -> torch.Tensor:
 
 
 def activation_scales(scale_EMG: torch.Tensor, *, ue8m0: bool) -> torch.Tensor:
-    """fp32 scales of tokens in the kernel's form; those that arrive packed stay so."""
+    """Scales of tokens in the kernel's layout; packed scales stay packed."""
     if ue8m0 and scale_EMG.dtype == torch.float32:
         scale_EMG = pack_ue8m0(scale_EMG)
     return m_major(scale_EMG)
@@ -47,11 +47,11 @@ def activation_scales(scale_EMG: torch.Tensor, *, ue8m0: bool) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Ue8m0BlockWeight(Fp8BlockWeight):
-    """FP8 blocks whose scales are powers of two; the kernels that want them round activations the same way."""
+    """FP8 blocks whose scales are powers of two. Kernels that need these also use such scales for activations."""
 
 
 def power_of_two_weight(weight: Fp8BlockWeight) -> Ue8m0BlockWeight:
-    """The weight with block scales rounded up to powers of two and its codes rounded again (lossy)."""
+    """Round the block scales up to powers of two and requantize the codes (lossy)."""
     scale_inv = round_up_to_power_of_two(weight.scale_inv)
     ratio = (weight.scale_inv / scale_inv).repeat_interleave(BLOCK, -2).repeat_interleave(BLOCK, -1)
     num_rows, num_cols = weight.shape[-2:]
@@ -59,7 +59,7 @@ def power_of_two_weight(weight: Fp8BlockWeight) -> Ue8m0BlockWeight:
 
 
 def rounded_activations(x_TK: torch.Tensor, weight: Weight) -> torch.Tensor:
-    """What the path does to the input of a GEMM with `weight`, as an fp32 round trip."""
+    """The path's quantization of the input of a GEMM with `weight`, as an fp32 round trip."""
     return dequantize_token_groups(*quantize_token_groups(x_TK, ue8m0=isinstance(weight, Ue8m0BlockWeight)))
 
 
@@ -71,7 +71,7 @@ def weight_scales(weight: Fp8BlockWeight, *, ue8m0: bool) -> torch.Tensor:
 
 
 class Swiglu(Protocol):
-    """What runs between the GEMMs: the gated activation of the rows that hold tokens, rounded to FP8."""
+    """Gated activation between the GEMMs, for the rows that hold tokens, quantized to FP8."""
 
     def __call__(
         self, h_EMF: torch.Tensor, counts_E: torch.Tensor, activation: Activation, *, ue8m0: bool

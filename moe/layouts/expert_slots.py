@@ -1,4 +1,4 @@
-"""Routed slots to rows grouped by expert and back, in plain torch without asking the device. Knows no kernel.
+"""Permutes routed slots into rows grouped by expert, and back. Plain torch, without device-to-host syncs.
 
 Shape letters: T tokens, K top-k, R rows, E local experts, H hidden.
 """
@@ -13,14 +13,14 @@ def local_ids(ids_TK: torch.Tensor, owned: range) -> torch.Tensor:
 
 
 def count_slots(ids_TK: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """int64 [E]: slots of every local expert."""
+    """int64 [E]: number of slots per local expert."""
     counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=ids_TK.device)
     flat = _with_dump(ids_TK, num_experts)
     return counts.scatter_add_(0, flat, torch.ones_like(flat))[:num_experts]
 
 
 def permute_rows(ids_TK: torch.Tensor, first_row_E: torch.Tensor) -> torch.Tensor:
-    """int64 [T, K]: the row of every slot, counted up from its expert's first row in token order; -1 without expert."""
+    """int64 [T, K]: row of every slot, -1 without expert. An expert's rows are in token order from its first row."""
     num_experts = first_row_E.shape[0]
     expert = _with_dump(ids_TK, num_experts)
     order = torch.argsort(expert, stable=True)
@@ -44,8 +44,8 @@ def token_of_row(row_TK: torch.Tensor, num_rows: int) -> torch.Tensor:
 
 
 def masked_rows(masked_m: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Low latency's rows per expert as tokens with one expert each: int64 local ids [E * num_rows, 1], -1 from the
-    expert's count on, and fp32 weights of one.
+    """Routing that treats each low-latency row as a token with one expert: int64 local ids [E * num_rows, 1], -1 for
+    rows past the expert's count, and fp32 weights of one.
     """
     is_real_EM = torch.arange(num_rows, device=masked_m.device) < masked_m[:, None]
     expert_E1 = torch.arange(masked_m.shape[0], device=masked_m.device)[:, None]
@@ -54,14 +54,14 @@ def masked_rows(masked_m: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, to
 
 
 def take_rows(x_TH: torch.Tensor, source_R: torch.Tensor) -> torch.Tensor:
-    """[R, H] of any dtype; one-byte floats travel as bytes, since not every device indexes them."""
+    """[R, H] of any dtype. FP8 rows are indexed as bytes, because not every device can index FP8."""
     if x_TH.element_size() == 1:
         return x_TH.view(torch.uint8).index_select(0, source_R).view(x_TH.dtype)
     return x_TH.index_select(0, source_R)
 
 
 def unpermute_sum(y_RH: torch.Tensor, row_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
-    """fp32 [T, H]: weighted sum of every token's rows. A slot with row -1 adds exactly zero, whatever row 0 holds."""
+    """fp32 [T, H]: weighted sum of every token's rows. A slot with row -1 adds exactly zero."""
     out_TH = torch.zeros((row_TK.shape[0], y_RH.shape[1]), dtype=torch.float32, device=y_RH.device)
     for row_T, weight_T in zip(row_TK.unbind(1), weights_TK.unbind(1), strict=True):
         y_TH = y_RH[row_T.clamp_min(0)].float() * weight_T[:, None]
@@ -70,5 +70,5 @@ def unpermute_sum(y_RH: torch.Tensor, row_TK: torch.Tensor, weights_TK: torch.Te
 
 
 def _with_dump(ids_TK: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """Flat int64 ids with -1 moved to one more expert at the end."""
+    """Flat int64 ids, with -1 replaced by the id of an extra expert at the end."""
     return torch.where(ids_TK >= 0, ids_TK, num_experts).flatten().to(torch.int64)

@@ -1,7 +1,7 @@
-"""Pure tensor layouts that several kernel families share: half order, padding, scale swizzle. Knows no library.
+"""Tensor layouts that several kernel families share: order of halves, padding, scale swizzle. Needs no library.
 
 Shape letters: E experts (or any leading group), I intermediate, M rows, S scale groups along K, C columns.
-Canonical w13 rows are [gate; up]; the kernels of FlashInfer want [up; gate] (see each function).
+Canonical w13 rows are [gate; up]; FlashInfer's kernels need [up; gate] (see each function).
 """
 
 import torch
@@ -10,17 +10,17 @@ SWIZZLE_ROWS, SWIZZLE_COLS = 128, 4  # one block of the scale layout of the tens
 
 
 def round_up(size: int, multiple: int) -> int:
-    """Smallest multiple of `multiple` that is not below `size`."""
+    """The smallest multiple of `multiple` that is >= `size`."""
     return (size + multiple - 1) // multiple * multiple
 
 
 def next_power_of_two(count: int) -> int:
-    """Smallest power of two that is not below `count`; 1 for 0."""
+    """The smallest power of two that is >= `count`; 1 for 0."""
     return 1 << max(count - 1, 0).bit_length()
 
 
 def up_gate(gate_up: torch.Tensor) -> torch.Tensor:
-    """[E, 2I, ...] from rows [gate; up] to rows [up; gate]; a copy."""
+    """Copy of [E, 2I, ...] with rows [up; gate] instead of [gate; up]."""
     gate, up = gate_up.chunk(2, dim=1)
     return torch.cat((up, gate), dim=1)
 
@@ -28,7 +28,7 @@ def up_gate(gate_up: torch.Tensor) -> torch.Tensor:
 def up_gate_padded(gate_up_E2IC: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
     """[E, 2I, C] rows [gate; up] to zero-padded [E, 2*rows, cols] rows [up; gate].
 
-    Each half is padded by itself, since the kernel splits in the middle:
+    Each half is padded separately, because the kernel splits in the middle:
     up at [0, I), zeros to `rows`, gate at [rows, rows + I), zeros to the end.
     """
     num_experts, num_rows, num_cols = gate_up_E2IC.shape
@@ -40,7 +40,7 @@ def up_gate_padded(gate_up_E2IC: torch.Tensor, rows: int, cols: int) -> torch.Te
 
 
 def padded(tensor_EMC: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
-    """[E, M, C] in the corner of zeros [E, rows, cols]; always a copy."""
+    """[E, M, C] padded with zeros to [E, rows, cols]; always a copy."""
     num_experts, num_rows, num_cols = tensor_EMC.shape
     out = tensor_EMC.new_zeros((num_experts, rows, cols))
     out[:, :num_rows, :num_cols] = tensor_EMC

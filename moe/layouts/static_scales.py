@@ -1,6 +1,6 @@
-"""Static scales of FP8 per-tensor and NVFP4 experts, brought to the granularity a fused kernel has. Plain torch.
+"""Merges the static scales of FP8 per-tensor and NVFP4 experts to the granularity of fused kernels. Plain torch.
 
-A fused kernel knows one scale per expert for w13 and one activation scale for all experts of the layer.
+A fused kernel has one scale per expert for w13 and one activation scale for all experts of the layer.
 Shape letters: E local experts, I intermediate, H hidden.
 """
 
@@ -19,7 +19,7 @@ def layer_input_scales(experts: ExpertWeights, topology: Topology) -> tuple[torc
     """(w13, w2) fp32 scalars: the largest activation scale over all experts of the layer, on `topology.device`.
 
     Raises:
-        WeightFormatError: no activation scale, or only this rank's ones although other ranks hold experts.
+        WeightFormatError: no activation scales, or only this rank's although other ranks hold experts.
     """
     device = topology.device
     if experts.layer_input_scales is not None:
@@ -47,7 +47,7 @@ def with_layer_input_scales(experts: ExpertWeights, topology: Topology) -> Exper
 
 
 def expert_input_scales(weight: Weight) -> torch.Tensor:
-    """fp32 [E]: each local expert's activation scale; gate and up read the same input, so the larger one holds."""
+    """fp32 [E]: each local expert's activation scale. Gate and up have the same input, so the larger one applies."""
     scale: torch.Tensor | None = getattr(weight, "input_scale", None)
     if scale is None:
         raise WeightFormatError(f"{weight.format_name} weight without input_scale: this kernel needs a static one")
@@ -55,7 +55,7 @@ def expert_input_scales(weight: Weight) -> torch.Tensor:
 
 
 def one_scale_fp8(weight: Fp8TensorWeight) -> tuple[torch.Tensor, torch.Tensor]:
-    """(e4m3 [E, N, K], fp32 [E]): halves with their own scales are requantized to the larger of the two (lossy)."""
+    """(e4m3 [E, N, K], fp32 [E]). If gate and up have their own scales, both are requantized to the larger (lossy)."""
     if weight.scale.ndim == 1:
         return weight.data, weight.scale
     common_E = weight.scale.amax(-1)
@@ -64,7 +64,7 @@ def one_scale_fp8(weight: Fp8TensorWeight) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def one_scale_nvfp4(weight: Nvfp4Weight) -> tuple[torch.Tensor, torch.Tensor]:
-    """(e4m3 block scales [E, N, K/16], fp32 [E]): the ratio of the halves moves into the block scales (lossy)."""
+    """(e4m3 block scales [E, N, K/16], fp32 [E]). The halves' ratio goes into the block scales (lossy)."""
     if weight.scale_2.ndim == 1:
         return weight.scales, weight.scale_2
     common_E = weight.scale_2.amax(-1)

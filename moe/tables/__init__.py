@@ -1,7 +1,7 @@
-"""Measured tables, read once: which backend and which launch plan was fastest where. Chooses nothing.
+"""Measured tables, read once: the fastest backends and launch plans by GPU, format and shape. Chooses nothing.
 
 `backends.json` holds `gpu`, `format`, `a2a`, `shape` of one rank, and `microseconds` by backend and tokens;
-`triton_plans.json` holds `arch`, `format`, `shape`, and `steps` as in `PlanTable`. Both name their card and source;
+`triton_plans.json` holds `arch`, `format`, `shape`, and `steps` as in `PlanTable`. Both name their GPU and source;
 `benchmarks/moe_tables.py` writes them.
 """
 

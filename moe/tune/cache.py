@@ -1,4 +1,4 @@
-"""Tuned choices on disk: what they depend on, and how they are read and written. Measures nothing."""
+"""Cache of tuned choices on disk: its keys, and how entries are read and written. Measures nothing."""
 
 import contextlib
 import dataclasses
@@ -34,15 +34,15 @@ class TuneKey:
 
     @property
     def file_name(self) -> str:
-        """Name that differs whenever any field does."""
+        """File name that is different if any field is."""
         text = json.dumps(dataclasses.asdict(self), sort_keys=True)
         return f"{self.backend}-{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
 
 
 class TuningCache:
-    """Choices in memory and on disk, one file per key. A folder that cannot be used costs a warning, never the start.
+    """Choices in memory and on disk, one file per key. An unusable folder gives a warning, not an error.
 
-    Without a folder, what is stored lasts as long as the object.
+    Without a folder, entries live as long as the object.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -50,7 +50,7 @@ class TuningCache:
         self._stored: dict[TuneKey, TacticTable | None] = {}
 
     def load(self, key: TuneKey) -> TacticTable | None:
-        """The choice kept for `key`, or None if there is none that fits."""
+        """The valid choice stored for `key`, or None."""
         if key in self._stored or self._folder is None:
             return self._stored.get(key)
         try:
@@ -63,11 +63,11 @@ class TuningCache:
         return {str(count): str(tactic) for count, tactic in choice.items()}
 
     def forget(self, key: TuneKey) -> None:
-        """Load nothing for `key` until something is stored; the file stays."""
+        """Ignore what is stored for `key` until the next `store`. The file stays."""
         self._stored[key] = None
 
     def store(self, key: TuneKey, choice: TacticTable, *, on_disk: bool = True) -> None:
-        """Remember; on disk through a file of its own, so that a reader sees all or nothing."""
+        """Store a choice. The file is written under another name and then renamed, so readers never see half of it."""
         self._stored[key] = choice
         if self._folder is None or not on_disk:
             return

@@ -1,6 +1,6 @@
-"""Tunes the layers of one model while they are loaded, or gives them what is kept: keys, budget, and the kept choices.
+"""Tunes the layers of one model while they load, or applies cached choices: keys, budget and cache.
 
-How one tactic is measured and checked is in `measure.py`, who decides in `policy.py`.
+`measure.py` measures and checks one tactic; `policy.py` decides what is measured and chosen.
 """
 
 import importlib
@@ -30,7 +30,7 @@ _SINGLE_RANK = SingleRank()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TuningSettings:
-    """`is_on`: measure what is not kept. `token_counts` empty: neither measure nor look for what is kept."""
+    """`is_on`: measure shapes that are not in the cache. Empty `token_counts`: neither measure nor read the cache."""
 
     is_on: bool = False
     cache_folder: Path | None = None
@@ -61,7 +61,7 @@ class LayerTuner:
         self._told: set[str] = set()
 
     def tuned(self, runner: MoeRunner, info: MoeQuantInfo, experts: ExpertWeights, topology: Topology) -> MoeQuantInfo:
-        """`info`, run with the best tactics that are kept or, with `is_on`, can be found; arguments as `tune_layer`."""
+        """`info` with cached tactics or, with `is_on`, newly measured ones. Arguments as for `tune_layer`."""
         settings = self._settings
         if not settings.is_on:
             if not settings.token_counts or not should_autotune(runner.backend, runner.a2a):
@@ -107,13 +107,14 @@ def tune_layer(
     ranks: Group = _SINGLE_RANK,
     budget_s: float = BUDGET_S,
 ) -> MoeQuantInfo:
-    """The same weights with the fastest right tactic for each token count; kept choices are used, new ones kept.
+    """The same weights with the fastest correct tactic for each token count, from the cache if it has them.
 
     `info` is what the runner's backend prepared from `experts`, the canonical weights of this rank on its device. A
-    tactic serves every count up to its own, the last one also all above. What has nothing to tune comes back as it is.
+    tactic serves all token counts up to its own; the last one serves all larger counts too. New choices are stored.
+    Returns `info` itself if the backend has nothing to tune.
 
     Raises:
-        MoeConfigError: more than 8 token counts, or no tactic computes what the reference computes.
+        MoeConfigError: more than 8 token counts, or no tactic agrees with the reference.
     """
     _check_counts(token_counts)
     if not _has_tactics(runner, info):
@@ -140,7 +141,7 @@ def tune_layer(
                 runner.backend, experts.format_name, experts.hidden_size, experts.intermediate_size,
                 time.monotonic() - start, measurer.num_measured, choice)  # fmt: skip
     if topology.device.type == "cuda":
-        torch.cuda.empty_cache()  # scratch of the largest token count, which nothing needs while loading goes on
+        torch.cuda.empty_cache()  # free the scratch of the largest token count for the layers still to load
     return backend.with_choice(info, choice)
 
 
@@ -151,7 +152,7 @@ def _has_tactics(runner: MoeRunner, info: MoeQuantInfo) -> bool:
 
 
 def _with_kept(runner: MoeRunner, info: MoeQuantInfo, key: TuneKey, cache: TuningCache, ranks: Group) -> MoeQuantInfo:
-    """`info` with the kept choice, or `info` itself where there is none. Measures nothing."""
+    """`info` with the cached choice, or `info` itself without one. Measures nothing."""
     choice = kept_choice(key, cache, ranks)
     if choice is None:
         return info
@@ -185,7 +186,7 @@ def _key(runner: MoeRunner, experts: ExpertWeights, topology: Topology, token_co
 
 
 def _own_version() -> tuple[str, str]:
-    """Our kernels and their plans change with our releases."""
+    """Our own name and version: kernels and plans change with releases."""
     try:
         return "moe-serve", importlib.metadata.version("moe-serve")
     except importlib.metadata.PackageNotFoundError:

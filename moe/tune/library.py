@@ -1,8 +1,7 @@
-"""Lets a kernel library that chooses its own tactics tune itself: FlashInfer's TRT-LLM kernels and CuTe-DSL v2.
+"""Runs the autotuner of libraries that choose their own tactics: FlashInfer's TRT-LLM kernels and CuTe-DSL v2.
 
-One call makes the library measure every bucket of token counts up to the largest. Our time budget does not apply, and
-each rank tunes for itself, because the kernels talk to no other rank. A separate file keeps the results for later
-starts.
+In one call the library measures every bucket of token counts up to the largest. Our time budget does not apply. Each
+rank tunes alone, because these kernels do not communicate. A separate file keeps the results for later starts.
 """
 
 import logging
@@ -22,10 +21,10 @@ logger = logging.getLogger(__name__)
 
 
 class LibraryTuner:
-    """Tunes the layers of one process, once per shape, and reads the file once. Ask `should_autotune` first."""
+    """Tunes the layers of one process, once per shape, and reads the file once. Call `should_autotune` first."""
 
     def __init__(self, folder: Path | None, ranks: Group) -> None:
-        """`folder` holds the library's file; None keeps nothing."""
+        """`folder` holds the library's file; None stores nothing."""
         self._file = None if folder is None else folder / f"flashinfer-rank{ranks.rank}.json"
         self._tuned: set[TuneKey] = set()
         self._is_read = False
@@ -47,7 +46,7 @@ class LibraryTuner:
         return True
 
     def read_kept(self, runner: MoeRunner, info: MoeQuantInfo) -> None:
-        """Hand the library what it found at an earlier start; measures nothing."""
+        """Load the library's results of an earlier start. Measures nothing."""
         if self._is_read or self._file is None or not self._file.is_file():
             return
         context = load_backend(runner.backend).library_tuning(info)
@@ -56,7 +55,7 @@ class LibraryTuner:
                 self._is_read = True
 
     def _make_room(self) -> Path | None:
-        """The file, in a folder that exists; None, with a warning, if the folder cannot be made."""
+        """Make the folder and return the file's path; None, with a warning, if that fails."""
         if self._file is not None:
             try:
                 self._file.parent.mkdir(parents=True, exist_ok=True)

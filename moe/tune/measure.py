@@ -1,7 +1,7 @@
 """Measures one tactic of one layer on this rank, and compares it with the reference. Chooses nothing.
 
-Tokens are laid out beforehand as a transport would have left them (`dispatch.loopback`); neither dispatch nor combine
-is timed. Shape letters: T tokens, K top-k, H hidden.
+Tokens are put into the transport's layout beforehand (`dispatch.loopback`); dispatch and combine are not timed.
+Shape letters: T tokens, K top-k, H hidden.
 """
 
 import concurrent.futures
@@ -31,8 +31,8 @@ from moe.tune.policy import Batch
 from moe.types import DispatchOutput, MoeQuantInfo, StandardDispatchOutput
 
 _ROUNDS = 5
-_HOPELESS = 1.3  # times the fastest so far
-_MANY_INPUTS, _FEW_INPUTS = 8, 2  # few tokens visit few experts: different ones each time, so that no L2 holds them
+_HOPELESS = 1.3  # stop measuring a tactic that takes this many times as long as the fastest so far
+_MANY_INPUTS, _FEW_INPUTS = 8, 2  # few tokens use few experts: vary them, or they stay in the L2
 _CHECKED_TOKENS = 1024
 _FIRST_WAIT_CYCLES, _LAST_WAIT_CYCLES = 1 << 21, 1 << 25  # of the GPU, about 1 and 17 ms
 _MAX_THREADS = 16
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Inputs:
-    """What one token count is measured with, and what the checked rows of the first input are and should give."""
+    """The inputs for one token count, and the checked rows of the first input with their expected outputs."""
 
     dispatched: list[DispatchOutput]
     first: list[tuple[DispatchFormat, AnyExchange, DispatchOutput]]
@@ -53,7 +53,7 @@ class _Inputs:
 
 
 class Measurer:
-    """One layer's tactics."""
+    """Measures and checks the tactics of one layer."""
 
     def __init__(self, runner: MoeRunner, info: MoeQuantInfo, experts: ExpertWeights, topology: Topology) -> None:
         self._runner, self._info, self._experts, self._topology = runner, info, experts, topology
@@ -64,7 +64,7 @@ class Measurer:
         self.num_measured = 0
 
     def warm_up(self, batch: Batch, seconds: float) -> Batch:
-        """Compile side by side where a first run compiles; returns what was not begun when the time was up."""
+        """Compile in parallel if first runs compile. Returns the part of the batch not started when time ran out."""
         if not self._backend.compiles_tactics:
             return ()
         if seconds <= 0:
@@ -72,7 +72,7 @@ class Measurer:
         end = time.monotonic() + seconds
         for _, num_tokens in batch:
             self._inputs_for(num_tokens)
-        self._run_once(*batch[0])  # what a library sets up once is set up by one thread
+        self._run_once(*batch[0])  # one thread alone does the library's one-time setup
         pool = concurrent.futures.ThreadPoolExecutor(min(_MAX_THREADS, usable_cpus()))
         futures = [pool.submit(self._run_once, tactic, num_tokens) for tactic, num_tokens in batch[1:]]
         concurrent.futures.wait(futures, timeout=max(0.0, end - time.monotonic()))
@@ -80,7 +80,7 @@ class Measurer:
         return [entry for entry, future in zip(batch[1:], futures, strict=True) if future.cancelled()]
 
     def run_as_served(self, num_tokens: int) -> None:
-        """One call as in serving, with logits if the backend routes itself: a library's tactics depend on them."""
+        """One call as in serving, with logits if the kernel routes: the library's choice of tactics depends on that."""
         config, backend = self._runner.config, self._backend
         x_TH, topk = self._tokens(num_tokens, 0)
         for dispatch_format in self._runner.dispatch_formats:
@@ -96,7 +96,7 @@ class Measurer:
                 self._runner.run(dispatched, self._info)
 
     def seconds(self, tactic: Tactic, num_tokens: int) -> float:
-        """Of one call, the median of several rounds; infinite if the tactic does not run here."""
+        """Time of one call: the median of several rounds, infinite if the tactic does not run here."""
         self.num_measured += 1
 
         def measure() -> float:
@@ -115,9 +115,9 @@ class Measurer:
         return self._or_infinite(measure, tactic, num_tokens)
 
     def error(self, tactic: Tactic, num_tokens: int) -> float:
-        """The largest relative error of any checked token, and of any block of outputs over all of them.
+        """The largest relative error of any checked token, and of any block of outputs over all checked tokens.
 
-        As a share of the error that the self-check allows where it runs the same tactic.
+        As a fraction of the tolerance that the self-check has for this tactic.
         """
         return self._or_infinite(lambda: self._error(tactic, num_tokens), tactic, num_tokens)
 
@@ -143,7 +143,7 @@ class Measurer:
         return worst
 
     def _case(self, info: MoeQuantInfo, dispatch_format: DispatchFormat, num_tokens: int) -> CheckCase:
-        """The self-check's way of running so many tokens."""
+        """The self-check's case for this number of tokens."""
         cases = self._backend.check_cases(info, self._experts.format_name, self._runner.config, dispatch_format)
         return next(case for case in cases if case.max_tokens is None or num_tokens <= case.max_tokens)
 
@@ -159,12 +159,12 @@ class Measurer:
         return self._backend.with_choice(self._info, {str(num_tokens): tactic})
 
     def _run_once(self, tactic: Tactic, num_tokens: int) -> None:
-        """In a thread; a tactic that fails here fails again when it is measured, and is told of then."""
+        """Run in a thread. Errors are ignored: the tactic fails again when it is measured, and is reported then."""
         with contextlib.suppress(Exception), self._device():
             self._calls(tactic, num_tokens)[0]()
 
     def _device(self) -> contextlib.AbstractContextManager[None]:
-        """Makes the layer's GPU the one of this thread: kernels are launched on that."""
+        """Make the layer's GPU the current device of this thread, so that kernels launch there."""
         device = self._topology.device
         return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
@@ -195,9 +195,9 @@ class Measurer:
         return _Inputs(dispatched, first, rows, x_TH[rows], StandardTopK(topk.weights[rows], topk.ids[rows]), {})
 
     def _tokens(self, num_tokens: int, seed: int) -> tuple[torch.Tensor, StandardTopK]:
-        """Random tokens, each to different experts of all ranks, all alike popular; the first to one of this rank,
+        """Random tokens with uniform routing over the experts of all ranks.
 
-        another one every time, so that no expert stays in the L2.
+        The first token has a local expert, a different one for each seed, so that no expert stays in the L2.
         """
         config, device = self._runner.config, self._topology.device
         g = torch.Generator(device).manual_seed(1000 * num_tokens + seed)
@@ -210,7 +210,7 @@ class Measurer:
         return x_TH.to(config.dtype), StandardTopK(weights_TK, scores.topk(config.top_k).indices.int())
 
     def _cuda_round(self, calls: list[Callable[[], object]]) -> float:
-        """By events around all calls, queued while the GPU waits: the host's own time is not in it."""
+        """Time by CUDA events. All calls are queued while the GPU waits, so the host's time does not count."""
         while True:
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             torch.cuda._sleep(self._wait_cycles)
@@ -233,7 +233,7 @@ def _host_round(calls: list[Callable[[], object]]) -> float:
 
 
 def _median_round(one_round: Callable[[], float], fastest: float) -> float:
-    """Of several rounds, or of one that is far slower than the `fastest` tactic before it."""
+    """Median of several rounds; only one round if it is far slower than the `fastest` tactic so far."""
     seconds = [one_round()]
     if seconds[0] <= _HOPELESS * fastest:
         seconds += [one_round() for _ in range(_ROUNDS - 1)]
@@ -241,7 +241,7 @@ def _median_round(one_round: Callable[[], float], fastest: float) -> float:
 
 
 def _largest_error(got_RH: torch.Tensor, want_RH: torch.Tensor) -> float:
-    """Relative, of any token, and of any block of outputs over all tokens."""
+    """The largest relative error of any token, and of any block of outputs over all tokens."""
     difference_RH = got_RH - want_RH
     worst = _largest_ratio(difference_RH.norm(dim=1), want_RH.norm(dim=1))
     for difference, want in zip(difference_RH.split(BLOCK, 1), want_RH.split(BLOCK, 1), strict=True):
@@ -250,14 +250,14 @@ def _largest_error(got_RH: torch.Tensor, want_RH: torch.Tensor) -> float:
 
 
 def _largest_ratio(difference: torch.Tensor, size: torch.Tensor) -> float:
-    """NaN counts as infinite; where nothing is expected, nothing may come."""
+    """The largest difference / size. NaN counts as infinite; where the expected size is 0, so must the result be."""
     ratio = torch.where(size > 0, difference / size, torch.where(difference > 0, math.inf, 0.0))
     return float(torch.where(difference.isnan(), math.inf, ratio).max())
 
 
 @contextlib.contextmanager
 def _new_memory_is_nan() -> Iterator[None]:
-    """Torch fills what it allocates: results that a kernel forgot to write cannot be a former call's right ones."""
+    """Make torch fill new memory with NaN, so that outputs a kernel did not write cannot pass as correct."""
     was_on = torch.are_deterministic_algorithms_enabled()
     warned_only = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)

@@ -1,7 +1,7 @@
-"""Policy of tuning: which token counts are tuned, who decides, when to stop, what is kept. Knows no kernel library.
+"""Tuning policy: which token counts are tuned, who decides, when to stop, what is cached. Independent of libraries.
 
-Tuning chooses tactics inside one backend, on the local shape after dispatch and with the transport left out, so no rank
-waits for another inside a measurement. All ranks tune in step if any misses its cache; the slowest rank's time counts;
+Tuning chooses tactics inside one backend, on the local shape after dispatch and without the transport, so no rank waits
+for another during a measurement. If any rank misses its cache, all ranks tune together. The slowest rank's time counts;
 rank 0 decides, watches the clock, tells the others and writes to disk.
 """
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 MAX_TOKEN_COUNTS = 8
-BUDGET_S = 50.0  # a minute at most, with what is under way when the time is up
+BUDGET_S = 50.0  # under a minute, including the measurement that runs when the time is up
 _MEASURE_SHARE = 0.8  # of the budget; the rest is for comparing the winners with the reference
 _WARM_UP_SHARE = 0.5  # of the time left, before each round of measurements
 
@@ -39,9 +39,9 @@ def should_autotune(backend: MoeBackend, a2a: MoeA2ABackend) -> bool:
 
 
 def tuning_token_counts(max_num_batched_tokens: int, max_num_seqs: int) -> tuple[int, ...]:
-    """At most eight: 1, the largest decode batch, the largest step, and powers of two at even ratios between them.
+    """At most eight token counts: 1, the largest decode batch, the largest step, and powers of two spread between.
 
-    Give the scheduler's own limits: a tactic must exist for every step it can make, and none beyond is measured.
+    The arguments are the scheduler's limits, so every possible step has a tactic and nothing larger is measured.
     """
     if not 1 <= max_num_seqs <= max_num_batched_tokens:
         raise MoeConfigError(
@@ -60,14 +60,14 @@ def tuning_token_counts(max_num_batched_tokens: int, max_num_seqs: int) -> tuple
 
 
 class Group(Protocol):
-    """What the ranks of one group say to each other while tuning. Every rank makes the same calls."""
+    """Communication among the ranks of a group while tuning. Every rank makes the same calls."""
 
     @property
     def rank(self) -> int:
         """This rank."""
 
     def max(self, values: list[float]) -> list[float]:
-        """Element by element over all ranks."""
+        """Element-wise maximum over all ranks."""
 
     def broadcast(self, value: T) -> T:
         """Rank 0's value."""
@@ -121,12 +121,12 @@ def _no_warm_up(batch: Batch, seconds: float) -> Batch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tuning:
-    """One layer's tuning; everything runs this rank's experts alone.
+    """Callbacks to tune one layer; all run this rank's experts only.
 
-    propose(num_tokens, measured): the next tactics, as `Backend.tactics` says.
-    measure(tactic, num_tokens): seconds, infinite where it does not run.
-    error(tactic, num_tokens): against the reference, as a share of what is allowed; NaN counts as infinite.
-    warm_up(batch, seconds): makes the measurements of a batch quick; returns what it had no time for, to be left out.
+    propose(num_tokens, measured): the next tactics (see `Backend.tactics`).
+    measure(tactic, num_tokens): seconds, infinite if the tactic does not run.
+    error(tactic, num_tokens): error against the reference as a fraction of the tolerance; NaN counts as infinite.
+    warm_up(batch, seconds): compiles a batch of tactics; returns those it had no time for, which are left out.
     """
 
     key: TuneKey
@@ -137,7 +137,7 @@ class Tuning:
 
 
 def kept_choice(key: TuneKey, cache: TuningCache, ranks: Group) -> TacticTable | None:
-    """Rank 0's kept choice if every rank has one, else None on every rank. Measures nothing."""
+    """Rank 0's cached choice if every rank has one, else None on every rank. Measures nothing."""
     kept = cache.load(key)
     anyone_misses = ranks.max([float(kept is None)])[0] > 0
     return None if anyone_misses else ranks.broadcast(kept)
@@ -151,13 +151,13 @@ def tune(
     budget_s: float = BUDGET_S,
     clock: Callable[[], float] = time.monotonic,
 ) -> TacticTable:
-    """The kept choice, or a new one measured by all ranks in step and written by rank 0.
+    """The cached choice, or a new one that all ranks measure together and rank 0 writes.
 
-    When the budget is spent, tactics not yet measured are left out, with a warning; a token count of which none was
-    measured stays untuned. Where nothing at all was measured, nothing is written: a later run may have the time.
+    When the budget is spent, the remaining tactics are left out, with a warning; a token count without any measurement
+    stays untuned. If nothing was measured at all, nothing is written, so that a later run can try again.
 
     Raises:
-        MoeConfigError: no tactic computes what the reference computes, at one of the token counts.
+        MoeConfigError: at one of the token counts, no tactic agrees with the reference.
     """
     kept = kept_choice(tuning.key, cache, ranks)
     if kept is not None:
@@ -192,7 +192,7 @@ def _measure_all(
 
 
 def _next_batch(tuning: Tuning, seconds: Mapping[int, Mapping[Tactic, float]]) -> list[tuple[Tactic, int]]:
-    """Proposals not measured yet, the first of every token count before the second of any: time may end anywhere."""
+    """Proposals not measured yet, round-robin over token counts, because time may run out at any point."""
     columns = [
         [(tactic, count) for tactic in tuning.propose(count, measured) if tactic not in measured]
         for count, measured in seconds.items()
@@ -201,7 +201,7 @@ def _next_batch(tuning: Tuning, seconds: Mapping[int, Mapping[Tactic, float]]) -
 
 
 def _best(tuning: Tuning, num_tokens: int, seconds: Mapping[Tactic, float], ranks: Group) -> Tactic:
-    """Fastest on the slowest rank, if it is right on every rank; else the next; the untuned way last."""
+    """The fastest tactic, by the slowest rank's time, that is correct on every rank; the untuned one comes last."""
     order = sorted((tactic for tactic, time_s in seconds.items() if time_s < math.inf), key=seconds.__getitem__)
     untuned = tuning.propose(num_tokens, {})[0]
     for tactic in ranks.broadcast(list(dict.fromkeys([*order, untuned]))):

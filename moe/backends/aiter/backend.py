@@ -2,7 +2,7 @@
 
 Plain SwiGLU without biases; in MXFP4 also GPT-OSS's clamped SwiGLU with biases (`gpt_oss.py`).
 
-One runner core for all transports; how they reach it is in `permutes.py`. The kernel never sees an id of -1.
+One runner core serves all transports; the permutes are in `permutes.py`. The kernel never gets an id of -1.
 Shape letters: E global experts, L local experts, R rows, K top-k, H hidden, I intermediate.
 """
 
@@ -39,8 +39,8 @@ from moe.types import RunState
 
 NAME = MoeBackend.AITER
 BOTH_ARCHS = ("gfx942", "gfx950")
-# Tolerances are for the worst token and block: bf16 inside the kernel moves some activations to the next step of the
-# second quantizer. Seen with rounding emulated: 0.04 for FP8, 0.2 for MXFP4, whose steps are up to half a value.
+# Tolerances for the worst token and block: bf16 inside the kernel moves some activations to the next step of the second
+# quantizer. With emulated rounding the error is 0.04 for FP8 and 0.2 for MXFP4, whose steps are up to half a value.
 FORMATS = MappingProxyType({
     "bf16": FormatSupport(archs=BOTH_ARCHS, multiples=(32, 32)),
     "fp8_block": FormatSupport(
@@ -55,8 +55,8 @@ FORMATS = MappingProxyType({
         tolerance=3e-1,
     ),
 })  # fmt: skip
-# With GPT-OSS's activation sizes are padded and biases read. The library keeps activations in bf16 on few rows and
-# rounds them to FP8 on many; the reference does not round. With FP8 emulated, the error of a whole layer is 0.06.
+# With GPT-OSS's activation, sizes are padded and biases are added. The library keeps activations in bf16 for few rows
+# and rounds them to FP8 for many; the reference does not round. With emulated FP8 the error of a layer is 0.06.
 GPT_OSS_MXFP4 = replace(FORMATS["mxfp4"], multiples=None, takes_biases=True, activation_quant=None, tolerance=1.2e-1)
 
 
@@ -70,7 +70,7 @@ class AiterQuant(enum.StrEnum):
 
 
 class Arrival(enum.Enum):
-    """How tokens reach the experts."""
+    """Number format in which tokens reach the experts."""
 
     BF16 = "bf16"
     FP8 = "fp8"
@@ -86,9 +86,9 @@ _MATCHING_ARRIVAL = {"fp8_block": Arrival.FP8, "mxfp4": Arrival.FP4}
 
 
 def resolve_quant(format_name: str, arrival: Arrival) -> tuple[AiterQuant, bool]:
-    """(quantization the kernel runs, whether tokens are first brought back to bf16).
+    """(quantization that the kernel runs, whether tokens are dequantized to bf16 first).
 
-    Quantized weights decide; tokens that arrive in another format are up-cast. With bf16 weights the tokens decide.
+    Quantized weights decide, and tokens in another format are dequantized. With bf16 weights the tokens decide.
     """
     if format_name == "bf16":
         by_tokens = {
@@ -101,7 +101,7 @@ def resolve_quant(format_name: str, arrival: Arrival) -> tuple[AiterQuant, bool]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AiterKernel:
-    """The fused kernel of the installed release with its enums, imported once, at load."""
+    """The fused kernel of the installed release and its enums, imported once at load."""
 
     fused_moe: Callable[..., torch.Tensor]
     quant_types: object
@@ -110,10 +110,10 @@ class AiterKernel:
 
     @classmethod
     def resolve(cls, arguments: frozenset[str] = frozenset()) -> "AiterKernel":
-        """Import the package; `arguments` are those that this path needs beyond the ones every path needs.
+        """Import the package. `arguments` are those that only this path needs.
 
         Raises:
-            UnsupportedPathError: it lacks an argument that is used here.
+            UnsupportedPathError: the installed release lacks an argument that is needed.
         """
         library = importlib.import_module("aiter")
         fused_moe = importlib.import_module("aiter.fused_moe").fused_moe
@@ -148,10 +148,10 @@ class AiterMoeQuantInfo:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AiterCoreInput:
-    """Rows [R, H] with the scales they came with, int32 ids [R, K] in the id space of `mask`, fp32 weights [R, K].
+    """Rows [R, H] with their scales if quantized, int32 ids [R, K] in the id space of `mask`, fp32 weights [R, K].
 
-    With a mask, ids and weights have an extra column, [R, K + 1], that visits no expert (see `permutes.py`). Only
-    the first `num_rows` (int32 [1]) rows are real; all of them if it is None.
+    With a mask, ids and weights have an extra column, [R, K + 1], without an expert (see `permutes.py`). Only the first
+    `num_rows` (int32 [1]) rows are real; all of them if it is None.
     """
 
     x_RH: torch.Tensor
@@ -174,7 +174,7 @@ class AiterBackend(Backend[AiterMoeQuantInfo]):
     transports = tuple(transport for transport in MoeA2ABackend if transport.supports_aiter)
 
     def format_support(self, format_name: str, config: MoeRunnerConfig) -> FormatSupport | None:
-        """In MXFP4 the kernels differ by activation."""
+        """MXFP4 has different kernels for each activation."""
         is_gpt_oss = _is_gpt_oss(format_name, config.activation)
         return GPT_OSS_MXFP4 if is_gpt_oss else super().format_support(format_name, config)
 
@@ -191,19 +191,19 @@ class AiterBackend(Backend[AiterMoeQuantInfo]):
         knows_input_scale: bool = False,
         can_send_nvfp4: bool = False,
     ) -> DispatchDtype:
-        """FP8 over mori to FP8 blocks: the groups of 128 columns are those that the GEMM reads."""
+        """FP8 with mori and FP8 block weights, because the GEMM reads the same groups of 128 columns."""
         is_mori = dispatch_format in (DispatchFormat.MORI_NORMAL, DispatchFormat.MORI_LL)
         return DispatchDtype.FP8 if is_mori and format_name == "fp8_block" else DispatchDtype.BF16
 
     def layer_bytes(self, format_name: str, config: MoeRunnerConfig, device: Device) -> int:
-        """As stored, but for GPT-OSS, whose sizes are padded."""
+        """The stored size, except for GPT-OSS, whose sizes are padded."""
         if not _is_gpt_oss(format_name, config.activation):
             return super().layer_bytes(format_name, config, device)
         sizes = (config.hidden_size, config.intermediate_size)
         return config.num_local_experts * padded_expert_bytes(*sizes, has_bias=config.has_biases)
 
     def lay_out(self, experts: ExpertWeights, config: MoeRunnerConfig, topology: Topology) -> AiterMoeQuantInfo:
-        """Shuffle weights and scales; on gfx942 FP8 changes to AMD's older variant.
+        """Shuffle weights and scales; on gfx942, convert FP8 to AMD's older variant.
 
         Raises:
             UnsupportedPathError: the installed release is too old.
@@ -235,10 +235,9 @@ def _is_gpt_oss(format_name: str, activation: Activation) -> bool:
 
 
 def expert_mask(num_ids: int, owned: range, device: torch.device) -> torch.Tensor:
-    """int32 [num_ids + 1]: 1 for the experts on this rank; the extra last id is the sink, which visits no expert.
+    """int32 [num_ids + 1]: 1 for the experts on this rank. The extra last id is the sink, which is always masked.
 
-    The kernel reads the number of ids from the mask's length, so every id up to the sink is valid; masked ids cost
-    nothing.
+    The kernel takes the number of ids from the mask's length, so the sink is a valid id. Masked ids cost nothing.
     """
     mask = torch.zeros(num_ids + 1, dtype=torch.int32, device=device)
     mask[owned.start : owned.stop] = 1

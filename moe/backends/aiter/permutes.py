@@ -1,8 +1,8 @@
-"""From every transport's layout to aiter's rows and ids. What comes back has the transport's own layout.
+"""Pre-permutes from every transport's layout to aiter's rows and ids. Results are in the transport's layout already.
 
-aiter has two kinds of calls. Without an expert mask all ids are experts of this rank, no two of a row alike. With one
-it expects a last column of ids that are always masked, and subtracts one from top-k before it looks up tuned kernels: a
-mask without that column finds none, and with top-1 it divides by zero. Neither kind knows -1.
+aiter has two kinds of calls. Without an expert mask, all ids must be experts of this rank, and distinct within a row.
+With a mask, the last column must hold ids that are always masked: aiter subtracts one from top-k before it looks up
+tuned kernels, so without that column it finds none, and with top-1 it divides by zero. Neither kind supports -1.
 Shape letters: T tokens, R received rows, K top-k, L local experts, M rows per expert, H hidden.
 """
 
@@ -24,9 +24,9 @@ Routed = tuple[torch.Tensor, torch.Tensor]
 
 
 def with_sink(ids_RK: torch.Tensor, weights_RK: torch.Tensor, mask: torch.Tensor) -> Routed:
-    """int32 ids and weights [R, K + 1] for a masked call: -1 and the last column are the sink, the mask's last id.
+    """int32 ids and weights [R, K + 1] for a masked call: -1 and the last column become the sink, the mask's last id.
 
-    Scalars instead of tensors keep it capturable: nothing is copied from the host.
+    Uses scalars instead of tensors, so nothing is copied from the host and graphs can capture it.
     """
     sink = mask.shape[0] - 1
     ids = torch.nn.functional.pad(torch.where(ids_RK < 0, sink, ids_RK).to(torch.int32), (0, 1), value=sink)
@@ -34,9 +34,9 @@ def with_sink(ids_RK: torch.Tensor, weights_RK: torch.Tensor, mask: torch.Tensor
 
 
 def without_holes(ids_RK: torch.Tensor, weights_RK: torch.Tensor, num_experts: int) -> Routed:
-    """int32 ids and weights [R, K] for a call without a mask: a slot of -1 gets an expert with weight 0.
+    """int32 ids and weights [R, K] for a call without a mask: -1 becomes an expert with weight 0.
 
-    Each gets a different expert that the row does not visit: of two equal ids in a row, aiter's sorting keeps only one.
+    Each -1 becomes a different expert that is not in the row yet, because aiter's sorting drops repeated ids of a row.
     """
     num_candidates = min(num_experts, 2 * ids_RK.shape[1] - 1)  # among this many, K are free
     candidates_C = torch.arange(num_candidates, device=ids_RK.device)
@@ -49,7 +49,7 @@ def without_holes(ids_RK: torch.Tensor, weights_RK: torch.Tensor, num_experts: i
 
 
 def routed(ids_RK: torch.Tensor, weights_RK: torch.Tensor, mask: torch.Tensor | None, num_experts: int) -> Routed:
-    """Ids and weights in the form for a call with `mask`, or without one."""
+    """Ids and weights for a call with `mask`, or without one if it is None."""
     if mask is None:
         return without_holes(ids_RK, weights_RK, num_experts)
     return with_sink(ids_RK, weights_RK, mask)
@@ -108,7 +108,7 @@ def mori_to_aiter(
 ) -> AiterCoreInput:
     """Global ids; rows past the received count are never read.
 
-    mori sends no -1: such a slot arrives as an expert that the row may visit anyway, with weight 0.
+    mori sends no -1: such a slot arrives with weight 0 and an expert id that the row may have twice.
     """
     del state
     mask, weights_RK = quant_info.global_mask, dispatched.topk_weights

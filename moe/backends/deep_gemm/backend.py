@@ -1,7 +1,7 @@
 """DeepGEMM: grouped FP8 GEMMs with 128x128 weight blocks and a scale per token and 128 columns. SM90 and SM100.
 
-The runner core knows two layouts, masked (rows per expert, counts on the device) and contiguous (segments of 128
-rows); how transports reach them is in `permutes.py`. Weights stay [gate; up] as loaded.
+The runner core has two layouts, masked (rows per expert, counts on the device) and contiguous (segments of 128 rows);
+the permutes are in `permutes.py`. Weights stay [gate; up] as loaded.
 Shape letters: E local experts, M rows per expert, R rows, H hidden, I intermediate.
 """
 
@@ -32,7 +32,7 @@ from moe.topology import Topology
 from moe.types import RunState
 
 NAME = MoeBackend.DEEP_GEMM
-SEGMENT = 128  # rows of an expert's segment in the contiguous layout are a multiple of this
+SEGMENT = 128  # in the contiguous layout, the rows of an expert's segment are a multiple of this
 RESULT_DTYPE = torch.bfloat16  # the kernels write nothing else
 ARCHS = ("sm90", "sm100", "sm103")
 # Newest name first.
@@ -86,7 +86,7 @@ def _first_of(library: ModuleType, names: tuple[str, ...]) -> Callable[..., obje
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeepGemmMoeQuantInfo:
-    """e4m3 weights [E, 2I, H] and [E, H, I] with their scales in the kernel's form (see `deep_gemm_layout`)."""
+    """e4m3 weights [E, 2I, H] and [E, H, I] with their scales in the kernel's form (see `moe.layouts.deep_gemm`)."""
 
     w13: torch.Tensor
     w13_scale: torch.Tensor
@@ -118,7 +118,7 @@ class ContiguousInput:
 
 @register_backend
 class DeepGemmBackend(Backend[DeepGemmMoeQuantInfo]):
-    """FP8 block experts, quantizing activations on the way."""
+    """FP8 block experts with dynamically quantized activations."""
 
     name = NAME
     auto_order = 40
@@ -153,7 +153,7 @@ class DeepGemmBackend(Backend[DeepGemmMoeQuantInfo]):
         return DispatchDtype.FP8_UE8M0 if _wants_ue8m0(device) else DispatchDtype.FP8
 
     def as_computed(self, experts: ExpertWeights, topology: Topology) -> ExpertWeights:
-        """On SM100 with power-of-two scales."""
+        """On SM100, the weights with power-of-two scales."""
         if not _wants_ue8m0(topology.device):
             return experts
         w13, w2 = matrices(experts, Fp8BlockWeight, topology.device)

@@ -25,7 +25,7 @@ from moe.types import (
     StandardDispatchOutput,
 )
 
-MASKED_UP_TO = 256  # tokens: below, room for all of them at every expert costs less than asking the device for counts
+MASKED_UP_TO = 256  # tokens; up to here, room for all tokens at every expert costs less than reading the counts
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
-"""What the FlashInfer backends share: import on first use, the version gate, device probe and argument detection.
+"""Shared by the FlashInfer backends: import on first use, version check, device architecture, argument detection.
 
-Nothing here runs at import; without FlashInfer the backends still register, answer `supports()` and are explained.
+Nothing here runs at import. Without FlashInfer the backends still register, answer `supports()` and can be explained.
 """
 
 import functools
@@ -49,7 +49,7 @@ def library(submodule: str = "") -> ModuleType:
 
 
 def device_arch(device: torch.device) -> str:
-    """Compute capability as 'sm90', asked the way the library itself asks."""
+    """Compute capability such as 'sm90', from the library's own function."""
     major, minor = library("utils").get_compute_capability(device)
     return f"sm{major}{minor}"
 
@@ -63,7 +63,7 @@ def tuning_context(cache_file: Path | None, *, measure: bool) -> AbstractContext
 
 
 def takes(function: Callable[..., object], parameter: str) -> bool:
-    """Whether the installed release's `function` has an option that came, or may go, with releases."""
+    """Whether `function` of the installed release has this parameter."""
     return parameter in _parameters(function)
 
 
@@ -72,24 +72,24 @@ def _parameters(function: Callable[..., object]) -> frozenset[str]:
     return frozenset(inspect.signature(function).parameters)
 
 
-# Static FP8 and NVFP4 activations sit on coarse steps: a last-bit difference before the second quantizer moves some by
-# a whole step, and the kernels divide by approximate reciprocals. Hence their tolerances.
+# Tolerances of static FP8 and NVFP4: their steps are coarse, so a last-bit difference before the second quantizer moves
+# some activations by a whole step, and the kernels divide by approximate reciprocals.
 FP8_BLOCK = FormatSupport(activation_quant=activation_quant.fp8_groups, tolerance=6e-2)
 FP8_TENSOR = FormatSupport(activation_quant=activation_quant.fp8_static, tolerance=6e-2)
 NVFP4 = FormatSupport(activation_quant=activation_quant.nvfp4_static, tolerance=1.5e-1)
 
 
 class FlashinferBackend(Backend[Info]):
-    """A backend whose kernels take and give bf16; quantized activations have one static scale for the layer.
+    """A backend whose kernels have bf16 inputs and outputs; static activation scales are the same for the whole layer.
 
-    `minimum_version`: the oldest release whose calls it knows.
+    `minimum_version`: the oldest supported release.
     """
 
     package = "flashinfer"
     minimum_version: ClassVar[Version] = OLDEST
 
     def missing_package(self) -> str | None:
-        """The package, or a newer release of it."""
+        """The package, or a newer release of it, if that is needed."""
         installed = flashinfer_version()
         if installed is None or not self.is_installed():
             return not_installed("flashinfer")
@@ -99,15 +99,15 @@ class FlashinferBackend(Backend[Info]):
         return f"flashinfer-python {wanted} or newer and found {found}: pip install 'flashinfer-python>={wanted}'"
 
     def lacks(self) -> str | None:
-        """Also the compiler that it needs at run time, unless compiled kernels are installed."""
+        """Also the compiler that the library needs at run time, unless compiled kernels are installed."""
         return self.missing_package() or _missing_compiler()
 
     def arch_of(self, device: torch.device) -> str | None:
-        """As the library sees it."""
+        """Architecture by the library's own function."""
         return device_arch(device)
 
     def as_computed(self, experts: ExpertWeights, topology: Topology) -> ExpertWeights:
-        """With the layer's activation scales where the format has static ones."""
+        """The experts with the layer's activation scales, if the format has static ones."""
         if experts.format_name in ("fp8_tensor", "nvfp4"):
             return with_layer_input_scales(experts, topology)
         return experts
@@ -135,7 +135,7 @@ def swiglu_tensors(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """(alpha, beta, limit), each fp32 [E] filled with one number, or three None for plain SwiGLU.
 
-    All or none: a kernel that gets one of them runs its general form and fills in defaults for the others.
+    All three or none: given only one, a kernel would use its own defaults for the others.
     """
     if activation.is_plain:
         return None, None, None

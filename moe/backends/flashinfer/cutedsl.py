@@ -1,4 +1,4 @@
-"""NVFP4 experts on FlashInfer's CuTe-DSL kernels (SM100), in two layouts that must never be mixed up.
+"""NVFP4 experts on FlashInfer's CuTe-DSL kernels (SM100), in two incompatible layouts.
 
 v1 (DeepEP low latency): masked grouped GEMMs over [E, M, H] slots, w13 as [gate; up], one alpha per expert.
 v2 (no transport, or FlashInfer's): one fused wrapper over tokens and ids, w13 as [up; gate] in groups of 64 rows.
@@ -59,7 +59,7 @@ class Wrapper(Protocol):
 class DownGemmOverlap:
     """Lets v1's second GEMM share the GPU with the combine that waits for it.
 
-    `num_sms` of the GPU are used; `signals` int32 tell the combine which tiles are done; `start_event` is recorded
+    The GEMM uses `num_sms` SMs. `signals` (int32) tell the combine which tiles are done. `start_event` is recorded
     right before the GEMM.
     """
 
@@ -109,7 +109,7 @@ class CuteDslFp4MoeQuantInfo:
 
 
 def is_flashinfer_cutedsl_v1_path(backend: MoeBackend, a2a: MoeA2ABackend) -> bool:
-    """The one place that tells v1 from v2."""
+    """Whether a path uses v1; all other paths use v2."""
     return backend is NAME and a2a is MoeA2ABackend.DEEPEP
 
 
@@ -141,20 +141,20 @@ class FlashinferCutedslBackend(common.FlashinferBackend[CuteDslFp4MoeQuantInfo])
         knows_input_scale: bool = False,
         can_send_nvfp4: bool = False,
     ) -> DispatchDtype:
-        """NVFP4 where the sender can quantize."""
+        """NVFP4 if the sender can quantize."""
         if dispatch_format in (DispatchFormat.STANDARD, DispatchFormat.DEEPEP_NORMAL):
             return DispatchDtype.BF16
         return DispatchDtype.NVFP4 if can_send_nvfp4 and knows_input_scale else DispatchDtype.BF16
 
     def as_computed(self, experts: ExpertWeights, topology: Topology) -> ExpertWeights:
-        """One activation scale for the layer, but in v1 the second GEMM keeps one per expert."""
+        """The experts with one activation scale for the layer, except that v1's second GEMM has one per expert."""
         seen = super().as_computed(experts, topology)
         if is_flashinfer_cutedsl_v1_path(NAME, topology.a2a):
             return replace(seen, w2=experts.w2)
         return seen
 
     def dispatch_quantizer(self, quant_info: CuteDslFp4MoeQuantInfo) -> Quantize | None:
-        """The one that v2 runs on bf16 tokens; v1's transport quantizes by itself."""
+        """The quantizer that v2 runs on bf16 tokens; None for v1, whose transport quantizes."""
         return functools.partial(_quantize, quant_info) if quant_info.layout is CuteDslLayout.V2 else None
 
     def library_tuning(self, quant_info: CuteDslFp4MoeQuantInfo) -> LibraryTuning | None:
@@ -178,7 +178,7 @@ class FlashinferCutedslBackend(common.FlashinferBackend[CuteDslFp4MoeQuantInfo])
 def _prepare_v1(
     experts: ExpertWeights, w13: Nvfp4Weight, w2: Nvfp4Weight, topology: Topology
 ) -> CuteDslFp4MoeQuantInfo:
-    # The sender may quantize, and does not know the receiving expert: w13 has one input scale for the whole layer.
+    # The sender may quantize, and one token goes to several experts: w13 has one input scale for the whole layer.
     input_scale, _ = layer_input_scales(experts, topology)
     mid_scale_E = expert_input_scales(w2)
     scales13, scale13_E = one_scale_nvfp4(w13)
@@ -308,7 +308,7 @@ def _arrived_bf16(dispatched: DeepepLlDispatchOutput) -> torch.Tensor:
 
 
 def _arrived_quantized(dispatched: DeepepLlDispatchOutput) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes (M, H/2, E) and scales (32, 4, M/128, 4, H/64, E), both views with the expert outermost in memory."""
+    """Received codes (M, H/2, E) and scales (32, 4, M/128, 4, H/64, E), both views with E outermost in memory."""
     codes, scale = dispatched.hidden_states, dispatched.hidden_states_scale
     if codes.dtype != torch.uint8 or scale is None:
         raise MoeConfigError(f"{NAME}: the dispatch sent {codes.dtype}, but the layer was prepared for NVFP4 tokens")
@@ -361,7 +361,7 @@ def _quantize(quant_info: CuteDslFp4MoeQuantInfo, x_TH: torch.Tensor) -> tuple[t
 
 
 def _without_holes(topk: StandardTopK, config: MoeRunnerConfig, topology: Topology) -> StandardTopK:
-    """Ids that all exist: a slot without an expert goes, with weight 0, to another rank's expert if there is one."""
+    """Replace ids of -1 by a valid expert with weight 0, on another rank if there is one."""
     elsewhere = topology.expert_range(config.num_experts).stop % config.num_experts
     is_used = topk.ids >= 0
     return StandardTopK(torch.where(is_used, topk.weights, 0.0), torch.where(is_used, topk.ids, elsewhere))

@@ -26,7 +26,7 @@ from moe.types import DispatchOutput, RunState, StandardCombineInput, StandardDi
 
 NAME = MoeBackend.FLASHINFER_CUTLASS
 SM90, SM100 = ("sm90",), ("sm100", "sm103")
-SMALLEST_BLOCK_SCALE = 1e-10  # smaller ones have given NaN on SM90
+SMALLEST_BLOCK_SCALE = 1e-10  # smaller scales gave NaN on SM90
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +48,7 @@ class FlashinferCutlassBf16QuantInfo:
 class FlashinferCutlassFp8BlockQuantInfo:
     """e4m3 weights and fp32 scales [E, 2I/128, H/128], [E, H/128, I/128]; the kernel quantizes activations.
 
-    No profiles: the library sets the tile of this mode by itself, whatever numbers it is given.
+    It has no profiles: in this mode the library ignores profile numbers and sets the tile itself.
     """
 
     w13: torch.Tensor
@@ -209,7 +209,7 @@ def _prepare_nvfp4(experts: ExpertWeights, topology: Topology) -> FlashinferCutl
 
 @functools.singledispatch
 def _kernel_arguments(info: object, x_TH: torch.Tensor) -> dict[str, object]:
-    """What differs between the formats: the input tensor, scales and flags."""
+    """The arguments that differ by format: input tensor, scales and flags."""
     del x_TH
     raise MoeConfigError(f"{NAME} cannot run a {type(info).__name__}")
 

@@ -1,7 +1,7 @@
 """MXFP4 experts on FlashInfer, bf16 activations: cutlass mixed GEMM on SM90, TRT-LLM kernel on SM100.
 
-The quant info's type says which kernel its layout belongs to. Routing is always done outside (ids and weights).
-GPT-OSS (biases) is padded to the kernel's tiles; experts without biases (DeepSeek-V4) must fit them.
+The quant info's type says which kernel it is for. Routing always happens outside (ids and weights).
+GPT-OSS (biases) is padded to the kernel's tiles; experts without biases (DeepSeek-V4) must be multiples of them.
 Shape letters: T tokens, E local experts, I intermediate, H hidden; p = padded.
 """
 
@@ -37,7 +37,7 @@ WITH_BIASES = replace(WITHOUT_BIASES, multiples=None, takes_biases=True)
 class FlashinferMxfp4Sm90QuantInfo:
     """Weights for `cutlass_fused_moe`: halves [up; gate], bytes interleaved and scales folded by the library.
 
-    The scale tensors are int32 views of whatever layout the installed release folds to: only its kernel reads them.
+    The scale tensors are int32 views in the layout of the installed release, which only its kernel reads.
     """
 
     w13: torch.Tensor  # u8 [E, 2Ip, Hp/2]

@@ -1,8 +1,8 @@
-"""Tactics of FlashInfer's `cutlass_fused_moe`: a profile number for either GEMM, given with every call.
+"""Tactics of FlashInfer's `cutlass_fused_moe`: a profile number for each GEMM, passed with every call.
 
-Without numbers the library takes the first profile of both lists at any number of tokens (for MXFP4 on SM90 the tile of
-64 weight rows by 16 tokens), unless its own autotuner has run in the same process. Numbers given with the call need no
-tuning context, hold inside CUDA graphs and can be kept on disk; they mean something for one release of the library.
+Without numbers the library uses the first profile of both lists for any number of tokens (for MXFP4 on SM90 a tile of
+64 weight rows by 16 tokens), unless its own autotuner ran in the same process. Numbers passed with the call need no
+tuning context, work inside CUDA graphs and can be stored on disk. They are valid for one release of the library only.
 """
 
 import math
@@ -30,19 +30,19 @@ class Profiles:
     steps: tuple[tuple[int, Pair], ...] = ()
 
     def pick(self, num_tokens: int) -> Pair | None:
-        """The pair of the first bound that is not below `num_tokens`; None if nothing was chosen."""
+        """The pair of the first bound >= `num_tokens`; None if nothing was chosen."""
         if not self.steps:
             return None
         return next((pair for bound, pair in self.steps if num_tokens <= bound), self.steps[-1][1])
 
     def arguments(self, num_tokens: int) -> dict[str, object]:
-        """What to add to the call. The fused reduction is left out: it adds in another order every time."""
+        """Extra arguments of the call. The fused reduction stays off, because its order of addition varies."""
         pair = self.pick(num_tokens)
         return {} if pair is None else {"profile_ids": list(pair), "use_fused_finalize": False}
 
 
 class CutlassWeights(Protocol):
-    """What of a quant info the list of profiles depends on."""
+    """The fields of a quant info that the list of profiles depends on."""
 
     @property
     def w13(self) -> torch.Tensor:
@@ -64,7 +64,7 @@ def profiles_of(choice: TacticTable) -> Profiles:
     """The chosen pairs.
 
     Raises:
-        MoeConfigError: a text that is no pair of numbers.
+        MoeConfigError: a tactic is not a pair of numbers.
     """
     return Profiles(tuple((count, _pair(choice[str(count)])) for count in sorted(map(int, choice))))
 
@@ -81,9 +81,9 @@ def _pair(text: Tactic) -> Pair:
 
 
 def proposals(lists: tuple[Sequence[int], Sequence[int]], measured: Mapping[Tactic, float]) -> list[Tactic]:
-    """The untuned pair and every profile of the first GEMM, then the best of those with every one of the second.
+    """The untuned pair and every profile of the first GEMM; then the best of those with every profile of the second.
 
-    Times of the two GEMMs add up, so the best of each is the best pair.
+    The times of the two GEMMs add up, so the best profiles of each are the best pair.
     """
     if not any(lists):
         return []
@@ -99,9 +99,9 @@ def proposals(lists: tuple[Sequence[int], Sequence[int]], measured: Mapping[Tact
 def profile_lists(info: CutlassWeights, x_dtype: torch.dtype, top_k: int, *, w4_group_scaling: bool = False) -> tuple[
     list[int], list[int]
 ]:  # fmt: skip
-    """Numbers that the installed release can run on the weights `info.w13` and `info.w2`, for either GEMM.
+    """Profile numbers of each GEMM that the installed release can run on `info.w13` and `info.w2`.
 
-    Both empty where the release cannot be told a number.
+    Both lists are empty if the release has no argument for them.
     """
     core = common.library("fused_moe.core")
     if not common.takes(core.cutlass_fused_moe, "profile_ids"):

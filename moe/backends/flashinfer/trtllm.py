@@ -1,6 +1,6 @@
 """FlashInfer's TRT-LLM kernels on SM100: FP8 blocks, FP8 per tensor, NVFP4. They route inside from the gate's logits.
 
-Given ids and weights (a self-check, say) the pre-routed form of the same kernel runs on the same layout.
+Given ids and weights instead (as in the self-check), the pre-routed form of the same kernel runs on the same layout.
 Shape letters: T tokens, E experts, I intermediate, H hidden.
 """
 
@@ -85,7 +85,7 @@ QuantInfo = FlashinferTrtllmFp8BlockQuantInfo | FlashinferTrtllmFp8TensorQuantIn
 
 
 def forced_logits_dtype(format_name: str, routing: RoutingConfig | None, version: common.Version) -> torch.dtype | None:
-    """The only dtype of router logits a kernel takes, or None if it takes bf16 and fp32 as they come."""
+    """The only dtype of router logits that a kernel takes; None if it takes both bf16 and fp32."""
     if format_name == "fp8_tensor":
         return torch.bfloat16
     is_deepseek = routing is not None and routing.method is RoutingMethod.SIGMOID_GROUPED
@@ -109,7 +109,7 @@ class FlashinferTrtllmBackend(common.FlashinferBackend[QuantInfo]):
     routes_inside = True
 
     def unsupported_reason(self, config: MoeRunnerConfig) -> str | None:
-        """Also routing that the kernel computes differently."""
+        """Also refuses routing that the kernel computes differently."""
         return super().unsupported_reason(config) or _unsupported_routing(config.routing)
 
     def router_logits_dtype(self, format_name: str) -> torch.dtype:
@@ -202,7 +202,7 @@ def _prepare_nvfp4(
 
 
 def _weights_and_input(info: QuantInfo, x_TH: torch.Tensor, kernel: Callable[..., object]) -> dict[str, object]:
-    """What differs between the formats."""
+    """The arguments that differ by format."""
     weights: dict[str, object] = {"gemm1_weights": info.w13, "gemm2_weights": info.w2}
     if isinstance(info, FlashinferTrtllmFp8BlockQuantInfo):
         x_q, x_scale = quantize_token_groups(x_TH)

@@ -1,9 +1,9 @@
-"""Experts in plain torch on any device and in every format: the CPU default, and the path everything falls back to.
+"""Experts in plain torch on any device and in every format: the default on CPUs and the fallback everywhere.
 
-Weights are dequantized once at load when they fit the memory budget, else one matrix of one active expert at a time.
-In fp32 on a CPU, with weights that `moe.cpu.linear` packs (all of MXFP4, usually bf16), a token's result does not
-depend on the other tokens of its batch, bit for bit; elsewhere it may differ in the last bits.
-Shape letters: T tokens, K top-k, V visits (slots of [T, K] that have an expert here), E local experts, H hidden,
+Weights are dequantized once at load if they fit the memory budget, else one matrix of one active expert at a time.
+In fp32 on a CPU, with weights that `moe.cpu.linear` packs (all MXFP4, most bf16), the bits of a token's result do not
+depend on the other tokens of its batch. Elsewhere the last bits may differ.
+Shape letters: T tokens, K top-k, V slots of [T, K] whose expert is on this rank, E local experts, H hidden,
 I intermediate, F = 2I.
 """
 
@@ -29,7 +29,7 @@ FP32_TOLERANCE = 1e-5  # fp32 sums in another order than the reference; half pre
 
 @dataclass(frozen=True, slots=True)
 class LazyLinears:
-    """Canonical weights of all experts; `linears[expert]` dequantizes one matrix and forgets it after use."""
+    """Canonical weights of all experts; `linears[expert]` dequantizes one matrix each time."""
 
     weight: Weight
     bias_EN: torch.Tensor | None
@@ -65,7 +65,7 @@ class TorchCoreInput:
 
 @register_backend
 class TorchBackend(Backend[TorchMoeQuantInfo]):
-    """Runs everywhere; slow on GPUs, honest everywhere."""
+    """Runs on every device, but slowly on GPUs."""
 
     name = NAME
     auto_order = 90
@@ -75,14 +75,14 @@ class TorchBackend(Backend[TorchMoeQuantInfo]):
     dtypes = None
 
     def format_support(self, format_name: str, config: MoeRunnerConfig) -> FormatSupport | None:
-        """In fp32 the results are far nearer to the reference."""
+        """In fp32 the tolerance is much lower."""
         support = super().format_support(format_name, config)
         if support is None or config.dtype != torch.float32:
             return support
         return replace(support, tolerance=FP32_TOLERANCE)
 
     def layer_bytes(self, format_name: str, config: MoeRunnerConfig, device: Device) -> int:
-        """Of dequantized weights; where those do not fit, `prepare` keeps the stored form, which is smaller."""
+        """Size of the dequantized weights. If they do not fit, `prepare` keeps the stored form, which is smaller."""
         del format_name, device
         num_weights = 3 * config.hidden_size * config.intermediate_size
         num_biases = 2 * config.intermediate_size + config.hidden_size if config.has_biases else 0
@@ -119,7 +119,7 @@ def _free_bytes(device: torch.device) -> int:
 
 @register_runner_core(NAME)
 class TorchRunnerCore:
-    """One GEMM per active expert and matrix; activation and sum over all visits at once."""
+    """One GEMM per active expert and matrix; activation and sum for all slots at once."""
 
     def __init__(self, config: MoeRunnerConfig) -> None:
         self.config = config
@@ -136,14 +136,14 @@ class TorchRunnerCore:
         x_VH = _rows_of_visits(x_TH, slots, core_input.ids_TK.shape[1])
         w13, w2 = quant_info.w13, quant_info.w2
         h_VF = torch.cat([w13[e](x_RH) for e, x_RH in zip(visits, x_VH.split(num_rows), strict=True)])
-        gate_VI, up_VI = h_VF.float().chunk(2, dim=-1)  # in bf16 each of its steps would round
+        gate_VI, up_VI = h_VF.float().chunk(2, dim=-1)  # in bf16 every operation of the activation would round
         a_VI = gated_activation(gate_VI, up_VI, self.config.activation).to(self.config.dtype)
         y_VH = torch.cat([w2[e](a_RI) for e, a_RI in zip(visits, a_VI.split(num_rows), strict=True)])
         return _weighted_sum(y_VH.float(), slots, core_input).to(self.config.dtype)
 
 
 def _visits(ids_TK: torch.Tensor) -> dict[int, list[int]]:
-    """Active experts with their slots, counted along [T, K] flattened."""
+    """The slots of every active expert, as indices into the flattened [T, K]."""
     visits: dict[int, list[int]] = {}
     for slot, expert in enumerate(ids_TK.flatten().tolist()):
         if expert >= 0:
@@ -158,7 +158,7 @@ def _rows_of_visits(x_TH: torch.Tensor, slots: list[int], top_k: int) -> torch.T
 
 
 def _weighted_sum(y_VH: torch.Tensor, slots: list[int], core_input: TorchCoreInput) -> torch.Tensor:
-    """[T, H] in fp32. Slots without a visit read a row of zeros, whatever their weight says."""
+    """[T, H] in fp32. Slots without a local expert add zeros, whatever their weight is."""
     weights_TK = core_input.weights_TK
     num_tokens, top_k = weights_TK.shape
     num_visits, num_slots = len(slots), num_tokens * top_k

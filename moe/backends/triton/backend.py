@@ -1,6 +1,6 @@
 """Our own Triton kernels as a backend: bf16, FP8 block, MXFP4 and NVFP4 experts with bf16 activations on CUDA GPUs.
 
-One processed layout serves every token count; `plans.py` chooses how it is launched. Triton is imported late.
+One weight layout serves every token count; `plans.py` chooses the launch plan. Triton is imported on first use.
 Shape letters: T tokens, K top-k, H hidden.
 """
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 NAME = MoeBackend.TRITON
 FORMATS = ("bf16", "fp8_block", "mxfp4", "nvfp4")
 _OLDEST_ARCH = 80  # the first with bf16 tensor cores
-_OLDEST_PDL_MAJOR = 9  # the first whose kernels may start while the one before drains
+_OLDEST_PDL_MAJOR = 9  # the first with programmatic dependent launch (PDL)
 # bf16 between the GEMMs moves some activations to the next FP8 step, as in other FP8 kernels
 _FP8_TOLERANCE = 8e-2
 
@@ -69,7 +69,7 @@ class TritonBackend(Backend[TritonMoeQuantInfo]):
     is_capturable = True
 
     def lacks(self) -> str | None:
-        """Also the compiler for its launcher, which is built when the first kernel runs."""
+        """Also the C compiler for Triton's launcher, which is built when the first kernel runs."""
         return self.missing_package() or missing_for_triton()
 
     def unsupported_arch(self, arch: str, format_name: str, support: FormatSupport) -> str | None:
@@ -86,7 +86,7 @@ class TritonBackend(Backend[TritonMoeQuantInfo]):
         return cuda_arch(device) if device.type == "cuda" else None
 
     def layer_bytes(self, format_name: str, config: MoeRunnerConfig, device: Device) -> int:
-        """Of the packed blocks, padding included."""
+        """Bytes of the packed blocks, including padding."""
         del device
         hidden, inter = config.hidden_size, config.intermediate_size
         w13 = packed_bytes(format_name, 2 * inter, hidden, is_gated=True, has_bias=config.has_biases)
@@ -164,7 +164,7 @@ class TritonBackend(Backend[TritonMoeQuantInfo]):
 
 
 def _check_case(quant_info: TritonMoeQuantInfo, plan: Plan, bound: int | None, tolerance: float) -> CheckCase:
-    """Rows at one expert: more than a tile for a direct plan, a tile for a grouped one, and some for half a tile."""
+    """The case of one plan. Rows at one expert: a tile (two if the plan is direct), and part of half a tile."""
     steps = ((bound, plan), quant_info.plans.steps[-1]) if plan.is_direct else ((None, plan),)
     kind = "direct" if plan.is_direct else "grouped"
     precision = "FP8 activations, " if plan.fp8_activations else ""
@@ -200,11 +200,11 @@ def run_deepep(
 ) -> RowsCombineInput:
     """Received bf16 rows of either mode.
 
-    In normal mode, rows without an expert here come back as zeros. In low latency, rows beyond an expert's count hold
-    anything, and all are as far apart as the received ones.
+    In normal mode, rows without a local expert give zeros. In low latency, rows past an expert's count may hold
+    anything, and the result has the strides of the received rows.
 
     Raises:
-        UnsupportedPathError: rows that the transport has quantized.
+        UnsupportedPathError: the transport has quantized the rows.
     """
     refuse_overlap(state, NAME)
     if dispatched.hidden_states_scale is not None:
@@ -215,7 +215,7 @@ def run_deepep(
     if isinstance(dispatched, DeepepNormalDispatchOutput):
         out = _run(x, ids, weights, layer, quant_info.plans.pick(x.shape[0]), config, quant_info)
         return dispatched.result(out, is_partial)
-    # Masked rows [E, M]: each is a token of its own with one expert of weight one, or none beyond the expert's count.
+    # Masked rows [E, M]: each is a token with one expert of weight 1, or with none if it is past the expert's count.
     ids_R1, ones_R1 = masked_rows(dispatched.masked_m, x.shape[1])
     likely_tokens = dispatched.expected_m * config.num_experts // config.top_k
     plan = quant_info.plans.pick(likely_tokens, may_be_direct=False)

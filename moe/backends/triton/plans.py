@@ -1,7 +1,7 @@
-"""Which launch plan a layer uses for how many tokens: measured tables, or a rule where nothing was measured.
+"""The launch plan of a layer by token count, from measured tables, or by a rule if there are none. Measures nothing.
 
-A shape that nobody measured takes the plans of the measured one that is nearest to it, on the same kind of GPU and in
-the same number format, at the token counts that give an expert as many rows. Measures nothing.
+A shape without measurements takes the plans of the nearest measured shape of the same GPU architecture and number
+format, with token counts scaled to give an expert the same number of rows.
 """
 
 import math
@@ -40,7 +40,7 @@ class PlanTable:
             raise MoeConfigError("a direct plan cannot be the one without a bound")
 
     def pick(self, num_tokens: int, *, may_be_direct: bool = True) -> Plan:
-        """The plan of the first bound that is not below `num_tokens`; only grouped ones unless `may_be_direct`."""
+        """The plan of the first bound >= `num_tokens`; only grouped plans unless `may_be_direct`."""
         for bound, plan in self.steps:
             if (bound is None or num_tokens <= bound) and (may_be_direct or not plan.is_direct):
                 return plan
@@ -67,7 +67,7 @@ def plans_for(shape: LayerShape) -> PlanTable:
 
 
 def _table(steps: list[tuple[int | None, Plan]], top_k: int) -> PlanTable:
-    """Direct plans end where their slots do; steps that are never picked, yet would be compiled, are left out."""
+    """Cap direct plans at their slot limit, and drop steps that would be compiled but never picked."""
     kept: list[tuple[int | None, Plan]] = []
     before = 0
     for bound, plan in steps:
@@ -79,7 +79,7 @@ def _table(steps: list[tuple[int | None, Plan]], top_k: int) -> PlanTable:
 
 
 def _distance(measured: dict[str, int], shape: LayerShape) -> tuple[float, float]:
-    """First by the experts' sizes, then by their number."""
+    """Sort key: distance in expert size, then in number of experts."""
     by_number = abs(math.log(shape.num_experts / measured["num_experts"]))
     return size_distance(measured, shape.hidden_size, shape.intermediate_size), by_number
 

@@ -1,6 +1,7 @@
-"""Launch plans as tactics of tuning: their text, and the few that are worth a compilation for a number of tokens.
+"""Launch plans as tactics: their text form, and the few that are worth compiling for a token count.
 
-Tuning changes speed, never precision: plans with FP8 activations serve the token counts that the untuned table says.
+Tuning never changes precision: plans with FP8 activations only serve the token counts that the untuned table has them
+for.
 """
 
 import dataclasses
@@ -16,7 +17,7 @@ from moe.kernels.plan import MAX_DIRECT_SLOTS, Plan
 Fields = dict[str, Any]  # of a `Plan`, by name
 _NUMBER = re.compile(r"[0-9]{1,9}")
 _FIELDS = {field.name: field for field in dataclasses.fields(Plan)}
-_DIRECT_SLOTS = 512  # beyond, sorting pays
+_DIRECT_SLOTS = 512  # with more slots, sorting is faster
 _BY_EXPERT_TOKENS = 16  # from there on most experts are active
 
 
@@ -34,7 +35,7 @@ def plan_from_text(text: Tactic) -> Plan:
     """The plan that `plan_text` wrote.
 
     Raises:
-        MoeConfigError: an unknown or missing field, no number, or a plan that contradicts itself.
+        MoeConfigError: an unknown or missing field, a value that is not a number, or a plan that contradicts itself.
     """
     values: Fields = {}
     for part in text.split(","):
@@ -82,7 +83,7 @@ def table_of(choice: TacticTable, untuned: PlanTable, top_k: int) -> PlanTable:
 def proposals(
     untuned: Plan, num_tokens: int, num_experts: int, top_k: int, measured: Mapping[Tactic, float], *, has_pdl: bool
 ) -> Sequence[Tactic]:
-    """First the untuned plan and what differs from it in kind, then what lies around the best of those.
+    """First the untuned plan and one plan of each other kind, then variations of the best of those.
 
     `num_experts`: of all ranks. `has_pdl`: the GPU can start a kernel while the one before it drains.
     """
@@ -101,7 +102,7 @@ def _texts(plans: Iterable[Plan]) -> list[Tactic]:
 
 
 def _kinds(num_tokens: int, num_experts: int, top_k: int, has_pdl: bool) -> list[Plan]:
-    """One direct plan for few slots; grouped ones whose tiles hold about an expert's mean number of rows."""
+    """A direct plan if there are few slots, and grouped plans whose tiles hold about the mean number of rows."""
     plans: list[Plan] = []
     rows = num_tokens * top_k / num_experts
     if num_tokens * top_k <= _DIRECT_SLOTS:
@@ -127,7 +128,7 @@ def _kinds(num_tokens: int, num_experts: int, top_k: int, has_pdl: bool) -> list
 
 
 def _around(best: Plan, num_tokens: int, has_pdl: bool) -> list[Plan]:
-    """Plans that differ in one thing; those that contradict themselves are left out."""
+    """Valid plans that differ from `best` in one respect."""
 
     def other(value: int, first: int, second: int) -> int:
         return second if value == first else first
