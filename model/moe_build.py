@@ -10,6 +10,7 @@ from model.config import ModelSettings
 from model.families.base import MoeParts
 from model.moe_layer import Gate, MoeLayer
 from moe import MoeA2ABackend, MoeBackend, MoeRunner, MoeRunnerConfig, Topology
+from moe.backend import DispatchContext
 from moe.check.selfcheck import check_layer
 from moe.choose.select import choose_backend
 from moe.config import DispatchDtype
@@ -136,13 +137,14 @@ class MoeBuilder:
 
     def _dispatch_dtype(self, path: _Path, *, knows_input_scale: bool = False) -> DispatchDtype:
         """What a layer's tokens travel as; all dispatch formats of a transport carry the same."""
-        return load_backend(path.runner.backend).dispatch_dtype(
-            path.runner.dispatch_formats[-1],
-            path.format_name,
-            self.settings.device,
+        context = DispatchContext(
+            dispatch_format=path.runner.dispatch_formats[-1],
+            format_name=path.format_name,
+            device=self.settings.device,
             knows_input_scale=knows_input_scale,
             can_send_nvfp4=self._transport is not None and self._transport.can_send_nvfp4,
         )
+        return load_backend(path.runner.backend).dispatch_dtype(context)
 
     def _connected(self) -> Transport:
         if self._transport is None:

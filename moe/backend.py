@@ -66,6 +66,20 @@ class FormatSupport:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class DispatchContext:
+    """What the number format of dispatched tokens depends on. `format_name` is that of the weights.
+
+    knows_input_scale: the checkpoint has the static NVFP4 scale. can_send_nvfp4: the transport has the option.
+    """
+
+    dispatch_format: DispatchFormat
+    format_name: str
+    device: torch.device
+    knows_input_scale: bool = False
+    can_send_nvfp4: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CheckCase:
     """One code path through a backend's kernels, and how the self-check compares it with the reference.
 
@@ -270,20 +284,9 @@ class Backend(ABC, Generic[Info]):
         del format_name
         return torch.float32
 
-    def dispatch_dtype(
-        self,
-        dispatch_format: DispatchFormat,
-        format_name: str,
-        device: torch.device,
-        *,
-        knows_input_scale: bool = False,
-        can_send_nvfp4: bool = False,
-    ) -> DispatchDtype:
-        """Number format in which a transport sends tokens; bf16 if the kernels would only dequantize them.
-
-        knows_input_scale: the checkpoint has the static NVFP4 scale. can_send_nvfp4: the transport has the option.
-        """
-        del dispatch_format, format_name, device, knows_input_scale, can_send_nvfp4
+    def dispatch_dtype(self, context: DispatchContext) -> DispatchDtype:
+        """Number format in which a transport sends tokens; bf16 if the kernels would only dequantize them."""
+        del context
         return DispatchDtype.BF16
 
     def dispatch_quantizer(self, quant_info: Info) -> Quantize | None:

@@ -15,7 +15,7 @@ from types import MappingProxyType
 
 import torch
 
-from moe.backend import PLAIN_SWIGLU, Backend, FormatSupport, matrices, refuse_overlap
+from moe.backend import PLAIN_SWIGLU, Backend, DispatchContext, FormatSupport, matrices, refuse_overlap
 from moe.backends.aiter.gpt_oss import ARGUMENTS, GPT_OSS, GptOssParts, padded_expert_bytes, prepare_gpt_oss
 from moe.config import Activation, DispatchDtype, DispatchFormat, MoeA2ABackend, MoeBackend, MoeRunnerConfig
 from moe.device import Device, rocm_arch
@@ -182,18 +182,10 @@ class AiterBackend(Backend[AiterMoeQuantInfo]):
         """As ROCm names it."""
         return rocm_arch(device)
 
-    def dispatch_dtype(
-        self,
-        dispatch_format: DispatchFormat,
-        format_name: str,
-        device: torch.device,
-        *,
-        knows_input_scale: bool = False,
-        can_send_nvfp4: bool = False,
-    ) -> DispatchDtype:
+    def dispatch_dtype(self, context: DispatchContext) -> DispatchDtype:
         """FP8 with mori and FP8 block weights, because the GEMM reads the same groups of 128 columns."""
-        is_mori = dispatch_format in (DispatchFormat.MORI_NORMAL, DispatchFormat.MORI_LL)
-        return DispatchDtype.FP8 if is_mori and format_name == "fp8_block" else DispatchDtype.BF16
+        is_mori = context.dispatch_format in (DispatchFormat.MORI_NORMAL, DispatchFormat.MORI_LL)
+        return DispatchDtype.FP8 if is_mori and context.format_name == "fp8_block" else DispatchDtype.BF16
 
     def layer_bytes(self, format_name: str, config: MoeRunnerConfig, device: Device) -> int:
         """The stored size, except for GPT-OSS, whose sizes are padded."""

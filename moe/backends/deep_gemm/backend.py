@@ -13,7 +13,7 @@ from types import MappingProxyType, ModuleType
 
 import torch
 
-from moe.backend import Backend, FormatSupport, matrices, refuse_overlap
+from moe.backend import Backend, DispatchContext, FormatSupport, matrices, refuse_overlap
 from moe.config import DispatchDtype, DispatchFormat, MoeA2ABackend, MoeBackend, MoeRunnerConfig
 from moe.device import cuda_arch
 from moe.errors import UnsupportedPathError
@@ -138,19 +138,11 @@ class DeepGemmBackend(Backend[DeepGemmMoeQuantInfo]):
         """By compute capability."""
         return cuda_arch(device)
 
-    def dispatch_dtype(
-        self,
-        dispatch_format: DispatchFormat,
-        format_name: str,
-        device: torch.device,
-        *,
-        knows_input_scale: bool = False,
-        can_send_nvfp4: bool = False,
-    ) -> DispatchDtype:
+    def dispatch_dtype(self, context: DispatchContext) -> DispatchDtype:
         """FP8 from any transport, with power-of-two scales on SM100."""
-        if dispatch_format is DispatchFormat.STANDARD:
+        if context.dispatch_format is DispatchFormat.STANDARD:
             return DispatchDtype.BF16
-        return DispatchDtype.FP8_UE8M0 if _wants_ue8m0(device) else DispatchDtype.FP8
+        return DispatchDtype.FP8_UE8M0 if _wants_ue8m0(context.device) else DispatchDtype.FP8
 
     def as_computed(self, experts: ExpertWeights, topology: Topology) -> ExpertWeights:
         """On SM100, the weights with power-of-two scales."""

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from moe.backend import LibraryTuning, matrices, refuse_overlap
+from moe.backend import DispatchContext, LibraryTuning, matrices, refuse_overlap
 from moe.backends.flashinfer import common
 from moe.config import DispatchDtype, DispatchFormat, MoeA2ABackend, MoeBackend, MoeRunnerConfig
 from moe.errors import MoeConfigError, UnsupportedPathError
@@ -132,19 +132,11 @@ class FlashinferCutedslBackend(common.FlashinferBackend[CuteDslFp4MoeQuantInfo])
             return "the package nvidia-cutlass-dsl"
         return missing
 
-    def dispatch_dtype(
-        self,
-        dispatch_format: DispatchFormat,
-        format_name: str,
-        device: torch.device,
-        *,
-        knows_input_scale: bool = False,
-        can_send_nvfp4: bool = False,
-    ) -> DispatchDtype:
+    def dispatch_dtype(self, context: DispatchContext) -> DispatchDtype:
         """NVFP4 if the sender can quantize."""
-        if dispatch_format in (DispatchFormat.STANDARD, DispatchFormat.DEEPEP_NORMAL):
+        if context.dispatch_format in (DispatchFormat.STANDARD, DispatchFormat.DEEPEP_NORMAL):
             return DispatchDtype.BF16
-        return DispatchDtype.NVFP4 if can_send_nvfp4 and knows_input_scale else DispatchDtype.BF16
+        return DispatchDtype.NVFP4 if context.can_send_nvfp4 and context.knows_input_scale else DispatchDtype.BF16
 
     def as_computed(self, experts: ExpertWeights, topology: Topology) -> ExpertWeights:
         """The experts with one activation scale for the layer, except that v1's second GEMM has one per expert."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from moe import Activation, MoeA2ABackend, MoeBackend, MoeRunner, StandardDispatchOutput, StandardTopK, Topology
+from moe.backend import DispatchContext
 from moe.backends.aiter import backend as aiter
 from moe.backends.aiter import permutes as aiter_permutes
 from moe.backends.aiter.backend import AiterQuant, Arrival, resolve_quant
@@ -158,7 +159,9 @@ def test_behind_mori(monkeypatch: pytest.MonkeyPatch, name: str, low_latency: bo
     emulator = install_aiter(monkeypatch, wide=True)
     groups = install_mori(monkeypatch, wide=True)
     layout = DispatchFormat.MORI_LL if low_latency else DispatchFormat.MORI_NORMAL
-    dispatch_dtype = BACKEND.dispatch_dtype(layout, name, torch.device("cpu"))
+    dispatch_dtype = BACKEND.dispatch_dtype(
+        DispatchContext(dispatch_format=layout, format_name=name, device=torch.device("cpu"))
+    )
     error = behind(MoeA2ABackend.MORI, layout, mori_for(dispatch_dtype, low_latency=low_latency), name, num_tokens)
     assert error < TOLERANCE[name]
     assert emulator.calls[-1].expert_mask.numel() == E + 1

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from moe import Activation, MoeA2ABackend, MoeBackend, MoeRunner, Topology
+from moe.backend import DispatchContext
 from moe.backends.flashinfer.cutedsl import FlashinferCutedslBackend
 from moe.config import DispatchDtype, DispatchFormat
 from moe.dispatch.deepep import DeepepBuffer, DeepepDispatcher
@@ -42,10 +43,11 @@ def outputs_of(dispatch_dtype: DispatchDtype, num_tokens: list[int]) -> tuple[li
         info = BACKEND.prepare(part, config, topology)
         runner = MoeRunner(CUTEDSL, DEEPEP, config, dispatch_formats=(DispatchFormat.DEEPEP_LL,))
         buffer = buffer_for(rank)
-        chosen = BACKEND.dispatch_dtype(
-            DispatchFormat.DEEPEP_LL, "nvfp4", topology.device,
+        context = DispatchContext(
+            dispatch_format=DispatchFormat.DEEPEP_LL, format_name="nvfp4", device=topology.device,
             knows_input_scale=True, can_send_nvfp4=buffer.can_send_nvfp4,
         )  # fmt: skip
+        chosen = BACKEND.dispatch_dtype(context)
         assert chosen is dispatch_dtype
         multiplier = info.input_quant.flatten()[:1] if dispatch_dtype is DispatchDtype.NVFP4 else None
         dispatcher = DeepepDispatcher(buffer, dispatch_dtype, input_multiplier=multiplier)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from moe.backend import DispatchContext
 from moe.config import DispatchDtype, DispatchFormat, MoeBackend
 from moe.dispatch.deepep_settings import (
     DeepepMode,
@@ -173,7 +174,10 @@ def test_dispatch_dtype_truth_table(
     dispatch_dtype: str,
 ) -> None:
     pretend(monkeypatch, is_blackwell)
-    chosen = load_backend(backend).dispatch_dtype(layout, weights, CPU, knows_input_scale=scale, can_send_nvfp4=option)
+    context = DispatchContext(
+        dispatch_format=layout, format_name=weights, device=CPU, knows_input_scale=scale, can_send_nvfp4=option
+    )
+    chosen = load_backend(backend).dispatch_dtype(context)
     assert chosen is DispatchDtype(dispatch_dtype)
 
 
@@ -187,7 +191,8 @@ def test_every_backend_that_does_not_read_fp8_gets_bf16_from_deepep(
     for backend in BACKEND_MODULES:
         for layout in (LOW, NORM):
             for weights in ("bf16", "fp8_block", "fp8_tensor", "mxfp4", "nvfp4"):
-                dispatch_dtype = load_backend(backend).dispatch_dtype(layout, weights, CPU)
+                context = DispatchContext(dispatch_format=layout, format_name=weights, device=CPU)
+                dispatch_dtype = load_backend(backend).dispatch_dtype(context)
                 assert dispatch_dtype is (fp8 if backend is DEEP_GEMM else DispatchDtype.BF16)
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from moe import MoeA2ABackend, MoeBackend, Topology
+from moe.backend import DispatchContext
 from moe.backends.torch.backend import TorchBackend, TorchRunnerCore, standard_to_torch
 from moe.check.reference import reference_moe
 from moe.config import DispatchDtype, DispatchFormat
@@ -70,7 +71,7 @@ def test_low_latency_libraries_with_deep_gemm(monkeypatch: pytest.MonkeyPatch, a
     experts = ExpertWeights(w13=Fp8BlockWeight.quantize(w13), w2=Fp8BlockWeight.quantize(w2))
     inputs = several_ranks.rank_inputs([4, 3], H, torch.bfloat16)
     dispatch_dtype = load_backend(MoeBackend.DEEP_GEMM).dispatch_dtype(
-        DispatchFormat.DEEPEP_LL, "fp8_block", torch.device("cpu")
+        DispatchContext(dispatch_format=DispatchFormat.DEEPEP_LL, format_name="fp8_block", device=torch.device("cpu"))
     )
     outputs = several_ranks.run_layer(
         experts, inputs, backend=MoeBackend.DEEP_GEMM, a2a=a2a, formats=a2a.dispatch_formats, dtype=torch.bfloat16,
