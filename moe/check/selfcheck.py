@@ -184,9 +184,9 @@ def _some_experts(case: CheckCase, num_experts: int) -> list[int]:
     """Evenly spaced local experts, enough for about two calls of `max_tokens`; without that limit, all of them."""
     if case.max_tokens is None:
         return list(range(num_experts))
-    num_visited = min(num_experts, max(2, 2 * case.max_tokens // TOKENS_PER_EXPERT))
-    visited: list[int] = torch.linspace(0, num_experts - 1, num_visited).round().int().tolist()
-    return visited
+    num_chosen = min(num_experts, max(2, 2 * case.max_tokens // TOKENS_PER_EXPERT))
+    chosen: list[int] = torch.linspace(0, num_experts - 1, num_chosen).round().int().tolist()
+    return chosen
 
 
 def _sets_of(case: CheckCase, local_experts: Sequence[int], num_experts: int) -> list[int]:

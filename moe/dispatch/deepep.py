@@ -281,7 +281,7 @@ class DeepepDispatcher:
         buffer.prepare_low_latency()
         hidden_size = x_TH.shape[1]
         received, masked_m, handle = buffer.low_latency_dispatch(
-            pad_columns(x_TH, ll_hidden_size(hidden_size)).contiguous(), ids_TK, **self._payload_options()
+            pad_columns(x_TH, ll_hidden_size(hidden_size)).contiguous(), ids_TK, **self._dtype_options()
         )
         buffer.in_flight.add(ids_TK, handle)
         x_EMH, scale = received if isinstance(received, tuple) else (received, None)
@@ -297,7 +297,7 @@ class DeepepDispatcher:
             most_received_rows(buffer.settings, buffer.shape),
         )
 
-    def _payload_options(self) -> dict[str, Any]:
+    def _dtype_options(self) -> dict[str, Any]:
         """Keywords for the dispatch dtype. The scale options belong to FP8 only."""
         if self.dispatch_dtype is DispatchDtype.NVFP4:
             return {"use_fp8": False, "use_nvfp4": True, "x_global_scale": self._input_multiplier}

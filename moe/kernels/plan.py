@@ -61,9 +61,9 @@ class Plan:
             )
         if not 1 <= self.num_tile_heights <= 3 or self.block_m >> (self.num_tile_heights - 1) < 8:
             raise MoeConfigError(
-                f"plan heights is {self.num_tile_heights}: 1 to 3, and the lowest tile must hold 8 rows"
+                f"plan num_tile_heights is {self.num_tile_heights}: 1 to 3, and the lowest tile must hold 8 rows"
             )
         if self.is_direct and self.num_tile_heights > 1:
             raise MoeConfigError(
-                f"plan heights is {self.num_tile_heights}: tiles of several heights belong to grouped plans"
+                f"plan num_tile_heights is {self.num_tile_heights}: tiles of several heights belong to grouped plans"
             )

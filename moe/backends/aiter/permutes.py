@@ -12,6 +12,7 @@ from moe.backends.aiter.backend import NAME, AiterCoreInput, AiterMoeQuantInfo
 from moe.config import DispatchFormat, MoeRunnerConfig
 from moe.layouts.expert_slots import masked_rows
 from moe.registry import register_pre_permute
+from moe.routing import StandardTopK
 from moe.types import (
     DeepepLlDispatchOutput,
     DeepepNormalDispatchOutput,
@@ -55,6 +56,18 @@ def routed(ids_RK: torch.Tensor, weights_RK: torch.Tensor, mask: torch.Tensor | 
     return with_sink(ids_RK, weights_RK, mask)
 
 
+def _input(
+    dispatched: StandardDispatchOutput | DeepepNormalDispatchOutput, topk: StandardTopK, mask: torch.Tensor | None,
+    num_experts: int,
+) -> AiterCoreInput:  # fmt: skip
+    """Rows as they were dispatched. `num_experts` is the size of the id space that `topk` and `mask` use."""
+    ids_RK, weights_RK = routed(topk.ids, topk.weights, mask, num_experts)
+    return AiterCoreInput(
+        x_RH=dispatched.hidden_states, scale=dispatched.hidden_states_scale,
+        ids_RK=ids_RK, weights_RK=weights_RK, mask=mask,
+    )  # fmt: skip
+
+
 @register_pre_permute(DispatchFormat.STANDARD, NAME)
 def standard_to_aiter(
     dispatched: StandardDispatchOutput, quant_info: AiterMoeQuantInfo, config: MoeRunnerConfig, state: RunState
@@ -62,11 +75,7 @@ def standard_to_aiter(
     """Global ids; the mask drops other ranks' experts."""
     del state
     topk, mask = dispatched.topk_output.to_standard(), quant_info.global_mask
-    ids_RK, weights_RK = routed(topk.ids, topk.weights, mask, config.num_experts)
-    return AiterCoreInput(
-        x_RH=dispatched.hidden_states, scale=dispatched.hidden_states_scale,
-        ids_RK=ids_RK, weights_RK=weights_RK, mask=mask,
-    )  # fmt: skip
+    return _input(dispatched, topk, mask, config.num_experts)
 
 
 @register_pre_permute(DispatchFormat.DEEPEP_NORMAL, NAME)
@@ -76,11 +85,8 @@ def deepep_normal_to_aiter(
     """Local ids, -1 for other ranks' experts."""
     del state
     mask = None if quant_info.global_mask is None else quant_info.local_mask
-    ids_RK, weights_RK = routed(dispatched.topk_ids, dispatched.topk_weights, mask, config.num_local_experts)
-    return AiterCoreInput(
-        x_RH=dispatched.hidden_states, scale=dispatched.hidden_states_scale,
-        ids_RK=ids_RK, weights_RK=weights_RK, mask=mask,
-    )  # fmt: skip
+    topk = StandardTopK(dispatched.topk_weights, dispatched.topk_ids)
+    return _input(dispatched, topk, mask, config.num_local_experts)
 
 
 @register_pre_permute(DispatchFormat.DEEPEP_LL, NAME)

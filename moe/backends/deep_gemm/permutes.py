@@ -64,15 +64,16 @@ def standard_to_deep_gemm(
     )
 
 
+@register_post_permute(NAME, DispatchFormat.DEEPEP_NORMAL)
 @register_post_permute(NAME, DispatchFormat.STANDARD)
 def deep_gemm_to_standard(
     out: torch.Tensor,
-    dispatched: StandardDispatchOutput,
+    dispatched: StandardDispatchOutput | DeepepNormalDispatchOutput,
     quant_info: DeepGemmMoeQuantInfo,
     config: MoeRunnerConfig,
     state: RunState,
-) -> StandardCombineInput:
-    """Weighted sum of every token's rows; partial when other ranks hold the rest."""
+) -> StandardCombineInput | RowsCombineInput:
+    """Weighted sum of every token's rows, behind DeepEP of every received token's; partial without a transport."""
     del config
     topology = quant_info.topology
     return dispatched.result(_summed(out, topology, state), topology.is_partial)
@@ -90,20 +91,6 @@ def deepep_normal_to_deep_gemm(
     scale_RG = _need_scale(dispatched.hidden_states_scale)
     x_RH, ids_RK, weights_RK = dispatched.hidden_states, dispatched.topk_ids, dispatched.topk_weights
     return _contiguous(x_RH, scale_RG, ids_RK, weights_RK, num_rows_E, quant_info, state)
-
-
-@register_post_permute(NAME, DispatchFormat.DEEPEP_NORMAL)
-def deep_gemm_to_deepep_normal(
-    out: torch.Tensor,
-    dispatched: DeepepNormalDispatchOutput,
-    quant_info: DeepGemmMoeQuantInfo,
-    config: MoeRunnerConfig,
-    state: RunState,
-) -> RowsCombineInput:
-    """Weighted sum over the local experts of every received token; the transport adds ranks as they are."""
-    del config
-    topology = quant_info.topology
-    return dispatched.result(_summed(out, topology, state), topology.is_partial)
 
 
 @register_pre_permute(DispatchFormat.DEEPEP_LL, NAME)

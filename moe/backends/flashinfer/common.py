@@ -18,11 +18,13 @@ from typing import ClassVar
 import torch
 
 from moe.backend import Backend, FormatSupport, Info
-from moe.config import Activation
+from moe.config import Activation, MoeBackend
+from moe.errors import UnsupportedPathError
 from moe.formats import ExpertWeights, activation_quant
 from moe.layouts.static_scales import with_layer_input_scales
 from moe.packages import not_installed
 from moe.topology import Topology
+from moe.types import DispatchOutput, StandardDispatchOutput
 
 Version = tuple[int, int, int]
 OLDEST: Version = (0, 6, 8)  # the oldest release whose flags were read; every path needs at least this
@@ -46,6 +48,13 @@ def flashinfer_version() -> Version | None:
 def library(submodule: str = "") -> ModuleType:
     """`flashinfer` or `flashinfer.<submodule>`, imported on first use, after `missing_package`."""
     return importlib.import_module(f"flashinfer.{submodule}" if submodule else "flashinfer")
+
+
+def standard_tokens(dispatched: DispatchOutput, backend: MoeBackend) -> StandardDispatchOutput:
+    """The record itself. Raises UnsupportedPathError for tokens in another layout."""
+    if not isinstance(dispatched, StandardDispatchOutput):
+        raise UnsupportedPathError(f"{backend} takes the standard dispatch format, got {dispatched.format}")
+    return dispatched
 
 
 def device_arch(device: torch.device) -> str:

@@ -15,14 +15,14 @@ from moe.backend import FormatSupport, Tactic, TacticTable, matrices, refuse_ove
 from moe.backends.flashinfer import common
 from moe.backends.flashinfer.profiles import NO_PROFILES, Profiles, profile_lists, profiles_of, proposals
 from moe.config import MoeA2ABackend, MoeBackend, MoeRunnerConfig
-from moe.errors import MoeConfigError, UnsupportedPathError
+from moe.errors import MoeConfigError
 from moe.formats import Bf16Weight, ExpertWeights, Fp8BlockWeight, Fp8TensorWeight, Nvfp4Weight
 from moe.formats.fp8 import to_e4m3
 from moe.layouts.rows import next_power_of_two, swizzle_128x4, up_gate
 from moe.layouts.static_scales import layer_input_scales, one_scale_fp8, one_scale_nvfp4
 from moe.registry import register_backend, register_fused_func
 from moe.topology import Topology
-from moe.types import DispatchOutput, RunState, StandardCombineInput, StandardDispatchOutput
+from moe.types import DispatchOutput, RunState, StandardCombineInput
 
 NAME = MoeBackend.FLASHINFER_CUTLASS
 SM90, SM100 = ("sm90",), ("sm100", "sm103")
@@ -245,8 +245,7 @@ def run_flashinfer_cutlass(
 ) -> StandardCombineInput:
     """Weighted sum over each token's local experts [T, H], bf16."""
     refuse_overlap(state, NAME)
-    if not isinstance(dispatched, StandardDispatchOutput):
-        raise UnsupportedPathError(f"{NAME} takes the standard dispatch format, got {dispatched.format}")
+    dispatched = common.standard_tokens(dispatched, NAME)
     arguments = _kernel_arguments(quant_info, dispatched.hidden_states.to(config.dtype))
     if not isinstance(quant_info, FlashinferCutlassFp8BlockQuantInfo):
         arguments |= quant_info.profiles.arguments(dispatched.hidden_states.shape[0])

@@ -17,14 +17,14 @@ from moe.backends.flashinfer.profiles import NO_PROFILES, Profiles, profile_list
 from moe.backends.flashinfer.trtllm_layout import pack_topk, shuffled, shuffled_scales
 from moe.config import MoeA2ABackend, MoeBackend, MoeRunnerConfig
 from moe.device import Device
-from moe.errors import MoeConfigError, UnsupportedPathError
+from moe.errors import MoeConfigError
 from moe.formats import ExpertWeights, Mxfp4Weight
 from moe.formats.sizes import expert_bytes
 from moe.layouts.rows import next_power_of_two, padded, round_up, up_gate_padded
 from moe.registry import register_backend, register_fused_func
 from moe.routing import StandardTopK
 from moe.topology import Topology
-from moe.types import DispatchOutput, RunState, StandardCombineInput, StandardDispatchOutput
+from moe.types import DispatchOutput, RunState, StandardCombineInput
 
 NAME = MoeBackend.FLASHINFER_MXFP4
 GROUP = 32
@@ -205,8 +205,7 @@ def run_flashinfer_mxfp4(
 ) -> StandardCombineInput:
     """Weighted sum over each token's local experts [T, H], bf16. Bypassed routing is done here first."""
     refuse_overlap(state, NAME)
-    if not isinstance(dispatched, StandardDispatchOutput):
-        raise UnsupportedPathError(f"{NAME} takes the standard dispatch format, got {dispatched.format}")
+    dispatched = common.standard_tokens(dispatched, NAME)
     if not isinstance(quant_info, QuantInfo):
         raise MoeConfigError(f"{NAME} cannot run a {type(quant_info).__name__}")
     x_TH = dispatched.hidden_states.to(config.dtype)

@@ -24,7 +24,7 @@ from moe.layouts.static_scales import layer_input_scales, one_scale_fp8, one_sca
 from moe.registry import register_backend, register_fused_func
 from moe.routing import BypassedTopK, TopKOutput
 from moe.topology import Topology
-from moe.types import DispatchOutput, RunState, StandardCombineInput, StandardDispatchOutput
+from moe.types import DispatchOutput, RunState, StandardCombineInput
 
 NAME = MoeBackend.FLASHINFER_TRTLLM
 ARCHS = ("sm100", "sm103")
@@ -265,8 +265,7 @@ def run_flashinfer_trtllm(
 ) -> StandardCombineInput:
     """Weighted sum over each token's local experts [T, H], bf16."""
     refuse_overlap(state, NAME)
-    if not isinstance(dispatched, StandardDispatchOutput):
-        raise UnsupportedPathError(f"{NAME} takes the standard dispatch format, got {dispatched.format}")
+    dispatched = common.standard_tokens(dispatched, NAME)
     if not isinstance(quant_info, QuantInfo):
         raise MoeConfigError(f"{NAME} cannot run a {type(quant_info).__name__}")
     topology, x_TH = quant_info.topology, dispatched.hidden_states.to(config.dtype)

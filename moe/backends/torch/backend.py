@@ -128,30 +128,30 @@ class TorchRunnerCore:
         """Weighted sum over each token's local experts, [T, H]; a slot with id -1 adds exactly zero."""
         refuse_overlap(state, NAME)
         x_TH = core_input.x_TH.to(self.config.dtype)
-        visits = _visits(core_input.ids_TK)
-        if not visits:
+        slots_of = _slots_of_experts(core_input.ids_TK)
+        if not slots_of:
             return torch.zeros_like(x_TH)
-        slots = [slot for of_expert in visits.values() for slot in of_expert]
-        num_rows = [len(of_expert) for of_expert in visits.values()]
-        x_VH = _rows_of_visits(x_TH, slots, core_input.ids_TK.shape[1])
+        slots = [slot for of_expert in slots_of.values() for slot in of_expert]
+        num_rows = [len(of_expert) for of_expert in slots_of.values()]
+        x_VH = _rows_of_slots(x_TH, slots, core_input.ids_TK.shape[1])
         w13, w2 = quant_info.w13, quant_info.w2
-        h_VF = torch.cat([w13[e](x_RH) for e, x_RH in zip(visits, x_VH.split(num_rows), strict=True)])
+        h_VF = torch.cat([w13[e](x_RH) for e, x_RH in zip(slots_of, x_VH.split(num_rows), strict=True)])
         gate_VI, up_VI = h_VF.float().chunk(2, dim=-1)  # in bf16 every operation of the activation would round
         a_VI = gated_activation(gate_VI, up_VI, self.config.activation).to(self.config.dtype)
-        y_VH = torch.cat([w2[e](a_RI) for e, a_RI in zip(visits, a_VI.split(num_rows), strict=True)])
+        y_VH = torch.cat([w2[e](a_RI) for e, a_RI in zip(slots_of, a_VI.split(num_rows), strict=True)])
         return _weighted_sum(y_VH.float(), slots, core_input).to(self.config.dtype)
 
 
-def _visits(ids_TK: torch.Tensor) -> dict[int, list[int]]:
+def _slots_of_experts(ids_TK: torch.Tensor) -> dict[int, list[int]]:
     """The slots of every active expert, as indices into the flattened [T, K]."""
-    visits: dict[int, list[int]] = {}
+    slots_of: dict[int, list[int]] = {}
     for slot, expert in enumerate(ids_TK.flatten().tolist()):
         if expert >= 0:
-            visits.setdefault(expert, []).append(slot)
-    return visits
+            slots_of.setdefault(expert, []).append(slot)
+    return slots_of
 
 
-def _rows_of_visits(x_TH: torch.Tensor, slots: list[int], top_k: int) -> torch.Tensor:
+def _rows_of_slots(x_TH: torch.Tensor, slots: list[int], top_k: int) -> torch.Tensor:
     if x_TH.shape[0] == 1:
         return x_TH.expand(len(slots), -1)
     return x_TH.index_select(0, torch.tensor([slot // top_k for slot in slots], device=x_TH.device))
@@ -161,12 +161,12 @@ def _weighted_sum(y_VH: torch.Tensor, slots: list[int], core_input: TorchCoreInp
     """[T, H] in fp32. Slots without a local expert add zeros, whatever their weight is."""
     weights_TK = core_input.weights_TK
     num_tokens, top_k = weights_TK.shape
-    num_visits, num_slots = len(slots), num_tokens * top_k
-    if num_visits < num_slots:
+    num_rows, num_slots = len(slots), num_tokens * top_k
+    if num_rows < num_slots:
         y_VH = torch.cat((y_VH, y_VH.new_zeros(1, y_VH.shape[1])))
         weights_TK = weights_TK.masked_fill(core_input.ids_TK < 0, 0.0)
     if slots != list(range(num_slots)):  # always equal for one token whose experts are all here
-        row_of_slot = [num_visits] * num_slots
+        row_of_slot = [num_rows] * num_slots
         for row, slot in enumerate(slots):
             row_of_slot[slot] = row
         y_VH = y_VH.index_select(0, torch.tensor(row_of_slot, device=y_VH.device))

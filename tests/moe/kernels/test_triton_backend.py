@@ -169,7 +169,7 @@ def test_plans_that_contradict_themselves_are_refused() -> None:
     with pytest.raises(MoeConfigError, match="belong to direct plans"):
         replace(plan, is_direct=False, split_k=2)
     for block_m, num_tile_heights in ((8, 2), (16, 3), (64, 4), (64, 0)):
-        with pytest.raises(MoeConfigError, match=f"plan heights is {num_tile_heights}"):
+        with pytest.raises(MoeConfigError, match=f"plan num_tile_heights is {num_tile_heights}"):
             replace(plan, is_direct=False, block_m=block_m, num_tile_heights=num_tile_heights)
     assert [
         replace(plan, is_direct=False, block_m=32, num_tile_heights=num_tile_heights).num_tile_heights
