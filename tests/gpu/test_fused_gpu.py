@@ -5,6 +5,8 @@ import torch
 from torch.nn.functional import linear
 from torch.nn.functional import rms_norm as torch_rms_norm
 
+from model import few_rows
+from model.embedding import OutputHead
 from model.gpu_kernels import add_rms_norm, rms_norm
 from model.moe_layer import Gate
 from moe.config import RoutingConfig, RoutingMethod
@@ -58,3 +60,26 @@ def test_bf16_logits_are_rounded_once_from_fp32_sums(num_tokens: int) -> None:
     assert torch.equal(Gate(weight, bias, torch.bfloat16)(x), want)
     got = router.route(x, weight, bias, config, logits_dtype=torch.bfloat16)
     assert torch.equal(got.ids, route(want, config).ids)
+
+
+@pytest.mark.parametrize(("num_outputs", "num_inputs"), [(5120, 2880), (2880, 4096), (40, 700), (576, 7168)])
+@pytest.mark.parametrize("num_rows", [1, 5, 16])
+def test_few_rows_are_multiplied_as_in_torch(num_rows: int, num_outputs: int, num_inputs: int) -> None:
+    """Many times: the programs of a block arrive in any order, and each launch finds the counters at zero."""
+    x = normal(num_rows, num_inputs + 8).bfloat16()[:, :num_inputs]
+    weight, bias = (normal(num_outputs, num_inputs) * 0.05).bfloat16(), normal(num_outputs).bfloat16()
+    got = few_rows.linear(x, weight, bias)
+    want = linear(x.double(), weight.double(), bias.double())
+    assert (got.double() - want).abs().max() <= want.abs().max() * 2**-8  # one rounding to bf16
+    for _ in range(200):
+        assert torch.equal(few_rows.linear(x, weight, bias), got)
+
+
+@pytest.mark.parametrize("num_rows", [1, 33])
+def test_the_head_gives_fp32_sums(num_rows: int) -> None:
+    x, weight = normal(num_rows, 2880).bfloat16(), (normal(5000, 2880) * 0.05).bfloat16()
+    out = torch.full((num_rows, 5000), float("nan"), device="cuda")
+    assert OutputHead(weight)(x, out) is out
+    want = linear(x.double(), weight.double())
+    assert (out.double() - want).abs().max() < 1e-4
+    assert torch.equal(OutputHead(weight)(x), out)
