@@ -43,8 +43,8 @@ class Tile:
 
 # The fastest of a search on an H200 with GPT-OSS-20B's heads (`benchmarks/results/attention_h200.json`).
 _DECODE = Tile(keys=64, warps=2, stages=5)
-_PREFILL = Tile(rows=128, keys=64, warps=4, stages=3)
-_PREFILL_IN_WINDOW = Tile(rows=128, keys=32, warps=4, stages=4)
+_PREFILL = Tile(rows=128, keys=128, warps=4, stages=2)
+_PREFILL_IN_WINDOW = Tile(rows=128, keys=32, warps=8, stages=2)
 # Not measured. On Hopper the smallest tile of its matrix instructions, which fills a processor's shared memory; the
 # others fit into the 99 KiB of consumer GPUs. fp32 numbers take twice the memory, and their products no matrix unit.
 _LATENT_ON_HOPPER = Tile(rows=64, keys=64, warps=8, stages=2, per_processor=1)
@@ -52,7 +52,7 @@ _LATENT = Tile(rows=32, keys=32, warps=4, stages=2)
 _LATENT_FP8 = Tile(rows=32, keys=32, warps=8, stages=2)  # converting takes registers, and four warps would spill
 _LATENT_FP32 = Tile(rows=16, keys=16, warps=8, stages=1)
 # Tokens of one program that rotates and stores: one in small steps, which fills more processors, else several.
-_FEW_TOKENS, _ROTATED_TOKENS, _ROTATED_NUMBERS = 256, 8, 4096
+_FEW_TOKENS, _ROTATED_TOKENS, _ROTATED_NUMBERS = 64, 4, 4096
 _MAX_PARTS = 32
 _MIN_PART_KEYS = 64
 

@@ -17,7 +17,8 @@ from moe.kernels.arrivals import counters, is_last_to_arrive
 from moe.kernels.pdl import pdl_options
 from moe.routing import StandardTopK
 
-_BLOCK_T, _BLOCK_H = 16, 64
+_FEW_BLOCK_T, _MANY_BLOCK_T, _BLOCK_H = 16, 64, 64
+_MANY_TOKENS = 2048  # from here on, large blocks fill the GPU
 MAX_PARTS = tl.constexpr(16)
 _PROGRAMS = 128  # enough that every processor reads a part of the weights
 _LARGEST = tl.constexpr(3.4028234663852886e38)
@@ -142,7 +143,8 @@ def route(
     weights_TK = torch.empty(num_tokens, config.top_k, dtype=torch.float32, device=x_TH.device)
     if not num_tokens:
         return StandardTopK(weights_TK, ids_TK)
-    num_blocks = triton.cdiv(num_tokens, _BLOCK_T)
+    block_t = _FEW_BLOCK_T if num_tokens < _MANY_TOKENS else _MANY_BLOCK_T
+    num_blocks = triton.cdiv(num_tokens, block_t)
     num_parts = max(1, min(MAX_PARTS.value, _PROGRAMS // num_blocks, triton.cdiv(hidden, _BLOCK_H)))
     is_split = num_parts > 1
     parts = torch.empty(num_parts if is_split else 0, num_tokens, num_experts, dtype=torch.float32, device=x_TH.device)
@@ -150,7 +152,7 @@ def route(
         x_TH, weight_EH, weights_TK if bias_E is None else bias_E, parts, counters(x_TH.device, "router"),
         ids_TK, weights_TK, num_tokens, num_parts, x_TH.stride(0), config.routed_scaling_factor,
         H=hidden, E=num_experts, E_PAD=max(16, triton.next_power_of_2(num_experts)), K=config.top_k,
-        K_PAD=triton.next_power_of_2(config.top_k), BLOCK_T=_BLOCK_T, BLOCK_H=_BLOCK_H, HAS_BIAS=bias_E is not None,
+        K_PAD=triton.next_power_of_2(config.top_k), BLOCK_T=block_t, BLOCK_H=_BLOCK_H, HAS_BIAS=bias_E is not None,
         ROUND_TO_BF16=logits_dtype is torch.bfloat16, IS_SPLIT=is_split,
         INTERPRET=bool(triton.knobs.runtime.interpret), num_warps=4, **pdl_options(x_TH.device),
     )  # fmt: skip

@@ -83,3 +83,33 @@ def test_the_head_gives_fp32_sums(num_rows: int) -> None:
     want = linear(x.double(), weight.double())
     assert (out.double() - want).abs().max() < 1e-4
     assert torch.equal(OutputHead(weight)(x), out)
+
+
+def test_a_chain_of_captured_kernels_gives_the_same_bits_each_time() -> None:
+    """Norm, router and projections launched on each other's heels, as in a decode step, beside a busy stream."""
+    config = RoutingConfig(method=RoutingMethod.SOFTMAX_AFTER_TOPK, num_experts=32, top_k=4)
+    x, norm = normal(3, 2880).bfloat16(), normal(2880)
+    up, down = (normal(4096, 2880) * 0.02).bfloat16(), (normal(2880, 4096) * 0.02).bfloat16()
+    gate = (normal(32, 2880) * 0.05).bfloat16()
+
+    def run() -> list[torch.Tensor]:
+        total, normed, kept = x, rms_norm(x, norm, 1e-5), []
+        for _ in range(24):
+            routed = router.route(normed, gate, None, config)
+            delta = few_rows.linear(few_rows.linear(normed, up, None), down, None)
+            total, normed = add_rms_norm(total, delta, norm, 1e-5)
+            kept += [total, routed.ids, routed.weights]
+        return kept
+
+    want = run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = run()
+    busy, matrix = torch.cuda.Stream(), normal(2048, 2048)
+    for _ in range(300):
+        with torch.cuda.stream(busy):
+            matrix @ matrix
+        for tensor in got:
+            tensor.fill_(-1)
+        graph.replay()
+        assert all(map(torch.equal, got, want))

@@ -32,8 +32,8 @@ KERNELS = {
         f"route by {name} logits in {parts}": (
             router._route,
             {
-                "H": 2880, "E": 32, "E_PAD": 32, "K": 4, "K_PAD": 4, "BLOCK_T": 16, "BLOCK_H": 64, "HAS_BIAS": True,
-                "ROUND_TO_BF16": name == "bf16", "IS_SPLIT": parts == "parts", "USE_PDL": False, "INTERPRET": False,
+                "H": 2880, "E": 32, "E_PAD": 32, "K": 4, "K_PAD": 4, "BLOCK_T": 16 if parts == "parts" else 64,
+                "BLOCK_H": 64, "HAS_BIAS": True, "ROUND_TO_BF16": name == "bf16", "IS_SPLIT": parts == "parts", "USE_PDL": False, "INTERPRET": False,
             },
         )
         for name, parts in (("fp32", "parts"), ("bf16", "one"))
@@ -48,7 +48,7 @@ KERNELS = {
     "few rows": (
         few_rows.few_rows_linear,
         {
-            "K": 2880, "SHARES": 5, "MAX_R": 16, "BLOCK_N": 32, "BLOCK_K": 128, "NUM_STAGES": 5, "HAS_BIAS": True,
+            "K": 2880, "SHARES": 3, "MAX_R": 16, "BLOCK_N": 32, "BLOCK_K": 64, "NUM_STAGES": 6, "HAS_BIAS": True,
             "USE_PDL": False, "INTERPRET": False,
         },
     ),
