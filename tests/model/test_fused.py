@@ -33,7 +33,8 @@ KERNELS = {
             router._route,
             {
                 "H": 2880, "E": 32, "E_PAD": 32, "K": 4, "K_PAD": 4, "BLOCK_T": 16 if parts == "parts" else 64,
-                "BLOCK_H": 64, "HAS_BIAS": True, "ROUND_TO_BF16": name == "bf16", "IS_SPLIT": parts == "parts", "USE_PDL": False, "INTERPRET": False,
+                "BLOCK_H": 64, "HAS_BIAS": True, "ROUND_TO_BF16": name == "bf16", "IS_SPLIT": parts == "parts",
+                "USE_PDL": False, "INTERPRET": False,
             },
         )
         for name, parts in (("fp32", "parts"), ("bf16", "one"))
