@@ -96,7 +96,7 @@ class DecodeGraphs:
         graph = torch.cuda.CUDAGraph()
         largest = next(iter(self._graphs.values()), None)
         with torch.cuda.graph(graph, pool=None if largest is None else largest.pool()):
-            self._logits_MV[:size].copy_(self._model(batch, plan, self._kv))
+            self._model(batch, plan, self._kv, self._logits_MV[:size])
         return graph
 
     def _batch(self, size: int) -> ForwardBatch:

@@ -55,8 +55,10 @@ class Model(Protocol):
     def plan(self, batch: ForwardBatch) -> Any:
         """What attention works out once a step, outside a captured graph; for this batch only."""
 
-    def __call__(self, batch: ForwardBatch, plan: Any, kv: list[LayerKv]) -> torch.Tensor:
-        """Logits [R, V] in float32."""
+    def __call__(
+        self, batch: ForwardBatch, plan: Any, kv: list[LayerKv], logits_RV: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Logits [R, V] in float32, written to `logits_RV` if it is given."""
 
 
 class ModelRunner:

@@ -131,10 +131,12 @@ class Model(nn.Module):
         """The attention plan of a batch. Make it outside a captured graph: it may wait for the device."""
         return self.attention.plan(batch)
 
-    def forward(self, batch: ForwardBatch, plan: Any, kv: Sequence[LayerKv]) -> torch.Tensor:
+    def forward(
+        self, batch: ForwardBatch, plan: Any, kv: Sequence[LayerKv], logits_RV: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """fp32 logits [R, V] of the rows the batch asks for; writes the step's keys and values to `kv`, one a layer.
 
-        `plan` is what `plan` made of the same batch.
+        `plan` is what `plan` made of the same batch. The logits go to `logits_RV` if it is given.
         """
         step = StepState(plan, self.rope.at(batch.positions_T), batch.all_ranks_decode)
         x_TH: torch.Tensor = self.embedding(batch.input_ids_T)
@@ -142,5 +144,5 @@ class Model(nn.Module):
         for layer, layer_kv in zip(self.layers, kv, strict=True):
             x_TH, delta_TH = layer(x_TH, delta_TH, step, layer_kv)
         x_RH, delta_RH = (rows_TH.index_select(0, batch.logit_rows_R) for rows_TH in (x_TH, delta_TH))
-        logits_RV: torch.Tensor = self.head(self.norm.add(x_RH, delta_RH)[1])
+        logits_RV = self.head(self.norm.add(x_RH, delta_RH)[1], logits_RV)
         return logits_RV

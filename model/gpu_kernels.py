@@ -9,6 +9,9 @@ Import it only where Triton is installed (`fused_kernels`). Shape letters: T tok
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from moe.kernels.pdl import pdl_options
 
 _WIDE_ROW = 2048  # rows at least this long get eight warps
 
@@ -16,12 +19,16 @@ _WIDE_ROW = 2048  # rows at least this long get eight warps
 @triton.jit
 def _add_rms_norm(
     x_ptr, delta_ptr, weight_ptr, sum_ptr, out_ptr, x_stride, delta_stride, eps,
-    H: tl.constexpr, H_PAD: tl.constexpr, HAS_DELTA: tl.constexpr,
+    H: tl.constexpr, H_PAD: tl.constexpr, HAS_DELTA: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (T,)."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, H_PAD)
     is_column = columns < H
+    weight = tl.load(weight_ptr + columns, mask=is_column, other=0.0)
+    if USE_PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     x = tl.load(x_ptr + row * x_stride + columns, mask=is_column, other=0.0)
     if HAS_DELTA:
         delta = tl.load(delta_ptr + row * delta_stride + columns, mask=is_column, other=0.0)
@@ -29,7 +36,6 @@ def _add_rms_norm(
         tl.store(sum_ptr + row * H + columns, x, mask=is_column)
     x = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, 0) / H + eps)
-    weight = tl.load(weight_ptr + columns, mask=is_column, other=0.0)
     tl.store(out_ptr + row * H + columns, (x * scale * weight).to(out_ptr.dtype.element_ty), mask=is_column)
 
 
@@ -59,5 +65,5 @@ def _launch(
             x_TH, x_TH if delta_TH is None else delta_TH, weight_H, sum_TH, out_TH,
             x_TH.stride(0), x_TH.stride(0) if delta_TH is None else delta_TH.stride(0), eps,
             H=hidden, H_PAD=triton.next_power_of_2(hidden), HAS_DELTA=delta_TH is not None,
-            num_warps=8 if hidden > _WIDE_ROW else 4,
+            num_warps=8 if hidden > _WIDE_ROW else 4, **pdl_options(x_TH.device),
         )  # fmt: skip

@@ -25,7 +25,7 @@ class Gate(nn.Module):
     fp32 logits multiply fp32 weights by fp32 tokens. bf16 logits multiply bf16 by bf16, sum in fp32 and are rounded
     once: half the weights to read, at twice the rate or more.
     `weight_bf16` is set if bf16 holds the weights exactly, or if the logits are bf16 anyway: its product with bf16
-    tokens, summed in fp32, is what the two-kernel router computes.
+    tokens, summed in fp32, is what the fused router computes.
     """
 
     def __init__(self, weight_EH: torch.Tensor, bias_E: torch.Tensor | None, out_dtype: torch.dtype) -> None:
@@ -55,7 +55,7 @@ def is_on_gpu(tensor: torch.Tensor) -> bool:
 
 
 def fused_router(gate: Gate, routing: RoutingConfig) -> ModuleType | None:
-    """The module whose `route` does this gate and top-k in two kernels; None if torch has to do it."""
+    """The module whose `route` does this gate and top-k in one kernel; None if torch has to do it."""
     if gate.weight.device.type != "cuda" or gate.weight_bf16 is None:
         return None
     try:

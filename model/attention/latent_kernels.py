@@ -49,11 +49,11 @@ def _attend(
     rope_NP = tl.load(key_ptrs + C + p[None, :], mask=mask_NP, other=0)
     latent_NC = read_kv(latent_NC, q_MC, IS_FP8, USE_CAST)
     rope_NP = read_kv(rope_NP, q_MC, IS_FP8, USE_CAST)
-    scores_MN = tl.dot(q_MC, tl.trans(latent_NC), input_precision=PRECISION)
-    scores_MN = tl.dot(q_MP, tl.trans(rope_NP), scores_MN, input_precision=PRECISION) * scale
+    products_MN = tl.dot(q_MC, tl.trans(latent_NC), input_precision=PRECISION)
+    products_MN = tl.dot(q_MP, tl.trans(rope_NP), products_MN, input_precision=PRECISION)
     if IS_MASKED:
-        scores_MN = hide_keys(scores_MN, positions_N, end, query_pos_M, WINDOW)
-    probs_MN, decay_M, max_M, sum_M = softmax_step(scores_MN, max_M, sum_M)
+        products_MN = hide_keys(products_MN, positions_N, end, query_pos_M, WINDOW)
+    probs_MN, decay_M, max_M, sum_M = softmax_step(products_MN, scale, max_M, sum_M)
     acc_MC = acc_MC * decay_M[:, None]
     acc_MC = tl.dot(probs_MN.to(q_MC.dtype), latent_NC, acc_MC, input_precision=PRECISION)
     return acc_MC, max_M, sum_M

@@ -19,6 +19,7 @@ from model.attention.latent_kernels import latent_attention
 from model.attention.triton_kernels import LOG2_E, decode, merge_parts, prefill, rotate_and_store
 from model.batch import ForwardBatch, LayerKv
 from moe.backends.c_compiler import missing_for_triton
+from moe.kernels.pdl import pdl_options
 
 _MAX_HEAD_DIM = 128
 _MAX_LATENT_DIM = 512
@@ -42,14 +43,16 @@ class Tile:
 
 # The fastest of a search on an H200 with GPT-OSS-20B's heads (`benchmarks/results/attention_h200.json`).
 _DECODE = Tile(keys=64, warps=2, stages=5)
-_PREFILL = Tile(rows=128, keys=64, warps=4, stages=3)
-_PREFILL_IN_WINDOW = Tile(rows=128, keys=32, warps=4, stages=4)
+_PREFILL = Tile(rows=128, keys=128, warps=4, stages=2)
+_PREFILL_IN_WINDOW = Tile(rows=128, keys=32, warps=8, stages=2)
 # Not measured. On Hopper the smallest tile of its matrix instructions, which fills a processor's shared memory; the
 # others fit into the 99 KiB of consumer GPUs. fp32 numbers take twice the memory, and their products no matrix unit.
 _LATENT_ON_HOPPER = Tile(rows=64, keys=64, warps=8, stages=2, per_processor=1)
 _LATENT = Tile(rows=32, keys=32, warps=4, stages=2)
 _LATENT_FP8 = Tile(rows=32, keys=32, warps=8, stages=2)  # converting takes registers, and four warps would spill
 _LATENT_FP32 = Tile(rows=16, keys=16, warps=8, stages=1)
+# Tokens of one program that rotates and stores: one in small steps, which fills more processors, else several.
+_FEW_TOKENS, _ROTATED_TOKENS, _ROTATED_NUMBERS = 64, 4, 4096
 _MAX_PARTS = 32
 _MIN_PART_KEYS = 64
 
@@ -136,7 +139,7 @@ class TritonAttention(Attention):
                 *pointers, out_THV, parts, stats, *strides, num_parts,
                 BLOCK_N=_DECODE.keys, IS_SPLIT=num_parts > 1,
                 **shape | {"R_PAD": max(16, shape["R_PAD"])},  # the least that tl.dot accepts
-                num_warps=_DECODE.warps, num_stages=_DECODE.stages,
+                num_warps=_DECODE.warps, num_stages=_DECODE.stages, **pdl_options(q_THD.device),
             )  # fmt: skip
             if num_parts > 1:
                 _merge_parts(batch, parts, stats, sinks_H, out_THV)
@@ -146,6 +149,7 @@ class TritonAttention(Attention):
             prefill[(q_THD.shape[0] // block_q + num_requests, spec.num_kv_heads)](
                 *pointers, out_THV, num_requests, *strides,
                 BLOCK_Q=block_q, BLOCK_N=tile.keys, **shape, num_warps=tile.warps, num_stages=tile.stages,
+                **pdl_options(q_THD.device),
             )  # fmt: skip
         return out_THV
 
@@ -271,15 +275,17 @@ def _rotate_and_store(
     spec: AttentionSpec, kv: LayerKv, slots_T: torch.Tensor, q_THD: torch.Tensor, k_TGD: torch.Tensor,
     v_TGV: torch.Tensor | None, rotation_T1D: torch.Tensor | None, formats: dict[str, Any],
 ) -> None:  # fmt: skip
-    num_shared = spec.num_heads // spec.num_kv_heads
+    num_tokens, num_shared = slots_T.shape[0], spec.num_heads // spec.num_kv_heads
+    r_pad, d_pad = triton.next_power_of_2(num_shared), triton.next_power_of_2(spec.key_dim)
+    block_t = 1 if num_tokens <= _FEW_TOKENS else max(1, min(_ROTATED_TOKENS, _ROTATED_NUMBERS // (r_pad * d_pad)))
     v, values = (k_TGD, kv.keys) if v_TGV is None else (v_TGV, kv.values)
-    rotate_and_store[(slots_T.shape[0], spec.num_kv_heads)](
+    rotate_and_store[(triton.cdiv(num_tokens, block_t), spec.num_kv_heads)](
         q_THD, k_TGD, v, q_THD if rotation_T1D is None else torch.view_as_real(rotation_T1D), slots_T,
-        kv.keys, values, q_THD.stride(0), k_TGD.stride(0), v.stride(0),
-        NUM_KV_HEADS=spec.num_kv_heads, R=num_shared, R_PAD=triton.next_power_of_2(num_shared),
-        D=spec.key_dim, V=spec.value_dim, PAIRS_PAD=triton.next_power_of_2(spec.key_dim) // 2,
-        V_PAD=triton.next_power_of_2(spec.value_dim), HAS_ROTATION=rotation_T1D is not None,
+        kv.keys, values, num_tokens, q_THD.stride(0), k_TGD.stride(0), v.stride(0),
+        NUM_KV_HEADS=spec.num_kv_heads, R=num_shared, R_PAD=r_pad, D=spec.key_dim, V=spec.value_dim, D_PAD=d_pad,
+        V_PAD=triton.next_power_of_2(spec.value_dim), BLOCK_T=block_t, HAS_ROTATION=rotation_T1D is not None,
         HAS_VALUES=v_TGV is not None, IS_FP8=formats["IS_FP8"], USE_CAST=formats["USE_CAST"], num_warps=4,
+        **pdl_options(q_THD.device),
     )  # fmt: skip
 
 
@@ -301,5 +307,5 @@ def _merge_parts(
     merge_parts[(num_requests, num_heads)](
         parts, stats, batch.query_start_B1, out_THV if sinks_H is None else sinks_H, out_THV, num_parts,
         NUM_HEADS=num_heads, V=value_dim, V_PAD=v_pad, S_PAD=_MAX_PARTS, HAS_SINKS=sinks_H is not None,
-        num_warps=max(1, v_pad // 64),
+        num_warps=max(1, v_pad // 64), **pdl_options(parts.device),
     )  # fmt: skip

@@ -15,6 +15,7 @@ Where the GPU has no such type, and in the interpreter, bit operations convert t
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from moe.kernels.bits import decode_e4m3, encode_e4m3
 
@@ -50,43 +51,62 @@ def read_kv(stored, like, IS_FP8: tl.constexpr, USE_CAST: tl.constexpr):
     return numbers.to(like.dtype)
 
 
-@triton.jit(do_not_specialize_on_alignment=VIEWS)
-def rotate_and_store(
-    q_ptr, k_ptr, v_ptr, rotation_ptr, slots_ptr, keys_ptr, values_ptr, q_stride, k_stride, v_stride,
-    NUM_KV_HEADS: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
-    PAIRS_PAD: tl.constexpr, V_PAD: tl.constexpr, HAS_ROTATION: tl.constexpr, HAS_VALUES: tl.constexpr,
-    IS_FP8: tl.constexpr, USE_CAST: tl.constexpr,
-):  # fmt: skip
-    """Rotate the query heads of one KV head in place; copy its rotated key and its value to the slot. Grid: (T, G).
+@triton.jit
+def _rotate(x_MD, cos_MP, sin_MP, M: tl.constexpr, D_PAD: tl.constexpr):
+    """Rotate every pair of neighbours, in fp32."""
+    even_MP, odd_MP = tl.split(tl.reshape(x_MD.to(tl.float32), (M, D_PAD // 2, 2)))
+    rotated_MP2 = tl.join(even_MP * cos_MP - odd_MP * sin_MP, even_MP * sin_MP + odd_MP * cos_MP)
+    return tl.reshape(rotated_MP2, (M, D_PAD))
 
-    `rotation` holds cos and sin of every pair of neighbours, fp32 [T, D].
+
+@triton.jit
+def _cos_and_sin(rotation_ptr, row_M, mask_MD, D: tl.constexpr, D_PAD: tl.constexpr, M: tl.constexpr):
+    """Both [M, D_PAD / 2], from pairs of them."""
+    d = tl.arange(0, D_PAD)
+    pairs_MD = tl.load(rotation_ptr + row_M[:, None] * D + d[None, :], mask=mask_MD, other=0.0)
+    return tl.split(tl.reshape(pairs_MD, (M, D_PAD // 2, 2)))
+
+
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=VIEWS)
+def rotate_and_store(
+    q_ptr, k_ptr, v_ptr, rotation_ptr, slots_ptr, keys_ptr, values_ptr, num_tokens, q_stride, k_stride, v_stride,
+    NUM_KV_HEADS: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
+    D_PAD: tl.constexpr, V_PAD: tl.constexpr, BLOCK_T: tl.constexpr, HAS_ROTATION: tl.constexpr,
+    HAS_VALUES: tl.constexpr, IS_FP8: tl.constexpr, USE_CAST: tl.constexpr, USE_PDL: tl.constexpr,
+):  # fmt: skip
+    """Rotate the query heads of one KV head in place; copy its rotated key and its value to the slot.
+
+    `rotation` holds cos and sin of every pair of neighbours, fp32 [T, D]. Grid: (T / BLOCK_T, G).
     """
-    row = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(0) * BLOCK_T
     kv_head = tl.program_id(1)
-    slot = tl.load(slots_ptr + row)
-    pair = tl.arange(0, PAIRS_PAD)
-    is_pair = 2 * pair < D
-    k_ptr += row * k_stride + kv_head * D + 2 * pair
-    even, odd = tl.load(k_ptr, mask=is_pair, other=0.0), tl.load(k_ptr + 1, mask=is_pair, other=0.0)
+    if USE_PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    row_T = (first + tl.arange(0, BLOCK_T)).to(tl.int64)
+    is_token_T = row_T < num_tokens
+    slot_T = tl.load(slots_ptr + row_T, mask=is_token_T, other=0)
+    d = tl.arange(0, D_PAD)
+    mask_TD = is_token_T[:, None] & (d < D)[None, :]
+    key_TD = tl.load(k_ptr + row_T[:, None] * k_stride + kv_head * D + d[None, :], mask=mask_TD, other=0.0)
     if HAS_ROTATION:
-        cos = tl.load(rotation_ptr + row * D + 2 * pair, mask=is_pair, other=0.0)
-        sin = tl.load(rotation_ptr + row * D + 2 * pair + 1, mask=is_pair, other=0.0)
-        even, odd = even.to(tl.float32), odd.to(tl.float32)
-        even, odd = even * cos - odd * sin, even * sin + odd * cos
-        r = tl.arange(0, R_PAD)
-        q_ptrs = q_ptr + row * q_stride + (kv_head * R + r)[:, None] * D + 2 * pair[None, :]
-        mask = (r < R)[:, None] & is_pair[None, :]
-        q_even = tl.load(q_ptrs, mask=mask, other=0.0).to(tl.float32)
-        q_odd = tl.load(q_ptrs + 1, mask=mask, other=0.0).to(tl.float32)
-        tl.store(q_ptrs, (q_even * cos - q_odd * sin).to(q_ptr.dtype.element_ty), mask=mask)
-        tl.store(q_ptrs + 1, (q_even * sin + q_odd * cos).to(q_ptr.dtype.element_ty), mask=mask)
-    key_ptrs = keys_ptr + (slot * NUM_KV_HEADS + kv_head) * D + 2 * pair
-    store_kv(key_ptrs, even, is_pair, IS_FP8, USE_CAST)
-    store_kv(key_ptrs + 1, odd, is_pair, IS_FP8, USE_CAST)
+        M: tl.constexpr = BLOCK_T * R_PAD
+        m = tl.arange(0, M)
+        row_M = (first + m // R_PAD).to(tl.int64)
+        mask_MD = ((row_M < num_tokens) & (m % R_PAD < R))[:, None] & (d < D)[None, :]
+        q_ptrs = q_ptr + row_M[:, None] * q_stride + (kv_head * R + m % R_PAD)[:, None] * D + d[None, :]
+        q_MD = tl.load(q_ptrs, mask=mask_MD, other=0.0)
+        cos_MP, sin_MP = _cos_and_sin(rotation_ptr, row_M, mask_MD, D, D_PAD, M)
+        tl.store(q_ptrs, _rotate(q_MD, cos_MP, sin_MP, M, D_PAD).to(q_ptr.dtype.element_ty), mask=mask_MD)
+        cos_TP, sin_TP = _cos_and_sin(rotation_ptr, row_T, mask_TD, D, D_PAD, BLOCK_T)
+        key_TD = _rotate(key_TD, cos_TP, sin_TP, BLOCK_T, D_PAD)
+    place_T = slot_T * NUM_KV_HEADS + kv_head
+    store_kv(keys_ptr + place_T[:, None] * D + d[None, :], key_TD, mask_TD, IS_FP8, USE_CAST)
     if HAS_VALUES:
         v = tl.arange(0, V_PAD)
-        value = tl.load(v_ptr + row * v_stride + kv_head * V + v, mask=v < V, other=0.0)
-        store_kv(values_ptr + (slot * NUM_KV_HEADS + kv_head) * V + v, value, v < V, IS_FP8, USE_CAST)
+        mask_TV = is_token_T[:, None] & (v < V)[None, :]
+        value_TV = tl.load(v_ptr + row_T[:, None] * v_stride + kv_head * V + v[None, :], mask=mask_TV, other=0.0)
+        store_kv(values_ptr + place_T[:, None] * V + v[None, :], value_TV, mask_TV, IS_FP8, USE_CAST)
 
 
 @triton.jit
@@ -100,21 +120,24 @@ def find_slots(table_ptr, positions_N, end, PAGE_SIZE: tl.constexpr, IS_MASKED: 
 
 
 @triton.jit
-def hide_keys(scores_MN, positions_N, end, query_pos_M, WINDOW: tl.constexpr):
+def hide_keys(products_MN, positions_N, end, query_pos_M, WINDOW: tl.constexpr):
     """-inf for the keys that a query does not see: those from `end` on, later ones, and those before its window."""
     is_visible_MN = (positions_N < end)[None, :] & (positions_N[None, :] <= query_pos_M[:, None])
     if WINDOW > 0:
         is_visible_MN &= query_pos_M[:, None] - positions_N[None, :] < WINDOW
-    return tl.where(is_visible_MN, scores_MN, float("-inf"))
+    return tl.where(is_visible_MN, products_MN, float("-inf"))
 
 
 @triton.jit
-def softmax_step(scores_MN, max_M, sum_M):
-    """Online softmax: weights of these keys, the factor for what was summed before, the new maximum and sum."""
-    new_max_M = tl.maximum(max_M, tl.max(scores_MN, 1))
+def softmax_step(products_MN, scale, max_M, sum_M):
+    """Online softmax: weights of these keys, the factor for what was summed before, the new maximum and sum.
+
+    A score is `product * scale`. It is never kept: one fused multiply-add makes the exponent of a weight.
+    """
+    new_max_M = tl.maximum(max_M, tl.max(products_MN, 1) * scale)
     # A query that has seen no key yet has a maximum of -inf: keep -inf - -inf out of exp2.
     base_M = tl.where(new_max_M == float("-inf"), 0.0, new_max_M)
-    probs_MN = tl.math.exp2(scores_MN - base_M[:, None])
+    probs_MN = tl.math.exp2(products_MN * scale - base_M[:, None])
     decay_M = tl.math.exp2(max_M - base_M)
     return probs_MN, decay_M, new_max_M, sum_M * decay_M + tl.sum(probs_MN, 1)
 
@@ -145,10 +168,10 @@ def _attend(
         v_NV = tl.load(value_ptrs, mask=(v < V)[None, :], other=0)
     k_DN = read_kv(k_DN, q_MD, IS_FP8, USE_CAST)
     v_NV = read_kv(v_NV, q_MD, IS_FP8, USE_CAST)
-    scores_MN = tl.dot(q_MD, k_DN, input_precision=PRECISION) * scale
+    products_MN = tl.dot(q_MD, k_DN, input_precision=PRECISION)
     if IS_MASKED:
-        scores_MN = hide_keys(scores_MN, positions_N, end, query_pos_M, WINDOW)
-    probs_MN, decay_M, max_M, sum_M = softmax_step(scores_MN, max_M, sum_M)
+        products_MN = hide_keys(products_MN, positions_N, end, query_pos_M, WINDOW)
+    probs_MN, decay_M, max_M, sum_M = softmax_step(products_MN, scale, max_M, sum_M)
     acc_MV = acc_MV * decay_M[:, None]
     acc_MV = tl.dot(probs_MN.to(q_MD.dtype), v_NV, acc_MV, input_precision=PRECISION)
     return acc_MV, max_M, sum_M
@@ -172,7 +195,7 @@ def decode(
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, R_PAD: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
     D_PAD: tl.constexpr, V_PAD: tl.constexpr, BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr,
     IS_SPLIT: tl.constexpr, HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr, IS_FP8: tl.constexpr,
-    USE_CAST: tl.constexpr,
+    USE_CAST: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Attends for requests with one token; skips the others. Grid: (B, G, S); part s takes the s-th share of the keys.
 
@@ -182,6 +205,9 @@ def decode(
     request = tl.program_id(0)
     kv_head = tl.program_id(1)
     part = tl.program_id(2)
+    if USE_PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     row = tl.load(query_start_ptr + request)
     if tl.load(query_start_ptr + request + 1) - row != 1:
         return
@@ -230,11 +256,14 @@ def decode(
 def merge_parts(
     parts_ptr, stats_ptr, query_start_ptr, sinks_ptr, out_ptr, num_parts,
     NUM_HEADS: tl.constexpr, V: tl.constexpr, V_PAD: tl.constexpr, S_PAD: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
+    HAS_SINKS: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Join the parts of `decode` and add the sink. Grid: (B, H)."""
     request = tl.program_id(0)
     head = tl.program_id(1)
+    if USE_PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     row = tl.load(query_start_ptr + request)
     if tl.load(query_start_ptr + request + 1) - row != 1:
         return
@@ -285,7 +314,7 @@ def prefill(
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, R_PAD: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
     D_PAD: tl.constexpr, V_PAD: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr, IS_FP8: tl.constexpr,
-    USE_CAST: tl.constexpr,
+    USE_CAST: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Attends for requests with several tokens; `decode` serves those with one. Grid: (T // BLOCK_Q + B, G).
 
@@ -294,6 +323,9 @@ def prefill(
     """
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
+    if USE_PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     request = request_of_block(query_start_ptr, block, num_requests, BLOCK_Q)
     row = tl.load(query_start_ptr + request)
     num_queries = tl.load(query_start_ptr + request + 1) - row

@@ -17,7 +17,8 @@ from moe.kernels.products import BF16, FP8_BLOCK, FP8_BOTH, MXFP4, NVFP4
 from moe.kernels.quantize import quantize_rows
 
 _FORMATS = {"bf16": BF16.value, "fp8_block": FP8_BLOCK.value, "mxfp4": MXFP4.value, "nvfp4": NVFP4.value}
-_SUM_COLUMNS = 1024
+_SUM_COLUMNS, _SUM_COLUMNS_OF_FEW = 1024, 512
+_FEW_TOKENS = 16
 _QUANTIZE_ROWS = 32
 _INT32_MAX = 2**31 - 1
 _FEWEST_SLOTS = 64
@@ -81,7 +82,8 @@ def run_layer(
     part_dtype = torch.float32 if plan.is_direct else torch.bfloat16  # few rows cost nothing; many are worth halving
     parts = torch.empty((num_slots, plan.split_k, layer.hidden_size), dtype=part_dtype, device=x_TH.device)
     _gemm(h_SI, ids_TK, weights_TK, layer, plan, tiles, parts, is_first=False)
-    block_h = min(_SUM_COLUMNS, triton.next_power_of_2(layer.hidden_size))
+    most_columns = _SUM_COLUMNS_OF_FEW if num_tokens <= _FEW_TOKENS else _SUM_COLUMNS
+    block_h = min(most_columns, triton.next_power_of_2(layer.hidden_size))
     unpermute_sum[(num_tokens, triton.cdiv(layer.hidden_size, block_h))](
         parts, ids_TK, out_TH, layer.first_expert, layer.num_experts, layer.hidden_size,
         TOPK=layer.top_k, SPLIT_K=plan.split_k, BLOCK_H=block_h, USE_PDL=plan.pdl,

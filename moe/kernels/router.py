@@ -1,4 +1,4 @@
-"""Router GEMM, top-k and softmax in two kernels, for gates that take the top-k first and softmax over those (GPT-OSS).
+"""Router GEMM, top-k and softmax in one kernel, for gates that take the top-k first and softmax over those (GPT-OSS).
 
 Weights that bf16 holds exactly are multiplied as bf16 with fp32 sums, which gives the products of fp32 exactly.
 Shape letters: T tokens, H hidden, E experts, K top-k, S parts of the hidden axis.
@@ -10,40 +10,18 @@ Shape letters: T tokens, H hidden, E experts, K top-k, S parts of the hidden axi
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from moe.config import RoutingConfig, RoutingMethod
+from moe.kernels.arrivals import counters, is_last_to_arrive
+from moe.kernels.pdl import pdl_options
 from moe.routing import StandardTopK
 
-_BLOCK_T, _BLOCK_H = 16, 64
-_MAX_PARTS = 16
+_FEW_BLOCK_T, _MANY_BLOCK_T, _BLOCK_H = 16, 64, 64
+_MANY_TOKENS = 2048  # from here on, large blocks fill the GPU
+MAX_PARTS = tl.constexpr(16)
 _PROGRAMS = 128  # enough that every processor reads a part of the weights
 _LARGEST = tl.constexpr(3.4028234663852886e38)
-
-
-@triton.jit(do_not_specialize=["num_tokens", "num_parts"])
-def _partial_logits(
-    x_ptr, weight_ptr, parts_ptr, num_tokens, num_parts, x_stride,
-    H: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
-    INTERPRET: tl.constexpr,
-):  # fmt: skip
-    """parts[s, t, e] = sum over the s-th share of H. Grid: (blocks of T, S)."""
-    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    part = tl.program_id(1)
-    e = tl.arange(0, E_PAD)
-    steps = tl.cdiv(tl.cdiv(H, BLOCK_H), num_parts)
-    total_TE = tl.zeros((BLOCK_T, E_PAD), tl.float32)
-    for step in range(part * steps, part * steps + steps):
-        h = step * BLOCK_H + tl.arange(0, BLOCK_H)
-        x_TH = tl.load(
-            x_ptr + t.to(tl.int64)[:, None] * x_stride + h[None, :],
-            mask=(t < num_tokens)[:, None] & (h < H)[None, :], other=0.0,
-        )  # fmt: skip
-        w_HE = tl.load(weight_ptr + e[None, :] * H + h[:, None], mask=(e < E)[None, :] & (h < H)[:, None], other=0.0)
-        if INTERPRET:  # the interpreter multiplies bf16 wrongly
-            x_TH, w_HE = x_TH.to(tl.float32), w_HE.to(tl.float32)
-        total_TE = tl.dot(x_TH, w_HE, total_TE, input_precision="ieee")
-    place = (part * num_tokens + t).to(tl.int64)
-    tl.store(parts_ptr + place[:, None] * E + e[None, :], total_TE, mask=(t < num_tokens)[:, None] & (e < E)[None, :])
 
 
 @triton.jit
@@ -54,24 +32,18 @@ def _round_to_bf16(x):
     return bits.to(tl.float32, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_parts"])
+@triton.jit
 def _choose(
-    parts_ptr, bias_ptr, ids_ptr, weights_ptr, num_tokens, num_parts, factor,
+    logits_TE, bias_ptr, ids_ptr, weights_ptr, t, num_tokens, factor,
     E: tl.constexpr, E_PAD: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr, BLOCK_T: tl.constexpr,
     HAS_BIAS: tl.constexpr, ROUND_TO_BF16: tl.constexpr,
 ):  # fmt: skip
-    """Sum the parts, take the K largest logits (ties to the lowest id), softmax over them. Grid: (blocks of T,).
+    """Write the K largest logits' ids (ties to the lowest id) and the softmax over them.
 
     ROUND_TO_BF16: the logits are rounded before.
     """
-    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     e = tl.arange(0, E_PAD)
     k = tl.arange(0, K_PAD)
-    mask_TE = (t < num_tokens)[:, None] & (e < E)[None, :]
-    logits_TE = tl.zeros((BLOCK_T, E_PAD), tl.float32)
-    for part in range(num_parts):
-        place = (part * num_tokens + t).to(tl.int64)
-        logits_TE += tl.load(parts_ptr + place[:, None] * E + e[None, :], mask=mask_TE, other=0.0)
     if HAS_BIAS:
         logits_TE += tl.load(bias_ptr + e, mask=e < E, other=0.0)[None, :]
     is_nan_TE = logits_TE != logits_TE  # noqa: PLR0124
@@ -93,6 +65,59 @@ def _choose(
     mask_TK = (t < num_tokens)[:, None] & (k < K)[None, :]
     tl.store(ids_ptr + out, ids_TK, mask=mask_TK)
     tl.store(weights_ptr + out, weights_TK, mask=mask_TK)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_parts"])
+def _route(
+    x_ptr, weight_ptr, bias_ptr, parts_ptr, arrived_ptr, ids_ptr, weights_ptr, num_tokens, num_parts, x_stride, factor,
+    H: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, HAS_BIAS: tl.constexpr, ROUND_TO_BF16: tl.constexpr,
+    IS_SPLIT: tl.constexpr, USE_PDL: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """Logits of BLOCK_T tokens, then their experts. Grid: (blocks of T, S).
+
+    If the hidden axis is split, program s sums the s-th share into parts [S, T, E], and the last one adds them up, in
+    the order of s.
+    """
+    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    part = tl.program_id(1)
+    e = tl.arange(0, E_PAD)
+    is_token_T = t < num_tokens
+    if USE_PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    steps = tl.cdiv(tl.cdiv(H, BLOCK_H), num_parts)
+    logits_TE = tl.zeros((BLOCK_T, E_PAD), tl.float32)
+    for step in range(part * steps, part * steps + steps):
+        h = step * BLOCK_H + tl.arange(0, BLOCK_H)
+        x_TH = tl.load(
+            x_ptr + t.to(tl.int64)[:, None] * x_stride + h[None, :],
+            mask=is_token_T[:, None] & (h < H)[None, :], other=0.0,
+        )  # fmt: skip
+        w_HE = tl.load(weight_ptr + e[None, :] * H + h[:, None], mask=(e < E)[None, :] & (h < H)[:, None], other=0.0)
+        if INTERPRET:  # the interpreter multiplies bf16 wrongly
+            x_TH, w_HE = x_TH.to(tl.float32), w_HE.to(tl.float32)
+        logits_TE = tl.dot(x_TH, w_HE, logits_TE, input_precision="ieee")
+    if not IS_SPLIT:
+        _choose(
+            logits_TE, bias_ptr, ids_ptr, weights_ptr, t, num_tokens, factor,
+            E, E_PAD, K, K_PAD, BLOCK_T, HAS_BIAS, ROUND_TO_BF16,
+        )  # fmt: skip
+    else:
+        mask_TE = is_token_T[:, None] & (e < E)[None, :]
+        part_ptrs = parts_ptr + t.to(tl.int64)[:, None] * E + e[None, :]
+        tl.store(part_ptrs + (part * num_tokens).to(tl.int64) * E, logits_TE, mask=mask_TE)
+        if is_last_to_arrive(arrived_ptr + tl.program_id(0), num_parts):
+            logits_TE = tl.zeros((BLOCK_T, E_PAD), tl.float32)
+            for other in tl.static_range(MAX_PARTS):
+                logits_TE += tl.load(
+                    part_ptrs + (other * num_tokens).to(tl.int64) * E,
+                    mask=mask_TE & (other < num_parts), other=0.0, cache_modifier=".cg",
+                )  # fmt: skip
+            _choose(
+                logits_TE, bias_ptr, ids_ptr, weights_ptr, t, num_tokens, factor,
+                E, E_PAD, K, K_PAD, BLOCK_T, HAS_BIAS, ROUND_TO_BF16,
+            )  # fmt: skip
 
 
 def can_route(config: RoutingConfig) -> bool:
@@ -118,20 +143,17 @@ def route(
     weights_TK = torch.empty(num_tokens, config.top_k, dtype=torch.float32, device=x_TH.device)
     if not num_tokens:
         return StandardTopK(weights_TK, ids_TK)
-    num_blocks = triton.cdiv(num_tokens, _BLOCK_T)
-    num_parts = max(1, min(_MAX_PARTS, _PROGRAMS // num_blocks, triton.cdiv(hidden, _BLOCK_H)))
-    parts = torch.empty(num_parts, num_tokens, num_experts, dtype=torch.float32, device=x_TH.device)
-    experts_pad = max(16, triton.next_power_of_2(num_experts))
-    _partial_logits[(num_blocks, num_parts)](
-        x_TH, weight_EH, parts, num_tokens, num_parts, x_TH.stride(0),
-        H=hidden, E=num_experts, E_PAD=experts_pad, BLOCK_T=_BLOCK_T, BLOCK_H=_BLOCK_H,
-        INTERPRET=bool(triton.knobs.runtime.interpret), num_warps=4,
-    )  # fmt: skip
-    block_t = 1 if num_tokens <= 512 else 16
-    _choose[(triton.cdiv(num_tokens, block_t),)](
-        parts, parts if bias_E is None else bias_E, ids_TK, weights_TK, num_tokens, num_parts,
-        config.routed_scaling_factor,
-        E=num_experts, E_PAD=experts_pad, K=config.top_k, K_PAD=triton.next_power_of_2(config.top_k), BLOCK_T=block_t,
-        HAS_BIAS=bias_E is not None, ROUND_TO_BF16=logits_dtype is torch.bfloat16, num_warps=1 if block_t == 1 else 4,
+    block_t = _FEW_BLOCK_T if num_tokens < _MANY_TOKENS else _MANY_BLOCK_T
+    num_blocks = triton.cdiv(num_tokens, block_t)
+    num_parts = max(1, min(MAX_PARTS.value, _PROGRAMS // num_blocks, triton.cdiv(hidden, _BLOCK_H)))
+    is_split = num_parts > 1
+    parts = torch.empty(num_parts if is_split else 0, num_tokens, num_experts, dtype=torch.float32, device=x_TH.device)
+    _route[(num_blocks, num_parts)](
+        x_TH, weight_EH, weights_TK if bias_E is None else bias_E, parts, counters(x_TH.device, "router"),
+        ids_TK, weights_TK, num_tokens, num_parts, x_TH.stride(0), config.routed_scaling_factor,
+        H=hidden, E=num_experts, E_PAD=max(16, triton.next_power_of_2(num_experts)), K=config.top_k,
+        K_PAD=triton.next_power_of_2(config.top_k), BLOCK_T=block_t, BLOCK_H=_BLOCK_H, HAS_BIAS=bias_E is not None,
+        ROUND_TO_BF16=logits_dtype is torch.bfloat16, IS_SPLIT=is_split,
+        INTERPRET=bool(triton.knobs.runtime.interpret), num_warps=4, **pdl_options(x_TH.device),
     )  # fmt: skip
     return StandardTopK(weights_TK, ids_TK)

@@ -5,6 +5,8 @@ import torch
 from torch.nn.functional import linear
 from torch.nn.functional import rms_norm as torch_rms_norm
 
+from model import few_rows
+from model.embedding import OutputHead
 from model.gpu_kernels import add_rms_norm, rms_norm
 from model.moe_layer import Gate
 from moe.config import RoutingConfig, RoutingMethod
@@ -58,3 +60,56 @@ def test_bf16_logits_are_rounded_once_from_fp32_sums(num_tokens: int) -> None:
     assert torch.equal(Gate(weight, bias, torch.bfloat16)(x), want)
     got = router.route(x, weight, bias, config, logits_dtype=torch.bfloat16)
     assert torch.equal(got.ids, route(want, config).ids)
+
+
+@pytest.mark.parametrize(("num_outputs", "num_inputs"), [(5120, 2880), (2880, 4096), (40, 700), (576, 7168)])
+@pytest.mark.parametrize("num_rows", [1, 5, 16])
+def test_few_rows_are_multiplied_as_in_torch(num_rows: int, num_outputs: int, num_inputs: int) -> None:
+    """Many times: the programs of a block arrive in any order, and each launch finds the counters at zero."""
+    x = normal(num_rows, num_inputs + 8).bfloat16()[:, :num_inputs]
+    weight, bias = (normal(num_outputs, num_inputs) * 0.05).bfloat16(), normal(num_outputs).bfloat16()
+    got = few_rows.linear(x, weight, bias)
+    want = linear(x.double(), weight.double(), bias.double())
+    assert (got.double() - want).abs().max() <= want.abs().max() * 2**-8  # one rounding to bf16
+    for _ in range(200):
+        assert torch.equal(few_rows.linear(x, weight, bias), got)
+
+
+@pytest.mark.parametrize("num_rows", [1, 33])
+def test_the_head_gives_fp32_sums(num_rows: int) -> None:
+    x, weight = normal(num_rows, 2880).bfloat16(), (normal(5000, 2880) * 0.05).bfloat16()
+    out = torch.full((num_rows, 5000), float("nan"), device="cuda")
+    assert OutputHead(weight)(x, out) is out
+    want = linear(x.double(), weight.double())
+    assert (out.double() - want).abs().max() < 1e-4
+    assert torch.equal(OutputHead(weight)(x), out)
+
+
+def test_a_chain_of_captured_kernels_gives_the_same_bits_each_time() -> None:
+    """Norm, router and projections launched on each other's heels, as in a decode step, beside a busy stream."""
+    config = RoutingConfig(method=RoutingMethod.SOFTMAX_AFTER_TOPK, num_experts=32, top_k=4)
+    x, norm = normal(3, 2880).bfloat16(), normal(2880)
+    up, down = (normal(4096, 2880) * 0.02).bfloat16(), (normal(2880, 4096) * 0.02).bfloat16()
+    gate = (normal(32, 2880) * 0.05).bfloat16()
+
+    def run() -> list[torch.Tensor]:
+        total, normed, kept = x, rms_norm(x, norm, 1e-5), []
+        for _ in range(24):
+            routed = router.route(normed, gate, None, config)
+            delta = few_rows.linear(few_rows.linear(normed, up, None), down, None)
+            total, normed = add_rms_norm(total, delta, norm, 1e-5)
+            kept += [total, routed.ids, routed.weights]
+        return kept
+
+    want = run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = run()
+    busy, matrix = torch.cuda.Stream(), normal(2048, 2048)
+    for _ in range(300):
+        with torch.cuda.stream(busy):
+            matrix @ matrix
+        for tensor in got:
+            tensor.fill_(-1)
+        graph.replay()
+        assert all(map(torch.equal, got, want))

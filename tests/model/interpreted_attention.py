@@ -101,6 +101,7 @@ def fp8_bytes_unlike_torch() -> float:
 
 def main() -> None:
     triton_attention._MIN_PART_KEYS = 16
+    triton_attention._FEW_TOKENS, triton_attention._ROTATED_TOKENS = 8, 4
     triton_attention._PREFILL = replace(triton_attention._PREFILL, rows=32, keys=32)
     triton_attention._PREFILL_IN_WINDOW = triton_attention._PREFILL
     triton_attention._DECODE = replace(triton_attention._DECODE, keys=16)

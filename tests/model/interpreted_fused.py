@@ -8,6 +8,7 @@ import sys
 
 import torch
 
+from model import few_rows
 from model.gpu_kernels import add_rms_norm, rms_norm
 from moe.config import RoutingConfig, RoutingMethod
 from moe.kernels import router
@@ -73,8 +74,21 @@ def router_ids_of_nothing() -> torch.Tensor:
     return router.route(normal(0, 16).bfloat16(), normal(8, 16).bfloat16(), None, config).ids
 
 
+def few_rows_error(num_rows: int, num_outputs: int, num_inputs: int, *, has_bias: bool = True) -> float:
+    """Small integers again, of which bf16 holds every sum. The same counters serve one launch after the other."""
+    x = torch.randint(-1, 2, (num_rows, num_inputs + 3), generator=G).bfloat16()[:, 3:]
+    weight = torch.randint(-1, 2, (num_outputs, num_inputs), generator=G).bfloat16()
+    bias = torch.randint(-9, 10, (num_outputs,), generator=G).bfloat16() if has_bias else None
+    want = torch.nn.functional.linear(x.float(), weight.float(), None if bias is None else bias.float())
+    return max(error(few_rows.linear(x, weight, bias), want) for _ in "ab")
+
+
 def main() -> None:
     errors = norm_errors() | {
+        "a row in shares": few_rows_error(1, 40, 700),
+        "rows in shares": few_rows_error(5, 70, 1000, has_bias=False),
+        "rows in one share": few_rows_error(16, 33, 100),
+        "no rows": float(few_rows.linear(normal(0, 8).bfloat16(), normal(8, 8).bfloat16(), None).numel()),
         "one token": router_error(1, 32, 4),
         "six experts, no bias": router_error(5, 6, 3, has_bias=False),
         "many tokens": router_error(600, 128, 4),

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from model import fused, gpu_kernels
+from model import few_rows, fused, gpu_kernels
 from model.attention import triton_kernels
 from model.moe_layer import Gate, fused_router
 from moe.config import RoutingConfig, RoutingMethod
@@ -22,30 +22,35 @@ ROUTING = RoutingConfig(method=RoutingMethod.SOFTMAX_AFTER_TOPK, num_experts=32,
 
 def test_numbers_in_the_interpreter() -> None:
     errors = run_interpreted("tests.model.interpreted_fused")
-    assert len(errors) == 13
+    assert len(errors) == 17
     assert {case: error for case, error in errors.items() if not error < 2e-6} == {}
 
 
 KERNELS = {
-    "norm": (gpu_kernels._add_rms_norm, {"H": 2880, "H_PAD": 4096, "HAS_DELTA": True}),
-    "logits": (
-        router._partial_logits, {"H": 2880, "E": 32, "E_PAD": 32, "BLOCK_T": 16, "BLOCK_H": 64, "INTERPRET": False}
-    ),
+    "norm": (gpu_kernels._add_rms_norm, {"H": 2880, "H_PAD": 4096, "HAS_DELTA": True, "USE_PDL": False}),
     **{
-        f"choose from {name} logits": (
-            router._choose,
+        f"route by {name} logits in {parts}": (
+            router._route,
             {
-                "E": 32, "E_PAD": 32, "K": 4, "K_PAD": 4, "BLOCK_T": 1, "HAS_BIAS": True,
-                "ROUND_TO_BF16": name == "bf16",
+                "H": 2880, "E": 32, "E_PAD": 32, "K": 4, "K_PAD": 4, "BLOCK_T": 16 if parts == "parts" else 64,
+                "BLOCK_H": 64, "HAS_BIAS": True, "ROUND_TO_BF16": name == "bf16", "IS_SPLIT": parts == "parts",
+                "USE_PDL": False, "INTERPRET": False,
             },
         )
-        for name in ("fp32", "bf16")
+        for name, parts in (("fp32", "parts"), ("bf16", "one"))
     },
     "rope": (
         triton_kernels.rotate_and_store,
         {
-            "NUM_KV_HEADS": 8, "R": 8, "R_PAD": 8, "D": 64, "V": 64, "PAIRS_PAD": 32, "V_PAD": 64,
-            "HAS_ROTATION": True, "IS_FP8": False, "USE_CAST": False,
+            "NUM_KV_HEADS": 8, "R": 8, "R_PAD": 8, "D": 64, "V": 64, "D_PAD": 64, "V_PAD": 64, "BLOCK_T": 8,
+            "HAS_ROTATION": True, "IS_FP8": False, "USE_CAST": False, "USE_PDL": False,
+        },
+    ),
+    "few rows": (
+        few_rows.few_rows_linear,
+        {
+            "K": 2880, "SHARES": 3, "MAX_R": 16, "BLOCK_N": 32, "BLOCK_K": 64, "NUM_STAGES": 6, "HAS_BIAS": True,
+            "USE_PDL": False, "INTERPRET": False,
         },
     ),
 }  # fmt: skip
@@ -57,9 +62,11 @@ def test_kernels_compile(subtests: pytest.Subtests) -> None:
         with subtests.test(arch=arch, name=name):
             kernel, constants = KERNELS[name]
             names = [each for each in inspect.signature(kernel.fn).parameters if each.endswith("_ptr")]
-            pointers = {"ids_ptr": "*i32", "slots_ptr": "*i64"} | dict.fromkeys(FP32, "*fp32")
+            pointers = {"ids_ptr": "*i32", "arrived_ptr": "*i32", "slots_ptr": "*i64"} | dict.fromkeys(FP32, "*fp32")
             if name == "norm":
                 pointers["weight_ptr"] = "*fp32"
+            if arch >= 90:
+                constants = {each: value or each == "USE_PDL" for each, value in constants.items()}
             kinds = {pointer: pointers.get(pointer, "*bf16") for pointer in names}
             assert "cubin" in compile_kernel(kernel, arch, kinds, constants, num_warps=4).asm
 

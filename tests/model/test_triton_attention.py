@@ -34,7 +34,7 @@ POINTERS = {
 }  # fmt: skip
 GPT_OSS = {
     "NUM_HEADS": 64, "NUM_KV_HEADS": 8, "D": 64, "V": 64, "D_PAD": 64, "V_PAD": 64, "PAGE_SIZE": 16,
-    "HAS_SINKS": True, "PRECISION": "tf32", "IS_FP8": False, "USE_CAST": False,
+    "HAS_SINKS": True, "PRECISION": "tf32", "IS_FP8": False, "USE_CAST": False, "USE_PDL": False,
 }  # fmt: skip
 DEEPSEEK = AttentionSpec(num_heads=128, num_kv_heads=1, key_dim=576, value_dim=512, scale=0.1, values_in_keys=True)
 
