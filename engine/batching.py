@@ -79,8 +79,9 @@ def _page_updates(chunks: list[Chunk]) -> np.ndarray:
     updates: list[tuple[int, int, int]] = []
     for chunk in chunks:
         seq = chunk.seq
-        updates += _new_entries(chunk.row, seq.pages, seq.num_sent_pages)
-        seq.num_sent_pages = len(seq.pages)
+        if seq.num_sent_pages < len(seq.pages):
+            updates += _entries(chunk.row, seq.pages, seq.num_sent_pages)
+            seq.num_sent_pages = len(seq.pages)
     return np.array(updates, dtype=np.int32).reshape(-1, 3)
 
 
@@ -89,10 +90,11 @@ def _sliding_page_updates(chunks: list[Chunk]) -> np.ndarray:
     updates: list[tuple[int, int, int]] = []
     for chunk in chunks:
         seq = chunk.seq
-        updates += _new_entries(chunk.row, seq.sliding_pages, seq.num_sent_sliding_pages)
-        seq.num_sent_sliding_pages = len(seq.sliding_pages)
+        if seq.num_sent_sliding_pages < len(seq.sliding_pages):
+            updates += _entries(chunk.row, seq.sliding_pages, seq.num_sent_sliding_pages)
+            seq.num_sent_sliding_pages = len(seq.sliding_pages)
     return np.array(updates, dtype=np.int32).reshape(-1, 3)
 
 
-def _new_entries(row: int, pages: list[int], num_sent: int) -> list[tuple[int, int, int]]:
-    return [(row, column, pages[column]) for column in range(num_sent, len(pages))]
+def _entries(row: int, pages: list[int], first: int) -> list[tuple[int, int, int]]:
+    return [(row, column, pages[column]) for column in range(first, len(pages))]

@@ -25,6 +25,7 @@ class Paging:
         self._pages = pages
         self._cache = cache
         self._needs = needs
+        self._page_size = needs.page_size
         self._is_sliding = needs.window is not None
 
     def admit(self, seq: Sequence, running: ListLike[Sequence]) -> bool:
@@ -41,7 +42,7 @@ class Paging:
         seq.pages = full + self._pages.allocate(self._needs.count(len(seq.token_ids)) - num_matched)
         seq.num_slid_pages = num_matched - len(sliding) if self._is_sliding else 0
         seq.sliding_pages = [NO_PAGE] * seq.num_slid_pages + sliding
-        seq.num_computed = num_matched * self._needs.page_size
+        seq.num_computed = num_matched * self._page_size
         seq.num_remembered_pages = num_matched
         seq.num_sent_pages = 0
         seq.num_sent_sliding_pages = seq.num_slid_pages
@@ -57,7 +58,7 @@ class Paging:
     def grow(self, seq: Sequence) -> bool:
         """Give the next token of a running sequence its pages; False if none is left."""
         for table in (seq.pages, seq.sliding_pages) if self._is_sliding else (seq.pages,):
-            if len(table) * self._needs.page_size <= seq.num_computed:
+            if len(table) * self._page_size <= seq.num_computed:
                 if not self._pages.num_available:
                     return False
                 table.extend(self._pages.allocate(1))
@@ -69,11 +70,14 @@ class Paging:
             return num_tokens
         num_missing = self._needs.count(seq.num_computed + num_tokens) - len(seq.sliding_pages)
         seq.sliding_pages += self._pages.allocate(max(0, min(num_missing, self._pages.num_available)))
-        return min(num_tokens, len(seq.sliding_pages) * self._needs.page_size - seq.num_computed)
+        return min(num_tokens, len(seq.sliding_pages) * self._page_size - seq.num_computed)
 
     def commit(self, seq: Sequence, num_written: int) -> None:
         """The keys of the first `num_written` tokens are written: full pages become findable, unseen ones go."""
-        self._remember(seq, num_written // self._needs.page_size)
+        if self._cache is not None and num_written // self._page_size > seq.num_remembered_pages:
+            self._remember(self._cache, seq, num_written // self._page_size)
+        if not self._is_sliding:
+            return
         first, gone = self._needs.first_visible(num_written), seq.num_slid_pages
         if first > gone:
             self._pages.release(seq.sliding_pages[gone:first])
@@ -93,7 +97,7 @@ class Paging:
         full, sliding = self._match(seq)
         num_needed = self._needs.count(len(seq.token_ids)) - len(full) + self._needs.num_kinds * len(running)
         if self._is_sliding:
-            num_needed += self._num_sliding_ahead(seq, len(full) * self._needs.page_size, len(full))
+            num_needed += self._num_sliding_ahead(seq, len(full) * self._page_size, len(full))
             num_needed += sum(self._num_sliding_ahead(s, s.num_computed, len(s.sliding_pages)) for s in running)
         if num_needed > self._pages.num_available:
             self._release(full, sliding)
@@ -108,8 +112,8 @@ class Paging:
         """Cached pages of the beginning; at least one token stays to be computed, since its logits are wanted."""
         if self._cache is None or seq.wants_prompt_logprobs:  # those need the logits of every prompt token
             return [], []
-        num_pages = (len(seq.token_ids) - 1) // self._needs.page_size
-        extend_keys(seq.page_keys, seq.token_ids, self._needs.page_size, num_pages)
+        num_pages = (len(seq.token_ids) - 1) // self._page_size
+        extend_keys(seq.page_keys, seq.token_ids, self._page_size, num_pages)
         full = self._cache.match(seq.page_keys[:num_pages])
         if not self._is_sliding:
             return full, []
@@ -123,20 +127,18 @@ class Paging:
         Returns the index of the first of those pages and the end of the prefix.
         """
         while True:
-            first = self._needs.first_visible(end * self._needs.page_size)
+            first = self._needs.first_visible(end * self._page_size)
             missing = next((index for index in range(first, end) if _sliding_key(keys[index]) not in cache), None)
             if missing is None:
                 return first, end
             end = missing  # a prefix that ends between `missing` and `end` needs the missing page, too
 
-    def _remember(self, seq: Sequence, num_full: int) -> None:
-        if self._cache is None or num_full <= seq.num_remembered_pages:
-            return
-        extend_keys(seq.page_keys, seq.token_ids, self._needs.page_size, num_full)
+    def _remember(self, cache: PrefixCache, seq: Sequence, num_full: int) -> None:
+        extend_keys(seq.page_keys, seq.token_ids, self._page_size, num_full)
         for index in range(seq.num_remembered_pages, num_full):
-            self._cache.remember(seq.page_keys[index], seq.pages[index])
+            cache.remember(seq.page_keys[index], seq.pages[index])
             if self._is_sliding:
-                self._cache.remember(_sliding_key(seq.page_keys[index]), seq.sliding_pages[index])
+                cache.remember(_sliding_key(seq.page_keys[index]), seq.sliding_pages[index])
         seq.num_remembered_pages = num_full
 
     def _release(self, *tables: list[int]) -> None:
