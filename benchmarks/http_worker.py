@@ -12,6 +12,7 @@ INFO = EngineInfo(
     vocab_size=4096,
     page_size=16,
     num_pages=65536,
+    num_kv_tokens=65536 * 16,
     max_requests=1024,
     device="none",
     dtype="none",

@@ -240,7 +240,7 @@ class EngineClient:
             self._limits = RequestLimits(
                 vocab_size=info.vocab_size,
                 max_model_len=info.max_model_len,
-                num_kv_tokens=info.num_pages * info.page_size,
+                num_kv_tokens=info.num_kv_tokens,
             )
             self.info = info
         else:

@@ -65,7 +65,13 @@ class EngineConfig:
         low=0,
     )
     page_size: int = setting(16, "engine", "tokens of a KV cache page", low=1)
-    num_pages: int | None = setting(None, "engine", "KV cache pages", default_text="what fits in memory", low=1)
+    num_pages: int | None = setting(
+        None,
+        "engine",
+        "KV cache pages that hold page_size tokens in every layer; more tokens fit where layers have sliding windows",
+        default_text="what fits in memory",
+        low=1,
+    )
     gpu_memory_utilization: float = setting(
         0.9, "engine", "share of the GPU's memory for weights, activations and KV cache", above=0, high=1
     )

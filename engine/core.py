@@ -59,11 +59,12 @@ class EngineCore:
             page_size=config.page_size,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=loaded.max_num_batched_tokens,
+            window=loaded.needs.window,
         )
         self._limits = RequestLimits(
             vocab_size=loaded.runner.model.vocab_size,
             max_model_len=loaded.max_model_len,
-            num_kv_tokens=loaded.num_pages * config.page_size,
+            num_kv_tokens=loaded.num_kv_tokens,
         )
         self._eos_ids = frozenset(loaded.runner.model.eos_token_ids)
         self._seeds = random.Random(config.seed)

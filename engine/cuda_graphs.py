@@ -10,6 +10,7 @@ Shape letters: N rows of a graph, M rows of the largest one, P pages of the long
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -45,7 +46,9 @@ class DecodeGraphs:
         max_num_seqs: int,
         max_model_len: int,
         spare_page: int,
+        is_sliding: bool = False,
     ) -> None:
+        """`is_sliding`: sliding layers have pages of their own (`KvLayout.window`)."""
         device, num_pages = model.device, -(-max_model_len // page_size)
         self._model, self._kv, self._page_size = model, list(kv), page_size
         self.sizes = graph_sizes(max_num_seqs)
@@ -53,6 +56,7 @@ class DecodeGraphs:
         self._slots_M = torch.full_like(self._ids_M, spare_page * page_size)
         self._lens_M = torch.ones(max_num_seqs, dtype=torch.int32, device=device)
         self._table_MP = torch.full((max_num_seqs, num_pages), spare_page, dtype=torch.int32, device=device)
+        self._sliding_buffers = (self._slots_M.clone(), self._table_MP.clone()) if is_sliding else None
         self._rows_M = torch.arange(max_num_seqs, device=device)
         self._starts_M1 = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=device)
         self._logits_MV = torch.empty(max_num_seqs, model.vocab_size, dtype=torch.float32, device=device)
@@ -101,7 +105,7 @@ class DecodeGraphs:
 
     def _batch(self, size: int) -> ForwardBatch:
         """The first `size` rows of the buffers, with the longest possible lengths: kernels size their grids by them."""
-        return ForwardBatch(
+        batch = ForwardBatch(
             input_ids_T=self._ids_M[:size],
             positions_T=self._positions_M[:size],
             slots_T=self._slots_M[:size],
@@ -114,6 +118,10 @@ class DecodeGraphs:
             page_size=self._page_size,
             all_ranks_decode=True,
         )
+        if self._sliding_buffers is None:
+            return batch
+        slots_M, table_MP = self._sliding_buffers
+        return replace(batch, sliding=replace(batch, slots_T=slots_M[:size], page_table_BP=table_MP[:size]))
 
     def serves(self, batch: ForwardBatch) -> bool:
         """True for a step in which each of at most `max_num_seqs` requests decodes and samples one token."""
@@ -125,13 +133,21 @@ class DecodeGraphs:
         size = next(size for size in self.sizes if size >= num_live)
         self._ids_M[:num_live].copy_(batch.input_ids_T)
         self._positions_M[:num_live].copy_(batch.positions_T)
-        self._slots_M[:num_live].copy_(batch.slots_T)
         self._lens_M[:num_live].copy_(batch.seq_lens_B)
-        self._table_MP[:num_live, : batch.page_table_BP.shape[1]].copy_(batch.page_table_BP)
-        if num_live < self._num_live:  # rows no longer in use must not write to pages that others own now
-            self._slots_M[num_live : self._num_live] = self._spare_slot
+        self._copy_pages(batch, self._slots_M, self._table_MP)
+        if batch.sliding is not None and self._sliding_buffers is not None:
+            self._copy_pages(batch.sliding, *self._sliding_buffers)
+        if num_live < self._num_live:
             self._lens_M[num_live : self._num_live] = 1
         self._num_live = num_live
         self._model.prepare_replay()
         self._graphs[size].replay()
         return self._logits_MV[:num_live]
+
+    def _copy_pages(self, batch: ForwardBatch, slots_M: torch.Tensor, table_MP: torch.Tensor) -> None:
+        """Slots and page table of one kind of layer. Rows no longer in use must not write to pages that others own."""
+        num_live = batch.num_tokens
+        slots_M[:num_live].copy_(batch.slots_T)
+        table_MP[:num_live, : batch.page_table_BP.shape[1]].copy_(batch.page_table_BP)
+        if num_live < self._num_live:
+            slots_M[num_live : self._num_live] = self._spare_slot

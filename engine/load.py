@@ -13,6 +13,7 @@ from engine.cuda_graphs import DecodeGraphs
 from engine.errors import EngineConfigError
 from engine.kv_cache import KvLayout, choose_cpu_pages, choose_cuda_pages
 from engine.memory_plan import check_weights_fit, graph_bytes, sampling_bytes
+from engine.page_needs import PageNeeds
 from engine.runner import Model, ModelRunner
 from engine.step_pace import StepPace
 from engine.types import EngineInfo, LayerCheck
@@ -37,10 +38,16 @@ class LoadedEngine:
 
     runner: ModelRunner
     num_pages: int
+    needs: PageNeeds
     max_model_len: int
     max_num_batched_tokens: int
     pace: StepPace | None  # None: a step may take any time
     overlaps: bool  # a step is launched before the one before is collected
+
+    @property
+    def num_kv_tokens(self) -> int:
+        """Tokens that fit into the KV cache."""
+        return self.needs.longest(self.num_pages)
 
     def make_info(self, config: EngineConfig, *, load_seconds: float) -> EngineInfo:
         """What the other process is told once."""
@@ -50,6 +57,7 @@ class LoadedEngine:
             vocab_size=model.vocab_size,
             page_size=config.page_size,
             num_pages=self.num_pages,
+            num_kv_tokens=self.num_kv_tokens,
             max_requests=config.max_requests,
             device=str(model.device),
             dtype=str(model.dtype).removeprefix("torch."),
@@ -74,13 +82,15 @@ def load_engine(config: EngineConfig, model: Model | None) -> LoadedEngine:
     max_model_len = choose_max_model_len(config, model.max_model_len)
     step_tokens = max_step_tokens(config, model.device)
     layout = make_kv_layout(config, model.kv_specs, model.dtype)
+    needs, is_sliding = layout.needs(step_tokens), layout.window is not None
 
     uses_graphs = _uses_graphs(config, model)
 
     def make_runner(kv: list[LayerKv]) -> ModelRunner:
         return ModelRunner(
-            model, kv, page_size=config.page_size, max_num_seqs=config.max_num_seqs, max_model_len=max_model_len
-        )
+            model, kv, page_size=config.page_size, max_num_seqs=config.max_num_seqs, max_model_len=max_model_len,
+            is_sliding=is_sliding,
+        )  # fmt: skip
 
     def profile_run() -> None:
         num_tokens = min(step_tokens, max_model_len)
@@ -88,7 +98,7 @@ def load_engine(config: EngineConfig, model: Model | None) -> LoadedEngine:
         run_prompt(make_runner(kv), num_tokens)
 
     if config.num_pages is not None:
-        num_pages = config.num_pages
+        num_pages = config.num_pages * layout.num_kinds
     elif model.device.type == "cuda":
         num_pages = choose_cuda_pages(
             layout,
@@ -99,8 +109,10 @@ def load_engine(config: EngineConfig, model: Model | None) -> LoadedEngine:
             profile_run=profile_run,
         )
     else:
-        num_pages = choose_cpu_pages(layout, max_num_seqs=config.max_num_seqs, max_model_len=max_model_len)
-    num_kv_tokens = num_pages * config.page_size
+        num_pages = choose_cpu_pages(
+            layout, max_num_seqs=config.max_num_seqs, max_model_len=max_model_len, step_tokens=step_tokens
+        )
+    num_kv_tokens = needs.longest(num_pages)
     if num_kv_tokens < max_model_len:
         logger.warning("max_model_len is lowered from %d to %d, what the KV cache holds", max_model_len, num_kv_tokens)
         max_model_len = num_kv_tokens
@@ -110,16 +122,17 @@ def load_engine(config: EngineConfig, model: Model | None) -> LoadedEngine:
     if uses_graphs:
         runner.graphs = DecodeGraphs(
             model, runner.kv, page_size=config.page_size, max_num_seqs=config.max_num_seqs,
-            max_model_len=max_model_len, spare_page=num_pages,
+            max_model_len=max_model_len, spare_page=num_pages, is_sliding=is_sliding,
         )  # fmt: skip
         runner.graphs.capture()
     if model.device.type == "cuda" and config.max_num_seqs > 1:
         run_step_sizes(runner, min(step_tokens, max_model_len))
-    logger.info("KV cache: %d pages of %d tokens, %.0f MiB", num_pages, config.page_size,
+    logger.info("KV cache: %d tokens fit, %d pages of %d tokens, %.0f MiB", num_kv_tokens, num_pages, config.page_size,
                 num_pages * layout.bytes_per_page / 2**20)  # fmt: skip
     return LoadedEngine(
         runner=runner,
         num_pages=num_pages,
+        needs=needs,
         max_model_len=max_model_len,
         max_num_batched_tokens=step_tokens,
         pace=_measure_pace(config, runner, min(max_model_len, step_tokens)),
@@ -157,9 +170,10 @@ def _allocate(layout: KvLayout, num_pages: int, device: torch.device) -> list[La
     try:
         return layout.allocate(num_pages, device)
     except RuntimeError as error:  # what torch raises when memory runs out, on any device
+        num_kinds, page_bytes = layout.num_kinds, layout.bytes_per_page
         raise EngineConfigError(
-            f"num_pages is {num_pages}: KV pages of {layout.bytes_per_page} bytes, "
-            f"{num_pages * layout.bytes_per_page / 2**30:.1f} GiB in all, do not fit in memory; set num_pages lower"
+            f"num_pages is {num_pages // num_kinds}: KV pages of {num_kinds * page_bytes} bytes, "
+            f"{num_pages * page_bytes / 2**30:.1f} GiB in all, do not fit in memory; set num_pages lower"
         ) from error
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from engine.cuda_graphs import graph_sizes
 from engine.errors import EngineConfigError
 from engine.kv_cache import GIB, KvLayout, count_pages
+from engine.page_needs import PageNeeds
 
 if TYPE_CHECKING:  # a scripted engine needs no model
     from model.sizes import ModelSizes, StepShape
@@ -62,6 +63,7 @@ class MemoryPlan:
 
     sizes: "ModelSizes"
     layout: KvLayout
+    needs: PageNeeds
     total_bytes: int | None
     utilization: float
     context_bytes: int
@@ -73,8 +75,8 @@ class MemoryPlan:
 
     @property
     def num_kv_tokens(self) -> int:
-        """Tokens that the KV cache holds."""
-        return self.num_pages * self.layout.page_size
+        """Tokens that fit into the KV cache as one request; as N requests, N windows of sliding layers fewer."""
+        return self.needs.longest(self.num_pages)
 
     @property
     def fits_while_loading(self) -> bool:
@@ -87,8 +89,8 @@ class MemoryPlan:
         return sum(spec.num_heads * (spec.key_dim + spec.value_dim) for spec in specs) * self.layout.dtype.itemsize
 
     def concurrency(self, context_len: int) -> int:
-        """Requests of `context_len` tokens that fit into the cache at the same time."""
-        return self.num_pages // -(-context_len // self.layout.page_size)
+        """Requests of `context_len` tokens that fit into the cache at the same time, all decoding."""
+        return self.num_pages // self.needs.while_decoding(context_len)
 
     def table(self, max_model_len: int) -> dict[int, int]:
         """Concurrency by context length: powers of two up to `max_model_len`, and that."""
@@ -107,11 +109,13 @@ def make_plan(
     total_bytes: int,
     utilization: float,
     max_num_seqs: int,
-    step_tokens: int,
+    needs: PageNeeds,
+    max_model_len: int,
     uses_graphs: bool,
     num_pages: int | None = None,
 ) -> MemoryPlan:
     """The plan for a GPU of `total_bytes`; `num_pages` as set by the user, None for what fits."""
+    step_tokens = min(needs.step_tokens, max_model_len)
     vocab_size = sizes.step.vocab_size
     parts: dict[str, Any] = {
         "context_bytes": _CONTEXT_BYTES,
@@ -125,21 +129,22 @@ def make_plan(
         check_weights_fit(sizes, **budget, used_bytes=_CONTEXT_BYTES)
         step_bytes = sum(parts.values()) - _CONTEXT_BYTES
         pages = count_pages(layout, **budget, used_bytes=_CONTEXT_BYTES + sizes.total_bytes, step_bytes=step_bytes)
-        pages = _chosen_pages(num_pages, pages)
+        pages = _chosen_pages(num_pages, pages, layout.num_kinds)
     except EngineConfigError as error:
         refusal, pages = str(error), 0
-    return MemoryPlan(sizes=sizes, layout=layout, **budget, **parts, num_pages=pages, refusal=refusal)
+    return MemoryPlan(sizes=sizes, layout=layout, needs=needs, **budget, **parts, num_pages=pages, refusal=refusal)
 
 
-def make_cpu_plan(sizes: "ModelSizes", layout: KvLayout, *, step_tokens: int, num_pages: int) -> MemoryPlan:
+def make_cpu_plan(sizes: "ModelSizes", layout: KvLayout, *, needs: PageNeeds, num_pages: int) -> MemoryPlan:
     """The plan for a CPU, whose memory is not limited here."""
     return MemoryPlan(
         sizes=sizes,
         layout=layout,
+        needs=needs,
         total_bytes=None,
         utilization=1.0,
         context_bytes=0,
-        activation_bytes=activation_bytes(sizes.step, step_tokens, sizes.dtype.itemsize),
+        activation_bytes=activation_bytes(sizes.step, needs.step_tokens, sizes.dtype.itemsize),
         sampling_bytes=0,
         graph_bytes=0,
         num_pages=num_pages,
@@ -147,7 +152,12 @@ def make_cpu_plan(sizes: "ModelSizes", layout: KvLayout, *, step_tokens: int, nu
     )
 
 
-def _chosen_pages(wanted: int | None, fitting: int) -> int:
-    if wanted is not None and wanted > fitting:
-        raise EngineConfigError(f"num_pages is {wanted}: {fitting} fit; set num_pages lower, or leave it out")
-    return fitting if wanted is None else wanted
+def _chosen_pages(wanted: int | None, fitting: int, num_kinds: int) -> int:
+    """Pages of the pool: those that the user wants, for each kind of layer, or all that fit."""
+    if wanted is None:
+        return fitting
+    if wanted * num_kinds > fitting:
+        raise EngineConfigError(
+            f"num_pages is {wanted}: {fitting // num_kinds} fit; set num_pages lower, or leave it out"
+        )
+    return wanted * num_kinds

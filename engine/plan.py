@@ -44,12 +44,18 @@ def plan_engine(config: EngineConfig, gpu: Gpu | None) -> tuple[MemoryPlan, int]
     sizes = measure_model(config.model, settings, Device(arch="cpu" if gpu is None else gpu.arch))
     layout = make_kv_layout(config, sizes.kv_specs, sizes.dtype)
     max_model_len = choose_max_model_len(config, sizes.max_model_len)
-    step_tokens = max_step_tokens(config, device)
+    needs = layout.needs(max_step_tokens(config, device))
     if gpu is None:
-        pages = config.num_pages or choose_cpu_pages(
-            layout, max_num_seqs=config.max_num_seqs, max_model_len=max_model_len
-        )
-        plan = make_cpu_plan(sizes, layout, step_tokens=step_tokens, num_pages=pages)
+        if config.num_pages is None:
+            pages = choose_cpu_pages(
+                layout,
+                max_num_seqs=config.max_num_seqs,
+                max_model_len=max_model_len,
+                step_tokens=needs.step_tokens,
+            )
+        else:
+            pages = config.num_pages * layout.num_kinds
+        plan = make_cpu_plan(sizes, layout, needs=needs, num_pages=pages)
     else:
         plan = make_plan(
             sizes,
@@ -57,7 +63,8 @@ def plan_engine(config: EngineConfig, gpu: Gpu | None) -> tuple[MemoryPlan, int]
             total_bytes=int(gpu.memory_gib * GIB),
             utilization=config.gpu_memory_utilization,
             max_num_seqs=config.max_num_seqs,
-            step_tokens=min(step_tokens, max_model_len),
+            needs=needs,
+            max_model_len=max_model_len,
             uses_graphs=not config.enforce_eager and _are_capturable(sizes),
             num_pages=config.num_pages,
         )

@@ -37,6 +37,9 @@ class PrefixCache:
     def __len__(self) -> int:
         return len(self._page_of_key)
 
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._page_of_key
+
     def match(self, keys: list[bytes]) -> list[int]:
         """Pages of the longest known run of `keys`, from the first on; the caller gets one reference to each."""
         matched: list[int] = []

@@ -1,12 +1,14 @@
 """Turns a `StepBatch` into a `ForwardBatch`, launches the model and the sampler on it, and collects the results.
 
-Shape letters: T tokens of the step, L of them late, B rows of the step, P pages of the longest row's request, R logit
-rows, V vocabulary, M rows of the page table.
+Shape letters: T tokens of the step, L of them late, B rows of the step, P pages of the longest row's request, G page
+tables, R logit rows, V vocabulary, M rows of a page table.
 The integers of a step are built in two numpy arrays, one of 64 and one of 32 bits, so that each reaches the device in
-one copy; the tensors of the batch are views of them.
+one copy; the tensors of the batch are views of them. A model whose sliding layers have pages of their own has a second
+page table, and the batch a second view with those pages.
 """
 
 from collections.abc import Sequence as ListLike
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -62,21 +64,36 @@ class Model(Protocol):
 
 
 class ModelRunner:
-    """Owns the KV tensors, the page table, the captured graphs and the tokens that steps chose last.
+    """Owns the KV tensors, the page tables, the captured graphs and the tokens that steps chose last.
 
     `StepRow.row` is the request's line in the page table and its place in `tokens_M`, where the token that its last
     step chose stays on the device. So the next step can be launched before the host knows the token.
     """
 
     def __init__(
-        self, model: Model, kv: list[LayerKv], *, page_size: int, max_num_seqs: int, max_model_len: int
+        self,
+        model: Model,
+        kv: list[LayerKv],
+        *,
+        page_size: int,
+        max_num_seqs: int,
+        max_model_len: int,
+        is_sliding: bool = False,
     ) -> None:
+        """`is_sliding`: sliding layers have pages of their own (`KvLayout.window`)."""
         self.model = model
         self.kv = kv
         self.graphs: DecodeGraphs | None = None
         self.page_size = page_size
         self.tokens_M = torch.zeros(max_num_seqs, dtype=torch.int64, device=model.device)
-        self._page_table = np.zeros((max_num_seqs, -(-max_model_len // page_size)), dtype=np.int32)
+        table_shape = (max_num_seqs, -(-max_model_len // page_size))
+        self._page_table = np.zeros(table_shape, dtype=np.int32)
+        self._sliding_table = np.zeros(table_shape, dtype=np.int32) if is_sliding else None
+
+    @property
+    def is_sliding(self) -> bool:
+        """Whether sliding layers have pages of their own."""
+        return self._sliding_table is not None
 
     @torch.inference_mode()
     def launch(self, step: StepBatch) -> "Pending":
@@ -89,43 +106,57 @@ class ModelRunner:
         return Pending(step, logits_RV, self.tokens_M)
 
     def make_batch(self, step: StepBatch) -> ForwardBatch:
-        """The batch of a step, on the model's device. Brings the page table up to date."""
-        updates = step.page_updates
-        if len(updates):
-            self._page_table[updates[:, 0], updates[:, 1]] = updates[:, 2]
+        """The batch of a step, on the model's device. Brings the page tables up to date."""
+        _update(self._page_table, step.page_updates)
+        tables = [self._page_table]
+        if self._sliding_table is not None:
+            _update(self._sliding_table, step.sliding_page_updates)
+            tables.append(self._sliding_table)
         rows, num_rows = step.rows, len(step.rows)
         query_lens = [row.num_tokens for row in rows]
         seq_lens = [row.start + row.num_tokens for row in rows]
         table_rows = [row.row for row in rows]
         num_pages = -(-max(seq_lens) // self.page_size)
 
-        ints32 = np.empty(num_rows * (2 + num_pages) + 1, dtype=np.int32)
+        ints32 = np.empty(num_rows * (2 + num_pages * len(tables)) + 1, dtype=np.int32)
         ints32[: 2 * num_rows + 1] = [0, *accumulate(query_lens), *seq_lens]
-        ints32[2 * num_rows + 1 :].reshape(num_rows, num_pages)[:] = self._page_table[table_rows, :num_pages]
+        tables_GBP = ints32[2 * num_rows + 1 :].reshape(len(tables), num_rows, num_pages)
+        for rows_BP, table in zip(tables_GBP, tables, strict=True):
+            rows_BP[:] = table[table_rows, :num_pages]
         numbers32 = to_device(ints32, torch.int32, self.model.device)
+        device_tables_GBP = numbers32[2 * num_rows + 1 :].view(len(tables), num_rows, num_pages)
 
-        num_tokens = len(step.input_ids)
         logit_rows = _logit_rows(step, ints32[1 : num_rows + 1])
         late = np.flatnonzero(step.input_ids == LATE_ID)
         sources = np.repeat(table_rows, query_lens)[late] if len(late) else late
-        ints64 = np.concatenate((step.input_ids, step.positions, step.slots, logit_rows, late, sources))
-        numbers64 = to_device(ints64, torch.int64, self.model.device)
-        ids_T = numbers64[:num_tokens]
+        parts = (step.input_ids, step.positions, step.slots, step.sliding_slots, logit_rows, late, sources)
+        numbers64 = to_device(np.concatenate(parts), torch.int64, self.model.device)
+        ids_T, positions_T, slots_T, sliding_slots_T, logit_rows_R, late_L, sources_L = numbers64.split(
+            [len(part) for part in parts]
+        )
         if len(late):
-            late_L, sources_L = numbers64[3 * num_tokens + len(logit_rows) :].chunk(2)
             ids_T.index_copy_(0, late_L, self.tokens_M.index_select(0, sources_L))
-        return ForwardBatch(
+        batch = ForwardBatch(
             input_ids_T=ids_T,
-            positions_T=numbers64[num_tokens : 2 * num_tokens],
-            slots_T=numbers64[2 * num_tokens : 3 * num_tokens],
+            positions_T=positions_T,
+            slots_T=slots_T,
             query_start_B1=numbers32[: num_rows + 1],
             seq_lens_B=numbers32[num_rows + 1 : 2 * num_rows + 1],
-            page_table_BP=numbers32[2 * num_rows + 1 :].view(num_rows, -1),
-            logit_rows_R=numbers64[3 * num_tokens : 3 * num_tokens + len(logit_rows)],
+            page_table_BP=device_tables_GBP[0],
+            logit_rows_R=logit_rows_R,
             query_lens=tuple(query_lens),
             seq_lens=tuple(seq_lens),
             page_size=self.page_size,
         )
+        if self._sliding_table is None:
+            return batch
+        return replace(batch, sliding=replace(batch, slots_T=sliding_slots_T, page_table_BP=device_tables_GBP[1]))
+
+
+def _update(table: np.ndarray, updates: np.ndarray) -> None:
+    """Write (row, column, page) entries [U, 3] into a page table."""
+    if len(updates):
+        table[updates[:, 0], updates[:, 1]] = updates[:, 2]
 
 
 def _logit_rows(step: StepBatch, query_ends: np.ndarray) -> np.ndarray:

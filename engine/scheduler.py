@@ -4,12 +4,13 @@ Rules, in this order:
 1. Every running sequence with one pending token gets it (decode); the oldest first.
 2. The rest of the token budget is shared evenly between the clients that have prompts; a client spends its share on
    running prompts, then on new ones, the oldest first. `fair_queue` says who is next to run.
-3. A sequence is admitted with the pages of all its tokens so far, so a prompt never stops half-way for want of pages;
-   while others run, one more page for each of them must be left, so that admission does not cause preemption at once.
-4. When a decoding sequence needs a page and none is left, the youngest running one of whoever runs the most gives all
-   its pages back and waits as the first of its connection; its tokens are computed again later. The oldest is never
-   preempted by another, and one request always fits alone (`validate` saw to it), so it always advances: nobody
-   starves.
+3. A sequence is admitted with the pages of all its tokens so far. Its sliding pages (`paging`) are taken chunk by
+   chunk; those of its next steps must be there. While others run, enough for each of them must be left, too, so that
+   admission does not cause preemption at once. A chunk is cut to the sliding pages that are left.
+4. When a decoding sequence, or the oldest one, needs a page and none is left, the youngest running one of whoever runs
+   the most gives all its pages back and waits as the first of its connection; its tokens are computed again later. The
+   oldest is never preempted by another, and one request always fits alone (`validate` saw to it), so it always
+   advances: nobody starves.
 5. When the next to run lacks a place or pages, whoever runs at least two requests more than its client, or its
    connection, gives way in the same manner, one request a step: a single question need not wait until long answers
    end. Each such exchange brings the two closer, so it cannot go back and forth.
@@ -20,8 +21,10 @@ Rules, in this order:
 from bisect import insort
 
 from engine.fair_queue import FairQueue, Shares, split_evenly
+from engine.page_needs import PageNeeds
 from engine.pages import PageAllocator
-from engine.prefix_cache import PrefixCache, extend_keys
+from engine.paging import Paging
+from engine.prefix_cache import PrefixCache
 from engine.sequence import Chunk, Sequence
 
 _STEPS_TO_RAISE = 64
@@ -38,10 +41,12 @@ class Scheduler:
         page_size: int,
         max_num_seqs: int,
         max_num_batched_tokens: int,
+        window: int | None = None,
     ) -> None:
+        """`window`: tokens that sliding layers see, where those have pages of their own (`KvLayout.window`)."""
         self.pages = pages
-        self.cache = cache
-        self.page_size = page_size
+        needs = PageNeeds(page_size=page_size, window=window, step_tokens=max_num_batched_tokens)
+        self._paging = Paging(pages, cache, needs)
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self._budget = max_num_batched_tokens  # of the next step; lower for a while after a step without memory
@@ -89,7 +94,7 @@ class Scheduler:
             budget = min(budget, max_prompt_tokens)
         prompts = [seq for seq in self.running if seq not in decodes]
         self._admit_waiting(prompts, budget)
-        return [*decodes.values(), *_split_among_clients(prompts, budget)]
+        return [*decodes.values(), *self._schedule_prompts(prompts, budget)]
 
     def lower_budget(self, num_tokens: int) -> None:
         """A larger step found no memory. The budget doubles again after every 64 steps."""
@@ -118,7 +123,7 @@ class Scheduler:
             seq.num_computed = chunk.start
 
     def commit(self, chunk: Chunk) -> None:
-        """The step of the chunk is over and its keys are written: full pages become findable.
+        """The step of the chunk is over and its keys are written: full pages become findable, sliding ones go.
 
         The caller appends the token, if the chunk was to give one. A sequence that was preempted meanwhile has no pages
         any more. It waits until all its steps are over, so pages that it holds are those of the chunk.
@@ -126,12 +131,8 @@ class Scheduler:
         seq = chunk.seq
         seq.num_promised -= chunk.samples
         seq.num_in_flight -= 1
-        num_full = chunk.end // self.page_size
-        if self.cache is not None and seq.row >= 0 and num_full > seq.num_remembered_pages:
-            extend_keys(seq.page_keys, seq.token_ids, self.page_size, num_full)
-            for index in range(seq.num_remembered_pages, num_full):
-                self.cache.remember(seq.page_keys[index], seq.pages[index])
-            seq.num_remembered_pages = num_full
+        if seq.row >= 0:
+            self._paging.commit(seq, chunk.end)
 
     def _make_way(self) -> None:
         """Rule 5, at most one request per step, before chunks are chosen, so that no chosen chunk is lost."""
@@ -149,15 +150,30 @@ class Scheduler:
     def _schedule_decodes(self) -> dict[Sequence, Chunk]:
         chunks: dict[Sequence, Chunk] = {}
         for seq in list(self.running):
-            while seq.num_pending == 1 and len(seq.pages) * self.page_size <= seq.num_computed:
-                if self.pages.num_available:
-                    seq.pages += self.pages.allocate(1)
-                else:
-                    victim = Shares(self.running).first_to_give_way(self.running)
-                    self._preempt(victim)  # if it is `seq` itself, all its tokens are pending now
-                    chunks.pop(victim, None)
+            while self._needs_page(seq) and not self._paging.grow(seq):
+                victim = Shares(self.running).first_to_give_way(self.running)
+                self._preempt(victim)  # it may be `seq` itself
+                chunks.pop(victim, None)
             if seq.row >= 0 and seq.num_pending == 1 and len(chunks) < self._budget:
                 chunks[seq] = Chunk.next_of(seq, 1)
+        return chunks
+
+    def _needs_page(self, seq: Sequence) -> bool:
+        """Whether others give way if the next token lacks a page. Prompts wait instead, but the oldest must advance.
+
+        It waits, too, for a step of its own that is in flight, since that one gives sliding pages back.
+        """
+        if seq.row < 0:
+            return False
+        return seq.num_pending == 1 or (seq is self.running[0] and seq.num_pending > 1 and not seq.num_in_flight)
+
+    def _schedule_prompts(self, prompts: list[Sequence], budget: int) -> list[Chunk]:
+        """Chunks of running prompts: clients share the budget evenly, the oldest prompt of each goes first."""
+        chunks = []
+        for seq, num_granted in _split_among_clients(prompts, budget):
+            num_tokens = self._paging.extend(seq, num_granted)
+            if num_tokens:
+                chunks.append(Chunk.next_of(seq, num_tokens))
         return chunks
 
     def _admit_waiting(self, prompts: list[Sequence], budget: int) -> None:
@@ -181,33 +197,12 @@ class Scheduler:
 
     def _fits(self, seq: Sequence) -> bool:
         """True if `_admit` would admit the sequence now."""
-        matched = self._hold_cached_pages(seq)
-        if matched is not None:
-            self.pages.release(reversed(matched))
-        return matched is not None
-
-    def _hold_cached_pages(self, seq: Sequence) -> list[int] | None:
-        """Hold the cached pages of the sequence's beginning; None without a place or enough pages for the rest."""
-        if not self._free_rows:
-            return None
-        matched = self._match(seq, len(seq.token_ids))
-        if self._num_pages(seq) - len(matched) + len(self.running) > self.pages.num_available:
-            self.pages.release(reversed(matched))
-            return None
-        return matched
-
-    def _num_pages(self, seq: Sequence) -> int:
-        return -(-len(seq.token_ids) // self.page_size)
+        return bool(self._free_rows) and self._paging.fits(seq, self.running)
 
     def _admit(self, seq: Sequence) -> bool:
-        matched = self._hold_cached_pages(seq)
-        if matched is None:
+        if not self._free_rows or not self._paging.admit(seq, self.running):
             return False
-        seq.pages = matched + self.pages.allocate(self._num_pages(seq) - len(matched))
-        seq.num_computed = len(matched) * self.page_size
-        seq.num_remembered_pages = len(matched)
         seq.row = self._free_rows.pop()
-        seq.num_sent_pages = 0
         if not seq.started:
             seq.started = True
             seq.num_cached = seq.num_computed
@@ -215,36 +210,25 @@ class Scheduler:
             self.num_cached_tokens += seq.num_cached
         return True
 
-    def _match(self, seq: Sequence, num_tokens: int) -> list[int]:
-        """Cached pages of the beginning; at least one token stays to be computed, since its logits are wanted."""
-        if self.cache is None or seq.wants_prompt_logprobs:  # those need the logits of every prompt token
-            return []
-        num_pages = (num_tokens - 1) // self.page_size
-        extend_keys(seq.page_keys, seq.token_ids, self.page_size, num_pages)
-        return self.cache.match(seq.page_keys[:num_pages])
-
     def _give_back(self, seq: Sequence) -> None:
-        self.pages.release(reversed(seq.pages))  # the end of a prefix is the first to be reused
-        seq.pages = []
-        seq.num_computed = 0
-        seq.num_remembered_pages = 0
+        self._paging.give_back(seq)
         self._free_rows.append(seq.row)
         seq.row = -1
 
 
-def _split_among_clients(prompts: list[Sequence], budget: int) -> list[Chunk]:
-    """Chunks of running prompts: clients share the budget evenly, the oldest prompt of each goes first."""
+def _split_among_clients(prompts: list[Sequence], budget: int) -> list[tuple[Sequence, int]]:
+    """Tokens of each prompt that gets any."""
     demands: dict[str, int] = {}
     for seq in prompts:
         demands[seq.client] = demands.get(seq.client, 0) + seq.num_pending
     granted = split_evenly(demands, budget)
-    chunks = []
+    parts = []
     for seq in prompts:
         num_tokens = min(seq.num_pending, granted[seq.client])
         granted[seq.client] -= num_tokens
         if num_tokens:
-            chunks.append(Chunk.next_of(seq, num_tokens))
-    return chunks
+            parts.append((seq, num_tokens))
+    return parts
 
 
 def _arrival(seq: Sequence) -> int:

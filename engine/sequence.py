@@ -8,6 +8,7 @@ import numpy as np
 
 from engine.types import EngineRequest, TokenLogprobs
 
+NO_PAGE = -1  # in `Sequence.sliding_pages`: given back
 GREEDY_TEMPERATURE = 1e-5  # at or below it the best token is taken; dividing by less would overflow
 
 LogitMask = Callable[[list[int]], np.ndarray | None]
@@ -24,12 +25,16 @@ class Sequence:
     KV written  [0 ...... num_computed)                the rest, `num_pending` tokens, is still to be fed
     pages       page i holds positions [i * page_size, (i + 1) * page_size)
 
+    `sliding_pages` are the same for layers with a sliding window, where those have pages of their own (`paging`), else
+    empty. The first `num_slid_pages` of them are given back.
+
     Steps overlap: the next one may be launched before the host knows the tokens of this one. A launched step counts as
     computed. `num_promised` tokens follow `token_ids`: launched steps choose them, but the host has not seen them yet.
     `num_in_flight` launched steps of this sequence are not collected yet.
 
     `path` (client, connection) and `arrival`, a number that grows with every request, decide whose turn it is.
-    `row` is its line in the page table of the runner, -1 unless it runs; steps have told of `num_sent_pages` pages.
+    `row` is its line in the page table of the runner, -1 unless it runs; steps have told of `num_sent_pages` pages
+    and `num_sent_sliding_pages` sliding ones.
     `sampler_state` belongs to the sampler and lives as long as the request.
     """
 
@@ -45,6 +50,8 @@ class Sequence:
         "num_prompt",
         "num_remembered_pages",
         "num_sent_pages",
+        "num_sent_sliding_pages",
+        "num_slid_pages",
         "page_keys",
         "pages",
         "path",
@@ -54,6 +61,7 @@ class Sequence:
         "sampler_state",
         "sampling",
         "seed",
+        "sliding_pages",
         "started",
         "stop_ids",
         "token_ids",
@@ -79,10 +87,13 @@ class Sequence:
         self.num_cached = 0
         self.started = False
         self.pages: list[int] = []
+        self.sliding_pages: list[int] = []
+        self.num_slid_pages = 0
         self.page_keys: list[bytes] = []
         self.num_remembered_pages = 0
         self.row = -1
         self.num_sent_pages = 0
+        self.num_sent_sliding_pages = 0
         self.prompt_logprobs: list[TokenLogprobs | None] = [None]
         self.sampler_state: Any = None
         self.is_plain_greedy = (

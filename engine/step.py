@@ -37,12 +37,21 @@ class StepBatch:
     slots: np.ndarray  # int64 [T], KV slot (page * page_size + offset) the token's keys are written to
     page_updates: np.ndarray  # int32 [U, 3]: row and column of the page table, and the page to put there
     is_decode: bool  # every row has one token
+    sliding_slots: np.ndarray  # int64 [T], the same in sliding layers, if they have pages of their own, else [0]
+    sliding_page_updates: np.ndarray  # int32 [W, 3], the same for the page table of sliding layers
 
     def pack(self) -> bytes:
         """The record as bytes; ranks that exchange it run on machines of the same byte order."""
-        numbers = np.concatenate((self.input_ids, self.positions, self.slots))
+        numbers = np.concatenate((self.input_ids, self.positions, self.slots, self.sliding_slots))
         return _encoder.encode(
-            _PackedStep(self.rows, len(self.input_ids), self.is_decode, numbers.data, self.page_updates.data)
+            _PackedStep(
+                self.rows,
+                len(self.input_ids),
+                self.is_decode,
+                numbers.data,
+                self.page_updates.data,
+                self.sliding_page_updates.data,
+            )
         )
 
     @classmethod
@@ -53,9 +62,15 @@ class StepBatch:
             ValueError: (msgspec's DecodeError) the bytes are no record.
         """
         packed = _decoder.decode(data)
-        numbers = np.frombuffer(packed.numbers, dtype=np.int64).reshape(3, packed.num_tokens)
-        updates = np.frombuffer(packed.page_updates, dtype=np.int32).reshape(-1, 3)
-        return cls(packed.rows, numbers[0], numbers[1], numbers[2], updates, packed.is_decode)
+        numbers, num_tokens = np.frombuffer(packed.numbers, dtype=np.int64), packed.num_tokens
+        updates, sliding_updates = (
+            np.frombuffer(data, dtype=np.int32).reshape(-1, 3)
+            for data in (packed.page_updates, packed.sliding_page_updates)
+        )
+        ids, positions, slots = numbers[: 3 * num_tokens].reshape(3, num_tokens)
+        return cls(
+            packed.rows, ids, positions, slots, updates, packed.is_decode, numbers[3 * num_tokens :], sliding_updates
+        )
 
 
 class _PackedStep(msgspec.Struct, frozen=True, array_like=True):
@@ -64,6 +79,7 @@ class _PackedStep(msgspec.Struct, frozen=True, array_like=True):
     is_decode: bool
     numbers: memoryview
     page_updates: memoryview
+    sliding_page_updates: memoryview
 
 
 _encoder = msgspec.msgpack.Encoder()

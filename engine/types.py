@@ -94,6 +94,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     page_size: int
     num_pages: int
+    num_kv_tokens: int  # that fit into the KV cache; less than num_pages * page_size where sliding layers take pages
     max_requests: int  # running and queued together
     device: str
     dtype: str

@@ -43,4 +43,5 @@ def _sequence(runner: ModelRunner, num_tokens: int, *, row: int) -> Sequence:
     seq = Sequence(request, stop_ids=frozenset(), seed=0)
     seq.row = row
     seq.pages = list(range(-(-num_tokens // runner.page_size)))
+    seq.sliding_pages = list(seq.pages) if runner.is_sliding else []
     return seq

@@ -13,6 +13,8 @@ class ForwardBatch:
     """One step: each request contributes `query_lens[b]` consecutive tokens, whose keys end at `seq_lens[b]`.
 
     A decode step has every query length 1; prefill chunks and decodes may be mixed in any order.
+    `sliding` is the same step as layers with a window see it, where those have pages of their own (`for_window`): it
+    differs in `slots_T` and `page_table_BP` alone. Its table says nothing of pages below every window of the step.
     `all_ranks_decode`: every rank runs a decode step and none has more tokens than the transport takes in low latency.
     """
 
@@ -26,6 +28,7 @@ class ForwardBatch:
     query_lens: tuple[int, ...]  # the same numbers on the host
     seq_lens: tuple[int, ...]
     page_size: int
+    sliding: "ForwardBatch | None" = None
     all_ranks_decode: bool = False  # ranks that share experts must agree on it; False is right for every step
 
     @property
@@ -37,6 +40,10 @@ class ForwardBatch:
     def is_decode(self) -> bool:
         """True when every request contributes exactly one token."""
         return len(self.query_lens) == self.num_tokens
+
+    def for_window(self, window: int | None) -> "ForwardBatch":
+        """The batch with the slots and pages of layers with this window; None: of layers without one."""
+        return self if window is None or self.sliding is None else self.sliding
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -55,7 +55,7 @@ class Metrics:
         )
         self.inflight = Gauge(f"{_PREFIX}_requests_in_flight", "Requests being served", registry=registry)
         registry.register(_EngineCollector(engine_stats))
-        registry.register(_SelfCheckCollector(engine_info))
+        registry.register(_InfoCollector(engine_info))
 
     def text(self) -> bytes:
         """The exposition format."""
@@ -81,14 +81,17 @@ class _EngineCollector(Collector):
                 yield CounterMetricFamily(f"{_PREFIX}_engine_{label}", f"Engine: {label.replace('_', ' ')}", value)
 
 
-class _SelfCheckCollector(Collector):
-    """What the check at load found, layer by layer."""
+class _InfoCollector(Collector):
+    """What the engine says once: the tokens that fit, and what the check at load found, layer by layer."""
 
     def __init__(self, engine_info: Callable[[], EngineInfo | None]) -> None:
         self._engine_info = engine_info
 
     def collect(self) -> Iterable[Metric]:
         info = self._engine_info()
+        if info is not None:
+            name = f"{_PREFIX}_engine_kv_tokens"
+            yield GaugeMetricFamily(name, "Tokens that fit into the KV cache", info.num_kv_tokens)
         checks = [] if info is None else info.selfcheck
         labels = ["layer", "path"]
         error = GaugeMetricFamily(f"{_PREFIX}_selfcheck_error", "Largest relative error of any expert", labels=labels)

@@ -113,7 +113,7 @@ def document(
         },
         "kv_cache": {
             "dtype": str(found.layout.dtype).removeprefix("torch."),
-            "bytes_per_token": found.layout.bytes_per_page // found.layout.page_size,
+            "bytes_per_token": found.layout.bytes_per_token,
             "bytes_per_token_full_layers": found.kv_bytes_per_token(sliding=False),
             "bytes_per_token_sliding_layers": found.kv_bytes_per_token(sliding=True),
             "windows": windows,
@@ -147,14 +147,14 @@ def render(shown: Mapping[str, Any]) -> str:
         ("activations", estimates["activations"], "estimate of the largest step"),
         ("sampling", estimates["sampling"], ""),
         ("graphs", estimates["graphs"], "estimate: decode steps captured in CUDA graphs"),
-        ("KV cache", cache["bytes"], f"{cache['pages']} pages, {cache['tokens']} tokens, {cache['dtype']}"),
+        ("KV cache", cache["bytes"], f"{cache['tokens']} tokens fit, {cache['pages']} pages, {cache['dtype']}"),
     ]
     lines += [f"{name:<20}{_gib(size):>9} GiB  {text}".rstrip() for name, size, text in rows]
     full, sliding = cache["bytes_per_token_full_layers"], cache["bytes_per_token_sliding_layers"]
     text = f"a token of the KV cache takes {cache['bytes_per_token']} bytes"
     if sliding:
         windows = ", ".join(map(str, cache["windows"]))
-        text += f": {full} in full layers, {sliding} in sliding ones (window {windows}), which are kept whole today"
+        text += f": {full} in full layers, {sliding} in sliding ones (window {windows}), which keep only what they see"
     lines += ["", text]
     if shown["refusal"] is not None:
         return "\n".join([*lines, "", f"does not fit: {shown['refusal']}"]) + "\n"

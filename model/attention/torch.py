@@ -56,9 +56,9 @@ class QueryBlock:
 
 @dataclass(frozen=True, slots=True)
 class TorchPlan:
-    """Slots to write, and per kind of layer what to read."""
+    """Per kind of layer the slots to write, and what to read."""
 
-    slots_T: torch.Tensor
+    slots: dict[AttentionSpec, torch.Tensor]
     groups: dict[AttentionSpec, list[DecodeGroup]]
     blocks: dict[AttentionSpec, list[QueryBlock]]
 
@@ -71,11 +71,16 @@ class TorchAttention(Attention):
 
     def plan(self, batch: ForwardBatch) -> TorchPlan:
         """Gather indices and masks of every kind of layer."""
-        whole = [_decode_group(batch, members) for members in _decode_members(batch)]
-        groups = {spec: [group.within(spec.window) for group in whole] for spec in self.specs}
-        if batch.is_decode:
-            return TorchPlan(batch.slots_T, groups, {spec: [] for spec in self.specs})
-        return TorchPlan(batch.slots_T, groups, {spec: list(_query_blocks(batch, spec)) for spec in self.specs})
+        batches = {spec: batch.for_window(spec.window) for spec in self.specs}
+        members = _decode_members(batch)
+        groups: dict[AttentionSpec, list[DecodeGroup]] = {}
+        whole: dict[int, list[DecodeGroup]] = {}  # of each batch, by its id
+        for spec, its_batch in batches.items():
+            if id(its_batch) not in whole:
+                whole[id(its_batch)] = [_decode_group(its_batch, rows) for rows in members]
+            groups[spec] = [group.within(spec.window) for group in whole[id(its_batch)]]
+        blocks = {s: [] if batch.is_decode else list(_query_blocks(its_batch, s)) for s, its_batch in batches.items()}
+        return TorchPlan({spec: its_batch.slots_T for spec, its_batch in batches.items()}, groups, blocks)
 
     def run(
         self,
@@ -92,9 +97,9 @@ class TorchAttention(Attention):
         if rotation_T1D is not None:
             rotate_(q_THD, rotation_T1D)
             rotate_(k_TGD, rotation_T1D)
-        _store(kv.keys, plan.slots_T, k_TGD)
+        _store(kv.keys, plan.slots[spec], k_TGD)
         if v_TGV is not None:
-            _store(kv.values, plan.slots_T, v_TGV)
+            _store(kv.values, plan.slots[spec], v_TGV)
         groups, blocks = plan.groups[spec], plan.blocks[spec]
         if len(groups) == 1 and groups[0].rows is None:
             return _run_group(spec, groups[0], kv, q_THD, sinks_H)

@@ -59,9 +59,9 @@ _MIN_PART_KEYS = 64
 
 @dataclass(frozen=True, slots=True)
 class TritonPlan:
-    """The batch, and which kernels it needs."""
+    """The batch as each kind of layer sees it, and which kernels it needs."""
 
-    batch: ForwardBatch
+    batches: dict[AttentionSpec, ForwardBatch]
     has_decodes: bool
     has_prompts: bool
 
@@ -95,7 +95,7 @@ class TritonAttention(Attention):
     def plan(self, batch: ForwardBatch) -> TritonPlan:
         """Only says which kernels run: they find requests and pages by themselves."""
         return TritonPlan(
-            batch,
+            {spec: batch.for_window(spec.window) for spec in self.specs},
             has_decodes=1 in batch.query_lens,
             has_prompts=any(query_len > 1 for query_len in batch.query_lens),
         )
@@ -116,7 +116,7 @@ class TritonAttention(Attention):
         q_THD, k_TGD = _with_dense_heads(q_THD), _with_dense_heads(k_TGD)
         v_TGV = None if v_TGV is None else _with_dense_heads(v_TGV)
         formats = _number_formats(q_THD.dtype, kv.keys.dtype, self._capability)
-        _rotate_and_store(spec, kv, plan.batch.slots_T, q_THD, k_TGD, v_TGV, rotation_T1D, formats)
+        _rotate_and_store(spec, kv, plan.batches[spec].slots_T, q_THD, k_TGD, v_TGV, rotation_T1D, formats)
         attend = self._attend_latents if spec.values_in_keys else self._attend
         return attend(spec, plan, kv, q_THD, sinks_H, formats)
 
@@ -125,7 +125,7 @@ class TritonAttention(Attention):
         formats: dict[str, Any],
     ) -> torch.Tensor:  # fmt: skip
         """Each query head with keys and values of its KV head."""
-        batch = plan.batch
+        batch = plan.batches[spec]
         out_THV = q_THD.new_empty(q_THD.shape[0], spec.num_heads, spec.value_dim)
         sinks = out_THV if sinks_H is None else sinks_H
         shape = _shape_of(spec, batch.page_size, has_sinks=sinks_H is not None) | formats
@@ -158,7 +158,7 @@ class TritonAttention(Attention):
         formats: dict[str, Any],
     ) -> torch.Tensor:  # fmt: skip
         """All query heads with one latent per token."""
-        batch = plan.batch
+        batch = plan.batches[spec]
         tile = _latent_tile(q_THD.dtype, kv.keys.dtype, self._capability)
         out_THV = q_THD.new_empty(q_THD.shape[0], spec.num_heads, spec.value_dim)
         constants = _latent_shape_of(spec, batch.page_size, has_sinks=sinks_H is not None) | formats

@@ -12,6 +12,7 @@ INFO = EngineInfo(
     vocab_size=97,
     page_size=4,
     num_pages=256,
+    num_kv_tokens=1024,
     max_requests=64,
     device="none",
     dtype="none",

@@ -1,5 +1,6 @@
 """The batch of a step, the KV cache's size, loading: exact numbers on a fake model."""
 
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -104,10 +105,11 @@ def test_bytes_and_tensors_of_the_cache():
 
 
 def test_cpu_pages_serve_all_places_within_a_gibibyte_and_one_full_request_always():
-    assert choose_cpu_pages(LAYOUT, max_num_seqs=4, max_model_len=100) == 4 * 7
-    assert choose_cpu_pages(LAYOUT, max_num_seqs=4, max_model_len=10**5) == 100_000 // 16
-    assert choose_cpu_pages(LAYOUT, max_num_seqs=4, max_model_len=3000) == 4 * 2048 // 16
-    assert choose_cpu_pages(LAYOUT, max_num_seqs=10**6, max_model_len=4096) == 2**30 // LAYOUT.bytes_per_page
+    choose = partial(choose_cpu_pages, LAYOUT, step_tokens=8)
+    assert choose(max_num_seqs=4, max_model_len=100) == 4 * 7
+    assert choose(max_num_seqs=4, max_model_len=10**5) == 100_000 // 16
+    assert choose(max_num_seqs=4, max_model_len=3000) == 4 * 2048 // 16
+    assert choose(max_num_seqs=10**6, max_model_len=4096) == 2**30 // LAYOUT.bytes_per_page
 
 
 def config(**settings):

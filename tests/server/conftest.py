@@ -53,6 +53,7 @@ class FakeEngine:
             vocab_size=VOCAB_SIZE,
             page_size=16,
             num_pages=100,
+            num_kv_tokens=1600,
             max_requests=MAX_REQUESTS,
             device="cpu",
             dtype="float32",

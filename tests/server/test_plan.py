@@ -25,7 +25,8 @@ def test_text_of_a_plan(capsys, gpt_oss):
     assert "on h200: 139.8 GiB, of which 90% may be used" in shown
     assert "12.816 GiB in the files, published form: no weights are here" in shown
     assert "24 layers, mxfp4 as triton" in shown
-    assert "49152 bytes: 24576 in full layers, 24576 in sliding ones (window 128)" in shown
+    assert "49152 bytes: 24576 in full layers, 24576 in sliding ones (window 128), which keep only what they" in shown
+    assert " tokens fit, " in shown
     assert [line.split()[0] for line in shown.splitlines()[-8:]] == [str(1024 << i) for i in range(8)]
 
 
@@ -39,7 +40,8 @@ def test_json_of_a_plan_takes_the_flags_and_variables_of_the_service(capsys, mon
         [shown["weights"][part] for part in ("embedding", "head", "dense")]
         + [path["processed"] for path in shown["weights"]["experts"]]
     )
-    assert shown["kv_cache"]["tokens"] == 8 * shown["kv_cache"]["pages"]
+    windows = (127 + 2 * 8192 - 2) // 8 + 2  # pages of a window and two steps in sliding layers, wherever they begin
+    assert shown["kv_cache"]["tokens"] == 8 * (shown["kv_cache"]["pages"] - windows)
     assert list(shown["requests_by_context_length"]) == ["1024", "2000"]
     assert shown["max_model_len"] == 2000
     assert shown["refusal"] is None
