@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from engine.config import EngineConfig
-from engine.cuda_graphs import DecodeGraphs
+from engine.cuda_graphs import DecodeGraphs, GraphSettings
 from engine.errors import EngineConfigError
 from engine.kv_cache import KvLayout, choose_cpu_pages, choose_cuda_pages
 from engine.memory_plan import check_weights_fit, graph_bytes, sampling_bytes
 from engine.page_needs import PageNeeds
+from engine.prompt_graphs import PromptGraphs
 from engine.runner import Model, ModelRunner
 from engine.step_pace import StepPace
 from engine.types import EngineInfo, LayerCheck
@@ -120,11 +121,7 @@ def load_engine(config: EngineConfig, model: Model | None) -> LoadedEngine:
     num_tokens = min(_WARM_UP_TOKENS, max_model_len)
     run_prompt(runner, num_tokens)
     if uses_graphs:
-        runner.graphs = DecodeGraphs(
-            model, runner.kv, page_size=config.page_size, max_num_seqs=config.max_num_seqs,
-            max_model_len=max_model_len, spare_page=num_pages, is_sliding=is_sliding,
-        )  # fmt: skip
-        runner.graphs.capture()
+        _capture_graphs(config, runner, max_model_len, step_tokens, spare_page=num_pages, is_sliding=is_sliding)
     if model.device.type == "cuda" and config.max_num_seqs > 1:
         run_step_sizes(runner, min(step_tokens, max_model_len))
     logger.info("KV cache: %d tokens fit, %d pages of %d tokens, %.0f MiB", num_kv_tokens, num_pages, config.page_size,
@@ -148,6 +145,29 @@ def _uses_graphs(config: EngineConfig, model: Model) -> bool:
     if reason is not None:
         logger.info("decode steps run without CUDA graphs: %s cannot be captured", reason)
     return reason is None
+
+
+def _capture_graphs(
+    config: EngineConfig, runner: ModelRunner, max_model_len: int, step_tokens: int, *, spare_page: int,
+    is_sliding: bool,
+) -> None:  # fmt: skip
+    """Capture decode steps, and steps with prompts where no transport stands in the way."""
+    model = runner.model
+    settings = GraphSettings(
+        model=model,
+        kv=runner.kv,
+        logits_MV=torch.empty(config.max_num_seqs + 1, model.vocab_size, dtype=torch.float32, device=model.device),
+        page_size=config.page_size,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=max_model_len,
+        spare_page=spare_page,
+        is_sliding=is_sliding,
+    )
+    runner.graphs = DecodeGraphs(settings)
+    runner.graphs.capture()
+    if config.moe_a2a_backend == "none":
+        runner.prompt_graphs = PromptGraphs(settings, max_tokens=step_tokens)
+        runner.prompt_graphs.capture(runner.graphs.pool)
 
 
 def _measure_pace(config: EngineConfig, runner: ModelRunner, max_tokens: int) -> StepPace | None:

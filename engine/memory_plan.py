@@ -11,6 +11,7 @@ from engine.cuda_graphs import graph_sizes
 from engine.errors import EngineConfigError
 from engine.kv_cache import GIB, KvLayout, count_pages
 from engine.page_needs import PageNeeds
+from engine.prompt_graphs import MAX_TOKENS, prompt_sizes
 
 if TYPE_CHECKING:  # a scripted engine needs no model
     from model.sizes import ModelSizes, StepShape
@@ -29,7 +30,8 @@ def sampling_bytes(max_num_seqs: int, vocab_size: int) -> int:
 
 def graph_bytes(max_num_seqs: int, vocab_size: int) -> int:
     """Memory that captured steps need on top of an eager step: their own fp32 logits, graph nodes and activations."""
-    return 2 * max_num_seqs * vocab_size * 4 + len(graph_sizes(max_num_seqs)) * _BYTES_PER_GRAPH
+    num_graphs = len(graph_sizes(max_num_seqs)) + len(prompt_sizes(max_num_seqs, MAX_TOKENS))
+    return 2 * (max_num_seqs + 1) * vocab_size * 4 + num_graphs * _BYTES_PER_GRAPH
 
 
 def activation_bytes(step: "StepShape", num_tokens: int, itemsize: int) -> int:

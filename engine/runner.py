@@ -18,6 +18,7 @@ import torch
 
 from engine.cuda_graphs import DecodeGraphs
 from engine.logprobs import PendingLogprobs, launch_logprobs
+from engine.prompt_graphs import PromptGraphs
 from engine.sampler import PendingTokens, launch_sampling
 from engine.sequence import Sequence
 from engine.step import LATE_ID, StepBatch, StepRow
@@ -84,6 +85,7 @@ class ModelRunner:
         self.model = model
         self.kv = kv
         self.graphs: DecodeGraphs | None = None
+        self.prompt_graphs: PromptGraphs | None = None
         self.page_size = page_size
         self.tokens_M = torch.zeros(max_num_seqs, dtype=torch.int64, device=model.device)
         table_shape = (max_num_seqs, -(-max_model_len // page_size))
@@ -101,6 +103,8 @@ class ModelRunner:
         batch = self.make_batch(step)
         if self.graphs is not None and self.graphs.serves(batch):
             logits_RV = self.graphs.run(batch)
+        elif self.prompt_graphs is not None and (size := self.prompt_graphs.size_for(batch)) is not None:
+            logits_RV = self.prompt_graphs.run(batch, size)
         else:
             logits_RV = self.model(batch, self.model.plan(batch), self.kv)
         return Pending(step, logits_RV, self.tokens_M)

@@ -72,7 +72,7 @@ class FakeModel:
             if position >= batch.seq_lens[b] - batch.query_lens[b]:
                 bad = not in_order or (self.nan_after is not None and token == self.nan_after)
                 out.append((value, bad))
-        return np.array(out, dtype=np.int64)
+        return np.array(out, dtype=np.int64).reshape(-1, 2)
 
     def _logits(self, state):
         value, bad = state

@@ -7,11 +7,12 @@ import pytest
 import torch
 from triton.runtime.errors import OutOfResources
 
-from engine import load
+from engine import load, prompt_graphs
 from engine.config import EngineConfig
 from engine.core import EngineCore
-from engine.cuda_graphs import DecodeGraphs, graph_sizes
+from engine.cuda_graphs import DecodeGraphs, GraphSettings, capture_all, graph_sizes
 from engine.errors import EngineConfigError
+from engine.prompt_graphs import PromptSize, prompt_sizes
 from tests.engine.fakes import FakeModel
 from tests.engine.requests import request, run_all, tokens_of
 
@@ -30,36 +31,40 @@ class CapturableModel(FakeModel):
         self.num_prepared += 1
         self.num_calls_before.append(self.num_calls)
 
-    def __call__(self, batch, plan, kv):
-        return super().__call__(replace(batch, seq_lens=tuple(batch.seq_lens_B.tolist())), plan, kv)
+    def __call__(self, batch, plan, kv, logits_RV=None):
+        logits = super().__call__(replace(batch, seq_lens=tuple(batch.seq_lens_B.tolist())), plan, kv)
+        return logits if logits_RV is None else logits_RV.copy_(logits)
 
 
 class Replay:
     """Stands for a captured graph."""
 
-    def __init__(self, graphs, size):
-        self.graphs, self.size, self.num_replays = graphs, size, 0
-        self.idle_slots, self.idle_lens = set(), set()  # of rows without a request
+    def __init__(self, settings, batch):
+        self.settings, self.batch, self.num_replays = settings, batch, 0
+        self.buffers = None
+        self.idle_slots, self.idle_lens = set(), set()  # of tokens and rows without a request
 
     def replay(self):
         self.num_replays += 1
-        graphs = self.graphs
-        self.idle_slots.update(graphs._slots_M[graphs._num_live : self.size].tolist())
-        self.idle_lens.update(graphs._lens_M[graphs._num_live : self.size].tolist())
-        batch = graphs._batch(self.size)
-        graphs._logits_MV[: self.size] = graphs._model(batch, graphs._model.plan(batch), graphs._kv)
-
-
-def capture(graphs, size):
-    return Replay(graphs, size)
+        settings, batch = self.settings, self.batch
+        if self.buffers is not None:
+            self.idle_slots.update(batch.slots_T[self.buffers.num_live_tokens :].tolist())
+            self.idle_lens.update(batch.seq_lens_B[self.buffers.num_live_rows :].tolist())
+        lens = tuple(batch.query_start_B1.diff().tolist())
+        settings.model(replace(batch, query_lens=lens), "plan", settings.kv, settings.logits_MV[: len(lens)])
 
 
 def core_with_graphs(monkeypatch, **settings):
-    monkeypatch.setattr(DecodeGraphs, "_capture", capture)
+    monkeypatch.setattr(GraphSettings, "capture", lambda settings, batch, pool: Replay(settings, batch))
+    monkeypatch.setattr(DecodeGraphs, "pool", None)
     monkeypatch.setattr(load, "_uses_graphs", lambda config, model: True)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 0)
     config = EngineConfig(model=Path("unused"), device="cpu", page_size=4, **settings)
-    return EngineCore(config, CapturableModel())
+    core = EngineCore(config, CapturableModel())
+    for graphs in (core._runner.graphs, core._runner.prompt_graphs):
+        for graph in graphs._graphs.values():
+            graph.buffers = graphs.buffers
+    return core
 
 
 REQUESTS = [request(f"r{n}", range(1, 3 + 5 * n), 4 + 3 * n, ignore_eos=True) for n in range(7)]
@@ -83,9 +88,9 @@ def test_rows_without_a_request_write_to_the_spare_page_alone(monkeypatch):
     run_all(core, REQUESTS)
     graphs = core._runner.graphs
     assert core.info.num_pages == 40
-    assert len(graphs._kv[0].keys) == 41 * 4
+    assert len(graphs._settings.kv[0].keys) == 41 * 4
     padded = [graph for graph in graphs._graphs.values() if graph.idle_slots]
-    assert [graph.size for graph in padded] == [7, 4]
+    assert [graph.batch.num_tokens for graph in padded] == [7, 4]
     for graph in padded:
         assert graph.idle_slots == {160}
         assert graph.idle_lens == {1}
@@ -112,14 +117,14 @@ def test_captured_steps_when_requests_wait_give_way_and_leave(monkeypatch, setti
     assert all(num_preemptions) == (settings["max_num_seqs"] > 1)
 
 
-def test_a_step_with_a_prompt_or_without_a_token_to_sample_is_not_replayed(monkeypatch):
+def test_a_step_with_a_prompt_or_without_a_token_to_sample_is_no_decode_step(monkeypatch):
     core = core_with_graphs(monkeypatch, max_num_seqs=4)
     graphs = core._runner.graphs
-    batch = graphs._batch(2)
+    batch = graphs.batch(2)
     assert graphs.serves(batch)
     assert not graphs.serves(replace(batch, logit_rows_R=batch.logit_rows_R[:1]))
     assert not graphs.serves(replace(batch, query_lens=(2,)))
-    large = DecodeGraphs(FakeModel(), [], page_size=4, max_num_seqs=9, max_model_len=8, spare_page=1)._batch(9)
+    large = core_with_graphs(monkeypatch, max_num_seqs=9)._runner.graphs.batch(9)
     assert not graphs.serves(large)
 
 
@@ -143,14 +148,54 @@ def test_every_number_of_requests_has_a_graph_that_wastes_little():
 def test_a_size_that_cannot_be_captured_is_named_with_the_ways_out(monkeypatch, error):
     """Triton's errors are no RuntimeErrors."""
 
-    def fail(graphs, size):
+    def fail(size):
         raise error
 
-    monkeypatch.setattr(DecodeGraphs, "_capture", fail)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 0)
-    graphs = DecodeGraphs(FakeModel(), [], page_size=4, max_num_seqs=4, max_model_len=8, spare_page=1)
-    with pytest.raises(EngineConfigError, match=r"step of 4 requests.*out of .*enforce_eager.*max_num_seqs"):
-        graphs.capture()
+    with pytest.raises(EngineConfigError, match=r"step of 4 cannot.*out of .*enforce_eager.*max_num_seqs"):
+        capture_all("decode steps", [1, 2, 4], fail)
+    with pytest.raises(EngineConfigError, match=r"step of 64 tokens of 8 requests cannot"):
+        capture_all("steps with prompts", [PromptSize(64, 9)], fail)
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
+def test_captured_steps_with_prompts_give_the_tokens_of_eager_ones(monkeypatch, overlap):
+    """Prompts alone, several at once, in chunks, beside decodes; with log-probabilities of a prompt, which need eager
+    steps; requests give way and come back.
+    """
+    monkeypatch.setattr(prompt_graphs, "_TOKENS", (8, 16, 24))
+    monkeypatch.setattr(prompt_graphs, "_ROWS", (2, 4))
+    requests = [*REQUESTS, request("scored", range(1, 20), 3, prompt_logprobs=1)]
+    settings = {"max_num_seqs": 6, "num_pages": 24, "max_num_batched_tokens": 30, "overlap": overlap}
+    eager = EngineCore(EngineConfig(model=Path("unused"), device="cpu", page_size=4, **settings), FakeModel())
+    want = {name: tokens_of(outputs) for name, outputs in run_all(eager, requests).items()}
+    core = core_with_graphs(monkeypatch, **settings)
+    for first in range(len(requests)):
+        got = {name: tokens_of(outputs) for name, outputs in run_all(core, requests[first:]).items()}
+        assert got == {each.request_id: want[each.request_id] for each in requests[first:]}
+    assert core.stats().num_preemptions
+    graphs = core._runner.prompt_graphs._graphs
+    assert list(graphs) == list(reversed(core._runner.prompt_graphs.sizes))
+    assert sum(graph.num_replays > 0 for graph in graphs.values()) >= 3
+    spare_slots = {slot for graph in graphs.values() for slot in graph.idle_slots}
+    assert spare_slots == {24 * 4}, "tokens without a request write to the spare page alone"
+
+
+def test_sizes_of_steps_with_prompts(monkeypatch):
+    sizes = prompt_sizes(256, 1024)
+    assert sizes == sorted(set(sizes))
+    assert max(sizes) == (1024, 257)
+    assert prompt_sizes(256, 63) == [], "a context too short for the smallest"
+    assert all(size.num_rows < size.num_tokens for size in sizes), "the first row is a prompt"
+    graphs = core_with_graphs(monkeypatch, max_num_seqs=100)._runner.prompt_graphs
+    batch = graphs.batch(PromptSize(64, 9))
+    row = torch.zeros(1, dtype=torch.int64)
+    for num_tokens, num_rows, want in ((2, 1, (64, 8)), (64, 7, (64, 8)), (65, 8, (128, 64)), (128, 100, (128, 101))):
+        ids = row.expand(num_tokens)
+        step = replace(batch, input_ids_T=ids, query_lens=(0,) * num_rows, logit_rows_R=row.expand(num_rows))
+        assert graphs.size_for(step) == want
+    assert graphs.size_for(replace(step, input_ids_T=row.expand(1025))) is None
+    assert graphs.size_for(replace(step, logit_rows_R=row.expand(102))) is None, "log-probabilities of a prompt"
 
 
 def test_graphs_are_for_gpus_and_paths_that_can_be_captured(monkeypatch, caplog):
@@ -170,15 +215,16 @@ def test_the_transport_is_prepared_before_every_replay(monkeypatch):
     core = core_with_graphs(monkeypatch, max_num_seqs=4)
     run_all(core, REQUESTS[:2])
     graphs = core._runner.graphs
-    model = graphs._model
-    num_replays = sum(graph.num_replays for graph in graphs._graphs.values())
+    model = graphs._settings.model
+    captured = [*graphs._graphs.values(), *core._runner.prompt_graphs._graphs.values()]
+    num_replays = sum(graph.num_replays for graph in captured)
     assert 0 < num_replays == model.num_prepared
     assert len(set(model.num_calls_before)) == num_replays, "before each replay, not in it"
-    assert graphs._batch(1).all_ranks_decode, "a captured step is a decode step on all ranks"
+    assert graphs.batch(1).all_ranks_decode, "a captured step is a decode step on all ranks"
 
 
 def test_memory_for_graphs_is_set_aside_before_pages_are_counted(monkeypatch):
-    """Logits of their own, twice, and 32 MiB for each of five graphs."""
+    """Logits of their own, twice, and 32 MiB for each graph: five of decodes, the others of steps with prompts."""
     asked = []
 
     def choose(layout, *, sampling_bytes, **others):
@@ -192,4 +238,5 @@ def test_memory_for_graphs_is_set_aside_before_pages_are_counted(monkeypatch):
         config = EngineConfig(model=Path("unused"), max_num_seqs=9, enforce_eager=enforce_eager)
         with pytest.raises(EngineConfigError, match="enough"):
             load.load_engine(config, model)
-    assert asked[0] - asked[1] == 2 * 9 * model.vocab_size * 4 + 5 * (32 << 20)
+    num_graphs = 5 + len(prompt_sizes(9, 1024))
+    assert asked[0] - asked[1] == 2 * 10 * model.vocab_size * 4 + num_graphs * (32 << 20)

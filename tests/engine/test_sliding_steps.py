@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from engine import load
+from engine import load, prompt_graphs
 from engine.config import EngineConfig
 from engine.core import EngineCore
-from engine.cuda_graphs import DecodeGraphs
+from engine.cuda_graphs import DecodeGraphs, GraphSettings
 from engine.kv_cache import KvLayout
 from engine.runner import ModelRunner
 from engine.step import StepBatch
@@ -61,25 +61,32 @@ def test_a_model_without_sliding_layers_sends_nothing_for_them():
 class CapturableModel(WindowedModel):
     """Reads lengths from the device's tensor, as kernels do."""
 
-    def __call__(self, batch, plan, kv):
-        return super().__call__(replace(batch, seq_lens=tuple(batch.seq_lens_B.tolist())), plan, kv)
+    def __call__(self, batch, plan, kv, logits_RV=None):
+        query_lens, seq_lens = batch.query_start_B1.diff().tolist(), batch.seq_lens_B.tolist()
+        logits = super().__call__(replace(batch, query_lens=tuple(query_lens), seq_lens=tuple(seq_lens)), plan, kv)
+        return logits if logits_RV is None else logits_RV.copy_(logits)
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
 def test_captured_steps_give_the_tokens_of_eager_ones(monkeypatch, overlap):
     """Requests end, give way and come back in other rows; rows without a request write to the spare page of both."""
-    idle_slots = []
+    idle_slots, core = [], None
 
-    def capture(graphs, size):
+    def capture(settings, batch, pool):
         def replay():
-            batch = graphs._batch(size)
+            if core is None or core._runner.prompt_graphs is None:  # still loading
+                return
+            buffers = core._runner.graphs.buffers if batch.all_ranks_decode else core._runner.prompt_graphs.buffers
             for its_batch in (batch, batch.sliding):
-                idle_slots.extend(its_batch.slots_T[graphs._num_live :].tolist())
-            graphs._logits_MV[:size] = graphs._model(batch, "plan", graphs._kv)
+                idle_slots.extend(its_batch.slots_T[buffers.num_live_tokens :].tolist())
+            settings.model(batch, "plan", settings.kv, settings.logits_MV[: len(batch.query_lens)])
 
         return SimpleNamespace(replay=replay)
 
-    monkeypatch.setattr(DecodeGraphs, "_capture", capture)
+    monkeypatch.setattr(GraphSettings, "capture", capture)
+    monkeypatch.setattr(DecodeGraphs, "pool", None)
+    monkeypatch.setattr(prompt_graphs, "_TOKENS", (8, 16))
+    monkeypatch.setattr(prompt_graphs, "_ROWS", (2, 4))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 0)
     answers = []
     for uses_graphs in (False, True):

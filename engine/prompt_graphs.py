@@ -1,0 +1,96 @@
+"""`PromptGraphs`: captured steps that read short prompts, alone or beside requests that decode.
+
+A forward pass of few tokens takes a GPU less time than a host needs to launch its kernels one by one. Above
+`MAX_TOKENS` tokens the launches hide behind the device's work.
+
+A size is a number of tokens and of rows. The tokens that a step lacks become one more request, which reads and writes
+the spare page; the rows that it lacks have no tokens.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from engine.cuda_graphs import GraphSettings, capture_all
+from model.batch import ForwardBatch
+
+_TOKENS = (64, 128, 192, 256, 384, 512, 768, 1024)
+_ROWS = (8, 64)
+MAX_TOKENS = _TOKENS[-1]
+
+
+class PromptSize(NamedTuple):
+    """Tokens of a step, and rows: one more than requests at most, for the padding."""
+
+    num_tokens: int
+    num_rows: int
+
+    def __str__(self) -> str:
+        return f"{self.num_tokens} tokens of {self.num_rows - 1} requests"
+
+
+def prompt_sizes(max_num_seqs: int, max_tokens: int) -> list[PromptSize]:
+    """Sizes to capture for steps of up to `max_tokens` tokens: for each number of tokens every useful one of rows."""
+    rows = [count for count in _ROWS if count < max_num_seqs + 1] + [max_num_seqs + 1]
+    sizes = []
+    for num_tokens in (count for count in _TOKENS if count <= max_tokens):
+        useful = [count for count, before in zip(rows, (0, *rows), strict=False) if before < num_tokens]
+        sizes += [PromptSize(num_tokens, min(count, num_tokens - 1)) for count in useful]
+    return sizes
+
+
+class PromptGraphs:
+    """Steps of up to `MAX_TOKENS` tokens in which some request has more than one."""
+
+    def __init__(self, settings: GraphSettings, *, max_tokens: int) -> None:
+        self._settings = settings
+        self.sizes = prompt_sizes(settings.max_num_seqs, min(max_tokens, settings.max_model_len))
+        most_tokens = max((size.num_tokens for size in self.sizes), default=1)
+        most_rows, device = settings.max_num_seqs + 1, settings.model.device
+        self.buffers = settings.buffers(most_tokens, most_rows)
+        self._starts_B1 = torch.zeros(most_rows + 1, dtype=torch.int32, device=device)
+        self._logit_rows_R = torch.zeros(most_rows, dtype=torch.int64, device=device)
+        self._graphs: dict[PromptSize, torch.cuda.CUDAGraph] = {}
+        self._pool: torch.cuda._POOL_HANDLE | None = None
+
+    @torch.inference_mode()
+    def capture(self, pool: "torch.cuda._POOL_HANDLE | None") -> None:
+        """Capture every size, in the memory of other graphs, which never run at the same time. See `capture_all`."""
+        self._pool = pool
+        if self.sizes:
+            capture_all("steps with prompts", self.sizes, self._capture)
+        self.buffers.lens_M[0] = 1
+
+    def _capture(self, size: PromptSize) -> torch.cuda.CUDAGraph:
+        self._starts_B1[1 : size.num_rows + 1] = size.num_tokens  # the first row has all tokens
+        self.buffers.lens_M[0] = size.num_tokens
+        graph = self._graphs[size] = self._settings.capture(self.batch(size), self._pool)
+        return graph
+
+    def batch(self, size: PromptSize) -> ForwardBatch:
+        """The buffers as a step of this size. The host's query lengths only say that there are prompts and decodes."""
+        query_lens = (size.num_tokens - size.num_rows + 1, *(1,) * (size.num_rows - 1))
+        return self.buffers.batch(
+            query_lens, query_start_B1=self._starts_B1, logit_rows_R=self._logit_rows_R, all_ranks_decode=False
+        )
+
+    def size_for(self, batch: ForwardBatch) -> PromptSize | None:
+        """The smallest size that holds the step and a row of padding; None if there is none."""
+        most_rows = max(len(batch.query_lens) + 1, batch.logit_rows_R.shape[0])
+        fitting = (size for size in self.sizes if size.num_tokens >= batch.num_tokens and size.num_rows >= most_rows)
+        return min(fitting, default=None)
+
+    def run(self, batch: ForwardBatch, size: PromptSize) -> torch.Tensor:
+        """fp32 logits [R, V] of a step, by the graph of `size_for`; the next replay overwrites them."""
+        num_rows, num_logits = len(batch.query_lens), batch.logit_rows_R.shape[0]
+        buffers = self.buffers
+        buffers.fill(batch)
+        buffers.lens_M[num_rows] = max(1, size.num_tokens - batch.num_tokens)
+        buffers.num_live_rows = num_rows + 1
+        self._starts_B1[: num_rows + 1].copy_(batch.query_start_B1)
+        self._starts_B1[num_rows + 1 : size.num_rows + 1] = size.num_tokens
+        self._logit_rows_R[:num_logits].copy_(batch.logit_rows_R)
+        self._logit_rows_R[num_logits : size.num_rows] = 0
+        self._settings.model.prepare_replay()
+        self._graphs[size].replay()
+        return self._settings.logits_MV[:num_logits]
