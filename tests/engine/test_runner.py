@@ -19,6 +19,7 @@ from engine.warm_up import run_step_sizes
 from model.batch import KvLayerSpec
 from tests.engine.fakes import FakeModel
 from tests.engine.requests import request
+from tests.tables import rows
 
 LAYOUT = KvLayout(
     specs=(KvLayerSpec(num_heads=2, key_dim=64, value_dim=64), KvLayerSpec(num_heads=1, key_dim=576, value_dim=0)),
@@ -128,7 +129,7 @@ def test_a_longer_context_than_the_model_has_is_refused():
         load_engine(config(max_model_len=257), FakeModel(max_model_len=256))
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("bfloat16", torch.bfloat16), ("fp8", torch.float8_e4m3fn)])
+@rows("name, dtype", ("bfloat16", torch.bfloat16), ("fp8", torch.float8_e4m3fn))
 def test_kv_dtype_is_a_setting(name, dtype):
     loaded = load_engine(config(kv_cache_dtype=name), FakeModel())
     assert {layer.keys.dtype for layer in loaded.runner.kv} == {dtype}
@@ -171,7 +172,7 @@ def test_another_gpu_than_the_first_becomes_the_current_one(monkeypatch):
         load._choose_device("cuda:2")
 
 
-@pytest.mark.parametrize(("field", "value"), [("moe_backend", "magic"), ("moe_a2a_backend", "pigeon")])
+@rows("field, value", ("moe_backend", "magic"), ("moe_a2a_backend", "pigeon"))
 def test_an_unknown_backend_lists_the_known_ones(field, value):
     with pytest.raises(EngineConfigError, match=f"{field} is '{value}'.*none|{field} is '{value}'.*torch"):
         load_engine(config(**{field: value}), None)

@@ -6,6 +6,7 @@ import re
 import pytest
 
 from tests.server.conftest import ANSWER, CALL, MAX_MODEL_LEN, MODEL, WEATHER, wait_until
+from tests.tables import rows
 
 USER = [{"role": "user", "content": "What is the capital of France?"}]
 PARIS = "The capital of France is Paris."
@@ -110,7 +111,7 @@ def test_content_parts_are_joined(chat, service, tokenizer):
     assert "one\ntwo" in tokenizer.decode(service.engine.requests[0].prompt_ids)
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@rows("stream", False, True)
 def test_tokens_after_the_end_of_turn_are_billed_but_not_read_b01(chat, harmony, stream):
     transcript = ANSWER + "<|start|>user<|message|>junk<|end|>"
     fields = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
@@ -124,7 +125,7 @@ def test_tokens_after_the_end_of_turn_are_billed_but_not_read_b01(chat, harmony,
         assert answer.usage.completion_tokens == len(harmony(transcript))
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@rows("stream", False, True)
 def test_budget_spent_on_thinking_b23(chat, stream):
     answer = chat(max_tokens=6, stream=stream)
     if stream:
@@ -147,10 +148,7 @@ def test_limits_b23(chat, service):
         assert chat(**fields).usage.completion_tokens == 5
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [(None, 0), ({}, 0), ({"include_usage": False}, 0), ({"include_usage": True}, 1)],
-)
+@rows("options, expected", (None, 0), ({}, 0), ({"include_usage": False}, 0), ({"include_usage": True}, 1))
 def test_usage_chunk_b19(chat, options, expected):
     fields = {} if options is None else {"stream_options": options}
     chunks = chunks_of(chat(stream=True, **fields))
@@ -163,7 +161,7 @@ def test_usage_chunk_b19(chat, options, expected):
         assert chunks[-1].usage == chat().usage
 
 
-@pytest.mark.parametrize("stop", ["DEFGHIJ", ["nope", "DEF", "\n\n"], ["D"], ["DEFGHIJKL"]])
+@rows("stop", "DEFGHIJ", ["nope", "DEF", "\n\n"], ["D"], ["DEFGHIJKL"])
 def test_stop_strings_b17(chat, service, harmony, stop):
     transcript = "<|channel|>final<|message|>ABCDEFGHIJKLMNOP<|return|>"
     service.engine.script = lambda _request: [[i] for i in harmony(transcript)]
@@ -174,7 +172,7 @@ def test_stop_strings_b17(chat, service, harmony, stop):
     wait_until(lambda: len(service.engine.aborted) == 2)
 
 
-@pytest.mark.parametrize("step", [1, 3, 100])
+@rows("step", 1, 3, 100)
 def test_logprobs_are_aligned_whatever_the_chunks_b16(chat, service, harmony, tokenizer, step):
     thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
     ids = harmony(f"{thought}<|channel|>final<|message|>naïve 日本 Paris<|return|>")
@@ -253,7 +251,7 @@ def test_cached_tokens_are_reported(chat, service):
     assert chat().usage.prompt_tokens_details.cached_tokens == 16
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@rows("stream", False, True)
 def test_engine_error_before_the_first_token_has_a_status(service, stream):
     service.engine.last = lambda _request, _num: {"finish_reason": "error", "error": "no room", "error_param": "n"}
     with service.http() as http:
@@ -285,7 +283,7 @@ def test_engine_error_in_a_stream_is_an_event(service, harmony):
     assert json.loads(last.removeprefix("data: "))["error"]["message"] == "the engine has stopped"
 
 
-@pytest.mark.parametrize("sent", [b"\xe9", b"\xc3\xa9", b"a" * 129, b"a b", b""])
+@rows("sent", b"\xe9", b"\xc3\xa9", b"a" * 129, b"a b", b"")
 def test_a_request_id_that_cannot_be_sent_back_as_it_came_is_replaced(service, sent):
     """One of Latin-1 letters came back in UTF-8."""
     with service.http() as http:

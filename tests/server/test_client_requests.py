@@ -8,6 +8,7 @@ import json
 import pytest
 
 from tests.server.conftest import ANSWER, CALL, MODEL, WEATHER
+from tests.tables import rows
 
 QUESTION = {"role": "user", "content": "What is the capital of France?"}
 BOTH_USAGES = {"include_usage": True, "continuous_usage_stats": True}
@@ -175,21 +176,20 @@ def chunks_of(text):
     return [json.loads(event) for event in events[:-1]]
 
 
-def test_chat_of(subtests, service, harmony, send):
-    for client, body in CHATS.items():
-        with subtests.test(client=client):
-            service.engine.script = lambda _request: harmony(ANSWER)
-            answer = send("/v1/chat/completions", **body)
-            if isinstance(answer, list):
-                deltas = [choice["delta"] for chunk in answer for choice in chunk["choices"]]
-                text = "".join(delta.get("content") or "" for delta in deltas)
-                assert answer[-1]["usage"]["completion_tokens"] == len(harmony(ANSWER))
-            else:
-                text = answer["choices"][0]["message"]["content"]
-            assert text == "The capital of France is Paris."
+@rows("client, body", *CHATS.items())
+def test_chat_of(service, harmony, send, client, body):
+    service.engine.script = lambda _request: harmony(ANSWER)
+    answer = send("/v1/chat/completions", **body)
+    if isinstance(answer, list):
+        deltas = [choice["delta"] for chunk in answer for choice in chunk["choices"]]
+        text = "".join(delta.get("content") or "" for delta in deltas)
+        assert answer[-1]["usage"]["completion_tokens"] == len(harmony(ANSWER))
+    else:
+        text = answer["choices"][0]["message"]["content"]
+    assert text == "The capital of France is Paris."
 
 
-@pytest.mark.parametrize("client", COMPLETIONS)
+@rows("client", *COMPLETIONS)
 def test_completion_of(client, service, harmony, send):
     service.engine.script = lambda _request: harmony(" Paris.")
     answer = send("/v1/completions", **COMPLETIONS[client])
@@ -199,7 +199,7 @@ def test_completion_of(client, service, harmony, send):
     assert text == " Paris." * num_prompts
 
 
-@pytest.mark.parametrize("options", [BOTH_USAGES, {"continuous_usage_stats": True}, {"include_usage": True}, {}])
+@rows("options", BOTH_USAGES, {"continuous_usage_stats": True}, {"include_usage": True}, {})
 def test_continuous_usage_counts_up_chunk_by_chunk(options, service, harmony, send):
     """guidellm (field reports, F) reads token counts from each chunk, as vLLM and SGLang give them."""
     service.engine.script = lambda _request: harmony(ANSWER)
@@ -280,21 +280,21 @@ def test_a_bare_prompt_has_no_first_token_of_its_own(service, harmony, send, tok
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "add_special_tokens")
 
 
-def test_a_wrong_base_url_is_answered_with_the_right_path(subtests, service):
-    for path, advice in [
-        ("/chat/completions", ": did you mean /v1/chat/completions?"),  # a base URL without /v1
-        ("/completions", ": did you mean /v1/completions?"),
-        ("/v1/v1/chat/completions", ": did you mean /v1/chat/completions?"),  # one with /v1 where none is wanted
-        ("/v1/chat/completions/", ": did you mean /v1/chat/completions?"),
-        ("/v1/tokenize", ": did you mean /tokenize?"),
-        ("/v1/embeddings", ""),
-        ("/", ""),
-    ]:
-        with subtests.test(path=path, advice=advice):
-            with service.http() as http:
-                response = http.post(path, json={"messages": [QUESTION]})
-            assert response.status_code == 404
-            assert response.json()["error"]["message"] == f"there is no {path} here{advice}"
+@rows(
+    "path, advice",
+    ("/chat/completions", ": did you mean /v1/chat/completions?"),  # a base URL without /v1
+    ("/completions", ": did you mean /v1/completions?"),
+    ("/v1/v1/chat/completions", ": did you mean /v1/chat/completions?"),  # one with /v1 where none is wanted
+    ("/v1/chat/completions/", ": did you mean /v1/chat/completions?"),
+    ("/v1/tokenize", ": did you mean /tokenize?"),
+    ("/v1/embeddings", ""),
+    ("/", ""),
+)
+def test_a_wrong_base_url_is_answered_with_the_right_path(service, path, advice):
+    with service.http() as http:
+        response = http.post(path, json={"messages": [QUESTION]})
+    assert response.status_code == 404
+    assert response.json()["error"]["message"] == f"there is no {path} here{advice}"
 
 
 def test_models_with_a_slash_at_the_end(service):
@@ -302,7 +302,7 @@ def test_models_with_a_slash_at_the_end(service):
         assert http.get("/v1/models/").json() == http.get("/v1/models").json()
 
 
-@pytest.mark.parametrize("method", ["GET", "HEAD"])
+@rows("method", "GET", "HEAD")
 def test_what_clients_ask_before_they_begin(method, service):
     """guidellm asks /health (G05), Open WebUI and curl's users /v1/models."""
     with service.http() as http:

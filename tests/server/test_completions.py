@@ -3,6 +3,7 @@
 import pytest
 
 from tests.server.conftest import MODEL
+from tests.tables import rows
 
 PROMPT = "The capital of France is"
 
@@ -30,7 +31,7 @@ def test_answer(complete, harmony):
     assert answer.usage.completion_tokens == len(harmony(" Paris."))
 
 
-@pytest.mark.parametrize("echo", [False, True])
+@rows("echo", False, True)
 def test_streamed_answer_is_the_same(complete, echo):
     with complete(stream=True, echo=echo, logprobs=1) as stream:
         chunks = list(stream)
@@ -56,8 +57,8 @@ def test_raw_prompts_may_hold_control_tokens(complete, harmony, service):
     assert service.engine.requests[-1].prompt_ids == harmony("<|start|>user<|message|>Hi<|end|>")
 
 
-@pytest.mark.parametrize("as_ids", [False, True])
-@pytest.mark.parametrize("max_tokens", [0, 1])
+@rows("as_ids", False, True)
+@rows("max_tokens", 0, 1)
 def test_echo_with_logprobs_scores_the_prompt_b14(complete, harmony, as_ids, max_tokens):
     text = "naïve 日本 text"
     ids = harmony(text)
@@ -96,10 +97,7 @@ def test_control_tokens_are_shown_on_request(complete):
     assert answer.choices[0].text == " Paris.<|return|>"
 
 
-@pytest.mark.parametrize(
-    ("fields", "expected"),
-    [({}, 16), ({"extra_body": {"max_completion_tokens": 50}}, 50), ({"max_tokens": 3}, 3)],
-)
+@rows("fields, expected", ({}, 16), ({"extra_body": {"max_completion_tokens": 50}}, 50), ({"max_tokens": 3}, 3))
 def test_limits_b23(complete, fields, expected):
     answer = complete(" word" * 100, **fields)
     assert answer.usage.completion_tokens == expected

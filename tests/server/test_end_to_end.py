@@ -19,6 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM, Mxfp4Config
 
 from tests.server.conftest import ASSETS, WEATHER, wait_until
+from tests.tables import rows
 
 ROOT = Path(__file__).resolve().parents[2]
 PARIS = [{"role": "user", "content": "What is the capital of France?"}]
@@ -73,7 +74,7 @@ def test_it_knows_the_capital_of_france(client):
     assert answer.choices[0].finish_reason == "stop"
 
 
-@pytest.mark.parametrize("fields", [{"temperature": 0}, {"temperature": 1.0, "seed": 11}])
+@rows("fields", {"temperature": 0}, {"temperature": 1.0, "seed": 11})
 def test_streaming_equals_non_streaming(client, fields):
     request = {"model": "tiny-gpt-oss", "messages": PARIS, "max_tokens": 60, "logprobs": True, **fields}
     whole = client.chat.completions.create(**request).choices[0]
@@ -163,7 +164,7 @@ def test_many_clients_at_once_get_the_answers_they_get_alone(url, client):
     wait_until(lambda: stats_of(url)["num_running"] == stats_of(url)["num_waiting"] == 0)
 
 
-@pytest.mark.parametrize("n", [1, 3])
+@rows("n", 1, 3)
 def test_a_client_that_leaves_frees_its_pages(url, client, n):
     wait_until(lambda: stats_of(url)["num_running"] == 0)
     endless = {"max_tokens": 3000, "stream": True, "n": n, "extra_body": {"ignore_eos": True}}

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from server import cli
+from tests.tables import rows
 
 DEEPSEEK = {
     "architectures": ["DeepseekV3ForCausalLM"],
@@ -78,15 +79,13 @@ def test_the_mode_of_the_transport_counts(capsys, deepseek):
     assert "usable" not in line("normal")
 
 
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        (["--gpu", "sm91", "--format", "mxfp4"], "--gpu sm91 is not known; known: sm80"),
-        (["--gpu", "sm90", "--format", "int3"], "--format int3 is not known"),
-        (["--gpu", "sm90", "--format", "mxfp4", "--a2a", "pigeon"], "invalid choice"),
-        (["--format", "mxfp4"], "--gpu"),
-        (["--gpu", "sm90", "--format", "mxfp4", "--model", "/nope"], "/nope"),
-    ],
+@rows(
+    "argv, words",
+    (["--gpu", "sm91", "--format", "mxfp4"], "--gpu sm91 is not known; known: sm80"),
+    (["--gpu", "sm90", "--format", "int3"], "--format int3 is not known"),
+    (["--gpu", "sm90", "--format", "mxfp4", "--a2a", "pigeon"], "invalid choice"),
+    (["--format", "mxfp4"], "--gpu"),
+    (["--gpu", "sm90", "--format", "mxfp4", "--model", "/nope"], "/nope"),
 )
 def test_mistakes_are_one_line(capsys, argv, words):
     code, out, err = run(capsys, *argv)

@@ -12,6 +12,7 @@ from fastapi.routing import APIRoute
 from starlette.routing import Route
 
 from tests.server.conftest import ANSWER, MODEL, FakeEngine, serve, wait_until
+from tests.tables import rows
 
 USER = [{"role": "user", "content": "Hi"}]
 KEY = "secret-key"
@@ -47,7 +48,7 @@ def test_while_loading(service):
     assert response.json()["error"]["code"] == "unavailable"
 
 
-@pytest.mark.parametrize("state", [{"alive": False}, {"failure": "out of memory at 0x77"}, {"heartbeat_age_s": 61.0}])
+@rows("state", {"alive": False}, {"failure": "out of memory at 0x77"}, {"heartbeat_age_s": 61.0})
 def test_dead_or_hung_engine_b46(service, state):
     service.engine.__dict__.update(state)
     assert status_of(service, "/health/ready")[0] == 503
@@ -143,19 +144,18 @@ def test_head_is_get_without_a_body_g05(service):
         assert http.head("/health").status_code == http.head("/health/live").status_code == 503
 
 
-@pytest.mark.parametrize("header", [f"Bearer {KEY}", f"bearer {KEY}", f"BEARER  {KEY}"])
+@rows("header", f"Bearer {KEY}", f"bearer {KEY}", f"BEARER  {KEY}")
 def test_right_key(guarded, header):
     with guarded.http() as http:
         assert http.get("/v1/models", headers={"authorization": header}).status_code == 200
 
 
-def test_wrong_key(subtests, guarded):
-    for header in ["", KEY, f"Basic {KEY}", "Bearer", "Bearer wrong", f"Bearer {KEY}x", "Bearer ü"]:
-        with subtests.test(header=header):
-            with guarded.http() as http:
-                response = http.get("/v1/models", headers={"authorization": header.encode()})
-            assert (response.status_code, response.headers["www-authenticate"]) == (401, "Bearer")
-            assert response.json()["error"]["code"] == "invalid_api_key"
+@rows("header", "", KEY, f"Basic {KEY}", "Bearer", "Bearer wrong", f"Bearer {KEY}x", "Bearer ü")
+def test_wrong_key(guarded, header):
+    with guarded.http() as http:
+        response = http.get("/v1/models", headers={"authorization": header.encode()})
+    assert (response.status_code, response.headers["www-authenticate"]) == (401, "Bearer")
+    assert response.json()["error"]["code"] == "invalid_api_key"
 
 
 def test_official_client_with_a_key(guarded):
@@ -270,7 +270,7 @@ def test_work_that_takes_too_long_is_ended_with_an_error(start):
     assert len(service.engine.aborted) == 2
 
 
-@pytest.mark.parametrize(("age_s", "hangs"), [(4.0, False), (6.0, True)])
+@rows("age_s, hangs", (4.0, False), (6.0, True))
 def test_an_engine_that_hangs_is_not_waited_for_g85(start, age_s, hangs):
     service, thread = start(FakeEngine(delay_s=0.05, script=lambda _request: [[5]] * 30))
     client = stream_in_background(service, received := [])
@@ -283,7 +283,7 @@ def test_an_engine_that_hangs_is_not_waited_for_g85(start, age_s, hangs):
     assert bool(service.engine.aborted) == hangs
 
 
-@pytest.mark.parametrize("exits", [True, False])
+@rows("exits", True, False)
 def test_the_server_ends_with_its_engine_only_if_so_set_g82(start, exits):
     service, thread = start(FakeEngine(), exit_on_engine_death=exits)
     service.engine.failure = "gone"

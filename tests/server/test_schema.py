@@ -1,6 +1,5 @@
 """Requests made up from the service's own OpenAPI document: every answer is one that the document describes (G86)."""
 
-import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
@@ -15,6 +14,7 @@ from loaders.tokenizer import load_tokenizer
 from server.app import create_app
 from server.config import ServerConfig
 from tests.server.conftest import ANSWER, ASSETS, CALL, WEATHER, FakeEngine
+from tests.tables import rows
 
 CHECKS = [
     content_type_conformance,
@@ -28,7 +28,7 @@ SCHEMA = schemathesis.openapi.from_asgi("/openapi.json", create_app(ENGINE, TOKE
 OPERATIONS = [found.ok() for found in SCHEMA.get_all_operations()]
 
 
-@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.label)
+@rows("operation", *OPERATIONS)
 def test_no_request_causes_a_server_error(operation):
     statuses = set()
 
@@ -79,7 +79,7 @@ def call(path, body):
 USER = {"messages": [{"role": "user", "content": "Hi"}]}
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@rows("stream", False, True)
 def test_answers_of_every_kind_are_as_described_g86(stream, monkeypatch):
     """Made-up requests rarely get as far as tool calls or log-probabilities."""
     for answer in (ANSWER, CALL):
@@ -89,10 +89,7 @@ def test_answers_of_every_kind_are_as_described_g86(stream, monkeypatch):
         assert call("/v1/completions", {"prompt": "a", "logprobs": 2, "echo": True, "stream": stream}) == 200
 
 
-@pytest.mark.parametrize(
-    ("state", "status"),
-    [({"ready": False}, 503), ({"script": lambda _request: 1 / 0}, 500), ({"failure": "gone"}, 503)],
-)
+@rows("state, status", ({"ready": False}, 503), ({"script": lambda _request: 1 / 0}, 500), ({"failure": "gone"}, 503))
 def test_failures_are_as_described_g86(monkeypatch, state, status):
     for name, value in state.items():
         monkeypatch.setattr(ENGINE, name, value)

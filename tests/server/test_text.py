@@ -2,12 +2,12 @@
 
 from itertools import pairwise
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from server.detokenizer import TextStream
 from server.stops import StopMatcher
+from tests.tables import rows
 
 
 def pieces_of(data: bytes, cuts: list[int]) -> list[bytes]:
@@ -94,7 +94,7 @@ def test_what_cannot_become_a_stop_string_is_released_at_once():
     assert [matcher.feed(part) for part in ("a", "EN", "E", "x", "\n", "b")] == ["a", "", "EN", "Ex", "", "\nb"]
 
 
-@pytest.mark.parametrize("stops", [[], ["zzz"]])
+@rows("stops", [], ["zzz"])
 def test_without_a_match_flush_gives_the_rest(stops):
     matcher = StopMatcher(stops)
     assert matcher.feed("az") + matcher.flush() == "az"

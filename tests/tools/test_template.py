@@ -5,6 +5,7 @@ import random
 
 import pytest
 
+from tests.tables import rows
 from tools.tiny_models.mix import draw
 from tools.tiny_models.render import ASSETS, load_encoder, prompt_and_target, prompt_of, render
 
@@ -49,7 +50,7 @@ def test_the_date_is_there_only_when_given() -> None:
     assert "Current date: 2025-01-02\n" in render(messages, current_date="2025-01-02")
 
 
-@pytest.mark.parametrize("effort", ["low", "medium", "high"])
+@rows("effort", "low", "medium", "high")
 def test_reasoning_effort(effort: str) -> None:
     assert f"Reasoning: {effort}\n" in render([{"role": "user", "content": "Hi"}], reasoning_effort=effort)
 
@@ -78,7 +79,7 @@ def test_without_tools_there_is_no_commentary_channel() -> None:
     assert "commentary" not in render([{"role": "user", "content": "Hi"}])
 
 
-@pytest.mark.parametrize("arguments", ['{"city": "Paris"}', {"city": "Paris"}])
+@rows("arguments", '{"city": "Paris"}', {"city": "Paris"})
 def test_arguments_are_not_encoded_twice(arguments: object) -> None:
     text = render([{"role": "user", "content": "Hi"}, call(arguments)], tools=[WEATHER])
     wanted = '<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"city": "Paris"}<|call|>'
@@ -106,7 +107,7 @@ def test_a_repeated_call_id_means_the_latest_call_before_the_result() -> None:
     assert text.index("<|start|>functions.get_weather") < text.index("<|start|>functions.later")
 
 
-@pytest.mark.parametrize("key", ["reasoning", "reasoning_content", "thinking"])
+@rows("key", "reasoning", "reasoning_content", "thinking")
 def test_thoughts_of_finished_turns_are_dropped(key: str) -> None:
     done = [{"role": "user", "content": "A"}, {"role": "assistant", "content": "B", key: "hm"}]
     assert "<|channel|>analysis<|message|>hm<|end|>" in render(done)

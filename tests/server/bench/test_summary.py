@@ -3,12 +3,12 @@
 from array import array
 
 import numpy as np
-import pytest
 
 from server.bench.load import Record, Share
 from server.bench.processes import ProcessResult, RunResult
 from server.bench.report import command_of, results
 from server.bench.summary import Latency, summarize, token_gaps, tokens_per_second
+from tests.tables import rows
 
 
 def record(start_s, times, counts, end_s, **more):
@@ -105,7 +105,7 @@ def test_every_request_belongs_to_one_process():
         assert sum(share.part_of(20) for share in shares) == 20
 
 
-@pytest.mark.parametrize("argv", [["--api-key", "s3cret", "--seed", "1"], ["--api-key=s3cret", "--seed", "1"]])
+@rows("argv", ["--api-key", "s3cret", "--seed", "1"], ["--api-key=s3cret", "--seed", "1"])
 def test_the_command_in_the_document_hides_the_key(argv):
     command = command_of(argv)
     assert "s3cret" not in command
