@@ -56,22 +56,13 @@ def test_a_seeded_request_ignores_unseeded_neighbours(make_core):
 
 
 @in_both_orders
-def test_every_seed_counts_zero_too(make_core):
+def test_every_seed_counts_and_unseeded_requests_follow_the_engine_s(make_core):
     def answer(engine_seed, seed):
         item = request("a", [3], max_tokens=16, temperature=2.0, ignore_eos=True, seed=seed)
         return tokens_of(run_all(make_core(seed=engine_seed), [item])["a"])
 
     assert answer(1, 0) == answer(2, 0) != answer(1, 5)
 
-
-@in_both_orders
-def test_a_request_that_runs_to_its_length_has_no_stop_reason(make_core):
-    outputs = run_all(make_core(), [request("a", [9, 8], max_tokens=3, ignore_eos=True)])["a"]
-    assert [(output.finish_reason, output.stop_reason) for output in outputs] == [(None, None)] * 2 + [("length", None)]
-
-
-@in_both_orders
-def test_unseeded_requests_differ_and_follow_the_engine_seed(make_core):
     def run(seed):
         requests = [request(f"r{i}", [3], max_tokens=16, temperature=2.0, ignore_eos=True) for i in range(2)]
         outputs = run_all(make_core(seed=seed), requests)
@@ -84,7 +75,13 @@ def test_unseeded_requests_differ_and_follow_the_engine_seed(make_core):
 
 
 @in_both_orders
-def test_a_cached_prefix_is_used_and_changes_nothing(make_core):
+def test_a_request_that_runs_to_its_length_has_no_stop_reason(make_core):
+    outputs = run_all(make_core(), [request("a", [9, 8], max_tokens=3, ignore_eos=True)])["a"]
+    assert [(output.finish_reason, output.stop_reason) for output in outputs] == [(None, None)] * 2 + [("length", None)]
+
+
+@in_both_orders
+def test_a_cached_prefix_is_used_unless_switched_off_and_changes_nothing(make_core):
     core = make_core()
     prompt = list(range(1, 30))
     first = run_all(core, [request("a", prompt)])["a"]
@@ -93,10 +90,6 @@ def test_a_cached_prefix_is_used_and_changes_nothing(make_core):
     assert second[-1].num_cached_tokens == 28
     assert tokens_of(first) == tokens_of(second)
     assert core.stats().num_cached_tokens == 28
-
-
-@in_both_orders
-def test_prefix_caching_can_be_switched_off(make_core):
     core = make_core(enable_prefix_caching=False)
     for name in "ab":
         assert run_all(core, [request(name, range(1, 30))])[name][-1].num_cached_tokens == 0
@@ -112,17 +105,13 @@ def test_stop_token_ends_the_request_and_is_included(make_core):
 
 
 @in_both_orders
-def test_end_of_turn_of_the_model_stops_unless_ignored(make_core):
+def test_end_of_turn_and_stop_ids_stop_unless_ignored(make_core):
     free = alone(make_core, [9, 8], max_tokens=30, ignore_eos=True)
     model = FakeModel(eos_token_ids=(free[3],))
     assert run_all(make_core(model), [request("a", [9, 8], max_tokens=30)])["a"][-1].stop_reason == free[3]
     ignored = run_all(make_core(model), [request("a", [9, 8], max_tokens=30, ignore_eos=True)])["a"]
     assert tokens_of(ignored) == free
     assert ignored[-1].finish_reason == "length"
-
-
-@in_both_orders
-def test_ignore_eos_ignores_the_request_s_own_stop_ids_too(make_core):
     free = alone(make_core, [9, 8], max_tokens=30, ignore_eos=True)
     assert alone(make_core, [9, 8], max_tokens=30, ignore_eos=True, stop_token_ids=(free[5],)) == free
 

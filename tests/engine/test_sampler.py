@@ -43,9 +43,6 @@ def test_greedy_takes_the_best_and_the_first_of_equals():
     assert choose(make(temperature=0.0)).tokens == [2]
     assert choose(make(temperature=0.0), logits=torch.tensor([1.0, 5.0, 5.0])).tokens == [1]
     assert choose(make(temperature=0.0, logprobs=0), logits=torch.tensor([1.0, 5.0, 5.0])).tokens == [1]
-
-
-def test_plain_greedy_requests_that_want_logprobs_get_them():
     [wanted, other] = choose(make(temperature=0.0, logprobs=2), make(temperature=0.0)).logprobs
     assert (wanted.token_id, [token for token, _ in wanted.top]) == (2, [2, 0])
     assert other is None
@@ -92,9 +89,11 @@ def test_filters_keep_a_head_of_the_sorted_tokens():
         assert set(support(600, **sampling)) == kept, (sampling, kept)
 
 
-def test_top_k_of_equals_keeps_exactly_k_first_ones():
+def test_equals_at_top_k_and_at_min_p_one():
     tokens = choose(*(make(seed=s, top_k=2) for s in range(200)), logits=torch.ones(6)).tokens
     assert set(tokens) == {0, 1}
+    probs = torch.tensor([[0.25, 0.375, 0.375, 0.0]])
+    assert filter_probs(probs, [make(min_p=1.0)]).tolist() == [[0.0, 0.375, 0.375, 0.0]]
 
 
 def naive_filter(probs, top_k, top_p, min_p):
@@ -147,11 +146,6 @@ def test_exact_ties_at_the_edge_of_a_filter(vocab_size, sampling, kept):
     probs = torch.zeros(1, vocab_size)
     probs[0, :5] = torch.tensor([0.5, 0.25, 0.25, 0.0, 0.0])
     assert set(filter_probs(probs, [make(**sampling)])[0].nonzero()[:, 0].tolist()) == kept
-
-
-def test_equals_of_the_best_stay_at_min_p_one():
-    probs = torch.tensor([[0.25, 0.375, 0.375, 0.0]])
-    assert filter_probs(probs, [make(min_p=1.0)]).tolist() == [[0.0, 0.375, 0.375, 0.0]]
 
 
 def test_rows_of_a_mixed_batch_are_what_they_are_alone():

@@ -79,7 +79,7 @@ def test_streamed_answer_is_the_same(chat):
     assert len({chunk.id for chunk in chunks}) == 1
 
 
-def test_tool_call(chat):
+def test_a_tool_call_is_the_same_streamed(chat):
     answer = chat(CALL, tools=[WEATHER], tool_choice="auto")
     choice = answer.choices[0]
     assert choice.finish_reason == "tool_calls"
@@ -88,9 +88,6 @@ def test_tool_call(chat):
     assert (call.type, call.function.name, call.function.arguments) == ("function", "get_weather", '{"city": "Paris"}')
     assert call.id.startswith("call_")
     assert "<|" not in answer.model_dump_json()
-
-
-def test_streamed_tool_call_is_the_same(chat):
     _, _, calls, reasons, _ = merge(chunks_of(chat(CALL, tools=[WEATHER], stream=True)))
     assert reasons == ["tool_calls"]
     assert [call[1:] for call in calls.values()] == [["get_weather", '{"city": "Paris"}']]
@@ -163,6 +160,7 @@ def test_usage_chunk_b19(chat, options, expected):
 
 @rows("stop", "DEFGHIJ", ["nope", "DEF", "\n\n"], ["D"], ["DEFGHIJKL"])
 def test_stop_strings_b17(chat, service, harmony, stop):
+    service.engine.forget()
     transcript = "<|channel|>final<|message|>ABCDEFGHIJKLMNOP<|return|>"
     service.engine.script = lambda _request: [[i] for i in harmony(transcript)]
     content, _, _, reasons, _ = merge(chunks_of(chat(None, stream=True, stop=stop)))
@@ -224,19 +222,16 @@ def test_sampling_reaches_the_engine(chat, service, tokenizer):
     )
 
 
-def test_hints_are_accepted(chat):
+def test_hints_are_accepted_and_the_model_may_be_left_out(chat, service, harmony):
     hints = {"user": "u", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "safety_identifier": "s"}
     assert chat(**hints).choices[0].message.content == PARIS
-
-
-def test_model_may_be_left_out(service, harmony):
     service.engine.script = lambda _request: harmony(ANSWER)
     with service.http() as http:
         response = http.post("/v1/chat/completions", json={"messages": USER})
     assert response.json()["model"] == MODEL
 
 
-def test_stream_on_the_wire(service, harmony):
+def test_a_stream_on_the_wire_is_events_that_proxies_do_not_buffer(service, harmony):
     service.engine.script = lambda _request: harmony(ANSWER)
     with service.http() as http:
         response = http.post("/v1/chat/completions", json={"messages": USER, "stream": True})
@@ -244,6 +239,12 @@ def test_stream_on_the_wire(service, harmony):
     events = response.text.split("\n\n")
     assert events[-2:] == ["data: [DONE]", ""]
     assert all(json.loads(event.removeprefix("data: "))["choices"] for event in events[:-2])
+    service.engine.script = lambda _request: harmony(ANSWER)
+    with service.http() as http:
+        headers = http.post("/v1/chat/completions", json={"messages": USER, "stream": True}).headers
+    assert headers["content-type"] == "text/event-stream; charset=utf-8"
+    assert (headers["cache-control"], headers["x-accel-buffering"]) == ("no-cache", "no")
+    assert "content-length" not in headers
 
 
 def test_cached_tokens_are_reported(chat, service):
@@ -302,12 +303,3 @@ def test_crash_shows_nothing_of_the_inside(service):
     assert response.headers["x-request-id"] == "my-id"
     assert "my-id" in response.json()["error"]["message"]
     assert "secret" not in response.text
-
-
-def test_a_stream_tells_proxies_not_to_buffer_it(service, harmony):
-    service.engine.script = lambda _request: harmony(ANSWER)
-    with service.http() as http:
-        headers = http.post("/v1/chat/completions", json={"messages": USER, "stream": True}).headers
-    assert headers["content-type"] == "text/event-stream; charset=utf-8"
-    assert (headers["cache-control"], headers["x-accel-buffering"]) == ("no-cache", "no")
-    assert "content-length" not in headers

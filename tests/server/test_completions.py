@@ -42,7 +42,7 @@ def test_streamed_answer_is_the_same(complete, echo):
         assert [item for part in parts for item in getattr(part, name)] == getattr(whole.logprobs, name)
 
 
-def test_prompts_of_every_form(complete, harmony, service):
+def test_prompts_of_every_form_may_hold_control_tokens(complete, harmony, service):
     ids = harmony(PROMPT)
     for prompt in (PROMPT, ids, [PROMPT], [ids]):
         complete(prompt=prompt)
@@ -50,9 +50,6 @@ def test_prompts_of_every_form(complete, harmony, service):
     answer = complete(prompt=[PROMPT, "Hello"], n=2, echo=True)
     assert [choice.text for choice in answer.choices] == [f"{PROMPT} Paris."] * 2 + ["Hello Paris."] * 2
     assert answer.usage.prompt_tokens == len(ids) + len(harmony("Hello"))
-
-
-def test_raw_prompts_may_hold_control_tokens(complete, harmony, service):
     complete(prompt="<|start|>user<|message|>Hi<|end|>")
     assert service.engine.requests[-1].prompt_ids == harmony("<|start|>user<|message|>Hi<|end|>")
 
@@ -80,12 +77,9 @@ def test_echo_with_logprobs_scores_the_prompt_b14(complete, harmony, as_ids, max
         assert answer.choices[0].text[offset : offset + len(token)] == token
 
 
-def test_chosen_token_is_always_among_the_alternatives_b14(complete):
+def test_entries_of_the_chosen_token_and_of_the_end_b14(complete):
     scores = complete(logprobs=0).choices[0].logprobs
     assert [list(top.values()) for top in scores.top_logprobs] == [[score] for score in scores.token_logprobs]
-
-
-def test_end_token_has_an_entry_without_text_b14(complete):
     answer = complete(" Paris.<|return|>", logprobs=1, max_tokens=50).choices[0]
     assert answer.text == " Paris."
     assert answer.logprobs.tokens[-1] == ""

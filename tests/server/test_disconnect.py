@@ -31,6 +31,7 @@ def is_clean(service, num_requests):
 
 @rows("n", 1, 3)
 def test_leaving_after_the_first_chunk(slow, n):
+    slow.engine.forget()
     with slow.client() as client, client.completions.create(model="tiny", n=n, stream=True, **LONG) as stream:
         next(iter(stream))
     wait_until(lambda: is_clean(slow, n))
@@ -40,8 +41,8 @@ def test_leaving_after_the_first_chunk(slow, n):
 @rows("n", 1, 3)
 @rows("stream", False, True)
 def test_leaving_before_any_answer(slow, stream, n):
-    if stream:
-        slow.engine.delay_s = 60
+    slow.engine.forget()
+    slow.engine.delay_s = 60 if stream else 0.005
     with slow.http() as http, pytest.raises(httpx2.ReadTimeout):
         http.post("/v1/completions", json={**LONG, "n": n, "stream": stream}, timeout=0.3)
     wait_until(lambda: is_clean(slow, n))

@@ -134,9 +134,6 @@ def test_expect_100_continue(connection):
     assert connection.recv(65536) == b"HTTP/1.1 100 Continue\r\n\r\n"
     connection.sendall(body)
     assert answer_of(connection)[0] == 200
-
-
-def test_expect_100_continue_of_a_body_that_is_too_large(connection):
     connection.sendall(
         b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999\r\nExpect: 100-continue\r\n\r\n"
     )

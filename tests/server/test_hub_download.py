@@ -291,8 +291,11 @@ def test_a_disk_that_refuses(error: Exception, words: str) -> None:
     ),
 )
 def test_what_cannot_be_served_is_refused_before_its_weights_come(
-    hub: Hub, files: dict[str, bytes | None], words: str
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, bytes | None], words: str
 ) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    _tree_cache._IN_MEMORY_TREE_CACHE.clear()
+    hub.asked.clear()
     changed = FILES | UNNEEDED | files
     hub.repositories[NAME].revisions["main"] = {name: data for name, data in changed.items() if data is not None}
     assert words in refusal()

@@ -24,7 +24,7 @@ def status_of(service, path):
     return response.status_code, response.json()
 
 
-def test_ready_and_alive(service):
+def test_ready_alive_and_busy_b46(service):
     status, body = status_of(service, "/health/ready")
     assert (status, body["status"], body["models"]) == (200, "ready", [MODEL])
     assert body["engine"]["moe_paths"] == ["layer 0: torch / none / mxfp4"]
@@ -33,6 +33,8 @@ def test_ready_and_alive(service):
     ]
     assert body["load_error"] is None
     assert body["stats"]["num_running"] == 0
+    assert status_of(service, "/health/live")[0] == 200
+    service.engine.heartbeat_age_s = 59.0
     assert status_of(service, "/health/live")[0] == 200
 
 
@@ -73,11 +75,6 @@ def test_the_self_check_is_a_metric(service):
         assert 'moe_serve_selfcheck_tolerance{layer="0",path="torch/none/mxfp4"} 1e-05' in text
         service.engine.ready = False  # loading: nothing has been checked
         assert "moe_serve_selfcheck_error{" not in http.get("/metrics").text
-
-
-def test_busy_engine_is_alive_b46(service):
-    service.engine.heartbeat_age_s = 59.0
-    assert status_of(service, "/health/live")[0] == 200
 
 
 def test_version(service):

@@ -166,6 +166,7 @@ def test_a_reader_that_waits_learns_that_the_last_request_was_stopped():
 @rows("stream", False, True)
 def test_when_one_choice_fails_the_others_are_aborted(service, stream):
     """Choice 1 fails in its first output; the others would decode for minutes."""
+    service.engine.forget()
     service.engine.script = lambda asked: [[5]] * (1 if asked.request_id.endswith("-1") else 10_000)
     service.engine.delay_s = 0.02
     service.engine.last = lambda asked, _count: (

@@ -39,12 +39,9 @@ def call(arguments: object, **extra: object) -> dict:
     return {"role": "assistant", "tool_calls": [{"id": "c1", "type": "function", "function": function}], **extra}
 
 
-def test_a_plain_question() -> None:
+def test_a_plain_question_with_a_date_only_when_given() -> None:
     text = render([{"role": "user", "content": "Hi"}], add_generation_prompt=True)
     assert text == SYSTEM + "<|start|>user<|message|>Hi<|end|><|start|>assistant"
-
-
-def test_the_date_is_there_only_when_given() -> None:
     messages = [{"role": "user", "content": "Hi"}]
     assert "Current date" not in render(messages)
     assert "Current date: 2025-01-02\n" in render(messages, current_date="2025-01-02")
@@ -55,17 +52,14 @@ def test_reasoning_effort(effort: str) -> None:
     assert f"Reasoning: {effort}\n" in render([{"role": "user", "content": "Hi"}], reasoning_effort=effort)
 
 
-def test_system_messages_become_instructions() -> None:
+def test_system_messages_become_instructions_and_parts_are_joined() -> None:
     text = render([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}])
     assert "<|start|>developer<|message|># Instructions\n\nBe brief.<|end|><|start|>user" in text
-
-
-def test_content_parts_are_joined() -> None:
     parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
     assert "<|message|>Hello<|end|>" in render([{"role": "user", "content": parts}])
 
 
-def test_tools_become_a_namespace() -> None:
+def test_tools_become_a_namespace_and_open_the_commentary_channel() -> None:
     text = render([{"role": "user", "content": "Hi"}], tools=[WEATHER])
     assert "# Valid channels: analysis, commentary, final." in text
     assert (
@@ -73,9 +67,6 @@ def test_tools_become_a_namespace() -> None:
         'days?: number, // default: 3\nunit?: "c" | "f",\ntags?: (string | null)[],\nwhere?: {\nlat: number,\n},\n'
         "either?: string | boolean,\n}) => any;\n\n} // namespace functions<|end|>"
     ) in text
-
-
-def test_without_tools_there_is_no_commentary_channel() -> None:
     assert "commentary" not in render([{"role": "user", "content": "Hi"}])
 
 
@@ -99,12 +90,14 @@ def test_a_result_names_its_function_and_its_call_keeps_the_thought() -> None:
     )
 
 
-def test_a_repeated_call_id_means_the_latest_call_before_the_result() -> None:
+def test_a_result_needs_a_call_and_means_the_latest_of_its_id() -> None:
     other = {"id": "c1", "type": "function", "function": {"name": "later", "arguments": "{}"}}
     result = {"role": "tool", "tool_call_id": "c1", "content": "1"}
     again = {"role": "assistant", "tool_calls": [other]}
     text = render([{"role": "user", "content": "Hi"}, call("{}"), result, again, result])
     assert text.index("<|start|>functions.get_weather") < text.index("<|start|>functions.later")
+    with pytest.raises(ValueError, match="tool call"):
+        render([{"role": "tool", "tool_call_id": "x", "content": "1"}])
 
 
 @rows("key", "reasoning", "reasoning_content", "thinking")
@@ -115,11 +108,6 @@ def test_thoughts_of_finished_turns_are_dropped(key: str) -> None:
     later = render([*done, {"role": "user", "content": "C"}], add_generation_prompt=True)
     assert "hm" not in later
     assert "<|channel|>final<|message|>B<|end|>" in later
-
-
-def test_a_result_without_a_call_is_refused() -> None:
-    with pytest.raises(ValueError, match="tool call"):
-        render([{"role": "tool", "tool_call_id": "x", "content": "1"}])
 
 
 def test_training_text_is_the_prompt_and_its_continuation() -> None:

@@ -76,14 +76,11 @@ def test_the_figures_of_a_run():
     assert summary.void_reasons == ["client process 1 used 75% of a core (limit 70%): use more --processes"]
 
 
-def test_a_server_without_usage_leaves_the_prompts_unknown():
+def test_a_run_without_usage_and_one_in_which_everything_failed():
     run = RunResult(0.0, [ProcessResult([record(0, [1], [1], 2, prompt_tokens=None, counting="chunks")], 0.1, 2.0)])
     figures = results(summarize(run))
     assert (figures["prompt_tokens"], figures["prompt_tokens_per_s"]) == (None, None)
     assert figures["token_counting"] == "chunks"
-
-
-def test_a_run_in_which_everything_failed():
     run = RunResult(0.0, [ProcessResult([record(0, [], [], 1, error="timeout", prompt_tokens=None)], 0.0, 1.0)])
     figures = results(summarize(run))
     assert set(figures["latencies_ms"].values()) == {None}
