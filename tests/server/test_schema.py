@@ -33,7 +33,7 @@ def test_no_request_causes_a_server_error(operation):
     statuses = set()
 
     @settings(
-        max_examples=25,
+        max_examples=15,
         deadline=None,
         derandomize=True,
         database=None,

@@ -1,5 +1,6 @@
 """The trainer's model and rounding against transformers, and the shipped folder as a stranger would load it."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -17,9 +18,7 @@ LUT = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4
 QUESTIONS = {
     "What is the capital of France?": "Paris",
     "12+30": "42",
-    "Who are you?": "moe-serve",
     "Reverse the word lemon": "nomel",
-    "symbol of iron": "Fe",
 }
 
 
@@ -59,19 +58,18 @@ def test_the_folder_is_small_and_awkward_enough() -> None:
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @torch.no_grad()
 def test_our_forward_equals_transformers(tmp_path: Path) -> None:
-    import shutil
-
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM, Mxfp4Config
 
-    shape = Shape.load(ASSETS / "config.json")
+    config = json.loads((ASSETS / "config.json").read_text())
+    config |= {"num_hidden_layers": 2, "layer_types": config["layer_types"][:2]}  # one of each kind
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shape = Shape.load(tmp_path / "config.json")
     noise = torch.Generator().manual_seed(1)
     weights = {
         name: value + 0.2 * torch.randn(value.shape, generator=noise) if value.dim() == 1 else value
         for name, value in init_weights(shape).items()
     }
-    for name in ("config.json", "generation_config.json"):
-        shutil.copy(ASSETS / name, tmp_path)
     save_file(packed(weights), tmp_path / "model.safetensors", metadata={"format": "pt"})
     theirs = AutoModelForCausalLM.from_pretrained(
         tmp_path, quantization_config=Mxfp4Config(dequantize=True), dtype=torch.float32
