@@ -14,7 +14,7 @@ from server.bench.errors import BenchError
 from server.errors import SettingError
 from tests.server.bench.fake_server import STREAM_HEAD, chunked, event, polite, serve, text_chunk, usage_of, whole
 from tests.server.conftest import wait_until
-from tests.server.service_process import PLAIN, ROOT, start
+from tests.server.service_process import ROOT
 from tests.tables import rows
 
 
@@ -165,9 +165,9 @@ def test_help_imports_nothing_heavy():
 
 
 @rows("endpoint", "completions", "chat")
-def test_the_real_service(tmp_path, endpoint, real_service):
+def test_the_real_service(tmp_path, endpoint, bundled_url):
     file = tmp_path / "run.json"
-    argv = ["--base-url", real_service, "--endpoint", endpoint, "--concurrency", "3", "--num-requests", "6"]
+    argv = ["--base-url", bundled_url, "--endpoint", endpoint, "--concurrency", "3", "--num-requests", "6"]
     argv += ["--prompt-tokens", "60", "--answer-tokens", "16", "--ignore-eos", "--warmup", "1", "--json", str(file)]
     bench(*argv)
     document = json.loads(file.read_text())
@@ -180,12 +180,3 @@ def test_the_real_service(tmp_path, endpoint, real_service):
         assert results["prompt_tokens"] == 360
     else:
         assert 300 <= results["prompt_tokens"] <= 430
-
-
-@pytest.fixture(scope="module")
-def real_service(tmp_path_factory):
-    """The bundled model behind the real service."""
-    folder = tmp_path_factory.mktemp("service")
-    argv = ("--model", "tiny-gpt-oss", "--num-threads", "1")
-    with start(folder, "unused", *argv, code=PLAIN) as service:
-        yield service.url
