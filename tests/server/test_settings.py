@@ -285,13 +285,15 @@ def run_command(*argv):
     )
 
 
-def test_bad_starts_end_with_one_line(tmp_path):
+def test_bad_starts_end_with_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("server.service.run", lambda *_configs: pytest.fail("it has started"))
+    done = run_command("--port", "x")
+    ended = [(["--port", "x"], "--port", done.returncode, done.stdout, done.stderr)]
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        cases = [
-            (["--port", "x"], "--port"),
+        for argv, words in [
             (["--model", "/does/not/exist"], "--model: '/does/not/exist' does not exist"),
             (["--model", str(tmp_path)], "not a checkpoint"),
             (["--model", str(ROOT / "pyproject.toml")], "is a file"),
@@ -299,13 +301,12 @@ def test_bad_starts_end_with_one_line(tmp_path):
             (["--host", "no.such.host.invalid"], "--host"),
             (["--host", "a" * 70], "label too long"),
             (["--host", "a..b"], "label empty or too long"),
-        ]
-        for argv, words in cases:
-            done = run_command(*argv)
-            assert (done.returncode, done.stdout) == (2, ""), done
-            assert done.stderr.count("\n") == 1, done.stderr
-            assert done.stderr.startswith("moe-serve: --")
-            assert words in done.stderr
+        ]:
+            ended.append((argv, words, cli.main(argv), *capsys.readouterr()))
+    for argv, words, status, out, err in ended:
+        assert (status, out, err.count("\n")) == (2, "", 1), (argv, err)
+        assert err.startswith("moe-serve: --")
+        assert words in err
 
 
 def test_help_lists_all_flags_and_imports_nothing_heavy():
