@@ -142,6 +142,7 @@ def test_the_table_is_complete_and_says_how_each_row_was_tested() -> None:
     assert len(cases()) == len(set(cases())), "listed twice"
 
 
+@pytest.mark.timeout(300)
 @rows("backend", *sorted(set(MoeBackend) - {MoeBackend.AUTO}))
 def test_what_the_table_does_not_list_is_refused(
     checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, backend: MoeBackend

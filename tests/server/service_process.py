@@ -45,7 +45,7 @@ class ServiceProcess:
     @property
     def url(self) -> str:
         """The address, once the service is ready."""
-        wait_until(lambda: "ready at" in self.out or self.process.poll() is not None, 60)
+        wait_until(lambda: "ready at" in self.out or self.process.poll() is not None, 120)
         found = re.search(r"ready at (http://127.0.0.1:\d+)/v1", self.out)
         assert found, self.err
         return found[1]

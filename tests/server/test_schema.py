@@ -1,5 +1,6 @@
 """Requests made up from the service's own OpenAPI document: every answer is one that the document describes (G86)."""
 
+import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
@@ -28,6 +29,7 @@ SCHEMA = schemathesis.openapi.from_asgi("/openapi.json", create_app(ENGINE, TOKE
 OPERATIONS = [found.ok() for found in SCHEMA.get_all_operations()]
 
 
+@pytest.mark.timeout(300)
 @rows("operation", *OPERATIONS)
 def test_no_request_causes_a_server_error(operation):
     statuses = set()

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import httpx2
+import pytest
 
 from tests.server.conftest import wait_until
 from tests.server.service_process import PLAIN, ROOT, SCRIPTED, free_port, has_ended, health, start
@@ -14,6 +15,7 @@ from tests.tables import rows
 ASK = {"prompt": [5], "max_tokens": 3, "ignore_eos": True}
 
 
+@pytest.mark.timeout(300)  # a service for each row
 @rows(
     "module, sig, status",
     *(
@@ -66,6 +68,7 @@ STREAMS = {
 }
 
 
+@pytest.mark.timeout(300)  # a service for each row
 @rows("kind", *STREAMS)
 def test_standard_streams_that_cannot_be_written_do_not_matter_g08(tmp_path, kind):
     """Such streams used to end the service with a traceback, or turned its exit status into 1."""
