@@ -83,6 +83,7 @@ LOADS = [
 ]
 
 
+@pytest.mark.timeout(300)  # 8 random loads for each row, in both orders
 @rows("settings", *LOADS)
 def test_a_random_load_gets_the_same_answers_in_both_orders(settings):
     num_preemptions = [0, 0]
