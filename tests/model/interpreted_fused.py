@@ -77,7 +77,7 @@ def main() -> None:
     errors = norm_errors() | {
         "one token": router_error(1, 32, 4),
         "six experts, no bias": router_error(5, 6, 3, has_bias=False),
-        "many tokens": router_error(200, 128, 4),
+        "many tokens": router_error(600, 128, 4),
         "tokens that are no numbers": router_error(4, 8, 2, spoil=True),
         "logits of more than eight bits": router_error(40, 32, 4, largest_weight=60),
         "bf16 logits": router_error(40, 32, 4, largest_weight=60, logits_dtype=torch.bfloat16),

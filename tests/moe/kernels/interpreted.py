@@ -172,8 +172,8 @@ def poisoned(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -
 PICK = PARTS | {
     "mxfp4 direct": lambda: run_case("mxfp4", 3, 192, 160, DIRECT),
     "mxfp4 direct, two parts": lambda: run_case("mxfp4", 3, 64, 416, DIRECT),
-    "mxfp4 direct, three parts by expert": lambda: run_case("mxfp4", 3, 160, 448, replace(BY_EXPERT, split_k=3)),
-    "mxfp4 direct, tails after the loop": lambda: run_case("mxfp4", 3, 96, 288, LATE_TAIL),
+    "mxfp4 direct, three parts by expert": lambda: run_case("mxfp4", 5, 160, 448, replace(BY_EXPERT, split_k=3)),
+    "mxfp4 direct, tails after the loop": lambda: run_case("mxfp4", 4, 192, 288, LATE_TAIL),
     "mxfp4 direct, tails and several tiles an expert": lambda: run_case("mxfp4", 24, 160, 192, BY_EXPERT),
     "mxfp4 direct by expert": lambda: run_case("mxfp4", 5, 160, 96, BY_EXPERT),
     "mxfp4 one token": lambda: run_case("mxfp4", 1, 96, 96, DIRECT),
