@@ -4,6 +4,8 @@ With several workers the slowest files start first, so that no worker is left al
 """
 
 import os
+import re
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -15,8 +17,9 @@ settings.register_profile("repeatable", derandomize=True, database=None, deadlin
 settings.load_profile("repeatable")
 
 SLOWEST_FIRST = (
-    "test_interpreted.py", "test_card_end_to_end.py", "test_soak.py", "test_interpreted_probes.py", "test_life.py",
-    "test_triton_attention.py", "test_bundled.py", "test_moe_sweep.py", "test_permuted_scales.py",
+    "test_interpreted.py", "test_start.py", "test_card_end_to_end.py", "test_life.py", "test_soak.py",
+    "test_model_source.py", "test_interpreted_probes.py", "test_support_table.py", "test_triton_attention.py",
+    "test_packaging.py", "test_moe_sweep.py", "test_permuted_scales.py", "test_bundled.py",
 )  # fmt: skip
 
 
@@ -38,3 +41,17 @@ def _fixed_number_of_threads() -> Iterator[None]:
 def _fixed_random_numbers() -> None:
     """Those of torch's own generator; most tests draw from one of their own."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def bundled_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Address, without /v1, of the real service with the bundled model; at the end it must end well."""
+    from tests.server.service_process import start_bundled  # not for all tests: it imports a web framework
+
+    with start_bundled(tmp_path_factory.mktemp("service"), "--max-num-seqs", "16", "--access-log") as service:
+        yield service.url
+        service.signal(signal.SIGTERM)
+        assert service.process.wait(20) == 0
+        assert "6 MoE layers by torch / none / mxfp4 on cpu" in service.out
+        assert len(service.out.splitlines()) == 2, "all but the two lines about the start belongs on stderr"
+        assert re.search(r"^\d{4}-\S+ \S+ INFO uvicorn.access: ", service.err, re.MULTILINE)

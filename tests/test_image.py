@@ -10,33 +10,34 @@ import yaml
 
 from scripts.rehearse_image import Stage, read_stages
 from server import cli
+from tests.tables import rows
 
 ROOT = Path(__file__).parents[1]
 STAGES = read_stages(ROOT / "Dockerfile")
 
 
-@pytest.fixture(params=STAGES)
-def stage(request: pytest.FixtureRequest) -> Stage:
-    found: Stage = STAGES[request.param]
-    return found
+of_both_images = rows("stage", *STAGES.values())
 
 
 def test_the_gpu_image_is_the_default_and_the_cpu_image_a_target() -> None:
     assert list(STAGES) == ["cpu", "gpu"]
 
 
+@of_both_images
 def test_g61_the_user_has_a_number_that_ubuntu_does_not_use(stage: Stage) -> None:
     (uid,) = {match for text, _, _ in stage.steps for match in re.findall(r"useradd --uid (\d+)", text)}
     assert stage.user == uid
     assert 10_000 <= int(uid) < 60_000  # Ubuntu hands out 1000 and up, and has 1000 in its image
 
 
+@of_both_images
 def test_g07_g82_process_1_is_an_init_and_the_container_ends_with_the_engine(stage: Stage) -> None:
     assert stage.entrypoint == ["tini", "--", "moe-serve"]
     assert any("tini" in text for text, _, _ in stage.steps if "apt-get install" in text)
     assert stage.environ["MOE_SERVE_EXIT_ON_ENGINE_DEATH"] == "true"
 
 
+@of_both_images
 def test_g61_the_health_check_is_the_command_that_knows_the_port(
     stage: Stage, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -45,6 +46,7 @@ def test_g61_the_health_check_is_the_command_that_knows_the_port(
     assert "no answer from" in capsys.readouterr().out
 
 
+@of_both_images
 def test_everything_that_is_written_goes_to_the_cache(stage: Stage) -> None:
     """So that a read-only root and any --user work; the folder itself is open to all."""
     assert any("mkdir -m 1777 /cache" in text for text, _, _ in stage.steps)
@@ -60,6 +62,7 @@ def test_both_images_run_alike() -> None:
     assert gpu.environ == cpu.environ | {name: gpu.environ[name] for name in only_gpu}
 
 
+@of_both_images
 def test_labels_name_the_version_and_the_licence_of_the_project(stage: Stage) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert stage.labels["org.opencontainers.image.version"] == project["version"]

@@ -22,19 +22,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree(ROOT / folder, source / folder, ignore=IGNORED)
     for file in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / file, source)
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--no-build-isolation",
-        "--no-deps",
-        "--no-index",
-        "-w",
-        out,
-        source,
-    ]
-    subprocess.run(command, check=True, capture_output=True)
+    build = "import sys; from setuptools.build_meta import build_wheel; build_wheel(sys.argv[1])"  # as pip calls it
+    subprocess.run([sys.executable, "-c", build, out], cwd=source, check=True, capture_output=True)
     return next(out.glob("*.whl"))
 
 

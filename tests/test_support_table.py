@@ -4,8 +4,10 @@ Devices and kernel libraries are emulated. All but our Triton kernels, which nee
 the self-check of a layer and run a prompt.
 """
 
+import itertools
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,7 @@ from tests.model.checkpoints import (
     state_by_file_name,
     write,
 )
+from tests.tables import rows
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 NVIDIA = ("sm80", "sm86", "sm89", "sm90", "sm100", "sm120")
@@ -106,16 +109,27 @@ def settings(folder: Path, **changes: Any) -> EngineConfig:
     )
 
 
-@pytest.mark.parametrize(("backend", "format_name", "arch"), cases(), ids=["-".join(case) for case in cases()])
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A folder with a small model for each format."""
+    folders = {name: tmp_path_factory.mktemp(name) for name in CHECKPOINTS}
+    for name, folder in folders.items():
+        write_checkpoint(folder, name)
+    return folders
+
+
+@pytest.mark.timeout(300)  # some eighty models
+@rows("backend, format_name, arch", *cases())
 def test_what_the_table_lists_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str, format_name: str, arch: str
+    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, backend: str, format_name: str, arch: str
 ) -> None:
+    """The torch path runs the same code everywhere, so it runs a prompt on one device and is built for the others."""
     install(monkeypatch, backend, arch)
-    write_checkpoint(tmp_path, format_name)
-    if backend == "triton":
-        model = load._build_model(settings(tmp_path, moe_backend=backend, selfcheck="off"))
+    config = settings(checkpoints[format_name], moe_backend=backend)
+    if backend == "triton" or (backend == "torch" and arch != "cpu"):
+        model = load._build_model(replace(config, selfcheck="off"))
     else:
-        model = load.load_engine(settings(tmp_path, moe_backend=backend), None).runner.model
+        model = load.load_engine(config, None).runner.model
     assert model.moe_layers
     for layer in model.moe_layers:
         assert layer.description.endswith(f": {backend} / none / {format_name}")
@@ -128,30 +142,26 @@ def test_the_table_is_complete_and_says_how_each_row_was_tested() -> None:
     assert len(cases()) == len(set(cases())), "listed twice"
 
 
-@pytest.mark.parametrize("backend", sorted(set(MoeBackend) - {MoeBackend.AUTO}))
+@pytest.mark.timeout(300)
+@rows("backend", *sorted(set(MoeBackend) - {MoeBackend.AUTO}))
 def test_what_the_table_does_not_list_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: MoeBackend
+    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, backend: MoeBackend
 ) -> None:
     """So that the table leaves nothing out, and no user finds another path than those."""
     listed = {(format_name, arch) for name, format_name, arch in cases() if name == backend}
-    for format_name in CHECKPOINTS:
-        folder = tmp_path / format_name
-        folder.mkdir()
-        write_checkpoint(folder, format_name)
-        for arch in ("cpu", "sm80", "sm90", "sm100", "gfx942", "gfx950"):
-            if (format_name, arch) not in listed:
-                monkeypatch.setattr("moe.choose.select.probe_device", lambda device, arch=arch: Device(arch=arch))
-                with pytest.raises(UnsupportedPathError):
-                    load._build_model(settings(folder, moe_backend=str(backend), selfcheck="off"))
+    for format_name, arch in itertools.product(CHECKPOINTS, ("cpu", "sm80", "sm90", "sm100", "gfx942", "gfx950")):
+        if (format_name, arch) not in listed:
+            monkeypatch.setattr("moe.choose.select.probe_device", lambda device, arch=arch: Device(arch=arch))
+            with pytest.raises(UnsupportedPathError):
+                load._build_model(settings(checkpoints[format_name], moe_backend=str(backend), selfcheck="off"))
 
 
-def test_the_transports_are_refused_and_the_readme_says_so(tmp_path: Path) -> None:
+def test_the_transports_are_refused_and_the_readme_says_so(checkpoints: dict[str, Path]) -> None:
     """They need several ranks, and the server runs one. When it runs more, this test and the README change."""
     said = " ".join(README.split("## Support", 1)[1].split("## Results", 1)[0].split())
     sentence = re.search(r"`--moe-a2a-backend` other than `none` \(([\w, ]+)\) is refused", said)
     assert sentence
     assert set(sentence[1].split(", ")) == set(MoeA2ABackend) - {MoeA2ABackend.NONE}
-    write_checkpoint(tmp_path, "fp8_block")
     for a2a in sentence[1].split(", "):
         with pytest.raises((MoeConfigError, UnsupportedPathError)):
-            load._build_model(settings(tmp_path, moe_a2a_backend=a2a))
+            load._build_model(settings(checkpoints["fp8_block"], moe_a2a_backend=a2a))

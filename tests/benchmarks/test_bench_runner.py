@@ -4,11 +4,12 @@ import pytest
 import torch
 
 from benchmarks import bench_runner
+from tests.tables import rows
 
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize(("kind", "num_core_calls"), [("fused", 0), ("three-part", 1)])
+@rows("kind, num_core_calls", ("fused", 0), ("three-part", 1))
 def test_a_run_goes_through_the_named_kind_of_path(
     kind: str, num_core_calls: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,25 +1,26 @@
 """Cases of the MoE benchmark: stated numbers of active experts, repeatable routings, floors."""
 
-import itertools
+from typing import Any
 
 import pytest
 import torch
 
 from benchmarks.moe_cases import CASES, LayerCase, id_sets, random_experts, routing
+from tests.tables import rows
 
 CPU = torch.device("cpu")
 FLOORS_US = {1: 17.6, 4: 70.5, 8: 83.7, 16: 119.0, 64: 141.0, 1024: 261.3, 4096: 1045.3}
 
 
-def test_uniform_sets_touch_exactly_the_stated_number_of_experts(subtests: pytest.Subtests) -> None:
-    for (model, case), num_tokens in itertools.product(CASES.items(), (1, 4, 8, 16, 64, 256, 1024)):
-        with subtests.test(model=model, num_tokens=num_tokens):
-            for topk in id_sets(case, num_tokens, "uniform", CPU, 3):
-                assert topk.ids.unique().numel() == case.active(num_tokens)
-                assert topk.ids.shape == topk.weights.shape == (num_tokens, case.top_k)
+@rows("model, case", *CASES.items())
+@rows("num_tokens", 1, 4, 8, 16, 64, 256, 1024)
+def test_uniform_sets_touch_exactly_the_stated_number_of_experts(model: Any, case: Any, num_tokens: Any) -> None:
+    for topk in id_sets(case, num_tokens, "uniform", CPU, 3):
+        assert topk.ids.unique().numel() == case.active(num_tokens)
+        assert topk.ids.shape == topk.weights.shape == (num_tokens, case.top_k)
 
 
-@pytest.mark.parametrize("kind", ["uniform", "zipf"])
+@rows("kind", "uniform", "zipf")
 def test_a_token_never_gets_an_expert_twice_and_weights_sum_to_one(kind: str) -> None:
     case = CASES["gpt-oss-20b"]
     topk = routing(case, 256, kind, CPU, seed=1)
@@ -53,7 +54,7 @@ def test_floors_are_those_of_the_table_that_the_aims_come_from() -> None:
     assert floors_us == pytest.approx(FLOORS_US, abs=0.06)
 
 
-@pytest.mark.parametrize("format_name", ["mxfp4", "nvfp4", "fp8_block", "bf16"])
+@rows("format_name", "mxfp4", "nvfp4", "fp8_block", "bf16")
 def test_random_weights_are_of_the_usual_size_in_every_format(format_name: str) -> None:
     case = LayerCase(
         model="tiny", num_experts=2, top_k=1, hidden_size=256, intermediate_size=128,

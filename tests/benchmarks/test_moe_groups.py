@@ -1,10 +1,9 @@
 """How a plan search is divided: all of it, once, evenly, and never more at a time than the card holds."""
 
-import itertools
-
-import pytest
+from typing import Any
 
 from benchmarks.moe_groups import FREE_SHARE, PREPARING, Group, batches
+from tests.tables import rows
 
 TOKENS = (1, 4, 8, 16, 64, 256, 1024, 4096)
 LAYERS = [
@@ -22,15 +21,15 @@ def needed(batch: list[Group]) -> float:
     return sum(group.bytes_kept for group in batch) + sum(preparing)
 
 
-def test_everything_is_done_once_and_fits(subtests: pytest.Subtests) -> None:
-    for num_cores, free_bytes in itertools.product([1, 2, 7, 16, 128], [80e9, 30e9, 12e9, 1e9]):
-        with subtests.test(num_cores=num_cores, free_bytes=free_bytes):
-            found = batches(groups(), free_bytes, num_cores)
-            work = [(g.model, g.format_name, tokens) for batch in found for g in batch for tokens in g.tokens]
-            assert sorted(work) == sorted((model, name, tokens) for model, name in LAYERS for tokens in TOKENS)
-            for batch in found:
-                assert len(batch) <= num_cores
-                assert len(batch) == 1 or needed(batch) <= FREE_SHARE * free_bytes
+@rows("num_cores", 1, 2, 7, 16, 128)
+@rows("free_bytes", 80e9, 30e9, 12e9, 1e9)
+def test_everything_is_done_once_and_fits(num_cores: Any, free_bytes: Any) -> None:
+    found = batches(groups(), free_bytes, num_cores)
+    work = [(g.model, g.format_name, tokens) for batch in found for g in batch for tokens in g.tokens]
+    assert sorted(work) == sorted((model, name, tokens) for model, name in LAYERS for tokens in TOKENS)
+    for batch in found:
+        assert len(batch) <= num_cores
+        assert len(batch) == 1 or needed(batch) <= FREE_SHARE * free_bytes
 
 
 def test_a_card_of_80_gb_takes_five_layers_in_one_batch_on_16_cores_evenly() -> None:

@@ -19,6 +19,7 @@ from moe.check.reference import reference_moe
 from moe.formats import ExpertWeights
 from moe.routing import StandardTopK
 from moe.tune.cache import TuningCache
+from tests.tables import rows
 
 CPU = torch.device("cpu")
 CASE = dataclasses.replace(
@@ -160,16 +161,13 @@ def test_rivals_are_tuned_and_ours_keeps_its_plans(monkeypatch: pytest.MonkeyPat
     assert (seen["token_counts"], seen["budget_s"]) == ([1, 4], 20.0)
 
 
-@pytest.mark.parametrize(
-    ("harm", "reason"),
-    [
-        (lambda out: out * 1.02, "not what the twin computes"),
-        (lambda out: out.index_add(0, torch.tensor([4]), 0.06 * out[4:5]), "not what the twin computes"),
-        (lambda out: out.index_fill(0, torch.tensor([4]), float("nan")), "nothing wrote"),
-        (torch.empty_like, "nothing wrote"),
-        (lambda out: out.index_fill(0, torch.tensor([2]), 1.0), "not what the twin computes"),
-    ],
-    ids=["scaled", "one token off", "nan", "unwritten", "token without experts"],
+@rows(
+    "harm, reason",
+    (lambda out: out * 1.02, "not what the twin computes"),
+    (lambda out: out.index_add(0, torch.tensor([4]), 0.06 * out[4:5]), "not what the twin computes"),
+    (lambda out: out.index_fill(0, torch.tensor([4]), float("nan")), "nothing wrote"),
+    (torch.empty_like, "nothing wrote"),
+    (lambda out: out.index_fill(0, torch.tensor([2]), 1.0), "not what the twin computes"),
 )
 def test_wrong_results_give_no_row(monkeypatch: pytest.MonkeyPatch, harm: Any, reason: str) -> None:
     layer = harmed(monkeypatch, harm)
@@ -200,15 +198,19 @@ def test_grown_copies_have_addresses_of_their_own() -> None:
     copy_into(twin.layers[1], twin.layers[0])
 
 
-def test_unknown_names_are_refused(subtests: pytest.Subtests, capsys: pytest.CaptureFixture[str]) -> None:
-    for argv in [
-        ["--models", "gpt-5"], ["--backends", "cutlass"], ["--routing", "even"], ["--sweep", "--compile"],
-        ["--sweep", "--backends", "triton,triton_kernels"], ["--sweep", "--tune-seconds", "3"],
-    ]:  # fmt: skip
-        with subtests.test(argv=argv):
-            with pytest.raises(SystemExit):
-                arguments(argv)
-            assert argv[0] in capsys.readouterr().err
+@rows(
+    "argv",
+    ["--models", "gpt-5"],
+    ["--backends", "cutlass"],
+    ["--routing", "even"],
+    ["--sweep", "--compile"],
+    ["--sweep", "--backends", "triton,triton_kernels"],
+    ["--sweep", "--tune-seconds", "3"],
+)
+def test_unknown_names_are_refused(capsys: pytest.CaptureFixture[str], argv: Any) -> None:
+    with pytest.raises(SystemExit):
+        arguments(argv)
+    assert argv[0] in capsys.readouterr().err
 
 
 def test_a_search_needs_no_other_option() -> None:

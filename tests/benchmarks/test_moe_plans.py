@@ -4,22 +4,24 @@ import dataclasses
 import itertools
 from typing import Any
 
-import pytest
-
 from benchmarks.moe_cases import CASES
 from benchmarks.moe_plans import candidates
 from moe.backends.triton.plans import TABLE
 from moe.kernels.plan import MAX_DIRECT_SLOTS, Plan
 from moe.tables import read_entries
+from tests.tables import rows
 
 FORMATS = ["mxfp4", "bf16", "fp8_block", "nvfp4"]
 TOKENS = [1, 2, 3, 4, 7, 8, 12, 16, 24, 31, 32, 33, 48, 64, 100, 128, 200, 256, 512, 700, 1024, 2048, 4096, 16384]
 
 
-def test_every_case_has_some_distinct_plans_that_can_serve_it(subtests: pytest.Subtests) -> None:
-    for (model, case), format_name, tokens in itertools.product(CASES.items(), FORMATS, TOKENS):
-        with subtests.test(model=model, format_name=format_name, tokens=tokens):
-            check_plans(candidates(case, tokens, format_name), case.top_k, format_name, tokens)
+@rows("model, case", *CASES.items())
+@rows("format_name", *FORMATS)
+@rows("tokens", *TOKENS)
+def test_every_case_has_some_distinct_plans_that_can_serve_it(
+    model: Any, case: Any, format_name: Any, tokens: Any
+) -> None:
+    check_plans(candidates(case, tokens, format_name), case.top_k, format_name, tokens)
 
 
 def check_plans(plans: list[Plan], top_k: int, format_name: str, tokens: int) -> None:

@@ -12,6 +12,7 @@ from benchmarks.moe_tables import backend_entries, dump, merged, plan_entries
 from moe.backends.triton.plans import PlanTable
 from moe.kernels.plan import Plan
 from moe.tables import read_entries
+from tests.tables import rows
 
 ROOT = Path(__file__).parents[2]
 
@@ -55,15 +56,13 @@ def test_popular_experts_decide_among_plans_that_are_nearly_as_fast() -> None:
     assert entry["steps"][0]["plan"]["block_m"] == 8
 
 
-@pytest.mark.parametrize(
-    ("times", "best"),
-    [
-        ([(100, 10), (102, 9)], 1),  # the sum is larger
-        ([(103, 9.8), (100, 10)], 1),  # faster with popular experts alone
-        ([(102, None), (100, None), (101, None)], 1),
-        ([(100, None), (102, 200)], 1),
-        ([(100, None), (104, 50), (103, 200)], 2),
-    ],
+@rows(
+    "times, best",
+    ([(100, 10), (102, 9)], 1),  # the sum is larger
+    ([(103, 9.8), (100, 10)], 1),  # faster with popular experts alone
+    ([(102, None), (100, None), (101, None)], 1),
+    ([(100, None), (102, 200)], 1),
+    ([(100, None), (104, 50), (103, 200)], 2),
 )
 def test_the_product_of_both_times_decides_and_plans_without_one_come_last(
     times: list[tuple[float, float | None]], best: int
@@ -124,7 +123,7 @@ def test_new_entries_replace_those_of_their_shape_and_the_file_reads_back() -> N
     assert json.loads(dump(entries)) == {"tables": entries}
 
 
-@pytest.mark.parametrize(("table", "make"), [("triton_plans.json", plan_entries), ("backends.json", backend_entries)])
+@rows("table, make", ("triton_plans.json", plan_entries), ("backends.json", backend_entries))
 def test_the_shipped_tables_are_made_of_the_kept_results(table: str, make: Callable[..., list[dict[str, Any]]]) -> None:
     entries = read_entries(table)
     for source in {entry["source"] for entry in entries}:

@@ -6,12 +6,9 @@ JDK, and Python packages in a virtual environment of their own, since their vers
 
 import json
 import os
-import re
 import shutil
 import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,24 +21,9 @@ PARIS = "What is the capital of France?"
 
 
 @pytest.fixture(scope="session")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def url(bundled_url: str) -> str:
     """Address of the running service, without /v1."""
-    command = [sys.executable, "-m", "server", "--port", "0", "--num-threads", "1", "--access-log"]
-    environ = os.environ | {"OMP_NUM_THREADS": "1"}
-    errors = tmp_path_factory.mktemp("service") / "err"
-    with (
-        errors.open("w") as err,
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=err, cwd=ROOT, env=environ, text=True) as process,
-    ):
-        try:
-            found = next(filter(None, (re.search(r"ready at (http://\S+)/v1", line) for line in process.stdout)), None)
-            assert found, errors.read_text()
-            yield found[1]
-        finally:
-            process.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(20)
-            process.kill()
+    return bundled_url
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """A model without weights whose logits depend on every key it reads back through the page table, and its engine."""
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,7 @@ import torch
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from model.batch import ForwardBatch, KvLayerSpec, LayerKv
+from tests.tables import rows
 
 _PRIME = 1_000_003
 
@@ -87,3 +89,7 @@ def fake_core(model=None, **settings):
     """EngineCore on a fake model; small pages and budgets so that every boundary is met."""
     settings = {"page_size": 4, "num_pages": 64, "max_num_seqs": 8, "max_num_batched_tokens": 16} | settings
     return EngineCore(EngineConfig(model=Path("unused"), device="cpu", **settings), model or FakeModel())
+
+
+in_both_orders = rows("make_core", partial(fake_core, overlap=False), partial(fake_core, overlap=True))
+"""Runs a test with plain steps and with overlapped ones."""

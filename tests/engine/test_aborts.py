@@ -5,6 +5,7 @@ import random
 from collections import deque
 
 from engine.sequence import Sequence
+from tests.engine.fakes import in_both_orders
 from tests.engine.requests import request, run_all
 
 BOUNDED = {"_free", "_idle", "_references", "_kept", "_free_rows", "_page_of_key", "_key_of_page"}  # by pages or places
@@ -37,6 +38,7 @@ def assert_empty(core):
     assert not [item for item in gc.get_objects() if type(item) is Sequence]
 
 
+@in_both_orders
 def test_a_thousand_aborts_leave_nothing(make_core):
     rng = random.Random(5)
     core = make_core(max_queued_requests=2000)
@@ -63,6 +65,7 @@ def test_a_thousand_aborts_leave_nothing(make_core):
     assert_empty(core)
 
 
+@in_both_orders
 def test_finish_error_and_refusal_leave_nothing_either(make_core, monkeypatch):
     monkeypatch.setattr(
         "engine.executor.logger.disabled", True
@@ -75,6 +78,7 @@ def test_finish_error_and_refusal_leave_nothing_either(make_core, monkeypatch):
     assert_empty(core)
 
 
+@in_both_orders
 def test_pages_are_free_in_the_step_after_an_abort(make_core):
     core = make_core()
     core.add(request("a", [1] * 20, 100, ignore_eos=True))
@@ -86,6 +90,7 @@ def test_pages_are_free_in_the_step_after_an_abort(make_core):
     assert (core.stats().num_pages_used, core.has_work) == (0, False)
 
 
+@in_both_orders
 def test_the_last_output_of_an_abort_counts_its_cached_tokens(make_core):
     core = make_core()
     run_all(core, [request("first", range(1, 30))])

@@ -4,7 +4,6 @@ import asyncio
 from pathlib import Path
 
 import msgspec
-import pytest
 
 from engine.admission import choose_loser, is_within_share
 from engine.client import EngineClient, _Stream
@@ -13,21 +12,20 @@ from engine.messages import Abort
 from engine.types import EngineOutput
 from tests.engine.requests import request
 from tests.engine.test_client import collect, is_idle, running, until
+from tests.tables import rows
 
 HOG, OTHER, NEW = ("hog", "h"), ("other", "o"), ("new", "n")
 
 
-@pytest.mark.parametrize(
-    ("holders", "client", "loser"),
-    [
-        ([HOG, HOG, HOG], "hog", None),
-        ([HOG, HOG, HOG], "new", 2),
-        ([HOG, OTHER, HOG, OTHER], "new", 3),
-        ([HOG, HOG, OTHER, HOG], "new", 3),
-        ([HOG, HOG, HOG, OTHER], "other", 2),
-        ([HOG, HOG, OTHER, OTHER], "other", None),
-        ([HOG, OTHER], "new", None),  # more clients than places: nobody has a share
-    ],
+@rows(
+    "holders, client, loser",
+    ([HOG, HOG, HOG], "hog", None),
+    ([HOG, HOG, HOG], "new", 2),
+    ([HOG, OTHER, HOG, OTHER], "new", 3),
+    ([HOG, HOG, OTHER, HOG], "new", 3),
+    ([HOG, HOG, HOG, OTHER], "other", 2),
+    ([HOG, HOG, OTHER, OTHER], "other", None),
+    ([HOG, OTHER], "new", None),  # more clients than places: nobody has a share
 )
 def test_a_client_below_its_share_takes_the_youngest_place_of_who_holds_the_most(holders, client, loser):
     assert choose_loser([(path, False) for path in holders], client) == loser

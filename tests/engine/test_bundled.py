@@ -16,6 +16,7 @@ from engine.errors import EngineConfigError
 from model.config import ModelSettings
 from model.registry import build_model
 from tests.engine.requests import request, run_all, tokens_of
+from tests.tables import rows
 
 FOLDER = Path(__file__).parents[2] / "assets" / "tiny-gpt-oss"
 PROMPTS = [list(range(100, 100 + length)) for length in (3, 17, 150, 40, 64, 1)]
@@ -75,13 +76,14 @@ def test_no_token_is_chosen_by_a_hair(model, expected):
     assert {name: tokens_of(outs) for name, outs in outputs.items()} == expected
 
 
-@pytest.mark.parametrize(("settings", "preempts"), [
+@rows(
+    "settings, preempts",
     ({}, False),
     ({"max_num_batched_tokens": 16, "max_num_seqs": 4}, False),
     ({"num_pages": 80, "page_size": 3}, True),
     ({"num_pages": 80, "page_size": 3, "overlap": True}, True),
     ({"max_num_batched_tokens": 16, "max_num_seqs": 4, "overlap": True}, False),
-], ids=["together", "small chunks", "few pages", "few pages, overlap", "small chunks, overlap"])  # fmt: skip
+)
 def test_tokens_are_the_same_in_every_company(model, expected, settings, preempts):
     core = make_core(model, **settings)
     outputs = run_all(core, make_requests())

@@ -18,6 +18,7 @@ from engine.config import EngineConfig
 from engine.messages import bind, new_address
 from engine.types import EngineStats
 from tests.engine.requests import request, tokens_of
+from tests.tables import rows
 
 DEADLINE_S = 30.0  # only a failing test waits this long
 LONG = 400  # tokens of an answer that does not end by itself within a test
@@ -168,13 +169,7 @@ def test_a_killed_engine_ends_every_stream():
     asyncio.run(main())
 
 
-@pytest.mark.parametrize(
-    ("model", "reason"),
-    [
-        ("missing", "model is missing: no such folder"),
-        ("bug", "RuntimeError: a bug"),
-    ],
-)
+@rows("model, reason", ("missing", "model is missing: no such folder"), ("bug", "RuntimeError: a bug"))
 def test_a_failed_start_says_why(model, reason):
     async def main():
         async with running(model) as client:
@@ -285,7 +280,7 @@ def _exists(pid):
     return status.rsplit(")", 1)[1].split()[0] != "Z"
 
 
-@pytest.mark.parametrize("is_own", [True, False])
+@rows("is_own", True, False)
 def test_sockets_take_connections_of_their_own_user_only_g08(monkeypatch, is_own):
     """Names in the abstract namespace have no permissions, and every user can list them."""
     user = os.geteuid()

@@ -4,8 +4,9 @@ import math
 
 import pytest
 
-from tests.engine.fakes import FakeModel
+from tests.engine.fakes import FakeModel, in_both_orders
 from tests.engine.requests import request, run_all, tokens_of
+from tests.tables import rows
 
 PROMPTS = [list(range(1, 1 + length)) for length in (1, 3, 4, 5, 16, 17, 40)]
 SAMPLED = {"temperature": 0.9, "top_p": 0.95, "seed": 11}
@@ -15,17 +16,15 @@ def alone(make_core, prompt, **kwargs):
     return tokens_of(run_all(make_core(max_num_batched_tokens=256), [request("a", prompt, **kwargs)])["a"])
 
 
-@pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize(
+@in_both_orders
+@rows("sampling", {}, SAMPLED)
+@rows(
     "settings",
-    [
-        {"max_num_batched_tokens": 8},
-        {"page_size": 1, "num_pages": 250},
-        {"page_size": 16, "num_pages": 20, "enable_prefix_caching": False},
-        {"max_num_seqs": 2},
-        {"num_pages": 26},
-    ],
-    ids=["small chunks", "page size 1", "page size 16", "few places", "few pages"],
+    {"max_num_batched_tokens": 8},
+    {"page_size": 1, "num_pages": 250},
+    {"page_size": 16, "num_pages": 20, "enable_prefix_caching": False},
+    {"max_num_seqs": 2},
+    {"num_pages": 26},
 )
 def test_tokens_do_not_depend_on_chunks_pages_or_neighbours(make_core, settings, sampling):
     requests = [
@@ -38,6 +37,7 @@ def test_tokens_do_not_depend_on_chunks_pages_or_neighbours(make_core, settings,
         assert len(expected) == 20
 
 
+@in_both_orders
 def test_preemption_keeps_the_tokens(make_core):
     core = make_core(num_pages=16)
     requests = [request(f"r{i}", [i + 1] * 8, max_tokens=40, ignore_eos=True, **SAMPLED) for i in range(4)]
@@ -47,6 +47,7 @@ def test_preemption_keeps_the_tokens(make_core):
         assert tokens_of(outputs[f"r{i}"]) == alone(make_core, [i + 1] * 8, max_tokens=40, ignore_eos=True, **SAMPLED)
 
 
+@in_both_orders
 def test_a_seeded_request_ignores_unseeded_neighbours(make_core):
     neighbours = [request(f"n{i}", [i + 2], max_tokens=9, temperature=1.3, ignore_eos=True) for i in range(7)]
     mine = request("mine", [5, 6], max_tokens=12, ignore_eos=True, **SAMPLED)
@@ -54,20 +55,14 @@ def test_a_seeded_request_ignores_unseeded_neighbours(make_core):
     assert tokens_of(outputs["mine"]) == alone(make_core, [5, 6], max_tokens=12, ignore_eos=True, **SAMPLED)
 
 
-def test_every_seed_counts_zero_too(make_core):
+@in_both_orders
+def test_every_seed_counts_and_unseeded_requests_follow_the_engine_s(make_core):
     def answer(engine_seed, seed):
         item = request("a", [3], max_tokens=16, temperature=2.0, ignore_eos=True, seed=seed)
         return tokens_of(run_all(make_core(seed=engine_seed), [item])["a"])
 
     assert answer(1, 0) == answer(2, 0) != answer(1, 5)
 
-
-def test_a_request_that_runs_to_its_length_has_no_stop_reason(make_core):
-    outputs = run_all(make_core(), [request("a", [9, 8], max_tokens=3, ignore_eos=True)])["a"]
-    assert [(output.finish_reason, output.stop_reason) for output in outputs] == [(None, None)] * 2 + [("length", None)]
-
-
-def test_unseeded_requests_differ_and_follow_the_engine_seed(make_core):
     def run(seed):
         requests = [request(f"r{i}", [3], max_tokens=16, temperature=2.0, ignore_eos=True) for i in range(2)]
         outputs = run_all(make_core(seed=seed), requests)
@@ -79,7 +74,14 @@ def test_unseeded_requests_differ_and_follow_the_engine_seed(make_core):
     assert first != run(8)
 
 
-def test_a_cached_prefix_is_used_and_changes_nothing(make_core):
+@in_both_orders
+def test_a_request_that_runs_to_its_length_has_no_stop_reason(make_core):
+    outputs = run_all(make_core(), [request("a", [9, 8], max_tokens=3, ignore_eos=True)])["a"]
+    assert [(output.finish_reason, output.stop_reason) for output in outputs] == [(None, None)] * 2 + [("length", None)]
+
+
+@in_both_orders
+def test_a_cached_prefix_is_used_unless_switched_off_and_changes_nothing(make_core):
     core = make_core()
     prompt = list(range(1, 30))
     first = run_all(core, [request("a", prompt)])["a"]
@@ -88,14 +90,12 @@ def test_a_cached_prefix_is_used_and_changes_nothing(make_core):
     assert second[-1].num_cached_tokens == 28
     assert tokens_of(first) == tokens_of(second)
     assert core.stats().num_cached_tokens == 28
-
-
-def test_prefix_caching_can_be_switched_off(make_core):
     core = make_core(enable_prefix_caching=False)
     for name in "ab":
         assert run_all(core, [request(name, range(1, 30))])[name][-1].num_cached_tokens == 0
 
 
+@in_both_orders
 def test_stop_token_ends_the_request_and_is_included(make_core):
     free = alone(make_core, [9, 8], max_tokens=30, ignore_eos=True)
     stop = free[5]
@@ -104,20 +104,19 @@ def test_stop_token_ends_the_request_and_is_included(make_core):
     assert (outputs[-1].finish_reason, outputs[-1].stop_reason) == ("stop", stop)
 
 
-def test_end_of_turn_of_the_model_stops_unless_ignored(make_core):
+@in_both_orders
+def test_end_of_turn_and_stop_ids_stop_unless_ignored(make_core):
     free = alone(make_core, [9, 8], max_tokens=30, ignore_eos=True)
     model = FakeModel(eos_token_ids=(free[3],))
     assert run_all(make_core(model), [request("a", [9, 8], max_tokens=30)])["a"][-1].stop_reason == free[3]
     ignored = run_all(make_core(model), [request("a", [9, 8], max_tokens=30, ignore_eos=True)])["a"]
     assert tokens_of(ignored) == free
     assert ignored[-1].finish_reason == "length"
-
-
-def test_ignore_eos_ignores_the_request_s_own_stop_ids_too(make_core):
     free = alone(make_core, [9, 8], max_tokens=30, ignore_eos=True)
     assert alone(make_core, [9, 8], max_tokens=30, ignore_eos=True, stop_token_ids=(free[5],)) == free
 
 
+@in_both_orders
 def test_min_tokens_forbids_the_stop_ids_until_then(make_core):
     free = alone(make_core, [9, 8], max_tokens=30, ignore_eos=True)
     tokens = alone(make_core, [9, 8], max_tokens=30, min_tokens=6, stop_token_ids=(free[2],))
@@ -125,6 +124,7 @@ def test_min_tokens_forbids_the_stop_ids_until_then(make_core):
     assert free[2] not in tokens[:6]
 
 
+@in_both_orders
 def test_prompt_logprobs_arrive_once_whatever_the_chunks(make_core):
     prompt = list(range(1, 40))
     wholes = []
@@ -147,6 +147,7 @@ def test_prompt_logprobs_arrive_once_whatever_the_chunks(make_core):
     assert all(math.exp(logprob) <= 1 for _, logprob in best)
 
 
+@in_both_orders
 def test_prompt_logprobs_of_a_preempted_prompt_are_whole(make_core):
     core = make_core(num_pages=12, max_num_batched_tokens=2, max_num_seqs=2)
     core.add(request("old", [1] * 8, max_tokens=40, ignore_eos=True))
@@ -156,6 +157,7 @@ def test_prompt_logprobs_of_a_preempted_prompt_are_whole(make_core):
     assert [entry.token_id for entry in outputs["young"][0].prompt_logprobs[1:]] == list(range(2, 29))
 
 
+@in_both_orders
 def test_a_poisoned_request_fails_alone(make_core):
     model = FakeModel()
     core = make_core(model)
@@ -169,7 +171,8 @@ def test_a_poisoned_request_fails_alone(make_core):
     assert core.stats().num_pages_used == 0
 
 
-@pytest.mark.parametrize("sampling", [{}, SAMPLED | {"logprobs": 1}], ids=["greedy", "sampled"])
+@in_both_orders
+@rows("sampling", {}, SAMPLED | {"logprobs": 1})
 def test_nan_logits_fail_their_request_only(make_core, sampling):
     core = make_core(FakeModel(nan_after=42))
     outputs = run_all(core, [request("good", [1, 2], ignore_eos=True, **sampling), request("bad", [7, 42], **sampling)])
@@ -178,6 +181,7 @@ def test_nan_logits_fail_their_request_only(make_core, sampling):
     assert tokens_of(outputs["good"]) == alone(make_core, [1, 2], ignore_eos=True, **sampling)
 
 
+@in_both_orders
 def test_refusals_name_the_field_and_both_numbers(make_core):
     core = make_core(num_pages=8, page_size=4)
     assert core.info.max_model_len == 32
@@ -202,6 +206,7 @@ def test_refusals_name_the_field_and_both_numbers(make_core):
     assert all(len(outs) == 1 for outs in outputs.values())
 
 
+@in_both_orders
 def test_a_full_queue_refuses_at_once(make_core):
     core = make_core(max_num_seqs=2, max_queued_requests=3)
     outputs = run_all(core, [request(f"r{i}", [i + 1], max_tokens=2, ignore_eos=True) for i in range(9)])
@@ -210,6 +215,7 @@ def test_a_full_queue_refuses_at_once(make_core):
     assert all(outputs[name][-1].finish_reason == "length" for name in set(outputs) - refused)
 
 
+@in_both_orders
 def test_an_id_in_use_is_refused(make_core):
     core = make_core()
     core.add(request("a", [1]))

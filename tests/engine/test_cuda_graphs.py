@@ -15,6 +15,7 @@ from engine.errors import EngineConfigError
 from engine.prompt_graphs import PromptSize, prompt_sizes
 from tests.engine.fakes import FakeModel
 from tests.engine.requests import request, run_all, tokens_of
+from tests.tables import rows
 
 
 class CapturableModel(FakeModel):
@@ -96,7 +97,7 @@ def test_rows_without_a_request_write_to_the_spare_page_alone(monkeypatch):
         assert graph.idle_lens == {1}
 
 
-@pytest.mark.parametrize("settings", [{"max_num_seqs": 1}, {"max_num_seqs": 3, "num_pages": 13}], ids=["one", "tight"])
+@rows("settings", {"max_num_seqs": 1}, {"max_num_seqs": 3, "num_pages": 13})
 def test_captured_steps_when_requests_wait_give_way_and_leave(monkeypatch, settings):
     """One place; or too few pages, so that requests give way and come back in another row. One is aborted half-way."""
     kinds = [lambda **s: EngineCore(EngineConfig(model=Path("unused"), device="cpu", page_size=4, **s), FakeModel())]
@@ -128,9 +129,12 @@ def test_a_step_with_a_prompt_or_without_a_token_to_sample_is_no_decode_step(mon
     assert not graphs.serves(large)
 
 
-@pytest.mark.parametrize(
-    ("max_num_seqs", "sizes"),
-    [(1, [1]), (3, [1, 2, 3]), (20, [1, 2, 4, 8, 16, 20]), (100, [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 96, 100])],
+@rows(
+    "max_num_seqs, sizes",
+    (1, [1]),
+    (3, [1, 2, 3]),
+    (20, [1, 2, 4, 8, 16, 20]),
+    (100, [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 96, 100]),
 )
 def test_sizes_end_with_the_number_of_places(max_num_seqs, sizes):
     assert graph_sizes(max_num_seqs) == sizes
@@ -144,7 +148,7 @@ def test_every_number_of_requests_has_a_graph_that_wastes_little():
         assert size - count <= max(31 if count > 64 else 7, 0)
 
 
-@pytest.mark.parametrize("error", [RuntimeError("CUDA: out of memory"), OutOfResources(300, 200, "shared memory")])
+@rows("error", RuntimeError("CUDA: out of memory"), OutOfResources(300, 200, "shared memory"))
 def test_a_size_that_cannot_be_captured_is_named_with_the_ways_out(monkeypatch, error):
     """Triton's errors are no RuntimeErrors."""
 

@@ -1,9 +1,8 @@
 """Fair turns (G83): counted in steps of the scheduler, so that no clock and no model decide."""
 
-import pytest
-
 from engine.fair_queue import split_evenly
 from tests.engine.test_scheduler import add, make_scheduler, step
+from tests.tables import rows
 
 HOG, NEWCOMER = ("hog", "h1"), ("newcomer", "n1")
 QUESTION = [2] * 4
@@ -46,7 +45,7 @@ BURSTS = {
 }
 
 
-@pytest.mark.parametrize("make_busy", BURSTS.values(), ids=BURSTS)
+@rows("make_busy", *BURSTS.values())
 def test_a_single_question_overtakes_a_clients_burst_g83(make_busy):
     """Long answers hold all places, or long prompts the budget; the question does not wait until they end."""
     assert ask(make_busy()) <= 2 * ALONE

@@ -9,8 +9,9 @@ import torch
 
 from engine.runner import Pending
 from engine.step import LATE_ID
-from tests.engine.fakes import FakeModel, fake_core
+from tests.engine.fakes import FakeModel, fake_core, in_both_orders
 from tests.engine.requests import request, run_all, tokens_of
+from tests.tables import rows
 
 SAMPLED = {"temperature": 0.9, "top_p": 0.95}
 KINDS = [
@@ -82,7 +83,8 @@ LOADS = [
 ]
 
 
-@pytest.mark.parametrize("settings", LOADS, ids=["few pages", "small chunks, no cache", "pages of a token", "roomy"])
+@pytest.mark.timeout(300)  # 8 random loads for each row, in both orders
+@rows("settings", *LOADS)
 def test_a_random_load_gets_the_same_answers_in_both_orders(settings):
     num_preemptions = [0, 0]
     for seed in range(8):
@@ -183,6 +185,7 @@ def test_a_mask_is_made_on_the_host_while_the_next_pass_runs():
     assert tokens_of(run_all(plain)["a"]) == tokens
 
 
+@in_both_orders
 def test_a_mask_that_forbids_everything_fails_its_request_alone(make_core):
     core = make_core()
     core.add(request("stuck", [5], max_tokens=6, ignore_eos=True), lambda ids: np.full(97, len(ids) < 2))
@@ -193,6 +196,7 @@ def test_a_mask_that_forbids_everything_fails_its_request_alone(make_core):
     assert outputs["fine"][-1].finish_reason == "length"
 
 
+@in_both_orders
 def test_a_mask_that_raises_fails_its_request_alone(make_core):
     def broken(ids):
         if len(ids) == 3:
@@ -209,8 +213,9 @@ def test_a_mask_that_raises_fails_its_request_alone(make_core):
     assert tokens_of(outputs["fine"]) == tokens_of(alone)
 
 
-@pytest.mark.parametrize("settings", LOADS[:2], ids=["few pages", "small chunks, no cache"])
-@pytest.mark.parametrize("method", ["sample", "collect"])
+@in_both_orders
+@rows("settings", *(LOADS[:2]))
+@rows("method", "sample", "collect")
 def test_steps_that_fail_late_are_computed_again(make_core, monkeypatch, method, settings):
     """A step of several requests that fails when it is sampled or collected; another may be launched by then."""
     asked = [entry for entry in random_requests(random.Random(3), 24) if entry[3] is None]
@@ -243,7 +248,8 @@ class SmallModel(FakeModel):
         return super().__call__(batch, plan, kv)
 
 
-@pytest.mark.parametrize("limit", [1, 2, 3, 5, 9])
+@in_both_orders
+@rows("limit", 1, 2, 3, 5, 9)
 def test_a_step_without_memory_is_tried_again_with_half_of_its_tokens(make_core, limit):
     asked = [request(f"r{n}", range(1, 12 + n), 9, ignore_eos=True, **SAMPLED, seed=n) for n in range(7)]
     want = {name: answer(outputs) for name, outputs in run_all(make_core(), asked).items()}
@@ -269,6 +275,7 @@ def test_the_budget_is_lower_for_a_while_after_a_step_without_memory():
     assert [len(step.input_ids) for step in record.steps] == [8, 16, 16], "64 steps later the budget is doubled"
 
 
+@in_both_orders
 def test_a_request_that_never_fits_in_memory_fails_alone(make_core):
     class Greedy(FakeModel):
         def __call__(self, batch, plan, kv):
@@ -282,6 +289,7 @@ def test_a_request_that_never_fits_in_memory_fails_alone(make_core):
     assert tokens_of(outputs["good"]) == tokens_of(run_all(make_core(), [request("good", [1, 2])])["good"])
 
 
+@in_both_orders
 def test_an_error_of_the_device_ends_the_engine(make_core):
     class Broken(FakeModel):
         def __call__(self, batch, plan, kv):

@@ -6,16 +6,13 @@ from engine.pages import PageAllocator, PageError
 from engine.prefix_cache import PrefixCache, extend_keys, page_key
 
 
-def test_pages_are_handed_out_once_and_come_back():
+def test_pages_are_handed_out_once_and_none_if_too_few():
     pages = PageAllocator(4)
     taken = pages.allocate(3)
     assert sorted(taken) == sorted(set(taken))
     assert (pages.num_used, pages.num_available) == (3, 1)
     pages.release(taken)
     assert (pages.num_used, pages.num_available) == (0, 4)
-
-
-def test_asking_for_too_many_takes_none():
     pages = PageAllocator(4)
     pages.allocate(2)
     with pytest.raises(PageError, match="3 pages wanted, 2 of 4 available"):
@@ -23,7 +20,7 @@ def test_asking_for_too_many_takes_none():
     assert pages.num_available == 2
 
 
-def test_a_shared_page_is_free_after_its_last_reference():
+def test_a_shared_page_is_free_after_its_last_reference_and_an_idle_one_can_be_shared():
     pages = PageAllocator(1)
     [page] = pages.allocate(1)
     pages.share(page)
@@ -32,6 +29,13 @@ def test_a_shared_page_is_free_after_its_last_reference():
     assert pages.num_available == 0
     pages.release([page])
     assert pages.num_available == 1
+    pages = PageAllocator(1)
+    [page] = pages.allocate(1)
+    pages.keep(page)
+    pages.release([page])
+    assert pages.num_available == 1
+    pages.share(page)
+    assert pages.num_available == 0
 
 
 def test_misuse_raises():
@@ -57,16 +61,6 @@ def test_idle_pages_are_taken_last_and_the_longest_idle_first():
     assert reused == []
     assert pages.allocate(2) == [second, first]
     assert reused == [second, first]
-
-
-def test_an_idle_page_can_be_shared_again():
-    pages = PageAllocator(1)
-    [page] = pages.allocate(1)
-    pages.keep(page)
-    pages.release([page])
-    assert pages.num_available == 1
-    pages.share(page)
-    assert pages.num_available == 0
 
 
 def test_a_key_depends_on_everything_before_it():

@@ -20,6 +20,7 @@ from engine.warm_up import run_step_sizes
 from model.batch import KvLayerSpec
 from tests.engine.fakes import FakeModel
 from tests.engine.requests import request
+from tests.tables import rows
 
 LAYOUT = KvLayout(
     specs=(KvLayerSpec(num_heads=2, key_dim=64, value_dim=64), KvLayerSpec(num_heads=1, key_dim=576, value_dim=0)),
@@ -82,11 +83,8 @@ def test_a_decode_step_follows_pages_as_they_are_added():
     assert batch.page_table_BP.tolist() == [[5, 1]]
 
 
-def test_a_step_without_a_finished_prompt_wants_no_logits():
+def test_a_prompt_that_is_not_finished_wants_no_logits():
     assert build(make_runner(), (make_seq([1] * 9, 9, [0, 1, 2], row=0), 0, 4)).logit_rows_R.tolist() == []
-
-
-def test_one_token_of_a_prompt_beside_a_decode_wants_no_logits():
     decode = make_seq([5, 6, 7], 2, [7], row=2)
     first, last = (make_seq(list(range(20, 31)), 11, [1, 3, 4], row=0) for _ in "ab")
     batch = build(make_runner(), (decode, 2, 1), (first, 5, 1))
@@ -116,21 +114,18 @@ def config(**settings):
     return EngineConfig(model=Path("unused"), device="cpu", **settings)
 
 
-def test_numbers_left_open_are_filled_in():
+def test_numbers_left_open_are_filled_in_and_too_long_a_context_is_refused():
     loaded = load_engine(config(), FakeModel(max_model_len=256))
     assert (loaded.max_model_len, loaded.max_num_batched_tokens, loaded.num_pages) == (256, 512, 64 * 16)
     assert load_engine(config(max_model_len=100), FakeModel()).max_model_len == 100
     assert load_engine(config(max_num_seqs=1000), FakeModel()).max_num_batched_tokens == 1000
     for num_pages, max_model_len in ((3, 48), (15, 240), (16, 256), (17, 256)):
         assert load_engine(config(num_pages=num_pages), FakeModel()).max_model_len == max_model_len
-
-
-def test_a_longer_context_than_the_model_has_is_refused():
     with pytest.raises(EngineConfigError, match=r"max_model_len is 257.*at most 256"):
         load_engine(config(max_model_len=257), FakeModel(max_model_len=256))
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("bfloat16", torch.bfloat16), ("fp8", torch.float8_e4m3fn)])
+@rows("name, dtype", ("bfloat16", torch.bfloat16), ("fp8", torch.float8_e4m3fn))
 def test_kv_dtype_is_a_setting(name, dtype):
     loaded = load_engine(config(kv_cache_dtype=name), FakeModel())
     assert {layer.keys.dtype for layer in loaded.runner.kv} == {dtype}
@@ -173,7 +168,7 @@ def test_another_gpu_than_the_first_becomes_the_current_one(monkeypatch):
         load._choose_device("cuda:2")
 
 
-@pytest.mark.parametrize(("field", "value"), [("moe_backend", "magic"), ("moe_a2a_backend", "pigeon")])
+@rows("field, value", ("moe_backend", "magic"), ("moe_a2a_backend", "pigeon"))
 def test_an_unknown_backend_lists_the_known_ones(field, value):
     with pytest.raises(EngineConfigError, match=f"{field} is '{value}'.*none|{field} is '{value}'.*torch"):
         load_engine(config(**{field: value}), None)

@@ -1,6 +1,5 @@
 """Choosing tokens: filters, penalties, log-probabilities, and draws that depend on seed and index alone."""
 
-import itertools
 import math
 from collections import Counter
 
@@ -12,6 +11,7 @@ from engine.filters import filter_probs
 from engine.sampler import Sampled, launch_sampling
 from engine.sequence import GREEDY_TEMPERATURE, Sequence
 from tests.engine.requests import request
+from tests.tables import rows
 
 LOGITS = torch.tensor([2.0, 1.0, 3.0, 0.0, -1.0])
 PROBS = torch.softmax(LOGITS, 0).tolist()
@@ -43,15 +43,12 @@ def test_greedy_takes_the_best_and_the_first_of_equals():
     assert choose(make(temperature=0.0)).tokens == [2]
     assert choose(make(temperature=0.0), logits=torch.tensor([1.0, 5.0, 5.0])).tokens == [1]
     assert choose(make(temperature=0.0, logprobs=0), logits=torch.tensor([1.0, 5.0, 5.0])).tokens == [1]
-
-
-def test_plain_greedy_requests_that_want_logprobs_get_them():
     [wanted, other] = choose(make(temperature=0.0, logprobs=2), make(temperature=0.0)).logprobs
     assert (wanted.token_id, [token for token, _ in wanted.top]) == (2, [2, 0])
     assert other is None
 
 
-@pytest.mark.parametrize("logprobs", [None, 0])
+@rows("logprobs", None, 0)
 def test_the_greedy_temperature_itself_draws_nothing(logprobs):
     """Of equals the first comes, whatever the seed; a draw would find the second one, too."""
     equals = torch.tensor([1.0, 5.0, 5.0])
@@ -92,9 +89,11 @@ def test_filters_keep_a_head_of_the_sorted_tokens():
         assert set(support(600, **sampling)) == kept, (sampling, kept)
 
 
-def test_top_k_of_equals_keeps_exactly_k_first_ones():
+def test_equals_at_top_k_and_at_min_p_one():
     tokens = choose(*(make(seed=s, top_k=2) for s in range(200)), logits=torch.ones(6)).tokens
     assert set(tokens) == {0, 1}
+    probs = torch.tensor([[0.25, 0.375, 0.375, 0.0]])
+    assert filter_probs(probs, [make(min_p=1.0)]).tolist() == [[0.0, 0.375, 0.375, 0.0]]
 
 
 def naive_filter(probs, top_k, top_p, min_p):
@@ -109,53 +108,44 @@ def naive_filter(probs, top_k, top_p, min_p):
     return set(kept)
 
 
-def test_filters_agree_with_their_definition(subtests):
-    for spread, vocab_size in itertools.product([0.0, 0.3, 3.0], [5, 255, 256, 257, 1000]):
-        with subtests.test(spread=spread, vocab_size=vocab_size):
-            rules = [{"top_k": k} for k in (1, 3, 255, 256, 257, 999, 5000)] + [
-                {"top_p": p} for p in (0.01, 0.5, 0.9, 0.97)
-            ]
-            rules += [{"min_p": p} for p in (0.01, 0.6)] + [
-                {"top_k": 300, "top_p": 0.8},
-                {"top_k": 9, "top_p": 0.8, "min_p": 0.3},
-            ]
-            logits = torch.randn(len(rules), vocab_size, generator=torch.Generator().manual_seed(vocab_size)) * spread
-            logits = (logits * 16).round() / 16  # many equal ones
-            probs = torch.softmax(logits, dim=-1)
-            kept = filter_probs(probs, [make(**rule) for rule in rules]) > 0
-            for row, rule in enumerate(rules):
-                expected = naive_filter(
-                    probs[row].tolist(), rule.get("top_k", 0), rule.get("top_p", 1.0), rule.get("min_p", 0.0)
-                )
-                assert set(kept[row].nonzero()[:, 0].tolist()) == expected, rule
+@rows("spread", 0.0, 0.3, 3.0)
+@rows("vocab_size", 5, 255, 256, 257, 1000)
+def test_filters_agree_with_their_definition(spread, vocab_size):
+    rules = [{"top_k": k} for k in (1, 3, 255, 256, 257, 999, 5000)] + [{"top_p": p} for p in (0.01, 0.5, 0.9, 0.97)]
+    rules += [{"min_p": p} for p in (0.01, 0.6)] + [
+        {"top_k": 300, "top_p": 0.8},
+        {"top_k": 9, "top_p": 0.8, "min_p": 0.3},
+    ]
+    logits = torch.randn(len(rules), vocab_size, generator=torch.Generator().manual_seed(vocab_size)) * spread
+    logits = (logits * 16).round() / 16  # many equal ones
+    probs = torch.softmax(logits, dim=-1)
+    kept = filter_probs(probs, [make(**rule) for rule in rules]) > 0
+    for row, rule in enumerate(rules):
+        expected = naive_filter(
+            probs[row].tolist(), rule.get("top_k", 0), rule.get("top_p", 1.0), rule.get("min_p", 0.0)
+        )
+        assert set(kept[row].nonzero()[:, 0].tolist()) == expected, rule
 
 
-def test_exact_ties_at_the_edge_of_a_filter(subtests):
+@rows("vocab_size", 5, 300)
+@rows(
+    "sampling, kept",
+    ({"min_p": 0.5}, {0, 1, 2}),  # exactly half of the best one's probability stays
+    ({"min_p": 0.5000001}, {0}),
+    ({"min_p": 0.25}, {0, 1, 2}),
+    ({"min_p": 1.0}, {0}),
+    ({"top_p": 0.5}, {0}),  # the best one fills it exactly
+    ({"top_p": 0.75}, {0, 1}),
+    ({"top_p": 0.7500001}, {0, 1, 2}),
+    ({"top_k": 2}, {0, 1}),  # of equals the smaller id
+    ({"top_k": 2, "top_p": 0.625}, {0}),  # the best has two thirds of the two
+    ({"top_k": 3, "min_p": 0.5}, {0, 1, 2}),
+)
+def test_exact_ties_at_the_edge_of_a_filter(vocab_size, sampling, kept):
     """Section G: `>=` or `>` decides. All numbers are exact in binary, and the rest of the vocabulary has 0."""
-    for vocab_size, (sampling, kept) in itertools.product(
-        [5, 300],
-        [
-            ({"min_p": 0.5}, {0, 1, 2}),  # exactly half of the best one's probability stays
-            ({"min_p": 0.5000001}, {0}),
-            ({"min_p": 0.25}, {0, 1, 2}),
-            ({"min_p": 1.0}, {0}),
-            ({"top_p": 0.5}, {0}),  # the best one fills it exactly
-            ({"top_p": 0.75}, {0, 1}),
-            ({"top_p": 0.7500001}, {0, 1, 2}),
-            ({"top_k": 2}, {0, 1}),  # of equals the smaller id
-            ({"top_k": 2, "top_p": 0.625}, {0}),  # the best has two thirds of the two
-            ({"top_k": 3, "min_p": 0.5}, {0, 1, 2}),
-        ],
-    ):
-        with subtests.test(vocab_size=vocab_size, sampling=sampling, kept=kept):
-            probs = torch.zeros(1, vocab_size)
-            probs[0, :5] = torch.tensor([0.5, 0.25, 0.25, 0.0, 0.0])
-            assert set(filter_probs(probs, [make(**sampling)])[0].nonzero()[:, 0].tolist()) == kept
-
-
-def test_equals_of_the_best_stay_at_min_p_one():
-    probs = torch.tensor([[0.25, 0.375, 0.375, 0.0]])
-    assert filter_probs(probs, [make(min_p=1.0)]).tolist() == [[0.0, 0.375, 0.375, 0.0]]
+    probs = torch.zeros(1, vocab_size)
+    probs[0, :5] = torch.tensor([0.5, 0.25, 0.25, 0.0, 0.0])
+    assert set(filter_probs(probs, [make(**sampling)])[0].nonzero()[:, 0].tolist()) == kept
 
 
 def test_rows_of_a_mixed_batch_are_what_they_are_alone():
@@ -221,19 +211,17 @@ def test_logprobs_are_those_of_the_raw_logits():
     assert len(choose(make(logprobs=9)).logprobs[0].top) == len(PROBS)
 
 
-def test_a_row_that_is_not_finite_has_no_token(subtests):
-    for sampling, bad in itertools.product(
-        [{"temperature": 0.0}, {}, {"top_p": 0.5, "logprobs": 1}], [math.nan, math.inf]
-    ):
-        with subtests.test(sampling=sampling, bad=bad):
-            logits = torch.stack([LOGITS, LOGITS, LOGITS])
-            logits[1, 3] = bad
-            tokens = sample(logits, [make(seed=5, **sampling) for _ in range(3)]).tokens
-            assert tokens[1] is None
-            assert tokens[0] == tokens[2] == choose(make(seed=5, **sampling)).tokens[0]
+@rows("sampling", {"temperature": 0.0}, {}, {"top_p": 0.5, "logprobs": 1})
+@rows("bad", math.nan, math.inf)
+def test_a_row_that_is_not_finite_has_no_token(sampling, bad):
+    logits = torch.stack([LOGITS, LOGITS, LOGITS])
+    logits[1, 3] = bad
+    tokens = sample(logits, [make(seed=5, **sampling) for _ in range(3)]).tokens
+    assert tokens[1] is None
+    assert tokens[0] == tokens[2] == choose(make(seed=5, **sampling)).tokens[0]
 
 
-@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {}, {"top_p": 0.5, "logprobs": 1}])
+@rows("sampling", {"temperature": 0.0}, {}, {"top_p": 0.5, "logprobs": 1})
 def test_a_row_with_every_token_masked_has_no_token(sampling):
     logits = torch.stack([LOGITS, torch.full_like(LOGITS, -math.inf)])
     assert sample(logits, [make(seed=5, **sampling) for _ in range(2)]).tokens[1] is None
@@ -244,18 +232,13 @@ def test_masked_logits_are_fine_and_never_chosen():
     assert set(choose(*(make(seed=s) for s in range(100)), logits=logits).tokens) == {1, 3}
 
 
-def test_logits_that_a_rule_drives_to_infinity_choose_no_id_beyond_the_vocabulary(subtests):
+@rows("rule", {"repetition_penalty": 0.01}, {"temperature": 0.1})
+@rows("sampling", {}, {"top_p": 0.5}, {"temperature": 0.0}, {"logprobs": 2}, {"temperature": 1e-4})
+def test_logits_that_a_rule_drives_to_infinity_choose_no_id_beyond_the_vocabulary(rule, sampling):
     """An infinity became a NaN, and its draw the id after the last; on a GPU that ends the process."""
-    for rule, sampling in itertools.product(
-        [{"repetition_penalty": 0.01}, {"temperature": 0.1}],
-        [{}, {"top_p": 0.5}, {"temperature": 0.0}, {"logprobs": 2}, {"temperature": 1e-4}],
-    ):
-        with subtests.test(rule=rule, sampling=sampling):
-            logits = torch.tensor([3e38, 1.0, 2e37, 0.0, -1.0])
-            sampled = choose(
-                *(make(prompt=(0, 2), seed=seed, **{**rule, **sampling}) for seed in range(20)), logits=logits
-            )
-            assert set(sampled.tokens) <= {0, 2}
+    logits = torch.tensor([3e38, 1.0, 2e37, 0.0, -1.0])
+    sampled = choose(*(make(prompt=(0, 2), seed=seed, **{**rule, **sampling}) for seed in range(20)), logits=logits)
+    assert set(sampled.tokens) <= {0, 2}
 
 
 def test_draws_are_uniform_and_know_only_seed_and_index():
@@ -270,10 +253,11 @@ def test_draws_are_uniform_and_know_only_seed_and_index():
     assert not shifted
 
 
-@pytest.mark.parametrize(("seed", "index", "number"), [
+@rows(
+    "seed, index, number",
     (0, 0, "0x1.4e0dba5e9a32ep-1"), (0, 1, "0x1.6705460be8828p-1"), (1, 0, "0x1.7906ac21d0e58p-2"),
     (-1, 0, "0x1.77082a9eca89cp-2"), (2**63 - 1, 100, "0x1.777c196222718p-3"),
-])  # fmt: skip
+)  # fmt: skip
 def test_a_seed_means_the_same_in_every_version(seed, index, number):
     """Answers to a seed are kept in users' own tests: the sequence of draws must not change."""
     assert uniform(seed, index).hex() == number

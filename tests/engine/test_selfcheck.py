@@ -14,6 +14,7 @@ from moe import SelfCheckError
 from moe.backends.torch.backend import TorchBackend
 from moe.errors import MoeConfigError, UnsupportedPathError
 from tests.engine import corrupt_worker
+from tests.tables import rows
 
 FOLDER = Path(__file__).parents[2] / "assets" / "tiny-gpt-oss"
 NUM_LAYERS = 6
@@ -24,10 +25,7 @@ def config(**settings: object) -> EngineConfig:
     return EngineConfig(model=FOLDER, device="cpu", num_pages=64, **settings)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("selfcheck", "layers"),
-    [("auto", [0]), ("off", []), ("first", [0]), ("all", list(range(NUM_LAYERS)))],
-)
+@rows("selfcheck, layers", ("auto", [0]), ("off", []), ("first", [0]), ("all", list(range(NUM_LAYERS))))
 def test_the_engine_reports_every_layer_that_was_checked(selfcheck: str, layers: list[int]) -> None:
     checks = EngineCore(config(selfcheck=selfcheck, num_threads=1)).info.selfcheck
     assert [check.layer for check in checks] == layers
@@ -62,12 +60,10 @@ def test_an_engine_process_with_a_corrupted_layout_never_becomes_ready() -> None
     assert re.search(WRONG, failure)
 
 
-@pytest.mark.parametrize(
-    ("settings", "error", "words"),
-    [
-        ({"moe_a2a_backend": "deepep", "moe_backend": "torch"}, MoeConfigError, "needs a process group"),
-        ({"moe_a2a_backend": "mori"}, UnsupportedPathError, "mori"),
-    ],
+@rows(
+    "settings, error, words",
+    ({"moe_a2a_backend": "deepep", "moe_backend": "torch"}, MoeConfigError, "needs a process group"),
+    ({"moe_a2a_backend": "mori"}, UnsupportedPathError, "mori"),
 )
 def test_transports_that_cannot_work_are_refused(
     settings: dict[str, object], error: type[Exception], words: str

@@ -14,6 +14,7 @@ from engine.sequence import Chunk, Sequence
 from engine.step import LATE_ID, StepBatch
 from tests.engine.fakes import FakeModel, fake_core
 from tests.engine.requests import request, run_all
+from tests.tables import rows
 
 
 def make_chunk(row, num_known, start, num_tokens, num_promised=0):
@@ -30,7 +31,7 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize("kind", STEPS)
+@rows("kind", *STEPS)
 def test_a_record_survives_the_way_to_another_rank(kind):
     step = make_step(STEPS[kind](), 4)
     again = StepBatch.unpack(step.pack())
@@ -64,7 +65,7 @@ def test_pages_are_told_of_once():
     assert make_step(chunks, 4).page_updates.tolist() == [[3, 3, 77]]
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@rows("overlap", False, True)
 def test_recorded_steps_give_the_same_logits_on_another_runner(overlap):
     """As on another rank: it sees the records, and the tokens that were chosen, alone."""
     core = fake_core(num_pages=17, max_num_seqs=4, overlap=overlap)

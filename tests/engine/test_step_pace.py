@@ -10,6 +10,7 @@ from engine.errors import EngineConfigError
 from engine.step_pace import MIN_PROMPT_TOKENS, StepPace
 from tests.engine.fakes import FakeModel
 from tests.engine.requests import request
+from tests.tables import rows
 
 CPU = {"decode_s": 0.014, "fixed_s": 0.005, "token_s": 0.0008}
 SLOW = {"decode_s": 0.5, "fixed_s": 0.1, "token_s": 0.01}
@@ -26,19 +27,16 @@ def run_steps(pace, count, *, decode_s, fixed_s, token_s):
     return times
 
 
-@pytest.mark.parametrize("first_guess_s", [1e-5, 0.0008, 0.1])
+@rows("first_guess_s", 1e-5, 0.0008, 0.1)
 def test_steps_come_near_the_target_whatever_was_measured_first_g84(first_guess_s):
     times = run_steps(StepPace(0.06, first_guess_s), 40, **CPU)
     assert all(0.03 < step_s <= 0.06 for step_s in times[10:])
 
 
-def test_a_slow_device_still_reads_prompts_g84():
+def test_prompts_may_take_as_long_as_decoding_does_g84():
     """Decoding alone takes eight times the target: prompts get as much time as decoding, not the minimum."""
     times = run_steps(StepPace(0.06, 0.001), 40, **SLOW)
     assert all(0.8 < step_s <= 1.1 for step_s in times[10:])
-
-
-def test_prompts_may_take_as_long_as_decoding_does_g84():
     pace = StepPace(0.06, 0.001)
     pace.observe(num_decodes=4, num_prompt_tokens=0, step_s=0.5)
     assert pace.max_prompt_tokens == 480
@@ -183,7 +181,7 @@ class SimulatedModel(FakeModel):
         return super().__call__(batch, plan, kv)
 
 
-@pytest.mark.parametrize(("overlap", "step_s"), [(False, 0.012), (True, 0.010)])
+@rows("overlap, step_s", (False, 0.012), (True, 0.010))
 def test_a_step_takes_as_long_as_the_device_needs_and_the_host_is_hidden(monkeypatch, overlap, step_s):
     """The time between two steps is what streams see; a launch that waits behind another pass does not count twice."""
     simulated = SimulatedDevice()

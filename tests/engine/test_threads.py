@@ -9,9 +9,10 @@ import torch
 
 from engine import core, worker
 from engine.config import EngineConfig
+from tests.tables import rows
 
 
-@pytest.mark.parametrize(("usable", "wanted", "threads"), [(4, None, 3), (1, None, 1), (2, None, 1), (4, 7, 7)])
+@rows("usable, wanted, threads", (4, None, 3), (1, None, 1), (2, None, 1), (4, 7, 7))
 def test_g09_a_step_takes_all_usable_cpus_but_one_unless_told(
     monkeypatch: pytest.MonkeyPatch, usable: int, wanted: int | None, threads: int
 ) -> None:

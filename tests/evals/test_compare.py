@@ -3,10 +3,12 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from evals.__main__ import main
+from tests.tables import rows
 
 
 def write(path: Path, *rows: tuple[str, str, bool]) -> str:
@@ -26,7 +28,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 ROWS = [(f"{'ab'[index % 2]}{index}", f"answer {index}", index != 3) for index in range(10)]
 
 
-@pytest.mark.parametrize(("bar", "status"), [("0.8", 0), ("0.81", 1), ("1", 1), ("0", 0)])
+@rows("bar, status", ("0.8", 0), ("0.81", 1), ("1", 1), ("0", 0))
 def test_the_bar_is_a_share_of_items_with_the_very_same_answer(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, bar: str, status: int
 ) -> None:
@@ -42,7 +44,7 @@ def test_the_bar_is_a_share_of_items_with_the_very_same_answer(
     assert [line.split() for line in table[2:]] == [["a", "5", "4", "5"], ["b", "5", "4", "4"]]
 
 
-@pytest.mark.parametrize(("fewer", "more"), [(0, 1), (1, 0)])
+@rows("fewer, more", (0, 1), (1, 0))
 def test_different_items_cannot_be_compared(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, fewer: int, more: int
 ) -> None:
@@ -55,25 +57,25 @@ def test_different_items_cannot_be_compared(
     assert "lacks 1 of the other's, for example 'b9'" in error
 
 
+@rows(
+    "text, words",
+    ("", "holds no answers"),
+    ("{}", "line 1 is not a row"),
+    ("7", "line 1 is not a row"),
+    ("\n", "holds no answers"),
+    ("\n\n", "line 1 is not a row"),
+    ('{"id": ["a"], "category": "a", "answer": "", "correct": true}', "it lacks id (str)"),
+    ('{"id": "a", "category": ["a"], "answer": "", "correct": true}', "it lacks category (str)"),
+    ('{"id": "a", "category": "a", "answer": NaN, "correct": true}', "it lacks answer (str)"),
+    ('{"id": "a", "category": "a", "answer": "", "correct": "no"}', "it lacks correct (bool)"),
+    ('{"id": "a", "category": "a", "answer": "", "correct": true}\n' * 2, "line 2: item 'a' is there twice"),
+)
 def test_files_that_hold_no_answers_are_refused(
-    subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, text: Any, words: Any
 ) -> None:
-    for text, words in [
-        ("", "holds no answers"),
-        ("{}", "line 1 is not a row"),
-        ("7", "line 1 is not a row"),
-        ("\n", "holds no answers"),
-        ("\n\n", "line 1 is not a row"),
-        ('{"id": ["a"], "category": "a", "answer": "", "correct": true}', "it lacks id (str)"),
-        ('{"id": "a", "category": ["a"], "answer": "", "correct": true}', "it lacks category (str)"),
-        ('{"id": "a", "category": "a", "answer": NaN, "correct": true}', "it lacks answer (str)"),
-        ('{"id": "a", "category": "a", "answer": "", "correct": "no"}', "it lacks correct (bool)"),
-        ('{"id": "a", "category": "a", "answer": "", "correct": true}\n' * 2, "line 2: item 'a' is there twice"),
-    ]:
-        with subtests.test(text=text, words=words):
-            (tmp_path / "1").write_text(text)
-            assert run(monkeypatch, str(tmp_path / "1"), write(tmp_path / "2", *ROWS)) == 2
-            assert words in capsys.readouterr().err
+    (tmp_path / "1").write_text(text)
+    assert run(monkeypatch, str(tmp_path / "1"), write(tmp_path / "2", *ROWS)) == 2
+    assert words in capsys.readouterr().err
 
 
 def test_a_file_that_is_no_text_is_named(

@@ -1,29 +1,32 @@
 """How answers are judged."""
 
+from typing import Any
+
 import pytest
 
 from evals.scoring import is_right
+from tests.tables import rows
 
 
-def test_texts(subtests: pytest.Subtests) -> None:
-    for check, text, right in [
-        ({"kind": "number", "value": 579}, "123 + 456 = 579.", True),
-        ({"kind": "number", "value": 1579}, "It is 1,579.", True),
-        ({"kind": "number", "value": -4}, "3 - 7 = -4.", True),
-        ({"kind": "number", "value": 579}, "579 + 1 = 580.", False),
-        ({"kind": "number", "value": 579}, "", False),
-        ({"kind": "contains", "values": ["Paris"]}, "the capital is paris.", True),
-        ({"kind": "contains", "values": ["Paris"]}, "Parisian", False),
-        ({"kind": "contains", "values": ["English", "French"]}, "English.", False),
-        ({"kind": "list", "items": ["3", "12", "105"]}, "3, 12, 105", True),
-        ({"kind": "list", "items": ["3", "12", "105"]}, "3, 105, 12", False),
-        ({"kind": "list", "items": ["3", "12"]}, "3, 12, 12", False),
-        ({"kind": "text", "value": "olleh"}, '"olleh".', True),
-        ({"kind": "text", "value": "olleh"}, "it is olleh", False),
-    ]:
-        with subtests.test(check=check, text=text, right=right):
-            assert is_right(check, text, []) is right
-            assert not is_right(check, text, [("f", "{}")])  # a call is no answer
+@rows(
+    "check, text, right",
+    ({"kind": "number", "value": 579}, "123 + 456 = 579.", True),
+    ({"kind": "number", "value": 1579}, "It is 1,579.", True),
+    ({"kind": "number", "value": -4}, "3 - 7 = -4.", True),
+    ({"kind": "number", "value": 579}, "579 + 1 = 580.", False),
+    ({"kind": "number", "value": 579}, "", False),
+    ({"kind": "contains", "values": ["Paris"]}, "the capital is paris.", True),
+    ({"kind": "contains", "values": ["Paris"]}, "Parisian", False),
+    ({"kind": "contains", "values": ["English", "French"]}, "English.", False),
+    ({"kind": "list", "items": ["3", "12", "105"]}, "3, 12, 105", True),
+    ({"kind": "list", "items": ["3", "12", "105"]}, "3, 105, 12", False),
+    ({"kind": "list", "items": ["3", "12"]}, "3, 12, 12", False),
+    ({"kind": "text", "value": "olleh"}, '"olleh".', True),
+    ({"kind": "text", "value": "olleh"}, "it is olleh", False),
+)
+def test_texts(check: Any, text: Any, right: Any) -> None:
+    assert is_right(check, text, []) is right
+    assert not is_right(check, text, [("f", "{}")])  # a call is no answer
 
 
 WANTED = {"kind": "call", "name": "f", "arguments": {"a": 1, "b": ["x"], "c": True}}

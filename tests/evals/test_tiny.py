@@ -12,6 +12,7 @@ import pytest
 
 from evals import tiny
 from evals.__main__ import main
+from tests.tables import rows
 
 FOLDER = Path(tiny.__file__).parent
 ANSWERS = {
@@ -108,7 +109,7 @@ def test_a_number_of_items_is_exact_spread_over_all_categories_and_the_same_ever
     assert tiny.spread(everything, whole) == everything
 
 
-@pytest.mark.parametrize("count", [0, 10_000])
+@rows("count", 0, 10_000)
 def test_more_items_than_there_are_is_an_error(count: int) -> None:
     with pytest.raises(ValueError, match=f"--items is {count}"):
         tiny.spread(tiny.load([], None), count)

@@ -83,6 +83,11 @@ class FakeEngine:
             task.cancel()
             self.aborted.append(request_id)
 
+    def forget(self) -> None:
+        """Forget what was asked and aborted so far, for the next row of a table."""
+        self.requests.clear()
+        self.aborted.clear()
+
     async def _play(self, steps: list[EngineOutput], deliver: Callable[[EngineOutput], None]) -> None:
         for step in steps:
             await asyncio.sleep(self.delay_s)

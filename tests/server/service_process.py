@@ -1,5 +1,6 @@
-"""The service as a process of its own around the scripted engine of the engine tests, which needs no torch."""
+"""The service as a process of its own: with the bundled model, or around the engine tests' scripted engine."""
 
+import os
 import re
 import shutil
 import signal
@@ -44,7 +45,7 @@ class ServiceProcess:
     @property
     def url(self) -> str:
         """The address, once the service is ready."""
-        wait_until(lambda: "ready at" in self.out or self.process.poll() is not None, 60)
+        wait_until(lambda: "ready at" in self.out or self.process.poll() is not None, 120)
         found = re.search(r"ready at (http://127.0.0.1:\d+)/v1", self.out)
         assert found, self.err
         return found[1]
@@ -77,6 +78,21 @@ def start(
     """The process; killed at the end, with its engine, if it still runs."""
     model = model_folder(folder, kind)
     command = [sys.executable, *flags, "-c", code, "--port", "0", "--model", str(model), *argv]
+    with run(command, folder, **popen) as service:
+        yield service
+
+
+@contextmanager
+def start_bundled(folder: Path, *argv: str) -> Iterator[ServiceProcess]:
+    """The real engine; with the bundled model, unless `argv` names another."""
+    command = [sys.executable, "-m", "server", "--port", "0", "--num-threads", "1", *argv]
+    with run(command, folder, env=os.environ | {"OMP_NUM_THREADS": "1"}) as service:
+        yield service
+
+
+@contextmanager
+def run(command: list[str], folder: Path, **popen: object) -> Iterator[ServiceProcess]:
+    """The process; killed at the end, if it still runs."""
     files = {"stdout": folder / "out", "stderr": folder / "err"}
     options = {name: popen.pop(name, file) for name, file in files.items()}
     with ExitStack() as stack:

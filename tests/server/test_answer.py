@@ -3,7 +3,6 @@
 import itertools
 
 import orjson
-import pytest
 
 from engine.types import EngineOutput
 from loaders.tokenizer import load_tokenizer
@@ -15,6 +14,7 @@ from server.sampling_defaults import SamplingDefaults
 from server.schema.chat import ChatCompletionRequest
 from server.schema.completions import CompletionRequest
 from tests.server.conftest import ANSWER, ASSETS, CALL, WEATHER, FakeEngine
+from tests.tables import rows
 
 TOKENIZER = load_tokenizer(ASSETS)
 CONVERTER = Converter(TOKENIZER, ServerConfig(), SamplingDefaults())
@@ -59,8 +59,8 @@ def events_of(answer, transcript, *, with_usage):
     return [orjson.dumps(chunk) for chunk in chunks]
 
 
-@pytest.mark.parametrize("make", [chat_answer, completion_answer])
-@pytest.mark.parametrize("transcript", TRANSCRIPTS)
+@rows("make", chat_answer, completion_answer)
+@rows("transcript", *TRANSCRIPTS)
 def test_sampled_events_equal_those_encoded_one_by_one(make, transcript):
     sampled = events_of(make(2), transcript, with_usage=False)
     assert sampled == events_of(make(2), transcript, with_usage=True)

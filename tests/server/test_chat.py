@@ -6,6 +6,7 @@ import re
 import pytest
 
 from tests.server.conftest import ANSWER, CALL, MAX_MODEL_LEN, MODEL, WEATHER, wait_until
+from tests.tables import rows
 
 USER = [{"role": "user", "content": "What is the capital of France?"}]
 PARIS = "The capital of France is Paris."
@@ -78,7 +79,7 @@ def test_streamed_answer_is_the_same(chat):
     assert len({chunk.id for chunk in chunks}) == 1
 
 
-def test_tool_call(chat):
+def test_a_tool_call_is_the_same_streamed(chat):
     answer = chat(CALL, tools=[WEATHER], tool_choice="auto")
     choice = answer.choices[0]
     assert choice.finish_reason == "tool_calls"
@@ -87,9 +88,6 @@ def test_tool_call(chat):
     assert (call.type, call.function.name, call.function.arguments) == ("function", "get_weather", '{"city": "Paris"}')
     assert call.id.startswith("call_")
     assert "<|" not in answer.model_dump_json()
-
-
-def test_streamed_tool_call_is_the_same(chat):
     _, _, calls, reasons, _ = merge(chunks_of(chat(CALL, tools=[WEATHER], stream=True)))
     assert reasons == ["tool_calls"]
     assert [call[1:] for call in calls.values()] == [["get_weather", '{"city": "Paris"}']]
@@ -110,7 +108,7 @@ def test_content_parts_are_joined(chat, service, tokenizer):
     assert "one\ntwo" in tokenizer.decode(service.engine.requests[0].prompt_ids)
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@rows("stream", False, True)
 def test_tokens_after_the_end_of_turn_are_billed_but_not_read_b01(chat, harmony, stream):
     transcript = ANSWER + "<|start|>user<|message|>junk<|end|>"
     fields = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
@@ -124,7 +122,7 @@ def test_tokens_after_the_end_of_turn_are_billed_but_not_read_b01(chat, harmony,
         assert answer.usage.completion_tokens == len(harmony(transcript))
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@rows("stream", False, True)
 def test_budget_spent_on_thinking_b23(chat, stream):
     answer = chat(max_tokens=6, stream=stream)
     if stream:
@@ -147,10 +145,7 @@ def test_limits_b23(chat, service):
         assert chat(**fields).usage.completion_tokens == 5
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [(None, 0), ({}, 0), ({"include_usage": False}, 0), ({"include_usage": True}, 1)],
-)
+@rows("options, expected", (None, 0), ({}, 0), ({"include_usage": False}, 0), ({"include_usage": True}, 1))
 def test_usage_chunk_b19(chat, options, expected):
     fields = {} if options is None else {"stream_options": options}
     chunks = chunks_of(chat(stream=True, **fields))
@@ -163,8 +158,9 @@ def test_usage_chunk_b19(chat, options, expected):
         assert chunks[-1].usage == chat().usage
 
 
-@pytest.mark.parametrize("stop", ["DEFGHIJ", ["nope", "DEF", "\n\n"], ["D"], ["DEFGHIJKL"]])
+@rows("stop", "DEFGHIJ", ["nope", "DEF", "\n\n"], ["D"], ["DEFGHIJKL"])
 def test_stop_strings_b17(chat, service, harmony, stop):
+    service.engine.forget()
     transcript = "<|channel|>final<|message|>ABCDEFGHIJKLMNOP<|return|>"
     service.engine.script = lambda _request: [[i] for i in harmony(transcript)]
     content, _, _, reasons, _ = merge(chunks_of(chat(None, stream=True, stop=stop)))
@@ -174,7 +170,7 @@ def test_stop_strings_b17(chat, service, harmony, stop):
     wait_until(lambda: len(service.engine.aborted) == 2)
 
 
-@pytest.mark.parametrize("step", [1, 3, 100])
+@rows("step", 1, 3, 100)
 def test_logprobs_are_aligned_whatever_the_chunks_b16(chat, service, harmony, tokenizer, step):
     thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
     ids = harmony(f"{thought}<|channel|>final<|message|>naïve 日本 Paris<|return|>")
@@ -226,19 +222,16 @@ def test_sampling_reaches_the_engine(chat, service, tokenizer):
     )
 
 
-def test_hints_are_accepted(chat):
+def test_hints_are_accepted_and_the_model_may_be_left_out(chat, service, harmony):
     hints = {"user": "u", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "safety_identifier": "s"}
     assert chat(**hints).choices[0].message.content == PARIS
-
-
-def test_model_may_be_left_out(service, harmony):
     service.engine.script = lambda _request: harmony(ANSWER)
     with service.http() as http:
         response = http.post("/v1/chat/completions", json={"messages": USER})
     assert response.json()["model"] == MODEL
 
 
-def test_stream_on_the_wire(service, harmony):
+def test_a_stream_on_the_wire_is_events_that_proxies_do_not_buffer(service, harmony):
     service.engine.script = lambda _request: harmony(ANSWER)
     with service.http() as http:
         response = http.post("/v1/chat/completions", json={"messages": USER, "stream": True})
@@ -246,6 +239,12 @@ def test_stream_on_the_wire(service, harmony):
     events = response.text.split("\n\n")
     assert events[-2:] == ["data: [DONE]", ""]
     assert all(json.loads(event.removeprefix("data: "))["choices"] for event in events[:-2])
+    service.engine.script = lambda _request: harmony(ANSWER)
+    with service.http() as http:
+        headers = http.post("/v1/chat/completions", json={"messages": USER, "stream": True}).headers
+    assert headers["content-type"] == "text/event-stream; charset=utf-8"
+    assert (headers["cache-control"], headers["x-accel-buffering"]) == ("no-cache", "no")
+    assert "content-length" not in headers
 
 
 def test_cached_tokens_are_reported(chat, service):
@@ -253,7 +252,7 @@ def test_cached_tokens_are_reported(chat, service):
     assert chat().usage.prompt_tokens_details.cached_tokens == 16
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@rows("stream", False, True)
 def test_engine_error_before_the_first_token_has_a_status(service, stream):
     service.engine.last = lambda _request, _num: {"finish_reason": "error", "error": "no room", "error_param": "n"}
     with service.http() as http:
@@ -285,7 +284,7 @@ def test_engine_error_in_a_stream_is_an_event(service, harmony):
     assert json.loads(last.removeprefix("data: "))["error"]["message"] == "the engine has stopped"
 
 
-@pytest.mark.parametrize("sent", [b"\xe9", b"\xc3\xa9", b"a" * 129, b"a b", b""])
+@rows("sent", b"\xe9", b"\xc3\xa9", b"a" * 129, b"a b", b"")
 def test_a_request_id_that_cannot_be_sent_back_as_it_came_is_replaced(service, sent):
     """One of Latin-1 letters came back in UTF-8."""
     with service.http() as http:
@@ -304,12 +303,3 @@ def test_crash_shows_nothing_of_the_inside(service):
     assert response.headers["x-request-id"] == "my-id"
     assert "my-id" in response.json()["error"]["message"]
     assert "secret" not in response.text
-
-
-def test_a_stream_tells_proxies_not_to_buffer_it(service, harmony):
-    service.engine.script = lambda _request: harmony(ANSWER)
-    with service.http() as http:
-        headers = http.post("/v1/chat/completions", json={"messages": USER, "stream": True}).headers
-    assert headers["content-type"] == "text/event-stream; charset=utf-8"
-    assert (headers["cache-control"], headers["x-accel-buffering"]) == ("no-cache", "no")
-    assert "content-length" not in headers

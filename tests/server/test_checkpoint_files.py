@@ -16,6 +16,7 @@ from server.sampling_defaults import RANGES, SamplingDefaults, read_sampling_def
 from server.schema.common import GenerationRequest
 from server.service import load_checked_tokenizer
 from tests.server.conftest import ASSETS
+from tests.tables import rows
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -36,38 +37,37 @@ def test_sampling_defaults_of_a_checkpoint(subtests, tmp_path):
             assert read_sampling_defaults(tmp_path) == expected
 
 
-def test_sampling_defaults_that_a_request_could_not_have_are_refused_g30(subtests, tmp_path):
-    for content, words in [
-        ('{"temperature": -1}', "temperature is -1: it must be between 0 and 2"),
-        ('{"temperature": "hot"}', 'temperature is "hot": it must be a number'),
-        ('{"temperature": NaN}', "temperature is nan"),
-        ('{"top_p": 0}', "top_p is 0: it must be above 0 and at most 1"),
-        ('{"top_k": 0.5}', "top_k is 0.5: it must be an integer"),
-        ('{"min_p": true}', "min_p is true: it must be a number"),
-        ('{"repetition_penalty": 11, "do_sample": false}', "repetition_penalty is 11"),
-        ('{"temperature": 3, "do_sample": false}', "temperature is 3"),
-        ("[]", "must hold a JSON object"),
-        ("{", "cannot be read as JSON"),
-    ]:
-        with subtests.test(content=content, words=words):
-            (tmp_path / "generation_config.json").write_text(content)
-            with pytest.raises(SettingError, match=re.escape(words)) as caught:
-                read_sampling_defaults(tmp_path)
-            assert str(tmp_path / "generation_config.json") in str(caught.value)
+@rows(
+    "content, words",
+    ('{"temperature": -1}', "temperature is -1: it must be between 0 and 2"),
+    ('{"temperature": "hot"}', 'temperature is "hot": it must be a number'),
+    ('{"temperature": NaN}', "temperature is nan"),
+    ('{"top_p": 0}', "top_p is 0: it must be above 0 and at most 1"),
+    ('{"top_k": 0.5}', "top_k is 0.5: it must be an integer"),
+    ('{"min_p": true}', "min_p is true: it must be a number"),
+    ('{"repetition_penalty": 11, "do_sample": false}', "repetition_penalty is 11"),
+    ('{"temperature": 3, "do_sample": false}', "temperature is 3"),
+    ("[]", "must hold a JSON object"),
+    ("{", "cannot be read as JSON"),
+)
+def test_sampling_defaults_that_a_request_could_not_have_are_refused_g30(tmp_path, content, words):
+    (tmp_path / "generation_config.json").write_text(content)
+    with pytest.raises(SettingError, match=re.escape(words)) as caught:
+        read_sampling_defaults(tmp_path)
+    assert str(tmp_path / "generation_config.json") in str(caught.value)
 
 
-def test_ranges_of_defaults_are_those_of_the_api_g30(subtests):
-    for name in sorted(RANGES):
-        with subtests.test(name=name):
-            low, high = RANGES[name]
-            step = 1 if name == "top_k" else 1e-9
-            for value, is_allowed in ((low, True), (high, True), (low - step, False), (high + step, False)):
-                fields = {name: value}
-                if is_allowed:
-                    assert getattr(GenerationRequest(**fields), name) == value
-                else:
-                    with pytest.raises(ValidationError):
-                        GenerationRequest(**fields)
+@rows("name", *sorted(RANGES))
+def test_ranges_of_defaults_are_those_of_the_api_g30(name):
+    low, high = RANGES[name]
+    step = 1 if name == "top_k" else 1e-9
+    for value, is_allowed in ((low, True), (high, True), (low - step, False), (high + step, False)):
+        fields = {name: value}
+        if is_allowed:
+            assert getattr(GenerationRequest(**fields), name) == value
+        else:
+            with pytest.raises(ValidationError):
+                GenerationRequest(**fields)
 
 
 @pytest.fixture
@@ -81,35 +81,35 @@ def model_folder(tmp_path):
     return tmp_path
 
 
-def test_damaged_tokenizer_files_are_named_g29(subtests, model_folder):
-    for file, content, words in [
-        (
-            "chat_template.jinja",
-            "{{ bos_token }}\n{% for m in messages %}\n{{ m.content }",
-            "line 3 of the chat template",
-        ),
-        ("chat_template.jinja", "a\n{% generation %}b", "line 2 of the chat template"),
-        ("chat_template.jinja", "a\n\n{% no_such_tag %}", "line 3 of the chat template"),
-        ("chat_template.jinja", "{{ 1 | no_such_filter }}", "line 1 of the chat template"),
-        ("chat_template.jinja", b"\xff\xfe", "not UTF-8"),
-        ("tokenizer_config.json", {"chat_template": [{"name": "default"}]}, "chat_template[0] must be an object"),
-        ("tokenizer_config.json", {"chat_template": ["text"]}, "chat_template[0] must be an object"),
-        ("tokenizer_config.json", {"chat_template": 5}, "chat_template must be text or a list"),
-        ("tokenizer_config.json", {"chat_template": "{% if %}"}, "line 1 of the chat template"),
-        ("tokenizer_config.json", {"added_tokens_decoder": {"7": {}}}, "added_tokens_decoder[7] must be an object"),
-        ("tokenizer_config.json", {"added_tokens_decoder": {"7": "x"}}, "added_tokens_decoder[7] must be an object"),
-        ("tokenizer_config.json", {"added_tokens_decoder": {"x": {"content": "y"}}}, "'x', which is not a token id"),
-        ("tokenizer_config.json", {"added_tokens_decoder": [1]}, "added_tokens_decoder must be an object"),
-    ]:
-        with subtests.test(file=file, content=content, words=words):
-            if file == "tokenizer_config.json":
-                (model_folder / "chat_template.jinja").unlink(missing_ok=True)
-            text = content if isinstance(content, bytes | str) else json.dumps(content)
-            (model_folder / file).write_bytes(text if isinstance(text, bytes) else text.encode())
-            with pytest.raises(SettingError, match=re.escape(words)) as caught:
-                load_checked_tokenizer(model_folder)
-            assert str(caught.value).startswith(f"--model: {model_folder / file}: ")
-            assert "\n" not in str(caught.value)
+@rows(
+    "file, content, words",
+    (
+        "chat_template.jinja",
+        "{{ bos_token }}\n{% for m in messages %}\n{{ m.content }",
+        "line 3 of the chat template",
+    ),
+    ("chat_template.jinja", "a\n{% generation %}b", "line 2 of the chat template"),
+    ("chat_template.jinja", "a\n\n{% no_such_tag %}", "line 3 of the chat template"),
+    ("chat_template.jinja", "{{ 1 | no_such_filter }}", "line 1 of the chat template"),
+    ("chat_template.jinja", b"\xff\xfe", "not UTF-8"),
+    ("tokenizer_config.json", {"chat_template": [{"name": "default"}]}, "chat_template[0] must be an object"),
+    ("tokenizer_config.json", {"chat_template": ["text"]}, "chat_template[0] must be an object"),
+    ("tokenizer_config.json", {"chat_template": 5}, "chat_template must be text or a list"),
+    ("tokenizer_config.json", {"chat_template": "{% if %}"}, "line 1 of the chat template"),
+    ("tokenizer_config.json", {"added_tokens_decoder": {"7": {}}}, "added_tokens_decoder[7] must be an object"),
+    ("tokenizer_config.json", {"added_tokens_decoder": {"7": "x"}}, "added_tokens_decoder[7] must be an object"),
+    ("tokenizer_config.json", {"added_tokens_decoder": {"x": {"content": "y"}}}, "'x', which is not a token id"),
+    ("tokenizer_config.json", {"added_tokens_decoder": [1]}, "added_tokens_decoder must be an object"),
+)
+def test_damaged_tokenizer_files_are_named_g29(model_folder, file, content, words):
+    if file == "tokenizer_config.json":
+        (model_folder / "chat_template.jinja").unlink(missing_ok=True)
+    text = content if isinstance(content, bytes | str) else json.dumps(content)
+    (model_folder / file).write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(SettingError, match=re.escape(words)) as caught:
+        load_checked_tokenizer(model_folder)
+    assert str(caught.value).startswith(f"--model: {model_folder / file}: ")
+    assert "\n" not in str(caught.value)
 
 
 def test_a_damaged_template_is_refused_before_the_engine_starts_g29(model_folder):

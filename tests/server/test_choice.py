@@ -13,6 +13,7 @@ from server.choice import Choice
 from server.errors import BadRequest, EngineFailed, TooManyRequests
 from server.parsers import HarmonyParser, Kind, PlainParser
 from tests.server.conftest import ANSWER, ASSETS, CALL
+from tests.tables import rows
 
 TOKENIZER = load_tokenizer(ASSETS)
 EMOJI = (
@@ -90,9 +91,12 @@ def test_logprobs_belong_to_their_token():
         assert TOKENIZER.token_bytes(ids[token.position]) == token.data
 
 
-@pytest.mark.parametrize(
-    ("transcript", "finish_reason", "expected"),
-    [(ANSWER, "stop", "stop"), (CALL, "stop", "tool_calls"), (ANSWER, "length", "length"), (CALL, "length", "length")],
+@rows(
+    "transcript, finish_reason, expected",
+    (ANSWER, "stop", "stop"),
+    (CALL, "stop", "tool_calls"),
+    (ANSWER, "length", "length"),
+    (CALL, "length", "length"),
 )
 def test_finish_reasons(transcript, finish_reason, expected):
     choice = Choice(harmony_parser())
@@ -127,14 +131,12 @@ def test_ordinary_stop_token_is_counted_but_not_shown():
     assert choice.num_tokens == len(ids)
 
 
-@pytest.mark.parametrize(
-    ("fields", "error"),
-    [
-        ({"error": "too long", "error_param": "max_tokens"}, BadRequest),
-        ({"error": "full", "overloaded": True}, TooManyRequests),
-        ({"error": "broken"}, EngineFailed),
-        ({}, EngineFailed),
-    ],
+@rows(
+    "fields, error",
+    ({"error": "too long", "error_param": "max_tokens"}, BadRequest),
+    ({"error": "full", "overloaded": True}, TooManyRequests),
+    ({"error": "broken"}, EngineFailed),
+    ({}, EngineFailed),
 )
 def test_engine_errors(fields, error):
     choice = Choice(PlainParser(TOKENIZER))
@@ -151,7 +153,7 @@ def test_random_tokens_in_random_outputs_never_raise(ids, seed):
     assert merged(Choice(harmony_parser()), outputs_of(ids, cuts)) == whole
 
 
-@pytest.mark.parametrize("keeps_tokens", [True, False])
+@rows("keeps_tokens", True, False)
 def test_a_token_without_text_is_a_piece_of_its_own(keeps_tokens):
     """Clients that count events as tokens would miss it otherwise."""
     hidden = TOKENIZER.encode("<|end|>")[0]

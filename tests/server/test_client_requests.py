@@ -8,9 +8,23 @@ import json
 import pytest
 
 from tests.server.conftest import ANSWER, CALL, MODEL, WEATHER
+from tests.tables import rows
 
 QUESTION = {"role": "user", "content": "What is the capital of France?"}
 BOTH_USAGES = {"include_usage": True, "continuous_usage_stats": True}
+
+SCORED = {"max_tokens": 64, "temperature": 0, "stop": ["\n\n"], "seed": 1234}
+STREAMED = {"stream": True, "stream_options": {"include_usage": True}}
+WEATHER_QUESTION = {"role": "user", "content": "What is the weather in Paris?"}
+
+
+def after_call(call_id, **turn):
+    """A conversation whose last turns are a call and its result."""
+    function = {"name": "get_weather", "arguments": '{"city": "Paris"}'}
+    call = {"id": call_id, "type": "function", "function": function}
+    result = {"role": "tool", "tool_call_id": call_id, "content": "18 degrees and sunny"}
+    return {"messages": [WEATHER_QUESTION, {"role": "assistant", "tool_calls": [call], **turn}, result]}
+
 
 CHATS = {
     "guidellm 0.8.1": {
@@ -21,33 +35,14 @@ CHATS = {
         "ignore_eos": True,
         "messages": [{"role": "user", "content": [{"type": "text", "text": "What is the capital of France?"}]}],
     },
-    "lm-eval 0.4.13": {
-        "messages": [QUESTION],
-        "max_tokens": 64,
-        "temperature": 0,
-        "stop": ["\n\n"],
-        "seed": 1234,
-    },
-    "lm-eval before 0.4.13 (G20)": {
-        "messages": [{**QUESTION, "type": "text"}],
-        "max_tokens": 64,
-        "temperature": 0,
-        "stop": ["\n\n"],
-        "seed": 1234,
-    },
+    "lm-eval 0.4.13": {"messages": [QUESTION], **SCORED},
+    "lm-eval before 0.4.13 (G20)": {"messages": [{**QUESTION, "type": "text"}], **SCORED},
     "Open WebUI 0.12.4, a turn with tools": {
-        "stream": True,
-        "stream_options": {"include_usage": True},
+        **STREAMED,
         "messages": [{"role": "system", "content": "Be brief."}, QUESTION],
         "tools": [WEATHER],
-        "temperature": 0.7,
-        "top_p": 0.9,
-        "top_k": 40,
-        "min_p": 0.05,
-        "max_tokens": 64,
-        "reasoning_effort": "low",
-        "seed": 42,
-        "stop": ["\u0007"],
+        **{"temperature": 0.7, "top_p": 0.9, "top_k": 40, "min_p": 0.05, "seed": 42, "stop": ["\u0007"]},
+        **{"max_tokens": 64, "reasoning_effort": "low"},
     },
     "Open WebUI 0.12.4, the title of a chat": {
         "stream": False,
@@ -60,69 +55,28 @@ CHATS = {
         "stream": False,
         "messages": [QUESTION, {"role": "assistant", "content": ""}, QUESTION],
     },
-    "litellm 1.110.2": {
-        "messages": [QUESTION],
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    },
+    "litellm 1.110.2": {"messages": [QUESTION], **STREAMED},
     "litellm 1.110.2, the turn after a call (G21)": {
-        "messages": [
-            {"role": "user", "content": "What is the weather in Paris?"},
-            {
-                "role": "assistant",
-                "tool_calls": [
-                    {
-                        "function": {"arguments": '{"city": "Paris"}', "name": "get_weather"},
-                        "id": "call_687f9d953a49450586917e5c",
-                        "type": "function",
-                    }
-                ],
-                "reasoning_content": "I call get_weather.",
-                "provider_specific_fields": {"reasoning": "I call get_weather."},
-            },
-            {"role": "tool", "tool_call_id": "call_687f9d953a49450586917e5c", "content": "18 degrees and sunny"},
-        ],
+        **after_call(
+            "call_687f9d953a49450586917e5c",
+            reasoning_content="I call get_weather.",
+            provider_specific_fields={"reasoning": "I call get_weather."},
+        ),
         "tools": [WEATHER],
     },
     "Open WebUI 0.12.4, the turn after a call (G21)": {
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        "messages": [
-            {"role": "user", "content": "What is the weather in Paris?"},
-            {
-                "role": "assistant",
-                "content": "",
-                "tool_calls": [
-                    {
-                        "id": "call_1",
-                        "type": "function",
-                        "function": {"name": "get_weather", "arguments": '{"city": "Paris"}'},
-                    }
-                ],
-                "reasoning_content": "I call get_weather.",
-                "reasoning_details": [{"type": "reasoning.text", "text": "I call get_weather."}],
-            },
-            {"role": "tool", "tool_call_id": "call_1", "content": "18 degrees and sunny"},
-        ],
+        **STREAMED,
+        **after_call(
+            "call_1",
+            content="",
+            reasoning_content="I call get_weather.",
+            reasoning_details=[{"type": "reasoning.text", "text": "I call get_weather."}],
+        ),
         "tools": [WEATHER],
     },
     "langchain-openai 1.7.4": {
         "stream": False,
-        "messages": [
-            {"content": "What is the weather in Paris?", "role": "user"},
-            {
-                "content": None,
-                "role": "assistant",
-                "tool_calls": [
-                    {
-                        "type": "function",
-                        "id": "call_09a9bba6d4f54f93ba21ba25",
-                        "function": {"name": "get_weather", "arguments": '{"city": "Paris"}'},
-                    }
-                ],
-            },
-            {"content": "sunny, 18 degrees", "role": "tool", "tool_call_id": "call_09a9bba6d4f54f93ba21ba25"},
-        ],
+        **after_call("call_09a9bba6d4f54f93ba21ba25", content=None),
         "tools": [WEATHER],
     },
 }
@@ -130,28 +84,17 @@ COMPLETIONS = {
     "guidellm 0.8.1": {
         "stream": True,
         "stream_options": BOTH_USAGES,
-        "max_tokens": 16,
-        "stop": None,
-        "ignore_eos": True,
-        "prompt": "The capital of France is",
+        **{"max_tokens": 16, "stop": None, "ignore_eos": True, "prompt": "The capital of France is"},
     },
     "lm-eval 0.4.13, generate_until": {
+        **SCORED,
         "prompt": [[10, 20, 30], [40, 50]],
-        "max_tokens": 64,
-        "temperature": 0,
         "stop": ["\n\n", "<|return|>"],
-        "seed": 1234,
     },
     "langchain-openai 1.7.4": {
         "prompt": ["The capital of France is"],
-        "frequency_penalty": 0,
-        "logprobs": None,
-        "max_tokens": 5,
-        "n": 1,
-        "presence_penalty": 0,
-        "seed": None,
-        "temperature": 0.7,
-        "top_p": 1,
+        **{"frequency_penalty": 0, "presence_penalty": 0, "logprobs": None, "max_tokens": 5, "n": 1, "seed": None},
+        **{"temperature": 0.7, "top_p": 1},
     },
 }
 
@@ -175,21 +118,20 @@ def chunks_of(text):
     return [json.loads(event) for event in events[:-1]]
 
 
-def test_chat_of(subtests, service, harmony, send):
-    for client, body in CHATS.items():
-        with subtests.test(client=client):
-            service.engine.script = lambda _request: harmony(ANSWER)
-            answer = send("/v1/chat/completions", **body)
-            if isinstance(answer, list):
-                deltas = [choice["delta"] for chunk in answer for choice in chunk["choices"]]
-                text = "".join(delta.get("content") or "" for delta in deltas)
-                assert answer[-1]["usage"]["completion_tokens"] == len(harmony(ANSWER))
-            else:
-                text = answer["choices"][0]["message"]["content"]
-            assert text == "The capital of France is Paris."
+@rows("client, body", *CHATS.items())
+def test_chat_of(service, harmony, send, client, body):
+    service.engine.script = lambda _request: harmony(ANSWER)
+    answer = send("/v1/chat/completions", **body)
+    if isinstance(answer, list):
+        deltas = [choice["delta"] for chunk in answer for choice in chunk["choices"]]
+        text = "".join(delta.get("content") or "" for delta in deltas)
+        assert answer[-1]["usage"]["completion_tokens"] == len(harmony(ANSWER))
+    else:
+        text = answer["choices"][0]["message"]["content"]
+    assert text == "The capital of France is Paris."
 
 
-@pytest.mark.parametrize("client", COMPLETIONS)
+@rows("client", *COMPLETIONS)
 def test_completion_of(client, service, harmony, send):
     service.engine.script = lambda _request: harmony(" Paris.")
     answer = send("/v1/completions", **COMPLETIONS[client])
@@ -199,7 +141,7 @@ def test_completion_of(client, service, harmony, send):
     assert text == " Paris." * num_prompts
 
 
-@pytest.mark.parametrize("options", [BOTH_USAGES, {"continuous_usage_stats": True}, {"include_usage": True}, {}])
+@rows("options", BOTH_USAGES, {"continuous_usage_stats": True}, {"include_usage": True}, {})
 def test_continuous_usage_counts_up_chunk_by_chunk(options, service, harmony, send):
     """guidellm (field reports, F) reads token counts from each chunk, as vLLM and SGLang give them."""
     service.engine.script = lambda _request: harmony(ANSWER)
@@ -280,21 +222,21 @@ def test_a_bare_prompt_has_no_first_token_of_its_own(service, harmony, send, tok
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "add_special_tokens")
 
 
-def test_a_wrong_base_url_is_answered_with_the_right_path(subtests, service):
-    for path, advice in [
-        ("/chat/completions", ": did you mean /v1/chat/completions?"),  # a base URL without /v1
-        ("/completions", ": did you mean /v1/completions?"),
-        ("/v1/v1/chat/completions", ": did you mean /v1/chat/completions?"),  # one with /v1 where none is wanted
-        ("/v1/chat/completions/", ": did you mean /v1/chat/completions?"),
-        ("/v1/tokenize", ": did you mean /tokenize?"),
-        ("/v1/embeddings", ""),
-        ("/", ""),
-    ]:
-        with subtests.test(path=path, advice=advice):
-            with service.http() as http:
-                response = http.post(path, json={"messages": [QUESTION]})
-            assert response.status_code == 404
-            assert response.json()["error"]["message"] == f"there is no {path} here{advice}"
+@rows(
+    "path, advice",
+    ("/chat/completions", ": did you mean /v1/chat/completions?"),  # a base URL without /v1
+    ("/completions", ": did you mean /v1/completions?"),
+    ("/v1/v1/chat/completions", ": did you mean /v1/chat/completions?"),  # one with /v1 where none is wanted
+    ("/v1/chat/completions/", ": did you mean /v1/chat/completions?"),
+    ("/v1/tokenize", ": did you mean /tokenize?"),
+    ("/v1/embeddings", ""),
+    ("/", ""),
+)
+def test_a_wrong_base_url_is_answered_with_the_right_path(service, path, advice):
+    with service.http() as http:
+        response = http.post(path, json={"messages": [QUESTION]})
+    assert response.status_code == 404
+    assert response.json()["error"]["message"] == f"there is no {path} here{advice}"
 
 
 def test_models_with_a_slash_at_the_end(service):
@@ -302,7 +244,7 @@ def test_models_with_a_slash_at_the_end(service):
         assert http.get("/v1/models/").json() == http.get("/v1/models").json()
 
 
-@pytest.mark.parametrize("method", ["GET", "HEAD"])
+@rows("method", "GET", "HEAD")
 def test_what_clients_ask_before_they_begin(method, service):
     """guidellm asks /health (G05), Open WebUI and curl's users /v1/models."""
     with service.http() as http:

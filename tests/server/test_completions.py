@@ -3,6 +3,7 @@
 import pytest
 
 from tests.server.conftest import MODEL
+from tests.tables import rows
 
 PROMPT = "The capital of France is"
 
@@ -30,7 +31,7 @@ def test_answer(complete, harmony):
     assert answer.usage.completion_tokens == len(harmony(" Paris."))
 
 
-@pytest.mark.parametrize("echo", [False, True])
+@rows("echo", False, True)
 def test_streamed_answer_is_the_same(complete, echo):
     with complete(stream=True, echo=echo, logprobs=1) as stream:
         chunks = list(stream)
@@ -41,7 +42,7 @@ def test_streamed_answer_is_the_same(complete, echo):
         assert [item for part in parts for item in getattr(part, name)] == getattr(whole.logprobs, name)
 
 
-def test_prompts_of_every_form(complete, harmony, service):
+def test_prompts_of_every_form_may_hold_control_tokens(complete, harmony, service):
     ids = harmony(PROMPT)
     for prompt in (PROMPT, ids, [PROMPT], [ids]):
         complete(prompt=prompt)
@@ -49,15 +50,12 @@ def test_prompts_of_every_form(complete, harmony, service):
     answer = complete(prompt=[PROMPT, "Hello"], n=2, echo=True)
     assert [choice.text for choice in answer.choices] == [f"{PROMPT} Paris."] * 2 + ["Hello Paris."] * 2
     assert answer.usage.prompt_tokens == len(ids) + len(harmony("Hello"))
-
-
-def test_raw_prompts_may_hold_control_tokens(complete, harmony, service):
     complete(prompt="<|start|>user<|message|>Hi<|end|>")
     assert service.engine.requests[-1].prompt_ids == harmony("<|start|>user<|message|>Hi<|end|>")
 
 
-@pytest.mark.parametrize("as_ids", [False, True])
-@pytest.mark.parametrize("max_tokens", [0, 1])
+@rows("as_ids", False, True)
+@rows("max_tokens", 0, 1)
 def test_echo_with_logprobs_scores_the_prompt_b14(complete, harmony, as_ids, max_tokens):
     text = "naïve 日本 text"
     ids = harmony(text)
@@ -79,12 +77,9 @@ def test_echo_with_logprobs_scores_the_prompt_b14(complete, harmony, as_ids, max
         assert answer.choices[0].text[offset : offset + len(token)] == token
 
 
-def test_chosen_token_is_always_among_the_alternatives_b14(complete):
+def test_entries_of_the_chosen_token_and_of_the_end_b14(complete):
     scores = complete(logprobs=0).choices[0].logprobs
     assert [list(top.values()) for top in scores.top_logprobs] == [[score] for score in scores.token_logprobs]
-
-
-def test_end_token_has_an_entry_without_text_b14(complete):
     answer = complete(" Paris.<|return|>", logprobs=1, max_tokens=50).choices[0]
     assert answer.text == " Paris."
     assert answer.logprobs.tokens[-1] == ""
@@ -96,10 +91,7 @@ def test_control_tokens_are_shown_on_request(complete):
     assert answer.choices[0].text == " Paris.<|return|>"
 
 
-@pytest.mark.parametrize(
-    ("fields", "expected"),
-    [({}, 16), ({"extra_body": {"max_completion_tokens": 50}}, 50), ({"max_tokens": 3}, 3)],
-)
+@rows("fields, expected", ({}, 16), ({"extra_body": {"max_completion_tokens": 50}}, 50), ({"max_tokens": 3}, 3))
 def test_limits_b23(complete, fields, expected):
     answer = complete(" word" * 100, **fields)
     assert answer.usage.completion_tokens == expected

@@ -3,6 +3,7 @@
 import pytest
 
 from tests.server.conftest import ANSWER, FakeEngine, serve
+from tests.tables import rows
 
 ORIGIN = "https://app.example"
 PREFLIGHT = {
@@ -37,9 +38,11 @@ def test_a_preflight_needs_no_key_g04(http):
         assert response.headers["access-control-allow-headers"] == PREFLIGHT["Access-Control-Request-Headers"]
 
 
-@pytest.mark.parametrize(
+@rows(
     "changed",
-    [{"Origin": "https://evil.example"}, {"Origin": ORIGIN + ".evil"}, {"Access-Control-Request-Method": "DELETE"}],
+    {"Origin": "https://evil.example"},
+    {"Origin": ORIGIN + ".evil"},
+    {"Access-Control-Request-Method": "DELETE"},
 )
 def test_a_preflight_that_is_refused_has_our_error_body_g04(http, changed):
     response = http.options(CHAT, headers=PREFLIGHT | changed)

@@ -1,6 +1,5 @@
 """DeepSeek output: reasoning by the prompt's end (B10), both spellings of tool calls, any cut into tokens (B11)."""
 
-import itertools
 import json
 import random
 
@@ -9,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from server.parsers import DeepSeekParser, Kind, choose_parser
+from tests.tables import rows
 
 MARKERS = [
     "<think>",
@@ -116,15 +116,12 @@ def call_text(name, body, ending="<｜tool▁call▁end｜><｜tool▁calls▁en
     return f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{body}{ending}"
 
 
-def test_v31_calls_with_any_name_and_a_block_g28(subtests):
-    for seed, name, body in itertools.product(
-        [1, 2],
-        ["function", "get_weather"],
-        ['{"a": 1}', '\n{"a": 1}', '```json\n{"a": 1}\n```', '```\n{"a": 1}\n```\n', ' {"a": 1}'],
-    ):
-        with subtests.test(seed=seed, name=name, body=body):
-            text = "Hi." + call_text(name, body)
-            assert parse(text, rng=random.Random(seed)) == ("", "Hi.", [(name, '{"a": 1}')])
+@rows("seed", 1, 2)
+@rows("name", "function", "get_weather")
+@rows("body", '{"a": 1}', '\n{"a": 1}', '```json\n{"a": 1}\n```', '```\n{"a": 1}\n```\n', ' {"a": 1}')
+def test_v31_calls_with_any_name_and_a_block_g28(seed, name, body):
+    text = "Hi." + call_text(name, body)
+    assert parse(text, rng=random.Random(seed)) == ("", "Hi.", [(name, '{"a": 1}')])
 
 
 def test_odd_calls_g28():
@@ -140,15 +137,13 @@ def test_odd_calls_g28():
         assert parse(text) == expected, (text, expected)
 
 
-@pytest.mark.parametrize("tools", [frozenset(), frozenset({"get_time"})])
-@pytest.mark.parametrize(
-    "text", [call_text("get_weather", '{"a": 1}'), call_text("function", 'get_weather\n```json\n{"a": 1}\n```')]
-)
+@rows("tools", frozenset(), frozenset({"get_time"}))
+@rows("text", call_text("get_weather", '{"a": 1}'), call_text("function", 'get_weather\n```json\n{"a": 1}\n```'))
 def test_a_call_that_nobody_offered_is_text_g26(text, tools):
     assert parse("Hi." + text, tools=tools) == ("", 'Hi.\nget_weather {"a": 1}', [])
 
 
-@pytest.mark.parametrize("head", ["function<｜tool▁sep｜>get_weather\n", "get_weather<｜tool▁sep｜>```json\n"])
+@rows("head", "function<｜tool▁sep｜>get_weather\n", "get_weather<｜tool▁sep｜>```json\n")
 def test_cost_of_a_long_call_does_not_grow(head):
     body = "1234567890" * 5000
     assert parse(f"<｜tool▁call▁begin｜>{head}{body}<｜tool▁call▁end｜>")[2] == [("get_weather", body)]

@@ -9,6 +9,7 @@ import httpx2
 import pytest
 
 from tests.server.conftest import FakeEngine, read_to_end, serve, wait_until
+from tests.tables import rows
 
 LONG = {"prompt": "a", "max_tokens": 2000}
 
@@ -28,19 +29,20 @@ def is_clean(service, num_requests):
     )
 
 
-@pytest.mark.parametrize("n", [1, 3])
+@rows("n", 1, 3)
 def test_leaving_after_the_first_chunk(slow, n):
+    slow.engine.forget()
     with slow.client() as client, client.completions.create(model="tiny", n=n, stream=True, **LONG) as stream:
         next(iter(stream))
     wait_until(lambda: is_clean(slow, n))
     assert sorted(slow.engine.aborted) == sorted(request.request_id for request in slow.engine.requests)
 
 
-@pytest.mark.parametrize("n", [1, 3])
-@pytest.mark.parametrize("stream", [False, True])
+@rows("n", 1, 3)
+@rows("stream", False, True)
 def test_leaving_before_any_answer(slow, stream, n):
-    if stream:
-        slow.engine.delay_s = 60
+    slow.engine.forget()
+    slow.engine.delay_s = 60 if stream else 0.005
     with slow.http() as http, pytest.raises(httpx2.ReadTimeout):
         http.post("/v1/completions", json={**LONG, "n": n, "stream": stream}, timeout=0.3)
     wait_until(lambda: is_clean(slow, n))

@@ -3,14 +3,9 @@
 import json
 import os
 import random
-import re
-import signal
-import subprocess
-import sys
 import threading
 import time
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from contextlib import ExitStack
 
 import httpx2
 import openai
@@ -19,42 +14,15 @@ import torch
 from transformers import AutoModelForCausalLM, Mxfp4Config
 
 from tests.server.conftest import ASSETS, WEATHER, wait_until
+from tests.server.service_process import start_bundled
+from tests.tables import rows
 
-ROOT = Path(__file__).resolve().parents[2]
 PARIS = [{"role": "user", "content": "What is the capital of France?"}]
 
 
-@contextmanager
-def start(tmp_path, *argv):
-    """The process, with its output in files; killed at the end if it still runs."""
-    environ = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "server", "--port", "0", "--num-threads", "1", *argv]
-    with (
-        open(tmp_path / "out", "w") as out,
-        open(tmp_path / "err", "w") as err,
-        subprocess.Popen(command, stdout=out, stderr=err, cwd=ROOT, env=environ) as process,
-    ):
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
-@pytest.fixture(scope="module")
-def url(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("service")
-    with start(folder, "--max-num-seqs", "16", "--access-log") as process:
-        wait_until(lambda: "ready at" in (folder / "out").read_text() or process.poll() is not None, 60)
-        found = re.search(r"tiny-gpt-oss ready at (http://127.0.0.1:\d+)/v1", (folder / "out").read_text())
-        assert found, (folder / "err").read_text()
-        assert "6 MoE layers by torch / none / mxfp4 on cpu" in (folder / "out").read_text()
-        yield found[1]
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 0
-    assert len((folder / "out").read_text().splitlines()) == 2, (
-        "all but the two lines about the start belongs on stderr"
-    )
-    assert re.search(r"^\d{4}-\S+ \S+ INFO uvicorn.access: ", (folder / "err").read_text(), re.MULTILINE)
+@pytest.fixture
+def url(bundled_url):
+    return bundled_url
 
 
 @pytest.fixture
@@ -73,7 +41,7 @@ def test_it_knows_the_capital_of_france(client):
     assert answer.choices[0].finish_reason == "stop"
 
 
-@pytest.mark.parametrize("fields", [{"temperature": 0}, {"temperature": 1.0, "seed": 11}])
+@rows("fields", {"temperature": 0}, {"temperature": 1.0, "seed": 11})
 def test_streaming_equals_non_streaming(client, fields):
     request = {"model": "tiny-gpt-oss", "messages": PARIS, "max_tokens": 60, "logprobs": True, **fields}
     whole = client.chat.completions.create(**request).choices[0]
@@ -163,7 +131,7 @@ def test_many_clients_at_once_get_the_answers_they_get_alone(url, client):
     wait_until(lambda: stats_of(url)["num_running"] == stats_of(url)["num_waiting"] == 0)
 
 
-@pytest.mark.parametrize("n", [1, 3])
+@rows("n", 1, 3)
 def test_a_client_that_leaves_frees_its_pages(url, client, n):
     wait_until(lambda: stats_of(url)["num_running"] == 0)
     endless = {"max_tokens": 3000, "stream": True, "n": n, "extra_body": {"ignore_eos": True}}
@@ -198,11 +166,11 @@ def test_a_start_that_fails_says_so_in_one_line(tmp_path):
     os.truncate(cut / "model.safetensors", 9_000_000)
     with ExitStack() as stack:
         processes = {
-            folder: stack.enter_context(start(folder, "--model", str(folder), "--log-level", "warning"))
+            folder: stack.enter_context(start_bundled(folder, "--model", str(folder), "--log-level", "warning"))
             for folder in (config, cut)
         }
         for folder, words in ((config, "config.json"), (cut, "truncated")):
-            assert processes[folder].wait(60) == 1
-            [line] = (folder / "err").read_text().splitlines()
+            assert processes[folder].process.wait(60) == 1
+            [line] = processes[folder].err.splitlines()
             assert line.startswith("moe-serve: the engine cannot start: ")
             assert words in line

@@ -5,33 +5,16 @@ import json
 import pytest
 
 from server import cli
+from tests.tables import rows
 
 DEEPSEEK = {
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "vocab_size": 96,
-    "hidden_size": 2048,
-    "intermediate_size": 2048,
-    "moe_intermediate_size": 1024,
-    "num_hidden_layers": 2,
-    "first_k_dense_replace": 1,
-    "num_attention_heads": 4,
-    "n_shared_experts": 1,
-    "n_routed_experts": 16,
-    "num_experts_per_tok": 4,
-    "n_group": 4,
-    "topk_group": 2,
-    "routed_scaling_factor": 2.5,
-    "norm_topk_prob": True,
-    "scoring_func": "sigmoid",
-    "kv_lora_rank": 32,
-    "q_lora_rank": 48,
-    "qk_rope_head_dim": 16,
-    "qk_nope_head_dim": 24,
-    "v_head_dim": 20,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "max_position_embeddings": 512,
-}
+    "architectures": ["DeepseekV3ForCausalLM"], "vocab_size": 96, "hidden_size": 2048, "intermediate_size": 2048,
+    "moe_intermediate_size": 1024, "num_hidden_layers": 2, "first_k_dense_replace": 1, "num_attention_heads": 4,
+    "n_shared_experts": 1, "n_routed_experts": 16, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2,
+    "routed_scaling_factor": 2.5, "norm_topk_prob": True, "scoring_func": "sigmoid", "kv_lora_rank": 32,
+    "q_lora_rank": 48, "qk_rope_head_dim": 16, "qk_nope_head_dim": 24, "v_head_dim": 20, "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0, "max_position_embeddings": 512,
+}  # fmt: skip
 
 
 def run(capsys, *argv):
@@ -78,15 +61,13 @@ def test_the_mode_of_the_transport_counts(capsys, deepseek):
     assert "usable" not in line("normal")
 
 
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        (["--gpu", "sm91", "--format", "mxfp4"], "--gpu sm91 is not known; known: sm80"),
-        (["--gpu", "sm90", "--format", "int3"], "--format int3 is not known"),
-        (["--gpu", "sm90", "--format", "mxfp4", "--a2a", "pigeon"], "invalid choice"),
-        (["--format", "mxfp4"], "--gpu"),
-        (["--gpu", "sm90", "--format", "mxfp4", "--model", "/nope"], "/nope"),
-    ],
+@rows(
+    "argv, words",
+    (["--gpu", "sm91", "--format", "mxfp4"], "--gpu sm91 is not known; known: sm80"),
+    (["--gpu", "sm90", "--format", "int3"], "--format int3 is not known"),
+    (["--gpu", "sm90", "--format", "mxfp4", "--a2a", "pigeon"], "invalid choice"),
+    (["--format", "mxfp4"], "--gpu"),
+    (["--gpu", "sm90", "--format", "mxfp4", "--model", "/nope"], "/nope"),
 )
 def test_mistakes_are_one_line(capsys, argv, words):
     code, out, err = run(capsys, *argv)

@@ -13,6 +13,7 @@ from server.config import ServerConfig
 from server.errors import SettingError
 from server.health import health
 from server.settings import settings_of
+from tests.tables import rows
 
 SETTINGS = settings_of(ServerConfig, EngineConfig)
 
@@ -60,15 +61,13 @@ def test_alive_dead_and_absent(port: int, monkeypatch: pytest.MonkeyPatch, capsy
     assert "no answer from 127.0.0.1 port 1: " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("words", "environ"),
-    [
-        (["/usr/bin/tini", "--", "moe-serve", "--port", "PORT", "--max-num-seqs", "4"], {"MOE_SERVE_PORT": "1"}),
-        (["/opt/bin/python3", "/opt/bin/moe-serve", "--host", "0.0.0.0", "--port", "PORT"], {}),
-        (["/usr/bin/tini", "--", "moe-serve"], {"MOE_SERVE_PORT": "PORT", "MOE_SERVE_HOST": "0.0.0.0"}),
-        (["/sbin/init", "--port", "1"], {"MOE_SERVE_PORT": "PORT"}),
-        ([], {"MOE_SERVE_PORT": "PORT"}),
-    ],
+@rows(
+    "words, environ",
+    (["/usr/bin/tini", "--", "moe-serve", "--port", "PORT", "--max-num-seqs", "4"], {"MOE_SERVE_PORT": "1"}),
+    (["/opt/bin/python3", "/opt/bin/moe-serve", "--host", "0.0.0.0", "--port", "PORT"], {}),
+    (["/usr/bin/tini", "--", "moe-serve"], {"MOE_SERVE_PORT": "PORT", "MOE_SERVE_HOST": "0.0.0.0"}),
+    (["/sbin/init", "--port", "1"], {"MOE_SERVE_PORT": "PORT"}),
+    ([], {"MOE_SERVE_PORT": "PORT"}),
 )
 def test_g61_the_image_asks_the_port_of_process_1(
     port: int, tmp_path: Path, words: list[str], environ: dict[str, str]

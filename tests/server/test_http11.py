@@ -1,6 +1,5 @@
 """HTTP/1.1 over raw sockets, as clients and attackers write it: upgrades, chunks, pipelines, faulty framing."""
 
-import itertools
 import json
 import socket
 import time
@@ -11,6 +10,7 @@ import pytest
 
 from server.protocol import MAX_HEAD_BYTES
 from tests.server.conftest import read_to_end, wait_until
+from tests.tables import rows
 
 BODY = b'{"prompt": "Hello"}'
 SMUGGLED = b'{"prompt": "GET /version HTTP/1.1\\r\\nHost: x\\r\\n\\r\\n"}'
@@ -83,30 +83,32 @@ UPGRADES = {
 }
 
 
-def test_an_upgrade_is_ignored_and_the_body_read_g01(subtests, connect):
-    for num_packets, upgrade in itertools.product([1, 2], UPGRADES.values()):
-        with subtests.test(num_packets=num_packets, upgrade=upgrade), connect() as connection:
-            head, body = post(upgrade)
-            send(connection, *([head + body] if num_packets == 1 else [head, body]))
-            assert answer_of(connection)[1]["count"] > 0
-            connection.sendall(b"".join(post()))  # the connection goes on in HTTP/1.1
-            assert answer_of(connection)[0] == 200
+@rows("num_packets", 1, 2)
+@rows("upgrade", *UPGRADES.values())
+def test_an_upgrade_is_ignored_and_the_body_read_g01(connect, num_packets, upgrade):
+    with connect() as connection:
+        head, body = post(upgrade)
+        send(connection, *([head + body] if num_packets == 1 else [head, body]))
+        assert answer_of(connection)[1]["count"] > 0
+        connection.sendall(b"".join(post()))  # the connection goes on in HTTP/1.1
+        assert answer_of(connection)[0] == 200
 
 
-def test_a_body_is_never_read_as_a_request_g01(subtests, connect):
+@rows("is_chunked", False, True)
+@rows("upgrade", b"", H2C, UPGRADES["foo"])
+def test_a_body_is_never_read_as_a_request_g01(connect, is_chunked, upgrade):
     """A request used to get two answers: its own, and that of the request inside its body."""
-    for is_chunked, upgrade in itertools.product([False, True], [b"", H2C, UPGRADES["foo"]]):
-        with subtests.test(is_chunked=is_chunked, upgrade=upgrade), connect() as connection:
-            if is_chunked:
-                head, _ = post(upgrade, b"Transfer-Encoding: chunked\r\n", body=None)
-                body = chunked(SMUGGLED[:11], SMUGGLED[11:])
-            else:
-                head, body = post(upgrade, body=SMUGGLED)
-            send(connection, head, body)
-            status, answer = answer_of(connection)
-            assert (status, answer["count"] > 10) == (200, True)
-            connection.sendall(b"GET /health/live HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
-            assert read_to_end(connection).count(b"HTTP/1.1 ") == 1
+    with connect() as connection:
+        if is_chunked:
+            head, _ = post(upgrade, b"Transfer-Encoding: chunked\r\n", body=None)
+            body = chunked(SMUGGLED[:11], SMUGGLED[11:])
+        else:
+            head, body = post(upgrade, body=SMUGGLED)
+        send(connection, head, body)
+        status, answer = answer_of(connection)
+        assert (status, answer["count"] > 10) == (200, True)
+        connection.sendall(b"GET /health/live HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        assert read_to_end(connection).count(b"HTTP/1.1 ") == 1
 
 
 def test_a_websocket_handshake_is_a_plain_get_g01(connection):
@@ -132,9 +134,6 @@ def test_expect_100_continue(connection):
     assert connection.recv(65536) == b"HTTP/1.1 100 Continue\r\n\r\n"
     connection.sendall(body)
     assert answer_of(connection)[0] == 200
-
-
-def test_expect_100_continue_of_a_body_that_is_too_large(connection):
     connection.sendall(
         b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999\r\nExpect: 100-continue\r\n\r\n"
     )
@@ -191,15 +190,21 @@ def test_a_stream_in_http_1_1_is_chunked_and_keeps_the_connection_g02(service, c
     assert answer_of(connection)[0] == 200
 
 
-def test_a_target_in_absolute_form_means_its_path(subtests, connect):
-    for target, status in [
-        (b"http://x:1/v1/models?a=b", 200),
-        (b"HTTPS://x/v1/models", 200),
-        (b"http://[bad/v1/models", 200),
-    ] + [(target, 404) for target in (b"http://x", b"http://x?a=/v1/models", b"*", b"ftp://x/v1/models", b"x:80")]:
-        with subtests.test(target=target, status=status), connect() as connection:
-            connection.sendall(b"GET %s HTTP/1.1\r\nHost: x:1\r\n\r\n" % target)
-            assert answer_of(connection)[0] == status
+@rows(
+    "target, status",
+    *(
+        [
+            (b"http://x:1/v1/models?a=b", 200),
+            (b"HTTPS://x/v1/models", 200),
+            (b"http://[bad/v1/models", 200),
+        ]
+        + [(target, 404) for target in (b"http://x", b"http://x?a=/v1/models", b"*", b"ftp://x/v1/models", b"x:80")]
+    ),
+)
+def test_a_target_in_absolute_form_means_its_path(connect, target, status):
+    with connect() as connection:
+        connection.sendall(b"GET %s HTTP/1.1\r\nHost: x:1\r\n\r\n" % target)
+        assert answer_of(connection)[0] == status
 
 
 TE = b"Transfer-Encoding: chunked\r\n"
@@ -244,7 +249,7 @@ def test_a_second_request_that_is_faulty_ends_the_connection_after_the_first_ans
     assert b"HTTP/1.1 400" in answers
 
 
-@pytest.mark.parametrize("upgrade", [b"", H2C])
+@rows("upgrade", b"", H2C)
 def test_the_rest_of_a_body_that_was_answered_early_is_dropped(connection, upgrade):
     body = b" " * 5_000_000
     connection.sendall(b"".join(post(upgrade, body=body)) + b"".join(post()))

@@ -15,6 +15,7 @@ from huggingface_hub import _tree_cache, close_session, constants
 from server import hub_download
 from server.hub_errors import explain_failure
 from tests.server.fake_hub import TOKEN, Hub, Repository, commit_of, run_hub
+from tests.tables import rows
 
 NAME = "maker/small"
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
@@ -163,7 +164,7 @@ def test_a_damaged_cache_cannot_be_mended_offline(hub: Hub, monkeypatch: pytest.
     assert refusal().startswith(f"--model: HF_HUB_OFFLINE is set, and {NAME} is not, or not completely, in ")
 
 
-@pytest.mark.parametrize("token", [None, "hf_wrong", TOKEN])
+@rows("token", None, "hf_wrong", TOKEN)
 def test_a_gated_model_needs_a_token_that_has_access(
     hub: Hub, monkeypatch: pytest.MonkeyPatch, token: str | None
 ) -> None:
@@ -195,9 +196,11 @@ def test_a_revision_that_does_not_exist(hub: Hub) -> None:
     assert "has no revision 'ffff" in refusal(revision="f" * 40)
 
 
-@pytest.mark.parametrize(
-    ("status", "words"),
-    [(403, "refuses access to maker/small (status 403); check HF_TOKEN"), (429, "no more requests"), (500, "fails")],
+@rows(
+    "status, words",
+    (403, "refuses access to maker/small (status 403); check HF_TOKEN"),
+    (429, "no more requests"),
+    (500, "fails"),
 )
 def test_a_hub_that_refuses_or_fails(hub: Hub, status: int, words: str) -> None:
     hub.status = status
@@ -251,18 +254,16 @@ def test_a_disk_without_room_is_seen_before_the_download(hub: Hub) -> None:
     assert not set(SHARDS) & set(hub.fetched())
 
 
-@pytest.mark.parametrize(
-    ("error", "words"),
-    [
-        (OSError(errno.ENOSPC, "No space left on device"), "no space is left in .*set HF_HUB_CACHE to a folder on a"),
-        (OSError(errno.EDQUOT, "Quota exceeded"), "no space is left"),
-        (
-            PermissionError(errno.EACCES, "Permission denied", "/c"),
-            r"/c cannot be written \(Permission denied\); set HF_",
-        ),
-        (OSError(errno.EROFS, "Read-only file system", "/c"), "/c cannot be written"),
-        (ValueError("two\nlines"), r"the download of maker/small failed \(two\); start again"),
-    ],
+@rows(
+    "error, words",
+    (OSError(errno.ENOSPC, "No space left on device"), "no space is left in .*set HF_HUB_CACHE to a folder on a"),
+    (OSError(errno.EDQUOT, "Quota exceeded"), "no space is left"),
+    (
+        PermissionError(errno.EACCES, "Permission denied", "/c"),
+        r"/c cannot be written \(Permission denied\); set HF_",
+    ),
+    (OSError(errno.EROFS, "Read-only file system", "/c"), "/c cannot be written"),
+    (ValueError("two\nlines"), r"the download of maker/small failed \(two\); start again"),
 )
 def test_a_disk_that_refuses(error: Exception, words: str) -> None:
     line = explain_failure(error, NAME, None)
@@ -270,30 +271,31 @@ def test_a_disk_that_refuses(error: Exception, words: str) -> None:
     assert re.search(words, line), line
 
 
-@pytest.mark.parametrize(
-    ("files", "words"),
-    [
-        (
-            {"config.json": b'{"quantization_config": {"quant_method": "awq", "bits": 4}}'},
-            "quantized as awq with 4 bits",
-        ),
-        ({"config.json": b"{"}, "config.json: cannot be read as JSON"),
-        (
-            {"model.safetensors.index.json": b"[]"},
-            "model.safetensors.index.json of maker/small is not a safetensors index",
-        ),
-        ({SHARDS[1]: None}, f"maker/small is incomplete: model.safetensors.index.json names {SHARDS[1]}"),
-        ({"config.json": None}, "maker/small has no config.json, so it cannot be served"),
-        ({"tokenizer.json": None}, "maker/small has no tokenizer.json"),
-        (
-            {name: None for name in [*FILES, *UNNEEDED] if "safetensors" in name},
-            "maker/small has no safetensors but .bin files",
-        ),
-    ],
+@rows(
+    "files, words",
+    (
+        {"config.json": b'{"quantization_config": {"quant_method": "awq", "bits": 4}}'},
+        "quantized as awq with 4 bits",
+    ),
+    ({"config.json": b"{"}, "config.json: cannot be read as JSON"),
+    (
+        {"model.safetensors.index.json": b"[]"},
+        "model.safetensors.index.json of maker/small is not a safetensors index",
+    ),
+    ({SHARDS[1]: None}, f"maker/small is incomplete: model.safetensors.index.json names {SHARDS[1]}"),
+    ({"config.json": None}, "maker/small has no config.json, so it cannot be served"),
+    ({"tokenizer.json": None}, "maker/small has no tokenizer.json"),
+    (
+        {name: None for name in [*FILES, *UNNEEDED] if "safetensors" in name},
+        "maker/small has no safetensors but .bin files",
+    ),
 )
 def test_what_cannot_be_served_is_refused_before_its_weights_come(
-    hub: Hub, files: dict[str, bytes | None], words: str
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, bytes | None], words: str
 ) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    _tree_cache._IN_MEMORY_TREE_CACHE.clear()
+    hub.asked.clear()
     changed = FILES | UNNEEDED | files
     hub.repositories[NAME].revisions["main"] = {name: data for name, data in changed.items() if data is not None}
     assert words in refusal()

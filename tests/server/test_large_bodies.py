@@ -16,6 +16,7 @@ from server.schema.chat import ChatCompletionRequest
 from server.schema.completions import CompletionRequest, DetokenizeRequest, TokenizeRequest
 from server.schema.limits import MAX_CONTAINERS, MAX_KEYS, MAX_MESSAGES
 from tests.server.conftest import MAX_MODEL_LEN, MAX_REQUESTS, wait_until
+from tests.tables import rows
 
 USER = {"role": "user", "content": "Hi"}
 
@@ -40,17 +41,16 @@ WRONG_MANY_TIMES = [
 ]
 
 
-def test_validation_stops_at_the_first_error_g80(subtests):
+@rows("body, param", *WRONG_MANY_TIMES)
+def test_validation_stops_at_the_first_error_g80(body, param):
     """Validation used to build 300,000 errors, in 2.9 GB, to show the first."""
-    for body, param in WRONG_MANY_TIMES:
-        with subtests.test(body=body, param=param):
-            with pytest.raises(BadRequest) as refused:
-                _parse(json.dumps(body).encode(), ChatCompletionRequest)
-            if param is not None:
-                assert refused.value.param == param
-            with pytest.raises(ValidationError) as invalid:
-                ChatCompletionRequest.model_validate(body)
-            assert invalid.value.error_count() <= MAX_KEYS
+    with pytest.raises(BadRequest) as refused:
+        _parse(json.dumps(body).encode(), ChatCompletionRequest)
+    if param is not None:
+        assert refused.value.param == param
+    with pytest.raises(ValidationError) as invalid:
+        ChatCompletionRequest.model_validate(body)
+    assert invalid.value.error_count() <= MAX_KEYS
 
 
 def test_as_many_keys_as_are_accepted_are_each_looked_at_g80():
@@ -94,8 +94,8 @@ def test_brackets_are_counted_before_parsing_but_not_those_in_strings_g80():
     assert _parse(with_containers(MAX_CONTAINERS, text), ChatCompletionRequest).messages[0].content == text
 
 
-@pytest.mark.parametrize("extra", [0, 1])
-@pytest.mark.parametrize("is_chunked", [False, True])
+@rows("extra", 0, 1)
+@rows("is_chunked", False, True)
 def test_a_body_of_exactly_the_limit_is_accepted(service, extra, is_chunked):
     limit = service.app.state.context.config.max_body_bytes
     head = b'{"tokens": [5]'
@@ -115,7 +115,7 @@ def test_ids_far_beyond_the_context_are_refused_g06(service):
     assert more.json()["error"]["param"] == "tokens"
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize"])
+@rows("path", "/v1/chat/completions", "/v1/completions", "/tokenize")
 def test_text_that_can_never_fit_is_not_tokenized_g81(service, monkeypatch, path):
     context = service.app.state.context
     most = MAX_MODEL_LEN * context.converter.tokenizer.max_token_bytes * (4 if path == "/tokenize" else 1)

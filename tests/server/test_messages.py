@@ -1,12 +1,12 @@
 """Messages and tools over HTTP: what clients send back (G20, G21), calls that nobody offered (G26), their counters."""
 
-import itertools
 import json
 from itertools import pairwise
 
 import pytest
 
 from tests.server.conftest import ANSWER, CALL, MODEL, WEATHER
+from tests.tables import rows
 
 USER = {"role": "user", "content": "What is the weather?"}
 FUNCTION = {"name": "get_weather", "arguments": '{"city": "Paris"}'}
@@ -76,12 +76,11 @@ UNKNOWN_KEYS = [
 ]
 
 
-def test_unknown_keys_in_messages_are_ignored_and_counted_g20_g21(subtests, ask, counted):
-    for messages, num_ignored in UNKNOWN_KEYS:
-        with subtests.test(messages=messages, num_ignored=num_ignored):
-            response = ask(messages)
-            assert response.status_code == 200, response.text
-            assert counted("ignored_keys") == num_ignored
+@rows("messages, num_ignored", *UNKNOWN_KEYS)
+def test_unknown_keys_in_messages_are_ignored_and_counted_g20_g21(ask, counted, messages, num_ignored):
+    response = ask(messages)
+    assert response.status_code == 200, response.text
+    assert counted("ignored_keys") == num_ignored
 
 
 def test_unknown_keys_in_tools_are_ignored_and_counted_g21(ask, counted):
@@ -95,23 +94,19 @@ def test_unknown_keys_at_the_top_level_are_refused_g21(ask):
     assert (response.status_code, response.json()["error"]["param"]) == (400, "no_such_field")
 
 
-@pytest.mark.parametrize(
-    ("message", "words"),
-    [
-        ({"role": "assistant", "refusal": "I will not."}, "I will not."),
-        ({"role": "assistant", "content": "Sorry.", "refusal": "I will not."}, "Sorry.\nI will not."),
-        ({"role": "assistant", "content": [{"type": "refusal", "refusal": "I will not."}]}, "I will not."),
-        ({"role": "user", "content": "Hm.", "refusal": "no"}, "Hm."),
-    ],
+@rows(
+    "message, words",
+    ({"role": "assistant", "refusal": "I will not."}, "I will not."),
+    ({"role": "assistant", "content": "Sorry.", "refusal": "I will not."}, "Sorry.\nI will not."),
+    ({"role": "assistant", "content": [{"type": "refusal", "refusal": "I will not."}]}, "I will not."),
+    ({"role": "user", "content": "Hm.", "refusal": "no"}, "Hm."),
 )
 def test_a_refusal_is_what_the_assistant_said_g21(ask, service, tokenizer, message, words):
     assert ask([USER, message, USER]).status_code == 200
     assert f"<|message|>{words}<|end|>" in tokenizer.decode(service.engine.requests[-1].prompt_ids)
 
 
-@pytest.mark.parametrize(
-    "said", [{"content": None, "reasoning": None}, {}, {"content": None, "tool_calls": []}, {"refusal": ""}], ids=str
-)
+@rows("said", {"content": None, "reasoning": None}, {}, {"content": None, "tool_calls": []}, {"refusal": ""})
 def test_an_answer_without_words_may_be_sent_back_g21_g24(ask, service, said):
     """An answer that `max_tokens` cut while thinking has neither content nor calls."""
     assert ask([USER, {"role": "assistant", "content": ""}, USER]).status_code == 200
@@ -127,29 +122,27 @@ def test_the_message_of_a_cut_answer_is_accepted_as_it_came_g21(ask):
     assert response.status_code == 200, response.text
 
 
-@pytest.mark.parametrize("function", [{"name": "f"}, {"name": "f", "arguments": None}, {"name": "f", "arguments": {}}])
+@rows("function", {"name": "f"}, {"name": "f", "arguments": None}, {"name": "f", "arguments": {}})
 def test_missing_and_null_arguments_are_an_empty_object_g21(ask, service, tokenizer, function):
     turn = {"role": "assistant", "tool_calls": [{"id": "c1", "function": function}]}
     assert ask([USER, turn, RESULT]).status_code == 200
     assert "<|message|>{}<|call|>" in tokenizer.decode(service.engine.requests[-1].prompt_ids)
 
 
-def test_a_call_that_nobody_offered_is_text_and_counted_g26(subtests, ask, counted):
-    for stream, fields in itertools.product(
-        [False, True], [{}, {"tools": [WEATHER], "tool_choice": "none"}, {"tools": [TIME]}, {"tools": []}]
-    ):
-        with subtests.test(stream=stream, fields=fields):
-            response = ask(transcript=CALL, stream=stream, **fields)
-            if stream:
-                parts = deltas(response)
-                assert "".join(part.get("content") or "" for part in parts) == 'get_weather {"city": "Paris"}'
-                assert not any("tool_calls" in part for part in parts)
-            else:
-                choice = response.json()["choices"][0]
-                assert choice["message"]["content"] == 'get_weather {"city": "Paris"}'
-                assert (choice["message"].get("tool_calls"), choice["finish_reason"]) == (None, "stop")
-            assert counted("undeclared_tool_calls") == 1
-            assert counted("empty_answers") == 0
+@rows("stream", False, True)
+@rows("fields", {}, {"tools": [WEATHER], "tool_choice": "none"}, {"tools": [TIME]}, {"tools": []})
+def test_a_call_that_nobody_offered_is_text_and_counted_g26(ask, counted, stream, fields):
+    response = ask(transcript=CALL, stream=stream, **fields)
+    if stream:
+        parts = deltas(response)
+        assert "".join(part.get("content") or "" for part in parts) == 'get_weather {"city": "Paris"}'
+        assert not any("tool_calls" in part for part in parts)
+    else:
+        choice = response.json()["choices"][0]
+        assert choice["message"]["content"] == 'get_weather {"city": "Paris"}'
+        assert (choice["message"].get("tool_calls"), choice["finish_reason"]) == (None, "stop")
+    assert counted("undeclared_tool_calls") == 1
+    assert counted("empty_answers") == 0
 
 
 def test_streamed_calls_keep_their_numbers(ask):
@@ -170,15 +163,13 @@ def test_streamed_calls_keep_their_numbers(ask):
     assert [call["function"]["arguments"] for call in whole] == ['{"n": 1}', '{"n": 2}']
 
 
-@pytest.mark.parametrize(
-    ("transcript", "num_empty"),
-    [
-        ("<|channel|>analysis<|message|>Hm.<|end|><|return|>", 1),
-        ("<|channel|>final<|message|><|return|>", 1),
-        ("<|channel|>final Paris", 0),
-        (ANSWER, 0),
-        (CALL, 0),
-    ],
+@rows(
+    "transcript, num_empty",
+    ("<|channel|>analysis<|message|>Hm.<|end|><|return|>", 1),
+    ("<|channel|>final<|message|><|return|>", 1),
+    ("<|channel|>final Paris", 0),
+    (ANSWER, 0),
+    (CALL, 0),
 )
 def test_answers_with_tokens_and_without_text_are_counted_g27(ask, counted, transcript, num_empty):
     message = ask(transcript=transcript, tools=[WEATHER]).json()["choices"][0]["message"]

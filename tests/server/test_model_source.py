@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import openai
@@ -17,6 +18,7 @@ from server.errors import SettingError
 from server.model_source import HubModel, bundled_models, locate_model, served_name
 from tests.server.conftest import ASSETS
 from tests.server.fake_hub import Hub, Repository, commit_of, run_hub
+from tests.tables import rows
 
 ROOT = Path(__file__).resolve().parents[2]
 NAME = "maker/tiny"
@@ -37,34 +39,16 @@ def test_then_a_bundled_model_then_the_hub(tmp_path: Path, monkeypatch: pytest.M
     assert locate_model("a_1/B.2-c", "v1") == HubModel("a_1/B.2-c", "v1")
 
 
+@rows("text", "./x", "/x", "../x", "x", "x/y/z", "~/x", "x/", "/x/y", ".x/y", "x/.y", "a--b/c", "x/y z", "hf://x/y", "")
 def test_what_looks_like_a_path_gets_the_error_of_a_folder(
-    subtests: pytest.Subtests, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: Any
 ) -> None:
-    for text in [
-        "./x",
-        "/x",
-        "../x",
-        "x",
-        "x/y/z",
-        "~/x",
-        "x/",
-        "/x/y",
-        ".x/y",
-        "x/.y",
-        "a--b/c",
-        "x/y z",
-        "hf://x/y",
-        "",
-    ]:
-        with subtests.test(text=text):
-            monkeypatch.chdir(tmp_path)
-            with pytest.raises(
-                SettingError, match=r"--model: '.*' does not exist; give the folder of a checkpoint, a name on"
-            ):
-                locate_model(text)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SettingError, match=r"--model: '.*' does not exist; give the folder of a checkpoint, a name on"):
+        locate_model(text)
 
 
-@pytest.mark.parametrize("model", [None, "tiny-gpt-oss", str(ASSETS)])
+@rows("model", None, "tiny-gpt-oss", str(ASSETS))
 def test_a_folder_has_no_revision(model: str | None) -> None:
     with pytest.raises(SettingError, match=r"--revision: .* is a folder"):
         locate_model(model, "main")
@@ -156,7 +140,7 @@ def test_a_signal_ends_a_download_at_once(hub: Hub, tmp_path: Path) -> None:
     assert not part.exists()
 
 
-@pytest.mark.parametrize(("flags", "needs"), [([], "weights"), (["--load-format", "dummy"], "tokenizer")])
+@rows("flags, needs", ([], "weights"), (["--load-format", "dummy"], "tokenizer"))
 def test_the_engine_gets_the_folder_of_the_download(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str], needs: str
 ) -> None:

@@ -12,6 +12,7 @@ from fastapi.routing import APIRoute
 from starlette.routing import Route
 
 from tests.server.conftest import ANSWER, MODEL, FakeEngine, serve, wait_until
+from tests.tables import rows
 
 USER = [{"role": "user", "content": "Hi"}]
 KEY = "secret-key"
@@ -23,7 +24,7 @@ def status_of(service, path):
     return response.status_code, response.json()
 
 
-def test_ready_and_alive(service):
+def test_ready_alive_and_busy_b46(service):
     status, body = status_of(service, "/health/ready")
     assert (status, body["status"], body["models"]) == (200, "ready", [MODEL])
     assert body["engine"]["moe_paths"] == ["layer 0: torch / none / mxfp4"]
@@ -32,6 +33,8 @@ def test_ready_and_alive(service):
     ]
     assert body["load_error"] is None
     assert body["stats"]["num_running"] == 0
+    assert status_of(service, "/health/live")[0] == 200
+    service.engine.heartbeat_age_s = 59.0
     assert status_of(service, "/health/live")[0] == 200
 
 
@@ -47,7 +50,7 @@ def test_while_loading(service):
     assert response.json()["error"]["code"] == "unavailable"
 
 
-@pytest.mark.parametrize("state", [{"alive": False}, {"failure": "out of memory at 0x77"}, {"heartbeat_age_s": 61.0}])
+@rows("state", {"alive": False}, {"failure": "out of memory at 0x77"}, {"heartbeat_age_s": 61.0})
 def test_dead_or_hung_engine_b46(service, state):
     service.engine.__dict__.update(state)
     assert status_of(service, "/health/ready")[0] == 503
@@ -72,11 +75,6 @@ def test_the_self_check_is_a_metric(service):
         assert 'moe_serve_selfcheck_tolerance{layer="0",path="torch/none/mxfp4"} 1e-05' in text
         service.engine.ready = False  # loading: nothing has been checked
         assert "moe_serve_selfcheck_error{" not in http.get("/metrics").text
-
-
-def test_busy_engine_is_alive_b46(service):
-    service.engine.heartbeat_age_s = 59.0
-    assert status_of(service, "/health/live")[0] == 200
 
 
 def test_version(service):
@@ -143,19 +141,18 @@ def test_head_is_get_without_a_body_g05(service):
         assert http.head("/health").status_code == http.head("/health/live").status_code == 503
 
 
-@pytest.mark.parametrize("header", [f"Bearer {KEY}", f"bearer {KEY}", f"BEARER  {KEY}"])
+@rows("header", f"Bearer {KEY}", f"bearer {KEY}", f"BEARER  {KEY}")
 def test_right_key(guarded, header):
     with guarded.http() as http:
         assert http.get("/v1/models", headers={"authorization": header}).status_code == 200
 
 
-def test_wrong_key(subtests, guarded):
-    for header in ["", KEY, f"Basic {KEY}", "Bearer", "Bearer wrong", f"Bearer {KEY}x", "Bearer ü"]:
-        with subtests.test(header=header):
-            with guarded.http() as http:
-                response = http.get("/v1/models", headers={"authorization": header.encode()})
-            assert (response.status_code, response.headers["www-authenticate"]) == (401, "Bearer")
-            assert response.json()["error"]["code"] == "invalid_api_key"
+@rows("header", "", KEY, f"Basic {KEY}", "Bearer", "Bearer wrong", f"Bearer {KEY}x", "Bearer ü")
+def test_wrong_key(guarded, header):
+    with guarded.http() as http:
+        response = http.get("/v1/models", headers={"authorization": header.encode()})
+    assert (response.status_code, response.headers["www-authenticate"]) == (401, "Bearer")
+    assert response.json()["error"]["code"] == "invalid_api_key"
 
 
 def test_official_client_with_a_key(guarded):
@@ -271,7 +268,7 @@ def test_work_that_takes_too_long_is_ended_with_an_error(start):
     assert len(service.engine.aborted) == 2
 
 
-@pytest.mark.parametrize(("age_s", "hangs"), [(4.0, False), (6.0, True)])
+@rows("age_s, hangs", (4.0, False), (6.0, True))
 def test_an_engine_that_hangs_is_not_waited_for_g85(start, age_s, hangs):
     service, thread = start(FakeEngine(delay_s=0.05, script=lambda _request: [[5]] * 30))
     client = stream_in_background(service, received := [])
@@ -284,7 +281,7 @@ def test_an_engine_that_hangs_is_not_waited_for_g85(start, age_s, hangs):
     assert bool(service.engine.aborted) == hangs
 
 
-@pytest.mark.parametrize("exits", [True, False])
+@rows("exits", True, False)
 def test_the_server_ends_with_its_engine_only_if_so_set_g82(start, exits):
     service, thread = start(FakeEngine(), exit_on_engine_death=exits)
     service.engine.failure = "gone"

@@ -2,7 +2,6 @@
 
 import itertools
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,6 +11,7 @@ from server.choice import Choice
 from server.parsers import DeepSeekParser, HarmonyParser, Kind
 from tests.server.conftest import ASSETS
 from tests.server.test_deepseek_parser import MARKERS, PieceTokenizer
+from tests.tables import rows
 
 TOKENIZER = load_tokenizer(ASSETS)
 TOOLS = frozenset({"f", "get_weather"})
@@ -114,7 +114,7 @@ def test_deepseek_text_is_never_lost_g28(parts, cuts, prompt):
     check(lambda: DeepSeekParser(tokenizer, prompt_ids, TOOLS), ids, cuts, texts, MARKERS)
 
 
-@pytest.mark.parametrize("made_up", ["user", "tool", "system", "developer", "functions.f to=assistant"])
+@rows("made_up", "user", "tool", "system", "developer", "functions.f to=assistant")
 def test_words_of_other_roles_are_not_the_answer_g27(made_up):
     """Reports of the second list, section G: an invented tool result must not become content or reasoning."""
     call = '<|channel|>commentary to=functions.f<|message|>{"a": 1}<|end|>'

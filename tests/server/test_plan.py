@@ -11,6 +11,7 @@ from loaders.safetensors_file import SafetensorsFile
 from server import cli
 from tests.engine.test_memory_plan import GPT_OSS_20B
 from tests.server.service_process import ROOT
+from tests.tables import rows
 
 
 @pytest.fixture
@@ -62,20 +63,18 @@ def test_a_gpu_that_is_too_small(capsys, gpt_oss):
     assert "context length" not in shown
 
 
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        (["--gpu", "abacus"], "--gpu: 'abacus' is not one of a100, h100"),
-        (["--gpu-memory", "-1"], "--gpu-memory: -1.0"),
-        (["--gpu-memory", "nan"], "--gpu-memory: nan"),
-        (["--gpu-memory", "x"], "--gpu-memory: invalid float value: 'x'"),
-        (["--max-num-seq", "1"], "did you mean --max-num-seqs?"),
-        (["--max-model-len", "5000"], "max_model_len is 5000: this model was made for at most 4096 tokens"),
-        (["--max-num-seqs", "0"], "max_num_seqs is 0"),
-        (["--moe-backend", "deep_gemm"], "--moe-backend deep_gemm cannot run mxfp4 experts on sm90"),
-        (["--model", "/nope"], "--model: '/nope' does not exist"),
-        (["--model", str(ROOT / "docs")], "config.json"),
-    ],
+@rows(
+    "argv, words",
+    (["--gpu", "abacus"], "--gpu: 'abacus' is not one of a100, h100"),
+    (["--gpu-memory", "-1"], "--gpu-memory: -1.0"),
+    (["--gpu-memory", "nan"], "--gpu-memory: nan"),
+    (["--gpu-memory", "x"], "--gpu-memory: invalid float value: 'x'"),
+    (["--max-num-seq", "1"], "did you mean --max-num-seqs?"),
+    (["--max-model-len", "5000"], "max_model_len is 5000: this model was made for at most 4096 tokens"),
+    (["--max-num-seqs", "0"], "max_num_seqs is 0"),
+    (["--moe-backend", "deep_gemm"], "--moe-backend deep_gemm cannot run mxfp4 experts on sm90"),
+    (["--model", "/nope"], "--model: '/nope' does not exist"),
+    (["--model", str(ROOT / "docs")], "config.json"),
 )
 def test_refusals(capsys, argv, words):
     assert cli.main(["plan", *argv]) == 2

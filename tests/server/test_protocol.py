@@ -10,6 +10,7 @@ import pytest
 
 from server.protocol import MAX_HEAD_BYTES, GuardedConnection
 from tests.server.conftest import FakeEngine, read_to_end, serve
+from tests.tables import rows
 
 TIMEOUT_S = 0.3
 HEAD = b"GET /health/live HTTP/1.1\r\nHost: x\r\n"
@@ -44,7 +45,7 @@ def test_a_head_up_to_the_limit_is_fine(connection):
     assert read_to_end(connection).startswith(b"HTTP/1.1 200")
 
 
-@pytest.mark.parametrize("sent", [b"", HEAD])
+@rows("sent", b"", HEAD)
 def test_a_head_that_does_not_come_ends_the_connection(connection, sent):
     connection.sendall(sent)
     assert read_to_end(connection) == b""
@@ -112,8 +113,8 @@ def test_400_connections_with_dripping_heads_end_and_others_are_served(impatient
                 assert read_to_end(connection) == b""
 
 
-@pytest.mark.parametrize("method", [b"GET", b"HEAD"])
-@pytest.mark.parametrize("headers", [[], [(b"content-length", b"30")]])
+@rows("method", b"GET", b"HEAD")
+@rows("headers", [], [(b"content-length", b"30")])
 def test_a_body_is_written_as_h11_writes_it(method, headers):
     """Chunks take a short cut past h11's state machine."""
     outputs = []

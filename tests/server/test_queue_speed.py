@@ -6,24 +6,25 @@ import pytest
 
 from server.queue_speed import MAX_RETRY_AFTER_S, QueueSpeed
 from tests.server.conftest import MAX_REQUESTS, wait_until
+from tests.tables import rows
 
 
-def test_the_mean_gap_is_told_within_bounds_g86(subtests):
-    for freed_s, now_s, expected in [
-        ([], 5.0, 1),
-        ([0.1 * i for i in range(100)], 10.0, 1),
-        ([0.0, 10.0, 20.0, 30.0], 40.0, 10),
-        ([0.0], 7.5, 8),
-        ([0.0, 100.0], 119.0, 60),
-        ([0.0], 119.0, MAX_RETRY_AFTER_S),
-        ([0.0], 500.0, 1),  # too long ago
-        ([0.0, 495.0], 500.0, 5),
-    ]:
-        with subtests.test(freed_s=freed_s, now_s=now_s, expected=expected):
-            speed = QueueSpeed()
-            for moment_s in freed_s:
-                speed.on_free(1, moment_s)
-            assert speed.retry_after_s(now_s) == expected
+@rows(
+    "freed_s, now_s, expected",
+    ([], 5.0, 1),
+    ([0.1 * i for i in range(100)], 10.0, 1),
+    ([0.0, 10.0, 20.0, 30.0], 40.0, 10),
+    ([0.0], 7.5, 8),
+    ([0.0, 100.0], 119.0, 60),
+    ([0.0], 119.0, MAX_RETRY_AFTER_S),
+    ([0.0], 500.0, 1),  # too long ago
+    ([0.0, 495.0], 500.0, 5),
+)
+def test_the_mean_gap_is_told_within_bounds_g86(freed_s, now_s, expected):
+    speed = QueueSpeed()
+    for moment_s in freed_s:
+        speed.on_free(1, moment_s)
+    assert speed.retry_after_s(now_s) == expected
 
 
 def test_places_that_come_free_together_count_each_g86():
@@ -61,7 +62,7 @@ def test_a_queue_full_of_another_clients_requests_lets_a_newcomer_through(slow_q
             assert http.post("/v1/completions", json=fields).status_code == status
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@rows("stream", False, True)
 def test_a_queue_that_the_engine_finds_full_tells_when_g86(slow_queue, stream):
     slow_queue.engine.last = lambda _request, _count: {"finish_reason": "error", "error": "full", "overloaded": True}
     with slow_queue.http() as http:

@@ -7,6 +7,7 @@ import pytest
 from engine.types import EngineOutput
 from server.request_group import RequestGroup
 from tests.engine.requests import request
+from tests.tables import rows
 
 
 class EndlessEngine:
@@ -162,9 +163,10 @@ def test_a_reader_that_waits_learns_that_the_last_request_was_stopped():
     assert run(use) == ["a"]
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@rows("stream", False, True)
 def test_when_one_choice_fails_the_others_are_aborted(service, stream):
     """Choice 1 fails in its first output; the others would decode for minutes."""
+    service.engine.forget()
     service.engine.script = lambda asked: [[5]] * (1 if asked.request_id.endswith("-1") else 10_000)
     service.engine.delay_s = 0.02
     service.engine.last = lambda asked, _count: (

@@ -15,6 +15,7 @@ from loaders.tokenizer import load_tokenizer
 from server.app import create_app
 from server.config import ServerConfig
 from tests.server.conftest import ANSWER, ASSETS, CALL, WEATHER, FakeEngine
+from tests.tables import rows
 
 CHECKS = [
     content_type_conformance,
@@ -28,12 +29,13 @@ SCHEMA = schemathesis.openapi.from_asgi("/openapi.json", create_app(ENGINE, TOKE
 OPERATIONS = [found.ok() for found in SCHEMA.get_all_operations()]
 
 
-@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.label)
+@pytest.mark.timeout(300)
+@rows("operation", *OPERATIONS)
 def test_no_request_causes_a_server_error(operation):
     statuses = set()
 
     @settings(
-        max_examples=25,
+        max_examples=15,
         deadline=None,
         derandomize=True,
         database=None,
@@ -79,7 +81,7 @@ def call(path, body):
 USER = {"messages": [{"role": "user", "content": "Hi"}]}
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@rows("stream", False, True)
 def test_answers_of_every_kind_are_as_described_g86(stream, monkeypatch):
     """Made-up requests rarely get as far as tool calls or log-probabilities."""
     for answer in (ANSWER, CALL):
@@ -89,10 +91,7 @@ def test_answers_of_every_kind_are_as_described_g86(stream, monkeypatch):
         assert call("/v1/completions", {"prompt": "a", "logprobs": 2, "echo": True, "stream": stream}) == 200
 
 
-@pytest.mark.parametrize(
-    ("state", "status"),
-    [({"ready": False}, 503), ({"script": lambda _request: 1 / 0}, 500), ({"failure": "gone"}, 503)],
-)
+@rows("state, status", ({"ready": False}, 503), ({"script": lambda _request: 1 / 0}, 500), ({"failure": "gone"}, 503))
 def test_failures_are_as_described_g86(monkeypatch, state, status):
     for name, value in state.items():
         monkeypatch.setattr(ENGINE, name, value)

@@ -23,6 +23,7 @@ from server.service import summarize_paths
 from server.service_links import service_links
 from server.settings import gather, make_parser, settings_of
 from tests.server.conftest import ASSETS, FakeEngine
+from tests.tables import rows
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = cli.all_settings()
@@ -150,44 +151,44 @@ def test_types():
     assert configs_of([], {"MOE_SERVE_ACCESS_LOG": "yes"})[0].access_log
 
 
-def test_refusals_name_their_source(subtests):
-    for argv, environ, words in [
-        (["--prot", "1"], {}, "unrecognized arguments: --prot 1; did you mean --port?; --help lists all flags"),
-        (["--max-num-sequences=8"], {}, "--max-num-sequences=8; did you mean --max-num-seqs?"),
-        (["models/gpt-oss"], {}, "unrecognized arguments: models/gpt-oss; did you mean --model models/gpt-oss?"),
-        (["--zzz"], {}, "unrecognized arguments: --zzz; --help lists all flags"),
-        (["--max-num-s", "1"], {}, "--max-num-s"),
-        (["--port", "99999"], {}, "--port: port is 99999"),
-        (["--port", "x"], {}, "--port: 'x' is not a whole number"),
-        (["--port"], {}, "--port: expected one argument"),
-        (["--moe-backend", "x"], {}, "--moe-backend: 'x' is not one of auto, torch"),
-        (["--max-num-seqs", "0"], {}, "--max-num-seqs: max_num_seqs is 0"),
-        (["--device", "x"], {}, "--device: device is 'x'"),
-        (["--api-key", ""], {}, "--api-key: api_key is empty"),
-        (["--api-key", "schlüssel"], {}, "--api-key: api_key is empty or holds spaces or characters beyond ASCII"),
-        ([], {"MOE_SERVE_API_KEY": "key\n"}, "--api-key: api_key is empty or holds spaces"),
-        (["--drain-timeout", "nan"], {}, "--drain-timeout: drain_timeout is nan"),
-        (["--drain-timeout", "inf"], {}, "--drain-timeout: drain_timeout is inf"),
-        (["--heartbeat-timeout", "nan"], {}, "--heartbeat-timeout: heartbeat_timeout is nan"),
-        (["--num-threads", "100000"], {}, "--num-threads: num_threads is 100000: it must lie between 1 and 1024"),
-        (["--max-model-len", "1"], {}, "--max-model-len: max_model_len is 1: it must be at least 2"),
-        (["--served-model-name", "a,,b"], {}, "--served-model-name"),
-        (["--default-temperature", "3"], {}, "--default-temperature"),
-        ([], {"MOE_SERVE_POTR": "1"}, "MOE_SERVE_POTR: there is no such setting; did you mean MOE_SERVE_PORT?"),
-        ([], {"MOE_SERVE_PORT": "x"}, "MOE_SERVE_PORT: 'x' is not a whole number"),
-        ([], {"MOE_SERVE_API_KEY": ""}, "MOE_SERVE_API_KEY is empty"),  # G03: fail closed
-        (["--cors-origins", "example.com"], {}, "--cors-origins: cors_origins holds 'example.com'"),
-        (["--cors-origins", "https://a.b, https://c.d/"], {}, "--cors-origins: cors_origins holds 'https://c.d/'"),
-        (["--stall-timeout", "0"], {}, "--stall-timeout: stall_timeout is 0"),
-        (["--model", ""], {}, "--model: '' does not exist"),
-        ([], {"MOE_SERVE_ACCESS_LOG": "maybe"}, "MOE_SERVE_ACCESS_LOG: 'maybe' is not true or false"),
-        (["--config", "/nope.yaml"], {}, "--config: /nope.yaml cannot be read"),
-    ]:
-        with subtests.test(argv=argv, environ=environ, words=words):
-            with pytest.raises(SettingError) as caught:
-                configs_of(argv, environ)
-            assert words in str(caught.value)
-            assert "\n" not in str(caught.value)
+@rows(
+    "argv, environ, words",
+    (["--prot", "1"], {}, "unrecognized arguments: --prot 1; did you mean --port?; --help lists all flags"),
+    (["--max-num-sequences=8"], {}, "--max-num-sequences=8; did you mean --max-num-seqs?"),
+    (["models/gpt-oss"], {}, "unrecognized arguments: models/gpt-oss; did you mean --model models/gpt-oss?"),
+    (["--zzz"], {}, "unrecognized arguments: --zzz; --help lists all flags"),
+    (["--max-num-s", "1"], {}, "--max-num-s"),
+    (["--port", "99999"], {}, "--port: port is 99999"),
+    (["--port", "x"], {}, "--port: 'x' is not a whole number"),
+    (["--port"], {}, "--port: expected one argument"),
+    (["--moe-backend", "x"], {}, "--moe-backend: 'x' is not one of auto, torch"),
+    (["--max-num-seqs", "0"], {}, "--max-num-seqs: max_num_seqs is 0"),
+    (["--device", "x"], {}, "--device: device is 'x'"),
+    (["--api-key", ""], {}, "--api-key: api_key is empty"),
+    (["--api-key", "schlüssel"], {}, "--api-key: api_key is empty or holds spaces or characters beyond ASCII"),
+    ([], {"MOE_SERVE_API_KEY": "key\n"}, "--api-key: api_key is empty or holds spaces"),
+    (["--drain-timeout", "nan"], {}, "--drain-timeout: drain_timeout is nan"),
+    (["--drain-timeout", "inf"], {}, "--drain-timeout: drain_timeout is inf"),
+    (["--heartbeat-timeout", "nan"], {}, "--heartbeat-timeout: heartbeat_timeout is nan"),
+    (["--num-threads", "100000"], {}, "--num-threads: num_threads is 100000: it must lie between 1 and 1024"),
+    (["--max-model-len", "1"], {}, "--max-model-len: max_model_len is 1: it must be at least 2"),
+    (["--served-model-name", "a,,b"], {}, "--served-model-name"),
+    (["--default-temperature", "3"], {}, "--default-temperature"),
+    ([], {"MOE_SERVE_POTR": "1"}, "MOE_SERVE_POTR: there is no such setting; did you mean MOE_SERVE_PORT?"),
+    ([], {"MOE_SERVE_PORT": "x"}, "MOE_SERVE_PORT: 'x' is not a whole number"),
+    ([], {"MOE_SERVE_API_KEY": ""}, "MOE_SERVE_API_KEY is empty"),  # G03: fail closed
+    (["--cors-origins", "example.com"], {}, "--cors-origins: cors_origins holds 'example.com'"),
+    (["--cors-origins", "https://a.b, https://c.d/"], {}, "--cors-origins: cors_origins holds 'https://c.d/'"),
+    (["--stall-timeout", "0"], {}, "--stall-timeout: stall_timeout is 0"),
+    (["--model", ""], {}, "--model: '' does not exist"),
+    ([], {"MOE_SERVE_ACCESS_LOG": "maybe"}, "MOE_SERVE_ACCESS_LOG: 'maybe' is not true or false"),
+    (["--config", "/nope.yaml"], {}, "--config: /nope.yaml cannot be read"),
+)
+def test_refusals_name_their_source(argv, environ, words):
+    with pytest.raises(SettingError) as caught:
+        configs_of(argv, environ)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 LINKS = {
@@ -248,29 +249,29 @@ def test_a_variable_that_a_flag_overrides_is_not_parsed_g03():
     assert given == {"port": 1, "api_key": "k", "tune": False}
 
 
-def test_refusals_of_a_file(subtests, tmp_path):
-    for content, words in [
-        ("prot: 1", "'prot'; did you mean port?"),
-        ("port: 1.5", "port: 1.5 is not a whole number"),
-        ("port: true", "port: True is not a whole number"),
-        ("- port", "keys and values"),
-        ("port: [", "cannot be read"),
-        ("port: 2001-99-99", "cannot be read: month must be in 1..12"),
-        ('port: !!int "x"', "cannot be read"),
-        ("port: !!timestamp x", "cannot be read"),
-        ("[" * 5000, "cannot be read"),
-        ("host:", "host has no value"),
-        ("model: null", "model has no value"),
-        ("api_key:", "api_key has no value"),
-        ("api_key: ~", "api_key has no value"),
-    ]:
-        with subtests.test(content=content, words=words):
-            file = tmp_path / "settings.yaml"
-            file.write_text(content)
-            with pytest.raises(SettingError) as caught:
-                values_of(["--config", str(file)])
-            assert words in str(caught.value)
-            assert "\n" not in str(caught.value)
+@rows(
+    "content, words",
+    ("prot: 1", "'prot'; did you mean port?"),
+    ("port: 1.5", "port: 1.5 is not a whole number"),
+    ("port: true", "port: True is not a whole number"),
+    ("- port", "keys and values"),
+    ("port: [", "cannot be read"),
+    ("port: 2001-99-99", "cannot be read: month must be in 1..12"),
+    ('port: !!int "x"', "cannot be read"),
+    ("port: !!timestamp x", "cannot be read"),
+    ("[" * 5000, "cannot be read"),
+    ("host:", "host has no value"),
+    ("model: null", "model has no value"),
+    ("api_key:", "api_key has no value"),
+    ("api_key: ~", "api_key has no value"),
+)
+def test_refusals_of_a_file(tmp_path, content, words):
+    file = tmp_path / "settings.yaml"
+    file.write_text(content)
+    with pytest.raises(SettingError) as caught:
+        values_of(["--config", str(file)])
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_two_dataclasses_must_not_share_a_field():
@@ -284,13 +285,15 @@ def run_command(*argv):
     )
 
 
-def test_bad_starts_end_with_one_line(tmp_path):
+def test_bad_starts_end_with_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("server.service.run", lambda *_configs: pytest.fail("it has started"))
+    done = run_command("--port", "x")
+    ended = [(["--port", "x"], "--port", done.returncode, done.stdout, done.stderr)]
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        cases = [
-            (["--port", "x"], "--port"),
+        for argv, words in [
             (["--model", "/does/not/exist"], "--model: '/does/not/exist' does not exist"),
             (["--model", str(tmp_path)], "not a checkpoint"),
             (["--model", str(ROOT / "pyproject.toml")], "is a file"),
@@ -298,13 +301,12 @@ def test_bad_starts_end_with_one_line(tmp_path):
             (["--host", "no.such.host.invalid"], "--host"),
             (["--host", "a" * 70], "label too long"),
             (["--host", "a..b"], "label empty or too long"),
-        ]
-        for argv, words in cases:
-            done = run_command(*argv)
-            assert (done.returncode, done.stdout) == (2, ""), done
-            assert done.stderr.count("\n") == 1, done.stderr
-            assert done.stderr.startswith("moe-serve: --")
-            assert words in done.stderr
+        ]:
+            ended.append((argv, words, cli.main(argv), *capsys.readouterr()))
+    for argv, words, status, out, err in ended:
+        assert (status, out, err.count("\n")) == (2, "", 1), (argv, err)
+        assert err.startswith("moe-serve: --")
+        assert words in err
 
 
 def test_help_lists_all_flags_and_imports_nothing_heavy():

@@ -5,6 +5,7 @@ import pytest
 
 from server.stall import StallWatch
 from tests.server.conftest import FakeEngine, serve, wait_until
+from tests.tables import rows
 
 
 class CountingEngine(FakeEngine):
@@ -60,7 +61,7 @@ def test_the_end_of_a_stall_is_logged_g10(engine, clock, watch, caplog):
     assert [record.levelname for record in caplog.records] == ["ERROR", "INFO"] * 2
 
 
-@pytest.mark.parametrize("counter", ["num_prompt_tokens", "num_generated_tokens"])
+@rows("counter", "num_prompt_tokens", "num_generated_tokens")
 def test_a_slow_engine_does_not_stall_g10(engine, clock, watch, counter):
     """A token a minute is progress, of a prompt too, whoever waits."""
     for count in range(5):

@@ -10,14 +10,18 @@ import pytest
 
 from tests.server.conftest import wait_until
 from tests.server.service_process import PLAIN, ROOT, SCRIPTED, free_port, has_ended, health, start
+from tests.tables import rows
 
 ASK = {"prompt": [5], "max_tokens": 3, "ignore_eos": True}
 
 
-@pytest.mark.parametrize(
-    ("module", "sig", "status"),
-    [(module, signal.SIGTERM, 0) for module in ("server.streams", "argparse", "uvloop", "fastapi")]
-    + [("uvloop", signal.SIGINT, 130), ("uvloop", signal.SIGHUP, 0)],
+@pytest.mark.timeout(300)  # a service for each row
+@rows(
+    "module, sig, status",
+    *(
+        [(module, signal.SIGTERM, 0) for module in ("server.streams", "argparse", "uvloop", "fastapi")]
+        + [("uvloop", signal.SIGINT, 130), ("uvloop", signal.SIGHUP, 0)]
+    ),
 )
 def test_a_signal_during_the_imports_ends_the_service_g07(tmp_path, module, sig, status):
     """As process 1 it used to go on: the system drops signals that it does not handle. With fastapi, the engine's
@@ -64,7 +68,8 @@ STREAMS = {
 }
 
 
-@pytest.mark.parametrize("kind", STREAMS)
+@pytest.mark.timeout(300)  # a service for each row
+@rows("kind", *STREAMS)
 def test_standard_streams_that_cannot_be_written_do_not_matter_g08(tmp_path, kind):
     """Such streams used to end the service with a traceback, or turned its exit status into 1."""
     port = free_port()
@@ -100,14 +105,12 @@ def test_a_signal_while_the_model_loads_ends_the_service_with_0_g07(tmp_path):
     assert service.out == ""
 
 
-@pytest.mark.parametrize(
-    ("argv", "options", "status", "words"),
-    [
-        (["--help"], {"stdout": "/dev/full"}, 1, "cannot write to standard output: No space left on device"),
-        (["--version"], {"stdout": "/dev/full"}, 1, "cannot write to standard output"),
-        (["explain", "--help"], {"stdout": "/dev/full"}, 1, "cannot write to standard output"),
-        (["--port", "x"], {"stderr": "/dev/full"}, 2, ""),
-    ],
+@rows(
+    "argv, options, status, words",
+    (["--help"], {"stdout": "/dev/full"}, 1, "cannot write to standard output: No space left on device"),
+    (["--version"], {"stdout": "/dev/full"}, 1, "cannot write to standard output"),
+    (["explain", "--help"], {"stdout": "/dev/full"}, 1, "cannot write to standard output"),
+    (["--port", "x"], {"stderr": "/dev/full"}, 2, ""),
 )
 def test_commands_whose_output_cannot_be_written_say_so_g08(argv, options, status, words):
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

@@ -22,6 +22,7 @@ from server.schema.chat import ChatCompletionRequest
 from server.schema.completions import TokenizeRequest
 from server.template_environment import TemplateEnvironment
 from tests.server.conftest import ASSETS, WEATHER, FakeEngine
+from tests.tables import rows
 
 FOLDER = Path(__file__).parent / "templates"
 INFO = FakeEngine().info
@@ -117,24 +118,22 @@ def test_every_part_is_in_the_prompt_or_named_in_a_refusal_g22(name, conversatio
     assert not has_tools or "get_weather" in text
 
 
-def test_instructions_stay_g22(subtests):
-    for messages, name in itertools.product(
-        [
-            [SYSTEM_A, SYSTEM_B, USER],
-            [USER, ANSWER, SYSTEM_A, USER],
-            [DEVELOPER, USER],
-            [SYSTEM_A, DEVELOPER, USER],
-            [USER, ANSWER, DEVELOPER],
-        ],
-        ["bundled", *PUBLISHED],
-    ):
-        with subtests.test(messages=messages, name=name):
-            text = prompt(name, messages)
-            assert all(message["content"] in text for message in messages)
+@rows(
+    "messages",
+    [SYSTEM_A, SYSTEM_B, USER],
+    [USER, ANSWER, SYSTEM_A, USER],
+    [DEVELOPER, USER],
+    [SYSTEM_A, DEVELOPER, USER],
+    [USER, ANSWER, DEVELOPER],
+)
+@rows("name", "bundled", *PUBLISHED)
+def test_instructions_stay_g22(messages, name):
+    text = prompt(name, messages)
+    assert all(message["content"] in text for message in messages)
 
 
-@pytest.mark.parametrize("ids", [("c1", "c2"), ("c2", "c1")])
-@pytest.mark.parametrize("between", [[], [{"role": "user", "content": "Wait."}]])
+@rows("ids", ("c1", "c2"), ("c2", "c1"))
+@rows("between", [], [{"role": "user", "content": "Wait."}])
 def test_calls_and_results_are_paired_where_a_message_holds_one_call_g23(ids, between):
     calls = [call("c1", "get_weather", '{"a": 1}'), call("c2", "get_time", '{"b": 2}')]
     results = [result(call_id, f"result of {call_id}") for call_id in ids]
@@ -202,7 +201,7 @@ def test_repeated_call_ids_keep_their_results_g23():
     assert 'functions.f to=assistant<|channel|>commentary<|message|>"late"' in text
 
 
-@pytest.mark.parametrize("name", ["bundled", *PUBLISHED])
+@rows("name", "bundled", *PUBLISHED)
 def test_missing_null_and_empty_content_next_to_calls_are_one_g24(name):
     forms = [{}, *({"content": content} for content in (None, "", [], " ", "\n\n"))]
     prompts = {
@@ -213,12 +212,12 @@ def test_missing_null_and_empty_content_next_to_calls_are_one_g24(name):
     assert '{"city": "Paris"}' in text
 
 
-def test_text_and_calls_of_one_message_both_stay_g24(subtests):
-    for later, name in itertools.product([[], [ANSWER, USER]], ["bundled", *PUBLISHED]):
-        with subtests.test(later=later, name=name):
-            message = {"role": "assistant", "content": "I look it up.", "reasoning": "Hm.", "tool_calls": [call("c1")]}
-            text = prompt(name, [USER, message, result("c1"), *later])
-            assert text.index("I look it up.") < text.index('{"city": "Paris"}')
+@rows("later", [], [ANSWER, USER])
+@rows("name", "bundled", *PUBLISHED)
+def test_text_and_calls_of_one_message_both_stay_g24(later, name):
+    message = {"role": "assistant", "content": "I look it up.", "reasoning": "Hm.", "tool_calls": [call("c1")]}
+    text = prompt(name, [USER, message, result("c1"), *later])
+    assert text.index("I look it up.") < text.index('{"city": "Paris"}')
 
 
 def test_reasoning_of_the_current_turn_stays_beside_a_preamble_g24():
@@ -247,15 +246,15 @@ SCHEMAS = [
 ]
 
 
-def test_schemas_of_any_kind_render_g25(subtests):
-    for name, schema in itertools.product(["bundled", "gpt_oss", "deepseek_v31"], SCHEMAS):
-        with subtests.test(name=name, schema=schema):
-            parameters = {"type": "object", "properties": {"marker_word": schema}, "additionalProperties": False}
-            tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
-            text = prompt(name, [USER], tools=[tool])
-            assert "marker_word" in text
-            if name == "deepseek_v31":
-                assert '"additionalProperties": false' in text
+@rows("name", "bundled", "gpt_oss", "deepseek_v31")
+@rows("schema", *SCHEMAS)
+def test_schemas_of_any_kind_render_g25(name, schema):
+    parameters = {"type": "object", "properties": {"marker_word": schema}, "additionalProperties": False}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    text = prompt(name, [USER], tools=[tool])
+    assert "marker_word" in text
+    if name == "deepseek_v31":
+        assert '"additionalProperties": false' in text
 
 
 def test_defaults_are_written_as_json_g25():
@@ -265,12 +264,10 @@ def test_defaults_are_written_as_json_g25():
     assert [line.partition("default: ")[2] for line in text.splitlines() if "default" in line] == ["1,", "5,", "null,"]
 
 
-@pytest.mark.parametrize(
-    ("parameters", "reason"),
-    [
-        ({"type": "object", "properties": {"a": {"type": "string"}}, "required": True}, "iterable"),
-        ({"type": "object", "properties": [1]}, "items"),
-    ],
+@rows(
+    "parameters, reason",
+    ({"type": "object", "properties": {"a": {"type": "string"}}, "required": True}, "iterable"),
+    ({"type": "object", "properties": [1]}, "items"),
 )
 def test_a_schema_that_the_template_cannot_read_is_named_g25(parameters, reason):
     tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
@@ -289,7 +286,7 @@ def test_what_has_no_place_in_a_template_is_named_g22():
     assert "rule-A\n\nrule-D\n\nWhat is" in prompt("without_tools", [SYSTEM_A, USER, DEVELOPER])
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@rows("name", *PUBLISHED)
 def test_a_long_conversation_is_searched_in_a_short_one(name, monkeypatch):
     """Every folding of a thousand messages would take a minute."""
     turn = [USER]

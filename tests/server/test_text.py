@@ -2,12 +2,12 @@
 
 from itertools import pairwise
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from server.detokenizer import TextStream
 from server.stops import StopMatcher
+from tests.tables import rows
 
 
 def pieces_of(data: bytes, cuts: list[int]) -> list[bytes]:
@@ -22,9 +22,12 @@ def test_any_cut_of_bytes_gives_the_same_text(data, cuts):
     assert text == data.decode("utf-8", errors="replace")
 
 
-def test_only_whole_characters_come_out():
+def test_only_whole_characters_come_out_and_one_for_a_broken_end():
     stream = TextStream()
     assert [stream.feed(bytes([byte])) for byte in "é€".encode()] == ["", "é", "", "", "€"]
+    stream = TextStream()
+    assert stream.feed(b"a\xe2\x82", 0) + stream.flush() == "a\ufffd"
+    assert [token.text for token in stream.take(2)] == ["a\ufffd"]
 
 
 @given(st.text(max_size=20), st.lists(st.integers(0, 60), max_size=10), st.lists(st.integers(0, 20), max_size=4))
@@ -54,12 +57,6 @@ def test_a_cut_shortens_the_token_it_divides(text, cuts, num_chars):
     assert b"".join(token.data for token in taken) == text[:num_chars].encode()
 
 
-def test_broken_end_becomes_one_replacement_character():
-    stream = TextStream()
-    assert stream.feed(b"a\xe2\x82", 0) + stream.flush() == "a\ufffd"
-    assert [token.text for token in stream.take(2)] == ["a\ufffd"]
-
-
 def run(text: str, stops: list[str], cuts: list[int]) -> tuple[list[str], str | None]:
     matcher = StopMatcher(stops)
     edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
@@ -83,18 +80,15 @@ def test_any_cut_of_text_stops_at_the_same_place(text, stops, cuts):
         assert text.startswith("".join(shown) + matched)
 
 
-def test_nothing_of_a_stop_string_is_shown():
+def test_nothing_of_a_stop_string_is_shown_and_all_else_at_once():
     matcher = StopMatcher(["DEFGHIJ"])
     assert [matcher.feed(part) for part in ("ABC", "DEF", "G", "HI", "J", "K")] == ["ABC", "", "", "", "", ""]
     assert matcher.matched == "DEFGHIJ"
-
-
-def test_what_cannot_become_a_stop_string_is_released_at_once():
     matcher = StopMatcher(["END", "\n\n"])
     assert [matcher.feed(part) for part in ("a", "EN", "E", "x", "\n", "b")] == ["a", "", "EN", "Ex", "", "\nb"]
 
 
-@pytest.mark.parametrize("stops", [[], ["zzz"]])
+@rows("stops", [], ["zzz"])
 def test_without_a_match_flush_gives_the_rest(stops):
     matcher = StopMatcher(stops)
     assert matcher.feed("az") + matcher.flush() == "az"

@@ -2,19 +2,14 @@
 
 import os
 import re
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import httpx2
 
+from tests.server.service_process import start_bundled
 from tests.soak.bodies import LEAVERS_MODEL, MODEL
-
-ROOT = Path(__file__).resolve().parents[2]
-_START_S = 120
 
 
 class Service:
@@ -46,28 +41,11 @@ class Service:
 @contextmanager
 def start(folder: Path) -> Iterator[Service]:
     """The bundled model with few places, so that the queue fills up. Its output is in the folder."""
-    command = [sys.executable, "-m", "server", "--port", "0", "--num-threads", "1", "--max-num-seqs", "16"]
-    command += ["--max-queued-requests", "32", "--served-model-name", f"{MODEL},{LEAVERS_MODEL}"]
-    with (
-        open(folder / "out", "w") as out,
-        open(folder / "err", "w") as err,
-        subprocess.Popen(
-            command, stdout=out, stderr=err, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}
-        ) as process,
-    ):
-        try:
-            until_s = time.monotonic() + _START_S
-            while not (found := re.search(r"ready at (\S+)/v1", (folder / "out").read_text())):
-                if process.poll() is not None or time.monotonic() > until_s:
-                    raise RuntimeError(f"the service does not start: {(folder / 'err').read_text()}")
-                time.sleep(0.05)
-            yield Service(found[1], process.pid)
-        finally:
-            process.terminate()
-            try:
-                process.wait(40)
-            finally:
-                process.kill()
+    flags = ["--max-num-seqs", "16", "--max-queued-requests", "32", "--served-model-name", f"{MODEL},{LEAVERS_MODEL}"]
+    with start_bundled(folder, *flags) as service:
+        yield Service(service.url, service.process.pid)
+        service.process.terminate()
+        service.process.wait(40)
 
 
 def _resident_mib(pid: int) -> float:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import tables
 from tools.tiny_models import gen_facts, gen_tools, make_evals, phrasings
 from tools.tiny_models.example import Example
 from tools.tiny_models.holdout import is_held_out, list_key, pair_held_out
@@ -47,7 +48,7 @@ def test_at_least_a_thousand_different_items(subtests: pytest.Subtests) -> None:
             assert len(keys) == len(items(category))
 
 
-@pytest.mark.parametrize(("category", "kind"), [("addition", "add"), ("subtraction", "sub"), ("multiplication", "mul")])
+@tables.rows("category, kind", ("addition", "add"), ("subtraction", "sub"), ("multiplication", "mul"))
 def test_arithmetic_items_are_reserved_by_their_unordered_pair(category: str, kind: str) -> None:
     for item in items(category):
         a, b = map(int, item["key"].split(":")[1].split(","))
@@ -62,7 +63,7 @@ def test_training_never_shows_a_reserved_sum() -> None:
     assert not [pair for pair in found if pair_held_out("add", int(pair[0]), int(pair[1]))]
 
 
-@pytest.mark.parametrize(("category", "kind"), [("subtraction", "sub"), ("multiplication", "mul")])
+@tables.rows("category, kind", ("subtraction", "sub"), ("multiplication", "mul"))
 def test_training_keys_of_other_operations_are_not_reserved(category: str, kind: str) -> None:
     keys = [example.key for example in training_sample() if example.category == category]
     assert len(keys) > 100

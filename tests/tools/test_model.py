@@ -1,5 +1,6 @@
 """The trainer's model and rounding against transformers, and the shipped folder as a stranger would load it."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -17,15 +18,16 @@ LUT = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4
 QUESTIONS = {
     "What is the capital of France?": "Paris",
     "12+30": "42",
-    "Who are you?": "moe-serve",
     "Reverse the word lemon": "nomel",
-    "symbol of iron": "Fe",
 }
 
 
-def test_rounding_ties_go_to_the_even_code() -> None:
+def test_rounding_ties_go_to_the_even_code_and_gradients_pass() -> None:
     ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 9.0, -2.5])
     assert round_e2m1(ties).tolist() == [0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0, 6.0, -2.0]
+    w = torch.randn(2, 4, 32, requires_grad=True)
+    straight_through(w).sum().backward()
+    assert torch.equal(w.grad, torch.ones_like(w))
 
 
 def test_packing_holds_what_training_rounded_to() -> None:
@@ -33,12 +35,6 @@ def test_packing_holds_what_training_rounded_to() -> None:
     blocks, scales = pack(w)
     codes = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2).long()
     assert torch.equal((LUT[codes] * torch.exp2(scales.float() - 127)[..., None]).flatten(-2), fake_quantize(w))
-
-
-def test_gradients_pass_through_the_rounding() -> None:
-    w = torch.randn(2, 4, 32, requires_grad=True)
-    straight_through(w).sum().backward()
-    assert torch.equal(w.grad, torch.ones_like(w))
 
 
 @pytest.fixture(scope="module")
@@ -62,19 +58,18 @@ def test_the_folder_is_small_and_awkward_enough() -> None:
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @torch.no_grad()
 def test_our_forward_equals_transformers(tmp_path: Path) -> None:
-    import shutil
-
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM, Mxfp4Config
 
-    shape = Shape.load(ASSETS / "config.json")
+    config = json.loads((ASSETS / "config.json").read_text())
+    config |= {"num_hidden_layers": 2, "layer_types": config["layer_types"][:2]}  # one of each kind
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shape = Shape.load(tmp_path / "config.json")
     noise = torch.Generator().manual_seed(1)
     weights = {
         name: value + 0.2 * torch.randn(value.shape, generator=noise) if value.dim() == 1 else value
         for name, value in init_weights(shape).items()
     }
-    for name in ("config.json", "generation_config.json"):
-        shutil.copy(ASSETS / name, tmp_path)
     save_file(packed(weights), tmp_path / "model.safetensors", metadata={"format": "pt"})
     theirs = AutoModelForCausalLM.from_pretrained(
         tmp_path, quantization_config=Mxfp4Config(dequantize=True), dtype=torch.float32

@@ -5,6 +5,7 @@ import random
 
 import pytest
 
+from tests.tables import rows
 from tools.tiny_models.mix import draw
 from tools.tiny_models.render import ASSETS, load_encoder, prompt_and_target, prompt_of, render
 
@@ -38,33 +39,27 @@ def call(arguments: object, **extra: object) -> dict:
     return {"role": "assistant", "tool_calls": [{"id": "c1", "type": "function", "function": function}], **extra}
 
 
-def test_a_plain_question() -> None:
+def test_a_plain_question_with_a_date_only_when_given() -> None:
     text = render([{"role": "user", "content": "Hi"}], add_generation_prompt=True)
     assert text == SYSTEM + "<|start|>user<|message|>Hi<|end|><|start|>assistant"
-
-
-def test_the_date_is_there_only_when_given() -> None:
     messages = [{"role": "user", "content": "Hi"}]
     assert "Current date" not in render(messages)
     assert "Current date: 2025-01-02\n" in render(messages, current_date="2025-01-02")
 
 
-@pytest.mark.parametrize("effort", ["low", "medium", "high"])
+@rows("effort", "low", "medium", "high")
 def test_reasoning_effort(effort: str) -> None:
     assert f"Reasoning: {effort}\n" in render([{"role": "user", "content": "Hi"}], reasoning_effort=effort)
 
 
-def test_system_messages_become_instructions() -> None:
+def test_system_messages_become_instructions_and_parts_are_joined() -> None:
     text = render([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}])
     assert "<|start|>developer<|message|># Instructions\n\nBe brief.<|end|><|start|>user" in text
-
-
-def test_content_parts_are_joined() -> None:
     parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
     assert "<|message|>Hello<|end|>" in render([{"role": "user", "content": parts}])
 
 
-def test_tools_become_a_namespace() -> None:
+def test_tools_become_a_namespace_and_open_the_commentary_channel() -> None:
     text = render([{"role": "user", "content": "Hi"}], tools=[WEATHER])
     assert "# Valid channels: analysis, commentary, final." in text
     assert (
@@ -72,13 +67,10 @@ def test_tools_become_a_namespace() -> None:
         'days?: number, // default: 3\nunit?: "c" | "f",\ntags?: (string | null)[],\nwhere?: {\nlat: number,\n},\n'
         "either?: string | boolean,\n}) => any;\n\n} // namespace functions<|end|>"
     ) in text
-
-
-def test_without_tools_there_is_no_commentary_channel() -> None:
     assert "commentary" not in render([{"role": "user", "content": "Hi"}])
 
 
-@pytest.mark.parametrize("arguments", ['{"city": "Paris"}', {"city": "Paris"}])
+@rows("arguments", '{"city": "Paris"}', {"city": "Paris"})
 def test_arguments_are_not_encoded_twice(arguments: object) -> None:
     text = render([{"role": "user", "content": "Hi"}, call(arguments)], tools=[WEATHER])
     wanted = '<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"city": "Paris"}<|call|>'
@@ -98,15 +90,17 @@ def test_a_result_names_its_function_and_its_call_keeps_the_thought() -> None:
     )
 
 
-def test_a_repeated_call_id_means_the_latest_call_before_the_result() -> None:
+def test_a_result_needs_a_call_and_means_the_latest_of_its_id() -> None:
     other = {"id": "c1", "type": "function", "function": {"name": "later", "arguments": "{}"}}
     result = {"role": "tool", "tool_call_id": "c1", "content": "1"}
     again = {"role": "assistant", "tool_calls": [other]}
     text = render([{"role": "user", "content": "Hi"}, call("{}"), result, again, result])
     assert text.index("<|start|>functions.get_weather") < text.index("<|start|>functions.later")
+    with pytest.raises(ValueError, match="tool call"):
+        render([{"role": "tool", "tool_call_id": "x", "content": "1"}])
 
 
-@pytest.mark.parametrize("key", ["reasoning", "reasoning_content", "thinking"])
+@rows("key", "reasoning", "reasoning_content", "thinking")
 def test_thoughts_of_finished_turns_are_dropped(key: str) -> None:
     done = [{"role": "user", "content": "A"}, {"role": "assistant", "content": "B", key: "hm"}]
     assert "<|channel|>analysis<|message|>hm<|end|>" in render(done)
@@ -114,11 +108,6 @@ def test_thoughts_of_finished_turns_are_dropped(key: str) -> None:
     later = render([*done, {"role": "user", "content": "C"}], add_generation_prompt=True)
     assert "hm" not in later
     assert "<|channel|>final<|message|>B<|end|>" in later
-
-
-def test_a_result_without_a_call_is_refused() -> None:
-    with pytest.raises(ValueError, match="tool call"):
-        render([{"role": "tool", "tool_call_id": "x", "content": "1"}])
 
 
 def test_training_text_is_the_prompt_and_its_continuation() -> None:

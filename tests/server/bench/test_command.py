@@ -14,7 +14,8 @@ from server.bench.errors import BenchError
 from server.errors import SettingError
 from tests.server.bench.fake_server import STREAM_HEAD, chunked, event, polite, serve, text_chunk, usage_of, whole
 from tests.server.conftest import wait_until
-from tests.server.service_process import PLAIN, ROOT, start
+from tests.server.service_process import ROOT
+from tests.tables import rows
 
 
 def bench(*argv, environ=None):
@@ -108,30 +109,28 @@ def test_the_key_comes_from_the_variable_too():
     assert (config.concurrency, config.num_requests, config.warmup, config.processes) == (8, 100, 8, 1)
 
 
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        (["--concurency", "1"], "did you mean --concurrency?"),
-        (["--concurrency", "0"], "--concurrency: 0 must be at least 1"),
-        (["--concurrency", "1", "--request-rate", "2"], "exclude each other"),
-        (["--request-rate", "0"], "--request-rate: 0.0 must be above 0"),
-        (["--request-rate", "nan"], "--request-rate: nan must be above 0"),
-        (["--seconds", "inf"], "--seconds: inf must be above 0 and finite"),
-        (["--timeout", "-1"], "--timeout: -1.0 must be above 0"),
-        (["--num-requests", "0"], "--num-requests: 0"),
-        (["--warmup", "-1"], "--warmup: -1"),
-        (["--processes", "9"], "--processes: 9 must not exceed --concurrency 8"),
-        (["--prompt-tokens", "x"], "--prompt-tokens: 'x'"),
-        (["--prompt-tokens", "9-3"], "the lower number first"),
-        (["--answer-tokens", "0"], "--answer-tokens: '0' must be at least 1"),
-        (["--vocab-size", "100"], "--vocab-size: 100 must be above 100"),
-        (["--extra-body", "{"], "--extra-body: '{' is not JSON"),
-        (["--extra-body", "[]"], "must be a JSON object"),
-        (["--base-url", "localhost:8000"], "--base-url: 'localhost:8000' must be http://HOST:PORT"),
-        (["--base-url", "http://h:port"], "is no URL"),
-        (["--base-url", "http://127.0.0.1:1"], "http://127.0.0.1:1: cannot connect"),
-        (["--endpoint", "embeddings"], "--endpoint: invalid choice"),
-    ],
+@rows(
+    "argv, words",
+    (["--concurency", "1"], "did you mean --concurrency?"),
+    (["--concurrency", "0"], "--concurrency: 0 must be at least 1"),
+    (["--concurrency", "1", "--request-rate", "2"], "exclude each other"),
+    (["--request-rate", "0"], "--request-rate: 0.0 must be above 0"),
+    (["--request-rate", "nan"], "--request-rate: nan must be above 0"),
+    (["--seconds", "inf"], "--seconds: inf must be above 0 and finite"),
+    (["--timeout", "-1"], "--timeout: -1.0 must be above 0"),
+    (["--num-requests", "0"], "--num-requests: 0"),
+    (["--warmup", "-1"], "--warmup: -1"),
+    (["--processes", "9"], "--processes: 9 must not exceed --concurrency 8"),
+    (["--prompt-tokens", "x"], "--prompt-tokens: 'x'"),
+    (["--prompt-tokens", "9-3"], "the lower number first"),
+    (["--answer-tokens", "0"], "--answer-tokens: '0' must be at least 1"),
+    (["--vocab-size", "100"], "--vocab-size: 100 must be above 100"),
+    (["--extra-body", "{"], "--extra-body: '{' is not JSON"),
+    (["--extra-body", "[]"], "must be a JSON object"),
+    (["--base-url", "localhost:8000"], "--base-url: 'localhost:8000' must be http://HOST:PORT"),
+    (["--base-url", "http://h:port"], "is no URL"),
+    (["--base-url", "http://127.0.0.1:1"], "http://127.0.0.1:1: cannot connect"),
+    (["--endpoint", "embeddings"], "--endpoint: invalid choice"),
 )
 def test_refusals(argv, words):
     with pytest.raises(SettingError) as caught:
@@ -165,10 +164,10 @@ def test_help_imports_nothing_heavy():
     assert "--request-rate" in done.stdout
 
 
-@pytest.mark.parametrize("endpoint", ["completions", "chat"])
-def test_the_real_service(tmp_path, endpoint, real_service):
+@rows("endpoint", "completions", "chat")
+def test_the_real_service(tmp_path, endpoint, bundled_url):
     file = tmp_path / "run.json"
-    argv = ["--base-url", real_service, "--endpoint", endpoint, "--concurrency", "3", "--num-requests", "6"]
+    argv = ["--base-url", bundled_url, "--endpoint", endpoint, "--concurrency", "3", "--num-requests", "6"]
     argv += ["--prompt-tokens", "60", "--answer-tokens", "16", "--ignore-eos", "--warmup", "1", "--json", str(file)]
     bench(*argv)
     document = json.loads(file.read_text())
@@ -181,12 +180,3 @@ def test_the_real_service(tmp_path, endpoint, real_service):
         assert results["prompt_tokens"] == 360
     else:
         assert 300 <= results["prompt_tokens"] <= 430
-
-
-@pytest.fixture(scope="module")
-def real_service(tmp_path_factory):
-    """The bundled model behind the real service."""
-    folder = tmp_path_factory.mktemp("service")
-    argv = ("--model", "tiny-gpt-oss", "--num-threads", "1")
-    with start(folder, "unused", *argv, code=PLAIN) as service:
-        yield service.url

@@ -7,6 +7,7 @@ import pytest
 from server.bench.errors import RequestFailed
 from server.bench.events import AnswerReader, EventSplitter
 from tests.server.bench.fake_server import event, text_chunk, usage_of
+from tests.tables import rows
 
 DONE = event(b"[DONE]")
 
@@ -79,17 +80,15 @@ def test_random_cuts_give_the_same_counts():
         assert (reader.output_tokens, sum(reader.counts)) == (29, 29)
 
 
-@pytest.mark.parametrize(
-    ("data", "kind"),
-    [
-        (event(text_chunk("a")), "cut short"),
-        (event(text_chunk("", "stop")) + DONE, "no tokens"),
-        (event({"choices": [], **usage_of(3, 0)}) + DONE, "no tokens"),
-        (event({"error": {"message": "the engine died"}}), "error in stream"),
-        (event(b"{oops"), "bad response"),
-        (event(b"[1]"), "bad response"),
-        (b"", "cut short"),
-    ],
+@rows(
+    "data, kind",
+    (event(text_chunk("a")), "cut short"),
+    (event(text_chunk("", "stop")) + DONE, "no tokens"),
+    (event({"choices": [], **usage_of(3, 0)}) + DONE, "no tokens"),
+    (event({"error": {"message": "the engine died"}}), "error in stream"),
+    (event(b"{oops"), "bad response"),
+    (event(b"[1]"), "bad response"),
+    (b"", "cut short"),
 )
 def test_answers_that_failed(data, kind):
     with pytest.raises(RequestFailed) as caught:

@@ -4,6 +4,7 @@ import pytest
 
 from server.bench.errors import BadResponse
 from server.bench.http11 import ResponseReader
+from tests.tables import rows
 
 CHUNKED = (
     b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nX-A: b: c\r\n\r\n"
@@ -20,17 +21,11 @@ def read(data: bytes, sizes: list[int]) -> tuple[ResponseReader, bytes]:
     return reader, body + (reader.feed(data[at:]) if at < len(data) else b"")
 
 
-@pytest.mark.parametrize("cut", range(1, len(CHUNKED)))
-def test_chunks_cut_anywhere(cut):
-    reader, body = read(CHUNKED, [cut])
-    assert (reader.status, body) == (200, b"hello 0123456789")
-    assert reader.is_done
-    assert reader.keeps_open
-    assert reader.headers["x-a"] == "b: c"
-
-
-def test_byte_by_byte():
-    assert read(CHUNKED, [1] * len(CHUNKED))[1] == b"hello 0123456789"
+def test_a_response_cut_anywhere():
+    for sizes in [*([cut] for cut in range(1, len(CHUNKED))), [1] * len(CHUNKED)]:
+        reader, body = read(CHUNKED, sizes)
+        assert (reader.status, body) == (200, b"hello 0123456789"), sizes
+        assert (reader.is_done, reader.keeps_open, reader.headers["x-a"]) == (True, True, "b: c"), sizes
     reader, body = read(LENGTH, [1] * len(LENGTH))
     assert (reader.status, body, reader.is_done, reader.keeps_open) == (404, b"hello", True, False)
 
@@ -60,27 +55,25 @@ def test_responses_without_a_body():
         assert reader.is_done
 
 
-@pytest.mark.parametrize(
-    ("data", "words"),
-    [
-        (b"SSH-2.0-x\r\n\r\n", "status line"),
-        (b"HTTP/1.1 abc\r\n\r\n", "status line"),
-        (b"HTTP/1.1 200 OK\r\nContent-Length: -1\r\n\r\n", "Content-Length is '-1'"),
-        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n", "size of a chunk"),
-        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n-5\r\n", "size of a chunk"),
-        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nab\r\n", "longer than its size"),
-        (CHUNKED + b"x", "after the end"),
-        (LENGTH + b"x", "more bytes than its Content-Length"),
-        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + b"1" * 5000, "without a size"),
-        (b"x" * 70000, "head of more than"),
-    ],
+@rows(
+    "data, words",
+    (b"SSH-2.0-x\r\n\r\n", "status line"),
+    (b"HTTP/1.1 abc\r\n\r\n", "status line"),
+    (b"HTTP/1.1 200 OK\r\nContent-Length: -1\r\n\r\n", "Content-Length is '-1'"),
+    (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n", "size of a chunk"),
+    (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n-5\r\n", "size of a chunk"),
+    (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nab\r\n", "longer than its size"),
+    (CHUNKED + b"x", "after the end"),
+    (LENGTH + b"x", "more bytes than its Content-Length"),
+    (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + b"1" * 5000, "without a size"),
+    (b"x" * 70000, "head of more than"),
 )
 def test_what_is_no_response(data, words):
     with pytest.raises(BadResponse, match=words):
         ResponseReader().feed(data)
 
 
-@pytest.mark.parametrize("end", [0, 10, len(LENGTH) - 1])
+@rows("end", 0, 10, len(LENGTH) - 1)
 def test_a_connection_that_closes_early(end):
     reader = ResponseReader()
     reader.feed(LENGTH[:end])

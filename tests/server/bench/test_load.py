@@ -15,6 +15,7 @@ from server.bench.load import Load, Share
 from server.bench.probe import probe
 from server.bench.workload import Accepted, Workload
 from tests.server.bench.fake_server import END, STREAM_HEAD, chunked, event, polite, serve, text_chunk, usage_of, whole
+from tests.tables import rows
 
 WHOLE = Share(0, 1)
 ACCEPTED = Accepted(
@@ -106,7 +107,7 @@ async def drops_second_request(asked, writer):
     await polite(asked, writer)
 
 
-@pytest.mark.parametrize("answer", [closes_idle_connections, drops_second_request])
+@rows("answer", closes_idle_connections, drops_second_request)
 def test_a_request_on_a_connection_that_idled_too_long_is_sent_again(answer):
     with serve(answer) as server:
         records = run(make_config(server.url, concurrency=1, num_requests=4))
@@ -140,19 +141,17 @@ def sick(kind):
     return answer
 
 
-@pytest.mark.parametrize(
-    ("kind", "error", "detail"),
-    [
-        ("busy", "HTTP 429", "the queue is full"),
-        ("html", "HTTP 502", "<html>"),
-        ("hang", "timeout", "within 0.3 s"),
-        ("dead", "disconnected", "closed the connection"),
-        ("torn", "disconnected", "closed the connection"),
-        ("cut", "cut short", "without a finish_reason"),
-        ("error", "error in stream", "no"),
-        ("garbage", "bad response", "status line"),
-        ("not a stream", "cut short", "without [DONE]"),
-    ],
+@rows(
+    "kind, error, detail",
+    ("busy", "HTTP 429", "the queue is full"),
+    ("html", "HTTP 502", "<html>"),
+    ("hang", "timeout", "within 0.3 s"),
+    ("dead", "disconnected", "closed the connection"),
+    ("torn", "disconnected", "closed the connection"),
+    ("cut", "cut short", "without a finish_reason"),
+    ("error", "error in stream", "no"),
+    ("garbage", "bad response", "status line"),
+    ("not a stream", "cut short", "without [DONE]"),
 )
 def test_failures_have_a_kind(kind, error, detail):
     with serve(sick(kind)) as server:
@@ -244,9 +243,9 @@ def choosy(*, takes_ids=True, options=2):
     return answer
 
 
-@pytest.mark.parametrize(("options", "counting"), [(2, "per chunk"), (1, "usage"), (0, "chunks")])
-@pytest.mark.parametrize("takes_ids", [True, False])
-@pytest.mark.parametrize("endpoint", ["completions", "chat"])
+@rows("options, counting", (2, "per chunk"), (1, "usage"), (0, "chunks"))
+@rows("takes_ids", True, False)
+@rows("endpoint", "completions", "chat")
 def test_the_probe_finds_what_the_server_takes(endpoint, takes_ids, options, counting):
     with serve(choosy(takes_ids=takes_ids, options=options)) as server:
         config = make_config(server.url + "/v1/", endpoint=endpoint, num_requests=2, prompt_tokens=Lengths(101, 101))
@@ -291,17 +290,15 @@ def test_a_dataset_is_sent_once_through_before_it_repeats(tmp_path):
     assert {(asked.body["temperature"], asked.body["max_tokens"]) for asked in server.posts} == {(0, 3), (0, 2)}
 
 
-@pytest.mark.parametrize(
-    ("text", "endpoint", "words"),
-    [
-        ("", "chat", "has no lines"),
-        ("{oops", "chat", "line 1"),
-        ('{"prompt": "a"}\n[]', "chat", "line 2: each line must be a JSON object"),
-        ('{"prompt": "a", "messages": []}', "chat", "either prompt or messages"),
-        ('{"messages": []}', "completions", "messages go to --endpoint chat"),
-        ('{"prompt": [1]}', "chat", "token ids goes to --endpoint completions"),
-        (None, "chat", "cannot be read"),
-    ],
+@rows(
+    "text, endpoint, words",
+    ("", "chat", "has no lines"),
+    ("{oops", "chat", "line 1"),
+    ('{"prompt": "a"}\n[]', "chat", "line 2: each line must be a JSON object"),
+    ('{"prompt": "a", "messages": []}', "chat", "either prompt or messages"),
+    ('{"messages": []}', "completions", "messages go to --endpoint chat"),
+    ('{"prompt": [1]}', "chat", "token ids goes to --endpoint completions"),
+    (None, "chat", "cannot be read"),
 )
 def test_refusals_of_a_dataset(tmp_path, text, endpoint, words):
     file = tmp_path / "rows.jsonl"

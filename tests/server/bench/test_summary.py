@@ -3,12 +3,12 @@
 from array import array
 
 import numpy as np
-import pytest
 
 from server.bench.load import Record, Share
 from server.bench.processes import ProcessResult, RunResult
 from server.bench.report import command_of, results
 from server.bench.summary import Latency, summarize, token_gaps, tokens_per_second
+from tests.tables import rows
 
 
 def record(start_s, times, counts, end_s, **more):
@@ -76,14 +76,11 @@ def test_the_figures_of_a_run():
     assert summary.void_reasons == ["client process 1 used 75% of a core (limit 70%): use more --processes"]
 
 
-def test_a_server_without_usage_leaves_the_prompts_unknown():
+def test_a_run_without_usage_and_one_in_which_everything_failed():
     run = RunResult(0.0, [ProcessResult([record(0, [1], [1], 2, prompt_tokens=None, counting="chunks")], 0.1, 2.0)])
     figures = results(summarize(run))
     assert (figures["prompt_tokens"], figures["prompt_tokens_per_s"]) == (None, None)
     assert figures["token_counting"] == "chunks"
-
-
-def test_a_run_in_which_everything_failed():
     run = RunResult(0.0, [ProcessResult([record(0, [], [], 1, error="timeout", prompt_tokens=None)], 0.0, 1.0)])
     figures = results(summarize(run))
     assert set(figures["latencies_ms"].values()) == {None}
@@ -105,7 +102,7 @@ def test_every_request_belongs_to_one_process():
         assert sum(share.part_of(20) for share in shares) == 20
 
 
-@pytest.mark.parametrize("argv", [["--api-key", "s3cret", "--seed", "1"], ["--api-key=s3cret", "--seed", "1"]])
+@rows("argv", ["--api-key", "s3cret", "--seed", "1"], ["--api-key=s3cret", "--seed", "1"])
 def test_the_command_in_the_document_hides_the_key(argv):
     command = command_of(argv)
     assert "s3cret" not in command
