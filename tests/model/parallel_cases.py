@@ -1,14 +1,12 @@
-"""Layouts, small checkpoints and steps of the tests of divided models; used by threads and by processes."""
+"""Layouts and steps of the tests of divided models; used by threads and by processes, so it is quick to import."""
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from model.decoder import Model
 from model.parallel import ParallelLayout
-from tests.model import checkpoints
 from tests.model.paged import PagedCache, run
 
 # name: the sizes of a layout
@@ -30,26 +28,6 @@ TOLERANCE = 1e-4  # of a row's largest logit
 # What the requests of each data-parallel rank feed in each step; the third rank has nothing to do at first.
 PROMPTS = [{"a": [3, 1, 4, 1, 5, 9, 2, 6], "b": [7, 8]}, {"c": [11]}, {}, {"d": list(range(20))}]
 NEXT = [{"a": [5], "b": [9]}, {"c": [2, 3, 4]}, {"e": [40, 41]}, {}]
-
-
-def write_checkpoint(kind: str, folder: Path) -> Path:
-    """A small random model in its published form; FP8 blocks that two ranks divide between blocks, four inside them."""
-    folder.mkdir(exist_ok=True)
-    if kind == "gpt_oss":
-        tensors = checkpoints.state_by_file_name(checkpoints.make_gpt_oss(vocab_size=97), folder)
-        checkpoints.write(
-            folder, checkpoints.pack_mxfp4(tensors)[0], {"quantization_config": {"quant_method": "mxfp4"}}
-        )
-        return folder
-    sizes: dict[str, Any] = {
-        "hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 256, "q_lora_rank": 128,
-        "kv_lora_rank": 64, "qk_rope_head_dim": 16, "qk_nope_head_dim": 48, "v_head_dim": 64, "vocab_size": 97,
-    }  # fmt: skip
-    reference = checkpoints.make_deepseek(**(sizes if kind == "deepseek" else {"vocab_size": 97}))
-    tensors = checkpoints.state_by_file_name(reference, folder)
-    quantization = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    checkpoints.write(folder, checkpoints.pack_fp8(tensors)[0], {"quantization_config": quantization})
-    return folder
 
 
 def run_steps(

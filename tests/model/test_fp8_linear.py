@@ -8,7 +8,7 @@ import torch
 
 from loaders.checkpoint import Checkpoint
 from model.fp8_linear import BATCH_PLANS, DECODE_PLANS, PREFILL_PLANS, choose_plan, fp8_block_gemm
-from model.linear import LinearWeight, join_rows
+from model.linear import Linear, LinearWeight, join_rows
 from model.weights import RAGGED_COLUMNS, RAGGED_ROWS, Split, WeightReader
 from moe import RankPlace
 from moe.formats import Fp8BlockWeight
@@ -106,3 +106,19 @@ def test_rows_join_as_fp8_where_each_part_ends_with_a_block() -> None:
     mixed = join_rows((whole, torch.ones(2, 200, dtype=torch.float16)))
     assert isinstance(mixed, torch.Tensor)
     assert mixed.dtype == torch.float16
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [1, 16, 17, 64, 65, 300])
+@pytest.mark.parametrize("shape", [(200, 384), (2112, 1024), (512, 7168), (256, 328)])
+def test_numbers_on_a_gpu(shape: tuple[int, int], num_tokens: int) -> None:
+    """Compiled, every kind of plan: bf16 results of exact weights, and the same bits again."""
+    generator = torch.Generator("cuda").manual_seed(1)
+    weight = Fp8BlockWeight.quantize(torch.randn(shape, device="cuda", generator=generator))
+    bias = torch.randn(shape[0], device="cuda", generator=generator).bfloat16()
+    x_TK = torch.randn(num_tokens, shape[1], device="cuda", generator=generator).bfloat16()
+    layer = Linear(weight, bias)
+    got = layer(x_TK)
+    want = torch.nn.functional.linear(x_TK.float(), weight.dequantize(), bias.float())
+    assert float((got.float() - want).norm() / want.norm()) < 4e-3
+    assert torch.equal(got, layer(x_TK))

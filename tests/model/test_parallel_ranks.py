@@ -13,7 +13,8 @@ import torch
 from model.config import ModelSettings
 from model.registry import build_model
 from tests.model import rank_process
-from tests.model.parallel_cases import FOUR, TOLERANCE, TWO, expected, worst_error, write_checkpoint
+from tests.model.parallel_cases import FOUR, TOLERANCE, TWO, expected, worst_error
+from tests.model.parallel_checkpoints import write_checkpoint
 
 NUM_PROMPTS = 200
 

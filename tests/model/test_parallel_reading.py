@@ -18,7 +18,7 @@ from model.sizes import measure_model
 from moe import MoeBackend
 from moe.device import Device
 from moe.group import RankGroups
-from tests.model.parallel_cases import write_checkpoint
+from tests.model.parallel_checkpoints import write_checkpoint
 from tests.model.rank_threads import load_rank, run_layout
 from tests.model.test_sizes import dense_bytes
 
