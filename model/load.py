@@ -91,9 +91,8 @@ def open_source(family: Family, folder: Path, settings: ModelSettings) -> Tensor
 def _head_weight(family: Family, reader: WeightReader, embedding: Embedding) -> LinearWeight:
     """This rank's rows of the output head.
 
-    A tied model stores none or a copy of the embedding; a different one is used, with a warning.
-
-    transformers decides the same, so the model answers here as it did for its uploader.
+    A tied model stores none or a copy of the embedding; a different one is used, with a warning. transformers decides
+    the same, so the model answers here as it did for its uploader.
     """
     source = reader.source
     if not family.is_head_tied:
@@ -101,8 +100,10 @@ def _head_weight(family: Family, reader: WeightReader, embedding: Embedding) -> 
     if HEAD_WEIGHT not in source:
         return embedding.weight
     meta = source.meta(HEAD_WEIGHT)
+    span = RAGGED_ROWS.span(HEAD_WEIGHT, family.vocab_size, 1, reader.place)
+    own = slice(span.start, span.stop)
     if meta.dtype == source.meta(EMBEDDING_WEIGHT).dtype and torch.equal(
-        source.view(HEAD_WEIGHT), source.view(EMBEDDING_WEIGHT)
+        source.view(HEAD_WEIGHT)[own], source.view(EMBEDDING_WEIGHT)[own]
     ):
         return embedding.weight
     _log.warning(

@@ -79,19 +79,20 @@ class TokenSlices:
 
     def own(self, x_TH: torch.Tensor) -> torch.Tensor:
         """[S, H]: this rank's tokens."""
-        length = self._length(x_TH.shape[0])
+        length = self.length(x_TH.shape[0])
         return x_TH[self._tp.rank * length : (self._tp.rank + 1) * length]
 
     def join(self, out_SH: torch.Tensor, partial_TH: torch.Tensor | None, num_tokens: int) -> torch.Tensor:
         """[T, H] of all ranks' tokens, plus a sum over the ranks whose parts are `partial_TH`."""
-        missing = self._length(num_tokens) * self._tp.size - num_tokens
+        missing = self.length(num_tokens) * self._tp.size - num_tokens
         if partial_TH is not None:
             summed_SH = self._tp.reduce_scatter(F.pad(partial_TH, (0, 0, 0, missing)))
             out_SH = out_SH + summed_SH[: out_SH.shape[0]]
-        padded_SH = F.pad(out_SH, (0, 0, 0, self._length(num_tokens) - out_SH.shape[0]))
+        padded_SH = F.pad(out_SH, (0, 0, 0, self.length(num_tokens) - out_SH.shape[0]))
         return self._tp.all_gather(padded_SH)[:num_tokens]
 
-    def _length(self, num_tokens: int) -> int:
+    def length(self, num_tokens: int) -> int:
+        """Most tokens of one rank."""
         return -(-num_tokens // self._tp.size)
 
 
@@ -144,7 +145,8 @@ class MoeLayer(nn.Module):
         """None if decode steps of up to `max_num_tokens` tokens can be captured in a CUDA graph, else the reason."""
         if not load_backend(self.runner.backend).is_capturable:
             return f"MoE {self.description}"
-        reason = self.dispatcher.why_not_capturable(max_num_tokens)
+        own_tokens = max_num_tokens if self.slices is None else self.slices.length(max_num_tokens)
+        reason = self.dispatcher.why_not_capturable(own_tokens)
         return None if reason is None else f"MoE {self.description} ({reason})"
 
     @property

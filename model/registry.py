@@ -64,6 +64,4 @@ def build_model(folder: Path, settings: ModelSettings, group: "ProcessGroup | No
     from model.groups import make_groups
     from model.load import load_model
 
-    family = make_family(read_config(folder))
-    family.check_layout(settings.layout)
-    return load_model(family, folder, settings, make_groups(settings.layout, group))
+    return load_model(make_family(read_config(folder)), folder, settings, make_groups(settings.layout, group))

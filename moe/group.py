@@ -6,6 +6,7 @@ serves several ranks that share one GPU, which NCCL refuses.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
@@ -81,17 +82,17 @@ class TorchGroup:
     def __init__(self, group: "ProcessGroup | None" = None) -> None:
         self._group = group
 
-    @property
+    @cached_property
     def rank(self) -> int:
         """Within the group."""
         return int(torch.distributed.get_rank(self._group))
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Number of ranks."""
         return int(torch.distributed.get_world_size(self._group))
 
-    @property
+    @cached_property
     def is_capturable(self) -> bool:
         """True if tensors of a GPU travel over NCCL."""
         return "cuda:gloo" not in torch.distributed.get_backend_config(self._group)
