@@ -1,6 +1,7 @@
 # Two commands do everything: `make serve` sets up and serves, `make test` sets up and tests, in JOBS processes.
 # What takes minutes has a target of its own, of which `make test` runs a short pick: `make kernels` (Triton kernels in the
-# interpreter), `make soak` (unruly clients for long) and `make evals` (the bundled model answers all its questions).
+# interpreter), `make ranks` (models and engines of several processes), `make soak` (unruly clients for long) and
+# `make evals` (the bundled model answers all its questions).
 # `make clients` runs popular clients, installed in a separate environment, against the real service.
 # PORT=, ARGS=, EXTRAS= and PIP_ARGS= pass through: `make serve PORT=9000 EXTRAS=gpu ARGS="--max-num-seqs 8"`.
 
@@ -15,7 +16,7 @@ PIP     = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check 
 PYTEST  = $(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 SERVE   = $(VENV)/.serve$(EXTRAS:%=-%)
 
-.PHONY: serve test test-cpus kernels evals clients soak check pins settings bench
+.PHONY: serve test test-cpus kernels ranks evals clients soak check pins settings bench
 serve: $(SERVE)
 	$(VENV)/bin/moe-serve --port $(PORT) $(ARGS)
 
@@ -27,6 +28,9 @@ evals: $(VENV)/.dev
 
 kernels: $(VENV)/.dev
 	$(PYTEST) -m kernels $(ARGS)
+
+ranks: $(VENV)/.dev
+	$(VENV)/bin/python -m pytest -m ranks $(ARGS)
 
 test-cpus: $(VENV)/.dev
 	PATH="$(abspath $(VENV))/bin:$$PATH" scripts/test_on_every_cpu $(ARGS)

@@ -30,6 +30,7 @@ class ForwardBatch:
     page_size: int
     sliding: "ForwardBatch | None" = None
     all_ranks_decode: bool = False  # ranks that share experts must agree on it; False is right for every step
+    max_rank_tokens: int | None = None  # largest T of any rank in this step; None: not known
 
     @property
     def num_tokens(self) -> int:

@@ -1,37 +1,70 @@
-"""Token embedding and the output head. A tied head uses the embedding's own matrix."""
+"""Token embedding and the output head. A tied head uses the embedding's own matrix.
+
+Tensor-parallel ranks divide both by rows of the vocabulary: DeepSeek-V3 has 1.9 GB in each, and a step looks up few
+rows, so the sum over ranks costs less than the room that every rank would lose.
+Shape letters: T tokens, V vocabulary, U rows of it on this rank, H hidden, R logit rows.
+"""
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from model.linear import Linear
+from model.linear import Linear, LinearWeight
+from moe.group import SINGLE_RANK, Group
 
 
 class Embedding(nn.Module):
-    """Rows of `weight` [V, H] by token id."""
+    """Rows of `weight` [U, H] by token id; this rank has those from `first_row` on, the ranks of `tp` the others."""
 
-    def __init__(self, weight_VH: torch.Tensor) -> None:
+    def __init__(self, weight_UH: torch.Tensor, *, first_row: int = 0, tp: Group = SINGLE_RANK) -> None:
         super().__init__()
-        self.weight = nn.Parameter(weight_VH, requires_grad=False)
+        self.weight = nn.Parameter(weight_UH, requires_grad=False)
+        self.first_row = first_row
+        self._tp = tp
 
     def forward(self, ids_T: torch.Tensor) -> torch.Tensor:
         """int64 [T] to [T, H]."""
-        return F.embedding(ids_T, self.weight)
+        if self._tp.size == 1:
+            return F.embedding(ids_T, self.weight)
+        rows_T = ids_T - self.first_row
+        is_own_T = (rows_T >= 0) & (rows_T < self.weight.shape[0])
+        if self.weight.shape[0] == 0:  # fewer rows in the vocabulary than ranks need
+            x_TH = self.weight.new_zeros((ids_T.shape[0], self.weight.shape[1]))
+        else:
+            x_TH = F.embedding(rows_T * is_own_T, self.weight) * is_own_T[:, None]
+        return self._tp.all_reduce(x_TH)
 
 
 class OutputHead(nn.Module):
-    """Hidden states to fp32 logits; computed for the wanted rows only."""
+    """Hidden states to fp32 logits; computed for the wanted rows only, and whole on every rank of `tp`.
 
-    def __init__(self, weight_VH: torch.Tensor) -> None:
+    Every rank but the last has the same number of rows, the last may have fewer, or some of the last none.
+    """
+
+    def __init__(self, weight_UH: LinearWeight, *, tp: Group = SINGLE_RANK) -> None:
         super().__init__()
-        self.linear = Linear(weight_VH)
+        self.linear = Linear(weight_UH)
         # On a GPU the product is written as the fp32 sum that it is, which spares a pass over the logits.
-        is_summed_in_fp32 = weight_VH.device.type == "cuda" and weight_VH.dtype == torch.bfloat16
-        self._weight_HV = weight_VH.t() if is_summed_in_fp32 else None
+        self._weight_HU: torch.Tensor | None = None
+        if isinstance(weight_UH, torch.Tensor) and weight_UH.is_cuda and weight_UH.dtype == torch.bfloat16:
+            self._weight_HU = weight_UH.t()
+        self._tp = tp
+        self._num_rows = weight_UH.shape[0]
+        num_rows_by_rank = tp.all_gather(torch.tensor([self._num_rows], device=weight_UH.device)).tolist()
+        self._most_rows, self._vocab_size = max(num_rows_by_rank), sum(num_rows_by_rank)
 
     def forward(self, x_RH: torch.Tensor, out_RV: torch.Tensor | None = None) -> torch.Tensor:
         """[R, H] to fp32 [R, V], which is `out` if one is given."""
-        if self._weight_HV is not None and x_RH.dtype == torch.bfloat16:
-            return torch.mm(x_RH, self._weight_HV, out_dtype=torch.float32, out=out_RV)
-        logits_RV: torch.Tensor = self.linear(x_RH)
-        return logits_RV.float() if out_RV is None else out_RV.copy_(logits_RV)
+        if self._tp.size == 1:
+            return self._own_logits(x_RH, out_RV)
+        padded_RU = F.pad(self._own_logits(x_RH), (0, self._most_rows - self._num_rows))
+        by_rank = self._tp.all_gather(padded_RU).chunk(self._tp.size)
+        logits_RV = torch.cat(by_rank, dim=1)[:, : self._vocab_size].contiguous()
+        return logits_RV if out_RV is None else out_RV.copy_(logits_RV)
+
+    def _own_logits(self, x_RH: torch.Tensor, out_RU: torch.Tensor | None = None) -> torch.Tensor:
+        """fp32 [R, U]."""
+        if self._weight_HU is not None and x_RH.dtype == torch.bfloat16:
+            return torch.mm(x_RH, self._weight_HU, out_dtype=torch.float32, out=out_RU)
+        logits_RU: torch.Tensor = self.linear(x_RH)
+        return logits_RU.float() if out_RU is None else out_RU.copy_(logits_RU)
