@@ -107,6 +107,7 @@ def load_engine(config: EngineConfig, model: Model | None) -> LoadedEngine:
     runner = make_runner(_allocate(layout, num_pages + uses_graphs, model.device))
     num_tokens = min(_WARM_UP_TOKENS, max_model_len)
     run_prompt(runner, num_tokens)
+    runner.sampler.warm_up()
     if uses_graphs:
         runner.graphs = DecodeGraphs(
             model, runner.kv, page_size=config.page_size, max_num_seqs=config.max_num_seqs,
