@@ -92,7 +92,7 @@ def _find_id(row, goal, cut, last_id, OF_TIES: tl.constexpr, BLOCK: tl.constexpr
                 totals += tl.where(ids[:, None] < borders[None, :], amount[:, None], 0)
             found += (tl.sum((tl.sum(totals, 0) <= goal).to(tl.int32), 0) - 1) << shift
     else:
-        found = tl.zeros([], tl.int32) + _LAST_ID
+        found = tl.full([], _LAST_ID, tl.int32)
         before = tl.zeros([], tl.int64)
         for start in range(0, row[3], BLOCK):
             bits, ids = _read(row, start, BLOCK, IS_LIST)
@@ -142,14 +142,14 @@ def _filtered_token(row, total, top_k, top_p, min_bits, draw, BLOCK: tl.constexp
 
 
 @triton.jit
-def _plain_token(row, masses, draw, num_tokens, CHUNK: tl.constexpr, S_PAD: tl.constexpr):
+def _plain_token(row, masses, draw, vocab_size, CHUNK: tl.constexpr, S_PAD: tl.constexpr):
     """A token among all, from the masses of the chunks."""
     goal = _target(draw, tl.sum(masses, 0))
     chunks = tl.arange(0, S_PAD)
     chunk = tl.sum((tl.cumsum(masses, 0) <= goal).to(tl.int32), 0)
     goal -= tl.sum(tl.where(chunks < chunk, masses, 0), 0)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
-    x = tl.load(row[0] + ids, mask=ids < num_tokens, other=float("-inf"))
+    x = tl.load(row[0] + ids, mask=ids < vocab_size, other=float("-inf"))
     masses_in_chunk = mass_of(weight_bits(x, row[4], row[5]))
     return chunk * CHUNK + tl.sum((tl.cumsum(masses_in_chunk, 0) <= goal).to(tl.int32), 0)
 
@@ -171,7 +171,7 @@ def _list_suffices(row, num_listed, total, cut, top_k, top_p, min_bits, BLOCK: t
 @triton.jit
 def draw_tokens(
     logits_ptr, rows_ptr, ints_ptr, floats_ptr, best_ptr, cut_ptr, masses_ptr, num_listed_ptr, listed_bits_ptr,
-    listed_ids_ptr, tokens_ptr, kept_ptr, num_tokens, logits_stride, num_chunks,
+    listed_ids_ptr, tokens_ptr, kept_ptr, vocab_size, logits_stride, num_chunks,
     NUM_INTS: tl.constexpr, NUM_FLOATS: tl.constexpr, CHUNK: tl.constexpr, S_PAD: tl.constexpr, C: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -187,7 +187,7 @@ def draw_tokens(
         top_p, draw = tl.load(floats_ptr + 1), tl.load(floats_ptr + 2)
         chunks = tl.arange(0, S_PAD)
         masses = tl.load(masses_ptr + index * num_chunks + chunks, mask=chunks < num_chunks, other=0)
-        whole = (logits_ptr, bits_ptr, ids_ptr, num_tokens, best, temperature)
+        whole = (logits_ptr, bits_ptr, ids_ptr, vocab_size, best, temperature)
         if tl.load(ints_ptr + 4) == _FILTERED:
             num_listed, total = tl.load(num_listed_ptr + index), tl.sum(masses, 0)
             top_k, min_bits = tl.load(ints_ptr + 7), tl.load(ints_ptr + 8).to(tl.int32)
@@ -197,7 +197,7 @@ def draw_tokens(
             else:
                 token = _filtered_token(whole, total, top_k, top_p, min_bits, draw, BLOCK, False)
         else:
-            token = _plain_token(whole, masses, draw, num_tokens, CHUNK, S_PAD)
+            token = _plain_token(whole, masses, draw, vocab_size, CHUNK, S_PAD)
         tl.store(tokens_ptr + index, token.to(tl.int64))
         tl.store(kept_ptr + tl.load(ints_ptr + 1), token.to(tl.int64))
 
@@ -205,7 +205,7 @@ def draw_tokens(
 @triton.jit
 def _next_best(logits_ptr, ids_ptr, num, last_x, last_id, BLOCK: tl.constexpr, IS_LIST: tl.constexpr):
     """The best logit after (`last_x`, `last_id`) and its token; of equal ones the smaller id comes first."""
-    best, best_id = last_x * 0.0 + float("-inf"), tl.zeros([], tl.int32) + _LAST_ID
+    best, best_id = tl.full([], float("-inf"), tl.float32), tl.full([], _LAST_ID, tl.int32)
     for start in range(0, num, BLOCK):
         at = start + tl.arange(0, BLOCK)
         ids = tl.load(ids_ptr + at, mask=at < num, other=0) if IS_LIST else at
@@ -221,7 +221,7 @@ def _next_best(logits_ptr, ids_ptr, num, last_x, last_id, BLOCK: tl.constexpr, I
 @triton.jit(do_not_specialize=["num_top"])
 def rank_tokens(
     logits_ptr, ints_ptr, best_ptr, masses_ptr, num_listed_ptr, listed_ids_ptr, tokens_ptr, chosen_ptr,
-    chosen_value_ptr, top_ptr, top_values_ptr, num_tokens, logits_stride, num_chunks, num_top,
+    chosen_value_ptr, top_ptr, top_values_ptr, vocab_size, logits_stride, num_chunks, num_top,
     NUM_INTS: tl.constexpr, S_PAD: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Log-probabilities of the token that a row chose and of its `num_top` best. Grid: (rows that want them,)."""
@@ -238,13 +238,13 @@ def rank_tokens(
         tl.store(chosen_value_ptr + index, tl.load(logits_ptr + token) - best - log_total)
         num_listed = tl.load(num_listed_ptr + index)
         is_short = (num_listed <= C) & (num_listed >= num_top)
-        last_x, last_id = best * 0.0 + float("inf"), tl.full([], -1, tl.int32)
+        last_x, last_id = tl.full([], float("inf"), tl.float32), tl.full([], -1, tl.int32)
         for place in range(num_top):
             if is_short:
                 last_x, last_id = _next_best(
                     logits_ptr, listed_ids_ptr + index * C, num_listed, last_x, last_id, BLOCK, True
                 )
             else:
-                last_x, last_id = _next_best(logits_ptr, listed_ids_ptr, num_tokens, last_x, last_id, BLOCK, False)
+                last_x, last_id = _next_best(logits_ptr, listed_ids_ptr, vocab_size, last_x, last_id, BLOCK, False)
             tl.store(top_ptr + index * num_top + place, last_id.to(tl.int64))
             tl.store(top_values_ptr + index * num_top + place, last_x - best - log_total)

@@ -18,20 +18,20 @@ _LARGEST = tl.constexpr(3.4028234663852886e38)
 
 
 @triton.jit
-def clear_counts(places_ptr, counts_ptr, num_tokens, CHUNK: tl.constexpr):
+def clear_counts(places_ptr, counts_ptr, vocab_size, CHUNK: tl.constexpr):
     """Set whole rows of the table to zero. Grid: (places, chunks of the vocabulary)."""
     place = tl.load(places_ptr + tl.program_id(0))
     ids = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
-    tl.store(counts_ptr + place * num_tokens + ids, tl.zeros([CHUNK], tl.int32), mask=ids < num_tokens)
+    tl.store(counts_ptr + place * vocab_size + ids, tl.zeros([CHUNK], tl.int32), mask=ids < vocab_size)
 
 
 @triton.jit(do_not_specialize=["num_entries"])
-def add_counts(entries_ptr, counts_ptr, num_tokens, num_entries, in_prompt, BLOCK: tl.constexpr):
+def add_counts(entries_ptr, counts_ptr, vocab_size, num_entries, in_prompt, BLOCK: tl.constexpr):
     """Count tokens: entries are `(place << 32) + 2 * id + is_prompt`. Grid: blocks of entries."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_entry = at < num_entries
     entries = tl.load(entries_ptr + at, mask=is_entry, other=0)
-    cells = counts_ptr + (entries >> 32) * num_tokens + ((entries & 0xFFFFFFFF) >> 1)
+    cells = counts_ptr + (entries >> 32) * vocab_size + ((entries & 0xFFFFFFFF) >> 1)
     is_prompt = (entries & 1) != 0
     tl.atomic_or(cells, tl.zeros([BLOCK], tl.int32) + in_prompt, mask=is_entry & is_prompt)
     tl.atomic_add(cells, tl.full([BLOCK], 1, tl.int32), mask=is_entry & ~is_prompt)
@@ -39,7 +39,7 @@ def add_counts(entries_ptr, counts_ptr, num_tokens, num_entries, in_prompt, BLOC
 
 @triton.jit
 def penalize_and_mask(
-    logits_ptr, rows_ptr, ints_ptr, floats_ptr, counts_ptr, masks_ptr, num_tokens, logits_stride,
+    logits_ptr, rows_ptr, ints_ptr, floats_ptr, counts_ptr, masks_ptr, vocab_size, logits_stride,
     NUM_INTS: tl.constexpr, NUM_FLOATS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Penalties and masks of the rows listed in `rows_ptr`. NaN and infinity stay, so that a broken row stays broken.
@@ -53,12 +53,12 @@ def penalize_and_mask(
         tl.load(ints_ptr), tl.load(ints_ptr + 1), tl.load(ints_ptr + 2), tl.load(ints_ptr + 3)
     )  # fmt: skip
     ids = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
-    is_token = ids < num_tokens
+    is_token = ids < vocab_size
     cells = logits_ptr + source * logits_stride + ids
     x = tl.load(cells, mask=is_token, other=0.0)
     if has_penalties != 0:
         repetition = tl.load(floats_ptr + 3).to(tl.float32)
-        count = tl.load(counts_ptr + place * num_tokens + ids, mask=is_token, other=0)
+        count = tl.load(counts_ptr + place * vocab_size + ids, mask=is_token, other=0)
         num_generated = count & 0x7FFFFFFF
         if repetition != 1.0:
             scaled = tl.where(x > 0, tl.div_rn(x, tl.zeros_like(x) + repetition), x * repetition)

@@ -58,7 +58,7 @@ def _in_order(pattern):
 
 @triton.jit
 def row_stats(
-    logits_ptr, ints_ptr, maxima_ptr, ids_ptr, groups_ptr, num_tokens, logits_stride, num_chunks,
+    logits_ptr, ints_ptr, maxima_ptr, ids_ptr, groups_ptr, vocab_size, logits_stride, num_chunks,
     NUM_INTS: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Per chunk the largest logit and the first token that has it; per group the largest logit, where it is needed."""
@@ -66,11 +66,11 @@ def row_stats(
     source = tl.load(ints_ptr + row * NUM_INTS)
     rank = tl.load(ints_ptr + row * NUM_INTS + 5)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
-    x = tl.load(logits_ptr + source * logits_stride + ids, mask=ids < num_tokens, other=float("-inf"))
+    x = tl.load(logits_ptr + source * logits_stride + ids, mask=ids < vocab_size, other=float("-inf"))
     x = tl.where(x < float("inf"), x, float("inf"))  # NaN, too
     best = tl.max(x, 0)
     tl.store(maxima_ptr + row * num_chunks + chunk, best)
-    tl.store(ids_ptr + row * num_chunks + chunk, tl.min(tl.where(x == best, ids, num_tokens), 0))
+    tl.store(ids_ptr + row * num_chunks + chunk, tl.min(tl.where(x == best, ids, vocab_size), 0))
     if rank > 0:
         NUM: tl.constexpr = CHUNK // GROUP
         at = (row * num_chunks + chunk) * NUM + tl.arange(0, NUM)
@@ -106,7 +106,7 @@ def combine(
         groups = tl.arange(0, G_PAD)
         largest = tl.load(groups_ptr + row * num_groups + groups, mask=groups < num_groups, other=float("-inf"))
         keys = _in_order(largest.to(tl.int32, bitcast=True)).to(tl.int64)
-        low = best.to(tl.int64) * 0 - 2147483648
+        low = tl.full([], -2147483648, tl.int64)
         for level in range(32):
             trial = low + (tl.full([], 1, tl.int64) << (31 - level))
             low = tl.where(tl.sum((keys >= trial).to(tl.int32), 0) >= rank, trial, low)
@@ -120,7 +120,7 @@ def combine(
 @triton.jit
 def collect(
     logits_ptr, rows_ptr, ints_ptr, floats_ptr, best_ptr, cut_ptr, masses_ptr, num_listed_ptr, listed_bits_ptr,
-    listed_ids_ptr, num_tokens, logits_stride, num_chunks,
+    listed_ids_ptr, vocab_size, logits_stride, num_chunks,
     NUM_INTS: tl.constexpr, NUM_FLOATS: tl.constexpr, CHUNK: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Per chunk the mass, and its candidates appended to the row's list, in any order; those beyond C are left out."""
@@ -130,7 +130,7 @@ def collect(
         source = tl.load(ints_ptr + row * NUM_INTS)
         temperature = tl.load(floats_ptr + row * NUM_FLOATS).to(tl.float32)
         ids = chunk * CHUNK + tl.arange(0, CHUNK)
-        x = tl.load(logits_ptr + source * logits_stride + ids, mask=ids < num_tokens, other=float("-inf"))
+        x = tl.load(logits_ptr + source * logits_stride + ids, mask=ids < vocab_size, other=float("-inf"))
         bits = weight_bits(x, best, temperature)
         tl.store(masses_ptr + row * num_chunks + chunk, tl.sum(mass_of(bits), 0))
         if tl.load(ints_ptr + row * NUM_INTS + 4) == _FILTERED:
