@@ -123,7 +123,10 @@ class GpuSampler:
     def _rules(self, seq: Sequence) -> RequestRules:
         if seq.sampler_state is None:
             seq.sampler_state = RequestRules.of(
-                seq, num_groups=self._num_groups, list_size=self._list_size, vocab_size=self.vocab_size
+                seq,
+                num_groups=-(-self.vocab_size // self._group),
+                list_size=self._list_size,
+                vocab_size=self.vocab_size,
             )
         rules: RequestRules = seq.sampler_state
         return rules

@@ -84,10 +84,10 @@ RULES = [
 ]  # fmt: skip
 
 
-def filter_cases(sizes, rules, tiling=SMALL):
+def filter_cases(sizes, rules, tiling=SMALL, spreads=(0.0, 0.3, 3.0, 12.0)):
     """Draws off the definition: flat and peaked rows, with ties, in vocabularies around the sizes of the tiles."""
     off = {}
-    for vocab_size, spread, rule in itertools.product(sizes, [0.0, 0.3, 3.0, 12.0], rules):
+    for vocab_size, spread, rule in itertools.product(sizes, spreads, rules):
         g = torch.Generator().manual_seed(vocab_size)
         logits = (torch.randn(vocab_size, generator=g) * spread * 16).round() / 16  # many equal ones
         off[f"{vocab_size} tokens, spread {spread}, {rule}"] = draws_off(logits, rule, tiling, num_draws=2)
@@ -96,6 +96,14 @@ def filter_cases(sizes, rules, tiling=SMALL):
 
 def spread_logits(num_rows, vocab_size, spread=3.0):
     return torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(num_rows + vocab_size)) * spread
+
+
+def sparse_groups():
+    """Draws off the definition where the list has fewer tokens than `top_k` or `top_p` needs, though it is not full."""
+    logits = torch.arange(700) / 1000
+    logits[::16] += 2.0  # one likely token in each group
+    rules = [{"top_k": 60}, {"top_k": 60, "top_p": 0.9999}, {"top_p": 0.97}]
+    return sum(draws_off(logits, rule, num_draws=4) for rule in rules)
 
 
 KINDS = [
@@ -279,7 +287,8 @@ def engine_off():
 
 FEW = [RULES[index] for index in (0, 1, 4, 8, 11, 13, 14, 19)]
 PICK = {
-    "filters": lambda: filter_cases([5, 700], FEW),
+    "filters": lambda: filter_cases([5, 700], FEW, spreads=(0.0, 3.0)),
+    "sparse groups": sparse_groups,
     "mixed batch": mixed_batch,
     "edits": edits_off,
     "broken rows": broken_rows,
