@@ -59,7 +59,7 @@ class StepExecutor:
         if isinstance(pending, Exception):
             return pending
         seqs = [chunk.seq if is_wanted(chunk) else None for chunk in launched.chunks]
-        return _attempt(lambda: pending.sample(seqs, keeps_tokens=self.overlaps))
+        return _attempt(lambda: pending.sample(seqs))
 
     def collect(self, launched: LaunchedStep) -> list[ChunkResult] | Exception:
         """Wait for a sampled step and return the result of each chunk, or the step's error."""

@@ -1,4 +1,4 @@
-"""Top-k, min-p and top-p: which tokens may be drawn. Draws nothing.
+"""Top-k, min-p and top-p in plain torch: which tokens may be drawn. Draws nothing.
 
 Each filter keeps a prefix of the tokens sorted by probability, so a row has a single cutoff. It is usually among the
 first few tokens, so those are sorted first, and only rows with a later cutoff are sorted completely. Of tokens with

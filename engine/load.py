@@ -120,6 +120,7 @@ def load_engine(config: EngineConfig, model: Model | None) -> LoadedEngine:
     runner = make_runner(_allocate(layout, num_pages + uses_graphs, model.device))
     num_tokens = min(_WARM_UP_TOKENS, max_model_len)
     run_prompt(runner, num_tokens)
+    runner.sampler.warm_up()
     if uses_graphs:
         _capture_graphs(config, runner, max_model_len, step_tokens, spare_page=num_pages, is_sliding=is_sliding)
     if model.device.type == "cuda" and config.max_num_seqs > 1:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # a scripted engine needs no model
     from model.sizes import ModelSizes, StepShape
 
 _BYTES_PER_GRAPH = 32 << 20
-_SAMPLING_BYTES_PER_LOGIT = 48  # the sampler's temporaries at its peak, filters on
+_SAMPLING_BYTES_PER_LOGIT = 48  # the torch sampler's temporaries at its peak, filters on; the kernels need 12
 _CONTEXT_BYTES = 700 << 20  # estimate: the CUDA context, kernels and library workspaces
 _HIDDEN_COPIES = 4  # estimate: residual, norm, and the input and output of a block
 _SHORTEST_CONTEXT = 1024  # of the table

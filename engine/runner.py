@@ -16,10 +16,11 @@ import msgspec
 import numpy as np
 import torch
 
+from engine.choose_sampler import make_sampler
 from engine.cuda_graphs import DecodeGraphs
 from engine.logprobs import PendingLogprobs, launch_logprobs
 from engine.prompt_graphs import PromptGraphs
-from engine.sampler import PendingTokens, launch_sampling
+from engine.sampler import PendingTokens, Sampler
 from engine.sequence import Sequence
 from engine.step import LATE_ID, StepBatch, StepRow
 from engine.transfer import Mark, to_device
@@ -88,6 +89,7 @@ class ModelRunner:
         self.prompt_graphs: PromptGraphs | None = None
         self.page_size = page_size
         self.tokens_M = torch.zeros(max_num_seqs, dtype=torch.int64, device=model.device)
+        self.sampler = make_sampler(self.tokens_M, model.vocab_size)
         table_shape = (max_num_seqs, -(-max_model_len // page_size))
         self._page_table = np.zeros(table_shape, dtype=np.int32)
         self._sliding_table = np.zeros(table_shape, dtype=np.int32) if is_sliding else None
@@ -107,7 +109,7 @@ class ModelRunner:
             logits_RV = self.prompt_graphs.run(batch, size)
         else:
             logits_RV = self.model(batch, self.model.plan(batch), self.kv)
-        return Pending(step, logits_RV, self.tokens_M)
+        return Pending(step, logits_RV, self.sampler)
 
     def make_batch(self, step: StepBatch) -> ForwardBatch:
         """The batch of a step, on the model's device. Brings the page tables up to date."""
@@ -189,24 +191,24 @@ class Pending:
     The two are apart so that logits processors can use the tokens of the step before, while this one is computed.
     """
 
-    def __init__(self, step: StepBatch, logits_RV: torch.Tensor, tokens_M: torch.Tensor) -> None:
+    def __init__(self, step: StepBatch, logits_RV: torch.Tensor, sampler: Sampler) -> None:
         self.step = step
         self.logits_RV: torch.Tensor | None = logits_RV  # fp32, `num_logit_rows` of each row; given up when sampled
-        self._tokens_M = tokens_M
+        self._sampler = sampler
         self._sampled: tuple[list[int], PendingTokens] | None = None  # rows of the step, their tokens
         self._prompts: dict[int, PendingLogprobs] = {}  # by row of the step
         self._mark = Mark(logits_RV.device)
 
     @torch.inference_mode()
-    def sample(self, seqs: list[Sequence | None], *, keeps_tokens: bool = True) -> None:
+    def sample(self, seqs: list[Sequence | None]) -> None:
         """Launch the choice of tokens; `seqs[b]` is the request of row b, None if nobody wants its token any more.
 
-        `keeps_tokens`: the tokens stay on the device, too, for a step that is launched before this one is collected.
+        The tokens stay on the device, too, for a step that is launched before this one is collected.
         """
         logits_RV, self.logits_RV = self.logits_RV, None
         if logits_RV is None:
             raise RuntimeError("a step is sampled twice: its logits are gone")
-        members, logit_rows, end = [], [], 0
+        members, wanted, logit_rows, end = [], [], [], 0
         for index, (row, seq) in enumerate(zip(self.step.rows, seqs, strict=True)):
             start, end = end, end + row.num_logit_rows
             if seq is None:
@@ -215,15 +217,11 @@ class Pending:
                 self._prompts[index] = _launch_prompt_logprobs(row, seq, logits_RV[start:end])
             if row.samples:
                 members.append(index)
+                wanted.append(seq)
                 logit_rows.append(end - 1)
         if members:
-            if len(members) < len(logits_RV):
-                logits_RV = logits_RV.index_select(0, to_device(logit_rows, torch.int64, logits_RV.device))
-            tokens = launch_sampling(logits_RV, [seq for index in members if (seq := seqs[index]) is not None])
-            self._sampled = members, tokens
-            if keeps_tokens:  # a row without a token is dropped when it is collected; until then it needs a valid id
-                rows_R = to_device([self.step.rows[index].row for index in members], torch.int64, logits_RV.device)
-                self._tokens_M.index_copy_(0, rows_R, tokens.tokens_R.clamp(min=0))
+            places = [self.step.rows[index].row for index in members]
+            self._sampled = members, self._sampler.launch(logits_RV, wanted, logit_rows, places)
         self._mark = Mark(logits_RV.device)
 
     def collect(self) -> list[RowResult]:

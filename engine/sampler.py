@@ -1,17 +1,19 @@
-"""Chooses the next token of every row. Logits processors, filters and random numbers live in `logits`, `filters` and
-`counter_rng`.
+"""Chooses the next token of every row in plain torch. Logits processors, filters and random numbers live in `logits`,
+`filters` and `counter_rng`. `gpu_sampler` does the same with kernels; this is its reference, and what a CPU uses.
 
-Shape letters: R rows (sequences that sample in this step), W rows that want log-probabilities, V vocabulary.
+Shape letters: L rows of logits, R rows (sequences that sample in this step), W rows that want log-probabilities, V
+vocabulary, M places of running requests.
 
 A draw is an inverse-CDF lookup in order of token id: one number of the request decides, and rounding differences in
 the logits move a boundary by as little as they move the probabilities. Filters act after the temperature and in the
 order top-k, then min-p and top-p on what is left; each keeps a head of the tokens sorted by probability.
 
-On a GPU the choice is launched and not waited for, so that the next step can be prepared meanwhile. Where a row's
-filters need a decision on the host (`filters`), the launch waits until the pass is computed.
+On a GPU without Triton the choice is launched and not waited for, except where a row's filters need a decision on the
+host (`filters`): then the launch waits until the pass is computed.
 """
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -54,6 +56,44 @@ class PendingTokens:
             entry = None if num_top is None else next(entries)
             logprobs.append(entry and TokenLogprobs(entry.token_id, entry.logprob, entry.top[:num_top]))
         return Sampled(tokens, logprobs)
+
+
+class Sampler(Protocol):
+    """Chooses the tokens of a step and keeps them on the device for the next one."""
+
+    def launch(
+        self, logits_LV: torch.Tensor, seqs: list[Sequence], logit_rows: list[int], places: list[int]
+    ) -> PendingTokens:
+        """Choose the next token of each sequence from its row of fp32 logits, which may be overwritten.
+
+        `places`: where the next step finds the tokens. Every token before the chosen one must be in `token_ids`.
+        """
+
+    def warm_up(self) -> None:
+        """Compile what the first request would wait for."""
+
+
+class TorchSampler:
+    """`launch_sampling` on the rows that sample; the tokens also go to their places in `tokens_M`."""
+
+    def __init__(self, tokens_M: torch.Tensor) -> None:
+        self._tokens_M = tokens_M
+
+    def launch(
+        self, logits_LV: torch.Tensor, seqs: list[Sequence], logit_rows: list[int], places: list[int]
+    ) -> PendingTokens:
+        """See `Sampler`."""
+        device = logits_LV.device
+        if len(logit_rows) < len(logits_LV):
+            logits_LV = logits_LV.index_select(0, to_device(logit_rows, torch.int64, device))
+        tokens = launch_sampling(logits_LV, seqs)
+        # A row without a token is dropped when it is collected; until then it needs a valid id.
+        places_R = to_device(places, torch.int64, device)
+        self._tokens_M.index_copy_(0, places_R, tokens.tokens_R.clamp(min=0))
+        return tokens
+
+    def warm_up(self) -> None:
+        """Nothing to compile."""
 
 
 def launch_sampling(logits_RV: torch.Tensor, seqs: list[Sequence]) -> PendingTokens:

@@ -20,7 +20,9 @@ _SCALES = {"bf16": "*bf16", "fp8_block": "*fp32", "mxfp4": "*i32", "nvfp4": "*i3
 _STEP_WORDS = {"bf16": (64, 64), "fp8_block": (128, 64), "mxfp4": (128, 32), "nvfp4": (64, 16)}
 _FLOATS = ("alpha", "beta", "limit", "scale", "eps", "factor")
 # Strides and sizes along which kernels step by whole vectors: multiples of 16 in every real model.
-_ALIGNED = ("x_stride", "q_stride", "num_cols", "num_out", "out_stride", "hidden_size")
+_ALIGNED = (
+    "x_stride", "q_stride", "num_cols", "num_out", "out_stride", "hidden_size", "vocab_size", "logits_stride",
+)  # fmt: skip
 
 
 def compile_kernel(
