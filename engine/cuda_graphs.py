@@ -9,7 +9,7 @@ Shape letters: N rows of a graph, M rows of the largest one, P pages of the long
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -61,8 +61,10 @@ class DecodeGraphs:
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
 
     @torch.inference_mode()
-    def capture(self) -> None:
+    def capture(self, advance: Callable[[], None] = lambda: None) -> None:
         """Capture every size, the largest first, since the others then fit in its memory.
+
+        `advance` is called after each.
 
         Raises:
             EngineConfigError: a size cannot be captured; the message says which settings to change.
@@ -78,6 +80,7 @@ class DecodeGraphs:
                         "set enforce_eager to serve without graphs, or lower max_num_seqs or gpu_memory_utilization"
                     ) from error
                 progress.advance()
+                advance()
         logger.info(
             "captured decode steps of up to %d requests in %.1f s, %.2f GiB",
             self.sizes[-1], time.monotonic() - start_s, (torch.cuda.memory_reserved() - before_bytes) / 2**30,

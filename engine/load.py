@@ -17,6 +17,7 @@ from engine.runner import Model, ModelRunner
 from engine.step_pace import StepPace
 from engine.types import EngineInfo, LayerCheck
 from engine.warm_up import run_prompt, run_step_sizes
+from loaders.phases import Phase, StartPhases
 from model.batch import KvLayerSpec, LayerKv
 from moe.check.selfcheck import SelfCheckReport
 
@@ -63,14 +64,22 @@ def _layer_check(report: SelfCheckReport) -> LayerCheck:
     return LayerCheck(layer=report.layer, path=report.path, worst_error=report.worst_error, tolerance=report.tolerance)
 
 
-def load_engine(config: EngineConfig, model: Model | None) -> LoadedEngine:
+def load_engine(config: EngineConfig, model: Model | None, phases: StartPhases | None = None) -> LoadedEngine:
     """Load the model of the config unless one is given, size and allocate its KV cache, warm it up.
+
+    `phases` is the record of this start.
 
     Raises:
         ValueError: (of this package, the model's, the loaders') a setting or a file is wrong.
     """
+    phases = phases or StartPhases()
     if model is None:
-        model = _build_model(config)
+        model = _build_model(config, phases)
+    with phases.phase(Phase.WARM_UP):
+        return _warmed_up(config, model, phases)
+
+
+def _warmed_up(config: EngineConfig, model: Model, phases: StartPhases) -> LoadedEngine:
     max_model_len = choose_max_model_len(config, model.max_model_len)
     step_tokens = max_step_tokens(config, model.device)
     layout = make_kv_layout(config, model.kv_specs, model.dtype)
@@ -112,7 +121,8 @@ def load_engine(config: EngineConfig, model: Model | None) -> LoadedEngine:
             model, runner.kv, page_size=config.page_size, max_num_seqs=config.max_num_seqs,
             max_model_len=max_model_len, spare_page=num_pages,
         )  # fmt: skip
-        runner.graphs.capture()
+        with phases.phase(Phase.GRAPHS, total=len(runner.graphs.sizes)):
+            runner.graphs.capture(lambda: phases.advance(Phase.GRAPHS))
     if model.device.type == "cuda" and config.max_num_seqs > 1:
         run_step_sizes(runner, min(step_tokens, max_model_len))
     logger.info("KV cache: %d pages of %d tokens, %.0f MiB", num_pages, config.page_size,
@@ -178,7 +188,7 @@ def make_kv_layout(config: EngineConfig, specs: Sequence[KvLayerSpec], model_dty
     return KvLayout(specs=tuple(specs), page_size=config.page_size, dtype=dtypes[config.kv_cache_dtype])
 
 
-def _build_model(config: EngineConfig) -> Model:
+def _build_model(config: EngineConfig, phases: StartPhases) -> Model:
     from model.registry import build_model
     from model.sizes import measure_model
 
@@ -192,7 +202,7 @@ def _build_model(config: EngineConfig) -> Model:
             utilization=config.gpu_memory_utilization,
             used_bytes=total_bytes - free_bytes,
         )
-    return build_model(config.model, settings)
+    return build_model(config.model, settings, phases=phases)
 
 
 def make_model_settings(config: EngineConfig, device: torch.device) -> "ModelSettings":

@@ -60,6 +60,7 @@ class TensorSource(ABC):
         self.origin = origin
         self._metas = dict(metas)
         self._open_names = set(self._metas)
+        self.num_bytes_read = 0  # sizes of the tensors asked for; one that is read in part counts whole
 
     @abstractmethod
     def _map(self, meta: TensorMeta) -> torch.Tensor:
@@ -99,6 +100,7 @@ class TensorSource(ABC):
         """Contents for reading only, possibly mapped from the file: copy what you keep, never write. Marks as used."""
         meta = self.meta(name)
         self._open_names.discard(name)
+        self.num_bytes_read += meta.nbytes
         return self._map(meta)
 
     def tensor(self, name: str) -> torch.Tensor:

@@ -12,6 +12,7 @@ import torch
 from loaders.checkpoint import Checkpoint
 from loaders.dummy import DummyCheckpoint
 from loaders.naming import RenamedSource, with_model_prefix
+from loaders.phases import Phase, StartPhases
 from loaders.progress import Progress
 from loaders.source import TensorSource
 from model.attention.base import Attention, make_attention
@@ -21,46 +22,46 @@ from model.embedding import Embedding, OutputHead
 from model.families.base import EMBEDDING_WEIGHT, HEAD, HEAD_WEIGHT, Family
 from model.moe_build import MoeBuilder
 from model.norm import RmsNorm
+from model.read_ahead import ExpertReader
 from model.rope import RotaryTable
 from model.weights import WeightReader, check_shapes, dummy_shapes
 
 _log = logging.getLogger(__name__)
 
 
-def load_model(family: Family, folder: Path, settings: ModelSettings, group: Any = None) -> Model:
+def load_model(family: Family, folder: Path, settings: ModelSettings, group: Any, phases: StartPhases) -> Model:
     """Build the model of `family` from the checkpoint in `folder`; arguments and errors as `build_model` says."""
-    source = open_source(family, folder, settings)
-    family.skip_unneeded(source)
-    check_shapes(source, family.tensor_specs(source))
     layers = range(family.num_layers)
+    with phases.phase(Phase.HEADERS):
+        source = open_source(family, folder, settings)
+        family.skip_unneeded(source)
+        check_shapes(source, family.tensor_specs(source))
+        builder = MoeBuilder(settings=settings, layer=family.moe, group=group, phases=phases)
+        for layer in layers:
+            if family.is_moe_layer(layer):
+                builder.resolve(layer, family.expert_format(source, layer))
     attention = make_attention(
         settings.attention_backend, [family.attention_spec(layer) for layer in layers], settings.device
     )
-    builder = MoeBuilder(settings=settings, layer=family.moe, group=group)
-    for layer in layers:
-        if family.is_moe_layer(layer):
-            builder.resolve(layer, family.expert_format(source, layer))
     builder.connect()
     max_model_len = family.config.max_position_embeddings
     rope = RotaryTable(family.config.rope, family.rotary_dim, max_model_len, settings.device)
 
     reader = WeightReader(source, settings.device, settings.model_dtype)
-    embedding = Embedding(reader.vector(EMBEDDING_WEIGHT, reader.dtype))
-    with Progress("loading weights", family.num_layers) as progress:
-        loaded = []
-        for layer in layers:
-            loaded.append(_load_layer(family, reader, builder, attention, layer))
-            progress.advance()
-    model = Model(
-        embedding=embedding,
-        layers=loaded,
-        norm=RmsNorm(reader.vector("model.norm.weight"), family.norm_eps),
-        head=_load_head(family, reader, embedding),
-        rope=rope,
-        attention=attention,
-        max_model_len=max_model_len,
-        eos_token_ids=family.config.eos_token_ids,
-    )
+    with phases.phase(Phase.WEIGHTS, total=family.num_layers):
+        embedding = Embedding(reader.vector(EMBEDDING_WEIGHT, reader.dtype))
+        loaded = _load_layers(family, reader, builder, attention, phases)
+        model = Model(
+            embedding=embedding,
+            layers=loaded,
+            norm=RmsNorm(reader.vector("model.norm.weight"), family.norm_eps),
+            head=_load_head(family, reader, embedding),
+            rope=rope,
+            attention=attention,
+            max_model_len=max_model_len,
+            eos_token_ids=family.config.eos_token_ids,
+        )
+        phases.advance(Phase.WEIGHTS, 0, num_bytes=source.num_bytes_read)
     source.finish()
     return model
 
@@ -98,8 +99,29 @@ def _load_head(family: Family, reader: WeightReader, embedding: Embedding) -> Ou
     return OutputHead(reader.matrix(HEAD))
 
 
+def _load_layers(
+    family: Family, reader: WeightReader, builder: MoeBuilder, attention: Attention, phases: StartPhases
+) -> list[DecoderLayer]:
+    settings, loaded = builder.settings, []
+    with (
+        Progress("loading weights", family.num_layers) as progress,
+        ExpertReader(
+            lambda layer: family.read_experts(reader, layer, settings.place),
+            [layer for layer in range(family.num_layers) if family.is_moe_layer(layer)],
+            settings.device,
+            phases,
+            is_ahead=settings.device.type != "cpu" and settings.load_format != "dummy",
+        ) as experts,
+    ):
+        for layer in range(family.num_layers):
+            loaded.append(_load_layer(family, reader, builder, attention, experts, layer))
+            phases.advance(Phase.WEIGHTS, num_bytes=reader.source.num_bytes_read)
+            progress.advance()
+    return loaded
+
+
 def _load_layer(
-    family: Family, reader: WeightReader, builder: MoeBuilder, attention: Attention, layer: int
+    family: Family, reader: WeightReader, builder: MoeBuilder, attention: Attention, experts: ExpertReader, layer: int
 ) -> DecoderLayer:
     input_norm, mlp_norm = (
         RmsNorm(reader.vector(f"model.layers.{layer}.{name}.weight"), family.norm_eps)
@@ -112,7 +134,7 @@ def _load_layer(
             input_norm=input_norm,
             attention=attention_layer,
             mlp_norm=mlp_norm,
-            mlp=builder.build(layer, parts, lambda: family.read_experts(reader, layer, builder.settings.place)),
+            mlp=builder.build(layer, parts, lambda: experts.take(layer)),
         )
     mlp = family.read_dense_mlp(reader, layer)
     return DecoderLayer(input_norm=input_norm, attention=attention_layer, mlp_norm=mlp_norm, mlp=mlp)

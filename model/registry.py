@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from loaders.hf_config import HfConfig, read_config
+from loaders.phases import StartPhases
 from model.config import ModelError, ModelSettings, UnsupportedModelError
 
 if TYPE_CHECKING:  # families register themselves here, so this module must not import them when it loads
@@ -48,11 +49,12 @@ def make_family(config: HfConfig) -> "Family":
     return _families[architecture](config)
 
 
-def build_model(folder: Path, settings: ModelSettings, group: Any = None) -> "Model":
+def build_model(folder: Path, settings: ModelSettings, group: Any = None, phases: StartPhases | None = None) -> "Model":
     """Load the model in `folder`, ready to run.
 
     Order: config.json, headers, the path of every MoE layer, and only then weights, one layer at a time. `group` is the
-    torch process group of the ranks that share the experts, needed where `settings.place` is one of several.
+    torch process group of the ranks that share the experts, needed where `settings.place` is one of several. `phases`
+    is the record of the start that this is a part of.
 
     Raises:
         LoadError: (of the loaders) files or tensors that are missing, damaged, left over or of the wrong shape.
@@ -61,4 +63,4 @@ def build_model(folder: Path, settings: ModelSettings, group: Any = None) -> "Mo
     """
     from model.load import load_model
 
-    return load_model(make_family(read_config(folder)), folder, settings, group)
+    return load_model(make_family(read_config(folder)), folder, settings, group, phases or StartPhases())

@@ -79,7 +79,7 @@ def _lose_device():
     raise RuntimeError("the device fell off the bus")
 
 
-def build(setup):
+def build(setup, phases):
     match setup.config.model.name:
         case "fake":
             return ScriptedCore()
@@ -95,7 +95,7 @@ def build(setup):
             raise RuntimeError("a bug")
         case "loading":
             return time.sleep(3600)
-    return build_core(setup)
+    return build_core(setup, phases)
 
 
 if __name__ == "__main__":
