@@ -1,15 +1,23 @@
 """Experts are read one layer ahead in a thread, never two layers at a time, and errors surface where they belong."""
 
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 
+from loaders.checkpoint import Checkpoint
 from loaders.phases import Phase, StartPhases
+from model.config import ModelSettings
 from model.read_ahead import ExpertReader
+from model.registry import build_model
 from moe.formats import Bf16Weight, ExpertWeights
+from tests.model.gloo_rank import logits_of
 
 CPU = torch.device("cpu")
+ASSETS = Path(__file__).parents[2] / "assets" / "tiny-gpt-oss"
+NAMES = Checkpoint.open(ASSETS).names()
+STEPPED = ("loading weights", "processing weights", "self-check")
 
 
 def experts(layer):
@@ -108,3 +116,26 @@ def test_reading_beside_other_work_is_counted_as_hidden():
         threading.Event().wait(0.4)
         source.take(2)
     assert 0.15 < phases.progress().phases[-1].hidden_s < 0.4
+
+
+def test_a_model_read_ahead_is_the_same_model(monkeypatch):
+    settings = ModelSettings(dtype=torch.float32, selfcheck="all")
+    want = logits_of(build_model(ASSETS, settings))
+    threads = []
+
+    def spied(read, layers, device, phases, *, is_ahead):
+        assert not is_ahead, "on a CPU both layers would be in host memory"
+
+        def read_noting(layer):
+            threads.append(threading.current_thread().name)
+            return read(layer)
+
+        return ExpertReader(read_noting, layers, device, phases, is_ahead=True)
+
+    monkeypatch.setattr("model.load.ExpertReader", spied)
+    phases = StartPhases()
+    assert torch.equal(logits_of(build_model(ASSETS, settings, phases=phases)), want)
+    assert [name.startswith("read-ahead") for name in threads] == [False] + [True] * 5
+    times = {each.phase: each for each in phases.progress().phases}
+    assert times["loading weights"].num_bytes == sum(Checkpoint.open(ASSETS).meta(n).nbytes for n in NAMES)
+    assert [(times[name].done, times[name].total) for name in STEPPED] == [(6, 6)] * 3
