@@ -92,8 +92,8 @@ class Lane:
         self._threads.submit(after_work)
 
     async def _in_thread(self, call: _Call, work: Callable[[], Result]) -> Result:
-        call.running = self._threads.submit(work)
-        result = asyncio.wrap_future(call.running)
+        call.running = running = self._threads.submit(work)
+        result = asyncio.wrap_future(running)
         try:
             await asyncio.wait((result, call.refused), return_when=asyncio.FIRST_COMPLETED)
             if call.refused.done():
@@ -102,7 +102,7 @@ class Lane:
         finally:
             result.cancel()  # drops work that has not begun
             call.running = None
-            del result  # else an error and this frame keep each other alive, and the parsed body with them
+            del result, running  # else an error and this frame keep each other alive, and the parsed body with them
 
     def _is_full(self) -> bool:
         return self._max_waiting is not None and len(self._calls) >= self._num_threads + self._max_waiting

@@ -5,6 +5,7 @@ import time
 from engine.errors import EngineConfigError
 from engine.types import EngineInfo, EngineOutput, EngineStats
 from engine.worker import build_core, main
+from loaders.phases import Phase
 
 POISON = 66
 INFO = EngineInfo(
@@ -95,6 +96,10 @@ def build(setup, phases):
             raise RuntimeError("a bug")
         case "loading":
             return time.sleep(3600)
+        case "layers":
+            with phases.phase(Phase.WEIGHTS, total=24):
+                phases.advance(Phase.WEIGHTS, 7, num_bytes=2**30)
+                time.sleep(3600)
     return build_core(setup, phases)
 
 
