@@ -31,6 +31,7 @@ from engine.messages import (
 from engine.process import WorkerProcess, describe_exit
 from engine.types import EngineInfo, EngineOutput, EngineRequest, EngineStats
 from engine.validate import RequestLimits, check_request, overloaded_output, refusal_output
+from loaders.phases import StartProgress
 
 _LAST_WORD_S = 2.0  # how long a message may still be on its way after the process has ended
 _LOADING = "the model is still loading; try again later"
@@ -64,6 +65,7 @@ class EngineClient:
         self.info: EngineInfo | None = None
         self.failure: str | None = None
         self.stats: EngineStats | None = None
+        self.start_progress: StartProgress | None = None  # while the engine loads; None until its first message
         self.was_killed = False  # `close` had to kill a process that was ready
         self._worker_module = worker_module
         self._streams: dict[str, _Stream] = {}
@@ -234,9 +236,11 @@ class EngineClient:
         elif isinstance(message, Beat):
             self._progress_s = max(self._progress_s, now_s - message.loop_age_s)
             self.stats = message.stats or self.stats
+            self.start_progress = message.start
         elif isinstance(message, Ready):
             info = message.info
             self._progress_s = now_s
+            self.start_progress = None
             self._limits = RequestLimits(
                 vocab_size=info.vocab_size,
                 max_model_len=info.max_model_len,

@@ -18,6 +18,7 @@ from engine.scheduler import Scheduler
 from engine.sequence import Chunk, LogitMask, Sequence
 from engine.types import EngineInfo, EngineOutput, EngineRequest, EngineStats, FinishReason, TokenLogprobs
 from engine.validate import RequestLimits, check_request, overloaded_output, refusal_output
+from loaders.phases import StartPhases
 
 logger = logging.getLogger(__name__)
 
@@ -34,18 +35,23 @@ class EngineCore:
     """
 
     def __init__(
-        self, config: EngineConfig, model: Model | None = None, *, clock: Callable[[], float] = time.monotonic
+        self,
+        config: EngineConfig,
+        model: Model | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        phases: StartPhases | None = None,
     ) -> None:
         """Load the model of the config, or take the one given, and allocate the KV cache.
 
-        `clock` returns seconds and times the steps.
+        `clock` returns seconds and times the steps. `phases` is the record of this start.
 
         Raises:
             ValueError: (of this package, the model's, the loaders') a setting or a file is wrong.
         """
         start_s = time.monotonic()
         self.config = config
-        loaded: LoadedEngine = load_engine(config, model)
+        loaded: LoadedEngine = load_engine(config, model, phases)
         self._runner = loaded.runner
         self._executor = StepExecutor(loaded.runner, overlaps=loaded.overlaps, clock=clock)
         self._in_flight: LaunchedStep | None = None  # sampled and not collected; only with overlap

@@ -155,8 +155,13 @@ class GraphSettings:
         return graph
 
 
-def capture_all(what: str, sizes: Sequence[_Size], capture: Callable[[_Size], torch.cuda.CUDAGraph]) -> None:
-    """Capture every size, the largest first, since the others then fit in its memory.
+def capture_all(
+    what: str,
+    sizes: Sequence[_Size],
+    capture: Callable[[_Size], torch.cuda.CUDAGraph],
+    advance: Callable[[], None] = lambda: None,
+) -> None:
+    """Capture every size, the largest first, since the others then fit in its memory. `advance` is called after each.
 
     Raises:
         EngineConfigError: a size cannot be captured; the message says which settings to change.
@@ -172,6 +177,7 @@ def capture_all(what: str, sizes: Sequence[_Size], capture: Callable[[_Size], to
                     "set enforce_eager to serve without graphs, or lower max_num_seqs or gpu_memory_utilization"
                 ) from error
             progress.advance()
+            advance()
     logger.info(
         "captured %s, %d sizes up to %s, in %.1f s, %.2f GiB",
         what, len(sizes), sizes[-1], time.monotonic() - start_s,
@@ -192,9 +198,9 @@ class DecodeGraphs:
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
 
     @torch.inference_mode()
-    def capture(self) -> None:
-        """Capture every size. Raises EngineConfigError."""
-        capture_all("decode steps", self.sizes, self._capture)
+    def capture(self, advance: Callable[[], None] = lambda: None) -> None:
+        """Capture every size; `advance` is called after each. Raises EngineConfigError."""
+        capture_all("decode steps", self.sizes, self._capture, advance)
 
     @property
     def pool(self) -> "torch.cuda._POOL_HANDLE | None":

@@ -19,6 +19,7 @@ from engine.runner import Model, ModelRunner
 from engine.step_pace import StepPace
 from engine.types import EngineInfo, LayerCheck
 from engine.warm_up import run_prompt, run_step_sizes
+from loaders.phases import Phase, StartPhases
 from model.batch import KvLayerSpec, LayerKv
 from moe.check.selfcheck import SelfCheckReport
 
@@ -72,14 +73,22 @@ def _layer_check(report: SelfCheckReport) -> LayerCheck:
     return LayerCheck(layer=report.layer, path=report.path, worst_error=report.worst_error, tolerance=report.tolerance)
 
 
-def load_engine(config: EngineConfig, model: Model | None) -> LoadedEngine:
+def load_engine(config: EngineConfig, model: Model | None, phases: StartPhases | None = None) -> LoadedEngine:
     """Load the model of the config unless one is given, size and allocate its KV cache, warm it up.
+
+    `phases` is the record of this start.
 
     Raises:
         ValueError: (of this package, the model's, the loaders') a setting or a file is wrong.
     """
+    phases = phases or StartPhases()
     if model is None:
-        model = _build_model(config)
+        model = _build_model(config, phases)
+    with phases.phase(Phase.WARM_UP):
+        return _warmed_up(config, model, phases)
+
+
+def _warmed_up(config: EngineConfig, model: Model, phases: StartPhases) -> LoadedEngine:
     max_model_len = choose_max_model_len(config, model.max_model_len)
     step_tokens = max_step_tokens(config, model.device)
     layout = make_kv_layout(config, model.kv_specs, model.dtype)
@@ -122,7 +131,7 @@ def load_engine(config: EngineConfig, model: Model | None) -> LoadedEngine:
     run_prompt(runner, num_tokens)
     runner.sampler.warm_up()
     if uses_graphs:
-        _capture_graphs(config, runner, max_model_len, step_tokens, spare_page=num_pages, is_sliding=is_sliding)
+        _capture_graphs(config, runner, max_model_len, step_tokens, phases, spare_page=num_pages, is_sliding=is_sliding)
     if model.device.type == "cuda" and config.max_num_seqs > 1:
         run_step_sizes(runner, min(step_tokens, max_model_len))
     logger.info("KV cache: %d tokens fit, %d pages of %d tokens, %.0f MiB", num_kv_tokens, num_pages, config.page_size,
@@ -149,8 +158,8 @@ def _uses_graphs(config: EngineConfig, model: Model) -> bool:
 
 
 def _capture_graphs(
-    config: EngineConfig, runner: ModelRunner, max_model_len: int, step_tokens: int, *, spare_page: int,
-    is_sliding: bool,
+    config: EngineConfig, runner: ModelRunner, max_model_len: int, step_tokens: int, phases: StartPhases, *,
+    spare_page: int, is_sliding: bool,
 ) -> None:  # fmt: skip
     """Capture decode steps, and steps with prompts where no transport stands in the way."""
     model = runner.model
@@ -164,11 +173,15 @@ def _capture_graphs(
         spare_page=spare_page,
         is_sliding=is_sliding,
     )
-    runner.graphs = DecodeGraphs(settings)
-    runner.graphs.capture()
+    decodes, prompts = DecodeGraphs(settings), None
     if config.moe_a2a_backend == "none":
-        runner.prompt_graphs = PromptGraphs(settings, max_tokens=step_tokens)
-        runner.prompt_graphs.capture(runner.graphs.pool)
+        prompts = PromptGraphs(settings, max_tokens=step_tokens)
+    num_sizes = len(decodes.sizes) + (0 if prompts is None else len(prompts.sizes))
+    with phases.phase(Phase.GRAPHS, total=num_sizes):
+        decodes.capture(lambda: phases.advance(Phase.GRAPHS))
+        if prompts is not None:
+            prompts.capture(decodes.pool, lambda: phases.advance(Phase.GRAPHS))
+    runner.graphs, runner.prompt_graphs = decodes, prompts
 
 
 def _measure_pace(config: EngineConfig, runner: ModelRunner, max_tokens: int) -> StepPace | None:
@@ -213,7 +226,7 @@ def make_kv_layout(config: EngineConfig, specs: Sequence[KvLayerSpec], model_dty
     return KvLayout(specs=tuple(specs), page_size=config.page_size, dtype=dtypes[config.kv_cache_dtype])
 
 
-def _build_model(config: EngineConfig) -> Model:
+def _build_model(config: EngineConfig, phases: StartPhases) -> Model:
     from model.registry import build_model
     from model.sizes import measure_model
 
@@ -227,7 +240,7 @@ def _build_model(config: EngineConfig) -> Model:
             utilization=config.gpu_memory_utilization,
             used_bytes=total_bytes - free_bytes,
         )
-    return build_model(config.model, settings)
+    return build_model(config.model, settings, phases=phases)
 
 
 def make_model_settings(config: EngineConfig, device: torch.device) -> "ModelSettings":

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from engine.cuda_graphs import graph_sizes
 from engine.errors import EngineConfigError
-from engine.kv_cache import GIB, KvLayout, count_pages
+from engine.kv_cache import KvLayout, count_pages
 from engine.page_needs import PageNeeds
 from engine.prompt_graphs import MAX_TOKENS, prompt_sizes
+from engine.units import size_text
 
 if TYPE_CHECKING:  # a scripted engine needs no model
     from model.sizes import ModelSizes, StepShape
@@ -49,9 +50,9 @@ def check_weights_fit(sizes: "ModelSizes", *, total_bytes: int, utilization: flo
         return
     paths = ", ".join(f"{path.format_name} as {path.backend}" for path in sizes.experts)
     raise EngineConfigError(
-        f"gpu_memory_utilization is {utilization}: of {total_bytes / GIB:.1f} GiB it allows "
-        f"{total_bytes * utilization / GIB:.1f}, but the weights take {sizes.total_bytes / GIB:.1f} (experts "
-        f"{sizes.expert_bytes / GIB:.1f}, {paths}) and {used_bytes / GIB:.1f} are in use already; raise it, choose "
+        f"gpu_memory_utilization is {utilization}: of {size_text(total_bytes)} it allows "
+        f"{size_text(total_bytes * utilization)}, but the weights take {size_text(sizes.total_bytes)} (experts "
+        f"{size_text(sizes.expert_bytes)}, {paths}) and {size_text(used_bytes)} are in use already; raise it, choose "
         "another moe_backend if that keeps the experts larger than the files, or use a GPU with more memory"
     )
 

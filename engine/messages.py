@@ -8,6 +8,7 @@ import zmq
 
 from engine.config import EngineConfig
 from engine.types import EngineInfo, EngineOutput, EngineRequest, EngineStats
+from loaders.phases import StartProgress
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):
@@ -37,11 +38,12 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
 
     The beat itself comes from a thread of its own and proves only that the process runs. A loop that is busy with a
     long prompt turns after every chunk, so its age stays small; one that hangs inside a step grows old.
-    While the model loads there are no statistics and the age is 0.
+    While the model loads there are no statistics, the age is 0, and `start` says how far the start is.
     """
 
     stats: EngineStats | None
     loop_age_s: float
+    start: StartProgress | None = None
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):

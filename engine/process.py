@@ -7,12 +7,15 @@ it; its standard input stays open as long as the parent lives.
 
 import asyncio
 import contextlib
+import os
 import pickle
 import sys
 
 from engine.messages import WorkerSetup
 
 _BOOT = "import runpy, sys; sys.path[:] = sys.argv[2:]; runpy.run_module(sys.argv[1], run_name='__main__')"
+# Large tensors in huge pages: filling fresh memory with weights takes half the time (one page fault for 512).
+_ENVIRONMENT = {"THP_MEM_ALLOC_ENABLE": "1"}
 _POLITE_S = 3.0  # time to finish a step and exit
 _INPUT_CLOSED_S = 1.0  # a thread watches standard input, even if the step loop hangs
 
@@ -27,8 +30,9 @@ class WorkerProcess:
     async def start(cls, module: str, setup: WorkerSetup) -> "WorkerProcess":
         """Run `module` as a program and hand it `setup`."""
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-P", "-c", _BOOT, module, *sys.path, stdin=asyncio.subprocess.PIPE, start_new_session=True
-        )
+            sys.executable, "-P", "-c", _BOOT, module, *sys.path, stdin=asyncio.subprocess.PIPE, start_new_session=True,
+            env={**_ENVIRONMENT, **os.environ},
+        )  # fmt: skip
         if process.stdin is None:
             raise RuntimeError("the engine process has no standard input")
         process.stdin.write(pickle.dumps(setup))

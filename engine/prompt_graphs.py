@@ -7,6 +7,7 @@ A size is a number of tokens and of rows. The tokens that a step lacks become on
 the spare page; the rows that it lacks have no tokens.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -54,11 +55,11 @@ class PromptGraphs:
         self._pool: torch.cuda._POOL_HANDLE | None = None
 
     @torch.inference_mode()
-    def capture(self, pool: "torch.cuda._POOL_HANDLE | None") -> None:
+    def capture(self, pool: "torch.cuda._POOL_HANDLE | None", advance: Callable[[], None] = lambda: None) -> None:
         """Capture every size, in the memory of other graphs, which never run at the same time. See `capture_all`."""
         self._pool = pool
         if self.sizes:
-            capture_all("steps with prompts", self.sizes, self._capture)
+            capture_all("steps with prompts", self.sizes, self._capture, advance)
         self.buffers.lens_M[0] = 1
 
     def _capture(self, size: PromptSize) -> torch.cuda.CUDAGraph:

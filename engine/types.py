@@ -76,6 +76,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_generated_tokens: int
     num_cached_tokens: int
     num_preemptions: int
+    num_kernels_compiled_after_ready: int = 0  # filled in by the process, not by the step loop
 
 
 class LayerCheck(msgspec.Struct, frozen=True, kw_only=True):

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import zmq
 
+from engine.compile_watch import CompileWatch
 from engine.messages import (
     EXIT_FAILED,
     Abort,
@@ -31,6 +32,7 @@ from engine.messages import (
     WorkerSetup,
     bind,
 )
+from loaders.phases import StartPhases
 
 if TYPE_CHECKING:
     from engine.core import EngineCore
@@ -45,9 +47,12 @@ logger = logging.getLogger("engine.worker")
 class Heartbeat(threading.Thread):
     """Sends a `Beat` at a steady pace, on a socket of its own, whatever the step loop is doing."""
 
-    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", address: str) -> None:
+    def __init__(
+        self, context: "zmq.Context[zmq.Socket[bytes]]", address: str, phases: StartPhases, compiles: CompileWatch
+    ) -> None:
         super().__init__(name="heartbeat", daemon=True)
         self.core: EngineCore | None = None
+        self._phases, self._compiles = phases, compiles
         self._context = context
         self._address = address
         self._ended = threading.Event()
@@ -63,10 +68,15 @@ class Heartbeat(threading.Thread):
         socket.connect(self._address)
         encoder = msgspec.msgpack.Encoder()
         while not self._ended.wait(BEAT_INTERVAL_S):
-            core = self.core
-            beat = Beat(None, 0.0) if core is None else Beat(core.stats(), time.monotonic() - self._turned_s)
-            socket.send(encoder.encode(beat))
+            socket.send(encoder.encode(self._beat()))
         socket.close()
+
+    def _beat(self) -> Beat:
+        core = self.core
+        if core is None:
+            return Beat(None, 0.0, self._phases.progress())
+        stats = msgspec.structs.replace(core.stats(), num_kernels_compiled_after_ready=self._compiles.count)
+        return Beat(stats, time.monotonic() - self._turned_s)
 
     def end(self) -> None:
         """Stop beating and wait for the thread."""
@@ -86,15 +96,19 @@ class Worker:
         self._outputs.connect(setup.outputs_address)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
-        self._heartbeat = Heartbeat(self._context, setup.outputs_address)
+        self._phases = StartPhases()
+        self._compiles = CompileWatch()
+        self._heartbeat = Heartbeat(self._context, setup.outputs_address, self._phases, self._compiles)
 
-    def run(self, build: "Callable[[WorkerSetup], EngineCore]") -> int:
+    def run(self, build: "Callable[[WorkerSetup, StartPhases], EngineCore]") -> int:
         """Load, serve until told to stop; the exit status of the process."""
         self._heartbeat.start()
         try:
-            core = build(self._setup)
+            core = build(self._setup, self._phases)
             gc.collect()
             gc.freeze()  # the model's objects live as long as the process: no collection need walk them again
+            self._phases.finish()
+            self._compiles.begin()
             self._heartbeat.turn()
             self._heartbeat.core = core
             self._send(Ready(core.info))
@@ -105,6 +119,7 @@ class Worker:
                 logger.exception("the engine stops")
             self._send(Failed(_describe(error)))
             status = EXIT_FAILED
+        self._compiles.end()
         self._heartbeat.end()
         self._context.destroy(linger=_LINGER_MS)
         return status
@@ -160,8 +175,8 @@ def _exit_with_parent() -> None:
     os._exit(0)
 
 
-def build_core(setup: WorkerSetup) -> "EngineCore":
-    """The core of these settings, with the number of CPU threads they ask for."""
+def build_core(setup: WorkerSetup, phases: StartPhases) -> "EngineCore":
+    """The core of these settings, with the number of CPU threads they ask for; `phases` is the record of the start."""
     import torch
 
     from engine.core import EngineCore
@@ -171,10 +186,10 @@ def build_core(setup: WorkerSetup) -> "EngineCore":
     # core with anything else is many times slower, not a little.
     num_free_cores = max(1, usable_cpus() - 1)
     torch.set_num_threads(setup.config.num_threads or min(torch.get_num_threads(), num_free_cores))
-    return EngineCore(setup.config)
+    return EngineCore(setup.config, phases=phases)
 
 
-def main(build: "Callable[[WorkerSetup], EngineCore]" = build_core) -> None:
+def main(build: "Callable[[WorkerSetup, StartPhases], EngineCore]" = build_core) -> None:
     """Entry of the process; `build` makes the core."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     setup: WorkerSetup = pickle.load(sys.stdin.buffer)

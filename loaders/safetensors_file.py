@@ -132,10 +132,10 @@ def _map_file(path: Path) -> torch.Tensor:
     """All bytes of a file, mapped; the tensor keeps the mapping alive."""
     with path.open("rb") as file:
         mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    with warnings.catch_warnings():
-        # torch cannot mark a tensor read-only and warns about it; our callers copy and never write.
-        warnings.filterwarnings("ignore", message="The given buffer is not writable")
-        return torch.frombuffer(mapping, dtype=torch.uint8)
+    # torch cannot mark a tensor read-only and warns about it; our callers copy and never write. The filter stays:
+    # `warnings.catch_warnings` replaces the filters of all threads.
+    warnings.filterwarnings("ignore", message="The given buffer is not writable")
+    return torch.frombuffer(mapping, dtype=torch.uint8)
 
 
 def _read_header(path: Path, prefix: bytes, read: Any, size: int) -> tuple[dict[str, Any], int]:

@@ -5,6 +5,7 @@ A family pulls what it needs by name, declares what it skips, and calls `finish(
 
 import logging
 import math
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -60,6 +61,8 @@ class TensorSource(ABC):
         self.origin = origin
         self._metas = dict(metas)
         self._open_names = set(self._metas)
+        self.num_bytes_read = 0  # sizes of the tensors used, each once; one that is read in part counts whole
+        self._counting = threading.Lock()  # a layer may be read ahead in a thread
 
     @abstractmethod
     def _map(self, meta: TensorMeta) -> torch.Tensor:
@@ -98,7 +101,10 @@ class TensorSource(ABC):
     def view(self, name: str) -> torch.Tensor:
         """Contents for reading only, possibly mapped from the file: copy what you keep, never write. Marks as used."""
         meta = self.meta(name)
-        self._open_names.discard(name)
+        with self._counting:
+            if name in self._open_names:
+                self.num_bytes_read += meta.nbytes
+                self._open_names.remove(name)
         return self._map(meta)
 
     def tensor(self, name: str) -> torch.Tensor:

@@ -11,6 +11,7 @@ import torch
 from loaders.checkpoint import Checkpoint
 from loaders.dummy import DummyCheckpoint
 from loaders.naming import RenamedSource, with_model_prefix
+from loaders.phases import Phase, StartPhases
 from loaders.progress import Progress
 from loaders.source import TensorSource
 from model.attention.base import Attention, make_attention
@@ -22,6 +23,7 @@ from model.fused import fused_kernels
 from model.linear import LinearWeight
 from model.moe_build import MoeBuilder
 from model.norm import RmsNorm
+from model.read_ahead import ExpertReader
 from model.rope import RotaryTable
 from model.weights import RAGGED_ROWS, WeightReader, check_shapes, dummy_shapes
 from moe.group import Group, RankGroups
@@ -30,44 +32,47 @@ _ALONE = RankGroups()
 _log = logging.getLogger(__name__)
 
 
-def load_model(family: Family, folder: Path, settings: ModelSettings, groups: RankGroups = _ALONE) -> Model:
+def load_model(
+    family: Family, folder: Path, settings: ModelSettings, groups: RankGroups = _ALONE,
+    phases: StartPhases | None = None,
+) -> Model:  # fmt: skip
     """Build this rank's part of the model of `family` from the checkpoint in `folder`; errors as `build_model` says."""
+    phases = phases or StartPhases()
     family.check_layout(settings.layout)
-    source = open_source(family, folder, settings)
-    family.skip_unneeded(source)
-    check_shapes(source, family.tensor_specs(source))
     layers, place = range(family.num_layers), settings.layout.dense_place
+    with phases.phase(Phase.HEADERS):
+        source = open_source(family, folder, settings)
+        family.skip_unneeded(source)
+        check_shapes(source, family.tensor_specs(source))
+        builder = MoeBuilder(settings=settings, layer=family.moe, groups=groups, phases=phases)
+        for layer in layers:
+            if family.is_moe_layer(layer):
+                builder.resolve(layer, family.expert_format(source, layer))
     attention = make_attention(
         settings.attention_backend, [family.attention_part(layer, place) for layer in layers], settings.device
     )
-    builder = MoeBuilder(settings=settings, layer=family.moe, groups=groups)
-    for layer in layers:
-        if family.is_moe_layer(layer):
-            builder.resolve(layer, family.expert_format(source, layer))
     builder.connect()
     max_model_len = family.config.max_position_embeddings
     rope = RotaryTable(family.config.rope, family.rotary_dim, max_model_len, settings.device)
 
     reader = WeightReader(source, settings.device, settings.model_dtype, place, keeps_fp8(settings))
-    weight_UH, first_row = reader.embedding(EMBEDDING_WEIGHT)
-    embedding = Embedding(weight_UH, first_row=first_row, tp=groups.tp)
-    with Progress("loading weights", family.num_layers) as progress:
-        loaded = []
-        for layer in layers:
-            loaded.append(_load_layer(family, reader, builder, attention, groups.tp, layer))
-            progress.advance()
-    model = Model(
-        embedding=embedding,
-        layers=loaded,
-        norm=RmsNorm(reader.vector("model.norm.weight"), family.norm_eps),
-        head=OutputHead(_head_weight(family, reader, embedding), tp=groups.tp),
-        rope=rope,
-        attention=attention,
-        groups=groups,
-        vocab_size=family.vocab_size,
-        max_model_len=max_model_len,
-        eos_token_ids=family.config.eos_token_ids,
-    )
+    with phases.phase(Phase.WEIGHTS, total=family.num_layers):
+        weight_UH, first_row = reader.embedding(EMBEDDING_WEIGHT)
+        embedding = Embedding(weight_UH, first_row=first_row, tp=groups.tp)
+        loaded = _load_layers(family, reader, builder, attention, groups.tp, phases)
+        model = Model(
+            embedding=embedding,
+            layers=loaded,
+            norm=RmsNorm(reader.vector("model.norm.weight"), family.norm_eps),
+            head=OutputHead(_head_weight(family, reader, embedding), tp=groups.tp),
+            rope=rope,
+            attention=attention,
+            groups=groups,
+            vocab_size=family.vocab_size,
+            max_model_len=max_model_len,
+            eos_token_ids=family.config.eos_token_ids,
+        )
+        phases.advance(Phase.WEIGHTS, 0, num_bytes=source.num_bytes_read)
     source.finish()
     return model
 
@@ -113,8 +118,35 @@ def _head_weight(family: Family, reader: WeightReader, embedding: Embedding) -> 
     return reader.linear(HEAD, RAGGED_ROWS)
 
 
+def _load_layers(
+    family: Family, reader: WeightReader, builder: MoeBuilder, attention: Attention, tp: Group, phases: StartPhases
+) -> list[DecoderLayer]:
+    settings, loaded = builder.settings, []
+    with (
+        Progress("loading weights", family.num_layers) as progress,
+        ExpertReader(
+            lambda layer: family.read_experts(reader, layer, builder.topology.place),
+            [layer for layer in range(family.num_layers) if family.is_moe_layer(layer)],
+            settings.device,
+            phases,
+            is_ahead=settings.device.type != "cpu" and settings.load_format != "dummy",
+        ) as experts,
+    ):
+        for layer in range(family.num_layers):
+            loaded.append(_load_layer(family, reader, builder, attention, experts, tp, layer))
+            phases.advance(Phase.WEIGHTS, num_bytes=reader.source.num_bytes_read)
+            progress.advance()
+    return loaded
+
+
 def _load_layer(
-    family: Family, reader: WeightReader, builder: MoeBuilder, attention: Attention, tp: Group, layer: int
+    family: Family,
+    reader: WeightReader,
+    builder: MoeBuilder,
+    attention: Attention,
+    experts: ExpertReader,
+    tp: Group,
+    layer: int,
 ) -> DecoderLayer:
     input_norm, mlp_norm = (
         RmsNorm(reader.vector(f"model.layers.{layer}.{name}.weight"), family.norm_eps)
@@ -127,7 +159,7 @@ def _load_layer(
             input_norm=input_norm,
             attention=attention_layer,
             mlp_norm=mlp_norm,
-            mlp=builder.build(layer, parts, lambda: family.read_experts(reader, layer, builder.topology.place)),
+            mlp=builder.build(layer, parts, lambda: experts.take(layer)),
         )
     mlp = family.read_dense_mlp(reader, layer, tp)
     return DecoderLayer(input_norm=input_norm, attention=attention_layer, mlp_norm=mlp_norm, mlp=mlp)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from loaders.phases import Phase, StartPhases
 from model.config import ModelSettings
 from model.families.base import MoeParts
 from model.moe_layer import Gate, MoeLayer, TokenSlices
@@ -22,6 +23,7 @@ from moe.formats import FORMATS, ExpertWeights
 from moe.group import RankGroups
 from moe.registry import load_backend
 from moe.tune.layers import LayerTuner
+from moe.types import MoeQuantInfo
 
 _ALONE = RankGroups()
 
@@ -58,8 +60,16 @@ def _max_expert_tokens(settings: ModelSettings) -> int:
 class MoeBuilder:
     """Builds the MoE layers of one model on one rank: `resolve` every layer, `connect`, then `build` every layer."""
 
-    def __init__(self, *, settings: ModelSettings, layer: MoeRunnerConfig, groups: RankGroups = _ALONE) -> None:
-        """`layer` is what all MoE layers have in common; `groups` those of the rank that `settings.layout` names.
+    def __init__(
+        self,
+        *,
+        settings: ModelSettings,
+        layer: MoeRunnerConfig,
+        groups: RankGroups = _ALONE,
+        phases: StartPhases | None = None,
+    ) -> None:
+        """`layer` is what all MoE layers have in common; `groups` those of the rank that `settings.layout` names;
+        `phases` the record of the start.
 
         Raises:
             MoeConfigError: (of moe) the ranks cannot share the experts; the message has the numbers.
@@ -71,6 +81,7 @@ class MoeBuilder:
         self.layer = layer
         self.topology = Topology.at(settings.layout.moe_place, device=settings.device, a2a=settings.moe_a2a_backend)
         self._groups = groups
+        self._phases = phases or StartPhases()
         self._backends: dict[str, MoeBackend] = {}  # chosen once for each number format
         self._paths: dict[int, _Path] = {}
         self._transport: Transport | None = None
@@ -110,17 +121,19 @@ class MoeBuilder:
     def build(self, layer: int, parts: MoeParts, read_experts: Callable[[], ExpertWeights]) -> MoeLayer:
         """Read, prepare, tune and check one layer's experts; the canonical weights are dropped on return.
 
+        `read_experts` gives them on the device.
+
         Raises:
             SelfCheckError: (of moe) the path computes something else than its reference.
             MoeConfigError: (of moe) no tactic of the backend does.
         """
         path = self._paths[layer]
         runner, backend = path.runner, load_backend(path.runner.backend)
-        experts = _to_device(read_experts(), self.settings.device)
+        experts = read_experts()
         scales = experts.layer_input_scales
         dispatch_dtype = self._dispatch_dtype(path, knows_input_scale=scales is not None)
         topology = dataclasses.replace(self.topology, dispatch_dtype=dispatch_dtype)
-        quant_info = self._tuner.tuned(runner, backend.prepare(experts, runner.config, topology), experts, topology)
+        quant_info = self._prepared(layer, experts, topology)
         wants = DispatchSpec(
             expert_alignment=backend.expert_alignment,
             dispatch_dtype=dispatch_dtype,
@@ -129,9 +142,10 @@ class MoeBuilder:
         )
         dispatcher = self._connected().dispatcher(wants)
         report = None
-        if self._is_checked(layer):
-            report = check_layer(runner, quant_info, experts, layer=layer, topology=topology)
-            self._check_transport(dispatcher, runner, topology, wants)
+        if layer in self._checked_layers:
+            with self._phases.step_of(Phase.SELF_CHECK, len(self._checked_layers)):
+                report = check_layer(runner, quant_info, experts, layer=layer, topology=topology)
+                self._check_transport(dispatcher, runner, topology, wants)
         return MoeLayer(
             gate=Gate(parts.gate_weight_EH, parts.gate_bias_E, self._logits_dtype(path)),
             routing=self._routing,
@@ -151,6 +165,18 @@ class MoeBuilder:
         has_transport = self.topology.a2a is not MoeA2ABackend.NONE
         return TokenSlices(self._groups.tp) if has_transport and self._groups.tp.size > 1 else None
 
+    def _prepared(self, layer: int, experts: ExpertWeights, topology: Topology) -> MoeQuantInfo:
+        """The layer's quant info, with its tactics."""
+        runner, settings, num_layers = self._paths[layer].runner, self.settings, len(self._paths)
+        with self._phases.step_of(Phase.PROCESSING, num_layers):
+            quant_info = load_backend(runner.backend).prepare(experts, runner.config, topology)
+            if settings.device.type == "cuda" and layer in self._checked_layers:
+                torch.cuda.synchronize(settings.device)  # the check waits anyway; now each phase gets its own time
+            if settings.tuning.is_on:
+                with self._phases.step_of(Phase.TUNING, num_layers):
+                    return self._tuner.tuned(runner, quant_info, experts, topology)
+            return self._tuner.tuned(runner, quant_info, experts, topology)
+
     def _dispatch_dtype(self, path: _Path, *, knows_input_scale: bool = False) -> DispatchDtype:
         """What a layer's tokens travel as; all dispatch formats of a transport carry the same."""
         context = DispatchContext(
@@ -167,9 +193,10 @@ class MoeBuilder:
             raise MoeConfigError("MoeBuilder.connect must come before build")
         return self._transport
 
-    def _is_checked(self, layer: int) -> bool:
-        checked = self.settings.checked_layers
-        return checked == "all" or (checked == "first" and layer == min(self._paths))
+    @property
+    def _checked_layers(self) -> list[int]:
+        layers = {"off": [], "first": [min(self._paths)], "all": list(self._paths)}
+        return layers[self.settings.checked_layers]
 
     def _check_transport(
         self, dispatcher: Dispatcher[Any, Any], runner: MoeRunner, topology: Topology, wants: DispatchSpec
@@ -190,13 +217,3 @@ class MoeBuilder:
         if requested == "auto":
             return load_backend(path.runner.backend).router_logits_dtype(path.format_name)
         return {"float32": torch.float32, "bfloat16": torch.bfloat16}[requested]
-
-
-def _to_device(experts: ExpertWeights, device: torch.device) -> ExpertWeights:
-    return dataclasses.replace(
-        experts,
-        w13=experts.w13.to(device),
-        w2=experts.w2.to(device),
-        b13=None if experts.b13 is None else experts.b13.to(device),
-        b2=None if experts.b2 is None else experts.b2.to(device),
-    )

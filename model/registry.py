@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from loaders.hf_config import HfConfig, read_config
+from loaders.phases import StartPhases
 from model.config import ModelError, ModelSettings, UnsupportedModelError
 
 if TYPE_CHECKING:  # families register themselves here, so this module must not import them when it loads
@@ -50,11 +51,14 @@ def make_family(config: HfConfig) -> "Family":
     return _families[architecture](config)
 
 
-def build_model(folder: Path, settings: ModelSettings, group: "ProcessGroup | None" = None) -> "Model":
+def build_model(
+    folder: Path, settings: ModelSettings, group: "ProcessGroup | None" = None, phases: StartPhases | None = None
+) -> "Model":
     """Load this rank's part of the model in `folder`, ready to run.
 
     Order: config.json, headers, the path of every MoE layer, and only then weights, one layer at a time. `group` is
     torch's default process group, needed where `settings.layout` has several ranks; all of them call this together.
+    `phases` is the record of the start that this is a part of.
 
     Raises:
         LoadError: (of the loaders) files or tensors that are missing, damaged, left over or of the wrong shape.
@@ -64,4 +68,5 @@ def build_model(folder: Path, settings: ModelSettings, group: "ProcessGroup | No
     from model.groups import make_groups
     from model.load import load_model
 
-    return load_model(make_family(read_config(folder)), folder, settings, make_groups(settings.layout, group))
+    family = make_family(read_config(folder))
+    return load_model(family, folder, settings, make_groups(settings.layout, group), phases)

@@ -170,7 +170,7 @@ def _expert_paths(
     for format_name, of_format in layers.items():
         config = rank_config(family.moe, settings, format_name)
         backend = choose_backend(
-            settings.moe_backend, device or settings.device, format_name, a2a, config, formats
+            settings.moe_backend, device or settings.device, format_name, a2a, config, formats, is_logged=False
         )  # fmt: skip
         names = [name for name in source.names() if name.startswith(f"model.layers.{of_format[0]}{_EXPERTS}")]
         stored_bytes = sum(source.meta(name).nbytes for name in names) // settings.layout.num_ranks

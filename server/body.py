@@ -9,16 +9,17 @@ from pydantic import BaseModel, ValidationError
 from pydantic.json_schema import models_json_schema
 from starlette.requests import ClientDisconnect, Request
 
+from server.asker import asker_of
 from server.context import ServerContext
 from server.errors import BadRequest, BodyTooLarge, RequestTimeout
-from server.lanes import LARGE_BODY_BYTES, Lane
+from server.lanes import LARGE_BODY_BYTES, ClientLane
 from server.schema.limits import MAX_CONTAINERS
 
 Model = TypeVar("Model", bound=BaseModel)
 _MAX_NAME_CHARS = 64
 
 
-async def read_body(request: Request, model: type[Model], context: ServerContext) -> tuple[Model, Lane]:
+async def read_body(request: Request, model: type[Model], context: ServerContext) -> tuple[Model, ClientLane]:
     """The body as a checked wire model, and the lane for further work on it. A large body is parsed in its lane.
 
     Raises:
@@ -40,7 +41,8 @@ async def read_body(request: Request, model: type[Model], context: ServerContext
             data = await _read_limited(request, config.max_body_bytes)
     except TimeoutError:
         raise RequestTimeout(f"the body did not come within {config.receive_timeout:g} s") from None
-    lane = context.lanes.of(len(data))
+    client, _ = asker_of(request, config)
+    lane = context.lanes.of(len(data)).for_client(client)
     if len(data) <= LARGE_BODY_BYTES:
         return _parse(data, model), lane
     return await lane.run(request.receive, _parse, data, model), lane

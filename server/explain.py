@@ -18,7 +18,7 @@ def explain(argv: Sequence[str], program: str, settings: Mapping[str, Setting]) 
         "Needs neither the GPU nor weights.",
         allow_abbrev=False,
     )
-    parser.add_argument("--gpu", required=True, help="sm90, sm100, gfx950...; cpu for none")
+    parser.add_argument("--gpu", required=True, help="sm90, sm100, gfx950..., a card that plan knows (h100), or cpu")
     parser.add_argument("--format", required=True, help="bf16, fp8_block, fp8_tensor, mxfp4 or nvfp4")
     parser.add_argument("--a2a", default="none", choices=settings["moe_a2a_backend"].choices, help="transport [none]")
     parser.add_argument(
@@ -42,6 +42,7 @@ def explain(argv: Sequence[str], program: str, settings: Mapping[str, Setting]) 
 
 def _table(gpu: str, format_name: str, a2a_name: str, mode_name: str, folder: Path) -> str:
     # Imports torch, which a wrong flag and --help need not wait for.
+    from engine.plan import GPUS
     from loaders.hf_config import read_config
     from model.registry import make_family
     from moe import MoeA2ABackend
@@ -49,10 +50,14 @@ def _table(gpu: str, format_name: str, a2a_name: str, mode_name: str, folder: Pa
     from moe.dispatch.deepep_settings import DeepepMode
     from moe.dispatch.transport import dispatch_formats
 
+    card = GPUS.get(gpu)
+    arch, where = (gpu, gpu) if card is None else (card.arch, f"{gpu} ({card.arch})")
+    if arch not in table.ARCHS:
+        raise SettingError(f"--gpu {gpu} is not known; known: {', '.join(table.ARCHS)}, {', '.join(GPUS)}")
     family = make_family(read_config(folder))
     config, a2a = family.moe, MoeA2ABackend(a2a_name)
-    rows = table.explain(gpu, format_name, a2a, config, dispatch_formats(a2a, DeepepMode(mode_name)))
+    rows = table.explain(arch, format_name, a2a, config, dispatch_formats(a2a, DeepepMode(mode_name)))
     return (
         f"{config.num_experts} experts of {config.hidden_size} x {config.intermediate_size}, "
-        f"top-{config.top_k}, as {format_name} on {gpu}, transport {a2a}\n{table.render(rows)}\n"
+        f"top-{config.top_k}, as {format_name} on {where}, transport {a2a}\n{table.render(rows)}\n"
     )

@@ -6,11 +6,13 @@ responsive: the cost of a call is bounded beforehand (`server.body`, the limits 
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import ParamSpec, TypeVar
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, ParamSpec, TypeVar
 
 from starlette.types import Receive
 
+from engine.admission import choose_loser
 from server.connection import while_connected
 from server.errors import TooManyRequests
 from server.memory import give_back_memory
@@ -28,8 +30,25 @@ Params = ParamSpec("Params")
 Result = TypeVar("Result")
 
 
+@dataclass(eq=False, slots=True)
+class _Call:
+    """Work that waits or runs. `refused` is set when it loses its place to another client's."""
+
+    client: str
+    refused: asyncio.Future[None]
+    running: "Future[Any] | None" = None
+
+    @property
+    def has_begun(self) -> bool:
+        return self.running is not None and (self.running.running() or self.running.done())
+
+
 class Lane:
-    """Threads with a queue. If a client leaves before its work has begun, the work is dropped."""
+    """Threads with a queue. If a client leaves before its work has begun, the work is dropped.
+
+    Clients share the places of a bounded queue as they share the engine's (`engine.admission`): one client may fill
+    them while nobody else comes, and then loses its youngest waiting call to a newcomer.
+    """
 
     def __init__(
         self,
@@ -46,26 +65,25 @@ class Lane:
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
         self._num_threads = num_threads
         self._max_waiting = max_waiting
-        self._num_present = 0
+        self._calls: list[_Call] = []  # oldest first
         self._after_work = after_work
         self._tidying: asyncio.TimerHandle | None = None
 
-    async def run(
-        self, receive: Receive, work: Callable[Params, Result], *args: Params.args, **kwargs: Params.kwargs
-    ) -> Result:
-        """Run `work(*args, **kwargs)` in a thread and return its result. Read the request body first.
+    def for_client(self, client: str) -> "ClientLane":
+        """This lane for the calls of one client."""
+        return ClientLane(self, client)
 
-        Raises:
-            TooManyRequests: `max_waiting` calls wait already.
-            ClientDisconnect: the client left first.
-        """
-        if self._max_waiting is not None and self._num_present >= self._num_threads + self._max_waiting:
-            raise TooManyRequests(f"{self._max_waiting} large requests wait to be read: try again later")
-        self._num_present += 1
+    async def run(self, client: str, receive: Receive, work: Callable[[], Result]) -> Result:
+        """Run `work` in a thread and return its result; errors as `ClientLane.run` says."""
+        if self._is_full() and not self._free_place(client):
+            raise self._too_many()
+        call = _Call(client, asyncio.get_running_loop().create_future())
+        self._calls.append(call)
         try:
-            return await while_connected(receive, self._in_thread(lambda: work(*args, **kwargs)))
+            return await while_connected(receive, self._in_thread(call, work))
         finally:
-            self._num_present -= 1
+            self._calls.remove(call)
+            call.refused.cancel()
             if self._after_work is not None and self._tidying is None:  # not now: an error still holds the parsed body
                 self._tidying = asyncio.get_running_loop().call_later(_TIDY_DELAY_S, self._tidy, self._after_work)
 
@@ -73,8 +91,55 @@ class Lane:
         self._tidying = None
         self._threads.submit(after_work)
 
-    async def _in_thread(self, work: Callable[[], Result]) -> Result:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+    async def _in_thread(self, call: _Call, work: Callable[[], Result]) -> Result:
+        call.running = running = self._threads.submit(work)
+        result = asyncio.wrap_future(running)
+        try:
+            await asyncio.wait((result, call.refused), return_when=asyncio.FIRST_COMPLETED)
+            if call.refused.done():
+                raise self._too_many()
+            return await result
+        finally:
+            result.cancel()  # drops work that has not begun
+            call.running = None
+            del result, running  # else an error and this frame keep each other alive, and the parsed body with them
+
+    def _is_full(self) -> bool:
+        return self._max_waiting is not None and len(self._calls) >= self._num_threads + self._max_waiting
+
+    def _free_place(self, client: str) -> bool:
+        """Take a place from another client's waiting call, if the newcomer holds less than its share."""
+        loser = choose_loser([((call.client, ""), call.has_begun) for call in self._calls], client)
+        if loser is None:
+            return False
+        call = self._calls[loser]
+        if call.running is None or not call.running.cancel():  # it has begun this moment
+            return False
+        call.refused.set_result(None)
+        return True
+
+    def _too_many(self) -> TooManyRequests:
+        return TooManyRequests(f"{self._max_waiting} large requests wait to be read: try again later")
+
+
+class ClientLane:
+    """A lane as one client sees it."""
+
+    def __init__(self, lane: Lane, client: str) -> None:
+        self.lane = lane
+        self._client = client
+
+    async def run(
+        self, receive: Receive, work: Callable[Params, Result], *args: Params.args, **kwargs: Params.kwargs
+    ) -> Result:
+        """Run `work(*args, **kwargs)` in a thread and return its result. Read the request body first.
+
+        Raises:
+            TooManyRequests: `max_waiting` calls wait already, and the client holds its share, or another client's call
+                took the place of this one.
+            ClientDisconnect: the client left first.
+        """
+        return await self.lane.run(self._client, receive, lambda: work(*args, **kwargs))
 
 
 class Lanes:

@@ -10,6 +10,7 @@ from engine.types import EngineInfo, EngineStats
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _PREFIX = "moe_serve"
+_COMPILED = "Kernels that were compiled, or loaded compiled from disk, while requests could wait for them"
 
 
 class Metrics:
@@ -75,7 +76,9 @@ class _EngineCollector(Collector):
         for name in EngineStats.__struct_fields__:
             value = getattr(stats, name)
             label = name.removeprefix("num_")
-            if label in ("running", "waiting", "pages_used", "pages_total"):
+            if name == "num_kernels_compiled_after_ready":
+                yield CounterMetricFamily(f"{_PREFIX}_{label}", _COMPILED, value)
+            elif label in ("running", "waiting", "pages_used", "pages_total"):
                 yield GaugeMetricFamily(f"{_PREFIX}_engine_{label}", f"Engine: {label.replace('_', ' ')}", value)
             else:
                 yield CounterMetricFamily(f"{_PREFIX}_engine_{label}", f"Engine: {label.replace('_', ' ')}", value)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.config import EngineConfig
+from engine.units import size_text
 from server import streams
 from server.errors import SettingError
 from server.hub import download
@@ -20,7 +21,6 @@ _DESCRIPTION = (
     "of which length fit. Activations, graphs and the CUDA context are estimates; the service measures them."
 )
 _EPILOG = "Exit status: 0 if the model fits, 1 if it does not, 2 for a wrong flag. All flags of the service are taken."
-_GIB = 2**30
 
 
 def plan(argv: Sequence[str], program: str, settings: Mapping[str, Setting], environ: Mapping[str, str]) -> int:
@@ -40,17 +40,20 @@ def plan(argv: Sequence[str], program: str, settings: Mapping[str, Setting], env
     model = locate_model(values.get("model"), values.get("revision"))
     folder = model if isinstance(model, Path) else download(model, needs="config")
     try:
-        found, max_model_len = _plan(own.gpu, own.gpu_memory, folder, values)
+        found, max_model_len, max_num_seqs = _plan(own.gpu, own.gpu_memory, folder, values)
     except ValueError as error:  # every package's error tree begins there
         raise SettingError(str(error)) from error
     is_dummy = values.get("load_format") == "dummy"
     from_headers = _has_weights(folder) and not is_dummy
-    shown = document(served_name(model), own.gpu, found, max_model_len, from_headers=from_headers)
+    shown = document(served_name(model), own.gpu, found, max_model_len, max_num_seqs, from_headers=from_headers)
     streams.say(json.dumps(shown, indent=1) + "\n" if own.json else render(shown))
     return 0 if found.refusal is None else 1
 
 
-def _plan(gpu_name: str, memory_gib: float | None, folder: Path, values: Mapping[str, Any]) -> tuple["MemoryPlan", int]:
+def _plan(
+    gpu_name: str, memory_gib: float | None, folder: Path, values: Mapping[str, Any]
+) -> tuple["MemoryPlan", int, int]:
+    """The plan, and the longest context and the most requests that it allows."""
     # Imports torch, which a wrong flag and --help need not wait for.
     import dataclasses
 
@@ -60,6 +63,8 @@ def _plan(gpu_name: str, memory_gib: float | None, folder: Path, values: Mapping
         raise SettingError(f"--gpu: {gpu_name!r} is not one of {', '.join(GPUS)}, cpu")
     if memory_gib is not None and not 0 < memory_gib < 1e6:
         raise SettingError(f"--gpu-memory: {memory_gib} is no size in GiB")
+    if gpu_name == "cpu" and memory_gib is not None:
+        raise SettingError("--gpu-memory: is for GPUs; a plan for a CPU limits no memory")
     gpu = GPUS.get(gpu_name)
     if gpu is not None and memory_gib is not None:
         gpu = dataclasses.replace(gpu, memory_gib=memory_gib)
@@ -67,7 +72,8 @@ def _plan(gpu_name: str, memory_gib: float | None, folder: Path, values: Mapping
     fields = {name: values[name] for name in names} | {"model": folder}
     if not _has_weights(folder):
         fields["load_format"] = "dummy"
-    return plan_engine(EngineConfig(**fields), gpu)
+    config = EngineConfig(**fields)
+    return *plan_engine(config, gpu), config.max_num_seqs
 
 
 def _has_weights(folder: Path) -> bool:
@@ -75,7 +81,7 @@ def _has_weights(folder: Path) -> bool:
 
 
 def document(
-    name: str, gpu_name: str, found: "MemoryPlan", max_model_len: int, *, from_headers: bool
+    name: str, gpu_name: str, found: "MemoryPlan", max_model_len: int, max_num_seqs: int, *, from_headers: bool
 ) -> dict[str, Any]:
     """The plan as JSON; sizes in bytes. Without `from_headers` the stored form is a guess: the published one."""
     sizes = found.sizes
@@ -122,7 +128,10 @@ def document(
             "bytes": found.num_pages * found.layout.bytes_per_page,
         },
         "max_model_len": max_model_len,
-        "requests_by_context_length": {str(key): value for key, value in found.table(max_model_len).items()},
+        "max_num_seqs": max_num_seqs,
+        "requests_by_context_length": {
+            str(length): min(count, max_num_seqs) for length, count in found.table(max_model_len).items()
+        },
         "refusal": found.refusal,
     }
 
@@ -132,10 +141,10 @@ def render(shown: Mapping[str, Any]) -> str:
     weights, estimates, cache = shown["weights"], shown["estimates"], shown["kv_cache"]
     where = ""
     if shown["gpu_bytes"] is not None:
-        where = f": {shown['gpu_bytes'] / _GIB:.1f} GiB, of which {shown['gpu_memory_utilization']:.0%} may be used"
+        where = f": {size_text(shown['gpu_bytes'])}, of which {shown['gpu_memory_utilization']:.0%} may be used"
     lines = [f"{shown['model']} on {shown['gpu']}{where}", ""]
     published = "" if weights["from_headers"] else ", published form: no weights are here"
-    rows = [("weights", weights["processed"], f"{_gib(weights['stored'])} GiB in the files{published}")]
+    rows = [("weights", weights["processed"], f"{size_text(weights['stored'], 3)} in the files{published}")]
     for path in weights["experts"]:
         rows.append(("  experts", path["processed"], f"{path['layers']} layers, {path['format']} as {path['backend']}"))
     rows += [
@@ -149,7 +158,7 @@ def render(shown: Mapping[str, Any]) -> str:
         ("graphs", estimates["graphs"], "estimate: decode steps captured in CUDA graphs"),
         ("KV cache", cache["bytes"], f"{cache['tokens']} tokens fit, {cache['pages']} pages, {cache['dtype']}"),
     ]
-    lines += [f"{name:<20}{_gib(size):>9} GiB  {text}".rstrip() for name, size, text in rows]
+    lines += [f"{name:<20}{size_text(size, 3):>13}  {text}".rstrip() for name, size, text in rows]
     full, sliding = cache["bytes_per_token_full_layers"], cache["bytes_per_token_sliding_layers"]
     text = f"a token of the KV cache takes {cache['bytes_per_token']} bytes"
     if sliding:
@@ -158,10 +167,7 @@ def render(shown: Mapping[str, Any]) -> str:
     lines += ["", text]
     if shown["refusal"] is not None:
         return "\n".join([*lines, "", f"does not fit: {shown['refusal']}"]) + "\n"
-    lines += ["", f"{'context length':<20}{'requests at the same time':>26}"]
-    lines += [f"{length:<20}{count:>26}" for length, count in shown["requests_by_context_length"].items()]
+    most = f"requests at the same time, at most {shown['max_num_seqs']} (--max-num-seqs)"
+    lines += ["", f"{'context length':<20}{most}"]
+    lines += [f"{length:<20}{count}" for length, count in shown["requests_by_context_length"].items()]
     return "\n".join(lines) + "\n"
-
-
-def _gib(size: int) -> str:
-    return f"{size / _GIB:.3f}"

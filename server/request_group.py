@@ -6,6 +6,7 @@ from functools import partial
 from typing import Protocol
 
 from engine.types import EngineInfo, EngineOutput, EngineRequest, EngineStats
+from loaders.phases import StartProgress
 
 
 class Engine(Protocol):
@@ -30,6 +31,10 @@ class Engine(Protocol):
     @property
     def stats(self) -> EngineStats | None:
         """The last snapshot."""
+
+    @property
+    def start_progress(self) -> StartProgress | None:
+        """How far the start is; None before the first message of the engine, and once it is ready."""
 
     @property
     def heartbeat_age_s(self) -> float:

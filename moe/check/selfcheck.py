@@ -238,7 +238,8 @@ def _check_tokens(
     for token in range(NUM_MIXED_TOKENS):
         for slot in range(min(config.top_k, len(own))):
             ids_TK[num_solo + token, slot] = own.start + (token * config.top_k + slot) % len(own)
-    size_E = torch.stack([_input_size(experts, expert, x_TH[0], config) for expert in range(len(own))])
+    x_H = x_TH[0].to(topology.device)
+    size_E = torch.stack([_input_size(experts, expert, x_H, config) for expert in range(len(own))]).cpu()
     size_T = torch.cat((size_E.repeat_interleave(TOKENS_PER_EXPERT), size_E.min().expand(NUM_MIXED_TOKENS)))
     is_large_T = torch.arange(num_tokens) % TOKENS_PER_EXPERT < TOKENS_PER_SIZE
     x_TH = x_TH * (size_T * torch.where(is_large_T, LARGE, SMALL))[:, None]
@@ -247,15 +248,19 @@ def _check_tokens(
 
 
 def _input_size(experts: ExpertWeights, expert: int, x_H: torch.Tensor, config: MoeRunnerConfig) -> torch.Tensor:
-    """Factor for x that brings W13 x to about the activation's limit, from the first block of gate and of up rows."""
+    """Factor for x that brings W13 x to about the activation's limit, from the first block of gate and of up rows.
+
+    Computed where weights and `x_H` are, without waiting for the device: a layer may have hundreds of experts.
+    """
     inter = experts.intermediate_size
     if inter == 0:
-        return torch.tensor(1.0)
+        return x_H.new_ones(())
     w13 = experts.w13.select(expert)
     starts = (0, inter // BLOCK * BLOCK)  # block-scaled weights can only be cut between blocks
-    parts = [w13.narrow(0, start, min(BLOCK, 2 * inter - start)).dequantize().cpu() @ x_H for start in starts]
+    parts = [w13.narrow(0, start, min(BLOCK, 2 * inter - start)).dequantize() @ x_H for start in starts]
     typical = torch.cat(parts).square().mean().sqrt()
-    return (config.activation.limit or _LIMIT_OF_PLAIN) / typical if typical > 0 else torch.tensor(1.0)
+    limit = config.activation.limit or _LIMIT_OF_PLAIN
+    return torch.where(typical > 0, limit / typical, torch.ones_like(typical))
 
 
 def _errors(got_TH: torch.Tensor, want_TH: torch.Tensor) -> torch.Tensor:

@@ -64,12 +64,14 @@ def choose_backend(
     a2a: MoeA2ABackend,
     config: MoeRunnerConfig,
     dispatch_formats: Formats = None,
+    *,
+    is_logged: bool = True,
 ) -> MoeBackend:
     """`requested` if it can run the path; for `auto` the first of `rank_backends` that can.
 
     For a `torch.device` of this machine, the backend's package and compiler must be here too; `auto` skips a backend
-    that lacks one, with a warning. For a `Device` only the hardware counts. `dispatch_formats` are those the transport
-    may send (`--deepep-mode`); by default, all it supports.
+    that lacks one, with a warning if `is_logged`. For a `Device` only the hardware counts. `dispatch_formats` are
+    those the transport may send (`--deepep-mode`); by default, all it supports.
 
     Raises:
         UnsupportedPathError: the requested backend cannot run the path, or none can. The message has the reasons and
@@ -97,10 +99,12 @@ def choose_backend(
         lack = registry.load_backend(verdict.backend).lacks() if is_here else None
         if lack is not None:
             reason = f"it needs {lack}"
-            source = rank_backends(device, format_name, a2a, config).source_of(verdict.backend)
-            logger.warning(
-                "--moe-backend auto passes over %s, because %s; it comes first by %s", verdict.backend, reason, source
-            )
+            if is_logged:
+                source = rank_backends(device, format_name, a2a, config).source_of(verdict.backend)
+                logger.warning(
+                    "--moe-backend auto passes over %s, because %s; it comes first by %s",
+                    verdict.backend, reason, source,
+                )  # fmt: skip
             table[index] = replace(verdict, reason=reason)
             continue
         return verdict.backend

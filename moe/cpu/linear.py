@@ -61,11 +61,13 @@ class PackedLinear:
 
 
 def _pack_quietly(weight_NK: torch.Tensor) -> torch.Tensor:
-    """Pack for the low-overhead call, without the deprecation warning that torch gives once per process."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="fbgemm_.* is deprecated")
-        packed = torch.fbgemm_pack_gemm_matrix_fp16(weight_NK)
-        torch.fbgemm_linear_fp16_weight_fp32_activation(weight_NK.new_zeros(1, weight_NK.shape[1]), packed, None)
+    """Pack for the low-overhead call, without the deprecation warning that torch gives once per process.
+
+    The filter stays: `warnings.catch_warnings` replaces the filters of all threads.
+    """
+    warnings.filterwarnings("ignore", message="fbgemm_.* is deprecated")
+    packed = torch.fbgemm_pack_gemm_matrix_fp16(weight_NK)
+    torch.fbgemm_linear_fp16_weight_fp32_activation(weight_NK.new_zeros(1, weight_NK.shape[1]), packed, None)
     return packed
 
 

@@ -28,7 +28,9 @@ class NixlBuffer(DeepepBuffer):
             self.settings.max_dispatch_tokens, ll_hidden_size(shape.hidden_size), shape.ep_size, shape.num_experts
         )
         buffer.update_memory_buffers(shape.ep_size, shape.num_local_experts, num_bytes)
-        buffer.connect_ranks([other for other in range(shape.ep_size) if other != rank])
+        others = [other for other in range(shape.ep_size) if other != rank]
+        if others:
+            buffer.connect_ranks(others)
         return _Adapter(buffer)
 
 

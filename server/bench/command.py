@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import json
 import logging
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -43,6 +44,8 @@ def bench(argv: Sequence[str], program: str, environ: Mapping[str, str]) -> int:
         if flags.plot is not None:
             check_matplotlib()
         config = make_config(flags, environ)
+        for flag in ("json", "plot"):
+            _check_can_write(f"--{flag}", getattr(flags, flag))
         accepted = asyncio.run(probe(config))
         Workload(config, accepted)  # a data set that cannot be read is refused here, not in a client process
         run = run_processes(config, accepted)
@@ -122,6 +125,18 @@ def make_config(flags: argparse.Namespace, environ: Mapping[str, str]) -> "Bench
         processes=processes if processes is not None else default_processes(concurrency, flags.request_rate),
         extra_body=_object(flags.extra_body),
     )
+
+
+def _check_can_write(flag: str, path: Path | None) -> None:
+    """Refuse a file that could not be written at the end of the run."""
+    from server.bench.errors import BenchError
+
+    if path is None:
+        return
+    if not path.parent.is_dir():
+        raise BenchError(f"{flag}: {path.parent} is no folder; make it first")
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise BenchError(f"{flag}: {path} cannot be written")
 
 
 def _object(text: str) -> dict[str, Any]:

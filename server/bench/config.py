@@ -12,6 +12,18 @@ from server.bench.errors import BenchError
 
 _STREAMS_PER_PROCESS = 64
 _RATE_PER_PROCESS = 50.0
+# Request fields that decide what is measured, with the flag to use instead.
+_OWN_FIELDS = {
+    "model": "; use --model",
+    "prompt": "; use --prompt-tokens or --dataset",
+    "messages": "; use --dataset",
+    "max_tokens": "; use --answer-tokens",
+    "max_completion_tokens": "; use --answer-tokens",
+    "ignore_eos": "; use --ignore-eos",
+    "stream": ", which times every token",
+    "stream_options": ", which counts tokens by it",
+    "n": ", which counts one answer for a request",
+}
 LOWEST_TOKEN_ID = 100  # lower ones are control tokens in some vocabularies
 
 
@@ -73,6 +85,9 @@ class BenchConfig:
             if value is not None and not 0 < value < float("inf"):
                 flag = name.removesuffix("_s").replace("_", "-")
                 raise BenchError(f"--{flag}: {value} must be above 0 and finite")
+        for name, flag in _OWN_FIELDS.items():
+            if name in self.extra_body:
+                raise BenchError(f"--extra-body: {name!r} is set by the benchmark itself{flag}")
         if self.vocab_size <= LOWEST_TOKEN_ID:
             raise BenchError(f"--vocab-size: {self.vocab_size} must be above {LOWEST_TOKEN_ID}")
 

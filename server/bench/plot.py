@@ -36,7 +36,6 @@ def draw(path: Path, title: str, run: RunResult, summary: Summary) -> None:
     _draw_tokens(axes.flat[3], tokens_per_second(run, counted))
     void = "VOID, the client was too slow\n" if summary.void_reasons else ""
     figure.suptitle(f"{void}{title}", color="C3" if void else "black")
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
 

@@ -8,11 +8,14 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
 
+from loaders.phases import StartProgress
 from server.context import ServerContext
 from server.openapi import describe, describe_health, describe_text
 from server.respond import json_response
 from server.schema.operations import Liveness, Readiness, Version
 from server.version import service_version
+
+_GIB = 2**30
 
 router = APIRouter()
 
@@ -39,8 +42,31 @@ async def ready(request: Request) -> Response:
         "models": context.served_names,
         "engine": None if info is None else msgspec.to_builtins(info),
         "stats": None if stats is None else msgspec.to_builtins(stats),
+        **_start(context.engine.start_progress),
     }
     return json_response(details, 503 if reason else 200)
+
+
+def _start(progress: StartProgress | None) -> dict[str, Any]:
+    """How far a start is, as `Readiness` says."""
+    if progress is None:
+        return {"phase": None, "done": None, "total": None, "elapsed_s": None, "phases": []}
+    phases = [
+        {
+            "phase": each.phase,
+            "seconds": round(each.seconds, 3),
+            "done": each.done,
+            "total": each.total,
+            "read_gib": round(each.num_bytes / _GIB, 3),
+            "read_gib_per_s": round(each.bytes_per_s / _GIB, 3),
+        }
+        for each in progress.phases
+    ]
+    elapsed_s = round(progress.elapsed_s, 3)
+    return {
+        "phase": progress.phase, "done": progress.done, "total": progress.total, "elapsed_s": elapsed_s,
+        "phases": phases,
+    }  # fmt: skip
 
 
 @router.get("/metrics", **describe_text("text/plain"))

@@ -68,8 +68,27 @@ class Liveness(TypedDict):
     reason: str | None
 
 
+class PhaseTime(TypedDict):
+    """One phase of the start so far; `done` of `total` layers or graphs, 0 of 0 where there are none to count.
+
+    `read_gib` were read in it, at `read_gib_per_s`.
+    """
+
+    phase: str
+    seconds: float
+    done: int
+    total: int
+    read_gib: float
+    read_gib_per_s: float
+
+
 class Readiness(TypedDict):
-    """`reason` is null when ready; `engine` is null while the model loads."""
+    """`reason` is null when ready; `engine` is null while the model loads.
+
+    While it loads: `phase` is what the engine does now, `done` of `total` its steps, `elapsed_s` the seconds since the
+    engine began, `phases` all phases that have begun. Null (`phases`: empty) before the engine's first message, and
+    once it is ready.
+    """
 
     status: Literal["ready", "not ready"]
     reason: str | None
@@ -77,6 +96,11 @@ class Readiness(TypedDict):
     models: list[str]
     engine: dict[str, Any] | None
     stats: dict[str, int] | None
+    phase: str | None
+    done: int | None
+    total: int | None
+    elapsed_s: float | None
+    phases: list[PhaseTime]
 
 
 class Version(TypedDict):

@@ -100,6 +100,7 @@ class NixlBuffer:
         self.inner = _inner(self.group, num_rdma_bytes, self.wide)
 
     def connect_ranks(self, remote_ranks: list[int], activate: bool = True) -> None:
+        need(bool(remote_ranks), "an empty list of ranks")
         self.connected |= set(remote_ranks)
 
     def dispatch(self, *args: Any, **kwargs: Any) -> Any:

@@ -5,6 +5,7 @@ import time
 from engine.errors import EngineConfigError
 from engine.types import EngineInfo, EngineOutput, EngineStats
 from engine.worker import build_core, main
+from loaders.phases import Phase
 
 POISON = 66
 INFO = EngineInfo(
@@ -80,7 +81,7 @@ def _lose_device():
     raise RuntimeError("the device fell off the bus")
 
 
-def build(setup):
+def build(setup, phases):
     match setup.config.model.name:
         case "fake":
             return ScriptedCore()
@@ -96,7 +97,11 @@ def build(setup):
             raise RuntimeError("a bug")
         case "loading":
             return time.sleep(3600)
-    return build_core(setup)
+        case "layers":
+            with phases.phase(Phase.WEIGHTS, total=24):
+                phases.advance(Phase.WEIGHTS, 7, num_bytes=2**30)
+                time.sleep(3600)
+    return build_core(setup, phases)
 
 
 if __name__ == "__main__":

@@ -96,7 +96,7 @@ def test_deepseek_v3_needs_more_than_one_gpu(tmp_path):
     assert plan.kv_bytes_per_token(sliding=False) == 61 * (512 + 64) * 2
     assert plan.kv_bytes_per_token(sliding=True) == 0
     assert plan.refusal is not None
-    assert "gpu_memory_utilization is 0.9: of 139.8 GiB it allows 125.8, but the weights take 630" in plan.refusal
+    assert "gpu_memory_utilization is 0.9: of 139.8 GiB it allows 125.8 GiB, but the weights take 630" in plan.refusal
     assert not plan.fits_while_loading
     assert set(plan.table(4096).values()) == {0}
     large, _ = plan_for(folder, Gpu("sm90", 1000.0))
@@ -138,7 +138,7 @@ def test_settings_change_the_plan(gpt_oss):
 
 def test_what_does_not_fit_names_the_settings(gpt_oss):
     for memory_gib, words in (
-        (8.0, "but the weights take 12.9 (experts 9.5, mxfp4 as triton)"),
+        (8.0, "but the weights take 12.9 GiB (experts 9.5 GiB, mxfp4 as triton)"),
         (16.5, "leaves no room for a KV page of 786432 bytes; raise it, lower max_num_batched_tokens or max_num_seqs"),
     ):
         plan, _ = plan_for(gpt_oss, Gpu("sm90", memory_gib))
@@ -169,7 +169,7 @@ def test_pages_are_what_is_left():
 def test_the_engine_refuses_weights_that_cannot_fit_before_it_reads_them(monkeypatch):
     """On a GPU of 16 MiB; `build_model` must not be reached."""
     monkeypatch.setattr(load, "_choose_device", lambda _name: torch.device("cuda"))
-    monkeypatch.setattr("model.registry.build_model", lambda *_args: pytest.fail("the model was loaded"))
+    monkeypatch.setattr("model.registry.build_model", lambda *_args, **_rest: pytest.fail("the model was loaded"))
     settings = ModelSettings(device=torch.device("cpu"))
     sizes = measure_model(ASSETS, settings)
     monkeypatch.setattr("model.sizes.measure_model", lambda _folder, _settings: sizes)

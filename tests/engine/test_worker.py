@@ -82,5 +82,5 @@ def test_loading_is_no_turn(worker):
     worker._heartbeat.turn = lambda: calls.append("turn")
     worker._heartbeat.start = worker._heartbeat.end = lambda: None
     with pytest.raises(KeyError):
-        worker.run(lambda _setup: Core())
+        worker.run(lambda _setup, _phases: Core())
     assert calls[:2] == ["turn", "Ready"]

@@ -15,6 +15,7 @@ from fastapi import FastAPI
 from engine.errors import RequestError
 from engine.types import EngineInfo, EngineOutput, EngineRequest, EngineStats, LayerCheck, TokenLogprobs
 from engine.validate import RequestLimits, check_request, refusal_output
+from loaders.phases import StartProgress
 from loaders.tokenizer import Tokenizer, load_tokenizer
 from server.app import create_app
 from server.config import ServerConfig
@@ -38,6 +39,7 @@ class FakeEngine:
     alive: bool = True
     failure: str | None = None
     heartbeat_age_s: float = 0.0
+    start_progress: StartProgress | None = None
     delay_s: float = 0.0
     last: Callable[[EngineRequest, int], dict] | None = None  # more fields of the last output
     requests: list[EngineRequest] = field(default_factory=list)

@@ -202,7 +202,7 @@ class Client:
 
 def test_work_of_a_client_that_left_is_dropped_g81():
     async def main():
-        lane = Lane("test", num_threads=1)
+        lane = Lane("test", num_threads=1).for_client("one")
         begun, release, done = threading.Event(), threading.Event(), []
         first = asyncio.create_task(lane.run(Client().receive, lambda: (begun.set(), release.wait(20))))
         await asyncio.to_thread(begun.wait, 20)
@@ -223,7 +223,7 @@ def test_work_of_a_client_that_left_is_dropped_g81():
 
 def test_the_lane_of_large_bodies_has_a_bound_g81():
     async def main():
-        lane = Lane("test", num_threads=1, max_waiting=2)
+        lane = Lane("test", num_threads=1, max_waiting=2).for_client("one")
         release = threading.Event()
         taken = [asyncio.create_task(lane.run(Client().receive, release.wait, 20)) for _ in range(3)]
         await asyncio.sleep(0)
@@ -241,10 +241,10 @@ def test_a_refused_body_is_freed_at_once_g80():
     content = json.dumps({"messages": [{"role": "assistant", "tool_calls": [1] * 150_000}]}).encode()
 
     async def main():
-        lane = Lane("test", num_threads=1)
+        lane = Lane("test", num_threads=1).for_client("one")
         with pytest.raises(BadRequest):
             await lane.run(Client().receive, _parse, content, ChatCompletionRequest)
-        lane._threads.shutdown()  # else its thread may still hold what it has just done
+        lane.lane._threads.shutdown()  # else its thread may still hold what it has just done
 
     gc.collect()
     gc.disable()
@@ -260,7 +260,7 @@ def test_memory_is_given_back_once_after_much_work_g80(monkeypatch):
 
     async def main():
         tidied = threading.Semaphore(0)
-        lane = Lane("test", num_threads=1, after_work=tidied.release)
+        lane = Lane("test", num_threads=1, after_work=tidied.release).for_client("one")
         await asyncio.gather(*(lane.run(Client().receive, str, i) for i in range(5)))
         assert await asyncio.to_thread(tidied.acquire, timeout=10)
         assert not tidied.acquire(blocking=False)

@@ -26,7 +26,7 @@ SMALL = ("--prompt-tokens", "8", "--answer-tokens", "3-5", "--warmup", "1")
 
 
 def test_a_run_with_two_processes(tmp_path, capsys):
-    file = tmp_path / "new" / "run.json"
+    file = tmp_path / "run.json"
     with serve(polite) as server:
         flags = ["bench", "--base-url", server.url, "--api-key", "s3cret", *SMALL, "--num-requests", "20"]
         status = cli.main([*flags, "--concurrency", "4", "--processes", "2", "--json", str(file)])
@@ -127,6 +127,12 @@ def test_the_key_comes_from_the_variable_too():
     (["--vocab-size", "100"], "--vocab-size: 100 must be above 100"),
     (["--extra-body", "{"], "--extra-body: '{' is not JSON"),
     (["--extra-body", "[]"], "must be a JSON object"),
+    (["--extra-body", '{"stream": false}'], "--extra-body: 'stream' is set by the benchmark itself"),
+    (["--extra-body", '{"top_p": 1, "n": 2}'], "--extra-body: 'n' is set"),
+    (["--extra-body", '{"prompt": "a"}'], "'prompt' is set by the benchmark itself; use --prompt-tokens"),
+    (["--extra-body", '{"messages": []}'], "'messages' is set by the benchmark itself; use --dataset"),
+    (["--extra-body", '{"model": "m"}'], "'model' is set by the benchmark itself; use --model"),
+    (["--extra-body", '{"max_tokens": 1}'], "'max_tokens' is set by the benchmark itself; use --answer-tokens"),
     (["--base-url", "localhost:8000"], "--base-url: 'localhost:8000' must be http://HOST:PORT"),
     (["--base-url", "http://h:port"], "is no URL"),
     (["--base-url", "http://127.0.0.1:1"], "http://127.0.0.1:1: cannot connect"),
@@ -144,10 +150,16 @@ def test_a_plot_without_matplotlib_is_refused_before_the_run(monkeypatch):
         bench("--base-url", "http://127.0.0.1:1", "--plot", "x.png")
 
 
-def test_a_file_that_cannot_be_written(tmp_path):
+def test_a_file_that_cannot_be_written(tmp_path, monkeypatch):
+    """Refused before the load, not after it; a folder that is missing is not made."""
+    monkeypatch.setattr("server.bench.plot.check_matplotlib", lambda: None)
     (tmp_path / "file").write_text("")
-    with serve(polite) as server, pytest.raises(SettingError, match="the result cannot be written"):
-        bench("--base-url", server.url, *SMALL, "--num-requests", "1", "--json", str(tmp_path / "file" / "x"))
+    for flag in ("--json", "--plot"):
+        for place, words in (("file/x", "is no folder"), ("new/x", "is no folder"), (".", "cannot be written")):
+            with serve(polite) as server, pytest.raises(SettingError, match=rf"^{flag}: .* {words}"):
+                bench("--base-url", server.url, *SMALL, "--num-requests", "1", flag, str(tmp_path / place))
+            assert not server.asked
+    assert not (tmp_path / "new").exists()
 
 
 def test_number_of_processes():

@@ -280,9 +280,10 @@ def test_the_probe_says_why_nothing_works():
 def test_a_dataset_is_sent_once_through_before_it_repeats(tmp_path):
     file = tmp_path / "rows.jsonl"
     rows = [{"prompt": f"question {i}"} for i in range(4)] + [{"prompt": [7, 8], "max_tokens": 2}]
+    lengths = Lengths(3, 3)
     file.write_text("\n".join(json.dumps(row) for row in rows) + "\n\n")
     with serve(polite) as server:
-        run(make_config(server.url, dataset=file, extra_body={"temperature": 0, "max_tokens": 3}))
+        run(make_config(server.url, dataset=file, answer_tokens=lengths, extra_body={"temperature": 0}))
     sent = [json.dumps(asked.body["prompt"]) for asked in server.posts]
     assert len(sent) == 10
     assert sorted(sent[:5]) == sorted(json.dumps(row["prompt"]) for row in rows)
