@@ -17,6 +17,7 @@ from moe.dispatch.deepep_settings import (
 )
 from moe.errors import MoeConfigError, UnsupportedPathError
 from moe.registry import BACKEND_MODULES, load_backend
+from tests.rows import rows
 
 LL, NORMAL, AUTO = DeepepMode.LOW_LATENCY, DeepepMode.NORMAL, DeepepMode.AUTO
 
@@ -25,18 +26,18 @@ def shape(**changes: int) -> EpShape:
     return EpShape(**({"hidden_size": 7168, "num_experts": 256, "top_k": 8, "ep_size": 8} | changes))
 
 
-@pytest.mark.parametrize("ep_size", [1, 2, 3, 4, 5, 7, 8, 16, 64])
+@rows("ep_size", [1, 2, 3, 4, 5, 7, 8, 16, 64])
 def test_low_latency_rank_counts(ep_size: int) -> None:
     check_deepep(DeepepSettings(mode=LL), shape(ep_size=ep_size, num_experts=ep_size * 4), sends_fp8=True)
 
 
-@pytest.mark.parametrize("ep_size", [2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160])
+@rows("ep_size", [2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160])
 def test_normal_rank_counts(ep_size: int) -> None:
     check_deepep(DeepepSettings(mode=NORMAL), shape(ep_size=ep_size, num_experts=ep_size * 2), sends_fp8=True)
 
 
-@pytest.mark.parametrize(
-    ("mode", "changes", "sends_fp8", "words"),
+@rows(
+    "mode, changes, sends_fp8, words",
     [
         (LL, {"hidden_size": 9000}, False, ["hidden size 9000", "8192"]),
         (LL, {"hidden_size": 2880}, True, ["hidden size 2880", "128"]),
@@ -73,12 +74,12 @@ def test_scale_pitch_names_the_limit() -> None:
         check_deepep(DeepepSettings(mode=LL, max_dispatch_tokens=6), shape(ep_size=1), sends_fp8=False)
 
 
-@pytest.mark.parametrize(("tokens", "depth"), [(511, 1024), (1023, 2048), (1, 4), (1023, None)])
+@rows("tokens, depth", [(511, 1024), (1023, 2048), (1, 4), (1023, None)])
 def test_token_limits_that_fit_the_queue(tokens: int, depth: int | None) -> None:
     check_queue_depth(DeepepSettings(mode=LL, max_dispatch_tokens=tokens), depth)
 
 
-@pytest.mark.parametrize(("tokens", "depth"), [(512, 1024), (1024, 2048), (2, 4)])
+@rows("tokens, depth", [(512, 1024), (1024, 2048), (2, 4)])
 def test_token_limits_that_overrun_the_queue(tokens: int, depth: int) -> None:
     """G67: the remedy named is one that deep_ep reads."""
     with pytest.raises(MoeConfigError) as error:
@@ -91,7 +92,7 @@ def test_token_limits_that_overrun_the_queue(tokens: int, depth: int) -> None:
     check_queue_depth(DeepepSettings(mode=NORMAL, max_dispatch_tokens=tokens), depth)
 
 
-@pytest.mark.parametrize("tokens", [0, 1025])
+@rows("tokens", [0, 1025])
 def test_token_limits_are_checked_for_low_latency_alone(tokens: int) -> None:
     """G67: settings without a transport are never refused; check_deepep runs when one is built."""
     settings = DeepepSettings(max_dispatch_tokens=tokens)
@@ -100,7 +101,7 @@ def test_token_limits_are_checked_for_low_latency_alone(tokens: int) -> None:
     check_deepep(DeepepSettings(mode=NORMAL, max_dispatch_tokens=tokens), shape(), sends_fp8=False)
 
 
-@pytest.mark.parametrize(("hidden", "sent"), [(2048, 2048), (2049, 2560), (2880, 3072), (7168, 7168), (64, 2048)])
+@rows("hidden, sent", [(2048, 2048), (2049, 2560), (2880, 3072), (7168, 7168), (64, 2048)])
 def test_hidden_sizes_are_padded_to_a_compiled_one(hidden: int, sent: int) -> None:
     assert ll_hidden_size(hidden) == sent
 
@@ -116,8 +117,8 @@ def test_capture_follows_the_dispatch_limit() -> None:
     assert "--deepep-mode normal cannot run in CUDA graphs" in on_the_host
 
 
-@pytest.mark.parametrize(
-    ("mode", "tokens", "depth"),
+@rows(
+    "mode, tokens, depth",
     [(LL, 511, None), (LL, 512, 2048), (AUTO, 1023, 2048), (AUTO, 1024, 4096), (NORMAL, 1024, None)],
 )
 def test_a_deeper_queue_is_asked_for_only_where_the_default_is_too_short(
@@ -133,8 +134,8 @@ TORCH, TRITON = MoeBackend.TORCH, MoeBackend.TRITON
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize(
-    ("backend", "layout", "weights", "is_blackwell", "scale", "option", "dispatch_dtype"),
+@rows(
+    "backend, layout, weights, is_blackwell, scale, option, dispatch_dtype",
     [
         (TORCH, LOW, "fp8_block", False, False, False, "bf16"),
         (TORCH, NORM, "mxfp4", False, False, True, "bf16"),
@@ -181,7 +182,7 @@ def test_dispatch_dtype_truth_table(
     assert chosen is DispatchDtype(dispatch_dtype)
 
 
-@pytest.mark.parametrize("is_blackwell", [False, True])
+@rows("is_blackwell", [False, True])
 def test_every_backend_that_does_not_read_fp8_gets_bf16_from_deepep(
     monkeypatch: pytest.MonkeyPatch, is_blackwell: bool
 ) -> None:
