@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from loaders.checkpoint import Checkpoint
 from loaders.errors import CheckpointError, LoadError
 from tests.loaders.expert_files import random_bf16, save
+from tests.rows import rows
 
 A, B = random_bf16(4, 6, seed=1), random_bf16(3, seed=2)
 
@@ -55,7 +56,7 @@ def test_single_file_index_and_plain_folder_give_the_same_tensors(tmp_path: Path
         source.finish()
 
 
-@pytest.mark.parametrize(
+@rows(
     "values",
     [
         torch.tensor([[1.5, -448.0]]).to(torch.float8_e4m3fn),
@@ -83,7 +84,7 @@ def test_packed_fp4_is_handed_out_as_bytes(tmp_path: Path) -> None:
     assert source.tensor("w").tolist() == [[0x10, 0x32], [0x54, 0x76]]
 
 
-@pytest.mark.parametrize(("dtype", "begin"), [("F32", 1), ("F32", 2), ("F32", 3), ("BF16", 1), ("F32", 4), ("BF16", 2)])
+@rows("dtype, begin", [("F32", 1), ("F32", 2), ("F32", 3), ("BF16", 1), ("F32", 4), ("BF16", 2)])
 def test_tensors_at_every_offset_are_read(tmp_path: Path, dtype: str, begin: int) -> None:
     """torch refuses a view whose first byte is no multiple of the element's size; the header may ask for one."""
     data = struct.pack("<f", 2.5) if dtype == "F32" else b"\x20\x40"
@@ -144,7 +145,7 @@ def test_skip_logs_count_and_size_once_and_reads_nothing(tmp_path: Path, caplog:
     source.finish()
 
 
-@pytest.mark.parametrize("name", ["b", "x.bias", "x.weight_scale", "x.rotary_emb.inv_freq", "x.num_batches_tracked"])
+@rows("name", ["b", "x.bias", "x.weight_scale", "x.rotary_emb.inv_freq", "x.num_batches_tracked"])
 def test_a_tensor_that_nobody_read_is_an_error_whatever_its_name(tmp_path: Path, name: str) -> None:
     """Section G: left-over tensors that end in .bias must not pass."""
     source = save(tmp_path, {"a": A, name: B})
@@ -168,7 +169,7 @@ def test_a_truncated_shard_names_file_and_tensor(tmp_path: Path) -> None:
         Checkpoint.open(folder)
 
 
-@pytest.mark.parametrize("size", [0, 5, 8, 20])
+@rows("size", [0, 5, 8, 20])
 def test_a_file_cut_in_its_header_is_refused(tmp_path: Path, size: int) -> None:
     save(tmp_path, {"a": A})
     file = tmp_path / "model.safetensors"
@@ -183,8 +184,8 @@ def test_a_header_longer_than_allowed_is_refused(tmp_path: Path) -> None:
         Checkpoint.open(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("header", "data", "words"),
+@rows(
+    "header, data, words",
     [
         (b"{not json", b"", "not valid JSON"),
         (b"\xff\xfe{}", b"", "not valid JSON"),
@@ -210,8 +211,8 @@ def test_damaged_headers_are_refused(tmp_path: Path, header: object, data: bytes
         Checkpoint.open(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("header", "words"),
+@rows(
+    "header, words",
     [
         (
             {"a": entry("F32", [2], 0, 8), "b": entry("F32", [2], 0, 8)},
@@ -280,14 +281,14 @@ def test_a_file_the_index_names_but_that_is_missing(tmp_path: Path) -> None:
         Checkpoint.open(folder)
 
 
-@pytest.mark.parametrize("outside", ["../x.safetensors", "/etc/x.safetensors"])
+@rows("outside", ["../x.safetensors", "/etc/x.safetensors"])
 def test_an_index_may_not_point_outside_its_folder(tmp_path: Path, outside: str) -> None:
     write_index(tmp_path, {"a": outside})
     with pytest.raises(CheckpointError, match="points outside the folder"):
         Checkpoint.open(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": []}'])
+@rows("text", ["{", "[]", "{}", '{"weight_map": []}'])
 def test_a_broken_index_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(text)
     with pytest.raises(CheckpointError, match="not a safetensors index"):

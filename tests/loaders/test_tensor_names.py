@@ -15,10 +15,11 @@ from loaders.naming import (
     with_model_prefix,
 )
 from tests.loaders.expert_files import random_bf16, save
+from tests.rows import rows
 
 
-@pytest.mark.parametrize(
-    ("name", "index"),
+@rows(
+    "name, index",
     [
         ("model.layers.61.enorm.weight", 61),
         ("layers.61.enorm.weight", 61),
@@ -32,8 +33,8 @@ def test_layer_numbers(name: str, index: int | None) -> None:
     assert layer_index(name) == index
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
+@rows(
+    "name, expected",
     [
         ("model.layers.60.mlp.gate.weight", False),
         ("model.layers.61.eh_proj.weight", True),
@@ -48,7 +49,7 @@ def test_prediction_layers_of_deepseek(name: str, expected: bool) -> None:
     assert is_prediction_layer(name, 61) is expected
 
 
-@pytest.mark.parametrize("prefix", ["model.", ""])
+@rows("prefix", ["model.", ""])
 def test_a_config_with_fewer_layers_skips_the_rest_in_one_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, prefix: str
 ) -> None:

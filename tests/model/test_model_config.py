@@ -13,6 +13,7 @@ from model.config import ModelSettings, ModelSettingsError, UnsupportedModelErro
 from model.registry import build_model
 from moe import MoeA2ABackend, MoeBackend, UnsupportedPathError
 from tests.model.checkpoints import make_deepseek, make_gpt_oss, pack_mxfp4, state_by_file_name, write
+from tests.rows import rows
 
 
 @pytest.fixture(autouse=True)
@@ -139,8 +140,8 @@ def test_impossible_expert_path_is_refused_first(tmp_path: Path) -> None:
         build_model(tmp_path, ModelSettings(moe_a2a_backend=MoeA2ABackend.MORI))
 
 
-@pytest.mark.parametrize(
-    ("changes", "text"),
+@rows(
+    "changes, text",
     [
         ({"selfcheck": "maybe"}, "selfcheck is 'maybe'"),
         ({"load_format": "gguf"}, "load_format is 'gguf'"),

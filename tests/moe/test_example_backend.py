@@ -27,6 +27,7 @@ from moe.choose.select import choose_backend
 from moe.device import Device
 from moe.errors import UnsupportedPathError, WeightFormatError
 from tests.moe.moe_layers import make_config, make_experts, random_topk
+from tests.rows import rows
 
 MODULE = "tests.moe.example_backend"
 ROOT = Path(__file__).parents[2]
@@ -103,8 +104,8 @@ def test_selection_knows_it(example: MoeBackend) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("biases", "changes", "error", "words"),
+@rows(
+    "biases, changes, error, words",
     [
         (True, {}, WeightFormatError, "bf16 experts with biases are not supported"),
         (False, {"activation": Activation(limit=7.0)}, UnsupportedPathError, "is not supported for bf16, only plain"),
