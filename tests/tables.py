@@ -1,7 +1,8 @@
 """`@rows`: one test for a table of rows. Every row that fails is named, and the rows after it run all the same.
 
 `pytest.mark.parametrize` makes a case of each row, with fixtures of its own; here they are made once for all rows. Only
-`monkeypatch` and `tmp_path` are new for every row. Several tables, one above the other, give all combinations.
+`monkeypatch` and `tmp_path` are new for every row, `caplog` is empty, and random numbers begin with the same seed.
+Several tables, one above the other, give all combinations.
 """
 
 import functools
@@ -12,6 +13,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
+import torch
 
 Test = Callable[..., None]
 
@@ -46,7 +48,10 @@ def rows(names: str, *table: Any) -> Callable[[Test], Test]:
 
 def _own(given: dict[str, Any], number: int, stack: ExitStack) -> dict[str, Any]:
     """The fixtures that each row has for itself."""
+    torch.manual_seed(0)
     own: dict[str, Any] = {}
+    if "caplog" in given:
+        given["caplog"].clear()
     if "monkeypatch" in given:
         own["monkeypatch"] = stack.enter_context(pytest.MonkeyPatch.context())
     if "tmp_path" in given:

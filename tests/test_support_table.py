@@ -16,7 +16,8 @@ import pytest
 
 from engine import load
 from engine.config import EngineConfig
-from moe import MoeA2ABackend, MoeBackend
+from moe import Activation, MoeA2ABackend, MoeBackend
+from moe.choose.select import choose_backend
 from moe.device import Device
 from moe.errors import MoeConfigError, UnsupportedPathError
 from tests.emulators.aiter import install_aiter
@@ -34,11 +35,13 @@ from tests.model.checkpoints import (
     state_by_file_name,
     write,
 )
-from tests.tables import rows
+from tests.moe.configs import rank_config
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 NVIDIA = ("sm80", "sm86", "sm89", "sm90", "sm100", "sm120")
 HARDWARE = {"any": ("cpu", *NVIDIA, "gfx942", "gfx950"), "sm80 and newer": NVIDIA}
+BACKENDS = sorted(set(MoeBackend) - {MoeBackend.AUTO})
+ANY_DEVICE = {"torch": "cpu", "triton": "sm90"}  # where these run every format
 STATES = ("**verified**", "contract-tested")
 SIZES = {"hidden_size": 256, "intermediate_size": 256}
 DEEPSEEK = SIZES | {"moe_intermediate_size": 256, "num_experts_per_tok": 3}
@@ -91,16 +94,20 @@ def install(monkeypatch: pytest.MonkeyPatch, backend: str, arch: str) -> None:
         install_cutlass(monkeypatch, *divmod(number, 10))
 
 
-def write_checkpoint(folder: Path, format_name: str) -> None:
-    """A small model whose experts have this format, as published checkpoints have it."""
-    make, sizes, pack, quantization = CHECKPOINTS[format_name]
-    model = make(**sizes)
-    tensors = state_by_file_name(model, folder)
-    changes: dict[str, Any] = {"architectures": [type(model).__name__]}
-    if pack is None:
-        write(folder, tensors, changes)
-    else:
-        write(folder, pack(tensors)[0], changes | {"quantization_config": quantization})
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """For each format a small model whose experts have it, as published checkpoints have it."""
+    folders = {}
+    for name, (make, sizes, pack, quantization) in CHECKPOINTS.items():
+        folder = folders[name] = tmp_path_factory.mktemp(name)
+        model = make(**sizes)
+        tensors = state_by_file_name(model, folder)
+        changes: dict[str, Any] = {"architectures": [type(model).__name__]}
+        if pack is None:
+            write(folder, tensors, changes)
+        else:
+            write(folder, pack(tensors)[0], changes | {"quantization_config": quantization})
+    return folders
 
 
 def settings(folder: Path, **changes: Any) -> EngineConfig:
@@ -109,30 +116,36 @@ def settings(folder: Path, **changes: Any) -> EngineConfig:
     )
 
 
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A folder with a small model for each format."""
-    folders = {name: tmp_path_factory.mktemp(name) for name in CHECKPOINTS}
-    for name, folder in folders.items():
-        write_checkpoint(folder, name)
-    return folders
-
-
-@pytest.mark.timeout(300)  # some eighty models
-@rows("backend, format_name, arch", *cases())
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_what_the_table_lists_starts(
-    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, backend: str, format_name: str, arch: str
+    subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch, checkpoints: dict[str, Path], backend: str
 ) -> None:
-    """The torch path runs the same code everywhere, so it runs a prompt on one device and is built for the others."""
-    install(monkeypatch, backend, arch)
-    config = settings(checkpoints[format_name], moe_backend=backend)
-    if backend == "triton" or (backend == "torch" and arch != "cpu"):
-        model = load._build_model(replace(config, selfcheck="off"))
-    else:
-        model = load.load_engine(config, None).runner.model
-    assert model.moe_layers
-    for layer in model.moe_layers:
-        assert layer.description.endswith(f": {backend} / none / {format_name}")
+    """Where the device changes nothing but the choice, one device runs every format, the others start one."""
+    for name, format_name, arch in cases():
+        if name != backend or (ANY_DEVICE.get(backend, arch) != arch and format_name != "mxfp4"):
+            continue
+        with subtests.test(format_name=format_name, arch=arch), monkeypatch.context() as patch:
+            install(patch, backend, arch)
+            chosen = settings(checkpoints[format_name], moe_backend=backend)
+            if ANY_DEVICE.get(backend, arch) != arch or backend == "triton":
+                model = load._build_model(replace(chosen, selfcheck="off"))
+            else:
+                model = load.load_engine(chosen, None).runner.model
+            assert model.moe_layers
+            for layer in model.moe_layers:
+                assert layer.description.endswith(f": {backend} / none / {format_name}")
+
+
+def test_every_row_of_the_table_is_chosen(subtests: pytest.Subtests) -> None:
+    for backend, format_name, arch in cases():
+        is_gpt_oss = format_name == "mxfp4"
+        config = rank_config(
+            num_experts=8, hidden_size=256, intermediate_size=256, top_k=3, has_biases=is_gpt_oss,
+            activation=Activation(alpha=1.702, beta=1.0, limit=7.0) if is_gpt_oss else Activation(),
+        )  # fmt: skip
+        with subtests.test(backend=backend, format_name=format_name, arch=arch):
+            chosen = choose_backend(MoeBackend(backend), Device(arch=arch), format_name, MoeA2ABackend.NONE, config)
+            assert chosen == backend
 
 
 def test_the_table_is_complete_and_says_how_each_row_was_tested() -> None:
@@ -142,18 +155,18 @@ def test_the_table_is_complete_and_says_how_each_row_was_tested() -> None:
     assert len(cases()) == len(set(cases())), "listed twice"
 
 
-@pytest.mark.timeout(300)
-@rows("backend", *sorted(set(MoeBackend) - {MoeBackend.AUTO}))
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_what_the_table_does_not_list_is_refused(
-    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, backend: MoeBackend
+    subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch, checkpoints: dict[str, Path], backend: str
 ) -> None:
     """So that the table leaves nothing out, and no user finds another path than those."""
     listed = {(format_name, arch) for name, format_name, arch in cases() if name == backend}
-    for format_name, arch in itertools.product(CHECKPOINTS, ("cpu", "sm80", "sm90", "sm100", "gfx942", "gfx950")):
+    tried = itertools.product(CHECKPOINTS, ("cpu", "sm80", "sm90", "sm100", "gfx942", "gfx950"))
+    for format_name, arch in tried:
         if (format_name, arch) not in listed:
             monkeypatch.setattr("moe.choose.select.probe_device", lambda device, arch=arch: Device(arch=arch))
-            with pytest.raises(UnsupportedPathError):
-                load._build_model(settings(checkpoints[format_name], moe_backend=str(backend), selfcheck="off"))
+            with subtests.test(format_name=format_name, arch=arch), pytest.raises(UnsupportedPathError):
+                load._build_model(settings(checkpoints[format_name], moe_backend=backend, selfcheck="off"))
 
 
 def test_the_transports_are_refused_and_the_readme_says_so(checkpoints: dict[str, Path]) -> None:

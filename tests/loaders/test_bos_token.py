@@ -11,6 +11,7 @@ from tokenizers import Tokenizer as RustTokenizer
 from loaders.errors import TokenizerError
 from loaders.tokenizer import load_tokenizer
 from server.convert import Converter
+from tests.tables import rows
 
 BOS, EOS, CLS = "<|begin|>", "<|end|>", "<|cls|>"
 IDS = {BOS: 256, EOS: 257, CLS: 258}
@@ -51,7 +52,7 @@ ACCEPTED: dict[str, tuple[Any, dict[str, Any], bool]] = {
 }
 
 
-@pytest.mark.parametrize("case", ACCEPTED)
+@rows("case", *ACCEPTED)
 def test_g42_a_raw_prompt_begins_with_bos_where_the_files_say_so(tmp_path: Path, case: str) -> None:
     processor, settings, adds_bos = ACCEPTED[case]
     tokenizer = load_tokenizer(write(tmp_path, processor, **settings))
@@ -66,19 +67,17 @@ def raw_ids(tokenizer: Any, text: str) -> list[int]:
     return converter.raw_ids(text)
 
 
-@pytest.mark.parametrize(
-    ("processor", "settings", "words"),
-    [
-        (
-            template(f"{BOS} $A {EOS}"),
-            {"bos_token": BOS},
-            r"puts '<\|begin\|>', '<\|end\|>' around a text",
-        ),
-        (template(f"$A {EOS}"), {}, "only one token before it is supported"),
-        (template(f"{CLS} {BOS} $A"), {"bos_token": BOS}, "add_bos_token in tokenizer_config.json"),
-        (template(f"{CLS} $A"), {"bos_token": BOS}, r"begins a text with '<\|cls\|>', but bos_token .* '<\|begin\|>'"),
-        (None, {"bos_token": "<s>", "add_bos_token": True}, "bos_token '<s>' .* not among the added tokens"),
-    ],
+@rows(
+    "processor, settings, words",
+    (
+        template(f"{BOS} $A {EOS}"),
+        {"bos_token": BOS},
+        r"puts '<\|begin\|>', '<\|end\|>' around a text",
+    ),
+    (template(f"$A {EOS}"), {}, "only one token before it is supported"),
+    (template(f"{CLS} {BOS} $A"), {"bos_token": BOS}, "add_bos_token in tokenizer_config.json"),
+    (template(f"{CLS} $A"), {"bos_token": BOS}, r"begins a text with '<\|cls\|>', but bos_token .* '<\|begin\|>'"),
+    (None, {"bos_token": "<s>", "add_bos_token": True}, "bos_token '<s>' .* not among the added tokens"),
 )
 def test_g42_anything_else_around_a_prompt_is_refused(
     tmp_path: Path, processor: Any, settings: dict[str, Any], words: str

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from loaders.checkpoint import Checkpoint
 from loaders.errors import CheckpointError, LoadError
 from tests.loaders.expert_files import random_bf16, save
+from tests.tables import rows
 
 A, B = random_bf16(4, 6, seed=1), random_bf16(3, seed=2)
 
@@ -55,19 +56,17 @@ def test_single_file_index_and_plain_folder_give_the_same_tensors(tmp_path: Path
         source.finish()
 
 
-@pytest.mark.parametrize(
+@rows(
     "values",
-    [
-        torch.tensor([[1.5, -448.0]]).to(torch.float8_e4m3fn),
-        torch.tensor([[0.5, 4.0]]).to(torch.float8_e8m0fnu),
-        torch.tensor([[-1, 127]], dtype=torch.int8),
-        torch.tensor([[255, 0]], dtype=torch.uint8),
-        torch.tensor([[1.0, 2.5]], dtype=torch.bfloat16),
-        torch.tensor([[1.0, 2.5]], dtype=torch.float32),
-        torch.tensor([[7, -3]], dtype=torch.int64),
-        torch.zeros((0, 3)),
-        torch.tensor(2.0),
-    ],
+    torch.tensor([[1.5, -448.0]]).to(torch.float8_e4m3fn),
+    torch.tensor([[0.5, 4.0]]).to(torch.float8_e8m0fnu),
+    torch.tensor([[-1, 127]], dtype=torch.int8),
+    torch.tensor([[255, 0]], dtype=torch.uint8),
+    torch.tensor([[1.0, 2.5]], dtype=torch.bfloat16),
+    torch.tensor([[1.0, 2.5]], dtype=torch.float32),
+    torch.tensor([[7, -3]], dtype=torch.int64),
+    torch.zeros((0, 3)),
+    torch.tensor(2.0),
 )
 def test_every_dtype_is_read_exactly(tmp_path: Path, values: torch.Tensor) -> None:
     found = save(tmp_path, {"t": values}).tensor("t")
@@ -83,7 +82,7 @@ def test_packed_fp4_is_handed_out_as_bytes(tmp_path: Path) -> None:
     assert source.tensor("w").tolist() == [[0x10, 0x32], [0x54, 0x76]]
 
 
-@pytest.mark.parametrize(("dtype", "begin"), [("F32", 1), ("F32", 2), ("F32", 3), ("BF16", 1), ("F32", 4), ("BF16", 2)])
+@rows("dtype, begin", ("F32", 1), ("F32", 2), ("F32", 3), ("BF16", 1), ("F32", 4), ("BF16", 2))
 def test_tensors_at_every_offset_are_read(tmp_path: Path, dtype: str, begin: int) -> None:
     """torch refuses a view whose first byte is no multiple of the element's size; the header may ask for one."""
     data = struct.pack("<f", 2.5) if dtype == "F32" else b"\x20\x40"
@@ -144,7 +143,7 @@ def test_skip_logs_count_and_size_once_and_reads_nothing(tmp_path: Path, caplog:
     source.finish()
 
 
-@pytest.mark.parametrize("name", ["b", "x.bias", "x.weight_scale", "x.rotary_emb.inv_freq", "x.num_batches_tracked"])
+@rows("name", "b", "x.bias", "x.weight_scale", "x.rotary_emb.inv_freq", "x.num_batches_tracked")
 def test_a_tensor_that_nobody_read_is_an_error_whatever_its_name(tmp_path: Path, name: str) -> None:
     """Section G: left-over tensors that end in .bias must not pass."""
     source = save(tmp_path, {"a": A, name: B})
@@ -168,7 +167,7 @@ def test_a_truncated_shard_names_file_and_tensor(tmp_path: Path) -> None:
         Checkpoint.open(folder)
 
 
-@pytest.mark.parametrize("size", [0, 5, 8, 20])
+@rows("size", 0, 5, 8, 20)
 def test_a_file_cut_in_its_header_is_refused(tmp_path: Path, size: int) -> None:
     save(tmp_path, {"a": A})
     file = tmp_path / "model.safetensors"
@@ -183,26 +182,24 @@ def test_a_header_longer_than_allowed_is_refused(tmp_path: Path) -> None:
         Checkpoint.open(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("header", "data", "words"),
-    [
-        (b"{not json", b"", "not valid JSON"),
-        (b"\xff\xfe{}", b"", "not valid JSON"),
-        (b"[" * 100_000 + b"]" * 100_000, b"", "not valid JSON .it is nested too deeply"),
-        (b'{"a": ' + b"1" * 5000 + b"}", b"", "not valid JSON .*digits"),
-        (b"[]", b"", "not a JSON object"),
-        ({"w": {"dtype": "F32"}}, b"", "tensor 'w': damaged header entry"),
-        ({"w": entry("F32", [2], 0, 4)}, b"\0" * 4, "tensor 'w': F32 .2. takes 8 bytes, but the header gives it 4"),
-        ({"w": entry("F32", [1], -4, 0)}, b"", "tensor 'w': damaged header entry"),
-        ({"w": entry("F32", [-1, -1], 0, 4)}, b"\0" * 4, "tensor 'w': damaged header entry"),
-        ({"w": entry("F32", [1.5], 0, 4)}, b"\0" * 4, "tensor 'w': damaged header entry"),
-        ({"w": {"dtype": "F32", "shape": [1], "data_offsets": ["0", "4"]}}, b"\0" * 4, "tensor 'w': damaged header"),
-        ({"w": entry(["F32"], [1], 0, 4)}, b"\0" * 4, "tensor 'w': dtype .* is not supported"),
-        ({"w": entry("F6_E2M3", [4], 0, 3)}, b"\0" * 3, "tensor 'w': dtype F6_E2M3 is not supported"),
-        ({"w": entry("F4", [3], 0, 2)}, b"\0" * 2, "tensor 'w': FP4 needs an even last dimension"),
-        ({"w": entry("U8", [1], 0, 1)}, b"\0\0\0", "2 bytes follow the last tensor"),
-        (b'{"w": 1, "w": 2}', b"", "tensor 'w' appears twice"),
-    ],
+@rows(
+    "header, data, words",
+    (b"{not json", b"", "not valid JSON"),
+    (b"\xff\xfe{}", b"", "not valid JSON"),
+    (b"[" * 100_000 + b"]" * 100_000, b"", "not valid JSON .it is nested too deeply"),
+    (b'{"a": ' + b"1" * 5000 + b"}", b"", "not valid JSON .*digits"),
+    (b"[]", b"", "not a JSON object"),
+    ({"w": {"dtype": "F32"}}, b"", "tensor 'w': damaged header entry"),
+    ({"w": entry("F32", [2], 0, 4)}, b"\0" * 4, "tensor 'w': F32 .2. takes 8 bytes, but the header gives it 4"),
+    ({"w": entry("F32", [1], -4, 0)}, b"", "tensor 'w': damaged header entry"),
+    ({"w": entry("F32", [-1, -1], 0, 4)}, b"\0" * 4, "tensor 'w': damaged header entry"),
+    ({"w": entry("F32", [1.5], 0, 4)}, b"\0" * 4, "tensor 'w': damaged header entry"),
+    ({"w": {"dtype": "F32", "shape": [1], "data_offsets": ["0", "4"]}}, b"\0" * 4, "tensor 'w': damaged header"),
+    ({"w": entry(["F32"], [1], 0, 4)}, b"\0" * 4, "tensor 'w': dtype .* is not supported"),
+    ({"w": entry("F6_E2M3", [4], 0, 3)}, b"\0" * 3, "tensor 'w': dtype F6_E2M3 is not supported"),
+    ({"w": entry("F4", [3], 0, 2)}, b"\0" * 2, "tensor 'w': FP4 needs an even last dimension"),
+    ({"w": entry("U8", [1], 0, 1)}, b"\0\0\0", "2 bytes follow the last tensor"),
+    (b'{"w": 1, "w": 2}', b"", "tensor 'w' appears twice"),
 )
 def test_damaged_headers_are_refused(tmp_path: Path, header: object, data: bytes, words: str) -> None:
     raw_file(tmp_path / "m.safetensors", header, data)
@@ -210,27 +207,25 @@ def test_damaged_headers_are_refused(tmp_path: Path, header: object, data: bytes
         Checkpoint.open(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("header", "words"),
-    [
-        (
-            {"a": entry("F32", [2], 0, 8), "b": entry("F32", [2], 0, 8)},
-            "tensor 'b': its data begins 8 bytes before tensor 'a' ends",
-        ),
-        (
-            {"a": entry("F32", [2], 0, 8), "b": entry("U8", [8], 4, 12)},
-            "tensor 'b': its data begins 4 bytes before tensor 'a' ends",
-        ),
-        (
-            {"outer": entry("U8", [12], 0, 12), "inner": entry("U8", [4], 4, 8)},
-            "tensor 'inner': its data begins 8 bytes before tensor 'outer' ends",
-        ),
-        (
-            {"b": entry("U8", [4], 8, 12), "a": entry("U8", [4], 0, 4)},
-            "tensor 'b': 4 bytes between tensor 'a' and its data belong to no tensor",
-        ),
-        ({"a": entry("U8", [8], 4, 12)}, "tensor 'a': 4 bytes between the header and its data belong to no tensor"),
-    ],
+@rows(
+    "header, words",
+    (
+        {"a": entry("F32", [2], 0, 8), "b": entry("F32", [2], 0, 8)},
+        "tensor 'b': its data begins 8 bytes before tensor 'a' ends",
+    ),
+    (
+        {"a": entry("F32", [2], 0, 8), "b": entry("U8", [8], 4, 12)},
+        "tensor 'b': its data begins 4 bytes before tensor 'a' ends",
+    ),
+    (
+        {"outer": entry("U8", [12], 0, 12), "inner": entry("U8", [4], 4, 8)},
+        "tensor 'inner': its data begins 8 bytes before tensor 'outer' ends",
+    ),
+    (
+        {"b": entry("U8", [4], 8, 12), "a": entry("U8", [4], 0, 4)},
+        "tensor 'b': 4 bytes between tensor 'a' and its data belong to no tensor",
+    ),
+    ({"a": entry("U8", [8], 4, 12)}, "tensor 'a': 4 bytes between the header and its data belong to no tensor"),
 )
 def test_g43_every_byte_belongs_to_exactly_one_tensor(tmp_path: Path, header: object, words: str) -> None:
     """Field report G43: a shared byte range gives one tensor the contents of another. The format forbids holes, too."""
@@ -280,14 +275,14 @@ def test_a_file_the_index_names_but_that_is_missing(tmp_path: Path) -> None:
         Checkpoint.open(folder)
 
 
-@pytest.mark.parametrize("outside", ["../x.safetensors", "/etc/x.safetensors"])
+@rows("outside", "../x.safetensors", "/etc/x.safetensors")
 def test_an_index_may_not_point_outside_its_folder(tmp_path: Path, outside: str) -> None:
     write_index(tmp_path, {"a": outside})
     with pytest.raises(CheckpointError, match="points outside the folder"):
         Checkpoint.open(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": []}'])
+@rows("text", "{", "[]", "{}", '{"weight_map": []}')
 def test_a_broken_index_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(text)
     with pytest.raises(CheckpointError, match="not a safetensors index"):

@@ -8,6 +8,7 @@ from loaders.errors import CheckpointError
 from loaders.experts import read_gpt_oss_experts, read_split_experts
 from loaders.quant import read_linear
 from tests.loaders.expert_files import FORMATS, fused_experts, linear_tensors, random_bf16, shape_of, split_experts
+from tests.tables import rows
 
 Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
@@ -26,7 +27,7 @@ def test_contents_depend_on_name_and_seed_only() -> None:
     assert not torch.equal(first, DummyCheckpoint(shapes, seed=2).tensor("a.weight"))
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+@rows("kind", *FORMATS)
 def test_dequantized_weights_are_small_and_finite(kind: str) -> None:
     tensors, _ = linear_tensors("l", random_bf16(256, 256), kind)
     weight = read_linear(DummyCheckpoint(shapes_of(tensors)), "l")
@@ -37,7 +38,7 @@ def test_dequantized_weights_are_small_and_finite(kind: str) -> None:
     assert dense.mean().abs() < 0.002
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+@rows("kind", *FORMATS)
 def test_split_experts_can_be_read_from_dummy_weights(kind: str) -> None:
     source = DummyCheckpoint(shapes_of(split_experts(kind, 2, 64, 96)[0]))
     experts = read_split_experts(source, "x", shape_of(2, 64, 96))
@@ -46,7 +47,7 @@ def test_split_experts_can_be_read_from_dummy_weights(kind: str) -> None:
     source.finish()
 
 
-@pytest.mark.parametrize("published", [True, False])
+@rows("published", True, False)
 def test_gpt_oss_experts_can_be_read_from_dummy_weights(published: bool) -> None:
     source = DummyCheckpoint(shapes_of(fused_experts(2, 64, 96, published=published)[0]))
     experts = read_gpt_oss_experts(source, "x", shape_of(2, 64, 96))

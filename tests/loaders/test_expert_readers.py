@@ -10,12 +10,13 @@ from loaders.experts import ExpertNames, read_gpt_oss_experts, read_split_expert
 from moe import ExpertShape
 from moe.formats import Mxfp4Weight
 from tests.loaders.expert_files import FORMATS, Tensors, fused_experts, random_bf16, save, shape_of, split_experts
+from tests.tables import rows
 
 E, H, I = 3, 64, 96
 SHAPE = shape_of(E, H, I)
 
 
-@pytest.mark.parametrize("published", [True, False])
+@rows("published", True, False)
 def test_gpt_oss_experts_are_separated_into_gate_and_up(tmp_path: Path, published: bool) -> None:
     tensors, meant = fused_experts(E, H, I, published=published)
     source = save(tmp_path, tensors)
@@ -54,7 +55,7 @@ def test_row_order_of_a_hand_made_gpt_oss_tensor(tmp_path: Path) -> None:
     assert torch.equal(experts.w13.dequantize()[0, :, 0].log2(), torch.cat([stored[0::2], stored[1::2]]))
 
 
-@pytest.mark.parametrize("published", [True, False])
+@rows("published", True, False)
 def test_every_missing_gpt_oss_tensor_is_named(tmp_path: Path, published: bool) -> None:
     tensors, _ = fused_experts(E, H, I, published=published)
     for missing in tensors:
@@ -79,7 +80,7 @@ def test_published_and_dense_gpt_oss_tensors_together_are_refused(tmp_path: Path
         read_gpt_oss_experts(save(tmp_path, tensors), "x", SHAPE)
 
 
-@pytest.mark.parametrize("published", [True, False])
+@rows("published", True, False)
 def test_gpt_oss_shapes_and_dtypes_are_checked(tmp_path: Path, published: bool) -> None:
     tensors, _ = fused_experts(E, H, I, published=published)
     for name, tensor in tensors.items():
@@ -95,7 +96,7 @@ def read(tmp_path: Path, tensors: Tensors, shape: ExpertShape = SHAPE) -> None:
     read_split_experts(save(tmp_path, tensors), "x", shape)
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+@rows("kind", *FORMATS)
 def test_split_experts_of_every_format(tmp_path: Path, kind: str) -> None:
     tensors, w13, w2 = split_experts(kind, E, H, I)
     source = save(tmp_path, tensors)
@@ -111,7 +112,7 @@ def test_split_experts_of_every_format(tmp_path: Path, kind: str) -> None:
     source.finish()
 
 
-@pytest.mark.parametrize("scale_dtype", [torch.float8_e8m0fnu, torch.float32])
+@rows("scale_dtype", torch.float8_e8m0fnu, torch.float32)
 def test_deepseek_v4_experts_become_canonical_mxfp4(tmp_path: Path, scale_dtype: torch.dtype) -> None:
     tensors: Tensors = {}
     meant: dict[str, list[torch.Tensor]] = {"w1": [], "w3": [], "w2": []}
@@ -144,7 +145,7 @@ def test_fp8_experts_with_e8m0_block_scales(tmp_path: Path) -> None:
     assert experts.w13.shape == w13.shape
 
 
-@pytest.mark.parametrize(("kind", "suffix"), [("nvfp4", "weight_scale_2"), ("fp8_tensor", "weight_scale")])
+@rows("kind, suffix", ("nvfp4", "weight_scale_2"), ("fp8_tensor", "weight_scale"))
 def test_scales_are_per_expert_where_gate_and_up_agree_and_per_half_where_not(
     tmp_path: Path, kind: str, suffix: str
 ) -> None:
@@ -190,7 +191,7 @@ def test_formats_that_differ_within_a_layer_are_refused(tmp_path: Path) -> None:
         read(tmp_path, tensors)
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+@rows("kind", *FORMATS)
 def test_every_missing_tensor_of_an_expert_is_noticed(tmp_path: Path, kind: str) -> None:
     tensors, _, _ = split_experts(kind, E, H, I)
     for missing in (name for name in tensors if name.startswith("x.1.") and not name.endswith("input_scale")):
@@ -198,7 +199,7 @@ def test_every_missing_tensor_of_an_expert_is_noticed(tmp_path: Path, kind: str)
             read(tmp_path, {name: t for name, t in tensors.items() if name != missing})
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+@rows("kind", *FORMATS)
 def test_sizes_are_compared_with_the_config(tmp_path: Path, kind: str) -> None:
     tensors, _, _ = split_experts(kind, E, H, I)
     with pytest.raises(CheckpointError, match=r"'x\.0\.gate_proj\.weight': expected \[96, 128\] .* found \[96, 64\]"):

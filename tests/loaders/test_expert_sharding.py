@@ -13,21 +13,18 @@ from moe import MoeConfigError, MoeRunnerConfig, RankPlace, Topology
 from moe.formats import ExpertWeights, Fp8BlockWeight
 from moe.topology import check_fit
 from tests.loaders.expert_files import FORMATS, fused_experts, save, shape_of, split_experts
+from tests.tables import rows
 
 E, H, I = 8, 32, 288  # 288 is 9 blocks of 32, 18 of 16, and three ragged blocks of 128
-SIZES = [1, 2, 4, 8]
-SQUARE = [(tp, ep) for tp in SIZES for ep in SIZES]
-AXES = [(tp, ep) for tp, ep in SQUARE if 1 in (tp, ep) or (tp, ep) == (4, 2)]
+SIZES = [(1, 1), (2, 1), (8, 1), (1, 4), (4, 2)]  # tp, ep
 
 
-@pytest.mark.parametrize(
-    ("size", "tp", "lengths", "padded"),
-    [
-        (2880, 2, [1440, 1440], 1440),
-        (2880, 4, [736, 736, 736, 672], 736),
-        (2880, 8, [384] * 7 + [192], 384),
-        (288, 8, [64] * 4 + [32] + [0] * 3, 64),
-    ],
+@rows(
+    "size, tp, lengths, padded",
+    (2880, 2, [1440, 1440], 1440),
+    (2880, 4, [736, 736, 736, 672], 736),
+    (2880, 8, [384] * 7 + [192], 384),
+    (288, 8, [64] * 4 + [32] + [0] * 3, 64),
 )
 def test_mxfp4_cuts_of_real_sizes(size: int, tp: int, lengths: list[int], padded: int) -> None:
     cuts = [RankPlace(tp_size=tp, tp_rank=rank).cut(size, 32) for rank in range(tp)]
@@ -48,7 +45,7 @@ def test_cuts_tile_the_axis_on_block_borders(size: int, block: int, tp: int) -> 
     assert end == size
 
 
-@pytest.mark.parametrize("ep", SIZES)
+@rows("ep", 1, 2, 4, 8)
 def test_expert_ranges_tile_the_experts(ep: int) -> None:
     ranges = [RankPlace(ep_size=ep, ep_rank=rank).expert_range(128) for rank in range(ep)]
     assert [e for r in ranges for e in r] == list(range(128))
@@ -59,13 +56,11 @@ def test_experts_that_cannot_be_shared_are_refused_with_the_numbers() -> None:
         RankPlace(ep_size=3).expert_range(32)
 
 
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"tp_size": 0}, "tp_size is 0"),
-        ({"tp_size": 2, "tp_rank": 2}, r"tp_rank is 2: it must lie in 0\.\.1"),
-        ({"ep_rank": -1}, "ep_rank is -1"),
-    ],
+@rows(
+    "fields, words",
+    ({"tp_size": 0}, "tp_size is 0"),
+    ({"tp_size": 2, "tp_rank": 2}, r"tp_rank is 2: it must lie in 0\.\.1"),
+    ({"ep_rank": -1}, "ep_rank is -1"),
 )
 def test_ranks_out_of_range_are_refused(fields: dict[str, int], words: str) -> None:
     with pytest.raises(MoeConfigError, match=words):
@@ -90,9 +85,7 @@ def write(path: Path, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
     return w13, w2
 
 
-@pytest.mark.parametrize(
-    ("kind", "sizes"), [*((kind, AXES) for kind in FORMATS), ("gpt_oss", SQUARE), ("gpt_oss_dense", AXES)]
-)
+@rows("kind, sizes", *[(kind, SIZES) for kind in (*FORMATS, "gpt_oss", "gpt_oss_dense")] + [("gpt_oss", [(8, 8)])])
 def test_shards_put_together_equal_the_whole(tmp_path: Path, kind: str, sizes: list[tuple[int, int]]) -> None:
     """B26: for pairs of tensor- and expert-parallel sizes; what lies beyond a rank's own elements is zero."""
     w13, w2 = write(tmp_path, kind)
@@ -131,7 +124,7 @@ def test_blocks_of_padding_have_a_scale_of_one(tmp_path: Path) -> None:
     assert (experts.w2.scale_inv[..., 1] == 1).all()
 
 
-@pytest.mark.parametrize("kind", ["gpt_oss", "gpt_oss_dense"])
+@rows("kind", "gpt_oss", "gpt_oss_dense")
 def test_biases_are_cut_like_their_rows_and_the_down_bias_stays_whole(tmp_path: Path, kind: str) -> None:
     tensors, meant = fused_experts(E, H, I, published=kind == "gpt_oss")
     save(tmp_path, tensors)
@@ -161,8 +154,8 @@ def test_scalar_scales_do_not_depend_on_the_rank(tmp_path: Path) -> None:
     assert first.input_scale.tolist() == [9.0, 0.5]  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("kind", ["nvfp4", "fp8_tensor"])
-@pytest.mark.parametrize("rank", range(4))
+@rows("kind", "nvfp4", "fp8_tensor")
+@rows("rank", 0, 3)
 def test_every_expert_keeps_its_own_scales_on_every_rank(tmp_path: Path, kind: str, rank: int) -> None:
     """Section G: a wrong local slice of the scalar scales shows on ranks above 0 alone."""
     tensors, _, _ = split_experts(kind, E, H, I)
@@ -181,7 +174,7 @@ def test_every_expert_keeps_its_own_scales_on_every_rank(tmp_path: Path, kind: s
     assert experts.w2.input_scale.tolist() == [32.5 + e for e in (first, second)]  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("kind", ["nvfp4", "fp8_tensor"])
+@rows("kind", "nvfp4", "fp8_tensor")
 def test_every_rank_knows_the_largest_input_scales_of_the_layer(tmp_path: Path, kind: str) -> None:
     """Kernels with one activation scale for all experts need it; an expert without a scale counts as the largest."""
     tensors, _, _ = split_experts(kind, E, H, I)
@@ -197,7 +190,7 @@ def test_every_rank_knows_the_largest_input_scales_of_the_layer(tmp_path: Path, 
     assert read_shard(tmp_path, kind, RankPlace()).layer_input_scales is None
 
 
-@pytest.mark.parametrize("kind", ["bf16", "fp8_block", "mxfp4"])
+@rows("kind", "bf16", "fp8_block", "mxfp4")
 def test_formats_without_static_scales_have_no_layer_scale(tmp_path: Path, kind: str) -> None:
     write(tmp_path, kind)
     assert read_shard(tmp_path, kind, RankPlace(ep_size=2)).layer_input_scales is None

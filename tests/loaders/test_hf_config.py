@@ -8,6 +8,7 @@ import pytest
 
 from loaders.errors import ModelConfigError
 from loaders.hf_config import HfConfig, RopeConfig, read_config
+from tests.tables import rows
 
 GPT_OSS_20B: dict[str, Any] = {
     "architectures": ["GptOssForCausalLM"],
@@ -116,7 +117,7 @@ def test_deepseek_v4(tmp_path: Path) -> None:
     assert config.get("num_hash_layers", 0) == 0
 
 
-@pytest.mark.parametrize("config", [GPT_OSS_20B, DEEPSEEK_V3])
+@rows("config", GPT_OSS_20B, DEEPSEEK_V3)
 def test_both_rope_spellings_mean_the_same(tmp_path: Path, config: dict[str, Any]) -> None:
     """B31: transformers 5 writes `rope_parameters` with theta inside."""
     old = write(tmp_path, config).rope
@@ -138,17 +139,15 @@ def test_original_length_falls_back_to_what_the_file_has(tmp_path: Path) -> None
     assert write(tmp_path, scaling | {"initial_context_length": 32}).rope.original_max_position_embeddings == 32
 
 
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        ({}, "no number for 'rope_theta'"),
-        ({"rope_theta": "big"}, "no number for 'rope_theta'"),
-        (
-            {"rope_theta": 1e4, "rope_scaling": {"type": "yarn"}},
-            "'rope_scaling' of type 'yarn' needs a number 'factor'",
-        ),
-        ({"rope_theta": 1e4, "rope_scaling": [1]}, "key 'rope_scaling' must be an object"),
-    ],
+@rows(
+    "config, words",
+    ({}, "no number for 'rope_theta'"),
+    ({"rope_theta": "big"}, "no number for 'rope_theta'"),
+    (
+        {"rope_theta": 1e4, "rope_scaling": {"type": "yarn"}},
+        "'rope_scaling' of type 'yarn' needs a number 'factor'",
+    ),
+    ({"rope_theta": 1e4, "rope_scaling": [1]}, "key 'rope_scaling' must be an object"),
 )
 def test_unusable_rope_settings_are_refused(tmp_path: Path, config: dict[str, Any], words: str) -> None:
     with pytest.raises(ModelConfigError, match=rf"config\.json: .*{words}"):
@@ -191,14 +190,12 @@ def test_no_quantization(tmp_path: Path) -> None:
     assert write(tmp_path, {}).quantization is None
 
 
-@pytest.mark.parametrize(
-    ("section", "words"),
-    [
-        ({"quant_method": "fp8", "weight_block_size": [32, 32]}, r"FP8 with 'weight_block_size' \[32, 32\]"),
-        ({"quant_method": "fp8", "weight_block_size": 128}, "FP8 with 'weight_block_size' 128"),
-        ({"fmt": "e4m3"}, "lacks the key 'quant_method'"),
-        ("fp8", "'quantization_config' must be an object"),
-    ],
+@rows(
+    "section, words",
+    ({"quant_method": "fp8", "weight_block_size": [32, 32]}, r"FP8 with 'weight_block_size' \[32, 32\]"),
+    ({"quant_method": "fp8", "weight_block_size": 128}, "FP8 with 'weight_block_size' 128"),
+    ({"fmt": "e4m3"}, "lacks the key 'quant_method'"),
+    ("fp8", "'quantization_config' must be an object"),
 )
 def test_unusable_quantization_settings_are_refused(tmp_path: Path, section: Any, words: str) -> None:
     with pytest.raises(ModelConfigError, match=rf"config\.json: .*{words}"):
@@ -238,7 +235,7 @@ FOREIGN: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("section", "name"), FOREIGN)
+@rows("section, name", *FOREIGN)
 def test_g44_a_foreign_format_is_refused_by_its_name(tmp_path: Path, section: dict[str, Any], name: str) -> None:
     """Field report G44: from config.json alone, with what is supported and what to do."""
     words = (
@@ -248,13 +245,13 @@ def test_g44_a_foreign_format_is_refused_by_its_name(tmp_path: Path, section: di
         write(tmp_path, {"quantization_config": section})
 
 
-@pytest.mark.parametrize("value", [5, "lm_head", {"lm_head": True}])
+@rows("value", 5, "lm_head", {"lm_head": True})
 def test_g44_names_that_are_no_list_are_refused_by_key(tmp_path: Path, value: Any) -> None:
     with pytest.raises(ModelConfigError, match=r"config\.json: 'modules_to_not_convert' .* must be a list of names"):
         write(tmp_path, {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": value}})
 
 
-@pytest.mark.parametrize("file", ["config.json", "generation_config.json", "hf_quant_config.json"])
+@rows("file", "config.json", "generation_config.json", "hf_quant_config.json")
 def test_json_that_is_nested_too_deeply_is_one_line(tmp_path: Path, file: str) -> None:
     write(tmp_path, {})
     (tmp_path / file).write_text("[" * 100_000 + "]" * 100_000)
@@ -269,16 +266,14 @@ def test_g44_older_spellings_of_the_section_are_seen(tmp_path: Path) -> None:
         write(tmp_path, {"quantization": {"group_size": 64, "bits": 4}})  # what MLX exports have
 
 
-@pytest.mark.parametrize(
+@rows(
     "section",
-    [
-        compressed("float-quantized", num_bits=8, type="float", strategy="tensor"),
-        {"quant_method": "fp8", "activation_scheme": "static"},
-        MODELOPT_SECTION | {"quant_algo": "MIXED_PRECISION"},
-        MODELOPT_SECTION | {"quant_method": "modelopt_fp4"},
-        {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp4", "group_size": 32}}},
-        {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}}},
-    ],
+    compressed("float-quantized", num_bits=8, type="float", strategy="tensor"),
+    {"quant_method": "fp8", "activation_scheme": "static"},
+    MODELOPT_SECTION | {"quant_algo": "MIXED_PRECISION"},
+    MODELOPT_SECTION | {"quant_method": "modelopt_fp4"},
+    {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp4", "group_size": 32}}},
+    {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}}},
 )
 def test_formats_whose_tensors_the_readers_know_are_accepted(tmp_path: Path, section: dict[str, Any]) -> None:
     scheme = write(tmp_path, {"quantization_config": section}).quantization
@@ -286,14 +281,12 @@ def test_formats_whose_tensors_the_readers_know_are_accepted(tmp_path: Path, sec
     assert scheme.method == section["quant_method"]
 
 
-@pytest.mark.parametrize(
-    ("section", "words"),
-    [
-        (DEEPSEEK_V3["quantization_config"], "quant_method 'fp8', hf_quant_config.json beside it says 'modelopt'"),
-        ({"quant_method": "fp8", "weight_block_size": [32, 32]}, "quant_method 'fp8'"),
-        (NVFP4_PACKED, "quant_method 'compressed-tensors'"),
-        (MODELOPT_SECTION | {"quant_algo": "FP8"}, "quant_algo 'FP8', hf_quant_config.json beside it says 'NVFP4'"),
-    ],
+@rows(
+    "section, words",
+    (DEEPSEEK_V3["quantization_config"], "quant_method 'fp8', hf_quant_config.json beside it says 'modelopt'"),
+    ({"quant_method": "fp8", "weight_block_size": [32, 32]}, "quant_method 'fp8'"),
+    (NVFP4_PACKED, "quant_method 'compressed-tensors'"),
+    (MODELOPT_SECTION | {"quant_algo": "FP8"}, "quant_algo 'FP8', hf_quant_config.json beside it says 'NVFP4'"),
 )
 def test_g40_the_ancestors_section_in_config_json_is_left_aside(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, section: dict[str, Any], words: str
@@ -313,9 +306,13 @@ def test_hf_quant_config_must_hold_its_section(tmp_path: Path) -> None:
         write(tmp_path, {}, hf_quant_config={"producer": {}})
 
 
-@pytest.mark.parametrize(
-    ("main", "generation", "expected"),
-    [(None, None, ()), (5, [5, 7], (5, 7)), ([3, 4], 9, (3, 4, 9)), (0, None, (0,)), (None, 2, (2,))],
+@rows(
+    "main, generation, expected",
+    (None, None, ()),
+    (5, [5, 7], (5, 7)),
+    ([3, 4], 9, (3, 4, 9)),
+    (0, None, (0,)),
+    (None, 2, (2,)),
 )
 def test_eos_ids_of_both_files(tmp_path: Path, main: Any, generation: Any, expected: tuple[int, ...]) -> None:
     config = write(tmp_path, {"eos_token_id": main}, generation_config={"eos_token_id": generation})

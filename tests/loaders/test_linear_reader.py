@@ -12,10 +12,11 @@ from loaders.quant import inspect_linear, read_linear
 from loaders.scales import e8m0_scales
 from loaders.source import TensorMeta
 from tests.loaders.expert_files import FORMATS, Tensors, linear_tensors, random_bf16, save
+from tests.tables import rows
 
 
-@pytest.mark.parametrize("kind", FORMATS)
-@pytest.mark.parametrize("shape", [(64, 96), (192, 160), (576, 256)])
+@rows("kind", *FORMATS)
+@rows("shape", (64, 96), (192, 160), (576, 256))
 def test_every_format_is_detected_and_read_exactly(tmp_path: Path, kind: str, shape: tuple[int, int]) -> None:
     tensors, dense = linear_tensors("l.0", random_bf16(*shape), kind)
     source = save(tmp_path, tensors)
@@ -34,7 +35,7 @@ def test_a_bias_does_not_count_as_read_with_its_weight(tmp_path: Path) -> None:
         source.finish()
 
 
-@pytest.mark.parametrize("shape", [(576, 384), (128, 128), (130, 257), (1, 1)])
+@rows("shape", (576, 384), (128, 128), (130, 257), (1, 1))
 def test_fp8_blocks_with_ragged_edges_against_a_loop(tmp_path: Path, shape: tuple[int, int]) -> None:
     """B29: the block is 128 x 128 whatever rows divided by scale rows gives."""
     rows, cols = shape
@@ -56,7 +57,7 @@ def test_block_scales_in_e8m0_under_the_name_scale(tmp_path: Path) -> None:
     assert torch.equal(weight.dequantize()[128:], data.float()[128:] * 8)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu])
+@rows("dtype", torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
 def test_block_scales_are_widened_to_fp32(tmp_path: Path, dtype: torch.dtype) -> None:
     """Section G: uploads with bf16 block scales load, and their products are not rounded to bf16."""
     data = random_bf16(256, 128).to(torch.float8_e4m3fn)
@@ -66,7 +67,7 @@ def test_block_scales_are_widened_to_fp32(tmp_path: Path, dtype: torch.dtype) ->
     assert torch.equal(weight.dequantize(), data.float() * scale.float().repeat_interleave(128, dim=0))
 
 
-@pytest.mark.parametrize("kind", ["fp8_tensor", "nvfp4"])
+@rows("kind", "fp8_tensor", "nvfp4")
 def test_scales_per_tensor_are_widened_to_fp32(tmp_path: Path, kind: str) -> None:
     """Section G, its relatives: the scalar scales, in bf16."""
     tensors, _ = linear_tensors("l", random_bf16(4, 32), kind)
@@ -78,8 +79,8 @@ def test_scales_per_tensor_are_widened_to_fp32(tmp_path: Path, kind: str) -> Non
     assert weight.input_scale.dtype == torch.float32  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8, torch.float8_e8m0fnu])
-@pytest.mark.parametrize("suffix", ["scale", "weight_scale", "weight_scale_inv"])
+@rows("dtype", torch.float32, torch.uint8, torch.float8_e8m0fnu)
+@rows("suffix", "scale", "weight_scale", "weight_scale_inv")
 def test_mxfp4_scales_in_three_dtypes_under_three_names(tmp_path: Path, dtype: torch.dtype, suffix: str) -> None:
     exponents = torch.tensor([[118, 127], [0, 254]], dtype=torch.uint8)
     powers = torch.ldexp(torch.ones(2, 2), exponents.int() - 127)
@@ -102,7 +103,7 @@ def test_powers_of_two_become_their_exponent_byte(byte: int) -> None:
     assert e8m0_scales(power, TensorMeta("scale", torch.float32, (1,), "here")).tolist() == [byte]
 
 
-@pytest.mark.parametrize("value", [3.0, 0.0, -2.0, float("inf"), float("nan"), 2.0**-128])
+@rows("value", 3.0, 0.0, -2.0, float("inf"), float("nan"), 2.0**-128)
 def test_other_fp32_scales_of_mxfp4_are_refused(tmp_path: Path, value: float) -> None:
     scale = torch.ones(2, 1)
     scale[1, 0] = value
@@ -111,7 +112,7 @@ def test_other_fp32_scales_of_mxfp4_are_refused(tmp_path: Path, value: float) ->
         read_linear(source, "l")
 
 
-@pytest.mark.parametrize("shape", [(), (1,)])
+@rows("shape", (), (1,))
 def test_nvfp4_scalars_come_in_two_shapes(tmp_path: Path, shape: tuple[int, ...]) -> None:
     tensors, dense = linear_tensors("l", random_bf16(4, 32), "nvfp4")
     for name in ("l.weight_scale_2", "l.input_scale"):
@@ -191,9 +192,11 @@ REFUSALS: list[tuple[Tensors, str]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("suffix", "maker"),
-    [("weight_packed", "compressed-tensors"), ("qweight", "GPTQ or AWQ"), ("weight.absmax", "bitsandbytes")],
+@rows(
+    "suffix, maker",
+    ("weight_packed", "compressed-tensors"),
+    ("qweight", "GPTQ or AWQ"),
+    ("weight.absmax", "bitsandbytes"),
 )
 def test_g44_foreign_tensors_are_named_where_config_json_says_nothing(tmp_path: Path, suffix: str, maker: str) -> None:
     tensors = {f"l.{suffix}": CODES, "l.weight_scale": NV_SCALE, "l.weight_global_scale": ONE}
@@ -201,7 +204,7 @@ def test_g44_foreign_tensors_are_named_where_config_json_says_nothing(tmp_path: 
         inspect_linear(save(tmp_path, tensors), "l")
 
 
-@pytest.mark.parametrize(("tensors", "words"), REFUSALS)
+@rows("tensors, words", *REFUSALS)
 def test_tensors_that_do_not_fit_are_refused_by_name(tmp_path: Path, tensors: Tensors, words: str) -> None:
     source = save(tmp_path, tensors)
     with pytest.raises(CheckpointError, match=words) as caught:

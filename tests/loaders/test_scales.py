@@ -18,6 +18,7 @@ from tests.loaders.expert_files import (
     shape_of,
     split_experts,
 )
+from tests.tables import rows
 
 WRONG = (float("nan"), float("inf"), 0.0, -0.25)
 
@@ -28,15 +29,13 @@ def refused(folder: Path, tensors: Tensors, words: str) -> None:
         read_linear(source, "l")
 
 
-@pytest.mark.parametrize("value", WRONG)
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [
-        ("nvfp4", "l.weight_scale_2"),
-        ("nvfp4", "l.input_scale"),
-        ("fp8_tensor", "l.weight_scale"),
-        ("fp8_tensor", "l.input_scale"),
-    ],
+@rows("value", *WRONG)
+@rows(
+    "kind, name",
+    ("nvfp4", "l.weight_scale_2"),
+    ("nvfp4", "l.input_scale"),
+    ("fp8_tensor", "l.weight_scale"),
+    ("fp8_tensor", "l.input_scale"),
 )
 def test_g45_a_scale_per_tensor_must_be_finite_and_above_zero(
     tmp_path: Path, kind: str, name: str, value: float
@@ -45,8 +44,8 @@ def test_g45_a_scale_per_tensor_must_be_finite_and_above_zero(
     refused(tmp_path, tensors | {name: torch.tensor(value)}, rf"'{name}': a scale must be .* above 0, found {value}")
 
 
-@pytest.mark.parametrize("value", WRONG)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@rows("value", *WRONG)
+@rows("dtype", torch.float32, torch.bfloat16)
 def test_g45_one_wrong_block_scale_among_good_ones(tmp_path: Path, dtype: torch.dtype, value: float) -> None:
     tensors, _ = linear_tensors("l", random_bf16(256, 384), "fp8_block")
     tensors["l.weight_scale_inv"] = tensors["l.weight_scale_inv"].to(dtype)
@@ -54,7 +53,7 @@ def test_g45_one_wrong_block_scale_among_good_ones(tmp_path: Path, dtype: torch.
     refused(tmp_path, tensors, rf"'l\.weight_scale_inv': a scale must be .*, found {value}")
 
 
-@pytest.mark.parametrize(("byte", "shown"), [(0x7F, "nan"), (0xFF, "nan"), (0xB8, "-1.0"), (0x80, "-0.0")])
+@rows("byte, shown", (0x7F, "nan"), (0xFF, "nan"), (0xB8, "-1.0"), (0x80, "-0.0"))
 def test_g45_nvfp4_block_scales_are_neither_nan_nor_negative(tmp_path: Path, byte: int, shown: str) -> None:
     tensors, _ = linear_tensors("l", random_bf16(4, 32), "nvfp4")
     tensors["l.weight_scale"].view(torch.uint8)[3, 1] = byte
@@ -69,7 +68,7 @@ def test_a_block_of_zeros_has_the_nvfp4_scale_zero(tmp_path: Path) -> None:
     assert torch.equal(read_linear(save(tmp_path, tensors), "l").dequantize(), meant)
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e8m0fnu])
+@rows("dtype", torch.uint8, torch.float8_e8m0fnu)
 def test_g45_e8m0_byte_255_is_nan(tmp_path: Path, dtype: torch.dtype) -> None:
     tensors, _ = linear_tensors("l", random_bf16(4, 64), "mxfp4")
     tensors["l.weight_scale"][1, 1] = 255
@@ -83,8 +82,8 @@ def test_g45_e8m0_scales_of_fp8_blocks(tmp_path: Path) -> None:
     refused(tmp_path, tensors, r"'l\.weight_scale_inv': a scale must be .*, found nan")
 
 
-@pytest.mark.parametrize("expert", [0, 3])
-@pytest.mark.parametrize("name", ["down_proj.weight_scale_2", "up_proj.input_scale", "gate_proj.weight_scale"])
+@rows("expert", 0, 3)
+@rows("name", "down_proj.weight_scale_2", "up_proj.input_scale", "gate_proj.weight_scale")
 def test_g45_any_expert_is_looked_at(tmp_path: Path, expert: int, name: str) -> None:
     """A scale per tensor is refused on every rank, a block scale on the rank that holds the expert."""
     tensors, _, _ = split_experts("nvfp4", 4, 64, 32)
@@ -102,19 +101,17 @@ def test_g45_any_expert_is_looked_at(tmp_path: Path, expert: int, name: str) -> 
             read_split_experts(source, "x", shape_of(4, 64, 32), place)
 
 
-@pytest.mark.parametrize(
-    ("kind", "suffix"),
-    [
-        ("fp8_tensor", "weight_scale"),
-        ("fp8_tensor", "input_scale"),
-        ("fp8_block", "weight_scale_inv"),
-        ("nvfp4", "weight_scale"),
-        ("nvfp4", "weight_scale_2"),
-        ("nvfp4", "input_scale"),
-        ("mxfp4", "weight_scale"),
-    ],
+@rows(
+    "kind, suffix",
+    ("fp8_tensor", "weight_scale"),
+    ("fp8_tensor", "input_scale"),
+    ("fp8_block", "weight_scale_inv"),
+    ("nvfp4", "weight_scale"),
+    ("nvfp4", "weight_scale_2"),
+    ("nvfp4", "input_scale"),
+    ("mxfp4", "weight_scale"),
 )
-@pytest.mark.parametrize("projection", ["gate_proj", "up_proj", "down_proj"])
+@rows("projection", "gate_proj", "up_proj", "down_proj")
 def test_g45_every_scale_of_an_expert_in_every_format(tmp_path: Path, kind: str, suffix: str, projection: str) -> None:
     """NaN for all of them; the error names file and tensor."""
     tensors, _, _ = split_experts(kind, 2, 256, 128)
@@ -130,7 +127,7 @@ def test_g45_every_scale_of_an_expert_in_every_format(tmp_path: Path, kind: str,
         read_split_experts(source, "x", shape_of(2, 256, 128))
 
 
-@pytest.mark.parametrize("value", [*WRONG, 3.0])
+@rows("value", *WRONG, 3.0)
 def test_g45_mxfp4_scales_in_fp32_must_be_powers_of_two(tmp_path: Path, value: float) -> None:
     tensors, _ = linear_tensors("l", random_bf16(4, 64), "mxfp4")
     tensors["l.weight_scale"] = torch.exp2(tensors["l.weight_scale"].float() - 127)
@@ -139,7 +136,7 @@ def test_g45_mxfp4_scales_in_fp32_must_be_powers_of_two(tmp_path: Path, value: f
     refused(tmp_path, tensors, rf"'l\.weight_scale': MXFP4 scales must be powers of two, found {value}")
 
 
-@pytest.mark.parametrize("name", ["x.gate_up_proj_scales", "x.down_proj_scales"])
+@rows("name", "x.gate_up_proj_scales", "x.down_proj_scales")
 def test_g45_gpt_oss_scales(tmp_path: Path, name: str) -> None:
     tensors, _ = fused_experts(3, 64, 96, published=True)
     tensors[name][2, 5, 1] = 255

@@ -15,40 +15,37 @@ from loaders.naming import (
     with_model_prefix,
 )
 from tests.loaders.expert_files import random_bf16, save
+from tests.tables import rows
 
 
-@pytest.mark.parametrize(
-    ("name", "index"),
-    [
-        ("model.layers.61.enorm.weight", 61),
-        ("layers.61.enorm.weight", 61),
-        ("language_model.model.layers.3.mlp.experts.7.up_proj.weight", 3),
-        ("model.norm.weight", None),
-        ("model.sublayers.4.weight", None),
-        ("lm_head.weight", None),
-    ],
+@rows(
+    "name, index",
+    ("model.layers.61.enorm.weight", 61),
+    ("layers.61.enorm.weight", 61),
+    ("language_model.model.layers.3.mlp.experts.7.up_proj.weight", 3),
+    ("model.norm.weight", None),
+    ("model.sublayers.4.weight", None),
+    ("lm_head.weight", None),
 )
 def test_layer_numbers(name: str, index: int | None) -> None:
     assert layer_index(name) == index
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("model.layers.60.mlp.gate.weight", False),
-        ("model.layers.61.eh_proj.weight", True),
-        ("layers.61.shared_head.norm.weight", True),
-        ("mtp.0.attn.wq_a.weight", True),
-        ("model.mtp.0.norm.weight", True),
-        ("model.embed_tokens.weight", False),
-        ("model.layers.2.mtp_like.weight", False),
-    ],
+@rows(
+    "name, expected",
+    ("model.layers.60.mlp.gate.weight", False),
+    ("model.layers.61.eh_proj.weight", True),
+    ("layers.61.shared_head.norm.weight", True),
+    ("mtp.0.attn.wq_a.weight", True),
+    ("model.mtp.0.norm.weight", True),
+    ("model.embed_tokens.weight", False),
+    ("model.layers.2.mtp_like.weight", False),
 )
 def test_prediction_layers_of_deepseek(name: str, expected: bool) -> None:
     assert is_prediction_layer(name, 61) is expected
 
 
-@pytest.mark.parametrize("prefix", ["model.", ""])
+@rows("prefix", "model.", "")
 def test_a_config_with_fewer_layers_skips_the_rest_in_one_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, prefix: str
 ) -> None:

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer as RustTokenizer
 
 from loaders.errors import TokenizerError
 from loaders.tokenizer import Tokenizer, load_tokenizer
+from tests.tables import rows
 
 TEXTS = ["the quick brown fox", "naïve café – 12 345", "東京 and Москва 🙂", "start message end"] * 5
 SPECIAL, PLAIN_ADDED = "<|start|>", "<｜User｜>"
@@ -72,7 +73,7 @@ def test_added_tokens_have_ids_and_bytes(tokenizer: Tokenizer) -> None:
     assert tokenizer.vocab_size == tokenizer.special_tokens[PLAIN_ADDED] + 1
 
 
-@pytest.mark.parametrize("content", [SPECIAL, PLAIN_ADDED])
+@rows("content", SPECIAL, PLAIN_ADDED)
 def test_special_tokens_in_user_text_can_stay_text(tokenizer: Tokenizer, content: str) -> None:
     text = f"say {content} please"
     assert tokenizer.special_tokens[content] in tokenizer.encode(text)

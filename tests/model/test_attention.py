@@ -11,6 +11,7 @@ from model.attention.base import AttentionSpec, make_attention
 from model.config import ModelSettingsError, UnsupportedModelError
 from tests.model.attention_cases import GQA, MLA, SLIDING, Requests, Sequence, worst_error
 from tests.model.paged import PagedCache
+from tests.tables import rows
 
 
 def run_steps(
@@ -29,7 +30,7 @@ def test_window_of_128_at_its_edges_in_prefill_and_in_decode(subtests: pytest.Su
             run_steps(SLIDING, sequences, [{"a": length}, {"a": 1}, {"a": 1}, {"a": 2}], sinks)
 
 
-@pytest.mark.parametrize("spec", [GQA, SLIDING, MLA], ids=["full", "sliding", "latent"])
+@rows("spec", GQA, SLIDING, MLA)
 def test_mixed_batches_of_chunks_and_decodes_in_any_order(spec: AttentionSpec) -> None:
     sinks = torch.tensor([0.5, -1.0, 2.0, 0.0])
     sequences = {name: Sequence(spec, 220, seed, sinks) for seed, name in enumerate("abcd")}
@@ -73,7 +74,7 @@ def test_no_decode_group_gathers_more_keys_than_the_bound(monkeypatch: pytest.Mo
     assert sum(group.slots_BL.shape[0] > 1 for group in groups) >= 2, "short ones share a group"
 
 
-@pytest.mark.parametrize(("window", "most_blocks"), [(128, 6), (8192, 70)])
+@rows("window, most_blocks", (128, 6), (8192, 70))
 def test_g46_blocks_are_sized_by_the_keys_a_query_can_see(window: int, most_blocks: int) -> None:
     """GPT-OSS at 32k: a chunk of 2,048 queries was 256 blocks in every layer, also where a query sees 128 keys."""
     spec = AttentionSpec(num_heads=64, num_kv_heads=8, key_dim=8, value_dim=8, scale=1.0, window=window)
@@ -110,7 +111,7 @@ def test_bf16_stays_near_fp32() -> None:
     assert (out.double() - sequence.want).norm() / sequence.want.norm() < 2e-2  # four roundings of 2^-9
 
 
-@pytest.mark.parametrize("spec", [GQA, MLA], ids=["full", "latent"])
+@rows("spec", GQA, MLA)
 def test_fp8_cache_is_read_as_the_numbers_it_holds(spec: AttentionSpec) -> None:
     """Keys and values that FP8 holds exactly, so that only the sums differ from the reference."""
     sequences = {n: Sequence(spec, 60, i, None, torch.float8_e4m3fn) for i, n in enumerate("ab")}
@@ -119,7 +120,7 @@ def test_fp8_cache_is_read_as_the_numbers_it_holds(spec: AttentionSpec) -> None:
     assert worst_error(attention, requests, [{"a": 40, "b": 1}, {"a": 1, "b": 1}, {"a": 1, "b": 50}]) < 2e-5
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@rows("dtype", torch.float32, torch.bfloat16)
 def test_fp8_cache_rounds_to_even_and_saturates(dtype: torch.dtype) -> None:
     spec = AttentionSpec(num_heads=1, num_kv_heads=1, key_dim=8, value_dim=8, scale=1.0)
     cache = PagedCache([spec.kv_spec], dtype=torch.float8_e4m3fn)

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from loaders.hf_config import read_config
@@ -13,6 +12,7 @@ from model.families.base import Family
 from model.families.gpt_oss import GptOssFamily
 from model.registry import build_model, make_family
 from tests.model.checkpoints import make_deepseek, make_gpt_oss
+from tests.tables import rows
 
 
 def family_of(folder: Path, model: Any, changes: dict[str, Any]) -> Family:
@@ -33,7 +33,7 @@ def test_gpt_oss_without_its_optional_keys(tmp_path: Path) -> None:
     assert (family.norm_eps, family.head_dim, family.is_head_tied) == (1e-5, 64 // 4, False)
 
 
-@pytest.mark.parametrize("key", ["num_experts_per_tok", "experts_per_token"])
+@rows("key", "num_experts_per_tok", "experts_per_token")
 def test_both_spellings_of_the_experts_per_token(tmp_path: Path, key: str) -> None:
     changes = {"num_experts_per_tok": None, "experts_per_token": None} | {key: 3}
     assert family_of(tmp_path, make_gpt_oss(), changes).moe.routing.top_k == 3

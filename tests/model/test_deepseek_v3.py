@@ -14,6 +14,7 @@ from model.registry import build_model
 from tests.model.checkpoints import make_deepseek, pack_fp8, pack_nvfp4, state_by_file_name, write
 from tests.model.paged import PagedCache, run
 from tests.model.parity import check_all_ways, check_close, packed_pair, prompt
+from tests.tables import rows
 
 FP8 = {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}}
 NVFP4 = {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}
@@ -51,7 +52,7 @@ def test_plain_without_query_latent_or_normalised_weights(tmp_path: Path) -> Non
     check_all_ways(model, reference, 80)
 
 
-@pytest.mark.parametrize("changes", [{}, {"q_lora_rank": None}], ids=["both latents", "no query latent"])
+@rows("changes", {}, {"q_lora_rank": None})
 def test_latent_norms_have_an_epsilon_of_their_own(tmp_path: Path, changes: dict[str, Any]) -> None:
     """Section G: rms_norm_eps is for the norms of the hidden states; the latents' take 1e-6."""
     model, reference = packed_pair(make_deepseek(4, rms_norm_eps=0.1, **changes), tmp_path, None)
@@ -84,9 +85,12 @@ def test_names_without_the_model_prefix(tmp_path: Path) -> None:
     check_close(got, reference(torch.tensor([ids])).logits[0])
 
 
-@pytest.mark.parametrize(
+@rows(
     "name",
-    ["model.norm.bias", "model.layers.0.input_layernorm.bias", "model.layers.1.mlp.gate.bias", "lm_head2.weight"],
+    "model.norm.bias",
+    "model.layers.0.input_layernorm.bias",
+    "model.layers.1.mlp.gate.bias",
+    "lm_head2.weight",
 )
 def test_a_tensor_of_no_part_is_refused_by_name(tmp_path: Path, name: str) -> None:
     """Section G: left-over tensors are an error, those that end in .bias too."""

@@ -12,6 +12,7 @@ from model.registry import build_model
 from tests.model.checkpoints import make_gpt_oss, pack_mxfp4, state_by_file_name, write
 from tests.model.paged import PagedCache, run
 from tests.model.parity import check_all_ways, check_close, packed_pair, prompt
+from tests.tables import rows
 
 ASSETS = Path(__file__).parents[2] / "assets" / "tiny-gpt-oss"
 
@@ -73,7 +74,7 @@ def test_positions_far_beyond_the_original_context(tmp_path: Path) -> None:
     check_close(run(model, batch, cache.layers), want)
 
 
-@pytest.mark.parametrize("spelling", ["rope_parameters", "rope_scaling"])
+@rows("spelling", "rope_parameters", "rope_scaling")
 def test_both_spellings_of_rope_mean_the_same(tmp_path: Path, spelling: str) -> None:
     reference = make_gpt_oss()
     tensors = state_by_file_name(reference, tmp_path)

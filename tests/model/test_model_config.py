@@ -16,6 +16,7 @@ from model.parallel import ParallelLayout
 from model.registry import build_model, make_family
 from moe import MoeA2ABackend, MoeBackend, UnsupportedPathError
 from tests.model.checkpoints import make_deepseek, make_gpt_oss, pack_mxfp4, state_by_file_name, write
+from tests.tables import rows
 
 
 @pytest.fixture(autouse=True)
@@ -147,14 +148,12 @@ def test_impossible_expert_path_is_refused_first(tmp_path: Path) -> None:
         )
 
 
-@pytest.mark.parametrize(
-    ("changes", "text"),
-    [
-        ({"selfcheck": "maybe"}, "selfcheck is 'maybe'"),
-        ({"load_format": "gguf"}, "load_format is 'gguf'"),
-        ({"router_logits_dtype": "float16"}, "router_logits_dtype is 'float16'"),
-        ({"dtype": torch.float16}, "dtype is torch.float16"),
-    ],
+@rows(
+    "changes, text",
+    ({"selfcheck": "maybe"}, "selfcheck is 'maybe'"),
+    ({"load_format": "gguf"}, "load_format is 'gguf'"),
+    ({"router_logits_dtype": "float16"}, "router_logits_dtype is 'float16'"),
+    ({"dtype": torch.float16}, "dtype is torch.float16"),
 )
 def test_settings_are_checked(changes: dict[str, Any], text: str) -> None:
     with pytest.raises(ModelSettingsError, match=text):

@@ -21,6 +21,7 @@ from moe.dispatch.standard import StandardDispatcher
 from moe.routing import BypassedTopK, StandardTopK
 from tests.model.checkpoints import VOCAB, make_deepseek, make_gpt_oss, pack_mxfp4, state_by_file_name, write
 from tests.model.paged import PagedCache, run
+from tests.tables import rows
 
 PUBLISHED = {
     "gpt_oss": (make_gpt_oss, {"quant_method": "mxfp4"}, 2),
@@ -40,7 +41,7 @@ def dummy_model(folder: Path, kind: str) -> Any:
     return build_model(folder, ModelSettings(load_format="dummy", selfcheck="all"))
 
 
-@pytest.mark.parametrize("kind", PUBLISHED)
+@rows("kind", *PUBLISHED)
 def test_one_run_per_moe_layer_and_nobody_else_computes_experts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
@@ -101,7 +102,7 @@ def make_layer(
     )
 
 
-@pytest.mark.parametrize("is_decode", [False, True])
+@rows("is_decode", False, True)
 def test_routing_is_scaled_once_and_shared_experts_not_at_all(is_decode: bool) -> None:
     """Section G: shared experts are added in decode, too."""
     seen: list[Any] = []
@@ -214,8 +215,8 @@ def test_gate_accumulates_in_fp32() -> None:
     assert logits.item() == 4095 * (1 + 2**-7) + 2**-7 + 0.25
 
 
-@pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("num_tokens", [1, 2, 33])
+@rows("has_bias", False, True)
+@rows("num_tokens", 1, 2, 33)
 def test_a_bf16_gate_multiplies_bf16_sums_in_fp32_and_rounds_once(num_tokens: int, has_bias: bool) -> None:
     """Sums of integers are exact in fp32; in bf16 they would stick at 256."""
     g = torch.Generator().manual_seed(num_tokens)
@@ -228,7 +229,7 @@ def test_a_bf16_gate_multiplies_bf16_sums_in_fp32_and_rounds_once(num_tokens: in
     assert torch.equal(gate(x.float()), want.bfloat16()), "tokens in fp32, as on a CPU, are rounded first"
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@rows("device", "cpu", "cuda")
 def test_the_gemm_of_bf16_logits_reads_bf16(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     """Half the bytes of the weights, at the rate of bf16; cuBLAS is asked for an fp32 result to round."""
     gate = Gate(torch.randn(4, 8), torch.ones(4), torch.bfloat16)

@@ -40,6 +40,7 @@ from tests.emulators.deep_gemm import install_deep_gemm
 from tests.emulators.deepep import install_deepep
 from tests.emulators.ranks import Rank, run_ranks
 from tests.moe.backends import hostile
+from tests.tables import rows
 
 E, K, H, I, LIMIT = 8, 3, 2048, 128, 64
 ROUTING = RoutingConfig(
@@ -139,7 +140,7 @@ def reference(case: Case, layer: MoeLayer, experts: ExpertWeights, x: torch.Tens
     return reference_moe(x, topk, whole, Activation(), quantize_input=rounding) + layer.shared_experts(x).float()
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@rows("case", *CASES)
 def test_two_ranks_equal_one(monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
     experts = hostile.quantized_experts(case.name, E, H, I, x=torch.cat(TOKENS))
     install(monkeypatch, case)
@@ -159,7 +160,7 @@ def test_two_ranks_equal_one(monkeypatch: pytest.MonkeyPatch, case: Case) -> Non
             assert layer.quant_info.use_nvfp4_dispatch == (case.dispatch_dtype == "nvfp4" and case.a2a is DEEPEP)
 
 
-@pytest.mark.parametrize("is_decode", [False, True])
+@rows("is_decode", False, True)
 def test_auto_mode_follows_the_step(monkeypatch: pytest.MonkeyPatch, is_decode: bool) -> None:
     """Decode steps take the low-latency kernels, any other step the normal ones; the answer is the same."""
     case = next(case for case in CASES if case.mode is DeepepMode.AUTO and case.backend is MoeBackend.TORCH)

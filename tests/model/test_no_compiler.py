@@ -7,11 +7,12 @@ from model import fused
 from model.attention import triton
 from model.attention.base import _choose
 from tests.model.attention_cases import GQA
+from tests.tables import rows
 
 CUDA = torch.device("cuda")
 
 
-@pytest.mark.parametrize(("lack", "chosen"), [("a C compiler", "torch"), (None, "triton")])
+@rows("lack, chosen", ("a C compiler", "torch"), (None, "triton"))
 def test_attention_and_fused_kernels_need_what_triton_needs(
     monkeypatch: pytest.MonkeyPatch, lack: str | None, chosen: str
 ) -> None:

@@ -19,6 +19,7 @@ from model.rope import (
     softmax_factor,
     yarn_range,
 )
+from tests.tables import rows
 
 GPT_OSS = RopeConfig(
     theta=150000.0, rope_type="yarn", factor=32.0, original_max_position_embeddings=4096, truncate=False
@@ -28,9 +29,7 @@ DEEPSEEK = RopeConfig(
 )
 
 
-@pytest.mark.parametrize(
-    ("rope", "bounds", "golden"),
-    [
+@rows("rope, bounds, golden",
         (
             GPT_OSS,
             (8.092779, 17.398025),
@@ -43,9 +42,7 @@ DEEPSEEK = RopeConfig(
             {1: 0.7498942, 2: 0.5623413, 8: 0.1, 10: 0.05623413, 11: 0.03900693, 16: 0.0055, 30: 4.445698e-6,
              31: 3.333804e-6},
         ),
-    ],
-    ids=["gpt-oss", "deepseek-v3"],
-)  # fmt: skip
+    )  # fmt: skip
 def test_yarn_frequencies(rope: RopeConfig, bounds: tuple[float, float], golden: dict[int, float]) -> None:
     assert yarn_range(rope, 64) == pytest.approx(bounds, abs=1e-6)
     frequencies = inverse_frequencies(rope, 64)

@@ -13,6 +13,7 @@ from moe import MoeBackend, MoeRunner, StandardTopK
 from moe.device import Device
 from tests.emulators.trtllm import install_trtllm
 from tests.model.checkpoints import make_deepseek, pack_fp8, pack_fp8_tensor, pack_nvfp4, state_by_file_name, write
+from tests.tables import rows
 
 WANTED = {"auto": torch.bfloat16, "float32": torch.float32, "bfloat16": torch.bfloat16}
 SIZES = {"hidden_size": 256, "moe_intermediate_size": 128, "intermediate_size": 256, "num_experts_per_tok": 3}
@@ -35,7 +36,7 @@ def build(folder: Path, name: str, backend: MoeBackend, setting: str) -> Model:
     return build_model(folder, settings)
 
 
-@pytest.mark.parametrize("name", list(PACKS))
+@rows("name", *list(PACKS))
 def test_kernels_that_route_inside_get_the_dtype_that_was_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import pytest
 import torch
 
 from model.config import ModelSettings
@@ -12,6 +11,7 @@ from model.registry import build_model
 from model.sizes import measure_model
 from moe import MoeBackend
 from tests.model import checkpoints
+from tests.tables import rows
 
 ASSETS = Path(__file__).parents[2] / "assets" / "tiny-gpt-oss"
 
@@ -50,7 +50,7 @@ def expert_bytes(model) -> int:
     return total
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@rows("dtype", torch.float32, torch.bfloat16)
 def test_the_bundled_model(dtype):
     settings = ModelSettings(dtype=dtype, selfcheck="off")
     sizes = measure_model(ASSETS, settings)
@@ -68,7 +68,7 @@ def test_the_bundled_model(dtype):
     assert sizes.stored_bytes == file.stat().st_size - header_bytes
 
 
-@pytest.mark.parametrize("pack", ["plain", "fp8", "nvfp4"])
+@rows("pack", "plain", "fp8", "nvfp4")
 def test_deepseek_in_every_form(tmp_path, pack):
     reference = checkpoints.make_deepseek()
     tensors = checkpoints.state_by_file_name(reference, tmp_path)

@@ -23,6 +23,7 @@ from model.config import ModelSettingsError, UnsupportedModelError
 from tests.interpreter import PARTS, run_interpreted, waits_for_interpreter
 from tests.model.attention_cases import GQA, MLA
 from tests.moe.kernels.compiling import compile_kernel
+from tests.tables import rows
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 ARCHS = (80, 86, 89, 90, 100, 120)
@@ -87,10 +88,7 @@ def test_kernels_compile_for_every_gpu_within_shared_memory(subtests: pytest.Sub
                 assert kernel.metadata.shared <= SMALLEST_SHARED_BYTES
 
 
-@pytest.mark.parametrize(
-    ("arch", "kind"),
-    [*((arch, "bf16") for arch in ARCHS), (80, "fp8"), (90, "fp8"), (86, "fp32"), (89, "fp32 cache")],
-)
+@rows("arch, kind", *((arch, "bf16") for arch in ARCHS), (80, "fp8"), (90, "fp8"), (86, "fp32"), (89, "fp32 cache"))
 def test_latent_attention_compiles_for_every_gpu_within_shared_memory(arch: int, kind: str) -> None:
     is_wide = (arch, kind) == (90, "bf16")
     kernel = compiled_latent(arch, kind, is_decode=arch != 86)
@@ -99,7 +97,7 @@ def test_latent_attention_compiles_for_every_gpu_within_shared_memory(arch: int,
     assert ("e4m3x2" in kernel.asm["ptx"]) == (kind == "fp8" and arch >= 89)
 
 
-@pytest.mark.parametrize("arch", [80, 90])
+@rows("arch", 80, 90)
 def test_fp8_cache_compiles_with_and_without_the_type(arch: int) -> None:
     fp8 = GPT_OSS | {"IS_FP8": True, "USE_CAST": arch >= 89}
     if arch == 80:
@@ -151,22 +149,20 @@ def test_what_triton_cannot_serve_is_refused_by_name() -> None:
             make_attention("triton", [GQA, spec], CUDA)
 
 
-@pytest.mark.parametrize(("dtype", "precision"), [(torch.float32, "ieee"), (torch.bfloat16, "tf32")])
+@rows("dtype, precision", (torch.float32, "ieee"), (torch.bfloat16, "tf32"))
 def test_float32_is_not_multiplied_as_tf32(dtype: torch.dtype, precision: str) -> None:
     """The interpreter multiplies alike whatever it is told."""
     assert _number_formats(dtype, dtype, (9, 0))["PRECISION"] == precision
 
 
-@pytest.mark.parametrize(
-    ("num_requests", "max_keys", "window", "num_parts"),
-    [
-        (1, 32000, None, 32),
-        (1, 1000, None, 15),
-        (8, 1000, None, 4),
-        (64, 8000, None, 1),
-        (1, 32000, 128, 2),
-        (1, 16, None, 1),
-    ],
+@rows(
+    "num_requests, max_keys, window, num_parts",
+    (1, 32000, None, 32),
+    (1, 1000, None, 15),
+    (8, 1000, None, 4),
+    (64, 8000, None, 1),
+    (1, 32000, 128, 2),
+    (1, 16, None, 1),
 )
 def test_few_long_requests_are_cut_into_parts(
     num_requests: int, max_keys: int, window: int | None, num_parts: int, monkeypatch: pytest.MonkeyPatch
@@ -179,7 +175,7 @@ def test_few_long_requests_are_cut_into_parts(
     assert attention.num_parts(spec, num_requests, max_keys, _DECODE) == num_parts
 
 
-@pytest.mark.parametrize(("num_requests", "num_parts"), [(1, 32), (8, 8), (64, 1)])
+@rows("num_requests, num_parts", (1, 32), (8, 8), (64, 1))
 def test_latents_are_cut_by_tiles_of_heads(num_requests: int, num_parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """132 processors, one program each, two tiles of 64 heads."""
     monkeypatch.setattr(TritonAttention, "unsupported_reason", classmethod(lambda cls, spec, device: None))

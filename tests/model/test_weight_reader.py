@@ -16,6 +16,7 @@ from moe import MoeConfigError, RankPlace
 from tests.loaders.expert_files import FORMATS, linear_tensors, random_bf16, save
 from tests.model.checkpoints import make_deepseek, make_gpt_oss, pack_fp8, state_by_file_name, write
 from tests.model.paged import PagedCache
+from tests.tables import rows
 
 CPU = torch.device("cpu")
 
@@ -26,9 +27,9 @@ def readers(source: Checkpoint, tp_size: int, dtype: torch.dtype = torch.float32
     return [WeightReader(source, CPU, dtype, place) for place in places]
 
 
-@pytest.mark.parametrize("tp_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("unit", [1, 32])
-@pytest.mark.parametrize("kind", FORMATS)
+@rows("tp_size", 1, 2, 3, 4)
+@rows("unit", 1, 32)
+@rows("kind", *FORMATS)
 def test_parts_of_a_matrix_are_slices_of_the_whole(tmp_path: Path, kind: str, unit: int, tp_size: int) -> None:
     """Of 384 rows or columns, 2 ranks have one block of 128 and a half, 4 ranks three quarters of one."""
     tensors, meant = linear_tensors("l", random_bf16(384, 384), kind)
@@ -42,7 +43,7 @@ def test_parts_of_a_matrix_are_slices_of_the_whole(tmp_path: Path, kind: str, un
     assert torch.equal(ranks[-1].matrix("l"), meant)
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+@rows("kind", *FORMATS)
 def test_rows_are_cut_anywhere(tmp_path: Path, kind: str) -> None:
     """Twelve rows a rank: fewer than any group of columns that share a scale."""
     tensors, meant = linear_tensors("l", random_bf16(36, 64), kind)
@@ -81,13 +82,11 @@ def test_biases_are_cut_like_rows_and_count_once_behind_columns(tmp_path: Path) 
     torch.testing.assert_close(total, x_TK @ meant.T + bias.float())
 
 
-@pytest.mark.parametrize(
-    ("tp_size", "unit", "words"),
-    [
-        (3, 1, "tp_size is 3: it must divide the rows of 'l.weight', 64 elements in units of 1"),
-        (4, 32, "tp_size is 4: it must divide the rows of 'l.weight', 64 elements in units of 32"),
-        (2, 24, "it must divide the rows of 'l.weight', 64 elements in units of 24"),
-    ],
+@rows(
+    "tp_size, unit, words",
+    (3, 1, "tp_size is 3: it must divide the rows of 'l.weight', 64 elements in units of 1"),
+    (4, 32, "tp_size is 4: it must divide the rows of 'l.weight', 64 elements in units of 32"),
+    (2, 24, "it must divide the rows of 'l.weight', 64 elements in units of 24"),
 )
 def test_heads_that_cannot_be_shared_are_refused(tmp_path: Path, tp_size: int, unit: int, words: str) -> None:
     source = save(tmp_path, linear_tensors("l", random_bf16(64, 96), "bf16")[0])
@@ -95,7 +94,7 @@ def test_heads_that_cannot_be_shared_are_refused(tmp_path: Path, tp_size: int, u
         readers(source, tp_size)[0].rows("l", unit)
 
 
-@pytest.mark.parametrize("kind", ["gpt_oss", "deepseek", "deepseek_fp8"])
+@rows("kind", "gpt_oss", "deepseek", "deepseek_fp8")
 def test_sharded_attention_is_a_reader_with_another_place(tmp_path: Path, kind: str) -> None:
     """The outputs of two ranks, each with half of the heads, add up to those of one that has all."""
     state = state_by_file_name(make_gpt_oss() if kind == "gpt_oss" else make_deepseek(), tmp_path)

@@ -8,6 +8,7 @@ import torch
 from moe import Activation, MoeConfigError
 from moe.activations import gated_activation
 from tests.moe.moe_layers import DEEPSEEK_V4, GPT_OSS, PLAIN
+from tests.tables import rows
 
 
 def test_golden_values(subtests: pytest.Subtests) -> None:
@@ -52,7 +53,7 @@ def test_only_the_default_is_plain() -> None:
     assert not DEEPSEEK_V4.is_plain
 
 
-@pytest.mark.parametrize("limit", [0.0, -1.0, float("nan")])
+@rows("limit", 0.0, -1.0, float("nan"))
 def test_a_limit_must_be_positive(limit: float) -> None:
     with pytest.raises(MoeConfigError, match="must be positive"):
         Activation(limit=limit)

@@ -26,6 +26,7 @@ from moe.tune.policy import (
     tuning_token_counts,
 )
 from tests.emulators.ranks import Rank, run_ranks
+from tests.tables import rows
 
 KEY = TuneKey(
     gpu="NVIDIA H100", library_versions=(("flashinfer-python", "0.7.2"), ("torch", "2.13.0")),
@@ -192,9 +193,7 @@ def test_every_field_of_the_key_changes_the_file() -> None:
     assert len(names | {KEY.file_name}) == len(changes) + 1
 
 
-@pytest.mark.parametrize(
-    "content", ["", "not json", "[]", '{"choice": 1}', json.dumps({"choice": {"1": "fast", "2": "fast"}})]
-)
+@rows("content", "", "not json", "[]", '{"choice": 1}', json.dumps({"choice": {"1": "fast", "2": "fast"}}))
 def test_damaged_or_partial_files_are_tuned_again(tmp_path: Path, content: str) -> None:
     (tmp_path / KEY.file_name).write_text(content)
     log: list[tuple[str, int]] = []
@@ -267,7 +266,7 @@ def rank_process(rank: int, folder: str, case: str) -> None:
         torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("case", ["shared folder", "one misses"])
+@rows("case", "shared folder", "one misses")
 def test_two_processes_agree(tmp_path: Path, case: str) -> None:
     torch.multiprocessing.spawn(rank_process, args=(str(tmp_path), case), nprocs=2)
     reports = [json.loads((tmp_path / f"report-{case}-{rank}.json").read_text()) for rank in range(2)]
@@ -346,7 +345,7 @@ def test_threads_agree_as_processes_do(tmp_path: Path) -> None:
     assert choices_of_two_ranks(tmp_path) == RIGHT
 
 
-@pytest.mark.parametrize("name", ["fastest rank counts", "every rank decides", "winner not verified", "all write"])
+@rows("name", "fastest rank counts", "every rank decides", "winner not verified", "all write")
 def test_planted_mistakes_are_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
     if name == "fastest rank counts":
         monkeypatch.setattr(

@@ -9,6 +9,7 @@ import torch
 from moe.cpu.linear import DenseLinear, PackedLinear, make_linear
 from moe.formats import Fp8BlockWeight, Mxfp4Weight
 from tests.moe.moe_layers import HAS_FBGEMM
+from tests.tables import rows
 
 
 def dense(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -31,7 +32,7 @@ def test_every_form_multiplies(subtests: pytest.Subtests) -> None:
             torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@rows("dtype", torch.bfloat16, torch.float64)
 def test_other_dtypes_stay_as_they_are(dtype: torch.dtype) -> None:
     linear = make_linear(dense(8, 16).to(dtype), dense(8).to(dtype))
     assert isinstance(linear, DenseLinear)
@@ -54,7 +55,7 @@ def test_only_what_fp16_holds_exactly_is_packed() -> None:
         assert isinstance(make_linear(weight, None), PackedLinear) == (is_packed and HAS_FBGEMM), (weight, is_packed)
 
 
-@pytest.mark.parametrize("missing", ["engine", "operator"])
+@rows("missing", "engine", "operator")
 def test_without_fbgemm_weights_stay_dense(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if missing == "operator":
         monkeypatch.delattr(torch, "fbgemm_pack_gemm_matrix_fp16")
@@ -63,14 +64,14 @@ def test_without_fbgemm_weights_stay_dense(missing: str, monkeypatch: pytest.Mon
     assert isinstance(make_linear(torch.ones(4, 4), None), DenseLinear)
 
 
-@pytest.mark.parametrize(("shape", "num_rows"), [((0, 8), 3), ((8, 0), 1), ((8, 0), 3)])
+@rows("shape, num_rows", ((0, 8), 3), ((8, 0), 1), ((8, 0), 3))
 def test_empty_matrices_work(shape: tuple[int, int], num_rows: int) -> None:
     bias = torch.arange(shape[0], dtype=torch.float32)
     got = make_linear(torch.empty(shape), bias)(torch.empty(num_rows, shape[1]))
     assert torch.equal(got, bias.expand(num_rows, -1))
 
 
-@pytest.mark.parametrize("shape", [(288, 96), (24, 2880), (97, 33)] if HAS_FBGEMM else [])
+@rows("shape", *[(288, 96), (24, 2880), (97, 33)] if HAS_FBGEMM else [])
 def test_a_row_has_the_same_bits_in_every_batch_and_in_both_operators(shape: tuple[int, int]) -> None:
     linear = PackedLinear(dense(*shape).half().float(), dense(shape[0], seed=1))
     x = dense(200, shape[1], seed=2)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from moe.cpu.threads import cgroup_quota, usable_cpus
+from tests.tables import rows
 
 V2 = "31 23 0:28 {root} {point} rw,relatime - cgroup2 cgroup2 rw"
 V1 = "32 31 0:29 {root} {point} rw,relatime - cgroup cgroup rw,cpu,cpuacct"
@@ -52,16 +53,16 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
+@rows("case", *CASES)
 def test_g09_quota(case: str, tmp_path: Path) -> None:
     mount, own_groups, limits, root, quota = CASES[case]
     assert cgroup_quota(FakeSystem(tmp_path, mount, own_groups, limits, root).proc) == quota
 
 
-@pytest.mark.parametrize(
-    ("num_cores", "limit", "usable"),
-    [(64, "400000 100000", 4), (2, "400000 100000", 2), (64, "max 100000", 64), (64, "250000 100000", 2),
-     (64, "50000 100000", 1)],
+@rows(
+    "num_cores, limit, usable",
+    (64, "400000 100000", 4), (2, "400000 100000", 2), (64, "max 100000", 64), (64, "250000 100000", 2),
+     (64, "50000 100000", 1),
 )  # fmt: skip
 def test_g09_the_smaller_of_mask_and_quota_in_whole_cpus(
     num_cores: int, limit: str, usable: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

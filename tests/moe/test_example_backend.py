@@ -27,6 +27,7 @@ from moe.choose.select import choose_backend
 from moe.device import Device
 from moe.errors import UnsupportedPathError, WeightFormatError
 from tests.moe.moe_layers import make_config, make_experts, random_topk
+from tests.tables import rows
 
 MODULE = "tests.moe.example_backend"
 ROOT = Path(__file__).parents[2]
@@ -103,13 +104,11 @@ def test_selection_knows_it(example: MoeBackend) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("biases", "changes", "error", "words"),
-    [
-        (True, {}, WeightFormatError, "bf16 experts with biases are not supported"),
-        (False, {"activation": Activation(limit=7.0)}, UnsupportedPathError, "is not supported for bf16, only plain"),
-        (False, {"dtype": torch.float32}, UnsupportedPathError, "the kernels take and give bfloat16"),
-    ],
+@rows(
+    "biases, changes, error, words",
+    (True, {}, WeightFormatError, "bf16 experts with biases are not supported"),
+    (False, {"activation": Activation(limit=7.0)}, UnsupportedPathError, "is not supported for bf16, only plain"),
+    (False, {"dtype": torch.float32}, UnsupportedPathError, "the kernels take and give bfloat16"),
 )
 def test_what_prepare_refuses_explain_knows(
     example: MoeBackend, biases: bool, changes: dict[str, Any], error: type[Exception], words: str

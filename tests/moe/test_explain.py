@@ -13,6 +13,7 @@ from moe.device import Device
 from moe.dispatch.deepep_settings import DeepepMode
 from moe.errors import MoeConfigError, UnsupportedPathError
 from tests.moe.backends import hostile
+from tests.tables import rows
 
 WORDS = f"{RULE}; nobody measured this format on this GPU"
 CONFIG = hostile.make_config(8, 2048, 2048, 2)
@@ -41,15 +42,13 @@ def test_every_question_has_an_answer(subtests: pytest.Subtests) -> None:
                     assert len(render(rows).splitlines()) == len(rows) + (not chosen)
 
 
-@pytest.mark.parametrize(
-    ("arch", "format_name", "a2a", "usable"),
-    [
-        ("sm90", "fp8_block", "deepep", {"deep_gemm", "torch"}),
-        ("gfx942", "fp8_block", "mori", {"aiter"}),
-        ("gfx942", "mxfp4", "mori", set()),
-        ("gfx950", "mxfp4", "mori", {"aiter"}),
-        ("cpu", "mxfp4", "deepep", {"torch"}),
-    ],
+@rows(
+    "arch, format_name, a2a, usable",
+    ("sm90", "fp8_block", "deepep", {"deep_gemm", "torch"}),
+    ("gfx942", "fp8_block", "mori", {"aiter"}),
+    ("gfx942", "mxfp4", "mori", set()),
+    ("gfx950", "mxfp4", "mori", {"aiter"}),
+    ("cpu", "mxfp4", "deepep", {"torch"}),
 )
 def test_known_answers(arch: str, format_name: str, a2a: str, usable: set[str]) -> None:
     rows = explain(arch, format_name, MoeA2ABackend(a2a), CONFIG)

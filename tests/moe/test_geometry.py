@@ -8,6 +8,7 @@ from moe import ExpertShape, MoeConfigError, MoeRunnerConfig, RankPlace, Routing
 from moe.formats import ExpertWeights
 from moe.topology import check_fit
 from tests.moe.moe_layers import make_experts, shard
+from tests.tables import rows
 
 SHAPE = ExpertShape(num_experts=8, top_k=2, hidden_size=64, intermediate_size=288)
 RANK = Topology(tp_size=4, tp_rank=3, ep_size=2, ep_rank=1)
@@ -28,13 +29,13 @@ def test_local_sizes_follow_from_shape_and_place() -> None:
     assert Topology.at(RANK.place) == dataclasses.replace(RANK)
 
 
-@pytest.mark.parametrize(("field", "value"), [("num_experts", 0), ("top_k", 9), ("hidden_size", -1)])
+@rows("field, value", ("num_experts", 0), ("top_k", 9), ("hidden_size", -1))
 def test_impossible_shapes_are_refused(field: str, value: int) -> None:
     with pytest.raises(MoeConfigError, match=f"{field} is {value}: it must"):
         dataclasses.replace(SHAPE, **{field: value})
 
 
-@pytest.mark.parametrize("sizes", [{"num_experts": 16, "top_k": 2}, {"num_experts": 8, "top_k": 3}])
+@rows("sizes", {"num_experts": 16, "top_k": 2}, {"num_experts": 8, "top_k": 3})
 def test_routing_of_another_layer_is_refused(sizes: dict[str, int]) -> None:
     routing = RoutingConfig(method=RoutingMethod.SOFTMAX_AFTER_TOPK, **sizes)
     with pytest.raises(MoeConfigError, match=r"(num_experts is 8|top_k is 2) in the layer's shape but (16|3) in its"):
@@ -46,7 +47,7 @@ def test_experts_that_ranks_cannot_share_are_refused() -> None:
         MoeRunnerConfig(shape=SHAPE, place=RankPlace(ep_size=3))
 
 
-@pytest.mark.parametrize(("tp_size", "unit", "want"), [(1, 1, range(24)), (2, 4, range(12, 24)), (3, 8, range(16, 24))])
+@rows("tp_size, unit, want", (1, 1, range(24)), (2, 4, range(12, 24)), (3, 8, range(16, 24)))
 def test_shares_are_whole_units(tp_size: int, unit: int, want: range) -> None:
     place = RankPlace(tp_size=tp_size, tp_rank=tp_size - 1)
     assert place.share("heads", 24, unit) == want
@@ -62,16 +63,14 @@ def test_weights_settings_and_topology_of_one_rank_fit() -> None:
     check_fit(make_experts("mxfp4", num_experts=4, inter=96), config, RANK)
 
 
-@pytest.mark.parametrize(
-    ("topology", "experts", "words"),
-    [
-        (dataclasses.replace(RANK, tp_rank=2), None, "tp rank 3 of 4, ep rank 1 of 2, but its topology is tp rank 2"),
-        (dataclasses.replace(RANK, ep_rank=0), None, "but its topology is tp rank 3 of 4, ep rank 0 of 2"),
-        (Topology(), None, "but its topology is tp rank 0 of 1, ep rank 0 of 1"),
-        (RANK, {"num_experts": 8}, "num_experts of this rank is 4 by its settings, but 8 in its weights"),
-        (RANK, {"hidden": 32}, "hidden_size of this rank is 64 by its settings, but 32 in its weights"),
-        (RANK, {"inter": 64}, "intermediate_size of this rank is 96 by its settings, but 64 in its weights"),
-    ],
+@rows(
+    "topology, experts, words",
+    (dataclasses.replace(RANK, tp_rank=2), None, "tp rank 3 of 4, ep rank 1 of 2, but its topology is tp rank 2"),
+    (dataclasses.replace(RANK, ep_rank=0), None, "but its topology is tp rank 3 of 4, ep rank 0 of 2"),
+    (Topology(), None, "but its topology is tp rank 0 of 1, ep rank 0 of 1"),
+    (RANK, {"num_experts": 8}, "num_experts of this rank is 4 by its settings, but 8 in its weights"),
+    (RANK, {"hidden": 32}, "hidden_size of this rank is 64 by its settings, but 32 in its weights"),
+    (RANK, {"inter": 64}, "intermediate_size of this rank is 96 by its settings, but 64 in its weights"),
 )
 def test_what_belongs_to_another_rank_or_layer_is_refused(
     topology: Topology, experts: dict[str, int] | None, words: str

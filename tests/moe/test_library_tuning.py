@@ -12,7 +12,7 @@ import pytest
 
 from moe import MoeA2ABackend, MoeBackend, MoeRunner, Topology
 from moe.config import RoutingConfig, RoutingMethod
-from moe.formats import ExpertWeights, Mxfp4Weight
+from moe.formats import ExpertWeights
 from moe.registry import load_backend
 from moe.routing import BypassedTopK, StandardTopK
 from moe.tune.layers import LayerTuner, TuningSettings
@@ -20,6 +20,7 @@ from tests.emulators.cutedsl import install_cutedsl
 from tests.emulators.device import import_flashinfer
 from tests.emulators.trtllm import install_trtllm
 from tests.moe.backends import cutedsl_cases, hostile
+from tests.tables import rows
 
 E, K, H, I = 8, 2, 256, 128
 NONE, DEEPEP = MoeA2ABackend.NONE, MoeA2ABackend.DEEPEP
@@ -71,8 +72,7 @@ def trtllm_layer(name: str) -> Layer:
 
 
 def mxfp4_layer() -> Layer:
-    w13, w2 = hostile.dense_experts(E, H, I)
-    experts = ExpertWeights(w13=Mxfp4Weight.quantize(w13), w2=Mxfp4Weight.quantize(w2))
+    experts = hostile.plain_experts("mxfp4", E, H, I)
     return layer_of(MoeBackend.FLASHINFER_MXFP4, NONE, hostile.make_config(E, H, I, K), experts)
 
 
@@ -94,7 +94,7 @@ def tuner(folder: Path | None, *, is_on: bool = True) -> LayerTuner:
     return LayerTuner(TuningSettings(is_on=is_on, cache_folder=folder, token_counts=(1, 4)))
 
 
-@pytest.mark.parametrize("path", ["fp8_block", "fp8_tensor", "nvfp4", "mxfp4", "cutedsl", "cutedsl-flashinfer"])
+@rows("path", "fp8_block", "fp8_tensor", "nvfp4", "mxfp4", "cutedsl", "cutedsl-flashinfer")
 def test_a_layer_runs_once_inside_the_librarys_context(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture, path: str
 ) -> None:

@@ -19,6 +19,7 @@ from moe.dispatch.base import load_library
 from moe.errors import UnsupportedPathError
 from moe.packages import SOURCES, not_installed
 from moe.registry import BACKEND_MODULES, load_backend
+from tests.tables import rows
 
 ROOT = Path(__file__).parents[2]
 # What PyPI offers under these names is not what this project imports under them.
@@ -53,7 +54,7 @@ def test_g62_no_message_names_a_strangers_package_as_the_one_to_install(subtests
             assert installed or re.search(r"install it from https://github\.com/[\w-]+/[\w-]+", text)
 
 
-@pytest.mark.parametrize("package", ["deep_ep", "mori", "mooncake", "nixl_ep", "flashinfer"])
+@rows("package", "deep_ep", "mori", "mooncake", "nixl_ep", "flashinfer")
 def test_g62_a_transport_without_its_package_says_where_to_get_it(
     monkeypatch: pytest.MonkeyPatch, package: str
 ) -> None:
@@ -122,9 +123,7 @@ def test_triton_without_its_package_asks_for_that_first(path: Path, monkeypatch:
     assert TritonBackend().lacks() == not_installed("flashinfer")
 
 
-@pytest.mark.parametrize(
-    ("toolkit", "compiled", "lacks"), [(False, False, True), (True, False, False), (False, True, False)]
-)
+@rows("toolkit, compiled, lacks", (False, False, True), (True, False, False), (False, True, False))
 def test_flashinfer_needs_nvcc_unless_its_kernels_are_compiled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, toolkit: bool, compiled: bool, lacks: bool
 ) -> None:

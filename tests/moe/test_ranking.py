@@ -14,6 +14,7 @@ from moe.choose.select import choose_backend
 from moe.device import Device
 from moe.tables import read_entries
 from tests.moe.backends import hostile
+from tests.tables import rows
 
 ROOT = Path(__file__).parents[2]
 HOPPER, NONE = Device(arch="sm90"), MoeA2ABackend.NONE
@@ -43,9 +44,7 @@ def test_an_unknown_shape_takes_the_nearest_measured_one_and_says_so() -> None:
     assert ranked(hostile.make_config(32, 2880, 1, 4)).order == ranked().order
 
 
-@pytest.mark.parametrize(
-    ("arch", "name"), [("sm100", "mxfp4"), ("sm90", "bf16"), ("gfx950", "mxfp4"), ("cpu", "mxfp4")]
-)
+@rows("arch, name", ("sm100", "mxfp4"), ("sm90", "bf16"), ("gfx950", "mxfp4"), ("cpu", "mxfp4"))
 def test_where_nobody_measured_the_rule_holds(arch: str, name: str) -> None:
     assert ranked(arch=arch, name=name) == Ranking(PREFERENCE)
     assert rank_backends(HOPPER, "mxfp4", MoeA2ABackend.DEEPEP, GPT_OSS_20B) == Ranking(PREFERENCE)
@@ -56,13 +55,11 @@ def test_where_nobody_measured_the_rule_holds(arch: str, name: str) -> None:
 DEEPSEEK = hostile.make_config(256, 7168, 2048, 8)
 
 
-@pytest.mark.parametrize(
-    ("name", "config", "measured"),
-    [
-        ("fp8_block", DEEPSEEK, (MoeBackend.TRITON, MoeBackend.FLASHINFER_CUTLASS)),
-        ("mxfp4", GPT_OSS_20B, (MoeBackend.TRITON, MoeBackend.FLASHINFER_MXFP4)),
-        ("nvfp4", DEEPSEEK, (MoeBackend.TRITON,)),
-    ],
+@rows(
+    "name, config, measured",
+    ("fp8_block", DEEPSEEK, (MoeBackend.TRITON, MoeBackend.FLASHINFER_CUTLASS)),
+    ("mxfp4", GPT_OSS_20B, (MoeBackend.TRITON, MoeBackend.FLASHINFER_MXFP4)),
+    ("nvfp4", DEEPSEEK, (MoeBackend.TRITON,)),
 )
 def test_what_nobody_measured_comes_after_what_was(
     name: str, config: MoeRunnerConfig, measured: tuple[MoeBackend, ...]

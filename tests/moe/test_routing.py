@@ -12,6 +12,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
 
 from moe import BypassedTopK, MoeConfigError, RoutingConfig, RoutingMethod, StandardTopK
 from moe.routing import route
+from tests.tables import rows
 
 SOFTMAX, SIGMOID, SOFTPLUS = RoutingMethod
 GPT_OSS = RoutingConfig(method=SOFTMAX, num_experts=8, top_k=4)
@@ -59,7 +60,7 @@ def test_sqrt_softplus_golden() -> None:
     check(route(torch.tensor([[1, -0.5, 2, 0, 3, -4.0]]), V4, bias), [2, 4], [0.682682, 0.817318])
 
 
-@pytest.mark.parametrize("num_experts", [4, 32, 128])
+@rows("num_experts", 4, 32, 128)
 def test_agrees_with_the_router_of_gpt_oss(num_experts: int) -> None:
     router = GptOssTopKRouter(GptOssConfig(num_local_experts=num_experts, num_experts_per_tok=4, hidden_size=16))
     router.weight.data, router.bias.data = logits(num_experts, 16), logits(num_experts, seed=1)
@@ -131,7 +132,7 @@ def test_any_row_gets_distinct_ids_in_range_and_spoils_no_other(
     assert torch.equal(got.weights[others], clean.weights[others])
 
 
-@pytest.mark.parametrize("value", [0.0, float("nan"), float("-inf"), float("inf")])
+@rows("value", 0.0, float("nan"), float("-inf"), float("inf"))
 def test_equal_logits_go_to_the_lowest_ids(value: float) -> None:
     flat = torch.full((3, 256), value)
     for method in RoutingMethod:
@@ -167,7 +168,7 @@ def test_weights_come_from_the_unbiased_scores() -> None:
     check(got, [0, 5], want.tolist())
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@rows("dtype", torch.bfloat16, torch.float16, torch.float64)
 def test_low_precision_logits_are_routed_in_fp32(dtype: torch.dtype) -> None:
     x = logits(7, 8).to(dtype)
     got, want = route(x, TOY_V3), route(x.float(), TOY_V3)
@@ -189,15 +190,13 @@ def test_zero_tokens_route_to_nothing() -> None:
         assert got.ids.shape == got.weights.shape == (0, config.top_k)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"top_k": 9}, "top_k is 9"),
-        ({"top_k": 0}, "top_k is 0"),
-        ({"num_groups": 3}, "num_groups is 3"),
-        ({"num_kept_groups": 5}, "num_kept_groups is 5"),
-        ({"top_k": 5}, "hold only 4 experts"),
-    ],
+@rows(
+    "changes, message",
+    ({"top_k": 9}, "top_k is 9"),
+    ({"top_k": 0}, "top_k is 0"),
+    ({"num_groups": 3}, "num_groups is 3"),
+    ({"num_kept_groups": 5}, "num_kept_groups is 5"),
+    ({"top_k": 5}, "hold only 4 experts"),
 )
 def test_bad_settings_name_field_value_and_rule(changes: dict[str, object], message: str) -> None:
     with pytest.raises(MoeConfigError, match=message):

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from moe import (
-    Activation,
     MoeA2ABackend,
     MoeBackend,
     MoeConfigError,
@@ -25,7 +24,7 @@ from moe.backends.deep_gemm.permutes import deep_gemm_to_standard
 from moe.backends.torch.backend import TorchBackend, TorchRunnerCore, standard_to_torch
 from moe.backends.triton.backend import run_standard
 from moe.config import DispatchFormat
-from moe.formats import ExpertWeights, Mxfp4Weight
+from moe.formats import ExpertWeights
 from moe.registry import (
     load_backend,
     register_backend,
@@ -34,28 +33,19 @@ from moe.registry import (
     register_pre_permute,
     register_runner_core,
 )
-from tests.moe.configs import rank_config
+from tests.moe import moe_layers
+from tests.moe.moe_layers import random_topk
+from tests.tables import rows
 
 E, H, I, K = 4, 64, 96, 2
-GPT_OSS = Activation(alpha=1.702, beta=1.0, limit=7.0)
 
 
 def make_config(**changes: object) -> MoeRunnerConfig:
-    settings: dict[str, object] = {
-        "num_experts": E, "hidden_size": H, "intermediate_size": I, "top_k": K, "activation": GPT_OSS,
-        "dtype": torch.float32,
-    }  # fmt: skip
-    return rank_config(**(settings | changes))  # type: ignore[arg-type]
+    return moe_layers.make_config(make_experts(), **({"has_biases": False} | changes))
 
 
-def make_experts(seed: int = 0) -> ExpertWeights:
-    g = torch.Generator().manual_seed(seed)
-    return ExpertWeights(
-        w13=Mxfp4Weight.quantize(torch.randn(E, 2 * I, H, generator=g)),
-        w2=Mxfp4Weight.quantize(torch.randn(E, H, I, generator=g)),
-        b13=torch.randn(E, 2 * I, generator=g),
-        b2=torch.randn(E, H, generator=g),
-    )
+def make_experts() -> ExpertWeights:
+    return moe_layers.make_experts("mxfp4", E, H, I)
 
 
 def expected(x: torch.Tensor, topk: StandardTopK, experts: ExpertWeights) -> torch.Tensor:
@@ -71,15 +61,9 @@ def expected(x: torch.Tensor, topk: StandardTopK, experts: ExpertWeights) -> tor
     return out
 
 
-def random_topk(num_tokens: int, seed: int = 1) -> StandardTopK:
-    g = torch.Generator().manual_seed(seed)
-    ids = torch.stack([torch.randperm(E, generator=g)[:K] for _ in range(num_tokens)]).int()
-    return StandardTopK(torch.rand(num_tokens, K, generator=g), ids)
-
-
 def test_torch_path_computes_the_formula_and_skips_minus_one() -> None:
     config, experts = make_config(), make_experts()
-    topk = random_topk(7)
+    topk = random_topk(7, E)
     topk.ids[2, 1] = -1
     topk.ids[3] = -1
     x = torch.randn(7, H)
@@ -90,26 +74,6 @@ def test_torch_path_computes_the_formula_and_skips_minus_one() -> None:
     assert (result.hidden_states - want).norm() / want.norm() < 1e-5
     assert torch.equal(result.hidden_states[3], torch.zeros(H))
     assert not result.is_partial
-
-
-def test_expert_parallel_parts_sum_to_the_whole() -> None:
-    experts, topk, x = make_experts(), random_topk(5), torch.randn(5, H)
-    total = torch.zeros(5, H)
-    for rank in range(2):
-        topology = Topology(ep_size=2, ep_rank=rank)
-        own = topology.expert_range(E)
-        local = ExpertWeights(
-            w13=experts.w13.narrow(0, own.start, len(own)), w2=experts.w2.narrow(0, own.start, len(own)),
-            b13=experts.b13[own.start : own.stop], b2=experts.b2[own.start : own.stop],
-        )  # fmt: skip
-        config = make_config(place=topology)
-        quant_info = TorchBackend().prepare(local, config, topology)
-        runner = MoeRunner(MoeBackend.TORCH, MoeA2ABackend.NONE, config)
-        result = runner.run(StandardDispatchOutput(x, topk), quant_info)
-        assert result.is_partial
-        total += result.hidden_states
-    want = expected(x, topk, experts)
-    assert (total - want).norm() / want.norm() < 1e-5
 
 
 def test_no_tokens_means_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,21 +115,12 @@ def test_overlap_arguments_serve_one_run_and_are_cleared_after_a_failure(monkeyp
 
     monkeypatch.setattr("moe.backends.torch.backend.TorchRunnerCore.run", record)
     runner = MoeRunner(MoeBackend.TORCH, MoeA2ABackend.NONE, config)
-    dispatched = StandardDispatchOutput(torch.zeros(1, H), random_topk(1))
+    dispatched = StandardDispatchOutput(torch.zeros(1, H), random_topk(1, E))
     runner.set_overlap_args("stream")
     with pytest.raises(RuntimeError, match="kernel failed"):
         runner.run(dispatched, quant_info)
     runner.run(dispatched, quant_info)
     assert seen == ["stream", None]
-
-
-def test_a_backend_that_cannot_overlap_says_so() -> None:
-    config = make_config()
-    quant_info = TorchBackend().prepare(make_experts(), config, Topology())
-    runner = MoeRunner(MoeBackend.TORCH, MoeA2ABackend.NONE, config)
-    runner.set_overlap_args("stream")
-    with pytest.raises(MoeConfigError, match="--moe-backend torch cannot overlap its kernels"):
-        runner.run(StandardDispatchOutput(torch.zeros(1, H), random_topk(1)), quant_info)
 
 
 def test_impossible_pair_is_refused_when_built_and_names_what_works() -> None:
@@ -190,7 +145,7 @@ def test_auto_and_foreign_formats_are_refused() -> None:
         runner.run(Foreign(), None)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("field", ["no_combine", "apply_router_weight_on_input"])
+@rows("field", "no_combine", "apply_router_weight_on_input")
 def test_settings_that_would_be_ignored_are_refused(field: str) -> None:
     with pytest.raises(UnsupportedPathError, match=field):
         MoeRunner(MoeBackend.TORCH, MoeA2ABackend.NONE, make_config(top_k=1, **{field: True}))
@@ -200,18 +155,16 @@ def routing_of(num_experts: int, top_k: int) -> RoutingConfig:
     return RoutingConfig(method=RoutingMethod.SOFTMAX_AFTER_TOPK, num_experts=num_experts, top_k=top_k)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"num_experts": 0}, "num_experts is 0"),
-        ({"hidden_size": 0}, "hidden_size is 0"),
-        ({"max_num_tokens": 0}, "max_num_tokens is 0"),
-        ({"place": RankPlace(ep_size=3)}, "ep_size is 3: it must divide the 4 experts"),
-        ({"top_k": 9}, "top_k is 9"),
-        ({"routing": routing_of(8, K)}, "num_experts is 4 .* but 8 in its routing"),
-        ({"routing": routing_of(E, 1)}, "top_k is 2 .* but 1 in its routing"),
-        ({"apply_router_weight_on_input": True}, "top_k 1"),
-    ],
+@rows(
+    "changes, message",
+    ({"num_experts": 0}, "num_experts is 0"),
+    ({"hidden_size": 0}, "hidden_size is 0"),
+    ({"max_num_tokens": 0}, "max_num_tokens is 0"),
+    ({"place": RankPlace(ep_size=3)}, "ep_size is 3: it must divide the 4 experts"),
+    ({"top_k": 9}, "top_k is 9"),
+    ({"routing": routing_of(8, K)}, "num_experts is 4 .* but 8 in its routing"),
+    ({"routing": routing_of(E, 1)}, "top_k is 2 .* but 1 in its routing"),
+    ({"apply_router_weight_on_input": True}, "top_k 1"),
 )
 def test_bad_settings_name_field_value_and_rule(changes: dict[str, object], message: str) -> None:
     with pytest.raises(MoeConfigError, match=message):

@@ -17,6 +17,7 @@ from moe.device import Device
 from moe.registry import load_backend
 from tests.moe.configs import rank_config
 from tests.moe.moe_layers import make_config, make_experts
+from tests.tables import rows
 
 CPU = Device(arch="cpu")
 NONE = MoeA2ABackend.NONE
@@ -34,7 +35,7 @@ def test_every_backend_has_a_place_in_the_order() -> None:
     assert PREFERENCE[-1] is MoeBackend.TORCH
 
 
-@pytest.mark.parametrize("format_name", ["bf16", "fp8_block", "fp8_tensor", "mxfp4", "nvfp4"])
+@rows("format_name", "bf16", "fp8_block", "fp8_tensor", "mxfp4", "nvfp4")
 def test_auto_on_a_cpu_is_torch(format_name: str, config: MoeRunnerConfig) -> None:
     assert choose_backend(MoeBackend.AUTO, CPU, format_name, NONE, config) is MoeBackend.TORCH
     assert choose_backend(MoeBackend.AUTO, torch.device("cpu"), format_name, NONE, config) is MoeBackend.TORCH
@@ -76,8 +77,8 @@ def test_when_nothing_can_every_reason_is_listed(config: MoeRunnerConfig) -> Non
         assert f"  {backend}: " in str(error.value)
 
 
-@pytest.mark.parametrize("a2a", list(MoeA2ABackend))
-@pytest.mark.parametrize("backend", PREFERENCE)
+@rows("a2a", *list(MoeA2ABackend))
+@rows("backend", *PREFERENCE)
 def test_every_pair_is_runnable_or_refused_with_both_names(
     backend: MoeBackend, a2a: MoeA2ABackend, config: MoeRunnerConfig
 ) -> None:
@@ -127,15 +128,12 @@ def test_probing_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not rocm.is_cuda
 
 
-@pytest.mark.parametrize(
-    ("backend", "format_name", "sizes", "words"),
-    [
+@rows("backend, format_name, sizes, words",
         (MoeBackend.FLASHINFER_CUTLASS, "nvfp4", {"intermediate_size": 96}, "of this rank is 96, nvfp4 needs"),
         (MoeBackend.FLASHINFER_CUTLASS, "bf16", {"intermediate_size": 36}, "36, bf16 needs a positive multiple of 8"),
         (MoeBackend.FLASHINFER_CUTEDSL, "nvfp4", {"hidden_size": 2880}, "2880, nvfp4 needs a positive multiple of 128"),
-        (MoeBackend.FLASHINFER_TRTLLM, "fp8_tensor", {"intermediate_size": 192}, "192, fp8_tensor needs"),
-    ],
-)  # fmt: skip
+        (MoeBackend.FLASHINFER_TRTLLM, "fp8_tensor", {"intermediate_size": 192}, "192, fp8_tensor needs")
+    )  # fmt: skip
 def test_sizes_that_a_kernel_cannot_tile_are_refused_at_selection(
     backend: MoeBackend, format_name: str, sizes: dict[str, int], words: str
 ) -> None:

@@ -21,6 +21,7 @@ from moe.check.selfcheck import (
 )
 from moe.formats import ExpertWeights, Fp8BlockWeight, Weight
 from tests.moe.moe_layers import DEEPSEEK_V4, FORMATS, GPT_OSS, PLAIN, make_config, make_experts, shard
+from tests.tables import rows
 
 
 def check(
@@ -47,10 +48,11 @@ def scaled(weight: Weight, field: str, index: tuple[object, ...], factor: float)
     return dataclasses.replace(weight, **{field: tensor})
 
 
-@pytest.mark.parametrize("format_name", FORMATS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("activation", [PLAIN, GPT_OSS, DEEPSEEK_V4], ids=["plain", "gpt_oss", "v4"])
-@pytest.mark.parametrize("bias", [True, False])
+LAYERS = [(name, dtype, GPT_OSS, True) for name in FORMATS for dtype in (torch.float32, torch.bfloat16)]
+LAYERS += [("mxfp4", torch.bfloat16, activation, bias) for activation in (PLAIN, DEEPSEEK_V4) for bias in (True, False)]
+
+
+@rows("format_name, dtype, activation, bias", *LAYERS)
 def test_clean_layers_pass(format_name: str, dtype: torch.dtype, activation: Activation, bias: bool) -> None:
     report = check(make_experts(format_name, bias=bias), dtype=dtype, activation=activation)
     assert report.layer == 5
@@ -69,9 +71,8 @@ def test_fp8_blocks_may_span_the_border_of_gate_and_up() -> None:
 SCALES = {"fp8_block": "scale_inv", "fp8_tensor": "scale", "mxfp4": "scales", "nvfp4": "scales", "bf16": "data"}
 
 
-@pytest.mark.parametrize("format_name", FORMATS)
-@pytest.mark.parametrize("matrix", ["w13", "w2"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@rows("format_name", *FORMATS)
+@rows("matrix, dtype", ("w13", torch.float32), ("w2", torch.bfloat16))
 def test_one_wrong_row_of_scales_names_layer_path_and_expert(format_name: str, matrix: str, dtype: torch.dtype) -> None:
     experts = make_experts(format_name, hidden=256)
     row = () if format_name == "fp8_tensor" else (0 if format_name == "fp8_block" else 77,)
@@ -104,22 +105,19 @@ def drop_clamped_rows(experts: ExpertWeights) -> ExpertWeights:
     return dataclasses.replace(experts, b13=experts.b13 + 50 * (torch.arange(256) == 130))
 
 
-@pytest.mark.parametrize("mutate", [swap_halves, double_bias, shift_experts, drop_clamped_rows])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_wrong_layouts_are_caught(mutate: object, dtype: torch.dtype) -> None:
+@rows("mutate", swap_halves, double_bias, shift_experts, drop_clamped_rows)
+def test_wrong_layouts_are_caught(mutate: object) -> None:
     experts = make_experts("mxfp4")
     with pytest.raises(SelfCheckError, match="expert"):
-        check(experts, mutate(experts), dtype=dtype)  # type: ignore[operator]
+        check(experts, mutate(experts), dtype=torch.bfloat16)  # type: ignore[operator]
 
 
-@pytest.mark.parametrize(
+@rows(
     "activation",
-    [
-        dataclasses.replace(GPT_OSS, limit=None),
-        dataclasses.replace(GPT_OSS, limit=7.5),
-        dataclasses.replace(GPT_OSS, beta=0.0),
-        dataclasses.replace(GPT_OSS, alpha=1.0),
-    ],
+    dataclasses.replace(GPT_OSS, limit=None),
+    dataclasses.replace(GPT_OSS, limit=7.5),
+    dataclasses.replace(GPT_OSS, beta=0.0),
+    dataclasses.replace(GPT_OSS, alpha=1.0),
 )
 def test_a_wrong_activation_is_caught(activation: Activation, monkeypatch: pytest.MonkeyPatch) -> None:
     from moe.activations import gated_activation
@@ -155,8 +153,7 @@ def test_a_wrong_sum_over_experts_is_caught(monkeypatch: pytest.MonkeyPatch) -> 
         check(experts)
 
 
-@pytest.mark.parametrize("format_name", ["mxfp4", "bf16"])
-@pytest.mark.parametrize(("tp_size", "ep_size"), [(2, 1), (1, 2), (1, 4), (8, 2)])
+@rows("format_name, tp_size, ep_size", ("mxfp4", 2, 1), ("bf16", 1, 4), ("mxfp4", 8, 2))
 def test_every_rank_checks_its_own_part(format_name: str, tp_size: int, ep_size: int) -> None:
     experts = make_experts(format_name, hidden=96, inter=288)
     for tp_rank in range(tp_size):
@@ -183,8 +180,8 @@ def test_a_bias_added_on_every_rank_is_caught() -> None:
         check_layer(runner, quant_info, own, layer=0, topology=Topology(tp_size=2, tp_rank=1))
 
 
-@pytest.mark.parametrize("activation", [GPT_OSS, DEEPSEEK_V4], ids=["gpt_oss", "v4"])
-@pytest.mark.parametrize("num_experts", [1, 4, 8])
+@rows("activation", GPT_OSS, DEEPSEEK_V4)
+@rows("num_experts", 1, 4, 8)
 def test_probe_visits_every_local_expert_and_clamps_a_tenth(activation: Activation, num_experts: int) -> None:
     experts = make_experts("nvfp4", num_experts=num_experts, bias=False)
     config = make_config(experts, activation=activation, top_k=min(2, num_experts))
@@ -201,10 +198,10 @@ def test_probe_visits_every_local_expert_and_clamps_a_tenth(activation: Activati
     assert reference_moe(x, topk, experts, activation).isfinite().all()
 
 
-@pytest.mark.parametrize(
-    ("max_tokens", "num_experts", "visited"),
-    [(1, 32, [0, 31]), (8, 32, [0, 31]), (16, 32, [0, 10, 21, 31]), (16, 3, [0, 1, 2]), (64, 1, [0]),
-     (None, 3, [0, 1, 2])],
+@rows(
+    "max_tokens, num_experts, visited",
+    (1, 32, [0, 31]), (8, 32, [0, 31]), (16, 32, [0, 10, 21, 31]), (16, 3, [0, 1, 2]), (64, 1, [0]),
+     (None, 3, [0, 1, 2]),
 )  # fmt: skip
 def test_plans_for_few_tokens_visit_experts_from_the_first_to_the_last(
     max_tokens: int | None, num_experts: int, visited: list[int]

@@ -1,6 +1,6 @@
 """The self-check behind every transport: clean layers pass in each layout, a neighbour's weights are named."""
 
-import dataclasses
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,12 +11,13 @@ import torch
 from moe import MoeA2ABackend, MoeBackend, MoeRunner, SelfCheckError, Topology, registry
 from moe.check.selfcheck import SelfCheckReport, check_layer
 from moe.config import DispatchDtype, DispatchFormat
-from moe.formats import Bf16Weight, ExpertWeights, Fp8BlockWeight, Mxfp4Weight
+from moe.formats import ExpertWeights
 from moe.registry import load_backend
 from tests.emulators.aiter import install_aiter
 from tests.emulators.cutedsl import install_cutedsl
 from tests.emulators.deep_gemm import install_deep_gemm
 from tests.moe.backends import hostile
+from tests.moe.backends.hostile import lost_expert
 
 E, K, H, I = 8, 3, 2048, 128
 Install = Callable[[pytest.MonkeyPatch], Any]
@@ -70,15 +71,14 @@ PATHS = [
 ]
 
 
+@functools.cache
 def experts_of(path: Path) -> ExpertWeights:
     inter = 256 if path.backend is AITER else I
     if path.name == "nvfp4":
         x = hostile.tokens(16, path.hidden, size=3.0)
         whole = hostile.quantized_experts("nvfp4", E, path.hidden, inter, x=x)
         return hostile.with_layer_scales(whole, whole)
-    kind: Any = {"bf16": Bf16Weight, "fp8_block": Fp8BlockWeight, "mxfp4": Mxfp4Weight}[path.name]
-    w13, w2 = hostile.dense_experts(E, path.hidden, inter)
-    return ExpertWeights(w13=kind.quantize(w13), w2=kind.quantize(w2))
+    return hostile.plain_experts(path.name, E, path.hidden, inter)
 
 
 def check(path: Path, rank: int, prepared: Callable[[ExpertWeights], ExpertWeights]) -> SelfCheckReport:
@@ -92,17 +92,6 @@ def check(path: Path, rank: int, prepared: Callable[[ExpertWeights], ExpertWeigh
     return check_layer(runner, info, own, layer=4, topology=topology)
 
 
-def neighbours_weights(experts: ExpertWeights) -> ExpertWeights:
-    """Local expert 2 gets the down projection of expert 1."""
-
-    def repeat(weight: Any) -> Any:
-        order = torch.tensor([0, 1, 1, 3])
-        fields = {f.name: getattr(weight, f.name) for f in dataclasses.fields(weight)}
-        return type(weight)(**{name: None if t is None else t[order] for name, t in fields.items()})
-
-    return dataclasses.replace(experts, w2=repeat(experts.w2))
-
-
 def test_clean_passes_and_a_neighbours_weights_are_named(
     subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -113,7 +102,7 @@ def test_clean_passes_and_a_neighbours_weights_are_named(
             assert 0 < report.worst_error <= report.tolerance
             assert report.path == f"{path.backend}/{path.a2a}/{path.name}"
             with pytest.raises(SelfCheckError, match=f"layer 4, {report.path}.*: expert 6 differs"):
-                check(path, 1, neighbours_weights)
+                check(path, 1, lost_expert)
 
 
 def test_both_formats_of_a_transport_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,13 +14,14 @@ from moe.layouts.rows import round_up
 from moe.registry import load_backend
 from tests.moe.configs import rank_config
 from tests.moe.moe_layers import FORMATS, make_config, make_experts
+from tests.tables import rows
 
 CPU = torch.device("cpu")
 PACKED = ("bf16", "fp8_block", "mxfp4", "nvfp4")
 
 
-@pytest.mark.parametrize("format_name", FORMATS)
-@pytest.mark.parametrize(("rows", "cols"), [(64, 96), (160, 288), (128, 256), (1, 32)])
+@rows("format_name", *FORMATS)
+@rows("rows, cols", (64, 96), (160, 288), (128, 256), (1, 32))
 def test_stored_bytes(format_name, rows, cols):
     weight = FORMATS[format_name].quantize(torch.randn(3, rows, cols))
     data = weight.nbytes
@@ -34,9 +35,16 @@ def test_an_unknown_format_is_refused():
         weight_bytes("int3", 32, 32)
 
 
-@pytest.mark.parametrize("format_name", PACKED)
-@pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize(("hidden", "inter"), [(64, 128), (288, 288), (192, 160), (96, 32), (2880, 96), (352, 224)])
+@rows("format_name", *PACKED)
+@rows(
+    "hidden, inter, has_bias",
+    (64, 128, True),
+    (288, 288, True),
+    (192, 160, False),
+    (96, 32, True),
+    (2880, 96, False),
+    (352, 224, True),
+)
 def test_bytes_of_the_triton_layout(format_name, has_bias, hidden, inter):
     inter = -(-inter // 128) * 128 if format_name == "fp8_block" else inter
     experts = make_experts(format_name, 2, hidden, inter, bias=has_bias)
@@ -47,8 +55,8 @@ def test_bytes_of_the_triton_layout(format_name, has_bias, hidden, inter):
     assert w13.nbytes + w2.nbytes == expected
 
 
-@pytest.mark.parametrize("arch", ["sm90", "sm100"])
-@pytest.mark.parametrize("has_bias", [False, True])
+@rows("arch", "sm90", "sm100")
+@rows("has_bias", False, True)
 def test_bytes_of_flashinfers_mxfp4_layout(arch, has_bias):
     hidden, inter = (320, 160) if has_bias else (256, 512)
     experts = make_experts("mxfp4", 2, hidden, inter, bias=has_bias)
@@ -73,7 +81,7 @@ def test_bytes_of_aiters_gpt_oss_layout():
     assert backend.layer_bytes("fp8_block", plain, device) == 2 * expert_bytes("fp8_block", 256, 512)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@rows("dtype", torch.float32, torch.bfloat16)
 def test_bytes_of_the_torch_backend_are_those_of_dense_weights(dtype):
     experts = make_experts("mxfp4", 3, 64, 96)
     config = make_config(experts, dtype=dtype)

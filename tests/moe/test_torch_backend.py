@@ -35,16 +35,15 @@ from tests.moe.moe_layers import (
     relative_error,
     shard,
 )
+from tests.tables import rows
 
-every_format = pytest.mark.parametrize("format_name", FORMATS)
-both_ways = pytest.mark.parametrize("fits", [True, False], ids=["ready", "lazy"])
+every_format = rows("format_name", *FORMATS)
+both_ways = rows("fits", True, False)
 
 
-@pytest.fixture(autouse=True)
-def _memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    params = getattr(getattr(request.node, "callspec", None), "params", {})
-    if "fits" in params:
-        monkeypatch.setattr("moe.backends.torch.backend._free_bytes", lambda device: 2**40 if params["fits"] else 0)
+def set_memory(monkeypatch: pytest.MonkeyPatch, fits: bool) -> None:
+    """With enough of it the weights are dequantized at load, else at each use."""
+    monkeypatch.setattr("moe.backends.torch.backend._free_bytes", lambda device: 2**40 if fits else 0)
 
 
 def run(
@@ -63,11 +62,13 @@ def inputs(num_tokens: int, hidden: int = 64, seed: int = 3) -> torch.Tensor:
     return torch.randn(num_tokens, hidden, generator=torch.Generator().manual_seed(seed))
 
 
+@rows("bias, num_tokens", (True, 1), (True, 37), (False, 2))
 @every_format
 @both_ways
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("num_tokens", [1, 2, 37])
-def test_every_format_agrees_with_the_twin(format_name: str, fits: bool, bias: bool, num_tokens: int) -> None:
+def test_every_format_agrees_with_the_twin(
+    monkeypatch: pytest.MonkeyPatch, format_name: str, fits: bool, bias: bool, num_tokens: int
+) -> None:
+    set_memory(monkeypatch, fits)
     experts = make_experts(format_name, bias=bias)
     config, x, topk = make_config(experts), inputs(num_tokens), random_topk(num_tokens, 4)
     quant_info = TorchBackend().prepare(experts, config, Topology())
@@ -77,9 +78,12 @@ def test_every_format_agrees_with_the_twin(format_name: str, fits: bool, bias: b
     assert relative_error(got, reference_moe(x, topk, experts, GPT_OSS)) < 1e-5
 
 
-@pytest.mark.parametrize("activation", [PLAIN, GPT_OSS, DEEPSEEK_V4], ids=["plain", "gpt_oss", "v4"])
+@rows("activation", PLAIN, GPT_OSS, DEEPSEEK_V4)
 @both_ways
-def test_bf16_casts_biases_once_and_stays_near_the_twin(activation: Activation, fits: bool) -> None:
+def test_bf16_casts_biases_once_and_stays_near_the_twin(
+    monkeypatch: pytest.MonkeyPatch, activation: Activation, fits: bool
+) -> None:
+    set_memory(monkeypatch, fits)
     experts = make_experts("mxfp4")
     config = make_config(experts, activation=activation, dtype=torch.bfloat16)
     x, topk = inputs(9).bfloat16(), random_topk(9, 4)
@@ -90,7 +94,10 @@ def test_bf16_casts_biases_once_and_stays_near_the_twin(activation: Activation, 
 
 @every_format
 @both_ways
-def test_minus_one_adds_exactly_zero_and_idle_experts_are_never_read(format_name: str, fits: bool) -> None:
+def test_minus_one_adds_exactly_zero_and_idle_experts_are_never_read(
+    monkeypatch: pytest.MonkeyPatch, format_name: str, fits: bool
+) -> None:
+    set_memory(monkeypatch, fits)
     experts = make_experts(format_name)
     x, topk = inputs(40), random_topk(40, 3)  # expert 3 stays idle
     lost = torch.rand(40, 2, generator=torch.Generator().manual_seed(5)) < 0.3
@@ -110,7 +117,7 @@ def test_minus_one_adds_exactly_zero_and_idle_experts_are_never_read(format_name
     assert torch.equal(got[0], torch.zeros(64))
 
 
-@pytest.mark.parametrize("num_tokens", [1, 5])
+@rows("num_tokens", 1, 5)
 def test_a_batch_of_minus_one_is_zero(num_tokens: int) -> None:
     experts = make_experts("mxfp4")
     topk = StandardTopK(torch.full((num_tokens, 2), float("nan")), torch.full((num_tokens, 2), -1, dtype=torch.int32))
@@ -130,7 +137,7 @@ def test_a_token_of_nan_spoils_only_its_own_row() -> None:
     assert bool(got[2].isnan().all())
 
 
-@pytest.mark.parametrize("inter", [96, 288] if HAS_FBGEMM else [])
+@rows("inter", *[96, 288] if HAS_FBGEMM else [])
 def test_packed_weights_give_a_token_the_same_bits_in_every_batch(inter: int) -> None:
     experts = make_experts("mxfp4", num_experts=8, hidden=96, inter=inter)
     config, x, topk = make_config(experts), inputs(150, 96), random_topk(150, 8)
@@ -141,21 +148,19 @@ def test_packed_weights_give_a_token_the_same_bits_in_every_batch(inter: int) ->
         assert torch.equal(part, whole[rows])
 
 
+@rows("format_name, tp_size, ep_size", ("mxfp4", 8, 2), ("mxfp4", 1, 4), ("bf16", 4, 1))
 @both_ways
-@pytest.mark.parametrize("format_name", ["mxfp4", "bf16"])
-@pytest.mark.parametrize("tp_size", [1, 2, 4, 8])
-@pytest.mark.parametrize("ep_size", [1, 2, 4])
-def test_shards_of_288_sum_to_the_whole(format_name: str, fits: bool, tp_size: int, ep_size: int) -> None:
+def test_shards_of_288_sum_to_the_whole(
+    monkeypatch: pytest.MonkeyPatch, format_name: str, fits: bool, tp_size: int, ep_size: int
+) -> None:
+    set_memory(monkeypatch, fits)
     experts = make_experts(format_name, hidden=96, inter=288)
-    x, topk = inputs(5, 96), random_topk(5, 4)
-    total, empty_ranks = torch.zeros(5, 96), 0
-    for tp_rank in range(tp_size):
-        for ep_rank in range(ep_size):
-            own = shard(experts, tp=(tp_size, tp_rank), ep=(ep_size, ep_rank))
-            empty_ranks += own.intermediate_size == 0
-            topology = Topology(tp_size=tp_size, tp_rank=tp_rank, ep_size=ep_size, ep_rank=ep_rank)
-            config = make_config(own, num_experts=4, place=topology)
-            total += run(own, config, x, topk, topology)
+    x, topk, total, empty_ranks = inputs(5, 96), random_topk(5, 4), torch.zeros(5, 96), 0
+    for number in range(tp_size * ep_size):
+        topology = Topology(tp_size=tp_size, tp_rank=number % tp_size, ep_size=ep_size, ep_rank=number // tp_size)
+        own = shard(experts, tp=(tp_size, topology.tp_rank), ep=(ep_size, topology.ep_rank))
+        empty_ranks += own.intermediate_size == 0
+        total += run(own, make_config(own, num_experts=4, place=topology), x, topk, topology)
     assert empty_ranks == ep_size * {4: 1, 8: 3}.get(tp_size, 0)  # 9 blocks of 32, at most ceil(9 / tp) a rank
     assert relative_error(total, reference_moe(x, topk, experts, GPT_OSS)) < 1e-5
 

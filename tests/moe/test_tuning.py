@@ -21,7 +21,7 @@ from moe import (
     Topology,
 )
 from moe.backends.flashinfer.profiles import profiles_of
-from moe.formats import ExpertWeights, Mxfp4Weight
+from moe.formats import ExpertWeights
 from moe.registry import load_backend
 from moe.tune import layers as tuning
 from moe.tune import measure as tuning_measure
@@ -30,6 +30,7 @@ from moe.tune.layers import LayerTuner, TuningSettings, tune_layer
 from moe.tune.policy import MAX_TOKEN_COUNTS
 from tests.moe.backends import hostile
 from tests.moe.tunable import Profiled, install_profiles
+from tests.tables import rows
 
 GPT_OSS = Activation(alpha=1.702, beta=1.0, limit=7.0)
 E, H, I, K = 4, 96, 160, 3
@@ -39,9 +40,7 @@ Layer = tuple[MoeRunner, Any, ExpertWeights]
 
 
 def mxfp4_layer(topology: Topology, backend: MoeBackend = MoeBackend.FLASHINFER_MXFP4) -> Layer:
-    w13, w2 = hostile.dense_experts(E, H, I)
-    b13, b2 = hostile.biases(E, H, I)
-    whole = ExpertWeights(w13=Mxfp4Weight.quantize(w13), w2=Mxfp4Weight.quantize(w2), b13=b13, b2=b2)
+    whole = hostile.plain_experts("mxfp4", E, H, I, has_biases=True)
     experts = hostile.shard(whole, ep=(topology.ep_size, topology.ep_rank))
     dtype = torch.bfloat16 if backend is MoeBackend.FLASHINFER_MXFP4 else torch.float32
     config = hostile.make_config(E, H, experts.intermediate_size, K, place=topology, activation=GPT_OSS, dtype=dtype)
@@ -64,7 +63,7 @@ def pairs(info: Any) -> list[tuple[int, int] | None]:
     return [info.profiles.pick(count) for count in (1, 2, 6, 5000)]
 
 
-@pytest.mark.parametrize("ep_size", [1, 2])
+@rows("ep_size", 1, 2)
 def test_the_best_profile_of_either_gemm_is_found_checked_kept_and_used(
     profiled: Profiled, tmp_path: Path, ep_size: int
 ) -> None:
@@ -92,7 +91,7 @@ def test_the_best_profile_of_either_gemm_is_found_checked_kept_and_used(
     assert profiled.emulator.calls[0].options.fused_finalize is False, "the same order of additions in every run"
 
 
-@pytest.mark.parametrize("fault", ["wrong", "writes_nothing"])
+@rows("fault", "wrong", "writes_nothing")
 def test_a_fast_profile_that_is_wrong_is_refused(
     profiled: Profiled, caplog: pytest.LogCaptureFixture, fault: str
 ) -> None:
@@ -197,18 +196,19 @@ def test_a_rank_of_two_keeps_its_own_choice_though_its_sizes_are_those_of_one() 
     assert alone.file_name != of_two.file_name
 
 
-@pytest.mark.parametrize("text", ["x/6", "3", "-2/6", "3/6/7", "", "3/²", "3/" + "9" * 5000])
 def test_a_damaged_choice_is_passed_over_without_the_flag_and_replaced_with_it(
-    profiled: Profiled, tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str
+    subtests: pytest.Subtests, profiled: Profiled, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     runner, info, experts = mxfp4_layer(Topology())
     tuner(tmp_path).tuned(runner, info, experts, Topology())
     (file,) = tmp_path.iterdir()
     good = file.read_text()
-    file.write_text(good.replace("3/7", text))
-    with caplog.at_level(logging.WARNING):
-        assert tuner(tmp_path, is_on=False).tuned(runner, info, experts, Topology()) is info
-    assert "kept tactics of flashinfer_mxfp4 are not used" in caplog.text
+    for text in ("x/6", "3", "-2/6", "3/6/7", "", "3/²", "3/" + "9" * 5000):
+        file.write_text(good.replace("3/7", text))
+        caplog.clear()
+        with subtests.test(text=text), caplog.at_level(logging.WARNING):
+            assert tuner(tmp_path, is_on=False).tuned(runner, info, experts, Topology()) is info
+            assert "kept tactics of flashinfer_mxfp4 are not used" in caplog.text
     assert pairs(tuner(tmp_path).tuned(runner, info, experts, Topology())) == [(3, 7)] * 4
     assert file.read_text() == good
 
@@ -231,7 +231,7 @@ def test_a_release_that_takes_no_profile_numbers_has_nothing_to_tune(
     assert not profiled.used
 
 
-@pytest.mark.parametrize(("format_name", "first", "second"), [("bf16", 3, 7), ("fp8_tensor", 3, 7), ("nvfp4", 3, 7)])
+@rows("format_name, first, second", ("bf16", 3, 7), ("fp8_tensor", 3, 7), ("nvfp4", 3, 7))
 def test_cutlass_formats(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, format_name: str, first: int, second: int
 ) -> None:

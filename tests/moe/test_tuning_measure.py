@@ -13,6 +13,7 @@ from moe.tune.measure import Measurer, _largest_error, _new_memory_is_nan
 from tests.moe.backends import hostile
 from tests.moe.moe_layers import make_config, make_experts, shard
 from tests.moe.tunable import install_profiles
+from tests.tables import rows
 
 
 def test_an_error_may_not_drown_in_other_tokens_nor_in_other_outputs() -> None:
@@ -47,7 +48,7 @@ def test_memory_that_a_tactic_allocates_holds_no_former_results() -> None:
             torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("ep_rank", range(4))
+@rows("ep_rank", *range(4))
 def test_few_tokens_differ_from_call_to_call_and_the_first_visits_this_rank(ep_rank: int) -> None:
     topology = Topology(ep_size=4, ep_rank=ep_rank)
     experts = shard(make_experts("mxfp4", num_experts=16), ep=(4, ep_rank))

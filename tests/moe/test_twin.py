@@ -11,6 +11,7 @@ from moe.check.reference import reference_moe
 from moe.formats import ExpertWeights, Weight
 from moe.formats.activation_quant import fp8_groups, fp8_static, nvfp4_static
 from tests.moe.moe_layers import FORMATS, GPT_OSS, PLAIN, make_experts, random_topk, relative_error
+from tests.tables import rows
 
 
 def x_of(num_tokens: int) -> torch.Tensor:
@@ -65,13 +66,11 @@ def with_input_scales(experts: ExpertWeights) -> ExpertWeights:
     return dataclasses.replace(experts, w13=dataclasses.replace(w13, input_scale=halves), w2=scale(experts.w2, 2e4))
 
 
-@pytest.mark.parametrize(
-    ("format_name", "rounding", "low", "high"),
-    [
-        ("fp8_block", fp8_groups, 5e-3, 5e-2),
-        ("fp8_tensor", fp8_static, 5e-3, 6e-2),
-        ("nvfp4", nvfp4_static, 3e-2, 2e-1),
-    ],
+@rows(
+    "format_name, rounding, low, high",
+    ("fp8_block", fp8_groups, 5e-3, 5e-2),
+    ("fp8_tensor", fp8_static, 5e-3, 6e-2),
+    ("nvfp4", nvfp4_static, 3e-2, 2e-1),
 )
 def test_rounding_the_inputs_changes_the_result_by_what_the_format_costs(
     format_name: str, rounding: object, low: float, high: float
@@ -97,7 +96,7 @@ def test_rounding_by_groups_keeps_every_group_apart_and_takes_short_ones() -> No
     assert not torch.equal(got[:, 0], x[:, 0])
 
 
-@pytest.mark.parametrize("rounding", [fp8_static, nvfp4_static])
+@rows("rounding", fp8_static, nvfp4_static)
 def test_static_rounding_needs_a_scale(rounding: object) -> None:
     topk = StandardTopK(torch.ones(1, 1), torch.zeros(1, 1, dtype=torch.int32))
     with pytest.raises(WeightFormatError, match="without input_scale"):

@@ -1,5 +1,6 @@
 """Experts, twin and runs that the aiter tests share."""
 
+import functools
 from typing import Any
 
 import torch
@@ -8,10 +9,9 @@ from moe import Activation, MoeA2ABackend, MoeBackend, MoeRunner, StandardDispat
 from moe.backends.aiter.backend import AiterBackend
 from moe.check.reference import reference_moe
 from moe.config import DispatchDtype, DispatchFormat
-from moe.dispatch.deepep import DeepepBuffer, DeepepDispatcher
-from moe.dispatch.deepep_settings import DeepepMode, DeepepSettings, EpShape
+from moe.dispatch.deepep_settings import DeepepMode
 from moe.dispatch.mori import MoriBuffer, MoriDispatcher, MoriSettings
-from moe.formats import Bf16Weight, ExpertWeights, Fp8BlockWeight, Fp8TensorWeight, Mxfp4Weight
+from moe.formats import ExpertWeights
 from tests.emulators.ranks import Rank
 from tests.moe.backends import hostile
 from tests.moe.dispatch import several_ranks
@@ -20,14 +20,12 @@ E, K, H, I = 8, 3, 256, 256
 LL_H = 2048
 PLAIN = Activation()
 BACKEND = AiterBackend()
-FORMATS = {"bf16": Bf16Weight, "fp8_block": Fp8BlockWeight, "fp8_tensor": Fp8TensorWeight, "mxfp4": Mxfp4Weight}
 TOLERANCE = {"bf16": 1e-5, "fp8_block": 1e-3, "fp8_tensor": 1e-3, "mxfp4": 1e-3}
 
 
+@functools.cache
 def experts_of(name: str, hidden: int = H, inter: int = I) -> ExpertWeights:
-    w13, w2 = hostile.dense_experts(E, hidden, inter)
-    kind: Any = FORMATS[name]
-    return ExpertWeights(w13=kind.quantize(w13), w2=kind.quantize(w2))
+    return hostile.plain_experts(name, E, hidden, inter)
 
 
 def twin(x: torch.Tensor, topk: Any, experts: ExpertWeights) -> torch.Tensor:
@@ -47,18 +45,13 @@ def run_alone(name: str, topology: Topology | None = None, num_tokens: int = 30,
 
 
 def deepep_for(mode: DeepepMode, hidden: int) -> Any:
-    def build(rank: Rank, config: Any) -> DeepepDispatcher:
-        shape = EpShape(hidden_size=hidden, num_experts=E, top_k=K, ep_size=rank.size())
-        settings = DeepepSettings(mode=mode, max_dispatch_tokens=8)
-        return DeepepDispatcher(DeepepBuffer(rank, settings, shape, sends_fp8=False), DispatchDtype.BF16)
-
-    return build
+    return lambda rank, config: several_ranks.deepep(rank, mode, hidden)
 
 
 def mori_for(dispatch_dtype: DispatchDtype, fp8_dtype: torch.dtype = torch.float8_e4m3fn, **settings: Any) -> Any:
     def build(rank: Rank, config: Any) -> MoriDispatcher:
-        shape = EpShape(hidden_size=H, num_experts=E, top_k=K, ep_size=rank.size())
         choice = MoriSettings(max_dispatch_tokens=8, **settings)
+        shape = several_ranks.shape_of(rank, H)
         return MoriDispatcher(MoriBuffer(rank, choice, shape, dispatch_dtype, fp8_dtype=fp8_dtype))
 
     return build
@@ -71,7 +64,4 @@ def behind(a2a: MoeA2ABackend, layout: DispatchFormat, build: Any, name: str, nu
         experts, inputs, backend=MoeBackend.AITER, a2a=a2a, formats=(layout,), dispatcher_for=build,
         dtype=torch.bfloat16,
     )  # fmt: skip
-    wants = [twin(x, topk, experts) for x, topk in inputs]
-    assert [out.shape for out in outputs] == [want.shape for want in wants]
-    error = hostile.relative_error(torch.cat(outputs), torch.cat(wants))
-    return error if error == error else float("inf")
+    return several_ranks.worst_error(outputs, inputs, lambda x, topk: twin(x, topk, experts))

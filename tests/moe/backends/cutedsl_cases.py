@@ -1,5 +1,7 @@
 """Experts, runners and low-latency slots shared by the tests of both CuTe-DSL layouts."""
 
+import functools
+
 import torch
 
 from moe import (
@@ -30,6 +32,7 @@ X, TOPK = hostile.tokens(T, H, size=3.0), hostile.routing(T, E, K)
 LL_ONLY = (DispatchFormat.DEEPEP_LL,)
 
 
+@functools.cache
 def make_experts(**options: bool) -> ExpertWeights:
     return hostile.quantized_experts("nvfp4", E, H, I, x=X, **options)
 
@@ -77,6 +80,7 @@ def dispatch_ll(
     return DeepepLlDispatchOutput(slots, scale, TOPK.ids.long(), TOPK.weights, masked_m, 4)
 
 
+@functools.cache
 def expected_v1(experts: ExpertWeights) -> torch.Tensor:
     return hostile.reference(X, TOPK, hostile.layer_wide(experts, w2=False), Activation())
 

@@ -1,5 +1,6 @@
 """Experts, twin and runs that the DeepGEMM tests share."""
 
+import functools
 from typing import Any
 
 import torch
@@ -15,8 +16,8 @@ from moe import (
 from moe.backends.deep_gemm.backend import DeepGemmBackend
 from moe.check.reference import reference_moe
 from moe.config import DispatchDtype
-from moe.dispatch.deepep import DeepepBuffer, DeepepDispatcher
-from moe.dispatch.deepep_settings import DeepepMode, DeepepSettings, EpShape
+from moe.dispatch.deepep import DeepepDispatcher
+from moe.dispatch.deepep_settings import DeepepMode
 from moe.formats import ExpertWeights, Fp8BlockWeight, Weight, activation_quant
 from tests.emulators.ranks import Rank
 from tests.moe.backends import hostile
@@ -31,9 +32,9 @@ BACKEND = DeepGemmBackend()
 DEEPSEEK_V4 = Activation(limit=10.0)
 
 
+@functools.cache
 def experts_of(hidden: int = H, inter: int = I) -> ExpertWeights:
-    w13, w2 = hostile.dense_experts(E, hidden, inter)
-    return ExpertWeights(w13=Fp8BlockWeight.quantize(w13), w2=Fp8BlockWeight.quantize(w2))
+    return hostile.plain_experts("fp8_block", E, hidden, inter)
 
 
 def power_of_two(experts: ExpertWeights) -> ExpertWeights:
@@ -82,19 +83,11 @@ def run_deepep(mode: DeepepMode, arch: str, num_tokens: list[int]) -> float:
     dispatch_dtype = DispatchDtype.FP8_UE8M0 if arch == "sm100" else DispatchDtype.FP8
 
     def dispatcher_for(rank: Rank, config: Any) -> DeepepDispatcher:
-        shape = EpShape(hidden_size=hidden, num_experts=E, top_k=K, ep_size=rank.size())
-        settings = DeepepSettings(mode=mode, max_dispatch_tokens=8)
-        buffer = DeepepBuffer(rank, settings, shape, sends_fp8=True)
-        return DeepepDispatcher(buffer, dispatch_dtype, expert_alignment=BACKEND.expert_alignment)
+        alignment = BACKEND.expert_alignment
+        return several_ranks.deepep(rank, mode, hidden, dispatch_dtype, expert_alignment=alignment)
 
     outputs = several_ranks.run_layer(
         experts, inputs, backend=MoeBackend.DEEP_GEMM, a2a=MoeA2ABackend.DEEPEP, formats=mode.dispatch_formats,
         dispatcher_for=dispatcher_for, dtype=torch.bfloat16, activation=DEEPSEEK_V4,
     )  # fmt: skip
-    worst = 0.0
-    for (x, topk), out in zip(inputs, outputs, strict=True):
-        assert out.shape == x.shape
-        if x.shape[0]:
-            error = hostile.relative_error(out, twin(x, topk, experts, arch, DEEPSEEK_V4))
-            worst = max(worst, error if error == error else float("inf"))
-    return worst
+    return several_ranks.worst_error(outputs, inputs, lambda x, topk: twin(x, topk, experts, arch, DEEPSEEK_V4))

@@ -13,16 +13,16 @@ import torch
 from moe import Activation, MoeRunnerConfig, StandardTopK
 from moe.check.reference import reference_moe
 from moe.formats import (
-    Bf16Weight,
     ExpertWeights,
-    Fp8BlockWeight,
     Fp8TensorWeight,
     Nvfp4Weight,
     activation_quant,
 )
 from tests.moe.configs import rank_config
 from tests.moe.joining import concat_rows
+from tests.moe.moe_layers import FORMATS, relative_error
 
+__all__ = ["relative_error"]  # used as hostile.relative_error
 FACTOR = 2.5
 ROUNDING = {
     "fp8_block": activation_quant.fp8_groups,
@@ -43,6 +43,16 @@ def dense_experts(num_experts: int, hidden: int, inter: int, *, seed: int = 0) -
         else torch.empty(num_experts, hidden, 0)
     )
     return torch.cat((gate, up), dim=1) * size, w2 * size.flip(0)
+
+
+def plain_experts(
+    name: str, num_experts: int, hidden: int, inter: int, *, has_biases: bool = False, size: float = 1.0
+) -> ExpertWeights:
+    """Experts of any format, without activation scales; `size` multiplies w13, so that more values are clamped."""
+    w13, w2 = dense_experts(num_experts, hidden, inter)
+    b13, b2 = biases(num_experts, hidden, inter) if has_biases else (None, None)
+    kind = FORMATS[name]
+    return ExpertWeights(w13=kind.quantize(size * w13), w2=kind.quantize(w2), b13=b13, b2=b2)
 
 
 def biases(num_experts: int, hidden: int, inter: int, *, seed: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
@@ -97,10 +107,6 @@ def layer_wide(experts: ExpertWeights, *, w13: bool = True, w2: bool = True) -> 
     )
 
 
-def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
-    return float((got.float() - want).norm() / want.norm())
-
-
 def make_config(num_experts: int, hidden: int, inter: int, top_k: int = 2, **changes: object) -> MoeRunnerConfig:
     sizes = {"num_experts": num_experts, "hidden_size": hidden, "intermediate_size": inter, "top_k": top_k}
     return rank_config(**(sizes | changes))  # type: ignore[arg-type]
@@ -139,14 +145,12 @@ def _rows(gate: Any, up: Any) -> Any:
 
 
 def quantized_experts(
-    name: str, num_experts: int, hidden: int, inter: int, *, x: torch.Tensor, seed: int = 0, per_half: bool = False
+    name: str, num_experts: int, hidden: int, inter: int, *, x: torch.Tensor, per_half: bool = False
 ) -> ExpertWeights:
     """bf16, fp8_block, fp8_tensor or nvfp4 experts; static input scales fit `x` and differ by expert."""
-    w13, w2 = dense_experts(num_experts, hidden, inter, seed=seed)
-    if name == "bf16":
-        return ExpertWeights(w13=Bf16Weight.quantize(w13), w2=Bf16Weight.quantize(w2))
-    if name == "fp8_block":
-        return ExpertWeights(w13=Fp8BlockWeight.quantize(w13), w2=Fp8BlockWeight.quantize(w2))
+    if name in ("bf16", "fp8_block"):
+        return plain_experts(name, num_experts, hidden, inter)
+    w13, w2 = dense_experts(num_experts, hidden, inter)
     top = 448.0 if name == "fp8_tensor" else 6 * 448.0
     # powers of two: both sides then divide exactly, and no value near a tie rounds differently
     steps = torch.exp2(-(torch.arange(num_experts) % 3).float())
@@ -169,3 +173,12 @@ def with_layer_scales(part: ExpertWeights, whole: ExpertWeights) -> ExpertWeight
     if scales[0] is None or scales[1] is None:
         return part
     return dataclasses.replace(part, layer_input_scales=(float(scales[0].max()), float(scales[1].max())))
+
+
+def lost_expert(experts: ExpertWeights) -> ExpertWeights:
+    """Expert 2 has the second matrix of expert 1."""
+    index = torch.tensor([0, 1, 1, *range(3, experts.num_experts)])
+    w2: Any = experts.w2
+    fields = {field.name: getattr(w2, field.name) for field in dataclasses.fields(w2)}
+    kept = {name: value[index] if torch.is_tensor(value) else value for name, value in fields.items()}
+    return dataclasses.replace(experts, w2=type(w2)(**kept))

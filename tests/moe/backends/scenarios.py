@@ -3,6 +3,7 @@
 The mutation tests plant a fault and demand that the scenario's error, or a refusal, shows it.
 """
 
+import functools
 from dataclasses import dataclass
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from moe import Activation, BypassedTopK, MoeA2ABackend, MoeBackend, MoeRunner, StandardDispatchOutput, Topology
 from moe.config import RoutingConfig, RoutingMethod
-from moe.formats import Bf16Weight, ExpertWeights, Mxfp4Weight
+from moe.formats import ExpertWeights
 from moe.registry import load_backend
 from moe.routing import StandardTopK, TopKOutput, route
 from tests.emulators.cutedsl import install_cutedsl
@@ -62,16 +63,22 @@ class Problem:
 
 def run_scenario(emulator: object, path: str) -> float:
     """Relative error of the sum over ranks against the twin."""
+    return _run_v1(emulator) if path == "cutedsl-v1" else run_ranks(emulator, make_problem(path), 2, 2)
+
+
+def prepare(path: str) -> None:
+    """Make the path's layer and answer. Before a fault is planted: in shared code it could move both sides."""
     if path == "cutedsl-v1":
-        return _run_v1(emulator)
-    # computed before anything runs, so that a fault planted in shared code cannot move both sides
-    return run_ranks(emulator, make_problem(path, 288 if path.startswith("mxfp4") else 256), 2, 2)
+        cutedsl_cases.expected_v1(cutedsl_cases.make_experts())
+    else:
+        make_problem(path)
 
 
-def make_problem(path: str, inter: int) -> Problem:
-    """A layer of every path but v1; `inter` is its whole intermediate size."""
+@functools.cache
+def make_problem(path: str) -> Problem:
+    """A layer of every path but v1."""
     family, kind = path.split("-")
-    experts, activation, x = _layer(family, kind, inter)
+    experts, activation, x = _layer(family, kind)
     standard = hostile.routing(T, E, K)
     topk: TopKOutput = standard
     if family == "trtllm":
@@ -110,19 +117,14 @@ def run_ranks(emulator: object, problem: Problem, tp_size: int, ep_size: int) ->
     return hostile.relative_error(total, problem.want)
 
 
-def _layer(family: str, kind: str, inter: int) -> tuple[ExpertWeights, Activation, torch.Tensor]:
+def _layer(family: str, kind: str) -> tuple[ExpertWeights, Activation, torch.Tensor]:
     if family == "mxfp4":
-        w13, w2 = hostile.dense_experts(E, 192, inter)
-        b13, b2 = hostile.biases(E, 192, inter)
-        experts = ExpertWeights(w13=Mxfp4Weight.quantize(w13), w2=Mxfp4Weight.quantize(w2), b13=b13, b2=b2)
-        return experts, GPT_OSS, hostile.tokens(T, 192, size=6.0)
+        return hostile.plain_experts("mxfp4", E, 192, 288, has_biases=True), GPT_OSS, hostile.tokens(T, 192, size=6.0)
     x = hostile.tokens(T, 256, size=3.0)
     if kind == "bf16":
-        w13, w2 = hostile.dense_experts(E, 256, inter)
-        b13, b2 = hostile.biases(E, 256, inter)
-        return ExpertWeights(w13=Bf16Weight.quantize(2 * w13), w2=Bf16Weight.quantize(w2), b13=b13, b2=b2), GPT_OSS, x
+        return hostile.plain_experts(kind, E, 256, 256, has_biases=True, size=2.0), GPT_OSS, x
     name = "nvfp4" if kind == "v2" else kind
-    return hostile.quantized_experts(name, E, 256, inter, x=x), Activation(), x
+    return hostile.quantized_experts(name, E, 256, 256, x=x), Activation(), x
 
 
 def _run_v1(emulator: object) -> float:

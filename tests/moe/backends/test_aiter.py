@@ -21,7 +21,7 @@ from moe.dispatch.deepep_settings import DeepepMode, DeepepSettings
 from moe.dispatch.mori import MoriSettings
 from moe.dispatch.round_trip import check_round_trip
 from moe.dispatch.transport import DispatchSpec, build_transport
-from moe.errors import MoeConfigError, SelfCheckError, TransportStateError, UnsupportedPathError, WeightFormatError
+from moe.errors import MoeConfigError, SelfCheckError, TransportStateError, UnsupportedPathError
 from moe.formats.fp8 import to_fnuz
 from moe.formats.token_groups import quantize_token_groups
 from moe.layouts.aiter import shuffle_e8m0, shuffle_weight
@@ -35,75 +35,21 @@ from tests.emulators.refusal import KernelRefusal
 from tests.moe.backends import hostile
 from tests.moe.backends.aiter_cases import (
     BACKEND,
-    FORMATS,
     LL_H,
     TOLERANCE,
     E,
     H,
-    I,
     K,
     behind,
     deepep_for,
     experts_of,
     mori_for,
-    run_alone,
-    twin,
 )
 from tests.moe.dispatch import several_ranks
+from tests.tables import rows
 
 
-@pytest.mark.parametrize(
-    ("name", "arch"),
-    [(name, arch) for name, support in BACKEND.formats.items() for arch in support.archs],
-)
-def test_alone_equals_the_twin(monkeypatch: pytest.MonkeyPatch, name: str, arch: str) -> None:
-    emulator = install_aiter(monkeypatch, arch)
-    got, x, topk, experts = run_alone(name)
-    want = twin(x, topk, experts)
-    assert emulator.exact is not None
-    assert hostile.relative_error(emulator.exact, want) < TOLERANCE[name]
-    assert torch.equal(got, emulator.exact.bfloat16())
-    assert torch.equal(got[2], torch.zeros(H).bfloat16()), "all ids of this token are -1"
-    assert emulator.calls[-1].expert_mask is None
-
-
-@pytest.mark.parametrize("ep_size", [2, 4, 8])
-@pytest.mark.parametrize("name", list(FORMATS))
-def test_expert_slices_sum_to_one_rank(monkeypatch: pytest.MonkeyPatch, name: str, ep_size: int) -> None:
-    emulator = install_aiter(monkeypatch)
-    total = torch.zeros(30, H)
-    for rank in range(ep_size):
-        _, x, topk, experts = run_alone(name, Topology(ep_size=ep_size, ep_rank=rank))
-        assert emulator.exact is not None
-        total += emulator.exact
-        mask = emulator.calls[-1].expert_mask
-        assert mask.numel() == E + 1
-        assert mask.nonzero().flatten().tolist() == list(range(rank * E // ep_size, (rank + 1) * E // ep_size))
-    assert hostile.relative_error(total, twin(x, topk, experts)) < TOLERANCE[name]
-
-
-@pytest.mark.parametrize("tp_size", [2, 4])
-@pytest.mark.parametrize("name", list(FORMATS))
-def test_tensor_slices_sum_to_one_rank(monkeypatch: pytest.MonkeyPatch, name: str, tp_size: int) -> None:
-    emulator = install_aiter(monkeypatch)
-    experts, x, topk = experts_of(name, H, 1024), hostile.tokens(9, H), hostile.routing(9, E, K)
-    total, parts = torch.zeros(9, H), torch.zeros(9, H)
-    for rank in range(tp_size):
-        local = hostile.shard(experts, tp=(tp_size, rank), block=256)
-        parts += twin(x, topk, local)
-        topology = Topology(tp_size=tp_size, tp_rank=rank)
-        config = several_ranks.layer_config(local, torch.bfloat16, place=topology)
-        info = BACKEND.prepare(local, config, topology)
-        result = MoeRunner(MoeBackend.AITER, MoeA2ABackend.NONE, config).run(StandardDispatchOutput(x, topk), info)
-        assert result.is_partial
-        assert emulator.exact is not None
-        total += emulator.exact
-    assert hostile.relative_error(total, parts) < TOLERANCE[name]
-    if name != "fp8_tensor":  # there the scale of a token comes from the rank's own columns
-        assert hostile.relative_error(total, twin(x, topk, experts)) < TOLERANCE[name]
-
-
-@pytest.mark.parametrize("name", list(FORMATS))
+@rows("name", *list(TOLERANCE))
 def test_a_kernel_that_rounds_between_its_gemms_passes_the_self_check(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -131,12 +77,12 @@ def test_a_kernel_that_rounds_between_its_gemms_passes_the_self_check(
 # ---- transports ----
 
 
-RANKS = [[5, 8], [3, 0, 8, 1], [1, 2, 0, 4, 5, 0, 7, 8]]
+# Every format on four ranks, of which one has no tokens; and two and eight ranks.
+RANKS = [*((name, [3, 0, 8, 1]) for name in TOLERANCE), ("bf16", [5, 8]), ("fp8_block", [1, 2, 0, 4, 5, 0, 7, 8])]
 
 
-@pytest.mark.parametrize("num_tokens", RANKS)
-@pytest.mark.parametrize("name", list(FORMATS))
-@pytest.mark.parametrize("mode", [DeepepMode.NORMAL, DeepepMode.LOW_LATENCY])
+@rows("name, num_tokens", *RANKS)
+@rows("mode", DeepepMode.NORMAL, DeepepMode.LOW_LATENCY)
 def test_behind_deepep(monkeypatch: pytest.MonkeyPatch, mode: DeepepMode, name: str, num_tokens: list[int]) -> None:
     emulator = install_aiter(monkeypatch, wide=True)
     install_deepep(monkeypatch, wide=True)
@@ -152,9 +98,8 @@ def test_behind_deepep(monkeypatch: pytest.MonkeyPatch, mode: DeepepMode, name: 
     assert used == routed, "G63: rows past an expert's count, and the last column, go to the sink"
 
 
-@pytest.mark.parametrize("num_tokens", RANKS)
-@pytest.mark.parametrize("low_latency", [False, True])
-@pytest.mark.parametrize("name", list(FORMATS))
+@rows("name, num_tokens", *RANKS)
+@rows("low_latency", False, True)
 def test_behind_mori(monkeypatch: pytest.MonkeyPatch, name: str, low_latency: bool, num_tokens: list[int]) -> None:
     emulator = install_aiter(monkeypatch, wide=True)
     groups = install_mori(monkeypatch, wide=True)
@@ -169,7 +114,7 @@ def test_behind_mori(monkeypatch: pytest.MonkeyPatch, name: str, low_latency: bo
     assert set(groups) == {"experts"}
 
 
-@pytest.mark.parametrize(("dispatch_dtype", "name"), [(DispatchDtype.BF16, "bf16"), (DispatchDtype.FP8, "fp8_block")])
+@rows("dispatch_dtype, name", (DispatchDtype.BF16, "bf16"), (DispatchDtype.FP8, "fp8_block"))
 def test_mori_truncation_keeps_every_received_row(
     monkeypatch: pytest.MonkeyPatch, dispatch_dtype: DispatchDtype, name: str
 ) -> None:
@@ -195,7 +140,7 @@ def test_mori_slots_without_an_expert_travel_nowhere(monkeypatch: pytest.MonkeyP
     assert run_ranks(2, work) == [4, 4], "every rank keeps its own, with weight zero"
 
 
-@pytest.mark.parametrize("low_latency", [False, True])
+@rows("low_latency", False, True)
 def test_mori_on_gfx942_sends_fnuz(monkeypatch: pytest.MonkeyPatch, low_latency: bool) -> None:
     """G64: tokens change to the variant of the GPU before they travel; mori has no kernel for the other one."""
     emulator = install_aiter(monkeypatch, "gfx942", wide=True)
@@ -208,7 +153,7 @@ def test_mori_on_gfx942_sends_fnuz(monkeypatch: pytest.MonkeyPatch, low_latency:
         behind(MoeA2ABackend.MORI, layout, mori_for(DispatchDtype.FP8, low_latency=low_latency), "fp8_block", [5, 4])
 
 
-@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+@rows("arch", "gfx942", "gfx950")
 def test_mori_is_built_for_the_fp8_of_the_gpu(monkeypatch: pytest.MonkeyPatch, arch: str) -> None:
     """G64: the transport that a model builds asks the device, and its round trip decodes what arrived."""
     install_mori(monkeypatch, arch)
@@ -258,7 +203,7 @@ def shuffled_as_int(values: torch.Tensor) -> list[int]:
     return [int(value) for value in shuffle_weight(values.to(torch.uint8)).flatten()]
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float8_e4m3fn])
+@rows("dtype", torch.uint8, torch.bfloat16, torch.float8_e4m3fn)
 def test_weight_shuffle_is_the_emulators_byte_map(dtype: torch.dtype) -> None:
     weight = torch.randint(0, 120, (2, 48, 96 * dtype.itemsize), dtype=torch.uint8).view(dtype)
     assert torch.equal(emulated.unshuffle_weight(shuffle_weight(weight)).view(torch.uint8), weight.view(torch.uint8))
@@ -279,28 +224,26 @@ def test_fnuz_halves_values_and_has_no_negative_zero() -> None:
     assert (to_fnuz(codes).float() * 2).tolist() == [0.0, 0.0, 1.0, -1.0, 448.0]
 
 
-@pytest.mark.parametrize(
-    ("weights", "arrival", "quant", "upcast"),
-    [
-        ("bf16", "bf16", "No", False),
-        ("bf16", "fp8", "per_128x128", False),
-        ("bf16", "fp4", "per_1x32", False),
-        ("fp8_block", "bf16", "per_128x128", False),
-        ("fp8_block", "fp8", "per_128x128", False),
-        ("fp8_block", "fp4", "per_128x128", True),
-        ("fp8_tensor", "bf16", "per_Token", False),
-        ("fp8_tensor", "fp8", "per_Token", True),
-        ("fp8_tensor", "fp4", "per_Token", True),
-        ("mxfp4", "bf16", "per_1x32", False),
-        ("mxfp4", "fp8", "per_1x32", True),
-        ("mxfp4", "fp4", "per_1x32", False),
-    ],
+@rows(
+    "weights, arrival, quant, upcast",
+    ("bf16", "bf16", "No", False),
+    ("bf16", "fp8", "per_128x128", False),
+    ("bf16", "fp4", "per_1x32", False),
+    ("fp8_block", "bf16", "per_128x128", False),
+    ("fp8_block", "fp8", "per_128x128", False),
+    ("fp8_block", "fp4", "per_128x128", True),
+    ("fp8_tensor", "bf16", "per_Token", False),
+    ("fp8_tensor", "fp8", "per_Token", True),
+    ("fp8_tensor", "fp4", "per_Token", True),
+    ("mxfp4", "bf16", "per_1x32", False),
+    ("mxfp4", "fp8", "per_1x32", True),
+    ("mxfp4", "fp4", "per_1x32", False),
 )
 def test_activation_quantization_table(weights: str, arrival: str, quant: str, upcast: bool) -> None:
     assert resolve_quant(weights, Arrival(arrival)) == (AiterQuant(quant), upcast)
 
 
-@pytest.mark.parametrize("name", ["mxfp4", "fp8_tensor"])
+@rows("name", "mxfp4", "fp8_tensor")
 def test_tokens_in_another_format_are_brought_back(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     emulator = install_aiter(monkeypatch)
     experts, x, topk = experts_of(name), hostile.tokens(6, H), hostile.routing(6, E, K)
@@ -317,55 +260,28 @@ def test_tokens_in_another_format_are_brought_back(monkeypatch: pytest.MonkeyPat
 # ---- refusals ----
 
 
-def test_which_transports_and_devices() -> None:
-    assert [a2a for a2a in MoeA2ABackend if not a2a.supports_aiter] == [MoeA2ABackend.FLASHINFER]
+def test_gpt_oss_alone_has_clamped_experts_of_any_size() -> None:
+    """G70: sizes are padded; and no other clamp is computed."""
     config = several_ranks.layer_config(experts_of("bf16"), torch.bfloat16)
-
-    def reason(arch: str, name: str, a2a: MoeA2ABackend, **changes: Any) -> str:
-        return BACKEND.supports(Device(arch=arch), name, a2a, dataclasses.replace(config, **changes)) or ""
-
-    for a2a in MoeA2ABackend:
-        assert (reason("gfx942", "bf16", a2a) == "") == a2a.supports_aiter
-    assert "gfx950" in reason("gfx942", "mxfp4", MoeA2ABackend.NONE)
-    assert "sm90" in reason("sm90", "bf16", MoeA2ABackend.NONE)
-    assert "nvfp4" in reason("gfx950", "nvfp4", MoeA2ABackend.NONE)
-    narrow = dataclasses.replace(config.shape, intermediate_size=384)
-    assert "intermediate_size of this rank is 384" in reason("gfx950", "mxfp4", MoeA2ABackend.NONE, shape=narrow)
-    assert "no_combine" in reason("gfx950", "bf16", MoeA2ABackend.NONE, no_combine=True)
-    assert "float32" in reason("gfx950", "bf16", MoeA2ABackend.NONE, dtype=torch.float32)
     odd = dataclasses.replace(config.shape, hidden_size=2880)
-    clamped: dict[str, Any] = {"activation": Activation(alpha=1.702, beta=1.0, limit=7.0), "shape": odd}
-    assert reason("gfx950", "mxfp4", MoeA2ABackend.NONE, **clamped) == "", "G70: sizes are padded"
-    assert "gfx950" in reason("gfx942", "mxfp4", MoeA2ABackend.NONE, **clamped)
-    for name, activation in (("bf16", clamped["activation"]), ("mxfp4", Activation(limit=10.0))):
-        words = reason("gfx950", name, MoeA2ABackend.NONE, activation=activation)
-        assert "limit=" in words
+
+    def reason(arch: str, name: str, activation: Activation, **changes: Any) -> str:
+        changed = dataclasses.replace(config, activation=activation, **changes)
+        return BACKEND.supports(Device(arch=arch), name, MoeA2ABackend.NONE, changed) or ""
+
+    gpt_oss = Activation(alpha=1.702, beta=1.0, limit=7.0)
+    assert reason("gfx950", "mxfp4", gpt_oss, shape=odd) == ""
+    assert "gfx950" in reason("gfx942", "mxfp4", gpt_oss, shape=odd)
+    for name, activation in (("bf16", gpt_oss), ("mxfp4", Activation(limit=10.0))):
+        words = reason("gfx950", name, activation)
         assert f"is not supported for {name}, only plain SwiGLU" in words
         assert ("or Activation(alpha=1.702, beta=1.0, limit=7.0)" in words) == (name == "mxfp4")
 
 
-def test_no_combine_is_refused_when_the_runner_is_built() -> None:
-    config = several_ranks.layer_config(experts_of("bf16"), torch.bfloat16, no_combine=True)
-    with pytest.raises(UnsupportedPathError, match="no_combine"):
-        MoeRunner(MoeBackend.AITER, MoeA2ABackend.MORI, config)
-
-
-def test_prepare_refuses_what_it_cannot_lay_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = several_ranks.layer_config(experts_of("mxfp4"), torch.bfloat16)
-    small = experts_of("mxfp4", H, 128)
-    with pytest.raises(WeightFormatError, match="intermediate_size of this rank is 128, mxfp4 needs"):
-        BACKEND.prepare(small, several_ranks.layer_config(small, torch.bfloat16), Topology())
-    b13, b2 = hostile.biases(E, H, I)
-    biased = dataclasses.replace(experts_of("bf16"), b13=b13, b2=b2)
-    with pytest.raises(WeightFormatError, match="bf16 experts with biases are not supported"):
-        BACKEND.prepare(biased, config, Topology())
-    monkeypatch.setitem(sys.modules, "aiter", None)
-    with pytest.raises(UnsupportedPathError, match="needs the package aiter"):
-        BACKEND.prepare(experts_of("bf16"), config, Topology())
+def test_an_old_release_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     install_aiter(monkeypatch, "gfx942")
-    with pytest.raises(UnsupportedPathError, match="mxfp4 on gfx942 is not supported"):
-        BACKEND.prepare(experts_of("mxfp4"), config, Topology())
     monkeypatch.setitem(sys.modules, "aiter.fused_moe", SimpleNamespace(fused_moe=lambda hidden_states, dtype: None))
+    config = several_ranks.layer_config(experts_of("bf16"), torch.bfloat16)
     with pytest.raises(UnsupportedPathError, match="too old, fused_moe has no a1_scale, expert_mask"):
         BACKEND.prepare(experts_of("bf16"), config, Topology())
 
@@ -380,5 +296,3 @@ def test_the_library_is_imported_when_built_and_not_again(monkeypatch: pytest.Mo
     dispatched = StandardDispatchOutput(hostile.tokens(3, H), hostile.routing(3, E, K))
     core_input = aiter_permutes.standard_to_aiter(dispatched, info, config, RunState())
     assert runner_core.run(core_input, info, RunState()).shape == (3, H)
-    with pytest.raises(MoeConfigError, match="cannot overlap"):
-        runner_core.run(core_input, info, RunState(overlap_args="stream"))

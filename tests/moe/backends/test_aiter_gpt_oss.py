@@ -1,7 +1,6 @@
 """G70: GPT-OSS's experts on aiter: biases, clamp and padding go through the library's own arguments."""
 
 import dataclasses
-import itertools
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -18,22 +17,21 @@ from moe.check.selfcheck import check_layer
 from moe.config import DispatchFormat
 from moe.dispatch.deepep_settings import DeepepMode
 from moe.errors import SelfCheckError, UnsupportedPathError, WeightFormatError
-from moe.formats import Bf16Weight, ExpertWeights, Mxfp4Weight
+from moe.formats import ExpertWeights, Mxfp4Weight
 from tests.emulators import aiter as emulated
 from tests.emulators.aiter import install_aiter
 from tests.emulators.deepep import install_deepep
 from tests.moe.backends import hostile
 from tests.moe.backends.aiter_cases import BACKEND, E, K, deepep_for
 from tests.moe.dispatch import several_ranks
+from tests.tables import rows
 
 H, I = 192, 160  # neither is a multiple of the tile
 NONE = MoeA2ABackend.NONE
 
 
 def experts_of(*, with_biases: bool = True, hidden: int = H, inter: int = I) -> ExpertWeights:
-    w13, w2 = hostile.dense_experts(E, hidden, inter)
-    b13, b2 = hostile.biases(E, hidden, inter) if with_biases else (None, None)
-    return ExpertWeights(w13=Mxfp4Weight.quantize(w13), w2=Mxfp4Weight.quantize(w2), b13=b13, b2=b2)
+    return hostile.plain_experts("mxfp4", E, hidden, inter, has_biases=with_biases)
 
 
 def run(experts: ExpertWeights, x: torch.Tensor, topk: Any, topology: Topology) -> torch.Tensor:
@@ -43,7 +41,7 @@ def run(experts: ExpertWeights, x: torch.Tensor, topk: Any, topology: Topology) 
 
 
 def test_few_rows_equal_the_twin(subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch) -> None:
-    for (hidden, inter), with_biases in itertools.product([(H, I), (2880, 96), (256, 256)], [True, False]):
+    for hidden, inter, with_biases in ((H, I, True), (2880, 96, False), (256, 256, True)):
         with subtests.test(hidden=hidden, inter=inter, with_biases=with_biases):
             emulator = install_aiter(monkeypatch, wide=True)
             experts = experts_of(with_biases=with_biases, hidden=hidden, inter=inter)
@@ -76,19 +74,6 @@ def config_of(experts: ExpertWeights) -> Any:
     return several_ranks.layer_config(experts, torch.bfloat16, activation=GPT_OSS)
 
 
-@pytest.mark.parametrize(("tp", "ep"), [(2, 1), (1, 2), (2, 2), (8, 1)])
-def test_ranks_sum_to_one_and_one_of_them_adds_the_bias(monkeypatch: pytest.MonkeyPatch, tp: int, ep: int) -> None:
-    """Of 8 tensor-parallel ranks three own no block of the intermediate axis."""
-    install_aiter(monkeypatch, wide=True)
-    experts, x, topk = experts_of(), hostile.tokens(9, H, size=6.0), hostile.routing(9, E, K)
-    total = torch.zeros(9, H)
-    for tp_rank in range(tp):
-        for ep_rank in range(ep):
-            topology = Topology(tp_size=tp, tp_rank=tp_rank, ep_size=ep, ep_rank=ep_rank)
-            total += run(hostile.shard(experts, tp=(tp, tp_rank), ep=(ep, ep_rank)), x, topk, topology)
-    assert hostile.relative_error(total, hostile.reference(x, topk, experts, GPT_OSS)) < 1e-5
-
-
 def test_behind_deepep(monkeypatch: pytest.MonkeyPatch) -> None:
     install_aiter(monkeypatch, wide=True)
     install_deepep(monkeypatch, wide=True)
@@ -108,7 +93,7 @@ def halves_in_order(halves: torch.Tensor, rows: int) -> torch.Tensor:
     return halves
 
 
-@pytest.mark.parametrize("mistake", ["halves in order", "bias in bf16", "bias on every rank", "padding not told"])
+@rows("mistake", "halves in order", "bias in bf16", "bias on every rank", "padding not told")
 def test_planted_mistakes_are_seen(monkeypatch: pytest.MonkeyPatch, mistake: str) -> None:
     install_aiter(monkeypatch, wide=True)
     parts = aiter_gpt_oss.GptOssParts
@@ -131,7 +116,7 @@ def test_planted_mistakes_are_seen(monkeypatch: pytest.MonkeyPatch, mistake: str
     assert not error < 1e-2
 
 
-@pytest.mark.parametrize("num_rows", [9, 300])
+@rows("num_rows", 9, 300)
 def test_the_self_check_passes_and_sees_a_damaged_layer(monkeypatch: pytest.MonkeyPatch, num_rows: int) -> None:
     install_aiter(monkeypatch)
     experts = experts_of()
@@ -171,8 +156,7 @@ def test_what_the_kernels_do_not_compute_is_refused(monkeypatch: pytest.MonkeyPa
     config = several_ranks.layer_config(experts, torch.bfloat16)
     with pytest.raises(WeightFormatError, match="mxfp4 experts with biases are not supported"):
         BACKEND.prepare(experts, config, Topology())
-    w13, w2 = hostile.dense_experts(E, 256, 256)
-    plain = ExpertWeights(w13=Bf16Weight.quantize(w13), w2=Bf16Weight.quantize(w2))
+    plain = hostile.plain_experts("bf16", E, 256, 256)
     with pytest.raises(UnsupportedPathError, match="is not supported for bf16, only plain SwiGLU"):
         BACKEND.prepare(plain, config_of(plain), Topology())
     old = SimpleNamespace(fused_moe=lambda hidden_states, expert_mask, num_local_tokens, dtype, a1_scale, bias1: None)

@@ -16,7 +16,6 @@ from tests.emulators.refusal import KernelRefusal
 from tests.moe.backends import hostile
 from tests.moe.backends.aiter_cases import (
     BACKEND,
-    FORMATS,
     TOLERANCE,
     E,
     H,
@@ -28,12 +27,13 @@ from tests.moe.backends.aiter_cases import (
     run_alone,
 )
 from tests.moe.dispatch import several_ranks
+from tests.tables import rows
 
 DEEPEP, MORI = MoeA2ABackend.DEEPEP, MoeA2ABackend.MORI
 
 
-@pytest.mark.parametrize("ep_size", [1, 2])
-@pytest.mark.parametrize("name", list(FORMATS))
+@rows("ep_size", 1, 2)
+@rows("name", *list(TOLERANCE))
 def test_tuned_kernels_are_looked_up_by_the_layers_top_k(
     monkeypatch: pytest.MonkeyPatch, name: str, ep_size: int
 ) -> None:
@@ -45,8 +45,7 @@ def test_tuned_kernels_are_looked_up_by_the_layers_top_k(
     assert (call.tuned_top_k, call.topk_ids.shape[1]) == (K, K + (ep_size > 1))
 
 
-@pytest.mark.parametrize("name", ["mxfp4", "fp8_block"])
-@pytest.mark.parametrize("ep_size", [1, 2])
+@rows("name, ep_size", ("mxfp4", 1), ("fp8_block", 2))
 def test_low_latency_is_top_1_and_divides_by_nothing(monkeypatch: pytest.MonkeyPatch, name: str, ep_size: int) -> None:
     """G63: rows have one expert; aiter took that for top-0, and MXFP4 and few rows of FP8 blocks divided by zero."""
     emulator = install_aiter(monkeypatch, wide=True)
@@ -80,7 +79,7 @@ def test_kernels_that_cannot_take_a_mask_run_on_one_rank(monkeypatch: pytest.Mon
         run_alone("mxfp4", Topology(ep_size=2))
 
 
-@pytest.mark.parametrize(("a2a", "layout"), [(DEEPEP, "deepep_normal"), (MORI, "mori_normal"), (MORI, "mori_ll")])
+@rows("a2a, layout", (DEEPEP, "deepep_normal"), (MORI, "mori_normal"), (MORI, "mori_ll"))
 def test_a_transport_with_ranks_to_mask_uses_the_masked_column(
     monkeypatch: pytest.MonkeyPatch, a2a: MoeA2ABackend, layout: str
 ) -> None:

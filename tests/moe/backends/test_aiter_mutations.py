@@ -17,6 +17,7 @@ from tests.emulators.aiter import Aiter, install_aiter
 from tests.emulators.refusal import KernelRefusal
 from tests.moe.backends import hostile
 from tests.moe.backends.aiter_cases import BACKEND, PLAIN, run_alone
+from tests.tables import rows
 
 WRONG_NUMBERS = [
     "halves swapped",
@@ -89,7 +90,7 @@ def patch_input(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
     monkeypatch.setattr(aiter.AiterRunnerCore, "run", run)
 
 
-@pytest.mark.parametrize("name", WRONG_NUMBERS)
+@rows("name", *WRONG_NUMBERS)
 def test_planted_mistakes_are_seen(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     emulator: Aiter = install_aiter(monkeypatch)
     plant(monkeypatch, name)
@@ -103,7 +104,7 @@ def test_planted_mistakes_are_seen(monkeypatch: pytest.MonkeyPatch, name: str) -
     assert not error < 1e-2
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@rows("name", *REFUSED)
 def test_planted_mistakes_are_refused_by_the_kernel(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     install_aiter(monkeypatch)
     plant(monkeypatch, name)

@@ -23,6 +23,7 @@ from tests.emulators.deepep import install_deepep
 from tests.emulators.refusal import KernelRefusal
 from tests.moe.backends import hostile
 from tests.moe.backends.deep_gemm_cases import run_alone, run_deepep, twin
+from tests.tables import rows
 
 
 def swapped(weight: torch.Tensor) -> torch.Tensor:
@@ -76,7 +77,7 @@ def patch_sum(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
     )
 
 
-@pytest.mark.parametrize("name", MISTAKES)
+@rows("name", *MISTAKES)
 def test_planted_mistakes_are_seen(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(deep_gemm, "RESULT_DTYPE", torch.float32)
     install_deep_gemm(monkeypatch, wide=True)
@@ -86,7 +87,7 @@ def test_planted_mistakes_are_seen(monkeypatch: pytest.MonkeyPatch, name: str) -
     assert not error < 1e-2
 
 
-@pytest.mark.parametrize("name", ["row-major scales", "padding without an expert id", "counts in int64"])
+@rows("name", "row-major scales", "padding without an expert id", "counts in int64")
 def test_planted_layout_mistakes_are_refused_by_the_kernel(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     install_deep_gemm(monkeypatch)
     num_tokens = 300

@@ -7,9 +7,10 @@ import torch
 
 from tests.emulators.cutlass import emulate, install_cutlass
 from tests.moe.backends import scenarios
+from tests.tables import rows
 
 
-@pytest.mark.parametrize("path", ["mxfp4-sm90", "cutlass-bf16", "cutlass-fp8_block"])
+@rows("path", "mxfp4-sm90", "cutlass-bf16", "cutlass-fp8_block")
 def test_both_entrances_lead_to_the_same_numbers(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
     emulator = install_cutlass(monkeypatch)
     from flashinfer import fused_moe

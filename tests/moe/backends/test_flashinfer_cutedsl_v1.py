@@ -43,6 +43,7 @@ from tests.moe.backends.cutedsl_cases import (
     make_experts,
     v1_runner,
 )
+from tests.tables import rows
 
 
 @pytest.fixture
@@ -50,7 +51,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> CutedslEmulator:
     return install_cutedsl(monkeypatch)
 
 
-@pytest.mark.parametrize("ep_size", [1, 2, 8])
+@rows("ep_size", 1, 2, 8)
 def test_v1_numbers_over_ranks(kernel: CutedslEmulator, ep_size: int) -> None:
     experts = make_experts()
     total = torch.zeros(T, H)
@@ -67,6 +68,21 @@ def test_v1_numbers_over_ranks(kernel: CutedslEmulator, ep_size: int) -> None:
         assert kernel.exact is not None
         total += combine(kernel.exact, TOPK, origin)
     assert hostile.relative_error(total, expected_v1(experts)) < TOLERANCE
+
+
+def test_v1_writes_its_answer_to_the_topologys_allocator(kernel: CutedslEmulator) -> None:
+    del kernel
+    made = []
+
+    def record(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        made.append(torch.full(shape, float("nan"), dtype=dtype, device=device))
+        return made[-1]
+
+    experts, topology = make_experts(), Topology(a2a=DEEPEP, allocator=record)
+    config = config_for(experts)
+    slots, masked_m, _ = low_latency_slots(TOPK, topology.expert_range(E))
+    got = v1_runner(config).run(dispatch_ll(slots, masked_m), BACKEND.prepare(experts, config, topology))
+    assert [tensor.data_ptr() for tensor in made] == [got.hidden_states.data_ptr()]
 
 
 def test_v1_layout_and_scales(kernel: CutedslEmulator) -> None:
@@ -158,7 +174,7 @@ def test_v1_overlap_reaches_the_second_gemm_once(kernel: CutedslEmulator) -> Non
         runner.run(dispatch_ll(slots, masked_m), info)
 
 
-@pytest.mark.parametrize("formats", [None, (DispatchFormat.DEEPEP_NORMAL,)], ids=["auto", "normal"])
+@rows("formats", None, (DispatchFormat.DEEPEP_NORMAL,))
 def test_v1_is_refused_with_normal_and_auto_mode(formats: tuple[DispatchFormat, ...] | None) -> None:
     config = hostile.make_config(E, H, I, K)
     with pytest.raises(UnsupportedPathError, match=r"no path for deepep_normal.*deepep with deepep_ll only"):

@@ -10,6 +10,7 @@ from moe.layouts import rows as ours
 from moe.routing import StandardTopK
 from tests.emulators import layouts, numbers
 from tests.emulators.device import import_flashinfer
+from tests.tables import rows
 
 import_flashinfer()
 
@@ -66,7 +67,7 @@ def test_sm90_scale_helper_of_the_installed_release() -> None:
     assert torch.equal(again, random)
 
 
-@pytest.mark.parametrize(("shape", "message"), [((1, 32, 8), "divisible by 64"), ((1, 64, 6), "K/group_size=6")])
+@rows("shape, message", ((1, 32, 8), "divisible by 64"), ((1, 64, 6), "K/group_size=6"))
 def test_sm90_scale_helper_refuses_partial_tiles(shape: tuple[int, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         fused_moe.interleave_moe_scales_for_sm90_mixed_gemm(torch.zeros(shape, dtype=torch.uint8))
@@ -87,7 +88,7 @@ def test_swizzle_positions() -> None:
         assert position[row, col] == at
 
 
-@pytest.mark.parametrize(("rows", "cols"), [(256, 8), (200, 7), (1, 1)])
+@rows("rows, cols", (256, 8), (200, 7), (1, 1))
 def test_our_swizzle_is_the_golden_one_and_pads_with_zeros(rows: int, cols: int) -> None:
     scales = torch.randint(1, 256, (2, rows, cols), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
     out = ours.swizzle_128x4(scales)

@@ -15,7 +15,8 @@ from moe.layouts import rows as layouts
 from moe.layouts.static_scales import one_scale_fp8, one_scale_nvfp4
 from moe.types import DeepepLlDispatchOutput, RowsCombineInput
 from tests.emulators.refusal import KernelRefusal
-from tests.moe.backends.scenarios import PATHS, install, run_scenario, tolerance
+from tests.moe.backends.scenarios import PATHS, install, prepare, run_scenario, tolerance
+from tests.tables import rows
 
 MODULES = {
     "mxfp4": mxfp4,
@@ -225,10 +226,11 @@ def test_without_a_fault_the_scenario_is_exact(subtests: pytest.Subtests) -> Non
             assert run_scenario(install(patch, path), path) < tolerance(path)
 
 
-@pytest.mark.parametrize(("plant", "paths"), MUTATIONS, ids=[plant.__name__ for plant, _ in MUTATIONS])
+@rows("plant, paths", *MUTATIONS)
 def test_a_planted_fault_is_caught(subtests: pytest.Subtests, plant: Plant, paths: tuple[str, ...]) -> None:
     for path in paths:
         with subtests.test(path=path), pytest.MonkeyPatch.context() as patch:
+            prepare(path)
             emulator = install(patch, path)
             plant(patch, path)
             with suppress(KernelRefusal):

@@ -8,7 +8,6 @@ from moe import (
     BypassedTopK,
     MoeA2ABackend,
     MoeBackend,
-    MoeConfigError,
     MoeRunner,
     MoeRunnerConfig,
     StandardDispatchOutput,
@@ -19,12 +18,11 @@ from moe import (
 from moe.backends.flashinfer import common as flashinfer_common
 from moe.backends.flashinfer.trtllm import FlashinferTrtllmBackend, forced_logits_dtype
 from moe.config import RoutingConfig, RoutingMethod
-from moe.device import Device
-from moe.errors import WeightFormatError
 from moe.formats import ExpertWeights
 from moe.routing import route
 from tests.emulators.trtllm import TrtllmEmulator, install_trtllm
 from tests.moe.backends import hostile
+from tests.tables import rows
 
 BACKEND = FlashinferTrtllmBackend()
 E, H, I, K, T = 8, 256, 256, 2, 23
@@ -77,8 +75,8 @@ def expected(experts: ExpertWeights, topk: StandardTopK) -> torch.Tensor:
     return hostile.reference(X, as_kernel_weights(topk), hostile.layer_wide(experts), Activation())
 
 
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("rules", [DEEPSEEK, SOFTMAX], ids=["deepseek", "softmax"])
+@rows("name", *FORMATS)
+@rows("rules", DEEPSEEK, SOFTMAX)
 def test_numbers_with_routing_inside(kernel: TrtllmEmulator, name: str, rules: RoutingConfig) -> None:
     experts = hostile.quantized_experts(name, E, H, I, x=X)
     topk = bypassed(rules)
@@ -91,16 +89,7 @@ def test_numbers_with_routing_inside(kernel: TrtllmEmulator, name: str, rules: R
     assert torch.equal(got, kernel.exact.bfloat16())
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_numbers_with_given_ids(kernel: TrtllmEmulator, name: str) -> None:
-    experts, topk = hostile.quantized_experts(name, E, H, I, x=X), hostile.routing(T, E, K)
-    got = run(experts, topk, Topology())
-    assert kernel.exact is not None
-    assert hostile.relative_error(kernel.exact, expected(experts, topk)) < TOLERANCE
-    assert torch.equal(got[2], torch.zeros(H, dtype=torch.bfloat16)), "all ids of this token are -1"
-
-
-@pytest.mark.parametrize("name", FORMATS)
+@rows("name", *FORMATS)
 def test_the_factor_scales_the_answer_once(kernel: TrtllmEmulator, name: str) -> None:
     del kernel
     experts = hostile.quantized_experts(name, E, H, I, x=X)
@@ -114,8 +103,8 @@ def test_the_factor_scales_the_answer_once(kernel: TrtllmEmulator, name: str) ->
     assert torch.equal(answers[1], 2 * answers[0])
 
 
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("asked", [None, torch.float32, torch.bfloat16], ids=["unset", "fp32", "bf16"])
+@rows("name", *FORMATS)
+@rows("asked", None, torch.float32, torch.bfloat16)
 def test_dtype_of_logits_that_reaches_the_kernel(kernel: TrtllmEmulator, name: str, asked: torch.dtype | None) -> None:
     gate_dtype = BACKEND.router_logits_dtype(name) if asked is None else asked
     run(hostile.quantized_experts(name, E, H, I, x=X), bypassed(DEEPSEEK, gate_dtype), Topology())
@@ -181,49 +170,15 @@ def test_a_release_that_allocates_its_own_result(kernel: TrtllmEmulator, monkeyp
     assert torch.equal(got, kernel.exact.bfloat16())
 
 
-def test_the_answer_comes_from_the_topologys_allocator(kernel: TrtllmEmulator) -> None:
-    del kernel
-    made = []
-
-    def record(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        made.append(torch.full(shape, float("nan"), dtype=dtype, device=device))
-        return made[-1]
-
-    got = run(hostile.quantized_experts("fp8_block", E, H, I, x=X), bypassed(DEEPSEEK), Topology(allocator=record))
-    assert got.data_ptr() == made[0].data_ptr()
-    assert bool(got.isfinite().all())
-
-
-def test_refusals(kernel: TrtllmEmulator) -> None:
-    del kernel
-    narrow, config = hostile.make_config(E, 192, I, K), hostile.make_config(E, H, I, K)
-    with pytest.raises(WeightFormatError, match="hidden_size of this rank is 192"):
-        BACKEND.prepare(hostile.quantized_experts("fp8_block", E, 192, I, x=X), narrow, Topology())
-    experts = hostile.quantized_experts("fp8_block", E, H, I, x=X)
-    b13, b2 = hostile.biases(E, H, I)
-    with pytest.raises(WeightFormatError, match="biases"):
-        BACKEND.prepare(ExpertWeights(w13=experts.w13, w2=experts.w2, b13=b13, b2=b2), config, Topology())
-    with pytest.raises(WeightFormatError, match="takes fp8_block, fp8_tensor, nvfp4"):
-        BACKEND.prepare(hostile.quantized_experts("bf16", E, H, I, x=X), config, Topology())
-    part = hostile.shard(hostile.quantized_experts("nvfp4", E, H, I, x=X), ep=(2, 0))
-    with pytest.raises(WeightFormatError, match="layer_input_scales"):
-        run(part, bypassed(DEEPSEEK), Topology(ep_size=2))
-    runner = MoeRunner(MoeBackend.FLASHINFER_TRTLLM, MoeA2ABackend.NONE, config_for(experts))
-    with pytest.raises(MoeConfigError, match="cannot run a str"):
-        runner.run(StandardDispatchOutput(X, hostile.routing(T, E, K)), "weights")
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"method": RoutingMethod.SQRT_SOFTPLUS}, "sqrt_softplus"),
-        ({"method": RoutingMethod.SIGMOID_GROUPED, "normalize": False}, "normalizes"),
-        ({"method": RoutingMethod.SOFTMAX_AFTER_TOPK, "num_groups": 2}, "sigmoid_grouped"),
-        ({"method": RoutingMethod.SIGMOID_GROUPED, "num_experts": 6}, "multiple of 4"),
-        ({"method": RoutingMethod.SIGMOID_GROUPED, "num_groups": 8, "num_kept_groups": 5}, "must not exceed 4"),
-        ({"method": RoutingMethod.SIGMOID_GROUPED, "num_experts": 32, "top_k": 9}, "top_k 9"),
-        ({"method": RoutingMethod.SIGMOID_GROUPED, "num_groups": 4, "top_k": 2}, "must be below the 2"),
-    ],
+@rows(
+    "changes, message",
+    ({"method": RoutingMethod.SQRT_SOFTPLUS}, "sqrt_softplus"),
+    ({"method": RoutingMethod.SIGMOID_GROUPED, "normalize": False}, "normalizes"),
+    ({"method": RoutingMethod.SOFTMAX_AFTER_TOPK, "num_groups": 2}, "sigmoid_grouped"),
+    ({"method": RoutingMethod.SIGMOID_GROUPED, "num_experts": 6}, "multiple of 4"),
+    ({"method": RoutingMethod.SIGMOID_GROUPED, "num_groups": 8, "num_kept_groups": 5}, "must not exceed 4"),
+    ({"method": RoutingMethod.SIGMOID_GROUPED, "num_experts": 32, "top_k": 9}, "top_k 9"),
+    ({"method": RoutingMethod.SIGMOID_GROUPED, "num_groups": 4, "top_k": 2}, "must be below the 2"),
 )
 def test_routing_the_kernel_lacks(changes: dict[str, object], message: str) -> None:
     rules = RoutingConfig(**({"num_experts": E, "top_k": K} | changes))  # type: ignore[arg-type]
@@ -231,14 +186,3 @@ def test_routing_the_kernel_lacks(changes: dict[str, object], message: str) -> N
     assert message in str(BACKEND.unsupported_reason(config))
     with pytest.raises(UnsupportedPathError, match=message):
         MoeRunner(MoeBackend.FLASHINFER_TRTLLM, MoeA2ABackend.NONE, config)
-
-
-def test_supports() -> None:
-    config, none = hostile.make_config(E, H, I, routing=DEEPSEEK), MoeA2ABackend.NONE
-    for name in FORMATS:
-        assert BACKEND.supports(Device(arch="sm100"), name, none, config) is None
-        assert "sm90" in str(BACKEND.supports(Device(arch="sm90"), name, none, config))
-    assert "mxfp4" in str(BACKEND.supports(Device(arch="sm100"), "mxfp4", none, config))
-    assert "deepep" in str(BACKEND.supports(Device(arch="sm100"), "nvfp4", MoeA2ABackend.DEEPEP, config))
-    clamped = hostile.make_config(E, H, I, activation=Activation(limit=10.0))
-    assert "plain SwiGLU" in str(BACKEND.supports(Device(arch="sm100"), "nvfp4", none, clamped))

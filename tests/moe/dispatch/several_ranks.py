@@ -6,24 +6,22 @@ from typing import Any
 import torch
 
 from moe import Activation, MoeA2ABackend, MoeBackend, MoeRunner, MoeRunnerConfig, StandardTopK, Topology
-from moe.config import DispatchFormat
+from moe.config import DispatchDtype, DispatchFormat
+from moe.dispatch.deepep import DeepepBuffer, DeepepDispatcher
+from moe.dispatch.deepep_settings import DeepepMode, DeepepSettings, EpShape
 from moe.formats import ExpertWeights
 from moe.registry import load_backend
 from tests.emulators.ranks import Rank, run_ranks
 from tests.moe.backends import hostile
-from tests.moe.configs import rank_config
+from tests.moe.moe_layers import PLAIN, make_config
 
 E, I, K = 8, 64, 3
-PLAIN = Activation()
+LIMIT = 8  # tokens of a rank that a buffer holds
 
 
 def layer_config(experts: ExpertWeights, dtype: torch.dtype, **changes: object) -> MoeRunnerConfig:
     """Of a layer with as many experts; at another `place` than alone, these are those of all expert-parallel ranks."""
-    settings: dict[str, object] = {
-        "num_experts": experts.num_experts, "hidden_size": experts.hidden_size,
-        "intermediate_size": experts.intermediate_size, "top_k": K, "dtype": dtype,
-    }  # fmt: skip
-    return rank_config(**(settings | changes))  # type: ignore[arg-type]
+    return make_config(experts, **({"top_k": K, "dtype": dtype, "activation": PLAIN} | changes))
 
 
 def rank_inputs(num_tokens: list[int], hidden: int, dtype: torch.dtype) -> list[tuple[torch.Tensor, StandardTopK]]:
@@ -70,3 +68,38 @@ def run_layer(
         return out
 
     return run_ranks(ep_size, work)
+
+
+def shape_of(rank: Rank, hidden: int) -> EpShape:
+    """As the transports of these tests have it."""
+    return EpShape(hidden_size=hidden, num_experts=E, top_k=K, ep_size=rank.size())
+
+
+def deepep(
+    rank: Rank,
+    mode: DeepepMode = DeepepMode.LOW_LATENCY,
+    hidden: int = 2048,
+    dispatch_dtype: DispatchDtype = DispatchDtype.BF16,
+    *,
+    kind: type[DeepepBuffer] = DeepepBuffer,
+    **options: Any,
+) -> DeepepDispatcher:
+    """DeepEP, or a library with its interface, with a buffer for LIMIT tokens."""
+    settings = DeepepSettings(mode=mode, max_dispatch_tokens=LIMIT)
+    buffer = kind(rank, settings, shape_of(rank, hidden), sends_fp8=dispatch_dtype.is_fp8)
+    return DeepepDispatcher(buffer, dispatch_dtype, **options)
+
+
+def worst_error(
+    outputs: list[torch.Tensor],
+    inputs: list[tuple[torch.Tensor, StandardTopK]],
+    reference: Callable[[torch.Tensor, StandardTopK], torch.Tensor],
+) -> float:
+    """Largest relative error of any rank that has tokens; infinite where a number is NaN."""
+    worst = 0.0
+    for (x, topk), out in zip(inputs, outputs, strict=True):
+        assert out.shape == x.shape
+        if x.shape[0]:
+            error = hostile.relative_error(out, reference(x, topk))
+            worst = max(worst, error if error == error else float("inf"))
+    return worst

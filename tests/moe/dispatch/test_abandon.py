@@ -8,8 +8,7 @@ import torch
 from moe import StandardTopK
 from moe.config import DispatchDtype
 from moe.dispatch.base import abandon
-from moe.dispatch.deepep import DeepepBuffer, DeepepDispatcher
-from moe.dispatch.deepep_settings import DeepepMode, DeepepSettings, EpShape
+from moe.dispatch.deepep import DeepepBuffer
 from moe.dispatch.flashinfer import FlashinferDispatcher, build_alltoall
 from moe.dispatch.mooncake import MooncakeBuffer
 from moe.dispatch.mori import MoriBuffer, MoriDispatcher, MoriSettings
@@ -21,9 +20,10 @@ from tests.emulators.low_latency import install_low_latency
 from tests.emulators.mori import install_mori
 from tests.emulators.ranks import Rank, run_ranks
 from tests.moe.backends import hostile
-from tests.moe.dispatch.several_ranks import E, K
+from tests.moe.dispatch.several_ranks import LIMIT, E, K, deepep, shape_of
+from tests.tables import rows
 
-H, LIMIT = 2048, 8
+H = 2048
 
 
 def inputs_of(rank: Rank) -> tuple[torch.Tensor, StandardTopK]:
@@ -35,14 +35,11 @@ def inputs_of(rank: Rank) -> tuple[torch.Tensor, StandardTopK]:
 
 
 def low_latency(kind: type[DeepepBuffer], rank: Rank) -> tuple[Any, Any]:
-    shape = EpShape(hidden_size=H, num_experts=E, top_k=K, ep_size=rank.size())
-    settings = DeepepSettings(mode=DeepepMode.LOW_LATENCY, max_dispatch_tokens=LIMIT)
-    buffer = kind(rank, settings, shape, sends_fp8=False)
-    return DeepepDispatcher(buffer, DispatchDtype.BF16), lambda got: got.result(got.hidden_states, is_partial=False)
+    return deepep(rank, kind=kind), lambda got: got.result(got.hidden_states, is_partial=False)
 
 
 def mori(rank: Rank, *, is_low_latency: bool) -> tuple[Any, Any]:
-    shape = EpShape(hidden_size=H, num_experts=E, top_k=K, ep_size=rank.size())
+    shape = shape_of(rank, H)
     settings = MoriSettings(low_latency=is_low_latency, max_dispatch_tokens=LIMIT)
     own = range(rank.rank() * (E // 2), (rank.rank() + 1) * (E // 2))
 
@@ -54,7 +51,7 @@ def mori(rank: Rank, *, is_low_latency: bool) -> tuple[Any, Any]:
 
 
 def flashinfer(rank: Rank) -> tuple[Any, Any]:
-    shape = EpShape(hidden_size=H, num_experts=E, top_k=K, ep_size=rank.size())
+    shape = shape_of(rank, H)
     own = range(rank.rank() * (E // 2), (rank.rank() + 1) * (E // 2))
 
     def experts(got: Any) -> Any:
@@ -95,7 +92,7 @@ TRANSPORTS = {
 }
 
 
-@pytest.mark.parametrize("name", TRANSPORTS)
+@rows("name", *TRANSPORTS)
 def test_failed_experts_are_seen_by_those_who_use_them_and_by_nobody_later(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -138,7 +135,7 @@ def test_transports_that_nobody_captured_say_so(monkeypatch: pytest.MonkeyPatch)
         assert f"--moe-a2a-backend {word}" in reason
 
 
-@pytest.mark.parametrize("kind", [MooncakeBuffer, NixlBuffer])
+@rows("kind", MooncakeBuffer, NixlBuffer)
 def test_a_library_that_cannot_clean_asks_for_a_restart(
     monkeypatch: pytest.MonkeyPatch, kind: type[DeepepBuffer]
 ) -> None:
@@ -159,9 +156,7 @@ def test_nixl_keeps_its_scale_options(monkeypatch: pytest.MonkeyPatch) -> None:
     install_low_latency(monkeypatch)
 
     def work(rank: Rank) -> torch.dtype:
-        shape = EpShape(hidden_size=H, num_experts=E, top_k=K, ep_size=1)
-        settings = DeepepSettings(mode=DeepepMode.LOW_LATENCY, max_dispatch_tokens=LIMIT)
-        dispatcher = DeepepDispatcher(NixlBuffer(rank, settings, shape, sends_fp8=True), DispatchDtype.FP8_UE8M0)
+        dispatcher = deepep(rank, dispatch_dtype=DispatchDtype.FP8_UE8M0, kind=NixlBuffer)
         scale = dispatcher.dispatch(hostile.tokens(4, H), hostile.routing(4, E, K)).hidden_states_scale
         assert scale is not None
         return scale.dtype

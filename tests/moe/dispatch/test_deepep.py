@@ -1,5 +1,6 @@
 """DeepEP end to end on emulated ranks: several ranks equal one, whoever multiplies the weights, whatever is garbage."""
 
+import functools
 import itertools
 import threading
 from dataclasses import replace
@@ -12,20 +13,21 @@ from moe import Activation, MoeA2ABackend, MoeBackend, StandardTopK, registry
 from moe.check.reference import reference_moe
 from moe.config import DispatchDtype
 from moe.dispatch import deepep
-from moe.dispatch.deepep import DeepepBuffer, DeepepDispatcher
+from moe.dispatch.deepep import DeepepBuffer
 from moe.dispatch.deepep_settings import DeepepMode, DeepepSettings, EpShape
 from moe.errors import MoeConfigError, TransportStateError, UnsupportedPathError
-from moe.formats import Bf16Weight, ExpertWeights, Mxfp4Weight
+from moe.formats import ExpertWeights
 from moe.types import DeepepLlDispatchOutput, RowsCombineInput
 from tests.emulators.deepep import Buffer, install_deepep
 from tests.emulators.ranks import Rank, run_ranks
 from tests.emulators.refusal import KernelRefusal
 from tests.moe.backends import hostile
-from tests.moe.dispatch.several_ranks import E, I, K, rank_inputs, run_layer
+from tests.moe.dispatch.several_ranks import E, I, K, rank_inputs, run_layer, worst_error
+from tests.moe.dispatch.several_ranks import deepep as deepep_dispatcher
+from tests.tables import rows
 
 H = 2048
 NORMAL_H = 128  # normal mode has no list of sizes; small ones are quick
-LIMIT = 8
 GPT_OSS = Activation(alpha=1.702, beta=1.0, limit=7.0)
 TOKENS = {1: [7], 2: [5, 8], 4: [3, 0, 8, 1], 8: [1, 2, 0, 4, 5, 0, 7, 8]}
 MODES = [DeepepMode.NORMAL, DeepepMode.LOW_LATENCY]
@@ -36,18 +38,9 @@ def library(monkeypatch: pytest.MonkeyPatch) -> type[Buffer]:
     return install_deepep(monkeypatch, wide=True)
 
 
+@functools.cache
 def experts_of(hidden: int = H) -> ExpertWeights:
-    w13, w2 = hostile.dense_experts(E, hidden, I)
-    b13, b2 = hostile.biases(E, hidden, I)
-    return ExpertWeights(w13=Mxfp4Weight.quantize(w13), w2=Mxfp4Weight.quantize(w2), b13=b13, b2=b2)
-
-
-def make_dispatcher(
-    rank: Rank, mode: DeepepMode, hidden: int = H, dispatch_dtype: DispatchDtype = DispatchDtype.BF16
-) -> DeepepDispatcher:
-    shape = EpShape(hidden_size=hidden, num_experts=E, top_k=K, ep_size=rank.size())
-    settings = DeepepSettings(mode=mode, max_dispatch_tokens=LIMIT)
-    return DeepepDispatcher(DeepepBuffer(rank, settings, shape, sends_fp8=dispatch_dtype.is_fp8), dispatch_dtype)
+    return hostile.plain_experts("mxfp4", E, hidden, I, has_biases=True)
 
 
 def run_torch(
@@ -59,16 +52,10 @@ def run_torch(
     experts, inputs = experts_of(hidden), rank_inputs(num_tokens, hidden, torch.float32)
     outputs = run_layer(
         experts, inputs, backend=MoeBackend.TORCH, a2a=MoeA2ABackend.DEEPEP, formats=mode.dispatch_formats,
-        dispatcher_for=lambda rank, config: make_dispatcher(rank, mode, hidden), dtype=torch.float32,
+        dispatcher_for=lambda rank, config: deepep_dispatcher(rank, mode, hidden), dtype=torch.float32,
         activation=GPT_OSS, **options,
     )  # fmt: skip
-    worst = 0.0
-    for (x, topk), out in zip(inputs, outputs, strict=True):
-        assert out.shape == x.shape
-        if x.shape[0]:
-            error = hostile.relative_error(out, reference_moe(x, topk, experts, GPT_OSS))
-            worst = max(worst, error if error == error else float("inf"))
-    return worst, outputs
+    return worst_error(outputs, inputs, lambda x, topk: reference_moe(x, topk, experts, GPT_OSS)), outputs
 
 
 def test_ranks_equal_one_rank(subtests: pytest.Subtests, library: type[Buffer]) -> None:
@@ -86,12 +73,12 @@ def test_one_rank_runs_low_latency_only(library: type[Buffer]) -> None:
         run_torch(DeepepMode.NORMAL, TOKENS[1])
 
 
-@pytest.mark.parametrize("is_decode", [False, True])
+@rows("is_decode", False, True)
 def test_auto_takes_low_latency_for_decode(library: type[Buffer], is_decode: bool) -> None:
     assert run_torch(DeepepMode.AUTO, TOKENS[2], is_decode=is_decode)[0] < 1e-5
 
 
-@pytest.mark.parametrize("mode", MODES)
+@rows("mode", *MODES)
 def test_no_tokens_anywhere(library: type[Buffer], mode: DeepepMode) -> None:
     _, outputs = run_torch(mode, [0, 0])
     assert [out.shape[0] for out in outputs] == [0, 0]
@@ -103,17 +90,14 @@ def test_2880_columns_travel_as_3072(library: type[Buffer]) -> None:
     assert outputs[0].shape == (4, 2880)
 
 
-@pytest.mark.parametrize(
-    ("dispatch_dtype", "hidden", "num_scales"),
-    [(DispatchDtype.FP8, 2176, 17), (DispatchDtype.FP8_UE8M0, 3200, 7)],  # sent as 2560 and 4096 columns
-)
+@rows("dispatch_dtype, hidden, num_scales", (DispatchDtype.FP8, 2176, 17), (DispatchDtype.FP8_UE8M0, 3200, 7))
 def test_scales_of_padded_columns_are_cut(
     library: type[Buffer], dispatch_dtype: DispatchDtype, hidden: int, num_scales: int
 ) -> None:
     """An fp32 scale covers 128 columns, four packed exponents cover 512."""
 
     def work(rank: Rank) -> tuple[int, int]:
-        dispatcher = make_dispatcher(rank, DeepepMode.LOW_LATENCY, hidden, dispatch_dtype)
+        dispatcher = deepep_dispatcher(rank, DeepepMode.LOW_LATENCY, hidden, dispatch_dtype)
         result = dispatcher.dispatch(hostile.tokens(4, hidden).bfloat16(), hostile.routing(4, E, K))
         assert result.hidden_states_scale is not None
         return result.hidden_states.shape[-1], result.hidden_states_scale.shape[-1]
@@ -124,7 +108,7 @@ def test_scales_of_padded_columns_are_cut(
 def test_ids_become_int64_and_weights_fp32(library: type[Buffer]) -> None:
     def work(rank: Rank) -> tuple[torch.dtype, torch.dtype]:
         x, topk = hostile.tokens(4, H), hostile.routing(4, E, K)
-        result = make_dispatcher(rank, DeepepMode.LOW_LATENCY).dispatch(
+        result = deepep_dispatcher(rank, DeepepMode.LOW_LATENCY).dispatch(
             x, StandardTopK(topk.weights.bfloat16(), topk.ids)
         )
         return result.topk_ids.dtype, result.topk_weights.dtype
@@ -137,9 +121,11 @@ def test_expected_rows_is_even_routing_rounded_up() -> None:
     assert [deepep.expected_rows(tokens, shape) for tokens in (64, 128, 1)] == [17, 33, 1]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "size"),
-    [((128, 7168, 8, 256), 1_908_410_496), ((128, 3072, 8, 32), 102_236_544), ((256, 7168, 16, 256), 3_816_818_816)],
+@rows(
+    "arguments, size",
+    ((128, 7168, 8, 256), 1_908_410_496),
+    ((128, 3072, 8, 32), 102_236_544),
+    ((256, 7168, 16, 256), 3_816_818_816),
 )
 def test_emulated_size_hint_is_the_librarys(arguments: tuple[int, ...], size: int) -> None:
     assert Buffer.get_low_latency_rdma_size_hint(*arguments) == size
@@ -154,7 +140,7 @@ def alone(work: Any) -> Any:
 
 def test_two_batches_may_overlap_and_a_third_is_refused(library: type[Buffer]) -> None:
     def work(rank: Rank) -> None:
-        dispatcher = make_dispatcher(rank, DeepepMode.LOW_LATENCY)
+        dispatcher = deepep_dispatcher(rank, DeepepMode.LOW_LATENCY)
         batches = [(hostile.tokens(4, H, seed=seed).float(), hostile.routing(4, E, K, seed=seed)) for seed in range(3)]
         first, second = (dispatcher.dispatch(*batch) for batch in batches[:2])
         with pytest.raises(TransportStateError, match="2 dispatched batches"):
@@ -172,7 +158,7 @@ def test_two_batches_may_overlap_and_a_third_is_refused(library: type[Buffer]) -
 
 def test_combine_wants_the_ids_it_gave_out(library: type[Buffer]) -> None:
     def work(rank: Rank) -> None:
-        dispatcher = make_dispatcher(rank, DeepepMode.LOW_LATENCY)
+        dispatcher = deepep_dispatcher(rank, DeepepMode.LOW_LATENCY)
         result = dispatcher.dispatch(hostile.tokens(4, H).float(), hostile.routing(4, E, K))
         with pytest.raises(TransportStateError, match="hand back the ids"):
             dispatcher.combine(replace(result.result(result.hidden_states, False), topk_ids=result.topk_ids.clone()))
@@ -183,14 +169,14 @@ def test_combine_wants_the_ids_it_gave_out(library: type[Buffer]) -> None:
 def test_more_tokens_than_agreed_are_refused_with_both_numbers(library: type[Buffer]) -> None:
     def work(rank: Rank) -> None:
         with pytest.raises(TransportStateError, match=r"9 tokens, but --deepep-max-dispatch-tokens is 8"):
-            make_dispatcher(rank, DeepepMode.LOW_LATENCY).dispatch(hostile.tokens(9, H), hostile.routing(9, E, K))
+            deepep_dispatcher(rank, DeepepMode.LOW_LATENCY).dispatch(hostile.tokens(9, H), hostile.routing(9, E, K))
 
     alone(work)
 
 
 def test_low_latency_after_normal_cleans_the_buffer_once(library: type[Buffer]) -> None:
     def work(rank: Rank) -> list[str]:
-        dispatcher = make_dispatcher(rank, DeepepMode.AUTO)
+        dispatcher = deepep_dispatcher(rank, DeepepMode.AUTO)
         x, topk = hostile.tokens(4, H), hostile.routing(4, E, K)
         for is_decode in (False, True, True, False, True):
             result = dispatcher.dispatch(x, topk, is_decode=is_decode)
@@ -204,10 +190,10 @@ def test_low_latency_after_normal_cleans_the_buffer_once(library: type[Buffer]) 
 # ---- payloads ----
 
 
-@pytest.mark.parametrize("dispatch_dtype", [DispatchDtype.BF16, DispatchDtype.FP8, DispatchDtype.FP8_UE8M0])
+@rows("dispatch_dtype", DispatchDtype.BF16, DispatchDtype.FP8, DispatchDtype.FP8_UE8M0)
 def test_scale_options_go_with_fp8_alone(library: type[Buffer], dispatch_dtype: DispatchDtype) -> None:
     def work(rank: Rank) -> Any:
-        dispatcher = make_dispatcher(rank, DeepepMode.LOW_LATENCY, dispatch_dtype=dispatch_dtype)
+        dispatcher = deepep_dispatcher(rank, DeepepMode.LOW_LATENCY, dispatch_dtype=dispatch_dtype)
         result = dispatcher.dispatch(hostile.tokens(4, H), hostile.routing(4, E, K))
         return dispatcher.buffer.raw.calls[-1][1], result
 
@@ -220,22 +206,21 @@ def test_scale_options_go_with_fp8_alone(library: type[Buffer], dispatch_dtype: 
 
 def test_nvfp4_needs_a_build_that_has_it(library: type[Buffer]) -> None:
     with pytest.raises(UnsupportedPathError, match="use_nvfp4"):
-        alone(lambda rank: make_dispatcher(rank, DeepepMode.LOW_LATENCY, dispatch_dtype=DispatchDtype.NVFP4))
+        alone(lambda rank: deepep_dispatcher(rank, DeepepMode.LOW_LATENCY, dispatch_dtype=DispatchDtype.NVFP4))
 
 
 def test_missing_library_is_named() -> None:
     with pytest.raises(UnsupportedPathError, match="--moe-a2a-backend deepep needs the package deep_ep"):
-        alone(lambda rank: make_dispatcher(rank, DeepepMode.LOW_LATENCY))
+        alone(lambda rank: deepep_dispatcher(rank, DeepepMode.LOW_LATENCY))
 
 
 def test_bf16_experts_too(library: type[Buffer]) -> None:
-    w13, w2 = hostile.dense_experts(E, H, I)
-    experts = ExpertWeights(w13=Bf16Weight.quantize(w13), w2=Bf16Weight.quantize(w2))
+    experts = hostile.plain_experts("bf16", E, H, I)
     inputs = rank_inputs([4, 2], H, torch.bfloat16)
     outputs = run_layer(
         experts, inputs, backend=MoeBackend.TORCH, a2a=MoeA2ABackend.DEEPEP,
         formats=DeepepMode.NORMAL.dispatch_formats, dtype=torch.bfloat16,
-        dispatcher_for=lambda rank, config: make_dispatcher(rank, DeepepMode.NORMAL),
+        dispatcher_for=lambda rank, config: deepep_dispatcher(rank, DeepepMode.NORMAL),
     )  # fmt: skip
     for (x, topk), out in zip(inputs, outputs, strict=True):
         assert hostile.relative_error(out, reference_moe(x, topk, experts, Activation())) < 1e-2
@@ -273,10 +258,6 @@ def plant(monkeypatch: pytest.MonkeyPatch, name: str) -> DeepepMode:
     raise AssertionError(name)
 
 
-def shifted(ids: torch.Tensor) -> torch.Tensor:
-    return torch.where(ids >= 0, (ids + 1) % 2, -1)
-
-
 def without_hook(original: Any) -> Any:
     def dispatch(self: Buffer, *arguments: Any, **options: Any) -> Any:
         *result, _ = original(self, *arguments, **options)
@@ -301,15 +282,13 @@ def replace_post(monkeypatch: pytest.MonkeyPatch, mode: DeepepMode, replacement:
     monkeypatch.setitem(registry._post_permutes, (MoeBackend.TORCH, mode.dispatch_formats[0]), replacement)
 
 
-@pytest.mark.parametrize(
+@rows(
     "name",
-    [
-        "LL weights twice",
-        "normal weights never",
-        "experts off by one",
-        "hook forgotten",
-        "global ids taken for local",
-    ],
+    "LL weights twice",
+    "normal weights never",
+    "experts off by one",
+    "hook forgotten",
+    "global ids taken for local",
 )
 def test_planted_mistakes_are_seen(library: type[Buffer], monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     mode = plant(monkeypatch, name)
@@ -322,7 +301,7 @@ def test_a_rank_that_stays_away_is_an_error(library: type[Buffer], monkeypatch: 
 
     def work(rank: Rank) -> None:
         if rank.rank() == 0:
-            make_dispatcher(rank, DeepepMode.LOW_LATENCY).dispatch(hostile.tokens(2, H), hostile.routing(2, E, K))
+            deepep_dispatcher(rank, DeepepMode.LOW_LATENCY).dispatch(hostile.tokens(2, H), hostile.routing(2, E, K))
 
     with pytest.raises(threading.BrokenBarrierError):
         run_ranks(2, work)
@@ -334,7 +313,7 @@ def test_without_the_limit_a_third_batch_spoils_the_first(
     monkeypatch.setattr(deepep, "RESULTS_ALIVE", 3)
 
     def work(rank: Rank) -> None:
-        dispatcher = make_dispatcher(rank, DeepepMode.LOW_LATENCY)
+        dispatcher = deepep_dispatcher(rank, DeepepMode.LOW_LATENCY)
         x, topk = hostile.tokens(4, H).float(), hostile.routing(4, E, K)
         first, *_ = (dispatcher.dispatch(x, topk) for _ in range(3))
         out = dispatcher.combine(first.result(first.hidden_states, is_partial=False))
@@ -345,7 +324,7 @@ def test_without_the_limit_a_third_batch_spoils_the_first(
 
 def test_library_checks_stand_behind_ours(library: type[Buffer]) -> None:
     def work(rank: Rank) -> None:
-        dispatcher = make_dispatcher(rank, DeepepMode.LOW_LATENCY)
+        dispatcher = deepep_dispatcher(rank, DeepepMode.LOW_LATENCY)
         with pytest.raises(KernelRefusal, match="unsupported hidden"):
             dispatcher.buffer.raw.low_latency_dispatch(torch.zeros(1, 1920).bfloat16(), torch.zeros(1, 1).long(), 8, 8)
 
@@ -380,7 +359,7 @@ def queue_depth_of(tokens: int) -> int:
     return depth
 
 
-@pytest.mark.parametrize(("depth", "tokens"), [("64", 32), ("1024", 512), ("2048", 1024)])
+@rows("depth, tokens", ("64", 32), ("1024", 512), ("2048", 1024))
 def test_a_queue_depth_that_the_user_chose_is_kept(
     library: type[Buffer], monkeypatch: pytest.MonkeyPatch, depth: str, tokens: int
 ) -> None:
@@ -393,6 +372,7 @@ def test_a_queue_depth_that_the_user_chose_is_kept(
     assert queue_depth_of(tokens) == int(value)
 
 
-@pytest.mark.parametrize(("tokens", "depth"), [(128, 1024), (512, 2048), (1024, 4096)])
-def test_the_token_limit_sets_the_queue_depth(library: type[Buffer], tokens: int, depth: int) -> None:
+@rows("tokens, depth", (128, 1024), (512, 2048), (1024, 4096))
+def test_the_token_limit_sets_the_queue_depth(monkeypatch: pytest.MonkeyPatch, tokens: int, depth: int) -> None:
+    install_deepep(monkeypatch, wide=True)
     assert queue_depth_of(tokens) == depth

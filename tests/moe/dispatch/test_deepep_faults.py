@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from moe.config import DispatchDtype
-from moe.dispatch.deepep import DeepepBuffer, DeepepDispatcher
-from moe.dispatch.deepep_settings import DeepepMode, DeepepSettings, EpShape
+from moe.dispatch.deepep import DeepepDispatcher
+from moe.dispatch.deepep_settings import DeepepMode
 from moe.errors import TransportStateError
 from moe.routing import StandardTopK
 from moe.types import DeepepLlDispatchOutput
@@ -21,9 +20,10 @@ from tests.emulators.double_buffer import capturing
 from tests.emulators.ranks import Rank, run_ranks
 from tests.emulators.refusal import KernelRefusal
 from tests.moe.backends import hostile
-from tests.moe.dispatch.several_ranks import E, K, rank_inputs
+from tests.moe.dispatch.several_ranks import LIMIT, E, K, deepep, rank_inputs
+from tests.tables import rows
 
-H, LIMIT = 2048, 8
+H = 2048
 LOW_LATENCY, NORMAL, AUTO = DeepepMode.LOW_LATENCY, DeepepMode.NORMAL, DeepepMode.AUTO
 Inputs = tuple[torch.Tensor, StandardTopK]
 
@@ -31,12 +31,6 @@ Inputs = tuple[torch.Tensor, StandardTopK]
 @pytest.fixture(autouse=True)
 def library(monkeypatch: pytest.MonkeyPatch) -> type[Buffer]:
     return install_deepep(monkeypatch, wide=True)
-
-
-def make_dispatcher(rank: Rank, mode: DeepepMode = LOW_LATENCY) -> DeepepDispatcher:
-    shape = EpShape(hidden_size=H, num_experts=E, top_k=K, ep_size=rank.size())
-    settings = DeepepSettings(mode=mode, max_dispatch_tokens=LIMIT)
-    return DeepepDispatcher(DeepepBuffer(rank, settings, shape, sends_fp8=False), DispatchDtype.BF16)
 
 
 def own_inputs(rank: Rank) -> Inputs:
@@ -67,12 +61,12 @@ def give_up(dispatcher: DeepepDispatcher, inputs: Inputs, *, is_decode: bool = T
     dispatcher.abandon(dispatcher.dispatch(*inputs, is_decode=is_decode), torch.float32)
 
 
-@pytest.mark.parametrize("mode", [LOW_LATENCY, NORMAL])
+@rows("mode", LOW_LATENCY, NORMAL)
 def test_failed_experts_of_one_rank_poison_their_tokens_and_nothing_else(mode: DeepepMode) -> None:
     """F1: before, the third step after failures was refused on this rank, and the others waited for ever."""
 
     def work(rank: Rank) -> tuple[torch.Tensor, torch.Tensor]:
-        dispatcher, (x_TH, topk) = make_dispatcher(rank, mode), own_inputs(rank)
+        dispatcher, (x_TH, topk) = deepep(rank, mode), own_inputs(rank)
         for _ in range(3):
             if rank.rank() == 0:
                 give_up(dispatcher, (x_TH, topk))
@@ -88,10 +82,10 @@ def test_failed_experts_of_one_rank_poison_their_tokens_and_nothing_else(mode: D
     assert not used_failed_T.all()
 
 
-@pytest.mark.parametrize("mode", [LOW_LATENCY, NORMAL])
+@rows("mode", LOW_LATENCY, NORMAL)
 def test_steps_that_fail_on_all_ranks_leave_nothing_behind(mode: DeepepMode) -> None:
     def work(rank: Rank) -> int:
-        dispatcher, inputs = make_dispatcher(rank, mode), own_inputs(rank)
+        dispatcher, inputs = deepep(rank, mode), own_inputs(rank)
         for _ in range(3):
             give_up(dispatcher, inputs)
         check_step(dispatcher, inputs)
@@ -125,7 +119,7 @@ def captured_step(dispatcher: DeepepDispatcher, inputs: Inputs) -> Callable[[], 
     return replay
 
 
-@pytest.mark.parametrize("is_launch", [False, True])
+@rows("is_launch", False, True)
 def test_where_even_giving_up_fails_all_ranks_clean_and_captured_steps_still_fit(
     monkeypatch: pytest.MonkeyPatch, is_launch: bool
 ) -> None:
@@ -144,7 +138,7 @@ def test_where_even_giving_up_fails_all_ranks_clean_and_captured_steps_still_fit
     monkeypatch.setattr(torch, "full", allocate)
 
     def work(rank: Rank) -> list[str]:
-        dispatcher, inputs = make_dispatcher(rank), own_inputs(rank)
+        dispatcher, inputs = deepep(rank), own_inputs(rank)
         replay = captured_step(dispatcher, inputs)
         replay()
         dispatched = dispatcher.dispatch(*inputs)
@@ -169,7 +163,7 @@ def test_where_even_giving_up_fails_all_ranks_clean_and_captured_steps_still_fit
 
 def test_a_half_done_exchange_is_mended_before_a_replay_too() -> None:
     def work(rank: Rank) -> None:
-        dispatcher, inputs = make_dispatcher(rank), own_inputs(rank)
+        dispatcher, inputs = deepep(rank), own_inputs(rank)
         replay = captured_step(dispatcher, inputs)
         dispatched = dispatcher.dispatch(*inputs)
         dispatcher.buffer.in_flight.discard(dispatched.topk_ids)
@@ -183,7 +177,7 @@ def test_a_capture_that_fails_between_dispatch_and_combine_leaves_the_buffer_usa
     """F2: what was captured but never ran still counts; giving the batch up makes the count even."""
 
     def work(rank: Rank) -> None:
-        dispatcher, inputs = make_dispatcher(rank), own_inputs(rank)
+        dispatcher, inputs = deepep(rank), own_inputs(rank)
         replay = captured_step(dispatcher, inputs)
         check_step(dispatcher, inputs)
         with capturing():
@@ -205,7 +199,7 @@ def test_the_emulator_punishes_what_the_library_punishes() -> None:
         return result
 
     def half_captured(rank: Rank) -> None:
-        raw, inputs = make_dispatcher(rank).buffer.raw, own_inputs(rank)
+        raw, inputs = deepep(rank).buffer.raw, own_inputs(rank)
         received, _, handle, *_ = send(raw, inputs)
         raw.low_latency_combine(received, inputs[1].ids.long(), inputs[1].weights.float(), handle)
         with capturing():
@@ -214,7 +208,7 @@ def test_the_emulator_punishes_what_the_library_punishes() -> None:
             send(raw, inputs)
 
     def odd_replay(rank: Rank) -> None:
-        dispatcher, inputs = make_dispatcher(rank), own_inputs(rank)
+        dispatcher, inputs = deepep(rank), own_inputs(rank)
         with capturing() as graph:
             step(dispatcher, inputs)
         send(dispatcher.buffer.raw, inputs)
@@ -222,7 +216,7 @@ def test_the_emulator_punishes_what_the_library_punishes() -> None:
             graph.replay()
 
     def replay_after_normal(rank: Rank) -> None:
-        dispatcher, inputs = make_dispatcher(rank, AUTO), own_inputs(rank)
+        dispatcher, inputs = deepep(rank, AUTO), own_inputs(rank)
         with capturing() as graph:
             step(dispatcher, inputs)
         step(dispatcher, inputs, is_decode=False)
@@ -230,7 +224,7 @@ def test_the_emulator_punishes_what_the_library_punishes() -> None:
             graph.replay()
 
     def normal_in_a_capture(rank: Rank) -> None:
-        dispatcher = make_dispatcher(rank, NORMAL)
+        dispatcher = deepep(rank, NORMAL)
         with capturing(), pytest.raises(KernelRefusal, match="waits for counts on the host"):
             dispatcher.dispatch(*own_inputs(rank))
 
@@ -242,7 +236,7 @@ def test_the_buffer_is_cleaned_before_a_capture_and_before_a_replay_never_inside
     """F5: a captured cleaning would run at every replay, and one that was left out at none."""
 
     def work(rank: Rank) -> None:
-        dispatcher, inputs = make_dispatcher(rank, AUTO), own_inputs(rank)
+        dispatcher, inputs = deepep(rank, AUTO), own_inputs(rank)
         step(dispatcher, inputs, is_decode=False)
         with capturing() as graph, pytest.raises(TransportStateError, match="before a capture, not in it"):
             dispatcher.dispatch(*inputs, is_decode=True)
@@ -262,12 +256,10 @@ def test_the_buffer_is_cleaned_before_a_capture_and_before_a_replay_never_inside
 # ---- the padding of low latency ----
 
 
-@pytest.mark.parametrize("hidden", [2048, 2880])
+@rows("hidden", 2048, 2880)
 def test_results_written_like_the_received_rows_travel_without_a_copy(hidden: int) -> None:
     def work(rank: Rank) -> None:
-        shape = EpShape(hidden_size=hidden, num_experts=E, top_k=K, ep_size=1)
-        settings = DeepepSettings(mode=LOW_LATENCY, max_dispatch_tokens=LIMIT)
-        dispatcher = DeepepDispatcher(DeepepBuffer(rank, settings, shape, sends_fp8=False), DispatchDtype.BF16)
+        dispatcher = deepep(rank, hidden=hidden)
         inputs = hostile.tokens(4, hidden).float(), hostile.routing(4, E, K)
         dispatched = dispatcher.dispatch(*inputs)
         x_EMH = dispatched.hidden_states
@@ -284,14 +276,12 @@ def test_results_written_like_the_received_rows_travel_without_a_copy(hidden: in
     run_ranks(1, work)
 
 
-@pytest.mark.parametrize(("ep_size", "most"), [(1, 8 * K), (4, 4 * 8 * 2), (8, 8 * 8)])
+@rows("ep_size, most", (1, 8 * K), (4, 4 * 8 * 2), (8, 8 * 8))
 def test_the_most_rows_that_can_arrive(ep_size: int, most: int) -> None:
     """A token takes an expert at most once, so with fewer local experts than choices it brings one row to each."""
 
     def work(rank: Rank) -> int | None:
-        shape = EpShape(hidden_size=H, num_experts=E, top_k=K, ep_size=ep_size)
-        settings = DeepepSettings(mode=LOW_LATENCY, max_dispatch_tokens=LIMIT)
-        dispatcher = DeepepDispatcher(DeepepBuffer(rank, settings, shape, sends_fp8=False), DispatchDtype.BF16)
+        dispatcher = deepep(rank)
         dispatched = dispatcher.dispatch(hostile.tokens(4, H).float(), hostile.routing(4, E, K))
         assert isinstance(dispatched, DeepepLlDispatchOutput)
         return dispatched.max_rows

@@ -17,6 +17,7 @@ from moe.dispatch.deepep_settings import (
 )
 from moe.errors import MoeConfigError, UnsupportedPathError
 from moe.registry import BACKEND_MODULES, load_backend
+from tests.tables import rows
 
 LL, NORMAL, AUTO = DeepepMode.LOW_LATENCY, DeepepMode.NORMAL, DeepepMode.AUTO
 
@@ -25,32 +26,30 @@ def shape(**changes: int) -> EpShape:
     return EpShape(**({"hidden_size": 7168, "num_experts": 256, "top_k": 8, "ep_size": 8} | changes))
 
 
-@pytest.mark.parametrize("ep_size", [1, 2, 3, 4, 5, 7, 8, 16, 64])
+@rows("ep_size", 1, 2, 3, 4, 5, 7, 8, 16, 64)
 def test_low_latency_rank_counts(ep_size: int) -> None:
     check_deepep(DeepepSettings(mode=LL), shape(ep_size=ep_size, num_experts=ep_size * 4), sends_fp8=True)
 
 
-@pytest.mark.parametrize("ep_size", [2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160])
+@rows("ep_size", 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)
 def test_normal_rank_counts(ep_size: int) -> None:
     check_deepep(DeepepSettings(mode=NORMAL), shape(ep_size=ep_size, num_experts=ep_size * 2), sends_fp8=True)
 
 
-@pytest.mark.parametrize(
-    ("mode", "changes", "sends_fp8", "words"),
-    [
-        (LL, {"hidden_size": 9000}, False, ["hidden size 9000", "8192"]),
-        (LL, {"hidden_size": 2880}, True, ["hidden size 2880", "128"]),
-        (LL, {"ep_size": 12, "num_experts": 240}, False, ["--expert-parallel-size is 12", "multiple of 8"]),
-        (LL, {"top_k": 12}, False, ["top_k is 12", "at most 11"]),
-        (LL, {"ep_size": 1, "num_experts": 1025}, False, ["1025 experts a rank", "1024"]),
-        (NORMAL, {"ep_size": 1}, False, ["--expert-parallel-size is 1", "2, 4, 8"]),
-        (NORMAL, {"ep_size": 3, "num_experts": 6}, False, ["--expert-parallel-size is 3"]),
-        (NORMAL, {"ep_size": 40, "num_experts": 80}, False, ["--expert-parallel-size is 40", "20 nodes of 8"]),
-        (NORMAL, {"top_k": 33}, False, ["top_k is 33", "at most 32"]),
-        (NORMAL, {"hidden_size": 2884}, False, ["hidden size 2884", "multiple of 8"]),
-        (AUTO, {"top_k": 12}, False, ["top_k is 12"]),
-        (AUTO, {"ep_size": 1}, False, ["--expert-parallel-size is 1"]),
-    ],
+@rows(
+    "mode, changes, sends_fp8, words",
+    (LL, {"hidden_size": 9000}, False, ["hidden size 9000", "8192"]),
+    (LL, {"hidden_size": 2880}, True, ["hidden size 2880", "128"]),
+    (LL, {"ep_size": 12, "num_experts": 240}, False, ["--expert-parallel-size is 12", "multiple of 8"]),
+    (LL, {"top_k": 12}, False, ["top_k is 12", "at most 11"]),
+    (LL, {"ep_size": 1, "num_experts": 1025}, False, ["1025 experts a rank", "1024"]),
+    (NORMAL, {"ep_size": 1}, False, ["--expert-parallel-size is 1", "2, 4, 8"]),
+    (NORMAL, {"ep_size": 3, "num_experts": 6}, False, ["--expert-parallel-size is 3"]),
+    (NORMAL, {"ep_size": 40, "num_experts": 80}, False, ["--expert-parallel-size is 40", "20 nodes of 8"]),
+    (NORMAL, {"top_k": 33}, False, ["top_k is 33", "at most 32"]),
+    (NORMAL, {"hidden_size": 2884}, False, ["hidden size 2884", "multiple of 8"]),
+    (AUTO, {"top_k": 12}, False, ["top_k is 12"]),
+    (AUTO, {"ep_size": 1}, False, ["--expert-parallel-size is 1"]),
 )
 def test_refusals_name_flag_and_number(
     mode: DeepepMode, changes: dict[str, int], sends_fp8: bool, words: list[str]
@@ -73,12 +72,12 @@ def test_scale_pitch_names_the_limit() -> None:
         check_deepep(DeepepSettings(mode=LL, max_dispatch_tokens=6), shape(ep_size=1), sends_fp8=False)
 
 
-@pytest.mark.parametrize(("tokens", "depth"), [(511, 1024), (1023, 2048), (1, 4), (1023, None)])
+@rows("tokens, depth", (511, 1024), (1023, 2048), (1, 4), (1023, None))
 def test_token_limits_that_fit_the_queue(tokens: int, depth: int | None) -> None:
     check_queue_depth(DeepepSettings(mode=LL, max_dispatch_tokens=tokens), depth)
 
 
-@pytest.mark.parametrize(("tokens", "depth"), [(512, 1024), (1024, 2048), (2, 4)])
+@rows("tokens, depth", (512, 1024), (1024, 2048), (2, 4))
 def test_token_limits_that_overrun_the_queue(tokens: int, depth: int) -> None:
     """G67: the remedy named is one that deep_ep reads."""
     with pytest.raises(MoeConfigError) as error:
@@ -91,7 +90,7 @@ def test_token_limits_that_overrun_the_queue(tokens: int, depth: int) -> None:
     check_queue_depth(DeepepSettings(mode=NORMAL, max_dispatch_tokens=tokens), depth)
 
 
-@pytest.mark.parametrize("tokens", [0, 1025])
+@rows("tokens", 0, 1025)
 def test_token_limits_are_checked_for_low_latency_alone(tokens: int) -> None:
     """G67: settings without a transport are never refused; check_deepep runs when one is built."""
     settings = DeepepSettings(max_dispatch_tokens=tokens)
@@ -100,7 +99,7 @@ def test_token_limits_are_checked_for_low_latency_alone(tokens: int) -> None:
     check_deepep(DeepepSettings(mode=NORMAL, max_dispatch_tokens=tokens), shape(), sends_fp8=False)
 
 
-@pytest.mark.parametrize(("hidden", "sent"), [(2048, 2048), (2049, 2560), (2880, 3072), (7168, 7168), (64, 2048)])
+@rows("hidden, sent", (2048, 2048), (2049, 2560), (2880, 3072), (7168, 7168), (64, 2048))
 def test_hidden_sizes_are_padded_to_a_compiled_one(hidden: int, sent: int) -> None:
     assert ll_hidden_size(hidden) == sent
 
@@ -116,9 +115,13 @@ def test_capture_follows_the_dispatch_limit() -> None:
     assert "--deepep-mode normal cannot run in CUDA graphs" in on_the_host
 
 
-@pytest.mark.parametrize(
-    ("mode", "tokens", "depth"),
-    [(LL, 511, None), (LL, 512, 2048), (AUTO, 1023, 2048), (AUTO, 1024, 4096), (NORMAL, 1024, None)],
+@rows(
+    "mode, tokens, depth",
+    (LL, 511, None),
+    (LL, 512, 2048),
+    (AUTO, 1023, 2048),
+    (AUTO, 1024, 4096),
+    (NORMAL, 1024, None),
 )
 def test_a_deeper_queue_is_asked_for_only_where_the_default_is_too_short(
     mode: DeepepMode, tokens: int, depth: int | None
@@ -133,35 +136,33 @@ TORCH, TRITON = MoeBackend.TORCH, MoeBackend.TRITON
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize(
-    ("backend", "layout", "weights", "is_blackwell", "scale", "option", "dispatch_dtype"),
-    [
-        (TORCH, LOW, "fp8_block", False, False, False, "bf16"),
-        (TORCH, NORM, "mxfp4", False, False, True, "bf16"),
-        (TRITON, LOW, "fp8_block", False, False, False, "bf16"),
-        (TRITON, NORM, "nvfp4", False, True, True, "bf16"),
-        (DEEP_GEMM, LOW, "fp8_block", False, False, False, "fp8"),
-        (DEEP_GEMM, NORM, "fp8_block", False, False, False, "fp8"),
-        (DEEP_GEMM, LOW, "fp8_block", True, False, False, "fp8_ue8m0"),
-        (DEEP_GEMM, NORM, "fp8_block", True, False, False, "fp8_ue8m0"),
-        (DEEP_GEMM, LOW, "fp8_block", False, True, True, "fp8"),
-        (DEEP_GEMM, STD, "fp8_block", True, False, False, "bf16"),
-        (CUTEDSL, LOW, "nvfp4", False, False, False, "bf16"),
-        (CUTEDSL, LOW, "nvfp4", False, True, False, "bf16"),
-        (CUTEDSL, LOW, "nvfp4", False, False, True, "bf16"),
-        (CUTEDSL, LOW, "nvfp4", False, True, True, "nvfp4"),
-        (CUTEDSL, NORM, "nvfp4", False, True, True, "bf16"),
-        (CUTEDSL, FLASH, "nvfp4", False, True, True, "nvfp4"),
-        (CUTEDSL, FLASH, "nvfp4", False, False, True, "bf16"),
-        (AITER, LOW, "fp8_block", False, False, False, "bf16"),
-        (AITER, NORM, "fp8_block", False, False, False, "bf16"),
-        (AITER, MORI, "fp8_block", False, False, False, "fp8"),
-        (AITER, MORI_LL, "fp8_block", False, False, False, "fp8"),
-        (AITER, MORI, "fp8_tensor", False, False, False, "bf16"),
-        (AITER, MORI, "mxfp4", False, False, False, "bf16"),
-        (AITER, MORI_LL, "bf16", False, False, False, "bf16"),
-        (AITER, STD, "fp8_block", False, False, False, "bf16"),
-    ],
+@rows(
+    "backend, layout, weights, is_blackwell, scale, option, dispatch_dtype",
+    (TORCH, LOW, "fp8_block", False, False, False, "bf16"),
+    (TORCH, NORM, "mxfp4", False, False, True, "bf16"),
+    (TRITON, LOW, "fp8_block", False, False, False, "bf16"),
+    (TRITON, NORM, "nvfp4", False, True, True, "bf16"),
+    (DEEP_GEMM, LOW, "fp8_block", False, False, False, "fp8"),
+    (DEEP_GEMM, NORM, "fp8_block", False, False, False, "fp8"),
+    (DEEP_GEMM, LOW, "fp8_block", True, False, False, "fp8_ue8m0"),
+    (DEEP_GEMM, NORM, "fp8_block", True, False, False, "fp8_ue8m0"),
+    (DEEP_GEMM, LOW, "fp8_block", False, True, True, "fp8"),
+    (DEEP_GEMM, STD, "fp8_block", True, False, False, "bf16"),
+    (CUTEDSL, LOW, "nvfp4", False, False, False, "bf16"),
+    (CUTEDSL, LOW, "nvfp4", False, True, False, "bf16"),
+    (CUTEDSL, LOW, "nvfp4", False, False, True, "bf16"),
+    (CUTEDSL, LOW, "nvfp4", False, True, True, "nvfp4"),
+    (CUTEDSL, NORM, "nvfp4", False, True, True, "bf16"),
+    (CUTEDSL, FLASH, "nvfp4", False, True, True, "nvfp4"),
+    (CUTEDSL, FLASH, "nvfp4", False, False, True, "bf16"),
+    (AITER, LOW, "fp8_block", False, False, False, "bf16"),
+    (AITER, NORM, "fp8_block", False, False, False, "bf16"),
+    (AITER, MORI, "fp8_block", False, False, False, "fp8"),
+    (AITER, MORI_LL, "fp8_block", False, False, False, "fp8"),
+    (AITER, MORI, "fp8_tensor", False, False, False, "bf16"),
+    (AITER, MORI, "mxfp4", False, False, False, "bf16"),
+    (AITER, MORI_LL, "bf16", False, False, False, "bf16"),
+    (AITER, STD, "fp8_block", False, False, False, "bf16"),
 )
 def test_dispatch_dtype_truth_table(
     monkeypatch: pytest.MonkeyPatch,
@@ -181,7 +182,7 @@ def test_dispatch_dtype_truth_table(
     assert chosen is DispatchDtype(dispatch_dtype)
 
 
-@pytest.mark.parametrize("is_blackwell", [False, True])
+@rows("is_blackwell", False, True)
 def test_every_backend_that_does_not_read_fp8_gets_bf16_from_deepep(
     monkeypatch: pytest.MonkeyPatch, is_blackwell: bool
 ) -> None:

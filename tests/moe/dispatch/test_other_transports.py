@@ -1,5 +1,6 @@
 """Mooncake, NIXL and FlashInfer's all-to-all on emulated ranks; mori is tested with aiter, its only backend."""
 
+import functools
 import inspect
 import sys
 from pathlib import Path
@@ -14,13 +15,12 @@ from moe.backend import DispatchContext
 from moe.backends.torch.backend import TorchBackend, TorchRunnerCore, standard_to_torch
 from moe.check.reference import reference_moe
 from moe.config import DispatchDtype, DispatchFormat
-from moe.dispatch.deepep import DeepepBuffer, DeepepDispatcher
-from moe.dispatch.deepep_settings import DeepepMode, DeepepSettings, EpShape
+from moe.dispatch.deepep_settings import DeepepMode, EpShape
 from moe.dispatch.flashinfer import FlashinferDispatcher, build_alltoall, group_communicator
 from moe.dispatch.mooncake import MooncakeBuffer
 from moe.dispatch.nixl import NixlBuffer
 from moe.errors import MoeConfigError, TransportStateError, UnsupportedPathError
-from moe.formats import ExpertWeights, Fp8BlockWeight, Mxfp4Weight, activation_quant
+from moe.formats import ExpertWeights, activation_quant
 from moe.registry import load_backend
 from moe.routing import StandardTopK
 from moe.types import FlashinferCombineInput, RunState, StandardDispatchOutput
@@ -32,66 +32,53 @@ from tests.emulators.ranks import Rank, run_ranks, this_rank
 from tests.emulators.refusal import KernelRefusal
 from tests.moe.backends import hostile
 from tests.moe.dispatch import several_ranks
-from tests.moe.dispatch.several_ranks import PLAIN, E, I, K
+from tests.moe.dispatch.several_ranks import PLAIN, E, I, K, deepep, worst_error
+from tests.tables import rows
 
 H = 2048
 BUFFERS = {MoeA2ABackend.MOONCAKE: MooncakeBuffer, MoeA2ABackend.NIXL: NixlBuffer}
 
 
-def dispatcher(
-    kind: type[DeepepBuffer], rank: Rank, dispatch_dtype: DispatchDtype, mode: DeepepMode = DeepepMode.LOW_LATENCY
-) -> DeepepDispatcher:
-    shape = EpShape(hidden_size=H, num_experts=E, top_k=K, ep_size=rank.size())
-    return DeepepDispatcher(
-        kind(rank, DeepepSettings(mode=mode, max_dispatch_tokens=8), shape, sends_fp8=dispatch_dtype.is_fp8),
-        dispatch_dtype,
-    )
-
-
-@pytest.mark.parametrize("a2a", list(BUFFERS))
+@rows("a2a", *list(BUFFERS))
 def test_low_latency_libraries_with_torch(monkeypatch: pytest.MonkeyPatch, a2a: MoeA2ABackend) -> None:
     install_low_latency(monkeypatch, wide=True)
-    w13, w2 = hostile.dense_experts(E, H, I)
-    experts = ExpertWeights(w13=Mxfp4Weight.quantize(w13), w2=Mxfp4Weight.quantize(w2))
+    experts = hostile.plain_experts("mxfp4", E, H, I)
     inputs = several_ranks.rank_inputs([4, 0, 3, 8], H, torch.float32)
     outputs = several_ranks.run_layer(
         experts, inputs, backend=MoeBackend.TORCH, a2a=a2a, formats=a2a.dispatch_formats, dtype=torch.float32,
-        dispatcher_for=lambda rank, config: dispatcher(BUFFERS[a2a], rank, DispatchDtype.BF16),
+        dispatcher_for=lambda rank, config: deepep(rank, dispatch_dtype=DispatchDtype.BF16, kind=BUFFERS[a2a]),
     )  # fmt: skip
-    wants = [reference_moe(x, topk, experts, PLAIN) for x, topk in inputs]
-    assert hostile.relative_error(torch.cat(outputs), torch.cat(wants)) < 1e-5
+    assert worst_error(outputs, inputs, lambda x, topk: reference_moe(x, topk, experts, PLAIN)) < 1e-5
 
 
-@pytest.mark.parametrize("a2a", list(BUFFERS))
+@rows("a2a", *list(BUFFERS))
 def test_low_latency_libraries_with_deep_gemm(monkeypatch: pytest.MonkeyPatch, a2a: MoeA2ABackend) -> None:
     install_low_latency(monkeypatch, wide=True)
     install_deep_gemm(monkeypatch, wide=True)
     monkeypatch.setattr("moe.backends.deep_gemm.backend.RESULT_DTYPE", torch.float32)
-    w13, w2 = hostile.dense_experts(E, H, 128)
-    experts = ExpertWeights(w13=Fp8BlockWeight.quantize(w13), w2=Fp8BlockWeight.quantize(w2))
+    experts = hostile.plain_experts("fp8_block", E, H, 128)
     inputs = several_ranks.rank_inputs([4, 3], H, torch.bfloat16)
     dispatch_dtype = load_backend(MoeBackend.DEEP_GEMM).dispatch_dtype(
         DispatchContext(dispatch_format=DispatchFormat.DEEPEP_LL, format_name="fp8_block", device=torch.device("cpu"))
     )
     outputs = several_ranks.run_layer(
         experts, inputs, backend=MoeBackend.DEEP_GEMM, a2a=a2a, formats=a2a.dispatch_formats, dtype=torch.bfloat16,
-        dispatcher_for=lambda rank, config: dispatcher(BUFFERS[a2a], rank, dispatch_dtype),
+        dispatcher_for=lambda rank, config: deepep(rank, dispatch_dtype=dispatch_dtype, kind=BUFFERS[a2a]),
     )  # fmt: skip
-    for (x, topk), out in zip(inputs, outputs, strict=True):
-        want = reference_moe(x, topk, experts, PLAIN, quantize_input=activation_quant.fp8_groups)
-        assert hostile.relative_error(out, want) < 1e-3
+    rounded = functools.partial(reference_moe, quantize_input=activation_quant.fp8_groups)
+    assert worst_error(outputs, inputs, lambda x, topk: rounded(x, topk, experts, PLAIN)) < 1e-3
 
 
 def test_what_these_libraries_lack_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for kind in BUFFERS.values():
         with pytest.raises(UnsupportedPathError, match="has low-latency kernels only"):
-            run_ranks(2, lambda rank, kind=kind: dispatcher(kind, rank, DispatchDtype.BF16, DeepepMode.AUTO))
+            run_ranks(2, lambda rank, kind=kind: deepep(rank, DeepepMode.AUTO, H, DispatchDtype.BF16, kind=kind))
         with pytest.raises(UnsupportedPathError, match=r"needs the package (mooncake|nixl_ep)"):
-            run_ranks(1, lambda rank, kind=kind: dispatcher(kind, rank, DispatchDtype.BF16))
+            run_ranks(1, lambda rank, kind=kind: deepep(rank, dispatch_dtype=DispatchDtype.BF16, kind=kind))
     install_low_latency(monkeypatch)
 
     def send(rank: Rank) -> None:
-        dispatcher(MooncakeBuffer, rank, DispatchDtype.FP8_UE8M0).dispatch(
+        deepep(rank, dispatch_dtype=DispatchDtype.FP8_UE8M0, kind=MooncakeBuffer).dispatch(
             hostile.tokens(2, H), hostile.routing(2, E, K)
         )
 
@@ -104,8 +91,7 @@ def test_what_these_libraries_lack_is_refused(monkeypatch: pytest.MonkeyPatch) -
 
 def alltoall_layer(num_tokens: list[int], hidden: int = 256) -> tuple[list[Any], list[torch.Tensor], ExpertWeights]:
     """Dispatch, plain torch experts on the received slots, combine."""
-    w13, w2 = hostile.dense_experts(E, hidden, I)
-    experts = ExpertWeights(w13=Mxfp4Weight.quantize(w13), w2=Mxfp4Weight.quantize(w2))
+    experts = hostile.plain_experts("mxfp4", E, hidden, I)
     inputs = several_ranks.rank_inputs(num_tokens, hidden, torch.float32)
     ep_size = len(num_tokens)
 
@@ -126,13 +112,11 @@ def alltoall_layer(num_tokens: list[int], hidden: int = 256) -> tuple[list[Any],
     return inputs, run_ranks(ep_size, work), experts
 
 
-@pytest.mark.parametrize("num_tokens", [[7], [5, 8], [3, 0, 8, 1], [1, 2, 0, 4, 5, 0, 7, 8]])
+@rows("num_tokens", [7], [5, 8], [3, 0, 8, 1], [1, 2, 0, 4, 5, 0, 7, 8])
 def test_flashinfer_ranks_equal_one_rank(monkeypatch: pytest.MonkeyPatch, num_tokens: list[int]) -> None:
     install_alltoall(monkeypatch)
     inputs, outputs, experts = alltoall_layer(num_tokens)
-    wants = [reference_moe(x, topk, experts, PLAIN) for x, topk in inputs]
-    assert [out.shape for out in outputs] == [want.shape for want in wants]
-    assert hostile.relative_error(torch.cat(outputs), torch.cat(wants)) < 1e-5
+    assert worst_error(outputs, inputs, lambda x, topk: reference_moe(x, topk, experts, PLAIN)) < 1e-5
 
 
 def test_flashinfer_slots_without_an_expert_travel_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:

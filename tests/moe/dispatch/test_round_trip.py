@@ -21,6 +21,7 @@ from tests.emulators.low_latency import install_low_latency
 from tests.emulators.mori import install_mori
 from tests.emulators.ranks import Rank, run_ranks
 from tests.moe.configs import rank_config
+from tests.tables import rows
 
 E, K, H, LIMIT = 8, 3, 2048, 8
 LOW, NORMAL, AUTO = DeepepMode.LOW_LATENCY, DeepepMode.NORMAL, DeepepMode.AUTO
@@ -77,14 +78,14 @@ def test_deepep(subtests: pytest.Subtests, monkeypatch: Patch) -> None:
             assert all(0 < error < TOLERANCES[dispatch_dtype] / 1.5 for error in errors)
 
 
-@pytest.mark.parametrize("mode", [LOW, NORMAL])
-@pytest.mark.parametrize("dispatch_dtype", [DispatchDtype.BF16, DispatchDtype.FP8])
+@rows("mode", LOW, NORMAL)
+@rows("dispatch_dtype", DispatchDtype.BF16, DispatchDtype.FP8)
 def test_mori(monkeypatch: Patch, mode: DeepepMode, dispatch_dtype: DispatchDtype) -> None:
     install_mori(monkeypatch)
     assert max(round_trip(4, MORI, mode, dispatch_dtype)) < TOLERANCES[dispatch_dtype] / 1.5
 
 
-@pytest.mark.parametrize("a2a", [MoeA2ABackend.MOONCAKE, MoeA2ABackend.NIXL])
+@rows("a2a", MoeA2ABackend.MOONCAKE, MoeA2ABackend.NIXL)
 def test_low_latency_libraries(monkeypatch: Patch, a2a: MoeA2ABackend) -> None:
     install_low_latency(monkeypatch)
     assert max(round_trip(4, a2a, dispatch_dtype=DispatchDtype.FP8)) < TOLERANCES[DispatchDtype.FP8] / 1.5
@@ -95,7 +96,7 @@ def test_flashinfer(monkeypatch: Patch) -> None:
     assert max(round_trip(4, MoeA2ABackend.FLASHINFER)) < 1e-2
 
 
-@pytest.mark.parametrize(("num_ranks", "tp_size"), [(2, 1), (2, 2), (4, 2)])
+@rows("num_ranks, tp_size", (2, 1), (2, 2), (4, 2))
 def test_sums_over_ranks(num_ranks: int, tp_size: int) -> None:
     assert max(round_trip(num_ranks, tp_size=tp_size)) < 1e-2
 
@@ -132,14 +133,14 @@ def neighbours_rows(dispatcher: Any) -> None:
     dispatcher.dispatch = dispatch
 
 
-@pytest.mark.parametrize("spoil", [too_large, zero_a_token, neighbours_rows])
+@rows("spoil", too_large, zero_a_token, neighbours_rows)
 def test_faults_of_low_latency_are_caught(monkeypatch: Patch, spoil: Callable[[Any], None]) -> None:
     install_deepep(monkeypatch)
     with pytest.raises(SelfCheckError, match=r"transport deepep \(deepep_ll, bf16\): token \d of rank \d came back"):
         round_trip(2, DEEPEP, spoil=spoil)
 
 
-@pytest.mark.parametrize("dispatch_dtype", [DispatchDtype.FP8, DispatchDtype.FP8_UE8M0])
+@rows("dispatch_dtype", DispatchDtype.FP8, DispatchDtype.FP8_UE8M0)
 def test_rounding_to_fp8_hides_no_wrong_expert(monkeypatch: Patch, dispatch_dtype: DispatchDtype) -> None:
     """One slot at a wrong expert changes a token by a fifth."""
 
@@ -152,7 +153,7 @@ def test_rounding_to_fp8_hides_no_wrong_expert(monkeypatch: Patch, dispatch_dtyp
         round_trip(2, DEEPEP, dispatch_dtype=dispatch_dtype, spoil=a_fifth_too_large)
 
 
-@pytest.mark.parametrize("times", [0, 2])
+@rows("times", 0, 2)
 def test_a_lost_or_repeated_sum_is_caught(monkeypatch: Patch, times: int) -> None:
     def reduce(rank: Rank, x: torch.Tensor) -> torch.Tensor:
         for _ in range(times):

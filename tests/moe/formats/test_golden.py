@@ -10,6 +10,7 @@ from moe.formats.activation_quant import fp8_groups, nvfp4_static
 from moe.formats.fp4 import decode_e2m1, encode_e2m1
 from moe.formats.fp8 import E4M3, to_e4m3
 from moe.formats.mxfp4 import ScaleRule, e8m0_to_float, mx_exponents
+from tests.tables import rows
 
 CODES = torch.tensor([0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE], dtype=torch.uint8)
 VALUES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
@@ -38,9 +39,7 @@ def test_e2m1_ties_go_to_the_even_code_and_large_values_saturate() -> None:
         assert decode_e2m1(encode_e2m1(torch.tensor([sign * value, 0.0])))[0] == sign * rounded, (sign, value, rounded)
 
 
-@pytest.mark.parametrize(
-    ("scale", "second", "last"), [(127, 0.5, -6.0), (125, 0.125, -1.5), (118, 0.0009765625, -0.01171875)]
-)
+@rows("scale, second, last", (127, 0.5, -6.0), (125, 0.125, -1.5), (118, 0.0009765625, -0.01171875))
 def test_mxfp4_bytes(scale: int, second: float, last: float) -> None:
     weight = Mxfp4Weight(CODES.repeat(2)[None], torch.tensor([[scale]], dtype=torch.uint8))
     dense = weight.dequantize()[0]
@@ -55,13 +54,11 @@ def test_e8m0_bytes() -> None:
     assert values[4].isnan()
 
 
-@pytest.mark.parametrize(
-    ("rule", "expected"),
-    [
-        (ScaleRule.CEIL, [127, 128, 128, 127]),
-        (ScaleRule.FLOOR, [127, 127, 127, 126]),
-        (ScaleRule.EVEN, [127, 127, 128, 126]),
-    ],
+@rows(
+    "rule, expected",
+    (ScaleRule.CEIL, [127, 128, 128, 127]),
+    (ScaleRule.FLOOR, [127, 127, 127, 126]),
+    (ScaleRule.EVEN, [127, 127, 128, 126]),
 )
 def test_mx_scale_rules(rule: ScaleRule, expected: list[int]) -> None:
     amax = torch.tensor([6.0, 6.5, 7.0, 3.4])

@@ -17,6 +17,7 @@ from moe.formats import (
 )
 from moe.formats.fp8 import E4M3
 from tests.moe.joining import concat_rows, stack
+from tests.tables import rows
 
 FORMATS = [Bf16Weight, Fp8BlockWeight, Fp8TensorWeight, Mxfp4Weight, Nvfp4Weight]
 # Largest error of one element relative to the largest magnitude of its scale block: half of the widest step.
@@ -109,7 +110,7 @@ def test_gate_above_up_keeps_both_scales(kind: type[Weight]) -> None:
     assert torch.equal(stacked.narrow(-2, 128, 128).dequantize(), want[None, 128:].repeat(2, 1, 1))
 
 
-@pytest.mark.parametrize("kind", [Fp8TensorWeight, Nvfp4Weight], ids=lambda kind: kind.format_name)
+@rows("kind", Fp8TensorWeight, Nvfp4Weight)
 def test_scales_per_half_follow_a_cut_of_rows(kind: type[Weight]) -> None:
     scale = torch.tensor(0.5)
     both = concat_rows(kind.quantize(dense(8, 32), scale), kind.quantize(9 * dense(8, 32, seed=1), 2 * scale))
@@ -149,7 +150,7 @@ def test_axes_that_do_not_exist_are_refused(kind: type[Weight]) -> None:
         kind.quantize(dense(2, 128, 32)).narrow(3, 0, 1)
 
 
-@pytest.mark.parametrize("shape", [(576, 7168 // 8), (128, 128), (130, 257), (1, 1), (129, 128)])
+@rows("shape", (576, 7168 // 8), (128, 128), (130, 257), (1, 1), (129, 128))
 def test_fp8_blocks_with_ragged_edges_agree_with_a_loop(shape: tuple[int, int]) -> None:
     num_rows, num_cols = shape
     data = dense(*shape).to(E4M3)

@@ -19,6 +19,7 @@ from moe.topology import Topology
 from moe.types import DeepepLlDispatchOutput, StandardDispatchOutput
 from tests.moe.backends import hostile
 from tests.moe.configs import ALONE, rank_config
+from tests.tables import rows
 
 KERNELS = ("direct_gemm", "grouped_gemm", "group_slots", "unpermute_sum", "quantize_rows")
 NUM_EXPERTS, SIZE, TOP_K = 4, 128, 2
@@ -46,9 +47,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
 
 
 def info_of(plans: PlanTable, *, bias: bool = False, inter: int = SIZE, **topology: Any) -> TritonMoeQuantInfo:
-    w13, w2 = (Fp8BlockWeight.quantize(w) for w in hostile.dense_experts(NUM_EXPERTS, SIZE, inter))
-    b13, b2 = hostile.biases(NUM_EXPERTS, SIZE, inter) if bias else (None, None)
-    experts = ExpertWeights(w13=w13, w2=w2, b13=b13, b2=b2)
+    experts = hostile.plain_experts("fp8_block", NUM_EXPERTS, SIZE, inter, has_biases=bias)
     info = TritonBackend().prepare(experts, config_of(inter, Topology(**topology)), Topology(**topology))
     return replace(info, plans=plans)
 
@@ -64,16 +63,14 @@ def run(plan: Plan, num_tokens: int, info: TritonMoeQuantInfo | None = None, *, 
     run_layer(x, ids, torch.empty(ids.shape, device="meta"), layer, plan, torch.empty(x.shape, device="meta"))
 
 
-@pytest.mark.parametrize(
-    ("plan", "names"),
-    [
-        (DIRECT, ["direct_gemm", "direct_gemm", "unpermute_sum"]),
-        (GROUPED, ["group_slots", "grouped_gemm", "grouped_gemm", "unpermute_sum"]),
-        (FP8, ["group_slots", "quantize_rows", "grouped_gemm", "quantize_rows", "grouped_gemm", "unpermute_sum"]),
-    ],
-    ids=["direct", "grouped", "fp8"],
+@rows(
+    "plan, names",
+    (DIRECT, ["direct_gemm", "direct_gemm", "unpermute_sum"]),
+    (GROUPED, ["group_slots", "grouped_gemm", "grouped_gemm", "unpermute_sum"]),
+    (FP8, ["group_slots", "quantize_rows", "grouped_gemm", "quantize_rows", "grouped_gemm", "unpermute_sum"]),
 )
 def test_all_kernels_of_a_layer_start_early_or_none(launches: list[Launch], plan: Plan, names: list[str]) -> None:
+    launches.clear()
     run(plan, 5)
     assert [name for name, _ in launches] == names
     assert all(keywords["launch_pdl"] and keywords["USE_PDL"] for _, keywords in launches)
@@ -108,7 +105,7 @@ def test_one_rank_of_a_sum_adds_the_bias_of_the_second_matrix(launches: list[Lau
         assert [keywords["HAS_BIAS"] for name, keywords in launches if name == "direct_gemm"] == has_bias
 
 
-@pytest.mark.parametrize("kind", [Bf16Weight, Fp8BlockWeight, Mxfp4Weight, Nvfp4Weight])
+@rows("kind", Bf16Weight, Fp8BlockWeight, Mxfp4Weight, Nvfp4Weight)
 def test_a_rank_without_intermediate_columns_starts_nothing_and_adds_nothing(launches: list[Launch], kind: Any) -> None:
     topology = Topology(tp_size=2, tp_rank=1)
     config = config_of(0, topology)
@@ -153,7 +150,7 @@ def test_masked_rows_take_the_grouped_plan_for_as_many_tokens_as_are_likely(monk
     assert most == [NUM_EXPERTS * 32, 40]
 
 
-@pytest.mark.parametrize(("max_rows", "num_tiles"), [(None, 260), (4096, 260), (48, 7)])
+@rows("max_rows, num_tiles", (None, 260), (4096, 260), (48, 7))
 def test_masked_rows_are_written_by_the_second_gemm_in_no_more_tiles_than_can_have_rows(
     monkeypatch: pytest.MonkeyPatch, max_rows: int | None, num_tiles: int
 ) -> None:

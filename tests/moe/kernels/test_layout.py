@@ -17,6 +17,7 @@ from moe.kernels.layout import (
     plain_index,
 )
 from tests.moe.kernels.packed import split_blocks
+from tests.tables import rows
 
 
 def bits_as_bf16(bits: torch.Tensor) -> torch.Tensor:
@@ -102,7 +103,7 @@ def test_mxfp4_data_scale_and_post_multiply_to_the_weight(subtests: pytest.Subte
                 assert not dense[70:].any()
 
 
-@pytest.mark.parametrize("num_cols", [160, 224, 288])
+@rows("num_cols", 160, 224, 288)
 def test_weights_that_other_steps_have_are_zeros_with_a_scale_that_is_a_number(num_cols: int) -> None:
     """Where the steps before have scales that are no numbers, too."""
     scales = torch.full((1, 64, num_cols // 32), 255, dtype=torch.uint8)
@@ -118,7 +119,7 @@ def test_weights_that_other_steps_have_are_zeros_with_a_scale_that_is_a_number(n
     assert (fields == torch.tensor(want)).all()
 
 
-@pytest.mark.parametrize("num_cols", [64, 160, 192, 224])
+@rows("num_cols", 64, 160, 192, 224)
 def test_a_scale_that_is_no_number_stays_one(num_cols: int) -> None:
     scales = torch.full((1, 64, num_cols // 32), 100, dtype=torch.uint8)
     scales[0, 5, -1] = 255
@@ -131,7 +132,7 @@ def test_a_scale_that_is_no_number_stays_one(num_cols: int) -> None:
     assert fields == others[num_cols]  # a tail has each scale twice
 
 
-@pytest.mark.parametrize("kind", [Mxfp4Weight, Nvfp4Weight, Bf16Weight, Fp8BlockWeight])
+@rows("kind", Mxfp4Weight, Nvfp4Weight, Bf16Weight, Fp8BlockWeight)
 def test_only_mxfp4_has_tails_and_interleaves_their_rows_too(kind: Any) -> None:
     weight = kind.quantize(torch.randn(2, 96, 160, generator=torch.Generator().manual_seed(1)))
     packed = pack_matrix(weight, None, is_gated=True)

@@ -5,6 +5,7 @@ import pytest
 from moe.kernels.masked_swiglu import masked_swiglu_kernel
 from tests.interpreter import run_interpreted, waits_for_interpreter
 from tests.moe.kernels.compiling import compile_kernel
+from tests.tables import rows
 
 pytestmark = waits_for_interpreter
 CASES = [
@@ -26,7 +27,7 @@ def test_live_rows_equal_the_reference_and_no_others_are_touched(faults: dict[st
         assert faults[case] == "", case
 
 
-@pytest.mark.parametrize("arch", [90, 100])
+@rows("arch", 90, 100)
 def test_it_compiles_for_the_gpus_of_deep_gemm(arch: int) -> None:
     """fp32 scales on SM90, packed exponents on SM100; bytes come from the hardware's own conversion."""
     pointers = {"h_ptr": "*bf16", "counts_ptr": "*i32", "q_ptr": "*u8", "scale_ptr": "*i32" if arch == 100 else "*fp32"}

@@ -44,11 +44,10 @@ def test_supports_answers_with_none_or_a_reason(subtests: pytest.Subtests) -> No
 def test_the_verdict_ignores_what_is_installed_and_prepare_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TritonBackend, "is_installed", lambda self: False)
     assert TritonBackend().supports(Device(arch="sm90"), "mxfp4", MoeA2ABackend.NONE, CONFIG) is None
-    w13, w2 = (Bf16Weight(part.bfloat16()) for part in hostile.dense_experts(8, 64, 64))
     with pytest.raises(
         UnsupportedPathError, match="needs the package triton, which is not installed: pip install triton"
     ):
-        TritonBackend().prepare(ExpertWeights(w13=w13, w2=w2), CONFIG, Topology())
+        TritonBackend().prepare(hostile.plain_experts("bf16", 8, 64, 64), CONFIG, Topology())
 
 
 def test_other_activation_dtypes_are_refused_when_the_runner_is_built() -> None:

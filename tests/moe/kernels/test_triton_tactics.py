@@ -15,6 +15,7 @@ from moe.formats import Bf16Weight, ExpertWeights
 from moe.kernels.plan import MAX_DIRECT_SLOTS, Plan
 from tests.moe.backends import hostile
 from tests.moe.configs import rank_config
+from tests.tables import rows
 
 DIRECT = Plan(is_direct=True, block_m=16, block_n_1=64, block_n_2=128, split_k=2, pdl=True)
 GROUPED = Plan(is_direct=False, block_m=64, block_n_1=128, block_n_2=128, num_tile_heights=3)
@@ -126,9 +127,8 @@ def test_the_second_round_lies_around_the_best_of_the_first() -> None:
 
 def test_the_backend_offers_its_own_plan_first_and_keeps_its_weights() -> None:
     config = rank_config(num_experts=4, hidden_size=64, intermediate_size=64, top_k=2)
-    w13, w2 = (Bf16Weight(part.to(torch.bfloat16)) for part in hostile.dense_experts(4, 64, 64))
     backend = TritonBackend()
-    info = backend.prepare(ExpertWeights(w13=w13, w2=w2), config, Topology())
+    info = backend.prepare(hostile.plain_experts("bf16", 4, 64, 64), config, Topology())
     first = backend.tactics(info, config, 8, {})
     assert first[0] == plan_text(info.plans.pick(8))
     tuned = backend.with_choice(info, {"8": first[-1]})
@@ -137,7 +137,7 @@ def test_the_backend_offers_its_own_plan_first_and_keeps_its_weights() -> None:
     assert plan_text(tuned.plans.pick(3)) == first[-1]
 
 
-@pytest.mark.parametrize(("major", "has_pdl"), [(8, False), (9, True), (12, True)])
+@rows("major, has_pdl", (8, False), (9, True), (12, True))
 def test_early_starts_are_tried_from_hopper_on(monkeypatch: pytest.MonkeyPatch, major: int, has_pdl: bool) -> None:
     config = rank_config(num_experts=4, hidden_size=64, intermediate_size=64, top_k=2)
     w13, w2 = (Bf16Weight(part.to(torch.bfloat16)) for part in hostile.dense_experts(4, 64, 64))
