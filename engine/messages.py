@@ -1,4 +1,4 @@
-"""Messages between the two processes, in msgpack, and their sockets. The types of their contents are in `types`."""
+"""Messages between HTTP processes and the engine, in msgpack, and their sockets. Their contents are in `types`."""
 
 import os
 import secrets
@@ -9,11 +9,15 @@ import zmq
 from engine.config import EngineConfig
 from engine.types import EngineInfo, EngineOutput, EngineRequest, EngineStats
 
+FOUNDER = 0
+"""Origin of the process that started the engine; each process that joins has a higher number of its own."""
+
 
 class Add(msgspec.Struct, frozen=True, tag=True):
-    """To the engine: start this request."""
+    """To the engine: start this request, whose outputs go to the process `origin`."""
 
     request: EngineRequest
+    origin: int = FOUNDER
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
@@ -22,12 +26,25 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
     request_id: str
 
 
+class Join(msgspec.Struct, frozen=True, tag=True):
+    """To the engine: send the outputs of `origin`, a number that was never used before, to this address."""
+
+    origin: int
+    address: str
+
+
+class Leave(msgspec.Struct, frozen=True, tag=True):
+    """To the engine: the process `origin` has ended, and so do its requests."""
+
+    origin: int
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """To the engine: leave the step loop."""
 
 
 class Outputs(msgspec.Struct, frozen=True, tag=True):
-    """From the engine: the outputs of one step, for all requests."""
+    """From the engine: the outputs of one step, for all requests of one process."""
 
     outputs: list[EngineOutput]
 
@@ -44,8 +61,15 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
     loop_age_s: float
 
 
+class Held(msgspec.Struct, frozen=True, tag=True):
+    """From the engine to processes that joined: who holds places now, and how many came free since the start."""
+
+    num_by_client: dict[str, int]
+    num_freed: int
+
+
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """From the engine, once: the model is loaded and warm."""
+    """From the engine, once to each process: the model is loaded and warm."""
 
     info: EngineInfo
 
@@ -56,8 +80,8 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-ToEngine = Add | Abort | Shutdown
-FromEngine = Outputs | Beat | Ready | Failed
+ToEngine = Add | Abort | Join | Leave | Shutdown
+FromEngine = Outputs | Beat | Held | Ready | Failed
 
 
 class WorkerSetup(msgspec.Struct, frozen=True, kw_only=True):

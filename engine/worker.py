@@ -6,7 +6,6 @@ a parent that dies in whatever way.
 
 import gc
 import logging
-import os
 import pickle
 import signal
 import sys
@@ -25,12 +24,15 @@ from engine.messages import (
     Beat,
     Failed,
     FromEngine,
-    Outputs,
+    Join,
+    Leave,
     Ready,
     ToEngine,
     WorkerSetup,
     bind,
 )
+from engine.origins import Origins
+from engine.process import exit_with_parent
 
 if TYPE_CHECKING:
     from engine.core import EngineCore
@@ -43,13 +45,13 @@ logger = logging.getLogger("engine.worker")
 
 
 class Heartbeat(threading.Thread):
-    """Sends a `Beat` at a steady pace, on a socket of its own, whatever the step loop is doing."""
+    """Sends a `Beat` at a steady pace, on sockets of its own, whatever the step loop is doing."""
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", address: str) -> None:
         super().__init__(name="heartbeat", daemon=True)
         self.core: EngineCore | None = None
+        self.addresses: tuple[str, ...] = (address,)  # replaced as a whole by the step loop
         self._context = context
-        self._address = address
         self._ended = threading.Event()
         self._turned_s = time.monotonic()
 
@@ -59,14 +61,19 @@ class Heartbeat(threading.Thread):
 
     def run(self) -> None:
         """Thread body."""
-        socket = _open(self._context, zmq.PUSH)
-        socket.connect(self._address)
+        sockets: dict[str, zmq.Socket[bytes]] = {}
         encoder = msgspec.msgpack.Encoder()
         while not self._ended.wait(BEAT_INTERVAL_S):
-            core = self.core
+            core, addresses = self.core, self.addresses
             beat = Beat(None, 0.0) if core is None else Beat(core.stats(), time.monotonic() - self._turned_s)
-            socket.send(encoder.encode(beat))
-        socket.close()
+            for address in sockets.keys() - set(addresses):
+                sockets.pop(address).close(linger=0)
+            for address in addresses:
+                if address not in sockets:
+                    sockets[address] = _connect(self._context, address)
+                sockets[address].send(encoder.encode(beat))
+        for socket in sockets.values():
+            socket.close()
 
     def end(self) -> None:
         """Stop beating and wait for the thread."""
@@ -82,9 +89,9 @@ class Worker:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._requests = _open(self._context, zmq.PULL)
         bind(self._requests, setup.requests_address)
-        self._outputs = _open(self._context, zmq.PUSH)
-        self._outputs.connect(setup.outputs_address)
-        self._encoder = msgspec.msgpack.Encoder()
+        self._origins = Origins(
+            lambda address: _connect(self._context, address), setup.outputs_address, setup.config.max_requests
+        )
         self._decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
         self._heartbeat = Heartbeat(self._context, setup.outputs_address)
 
@@ -111,9 +118,7 @@ class Worker:
 
     def _serve(self, core: "EngineCore") -> None:
         while self._take_requests(core):
-            outputs = core.step()
-            if outputs:
-                self._send(Outputs(outputs))
+            self._origins.send_outputs(core.step())
 
     def _take_requests(self, core: "EngineCore") -> bool:
         """Hand everything that has arrived to the core; wait a little if it has nothing else to do. False: stop."""
@@ -128,19 +133,31 @@ class Worker:
                 return True
             message = self._decoder.decode(frame)
             if isinstance(message, Add):
-                core.add(message.request)
+                self._origins.add(core, message)
             elif isinstance(message, Abort):
-                core.abort(message.request_id)
+                self._origins.abort(core, message.request_id)
+            elif isinstance(message, Join):
+                self._origins.join(message, Ready(core.info))
+                self._heartbeat.addresses = self._origins.addresses
+            elif isinstance(message, Leave):
+                self._origins.leave(core, message.origin)
+                self._heartbeat.addresses = self._origins.addresses
             else:
                 return False
 
     def _send(self, message: FromEngine) -> None:
-        self._outputs.send(self._encoder.encode(message))
+        self._origins.broadcast(message)
 
 
 def _open(context: "zmq.Context[zmq.Socket[bytes]]", kind: int) -> "zmq.Socket[bytes]":
     socket = context.socket(kind)
     socket.set_hwm(0)  # a slow reader must not hold up the step loop; the number of requests bounds what can pile up
+    return socket
+
+
+def _connect(context: "zmq.Context[zmq.Socket[bytes]]", address: str) -> "zmq.Socket[bytes]":
+    socket = _open(context, zmq.PUSH)
+    socket.connect(address)
     return socket
 
 
@@ -151,13 +168,6 @@ def _is_user_error(error: Exception) -> bool:
 
 def _describe(error: Exception) -> str:
     return str(error) if _is_user_error(error) else f"{type(error).__name__}: {error}"
-
-
-def _exit_with_parent() -> None:
-    """Block until standard input closes, then end at once; there is nobody left to tell, or to tidy up."""
-    while os.read(0, 1):  # the descriptor itself: a lock of `sys.stdin` must not be held when the interpreter ends
-        pass
-    os._exit(0)
 
 
 def build_core(setup: WorkerSetup) -> "EngineCore":
@@ -179,7 +189,7 @@ def main(build: "Callable[[WorkerSetup], EngineCore]" = build_core) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     setup: WorkerSetup = pickle.load(sys.stdin.buffer)
     logging.basicConfig(level=setup.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    threading.Thread(target=_exit_with_parent, name="parent-watch", daemon=True).start()
+    threading.Thread(target=exit_with_parent, name="parent-watch", daemon=True).start()
     sys.exit(Worker(setup).run(build))
 
 
