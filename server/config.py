@@ -39,6 +39,9 @@ class ServerConfig:
 
     host: str = setting("127.0.0.1", "HTTP", "address to listen on; 0.0.0.0 for all")
     port: int = setting(8000, "HTTP", "port to listen on; 0 picks a free one", low=0, high=65535)
+    api_workers: int = setting(
+        1, "HTTP", "HTTP processes that share the port and the engine; more than one for many streams", low=1, high=64
+    )
     api_key: str | None = setting(
         None, "HTTP", "key that every route but /health, /health/live and /health/ready requires", is_secret=True
     )

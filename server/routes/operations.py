@@ -47,7 +47,6 @@ async def ready(request: Request) -> Response:
 async def metrics(request: Request) -> Response:
     """Prometheus exposition."""
     context: ServerContext = request.app.state.context
-    context.metrics.inflight.set(context.gate.num_inflight)
     return Response(context.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
 
