@@ -73,7 +73,7 @@ class Heartbeat(threading.Thread):
                     sockets[address] = _connect(self._context, address)
                 sockets[address].send(encoder.encode(beat))
         for socket in sockets.values():
-            socket.close()
+            socket.close(linger=0)  # a process that is gone must not hold up the end
 
     def end(self) -> None:
         """Stop beating and wait for the thread."""

@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         values = {"tune_cache_dir": tune_cache_folder(environ), **gather(settings, flags, environ)}
         server_config, engine_config, model = make_configs(settings, values)
-        configure_logging(server_config)
+        streams.log_to_stderr(server_config.log_level)
         if links:
             log.info("ignored, since Kubernetes set them for a Service of this name: %s", ", ".join(links))
         if isinstance(model, Path):
@@ -75,15 +75,6 @@ def _run_command(name: str, argv: Sequence[str], settings: Mapping[str, Setting]
         case "health":
             return health(argv, PROGRAM, settings, environ)
     return plan(argv, PROGRAM, settings, environ)
-
-
-def configure_logging(config: ServerConfig) -> None:
-    """Log lines go to standard error."""
-    logging.basicConfig(
-        level=config.log_level.upper(),
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        stream=sys.stderr,
-    )
 
 
 def all_settings() -> dict[str, Setting]:
