@@ -115,6 +115,8 @@ class Supervisor:
         failure = self._engine.failure
         if failure is not None:
             process.channel.send(FAILED + failure.encode())
+        if self.should_exit:  # decided meanwhile
+            await process.end(0)
         self._keep(asyncio.ensure_future(self._watch(process)))
 
     async def _watch(self, process: ApiProcess) -> None:
