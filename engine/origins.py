@@ -32,6 +32,7 @@ class Origins:
         self._is_shared = False  # a process has joined
         self._places = Places(max_requests)
         self._origin_of: dict[str, int] = {}  # of every request that has not ended
+        self._gone: set[int] = set()  # what a dead process has sent may arrive after the news of its death
         self._losers: set[str] = set()  # requests that lost their place and have not had their last output
         self._told = (0, 0)  # what the last `Held` was about
 
@@ -42,6 +43,8 @@ class Origins:
 
     def join(self, message: Join, ready: Ready) -> None:
         """Serve another process from now on."""
+        if message.origin in self._gone:
+            return
         self._is_shared = True
         self._addresses[message.origin] = message.address
         self._sockets[message.origin] = self._connect(message.address)
@@ -50,6 +53,7 @@ class Origins:
 
     def leave(self, core: "EngineCore", origin: int) -> None:
         """End the requests of a process that is gone. What still arrives from it is ignored."""
+        self._gone.add(origin)
         socket = self._sockets.pop(origin, None)
         if socket is not None:
             socket.close(linger=0)
