@@ -21,6 +21,8 @@ SERVING, IDLE = b"serving", b"idle"
 
 MAX_PACKET_BYTES = 64 * 1024
 
+_MODULE = "server.api_worker"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ApiSetup:
@@ -122,7 +124,7 @@ class ApiProcess:
         """Start the process; `on_serving` is called when it can serve."""
         self.channel.open()
         descriptors = (setup.board_descriptor, setup.channel_descriptor)
-        self._process = await WorkerProcess.start("server.api_worker", setup, descriptors)
+        self._process = await WorkerProcess.start(_MODULE, setup, descriptors)
         self.channel.other_end.close()
 
     async def wait(self) -> int:
