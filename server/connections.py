@@ -6,7 +6,6 @@ process, which the option SO_REUSEPORT would prevent.
 """
 
 import asyncio
-import errno
 import logging
 import socket
 from collections.abc import Sequence
@@ -16,8 +15,7 @@ log = logging.getLogger(__name__)
 
 _BURST = 64  # connections accepted before other work has its turn
 _RETRY_S = 0.05
-_OUT_OF_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
-_OUT_OF_ROOM_RETRY_S = 1.0
+_ERROR_RETRY_S = 1.0
 
 
 class Receiver(Protocol):
@@ -81,11 +79,9 @@ class Acceptor:
                 connection, _address = self._listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
-            except OSError as error:
-                if error.errno not in _OUT_OF_ROOM:
-                    raise
-                log.error("no more connections can be accepted now: %s", error.strerror)
-                self._pause(_OUT_OF_ROOM_RETRY_S)
+            except OSError as error:  # out of descriptors or memory
+                log.error("no connections can be accepted now: %s", error.strerror)
+                self._pause(_ERROR_RETRY_S)
                 return
             if not self._give(connection):
                 self._waiting = connection
