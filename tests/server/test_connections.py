@@ -66,7 +66,7 @@ async def until(condition):
 
 def test_who_has_the_fewest_open_is_next_and_equals_take_turns(run):
     async def work(acceptor, clients):
-        first, second, third = receivers = Receiver(2), Receiver(0), Receiver(2)
+        receivers = second, *_others = [Receiver(0), Receiver(2), Receiver(2)]
         acceptor.set_receivers(receivers)
         clients.connect(5)
         await until(lambda: sum(len(each.got) for each in receivers) == 5)
