@@ -1,6 +1,7 @@
 # Two commands do everything: `make serve` sets up and serves, `make test` sets up and tests, in JOBS processes.
 # What takes minutes has a target of its own, of which `make test` runs a short pick: `make kernels` (Triton kernels in the
-# interpreter), `make soak` (unruly clients for long) and `make evals` (the bundled model answers all its questions).
+# interpreter), `make ranks` (models and engines of several processes), `make soak` (unruly clients for long) and
+# `make evals` (the bundled model answers all its questions).
 # `make api-workers` runs the suites of the HTTP side with two HTTP processes, of which `make test` runs a pick too.
 # `make clients` runs popular clients, installed in a separate environment, against the real service.
 # PORT=, ARGS=, EXTRAS= and PIP_ARGS= pass through: `make serve PORT=9000 EXTRAS=gpu ARGS="--max-num-seqs 8"`.
@@ -19,7 +20,7 @@ SERVE   = $(VENV)/.serve$(EXTRAS:%=-%)
 API_WORKER_TESTS = $(patsubst %,tests/server/test_%.py,api_workers asker chat client_requests completions cors disconnect \
 	errors http11 large_bodies life operations protocol queue_speed stall start)
 
-.PHONY: serve test test-cpus kernels evals api-workers clients soak check pins settings bench
+.PHONY: serve test test-cpus kernels ranks evals api-workers clients soak check pins settings bench
 serve: $(SERVE)
 	$(VENV)/bin/moe-serve --port $(PORT) $(ARGS)
 
@@ -35,6 +36,9 @@ api-workers: $(VENV)/.dev
 
 kernels: $(VENV)/.dev
 	$(PYTEST) -m kernels $(ARGS)
+
+ranks: $(VENV)/.dev
+	$(VENV)/bin/python -m pytest -m ranks $(ARGS)
 
 test-cpus: $(VENV)/.dev
 	PATH="$(abspath $(VENV))/bin:$$PATH" scripts/test_on_every_cpu $(ARGS)

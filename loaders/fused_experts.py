@@ -76,9 +76,10 @@ def _read_published(
     for name, groups in ((gate_up, gate_up_shape), (down, down_shape)):
         source.expect(f"{name}_blocks", shape=(*groups, GROUP // 2), dtypes=(torch.uint8,))
         source.expect(f"{name}_scales", shape=groups, dtypes=_BYTE_SCALES)
-        e8m0_scales(_local(source, f"{name}_scales", experts), source.meta(f"{name}_scales"))
     w13 = [_separate(_local(source, f"{gate_up}_{kind}", experts), cut) for kind in ("blocks", "scales")]
     w2 = [_cut_groups(_local(source, f"{down}_{kind}", experts), cut) for kind in ("blocks", "scales")]
+    for name, scales in ((gate_up, w13[1]), (down, w2[1])):
+        e8m0_scales(scales, source.meta(f"{name}_scales"))
     return Mxfp4Weight(w13[0].flatten(-2), w13[1]), Mxfp4Weight(w2[0].flatten(-2), w2[1])
 
 

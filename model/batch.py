@@ -27,6 +27,7 @@ class ForwardBatch:
     seq_lens: tuple[int, ...]
     page_size: int
     all_ranks_decode: bool = False  # ranks that share experts must agree on it; False is right for every step
+    max_rank_tokens: int | None = None  # largest T of any rank in this step; None: not known
 
     @property
     def num_tokens(self) -> int:

@@ -1,10 +1,4 @@
-"""Settings of one model, its errors, and the small checks that every family runs over `config.json`.
-
-ValueError
-└── ModelError                 base of everything a caller can get wrong here
-    ├── ModelSettingsError     a setting that is out of range
-    └── UnsupportedModelError  config.json asks for what is not implemented, or contradicts itself or the weights
-"""
+"""Settings of one model, and the small checks that every family runs over `config.json`."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -13,30 +7,22 @@ from typing import Any, Literal, get_args
 import torch
 
 from loaders.hf_config import HfConfig
-from moe import MoeA2ABackend, MoeBackend, RankPlace
+from model.errors import ModelError, ModelSettingsError, UnsupportedModelError
+from model.parallel import ParallelLayout
+from moe import MoeA2ABackend, MoeBackend
 from moe.dispatch.deepep_settings import DeepepSettings
 from moe.tune.layers import TuningSettings
+
+__all__ = ["ModelError", "ModelSettings", "ModelSettingsError", "UnsupportedModelError"]
 
 RouterDtype = Literal["auto", "float32", "bfloat16"]
 LoadFormat = Literal["auto", "dummy"]
 SelfCheck = Literal["auto", "off", "first", "all"]
 _CPU = torch.device("cpu")
 _DTYPES = (torch.float32, torch.bfloat16)
-_ALONE = RankPlace()
+_ALONE = ParallelLayout()
 _DEEPEP = DeepepSettings()
 _UNTUNED = TuningSettings()
-
-
-class ModelError(ValueError):
-    """Base of the errors that a caller of `model` can cause."""
-
-
-class ModelSettingsError(ModelError):
-    """A field of `ModelSettings` is out of range."""
-
-
-class UnsupportedModelError(ModelError):
-    """config.json asks for what is not implemented, or contradicts itself or the weights."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,8 +31,8 @@ class ModelSettings:
 
     `dtype` "auto" is float32 on a CPU (fastest there, and exact) and bfloat16 elsewhere. `router_logits_dtype` "auto"
     leaves the choice to the expert backend. `selfcheck`: which MoE layers are compared with their reference at load.
-    `place`: this rank's among those that share the experts; everything else is whole on every rank. `deepep`: mode and
-    token limit of the transports that have them. `max_num_tokens`: the largest step, for kernels that allocate by it.
+    `layout`: how the model is divided among ranks, and which of them this is. `deepep`: mode and token limit of the
+    transports that have them. `max_num_tokens`: the largest step of a rank, for kernels that allocate by it.
     `tuning`: whether the experts' kernels are measured at load, and where what was found is kept.
     """
 
@@ -58,7 +44,7 @@ class ModelSettings:
     attention_backend: str = "auto"
     load_format: LoadFormat = "auto"
     selfcheck: SelfCheck = "auto"
-    place: RankPlace = _ALONE
+    layout: ParallelLayout = _ALONE
     deepep: DeepepSettings = _DEEPEP
     max_num_tokens: int = 8192
     tuning: TuningSettings = _UNTUNED
@@ -76,6 +62,7 @@ class ModelSettings:
             raise ModelSettingsError(f"max_num_tokens is {self.max_num_tokens}: it must be at least 1")
         if self.dtype != "auto" and self.dtype not in _DTYPES:
             raise ModelSettingsError(f"dtype is {self.dtype}: it must be auto, float32 or bfloat16")
+        self.layout.check_transport(self.moe_a2a_backend)
 
     @property
     def checked_layers(self) -> Literal["off", "first", "all"]:

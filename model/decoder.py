@@ -20,6 +20,9 @@ The life of a forward pass, and the file of each step:
     decoder.py Model             final norm of the rows whose logits are wanted, output head (embedding.py): fp32 logits
     engine/sampler.py            logits to tokens
 
+On several ranks (parallel.py), sums over ranks (moe/group.py) follow the embedding, the output projection, a dense MLP
+and the experts; the head gathers its logits.
+
 Families build the parts of a layer; `load.py` reads them in this order, `moe_build.py` chooses the path of the experts.
 """
 
@@ -36,17 +39,19 @@ from model.embedding import Embedding, OutputHead
 from model.moe_layer import MoeLayer
 from model.norm import RmsNorm
 from model.rope import RotaryTable
+from moe.group import RankGroups
 
 
 @dataclass(frozen=True, slots=True)
 class StepState:
-    """What every layer of one step shares: the attention plan, the rotation of each token, complex64 [T, 1, D/2], and
-    whether all ranks that share experts decode.
+    """What every layer of one step shares: the attention plan, the rotation of each token, complex64 [T, 1, D/2],
+    whether all ranks that share experts decode, and the tokens of the rank that has most (None if no layer asks).
     """
 
     plan: Any
     rotation_T1D: torch.Tensor
     all_ranks_decode: bool
+    max_rank_tokens: int | None = None
 
 
 class AttentionLayer(nn.Module):
@@ -81,12 +86,17 @@ class DecoderLayer(nn.Module):
         else:
             x_TH, normed_TH = self.input_norm.add(x_TH, delta_TH)
         x_TH, normed_TH = self.mlp_norm.add(x_TH, self.attention(normed_TH, step, kv))
-        options = {"is_decode": step.all_ranks_decode} if isinstance(self.mlp, MoeLayer) else {}
-        return x_TH, self.mlp(normed_TH, **options)
+        if not isinstance(self.mlp, MoeLayer):
+            return x_TH, self.mlp(normed_TH)
+        return x_TH, self.mlp(normed_TH, is_decode=step.all_ranks_decode, max_rank_tokens=step.max_rank_tokens)
 
 
 class Model(nn.Module):
-    """A loaded model. Call under `torch.inference_mode()`."""
+    """A loaded model, or one rank's part of it. Call under `torch.inference_mode()`.
+
+    The ranks of `groups.tp` run the same batches at the same time, and all get the whole logits. Those of `groups.dp`
+    run batches of their own at the same time, since they share the experts; one that has none calls `run_idle`.
+    """
 
     def __init__(
         self,
@@ -97,6 +107,8 @@ class Model(nn.Module):
         head: OutputHead,
         rope: RotaryTable,
         attention: Attention,
+        groups: RankGroups,
+        vocab_size: int,
         max_model_len: int,
         eos_token_ids: tuple[int, ...],
     ) -> None:
@@ -109,7 +121,8 @@ class Model(nn.Module):
         self.attention = attention
         self.max_model_len = max_model_len
         self.eos_token_ids = eos_token_ids
-        self.vocab_size = embedding.weight.shape[0]
+        self.groups = groups
+        self.vocab_size = vocab_size
         self.dtype = embedding.weight.dtype
         self.device = embedding.weight.device
         self.kv_specs: list[KvLayerSpec] = [layer.attention.spec.kv_spec for layer in layers]
@@ -119,6 +132,8 @@ class Model(nn.Module):
         """None if decode steps of up to `max_num_tokens` tokens can be captured in CUDA graphs, else what cannot."""
         if not self.attention.is_capturable:
             return f"attention backend {self.attention.name}"
+        if not self.groups.tp.is_capturable:
+            return "collectives over gloo"
         reasons = (layer.why_not_capturable(max_num_tokens) for layer in self.moe_layers)
         return next((reason for reason in reasons if reason is not None), None)
 
@@ -136,7 +151,8 @@ class Model(nn.Module):
 
         `plan` is what `plan` made of the same batch.
         """
-        step = StepState(plan, self.rope.at(batch.positions_T), batch.all_ranks_decode)
+        max_rank_tokens = self._max_rank_tokens(batch.num_tokens, batch.max_rank_tokens)
+        step = StepState(plan, self.rope.at(batch.positions_T), batch.all_ranks_decode, max_rank_tokens)
         x_TH: torch.Tensor = self.embedding(batch.input_ids_T)
         delta_TH: Any = None
         for layer, layer_kv in zip(self.layers, kv, strict=True):
@@ -144,3 +160,17 @@ class Model(nn.Module):
         x_RH, delta_RH = (rows_TH.index_select(0, batch.logit_rows_R) for rows_TH in (x_TH, delta_TH))
         logits_RV: torch.Tensor = self.head(self.norm.add(x_RH, delta_RH)[1])
         return logits_RV
+
+    def run_idle(self, max_rank_tokens: int | None = None, all_ranks_decode: bool = False) -> None:
+        """Take part in a step of the other data-parallel ranks without tokens: the MoE layers alone, no cache."""
+        max_rank_tokens = self._max_rank_tokens(0, max_rank_tokens)
+        hidden_size = self.embedding.weight.shape[1]
+        for layer in self.moe_layers:
+            x_TH = torch.empty((0, hidden_size), dtype=self.dtype, device=self.device)
+            layer(x_TH, is_decode=all_ranks_decode, max_rank_tokens=max_rank_tokens)
+
+    def _max_rank_tokens(self, num_tokens: int, agreed: int | None) -> int | None:
+        """Tokens of the rank that has most, if a layer asks; `agreed`: the number if the ranks know it already."""
+        if agreed is not None or not any(layer.gathers_tokens for layer in self.moe_layers):
+            return agreed
+        return int(self.groups.dp.max([float(num_tokens)])[0])

@@ -1,40 +1,77 @@
 """Dense linear layers. How a matrix product is best done on a CPU is known in one place, `moe.cpu.linear`.
 
 There, fp32 weights that fp16 holds exactly (bf16 checkpoints) are packed for FBGEMM, which beats MKL two to six times
-at 1 to 16 rows; others multiply as `W @ x.T`. On GPUs and in bf16 it is `F.linear`.
+at 1 to 16 rows; others multiply as `W @ x.T`. On GPUs, FP8 blocks are multiplied as they are stored (`fp8_linear.py`);
+the rest is `F.linear`.
 
 Shape letters: T tokens, K inputs, N outputs, I intermediate.
 """
+
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from moe.cpu.linear import make_linear
+from moe.formats import Fp8BlockWeight
+from moe.formats.fp8_block import BLOCK
+from moe.group import SINGLE_RANK, Group
+
+LinearWeight = torch.Tensor | Fp8BlockWeight
+"""[N, K]: dense in the model's dtype, or FP8 blocks, which only GPUs multiply."""
 
 
 class Linear(nn.Module):
-    """`x @ weight.T + bias`, built from loaded tensors; keeps them only in the form that is multiplied."""
+    """`x @ weight.T + bias`, built from loaded tensors; keeps them only in the form that is multiplied.
 
-    def __init__(self, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None) -> None:
+    `sums_over`: the ranks that have the other columns of the weight; the outputs are summed over them.
+    """
+
+    _multiply: Callable[[torch.Tensor], torch.Tensor]
+
+    def __init__(
+        self, weight_NK: LinearWeight, bias_N: torch.Tensor | None = None, *, sums_over: Group = SINGLE_RANK
+    ) -> None:
         super().__init__()
-        self._multiply = make_linear(weight_NK.contiguous(), bias_N)
+        if isinstance(weight_NK, Fp8BlockWeight):
+            from model.fp8_linear import Fp8Linear  # needs Triton
+
+            self._multiply = Fp8Linear(weight_NK, bias_N)
+        else:
+            self._multiply = make_linear(weight_NK.contiguous(), bias_N)
+        self._sums_over = sums_over
 
     def forward(self, x_TK: torch.Tensor) -> torch.Tensor:
         """[T, K] to [T, N], row-major."""
-        return self._multiply(x_TK).contiguous()
+        return self._sums_over.all_reduce(self._multiply(x_TK).contiguous())
 
 
 class GatedMlp(nn.Module):
-    """Dense SwiGLU block of DeepSeek-V3: `down(silu(gate(x)) * up(x))`, gate and up in one matrix."""
+    """Dense SwiGLU block of DeepSeek-V3: `down(silu(gate(x)) * up(x))`, gate and up in one matrix.
 
-    def __init__(self, gate_IH: torch.Tensor, up_IH: torch.Tensor, down_HI: torch.Tensor) -> None:
+    `sums_over`: the ranks that have the rest of I; without them the output is this rank's part of the sum.
+    """
+
+    def __init__(
+        self, gate_IH: LinearWeight, up_IH: LinearWeight, down_HI: LinearWeight, *, sums_over: Group = SINGLE_RANK
+    ) -> None:
         super().__init__()
-        self.gate_up = Linear(torch.cat((gate_IH, up_IH)))
-        self.down = Linear(down_HI)
+        self.gate_up = Linear(join_rows((gate_IH, up_IH)))
+        self.down = Linear(down_HI, sums_over=sums_over)
 
     def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
         """[T, H] to [T, H]."""
         gate_TI, up_TI = self.gate_up(x_TH).chunk(2, dim=-1)
         out_TH: torch.Tensor = self.down(F.silu(gate_TI) * up_TI)
         return out_TH
+
+
+def join_rows(parts: Sequence[LinearWeight]) -> LinearWeight:
+    """One weight with the rows of all parts: FP8 if all are and each but the last ends with a block, else dense."""
+    blocks = [part for part in parts if isinstance(part, Fp8BlockWeight)]
+    if len(blocks) == len(parts) and not any(part.shape[0] % BLOCK for part in blocks[:-1]):
+        codes = torch.cat([part.data.view(torch.uint8) for part in blocks])
+        return Fp8BlockWeight(codes.view(torch.float8_e4m3fn), torch.cat([part.scale_inv for part in blocks]))
+    dtype = next((part.dtype for part in parts if isinstance(part, torch.Tensor)), torch.bfloat16)
+    return torch.cat([part.dequantize(dtype) if isinstance(part, Fp8BlockWeight) else part for part in parts])

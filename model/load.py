@@ -5,7 +5,6 @@ Knows no architecture: a `Family` says which tensors there are and builds its ow
 
 import logging
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -19,24 +18,29 @@ from model.config import ModelSettings
 from model.decoder import DecoderLayer, Model
 from model.embedding import Embedding, OutputHead
 from model.families.base import EMBEDDING_WEIGHT, HEAD, HEAD_WEIGHT, Family
+from model.fused import fused_kernels
+from model.linear import LinearWeight
 from model.moe_build import MoeBuilder
 from model.norm import RmsNorm
 from model.rope import RotaryTable
-from model.weights import WeightReader, check_shapes, dummy_shapes
+from model.weights import RAGGED_ROWS, WeightReader, check_shapes, dummy_shapes
+from moe.group import Group, RankGroups
 
+_ALONE = RankGroups()
 _log = logging.getLogger(__name__)
 
 
-def load_model(family: Family, folder: Path, settings: ModelSettings, group: Any = None) -> Model:
-    """Build the model of `family` from the checkpoint in `folder`; arguments and errors as `build_model` says."""
+def load_model(family: Family, folder: Path, settings: ModelSettings, groups: RankGroups = _ALONE) -> Model:
+    """Build this rank's part of the model of `family` from the checkpoint in `folder`; errors as `build_model` says."""
+    family.check_layout(settings.layout)
     source = open_source(family, folder, settings)
     family.skip_unneeded(source)
     check_shapes(source, family.tensor_specs(source))
-    layers = range(family.num_layers)
+    layers, place = range(family.num_layers), settings.layout.dense_place
     attention = make_attention(
-        settings.attention_backend, [family.attention_spec(layer) for layer in layers], settings.device
+        settings.attention_backend, [family.attention_part(layer, place) for layer in layers], settings.device
     )
-    builder = MoeBuilder(settings=settings, layer=family.moe, group=group)
+    builder = MoeBuilder(settings=settings, layer=family.moe, groups=groups)
     for layer in layers:
         if family.is_moe_layer(layer):
             builder.resolve(layer, family.expert_format(source, layer))
@@ -44,25 +48,33 @@ def load_model(family: Family, folder: Path, settings: ModelSettings, group: Any
     max_model_len = family.config.max_position_embeddings
     rope = RotaryTable(family.config.rope, family.rotary_dim, max_model_len, settings.device)
 
-    reader = WeightReader(source, settings.device, settings.model_dtype)
-    embedding = Embedding(reader.vector(EMBEDDING_WEIGHT, reader.dtype))
+    reader = WeightReader(source, settings.device, settings.model_dtype, place, keeps_fp8(settings))
+    weight_UH, first_row = reader.embedding(EMBEDDING_WEIGHT)
+    embedding = Embedding(weight_UH, first_row=first_row, tp=groups.tp)
     with Progress("loading weights", family.num_layers) as progress:
         loaded = []
         for layer in layers:
-            loaded.append(_load_layer(family, reader, builder, attention, layer))
+            loaded.append(_load_layer(family, reader, builder, attention, groups.tp, layer))
             progress.advance()
     model = Model(
         embedding=embedding,
         layers=loaded,
         norm=RmsNorm(reader.vector("model.norm.weight"), family.norm_eps),
-        head=_load_head(family, reader, embedding),
+        head=OutputHead(_head_weight(family, reader, embedding), tp=groups.tp),
         rope=rope,
         attention=attention,
+        groups=groups,
+        vocab_size=family.vocab_size,
         max_model_len=max_model_len,
         eos_token_ids=family.config.eos_token_ids,
     )
     source.finish()
     return model
+
+
+def keeps_fp8(settings: ModelSettings) -> bool:
+    """Whether FP8 linear layers are multiplied as they are stored: on GPUs, in bf16. Else they are dequantized once."""
+    return settings.model_dtype == torch.bfloat16 and fused_kernels(settings.device) is not None
 
 
 def open_source(family: Family, folder: Path, settings: ModelSettings) -> TensorSource:
@@ -76,43 +88,46 @@ def open_source(family: Family, folder: Path, settings: ModelSettings) -> Tensor
     return source
 
 
-def _load_head(family: Family, reader: WeightReader, embedding: Embedding) -> OutputHead:
-    """The output head. A tied model stores none or a copy of the embedding; a different one is used, with a warning.
+def _head_weight(family: Family, reader: WeightReader, embedding: Embedding) -> LinearWeight:
+    """This rank's rows of the output head.
 
-    transformers decides the same, so the model answers here as it did for its uploader.
+    A tied model stores none or a copy of the embedding; a different one is used, with a warning. transformers decides
+    the same, so the model answers here as it did for its uploader.
     """
     source = reader.source
     if not family.is_head_tied:
-        return OutputHead(reader.matrix(HEAD))
+        return reader.linear(HEAD, RAGGED_ROWS)
     if HEAD_WEIGHT not in source:
-        return OutputHead(embedding.weight)
+        return embedding.weight
     meta = source.meta(HEAD_WEIGHT)
+    span = RAGGED_ROWS.span(HEAD_WEIGHT, family.vocab_size, 1, reader.place)
+    own = slice(span.start, span.stop)
     if meta.dtype == source.meta(EMBEDDING_WEIGHT).dtype and torch.equal(
-        source.view(HEAD_WEIGHT), source.view(EMBEDDING_WEIGHT)
+        source.view(HEAD_WEIGHT)[own], source.view(EMBEDDING_WEIGHT)[own]
     ):
-        return OutputHead(embedding.weight)
+        return embedding.weight
     _log.warning(
         "%s: differs from the embedding, although config.json says tie_word_embeddings: true; the stored head is used",
         meta.where,
     )
-    return OutputHead(reader.matrix(HEAD))
+    return reader.linear(HEAD, RAGGED_ROWS)
 
 
 def _load_layer(
-    family: Family, reader: WeightReader, builder: MoeBuilder, attention: Attention, layer: int
+    family: Family, reader: WeightReader, builder: MoeBuilder, attention: Attention, tp: Group, layer: int
 ) -> DecoderLayer:
     input_norm, mlp_norm = (
         RmsNorm(reader.vector(f"model.layers.{layer}.{name}.weight"), family.norm_eps)
         for name in ("input_layernorm", "post_attention_layernorm")
     )
-    attention_layer = family.read_attention(reader, layer, attention)
+    attention_layer = family.read_attention(reader, layer, attention, tp)
     if family.is_moe_layer(layer):
         parts = family.read_moe_parts(reader, layer)
         return DecoderLayer(
             input_norm=input_norm,
             attention=attention_layer,
             mlp_norm=mlp_norm,
-            mlp=builder.build(layer, parts, lambda: family.read_experts(reader, layer, builder.settings.place)),
+            mlp=builder.build(layer, parts, lambda: family.read_experts(reader, layer, builder.topology.place)),
         )
-    mlp = family.read_dense_mlp(reader, layer)
+    mlp = family.read_dense_mlp(reader, layer, tp)
     return DecoderLayer(input_norm=input_norm, attention=attention_layer, mlp_norm=mlp_norm, mlp=mlp)

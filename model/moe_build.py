@@ -8,7 +8,7 @@ import torch
 
 from model.config import ModelSettings
 from model.families.base import MoeParts
-from model.moe_layer import Gate, MoeLayer
+from model.moe_layer import Gate, MoeLayer, TokenSlices
 from moe import MoeA2ABackend, MoeBackend, MoeRunner, MoeRunnerConfig, Topology
 from moe.backend import DispatchContext
 from moe.check.selfcheck import check_layer
@@ -19,9 +19,11 @@ from moe.dispatch.round_trip import check_round_trip
 from moe.dispatch.transport import DispatchSpec, Transport, build_transport, dispatch_formats
 from moe.errors import MoeConfigError
 from moe.formats import FORMATS, ExpertWeights
+from moe.group import RankGroups
 from moe.registry import load_backend
 from moe.tune.layers import LayerTuner
-from moe.tune.policy import SingleRank, TorchGroup
+
+_ALONE = RankGroups()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,22 +38,28 @@ def rank_config(layer: MoeRunnerConfig, settings: ModelSettings, format_name: st
     """One rank's settings of a family's MoE layer whose experts have the given number format."""
     return dataclasses.replace(
         layer,
-        place=settings.place,
+        place=settings.layout.moe_place,
         scale_block=FORMATS[format_name].col_block,
         dtype=settings.model_dtype,
-        max_num_tokens=settings.max_num_tokens,
+        max_num_tokens=_max_expert_tokens(settings),
     )
 
 
-class MoeBuilder:
-    """Builds the MoE layers of one model on one rank: `resolve` every layer, `connect`, then `build` every layer.
-
-    Attention is not sharded: where `--moe-a2a-backend` is none, every rank has all tokens and the same result.
+def _max_expert_tokens(settings: ModelSettings) -> int:
+    """Tokens that a rank's dispatcher or experts see at most: those of all ranks where they are gathered, and a rank's
+    part of its own where a transport divides what several ranks have.
     """
+    layout, num_tokens = settings.layout, settings.max_num_tokens
+    if settings.moe_a2a_backend is MoeA2ABackend.NONE:
+        return num_tokens * layout.dp_size
+    return -(-num_tokens // layout.tp_size)
 
-    def __init__(self, *, settings: ModelSettings, layer: MoeRunnerConfig, group: Any = None) -> None:
-        """`layer` is what all MoE layers have in common; `group` the process group of all ranks that share the experts,
-        None for one rank.
+
+class MoeBuilder:
+    """Builds the MoE layers of one model on one rank: `resolve` every layer, `connect`, then `build` every layer."""
+
+    def __init__(self, *, settings: ModelSettings, layer: MoeRunnerConfig, groups: RankGroups = _ALONE) -> None:
+        """`layer` is what all MoE layers have in common; `groups` those of the rank that `settings.layout` names.
 
         Raises:
             MoeConfigError: (of moe) the ranks cannot share the experts; the message has the numbers.
@@ -61,12 +69,12 @@ class MoeBuilder:
         self._routing = layer.routing
         self.settings = settings
         self.layer = layer
-        self.topology = Topology.at(settings.place, device=settings.device, a2a=settings.moe_a2a_backend)
-        self._group = group
+        self.topology = Topology.at(settings.layout.moe_place, device=settings.device, a2a=settings.moe_a2a_backend)
+        self._groups = groups
         self._backends: dict[str, MoeBackend] = {}  # chosen once for each number format
         self._paths: dict[int, _Path] = {}
         self._transport: Transport | None = None
-        self._tuner = LayerTuner(settings.tuning, SingleRank() if group is None else TorchGroup(group))
+        self._tuner = LayerTuner(settings.tuning, groups.whole)
 
     def resolve(self, layer: int, format_name: str) -> None:
         """Choose a backend for a layer's format and build its runner; no weight is needed.
@@ -91,7 +99,9 @@ class MoeBuilder:
         self._transport = build_transport(
             self.topology,
             paths[0].runner.config,
-            group=self._group,
+            group=self._groups.world,
+            tp=self._groups.tp,
+            dp=self._groups.dp,
             settings=self.settings.deepep,
             dispatch_dtypes={self._dispatch_dtype(path) for path in paths},
             row_multiple=max(load_backend(path.runner.backend).row_multiple for path in paths),
@@ -133,7 +143,13 @@ class MoeBuilder:
             shared_experts=parts.shared_experts,
             description=f"layer {layer}: {runner.backend} / {runner.a2a} / {path.format_name}",
             selfcheck=report,
+            slices=self._slices(),
         )
+
+    def _slices(self) -> TokenSlices | None:
+        """For transports, where the ranks of a tensor-parallel group have the same tokens."""
+        has_transport = self.topology.a2a is not MoeA2ABackend.NONE
+        return TokenSlices(self._groups.tp) if has_transport and self._groups.tp.size > 1 else None
 
     def _dispatch_dtype(self, path: _Path, *, knows_input_scale: bool = False) -> DispatchDtype:
         """What a layer's tokens travel as; all dispatch formats of a transport carry the same."""
@@ -165,7 +181,7 @@ class MoeBuilder:
                 runner.dispatch_formats,
                 runner.config,
                 topology,
-                max_num_tokens=min(self.settings.max_num_tokens, self.settings.deepep.max_dispatch_tokens),
+                max_num_tokens=min(runner.config.max_num_tokens, self.settings.deepep.max_dispatch_tokens),
                 input_scale=wants.input_scale,
             )
 

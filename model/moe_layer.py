@@ -14,7 +14,10 @@ from model.linear import GatedMlp
 from moe import BypassedTopK, MoeRunner, RoutingConfig
 from moe.backends.c_compiler import missing_for_triton
 from moe.check.selfcheck import SelfCheckReport
-from moe.dispatch.base import Dispatcher, abandon, mode_options
+from moe.dispatch.base import abandon, mode_options
+from moe.dispatch.gathered import GatheredDispatcher
+from moe.dispatch.standard import StandardDispatcher
+from moe.group import Group
 from moe.registry import load_backend
 from moe.routing import TopKOutput, route
 
@@ -65,13 +68,44 @@ def fused_router(gate: Gate, routing: RoutingConfig) -> ModuleType | None:
     return router if router.can_route(routing) and missing_for_triton() is None else None
 
 
+class TokenSlices:
+    """Divides the tokens that all ranks of `tp` have, so that a transport sends each of them once.
+
+    Every rank but the last ones takes the same number; they may take fewer, or none.
+    """
+
+    def __init__(self, tp: Group) -> None:
+        self._tp = tp
+
+    def own(self, x_TH: torch.Tensor) -> torch.Tensor:
+        """[S, H]: this rank's tokens."""
+        length = self.length(x_TH.shape[0])
+        return x_TH[self._tp.rank * length : (self._tp.rank + 1) * length]
+
+    def join(self, out_SH: torch.Tensor, partial_TH: torch.Tensor | None, num_tokens: int) -> torch.Tensor:
+        """[T, H] of all ranks' tokens, plus a sum over the ranks whose parts are `partial_TH`."""
+        missing = self.length(num_tokens) * self._tp.size - num_tokens
+        if partial_TH is not None:
+            summed_SH = self._tp.reduce_scatter(F.pad(partial_TH, (0, 0, 0, missing)))
+            out_SH = out_SH + summed_SH[: out_SH.shape[0]]
+        padded_SH = F.pad(out_SH, (0, 0, 0, self.length(num_tokens) - out_SH.shape[0]))
+        return self._tp.all_gather(padded_SH)[:num_tokens]
+
+    def length(self, num_tokens: int) -> int:
+        """Most tokens of one rank."""
+        return -(-num_tokens // self._tp.size)
+
+
 class MoeLayer(nn.Module):
     """Routed experts through one `MoeRunner`, plus the shared experts, which are added unscaled.
 
+    The output of the shared experts may be one rank's part of a sum. Where the experts' output is one, too, they are
+    added before the ranks' parts are, so that one sum over ranks does for both.
+
     `routes_inside`: the backend routes by itself and gets logits and rules instead of ids and weights. `runner` and
     `dispatcher` belong together; `quant_info` holds the processed weights and never changes.
-    `description` names the path, for logs: "layer 3: torch / none / mxfp4". `selfcheck` is what the check at load
-    found, None where it was not asked for.
+    `slices` divides tokens that several ranks have. `description` names the path, for logs: "layer 3: torch / none /
+    mxfp4". `selfcheck` is what the check at load found, None where it was not asked for.
     """
 
     correction_bias_E: torch.Tensor | None
@@ -83,12 +117,13 @@ class MoeLayer(nn.Module):
         routing: RoutingConfig,
         routes_inside: bool,
         correction_bias_E: torch.Tensor | None,
-        dispatcher: Dispatcher[Any, Any],
+        dispatcher: Any,
         runner: MoeRunner,
         quant_info: Any,
         shared_experts: GatedMlp | None,
         description: str,
         selfcheck: SelfCheckReport | None = None,
+        slices: TokenSlices | None = None,
     ) -> None:
         super().__init__()
         self.gate = gate
@@ -101,6 +136,7 @@ class MoeLayer(nn.Module):
         self.shared_experts = shared_experts
         self.description = description
         self.selfcheck = selfcheck
+        self.slices = slices
         self._router = None if routes_inside or correction_bias_E is not None else fused_router(gate, routing)
         if self._router is None:
             gate.weight_bf16 = None  # read by nobody else: 213 MB in all layers of DeepSeek-V3
@@ -109,20 +145,41 @@ class MoeLayer(nn.Module):
         """None if decode steps of up to `max_num_tokens` tokens can be captured in a CUDA graph, else the reason."""
         if not load_backend(self.runner.backend).is_capturable:
             return f"MoE {self.description}"
-        reason = self.dispatcher.why_not_capturable(max_num_tokens)
+        own_tokens = max_num_tokens if self.slices is None else self.slices.length(max_num_tokens)
+        reason = self.dispatcher.why_not_capturable(own_tokens)
         return None if reason is None else f"MoE {self.description} ({reason})"
 
-    def forward(self, x_TH: torch.Tensor, *, is_decode: bool = False) -> torch.Tensor:
-        """[T, H] to [T, H]. `is_decode` chooses DeepEP's mode where both may run; all ranks pass the same."""
-        options = mode_options(self.runner.dispatch_formats, is_decode=is_decode)
-        dispatched = self.dispatcher.dispatch(x_TH, self._route(x_TH), **options)
+    @property
+    def gathers_tokens(self) -> bool:
+        """Whether `forward` has to know how many tokens the rank with the most of them has."""
+        return isinstance(self.dispatcher, GatheredDispatcher)
+
+    def forward(
+        self, x_TH: torch.Tensor, *, is_decode: bool = False, max_rank_tokens: int | None = None
+    ) -> torch.Tensor:
+        """[T, H] to [T, H], complete. `is_decode` chooses DeepEP's mode where both may run; all ranks pass the same.
+
+        `max_rank_tokens`: of all data-parallel ranks; needed where `gathers_tokens`.
+        """
+        own_SH = x_TH if self.slices is None else self.slices.own(x_TH)
+        options: dict[str, Any] = dict(mode_options(self.runner.dispatch_formats, is_decode=is_decode))
+        if self.gathers_tokens:
+            options["max_rank_tokens"] = max_rank_tokens
+        dispatched = self.dispatcher.dispatch(own_SH, self._route(own_SH), **options)
         try:
             result = self.runner.run(dispatched, self.quant_info)
+            shared_TH = None if self.shared_experts is None else self.shared_experts(x_TH)
         except Exception:
             abandon(self.dispatcher, dispatched, self.runner.config.dtype)
             raise
-        out_TH: torch.Tensor = self.dispatcher.combine(result)
-        return out_TH if self.shared_experts is None else out_TH + self.shared_experts(x_TH)
+        reduces = isinstance(self.dispatcher, StandardDispatcher | GatheredDispatcher) and result.is_partial
+        if shared_TH is not None and reduces:
+            self.dispatcher.add_own(result, shared_TH)
+            shared_TH = None
+        out_SH: torch.Tensor = self.dispatcher.combine(result)
+        if self.slices is not None:
+            return self.slices.join(out_SH, shared_TH, x_TH.shape[0])
+        return out_SH if shared_TH is None else out_SH + shared_TH
 
     def _route(self, x_TH: torch.Tensor) -> TopKOutput:
         if self._router is not None and x_TH.dtype == torch.bfloat16:

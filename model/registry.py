@@ -3,12 +3,14 @@
 import importlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from loaders.hf_config import HfConfig, read_config
 from model.config import ModelError, ModelSettings, UnsupportedModelError
 
 if TYPE_CHECKING:  # families register themselves here, so this module must not import them when it loads
+    from torch.distributed import ProcessGroup
+
     from model.decoder import Model
     from model.families.base import Family
 
@@ -48,17 +50,18 @@ def make_family(config: HfConfig) -> "Family":
     return _families[architecture](config)
 
 
-def build_model(folder: Path, settings: ModelSettings, group: Any = None) -> "Model":
-    """Load the model in `folder`, ready to run.
+def build_model(folder: Path, settings: ModelSettings, group: "ProcessGroup | None" = None) -> "Model":
+    """Load this rank's part of the model in `folder`, ready to run.
 
-    Order: config.json, headers, the path of every MoE layer, and only then weights, one layer at a time. `group` is the
-    torch process group of the ranks that share the experts, needed where `settings.place` is one of several.
+    Order: config.json, headers, the path of every MoE layer, and only then weights, one layer at a time. `group` is
+    torch's default process group, needed where `settings.layout` has several ranks; all of them call this together.
 
     Raises:
         LoadError: (of the loaders) files or tensors that are missing, damaged, left over or of the wrong shape.
         ModelError: settings or config.json ask for something that is not implemented or contradicts the weights.
         MoeError: (of moe) no backend serves the experts, or the self-check failed.
     """
+    from model.groups import make_groups
     from model.load import load_model
 
-    return load_model(make_family(read_config(folder)), folder, settings, group)
+    return load_model(make_family(read_config(folder)), folder, settings, make_groups(settings.layout, group))

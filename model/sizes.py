@@ -1,29 +1,32 @@
-"""How much memory a model's weights will take, from config.json and headers alone.
+"""How much memory one rank's part of a model's weights will take, from config.json and headers alone.
 
 Reads no weight and needs no GPU. Left out are copies that matter to speed alone: a norm's scaled weight and a gate's
 bf16 form, a few kB in a layer.
 """
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from loaders.hf_config import read_config
+from loaders.quant import inspect_linear
 from loaders.source import TensorSource
 from model.batch import KvLayerSpec
 from model.config import ModelSettings
 from model.families.base import EMBEDDING_WEIGHT, HEAD, Family
-from model.load import open_source
+from model.load import keeps_fp8, open_source
 from model.moe_build import rank_config
+from model.parallel import ParallelLayout
 from model.registry import make_family
-from model.weights import TensorSpec, check_shapes
+from model.weights import TensorSpec, check_shapes, is_between_blocks
 from moe import MoeBackend
 from moe.choose.select import choose_backend, probe_device
 from moe.device import Device
 from moe.dispatch.transport import dispatch_formats
+from moe.formats import FORMATS
+from moe.formats.fp8_block import BLOCK
 from moe.registry import load_backend
 
 _BYTES_PER_ROTATION = 4  # cos and sin of a pair, fp32 each, cover two numbers of a head
@@ -53,7 +56,7 @@ class StepShape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSizes:
-    """Bytes of a loaded model by part, and what its cache and its steps depend on."""
+    """Bytes of one rank's part of a loaded model, and what its cache and its steps depend on."""
 
     stored_bytes: int  # in the files
     embedding_bytes: int
@@ -97,13 +100,14 @@ def measure_model(folder: Path, settings: ModelSettings, device: Device | None =
     count. Errors as `build_model` says; no weight is read.
     """
     family = make_family(read_config(folder))
+    family.check_layout(settings.layout)
     source = open_source(family, folder, settings)
     family.skip_unneeded(source)
     specs = list(family.tensor_specs(source))
     check_shapes(source, specs)
     layers = range(family.num_layers)
     dense = [spec for spec in specs if _EXPERTS not in spec.name]
-    held = {spec.name: math.prod(spec.shape) * dtype.itemsize for spec, dtype in _held(dense, settings.model_dtype)}
+    held = _held_bytes(source, dense, settings, fp8=_keeps_fp8(settings, device))
     embedding, head = held.pop(EMBEDDING_WEIGHT), held.pop(HEAD, 0)
     max_model_len = family.config.max_position_embeddings
     return ModelSizes(
@@ -113,21 +117,45 @@ def measure_model(folder: Path, settings: ModelSettings, device: Device | None =
         dense_bytes=sum(held.values()) + max_model_len * family.rotary_dim * _BYTES_PER_ROTATION,
         experts=_expert_paths(family, source, settings, device),
         dtype=settings.model_dtype,
-        kv_specs=tuple(family.attention_spec(layer).kv_spec for layer in layers),
+        kv_specs=tuple(family.attention_part(layer, settings.layout.dense_place).kv_spec for layer in layers),
         max_model_len=max_model_len,
-        step=_step_shape(family),
+        step=_step_shape(family, settings.layout),
     )
 
 
-def _held(specs: Iterable[TensorSpec], dtype: torch.dtype) -> Iterable[tuple[TensorSpec, torch.dtype]]:
-    """Each tensor with the dtype in which the model keeps it: linear layers in the model's, the rest in fp32."""
-    specs = list(specs)
+def _held_bytes(source: TensorSource, specs: list[TensorSpec], settings: ModelSettings, *, fp8: bool) -> dict[str, int]:
+    """Bytes of this rank's part of each tensor as the model keeps it: linear layers in the model's dtype or, with
+    `fp8`, FP8 blocks as they are stored; the rest in fp32.
+    """
+    dtype, place = settings.model_dtype, settings.layout.dense_place
     of_linear = {spec.name: torch.float32 if spec.is_fp32 else dtype for spec in specs if spec.is_linear}
+    held = {}
     for spec in specs:
+        layout = inspect_linear(source, spec.name) if spec.is_linear else None
+        block = FORMATS[layout.format_name].col_block if layout else 1
+        stays_fp8 = fp8 and spec.keeps_fp8 and layout is not None and layout.format_name == "fp8_block"
+        shape = list(spec.shape)
+        if spec.split is not None:
+            axis = 0 if spec.split.axis == "rows" else -1
+            span = spec.split.span(spec.name, shape[axis], block, place)
+            stays_fp8 = stays_fp8 and is_between_blocks(span, shape[axis])
+            shape[axis] = len(span)
         if spec.name == EMBEDDING_WEIGHT:
-            yield spec, dtype
+            kept = dtype
         else:
-            yield spec, of_linear.get(spec.name, of_linear.get(spec.name.removesuffix(".bias"), torch.float32))
+            kept = of_linear.get(spec.name, of_linear.get(spec.name.removesuffix(".bias"), torch.float32))
+        num_bytes = math.prod(shape) * (1 if stays_fp8 else kept.itemsize)
+        if stays_fp8:
+            num_bytes += math.prod(-(-size // BLOCK) for size in shape) * torch.float32.itemsize
+        held[spec.name] = num_bytes
+    return held
+
+
+def _keeps_fp8(settings: ModelSettings, device: Device | None) -> bool:
+    """As `load.keeps_fp8`, for a GPU that need not be here."""
+    if device is None:
+        return keeps_fp8(settings)
+    return settings.model_dtype == torch.bfloat16 and device.arch != "cpu"
 
 
 def _expert_paths(
@@ -145,7 +173,7 @@ def _expert_paths(
             settings.moe_backend, device or settings.device, format_name, a2a, config, formats
         )  # fmt: skip
         names = [name for name in source.names() if name.startswith(f"model.layers.{of_format[0]}{_EXPERTS}")]
-        stored_bytes = sum(source.meta(name).nbytes for name in names) // settings.place.ep_size
+        stored_bytes = sum(source.meta(name).nbytes for name in names) // settings.layout.num_ranks
         paths.append(
             ExpertPath(
                 backend=backend,
@@ -160,8 +188,8 @@ def _expert_paths(
     return tuple(paths)
 
 
-def _step_shape(family: Family) -> StepShape:
-    specs = [family.attention_spec(layer) for layer in range(family.num_layers)]
+def _step_shape(family: Family, layout: ParallelLayout) -> StepShape:
+    specs = [family.attention_part(layer, layout.dense_place) for layer in range(family.num_layers)]
     experts = family.moe.shape
     return StepShape(
         hidden_size=family.hidden_size,

@@ -6,17 +6,49 @@ A family states each tensor once, as a `TensorSpec`: the same list checks the he
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
 from loaders.quant import COLUMNS, PLAIN_DTYPES, ROWS, inspect_linear, read_linear
 from loaders.source import TensorSource
 from model.config import UnsupportedModelError
+from model.linear import LinearWeight
+from moe.formats import FORMATS, Fp8BlockWeight
 from moe.geometry import RankPlace
 
 _FP8_BLOCK = 128
 _NVFP4_GROUP = 16
 _ALONE = RankPlace()
+_AXES = {"rows": ROWS, "columns": COLUMNS}
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """How tensor-parallel ranks divide a tensor: along "rows" (its first axis) or "columns" (its last).
+
+    Heads are whole units of `unit` elements, the same number on every rank; with `copies`, several ranks may have the
+    same. `is_ragged`: as many whole scale blocks as fit, and fewer, or none, on the last ranks.
+    """
+
+    axis: Literal["rows", "columns"] = "rows"
+    unit: int = 1
+    copies: bool = False
+    is_ragged: bool = False
+
+    def span(self, name: str, size: int, block: int, place: RankPlace) -> range:
+        """This rank's part of `size` elements, whose scale blocks have `block` elements.
+
+        Raises:
+            MoeConfigError: the ranks cannot share the units evenly.
+        """
+        if self.is_ragged:
+            cut = place.cut(size, block)
+            return range(cut.start, cut.start + cut.length)
+        return place.share(f"the {self.axis} of '{name}'", size, self.unit, copies=self.copies)
+
+
+RAGGED_ROWS, RAGGED_COLUMNS = Split(is_ragged=True), Split(axis="columns", is_ragged=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +58,8 @@ class TensorSpec:
     `is_linear`: `name` is the prefix of a linear layer that may be stored in any format, `shape` its [N, K].
     `dtype`: what a published checkpoint holds, for linear layers the dtype of their data.
     `is_fp32`: a linear layer that is kept in fp32 whatever the model's dtype.
+    `split`: how tensor-parallel ranks divide it; None if every rank has the whole.
+    `keeps_fp8`: a linear layer that is read by `WeightReader.linear`.
     """
 
     name: str
@@ -34,6 +68,8 @@ class TensorSpec:
     is_linear: bool = False
     dtype: torch.dtype = torch.bfloat16
     is_fp32: bool = False
+    split: Split | None = None
+    keeps_fp8: bool = False
 
 
 def check_shapes(source: TensorSource, specs: Iterable[TensorSpec]) -> None:
@@ -99,28 +135,45 @@ class WeightReader:
     `place` is this rank's among the tensor-parallel ranks: `rows`, `columns` and `entries` give its part, in `unit`s
     (heads, say) that are not divided. A part is read in whole scale blocks and cut to size after dequantizing, so it
     equals a slice of the whole bit for bit. They raise MoeConfigError where the ranks cannot share the units evenly.
+
+    `keeps_fp8`: `linear` leaves FP8 blocks as they are stored, where a part begins and ends between two.
     """
 
     source: TensorSource
     device: torch.device
     dtype: torch.dtype
     place: RankPlace = _ALONE
+    keeps_fp8: bool = False
 
     def matrix(self, prefix: str) -> torch.Tensor:
         """Dense [N, K] of a linear layer, whatever its format; whole on every rank."""
         return read_linear(self.source, prefix).to(self.device).dequantize(self.dtype)
 
-    def rows(self, prefix: str, unit: int = 1) -> torch.Tensor:
+    def rows(self, prefix: str, unit: int = 1, *, copies: bool = False) -> torch.Tensor:
         """This rank's outputs of a linear layer, dense [N / tp, K]."""
-        return self._part(prefix, ROWS, unit)
+        return self._part(prefix, Split("rows", unit, copies))
 
     def columns(self, prefix: str, unit: int = 1) -> torch.Tensor:
         """What multiplies this rank's inputs of a linear layer, dense [N, K / tp]; the ranks' products are summed."""
-        return self._part(prefix, COLUMNS, unit)
+        return self._part(prefix, Split("columns", unit))
 
-    def rows_and_bias(self, prefix: str, unit: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    def linear(self, prefix: str, split: Split | None = None) -> LinearWeight:
+        """The whole of a linear layer, or this rank's part of it, in the form in which it multiplies."""
+        layout = inspect_linear(self.source, prefix)
+        is_fp8 = layout.format_name == Fp8BlockWeight.format_name and layout.shape[1] % 2 == 0
+        keeps_fp8 = self.keeps_fp8 and is_fp8
+        if split is None:
+            weight = read_linear(self.source, prefix).to(self.device)
+            return weight if keeps_fp8 and isinstance(weight, Fp8BlockWeight) else weight.dequantize(self.dtype)
+        span, axis = self._span(prefix, split), _AXES[split.axis]
+        if not keeps_fp8 or not is_between_blocks(span, layout.shape[axis]):
+            return self._part(prefix, split)
+        weight = read_linear(self.source, prefix, axis, span).to(self.device)
+        return weight if isinstance(weight, Fp8BlockWeight) else weight.dequantize(self.dtype)
+
+    def rows_and_bias(self, prefix: str, unit: int = 1, *, copies: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """`rows` and the same part of the bias, [N / tp]."""
-        return self.rows(prefix, unit), self.entries(f"{prefix}.bias", unit, self.dtype)
+        return self.rows(prefix, unit, copies=copies), self.entries(f"{prefix}.bias", unit, self.dtype, copies=copies)
 
     def columns_and_bias(self, prefix: str, unit: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
         """`columns` and a bias [N] that counts once in the sum: the stored one on the first rank, zeros elsewhere."""
@@ -128,20 +181,39 @@ class WeightReader:
         return self.columns(prefix, unit), bias_N if self.place.tp_rank == 0 else torch.zeros_like(bias_N)
 
     def vector(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """A plain tensor: norm weights, embeddings; fp32 unless the caller wants the model's dtype."""
+        """A plain tensor: norm weights, say; fp32 unless the caller wants the model's dtype."""
         self.source.expect(name, dtypes=PLAIN_DTYPES)
         return self.source.tensor(name).to(self.device, dtype)
 
-    def entries(self, name: str, unit: int = 1, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    def entries(
+        self, name: str, unit: int = 1, dtype: torch.dtype = torch.float32, *, copies: bool = False
+    ) -> torch.Tensor:
         """This rank's part of a plain vector that goes with `rows`: biases, sinks."""
-        span = self.place.share(f"'{name}'", self.source.meta(name).shape[0], unit)
-        return self.vector(name, dtype)[span.start : span.stop].clone()
+        return self._plain_part(name, Split("rows", unit, copies), dtype)
 
-    def _part(self, prefix: str, axis: int, unit: int) -> torch.Tensor:
+    def embedding(self, name: str) -> tuple[torch.Tensor, int]:
+        """This rank's rows of a plain matrix, and which is the first."""
+        span = RAGGED_ROWS.span(name, self.source.meta(name).shape[0], 1, self.place)
+        return self._plain_part(name, RAGGED_ROWS, self.dtype), span.start
+
+    def _plain_part(self, name: str, split: Split, dtype: torch.dtype) -> torch.Tensor:
+        meta = self.source.expect(name, dtypes=PLAIN_DTYPES)
+        span = split.span(name, meta.shape[0], 1, self.place)
+        return self.source.view(name)[span.start : span.stop].clone().to(self.device, dtype)
+
+    def _span(self, prefix: str, split: Split) -> range:
         layout = inspect_linear(self.source, prefix)
-        side = "rows" if axis == ROWS else "columns"
-        span = self.place.share(f"the {side} of '{layout.weight.name}'", layout.shape[axis], unit)
+        block = FORMATS[layout.format_name].col_block  # of rows too: gate and up are cut like the columns of down
+        return split.span(layout.weight.name, layout.shape[_AXES[split.axis]], block, self.place)
+
+    def _part(self, prefix: str, split: Split) -> torch.Tensor:
+        axis, span = _AXES[split.axis], self._span(prefix, split)
         weight = read_linear(self.source, prefix, axis, span)
         block = weight.row_block if axis == ROWS else weight.col_block
         dense = weight.to(self.device).dequantize(self.dtype)
         return dense.narrow(axis, span.start % block, len(span)).contiguous()
+
+
+def is_between_blocks(span: range, size: int) -> bool:
+    """Whether a part of an FP8 axis of `size` elements begins and ends where a block does."""
+    return span.start % _FP8_BLOCK == 0 and (span.stop % _FP8_BLOCK == 0 or span.stop == size)

@@ -90,13 +90,19 @@ class RankPlace:
         start, end = min(size, self.tp_rank * step), min(size, (self.tp_rank + 1) * step)
         return Cut(start=start, length=end - start, padded=step)
 
-    def share(self, axis: str, size: int, unit: int) -> range:
+    def share(self, axis: str, size: int, unit: int, *, copies: bool = False) -> range:
         """This rank's part of an axis of `size` elements, in whole units (such as heads).
+
+        `copies`: where a multiple of the units' number of ranks shares them, neighbouring ranks have the same unit.
 
         Raises:
             MoeConfigError: the ranks cannot share the units evenly.
         """
-        if size % unit or size // unit % self.tp_size:
+        num_units = size // unit
+        if copies and size % unit == 0 and num_units < self.tp_size and self.tp_size % num_units == 0:
+            start = self.tp_rank * num_units // self.tp_size * unit
+            return range(start, start + unit)
+        if size % unit or num_units % self.tp_size:
             raise MoeConfigError(
                 f"tp_size is {self.tp_size}: it must divide {axis}, {size} elements in units of {unit}"
             )

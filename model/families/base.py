@@ -11,12 +11,14 @@ from torch import nn
 from loaders.hf_config import HfConfig
 from loaders.source import TensorSource
 from model.attention.base import Attention, AttentionSpec
-from model.config import UnsupportedModelError, flag, number, positive_int
+from model.config import ModelSettingsError, UnsupportedModelError, flag, number, positive_int
 from model.decoder import AttentionLayer
 from model.linear import GatedMlp
-from model.weights import TensorSpec, WeightReader
+from model.parallel import ParallelLayout
+from model.weights import RAGGED_ROWS, TensorSpec, WeightReader
 from moe import MoeRunnerConfig, RankPlace
 from moe.formats import ExpertWeights
+from moe.group import SINGLE_RANK, Group
 
 EMBEDDING_WEIGHT, HEAD = "model.embed_tokens.weight", "lm_head"
 HEAD_WEIGHT = f"{HEAD}.weight"
@@ -24,7 +26,10 @@ HEAD_WEIGHT = f"{HEAD}.weight"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MoeParts:
-    """What a MoE layer holds besides its routed experts, on the device."""
+    """What a MoE layer holds besides its routed experts, on the device.
+
+    The output of the shared experts is this rank's part of a sum over the tensor-parallel ranks.
+    """
 
     gate_weight_EH: torch.Tensor
     gate_bias_E: torch.Tensor | None = None
@@ -78,8 +83,10 @@ class Family(ABC):
         """Number format of a MoE layer's experts, from headers alone."""
 
     @abstractmethod
-    def read_attention(self, reader: WeightReader, layer: int, attention: Attention) -> AttentionLayer:
-        """Read and build a layer's attention."""
+    def read_attention(
+        self, reader: WeightReader, layer: int, attention: Attention, tp: Group = SINGLE_RANK
+    ) -> AttentionLayer:
+        """Read and build a layer's attention: the heads of one rank of `tp`, whose outputs are summed over all."""
 
     @abstractmethod
     def read_experts(self, reader: WeightReader, layer: int, place: RankPlace) -> ExpertWeights:
@@ -90,15 +97,45 @@ class Family(ABC):
         """Gate and shared experts of a MoE layer."""
 
     @abstractmethod
-    def read_dense_mlp(self, reader: WeightReader, layer: int) -> nn.Module:
-        """The MLP of a layer without routed experts."""
+    def read_dense_mlp(self, reader: WeightReader, layer: int, tp: Group = SINGLE_RANK) -> nn.Module:
+        """The MLP of a layer without routed experts, divided among the ranks of `tp`."""
 
     def attention_part(self, layer: int, place: RankPlace) -> AttentionSpec:
-        """`attention_spec` with the heads of one rank; a single KV head is held by every rank."""
+        """`attention_spec` with the heads of one rank; where ranks outnumber the KV heads, some have the same."""
         spec = self.attention_spec(layer)
         num_heads = len(place.share("the query heads", spec.num_heads, 1))
-        num_kv_heads = 1 if spec.num_kv_heads == 1 else len(place.share("the KV heads", spec.num_kv_heads, 1))
+        num_kv_heads = len(place.share("the KV heads", spec.num_kv_heads, 1, copies=True))
         return replace(spec, num_heads=num_heads, num_kv_heads=num_kv_heads)
+
+    def check_layout(self, layout: ParallelLayout) -> None:
+        """Refuse numbers of ranks that cannot share the heads or the experts; knows config.json alone.
+
+        Raises:
+            ModelSettingsError: names the flag and the sizes that would work.
+        """
+        heads = {(spec.num_heads, spec.num_kv_heads) for spec in map(self.attention_spec, range(self.num_layers))}
+
+        def divides_heads(size: int) -> bool:
+            return all(num % size == 0 and (num_kv % size == 0 or size % num_kv == 0) for num, num_kv in heads)
+
+        if not divides_heads(layout.tp_size):
+            num, num_kv = max(heads)
+            works = ", ".join(str(size) for size in range(1, num + 1) if divides_heads(size))
+            raise ModelSettingsError(
+                f"tensor_parallel_size is {layout.tp_size}: it must divide the {num} query heads, and divide the "
+                f"{num_kv} KV heads or be a multiple of them; {works} would work"
+            )
+        num_experts = self.moe.num_experts
+        if num_experts % layout.ep_size:
+            works = ", ".join(
+                str(size)
+                for size in range(1, layout.num_ranks + 1)
+                if not (num_experts % size or layout.num_ranks % size)
+            )
+            raise ModelSettingsError(
+                f"expert_parallel_size is {layout.ep_size}: it must divide the {num_experts} experts; with "
+                f"{layout.num_ranks} ranks {works} would work"
+            )
 
     def skip_unneeded(self, source: TensorSource) -> None:
         """Tell the source which tensors are left out on purpose: here none."""
@@ -107,10 +144,12 @@ class Family(ABC):
     def tensor_specs(self, source: TensorSource | None) -> Iterator[TensorSpec]:
         """Every tensor of the model."""
         embedding = (self.vocab_size, self.hidden_size)
-        yield TensorSpec(EMBEDDING_WEIGHT, embedding, "vocab_size, hidden_size")
+        yield TensorSpec(EMBEDDING_WEIGHT, embedding, "vocab_size, hidden_size", split=RAGGED_ROWS)
         yield TensorSpec("model.norm.weight", (self.hidden_size,), "hidden_size")
         if not self.is_head_tied or (source is not None and HEAD_WEIGHT in source):
-            yield TensorSpec(HEAD, embedding, "vocab_size, hidden_size", is_linear=True)
+            yield TensorSpec(
+                HEAD, embedding, "vocab_size, hidden_size", is_linear=True, split=RAGGED_ROWS, keeps_fp8=True
+            )
         for layer in range(self.num_layers):
             for norm in ("input_layernorm", "post_attention_layernorm"):
                 name = f"model.layers.{layer}.{norm}.weight"

@@ -20,13 +20,14 @@ from model.batch import LayerKv
 from model.config import UnsupportedModelError, flag, number, positive_int, require_supported
 from model.decoder import AttentionLayer, StepState
 from model.families.base import Family, MoeParts, check_routing_sizes
-from model.linear import GatedMlp, Linear
+from model.linear import GatedMlp, Linear, join_rows
 from model.norm import RmsNorm
 from model.registry import register_family
 from model.rope import rotate_, softmax_factor
-from model.weights import TensorSpec, WeightReader
+from model.weights import RAGGED_COLUMNS, RAGGED_ROWS, Split, TensorSpec, WeightReader
 from moe import ExpertShape, MoeRunnerConfig, RankPlace, RoutingConfig, RoutingMethod
 from moe.formats import ExpertWeights
+from moe.group import SINGLE_RANK, Group
 
 _LATENT_EPS = 1e-6  # the published code gives the latent norms this epsilon, whatever rms_norm_eps says
 _UNUSED_SUFFIXES = (".k_scale", ".v_scale", ".rotary_emb.inv_freq")
@@ -116,6 +117,9 @@ class DeepseekV3Family(Family):
         self.num_dense = self._num_dense_layers()
         self.moe_freq = positive_int(config, "moe_layer_freq", 1)
         self.num_shared = 0 if not config.get("n_shared_experts") else positive_int(config, "n_shared_experts")
+        self._q_split = Split(unit=self.nope_dim + self.rope_dim)
+        self._kv_split = Split(unit=self.nope_dim + self.value_dim)
+        self._out_split = Split("columns", self.value_dim)
         self._moe = self._moe_config()
 
     def _num_dense_layers(self) -> int:
@@ -210,9 +214,11 @@ class DeepseekV3Family(Family):
             yield from self._mlp_specs(f"{prefix}.mlp.shared_experts", size, f"n_shared_experts, {keys}", mlp_dtype)
 
     def _mlp_specs(self, prefix: str, size: int, keys: str, dtype: torch.dtype) -> Iterator[TensorSpec]:
-        hidden = self.hidden_size
-        for name, shape in (("gate_proj", (size, hidden)), ("up_proj", (size, hidden)), ("down_proj", (hidden, size))):
-            yield TensorSpec(f"{prefix}.{name}", shape, keys, is_linear=True, dtype=dtype)
+        rows, columns = (size, self.hidden_size), (self.hidden_size, size)
+        for name, shape, split in (
+            ("gate_proj", rows, RAGGED_ROWS), ("up_proj", rows, RAGGED_ROWS), ("down_proj", columns, RAGGED_COLUMNS),
+        ):  # fmt: skip
+            yield TensorSpec(f"{prefix}.{name}", shape, keys, is_linear=True, dtype=dtype, split=split, keeps_fp8=True)
 
     def _attention_specs(self, prefix: str, dtype: torch.dtype) -> Iterator[TensorSpec]:
         q_rows = self.num_heads * (self.nope_dim + self.rope_dim)
@@ -232,19 +238,30 @@ class DeepseekV3Family(Family):
             ("o_proj", (self.hidden_size, self.num_heads * self.value_dim), "num_attention_heads, v_head_dim"),
         ]
         yield TensorSpec(f"{prefix}.kv_a_layernorm.weight", (self.kv_rank,), "kv_lora_rank")
+        splits = {
+            "q_proj": self._q_split, "q_b_proj": self._q_split, "kv_b_proj": self._kv_split, "o_proj": self._out_split,
+        }  # fmt: skip
         for name, shape, keys in linears:
-            yield TensorSpec(f"{prefix}.{name}", shape, keys, is_linear=True, dtype=dtype)
+            yield TensorSpec(
+                f"{prefix}.{name}", shape, keys, is_linear=True, dtype=dtype, split=splits.get(name),
+                keeps_fp8=name != "kv_b_proj",
+            )  # fmt: skip
 
     def expert_format(self, source: TensorSource, layer: int) -> str:
         """Decided by the first expert's headers; the loader checks that the others agree."""
         return inspect_linear(source, f"model.layers.{layer}.mlp.experts.0.gate_proj").format_name
 
-    def read_attention(self, reader: WeightReader, layer: int, attention: Attention) -> AttentionLayer:
-        """Fuse the down-projections; split kv_b, dequantized from its stored bytes, into its key and value halves."""
+    def read_attention(
+        self, reader: WeightReader, layer: int, attention: Attention, tp: Group = SINGLE_RANK
+    ) -> AttentionLayer:
+        """Fuse the down-projections; split kv_b, dequantized from its stored bytes, into its key and value halves.
+
+        The latents are whole on every rank; what makes heads of them is divided.
+        """
         prefix = f"model.layers.{layer}.self_attn"
-        down, q_norm, q_up_name = [reader.matrix(f"{prefix}.kv_a_proj_with_mqa")], None, "q_proj"
+        down, q_norm, q_up_name = [reader.linear(f"{prefix}.kv_a_proj_with_mqa")], None, "q_proj"
         if self.q_rank is not None:
-            down.insert(0, reader.matrix(f"{prefix}.q_a_proj"))
+            down.insert(0, reader.linear(f"{prefix}.q_a_proj"))
             q_norm, q_up_name = RmsNorm(reader.vector(f"{prefix}.q_a_layernorm.weight"), _LATENT_EPS), "q_b_proj"
         head_rows = self.nope_dim + self.value_dim
         kv_b_HRC = reader.rows(f"{prefix}.kv_b_proj", head_rows).view(-1, head_rows, self.kv_rank)
@@ -252,13 +269,13 @@ class DeepseekV3Family(Family):
         return MlaAttention(
             spec=self.attention_part(layer, reader.place),
             attention=attention,
-            down=Linear(torch.cat(down)),
+            down=Linear(join_rows(down)),
             q_norm=q_norm,
-            q_up=Linear(reader.rows(f"{prefix}.{q_up_name}", self.nope_dim + self.rope_dim)),
+            q_up=Linear(reader.linear(f"{prefix}.{q_up_name}", self._q_split)),
             kv_norm=RmsNorm(reader.vector(f"{prefix}.kv_a_layernorm.weight"), _LATENT_EPS),
             uk_HNC=uk_HNC.contiguous(),
             uv_HCV=uv_HVC.transpose(1, 2).contiguous(),
-            out=Linear(reader.columns(f"{prefix}.o_proj", self.value_dim)),
+            out=Linear(reader.linear(f"{prefix}.o_proj", self._out_split), sums_over=tp),
         )
 
     def read_experts(self, reader: WeightReader, layer: int, place: RankPlace) -> ExpertWeights:
@@ -266,18 +283,19 @@ class DeepseekV3Family(Family):
         return read_split_experts(reader.source, f"model.layers.{layer}.mlp.experts", self.moe.shape, place)
 
     def read_moe_parts(self, reader: WeightReader, layer: int) -> MoeParts:
-        """Gate and correction bias in fp32; shared experts are one dense MLP."""
+        """Gate and correction bias in fp32; shared experts are one dense MLP, whose part of a sum is left as it is."""
         prefix = f"model.layers.{layer}.mlp"
         return MoeParts(
             gate_weight_EH=reader.vector(f"{prefix}.gate.weight"),
             correction_bias_E=reader.vector(f"{prefix}.gate.e_score_correction_bias"),
-            shared_experts=self._read_mlp(reader, f"{prefix}.shared_experts") if self.num_shared else None,
+            shared_experts=_read_mlp(reader, f"{prefix}.shared_experts", SINGLE_RANK) if self.num_shared else None,
         )
 
-    def read_dense_mlp(self, reader: WeightReader, layer: int) -> nn.Module:
+    def read_dense_mlp(self, reader: WeightReader, layer: int, tp: Group = SINGLE_RANK) -> nn.Module:
         """The MLP of the first layers."""
-        return self._read_mlp(reader, f"model.layers.{layer}.mlp")
+        return _read_mlp(reader, f"model.layers.{layer}.mlp", tp)
 
-    def _read_mlp(self, reader: WeightReader, prefix: str) -> GatedMlp:
-        gate_IH, up_IH = (reader.rows(f"{prefix}.{name}_proj") for name in ("gate", "up"))
-        return GatedMlp(gate_IH, up_IH, reader.columns(f"{prefix}.down_proj"))
+
+def _read_mlp(reader: WeightReader, prefix: str, sums_over: Group) -> GatedMlp:
+    gate_IH, up_IH = (reader.linear(f"{prefix}.{name}_proj", RAGGED_ROWS) for name in ("gate", "up"))
+    return GatedMlp(gate_IH, up_IH, reader.linear(f"{prefix}.down_proj", RAGGED_COLUMNS), sums_over=sums_over)

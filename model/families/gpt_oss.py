@@ -25,9 +25,10 @@ from model.families.base import Family, MoeParts, check_routing_sizes
 from model.linear import Linear
 from model.registry import register_family
 from model.rope import pair_halves
-from model.weights import TensorSpec, WeightReader
+from model.weights import Split, TensorSpec, WeightReader
 from moe import Activation, ExpertShape, MoeRunnerConfig, RankPlace, RoutingConfig, RoutingMethod
 from moe.formats import ExpertWeights
+from moe.group import SINGLE_RANK, Group
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _ALPHA = 1.702  # the activation's fixed gain; newer configs spell it out
@@ -139,16 +140,19 @@ class GptOssFamily(Family):
         hidden, moe = self.hidden_size, self.moe
         q_rows, kv_rows = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         q_keys, kv_keys = "num_attention_heads, head_dim, hidden_size", "num_key_value_heads, head_dim, hidden_size"
-        for name, shape, keys in (
-            ("self_attn.q_proj", (q_rows, hidden), q_keys),
-            ("self_attn.k_proj", (kv_rows, hidden), kv_keys),
-            ("self_attn.v_proj", (kv_rows, hidden), kv_keys),
-            ("self_attn.o_proj", (hidden, q_rows), q_keys),
-            ("mlp.router", (moe.num_experts, hidden), "num_local_experts, hidden_size"),
+        q_split, kv_split = Split(unit=self.head_dim), Split(unit=self.head_dim, copies=True)
+        for name, shape, keys, split in (
+            ("self_attn.q_proj", (q_rows, hidden), q_keys, q_split),
+            ("self_attn.k_proj", (kv_rows, hidden), kv_keys, kv_split),
+            ("self_attn.v_proj", (kv_rows, hidden), kv_keys, kv_split),
+            ("self_attn.o_proj", (hidden, q_rows), q_keys, Split("columns", self.head_dim)),
+            ("mlp.router", (moe.num_experts, hidden), "num_local_experts, hidden_size", None),
         ):
-            yield TensorSpec(f"{prefix}.{name}", shape, keys, is_linear=True, is_fp32=name == "mlp.router")
-            yield TensorSpec(f"{prefix}.{name}.bias", shape[:1], keys)
-        yield TensorSpec(f"{prefix}.self_attn.sinks", (self.num_heads,), "num_attention_heads")
+            is_fp32 = name == "mlp.router"
+            yield TensorSpec(f"{prefix}.{name}", shape, keys, is_linear=True, is_fp32=is_fp32, split=split)
+            bias_split = split if split is not None and split.axis == "rows" else None
+            yield TensorSpec(f"{prefix}.{name}.bias", shape[:1], keys, split=bias_split)
+        yield TensorSpec(f"{prefix}.self_attn.sinks", (self.num_heads,), "num_attention_heads", split=Split())
         is_packed = source is None or f"{prefix}.mlp.experts.gate_up_proj_blocks" in source
         yield from self._expert_specs(f"{prefix}.mlp.experts", is_packed)
 
@@ -174,10 +178,13 @@ class GptOssFamily(Family):
         blocks = f"model.layers.{layer}.mlp.experts.gate_up_proj_blocks"
         return "mxfp4" if blocks in source else "bf16"
 
-    def read_attention(self, reader: WeightReader, layer: int, attention: Attention) -> AttentionLayer:
+    def read_attention(
+        self, reader: WeightReader, layer: int, attention: Attention, tp: Group = SINGLE_RANK
+    ) -> AttentionLayer:
         """Fuse q, k and v; re-order q and k rows so that rope finds its pairs side by side."""
         prefix = f"model.layers.{layer}.self_attn"
-        q, k, v = (reader.rows_and_bias(f"{prefix}.{name}_proj", self.head_dim) for name in "qkv")
+        q = reader.rows_and_bias(f"{prefix}.q_proj", self.head_dim)
+        k, v = (reader.rows_and_bias(f"{prefix}.{name}_proj", self.head_dim, copies=True) for name in "kv")
         weight, bias = (
             torch.cat((pair_halves(q_part, self.head_dim), pair_halves(k_part, self.head_dim), v_part))
             for q_part, k_part, v_part in zip(q, k, v, strict=True)
@@ -186,7 +193,7 @@ class GptOssFamily(Family):
             spec=self.attention_part(layer, reader.place),
             attention=attention,
             qkv=Linear(weight, bias),
-            out=Linear(*reader.columns_and_bias(f"{prefix}.o_proj", self.head_dim)),
+            out=Linear(*reader.columns_and_bias(f"{prefix}.o_proj", self.head_dim), sums_over=tp),
             sinks_H=reader.entries(f"{prefix}.sinks"),
         )
 
@@ -199,6 +206,6 @@ class GptOssFamily(Family):
         prefix = f"model.layers.{layer}.mlp.router"
         return MoeParts(gate_weight_EH=reader.vector(f"{prefix}.weight"), gate_bias_E=reader.vector(f"{prefix}.bias"))
 
-    def read_dense_mlp(self, reader: WeightReader, layer: int) -> nn.Module:
+    def read_dense_mlp(self, reader: WeightReader, layer: int, tp: Group = SINGLE_RANK) -> nn.Module:
         """GPT-OSS has none."""
         raise UnsupportedModelError(f"layer {layer} of {self.architecture} has no dense MLP")

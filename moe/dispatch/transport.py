@@ -14,12 +14,14 @@ from moe.dispatch.base import AnyDispatcher
 from moe.dispatch.deepep import DeepepBuffer, DeepepDispatcher
 from moe.dispatch.deepep_settings import DeepepMode, DeepepSettings, EpShape
 from moe.dispatch.flashinfer import FlashinferDispatcher, build_alltoall
+from moe.dispatch.gathered import GatheredDispatcher
 from moe.dispatch.mooncake import MooncakeBuffer
 from moe.dispatch.mori import MoriBuffer, MoriDispatcher, MoriSettings
 from moe.dispatch.nixl import NixlBuffer
 from moe.dispatch.standard import Reduce, StandardDispatcher
 from moe.errors import MoeConfigError
 from moe.formats.fp8 import E4M3, device_e4m3
+from moe.group import SINGLE_RANK, Group, TorchGroup
 from moe.topology import Topology
 from moe.types import Quantize
 
@@ -71,9 +73,12 @@ def build_transport(
     settings: DeepepSettings,
     dispatch_dtypes: set[DispatchDtype],
     row_multiple: int = 4,
+    tp: Group = SINGLE_RANK,
+    dp: Group = SINGLE_RANK,
 ) -> Transport:
     """The transport of `topology.a2a`. `dispatch_dtypes` are those of all layers, `row_multiple` is the largest that a
-    backend needs, and `group` has the ranks that share the experts.
+    backend needs, and `group` has the ranks that share the experts. The ranks of `tp` have the same tokens, those of
+    `dp` different ones; where there is one of `dp`, all ranks of `group` have the same.
 
     Raises:
         MoeConfigError, UnsupportedPathError: the settings break a limit of the library, or the library or the process
@@ -93,7 +98,9 @@ def build_transport(
             f"group has {group.size()}"
         )
     if a2a is MoeA2ABackend.NONE:
-        return StandardTransport(sum_over(group) if topology.is_partial else None)
+        if dp.size > 1:
+            return GatheredTransport(dp, tp)
+        return StandardTransport(sum_over(group) if topology.is_partial else None, is_capturable=tp.is_capturable)
     max_num_tokens = config.max_num_tokens
     shape = EpShape.of(config)
     if a2a is MoeA2ABackend.FLASHINFER:
@@ -120,12 +127,7 @@ def build_transport(
 
 def sum_over(group: "ProcessGroup") -> Reduce:
     """Sum [T, H] over a torch process group, in place."""
-
-    def reduce(x_TH: torch.Tensor) -> torch.Tensor:
-        torch.distributed.all_reduce(x_TH, group=group)
-        return x_TH
-
-    return reduce
+    return TorchGroup(group).all_reduce
 
 
 class StandardTransport:
@@ -133,10 +135,24 @@ class StandardTransport:
 
     can_send_nvfp4 = False
 
-    def __init__(self, reduce: Reduce | None) -> None:
-        self._dispatcher = StandardDispatcher(reduce)
+    def __init__(self, reduce: Reduce | None, *, is_capturable: bool = True) -> None:
+        self._dispatcher = StandardDispatcher(reduce, is_capturable=is_capturable)
 
     def dispatcher(self, layer: DispatchSpec) -> StandardDispatcher:
+        """The same for every layer."""
+        del layer
+        return self._dispatcher
+
+
+class GatheredTransport:
+    """Transport `none` for ranks with tokens of their own."""
+
+    can_send_nvfp4 = False
+
+    def __init__(self, dp: Group, tp: Group) -> None:
+        self._dispatcher = GatheredDispatcher(dp, tp)
+
+    def dispatcher(self, layer: DispatchSpec) -> GatheredDispatcher:
         """The same for every layer."""
         del layer
         return self._dispatcher

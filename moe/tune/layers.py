@@ -15,17 +15,17 @@ import torch
 
 from moe.errors import MoeConfigError
 from moe.formats import ExpertWeights
+from moe.group import SINGLE_RANK, Group
 from moe.registry import load_backend
 from moe.runner import MoeRunner
 from moe.topology import Topology
 from moe.tune.cache import TuneKey, TuningCache
 from moe.tune.library import LibraryTuner
 from moe.tune.measure import Measurer
-from moe.tune.policy import BUDGET_S, MAX_TOKEN_COUNTS, Group, SingleRank, Tuning, kept_choice, should_autotune, tune
+from moe.tune.policy import BUDGET_S, MAX_TOKEN_COUNTS, Tuning, kept_choice, should_autotune, tune
 from moe.types import MoeQuantInfo
 
 logger = logging.getLogger(__name__)
-_SINGLE_RANK = SingleRank()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +53,7 @@ def _check_counts(token_counts: Sequence[int]) -> None:
 class LayerTuner:
     """All layers of one model on one rank. Layers of one shape are measured once; one budget serves them all."""
 
-    def __init__(self, settings: TuningSettings, ranks: Group = _SINGLE_RANK) -> None:
+    def __init__(self, settings: TuningSettings, ranks: Group = SINGLE_RANK) -> None:
         self._settings, self._ranks = settings, ranks
         self._cache = TuningCache(settings.cache_folder)
         self._library = LibraryTuner(settings.cache_folder, ranks)
@@ -104,7 +104,7 @@ def tune_layer(
     topology: Topology,
     token_counts: Sequence[int],
     cache: TuningCache,
-    ranks: Group = _SINGLE_RANK,
+    ranks: Group = SINGLE_RANK,
     budget_s: float = BUDGET_S,
 ) -> MoeQuantInfo:
     """The same weights with the fastest correct tactic for each token count, from the cache if it has them.

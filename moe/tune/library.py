@@ -9,12 +9,12 @@ import time
 from pathlib import Path
 
 from moe.formats import ExpertWeights
+from moe.group import Group
 from moe.registry import load_backend
 from moe.runner import MoeRunner
 from moe.topology import Topology
 from moe.tune.cache import TuneKey
 from moe.tune.measure import Measurer
-from moe.tune.policy import Group
 from moe.types import MoeQuantInfo
 
 logger = logging.getLogger(__name__)

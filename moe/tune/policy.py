@@ -11,25 +11,19 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeVar
-
-import torch
 
 from moe.backend import Tactic, TacticTable
 from moe.config import MoeA2ABackend, MoeBackend
 from moe.errors import MoeConfigError
+from moe.group import Group
 from moe.registry import load_backend
 from moe.tune.cache import TuneKey, TuningCache
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 MAX_TOKEN_COUNTS = 8
 BUDGET_S = 50.0  # under a minute, including the measurement that runs when the time is up
 _MEASURE_SHARE = 0.8  # of the budget; the rest is for comparing the winners with the reference
 _WARM_UP_SHARE = 0.5  # of the time left, before each round of measurements
 
-T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
@@ -57,58 +51,6 @@ def tuning_token_counts(max_num_batched_tokens: int, max_num_seqs: int) -> tuple
         powers = (1 << round(low + (high - low) * gap / gaps) for gap in range(1, gaps))
         counts |= {power for power in powers if low < math.log2(power) < high}
     return tuple(sorted(counts))
-
-
-class Group(Protocol):
-    """Communication among the ranks of a group while tuning. Every rank makes the same calls."""
-
-    @property
-    def rank(self) -> int:
-        """This rank."""
-
-    def max(self, values: list[float]) -> list[float]:
-        """Element-wise maximum over all ranks."""
-
-    def broadcast(self, value: T) -> T:
-        """Rank 0's value."""
-
-
-class SingleRank:
-    """A group of one."""
-
-    rank = 0
-
-    def max(self, values: list[float]) -> list[float]:
-        """The values."""
-        return values
-
-    def broadcast(self, value: T) -> T:
-        """The value."""
-        return value
-
-
-class TorchGroup:
-    """A torch process group that can move CPU tensors (gloo)."""
-
-    def __init__(self, group: "ProcessGroup | None" = None) -> None:
-        self._group = group
-
-    @property
-    def rank(self) -> int:
-        """Within the group."""
-        return int(torch.distributed.get_rank(self._group))
-
-    def max(self, values: list[float]) -> list[float]:
-        """By all-reduce."""
-        tensor = torch.tensor(values, dtype=torch.float64)
-        torch.distributed.all_reduce(tensor, op=torch.distributed.ReduceOp.MAX, group=self._group)
-        return [float(value) for value in tensor]
-
-    def broadcast(self, value: T) -> T:
-        """By broadcast."""
-        box = [value]
-        torch.distributed.broadcast_object_list(box, group=self._group, group_src=0)
-        return box[0]
 
 
 Batch = Sequence[tuple[Tactic, int]]

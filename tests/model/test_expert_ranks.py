@@ -1,4 +1,4 @@
-"""MoE layers for every (tp, ep): loader, prepare, runner; the ranks' sum equals one rank, extras counted once (B26)."""
+"""MoE layers for every (tp, ep): loader, prepare, runner; the ranks' sum equals one rank, shared experts too (B26)."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,16 +9,16 @@ import torch
 
 from loaders.checkpoint import Checkpoint
 from loaders.experts import read_gpt_oss_experts, read_split_experts
-from model.config import ModelSettings
+from model.config import ModelSettings, ModelSettingsError
 from model.families.base import MoeParts
 from model.linear import GatedMlp
 from model.moe_build import MoeBuilder
 from model.moe_layer import MoeLayer
+from model.parallel import ParallelLayout
 from model.registry import build_model
 from moe import (
     Activation,
     ExpertShape,
-    MoeA2ABackend,
     MoeBackend,
     MoeRunnerConfig,
     RankPlace,
@@ -26,8 +26,9 @@ from moe import (
     RoutingMethod,
 )
 from moe.dispatch import transport
-from moe.errors import MoeConfigError, UnsupportedPathError
+from moe.errors import MoeConfigError
 from moe.formats import ExpertWeights
+from moe.group import RankGroups
 from tests.loaders.expert_files import fused_experts, save, split_experts
 from tests.model.checkpoints import make_gpt_oss, pack_mxfp4, state_by_file_name, write
 
@@ -62,14 +63,18 @@ def make_layer(folder: Path, kind: str, place: RankPlace) -> MoeLayer:
         )
     )  # fmt: skip
     config = MoeRunnerConfig(shape=SHAPE, activation=GPT_OSS if is_gpt_oss else Activation(), routing=routing)
-    shared = GatedMlp(*(torch.randn(size, generator=g) / 8 for size in ((32, H), (32, H), (H, 32))))
+    gate, up, down = (torch.randn(size, generator=g) / 8 for size in ((64, H), (64, H), (H, 64)))
+    rank, num_ranks = place.ep_rank * place.tp_size + place.tp_rank, place.num_ranks
+    own = slice(rank * 64 // num_ranks, (rank + 1) * 64 // num_ranks)
     parts = MoeParts(
         gate_weight_EH=torch.randn(E, H, generator=g),
         correction_bias_E=None if is_gpt_oss else torch.randn(E, generator=g) / 8,
-        shared_experts=None if is_gpt_oss else shared,
+        shared_experts=None if is_gpt_oss else GatedMlp(gate[own], up[own], down[:, own]),
     )
-    settings = ModelSettings(place=place, selfcheck="off", moe_backend=MoeBackend.TORCH)
-    builder = MoeBuilder(settings=settings, layer=config, group=Group(place.num_ranks))
+    layout = ParallelLayout(tp_size=num_ranks, ep_size=place.ep_size, rank=rank)
+    assert layout.moe_place == place
+    settings = ModelSettings(layout=layout, selfcheck="off", moe_backend=MoeBackend.TORCH)
+    builder = MoeBuilder(settings=settings, layer=config, groups=RankGroups(world=Group(num_ranks)))  # type: ignore[arg-type]
     builder.resolve(0, "mxfp4" if is_gpt_oss else kind)
     builder.connect()
     return builder.build(0, parts, lambda: read(folder, kind, place))
@@ -106,11 +111,10 @@ def test_ranks_sum_to_one_rank(
             for t in range(tp)
             for e in range(ep)
         ]
-        extras = [layer(X) for layer in layers]  # what a rank adds after the one place that reduces
+        for layer in layers:
+            assert layer(X) is answer, "nothing is added after the one sum over ranks"
         assert len(reduced) == tp * ep
-        for extra in extras:
-            torch.testing.assert_close(extra, extras[0])
-        total = torch.stack(reduced).sum(0) + extras[0]
+        total = torch.stack(reduced).sum(0)
         error = (total - want).norm() / want.norm()
         assert error < 1e-5, f"tp {tp}, ep {ep}: {float(error)}"
         widths = {layer.runner.config.intermediate_size for layer in layers}
@@ -137,30 +141,25 @@ def test_fp8_blocks_are_laid_out_for_whole_blocks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "group", "error", "words"),
+    ("sizes", "group", "words"),
     [
-        ({"place": RankPlace(ep_size=3)}, Group(3), MoeConfigError, "ep_size is 3: it must divide the 4 exp"),
-        ({"place": RankPlace(ep_size=2)}, None, MoeConfigError, "tp_size 1 x ep_size 2 needs a process group"),
-        ({"place": RankPlace(tp_size=2)}, Group(4), MoeConfigError, "2 ranks, but the process group has 4"),
-        (
-            {"place": RankPlace(tp_size=2), "moe_a2a_backend": MoeA2ABackend.DEEPEP},
-            Group(2), UnsupportedPathError, "--tensor-parallel-size of the experts is 2",
-        ),
-        ({"moe_a2a_backend": MoeA2ABackend.DEEPEP}, None, MoeConfigError, "needs a process group"),
+        ({"dp_size": 3, "ep_size": 3}, Group(3), "expert_parallel_size is 3: it must divide the 4 experts; .* 1 would"),
+        ({"tp_size": 3}, Group(3), "tensor_parallel_size is 3: .* the 4 query heads.* the 2 KV .*; 1, 2, 4 would work"),
+        ({"tp_size": 2, "ep_size": 2}, None, "size 2 x data_parallel_size 1 needs a process group of 2 ranks"),
+        ({"tp_size": 2}, Group(4), "are 2 ranks, but the process group has 4"),
     ],
-)  # fmt: skip
+)
 def test_impossible_ranks_are_refused_before_any_weight(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    changes: dict[str, Any],
+    sizes: dict[str, int],
     group: Any,
-    error: type[Exception],
     words: str,
 ) -> None:
     tensors, _ = pack_mxfp4(state_by_file_name(make_gpt_oss(), tmp_path))
     write(tmp_path, tensors, {"quantization_config": {"quant_method": "mxfp4"}})
     read_names: list[str] = []
     monkeypatch.setattr(Checkpoint, "view", lambda self, name: read_names.append(name))
-    with pytest.raises(error, match=words):
-        build_model(tmp_path, ModelSettings(**changes), group)
+    with pytest.raises(ModelSettingsError, match=words):
+        build_model(tmp_path, ModelSettings(layout=ParallelLayout(**sizes)), group)
     assert not read_names

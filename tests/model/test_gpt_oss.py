@@ -37,18 +37,19 @@ def test_dense_upload_with_other_heads_and_all_experts_chosen(tmp_path: Path) ->
 
 def test_what_the_ranks_agreed_on_reaches_every_moe_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, _ = packed_pair(make_gpt_oss(), tmp_path, pack_mxfp4, MXFP4)
-    seen: list[bool] = []
+    seen: list[tuple[bool, int | None]] = []
     forward = MoeLayer.forward
     monkeypatch.setattr(
         MoeLayer,
         "forward",
-        lambda self, x, *, is_decode: (seen.append(is_decode), forward(self, x, is_decode=is_decode))[1],
+        lambda self, x, **agreed: (seen.append((agreed["is_decode"], agreed["max_rank_tokens"])), forward(self, x))[1],
     )
     cache = PagedCache(model.kv_specs)
-    for agreed in (False, True):
+    for is_decode, most in (False, None), (True, 7):
+        batch = dataclasses.replace(cache.batch({"a": [1]}), all_ranks_decode=is_decode, max_rank_tokens=most)
         with torch.inference_mode():
-            run(model, dataclasses.replace(cache.batch({"a": [1]}), all_ranks_decode=agreed), cache.layers)
-    assert seen == [False] * len(model.moe_layers) + [True] * len(model.moe_layers)
+            run(model, batch, cache.layers)
+    assert seen == [(False, None)] * len(model.moe_layers) + [(True, 7)] * len(model.moe_layers)
 
 
 def test_window_of_128_at_its_edges(tmp_path: Path) -> None:

@@ -8,9 +8,12 @@ import pytest
 import torch
 
 from loaders.errors import CheckpointError, ModelConfigError
+from loaders.hf_config import read_config
 from loaders.source import TensorSource
 from model.config import ModelSettings, ModelSettingsError, UnsupportedModelError
-from model.registry import build_model
+from model.load import load_model
+from model.parallel import ParallelLayout
+from model.registry import build_model, make_family
 from moe import MoeA2ABackend, MoeBackend, UnsupportedPathError
 from tests.model.checkpoints import make_deepseek, make_gpt_oss, pack_mxfp4, state_by_file_name, write
 
@@ -135,8 +138,13 @@ def test_impossible_expert_path_is_refused_first(tmp_path: Path) -> None:
     write(tmp_path, tensors, {"quantization_config": {"quant_method": "mxfp4"}})
     with pytest.raises(UnsupportedPathError, match="flashinfer_mxfp4"):
         build_model(tmp_path, ModelSettings(moe_backend=MoeBackend.FLASHINFER_MXFP4))
+    ranks = ParallelLayout(dp_size=2, ep_size=2)
     with pytest.raises(UnsupportedPathError, match="mori"):
-        build_model(tmp_path, ModelSettings(moe_a2a_backend=MoeA2ABackend.MORI))
+        load_model(
+            make_family(read_config(tmp_path)),
+            tmp_path,
+            ModelSettings(moe_a2a_backend=MoeA2ABackend.MORI, layout=ranks),
+        )
 
 
 @pytest.mark.parametrize(

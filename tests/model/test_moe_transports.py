@@ -12,6 +12,7 @@ from model.families.base import MoeParts
 from model.linear import GatedMlp
 from model.moe_build import MoeBuilder
 from model.moe_layer import MoeLayer
+from model.parallel import ParallelLayout
 from moe import (
     Activation,
     ExpertShape,
@@ -19,7 +20,6 @@ from moe import (
     MoeBackend,
     MoeRunner,
     MoeRunnerConfig,
-    RankPlace,
     RoutingConfig,
     RoutingMethod,
     SelfCheckError,
@@ -31,6 +31,7 @@ from moe.device import Device
 from moe.dispatch.deepep_settings import DeepepMode, DeepepSettings
 from moe.errors import MoeConfigError
 from moe.formats import ExpertWeights
+from moe.group import RankGroups
 from moe.registry import load_backend
 from moe.routing import route
 from tests.emulators.alltoall import install_alltoall
@@ -114,16 +115,17 @@ def parts() -> MoeParts:
     )
 
 
-def build(case: Case, experts: ExpertWeights, place: RankPlace, group: Any = None, **changes: Any) -> MoeLayer:
+def build(case: Case, experts: ExpertWeights, rank: Rank, **changes: Any) -> MoeLayer:
     choices: dict[str, Any] = {"moe_backend": case.backend, "moe_a2a_backend": case.a2a} | changes
     settings = ModelSettings(
-        dtype=torch.bfloat16, selfcheck="all", place=place, max_num_tokens=LIMIT,
+        dtype=torch.bfloat16, selfcheck="all", max_num_tokens=LIMIT,
+        layout=ParallelLayout(dp_size=rank.size(), ep_size=rank.size(), rank=rank.rank()),
         deepep=DeepepSettings(mode=case.mode, max_dispatch_tokens=LIMIT), **choices,
     )  # fmt: skip
-    builder = MoeBuilder(settings=settings, layer=LAYER, group=group)
+    builder = MoeBuilder(settings=settings, layer=LAYER, groups=RankGroups(world=rank))  # type: ignore[arg-type]
     builder.resolve(3, case.name)
     builder.connect()
-    local = hostile.shard(experts, ep=(place.ep_size, place.ep_rank))
+    local = hostile.shard(experts, ep=(rank.size(), rank.rank()))
     return builder.build(3, parts(), lambda: hostile.with_layer_scales(local, experts))
 
 
@@ -144,7 +146,7 @@ def test_two_ranks_equal_one(monkeypatch: pytest.MonkeyPatch, case: Case) -> Non
 
     def work(rank: Rank) -> tuple[torch.Tensor, MoeLayer]:
         index = rank.rank()
-        layer = build(case, experts, RankPlace(ep_size=2, ep_rank=index), rank)
+        layer = build(case, experts, rank)
         return layer(TOKENS[index]).float(), layer
 
     for x, (got, layer) in zip(TOKENS, run_ranks(2, work), strict=True):
@@ -165,7 +167,7 @@ def test_auto_mode_follows_the_step(monkeypatch: pytest.MonkeyPatch, is_decode: 
     install(monkeypatch, case)
 
     def work(rank: Rank) -> tuple[torch.Tensor, MoeLayer, list[str]]:
-        layer = build(case, experts, RankPlace(ep_size=2, ep_rank=rank.rank()), rank)
+        layer = build(case, experts, rank)
         runner_run, formats = layer.runner.run, []
         layer.runner.run = lambda dispatched, info: (  # type: ignore[method-assign]
             formats.append(str(dispatched.format)) or runner_run(dispatched, info)
@@ -183,7 +185,7 @@ def test_rows_that_the_experts_kernel_cannot_tile_are_refused_before_weights(mon
     monkeypatch.setitem(globals(), "LIMIT", 32)
     experts = hostile.quantized_experts(case.name, E, H, I, x=torch.cat(TOKENS))
     with pytest.raises(MoeConfigError, match="is 32: times 2 ranks it must be a multiple of 128"):
-        run_ranks(2, lambda rank: build(case, experts, RankPlace(ep_size=2, ep_rank=rank.rank()), rank))
+        run_ranks(2, lambda rank: build(case, experts, rank))
 
 
 def test_a_transport_that_loses_tokens_stops_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,7 +197,7 @@ def test_a_transport_that_loses_tokens_stops_the_load(monkeypatch: pytest.Monkey
     )
     experts = hostile.quantized_experts(case.name, E, H, I, x=torch.cat(TOKENS))
     with pytest.raises(SelfCheckError, match="transport deepep"):
-        run_ranks(2, lambda rank: build(case, experts, RankPlace(ep_size=2, ep_rank=rank.rank()), rank))
+        run_ranks(2, lambda rank: build(case, experts, rank))
 
 
 def test_a_layer_goes_on_after_its_experts_failed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,7 +207,7 @@ def test_a_layer_goes_on_after_its_experts_failed(monkeypatch: pytest.MonkeyPatc
     install(monkeypatch, case)
 
     def work(rank: Rank) -> tuple[torch.Tensor, torch.Tensor, MoeLayer]:
-        x, layer = TOKENS[rank.rank()], build(case, experts, RankPlace(ep_size=2, ep_rank=rank.rank()), rank)
+        x, layer = TOKENS[rank.rank()], build(case, experts, rank)
         run = layer.runner.run
         for _ in range(3):
             if rank.rank() == 0:

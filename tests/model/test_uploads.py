@@ -2,6 +2,7 @@
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -76,9 +77,9 @@ def head_weights(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """The matrices that output heads are made of."""
     seen: list[torch.Tensor] = []
 
-    def make_head(weight_VH: torch.Tensor) -> OutputHead:
+    def make_head(weight_VH: torch.Tensor, **options: Any) -> OutputHead:
         seen.append(weight_VH)
-        return OutputHead(weight_VH)
+        return OutputHead(weight_VH, **options)
 
     monkeypatch.setattr("model.load.OutputHead", make_head)
     return seen

@@ -118,7 +118,12 @@ def test_sharded_attention_is_a_reader_with_another_place(tmp_path: Path, kind: 
     assert not torch.equal(parts[0], parts[1])
 
 
-def test_kv_heads_fewer_than_ranks_are_refused(tmp_path: Path) -> None:
+def test_ranks_that_outnumber_the_kv_heads_have_copies(tmp_path: Path) -> None:
     state_by_file_name(make_gpt_oss(), tmp_path)
-    with pytest.raises(MoeConfigError, match="tp_size is 4: it must divide the KV heads, 2 elements"):
-        make_family(read_config(tmp_path)).attention_part(0, RankPlace(tp_size=4))
+    family = make_family(read_config(tmp_path))
+    spec = family.attention_part(0, RankPlace(tp_size=4))
+    assert (spec.num_heads, spec.num_kv_heads) == (1, 1)
+    shares = [RankPlace(tp_size=4, tp_rank=rank).share("the KV heads", 2, 1, copies=True) for rank in range(4)]
+    assert [share.start for share in shares] == [0, 0, 1, 1]
+    with pytest.raises(MoeConfigError, match="tp_size is 3: it must divide the KV heads, 2 elements"):
+        RankPlace(tp_size=3).share("the KV heads", 2, 1, copies=True)

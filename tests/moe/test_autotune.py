@@ -14,12 +14,11 @@ import torch.multiprocessing
 
 from moe import MoeA2ABackend, MoeBackend
 from moe.errors import MoeConfigError
+from moe.group import SingleRank, TorchGroup
 from moe.registry import BACKEND_MODULES
 from moe.tune.cache import TuneKey, TuningCache
 from moe.tune.policy import (
     MAX_TOKEN_COUNTS,
-    SingleRank,
-    TorchGroup,
     Tuning,
     kept_choice,
     should_autotune,

@@ -1,0 +1,171 @@
+"""`Group`: collectives among ranks. Every rank of a group makes the same calls, with tensors of the same shape.
+
+Over NCCL on GPUs, over gloo on CPUs. gloo moves a GPU's tensors through the host, which no CUDA graph can capture; it
+serves several ranks that share one GPU, which NCCL refuses.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+import torch
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+T = TypeVar("T")
+
+
+class Group(Protocol):
+    """The ranks of a group, seen from one of them."""
+
+    @property
+    def rank(self) -> int:
+        """This rank, from 0."""
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+
+    @property
+    def is_capturable(self) -> bool:
+        """Whether CUDA graphs can hold the collectives."""
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum over all ranks, written to the contiguous `x`; returns `x`."""
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """[N, ...] of every rank, in rank order, as one [size * N, ...]."""
+
+    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+        """[size * N, ...] to [N, ...]: this rank's rows of the sum over all ranks."""
+
+    def max(self, values: list[float]) -> list[float]:
+        """Element-wise maximum over all ranks, through the host."""
+
+    def broadcast(self, value: T) -> T:
+        """Rank 0's value, any object, through the host."""
+
+
+class SingleRank:
+    """A group of one: every collective returns what it gets."""
+
+    rank = 0
+    size = 1
+    is_capturable = True
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """`x`."""
+        return x
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """`x`."""
+        return x
+
+    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+        """`x`."""
+        return x
+
+    def max(self, values: list[float]) -> list[float]:
+        """The values."""
+        return values
+
+    def broadcast(self, value: T) -> T:
+        """The value."""
+        return value
+
+
+class TorchGroup:
+    """A torch process group; None is the one of all processes. `max` and `broadcast` need gloo for CPU tensors."""
+
+    def __init__(self, group: "ProcessGroup | None" = None) -> None:
+        self._group = group
+
+    @cached_property
+    def rank(self) -> int:
+        """Within the group."""
+        return int(torch.distributed.get_rank(self._group))
+
+    @cached_property
+    def size(self) -> int:
+        """Number of ranks."""
+        return int(torch.distributed.get_world_size(self._group))
+
+    @cached_property
+    def is_capturable(self) -> bool:
+        """True if tensors of a GPU travel over NCCL."""
+        return "cuda:gloo" not in torch.distributed.get_backend_config(self._group)
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """In place."""
+        if x.numel() and self.size > 1:
+            sent = self._sendable(x)
+            torch.distributed.all_reduce(sent, group=self._group)
+            if sent is not x:
+                x.copy_(sent)
+        return x
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """Into one new tensor."""
+        gathered = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
+        if x.numel():
+            sent = self._sendable(x.contiguous())
+            out = gathered if sent.device == x.device else torch.empty_like(gathered, device=sent.device)
+            _collective("all_gather_single", "all_gather_into_tensor")(out, sent, group=self._group)
+            if out is not gathered:
+                gathered.copy_(out)
+        return gathered
+
+    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+        """Into a new tensor."""
+        own = x.new_empty((x.shape[0] // self.size, *x.shape[1:]))
+        if x.numel():
+            sent = self._sendable(x.contiguous())
+            out = own if sent.device == x.device else torch.empty_like(own, device=sent.device)
+            _collective("reduce_scatter_single", "reduce_scatter_tensor")(out, sent, group=self._group)
+            if out is not own:
+                own.copy_(out)
+        return own
+
+    def max(self, values: list[float]) -> list[float]:
+        """By all-reduce."""
+        tensor = torch.tensor(values, dtype=torch.float64)
+        torch.distributed.all_reduce(tensor, op=torch.distributed.ReduceOp.MAX, group=self._group)
+        return [float(value) for value in tensor]
+
+    def broadcast(self, value: T) -> T:
+        """By broadcast."""
+        box = [value]
+        torch.distributed.broadcast_object_list(box, group=self._group, group_src=0)
+        return box[0]
+
+    def _sendable(self, x: torch.Tensor) -> torch.Tensor:
+        """`x`, or a copy on the host where the group cannot move a GPU's tensors itself."""
+        return x if x.device.type == "cpu" or self.is_capturable else x.cpu()
+
+
+SINGLE_RANK = SingleRank()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankGroups:
+    """The groups of one rank of a model. `world`: all ranks, which share the experts; what transports are built on.
+
+    `tp`: the ranks that share the attention of a request. `dp`: one rank of each such group. They divide the world
+    between them: every rank of it is in one row (tp) and one column (dp).
+    """
+
+    world: "ProcessGroup | None" = None
+    tp: Group = SINGLE_RANK
+    dp: Group = SINGLE_RANK
+
+    @property
+    def whole(self) -> Group:
+        """All ranks."""
+        return SINGLE_RANK if self.world is None else TorchGroup(self.world)
+
+
+def _collective(name: str, old_name: str) -> Callable[..., object]:
+    """A function of torch.distributed under the name that the installed release prefers."""
+    return getattr(torch.distributed, name, None) or getattr(torch.distributed, old_name)

@@ -1,0 +1,124 @@
+"""FP8 linear layers on GPUs: numbers in the interpreter, machine code for every GPU, which weights stay FP8."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+
+from loaders.checkpoint import Checkpoint
+from model.fp8_linear import BATCH_PLANS, DECODE_PLANS, PREFILL_PLANS, choose_plan, fp8_block_gemm
+from model.linear import Linear, LinearWeight, join_rows
+from model.weights import RAGGED_COLUMNS, RAGGED_ROWS, Split, WeightReader
+from moe import RankPlace
+from moe.formats import Fp8BlockWeight
+from tests.interpreter import run_interpreted, waits_for_interpreter
+from tests.loaders.expert_files import linear_tensors, random_bf16, save
+from tests.moe.kernels.compiling import compile_kernel
+
+CPU = torch.device("cpu")
+
+
+@waits_for_interpreter
+def test_numbers_in_the_interpreter() -> None:
+    errors = run_interpreted("tests.model.interpreted_fp8_linear")
+    assert len(errors) == 14
+    assert {case: error for case, error in errors.items() if not error < 1e-6} == {}
+
+
+def test_kernels_compile(subtests: pytest.Subtests) -> None:
+    plans = [DECODE_PLANS[0], DECODE_PLANS[2], BATCH_PLANS[0], PREFILL_PLANS[0]]
+    for arch, plan in itertools.product([80, 90, 120], plans):
+        with subtests.test(arch=arch, plan=str(plan)):
+            pointers = {
+                "x_ptr": "*bf16", "w_ptr": "*i16", "scale_ptr": "*fp32", "bias_ptr": "*bf16", "out_ptr": "*bf16",
+            }  # fmt: skip
+            constants = {
+                "BLOCK_M": plan.block_m, "BLOCK_N": plan.block_n, "GROUP": 8, "HAS_BIAS": False, "EVEN_K": True,
+                "USE_ASM": True, "INTERPRET": False,
+            }  # fmt: skip
+            compiled = compile_kernel(
+                fp8_block_gemm, arch, pointers, constants, num_warps=plan.num_warps, num_stages=plan.num_stages
+            )
+            ptx = compiled.asm["ptx"]
+            assert "fma.rn.bf16x2" in ptx, "codes become bf16 in registers"
+            assert "cp.async" in ptx, "the loop loads ahead"
+            assert compiled.metadata.shared <= (163 if arch == 80 else 99 if arch == 120 else 227) * 1024
+            if arch == 90 and plan in PREFILL_PLANS:
+                assert "wgmma" in ptx
+
+
+def test_every_processor_gets_a_tile_where_there_are_enough() -> None:
+    assert choose_plan(1, 18432, 132).block_n == 64
+    assert choose_plan(16, 4608, 132).block_n == 32
+    assert choose_plan(8, 2112, 132).block_n == 16
+    assert choose_plan(1, 512, 132).block_n == 16, "fewer tiles than processors whatever the plan"
+    assert choose_plan(17, 18432, 132) in BATCH_PLANS
+    assert choose_plan(4096, 2112, 132) == PREFILL_PLANS[0]
+
+
+def fp8_readers(folder: Path, shape: tuple[int, int], tp_size: int) -> tuple[list[WeightReader], torch.Tensor]:
+    """Of every rank, and the dense weight."""
+    tensors, meant = linear_tensors("l", random_bf16(*shape), "fp8_block")
+    source = Checkpoint.open(folder) if (folder / "model.safetensors").exists() else save(folder, tensors)
+    places = [RankPlace(tp_size=tp_size, tp_rank=rank) for rank in range(tp_size)]
+    return [WeightReader(source, CPU, torch.bfloat16, place, keeps_fp8=True) for place in places], meant
+
+
+def dense(weight: LinearWeight) -> torch.Tensor:
+    return weight.dequantize() if isinstance(weight, Fp8BlockWeight) else weight
+
+
+@pytest.mark.parametrize(
+    ("split", "tp_size", "stay"),
+    [
+        (None, 1, True),
+        (Split("rows", 64), 2, True),
+        (Split("columns", 64), 2, True),
+        (Split("rows", 64), 4, False),  # 64 rows are half a block
+        (RAGGED_ROWS, 3, True),  # 128, 128 and none
+        (RAGGED_COLUMNS, 2, True),
+    ],
+)
+def test_parts_between_blocks_stay_fp8(tmp_path: Path, split: Split | None, tp_size: int, stay: bool) -> None:
+    readers, meant = fp8_readers(tmp_path, (256, 256), tp_size)
+    parts = [reader.linear("l", split) for reader in readers]
+    assert all(isinstance(part, Fp8BlockWeight) == stay for part in parts)
+    whole = torch.cat([dense(part) for part in parts], dim=0 if split is None or split.axis == "rows" else 1)
+    assert torch.equal(whole, meant if stay else meant.bfloat16())
+
+
+def test_other_formats_and_readers_give_dense_weights(tmp_path: Path) -> None:
+    source = save(tmp_path, linear_tensors("l", random_bf16(256, 256), "nvfp4")[0])
+    assert isinstance(WeightReader(source, CPU, torch.bfloat16, keeps_fp8=True).linear("l"), torch.Tensor)
+    readers, _ = fp8_readers(tmp_path / "fp8", (256, 256), 1)
+    assert isinstance(WeightReader(readers[0].source, CPU, torch.bfloat16).linear("l"), torch.Tensor)
+
+
+def test_rows_join_as_fp8_where_each_part_ends_with_a_block() -> None:
+    whole, ragged = (Fp8BlockWeight.quantize(torch.randn(rows, 200)) for rows in (128, 70))
+    joined = join_rows((whole, ragged))
+    assert isinstance(joined, Fp8BlockWeight)
+    assert torch.equal(joined.dequantize(), torch.cat((whole.dequantize(), ragged.dequantize())))
+    split = join_rows((ragged, whole))
+    assert isinstance(split, torch.Tensor)
+    assert torch.equal(split, torch.cat((ragged.dequantize(torch.bfloat16), whole.dequantize(torch.bfloat16))))
+    mixed = join_rows((whole, torch.ones(2, 200, dtype=torch.float16)))
+    assert isinstance(mixed, torch.Tensor)
+    assert mixed.dtype == torch.float16
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [1, 16, 17, 64, 65, 300])
+@pytest.mark.parametrize("shape", [(200, 384), (2112, 1024), (512, 7168), (256, 328)])
+def test_numbers_on_a_gpu(shape: tuple[int, int], num_tokens: int) -> None:
+    """Compiled, every kind of plan: bf16 results of exact weights, and the same bits again."""
+    generator = torch.Generator("cuda").manual_seed(1)
+    weight = Fp8BlockWeight.quantize(torch.randn(shape, device="cuda", generator=generator))
+    bias = torch.randn(shape[0], device="cuda", generator=generator).bfloat16()
+    x_TK = torch.randn(num_tokens, shape[1], device="cuda", generator=generator).bfloat16()
+    layer = Linear(weight, bias)
+    got = layer(x_TK)
+    want = torch.nn.functional.linear(x_TK.float(), weight.dequantize(), bias.float())
+    assert float((got.float() - want).norm() / want.norm()) < 4e-3
+    assert torch.equal(got, layer(x_TK))

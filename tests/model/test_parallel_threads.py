@@ -1,0 +1,42 @@
+"""A model divided among ranks answers as one rank does: every layout, both families, ranks as threads.
+
+`make test` runs a pick of the layouts, `make ranks` the others.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from model.config import ModelSettings
+from model.parallel import ParallelLayout
+from model.registry import build_model
+from moe.group import RankGroups
+from tests.model.parallel_cases import FOUR, TOLERANCE, TWO, expected, run_steps, worst_error
+from tests.model.parallel_checkpoints import write_checkpoint
+from tests.model.rank_threads import load_rank, run_layout
+
+KINDS = ("gpt_oss", "deepseek", "deepseek_ragged")
+
+
+PICK = ("tp2", "tp2-dp2-ep4", "tp4", "dp4-ep2")
+
+
+@pytest.mark.parametrize("is_pick", [True, pytest.param(False, marks=pytest.mark.ranks)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_layout_equals_one_rank(tmp_path: Path, subtests: pytest.Subtests, kind: str, is_pick: bool) -> None:
+    """The self-check and the round trip of the exchange run while loading."""
+    folder = write_checkpoint(kind, tmp_path / kind)
+    alone = build_model(folder, ModelSettings(selfcheck="off"))
+    for name, sizes in (TWO | FOUR).items():
+        if (name in PICK) != is_pick:
+            continue
+        with subtests.test(name):
+
+            def work(layout: ParallelLayout, groups: RankGroups) -> dict[str, torch.Tensor]:
+                model = load_rank(folder, layout, groups, selfcheck="all")
+                return run_steps(model, layout, agrees=layout.tp_size == 1)
+
+            want = expected(alone, sizes.get("dp_size", 1))
+            for rank, got in enumerate(run_layout(sizes, work)):
+                assert worst_error(got, want[rank // sizes.get("tp_size", 1)]) < TOLERANCE
