@@ -113,16 +113,26 @@ class DecodeGraphs:
             seq_lens=(self._table_MP.shape[1] * self._page_size,) * size,
             page_size=self._page_size,
             all_ranks_decode=True,
+            max_rank_tokens=size,
         )
 
     def serves(self, batch: ForwardBatch) -> bool:
-        """True for a step in which each of at most `max_num_seqs` requests decodes and samples one token."""
+        """True for a step in which each of at most `max_num_seqs` requests decodes and samples one token.
+
+        Ranks that agree on `max_rank_tokens` replay a graph together or not at all.
+        """
+        if batch.max_rank_tokens is not None and not batch.all_ranks_decode:
+            return False
         return batch.is_decode and batch.logit_rows_R.shape[0] == batch.num_tokens <= self.sizes[-1]
+
+    def size_for(self, num_rows: int) -> int:
+        """Rows of the graph that decodes `num_rows` requests, at most `max_num_seqs`."""
+        return next(size for size in self.sizes if size >= num_rows)
 
     def run(self, batch: ForwardBatch) -> torch.Tensor:
         """fp32 logits [N, V] of a step that `serves` accepts; the next replay overwrites them."""
         num_live = batch.num_tokens
-        size = next(size for size in self.sizes if size >= num_live)
+        size = self.size_for(max(num_live, batch.max_rank_tokens or 0))
         self._ids_M[:num_live].copy_(batch.input_ids_T)
         self._positions_M[:num_live].copy_(batch.positions_T)
         self._slots_M[:num_live].copy_(batch.slots_T)

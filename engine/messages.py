@@ -43,6 +43,12 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """To the engine: leave the step loop."""
 
 
+class Wake(msgspec.Struct, frozen=True, tag=True):
+    """From one scheduling rank to another that waits: there is work; `engine.agreement` counts the waits."""
+
+    num_waits: int
+
+
 class Outputs(msgspec.Struct, frozen=True, tag=True):
     """From the engine: the outputs of one step, for all requests of one process."""
 
@@ -54,11 +60,12 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
 
     The beat itself comes from a thread of its own and proves only that the process runs. A loop that is busy with a
     long prompt turns after every chunk, so its age stays small; one that hangs inside a step grows old.
-    While the model loads there are no statistics and the age is 0.
+    While the model loads there are no statistics and the age is 0. Ranks that do not schedule never have any.
     """
 
     stats: EngineStats | None
     loop_age_s: float
+    rank: int = 0
 
 
 class Held(msgspec.Struct, frozen=True, tag=True):
@@ -69,28 +76,52 @@ class Held(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """From the engine, once to each process: the model is loaded and warm."""
+    """From each rank, once to each process: the model is loaded and warm. `requests_address` is where a scheduling rank
+    takes requests, None where the parent chose it.
+    """
 
     info: EngineInfo
+    rank: int = 0
+    requests_address: str | None = None
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """From the engine, as its last word: why it cannot start or go on."""
+    """From the engine, as its last word: why it cannot start or go on. `time_s` since the epoch: the first is the cause
+    of the others.
+    """
 
     message: str
+    rank: int = 0
+    time_s: float = 0.0
 
 
-ToEngine = Add | Abort | Join | Leave | Shutdown
+ToEngine = Add | Abort | Join | Leave | Shutdown | Wake
 FromEngine = Outputs | Beat | Held | Ready | Failed
+
+
+class RankSetup(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank's number and where the ranks meet: torch's TCPStore at `store_host`, which rank 0 runs.
+
+    With one host the parent has bound its port, and rank 0 inherits the descriptor. With several hosts rank 0 binds it,
+    and publishes the addresses of the parent's sockets for the ranks on other hosts.
+    """
+
+    rank: int
+    store_host: str
+    store_port: int
+    store_fd: int | None = None
+    outputs_address: str = ""  # of the parent on host 0, reachable from other hosts
+    pulse_address: str = ""
 
 
 class WorkerSetup(msgspec.Struct, frozen=True, kw_only=True):
     """What the engine process reads from its standard input at start, pickled. Addresses are of ZMQ sockets."""
 
     config: EngineConfig
-    requests_address: str  # bound by the engine process
-    outputs_address: str  # bound by the parent
+    requests_address: str  # bound by the engine process; empty if it chooses one
+    outputs_address: str  # bound by the parent; empty on hosts other than 0
     log_level: int
+    place: RankSetup | None = None  # None for a single rank
 
 
 EXIT_FAILED = 3  # exit status of an engine process that has sent `Failed`
@@ -101,7 +132,10 @@ def new_address() -> str:
     return f"ipc://@moe-serve-{secrets.token_hex(16)}"
 
 
-def bind(socket: "zmq.Socket[bytes]", address: str) -> None:
-    """Listen at the address. Abstract names have no permissions, so connections of other users are refused here."""
+def bind(socket: "zmq.Socket[bytes]", address: str) -> str:
+    """Listen at the address; returns it, with the port chosen for `tcp://HOST:*`. Abstract names have no permissions,
+    so connections of other users are refused here.
+    """
     socket.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())
     socket.bind(address)
+    return socket.getsockopt_string(zmq.LAST_ENDPOINT)

@@ -6,6 +6,7 @@ The integers of a step are built in two numpy arrays, one of 64 and one of 32 bi
 one copy; the tensors of the batch are views of them.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence as ListLike
 from itertools import accumulate
 from typing import Any, Protocol
@@ -58,6 +59,9 @@ class Model(Protocol):
     def __call__(self, batch: ForwardBatch, plan: Any, kv: list[LayerKv]) -> torch.Tensor:
         """Logits [R, V] in float32."""
 
+    def run_idle(self, max_rank_tokens: int, all_ranks_decode: bool) -> None:
+        """Take part in a step of other ranks, of up to `max_rank_tokens` tokens each, with no tokens of its own."""
+
 
 class ModelRunner:
     """Owns the KV tensors, the page table, the captured graphs and the tokens that steps chose last.
@@ -72,6 +76,7 @@ class ModelRunner:
         self.model = model
         self.kv = kv
         self.graphs: DecodeGraphs | None = None
+        self.share_tokens: Callable[[torch.Tensor], None] | None = None  # gives `tokens_M` to ranks that do not sample
         self.page_size = page_size
         self.tokens_M = torch.zeros(max_num_seqs, dtype=torch.int64, device=model.device)
         self._page_table = np.zeros((max_num_seqs, -(-max_model_len // page_size)), dtype=np.int32)
@@ -85,6 +90,13 @@ class ModelRunner:
         else:
             logits_RV = self.model(batch, self.model.plan(batch), self.kv)
         return Pending(step, logits_RV, self.tokens_M)
+
+    @torch.inference_mode()
+    def run_idle(self, max_rank_tokens: int, all_ranks_decode: bool) -> None:
+        """Take part in a step for which this rank has no tokens; the arguments are what the ranks agreed on."""
+        if self.graphs is not None and all_ranks_decode:
+            max_rank_tokens = self.graphs.size_for(max_rank_tokens)
+        self.model.run_idle(max_rank_tokens, all_ranks_decode)
 
     def make_batch(self, step: StepBatch) -> ForwardBatch:
         """The batch of a step, on the model's device. Brings the page table up to date."""
@@ -110,6 +122,8 @@ class ModelRunner:
         numbers64 = to_device(ints64, torch.int64, self.model.device)
         ids_T = numbers64[:num_tokens]
         if len(late):
+            if self.share_tokens is not None:
+                self.share_tokens(self.tokens_M)
             late_L, sources_L = numbers64[3 * num_tokens + len(logit_rows) :].chunk(2)
             ids_T.index_copy_(0, late_L, self.tokens_M.index_select(0, sources_L))
         return ForwardBatch(
@@ -123,6 +137,8 @@ class ModelRunner:
             query_lens=tuple(query_lens),
             seq_lens=tuple(seq_lens),
             page_size=self.page_size,
+            all_ranks_decode=step.all_ranks_decode,
+            max_rank_tokens=step.max_rank_tokens,
         )
 
 

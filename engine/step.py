@@ -37,16 +37,26 @@ class StepBatch:
     slots: np.ndarray  # int64 [T], KV slot (page * page_size + offset) the token's keys are written to
     page_updates: np.ndarray  # int32 [U, 3]: row and column of the page table, and the page to put there
     is_decode: bool  # every row has one token
+    all_ranks_decode: bool = False  # agreed by all ranks that share experts; False is right for every step
+    max_rank_tokens: int | None = None  # largest T of any rank in this step; None: unknown, or one scheduler
 
     def pack(self) -> bytes:
         """The record as bytes; ranks that exchange it run on machines of the same byte order."""
         numbers = np.concatenate((self.input_ids, self.positions, self.slots))
         return _encoder.encode(
-            _PackedStep(self.rows, len(self.input_ids), self.is_decode, numbers.data, self.page_updates.data)
+            _PackedStep(
+                self.rows,
+                len(self.input_ids),
+                self.is_decode,
+                self.all_ranks_decode,
+                self.max_rank_tokens,
+                numbers.data,
+                self.page_updates.data,
+            )
         )
 
     @classmethod
-    def unpack(cls, data: bytes) -> "StepBatch":
+    def unpack(cls, data: bytes | memoryview) -> "StepBatch":
         """The record that `pack` made bytes of. Its arrays are read-only views of `data`.
 
         Raises:
@@ -55,13 +65,24 @@ class StepBatch:
         packed = _decoder.decode(data)
         numbers = np.frombuffer(packed.numbers, dtype=np.int64).reshape(3, packed.num_tokens)
         updates = np.frombuffer(packed.page_updates, dtype=np.int32).reshape(-1, 3)
-        return cls(packed.rows, numbers[0], numbers[1], numbers[2], updates, packed.is_decode)
+        return cls(
+            packed.rows,
+            numbers[0],
+            numbers[1],
+            numbers[2],
+            updates,
+            packed.is_decode,
+            packed.all_ranks_decode,
+            packed.max_rank_tokens,
+        )
 
 
 class _PackedStep(msgspec.Struct, frozen=True, array_like=True):
     rows: list[StepRow]
     num_tokens: int
     is_decode: bool
+    all_ranks_decode: bool
+    max_rank_tokens: int | None
     numbers: memoryview
     page_updates: memoryview
 
