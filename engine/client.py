@@ -3,12 +3,16 @@
 import asyncio
 import logging
 import time
+from typing import TYPE_CHECKING
 
 from engine.admission import Places
 from engine.config import EngineConfig
 from engine.link import EngineLink
 from engine.messages import EXIT_FAILED, Leave, Shutdown, WorkerSetup, new_address
 from engine.process import WorkerProcess, describe_exit
+
+if TYPE_CHECKING:
+    from engine.rank_processes import RankProcesses
 
 _LAST_WORD_S = 2.0  # how long a message may still be on its way after the process has ended
 
@@ -24,7 +28,7 @@ class EngineClient(EngineLink):
         self.was_killed = False  # `close` had to kill a process that was ready
         self.requests_address = new_address()
         self._worker_module = worker_module
-        self._process: WorkerProcess | None = None
+        self._process: WorkerProcess | RankProcesses | None = None
 
     async def start(self) -> None:
         """Start the process and return; loading goes on. Watch `ready` and `failure`."""
@@ -35,7 +39,7 @@ class EngineClient(EngineLink):
             log_level=logging.getLogger().getEffectiveLevel(),
         )
         self._process = await WorkerProcess.start(self._worker_module, setup)
-        self._watcher = asyncio.create_task(self._watch(self._process))
+        self._watcher = asyncio.create_task(self._watch_process(self._process))
 
     @property
     def alive(self) -> bool:
@@ -75,7 +79,7 @@ class EngineClient(EngineLink):
         await self._watcher
         self._close()
 
-    async def _watch(self, process: WorkerProcess) -> None:
+    async def _watch_process(self, process: WorkerProcess) -> None:
         """Wait for the process to end, then a moment longer for a `Failed` message that is still on its way."""
         status = await process.wait()
         until_s = time.monotonic() + _LAST_WORD_S

@@ -6,17 +6,19 @@ a parent that dies in whatever way.
 
 import gc
 import logging
+import os
 import pickle
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 import zmq
 
+from engine.config import EngineConfig
 from engine.messages import (
     EXIT_FAILED,
     Abort,
@@ -27,30 +29,51 @@ from engine.messages import (
     Join,
     Leave,
     Ready,
+    Shutdown,
     ToEngine,
     WorkerSetup,
     bind,
 )
 from engine.origins import Origins
 from engine.process import exit_with_parent
+from engine.types import EngineInfo, EngineStats
 
 if TYPE_CHECKING:
     from engine.core import EngineCore
 
 BEAT_INTERVAL_S = 0.25
 _IDLE_WAIT_MS = 250
+_LAST_WORD_S = 0.5
 _LINGER_MS = 2000  # for the last message before the process ends
 
 logger = logging.getLogger("engine.worker")
 
 
-class Heartbeat(threading.Thread):
-    """Sends a `Beat` at a steady pace, on sockets of its own, whatever the step loop is doing."""
+class HasStats(Protocol):
+    """What the step loop of a process runs."""
 
-    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", address: str) -> None:
+    info: EngineInfo
+
+    def stats(self) -> EngineStats | None:
+        """Counters of this moment."""
+
+
+class Heartbeat(threading.Thread):
+    """Sends a `Beat` at a steady pace, on sockets of its own, whatever the step loop is doing.
+
+    It ends the process when a step takes longer than `step_timeout_s`, counted in beats: a process that was stopped for
+    a while is not to blame for that time.
+    """
+
+    def __init__(
+        self, context: "zmq.Context[zmq.Socket[bytes]]", address: str, rank: int, step_timeout_s: float
+    ) -> None:
         super().__init__(name="heartbeat", daemon=True)
-        self.core: EngineCore | None = None
+        self.core: HasStats | None = None
         self.addresses: tuple[str, ...] = (address,)  # replaced as a whole by the step loop
+        self._rank = rank
+        self._step_timeout_s = step_timeout_s
+        self._num_beats_of_turn = 0
         self._context = context
         self._ended = threading.Event()
         self._turned_s = time.monotonic()
@@ -58,6 +81,7 @@ class Heartbeat(threading.Thread):
     def turn(self) -> None:
         """The step loop begins another turn."""
         self._turned_s = time.monotonic()
+        self._num_beats_of_turn = 0
 
     def run(self) -> None:
         """Thread body."""
@@ -65,13 +89,21 @@ class Heartbeat(threading.Thread):
         encoder = msgspec.msgpack.Encoder()
         while not self._ended.wait(BEAT_INTERVAL_S):
             core, addresses = self.core, self.addresses
-            beat = Beat(None, 0.0) if core is None else Beat(core.stats(), time.monotonic() - self._turned_s)
+            loop_age_s = 0.0 if core is None else time.monotonic() - self._turned_s
+            beat = Beat(None if core is None else core.stats(), loop_age_s, self._rank)
             for address in sockets.keys() - set(addresses):
                 sockets.pop(address).close(linger=0)
             for address in addresses:
                 if address not in sockets:
                     sockets[address] = _connect(self._context, address)
                 sockets[address].send(encoder.encode(beat))
+            self._num_beats_of_turn += core is not None
+            if self._num_beats_of_turn * BEAT_INTERVAL_S > self._step_timeout_s:
+                reason = f"a step has taken longer than step_timeout, {self._step_timeout_s:g} s"
+                for socket in sockets.values():
+                    socket.send(encoder.encode(Failed(reason, self._rank, time.time())))
+                time.sleep(_LAST_WORD_S)
+                os._exit(EXIT_FAILED)  # the step loop hangs, so nothing else can end the process
         for socket in sockets.values():
             socket.close(linger=0)  # a process that is gone must not hold up the end
 
@@ -82,10 +114,11 @@ class Heartbeat(threading.Thread):
 
 
 class Worker:
-    """Sockets, heartbeat and step loop of the engine process."""
+    """Sockets, heartbeat and step loop of the engine process. `rank` counts the processes of one engine."""
 
-    def __init__(self, setup: WorkerSetup) -> None:
+    def __init__(self, setup: WorkerSetup, rank: int = 0) -> None:
         self._setup = setup
+        self._rank = rank
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._requests = _open(self._context, zmq.PULL)
         bind(self._requests, setup.requests_address)
@@ -93,9 +126,9 @@ class Worker:
             lambda address: _connect(self._context, address), setup.outputs_address, setup.config.max_requests
         )
         self._decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
-        self._heartbeat = Heartbeat(self._context, setup.outputs_address)
+        self._heartbeat = Heartbeat(self._context, setup.outputs_address, rank, setup.config.step_timeout)
 
-    def run(self, build: "Callable[[WorkerSetup], EngineCore]") -> int:
+    def run(self, build: "Callable[[WorkerSetup], HasStats]") -> int:
         """Load, serve until told to stop; the exit status of the process."""
         self._heartbeat.start()
         try:
@@ -104,19 +137,25 @@ class Worker:
             gc.freeze()  # the model's objects live as long as the process: no collection need walk them again
             self._heartbeat.turn()
             self._heartbeat.core = core
-            self._send(Ready(core.info))
+            self._send(self._make_ready(core))
             self._serve(core)
             status = 0
         except Exception as error:  # the last stop: say why, then end
             if not _is_user_error(error):  # the other process tells what a user can mend, once
-                logger.exception("the engine stops")
-            self._send(Failed(_describe(error)))
+                self._log(error)
+            self._send(Failed(_describe(error), self._rank, time.time()))
             status = EXIT_FAILED
         self._heartbeat.end()
         self._context.destroy(linger=_LINGER_MS)
         return status
 
-    def _serve(self, core: "EngineCore") -> None:
+    def _log(self, error: Exception) -> None:
+        logger.error("the engine stops", exc_info=error)
+
+    def _make_ready(self, core: HasStats) -> Ready:
+        return Ready(core.info, self._rank)
+
+    def _serve(self, core: Any) -> None:
         while self._take_requests(core):
             self._origins.send_outputs(core.step())
 
@@ -137,13 +176,17 @@ class Worker:
             elif isinstance(message, Abort):
                 self._origins.abort(core, message.request_id)
             elif isinstance(message, Join):
-                self._origins.join(message, Ready(core.info))
+                self._origins.join(message, self._make_ready(core))
                 self._heartbeat.addresses = self._origins.addresses
             elif isinstance(message, Leave):
                 self._origins.leave(core, message.origin)
                 self._heartbeat.addresses = self._origins.addresses
-            else:
+            elif not self._take_other(message):
                 return False
+
+    def _take_other(self, message: ToEngine) -> bool:
+        """Handle a message that is not about a request. False: stop."""
+        return not isinstance(message, Shutdown)
 
     def _send(self, message: FromEngine) -> None:
         self._origins.broadcast(message)
@@ -172,25 +215,36 @@ def _describe(error: Exception) -> str:
 
 def build_core(setup: WorkerSetup) -> "EngineCore":
     """The core of these settings, with the number of CPU threads they ask for."""
+    from engine.core import EngineCore
+
+    limit_threads(setup.config)
+    return EngineCore(setup.config)
+
+
+def limit_threads(config: EngineConfig) -> None:
+    """Give torch the number of CPU threads that the settings ask for; ranks on one host share its cores."""
     import torch
 
-    from engine.core import EngineCore
     from moe.cpu.threads import usable_cpus
 
     # One core stays free for the HTTP process: OpenMP's threads spin at their barriers, so a step that shares its last
     # core with anything else is many times slower, not a little.
-    num_free_cores = max(1, usable_cpus() - 1)
-    torch.set_num_threads(setup.config.num_threads or min(torch.get_num_threads(), num_free_cores))
-    return EngineCore(setup.config)
+    num_free_cores = max(1, (usable_cpus() - 1) // len(config.local_ranks))
+    torch.set_num_threads(config.num_threads or min(torch.get_num_threads(), num_free_cores))
 
 
 def main(build: "Callable[[WorkerSetup], EngineCore]" = build_core) -> None:
     """Entry of the process; `build` makes the core."""
+    sys.exit(Worker(read_setup()).run(build))
+
+
+def read_setup() -> WorkerSetup:
+    """What the parent has written to standard input. From then on the process ends with its parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     setup: WorkerSetup = pickle.load(sys.stdin.buffer)
     logging.basicConfig(level=setup.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     threading.Thread(target=exit_with_parent, name="parent-watch", daemon=True).start()
-    sys.exit(Worker(setup).run(build))
+    return setup
 
 
 if __name__ == "__main__":
