@@ -65,7 +65,7 @@ class ServerConfig:
         60.0, "HTTP", "seconds without a token while requests wait or run, until /health/ready answers 503", above=0
     )
     exit_on_engine_death: bool = setting(
-        False, "HTTP", "exit with status 1 when the engine dies, instead of answering 503"
+        False, "HTTP", "exit with status 1 when the engine dies, instead of answering 503; several ranks always do"
     )
     receive_timeout: float = setting(
         60.0, "HTTP", "seconds a client has to send a request's head, and again its body", above=0

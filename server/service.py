@@ -5,6 +5,7 @@ engine died or hung while draining.
 """
 
 import asyncio
+import dataclasses
 import logging
 import socket
 import sys
@@ -38,6 +39,8 @@ _POLL_S = 0.02
 
 def run(server_config: ServerConfig, engine_config: EngineConfig, listener: socket.socket) -> int:
     """Serve until a signal comes; returns the exit code. Raises SettingError if the service cannot start."""
+    if engine_config.num_ranks > 1:  # nothing is left to serve with, and other hosts wait for a new start
+        server_config = dataclasses.replace(server_config, exit_on_engine_death=True)
     # Refuses a checkpoint with damaged small files before an engine loads its weights.
     defaults = read_sampling_defaults(engine_config.model)
     tokenizer = load_checked_tokenizer(engine_config.model)
@@ -53,7 +56,7 @@ async def _serve(
     listener: socket.socket,
 ) -> int:
     start_s = time.monotonic()
-    engine = EngineClient(engine_config)
+    engine = _make_engine(engine_config)
     await engine.start()
     engine_hangs = False
     try:
@@ -67,6 +70,14 @@ async def _serve(
     finally:
         await engine.close(at_once=engine_hangs)
     return 1 if engine.failure is not None or engine.was_killed or server.has_failed else 0
+
+
+def _make_engine(config: EngineConfig) -> EngineClient:
+    if config.num_ranks == 1:
+        return EngineClient(config)
+    from engine.rank_client import RankedEngineClient
+
+    return RankedEngineClient(config)
 
 
 def _make_server(
