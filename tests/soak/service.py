@@ -5,7 +5,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,9 +25,9 @@ class Service:
         self.pid = pid
 
     def resident_mib(self) -> dict[str, float]:
-        """Memory of the HTTP process and of the engine process, in MiB."""
-        [engine] = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
-        return {"http": _resident_mib(self.pid), "engine": _resident_mib(int(engine))}
+        """Memory of the HTTP process and of the engine's processes together, in MiB."""
+        engines = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
+        return {"http": _resident_mib(self.pid), "engine": sum(_resident_mib(int(each)) for each in engines)}
 
     def metrics(self, model: str = MODEL) -> dict[str, float]:
         """Sums over all labels of the samples of one served name."""
@@ -44,10 +44,10 @@ class Service:
 
 
 @contextmanager
-def start(folder: Path) -> Iterator[Service]:
+def start(folder: Path, flags: Sequence[str] = ()) -> Iterator[Service]:
     """The bundled model with few places, so that the queue fills up. Its output is in the folder."""
     command = [sys.executable, "-m", "server", "--port", "0", "--num-threads", "1", "--max-num-seqs", "16"]
-    command += ["--max-queued-requests", "32", "--served-model-name", f"{MODEL},{LEAVERS_MODEL}"]
+    command += ["--max-queued-requests", "32", "--served-model-name", f"{MODEL},{LEAVERS_MODEL}", *flags]
     with (
         open(folder / "out", "w") as out,
         open(folder / "err", "w") as err,
