@@ -15,8 +15,9 @@ settings.register_profile("repeatable", derandomize=True, database=None, deadlin
 settings.load_profile("repeatable")
 
 SLOWEST_FIRST = (
-    "test_interpreted.py", "test_card_end_to_end.py", "test_soak.py", "test_interpreted_probes.py", "test_life.py", "test_api_workers.py",
-    "test_triton_attention.py", "test_bundled.py", "test_moe_sweep.py", "test_permuted_scales.py",
+    "test_interpreted.py", "test_card_end_to_end.py", "test_soak.py", "test_interpreted_probes.py", "test_life.py",
+    "test_api_workers.py", "test_triton_attention.py", "test_bundled.py", "test_moe_sweep.py",
+    "test_permuted_scales.py",
 )  # fmt: skip
 
 
