@@ -2,6 +2,7 @@
 # What takes minutes has a target of its own, of which `make test` runs a short pick: `make kernels` (Triton kernels in the
 # interpreter), `make ranks` (models and engines of several processes), `make soak` (unruly clients for long) and
 # `make evals` (the bundled model answers all its questions).
+# `make api-workers` runs the suites of the HTTP side with two HTTP processes, of which `make test` runs a pick too.
 # `make clients` runs popular clients, installed in a separate environment, against the real service.
 # PORT=, ARGS=, EXTRAS= and PIP_ARGS= pass through: `make serve PORT=9000 EXTRAS=gpu ARGS="--max-num-seqs 8"`.
 
@@ -16,7 +17,10 @@ PIP     = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check 
 PYTEST  = $(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 SERVE   = $(VENV)/.serve$(EXTRAS:%=-%)
 
-.PHONY: serve test test-cpus kernels ranks evals clients soak check pins settings bench
+API_WORKER_TESTS = $(patsubst %,tests/server/test_%.py,api_workers asker chat client_requests completions cors disconnect \
+	errors http11 large_bodies life operations protocol queue_speed stall start)
+
+.PHONY: serve test test-cpus kernels ranks evals api-workers clients soak check pins settings bench
 serve: $(SERVE)
 	$(VENV)/bin/moe-serve --port $(PORT) $(ARGS)
 
@@ -25,6 +29,10 @@ test: $(VENV)/.dev
 
 evals: $(VENV)/.dev
 	$(PYTEST) -m evals $(ARGS)
+
+# The services of these tests then have two HTTP processes: threads of the test, or processes where it starts some.
+api-workers: $(VENV)/.dev
+	API_WORKERS=2 $(PYTEST) $(API_WORKER_TESTS) $(ARGS)
 
 kernels: $(VENV)/.dev
 	$(PYTEST) -m kernels $(ARGS)

@@ -22,6 +22,7 @@ MoeBackendName = Literal[
 ]
 MoeA2ABackendName = Literal["none", "deepep", "mori", "flashinfer", "mooncake", "nixl"]
 _EXPERTS: Literal["mixture of experts"] = "mixture of experts"
+_RANKS: Literal["several ranks"] = "several ranks"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +89,9 @@ class EngineConfig:
         "launch a step while the one before is computed, instead of waiting for its tokens",
         default_text="on for a GPU",
     )
+    step_timeout: float = setting(
+        300.0, "engine", "seconds that a step may take, compiling its kernels included, before the engine ends", above=0
+    )
     enable_prefix_caching: bool = setting(True, "engine", "keep KV pages of prompts for requests that begin the same")
     seed: int | None = setting(None, "engine", "makes requests without a seed repeatable", default_text="random")
     num_threads: int | None = setting(
@@ -127,8 +131,22 @@ class EngineConfig:
         default_text="moe-serve/tune in the user's cache folder",
     )
 
+    tensor_parallel_size: int = setting(1, _RANKS, "ranks that share the attention of a request", low=1)
+    data_parallel_size: int = setting(
+        1, _RANKS, "groups of such ranks, each with requests and a KV cache of its own", low=1
+    )
+    expert_parallel_size: int = setting(
+        1, _RANKS, "groups of ranks with different experts; 1 divides every expert among all ranks", low=1
+    )
+    nnodes: int = setting(1, _RANKS, "hosts that share the ranks evenly", low=1)
+    node_rank: int = setting(0, _RANKS, "number of this host; host 0 serves HTTP", low=0)
+    master_addr: str | None = setting(None, _RANKS, "address of host 0, where the other hosts find it")
+    master_port: int = setting(29500, _RANKS, "port of host 0 where ranks of several hosts meet", low=1, high=65535)
+    base_gpu_id: int = setting(0, _RANKS, "number of the GPU of this host's first rank", low=0)
+
     def __post_init__(self) -> None:
         check_settings(self, EngineConfigError)
+        self._check_ranks()
         if self.device not in ("auto", "cpu", "cuda") and not (
             self.device.startswith("cuda:") and self.device[5:].isdigit()
         ):
@@ -141,5 +159,38 @@ class EngineConfig:
 
     @property
     def max_requests(self) -> int:
-        """Requests the engine holds at most, running and queued; more are refused at once."""
+        """Requests one scheduler holds at most, running and queued; more are refused at once."""
         return self.max_num_seqs + self.max_queued_requests
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks on all hosts; rank `r` is tensor-parallel rank `r % tensor_parallel_size` of its group."""
+        return self.tensor_parallel_size * self.data_parallel_size
+
+    @property
+    def local_ranks(self) -> range:
+        """Ranks on this host."""
+        num_local = self.num_ranks // self.nnodes
+        return range(self.node_rank * num_local, (self.node_rank + 1) * num_local)
+
+    def _check_ranks(self) -> None:
+        """What can be refused without the model; `model.parallel` and the model's family refuse the rest."""
+        if self.num_ranks % self.nnodes:
+            raise EngineConfigError(
+                f"nnodes is {self.nnodes}: it must divide the {self.num_ranks} ranks of tensor_parallel_size "
+                f"{self.tensor_parallel_size} x data_parallel_size {self.data_parallel_size}"
+            )
+        if self.node_rank >= self.nnodes:
+            raise EngineConfigError(f"node_rank is {self.node_rank}: it must lie in 0..{self.nnodes - 1}")
+        if self.nnodes > 1 and self.master_addr is None:
+            raise EngineConfigError(f"master_addr is missing: nnodes is {self.nnodes}, and hosts have to find host 0")
+        if self.device.startswith("cuda:") and len(self.local_ranks) > 1 and self.num_pages is None:
+            raise EngineConfigError(
+                f"num_pages is missing: device {self.device} is shared by {len(self.local_ranks)} ranks, which cannot "
+                "each measure what fits; set it, or leave device at auto to give every rank a GPU of its own"
+            )
+        if self.num_ranks % self.expert_parallel_size:
+            raise EngineConfigError(
+                f"expert_parallel_size is {self.expert_parallel_size}: it must divide the {self.num_ranks} ranks; "
+                f"{self.num_ranks} gives every rank its own experts"
+            )

@@ -4,21 +4,26 @@ import logging
 import random
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
 from engine.config import EngineConfig
 from engine.errors import RequestError
-from engine.executor import ChunkResult, LaunchedStep, StepExecutor
+from engine.executor import ChunkResult, LaunchedStep
 from engine.load import LoadedEngine, load_engine
 from engine.pages import PageAllocator
 from engine.prefix_cache import PrefixCache
+from engine.ranked_executor import make_executor
 from engine.runner import Model, RowResult
 from engine.scheduler import Scheduler
 from engine.sequence import Chunk, LogitMask, Sequence
 from engine.types import EngineInfo, EngineOutput, EngineRequest, EngineStats, FinishReason, TokenLogprobs
 from engine.validate import RequestLimits, check_request, overloaded_output, refusal_output
 from loaders.phases import StartPhases
+
+if TYPE_CHECKING:
+    from engine.rank_links import RankLinks
 
 logger = logging.getLogger(__name__)
 
@@ -40,20 +45,22 @@ class EngineCore:
         model: Model | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
+        ranks: "RankLinks | None" = None,
         phases: StartPhases | None = None,
     ) -> None:
         """Load the model of the config, or take the one given, and allocate the KV cache.
 
-        `clock` returns seconds and times the steps. `phases` is the record of this start.
+        `clock` returns seconds and times the steps. `ranks` links this rank, which schedules, to the others. `phases`
+        is the record of this start.
 
         Raises:
             ValueError: (of this package, the model's, the loaders') a setting or a file is wrong.
         """
         start_s = time.monotonic()
         self.config = config
-        loaded: LoadedEngine = load_engine(config, model, phases)
+        loaded: LoadedEngine = load_engine(config, model, ranks, phases)
         self._runner = loaded.runner
-        self._executor = StepExecutor(loaded.runner, overlaps=loaded.overlaps, clock=clock)
+        self._executor = make_executor(loaded.runner, overlaps=loaded.overlaps, clock=clock, ranks=ranks)
         self._in_flight: LaunchedStep | None = None  # sampled and not collected; only with overlap
         self._pace = loaded.pace
         self._clock = clock
@@ -82,7 +89,9 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """True when the next `step` has something to do."""
-        return bool(self._scheduler.sequences or self._early_outputs or self._in_flight)
+        return bool(
+            self._scheduler.sequences or self._early_outputs or self._in_flight or self._executor.others_may_have_work
+        )
 
     def stats(self) -> EngineStats:
         """Counters of this moment."""
@@ -146,10 +155,11 @@ class EngineCore:
     def _launch(self) -> LaunchedStep | None:
         """Schedule a step and start its forward pass; None if there is nothing to compute."""
         chunks = self._schedule(None if self._pace is None else self._pace.max_prompt_tokens)
-        if not chunks:
+        if not chunks and not self._executor.others_may_have_work:
             return None
-        self._num_steps += 1
-        return self._executor.launch(chunks)
+        launched = self._executor.launch(chunks)
+        self._num_steps += launched is not None
+        return launched
 
     def _schedule(self, max_prompt_tokens: int | None = None) -> list[Chunk]:
         chunks = self._scheduler.schedule(max_prompt_tokens)
@@ -200,6 +210,8 @@ class EngineCore:
         """
         self._take_back([chunk for chunk in chunks if chunk.seq.row < 0])  # preempted or ended: their pages are gone
         chunks = [chunk for chunk in chunks if chunk.seq.row >= 0]
+        if not self._executor.can_retry:
+            return self._executor.give_up(chunks, error)
         results: list[ChunkResult] | Exception = error
         while isinstance(results, torch.OutOfMemoryError):
             num_tokens = sum(chunk.num_tokens for chunk in chunks)

@@ -214,17 +214,27 @@ class DecodeGraphs:
 
     def batch(self, size: int) -> ForwardBatch:
         """The first `size` rows of the buffers."""
-        return self.buffers.batch(
+        batch = self.buffers.batch(
             (1,) * size, query_start_B1=self._starts_M1, logit_rows_R=self._rows_M, all_ranks_decode=True
         )
+        return replace(batch, max_rank_tokens=size)
 
     def serves(self, batch: ForwardBatch) -> bool:
-        """True for a step in which each of at most `max_num_seqs` requests decodes and samples one token."""
+        """True for a step in which each of at most `max_num_seqs` requests decodes and samples one token.
+
+        Ranks that agree on `max_rank_tokens` replay a graph together or not at all.
+        """
+        if batch.max_rank_tokens is not None and not batch.all_ranks_decode:
+            return False
         return batch.is_decode and batch.logit_rows_R.shape[0] == batch.num_tokens <= self.sizes[-1]
+
+    def size_for(self, num_rows: int) -> int:
+        """Rows of the graph that decodes `num_rows` requests, at most `max_num_seqs`."""
+        return next(size for size in self.sizes if size >= num_rows)
 
     def run(self, batch: ForwardBatch) -> torch.Tensor:
         """fp32 logits [N, V] of a step that `serves` accepts; the next replay overwrites them."""
-        size = next(size for size in self.sizes if size >= batch.num_tokens)
+        size = self.size_for(max(batch.num_tokens, batch.max_rank_tokens or 0))
         self.buffers.fill(batch)
         self._settings.model.prepare_replay()
         self._graphs[size].replay()

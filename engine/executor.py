@@ -39,13 +39,23 @@ class ChunkResult(msgspec.Struct, frozen=True, eq=False):
 class StepExecutor:
     """Runs steps on one runner. Raises errors of the device, after which this process cannot continue."""
 
+    can_retry = True  # a failed step may be run again, in parts
+
     def __init__(self, runner: ModelRunner, *, overlaps: bool, clock: Callable[[], float]) -> None:
         self.runner = runner
         self.overlaps = overlaps
         self._clock = clock
 
-    def launch(self, chunks: list[Chunk]) -> LaunchedStep:
-        """Start the forward pass of these chunks. An error that may be one request's fault is kept for `sample`."""
+    @property
+    def others_may_have_work(self) -> bool:
+        """True if other ranks wait for this one to take part in a step, even without work of its own."""
+        return False
+
+    def launch(self, chunks: list[Chunk]) -> LaunchedStep | None:
+        """Start the forward pass of these chunks. An error that may be one request's fault is kept for `sample`.
+
+        None if nothing of this rank's was launched.
+        """
         start_s = self._clock()
         step = make_step(chunks, self.runner.page_size)
         return LaunchedStep(chunks, start_s, _attempt(lambda: self.runner.launch(step)))
@@ -72,6 +82,8 @@ class StepExecutor:
     def run(self, chunks: list[Chunk]) -> list[ChunkResult] | Exception:
         """Launch, sample and collect a step, with nothing else in flight."""
         launched = self.launch(chunks)
+        if launched is None:
+            return []
         error = self.sample(launched, lambda chunk: True)
         return self.collect(launched) if error is None else error
 
@@ -88,6 +100,12 @@ class StepExecutor:
             else:
                 results += outcome
         return results
+
+    def give_up(self, chunks: list[Chunk], error: Exception) -> list[ChunkResult]:
+        """End all requests of a failed step."""
+        for chunk in chunks:
+            logger.error("request %s failed", chunk.seq.request_id, exc_info=error)
+        return [ChunkResult(chunk, None) for chunk in chunks]
 
 
 def _attempt(action: Callable[[], _T]) -> _T | Exception:

@@ -24,6 +24,7 @@ from model.batch import KvLayerSpec, LayerKv
 from moe.check.selfcheck import SelfCheckReport
 
 if TYPE_CHECKING:  # a scripted engine needs no model
+    from engine.rank_links import RankLinks
     from model.config import ModelSettings
 
 _DEFAULT_STEP_TOKENS = {"cpu": 512, "cuda": 8192}
@@ -73,22 +74,25 @@ def _layer_check(report: SelfCheckReport) -> LayerCheck:
     return LayerCheck(layer=report.layer, path=report.path, worst_error=report.worst_error, tolerance=report.tolerance)
 
 
-def load_engine(config: EngineConfig, model: Model | None, phases: StartPhases | None = None) -> LoadedEngine:
+def load_engine(
+    config: EngineConfig, model: Model | None, ranks: "RankLinks | None" = None, phases: StartPhases | None = None
+) -> LoadedEngine:
     """Load the model of the config unless one is given, size and allocate its KV cache, warm it up.
 
-    `phases` is the record of this start.
+    Every rank calls it, with the same settings; `ranks` links this one to the others, None for a single rank. `phases`
+    is the record of this start.
 
     Raises:
         ValueError: (of this package, the model's, the loaders') a setting or a file is wrong.
     """
     phases = phases or StartPhases()
     if model is None:
-        model = _build_model(config, phases)
+        model = _build_model(config, phases, ranks)
     with phases.phase(Phase.WARM_UP):
-        return _warmed_up(config, model, phases)
+        return _warmed_up(config, model, phases, ranks)
 
 
-def _warmed_up(config: EngineConfig, model: Model, phases: StartPhases) -> LoadedEngine:
+def _warmed_up(config: EngineConfig, model: Model, phases: StartPhases, ranks: "RankLinks | None") -> LoadedEngine:
     max_model_len = choose_max_model_len(config, model.max_model_len)
     step_tokens = max_step_tokens(config, model.device)
     layout = make_kv_layout(config, model.kv_specs, model.dtype)
@@ -122,11 +126,15 @@ def _warmed_up(config: EngineConfig, model: Model, phases: StartPhases) -> Loade
         num_pages = choose_cpu_pages(
             layout, max_num_seqs=config.max_num_seqs, max_model_len=max_model_len, step_tokens=step_tokens
         )
+    if ranks is not None:
+        num_pages = ranks.min(num_pages)  # a page has the same number on all ranks
     num_kv_tokens = needs.longest(num_pages)
     if num_kv_tokens < max_model_len:
         logger.warning("max_model_len is lowered from %d to %d, what the KV cache holds", max_model_len, num_kv_tokens)
         max_model_len = num_kv_tokens
     runner = make_runner(_allocate(layout, num_pages + uses_graphs, model.device))
+    if ranks is not None:
+        runner.share_tokens = ranks.share_tokens
     num_tokens = min(_WARM_UP_TOKENS, max_model_len)
     run_prompt(runner, num_tokens)
     runner.sampler.warm_up()
@@ -226,12 +234,13 @@ def make_kv_layout(config: EngineConfig, specs: Sequence[KvLayerSpec], model_dty
     return KvLayout(specs=tuple(specs), page_size=config.page_size, dtype=dtypes[config.kv_cache_dtype])
 
 
-def _build_model(config: EngineConfig, phases: StartPhases) -> Model:
+def _build_model(config: EngineConfig, phases: StartPhases, ranks: "RankLinks | None" = None) -> Model:
     from model.registry import build_model
     from model.sizes import measure_model
 
-    device = _choose_device(config.device)
-    settings = make_model_settings(config, device)
+    rank = 0 if ranks is None else ranks.rank
+    device = _choose_device(rank_device_name(config, rank))
+    settings = make_model_settings(config, device, rank)
     if device.type == "cuda":
         free_bytes, total_bytes = torch.cuda.mem_get_info(device)
         check_weights_fit(
@@ -240,12 +249,13 @@ def _build_model(config: EngineConfig, phases: StartPhases) -> Model:
             utilization=config.gpu_memory_utilization,
             used_bytes=total_bytes - free_bytes,
         )
-    return build_model(config.model, settings, phases=phases)
+    return build_model(config.model, settings, None if ranks is None else ranks.world, phases=phases)
 
 
-def make_model_settings(config: EngineConfig, device: torch.device) -> "ModelSettings":
-    """The model's part of the settings, for a device that need not exist here."""
+def make_model_settings(config: EngineConfig, device: torch.device, rank: int = 0) -> "ModelSettings":
+    """The model's part of the settings of one rank, for a device that need not exist here."""
     from model.config import ModelSettings
+    from model.parallel import ParallelLayout
     from moe import MoeA2ABackend, MoeBackend
     from moe.dispatch.deepep_settings import DeepepMode, DeepepSettings
     from moe.tune.layers import TuningSettings
@@ -271,7 +281,20 @@ def make_model_settings(config: EngineConfig, device: torch.device) -> "ModelSet
         attention_backend=config.attention_backend,
         load_format=config.load_format,
         selfcheck=config.selfcheck,
+        layout=ParallelLayout(
+            tp_size=config.tensor_parallel_size,
+            dp_size=config.data_parallel_size,
+            ep_size=config.expert_parallel_size,
+            rank=rank,
+        ),
     )
+
+
+def rank_device_name(config: EngineConfig, rank: int) -> str:
+    """The device setting of a rank: the GPUs of a host go to its ranks in order, unless the setting names one GPU."""
+    index = config.base_gpu_id + rank - config.local_ranks.start
+    is_cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
+    return f"cuda:{index}" if is_cuda and (config.num_ranks > 1 or index) else config.device
 
 
 def _choose_device(name: str) -> torch.device:

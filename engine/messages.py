@@ -1,4 +1,4 @@
-"""Messages between the two processes, in msgpack, and their sockets. The types of their contents are in `types`."""
+"""Messages between HTTP processes and the engine, in msgpack, and their sockets. Their contents are in `types`."""
 
 import os
 import secrets
@@ -10,11 +10,15 @@ from engine.config import EngineConfig
 from engine.types import EngineInfo, EngineOutput, EngineRequest, EngineStats
 from loaders.phases import StartProgress
 
+FOUNDER = 0
+"""Origin of the process that started the engine; each process that joins has a higher number of its own."""
+
 
 class Add(msgspec.Struct, frozen=True, tag=True):
-    """To the engine: start this request."""
+    """To the engine: start this request, whose outputs go to the process `origin`."""
 
     request: EngineRequest
+    origin: int = FOUNDER
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
@@ -23,12 +27,31 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
     request_id: str
 
 
+class Join(msgspec.Struct, frozen=True, tag=True):
+    """To the engine: send the outputs of `origin`, a number that was never used before, to this address."""
+
+    origin: int
+    address: str
+
+
+class Leave(msgspec.Struct, frozen=True, tag=True):
+    """To the engine: the process `origin` has ended, and so do its requests."""
+
+    origin: int
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """To the engine: leave the step loop."""
 
 
+class Wake(msgspec.Struct, frozen=True, tag=True):
+    """From one scheduling rank to another that waits: there is work; `engine.agreement` counts the waits."""
+
+    num_waits: int
+
+
 class Outputs(msgspec.Struct, frozen=True, tag=True):
-    """From the engine: the outputs of one step, for all requests."""
+    """From the engine: the outputs of one step, for all requests of one process."""
 
     outputs: list[EngineOutput]
 
@@ -38,37 +61,70 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
 
     The beat itself comes from a thread of its own and proves only that the process runs. A loop that is busy with a
     long prompt turns after every chunk, so its age stays small; one that hangs inside a step grows old.
-    While the model loads there are no statistics, the age is 0, and `start` says how far the start is.
+    While the model loads there are no statistics, the age is 0, and `start` says how far the start is. Ranks that do
+    not schedule never have statistics.
     """
 
     stats: EngineStats | None
     loop_age_s: float
     start: StartProgress | None = None
+    rank: int = 0
+
+
+class Held(msgspec.Struct, frozen=True, tag=True):
+    """From the engine to processes that joined: who holds places now, and how many came free since the start."""
+
+    num_by_client: dict[str, int]
+    num_freed: int
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """From the engine, once: the model is loaded and warm."""
+    """From each rank, once to each process: the model is loaded and warm. `requests_address` is where a scheduling rank
+    takes requests, None where the parent chose it.
+    """
 
     info: EngineInfo
+    rank: int = 0
+    requests_address: str | None = None
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """From the engine, as its last word: why it cannot start or go on."""
+    """From the engine, as its last word: why it cannot start or go on. `time_s` since the epoch: the first is the cause
+    of the others.
+    """
 
     message: str
+    rank: int = 0
+    time_s: float = 0.0
 
 
-ToEngine = Add | Abort | Shutdown
-FromEngine = Outputs | Beat | Ready | Failed
+ToEngine = Add | Abort | Join | Leave | Shutdown | Wake
+FromEngine = Outputs | Beat | Held | Ready | Failed
+
+
+class RankSetup(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank's number and where the ranks meet: torch's TCPStore at `store_host`, which rank 0 runs.
+
+    With one host the parent has bound its port, and rank 0 inherits the descriptor. With several hosts rank 0 binds it,
+    and publishes the addresses of the parent's sockets for the ranks on other hosts.
+    """
+
+    rank: int
+    store_host: str
+    store_port: int
+    store_fd: int | None = None
+    outputs_address: str = ""  # of the parent on host 0, reachable from other hosts
+    pulse_address: str = ""
 
 
 class WorkerSetup(msgspec.Struct, frozen=True, kw_only=True):
     """What the engine process reads from its standard input at start, pickled. Addresses are of ZMQ sockets."""
 
     config: EngineConfig
-    requests_address: str  # bound by the engine process
-    outputs_address: str  # bound by the parent
+    requests_address: str  # bound by the engine process; empty if it chooses one
+    outputs_address: str  # bound by the parent; empty on hosts other than 0
     log_level: int
+    place: RankSetup | None = None  # None for a single rank
 
 
 EXIT_FAILED = 3  # exit status of an engine process that has sent `Failed`
@@ -79,7 +135,10 @@ def new_address() -> str:
     return f"ipc://@moe-serve-{secrets.token_hex(16)}"
 
 
-def bind(socket: "zmq.Socket[bytes]", address: str) -> None:
-    """Listen at the address. Abstract names have no permissions, so connections of other users are refused here."""
+def bind(socket: "zmq.Socket[bytes]", address: str) -> str:
+    """Listen at the address; returns it, with the port chosen for `tcp://HOST:*`. Abstract names have no permissions,
+    so connections of other users are refused here.
+    """
     socket.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())
     socket.bind(address)
+    return socket.getsockopt_string(zmq.LAST_ENDPOINT)

@@ -1,4 +1,4 @@
-"""Starts and ends the engine process. Knows nothing of requests.
+"""Starts and ends a process of the service, such as the engine's. Knows nothing of requests.
 
 A fresh interpreter runs the worker module: nothing of the parent is forked, and its main module is not imported again.
 The child gets the parent's module search path and a session of its own, so that Ctrl-C in the terminal does not reach
@@ -10,8 +10,7 @@ import contextlib
 import os
 import pickle
 import sys
-
-from engine.messages import WorkerSetup
+from collections.abc import Sequence
 
 _BOOT = "import runpy, sys; sys.path[:] = sys.argv[2:]; runpy.run_module(sys.argv[1], run_name='__main__')"
 # Large tensors in huge pages: filling fresh memory with weights takes half the time (one page fault for 512).
@@ -21,20 +20,20 @@ _INPUT_CLOSED_S = 1.0  # a thread watches standard input, even if the step loop 
 
 
 class WorkerProcess:
-    """One engine process."""
+    """One process that runs a module of ours."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
 
     @classmethod
-    async def start(cls, module: str, setup: WorkerSetup) -> "WorkerProcess":
-        """Run `module` as a program and hand it `setup`."""
+    async def start(cls, module: str, setup: object, pass_fds: Sequence[int] = ()) -> "WorkerProcess":
+        """Run `module` as a program, hand it `setup`, pickled, and keep these descriptors open in it."""
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-P", "-c", _BOOT, module, *sys.path, stdin=asyncio.subprocess.PIPE, start_new_session=True,
-            env={**_ENVIRONMENT, **os.environ},
+            env={**_ENVIRONMENT, **os.environ}, pass_fds=pass_fds,
         )  # fmt: skip
         if process.stdin is None:
-            raise RuntimeError("the engine process has no standard input")
+            raise RuntimeError(f"the process of {module} has no standard input")
         process.stdin.write(pickle.dumps(setup))
         return cls(process)
 
@@ -78,3 +77,10 @@ class WorkerProcess:
 def describe_exit(status: int) -> str:
     """How a process ended, in words."""
     return f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
+
+
+def exit_with_parent() -> None:
+    """Block until standard input closes, then end at once; there is nobody left to tell, or to tidy up."""
+    while os.read(0, 1):  # the descriptor itself: a lock of `sys.stdin` must not be held when the interpreter ends
+        pass
+    os._exit(0)

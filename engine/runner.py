@@ -7,6 +7,7 @@ one copy; the tensors of the batch are views of them. A model whose sliding laye
 page table, and the batch a second view with those pages.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence as ListLike
 from dataclasses import replace
 from itertools import accumulate
@@ -64,6 +65,9 @@ class Model(Protocol):
     ) -> torch.Tensor:
         """Logits [R, V] in float32, written to `logits_RV` if it is given."""
 
+    def run_idle(self, max_rank_tokens: int, all_ranks_decode: bool) -> None:
+        """Take part in a step of other ranks, of up to `max_rank_tokens` tokens each, with no tokens of its own."""
+
 
 class ModelRunner:
     """Owns the KV tensors, the page tables, the captured graphs and the tokens that steps chose last.
@@ -87,6 +91,7 @@ class ModelRunner:
         self.kv = kv
         self.graphs: DecodeGraphs | None = None
         self.prompt_graphs: PromptGraphs | None = None
+        self.share_tokens: Callable[[torch.Tensor], None] | None = None  # gives `tokens_M` to ranks that do not sample
         self.page_size = page_size
         self.tokens_M = torch.zeros(max_num_seqs, dtype=torch.int64, device=model.device)
         self.sampler = make_sampler(self.tokens_M, model.vocab_size)
@@ -110,6 +115,13 @@ class ModelRunner:
         else:
             logits_RV = self.model(batch, self.model.plan(batch), self.kv)
         return Pending(step, logits_RV, self.sampler)
+
+    @torch.inference_mode()
+    def run_idle(self, max_rank_tokens: int, all_ranks_decode: bool) -> None:
+        """Take part in a step for which this rank has no tokens; the arguments are what the ranks agreed on."""
+        if self.graphs is not None and all_ranks_decode:
+            max_rank_tokens = self.graphs.size_for(max_rank_tokens)
+        self.model.run_idle(max_rank_tokens, all_ranks_decode)
 
     def make_batch(self, step: StepBatch) -> ForwardBatch:
         """The batch of a step, on the model's device. Brings the page tables up to date."""
@@ -141,6 +153,8 @@ class ModelRunner:
             [len(part) for part in parts]
         )
         if len(late):
+            if self.share_tokens is not None:
+                self.share_tokens(self.tokens_M)
             ids_T.index_copy_(0, late_L, self.tokens_M.index_select(0, sources_L))
         batch = ForwardBatch(
             input_ids_T=ids_T,
@@ -153,6 +167,8 @@ class ModelRunner:
             query_lens=tuple(query_lens),
             seq_lens=tuple(seq_lens),
             page_size=self.page_size,
+            all_ranks_decode=step.all_ranks_decode,
+            max_rank_tokens=step.max_rank_tokens,
         )
         if self._sliding_table is None:
             return batch

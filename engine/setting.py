@@ -8,7 +8,7 @@ import dataclasses
 import math
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-Group = Literal["model", "HTTP", "engine", "mixture of experts"]
+Group = Literal["model", "HTTP", "engine", "mixture of experts", "several ranks"]
 """Headings of `--help`, in their order."""
 
 _KEY = "setting"  # in the metadata of a field

@@ -39,6 +39,8 @@ class StepBatch:
     is_decode: bool  # every row has one token
     sliding_slots: np.ndarray  # int64 [T], the same in sliding layers, if they have pages of their own, else [0]
     sliding_page_updates: np.ndarray  # int32 [W, 3], the same for the page table of sliding layers
+    all_ranks_decode: bool = False  # agreed by all ranks that share experts; False is right for every step
+    max_rank_tokens: int | None = None  # largest T of any rank in this step; None: unknown, or one scheduler
 
     def pack(self) -> bytes:
         """The record as bytes; ranks that exchange it run on machines of the same byte order."""
@@ -48,6 +50,8 @@ class StepBatch:
                 self.rows,
                 len(self.input_ids),
                 self.is_decode,
+                self.all_ranks_decode,
+                self.max_rank_tokens,
                 numbers.data,
                 self.page_updates.data,
                 self.sliding_page_updates.data,
@@ -55,7 +59,7 @@ class StepBatch:
         )
 
     @classmethod
-    def unpack(cls, data: bytes) -> "StepBatch":
+    def unpack(cls, data: bytes | memoryview) -> "StepBatch":
         """The record that `pack` made bytes of. Its arrays are read-only views of `data`.
 
         Raises:
@@ -69,7 +73,16 @@ class StepBatch:
         )
         ids, positions, slots = numbers[: 3 * num_tokens].reshape(3, num_tokens)
         return cls(
-            packed.rows, ids, positions, slots, updates, packed.is_decode, numbers[3 * num_tokens :], sliding_updates
+            packed.rows,
+            ids,
+            positions,
+            slots,
+            updates,
+            packed.is_decode,
+            numbers[3 * num_tokens :],
+            sliding_updates,
+            packed.all_ranks_decode,
+            packed.max_rank_tokens,
         )
 
 
@@ -77,6 +90,8 @@ class _PackedStep(msgspec.Struct, frozen=True, array_like=True):
     rows: list[StepRow]
     num_tokens: int
     is_decode: bool
+    all_ranks_decode: bool
+    max_rank_tokens: int | None
     numbers: memoryview
     page_updates: memoryview
     sliding_page_updates: memoryview

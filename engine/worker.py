@@ -13,12 +13,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 import zmq
 
 from engine.compile_watch import CompileWatch
+from engine.config import EngineConfig
 from engine.messages import (
     EXIT_FAILED,
     Abort,
@@ -26,12 +27,17 @@ from engine.messages import (
     Beat,
     Failed,
     FromEngine,
-    Outputs,
+    Join,
+    Leave,
     Ready,
+    Shutdown,
     ToEngine,
     WorkerSetup,
     bind,
 )
+from engine.origins import Origins
+from engine.process import exit_with_parent
+from engine.types import EngineInfo, EngineStats
 from loaders.phases import StartPhases
 
 if TYPE_CHECKING:
@@ -39,44 +45,78 @@ if TYPE_CHECKING:
 
 BEAT_INTERVAL_S = 0.25
 _IDLE_WAIT_MS = 250
+_LAST_WORD_S = 0.5
 _LINGER_MS = 2000  # for the last message before the process ends
 
 logger = logging.getLogger("engine.worker")
 
 
+class HasStats(Protocol):
+    """What the step loop of a process runs."""
+
+    info: EngineInfo
+
+    def stats(self) -> EngineStats | None:
+        """Counters of this moment."""
+
+
 class Heartbeat(threading.Thread):
-    """Sends a `Beat` at a steady pace, on a socket of its own, whatever the step loop is doing."""
+    """Sends a `Beat` at a steady pace, on sockets of its own, whatever the step loop is doing.
+
+    It ends the process when a step takes longer than `step_timeout_s`, counted in beats: a process that was stopped for
+    a while is not to blame for that time.
+    """
 
     def __init__(
-        self, context: "zmq.Context[zmq.Socket[bytes]]", address: str, phases: StartPhases, compiles: CompileWatch
-    ) -> None:
+        self, context: "zmq.Context[zmq.Socket[bytes]]", address: str, rank: int, step_timeout_s: float,
+        phases: StartPhases, compiles: CompileWatch,
+    ) -> None:  # fmt: skip
         super().__init__(name="heartbeat", daemon=True)
-        self.core: EngineCore | None = None
+        self.core: HasStats | None = None
+        self.addresses: tuple[str, ...] = (address,)  # replaced as a whole by the step loop
+        self._rank = rank
+        self._step_timeout_s = step_timeout_s
         self._phases, self._compiles = phases, compiles
+        self._num_beats_of_turn = 0
         self._context = context
-        self._address = address
         self._ended = threading.Event()
         self._turned_s = time.monotonic()
 
     def turn(self) -> None:
         """The step loop begins another turn."""
         self._turned_s = time.monotonic()
+        self._num_beats_of_turn = 0
 
     def run(self) -> None:
         """Thread body."""
-        socket = _open(self._context, zmq.PUSH)
-        socket.connect(self._address)
+        sockets: dict[str, zmq.Socket[bytes]] = {}
         encoder = msgspec.msgpack.Encoder()
         while not self._ended.wait(BEAT_INTERVAL_S):
-            socket.send(encoder.encode(self._beat()))
-        socket.close()
+            core, addresses = self.core, self.addresses
+            beat = self._beat(core)
+            for address in sockets.keys() - set(addresses):
+                sockets.pop(address).close(linger=0)
+            for address in addresses:
+                if address not in sockets:
+                    sockets[address] = _connect(self._context, address)
+                sockets[address].send(encoder.encode(beat))
+            self._num_beats_of_turn += core is not None
+            if self._num_beats_of_turn * BEAT_INTERVAL_S > self._step_timeout_s:
+                reason = f"a step has taken longer than step_timeout, {self._step_timeout_s:g} s"
+                for socket in sockets.values():
+                    socket.send(encoder.encode(Failed(reason, self._rank, time.time())))
+                time.sleep(_LAST_WORD_S)
+                os._exit(EXIT_FAILED)  # the step loop hangs, so nothing else can end the process
+        for socket in sockets.values():
+            socket.close(linger=0)  # a process that is gone must not hold up the end
 
-    def _beat(self) -> Beat:
-        core = self.core
+    def _beat(self, core: "HasStats | None") -> Beat:
         if core is None:
-            return Beat(None, 0.0, self._phases.progress())
-        stats = msgspec.structs.replace(core.stats(), num_kernels_compiled_after_ready=self._compiles.count)
-        return Beat(stats, time.monotonic() - self._turned_s)
+            return Beat(None, 0.0, self._phases.progress(), self._rank)
+        stats = core.stats()
+        if stats is not None:
+            stats = msgspec.structs.replace(stats, num_kernels_compiled_after_ready=self._compiles.count)
+        return Beat(stats, time.monotonic() - self._turned_s, None, self._rank)
 
     def end(self) -> None:
         """Stop beating and wait for the thread."""
@@ -85,22 +125,25 @@ class Heartbeat(threading.Thread):
 
 
 class Worker:
-    """Sockets, heartbeat and step loop of the engine process."""
+    """Sockets, heartbeat and step loop of the engine process. `rank` counts the processes of one engine."""
 
-    def __init__(self, setup: WorkerSetup) -> None:
+    def __init__(self, setup: WorkerSetup, rank: int = 0) -> None:
         self._setup = setup
+        self._rank = rank
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._requests = _open(self._context, zmq.PULL)
         bind(self._requests, setup.requests_address)
-        self._outputs = _open(self._context, zmq.PUSH)
-        self._outputs.connect(setup.outputs_address)
-        self._encoder = msgspec.msgpack.Encoder()
+        self._origins = Origins(
+            lambda address: _connect(self._context, address), setup.outputs_address, setup.config.max_requests
+        )
         self._decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
         self._phases = StartPhases()
         self._compiles = CompileWatch()
-        self._heartbeat = Heartbeat(self._context, setup.outputs_address, self._phases, self._compiles)
+        self._heartbeat = Heartbeat(
+            self._context, setup.outputs_address, rank, setup.config.step_timeout, self._phases, self._compiles
+        )
 
-    def run(self, build: "Callable[[WorkerSetup, StartPhases], EngineCore]") -> int:
+    def run(self, build: "Callable[[WorkerSetup, StartPhases], HasStats]") -> int:
         """Load, serve until told to stop; the exit status of the process."""
         self._heartbeat.start()
         try:
@@ -111,24 +154,28 @@ class Worker:
             self._compiles.begin()
             self._heartbeat.turn()
             self._heartbeat.core = core
-            self._send(Ready(core.info))
+            self._send(self._make_ready(core))
             self._serve(core)
             status = 0
         except Exception as error:  # the last stop: say why, then end
             if not _is_user_error(error):  # the other process tells what a user can mend, once
-                logger.exception("the engine stops")
-            self._send(Failed(_describe(error)))
+                self._log(error)
+            self._send(Failed(_describe(error), self._rank, time.time()))
             status = EXIT_FAILED
         self._compiles.end()
         self._heartbeat.end()
         self._context.destroy(linger=_LINGER_MS)
         return status
 
-    def _serve(self, core: "EngineCore") -> None:
+    def _log(self, error: Exception) -> None:
+        logger.error("the engine stops", exc_info=error)
+
+    def _make_ready(self, core: HasStats) -> Ready:
+        return Ready(core.info, self._rank)
+
+    def _serve(self, core: Any) -> None:
         while self._take_requests(core):
-            outputs = core.step()
-            if outputs:
-                self._send(Outputs(outputs))
+            self._origins.send_outputs(core.step())
 
     def _take_requests(self, core: "EngineCore") -> bool:
         """Hand everything that has arrived to the core; wait a little if it has nothing else to do. False: stop."""
@@ -143,19 +190,35 @@ class Worker:
                 return True
             message = self._decoder.decode(frame)
             if isinstance(message, Add):
-                core.add(message.request)
+                self._origins.add(core, message)
             elif isinstance(message, Abort):
-                core.abort(message.request_id)
-            else:
+                self._origins.abort(core, message.request_id)
+            elif isinstance(message, Join):
+                self._origins.join(message, self._make_ready(core))
+                self._heartbeat.addresses = self._origins.addresses
+            elif isinstance(message, Leave):
+                self._origins.leave(core, message.origin)
+                self._heartbeat.addresses = self._origins.addresses
+            elif not self._take_other(message):
                 return False
 
+    def _take_other(self, message: ToEngine) -> bool:
+        """Handle a message that is not about a request. False: stop."""
+        return not isinstance(message, Shutdown)
+
     def _send(self, message: FromEngine) -> None:
-        self._outputs.send(self._encoder.encode(message))
+        self._origins.broadcast(message)
 
 
 def _open(context: "zmq.Context[zmq.Socket[bytes]]", kind: int) -> "zmq.Socket[bytes]":
     socket = context.socket(kind)
     socket.set_hwm(0)  # a slow reader must not hold up the step loop; the number of requests bounds what can pile up
+    return socket
+
+
+def _connect(context: "zmq.Context[zmq.Socket[bytes]]", address: str) -> "zmq.Socket[bytes]":
+    socket = _open(context, zmq.PUSH)
+    socket.connect(address)
     return socket
 
 
@@ -168,34 +231,38 @@ def _describe(error: Exception) -> str:
     return str(error) if _is_user_error(error) else f"{type(error).__name__}: {error}"
 
 
-def _exit_with_parent() -> None:
-    """Block until standard input closes, then end at once; there is nobody left to tell, or to tidy up."""
-    while os.read(0, 1):  # the descriptor itself: a lock of `sys.stdin` must not be held when the interpreter ends
-        pass
-    os._exit(0)
-
-
 def build_core(setup: WorkerSetup, phases: StartPhases) -> "EngineCore":
     """The core of these settings, with the number of CPU threads they ask for; `phases` is the record of the start."""
+    from engine.core import EngineCore
+
+    limit_threads(setup.config)
+    return EngineCore(setup.config, phases=phases)
+
+
+def limit_threads(config: EngineConfig) -> None:
+    """Give torch the number of CPU threads that the settings ask for; ranks on one host share its cores."""
     import torch
 
-    from engine.core import EngineCore
     from moe.cpu.threads import usable_cpus
 
     # One core stays free for the HTTP process: OpenMP's threads spin at their barriers, so a step that shares its last
     # core with anything else is many times slower, not a little.
-    num_free_cores = max(1, usable_cpus() - 1)
-    torch.set_num_threads(setup.config.num_threads or min(torch.get_num_threads(), num_free_cores))
-    return EngineCore(setup.config, phases=phases)
+    num_free_cores = max(1, (usable_cpus() - 1) // len(config.local_ranks))
+    torch.set_num_threads(config.num_threads or min(torch.get_num_threads(), num_free_cores))
 
 
 def main(build: "Callable[[WorkerSetup, StartPhases], EngineCore]" = build_core) -> None:
     """Entry of the process; `build` makes the core."""
+    sys.exit(Worker(read_setup()).run(build))
+
+
+def read_setup() -> WorkerSetup:
+    """What the parent has written to standard input. From then on the process ends with its parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     setup: WorkerSetup = pickle.load(sys.stdin.buffer)
     logging.basicConfig(level=setup.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    threading.Thread(target=_exit_with_parent, name="parent-watch", daemon=True).start()
-    sys.exit(Worker(setup).run(build))
+    threading.Thread(target=exit_with_parent, name="parent-watch", daemon=True).start()
+    return setup
 
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
 """`create_app`: the HTTP application around an engine and a tokenizer. Starts and loads nothing."""
 
-import time
-
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
@@ -22,6 +20,7 @@ from server.respond import json_response
 from server.routes import chat, completions, models, operations
 from server.sampling_defaults import SamplingDefaults
 from server.stall import StallWatch
+from server.tally import OwnTally, Sharing
 from server.version import service_version
 
 DEFAULT_MODEL_NAME = "default"
@@ -29,21 +28,29 @@ _ROUTES = (chat, completions, models, operations)
 
 
 def create_app(
-    engine: Engine, tokenizer: Tokenizer, config: ServerConfig, defaults: SamplingDefaults | None = None
+    engine: Engine,
+    tokenizer: Tokenizer,
+    config: ServerConfig,
+    defaults: SamplingDefaults | None = None,
+    sharing: Sharing | None = None,
 ) -> FastAPI:
-    """The application; `defaults` are the checkpoint's sampling parameters. `app.state.context` holds the parts."""
+    """The application; `app.state.context` holds its parts.
+
+    `defaults` are the checkpoint's sampling parameters, `sharing` is what several HTTP processes share.
+    """
+    tally = OwnTally() if sharing is None else sharing.tally
     app = FastAPI(title="moe-serve", version=service_version(), docs_url=None, redoc_url=None, redirect_slashes=False)
-    metrics = Metrics(lambda: engine.stats, lambda: engine.info)
+    metrics = Metrics(lambda: engine.stats, lambda: engine.info, tally)
     app.state.context = ServerContext(
         engine=engine,
         config=config,
         converter=Converter(tokenizer, config, defaults or SamplingDefaults()),
         metrics=metrics,
-        gate=Gate(),
-        lanes=Lanes(),
-        stall=StallWatch(engine, config.stall_timeout),
+        gate=Gate(tally, None if sharing is None else sharing.num_held_by_client),
+        lanes=Lanes(tally, None if sharing is None else sharing.turn),
+        stall=StallWatch(engine, config.stall_timeout, logs=sharing is None),
         served_names=config.served_model_name or (DEFAULT_MODEL_NAME,),
-        started_s=time.time(),
+        started_s=tally.started_s,
     )
     for module in _ROUTES:
         app.include_router(module.router)

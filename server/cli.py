@@ -45,24 +45,58 @@ def main(argv: Sequence[str] | None = None) -> int:
         if flags.get("version"):
             streams.say(f"{PROGRAM} {service_version()}\n")
             return 0
-        values = {"tune_cache_dir": tune_cache_folder(environ), **gather(settings, flags, environ)}
+        given = gather(settings, flags, environ)
+        values = {"tune_cache_dir": tune_cache_folder(environ), **torchrun_settings(environ, given), **given}
         server_config, engine_config, model = make_configs(settings, values)
-        configure_logging(server_config)
+        streams.log_to_stderr(server_config.log_level)
         if links:
             log.info("ignored, since Kubernetes set them for a Service of this name: %s", ", ".join(links))
         if isinstance(model, Path):
             check_model_folder(model)
+        if engine_config.node_rank > 0:
+            from server.node import run_node
+
+            engine_config = _with_files(engine_config, model, server_config.log_level)
+            return run_node(engine_config, server_config.drain_timeout)
         with bind(server_config.host, server_config.port) as listener:
-            if isinstance(model, HubModel):
-                needs: Needs = "tokenizer" if engine_config.load_format == "dummy" else "weights"
-                folder = download(model, needs=needs, log_level=server_config.log_level)
-                engine_config = dataclasses.replace(engine_config, model=folder)
+            engine_config = _with_files(engine_config, model, server_config.log_level)
             from server.service import run  # --help and a wrong flag need not wait for what it imports
 
             return run(server_config, engine_config, listener)
     except SettingError as error:
         streams.write(sys.stderr, f"{PROGRAM}: {error}\n")
         return USAGE_ERROR
+
+
+def _with_files(config: EngineConfig, model: Path | HubModel, log_level: str) -> EngineConfig:
+    """The config with the folder of a model on the hub, downloaded first if need be."""
+    if isinstance(model, Path):
+        return config
+    needs: Needs = "tokenizer" if config.load_format == "dummy" else "weights"
+    return dataclasses.replace(config, model=download(model, needs=needs, log_level=log_level))
+
+
+def torchrun_settings(environ: Mapping[str, str], given: Mapping[str, Any]) -> dict[str, Any]:
+    """What torchrun says when it starts this process: one process, and so one "host", for each rank.
+
+    Raises:
+        SettingError: it starts another number of ranks than the settings name.
+    """
+    if "TORCHELASTIC_RUN_ID" not in environ:
+        return {}
+    num_ranks = given.get("tensor_parallel_size", 1) * given.get("data_parallel_size", 1)
+    if int(environ["WORLD_SIZE"]) != num_ranks:
+        raise SettingError(
+            f"torchrun starts {environ['WORLD_SIZE']} processes, but --tensor-parallel-size times "
+            f"--data-parallel-size is {num_ranks}: they must be equal"
+        )
+    return {
+        "nnodes": num_ranks,
+        "node_rank": int(environ["RANK"]),
+        "base_gpu_id": int(environ["LOCAL_RANK"]),
+        "master_addr": environ["MASTER_ADDR"],
+        "master_port": int(environ["MASTER_PORT"]),
+    }
 
 
 def _run_command(name: str, argv: Sequence[str], settings: Mapping[str, Setting], environ: Mapping[str, str]) -> int:
@@ -75,15 +109,6 @@ def _run_command(name: str, argv: Sequence[str], settings: Mapping[str, Setting]
         case "health":
             return health(argv, PROGRAM, settings, environ)
     return plan(argv, PROGRAM, settings, environ)
-
-
-def configure_logging(config: ServerConfig) -> None:
-    """Log lines go to standard error."""
-    logging.basicConfig(
-        level=config.log_level.upper(),
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        stream=sys.stderr,
-    )
 
 
 def all_settings() -> dict[str, Setting]:
@@ -102,7 +127,13 @@ def make_configs(
         values["served_model_name"] = (served_name(model),)
     try:
         server_config = ServerConfig(**_fields_of(ServerConfig, values))
-        return server_config, EngineConfig(**_fields_of(EngineConfig, values)), model
+        engine_config = EngineConfig(**_fields_of(EngineConfig, values))
+        if server_config.api_workers > 1 and engine_config.data_parallel_size > 1:
+            raise SettingError(
+                f"api_workers is {server_config.api_workers}: with data_parallel_size "
+                f"{engine_config.data_parallel_size} one HTTP process spreads all requests; set api_workers to 1"
+            )
+        return server_config, engine_config, model
     except ValueError as error:
         field = str(error).split(" ", 1)[0]
         raise SettingError(f"{settings[field].flag}: {error}" if field in settings else str(error)) from error

@@ -39,6 +39,9 @@ class ServerConfig:
 
     host: str = setting("127.0.0.1", "HTTP", "address to listen on; 0.0.0.0 for all")
     port: int = setting(8000, "HTTP", "port to listen on; 0 picks a free one", low=0, high=65535)
+    api_workers: int = setting(
+        1, "HTTP", "HTTP processes that share the port and the engine; more than one for many streams", low=1, high=64
+    )
     api_key: str | None = setting(
         None, "HTTP", "key that every route but /health, /health/live and /health/ready requires", is_secret=True
     )
@@ -62,7 +65,7 @@ class ServerConfig:
         60.0, "HTTP", "seconds without a token while requests wait or run, until /health/ready answers 503", above=0
     )
     exit_on_engine_death: bool = setting(
-        False, "HTTP", "exit with status 1 when the engine dies, instead of answering 503"
+        False, "HTTP", "exit with status 1 when the engine dies, instead of answering 503; several ranks always do"
     )
     receive_timeout: float = setting(
         60.0, "HTTP", "seconds a client has to send a request's head, and again its body", above=0

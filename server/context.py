@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -17,15 +17,19 @@ from server.metrics import Metrics
 from server.queue_speed import QueueSpeed
 from server.request_group import Engine, RequestGroup
 from server.stall import StallWatch
+from server.tally import Gauge, Tally
 
 SHUT_DOWN = "the service has shut down before this request was finished"
 
 
 class Gate:
-    """Knows the requests in flight. After `drain` it admits nothing new."""
+    """Knows the requests in flight in this process. After `drain` it admits nothing new."""
 
-    def __init__(self) -> None:
+    def __init__(self, tally: Tally, num_held_by_client: Callable[[], Mapping[str, int]] | None = None) -> None:
+        """`num_held_by_client` returns the places held in the whole service; None if this is its only process."""
         self.draining = False
+        self._tally = tally
+        self._num_held_by_client = num_held_by_client
         self._groups: set[RequestGroup] = set()
         self._speed = QueueSpeed()
         self._idle = asyncio.Event()
@@ -42,6 +46,8 @@ class Gate:
         counts: Counter[str] = Counter()
         for group in self._groups:
             counts[group.client] += group.num_unfinished
+        if self._num_held_by_client is not None:
+            counts |= Counter(self._num_held_by_client())  # the larger: the engine learns of new requests a step later
         return +counts
 
     @contextmanager
@@ -50,6 +56,7 @@ class Gate:
         if self.draining:
             raise Unavailable("the service is shutting down: send the request elsewhere, or again later")
         self._groups.add(group)
+        self._tally.set_gauge(Gauge.IN_FLIGHT, len(self._groups))
         self._idle.clear()
         num_places = group.num_requests
         try:
@@ -59,9 +66,15 @@ class Gate:
             raise
         finally:
             self._groups.discard(group)
-            self._speed.on_free(num_places, time.monotonic())
+            self._tally.set_gauge(Gauge.IN_FLIGHT, len(self._groups))
+            if self._num_held_by_client is None:  # else the engine tells, for the whole service
+                self.on_freed(num_places)
             if not self._groups:
                 self._idle.set()
+
+    def on_freed(self, num_places: int) -> None:
+        """Places at the engine have come free."""
+        self._speed.on_free(num_places, time.monotonic())
 
     def with_retry_after(self, error: TooManyRequests) -> TooManyRequests:
         """The error, with the time until a place may be free."""

@@ -1,12 +1,14 @@
-"""Prometheus metrics of one app, in a registry of its own. Labels: served names, routes, the model's MoE layers."""
+"""Prometheus metrics of the service, in a registry of its own. Labels: served names, routes, the model's MoE layers."""
 
 from collections.abc import Callable, Iterable
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from engine.types import EngineInfo, EngineStats
+from server.series import Counter, Histogram, families
+from server.tally import Gauge, Tally
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _PREFIX = "moe_serve"
@@ -14,53 +16,55 @@ _COMPILED = "Kernels that were compiled, or loaded compiled from disk, while req
 
 
 class Metrics:
-    """Counters of the HTTP side, and the engine's last snapshot."""
+    """Numbers of the HTTP side, kept in a tally, and the engine's last snapshot."""
 
     def __init__(
-        self, engine_stats: Callable[[], EngineStats | None], engine_info: Callable[[], EngineInfo | None]
+        self,
+        engine_stats: Callable[[], EngineStats | None],
+        engine_info: Callable[[], EngineInfo | None],
+        tally: Tally,
     ) -> None:
-        registry = CollectorRegistry()
-        self._registry = registry
-        self.responses = Counter(f"{_PREFIX}_http_responses", "HTTP responses", ["route", "status"], registry=registry)
-        self.prompt_tokens = Counter(f"{_PREFIX}_prompt_tokens", "Prompt tokens served", ["model"], registry=registry)
-        self.completion_tokens = Counter(
-            f"{_PREFIX}_completion_tokens", "Generated tokens served", ["model"], registry=registry
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(tally, f"{_PREFIX}_{name}", text, labels)
+
+        def seconds(name: str, text: str) -> Histogram:
+            return Histogram(tally, f"{_PREFIX}_{name}", text, ["model"], _SECONDS)
+
+        self.responses = counter("http_responses", "HTTP responses", "route", "status")
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens served", "model")
+        self.completion_tokens = counter("completion_tokens", "Generated tokens served", "model")
+        self.finished = counter("choices_finished", "Finished choices", "model", "reason")
+        self.empty_answers = counter(
+            "empty_answers", "Finished choices with tokens but neither content nor a tool call", "model", "reason"
         )
-        self.finished = Counter(
-            f"{_PREFIX}_choices_finished", "Finished choices", ["model", "reason"], registry=registry
+        self.undeclared_calls = counter(
+            "undeclared_tool_calls", "Calls to functions that the request did not offer, answered as text", "model"
         )
-        self.empty_answers = Counter(
-            f"{_PREFIX}_empty_answers",
-            "Finished choices with tokens but neither content nor a tool call",
-            ["model", "reason"],
-            registry=registry,
-        )
-        self.undeclared_calls = Counter(
-            f"{_PREFIX}_undeclared_tool_calls",
-            "Calls to functions that the request did not offer, answered as text",
-            ["model"],
-            registry=registry,
-        )
-        self.ignored_keys = Counter(
-            f"{_PREFIX}_ignored_keys", "Unknown keys in messages, tool calls and tools of requests", registry=registry
-        )
-        self.first_token_seconds = Histogram(
-            f"{_PREFIX}_time_to_first_token_seconds",
-            "From the request to its first token",
-            ["model"],
-            buckets=_SECONDS,
-            registry=registry,
-        )
-        self.request_seconds = Histogram(
-            f"{_PREFIX}_request_seconds", "From the request to its end", ["model"], buckets=_SECONDS, registry=registry
-        )
-        self.inflight = Gauge(f"{_PREFIX}_requests_in_flight", "Requests being served", registry=registry)
-        registry.register(_EngineCollector(engine_stats))
-        registry.register(_InfoCollector(engine_info))
+        self.ignored_keys = counter("ignored_keys", "Unknown keys in messages, tool calls and tools of requests")
+        self.first_token_seconds = seconds("time_to_first_token_seconds", "From the request to its first token")
+        self.request_seconds = seconds("request_seconds", "From the request to its end")
+        metrics = [each for each in vars(self).values() if isinstance(each, Counter | Histogram)]
+        self._registry = CollectorRegistry()
+        self._registry.register(_HttpCollector(metrics, tally))
+        self._registry.register(_EngineCollector(engine_stats))
+        self._registry.register(_InfoCollector(engine_info))
 
     def text(self) -> bytes:
         """The exposition format."""
         return generate_latest(self._registry)
+
+
+class _HttpCollector(Collector):
+    """Shows the tally as it is at scrape time."""
+
+    def __init__(self, metrics: list[Counter | Histogram], tally: Tally) -> None:
+        self._metrics = metrics
+        self._tally = tally
+
+    def collect(self) -> Iterable[Metric]:
+        yield from families(self._metrics, self._tally.totals())
+        num_inflight = self._tally.sum_gauge(Gauge.IN_FLIGHT)
+        yield GaugeMetricFamily(f"{_PREFIX}_requests_in_flight", "Requests being served", num_inflight)
 
 
 class _EngineCollector(Collector):

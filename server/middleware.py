@@ -55,7 +55,7 @@ class RequestMiddleware:
             await self._answer(scope, receive, sender)
         finally:
             route = getattr(scope.get("route"), "path", "other")
-            self._metrics.responses.labels(route, str(sender.status)).inc()
+            self._metrics.responses.inc(route, str(sender.status))
 
     async def _answer(self, scope: Scope, receive: Receive, sender: "_Sender") -> None:
         request_id = sender.request_id

@@ -6,6 +6,7 @@ the body of a request that offers an upgrade; upgrades are ignored, as RFC 9110 
 
 import asyncio
 import re
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import h11
@@ -23,8 +24,9 @@ class GuardedProtocol(H11Protocol):
 
     conn: "GuardedConnection"
 
-    def __init__(self, *, head_timeout_s: float, **parts: Any) -> None:
+    def __init__(self, *, head_timeout_s: float, on_close: Callable[[], None] | None = None, **parts: Any) -> None:
         super().__init__(**parts)
+        self._on_close = on_close
         self.conn = GuardedConnection(h11.SERVER, MAX_HEAD_BYTES)
         self._head_timeout_s = head_timeout_s
         self._deadline: asyncio.TimerHandle | None = None
@@ -40,6 +42,8 @@ class GuardedProtocol(H11Protocol):
         self._clear_deadline()
         self.app_state = {}  # else it and this object keep each other alive
         super().connection_lost(exc)
+        if self._on_close is not None:
+            self._on_close()
 
     @property
     def can_write_chunk(self) -> bool:

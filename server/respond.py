@@ -138,15 +138,15 @@ class _Watch:
     def on_output(self) -> None:
         if not self._saw_output:
             self._saw_output = True
-            self._metrics.first_token_seconds.labels(self._answer.model).observe(time.monotonic() - self._start_s)
+            self._metrics.first_token_seconds.observe(self._answer.model, value=time.monotonic() - self._start_s)
 
     def on_end(self) -> None:
         metrics, model, usage = self._metrics, self._answer.model, self._answer.usage
-        metrics.request_seconds.labels(model).observe(time.monotonic() - self._start_s)
-        metrics.prompt_tokens.labels(model).inc(usage["prompt_tokens"])
-        metrics.completion_tokens.labels(model).inc(usage["completion_tokens"])
+        metrics.request_seconds.observe(model, value=time.monotonic() - self._start_s)
+        metrics.prompt_tokens.inc(model, by=usage["prompt_tokens"])
+        metrics.completion_tokens.inc(model, by=usage["completion_tokens"])
         for choice in self._answer.choices:
-            metrics.finished.labels(model, choice.finish_reason).inc()
-            metrics.undeclared_calls.labels(model).inc(choice.num_undeclared_calls)
+            metrics.finished.inc(model, str(choice.finish_reason))
+            metrics.undeclared_calls.inc(model, by=choice.num_undeclared_calls)
             if choice.is_empty:
-                metrics.empty_answers.labels(model, choice.finish_reason).inc()
+                metrics.empty_answers.inc(model, str(choice.finish_reason))

@@ -1,9 +1,11 @@
 """Life of the service: start the engine, serve, end the engine. Imports little, so that it starts fast.
 
-Exit statuses: 0 after a signal, also while loading; 1 if the engine could not start, died, or hung while draining.
+Exit statuses: 0 after a signal, also while loading; 1 if the engine or an HTTP process could not start, or if the
+engine died or hung while draining.
 """
 
 import asyncio
+import dataclasses
 import logging
 import socket
 import sys
@@ -27,6 +29,7 @@ from server.prompt import ChatTemplate
 from server.sampling_defaults import SamplingDefaults, read_sampling_defaults
 
 if TYPE_CHECKING:
+    from server.supervisor import Supervisor
     from server.uvicorn_server import DrainingServer
 
 log = logging.getLogger(__name__)
@@ -36,6 +39,8 @@ _POLL_S = 0.02
 
 def run(server_config: ServerConfig, engine_config: EngineConfig, listener: socket.socket) -> int:
     """Serve until a signal comes; returns the exit code. Raises SettingError if the service cannot start."""
+    if engine_config.num_ranks > 1:  # nothing is left to serve with, and other hosts wait for a new start
+        server_config = dataclasses.replace(server_config, exit_on_engine_death=True)
     # Refuses a checkpoint with damaged small files before an engine loads its weights.
     defaults = read_sampling_defaults(engine_config.model)
     tokenizer = load_checked_tokenizer(engine_config.model)
@@ -51,16 +56,11 @@ async def _serve(
     listener: socket.socket,
 ) -> int:
     start_s = time.monotonic()
-    engine = EngineClient(engine_config)
+    engine = _make_engine(engine_config)
     await engine.start()
     engine_hangs = False
     try:
-        # The engine's process loads meanwhile, so the web framework is imported only now.
-        from server.app import create_app
-        from server.uvicorn_server import DrainingServer, make_uvicorn_config
-
-        app = create_app(engine, tokenizer, server_config, defaults)
-        server = DrainingServer(make_uvicorn_config(app, server_config), app.state.context)
+        server = _make_server(engine, server_config, engine_config, tokenizer, defaults)
         announcing = asyncio.create_task(_announce(engine, server, server_config, listener, start_s))
         await server.serve(sockets=[listener])
         announcing.cancel()
@@ -69,7 +69,34 @@ async def _serve(
         engine_hangs = server.engine_hangs
     finally:
         await engine.close(at_once=engine_hangs)
-    return 1 if engine.failure is not None or engine.was_killed else 0
+    return 1 if engine.failure is not None or engine.was_killed or server.has_failed else 0
+
+
+def _make_engine(config: EngineConfig) -> EngineClient:
+    if config.num_ranks == 1:
+        return EngineClient(config)
+    from engine.rank_client import RankedEngineClient
+
+    return RankedEngineClient(config)
+
+
+def _make_server(
+    engine: EngineClient,
+    server_config: ServerConfig,
+    engine_config: EngineConfig,
+    tokenizer: Tokenizer,
+    defaults: SamplingDefaults,
+) -> "DrainingServer | Supervisor":
+    """What serves: this process, or several that it starts. The engine loads while this imports the web framework."""
+    if server_config.api_workers > 1:
+        from server.supervisor import Supervisor
+
+        return Supervisor(engine, server_config, engine_config)
+    from server.app import create_app
+    from server.uvicorn_server import DrainingServer, make_uvicorn_config
+
+    app = create_app(engine, tokenizer, server_config, defaults)
+    return DrainingServer(make_uvicorn_config(app, server_config), app.state.context)
 
 
 def load_checked_tokenizer(folder: Path) -> Tokenizer:
@@ -83,10 +110,14 @@ def load_checked_tokenizer(folder: Path) -> Tokenizer:
 
 
 async def _announce(
-    engine: EngineClient, server: "DrainingServer", config: ServerConfig, listener: socket.socket, start_s: float
+    engine: EngineClient,
+    server: "DrainingServer | Supervisor",
+    config: ServerConfig,
+    listener: socket.socket,
+    start_s: float,
 ) -> None:
     """One line with the address and one with the MoE paths once ready; a failure to load ends the server."""
-    while not engine.ready and engine.failure is None:
+    while not (engine.ready and server.started) and engine.failure is None:
         await asyncio.sleep(_POLL_S)
     if engine.failure is not None:
         streams.write(sys.stderr, f"moe-serve: the engine cannot start: {engine.failure}\n")

@@ -12,8 +12,12 @@ log = logging.getLogger(__name__)
 class StallWatch:
     """A stall: requests wait or run, and for `timeout_s` seconds not one token of prompt or answer is computed."""
 
-    def __init__(self, engine: Engine, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, engine: Engine, timeout_s: float, clock: Callable[[], float] = time.monotonic, *, logs: bool = True
+    ) -> None:
+        """`logs` is False where another process of the service writes the log lines."""
         self._engine = engine
+        self._logs = logs
         self._timeout_s = timeout_s
         self._clock = clock
         self._progress: tuple[int, int] | None = None  # number of prompt tokens and of answer tokens
@@ -30,7 +34,7 @@ class StallWatch:
             self._progress, self._since_s = progress, self._clock()
         stalled_s = self._clock() - self._since_s
         if stats is None or progress is None or stalled_s < self._timeout_s:
-            if self._is_stalled:
+            if self._is_stalled and self._logs:
                 log.info("the engine's stall is over")
             self._is_stalled = False
             return None
@@ -38,7 +42,7 @@ class StallWatch:
             f"the engine stalls: {stats.num_waiting} requests wait and {stats.num_running} run, but no token was "
             f"computed for {stalled_s:.0f} s"
         )
-        if not self._is_stalled:
+        if not self._is_stalled and self._logs:
             log.error("%s; %d of %d KV pages are in use", reason, stats.num_pages_used, stats.num_pages_total)
         self._is_stalled = True
         return reason

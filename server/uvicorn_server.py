@@ -4,9 +4,7 @@ import asyncio
 import logging
 import signal
 import socket
-import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from types import FrameType
@@ -16,15 +14,12 @@ from fastapi import FastAPI
 
 from server.config import ServerConfig
 from server.context import ServerContext
+from server.draining import LAST_CALL_S, SECOND_SIGNAL, sighup_handled_by, wait_until_drained
 from server.protocol import GuardedProtocol
 
 log = logging.getLogger(__name__)
 
-_LAST_CALL_S = 2  # what connections get to close once the drain timeout has cut their requests
 _KEEP_ALIVE_S = 75  # longer than common load balancers keep idle connections
-_HANGS_AFTER_S = 5.0  # while draining; a healthy engine sends its statistics more often
-_POLL_S = 0.05
-_SECOND_SIGNAL = 2
 
 
 class DrainingServer(uvicorn.Server):
@@ -34,6 +29,8 @@ class DrainingServer(uvicorn.Server):
     drain timeout, at a second signal, or as soon as the engine hangs. A third signal stops without waiting. A SIGHUP
     never counts as a second or third signal, because a terminal that closes may send several.
     """
+
+    has_failed = False  # as of `Supervisor`: here an error is raised
 
     def __init__(self, config: uvicorn.Config, context: ServerContext) -> None:
         super().__init__(config)
@@ -50,23 +47,15 @@ class DrainingServer(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Uvicorn's signals and SIGHUP; one that `nohup` had the process ignore stays ignored."""
-        is_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-        with super().capture_signals():
-            if is_ignored or threading.current_thread() is not threading.main_thread():
-                yield
-                return
-            before = signal.signal(signal.SIGHUP, self.handle_exit)
-            try:
-                yield
-            finally:
-                signal.signal(signal.SIGHUP, before)
+        """Uvicorn's signals and SIGHUP."""
+        with super().capture_signals(), sighup_handled_by(self.handle_exit):
+            yield
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Count a signal. Runs between any two bytecodes, so it leaves the work to the event loop."""
         if sig != signal.SIGHUP:
             self._num_signals += 1
-        if self._loop is None or self._num_signals > _SECOND_SIGNAL:
+        if self._loop is None or self._num_signals > SECOND_SIGNAL:
             self.should_exit = self.force_exit = True
         else:
             self._loop.call_soon_threadsafe(self._start_draining, signal.Signals(sig).name)
@@ -87,44 +76,35 @@ class DrainingServer(uvicorn.Server):
 
     async def _drain(self) -> None:
         gate = self._context.gate
-        reason = await self._why_cut()
-        if reason is not None:
-            log.warning("%s: ending %d requests", reason, gate.num_inflight)
+        cut = await wait_until_drained(
+            self._context.engine,
+            self._context.config,
+            is_idle=lambda: not gate.num_inflight,
+            wait_idle=gate.wait_idle,
+            num_signals=lambda: self._num_signals,
+        )
+        if cut is not None:
+            self.engine_hangs = cut.engine_hangs
+            log.warning("%s: ending %d requests", cut.reason, gate.num_inflight)
             gate.cut()
             with suppress(TimeoutError):  # of a client that does not read its error
-                await asyncio.wait_for(gate.wait_idle(), _LAST_CALL_S)
+                await asyncio.wait_for(gate.wait_idle(), LAST_CALL_S)
         self.should_exit = True
 
-    async def _why_cut(self) -> str | None:
-        """Wait for running requests. Returns None once all have ended, else why we no longer wait."""
-        config, engine = self._context.config, self._context.engine
-        until_s = time.monotonic() + config.drain_timeout
-        while self._context.gate.num_inflight:
-            if engine.failure is not None:
-                return "the engine has died"
-            if engine.heartbeat_age_s > min(_HANGS_AFTER_S, config.heartbeat_timeout):
-                self.engine_hangs = True
-                return f"the engine hangs: no heartbeat for {engine.heartbeat_age_s:.1f} s"
-            if self._num_signals >= _SECOND_SIGNAL:
-                return "a second signal"
-            if time.monotonic() >= until_s:
-                return "the drain timeout is over"
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._context.gate.wait_idle(), _POLL_S)
-        return None
 
-
-def make_uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
-    """How connections are served; the app needs no lifespan of its own."""
+def make_uvicorn_config(
+    app: FastAPI, config: ServerConfig, on_close: Callable[[], None] | None = None
+) -> uvicorn.Config:
+    """How connections are served; the app needs no lifespan of its own. `on_close` is called when one has closed."""
     return uvicorn.Config(
         app,
-        http=partial(GuardedProtocol, head_timeout_s=config.receive_timeout),  # type: ignore[arg-type]
+        http=partial(GuardedProtocol, head_timeout_s=config.receive_timeout, on_close=on_close),  # type: ignore[arg-type]
         ws="none",
         lifespan="off",
         log_config=None,
         log_level="info" if config.access_log else "warning",
         access_log=config.access_log,
         timeout_keep_alive=_KEEP_ALIVE_S,
-        timeout_graceful_shutdown=_LAST_CALL_S,
+        timeout_graceful_shutdown=LAST_CALL_S,
         server_header=False,
     )

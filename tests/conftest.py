@@ -18,8 +18,8 @@ settings.load_profile("repeatable")
 
 SLOWEST_FIRST = (
     "test_interpreted.py", "test_start.py", "test_card_end_to_end.py", "test_life.py", "test_soak.py",
-    "test_model_source.py", "test_interpreted_probes.py", "test_support_table.py", "test_triton_attention.py",
-    "test_packaging.py", "test_moe_sweep.py", "test_permuted_scales.py", "test_bundled.py",
+    "test_api_workers.py", "test_model_source.py", "test_interpreted_probes.py", "test_support_table.py",
+    "test_triton_attention.py", "test_packaging.py", "test_moe_sweep.py", "test_permuted_scales.py", "test_bundled.py",
 )  # fmt: skip
 
 

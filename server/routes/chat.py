@@ -24,7 +24,7 @@ async def chat_completions(request: Request) -> Response:
     """Continue a conversation."""
     context: ServerContext = request.app.state.context
     wire, lane = await read_body(request, ChatCompletionRequest, context)
-    context.metrics.ignored_keys.inc(wire.num_ignored_keys)
+    context.metrics.ignored_keys.inc(by=wire.num_ignored_keys)
     model = context.model_name(wire.model)
     client, _ = asker_of(request, context.config)
     info = context.ready_info(wire.n or 1, client)

@@ -73,7 +73,6 @@ def _start(progress: StartProgress | None) -> dict[str, Any]:
 async def metrics(request: Request) -> Response:
     """Prometheus exposition."""
     context: ServerContext = request.app.state.context
-    context.metrics.inflight.set(context.gate.num_inflight)
     return Response(context.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
 

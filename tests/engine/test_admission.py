@@ -1,15 +1,12 @@
 """Who gets a place when all are taken: one client's burst must not shut the others out."""
 
 import asyncio
-from pathlib import Path
 
 import msgspec
+import pytest
 
-from engine.admission import choose_loser, is_within_share
-from engine.client import EngineClient, _Stream
-from engine.config import EngineConfig
+from engine.admission import NoPlaceError, Places, choose_loser, is_within_share
 from engine.messages import Abort
-from engine.types import EngineOutput
 from tests.engine.requests import request
 from tests.engine.test_client import collect, is_idle, running, until
 from tests.tables import rows
@@ -76,7 +73,7 @@ def test_a_burst_does_not_shut_others_out(monkeypatch):
                 return asyncio.create_task(collect(client, ask(name, path)))
 
             tasks = [start(f"h{i}", ("hog", f"c{i}")) for i in range(2)]
-            await until(lambda: all(stream.has_begun for stream in client._streams.values()))
+            await until(lambda: all(holder.has_begun for holder in client._places._holders.values()))
             tasks += [start(f"h{i}", ("hog", f"c{i}")) for i in range(2, 4)]
             tasks += [start(f"n{i}", ("new", f"d{i}")) for i in range(3)]
             tasks.append(start("h4", ("hog", "c4")))
@@ -92,7 +89,24 @@ def test_a_burst_does_not_shut_others_out(monkeypatch):
 
 def test_the_answers_of_one_http_request_begin_together():
     """n = 2: the second waits, but the client has read from the first; another client's request is not marked."""
-    client = EngineClient(EngineConfig(model=Path("fake")))
-    client._streams = {name: _Stream([].append, path) for name, path in (("h0", HOG), ("h1", HOG), ("o", OTHER))}
-    client._deliver(EngineOutput(request_id="h0", token_ids=[1], finish_reason="length"))
-    assert {name: stream.has_begun for name, stream in client._streams.items()} == {"h1": True, "o": False}
+    places = Places(4)
+    for name, path in (("o", OTHER), ("h", ("hog", "another connection")), ("h0", HOG), ("h1", HOG)):
+        assert places.take(name, path) is None
+    places.on_output("h0")
+    places.free("h0")
+    places.take("h2", ("hog", "another connection"))
+    assert places.take("n", NEW) == "h2"
+    assert places.take("n2", ("late", "l")) == "h"  # h1 keeps its place
+    assert places.num_by_client == {"other": 1, "hog": 1, "new": 1, "late": 1}
+    assert (places.num_taken, places.num_freed) == (7, 1)
+
+
+def test_who_holds_no_more_than_a_share_cannot_push_others_out():
+    places = Places(1)
+    places.take("o", OTHER)
+    with pytest.raises(NoPlaceError):
+        places.take("n", NEW)
+    places.free("o")
+    places.free("o")
+    assert places.take("n", NEW) is None
+    assert (places.num_by_client, places.num_freed) == ({"new": 1}, 1)

@@ -1,6 +1,7 @@
 """A server on a real port in a thread, with an engine that says what a test wrote for it."""
 
 import asyncio
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,16 +18,22 @@ from engine.types import EngineInfo, EngineOutput, EngineRequest, EngineStats, L
 from engine.validate import RequestLimits, check_request, refusal_output
 from loaders.phases import StartProgress
 from loaders.tokenizer import Tokenizer, load_tokenizer
+from server.api_server import ApiServer
 from server.app import create_app
 from server.config import ServerConfig
 from server.listener import bind, url_of
 from server.uvicorn_server import DrainingServer, make_uvicorn_config
+from tests.server.api_threads import ApiThreads
 
 MODEL = "tiny"
 ASSETS = Path(__file__).resolve().parents[2] / "assets" / "tiny-gpt-oss"
 MAX_MODEL_LEN = 4096
 MAX_REQUESTS = 100
 VOCAB_SIZE = 4096
+NUM_API_WORKERS = int(os.environ.get("API_WORKERS", "1"))
+"""HTTP processes of the services that tests start: threads here, processes in `service_process`."""
+
+one_process_only = pytest.mark.skipif(NUM_API_WORKERS > 1, reason="looks into the only HTTP process")
 LIMITS = RequestLimits(vocab_size=VOCAB_SIZE, max_model_len=MAX_MODEL_LEN, num_kv_tokens=MAX_MODEL_LEN)
 
 
@@ -130,8 +137,22 @@ class Service:
 
     engine: FakeEngine
     url: str
-    app: FastAPI
-    server: DrainingServer
+    apps: list[FastAPI]  # one for each HTTP process
+    servers: list[DrainingServer] | list[ApiServer]
+
+    @property
+    def app(self) -> FastAPI:
+        return self.apps[0]
+
+    @property
+    def server(self) -> DrainingServer | ApiServer:
+        """The only one: for tests of what concerns one process."""
+        [server] = self.servers
+        return server
+
+    @property
+    def num_inflight(self) -> int:
+        return sum(app.state.context.gate.num_inflight for app in self.apps)
 
     def client(self, **options: object) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", **{"api_key": "none", "max_retries": 0, **options})
@@ -148,6 +169,7 @@ class ServerThread(threading.Thread):
         self.listener = bind("127.0.0.1", 0)
         self.url = url_of(self.listener)
         self.server = DrainingServer(make_uvicorn_config(app, config), app.state.context)
+        self.apps, self.servers = [app], [self.server]
 
     def run(self) -> None:
         asyncio.run(self.server.serve(sockets=[self.listener]))
@@ -203,14 +225,16 @@ class serve:
     def __init__(self, engine: FakeEngine, tokenizer: Tokenizer, **settings: object) -> None:
         config = ServerConfig(**{"served_model_name": (MODEL,), "log_level": "error", **settings})
         self._engine = engine
-        self._app = create_app(engine, tokenizer, config)
-        self._thread = ServerThread(self._app, config)
+        if NUM_API_WORKERS > 1:
+            self._thread = ApiThreads(engine, tokenizer, config, NUM_API_WORKERS)
+        else:
+            self._thread = ServerThread(create_app(engine, tokenizer, config), config)
         self.is_alive = self._thread.is_alive
         self.join = self._thread.join
 
     def __enter__(self) -> Service:
         self._thread.__enter__()
-        return Service(self._engine, self._thread.url, self._app, self._thread.server)
+        return Service(self._engine, self._thread.url, self._thread.apps, self._thread.servers)
 
     def __exit__(self, *exc: object) -> None:
         self._thread.__exit__(*exc)

@@ -16,6 +16,9 @@ import httpx2
 from tests.server.conftest import ASSETS, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
+API_WORKERS = "API_WORKERS"
+"""Environment variable: with how many HTTP processes the tests start services that do not say it themselves."""
+
 PLAIN = "import sys; from server.start import main; sys.exit(main())"
 SCRIPTED = """
 import functools, sys
@@ -52,7 +55,17 @@ class ServiceProcess:
 
     @property
     def engine_pid(self) -> int:
-        return int(Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()[0])
+        return next(pid for pid in self.children if _runs(pid, "engine.worker", "fake_worker"))
+
+    @property
+    def api_pids(self) -> list[int]:
+        """HTTP processes, without the supervisor."""
+        return [pid for pid in self.children if _runs(pid, "server.api_worker")]
+
+    @property
+    def children(self) -> list[int]:
+        folder = Path(f"/proc/{self.process.pid}/task/{self.process.pid}")
+        return [int(pid) for pid in (folder / "children").read_text().split()]
 
     def http(self) -> httpx2.Client:
         return httpx2.Client(base_url=self.url, timeout=30)
@@ -78,6 +91,8 @@ def start(
     """The process; killed at the end, with its engine, if it still runs."""
     model = model_folder(folder, kind)
     command = [sys.executable, *flags, "-c", code, "--port", "0", "--model", str(model), *argv]
+    if API_WORKERS in os.environ and "--api-workers" not in argv:
+        command += ["--api-workers", os.environ[API_WORKERS]]
     with run(command, folder, **popen) as service:
         yield service
 
@@ -104,6 +119,11 @@ def run(command: list[str], folder: Path, **popen: object) -> Iterator[ServicePr
 
 def _read(file: Path) -> str:
     return file.read_text() if file.exists() else ""
+
+
+def _runs(pid: int, *modules: str) -> bool:
+    """Whether a process of ours runs one of these modules."""
+    return any(module in _read(Path(f"/proc/{pid}/cmdline")) for module in modules)
 
 
 def free_port() -> int:

@@ -22,11 +22,7 @@ def slow(service):
 
 
 def is_clean(service, num_requests):
-    return (
-        len(service.engine.requests) == num_requests
-        and not service.engine.running
-        and service.app.state.context.gate.num_inflight == 0
-    )
+    return len(service.engine.requests) == num_requests and not service.engine.running and service.num_inflight == 0
 
 
 @rows("n", 1, 3)
@@ -72,7 +68,7 @@ def test_leaving_at_random_moments(slow):
         visitor.start()
     for visitor in visitors:
         visitor.join()
-    wait_until(lambda: not slow.engine.running and slow.app.state.context.gate.num_inflight == 0)
+    wait_until(lambda: not slow.engine.running and slow.num_inflight == 0)
     assert len(set(slow.engine.aborted)) == len(slow.engine.aborted)
     with slow.http() as http:
         assert http.post("/v1/completions", json={**LONG, "max_tokens": 1}).status_code == 200
@@ -85,13 +81,14 @@ def test_a_client_that_does_not_read_gets_everything_later_and_little_is_buffere
     body = json.dumps(fields).encode()
     with serve(engine, tokenizer, served_model_name=("m" * 5000,)) as service, socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        connection.connect(service.server.servers[0].sockets[0].getsockname())
+        host, port = service.url.removeprefix("http://").split(":")
+        connection.connect((host, int(port)))
         connection.sendall(
             b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(body)
             + body
         )
         wait_until(lambda: engine.requests and not engine.running)
-        [protocol] = service.server.server_state.connections
+        [protocol] = [each for server in service.servers for each in server.server_state.connections]
         wait_until(lambda: protocol.flow.write_paused)
         assert protocol.transport.get_write_buffer_size() < 1e6
         data = read_to_end(connection)

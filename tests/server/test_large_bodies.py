@@ -15,6 +15,7 @@ from server.lanes import LARGE_BODY_BYTES, Lane, Lanes
 from server.schema.chat import ChatCompletionRequest
 from server.schema.completions import CompletionRequest, DetokenizeRequest, TokenizeRequest
 from server.schema.limits import MAX_CONTAINERS, MAX_KEYS, MAX_MESSAGES
+from server.tally import OwnTally
 from tests.server.conftest import MAX_MODEL_LEN, MAX_REQUESTS, wait_until
 from tests.tables import rows
 
@@ -271,6 +272,6 @@ def test_memory_is_given_back_once_after_much_work_g80(monkeypatch):
 
 
 def test_a_body_takes_the_lane_of_its_size():
-    lanes = Lanes()
+    lanes = Lanes(OwnTally())
     assert lanes.of(0) is lanes.of(LARGE_BODY_BYTES)
     assert lanes.of(LARGE_BODY_BYTES + 1) is not lanes.of(0)

@@ -57,13 +57,13 @@ class Clients:
 
 def test_16_requests_are_finished_after_sigterm(tmp_path):
     with start(tmp_path) as service:
-        clients = Clients(service, 16, {**LONG, "max_tokens": 80})
+        clients = Clients(service, 16, {**LONG, "max_tokens": 240})
         service.signal(signal.SIGTERM)
         assert service.process.wait(30) == 0
         clients.join()
     assert {answer.status_code for answer in clients.answers} == {200}
     assert all(answer.text.endswith("data: [DONE]\n\n") for answer in clients.answers[::2])
-    assert {answer.json()["usage"]["completion_tokens"] for answer in clients.answers[1::2]} == {80}
+    assert {answer.json()["usage"]["completion_tokens"] for answer in clients.answers[1::2]} == {240}
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def _heeds_sighup():
 @pytest.mark.usefixtures("_heeds_sighup")
 def test_a_terminal_that_closes_drains_however_often_it_says_so(tmp_path):
     with start(tmp_path) as service:
-        clients = Clients(service, 4, {**LONG, "max_tokens": 80})
+        clients = Clients(service, 4, {**LONG, "max_tokens": 240})
         service.signal(signal.SIGHUP)
         wait_until(lambda: "SIGHUP: draining" in service.err)
         for _ in range(3):
@@ -86,7 +86,7 @@ def test_a_terminal_that_closes_drains_however_often_it_says_so(tmp_path):
         clients.join()
     assert {answer.status_code for answer in clients.answers} == {200}
     assert all(answer.text.endswith("data: [DONE]\n\n") for answer in clients.answers[::2])
-    assert {answer.json()["usage"]["completion_tokens"] for answer in clients.answers[1::2]} == {80}
+    assert {answer.json()["usage"]["completion_tokens"] for answer in clients.answers[1::2]} == {240}
 
 
 def test_nohup_outlives_its_terminal(tmp_path):

@@ -11,7 +11,7 @@ import pytest
 from fastapi.routing import APIRoute
 from starlette.routing import Route
 
-from tests.server.conftest import ANSWER, MODEL, FakeEngine, serve, wait_until
+from tests.server.conftest import ANSWER, MODEL, FakeEngine, one_process_only, serve, wait_until
 from tests.tables import rows
 
 USER = [{"role": "user", "content": "Hi"}]
@@ -225,6 +225,7 @@ def stream_in_background(service, received):
     return thread
 
 
+@one_process_only
 def test_running_work_finishes_while_new_work_is_refused(start):
     service, thread = start(FakeEngine(delay_s=0.05, script=lambda _request: [[5]] * 30))
     received = []
@@ -242,6 +243,7 @@ def test_running_work_finishes_while_new_work_is_refused(start):
     assert service.engine.aborted == []
 
 
+@one_process_only
 def test_work_that_takes_too_long_is_ended_with_an_error(start):
     """Streams ended without a word, other requests with a plain text 500."""
     service, thread = start(FakeEngine(delay_s=0.2, script=lambda _request: [[5]] * 30), drain_timeout=0.1)
@@ -268,6 +270,7 @@ def test_work_that_takes_too_long_is_ended_with_an_error(start):
     assert len(service.engine.aborted) == 2
 
 
+@one_process_only
 @rows("age_s, hangs", (4.0, False), (6.0, True))
 def test_an_engine_that_hangs_is_not_waited_for_g85(start, age_s, hangs):
     service, thread = start(FakeEngine(delay_s=0.05, script=lambda _request: [[5]] * 30))
@@ -281,6 +284,7 @@ def test_an_engine_that_hangs_is_not_waited_for_g85(start, age_s, hangs):
     assert bool(service.engine.aborted) == hangs
 
 
+@one_process_only
 @rows("exits", True, False)
 def test_the_server_ends_with_its_engine_only_if_so_set_g82(start, exits):
     service, thread = start(FakeEngine(), exit_on_engine_death=exits)
@@ -290,6 +294,7 @@ def test_the_server_ends_with_its_engine_only_if_so_set_g82(start, exits):
     assert thread.is_alive() != exits
 
 
+@one_process_only
 def test_idle_server_stops_at_once(start):
     service, thread = start(FakeEngine())
     service.server.handle_exit(signal.SIGTERM, None)

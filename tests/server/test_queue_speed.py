@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from server.queue_speed import MAX_RETRY_AFTER_S, QueueSpeed
-from tests.server.conftest import MAX_REQUESTS, wait_until
+from tests.server.conftest import MAX_REQUESTS, one_process_only, wait_until
 from tests.tables import rows
 
 
@@ -62,6 +62,7 @@ def test_a_queue_full_of_another_clients_requests_lets_a_newcomer_through(slow_q
             assert http.post("/v1/completions", json=fields).status_code == status
 
 
+@one_process_only
 @rows("stream", False, True)
 def test_a_queue_that_the_engine_finds_full_tells_when_g86(slow_queue, stream):
     slow_queue.engine.last = lambda _request, _count: {"finish_reason": "error", "error": "full", "overloaded": True}
@@ -71,6 +72,7 @@ def test_a_queue_that_the_engine_finds_full_tells_when_g86(slow_queue, stream):
     assert not slow_queue.app.state.context.gate._speed._freed_s, "who was refused had no place to free"
 
 
+@one_process_only
 def test_ended_requests_of_every_kind_free_their_places_g86(service):
     freed = service.app.state.context.gate._speed._freed_s
     before = len(freed)

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from server.stall import StallWatch
-from tests.server.conftest import FakeEngine, serve, wait_until
+from tests.server.conftest import FakeEngine, one_process_only, serve, wait_until
 from tests.tables import rows
 
 
@@ -94,6 +94,7 @@ def test_a_dead_engine_is_no_stall_g10(engine, clock, watch, caplog):
     assert not caplog.records
 
 
+@one_process_only
 def test_a_stalled_service_is_not_ready_g10(engine, tokenizer, caplog):
     with serve(engine, tokenizer, stall_timeout=0.2) as service, service.http() as http:
         assert http.get("/health/ready").status_code == 200

@@ -8,10 +8,11 @@ import sys
 import httpx2
 import pytest
 
-from tests.server.conftest import wait_until
+from tests.server.conftest import NUM_API_WORKERS, wait_until
 from tests.server.service_process import PLAIN, ROOT, SCRIPTED, free_port, has_ended, health, start
 from tests.tables import rows
 
+LAST_IMPORT = "fastapi" if NUM_API_WORKERS == 1 else "server.supervisor"
 ASK = {"prompt": [5], "max_tokens": 3, "ignore_eos": True}
 
 
@@ -19,17 +20,17 @@ ASK = {"prompt": [5], "max_tokens": 3, "ignore_eos": True}
 @rows(
     "module, sig, status",
     *(
-        [(module, signal.SIGTERM, 0) for module in ("server.streams", "argparse", "uvloop", "fastapi")]
+        [(module, signal.SIGTERM, 0) for module in ("server.streams", "argparse", "uvloop", LAST_IMPORT)]
         + [("uvloop", signal.SIGINT, 130), ("uvloop", signal.SIGHUP, 0)]
     ),
 )
 def test_a_signal_during_the_imports_ends_the_service_g07(tmp_path, module, sig, status):
-    """As process 1 it used to go on: the system drops signals that it does not handle. With fastapi, the engine's
-    process runs already.
+    """As process 1 it used to go on: the system drops signals that it does not handle. With the last import, the
+    engine's process runs already.
     """
     with start(tmp_path, "slow", code=PLAIN, flags=("-X", "importtime")) as service:
         wait_until(lambda: any(line.split("|")[-1].strip() == module for line in service.err.splitlines()), 30)
-        children = [] if module != "fastapi" else [service.engine_pid]
+        children = [] if module != LAST_IMPORT else [service.engine_pid]
         service.signal(sig)
         assert service.process.wait(10) == status
         wait_until(lambda: all(has_ended(pid) for pid in children))
@@ -77,6 +78,8 @@ def test_standard_streams_that_cannot_be_written_do_not_matter_g08(tmp_path, kin
         with httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as http:
             wait_until(lambda: health(http) == 200, 30)
             assert http.post("/v1/completions", json=ASK).json()["usage"]["completion_tokens"] == 3
+        if kind == "output on a full disk":
+            wait_until(lambda: "cannot be written" in service.err, 30)  # once all HTTP processes serve
         service.signal(signal.SIGTERM)
         assert service.process.wait(30) == 0
     assert "Traceback" not in service.err

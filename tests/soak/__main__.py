@@ -15,6 +15,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60, help="how long the clients act [60]")
     parser.add_argument("--seed", type=int, default=1, help="what they do follows from it [1]")
     parser.add_argument("--clients", type=int, default=48, help="how many there are [48]")
+    parser.add_argument("flags", nargs="*", help="flags of the service, after --")
     arguments = parser.parse_args()
     plan = Plan(
         seconds=arguments.seconds,
@@ -22,6 +23,7 @@ def main() -> int:
         rest_seconds=60,
         num_clients=arguments.clients,
         seed=arguments.seed,
+        flags=tuple(arguments.flags),
     )
     with tempfile.TemporaryDirectory() as folder:
         result = soak(plan, Path(folder))

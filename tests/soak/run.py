@@ -24,6 +24,7 @@ class Plan:
     seed: int = 1
     max_liveness_s: float = 1.0
     max_growth: float = 1.2  # memory afterwards, as a multiple of what it was once warm
+    flags: tuple[str, ...] = ()  # of the service
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +37,7 @@ class Result:
 
 def soak(plan: Plan, folder: Path) -> Result:
     """Run the service and the clients; the service's output is left in the folder."""
-    with start(folder) as service:
+    with start(folder, plan.flags) as service:
         _act(service, plan, plan.warm_up_seconds, seed=plan.seed + 1)
         _wait_until_quiet(service)
         time.sleep(min(plan.rest_seconds, _SETTLE_S))

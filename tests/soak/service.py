@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,9 +20,9 @@ class Service:
         self.pid = pid
 
     def resident_mib(self) -> dict[str, float]:
-        """Memory of the HTTP process and of the engine process, in MiB."""
-        [engine] = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
-        return {"http": _resident_mib(self.pid), "engine": _resident_mib(int(engine))}
+        """Memory of the HTTP process and of the engine's processes together, in MiB."""
+        engines = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
+        return {"http": _resident_mib(self.pid), "engine": sum(_resident_mib(int(each)) for each in engines)}
 
     def metrics(self, model: str = MODEL) -> dict[str, float]:
         """Sums over all labels of the samples of one served name."""
@@ -39,10 +39,11 @@ class Service:
 
 
 @contextmanager
-def start(folder: Path) -> Iterator[Service]:
+def start(folder: Path, flags: Sequence[str] = ()) -> Iterator[Service]:
     """The bundled model with few places, so that the queue fills up. Its output is in the folder."""
-    flags = ["--max-num-seqs", "16", "--max-queued-requests", "32", "--served-model-name", f"{MODEL},{LEAVERS_MODEL}"]
-    with start_bundled(folder, *flags) as service:
+    settings = ["--max-num-seqs", "16", "--max-queued-requests", "32"]
+    settings += ["--served-model-name", f"{MODEL},{LEAVERS_MODEL}", *flags]
+    with start_bundled(folder, *settings) as service:
         yield Service(service.url, service.process.pid)
         service.process.terminate()
         service.process.wait(40)

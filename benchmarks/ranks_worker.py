@@ -1,0 +1,67 @@
+"""A rank's process for `bench_ranks`: a model that computes nothing, meets the other ranks, and notes the times."""
+
+import json
+import time
+
+import torch
+from torch import distributed
+
+from engine.core import EngineCore
+from engine.rank_worker import main
+from engine.ranked_executor import Follower
+from model.batch import KvLayerSpec
+
+VOCAB_SIZE = 1000
+
+
+class NullModel:
+    """Zeros for logits. In each step the ranks meet twice: the first time they also wait for the last to launch it, the
+    second takes as long as the collective itself.
+    """
+
+    vocab_size, max_model_len, eos_token_ids = VOCAB_SIZE, 4096, ()
+    kv_specs = (KvLayerSpec(num_heads=1, key_dim=1, value_dim=1),)
+    moe_layers = ()
+    dtype, device = torch.float32, torch.device("cpu")
+
+    def __init__(self):
+        self.notes = []  # of each step: its start, the seconds of the second meeting, CPU seconds of this thread
+
+    def plan(self, batch):
+        return None
+
+    def __call__(self, batch, plan, kv):
+        self.run_idle(batch.num_tokens, True)
+        return torch.zeros(len(batch.logit_rows_R), VOCAB_SIZE)
+
+    def run_idle(self, max_rank_tokens, all_ranks_decode):
+        start_s, cpu_s, meeting_s = time.monotonic(), time.thread_time(), 0.0
+        if distributed.is_initialized():
+            distributed.all_reduce(torch.zeros(8))
+            between_s = time.monotonic()
+            distributed.all_reduce(torch.zeros(8))
+            meeting_s = time.monotonic() - between_s
+        self.notes.append((start_s, meeting_s, cpu_s))
+
+
+def build(setup, links=None):
+    torch.set_num_threads(1)
+    model, config = NullModel(), setup.config
+    rank = 0 if links is None else links.rank
+    if links is None:
+        runs = EngineCore(config, model)
+    else:
+        runs = EngineCore(config, model, ranks=links) if links.leads else Follower(config, links, model)
+    model.notes.clear()
+    stats = runs.stats
+
+    def noting_stats():  # the heartbeat asks four times a second
+        (config.model / f"{rank}.json").write_text(json.dumps(model.notes))
+        return stats()
+
+    runs.stats = noting_stats
+    return runs
+
+
+if __name__ == "__main__":
+    main(build)

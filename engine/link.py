@@ -1,0 +1,238 @@
+"""`EngineLink`: requests to the engine and streams of their outputs, in an HTTP process. No torch, no text, no process.
+
+`engine.client.EngineClient` is the link of the process that starts the engine, `engine.member.EngineMember` that of a
+process that joins an engine which another one has started.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+import msgspec
+import zmq
+
+from engine.admission import NoPlaceError, Places
+from engine.config import EngineConfig
+from engine.errors import RequestError
+from engine.messages import FOUNDER, Abort, Add, Beat, FromEngine, Held, Outputs, Ready, ToEngine, bind, new_address
+from engine.types import EngineInfo, EngineOutput, EngineRequest, EngineStats
+from engine.validate import RequestLimits, check_request, overloaded_output, refusal_output
+from loaders.phases import StartProgress
+
+_LOADING = "the model is still loading; try again later"
+_STOPPED = "the engine has stopped; the request cannot be finished"
+
+logger = logging.getLogger("engine.client")
+
+
+@dataclass(slots=True)
+class _Stream:
+    """A request that has not had its last output."""
+
+    deliver: Callable[[EngineOutput], None]
+    abort_sent: bool = False
+
+
+class EngineLink:
+    """Requests, their outputs and the engine's health. All methods belong to one event loop.
+
+    Liveness is `alive` and a small `heartbeat_age_s`; readiness is `ready`. Request ids must never be used twice.
+    """
+
+    def __init__(self, config: EngineConfig, *, origin: int = FOUNDER, places: Places | None = None) -> None:
+        """`places` are those of the requests sent from here; None if the engine process keeps them."""
+        self.config = config
+        self.info: EngineInfo | None = None
+        self.failure: str | None = None
+        self.stats: EngineStats | None = None
+        self.start_progress: StartProgress | None = None  # while the engine loads; None until its first message
+        self._origin = origin
+        self._places = places
+        self._streams: dict[str, _Stream] = {}
+        self._limits: RequestLimits | None = None
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
+        self._is_open = False
+        self._closing = False
+        self._progress_s = time.monotonic()
+
+    @property
+    def ready(self) -> bool:
+        """True when requests are served: loaded, not failed, not closing."""
+        return self.info is not None and self.alive
+
+    @property
+    def alive(self) -> bool:
+        """True while the engine, as far as is known, exists and has not given up."""
+        return self._is_open and self.failure is None and not self._closing
+
+    @property
+    def heartbeat_age_s(self) -> float:
+        """Seconds since the step loop's last known iteration; while loading, since the last message of the process.
+
+        A busy loop iterates after every chunk of a prompt, an idle one four times a second. So this grows only if a
+        step hangs, or the process is stopped or gone.
+        """
+        return time.monotonic() - self._progress_s
+
+    def submit(self, request: EngineRequest, deliver: Callable[[EngineOutput], None]) -> None:
+        """Start a request. `deliver` gets its outputs as they arrive, the last one with a finish reason.
+
+        A refusal is delivered as the last output, before this returns unless the engine process keeps the places.
+        `deliver` must not raise.
+
+        Raises:
+            ValueError: the request id is in use.
+        """
+        refusal = self._refuse(request)
+        if refusal is not None:
+            deliver(refusal)
+            return
+        self._streams[request.request_id] = _Stream(deliver)
+        self._send(Add(request, self._origin))
+
+    def drop(self, request_id: str) -> None:
+        """End a request without any further output. Does nothing if it is over or unknown."""
+        self.abort(request_id)
+        self._forget(request_id)
+
+    async def generate(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
+        """Outputs of the request. The last one always has a finish reason.
+
+        Closing the iterator before that output has arrived drops the request.
+        """
+        outputs: asyncio.Queue[EngineOutput] = asyncio.Queue()
+        self.submit(request, outputs.put_nowait)
+        is_over = False
+        try:
+            while not is_over:
+                output = await outputs.get()
+                is_over = output.finish_reason is not None
+                yield output
+        finally:
+            if not is_over:
+                self.drop(request.request_id)
+
+    def abort(self, request_id: str) -> None:
+        """End a request early; its stream gets a last output. Does nothing if it is over or unknown."""
+        stream = self._streams.get(request_id)
+        if stream is not None and not stream.abort_sent:
+            stream.abort_sent = True
+            self._send(Abort(request_id))
+
+    def fail(self, message: str) -> None:
+        """The engine is gone: end all requests with an error. Only the first call counts."""
+        if self.failure is None and not self._closing:
+            self.failure = message
+            self._end_streams()
+
+    def _open(self, requests_address: str) -> str:
+        """Open both sockets; returns the address for outputs."""
+        outputs_address = new_address()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._outputs = self._context.socket(zmq.PULL)
+        self._outputs.set_hwm(0)
+        bind(self._outputs, outputs_address)
+        self._requests = self._context.socket(zmq.PUSH)
+        self._requests.set_hwm(0)
+        self._requests.setsockopt(zmq.RECONNECT_IVL, 20)
+        self._requests.connect(requests_address)
+        asyncio.get_running_loop().add_reader(self._outputs.fileno(), self._read_messages)
+        self._is_open = True
+        self._progress_s = time.monotonic()
+        return outputs_address
+
+    def _close(self) -> None:
+        """Close the sockets."""
+        asyncio.get_running_loop().remove_reader(self._outputs.fileno())
+        self._context.destroy(linger=0)
+        self._is_open = False
+
+    def _refuse(self, request: EngineRequest) -> EngineOutput | None:
+        """The refusal of a request that cannot go to the engine; None to send it."""
+        request_id = request.request_id
+        if request_id in self._streams:
+            raise ValueError(f"request id {request_id!r} is in use: ids must be unique")
+        if not self.alive or self._limits is None:
+            is_loading = self.alive
+            return EngineOutput(
+                request_id=request_id,
+                finish_reason="error",
+                error=_LOADING if is_loading else _STOPPED,
+                overloaded=is_loading,
+            )
+        try:
+            check_request(request, self._limits)
+        except RequestError as error:
+            return refusal_output(request_id, error)
+        return None if self._places is None else self._take_place(self._places, request)
+
+    def _take_place(self, places: Places, request: EngineRequest) -> EngineOutput | None:
+        """Take a place, maybe that of another client's request, which gets the 429; else returns the refusal."""
+        try:
+            loser = places.take(request.request_id, (request.client, request.connection))
+        except NoPlaceError:
+            return overloaded_output(request.request_id, places.num_places)
+        if loser is not None:
+            self.abort(loser)
+            stream = self._streams.pop(loser)
+            stream.deliver(overloaded_output(loser, places.num_places))
+        return None
+
+    def _send(self, message: ToEngine) -> None:
+        with contextlib.suppress(zmq.ZMQError):  # the engine is gone: its streams have been ended
+            self._requests.send(self._encoder.encode(message), zmq.NOBLOCK)
+
+    def _read_messages(self) -> None:
+        """Take everything that has arrived; the descriptor signals again only after that."""
+        while self._outputs.getsockopt(zmq.EVENTS) == zmq.POLLIN:
+            self._handle(self._decoder.decode(self._outputs.recv(zmq.NOBLOCK)))
+
+    def _handle(self, message: FromEngine) -> None:
+        now_s = time.monotonic()
+        if isinstance(message, Outputs):
+            self._progress_s = now_s
+            for output in message.outputs:
+                self._deliver(output)
+        elif isinstance(message, Beat):
+            self._progress_s = max(self._progress_s, now_s - message.loop_age_s)
+            self.stats = message.stats or self.stats
+            self.start_progress = message.start
+        elif isinstance(message, Held):
+            self._note_held(message)
+        elif isinstance(message, Ready):
+            info = message.info
+            self._progress_s = now_s
+            self.start_progress = None
+            self._limits = RequestLimits(
+                vocab_size=info.vocab_size,
+                max_model_len=info.max_model_len,
+                num_kv_tokens=info.num_kv_tokens,
+            )
+            self.info = info
+        else:
+            self.fail(message.message)
+
+    def _note_held(self, held: Held) -> None:
+        """Only a process that has joined is told, see `engine.member`."""
+
+    def _deliver(self, output: EngineOutput) -> None:
+        stream = self._streams.get(output.request_id)
+        if stream is not None:  # else its reader has left
+            if self._places is not None:
+                self._places.on_output(output.request_id)
+            if output.finish_reason is not None:
+                self._forget(output.request_id)
+            stream.deliver(output)
+
+    def _forget(self, request_id: str) -> None:
+        self._streams.pop(request_id, None)
+        if self._places is not None:
+            self._places.free(request_id)
+
+    def _end_streams(self) -> None:
+        for request_id in list(self._streams):
+            self._deliver(EngineOutput(request_id=request_id, finish_reason="error", error=_STOPPED))

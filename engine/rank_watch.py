@@ -1,0 +1,89 @@
+"""`RankWatch`: decides from beats, last words and exits whether the ranks are well, and whose fault it is if not.
+
+Ranks fail together: when one dies, the others lose their connections to it and fail a moment later. So after the first
+sign the watch waits for a moment, and then blames, in this order: a rank that was killed, one that ended without a
+word, the one that failed first. Pure policy: no clock, no processes.
+"""
+
+from collections.abc import Iterable
+
+from engine.messages import EXIT_FAILED, Beat, Failed
+from engine.process import describe_exit
+from engine.types import EngineStats
+
+TICK_S = 0.2
+_SETTLE_TICKS = 3
+_SILENT_TICKS = 18  # 3.6 s without a beat; beats come four times a second
+
+
+class RankWatch:
+    """Tell it everything that happens, and call `tick` every `TICK_S` seconds.
+
+    Time is counted in ticks: if the watching process itself is stopped for a while, the ranks seem no older after it.
+    """
+
+    def __init__(self, ranks: Iterable[int]) -> None:
+        self._silent_ticks = dict.fromkeys(ranks, 0)
+        self._loop_age_s = dict.fromkeys(self._silent_ticks, 0.0)
+        self._stats: dict[int, EngineStats] = {}
+        self._has_loaded = False
+        self._words: list[Failed] = []
+        self._exits: dict[int, int] = {}
+        self._num_ticks_of_failure = 0
+
+    @property
+    def loop_age_s(self) -> float:
+        """Seconds since the slowest rank began its current step, as of its last beat."""
+        return max(self._loop_age_s.values())
+
+    def stats(self) -> EngineStats | None:
+        """The sums over the ranks that schedule; None before the first beat of a loaded one."""
+        names = EngineStats.__struct_fields__
+        if not self._stats:
+            return None
+        return EngineStats(**{name: sum(getattr(each, name) for each in self._stats.values()) for name in names})
+
+    def on_beat(self, beat: Beat) -> None:
+        """A rank's heartbeat."""
+        self._silent_ticks[beat.rank] = 0
+        self._loop_age_s[beat.rank] = beat.loop_age_s
+        if beat.stats is not None:
+            self._stats[beat.rank] = beat.stats
+
+    def on_loaded(self) -> None:
+        """All ranks serve. Before that a rank may hold up its beats: importing and loading block other threads."""
+        self._has_loaded = True
+        self._silent_ticks = dict.fromkeys(self._silent_ticks, 0)
+
+    def on_failed(self, failed: Failed) -> None:
+        """A rank's last word."""
+        self._words.append(failed)
+
+    def on_exit(self, rank: int, status: int) -> None:
+        """A rank's process has ended; nobody told it to."""
+        self._exits[rank] = status
+
+    def tick(self) -> str | None:
+        """Why the engine cannot go on, or None."""
+        silent = []
+        if self._has_loaded:
+            for rank in self._silent_ticks:
+                self._silent_ticks[rank] += 1
+            silent = [rank for rank, ticks in self._silent_ticks.items() if ticks > _SILENT_TICKS]
+        if self._words or self._exits:
+            self._num_ticks_of_failure += 1
+            return self._cause() if self._num_ticks_of_failure > _SETTLE_TICKS else None
+        if silent:
+            return f"rank {silent[0]} has sent no heartbeat for {_SILENT_TICKS * TICK_S:.1f} s"
+        return None
+
+    def _cause(self) -> str:
+        silent_exits = {rank: status for rank, status in self._exits.items() if status != EXIT_FAILED}
+        if silent_exits:
+            rank = min(silent_exits, key=lambda each: silent_exits[each])  # a signal is a negative status
+            log_hint = "; its log says why" if silent_exits[rank] >= 0 else ""
+            return f"the process of rank {rank} {describe_exit(silent_exits[rank])}{log_hint}"
+        if self._words:
+            first = min(self._words, key=lambda word: word.time_s)
+            return f"rank {first.rank}: {first.message}" if self._has_loaded else first.message
+        return f"the process of rank {next(iter(self._exits))} failed; its log says why"

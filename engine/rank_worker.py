@@ -1,0 +1,132 @@
+"""The process of one rank of many. The first rank of a tensor-parallel group is an engine process like any other; the
+others follow it. Started by `engine.rank_client` on host 0 and by `engine.node` on the others.
+"""
+
+import logging
+import os
+import threading
+import traceback
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import zmq
+
+from engine.messages import RankSetup, Ready, Shutdown, ToEngine, Wake, WorkerSetup
+from engine.worker import HasStats, Worker, limit_threads, read_setup
+from loaders.phases import StartPhases
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
+    from engine.rank_links import RankLinks
+
+logger = logging.getLogger("engine.worker")
+Build = Callable[[WorkerSetup, "RankLinks", StartPhases], HasStats]
+
+EXIT_LOST = 4  # exit status of a rank that host 0 has left or ended
+PULSE = b"goes on"  # on the socket of the pulse, a few times a second
+PULSE_END = b"is over"
+_PULSE_LOST_S = 10.0
+
+
+class RankWorker(Worker):
+    """An engine process that knows of other ranks."""
+
+    def __init__(self, setup: WorkerSetup, place: RankSetup, store: "Store | None") -> None:
+        """`store` is None where the parent is told how the start goes on before ranks can meet."""
+        super().__init__(setup, place.rank)
+        self._place = place
+        self._store = store
+        self._links: RankLinks | None = None
+
+    def run_rank(self, build: Build) -> int:
+        """As `run`; `build` also gets the connections to other ranks."""
+        return self.run(lambda setup, phases: self._connect_and_build(setup, phases, build))
+
+    def _connect_and_build(self, setup: WorkerSetup, phases: StartPhases, build: Build) -> HasStats:
+        from engine.rank_links import RankLinks, connect_store
+
+        store = self._store or connect_store(self._place)
+        if self._place.rank == 0:
+            store.set("outputs", self._place.outputs_address)
+            store.set("pulse", self._place.pulse_address)
+        self._links = RankLinks(setup.config, self._place, store, self._context, self._requests)
+        return build(setup, self._links, phases)
+
+    def _log(self, error: Exception) -> None:
+        """One line if the others are lost: the rank that is to blame has more to say."""
+        if _is_of_collective(error):
+            logger.warning("rank %d has lost other ranks: %s", self._rank, str(error).splitlines()[0])
+        else:
+            super()._log(error)
+
+    def _make_ready(self, core: HasStats) -> Ready:
+        is_far = self._store is not None
+        address = self._links.requests_address if is_far and self._links is not None else None
+        return Ready(core.info, self._rank, address)
+
+    def _serve(self, core: Any) -> None:
+        links = self._links
+        if links is None:
+            raise RuntimeError("a rank serves before it is connected")
+        if links.leads:
+            while not links.is_stopped:
+                if not self._take_requests(core):
+                    links.wants_stop = True
+                self._origins.send_outputs(core.step())
+        else:
+            core.follow(self._heartbeat.turn)
+        links.close()
+
+    def _take_other(self, message: ToEngine) -> bool:
+        if isinstance(message, Wake) and self._links is not None:
+            self._links.agreement.wake(message.num_waits)
+        return not isinstance(message, Shutdown)
+
+
+def _is_of_collective(error: Exception) -> bool:
+    """Whether torch.distributed raised it."""
+    modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return bool(modules) and modules[-1].startswith("torch.distributed")
+
+
+def build_rank(setup: WorkerSetup, links: "RankLinks", phases: StartPhases) -> HasStats:
+    """The core of a rank that schedules, or a rank that follows it; `phases` is the record of its start."""
+    from engine.core import EngineCore
+    from engine.ranked_executor import Follower
+
+    limit_threads(setup.config)
+    if links.leads:
+        return EngineCore(setup.config, ranks=links, phases=phases)
+    return Follower(setup.config, links, phases=phases)
+
+
+def _exit_without_pulse(address: str) -> None:
+    """Thread body on hosts other than 0: end this process when host 0 says so, or has said nothing for long."""
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.SUB)
+    socket.subscribe(b"")
+    socket.connect(address)
+    while socket.poll(int(_PULSE_LOST_S * 1000)) and socket.recv() != PULSE_END:
+        pass
+    os._exit(EXIT_LOST)
+
+
+def main(build: Build = build_rank) -> None:
+    """Entry of the process; `build` makes what runs in its loop."""
+    setup = read_setup()
+    place, store = setup.place, None
+    if place is None:
+        raise RuntimeError("a rank needs a place among the others")
+    if not setup.outputs_address:  # this is not host 0
+        from engine.rank_links import connect_store
+
+        store = connect_store(place)
+        setup = msgspec.structs.replace(setup, outputs_address=store.get("outputs").decode())
+        pulse = store.get("pulse").decode()
+        threading.Thread(target=_exit_without_pulse, args=(pulse,), name="pulse", daemon=True).start()
+    raise SystemExit(RankWorker(setup, place, store).run_rank(build))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""One of several HTTP processes: the application around an engine that the supervisor has started. Run by it.
+
+It ignores signals, because the supervisor decides when to stop, and ends at once when the supervisor is gone.
+"""
+
+import asyncio
+import pickle
+import signal
+import socket
+import sys
+import threading
+
+import uvloop
+
+from engine.member import EngineMember
+from engine.process import exit_with_parent
+from server import streams
+from server.api_process import ApiSetup
+from server.api_server import ApiServer
+from server.app import create_app
+from server.board import Board, SharedTally, Turn
+from server.sampling_defaults import read_sampling_defaults
+from server.service import load_checked_tokenizer
+from server.tally import Sharing
+
+
+async def _serve(setup: ApiSetup) -> None:
+    board = Board(setup.board_descriptor, setup.num_workers, setup.started_s)
+    tally = SharedTally(board, setup.index)
+    engine = EngineMember(setup.engine_config, origin=setup.origin)
+    app = create_app(
+        engine,
+        load_checked_tokenizer(setup.engine_config.model),
+        setup.server_config,
+        read_sampling_defaults(setup.engine_config.model),
+        Sharing(tally=tally, turn=Turn(board), num_held_by_client=lambda: engine.num_by_client),
+    )
+    engine.on_freed = app.state.context.gate.on_freed
+    engine.join(setup.requests_address)
+    with socket.socket(fileno=setup.channel_descriptor) as channel:
+        server = ApiServer(app, setup.server_config, channel=channel, tally=tally, on_engine_failure=engine.fail)
+        await server.serve()
+    engine.close()
+
+
+def main() -> None:
+    """Entry of the process."""
+    for sig in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(sig, signal.SIG_IGN)
+    setup: ApiSetup = pickle.load(sys.stdin.buffer)
+    threading.Thread(target=exit_with_parent, name="parent-watch", daemon=True).start()
+    streams.log_to_stderr(setup.server_config.log_level)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(setup))
+
+
+if __name__ == "__main__":
+    main()

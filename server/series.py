@@ -1,0 +1,78 @@
+"""Counters and histograms that keep their numbers in a `Tally`, and show them as Prometheus families."""
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
+
+from server.tally import Tally
+
+_SEPARATOR = "\0"  # no command line value, header or route holds it
+_SUM = "sum"
+
+
+class Counter:
+    """A number that only grows, for each combination of its labels. Without labels it is shown from the start."""
+
+    def __init__(self, tally: Tally, name: str, text: str, label_names: Sequence[str] = ()) -> None:
+        self._tally = tally
+        self.name = name
+        self._text = text
+        self._label_names = label_names
+
+    def inc(self, *labels: str, by: float = 1) -> None:
+        """Add to the number with these labels."""
+        self._tally.add(_SEPARATOR.join((self.name, *labels)), by)
+
+    def family(self, series: Mapping[tuple[str, ...], float]) -> Metric:
+        """The family, from all its numbers by labels."""
+        family = CounterMetricFamily(self.name, self._text, labels=self._label_names)
+        for labels, value in (series or ({} if self._label_names else {(): 0.0})).items():
+            family.add_metric(labels, value, created=self._tally.started_s)
+        return family
+
+
+class Histogram:
+    """How often a number fell into which of the buckets, which are upper bounds, for each combination of labels."""
+
+    def __init__(
+        self, tally: Tally, name: str, text: str, label_names: Sequence[str], buckets: Sequence[float]
+    ) -> None:
+        self._tally = tally
+        self.name = name
+        self._text = text
+        self._label_names = label_names
+        self._bounds = (*map(float, buckets), math.inf)
+
+    def observe(self, *labels: str, value: float) -> None:
+        """Count one number."""
+        bound = _text_of(self._bounds[bisect_left(self._bounds, value)])
+        self._tally.add(_SEPARATOR.join((self.name, *labels, bound)), 1)
+        self._tally.add(_SEPARATOR.join((self.name, *labels, _SUM)), value)
+
+    def family(self, series: Mapping[tuple[str, ...], float]) -> Metric:
+        """The family, from all its numbers by labels and bucket."""
+        family = HistogramMetricFamily(self.name, self._text, labels=self._label_names)
+        for labels in dict.fromkeys(key[:-1] for key in series):
+            buckets, count = [], 0.0
+            for bound in map(_text_of, self._bounds):
+                count += series.get((*labels, bound), 0.0)
+                buckets.append((bound, count))
+            family.add_metric(labels, buckets, series.get((*labels, _SUM), 0.0))
+            names = dict(zip(self._label_names, labels, strict=True))
+            family.add_sample(f"{self.name}_created", names, self._tally.started_s)
+        return family
+
+
+def families(metrics: Iterable[Counter | Histogram], totals: Mapping[str, float]) -> list[Metric]:
+    """All families, from the totals of a tally."""
+    by_name: dict[str, dict[tuple[str, ...], float]] = {}
+    for key, value in totals.items():
+        name, *labels = key.split(_SEPARATOR)
+        by_name.setdefault(name, {})[tuple(labels)] = value
+    return [metric.family(by_name.get(metric.name, {})) for metric in metrics]
+
+
+def _text_of(bound: float) -> str:
+    return "+Inf" if bound == math.inf else repr(bound)

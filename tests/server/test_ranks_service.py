@@ -1,0 +1,192 @@
+"""The whole service with several ranks: on one host, on two loopback addresses as two hosts, and under torchrun."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from tests.engine.fake_rank_worker import POISON
+from tests.server.conftest import wait_until
+from tests.server.service_process import ROOT, ServiceProcess, free_port, has_ended, model_folder, start
+
+pytestmark = pytest.mark.ranks
+
+SCRIPTED_RANKS = """
+import sys
+import engine.rank_processes
+engine.rank_processes.RANK_MODULE = "tests.engine.fake_rank_worker"
+from server.start import main
+sys.exit(main())
+"""
+DP2 = ("--data-parallel-size", "2", "--expert-parallel-size", "2")
+TP2 = ("--tensor-parallel-size", "2")
+LONG = {"prompt": [5, 6, 7], "max_tokens": 300, "temperature": 0, "ignore_eos": True}
+
+
+def start_ranks(folder, *argv, kind="fine", **popen):
+    folder.mkdir(exist_ok=True)
+    env = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
+    return start(folder, kind, "--device", "cpu", *argv, code=SCRIPTED_RANKS, env=env, **popen)
+
+
+class Asking(threading.Thread):
+    """A request in the background; its status, or the error that ended its connection."""
+
+    def __init__(self, service, fields):
+        super().__init__()
+        self._service, self._fields = service, fields
+        self.status = None
+        self.start()
+
+    def run(self):
+        with self._service.http() as http:
+            try:
+                self.status = http.post("/v1/completions", json=self._fields).status_code
+            except httpx2.TransportError as error:
+                self.status = error
+
+
+def descendants(pid):
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(child) for child in children]
+
+
+def test_ranks_of_one_host_serve_and_end_at_sigterm(tmp_path):
+    with start_ranks(tmp_path, *DP2) as service, service.http() as http:
+        pids = descendants(service.process.pid)
+        assert len(pids) == 2
+        answers = {http.post("/v1/completions", json={**LONG, "max_tokens": 20}).text.split('"text"')[1] for _ in "abc"}
+        assert len(answers) == 1
+        wait_until(lambda: http.get("/health").json()["stats"]["num_pages_used"] == 0)
+        service.signal(signal.SIGTERM)
+        assert service.process.wait(20) == 0
+        assert all(map(has_ended, pids))
+        assert "Traceback" not in service.err
+
+
+def test_two_http_processes_share_the_ranks(tmp_path):
+    with start_ranks(tmp_path, *TP2, "--api-workers", "2") as service, service.http() as http:
+        asked = [Asking(service, {**LONG, "prompt": [i], "max_tokens": 30}) for i in range(8)]
+        for each in asked:
+            each.join(30)
+        assert {each.status for each in asked} == {200}
+        wait_until(lambda: http.get("/health").json()["stats"]["num_pages_used"] == 0)
+        service.signal(signal.SIGTERM)
+        assert service.process.wait(20) == 0
+
+
+@pytest.mark.parametrize("how", ["kill", "stop"])
+def test_a_dead_rank_ends_the_service_with_status_1(tmp_path, how):
+    with start_ranks(tmp_path, *TP2, kind=f"{how}-1") as service:
+        assert service.url
+        pids = descendants(service.process.pid)
+        others = [Asking(service, LONG) for _ in range(4)]
+        with service.http() as http:
+            wait_until(lambda: http.get("/health").json()["stats"]["num_running"] == 4)
+        start_s = time.monotonic()
+        poison = Asking(service, {**LONG, "prompt": [POISON]})
+        for each in (poison, *others):
+            each.join(30)
+        assert time.monotonic() - start_s < 5
+        assert {each.status for each in (poison, *others)} == {500}
+        assert service.process.wait(20) == 1
+        assert all(map(has_ended, pids))
+        for left in (*Path("/dev/shm").iterdir(), *Path("/tmp").iterdir()):
+            assert not [pid for pid in (service.process.pid, *pids) if str(pid) in left.name]
+
+
+def start_hosts(stack, folder, layout, kind="fine"):
+    """Two services that are two hosts: at 127.0.0.2, where host 0 is, and at 127.0.0.1."""
+    hosts = ("--nnodes", "2", "--master-addr", "127.0.0.2", "--master-port", str(free_port()))
+    return [
+        stack.enter_context(start_ranks(folder / str(rank), *layout, *hosts, "--node-rank", str(rank), kind=kind))
+        for rank in (1, 0)
+    ][::-1]
+
+
+@pytest.mark.parametrize("layout", [TP2, DP2], ids=["tp2", "dp2"])
+def test_two_hosts_serve_and_end_together(tmp_path, layout):
+    with ExitStack() as stack:
+        service, far = start_hosts(stack, tmp_path, layout)
+        with service.http() as http:
+            asked = [Asking(service, {**LONG, "prompt": [i], "max_tokens": 30}) for i in range(8)]
+            for each in asked:
+                each.join(30)
+            assert {each.status for each in asked} == {200}
+            wait_until(lambda: http.get("/health").json()["stats"]["num_pages_used"] == 0)
+        assert "host 1 of 2 runs ranks 1" in far.out
+        far.signal(signal.SIGTERM)  # Kubernetes tells all hosts at once: this one waits for host 0
+        time.sleep(0.5)
+        assert far.process.poll() is None
+        service.signal(signal.SIGTERM)
+        assert service.process.wait(20) == 0
+        assert far.process.wait(20) == 0
+        assert "Traceback" not in service.err + far.err
+
+
+@pytest.mark.parametrize("victim", ["rank", "host", "host 0"])
+def test_what_dies_on_one_host_ends_the_other(tmp_path, victim):
+    with ExitStack() as stack:
+        service, far = start_hosts(stack, tmp_path, DP2)
+        assert service.url
+        pids = [*descendants(service.process.pid), *descendants(far.process.pid)]
+        asked = [Asking(service, {**LONG, "prompt": [i]}) for i in range(4)]
+        with service.http() as http:
+            wait_until(lambda: http.get("/health").json()["stats"]["num_running"] == 4)
+        start_s = time.monotonic()
+        dead = {"rank": pids[1], "host": far.process.pid, "host 0": service.process.pid}[victim]
+        os.kill(dead, signal.SIGKILL)
+        for each in asked:
+            each.join(30)
+        assert time.monotonic() - start_s < 5
+        if victim == "host 0":
+            assert not {200, 500} & {each.status for each in asked}
+        else:
+            assert {each.status for each in asked} == {500}
+            assert service.process.wait(20) == 1
+        assert far.process.wait(20) == (-signal.SIGKILL if victim == "host" else 1)
+        wait_until(lambda: all(map(has_ended, pids)), 20)
+        assert ("killed by signal 9" in far.err) == (victim == "rank")
+
+
+def test_torchrun_starts_the_ranks(tmp_path):
+    model, port = model_folder(tmp_path, "fine"), free_port()
+    script = tmp_path / "serve.py"
+    script.write_text(SCRIPTED_RANKS)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    flags = ["--port", str(port), "--model", str(model), "--device", "cpu", *TP2]
+    env = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    with (
+        open(tmp_path / "out", "w") as out,
+        open(tmp_path / "err", "w") as err,
+        subprocess.Popen([*command, *flags], cwd=ROOT, stdout=out, stderr=err, env=env) as process,
+    ):
+        try:
+            service = ServiceProcess(process, tmp_path)
+            with service.http() as http:
+                assert http.post("/v1/completions", json={**LONG, "max_tokens": 9}).status_code == 200
+            process.send_signal(signal.SIGTERM)
+            process.wait(40)
+        finally:
+            process.kill()
+        wait_until(lambda: not descendants_named(str(model)), 20)
+
+
+def descendants_named(text):
+    """Processes whose command line has this text."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                line = (folder / "cmdline").read_bytes().decode(errors="replace")
+            except OSError:
+                continue
+            found += [folder.name] if text in line else []
+    return found
