@@ -9,7 +9,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from tests.engine.fakes import _PRIME, FakeModel, fake_core
+from tests.engine.fakes import _PRIME, FakeModel, fake_core, in_both_orders
 from tests.engine.requests import request, tokens_of
 
 MAX_LEN = 96
@@ -76,6 +76,7 @@ def play(core, asked, aborted_at):
 
 
 @pytest.mark.parametrize("settings", LOADS, ids=["few pages", "small chunks, no cache", "pages of a token"])
+@in_both_orders
 def test_every_token_is_the_one_of_a_request_that_is_alone(make_core, settings):
     num_preemptions = 0
     for seed in range(6):

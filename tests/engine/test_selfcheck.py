@@ -10,9 +10,9 @@ import pytest
 from engine.client import EngineClient
 from engine.config import EngineConfig
 from engine.core import EngineCore
+from model.errors import ModelSettingsError
 from moe import SelfCheckError
 from moe.backends.torch.backend import TorchBackend
-from moe.errors import MoeConfigError, UnsupportedPathError
 from tests.engine import corrupt_worker
 from tests.tables import rows
 
@@ -60,13 +60,7 @@ def test_an_engine_process_with_a_corrupted_layout_never_becomes_ready() -> None
     assert re.search(WRONG, failure)
 
 
-@rows(
-    "settings, error, words",
-    ({"moe_a2a_backend": "deepep", "moe_backend": "torch"}, MoeConfigError, "needs a process group"),
-    ({"moe_a2a_backend": "mori"}, UnsupportedPathError, "mori"),
-)
-def test_transports_that_cannot_work_are_refused(
-    settings: dict[str, object], error: type[Exception], words: str
-) -> None:
-    with pytest.raises(error, match=words):
-        EngineCore(config(**settings))
+@rows("name", "deepep", "mori")
+def test_a_transport_without_other_ranks_is_refused(name: str) -> None:
+    with pytest.raises(ModelSettingsError, match=rf"moe_a2a_backend is {name}.*but there is one rank: set it to none"):
+        EngineCore(config(moe_a2a_backend=name, moe_backend="torch"))

@@ -9,6 +9,7 @@ import torch
 
 from engine import core, worker
 from engine.config import EngineConfig
+from loaders.phases import StartPhases
 from tests.tables import rows
 
 
@@ -20,7 +21,7 @@ def test_g09_a_step_takes_all_usable_cpus_but_one_unless_told(
     monkeypatch.setattr("moe.cpu.threads.usable_cpus", lambda: usable)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
     monkeypatch.setattr(torch, "set_num_threads", taken.append)
-    monkeypatch.setattr(core, "EngineCore", lambda config: None)
+    monkeypatch.setattr(core, "EngineCore", lambda config, phases: None)
     setup: Any = SimpleNamespace(config=EngineConfig(model=Path("unread"), num_threads=wanted))
-    worker.build_core(setup)
+    worker.build_core(setup, StartPhases())
     assert taken == [threads]

@@ -12,12 +12,18 @@ from model.config import ModelSettings
 from model.read_ahead import ExpertReader
 from model.registry import build_model
 from moe.formats import Bf16Weight, ExpertWeights
-from tests.model.gloo_rank import logits_of
+from tests.model.paged import PagedCache, run
 
 CPU = torch.device("cpu")
 ASSETS = Path(__file__).parents[2] / "assets" / "tiny-gpt-oss"
 NAMES = Checkpoint.open(ASSETS).names()
 STEPPED = ("loading weights", "processing weights", "self-check")
+
+
+def logits_of(model):
+    cache = PagedCache(model.kv_specs)
+    with torch.inference_mode():
+        return run(model, cache.batch({"a": [3, 1, 4, 1, 5, 9, 2, 6], "b": [7, 8]}, all_logits=True), cache.layers)
 
 
 def experts(layer):
