@@ -58,4 +58,4 @@ class PacedCore:
 
 
 if __name__ == "__main__":
-    main(lambda _setup: PacedCore(float(os.environ[STEP_S])))  # type: ignore[arg-type]
+    main(lambda _setup, _phases: PacedCore(float(os.environ[STEP_S])))  # type: ignore[arg-type]

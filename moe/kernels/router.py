@@ -18,7 +18,7 @@ from moe.kernels.pdl import pdl_options
 from moe.routing import StandardTopK
 
 _FEW_BLOCK_T, _MANY_BLOCK_T, _BLOCK_H = 16, 64, 64
-_MANY_TOKENS = 2048  # from here on, large blocks fill the GPU
+_MOST_FEW_TOKENS = 1024  # above, large blocks fill the GPU
 MAX_PARTS = tl.constexpr(16)
 _PROGRAMS = 128  # enough that every processor reads a part of the weights
 _LARGEST = tl.constexpr(3.4028234663852886e38)
@@ -143,7 +143,7 @@ def route(
     weights_TK = torch.empty(num_tokens, config.top_k, dtype=torch.float32, device=x_TH.device)
     if not num_tokens:
         return StandardTopK(weights_TK, ids_TK)
-    block_t = _FEW_BLOCK_T if num_tokens < _MANY_TOKENS else _MANY_BLOCK_T
+    block_t = _FEW_BLOCK_T if num_tokens <= _MOST_FEW_TOKENS else _MANY_BLOCK_T
     num_blocks = triton.cdiv(num_tokens, block_t)
     num_parts = max(1, min(MAX_PARTS.value, _PROGRAMS // num_blocks, triton.cdiv(hidden, _BLOCK_H)))
     is_split = num_parts > 1

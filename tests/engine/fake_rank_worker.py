@@ -79,7 +79,7 @@ def _do(fault):
             time.sleep(SLOW_S)
 
 
-def build(setup, links):
+def build(setup, links, phases):
     fault, _, rank = setup.config.model.name.partition("-")
     fault = None if fault == "fine" else fault if rank == str(links.rank) else "elsewhere"
     if fault == "missing":

@@ -9,12 +9,13 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+import torch
 import zmq
 
 from engine.agreement import Agreement, Word
 from engine.config import EngineConfig
 from engine.core import EngineCore
-from engine.cuda_graphs import DecodeGraphs
+from engine.cuda_graphs import DecodeGraphs, GraphSettings
 from engine.errors import EngineConfigError
 from engine.load import rank_device_name
 from engine.messages import EXIT_FAILED, Beat, Failed, RankSetup, new_address
@@ -102,7 +103,7 @@ def test_a_single_scheduler_agrees_with_itself():
 
 def beat(rank, **numbers):
     names = EngineStats.__struct_fields__
-    return Beat(EngineStats(**dict.fromkeys(names, 0) | numbers) if numbers else None, 0.0, rank)
+    return Beat(EngineStats(**dict.fromkeys(names, 0) | numbers) if numbers else None, 0.0, rank=rank)
 
 
 def watch_of(num_ranks, *events, num_ticks=5):
@@ -202,7 +203,8 @@ def test_choices_of_one_prompt_stay_together_and_full_schedulers_get_nothing():
 def make_batch(num_rows):
     rows = [StepRow(i, 10 * i, 1, True, 1) for i in range(num_rows)]
     numbers = np.arange(3 * num_rows, dtype=np.int64).reshape(3, -1)
-    return StepBatch(rows, *numbers, np.zeros((4, 3), np.int32), True, True, 300)
+    sliding = numbers[2] + 1, np.ones((2, 3), np.int32)
+    return StepBatch(rows, *numbers, np.zeros((4, 3), np.int32), True, *sliding, True, 300)
 
 
 def test_steps_reach_all_that_follow_in_order():
@@ -356,7 +358,12 @@ class Replays:
 
 
 def test_ranks_replay_the_graph_of_the_largest_step_together_or_none():
-    graphs = DecodeGraphs(FakeModel(), [], page_size=4, max_num_seqs=8, max_model_len=64, spare_page=3)
+    model = FakeModel()
+    settings = GraphSettings(
+        model=model, kv=[], logits_MV=torch.zeros(9, model.vocab_size), page_size=4, max_num_seqs=8, max_model_len=64,
+        spare_page=3, is_sliding=False,
+    )  # fmt: skip
+    graphs = DecodeGraphs(settings)
     log = []
     graphs._graphs = {size: Replays(size, log) for size in graphs.sizes}
     runner = ModelRunner(FakeModel(), [], page_size=4, max_num_seqs=8, max_model_len=64)
@@ -366,6 +373,8 @@ def test_ranks_replay_the_graph_of_the_largest_step_together_or_none():
             *np.array([[7], [3], [3]]),
             np.zeros((0, 3), np.int32),
             True,
+            np.zeros(0, np.int64),
+            np.zeros((0, 3), np.int32),
             agreed[1],
             agreed[0],
         )

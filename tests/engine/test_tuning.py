@@ -27,7 +27,7 @@ def settings_of(monkeypatch: pytest.MonkeyPatch, **fields: Any) -> TuningSetting
     """What the model would be built with."""
     seen: list[ModelSettings] = []
 
-    def build_model(folder: Path, settings: ModelSettings, **_rest: Any) -> Any:
+    def build_model(folder: Path, settings: ModelSettings, *_rest: Any, **_named: Any) -> Any:
         seen.append(settings)
         raise EngineConfigError("far enough")
 

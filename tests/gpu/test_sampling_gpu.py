@@ -126,6 +126,7 @@ def test_rows_that_are_not_finite_have_no_token():
     assert [row for row, token in enumerate(tokens) if token is None] == [1, 4, 6]
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_a_launch_neither_waits_for_the_device_nor_takes_more_memory():
     vocab_size, rows = 201_088, list(range(16))
     kinds = [*RULES, {"temperature": 0.0}, {"logprobs": 3, "frequency_penalty": 0.5}, {"logit_bias": {4: 1.0}}]

@@ -113,7 +113,9 @@ def test_places_for_large_bodies_are_those_of_the_service():
     async def main():
         board = Board.create(2, [])
         turn = threading.Lock()
-        lanes = [Lanes(SharedTally(board, index), turn).of(LARGE_BODY_BYTES + 1) for index in range(2)]
+        lanes = [
+            Lanes(SharedTally(board, index), turn).of(LARGE_BODY_BYTES + 1).for_client("one") for index in range(2)
+        ]
         may_end = threading.Event()
         tasks = [
             asyncio.create_task(lanes[number % 2].run(_never, may_end.wait, 30))
@@ -140,7 +142,7 @@ def test_a_client_that_leaves_while_another_process_has_the_turn_costs_nothing()
         return {"type": "http.disconnect"}
 
     async def main(turn):
-        lane = Lanes(OwnTally(), turn).of(LARGE_BODY_BYTES + 1)
+        lane = Lanes(OwnTally(), turn).of(LARGE_BODY_BYTES + 1).for_client("one")
         with pytest.raises(ClientDisconnect):
             await lane.run(leave_soon, lambda: done.append("left"))
         turn.release()
