@@ -46,8 +46,8 @@ class OutputHead(nn.Module):
         self.linear = Linear(weight_UH)
         # On a GPU the product is written as the fp32 sum that it is, which spares a pass over the logits.
         self._weight_HU: torch.Tensor | None = None
-        if isinstance(weight_UH, torch.Tensor) and weight_UH.is_cuda and weight_UH.dtype == torch.bfloat16:
-            self._weight_HU = weight_UH.t()
+        if isinstance(weight_UH, torch.Tensor) and weight_UH.dtype == torch.bfloat16:
+            self._weight_HU = weight_UH.t() if weight_UH.device.type == "cuda" else None
         self._tp = tp
         self._num_rows = weight_UH.shape[0]
         num_rows_by_rank = tp.all_gather(torch.tensor([self._num_rows], device=weight_UH.device)).tolist()

@@ -128,7 +128,7 @@ def test_what_the_table_lists_starts(
             install(patch, backend, arch)
             chosen = settings(checkpoints[format_name], moe_backend=backend)
             if ANY_DEVICE.get(backend, arch) != arch or backend == "triton":
-                model = load._build_model(replace(chosen, selfcheck="off"))
+                model = load._build_model(replace(chosen, selfcheck="off"), StartPhases())
             else:
                 model = load.load_engine(chosen, None).runner.model
             assert model.moe_layers
@@ -166,7 +166,9 @@ def test_what_the_table_does_not_list_is_refused(
         if (format_name, arch) not in listed:
             monkeypatch.setattr("moe.choose.select.probe_device", lambda device, arch=arch: Device(arch=arch))
             with subtests.test(format_name=format_name, arch=arch), pytest.raises(UnsupportedPathError):
-                load._build_model(settings(checkpoints[format_name], moe_backend=backend, selfcheck="off"))
+                load._build_model(
+                    settings(checkpoints[format_name], moe_backend=backend, selfcheck="off"), StartPhases()
+                )
 
 
 def test_the_transports_are_refused_and_the_readme_says_so(checkpoints: dict[str, Path]) -> None:
