@@ -31,12 +31,13 @@ def rows(names: str, *table: Any) -> Callable[[Test], Test]:
 
         @functools.wraps(body)
         def run(subtests: pytest.Subtests, **given: Any) -> None:
+            passed = {"subtests": subtests} if "subtests" in signature.parameters else {}
             for number, combination in enumerate(itertools.product(*(each for _, each in tables))):
                 row: dict[str, Any] = {}
                 for (each, _), values in zip(tables, combination, strict=True):
                     row.update(zip(each, values if len(each) > 1 else [values], strict=True))
                 with subtests.test(**row), ExitStack() as stack:
-                    body(**given | _own(given, number, stack), **row)
+                    body(**given | _own(given, number, stack) | passed, **row)
 
         subtests = inspect.Parameter("subtests", inspect.Parameter.POSITIONAL_OR_KEYWORD)
         run.__signature__ = signature.replace(parameters=[subtests, *fixtures])  # type: ignore[attr-defined]

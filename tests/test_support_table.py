@@ -16,10 +16,12 @@ import pytest
 
 from engine import load
 from engine.config import EngineConfig
+from loaders.phases import StartPhases
+from model.errors import ModelSettingsError
 from moe import Activation, MoeA2ABackend, MoeBackend
 from moe.choose.select import choose_backend
 from moe.device import Device
-from moe.errors import MoeConfigError, UnsupportedPathError
+from moe.errors import UnsupportedPathError
 from tests.emulators.aiter import install_aiter
 from tests.emulators.cutedsl import install_cutedsl
 from tests.emulators.cutlass import install_cutlass
@@ -171,12 +173,11 @@ def test_what_the_table_does_not_list_is_refused(
                 )
 
 
-def test_the_transports_are_refused_and_the_readme_says_so(checkpoints: dict[str, Path]) -> None:
-    """They need several ranks, and the server runs one. When it runs more, this test and the README change."""
+def test_the_transports_need_several_ranks_and_the_readme_says_so(checkpoints: dict[str, Path]) -> None:
     said = " ".join(README.split("## Support", 1)[1].split("## Results", 1)[0].split())
-    sentence = re.search(r"`--moe-a2a-backend` other than `none` \(([\w, ]+)\) is refused", said)
+    sentence = re.search(r"`--moe-a2a-backend` other than `none` \(([\w, ]+)\) needs several ranks", said)
     assert sentence
     assert set(sentence[1].split(", ")) == set(MoeA2ABackend) - {MoeA2ABackend.NONE}
     for a2a in sentence[1].split(", "):
-        with pytest.raises((MoeConfigError, UnsupportedPathError)):
-            load._build_model(settings(checkpoints["fp8_block"], moe_a2a_backend=a2a))
+        with pytest.raises(ModelSettingsError, match="but there is one rank"):
+            load._build_model(settings(checkpoints["fp8_block"], moe_a2a_backend=a2a), StartPhases())

@@ -288,19 +288,20 @@ def engine_off():
 
 FEW = [RULES[index] for index in (0, 1, 4, 8, 11, 13, 14, 19)]
 PICK = {
-    "filters": lambda: filter_cases([5, 700], FEW, spreads=(0.0, 3.0)),
-    "sparse groups": sparse_groups,
+    "filters": lambda: filter_cases([300], FEW, spreads=(3.0,)),
     "mixed batch": mixed_batch,
     "edits": edits_off,
     "broken rows": broken_rows,
     "overflow": overflow_off,
     "greedy ties": greedy_ties,
     "log-probabilities": ranked_off,
-    "chi square": chi_square,
     "largest draw": largest_draw,
     "rows apart": rows_apart,
 }
 REST = {
+    "few and many tokens": lambda: filter_cases([5, 700], FEW, spreads=(0.0, 3.0)),
+    "sparse groups": sparse_groups,
+    "chi square": chi_square,
     "engine": engine_off,
     "all filters": lambda: filter_cases([63, 257, 1000], RULES),
     "short blocks": lambda: filter_cases([129], FEW, SHORT_BLOCKS),

@@ -368,16 +368,9 @@ def test_ranks_replay_the_graph_of_the_largest_step_together_or_none():
     graphs._graphs = {size: Replays(size, log) for size in graphs.sizes}
     runner = ModelRunner(FakeModel(), [], page_size=4, max_num_seqs=8, max_model_len=64)
     for agreed, served in (((None, False), True), ((5, True), True), ((5, False), False)):
-        step = StepBatch(
-            [StepRow(0, 3, 1, True, 1)],
-            *np.array([[7], [3], [3]]),
-            np.zeros((0, 3), np.int32),
-            True,
-            np.zeros(0, np.int64),
-            np.zeros((0, 3), np.int32),
-            agreed[1],
-            agreed[0],
-        )
+        updates, no_slots = np.zeros((0, 3), np.int32), np.zeros(0, np.int64)
+        numbers = np.array([[7], [3], [3]])
+        step = StepBatch([StepRow(0, 3, 1, True, 1)], *numbers, updates, True, no_slots, updates, *agreed[::-1])
         batch = runner.make_batch(step)
         assert graphs.serves(batch) == served
         if served:

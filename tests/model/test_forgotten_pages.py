@@ -1,5 +1,7 @@
 """No implementation of attention reads a page below the window: those pages are other requests' by then."""
 
+import pytest
+
 from tests.interpreter import run_interpreted, waits_for_interpreter
 from tests.model.forgetful import CASES, errors
 
@@ -13,6 +15,7 @@ def test_torch():
     check(errors("torch"))
 
 
+@pytest.mark.kernels
 @waits_for_interpreter
 def test_triton_in_the_interpreter():
     check(run_interpreted("tests.model.forgetful"))
