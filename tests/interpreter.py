@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[1]
 TIMEOUT_S = 600  # alone they take up to 60 s; other tests and builds may share the cores
 waits_for_interpreter = pytest.mark.timeout(TIMEOUT_S + 30)
 PARTS = [pytest.param("pick", id="pick"), pytest.param("rest", id="rest", marks=pytest.mark.kernels)]
+SLOW_PARTS = [pytest.param(part, id=part, marks=pytest.mark.kernels) for part in ("pick", "rest")]  # no pick by default
 
 
 def run_interpreted(module: str, *arguments: str) -> Any:

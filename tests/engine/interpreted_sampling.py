@@ -290,15 +290,15 @@ FEW = [RULES[index] for index in (0, 1, 4, 8, 11, 13, 14, 19)]
 PICK = {
     "filters": lambda: filter_cases([300], FEW, spreads=(3.0,)),
     "mixed batch": mixed_batch,
-    "edits": edits_off,
     "broken rows": broken_rows,
     "overflow": overflow_off,
     "greedy ties": greedy_ties,
-    "log-probabilities": ranked_off,
     "largest draw": largest_draw,
     "rows apart": rows_apart,
 }
 REST = {
+    "edits": edits_off,
+    "log-probabilities": ranked_off,
     "few and many tokens": lambda: filter_cases([5, 700], FEW, spreads=(0.0,)),
     "sparse groups": sparse_groups,
     "chi square": chi_square,
