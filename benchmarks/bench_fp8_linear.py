@@ -10,12 +10,12 @@ H200 reached in plain copies. `--plans` times every plan of the case instead of 
 import argparse
 import json
 import math
-import statistics
 from collections.abc import Callable
 
 import torch
 
 from benchmarks import record
+from benchmarks.bench_attention import graph_us
 from model import fp8_linear
 from model.fp8_linear import BATCH_PLANS, DECODE_PLANS, PREFILL_PLANS, Fp8Linear, LinearPlan
 from moe.formats import Fp8BlockWeight
@@ -48,16 +48,7 @@ def microseconds(calls: list[Callable[[], object]]) -> float:
     with torch.cuda.graph(graph):
         for call in calls:
             call()
-    times = []
-    for _ in range(7):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        graph.replay()
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3 / len(calls))
-    return statistics.median(times)
+    return graph_us(graph) / len(calls)
 
 
 def plans_for(num_tokens: int) -> tuple[LinearPlan, ...]:

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from moe.device import num_processors
 from moe.kernels.arrivals import MAX_COUNTERS, counters, is_last_to_arrive
 from moe.kernels.pdl import pdl_options
 
@@ -25,6 +26,7 @@ _BLOCK_N, _BLOCK_K = 32, 64
 _NUM_WARPS, _NUM_STAGES = 2, 6
 _PROGRAMS_PER_PROCESSOR = 4
 _MAX_SHARES = 8
+_FEW_PROCESSORS = 4  # where an interpreter runs the kernel
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -58,16 +60,15 @@ def few_rows_linear(
         total_NR = tl.dot(w_NK, x_KR, total_NR)
     is_done = True
     if SHARES > 1:
-        mask_NR = (n < block * BLOCK_N + BLOCK_N)[:, None] & is_row_R[None, :]
         place = block.to(tl.int64) * (SHARES * BLOCK_N * MAX_R)
         part_ptrs = parts_ptr + place + tl.arange(0, BLOCK_N)[:, None] * MAX_R + r[None, :]
-        tl.store(part_ptrs + share * (BLOCK_N * MAX_R), total_NR, mask=mask_NR)
+        tl.store(part_ptrs + share * (BLOCK_N * MAX_R), total_NR, mask=is_row_R[None, :])
         is_done = is_last_to_arrive(arrived_ptr + block, SHARES)
         if is_done:
             total_NR = tl.zeros((BLOCK_N, MAX_R), tl.float32)
             for other in tl.static_range(SHARES):
                 total_NR += tl.load(
-                    part_ptrs + other * (BLOCK_N * MAX_R), mask=mask_NR, other=0.0, cache_modifier=".cg"
+                    part_ptrs + other * (BLOCK_N * MAX_R), mask=is_row_R[None, :], other=0.0, cache_modifier=".cg"
                 )
     if is_done:
         if HAS_BIAS:
@@ -77,19 +78,14 @@ def few_rows_linear(
 
 
 @functools.cache
-def num_shares(num_outputs: int, num_inputs: int, num_processors: int) -> int:
+def num_shares(num_outputs: int, num_inputs: int, processors: int) -> int:
     """Shares of the inputs, so that all processors have about the same number of programs."""
     blocks, steps = -(-num_outputs // _BLOCK_N), -(-num_inputs // _BLOCK_K)
     if blocks > MAX_COUNTERS:
         return 1
-    wanted = max(1, round(_PROGRAMS_PER_PROCESSOR * num_processors / blocks))
+    wanted = max(1, round(_PROGRAMS_PER_PROCESSOR * processors / blocks))
     steps_each = -(-steps // min(wanted, _MAX_SHARES, steps))
     return -(-steps // steps_each)
-
-
-@functools.cache
-def _num_processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
 def linear(x_RK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> torch.Tensor:
@@ -99,7 +95,8 @@ def linear(x_RK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | N
     out_RN = torch.empty(num_rows, num_outputs, dtype=x_RK.dtype, device=device)
     if not num_rows:
         return out_RN
-    shares, blocks = num_shares(num_outputs, num_inputs, _num_processors(device)), triton.cdiv(num_outputs, _BLOCK_N)
+    blocks = triton.cdiv(num_outputs, _BLOCK_N)
+    shares = num_shares(num_outputs, num_inputs, num_processors(device, _FEW_PROCESSORS))
     size = blocks * shares * _BLOCK_N * MAX_ROWS if shares > 1 else 0
     parts = torch.empty(size, dtype=torch.float32, device=device)
     few_rows_linear[(blocks, shares)](

@@ -10,13 +10,13 @@ Import it only where Triton is installed. Shape letters: T tokens, K inputs, N o
 # Device functions take tensors of the device, which have no Python type.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 
-import functools
 from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
+from moe.device import num_processors
 from moe.formats import Fp8BlockWeight
 from moe.formats.fp8_block import BLOCK
 from moe.kernels.bits import unpack_e4m3
@@ -103,7 +103,7 @@ class Fp8Linear:
         """`weight_NK` is contiguous, on the device where it will be multiplied."""
         self._weight = Fp8BlockWeight(weight_NK.data.contiguous(), weight_NK.scale_inv.contiguous())
         self._bias_N = bias_N
-        self._num_processors = _num_processors(weight_NK.device)
+        self._num_processors = num_processors(weight_NK.device, _FEW_PROGRAMS)
         self._use_asm = weight_NK.device.type == "cuda" and torch.version.hip is None
 
     def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
@@ -124,10 +124,3 @@ class Fp8Linear:
             num_warps=plan.num_warps, num_stages=plan.num_stages,
         )  # fmt: skip
         return out_TN
-
-
-@functools.cache
-def _num_processors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return _FEW_PROGRAMS
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -1,5 +1,6 @@
 """`Device`: a device type that need not be on this machine, and the architecture names of torch devices."""
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +28,14 @@ def rocm_arch(device: torch.device) -> str:
     """Architecture of an AMD GPU, such as "gfx942"."""
     name: str = getattr(torch.cuda.get_device_properties(device), "gcnArchName", "")
     return name.partition(":")[0]
+
+
+@functools.cache
+def num_processors(device: torch.device, otherwise: int) -> int:
+    """Multiprocessors of a GPU; `otherwise` for other devices, where an interpreter runs the kernels."""
+    if device.type != "cuda":
+        return otherwise
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def arch_of(device: torch.device) -> str:

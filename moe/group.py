@@ -109,24 +109,12 @@ class TorchGroup:
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """Into one new tensor."""
         gathered = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
-        if x.numel():
-            sent = self._sendable(x.contiguous())
-            out = gathered if sent.device == x.device else torch.empty_like(gathered, device=sent.device)
-            _collective("all_gather_single", "all_gather_into_tensor")(out, sent, group=self._group)
-            if out is not gathered:
-                gathered.copy_(out)
-        return gathered
+        return self._into(gathered, x, _collective("all_gather_single", "all_gather_into_tensor"))
 
     def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
         """Into a new tensor."""
         own = x.new_empty((x.shape[0] // self.size, *x.shape[1:]))
-        if x.numel():
-            sent = self._sendable(x.contiguous())
-            out = own if sent.device == x.device else torch.empty_like(own, device=sent.device)
-            _collective("reduce_scatter_single", "reduce_scatter_tensor")(out, sent, group=self._group)
-            if out is not own:
-                own.copy_(out)
-        return own
+        return self._into(own, x, _collective("reduce_scatter_single", "reduce_scatter_tensor"))
 
     def max(self, values: list[float]) -> list[float]:
         """By all-reduce."""
@@ -139,6 +127,16 @@ class TorchGroup:
         box = [value]
         torch.distributed.broadcast_object_list(box, group=self._group, group_src=0)
         return box[0]
+
+    def _into(self, result: torch.Tensor, x: torch.Tensor, collective: Callable[..., object]) -> torch.Tensor:
+        """`result`, filled by a collective of `x`, on the host where the group cannot move a GPU's tensors itself."""
+        if x.numel():
+            sent = self._sendable(x.contiguous())
+            out = result if sent.device == x.device else torch.empty_like(result, device=sent.device)
+            collective(out, sent, group=self._group)
+            if out is not result:
+                result.copy_(out)
+        return result
 
     def _sendable(self, x: torch.Tensor) -> torch.Tensor:
         """`x`, or a copy on the host where the group cannot move a GPU's tensors itself."""

@@ -19,6 +19,7 @@ from model.attention.latent_kernels import latent_attention
 from model.attention.triton_kernels import LOG2_E, decode, merge_parts, prefill, rotate_and_store
 from model.batch import ForwardBatch, LayerKv
 from moe.backends.c_compiler import missing_for_triton
+from moe.device import num_processors
 from moe.kernels.pdl import pdl_options
 
 _MAX_HEAD_DIM = 128
@@ -75,9 +76,8 @@ class TritonAttention(Attention):
 
     def __init__(self, specs: Sequence[AttentionSpec], device: torch.device) -> None:
         super().__init__(specs, device)
-        self._num_processors, self._capability = 1, (0, 0)
+        self._num_processors, self._capability = num_processors(device, 1), (0, 0)
         if device.type == "cuda":  # AMD's GPUs, which torch calls so too, count versions of their own
-            self._num_processors = torch.cuda.get_device_properties(device).multi_processor_count
             self._capability = (0, 0) if torch.version.hip else torch.cuda.get_device_capability(device)
 
     @classmethod
