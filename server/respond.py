@@ -72,7 +72,9 @@ async def _body(context: ServerContext, renderer: Renderer, group: RequestGroup)
             renderer.take(index, output)
 
     await _run(context, renderer, group, take)
-    return renderer.body()
+    body = renderer.body()
+    await renderer.keep()
+    return body
 
 
 async def _stream(
@@ -106,7 +108,9 @@ async def _stream(
         group.take_now = write_now
     try:
         await _run(context, renderer, group, write)
-        unsent += [event.encode() for event in renderer.end()]
+        last = renderer.end()
+        await renderer.keep()
+        unsent += [event.encode() for event in last]
         unsent.append(renderer.end_marker)
     except Exception as error:
         if not stream.has_begun and not unsent:
@@ -138,7 +142,6 @@ async def _run(
             for index, _ in news:
                 if renderer.is_finished(index):
                     group.stop(index)
-    await renderer.keep()
     watch.on_end()
 
 
