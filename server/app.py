@@ -17,7 +17,7 @@ from server.middleware import RequestMiddleware, error_response
 from server.openapi import complete_document
 from server.request_group import Engine
 from server.respond import json_response
-from server.responses.store import ResponseStore
+from server.responses.store import open_store
 from server.routes import chat, completions, models, operations, responses
 from server.sampling_defaults import SamplingDefaults
 from server.stall import StallWatch
@@ -51,7 +51,7 @@ def create_app(
         lanes=Lanes(tally, None if sharing is None else sharing.turn),
         stall=StallWatch(engine, config.stall_timeout, logs=sharing is None),
         served_names=config.served_model_name or (DEFAULT_MODEL_NAME,),
-        response_store=_open_store(config),
+        response_store=open_store(config),
         started_s=tally.started_s,
     )
     for module in _ROUTES:
@@ -63,14 +63,6 @@ def create_app(
         app.add_middleware(Cors, origins=config.cors_origins)  # what is added last is outermost
     complete_document(app, has_key=config.api_key is not None)
     return app
-
-
-def _open_store(config: ServerConfig) -> ResponseStore | None:
-    if config.response_store is None:
-        return None
-    return ResponseStore(
-        config.response_store, max_bytes=config.response_store_bytes, max_age_s=config.response_store_age
-    )
 
 
 async def _on_api_error(_request: Request, error: Exception) -> Response:

@@ -22,8 +22,9 @@ def asker_of(request: Request, config: ServerConfig) -> tuple[str, str]:
 
 
 def owner_of(request: Request) -> str:
-    """Who owns what a request leaves behind: all requests with the same `Authorization` header are one owner's."""
-    return _digest(request.headers.get("authorization", ""))
+    """Who owns what a request leaves behind: all requests with the same key are one owner's, and so are all without."""
+    _scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    return _digest(key.strip())
 
 
 def _digest(text: str) -> str:

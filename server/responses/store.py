@@ -14,6 +14,7 @@ from typing import Any
 
 import orjson
 
+from server.config import ServerConfig
 from server.errors import SettingError
 
 _BUSY_TIMEOUT_S = 10.0
@@ -72,8 +73,20 @@ class ResponseStore:
             found = database.execute("DELETE FROM answers WHERE id = ? AND owner = ?", (response_id, owner))
             return found.rowcount > 0
 
+    def close(self) -> None:
+        """Close the file."""
+        self._database.close()
+
     def _column(self, column: str, owner: str, response_id: str) -> bytes | None:
         query = f"SELECT {column} FROM answers WHERE id = ? AND owner = ? AND created >= ?"
         with self._lock:
             row = self._database.execute(query, (response_id, owner, time.time() - self._max_age_s)).fetchone()
         return None if row is None else bytes(row[0])
+
+
+def open_store(config: ServerConfig) -> ResponseStore | None:
+    """The store that the settings ask for. Raises SettingError."""
+    if config.response_store is None:
+        return None
+    max_bytes, max_age_s = config.response_store_bytes, config.response_store_age
+    return ResponseStore(config.response_store, max_bytes=max_bytes, max_age_s=max_age_s)

@@ -30,9 +30,8 @@ async def create_response(request: Request) -> Response:
 @router.get("/v1/responses/{response_id}", **describe(ResponseBody, errors=_STORED))
 async def show_response(request: Request, response_id: str) -> Response:
     """A stored answer."""
-    for name in ("include", "stream", "starting_after"):
-        if name in request.query_params:
-            raise BadRequest(f"{name}: a stored answer is returned whole, as it was made: leave it out", param=name)
+    for name in request.query_params:
+        raise BadRequest(f"{name[:64]}: a stored answer is returned whole, as it was made", param=name[:64])
     body = await asyncio.to_thread(_store(request).body, owner_of(request), response_id)
     if body is None:
         raise _not_found(response_id)

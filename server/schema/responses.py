@@ -66,19 +66,8 @@ def _items(value: Any) -> Any:
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
-Input = Annotated[
-    list[InputItem],
-    Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES),
-    BeforeValidator(_items),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "string"},
-                {"type": "array", "minItems": 1, "maxItems": MAX_MESSAGES, "items": {"type": "object"}},
-            ]
-        }
-    ),
-]
+_Items = Annotated[list[InputItem], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
+Input = Annotated[_Items, BeforeValidator(_items, json_schema_input_type=str | _Items)]
 
 
 class FunctionTool(HistoryModel):

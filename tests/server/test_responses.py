@@ -303,3 +303,14 @@ def test_what_the_chat_endpoint_would_get_is_what_the_engine_gets(services):
     assert ours.prompt_ids == chats.prompt_ids
     assert ours.sampling == chats.sampling
     assert ours.sampling.seed == 5
+
+
+def test_the_document_describes_the_events_and_errors(services):
+    service = services["harmony"][0]
+    with service.http() as http:
+        paths = http.get("/openapi.json").json()["paths"]
+    operation, chat = paths["/v1/responses"]["post"], paths["/v1/chat/completions"]["post"]
+    assert operation["responses"].keys() == chat["responses"].keys()
+    events = operation["responses"]["200"]["content"]["text/event-stream"]["schema"]
+    assert events["properties"]["data"]["contentSchema"]["required"] == ["type", "sequence_number"]
+    assert {"get", "delete"} == paths["/v1/responses/{response_id}"].keys()
