@@ -15,8 +15,9 @@ _SAME_NAME = ("temperature", "top_p", "top_k", "min_p", "seed", "parallel_tool_c
 _OUR_NAMES = (  # patterns of chat's field names
     (re.compile(r"messages(?:\[\d+\])?(?:\.\w+)*"), "input"),
     (re.compile(r"(tools\[\d+\])\.function"), r"\1"),
-    (re.compile(r"response_format\.json_schema"), "text.format"),
-    (re.compile(r"response_format"), "text.format"),
+    (re.compile(r"tool_choice\.allowed_tools"), "tool_choice"),
+    (re.compile(r"(tool_choice(?:\.tools\[\d+\])?)\.function"), r"\1"),
+    (re.compile(r"response_format(?:\.json_schema)?"), "text.format"),
     (re.compile(r"reasoning_effort"), "reasoning.effort"),
     (re.compile(r"max_(?:completion_)?tokens"), "max_output_tokens"),
 )
