@@ -88,8 +88,8 @@ def chat_format(text_format: TextFormat) -> dict[str, Any]:
     """The chat form of `text.format`."""
     if text_format.type != "json_schema":
         return {"type": text_format.type}
-    schema = text_format.model_dump(include={"name", "description", "schema_", "strict"}, exclude_none=True)
-    return {"type": "json_schema", "json_schema": {**schema, "schema": schema.pop("schema_")}}
+    fields = text_format.model_dump(by_alias=True, exclude={"type"}, exclude_none=True)
+    return {"type": "json_schema", "json_schema": fields}
 
 
 @dataclass(slots=True)
