@@ -39,6 +39,7 @@ async def serve(protocol: str, api_workers: int) -> None:
     from server.app import create_app
     from server.config import ServerConfig
     from server.listener import bind
+    from server.memory import settle_memory
     from server.supervisor import Supervisor
     from server.uvicorn_server import DrainingServer, make_uvicorn_config
 
@@ -71,6 +72,7 @@ async def serve(protocol: str, api_workers: int) -> None:
     async def announce() -> None:
         while not server.started:
             await asyncio.sleep(0.01)
+        settle_memory()
         print(port, flush=True)
 
     asyncio.get_running_loop().add_reader(sys.stdin, tell)

@@ -51,6 +51,7 @@ class Choice:
         self._max_calls = max_calls
         self._hides_all = hides_all
         self.keeps_tokens = keeps_tokens
+        self._takes_text = not (stops or hides_all or keeps_tokens)
         self._content = TextStream()
         self._num_shown = 0  # characters of content
         self._reasoning = TextStream()
@@ -71,6 +72,28 @@ class Choice:
     def num_undeclared_calls(self) -> int:
         """Calls to functions that the request did not offer; they are content."""
         return self._parser.num_undeclared_calls
+
+    def take_text(self, output: EngineOutput) -> tuple[Kind, str] | None:
+        """A short cut for nearly all outputs: the characters that a token adds to the content or the reasoning.
+
+        None if the output may bring anything else; then it has not been taken in, and `push` wants it.
+        """
+        token_ids = output.token_ids
+        if not self._takes_text or len(token_ids) != 1 or output.finish_reason is not None:
+            return None
+        if output.num_cached_tokens or output.prompt_logprobs is not None or self.finish_reason is not None:
+            return None
+        added = self._parser.continue_text(token_ids[0])
+        if added is None:
+            return None
+        kind, data = added
+        self.num_tokens += 1
+        if kind is Kind.REASONING:
+            self.num_reasoning_tokens += 1
+            return kind, self._reasoning.feed(data)
+        text = self._content.feed(data)
+        self._num_shown += len(text)
+        return kind, text
 
     def push(self, output: EngineOutput) -> list[Piece]:
         """The pieces that became visible; neighbours of the same part are one piece.

@@ -25,6 +25,7 @@ from server import streams
 from server.config import ServerConfig
 from server.errors import SettingError
 from server.listener import url_of
+from server.memory import settle_memory
 from server.prompt import ChatTemplate
 from server.responses.store import open_store
 from server.sampling_defaults import SamplingDefaults, read_sampling_defaults
@@ -126,6 +127,7 @@ async def _announce(
         streams.write(sys.stderr, f"moe-serve: the engine cannot start: {engine.failure}\n")
         server.should_exit = True
     elif engine.info is not None:
+        settle_memory()
         names = ", ".join(config.served_model_name)
         error = streams.write(
             sys.stdout,

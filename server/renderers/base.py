@@ -17,6 +17,7 @@ from engine.types import EngineOutput
 from server.choice import Choice, Piece
 from server.convert import PreparedRequest
 from server.errors import ApiError, body_of
+from server.parsers import Kind
 
 
 class Event(NamedTuple):
@@ -86,10 +87,17 @@ class Renderer(ABC):
         """`pieces` as bytes. A renderer overrides it where text can be encoded faster."""
         return b"".join([event.encode() for event in self.pieces(index, pieces)])
 
+    def encode_text(self, index: int, kind: Kind, text: str) -> bytes:
+        """The same for one piece of content or reasoning."""
+        return self.encode(index, [Piece(kind, text)] if text else [])
+
     def stream(self, index: int, output: EngineOutput) -> bytes:
         """Take in an output of one request and return the encoded events to send now."""
         choice = self.choices[index]
-        return b"" if choice.finish_reason is not None else self.encode(index, choice.push(output))
+        if choice.finish_reason is not None:
+            return b""
+        added = choice.take_text(output)
+        return self.encode(index, choice.push(output)) if added is None else self.encode_text(index, *added)
 
     def take(self, index: int, output: EngineOutput) -> None:
         """Take in an output of one request for `body`."""

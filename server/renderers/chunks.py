@@ -37,7 +37,7 @@ class ChunkRenderer(Renderer):
             "system_fingerprint": f"moe-serve-{service_version()}",
         }
         self._begun: set[int] = set()
-        self._around_text: dict[tuple[int, Kind, int], list[bytes]] = {}
+        self._around_text: dict[tuple[int, Kind], list[bytes]] = {}
 
     @override
     def begin(self) -> Sequence[Event]:
@@ -74,22 +74,15 @@ class ChunkRenderer(Renderer):
         return {**self._head, "object": self.body_object, "choices": choices, "usage": chunks[-1]["usage"]}
 
     @override
-    def encode(self, index: int, pieces: Sequence[Piece]) -> bytes:
-        choice = self.choices[index]
-        if index not in self._begun or self._has_running_usage or choice.keeps_tokens or choice.finish_reason:
-            return super().encode(index, pieces)
-        return b"".join([self._encode_text(index, piece) for piece in pieces])
-
-    def _encode_text(self, index: int, piece: Piece) -> bytes:
-        """The event of a piece without log-probabilities. Those of one kind differ in the text only."""
-        if piece.name is not None:
-            return self._chunk(self.entry(index, piece), {}).encode()
-        key = (index, piece.kind, piece.call)
-        around = self._around_text.get(key)
+    def encode_text(self, index: int, kind: Kind, text: str) -> bytes:
+        """Events of one kind differ in the text only."""
+        if index not in self._begun or self._has_running_usage or not text:
+            return super().encode_text(index, kind, text)
+        around = self._around_text.get((index, kind))
         if around is None:
-            sample = self._chunk(self.entry(index, Piece(piece.kind, _TEXT, call=piece.call)), {})
-            around = self._around_text[key] = sample.encode().split(orjson.dumps(_TEXT))
-        return orjson.dumps(piece.text).join(around)
+            sample = self._chunk(self.entry(index, Piece(kind, _TEXT)), {}).encode()
+            around = self._around_text[index, kind] = sample.split(orjson.dumps(_TEXT))
+        return orjson.dumps(text).join(around)
 
     def _chunk(self, entry: dict[str, Any], usage: dict[str, Any]) -> Event:
         return Event({**self._head, "object": self.chunk_object, "choices": [entry], **usage})
