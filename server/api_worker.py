@@ -19,6 +19,7 @@ from server.api_process import ApiSetup
 from server.api_server import ApiServer
 from server.app import create_app
 from server.board import Board, SharedTally, Turn
+from server.memory import settle_memory
 from server.sampling_defaults import read_sampling_defaults
 from server.service import load_checked_tokenizer
 from server.tally import Sharing
@@ -37,6 +38,7 @@ async def _serve(setup: ApiSetup) -> None:
     )
     engine.on_freed = app.state.context.gate.on_freed
     engine.join(setup.requests_address)
+    settle_memory()
     with socket.socket(fileno=setup.channel_descriptor) as channel:
         server = ApiServer(app, setup.server_config, channel=channel, tally=tally, on_engine_failure=engine.fail)
         await server.serve()

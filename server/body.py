@@ -1,7 +1,7 @@
 """Request bodies: read within a limit, parse as JSON, check against a wire model. Every failure is an `ApiError`."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import orjson
@@ -60,6 +60,11 @@ def _parse(data: bytes, model: type[Model]) -> Model:
         raise BadRequest(f"the body is not valid JSON: {_why_no_json(data, error)}", code="invalid_json") from None
     if not isinstance(content, dict):
         raise BadRequest("the body must be a JSON object", code="invalid_json")
+    return checked(model, content)
+
+
+def checked(model: type[Model], content: Mapping[str, Any]) -> Model:
+    """The wire model of some content. Raises BadRequest naming the field."""
     try:
         return model.model_validate(content)
     except ValidationError as error:

@@ -51,6 +51,7 @@ class Choice:
         self._max_calls = max_calls
         self._hides_all = hides_all
         self.keeps_tokens = keeps_tokens
+        self._takes_text = not (stops or hides_all or keeps_tokens)
         self._content = TextStream()
         self._num_shown = 0  # characters of content
         self._reasoning = TextStream()
@@ -71,6 +72,28 @@ class Choice:
     def num_undeclared_calls(self) -> int:
         """Calls to functions that the request did not offer; they are content."""
         return self._parser.num_undeclared_calls
+
+    def take_text(self, output: EngineOutput) -> tuple[Kind, str] | None:
+        """A short cut for nearly all outputs: the characters that a token adds to the content or the reasoning.
+
+        None if the output may bring anything else; then it has not been taken in, and `push` wants it.
+        """
+        token_ids = output.token_ids
+        if not self._takes_text or len(token_ids) != 1 or output.finish_reason is not None:
+            return None
+        if output.num_cached_tokens or output.prompt_logprobs is not None or self.finish_reason is not None:
+            return None
+        added = self._parser.continue_text(token_ids[0])
+        if added is None:
+            return None
+        kind, data = added
+        self.num_tokens += 1
+        if kind is Kind.REASONING:
+            self.num_reasoning_tokens += 1
+            return kind, self._reasoning.feed(data)
+        text = self._content.feed(data)
+        self._num_shown += len(text)
+        return kind, text
 
     def push(self, output: EngineOutput) -> list[Piece]:
         """The pieces that became visible; neighbours of the same part are one piece.
@@ -120,6 +143,7 @@ class Choice:
             elif self._max_calls is not None and call >= self._max_calls:
                 self.finish_reason = "tool_calls"
             else:
+                self._flush_call(pieces)
                 self._calls.append(TextStream())
                 pieces.append(Piece(Kind.TOOL_CALL, "", call=call, name=name))
             if self.finish_reason is not None:
@@ -134,11 +158,15 @@ class Choice:
         else:
             _append(pieces, Kind.CONTENT, shown, self._content.take(self._num_shown))
 
+    def _flush_call(self, pieces: list[Piece]) -> None:
+        """End the arguments of the last call, so that no piece of a call comes after the next one has opened."""
+        if self._calls:
+            _append(pieces, Kind.TOOL_CALL, self._calls[-1].flush(), call=len(self._calls) - 1)
+
     def _finish(self, output: EngineOutput, pieces: list[Piece]) -> None:
         self._show(self._parser.finish(), pieces)
         _append(pieces, Kind.REASONING, self._reasoning.flush())
-        for call, stream in enumerate(self._calls):
-            _append(pieces, Kind.TOOL_CALL, stream.flush(), call=call)
+        self._flush_call(pieces)
         if self.finish_reason is None:
             self._show_content(self._content.flush(), pieces)
         if self.finish_reason is None:

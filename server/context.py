@@ -16,6 +16,7 @@ from server.lanes import Lanes
 from server.metrics import Metrics
 from server.queue_speed import QueueSpeed
 from server.request_group import Engine, RequestGroup
+from server.responses.store import ResponseStore
 from server.stall import StallWatch
 from server.tally import Gauge, Tally
 
@@ -107,6 +108,7 @@ class ServerContext:
     lanes: Lanes
     stall: StallWatch
     served_names: tuple[str, ...]
+    response_store: ResponseStore | None  # of /v1/responses
     started_s: float
 
     def model_name(self, asked: str | None) -> str:

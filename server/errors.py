@@ -6,6 +6,7 @@ Exception
 │   ├── ContextTooLong        400 prompt, or prompt plus answer, exceed the context
 │   ├── Unauthorized          401 no key, or the wrong one
 │   ├── ModelNotFound         404 a model that is not served here
+│   ├── ResponseNotFound      404 no stored answer of this id
 │   ├── RequestTimeout        408 the body did not come in time
 │   ├── BodyTooLarge          413
 │   ├── TooManyRequests       429 the queue is full
@@ -70,6 +71,14 @@ class ModelNotFound(ApiError):
     status = 404
     type = "invalid_request_error"
     code = "model_not_found"
+
+
+class ResponseNotFound(ApiError):
+    """There is no stored answer of this id, or it is another client's."""
+
+    status = 404
+    type = "invalid_request_error"
+    code = "not_found"
 
 
 class RequestTimeout(ApiError):
