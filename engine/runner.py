@@ -54,6 +54,10 @@ class Model(Protocol):
     def why_not_capturable(self, max_num_tokens: int) -> str | None:
         """None if decode steps of up to `max_num_tokens` tokens can be captured in CUDA graphs, else what cannot."""
 
+    @property
+    def can_compile_ahead(self) -> bool:
+        """Whether a step harms nothing while Triton kernels are only compiled, not launched."""
+
     def prepare_replay(self) -> None:
         """What cannot be part of a captured step; called before each capture and replay."""
 
