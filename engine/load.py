@@ -18,6 +18,7 @@ from engine.prompt_graphs import PromptGraphs
 from engine.runner import Model, ModelRunner
 from engine.step_pace import StepPace
 from engine.types import EngineInfo, LayerCheck
+from engine.units import MIB
 from engine.warm_up import run_prompt, run_step_sizes
 from loaders.phases import Phase, StartPhases
 from model.batch import KvLayerSpec, LayerKv
@@ -89,8 +90,21 @@ def load_engine(
     phases = phases or StartPhases()
     if model is None:
         model = _build_model(config, phases, ranks)
+        _log_weights(model.device)
     with phases.phase(Phase.WARM_UP):
         return _warmed_up(config, model, phases, ranks)
+
+
+def _log_weights(device: torch.device) -> None:
+    """What the weights really take, to be compared with `moe-serve plan`."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+        logger.info(
+            "weights: %.0f MiB on the GPU, at most %.0f MiB while loading; %.0f MiB are in use beside torch's memory",
+            torch.cuda.memory_allocated(device) / MIB, torch.cuda.max_memory_allocated(device) / MIB,
+            (total_bytes - free_bytes - torch.cuda.memory_reserved(device)) / MIB,
+        )  # fmt: skip
 
 
 def _warmed_up(config: EngineConfig, model: Model, phases: StartPhases, ranks: "RankLinks | None") -> LoadedEngine:
@@ -139,7 +153,7 @@ def _warmed_up(config: EngineConfig, model: Model, phases: StartPhases, ranks: "
     if model.device.type == "cuda" and config.max_num_seqs > 1:
         run_step_sizes(runner, min(step_tokens, max_model_len))
     logger.info("KV cache: %d tokens fit, %d pages of %d tokens, %.0f MiB", num_kv_tokens, num_pages, config.page_size,
-                num_pages * layout.bytes_per_page / 2**20)  # fmt: skip
+                num_pages * layout.bytes_per_page / MIB)  # fmt: skip
     return LoadedEngine(
         runner=runner,
         num_pages=num_pages,
