@@ -53,11 +53,21 @@ class Keys:
         return True
 
 
+def no_errors(got_TH: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    """What the self-check finds, since no kernel ran and all outputs are garbage."""
+    return torch.zeros(len(got_TH) // selfcheck.TOKENS_PER_SIZE, 1)
+
+
 def warm_up(keys: Keys) -> dict[str, list[str]]:
     """The warm-up collected, and launched, with some other numbers of tokens that a step may have."""
-    settings = ModelSettings(dtype=torch.bfloat16, attention_backend="triton", selfcheck="off")
-    with mock.patch.object(moe_build, "choose_backend", return_value=MoeBackend.TRITON):
+    settings = ModelSettings(dtype=torch.bfloat16, attention_backend="triton", selfcheck="all")
+    with (
+        mock.patch.object(moe_build, "choose_backend", return_value=MoeBackend.TRITON),
+        mock.patch.object(moe_build, "compile_ahead") as ahead,
+        mock.patch.object(selfcheck, "_errors", no_errors),
+    ):
         model = build_model(MODEL, settings)
+    assert model.can_compile_ahead
     config = EngineConfig(model=MODEL, max_num_seqs=16, max_num_batched_tokens=STEP_TOKENS, num_pages=64)
     layout = load.make_kv_layout(config, model.kv_specs, model.dtype)
 
@@ -76,7 +86,11 @@ def warm_up(keys: Keys) -> dict[str, list[str]]:
     def launch_all() -> None:
         load._launch_all(config, make_runner, model.max_model_len, STEP_TOKENS, uses_graphs=True)
 
-    return {"collected": keys.of(lambda: compile_ahead("warm-up", launch_all, CUDA)), "launched": keys.of(start)}
+    return {
+        "collected": keys.of(lambda: compile_ahead("warm-up", launch_all, CUDA)),
+        "launched": keys.of(start),
+        "ahead of the self-check": [call.args[0] for call in ahead.call_args_list],
+    }
 
 
 def self_check(keys: Keys) -> dict[str, list[str]]:
@@ -91,8 +105,7 @@ def self_check(keys: Keys) -> dict[str, list[str]]:
     def collect() -> None:
         compile_ahead("self-check", lambda: selfcheck.run_cases(path, info, experts, topology), CUDA)
 
-    zeros = mock.patch.object(selfcheck, "_errors", lambda got, want: torch.zeros(len(got) // 4, 1))
-    with zeros:  # no kernel ran, so the outputs are garbage
+    with mock.patch.object(selfcheck, "_errors", no_errors):
         return {"collected": keys.of(collect), "launched": keys.of(check)}
 
 

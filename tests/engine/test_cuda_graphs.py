@@ -228,7 +228,7 @@ def test_the_transport_is_prepared_before_every_replay(monkeypatch):
 
 
 def test_memory_for_graphs_is_set_aside_before_pages_are_counted(monkeypatch):
-    """Logits of their own, twice, and 32 MiB for each graph: five of decodes, the others of steps with prompts."""
+    """Logits that all graphs share, and 32 MiB for each graph: five of decodes, the others of steps with prompts."""
     asked = []
 
     def choose(layout, *, sampling_bytes, **others):
