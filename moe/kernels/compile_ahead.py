@@ -44,17 +44,12 @@ def compile_ahead(what: str, run: Callable[[], object], device: torch.device) ->
         from triton import AsyncCompileMode
     except ImportError:
         return
-    start_s = time.monotonic()
+    start_s, num_workers = time.monotonic(), min(_MAX_WORKERS, len(os.sched_getaffinity(0)))
+    pool = _LoadingPool(num_workers, initializer=torch.cuda.set_device, initargs=(torch.cuda.current_device(),))
     collector = _Collector()
-    num_workers = min(_MAX_WORKERS, len(os.sched_getaffinity(0)))
     token = _COLLECTOR.set(collector)
     try:
-        with (
-            _LoadingPool(
-                num_workers, initializer=torch.cuda.set_device, initargs=(torch.cuda.current_device(),)
-            ) as pool,
-            AsyncCompileMode(pool, ignore_errors=True),
-        ):
+        with pool, AsyncCompileMode(pool, ignore_errors=True):
             run()
     except Exception as error:
         _log.warning("%s: not all kernels are compiled ahead: %s", what, _in_one_line(error))
