@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,10 +18,12 @@ from engine.prompt_graphs import PromptGraphs
 from engine.runner import Model, ModelRunner
 from engine.step_pace import StepPace
 from engine.types import EngineInfo, LayerCheck
+from engine.units import MIB
 from engine.warm_up import run_prompt, run_step_sizes
 from loaders.phases import Phase, StartPhases
 from model.batch import KvLayerSpec, LayerKv
 from moe.check.selfcheck import SelfCheckReport
+from moe.kernels.compile_ahead import compile_ahead
 
 if TYPE_CHECKING:  # a scripted engine needs no model
     from engine.rank_links import RankLinks
@@ -88,8 +90,21 @@ def load_engine(
     phases = phases or StartPhases()
     if model is None:
         model = _build_model(config, phases, ranks)
+        _log_weights(model.device)
     with phases.phase(Phase.WARM_UP):
         return _warmed_up(config, model, phases, ranks)
+
+
+def _log_weights(device: torch.device) -> None:
+    """What the weights really take, to be compared with `moe-serve plan`."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+        logger.info(
+            "weights: %.0f MiB on the GPU, at most %.0f MiB while loading; %.0f MiB are in use beside torch's memory",
+            torch.cuda.memory_allocated(device) / MIB, torch.cuda.max_memory_allocated(device) / MIB,
+            (total_bytes - free_bytes - torch.cuda.memory_reserved(device)) / MIB,
+        )  # fmt: skip
 
 
 def _warmed_up(config: EngineConfig, model: Model, phases: StartPhases, ranks: "RankLinks | None") -> LoadedEngine:
@@ -106,26 +121,20 @@ def _warmed_up(config: EngineConfig, model: Model, phases: StartPhases, ranks: "
             is_sliding=is_sliding,
         )  # fmt: skip
 
+    def make_small_runner(num_pages: int) -> ModelRunner:
+        return make_runner(layout.allocate(num_pages, model.device))
+
     def profile_run() -> None:
         num_tokens = min(step_tokens, max_model_len)
-        kv = layout.allocate(-(-num_tokens // config.page_size), model.device)
-        run_prompt(make_runner(kv), num_tokens)
+        run_prompt(make_small_runner(-(-num_tokens // config.page_size)), num_tokens)
 
-    if config.num_pages is not None:
-        num_pages = config.num_pages * layout.num_kinds
-    elif model.device.type == "cuda":
-        num_pages = choose_cuda_pages(
-            layout,
-            device=model.device,
-            utilization=config.gpu_memory_utilization,
-            sampling_bytes=sampling_bytes(config.max_num_seqs, model.vocab_size)
-            + (graph_bytes(config.max_num_seqs, model.vocab_size) if uses_graphs else 0),
-            profile_run=profile_run,
-        )
-    else:
-        num_pages = choose_cpu_pages(
-            layout, max_num_seqs=config.max_num_seqs, max_model_len=max_model_len, step_tokens=step_tokens
-        )
+    def launch_all() -> None:
+        _launch_all(config, make_small_runner, max_model_len, min(step_tokens, max_model_len), uses_graphs=uses_graphs)
+
+    if model.device.type == "cuda" and model.can_compile_ahead:
+        compile_ahead("warm-up", launch_all, model.device)
+
+    num_pages = _choose_pages(config, model, layout, max_model_len, profile_run, uses_graphs=uses_graphs)
     if ranks is not None:
         num_pages = ranks.min(num_pages)  # a page has the same number on all ranks
     num_kv_tokens = needs.longest(num_pages)
@@ -139,11 +148,12 @@ def _warmed_up(config: EngineConfig, model: Model, phases: StartPhases, ranks: "
     run_prompt(runner, num_tokens)
     runner.sampler.warm_up()
     if uses_graphs:
-        _capture_graphs(config, runner, max_model_len, step_tokens, phases, spare_page=num_pages, is_sliding=is_sliding)
+        graphs = _make_graphs(config, runner, max_model_len, step_tokens, spare_page=num_pages)
+        _capture_graphs(runner, *graphs, phases)
     if model.device.type == "cuda" and config.max_num_seqs > 1:
         run_step_sizes(runner, min(step_tokens, max_model_len))
     logger.info("KV cache: %d tokens fit, %d pages of %d tokens, %.0f MiB", num_kv_tokens, num_pages, config.page_size,
-                num_pages * layout.bytes_per_page / 2**20)  # fmt: skip
+                num_pages * layout.bytes_per_page / MIB)  # fmt: skip
     return LoadedEngine(
         runner=runner,
         num_pages=num_pages,
@@ -152,6 +162,32 @@ def _warmed_up(config: EngineConfig, model: Model, phases: StartPhases, ranks: "
         max_num_batched_tokens=step_tokens,
         pace=_measure_pace(config, runner, min(max_model_len, step_tokens)),
         overlaps=model.device.type == "cuda" if config.overlap is None else config.overlap,
+    )
+
+
+def _choose_pages(
+    config: EngineConfig, model: Model, layout: KvLayout, max_model_len: int, profile_run: Callable[[], None], *,
+    uses_graphs: bool,
+) -> int:  # fmt: skip
+    """Pages of the pool: what the settings say, what a GPU has room for, or what a CPU is given."""
+    if config.num_pages is not None:
+        return config.num_pages * layout.num_kinds
+    if model.device.type == "cuda":
+        aside_bytes = sampling_bytes(config.max_num_seqs, model.vocab_size)
+        if uses_graphs:
+            aside_bytes += graph_bytes(config.max_num_seqs, model.vocab_size, config.tensor_parallel_size)
+        return choose_cuda_pages(
+            layout,
+            device=model.device,
+            utilization=config.gpu_memory_utilization,
+            sampling_bytes=aside_bytes,
+            profile_run=profile_run,
+        )
+    return choose_cpu_pages(
+        layout,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=max_model_len,
+        step_tokens=max_step_tokens(config, model.device),
     )
 
 
@@ -165,11 +201,10 @@ def _uses_graphs(config: EngineConfig, model: Model) -> bool:
     return reason is None
 
 
-def _capture_graphs(
-    config: EngineConfig, runner: ModelRunner, max_model_len: int, step_tokens: int, phases: StartPhases, *,
-    spare_page: int, is_sliding: bool,
-) -> None:  # fmt: skip
-    """Capture decode steps, and steps with prompts where no transport stands in the way."""
+def _make_graphs(
+    config: EngineConfig, runner: ModelRunner, max_model_len: int, step_tokens: int, spare_page: int
+) -> tuple[DecodeGraphs, PromptGraphs | None]:
+    """Graphs to be captured: of decode steps, and of steps with prompts where no transport stands in the way."""
     model = runner.model
     settings = GraphSettings(
         model=model,
@@ -179,17 +214,40 @@ def _capture_graphs(
         max_num_seqs=config.max_num_seqs,
         max_model_len=max_model_len,
         spare_page=spare_page,
-        is_sliding=is_sliding,
+        is_sliding=runner.is_sliding,
     )
-    decodes, prompts = DecodeGraphs(settings), None
-    if config.moe_a2a_backend == "none":
-        prompts = PromptGraphs(settings, max_tokens=step_tokens)
+    has_prompts = config.moe_a2a_backend == "none"
+    return DecodeGraphs(settings), PromptGraphs(settings, max_tokens=step_tokens) if has_prompts else None
+
+
+def _capture_graphs(
+    runner: ModelRunner, decodes: DecodeGraphs, prompts: PromptGraphs | None, phases: StartPhases
+) -> None:
     num_sizes = len(decodes.sizes) + (0 if prompts is None else len(prompts.sizes))
     with phases.phase(Phase.GRAPHS, total=num_sizes):
         decodes.capture(lambda: phases.advance(Phase.GRAPHS))
         if prompts is not None:
             prompts.capture(decodes.pool, lambda: phases.advance(Phase.GRAPHS))
     runner.graphs, runner.prompt_graphs = decodes, prompts
+
+
+def _launch_all(
+    config: EngineConfig, make_runner: Callable[[int], ModelRunner], max_model_len: int, step_tokens: int, *,
+    uses_graphs: bool,
+) -> None:  # fmt: skip
+    """Launch all kernels of the warm-up on a small cache of their own; `make_runner` takes the number of its pages."""
+    spare_page = -(-step_tokens // config.page_size)
+    runner = make_runner(spare_page + 1)
+    run_prompt(runner, step_tokens)
+    run_prompt(runner, min(_WARM_UP_TOKENS, step_tokens))
+    runner.sampler.warm_up()
+    if uses_graphs:
+        decodes, prompts = _make_graphs(config, runner, max_model_len, step_tokens, spare_page)
+        decodes.run_sizes()
+        if prompts is not None:
+            prompts.run_sizes()
+    if config.max_num_seqs > 1:
+        run_step_sizes(runner, step_tokens)
 
 
 def _measure_pace(config: EngineConfig, runner: ModelRunner, max_tokens: int) -> StepPace | None:

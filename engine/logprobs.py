@@ -10,6 +10,9 @@ import torch
 from engine.transfer import to_host
 from engine.types import TokenLogprobs
 
+_BLOCK_ROWS = 64
+_Picked = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
 
 @dataclass(frozen=True, slots=True)
 class PendingLogprobs:
@@ -34,8 +37,24 @@ class PendingLogprobs:
 
 def launch_logprobs(logprobs_RV: torch.Tensor, ids_R: torch.Tensor, num_top: int) -> PendingLogprobs:
     """Of each row of log-softmax values: that of its token `ids_R` and the `num_top` best, best first."""
-    chosen_R = logprobs_RV.gather(1, ids_R[:, None])[:, 0]
-    if num_top == 0:
-        return PendingLogprobs(to_host(ids_R), to_host(chosen_R), None, None)
+    return _to_host(ids_R, [_pick(logprobs_RV, ids_R, num_top)])
+
+
+def launch_prompt_logprobs(logits_RV: torch.Tensor, ids_R: torch.Tensor, num_top: int) -> PendingLogprobs:
+    """The same from logits, a few rows at a time: log-softmax of all would need their memory, gigabytes, once more."""
+    blocks = zip(logits_RV.split(_BLOCK_ROWS), ids_R.split(_BLOCK_ROWS), strict=True)
+    return _to_host(ids_R, [_pick(torch.log_softmax(rows_RV, dim=-1), ids, num_top) for rows_RV, ids in blocks])
+
+
+def _pick(logprobs_RV: torch.Tensor, ids_R: torch.Tensor, num_top: int) -> _Picked:
+    """Values [R] of the tokens, values [R, K] and ids [R, K] of the best; K is 0 without alternatives."""
     best = logprobs_RV.topk(min(num_top, logprobs_RV.shape[1]), dim=1)
-    return PendingLogprobs(to_host(ids_R), to_host(chosen_R), to_host(best.indices), to_host(best.values))
+    return logprobs_RV.gather(1, ids_R[:, None])[:, 0], best.values, best.indices
+
+
+def _to_host(ids_R: torch.Tensor, picked: list[_Picked]) -> PendingLogprobs:
+    """Entries of blocks of rows, which come one after another in `ids_R`."""
+    chosen_R, values_RK, top_ids_RK = (torch.cat(parts) for parts in zip(*picked, strict=True))
+    if not values_RK.shape[1]:
+        return PendingLogprobs(to_host(ids_R), to_host(chosen_R), None, None)
+    return PendingLogprobs(to_host(ids_R), to_host(chosen_R), to_host(top_ids_RK), to_host(values_RK))

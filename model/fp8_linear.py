@@ -20,6 +20,7 @@ from moe.device import num_processors
 from moe.formats import Fp8BlockWeight
 from moe.formats.fp8_block import BLOCK
 from moe.kernels.bits import unpack_e4m3
+from moe.kernels.compile_ahead import launch
 
 _GROUP_TILES = 8  # token tiles that share weights in the L2, where there are many
 _FEW_PROGRAMS = 132  # the multiprocessors of an H100, where the device does not say
@@ -116,7 +117,7 @@ class Fp8Linear:
             x_TK = x_TK.contiguous()
         plan = choose_plan(num_tokens, num_outputs, self._num_processors)
         grid = (triton.cdiv(num_tokens, plan.block_m) * triton.cdiv(num_outputs, plan.block_n),)
-        fp8_block_gemm[grid](
+        launch(fp8_block_gemm, grid)(
             x_TK, self._weight.data.view(torch.int16), self._weight.scale_inv,
             x_TK if self._bias_N is None else self._bias_N, out_TN, num_tokens, num_outputs, num_cols, x_TK.stride(0),
             BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, GROUP=_GROUP_TILES, HAS_BIAS=self._bias_N is not None,

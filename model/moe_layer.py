@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from model.linear import GatedMlp
-from moe import BypassedTopK, MoeRunner, RoutingConfig
+from moe import BypassedTopK, MoeA2ABackend, MoeBackend, MoeRunner, RoutingConfig
 from moe.backends.c_compiler import missing_for_triton
 from moe.check.selfcheck import SelfCheckReport
 from moe.dispatch.base import abandon, mode_options
@@ -148,6 +148,11 @@ class MoeLayer(nn.Module):
         own_tokens = max_num_tokens if self.slices is None else self.slices.length(max_num_tokens)
         reason = self.dispatcher.why_not_capturable(own_tokens)
         return None if reason is None else f"MoE {self.description} ({reason})"
+
+    @property
+    def has_own_kernels(self) -> bool:
+        """Whether our Triton kernels alone read the ids of the chosen experts."""
+        return self.runner.backend is MoeBackend.TRITON and self.runner.a2a is MoeA2ABackend.NONE
 
     @property
     def gathers_tokens(self) -> bool:

@@ -123,7 +123,7 @@ def make_attention(requested: str, specs: Sequence[AttentionSpec], device: torch
         UnsupportedModelError: a kind of layer that it cannot serve.
     """
     if requested == "auto":
-        return _load(_choose(specs, device))(specs, device)
+        return _load(choose_attention(specs, device))(specs, device)
     if requested not in ATTENTION_MODULES:
         raise ModelSettingsError(
             f"attention backend {requested!r} is unknown; known: auto, {', '.join(ATTENTION_MODULES)}"
@@ -134,17 +134,25 @@ def make_attention(requested: str, specs: Sequence[AttentionSpec], device: torch
         raise ModelSettingsError(f"attention backend {requested} cannot be imported: {error}") from error
 
 
-def _choose(specs: Sequence[AttentionSpec], device: torch.device) -> str:
+def choose_attention(specs: Sequence[AttentionSpec], device: torch.device) -> str:
+    """What "auto" takes: on a GPU the first that serves every kind of layer, elsewhere torch."""
     if device.type != "cuda":
         return "torch"
+    return next((name for name, reason in attention_verdicts(specs, device).items() if reason is None), "torch")
+
+
+def attention_verdicts(specs: Sequence[AttentionSpec], device: torch.device) -> dict[str, str | None]:
+    """By implementation, in the order of "auto": None if it serves the device and every kind of layer, else why not."""
+    found: dict[str, str | None] = {}
     for name in ATTENTION_MODULES:
         try:
             implementation = _load(name)
-        except ImportError:
-            continue
-        if not any(implementation.unsupported_reason(spec, device) for spec in specs):
-            return name
-    return "torch"
+        except ImportError as error:
+            found[name] = f"it cannot be imported: {error}"
+        else:
+            reasons = (implementation.unsupported_reason(spec, device) for spec in dict.fromkeys(specs))
+            found[name] = next((reason for reason in reasons if reason), None)
+    return found
 
 
 def _load(name: str) -> type[Attention]:

@@ -14,6 +14,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from moe.config import RoutingConfig, RoutingMethod
 from moe.kernels.arrivals import counters, is_last_to_arrive
+from moe.kernels.compile_ahead import launch
 from moe.kernels.pdl import pdl_options
 from moe.routing import StandardTopK
 
@@ -148,7 +149,7 @@ def route(
     num_parts = max(1, min(MAX_PARTS.value, _PROGRAMS // num_blocks, triton.cdiv(hidden, _BLOCK_H)))
     is_split = num_parts > 1
     parts = torch.empty(num_parts if is_split else 0, num_tokens, num_experts, dtype=torch.float32, device=x_TH.device)
-    _route[(num_blocks, num_parts)](
+    launch(_route, (num_blocks, num_parts))(
         x_TH, weight_EH, weights_TK if bias_E is None else bias_E, parts, counters(x_TH.device, "router"),
         ids_TK, weights_TK, num_tokens, num_parts, x_TH.stride(0), config.routed_scaling_factor,
         H=hidden, E=num_experts, E_PAD=max(16, triton.next_power_of_2(num_experts)), K=config.top_k,

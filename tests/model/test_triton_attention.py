@@ -118,20 +118,20 @@ def test_prefill_multiplies_with_hoppers_matrix_instructions() -> None:
 
 
 def test_auto_takes_triton_on_gpus_and_torch_where_it_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert base._choose([GQA, replace(GQA, window=8)], CUDA) == "triton"
-    assert base._choose([GQA], CPU) == "torch"
-    assert base._choose([GQA, MLA, DEEPSEEK], CUDA) == "triton"
-    assert base._choose([replace(GQA, key_dim=192)], CUDA) == "torch"
+    assert base.choose_attention([GQA, replace(GQA, window=8)], CUDA) == "triton"
+    assert base.choose_attention([GQA], CPU) == "torch"
+    assert base.choose_attention([GQA, MLA, DEEPSEEK], CUDA) == "triton"
+    assert base.choose_attention([replace(GQA, key_dim=192)], CUDA) == "torch"
     monkeypatch.setitem(sys.modules, "model.attention.triton", None)  # as without the package triton
-    assert base._choose([GQA], CUDA) == "torch"
+    assert base.choose_attention([GQA], CUDA) == "torch"
     with pytest.raises(ModelSettingsError, match="triton cannot be imported"):
         make_attention("triton", [GQA], CPU)
 
 
 def test_latents_on_amd_gpus_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    assert base._choose([MLA], CUDA) == "torch"
-    assert base._choose([GQA], CUDA) == "triton"
+    assert base.choose_attention([MLA], CUDA) == "torch"
+    assert base.choose_attention([GQA], CUDA) == "triton"
 
 
 def test_what_triton_cannot_serve_is_refused_by_name() -> None:
