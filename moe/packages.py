@@ -15,6 +15,15 @@ SOURCES: dict[str, str] = {
     "nixl_ep": "pip install nixl",
 }
 
+# The package that each transport needs, by the transport's name.
+TRANSPORT_PACKAGES: dict[str, str] = {
+    "deepep": "deep_ep",
+    "mori": "mori",
+    "flashinfer": "flashinfer",
+    "mooncake": "mooncake",
+    "nixl": "nixl_ep",
+}
+
 
 def not_installed(package: str) -> str:
     """Says that the package is missing and how to get it, worded to follow "... needs"."""

@@ -25,7 +25,7 @@ from server.version import service_version
 
 PROGRAM = "moe-serve"
 USAGE_ERROR = 2
-COMMANDS = ("bench", "explain", "health", "plan")
+COMMANDS = ("bench", "doctor", "explain", "health", "plan")
 _DESCRIPTION = "Serve a mixture-of-experts model behind the OpenAI HTTP API."
 
 
@@ -104,6 +104,11 @@ def _run_command(name: str, argv: Sequence[str], settings: Mapping[str, Setting]
     match name:
         case "bench":
             return bench(argv, PROGRAM, environ)
+        case "doctor":
+            from server.doctor.command import doctor  # it knows of moe's packages, and so imports torch
+            from server.doctor.machine import Machine
+
+            return doctor(argv, PROGRAM, settings, Machine(environ=environ), tune_cache_folder(environ))
         case "explain":
             return explain(argv, PROGRAM, settings)
         case "health":

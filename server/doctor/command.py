@@ -1,0 +1,83 @@
+"""`moe-serve doctor`: the command. Serves nothing, downloads nothing, changes nothing on the machine."""
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from engine.config import EngineConfig
+from server import streams
+from server.doctor.finding import Finding, is_well, render
+from server.doctor.gpus import gpu_findings, infiniband
+from server.doctor.machine import Machine
+from server.doctor.packages import examine_packages, nccl, nvshmem, package_findings
+from server.doctor.paths import path_findings
+from server.doctor.system import cache_findings, locked_memory, open_files, shared_memory
+from server.errors import SettingError
+from server.model_source import HubModel, locate_model
+from server.settings import Parser, Setting, gather, make_parser
+
+_DESCRIPTION = (
+    "What of this machine keeps the service with these flags from serving, or slows it down, and what to do about it: "
+    "drivers, packages, links between GPUs, limits, folders, and what each path would need."
+)
+_EPILOG = (
+    "Exit status: 0 if nothing keeps the service from serving, 1 if a problem does, 2 for a wrong flag. Notes say what "
+    "optional parts are not here. All flags of the service are taken."
+)
+
+
+def doctor(
+    argv: Sequence[str], program: str, settings: Mapping[str, Setting], machine: Machine, tune_cache: Path | None
+) -> int:
+    """Print all findings; returns the exit status. Raises SettingError for a wrong flag or variable.
+
+    `tune_cache` is where tuned choices are kept unless a flag says otherwise.
+    """
+    parser = Parser(
+        prog=f"{program} doctor",
+        usage="%(prog)s [--json] [flags of the service]",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    own, flags = parser.parse_known_args(argv)
+    given = vars(make_parser(settings, f"{program} doctor", "").parse_args(flags))
+    values = {"tune_cache_dir": tune_cache, **gather(settings, given, machine.environ)}
+    model = locate_model(values.get("model"), values.get("revision"))
+    findings = examine(machine, _engine_config(values), downloads=isinstance(model, HubModel))
+    if own.json:
+        shown = {"well": is_well(findings), "findings": [dataclasses.asdict(each) for each in findings]}
+        streams.say(json.dumps(shown, indent=1) + "\n")
+    else:
+        streams.say(render(findings))
+    return 0 if is_well(findings) else 1
+
+
+def _engine_config(values: Mapping[str, Any]) -> EngineConfig:
+    names = {field.name for field in dataclasses.fields(EngineConfig)} & set(values)
+    try:
+        return EngineConfig(**{name: values[name] for name in names} | {"model": Path()})  # the model is not looked at
+    except ValueError as error:
+        raise SettingError(str(error)) from error
+
+
+def examine(machine: Machine, config: EngineConfig, *, downloads: bool) -> list[Finding]:
+    """All findings. `downloads`: the model comes from the hub."""
+    packages = examine_packages(machine)
+    torch = packages["torch"]
+    has_gpu = config.device != "cpu" and bool(torch.facts.get("num_gpus"))
+    return [
+        *gpu_findings(machine, config, torch),
+        *package_findings(packages, config),
+        nvshmem(machine, config),
+        nccl(torch, config),
+        infiniband(machine, config),
+        open_files(machine),
+        locked_memory(machine, config),
+        shared_memory(machine, config),
+        *cache_findings(machine, config.tune_cache_dir, has_gpu=has_gpu, downloads=downloads, tunes=config.tune),
+        *path_findings(packages, config),
+    ]
