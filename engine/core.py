@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 
 from engine.config import EngineConfig
@@ -125,7 +126,9 @@ class EngineCore:
         sampling = request.sampling
         stop_ids = frozenset() if sampling.ignore_eos else self._eos_ids.union(sampling.stop_token_ids)
         seed = self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed
-        scheduler.add(Sequence(request, stop_ids=stop_ids, seed=seed, logit_mask=logit_mask))
+        seq = Sequence(request, stop_ids=stop_ids, seed=seed, logit_mask=logit_mask)
+        seq.added_s = self._clock()
+        scheduler.add(seq)
 
     def abort(self, request_id: str) -> None:
         """End a request early; its last output comes with the next step. Does nothing if it is over already."""
@@ -165,6 +168,11 @@ class EngineCore:
         chunks = self._scheduler.schedule(max_prompt_tokens)
         for chunk in chunks:
             self._scheduler.begin(chunk)
+        if self._scheduler.newly_started:
+            now_s = self._clock()
+            for seq in self._scheduler.newly_started:
+                seq.started_s = now_s
+            self._scheduler.newly_started.clear()
         return chunks
 
     def _sample(self, launched: LaunchedStep) -> list[EngineOutput]:
@@ -256,6 +264,7 @@ class EngineCore:
 
     def _accept(self, seq: Sequence, token: int, logprobs: TokenLogprobs | None) -> EngineOutput:
         with_prompt = seq.wants_prompt_logprobs
+        is_first = seq.num_output == 0
         seq.token_ids.append(token)
         self._num_generated += 1
         reason: FinishReason | None = None
@@ -265,7 +274,7 @@ class EngineCore:
             reason = "length"
         if reason is not None:
             self._scheduler.remove(seq.request_id)
-        return EngineOutput(
+        output = EngineOutput(
             request_id=seq.request_id,
             token_ids=[token],
             logprobs=None if logprobs is None else [logprobs],
@@ -274,6 +283,10 @@ class EngineCore:
             stop_reason=token if reason == "stop" else None,
             num_cached_tokens=seq.num_cached,
         )
+        if not is_first:
+            return output
+        prefill_s = self._clock() - seq.started_s
+        return msgspec.structs.replace(output, queue_s=seq.started_s - seq.added_s, prefill_s=prefill_s)
 
 
 def _make_output(seq: Sequence, *, finish_reason: FinishReason, error: str | None = None) -> EngineOutput:

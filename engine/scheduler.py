@@ -56,6 +56,7 @@ class Scheduler:
         self.running: list[Sequence] = []  # in order of arrival
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._num_arrivals = 0
+        self.newly_started: list[Sequence] = []  # admitted for the first time; the caller notes when, and clears it
         self.num_preemptions = 0
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
@@ -205,6 +206,7 @@ class Scheduler:
         seq.row = self._free_rows.pop()
         if not seq.started:
             seq.started = True
+            self.newly_started.append(seq)
             seq.num_cached = seq.num_computed
             self.num_prompt_tokens += seq.num_prompt
             self.num_cached_tokens += seq.num_cached

@@ -35,10 +35,12 @@ class Sequence:
     `path` (client, connection) and `arrival`, a number that grows with every request, decide whose turn it is.
     `row` is its line in the page table of the runner, -1 unless it runs; steps have told of `num_sent_pages` pages
     and `num_sent_sliding_pages` sliding ones.
+    `added_s` and `started_s` are when the request was queued and first admitted, by the clock of the core.
     `sampler_state` belongs to the sampler and lives as long as the request.
     """
 
     __slots__ = (
+        "added_s",
         "arrival",
         "is_plain_greedy",
         "logit_mask",
@@ -63,6 +65,7 @@ class Sequence:
         "seed",
         "sliding_pages",
         "started",
+        "started_s",
         "stop_ids",
         "token_ids",
     )
@@ -86,6 +89,8 @@ class Sequence:
         self.num_in_flight = 0
         self.num_cached = 0
         self.started = False
+        self.added_s = 0.0
+        self.started_s = 0.0
         self.pages: list[int] = []
         self.sliding_pages: list[int] = []
         self.num_slid_pages = 0

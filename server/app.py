@@ -41,7 +41,10 @@ def create_app(
     """
     tally = OwnTally() if sharing is None else sharing.tally
     app = FastAPI(title="moe-serve", version=service_version(), docs_url=None, redoc_url=None, redirect_slashes=False)
-    metrics = Metrics(lambda: engine.stats, lambda: engine.info, tally)
+    names = config.served_model_name or (DEFAULT_MODEL_NAME,)
+    stall = StallWatch(engine, config.stall_timeout, logs=sharing is None)
+    vllm_model = names[0] if config.metrics_names == "vllm" else None
+    metrics = Metrics(lambda: engine.stats, lambda: engine.info, tally, stall, vllm_model)
     app.state.context = ServerContext(
         engine=engine,
         config=config,
@@ -49,8 +52,8 @@ def create_app(
         metrics=metrics,
         gate=Gate(tally, None if sharing is None else sharing.num_held_by_client),
         lanes=Lanes(tally, None if sharing is None else sharing.turn),
-        stall=StallWatch(engine, config.stall_timeout, logs=sharing is None),
-        served_names=config.served_model_name or (DEFAULT_MODEL_NAME,),
+        stall=stall,
+        served_names=names,
         response_store=open_store(config),
         started_s=tally.started_s,
     )

@@ -20,7 +20,7 @@ from server.tally import Gauge
 _WORD = 8
 _NUM_HEADER_WORDS = 1 + len(Gauge)
 _SLOT_BYTES = 512 * 1024  # for what does not depend on the model's names; unused pages take no memory
-_COUNTERS_PER_NAME = 64
+_COUNTERS_PER_NAME = 256
 _BYTES_PER_COUNTER = 128  # without the served name
 
 

@@ -76,6 +76,9 @@ class ServerConfig:
     exit_on_engine_death: bool = setting(
         False, "HTTP", "exit with status 1 when the engine dies, instead of answering 503; several ranks always do"
     )
+    metrics_names: Literal["own", "vllm"] = setting(
+        "own", "HTTP", "names of /metrics: our own alone, or those of vLLM too, which existing boards read"
+    )
     receive_timeout: float = setting(
         60.0, "HTTP", "seconds a client has to send a request's head, and again its body", above=0
     )

@@ -1,6 +1,6 @@
 """Prometheus metrics of the service, in a registry of its own. Labels: served names, routes, the model's MoE layers."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -8,9 +8,15 @@ from prometheus_client.registry import Collector
 
 from engine.types import EngineInfo, EngineStats
 from server.series import Counter, Histogram, families
+from server.stall import StallReason, StallWatch
 from server.tally import Gauge, Tally
+from server.vllm_names import VllmNames
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+_STEP_SECONDS = (
+    0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 10,
+)  # fmt: skip
+_TOKENS = (1, 8, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 _PREFIX = "moe_serve"
 _COMPILED = "Kernels that were compiled, or loaded compiled from disk, while requests could wait for them"
 
@@ -23,12 +29,16 @@ class Metrics:
         engine_stats: Callable[[], EngineStats | None],
         engine_info: Callable[[], EngineInfo | None],
         tally: Tally,
+        stall: StallWatch | None = None,
+        vllm_model: str | None = None,
     ) -> None:
+        """`vllm_model`: also show vLLM's names, with this name of the model for the engine's numbers."""
+
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(tally, f"{_PREFIX}_{name}", text, labels)
 
-        def seconds(name: str, text: str) -> Histogram:
-            return Histogram(tally, f"{_PREFIX}_{name}", text, ["model"], _SECONDS)
+        def histogram(name: str, text: str, buckets: Sequence[float] = _SECONDS) -> Histogram:
+            return Histogram(tally, f"{_PREFIX}_{name}", text, ["model"], buckets)
 
         self.responses = counter("http_responses", "HTTP responses", "route", "status")
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens served", "model")
@@ -41,13 +51,27 @@ class Metrics:
             "undeclared_tool_calls", "Calls to functions that the request did not offer, answered as text", "model"
         )
         self.ignored_keys = counter("ignored_keys", "Unknown keys in messages, tool calls and tools of requests")
-        self.first_token_seconds = seconds("time_to_first_token_seconds", "From the request to its first token")
-        self.request_seconds = seconds("request_seconds", "From the request to its end")
+        self.first_token_seconds = histogram("time_to_first_token_seconds", "From the request to its first token")
+        self.request_seconds = histogram("request_seconds", "From the request to its end")
+        self.inter_token_seconds = histogram("inter_token_seconds", "From a token to the next one", _STEP_SECONDS)
+        self.seconds_per_token = histogram("seconds_per_token", "A request's mean time between tokens", _STEP_SECONDS)
+        self.queue_seconds = histogram("queue_seconds", "In the engine's queue, for each choice")
+        self.prefill_seconds = histogram("prefill_seconds", "From the queue to the first token, for each choice")
+        self.decode_seconds = histogram("decode_seconds", "From the first token to the last")
+        self.inference_seconds = histogram("inference_seconds", "From the queue to the last token")
+        self.request_prompt_tokens = histogram("request_prompt_tokens", "Prompt tokens of a request", _TOKENS)
+        self.request_generated_tokens = histogram("request_generated_tokens", "Generated tokens of a request", _TOKENS)
+        self.request_max_tokens = histogram("request_max_tokens", "Tokens that a choice may have", _TOKENS)
         metrics = [each for each in vars(self).values() if isinstance(each, Counter | Histogram)]
+        collectors: list[Collector] = [_HttpCollector(metrics, tally), _EngineCollector(engine_stats)]
+        if vllm_model is not None:
+            collectors.append(VllmNames(tuple(collectors), vllm_model))
+        collectors.append(_InfoCollector(engine_info))
+        if stall is not None:
+            collectors.append(_StallCollector(stall))
         self._registry = CollectorRegistry()
-        self._registry.register(_HttpCollector(metrics, tally))
-        self._registry.register(_EngineCollector(engine_stats))
-        self._registry.register(_InfoCollector(engine_info))
+        for collector in collectors:
+            self._registry.register(collector)
 
     def text(self) -> bytes:
         """The exposition format."""
@@ -86,6 +110,21 @@ class _EngineCollector(Collector):
                 yield GaugeMetricFamily(f"{_PREFIX}_engine_{label}", f"Engine: {label.replace('_', ' ')}", value)
             else:
                 yield CounterMetricFamily(f"{_PREFIX}_engine_{label}", f"Engine: {label.replace('_', ' ')}", value)
+
+
+class _StallCollector(Collector):
+    """For how long no token has been computed although requests want some, by the reason."""
+
+    def __init__(self, stall: StallWatch) -> None:
+        self._stall = stall
+
+    def collect(self) -> Iterable[Metric]:
+        text = "Seconds since the last token while requests wait or run, by what holds them up"
+        family = GaugeMetricFamily(f"{_PREFIX}_stall_seconds", text, labels=["reason"])
+        reason, seconds = self._stall.waiting_since()
+        for each in StallReason:
+            family.add_metric([each], seconds if each is reason else 0.0)
+        yield family
 
 
 class _InfoCollector(Collector):

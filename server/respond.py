@@ -4,7 +4,6 @@ When the client leaves, its requests end.
 """
 
 import logging
-import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from engine.types import EngineInfo, EngineOutput
+from server.answer_watch import AnswerWatch
 from server.asker import asker_of, owner_of
 from server.body import read_body
 from server.connection import EventStream, while_connected
@@ -71,7 +71,7 @@ async def _body(context: ServerContext, renderer: Renderer, group: RequestGroup)
         for index, output in news:
             renderer.take(index, output)
 
-    await _run(context, renderer, group, take)
+    await _run(context, renderer, group, AnswerWatch(context.metrics, renderer), take)
     body = renderer.body()
     await renderer.keep()
     return body
@@ -85,6 +85,7 @@ async def _stream(
     A later one becomes the last event, since the status has been sent.
     """
     unsent: list[bytes] = []
+    watch = AnswerWatch(context.metrics, renderer)
 
     async def write(news: News) -> None:
         if not stream.has_begun:
@@ -98,6 +99,7 @@ async def _stream(
     def write_now(index: int, output: EngineOutput) -> bool:
         if output.finish_reason is not None or not stream.can_write_now:
             return False
+        watch.on_tokens(len(output.token_ids))
         if data := renderer.stream(index, output):
             stream.write_now(data)
         if renderer.is_finished(index):
@@ -107,7 +109,7 @@ async def _stream(
     if group.num_requests == 1:  # several choices share the write of a step
         group.take_now = write_now
     try:
-        await _run(context, renderer, group, write)
+        await _run(context, renderer, group, watch, write)
         last = renderer.end()
         await renderer.keep()
         unsent += [event.encode() for event in last]
@@ -128,44 +130,21 @@ def _shown(error: Exception, request_id: str) -> ApiError:
 
 
 async def _run(
-    context: ServerContext, renderer: Renderer, group: RequestGroup, use: Callable[[News], Awaitable[None]]
+    context: ServerContext,
+    renderer: Renderer,
+    group: RequestGroup,
+    watch: AnswerWatch,
+    use: Callable[[News], Awaitable[None]],
 ) -> None:
     """Run the answer's requests and `use` their outputs. A request stops as soon as its choice is finished."""
-    watch = _Watch(context, renderer)
     with context.gate.admitted(group), group:
         while news := await group.take():
             for _, output in news:
                 if output.overloaded:
                     raise context.gate.with_retry_after(TooManyRequests(output.error or "the queue is full"))
-            watch.on_output()
+            watch.on_news(news)
             await use(news)
             for index, _ in news:
                 if renderer.is_finished(index):
                     group.stop(index)
     watch.on_end()
-
-
-class _Watch:
-    """Metrics of one answer."""
-
-    def __init__(self, context: ServerContext, renderer: Renderer) -> None:
-        self._metrics = context.metrics
-        self._renderer = renderer
-        self._start_s = time.monotonic()
-        self._saw_output = False
-
-    def on_output(self) -> None:
-        if not self._saw_output:
-            self._saw_output = True
-            self._metrics.first_token_seconds.observe(self._renderer.model, value=time.monotonic() - self._start_s)
-
-    def on_end(self) -> None:
-        metrics, model, counts = self._metrics, self._renderer.model, self._renderer.counts
-        metrics.request_seconds.observe(model, value=time.monotonic() - self._start_s)
-        metrics.prompt_tokens.inc(model, by=counts.num_prompt)
-        metrics.completion_tokens.inc(model, by=counts.num_completion)
-        for choice in self._renderer.choices:
-            metrics.finished.inc(model, str(choice.finish_reason))
-            metrics.undeclared_calls.inc(model, by=choice.num_undeclared_calls)
-            if choice.is_empty:
-                metrics.empty_answers.inc(model, str(choice.finish_reason))

@@ -3,10 +3,19 @@
 import logging
 import time
 from collections.abc import Callable
+from enum import StrEnum
 
 from server.request_group import Engine
 
 log = logging.getLogger(__name__)
+
+
+class StallReason(StrEnum):
+    """What holds up requests that get no token."""
+
+    NO_PAGES = "no_pages"  # they wait, and all KV pages are in use
+    NOT_ADMITTED = "not_admitted"  # they wait, though pages are free
+    NO_TOKEN = "no_token"  # some run
 
 
 class StallWatch:
@@ -24,14 +33,30 @@ class StallWatch:
         self._since_s = clock()
         self._is_stalled = False
 
-    def check(self) -> str | None:
-        """None, or a description of the stall for clients. Call it often; it logs when a stall begins and ends."""
+    def waiting_since(self) -> tuple[StallReason | None, float]:
+        """Why requests get no token, and for how many seconds that has been so; (None, 0) without requests."""
+        stats = self._engine.stats
+        if self._note_progress() is None or stats is None:
+            return None, 0.0
+        reason = StallReason.NO_TOKEN
+        if not stats.num_running:
+            is_full = stats.num_pages_used >= stats.num_pages_total
+            reason = StallReason.NO_PAGES if is_full else StallReason.NOT_ADMITTED
+        return reason, self._clock() - self._since_s
+
+    def _note_progress(self) -> tuple[int, int] | None:
+        """Tokens computed so far, None if no request wants any; notes when the number changes."""
         stats = self._engine.stats
         progress = None
         if self._engine.ready and stats is not None and stats.num_waiting + stats.num_running > 0:
             progress = (stats.num_prompt_tokens, stats.num_generated_tokens)
         if progress is None or progress != self._progress:
             self._progress, self._since_s = progress, self._clock()
+        return progress
+
+    def check(self) -> str | None:
+        """None, or a description of the stall for clients. Call it often; it logs when a stall begins and ends."""
+        stats, progress = self._engine.stats, self._note_progress()
         stalled_s = self._clock() - self._since_s
         if stats is None or progress is None or stalled_s < self._timeout_s:
             if self._is_stalled and self._logs:

@@ -1,0 +1,77 @@
+"""`AnswerWatch`: measures one answer as its outputs come: time to the first token, between tokens, in the engine."""
+
+import time
+from collections.abc import Callable
+
+from server.metrics import Metrics
+from server.renderers import Renderer
+from server.request_group import News
+
+
+class AnswerWatch:
+    """Times of one answer, from its making. `on_tokens` costs one observation a step, whatever the number of choices.
+
+    Attributes:
+        first_token_s: seconds to the first token; None before it.
+        queue_s, prefill_s: the longest that one of its requests waited at the engine, and then took to its first token.
+    """
+
+    def __init__(self, metrics: Metrics, renderer: Renderer, clock: Callable[[], float] = time.monotonic) -> None:
+        self._metrics = metrics
+        self._renderer = renderer
+        self._clock = clock
+        self._start_s = self._last_s = clock()
+        self.first_token_s: float | None = None
+        self.queue_s = 0.0
+        self.prefill_s = 0.0
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the start."""
+        return self._clock() - self._start_s
+
+    def on_news(self, news: News) -> None:
+        """Outputs have come, of one step or, if the reader was slow, of several."""
+        model = self._renderer.model
+        for _, output in news:
+            if output.queue_s is not None and output.prefill_s is not None:
+                self.queue_s = max(self.queue_s, output.queue_s)
+                self.prefill_s = max(self.prefill_s, output.prefill_s)
+                self._metrics.queue_seconds.observe(model, value=output.queue_s)
+                self._metrics.prefill_seconds.observe(model, value=output.prefill_s)
+        self.on_tokens(sum(len(output.token_ids) for _, output in news))
+
+    def on_tokens(self, num_tokens: int) -> None:
+        """So many tokens have come. Several steps that come at once share the time since the last ones evenly."""
+        now_s = self._clock()
+        if self.first_token_s is None:
+            self.first_token_s = now_s - self._start_s
+            self._metrics.first_token_seconds.observe(self._renderer.model, value=self.first_token_s)
+        elif num_tokens:
+            num_steps = -(-num_tokens // len(self._renderer.choices))
+            value = (now_s - self._last_s) / num_steps
+            self._metrics.inter_token_seconds.observe(self._renderer.model, value=value, count=num_tokens)
+        self._last_s = now_s
+
+    def on_end(self) -> None:
+        """The answer is complete."""
+        metrics, model, counts = self._metrics, self._renderer.model, self._renderer.counts
+        first_s = self._start_s + (self.first_token_s or 0.0)
+        decode_s = self._last_s - first_s
+        num_steps = counts.num_completion / len(self._renderer.choices) - 1
+        metrics.request_seconds.observe(model, value=self.elapsed_s)
+        metrics.decode_seconds.observe(model, value=decode_s)
+        metrics.inference_seconds.observe(model, value=self.prefill_s + decode_s)
+        if num_steps > 0:
+            metrics.seconds_per_token.observe(model, value=decode_s / num_steps)
+        metrics.request_prompt_tokens.observe(model, value=counts.num_prompt)
+        metrics.request_generated_tokens.observe(model, value=counts.num_completion)
+        for request in self._renderer.prepared.requests:
+            metrics.request_max_tokens.observe(model, value=request.sampling.max_tokens)
+        metrics.prompt_tokens.inc(model, by=counts.num_prompt)
+        metrics.completion_tokens.inc(model, by=counts.num_completion)
+        for choice in self._renderer.choices:
+            metrics.finished.inc(model, str(choice.finish_reason))
+            metrics.undeclared_calls.inc(model, by=choice.num_undeclared_calls)
+            if choice.is_empty:
+                metrics.empty_answers.inc(model, str(choice.finish_reason))
