@@ -35,7 +35,7 @@ def _prefetch(ptr, num_bytes):
 
 
 @triton.jit
-def _prefetch_weights(
+def prefetch_weights(
     w_ptr, expert, block, split, num_blocks, num_steps,
     BLOCK_N: tl.constexpr, BLOCK_WORDS: tl.constexpr, SPLIT_K: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -98,7 +98,7 @@ def _expert_slots(
 
 
 @triton.jit
-def _activate(gate, up, alpha, beta, limit, HAS_LIMIT: tl.constexpr):
+def activate(gate, up, alpha, beta, limit, HAS_LIMIT: tl.constexpr):
     if HAS_LIMIT:
         gate = tl.minimum(gate, limit)
         up = tl.minimum(tl.maximum(up, -limit), limit)
@@ -127,7 +127,7 @@ def _store(
     if IS_FIRST:
         pairs = acc.reshape(ROWS // 16, 2, 8, BLOCK_M).permute(0, 2, 3, 1)
         gate, up = tl.split(pairs)
-        result = _activate(gate, up, alpha, beta, limit, HAS_LIMIT).reshape(ROWS // 2, BLOCK_M)
+        result = activate(gate, up, alpha, beta, limit, HAS_LIMIT).reshape(ROWS // 2, BLOCK_M)
         out_N = first_row // 2 + tl.arange(0, ROWS // 2)
         out_ptrs = out_ptr + (row_M * out_stride)[None, :] + out_N[:, None]
     else:
@@ -219,7 +219,7 @@ def direct_gemm(
         )
     if USE_PDL:
         if begin < count:
-            _prefetch_weights(
+            prefetch_weights(
                 w_ptr, expert, block, split, num_blocks, num_steps, BLOCK_N, block_words(FORMAT, WORDS), SPLIT_K,
                 NUM_STAGES,
             )  # fmt: skip
