@@ -32,6 +32,7 @@ from moe.kernels.products import FP8_BLOCK, multiply_fp8
 _GROUP_TILES = 8  # token tiles that share weights in the L2, where there are many
 _FEW_PROCESSORS = 4  # where an interpreter runs the kernel
 _MAX_SHARES = 16
+_SUM_REGISTERS = 64  # of a thread, for the parts that it loads at once
 _WORDS = tl.constexpr(BLOCK // 2)  # 16-bit words of two codes, of a row in a step
 
 
@@ -49,6 +50,12 @@ class LinearPlan:
     num_stages: int
     per_processor: int = 1
     shares: int = 1
+
+    @property
+    def parts_at_once(self) -> int:
+        """Parts of a sum that are loaded at once: one after the other would take a memory's latency each."""
+        height = self.block_n if self.block_n < 128 else self.block_n // 2
+        return max(1, min(_MAX_SHARES, _SUM_REGISTERS * 32 * self.num_warps // (height * self.block_m)))
 
 
 # Not measured; the expert kernels read at the memory's speed with the first. `benchmarks/sweep_fp8_rows.py` searches.
@@ -93,26 +100,28 @@ def _store_outputs(
 
 
 @triton.jit
-def _sum_parts(part_ptrs, is_token_M, SHARES: tl.constexpr, SIZE: tl.constexpr):
-    """The parts of all shares, which lie SIZE numbers apart, added in their order."""
+def _sum_parts(part_ptrs, is_token_M, num_shares, SIZE: tl.constexpr, AT_ONCE: tl.constexpr):
+    """The parts of all shares, which lie SIZE numbers apart, added in their order; AT_ONCE are loaded at a time."""
     total = tl.load(part_ptrs, mask=is_token_M[None, :], other=0.0, cache_modifier=".cg")
-    for other in tl.static_range(1, SHARES):
-        total += tl.load(part_ptrs + other * SIZE, mask=is_token_M[None, :], other=0.0, cache_modifier=".cg")
+    for first in range(1, num_shares, AT_ONCE):
+        for offset in tl.static_range(AT_ONCE):
+            mask = (is_token_M & (first + offset < num_shares))[None, :]
+            total += tl.load(part_ptrs + (first + offset) * SIZE, mask=mask, other=0.0, cache_modifier=".cg")
     return total
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens", "num_shares"])
 def fp8_block_gemm(
     x_ptr, w_ptr, scale_ptr, bias_ptr, out_ptr, parts_ptr, arrived_ptr,
-    num_tokens, num_outputs, num_cols, x_stride, num_blocks, num_steps,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SHARES: tl.constexpr, GROUP: tl.constexpr, NUM_STAGES: tl.constexpr,
-    IS_GATED: tl.constexpr, HAS_BIAS: tl.constexpr, SHORT_K: tl.constexpr,
+    num_tokens, num_shares, num_outputs, num_cols, x_stride, num_blocks, num_steps,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, IS_SPLIT: tl.constexpr, GROUP: tl.constexpr, NUM_STAGES: tl.constexpr,
+    AT_ONCE: tl.constexpr, IS_GATED: tl.constexpr, HAS_BIAS: tl.constexpr, SHORT_K: tl.constexpr,
     USE_ASM: tl.constexpr, USE_PDL: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """`out[T, N] = x[T, K] @ w[N, K].T + bias`, or `silu(gate) * up` of it; weights and scales as `layout.py` has them.
 
-    Grid: (tiles of tokens x tiles of weights, SHARES); GROUP tiles of tokens at a time walk along the weights together.
-    parts: fp32 [tiles, SHARES, BLOCK_N, BLOCK_M].
+    Grid: (tiles of tokens x tiles of weights, shares); GROUP tiles of tokens at a time walk along the weights together.
+    parts: fp32 [tiles, shares, BLOCK_N, BLOCK_M].
     """
     num_m, num_n = tl.cdiv(num_tokens, BLOCK_M), tl.cdiv(num_blocks * 64, BLOCK_N)
     tile, share = tl.program_id(0), tl.program_id(1)
@@ -123,7 +132,7 @@ def fp8_block_gemm(
     is_token_M = token_M < num_tokens
     if USE_PDL:  # weights never change, so they are fetched while the kernel before still runs
         prefetch_weights(
-            w_ptr, share * 0, block, share, num_blocks, num_steps, BLOCK_N, 64 * _WORDS, SHARES, NUM_STAGES
+            w_ptr, share * 0, block, share, num_shares, num_blocks, num_steps, BLOCK_N, 64 * _WORDS, NUM_STAGES
         )
         gdc_wait()
         gdc_launch_dependents()
@@ -132,22 +141,22 @@ def fp8_block_gemm(
     x_ptr_M = x_ptr + tl.where(is_token_M, token_M, 0).to(tl.int64) * x_stride
     acc_0, acc_1 = multiply_fp8(
         x_ptr_M, scale_ptr, 0, is_token_M, w_ptr, scale_ptr, share * 0, block * BLOCK_N,
-        num_steps * share // SHARES, num_steps * (share + 1) // SHARES, num_blocks, num_steps, num_cols,
+        num_steps * share // num_shares, num_steps * (share + 1) // num_shares, num_blocks, num_steps, num_cols,
         FP8_BLOCK, BLOCK_M, HEIGHT, PARTS, 128, _WORDS, NUM_STAGES, SHORT_K, USE_ASM, INTERPRET,
     )  # fmt: skip
     is_done = True
-    if SHARES > 1:
+    if IS_SPLIT:
         SIZE: tl.constexpr = BLOCK_N * BLOCK_M
-        part_ptrs = parts_ptr + tile.to(tl.int64) * (SHARES * SIZE)
+        part_ptrs = parts_ptr + tile.to(tl.int64) * num_shares * SIZE
         part_ptrs = part_ptrs + tl.arange(0, HEIGHT)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
         tl.store(part_ptrs + share * SIZE, acc_0, mask=is_token_M[None, :])
         if PARTS == 2:
             tl.store(part_ptrs + share * SIZE + SIZE // 2, acc_1, mask=is_token_M[None, :])
-        is_done = is_last_to_arrive(arrived_ptr + tile, SHARES)
+        is_done = is_last_to_arrive(arrived_ptr + tile, num_shares)
         if is_done:
-            acc_0 = _sum_parts(part_ptrs, is_token_M, SHARES, SIZE)
+            acc_0 = _sum_parts(part_ptrs, is_token_M, num_shares, SIZE, AT_ONCE)
             if PARTS == 2:
-                acc_1 = _sum_parts(part_ptrs + SIZE // 2, is_token_M, SHARES, SIZE)
+                acc_1 = _sum_parts(part_ptrs + SIZE // 2, is_token_M, num_shares, SIZE, AT_ONCE)
     if is_done:
         first_row = block * BLOCK_N
         _store_outputs(
@@ -206,9 +215,9 @@ class Fp8Linear:
         fp8_block_gemm[(tiles, plan.shares)](
             x_TK, self._data, self._scales, x_TK if self._bias_N is None else self._bias_N, out_TN,
             parts, counters(device, "fp8 linear"),
-            num_tokens, self._num_outputs, self._num_cols, x_TK.stride(0), num_blocks, num_steps,
-            BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, SHARES=plan.shares, GROUP=_GROUP_TILES,
-            NUM_STAGES=plan.num_stages, IS_GATED=self._is_gated, HAS_BIAS=self._bias_N is not None,
+            num_tokens, plan.shares, self._num_outputs, self._num_cols, x_TK.stride(0), num_blocks, num_steps,
+            BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, IS_SPLIT=plan.shares > 1, GROUP=_GROUP_TILES,
+            NUM_STAGES=plan.num_stages, AT_ONCE=plan.parts_at_once, IS_GATED=self._is_gated, HAS_BIAS=self._bias_N is not None,
             SHORT_K=self._num_cols < BLOCK, USE_ASM=device.type == "cuda" and torch.version.hip is None,
             INTERPRET=interpret, num_warps=plan.num_warps, **pdl_options(device),
         )  # fmt: skip

@@ -36,12 +36,12 @@ def _prefetch(ptr, num_bytes):
 
 @triton.jit
 def prefetch_weights(
-    w_ptr, expert, block, split, num_blocks, num_steps,
-    BLOCK_N: tl.constexpr, BLOCK_WORDS: tl.constexpr, SPLIT_K: tl.constexpr, NUM_STAGES: tl.constexpr,
+    w_ptr, expert, block, split, num_splits, num_blocks, num_steps,
+    BLOCK_N: tl.constexpr, BLOCK_WORDS: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """Prefetch the first weights of a tile's loop into the L2, before the tile knows its token rows."""
-    begin = num_steps * split // SPLIT_K
-    num_first = tl.minimum(num_steps * (split + 1) // SPLIT_K - begin, NUM_STAGES)
+    begin = num_steps * split // num_splits
+    num_first = tl.minimum(num_steps * (split + 1) // num_splits - begin, NUM_STAGES)
     for part in tl.static_range(BLOCK_N // 64):
         first = block * (BLOCK_N // 64) + part
         if first < num_blocks:
@@ -220,7 +220,7 @@ def direct_gemm(
     if USE_PDL:
         if begin < count:
             prefetch_weights(
-                w_ptr, expert, block, split, num_blocks, num_steps, BLOCK_N, block_words(FORMAT, WORDS), SPLIT_K,
+                w_ptr, expert, block, split, SPLIT_K, num_blocks, num_steps, BLOCK_N, block_words(FORMAT, WORDS),
                 NUM_STAGES,
             )  # fmt: skip
         if not IS_FIRST:

@@ -70,7 +70,7 @@ def far_block(w_ptr, first_ptr, expert, num_blocks, num_steps):
 @triton.jit
 def fetch_blocks(w_ptr, expert, num_blocks, num_steps):
     """The prefetch of the second of three parts, in tiles of two blocks of which the last has one."""
-    prefetch_weights(w_ptr, tl.load(expert), 1, 1, num_blocks, num_steps, 128, 64 * 16 + 128, 3, 4)
+    prefetch_weights(w_ptr, tl.load(expert), 1, 1, 3, num_blocks, num_steps, 128, 64 * 16 + 128, 4)
 
 
 def fetched(data: torch.Tensor, expert: int, num_blocks: int, num_steps: int) -> list[float]:
