@@ -72,11 +72,18 @@ PLANS = (
 def choose_plan(num_tokens: int, num_outputs: int, num_inputs: int, processors: int) -> LinearPlan:
     """The plan with the lowest tiles that hold all tokens, else the tallest; its shares fill the processors."""
     plan = next((plan for plan in PLANS if num_tokens <= plan.block_m), PLANS[-1])
+    return with_shares(plan, num_tokens, num_outputs, num_inputs, processors)
+
+
+def with_shares(
+    plan: LinearPlan, num_tokens: int, num_outputs: int, num_inputs: int, processors: int
+) -> LinearPlan:  # fmt: skip
+    """The plan with as many shares as give each processor the programs that it wants."""
     tiles = triton.cdiv(num_outputs, plan.block_n) * triton.cdiv(num_tokens, plan.block_m)
-    if tiles > MAX_COUNTERS:
-        return plan
     steps = triton.cdiv(num_inputs, BLOCK)
     wanted = max(1, plan.per_processor * processors // tiles)
+    if wanted == 1 or tiles > MAX_COUNTERS:
+        return replace(plan, shares=1)
     steps_each = triton.cdiv(steps, min(wanted, _MAX_SHARES, steps))
     return replace(plan, shares=triton.cdiv(steps, steps_each))
 
@@ -110,7 +117,7 @@ def _sum_parts(part_ptrs, is_token_M, num_shares, SIZE: tl.constexpr, AT_ONCE: t
     return total
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_shares"])
+@triton.jit(do_not_specialize=["num_tokens", "num_shares", "num_blocks", "num_steps"])
 def fp8_block_gemm(
     x_ptr, w_ptr, scale_ptr, bias_ptr, out_ptr, parts_ptr, arrived_ptr,
     num_tokens, num_shares, num_outputs, num_cols, x_stride, num_blocks, num_steps,
@@ -211,14 +218,14 @@ class Fp8Linear:
         tiles = triton.cdiv(num_tokens, plan.block_m) * triton.cdiv(num_blocks * ROWS, plan.block_n)
         size = tiles * plan.shares * plan.block_n * plan.block_m if plan.shares > 1 else 0
         parts = torch.empty(size, dtype=torch.float32, device=device)
-        interpret = bool(triton.knobs.runtime.interpret)
         fp8_block_gemm[(tiles, plan.shares)](
             x_TK, self._data, self._scales, x_TK if self._bias_N is None else self._bias_N, out_TN,
             parts, counters(device, "fp8 linear"),
             num_tokens, plan.shares, self._num_outputs, self._num_cols, x_TK.stride(0), num_blocks, num_steps,
             BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, IS_SPLIT=plan.shares > 1, GROUP=_GROUP_TILES,
-            NUM_STAGES=plan.num_stages, AT_ONCE=plan.parts_at_once, IS_GATED=self._is_gated, HAS_BIAS=self._bias_N is not None,
-            SHORT_K=self._num_cols < BLOCK, USE_ASM=device.type == "cuda" and torch.version.hip is None,
-            INTERPRET=interpret, num_warps=plan.num_warps, **pdl_options(device),
+            NUM_STAGES=plan.num_stages, AT_ONCE=plan.parts_at_once, IS_GATED=self._is_gated,
+            HAS_BIAS=self._bias_N is not None, SHORT_K=self._num_cols < BLOCK,
+            USE_ASM=device.type == "cuda" and torch.version.hip is None,
+            INTERPRET=bool(triton.knobs.runtime.interpret), num_warps=plan.num_warps, **pdl_options(device),
         )  # fmt: skip
         return out_TN

@@ -39,7 +39,7 @@ def prefetch_weights(
     w_ptr, expert, block, split, num_splits, num_blocks, num_steps,
     BLOCK_N: tl.constexpr, BLOCK_WORDS: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Prefetch the first weights of a tile's loop into the L2, before the tile knows its token rows."""
+    """Prefetch the first weights of the loop of a tile, one of `num_splits` along K, into the L2."""
     begin = num_steps * split // num_splits
     num_first = tl.minimum(num_steps * (split + 1) // num_splits - begin, NUM_STAGES)
     for part in tl.static_range(BLOCK_N // 64):
@@ -99,6 +99,7 @@ def _expert_slots(
 
 @triton.jit
 def activate(gate, up, alpha, beta, limit, HAS_LIMIT: tl.constexpr):
+    """The gated activation of `moe.config.Activation`; plain SwiGLU for (1, 0, anything) without a limit."""
     if HAS_LIMIT:
         gate = tl.minimum(gate, limit)
         up = tl.minimum(tl.maximum(up, -limit), limit)

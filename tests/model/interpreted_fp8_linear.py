@@ -47,7 +47,9 @@ def error(shape: Shape, plan: LinearPlan | None = None) -> float:
 def main() -> None:
     no_columns = Fp8BlockWeight.quantize(torch.ones(64, 0))  # as a rank may have
     errors = {
-        f"{plan}": error(Shape(min(2 * plan.block_m, 128) + 3, 2 * plan.block_n + 40, 384), replace(plan, shares=shares))
+        f"{plan}": error(
+            Shape(min(2 * plan.block_m, 128) + 3, 2 * plan.block_n + 40, 384), replace(plan, shares=shares)
+        )
         for plan, shares in zip(PLANS, (2, 1, 3, 1, 1), strict=True)
     }
     errors |= {

@@ -48,7 +48,7 @@ def difference(spec: AttentionSpec, dtype: torch.dtype = torch.float32, kv_dtype
     """The largest; infinite where the caches of FP8 bytes or a number's being one differ."""
     pairs = zip(*(outputs_and_cache(name, spec, dtype, kv_dtype) for name in ("triton", "torch")), strict=True)
     worst = [(got.double() - want.double()).abs().max().item() for got, want in pairs]
-    return max(worst) if all(each == each for each in worst) else float("inf")  # noqa: PLR0124
+    return max(worst) if all(each == each for each in worst) else float("inf")
 
 
 def share_of_other_halves() -> float:

@@ -32,9 +32,9 @@ def test_it_compiles(arch: int, num_experts: int, is_split: bool) -> None:
     tile = router._TILE if num_experts == 64 else router._WIDE_TILE
     constants = {
         "H": 7168, "E": num_experts, "E_PAD": num_experts, "K": 8, "K_PAD": 8, "G": 8, "KEPT": 4,
-        "BLOCK_T": 16 if is_split else tile.many_tokens, "BLOCK_H": tile.block_h, "IS_SIGMOID": True, "NORMALIZE": True, "HAS_BIAS": False,
-        "HAS_CORRECTION": True, "ROUND_TO_BF16": False, "IS_SPLIT": is_split, "USE_PDL": arch >= 90,
-        "INTERPRET": False,
+        "BLOCK_T": 16 if is_split else tile.many_tokens, "BLOCK_H": tile.block_h, "IS_SIGMOID": True,
+        "NORMALIZE": True, "HAS_BIAS": False, "HAS_CORRECTION": True, "ROUND_TO_BF16": False,
+        "IS_SPLIT": is_split, "USE_PDL": arch >= 90, "INTERPRET": False,
     }  # fmt: skip
     kernel = compile_kernel(
         router._route, arch, pointers, constants, num_warps=tile.num_warps, num_stages=tile.num_stages
