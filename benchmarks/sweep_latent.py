@@ -2,9 +2,9 @@
 
     python -m benchmarks.sweep_latent --out FOLDER [--seconds 100]
 
-Each tile is compared with torch in fp32 before it is timed, in CUDA graphs. First all decodes by every tile, the likely
-tiles first, then prompts; the search ends when its time does. Each line is printed at once, and FOLDER/sweep_latent.json
-has all of them; the last line is the fastest tile of each case.
+Each tile is compared with torch in fp32 before it is timed, in CUDA graphs. First come all decodes by every tile, the
+likely tiles first, then prompts; the search ends when its time does. Each line is printed at once,
+FOLDER/sweep_latent.json has all of them, and the last line is the fastest tile of each case.
 """
 
 import argparse
@@ -17,9 +17,17 @@ import torch
 import triton
 
 from benchmarks import record
-from benchmarks.bench_attention import BYTES_PER_S, FLOP_PER_S, LATENT, Case, Inputs, bytes_and_flop, decode_case
+from benchmarks.bench_attention import (
+    BYTES_PER_S,
+    FLOP_PER_S,
+    LATENT,
+    Case,
+    Inputs,
+    bytes_and_flop,
+    decode_case,
+    reference,
+)
 from benchmarks.bench_attention import measure as measure_backend
-from benchmarks.bench_attention import reference
 from model.attention import triton as triton_attention
 from model.attention.triton import Tile
 
