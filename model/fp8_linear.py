@@ -40,8 +40,7 @@ _WORDS = tl.constexpr(BLOCK // 2)  # 16-bit words of two codes, of a row in a st
 class LinearPlan:
     """Rows of weights and of tokens in a tile, how the compiler pipelines it, and shares of the inputs.
 
-    `per_processor`: programs that `choose_plan` divides the inputs for, on each processor. Above 64 rows of weights, a
-    tile is computed in two halves.
+    `per_processor`: programs that `choose_plan` divides the inputs for, on each processor.
     """
 
     block_n: int
@@ -52,10 +51,17 @@ class LinearPlan:
     shares: int = 1
 
     @property
+    def height(self) -> int:
+        """Rows of weights that are multiplied at a time, one or two times a step: 16 for each warp.
+
+        Of fewer rows, several warps would unpack the same.
+        """
+        return min(self.block_n, 16 * self.num_warps)
+
+    @property
     def parts_at_once(self) -> int:
         """Parts of a sum that are loaded at once: one after the other would take a memory's latency each."""
-        height = self.block_n if self.block_n < 128 else self.block_n // 2
-        return max(1, min(_MAX_SHARES, _SUM_REGISTERS * 32 * self.num_warps // (height * self.block_m)))
+        return max(1, min(_MAX_SHARES, _SUM_REGISTERS * 32 * self.num_warps // (self.height * self.block_m)))
 
 
 # Not measured; the expert kernels read at the memory's speed with the first. `benchmarks/sweep_fp8_rows.py` searches.
@@ -110,7 +116,7 @@ def _store_outputs(
 def _sum_parts(part_ptrs, is_token_M, num_shares, SIZE: tl.constexpr, AT_ONCE: tl.constexpr):
     """The parts of all shares, which lie SIZE numbers apart, added in their order; AT_ONCE are loaded at a time."""
     total = tl.load(part_ptrs, mask=is_token_M[None, :], other=0.0, cache_modifier=".cg")
-    for first in range(1, num_shares, AT_ONCE):
+    for first in tl.range(1, num_shares, AT_ONCE, num_stages=1):
         for offset in tl.static_range(AT_ONCE):
             mask = (is_token_M & (first + offset < num_shares))[None, :]
             total += tl.load(part_ptrs + (first + offset) * SIZE, mask=mask, other=0.0, cache_modifier=".cg")
@@ -121,9 +127,9 @@ def _sum_parts(part_ptrs, is_token_M, num_shares, SIZE: tl.constexpr, AT_ONCE: t
 def fp8_block_gemm(
     x_ptr, w_ptr, scale_ptr, bias_ptr, out_ptr, parts_ptr, arrived_ptr,
     num_tokens, num_shares, num_outputs, num_cols, x_stride, num_blocks, num_steps,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, IS_SPLIT: tl.constexpr, GROUP: tl.constexpr, NUM_STAGES: tl.constexpr,
-    AT_ONCE: tl.constexpr, IS_GATED: tl.constexpr, HAS_BIAS: tl.constexpr, SHORT_K: tl.constexpr,
-    USE_ASM: tl.constexpr, USE_PDL: tl.constexpr, INTERPRET: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEIGHT: tl.constexpr, IS_SPLIT: tl.constexpr, GROUP: tl.constexpr,
+    NUM_STAGES: tl.constexpr, AT_ONCE: tl.constexpr, IS_GATED: tl.constexpr, HAS_BIAS: tl.constexpr,
+    SHORT_K: tl.constexpr, USE_ASM: tl.constexpr, USE_PDL: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """`out[T, N] = x[T, K] @ w[N, K].T + bias`, or `silu(gate) * up` of it; weights and scales as `layout.py` has them.
 
@@ -143,8 +149,7 @@ def fp8_block_gemm(
         )
         gdc_wait()
         gdc_launch_dependents()
-    PARTS: tl.constexpr = 2 if BLOCK_N >= 128 else 1
-    HEIGHT: tl.constexpr = BLOCK_N // PARTS
+    PARTS: tl.constexpr = BLOCK_N // HEIGHT
     x_ptr_M = x_ptr + tl.where(is_token_M, token_M, 0).to(tl.int64) * x_stride
     acc_0, acc_1 = multiply_fp8(
         x_ptr_M, scale_ptr, 0, is_token_M, w_ptr, scale_ptr, share * 0, block * BLOCK_N,
@@ -222,8 +227,8 @@ class Fp8Linear:
             x_TK, self._data, self._scales, x_TK if self._bias_N is None else self._bias_N, out_TN,
             parts, counters(device, "fp8 linear"),
             num_tokens, plan.shares, self._num_outputs, self._num_cols, x_TK.stride(0), num_blocks, num_steps,
-            BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, IS_SPLIT=plan.shares > 1, GROUP=_GROUP_TILES,
-            NUM_STAGES=plan.num_stages, AT_ONCE=plan.parts_at_once, IS_GATED=self._is_gated,
+            BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, HEIGHT=plan.height, IS_SPLIT=plan.shares > 1,
+            GROUP=_GROUP_TILES, NUM_STAGES=plan.num_stages, AT_ONCE=plan.parts_at_once, IS_GATED=self._is_gated,
             HAS_BIAS=self._bias_N is not None, SHORT_K=self._num_cols < BLOCK,
             USE_ASM=device.type == "cuda" and torch.version.hip is None,
             INTERPRET=bool(triton.knobs.runtime.interpret), num_warps=plan.num_warps, **pdl_options(device),
