@@ -74,7 +74,7 @@ PLANS = (
 )
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)
 def choose_plan(num_tokens: int, num_outputs: int, num_inputs: int, processors: int) -> LinearPlan:
     """The plan with the lowest tiles that hold all tokens, else the tallest; its shares fill the processors."""
     plan = next((plan for plan in PLANS if num_tokens <= plan.block_m), PLANS[-1])
@@ -192,13 +192,14 @@ class Fp8Linear:
     `is_gated`: the weight is [gate; up], and the output is `silu(gate) * up`, [T, N/2].
     """
 
-    __slots__ = ("_bias_N", "_data", "_is_gated", "_num_cols", "_num_outputs", "_processors", "_scales")
+    __slots__ = ("_arrived", "_bias_N", "_data", "_is_gated", "_num_cols", "_num_outputs", "_processors", "_scales")
 
     def __init__(self, weight_NK: Fp8BlockWeight, bias_N: torch.Tensor | None, *, is_gated: bool = False) -> None:
         """`weight_NK` is on the device where it will be multiplied; `is_gated` needs `can_gate` and no bias."""
         stack = Fp8BlockWeight(weight_NK.data[None], weight_NK.scale_inv[None])
         packed = pack_matrix(stack, None, is_gated=is_gated)
         self._data, self._scales = packed.data, packed.scales
+        self._arrived = counters(weight_NK.device, "fp8 linear")  # made before any step is captured
         self._bias_N = bias_N
         self._is_gated = is_gated
         self._num_cols = packed.num_cols
@@ -225,7 +226,7 @@ class Fp8Linear:
         parts = torch.empty(size, dtype=torch.float32, device=device)
         fp8_block_gemm[(tiles, plan.shares)](
             x_TK, self._data, self._scales, x_TK if self._bias_N is None else self._bias_N, out_TN,
-            parts, counters(device, "fp8 linear"),
+            parts, self._arrived,
             num_tokens, plan.shares, self._num_outputs, self._num_cols, x_TK.stride(0), num_blocks, num_steps,
             BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, HEIGHT=plan.height, IS_SPLIT=plan.shares > 1,
             GROUP=_GROUP_TILES, NUM_STAGES=plan.num_stages, AT_ONCE=plan.parts_at_once, IS_GATED=self._is_gated,

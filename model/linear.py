@@ -1,7 +1,7 @@
 """Dense linear layers. How a matrix product is best done on a CPU is known in one place, `moe.cpu.linear`.
 
 There, fp32 weights that fp16 holds exactly (bf16 checkpoints) are packed for FBGEMM, which beats MKL two to six times
-at 1 to 16 rows; others multiply as `W @ x.T`. On GPUs, FP8 blocks are multiplied as they are stored (`fp8_linear.py`),
+at 1 to 16 rows; others multiply as `W @ x.T`. On GPUs, FP8 blocks stay FP8 (`fp8_linear.py`),
 1 to 16 rows of bf16 by `few_rows.py`, and the rest is `F.linear`.
 
 Shape letters: T tokens, K inputs, N outputs, I intermediate.

@@ -35,7 +35,8 @@ def compiled(plan: LinearPlan, arch: int, *, is_gated: bool = False) -> Any:
     }  # fmt: skip
     constants = {
         "BLOCK_M": plan.block_m, "BLOCK_N": plan.block_n, "HEIGHT": plan.height,
-        "IS_SPLIT": plan.shares > 1, "GROUP": 8, "NUM_STAGES": plan.num_stages, "AT_ONCE": plan.parts_at_once, "IS_GATED": is_gated, "HAS_BIAS": False,
+        "IS_SPLIT": plan.shares > 1, "GROUP": 8, "NUM_STAGES": plan.num_stages,
+        "AT_ONCE": plan.parts_at_once, "IS_GATED": is_gated, "HAS_BIAS": False,
         "SHORT_K": False, "USE_ASM": True, "USE_PDL": arch >= 90, "INTERPRET": False,
     }  # fmt: skip
     return compile_kernel(fp8_block_gemm, arch, pointers, constants, num_warps=plan.num_warps)
