@@ -34,24 +34,30 @@ class Projections:
         angles = normal(num_tokens, 1, 32)
         self.rotation_T1D = torch.polar(torch.ones_like(angles), angles)
 
-    def run(self, name: str, inputs: Inputs, kv: LayerKv) -> torch.Tensor:
+    def run(self, name: str, inputs: Inputs, kv: LayerKv, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         attention = make_attention(name, [LATENT], DEVICE)
-        given = (self.q_THD.clone(), self.q_pe_THP.clone(), self.latents_TD.clone())
+        given = (each.to(dtype) for each in (self.q_THD, self.q_pe_THP, self.latents_TD))
         return attention.run_latents(LATENT, attention.plan(inputs.batch), kv, *given, self.norm, self.rotation_T1D)
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, FP8], ids=["bf16", "fp8"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_latents_are_stored_and_attended_as_by_torch(case: Case, kv_dtype: torch.dtype) -> None:
+def test_latents_are_stored_and_attended_as_by_torch_in_fp32(case: Case, kv_dtype: torch.dtype) -> None:
+    """An FP8 cache stays one; a number that bf16 moves over a border is stored as its neighbour."""
     inputs = Inputs(case, LATENT, 1, kv_dtype)
-    projections = Projections(inputs.batch.num_tokens)
-    caches = [LayerKv(inputs.caches[0].keys.clone(), inputs.caches[0].values) for _ in "ab"]
-    got, want = (projections.run(name, inputs, kv) for name, kv in zip(("triton", "torch"), caches, strict=True))
-    error_T = (got.float() - want.float()).flatten(1).norm(dim=1) / want.float().flatten(1).norm(dim=1)
+    projections, kv = Projections(inputs.batch.num_tokens), inputs.caches[0]
+    exact = LayerKv(kv.keys.clone() if kv_dtype == FP8 else kv.keys.float(), kv.values)
+    want = projections.run("torch", inputs, exact, torch.float32)
+    got = projections.run("triton", inputs, kv).float()
+    error_T = (got - want).flatten(1).norm(dim=1) / want.flatten(1).norm(dim=1)
     assert error_T.max() < 2 * TOLERANCE
-    stored, meant = (kv.keys[inputs.batch.slots_T].float() for kv in caches)
-    assert (stored - meant).norm() < 0.01 * meant.norm()
-    assert (stored != meant).double().mean() < 0.01, "a last bit of the norm may differ here and there"
+    stored, meant = (_rows(cache.keys, inputs.batch.slots_T) for cache in (kv, exact))
+    assert (stored - meant).norm() < (0.03 if kv_dtype == FP8 else 0.01) * meant.norm()
+
+
+def _rows(keys: torch.Tensor, slots_T: torch.Tensor) -> torch.Tensor:
+    """torch does not index FP8 on every device."""
+    return keys.view(torch.uint8)[slots_T].view(keys.dtype).float() if keys.dtype == FP8 else keys[slots_T].float()
 
 
 def test_a_chain_of_captured_layers_gives_the_same_bits_each_time() -> None:
