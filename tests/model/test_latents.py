@@ -1,5 +1,7 @@
 """Latent attention from projections on: numbers in the interpreter, machine code for every GPU."""
 
+import pytest
+
 from model.attention.latent_kernels import store_latents
 from tests.interpreter import run_interpreted, waits_for_interpreter
 from tests.moe.kernels.compiling import compile_kernel
@@ -11,6 +13,14 @@ def test_numbers_in_the_interpreter() -> None:
     differences = run_interpreted("tests.model.interpreted_latents")
     assert len(differences) == 4
     assert {case: difference for case, difference in differences.items() if not difference < 2e-6} == {}
+
+
+@pytest.mark.kernels
+@waits_for_interpreter
+def test_a_whole_model_in_the_interpreter() -> None:
+    found = run_interpreted("tests.model.interpreted_deepseek")
+    assert max(found["errors"]) < 5e-5
+    assert (found["num_fp8"], found["num_gated"]) == (15, 3), "three of attention and two of an MLP in each layer"
 
 
 @rows("arch, is_fp8", (80, False), (80, True), (90, False), (90, True), (100, False), (120, True))
