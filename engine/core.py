@@ -18,6 +18,7 @@ from engine.ranked_executor import make_executor
 from engine.runner import Model, RowResult
 from engine.scheduler import Scheduler
 from engine.sequence import Chunk, LogitMask, Sequence
+from engine.thinking import ThinkingLimit, both
 from engine.types import EngineInfo, EngineOutput, EngineRequest, EngineStats, FinishReason, TokenLogprobs
 from engine.validate import RequestLimits, check_request, overloaded_output, refusal_output
 from loaders.phases import StartPhases
@@ -125,6 +126,8 @@ class EngineCore:
         sampling = request.sampling
         stop_ids = frozenset() if sampling.ignore_eos else self._eos_ids.union(sampling.stop_token_ids)
         seed = self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed
+        if sampling.thinking is not None:
+            logit_mask = both(logit_mask, ThinkingLimit(sampling.thinking, self._limits.vocab_size))
         scheduler.add(Sequence(request, stop_ids=stop_ids, seed=seed, logit_mask=logit_mask))
 
     def abort(self, request_id: str) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from engine.prefix_cache import root_key
 from engine.types import EngineRequest, TokenLogprobs
 
 NO_PAGE = -1  # in `Sequence.sliding_pages`: given back
@@ -32,7 +33,8 @@ class Sequence:
     computed. `num_promised` tokens follow `token_ids`: launched steps choose them, but the host has not seen them yet.
     `num_in_flight` launched steps of this sequence are not collected yet.
 
-    `path` (client, connection) and `arrival`, a number that grows with every request, decide whose turn it is.
+    `path` (client, connection), `priority` and `arrival`, a number that grows with every request, decide whose turn it
+    is.
     `row` is its line in the page table of the runner, -1 unless it runs; steps have told of `num_sent_pages` pages
     and `num_sent_sliding_pages` sliding ones.
     `sampler_state` belongs to the sampler and lives as long as the request.
@@ -55,8 +57,10 @@ class Sequence:
         "page_keys",
         "pages",
         "path",
+        "priority",
         "prompt_logprobs",
         "request_id",
+        "root_key",
         "row",
         "sampler_state",
         "sampling",
@@ -74,6 +78,8 @@ class Sequence:
         self.request_id = request.request_id
         self.path = (request.client, request.connection)
         self.arrival = 0
+        self.priority = request.priority
+        self.root_key = root_key(request.cache_salt)
         self.sampling = sampling
         self.stop_ids = stop_ids
         self.seed = seed

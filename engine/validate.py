@@ -7,6 +7,7 @@ from engine.errors import RequestError
 from engine.types import EngineOutput, EngineRequest, SamplingParams
 
 MAX_LOGPROBS = 100
+MAX_LOGPROB_IDS = 128
 _INT64 = 2**63
 
 # field -> (lowest, highest, lowest itself is allowed)
@@ -74,6 +75,10 @@ def _check_ranges(sampling: SamplingParams) -> None:
     for token_id, bias in sampling.logit_bias.items():
         if not math.isfinite(bias) or abs(bias) > 100:
             raise RequestError("logit_bias", f"logit_bias of token {token_id} is {bias}: it must lie within ±100")
+    if sampling.logprob_token_ids and sampling.logprobs is None:
+        raise RequestError("logprob_token_ids", "logprob_token_ids needs logprobs: ask for those, too")
+    if len(sampling.logprob_token_ids) > MAX_LOGPROB_IDS:
+        raise RequestError("logprob_token_ids", f"logprob_token_ids holds more than {MAX_LOGPROB_IDS} token ids")
 
 
 def _check_ids(request: EngineRequest, vocab_size: int) -> None:
@@ -83,6 +88,7 @@ def _check_ids(request: EngineRequest, vocab_size: int) -> None:
         ("prompt", request.prompt_ids),
         ("logit_bias", request.sampling.logit_bias),
         ("stop_token_ids", request.sampling.stop_token_ids),
+        ("logprob_token_ids", request.sampling.logprob_token_ids),
     ):
         if ids and (min(ids) < 0 or max(ids) >= vocab_size):
             bad = next(token_id for token_id in ids if not 0 <= token_id < vocab_size)
