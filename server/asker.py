@@ -18,5 +18,13 @@ def asker_of(request: Request, config: ServerConfig) -> tuple[str, str]:
     named = request.headers.get(config.client_header, "") if config.client_header else ""
     name = named.rpartition(",")[2].strip() or host  # of a list, the nearest proxy added the last entry
     key = "" if config.api_key else request.headers.get("authorization", "")
-    digest = hashlib.blake2b(f"{key}\n{name}".encode(), digest_size=8)  # so that the engine never sees a secret
-    return digest.hexdigest(), f"{host}:{port}"
+    return _digest(f"{key}\n{name}"), f"{host}:{port}"  # a digest, so that the engine never sees a secret
+
+
+def owner_of(request: Request) -> str:
+    """Who owns what a request leaves behind: all requests with the same `Authorization` header are one owner's."""
+    return _digest(request.headers.get("authorization", ""))
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

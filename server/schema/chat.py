@@ -3,7 +3,7 @@
 from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema, field_validator, model_validator
-from typing_extensions import TypedDict
+from typing_extensions import TypedDict, override
 
 from server.schema.common import MAX_LOGPROBS, FinishReason, GenerationRequest, Usage, WireModel, refusal
 from server.schema.limits import MAX_PARTS, FreeObject, Messages, Modalities, ToolCalls, Tools
@@ -191,8 +191,8 @@ class ChatCompletionRequest(GenerationRequest):
         return value
 
     @property
+    @override
     def num_ignored_keys(self) -> int:
-        """Keys inside messages and tools that this service does not know."""
         return sum(part.num_ignored_keys for part in (*self.messages, *(self.tools or ())))
 
     @model_validator(mode="after")

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
-from typing_extensions import TypedDict
+from typing_extensions import TypedDict, override
 
 from server.schema.limits import MAX_BIASES, MAX_KEYS
 
@@ -111,11 +111,26 @@ class StreamOptions(WireModel):
     include_obfuscation: bool | None = None
 
 
-class GenerationRequest(RequestModel):
-    """Fields of both endpoints. None means: not given."""
+class AnswerRequest(RequestModel):
+    """A request that a model answers, at any endpoint. None means: not given."""
 
     model: str | None = None
     stream: bool | None = None
+
+    @property
+    def num_answers(self) -> int:
+        """Answers that are asked for."""
+        return 1
+
+    @property
+    def num_ignored_keys(self) -> int:
+        """Keys inside the conversation that this service does not know."""
+        return 0
+
+
+class GenerationRequest(AnswerRequest):
+    """Fields of chat and completions."""
+
     stream_options: StreamOptions | None = None
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     max_completion_tokens: int | None = Field(None, ge=1)
@@ -142,6 +157,11 @@ class GenerationRequest(RequestModel):
     prompt_cache_key: Any = None
     prompt_cache_retention: Any = None
     prediction: Any = None
+
+    @property
+    @override
+    def num_answers(self) -> int:
+        return self.n or 1
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> "GenerationRequest":

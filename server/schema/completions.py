@@ -3,7 +3,7 @@
 from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, field_validator, model_validator
-from typing_extensions import TypedDict
+from typing_extensions import TypedDict, override
 
 from server.schema.chat import ChatMessage, Tool
 from server.schema.common import (
@@ -80,6 +80,11 @@ class CompletionRequest(GenerationRequest):
         if len(self.prompt) * (self.n or 1) > MAX_CHOICES:
             raise refusal("n", f"n times the number of prompts must not exceed {MAX_CHOICES}")
         return self
+
+    @property
+    @override
+    def num_answers(self) -> int:
+        return len(self.prompt) * (self.n or 1)
 
     @property
     def num_wanted(self) -> int:

@@ -1,0 +1,121 @@
+"""`ChunkRenderer`: what chat and completions share: chunks with `choices`, usage, and `[DONE]` after the last one."""
+
+import time
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import orjson
+from typing_extensions import override
+
+from server.choice import Piece
+from server.convert import PreparedRequest
+from server.parsers import Kind
+from server.renderers.base import Event, Renderer, TokenCounts, count_tokens
+from server.schema.common import GenerationRequest, StreamOptions, Usage
+from server.version import service_version
+
+_TEXT = "\0text\0"  # stands for the text in a sample of an event
+
+
+class ChunkRenderer(Renderer):
+    """Every chunk has one entry of `choices`; the last one, if usage was asked for, has none."""
+
+    body_object: str
+    chunk_object: str
+    end_marker = b"data: [DONE]\n\n"
+
+    def __init__(self, prepared: PreparedRequest, wire: GenerationRequest, *, model: str, request_id: str) -> None:
+        super().__init__(prepared, model=model)
+        options = wire.stream_options or StreamOptions()
+        self._ends_with_usage = not wire.stream or bool(options.include_usage)
+        self._has_running_usage = bool(options.continuous_usage_stats)
+        self._head = {
+            "id": request_id,
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": f"moe-serve-{service_version()}",
+        }
+        self._begun: set[int] = set()
+        self._around_text: dict[tuple[int, Kind, int], list[bytes]] = {}
+
+    @override
+    def begin(self) -> Sequence[Event]:
+        return []  # each choice begins with its own first output
+
+    @override
+    def pieces(self, index: int, pieces: Sequence[Piece]) -> Sequence[Event]:
+        entries = [] if index in self._begun else self.first_entries(index)
+        self._begun.add(index)
+        entries += [self.entry(index, piece) for piece in pieces]
+        choice = self.choices[index]
+        if choice.finish_reason is not None:
+            entries.append(self.last_entry(index) | {"finish_reason": choice.finish_reason})
+        usage = {}
+        if self._has_running_usage:
+            num_prompt = len(self.prepared.requests[index].prompt_ids)
+            usage["usage"] = _usage(count_tokens(num_prompt, [choice], [choice]))
+        return [self._chunk(entry, usage) for entry in entries]
+
+    @override
+    def end(self) -> Sequence[Event]:
+        if not self._ends_with_usage:
+            return []
+        return [Event({**self._head, "object": self.chunk_object, "choices": [], "usage": _usage(self.counts)})]
+
+    @override
+    def fold(self, events: Iterable[Event]) -> dict[str, Any]:
+        chunks = [event.payload for event in events]
+        entries: list[list[dict[str, Any]]] = [[] for _ in self.choices]
+        for chunk in chunks:
+            for entry in chunk["choices"]:
+                entries[entry["index"]].append(entry)
+        choices = [self.folded_entry(own) | {"finish_reason": own[-1]["finish_reason"]} for own in entries]
+        return {**self._head, "object": self.body_object, "choices": choices, "usage": chunks[-1]["usage"]}
+
+    @override
+    def encode(self, index: int, pieces: Sequence[Piece]) -> bytes:
+        choice = self.choices[index]
+        if index not in self._begun or self._has_running_usage or choice.keeps_tokens or choice.finish_reason:
+            return super().encode(index, pieces)
+        return b"".join([self._encode_text(index, piece) for piece in pieces])
+
+    def _encode_text(self, index: int, piece: Piece) -> bytes:
+        """The event of a piece without log-probabilities. Those of one kind differ in the text only."""
+        if piece.name is not None:
+            return self._chunk(self.entry(index, piece), {}).encode()
+        key = (index, piece.kind, piece.call)
+        around = self._around_text.get(key)
+        if around is None:
+            sample = self._chunk(self.entry(index, Piece(piece.kind, _TEXT, call=piece.call)), {})
+            around = self._around_text[key] = sample.encode().split(orjson.dumps(_TEXT))
+        return orjson.dumps(piece.text).join(around)
+
+    def _chunk(self, entry: dict[str, Any], usage: dict[str, Any]) -> Event:
+        return Event({**self._head, "object": self.chunk_object, "choices": [entry], **usage})
+
+    @abstractmethod
+    def first_entries(self, index: int) -> list[dict[str, Any]]:
+        """Entries of `choices` that come before the first piece of a choice."""
+
+    @abstractmethod
+    def entry(self, index: int, piece: Piece) -> dict[str, Any]:
+        """The entry of `choices` for a piece."""
+
+    @abstractmethod
+    def last_entry(self, index: int) -> dict[str, Any]:
+        """The entry of `choices` that ends a choice."""
+
+    @abstractmethod
+    def folded_entry(self, entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """The entry of a whole answer, from all entries of one choice."""
+
+
+def _usage(counts: TokenCounts) -> Usage:
+    return {
+        "prompt_tokens": counts.num_prompt,
+        "completion_tokens": counts.num_completion,
+        "total_tokens": counts.num_prompt + counts.num_completion,
+        "prompt_tokens_details": {"cached_tokens": counts.num_cached},
+        "completion_tokens_details": {"reasoning_tokens": counts.num_reasoning},
+    }
