@@ -38,18 +38,21 @@ class Choice:
         max_calls: int | None = None,
         hides_all: bool = False,
         keeps_tokens: bool = True,
+        min_tokens: int = 0,
     ) -> None:
         """`stop_ids` are ordinary tokens that end the answer and are no part of it.
 
         The answer ends after `max_calls` tool calls. With `hides_all` no generated token is shown or counted: the
         request only scores its prompt, but the engine always generates at least one token. `keeps_tokens` is False for
-        an answer without log-probabilities, whose pieces need no tokens.
+        an answer without log-probabilities, whose pieces need no tokens. Stop strings match no text of the first
+        `min_tokens` tokens.
         """
         self._parser = parser
         self._stops = StopMatcher(stops)
         self._stop_ids = frozenset(stop_ids)
         self._max_calls = max_calls
         self._hides_all = hides_all
+        self._min_tokens = min_tokens
         self.keeps_tokens = keeps_tokens
         self._content = TextStream()
         self._num_shown = 0  # characters of content
@@ -58,9 +61,14 @@ class Choice:
         self._logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
         self.finish_reason: FinishReason | None = None
-        self.num_tokens = 0
+        self.token_ids: list[int] = []  # that count
         self.num_reasoning_tokens = 0
         self.num_cached_tokens = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Generated tokens that count."""
+        return len(self.token_ids)
 
     @property
     def is_empty(self) -> bool:
@@ -91,7 +99,7 @@ class Choice:
             return pieces
         self._logprobs += output.logprobs or []
         for token_id in output.token_ids:
-            self.num_tokens += 1
+            self.token_ids.append(token_id)
             if output.stop_reason == token_id in self._stop_ids:
                 self._show([Event(Kind.CONTENT, b"", self.num_tokens - 1)], pieces)
             else:
@@ -126,7 +134,7 @@ class Choice:
                 return
 
     def _show_content(self, text: str, pieces: list[Piece]) -> None:
-        shown = self._stops.feed(text)
+        shown = text if self.num_tokens <= self._min_tokens else self._stops.feed(text)
         self._num_shown += len(shown)
         if self._stops.matched is not None:
             self.finish_reason = "stop"

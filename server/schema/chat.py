@@ -181,6 +181,9 @@ class ChatCompletionRequest(GenerationRequest):
     chat_template_kwargs: FreeObject | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    thinking_token_budget: int | None = Field(None, ge=0, lt=2**31)
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     modalities: Modalities[Literal["text"]] | None = None
 
     @field_validator("tool_choice")
@@ -201,10 +204,23 @@ class ChatCompletionRequest(GenerationRequest):
             raise refusal("max_tokens", "max_tokens and max_completion_tokens differ: send one of them")
         if self.top_logprobs is not None and not self.logprobs:
             raise refusal("top_logprobs", "it is only allowed with logprobs: true")
+        if self.logprob_token_ids and (not self.logprobs or self.top_logprobs):
+            raise refusal("logprob_token_ids", "it is only allowed with logprobs: true, and instead of top_logprobs")
+        if self.continue_final_message:
+            self._check_continuation()
         names = [tool.function.name for tool in self.tools or []]
         if len(set(names)) < len(names):
             raise refusal("tools", "two functions have the same name")
         return self
+
+    def _check_continuation(self) -> None:
+        if self.add_generation_prompt:
+            raise refusal("add_generation_prompt", "it begins a new message: it contradicts continue_final_message")
+        last = self.messages[-1]
+        if last.role != "assistant" or last.tool_calls or not last.text:
+            raise refusal(
+                "continue_final_message", "the last message must be an assistant's, with content, no tool_calls"
+            )
 
 
 class TopLogprob(TypedDict):
@@ -248,17 +264,18 @@ class AnswerMessage(TypedDict, total=False):
 
 
 class ChatChoice(TypedDict):
-    """One choice of an answer (`message`) or of a chunk (`delta`)."""
+    """One choice of an answer (`message`) or of a chunk (`delta`). `token_ids` come with `return_token_ids`."""
 
     index: int
     message: NotRequired[AnswerMessage]
     delta: NotRequired[AnswerMessage]
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason | None
+    token_ids: NotRequired[list[int]]
 
 
 class ChatCompletion(TypedDict):
-    """An answer, or a chunk of a streamed one."""
+    """An answer, or a chunk of a streamed one. `prompt_token_ids` come with `return_token_ids`, in one chunk."""
 
     id: str
     object: Literal["chat.completion", "chat.completion.chunk"]
@@ -266,4 +283,5 @@ class ChatCompletion(TypedDict):
     model: str
     system_fingerprint: str
     choices: list[ChatChoice]
+    prompt_token_ids: NotRequired[list[int]]
     usage: NotRequired[Usage | None]
