@@ -11,6 +11,8 @@ from server.context import Gate, ServerContext
 from server.convert import Converter, Tokenizer
 from server.cors import Cors
 from server.errors import ApiError, error_body
+from server.key_limits import KeyLimits
+from server.keys import Keyring
 from server.lanes import Lanes
 from server.metrics import Metrics
 from server.middleware import RequestMiddleware, error_response
@@ -51,12 +53,14 @@ def create_app(
         stall=StallWatch(engine, config.stall_timeout, logs=sharing is None),
         served_names=config.served_model_name or (DEFAULT_MODEL_NAME,),
         started_s=tally.started_s,
+        key_limits=KeyLimits(config, None if sharing is None else sharing.key_memory),
     )
     for module in _ROUTES:
         app.include_router(module.router)
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(HTTPException, _on_http_error)
-    app.add_middleware(RequestMiddleware, metrics=metrics, api_key=config.api_key)
+    keyring = Keyring(config.api_keys, config.admin_key)
+    app.add_middleware(RequestMiddleware, metrics=metrics, keyring=keyring)
     if config.cors_origins:
         app.add_middleware(Cors, origins=config.cors_origins)  # what is added last is outermost
     complete_document(app, has_key=config.api_key is not None)
