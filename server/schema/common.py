@@ -161,6 +161,7 @@ class GenerationRequest(AnswerRequest):
     safety_identifier: Any = None
     prompt_cache_key: Any = None
     prompt_cache_retention: Any = None
+    prompt_cache_options: Any = None
     prediction: Any = None
 
     @property

@@ -11,6 +11,7 @@ import httpx2
 import pytest
 
 from server import cli
+from server.board import Board
 from server.config import ServerConfig
 from server.errors import SettingError
 from server.key_limits import KeyLimits, own_memory
@@ -333,3 +334,16 @@ def test_a_certificate_that_cannot_be_used_is_refused_at_start(text, tmp_path):
     with pytest.raises(SettingError, match="ssl_certfile"):
         check_certificate(ServerConfig(ssl_certfile=CERTIFICATE, ssl_keyfile=file))
     check_certificate(ServerConfig(ssl_certfile=CERTIFICATE))
+
+
+def test_a_process_that_dies_gives_its_keys_places_back():
+    config = ServerConfig(api_key="one,two,three", max_requests_per_key=1)
+    board = Board.create(2, ["m"], 3)
+    attached = Board(board.descriptor, 2, board.started_s, 3)  # as in another process
+    limits = [KeyLimits(config, each.key_memory(slot)) for slot, each in enumerate((board, attached))]
+    board.append(1, "x" * 100)  # counters and keys do not share memory
+    with limits[1].admitted(1, 1, lambda: 0):
+        assert [is_refused(limits[0], key) for key in range(3)] == [False, True, False]
+        with limits[0].admitted(2, 1, lambda: 0):
+            board.reset_gauges(1)
+            assert [is_refused(limits[0], key) for key in range(3)] == [False, False, True]
