@@ -19,14 +19,15 @@ from server.middleware import RequestMiddleware, error_response
 from server.openapi import complete_document
 from server.request_group import Engine
 from server.respond import json_response
-from server.routes import chat, completions, models, operations
+from server.responses.store import open_store
+from server.routes import chat, completions, models, operations, responses
 from server.sampling_defaults import SamplingDefaults
 from server.stall import StallWatch
 from server.tally import OwnTally, Sharing
 from server.version import service_version
 
 DEFAULT_MODEL_NAME = "default"
-_ROUTES = (chat, completions, models, operations)
+_ROUTES = (chat, completions, responses, models, operations)
 
 
 def create_app(
@@ -52,6 +53,7 @@ def create_app(
         lanes=Lanes(tally, None if sharing is None else sharing.turn),
         stall=StallWatch(engine, config.stall_timeout, logs=sharing is None),
         served_names=config.served_model_name or (DEFAULT_MODEL_NAME,),
+        response_store=open_store(config),
         started_s=tally.started_s,
         key_limits=KeyLimits(config, None if sharing is None else sharing.key_memory),
     )

@@ -5,6 +5,7 @@ import hashlib
 from starlette.requests import Request
 
 from server.config import ServerConfig
+from server.keys import key_of
 
 
 def asker_of(request: Request, config: ServerConfig) -> tuple[str, str]:
@@ -17,15 +18,15 @@ def asker_of(request: Request, config: ServerConfig) -> tuple[str, str]:
     host, port = request.client or ("", 0)
     named = request.headers.get(config.client_header, "") if config.client_header else ""
     name = named.rpartition(",")[2].strip() or host  # of a list, the nearest proxy added the last entry
-    return _digest(f"{_key_of(request)}\n{name}"), f"{host}:{port}"  # a digest: the engine never sees a secret
+    return _digest(f"{_asking_key(request)}\n{name}"), f"{host}:{port}"  # a digest: the engine never sees a secret
 
 
 def owner_of(request: Request) -> str:
-    """Who owns what a request leaves behind: all requests with the same key are one owner's."""
-    return _digest(_key_of(request))
+    """Who owns what a request leaves behind: all requests with the same key are one owner's, and so are all without."""
+    return _digest(key_of(request.headers))
 
 
-def _key_of(request: Request) -> str:
+def _asking_key(request: Request) -> str:
     """What tells keys apart: the number of a known key, else the headers that may carry one."""
     if request.state.key is not None:
         return f"key {request.state.key}"

@@ -1,7 +1,7 @@
 """Request bodies: read within a limit, parse as JSON, check against a wire model. Every failure is an `ApiError`."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import orjson
@@ -69,8 +69,13 @@ def _parse(data: bytes, model: type[Model], tolerant: bool) -> tuple[Model, list
     if not isinstance(content, dict):
         raise BadRequest("the body must be a JSON object", code="invalid_json")
     ignored = _take_unknown(content, model) if tolerant else []
+    return checked(model, content), ignored
+
+
+def checked(model: type[Model], content: Mapping[str, Any]) -> Model:
+    """The wire model of some content. Raises BadRequest naming the field."""
     try:
-        return model.model_validate(content), ignored
+        return model.model_validate(content)
     except ValidationError as error:
         raise _first_problem(error) from None
 

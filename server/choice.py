@@ -128,6 +128,7 @@ class Choice:
             elif self._max_calls is not None and call >= self._max_calls:
                 self.finish_reason = "tool_calls"
             else:
+                self._flush_call(pieces)
                 self._calls.append(TextStream())
                 pieces.append(Piece(Kind.TOOL_CALL, "", call=call, name=name))
             if self.finish_reason is not None:
@@ -142,11 +143,15 @@ class Choice:
         else:
             _append(pieces, Kind.CONTENT, shown, self._content.take(self._num_shown))
 
+    def _flush_call(self, pieces: list[Piece]) -> None:
+        """End the arguments of the last call, so that no piece of a call comes after the next one has opened."""
+        if self._calls:
+            _append(pieces, Kind.TOOL_CALL, self._calls[-1].flush(), call=len(self._calls) - 1)
+
     def _finish(self, output: EngineOutput, pieces: list[Piece]) -> None:
         self._show(self._parser.finish(), pieces)
         _append(pieces, Kind.REASONING, self._reasoning.flush())
-        for call, stream in enumerate(self._calls):
-            _append(pieces, Kind.TOOL_CALL, stream.flush(), call=call)
+        self._flush_call(pieces)
         if self.finish_reason is None:
             self._show_content(self._content.flush(), pieces)
         if self.finish_reason is None:

@@ -18,7 +18,7 @@ class Cors(CORSMiddleware):
         super().__init__(
             app,
             allow_origins=origins,
-            allow_methods=["GET", "POST"],  # HEAD needs no permission
+            allow_methods=["GET", "POST", "DELETE"],  # HEAD needs no permission
             allow_headers=["*"],
             expose_headers=["X-Request-Id", "Retry-After", "X-Ignored-Parameters"],
         )

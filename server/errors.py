@@ -7,6 +7,7 @@ Exception
 │   ├── Unauthorized          401 no key, or the wrong one
 │   ├── Forbidden             403 the key does not open this path
 │   ├── ModelNotFound         404 a model that is not served here
+│   ├── ResponseNotFound      404 no stored answer of this id
 │   ├── RequestTimeout        408 the body did not come in time
 │   ├── BodyTooLarge          413
 │   ├── TooManyRequests       429 the queue is full, or the key has used what it may
@@ -79,6 +80,14 @@ class ModelNotFound(ApiError):
     status = 404
     type = "invalid_request_error"
     code = "model_not_found"
+
+
+class ResponseNotFound(ApiError):
+    """There is no stored answer of this id, or it is another client's."""
+
+    status = 404
+    type = "invalid_request_error"
+    code = "not_found"
 
 
 class RequestTimeout(ApiError):

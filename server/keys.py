@@ -39,7 +39,7 @@ class Keyring:
         """
         if path in OPEN_PATHS or (not self._keys and self._admin_key is None):
             return None
-        given = _digest(_key_of(headers))
+        given = _digest(key_of(headers))
         matches = [index for index, key in enumerate(self._keys) if hmac.compare_digest(given, key)]
         is_admin = self._admin_key is not None and hmac.compare_digest(given, self._admin_key)
         needs_admin = self._admin_key is not None and path in ADMIN_PATHS
@@ -52,7 +52,7 @@ class Keyring:
         return None if is_admin or not matches else matches[0]
 
 
-def _key_of(headers: Headers) -> str:
+def key_of(headers: Headers) -> str:
     """The key that a request carries; empty if none."""
     scheme, _, bearer = headers.get("authorization", "").partition(" ")
     return bearer.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "").strip()

@@ -6,15 +6,16 @@ Routes read their bodies themselves, so the framework cannot describe them.
 from typing import Any
 
 from fastapi import FastAPI
-from pydantic import BaseModel
+from pydantic import BaseModel, TypeAdapter
 from starlette.responses import Response
 
 from server.body import body_of, component_schemas
 from server.schema.chat import ChatCompletionRequest
 from server.schema.completions import CompletionRequest, DetokenizeRequest, TokenizeRequest
 from server.schema.operations import ErrorBody
+from server.schema.responses import ResponsesRequest
 
-_BODIES = (ChatCompletionRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
+_BODIES = (ChatCompletionRequest, CompletionRequest, ResponsesRequest, TokenizeRequest, DetokenizeRequest)
 _ERRORS = {
     400: "A field is wrong or not supported, or the body is not JSON",
     401: "No key, or the wrong one",
@@ -37,11 +38,17 @@ def describe(
     errors: tuple[int, ...] = ANY,
     body: type[BaseModel] | None = None,
     is_streamed: bool = False,
+    event: Any = None,
 ) -> dict[str, Any]:
-    """Keyword arguments of a route's decorator; `answer` is the type of its JSON."""
+    """Keyword arguments of a route's decorator; `answer` is the type of its JSON.
+
+    A streamed answer is chunks of that type, closed by [DONE], or events of the type `event`.
+    """
     responses: dict[int, Any] = {200: {"model": answer, "description": "The answer"}}
     if is_streamed:
-        responses[200]["content"] = {"text/event-stream": {"schema": _event_stream(answer)}}
+        responses[200]["content"] = {"text/event-stream": {"schema": _chunk_stream(answer)}}
+    if event is not None:
+        responses[200]["content"] = {"text/event-stream": {"schema": _event_stream(event)}}
     responses |= {status: {"model": ErrorBody, "description": _ERRORS[status]} for status in sorted(errors)}
     extra = {} if body is None else body_of(body)
     return {"response_class": Response, "responses": responses, "openapi_extra": extra}
@@ -64,8 +71,16 @@ def describe_text(media_type: str) -> dict[str, Any]:
     return {**described, "responses": {**described["responses"], 200: {"content": content, "description": "The text"}}}
 
 
-def _event_stream(answer: Any) -> dict[str, Any]:
-    """The schema of one event."""
+def _event_stream(event: Any) -> dict[str, Any]:
+    """The schema of one event that has a name and is JSON of this type."""
+    payload = TypeAdapter(event).json_schema()
+    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": payload}
+    properties = {"event": {"type": "string"}, "data": data}
+    return {"type": "object", "required": ["event", "data"], "properties": properties}
+
+
+def _chunk_stream(answer: Any) -> dict[str, Any]:
+    """The schema of one event that is a chunk of an answer."""
     kinds = [{"$ref": f"#/components/schemas/{kind.__name__}"} for kind in (answer, ErrorBody)]
     data = {
         "description": "each event is JSON whose choices hold what is new; the last is [DONE], or an error",

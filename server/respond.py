@@ -74,7 +74,9 @@ async def _body(context: ServerContext, renderer: Renderer, group: RequestGroup,
             renderer.take(index, output)
 
     await _run(context, renderer, group, key, take)
-    return renderer.body()
+    body = renderer.body()
+    await renderer.keep()
+    return body
 
 
 async def _stream(
@@ -113,7 +115,9 @@ async def _stream(
         group.take_now = write_now
     try:
         await _run(context, renderer, group, key, write)
-        unsent += [event.encode() for event in renderer.end()]
+        last = renderer.end()
+        await renderer.keep()
+        unsent += [event.encode() for event in last]
         unsent.append(renderer.end_marker)
     except Exception as error:
         if not stream.has_begun and not unsent:
@@ -150,7 +154,6 @@ async def _run(
             for index, _ in news:
                 if renderer.is_finished(index):
                     group.stop(index)
-    await renderer.keep()
     watch.on_end()
 
 

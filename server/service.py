@@ -27,6 +27,7 @@ from server.config import ServerConfig
 from server.errors import SettingError
 from server.listener import url_of
 from server.prompt import ChatTemplate
+from server.responses.store import open_store
 from server.sampling_defaults import SamplingDefaults, read_sampling_defaults
 
 if TYPE_CHECKING:
@@ -46,6 +47,8 @@ def run(server_config: ServerConfig, engine_config: EngineConfig, listener: sock
     # Refuses a checkpoint with damaged small files before an engine loads its weights.
     defaults = read_sampling_defaults(engine_config.model)
     tokenizer = load_checked_tokenizer(engine_config.model)
+    if (store := open_store(server_config)) is not None:  # refuses a bad file now; HTTP processes open it themselves
+        store.close()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_serve(server_config, engine_config, tokenizer, defaults, listener))
 

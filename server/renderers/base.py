@@ -82,7 +82,7 @@ class Renderer(ABC):
         return [Event(body_of(error))]
 
     async def keep(self) -> None:  # noqa: B027  most answers are not stored
-        """Store the answer, if that was asked for. Called once all choices are finished, before `end`."""
+        """Store the answer, if that was asked for. Called after `end`, before its events are sent."""
 
     def encode(self, index: int, pieces: Sequence[Piece]) -> bytes:
         """`pieces` as bytes. A renderer overrides it where text can be encoded faster."""

@@ -9,7 +9,7 @@ from server.schema.common import MAX_LOGPROBS, FinishReason, GenerationRequest, 
 from server.schema.limits import MAX_PARTS, FreeObject, Messages, Modalities, ToolCalls, Tools
 
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
-_TEXT_SCHEMA = {
+TEXT_SCHEMA = {
     "anyOf": [
         {"type": "string"},
         {"type": "array", "items": {"type": "object"}, "maxItems": MAX_PARTS},
@@ -18,8 +18,8 @@ _TEXT_SCHEMA = {
 }
 
 
-def _text_of(value: Any) -> str | None:
-    """A string, or text parts joined by line breaks."""
+def joined_text(value: Any, *, types: tuple[str, ...] = _TEXT_PARTS) -> str | None:
+    """A string, or text parts of these types joined by line breaks. Raises ValueError for anything else."""
     if value is None or isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -30,7 +30,7 @@ def _text_of(value: Any) -> str | None:
     for index, part in enumerate(value):
         if not isinstance(part, dict) or not isinstance(part.get("type"), str):
             raise ValueError(f"part {index} must be an object with a type")
-        if part["type"] not in _TEXT_PARTS:
+        if part["type"] not in types:
             raise ValueError(f"part {index} has type '{part['type'][:40]}': this service reads text parts only")
         text = part.get("refusal" if part["type"] == "refusal" else "text")
         if not isinstance(text, str):
@@ -39,7 +39,7 @@ def _text_of(value: Any) -> str | None:
     return "\n".join(texts)
 
 
-Text = Annotated[str | None, BeforeValidator(_text_of), WithJsonSchema(_TEXT_SCHEMA)]
+Text = Annotated[str | None, BeforeValidator(joined_text), WithJsonSchema(TEXT_SCHEMA)]
 
 
 class HistoryModel(WireModel):
