@@ -76,6 +76,11 @@ class Choice:
         return self.num_tokens > 0 and self._num_shown == 0 and not self._calls
 
     @property
+    def matched_stop(self) -> str | None:
+        """The stop string that ended the answer."""
+        return self._stops.matched
+
+    @property
     def num_undeclared_calls(self) -> int:
         """Calls to functions that the request did not offer; they are content."""
         return self._parser.num_undeclared_calls

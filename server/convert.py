@@ -213,9 +213,9 @@ class Converter:
                 raise BadRequest(f"{param}: this model's chat template does not read '{name[:64]}'", param=param)
         return variables
 
-    def _thinking(self, wire: ChatCompletionRequest, prompt_ids: Sequence[int]) -> ThinkingBudget:
+    def _thinking(self, wire: ChatCompletionRequest, prompt_ids: Sequence[int]) -> ThinkingBudget | None:
         budget = thinking_budget(self.tokenizer, prompt_ids, wire.thinking_token_budget or 0)
-        if budget is None:
+        if budget is None and wire.thinking_token_budget:
             reason = "this model marks no reasoning that could be limited"
             raise BadRequest(f"thinking_token_budget: {reason}", param="thinking_token_budget")
         return budget

@@ -15,6 +15,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from server.anthropic.errors import anthropic_error, is_anthropic
 from server.context import SHUT_DOWN
 from server.errors import ApiError, Unavailable, body_of, internal_error
 from server.keys import Keyring
@@ -32,10 +33,12 @@ def request_id_of(headers: Headers) -> str:
     return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
 
 
-def error_response(error: ApiError) -> Response:
-    """The HTTP response of an `ApiError`."""
-    body = orjson.dumps(body_of(error))
-    return Response(body, error.status, headers=dict(error.headers), media_type="application/json")
+def error_response(error: ApiError, scope: Scope | None = None) -> Response:
+    """The HTTP response of an `ApiError`, in the words of the API that the request's path belongs to."""
+    body = body_of(error)
+    if scope is not None and is_anthropic(scope["path"]):
+        body = {**anthropic_error(error), "request_id": scope["state"]["request_id"]}
+    return Response(orjson.dumps(body), error.status, headers=dict(error.headers), media_type="application/json")
 
 
 class RequestMiddleware:
@@ -54,7 +57,7 @@ class RequestMiddleware:
         request_id = request_id_of(Headers(scope=scope))
         state = scope.setdefault("state", {})
         state.update(request_id=request_id, key=None, ignored=[])
-        sender = _Sender(send, request_id, state["ignored"], is_head=scope["method"] == "HEAD")
+        sender = _Sender(send, scope)
         if sender.is_head:  # routes know GET only; uvicorn keeps its own scope, with HEAD
             scope = {**scope, "method": "GET"}
         try:
@@ -69,35 +72,37 @@ class RequestMiddleware:
             scope["state"]["key"] = self._keyring.check(scope["path"], Headers(scope=scope))
             await self._app(scope, receive, sender)
         except ApiError as error:
-            await error_response(error)(scope, receive, sender)
+            await error_response(error, scope)(scope, receive, sender)
         except ClientDisconnect:
             if not sender.status:
                 await Response(status_code=_CLIENT_LEFT)(scope, receive, sender)
         except asyncio.CancelledError:  # the server is stopping and no longer waits
             if sender.status:
                 raise
-            await error_response(Unavailable(SHUT_DOWN))(scope, receive, sender)
+            await error_response(Unavailable(SHUT_DOWN), scope)(scope, receive, sender)
         except Exception:
             log.exception("request %s failed: %s %s", request_id, scope["method"], scope["path"])
             if sender.status:
                 raise  # the response has begun: let the server cut the connection
-            await error_response(internal_error(request_id))(scope, receive, sender)
+            await error_response(internal_error(request_id), scope)(scope, receive, sender)
 
 
 class _Sender:
     """Sends a response with its request id, and without a body for HEAD. `status` is 0 until it begins."""
 
-    def __init__(self, send: Send, request_id: str, ignored: list[str], *, is_head: bool) -> None:
+    def __init__(self, send: Send, scope: Scope) -> None:
         self._send = send
-        self.request_id = request_id
-        self._ignored = ignored
-        self.is_head = is_head
+        self.request_id: str = scope["state"]["request_id"]
+        self.is_head: bool = scope["method"] == "HEAD"
+        self._ignored: list[str] = scope["state"]["ignored"]
+        self._names = [b"x-request-id", *([b"request-id"] if is_anthropic(scope["path"]) else [])]
         self.status = 0
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            message["headers"] = [*message.get("headers", ()), (b"x-request-id", self.request_id.encode())]
+            ids = [(name, self.request_id.encode()) for name in self._names]
+            message["headers"] = [*message.get("headers", ()), *ids]
             if self._ignored:
                 message["headers"].append((b"x-ignored-parameters", ", ".join(map(quote, self._ignored)).encode()))
         elif self.is_head:

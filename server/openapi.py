@@ -10,12 +10,21 @@ from pydantic import BaseModel, TypeAdapter
 from starlette.responses import Response
 
 from server.body import body_of, component_schemas
+from server.schema.anthropic import CountTokensRequest, MessagesRequest
 from server.schema.chat import ChatCompletionRequest
 from server.schema.completions import CompletionRequest, DetokenizeRequest, TokenizeRequest
 from server.schema.operations import ErrorBody
 from server.schema.responses import ResponsesRequest
 
-_BODIES = (ChatCompletionRequest, CompletionRequest, ResponsesRequest, TokenizeRequest, DetokenizeRequest)
+_BODIES = (
+    ChatCompletionRequest,
+    CompletionRequest,
+    ResponsesRequest,
+    MessagesRequest,
+    CountTokensRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+)
 _ERRORS = {
     400: "A field is wrong or not supported, or the body is not JSON",
     401: "No key, or the wrong one",
@@ -39,6 +48,7 @@ def describe(
     body: type[BaseModel] | None = None,
     is_streamed: bool = False,
     event: Any = None,
+    error_body: Any = ErrorBody,
 ) -> dict[str, Any]:
     """Keyword arguments of a route's decorator; `answer` is the type of its JSON.
 
@@ -49,7 +59,7 @@ def describe(
         responses[200]["content"] = {"text/event-stream": {"schema": _chunk_stream(answer)}}
     if event is not None:
         responses[200]["content"] = {"text/event-stream": {"schema": _event_stream(event)}}
-    responses |= {status: {"model": ErrorBody, "description": _ERRORS[status]} for status in sorted(errors)}
+    responses |= {status: {"model": error_body, "description": _ERRORS[status]} for status in sorted(errors)}
     extra = {} if body is None else body_of(body)
     return {"response_class": Response, "responses": responses, "openapi_extra": extra}
 
