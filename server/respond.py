@@ -94,11 +94,11 @@ async def _stream(
     unsent: list[bytes] = []
 
     async def write(news: News) -> None:
-        if not stream.has_begun and not unsent:
+        if not stream.has_begun:
             unsent.extend(event.encode() for event in renderer.begin())
-        for index, output in news:
-            unsent.append(renderer.stream(index, output))
-        if data := b"".join(unsent):
+        unsent.extend(data for index, output in news if (data := renderer.stream(index, output)))
+        if unsent:
+            data = b"".join(unsent)
             unsent.clear()
             await stream.write(data)
 

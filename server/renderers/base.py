@@ -60,7 +60,10 @@ class Renderer(ABC):
 
     @abstractmethod
     def begin(self) -> Sequence[Event]:
-        """Events before all others. They are sent with the first output, so an earlier error has its own status."""
+        """Events before all others, sent with the first output, so that an earlier error has its own status.
+
+        It is asked again at the next output if it has none and the first output made none either.
+        """
 
     @abstractmethod
     def pieces(self, index: int, pieces: Sequence[Piece]) -> Sequence[Event]:

@@ -16,8 +16,9 @@ _SAME_NAME = ("temperature", "top_p", "top_k", "min_p", "seed", "parallel_tool_c
 _OUR_NAMES = (  # patterns of chat's field names
     (re.compile(r"messages(?:\[\d+\])?(?:\.\w+)*"), "input"),
     (re.compile(r"(tools\[\d+\])\.function"), r"\1"),
-    (re.compile(r"response_format\.json_schema"), "text.format"),
-    (re.compile(r"response_format"), "text.format"),
+    (re.compile(r"tool_choice\.allowed_tools"), "tool_choice"),
+    (re.compile(r"(tool_choice(?:\.tools\[\d+\])?)\.function"), r"\1"),
+    (re.compile(r"response_format(?:\.json_schema)?"), "text.format"),
     (re.compile(r"reasoning_effort"), "reasoning.effort"),
     (re.compile(r"max_(?:completion_)?tokens"), "max_output_tokens"),
 )
@@ -78,8 +79,8 @@ def chat_format(text_format: TextFormat) -> dict[str, Any]:
     """The chat form of `text.format`."""
     if text_format.type != "json_schema":
         return {"type": text_format.type}
-    schema = text_format.model_dump(include={"name", "description", "schema_", "strict"}, exclude_none=True)
-    return {"type": "json_schema", "json_schema": {**schema, "schema": schema.pop("schema_")}}
+    fields = text_format.model_dump(by_alias=True, exclude={"type"}, exclude_none=True)
+    return {"type": "json_schema", "json_schema": fields}
 
 
 @dataclass(slots=True)

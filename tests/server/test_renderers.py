@@ -2,9 +2,12 @@
 
 import orjson
 
-from engine.types import TokenLogprobs
+from engine.types import EngineOutput, TokenLogprobs
+from server.choice import Choice
+from server.parsers import choose_parser
 from server.renderers import Event
 from tests.server.test_answer import TRANSCRIPTS, chat_renderer, completion_renderer, outputs_of
+from tests.server.test_deepseek_parser import PieceTokenizer
 from tests.tables import rows
 
 
@@ -49,3 +52,28 @@ def test_a_streamed_answer_says_what_the_whole_one_says(make, fields, transcript
     body = whole.body()
     assert body["usage"]["completion_tokens"] > 0
     assert without_ids(streamed.fold([*streamed.begin(), *events, *streamed.end()])) == without_ids(body)
+
+
+def test_an_error_before_the_first_event_has_its_own_status(service, tokenizer):
+    """The first token is a part of a character, so nothing has been sent when the engine fails."""
+    half = tokenizer.encode("😀")[0]
+    service.engine.script = lambda _request: [half, half]
+    service.engine.last = lambda _request, _num_tokens: {"finish_reason": "error", "error": "broken"}
+    with service.http() as http:
+        answer = http.post("/v1/completions", json={"prompt": "a", "stream": True})
+    assert (answer.status_code, answer.json()["error"]["message"]) == (500, "broken")
+
+
+def test_no_piece_of_a_call_comes_after_the_next_call_has_opened():
+    """The first call's arguments end within a character, which becomes visible only when nothing follows it."""
+    tokenizer = PieceTokenizer()
+    call = "<｜tool▁call▁begin｜>get_time<｜tool▁sep｜>{"
+    ids = [*tokenizer.cut(call), *tokenizer.cut("😀")[:2], *tokenizer.cut(f"<｜tool▁call▁end｜>{call}}}")]
+    choice = Choice(choose_parser(tokenizer)([], frozenset({"get_time"})))
+    pieces = choice.push(EngineOutput(request_id="r", token_ids=ids, finish_reason="stop"))
+    assert [(piece.call, piece.name, piece.text) for piece in pieces] == [
+        (0, "get_time", ""),
+        (0, None, "{\ufffd"),
+        (1, "get_time", ""),
+        (1, None, "{}"),
+    ]
