@@ -28,6 +28,7 @@ _BODIES = (
 _ERRORS = {
     400: "A field is wrong or not supported, or the body is not JSON",
     401: "No key, or the wrong one",
+    403: "The key does not open this path",
     404: "This model is not served here",
     408: "The body did not come in time",
     413: "The body is too large",
@@ -75,8 +76,8 @@ def describe_health(answer: Any) -> dict[str, Any]:
 
 
 def describe_text(media_type: str) -> dict[str, Any]:
-    """The same for a route whose answer is text."""
-    described = describe(str)
+    """The same for a route whose answer is text, and which may need the admin key."""
+    described = describe(str, errors=(401, 403, 500))
     content = {media_type: {"schema": {"type": "string"}}}
     return {**described, "responses": {**described["responses"], 200: {"content": content, "description": "The text"}}}
 
@@ -117,8 +118,11 @@ def complete_document(app: FastAPI, *, has_key: bool) -> None:
             for operation in operations.values():
                 operation["responses"].pop("422", None)
         if has_key:
-            components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-            document["security"] = [{"key": []}]
+            components["securitySchemes"] = {
+                "key": {"type": "http", "scheme": "bearer"},
+                "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            }
+            document["security"] = [{"key": []}, {"header": []}]
         return document
 
     app.openapi = openapi  # type: ignore[method-assign]
