@@ -1,4 +1,4 @@
-"""Answers that follow a grammar: in every order of steps, beside others, ended as they should, compiled off the loop."""
+"""Answers that follow a grammar: in every order of steps, beside others, ended as they should, compiled apart."""
 
 import json
 import re
