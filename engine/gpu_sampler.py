@@ -25,7 +25,7 @@ import triton
 
 from engine import gpu_draw, gpu_logits, gpu_rows
 from engine.gpu_counts import TokenTable
-from engine.gpu_params import NUM_FLOATS, NUM_INTS, RequestRules, StepEdits, pack, ranked_numbers, row_numbers
+from engine.gpu_params import NUM_FLOATS, NUM_INTS, RequestRules, pack, ranked_numbers, row_numbers
 from engine.logprobs import PendingLogprobs, launch_listed
 from engine.sampler import PendingTokens
 from engine.sequence import Sequence
@@ -80,8 +80,7 @@ class GpuSampler:
         `places` are the sequences' lines of `tokens_M`. Every token before the chosen one must be in `token_ids`.
         """
         rules = [self._rules(seq) for seq in seqs]
-        edits = StepEdits()
-        ints, floats = row_numbers(seqs, rules, logit_rows, places, edits)
+        ints, floats, edits = row_numbers(seqs, rules, logit_rows, places, self.vocab_size)
         penalized = [row for row, rule in enumerate(rules) if rule.has_penalties]
         cleared, entries = self.table.changes([seqs[row] for row in penalized], [places[row] for row in penalized])
         num_tops = [seq.sampling.logprobs for seq in seqs]

@@ -118,7 +118,7 @@ def launch_sampling(logits_RV: torch.Tensor, seqs: list[Sequence]) -> PendingTok
     raw_WV = torch.log_softmax(logits_RV.index_select(0, wanted_W), dim=-1) if wanted else None
     listed = launch_listed(logits_RV, list(range(len(seqs))), [seq.sampling.logprob_token_ids for seq in seqs])
     process_logits(logits_RV, seqs)
-    if any(seq.logit_mask for seq in seqs):  # a mask may forbid every token
+    if any(seq.logit_mask or seq.grammar for seq in seqs):  # a mask may forbid every token
         is_broken_R |= logits_RV.amax(dim=-1) == float("-inf")
         logits_RV.masked_fill_(is_broken_R[:, None], 0.0)
     tokens_R = _choose(logits_RV, seqs)

@@ -1,13 +1,16 @@
 """State of one unfinished request: its tokens, its pages, how much of it is computed. No policy, no torch."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 
 from engine.prefix_cache import root_key
 from engine.types import EngineRequest, TokenLogprobs
+
+if TYPE_CHECKING:
+    from engine.grammar_matcher import GrammarMatcher
 
 NO_PAGE = -1  # in `Sequence.sliding_pages`: given back
 GREEDY_TEMPERATURE = 1e-5  # at or below it the best token is taken; dividing by less would overflow
@@ -37,11 +40,14 @@ class Sequence:
     is.
     `row` is its line in the page table of the runner, -1 unless it runs; steps have told of `num_sent_pages` pages
     and `num_sent_sliding_pages` sliding ones.
+    `grammar` is set, for a request that has one, before it is scheduled; it has accepted every generated token but a
+    stop token, which ends the request.
     `sampler_state` belongs to the sampler and lives as long as the request.
     """
 
     __slots__ = (
         "arrival",
+        "grammar",
         "is_plain_greedy",
         "logit_mask",
         "max_fed",
@@ -87,6 +93,7 @@ class Sequence:
         self.num_prompt = len(request.prompt_ids)
         self.max_fed = self.num_prompt + sampling.max_tokens - 1  # the last token of an answer is never fed
         self.logit_mask = logit_mask
+        self.grammar: GrammarMatcher | None = None
         self.num_computed = 0
         self.num_promised = 0
         self.num_in_flight = 0
@@ -108,6 +115,7 @@ class Sequence:
             and sampling.min_tokens == 0
             and not sampling.logit_bias
             and logit_mask is None
+            and request.grammar is None
             and not has_penalties(self)
         )
 
@@ -120,6 +128,11 @@ class Sequence:
     def num_output(self) -> int:
         """Generated tokens that the host knows."""
         return len(self.token_ids) - self.num_prompt
+
+    @property
+    def must_go_on(self) -> bool:
+        """Whether `min_tokens` forbids the stop tokens. With a grammar that is for `token_masks` to say."""
+        return self.num_output < self.sampling.min_tokens and self.grammar is None
 
     @property
     def num_pending(self) -> int:

@@ -4,6 +4,8 @@ from typing import Literal
 
 import msgspec
 
+from engine.grammar_spec import GrammarSpec
+
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
@@ -50,6 +52,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
     prompt_ids: list[int]
     sampling: SamplingParams
+    grammar: GrammarSpec | None = None  # what the answer must look like; None: anything
     client: str = ""  # clients get equal turns, however many requests each sends
     connection: str = ""  # within a client, connections get equal turns
     priority: int = 0  # within a client, lower ones run first

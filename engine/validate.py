@@ -24,11 +24,14 @@ _RANGES: dict[str, tuple[float, float, bool]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestLimits:
-    """What one engine can take: `vocab_size` ids, `max_model_len` tokens a request, `num_kv_tokens` tokens in all."""
+    """What one engine can take: `vocab_size` ids, `max_model_len` tokens a request, `num_kv_tokens` tokens in all, and
+    grammars of `max_grammar_bytes`.
+    """
 
     vocab_size: int
     max_model_len: int
     num_kv_tokens: int
+    max_grammar_bytes: int = 2**16
 
 
 def check_request(request: EngineRequest, limits: RequestLimits) -> None:
@@ -36,6 +39,7 @@ def check_request(request: EngineRequest, limits: RequestLimits) -> None:
     _check_ranges(request.sampling)
     _check_ids(request, limits.vocab_size)
     _check_room(request, limits)
+    _check_grammar(request, limits.max_grammar_bytes)
 
 
 def refusal_output(request_id: str, error: RequestError) -> EngineOutput:
@@ -116,4 +120,14 @@ def _check_room(request: EngineRequest, limits: RequestLimits) -> None:
             "max_tokens",
             f"the request needs room for {num_kept} tokens and the KV cache holds {limits.num_kv_tokens}: "
             "ask for fewer tokens or start the server with more pages",
+        )
+
+
+def _check_grammar(request: EngineRequest, max_bytes: int) -> None:
+    spec = request.grammar
+    if spec is not None and (size := len(spec.format_json.encode())) > max_bytes:
+        raise RequestError(
+            spec.param,
+            f"{spec.param} is a grammar of {size} bytes: it may have {max_bytes}; simplify it, or start the "
+            "server with a larger max_grammar_bytes",
         )
