@@ -34,23 +34,31 @@ def make_masks(seqs: ListLike[Sequence], vocab_size: int) -> TokenMasks | None:
     for row, seq in enumerate(seqs):
         if seq.grammar is not None:
             matchers[row] = seq.grammar
-        elif seq.logit_mask is not None:
+        if seq.logit_mask is not None:
             allowed_V = seq.logit_mask(seq.token_ids[seq.num_prompt :])
             if allowed_V is not None:
                 allowed_by_row[row] = allowed_V
     if not matchers and not allowed_by_row:
         return None
-    rows = [*matchers, *allowed_by_row]
+    rows = [*matchers, *(row for row in allowed_by_row if row not in matchers)]
     words_EN = np.zeros((len(rows), -(-vocab_size // 32)), dtype=np.int32)
     if matchers:
         fill_masks(list(matchers.values()), words_EN)
         for row, matcher, words_N in zip(matchers, matchers.values(), words_EN, strict=False):
             _apply_stop_rules(words_N, seqs[row], matcher)
-    bytes_EN = words_EN.view(np.uint8)
-    for index, allowed_V in enumerate(allowed_by_row.values(), len(matchers)):
+    for row, allowed_V in allowed_by_row.items():
+        own_N = np.zeros_like(words_EN[0])
         bits = np.packbits(allowed_V, bitorder="little")
-        bytes_EN[index, : len(bits)] = bits
+        own_N.view(np.uint8)[: len(bits)] = bits
+        _restrict(words_EN[rows.index(row)], own_N, has_grammar=row in matchers)
     return TokenMasks(rows, words_EN)
+
+
+def _restrict(words_N: np.ndarray, own_N: np.ndarray, *, has_grammar: bool) -> None:
+    """Allow what a mask and the row's grammar, if it has one, both allow; if that is nothing, the grammar decides."""
+    joint_N = words_N & own_N if has_grammar else own_N
+    if not has_grammar or joint_N.any():
+        words_N[:] = joint_N
 
 
 def _apply_stop_rules(words_N: np.ndarray, seq: Sequence, matcher: GrammarMatcher) -> None:
