@@ -18,6 +18,7 @@ from server.key_limits import KeyLimits, own_memory
 from server.keys import ADMIN_PATHS, OPEN_PATHS
 from server.service import check_certificate
 from tests.server.conftest import FakeEngine, serve, wait_until
+from tests.server.service_process import start
 from tests.server.test_settings import SETTINGS
 from tests.tables import rows
 
@@ -347,3 +348,23 @@ def test_a_process_that_dies_gives_its_keys_places_back():
         with limits[0].admitted(2, 1, lambda: 0):
             board.reset_gauges(1)
             assert [is_refused(limits[0], key) for key in range(3)] == [False, False, True]
+
+
+def test_processes_share_limits_and_serve_https(tmp_path):
+    """Real processes: the tokens that a key has used at one are used at the other, too."""
+    file = tmp_path / "keys"
+    file.write_text("one\ntwo\n")
+    argv = ("--api-workers", "2", "--api-key-file", str(file), "--tokens-per-minute-per-key", "20")
+    with start(tmp_path, "slow", *argv, "--ssl-certfile", str(CERTIFICATE)) as service, ExitStack() as stack:
+        wait_until(lambda: "ready at https://" in service.out, 60)
+        url = re.search(r"ready at (https://\S+)/v1", service.out)[1]
+        trusting = ssl.create_default_context(cafile=CERTIFICATE)
+        clients = [stack.enter_context(httpx2.Client(base_url=url, verify=trusting, timeout=20)) for _ in range(4)]
+        statuses = [ask_as(client, "one", 30) for client in clients]  # connections go to the processes in turn
+        assert statuses == [200, 429, 429, 429]
+        assert [ask_as(client, "two", 5) for client in clients] == [200, 200, 200, 200]
+
+
+def ask_as(client, key, num_tokens):
+    body = {"prompt": [5], "max_tokens": num_tokens}
+    return client.post("/v1/completions", json=body, headers=bearer(key)).status_code
