@@ -45,18 +45,16 @@ async def read_body(request: Request, model: type[Model], context: ServerContext
         raise RequestTimeout(f"the body did not come within {config.receive_timeout:g} s") from None
     client, _ = asker_of(request, config)
     lane = context.lanes.of(len(data)).for_client(client)
+    ignored = request.state.ignored if config.tolerant else None
     if len(data) <= LARGE_BODY_BYTES:
-        wire, ignored = _parse(data, model, config.tolerant)
-    else:
-        wire, ignored = await lane.run(request.receive, _parse, data, model, config.tolerant)
-    request.state.ignored.extend(ignored)
-    return wire, lane
+        return _parse(data, model, ignored), lane
+    return await lane.run(request.receive, _parse, data, model, ignored), lane
 
 
-def _parse(data: bytes, model: type[Model], tolerant: bool) -> tuple[Model, list[str]]:
-    """A body as a checked wire model. With `tolerant`, also the names of parameters that it does not know.
+def _parse(data: bytes, model: type[Model], ignored: list[str] | None = None) -> Model:
+    """Parse and check a body. Lists and objects are counted first: orjson could spend a second on too many of them.
 
-    Lists and objects are counted first: orjson could spend a second on too many of them.
+    With a list, parameters that the model does not know are not refused; their names are added to the list.
     """
     if not _has_few_containers(data):
         raise BadRequest(
@@ -68,8 +66,9 @@ def _parse(data: bytes, model: type[Model], tolerant: bool) -> tuple[Model, list
         raise BadRequest(f"the body is not valid JSON: {_why_no_json(data, error)}", code="invalid_json") from None
     if not isinstance(content, dict):
         raise BadRequest("the body must be a JSON object", code="invalid_json")
-    ignored = _take_unknown(content, model) if tolerant else []
-    return checked(model, content), ignored
+    if ignored is not None:
+        ignored += _take_unknown(content, model)
+    return checked(model, content)
 
 
 def checked(model: type[Model], content: Mapping[str, Any]) -> Model:
