@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from concurrent.futures import Future
 from functools import partial
 
@@ -185,6 +186,14 @@ def test_a_slow_compilation_delays_nobody_else(make):
     assert core.step() == []
     slow.finish()
     assert text_of(tokens_of(run_all(core)["slow"])[:-1]) == "abc"
+
+
+def test_an_engine_that_only_compiles_does_not_spin():
+    core = make_core(grammars=SlowCompiler())
+    core.add(bound("slow", text("abc")))
+    start_s = time.monotonic()
+    assert [core.step() for _ in range(10)] == [[]] * 10
+    assert time.monotonic() - start_s > 0.04, "each step waits 5 ms for the compiler"
 
 
 @in_both_orders
