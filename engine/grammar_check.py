@@ -5,6 +5,8 @@ hand the compiled grammar over would take longer than to compile it twice: xgram
 process also reads tokenizer.json, which would hold up the engine's threads.
 """
 
+import contextlib
+import json
 import logging
 import os
 import pickle
@@ -18,12 +20,13 @@ import time
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 
 from engine.errors import GrammarError
+from engine.grammar_fault import find_fault
 from engine.process import module_command
 
 if TYPE_CHECKING:
@@ -151,6 +154,31 @@ def _exit_with_parent(descriptor: int) -> None:
     os._exit(0)
 
 
+def _try_out(compiler: "xgrammar.GrammarCompiler", format_json: str, vocabulary: Vocabulary) -> None:
+    """Raise GrammarError, which says where in a schema, if the format cannot be compiled or is slow to follow."""
+    import xgrammar
+
+    from engine.grammar_compiler import compile_format, reason_of
+
+    def refusal_of(schema: dict[str, Any]) -> str | None:
+        try:
+            xgrammar.Grammar.from_json_schema(json.dumps(schema))
+        except (RuntimeError, ValueError) as error:
+            return reason_of(error)
+        return None
+
+    try:
+        compiled = compile_format(compiler, format_json)
+    except GrammarError as error:
+        path = None
+        with contextlib.suppress(ValueError, RecursionError):  # what is no JSON has no path
+            path = find_fault(format_json, refusal_of)
+        if path is None:
+            raise
+        raise GrammarError(f"{error} (at {path} of the schema)") from error
+    _walk(compiled, vocabulary)
+
+
 def _walk(compiled: "xgrammar.CompiledGrammar", vocabulary: Vocabulary) -> None:
     """Follow a random answer. Raises GrammarError if that is slow: the step loop would have to do the same."""
     import xgrammar
@@ -174,7 +202,7 @@ def main() -> None:
     """Body of the process. Standard input is a socket: a vocabulary comes first, then formats; each gets an answer."""
     import xgrammar
 
-    from engine.grammar_compiler import compile_format, new_compiler
+    from engine.grammar_compiler import new_compiler
 
     connection = Connection(sys.stdin.fileno())
     threading.Thread(target=_exit_with_parent, args=(sys.stdin.fileno(),), daemon=True).start()
@@ -192,7 +220,7 @@ def main() -> None:
         except EOFError:
             return
         try:
-            _walk(compile_format(compiler, format_json), vocabulary)
+            _try_out(compiler, format_json, vocabulary)
         except GrammarError as error:
             connection.send_bytes(str(error).encode())
         else:

@@ -43,7 +43,12 @@ def compile_format(compiler: "xgrammar.GrammarCompiler", format_json: str) -> "x
     try:
         return compiler.compile_structural_tag(f'{{"type":"structural_tag","format":{format_json}}}')
     except (RuntimeError, ValueError, MemoryError) as error:
-        raise GrammarError(_PLACE.sub("", str(error)).strip() or type(error).__name__) from error
+        raise GrammarError(reason_of(error)) from error
+
+
+def reason_of(error: Exception) -> str:
+    """What xgrammar says, without where in its source it says so."""
+    return _PLACE.sub("", str(error)).strip() or type(error).__name__
 
 
 class GrammarCompiler:

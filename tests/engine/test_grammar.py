@@ -129,9 +129,17 @@ def test_text_of_a_grammar_has_no_control_tokens():
     assert tokens_of(run_all(make_core(), [free])["a"]) == [CONTROL] * 5
 
 
+DEEP_FAULT = {"properties": {"b": {}, "a": {"type": "array", "items": {"anyOf": [{"type": "null"}, {"type": "nul"}]}}}}
+SHARED_FAULT = {
+    "properties": {"a": {"$ref": "#/$defs/b"}},
+    "required": ["a"],
+    "$defs": {"b": {"type": "object", "properties": {"c": {"enum": []}, "d": {"$ref": "#/$defs/b"}}}},
+}
 BAD = [
     (json_schema({"type": "objct"}), 'Unsupported type "objct"'),
     (json_schema({"$ref": "#/$defs/no"}), "Cannot find field '$defs'"),
+    (one_of(text("a"), json_schema(DEEP_FAULT)), "(at properties.a.items.anyOf.1 of the schema)"),
+    (json_schema(SHARED_FAULT), "(at $defs.b.properties.c of the schema)"),
     (regex("(a"), "The parenthesis is not closed"),
     (ebnf("root ::= no"), 'Rule "no" is not defined'),
     ({"type": "what"}, "Format type not recognized: what"),
