@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 _INTERNAL_ERROR = "the engine failed on this request; its log says why"
 _NOT_FINITE = "the model's output for this request was not a number"
+_NO_TOKEN = "no token may follow in the answer's grammar, or the model's output was not a number"
 
 
 class EngineCore:
@@ -276,7 +277,8 @@ class EngineCore:
         seq = chunk.seq
         if row is None or not row.is_finite:
             self._scheduler.remove(seq.request_id)
-            return _make_output(seq, finish_reason="error", error=_INTERNAL_ERROR if row is None else _NOT_FINITE)
+            error = _INTERNAL_ERROR if row is None else _NOT_FINITE if seq.grammar is None else _NO_TOKEN
+            return _make_output(seq, finish_reason="error", error=error)
         self._scheduler.commit(chunk)
         if row.prompt_logprobs is not None:
             seq.prompt_logprobs[chunk.start + 1 :] = row.prompt_logprobs

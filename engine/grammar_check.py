@@ -5,8 +5,11 @@ hand the compiled grammar over would take longer than to compile it twice: xgram
 process also reads tokenizer.json, which would hold up the engine's threads.
 """
 
+import contextlib
+import json
 import logging
 import os
+import pickle
 import random
 import resource
 import select
@@ -17,12 +20,13 @@ import time
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 
 from engine.errors import GrammarError
+from engine.grammar_fault import find_fault
 from engine.process import module_command
 
 if TYPE_CHECKING:
@@ -53,70 +57,69 @@ class Vocabulary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GrammarChecker:
-    """The process, from the parent's side. Belongs to one thread; starts with the first `check` or `read_vocabulary`.
-
-    All methods raise GrammarError with words for a client where the process does not do as it should.
-    """
+    """The process, from the parent's side. Belongs to one thread. It starts when it is needed."""
 
     def __init__(self, vocabulary: Vocabulary, timeout_s: float) -> None:
+        """`timeout_s` is for one grammar."""
         self._vocabulary = vocabulary
         self._timeout_s = timeout_s
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
-        self._tokenizer_info = ""
+        self._tokenizer_info: str | None = None  # the first thing that the process says
+
+    def start(self) -> None:
+        """Start the process unless it runs; does not wait for it."""
+        if self._process is not None:
+            return
+        self._connection, theirs = Pipe()
+        self._process = subprocess.Popen(module_command(__name__), stdin=theirs.fileno(), start_new_session=True)
+        theirs.close()
 
     def read_tokenizer_info(self) -> str:
-        """xgrammar's `TokenizerInfo`, serialized."""
-        self._connect()
+        """xgrammar's `TokenizerInfo`, serialized. Raises GrammarError if the process does not start."""
+        self.start()
+        if self._tokenizer_info is None:
+            try:
+                self._send(pickle.dumps(self._vocabulary))
+                self._tokenizer_info = self._receive(_START_S).decode()
+            except (OSError, EOFError) as error:
+                self.close()
+                logger.error("the process that checks grammars did not start: %r", error)
+                raise GrammarError("the compiler of grammars did not start; the log of the service says why") from error
         return self._tokenizer_info
 
     def check(self, format_json: str) -> None:
         """Raise GrammarError if the format cannot be compiled within the limits of time and memory."""
-        connection = self._connect()
+        self.read_tokenizer_info()
         try:
-            connection.send_bytes(format_json.encode())
-            if not connection.poll(self._timeout_s):
-                raise GrammarError(f"compiling it takes longer than {self._timeout_s:g} s; make it simpler")
-            reason = connection.recv_bytes()
-        except GrammarError:
+            self._send(format_json.encode())
+            reason = self._receive(self._timeout_s)
+        except TimeoutError as error:
             self.close()
-            raise
-        except (EOFError, OSError) as error:
+            raise GrammarError(f"compiling it takes longer than {self._timeout_s:g} s; make it simpler") from error
+        except (OSError, EOFError) as error:
             self.close()
             raise GrammarError("it is too complex to be compiled; make it simpler") from error
         if reason != _OK:
             raise GrammarError(reason.decode())
 
     def close(self) -> None:
-        """End the process; the next `check` starts another."""
-        if self._connection is not None:
+        """End the process."""
+        if self._connection is not None and self._process is not None:
             self._connection.close()
-            self._connection = None
-        if self._process is not None:
             self._process.kill()
             self._process.wait()
-            self._process = None
+        self._process = self._connection = self._tokenizer_info = None
 
-    def _connect(self) -> Connection:
-        if self._connection is not None:
-            return self._connection
-        ours, theirs = Pipe()
-        self._process = subprocess.Popen(
-            module_command(__name__), stdin=theirs.fileno(), start_new_session=True, close_fds=True
-        )
-        theirs.close()
-        try:
-            ours.send(self._vocabulary)
-            if not ours.poll(_START_S):
-                raise EOFError("no answer")
-            self._tokenizer_info = ours.recv_bytes().decode()
-        except (EOFError, OSError) as error:
-            self._connection = ours
-            self.close()
-            logger.error("the process that checks grammars did not start: %r", error)
-            raise GrammarError("the compiler of grammars did not start; the log of the service says why") from error
-        self._connection = ours
-        return ours
+    def _send(self, data: bytes) -> None:
+        if self._connection is None:
+            raise RuntimeError("the process that checks grammars is not started")
+        self._connection.send_bytes(data)
+
+    def _receive(self, timeout_s: float) -> bytes:
+        if self._connection is None or not self._connection.poll(timeout_s):
+            raise TimeoutError
+        return self._connection.recv_bytes()
 
 
 def token_bytes(vocabulary: Vocabulary) -> list[bytes]:
@@ -151,6 +154,31 @@ def _exit_with_parent(descriptor: int) -> None:
     os._exit(0)
 
 
+def _try_out(compiler: "xgrammar.GrammarCompiler", format_json: str, vocabulary: Vocabulary) -> None:
+    """Raise GrammarError, which says where in a schema, if the format cannot be compiled or is slow to follow."""
+    import xgrammar
+
+    from engine.grammar_compiler import compile_format, reason_of
+
+    def refusal_of(schema: dict[str, Any]) -> str | None:
+        try:
+            xgrammar.Grammar.from_json_schema(json.dumps(schema))
+        except (RuntimeError, ValueError) as error:
+            return reason_of(error)
+        return None
+
+    try:
+        compiled = compile_format(compiler, format_json)
+    except GrammarError as error:
+        path = None
+        with contextlib.suppress(ValueError, RecursionError):  # what is no JSON has no path
+            path = find_fault(format_json, refusal_of)
+        if path is None:
+            raise
+        raise GrammarError(f"{error} (at {path} of the schema)") from error
+    _walk(compiled, vocabulary)
+
+
 def _walk(compiled: "xgrammar.CompiledGrammar", vocabulary: Vocabulary) -> None:
     """Follow a random answer. Raises GrammarError if that is slow: the step loop would have to do the same."""
     import xgrammar
@@ -174,7 +202,7 @@ def main() -> None:
     """Body of the process. Standard input is a socket: a vocabulary comes first, then formats; each gets an answer."""
     import xgrammar
 
-    from engine.grammar_compiler import compile_format, new_compiler
+    from engine.grammar_compiler import new_compiler
 
     connection = Connection(sys.stdin.fileno())
     threading.Thread(target=_exit_with_parent, args=(sys.stdin.fileno(),), daemon=True).start()
@@ -192,7 +220,7 @@ def main() -> None:
         except EOFError:
             return
         try:
-            _walk(compile_format(compiler, format_json), vocabulary)
+            _try_out(compiler, format_json, vocabulary)
         except GrammarError as error:
             connection.send_bytes(str(error).encode())
         else:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 Compiled: TypeAlias = "Future[xgrammar.CompiledGrammar]"
 
+_ENTRY_BYTES = 1024  # what a cache entry takes beside the grammar
 _NUM_THREADS = 2  # one grammar that takes long does not hold up all others
 _PLACE = re.compile(r"^(\[[\d:]+\] )?(\S+\.cc:\d+: )?(Check failed: \(.*?\) is (false|true): )?(Invalid .*? error: )?")
 
@@ -42,11 +43,16 @@ def compile_format(compiler: "xgrammar.GrammarCompiler", format_json: str) -> "x
     try:
         return compiler.compile_structural_tag(f'{{"type":"structural_tag","format":{format_json}}}')
     except (RuntimeError, ValueError, MemoryError) as error:
-        raise GrammarError(_PLACE.sub("", str(error)).strip() or type(error).__name__) from error
+        raise GrammarError(reason_of(error)) from error
+
+
+def reason_of(error: Exception) -> str:
+    """What xgrammar says, without where in its source it says so."""
+    return _PLACE.sub("", str(error)).strip() or type(error).__name__
 
 
 class GrammarCompiler:
-    """Compiles for one vocabulary and keeps what was compiled last. Its methods belong to the step loop's thread."""
+    """Compiles for one vocabulary and keeps what was used last. Its methods belong to the step loop's thread."""
 
     def __init__(self, vocabulary: Vocabulary, *, timeout_s: float, cache_bytes: int) -> None:
         """`timeout_s` is for one grammar, waiting for others not included; the cache holds about `cache_bytes`."""
@@ -54,8 +60,11 @@ class GrammarCompiler:
         self._timeout_s = timeout_s
         self._cache_bytes = cache_bytes
         self._compiled: OrderedDict[str, Compiled] = OrderedDict()  # by format, used last at the end; failures, too
+        self._sizes: dict[str, int] = {}  # bytes, of those that are done
+        self._num_bytes = 0
         self._tasks: queue.SimpleQueue[tuple[str, Compiled]] = queue.SimpleQueue()
-        self._threads: list[threading.Thread] = []
+        self._done: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
+        self._num_threads = 0
         self._lock = threading.Lock()
         self._inner: xgrammar.GrammarCompiler | None = None
         self._batch: xgrammar.BatchGrammarMatcher | None = None
@@ -69,11 +78,10 @@ class GrammarCompiler:
         self._forget_oldest()
         future: Compiled = Future()
         self._compiled[format_json] = future
+        if not self._num_threads or (self._num_threads < _NUM_THREADS and not self._tasks.empty()):
+            self._num_threads += 1
+            threading.Thread(target=self._work, name="grammar-compiler", daemon=True).start()
         self._tasks.put((format_json, future))
-        num_open = sum(not each.done() for each in self._compiled.values())
-        if len(self._threads) < min(_NUM_THREADS, num_open):
-            self._threads.append(threading.Thread(target=self._work, name="grammar-compiler", daemon=True))
-            self._threads[-1].start()
         return future
 
     def make_matcher(self, compiled: "xgrammar.CompiledGrammar") -> GrammarMatcher:
@@ -86,40 +94,42 @@ class GrammarCompiler:
 
     def _forget_oldest(self) -> None:
         """Make room in the cache. Answers that run keep what they use."""
-        done = [(format_json, future) for format_json, future in self._compiled.items() if future.done()]
-        sizes = {format_json: _size(format_json, future) for format_json, future in done}
-        surplus = sum(sizes.values()) - self._cache_bytes
-        for format_json, size in sizes.items():
-            if surplus <= 0:
-                return
-            del self._compiled[format_json]
-            surplus -= size
+        while not self._done.empty():
+            format_json, num_bytes = self._done.get()
+            self._sizes[format_json] = num_bytes
+            self._num_bytes += num_bytes
+        while self._num_bytes > self._cache_bytes:
+            oldest = next(iter(self._compiled))
+            if oldest not in self._sizes:
+                return  # it is being compiled
+            del self._compiled[oldest]
+            self._num_bytes -= self._sizes.pop(oldest)
 
     def _work(self) -> None:
         """Thread body."""
         checker = GrammarChecker(self.vocabulary, self._timeout_s)
         while True:
             format_json, future = self._tasks.get()
+            num_bytes = _ENTRY_BYTES + len(format_json)
             try:
-                checker.check(format_json)
-                future.set_result(compile_format(self._inner_compiler(checker), format_json))
+                compiled = self._compile(format_json, checker)
             except GrammarError as error:
                 future.set_exception(error)
             except Exception as error:  # a thread that ends would leave requests waiting for ever
                 logger.exception("compiling a grammar failed")
                 future.set_exception(GrammarError(f"its compiler failed ({type(error).__name__})"))
+            else:
+                num_bytes += compiled.memory_size_bytes
+                future.set_result(compiled)
+            self._done.put((format_json, num_bytes))
 
-    def _inner_compiler(self, checker: GrammarChecker) -> "xgrammar.GrammarCompiler":
+    def _compile(self, format_json: str, checker: GrammarChecker) -> "xgrammar.CompiledGrammar":
+        checker.start()
+        import xgrammar  # which takes as long here as there, so both begin at once
+
+        checker.check(format_json)
         with self._lock:
             if self._inner is None:
-                import xgrammar
-
                 info = xgrammar.TokenizerInfo.deserialize_json(checker.read_tokenizer_info())
                 self._inner = new_compiler(info, self.vocabulary.num_threads)
-            return self._inner
-
-
-def _size(format_json: str, future: Compiled) -> int:
-    """Bytes that a cache entry takes, about."""
-    failed = future.exception() is not None
-    return len(format_json) + (0 if failed else int(future.result().memory_size_bytes))
+        return compile_format(self._inner, format_json)

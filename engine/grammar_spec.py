@@ -89,5 +89,12 @@ def one_of(*parts: Format) -> Format:
 
 
 def repeated(part: Format, low: int, high: int | None) -> Format:
-    """The part, at least `low` and at most `high` times; None for no limit."""
-    return {"type": "repeat", "min": low, "max": -1 if high is None else high, "content": part}
+    """The part, at least `low` and at most `high` times; None for no limit.
+
+    It is written out, so `high`, which is at least 1, should be small: xgrammar 0.2.9 has a format `repeat`, but it
+    forgets what `free_tokens` in it exclude.
+    """
+    more: list[Format] = [{"type": "star", "content": part}] if high is None else []
+    for _ in range(0 if high is None else high - low):
+        more = [{"type": "optional", "content": sequence(part, *more)}]
+    return sequence(*[part] * low, *more)

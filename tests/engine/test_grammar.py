@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from concurrent.futures import Future
 from functools import partial
 
@@ -128,9 +129,17 @@ def test_text_of_a_grammar_has_no_control_tokens():
     assert tokens_of(run_all(make_core(), [free])["a"]) == [CONTROL] * 5
 
 
+DEEP_FAULT = {"properties": {"b": {}, "a": {"type": "array", "items": {"anyOf": [{"type": "null"}, {"type": "nul"}]}}}}
+SHARED_FAULT = {
+    "properties": {"a": {"$ref": "#/$defs/b"}},
+    "required": ["a"],
+    "$defs": {"b": {"type": "object", "properties": {"c": {"enum": []}, "d": {"$ref": "#/$defs/b"}}}},
+}
 BAD = [
     (json_schema({"type": "objct"}), 'Unsupported type "objct"'),
     (json_schema({"$ref": "#/$defs/no"}), "Cannot find field '$defs'"),
+    (one_of(text("a"), json_schema(DEEP_FAULT)), "(at properties.a.items.anyOf.1 of the schema)"),
+    (json_schema(SHARED_FAULT), "(at $defs.b.properties.c of the schema)"),
     (regex("(a"), "The parenthesis is not closed"),
     (ebnf("root ::= no"), 'Rule "no" is not defined'),
     ({"type": "what"}, "Format type not recognized: what"),
@@ -185,6 +194,14 @@ def test_a_slow_compilation_delays_nobody_else(make):
     assert core.step() == []
     slow.finish()
     assert text_of(tokens_of(run_all(core)["slow"])[:-1]) == "abc"
+
+
+def test_an_engine_that_only_compiles_does_not_spin():
+    core = make_core(grammars=SlowCompiler())
+    core.add(bound("slow", text("abc")))
+    start_s = time.monotonic()
+    assert [core.step() for _ in range(10)] == [[]] * 10
+    assert time.monotonic() - start_s > 0.04, "each step waits 5 ms for the compiler"
 
 
 @in_both_orders
