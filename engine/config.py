@@ -94,7 +94,10 @@ class EngineConfig:
     )
     enable_prefix_caching: bool = setting(True, "engine", "keep KV pages of prompts for requests that begin the same")
     max_grammar_bytes: int = setting(
-        65536, "engine", "size of the JSON schema or grammar that an answer must follow; larger ones are refused", low=1
+        1_048_576,
+        "engine",
+        "size of the JSON schema or grammar that an answer must follow; larger ones are refused",
+        low=1,
     )
     grammar_timeout: float = setting(
         10.0,

@@ -31,7 +31,7 @@ class RequestLimits:
     vocab_size: int
     max_model_len: int
     num_kv_tokens: int
-    max_grammar_bytes: int = 2**16
+    max_grammar_bytes: int = 2**20
 
 
 def check_request(request: EngineRequest, limits: RequestLimits) -> None:

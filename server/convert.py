@@ -6,13 +6,14 @@ from typing import Any, Protocol, TypeGuard
 
 import msgspec
 
+from engine.grammar_spec import GrammarSpec
 from engine.types import EngineInfo, EngineRequest, SamplingParams, ThinkingBudget
 from server.choice import Choice
 from server.config import ServerConfig
 from server.errors import BadRequest, ContextTooLong
 from server.folding import fold
 from server.messages import check_tool_results, plain_message, plain_tool
-from server.parsers import PlainParser, choose_parser, end_of_turn_ids
+from server.parsers import PlainParser, choose_grammar, choose_parser, end_of_turn_ids
 from server.parsers.thinking import thinking_budget
 from server.prompt import ChatTemplate, Ending, PromptTokenizer
 from server.rehearsal import Rehearsal
@@ -20,6 +21,9 @@ from server.sampling_defaults import SamplingDefaults
 from server.schema.chat import ChatCompletionRequest, ChatMessage, Tool
 from server.schema.common import GenerationRequest
 from server.schema.completions import CompletionRequest, DetokenizeRequest, TokenizeRequest
+from server.structured.request import answer_format, call_choice, offered_tools
+from server.structured.rules import turn_rules
+from server.structured.turn import TurnRules
 from server.text_limit import NO_LIMIT, TextLimit
 
 MAX_CONTEXTS = 4
@@ -64,6 +68,7 @@ class Converter:
         self._template = ChatTemplate(tokenizer)
         self._rehearsal = Rehearsal(self._template)
         self._make_parser = choose_parser(tokenizer)
+        self._grammar = choose_grammar(tokenizer, tokenizer.chat_template)
         self._end_ids = end_of_turn_ids(tokenizer)
         self._control_ids = frozenset(tokenizer.special_tokens.values())
         self._temperature = defaults.temperature if config.default_temperature is None else config.default_temperature
@@ -73,7 +78,9 @@ class Converter:
     def chat(self, wire: ChatCompletionRequest, info: EngineInfo, request_id: str) -> PreparedRequest:
         """A chat request. Raises BadRequest naming the field."""
         check_tool_results(wire.messages)
-        tools = [] if wire.tool_choice == "none" else wire.tools or []
+        choice = call_choice(wire)
+        rules = turn_rules(answer_format(wire), offered_tools(wire.tools or []), choice)
+        tools = [] if choice.mode == "none" else wire.tools or []
         if tools and "tools" not in self._template.variables:
             raise BadRequest("tools: this model's chat template does not read them", param="tools")
         variables = self._template_variables(wire)
@@ -86,10 +93,11 @@ class Converter:
         if wire.thinking_token_budget is not None:
             sampling = msgspec.structs.replace(sampling, thinking=self._thinking(wire, prompt_ids))
         tool_names = frozenset(tool.function.name for tool in tools)
+        grammar = None if rules is None else self.turn_grammar(rules, prompt_ids)
         stop_ids = frozenset(wire.stop_token_ids or ()) - self._control_ids
 
         def make_choice(_index: int) -> Choice:
-            max_calls = 1 if wire.parallel_tool_calls is False else None
+            max_calls = None if choice.is_parallel else 1
             parser = self._make_parser(prompt_ids, tool_names)
             return Choice(
                 parser,
@@ -100,7 +108,7 @@ class Converter:
                 min_tokens=wire.min_tokens or 0,
             )
 
-        requests = _choices(request_id, [prompt_ids], [sampling], wire, info)
+        requests = _bound(_choices(request_id, [prompt_ids], [sampling], wire, info), grammar)
         return PreparedRequest(
             requests=requests, make_choice=make_choice, num_prompt_tokens=len(prompt_ids), num_choices=wire.n or 1
         )
@@ -122,6 +130,8 @@ class Converter:
                 self._sampling(wire, max_tokens, logprobs=wire.logprobs, prompt_logprobs=scored, end_ids=())
             )
         stop_ids = frozenset(wire.stop_token_ids or ()) - self._control_ids
+        answer = answer_format(wire) if wire.num_wanted else None
+        grammar = None if answer is None else GrammarSpec.of(answer.format, param=answer.param)
 
         def make_choice(_index: int) -> Choice:
             parser = PlainParser(self.tokenizer, show_special=wire.skip_special_tokens is False)
@@ -134,11 +144,29 @@ class Converter:
                 min_tokens=wire.min_tokens or 0,
             )
 
-        requests = _choices(request_id, prompts, samplings, wire, info)
+        requests = _bound(_choices(request_id, prompts, samplings, wire, info), grammar)
         num_prompt_tokens = sum(map(len, prompts))
         return PreparedRequest(
             requests=requests, make_choice=make_choice, num_prompt_tokens=num_prompt_tokens, num_choices=wire.n or 1
         )
+
+    def turn_grammar(self, rules: TurnRules, prompt_ids: Sequence[int]) -> GrammarSpec | None:
+        """The rules in the model's syntax; None if they forbid calls only and the model has no syntax for calls.
+
+        Raises:
+            BadRequest: the model's syntax, or its chat template, does not allow such rules.
+        """
+        if not self._grammar.supports_calls():
+            if rules.calls or rules.must_call:
+                message = f"{rules.param}: calls of this model cannot be bound: its syntax for them is not known"
+                raise BadRequest(message, param=rules.param)
+            if rules.answer is None:
+                return None
+        turn = self._grammar.turn(rules, prompt_ids)
+        if turn is None:
+            message = f"{rules.param}: this chat template ends inside a message, so the answer cannot be bound"
+            raise BadRequest(message, param=rules.param)
+        return GrammarSpec.of(turn, param=rules.param)
 
     def tokenize(self, wire: TokenizeRequest, info: EngineInfo | None) -> list[int]:
         """Ids of a raw prompt or of rendered messages, up to `MAX_CONTEXTS` times the context."""
@@ -317,3 +345,8 @@ def _choices(
                 )
             )
     return tuple(requests)
+
+
+def _bound(requests: tuple[EngineRequest, ...], grammar: GrammarSpec | None) -> tuple[EngineRequest, ...]:
+    """The requests with the format that their answers must have."""
+    return tuple(msgspec.structs.replace(request, grammar=grammar) for request in requests) if grammar else requests

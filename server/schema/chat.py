@@ -5,8 +5,9 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema, field_validator, model_validator
 from typing_extensions import TypedDict, override
 
-from server.schema.common import MAX_LOGPROBS, FinishReason, GenerationRequest, Usage, WireModel, refusal
+from server.schema.common import MAX_LOGPROBS, FinishReason, Usage, WireModel, refusal
 from server.schema.limits import MAX_PARTS, FreeObject, Messages, Modalities, ToolCalls, Tools
+from server.schema.structured import FormattedRequest, ToolChoice
 
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 TEXT_SCHEMA = {
@@ -135,13 +136,6 @@ class FunctionSpec(HistoryModel):
     parameters: FreeObject | None = None
     strict: bool | None = None
 
-    @field_validator("strict")
-    @classmethod
-    def _not_strict(cls, value: bool | None) -> bool | None:
-        if value:
-            raise ValueError("arguments are not constrained to the schema by this service: leave strict out")
-        return value
-
 
 class Tool(HistoryModel):
     """A tool; functions are the only kind."""
@@ -155,28 +149,14 @@ class Tool(HistoryModel):
         return super().num_ignored_keys + self.function.num_ignored_keys
 
 
-class ResponseFormat(WireModel):
-    """Plain text is the only format."""
-
-    type: str
-    json_schema: Any = None
-
-    @model_validator(mode="after")
-    def _only_text(self) -> "ResponseFormat":
-        if self.type != "text":
-            raise ValueError(f"type '{self.type[:40]}' is not supported: only 'text' is")
-        return self
-
-
-class ChatCompletionRequest(GenerationRequest):
+class ChatCompletionRequest(FormattedRequest):
     """A chat request."""
 
     messages: Messages[ChatMessage]
     max_tokens: int | None = Field(None, ge=1)
     tools: Tools[Tool] | None = None
-    tool_choice: Any = Field(None, json_schema_extra={"enum": ["auto", "none", None]})
+    tool_choice: ToolChoice = None
     parallel_tool_calls: bool | None = None
-    response_format: ResponseFormat | None = None
     reasoning_effort: str | None = Field(None, max_length=32)
     chat_template_kwargs: FreeObject | None = None
     logprobs: bool | None = None
@@ -185,13 +165,6 @@ class ChatCompletionRequest(GenerationRequest):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     modalities: Modalities[Literal["text"]] | None = None
-
-    @field_validator("tool_choice")
-    @classmethod
-    def _known_choice(cls, value: Any) -> Any:
-        if value is not None and value not in ("auto", "none"):
-            raise ValueError("only 'auto' and 'none' are supported: a call cannot be forced")
-        return value
 
     @property
     @override

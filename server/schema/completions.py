@@ -10,13 +10,13 @@ from server.schema.common import (
     MAX_CHOICES,
     MAX_LOGPROBS,
     FinishReason,
-    GenerationRequest,
     RequestModel,
     TokenId,
     Usage,
     refusal,
 )
 from server.schema.limits import Messages, Tools
+from server.schema.structured import FormattedRequest
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -53,7 +53,7 @@ Prompts = Annotated[
 ]
 
 
-class CompletionRequest(GenerationRequest):
+class CompletionRequest(FormattedRequest):
     """A raw completion: the prompt is the model's input as it stands, control tokens included."""
 
     prompt: Prompts

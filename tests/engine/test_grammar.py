@@ -150,7 +150,7 @@ BAD = [
 
 @rows("format_, reason", *BAD)
 def test_a_grammar_that_cannot_be_compiled_is_refused_by_field(format_, reason):
-    core = make_core()
+    core = make_core(max_grammar_bytes=65536)
     outputs = run_all(core, [bound("bad", format_), bound("good", text("ab"))])
     [refusal] = outputs["bad"]
     assert (refusal.finish_reason, refusal.error_param) == ("error", "response_format")

@@ -181,6 +181,27 @@ def test_tool_choice(choice, in_prompt, calls, ask, prompt_of):
     assert (answer.stop_reason == "tool_use") == bool(calls)
 
 
+@rows(
+    "choice, wanted",
+    ({"type": "any"}, True),
+    ({"type": "tool", "name": "get_weather"}, True),
+    ({"type": "auto"}, False),
+)
+def test_forced_calls_are_bound_by_the_engine(choice, wanted, ask, service):
+    ask(CALL, tools=[TOOL], tool_choice=choice)
+    grammar = service.engine.requests[-1].grammar
+    assert (grammar is not None) == wanted
+    assert grammar is None or "functions.get_weather" in grammar.format_json
+
+
+def test_a_schema_binds_the_text(ask, service):
+    schema = {"type": "object", "properties": {"city": {"type": "string"}}}
+    ask(output_config={"format": {"type": "json_schema", "schema": schema}})
+    assert "city" in service.engine.requests[-1].grammar.format_json
+    with pytest.raises(anthropic.BadRequestError, match=r"output_config\.format\.schema.*not"):
+        ask(output_config={"format": {"type": "json_schema", "schema": {"properties": {"a": {"not": {}}}}}})
+
+
 @rows("arguments, shown", ('{"city": ', {"arguments": '{"city": '}), ("[1]", {"arguments": "[1]"}), ("", {}))
 def test_arguments_that_are_no_object_are_not_lost(arguments, shown, ask):
     transcript = f"<|channel|>commentary to=functions.get_weather<|message|>{arguments}<|call|>"
@@ -331,3 +352,7 @@ def test_the_bundled_model_answers(bundled_url):
         assert all(block.type != "thinking" for block in none.content)
         assert none.usage.output_tokens_details.thinking_tokens == 0
         assert none.content[-1].text
+        for thinking in ({"type": "adaptive"}, {"type": "disabled"}):  # a call that nobody would make by himself
+            forced = client.messages.create(**fields, tools=[TOOL], tool_choice={"type": "any"}, thinking=thinking)
+            assert forced.stop_reason == "tool_use"
+            assert isinstance(forced.content[-1].input["city"], str)

@@ -58,15 +58,17 @@ CHANGES = {  # a value that changes the answer or what the engine is asked, and 
     "tools": ([TOOL], {}),
     "tool_choice": ("none", {"tools": [TOOL]}),
     "parallel_tool_calls": (False, {"tools": [TOOL]}),
+    "response_format": ({"type": "json_object"}, {}),
+    "structured_outputs": ({"regex": "a+"}, {}),
     "reasoning_effort": ("high", {}),
     "thinking_token_budget": (5, {}),
     "chat_template_kwargs": ({"reasoning_effort": "low"}, {}),
     "add_generation_prompt": (False, {}),
     "continue_final_message": (True, {"messages": CONTINUED}),
 }
-SAME = {"best_of": "equal to n", "response_format": "text is what is written anyway"}
+SAME = {"best_of"}
 """Honoured parameters with a value that changes nothing."""
-ACCEPTED = {"modalities": ["text"], "response_format": {"type": "text"}, "metadata": {"a": "b"}, "store": True}
+ACCEPTED = {"modalities": ["text"], "metadata": {"a": "b"}, "store": True}
 CALLS = (
     "<|channel|>analysis<|message|>Think. nothing to see<|end|>"
     + 2 * f"<|start|>assistant{CALL.split('assistant')[1]}".replace("<|call|>", "<|end|>")
@@ -111,7 +113,10 @@ def ask(tokenizer):
         def send(endpoint, **fields):
             engine.forget()
             response = http.post(PATHS[endpoint], json={**BASE[endpoint], **of(fields, endpoint)})
-            asked = [(each.prompt_ids, each.sampling, each.priority, each.cache_salt) for each in engine.requests]
+            asked = [
+                (each.prompt_ids, each.sampling, each.priority, each.cache_salt, each.grammar)
+                for each in engine.requests
+            ]
             said = re.sub(r'"(id|created)":("[^"]*"|\d+)', "", response.text)
             return response, said, asked
 
@@ -134,7 +139,7 @@ def test_each_parameter_is_treated_as_the_table_says(ask, subtests):
 
 
 def check_honoured(ask, name, endpoint):
-    value, others = CHANGES.get(name, (ACCEPTED.get(name), {}))
+    value, others = CHANGES[name]
     response, *seen = ask(endpoint, **{name: value}, **others)
     assert response.status_code == 200, response.text
     assert (seen == list(ask(endpoint, **others)[1:])) == (name in SAME)
