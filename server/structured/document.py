@@ -15,7 +15,7 @@ Place = tuple[str | int, ...]
 
 MAX_DEPTH = 64
 MAX_PARTS = 20_000
-_MAX_VISITS = 100_000
+_MAX_VISITS = 50_000
 
 TYPES_OF_KEYWORD = {
     **dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"), "number"),
