@@ -140,7 +140,8 @@ class Choice:
                 return
 
     def _show_content(self, text: str, pieces: list[Piece]) -> None:
-        shown = text if self.num_tokens <= self._min_tokens else self._stops.feed(text)
+        is_early = self._min_tokens and self.num_tokens <= self._min_tokens
+        shown = text if is_early else self._stops.feed(text)
         self._num_shown += len(shown)
         if self._stops.matched is not None:
             self.finish_reason = "stop"
