@@ -57,6 +57,8 @@ def array(schemas: Schemas, build: Build) -> dict[str, Any]:
 
 def _first_items(place: Place, schema: dict[str, Any]) -> list[Part]:
     """Parts of the items that have schemas of their own: `prefixItems`, or a list under `items` (before 2020)."""
+    if not isinstance(schema.get("prefixItems", []), list):
+        raise SchemaError(path_of((*place, "prefixItems")), "it must be a list")
     for keyword in ("prefixItems", "items"):
         if isinstance(schema.get(keyword), list):
             return [Part((*place, keyword, index)) for index in range(len(schema[keyword]))]

@@ -132,6 +132,7 @@ REFUSED_SCHEMAS = [
     ({"type": "object", "propertyNames": {"type": "integer"}}, "propertyNames"),
     (object_({"n_a": {}}, patternProperties={"^n_": {}}), "patternProperties.^n_"),
     ({"type": "object", "patternProperties": {"^n_": {}}, "additionalProperties": {}}, "additionalProperties"),
+    ({"type": "array", "prefixItems": {}}, "prefixItems"),
     ({"type": "integer", "minimum": "3"}, "minimum"),
     (False, ""),
     (closed(a=False), ""),
