@@ -6,7 +6,7 @@ One process, one thread, CPU time of the whole process, so other work on the mac
 the least time of each counts.
 
 - plain: greedy, the stop tokens ignored.
-- any text: the same with a grammar that allows every character, so the tokens are the same, and that is checked.
+- any tokens: the same with a grammar that allows every token, so the tokens are the same, and that is checked.
 - schema: JSON of a schema, as many tokens; its masks are those of ordinary use.
 - sampled, sampled schema: the same two at temperature 1.
 
@@ -24,12 +24,12 @@ import torch
 from benchmarks import record
 from engine.config import EngineConfig
 from engine.core import EngineCore
-from engine.grammar_spec import Format, GrammarSpec, json_schema, regex
+from engine.grammar_spec import Format, GrammarSpec, free_tokens, json_schema
 from engine.types import EngineRequest, SamplingParams
 
 MODEL = Path(__file__).parents[1] / "assets" / "tiny-gpt-oss"
-NUM_STREAMS, NUM_PROMPT = 8, 64
-ANY_TEXT = regex(r"[\s\S]*")
+NUM_STREAMS, NUM_PROMPT, NUM_CANDIDATES = 8, 64, 64
+FIRST_CONTROL_ID = 4080
 ITEM = {
     "type": "object",
     "properties": {
@@ -45,7 +45,7 @@ ITEM = {
 SCHEMA = json_schema({"type": "array", "items": ITEM, "minItems": 50}, max_whitespace=2)
 RUNS: dict[str, tuple[Format | None, float]] = {
     "plain": (None, 0.0),
-    "any text": (ANY_TEXT, 0.0),
+    "any tokens": (free_tokens([]), 0.0),
     "schema": (SCHEMA, 0.0),
     "sampled": (None, 1.0),
     "sampled schema": (SCHEMA, 1.0),
@@ -61,17 +61,26 @@ def large_schema(num_bytes: int) -> dict[str, object]:
     return schema | {"required": list(properties)}
 
 
-def requests(format_: Format | None, temperature: float, num_tokens: int) -> list[EngineRequest]:
-    """The streams, with prompts of ordinary token ids."""
-    prompts = torch.randint(300, 3900, (NUM_STREAMS, NUM_PROMPT), generator=torch.Generator().manual_seed(0))
-    # Control tokens are unlikely enough this way for any text and no text to be the same.
-    bias = dict.fromkeys(range(4080, 4096), -100.0)
-    sampling = SamplingParams(max_tokens=num_tokens, temperature=temperature, seed=1, ignore_eos=True, logit_bias=bias)
+def requests(
+    prompts: list[list[int]], format_: Format | None, temperature: float, num_tokens: int
+) -> list[EngineRequest]:
+    """A stream for each prompt. A grammar would end with a stop token, so the prompts must not lead to one."""
+    sampling = SamplingParams(max_tokens=num_tokens, temperature=temperature, seed=1, ignore_eos=True)
     spec = None if format_ is None else GrammarSpec.of(format_, param="grammar")
     return [
         EngineRequest(request_id=str(index), prompt_ids=prompt, sampling=sampling, grammar=spec)
-        for index, prompt in enumerate(prompts.tolist())
+        for index, prompt in enumerate(prompts)
     ]
+
+
+def choose_prompts(core: EngineCore, num_tokens: int) -> list[list[int]]:
+    """Prompts of ordinary token ids after which the model's best tokens are none that stop."""
+    made = torch.randint(300, 3900, (NUM_CANDIDATES, NUM_PROMPT), generator=torch.Generator().manual_seed(0)).tolist()
+    _, tokens = run(core, requests(made, None, 0.0, num_tokens))
+    found = [prompt for prompt, its in zip(made, tokens.values(), strict=True) if max(its) < FIRST_CONTROL_ID]
+    if len(found) < NUM_STREAMS:
+        raise RuntimeError(f"only {len(found)} of {NUM_CANDIDATES} prompts lead to {num_tokens} tokens without an end")
+    return found[:NUM_STREAMS]
 
 
 def run(core: EngineCore, asked: list[EngineRequest]) -> tuple[float, dict[str, list[int]]]:
@@ -91,7 +100,7 @@ def compile_ms(core: EngineCore, num_bytes: int, rounds: int) -> float:
     taken = []
     for number in range(rounds):
         schema = large_schema(num_bytes) | {"title": str(number)}
-        [request, *_] = requests(json_schema(schema), 0.0, 1)
+        [request] = requests([[300]], json_schema(schema), 0.0, 1)
         core.add(request)
         start_s = time.perf_counter()
         while not core.stats().num_running and core.has_work:
@@ -112,7 +121,8 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     core = EngineCore(EngineConfig(model=MODEL, device="cpu", selfcheck="off", enable_prefix_caching=False))
-    texts = {name: requests(*how, args.tokens) for name, how in RUNS.items()}
+    prompts = choose_prompts(core, args.tokens)
+    texts = {name: requests(prompts, *how, args.tokens) for name, how in RUNS.items()}
     seconds: dict[str, list[float]] = {name: [] for name in RUNS}
     for number in range(args.rounds + 1):  # the first warms up and compiles the grammars
         tokens = {}
@@ -120,8 +130,8 @@ def main() -> None:
             cpu_s, tokens[name] = run(core, asked)
             if number:
                 seconds[name].append(cpu_s)
-        if tokens["plain"] != tokens["any text"]:
-            raise RuntimeError("a grammar that allows all text changed the tokens")
+        if tokens["plain"] != tokens["any tokens"]:
+            raise RuntimeError("a grammar that allows all tokens changed the tokens")
         if any(len(its) != args.tokens for by_id in tokens.values() for its in by_id.values()):
             raise RuntimeError("an answer ended early, so the runs cannot be compared")
     num_tokens = NUM_STREAMS * args.tokens

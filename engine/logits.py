@@ -2,7 +2,7 @@
 
 They read the tokens that the host knows, so they run after the step before is collected. The model computes meanwhile.
 
-Shape letters: R rows (sequences that sample in this step), V vocabulary.
+Shape letters: R rows (sequences that sample in this step), E rows that are masked, V vocabulary.
 """
 
 from collections.abc import Sequence as ListLike
@@ -75,6 +75,8 @@ def process_logits(logits_RV: torch.Tensor, seqs: ListLike[Sequence]) -> None:
             seq.sampler_state.apply(logits_RV[row], seq)
     masks = make_masks(seqs, logits_RV.shape[1])
     if masks is not None:
-        forbidden_EV = to_device(~masks.allowed_EV(logits_RV.shape[1]), torch.bool, logits_RV.device)
-        for row, forbidden_V in zip(masks.rows, forbidden_EV, strict=True):
-            logits_RV[row].masked_fill_(forbidden_V, float("-inf"))
+        device = logits_RV.device
+        rows_E = to_device(masks.rows, torch.int64, device)
+        forbidden_EV = to_device(~masks.allowed_EV(logits_RV.shape[1]), torch.bool, device)
+        allowed_EV = logits_RV.index_select(0, rows_E).masked_fill_(forbidden_EV, float("-inf"))
+        logits_RV.index_copy_(0, rows_E, allowed_EV)

@@ -14,6 +14,8 @@ Build = Callable[[Sequence[Part]], dict[str, Any]]
 """The schema for a value for which all these parts hold, in the compiler's terms. May raise `Unsatisfiable`."""
 
 _MAX_NAME_CHARS = 128
+_RULES_FOR_NAMES = frozenset({"pattern", "format", "minLength", "maxLength"})
+_NOT_FOR_NAMES = frozenset({"$ref", "anyOf", "oneOf", "allOf", "not", "if", "then", "else"})
 
 
 def array(schemas: Schemas, build: Build) -> dict[str, Any]:
@@ -55,6 +57,8 @@ def array(schemas: Schemas, build: Build) -> dict[str, Any]:
 
 def _first_items(place: Place, schema: dict[str, Any]) -> list[Part]:
     """Parts of the items that have schemas of their own: `prefixItems`, or a list under `items` (before 2020)."""
+    if not isinstance(schema.get("prefixItems", []), list):
+        raise SchemaError(path_of((*place, "prefixItems")), "it must be a list")
     for keyword in ("prefixItems", "items"):
         if isinstance(schema.get(keyword), list):
             return [Part((*place, keyword, index)) for index in range(len(schema[keyword]))]
@@ -158,39 +162,43 @@ def _other_names(schemas: Schemas, names: list[str]) -> tuple[list[str] | None, 
     """The names that `propertyNames` lists, if it does, and the rule for other properties; None: there are none."""
     others = _OtherNames()
     allowed: list[str] | None = None
-    is_named = bool(names) and any("properties" in each for _, each in schemas)
-    is_open = not is_named
+    is_open = not names or not any("properties" in each for _, each in schemas)
     rules: list[Place] = []
     for place, each in schemas:
-        keyword = _additional(each)
         for pattern in each.get("patternProperties", ()):
             rules.append((*place, "patternProperties", pattern))
             others.names = string_tree([((*place, "patternProperties"), {"pattern": pattern})])
             others.parts.append(Part(rules[-1]))
-            is_open = True
-            if each.get("additionalProperties", False) is not False:
-                raise SchemaError(
-                    path_of((*place, "additionalProperties")), "beside patternProperties it must be false"
-                )
-        if keyword is not None and "patternProperties" not in each:
+        keyword = _additional(each)
+        if "patternProperties" not in each and keyword is not None:
             others.parts.append(Part((*place, keyword)))
-            is_open = True
-        if "propertyNames" in each:
-            rule = each["propertyNames"]
-            values = rule.get("enum", [rule["const"]] if "const" in rule else None) if isinstance(rule, dict) else None
-            if values is not None:
-                allowed = [name for name in values if isinstance(name, str) and (allowed is None or name in allowed)]
-            elif isinstance(rule, dict) and not rule.keys() & {"$ref", "anyOf", "oneOf", "allOf"}:
-                rules.append((*place, "propertyNames"))
-                others.names = string_tree([((*place, "propertyNames"), rule)])
-            elif rule is not True:
-                raise SchemaError(
-                    path_of((*place, "propertyNames")), "only enum, pattern, format and lengths are supported"
-                )
+        elif each.get("additionalProperties", False) is not False:
+            reason = "beside patternProperties it must be false"
+            raise SchemaError(path_of((*place, "additionalProperties")), reason)
+        listed, names_match = _rule_for_names((*place, "propertyNames"), each.get("propertyNames", True))
+        if listed is not None:
+            allowed = [name for name in listed if allowed is None or name in allowed]
+        elif names_match is not None:
+            rules.append((*place, "propertyNames"))
+            others.names = names_match
     overlaps = bool(rules) and any(rules[-1][-1] == "propertyNames" or _finds(rules[-1], name) for name in names)
     if len(rules) > 1 or overlaps or (rules and allowed is not None):
         raise SchemaError(path_of(rules[-1]), "it cannot be combined with other rules for the names of properties")
-    return allowed, others if is_open else None
+    return allowed, others if is_open or others.parts else None
+
+
+def _rule_for_names(place: Place, rule: Any) -> tuple[list[str] | None, Node | None]:
+    """What `propertyNames` says: the names that it lists, or what names must match."""
+    if rule is True:
+        return None, None
+    keywords = rule.keys() if isinstance(rule, dict) else _NOT_FOR_NAMES
+    is_list, is_text = bool(keywords & {"enum", "const"}), bool(keywords & _RULES_FOR_NAMES)
+    if (is_list and is_text) or keywords & _NOT_FOR_NAMES or rule.get("type", "string") != "string":
+        raise SchemaError(path_of(place), "only enum, or else pattern, format and lengths are supported")
+    if not is_list:
+        return None, string_tree([(place, rule)])
+    listed = rule["enum"] if "enum" in rule else [rule["const"]]
+    return [name for name in listed if isinstance(name, str)], None
 
 
 def _finds(rule: Place, name: str) -> bool:
