@@ -56,8 +56,7 @@ class EngineCore:
         """Load the model of the config, or take the one given, and allocate the KV cache.
 
         `clock` returns seconds and times the steps. `ranks` links this rank, which schedules, to the others. `phases`
-        is the record of this start. `grammars` compiles for the model's vocabulary; by default it is
-        made here.
+        is the record of this start. `grammars` compiles for the model's vocabulary; by default it is made here.
 
         Raises:
             ValueError: (of this package, the model's, the loaders') a setting or a file is wrong.
@@ -126,8 +125,10 @@ class EngineCore:
         `logit_mask` says which tokens may come next, given those before.
         """
         scheduler = self._scheduler
-        if request.request_id in self._compiling:
-            raise ValueError(f"request id {request.request_id!r} is in use: its grammar is being compiled")
+        if request.request_id in self._compiling or request.request_id in scheduler.sequences:
+            raise ValueError(
+                f"request id {request.request_id!r} is in use: ids must be unique among unfinished requests"
+            )
         if len(scheduler.sequences) + len(self._compiling) >= self.config.max_requests:
             self._early_outputs.append(overloaded_output(request.request_id, self.config.max_requests))
             return

@@ -13,6 +13,8 @@ import numpy as np
 from engine.grammar_matcher import GrammarMatcher, fill_masks
 from engine.sequence import Sequence
 
+_LAST_WORD = [-1, *((1 << size) - 1 for size in range(1, 32))]  # bits of a last word that holds `size` tokens, 0: all
+
 
 @dataclass(frozen=True, slots=True)
 class TokenMasks:
@@ -44,6 +46,7 @@ def make_masks(seqs: ListLike[Sequence], vocab_size: int) -> TokenMasks | None:
     words_EN = np.zeros((len(rows), -(-vocab_size // 32)), dtype=np.int32)
     if matchers:
         fill_masks(list(matchers.values()), words_EN)
+        words_EN[:, -1] &= _LAST_WORD[vocab_size % 32]  # the rest may be set
         for row, matcher, words_N in zip(matchers, matchers.values(), words_EN, strict=False):
             _apply_stop_rules(words_N, seqs[row], matcher)
     for row, allowed_V in allowed_by_row.items():

@@ -222,6 +222,15 @@ def test_a_request_that_is_compiled_can_be_aborted_and_counts(make):
     assert text_of(tokens_of(run_all(core)["a"])[:-1]) == "abc"
 
 
+def test_an_id_is_not_taken_twice():
+    core = make_core()
+    core.add(request("a", [1, 2], ignore_eos=True))
+    core.step()
+    with pytest.raises(ValueError, match="'a' is in use"):
+        core.add(bound("a", text("abc")))
+    assert [output.finish_reason for output in run_all(core)["a"]][-1] == "length"
+
+
 def test_equal_grammars_are_compiled_once():
     slow = SlowCompiler()
     core = make_core(grammars=slow)

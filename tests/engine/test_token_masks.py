@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from engine.gpu_params import RequestRules, row_numbers
-from engine.grammar_spec import regex, text
+from engine.grammar_spec import free_tokens, regex, text
 from engine.logits import process_logits
 from engine.sequence import Sequence
 from engine.token_masks import make_masks
@@ -68,6 +68,13 @@ def test_grammars_and_masks_share_a_step():
     assert by_row.keys() == {0, 1}
     assert np.array_equal(by_row[0], some(97, 5))
     assert np.flatnonzero(by_row[1]).tolist() == ids("b")
+
+
+def test_no_bit_stands_for_a_token_beyond_the_vocabulary():
+    """One would look like a way to go on where only stop tokens are left."""
+    made = make_masks([sequence(0, format_={"type": "any_text"}), sequence(1, format_=free_tokens([]))], 97)
+    assert (made.words_EN[:, -1].view(np.uint32) <= 1).all()
+    assert made.allowed_EV(97).any(axis=1).all()
 
 
 Z = ids("z")[0]
