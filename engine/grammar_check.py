@@ -189,7 +189,7 @@ def _walk(compiled: "xgrammar.CompiledGrammar", vocabulary: Vocabulary) -> None:
     start_s = time.process_time()
     for _ in range(_WALK_TOKENS):
         matcher.fill_next_token_bitmask(words_1N)
-        allowed = np.unpackbits(words_1N.view(np.uint8), bitorder="little")
+        allowed = np.unpackbits(words_1N.view(np.uint8), count=vocabulary.size, bitorder="little")
         allowed[eos_ids] = 0
         choices = np.flatnonzero(allowed)
         if not len(choices) or not matcher.accept_token(int(rng.choice(choices))):

@@ -3,6 +3,7 @@
 import itertools
 
 import numpy as np
+import pytest
 import torch
 
 from engine.gpu_params import RequestRules, row_numbers
@@ -12,6 +13,7 @@ from engine.sequence import Sequence
 from engine.token_masks import make_masks
 from tests.engine.grammars import EOS, bound, compiler, ids
 from tests.engine.requests import request
+from tests.interpreter import run_interpreted, waits_for_interpreter
 from tests.tables import rows
 
 
@@ -111,3 +113,9 @@ def test_a_mask_follows_each_token():
         want = {each[len(beginning)] for each in texts if each.startswith(beginning) and each != beginning}
         found = set(np.flatnonzero(allowed).tolist())
         assert found == {token for letter in want for token in ids(letter)} | ({EOS} if beginning in texts else set())
+
+
+@pytest.mark.kernels
+@waits_for_interpreter
+def test_the_kernels_choose_what_torch_chooses_from_grammars():
+    assert run_interpreted("tests.engine.interpreted_grammar") == 0
