@@ -9,6 +9,8 @@ whatever the number of rows:
     collect, draw_tokens         if a row is drawn
     row_stats, combine, collect, rank_tokens on the model's own logits, if a request wants log-probabilities
 
+Torch operators compute the log-probabilities of tokens that a request lists itself, which is rare.
+
 What the host knows of the rows travels in one pinned copy. `engine.sampler` is the reference in plain torch.
 
 Shape letters: L rows of logits, R rows that sample, D drawn ones, W that want log-probabilities, V vocabulary, S chunks
@@ -23,8 +25,8 @@ import triton
 
 from engine import gpu_draw, gpu_logits, gpu_rows
 from engine.gpu_counts import TokenTable
-from engine.gpu_params import NUM_FLOATS, NUM_INTS, RequestRules, StepEdits, pack, ranked_numbers, row_numbers
-from engine.logprobs import PendingLogprobs
+from engine.gpu_params import NUM_FLOATS, NUM_INTS, RequestRules, pack, ranked_numbers, row_numbers
+from engine.logprobs import PendingLogprobs, launch_listed
 from engine.sampler import PendingTokens
 from engine.sequence import Sequence
 from engine.transfer import to_host
@@ -79,8 +81,7 @@ class GpuSampler:
         `places` are the sequences' lines of `tokens_M`. Every token before the chosen one must be in `token_ids`.
         """
         rules = [self._rules(seq) for seq in seqs]
-        edits = StepEdits()
-        ints, floats = row_numbers(seqs, rules, logit_rows, places, edits)
+        ints, floats, edits = row_numbers(seqs, rules, logit_rows, places, self.vocab_size)
         penalized = [row for row, rule in enumerate(rules) if rule.has_penalties]
         cleared, entries = self.table.changes([seqs[row] for row in penalized], [places[row] for row in penalized])
         num_tops = [seq.sampling.logprobs for seq in seqs]
@@ -99,6 +100,7 @@ class GpuSampler:
             logits_LV.device,
         )  # fmt: skip
         step = _StepWords(*words)
+        listed = launch_listed(logits_LV, logit_rows, [seq.sampling.logprob_token_ids for seq in seqs])
         raw_LV = logits_LV.index_select(0, step.raw_rows_W) if keeps_copy else logits_LV
         self._edit(logits_LV, step)
         tokens_R = torch.empty(len(seqs), dtype=torch.int64, device=logits_LV.device)
@@ -108,7 +110,7 @@ class GpuSampler:
             self._collect(rows)
             self._draw(rows)
         logprobs = self._rank(_Rows(raw_LV, step.ranked_ints, step.ranked_floats, step.all_W, tokens_R), num_top)
-        return PendingTokens(tokens_R, to_host(tokens_R), num_tops, logprobs if wanted else None)
+        return PendingTokens(tokens_R, to_host(tokens_R), num_tops, logprobs if wanted else None, listed)
 
     def warm_up(self) -> None:
         """Compile and load every kernel. Leaves no trace: no request is running yet."""

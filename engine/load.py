@@ -11,6 +11,8 @@ import torch
 from engine.config import EngineConfig
 from engine.cuda_graphs import DecodeGraphs, GraphSettings
 from engine.errors import EngineConfigError
+from engine.grammar_check import Vocabulary
+from engine.grammar_compiler import GrammarCompiler
 from engine.kv_cache import KvLayout, choose_cpu_pages, choose_cuda_pages
 from engine.memory_plan import check_weights_fit, graph_bytes, sampling_bytes
 from engine.page_needs import PageNeeds
@@ -23,6 +25,7 @@ from engine.warm_up import run_prompt, run_step_sizes
 from loaders.phases import Phase, StartPhases
 from model.batch import KvLayerSpec, LayerKv
 from moe.check.selfcheck import SelfCheckReport
+from moe.cpu.threads import usable_cpus
 from moe.kernels.compile_ahead import compile_ahead
 
 if TYPE_CHECKING:  # a scripted engine needs no model
@@ -32,6 +35,7 @@ if TYPE_CHECKING:  # a scripted engine needs no model
 _DEFAULT_STEP_TOKENS = {"cpu": 512, "cuda": 8192}
 _DEFAULT_STEP_MS = 60
 _WARM_UP_TOKENS = 32  # a prompt of this many, then one more: every code path of a step ran before the first user
+_MOST_GRAMMAR_THREADS = 8
 _PACE_TOKENS = {"cpu": _WARM_UP_TOKENS, "cuda": 2048}  # of the prompt that is timed; a GPU needs many to be busy
 
 logger = logging.getLogger(__name__)
@@ -70,6 +74,17 @@ class LoadedEngine:
             load_seconds=load_seconds,
             selfcheck=[_layer_check(layer.selfcheck) for layer in model.moe_layers if layer.selfcheck is not None],
         )
+
+    def make_grammar_compiler(self, config: EngineConfig) -> GrammarCompiler:
+        """A compiler for the tokens of the model. On a CPU it leaves all threads but one to the model."""
+        model = self.runner.model
+        vocabulary = Vocabulary(
+            source=config.model,
+            size=model.vocab_size,
+            eos_ids=frozenset(model.eos_token_ids),
+            num_threads=1 if model.device.type == "cpu" else min(_MOST_GRAMMAR_THREADS, -(-usable_cpus() // 2)),
+        )
+        return GrammarCompiler(vocabulary, timeout_s=config.grammar_timeout, cache_bytes=config.grammar_cache_mib << 20)
 
 
 def _layer_check(report: SelfCheckReport) -> LayerCheck:

@@ -137,7 +137,7 @@ class MoeLayer(nn.Module):
         self.description = description
         self.selfcheck = selfcheck
         self.slices = slices
-        self._router = None if routes_inside or correction_bias_E is not None else fused_router(gate, routing)
+        self._router = None if routes_inside else fused_router(gate, routing)
         if self._router is None:
             gate.weight_bf16 = None  # read by nobody else: 213 MB in all layers of DeepSeek-V3
 
@@ -190,7 +190,7 @@ class MoeLayer(nn.Module):
         if self._router is not None and x_TH.dtype == torch.bfloat16:
             gate = self.gate
             routed: TopKOutput = self._router.route(
-                x_TH, gate.weight_bf16, gate.bias, self.routing, logits_dtype=gate.out_dtype
+                x_TH, gate.weight_bf16, gate.bias, self.routing, self.correction_bias_E, logits_dtype=gate.out_dtype
             )
             return routed
         logits_TE = self.gate(x_TH)

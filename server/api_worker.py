@@ -26,7 +26,8 @@ from server.tally import Sharing
 
 
 async def _serve(setup: ApiSetup) -> None:
-    board = Board(setup.board_descriptor, setup.num_workers, setup.started_s)
+    num_keys = len(setup.server_config.api_keys)
+    board = Board(setup.board_descriptor, setup.num_workers, setup.started_s, num_keys)
     tally = SharedTally(board, setup.index)
     engine = EngineMember(setup.engine_config, origin=setup.origin)
     app = create_app(
@@ -34,7 +35,12 @@ async def _serve(setup: ApiSetup) -> None:
         load_checked_tokenizer(setup.engine_config.model),
         setup.server_config,
         read_sampling_defaults(setup.engine_config.model),
-        Sharing(tally=tally, turn=Turn(board), num_held_by_client=lambda: engine.num_by_client),
+        Sharing(
+            tally=tally,
+            turn=Turn(board),
+            num_held_by_client=lambda: engine.num_by_client,
+            key_memory=board.key_memory(setup.index),
+        ),
     )
     engine.on_freed = app.state.context.gate.on_freed
     engine.join(setup.requests_address)

@@ -38,18 +38,21 @@ class Choice:
         max_calls: int | None = None,
         hides_all: bool = False,
         keeps_tokens: bool = True,
+        min_tokens: int = 0,
     ) -> None:
         """`stop_ids` are ordinary tokens that end the answer and are no part of it.
 
         The answer ends after `max_calls` tool calls. With `hides_all` no generated token is shown or counted: the
         request only scores its prompt, but the engine always generates at least one token. `keeps_tokens` is False for
-        an answer without log-probabilities, whose pieces need no tokens.
+        an answer without log-probabilities, whose pieces need no tokens. Stop strings match no text of the first
+        `min_tokens` tokens.
         """
         self._parser = parser
         self._stops = StopMatcher(stops)
         self._stop_ids = frozenset(stop_ids)
         self._max_calls = max_calls
         self._hides_all = hides_all
+        self._min_tokens = min_tokens
         self.keeps_tokens = keeps_tokens
         self._takes_text = not (stops or hides_all or keeps_tokens)
         self._content = TextStream()
@@ -59,14 +62,24 @@ class Choice:
         self._logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
         self.finish_reason: FinishReason | None = None
-        self.num_tokens = 0
+        self.token_ids: list[int] = []  # that count
         self.num_reasoning_tokens = 0
         self.num_cached_tokens = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Generated tokens that count."""
+        return len(self.token_ids)
 
     @property
     def is_empty(self) -> bool:
         """Tokens were generated, and the client got neither content nor a tool call."""
         return self.num_tokens > 0 and self._num_shown == 0 and not self._calls
+
+    @property
+    def matched_stop(self) -> str | None:
+        """The stop string that ended the answer."""
+        return self._stops.matched
 
     @property
     def num_undeclared_calls(self) -> int:
@@ -87,7 +100,7 @@ class Choice:
         if added is None:
             return None
         kind, data = added
-        self.num_tokens += 1
+        self.token_ids.append(token_ids[0])
         if kind is Kind.REASONING:
             self.num_reasoning_tokens += 1
             return kind, self._reasoning.feed(data)
@@ -114,7 +127,7 @@ class Choice:
             return pieces
         self._logprobs += output.logprobs or []
         for token_id in output.token_ids:
-            self.num_tokens += 1
+            self.token_ids.append(token_id)
             if output.stop_reason == token_id in self._stop_ids:
                 self._show([Event(Kind.CONTENT, b"", self.num_tokens - 1)], pieces)
             else:
@@ -150,7 +163,8 @@ class Choice:
                 return
 
     def _show_content(self, text: str, pieces: list[Piece]) -> None:
-        shown = self._stops.feed(text)
+        is_early = self._min_tokens and self.num_tokens <= self._min_tokens
+        shown = text if is_early else self._stops.feed(text)
         self._num_shown += len(shown)
         if self._stops.matched is not None:
             self.finish_reason = "stop"

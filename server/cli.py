@@ -122,6 +122,21 @@ def all_settings() -> dict[str, Setting]:
     return settings | {"model": dataclasses.replace(settings["model"], kind=str)}
 
 
+def _keys_of(values: Mapping[str, Any]) -> dict[str, str]:
+    """`api_key` with the keys of `api_key_file` added. Raises SettingError if the file holds none."""
+    file = values.get("api_key_file")
+    if file is None:
+        return {}
+    try:
+        lines = Path(file).read_text(encoding="ascii").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingError(f"api_key_file: {file} cannot be read: {error}") from error
+    keys = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+    if not keys:
+        raise SettingError(f"api_key_file: {file} holds no key: give one a line, or leave the setting out")
+    return {"api_key": ",".join(filter(None, (values.get("api_key"), *keys)))}
+
+
 def make_configs(
     settings: Mapping[str, Setting], values: Mapping[str, Any]
 ) -> tuple[ServerConfig, EngineConfig, Path | HubModel]:
@@ -131,6 +146,7 @@ def make_configs(
     if not values.get("served_model_name"):
         values["served_model_name"] = (served_name(model),)
     try:
+        values |= _keys_of(values)
         server_config = ServerConfig(**_fields_of(ServerConfig, values))
         engine_config = EngineConfig(**_fields_of(EngineConfig, values))
         if server_config.api_workers > 1 and engine_config.data_parallel_size > 1:

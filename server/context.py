@@ -12,6 +12,7 @@ from engine.types import EngineInfo
 from server.config import ServerConfig
 from server.convert import Converter
 from server.errors import ModelNotFound, TooManyRequests, Unavailable
+from server.key_limits import KeyLimits
 from server.lanes import Lanes
 from server.metrics import Metrics
 from server.queue_speed import QueueSpeed
@@ -110,6 +111,7 @@ class ServerContext:
     served_names: tuple[str, ...]
     response_store: ResponseStore | None  # of /v1/responses
     started_s: float
+    key_limits: KeyLimits
 
     def model_name(self, asked: str | None) -> str:
         """The served name a request means; the first one if it names none. Raises ModelNotFound."""

@@ -10,15 +10,25 @@ from pydantic import BaseModel, TypeAdapter
 from starlette.responses import Response
 
 from server.body import body_of, component_schemas
+from server.schema.anthropic import CountTokensRequest, MessagesRequest
 from server.schema.chat import ChatCompletionRequest
 from server.schema.completions import CompletionRequest, DetokenizeRequest, TokenizeRequest
 from server.schema.operations import ErrorBody
 from server.schema.responses import ResponsesRequest
 
-_BODIES = (ChatCompletionRequest, CompletionRequest, ResponsesRequest, TokenizeRequest, DetokenizeRequest)
+_BODIES = (
+    ChatCompletionRequest,
+    CompletionRequest,
+    ResponsesRequest,
+    MessagesRequest,
+    CountTokensRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+)
 _ERRORS = {
     400: "A field is wrong or not supported, or the body is not JSON",
     401: "No key, or the wrong one",
+    403: "The key does not open this path",
     404: "This model is not served here",
     408: "The body did not come in time",
     413: "The body is too large",
@@ -39,6 +49,7 @@ def describe(
     body: type[BaseModel] | None = None,
     is_streamed: bool = False,
     event: Any = None,
+    error_body: Any = ErrorBody,
 ) -> dict[str, Any]:
     """Keyword arguments of a route's decorator; `answer` is the type of its JSON.
 
@@ -49,7 +60,7 @@ def describe(
         responses[200]["content"] = {"text/event-stream": {"schema": _chunk_stream(answer)}}
     if event is not None:
         responses[200]["content"] = {"text/event-stream": {"schema": _event_stream(event)}}
-    responses |= {status: {"model": ErrorBody, "description": _ERRORS[status]} for status in sorted(errors)}
+    responses |= {status: {"model": error_body, "description": _ERRORS[status]} for status in sorted(errors)}
     extra = {} if body is None else body_of(body)
     return {"response_class": Response, "responses": responses, "openapi_extra": extra}
 
@@ -65,8 +76,8 @@ def describe_health(answer: Any) -> dict[str, Any]:
 
 
 def describe_text(media_type: str) -> dict[str, Any]:
-    """The same for a route whose answer is text."""
-    described = describe(str)
+    """The same for a route whose answer is text, and which may need the admin key."""
+    described = describe(str, errors=(401, 403, 500))
     content = {media_type: {"schema": {"type": "string"}}}
     return {**described, "responses": {**described["responses"], 200: {"content": content, "description": "The text"}}}
 
@@ -107,8 +118,11 @@ def complete_document(app: FastAPI, *, has_key: bool) -> None:
             for operation in operations.values():
                 operation["responses"].pop("422", None)
         if has_key:
-            components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-            document["security"] = [{"key": []}]
+            components["securitySchemes"] = {
+                "key": {"type": "http", "scheme": "bearer"},
+                "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            }
+            document["security"] = [{"key": []}, {"header": []}]
         return document
 
     app.openapi = openapi  # type: ignore[method-assign]

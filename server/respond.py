@@ -56,29 +56,36 @@ async def respond(request: Request, body_model: type[Wire], prepare: Callable[[A
     context.metrics.ignored_keys.inc(by=wire.num_ignored_keys)
     model = context.model_name(wire.model)
     client, connection = asker_of(request, context.config)
+    key = request.state.key
+    context.key_limits.check(key, wire.num_answers)
     info = context.ready_info(wire.num_answers, client)
     asked = Asked(context=context, wire=wire, model=model, info=info, owner=owner_of(request))
     renderer = await lane.run(request.receive, prepare, asked)
     requests = [replace(each, client=client, connection=connection) for each in renderer.prepared.requests]
     group = RequestGroup(context.engine, requests)
     if wire.stream:
-        return EventStream(partial(_stream, context, renderer, group, request.state.request_id))
-    return json_response(await while_connected(request.receive, _body(context, renderer, group)))
+        return EventStream(partial(_stream, context, renderer, group, key, request.state.request_id))
+    return json_response(await while_connected(request.receive, _body(context, renderer, group, key)))
 
 
-async def _body(context: ServerContext, renderer: Renderer, group: RequestGroup) -> dict[str, Any]:
+async def _body(context: ServerContext, renderer: Renderer, group: RequestGroup, key: int | None) -> dict[str, Any]:
     async def take(news: News) -> None:
         for index, output in news:
             renderer.take(index, output)
 
-    await _run(context, renderer, group, AnswerWatch(context.metrics, renderer), take)
+    await _run(context, renderer, group, key, AnswerWatch(context.metrics, renderer), take)
     body = renderer.body()
     await renderer.keep()
     return body
 
 
 async def _stream(
-    context: ServerContext, renderer: Renderer, group: RequestGroup, request_id: str, stream: EventStream
+    context: ServerContext,
+    renderer: Renderer,
+    group: RequestGroup,
+    key: int | None,
+    request_id: str,
+    stream: EventStream,
 ) -> None:
     """Write the events of a streamed answer, those of one step together. An error before the first of them raises.
 
@@ -109,7 +116,7 @@ async def _stream(
     if group.num_requests == 1:  # several choices share the write of a step
         group.take_now = write_now
     try:
-        await _run(context, renderer, group, watch, write)
+        await _run(context, renderer, group, key, watch, write)
         last = renderer.end()
         await renderer.keep()
         unsent += [event.encode() for event in last]
@@ -133,11 +140,13 @@ async def _run(
     context: ServerContext,
     renderer: Renderer,
     group: RequestGroup,
+    key: int | None,
     watch: AnswerWatch,
     use: Callable[[News], Awaitable[None]],
 ) -> None:
     """Run the answer's requests and `use` their outputs. A request stops as soon as its choice is finished."""
-    with context.gate.admitted(group), group:
+    limits = context.key_limits.admitted(key, group.num_requests, lambda: renderer.counts.num_tokens)
+    with limits, context.gate.admitted(group), group:
         while news := await group.take():
             for _, output in news:
                 if output.overloaded:

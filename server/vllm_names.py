@@ -53,9 +53,8 @@ class VllmNames(Collector):
                 yield self._renamed(families[ours], PREFIX + name)
         if _USED in families and _TOTAL in families:
             used, total = (families[name].samples[0].value for name in (_USED, _TOTAL))
-            share = GaugeMetricFamily(
-                f"{PREFIX}kv_cache_usage_perc", "Share of the KV pages in use", labels=self._labels
-            )
+            name = f"{PREFIX}kv_cache_usage_perc"
+            share = GaugeMetricFamily(name, "Share of the KV pages in use", labels=list(self._labels))
             share.add_metric(list(self._labels.values()), used / total if total else 0.0)
             yield share
 

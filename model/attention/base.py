@@ -13,6 +13,8 @@ import torch
 
 from model.batch import ForwardBatch, KvLayerSpec, LayerKv
 from model.config import ModelSettingsError, UnsupportedModelError
+from model.norm import RmsNorm
+from model.rope import rotate_
 
 # Where each implementation lives, the fastest on a GPU first; imported on first use.
 ATTENTION_MODULES = {"triton": "model.attention.triton", "torch": "model.attention.torch"}
@@ -103,6 +105,30 @@ class Attention(ABC):
 
         `sinks_H` is one more logit per head in the softmax denominator, not multiplied by the scale.
         """
+
+    def run_latents(
+        self,
+        spec: AttentionSpec,
+        plan: Any,
+        kv: LayerKv,
+        q_THD: torch.Tensor,
+        q_pe_THP: torch.Tensor,
+        latents_TD: torch.Tensor,
+        norm: RmsNorm,
+        rotation_T1D: torch.Tensor,
+    ) -> torch.Tensor:
+        """Absorbed MLA from what the projections give: norm and rotate, cache, attend; returns [T, H, V].
+
+        `q_THD` has the first V numbers of each query; the last P, the rotated `q_pe_THP`, are written here.
+        `latents_TD` is a latent, not yet normed, and k_pe. All but the weights may change in place.
+        """
+        rope_dim = spec.key_dim - spec.value_dim
+        latents_TC, k_pe_T1P = latents_TD[:, : spec.value_dim], latents_TD[:, None, spec.value_dim :]
+        rotate_(q_pe_THP, rotation_T1D)
+        rotate_(k_pe_T1P, rotation_T1D)
+        q_THD[..., -rope_dim:] = q_pe_THP
+        keys_T1D = torch.cat((norm(latents_TC)[:, None], k_pe_T1P), dim=-1)
+        return self.run(spec, plan, kv, q_THD, keys_T1D, None, None)
 
 
 def register_attention(cls: type[Attention]) -> type[Attention]:

@@ -15,9 +15,10 @@ import torch
 import triton
 
 from model.attention.base import Attention, AttentionSpec, register_attention
-from model.attention.latent_kernels import latent_attention
+from model.attention.latent_kernels import latent_attention, store_latents
 from model.attention.triton_kernels import LOG2_E, decode, merge_parts, prefill, rotate_and_store
 from model.batch import ForwardBatch, LayerKv
+from model.norm import RmsNorm
 from moe.backends.c_compiler import missing_for_triton
 from moe.device import num_processors
 from moe.kernels.compile_ahead import launch
@@ -55,6 +56,7 @@ _LATENT_FP8 = Tile(rows=32, keys=32, warps=8, stages=2)  # converting takes regi
 _LATENT_FP32 = Tile(rows=16, keys=16, warps=8, stages=1)
 # Tokens of one program that rotates and stores: one in small steps, which fills more processors, else several.
 _FEW_TOKENS, _ROTATED_TOKENS, _ROTATED_NUMBERS = 64, 4, 4096
+_ROTATED_HEADS = 32  # of one program that stores latents
 _MAX_PARTS = 32
 _MIN_PART_KEYS = 64
 
@@ -121,6 +123,31 @@ class TritonAttention(Attention):
         attend = self._attend_latents if spec.values_in_keys else self._attend
         return attend(spec, plan, kv, q_THD, sinks_H, formats)
 
+    def run_latents(
+        self,
+        spec: AttentionSpec,
+        plan: TritonPlan,
+        kv: LayerKv,
+        q_THD: torch.Tensor,
+        q_pe_THP: torch.Tensor,
+        latents_TD: torch.Tensor,
+        norm: RmsNorm,
+        rotation_T1D: torch.Tensor,
+    ) -> torch.Tensor:
+        """See the base class: two kernels, or three where keys are attended in parts."""
+        kv = LayerKv(_bytes_if_fp8(kv.keys), kv.values)
+        formats = _number_formats(q_THD.dtype, kv.keys.dtype, self._capability)
+        num_blocks = 1 + triton.cdiv(spec.num_heads, _ROTATED_HEADS)
+        launch(store_latents, (q_THD.shape[0], num_blocks))(
+            q_pe_THP, q_THD, latents_TD, norm.weight, torch.view_as_real(rotation_T1D), plan.batches[spec].slots_T,
+            kv.keys, q_pe_THP.stride(0), q_pe_THP.stride(1), q_THD.stride(0), latents_TD.stride(0), norm.eps,
+            NUM_HEADS=spec.num_heads, C=spec.value_dim, P=spec.key_dim - spec.value_dim,
+            C_PAD=triton.next_power_of_2(spec.value_dim),
+            P_PAD=triton.next_power_of_2(spec.key_dim - spec.value_dim), BLOCK_H=_ROTATED_HEADS,
+            IS_FP8=formats["IS_FP8"], USE_CAST=formats["USE_CAST"], num_warps=4, **pdl_options(q_THD.device),
+        )  # fmt: skip
+        return self._attend_latents(spec, plan, kv, q_THD, None, formats)
+
     def _attend(
         self, spec: AttentionSpec, plan: TritonPlan, kv: LayerKv, q_THD: torch.Tensor, sinks_H: torch.Tensor | None,
         formats: dict[str, Any],
@@ -164,6 +191,7 @@ class TritonAttention(Attention):
         out_THV = q_THD.new_empty(q_THD.shape[0], spec.num_heads, spec.value_dim)
         constants = _latent_shape_of(spec, batch.page_size, has_sinks=sinks_H is not None) | formats
         constants |= {"BLOCK_N": tile.keys, "num_warps": tile.warps, "num_stages": tile.stages}
+        constants |= pdl_options(q_THD.device)
         pointers = (
             q_THD, kv.keys, batch.page_table_BP, batch.query_start_B1, batch.seq_lens_B,
             out_THV if sinks_H is None else sinks_H, out_THV,

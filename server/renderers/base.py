@@ -41,6 +41,11 @@ class TokenCounts:
     num_completion: int
     num_reasoning: int
 
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and answer together."""
+        return self.num_prompt + self.num_completion
+
 
 class Renderer(ABC):
     """One answer of one endpoint. `respond` either sends what `stream` returns, or calls `take` and at last `body`."""

@@ -11,7 +11,7 @@ from server.convert import PreparedRequest
 from server.detokenizer import TextStream, TextToken
 from server.parsers import TokenBytes
 from server.renderers.chunks import ChunkRenderer
-from server.schema.completions import CompletionLogprobs, CompletionRequest
+from server.schema.completions import CompletionLogprobs, CompletionRequest, PromptLogprob
 
 _LogprobToken = tuple[TextToken, TokenLogprobs | None]
 
@@ -25,6 +25,7 @@ class CompletionRenderer(ChunkRenderer):
 
     body_object = "text_completion"
     chunk_object = "text_completion"
+    prompt_ids_are_in_choices = True
 
     def __init__(
         self, prepared: PreparedRequest, tokenizer: TokenBytes, wire: CompletionRequest, *, model: str, request_id: str
@@ -32,6 +33,7 @@ class CompletionRenderer(ChunkRenderer):
         super().__init__(prepared, wire, model=model, request_id=request_id)
         self._tokenizer = tokenizer
         self._logprobs = wire.logprobs
+        self._prompt_logprobs = wire.prompt_logprobs
         self._echo = bool(wire.echo)
         self._num_chars = [0] * len(self.choices)  # of all text shown so far, the offset of the next token
 
@@ -52,7 +54,11 @@ class CompletionRenderer(ChunkRenderer):
         logprobs = _no_logprobs()
         for entry in entries:
             _extend(logprobs, entry["logprobs"] or _no_logprobs())
-        return self._entry(entries[0]["index"], "".join(entry["text"] for entry in entries), logprobs)
+        index = entries[0]["index"]
+        folded = self._entry(index, "".join(entry["text"] for entry in entries), logprobs)
+        if self._prompt_logprobs is not None:
+            folded["prompt_logprobs"] = [self._scored(each) for each in self.choices[index].prompt_logprobs or ()]
+        return folded
 
     def _entry(self, index: int, text: str, logprobs: CompletionLogprobs | None) -> dict[str, Any]:
         shown = None if self._logprobs is None else logprobs
@@ -71,7 +77,20 @@ class CompletionRenderer(ChunkRenderer):
         tokens = stream.cut(sum(len(self._tokenizer.token_bytes(token_id)) for token_id in prompt_ids))
         text = "".join(token.text for token in tokens)
         known = self.choices[index].prompt_logprobs or [None] * len(tokens)
-        return text, self._entries(index, zip(tokens, known, strict=True))
+        shown = [each and TokenLogprobs(each.token_id, each.logprob, each.top[: self._logprobs]) for each in known]
+        return text, self._entries(index, zip(tokens, shown, strict=True))
+
+    def _scored(self, logprobs: TokenLogprobs | None) -> dict[str, PromptLogprob] | None:
+        """A token of the prompt and the best ones in its place, by id."""
+        if logprobs is None:
+            return None
+        best = enumerate(logprobs.top[: self._prompt_logprobs], 1)
+        known: dict[int, tuple[float, int | None]] = {token_id: (value, rank) for rank, (token_id, value) in best}
+        known.setdefault(logprobs.token_id, (logprobs.logprob, None))
+        return {
+            str(token_id): {"logprob": logprob, "rank": rank, "decoded_token": self._name(token_id)}
+            for token_id, (logprob, rank) in known.items()
+        }
 
     def _entries(self, index: int, tokens: Iterable[_LogprobToken]) -> CompletionLogprobs:
         entries = _no_logprobs()

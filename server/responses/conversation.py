@@ -1,13 +1,14 @@
 """`chat_request`: what /v1/responses asks for, as a chat request. Errors of chat's fields get the names of ours."""
 
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 from server.body import checked
 from server.errors import BadRequest
+from server.field_names import renamed_fields
 from server.schema.chat import ChatCompletionRequest
 from server.schema.responses import FunctionTool, InputItem, ResponsesRequest, TextFormat
 
@@ -46,19 +47,9 @@ def chat_request(wire: ResponsesRequest, history: Sequence[InputItem]) -> ChatCo
         return checked(ChatCompletionRequest, fields)
 
 
-@contextmanager
-def our_names() -> Iterator[None]:
+def our_names() -> AbstractContextManager[None]:
     """Errors raised inside name the fields of a Responses request instead of chat's."""
-    try:
-        yield
-    except BadRequest as error:
-        if error.param is not None:
-            param = error.param
-            for pattern, name in _OUR_NAMES:
-                param = pattern.sub(name, param)
-            error.message = error.message.replace(error.param, param, 1)
-            error.param = param
-        raise
+    return renamed_fields(_OUR_NAMES)
 
 
 def chat_tool(tool: FunctionTool) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing_extensions import TypedDict, override
 from server.schema.limits import MAX_BIASES, MAX_KEYS
 
 MAX_LOGPROBS = 20
+MAX_LOGPROB_IDS = 128
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_CHOICES = 128
@@ -147,6 +148,10 @@ class GenerationRequest(AnswerRequest):
     stop: StopStrings = []
     stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=128)] | None = None
     ignore_eos: bool | None = None
+    logprob_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=MAX_LOGPROB_IDS)] | None = None
+    return_token_ids: bool | None = None
+    priority: int | None = Field(None, ge=-(2**31), lt=2**31)
+    cache_salt: str | None = Field(None, min_length=1, max_length=256)
 
     # Hints: parameters of the OpenAI API that do not change what a correct answer is.
     user: Any = None
@@ -156,6 +161,7 @@ class GenerationRequest(AnswerRequest):
     safety_identifier: Any = None
     prompt_cache_key: Any = None
     prompt_cache_retention: Any = None
+    prompt_cache_options: Any = None
     prediction: Any = None
 
     @property

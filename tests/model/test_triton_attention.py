@@ -69,7 +69,7 @@ def compiled_latent(arch: int, kind: str, *, is_decode: bool = True) -> Any:
     formats = _number_formats(dtype, kv_dtype, capability)
     constants = _latent_shape_of(DEEPSEEK, 16, has_sinks=False) | formats
     constants |= {"BLOCK_Q": 1, "BLOCK_H": tile.rows, "BLOCK_N": tile.keys}
-    constants |= {"IS_DECODE": is_decode, "IS_SPLIT": is_decode}
+    constants |= {"IS_DECODE": is_decode, "IS_SPLIT": is_decode, "USE_PDL": arch >= 90}
     names = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.uint8: "u8"}
     return compiled(latent_kernels.latent_attention, arch, tile, constants, names[dtype], names[kv_dtype])
 
