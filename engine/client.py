@@ -51,6 +51,11 @@ class EngineClient(EngineLink):
         """Id of the engine process, None before the start."""
         return None if self._process is None else self._process.pid
 
+    @property
+    def process_ids(self) -> list[int]:
+        """Ids of the engine's processes on this host."""
+        return [] if self._process is None else [self._process.pid]
+
     def fail(self, message: str) -> None:
         """Log it too, unless it is a failure to start, which the one who starts will report."""
         if self.failure is None and not self._closing and self.info is not None:

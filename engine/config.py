@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from engine.errors import EngineConfigError
+from engine.logs import LogFormat
 from engine.setting import check_settings, described, setting
 
 Dtype = Literal["auto", "float32", "bfloat16"]
@@ -52,6 +53,9 @@ class EngineConfig:
         low=2,  # a token of prompt and one of answer
     )
 
+    log_format: LogFormat = setting(
+        "text", "HTTP", "log lines as text, or as JSON with the ids of requests, in all processes"
+    )
     device: str = setting("auto", "engine", "auto, cpu, cuda or cuda:N")
     max_num_seqs: int = setting(64, "engine", "requests that run at the same time", low=1)
     max_queued_requests: int = setting(512, "engine", "requests that may wait; more are refused with 429", low=0)

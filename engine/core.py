@@ -120,6 +120,10 @@ class EngineCore:
             num_preemptions=scheduler.num_preemptions,
         )
 
+    def describe(self) -> str:
+        """The state of this moment in words. May be called from another thread."""
+        return f"{self._num_steps} steps begun; {self._scheduler.describe()}"
+
     def add(self, request: EngineRequest, logit_mask: LogitMask | None = None) -> None:
         """Queue a request; a refusal is an output of the next step. Raises ValueError if its id is in use.
 

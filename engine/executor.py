@@ -13,6 +13,7 @@ import msgspec
 import torch
 
 from engine.batching import make_step
+from engine.logs import FIELDS
 from engine.runner import ModelRunner, Pending, RowResult
 from engine.sequence import Chunk
 
@@ -95,7 +96,7 @@ class StepExecutor:
         for chunk in chunks:
             outcome = self.run([chunk]) if len(chunks) > 1 else error
             if isinstance(outcome, Exception):
-                logger.error("request %s failed", chunk.seq.request_id, exc_info=outcome)
+                _log_failure(chunk, outcome)
                 results.append(ChunkResult(chunk, None))
             else:
                 results += outcome
@@ -104,8 +105,13 @@ class StepExecutor:
     def give_up(self, chunks: list[Chunk], error: Exception) -> list[ChunkResult]:
         """End all requests of a failed step."""
         for chunk in chunks:
-            logger.error("request %s failed", chunk.seq.request_id, exc_info=error)
+            _log_failure(chunk, error)
         return [ChunkResult(chunk, None) for chunk in chunks]
+
+
+def _log_failure(chunk: Chunk, error: Exception) -> None:
+    request_id = chunk.seq.request_id
+    logger.error("request %s failed", request_id, exc_info=error, extra={FIELDS: {"engine_id": request_id}})
 
 
 def _attempt(action: Callable[[], _T]) -> _T | Exception:

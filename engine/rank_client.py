@@ -57,6 +57,11 @@ class RankedEngineClient(EngineClient):
         """Process ids of the ranks on this host."""
         return self._process.pids if isinstance(self._process, RankProcesses) else {}
 
+    @property
+    def process_ids(self) -> list[int]:
+        """Ids of the ranks' processes on this host."""
+        return list(self.pids.values())
+
     def _listen_to_far_ranks(self, outputs_address: str) -> ParentSockets:
         host = socket.gethostbyname(self.config.master_addr or "")
         self._pulse = self._context.socket(zmq.PUB)

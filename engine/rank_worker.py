@@ -13,6 +13,7 @@ import msgspec
 import zmq
 
 from engine.messages import RankSetup, Ready, Shutdown, ToEngine, Wake, WorkerSetup
+from engine.stack_dump import dump_on_signal
 from engine.worker import HasStats, Worker, limit_threads, read_setup
 from loaders.phases import StartPhases
 
@@ -125,7 +126,9 @@ def main(build: Build = build_rank) -> None:
         setup = msgspec.structs.replace(setup, outputs_address=store.get("outputs").decode())
         pulse = store.get("pulse").decode()
         threading.Thread(target=_exit_without_pulse, args=(pulse,), name="pulse", daemon=True).start()
-    raise SystemExit(RankWorker(setup, place, store).run_rank(build))
+    worker = RankWorker(setup, place, store)
+    dump_on_signal(worker.describe)
+    raise SystemExit(worker.run_rank(build))
 
 
 if __name__ == "__main__":

@@ -117,6 +117,10 @@ class Follower:
         """None: the first rank of the group counts."""
         return None
 
+    def describe(self) -> str:
+        """What it does, in words."""
+        return "takes the steps of the first rank of its group"
+
     def follow(self, turn: Callable[[], None]) -> None:
         """Run steps until told to stop; calls `turn` with each, and a few times a second while there is none."""
         while True:

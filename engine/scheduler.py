@@ -28,6 +28,7 @@ from engine.prefix_cache import PrefixCache
 from engine.sequence import Chunk, Sequence
 
 _STEPS_TO_RAISE = 64
+_MAX_DESCRIBED = 100
 
 
 class Scheduler:
@@ -96,6 +97,22 @@ class Scheduler:
         prompts = [seq for seq in self.running if seq not in decodes]
         self._admit_waiting(prompts, budget)
         return [*decodes.values(), *self._schedule_prompts(prompts, budget)]
+
+    def describe(self) -> str:
+        """The state in words, a line for each of the first requests. May be called from another thread."""
+        lines = [
+            f"{len(self.running)} requests run and {len(self.waiting)} wait, {self.pages.num_used} of "
+            f"{self.pages.num_pages} pages are in use, {self.num_preemptions} preemptions, "
+            f"the next step may have {self._budget} tokens"
+        ]
+        for seq in list(self.sequences.values())[:_MAX_DESCRIBED]:
+            where = "waits" if seq.row < 0 else f"runs in row {seq.row}"
+            lines.append(
+                f"  {seq.request_id} {where}: {seq.num_prompt} prompt tokens, {seq.num_output} of "
+                f"{seq.sampling.max_tokens} generated, {seq.num_computed} computed, {len(seq.pages)} pages, "
+                f"{seq.num_in_flight} steps in flight"
+            )
+        return "\n".join(lines)
 
     def lower_budget(self, num_tokens: int) -> None:
         """A larger step found no memory. The budget doubles again after every 64 steps."""

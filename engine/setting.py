@@ -20,7 +20,8 @@ class SettingSpec:
 
     `default_text` replaces a default of None or () in help. `low` and `high` are the smallest and the largest number
     that is allowed, `above` is a number below the smallest. A float must be finite. A secret that is set must have a
-    value: an empty one is refused, not taken for unset.
+    value: an empty one is refused, not taken for unset. `bare` is what the flag means without a
+    value, if it may lack one.
     """
 
     group: Group
@@ -30,6 +31,7 @@ class SettingSpec:
     above: float | None = None
     high: float | None = None
     is_secret: bool = False
+    bare: str | None = None
 
     def allows(self, value: float) -> bool:
         """Whether a number is within the limits; NaN never is."""

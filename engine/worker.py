@@ -20,6 +20,7 @@ import zmq
 
 from engine.compile_watch import CompileWatch
 from engine.config import EngineConfig
+from engine.logs import log_to_stderr
 from engine.messages import (
     EXIT_FAILED,
     Abort,
@@ -37,6 +38,7 @@ from engine.messages import (
 )
 from engine.origins import Origins
 from engine.process import exit_with_parent
+from engine.stack_dump import dump_on_signal
 from engine.types import EngineInfo, EngineStats
 from loaders.phases import StartPhases
 
@@ -58,6 +60,9 @@ class HasStats(Protocol):
 
     def stats(self) -> EngineStats | None:
         """Counters of this moment."""
+
+    def describe(self) -> str:
+        """The state in words. May be called from another thread."""
 
 
 class Heartbeat(threading.Thread):
@@ -167,6 +172,11 @@ class Worker:
         self._context.destroy(linger=_LINGER_MS)
         return status
 
+    def describe(self) -> str:
+        """What the process does now, for people. May be called from another thread."""
+        core, head = self._heartbeat.core, f"engine process of rank {self._rank}"
+        return f"{head} starts: {self._phases.progress()}" if core is None else f"{head}: {core.describe()}"
+
     def _log(self, error: Exception) -> None:
         logger.error("the engine stops", exc_info=error)
 
@@ -253,14 +263,16 @@ def limit_threads(config: EngineConfig) -> None:
 
 def main(build: "Callable[[WorkerSetup, StartPhases], EngineCore]" = build_core) -> None:
     """Entry of the process; `build` makes the core."""
-    sys.exit(Worker(read_setup()).run(build))
+    worker = Worker(read_setup())
+    dump_on_signal(worker.describe)
+    sys.exit(worker.run(build))
 
 
 def read_setup() -> WorkerSetup:
     """What the parent has written to standard input. From then on the process ends with its parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     setup: WorkerSetup = pickle.load(sys.stdin.buffer)
-    logging.basicConfig(level=setup.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    log_to_stderr(setup.log_level, setup.config.log_format)
     threading.Thread(target=exit_with_parent, name="parent-watch", daemon=True).start()
     return setup
 

@@ -13,14 +13,24 @@ class AnswerWatch:
 
     Attributes:
         first_token_s: seconds to the first token; None before it.
+        token_ids: the generated ids of each choice, if they are kept; else empty.
         queue_s, prefill_s: the longest that one of its requests waited at the engine, and then took to its first token.
     """
 
-    def __init__(self, metrics: Metrics, renderer: Renderer, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        metrics: Metrics,
+        renderer: Renderer,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        keeps_tokens: bool = False,
+    ) -> None:
         self._metrics = metrics
         self._renderer = renderer
         self._clock = clock
         self._start_s = self._last_s = clock()
+        self._keeps_tokens = keeps_tokens
+        self.token_ids: list[list[int]] = [[] for _ in renderer.choices]
         self.first_token_s: float | None = None
         self.queue_s = 0.0
         self.prefill_s = 0.0
@@ -39,10 +49,14 @@ class AnswerWatch:
                 self.prefill_s = max(self.prefill_s, output.prefill_s)
                 self._metrics.queue_seconds.observe(model, value=output.queue_s)
                 self._metrics.prefill_seconds.observe(model, value=output.prefill_s)
-        self.on_tokens(sum(len(output.token_ids) for _, output in news))
+        self.on_tokens(news)
 
-    def on_tokens(self, num_tokens: int) -> None:
-        """So many tokens have come. Several steps that come at once share the time since the last ones evenly."""
+    def on_tokens(self, news: News) -> None:
+        """Tokens have come. Several steps that come at once share the time since the last ones evenly."""
+        num_tokens = sum([len(output.token_ids) for _, output in news])
+        if self._keeps_tokens:
+            for index, output in news:
+                self.token_ids[index] += output.token_ids
         now_s = self._clock()
         if self.first_token_s is None:
             self.first_token_s = now_s - self._start_s

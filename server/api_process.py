@@ -114,6 +114,11 @@ class ApiProcess:
         """Connections it was given that have not ended."""
         return self._num_given - self._board.gauge(self.index, Gauge.CLOSED)
 
+    @property
+    def pid(self) -> int | None:
+        """Process id, None before the start."""
+        return None if self._process is None else self._process.pid
+
     def hand_over(self, connection: socket.socket) -> bool:
         """Give it a client's connection. False if it takes none now."""
         is_given = self.channel.hand_over(connection)

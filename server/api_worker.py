@@ -12,16 +12,17 @@ import threading
 
 import uvloop
 
+from engine.logs import log_to_stderr
 from engine.member import EngineMember
 from engine.process import exit_with_parent
-from server import streams
+from engine.stack_dump import forward_on_signal
 from server.api_process import ApiSetup
 from server.api_server import ApiServer
 from server.app import create_app
 from server.board import Board, SharedTally, Turn
 from server.memory import settle_memory
 from server.sampling_defaults import read_sampling_defaults
-from server.service import load_checked_tokenizer
+from server.service import describe_link, load_checked_tokenizer
 from server.tally import Sharing
 
 
@@ -44,6 +45,7 @@ async def _serve(setup: ApiSetup) -> None:
     )
     engine.on_freed = app.state.context.gate.on_freed
     engine.join(setup.requests_address)
+    forward_on_signal(lambda: f"HTTP process {setup.index}: {describe_link(engine)}", lambda: ())
     settle_memory()
     with socket.socket(fileno=setup.channel_descriptor) as channel:
         server = ApiServer(app, setup.server_config, channel=channel, tally=tally, on_engine_failure=engine.fail)
@@ -57,7 +59,7 @@ def main() -> None:
         signal.signal(sig, signal.SIG_IGN)
     setup: ApiSetup = pickle.load(sys.stdin.buffer)
     threading.Thread(target=exit_with_parent, name="parent-watch", daemon=True).start()
-    streams.log_to_stderr(setup.server_config.log_level)
+    log_to_stderr(setup.server_config.log_level, setup.engine_config.log_format)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(setup))
 

@@ -18,6 +18,7 @@ from server.metrics import Metrics
 from server.middleware import RequestMiddleware, error_response
 from server.openapi import complete_document
 from server.request_group import Engine
+from server.request_log import RequestLog
 from server.responses.store import open_store
 from server.routes import chat, completions, messages, models, operations, responses
 from server.sampling_defaults import SamplingDefaults
@@ -54,6 +55,7 @@ def create_app(
         gate=Gate(tally, None if sharing is None else sharing.num_held_by_client),
         lanes=Lanes(tally, None if sharing is None else sharing.turn),
         stall=stall,
+        request_log=RequestLog(config, tokenizer),
         served_names=names,
         response_store=open_store(config),
         started_s=tally.started_s,

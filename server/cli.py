@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.config import EngineConfig
+from engine.logs import log_to_stderr
 from server import streams
 from server.bench.command import bench
 from server.config import ServerConfig
@@ -48,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         given = gather(settings, flags, environ)
         values = {"tune_cache_dir": tune_cache_folder(environ), **torchrun_settings(environ, given), **given}
         server_config, engine_config, model = make_configs(settings, values)
-        streams.log_to_stderr(server_config.log_level)
+        log_to_stderr(server_config.log_level, engine_config.log_format)
         if links:
             log.info("ignored, since Kubernetes set them for a Service of this name: %s", ", ".join(links))
         if isinstance(model, Path):
@@ -73,7 +74,8 @@ def _with_files(config: EngineConfig, model: Path | HubModel, log_level: str) ->
     if isinstance(model, Path):
         return config
     needs: Needs = "tokenizer" if config.load_format == "dummy" else "weights"
-    return dataclasses.replace(config, model=download(model, needs=needs, log_level=log_level))
+    folder = download(model, needs=needs, log_level=log_level, log_format=config.log_format)
+    return dataclasses.replace(config, model=folder)
 
 
 def torchrun_settings(environ: Mapping[str, str], given: Mapping[str, Any]) -> dict[str, Any]:

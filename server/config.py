@@ -111,6 +111,16 @@ class ServerConfig:
     tolerant: bool = setting(
         False, "HTTP", "ignore unknown parameters of requests, and name them in the header X-Ignored-Parameters"
     )
+    log_requests: Literal["off", "lengths", "text"] = setting(
+        "off",
+        "HTTP",
+        "log a line for every request to generate: lengths and times, or prompts and answers too; "
+        "the flag alone means lengths",
+        bare="lengths",
+    )
+    slow_request_seconds: float | None = setting(
+        None, "HTTP", "log requests to generate that take at least so many seconds, with lengths and times", above=0
+    )
     access_log: bool = setting(False, "HTTP", "log a line for every request")
 
     def __post_init__(self) -> None:

@@ -17,6 +17,7 @@ from server.lanes import Lanes
 from server.metrics import Metrics
 from server.queue_speed import QueueSpeed
 from server.request_group import Engine, RequestGroup
+from server.request_log import RequestLog
 from server.responses.store import ResponseStore
 from server.stall import StallWatch
 from server.tally import Gauge, Tally
@@ -108,6 +109,7 @@ class ServerContext:
     gate: Gate
     lanes: Lanes
     stall: StallWatch
+    request_log: RequestLog
     served_names: tuple[str, ...]
     response_store: ResponseStore | None  # of /v1/responses
     started_s: float

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Literal
 
+from engine.logs import LogFormat
 from server.errors import SettingError
 from server.model_source import HubModel
 
@@ -18,14 +19,22 @@ _MODULE = "server.hub_download"
 Needs = Literal["config", "tokenizer", "weights"]  # each includes the one before
 
 
-def download(model: HubModel, *, needs: Needs = "weights", log_level: str = "info") -> Path:
+def download(
+    model: HubModel, *, needs: Needs = "weights", log_level: str = "info", log_format: LogFormat = "text"
+) -> Path:
     """Download what is needed and return the model's folder in the hub's cache; progress goes to standard error.
 
     Raises:
         SettingError: the hub cannot be reached or refuses, the disk is full, or the model cannot be served; one line
             that says what to do.
     """
-    order = {"name": model.name, "revision": model.revision, "needs": needs, "log_level": log_level}
+    order = {
+        "name": model.name,
+        "revision": model.revision,
+        "needs": needs,
+        "log_level": log_level,
+        "log_format": log_format,
+    }
     command = [sys.executable, "-P", "-c", _BOOT, _MODULE, *sys.path]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True

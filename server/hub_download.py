@@ -24,6 +24,7 @@ from huggingface_hub import (
 )
 from huggingface_hub.errors import CachedRepoTreeNotFoundError
 
+from engine.logs import log_to_stderr
 from loaders.hf_config import read_config
 from loaders.json_text import parse_json
 from loaders.progress import Progress
@@ -51,11 +52,7 @@ def main() -> None:
     """Read an order from standard input, write the folder or error to standard output; exit when the input closes."""
     order = json.loads(sys.stdin.readline())
     threading.Thread(target=_end_with_input, daemon=True).start()
-    logging.basicConfig(
-        level=str(order["log_level"]).upper(),
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        stream=sys.stderr,
-    )
+    log_to_stderr(order["log_level"], order["log_format"])
     logging.getLogger("httpx2").setLevel(logging.WARNING)  # it logs a line for every request
     try:
         folder = fetch(order["name"], order["revision"], needs=order["needs"])

@@ -15,6 +15,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from engine.logs import FIELDS
 from server.anthropic.errors import anthropic_error, is_anthropic
 from server.context import SHUT_DOWN
 from server.errors import ApiError, Unavailable, body_of, internal_error
@@ -81,7 +82,10 @@ class RequestMiddleware:
                 raise
             await error_response(Unavailable(SHUT_DOWN), scope)(scope, receive, sender)
         except Exception:
-            log.exception("request %s failed: %s %s", request_id, scope["method"], scope["path"])
+            fields = {"request_id": request_id}
+            log.exception(
+                "request %s failed: %s %s", request_id, scope["method"], scope["path"], extra={FIELDS: fields}
+            )
             if sender.status:
                 raise  # the response has begun: let the server cut the connection
             await error_response(internal_error(request_id), scope)(scope, receive, sender)

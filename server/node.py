@@ -13,6 +13,7 @@ from engine.messages import EXIT_FAILED, new_address
 from engine.process import describe_exit
 from engine.rank_processes import RANK_MODULE, ParentSockets, RankProcesses
 from engine.rank_worker import EXIT_LOST
+from engine.stack_dump import forward_on_signal
 from server import streams
 
 log = logging.getLogger(__name__)
@@ -33,6 +34,7 @@ async def _run(config: EngineConfig, drain_timeout_s: float, worker_module: str)
     for sig in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(sig) != signal.SIG_IGN:
             asyncio.get_running_loop().add_signal_handler(sig, signals.put_nowait, sig)
+    forward_on_signal(lambda: f"host {config.node_rank}", lambda: list(ranks.pids.values()))
     exits: asyncio.Queue[tuple[int, int]] = asyncio.Queue()
     watching = asyncio.create_task(ranks.watch(lambda rank, status: exits.put_nowait((rank, status))))
     streams.write(sys.stdout, f"moe-serve: host {config.node_rank} of {config.nnodes} runs ranks {_span(config)}\n")

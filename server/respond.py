@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 
+from engine.logs import FIELDS
 from engine.types import EngineInfo, EngineOutput
 from server.answer_watch import AnswerWatch
 from server.asker import asker_of, owner_of
@@ -63,36 +64,47 @@ async def respond(request: Request, body_model: type[Wire], prepare: Callable[[A
     renderer = await lane.run(request.receive, prepare, asked)
     requests = [replace(each, client=client, connection=connection) for each in renderer.prepared.requests]
     group = RequestGroup(context.engine, requests)
+    watch = AnswerWatch(context.metrics, renderer, keeps_tokens=context.request_log.keeps_text)
+    answer = _Answer(
+        context=context, renderer=renderer, group=group, watch=watch, key=key, request_id=request.state.request_id
+    )
     if wire.stream:
-        return EventStream(partial(_stream, context, renderer, group, key, request.state.request_id))
-    return json_response(await while_connected(request.receive, _body(context, renderer, group, key)))
+        return EventStream(partial(_stream, answer))
+    return json_response(await while_connected(request.receive, _body(answer)))
 
 
-async def _body(context: ServerContext, renderer: Renderer, group: RequestGroup, key: int | None) -> dict[str, Any]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Answer:
+    """An answer that is about to be made, and what it is made with; `key` is the number of the client's key."""
+
+    context: ServerContext
+    renderer: Renderer
+    group: RequestGroup
+    watch: AnswerWatch
+    key: int | None
+    request_id: str
+
+
+async def _body(answer: _Answer) -> dict[str, Any]:
+    renderer = answer.renderer
+
     async def take(news: News) -> None:
         for index, output in news:
             renderer.take(index, output)
 
-    await _run(context, renderer, group, key, AnswerWatch(context.metrics, renderer), take)
+    await _run(answer, take)
     body = renderer.body()
     await renderer.keep()
     return body
 
 
-async def _stream(
-    context: ServerContext,
-    renderer: Renderer,
-    group: RequestGroup,
-    key: int | None,
-    request_id: str,
-    stream: EventStream,
-) -> None:
+async def _stream(answer: _Answer, stream: EventStream) -> None:
     """Write the events of a streamed answer, those of one step together. An error before the first of them raises.
 
     A later one becomes the last event, since the status has been sent.
     """
+    renderer, group = answer.renderer, answer.group
     unsent: list[bytes] = []
-    watch = AnswerWatch(context.metrics, renderer)
 
     async def write(news: News) -> None:
         if not stream.has_begun:
@@ -106,7 +118,7 @@ async def _stream(
     def write_now(index: int, output: EngineOutput) -> bool:
         if output.finish_reason is not None or not stream.can_write_now:
             return False
-        watch.on_tokens(len(output.token_ids))
+        answer.watch.on_tokens([(index, output)])
         if data := renderer.stream(index, output):
             stream.write_now(data)
         if renderer.is_finished(index):
@@ -116,7 +128,7 @@ async def _stream(
     if group.num_requests == 1:  # several choices share the write of a step
         group.take_now = write_now
     try:
-        await _run(context, renderer, group, key, watch, write)
+        await _run(answer, write)
         last = renderer.end()
         await renderer.keep()
         unsent += [event.encode() for event in last]
@@ -124,7 +136,7 @@ async def _stream(
     except Exception as error:
         if not stream.has_begun and not unsent:
             raise
-        unsent += [event.encode() for event in renderer.failure(_shown(error, request_id))]
+        unsent += [event.encode() for event in renderer.failure(_shown(error, answer.request_id))]
     await stream.write(b"".join(unsent))
 
 
@@ -132,21 +144,18 @@ def _shown(error: Exception, request_id: str) -> ApiError:
     """What the client is told about an error."""
     if isinstance(error, ApiError):
         return error
-    log.error("request %s failed while streaming", request_id, exc_info=error)
+    log.error(
+        "request %s failed while streaming", request_id, exc_info=error, extra={FIELDS: {"request_id": request_id}}
+    )
     return internal_error(request_id)
 
 
-async def _run(
-    context: ServerContext,
-    renderer: Renderer,
-    group: RequestGroup,
-    key: int | None,
-    watch: AnswerWatch,
-    use: Callable[[News], Awaitable[None]],
-) -> None:
+async def _run(answer: _Answer, use: Callable[[News], Awaitable[None]]) -> None:
     """Run the answer's requests and `use` their outputs. A request stops as soon as its choice is finished."""
-    limits = context.key_limits.admitted(key, group.num_requests, lambda: renderer.counts.num_tokens)
-    with limits, context.gate.admitted(group), group:
+    context, renderer, group, watch = answer.context, answer.renderer, answer.group, answer.watch
+    limits = context.key_limits.admitted(answer.key, group.num_requests, lambda: renderer.counts.num_tokens)
+    logged = context.request_log.around(answer.request_id, renderer, watch)
+    with limits, logged, context.gate.admitted(group), group:
         while news := await group.take():
             for _, output in news:
                 if output.overloaded:

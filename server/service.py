@@ -20,6 +20,8 @@ import uvloop
 
 from engine.client import EngineClient
 from engine.config import EngineConfig
+from engine.link import EngineLink
+from engine.stack_dump import forward_on_signal
 from engine.types import EngineInfo
 from loaders.tokenizer import Tokenizer, load_tokenizer
 from server import streams
@@ -67,6 +69,9 @@ async def _serve(
     engine_hangs = False
     try:
         server = _make_server(engine, server_config, engine_config, tokenizer, defaults)
+        forward_on_signal(
+            lambda: f"the service: {describe_link(engine)}", lambda: [*engine.process_ids, *server.process_ids]
+        )
         announcing = asyncio.create_task(_announce(engine, server, server_config, listener, start_s))
         await server.serve(sockets=[listener])
         announcing.cancel()
@@ -124,6 +129,12 @@ def load_checked_tokenizer(folder: Path) -> Tokenizer:
         raise SettingError(f"--model: {error}") from error
     ChatTemplate(tokenizer)
     return tokenizer
+
+
+def describe_link(engine: EngineLink) -> str:
+    """What this process knows of the engine, for SIGUSR1."""
+    state = engine.failure or ("ready" if engine.ready else "not ready")
+    return f"the engine is {state}, its last sign of life was {engine.heartbeat_age_s:.1f} s ago, {engine.stats}"
 
 
 async def _announce(

@@ -166,7 +166,8 @@ def make_parser(settings: Mapping[str, Setting], program: str, description: str)
             group.add_argument(setting.flag, action=argparse.BooleanOptionalAction, help=text)
         else:
             metavar = "{" + ",".join(setting.choices) + "}" if setting.choices else setting.name.split("_")[-1].upper()
-            group.add_argument(setting.flag, metavar=metavar, help=text)
+            takes = {} if setting.spec.bare is None else {"nargs": "?", "const": setting.spec.bare}
+            group.add_argument(setting.flag, metavar=metavar, help=text, **takes)
     return parser
 
 

@@ -5,6 +5,7 @@ HTTP server takes over, a signal ends the process at once. The engine's process,
 input closes.
 """
 
+import faulthandler
 import os
 import signal
 import sys
@@ -22,6 +23,7 @@ def main() -> int:
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # else `nohup` asked to outlive the terminal
         signal.signal(signal.SIGHUP, _end)
     streams.open_missing()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # the service adds its state, and its other processes
     from server import cli
 
     try:

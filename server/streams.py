@@ -1,6 +1,5 @@
 """Writes to standard output and error, which may be closed, full, or a pipe without a reader."""
 
-import logging
 import os
 import sys
 from typing import TextIO
@@ -42,10 +41,3 @@ def say(text: str) -> None:
     error = write(sys.stdout, text)
     if error is not None:
         raise OutputError(f"cannot write to standard output: {error.strerror}")
-
-
-def log_to_stderr(level: str) -> None:
-    """Log lines of at least this level go to standard error."""
-    logging.basicConfig(
-        level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
-    )

@@ -61,6 +61,11 @@ class Supervisor:
         processes = self._processes.values()
         return len(processes) == self._server_config.api_workers and all(each.is_serving for each in processes)
 
+    @property
+    def process_ids(self) -> list[int]:
+        """Ids of the HTTP processes."""
+        return [each.pid for each in self._processes.values() if each.pid is not None]
+
     async def serve(self, sockets: list[socket.socket]) -> None:
         """Serve the connections of a listening socket until drained."""
         [listener] = sockets

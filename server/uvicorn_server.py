@@ -31,6 +31,7 @@ class DrainingServer(uvicorn.Server):
     """
 
     has_failed = False  # as of `Supervisor`: here an error is raised
+    process_ids: tuple[int, ...] = ()  # as of `Supervisor`: this process alone serves
 
     def __init__(self, config: uvicorn.Config, context: ServerContext) -> None:
         super().__init__(config)

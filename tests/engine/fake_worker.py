@@ -63,6 +63,9 @@ class ScriptedCore:
             )
         return outputs
 
+    def describe(self):
+        return f"{len(self.requests)} requests run"
+
     def stats(self):
         return EngineStats(
             num_running=len(self.requests),

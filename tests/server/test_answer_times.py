@@ -96,11 +96,11 @@ def test_each_token_after_the_first_is_one_gap(metrics):
     watch.on_news(news(0, queue_s=0.5, prefill_s=1.25))
     for gap_s in (0.25, 0.5):
         clock.now_s += gap_s
-        watch.on_tokens(1)
+        watch.on_tokens(news(0))
     clock.now_s += 3  # three steps that come together
     watch.on_news(news(0, 0, 0))
     clock.now_s += 0.5  # the last output, without a token
-    watch.on_tokens(0)
+    watch.on_tokens([(0, EngineOutput(request_id="0", finish_reason="stop"))])
     watch.on_end()
     assert histogram(metrics, "time_to_first_token_seconds") == (1, 2.0)
     assert histogram(metrics, "queue_seconds") == (1, 0.5)
