@@ -1,6 +1,7 @@
 """The engine with the bundled model: the same tokens in every company, in this process and in its own."""
 
 import asyncio
+import os
 import subprocess
 import sys
 import time
@@ -145,10 +146,11 @@ def test_a_cpu_engine_imports_nothing_that_it_does_not_use():
     """Start-up time: these take seconds each on a busy machine."""
     probe = (
         "import sys; from pathlib import Path; from engine import EngineConfig; from engine.core import EngineCore;"
-        f"EngineCore(EngineConfig(model=Path({str(FOLDER)!r}), device='cpu', num_pages=300));"
+        f"EngineCore(EngineConfig(model=Path({str(FOLDER)!r}), device='cpu', num_pages=300, num_threads=1));"
         "print({'transformers', 'flashinfer', 'triton', 'scipy', 'sympy', 'tokenizers', 'fastapi'} & {*sys.modules})"
     )
     done = subprocess.run(
-        [sys.executable, "-c", probe], capture_output=True, text=True, cwd=FOLDER.parents[1], check=True
-    )
+        [sys.executable, "-c", probe],
+        capture_output=True, text=True, cwd=FOLDER.parents[1], env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True,
+    )  # fmt: skip
     assert done.stdout == "set()\n"

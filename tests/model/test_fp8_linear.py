@@ -1,6 +1,5 @@
 """FP8 linear layers on GPUs: numbers in the interpreter, machine code for every GPU, which weights stay FP8."""
 
-import itertools
 from pathlib import Path
 
 import pytest
@@ -14,9 +13,10 @@ from moe import RankPlace
 from moe.formats import Fp8BlockWeight
 from tests.interpreter import run_interpreted, waits_for_interpreter
 from tests.loaders.expert_files import linear_tensors, random_bf16, save
-from tests.moe.kernels.compiling import compile_kernel
+from tests.moe.kernels.compiling import compile_kernel, of_hopper_and_others
 
 CPU = torch.device("cpu")
+SHARED_KB = {80: 163, 90: 227, 100: 227}  # the others have 99
 
 
 @waits_for_interpreter
@@ -26,26 +26,22 @@ def test_numbers_in_the_interpreter() -> None:
     assert {case: error for case, error in errors.items() if not error < 1e-6} == {}
 
 
-def test_kernels_compile(subtests: pytest.Subtests) -> None:
-    plans = [DECODE_PLANS[0], DECODE_PLANS[2], BATCH_PLANS[0], PREFILL_PLANS[0]]
-    for arch, plan in itertools.product([80, 90, 120], plans):
-        with subtests.test(arch=arch, plan=str(plan)):
-            pointers = {
-                "x_ptr": "*bf16", "w_ptr": "*i16", "scale_ptr": "*fp32", "bias_ptr": "*bf16", "out_ptr": "*bf16",
-            }  # fmt: skip
-            constants = {
-                "BLOCK_M": plan.block_m, "BLOCK_N": plan.block_n, "GROUP": 8, "HAS_BIAS": False, "EVEN_K": True,
-                "USE_ASM": True, "INTERPRET": False,
-            }  # fmt: skip
-            compiled = compile_kernel(
-                fp8_block_gemm, arch, pointers, constants, num_warps=plan.num_warps, num_stages=plan.num_stages
-            )
-            ptx = compiled.asm["ptx"]
-            assert "fma.rn.bf16x2" in ptx, "codes become bf16 in registers"
-            assert "cp.async" in ptx, "the loop loads ahead"
-            assert compiled.metadata.shared <= (163 if arch == 80 else 99 if arch == 120 else 227) * 1024
-            if arch == 90 and plan in PREFILL_PLANS:
-                assert "wgmma" in ptx
+@of_hopper_and_others
+def test_kernels_compile(arch: int) -> None:
+    pointers = {"x_ptr": "*bf16", "w_ptr": "*i16", "scale_ptr": "*fp32", "bias_ptr": "*bf16", "out_ptr": "*bf16"}
+    for plan in (DECODE_PLANS[0], DECODE_PLANS[2], BATCH_PLANS[0], PREFILL_PLANS[0]):
+        constants = {
+            "BLOCK_M": plan.block_m, "BLOCK_N": plan.block_n, "GROUP": 8, "HAS_BIAS": False, "EVEN_K": True,
+            "USE_ASM": True, "INTERPRET": False,
+        }  # fmt: skip
+        compiled = compile_kernel(
+            fp8_block_gemm, arch, pointers, constants, num_warps=plan.num_warps, num_stages=plan.num_stages
+        )
+        ptx = compiled.asm["ptx"]
+        assert "fma.rn.bf16x2" in ptx, "codes become bf16 in registers"
+        assert "cp.async" in ptx, "the loop loads ahead"
+        assert compiled.metadata.shared <= SHARED_KB.get(arch, 99) * 1024
+        assert "wgmma" in ptx or arch != 90 or plan not in PREFILL_PLANS
 
 
 def test_every_processor_gets_a_tile_where_there_are_enough() -> None:
