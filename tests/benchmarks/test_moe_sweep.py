@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -182,18 +183,21 @@ def test_a_process_whose_parent_has_gone_ends(card: Card, monkeypatch: pytest.Mo
     assert FakeTimer.seen == []
 
 
-def batch(*models: str) -> list[Group]:
-    return [Group(model=model, format_name="mxfp4", tokens=(1, 4), num_sets=3) for model in models]
+def searches(*models: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    settings: Any = SimpleNamespace(kinds=["uniform"])
+    groups: list[Any] = [fake_searches.FakeGroup(model) for model in models]
+    return search_batch(groups, settings, fake_searches.work)
 
 
 def test_turns_come_after_all_have_compiled_and_never_overlap(capsys: pytest.CaptureFixture[str]) -> None:
-    rows, failures = search_batch(batch("a", "b"), SETTINGS, fake_searches.work)
-    assert [row["model"] for row in rows] == ["a", "b"]
+    rows, failures = searches("a", "b", "c")
+    assert [row["model"] for row in rows] == ["a", "b", "c"]
     assert {failure["reason"] for failure in failures} == {"one plan was wrong"}
     assert max(row["compiled"] for row in rows) < min(row["begin"] for row in rows)
     assert rows[0]["end"] < rows[1]["begin"]
+    assert rows[1]["end"] < rows[2]["begin"]
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split(": compiled in ")[0] for line in lines] == ["a mxfp4 1,4", "b mxfp4 1,4"]
+    assert [line.split(": compiled in ")[0] for line in lines] == ["a mxfp4 1,4", "b mxfp4 1,4", "c mxfp4 1,4"]
     assert all(line.endswith("1 plans timed in 0 s") for line in lines)
 
 
@@ -201,11 +205,9 @@ def test_processes_that_die_fail_or_hang_cost_their_own_rows_only(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(moe_sweep, "LONGEST_TIMING_S", 0.5)
-    groups = batch("dies", "fails", "dies late", "hangs late", "good")
-    rows, failures = search_batch(groups, SETTINGS, fake_searches.work)
+    rows, failures = searches("dies", "fails", "dies late", "hangs late", "good")
     assert [row["model"] for row in rows] == ["good"]
-    reasons = {failure["model"]: failure["reason"] for failure in failures}
-    assert reasons == {
+    assert {failure["model"]: failure["reason"] for failure in failures} == {
         "dies": "its process ended with exit code 3",
         "fails": "RuntimeError: no memory",
         "dies late": "its process ended with exit code 4",
@@ -215,7 +217,7 @@ def test_processes_that_die_fail_or_hang_cost_their_own_rows_only(
     assert failures[0]["tokens"] == [1, 4]
     assert "dies mxfp4 1,4: its process ended" in capsys.readouterr().out
     monkeypatch.setattr(moe_sweep, "LONGEST_COMPILE_S", 0.0)
-    rows, failures = search_batch(batch("hangs"), SETTINGS, fake_searches.work)
+    rows, failures = searches("hangs")
     assert (rows, [failure["reason"] for failure in failures]) == ([], ["not compiled after 0 s"])
     assert multiprocessing.active_children() == []
 

@@ -32,10 +32,9 @@ SMALLEST_SHARED_BYTES = 99 * 1024  # sm86, sm89 and sm120; the others have more
 @pytest.mark.parametrize(
     ("arch", "format_name"),
     [
-        *((arch, "mxfp4") for arch in (80, 90, 100)),
-        *((90, format_name) for format_name in FORMATS if format_name != "mxfp4"),
+        *((90, format_name) for format_name in FORMATS),
+        *(rest(*pair) for pair in itertools.product((80, 100), FORMATS)),
         *(rest(arch, "mxfp4") for arch in (86, 89, 120)),
-        *(rest(*pair) for pair in itertools.product((80, 100), FORMATS) if pair[1] != "mxfp4"),
     ],
 )
 def test_both_gemms_of_every_format_compile_within_shared_memory(arch: int, format_name: str) -> None:
@@ -59,7 +58,8 @@ def test_plans_of_unmeasured_gpus_are_no_larger_than_the_compiled_ones(subtests:
                     assert replace(plan, block_m=largest.block_m) == largest
 
 
-@pytest.mark.parametrize("arch", [90, rest(80)])
+@pytest.mark.kernels
+@rows("arch", 80, 90)
 def test_the_variants_of_plans_compile(arch: int) -> None:
     is_direct, grouped = replace(DIRECT, by_expert=True, split_k=1), replace(GROUPED, num_tile_heights=3)
     for plan in (is_direct, replace(is_direct, block_m=32), grouped):
@@ -67,7 +67,8 @@ def test_the_variants_of_plans_compile(arch: int) -> None:
         assert kernel.metadata.shared <= SMALLEST_SHARED_BYTES
 
 
-@pytest.mark.parametrize("format_name", ["mxfp4", rest("fp8_block")])
+@pytest.mark.kernels
+@rows("format_name", "mxfp4", "fp8_block")
 def test_one_step_one_block_and_wide_offsets_compile(format_name: str) -> None:
     """Triton makes a constant of every size that is one."""
     for plan in (replace(DIRECT, pdl=True, split_k=1), GROUPED):
@@ -112,7 +113,8 @@ def test_a_tail_is_on_its_way_before_the_loop_of_low_tiles_only(arch: int) -> No
         assert bool(re.search(r"^\s*ld\.global\.v4", ptx, re.MULTILINE)) == (plan.block_m >= 128)
 
 
-@pytest.mark.parametrize("format_name", ["mxfp4", rest("nvfp4")])
+@pytest.mark.kernels
+@rows("format_name", "mxfp4", "nvfp4")
 def test_hopper_keeps_several_products_in_flight(
     format_name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -128,6 +130,7 @@ def test_hopper_keeps_several_products_in_flight(
         assert "serialized" not in log
 
 
+@pytest.mark.kernels
 def test_sums_of_fp8_products_stay_in_registers(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -141,7 +144,7 @@ def test_sums_of_fp8_products_stay_in_registers(
     assert int(spilled) < 128
 
 
-@pytest.mark.parametrize("arch", [90, 100, rest(89), rest(120)])
+@pytest.mark.parametrize("arch", [90, rest(89), rest(100), rest(120)])
 def test_fp8_activations_multiply_in_fp8(arch: int) -> None:
     plan = replace(GROUPED, fp8_activations=True)
     for is_first in (True, False):
