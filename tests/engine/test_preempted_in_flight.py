@@ -1,8 +1,9 @@
 """A sequence that gives way while a step of it runs: it is not admitted before that step is over, and keeps its turn."""
 
 from engine.fair_queue import FairQueue, Shares
-from tests.engine.test_scheduler import add, step
-from tests.engine.test_sliding_pages import make_scheduler
+from engine.pages import PageAllocator
+from engine.scheduler import Scheduler
+from tests.engine.test_scheduler import add, make_scheduler, step
 
 
 def launch(scheduler):
@@ -22,11 +23,12 @@ def collect(scheduler, chunks):
 
 def test_a_preempted_sequence_waits_until_its_step_is_over():
     """It gives back the pages of a whole window and needs fewer to begin again, so there is room for it at once."""
-    scheduler = make_scheduler(num_pages=60, window=33, budget=4)
+    pages = PageAllocator(60)
+    scheduler = Scheduler(pages, None, page_size=4, max_num_seqs=4, max_num_batched_tokens=4, window=33)
     old, young = add(scheduler, "old", range(3)), add(scheduler, "young", range(50, 80))
     while young.num_output < 1:
         step(scheduler)
-    scheduler.pages.allocate(scheduler.pages.num_available)
+    pages.allocate(pages.num_available)
     before, launched = [], launch(scheduler)
     while not scheduler.num_preemptions:
         collect(scheduler, before)
@@ -39,7 +41,7 @@ def test_a_preempted_sequence_waits_until_its_step_is_over():
 
 
 def test_a_preempted_sequence_stands_in_front_of_those_that_came_later():
-    scheduler = make_scheduler(num_pages=60)
+    scheduler = make_scheduler()
     first, second = add(scheduler, "first", [1]), add(scheduler, "second", [2])
     queue = FairQueue()
     queue.put(second)
