@@ -1,4 +1,4 @@
-"""A sequence that gives way while a step of it runs: it is not admitted before that step is over, and keeps its turn."""
+"""A sequence that gives way while a step of it runs is not admitted before that step is over, and keeps its turn."""
 
 from engine.fair_queue import FairQueue, Shares
 from engine.pages import PageAllocator

@@ -143,10 +143,7 @@ def test_original_length_falls_back_to_what_the_file_has(tmp_path: Path) -> None
     "config, words",
     ({}, "no number for 'rope_theta'"),
     ({"rope_theta": "big"}, "no number for 'rope_theta'"),
-    (
-        {"rope_theta": 1e4, "rope_scaling": {"type": "yarn"}},
-        "'rope_scaling' of type 'yarn' needs a number 'factor'",
-    ),
+    ({"rope_theta": 1e4, "rope_scaling": {"type": "yarn"}}, "'rope_scaling' of type 'yarn' needs a number 'factor'"),
     ({"rope_theta": 1e4, "rope_scaling": [1]}, "key 'rope_scaling' must be an object"),
 )
 def test_unusable_rope_settings_are_refused(tmp_path: Path, config: dict[str, Any], words: str) -> None:

@@ -17,14 +17,7 @@ from moe.errors import MoeConfigError
 from moe.group import SingleRank, TorchGroup
 from moe.registry import BACKEND_MODULES
 from moe.tune.cache import TuneKey, TuningCache
-from moe.tune.policy import (
-    MAX_TOKEN_COUNTS,
-    Tuning,
-    kept_choice,
-    should_autotune,
-    tune,
-    tuning_token_counts,
-)
+from moe.tune.policy import MAX_TOKEN_COUNTS, Tuning, kept_choice, should_autotune, tune, tuning_token_counts
 from tests.emulators.ranks import Rank, run_ranks
 from tests.tables import rows
 

@@ -12,12 +12,7 @@ import torch
 
 from moe import Activation, MoeRunnerConfig, StandardTopK
 from moe.check.reference import reference_moe
-from moe.formats import (
-    ExpertWeights,
-    Fp8TensorWeight,
-    Nvfp4Weight,
-    activation_quant,
-)
+from moe.formats import ExpertWeights, Fp8TensorWeight, Nvfp4Weight, activation_quant
 from tests.moe.configs import rank_config
 from tests.moe.joining import concat_rows
 from tests.moe.moe_layers import FORMATS, relative_error

@@ -5,17 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from moe import (
-    MoeBackend,
-    MoeConfigError,
-    MoeRunner,
-    Topology,
-    UnsupportedPathError,
-)
-from moe.backends.flashinfer.cutedsl import (
-    CuteDslLayout,
-    DownGemmOverlap,
-)
+from moe import MoeBackend, MoeConfigError, MoeRunner, Topology, UnsupportedPathError
+from moe.backends.flashinfer.cutedsl import CuteDslLayout, DownGemmOverlap
 from moe.choose.select import choose_backend
 from moe.config import DispatchFormat
 from moe.device import Device
