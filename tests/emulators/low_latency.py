@@ -65,7 +65,6 @@ class NixlBuffer:
         low_latency_mode: bool = True, group: Rank | None = None, comm: Any = None, tcp_store_group: Any = None,
         timeout_ms: int = 30_000,
     ) -> None:  # fmt: skip
-        assert group is not None
         need(rank == group.rank(), "rank and group differ")
         self.group, self.connected = group, {rank}
         self.inner: Buffer | None = None
@@ -95,7 +94,6 @@ class NixlBuffer:
         return_recv_hook: bool = False,
     ) -> Any:  # fmt: skip
         need(len(self.connected) == self.group.size(), "a rank is not connected")
-        assert self.inner is not None
         return self.inner.low_latency_dispatch(
             x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts, None, use_fp8, round_scale, use_ue8m0,
             async_finish, return_recv_hook,
@@ -107,7 +105,6 @@ class NixlBuffer:
         return_recv_hook: bool = False, out: torch.Tensor | None = None,
         combine_wait_recv_cost_stats: Any = None,
     ) -> Any:  # fmt: skip
-        assert self.inner is not None
         return self.inner.low_latency_combine(x, topk_idx, topk_weights, handle, return_recv_hook=return_recv_hook)
 
 
