@@ -128,7 +128,7 @@ def test_fp8_stays_fp8_in_the_sizes_for_a_gpu(tmp_path: Path) -> None:
             saved[tp_size] += 2 * 3 * hidden * shared // 4
     for tp_size, expected in saved.items():
         difference = sizes["cpu", tp_size] - sizes["sm90", tp_size]
-        assert 0.95 * expected < difference < expected, tp_size
+        assert 0.9 * expected < difference < expected, tp_size
 
 
 def test_one_rank_alone_needs_no_group(tmp_path: Path) -> None:
