@@ -107,7 +107,7 @@ def test_sizes_are_those_of_a_rank(tmp_path: Path, kind: str) -> None:
 
 
 def test_fp8_stays_fp8_in_the_sizes_for_a_gpu(tmp_path: Path) -> None:
-    """All of attention and the MLPs but the latents' up-projection, at one byte, and a little for scales and padding."""
+    """All of attention and the MLPs but the latents' up-projection, at one byte with scales and padding."""
     folder = write_checkpoint("deepseek", tmp_path / "m")
     sizes = {
         (arch, tp_size): measure_model(
