@@ -1,6 +1,6 @@
 # Two commands do everything: `make serve` sets up and serves, `make test` sets up and tests, in JOBS processes.
 # What takes minutes has a target of its own, of which `make test` runs a short pick: `make kernels` (Triton kernels in the
-# interpreter), `make ranks` (models and engines of several processes), `make soak` (unruly clients for long) and
+# interpreter, and compiled for every GPU), `make ranks` (models and engines of several processes), `make soak` (unruly clients for long) and
 # `make evals` (the bundled model answers all its questions).
 # `make api-workers` runs the suites of the HTTP side with two HTTP processes, of which `make test` runs a pick too.
 # `make clients` runs popular clients, installed in a separate environment, against the real service.
@@ -14,7 +14,8 @@ ARGS   ?=
 JOBS   ?= 3
 EXTRAS ?=
 PIP     = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
-PYTEST  = $(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+# Compiled files are kept whatever the environment says: pytest would rewrite the asserts of every test file again.
+PYTEST  = PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 SERVE   = $(VENV)/.serve$(EXTRAS:%=-%)
 
 API_WORKER_TESTS = $(patsubst %,tests/server/test_%.py,api_workers asker chat client_requests completions cors disconnect \

@@ -2,9 +2,22 @@
 
 import os
 import time
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Semaphore
 from typing import Any
+
+
+@dataclass(frozen=True)
+class FakeGroup:
+    """Stands for a `Group`, but a process that unpickles it need not import torch."""
+
+    model: str
+    format_name: str = "mxfp4"
+    tokens: tuple[int, ...] = (1, 4)
+
+    def __str__(self) -> str:
+        return f"{self.model} {self.format_name} 1,4"
 
 
 def work(group: Any, settings: Any, connection: Connection, preparing: Semaphore) -> None:

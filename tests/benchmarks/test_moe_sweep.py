@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -182,12 +183,14 @@ def test_a_process_whose_parent_has_gone_ends(card: Card, monkeypatch: pytest.Mo
     assert FakeTimer.seen == []
 
 
-def batch(*models: str) -> list[Group]:
-    return [Group(model=model, format_name="mxfp4", tokens=(1, 4), num_sets=3) for model in models]
+def searches(*models: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    settings: Any = SimpleNamespace(kinds=["uniform"])
+    groups: list[Any] = [fake_searches.FakeGroup(model) for model in models]
+    return search_batch(groups, settings, fake_searches.work)
 
 
 def test_turns_come_after_all_have_compiled_and_never_overlap(capsys: pytest.CaptureFixture[str]) -> None:
-    rows, failures = search_batch(batch("a", "b", "c"), SETTINGS, fake_searches.work)
+    rows, failures = searches("a", "b", "c")
     assert [row["model"] for row in rows] == ["a", "b", "c"]
     assert {failure["reason"] for failure in failures} == {"one plan was wrong"}
     assert max(row["compiled"] for row in rows) < min(row["begin"] for row in rows)
@@ -198,30 +201,24 @@ def test_turns_come_after_all_have_compiled_and_never_overlap(capsys: pytest.Cap
     assert all(line.endswith("1 plans timed in 0 s") for line in lines)
 
 
-def test_processes_that_die_or_fail_cost_their_own_rows_only(capsys: pytest.CaptureFixture[str]) -> None:
-    rows, failures = search_batch(batch("dies", "fails", "dies late", "good"), SETTINGS, fake_searches.work)
+def test_processes_that_die_fail_or_hang_cost_their_own_rows_only(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(moe_sweep, "LONGEST_TIMING_S", 0.5)
+    rows, failures = searches("dies", "fails", "dies late", "hangs late", "good")
     assert [row["model"] for row in rows] == ["good"]
-    reasons = {failure["model"]: failure["reason"] for failure in failures}
-    assert reasons == {
+    assert {failure["model"]: failure["reason"] for failure in failures} == {
         "dies": "its process ended with exit code 3",
         "fails": "RuntimeError: no memory",
         "dies late": "its process ended with exit code 4",
+        "hangs late": "not timed after 0 s",
         "good": "one plan was wrong",
     }
     assert failures[0]["tokens"] == [1, 4]
-    assert multiprocessing.active_children() == []
     assert "dies mxfp4 1,4: its process ended" in capsys.readouterr().out
-
-
-def test_processes_that_hang_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(moe_sweep, "LONGEST_TIMING_S", 0.5)
-    rows, failures = search_batch(batch("hangs late", "good"), SETTINGS, fake_searches.work)
-    assert [row["model"] for row in rows] == ["good"]
-    assert {failure["reason"] for failure in failures} == {"one plan was wrong", "not timed after 0 s"}
     monkeypatch.setattr(moe_sweep, "LONGEST_COMPILE_S", 0.0)
-    rows, failures = search_batch(batch("hangs"), SETTINGS, fake_searches.work)
-    assert rows == []
-    assert [failure["reason"] for failure in failures] == ["not compiled after 0 s"]
+    rows, failures = searches("hangs")
+    assert (rows, [failure["reason"] for failure in failures]) == ([], ["not compiled after 0 s"])
     assert multiprocessing.active_children() == []
 
 

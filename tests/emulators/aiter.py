@@ -8,6 +8,7 @@ refused, and so are two equal ids of a row without a mask, of which the sorting 
 """
 
 import enum
+import functools
 import sys
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -39,6 +40,7 @@ class ActivationType(enum.Enum):
     Swiglu = 2
 
 
+@functools.cache
 def weight_positions(num_rows: int, num_bytes: int, element_size: int = 1) -> torch.Tensor:
     """[rows, bytes] flat position of every byte: tiles of 16 rows and 32 elements, pieces of 16 bytes."""
     row, byte = torch.arange(num_rows)[:, None], torch.arange(num_bytes)
@@ -47,6 +49,7 @@ def weight_positions(num_rows: int, num_bytes: int, element_size: int = 1) -> to
     return tile + byte % width // 16 * 256 + row % 16 * 16 + byte % 16
 
 
+@functools.cache
 def scale_positions(num_rows: int, num_cols: int) -> torch.Tensor:
     """[rows, cols] flat position of every exponent of a matrix padded to multiples of (256, 8)."""
     row, col = torch.arange(num_rows)[:, None], torch.arange(num_cols)
@@ -106,40 +109,20 @@ class Aiter:
     exact: torch.Tensor | None = None
 
     def fused_moe(
-        self,
-        hidden_states: torch.Tensor,
-        w1: torch.Tensor,
-        w2: torch.Tensor,
-        topk_weight: torch.Tensor,
-        topk_ids: torch.Tensor,
-        expert_mask: torch.Tensor | None = None,
-        activation: ActivationType = ActivationType.Silu,
-        quant_type: QuantType = QuantType.No,
-        doweight_stage1: bool = False,
-        w1_scale: torch.Tensor | None = None,
-        w2_scale: torch.Tensor | None = None,
-        a1_scale: torch.Tensor | None = None,
-        a2_scale: torch.Tensor | None = None,
-        block_size_M: int | None = None,
-        num_local_tokens: torch.Tensor | None = None,
-        moe_sorting_dispatch_policy: int = 0,
-        dtype: torch.dtype | None = None,
-        hidden_pad: int = 0,
-        intermediate_pad: int = 0,
-        bias1: torch.Tensor | None = None,
-        bias2: torch.Tensor | None = None,
-        splitk: int = 0,
-        swiglu_limit: float | None = None,
-        beta: float | None = None,
-        linear_beta: float | None = None,
-        gate_mode: str | None = "separated",
-        shared_w1: torch.Tensor | None = None,
-        shared_w2: torch.Tensor | None = None,
-        shared_w1_scale: torch.Tensor | None = None,
-        shared_w2_scale: torch.Tensor | None = None,
-        shared_expert_id: int = -1,
-        stage2_scatter: Any = None,
-    ) -> torch.Tensor:
+        self, hidden_states: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, topk_weight: torch.Tensor,
+        topk_ids: torch.Tensor, expert_mask: torch.Tensor | None = None,
+        activation: ActivationType = ActivationType.Silu, quant_type: QuantType = QuantType.No,
+        doweight_stage1: bool = False, w1_scale: torch.Tensor | None = None,
+        w2_scale: torch.Tensor | None = None, a1_scale: torch.Tensor | None = None,
+        a2_scale: torch.Tensor | None = None, block_size_M: int | None = None,
+        num_local_tokens: torch.Tensor | None = None, moe_sorting_dispatch_policy: int = 0,
+        dtype: torch.dtype | None = None, hidden_pad: int = 0, intermediate_pad: int = 0,
+        bias1: torch.Tensor | None = None, bias2: torch.Tensor | None = None, splitk: int = 0,
+        swiglu_limit: float | None = None, beta: float | None = None, linear_beta: float | None = None,
+        gate_mode: str | None = "separated", shared_w1: torch.Tensor | None = None,
+        shared_w2: torch.Tensor | None = None, shared_w1_scale: torch.Tensor | None = None,
+        shared_w2_scale: torch.Tensor | None = None, shared_expert_id: int = -1, stage2_scatter: Any = None,
+    ) -> torch.Tensor:  # fmt: skip
         call = SimpleNamespace(**{name: value for name, value in locals().items() if name != "self"})
         self.calls.append(call)
         num_rows = hidden_states.shape[0]
@@ -267,12 +250,10 @@ class Aiter:
         return fp8_values(unshuffle_weight(weight))
 
     def _fp8_block(self, weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-        assert scale is not None
         need(scale.shape == (weight.shape[0], weight.shape[1] // 128, weight.shape[2] // 128), "block scales")
         return self._fp8(weight) * numbers.expand_blocks(scale)
 
     def _fp8_rows(self, weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-        assert scale is not None
         need(scale.shape == (*weight.shape[:2], 1) and scale.is_contiguous(), "one scale per row")
         return self._fp8(weight) * scale
 

@@ -16,19 +16,10 @@ from tests.emulators.refusal import KernelRefusal, need
 
 class MoeAlltoAll:
     def __init__(
-        self,
-        mapping: Any,
-        max_num_tokens: int,
-        top_k: int,
-        num_experts: int,
-        workspace_size_per_rank: int | None = None,
-        hidden_size: int | None = None,
-        mnnvl_config: Any = None,
-        eplb_stats_num_experts: int = 0,
-        enable_rank_mask: bool = False,
-        *,
-        backend: str = "trtllm",
-    ) -> None:
+        self, mapping: Any, max_num_tokens: int, top_k: int, num_experts: int,
+        workspace_size_per_rank: int | None = None, hidden_size: int | None = None, mnnvl_config: Any = None,
+        eplb_stats_num_experts: int = 0, enable_rank_mask: bool = False, *, backend: str = "trtllm",
+    ) -> None:  # fmt: skip
         self.rank = this_rank()
         need(mapping.moe_ep_rank == self.rank.rank() and mapping.moe_ep_size == self.rank.size(), "mapping")
         need(hidden_size is not None, "hidden_size or the size of the workspace")
@@ -49,15 +40,10 @@ class MoeAlltoAll:
         need(1 <= mapping.gpus_per_node <= mapping.world_size, "gpus_per_node is no number of ranks of a node")
 
     def dispatch(
-        self,
-        token_selected_experts: torch.Tensor,
-        input_payloads: list[torch.Tensor],
-        runtime_max_tokens_per_rank: int,
-        invalid_token_expert_id: int | None = None,
-        expert_id_payload_index: int | None = None,
-        eplb_local_stats: Any = None,
-        active_rank_mask: Any = None,
-    ) -> list[torch.Tensor]:
+        self, token_selected_experts: torch.Tensor, input_payloads: list[torch.Tensor],
+        runtime_max_tokens_per_rank: int, invalid_token_expert_id: int | None = None,
+        expert_id_payload_index: int | None = None, eplb_local_stats: Any = None, active_rank_mask: Any = None,
+    ) -> list[torch.Tensor]:  # fmt: skip
         need(self.phase == "idle", "dispatch called twice without combine")
         ids = token_selected_experts
         need(ids.dtype == torch.int32 and bool((ids >= 0).all()), "every id is a destination: -1 is none")

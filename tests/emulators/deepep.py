@@ -48,18 +48,10 @@ class Buffer:
     wide = False
 
     def __init__(
-        self,
-        group: Rank,
-        num_nvl_bytes: int = 0,
-        num_rdma_bytes: int = 0,
-        low_latency_mode: bool = False,
-        num_qps_per_rank: int = 24,
-        allow_nvlink_for_low_latency_mode: bool = True,
-        allow_mnnvl: bool = False,
-        explicitly_destroy: bool = False,
-        enable_shrink: bool = False,
-        comm: Any = None,
-    ) -> None:
+        self, group: Rank, num_nvl_bytes: int = 0, num_rdma_bytes: int = 0, low_latency_mode: bool = False,
+        num_qps_per_rank: int = 24, allow_nvlink_for_low_latency_mode: bool = True, allow_mnnvl: bool = False,
+        explicitly_destroy: bool = False, enable_shrink: bool = False, comm: Any = None,
+    ) -> None:  # fmt: skip
         self.group, self.low_latency_mode = group, low_latency_mode
         self.num_nvl_bytes, self.num_rdma_bytes, self.num_qps = num_nvl_bytes, num_rdma_bytes, num_qps_per_rank
         self.calls: list[tuple[str, dict[str, Any]]] = []
@@ -105,22 +97,13 @@ class Buffer:
         return in_rank.sum(0).int(), None, per_expert, in_rank, None
 
     def dispatch(
-        self,
-        x: Any,
-        handle: Any = None,
-        num_tokens_per_rank: torch.Tensor | None = None,
-        num_tokens_per_rdma_rank: torch.Tensor | None = None,
-        is_token_in_rank: torch.Tensor | None = None,
-        num_tokens_per_expert: torch.Tensor | None = None,
-        topk_idx: torch.Tensor | None = None,
-        topk_weights: torch.Tensor | None = None,
-        expert_alignment: int = 1,
-        num_worst_tokens: int = 0,
-        config: Any = None,
-        previous_event: Any = None,
-        async_finish: bool = False,
+        self, x: Any, handle: Any = None, num_tokens_per_rank: torch.Tensor | None = None,
+        num_tokens_per_rdma_rank: torch.Tensor | None = None, is_token_in_rank: torch.Tensor | None = None,
+        num_tokens_per_expert: torch.Tensor | None = None, topk_idx: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None, expert_alignment: int = 1, num_worst_tokens: int = 0,
+        config: Any = None, previous_event: Any = None, async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
-    ) -> tuple[Any, ...]:
+    ) -> tuple[Any, ...]:  # fmt: skip
         data, scale = x if isinstance(x, tuple) else (x, None)
         need(self.num_nvl_bytes > 0, "the buffer was not sized for normal mode")
         need(topk_idx is not None and topk_weights is not None and num_tokens_per_expert is not None, "layout missing")
@@ -165,16 +148,10 @@ class Buffer:
             need(scale.dtype == torch.float32 and scale.shape == (data.shape[0], data.shape[1] // 128), "fp32 scales")
 
     def combine(
-        self,
-        x: torch.Tensor,
-        handle: Any,
-        topk_weights: torch.Tensor | None = None,
-        bias: Any = None,
-        config: Any = None,
-        previous_event: Any = None,
-        async_finish: bool = False,
+        self, x: torch.Tensor, handle: Any, topk_weights: torch.Tensor | None = None, bias: Any = None,
+        config: Any = None, previous_event: Any = None, async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
-    ) -> tuple[Any, ...]:
+    ) -> tuple[Any, ...]:  # fmt: skip
         rows, num_tokens = handle
         need(x.shape[0] == len(rows), f"combine got {x.shape[0]} rows for {len(rows)} received ones")
         need(x.dtype == torch.bfloat16 or (self.wide and x.dtype == torch.float32), "combine takes bf16")
@@ -194,18 +171,10 @@ class Buffer:
         self.halves.clean()
 
     def low_latency_dispatch(
-        self,
-        x: torch.Tensor,
-        topk_idx: torch.Tensor,
-        num_max_dispatch_tokens_per_rank: int,
-        num_experts: int,
-        cumulative_local_expert_recv_stats: Any = None,
-        use_fp8: bool = True,
-        round_scale: bool = False,
-        use_ue8m0: bool = False,
-        async_finish: bool = False,
-        return_recv_hook: bool = False,
-    ) -> tuple[Any, ...]:
+        self, x: torch.Tensor, topk_idx: torch.Tensor, num_max_dispatch_tokens_per_rank: int, num_experts: int,
+        cumulative_local_expert_recv_stats: Any = None, use_fp8: bool = True, round_scale: bool = False,
+        use_ue8m0: bool = False, async_finish: bool = False, return_recv_hook: bool = False,
+    ) -> tuple[Any, ...]:  # fmt: skip
         limit, num_ranks, hidden = num_max_dispatch_tokens_per_rank, self.group.size(), x.shape[1]
         self._check_low_latency(x, topk_idx, limit, num_experts, use_fp8)
         self.halves.take()
@@ -258,17 +227,10 @@ class Buffer:
                 _spoil(tensor)
 
     def low_latency_combine(
-        self,
-        x: torch.Tensor,
-        topk_idx: torch.Tensor,
-        topk_weights: torch.Tensor,
-        handle: Any,
-        use_logfmt: bool = False,
-        zero_copy: bool = False,
-        async_finish: bool = False,
-        return_recv_hook: bool = False,
-        out: torch.Tensor | None = None,
-    ) -> tuple[Any, ...]:
+        self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, handle: Any,
+        use_logfmt: bool = False, zero_copy: bool = False, async_finish: bool = False,
+        return_recv_hook: bool = False, out: torch.Tensor | None = None,
+    ) -> tuple[Any, ...]:  # fmt: skip
         sources, sent_ids, num_rows, hidden = handle
         need(x.shape == (len(sources), num_rows, hidden) and x.is_contiguous(), f"x is {tuple(x.shape)}")
         need(x.dtype == torch.bfloat16 or (self.wide and x.dtype == torch.float32), "combine takes bf16")

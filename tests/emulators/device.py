@@ -1,6 +1,7 @@
 """Makes FlashInfer's Python believe that CPU tensors live on a GPU of a given architecture. Replaces probes only."""
 
 import contextlib
+import functools
 import sys
 import warnings
 from collections.abc import Iterator
@@ -19,14 +20,17 @@ def import_flashinfer() -> None:
         import flashinfer.gemm.kernels.grouped_gemm_masked_blackwell  # noqa: F401
 
 
+@functools.cache
+def _places(original: Any, num_modules: int) -> list[tuple[Any, str]]:
+    """Modules of FlashInfer, of so many modules in all, and the names under which they imported a function."""
+    modules = [module for name, module in list(sys.modules.items()) if name.split(".")[0] == "flashinfer"]
+    return [(module, name) for module in modules for name, value in vars(module).items() if value is original]
+
+
 def replace_everywhere(monkeypatch: pytest.MonkeyPatch, original: Any, replacement: Any) -> None:
     """Replace a function under every name that FlashInfer's modules imported it as."""
-    for module_name, module in list(sys.modules.items()):
-        if module_name.split(".")[0] != "flashinfer":
-            continue
-        for name, value in list(vars(module).items()):
-            if value is original:
-                monkeypatch.setattr(module, name, replacement)
+    for module, name in _places(original, len(sys.modules)):
+        monkeypatch.setattr(module, name, replacement)
 
 
 @contextlib.contextmanager

@@ -19,19 +19,9 @@ class Fp4Emulator:
         ] = {}  # by address: fp32 values of bf16 results that other emulators made
 
     def fp4_quantize(
-        self,
-        x: torch.Tensor,
-        global_scale: torch.Tensor,
-        codes: torch.Tensor,
-        scales: torch.Tensor,
-        vec: int,
-        ue8m0: bool,
-        swizzled: bool,
-        is_8x4: bool,
-        inversed: bool,
-        pdl: bool,
-        recipe: int,
-    ) -> None:
+        self, x: torch.Tensor, global_scale: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, vec: int,
+        ue8m0: bool, swizzled: bool, is_8x4: bool, inversed: bool, pdl: bool, recipe: int,
+    ) -> None:  # fmt: skip
         assert (vec, ue8m0, is_8x4, inversed) == (16, False, False, False), "plain NVFP4 only"
         assert x.dtype == torch.bfloat16
         assert x.is_contiguous()

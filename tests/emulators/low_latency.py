@@ -35,17 +35,10 @@ class MooncakeBuffer:
     get_ep_buffer_size_hint = staticmethod(Buffer.get_low_latency_rdma_size_hint)
 
     def dispatch(
-        self,
-        x: torch.Tensor,
-        topk_idx: torch.Tensor,
-        active_ranks: torch.Tensor,
-        num_max_dispatch_tokens_per_rank: int,
-        num_experts: int,
-        timeout_us: int,
-        use_fp8: bool | None = None,
-        async_finish: bool = False,
-        return_recv_hook: bool = False,
-    ) -> Any:
+        self, x: torch.Tensor, topk_idx: torch.Tensor, active_ranks: torch.Tensor,
+        num_max_dispatch_tokens_per_rank: int, num_experts: int, timeout_us: int, use_fp8: bool | None = None,
+        async_finish: bool = False, return_recv_hook: bool = False,
+    ) -> Any:  # fmt: skip
         need(use_fp8 is not None, "the default of use_fp8 depends on the build")
         assert use_fp8 is not None
         need(active_ranks.dtype == torch.int32 and active_ranks.tolist() == [1] * self.inner.group.size(), "active")
@@ -56,18 +49,10 @@ class MooncakeBuffer:
         )  # fmt: skip
 
     def combine(
-        self,
-        x: torch.Tensor,
-        topk_idx: torch.Tensor,
-        topk_weights: torch.Tensor,
-        active_ranks: torch.Tensor,
-        timeout_us: int,
-        handle: Any,
-        zero_copy: bool = False,
-        async_finish: bool = False,
-        return_recv_hook: bool = False,
-        out: torch.Tensor | None = None,
-    ) -> Any:
+        self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, active_ranks: torch.Tensor,
+        timeout_us: int, handle: Any, zero_copy: bool = False, async_finish: bool = False,
+        return_recv_hook: bool = False, out: torch.Tensor | None = None,
+    ) -> Any:  # fmt: skip
         need(active_ranks.tolist() == [1] * self.inner.group.size() and timeout_us == -1, "active ranks, time-out")
         return self.inner.low_latency_combine(x, topk_idx, topk_weights, handle, return_recv_hook=return_recv_hook)
 
@@ -76,17 +61,10 @@ class NixlBuffer:
     wide = False
 
     def __init__(
-        self,
-        disable_ll_nvlink: bool = False,
-        explicitly_destroy: bool = False,
-        rank: int = 0,
-        low_latency_mode: bool = True,
-        group: Rank | None = None,
-        comm: Any = None,
-        tcp_store_group: Any = None,
+        self, disable_ll_nvlink: bool = False, explicitly_destroy: bool = False, rank: int = 0,
+        low_latency_mode: bool = True, group: Rank | None = None, comm: Any = None, tcp_store_group: Any = None,
         timeout_ms: int = 30_000,
-    ) -> None:
-        assert group is not None
+    ) -> None:  # fmt: skip
         need(rank == group.rank(), "rank and group differ")
         self.group, self.connected = group, {rank}
         self.inner: Buffer | None = None
@@ -110,40 +88,23 @@ class NixlBuffer:
         return self.low_latency_combine(*args, **kwargs)
 
     def low_latency_dispatch(
-        self,
-        x: torch.Tensor,
-        topk_idx: torch.Tensor,
-        num_max_dispatch_tokens_per_rank: int,
-        num_experts: int,
-        cumulative_local_expert_recv_stats: Any = None,
-        dispatch_wait_recv_cost_stats: Any = None,
-        use_fp8: bool = True,
-        round_scale: bool = False,
-        use_ue8m0: bool = False,
-        async_finish: bool = False,
+        self, x: torch.Tensor, topk_idx: torch.Tensor, num_max_dispatch_tokens_per_rank: int, num_experts: int,
+        cumulative_local_expert_recv_stats: Any = None, dispatch_wait_recv_cost_stats: Any = None,
+        use_fp8: bool = True, round_scale: bool = False, use_ue8m0: bool = False, async_finish: bool = False,
         return_recv_hook: bool = False,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         need(len(self.connected) == self.group.size(), "a rank is not connected")
-        assert self.inner is not None
         return self.inner.low_latency_dispatch(
             x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts, None, use_fp8, round_scale, use_ue8m0,
             async_finish, return_recv_hook,
         )  # fmt: skip
 
     def low_latency_combine(
-        self,
-        x: torch.Tensor,
-        topk_idx: torch.Tensor,
-        topk_weights: torch.Tensor,
-        handle: Any,
-        use_logfmt: bool = False,
-        zero_copy: bool = False,
-        async_finish: bool = False,
-        return_recv_hook: bool = False,
-        out: torch.Tensor | None = None,
+        self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, handle: Any,
+        use_logfmt: bool = False, zero_copy: bool = False, async_finish: bool = False,
+        return_recv_hook: bool = False, out: torch.Tensor | None = None,
         combine_wait_recv_cost_stats: Any = None,
-    ) -> Any:
-        assert self.inner is not None
+    ) -> Any:  # fmt: skip
         return self.inner.low_latency_combine(x, topk_idx, topk_weights, handle, return_recv_hook=return_recv_hook)
 
 

@@ -74,15 +74,9 @@ class EpDispatchCombineOp:
         return self.config.kernel_type is EpDispatchCombineKernelType.AsyncLL
 
     def dispatch(
-        self,
-        input: torch.Tensor,
-        weights: torch.Tensor,
-        scales: torch.Tensor | None,
-        indices: torch.Tensor,
-        block_num: int = -1,
-        rdma_block_num: int = -1,
-        warp_per_block: int = -1,
-    ) -> tuple[Any, ...]:
+        self, input: torch.Tensor, weights: torch.Tensor, scales: torch.Tensor | None, indices: torch.Tensor,
+        block_num: int = -1, rdma_block_num: int = -1, warp_per_block: int = -1,
+    ) -> tuple[Any, ...]:  # fmt: skip
         need(not self._is_split, "AsyncLL sends and receives in two calls")
         result, receive = self._dispatch(input, weights, scales, indices)
         receive()
@@ -141,16 +135,10 @@ class EpDispatchCombineOp:
         return tuple(out), receive
 
     def combine(
-        self,
-        input: torch.Tensor,
-        weights: torch.Tensor | None,
-        indices: torch.Tensor,
-        block_num: int = -1,
-        rdma_block_num: int = -1,
-        warp_per_block: int = -1,
-        use_external_inp_buf: int = -1,
+        self, input: torch.Tensor, weights: torch.Tensor | None, indices: torch.Tensor, block_num: int = -1,
+        rdma_block_num: int = -1, warp_per_block: int = -1, use_external_inp_buf: int = -1,
         call_reset: bool = False,
-    ) -> tuple[Any, ...]:
+    ) -> tuple[Any, ...]:  # fmt: skip
         need(not self._is_split, "AsyncLL sends and receives in two calls")
         result, receive = self._combine(input, indices)
         receive()

@@ -5,13 +5,13 @@ import itertools
 import torch
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+_VALUES = torch.tensor(E2M1)
+_PAIRS = torch.stack((_VALUES.repeat(16), _VALUES.repeat_interleave(16)), dim=-1)  # one entry per byte
 
 
 def fp4_values(packed: torch.Tensor) -> torch.Tensor:
     """u8 [..., C] to fp32 [..., 2C]; the low nibble is the even element."""
-    values = torch.tensor(E2M1)
-    pairs = torch.stack((values.repeat(16), values.repeat_interleave(16)), dim=-1)  # one entry per byte
-    return pairs[packed.int()].flatten(-2)
+    return _PAIRS[packed.int()].flatten(-2)
 
 
 def e8m0_values(scales: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,5 @@
 """The sampling kernels: results in the interpreter against the torch path, machine code for every GPU, their users."""
 
-import itertools
 import sys
 
 import pytest
@@ -11,6 +10,7 @@ from engine.choose_sampler import make_sampler
 from engine.sampler import TorchSampler
 from tests.engine.sampling_kernels import KERNELS, compile_sampling
 from tests.interpreter import PARTS, run_interpreted, waits_for_interpreter
+from tests.moe.kernels.compiling import of_hopper_and_others
 
 SMALLEST_SHARED_BYTES = 99 * 1024
 
@@ -27,13 +27,13 @@ def test_the_kernels_choose_as_the_torch_path_does(part: str) -> None:
     assert off == {}
 
 
-def test_the_kernels_compile(subtests: pytest.Subtests) -> None:
-    for arch, name in itertools.product([80, 90, 100, 120], KERNELS):
-        with subtests.test(arch=arch, name=name):
-            kernel = compile_sampling(name, arch)
-            assert "cubin" in kernel.asm
-            assert kernel.metadata.shared <= SMALLEST_SHARED_BYTES
-            assert "local" not in kernel.asm["ptx"].split(".entry", 1)[1]  # nothing is indexed at run time
+@of_hopper_and_others
+def test_the_kernels_compile(arch: int) -> None:
+    for name in KERNELS:
+        kernel = compile_sampling(name, arch)
+        assert "cubin" in kernel.asm
+        assert kernel.metadata.shared <= SMALLEST_SHARED_BYTES
+        assert "local" not in kernel.asm["ptx"].split(".entry", 1)[1]  # nothing is indexed at run time
 
 
 @pytest.mark.parametrize("name", ["row_stats", "collect", "penalize_and_mask"])

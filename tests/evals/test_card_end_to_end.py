@@ -28,19 +28,18 @@ def run(out: Path, *flags: str) -> tuple[int, list[dict]]:
 
 
 @pytest.mark.timeout(300)  # three services and three evals, one after the other
-@pytest.mark.parametrize("num_items", [9, pytest.param(90, marks=pytest.mark.evals)])
+@pytest.mark.evals
 def test_the_bundled_model_agrees_with_itself_and_a_missing_card_is_reported(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], num_items: int
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = ["--parts", "tiny", "--items", str(num_items), "--backends", "torch,triton"]
-    status, [reference, torch, triton] = run(tmp_path, *flags)
+    status, [reference, torch, triton] = run(tmp_path, "--parts", "tiny", "--items", "90", "--backends", "torch,triton")
     assert status == 1
     assert [line.split()[2] for line in capsys.readouterr().out.splitlines()[:3]] == ["ok:", "ok:", "FAILED:"]
     for row in (reference, torch):
-        assert (row["passed"], row["items"], row["paths"]) == (True, num_items, {"torch / none / mxfp4": 6})
+        assert (row["passed"], row["items"], row["paths"]) == (True, 90, {"torch / none / mxfp4": 6})
         assert [check["layer"] for check in row["selfcheck"]] == list(range(6))
-        assert row["right"] >= num_items * 8 / 9
-    assert (torch["agreement"], torch["same_answer"], torch["same_verdict"]) == (1.0, num_items, num_items)
+        assert row["right"] >= 80
+    assert (torch["agreement"], torch["same_answer"], torch["same_verdict"]) == (1.0, 90, 90)
     assert triton["passed"] is False
     assert "--moe-backend triton cannot run mxfp4 experts on cpu" in triton["error"]
 

@@ -69,11 +69,7 @@ def raw_ids(tokenizer: Any, text: str) -> list[int]:
 
 @rows(
     "processor, settings, words",
-    (
-        template(f"{BOS} $A {EOS}"),
-        {"bos_token": BOS},
-        r"puts '<\|begin\|>', '<\|end\|>' around a text",
-    ),
+    (template(f"{BOS} $A {EOS}"), {"bos_token": BOS}, r"puts '<\|begin\|>', '<\|end\|>' around a text"),
     (template(f"$A {EOS}"), {}, "only one token before it is supported"),
     (template(f"{CLS} {BOS} $A"), {"bos_token": BOS}, "add_bos_token in tokenizer_config.json"),
     (template(f"{CLS} $A"), {"bos_token": BOS}, r"begins a text with '<\|cls\|>', but bos_token .* '<\|begin\|>'"),

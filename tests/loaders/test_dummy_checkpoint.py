@@ -57,10 +57,7 @@ def test_gpt_oss_experts_can_be_read_from_dummy_weights(published: bool) -> None
 
 def test_norms_are_ones_and_e8m0_scales_moderate() -> None:
     source = DummyCheckpoint(
-        {
-            "model.layers.0.input_layernorm.weight": (torch.bfloat16, (5,)),
-            "l.scale": (torch.float8_e8m0fnu, (4, 100)),
-        }
+        {"model.layers.0.input_layernorm.weight": (torch.bfloat16, (5,)), "l.scale": (torch.float8_e8m0fnu, (4, 100))}
     )
     assert source.tensor("model.layers.0.input_layernorm.weight").tolist() == [1.0] * 5
     exponents = source.tensor("l.scale").view(torch.uint8)

@@ -131,7 +131,6 @@ def test_biases_are_cut_like_their_rows_and_the_down_bias_stays_whole(tmp_path: 
     place = RankPlace(tp_size=2, tp_rank=1, ep_size=4, ep_rank=3)
     experts = read_shard(tmp_path, kind, place)
     cut = place.cut(I, 32 if kind == "gpt_oss" else 1)
-    assert experts.b13 is not None
     assert experts.b2 is not None
     gate, up = experts.b13.split(cut.padded, 1)
     assert torch.equal(gate[:, : cut.length], meant["b13"][6:8, cut.start : I])

@@ -89,7 +89,6 @@ def test_gpt_oss(tmp_path: Path) -> None:
     assert config.rope == RopeConfig(
         theta=150000.0, rope_type="yarn", factor=32.0, original_max_position_embeddings=4096, truncate=False
     )
-    assert config.quantization is not None
     assert config.quantization.method == "mxfp4"
     assert config.quantization.ignore == ("model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head")
 
@@ -106,7 +105,6 @@ def test_deepseek_v3_with_its_old_key_type(tmp_path: Path) -> None:
     )
     assert config.rope.truncate
     assert config.eos_token_ids == (1,)
-    assert config.quantization is not None
     assert (config.quantization.method, config.quantization.weight_block_size) == ("fp8", (128, 128))
 
 
@@ -143,10 +141,7 @@ def test_original_length_falls_back_to_what_the_file_has(tmp_path: Path) -> None
     "config, words",
     ({}, "no number for 'rope_theta'"),
     ({"rope_theta": "big"}, "no number for 'rope_theta'"),
-    (
-        {"rope_theta": 1e4, "rope_scaling": {"type": "yarn"}},
-        "'rope_scaling' of type 'yarn' needs a number 'factor'",
-    ),
+    ({"rope_theta": 1e4, "rope_scaling": {"type": "yarn"}}, "'rope_scaling' of type 'yarn' needs a number 'factor'"),
     ({"rope_theta": 1e4, "rope_scaling": [1]}, "key 'rope_scaling' must be an object"),
 )
 def test_unusable_rope_settings_are_refused(tmp_path: Path, config: dict[str, Any], words: str) -> None:
@@ -156,7 +151,6 @@ def test_unusable_rope_settings_are_refused(tmp_path: Path, config: dict[str, An
 
 def test_modelopt_in_its_own_file(tmp_path: Path) -> None:
     scheme = write(tmp_path, {"architectures": ["X"]}, hf_quant_config=MODELOPT_FILE).quantization
-    assert scheme is not None
     assert (scheme.method, scheme.algorithm, scheme.group_size) == ("modelopt", "NVFP4", 16)
     assert scheme.kv_cache_algorithm == "FP8"
     assert scheme.ignore == ("lm_head", "model.layers.*.self_attn*", "model.layers.61*")
@@ -165,24 +159,20 @@ def test_modelopt_in_its_own_file(tmp_path: Path) -> None:
 def test_modelopt_in_config_json_and_in_both(tmp_path: Path) -> None:
     config = {"quantization_config": MODELOPT_SECTION}
     scheme = write(tmp_path, config).quantization
-    assert scheme is not None
     assert (scheme.method, scheme.algorithm, scheme.kv_cache_algorithm) == ("modelopt", "NVFP4", "FP8")
     assert scheme.ignore == ("lm_head", "re:model.layers.61.*")
     both = write(tmp_path, config, hf_quant_config=MODELOPT_FILE).quantization
-    assert both is not None
     assert (both.ignore, both.group_size) == (scheme.ignore, 16)
 
 
 def test_modelopt_without_kv_cache_quantization(tmp_path: Path) -> None:
     inner = MODELOPT_FILE["quantization"] | {"kv_cache_quant_algo": None}
     scheme = write(tmp_path, {}, hf_quant_config={"quantization": inner}).quantization
-    assert scheme is not None
     assert scheme.kv_cache_algorithm is None
 
 
 def test_quark(tmp_path: Path) -> None:
     scheme = write(tmp_path, {"quantization_config": {"quant_method": "quark", "exclude": ["lm_head"]}}).quantization
-    assert scheme is not None
     assert (scheme.method, scheme.ignore) == ("quark", ("lm_head",))
 
 
@@ -277,7 +267,6 @@ def test_g44_older_spellings_of_the_section_are_seen(tmp_path: Path) -> None:
 )
 def test_formats_whose_tensors_the_readers_know_are_accepted(tmp_path: Path, section: dict[str, Any]) -> None:
     scheme = write(tmp_path, {"quantization_config": section}).quantization
-    assert scheme is not None
     assert scheme.method == section["quant_method"]
 
 
@@ -293,7 +282,6 @@ def test_g40_the_ancestors_section_in_config_json_is_left_aside(
 ) -> None:
     """Field report G40: an export writes hf_quant_config.json and leaves config.json as its ancestor had it."""
     scheme = write(tmp_path, {"quantization_config": section}, hf_quant_config=MODELOPT_FILE).quantization
-    assert scheme is not None
     assert (scheme.method, scheme.algorithm, scheme.group_size) == ("modelopt", "NVFP4", 16)
     assert scheme.weight_block_size is None
     [record] = caplog.records

@@ -7,13 +7,7 @@ import pytest
 import torch
 
 from loaders.errors import CheckpointError
-from loaders.naming import (
-    RenamedSource,
-    is_prediction_layer,
-    layer_index,
-    skip_prediction_layers,
-    with_model_prefix,
-)
+from loaders.naming import RenamedSource, is_prediction_layer, layer_index, skip_prediction_layers, with_model_prefix
 from tests.loaders.expert_files import random_bf16, save
 from tests.tables import rows
 

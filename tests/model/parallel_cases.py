@@ -10,11 +10,7 @@ from model.parallel import ParallelLayout
 from tests.model.paged import PagedCache, run
 
 # name: the sizes of a layout
-TWO = {
-    "tp2": {"tp_size": 2},
-    "tp2-ep2": {"tp_size": 2, "ep_size": 2},
-    "dp2-ep2": {"dp_size": 2, "ep_size": 2},
-}
+TWO = {"tp2": {"tp_size": 2}, "tp2-ep2": {"tp_size": 2, "ep_size": 2}, "dp2-ep2": {"dp_size": 2, "ep_size": 2}}
 FOUR = {
     "tp4": {"tp_size": 4},
     "tp4-ep2": {"tp_size": 4, "ep_size": 2},

@@ -86,11 +86,7 @@ def test_names_without_the_model_prefix(tmp_path: Path) -> None:
 
 
 @rows(
-    "name",
-    "model.norm.bias",
-    "model.layers.0.input_layernorm.bias",
-    "model.layers.1.mlp.gate.bias",
-    "lm_head2.weight",
+    "name", "model.norm.bias", "model.layers.0.input_layernorm.bias", "model.layers.1.mlp.gate.bias", "lm_head2.weight"
 )
 def test_a_tensor_of_no_part_is_refused_by_name(tmp_path: Path, name: str) -> None:
     """Section G: left-over tensors are an error, those that end in .bias too."""

@@ -16,15 +16,7 @@ from model.moe_build import MoeBuilder
 from model.moe_layer import MoeLayer
 from model.parallel import ParallelLayout
 from model.registry import build_model
-from moe import (
-    Activation,
-    ExpertShape,
-    MoeBackend,
-    MoeRunnerConfig,
-    RankPlace,
-    RoutingConfig,
-    RoutingMethod,
-)
+from moe import Activation, ExpertShape, MoeBackend, MoeRunnerConfig, RankPlace, RoutingConfig, RoutingMethod
 from moe.dispatch import transport
 from moe.errors import MoeConfigError
 from moe.formats import ExpertWeights
@@ -141,11 +133,7 @@ def test_fp8_blocks_are_laid_out_for_whole_blocks(tmp_path: Path) -> None:
     ({"tp_size": 2}, Group(4), "are 2 ranks, but the process group has 4"),
 )
 def test_impossible_ranks_are_refused_before_any_weight(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    sizes: dict[str, int],
-    group: Any,
-    words: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sizes: dict[str, int], group: Any, words: str
 ) -> None:
     tensors, _ = pack_mxfp4(state_by_file_name(make_gpt_oss(), tmp_path))
     write(tmp_path, tensors, {"quantization_config": {"quant_method": "mxfp4"}})

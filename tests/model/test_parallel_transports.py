@@ -24,10 +24,7 @@ DEEPEP, MOONCAKE, NIXL = MoeA2ABackend.DEEPEP, MoeA2ABackend.MOONCAKE, MoeA2ABac
 OWN_TOKENS = {"dp_size": 2, "ep_size": 2}
 SLICES = {"tp_size": 2, "ep_size": 2}  # of the tokens that both have
 BOTH = {"tp_size": 2, "dp_size": 2, "ep_size": 4}
-CASES = [
-    ("gpt_oss", DEEPEP, DeepepMode.AUTO, SLICES, True),
-    ("deepseek", DEEPEP, DeepepMode.AUTO, BOTH, False),
-]
+CASES = [("gpt_oss", DEEPEP, DeepepMode.AUTO, SLICES, True), ("deepseek", DEEPEP, DeepepMode.AUTO, BOTH, False)]
 MORE_CASES = [
     ("gpt_oss", DEEPEP, DeepepMode.NORMAL, OWN_TOKENS, False),
     ("gpt_oss", DEEPEP, DeepepMode.LOW_LATENCY, BOTH, True),

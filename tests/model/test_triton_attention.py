@@ -22,11 +22,10 @@ from model.attention.triton import (
 from model.config import ModelSettingsError, UnsupportedModelError
 from tests.interpreter import PARTS, run_interpreted, waits_for_interpreter
 from tests.model.attention_cases import GQA, MLA
-from tests.moe.kernels.compiling import compile_kernel
+from tests.moe.kernels.compiling import compile_kernel, of_all_archs, rest
 from tests.tables import rows
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-ARCHS = (80, 86, 89, 90, 100, 120)
 SMALLEST_SHARED_BYTES = 99 * 1024  # sm86, sm89 and sm120; the others have more
 HOPPER_SHARED_BYTES = 227 * 1024
 POINTERS = {
@@ -74,21 +73,28 @@ def compiled_latent(arch: int, kind: str, *, is_decode: bool = True) -> Any:
     return compiled(latent_kernels.latent_attention, arch, tile, constants, names[dtype], names[kv_dtype])
 
 
-def test_kernels_compile_for_every_gpu_within_shared_memory(subtests: pytest.Subtests) -> None:
-    for arch in ARCHS:
-        with subtests.test(arch=arch):
-            is_hopper = arch == 90
-            for tile, window in ((_PREFILL, 0), (_PREFILL_IN_WINDOW, 128))[: 2 if is_hopper else 1]:
-                block = {"R_PAD": 8, "BLOCK_Q": tile.rows // 8, "BLOCK_N": tile.keys, "WINDOW": window}
-                kernel = compiled(triton_kernels.prefill, arch, tile, GPT_OSS | block)
-                assert kernel.metadata.shared <= SMALLEST_SHARED_BYTES
-            for window, is_split in ((0, True), (128, False))[: 2 if is_hopper else 1]:
-                block = {"R_PAD": 16, "BLOCK_N": _DECODE.keys, "WINDOW": window, "IS_SPLIT": is_split}
-                kernel = compiled(triton_kernels.decode, arch, _DECODE, GPT_OSS | block)
-                assert kernel.metadata.shared <= SMALLEST_SHARED_BYTES
+@of_all_archs
+def test_kernels_compile_for_every_gpu_within_shared_memory(arch: int) -> None:
+    is_hopper = arch == 90
+    for tile, window in ((_PREFILL, 0), (_PREFILL_IN_WINDOW, 128))[: 2 if is_hopper else 1]:
+        block = {"R_PAD": 8, "BLOCK_Q": tile.rows // 8, "BLOCK_N": tile.keys, "WINDOW": window}
+        kernel = compiled(triton_kernels.prefill, arch, tile, GPT_OSS | block)
+        assert kernel.metadata.shared <= SMALLEST_SHARED_BYTES
+        assert ("wgmma.mma_async" in kernel.asm["ptx"]) == is_hopper
+        assert "cp.async.cg" in kernel.asm["ptx"]
+    for window, is_split in ((0, True), (128, False))[: 2 if is_hopper else 1]:
+        block = {"R_PAD": 16, "BLOCK_N": _DECODE.keys, "WINDOW": window, "IS_SPLIT": is_split}
+        kernel = compiled(triton_kernels.decode, arch, _DECODE, GPT_OSS | block)
+        assert kernel.metadata.shared <= SMALLEST_SHARED_BYTES
 
 
-@rows("arch, kind", *((arch, "bf16") for arch in ARCHS), (80, "fp8"), (90, "fp8"), (86, "fp32"), (89, "fp32 cache"))
+@pytest.mark.parametrize(
+    ("arch", "kind"),
+    [
+        *((arch, "bf16") for arch in (90, 100)), (90, "fp8"),
+        *(rest(arch, "bf16") for arch in (80, 86, 89, 120)), rest(80, "fp8"), rest(86, "fp32"), rest(89, "fp32 cache"),
+    ],
+)  # fmt: skip
 def test_latent_attention_compiles_for_every_gpu_within_shared_memory(arch: int, kind: str) -> None:
     is_wide = (arch, kind) == (90, "bf16")
     kernel = compiled_latent(arch, kind, is_decode=arch != 86)
@@ -97,7 +103,7 @@ def test_latent_attention_compiles_for_every_gpu_within_shared_memory(arch: int,
     assert ("e4m3x2" in kernel.asm["ptx"]) == (kind == "fp8" and arch >= 89)
 
 
-@rows("arch", 80, 90)
+@pytest.mark.parametrize("arch", [90, rest(80)])
 def test_fp8_cache_compiles_with_and_without_the_type(arch: int) -> None:
     fp8 = GPT_OSS | {"IS_FP8": True, "USE_CAST": arch >= 89}
     if arch == 80:
@@ -108,13 +114,6 @@ def test_fp8_cache_compiles_with_and_without_the_type(arch: int) -> None:
         kernel = compiled(triton_kernels.prefill, arch, _PREFILL, fp8 | block, kv_dtype="u8")
     assert kernel.metadata.shared <= SMALLEST_SHARED_BYTES
     assert ("e4m3x2" in kernel.asm["ptx"]) == (arch >= 89)
-
-
-def test_prefill_multiplies_with_hoppers_matrix_instructions() -> None:
-    block = {"R_PAD": 8, "BLOCK_Q": 16, "BLOCK_N": 64, "WINDOW": 0}
-    ptx = compiled(triton_kernels.prefill, 90, _PREFILL, GPT_OSS | block).asm["ptx"]
-    assert "wgmma.mma_async" in ptx
-    assert "cp.async.cg" in ptx
 
 
 def test_auto_takes_triton_on_gpus_and_torch_where_it_cannot(monkeypatch: pytest.MonkeyPatch) -> None:

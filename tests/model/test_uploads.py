@@ -86,10 +86,7 @@ def head_weights(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
 
 
 def test_g41_a_stored_copy_of_the_embedding_is_not_kept_twice(
-    tmp_path: Path,
-    tied: dict[str, torch.Tensor],
-    head_weights: list[torch.Tensor],
-    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path, tied: dict[str, torch.Tensor], head_weights: list[torch.Tensor], caplog: pytest.LogCaptureFixture
 ) -> None:
     write_tied(tmp_path, {**tied, HEAD: tied[EMBEDDING].clone()})
     model = build_model(tmp_path, ModelSettings())

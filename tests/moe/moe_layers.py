@@ -3,15 +3,7 @@
 import torch
 
 from moe import Activation, MoeRunnerConfig, StandardTopK
-from moe.formats import (
-    Bf16Weight,
-    ExpertWeights,
-    Fp8BlockWeight,
-    Fp8TensorWeight,
-    Mxfp4Weight,
-    Nvfp4Weight,
-    Weight,
-)
+from moe.formats import Bf16Weight, ExpertWeights, Fp8BlockWeight, Fp8TensorWeight, Mxfp4Weight, Nvfp4Weight, Weight
 from tests.moe.configs import rank_config
 from tests.moe.joining import concat_rows
 

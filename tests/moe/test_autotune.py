@@ -17,14 +17,7 @@ from moe.errors import MoeConfigError
 from moe.group import SingleRank, TorchGroup
 from moe.registry import BACKEND_MODULES
 from moe.tune.cache import TuneKey, TuningCache
-from moe.tune.policy import (
-    MAX_TOKEN_COUNTS,
-    Tuning,
-    kept_choice,
-    should_autotune,
-    tune,
-    tuning_token_counts,
-)
+from moe.tune.policy import MAX_TOKEN_COUNTS, Tuning, kept_choice, should_autotune, tune, tuning_token_counts
 from tests.emulators.ranks import Rank, run_ranks
 from tests.tables import rows
 
@@ -246,36 +239,40 @@ def test_writers_do_not_meet_and_a_failed_one_leaves_nothing_behind(
 # ---- several ranks ----
 
 
-def rank_process(rank: int, folder: str, case: str) -> None:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet-{case}", rank=rank, world_size=2)
+def rank_process(rank: int, folder: str) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     try:
-        cache = TuningCache(Path(folder) / (f"{case}-{rank}" if case == "one misses" else case))
-        if case == "one misses" and rank == 0:
-            cache.store(KEY, {"1": "slow", "2": "slow", "4": "slow"})
-        # rank 1 finds "fast" slow: the slower rank counts
-        seconds = {"slow": 3.0, "fast": 1.0 if rank == 0 else 9.0, "wrong": 0.5}
-        log: list[tuple[str, int]] = []
-        choice = tune(tuning(log, seconds), cache, TorchGroup())
-        again: list[tuple[str, int]] = []
-        torch.distributed.barrier()
-        if case == "shared folder":
-            tune(tuning(again, seconds), cache, TorchGroup())
-        report = {"choice": choice, "measured": len(log), "again": len(again)}
-        (Path(folder) / f"report-{case}-{rank}.json").write_text(json.dumps(report))
+        for case in ("shared folder", "one misses"):
+            tune_twice(rank, folder, case)
     finally:
         torch.distributed.destroy_process_group()
 
 
-@rows("case", "shared folder", "one misses")
-def test_two_processes_agree(tmp_path: Path, case: str) -> None:
-    torch.multiprocessing.spawn(rank_process, args=(str(tmp_path), case), nprocs=2)
-    reports = [json.loads((tmp_path / f"report-{case}-{rank}.json").read_text()) for rank in range(2)]
-    assert reports[0] == reports[1]
-    assert reports[0]["choice"] == {"1": "slow", "2": "slow", "4": "slow"}
-    assert reports[0]["measured"] == 9, "both tune, also the one that had a choice"
-    assert reports[0]["again"] == 0
-    if case == "one misses":
-        assert not (tmp_path / "one misses-1").exists(), "rank 0 writes, nobody else"
+def tune_twice(rank: int, folder: str, case: str) -> None:
+    cache = TuningCache(Path(folder) / (f"{case}-{rank}" if case == "one misses" else case))
+    if case == "one misses" and rank == 0:
+        cache.store(KEY, {"1": "slow", "2": "slow", "4": "slow"})
+    # rank 1 finds "fast" slow: the slower rank counts
+    seconds = {"slow": 3.0, "fast": 1.0 if rank == 0 else 9.0, "wrong": 0.5}
+    log: list[tuple[str, int]] = []
+    choice = tune(tuning(log, seconds), cache, TorchGroup())
+    again: list[tuple[str, int]] = []
+    torch.distributed.barrier()
+    if case == "shared folder":
+        tune(tuning(again, seconds), cache, TorchGroup())
+    report = {"choice": choice, "measured": len(log), "again": len(again)}
+    (Path(folder) / f"report-{case}-{rank}.json").write_text(json.dumps(report))
+
+
+def test_two_processes_agree(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(rank_process, args=(str(tmp_path),), nprocs=2)
+    for case in ("shared folder", "one misses"):
+        reports = [json.loads((tmp_path / f"report-{case}-{rank}.json").read_text()) for rank in range(2)]
+        assert reports[0] == reports[1]
+        assert reports[0]["choice"] == {"1": "slow", "2": "slow", "4": "slow"}
+        assert reports[0]["measured"] == 9, "both tune, also the one that had a choice"
+        assert reports[0]["again"] == 0
+    assert not (tmp_path / "one misses-1").exists(), "rank 0 writes, nobody else"
 
 
 class ThreadRanks:

@@ -25,10 +25,7 @@ from tests.tables import rows
 
 
 def check(
-    experts: ExpertWeights,
-    prepared: ExpertWeights | None = None,
-    topology: Topology | None = None,
-    **changes: object,
+    experts: ExpertWeights, prepared: ExpertWeights | None = None, topology: Topology | None = None, **changes: object
 ) -> SelfCheckReport:
     """Check a layer whose quant info was built from `prepared`, by default the experts themselves."""
     topology = topology or Topology()

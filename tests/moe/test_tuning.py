@@ -11,15 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe import (
-    Activation,
-    MoeA2ABackend,
-    MoeBackend,
-    MoeConfigError,
-    MoeRunner,
-    StandardDispatchOutput,
-    Topology,
-)
+from moe import Activation, MoeA2ABackend, MoeBackend, MoeConfigError, MoeRunner, StandardDispatchOutput, Topology
 from moe.backends.flashinfer.profiles import profiles_of
 from moe.formats import ExpertWeights
 from moe.registry import load_backend

@@ -68,7 +68,7 @@ class ServiceProcess:
         return [int(pid) for pid in (folder / "children").read_text().split()]
 
     def http(self) -> httpx2.Client:
-        return httpx2.Client(base_url=self.url, timeout=30)
+        return httpx2.Client(base_url=self.url, timeout=30, verify=False)
 
     def signal(self, sig: signal.Signals) -> None:
         self.process.send_signal(sig)

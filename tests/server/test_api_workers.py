@@ -320,16 +320,13 @@ def test_a_signal_before_anything_is_served_ends_with_0(tmp_path):
 
 
 ENDS = [
-    test_life.test_16_requests_are_finished_after_sigterm,
     test_life.test_a_second_sigterm_ends_requests_with_a_503_g86,
-    test_life.test_a_hanging_engine_is_not_drained_g85,
     test_life.test_an_engine_that_dies_ends_the_service_if_so_set_g82,
-    test_life.test_an_engine_that_dies_leaves_a_service_that_says_so_g82,
 ]
 
 
 @pytest.mark.parametrize("row", ENDS, ids=lambda row: row.__name__.removeprefix("test_"))
 def test_it_ends_as_one_process_does(row, tmp_path, monkeypatch):
-    """The rows of "How the service ends" in docs/architecture.md."""
+    """Two rows of "How the service ends" in docs/architecture.md; `make api-workers` has them all."""
     monkeypatch.setenv(API_WORKERS, "2")
     row(tmp_path)

@@ -75,7 +75,7 @@ def test_standard_streams_that_cannot_be_written_do_not_matter_g08(tmp_path, kin
     """Such streams used to end the service with a traceback, or turned its exit status into 1."""
     port = free_port()
     with start(tmp_path, "fake", "--port", str(port), **STREAMS[kind]) as service:
-        with httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as http:
+        with httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=30, verify=False) as http:
             wait_until(lambda: health(http) == 200, 30)
             assert http.post("/v1/completions", json=ASK).json()["usage"]["completion_tokens"] == 3
         if kind == "output on a full disk":
@@ -101,7 +101,7 @@ def test_no_writable_folder_is_needed_g08(tmp_path):
 def test_a_signal_while_the_model_loads_ends_the_service_with_0_g07(tmp_path):
     port = free_port()
     with start(tmp_path, "loading", "--port", str(port)) as service:
-        with httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as http:
+        with httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=30, verify=False) as http:
             wait_until(lambda: health(http) == 503, 30)
         service.signal(signal.SIGTERM)
         assert service.process.wait(30) == 0

@@ -5,7 +5,7 @@ from tests.soak.run import Plan, soak
 
 def test_unruly_clients_lose_nothing_and_leave_nothing_behind_g80_g81(tmp_path):
     plan = Plan(
-        seconds=3, warm_up_seconds=0.5, rest_seconds=0, num_clients=16, seed=3, max_liveness_s=5.0, max_growth=2.0
+        seconds=2.5, warm_up_seconds=0.5, rest_seconds=0, num_clients=16, seed=3, max_liveness_s=5.0, max_growth=2.0
     )
     result = soak(plan, tmp_path)
     assert result.faults == []

@@ -23,7 +23,7 @@ from tools.checkpoint_files.tensors import Tensor, Values
 from tools.checkpoint_files.values import chunks
 
 FORMATS = {"gpt-oss-20b": "mxfp4", "gpt-oss-120b": "mxfp4", "deepseek-v3": "fp8_block", "deepseek-v3-nvfp4": "nvfp4"}
-TENSORS = {"gpt-oss-20b": 459, "gpt-oss-120b": 687, "deepseek-v3": 91991, "deepseek-v3-nvfp4": 180364}
+TENSORS = {"gpt-oss-20b": 459, "gpt-oss-120b": 687, "deepseek-v3": 4743, "deepseek-v3-nvfp4": 7044}
 BYTES = {"gpt-oss-20b": 13_761_264_768, "gpt-oss-120b": 65_248_815_744}  # as the published indices say
 SMALL = {
     "gpt-oss-20b": ("--experts=4", "--hidden=64", "--intermediate=32", "--heads=8", "--vocab=4096"),
@@ -36,7 +36,8 @@ SMALL["deepseek-v3-nvfp4"] = SMALL["deepseek-v3"]
 @pytest.fixture(scope="module", params=MODELS)
 def sparse(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("sparse") / request.param
-    assert main([request.param, str(folder), "--sparse"]) == 0
+    cut = ("--layers", "5") if request.param.startswith("deepseek") else ()  # 61 have 180,364 tensors
+    assert main([request.param, str(folder), "--sparse", *cut]) == 0
     return folder
 
 

@@ -15,11 +15,7 @@ from tools.tiny_models.quant import fake_quantize, pack, round_e2m1, straight_th
 from tools.tiny_models.render import ASSETS, load_encoder, render
 
 LUT = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
-QUESTIONS = {
-    "What is the capital of France?": "Paris",
-    "12+30": "42",
-    "Reverse the word lemon": "nomel",
-}
+QUESTIONS = {"What is the capital of France?": "Paris", "12+30": "42", "Reverse the word lemon": "nomel"}
 
 
 def test_rounding_ties_go_to_the_even_code_and_gradients_pass() -> None:

@@ -15,9 +15,7 @@ from moe import (
     StandardTopK,
     Topology,
 )
-from moe.backends.flashinfer.cutedsl import (
-    FlashinferCutedslBackend,
-)
+from moe.backends.flashinfer.cutedsl import FlashinferCutedslBackend
 from moe.config import DispatchFormat
 from moe.formats import ExpertWeights
 from moe.types import DeepepLlDispatchOutput

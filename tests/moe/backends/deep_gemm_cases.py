@@ -5,14 +5,7 @@ from typing import Any
 
 import torch
 
-from moe import (
-    Activation,
-    MoeA2ABackend,
-    MoeBackend,
-    MoeRunner,
-    StandardDispatchOutput,
-    Topology,
-)
+from moe import Activation, MoeA2ABackend, MoeBackend, MoeRunner, StandardDispatchOutput, Topology
 from moe.backends.deep_gemm.backend import DeepGemmBackend
 from moe.check.reference import reference_moe
 from moe.config import DispatchDtype

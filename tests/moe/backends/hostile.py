@@ -5,6 +5,7 @@ Gate unlike up; per-expert magnitudes, biases and scales all distinct; many clam
 """
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -12,12 +13,7 @@ import torch
 
 from moe import Activation, MoeRunnerConfig, StandardTopK
 from moe.check.reference import reference_moe
-from moe.formats import (
-    ExpertWeights,
-    Fp8TensorWeight,
-    Nvfp4Weight,
-    activation_quant,
-)
+from moe.formats import ExpertWeights, Fp8TensorWeight, Nvfp4Weight, activation_quant
 from tests.moe.configs import rank_config
 from tests.moe.joining import concat_rows
 from tests.moe.moe_layers import FORMATS, relative_error
@@ -31,10 +27,10 @@ ROUNDING = {
 }
 
 
-def dense_experts(num_experts: int, hidden: int, inter: int, *, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """(w13 [E, 2I, H] with rows [gate; up], w2 [E, H, I]) in fp32."""
+@functools.cache
+def _drawn_experts(num_experts: int, hidden: int, inter: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random numbers for `dense_experts`, which many tests ask for in the same sizes."""
     g = torch.Generator().manual_seed(seed)
-    size = 1 + 0.35 * torch.arange(num_experts)[:, None, None]
     gate = torch.randn(num_experts, inter, hidden, generator=g) * 1.5 / hidden**0.5
     up = (torch.randn(num_experts, inter, hidden, generator=g) + 0.02) * 0.6 / hidden**0.5
     w2 = (
@@ -42,7 +38,14 @@ def dense_experts(num_experts: int, hidden: int, inter: int, *, seed: int = 0) -
         if inter
         else torch.empty(num_experts, hidden, 0)
     )
-    return torch.cat((gate, up), dim=1) * size, w2 * size.flip(0)
+    return torch.cat((gate, up), dim=1), w2
+
+
+def dense_experts(num_experts: int, hidden: int, inter: int, *, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """(w13 [E, 2I, H] with rows [gate; up], w2 [E, H, I]) in fp32."""
+    w13, w2 = _drawn_experts(num_experts, hidden, inter, seed)
+    size = 1 + 0.35 * torch.arange(num_experts)[:, None, None]
+    return w13 * size, w2 * size.flip(0)
 
 
 def plain_experts(

@@ -33,18 +33,7 @@ from tests.emulators.mori import install_mori
 from tests.emulators.ranks import Rank, run_ranks
 from tests.emulators.refusal import KernelRefusal
 from tests.moe.backends import hostile
-from tests.moe.backends.aiter_cases import (
-    BACKEND,
-    LL_H,
-    TOLERANCE,
-    E,
-    H,
-    K,
-    behind,
-    deepep_for,
-    experts_of,
-    mori_for,
-)
+from tests.moe.backends.aiter_cases import BACKEND, LL_H, TOLERANCE, E, H, K, behind, deepep_for, experts_of, mori_for
 from tests.moe.dispatch import several_ranks
 from tests.tables import rows
 
@@ -163,11 +152,7 @@ def test_mori_is_built_for_the_fp8_of_the_gpu(monkeypatch: pytest.MonkeyPatch, a
         topology = Topology(ep_size=2, ep_rank=rank.rank(), a2a=MoeA2ABackend.MORI, dispatch_dtype=DispatchDtype.FP8)
         config = several_ranks.layer_config(experts, torch.bfloat16, place=topology, max_num_tokens=16)
         transport = build_transport(
-            topology,
-            config,
-            group=rank,
-            settings=DeepepSettings(),
-            dispatch_dtypes={DispatchDtype.FP8},
+            topology, config, group=rank, settings=DeepepSettings(), dispatch_dtypes={DispatchDtype.FP8}
         )
         dispatcher = transport.dispatcher(DispatchSpec(dispatch_dtype=DispatchDtype.FP8))
         formats = (DispatchFormat.MORI_NORMAL,)

@@ -6,12 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from moe import (
-    MoeA2ABackend,
-    MoeBackend,
-    MoeRunner,
-    Topology,
-)
+from moe import MoeA2ABackend, MoeBackend, MoeRunner, Topology
 from moe.backends.deep_gemm import backend as deep_gemm
 from moe.backends.deep_gemm import permutes as deep_gemm_permutes
 from moe.check.selfcheck import check_layer
@@ -62,11 +57,7 @@ def test_up_to_256_tokens_take_the_masked_kernel(kernels: tuple[DeepGemm, str]) 
         assert set(kernels[0].calls) == {kernel}
 
 
-@rows(
-    "mode, num_tokens",
-    (DeepepMode.NORMAL, [1, 2, 0, 4, 5, 0, 7, 8]),
-    (DeepepMode.LOW_LATENCY, [3, 0, 8, 1]),
-)
+@rows("mode, num_tokens", (DeepepMode.NORMAL, [1, 2, 0, 4, 5, 0, 7, 8]), (DeepepMode.LOW_LATENCY, [3, 0, 8, 1]))
 def test_behind_deepep_ranks_equal_one_rank(
     kernels: tuple[DeepGemm, str], monkeypatch: pytest.MonkeyPatch, mode: DeepepMode, num_tokens: list[int]
 ) -> None:

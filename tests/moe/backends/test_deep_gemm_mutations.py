@@ -6,11 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe import (
-    Activation,
-    MoeBackend,
-    registry,
-)
+from moe import Activation, MoeBackend, registry
 from moe.backends.deep_gemm import backend as deep_gemm
 from moe.backends.deep_gemm import permutes as deep_gemm_permutes
 from moe.backends.deep_gemm.backend import DeepGemmBackend

@@ -15,10 +15,7 @@ from moe import (
     Topology,
     UnsupportedPathError,
 )
-from moe.backends.flashinfer.cutedsl import (
-    CuteDslFp4MoeQuantInfo,
-    is_flashinfer_cutedsl_v1_path,
-)
+from moe.backends.flashinfer.cutedsl import CuteDslFp4MoeQuantInfo, is_flashinfer_cutedsl_v1_path
 from moe.errors import WeightFormatError
 from moe.types import FlashinferCombineInput, FlashinferDispatchOutput
 from tests.emulators import layouts, numbers

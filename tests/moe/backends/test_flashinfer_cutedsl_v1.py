@@ -5,17 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from moe import (
-    MoeBackend,
-    MoeConfigError,
-    MoeRunner,
-    Topology,
-    UnsupportedPathError,
-)
-from moe.backends.flashinfer.cutedsl import (
-    CuteDslLayout,
-    DownGemmOverlap,
-)
+from moe import MoeBackend, MoeConfigError, MoeRunner, Topology, UnsupportedPathError
+from moe.backends.flashinfer.cutedsl import CuteDslLayout, DownGemmOverlap
 from moe.choose.select import choose_backend
 from moe.config import DispatchFormat
 from moe.device import Device
@@ -118,8 +109,6 @@ def test_v1_takes_tokens_that_the_dispatch_quantized(kernel: CutedslEmulator) ->
     codes, scale = nvfp4_slots(slots, float(info.input_quant[0]))
     quantized = dataclasses.replace(info, use_nvfp4_dispatch=True)
     v1_runner(config).run(dispatch_ll(codes, masked_m, scale), quantized)
-    assert first is not None
-    assert kernel.exact is not None
     assert torch.equal(first.nan_to_num(), kernel.exact.nan_to_num())
 
 

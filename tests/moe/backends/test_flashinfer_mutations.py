@@ -18,12 +18,7 @@ from tests.emulators.refusal import KernelRefusal
 from tests.moe.backends.scenarios import PATHS, install, prepare, run_scenario, tolerance
 from tests.tables import rows
 
-MODULES = {
-    "mxfp4": mxfp4,
-    "cutlass": cutlass,
-    "trtllm": trtllm,
-    "cutedsl": cutedsl,
-}
+MODULES = {"mxfp4": mxfp4, "cutlass": cutlass, "trtllm": trtllm, "cutedsl": cutedsl}
 Plant = Callable[[pytest.MonkeyPatch, str], None]
 
 

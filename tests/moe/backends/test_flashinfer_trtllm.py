@@ -82,9 +82,7 @@ def test_numbers_with_routing_inside(kernel: TrtllmEmulator, name: str, rules: R
     topk = bypassed(rules)
     got = run(experts, topk, Topology())
     want = route(topk.logits, rules, topk.correction_bias)
-    assert kernel.routed is not None
     assert torch.equal(kernel.routed[0].sort(-1).values.int(), want.ids.sort(-1).values)
-    assert kernel.exact is not None
     assert hostile.relative_error(kernel.exact, expected(experts, want)) < TOLERANCE
     assert torch.equal(got, kernel.exact.bfloat16())
 
@@ -166,7 +164,6 @@ def test_a_release_that_allocates_its_own_result(kernel: TrtllmEmulator, monkeyp
     genuine = fused_moe.trtllm_fp8_block_scale_moe
     monkeypatch.setattr(fused_moe, "trtllm_fp8_block_scale_moe", lambda **arguments: [genuine(**arguments)])
     got = run(hostile.quantized_experts("fp8_block", E, H, I, x=X), bypassed(DEEPSEEK), Topology())
-    assert kernel.exact is not None
     assert torch.equal(got, kernel.exact.bfloat16())
 
 

@@ -158,7 +158,6 @@ def test_nixl_keeps_its_scale_options(monkeypatch: pytest.MonkeyPatch) -> None:
     def work(rank: Rank) -> torch.dtype:
         dispatcher = deepep(rank, dispatch_dtype=DispatchDtype.FP8_UE8M0, kind=NixlBuffer)
         scale = dispatcher.dispatch(hostile.tokens(4, H), hostile.routing(4, E, K)).hidden_states_scale
-        assert scale is not None
         return scale.dtype
 
     assert run_ranks(1, work) == [torch.int32]

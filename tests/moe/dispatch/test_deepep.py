@@ -99,7 +99,6 @@ def test_scales_of_padded_columns_are_cut(
     def work(rank: Rank) -> tuple[int, int]:
         dispatcher = deepep_dispatcher(rank, DeepepMode.LOW_LATENCY, hidden, dispatch_dtype)
         result = dispatcher.dispatch(hostile.tokens(4, hidden).bfloat16(), hostile.routing(4, E, K))
-        assert result.hidden_states_scale is not None
         return result.hidden_states.shape[-1], result.hidden_states_scale.shape[-1]
 
     assert run_ranks(2, work) == [(hidden, num_scales)] * 2

@@ -146,7 +146,6 @@ def test_flashinfer_sends_quantized_tokens_with_their_scales(monkeypatch: pytest
         return received
 
     received = run_ranks(2, work)[0]
-    assert received.hidden_states_scale is not None
     assert (received.hidden_states.shape, received.hidden_states_scale.shape) == ((16, 128), (16, 16))
     is_used = (received.topk_output.ids >= 0).all(-1)
     assert bool(received.hidden_states[is_used].isfinite().all())

@@ -54,13 +54,7 @@ def round_trip(
             num_experts=E, hidden_size=H, intermediate_size=64, top_k=K, place=topology, max_num_tokens=LIMIT
         )
         settings = DeepepSettings(mode=mode, max_dispatch_tokens=LIMIT)
-        built = build_transport(
-            topology,
-            config,
-            group=rank,
-            settings=settings,
-            dispatch_dtypes={dispatch_dtype},
-        )
+        built = build_transport(topology, config, group=rank, settings=settings, dispatch_dtypes={dispatch_dtype})
         dispatcher = built.dispatcher(DispatchSpec(dispatch_dtype=dispatch_dtype))
         spoil(dispatcher)
         return check_round_trip(dispatcher, dispatch_formats(a2a, mode), config, topology, max_num_tokens=LIMIT)

@@ -6,15 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe.errors import WeightFormatError
-from moe.formats import (
-    Bf16Weight,
-    ExpertWeights,
-    Fp8BlockWeight,
-    Fp8TensorWeight,
-    Mxfp4Weight,
-    Nvfp4Weight,
-    Weight,
-)
+from moe.formats import Bf16Weight, ExpertWeights, Fp8BlockWeight, Fp8TensorWeight, Mxfp4Weight, Nvfp4Weight, Weight
 from moe.formats.fp8 import E4M3
 from tests.moe.joining import concat_rows, stack
 from tests.tables import rows

@@ -4,6 +4,7 @@ import inspect
 import re
 from typing import Any
 
+import pytest
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -13,6 +14,18 @@ from moe.kernels.group import group_slots, unpermute_sum
 from moe.kernels.plan import Plan
 from moe.kernels.products import BF16, FP8_BLOCK, FP8_BOTH, MXFP4, NVFP4
 from moe.kernels.quantize import quantize_rows
+
+ARCHS = (80, 86, 89, 90, 100, 120)
+
+
+def rest(*values: object) -> Any:
+    """A case that `make kernels` alone runs."""
+    return pytest.param(*values, marks=pytest.mark.kernels)
+
+
+# `make test` compiles for one GPU of each family of matrix instructions (mma, wgmma, tcgen05), or for Hopper alone.
+of_all_archs = pytest.mark.parametrize("arch", [80, 90, 100, *map(rest, (86, 89, 120))])
+of_hopper_and_others = pytest.mark.parametrize("arch", [90, *map(rest, (80, 86, 89, 100, 120))])
 
 FORMATS = {"bf16": BF16, "fp8_block": FP8_BLOCK, "mxfp4": MXFP4, "nvfp4": NVFP4}
 _DATA = {"bf16": "*bf16", "fp8_block": "*i16", "mxfp4": "*i16", "nvfp4": "*i16"}

@@ -170,23 +170,20 @@ def poisoned(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -
 
 
 PICK = PARTS | {
-    "mxfp4 direct": lambda: run_case("mxfp4", 3, 192, 160, DIRECT),
     "mxfp4 direct, two parts": lambda: run_case("mxfp4", 3, 64, 416, DIRECT),
-    "mxfp4 direct, three parts by expert": lambda: run_case("mxfp4", 5, 160, 448, replace(BY_EXPERT, split_k=3)),
-    "mxfp4 direct, tails after the loop": lambda: run_case("mxfp4", 4, 192, 288, LATE_TAIL),
-    "mxfp4 direct, tails and several tiles an expert": lambda: run_case("mxfp4", 24, 160, 192, BY_EXPERT),
-    "mxfp4 direct by expert": lambda: run_case("mxfp4", 5, 160, 96, BY_EXPERT),
+    "mxfp4 direct, three parts by expert": lambda: run_case("mxfp4", 3, 96, 416, replace(BY_EXPERT, split_k=3)),
+    "mxfp4 direct, tails after the loop": lambda: run_case("mxfp4", 4, 192, 160, LATE_TAIL),
+    "mxfp4 direct, tails and several tiles an expert": lambda: run_case("mxfp4", 24, 96, 160, BY_EXPERT),
     "mxfp4 one token": lambda: run_case("mxfp4", 1, 96, 96, DIRECT),
-    "mxfp4 grouped": lambda: run_case("mxfp4", 37, 96, 160, GROUPED),
-    "mxfp4 two tile heights": lambda: run_case("mxfp4", 60, 192, 96, replace(HEIGHTS, num_tile_heights=2)),
+    "mxfp4 grouped": lambda: run_case("mxfp4", 26, 96, 160, GROUPED),
+    "mxfp4 two tile heights": lambda: run_case("mxfp4", 60, 96, 96, replace(HEIGHTS, num_tile_heights=2)),
     "mxfp4 direct, one token is no number": lambda: run_case(
         "mxfp4", 3, 160, 160, DIRECT, has_bias=False, is_spoilt=True
     ),
     "mxfp4 tiles without masks, one token is no number": lambda: run_case(
         "mxfp4", 7, 160, 192, TALL, has_bias=False, is_spoilt=True
     ),
-    "mxfp4 direct on two ranks": lambda: run_case("mxfp4", 4, 160, 96, DIRECT, ep_size=2),
-    "mxfp4 plain activation": lambda: run_case("mxfp4", 3, 96, 96, DIRECT, has_bias=False),
+    "mxfp4 direct on two ranks": lambda: run_case("mxfp4", 4, 96, 96, DIRECT, ep_size=2),
     "deepep normal": lambda: run_deepep(is_low_latency=False),
     "deepep low latency": lambda: run_deepep(is_low_latency=True),
     "bf16 direct": lambda: run_case("bf16", 3, 100, 60, DIRECT),
@@ -196,18 +193,21 @@ PICK = PARTS | {
     "fp8_block with fp8 activations": lambda: run_case(
         "fp8_block", 18, 256, 128, FP8_ACTIVATIONS, quantize_input=fp8_groups
     ),
-    "fp8_block with fp8 activations at 192 and 136": lambda: run_case(
-        "fp8_block", 18, 192, 136, FP8_ACTIVATIONS, quantize_input=fp8_groups
-    ),
     "nvfp4 direct, three choices on three ranks": lambda: run_case("nvfp4", 6, 32, 48, BY_EXPERT, top_k=3, ep_size=3),
     "mxfp4 wide offsets": lambda: with_wide_offsets(lambda: run_case("mxfp4", 3, 160, 96, DIRECT)),
-    "mxfp4 grouped, wide offsets": lambda: with_wide_offsets(lambda: run_case("mxfp4", 9, 160, 96, HEIGHTS)),
+    "mxfp4 grouped, wide offsets": lambda: with_wide_offsets(lambda: run_case("mxfp4", 9, 96, 96, HEIGHTS)),
     "fp8_block in wide tiles": lambda: run_case("fp8_block", 5, 384, 128, WIDE),
-    "nvfp4 direct": lambda: run_case("nvfp4", 3, 96, 80, DIRECT),
     "nvfp4 grouped": lambda: run_case("nvfp4", 18, 96, 48, GROUPED),
     "nvfp4 direct, half a step left": lambda: run_case("nvfp4", 3, 160, 224, DIRECT),
 }
 REST = {  # sizes of real models, and more of what the pick has once
+    "mxfp4 direct": lambda: run_case("mxfp4", 3, 192, 160, DIRECT),
+    "mxfp4 direct by expert": lambda: run_case("mxfp4", 5, 160, 96, BY_EXPERT),
+    "mxfp4 plain activation": lambda: run_case("mxfp4", 3, 96, 96, DIRECT, has_bias=False),
+    "fp8_block with fp8 activations at 192 and 136": lambda: run_case(
+        "fp8_block", 18, 192, 136, FP8_ACTIVATIONS, quantize_input=fp8_groups
+    ),
+    "nvfp4 direct": lambda: run_case("nvfp4", 3, 96, 80, DIRECT),
     "mxfp4 direct, three parts, three choices on two ranks": lambda: run_case(
         "mxfp4", 3, 160, 448, replace(DIRECT, block_m=8, split_k=3), top_k=3, ep_size=2
     ),

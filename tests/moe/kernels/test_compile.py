@@ -12,29 +12,36 @@ import pytest
 from moe.backends.triton.plans import LayerShape, plans_for
 from moe.kernels.plan import Plan
 from tests.moe.kernels.compiling import (
+    ARCHS,
     FORMATS,
     compile_gemm,
     compile_group,
     compile_quantize,
     compile_sum,
+    of_hopper_and_others,
     reached_before,
+    rest,
 )
 from tests.tables import rows
 
-ARCHS = (80, 86, 89, 90, 100, 120)
 DIRECT = Plan(is_direct=True, block_m=16, block_n_1=64, block_n_2=64, split_k=2)
 GROUPED = Plan(is_direct=False, block_m=64, block_n_1=128, block_n_2=128, num_stages_1=3, num_stages_2=3)
 SMALLEST_SHARED_BYTES = 99 * 1024  # sm86, sm89 and sm120; the others have more
 
 
-def test_both_gemms_of_every_format_compile_within_shared_memory(subtests: pytest.Subtests) -> None:
-    pairs = {(arch, "mxfp4") for arch in ARCHS} | set(itertools.product((80, 90, 100), FORMATS))
-    for (arch, format_name), plan in itertools.product(sorted(pairs), [DIRECT, GROUPED]):
-        with subtests.test(arch=arch, format_name=format_name, plan=plan):
-            for is_first in (True, False):
-                kernel = compile_gemm(format_name, plan, arch, is_first=is_first)
-                assert "cubin" in kernel.asm
-                assert kernel.metadata.shared <= SMALLEST_SHARED_BYTES
+@pytest.mark.parametrize(
+    ("arch", "format_name"),
+    [
+        *((90, format_name) for format_name in FORMATS),
+        *(rest(*pair) for pair in itertools.product((80, 100), FORMATS)),
+        *(rest(arch, "mxfp4") for arch in (86, 89, 120)),
+    ],
+)
+def test_both_gemms_of_every_format_compile_within_shared_memory(arch: int, format_name: str) -> None:
+    for plan, is_first in itertools.product([DIRECT, GROUPED], [True, False]):
+        kernel = compile_gemm(format_name, plan, arch, is_first=is_first)
+        assert "cubin" in kernel.asm
+        assert kernel.metadata.shared <= SMALLEST_SHARED_BYTES
 
 
 def test_plans_of_unmeasured_gpus_are_no_larger_than_the_compiled_ones(subtests: pytest.Subtests) -> None:
@@ -51,6 +58,7 @@ def test_plans_of_unmeasured_gpus_are_no_larger_than_the_compiled_ones(subtests:
                     assert replace(plan, block_m=largest.block_m) == largest
 
 
+@pytest.mark.kernels
 @rows("arch", 80, 90)
 def test_the_variants_of_plans_compile(arch: int) -> None:
     is_direct, grouped = replace(DIRECT, by_expert=True, split_k=1), replace(GROUPED, num_tile_heights=3)
@@ -59,6 +67,7 @@ def test_the_variants_of_plans_compile(arch: int) -> None:
         assert kernel.metadata.shared <= SMALLEST_SHARED_BYTES
 
 
+@pytest.mark.kernels
 @rows("format_name", "mxfp4", "fp8_block")
 def test_one_step_one_block_and_wide_offsets_compile(format_name: str) -> None:
     """Triton makes a constant of every size that is one."""
@@ -72,14 +81,13 @@ def test_one_step_one_block_and_wide_offsets_compile(format_name: str) -> None:
         assert "cubin" in compile_gemm(format_name, plan, 90, is_first=False, WIDE=True, top_k=3).asm
 
 
-def test_grouping_summing_and_quantizing_compile(subtests: pytest.Subtests) -> None:
-    for arch in ARCHS:
-        with subtests.test(arch=arch):
-            assert "cubin" in compile_group(GROUPED, arch).asm
-            for plan in (DIRECT, GROUPED):
-                assert "cubin" in compile_sum(plan, arch).asm
-            for by_slot in (True, False):
-                assert "cubin" in compile_quantize(arch, by_slot=by_slot).asm
+@of_hopper_and_others
+def test_grouping_summing_and_quantizing_compile(arch: int) -> None:
+    assert "cubin" in compile_group(GROUPED, arch).asm
+    for plan in (DIRECT, GROUPED):
+        assert "cubin" in compile_sum(plan, arch).asm
+    for by_slot in (True, False):
+        assert "cubin" in compile_quantize(arch, by_slot=by_slot).asm
 
 
 @rows("plan", DIRECT, GROUPED)
@@ -92,7 +100,7 @@ def test_hopper_code_streams_whole_vectors_and_multiplies_from_registers(plan: P
     assert "local" not in ptx.split(".entry", 1)[1]  # nothing spilled or indexed at run time
 
 
-@rows("arch", 80, 90)
+@pytest.mark.parametrize("arch", [90, rest(80)])
 def test_a_tail_is_on_its_way_before_the_loop_of_low_tiles_only(arch: int) -> None:
     """Loops copy to shared memory; loads of whole vectors into registers are the tail's. Tall tiles have no masks."""
     plans = [(replace(DIRECT, block_m=block_m), block_m <= 16) for block_m in (16, 32)]
@@ -105,6 +113,7 @@ def test_a_tail_is_on_its_way_before_the_loop_of_low_tiles_only(arch: int) -> No
         assert bool(re.search(r"^\s*ld\.global\.v4", ptx, re.MULTILINE)) == (plan.block_m >= 128)
 
 
+@pytest.mark.kernels
 @rows("format_name", "mxfp4", "nvfp4")
 def test_hopper_keeps_several_products_in_flight(
     format_name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -121,6 +130,7 @@ def test_hopper_keeps_several_products_in_flight(
         assert "serialized" not in log
 
 
+@pytest.mark.kernels
 def test_sums_of_fp8_products_stay_in_registers(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -134,7 +144,7 @@ def test_sums_of_fp8_products_stay_in_registers(
     assert int(spilled) < 128
 
 
-@rows("arch", 89, 90, 100, 120)
+@pytest.mark.parametrize("arch", [90, rest(89), rest(100), rest(120)])
 def test_fp8_activations_multiply_in_fp8(arch: int) -> None:
     plan = replace(GROUPED, fp8_activations=True)
     for is_first in (True, False):
@@ -144,8 +154,8 @@ def test_fp8_activations_multiply_in_fp8(arch: int) -> None:
     assert "cvt.rn.satfinite.e4m3x2" in compile_quantize(arch).asm["ptx"]
 
 
+@pytest.mark.parametrize("format_name", ["mxfp4", rest("fp8_block")])
 @rows("one_tile", True, False)
-@rows("format_name", "mxfp4", "fp8_block")
 def test_direct_kernels_that_start_early_wait_in_time_on_hopper(format_name: str, one_tile: bool) -> None:
     plan = Plan(is_direct=True, block_m=16, block_n_1=64, block_n_2=64, pdl=True)
     for is_first in (True, False):

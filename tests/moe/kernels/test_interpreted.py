@@ -4,7 +4,7 @@ import pytest
 
 from tests.interpreter import PARTS, run_interpreted, waits_for_interpreter
 
-NUM_CASES = {"pick": 33, "rest": 13}
+NUM_CASES = {"pick": 28, "rest": 18}
 
 
 @waits_for_interpreter

@@ -170,7 +170,6 @@ def test_fp8_scales_follow_their_rows_through_the_interleaving() -> None:
     scale_inv = torch.arange(4.0).view(1, 4, 1) + 1
     weight = Fp8BlockWeight(torch.zeros(1, 512, 100).to(torch.float8_e4m3fn), scale_inv)
     scales = pack_matrix(weight, None, is_gated=True).scales
-    assert scales is not None
     assert scales[0, 0, 0].tolist() == [1, 3, 1, 3, 1, 3, 1, 3]
     assert scales[0, 0, 7].tolist() == [2, 4, 2, 4, 2, 4, 2, 4]
 
@@ -178,7 +177,6 @@ def test_fp8_scales_follow_their_rows_through_the_interleaving() -> None:
 def test_bias_is_interleaved_like_its_rows() -> None:
     bias = torch.arange(32.0)[None]
     packed = pack_matrix(Bf16Weight(torch.zeros(1, 32, 8)), bias, is_gated=True)
-    assert packed.bias is not None
     assert packed.bias[0, :24].tolist() == [*range(8), *range(16, 24), *range(8, 16)]
     assert not packed.bias[0, 32:].any()
 
