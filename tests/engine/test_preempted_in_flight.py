@@ -45,5 +45,5 @@ def test_a_preempted_sequence_stands_in_front_of_those_that_came_later():
     first, second = add(scheduler, "first", [1]), add(scheduler, "second", [2])
     queue = FairQueue()
     queue.put(second)
-    queue.put_back(first)
+    queue.put(first)
     assert queue.first(Shares([])) is first
