@@ -1,6 +1,6 @@
 """The bundled folder in plain transformers and in our engine: the same greedy tokens, both in fp32?
 
-    python -m tools.tiny_models.compare_transformers [--prompts 200] [--tokens 64]
+    python -m tools.tiny_models.families.gpt_oss.compare_transformers [--prompts 200] [--tokens 64]
 
 Prompts are spread evenly over the categories of `evals/data`. The last line is JSON; exit status 1 on a difference.
 """
@@ -16,9 +16,9 @@ from transformers import AutoTokenizer, GptOssForCausalLM, Mxfp4Config
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.types import EngineRequest, SamplingParams
-from tools.tiny_models.render import ASSETS
+from tools.tiny_models.families.gpt_oss.dialect import ASSETS
 
-DATA = Path(__file__).parents[2] / "evals" / "data"
+DATA = Path(__file__).parents[4] / "evals" / "data"
 
 
 def prompts(count: int) -> list[list[int]]:
