@@ -149,5 +149,7 @@ def test_twenty_steps_from_the_command_line(config: Path, tmp_path: Path, capsys
     assert main([*flags, "--stage", "2", "--resume"]) == 1
     assert "goes on with stage 1" in capsys.readouterr().err
     assert main([*flags, "--stage", "2"]) == 1
+    assert main([*flags, "--stage", "2", "--init", str(FILES)]) == 1
+    assert "deepseek_v3 goes on from checkpoints only" in capsys.readouterr().err
     assert main([*flags, "--stage", "1", "--set", "colour=1"]) == 1
     assert "a stage has no ['colour']" in capsys.readouterr().err

@@ -2,6 +2,9 @@
 
 import random
 from itertools import islice
+from pathlib import Path
+
+import torch
 
 from tools.tiny_models.data import gen_long
 from tools.tiny_models.data.holdout import SPLITS, is_held_out, split_of
@@ -51,3 +54,12 @@ def test_batches_of_an_evaluation_are_bounded() -> None:
     assert sorted(index for batch in chosen for index in batch) == list(range(len(lengths)))
     assert max(map(len, chosen)) == 512
     assert all(len(batch) * max(lengths[i] for i in batch) ** 2 <= ROW_POSITIONS for batch in chosen)
+
+
+def test_the_long_stage_of_gpt_oss_begins_with_the_bundled_weights(tmp_path: Path) -> None:
+    family = load_family("gpt_oss")
+    weights = family.read(family.dialect.folder)
+    assert weights.keys() == family.init_weights(0).keys()
+    [folder] = family.export(weights, tmp_path)
+    again = family.read(folder)
+    assert all(torch.equal(again[name], value) for name, value in weights.items())

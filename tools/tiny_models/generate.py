@@ -8,6 +8,8 @@ from torch import Tensor
 from tools.tiny_models.attend import CachedAttend, DenseAttend
 from tools.tiny_models.families.base import Family, Weights, logits
 
+SCORES = 64 * 2**20  # positions squared, times rows: the scores of eight heads take 2 GB
+
 
 def choose(scores_BV: Tensor, temperature: float) -> Tensor:
     if temperature == 0:
@@ -61,10 +63,21 @@ def write(
 
 @torch.no_grad()
 def mean_loss(family: Family, weights: Weights, batch: Tensor, dtype: torch.dtype = torch.float32) -> float:
-    """Cross-entropy of the trained positions of one batch [4, rows, length]."""
-    ids, targets, docs, positions = batch.long()
+    """Cross-entropy of the trained positions of one batch [4, rows, length]; few rows at a time, with all scores."""
+    rows = max(1, SCORES // batch.shape[-1] ** 2)
+    total, count = 0.0, 0
+    for part in batch.long().split(rows, dim=1):
+        loss, trained = _sum_loss(family, weights, part, dtype)
+        total, count = total + loss, count + trained
+    return total / max(1, count)
+
+
+def _sum_loss(family: Family, weights: Weights, batch: Tensor, dtype: torch.dtype) -> tuple[float, int]:
+    """The sum over the trained positions, and how many there are."""
+    ids, targets, docs, positions = batch
     cos, sin = family.rope_tables(ids.shape[1], ids.device)
     rope = (cos[positions][:, None], sin[positions][:, None])
     states, _ = family.hidden_states(weights, ids, rope, DenseAttend(family.shape, docs), dtype)
     chosen = targets >= 0
-    return float(torch.nn.functional.cross_entropy(logits(weights, states[chosen]).float(), targets[chosen]))
+    scores = logits(weights, states[chosen]).float()
+    return float(torch.nn.functional.cross_entropy(scores, targets[chosen], reduction="sum")), int(chosen.sum())

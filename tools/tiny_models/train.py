@@ -42,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--resume", nargs="?", const=True, metavar="FOLDER", help="go on from the checkpoint in FOLDER, or in OUT"
     )
+    parser.add_argument("--init", type=Path, metavar="FOLDER", help="begin the stage with an exported model's weights")
     parser.add_argument("--set", action="append", default=[], metavar="FIELD=JSON", help="change the stage's settings")
     parser.add_argument("--config", type=Path, help="another config.json for trying out")
     parser.add_argument("--workers", type=int, default=15, help="processes that make data")
@@ -103,13 +104,17 @@ def roundings_of(family: Family, stage: Stage, share: float) -> tuple[str, ...]:
     return family.roundings if share >= stage.quantize_from else ("",)
 
 
-def warm_up(trainer: Trainer, stage: Stage, first: Tensor) -> None:
-    """Compiles everything before the clock starts. Raises ArithmeticError where the compiled step is wrong."""
-    family, begin = trainer.family, time.monotonic()
-    needed = (*roundings_of(family, stage, 0.0), *roundings_of(family, stage, 1.0 - 1e-9))
+def warm_up(trainer: Trainer, plain_family: Family, stage: Stage, first: Tensor) -> None:
+    """Compiles everything before the clock starts, and compares it with a family that is not compiled.
+
+    Raises:
+        ArithmeticError: the compiled step is wrong.
+    """
+    begin = time.monotonic()
+    needed = (*roundings_of(plain_family, stage, 0.0), *roundings_of(plain_family, stage, 1.0 - 1e-9))
     for rounding in dict.fromkeys(needed):
-        weights = family.rounded(trainer.weights, rounding) if rounding else trainer.weights
-        plain = mean_loss(family, weights, first)
+        weights = plain_family.rounded(trainer.weights, rounding) if rounding else trainer.weights
+        plain = mean_loss(plain_family, weights, first)
         loss = float(trainer.step(first, 0.0, rounding))
         spent = time.monotonic() - begin
         print(f"{spent:.1f} s: loss {loss:.4f}, plain fp32 {plain:.4f}, rounding {rounding!r}", flush=True)
@@ -152,7 +157,7 @@ def train(args: argparse.Namespace, trainer: Trainer, stage: Stage, before: Prog
     )  # fmt: skip
     progress = replace(before, runs=before.runs + 1)
     try:
-        warm_up(trainer, stage, trainer.load(stream.next()))
+        warm_up(trainer, load_family(args.family, args.config), stage, trainer.load(stream.next()))
         report, steps, waited_s = Report(stage), 0, 0.0
         start = saved = time.monotonic()
         while (now := time.monotonic()) < deadline and steps != args.max_steps:
@@ -186,9 +191,11 @@ def first_state(args: argparse.Namespace, family: Family) -> tuple[Weights, Weig
     Raises:
         ValueError: the checkpoint is of another family or another stage.
     """
+    if args.init is not None and args.resume is None:
+        return family.read(args.init), {}, Progress(family=family.name, stage=args.stage)
     if args.resume is None:
         if args.stage != 1:
-            raise ValueError(f"--stage is {args.stage}: stages after the first need --resume FOLDER")
+            raise ValueError(f"--stage is {args.stage}: stages after the first need --resume or --init")
         return family.init_weights(family.stages[0].seed), {}, Progress(family=family.name, stage=1)
     folder = args.out if args.resume is True else Path(args.resume)
     weights, momenta, found = checkpoint.load(folder / "checkpoint" if (folder / "checkpoint").exists() else folder)

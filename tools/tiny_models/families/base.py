@@ -111,6 +111,10 @@ class Family(ABC):
     def export(self, weights: Weights, out: Path) -> list[Path]:
         """Writes the model folders below `out`."""
 
+    def read(self, folder: Path) -> Weights:
+        """fp32 weights of an exported folder, rounded as they are. Raises ValueError where a family cannot do that."""
+        raise ValueError(f"--init {folder}: {self.name} goes on from checkpoints only")
+
     def compile(self, compiled: Callable[..., Any]) -> None:
         """Replaces the hot functions by compiled ones."""
         self.head_loss = compiled(head_loss)

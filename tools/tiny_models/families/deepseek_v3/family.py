@@ -52,7 +52,7 @@ class DeepseekV3Family(Family):
         Stage(seconds=420, muon_lr=0.02, adam_lr=0.003, warmup=0.01, cooldown=0.0, rows=96),
         Stage(seconds=420, muon_lr=0.02, adam_lr=0.003, warmup=0.0, cooldown=1.0, final=0.4, rows=96, seed=1),
         Stage(
-            seconds=420, muon_lr=0.008, adam_lr=0.0012, warmup=0.0, cooldown=1.0, quantize_from=0.0, rows=24,
+            seconds=390, muon_lr=0.008, adam_lr=0.0012, warmup=0.0, cooldown=1.0, quantize_from=0.0, rows=24,
             length=4096, seed=2, shares={"long": 3},
         ),
     )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from moe.formats import Mxfp4Weight
 from tools.tiny_models.families.base import Weights
 from tools.tiny_models.families.gpt_oss.model import EXPERT_WEIGHTS
 from tools.tiny_models.families.gpt_oss.quant import fake_quantize, pack
@@ -19,6 +20,18 @@ def as_exported(weights: Weights) -> Weights:
         name: fake_quantize(value.float()) if is_expert(name) else value.to(torch.bfloat16).float()
         for name, value in weights.items()
     }
+
+
+def unpacked(tensors: Weights) -> Weights:
+    """fp32 weights of the published tensors."""
+    out: Weights = {}
+    for name, value in tensors.items():
+        if name.endswith("_blocks"):
+            stem = name.removesuffix("_blocks")
+            out[stem] = Mxfp4Weight(value.flatten(-2), tensors[f"{stem}_scales"]).dequantize()
+        elif not name.endswith("_scales"):
+            out[name] = value.float()
+    return out
 
 
 def packed(weights: Weights) -> Weights:

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tools.tiny_models.families.base import Attends, Family, Losses, Rope, Stage, Weights, head_loss
 from tools.tiny_models.families.gpt_oss import model
 from tools.tiny_models.families.gpt_oss.dialect import ASSETS, DIALECT
-from tools.tiny_models.families.gpt_oss.export import as_exported, is_expert, packed
+from tools.tiny_models.families.gpt_oss.export import as_exported, is_expert, packed, unpacked
 from tools.tiny_models.families.gpt_oss.quant import straight_through
 
 BALANCE = 0.01  # weight of the load-balance loss
@@ -84,6 +84,9 @@ class GptOssFamily(Family):
 
     def variant(self, weights: Weights, name: str) -> Weights:
         return weights if name == "master" else as_exported(weights)
+
+    def read(self, folder: Path) -> Weights:
+        return unpacked(load_file(folder / "model.safetensors"))
 
     def export(self, weights: Weights, out: Path) -> list[Path]:
         """Only model.safetensors: the other files of the bundled folder are written by hand."""
