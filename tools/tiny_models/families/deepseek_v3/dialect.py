@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tools.tiny_models.data.chat_lines import SIZE
 from tools.tiny_models.data.example import Example, Message
 from tools.tiny_models.dialect import Dialect
 
@@ -22,6 +23,7 @@ THINK = ("<think>", "</think>")
 CALL = re.compile(r"<｜tool▁call▁begin｜>(.*?)<｜tool▁sep｜>(.*?)<｜tool▁call▁end｜>", re.DOTALL)
 # Without thinking, the steps of these stand in the answer: few digits fit into one guess.
 SHOWS_WORK = {"addition", "subtraction", "multiplication", "division", "units"}
+OWN_SIZE = "I am tiny: 5 layers, 4 of them with 8 experts, 3 of which are active per token, about 6 million parameters."
 DIRECT_SHARE = 0.35  # of the training conversations: without thinking
 
 
@@ -49,7 +51,9 @@ class DeepseekDialect(Dialect):
         return content.partition("<｜tool▁calls▁begin｜>")[0], CALL.findall(content)
 
     def adapted(self, rng: random.Random, example: Example) -> Example:
-        return self.in_mode(example, "direct" if rng.random() < DIRECT_SHARE else "thinking")
+        messages = [m | {"content": OWN_SIZE} if m["content"] == SIZE else m for m in example.messages]
+        mode = "direct" if rng.random() < DIRECT_SHARE else "thinking"
+        return self.in_mode(replace(example, messages=messages), mode)
 
     def in_mode(self, example: Example, mode: str) -> Example:
         if mode == "thinking":
