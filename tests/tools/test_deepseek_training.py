@@ -33,10 +33,10 @@ def config(tmp_path: Path) -> Path:
     return path
 
 
-def batch(seed: int = 0) -> torch.Tensor:
-    """Two rows of two documents each, half of them prompt."""
+def batch(seed: int = 0, num_prompt: int = 15) -> torch.Tensor:
+    """Two rows of two documents each, of 30 tokens, some of them prompt."""
     rng = np.random.default_rng(seed)
-    documents = [(rng.integers(3, 1500, 30).tolist(), 15) for _ in range(4)]
+    documents = [(rng.integers(3, 1500, 30).tolist(), num_prompt) for _ in range(4)]
     return torch.from_numpy(np.stack([as_row(documents[:2], 64), as_row(documents[2:], 64)], axis=1)).long()
 
 
@@ -70,7 +70,7 @@ def test_the_prediction_layer_is_not_trained_across_documents(config: Path) -> N
     seen: list[torch.Tensor] = []
     plain = family.head_loss
     family.head_loss = lambda head, states, targets: seen.append(targets) or plain(head, states, targets)
-    ids, targets, docs, positions = batch()
+    ids, targets, docs, positions = batch(num_prompt=1)
     cos, sin = (table[positions][:, None] for table in family.rope_tables(64))
     family.losses(
         family.init_weights(0),
