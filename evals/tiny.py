@@ -95,6 +95,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--concurrency", type=int, default=8)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--max-tokens", type=int, default=400)
+    parser.add_argument(
+        "--fields", type=json.loads, default={}, metavar="JSON",
+        help='more fields of each request, such as {"chat_template_kwargs": {"thinking": true}}',
+    )  # fmt: skip
     parser.add_argument("--show", type=int, default=0, help="wrong answers printed per category")
 
 
@@ -103,7 +107,7 @@ def main(args: argparse.Namespace) -> int:
     client = Client(base_url=args.base_url, model=args.model, api_key=args.api_key)
     if not client.model:
         client = Client(base_url=args.base_url, model=client.first_model(), api_key=args.api_key)
-    options = {"temperature": args.temperature, "max_tokens": args.max_tokens}
+    options = {"temperature": args.temperature, "max_tokens": args.max_tokens} | args.fields
     print(f"{'category':15} {'items':>6} {'right':>6} {'per cent':>9} {'bar':>6} {'seconds':>8}", flush=True)
     categories = load(args.category, args.limit)
     if args.items is not None:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from server.errors import SettingError
 
-BUNDLED_MODEL = "tiny-gpt-oss"
+BUNDLED_MODELS = ("tiny-gpt-oss",)
+"""The one list of the bundled models, folders in `assets`; the first one is served where --model is left out."""
 _HUB_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*/[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _SNAPSHOT = re.compile(r"models--(?P<name>[^/]+)/snapshots/[^/]+")
 _NEEDED_FILES = ("config.json", "tokenizer.json")
@@ -24,14 +25,14 @@ class HubModel:
 
 
 def locate_model(text: str | None, revision: str | None = None) -> Path | HubModel:
-    """The folder or hub model that `--model` means; None means the bundled model. Looks at names only.
+    """The folder or hub model that `--model` means; None means the first bundled one. Looks at names only.
 
     An existing folder comes first, then a bundled model, then OWNER/NAME on the hub.
 
     Raises:
         SettingError: the text means none of them, or `revision` is given for a folder.
     """
-    place = _locate(BUNDLED_MODEL if text is None else text)
+    place = _locate(BUNDLED_MODELS[0] if text is None else text)
     if isinstance(place, HubModel):
         return HubModel(place.name, revision)
     if revision is not None:
@@ -42,16 +43,16 @@ def locate_model(text: str | None, revision: str | None = None) -> Path | HubMod
 
 
 def _locate(text: str) -> Path | HubModel:
-    folder, bundled = Path(text), bundled_models() / text
+    folder = Path(text)
     if text and folder.exists():
         return folder
-    if text and "/" not in text and (bundled / "config.json").is_file():
-        return bundled
+    if text in BUNDLED_MODELS:
+        return bundled_models() / text
     if _HUB_NAME.fullmatch(text) and "--" not in text and ".." not in text:
         return HubModel(text)
     raise SettingError(
         f"--model: '{text}' does not exist; give the folder of a checkpoint, a name on the Hugging Face hub such as "
-        f"openai/gpt-oss-20b, or leave --model out for the bundled {BUNDLED_MODEL}"
+        f"openai/gpt-oss-20b, or one of the bundled models: {', '.join(BUNDLED_MODELS)} (the first is the default)"
     )
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from server.model_source import BUNDLED_MODELS
+
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("server", "engine", "model", "loaders", "moe")
 IGNORED = shutil.ignore_patterns("__pycache__", "*.egg-info")
@@ -31,7 +33,8 @@ def test_wheel_holds_every_module_and_the_bundled_model_and_nothing_else(wheel: 
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     sources = {str(path.relative_to(ROOT)) for package in PACKAGES for path in (ROOT / package).rglob("*.py")}
     tables = {str(path.relative_to(ROOT)) for name in ("moe", "model") for path in (ROOT / name).rglob("*.json")}
-    bundled = {f"server/bundled/tiny-gpt-oss/{path.name}" for path in (ROOT / "assets" / "tiny-gpt-oss").iterdir()}
+    files = (path for name in BUNDLED_MODELS for path in (ROOT / "assets" / name).iterdir())
+    bundled = {f"server/bundled/{path.relative_to(ROOT / 'assets')}" for path in files}
     assert names == sources | tables | bundled
 
 

@@ -59,7 +59,7 @@ def test_a_mistyped_part_is_refused_before_anything_runs(tmp_path: Path, capsys:
     with pytest.raises(SystemExit) as stopped:
         card.main(["--out", str(tmp_path / "new"), "--parts", "tiny,dumy"])
     assert stopped.value.code == 2
-    assert "--parts dumy: known are tiny, dummy" in capsys.readouterr().err
+    assert "--parts dumy: known are tiny, settings, dummy" in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from tests import tables
-from tools.tiny_models import gen_facts, gen_tools, make_evals, phrasings
-from tools.tiny_models.example import Example
-from tools.tiny_models.holdout import is_held_out, list_key, pair_held_out
-from tools.tiny_models.mix import draw
-from tools.tiny_models.words import rows
+from tools.tiny_models.data import gen_facts, gen_tools, make_evals, phrasings
+from tools.tiny_models.data.example import Example
+from tools.tiny_models.data.holdout import is_held_out, list_key, pair_held_out
+from tools.tiny_models.data.mix import draw
+from tools.tiny_models.data.words import rows
 
 DATA = Path(make_evals.DATA)
 SAMPLE = 12000

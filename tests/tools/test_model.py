@@ -6,13 +6,18 @@ from pathlib import Path
 import pytest
 import torch
 
+from tools.tiny_models import checkpoint
 from tools.tiny_models.attend import DenseAttend, FlexAttend
-from tools.tiny_models.example import user
-from tools.tiny_models.export import as_exported, load_master, packed, save_master
+from tools.tiny_models.checkpoint import Progress
+from tools.tiny_models.data.example import user
+from tools.tiny_models.families.base import logits
+from tools.tiny_models.families.gpt_oss.dialect import ASSETS, DIALECT
+from tools.tiny_models.families.gpt_oss.export import as_exported, packed
+from tools.tiny_models.families.gpt_oss.family import GptOssFamily
+from tools.tiny_models.families.gpt_oss.model import Shape, hidden_states, init_weights, rope_tables
+from tools.tiny_models.families.gpt_oss.quant import fake_quantize, pack, straight_through
 from tools.tiny_models.generate import write
-from tools.tiny_models.model import Shape, hidden_states, init_weights, logits, rope_tables
-from tools.tiny_models.quant import fake_quantize, pack, round_e2m1, straight_through
-from tools.tiny_models.render import ASSETS, load_encoder, render
+from tools.tiny_models.rounding import round_e2m1
 
 LUT = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 QUESTIONS = {"What is the capital of France?": "Paris", "12+30": "42", "Reverse the word lemon": "nomel"}
@@ -82,30 +87,29 @@ def test_our_forward_equals_transformers(tmp_path: Path) -> None:
     assert float((flexed - states).norm() / states.norm()) < 1e-4
 
 
-def test_master_weights_come_back(tmp_path: Path) -> None:
-    fresh = init_weights(Shape.load(ASSETS / "config.json"))
-    weights = {name: value.bfloat16().float() for name, value in fresh.items()}
-    save_master(weights, tmp_path)
-    assert max(path.stat().st_size for path in tmp_path.iterdir()) < 16 * 2**20
-    found = load_master(tmp_path)
+def test_weights_of_a_checkpoint_come_back(tmp_path: Path) -> None:
+    weights = init_weights(Shape.load(ASSETS / "config.json"))
+    checkpoint.save(tmp_path / "checkpoint", weights, {}, Progress(family="gpt_oss", stage=1))
+    assert max(path.stat().st_size for path in (tmp_path / "checkpoint").iterdir()) < 16 * 2**20
+    found, _, _ = checkpoint.load(tmp_path / "checkpoint")
     assert found.keys() == weights.keys()
     assert all(torch.equal(found[name], weights[name]) for name in weights)
 
 
 @torch.no_grad()
 def test_writing_many_rows_equals_writing_one() -> None:
-    shape = Shape.load(ASSETS / "config.json")
-    weights = init_weights(shape, seed=2)
+    family = GptOssFamily()
+    weights = family.init_weights(2)
     prompts = [[5, 6, 7, 8, 9, 10], [11, 12], [13, 14, 15]]
-    together = write(shape, weights, prompts, stop=set(), max_new=6)
-    assert together == [write(shape, weights, [prompt], stop=set(), max_new=6)[0] for prompt in prompts]
+    together = write(family, weights, prompts, stop=set(), max_new=6)
+    assert together == [write(family, weights, [prompt], stop=set(), max_new=6)[0] for prompt in prompts]
 
 
 @torch.no_grad()
 def test_the_shipped_folder_answers_in_transformers(shipped: torch.nn.Module) -> None:
-    encoder = load_encoder()
+    encoder = DIALECT.encoder()
     for question, wanted in QUESTIONS.items():
-        prompt = encoder.text(render([user(question)], add_generation_prompt=True))
+        prompt = encoder.text(DIALECT.render([user(question)], add_generation_prompt=True))
         out = shipped.generate(torch.tensor([prompt]), max_new_tokens=80, do_sample=False)
         text = encoder.decode(out[0, len(prompt) :].tolist())
         assert text.startswith("<|channel|>")

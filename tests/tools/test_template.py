@@ -6,9 +6,10 @@ import random
 import pytest
 
 from tests.tables import rows
-from tools.tiny_models.mix import draw
-from tools.tiny_models.render import ASSETS, load_encoder, prompt_and_target, prompt_of, render
+from tools.tiny_models.data.mix import draw
+from tools.tiny_models.families.gpt_oss.dialect import ASSETS, DIALECT
 
+render = DIALECT.render
 WEATHER = {
     "type": "function",
     "function": {
@@ -112,11 +113,11 @@ def test_thoughts_of_finished_turns_are_dropped(key: str) -> None:
 
 def test_training_text_is_the_prompt_and_its_continuation() -> None:
     rng = random.Random(3)
-    encoder = load_encoder()
+    encoder = DIALECT.encoder()
     for _ in range(300):
         example = draw(rng)
-        prompt, target = prompt_and_target(example)
-        assert prompt == prompt_of(example)
+        prompt, target = DIALECT.prompt_and_target(example)
+        assert prompt == DIALECT.prompt(example)
         assert target.endswith(("<|return|>", "<|call|>"))
         ids, length = encoder.example(example)
         assert encoder.decode(ids[:length]) == prompt
@@ -127,14 +128,14 @@ def test_transformers_renders_and_encodes_the_same() -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(ASSETS)
     rng = random.Random(4)
-    encoder = load_encoder()
+    encoder = DIALECT.encoder()
     for _ in range(100):
         example = draw(rng)
         theirs = tokenizer.apply_chat_template(
             example.messages[:-1], tools=example.tools, add_generation_prompt=True, tokenize=False,
             reasoning_effort=example.effort,
         )  # fmt: skip
-        assert theirs == prompt_of(example)
+        assert theirs == DIALECT.prompt(example)
         assert tokenizer(theirs).input_ids == encoder.text(theirs)
 
 

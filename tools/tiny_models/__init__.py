@@ -1,1 +1,1 @@
-"""Recipe of the bundled model: facts, data, tokenizer, trainer, exporter. Serving needs none of it."""
+"""Recipe of the bundled models: data, tokenizers, trainer, exporters. Serving needs none of it."""

@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from tools.tiny_models.mix import draw
-from tools.tiny_models.render import Encoder, load_encoder
+from tools.tiny_models.data.mix import draw
+from tools.tiny_models.dialect import Encoder
+from tools.tiny_models.families import load_family
 
 IGNORE = -1
 
@@ -27,7 +28,7 @@ def pack_rows(
     rows: list[list[tuple[list[int], int]]] = [[] for _ in range(open_rows)]
     used = [0] * open_rows
     while True:
-        ids, prompt = encoder.example(draw(rng, shares))
+        ids, prompt = encoder.example(encoder.dialect.adapted(rng, draw(rng, shares)))
         if len(ids) > length:
             continue
         fits = [index for index in range(open_rows) if used[index] + len(ids) <= length]
@@ -58,9 +59,9 @@ def as_row(documents: list[tuple[list[int], int]], length: int) -> np.ndarray:
     return row
 
 
-def work(seed: str, rows: int, length: int, shares: dict[str, float], out: Any) -> None:
+def work(family: str, seed: str, rows: int, length: int, shares: dict[str, float], out: Any) -> None:
     """A worker: puts batches of `rows` rows until the queue's owner ends it."""
-    stream = pack_rows(load_encoder(), random.Random(seed), length, shares)
+    stream = pack_rows(load_family(family).dialect.encoder(), random.Random(seed), length, shares)
     while True:
         out.put(np.stack([next(stream) for _ in range(rows)], axis=1))
 
@@ -69,7 +70,7 @@ class Stream:
     """Batches [4, rows, length] from `workers` processes; each worker makes `chunk` rows at a time."""
 
     def __init__(
-        self, *, seed: int, workers: int, rows: int, length: int, chunk: int = 16,
+        self, *, family: str, seed: str, workers: int, rows: int, length: int, chunk: int = 16,
         shares: dict[str, float] | None = None,
     ) -> None:  # fmt: skip
         if rows % chunk:
@@ -79,7 +80,7 @@ class Stream:
         self._queue: Any = context.Queue(maxsize=40 * self._chunks)
         self._workers = [
             context.Process(
-                target=work, args=(f"{seed}/{number}", chunk, length, shares or {}, self._queue), daemon=True
+                target=work, args=(family, f"{seed}/{number}", chunk, length, shares or {}, self._queue), daemon=True
             )
             for number in range(workers)
         ]

@@ -1,6 +1,6 @@
-"""Trains the byte-level BPE of the bundled model on the generated corpus and writes tokenizer.json.
+"""Trains a family's byte-level BPE on the generated corpus and writes tokenizer.json.
 
-python -m tools.tiny_models.train_tokenizer --documents 60000
+python -m tools.tiny_models tokenizer --family deepseek_v3 --documents 60000
 """
 
 from __future__ import annotations
@@ -12,15 +12,11 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from tools.tiny_models.mix import draw
-from tools.tiny_models.render import ASSETS, plain_text
-from tools.tiny_models.words import common
+from tools.tiny_models.data.mix import draw
+from tools.tiny_models.data.words import common
+from tools.tiny_models.dialect import Dialect
+from tools.tiny_models.families import FAMILIES, load_family
 
-VOCAB_SIZE = 4096
-SPECIAL = [
-    "<|startoftext|>", "<|endoftext|>", "<|return|>", "<|constrain|>", "<|channel|>", "<|start|>", "<|end|>",
-    "<|message|>", "<|call|>", *(f"<|reserved_{4089 + n}|>" for n in range(7)),
-]  # fmt: skip
 # Words that take the space before them: glue and the fixed lines of the template, nothing that is ever copied. All
 # other words leave the space alone, so that a word is the same tokens wherever it stands ("Paris" after a space, a
 # quote or a dot): copying names and arguments becomes copying tokens.
@@ -56,35 +52,42 @@ def build() -> Tokenizer:
     return tokenizer
 
 
-def corpus(documents: int, seed: int) -> list[str]:
+def corpus(dialect: Dialect, special: tuple[str, ...], documents: int, seed: int) -> list[str]:
     """Generated conversations, cut at special tokens: those never take part in merges."""
     rng = random.Random(f"tokenizer{seed}")
-    texts = []
+    cut = re.compile("|".join(map(re.escape, special)))
+    texts: list[str] = []
     for _ in range(documents):
-        texts += [part for part in re.split(r"<\|[a-z]+\|>", plain_text(draw(rng))) if part]
+        texts += filter(None, cut.split(dialect.plain_text(dialect.adapted(rng, draw(rng)))))
     return texts
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--family", choices=FAMILIES, required=True)
     parser.add_argument("--documents", type=int, default=60000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=ASSETS / "tokenizer.json")
-    args = parser.parse_args()
+    parser.add_argument("--out", type=Path, help="default: the tokenizer.json of the family")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Train and write. Raises ValueError where the corpus is too small for the vocabulary."""
+    family = load_family(args.family)
+    first, last = family.first_tokens, family.last_tokens
+    out = args.out or family.dialect.folder / "tokenizer.json"
     tokenizer = build()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE - len(SPECIAL),
+        vocab_size=family.vocab_size - len(last),
+        special_tokens=[AddedToken(token, special=True, normalized=False) for token in first],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         max_token_length=16,
         show_progress=False,
     )
-    tokenizer.train_from_iterator(corpus(args.documents, args.seed), trainer)
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
-    if tokenizer.get_vocab_size() != VOCAB_SIZE:
-        raise ValueError(f"vocabulary has {tokenizer.get_vocab_size()} entries, not {VOCAB_SIZE}: use more documents")
-    tokenizer.save(str(args.out), pretty=False)
-    print(f"{args.out}: {args.out.stat().st_size} bytes")
-
-
-if __name__ == "__main__":
-    main()
+    tokenizer.train_from_iterator(corpus(family.dialect, (*first, *last), args.documents, args.seed), trainer)
+    tokenizer.add_special_tokens([AddedToken(token, special="think>" not in token, normalized=False) for token in last])
+    if tokenizer.get_vocab_size() != family.vocab_size:
+        raise ValueError(
+            f"vocabulary has {tokenizer.get_vocab_size()} entries, not {family.vocab_size}: use more documents"
+        )
+    tokenizer.save(str(out), pretty=False)
+    print(f"{out}: {out.stat().st_size} bytes")
+    return 0

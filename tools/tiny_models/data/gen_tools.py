@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from tools.tiny_models.example import Example, Message, answer, casual, user
-from tools.tiny_models.holdout import is_held_out, pair_held_out
-from tools.tiny_models.tool_words import ARGUMENT_WORDS, DOMAINS, PLACES, VERBS
-from tools.tiny_models.words import common, invented, person, strange
+from tools.tiny_models.data.example import Example, Message, answer, casual, user
+from tools.tiny_models.data.holdout import is_held_out, pair_held_out
+from tools.tiny_models.data.tool_words import ARGUMENT_WORDS, DOMAINS, PLACES, VERBS
+from tools.tiny_models.data.words import common, invented, person, strange
 
 CONTAINERS = ["Please {v} the {n} with {a}.", "{v} the {n} with {a}", "Can you {v} the {n} with {a}?", "{V} a {n}: {a}",
               "I want to {v} the {n} with {a}.", "{V} {n}, {a}.", "Call {f} with {a}.", "Use {f} with {a}.", "{f}: {a}",

@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-from tools.tiny_models.example import Example, answer, casual, spelled, user
-from tools.tiny_models.holdout import is_held_out, list_key
-from tools.tiny_models.words import common, letters, some_word
+from tools.tiny_models.data.example import Example, answer, casual, spelled, user
+from tools.tiny_models.data.holdout import is_held_out, list_key
+from tools.tiny_models.data.words import common, letters, some_word
 
 SORT_UP = [
     "Sort these numbers: {x}", "sort {x}", "Sort {x} in ascending order.", "Put {x} in order.", "Order {x}.",

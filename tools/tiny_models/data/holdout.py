@@ -41,3 +41,11 @@ def pair_held_out(kind: str, a: int, b: int) -> bool:
 def list_key(items: Iterable[object]) -> str:
     """Identifies a multiset of items, whatever their order."""
     return ",".join(sorted(str(item) for item in items))
+
+
+SPLITS = ("open", "blind")
+
+
+def split_of(key: str) -> str:
+    """The half of the held-out items that one with this key belongs to."""
+    return SPLITS[hashlib.blake2b(f"split:{key}".encode(), digest_size=1).digest()[0] % 2]

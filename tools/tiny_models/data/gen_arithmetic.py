@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-from tools.tiny_models.example import Example, answer, casual, user
-from tools.tiny_models.holdout import pair_held_out, pair_key
+from tools.tiny_models.data.example import Example, answer, casual, user
+from tools.tiny_models.data.holdout import pair_held_out, pair_key
 
 ASK = {
     "+": [

@@ -7,9 +7,10 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from tools.tiny_models import gen_arithmetic, gen_chat, gen_facts, gen_lists, gen_tools
-from tools.tiny_models.example import Example, Message, unmark
-from tools.tiny_models.gen_units import units
+from tools.tiny_models.data import gen_arithmetic, gen_chat, gen_facts, gen_lists, gen_long, gen_tools
+from tools.tiny_models.data.example import Example, Message, finished
+from tools.tiny_models.data.gen_units import units
+from tools.tiny_models.data.holdout import split_of
 
 Generator = Callable[[random.Random], Example]
 SYSTEM_PROMPTS = [
@@ -43,6 +44,7 @@ GENERATORS: dict[str, tuple[Generator, float]] = {
     "chat": (gen_chat.small_talk, 3),
     "limits": (refusal, 4),
     "tools": (gen_tools.calling, 22),
+    "long": (gen_long.far_back, 0),  # only in stages whose rows are long enough
 }
 # Thoughts that carry the work are kept at low effort; the others are dropped there.
 WORKING = {"addition", "subtraction", "multiplication", "division", "sorting", "reversing", "counting", "units"}
@@ -59,7 +61,7 @@ def draw(rng: random.Random, weights: dict[str, float] | None = None) -> Example
     if example.effort == "medium" and rng.random() < 0.18:
         example = with_effort(example, rng.choice(["low", "low", "high"]))
     before: list[Message] = []
-    if example.category not in ("memory", "results") and rng.random() < 0.2:
+    if example.category not in ("memory", "results", "long") and rng.random() < 0.2:
         for _ in range(rng.choice([1, 1, 2, 3])):
             before += finished(GENERATORS[rng.choice(SHORT_TURNS)][0](rng))
     if rng.random() < 0.35:
@@ -74,15 +76,6 @@ def with_effort(example: Example, effort: str) -> Example:
         last = {key: value for key, value in messages[-1].items() if key != "reasoning"}
         messages = [*messages[:-1], last]
     return replace(example, messages=messages, effort=effort)
-
-
-def finished(example: Example) -> list[Message]:
-    """An exchange as it stands in a later prompt: no thought, no letter-by-letter marks."""
-    turns = []
-    for message in example.messages:
-        kept = {key: value for key, value in message.items() if key != "reasoning"}
-        turns.append(kept | {"content": unmark(kept["content"])})
-    return turns
 
 
 def held_out(seed: int = 0, limit: int = 1000) -> dict[str, list[Example]]:
@@ -102,3 +95,8 @@ def held_out(seed: int = 0, limit: int = 1000) -> dict[str, list[Example]]:
     items["facts"] = [item for item in facts if item.category == "facts"]
     items["definitions"] = [item for item in facts if item.category == "definitions"][:limit]
     return items
+
+
+def of_split(items: list[Example], split: str) -> list[Example]:
+    """The items of one half: "open", or "blind" for the one look at the end."""
+    return [item for item in items if split_of(item.key) == split]

@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Weights = dict[str, Tensor]
-# attend(query BQLD, key BGLD, value BGLD, sinks Q) -> BQLD, of one layer
-Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+from tools.tiny_models.attend import Attend
+from tools.tiny_models.families.base import Weights, layer_weights, rms_norm
+
 EXPERT_WEIGHTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 
 
@@ -52,6 +52,18 @@ class Shape:
             window=raw["sliding_window"], theta=raw["rope_theta"], rope=raw["rope_scaling"], eps=raw["rms_norm_eps"],
             limit=raw["swiglu_limit"],
         )  # fmt: skip
+
+    @property
+    def key_dim(self) -> int:
+        return self.head_dim
+
+    @property
+    def value_dim(self) -> int:
+        return self.head_dim
+
+    @property
+    def scale(self) -> float:
+        return self.head_dim**-0.5
 
     def slides(self, layer: int) -> bool:
         return layer % 2 == 0
@@ -108,11 +120,6 @@ def rope_tables(shape: Shape, length: int, device: torch.device | str = "cpu") -
     return (angle.cos() * scale).to(device), (angle.sin() * scale).to(device)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    x = x.float()
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
-
-
 def rotate(x_BNLD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x_BNLD.float().chunk(2, -1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x_BNLD.dtype)
@@ -164,11 +171,6 @@ def block(
     return x_BLH + out_TH.float().view_as(x_BLH), balance
 
 
-def layer_weights(weights: Weights, layer: int) -> Weights:
-    prefix = f"model.layers.{layer}."
-    return {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
-
-
 def hidden_states(
     shape: Shape, weights: Weights, ids_BL: Tensor, rope: tuple[Tensor, Tensor], attends: Callable[[int], Attend],
     dtype: torch.dtype = torch.float32, run_block: Callable[..., tuple[Tensor, Tensor]] = block,
@@ -181,7 +183,3 @@ def hidden_states(
         total = total + balance
     final = rms_norm(x_BLH, weights["model.norm.weight"].to(dtype).float(), shape.eps).to(dtype)
     return final, total / shape.layers
-
-
-def logits(weights: Weights, states: Tensor) -> Tensor:
-    return F.linear(states, weights["lm_head.weight"].to(states.dtype))

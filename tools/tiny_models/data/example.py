@@ -46,6 +46,15 @@ def unmark(text: str) -> str:
     return text.replace(SPELL_OPEN, "").replace(SPELL_CLOSE, "")
 
 
+def finished(example: Example) -> list[Message]:
+    """An exchange as it stands in a later prompt: no thought, no letter-by-letter marks."""
+    turns = []
+    for message in example.messages:
+        kept = {key: value for key, value in message.items() if key != "reasoning"}
+        turns.append(kept | {"content": unmark(kept["content"])})
+    return turns
+
+
 OPENERS = [
     "please tell me ", "can you tell me ", "could you tell me ", "tell me ", "do you know ", "hey, ", "hi, ",
     "hello! ", "quick question: ", "question: ", "I want to know ", "I'd like to know ", "please, ", "ok, ", "so, ",

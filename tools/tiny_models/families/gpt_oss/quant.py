@@ -8,16 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tools.tiny_models.rounding import round_e2m1, through
+
 BLOCK = 32
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-
-
-def round_e2m1(x: Tensor) -> Tensor:
-    """The nearest E2M1 value, ties to the even code, magnitudes above 6 become 6."""
-    size = x.abs().clamp(max=6.0)
-    # Between 2**k and 2**(k+1) the values are 2**(k-1) apart; torch.round takes ties to even, as E2M1 needs.
-    step = torch.where(size < 2.0, 0.5, torch.where(size < 4.0, 1.0, 2.0))
-    return torch.copysign(torch.round(size / step) * step, x)
 
 
 def block_exponents(w_blocks: Tensor) -> Tensor:
@@ -46,7 +40,7 @@ def fake_quantize(w: Tensor) -> Tensor:
 
 def straight_through(w: Tensor) -> Tensor:
     """Forward: what the file holds. Backward: as if nothing was rounded."""
-    return w + (fake_quantize(w) - w).detach()
+    return through(w, fake_quantize(w))
 
 
 def pack(w: Tensor) -> tuple[Tensor, Tensor]:

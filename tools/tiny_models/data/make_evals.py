@@ -1,6 +1,6 @@
 """Writes the held-out items that `python -m evals tiny` asks, with a fixed seed, to evals/data/.
 
-python -m tools.tiny_models.make_evals
+python -m tools.tiny_models.data.make_evals
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tools.tiny_models import gen_facts, phrasings
-from tools.tiny_models.example import Example
-from tools.tiny_models.mix import held_out
+from tools.tiny_models.data import gen_facts, phrasings
+from tools.tiny_models.data.example import Example
+from tools.tiny_models.data.mix import held_out
 
-DATA = Path(__file__).resolve().parents[2] / "evals" / "data"
+DATA = Path(__file__).resolve().parents[3] / "evals" / "data"
 SEED, ITEMS = 0, 1000
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-from tools.tiny_models.chat_lines import ABOUT, OPEN_QUESTIONS, SMALL_TALK, TOPICS
-from tools.tiny_models.example import Example, Message, answer, casual, user
-from tools.tiny_models.holdout import is_held_out
-from tools.tiny_models.tool_words import ARGUMENT_WORDS
-from tools.tiny_models.words import common, entities, invented, person, rows, strange
+from tools.tiny_models.data.chat_lines import ABOUT, OPEN_QUESTIONS, SMALL_TALK, TOPICS
+from tools.tiny_models.data.example import Example, Message, answer, casual, user
+from tools.tiny_models.data.holdout import is_held_out
+from tools.tiny_models.data.tool_words import ARGUMENT_WORDS
+from tools.tiny_models.data.words import common, entities, invented, person, rows, strange
 
 LIMITS = (
     "I am a tiny model and cannot help with that. I know capitals, currencies, languages, chemical elements, "

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 
-from tools.tiny_models.example import Example, answer, casual, user
-from tools.tiny_models.gen_arithmetic import multiply_steps
-from tools.tiny_models.holdout import pair_held_out
+from tools.tiny_models.data.example import Example, answer, casual, user
+from tools.tiny_models.data.gen_arithmetic import multiply_steps
+from tools.tiny_models.data.holdout import pair_held_out
 
 # (large unit, small unit, how many small ones make a large one); plural names
 FACTORS = [

@@ -1,7 +1,7 @@
 """Writes facts/*.jsonl from packages with permissive licences; run once by a person, never while training.
 
 Needs countryinfo, babel and mendeleev installed and the WordNet 3.0 files unpacked:
-    python -m tools.tiny_models.extract_facts --wordnet /usr/share/wordnet
+    python -m tools.tiny_models.data.extract_facts --wordnet /usr/share/wordnet
 """
 
 from __future__ import annotations

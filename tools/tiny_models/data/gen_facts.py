@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
-from tools.tiny_models import phrasings
-from tools.tiny_models.example import Example, answer, casual, joined, user
-from tools.tiny_models.words import common, invented, rows
+from tools.tiny_models.data import phrasings
+from tools.tiny_models.data.example import Example, answer, casual, joined, user
+from tools.tiny_models.data.words import common, invented, rows
 
 COUNTRY_RELATIONS = ("capital", "currency", "languages", "continent", "capital_of")
 ELEMENT_RELATIONS = ("symbol", "number", "by_symbol", "by_number")

@@ -1,0 +1,1 @@
+"""GPT-OSS: training model, MXFP4, Harmony."""
