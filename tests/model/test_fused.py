@@ -34,7 +34,7 @@ KERNELS = {
             {
                 "H": 2880, "E": 32, "E_PAD": 32, "K": 4, "K_PAD": 4, "BLOCK_T": 16 if parts == "parts" else 64,
                 "BLOCK_H": 64, "HAS_BIAS": True, "ROUND_TO_BF16": name == "bf16", "IS_SPLIT": parts == "parts",
-                "USE_PDL": False, "INTERPRET": False,
+                **dict.fromkeys(("COUNTS", "HAS_LIVE", "PLACES"), name == "bf16"), "USE_PDL": False, "INTERPRET": False,
             },
         )
         for name, parts in (("fp32", "parts"), ("bf16", "one"))
@@ -54,6 +54,7 @@ KERNELS = {
         },
     ),
 }  # fmt: skip
+INTEGERS = {"counts_ptr": "*i64", "table_ptr": "*i32", "live_ptr": "*i32"}
 FP32 = {"parts_ptr", "bias_ptr", "weights_ptr", "rotation_ptr"}
 
 
@@ -62,7 +63,11 @@ def test_kernels_compile(subtests: pytest.Subtests) -> None:
         with subtests.test(arch=arch, name=name):
             kernel, constants = KERNELS[name]
             names = [each for each in inspect.signature(kernel.fn).parameters if each.endswith("_ptr")]
-            pointers = {"ids_ptr": "*i32", "arrived_ptr": "*i32", "slots_ptr": "*i64"} | dict.fromkeys(FP32, "*fp32")
+            pointers = (
+                {"ids_ptr": "*i32", "arrived_ptr": "*i32", "slots_ptr": "*i64"}
+                | INTEGERS
+                | dict.fromkeys(FP32, "*fp32")
+            )
             if name == "norm":
                 pointers["weight_ptr"] = "*fp32"
             if arch >= 90:

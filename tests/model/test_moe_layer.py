@@ -131,8 +131,9 @@ class FakeRouter:
     """Stands for `moe.kernels.router` on a GPU; sends every token to the experts 0 and 3."""
 
     def route(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: Any, config: RoutingConfig, *, logits_dtype: torch.dtype
-    ) -> StandardTopK:
+        self, x: torch.Tensor, weight: torch.Tensor, bias: Any, config: RoutingConfig, *, logits_dtype: torch.dtype,
+        **counting: Any,
+    ) -> StandardTopK:  # fmt: skip
         assert weight.dtype == torch.bfloat16
         assert logits_dtype == torch.float32
         ids = torch.tensor([[0, 3]], dtype=torch.int32).expand(len(x), 2)

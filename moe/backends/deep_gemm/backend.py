@@ -7,7 +7,7 @@ Shape letters: E local experts, M rows per expert, R rows, H hidden, I intermedi
 
 import dataclasses
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType, ModuleType
 
@@ -133,6 +133,7 @@ class DeepGemmBackend(Backend[DeepGemmMoeQuantInfo]):
     })  # fmt: skip
     transports = (MoeA2ABackend.NONE, MoeA2ABackend.DEEPEP, MoeA2ABackend.MOONCAKE, MoeA2ABackend.NIXL)
     expert_alignment = SEGMENT
+    can_move_experts = True
 
     def arch_of(self, device: torch.device) -> str | None:
         """By compute capability."""
@@ -163,6 +164,10 @@ class DeepGemmBackend(Backend[DeepGemmMoeQuantInfo]):
             w2=w2.data.contiguous(), w2_scale=weight_scales(w2, ue8m0=ue8m0),
             ue8m0=ue8m0, kernels=kernels, topology=topology,
         )  # fmt: skip
+
+    def expert_stacks(self, quant_info: DeepGemmMoeQuantInfo) -> Sequence[torch.Tensor]:
+        """Weights and their scales."""
+        return [quant_info.w13, quant_info.w13_scale, quant_info.w2, quant_info.w2_scale]
 
 
 def _wants_ue8m0(device: torch.device) -> bool:
