@@ -119,6 +119,30 @@ class EngineConfig:
         _EXPERTS,
         "MoE layers compared with plain torch while loading; auto is all of them on a GPU, the first on a CPU",
     )
+    expert_load: bool = setting(
+        False, _EXPERTS, "count the tokens of every expert, for /metrics, GET /expert_load and moe-serve experts"
+    )
+    enable_eplb: bool = setting(
+        False,
+        _EXPERTS,
+        "give busy experts replicas and move experts between expert-parallel ranks, so that each gets as many tokens",
+    )
+    num_redundant_experts: int | None = setting(
+        None,
+        _EXPERTS,
+        "replicas in a layer, with enable_eplb; a multiple of expert_parallel_size",
+        default_text="one for each expert-parallel rank",
+        low=0,
+    )
+    eplb_interval: int = setting(
+        1000,
+        _EXPERTS,
+        "steps from one placement of the experts to the next, with enable_eplb; 0 keeps the first",
+        low=0,
+    )
+    eplb_load: Path | None = setting(
+        None, _EXPERTS, "file of moe-serve experts --record, from which enable_eplb plans the first placement"
+    )
     tune: bool = setting(
         False,
         _EXPERTS,
@@ -147,6 +171,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         check_settings(self, EngineConfigError)
         self._check_ranks()
+        self._check_eplb()
         if self.device not in ("auto", "cpu", "cuda") and not (
             self.device.startswith("cuda:") and self.device[5:].isdigit()
         ):
@@ -172,6 +197,11 @@ class EngineConfig:
         """Ranks on this host."""
         num_local = self.num_ranks // self.nnodes
         return range(self.node_rank * num_local, (self.node_rank + 1) * num_local)
+
+    def _check_eplb(self) -> None:
+        for name in ("num_redundant_experts", "eplb_load"):
+            if getattr(self, name) is not None and not self.enable_eplb:
+                raise EngineConfigError(f"{name} is {getattr(self, name)}: it needs enable_eplb")
 
     def _check_ranks(self) -> None:
         """What can be refused without the model; `model.parallel` and the model's family refuse the rest."""

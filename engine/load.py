@@ -11,6 +11,7 @@ import torch
 from engine.config import EngineConfig
 from engine.cuda_graphs import DecodeGraphs, GraphSettings
 from engine.errors import EngineConfigError
+from engine.expert_file import read_load
 from engine.kv_cache import KvLayout, choose_cpu_pages, choose_cuda_pages
 from engine.memory_plan import check_weights_fit, graph_bytes, sampling_bytes
 from engine.page_needs import PageNeeds
@@ -254,6 +255,7 @@ def _build_model(config: EngineConfig, phases: StartPhases, ranks: "RankLinks | 
 
 def make_model_settings(config: EngineConfig, device: torch.device, rank: int = 0) -> "ModelSettings":
     """The model's part of the settings of one rank, for a device that need not exist here."""
+    from model.balance import BalanceSettings
     from model.config import ModelSettings
     from model.parallel import ParallelLayout
     from moe import MoeA2ABackend, MoeBackend
@@ -276,6 +278,12 @@ def make_model_settings(config: EngineConfig, device: torch.device, rank: int = 
             is_on=config.tune,
             cache_folder=config.tune_cache_dir,
             token_counts=tuning_token_counts(step_tokens, config.max_num_seqs),
+        ),
+        balance=BalanceSettings(
+            counts=config.expert_load,
+            has_replicas=config.enable_eplb,
+            num_redundant=config.num_redundant_experts,
+            load=None if config.eplb_load is None else read_load(config.eplb_load),
         ),
         router_logits_dtype=config.router_logits_dtype,
         attention_backend=config.attention_backend,

@@ -37,7 +37,7 @@ from engine.messages import (
 )
 from engine.origins import Origins
 from engine.process import exit_with_parent
-from engine.types import EngineInfo, EngineStats
+from engine.types import EngineInfo, EngineStats, ExpertLoad
 from loaders.phases import StartPhases
 
 if TYPE_CHECKING:
@@ -58,6 +58,9 @@ class HasStats(Protocol):
 
     def stats(self) -> EngineStats | None:
         """Counters of this moment."""
+
+    def expert_load(self) -> ExpertLoad | None:
+        """Tokens by expert, if they are counted."""
 
 
 class Heartbeat(threading.Thread):
@@ -116,7 +119,7 @@ class Heartbeat(threading.Thread):
         stats = core.stats()
         if stats is not None:
             stats = msgspec.structs.replace(stats, num_kernels_compiled_after_ready=self._compiles.count)
-        return Beat(stats, time.monotonic() - self._turned_s, None, self._rank)
+        return Beat(stats, time.monotonic() - self._turned_s, None, self._rank, core.expert_load())
 
     def end(self) -> None:
         """Stop beating and wait for the thread."""

@@ -15,7 +15,7 @@ from tests.moe.configs import rank_config
 from tests.moe.kernels.interpreted import GPT_OSS, NUM_EXPERTS, TOP_K, make_experts, make_topk
 
 BACKEND = TritonBackend()
-SIZE, NUM_LOCAL = 128, NUM_EXPERTS // 2
+SIZE, NUM_LOCAL = 64, NUM_EXPERTS // 2
 PLACE = torch.tensor([0, 5, 2, 3, 4, 1], dtype=torch.int32)  # experts 1 and 5 change places
 
 
