@@ -40,7 +40,7 @@ def create_app(
     """
     tally = OwnTally() if sharing is None else sharing.tally
     app = FastAPI(title="moe-serve", version=service_version(), docs_url=None, redoc_url=None, redirect_slashes=False)
-    metrics = Metrics(lambda: engine.stats, lambda: engine.info, tally)
+    metrics = Metrics(lambda: engine.stats, lambda: engine.info, tally, lambda: engine.expert_load)
     app.state.context = ServerContext(
         engine=engine,
         config=config,

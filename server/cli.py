@@ -13,6 +13,7 @@ from server import streams
 from server.bench.command import bench
 from server.config import ServerConfig
 from server.errors import SettingError
+from server.experts import experts
 from server.explain import explain
 from server.health import health
 from server.hub import Needs, download
@@ -25,7 +26,7 @@ from server.version import service_version
 
 PROGRAM = "moe-serve"
 USAGE_ERROR = 2
-COMMANDS = ("bench", "explain", "health", "plan")
+COMMANDS = ("bench", "experts", "explain", "health", "plan")
 _DESCRIPTION = "Serve a mixture-of-experts model behind the OpenAI HTTP API."
 
 
@@ -104,6 +105,8 @@ def _run_command(name: str, argv: Sequence[str], settings: Mapping[str, Setting]
     match name:
         case "bench":
             return bench(argv, PROGRAM, environ)
+        case "experts":
+            return experts(argv, PROGRAM, settings, environ)
         case "explain":
             return explain(argv, PROGRAM, settings)
         case "health":

@@ -6,7 +6,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from engine.types import EngineInfo, EngineStats
+from engine.types import EngineInfo, EngineStats, ExpertLoad
+from server.expert_metrics import ExpertCollector
 from server.series import Counter, Histogram, families
 from server.tally import Gauge, Tally
 
@@ -23,6 +24,7 @@ class Metrics:
         engine_stats: Callable[[], EngineStats | None],
         engine_info: Callable[[], EngineInfo | None],
         tally: Tally,
+        expert_load: Callable[[], ExpertLoad | None] = lambda: None,
     ) -> None:
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(tally, f"{_PREFIX}_{name}", text, labels)
@@ -48,6 +50,7 @@ class Metrics:
         self._registry.register(_HttpCollector(metrics, tally))
         self._registry.register(_EngineCollector(engine_stats))
         self._registry.register(_InfoCollector(engine_info))
+        self._registry.register(ExpertCollector(_PREFIX, expert_load))
 
     def text(self) -> bytes:
         """The exposition format."""
