@@ -111,6 +111,12 @@ class EngineConfig:
         "kernels of the transports that have two kinds; auto takes low_latency for decode steps, normal for the rest",
     )
     deepep_max_dispatch_tokens: int = setting(128, _EXPERTS, "tokens one rank sends in a low-latency step", low=1)
+    enable_single_batch_overlap: bool = setting(
+        False,
+        _EXPERTS,
+        "send each result row of the experts once their second GEMM has signalled it; with deepep in low latency and "
+        "flashinfer_cutedsl or deep_gemm",
+    )
     router_logits_dtype: Dtype = setting(
         "auto", _EXPERTS, "dtype of router logits; auto is what the expert backend wants"
     )

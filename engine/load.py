@@ -272,6 +272,7 @@ def make_model_settings(config: EngineConfig, device: torch.device, rank: int = 
         deepep=DeepepSettings(
             mode=DeepepMode(config.deepep_mode),
             max_dispatch_tokens=config.deepep_max_dispatch_tokens,
+            overlaps_down_gemm=config.enable_single_batch_overlap,
         ),
         max_num_tokens=step_tokens,
         tuning=TuningSettings(

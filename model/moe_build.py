@@ -22,6 +22,7 @@ from moe.dispatch.transport import DispatchSpec, Transport, build_transport, dis
 from moe.errors import MoeConfigError, UnsupportedPathError
 from moe.formats import FORMATS, ExpertWeights
 from moe.group import RankGroups
+from moe.overlap import SideStream
 from moe.placement import Placement
 from moe.registry import BACKEND_MODULES, load_backend
 from moe.replicas import NO_TABLES, ExpertTables
@@ -96,6 +97,7 @@ class MoeBuilder:
         self._paths: dict[int, _Path] = {}
         self._transport: Transport | None = None
         self._tuner = LayerTuner(settings.tuning, groups.whole)
+        self._side = SideStream(settings.device) if settings.moe_a2a_backend is not MoeA2ABackend.NONE else None
         self.balance: ExpertBalance | None = None
         self._placements: dict[int, Placement] = {}  # by layer, once connected
 
@@ -118,6 +120,8 @@ class MoeBuilder:
                 f"enable_eplb is set, but --moe-backend {backend} cannot exchange experts between ranks: set it to "
                 f"one of {movable}, or leave enable_eplb off"
             )
+        if settings.deepep.overlaps_down_gemm:
+            _check_overlap(backend, settings)
         runner = MoeRunner(backend, settings.moe_a2a_backend, config, dispatch_formats=formats)
         self._paths[layer] = _Path(runner, format_name)
 
@@ -189,6 +193,7 @@ class MoeBuilder:
             dispatch_dtype=dispatch_dtype,
             input_scale=scales[0] if scales and dispatch_dtype is DispatchDtype.NVFP4 else None,
             quantize=backend.dispatch_quantizer(quant_info),
+            signals=backend.signal_kind(topology.device) if self.settings.deepep.overlaps_down_gemm else None,
         )
         dispatcher = self._connected().dispatcher(wants)
         report = None
@@ -209,6 +214,8 @@ class MoeBuilder:
             selfcheck=report,
             slices=self._slices(),
             tables=self._tables(layer, backend, quant_info),
+            side=self._side if self._side is not None and self._side.is_real else None,
+            overlaps_down_gemm=wants.signals is not None,
         )
 
     def _slices(self) -> TokenSlices | None:
@@ -268,3 +275,24 @@ class MoeBuilder:
         if requested == "auto":
             return load_backend(path.runner.backend).router_logits_dtype(path.format_name)
         return {"float32": torch.float32, "bfloat16": torch.bfloat16}[requested]
+
+
+def _check_overlap(backend: MoeBackend, settings: ModelSettings) -> None:
+    """Refuse a combine beside the second GEMM where transport or backend cannot; no weight is needed.
+
+    Raises:
+        UnsupportedPathError: (of moe) says which can.
+    """
+    a2a, mode = settings.moe_a2a_backend, settings.deepep.mode
+    if a2a is not MoeA2ABackend.DEEPEP or not mode.has_low_latency:
+        found = f"--moe-a2a-backend {a2a}" + (f" with --deepep-mode {mode}" if a2a is MoeA2ABackend.DEEPEP else "")
+        raise UnsupportedPathError(
+            f"enable_single_batch_overlap is set, but {found} has no combine that takes signals: use "
+            "--moe-a2a-backend deepep with --deepep-mode low_latency or auto, or leave it off"
+        )
+    if load_backend(backend).signal_kind(settings.device) is None:
+        can = [name for name in BACKEND_MODULES if load_backend(name).signal_kind(settings.device) is not None]
+        raise UnsupportedPathError(
+            f"enable_single_batch_overlap is set, but the second GEMM of --moe-backend {backend} signals nothing here: "
+            f"use {' or '.join(can) or 'another GPU'}, or leave it off"
+        )

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from model.linear import GatedMlp
+from model.shared_run import SharedRun
 from moe import BypassedTopK, MoeRunner, RoutingConfig, StandardTopK
 from moe.backends.c_compiler import missing_for_triton
 from moe.check.selfcheck import SelfCheckReport
@@ -19,6 +20,7 @@ from moe.dispatch.base import abandon, mode_options
 from moe.dispatch.gathered import GatheredDispatcher
 from moe.dispatch.standard import StandardDispatcher
 from moe.group import Group
+from moe.overlap import SideStream
 from moe.registry import load_backend
 from moe.replicas import NO_TABLES, ExpertTables, count_and_place
 from moe.routing import TopKOutput, route
@@ -125,6 +127,8 @@ class MoeLayer(nn.Module):
     `slices` divides tokens that several ranks have. `tables`: counts tokens by expert, and finds the slots of experts
     that have replicas; dispatcher and runner then know slots alone. `description` names the path, for logs: "layer 3:
     torch / none / mxfp4". `selfcheck` is what the check at load found, None where it was not asked for.
+    `side`: where the shared experts run while tokens travel; None if they wait for the routed ones.
+    `overlaps_down_gemm`: the dispatcher combines rows as soon as the second GEMM has signalled them.
     """
 
     correction_bias_E: torch.Tensor | None
@@ -144,6 +148,8 @@ class MoeLayer(nn.Module):
         selfcheck: SelfCheckReport | None = None,
         slices: TokenSlices | None = None,
         tables: ExpertTables = NO_TABLES,
+        side: SideStream | None = None,
+        overlaps_down_gemm: bool = False,
     ) -> None:
         super().__init__()
         self.gate = gate
@@ -158,6 +164,8 @@ class MoeLayer(nn.Module):
         self.selfcheck = selfcheck
         self.slices = slices
         self.tables = tables
+        self._side = side if shared_experts is not None else None
+        self._overlaps_down_gemm = overlaps_down_gemm
         self._router = None if routes_inside or correction_bias_E is not None else fused_router(gate, routing)
         self._count_and_place = replica_kernel(gate.weight.device) or count_and_place
         if self._router is None:
@@ -192,19 +200,24 @@ class MoeLayer(nn.Module):
         options: dict[str, Any] = dict(mode_options(self.runner.dispatch_formats, is_decode=is_decode))
         if self.gathers_tokens:
             options["max_rank_tokens"] = max_rank_tokens
+        shared = SharedRun(self.shared_experts, x_TH, self._side)
         first_token = 0 if self.slices is None else self.slices.first(x_TH.shape[0])
         dispatched = self.dispatcher.dispatch(own_SH, self._route(own_SH, num_live, first_token), **options)
         try:
+            overlap = self.dispatcher.begin_overlap(dispatched) if self._overlaps_down_gemm else None
+            if overlap is not None:
+                self.runner.set_overlap_args(overlap)
             result = self.runner.run(dispatched, self.quant_info)
-            shared_TH = None if self.shared_experts is None else self.shared_experts(x_TH)
+            shared.need_success()
         except Exception:
             abandon(self.dispatcher, dispatched, self.runner.config.dtype)
             raise
         reduces = isinstance(self.dispatcher, StandardDispatcher | GatheredDispatcher) and result.is_partial
-        if shared_TH is not None and reduces:
-            self.dispatcher.add_own(result, shared_TH)
-            shared_TH = None
-        out_SH: torch.Tensor = self.dispatcher.combine(result)
+        if reduces and (partial_TH := shared.take()) is not None:
+            self.dispatcher.add_own(result, partial_TH)
+        beside: dict[str, Any] = {} if overlap is None else {"overlap": overlap}
+        out_SH: torch.Tensor = self.dispatcher.combine(result, **beside)
+        shared_TH = None if reduces else shared.take()
         if self.slices is not None:
             return self.slices.join(out_SH, shared_TH, x_TH.shape[0])
         return out_SH if shared_TH is None else out_SH + shared_TH

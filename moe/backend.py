@@ -27,6 +27,7 @@ from moe.errors import MoeConfigError, UnsupportedPathError, WeightFormatError
 from moe.formats import ExpertWeights, Weight
 from moe.formats.activation_quant import ActivationQuant
 from moe.formats.sizes import expert_bytes
+from moe.overlap import SignalKind
 from moe.packages import not_installed
 from moe.topology import Topology, check_fit
 from moe.types import MoeQuantInfo, Quantize, RunState
@@ -278,6 +279,11 @@ class Backend(ABC, Generic[Info]):
                 quant_info=quant_info, quantize_input=support.activation_quant, tolerance=support.tolerance
             )
         ]  # fmt: skip
+
+    def signal_kind(self, device: torch.device) -> SignalKind | None:
+        """What the second GEMM of DeepEP's low-latency layout can signal to a combine beside it; None if nothing."""
+        del device
+        return None
 
     # ---- tokens ----
 
