@@ -195,6 +195,8 @@ class MoeBuilder:
             quantize=backend.dispatch_quantizer(quant_info),
             signals=backend.signal_kind(topology.device) if self.settings.deepep.overlaps_down_gemm else None,
         )
+        if wants.signals is not None:
+            backend.check_signals(quant_info)
         dispatcher = self._connected().dispatcher(wants)
         report = None
         if layer in self._checked_layers:

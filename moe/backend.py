@@ -285,6 +285,10 @@ class Backend(ABC, Generic[Info]):
         del device
         return None
 
+    def check_signals(self, quant_info: Info) -> None:
+        """Raise UnsupportedPathError if the installed library cannot signal, although the kernels here could."""
+        del quant_info
+
     # ---- tokens ----
 
     def router_logits_dtype(self, format_name: str) -> torch.dtype:

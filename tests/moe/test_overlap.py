@@ -21,6 +21,7 @@ from moe.registry import load_backend
 from moe.routing import StandardTopK
 from tests.emulators import deepep
 from tests.emulators.cutedsl import install_cutedsl
+from tests.emulators.deep_gemm import install_deep_gemm
 from tests.emulators.deepep import install_deepep
 from tests.emulators.ranks import Rank, run_ranks
 from tests.emulators.signals import (
@@ -140,6 +141,11 @@ def test_cutedsl_signals_experts(monkeypatch: pytest.MonkeyPatch, log: Any) -> N
 
 
 def test_libraries_without_signals_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    install_deep_gemm(monkeypatch)
+    config = hostile.make_config(E, H, I, K)
+    info = load_backend(DEEP_GEMM).prepare(hostile.plain_experts("fp8_block", E, H, I), config, Topology())
+    with pytest.raises(UnsupportedPathError, match="no arguments enable_overlap and signal: install a release"):
+        load_backend(DEEP_GEMM).check_signals(info)
     side = SideStream(torch.device("cpu"))
     buffer = install_deepep(monkeypatch)
     for kind, name in ((SignalKind.EXPERTS, "src_signals"), (SignalKind.TILES, "comp_signal")):

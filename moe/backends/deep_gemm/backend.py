@@ -69,8 +69,8 @@ class DeepGemmKernels:
             set_num_sms=getattr(library, "set_num_sms", None),
         )  # fmt: skip
 
-    def masked_beside_combine(self, overlap: DownGemmOverlap, *arguments: object) -> None:
-        """The masked GEMM on some of the processors; it signals each tile of rows that is written.
+    def limits(self) -> tuple[Callable[[], int], Callable[[int], None]]:
+        """The library's functions that read and set the processors of a GEMM, of a release that can also signal.
 
         Raises:
             UnsupportedPathError: the installed release cannot.
@@ -80,13 +80,18 @@ class DeepGemmKernels:
                 f"--moe-backend {NAME}: the masked GEMM of the installed deep_gemm has no arguments enable_overlap and "
                 "signal: install a release that has them, or leave enable_single_batch_overlap off"
             )
-        num_sms = self.get_num_sms()
-        self.set_num_sms(overlap.num_sms)
+        return self.get_num_sms, self.set_num_sms
+
+    def masked_beside_combine(self, overlap: DownGemmOverlap, *arguments: object) -> None:
+        """The masked GEMM on some of the processors; it signals each tile of rows that is written."""
+        get_num_sms, set_num_sms = self.limits()
+        num_sms = get_num_sms()
+        set_num_sms(overlap.num_sms)
         try:
             overlap.start()
             tiles = self.masked(*arguments, enable_overlap=True, signal=overlap.signals)
         finally:
-            self.set_num_sms(num_sms)
+            set_num_sms(num_sms)
         if not isinstance(tiles, tuple):
             raise UnsupportedPathError(f"--moe-backend {NAME}: the masked GEMM did not say how large its tiles are")
         overlap.block_m, overlap.threshold = tiles
@@ -194,6 +199,10 @@ class DeepGemmBackend(Backend[DeepGemmMoeQuantInfo]):
     def signal_kind(self, device: torch.device) -> SignalKind | None:
         """Only the kernel for SM90 signals."""
         return SignalKind.TILES if device.type == "cuda" and cuda_arch(device) == "sm90" else None
+
+    def check_signals(self, quant_info: DeepGemmMoeQuantInfo) -> None:
+        """Few releases can."""
+        quant_info.kernels.limits()
 
     def expert_stacks(self, quant_info: DeepGemmMoeQuantInfo) -> Sequence[torch.Tensor]:
         """Weights and their scales."""
