@@ -90,10 +90,10 @@ class RankedExecutor(StepExecutor):
                 ranks.steps.send(Rest())
                 self.rounds.rest()
             return None
-        self.rounds.before_step()
         start_s = self._clock()
         if step is None:
             ranks.steps.send(Idle(agreed.max_rank_tokens, agreed.all_ranks_decode))
+            self.rounds.before_step()
             self.runner.run_idle(agreed.max_rank_tokens, agreed.all_ranks_decode)
             return None
         step = replace(
@@ -101,7 +101,8 @@ class RankedExecutor(StepExecutor):
             all_ranks_decode=agreed.all_ranks_decode,
             max_rank_tokens=agreed.max_rank_tokens if ranks.dp_size > 1 else None,
         )
-        ranks.steps.send(step)
+        ranks.steps.send(step)  # first, since those who follow take part in what comes before the step, too
+        self.rounds.before_step()
         return LaunchedStep(chunks, start_s, launch(self.runner, step))
 
     def rest(self) -> None:

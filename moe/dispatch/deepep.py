@@ -230,7 +230,10 @@ class DeepepDispatcher:
     def combine(self, result: RowsCombineInput, overlap: DownGemmOverlap | None = None) -> torch.Tensor:
         """[T, H] of this rank's tokens, complete. `overlap`: what the experts ran with."""
         if result.format is DispatchFormat.DEEPEP_LL:
-            return self._combine_low_latency(result, overlap)
+            if overlap is None or self._beside_gemm is None:
+                return self._combine_low_latency(result)
+            with self._beside_gemm.running(overlap) as options:
+                return self._combine_low_latency(result, **options)
         handle = self.buffer.in_flight.take(result.topk_ids)
         out_TH, _, _ = self.buffer.raw.combine(result.hidden_states, handle)
         self.buffer.after_normal()
@@ -327,15 +330,12 @@ class DeepepDispatcher:
             raise UnsupportedPathError("this transport cannot send power-of-two scales, which deep_gemm needs on SM100")
         return {"use_fp8": True, **known}
 
-    def _combine_low_latency(self, result: RowsCombineInput, overlap: DownGemmOverlap | None) -> torch.Tensor:
+    def _combine_low_latency(self, result: RowsCombineInput, **options: Any) -> torch.Tensor:
         handle = self.buffer.in_flight.take(result.topk_ids)
         hidden_size = result.hidden_states.shape[-1]
         rows_EMH = _widen(result.hidden_states, ll_hidden_size(hidden_size))
-        sent = (rows_EMH, result.topk_ids, result.topk_weights, handle)
-        if overlap is None or self._beside_gemm is None:
-            return self.buffer.low_latency_combine(*sent)[:, :hidden_size]
-        with self._beside_gemm.running(overlap) as options:
-            return self.buffer.low_latency_combine(*sent, **options)
+        out_TH = self.buffer.low_latency_combine(rows_EMH, result.topk_ids, result.topk_weights, handle, **options)
+        return out_TH[:, :hidden_size]
 
 
 def is_capturing() -> bool:

@@ -1,6 +1,7 @@
 """What ranks do for their experts between steps: counted, reported, moved one layer a step; and padded alike."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -14,7 +15,10 @@ from engine.expert_file import FORMAT, RecordedLayer, RecordedLoad, read_load, r
 from engine.expert_rounds import ExpertRounds
 from engine.step import StepBatch, StepRow
 from engine.types import ExpertLoad
+from tests.engine.fakes import FakeModel
+from tests.engine.requests import request, run_all
 from tests.engine.test_cuda_graphs import core_with_graphs
+from tests.engine.test_ranks_policy import ranked_core
 from tests.tables import rows
 
 
@@ -168,6 +172,18 @@ def test_data_parallel_ranks_pad_a_mixed_step_to_the_same_tokens(monkeypatch):
     rank([2], 1200)
     rank([], 1200)
     assert padded == [1200] * 3, "too many for a graph: no rank replays one"
+
+
+def test_ranks_that_follow_hear_of_a_step_before_the_experts_of_all_move():
+    """They take part in it; the other way round, both would wait for each other."""
+    core, links = ranked_core(FakeModel())
+    order = []
+    links.send = lambda message: order.append(type(message).__name__)
+    core._executor.rounds = SimpleNamespace(
+        before_step=lambda: order.append("before step"), rest=lambda: order.append("rest"), has_news=True
+    )
+    run_all(core, [request("a", [1, 2], 2, ignore_eos=True)])
+    assert order == ["StepBatch", "before step", "StepBatch", "before step", "Rest", "rest"]
 
 
 def test_captured_steps_say_how_many_tokens_are_live(monkeypatch):
