@@ -4,7 +4,7 @@
 
 Shapes are DeepSeek-V3's linear layers as one of `tp` ranks has them. Each case is compared with the dequantized weight
 in fp32 before it is timed. "share" is the part of 4.3 TB/s that the bytes of the weight over the time are, which an
-H200 reached in plain copies. `--plans` times every plan of the case instead of the chosen one. The last line is JSON.
+H200 reached in plain copies. `--plans` times every plan instead of the chosen one. The last line is JSON.
 """
 
 import argparse
@@ -16,8 +16,8 @@ import torch
 
 from benchmarks import record
 from benchmarks.bench_attention import graph_us
-from model import fp8_linear
-from model.fp8_linear import BATCH_PLANS, DECODE_PLANS, PREFILL_PLANS, Fp8Linear, LinearPlan
+from model.fp8_linear import PLANS, Fp8Linear, LinearPlan, choose_plan, with_shares
+from moe.device import num_processors
 from moe.formats import Fp8BlockWeight
 
 BYTES_PER_S = 4.3e12
@@ -51,31 +51,24 @@ def microseconds(calls: list[Callable[[], object]]) -> float:
     return graph_us(graph) / len(calls)
 
 
-def plans_for(num_tokens: int) -> tuple[LinearPlan, ...]:
-    return DECODE_PLANS if num_tokens <= 16 else BATCH_PLANS if num_tokens <= 64 else PREFILL_PLANS
-
-
 def measure(shape: tuple[int, int], num_tokens: int, plan: LinearPlan | None) -> dict[str, object]:
     """One case; `plan` None is the chosen one."""
     num_copies = max(2, min(MOST_COPIES, math.ceil(ROTATION_BYTES / math.prod(shape))))
     weight = Fp8BlockWeight.quantize(torch.randn(shape, device="cuda"))
     x_TK = torch.randn(num_tokens, shape[1], device="cuda").bfloat16()
-    choose = fp8_linear.choose_plan
-    try:
-        if plan is not None:
-            fp8_linear.choose_plan = lambda *_: plan
-        layers = [Fp8Linear(Fp8BlockWeight(weight.data.clone(), weight.scale_inv), None) for _ in range(num_copies)]
-        got = layers[0](x_TK).float()
-        want = torch.nn.functional.linear(x_TK.float(), weight.dequantize())
-        error = float((got - want).norm() / want.norm())
-        if not error < TOLERANCE:
-            raise SystemExit(f"{shape}, {num_tokens} tokens, {plan}: relative error {error:.3g}")
-        fp8_us = microseconds([lambda layer=layer: layer(x_TK) for layer in layers])
-    finally:
-        fp8_linear.choose_plan = choose
+    processors = num_processors(weight.device, 1)
+    chosen = choose_plan(num_tokens, *shape, processors)
+    if plan is not None:
+        chosen = with_shares(plan, num_tokens, *shape, processors)
+    layers = [Fp8Linear(weight, None) for _ in range(num_copies)]
+    got = layers[0](x_TK, chosen).float()
+    want = torch.nn.functional.linear(x_TK.float(), weight.dequantize())
+    error = float((got - want).norm() / want.norm())
+    if not error < TOLERANCE:
+        raise SystemExit(f"{shape}, {num_tokens} tokens, {chosen}: relative error {error:.3g}")
+    fp8_us = microseconds([lambda layer=layer: layer(x_TK, chosen) for layer in layers])
     dense = [weight.dequantize(torch.bfloat16) for _ in range(max(2, num_copies // 2))]
     bf16_us = microseconds([lambda each=each: torch.nn.functional.linear(x_TK, each) for each in dense])
-    chosen = plan or choose(num_tokens, shape[0], fp8_linear._num_processors(weight.device))
     return {
         "shape": shape, "tokens": num_tokens, "plan": str(chosen), "error": error, "fp8_us": round(fp8_us, 2),
         "bf16_us": round(bf16_us, 2), "share": round(weight.nbytes / fp8_us * 1e6 / BYTES_PER_S, 3),
@@ -94,7 +87,7 @@ def main() -> None:
         for tp in map(int, options.tp.split(",")):
             for name, shape in shapes(tp).items():
                 for num_tokens in map(int, options.tokens.split(",")):
-                    for plan in plans_for(num_tokens) if options.plans else (None,):
+                    for plan in PLANS if options.plans else (None,):
                         results.append({"tp": tp, "name": name} | measure(shape, num_tokens, plan))
                         print(results[-1], flush=True)
     content = {"environment": record.environment(), "results": results}

@@ -7,7 +7,8 @@
 Server and engine run in separate processes, as in the service; the clients are threads with plain sockets. A figure is
 the server's user and system time, of all its HTTP processes together, divided by the number of tokens; protocols and
 checkouts take turns, and the smallest figure counts, because other work on the machine only adds. `httptools` is
-uvicorn's default parser; install it to measure it. The last line is JSON.
+uvicorn's default parser; install it to measure it. `bare` is no server but the least that one can cost, see
+`bare_stream`. The last line is JSON.
 """
 
 import argparse
@@ -25,7 +26,7 @@ from pathlib import Path
 
 import uvloop
 
-from benchmarks import http_worker, record
+from benchmarks import bare_stream, http_worker, record
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets" / "tiny-gpt-oss"
 TOKEN_ID = 300
@@ -39,6 +40,7 @@ async def serve(protocol: str, api_workers: int) -> None:
     from server.app import create_app
     from server.config import ServerConfig
     from server.listener import bind
+    from server.memory import settle_memory
     from server.supervisor import Supervisor
     from server.uvicorn_server import DrainingServer, make_uvicorn_config
 
@@ -71,6 +73,7 @@ async def serve(protocol: str, api_workers: int) -> None:
     async def announce() -> None:
         while not server.started:
             await asyncio.sleep(0.01)
+        settle_memory()
         print(port, flush=True)
 
     asyncio.get_running_loop().add_reader(sys.stdin, tell)
@@ -153,7 +156,7 @@ def measure(run: Run, num_streams: int, num_tokens: int, step_s: float) -> tuple
 def main() -> None:
     """Measure all protocols in turn and write the record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--protocol", nargs="+", default=["h11"], choices=["h11", "httptools"])
+    parser.add_argument("--protocol", nargs="+", default=["h11"], choices=["h11", "httptools", "bare"])
     parser.add_argument("--api-workers", nargs="+", type=int, default=[1], help="numbers of HTTP processes, in turns")
     parser.add_argument("--streams", nargs="+", type=int, default=[1, 32])
     parser.add_argument("--tokens", type=int, default=1000, help="of a stream")
@@ -167,7 +170,10 @@ def main() -> None:
     args = parser.parse_args()
     if args.serve:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(serve(args.serve, args.api_workers[0]))
+            if args.serve == "bare":
+                runner.run(bare_stream.serve(float(os.environ[http_worker.STEP_S])))
+            else:
+                runner.run(serve(args.serve, args.api_workers[0]))
         return
     runs = {protocol: Run(protocol=protocol) for protocol in args.protocol} if 1 in args.api_workers else {}
     for number in args.api_workers:

@@ -93,6 +93,21 @@ class EngineConfig:
         300.0, "engine", "seconds that a step may take, compiling its kernels included, before the engine ends", above=0
     )
     enable_prefix_caching: bool = setting(True, "engine", "keep KV pages of prompts for requests that begin the same")
+    max_grammar_bytes: int = setting(
+        1_048_576,
+        "engine",
+        "size of the JSON schema or grammar that an answer must follow; larger ones are refused",
+        low=1,
+    )
+    grammar_timeout: float = setting(
+        10.0,
+        "engine",
+        "seconds that compiling a JSON schema or grammar may take before its request is refused",
+        above=0,
+    )
+    grammar_cache_mib: int = setting(
+        256, "engine", "MiB of compiled grammars that are kept for requests to come", low=0
+    )
     seed: int | None = setting(None, "engine", "makes requests without a seed repeatable", default_text="random")
     num_threads: int | None = setting(
         None,

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from engine.compile_queue import CompileQueue
 from engine.config import EngineConfig
-from engine.errors import RequestError
+from engine.errors import GrammarError, RequestError
 from engine.executor import ChunkResult, LaunchedStep
+from engine.grammar_compiler import GrammarCompiler
 from engine.load import LoadedEngine, load_engine
 from engine.pages import PageAllocator
 from engine.prefix_cache import PrefixCache
@@ -18,6 +20,7 @@ from engine.ranked_executor import make_executor
 from engine.runner import Model, RowResult
 from engine.scheduler import Scheduler
 from engine.sequence import Chunk, LogitMask, Sequence
+from engine.thinking import ThinkingLimit, both
 from engine.types import EngineInfo, EngineOutput, EngineRequest, EngineStats, ExpertLoad, FinishReason, TokenLogprobs
 from engine.validate import RequestLimits, check_request, overloaded_output, refusal_output
 from loaders.phases import StartPhases
@@ -29,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 _INTERNAL_ERROR = "the engine failed on this request; its log says why"
 _NOT_FINITE = "the model's output for this request was not a number"
+_NO_TOKEN = "no token may follow in the answer's grammar, or the model's output was not a number"
 
 
 class EngineCore:
@@ -48,11 +52,12 @@ class EngineCore:
         clock: Callable[[], float] = time.monotonic,
         ranks: "RankLinks | None" = None,
         phases: StartPhases | None = None,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         """Load the model of the config, or take the one given, and allocate the KV cache.
 
         `clock` returns seconds and times the steps. `ranks` links this rank, which schedules, to the others. `phases`
-        is the record of this start.
+        is the record of this start. `grammars` compiles for the model's vocabulary; by default it is made here.
 
         Raises:
             ValueError: (of this package, the model's, the loaders') a setting or a file is wrong.
@@ -79,8 +84,10 @@ class EngineCore:
             vocab_size=loaded.runner.model.vocab_size,
             max_model_len=loaded.max_model_len,
             num_kv_tokens=loaded.num_kv_tokens,
+            max_grammar_bytes=config.max_grammar_bytes,
         )
         self._eos_ids = frozenset(loaded.runner.model.eos_token_ids)
+        self._compiling = CompileQueue(grammars or loaded.make_grammar_compiler(config))
         self._seeds = random.Random(config.seed)
         self._early_outputs: list[EngineOutput] = []  # refusals and aborts, handed out by the next step
         self._num_steps = 0
@@ -91,7 +98,11 @@ class EngineCore:
     def has_work(self) -> bool:
         """True when the next `step` has something to do."""
         return bool(
-            self._scheduler.sequences or self._early_outputs or self._in_flight or self._executor.others_may_have_work
+            self._scheduler.sequences
+            or self._compiling
+            or self._early_outputs
+            or self._in_flight
+            or self._executor.others_may_have_work
         )
 
     def stats(self) -> EngineStats:
@@ -99,7 +110,7 @@ class EngineCore:
         scheduler = self._scheduler
         return EngineStats(
             num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
+            num_waiting=len(scheduler.waiting) + len(self._compiling),
             num_pages_used=scheduler.pages.num_used,
             num_pages_total=scheduler.pages.num_pages,
             num_steps=self._num_steps,
@@ -119,7 +130,11 @@ class EngineCore:
         `logit_mask` says which tokens may come next, given those before.
         """
         scheduler = self._scheduler
-        if len(scheduler.sequences) >= self.config.max_requests:
+        if request.request_id in self._compiling or request.request_id in scheduler.sequences:
+            raise ValueError(
+                f"request id {request.request_id!r} is in use: ids must be unique among unfinished requests"
+            )
+        if len(scheduler.sequences) + len(self._compiling) >= self.config.max_requests:
             self._early_outputs.append(overloaded_output(request.request_id, self.config.max_requests))
             return
         try:
@@ -130,11 +145,17 @@ class EngineCore:
         sampling = request.sampling
         stop_ids = frozenset() if sampling.ignore_eos else self._eos_ids.union(sampling.stop_token_ids)
         seed = self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed
-        scheduler.add(Sequence(request, stop_ids=stop_ids, seed=seed, logit_mask=logit_mask))
+        if sampling.thinking is not None:
+            logit_mask = both(logit_mask, ThinkingLimit(sampling.thinking, self._limits.vocab_size))
+        seq = Sequence(request, stop_ids=stop_ids, seed=seed, logit_mask=logit_mask)
+        if request.grammar is None:
+            scheduler.add(seq)
+        else:
+            self._compiling.add(seq, request.grammar)
 
     def abort(self, request_id: str) -> None:
         """End a request early; its last output comes with the next step. Does nothing if it is over already."""
-        seq = self._scheduler.remove(request_id)
+        seq = self._scheduler.remove(request_id) or self._compiling.remove(request_id)
         if seq is not None:
             self._early_outputs.append(_make_output(seq, finish_reason="abort"))
 
@@ -148,6 +169,8 @@ class EngineCore:
 
         Without overlap it is collected at once, and the host waits while the device computes.
         """
+        if self._compiling:
+            self._take_compiled()
         outputs, self._early_outputs = self._early_outputs, []
         launched = self._launch()
         before, self._in_flight = self._in_flight, None
@@ -156,6 +179,15 @@ class EngineCore:
         if launched is not None:
             outputs += self._sample(launched)
         return outputs
+
+    def _take_compiled(self) -> None:
+        """Queue the requests whose grammars are compiled. Wait a little for them if there is nothing else to do."""
+        if not (self._scheduler.sequences or self._early_outputs or self._executor.others_may_have_work):
+            self._compiling.wait()
+        ready, refused = self._compiling.take()
+        for seq in ready:
+            self._scheduler.add(seq)
+        self._early_outputs += [refusal_output(seq.request_id, error) for seq, error in refused]
 
     def _launch(self) -> LaunchedStep | None:
         """Schedule a step and start its forward pass; None if there is nothing to compute."""
@@ -252,7 +284,8 @@ class EngineCore:
         seq = chunk.seq
         if row is None or not row.is_finite:
             self._scheduler.remove(seq.request_id)
-            return _make_output(seq, finish_reason="error", error=_INTERNAL_ERROR if row is None else _NOT_FINITE)
+            error = _INTERNAL_ERROR if row is None else _NOT_FINITE if seq.grammar is None else _NO_TOKEN
+            return _make_output(seq, finish_reason="error", error=error)
         self._scheduler.commit(chunk)
         if row.prompt_logprobs is not None:
             seq.prompt_logprobs[chunk.start + 1 :] = row.prompt_logprobs
@@ -262,13 +295,12 @@ class EngineCore:
 
     def _accept(self, seq: Sequence, token: int, logprobs: TokenLogprobs | None) -> EngineOutput:
         with_prompt = seq.wants_prompt_logprobs
-        seq.token_ids.append(token)
+        try:
+            reason = _append(seq, token)
+        except GrammarError as error:
+            self._scheduler.remove(seq.request_id)
+            return _make_output(seq, finish_reason="error", error=f"the answer's grammar was given up: {error}")
         self._num_generated += 1
-        reason: FinishReason | None = None
-        if token in seq.stop_ids:
-            reason = "stop"
-        elif seq.num_output >= seq.sampling.max_tokens:
-            reason = "length"
         if reason is not None:
             self._scheduler.remove(seq.request_id)
         return EngineOutput(
@@ -280,6 +312,18 @@ class EngineCore:
             stop_reason=token if reason == "stop" else None,
             num_cached_tokens=seq.num_cached,
         )
+
+
+def _append(seq: Sequence, token: int) -> FinishReason | None:
+    """Continue an answer. Returns why it ends here, if it does. Raises GrammarError if its grammar cannot go on."""
+    seq.token_ids.append(token)
+    if token in seq.stop_ids:
+        return "stop"
+    if seq.grammar is not None:
+        seq.grammar.accept(token)
+        if seq.grammar.is_over:
+            return "stop"
+    return "length" if seq.num_output >= seq.sampling.max_tokens else None
 
 
 def _make_output(seq: Sequence, *, finish_reason: FinishReason, error: str | None = None) -> EngineOutput:

@@ -145,6 +145,10 @@ class GraphSettings:
             device=self.model.device,
         )  # fmt: skip
 
+    def run(self, batch: ForwardBatch) -> None:
+        """The forward pass of this batch, without a graph."""
+        self.model(batch, self.model.plan(batch), self.kv, self.logits_MV[: batch.logit_rows_R.shape[0]])
+
     def capture(self, batch: ForwardBatch, pool: "torch.cuda._POOL_HANDLE | None") -> torch.cuda.CUDAGraph:
         """The forward pass of this batch, in a graph that shares the memory of `pool`."""
         model, plan = self.model, self.model.plan(batch)
@@ -208,6 +212,12 @@ class DecodeGraphs:
     def capture(self, advance: Callable[[], None] = lambda: None) -> None:
         """Capture every size; `advance` is called after each. Raises EngineConfigError."""
         capture_all("decode steps", self.sizes, self._capture, advance)
+
+    @torch.inference_mode()
+    def run_sizes(self) -> None:
+        """Run the steps that `capture` captures, without graphs."""
+        for size in reversed(self.sizes):
+            self._settings.run(self.batch(size))
 
     @property
     def pool(self) -> "torch.cuda._POOL_HANDLE | None":

@@ -3,6 +3,7 @@
 ValueError
 └── EngineError
     ├── EngineConfigError   a setting that is out of range or contradicts another
+    ├── GrammarError        a grammar that cannot be compiled; the message ends a sentence about it
     └── RequestError        a request that cannot be served; `param` is the request field to change
 """
 
@@ -13,6 +14,10 @@ class EngineError(ValueError):
 
 class EngineConfigError(EngineError):
     """A setting is out of range or contradicts another one."""
+
+
+class GrammarError(EngineError):
+    """A grammar cannot be compiled; the message says why, in words for the client who sent it."""
 
 
 class RequestError(EngineError):

@@ -3,14 +3,18 @@
 `EngineRequest.client` names the client; its requests may come over several connections. Turns are shared between
 clients first, then between the connections of a client:
 
-next to run      the oldest request of the client, and then of its connection, that runs the fewest requests
-first to yield   the youngest request of the client, and then of its connection, that runs the most requests
+next to run      of the client that runs the fewest requests: its lowest priority number, then the connection that runs
+                 the fewest, then the oldest
+first to yield   of the client that runs the most requests: its highest priority number, then the connection that runs
+                 the most, then the youngest
 
-Nobody starves: among clients that run nothing, the one with the oldest request is next, and later arrivals cannot pass
-it. With one client and one connection this is first come, first served.
+Nobody starves another: among clients that run nothing, the one whose next request is the oldest is next, and later
+arrivals cannot pass it. Priorities order a client's own requests only. With one client, one connection and one priority
+this is first come, first served.
 """
 
-from collections import Counter, deque
+from bisect import insort
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
@@ -38,15 +42,28 @@ class Shares:
         return 0
 
     def first_to_give_way(self, running: Iterable["Sequence"]) -> "Sequence":
-        """The youngest request of the client and connection that run the most."""
-        return max(running, key=lambda seq: (self.of(seq.path), seq.arrival))
+        """The youngest of the least urgent requests of the client, and then of the connection, that runs the most."""
+        return max(running, key=self._order)
+
+    def _order(self, seq: "Sequence") -> tuple[int, int, int, int]:
+        """Requests of a client in the order in which they run, and clients by what they run."""
+        of_client, of_connection = self.of(seq.path)
+        return of_client, seq.priority, of_connection, seq.arrival
+
+    def next_to_run(self, heads: Iterable["Sequence"]) -> "Sequence":
+        """The next of the first requests of connections. Raises ValueError if there is none."""
+        best: dict[str, Sequence] = {}
+        for seq in heads:
+            if seq.client not in best or self._order(seq) < self._order(best[seq.client]):
+                best[seq.client] = seq
+        return min(best.values(), key=lambda seq: (self.of(seq.path), seq.arrival))
 
 
 class FairQueue:
     """Waiting requests. Iterates over them in order of arrival."""
 
     def __init__(self) -> None:
-        self._by_path: dict[Path, deque[Sequence]] = {}
+        self._by_path: dict[Path, list[Sequence]] = {}
         self._num_waiting = 0
 
     def __len__(self) -> int:
@@ -56,18 +73,13 @@ class FairQueue:
         return iter(sorted((seq for waiting in self._by_path.values() for seq in waiting), key=lambda s: s.arrival))
 
     def put(self, seq: "Sequence") -> None:
-        """Add a new request, the youngest of all."""
-        self._by_path.setdefault(seq.path, deque()).append(seq)
-        self._num_waiting += 1
-
-    def put_back(self, seq: "Sequence") -> None:
-        """Put back a preempted request, in front of the waiting requests of its connection, which are all younger."""
-        self._by_path.setdefault(seq.path, deque()).appendleft(seq)
+        """Add a new request, or a preempted one, in front of the younger ones of its connection and priority."""
+        insort(self._by_path.setdefault(seq.path, []), seq, key=lambda each: (each.priority, each.arrival))
         self._num_waiting += 1
 
     def remove(self, seq: "Sequence") -> None:
         """Take out a waiting request. Raises ValueError if it is not in the queue."""
-        waiting = self._by_path.get(seq.path, deque())
+        waiting = self._by_path.get(seq.path, [])
         waiting.remove(seq)
         self._num_waiting -= 1
         if not waiting:
@@ -75,8 +87,7 @@ class FairQueue:
 
     def first(self, shares: Shares) -> "Sequence":
         """The next to run. Raises ValueError if nobody waits."""
-        heads = (waiting[0] for waiting in self._by_path.values())
-        return min(heads, key=lambda seq: (shares.of(seq.path), seq.arrival))
+        return shares.next_to_run(waiting[0] for waiting in self._by_path.values())
 
 
 def split_evenly(demands: Mapping[str, int], budget: int) -> dict[str, int]:

@@ -13,6 +13,7 @@ import torch
 from engine.counter_rng import uniform
 from engine.gpu_rows import FILTERED, LEAST_BITS, PLAIN
 from engine.sequence import GREEDY_TEMPERATURE, Sequence, has_penalties
+from engine.token_masks import TokenMasks, make_masks
 from engine.transfer import to_device
 
 NUM_INTS = 10
@@ -98,46 +99,41 @@ class StepEdits:
     """What changes the logits of a step before tokens are chosen, as numbers on the host."""
 
     rows: list[int] = field(default_factory=list)  # with penalties or a mask
-    masks: list[np.ndarray] = field(default_factory=list)  # bits of allowed tokens, bytes
-    num_mask_bytes: int = 0
+    masks: TokenMasks | None = None
     bias_cells: list[int] = field(default_factory=list)  # (row of the logits << 32) + id
     bias_values: list[float] = field(default_factory=list)
 
-    def add_mask(self, allowed: np.ndarray) -> int:
-        """Add a mask; returns the byte where it starts."""
-        bits = np.packbits(allowed, bitorder="little")
-        bits = np.pad(bits, (0, -len(bits) % 16))
-        self.masks.append(bits)
-        self.num_mask_bytes += len(bits)
-        return self.num_mask_bytes - len(bits)
-
     def mask_words(self) -> np.ndarray:
         """All masks as 64-bit words."""
-        return np.concatenate(self.masks).view(np.int64) if self.masks else np.zeros(0, dtype=np.int64)
+        if self.masks is None:
+            return np.zeros(0, dtype=np.int64)
+        words = self.masks.words_EN.reshape(-1)
+        return np.pad(words, (0, len(words) % 2)).view(np.int64)
 
     def add_bias(self, seq: Sequence, logit_row: int) -> None:
         """Add the bias of a request, and forbid its stop tokens for as long as it must go on."""
         changes = seq.sampling.logit_bias
-        if seq.num_output < seq.sampling.min_tokens and seq.stop_ids:
+        if seq.must_go_on and seq.stop_ids:
             changes = changes | dict.fromkeys(seq.stop_ids, float("-inf"))
         self.bias_cells += [(logit_row << 32) + token for token in changes]
         self.bias_values += changes.values()
 
 
 def row_numbers(
-    seqs: list[Sequence], rules: list[RequestRules], logit_rows: list[int], places: list[int], edits: StepEdits
-) -> tuple[np.ndarray, np.ndarray]:
-    """Integers [R, NUM_INTS] and floats [R, NUM_FLOATS] of the rows; adds to `edits` what changes their logits.
+    seqs: list[Sequence], rules: list[RequestRules], logit_rows: list[int], places: list[int], vocab_size: int
+) -> tuple[np.ndarray, np.ndarray, StepEdits]:
+    """Integers [R, NUM_INTS] and floats [R, NUM_FLOATS] of the rows, and what changes their logits.
 
-    Calls the requests' masks, so every token before the one to choose must be in `token_ids`.
+    Makes the requests' masks, so every token before the one to choose must be in `token_ids`.
     """
     ints, floats = [], []
+    masks = make_masks(seqs, vocab_size)
+    edits, mask_starts = StepEdits(masks=masks), {}
+    if masks is not None:
+        mask_starts = {row: index * masks.words_EN.shape[1] * 4 for index, row in enumerate(masks.rows)}
     for index, (seq, rule, logit_row, place) in enumerate(zip(seqs, rules, logit_rows, places, strict=True)):
-        mask_start = -1
+        mask_start = mask_starts.get(index, -1)
         if not seq.is_plain_greedy:
-            allowed = None if seq.logit_mask is None else seq.logit_mask(seq.token_ids[seq.num_prompt :])
-            if allowed is not None:
-                mask_start = edits.add_mask(allowed)
             if rule.has_penalties or mask_start >= 0:
                 edits.rows.append(index)
             if seq.sampling.logit_bias or seq.sampling.min_tokens:
@@ -148,7 +144,7 @@ def row_numbers(
             rule.min_bits, 0,
         ))  # fmt: skip
         floats.append((*rule.floats[:2], draw, *rule.floats[2:]))
-    return np.array(ints, dtype=np.int64), np.array(floats, dtype=np.float64)
+    return np.array(ints, dtype=np.int64), np.array(floats, dtype=np.float64), edits
 
 
 def ranked_numbers(rows: list[int], sources: list[int], rank: int) -> tuple[np.ndarray, np.ndarray]:

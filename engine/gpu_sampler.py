@@ -9,6 +9,8 @@ whatever the number of rows:
     collect, draw_tokens         if a row is drawn
     row_stats, combine, collect, rank_tokens on the model's own logits, if a request wants log-probabilities
 
+Torch operators compute the log-probabilities of tokens that a request lists itself, which is rare.
+
 What the host knows of the rows travels in one pinned copy. `engine.sampler` is the reference in plain torch.
 
 Shape letters: L rows of logits, R rows that sample, D drawn ones, W that want log-probabilities, V vocabulary, S chunks
@@ -23,12 +25,13 @@ import triton
 
 from engine import gpu_draw, gpu_logits, gpu_rows
 from engine.gpu_counts import TokenTable
-from engine.gpu_params import NUM_FLOATS, NUM_INTS, RequestRules, StepEdits, pack, ranked_numbers, row_numbers
-from engine.logprobs import PendingLogprobs
+from engine.gpu_params import NUM_FLOATS, NUM_INTS, RequestRules, pack, ranked_numbers, row_numbers
+from engine.logprobs import PendingLogprobs, launch_listed
 from engine.sampler import PendingTokens
 from engine.sequence import Sequence
 from engine.transfer import to_host
 from engine.types import EngineRequest, SamplingParams
+from moe.kernels.compile_ahead import launch
 
 _NUM_WARPS = 8
 _ENTRIES = 256  # per program
@@ -78,8 +81,7 @@ class GpuSampler:
         `places` are the sequences' lines of `tokens_M`. Every token before the chosen one must be in `token_ids`.
         """
         rules = [self._rules(seq) for seq in seqs]
-        edits = StepEdits()
-        ints, floats = row_numbers(seqs, rules, logit_rows, places, edits)
+        ints, floats, edits = row_numbers(seqs, rules, logit_rows, places, self.vocab_size)
         penalized = [row for row, rule in enumerate(rules) if rule.has_penalties]
         cleared, entries = self.table.changes([seqs[row] for row in penalized], [places[row] for row in penalized])
         num_tops = [seq.sampling.logprobs for seq in seqs]
@@ -98,6 +100,7 @@ class GpuSampler:
             logits_LV.device,
         )  # fmt: skip
         step = _StepWords(*words)
+        listed = launch_listed(logits_LV, logit_rows, [seq.sampling.logprob_token_ids for seq in seqs])
         raw_LV = logits_LV.index_select(0, step.raw_rows_W) if keeps_copy else logits_LV
         self._edit(logits_LV, step)
         tokens_R = torch.empty(len(seqs), dtype=torch.int64, device=logits_LV.device)
@@ -107,7 +110,7 @@ class GpuSampler:
             self._collect(rows)
             self._draw(rows)
         logprobs = self._rank(_Rows(raw_LV, step.ranked_ints, step.ranked_floats, step.all_W, tokens_R), num_top)
-        return PendingTokens(tokens_R, to_host(tokens_R), num_tops, logprobs if wanted else None)
+        return PendingTokens(tokens_R, to_host(tokens_R), num_tops, logprobs if wanted else None, listed)
 
     def warm_up(self) -> None:
         """Compile and load every kernel. Leaves no trace: no request is running yet."""
@@ -135,32 +138,32 @@ class GpuSampler:
         counts_MV, stride, num_tokens = self.table.counts_MV, logits_LV.stride(0), self.vocab_size
         if len(step.cleared_places):
             grid = (len(step.cleared_places), self._num_chunks)
-            gpu_logits.clear_counts[grid](step.cleared_places, counts_MV, num_tokens, CHUNK=self._chunk)
+            launch(gpu_logits.clear_counts, grid)(step.cleared_places, counts_MV, num_tokens, CHUNK=self._chunk)
         if num := len(step.count_entries):
-            gpu_logits.add_counts[(triton.cdiv(num, _ENTRIES),)](
+            launch(gpu_logits.add_counts, (triton.cdiv(num, _ENTRIES),))(
                 step.count_entries, counts_MV, num_tokens, num, gpu_logits.IN_PROMPT, BLOCK=_ENTRIES
             )
         self.table.commit()
         if len(step.edited_rows):
-            gpu_logits.penalize_and_mask[(len(step.edited_rows), self._num_chunks)](
+            launch(gpu_logits.penalize_and_mask, (len(step.edited_rows), self._num_chunks))(
                 logits_LV, step.edited_rows, step.ints, step.floats.view(torch.float64), counts_MV,
                 step.masks.view(torch.uint8), num_tokens, stride,
                 NUM_INTS=NUM_INTS, NUM_FLOATS=NUM_FLOATS, CHUNK=self._chunk, num_warps=_NUM_WARPS,
                 enable_fp_fusion=False,
             )  # fmt: skip
         if num := len(step.bias_cells):
-            gpu_logits.add_bias[(triton.cdiv(num, _ENTRIES),)](
+            launch(gpu_logits.add_bias, (triton.cdiv(num, _ENTRIES),))(
                 logits_LV, step.bias_cells, step.bias_values.view(torch.float64), stride, num, BLOCK=_ENTRIES
             )
 
     def _find_best(self, rows: "_Rows", *, keep: bool) -> None:
         num_rows = rows.ints.numel() // NUM_INTS
-        gpu_rows.row_stats[(num_rows, self._num_chunks)](
+        launch(gpu_rows.row_stats, (num_rows, self._num_chunks))(
             rows.logits_LV, rows.ints, self._maxima_MS, self._ids_MS, self._groups_MG, self.vocab_size,
             rows.logits_LV.stride(0), self._num_chunks,
             NUM_INTS=NUM_INTS, CHUNK=self._chunk, GROUP=self._group, num_warps=_NUM_WARPS,
         )  # fmt: skip
-        gpu_rows.combine[(num_rows,)](
+        launch(gpu_rows.combine, (num_rows,))(
             rows.ints, rows.floats.view(torch.float64), self._maxima_MS, self._ids_MS, self._groups_MG, self._best_M,
             self._cut_M, self._num_listed_M, rows.tokens_R if keep else self._unused_M, self.tokens_M,
             self._num_chunks, self._num_groups,
@@ -169,7 +172,7 @@ class GpuSampler:
         )  # fmt: skip
 
     def _collect(self, rows: "_Rows") -> None:
-        gpu_rows.collect[(len(rows.listed_D), self._num_chunks)](
+        launch(gpu_rows.collect, (len(rows.listed_D), self._num_chunks))(
             rows.logits_LV, rows.listed_D, rows.ints, rows.floats.view(torch.float64), self._best_M, self._cut_M,
             self._masses_MS, self._num_listed_M, self._listed_bits_MC, self._listed_ids_MC, self.vocab_size,
             rows.logits_LV.stride(0), self._num_chunks,
@@ -177,7 +180,7 @@ class GpuSampler:
         )  # fmt: skip
 
     def _draw(self, rows: "_Rows") -> None:
-        gpu_draw.draw_tokens[(len(rows.listed_D),)](
+        launch(gpu_draw.draw_tokens, (len(rows.listed_D),))(
             rows.logits_LV, rows.listed_D, rows.ints, rows.floats.view(torch.float64), self._best_M, self._cut_M,
             self._masses_MS, self._num_listed_M, self._listed_bits_MC, self._listed_ids_MC, rows.tokens_R,
             self.tokens_M, self.vocab_size, rows.logits_LV.stride(0), self._num_chunks,
@@ -197,7 +200,7 @@ class GpuSampler:
         chosen_values_W = torch.empty(num_rows, device=device)
         top_ids_WK = torch.empty(num_rows, num_top, dtype=torch.int64, device=device)
         top_values_WK = torch.empty(num_rows, num_top, device=device)
-        gpu_draw.rank_tokens[(num_rows,)](
+        launch(gpu_draw.rank_tokens, (num_rows,))(
             rows.logits_LV, rows.ints, self._best_M, self._masses_MS, self._num_listed_M, self._listed_ids_MC,
             rows.tokens_R, chosen_W, chosen_values_W, top_ids_WK, top_values_WK, self.vocab_size,
             rows.logits_LV.stride(0), self._num_chunks, num_top,

@@ -213,6 +213,7 @@ class EngineLink:
                 vocab_size=info.vocab_size,
                 max_model_len=info.max_model_len,
                 num_kv_tokens=info.num_kv_tokens,
+                max_grammar_bytes=self.config.max_grammar_bytes,
             )
             self.info = info
         else:

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,26 +11,37 @@ import torch
 from engine.config import EngineConfig
 from engine.cuda_graphs import DecodeGraphs, GraphSettings
 from engine.errors import EngineConfigError
-from engine.expert_file import read_load
+from engine.grammar_check import Vocabulary
+from engine.grammar_compiler import GrammarCompiler
 from engine.kv_cache import KvLayout, choose_cpu_pages, choose_cuda_pages
 from engine.memory_plan import check_weights_fit, graph_bytes, sampling_bytes
+from engine.model_settings import (
+    choose_device,
+    choose_max_model_len,
+    make_kv_layout,
+    make_model_settings,
+    max_step_tokens,
+    rank_device_name,
+)
 from engine.page_needs import PageNeeds
 from engine.prompt_graphs import PromptGraphs
 from engine.runner import Model, ModelRunner
 from engine.step_pace import StepPace
 from engine.types import EngineInfo, LayerCheck
+from engine.units import MIB
 from engine.warm_up import run_prompt, run_step_sizes
 from loaders.phases import Phase, StartPhases
-from model.batch import KvLayerSpec, LayerKv
+from model.batch import LayerKv
 from moe.check.selfcheck import SelfCheckReport
+from moe.cpu.threads import usable_cpus
+from moe.kernels.compile_ahead import compile_ahead
 
 if TYPE_CHECKING:  # a scripted engine needs no model
     from engine.rank_links import RankLinks
-    from model.config import ModelSettings
 
-_DEFAULT_STEP_TOKENS = {"cpu": 512, "cuda": 8192}
 _DEFAULT_STEP_MS = 60
 _WARM_UP_TOKENS = 32  # a prompt of this many, then one more: every code path of a step ran before the first user
+_MOST_GRAMMAR_THREADS = 8
 _PACE_TOKENS = {"cpu": _WARM_UP_TOKENS, "cuda": 2048}  # of the prompt that is timed; a GPU needs many to be busy
 
 logger = logging.getLogger(__name__)
@@ -70,6 +81,17 @@ class LoadedEngine:
             selfcheck=[_layer_check(layer.selfcheck) for layer in model.moe_layers if layer.selfcheck is not None],
         )
 
+    def make_grammar_compiler(self, config: EngineConfig) -> GrammarCompiler:
+        """A compiler for the tokens of the model. On a CPU it leaves all threads but one to the model."""
+        model = self.runner.model
+        vocabulary = Vocabulary(
+            source=config.model,
+            size=model.vocab_size,
+            eos_ids=frozenset(model.eos_token_ids),
+            num_threads=1 if model.device.type == "cpu" else min(_MOST_GRAMMAR_THREADS, -(-usable_cpus() // 2)),
+        )
+        return GrammarCompiler(vocabulary, timeout_s=config.grammar_timeout, cache_bytes=config.grammar_cache_mib << 20)
+
 
 def _layer_check(report: SelfCheckReport) -> LayerCheck:
     return LayerCheck(layer=report.layer, path=report.path, worst_error=report.worst_error, tolerance=report.tolerance)
@@ -89,8 +111,21 @@ def load_engine(
     phases = phases or StartPhases()
     if model is None:
         model = _build_model(config, phases, ranks)
+        _log_weights(model.device)
     with phases.phase(Phase.WARM_UP):
         return _warmed_up(config, model, phases, ranks)
+
+
+def _log_weights(device: torch.device) -> None:
+    """What the weights really take, to be compared with `moe-serve plan`."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+        logger.info(
+            "weights: %.0f MiB on the GPU, at most %.0f MiB while loading; %.0f MiB are in use beside torch's memory",
+            torch.cuda.memory_allocated(device) / MIB, torch.cuda.max_memory_allocated(device) / MIB,
+            (total_bytes - free_bytes - torch.cuda.memory_reserved(device)) / MIB,
+        )  # fmt: skip
 
 
 def _warmed_up(config: EngineConfig, model: Model, phases: StartPhases, ranks: "RankLinks | None") -> LoadedEngine:
@@ -107,26 +142,20 @@ def _warmed_up(config: EngineConfig, model: Model, phases: StartPhases, ranks: "
             is_sliding=is_sliding,
         )  # fmt: skip
 
+    def make_small_runner(num_pages: int) -> ModelRunner:
+        return make_runner(layout.allocate(num_pages, model.device))
+
     def profile_run() -> None:
         num_tokens = min(step_tokens, max_model_len)
-        kv = layout.allocate(-(-num_tokens // config.page_size), model.device)
-        run_prompt(make_runner(kv), num_tokens)
+        run_prompt(make_small_runner(-(-num_tokens // config.page_size)), num_tokens)
 
-    if config.num_pages is not None:
-        num_pages = config.num_pages * layout.num_kinds
-    elif model.device.type == "cuda":
-        num_pages = choose_cuda_pages(
-            layout,
-            device=model.device,
-            utilization=config.gpu_memory_utilization,
-            sampling_bytes=sampling_bytes(config.max_num_seqs, model.vocab_size)
-            + (graph_bytes(config.max_num_seqs, model.vocab_size) if uses_graphs else 0),
-            profile_run=profile_run,
-        )
-    else:
-        num_pages = choose_cpu_pages(
-            layout, max_num_seqs=config.max_num_seqs, max_model_len=max_model_len, step_tokens=step_tokens
-        )
+    def launch_all() -> None:
+        _launch_all(config, make_small_runner, max_model_len, min(step_tokens, max_model_len), uses_graphs=uses_graphs)
+
+    if model.device.type == "cuda" and model.can_compile_ahead:
+        compile_ahead("warm-up", launch_all, model.device)
+
+    num_pages = _choose_pages(config, model, layout, max_model_len, profile_run, uses_graphs=uses_graphs)
     if ranks is not None:
         num_pages = ranks.min(num_pages)  # a page has the same number on all ranks
     num_kv_tokens = needs.longest(num_pages)
@@ -140,11 +169,12 @@ def _warmed_up(config: EngineConfig, model: Model, phases: StartPhases, ranks: "
     run_prompt(runner, num_tokens)
     runner.sampler.warm_up()
     if uses_graphs:
-        _capture_graphs(config, runner, max_model_len, step_tokens, phases, spare_page=num_pages, is_sliding=is_sliding)
+        graphs = _make_graphs(config, runner, max_model_len, step_tokens, spare_page=num_pages)
+        _capture_graphs(runner, *graphs, phases)
     if model.device.type == "cuda" and config.max_num_seqs > 1:
         run_step_sizes(runner, min(step_tokens, max_model_len))
     logger.info("KV cache: %d tokens fit, %d pages of %d tokens, %.0f MiB", num_kv_tokens, num_pages, config.page_size,
-                num_pages * layout.bytes_per_page / 2**20)  # fmt: skip
+                num_pages * layout.bytes_per_page / MIB)  # fmt: skip
     return LoadedEngine(
         runner=runner,
         num_pages=num_pages,
@@ -153,6 +183,32 @@ def _warmed_up(config: EngineConfig, model: Model, phases: StartPhases, ranks: "
         max_num_batched_tokens=step_tokens,
         pace=_measure_pace(config, runner, min(max_model_len, step_tokens)),
         overlaps=model.device.type == "cuda" if config.overlap is None else config.overlap,
+    )
+
+
+def _choose_pages(
+    config: EngineConfig, model: Model, layout: KvLayout, max_model_len: int, profile_run: Callable[[], None], *,
+    uses_graphs: bool,
+) -> int:  # fmt: skip
+    """Pages of the pool: what the settings say, what a GPU has room for, or what a CPU is given."""
+    if config.num_pages is not None:
+        return config.num_pages * layout.num_kinds
+    if model.device.type == "cuda":
+        aside_bytes = sampling_bytes(config.max_num_seqs, model.vocab_size)
+        if uses_graphs:
+            aside_bytes += graph_bytes(config.max_num_seqs, model.vocab_size, config.tensor_parallel_size)
+        return choose_cuda_pages(
+            layout,
+            device=model.device,
+            utilization=config.gpu_memory_utilization,
+            sampling_bytes=aside_bytes,
+            profile_run=profile_run,
+        )
+    return choose_cpu_pages(
+        layout,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=max_model_len,
+        step_tokens=max_step_tokens(config, model.device),
     )
 
 
@@ -166,11 +222,10 @@ def _uses_graphs(config: EngineConfig, model: Model) -> bool:
     return reason is None
 
 
-def _capture_graphs(
-    config: EngineConfig, runner: ModelRunner, max_model_len: int, step_tokens: int, phases: StartPhases, *,
-    spare_page: int, is_sliding: bool,
-) -> None:  # fmt: skip
-    """Capture decode steps, and steps with prompts where no transport stands in the way."""
+def _make_graphs(
+    config: EngineConfig, runner: ModelRunner, max_model_len: int, step_tokens: int, spare_page: int
+) -> tuple[DecodeGraphs, PromptGraphs | None]:
+    """Graphs to be captured: of decode steps, and of steps with prompts where no transport stands in the way."""
     model = runner.model
     settings = GraphSettings(
         model=model,
@@ -180,17 +235,40 @@ def _capture_graphs(
         max_num_seqs=config.max_num_seqs,
         max_model_len=max_model_len,
         spare_page=spare_page,
-        is_sliding=is_sliding,
+        is_sliding=runner.is_sliding,
     )
-    decodes, prompts = DecodeGraphs(settings), None
-    if config.moe_a2a_backend == "none":
-        prompts = PromptGraphs(settings, max_tokens=step_tokens)
+    has_prompts = config.moe_a2a_backend == "none"
+    return DecodeGraphs(settings), PromptGraphs(settings, max_tokens=step_tokens) if has_prompts else None
+
+
+def _capture_graphs(
+    runner: ModelRunner, decodes: DecodeGraphs, prompts: PromptGraphs | None, phases: StartPhases
+) -> None:
     num_sizes = len(decodes.sizes) + (0 if prompts is None else len(prompts.sizes))
     with phases.phase(Phase.GRAPHS, total=num_sizes):
         decodes.capture(lambda: phases.advance(Phase.GRAPHS))
         if prompts is not None:
             prompts.capture(decodes.pool, lambda: phases.advance(Phase.GRAPHS))
     runner.graphs, runner.prompt_graphs = decodes, prompts
+
+
+def _launch_all(
+    config: EngineConfig, make_runner: Callable[[int], ModelRunner], max_model_len: int, step_tokens: int, *,
+    uses_graphs: bool,
+) -> None:  # fmt: skip
+    """Launch all kernels of the warm-up on a small cache of their own; `make_runner` takes the number of its pages."""
+    spare_page = -(-step_tokens // config.page_size)
+    runner = make_runner(spare_page + 1)
+    run_prompt(runner, step_tokens)
+    run_prompt(runner, min(_WARM_UP_TOKENS, step_tokens))
+    runner.sampler.warm_up()
+    if uses_graphs:
+        decodes, prompts = _make_graphs(config, runner, max_model_len, step_tokens, spare_page)
+        decodes.run_sizes()
+        if prompts is not None:
+            prompts.run_sizes()
+    if config.max_num_seqs > 1:
+        run_step_sizes(runner, step_tokens)
 
 
 def _measure_pace(config: EngineConfig, runner: ModelRunner, max_tokens: int) -> StepPace | None:
@@ -220,27 +298,12 @@ def _allocate(layout: KvLayout, num_pages: int, device: torch.device) -> list[La
         ) from error
 
 
-def make_kv_layout(config: EngineConfig, specs: Sequence[KvLayerSpec], model_dtype: torch.dtype) -> KvLayout:
-    """The cache that the settings ask for.
-
-    FP8 has no scales: E4M3 has its full precision from 2^-6 to 448, and what is larger saturates. A static scale would
-    move that range, not add precision, and would have to be calibrated.
-    """
-    dtypes = {
-        "auto": model_dtype,
-        "float32": torch.float32,
-        "bfloat16": torch.bfloat16,
-        "fp8": torch.float8_e4m3fn,
-    }
-    return KvLayout(specs=tuple(specs), page_size=config.page_size, dtype=dtypes[config.kv_cache_dtype])
-
-
 def _build_model(config: EngineConfig, phases: StartPhases, ranks: "RankLinks | None" = None) -> Model:
     from model.registry import build_model
     from model.sizes import measure_model
 
     rank = 0 if ranks is None else ranks.rank
-    device = _choose_device(rank_device_name(config, rank))
+    device = choose_device(rank_device_name(config, rank))
     settings = make_model_settings(config, device, rank)
     if device.type == "cuda":
         free_bytes, total_bytes = torch.cuda.mem_get_info(device)
@@ -251,86 +314,3 @@ def _build_model(config: EngineConfig, phases: StartPhases, ranks: "RankLinks | 
             used_bytes=total_bytes - free_bytes,
         )
     return build_model(config.model, settings, None if ranks is None else ranks.world, phases=phases)
-
-
-def make_model_settings(config: EngineConfig, device: torch.device, rank: int = 0) -> "ModelSettings":
-    """The model's part of the settings of one rank, for a device that need not exist here."""
-    from model.balance import BalanceSettings
-    from model.config import ModelSettings
-    from model.parallel import ParallelLayout
-    from moe import MoeA2ABackend, MoeBackend
-    from moe.dispatch.deepep_settings import DeepepMode, DeepepSettings
-    from moe.tune.layers import TuningSettings
-    from moe.tune.policy import tuning_token_counts
-
-    step_tokens = max_step_tokens(config, device)
-    return ModelSettings(
-        device=device,
-        dtype="auto" if config.dtype == "auto" else getattr(torch, config.dtype),
-        moe_backend=MoeBackend(config.moe_backend),
-        moe_a2a_backend=MoeA2ABackend(config.moe_a2a_backend),
-        deepep=DeepepSettings(
-            mode=DeepepMode(config.deepep_mode),
-            max_dispatch_tokens=config.deepep_max_dispatch_tokens,
-            overlaps_down_gemm=config.enable_single_batch_overlap,
-        ),
-        max_num_tokens=step_tokens,
-        tuning=TuningSettings(
-            is_on=config.tune,
-            cache_folder=config.tune_cache_dir,
-            token_counts=tuning_token_counts(step_tokens, config.max_num_seqs),
-        ),
-        balance=BalanceSettings(
-            counts=config.expert_load,
-            has_replicas=config.enable_eplb,
-            num_redundant=config.num_redundant_experts,
-            load=None if config.eplb_load is None else read_load(config.eplb_load),
-        ),
-        router_logits_dtype=config.router_logits_dtype,
-        attention_backend=config.attention_backend,
-        load_format=config.load_format,
-        selfcheck=config.selfcheck,
-        layout=ParallelLayout(
-            tp_size=config.tensor_parallel_size,
-            dp_size=config.data_parallel_size,
-            ep_size=config.expert_parallel_size,
-            rank=rank,
-        ),
-    )
-
-
-def rank_device_name(config: EngineConfig, rank: int) -> str:
-    """The device setting of a rank: the GPUs of a host go to its ranks in order, unless the setting names one GPU."""
-    index = config.base_gpu_id + rank - config.local_ranks.start
-    is_cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
-    return f"cuda:{index}" if is_cuda and (config.num_ranks > 1 or index) else config.device
-
-
-def _choose_device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise EngineConfigError(f"device is {name!r} and torch finds no CUDA device: use cpu, or install a CUDA torch")
-    device = torch.device(name)
-    if device.index is not None:
-        num_devices = torch.cuda.device_count()
-        if device.index >= num_devices:
-            raise EngineConfigError(f"device is {name!r}: torch finds {num_devices} CUDA devices, cuda:0 is the first")
-        torch.cuda.set_device(device)  # Triton's launches, streams and graphs go to the current device
-    return device
-
-
-def max_step_tokens(config: EngineConfig, device: torch.device) -> int:
-    """Tokens of the largest step."""
-    return config.max_num_batched_tokens or max(_DEFAULT_STEP_TOKENS.get(device.type, 512), config.max_num_seqs)
-
-
-def choose_max_model_len(config: EngineConfig, model_limit: int) -> int:
-    """`max_model_len`, by default what the model was made for. Raises EngineConfigError if it is more than that."""
-    if config.max_model_len is None:
-        return model_limit
-    if config.max_model_len > model_limit:
-        raise EngineConfigError(
-            f"max_model_len is {config.max_model_len}: this model was made for at most {model_limit} tokens"
-        )
-    return config.max_model_len

@@ -2,7 +2,7 @@
 
 They read the tokens that the host knows, so they run after the step before is collected. The model computes meanwhile.
 
-Shape letters: R rows (sequences that sample in this step), V vocabulary.
+Shape letters: R rows (sequences that sample in this step), E rows that are masked, V vocabulary.
 """
 
 from collections.abc import Sequence as ListLike
@@ -10,6 +10,7 @@ from collections.abc import Sequence as ListLike
 import torch
 
 from engine.sequence import Sequence, has_penalties
+from engine.token_masks import make_masks
 from engine.transfer import to_device
 
 
@@ -47,12 +48,8 @@ class LogitsProcessors:
             _penalize(logits_V, self.seen, seq)
         if len(self.bias):
             logits_V[self.bias_ids] += self.bias
-        if seq.num_output < seq.sampling.min_tokens and len(self.stop_ids):
+        if seq.must_go_on and len(self.stop_ids):
             logits_V.index_fill_(0, self.stop_ids, float("-inf"))
-        if seq.logit_mask is not None:
-            allowed_V = seq.logit_mask(seq.token_ids[seq.num_prompt :])
-            if allowed_V is not None:
-                logits_V.masked_fill_(to_device(~allowed_V, torch.bool, logits_V.device), float("-inf"))
 
 
 def _penalize(logits_V: torch.Tensor, seen: TokenCounts, seq: Sequence) -> None:
@@ -72,7 +69,14 @@ def process_logits(logits_RV: torch.Tensor, seqs: ListLike[Sequence]) -> None:
     """Run the logits processors of each sequence on its row, in place."""
     for row, seq in enumerate(seqs):
         sampling = seq.sampling
-        if sampling.logit_bias or sampling.min_tokens or has_penalties(seq) or seq.logit_mask is not None:
+        if sampling.logit_bias or sampling.min_tokens or has_penalties(seq):
             if seq.sampler_state is None:
                 seq.sampler_state = LogitsProcessors(seq, logits_RV.shape[1], logits_RV.device)
             seq.sampler_state.apply(logits_RV[row], seq)
+    masks = make_masks(seqs, logits_RV.shape[1])
+    if masks is not None:
+        device = logits_RV.device
+        rows_E = to_device(masks.rows, torch.int64, device)
+        forbidden_EV = to_device(~masks.allowed_EV(logits_RV.shape[1]), torch.bool, device)
+        allowed_EV = logits_RV.index_select(0, rows_E).masked_fill_(forbidden_EV, float("-inf"))
+        logits_RV.index_copy_(0, rows_E, allowed_EV)

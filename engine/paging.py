@@ -113,7 +113,7 @@ class Paging:
         if self._cache is None or seq.wants_prompt_logprobs:  # those need the logits of every prompt token
             return [], []
         num_pages = (len(seq.token_ids) - 1) // self._page_size
-        extend_keys(seq.page_keys, seq.token_ids, self._page_size, num_pages)
+        extend_keys(seq.page_keys, seq.token_ids, self._page_size, num_pages, seq.root_key)
         full = self._cache.match(seq.page_keys[:num_pages])
         if not self._is_sliding:
             return full, []
@@ -134,7 +134,7 @@ class Paging:
             end = missing  # a prefix that ends between `missing` and `end` needs the missing page, too
 
     def _remember(self, cache: PrefixCache, seq: Sequence, num_full: int) -> None:
-        extend_keys(seq.page_keys, seq.token_ids, self._page_size, num_full)
+        extend_keys(seq.page_keys, seq.token_ids, self._page_size, num_full, seq.root_key)
         for index in range(seq.num_remembered_pages, num_full):
             cache.remember(seq.page_keys[index], seq.pages[index])
             if self._is_sliding:

@@ -10,7 +10,10 @@ from collections.abc import Sequence as IdSequence
 
 from engine.pages import PageAllocator
 
-ROOT_KEY = b""
+
+def root_key(salt: str) -> bytes:
+    """The key before the first page: requests with different salts share no page."""
+    return salt.encode()
 
 
 def page_key(parent: bytes, ids: IdSequence[int]) -> bytes:
@@ -18,10 +21,10 @@ def page_key(parent: bytes, ids: IdSequence[int]) -> bytes:
     return hashlib.blake2b(parent + array("q", ids).tobytes(), digest_size=16).digest()
 
 
-def extend_keys(keys: list[bytes], token_ids: list[int], page_size: int, num_pages: int) -> None:
+def extend_keys(keys: list[bytes], token_ids: list[int], page_size: int, num_pages: int, root: bytes = b"") -> None:
     """Append to `keys` until it has one key for each of the first `num_pages` full pages of `token_ids`."""
     for index in range(len(keys), num_pages):
-        parent = keys[-1] if keys else ROOT_KEY
+        parent = keys[-1] if keys else root
         keys.append(page_key(parent, token_ids[index * page_size : (index + 1) * page_size]))
 
 

@@ -19,6 +19,11 @@ _POLITE_S = 3.0  # time to finish a step and exit
 _INPUT_CLOSED_S = 1.0  # a thread watches standard input, even if the step loop hangs
 
 
+def module_command(module: str) -> list[str]:
+    """Run `module` as a program in a fresh interpreter with this one's module search path."""
+    return [sys.executable, "-P", "-c", _BOOT, module, *sys.path]
+
+
 class WorkerProcess:
     """One process that runs a module of ours."""
 
@@ -29,7 +34,7 @@ class WorkerProcess:
     async def start(cls, module: str, setup: object, pass_fds: Sequence[int] = ()) -> "WorkerProcess":
         """Run `module` as a program, hand it `setup`, pickled, and keep these descriptors open in it."""
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-P", "-c", _BOOT, module, *sys.path, stdin=asyncio.subprocess.PIPE, start_new_session=True,
+            *module_command(module), stdin=asyncio.subprocess.PIPE, start_new_session=True,
             env={**_ENVIRONMENT, **os.environ}, pass_fds=pass_fds,
         )  # fmt: skip
         if process.stdin is None:

@@ -66,12 +66,21 @@ class PromptGraphs:
             capture_all("steps with prompts", self.sizes, self._capture, advance)
         self.buffers.lens_M[0] = 1
 
+    @torch.inference_mode()
+    def run_sizes(self) -> None:
+        """Run the steps that `capture` captures, without graphs."""
+        for size in reversed(self.sizes):
+            self._settings.run(self._first_batch(size))
+
     def _capture(self, size: PromptSize) -> torch.cuda.CUDAGraph:
-        self._starts_B1[1 : size.num_rows + 1] = size.num_tokens  # the first row has all tokens
-        self.buffers.lens_M[0] = size.num_tokens
-        batch = replace(self.batch(size), max_rank_tokens=size.num_tokens)  # else the ranks would ask each other
-        graph = self._graphs[size] = self._settings.capture(batch, self._pool)
+        graph = self._graphs[size] = self._settings.capture(self._first_batch(size), self._pool)
         return graph
+
+    def _first_batch(self, size: PromptSize) -> ForwardBatch:
+        """A step in which the first row has all tokens."""
+        self._starts_B1[1 : size.num_rows + 1] = size.num_tokens
+        self.buffers.lens_M[0] = size.num_tokens
+        return replace(self.batch(size), max_rank_tokens=size.num_tokens)  # else the ranks would ask each other
 
     def batch(self, size: PromptSize) -> ForwardBatch:
         """The buffers as a step of this size. The host's query lengths only say that there are prompts and decodes."""

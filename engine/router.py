@@ -44,7 +44,7 @@ class Router:
         elif self._last is not None and self._last[0] is prompt_ids and self._has_place(self._last[1]):
             scheduler = self._last[1]
         else:
-            scheduler = self._choose_for(prompt_ids)
+            scheduler = self._choose_for(request)
         self._last = (prompt_ids, scheduler)
         self._routes[request.request_id] = _Route(scheduler, len(prompt_ids))
         self._num_tokens[scheduler] += len(prompt_ids)
@@ -73,8 +73,8 @@ class Router:
     def _has_place(self, scheduler: int) -> bool:
         return self._num_requests[scheduler] < self._max_requests
 
-    def _choose_for(self, prompt_ids: list[int]) -> int:
-        keys = _prefix_keys(prompt_ids)
+    def _choose_for(self, request: EngineRequest) -> int:
+        keys = _prefix_keys(request)
         num_known = [0] * len(self._num_tokens)
         for length, key in keys:  # ascending: the longest known prefix of each scheduler stays
             scheduler = self._prefixes.get(key)
@@ -90,9 +90,9 @@ class Router:
         return chosen
 
 
-def _prefix_keys(prompt_ids: list[int]) -> list[tuple[int, bytes]]:
-    """Lengths and digests of the prefixes that are remembered."""
-    digest = hashlib.blake2b(digest_size=16)
+def _prefix_keys(request: EngineRequest) -> list[tuple[int, bytes]]:
+    """Lengths and digests of the prefixes that are remembered; those with different salts share no cached pages."""
+    prompt_ids, digest = request.prompt_ids, hashlib.blake2b(request.cache_salt.encode(), digest_size=16)
     keys, start, end = [], 0, _FIRST_TOKENS
     while end <= len(prompt_ids):
         digest.update(array("q", prompt_ids[start:end]).tobytes())

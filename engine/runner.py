@@ -19,7 +19,7 @@ import torch
 
 from engine.choose_sampler import make_sampler
 from engine.cuda_graphs import DecodeGraphs
-from engine.logprobs import PendingLogprobs, launch_logprobs
+from engine.logprobs import PendingLogprobs, launch_prompt_logprobs
 from engine.prompt_graphs import PromptGraphs
 from engine.sampler import PendingTokens, Sampler
 from engine.sequence import Sequence
@@ -55,6 +55,10 @@ class Model(Protocol):
 
     def why_not_capturable(self, max_num_tokens: int) -> str | None:
         """None if decode steps of up to `max_num_tokens` tokens can be captured in CUDA graphs, else what cannot."""
+
+    @property
+    def can_compile_ahead(self) -> bool:
+        """Whether a step harms nothing while Triton kernels are only compiled, not launched."""
 
     def prepare_replay(self) -> None:
         """What cannot be part of a captured step; called before each capture and replay."""
@@ -269,6 +273,5 @@ class Pending:
 def _launch_prompt_logprobs(row: StepRow, seq: Sequence, logits_RV: torch.Tensor) -> PendingLogprobs:
     """Entries of the prompt tokens after the row's tokens; the prompt's last token predicts none of them."""
     next_ids = seq.token_ids[row.start + 1 : row.start + row.num_tokens + 1]
-    logprobs_RV = torch.log_softmax(logits_RV[: len(next_ids)], dim=-1)
     ids_R = to_device(next_ids, torch.int64, logits_RV.device)
-    return launch_logprobs(logprobs_RV, ids_R, seq.sampling.prompt_logprobs or 0)
+    return launch_prompt_logprobs(logits_RV[: len(next_ids)], ids_R, seq.sampling.prompt_logprobs or 0)

@@ -20,7 +20,7 @@ import torch
 from engine.counter_rng import uniform
 from engine.filters import filter_probs, is_filtered
 from engine.logits import process_logits
-from engine.logprobs import PendingLogprobs, launch_logprobs
+from engine.logprobs import PendingListed, PendingLogprobs, launch_listed, launch_logprobs
 from engine.sequence import GREEDY_TEMPERATURE, Sequence
 from engine.transfer import to_device, to_host
 from engine.types import TokenLogprobs
@@ -44,6 +44,7 @@ class PendingTokens:
     host_tokens_R: torch.Tensor
     num_tops: list[int | None]  # alternatives that each row wants; None: no log-probabilities
     logprobs: PendingLogprobs | None  # of the rows that want them
+    listed: PendingListed | None = None  # tokens that replace the best ones as alternatives
 
     def read(self) -> Sampled:
         """The tokens on the host; call after the device has passed a mark made later."""
@@ -51,10 +52,12 @@ class PendingTokens:
         if self.logprobs is None:
             return Sampled(tokens, [None] * len(tokens))
         entries = iter(self.logprobs.read())
+        listed = [] if self.listed is None else self.listed.read()
         logprobs: list[TokenLogprobs | None] = []
-        for num_top in self.num_tops:
+        for row, num_top in enumerate(self.num_tops):
             entry = None if num_top is None else next(entries)
-            logprobs.append(entry and TokenLogprobs(entry.token_id, entry.logprob, entry.top[:num_top]))
+            top = listed[row] if listed and listed[row] else entry and entry.top[:num_top]
+            logprobs.append(entry and TokenLogprobs(entry.token_id, entry.logprob, top or []))
         return Sampled(tokens, logprobs)
 
 
@@ -113,8 +116,9 @@ def launch_sampling(logits_RV: torch.Tensor, seqs: list[Sequence]) -> PendingTok
     wanted = [row for row, num_top in enumerate(num_tops) if num_top is not None]
     wanted_W = to_device(wanted, torch.int64, device)
     raw_WV = torch.log_softmax(logits_RV.index_select(0, wanted_W), dim=-1) if wanted else None
+    listed = launch_listed(logits_RV, list(range(len(seqs))), [seq.sampling.logprob_token_ids for seq in seqs])
     process_logits(logits_RV, seqs)
-    if any(seq.logit_mask for seq in seqs):  # a mask may forbid every token
+    if any(seq.logit_mask or seq.grammar for seq in seqs):  # a mask may forbid every token
         is_broken_R |= logits_RV.amax(dim=-1) == float("-inf")
         logits_RV.masked_fill_(is_broken_R[:, None], 0.0)
     tokens_R = _choose(logits_RV, seqs)
@@ -123,7 +127,7 @@ def launch_sampling(logits_RV: torch.Tensor, seqs: list[Sequence]) -> PendingTok
         num_top = max(num_top or 0 for num_top in num_tops)
         logprobs = launch_logprobs(raw_WV, tokens_R.index_select(0, wanted_W), num_top)
     tokens_R = tokens_R.masked_fill(is_broken_R, _BROKEN)
-    return PendingTokens(tokens_R, to_host(tokens_R), num_tops, logprobs)
+    return PendingTokens(tokens_R, to_host(tokens_R), num_tops, logprobs, listed)
 
 
 def _choose(logits_RV: torch.Tensor, seqs: list[Sequence]) -> torch.Tensor:

@@ -7,10 +7,10 @@ Rules, in this order:
 3. A sequence is admitted with the pages of all its tokens so far. Its sliding pages (`paging`) are taken chunk by
    chunk; those of its next steps must be there. While others run, enough for each of them must be left, too, so that
    admission does not cause preemption at once. A chunk is cut to the sliding pages that are left.
-4. When a decoding sequence, or the oldest one, needs a page and none is left, the youngest running one of whoever runs
-   the most gives all its pages back and waits as the first of its connection; its tokens are computed again later. The
-   oldest is never preempted by another, and one request always fits alone (`validate` saw to it), so it always
-   advances: nobody starves.
+4. When a decoding sequence, or the oldest one, needs a page and none is left, the youngest of the least urgent running
+   ones of whoever runs the most gives all its pages back and waits in front of its connection's younger ones; its
+   tokens are computed again later. The oldest of the most urgent is never preempted by another, and one request always
+   fits alone (`validate` saw to it), so it always advances: a request waits only for its client's more urgent ones.
 5. When the next to run lacks a place or pages, whoever runs at least two requests more than its client, or its
    connection, gives way in the same manner, one request a step: a single question need not wait until long answers
    end. Each such exchange brings the two closer, so it cannot go back and forth.
@@ -144,7 +144,8 @@ class Scheduler:
             return  # it was preempted a moment ago
         if self.running and not self._fits(seq):
             victim = shares.first_to_give_way(self.running)
-            if shares.excess(victim.path, seq.path) > 1:
+            is_more_urgent = victim.client == seq.client and victim.priority < seq.priority
+            if shares.excess(victim.path, seq.path) > 1 and not is_more_urgent:  # else it would be the next to run
                 self._preempt(victim)
 
     def _schedule_decodes(self) -> dict[Sequence, Chunk]:
@@ -192,7 +193,7 @@ class Scheduler:
     def _preempt(self, seq: Sequence) -> None:
         self.running.remove(seq)
         self._give_back(seq)
-        self.waiting.put_back(seq)
+        self.waiting.put(seq)
         self.num_preemptions += 1
 
     def _fits(self, seq: Sequence) -> bool:

@@ -1,12 +1,16 @@
 """State of one unfinished request: its tokens, its pages, how much of it is computed. No policy, no torch."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 
+from engine.prefix_cache import root_key
 from engine.types import EngineRequest, TokenLogprobs
+
+if TYPE_CHECKING:
+    from engine.grammar_matcher import GrammarMatcher
 
 NO_PAGE = -1  # in `Sequence.sliding_pages`: given back
 GREEDY_TEMPERATURE = 1e-5  # at or below it the best token is taken; dividing by less would overflow
@@ -32,14 +36,18 @@ class Sequence:
     computed. `num_promised` tokens follow `token_ids`: launched steps choose them, but the host has not seen them yet.
     `num_in_flight` launched steps of this sequence are not collected yet.
 
-    `path` (client, connection) and `arrival`, a number that grows with every request, decide whose turn it is.
+    `path` (client, connection), `priority` and `arrival`, a number that grows with every request, decide whose turn it
+    is.
     `row` is its line in the page table of the runner, -1 unless it runs; steps have told of `num_sent_pages` pages
     and `num_sent_sliding_pages` sliding ones.
+    `grammar` is set, for a request that has one, before it is scheduled; it has accepted every generated token but a
+    stop token, which ends the request.
     `sampler_state` belongs to the sampler and lives as long as the request.
     """
 
     __slots__ = (
         "arrival",
+        "grammar",
         "is_plain_greedy",
         "logit_mask",
         "max_fed",
@@ -55,8 +63,10 @@ class Sequence:
         "page_keys",
         "pages",
         "path",
+        "priority",
         "prompt_logprobs",
         "request_id",
+        "root_key",
         "row",
         "sampler_state",
         "sampling",
@@ -74,6 +84,8 @@ class Sequence:
         self.request_id = request.request_id
         self.path = (request.client, request.connection)
         self.arrival = 0
+        self.priority = request.priority
+        self.root_key = root_key(request.cache_salt)
         self.sampling = sampling
         self.stop_ids = stop_ids
         self.seed = seed
@@ -81,6 +93,7 @@ class Sequence:
         self.num_prompt = len(request.prompt_ids)
         self.max_fed = self.num_prompt + sampling.max_tokens - 1  # the last token of an answer is never fed
         self.logit_mask = logit_mask
+        self.grammar: GrammarMatcher | None = None
         self.num_computed = 0
         self.num_promised = 0
         self.num_in_flight = 0
@@ -102,6 +115,7 @@ class Sequence:
             and sampling.min_tokens == 0
             and not sampling.logit_bias
             and logit_mask is None
+            and request.grammar is None
             and not has_penalties(self)
         )
 
@@ -114,6 +128,11 @@ class Sequence:
     def num_output(self) -> int:
         """Generated tokens that the host knows."""
         return len(self.token_ids) - self.num_prompt
+
+    @property
+    def must_go_on(self) -> bool:
+        """Whether `min_tokens` forbids the stop tokens. With a grammar that is for `token_masks` to say."""
+        return self.num_output < self.sampling.min_tokens and self.grammar is None
 
     @property
     def num_pending(self) -> int:

@@ -4,7 +4,24 @@ from typing import Literal
 
 import msgspec
 
+from engine.grammar_spec import GrammarSpec
+
 FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class ThinkingBudget(msgspec.Struct, frozen=True, kw_only=True):
+    """Reasoning of at most `num_tokens` tokens, all its parts together. `engine.thinking` ends it by force.
+
+    Reasoning begins after the tokens `begin_ids`, or with the answer if `begins_inside`, and ends with any of
+    `end_ids`. Once the budget is used, `close_ids` follow, and the token after them is not `barred_id`.
+    """
+
+    num_tokens: int
+    begin_ids: tuple[int, ...]
+    end_ids: tuple[int, ...]
+    close_ids: tuple[int, ...]
+    barred_id: int | None = None
+    begins_inside: bool = False
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,6 +42,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool = False  # the stop ids neither stop nor are forbidden
     logprobs: int | None = None  # None: none; N: the chosen token and the N best
     prompt_logprobs: int | None = None  # the same for every prompt token
+    logprob_token_ids: tuple[int, ...] = ()  # with logprobs: the alternatives are these tokens, in this order
+    thinking: ThinkingBudget | None = None
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,8 +52,11 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
     prompt_ids: list[int]
     sampling: SamplingParams
+    grammar: GrammarSpec | None = None  # what the answer must look like; None: anything
     client: str = ""  # clients get equal turns, however many requests each sends
     connection: str = ""  # within a client, connections get equal turns
+    priority: int = 0  # within a client, lower ones run first
+    cache_salt: str = ""  # only requests with the same salt share cached pages
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):

@@ -1,5 +1,6 @@
 """Sizes in words."""
 
+MIB = 1 << 20
 _UNITS = ("bytes", "KiB", "MiB", "GiB")
 
 

@@ -7,6 +7,7 @@ from engine.errors import RequestError
 from engine.types import EngineOutput, EngineRequest, SamplingParams
 
 MAX_LOGPROBS = 100
+MAX_LOGPROB_IDS = 128
 _INT64 = 2**63
 
 # field -> (lowest, highest, lowest itself is allowed)
@@ -23,11 +24,14 @@ _RANGES: dict[str, tuple[float, float, bool]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestLimits:
-    """What one engine can take: `vocab_size` ids, `max_model_len` tokens a request, `num_kv_tokens` tokens in all."""
+    """What one engine can take: `vocab_size` ids, `max_model_len` tokens a request, `num_kv_tokens` tokens in all, and
+    grammars of `max_grammar_bytes`.
+    """
 
     vocab_size: int
     max_model_len: int
     num_kv_tokens: int
+    max_grammar_bytes: int = 2**20
 
 
 def check_request(request: EngineRequest, limits: RequestLimits) -> None:
@@ -35,6 +39,7 @@ def check_request(request: EngineRequest, limits: RequestLimits) -> None:
     _check_ranges(request.sampling)
     _check_ids(request, limits.vocab_size)
     _check_room(request, limits)
+    _check_grammar(request, limits.max_grammar_bytes)
 
 
 def refusal_output(request_id: str, error: RequestError) -> EngineOutput:
@@ -74,6 +79,10 @@ def _check_ranges(sampling: SamplingParams) -> None:
     for token_id, bias in sampling.logit_bias.items():
         if not math.isfinite(bias) or abs(bias) > 100:
             raise RequestError("logit_bias", f"logit_bias of token {token_id} is {bias}: it must lie within ±100")
+    if sampling.logprob_token_ids and sampling.logprobs is None:
+        raise RequestError("logprob_token_ids", "logprob_token_ids needs logprobs: ask for those, too")
+    if len(sampling.logprob_token_ids) > MAX_LOGPROB_IDS:
+        raise RequestError("logprob_token_ids", f"logprob_token_ids holds more than {MAX_LOGPROB_IDS} token ids")
 
 
 def _check_ids(request: EngineRequest, vocab_size: int) -> None:
@@ -83,6 +92,7 @@ def _check_ids(request: EngineRequest, vocab_size: int) -> None:
         ("prompt", request.prompt_ids),
         ("logit_bias", request.sampling.logit_bias),
         ("stop_token_ids", request.sampling.stop_token_ids),
+        ("logprob_token_ids", request.sampling.logprob_token_ids),
     ):
         if ids and (min(ids) < 0 or max(ids) >= vocab_size):
             bad = next(token_id for token_id in ids if not 0 <= token_id < vocab_size)
@@ -110,4 +120,14 @@ def _check_room(request: EngineRequest, limits: RequestLimits) -> None:
             "max_tokens",
             f"the request needs room for {num_kept} tokens and the KV cache holds {limits.num_kv_tokens}: "
             "ask for fewer tokens or start the server with more pages",
+        )
+
+
+def _check_grammar(request: EngineRequest, max_bytes: int) -> None:
+    spec = request.grammar
+    if spec is not None and (size := len(spec.format_json.encode())) > max_bytes:
+        raise RequestError(
+            spec.param,
+            f"{spec.param} is a grammar of {size} bytes: it may have {max_bytes}; simplify it, or start the "
+            "server with a larger max_grammar_bytes",
         )

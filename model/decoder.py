@@ -148,6 +148,14 @@ class Model(nn.Module):
         reasons = (layer.why_not_capturable(max_num_tokens) for layer in self.moe_layers)
         return next((reason for reason in reasons if reason is not None), None)
 
+    @property
+    def can_compile_ahead(self) -> bool:
+        """Whether a step harms nothing while Triton kernels are only compiled.
+
+        They then leave their outputs as they were, and no other library may take such numbers for ids of experts.
+        """
+        return all(layer.has_own_kernels for layer in self.moe_layers)
+
     def prepare_replay(self) -> None:
         """What cannot be part of a captured step; every rank calls it before each capture and replay, outside them."""
         for layer in self.moe_layers[:1]:  # all share one transport

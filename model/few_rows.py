@@ -18,6 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from moe.device import num_processors
 from moe.kernels.arrivals import MAX_COUNTERS, counters, is_last_to_arrive
+from moe.kernels.compile_ahead import launch
 from moe.kernels.pdl import pdl_options
 
 MAX_ROWS = 16
@@ -99,7 +100,7 @@ def linear(x_RK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | N
     shares = num_shares(num_outputs, num_inputs, num_processors(device, _FEW_PROCESSORS))
     size = blocks * shares * _BLOCK_N * MAX_ROWS if shares > 1 else 0
     parts = torch.empty(size, dtype=torch.float32, device=device)
-    few_rows_linear[(blocks, shares)](
+    launch(few_rows_linear, (blocks, shares))(
         x_RK, weight_NK, out_RN if bias_N is None else bias_N, out_RN, parts, counters(device, "few rows"),
         num_rows, num_outputs, x_RK.stride(0),
         K=num_inputs, SHARES=shares, MAX_R=MAX_ROWS, BLOCK_N=_BLOCK_N, BLOCK_K=_BLOCK_K, NUM_STAGES=_NUM_STAGES,

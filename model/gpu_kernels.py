@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from moe.kernels.compile_ahead import launch
 from moe.kernels.pdl import pdl_options
 
 _WIDE_ROW = 2048  # rows at least this long get eight warps
@@ -61,7 +62,7 @@ def _launch(
 ) -> None:  # fmt: skip
     num_tokens, hidden = x_TH.shape
     if num_tokens:
-        _add_rms_norm[(num_tokens,)](
+        launch(_add_rms_norm, (num_tokens,))(
             x_TH, x_TH if delta_TH is None else delta_TH, weight_H, sum_TH, out_TH,
             x_TH.stride(0), x_TH.stride(0) if delta_TH is None else delta_TH.stride(0), eps,
             H=hidden, H_PAD=triton.next_power_of_2(hidden), HAS_DELTA=delta_TH is not None,

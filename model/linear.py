@@ -1,7 +1,7 @@
 """Dense linear layers. How a matrix product is best done on a CPU is known in one place, `moe.cpu.linear`.
 
 There, fp32 weights that fp16 holds exactly (bf16 checkpoints) are packed for FBGEMM, which beats MKL two to six times
-at 1 to 16 rows; others multiply as `W @ x.T`. On GPUs, FP8 blocks are multiplied as they are stored (`fp8_linear.py`),
+at 1 to 16 rows; others multiply as `W @ x.T`. On GPUs, FP8 blocks stay FP8 (`fp8_linear.py`),
 1 to 16 rows of bf16 by `few_rows.py`, and the rest is `F.linear`.
 
 Shape letters: T tokens, K inputs, N outputs, I intermediate.
@@ -28,19 +28,23 @@ class Linear(nn.Module):
     """`x @ weight.T + bias`, built from loaded tensors; keeps them only in the form that is multiplied.
 
     `sums_over`: the ranks that have the other columns of the weight; the outputs are summed over them.
+    `gates`: the rows are [gate; up], and where the kernel can (`is_gated`) the output is `silu(gate) * up`, [T, N/2].
     """
 
     _multiply: Callable[[torch.Tensor], torch.Tensor]
 
     def __init__(
-        self, weight_NK: LinearWeight, bias_N: torch.Tensor | None = None, *, sums_over: Group = SINGLE_RANK
-    ) -> None:
+        self, weight_NK: LinearWeight, bias_N: torch.Tensor | None = None, *, sums_over: Group = SINGLE_RANK,
+        gates: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
         self._few_rows: ModuleType | None = None
+        self.is_gated = False
         if isinstance(weight_NK, Fp8BlockWeight):
-            from model.fp8_linear import Fp8Linear  # needs Triton
+            from model.fp8_linear import Fp8Linear, can_gate  # needs Triton
 
-            self._multiply = Fp8Linear(weight_NK, bias_N)
+            self.is_gated = gates and can_gate(weight_NK)
+            self._multiply = Fp8Linear(weight_NK, bias_N, is_gated=self.is_gated)
         else:
             weight_NK = weight_NK.contiguous()
             self._multiply = make_linear(weight_NK, bias_N)
@@ -66,13 +70,16 @@ class GatedMlp(nn.Module):
         self, gate_IH: LinearWeight, up_IH: LinearWeight, down_HI: LinearWeight, *, sums_over: Group = SINGLE_RANK
     ) -> None:
         super().__init__()
-        self.gate_up = Linear(join_rows((gate_IH, up_IH)))
+        self.gate_up = Linear(join_rows((gate_IH, up_IH)), gates=True)
         self.down = Linear(down_HI, sums_over=sums_over)
 
     def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
         """[T, H] to [T, H]."""
-        gate_TI, up_TI = self.gate_up(x_TH).chunk(2, dim=-1)
-        out_TH: torch.Tensor = self.down(F.silu(gate_TI) * up_TI)
+        hidden_TI: torch.Tensor = self.gate_up(x_TH)
+        if not self.gate_up.is_gated:
+            gate_TI, up_TI = hidden_TI.chunk(2, dim=-1)
+            hidden_TI = F.silu(gate_TI) * up_TI
+        out_TH: torch.Tensor = self.down(hidden_TI)
         return out_TH
 
 

@@ -13,7 +13,7 @@ from model.families.base import MoeParts
 from model.moe_layer import Gate, MoeLayer, TokenSlices
 from moe import MoeA2ABackend, MoeBackend, MoeRunner, MoeRunnerConfig, Topology
 from moe.backend import Backend, DispatchContext
-from moe.check.selfcheck import check_layer
+from moe.check.selfcheck import check_layer, run_cases
 from moe.choose.select import choose_backend
 from moe.config import DispatchDtype
 from moe.dispatch.base import Dispatcher
@@ -22,6 +22,7 @@ from moe.dispatch.transport import DispatchSpec, Transport, build_transport, dis
 from moe.errors import MoeConfigError, UnsupportedPathError
 from moe.formats import FORMATS, ExpertWeights
 from moe.group import RankGroups
+from moe.kernels.compile_ahead import compile_ahead
 from moe.overlap import SideStream
 from moe.placement import Placement
 from moe.registry import BACKEND_MODULES, load_backend
@@ -94,6 +95,7 @@ class MoeBuilder:
         self._groups = groups
         self._phases = phases or StartPhases()
         self._backends: dict[str, MoeBackend] = {}  # chosen once for each number format
+        self._compiled: set[str] = set()  # number formats whose kernels for the self-check are compiled
         self._paths: dict[int, _Path] = {}
         self._transport: Transport | None = None
         self._tuner = LayerTuner(settings.tuning, groups.whole)
@@ -201,6 +203,7 @@ class MoeBuilder:
         report = None
         if layer in self._checked_layers:
             with self._phases.step_of(Phase.SELF_CHECK, len(self._checked_layers)):
+                self._compile_check(path, quant_info, experts, topology)
                 report = check_layer(runner, quant_info, experts, layer=layer, topology=topology)
                 self._check_transport(dispatcher, runner, topology, wants)
         return MoeLayer(
@@ -219,6 +222,16 @@ class MoeBuilder:
             side=self._side if self._side is not None and self._side.is_real else None,
             overlaps_down_gemm=wants.signals is not None,
         )
+
+    def _compile_check(self, path: _Path, quant_info: MoeQuantInfo, experts: ExpertWeights, topology: Topology) -> None:
+        """Before the first check of a number format: compile all its kernels at once. Other libraries bring theirs."""
+        if path.runner.backend is MoeBackend.TRITON and path.format_name not in self._compiled:
+            self._compiled.add(path.format_name)
+            compile_ahead(
+                f"self-check of {path.format_name}",
+                lambda: run_cases(path.runner, quant_info, experts, topology),
+                topology.device,
+            )
 
     def _slices(self) -> TokenSlices | None:
         """For transports, where the ranks of a tensor-parallel group have the same tokens."""

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from model.linear import GatedMlp
 from model.shared_run import SharedRun
-from moe import BypassedTopK, MoeRunner, RoutingConfig, StandardTopK
+from moe import BypassedTopK, MoeA2ABackend, MoeBackend, MoeRunner, RoutingConfig, StandardTopK
 from moe.backends.c_compiler import missing_for_triton
 from moe.check.selfcheck import SelfCheckReport
 from moe.dispatch.base import abandon, mode_options
@@ -166,7 +166,7 @@ class MoeLayer(nn.Module):
         self.tables = tables
         self._side = side if shared_experts is not None else None
         self._overlaps_down_gemm = overlaps_down_gemm
-        self._router = None if routes_inside or correction_bias_E is not None else fused_router(gate, routing)
+        self._router = None if routes_inside else fused_router(gate, routing)
         self._count_and_place = replica_kernel(gate.weight.device) or count_and_place
         if self._router is None:
             gate.weight_bf16 = None  # read by nobody else: 213 MB in all layers of DeepSeek-V3
@@ -178,6 +178,11 @@ class MoeLayer(nn.Module):
         own_tokens = max_num_tokens if self.slices is None else self.slices.length(max_num_tokens)
         reason = self.dispatcher.why_not_capturable(own_tokens)
         return None if reason is None else f"MoE {self.description} ({reason})"
+
+    @property
+    def has_own_kernels(self) -> bool:
+        """Whether our Triton kernels alone read the ids of the chosen experts."""
+        return self.runner.backend is MoeBackend.TRITON and self.runner.a2a is MoeA2ABackend.NONE
 
     @property
     def gathers_tokens(self) -> bool:
@@ -226,8 +231,8 @@ class MoeLayer(nn.Module):
         if self._router is not None and x_TH.dtype == torch.bfloat16:
             gate = self.gate
             routed: TopKOutput = self._router.route(
-                x_TH, gate.weight_bf16, gate.bias, self.routing, logits_dtype=gate.out_dtype, tables=self.tables,
-                num_live=num_live, first_token=first_token,
+                x_TH, gate.weight_bf16, gate.bias, self.routing, self.correction_bias_E, logits_dtype=gate.out_dtype,
+                tables=self.tables, num_live=num_live, first_token=first_token,
             )  # fmt: skip
             return routed
         logits_TE = self.gate(x_TH)

@@ -26,7 +26,7 @@ from moe.choose.select import choose_backend, probe_device
 from moe.device import Device
 from moe.dispatch.transport import dispatch_formats
 from moe.formats import FORMATS
-from moe.formats.fp8_block import BLOCK
+from moe.kernels.layout import packed_bytes
 from moe.registry import load_backend
 
 _BYTES_PER_ROTATION = 4  # cos and sin of a pair, fp32 each, cover two numbers of a head
@@ -125,7 +125,7 @@ def measure_model(folder: Path, settings: ModelSettings, device: Device | None =
 
 def _held_bytes(source: TensorSource, specs: list[TensorSpec], settings: ModelSettings, *, fp8: bool) -> dict[str, int]:
     """Bytes of this rank's part of each tensor as the model keeps it: linear layers in the model's dtype or, with
-    `fp8`, FP8 blocks as they are stored; the rest in fp32.
+    `fp8`, FP8 blocks as `fp8_linear` packs them; the rest in fp32.
     """
     dtype, place = settings.model_dtype, settings.layout.dense_place
     of_linear = {spec.name: torch.float32 if spec.is_fp32 else dtype for spec in specs if spec.is_linear}
@@ -144,10 +144,9 @@ def _held_bytes(source: TensorSource, specs: list[TensorSpec], settings: ModelSe
             kept = dtype
         else:
             kept = of_linear.get(spec.name, of_linear.get(spec.name.removesuffix(".bias"), torch.float32))
-        num_bytes = math.prod(shape) * (1 if stays_fp8 else kept.itemsize)
+        held[spec.name] = math.prod(shape) * kept.itemsize
         if stays_fp8:
-            num_bytes += math.prod(-(-size // BLOCK) for size in shape) * torch.float32.itemsize
-        held[spec.name] = num_bytes
+            held[spec.name] = packed_bytes("fp8_block", *shape, is_gated=False, has_bias=False)
     return held
 
 

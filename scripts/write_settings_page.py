@@ -15,7 +15,7 @@ _HEAD = f"""# Settings
 
 Every flag is also an environment variable and a key of the file that `--config` names: `--max-num-seqs 8`,
 `{PREFIX}MAX_NUM_SEQS=8` and `max_num_seqs: 8` mean the same. A flag beats a variable, a variable beats the file. An
-empty variable counts as unset, except `{PREFIX}API_KEY`: an empty key is refused. Where the values are true or false,
+empty variable counts as unset, but an empty key or password is refused. Where the values are true or false,
 the flag is `--tune` or `--no-tune`. `none` unsets an optional number or path. Lists have commas between their entries.
 """
 _KINDS = {int: "whole number", float: "number", bool: "true or false", Path: "path", tuple: "list", str: "text"}

@@ -94,7 +94,8 @@ class ApiServer(uvicorn.Server):
     async def _serve_connection(self, connection: socket.socket) -> None:
         connection.setblocking(False)
         try:
-            await asyncio.get_running_loop().connect_accepted_socket(self._make_protocol, connection)
+            loop, tls = asyncio.get_running_loop(), self.config.ssl
+            await loop.connect_accepted_socket(self._make_protocol, connection, ssl=tls)
         except OSError as error:  # the client has left already
             log.debug("a connection could not be served: %s", error)
             connection.close()

@@ -19,13 +19,15 @@ from server.api_process import ApiSetup
 from server.api_server import ApiServer
 from server.app import create_app
 from server.board import Board, SharedTally, Turn
+from server.memory import settle_memory
 from server.sampling_defaults import read_sampling_defaults
 from server.service import load_checked_tokenizer
 from server.tally import Sharing
 
 
 async def _serve(setup: ApiSetup) -> None:
-    board = Board(setup.board_descriptor, setup.num_workers, setup.started_s)
+    num_keys = len(setup.server_config.api_keys)
+    board = Board(setup.board_descriptor, setup.num_workers, setup.started_s, num_keys)
     tally = SharedTally(board, setup.index)
     engine = EngineMember(setup.engine_config, origin=setup.origin)
     app = create_app(
@@ -33,10 +35,16 @@ async def _serve(setup: ApiSetup) -> None:
         load_checked_tokenizer(setup.engine_config.model),
         setup.server_config,
         read_sampling_defaults(setup.engine_config.model),
-        Sharing(tally=tally, turn=Turn(board), num_held_by_client=lambda: engine.num_by_client),
+        Sharing(
+            tally=tally,
+            turn=Turn(board),
+            num_held_by_client=lambda: engine.num_by_client,
+            key_memory=board.key_memory(setup.index),
+        ),
     )
     engine.on_freed = app.state.context.gate.on_freed
     engine.join(setup.requests_address)
+    settle_memory()
     with socket.socket(fileno=setup.channel_descriptor) as channel:
         server = ApiServer(app, setup.server_config, channel=channel, tally=tally, on_engine_failure=engine.fail)
         await server.serve()

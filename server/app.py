@@ -10,21 +10,23 @@ from server.config import ServerConfig
 from server.context import Gate, ServerContext
 from server.convert import Converter, Tokenizer
 from server.cors import Cors
-from server.errors import ApiError, error_body
+from server.errors import ApiError, BadRequest
+from server.key_limits import KeyLimits
+from server.keys import Keyring
 from server.lanes import Lanes
 from server.metrics import Metrics
 from server.middleware import RequestMiddleware, error_response
 from server.openapi import complete_document
 from server.request_group import Engine
-from server.respond import json_response
-from server.routes import chat, completions, models, operations
+from server.responses.store import open_store
+from server.routes import chat, completions, messages, models, operations, responses
 from server.sampling_defaults import SamplingDefaults
 from server.stall import StallWatch
 from server.tally import OwnTally, Sharing
 from server.version import service_version
 
 DEFAULT_MODEL_NAME = "default"
-_ROUTES = (chat, completions, models, operations)
+_ROUTES = (chat, completions, responses, messages, models, operations)
 
 
 def create_app(
@@ -50,35 +52,40 @@ def create_app(
         lanes=Lanes(tally, None if sharing is None else sharing.turn),
         stall=StallWatch(engine, config.stall_timeout, logs=sharing is None),
         served_names=config.served_model_name or (DEFAULT_MODEL_NAME,),
+        response_store=open_store(config),
         started_s=tally.started_s,
+        key_limits=KeyLimits(config, None if sharing is None else sharing.key_memory),
     )
     for module in _ROUTES:
         app.include_router(module.router)
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(HTTPException, _on_http_error)
-    app.add_middleware(RequestMiddleware, metrics=metrics, api_key=config.api_key)
+    keyring = Keyring(config.api_keys, config.admin_key)
+    app.add_middleware(RequestMiddleware, metrics=metrics, keyring=keyring)
     if config.cors_origins:
         app.add_middleware(Cors, origins=config.cors_origins)  # what is added last is outermost
     complete_document(app, has_key=config.api_key is not None)
     return app
 
 
-async def _on_api_error(_request: Request, error: Exception) -> Response:
+async def _on_api_error(request: Request, error: Exception) -> Response:
     if not isinstance(error, ApiError):
         raise error
-    return error_response(error)
+    return error_response(error, request.scope)
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
     """The framework's own errors: no such path, or no such method."""
     if not isinstance(error, HTTPException):
         raise error
-    messages = {
+    known = {
         404: (f"there is no {request.url.path[:200]} here{_advice(request)}", "not_found"),
         405: (f"{request.method} is not allowed for {request.url.path[:200]}", "method_not_allowed"),
     }
-    message, code = messages.get(error.status_code, (str(error.detail), None))
-    response = json_response(error_body(message, "invalid_request_error", code=code), error.status_code)
+    message, code = known.get(error.status_code, (str(error.detail), None))
+    refusal = BadRequest(message, code=code)
+    refusal.status = error.status_code
+    response = error_response(refusal, request.scope)
     response.headers.update(error.headers or {})
     return response
 

@@ -3,6 +3,8 @@
     slot       | used bytes | gauges             | counter | counter | ... unused
     counter    | length of the key | value | key, padded to whole words
 
+Behind the slots are the numbers of API keys (`server.key_limits`), which are written inside a `Turn`.
+
 Words are of 8 bytes and are written whole, so nobody needs a lock: a counter is complete before `used` covers it. The
 numbers outlive their process; another one continues in the same slot, so no count is lost when a process dies.
 The memory has no name and needs no folder; it is gone with the last process that has it.
@@ -15,9 +17,11 @@ import time
 from collections.abc import Sequence
 from types import TracebackType
 
+from server.key_limits import NUM_SHARED, KeyMemory
 from server.tally import Gauge
 
 _WORD = 8
+_PAGE_WORDS = mmap.PAGESIZE // _WORD
 _NUM_HEADER_WORDS = 1 + len(Gauge)
 _SLOT_BYTES = 512 * 1024  # for what does not depend on the model's names; unused pages take no memory
 _COUNTERS_PER_NAME = 64
@@ -27,24 +31,32 @@ _BYTES_PER_COUNTER = 128  # without the served name
 class Board:
     """All slots. The process that makes it hands `descriptor` to the others."""
 
-    def __init__(self, descriptor: int, num_slots: int, started_s: float) -> None:
+    def __init__(self, descriptor: int, num_slots: int, started_s: float, num_keys: int = 0) -> None:
         """Use the memory behind a descriptor that `create` has made, in whatever process."""
         self.descriptor = descriptor
         self.num_slots = num_slots
+        self._num_keys = num_keys
         self.started_s = started_s
         self._memory = memoryview(mmap.mmap(descriptor, 0))
         self.words = self._memory.cast("Q")
         self.values = self._memory.cast("d")
-        self.num_slot_words = len(self.words) // num_slots
+        self._num_key_words = num_keys * (NUM_SHARED + num_slots)
+        self.num_slot_words = (len(self.words) - self._num_key_words) // num_slots // _PAGE_WORDS * _PAGE_WORDS
 
     @classmethod
-    def create(cls, num_slots: int, served_names: Sequence[str]) -> "Board":
+    def create(cls, num_slots: int, served_names: Sequence[str], num_keys: int = 0) -> "Board":
         """New memory with room for every counter there can be."""
         descriptor = os.memfd_create("moe-serve-board")
         name_bytes = sum(_COUNTERS_PER_NAME * (_BYTES_PER_COUNTER + len(name.encode())) for name in served_names)
         slot_bytes = -(-(_SLOT_BYTES + name_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
-        os.ftruncate(descriptor, num_slots * slot_bytes)
-        return cls(descriptor, num_slots, time.time())
+        key_bytes = _WORD * num_keys * (NUM_SHARED + num_slots)
+        os.ftruncate(descriptor, num_slots * slot_bytes + -(-key_bytes // mmap.PAGESIZE) * mmap.PAGESIZE)
+        return cls(descriptor, num_slots, time.time(), num_keys)
+
+    def key_memory(self, index: int) -> KeyMemory:
+        """The numbers of API keys, for the process of a slot."""
+        numbers = self.values[len(self.values) - self._num_key_words :]
+        return KeyMemory(numbers, Turn(self, place=1), num_slots=self.num_slots, slot=index)
 
     def gauge(self, index: int, gauge: Gauge) -> int:
         """One slot's gauge."""
@@ -58,6 +70,11 @@ class Board:
         """The slot's process has ended; its counters stay."""
         for gauge in Gauge:
             self.set_gauge(index, gauge, 0)
+        if self._num_keys:
+            memory = self.key_memory(index)
+            with memory.turn:
+                for place in range(NUM_SHARED + index, self._num_key_words, NUM_SHARED + self.num_slots):
+                    memory.numbers[place] = 0.0
 
     def sum_gauge(self, gauge: Gauge) -> int:
         """Sum over all slots."""
@@ -127,16 +144,17 @@ class SharedTally:
 class Turn:
     """`with turn:` waits until no other process is inside. The system ends the turn of a process that dies.
 
-    Threads of one process do not exclude each other.
+    Threads of one process do not exclude each other, nor do turns at different places.
     """
 
-    def __init__(self, board: Board) -> None:
+    def __init__(self, board: Board, place: int = 0) -> None:
         self._descriptor = board.descriptor
+        self._place = place
 
     def __enter__(self) -> None:
-        fcntl.lockf(self._descriptor, fcntl.LOCK_EX, 1)
+        fcntl.lockf(self._descriptor, fcntl.LOCK_EX, 1, self._place)
 
     def __exit__(
         self, _kind: type[BaseException] | None, _error: BaseException | None, _traceback: TracebackType | None
     ) -> None:
-        fcntl.lockf(self._descriptor, fcntl.LOCK_UN, 1)
+        fcntl.lockf(self._descriptor, fcntl.LOCK_UN, 1, self._place)

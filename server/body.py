@@ -1,7 +1,7 @@
 """Request bodies: read within a limit, parse as JSON, check against a wire model. Every failure is an `ApiError`."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import orjson
@@ -17,6 +17,8 @@ from server.schema.limits import MAX_CONTAINERS
 
 Model = TypeVar("Model", bound=BaseModel)
 _MAX_NAME_CHARS = 64
+MAX_IGNORED = 64
+"""Unknown parameters that a tolerant service ignores: their names fill a header."""
 
 
 async def read_body(request: Request, model: type[Model], context: ServerContext) -> tuple[Model, ClientLane]:
@@ -43,13 +45,17 @@ async def read_body(request: Request, model: type[Model], context: ServerContext
         raise RequestTimeout(f"the body did not come within {config.receive_timeout:g} s") from None
     client, _ = asker_of(request, config)
     lane = context.lanes.of(len(data)).for_client(client)
+    ignored = request.state.ignored if config.tolerant else None
     if len(data) <= LARGE_BODY_BYTES:
-        return _parse(data, model), lane
-    return await lane.run(request.receive, _parse, data, model), lane
+        return _parse(data, model, ignored), lane
+    return await lane.run(request.receive, _parse, data, model, ignored), lane
 
 
-def _parse(data: bytes, model: type[Model]) -> Model:
-    """Parse and check a body. Lists and objects are counted first: orjson could spend a second on too many of them."""
+def _parse(data: bytes, model: type[Model], ignored: list[str] | None = None) -> Model:
+    """Parse and check a body. Lists and objects are counted first: orjson could spend a second on too many of them.
+
+    With a list, parameters that the model does not know are not refused; their names are added to the list.
+    """
     if not _has_few_containers(data):
         raise BadRequest(
             f"the body holds more than the {MAX_CONTAINERS} lists and objects that are accepted", code="invalid_json"
@@ -60,10 +66,25 @@ def _parse(data: bytes, model: type[Model]) -> Model:
         raise BadRequest(f"the body is not valid JSON: {_why_no_json(data, error)}", code="invalid_json") from None
     if not isinstance(content, dict):
         raise BadRequest("the body must be a JSON object", code="invalid_json")
+    if ignored is not None:
+        ignored += _take_unknown(content, model)
+    return checked(model, content)
+
+
+def checked(model: type[Model], content: Mapping[str, Any]) -> Model:
+    """The wire model of some content. Raises BadRequest naming the field."""
     try:
         return model.model_validate(content)
     except ValidationError as error:
         raise _first_problem(error) from None
+
+
+def _take_unknown(content: dict[str, Any], model: type[Model]) -> list[str]:
+    """Remove the parameters that the model does not know; returns the names of those that have a value."""
+    unknown = [name for name in content if name not in model.model_fields]
+    if len(unknown) > MAX_IGNORED:
+        raise BadRequest(f"the body has more than {MAX_IGNORED} unknown parameters", code="unknown_parameter")
+    return [name[:_MAX_NAME_CHARS] for name in unknown if content.pop(name) is not None]
 
 
 def _why_no_json(data: bytes, error: orjson.JSONDecodeError) -> str:

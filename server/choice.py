@@ -38,19 +38,23 @@ class Choice:
         max_calls: int | None = None,
         hides_all: bool = False,
         keeps_tokens: bool = True,
+        min_tokens: int = 0,
     ) -> None:
         """`stop_ids` are ordinary tokens that end the answer and are no part of it.
 
         The answer ends after `max_calls` tool calls. With `hides_all` no generated token is shown or counted: the
         request only scores its prompt, but the engine always generates at least one token. `keeps_tokens` is False for
-        an answer without log-probabilities, whose pieces need no tokens.
+        an answer without log-probabilities, whose pieces need no tokens. Stop strings match no text of the first
+        `min_tokens` tokens.
         """
         self._parser = parser
         self._stops = StopMatcher(stops)
         self._stop_ids = frozenset(stop_ids)
         self._max_calls = max_calls
         self._hides_all = hides_all
+        self._min_tokens = min_tokens
         self.keeps_tokens = keeps_tokens
+        self._takes_text = not (stops or hides_all or keeps_tokens)
         self._content = TextStream()
         self._num_shown = 0  # characters of content
         self._reasoning = TextStream()
@@ -58,9 +62,14 @@ class Choice:
         self._logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
         self.finish_reason: FinishReason | None = None
-        self.num_tokens = 0
+        self.token_ids: list[int] = []  # that count
         self.num_reasoning_tokens = 0
         self.num_cached_tokens = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Generated tokens that count."""
+        return len(self.token_ids)
 
     @property
     def is_empty(self) -> bool:
@@ -68,9 +77,36 @@ class Choice:
         return self.num_tokens > 0 and self._num_shown == 0 and not self._calls
 
     @property
+    def matched_stop(self) -> str | None:
+        """The stop string that ended the answer."""
+        return self._stops.matched
+
+    @property
     def num_undeclared_calls(self) -> int:
         """Calls to functions that the request did not offer; they are content."""
         return self._parser.num_undeclared_calls
+
+    def take_text(self, output: EngineOutput) -> tuple[Kind, str] | None:
+        """A short cut for nearly all outputs: the characters that a token adds to the content or the reasoning.
+
+        None if the output may bring anything else; then it has not been taken in, and `push` wants it.
+        """
+        token_ids = output.token_ids
+        if not self._takes_text or len(token_ids) != 1 or output.finish_reason is not None:
+            return None
+        if output.num_cached_tokens or output.prompt_logprobs is not None or self.finish_reason is not None:
+            return None
+        added = self._parser.continue_text(token_ids[0])
+        if added is None:
+            return None
+        kind, data = added
+        self.token_ids.append(token_ids[0])
+        if kind is Kind.REASONING:
+            self.num_reasoning_tokens += 1
+            return kind, self._reasoning.feed(data)
+        text = self._content.feed(data)
+        self._num_shown += len(text)
+        return kind, text
 
     def push(self, output: EngineOutput) -> list[Piece]:
         """The pieces that became visible; neighbours of the same part are one piece.
@@ -91,7 +127,7 @@ class Choice:
             return pieces
         self._logprobs += output.logprobs or []
         for token_id in output.token_ids:
-            self.num_tokens += 1
+            self.token_ids.append(token_id)
             if output.stop_reason == token_id in self._stop_ids:
                 self._show([Event(Kind.CONTENT, b"", self.num_tokens - 1)], pieces)
             else:
@@ -120,13 +156,15 @@ class Choice:
             elif self._max_calls is not None and call >= self._max_calls:
                 self.finish_reason = "tool_calls"
             else:
+                self._flush_call(pieces)
                 self._calls.append(TextStream())
                 pieces.append(Piece(Kind.TOOL_CALL, "", call=call, name=name))
             if self.finish_reason is not None:
                 return
 
     def _show_content(self, text: str, pieces: list[Piece]) -> None:
-        shown = self._stops.feed(text)
+        is_early = self._min_tokens and self.num_tokens <= self._min_tokens
+        shown = text if is_early else self._stops.feed(text)
         self._num_shown += len(shown)
         if self._stops.matched is not None:
             self.finish_reason = "stop"
@@ -134,11 +172,15 @@ class Choice:
         else:
             _append(pieces, Kind.CONTENT, shown, self._content.take(self._num_shown))
 
+    def _flush_call(self, pieces: list[Piece]) -> None:
+        """End the arguments of the last call, so that no piece of a call comes after the next one has opened."""
+        if self._calls:
+            _append(pieces, Kind.TOOL_CALL, self._calls[-1].flush(), call=len(self._calls) - 1)
+
     def _finish(self, output: EngineOutput, pieces: list[Piece]) -> None:
         self._show(self._parser.finish(), pieces)
         _append(pieces, Kind.REASONING, self._reasoning.flush())
-        for call, stream in enumerate(self._calls):
-            _append(pieces, Kind.TOOL_CALL, stream.flush(), call=call)
+        self._flush_call(pieces)
         if self.finish_reason is None:
             self._show_content(self._content.flush(), pieces)
         if self.finish_reason is None:

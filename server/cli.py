@@ -17,6 +17,7 @@ from server.experts import experts
 from server.explain import explain
 from server.health import health
 from server.hub import Needs, download
+from server.keys import keys_of
 from server.listener import bind
 from server.model_source import HubModel, check_model_folder, locate_model, served_name
 from server.plan import plan
@@ -129,6 +130,7 @@ def make_configs(
     if not values.get("served_model_name"):
         values["served_model_name"] = (served_name(model),)
     try:
+        values |= keys_of(values)
         server_config = ServerConfig(**_fields_of(ServerConfig, values))
         engine_config = EngineConfig(**_fields_of(EngineConfig, values))
         if server_config.api_workers > 1 and engine_config.data_parallel_size > 1:

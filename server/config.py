@@ -1,7 +1,9 @@
 """Settings of the HTTP side, checked when made. Reads neither argv nor the environment (`server.cli` does)."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from engine.setting import check_settings, setting
@@ -43,8 +45,30 @@ class ServerConfig:
         1, "HTTP", "HTTP processes that share the port and the engine; more than one for many streams", low=1, high=64
     )
     api_key: str | None = setting(
-        None, "HTTP", "key that every route but /health, /health/live and /health/ready requires", is_secret=True
+        None,
+        "HTTP",
+        "key that every route but /health, /health/live and /health/ready requires; several, separated by commas",
+        is_secret=True,
     )
+    api_key_file: Path | None = setting(None, "HTTP", "file with such keys, one a line; # begins a comment")
+    admin_key: str | None = setting(
+        None,
+        "HTTP",
+        "key that /metrics and /expert_load require instead of the others; opens every route",
+        is_secret=True,
+        default_text="none: they are like other routes",
+    )
+    max_requests_per_key: int | None = setting(
+        None, "HTTP", "answers that a key may have in flight at once", default_text="no limit", low=1
+    )
+    tokens_per_minute_per_key: int | None = setting(
+        None, "HTTP", "tokens of prompts and answers that a key may use in a minute", default_text="no limit", low=1
+    )
+    ssl_certfile: Path | None = setting(None, "HTTP", "certificate chain (PEM): serve HTTPS instead of HTTP")
+    ssl_keyfile: Path | None = setting(
+        None, "HTTP", "private key of the certificate (PEM)", default_text="in the certificate's file"
+    )
+    ssl_keyfile_password: str | None = setting(None, "HTTP", "password of the private key", is_secret=True)
     client_header: str | None = setting(
         None,
         "HTTP",
@@ -55,6 +79,14 @@ class ServerConfig:
         (), "HTTP", "origins whose pages may call the API from a browser, separated by commas; * for all"
     )
     max_body_bytes: int = setting(4 * 1024 * 1024, "HTTP", "largest request body in bytes", low=1)
+    response_store: Path | None = setting(
+        None,
+        "HTTP",
+        "SQLite file on a local disk for answers of /v1/responses, made if it is missing",
+        default_text="none: answers are not stored",
+    )
+    response_store_bytes: int = setting(1024**3, "HTTP", "most bytes of stored answers; the oldest are removed", low=1)
+    response_store_age: float = setting(30 * 86400.0, "HTTP", "seconds after which a stored answer is removed", above=0)
     drain_timeout: float = setting(  # leaves time to shut down within the 30 s that Kubernetes gives
         25.0, "HTTP", "seconds that running requests have to finish after SIGTERM", low=0
     )
@@ -73,15 +105,22 @@ class ServerConfig:
     log_level: Literal["debug", "info", "warning", "error"] = setting(
         "info", "HTTP", "least severe messages that are logged"
     )
+    tolerant: bool = setting(
+        False, "HTTP", "ignore unknown parameters of requests, and name them in the header X-Ignored-Parameters"
+    )
     access_log: bool = setting(False, "HTTP", "log a line for every request")
 
     def __post_init__(self) -> None:
         check_settings(self, SettingError)
-        if self.api_key is not None and not _KEY.fullmatch(self.api_key):
-            raise SettingError(
-                "api_key is empty or holds spaces or characters beyond ASCII, which cannot be sent in a header: "
-                "give another key, or leave the setting out to serve without one"
-            )
+        _check_keys("api_key", None if self.api_key is None else self.api_keys)
+        _check_keys("admin_key", None if self.admin_key is None else (self.admin_key,))
+        if self.admin_key in self.api_keys:
+            raise SettingError("admin_key is one of the keys in api_key: give it to operators alone")
+        for name in ("max_requests_per_key", "tokens_per_minute_per_key"):
+            if getattr(self, name) is not None and not self.api_keys:
+                raise SettingError(f"{name} needs keys to count for: set api_key or api_key_file, too")
+        if self.ssl_certfile is None and (self.ssl_keyfile or self.ssl_keyfile_password):
+            raise SettingError("ssl_keyfile and ssl_keyfile_password belong to a certificate: set ssl_certfile, too")
         if self.client_header is not None and not _HEADER.fullmatch(self.client_header):
             raise SettingError(f"client_header is {self.client_header!r}: it must be the name of an HTTP header")
         for origin in self.cors_origins:
@@ -92,3 +131,20 @@ class ServerConfig:
                 )
         if any(not name for name in self.served_model_name):
             raise SettingError("served_model_name holds an empty name: give names separated by commas")
+
+    @property
+    def api_keys(self) -> tuple[str, ...]:
+        """The keys of clients; the place of a key is its number. `server.cli` has added those of `api_key_file`."""
+        return () if self.api_key is None else tuple(self.api_key.split(","))
+
+
+def _check_keys(name: str, keys: Sequence[str] | None) -> None:
+    if keys is None:
+        return
+    if not all(map(_KEY.fullmatch, keys)):
+        raise SettingError(
+            f"{name} is empty or holds spaces or characters beyond ASCII, which cannot be sent in a header: "
+            "give another key, or leave the setting out to serve without one"
+        )
+    if len(set(keys)) < len(keys):
+        raise SettingError(f"{name} holds a key twice: give every client a key of its own")

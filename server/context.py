@@ -12,10 +12,12 @@ from engine.types import EngineInfo
 from server.config import ServerConfig
 from server.convert import Converter
 from server.errors import ModelNotFound, TooManyRequests, Unavailable
+from server.key_limits import KeyLimits
 from server.lanes import Lanes
 from server.metrics import Metrics
 from server.queue_speed import QueueSpeed
 from server.request_group import Engine, RequestGroup
+from server.responses.store import ResponseStore
 from server.stall import StallWatch
 from server.tally import Gauge, Tally
 
@@ -107,7 +109,9 @@ class ServerContext:
     lanes: Lanes
     stall: StallWatch
     served_names: tuple[str, ...]
+    response_store: ResponseStore | None  # of /v1/responses
     started_s: float
+    key_limits: KeyLimits
 
     def model_name(self, asked: str | None) -> str:
         """The served name a request means; the first one if it names none. Raises ModelNotFound."""

@@ -2,23 +2,28 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import msgspec
 
-from engine.types import EngineInfo, EngineRequest, SamplingParams
+from engine.grammar_spec import GrammarSpec
+from engine.types import EngineInfo, EngineRequest, SamplingParams, ThinkingBudget
 from server.choice import Choice
 from server.config import ServerConfig
 from server.errors import BadRequest, ContextTooLong
 from server.folding import fold
 from server.messages import check_tool_results, plain_message, plain_tool
-from server.parsers import PlainParser, choose_parser, end_of_turn_ids
-from server.prompt import ChatTemplate, PromptTokenizer
+from server.parsers import PlainParser, choose_grammar, choose_parser, end_of_turn_ids
+from server.parsers.thinking import thinking_budget
+from server.prompt import ChatTemplate, Ending, PromptTokenizer
 from server.rehearsal import Rehearsal
 from server.sampling_defaults import SamplingDefaults
 from server.schema.chat import ChatCompletionRequest, ChatMessage, Tool
 from server.schema.common import GenerationRequest
 from server.schema.completions import CompletionRequest, DetokenizeRequest, TokenizeRequest
+from server.structured.request import answer_format, call_choice, offered_tools
+from server.structured.rules import turn_rules
+from server.structured.turn import TurnRules
 from server.text_limit import NO_LIMIT, TextLimit
 
 MAX_CONTEXTS = 4
@@ -63,6 +68,7 @@ class Converter:
         self._template = ChatTemplate(tokenizer)
         self._rehearsal = Rehearsal(self._template)
         self._make_parser = choose_parser(tokenizer)
+        self._grammar = choose_grammar(tokenizer, tokenizer.chat_template)
         self._end_ids = end_of_turn_ids(tokenizer)
         self._control_ids = frozenset(tokenizer.special_tokens.values())
         self._temperature = defaults.temperature if config.default_temperature is None else config.default_temperature
@@ -72,25 +78,37 @@ class Converter:
     def chat(self, wire: ChatCompletionRequest, info: EngineInfo, request_id: str) -> PreparedRequest:
         """A chat request. Raises BadRequest naming the field."""
         check_tool_results(wire.messages)
-        tools = [] if wire.tool_choice == "none" else wire.tools or []
+        choice = call_choice(wire)
+        rules = turn_rules(answer_format(wire), offered_tools(wire.tools or []), choice)
+        tools = [] if choice.mode == "none" else wire.tools or []
         if tools and "tools" not in self._template.variables:
             raise BadRequest("tools: this model's chat template does not read them", param="tools")
-        prompt_ids = self._render(wire.messages, tools, self._template_variables(wire), self._limit(info))
+        variables = self._template_variables(wire)
+        prompt_ids = self._render(wire.messages, tools, variables, self._limit(info), _ending(wire))
         room = _room(len(prompt_ids), info)
         wanted = wire.max_completion_tokens or wire.max_tokens
         max_tokens = _budget(len(prompt_ids), wanted or room, info)
         num_logprobs = (wire.top_logprobs or 0) if wire.logprobs else None
         sampling = self._sampling(wire, max_tokens, logprobs=num_logprobs, end_ids=self._end_ids)
+        if wire.thinking_token_budget is not None:
+            sampling = msgspec.structs.replace(sampling, thinking=self._thinking(wire, prompt_ids))
         tool_names = frozenset(tool.function.name for tool in tools)
+        grammar = None if rules is None else self.turn_grammar(rules, prompt_ids)
         stop_ids = frozenset(wire.stop_token_ids or ()) - self._control_ids
 
         def make_choice(_index: int) -> Choice:
-            max_calls = 1 if wire.parallel_tool_calls is False else None
+            max_calls = None if choice.is_parallel else 1
             parser = self._make_parser(prompt_ids, tool_names)
-            keeps_tokens = bool(wire.logprobs)
-            return Choice(parser, stops=wire.stop, stop_ids=stop_ids, max_calls=max_calls, keeps_tokens=keeps_tokens)
+            return Choice(
+                parser,
+                stops=wire.stop,
+                stop_ids=stop_ids,
+                max_calls=max_calls,
+                keeps_tokens=bool(wire.logprobs),
+                min_tokens=wire.min_tokens or 0,
+            )
 
-        requests = _choices(request_id, [prompt_ids], [sampling], wire.n or 1, info)
+        requests = _bound(_choices(request_id, [prompt_ids], [sampling], wire, info), grammar)
         return PreparedRequest(
             requests=requests, make_choice=make_choice, num_prompt_tokens=len(prompt_ids), num_choices=wire.n or 1
         )
@@ -107,22 +125,48 @@ class Converter:
         samplings = []
         for prompt in prompts:
             max_tokens = _budget(len(prompt), max(1, wire.num_wanted), info)
-            scored = wire.logprobs if wire.echo else None
+            scored = max(filter(_is_number, (wire.logprobs if wire.echo else None, wire.prompt_logprobs)), default=None)
             samplings.append(
                 self._sampling(wire, max_tokens, logprobs=wire.logprobs, prompt_logprobs=scored, end_ids=())
             )
         stop_ids = frozenset(wire.stop_token_ids or ()) - self._control_ids
+        answer = answer_format(wire) if wire.num_wanted else None
+        grammar = None if answer is None else GrammarSpec.of(answer.format, param=answer.param)
 
         def make_choice(_index: int) -> Choice:
             parser = PlainParser(self.tokenizer, show_special=wire.skip_special_tokens is False)
-            hides_all, keeps_tokens = wire.num_wanted == 0, wire.logprobs is not None
-            return Choice(parser, stops=wire.stop, stop_ids=stop_ids, hides_all=hides_all, keeps_tokens=keeps_tokens)
+            return Choice(
+                parser,
+                stops=wire.stop,
+                stop_ids=stop_ids,
+                hides_all=wire.num_wanted == 0,
+                keeps_tokens=wire.logprobs is not None,
+                min_tokens=wire.min_tokens or 0,
+            )
 
-        requests = _choices(request_id, prompts, samplings, wire.n or 1, info)
+        requests = _bound(_choices(request_id, prompts, samplings, wire, info), grammar)
         num_prompt_tokens = sum(map(len, prompts))
         return PreparedRequest(
             requests=requests, make_choice=make_choice, num_prompt_tokens=num_prompt_tokens, num_choices=wire.n or 1
         )
+
+    def turn_grammar(self, rules: TurnRules, prompt_ids: Sequence[int]) -> GrammarSpec | None:
+        """The rules in the model's syntax; None if they forbid calls only and the model has no syntax for calls.
+
+        Raises:
+            BadRequest: the model's syntax, or its chat template, does not allow such rules.
+        """
+        if not self._grammar.supports_calls():
+            if rules.calls or rules.must_call:
+                message = f"{rules.param}: calls of this model cannot be bound: its syntax for them is not known"
+                raise BadRequest(message, param=rules.param)
+            if rules.answer is None:
+                return None
+        turn = self._grammar.turn(rules, prompt_ids)
+        if turn is None:
+            message = f"{rules.param}: this chat template ends inside a message, so the answer cannot be bound"
+            raise BadRequest(message, param=rules.param)
+        return GrammarSpec.of(turn, param=rules.param)
 
     def tokenize(self, wire: TokenizeRequest, info: EngineInfo | None) -> list[int]:
         """Ids of a raw prompt or of rendered messages, up to `MAX_CONTEXTS` times the context."""
@@ -164,14 +208,19 @@ class Converter:
         return [bos, *ids] if self.tokenizer.adds_bos and bos is not None and ids[:1] != [bos] else ids
 
     def _render(
-        self, messages: Sequence[ChatMessage], tools: Sequence[Tool], variables: Mapping[str, Any], limit: TextLimit
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Tool],
+        variables: Mapping[str, Any],
+        limit: TextLimit,
+        ending: Ending = Ending.ANSWER_BEGINS,
     ) -> list[int]:
         thinks = "</think>" in self.tokenizer.special_tokens
         try:
             plain_messages = [plain_message(message, thinks=thinks) for message in messages]
             folding = self._rehearsal.folding_for(plain_messages, variables, has_tools=bool(tools))
             return self._template.render(
-                fold(plain_messages, folding), [plain_tool(t) for t in tools], variables, limit
+                fold(plain_messages, folding), [plain_tool(t) for t in tools], variables, limit, ending
             )
         except RecursionError:
             raise BadRequest(
@@ -191,6 +240,13 @@ class Converter:
                 param = "reasoning_effort" if name == "reasoning_effort" else "chat_template_kwargs"
                 raise BadRequest(f"{param}: this model's chat template does not read '{name[:64]}'", param=param)
         return variables
+
+    def _thinking(self, wire: ChatCompletionRequest, prompt_ids: Sequence[int]) -> ThinkingBudget | None:
+        budget = thinking_budget(self.tokenizer, prompt_ids, wire.thinking_token_budget or 0)
+        if budget is None and wire.thinking_token_budget:
+            reason = "this model marks no reasoning that could be limited"
+            raise BadRequest(f"thinking_token_budget: {reason}", param="thinking_token_budget")
+        return budget
 
     def _sampling(
         self,
@@ -219,11 +275,22 @@ class Converter:
             ignore_eos=bool(wire.ignore_eos),
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
+            logprob_token_ids=tuple(wire.logprob_token_ids or ()),
         )
 
 
 def _given(value: Any, default: Any) -> Any:
     return default if value is None else value
+
+
+def _is_number(value: int | None) -> TypeGuard[int]:
+    return value is not None
+
+
+def _ending(wire: ChatCompletionRequest) -> Ending:
+    if wire.continue_final_message:
+        return Ending.IN_LAST_MESSAGE
+    return Ending.LAST_MESSAGE if wire.add_generation_prompt is False else Ending.ANSWER_BEGINS
 
 
 def _room(num_prompt: int, info: EngineInfo) -> int:
@@ -252,10 +319,11 @@ def _choices(
     request_id: str,
     prompts: Sequence[list[int]],
     samplings: Sequence[SamplingParams],
-    num_choices: int,
+    wire: GenerationRequest,
     info: EngineInfo,
 ) -> tuple[EngineRequest, ...]:
-    """`num_choices` requests for each prompt; each has its own seed, so that seeded choices differ and repeat."""
+    """`wire.n` requests for each prompt; each has its own seed, so that seeded choices differ and repeat."""
+    num_choices = wire.n or 1
     if len(prompts) * num_choices > info.max_requests:  # else the queue would always be too full for it
         raise BadRequest(
             f"n: {len(prompts) * num_choices} answers are asked for, and this service holds at most "
@@ -268,6 +336,17 @@ def _choices(
             seed = None if sampling.seed is None else (sampling.seed + choice + 2**63) % 2**64 - 2**63
             own = sampling if choice == 0 else msgspec.structs.replace(sampling, seed=seed)
             requests.append(
-                EngineRequest(request_id=f"{request_id}-{len(requests)}", prompt_ids=prompt_ids, sampling=own)
+                EngineRequest(
+                    request_id=f"{request_id}-{len(requests)}",
+                    prompt_ids=prompt_ids,
+                    sampling=own,
+                    priority=wire.priority or 0,
+                    cache_salt=wire.cache_salt or "",
+                )
             )
     return tuple(requests)
+
+
+def _bound(requests: tuple[EngineRequest, ...], grammar: GrammarSpec | None) -> tuple[EngineRequest, ...]:
+    """The requests with the format that their answers must have."""
+    return tuple(msgspec.structs.replace(request, grammar=grammar) for request in requests) if grammar else requests

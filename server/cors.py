@@ -8,7 +8,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from server.errors import BadRequest
-from server.middleware import error_response
+from server.middleware import error_response, request_id_of
 
 
 class Cors(CORSMiddleware):
@@ -18,16 +18,17 @@ class Cors(CORSMiddleware):
         super().__init__(
             app,
             allow_origins=origins,
-            allow_methods=["GET", "POST"],  # HEAD needs no permission
+            allow_methods=["GET", "POST", "DELETE"],  # HEAD needs no permission
             allow_headers=["*"],
-            expose_headers=["X-Request-Id", "Retry-After"],
+            expose_headers=["X-Request-Id", "Retry-After", "X-Ignored-Parameters"],
         )
 
     def preflight_response(self, request_headers: Headers) -> Response:
         """The answer to a preflight; a refusal says whether origin, method or headers are at fault."""
         response = super().preflight_response(request_headers)
-        if response.status_code == 200:
-            return response
-        refusal = error_response(BadRequest(bytes(response.body).decode(), code="cors_refused"))
-        refusal.headers["vary"] = response.headers["vary"]
-        return refusal
+        if response.status_code != 200:
+            refusal = error_response(BadRequest(bytes(response.body).decode(), code="cors_refused"))
+            refusal.headers["vary"] = response.headers["vary"]
+            response = refusal
+        response.headers["x-request-id"] = request_id_of(request_headers)
+        return response

@@ -5,10 +5,12 @@ Exception
 │   ├── BadRequest            400 a field is wrong or not supported
 │   ├── ContextTooLong        400 prompt, or prompt plus answer, exceed the context
 │   ├── Unauthorized          401 no key, or the wrong one
+│   ├── Forbidden             403 the key does not open this path
 │   ├── ModelNotFound         404 a model that is not served here
+│   ├── ResponseNotFound      404 no stored answer of this id
 │   ├── RequestTimeout        408 the body did not come in time
 │   ├── BodyTooLarge          413
-│   ├── TooManyRequests       429 the queue is full
+│   ├── TooManyRequests       429 the queue is full, or the key has used what it may
 │   ├── EngineFailed          500 the engine could not finish this request
 │   └── Unavailable           503 loading, draining or without an engine
 └── SettingError              the service cannot start as configured
@@ -64,12 +66,28 @@ class Unauthorized(ApiError):
         return {"WWW-Authenticate": "Bearer"}
 
 
+class Forbidden(ApiError):
+    """The key is known, but does not open this path."""
+
+    status = 403
+    type = "invalid_request_error"
+    code = "insufficient_permissions"
+
+
 class ModelNotFound(ApiError):
     """The model named is not served here."""
 
     status = 404
     type = "invalid_request_error"
     code = "model_not_found"
+
+
+class ResponseNotFound(ApiError):
+    """There is no stored answer of this id, or it is another client's."""
+
+    status = 404
+    type = "invalid_request_error"
+    code = "not_found"
 
 
 class RequestTimeout(ApiError):
@@ -94,7 +112,7 @@ class BodyTooLarge(ApiError):
 
 
 class TooManyRequests(ApiError):
-    """The bounded queue is full; `retry_after_s` is when a place may be free."""
+    """The bounded queue is full, or a key has used what it may; `retry_after_s` is when to ask again."""
 
     status = 429
     type = "rate_limit_error"

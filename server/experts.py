@@ -12,7 +12,8 @@ from engine.expert_file import RecordedLayer, RecordedLoad
 from server import streams
 from server.config import ServerConfig
 from server.errors import SettingError
-from server.listener import reachable
+from server.keys import keys_of
+from server.own_service import connect
 from server.settings import Parser, Setting, gather, make_parser
 
 _TIMEOUT_S = 30.0
@@ -36,14 +37,16 @@ def experts(argv: Sequence[str], program: str, settings: Mapping[str, Setting], 
     parser.add_argument("--seconds", type=float, default=0.0, help="count for so long, instead of since the start")
     own, flags = parser.parse_known_args(argv)
     values = gather(settings, vars(make_parser(settings, program, "").parse_args(flags)), environ)
-    config = ServerConfig(**{name: values[name] for name in ("host", "port", "api_key") if name in values})
+    names = ("host", "port", "api_key", "admin_key")
+    config = ServerConfig(**{name: values[name] for name in names if name in values} | keys_of(values))
+    has_tls = values.get("ssl_certfile") is not None
     if config.port == 0:
         raise SettingError("--port: 0 lets the service pick a free port, which is not known here; name one")
     try:
-        load = _ask(config)
+        load = _ask(config, has_tls=has_tls)
         if own.seconds > 0:
             time.sleep(own.seconds)
-            load = since(_ask(config), load)
+            load = since(_ask(config, has_tls=has_tls), load)
     except (OSError, http.client.HTTPException) as error:
         streams.write(sys.stderr, f"{program}: no answer from {config.host} port {config.port}: {error}\n")
         return 1
@@ -89,9 +92,10 @@ def busiest(tokens: Sequence[int]) -> list[int]:
     return sorted(range(len(tokens)), key=lambda expert: (-tokens[expert], expert))[:_NUM_BUSIEST]
 
 
-def _ask(config: ServerConfig) -> RecordedLoad:
-    connection = http.client.HTTPConnection(reachable(config.host), config.port, timeout=_TIMEOUT_S)
-    headers = {} if config.api_key is None else {"Authorization": f"Bearer {config.api_key}"}
+def _ask(config: ServerConfig, *, has_tls: bool) -> RecordedLoad:
+    connection = connect(config.host, config.port, has_tls=has_tls, timeout_s=_TIMEOUT_S)
+    keys = (*filter(None, (config.admin_key,)), *config.api_keys)
+    headers = {"Authorization": f"Bearer {keys[0]}"} if keys else {}
     try:
         connection.request("GET", "/expert_load", headers=headers)
         answer = connection.getresponse()

@@ -1,4 +1,7 @@
-"""`moe-serve explain`: which backends could serve a model on a GPU, and why the others cannot. Reads no weights."""
+"""`moe-serve explain`: which backends could serve a model's experts and attention on a GPU, and why the others cannot.
+
+Reads no weights.
+"""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,8 +17,8 @@ def explain(argv: Sequence[str], program: str, settings: Mapping[str, Setting]) 
     """Print the table for the flags in `argv`; returns the exit code. Raises SettingError for a wrong flag or model."""
     parser = Parser(
         prog=f"{program} explain",
-        description="Every backend for a GPU, a number format of the experts and a transport: usable, or why not. "
-        "Needs neither the GPU nor weights.",
+        description="Every backend for a GPU, a number format of the experts and a transport: usable, or why not; "
+        "the same for attention. Needs neither the GPU nor weights.",
         allow_abbrev=False,
     )
     parser.add_argument("--gpu", required=True, help="sm90, sm100, gfx950..., a card that plan knows (h100), or cpu")
@@ -44,6 +47,8 @@ def _table(gpu: str, format_name: str, a2a_name: str, mode_name: str, folder: Pa
     # Imports torch, which a wrong flag and --help need not wait for.
     from engine.plan import GPUS
     from loaders.hf_config import read_config
+    from model.attention.explain import explain as explain_attention
+    from model.parallel import ParallelLayout
     from model.registry import make_family
     from moe import MoeA2ABackend
     from moe.choose import explain as table
@@ -57,7 +62,9 @@ def _table(gpu: str, format_name: str, a2a_name: str, mode_name: str, folder: Pa
     family = make_family(read_config(folder))
     config, a2a = family.moe, MoeA2ABackend(a2a_name)
     rows = table.explain(arch, format_name, a2a, config, dispatch_formats(a2a, DeepepMode(mode_name)))
+    place = ParallelLayout().dense_place
+    attention = explain_attention([family.attention_part(layer, place) for layer in range(family.num_layers)], arch)
     return (
         f"{config.num_experts} experts of {config.hidden_size} x {config.intermediate_size}, "
-        f"top-{config.top_k}, as {format_name} on {where}, transport {a2a}\n{table.render(rows)}\n"
+        f"top-{config.top_k}, as {format_name} on {where}, transport {a2a}\n{table.render(rows)}\n\n{attention}\n"
     )

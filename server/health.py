@@ -8,7 +8,7 @@ from pathlib import Path, PurePath
 from server import streams
 from server.config import ServerConfig
 from server.errors import SettingError
-from server.listener import reachable
+from server.own_service import connect
 from server.settings import Parser, Setting, gather, make_parser
 
 _TIMEOUT_S = 3.0
@@ -37,7 +37,8 @@ def health(
     address = ServerConfig(**{name: values[name] for name in ("host", "port") if name in values})
     if address.port == 0:
         raise SettingError("--port: 0 lets the service pick a free port, which is not known here; name one")
-    status, text = _ask(reachable(address.host), address.port)
+    has_tls = values.get("ssl_certfile") is not None
+    status, text = _ask(address.host, address.port, has_tls=has_tls)
     streams.write(sys.stdout, f"{text}\n")  # the exit status is the answer, even if the text cannot be written
     return 0 if status == http.client.OK else 1
 
@@ -52,9 +53,9 @@ def _flags_of(folder: Path, program: str) -> list[str]:
     return words[names.index(program) + 1 :] if program in names else []
 
 
-def _ask(host: str, port: int) -> tuple[int, str]:
-    """Status and body, or 0 and why there is no answer. Ignores proxies that the environment names."""
-    connection = http.client.HTTPConnection(host, port, timeout=_TIMEOUT_S)
+def _ask(host: str, port: int, *, has_tls: bool) -> tuple[int, str]:
+    """Status and body, or 0 and why there is no answer."""
+    connection = connect(host, port, has_tls=has_tls, timeout_s=_TIMEOUT_S)
     try:
         connection.request("GET", "/health/live")
         answer = connection.getresponse()

@@ -30,11 +30,11 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def url_of(listener: socket.socket) -> str:
+def url_of(listener: socket.socket, *, has_tls: bool = False) -> str:
     """The address to give to a client on this machine."""
     host, port = listener.getsockname()[:2]
     host = reachable(host)
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"http{'s' * has_tls}://" + (f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
 
 
 def reachable(host: str) -> str:

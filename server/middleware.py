@@ -1,10 +1,13 @@
-"""What happens around every route: request ids, the key check, HEAD, error bodies, and counting responses."""
+"""What happens around every route: request ids, the key check, HEAD, error bodies, and counting responses.
+
+The key's number is in `request.state.key`, None without one. Names in `request.state.ignored` become a header.
+"""
 
 import asyncio
-import hmac
 import logging
 import re
 import uuid
+from urllib.parse import quote
 
 import orjson
 from starlette.datastructures import Headers
@@ -12,43 +15,49 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from server.anthropic.errors import anthropic_error, is_anthropic
 from server.context import SHUT_DOWN
-from server.errors import ApiError, Unauthorized, Unavailable, body_of, internal_error
+from server.errors import ApiError, Unavailable, body_of, internal_error
+from server.keys import Keyring
 from server.metrics import Metrics
 
 log = logging.getLogger(__name__)
-
-OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready"})
-"""The only paths that never need a key."""
 
 _CLIENT_LEFT = 499  # what proxies write in their logs; nobody receives it
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
 
-def error_response(error: ApiError) -> Response:
-    """The HTTP response of an `ApiError`."""
-    body = orjson.dumps(body_of(error))
-    return Response(body, error.status, headers=dict(error.headers), media_type="application/json")
+def request_id_of(headers: Headers) -> str:
+    """The client's own id for a request, if it is a fit one; else a new one."""
+    given = headers.get("x-request-id", "")
+    return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+
+
+def error_response(error: ApiError, scope: Scope | None = None) -> Response:
+    """The HTTP response of an `ApiError`, in the words of the API that the request's path belongs to."""
+    body = body_of(error)
+    if scope is not None and is_anthropic(scope["path"]):
+        body = {**anthropic_error(error), "request_id": scope["state"]["request_id"]}
+    return Response(orjson.dumps(body), error.status, headers=dict(error.headers), media_type="application/json")
 
 
 class RequestMiddleware:
     """Wraps the whole app; only `Cors` is further out."""
 
-    def __init__(self, app: ASGIApp, *, metrics: Metrics, api_key: str | None) -> None:
+    def __init__(self, app: ASGIApp, *, metrics: Metrics, keyring: Keyring) -> None:
         self._app = app
         self._metrics = metrics
-        self._api_key = None if api_key is None else api_key.encode()
+        self._keyring = keyring
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request. Until the response has begun, every error becomes an error response."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request_id = Headers(scope=scope).get("x-request-id", "")
-        if not _REQUEST_ID.fullmatch(request_id):
-            request_id = uuid.uuid4().hex
-        scope.setdefault("state", {})["request_id"] = request_id
-        sender = _Sender(send, request_id, is_head=scope["method"] == "HEAD")
+        request_id = request_id_of(Headers(scope=scope))
+        state = scope.setdefault("state", {})
+        state.update(request_id=request_id, key=None, ignored=[])
+        sender = _Sender(send, scope)
         if sender.is_head:  # routes know GET only; uvicorn keeps its own scope, with HEAD
             scope = {**scope, "method": "GET"}
         try:
@@ -60,45 +69,42 @@ class RequestMiddleware:
     async def _answer(self, scope: Scope, receive: Receive, sender: "_Sender") -> None:
         request_id = sender.request_id
         try:
-            self._check_key(scope["path"], Headers(scope=scope))
+            scope["state"]["key"] = self._keyring.check(scope["path"], Headers(scope=scope))
             await self._app(scope, receive, sender)
         except ApiError as error:
-            await error_response(error)(scope, receive, sender)
+            await error_response(error, scope)(scope, receive, sender)
         except ClientDisconnect:
             if not sender.status:
                 await Response(status_code=_CLIENT_LEFT)(scope, receive, sender)
         except asyncio.CancelledError:  # the server is stopping and no longer waits
             if sender.status:
                 raise
-            await error_response(Unavailable(SHUT_DOWN))(scope, receive, sender)
+            await error_response(Unavailable(SHUT_DOWN), scope)(scope, receive, sender)
         except Exception:
             log.exception("request %s failed: %s %s", request_id, scope["method"], scope["path"])
             if sender.status:
                 raise  # the response has begun: let the server cut the connection
-            await error_response(internal_error(request_id))(scope, receive, sender)
-
-    def _check_key(self, path: str, headers: Headers) -> None:
-        """Raise Unauthorized without the key. Every path outside `OPEN_PATHS` needs it, even one without a route."""
-        if self._api_key is None or path in OPEN_PATHS:
-            return
-        scheme, _, given = headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), self._api_key):
-            raise Unauthorized("a valid key is needed: send it as 'Authorization: Bearer KEY'")
+            await error_response(internal_error(request_id), scope)(scope, receive, sender)
 
 
 class _Sender:
     """Sends a response with its request id, and without a body for HEAD. `status` is 0 until it begins."""
 
-    def __init__(self, send: Send, request_id: str, *, is_head: bool) -> None:
+    def __init__(self, send: Send, scope: Scope) -> None:
         self._send = send
-        self.request_id = request_id
-        self.is_head = is_head
+        self.request_id: str = scope["state"]["request_id"]
+        self.is_head: bool = scope["method"] == "HEAD"
+        self._ignored: list[str] = scope["state"]["ignored"]
+        self._names = [b"x-request-id", *([b"request-id"] if is_anthropic(scope["path"]) else [])]
         self.status = 0
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            message["headers"] = [*message.get("headers", ()), (b"x-request-id", self.request_id.encode())]
+            ids = [(name, self.request_id.encode()) for name in self._names]
+            message["headers"] = [*message.get("headers", ()), *ids]
+            if self._ignored:
+                message["headers"].append((b"x-ignored-parameters", ", ".join(map(quote, self._ignored)).encode()))
         elif self.is_head:
             message = {**message, "body": b""}
         await self._send(message)

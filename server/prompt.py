@@ -5,6 +5,7 @@ user's strings by a character that occurs nowhere in the request. We split the r
 the letters back in the pieces between them, and tokenize those pieces as plain text.
 """
 
+import enum
 import re
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, Protocol
@@ -17,6 +18,7 @@ from server.text_limit import NO_LIMIT, TextLimit
 
 # Noncharacters first, which no text should contain; then private use.
 _STAND_INS = (*range(0xFDD0, 0xFDF0), *range(0xF0000, 0xF1000))
+_END = -1  # in place of a first letter: the end of the content that an answer continues
 
 
 class PromptTokenizer(Protocol):
@@ -30,6 +32,14 @@ class PromptTokenizer(Protocol):
 
     def encode(self, text: str, *, allow_special: bool = True) -> list[int]:
         """Ids of a text."""
+
+
+class Ending(enum.Enum):
+    """Where the ids of a conversation end."""
+
+    ANSWER_BEGINS = enum.auto()  # the template has opened the assistant's answer
+    LAST_MESSAGE = enum.auto()  # after the last message
+    IN_LAST_MESSAGE = enum.auto()  # after the content of the last message, which the answer continues
 
 
 class TemplateRefusal(Exception):
@@ -64,8 +74,9 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]],
         variables: Mapping[str, Any],
         limit: TextLimit = NO_LIMIT,
+        ending: Ending = Ending.ANSWER_BEGINS,
     ) -> list[int]:
-        """Ids of the prompt up to where the assistant's answer begins.
+        """Ids of the prompt up to its `ending`.
 
         Raises:
             ContextTooLong: the text exceeds the limit, which is checked before tokenizing.
@@ -73,15 +84,24 @@ class ChatTemplate:
         """
         if self._template is None:
             raise BadRequest("this model has no chat template: use /v1/completions", param="messages")
-        data = {"messages": messages, "tools": tools or None, **variables}
+        begins_answer = ending is Ending.ANSWER_BEGINS
+        data = {"messages": messages, "tools": tools or None, "add_generation_prompt": begins_answer, **variables}
         disguise = self._disguise_for(data)
-        restore = {stand_in: letter for letter, stand_in in disguise.items()}
+        restore = {stand_in: letter for letter, stand_in in disguise.items() if letter != _END}
+        mark = chr(disguise.pop(_END))
+        if ending is Ending.IN_LAST_MESSAGE:
+            data["messages"] = [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + mark}]
         try:
             text = self.text(**_map_strings(data, disguise))
         except TemplateRefusal as error:
             param = "tools" if tools and self._can_render({**data, "tools": None}) else "messages"
             reason = str(error).translate(restore)
             raise BadRequest(f"{param}: the model's chat template refuses them: {reason}", param=param) from error
+        if ending is Ending.IN_LAST_MESSAGE:
+            text, found, _ = text.rpartition(mark)
+            if not found:
+                reason = "the model's chat template leaves out the content of the last message"
+                raise BadRequest(f"continue_final_message: {reason}", param="continue_final_message")
         limit.check(text, restore)
         return self._encode(text, restore)
 
@@ -91,7 +111,7 @@ class ChatTemplate:
             raise TemplateRefusal("there is no template")
         special = {"bos_token": self._tokenizer.bos_token or "", "eos_token": self._tokenizer.eos_token or ""}
         try:
-            return self._template.render(**special, **data, add_generation_prompt=True)
+            return self._template.render(**{**special, "add_generation_prompt": True, **data})
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
             raise TemplateRefusal(str(error)) from error
 
@@ -103,11 +123,14 @@ class ChatTemplate:
         return True
 
     def _disguise_for(self, data: Any) -> dict[int, int]:
-        """The stand-in for each first letter, both as code points. Raises BadRequest if no character is left for it."""
+        """The stand-in for each first letter, both as code points, and for `_END`.
+
+        Raises BadRequest if no character is left for it.
+        """
         used = set().union(*map(set, _strings(data)))
         free = (code for code in _STAND_INS if chr(code) not in used)
         try:
-            return {ord(letter): next(free) for letter in self._first_letters}
+            return {code: next(free) for code in (*map(ord, self._first_letters), _END)}
         except StopIteration:
             raise BadRequest("the messages hold too many private-use characters", param="messages") from None
 

@@ -6,6 +6,7 @@ the body of a request that offers an upgrade; upgrades are ignored, as RFC 9110 
 
 import asyncio
 import re
+import uuid
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -67,6 +68,7 @@ class GuardedProtocol(H11Protocol):
                 *self.server_state.default_headers,
                 (b"content-type", b"application/json"),
                 (b"content-length", str(len(body)).encode()),
+                (b"x-request-id", uuid.uuid4().hex.encode()),
                 (b"connection", b"close"),
             ]
             for event in (h11.Response(status_code=status, headers=headers), h11.Data(data=body), h11.EndOfMessage()):

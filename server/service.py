@@ -8,6 +8,7 @@ import asyncio
 import dataclasses
 import logging
 import socket
+import ssl
 import sys
 import time
 from collections import Counter
@@ -25,7 +26,9 @@ from server import streams
 from server.config import ServerConfig
 from server.errors import SettingError
 from server.listener import url_of
+from server.memory import settle_memory
 from server.prompt import ChatTemplate
+from server.responses.store import open_store
 from server.sampling_defaults import SamplingDefaults, read_sampling_defaults
 
 if TYPE_CHECKING:
@@ -41,9 +44,12 @@ def run(server_config: ServerConfig, engine_config: EngineConfig, listener: sock
     """Serve until a signal comes; returns the exit code. Raises SettingError if the service cannot start."""
     if engine_config.num_ranks > 1:  # nothing is left to serve with, and other hosts wait for a new start
         server_config = dataclasses.replace(server_config, exit_on_engine_death=True)
+    check_certificate(server_config)
     # Refuses a checkpoint with damaged small files before an engine loads its weights.
     defaults = read_sampling_defaults(engine_config.model)
     tokenizer = load_checked_tokenizer(engine_config.model)
+    if (store := open_store(server_config)) is not None:  # refuses a bad file now; HTTP processes open it themselves
+        store.close()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_serve(server_config, engine_config, tokenizer, defaults, listener))
 
@@ -99,6 +105,17 @@ def _make_server(
     return DrainingServer(make_uvicorn_config(app, server_config), app.state.context)
 
 
+def check_certificate(config: ServerConfig) -> None:
+    """Raise SettingError if the service cannot serve HTTPS with the certificate and the key that are set."""
+    if config.ssl_certfile is None:
+        return
+    try:
+        password = config.ssl_keyfile_password or ""  # else the library would ask for one
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(config.ssl_certfile, config.ssl_keyfile, password)
+    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+        raise SettingError(f"ssl_certfile {config.ssl_certfile} and its key cannot be used: {error}") from error
+
+
 def load_checked_tokenizer(folder: Path) -> Tokenizer:
     """A tokenizer whose chat template can be compiled. Raises SettingError that names the file."""
     try:
@@ -123,14 +140,16 @@ async def _announce(
         streams.write(sys.stderr, f"moe-serve: the engine cannot start: {engine.failure}\n")
         server.should_exit = True
     elif engine.info is not None:
+        settle_memory()
         names = ", ".join(config.served_model_name)
+        url = url_of(listener, has_tls=config.ssl_certfile is not None)
         error = streams.write(
             sys.stdout,
-            f"moe-serve: {names} ready at {url_of(listener)}/v1 after {time.monotonic() - start_s:.1f} s\n"
+            f"moe-serve: {names} ready at {url}/v1 after {time.monotonic() - start_s:.1f} s\n"
             f"moe-serve: {summarize_paths(engine.info)}\n",
         )
         if error is not None:
-            log.warning("ready at %s, but standard output cannot be written: %s", url_of(listener), error.strerror)
+            log.warning("ready at %s, but standard output cannot be written: %s", url, error.strerror)
 
 
 def summarize_paths(info: EngineInfo) -> str:

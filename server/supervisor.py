@@ -44,7 +44,9 @@ class Supervisor:
         self._engine = engine
         self._server_config = server_config
         self._engine_config = engine_config
-        self._board = Board.create(server_config.api_workers, server_config.served_model_name)
+        self._board = Board.create(
+            server_config.api_workers, server_config.served_model_name, len(server_config.api_keys)
+        )
         self._stall = StallWatch(engine, server_config.stall_timeout)
         self._origins = itertools.count(1)
         self._processes: dict[int, ApiProcess] = {}  # by slot; only those that run

@@ -8,7 +8,10 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from server.key_limits import KeyMemory
 
 
 class Gauge(IntEnum):
@@ -68,9 +71,10 @@ class Sharing:
     """What HTTP processes of one service share.
 
     `turn` is held while a large body is read, by one process at a time. `num_held_by_client` returns the places that
-    each client holds at the engine.
+    each client holds at the engine. `key_memory` has what API keys use.
     """
 
     tally: Tally
     turn: AbstractContextManager[object]
     num_held_by_client: Callable[[], Mapping[str, int]]
+    key_memory: "KeyMemory"

@@ -107,4 +107,7 @@ def make_uvicorn_config(
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=LAST_CALL_S,
         server_header=False,
+        ssl_certfile=config.ssl_certfile,
+        ssl_keyfile=config.ssl_keyfile,
+        ssl_keyfile_password=config.ssl_keyfile_password,
     )

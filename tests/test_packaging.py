@@ -30,7 +30,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_wheel_holds_every_module_and_the_bundled_model_and_nothing_else(wheel: Path) -> None:
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     sources = {str(path.relative_to(ROOT)) for package in PACKAGES for path in (ROOT / package).rglob("*.py")}
-    tables = {str(path.relative_to(ROOT)) for path in (ROOT / "moe").rglob("*.json")}
+    tables = {str(path.relative_to(ROOT)) for name in ("moe", "model") for path in (ROOT / name).rglob("*.json")}
     bundled = {f"server/bundled/tiny-gpt-oss/{path.name}" for path in (ROOT / "assets" / "tiny-gpt-oss").iterdir()}
     assert names == sources | tables | bundled
 

@@ -13,6 +13,8 @@ import torch
 
 from model.batch import ForwardBatch, KvLayerSpec, LayerKv
 from model.config import ModelSettingsError, UnsupportedModelError
+from model.norm import RmsNorm
+from model.rope import rotate_
 
 # Where each implementation lives, the fastest on a GPU first; imported on first use.
 ATTENTION_MODULES = {"triton": "model.attention.triton", "torch": "model.attention.torch"}
@@ -104,6 +106,30 @@ class Attention(ABC):
         `sinks_H` is one more logit per head in the softmax denominator, not multiplied by the scale.
         """
 
+    def run_latents(
+        self,
+        spec: AttentionSpec,
+        plan: Any,
+        kv: LayerKv,
+        q_THD: torch.Tensor,
+        q_pe_THP: torch.Tensor,
+        latents_TD: torch.Tensor,
+        norm: RmsNorm,
+        rotation_T1D: torch.Tensor,
+    ) -> torch.Tensor:
+        """Absorbed MLA from what the projections give: norm and rotate, cache, attend; returns [T, H, V].
+
+        `q_THD` has the first V numbers of each query; the last P, the rotated `q_pe_THP`, are written here.
+        `latents_TD` is a latent, not yet normed, and k_pe. All but the weights may change in place.
+        """
+        rope_dim = spec.key_dim - spec.value_dim
+        latents_TC, k_pe_T1P = latents_TD[:, : spec.value_dim], latents_TD[:, None, spec.value_dim :]
+        rotate_(q_pe_THP, rotation_T1D)
+        rotate_(k_pe_T1P, rotation_T1D)
+        q_THD[..., -rope_dim:] = q_pe_THP
+        keys_T1D = torch.cat((norm(latents_TC)[:, None], k_pe_T1P), dim=-1)
+        return self.run(spec, plan, kv, q_THD, keys_T1D, None, None)
+
 
 def register_attention(cls: type[Attention]) -> type[Attention]:
     """Class decorator: makes an implementation known under its `name`."""
@@ -123,7 +149,7 @@ def make_attention(requested: str, specs: Sequence[AttentionSpec], device: torch
         UnsupportedModelError: a kind of layer that it cannot serve.
     """
     if requested == "auto":
-        return _load(_choose(specs, device))(specs, device)
+        return _load(choose_attention(specs, device))(specs, device)
     if requested not in ATTENTION_MODULES:
         raise ModelSettingsError(
             f"attention backend {requested!r} is unknown; known: auto, {', '.join(ATTENTION_MODULES)}"
@@ -134,17 +160,25 @@ def make_attention(requested: str, specs: Sequence[AttentionSpec], device: torch
         raise ModelSettingsError(f"attention backend {requested} cannot be imported: {error}") from error
 
 
-def _choose(specs: Sequence[AttentionSpec], device: torch.device) -> str:
+def choose_attention(specs: Sequence[AttentionSpec], device: torch.device) -> str:
+    """What "auto" takes: on a GPU the first that serves every kind of layer, elsewhere torch."""
     if device.type != "cuda":
         return "torch"
+    return next((name for name, reason in attention_verdicts(specs, device).items() if reason is None), "torch")
+
+
+def attention_verdicts(specs: Sequence[AttentionSpec], device: torch.device) -> dict[str, str | None]:
+    """By implementation, in the order of "auto": None if it serves the device and every kind of layer, else why not."""
+    found: dict[str, str | None] = {}
     for name in ATTENTION_MODULES:
         try:
             implementation = _load(name)
-        except ImportError:
-            continue
-        if not any(implementation.unsupported_reason(spec, device) for spec in specs):
-            return name
-    return "torch"
+        except ImportError as error:
+            found[name] = f"it cannot be imported: {error}"
+        else:
+            reasons = (implementation.unsupported_reason(spec, device) for spec in dict.fromkeys(specs))
+            found[name] = next((reason for reason in reasons if reason), None)
+    return found
 
 
 def _load(name: str) -> type[Attention]:

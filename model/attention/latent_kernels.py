@@ -2,6 +2,7 @@
 
 A key is a latent of C numbers followed by a rope part of P; the value is the latent. A program loads each latent once,
 multiplies it with the queries of its heads, and uses it again as the value. `merge_parts` joins the parts of a decode.
+Before, `store_latents` makes keys and queries of what the projections give.
 
 Shape letters: T tokens of the step, B requests, H query heads, D key dim (C + P), M rows of a program (queries times
 heads), N keys of an iteration, S parts of a request's keys.
@@ -12,16 +13,64 @@ heads), N keys of an iteration, S parts of a request's keys.
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from model.attention.triton_kernels import (
     VIEWS,
+    cos_and_sin,
     find_slots,
     hide_keys,
     read_kv,
     request_of_block,
+    rotate_pairs,
     softmax_step,
+    store_kv,
     with_sink,
 )
+
+
+@triton.jit(do_not_specialize_on_alignment=VIEWS)
+def store_latents(
+    q_pe_ptr, q_ptr, latents_ptr, norm_ptr, rotation_ptr, slots_ptr, keys_ptr,
+    pe_stride, pe_head_stride, q_stride, latents_stride, eps,
+    NUM_HEADS: tl.constexpr, C: tl.constexpr, P: tl.constexpr, C_PAD: tl.constexpr, P_PAD: tl.constexpr,
+    BLOCK_H: tl.constexpr, IS_FP8: tl.constexpr, USE_CAST: tl.constexpr, USE_PDL: tl.constexpr,
+):  # fmt: skip
+    """Norm a token's latent and rotate its k_pe, into its slot; rotate q_pe, behind each query's own latent.
+
+    `latents` [T, C + P], `q_pe` [T, H, P], `rotation` cos and sin of pairs of neighbours, fp32 [T, P].
+    Grid: (T, 1 + ceil(H / BLOCK_H)); the first program of a token has its key, each other one BLOCK_H heads.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1) - 1
+    c = tl.arange(0, C_PAD)
+    p = tl.arange(0, P_PAD)
+    if USE_PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    if block < 0:
+        row = tl.arange(0, 1).to(tl.int64) + token
+        mask_1P = (row >= 0)[:, None] & (p < P)[None, :]
+        key_ptr = keys_ptr + tl.load(slots_ptr + token) * (C + P)
+        latent_C = tl.load(latents_ptr + token * latents_stride + c, mask=c < C, other=0.0)
+        k_pe_1P = tl.load(latents_ptr + (row * latents_stride + C)[:, None] + p[None, :], mask=mask_1P, other=0.0)
+        cos_1P, sin_1P = cos_and_sin(rotation_ptr, row, mask_1P, P, P_PAD, 1)
+        k_pe_1P = rotate_pairs(k_pe_1P, cos_1P, sin_1P, 1, P_PAD).to(k_pe_1P.dtype)
+        wide_C = latent_C.to(tl.float32)
+        normed_C = wide_C * tl.rsqrt(tl.sum(wide_C * wide_C, 0) / C + eps)
+        normed_C *= tl.load(norm_ptr + c, mask=c < C, other=0.0)
+        store_kv(key_ptr + c, normed_C.to(latent_C.dtype), c < C, IS_FP8, USE_CAST)
+        store_kv(key_ptr + C + p[None, :], k_pe_1P, mask_1P, IS_FP8, USE_CAST)
+    else:
+        head_H = block * BLOCK_H + tl.arange(0, BLOCK_H)
+        mask_HP = (head_H < NUM_HEADS)[:, None] & (p < P)[None, :]
+        q_pe_HP = tl.load(
+            q_pe_ptr + token * pe_stride + head_H[:, None] * pe_head_stride + p[None, :], mask=mask_HP, other=0.0
+        )
+        cos_HP, sin_HP = cos_and_sin(rotation_ptr, token + head_H * 0, mask_HP, P, P_PAD, BLOCK_H)
+        rotated_HP = rotate_pairs(q_pe_HP, cos_HP, sin_HP, BLOCK_H, P_PAD)
+        q_ptrs = q_ptr + token * q_stride + head_H[:, None] * (C + P) + C + p[None, :]
+        tl.store(q_ptrs, rotated_HP.to(q_ptr.dtype.element_ty), mask=mask_HP)
 
 
 @triton.jit
@@ -94,7 +143,7 @@ def latent_attention(
     NUM_HEADS: tl.constexpr, C: tl.constexpr, P: tl.constexpr, C_PAD: tl.constexpr, P_PAD: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, IS_DECODE: tl.constexpr, IS_SPLIT: tl.constexpr, HAS_SINKS: tl.constexpr,
-    PRECISION: tl.constexpr, IS_FP8: tl.constexpr, USE_CAST: tl.constexpr,
+    PRECISION: tl.constexpr, IS_FP8: tl.constexpr, USE_CAST: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Attends for BLOCK_Q queries of one request with BLOCK_H heads. Grid: (blocks * ceil(H / BLOCK_H), S).
 
@@ -103,6 +152,9 @@ def latent_attention(
     neighbours in the grid, so all but the first find them in the L2.
     If IS_SPLIT, part s takes the s-th share of the keys and writes what `merge_parts` reads.
     """
+    if USE_PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     NUM_TILES: tl.constexpr = (NUM_HEADS + BLOCK_H - 1) // BLOCK_H
     first_head = tl.program_id(0) % NUM_TILES * BLOCK_H
     request = tl.program_id(0) // NUM_TILES

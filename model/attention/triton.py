@@ -15,11 +15,13 @@ import torch
 import triton
 
 from model.attention.base import Attention, AttentionSpec, register_attention
-from model.attention.latent_kernels import latent_attention
+from model.attention.latent_kernels import latent_attention, store_latents
 from model.attention.triton_kernels import LOG2_E, decode, merge_parts, prefill, rotate_and_store
 from model.batch import ForwardBatch, LayerKv
+from model.norm import RmsNorm
 from moe.backends.c_compiler import missing_for_triton
 from moe.device import num_processors
+from moe.kernels.compile_ahead import launch
 from moe.kernels.pdl import pdl_options
 
 _MAX_HEAD_DIM = 128
@@ -54,6 +56,7 @@ _LATENT_FP8 = Tile(rows=32, keys=32, warps=8, stages=2)  # converting takes regi
 _LATENT_FP32 = Tile(rows=16, keys=16, warps=8, stages=1)
 # Tokens of one program that rotates and stores: one in small steps, which fills more processors, else several.
 _FEW_TOKENS, _ROTATED_TOKENS, _ROTATED_NUMBERS = 64, 4, 4096
+_ROTATED_HEADS = 32  # of one program that stores latents
 _MAX_PARTS = 32
 _MIN_PART_KEYS = 64
 
@@ -120,6 +123,31 @@ class TritonAttention(Attention):
         attend = self._attend_latents if spec.values_in_keys else self._attend
         return attend(spec, plan, kv, q_THD, sinks_H, formats)
 
+    def run_latents(
+        self,
+        spec: AttentionSpec,
+        plan: TritonPlan,
+        kv: LayerKv,
+        q_THD: torch.Tensor,
+        q_pe_THP: torch.Tensor,
+        latents_TD: torch.Tensor,
+        norm: RmsNorm,
+        rotation_T1D: torch.Tensor,
+    ) -> torch.Tensor:
+        """See the base class: two kernels, or three where keys are attended in parts."""
+        kv = LayerKv(_bytes_if_fp8(kv.keys), kv.values)
+        formats = _number_formats(q_THD.dtype, kv.keys.dtype, self._capability)
+        num_blocks = 1 + triton.cdiv(spec.num_heads, _ROTATED_HEADS)
+        launch(store_latents, (q_THD.shape[0], num_blocks))(
+            q_pe_THP, q_THD, latents_TD, norm.weight, torch.view_as_real(rotation_T1D), plan.batches[spec].slots_T,
+            kv.keys, q_pe_THP.stride(0), q_pe_THP.stride(1), q_THD.stride(0), latents_TD.stride(0), norm.eps,
+            NUM_HEADS=spec.num_heads, C=spec.value_dim, P=spec.key_dim - spec.value_dim,
+            C_PAD=triton.next_power_of_2(spec.value_dim),
+            P_PAD=triton.next_power_of_2(spec.key_dim - spec.value_dim), BLOCK_H=_ROTATED_HEADS,
+            IS_FP8=formats["IS_FP8"], USE_CAST=formats["USE_CAST"], num_warps=4, **pdl_options(q_THD.device),
+        )  # fmt: skip
+        return self._attend_latents(spec, plan, kv, q_THD, None, formats)
+
     def _attend(
         self, spec: AttentionSpec, plan: TritonPlan, kv: LayerKv, q_THD: torch.Tensor, sinks_H: torch.Tensor | None,
         formats: dict[str, Any],
@@ -135,7 +163,7 @@ class TritonAttention(Attention):
         if plan.has_decodes:
             num_parts = self.num_parts(spec, num_requests, batch.page_table_BP.shape[1] * batch.page_size, _DECODE)
             parts, stats = _new_parts(out_THV, num_requests, num_parts)
-            decode[(num_requests, spec.num_kv_heads, num_parts)](
+            launch(decode, (num_requests, spec.num_kv_heads, num_parts))(
                 *pointers, out_THV, parts, stats, *strides, num_parts,
                 BLOCK_N=_DECODE.keys, IS_SPLIT=num_parts > 1,
                 **shape | {"R_PAD": max(16, shape["R_PAD"])},  # the least that tl.dot accepts
@@ -146,7 +174,7 @@ class TritonAttention(Attention):
         if plan.has_prompts:
             tile = _PREFILL if spec.window is None else _PREFILL_IN_WINDOW
             block_q = max(1, tile.rows // shape["R_PAD"])
-            prefill[(q_THD.shape[0] // block_q + num_requests, spec.num_kv_heads)](
+            launch(prefill, (q_THD.shape[0] // block_q + num_requests, spec.num_kv_heads))(
                 *pointers, out_THV, num_requests, *strides,
                 BLOCK_Q=block_q, BLOCK_N=tile.keys, **shape, num_warps=tile.warps, num_stages=tile.stages,
                 **pdl_options(q_THD.device),
@@ -163,6 +191,7 @@ class TritonAttention(Attention):
         out_THV = q_THD.new_empty(q_THD.shape[0], spec.num_heads, spec.value_dim)
         constants = _latent_shape_of(spec, batch.page_size, has_sinks=sinks_H is not None) | formats
         constants |= {"BLOCK_N": tile.keys, "num_warps": tile.warps, "num_stages": tile.stages}
+        constants |= pdl_options(q_THD.device)
         pointers = (
             q_THD, kv.keys, batch.page_table_BP, batch.query_start_B1, batch.seq_lens_B,
             out_THV if sinks_H is None else sinks_H, out_THV,
@@ -173,7 +202,7 @@ class TritonAttention(Attention):
             num_parts = self.num_parts(spec, num_requests, batch.page_table_BP.shape[1] * batch.page_size, tile)
             parts, stats = _new_parts(out_THV, num_requests, num_parts)
             block_h = tile.rows
-            latent_attention[(num_requests * triton.cdiv(spec.num_heads, block_h), num_parts)](
+            launch(latent_attention, (num_requests * triton.cdiv(spec.num_heads, block_h), num_parts))(
                 *pointers, parts, stats, *strides, num_requests, num_parts,
                 BLOCK_Q=1, BLOCK_H=block_h, IS_DECODE=True, IS_SPLIT=num_parts > 1, **constants,
             )  # fmt: skip
@@ -183,7 +212,7 @@ class TritonAttention(Attention):
             block_h = min(tile.rows, triton.next_power_of_2(spec.num_heads))
             block_q = tile.rows // block_h
             num_blocks = q_THD.shape[0] // block_q + num_requests
-            latent_attention[(num_blocks * triton.cdiv(spec.num_heads, block_h), 1)](
+            launch(latent_attention, (num_blocks * triton.cdiv(spec.num_heads, block_h), 1))(
                 *pointers, out_THV, out_THV, *strides, num_requests, 1,
                 BLOCK_Q=block_q, BLOCK_H=block_h, IS_DECODE=False, IS_SPLIT=False, **constants,
             )  # fmt: skip
@@ -279,7 +308,7 @@ def _rotate_and_store(
     r_pad, d_pad = triton.next_power_of_2(num_shared), triton.next_power_of_2(spec.key_dim)
     block_t = 1 if num_tokens <= _FEW_TOKENS else max(1, min(_ROTATED_TOKENS, _ROTATED_NUMBERS // (r_pad * d_pad)))
     v, values = (k_TGD, kv.keys) if v_TGV is None else (v_TGV, kv.values)
-    rotate_and_store[(triton.cdiv(num_tokens, block_t), spec.num_kv_heads)](
+    launch(rotate_and_store, (triton.cdiv(num_tokens, block_t), spec.num_kv_heads))(
         q_THD, k_TGD, v, q_THD if rotation_T1D is None else torch.view_as_real(rotation_T1D), slots_T,
         kv.keys, values, num_tokens, q_THD.stride(0), k_TGD.stride(0), v.stride(0),
         NUM_KV_HEADS=spec.num_kv_heads, R=num_shared, R_PAD=r_pad, D=spec.key_dim, V=spec.value_dim, D_PAD=d_pad,
@@ -304,7 +333,7 @@ def _merge_parts(
     """Join the parts into the rows of requests with one token."""
     num_requests, num_heads, num_parts, value_dim = parts.shape
     v_pad = triton.next_power_of_2(value_dim)
-    merge_parts[(num_requests, num_heads)](
+    launch(merge_parts, (num_requests, num_heads))(
         parts, stats, batch.query_start_B1, out_THV if sinks_H is None else sinks_H, out_THV, num_parts,
         NUM_HEADS=num_heads, V=value_dim, V_PAD=v_pad, S_PAD=_MAX_PARTS, HAS_SINKS=sinks_H is not None,
         num_warps=max(1, v_pad // 64), **pdl_options(parts.device),

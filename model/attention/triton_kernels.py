@@ -52,7 +52,7 @@ def read_kv(stored, like, IS_FP8: tl.constexpr, USE_CAST: tl.constexpr):
 
 
 @triton.jit
-def _rotate(x_MD, cos_MP, sin_MP, M: tl.constexpr, D_PAD: tl.constexpr):
+def rotate_pairs(x_MD, cos_MP, sin_MP, M: tl.constexpr, D_PAD: tl.constexpr):
     """Rotate every pair of neighbours, in fp32."""
     even_MP, odd_MP = tl.split(tl.reshape(x_MD.to(tl.float32), (M, D_PAD // 2, 2)))
     rotated_MP2 = tl.join(even_MP * cos_MP - odd_MP * sin_MP, even_MP * sin_MP + odd_MP * cos_MP)
@@ -60,7 +60,7 @@ def _rotate(x_MD, cos_MP, sin_MP, M: tl.constexpr, D_PAD: tl.constexpr):
 
 
 @triton.jit
-def _cos_and_sin(rotation_ptr, row_M, mask_MD, D: tl.constexpr, D_PAD: tl.constexpr, M: tl.constexpr):
+def cos_and_sin(rotation_ptr, row_M, mask_MD, D: tl.constexpr, D_PAD: tl.constexpr, M: tl.constexpr):
     """Both [M, D_PAD / 2], from pairs of them."""
     d = tl.arange(0, D_PAD)
     pairs_MD = tl.load(rotation_ptr + row_M[:, None] * D + d[None, :], mask=mask_MD, other=0.0)
@@ -96,10 +96,10 @@ def rotate_and_store(
         mask_MD = ((row_M < num_tokens) & (m % R_PAD < R))[:, None] & (d < D)[None, :]
         q_ptrs = q_ptr + row_M[:, None] * q_stride + (kv_head * R + m % R_PAD)[:, None] * D + d[None, :]
         q_MD = tl.load(q_ptrs, mask=mask_MD, other=0.0)
-        cos_MP, sin_MP = _cos_and_sin(rotation_ptr, row_M, mask_MD, D, D_PAD, M)
-        tl.store(q_ptrs, _rotate(q_MD, cos_MP, sin_MP, M, D_PAD).to(q_ptr.dtype.element_ty), mask=mask_MD)
-        cos_TP, sin_TP = _cos_and_sin(rotation_ptr, row_T, mask_TD, D, D_PAD, BLOCK_T)
-        key_TD = _rotate(key_TD, cos_TP, sin_TP, BLOCK_T, D_PAD)
+        cos_MP, sin_MP = cos_and_sin(rotation_ptr, row_M, mask_MD, D, D_PAD, M)
+        tl.store(q_ptrs, rotate_pairs(q_MD, cos_MP, sin_MP, M, D_PAD).to(q_ptr.dtype.element_ty), mask=mask_MD)
+        cos_TP, sin_TP = cos_and_sin(rotation_ptr, row_T, mask_TD, D, D_PAD, BLOCK_T)
+        key_TD = rotate_pairs(key_TD, cos_TP, sin_TP, BLOCK_T, D_PAD)
     place_T = slot_T * NUM_KV_HEADS + kv_head
     store_kv(keys_ptr + place_T[:, None] * D + d[None, :], key_TD, mask_TD, IS_FP8, USE_CAST)
     if HAS_VALUES:

@@ -23,7 +23,7 @@ from model.families.base import Family, MoeParts, check_routing_sizes
 from model.linear import GatedMlp, Linear, join_rows
 from model.norm import RmsNorm
 from model.registry import register_family
-from model.rope import rotate_, softmax_factor
+from model.rope import softmax_factor
 from model.weights import RAGGED_COLUMNS, RAGGED_ROWS, Split, TensorSpec, WeightReader
 from moe import ExpertShape, MoeRunnerConfig, RankPlace, RoutingConfig, RoutingMethod
 from moe.formats import ExpertWeights
@@ -65,24 +65,22 @@ class MlaAttention(AttentionLayer):
 
     def forward(self, x_TH: torch.Tensor, step: StepState, kv: LayerKv) -> torch.Tensor:
         """[T, hidden] to [T, hidden]."""
-        spec = self.spec
+        spec, num_tokens = self.spec, x_TH.shape[0]
         num_heads, nope_dim, latent_dim = self.uk_HNC.shape
-        rope_dim = spec.key_dim - latent_dim
         down = self.down(x_TH)
-        latent_TC, k_pe_TP = down[:, -spec.key_dim :].split((latent_dim, rope_dim), dim=-1)
         q_in = x_TH if self.q_norm is None else self.q_norm(down[:, : -spec.key_dim])
+        rope_dim = spec.key_dim - latent_dim
         q_nope_THN, q_pe_THP = (
             self.q_up(q_in).view(-1, num_heads, nope_dim + rope_dim).split((nope_dim, rope_dim), dim=-1)
         )
-        k_pe_T1P = k_pe_TP[:, None]
-        rotate_(q_pe_THP, step.rotation_T1D)
-        rotate_(k_pe_T1P, step.rotation_T1D)
-        keys_T1D = torch.cat((self.kv_norm(latent_TC)[:, None], k_pe_T1P), dim=-1)
-        q_latent_HTC = torch.bmm(q_nope_THN.transpose(0, 1), self.uk_HNC)
-        q_THD = torch.cat((q_latent_HTC.transpose(0, 1), q_pe_THP), dim=-1)
-        mixed_THC = self.backend.run(spec, step.plan, kv, q_THD, keys_T1D, None, None)
-        out_HTV = torch.bmm(mixed_THC.transpose(0, 1), self.uv_HCV)
-        projected_TH: torch.Tensor = self.out(out_HTV.transpose(0, 1).flatten(1))
+        q_THD = x_TH.new_empty(num_tokens, num_heads, spec.key_dim)
+        torch.bmm(q_nope_THN.transpose(0, 1), self.uk_HNC, out=q_THD[..., :latent_dim].transpose(0, 1))
+        mixed_THC = self.backend.run_latents(
+            spec, step.plan, kv, q_THD, q_pe_THP, down[:, -spec.key_dim :], self.kv_norm, step.rotation_T1D
+        )
+        out_THV = x_TH.new_empty(num_tokens, num_heads, self.uv_HCV.shape[2])
+        torch.bmm(mixed_THC.transpose(0, 1), self.uv_HCV, out=out_THV.transpose(0, 1))
+        projected_TH: torch.Tensor = self.out(out_THV.flatten(1))
         return projected_TH
 
 

@@ -11,7 +11,7 @@ Shape letters: T tokens, S token groups, K top-k, E local experts, H hidden, B b
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -67,22 +67,42 @@ def check_layer(
     backend, config = load_backend(runner.backend), runner.config
     check = _Check(runner, experts, layer, topology)
     x_TH, topk = _check_tokens(experts, config, topology)
-    for dispatch_format in runner.dispatch_formats:
-        cases = backend.check_cases(quant_info, experts.format_name, config, dispatch_format)
-        # All cases read the same processed bytes, so one case is enough to find wrong weights: the one with the lowest
-        # tolerance, and of those the one for the most tokens. It runs first, so its error names the expert. The other
-        # cases look for wrong code, which takes few tokens.
-        strictest = min(reversed(cases), key=lambda case: case.tolerance)
-        check.need_right(dispatch_format, strictest, range(experts.num_experts), x_TH, topk)
-        for case in cases:
-            if case is not strictest:
-                check.need_right(dispatch_format, case, _some_experts(case, experts.num_experts), x_TH, topk)
+    for dispatch_format, case, local_experts in _cases(runner, quant_info, experts):
+        check.need_right(dispatch_format, case, local_experts, x_TH, topk)
     if backend.routes_inside and config.routing is not None:
         *_, case = backend.check_cases(quant_info, experts.format_name, config, DispatchFormat.STANDARD)
         logits_dtype = backend.router_logits_dtype(experts.format_name)
         logits = _distinct_routing(ROUTED_TOKENS, config.routing, logits_dtype, topology.device)
         check.need_right_routing(case, x_TH[-NUM_MIXED_TOKENS:].repeat(ROUTED_TOKENS // NUM_MIXED_TOKENS, 1), logits)
     return SelfCheckReport(layer=layer, path=check.path, worst_error=check.worst_error, tolerance=check.tolerance)
+
+
+def run_cases(runner: MoeRunner, quant_info: MoeQuantInfo, experts: ExpertWeights, topology: Topology) -> None:
+    """Launch what `check_layer` launches, without routing by the kernel, and compare nothing."""
+    check = _Check(runner, experts, 0, topology)
+    x_TH, topk = _check_tokens(experts, runner.config, topology)
+    for dispatch_format, case, local_experts in _cases(runner, quant_info, experts):
+        check.outputs(dispatch_format, case, _sets_of(case, local_experts, experts.num_experts), x_TH, topk)
+
+
+def _cases(
+    runner: MoeRunner, quant_info: MoeQuantInfo, experts: ExpertWeights
+) -> Iterator[tuple[DispatchFormat, CheckCase, Sequence[int]]]:
+    """Each code path of each dispatch format, and the local experts that get tokens of their own.
+
+    All cases read the same processed bytes, so one case is enough to find wrong weights: the one with the lowest
+    tolerance, and of those the one for the most tokens. It runs first, so its error names the expert. The other cases
+    look for wrong code, which takes few tokens.
+    """
+    for dispatch_format in runner.dispatch_formats:
+        cases = load_backend(runner.backend).check_cases(
+            quant_info, experts.format_name, runner.config, dispatch_format
+        )
+        strictest = min(reversed(cases), key=lambda case: case.tolerance)
+        yield dispatch_format, strictest, range(experts.num_experts)
+        for case in cases:
+            if case is not strictest:
+                yield dispatch_format, case, _some_experts(case, experts.num_experts)
 
 
 def reference(
@@ -129,20 +149,27 @@ class _Check:
         if case.quantize_input not in self._want_TH:
             self._want_TH[case.quantize_input] = self._reference(case, x_TH, topk)
         sets = _sets_of(case, local_experts, self._experts.num_experts)
-        rows = [row for which in sets for row in range(which * TOKENS_PER_SIZE, (which + 1) * TOKENS_PER_SIZE)]
-        rows_T = torch.tensor(rows, device=x_TH.device)
-        want_TH = self._want_TH[case.quantize_input][rows_T]
-        got_TH = torch.empty_like(want_TH)
-        size = min(case.max_tokens or len(rows), len(rows))
-        for begin in range(0, len(rows), size):
-            start = min(begin, len(rows) - size)  # full chunks only: kernels may be compiled per size
-            some_T = rows_T[start : start + size]
-            chunk = StandardTopK(topk.weights[some_T], topk.ids[some_T])
-            got_TH[start : start + size] = self._run(dispatch_format, case, x_TH[some_T], chunk)
-        error_SB = _errors(got_TH, want_TH)
+        got_TH = self.outputs(dispatch_format, case, sets, x_TH, topk)
+        error_SB = _errors(got_TH, self._want_TH[case.quantize_input][_rows_of(sets, x_TH.device)])
         alone_SB, mixed_SB = error_SB[:-MIXED_SETS], error_SB[-MIXED_SETS:]
         self._need(dispatch_format, case, alone_SB, lambda row: f"expert {self._first_expert + sets[row] // 2}")
         self._need(dispatch_format, case, mixed_SB, lambda _: "the sum over several experts")
+
+    def outputs(
+        self, dispatch_format: DispatchFormat, case: CheckCase, sets: Sequence[int], x_TH: torch.Tensor,
+        topk: StandardTopK,
+    ) -> torch.Tensor:  # fmt: skip
+        """The path's outputs for the tokens of some groups, fp32 [T, H]."""
+        rows_T = _rows_of(sets, x_TH.device)
+        num_rows = len(rows_T)
+        got_TH = torch.empty((num_rows, x_TH.shape[1]), dtype=torch.float32, device=x_TH.device)
+        size = min(case.max_tokens or num_rows, num_rows)
+        for begin in range(0, num_rows, size):
+            start = min(begin, num_rows - size)  # full chunks only: kernels may be compiled per size
+            some_T = rows_T[start : start + size]
+            chunk = StandardTopK(topk.weights[some_T], topk.ids[some_T])
+            got_TH[start : start + size] = self._run(dispatch_format, case, x_TH[some_T], chunk)
+        return got_TH
 
     def need_right_routing(self, case: CheckCase, x_TH: torch.Tensor, logits: BypassedTopK) -> None:
         """Check with router logits, so that the kernel routes."""
@@ -187,6 +214,12 @@ def _some_experts(case: CheckCase, num_experts: int) -> list[int]:
     num_chosen = min(num_experts, max(2, 2 * case.max_tokens // TOKENS_PER_EXPERT))
     chosen: list[int] = torch.linspace(0, num_experts - 1, num_chosen).round().int().tolist()
     return chosen
+
+
+def _rows_of(sets: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Indices of the tokens of some groups, one after another."""
+    rows = [row for which in sets for row in range(which * TOKENS_PER_SIZE, (which + 1) * TOKENS_PER_SIZE)]
+    return torch.tensor(rows, device=device)
 
 
 def _sets_of(case: CheckCase, local_experts: Sequence[int], num_experts: int) -> list[int]:

@@ -35,13 +35,13 @@ def _prefetch(ptr, num_bytes):
 
 
 @triton.jit
-def _prefetch_weights(
-    w_ptr, expert, block, split, num_blocks, num_steps,
-    BLOCK_N: tl.constexpr, BLOCK_WORDS: tl.constexpr, SPLIT_K: tl.constexpr, NUM_STAGES: tl.constexpr,
+def prefetch_weights(
+    w_ptr, expert, block, split, num_splits, num_blocks, num_steps,
+    BLOCK_N: tl.constexpr, BLOCK_WORDS: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Prefetch the first weights of a tile's loop into the L2, before the tile knows its token rows."""
-    begin = num_steps * split // SPLIT_K
-    num_first = tl.minimum(num_steps * (split + 1) // SPLIT_K - begin, NUM_STAGES)
+    """Prefetch the first weights of the loop of a tile, one of `num_splits` along K, into the L2."""
+    begin = num_steps * split // num_splits
+    num_first = tl.minimum(num_steps * (split + 1) // num_splits - begin, NUM_STAGES)
     for part in tl.static_range(BLOCK_N // 64):
         first = block * (BLOCK_N // 64) + part
         if first < num_blocks:
@@ -98,7 +98,8 @@ def _expert_slots(
 
 
 @triton.jit
-def _activate(gate, up, alpha, beta, limit, HAS_LIMIT: tl.constexpr):
+def activate(gate, up, alpha, beta, limit, HAS_LIMIT: tl.constexpr):
+    """The gated activation of `moe.config.Activation`; plain SwiGLU for (1, 0, anything) without a limit."""
     if HAS_LIMIT:
         gate = tl.minimum(gate, limit)
         up = tl.minimum(tl.maximum(up, -limit), limit)
@@ -127,7 +128,7 @@ def _store(
     if IS_FIRST:
         pairs = acc.reshape(ROWS // 16, 2, 8, BLOCK_M).permute(0, 2, 3, 1)
         gate, up = tl.split(pairs)
-        result = _activate(gate, up, alpha, beta, limit, HAS_LIMIT).reshape(ROWS // 2, BLOCK_M)
+        result = activate(gate, up, alpha, beta, limit, HAS_LIMIT).reshape(ROWS // 2, BLOCK_M)
         out_N = first_row // 2 + tl.arange(0, ROWS // 2)
         out_ptrs = out_ptr + (row_M * out_stride)[None, :] + out_N[:, None]
     else:
@@ -219,8 +220,8 @@ def direct_gemm(
         )
     if USE_PDL:
         if begin < count:
-            _prefetch_weights(
-                w_ptr, expert, block, split, num_blocks, num_steps, BLOCK_N, block_words(FORMAT, WORDS), SPLIT_K,
+            prefetch_weights(
+                w_ptr, expert, block, split, SPLIT_K, num_blocks, num_steps, BLOCK_N, block_words(FORMAT, WORDS),
                 NUM_STAGES,
             )  # fmt: skip
         if not IS_FIRST:

@@ -9,6 +9,7 @@ import torch
 import triton
 
 from moe.config import Activation
+from moe.kernels.compile_ahead import launch
 from moe.kernels.gemm import direct_gemm, grouped_gemm
 from moe.kernels.group import group_slots, unpermute_sum
 from moe.kernels.layout import STEP, WORDS, PackedMatrix
@@ -84,7 +85,7 @@ def run_layer(
     _gemm(h_SI, ids_TK, weights_TK, layer, plan, tiles, parts, is_first=False)
     most_columns = _SUM_COLUMNS_OF_FEW if num_tokens <= _FEW_TOKENS else _SUM_COLUMNS
     block_h = min(most_columns, triton.next_power_of_2(layer.hidden_size))
-    unpermute_sum[(num_tokens, triton.cdiv(layer.hidden_size, block_h))](
+    launch(unpermute_sum, (num_tokens, triton.cdiv(layer.hidden_size, block_h)))(
         parts, ids_TK, out_TH, layer.first_expert, layer.num_experts, layer.hidden_size,
         TOPK=layer.top_k, SPLIT_K=plan.split_k, BLOCK_H=block_h, USE_PDL=plan.pdl,
         num_warps=4, **_options(plan),
@@ -102,7 +103,7 @@ def _group(ids_TK: torch.Tensor, num_slots: int, most_slots: int, layer: Layer, 
     slots_S = ids_TK.new_empty(num_slots)
     tiles = ids_TK.new_empty((num_tiles, 3))
     chunk = min(4096, max(512, triton.next_power_of_2(num_slots)))
-    group_slots[(layer.num_experts,)](
+    launch(group_slots, (layer.num_experts,))(
         ids_TK, slots_S, tiles, num_slots, num_tiles, layer.first_expert, layer.num_experts,
         BLOCK_M=plan.block_m, EXPERTS_PAD=triton.next_power_of_2(layer.num_experts + 1), CHUNK=chunk,
         USE_PDL=plan.pdl, num_warps=4 if chunk <= 512 else 8, **_options(plan),
@@ -155,14 +156,14 @@ def _gemm(
         num_tokens = ids_TK.shape[0]
         candidates = layer.num_experts if plan.by_expert else ids_TK.numel()
         most_tiles = triton.cdiv(num_tokens, plan.block_m)  # of an expert: it may be a choice of every token
-        direct_gemm[(num_n, candidates, split_k * most_tiles)](
+        launch(direct_gemm, (num_n, candidates, split_k * most_tiles))(
             *matrices, ids_TK, weights_TK, num_tokens, layer.first_expert, layer.num_experts, *sizes,
             BY_EXPERT=plan.by_expert, SPLIT_K=split_k, CHOICES_PAD=triton.next_power_of_2(layer.top_k),
             SLOTS_PAD=0 if num_tokens <= plan.block_m else _slots_pad(ids_TK.numel()), **settings,
         )  # fmt: skip
     else:
         num_tiles = tiles.entries.shape[0]
-        grouped_gemm[(num_n * num_tiles,)](
+        launch(grouped_gemm, (num_n * num_tiles,))(
             *matrices, tiles.slots_S, tiles.entries, weights_TK, num_tiles, plan.tile_group, *sizes,
             NUM_HEIGHTS=plan.num_tile_heights, **settings,
         )  # fmt: skip
@@ -181,7 +182,7 @@ def _quantize(
     codes = torch.empty((num_rows, num_steps * step), dtype=torch.uint8, device=x.device)
     scales = torch.empty((num_steps, num_rows), dtype=torch.float32, device=x.device)
     interpret = bool(triton.knobs.runtime.interpret)
-    quantize_rows[(triton.cdiv(num_rows, _QUANTIZE_ROWS), num_steps)](
+    launch(quantize_rows, (triton.cdiv(num_rows, _QUANTIZE_ROWS), num_steps))(
         x, ids_TK, codes, scales, num_rows, x.stride(0), matrix.num_cols, num_steps,
         BY_SLOT=by_slot, STEP_K=step, BLOCK_R=_QUANTIZE_ROWS, SHORT_K=matrix.num_cols < step,
         USE_CAST=not interpret, USE_PDL=plan.pdl, num_warps=4, **_options(plan),

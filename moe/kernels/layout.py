@@ -144,8 +144,8 @@ def _pack_one(
     if isinstance(one, Bf16Weight):
         return _blocks(one.data.to(torch.bfloat16), index, step), None, None
     if isinstance(one, Fp8BlockWeight):
-        raw = _blocks(one.data.view(torch.uint8), index, step).int().unflatten(-1, (2, -1))
-        words = (raw[..., 0, :] | raw[..., 1, :] << 8).to(torch.int16)
+        halves = _blocks(one.data.view(torch.uint8), index, step).unflatten(-1, (2, -1))
+        words = halves.mT.contiguous().flatten(-2).view(torch.int16)  # the first half's bytes are the low ones
         return words, _fp8_scales(one.scale_inv, index), None
     codes = torch.stack((one.codes & 0xF, one.codes >> 4), dim=-1).flatten(-2)
     if isinstance(one, Nvfp4Weight):  # a scale of zero has no exponent: its codes become zeros instead

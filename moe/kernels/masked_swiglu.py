@@ -13,6 +13,7 @@ import triton.language as tl
 from moe.config import Activation
 from moe.formats.token_groups import GROUP
 from moe.kernels.bits import encode_e4m3
+from moe.kernels.compile_ahead import launch
 
 _BLOCK_R = 16
 _PROGRAMS = 1024  # row programs over all experts; each group of columns has its own
@@ -76,7 +77,7 @@ def masked_swiglu(
     q_EMI = h_EMF.new_empty((num_experts, num_rows, num_both // 2), dtype=torch.float8_e4m3fn)
     scale_EWM = h_EMF.new_empty((num_experts, num_words, pitch), dtype=torch.int32 if ue8m0 else torch.float32)
     num_programs = min(triton.cdiv(num_rows, _BLOCK_R), max(1, _PROGRAMS // num_experts))
-    masked_swiglu_kernel[(num_experts, num_programs, num_words)](
+    launch(masked_swiglu_kernel, (num_experts, num_programs, num_words))(
         h_EMF, counts_E, q_EMI.view(torch.uint8), scale_EWM, num_rows, num_groups, pitch,
         activation.alpha, activation.beta, 0.0 if activation.limit is None else activation.limit,
         HAS_LIMIT=activation.limit is not None, UE8M0=ue8m0, GROUP=GROUP, BLOCK_R=_BLOCK_R,

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from moe.kernels.compile_ahead import launch
 from moe.kernels.pdl import pdl_options
 from moe.replicas import NUM_ROWS, ExpertTables
 from moe.routing import StandardTopK
@@ -77,7 +78,7 @@ def count_and_place(
     columns = tables.load_E if tables.slots_CE is None else tables.slots_CE[0]
     num_experts = 0 if columns is None else columns.shape[0]
     out_TK = ids_TK if tables.slots_CE is None else torch.empty_like(ids_TK)
-    _place_all[(triton.cdiv(num_slots, _BLOCK),)](
+    launch(_place_all, (triton.cdiv(num_slots, _BLOCK),))(
         ids_TK, out_TK, num_slots=num_slots, first_token=first_token, K=ids_TK.shape[1], E=num_experts, BLOCK=_BLOCK,
         **table_arguments(tables, num_live, ids_TK), **pdl_options(ids_TK.device),
     )  # fmt: skip

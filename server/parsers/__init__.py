@@ -1,12 +1,21 @@
-"""Parsers of model output, one per syntax: Harmony (GPT-OSS), DeepSeek, plain text. The tokenizer decides which."""
+"""Parsers of model output and grammars for it, one of each per syntax: Harmony (GPT-OSS), DeepSeek, plain text.
+
+The tokenizer decides which.
+"""
 
 from collections.abc import Sequence
+from typing import Protocol
 
+from engine.grammar_spec import Format
 from server.parsers import deepseek, harmony
 from server.parsers.base import Event, Kind, Parser, ParserFactory, TokenBytes
 from server.parsers.deepseek import DeepSeekParser
+from server.parsers.deepseek_grammar import DeepSeekGrammar
 from server.parsers.harmony import HarmonyParser
+from server.parsers.harmony_grammar import HarmonyGrammar
 from server.parsers.plain import PlainParser
+from server.parsers.plain_grammar import PlainGrammar
+from server.structured.turn import TurnRules
 
 __all__ = [
     "DeepSeekParser",
@@ -17,9 +26,30 @@ __all__ = [
     "ParserFactory",
     "PlainParser",
     "TokenBytes",
+    "TurnGrammar",
+    "choose_grammar",
     "choose_parser",
     "end_of_turn_ids",
 ]
+
+
+class TurnGrammar(Protocol):
+    """Writes rules for a turn in the syntax that the model's parser reads."""
+
+    def supports_calls(self) -> bool:
+        """Whether the syntax has calls."""
+
+    def turn(self, rules: TurnRules, prompt_ids: Sequence[int]) -> Format | None:
+        """The format of all tokens after the prompt; None if the prompt ends where rules cannot begin."""
+
+
+def choose_grammar(tokenizer: TokenBytes, chat_template: str | None) -> TurnGrammar:
+    """The grammar in the syntax of `choose_parser`."""
+    if tokenizer.special_tokens.keys() >= harmony.REQUIRED:
+        return HarmonyGrammar(tokenizer)
+    if tokenizer.special_tokens.keys() >= deepseek.REQUIRED:
+        return DeepSeekGrammar(tokenizer, chat_template)
+    return PlainGrammar(tokenizer)
 
 
 def choose_parser(tokenizer: TokenBytes) -> ParserFactory:

@@ -45,6 +45,12 @@ class Parser(Protocol):
     def feed(self, token_id: int) -> list[Event]:
         """Events that became certain with this token."""
 
+    def continue_text(self, token_id: int) -> tuple[Kind, bytes] | None:
+        """A short cut for nearly all tokens: the bytes that this one adds to the content or the reasoning.
+
+        None if it may do anything else; then it has not been taken in, and `feed` wants it.
+        """
+
     def finish(self) -> list[Event]:
         """Events of whatever was held back; no token follows."""
 

@@ -19,7 +19,7 @@ from server.parsers.base import BytePiece, Event, Kind, TokenBytes, is_blank, jo
 
 REQUIRED = frozenset({"<think>", "</think>"})
 END_OF_TURN = ("<｜end▁of▁sentence｜>",)
-_CALLS_BEGIN, _CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+CALLS_BEGIN, _CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 _CALL_BEGIN, _CALL_SEP, _CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
 _FOREIGN_BEGIN = ("<｜User｜>", "<｜tool▁outputs▁begin｜>", "<｜tool▁output▁begin｜>")
 _FOREIGN_END = ("<｜Assistant｜>", "<｜tool▁outputs▁end｜>", "<｜tool▁output▁end｜>")
@@ -69,6 +69,19 @@ class DeepSeekParser:
         marker = self._marker.get(token_id)
         return self._on_text(self._token_bytes(token_id)) if marker is None else self._on_marker(marker)
 
+    def continue_text(self, token_id: int) -> tuple[Kind, bytes] | None:
+        """The bytes of a token of the reasoning or the content."""
+        if self._skips_layout or token_id in self._marker:
+            return None
+        if self._at is _At.REASONING:
+            kind = Kind.REASONING
+        elif self._at is _At.CONTENT:
+            kind, self._has_content = Kind.CONTENT, True
+        else:
+            return None
+        self._position += 1
+        return kind, self._token_bytes(token_id)
+
     def finish(self) -> list[Event]:
         """A call that was cut short is given as far as it goes."""
         events = self._end_call(is_cut=True)
@@ -110,7 +123,7 @@ class DeepSeekParser:
 
     def _on_marker(self, marker: str) -> list[Event]:
         events: list[Event] = []
-        if marker in (_CALLS_BEGIN, _CALLS_END, _CALL_BEGIN, _CALL_END, *_FOREIGN_BEGIN, *END_OF_TURN):
+        if marker in (CALLS_BEGIN, _CALLS_END, _CALL_BEGIN, _CALL_END, *_FOREIGN_BEGIN, *END_OF_TURN):
             events = self._end_call(is_cut=marker in END_OF_TURN)
         was_in_call = self._at in _IN_CALL
         if marker == _CALL_SEP and self._at is _At.CALL_HEAD:
@@ -120,7 +133,7 @@ class DeepSeekParser:
             self._at, self._skips_layout = _At.REASONING, True
         elif marker == "</think>" and self._at is _At.REASONING:
             self._at, self._skips_layout = _At.CONTENT, True
-        elif marker == _CALLS_BEGIN or (marker == _CALL_END and was_in_call):
+        elif marker == CALLS_BEGIN or (marker == _CALL_END and was_in_call):
             self._at, self._skips_layout = _At.BETWEEN_CALLS, False
         elif marker == _CALL_BEGIN:
             self._at = _At.CALL_HEAD

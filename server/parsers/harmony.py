@@ -63,10 +63,18 @@ class HarmonyParser:
     def feed(self, token_id: int) -> list[Event]:
         """Events of one token."""
         self._position += 1
-        if self._at is _At.BODY and not self._body_is_empty and not self._opened and token_id not in self._marker:
-            return self._in_body(self._position, self._token_bytes(token_id))  # a short cut for nearly all tokens
         opened, self._opened = self._opened, []
         return [*opened, *self._advance(token_id)]
+
+    def continue_text(self, token_id: int) -> tuple[Kind, bytes] | None:
+        """The bytes of a token in the middle of a body that is content or reasoning."""
+        kind = self._kind
+        if self._at is not _At.BODY or self._body_is_empty or self._opened or token_id in self._marker:
+            return None
+        if kind is None or kind is Kind.TOOL_CALL or self._is_foreign:
+            return None
+        self._position += 1
+        return kind, self._token_bytes(token_id)
 
     def finish(self) -> list[Event]:
         """Release what a header held back, and the loose text."""

@@ -6,12 +6,11 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.asker import asker_of
 from server.body import read_body
-from server.completion_answer import CompletionAnswer
 from server.context import ServerContext
 from server.openapi import GENERATES, TAKES_A_BODY, describe
-from server.respond import json_response, respond
+from server.renderers import CompletionRenderer
+from server.respond import Asked, json_response, respond
 from server.schema.completions import Completion, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from server.schema.operations import Text, TokenizerInfo, Tokens
 
@@ -21,15 +20,13 @@ router = APIRouter()
 @router.post("/v1/completions", **describe(Completion, errors=GENERATES, body=CompletionRequest, is_streamed=True))
 async def completions(request: Request) -> Response:
     """Continue one or several raw prompts."""
-    context: ServerContext = request.app.state.context
-    wire, lane = await read_body(request, CompletionRequest, context)
-    model = context.model_name(wire.model)
-    client, _ = asker_of(request, context.config)
-    info = context.ready_info(len(wire.prompt) * (wire.n or 1), client)
-    request_id = f"cmpl-{uuid.uuid4().hex}"
-    prepared = await lane.run(request.receive, context.converter.completion, wire, info, request_id)
-    answer = CompletionAnswer(prepared, context.converter.tokenizer, model=model, request_id=request_id, wire=wire)
-    return await respond(request, context, answer, stream=wire.stream, options=wire.stream_options)
+    return await respond(request, CompletionRequest, _prepare)
+
+
+def _prepare(asked: Asked[CompletionRequest]) -> CompletionRenderer:
+    request_id, converter = f"cmpl-{uuid.uuid4().hex}", asked.context.converter
+    prepared = converter.completion(asked.wire, asked.info, request_id)
+    return CompletionRenderer(prepared, converter.tokenizer, asked.wire, model=asked.model, request_id=request_id)
 
 
 @router.post("/tokenize", **describe(Tokens, errors=TAKES_A_BODY, body=TokenizeRequest))

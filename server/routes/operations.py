@@ -11,7 +11,7 @@ from starlette.responses import Response
 from engine.expert_file import FORMAT, record_of
 from loaders.phases import StartProgress
 from server.context import ServerContext
-from server.openapi import describe, describe_health, describe_text
+from server.openapi import FOR_OPERATORS, describe, describe_health, describe_text
 from server.respond import json_response
 from server.schema.operations import ExpertTokens, Liveness, Readiness, Version
 from server.version import service_version
@@ -77,7 +77,7 @@ async def metrics(request: Request) -> Response:
     return Response(context.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
 
-@router.get("/expert_load", **describe(ExpertTokens))
+@router.get("/expert_load", **describe(ExpertTokens, errors=FOR_OPERATORS))
 async def expert_load(request: Request) -> Response:
     """Tokens of every expert since the start, no layers if they are not counted; what --eplb-load reads."""
     context: ServerContext = request.app.state.context

@@ -3,13 +3,14 @@
 from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema, field_validator, model_validator
-from typing_extensions import TypedDict
+from typing_extensions import TypedDict, override
 
-from server.schema.common import MAX_LOGPROBS, FinishReason, GenerationRequest, Usage, WireModel, refusal
+from server.schema.common import MAX_LOGPROBS, FinishReason, Usage, WireModel, refusal
 from server.schema.limits import MAX_PARTS, FreeObject, Messages, Modalities, ToolCalls, Tools
+from server.schema.structured import FormattedRequest, ToolChoice
 
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
-_TEXT_SCHEMA = {
+TEXT_SCHEMA = {
     "anyOf": [
         {"type": "string"},
         {"type": "array", "items": {"type": "object"}, "maxItems": MAX_PARTS},
@@ -18,8 +19,8 @@ _TEXT_SCHEMA = {
 }
 
 
-def _text_of(value: Any) -> str | None:
-    """A string, or text parts joined by line breaks."""
+def joined_text(value: Any, *, types: tuple[str, ...] = _TEXT_PARTS) -> str | None:
+    """A string, or text parts of these types joined by line breaks. Raises ValueError for anything else."""
     if value is None or isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -30,7 +31,7 @@ def _text_of(value: Any) -> str | None:
     for index, part in enumerate(value):
         if not isinstance(part, dict) or not isinstance(part.get("type"), str):
             raise ValueError(f"part {index} must be an object with a type")
-        if part["type"] not in _TEXT_PARTS:
+        if part["type"] not in types:
             raise ValueError(f"part {index} has type '{part['type'][:40]}': this service reads text parts only")
         text = part.get("refusal" if part["type"] == "refusal" else "text")
         if not isinstance(text, str):
@@ -39,7 +40,7 @@ def _text_of(value: Any) -> str | None:
     return "\n".join(texts)
 
 
-Text = Annotated[str | None, BeforeValidator(_text_of), WithJsonSchema(_TEXT_SCHEMA)]
+Text = Annotated[str | None, BeforeValidator(joined_text), WithJsonSchema(TEXT_SCHEMA)]
 
 
 class HistoryModel(WireModel):
@@ -135,13 +136,6 @@ class FunctionSpec(HistoryModel):
     parameters: FreeObject | None = None
     strict: bool | None = None
 
-    @field_validator("strict")
-    @classmethod
-    def _not_strict(cls, value: bool | None) -> bool | None:
-        if value:
-            raise ValueError("arguments are not constrained to the schema by this service: leave strict out")
-        return value
-
 
 class Tool(HistoryModel):
     """A tool; functions are the only kind."""
@@ -155,44 +149,26 @@ class Tool(HistoryModel):
         return super().num_ignored_keys + self.function.num_ignored_keys
 
 
-class ResponseFormat(WireModel):
-    """Plain text is the only format."""
-
-    type: str
-    json_schema: Any = None
-
-    @model_validator(mode="after")
-    def _only_text(self) -> "ResponseFormat":
-        if self.type != "text":
-            raise ValueError(f"type '{self.type[:40]}' is not supported: only 'text' is")
-        return self
-
-
-class ChatCompletionRequest(GenerationRequest):
+class ChatCompletionRequest(FormattedRequest):
     """A chat request."""
 
     messages: Messages[ChatMessage]
     max_tokens: int | None = Field(None, ge=1)
     tools: Tools[Tool] | None = None
-    tool_choice: Any = Field(None, json_schema_extra={"enum": ["auto", "none", None]})
+    tool_choice: ToolChoice = None
     parallel_tool_calls: bool | None = None
-    response_format: ResponseFormat | None = None
     reasoning_effort: str | None = Field(None, max_length=32)
     chat_template_kwargs: FreeObject | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    thinking_token_budget: int | None = Field(None, ge=0, lt=2**31)
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     modalities: Modalities[Literal["text"]] | None = None
 
-    @field_validator("tool_choice")
-    @classmethod
-    def _known_choice(cls, value: Any) -> Any:
-        if value is not None and value not in ("auto", "none"):
-            raise ValueError("only 'auto' and 'none' are supported: a call cannot be forced")
-        return value
-
     @property
+    @override
     def num_ignored_keys(self) -> int:
-        """Keys inside messages and tools that this service does not know."""
         return sum(part.num_ignored_keys for part in (*self.messages, *(self.tools or ())))
 
     @model_validator(mode="after")
@@ -201,10 +177,23 @@ class ChatCompletionRequest(GenerationRequest):
             raise refusal("max_tokens", "max_tokens and max_completion_tokens differ: send one of them")
         if self.top_logprobs is not None and not self.logprobs:
             raise refusal("top_logprobs", "it is only allowed with logprobs: true")
+        if self.logprob_token_ids and (not self.logprobs or self.top_logprobs):
+            raise refusal("logprob_token_ids", "it is only allowed with logprobs: true, and instead of top_logprobs")
+        if self.continue_final_message:
+            self._check_continuation()
         names = [tool.function.name for tool in self.tools or []]
         if len(set(names)) < len(names):
             raise refusal("tools", "two functions have the same name")
         return self
+
+    def _check_continuation(self) -> None:
+        if self.add_generation_prompt:
+            raise refusal("add_generation_prompt", "it begins a new message: it contradicts continue_final_message")
+        last = self.messages[-1]
+        if last.role != "assistant" or last.tool_calls or not last.text:
+            raise refusal(
+                "continue_final_message", "the last message must be an assistant's, with content, no tool_calls"
+            )
 
 
 class TopLogprob(TypedDict):
@@ -248,17 +237,18 @@ class AnswerMessage(TypedDict, total=False):
 
 
 class ChatChoice(TypedDict):
-    """One choice of an answer (`message`) or of a chunk (`delta`)."""
+    """One choice of an answer (`message`) or of a chunk (`delta`). `token_ids` come with `return_token_ids`."""
 
     index: int
     message: NotRequired[AnswerMessage]
     delta: NotRequired[AnswerMessage]
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason | None
+    token_ids: NotRequired[list[int]]
 
 
 class ChatCompletion(TypedDict):
-    """An answer, or a chunk of a streamed one."""
+    """An answer, or a chunk of a streamed one. `prompt_token_ids` come with `return_token_ids`, in one chunk."""
 
     id: str
     object: Literal["chat.completion", "chat.completion.chunk"]
@@ -266,4 +256,5 @@ class ChatCompletion(TypedDict):
     model: str
     system_fingerprint: str
     choices: list[ChatChoice]
+    prompt_token_ids: NotRequired[list[int]]
     usage: NotRequired[Usage | None]

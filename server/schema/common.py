@@ -8,11 +8,12 @@ from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
-from typing_extensions import TypedDict
+from typing_extensions import TypedDict, override
 
 from server.schema.limits import MAX_BIASES, MAX_KEYS
 
 MAX_LOGPROBS = 20
+MAX_LOGPROB_IDS = 128
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_CHOICES = 128
@@ -111,11 +112,26 @@ class StreamOptions(WireModel):
     include_obfuscation: bool | None = None
 
 
-class GenerationRequest(RequestModel):
-    """Fields of both endpoints. None means: not given."""
+class AnswerRequest(RequestModel):
+    """A request that a model answers, at any endpoint. None means: not given."""
 
     model: str | None = None
     stream: bool | None = None
+
+    @property
+    def num_answers(self) -> int:
+        """Answers that are asked for."""
+        return 1
+
+    @property
+    def num_ignored_keys(self) -> int:
+        """Keys inside the conversation that this service does not know."""
+        return 0
+
+
+class GenerationRequest(AnswerRequest):
+    """Fields of chat and completions."""
+
     stream_options: StreamOptions | None = None
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     max_completion_tokens: int | None = Field(None, ge=1)
@@ -132,6 +148,10 @@ class GenerationRequest(RequestModel):
     stop: StopStrings = []
     stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=128)] | None = None
     ignore_eos: bool | None = None
+    logprob_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=MAX_LOGPROB_IDS)] | None = None
+    return_token_ids: bool | None = None
+    priority: int | None = Field(None, ge=-(2**31), lt=2**31)
+    cache_salt: str | None = Field(None, min_length=1, max_length=256)
 
     # Hints: parameters of the OpenAI API that do not change what a correct answer is.
     user: Any = None
@@ -141,7 +161,13 @@ class GenerationRequest(RequestModel):
     safety_identifier: Any = None
     prompt_cache_key: Any = None
     prompt_cache_retention: Any = None
+    prompt_cache_options: Any = None
     prediction: Any = None
+
+    @property
+    @override
+    def num_answers(self) -> int:
+        return self.n or 1
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> "GenerationRequest":

@@ -3,20 +3,20 @@
 from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, field_validator, model_validator
-from typing_extensions import TypedDict
+from typing_extensions import TypedDict, override
 
 from server.schema.chat import ChatMessage, Tool
 from server.schema.common import (
     MAX_CHOICES,
     MAX_LOGPROBS,
     FinishReason,
-    GenerationRequest,
     RequestModel,
     TokenId,
     Usage,
     refusal,
 )
 from server.schema.limits import Messages, Tools
+from server.schema.structured import FormattedRequest
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -53,13 +53,14 @@ Prompts = Annotated[
 ]
 
 
-class CompletionRequest(GenerationRequest):
+class CompletionRequest(FormattedRequest):
     """A raw completion: the prompt is the model's input as it stands, control tokens included."""
 
     prompt: Prompts
     max_tokens: int | None = Field(None, ge=0)
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     best_of: int | None = None
     suffix: str | None = None
     skip_special_tokens: bool | None = None
@@ -77,9 +78,18 @@ class CompletionRequest(GenerationRequest):
             raise refusal("max_tokens", "max_tokens and max_completion_tokens differ: send one of them")
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise refusal("best_of", "it is not supported: it must equal n, or be left out")
+        if self.prompt_logprobs is not None and self.stream:
+            raise refusal("prompt_logprobs", "it is not for streams: use echo with logprobs there")
+        if self.logprob_token_ids and self.logprobs != 0:
+            raise refusal("logprob_token_ids", "it is only allowed with logprobs: 0, which asks for no others")
         if len(self.prompt) * (self.n or 1) > MAX_CHOICES:
             raise refusal("n", f"n times the number of prompts must not exceed {MAX_CHOICES}")
         return self
+
+    @property
+    @override
+    def num_answers(self) -> int:
+        return len(self.prompt) * (self.n or 1)
 
     @property
     def num_wanted(self) -> int:
@@ -98,13 +108,28 @@ class CompletionLogprobs(TypedDict):
     text_offset: list[int]
 
 
+class PromptLogprob(TypedDict):
+    """A token at one place of the prompt; `rank` is null where it is not among the best that were asked for."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
 class CompletionChoice(TypedDict):
-    """One choice of an answer or of a chunk."""
+    """One choice of an answer or of a chunk.
+
+    `prompt_logprobs`, if asked for: for each prompt token, by token id, itself and the best ones; null for the first.
+    `prompt_token_ids` and `token_ids` come with `return_token_ids`.
+    """
 
     index: int
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason | None
+    prompt_logprobs: NotRequired[list[dict[str, PromptLogprob] | None]]
+    prompt_token_ids: NotRequired[list[int]]
+    token_ids: NotRequired[list[int]]
 
 
 class Completion(TypedDict):

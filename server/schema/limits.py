@@ -23,6 +23,7 @@ MAX_TOOLS = 512
 MAX_PROPERTIES = 4096
 MAX_BIASES = 4096
 MAX_MODALITIES = 8
+MAX_CHOICE_TEXTS = 1024
 
 Messages = Annotated[list[Entry], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
 ToolCalls = Annotated[list[Entry], Field(fail_fast=True, max_length=MAX_TOOL_CALLS)]

@@ -228,7 +228,7 @@ def test_the_transport_is_prepared_before_every_replay(monkeypatch):
 
 
 def test_memory_for_graphs_is_set_aside_before_pages_are_counted(monkeypatch):
-    """Logits of their own, twice, and 32 MiB for each graph: five of decodes, the others of steps with prompts."""
+    """Logits that all graphs share, and 32 MiB for each graph: five of decodes, the others of steps with prompts."""
     asked = []
 
     def choose(layout, *, sampling_bytes, **others):
@@ -243,4 +243,4 @@ def test_memory_for_graphs_is_set_aside_before_pages_are_counted(monkeypatch):
         with pytest.raises(EngineConfigError, match="enough"):
             load.load_engine(config, model)
     num_graphs = 5 + len(prompt_sizes(9, 1024))
-    assert asked[0] - asked[1] == 2 * 10 * model.vocab_size * 4 + num_graphs * (32 << 20)
+    assert asked[0] - asked[1] == 10 * model.vocab_size * 4 + num_graphs * (32 << 20)

@@ -1,20 +1,22 @@
 """FP8 linear layers on GPUs: numbers in the interpreter, machine code for every GPU, which weights stay FP8."""
 
-import itertools
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from loaders.checkpoint import Checkpoint
-from model.fp8_linear import BATCH_PLANS, DECODE_PLANS, PREFILL_PLANS, choose_plan, fp8_block_gemm
-from model.linear import Linear, LinearWeight, join_rows
+from model.fp8_linear import PLANS, LinearPlan, choose_plan, fp8_block_gemm
+from model.linear import GatedMlp, Linear, LinearWeight, join_rows
 from model.weights import RAGGED_COLUMNS, RAGGED_ROWS, Split, WeightReader
 from moe import RankPlace
 from moe.formats import Fp8BlockWeight
 from tests.interpreter import run_interpreted, waits_for_interpreter
 from tests.loaders.expert_files import linear_tensors, random_bf16, save
 from tests.moe.kernels.compiling import compile_kernel
+from tests.tables import rows
 
 CPU = torch.device("cpu")
 
@@ -26,35 +28,56 @@ def test_numbers_in_the_interpreter() -> None:
     assert {case: error for case, error in errors.items() if not error < 1e-6} == {}
 
 
-def test_kernels_compile(subtests: pytest.Subtests) -> None:
-    plans = [DECODE_PLANS[0], DECODE_PLANS[2], BATCH_PLANS[0], PREFILL_PLANS[0]]
-    for arch, plan in itertools.product([80, 90, 120], plans):
-        with subtests.test(arch=arch, plan=str(plan)):
-            pointers = {
-                "x_ptr": "*bf16", "w_ptr": "*i16", "scale_ptr": "*fp32", "bias_ptr": "*bf16", "out_ptr": "*bf16",
-            }  # fmt: skip
-            constants = {
-                "BLOCK_M": plan.block_m, "BLOCK_N": plan.block_n, "GROUP": 8, "HAS_BIAS": False, "EVEN_K": True,
-                "USE_ASM": True, "INTERPRET": False,
-            }  # fmt: skip
-            compiled = compile_kernel(
-                fp8_block_gemm, arch, pointers, constants, num_warps=plan.num_warps, num_stages=plan.num_stages
-            )
-            ptx = compiled.asm["ptx"]
-            assert "fma.rn.bf16x2" in ptx, "codes become bf16 in registers"
-            assert "cp.async" in ptx, "the loop loads ahead"
-            assert compiled.metadata.shared <= (163 if arch == 80 else 99 if arch == 120 else 227) * 1024
-            if arch == 90 and plan in PREFILL_PLANS:
-                assert "wgmma" in ptx
+def compiled(plan: LinearPlan, arch: int, *, is_gated: bool = False) -> Any:
+    pointers = {
+        "x_ptr": "*bf16", "w_ptr": "*i16", "scale_ptr": "*fp32", "bias_ptr": "*bf16", "out_ptr": "*bf16",
+        "parts_ptr": "*fp32", "arrived_ptr": "*i32",
+    }  # fmt: skip
+    constants = {
+        "BLOCK_M": plan.block_m, "BLOCK_N": plan.block_n, "HEIGHT": plan.height,
+        "IS_SPLIT": plan.shares > 1, "GROUP": 8, "NUM_STAGES": plan.num_stages,
+        "AT_ONCE": plan.parts_at_once, "IS_GATED": is_gated, "HAS_BIAS": False,
+        "SHORT_K": False, "USE_ASM": True, "USE_PDL": arch >= 90, "INTERPRET": False,
+    }  # fmt: skip
+    return compile_kernel(fp8_block_gemm, arch, pointers, constants, num_warps=plan.num_warps)
 
 
-def test_every_processor_gets_a_tile_where_there_are_enough() -> None:
-    assert choose_plan(1, 18432, 132).block_n == 64
-    assert choose_plan(16, 4608, 132).block_n == 32
-    assert choose_plan(8, 2112, 132).block_n == 16
-    assert choose_plan(1, 512, 132).block_n == 16, "fewer tiles than processors whatever the plan"
-    assert choose_plan(17, 18432, 132) in BATCH_PLANS
-    assert choose_plan(4096, 2112, 132) == PREFILL_PLANS[0]
+@rows("arch", 80, 90, 120)
+def test_kernels_compile(arch: int) -> None:
+    for plan in (replace(PLANS[0], shares=4), PLANS[1], replace(PLANS[3], shares=2), PLANS[4]):
+        kernel = compiled(plan, arch, is_gated=plan == PLANS[3])
+        ptx = kernel.asm["ptx"]
+        assert "fma.rn.bf16x2" in ptx, "codes become bf16 in registers"
+        assert "cp.async" in ptx, "the loop loads ahead"
+        assert ("atom." in ptx) == (plan.shares > 1), "only shares have to arrive"
+        assert kernel.metadata.shared <= (227 if arch == 90 else 99) * 1024
+        if arch == 90:
+            assert "prefetch.L2" in ptx, "the first weights come while the kernel before still runs"
+            assert ("wgmma" in ptx) == (plan.block_m > 8)
+
+
+@rows(
+    "num_tokens, num_outputs, num_inputs, block_m, num_programs",
+    (1, 7168, 16384, 8, 112 * 4),
+    (1, 2112, 7168, 8, 33 * 14),
+    (8, 24576, 1536, 8, 384),
+    (16, 36864, 7168, 16, 576),
+    (17, 7168, 2048, 32, 56 * 4),
+    (64, 2112, 7168, 64, 17 * 14),
+    (300, 128, 128, 128, 3),
+    (4096, 7168, 16384, 128, 56 * 32),
+)
+def test_shares_of_the_inputs_fill_132_processors(
+    num_tokens: int, num_outputs: int, num_inputs: int, block_m: int, num_programs: int
+) -> None:
+    plan = choose_plan(num_tokens, num_outputs, num_inputs, 132)
+    assert plan.block_m == block_m
+    assert -(-num_outputs // plan.block_n) * -(-num_tokens // block_m) * plan.shares == num_programs
+
+
+def test_many_tiles_are_never_cut_into_shares() -> None:
+    """There is a counter for each tile that is."""
+    assert choose_plan(128 * 40_000, 256, 7168, 132 * 40_000).shares == 1
 
 
 def fp8_readers(folder: Path, shape: tuple[int, int], tp_size: int) -> tuple[list[WeightReader], torch.Tensor]:
@@ -109,10 +132,13 @@ def test_rows_join_as_fp8_where_each_part_ends_with_a_block() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_tokens", [1, 16, 17, 64, 65, 300])
+@pytest.mark.parametrize("num_tokens", [1, 8, 16, 17, 64, 65, 300])
 @pytest.mark.parametrize("shape", [(200, 384), (2112, 1024), (512, 7168), (256, 328)])
 def test_numbers_on_a_gpu(shape: tuple[int, int], num_tokens: int) -> None:
-    """Compiled, every kind of plan: bf16 results of exact weights, and the same bits again."""
+    """Compiled, every kind of plan: bf16 results of exact weights, and the same bits again and again.
+
+    Programs arrive in any order, and each launch finds the counters at zero.
+    """
     generator = torch.Generator("cuda").manual_seed(1)
     weight = Fp8BlockWeight.quantize(torch.randn(shape, device="cuda", generator=generator))
     bias = torch.randn(shape[0], device="cuda", generator=generator).bfloat16()
@@ -121,4 +147,19 @@ def test_numbers_on_a_gpu(shape: tuple[int, int], num_tokens: int) -> None:
     got = layer(x_TK)
     want = torch.nn.functional.linear(x_TK.float(), weight.dequantize(), bias.float())
     assert float((got.float() - want).norm() / want.norm()) < 4e-3
-    assert torch.equal(got, layer(x_TK))
+    assert all(torch.equal(got, layer(x_TK)) for _ in range(100))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [1, 16, 64, 300])
+def test_gate_and_up_on_a_gpu(num_tokens: int) -> None:
+    generator = torch.Generator("cuda").manual_seed(1)
+    gate, up, down = (
+        Fp8BlockWeight.quantize(torch.randn(shape, device="cuda", generator=generator) * 0.02)
+        for shape in ((512, 7168), (512, 7168), (7168, 512))
+    )
+    x_TH = torch.randn(num_tokens, 7168, device="cuda", generator=generator).bfloat16()
+    gates = torch.nn.functional.silu(x_TH.float() @ gate.dequantize().mT)
+    want = (gates * (x_TH.float() @ up.dequantize().mT)) @ down.dequantize().mT
+    got = GatedMlp(gate, up, down)(x_TH)
+    assert float((got.float() - want).norm() / want.norm()) < 6e-3  # two roundings to bf16

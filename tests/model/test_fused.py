@@ -32,8 +32,10 @@ KERNELS = {
         f"route by {name} logits in {parts}": (
             router._route,
             {
-                "H": 2880, "E": 32, "E_PAD": 32, "K": 4, "K_PAD": 4, "BLOCK_T": 16 if parts == "parts" else 64,
-                "BLOCK_H": 64, "HAS_BIAS": True, "ROUND_TO_BF16": name == "bf16", "IS_SPLIT": parts == "parts",
+                "H": 2880, "E": 32, "E_PAD": 32, "K": 4, "K_PAD": 4, "G": 1, "KEPT": 1,
+                "BLOCK_T": 16 if parts == "parts" else 64, "BLOCK_H": 64, "IS_SIGMOID": False, "NORMALIZE": True,
+                "HAS_BIAS": True, "HAS_CORRECTION": False, "ROUND_TO_BF16": name == "bf16",
+                "IS_SPLIT": parts == "parts",
                 **dict.fromkeys(("COUNTS", "HAS_LIVE", "PLACES"), name == "bf16"), "USE_PDL": False, "INTERPRET": False,
             },
         )
@@ -105,7 +107,8 @@ def test_the_fused_router_takes_exact_weights_and_rules_it_knows() -> None:
     assert fused_router(gate_on_gpu(exact + 1e-4, torch.bfloat16), ROUTING) is router, "rounded anyway"
     assert fused_router(Gate(exact, None, torch.float32), ROUTING) is None
     sigmoid = RoutingConfig(method=RoutingMethod.SIGMOID_GROUPED, num_experts=32, top_k=4)
-    assert fused_router(gate_on_gpu(exact), sigmoid) is None
+    assert fused_router(gate_on_gpu(exact), sigmoid) is router
+    assert fused_router(gate_on_gpu(exact), replace(sigmoid, method=RoutingMethod.SQRT_SOFTPLUS)) is None
     assert fused_router(gate_on_gpu(exact), replace(ROUTING, normalize=False)) is None
     many = torch.randn(257, 64).bfloat16()
     assert fused_router(gate_on_gpu(many[:256]), replace(ROUTING, num_experts=256)) is router

@@ -128,19 +128,19 @@ def test_a_backend_that_routes_inside_gets_logits_in_the_dtype_it_wants() -> Non
 
 
 class FakeRouter:
-    """Stands for `moe.kernels.router` on a GPU; sends every token to the experts 0 and 3."""
+    """Stands for `moe.kernels.router` on a GPU; sends every token to the experts 0 and 3, or 1 and 3 if corrected."""
 
     def route(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: Any, config: RoutingConfig, *, logits_dtype: torch.dtype,
-        **counting: Any,
+        self, x: torch.Tensor, weight: torch.Tensor, bias: Any, config: RoutingConfig, correction: torch.Tensor | None,
+        *, logits_dtype: torch.dtype, **counting: Any,
     ) -> StandardTopK:  # fmt: skip
         assert weight.dtype == torch.bfloat16
         assert logits_dtype == torch.float32
-        ids = torch.tensor([[0, 3]], dtype=torch.int32).expand(len(x), 2)
+        ids = torch.tensor([[0 if correction is None else 1, 3]], dtype=torch.int32).expand(len(x), 2)
         return StandardTopK(torch.full((len(x), 2), 0.5), ids)
 
 
-def test_the_fused_router_is_for_bf16_tokens_without_a_correction_bias(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fused_router_is_for_bf16_tokens_and_gets_the_correction_bias(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moe_layer, "fused_router", lambda gate, topk: FakeRouter())
     weight = torch.full((4, 6), 0.5)
     x = torch.ones(5, 6)
@@ -154,11 +154,11 @@ def test_the_fused_router_is_for_bf16_tokens_without_a_correction_bias(monkeypat
     assert ids(fused, x.bfloat16()) == [[0, 3]] * 5
     assert ids(fused, x) == [[0, 1]] * 5, "products of fp32 tokens need fp32 weights"
     corrected = make_layer(False, [], weight=weight)
-    assert ids(corrected, x.bfloat16()) == [[1, 0]] * 5
+    assert ids(corrected, x.bfloat16()) == [[1, 3]] * 5
+    assert ids(corrected, x) == [[1, 0]] * 5
     inside = make_layer(True, [], weight=weight, correction_bias=None)
     assert isinstance(inside._route(x.bfloat16()), BypassedTopK)
-    for layer in (corrected, inside):
-        assert layer.gate.weight_bf16 is None, "a second copy of the weights that nobody reads"
+    assert inside.gate.weight_bf16 is None, "a second copy of the weights that nobody reads"
 
 
 def test_a_layer_can_be_captured_if_its_backend_and_its_transport_can() -> None:

@@ -5,7 +5,7 @@ import torch
 
 from model import fused
 from model.attention import triton
-from model.attention.base import _choose
+from model.attention.base import choose_attention
 from tests.model.attention_cases import GQA
 from tests.tables import rows
 
@@ -19,7 +19,7 @@ def test_attention_and_fused_kernels_need_what_triton_needs(
     for module in (fused, triton):
         monkeypatch.setattr(module, "missing_for_triton", lambda: lack)
     monkeypatch.setattr(fused, "_module", fused._module.__wrapped__)
-    assert _choose([GQA], CUDA) == chosen
+    assert choose_attention([GQA], CUDA) == chosen
     assert (fused.fused_kernels(CUDA) is None) is (lack is not None)
     if lack:
         assert triton.TritonAttention.unsupported_reason(GQA, CUDA) == f"it needs {lack}"

@@ -69,7 +69,7 @@ def compiled_latent(arch: int, kind: str, *, is_decode: bool = True) -> Any:
     formats = _number_formats(dtype, kv_dtype, capability)
     constants = _latent_shape_of(DEEPSEEK, 16, has_sinks=False) | formats
     constants |= {"BLOCK_Q": 1, "BLOCK_H": tile.rows, "BLOCK_N": tile.keys}
-    constants |= {"IS_DECODE": is_decode, "IS_SPLIT": is_decode}
+    constants |= {"IS_DECODE": is_decode, "IS_SPLIT": is_decode, "USE_PDL": arch >= 90}
     names = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.uint8: "u8"}
     return compiled(latent_kernels.latent_attention, arch, tile, constants, names[dtype], names[kv_dtype])
 
@@ -118,20 +118,20 @@ def test_prefill_multiplies_with_hoppers_matrix_instructions() -> None:
 
 
 def test_auto_takes_triton_on_gpus_and_torch_where_it_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert base._choose([GQA, replace(GQA, window=8)], CUDA) == "triton"
-    assert base._choose([GQA], CPU) == "torch"
-    assert base._choose([GQA, MLA, DEEPSEEK], CUDA) == "triton"
-    assert base._choose([replace(GQA, key_dim=192)], CUDA) == "torch"
+    assert base.choose_attention([GQA, replace(GQA, window=8)], CUDA) == "triton"
+    assert base.choose_attention([GQA], CPU) == "torch"
+    assert base.choose_attention([GQA, MLA, DEEPSEEK], CUDA) == "triton"
+    assert base.choose_attention([replace(GQA, key_dim=192)], CUDA) == "torch"
     monkeypatch.setitem(sys.modules, "model.attention.triton", None)  # as without the package triton
-    assert base._choose([GQA], CUDA) == "torch"
+    assert base.choose_attention([GQA], CUDA) == "torch"
     with pytest.raises(ModelSettingsError, match="triton cannot be imported"):
         make_attention("triton", [GQA], CPU)
 
 
 def test_latents_on_amd_gpus_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    assert base._choose([MLA], CUDA) == "torch"
-    assert base._choose([GQA], CUDA) == "triton"
+    assert base.choose_attention([MLA], CUDA) == "torch"
+    assert base.choose_attention([GQA], CUDA) == "triton"
 
 
 def test_what_triton_cannot_serve_is_refused_by_name() -> None:

@@ -24,13 +24,18 @@ class ApiThreads:
         self.url = url_of(self.listener)
         self._engine = engine
         self._are_serving = threading.Event()
-        board = Board.create(num_workers, config.served_model_name)
+        board = Board.create(num_workers, config.served_model_name, len(config.api_keys))
         turn = threading.Lock()
         self._processes = [ApiProcess(index, index + 1, board) for index in range(num_workers)]
         self.servers, self.apps = [], []
         for process in self._processes:
             tally = SharedTally(board, process.index)
-            sharing = Sharing(tally=tally, turn=turn, num_held_by_client=self._num_held_by_client)
+            sharing = Sharing(
+                tally=tally,
+                turn=turn,
+                num_held_by_client=self._num_held_by_client,
+                key_memory=board.key_memory(process.index),
+            )
             app = create_app(engine, tokenizer, config, sharing=sharing)
             self.apps.append(app)
             channel = process.channel.other_end

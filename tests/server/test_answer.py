@@ -6,10 +6,9 @@ import orjson
 
 from engine.types import EngineOutput
 from loaders.tokenizer import load_tokenizer
-from server.chat_answer import ChatAnswer
-from server.completion_answer import CompletionAnswer
 from server.config import ServerConfig
 from server.convert import Converter
+from server.renderers import ChatRenderer, CompletionRenderer
 from server.sampling_defaults import SamplingDefaults
 from server.schema.chat import ChatCompletionRequest
 from server.schema.completions import CompletionRequest
@@ -27,31 +26,33 @@ TRANSCRIPTS = [
 ]
 
 
-def chat_answer(num_choices):
-    fields = {"messages": [{"role": "user", "content": "hi"}], "tools": [WEATHER], "n": num_choices, "stream": True}
-    prepared = CONVERTER.chat(ChatCompletionRequest.model_validate(fields), INFO, "r")
-    return ChatAnswer(prepared, TOKENIZER, model='a "model"', request_id="r", logprobs=False)
+def chat_renderer(num_choices, **fields):
+    fields = {"messages": [{"role": "user", "content": "hi"}], "tools": [WEATHER], "n": num_choices, **fields}
+    wire = ChatCompletionRequest.model_validate(fields)
+    return ChatRenderer(CONVERTER.chat(wire, INFO, "r"), TOKENIZER, wire, model='a "model"', request_id="r")
 
 
-def completion_answer(num_choices):
-    wire = CompletionRequest.model_validate({"prompt": "hi", "n": num_choices, "stream": True})
-    prepared = CONVERTER.completion(wire, INFO, "r")
-    return CompletionAnswer(prepared, TOKENIZER, model='a "model"', request_id="r", wire=wire)
+def completion_renderer(num_choices, **fields):
+    wire = CompletionRequest.model_validate({"prompt": "hi", "n": num_choices, **fields})
+    return CompletionRenderer(CONVERTER.completion(wire, INFO, "r"), TOKENIZER, wire, model='a "model"', request_id="r")
 
 
-def events_of(answer, transcript, *, with_usage):
-    """All events, without the usage and with the same id for every tool call and second."""
+def outputs_of(renderer, transcript):
+    """Each token of each choice by itself, as the engine sends them."""
     ids = TOKENIZER.encode(transcript)
-    events = []
-    for position, index in itertools.product(range(len(ids)), range(len(answer.choices))):
+    for position, index in itertools.product(range(len(ids)), range(len(renderer.choices))):
         reason = "stop" if position == len(ids) - 1 else None
-        output = EngineOutput(request_id="r", token_ids=[ids[position]], finish_reason=reason)
-        events += answer.events(index, output, with_usage=with_usage)
+        yield index, EngineOutput(request_id="r", token_ids=[ids[position]], finish_reason=reason)
+
+
+def events_of(renderer, transcript, *, with_usage):
+    """All events, without the usage and with the same id for every tool call and second."""
+    streamed = b"".join(renderer.stream(index, output) for index, output in outputs_of(renderer, transcript))
     chunks = []
-    for event in events:
-        assert (event[:6], event[-2:]) == (b"data: ", b"\n\n")
+    for event in streamed.split(b"\n\n")[:-1]:
+        assert event[:6] == b"data: "
         chunk = orjson.loads(event[6:])
-        assert event[6:-2] == orjson.dumps(chunk)
+        assert event[6:] == orjson.dumps(chunk)
         assert (chunk.pop("usage", None) is not None) == with_usage
         for call in chunk["choices"][0].get("delta", {}).get("tool_calls", ()):
             call.pop("id", None)
@@ -59,16 +60,17 @@ def events_of(answer, transcript, *, with_usage):
     return [orjson.dumps(chunk) for chunk in chunks]
 
 
-@rows("make", chat_answer, completion_answer)
+@rows("make", chat_renderer, completion_renderer)
 @rows("transcript", *TRANSCRIPTS)
 def test_sampled_events_equal_those_encoded_one_by_one(make, transcript):
-    sampled = events_of(make(2), transcript, with_usage=False)
-    assert sampled == events_of(make(2), transcript, with_usage=True)
+    sampled = events_of(make(2, stream=True), transcript, with_usage=False)
+    options = {"continuous_usage_stats": True}
+    assert sampled == events_of(make(2, stream=True, stream_options=options), transcript, with_usage=True)
     assert len(sampled) > 10
 
 
 def test_nothing_comes_after_the_end_of_a_choice():
-    answer = completion_answer(1)
+    renderer = completion_renderer(1, stream=True)
     last = EngineOutput(request_id="r", token_ids=[300], finish_reason="length")
-    assert len(answer.events(0, last)) == 2
-    assert answer.events(0, last) == []
+    assert renderer.stream(0, last).count(b"data: ") == 2
+    assert renderer.stream(0, last) == b""

@@ -8,9 +8,9 @@ from server.config import ServerConfig
 from server.errors import SettingError
 
 
-def ask(host="10.0.0.1", port=1, *, settings=None, **headers):
+def ask(host="10.0.0.1", port=1, *, settings=None, key=None, **headers):
     raw = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
-    request = Request({"type": "http", "client": (host, port), "headers": raw})
+    request = Request({"type": "http", "client": (host, port), "headers": raw, "state": {"key": key}})
     return asker_of(request, ServerConfig(**settings or {}))
 
 
@@ -22,12 +22,12 @@ def test_addresses_are_clients_and_ports_are_their_connections_g83():
 
 
 def test_keys_tell_clients_apart_only_where_none_is_asked_for_g83():
-    """With --api-key everybody sends the same one; other spellings of it must not make other clients."""
+    """With --api-key other spellings of a key must not make other clients; other keys do."""
     assert ask(authorization="Bearer a")[0] != ask(authorization="Bearer b")[0]
-    keyed = {"api_key": "secret"}
-    assert (
-        ask(settings=keyed, authorization="Bearer secret")[0] == ask(settings=keyed, authorization="bearer  secret")[0]
-    )
+    assert ask(x_api_key="a")[0] != ask(x_api_key="b")[0]
+    one = ask(key=0, authorization="Bearer secret")[0]
+    assert one == ask(key=0, authorization="bearer  secret")[0] == ask(key=0, x_api_key="secret")[0]
+    assert one != ask(key=1, authorization="Bearer other")[0]
     assert "secret" not in "".join(ask(authorization="Bearer secret"))
 
 
@@ -41,7 +41,7 @@ def test_a_forwarded_address_counts_only_where_the_operator_says_so_g83():
 
 
 def test_a_request_without_an_address_is_served():
-    request = Request({"type": "http", "client": None, "headers": []})
+    request = Request({"type": "http", "client": None, "headers": [], "state": {"key": None}})
     assert asker_of(request, ServerConfig())[1] == ":0"
 
 

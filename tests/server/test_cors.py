@@ -42,7 +42,7 @@ def test_a_preflight_needs_no_key_g04(http):
     "changed",
     {"Origin": "https://evil.example"},
     {"Origin": ORIGIN + ".evil"},
-    {"Access-Control-Request-Method": "DELETE"},
+    {"Access-Control-Request-Method": "PUT"},
 )
 def test_a_preflight_that_is_refused_has_our_error_body_g04(http, changed):
     response = http.options(CHAT, headers=PREFLIGHT | changed)

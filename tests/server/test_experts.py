@@ -7,6 +7,7 @@ from engine.expert_file import read_load
 from engine.types import ExpertLoad
 from server import cli
 from tests.server.conftest import MODEL, FakeEngine, serve
+from tests.server.test_keys import CERTIFICATE
 from tests.tables import rows
 
 
@@ -74,6 +75,28 @@ def test_a_key_is_sent(tokenizer, monkeypatch, capsys):
         assert "status 401" in capsys.readouterr().err
         monkeypatch.setenv("MOE_SERVE_API_KEY", "secret")
         assert cli.main(["experts", "--port", port_of(service)]) == 0
+
+
+def test_the_admin_key_is_sent_if_there_is_one(tokenizer, monkeypatch, capsys, tmp_path):
+    file = tmp_path / "keys"
+    file.write_text("one\ntwo\n")
+    with serve(FakeEngine(), tokenizer, api_key="one,two", admin_key="root") as service:
+        monkeypatch.setattr(service.engine, "expert_load", LOAD, raising=False)
+        flags = ["experts", "--port", port_of(service), "--api-key-file", str(file)]
+        assert cli.main(flags) == cli.USAGE_ERROR
+        assert "needs the admin key" in capsys.readouterr().err
+        assert cli.main([*flags, "--admin-key", "root"]) == 0
+    with serve(FakeEngine(), tokenizer, api_key="one,two") as service:
+        monkeypatch.setattr(service.engine, "expert_load", LOAD, raising=False)
+        assert cli.main(["experts", "--port", port_of(service), "--api-key-file", str(file)]) == 0
+
+
+def test_https_is_spoken_if_the_service_does(tokenizer, monkeypatch):
+    with serve(FakeEngine(), tokenizer, ssl_certfile=CERTIFICATE) as service:
+        monkeypatch.setattr(service.engine, "expert_load", LOAD, raising=False)
+        port = port_of(service)
+        assert cli.main(["experts", "--port", port, "--ssl-certfile", str(CERTIFICATE)]) == 0
+        assert cli.main(["experts", "--port", port]) == 1
 
 
 @rows(

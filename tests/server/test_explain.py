@@ -25,10 +25,13 @@ def run(capsys, *argv):
 def test_the_bundled_model_on_a_hopper_gpu(capsys):
     code, out, err = run(capsys, "--gpu", "sm90", "--format", "mxfp4", "--a2a", "none")
     assert (code, err) == (0, "")
-    first, *rows = out.splitlines()
+    experts, attention = out.split("\n\n")
+    first, *rows = experts.splitlines()
     assert first == "tiny-gpt-oss: 8 experts of 288 x 288, top-2, as mxfp4 on sm90, transport none"
     assert {row.split()[0] for row in rows} >= {"torch", "triton", "flashinfer_mxfp4", "deep_gemm"}
     assert sum("<- auto" in row for row in rows) == 1
+    assert attention.startswith("attention of heads on sm90\n")
+    assert attention.count("<- auto") == 1
 
 
 def test_the_biases_of_the_model_count(capsys):

@@ -25,25 +25,36 @@ DEEPSEEK_MARKERS = [name for name in MARKERS if not name.startswith(FOREIGN)]
 
 def answer_of(parser, ids, cuts=()):
     """Reasoning, content and calls as a client gets them, from outputs cut at these places."""
-    choice = Choice(parser)
+    return counted_answer_of(parser, ids, cuts)[:3]
+
+
+def counted_answer_of(parser, ids, cuts, *, takes_text=False):
+    """The same, with the numbers of all tokens and of reasoning tokens; `takes_text` tries the short cut for text."""
+    choice = Choice(parser, keeps_tokens=not takes_text)
     texts, calls = {Kind.REASONING: "", Kind.CONTENT: ""}, []
     edges = [0, *sorted(min(cut, len(ids)) for cut in cuts), len(ids)]
     for number, (start, end) in enumerate(itertools.pairwise(edges)):
         reason = "stop" if number == len(edges) - 2 else None
-        for piece in choice.push(EngineOutput(request_id="r", token_ids=ids[start:end], finish_reason=reason)):
+        output = EngineOutput(request_id="r", token_ids=ids[start:end], finish_reason=reason)
+        if added := choice.take_text(output):
+            texts[added[0]] += added[1]
+            continue
+        for piece in choice.push(output):
             if piece.kind is not Kind.TOOL_CALL:
                 texts[piece.kind] += piece.text
             elif piece.name is not None:
                 calls.append([piece.name, ""])
             else:
                 calls[piece.call][1] += piece.text
-    return texts[Kind.REASONING], texts[Kind.CONTENT], calls
+    return texts[Kind.REASONING], texts[Kind.CONTENT], calls, choice.num_tokens, choice.num_reasoning_tokens
 
 
 def check(make_parser, ids, cuts, texts, markers):
     """The three properties. Each text is two words, because a single word in a header may be a channel's name."""
     whole = answer_of(make_parser(), ids)
-    assert answer_of(make_parser(), ids, cuts) == whole
+    counted = counted_answer_of(make_parser(), ids, cuts)
+    assert counted[:3] == whole
+    assert counted_answer_of(make_parser(), ids, range(1, len(ids)), takes_text=True) == counted
     shown = str(whole)
     assert [text for text in texts if text not in shown] == []
     assert [name for name in markers if name in shown] == []

@@ -63,7 +63,8 @@ def test_every_operation_describes_its_answers_errors_and_streams_g86():
             for media_type, content in response["content"].items():
                 assert content["schema"], (operation.label, status, media_type)
                 is_error = status != "200" and not operation.path.startswith("/health")
-                assert not is_error or content["schema"] == {"$ref": "#/components/schemas/ErrorBody"}
+                name = "AnthropicErrorBody" if operation.path.startswith("/v1/messages") else "ErrorBody"
+                assert not is_error or content["schema"] == {"$ref": f"#/components/schemas/{name}"}
     for path in ("/v1/chat/completions", "/v1/completions"):
         responses = SCHEMA[path]["POST"].definition.raw["responses"]
         assert set(responses) == {"200", "400", "401", "404", "408", "413", "429", "500", "503"}
@@ -88,7 +89,12 @@ def test_answers_of_every_kind_are_as_described_g86(stream, monkeypatch):
         monkeypatch.setattr(ENGINE, "script", lambda _request, answer=answer: TOKENIZER.encode(answer))
         fields = {**USER, "tools": [WEATHER], "logprobs": True, "top_logprobs": 2, "n": 2, "stream": stream}
         assert call("/v1/chat/completions", fields) == 200
-        assert call("/v1/completions", {"prompt": "a", "logprobs": 2, "echo": True, "stream": stream}) == 200
+        ids = {"return_token_ids": True, "stream": stream}
+        assert call("/v1/completions", {"prompt": "a", "logprobs": 2, "echo": True, **ids}) == 200
+        assert call("/v1/chat/completions", {**USER, **ids}) == 200
+        tools = [{"name": "get_weather", "input_schema": {}}]
+        assert call("/v1/messages", {**USER, "max_tokens": 99, "tools": tools, "stream": stream}) == 200
+    assert call("/v1/completions", {"prompt": "a", "prompt_logprobs": 2}) == 200
 
 
 @rows("state, status", ({"ready": False}, 503), ({"script": lambda _request: 1 / 0}, 500), ({"failure": "gone"}, 503))
@@ -101,8 +107,11 @@ def test_failures_are_as_described_g86(monkeypatch, state, status):
 
 def test_the_key_is_described_where_one_is_needed_g86():
     document = create_app(ENGINE, TOKENIZER, ServerConfig(api_key="k")).openapi()
-    assert document["components"]["securitySchemes"] == {"key": {"type": "http", "scheme": "bearer"}}
-    assert document["security"] == [{"key": []}]
+    assert document["components"]["securitySchemes"] == {
+        "key": {"type": "http", "scheme": "bearer"},
+        "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+    }
+    assert document["security"] == [{"key": []}, {"header": []}]
     no_key = {path for path, operations in document["paths"].items() if operations.get("get", {}).get("security") == []}
     assert no_key == {"/health", "/health/live", "/health/ready"}
     assert "security" not in create_app(ENGINE, TOKENIZER, ServerConfig()).openapi()

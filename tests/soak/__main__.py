@@ -19,7 +19,7 @@ def main() -> int:
     arguments = parser.parse_args()
     plan = Plan(
         seconds=arguments.seconds,
-        warm_up_seconds=30,
+        warm_up_seconds=max(30, arguments.seconds / 5),  # a longer run sees higher peaks, and arenas keep them
         rest_seconds=60,
         num_clients=arguments.clients,
         seed=arguments.seed,

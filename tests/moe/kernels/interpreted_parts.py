@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.runtime.errors import InterpreterError
 
-from moe.kernels.gemm import _expert_slots, _prefetch_weights, _token_slots
+from moe.kernels.gemm import _expert_slots, _token_slots, prefetch_weights
 from moe.kernels.group import group_slots
 from moe.kernels.launch import max_tiles
 from moe.kernels.products import _weight_ptrs
@@ -70,7 +70,7 @@ def far_block(w_ptr, first_ptr, expert, num_blocks, num_steps):
 @triton.jit
 def fetch_blocks(w_ptr, expert, num_blocks, num_steps):
     """The prefetch of the second of three parts, in tiles of two blocks of which the last has one."""
-    _prefetch_weights(w_ptr, tl.load(expert), 1, 1, num_blocks, num_steps, 128, 64 * 16 + 128, 3, 4)
+    prefetch_weights(w_ptr, tl.load(expert), 1, 1, 3, num_blocks, num_steps, 128, 64 * 16 + 128, 4)
 
 
 def fetched(data: torch.Tensor, expert: int, num_blocks: int, num_steps: int) -> list[float]:

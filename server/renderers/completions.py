@@ -1,18 +1,17 @@
-"""`CompletionAnswer`: makes the texts and log-probability lists of /v1/completions out of pieces."""
+"""`CompletionRenderer`: makes the texts and log-probability lists of /v1/completions out of pieces."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from typing_extensions import override
 
 from engine.types import TokenLogprobs
-from server.answer import Answer
 from server.choice import Piece
 from server.convert import PreparedRequest
 from server.detokenizer import TextStream, TextToken
 from server.parsers import TokenBytes
-from server.schema.completions import CompletionLogprobs, CompletionRequest
+from server.renderers.chunks import ChunkRenderer
+from server.schema.completions import CompletionLogprobs, CompletionRequest, PromptLogprob
 
 _LogprobToken = tuple[TextToken, TokenLogprobs | None]
 
@@ -21,61 +20,47 @@ def _no_logprobs() -> CompletionLogprobs:
     return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
 
 
-@dataclass(slots=True)
-class _Gathered:
-    text: list[str] = field(default_factory=list)
-    num_chars: int = 0  # of all text shown so far, the offset of the next token
-    logprobs: CompletionLogprobs = field(default_factory=_no_logprobs)
-
-
-class CompletionAnswer(Answer):
+class CompletionRenderer(ChunkRenderer):
     """Log-probabilities have one entry a token, for the prompt too if it is echoed; joined `tokens` are the text."""
 
     body_object = "text_completion"
     chunk_object = "text_completion"
+    prompt_ids_are_in_choices = True
 
     def __init__(
-        self, prepared: PreparedRequest, tokenizer: TokenBytes, *, model: str, request_id: str, wire: CompletionRequest
+        self, prepared: PreparedRequest, tokenizer: TokenBytes, wire: CompletionRequest, *, model: str, request_id: str
     ) -> None:
-        super().__init__(prepared, model=model, request_id=request_id)
+        super().__init__(prepared, wire, model=model, request_id=request_id)
         self._tokenizer = tokenizer
         self._logprobs = wire.logprobs
+        self._prompt_logprobs = wire.prompt_logprobs
         self._echo = bool(wire.echo)
-        self._gathered = [_Gathered() for _ in self.choices]
+        self._num_chars = [0] * len(self.choices)  # of all text shown so far, the offset of the next token
 
     @override
-    def add(self, index: int, piece: Piece) -> None:
-        self._gathered[index].text.append(piece.text)
-        _extend(self._gathered[index].logprobs, self._entries(index, self._generated(index, piece.tokens)))
+    def first_entries(self, index: int) -> list[dict[str, Any]]:
+        return [self._entry(index, *self._echoed(index))] if self._echo else []
 
     @override
-    def add_first(self, index: int) -> None:
-        if self._echo:
-            text, logprobs = self._echoed(index)
-            self._gathered[index].text.append(text)
-            _extend(self._gathered[index].logprobs, logprobs)
+    def entry(self, index: int, piece: Piece) -> dict[str, Any]:
+        return self._entry(index, piece.text, self._entries(index, self._generated(index, piece.tokens)))
 
     @override
-    def first_parts(self, index: int) -> list[dict[str, Any]]:
-        if not self._echo:
-            return []
-        text, logprobs = self._echoed(index)
-        return [self._chunk(index, text, logprobs)]
+    def last_entry(self, index: int) -> dict[str, Any]:
+        return self._entry(index, "", None)
 
     @override
-    def part(self, index: int, piece: Piece) -> dict[str, Any]:
-        return self._chunk(index, piece.text, self._entries(index, self._generated(index, piece.tokens)))
+    def folded_entry(self, entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        logprobs = _no_logprobs()
+        for entry in entries:
+            _extend(logprobs, entry["logprobs"] or _no_logprobs())
+        index = entries[0]["index"]
+        folded = self._entry(index, "".join(entry["text"] for entry in entries), logprobs)
+        if self._prompt_logprobs is not None:
+            folded["prompt_logprobs"] = [self._scored(each) for each in self.choices[index].prompt_logprobs or ()]
+        return folded
 
-    @override
-    def last_part(self, index: int) -> dict[str, Any]:
-        return self._chunk(index, "", None)
-
-    @override
-    def body_part(self, index: int) -> dict[str, Any]:
-        gathered = self._gathered[index]
-        return self._chunk(index, "".join(gathered.text), gathered.logprobs)
-
-    def _chunk(self, index: int, text: str, logprobs: CompletionLogprobs | None) -> dict[str, Any]:
+    def _entry(self, index: int, text: str, logprobs: CompletionLogprobs | None) -> dict[str, Any]:
         shown = None if self._logprobs is None else logprobs
         return {"index": index, "text": text, "logprobs": shown, "finish_reason": None}
 
@@ -92,10 +77,22 @@ class CompletionAnswer(Answer):
         tokens = stream.cut(sum(len(self._tokenizer.token_bytes(token_id)) for token_id in prompt_ids))
         text = "".join(token.text for token in tokens)
         known = self.choices[index].prompt_logprobs or [None] * len(tokens)
-        return text, self._entries(index, zip(tokens, known, strict=True))
+        shown = [each and TokenLogprobs(each.token_id, each.logprob, each.top[: self._logprobs]) for each in known]
+        return text, self._entries(index, zip(tokens, shown, strict=True))
+
+    def _scored(self, logprobs: TokenLogprobs | None) -> dict[str, PromptLogprob] | None:
+        """A token of the prompt and the best ones in its place, by id."""
+        if logprobs is None:
+            return None
+        best = enumerate(logprobs.top[: self._prompt_logprobs], 1)
+        known: dict[int, tuple[float, int | None]] = {token_id: (value, rank) for rank, (token_id, value) in best}
+        known.setdefault(logprobs.token_id, (logprobs.logprob, None))
+        return {
+            str(token_id): {"logprob": logprob, "rank": rank, "decoded_token": self._name(token_id)}
+            for token_id, (logprob, rank) in known.items()
+        }
 
     def _entries(self, index: int, tokens: Iterable[_LogprobToken]) -> CompletionLogprobs:
-        gathered = self._gathered[index]
         entries = _no_logprobs()
         if self._logprobs is None:
             return entries
@@ -103,8 +100,8 @@ class CompletionAnswer(Answer):
             entries["tokens"].append(token.text)
             entries["token_logprobs"].append(None if logprobs is None else logprobs.logprob)
             entries["top_logprobs"].append(None if logprobs is None else self._top(logprobs))
-            entries["text_offset"].append(gathered.num_chars)
-            gathered.num_chars += len(token.text)
+            entries["text_offset"].append(self._num_chars[index])
+            self._num_chars[index] += len(token.text)
         return entries
 
     def _top(self, logprobs: TokenLogprobs) -> dict[str, float]:

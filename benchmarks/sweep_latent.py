@@ -1,0 +1,93 @@
+"""Searches the tiles of latent attention (MLA) on one GPU, with DeepSeek-V3's heads and a bf16 cache.
+
+    python -m benchmarks.sweep_latent --out FOLDER [--seconds 100]
+
+Each tile is compared with torch in fp32 before it is timed, in CUDA graphs. First come all decodes by every tile, the
+likely tiles first, then prompts; the search ends when its time does. Each line is printed at once,
+FOLDER/sweep_latent.json has all of them, and the last line is the fastest tile of each case.
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+from benchmarks import record
+from benchmarks.bench_attention import (
+    BYTES_PER_S,
+    FLOP_PER_S,
+    LATENT,
+    Case,
+    Inputs,
+    bytes_and_flop,
+    decode_case,
+    reference,
+)
+from benchmarks.bench_attention import measure as measure_backend
+from model.attention import triton as triton_attention
+from model.attention.triton import Tile
+
+TILES = (
+    triton_attention._LATENT_ON_HOPPER,
+    Tile(rows=64, keys=64, warps=8, stages=3, per_processor=1),
+    Tile(rows=64, keys=32, warps=8, stages=3, per_processor=1),
+    Tile(rows=64, keys=32, warps=8, stages=4, per_processor=1),
+    Tile(rows=16, keys=32, warps=4, stages=3, per_processor=2),
+    Tile(rows=64, keys=32, warps=8, stages=5, per_processor=1),
+    Tile(rows=32, keys=32, warps=4, stages=3, per_processor=2),
+    Tile(rows=64, keys=16, warps=8, stages=4, per_processor=1),
+    Tile(rows=64, keys=64, warps=8, stages=1, per_processor=1),
+    Tile(rows=16, keys=64, warps=4, stages=2, per_processor=2),
+    Tile(rows=16, keys=32, warps=4, stages=4, per_processor=3),
+    Tile(rows=32, keys=64, warps=4, stages=2, per_processor=1),
+    Tile(rows=32, keys=32, warps=8, stages=3, per_processor=2),
+    Tile(rows=16, keys=64, warps=8, stages=3, per_processor=2),
+    Tile(rows=64, keys=32, warps=4, stages=2, per_processor=1),
+    Tile(rows=64, keys=128, warps=8, stages=1, per_processor=1),
+)
+DECODES = [decode_case(*size) for size in ((64, 1000), (1, 1000), (64, 8000), (1, 8000), (8, 1000))]
+PROMPTS = [Case("prefill 2048 of 8192 x 1", (2048,), (8192,))]
+
+
+def measure(case: Case, tile: Tile, inputs: Inputs, want: torch.Tensor) -> dict[str, Any]:
+    """One row of the record."""
+    num_bytes, flop = bytes_and_flop(case, LATENT, torch.bfloat16)
+    floor_us = max(num_bytes / BYTES_PER_S, flop / FLOP_PER_S) * 1e6
+    row: dict[str, Any] = {"case": case.name, "tile": str(tile), "floor_us": round(floor_us, 2)}
+    triton_attention._latent_tile = lambda *_: tile
+    try:
+        row |= measure_backend(case, LATENT, "triton", inputs, want)
+    except (RuntimeError, ValueError, triton.runtime.errors.OutOfResources) as error:
+        row["failed"] = str(error).splitlines()[0][:200]
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder of the JSON file")
+    parser.add_argument("--seconds", type=float, default=100)
+    args = parser.parse_args()
+    end = time.monotonic() + args.seconds
+    results: list[dict[str, Any]] = []
+    for cases in (DECODES, PROMPTS):
+        given = {case: Inputs(case, LATENT, seed) for seed, case in enumerate(cases)}
+        wanted = {case: reference(inputs, LATENT) for case, inputs in given.items()}
+        for tile in TILES:
+            for case in cases if time.monotonic() < end else ():
+                results.append(measure(case, tile, given[case], wanted[case]))
+                print(json.dumps(results[-1]), flush=True)
+            record.write("sweep_latent", {"environment": record.environment(), "results": results}, args.out)
+        given.clear()
+        torch.cuda.empty_cache()
+    fastest: dict[str, dict[str, Any]] = {}
+    for row in sorted((row for row in results if "us" in row), key=lambda row: -row["us"]):
+        fastest[row["case"]] = row
+    print(json.dumps(list(fastest.values())))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,231 @@
+"""Tries grammars in a process of its own, which can be killed: a few bytes of regex may take hours or all memory.
+
+The engine's process compiles a grammar itself, in a thread, after this one has shown that it can be done in time. (To
+hand the compiled grammar over would take longer than to compile it twice: xgrammar serializes megabytes of JSON.) The
+process also reads tokenizer.json, which would hold up the engine's threads.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import pickle
+import random
+import resource
+import select
+import subprocess
+import sys
+import threading
+import time
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from engine.errors import GrammarError
+from engine.grammar_fault import find_fault
+from engine.process import module_command
+
+if TYPE_CHECKING:
+    import xgrammar
+
+_START_S = 60.0  # to import xgrammar and to read a vocabulary
+_MAX_BYTES = 4 << 30  # of address space that grammars may take
+_OK = b""
+_WALK_TOKENS = 50
+MAX_TOKEN_S = 0.003
+"""CPU time that a grammar's work for one token may take on average in a trial."""
+
+logger = logging.getLogger(__name__)
+
+
+class Vocabulary(msgspec.Struct, frozen=True, kw_only=True):
+    """The tokens that grammars are compiled for.
+
+    `source` is the folder of a tokenizer.json, or the bytes of every token; control tokens have the ids `control_ids`
+    then. `size` is the model's vocabulary, which may be padded beyond the tokenizer's.
+    """
+
+    source: Path | list[bytes]
+    size: int
+    eos_ids: frozenset[int]
+    control_ids: frozenset[int] = frozenset()
+    num_threads: int = 1
+
+
+class GrammarChecker:
+    """The process, from the parent's side. Belongs to one thread. It starts when it is needed."""
+
+    def __init__(self, vocabulary: Vocabulary, timeout_s: float) -> None:
+        """`timeout_s` is for one grammar."""
+        self._vocabulary = vocabulary
+        self._timeout_s = timeout_s
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
+        self._tokenizer_info: str | None = None  # the first thing that the process says
+
+    def start(self) -> None:
+        """Start the process unless it runs; does not wait for it."""
+        if self._process is not None:
+            return
+        self._connection, theirs = Pipe()
+        self._process = subprocess.Popen(module_command(__name__), stdin=theirs.fileno(), start_new_session=True)
+        theirs.close()
+
+    def read_tokenizer_info(self) -> str:
+        """xgrammar's `TokenizerInfo`, serialized. Raises GrammarError if the process does not start."""
+        self.start()
+        if self._tokenizer_info is None:
+            try:
+                self._send(pickle.dumps(self._vocabulary))
+                self._tokenizer_info = self._receive(_START_S).decode()
+            except (OSError, EOFError) as error:
+                self.close()
+                logger.error("the process that checks grammars did not start: %r", error)
+                raise GrammarError("the compiler of grammars did not start; the log of the service says why") from error
+        return self._tokenizer_info
+
+    def check(self, format_json: str) -> None:
+        """Raise GrammarError if the format cannot be compiled within the limits of time and memory."""
+        self.read_tokenizer_info()
+        try:
+            self._send(format_json.encode())
+            reason = self._receive(self._timeout_s)
+        except TimeoutError as error:
+            self.close()
+            raise GrammarError(f"compiling it takes longer than {self._timeout_s:g} s; make it simpler") from error
+        except (OSError, EOFError) as error:
+            self.close()
+            raise GrammarError("it is too complex to be compiled; make it simpler") from error
+        if reason != _OK:
+            raise GrammarError(reason.decode())
+
+    def close(self) -> None:
+        """End the process."""
+        if self._connection is not None and self._process is not None:
+            self._connection.close()
+            self._process.kill()
+            self._process.wait()
+        self._process = self._connection = self._tokenizer_info = None
+
+    def _send(self, data: bytes) -> None:
+        if self._connection is None:
+            raise RuntimeError("the process that checks grammars is not started")
+        self._connection.send_bytes(data)
+
+    def _receive(self, timeout_s: float) -> bytes:
+        if self._connection is None or not self._connection.poll(timeout_s):
+            raise TimeoutError
+        return self._connection.recv_bytes()
+
+
+def token_bytes(vocabulary: Vocabulary) -> list[bytes]:
+    """What each token of the model stands for in a grammar.
+
+    Text never matches a control token, because no character begins with the byte 0xFF.
+    """
+    control_ids = vocabulary.control_ids
+    if isinstance(vocabulary.source, Path):
+        from loaders.tokenizer import load_tokenizer
+
+        tokenizer = load_tokenizer(vocabulary.source)
+        control_ids = frozenset(tokenizer.special_tokens.values())
+        tokens = [tokenizer.token_bytes(token_id) for token_id in range(vocabulary.size)]
+    else:
+        tokens = vocabulary.source
+    control_ids |= vocabulary.eos_ids
+    return [b"\xff%d" % index if index in control_ids else token for index, token in enumerate(tokens)]
+
+
+def _limit_memory() -> None:
+    num_pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = num_pages * resource.getpagesize() + _MAX_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+def _exit_with_parent(descriptor: int) -> None:
+    """Thread body: a compilation that never ends must not outlive the engine."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLRDHUP)
+    poll.poll()
+    os._exit(0)
+
+
+def _try_out(compiler: "xgrammar.GrammarCompiler", format_json: str, vocabulary: Vocabulary) -> None:
+    """Raise GrammarError, which says where in a schema, if the format cannot be compiled or is slow to follow."""
+    import xgrammar
+
+    from engine.grammar_compiler import compile_format, reason_of
+
+    def refusal_of(schema: dict[str, Any]) -> str | None:
+        try:
+            xgrammar.Grammar.from_json_schema(json.dumps(schema))
+        except (RuntimeError, ValueError) as error:
+            return reason_of(error)
+        return None
+
+    try:
+        compiled = compile_format(compiler, format_json)
+    except GrammarError as error:
+        path = None
+        with contextlib.suppress(ValueError, RecursionError):  # what is no JSON has no path
+            path = find_fault(format_json, refusal_of)
+        if path is None:
+            raise
+        raise GrammarError(f"{error} (at {path} of the schema)") from error
+    _walk(compiled, vocabulary)
+
+
+def _walk(compiled: "xgrammar.CompiledGrammar", vocabulary: Vocabulary) -> None:
+    """Follow a random answer. Raises GrammarError if that is slow: the step loop would have to do the same."""
+    import xgrammar
+
+    matcher, rng = xgrammar.GrammarMatcher(compiled), random.Random(0)
+    words_1N = np.empty((1, -(-vocabulary.size // 32)), dtype=np.int32)
+    eos_ids = sorted(vocabulary.eos_ids)
+    start_s = time.process_time()
+    for _ in range(_WALK_TOKENS):
+        matcher.fill_next_token_bitmask(words_1N)
+        allowed = np.unpackbits(words_1N.view(np.uint8), count=vocabulary.size, bitorder="little")
+        allowed[eos_ids] = 0
+        choices = np.flatnonzero(allowed)
+        if not len(choices) or not matcher.accept_token(int(rng.choice(choices))):
+            break
+    if time.process_time() - start_s > _WALK_TOKENS * MAX_TOKEN_S:
+        raise GrammarError(f"following it takes longer than {1000 * MAX_TOKEN_S:g} ms a token; make it simpler")
+
+
+def main() -> None:
+    """Body of the process. Standard input is a socket: a vocabulary comes first, then formats; each gets an answer."""
+    import xgrammar
+
+    from engine.grammar_compiler import new_compiler
+
+    connection = Connection(sys.stdin.fileno())
+    threading.Thread(target=_exit_with_parent, args=(sys.stdin.fileno(),), daemon=True).start()
+    vocabulary: Vocabulary = connection.recv()
+    info = xgrammar.TokenizerInfo(
+        token_bytes(vocabulary), xgrammar.VocabType.RAW, vocab_size=vocabulary.size,
+        stop_token_ids=sorted(vocabulary.eos_ids),
+    )  # fmt: skip
+    connection.send_bytes(info.serialize_json().encode())
+    compiler = new_compiler(info, vocabulary.num_threads)
+    _limit_memory()
+    while True:
+        try:
+            format_json = connection.recv_bytes().decode()
+        except EOFError:
+            return
+        try:
+            _try_out(compiler, format_json, vocabulary)
+        except GrammarError as error:
+            connection.send_bytes(str(error).encode())
+        else:
+            connection.send_bytes(_OK)
+
+
+if __name__ == "__main__":
+    main()

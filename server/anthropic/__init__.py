@@ -1,0 +1,1 @@
+"""Anthropic's Messages API on top of chat: requests to chat requests, pieces to content blocks, errors."""

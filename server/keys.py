@@ -1,0 +1,80 @@
+"""`Keyring`: whose key a request carries, and which paths it opens.
+
+    /health, /health/live, /health/ready     open to all
+    `ADMIN_PATHS`, if there is an admin key  the admin key alone
+    everything else, even without a route    any key, if the service has keys
+
+A key travels as `Authorization: Bearer KEY` or, as Anthropic's clients send it, as `x-api-key: KEY`.
+"""
+
+import hashlib
+import hmac
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from starlette.datastructures import Headers
+
+from server.errors import BadRequest, Forbidden, SettingError, Unauthorized
+
+OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready"})
+ADMIN_PATHS = frozenset({"/metrics", "/expert_load"})
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+
+
+class Keyring:
+    """Finds keys in the same time for every key, known or not."""
+
+    def __init__(self, keys: Sequence[str], admin_key: str | None) -> None:
+        self._keys = [_digest(key) for key in keys]
+        self._admin_key = None if admin_key is None else _digest(admin_key)
+
+    def check(self, path: str, headers: Headers) -> int | None:
+        """The number of the request's key; None for the admin key, and where none is needed.
+
+        Raises:
+            Unauthorized: the path needs a key, and the request has none that is known.
+            Forbidden: the path needs the admin key.
+            BadRequest: the path holds control characters, which patterns of routes may read in other ways than we do.
+        """
+        if path in OPEN_PATHS or (not self._keys and self._admin_key is None):
+            return None
+        given = _digest(key_of(headers))
+        matches = [index for index, key in enumerate(self._keys) if hmac.compare_digest(given, key)]
+        is_admin = self._admin_key is not None and hmac.compare_digest(given, self._admin_key)
+        needs_admin = self._admin_key is not None and path in ADMIN_PATHS
+        if not is_admin and not matches and (self._keys or needs_admin):
+            raise Unauthorized("a valid key is needed: send it as 'Authorization: Bearer KEY', or as 'x-api-key: KEY'")
+        if needs_admin and not is_admin:
+            raise Forbidden("this path needs the admin key")
+        if _CONTROL.search(path):
+            raise BadRequest("the path holds control characters")
+        return None if is_admin or not matches else matches[0]
+
+
+def key_of(headers: Headers) -> str:
+    """The key that a request carries; empty if none."""
+    scheme, _, bearer = headers.get("authorization", "").partition(" ")
+    return bearer.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "").strip()
+
+
+def keys_of(values: Mapping[str, Any]) -> dict[str, str]:
+    """`api_key` with the keys of `api_key_file` added. Raises SettingError if the file holds none."""
+    file = values.get("api_key_file")
+    if file is None:
+        return {}
+    try:
+        lines = Path(file).read_text(encoding="ascii").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingError(f"api_key_file: {file} cannot be read: {error}") from error
+    keys = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+    if not keys:
+        raise SettingError(f"api_key_file: {file} holds no key: give one a line, or leave the setting out")
+    return {"api_key": ",".join(filter(None, (values.get("api_key"), *keys)))}
+
+
+def _digest(key: str) -> bytes:
+    """Equal lengths, so that comparing does not tell the length of a key."""
+    return hashlib.sha256(key.encode()).digest()

@@ -1,0 +1,70 @@
+"""Rules for a turn of DeepSeek models: thinking, then an answer, or calls as the model's chat template spells them."""
+
+from collections.abc import Mapping, Sequence
+
+from engine.grammar_spec import Format, free_tokens, one_of, regex, repeated, sequence, text, token
+from server.parsers.base import TokenBytes, is_blank
+from server.structured.turn import CallRule, TurnRules
+
+_CALLS_BEGIN, _CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+_CALL_BEGIN, _CALL_SEP, _CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+
+
+class DeepSeekGrammar:
+    """Writes the rules for the part of a turn that follows a prompt."""
+
+    def __init__(self, tokenizer: TokenBytes, chat_template: str | None) -> None:
+        self._ids: Mapping[str, int] = tokenizer.special_tokens
+        self._token_bytes = tokenizer.token_bytes
+        self._names = {token_id: name for name, token_id in self._ids.items()}
+        self._has_blocks = "```json" in (chat_template or "")  # V3 and R1; later models write the arguments alone
+
+    def supports_calls(self) -> bool:
+        """If the tokenizer has the markers of calls; distilled models have only those of thinking."""
+        return self._ids.keys() >= {_CALLS_BEGIN, _CALLS_END, _CALL_BEGIN, _CALL_SEP, _CALL_END}
+
+    def turn(self, rules: TurnRules, prompt_ids: Sequence[int]) -> Format | None:
+        """The format of the rest of the turn."""
+        ends = [] if rules.must_call else [self._free() if rules.answer is None else self._laid_out(rules.answer)]
+        if rules.calls:
+            before = [self._free()] if rules.answer is None else [_line_breaks()]
+            ends.append(sequence(*before, self._calls(rules)))
+        end = ends[0] if len(ends) == 1 else one_of(*ends)
+        marker = self._last_marker(prompt_ids)
+        thinking = sequence(self._free(), token(self._ids["</think>"]))
+        if marker == "<think>":
+            return sequence(thinking, end)
+        if marker == "</think>":
+            return end
+        return sequence(repeated(sequence(token(self._ids["<think>"]), thinking), 0, 1), end)
+
+    def _last_marker(self, prompt_ids: Sequence[int]) -> str:
+        """The control token that the prompt ends with, white space aside."""
+        for token_id in reversed(prompt_ids):
+            if token_id in self._names:
+                return self._names[token_id]
+            if not is_blank(self._token_bytes(token_id)):
+                break
+        return ""
+
+    def _free(self) -> Format:
+        return free_tokens(self._ids.values())
+
+    def _laid_out(self, answer: Format) -> Format:
+        return sequence(_line_breaks(), answer)
+
+    def _calls(self, rules: TurnRules) -> Format:
+        call = one_of(*map(self._call, rules.calls)) if len(rules.calls) > 1 else self._call(rules.calls[0])
+        more = [repeated(sequence(_line_breaks(), call), 0, None)] if rules.is_parallel else []
+        return sequence(token(self._ids[_CALLS_BEGIN]), call, *more, token(self._ids[_CALLS_END]))
+
+    def _call(self, call: CallRule) -> Format:
+        begin, separator, end = (token(self._ids[name]) for name in (_CALL_BEGIN, _CALL_SEP, _CALL_END))
+        if self._has_blocks:
+            opened, closed = text(f"{call.name}\n```json\n"), text("\n```")
+            return sequence(begin, text("function"), separator, opened, call.arguments, closed, end)
+        return sequence(begin, text(call.name), separator, call.arguments, end)
+
+
+def _line_breaks() -> Format:
+    return regex(r"\n{0,2}")

@@ -1,0 +1,180 @@
+"""Numbers and strings of a JSON Schema, merged from all parts that hold for the value, in the compiler's terms."""
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+from server.structured.charsets import complement
+from server.structured.document import Place, integer_at, path_of
+from server.structured.errors import PatternError, SchemaError, Unsatisfiable
+from server.structured.formats import NOTES, PATTERN_OF_FORMAT
+from server.structured.pattern import ANY_TEXT, MAX_COUNT, Chars, Node, Repeat, length_range, parse
+from server.structured.pattern import Sequence as Parts
+from server.structured.pattern_text import text_of
+
+Schemas = Sequence[tuple[Place, dict[str, Any]]]
+"""Keywords of the parts that hold for a value, with their places."""
+
+MAX_MULTIPLE = 1024
+MAX_MULTIPLE_RANGE = 10_000
+_MAX_INT = 2**53
+
+
+def number(schemas: Schemas, *, is_integer: bool) -> dict[str, Any]:
+    """A number within all bounds. A number that must be a multiple of an integer is an integer.
+
+    Raises:
+        SchemaError: a bound that is no number, beyond 2^53, or a `multipleOf` that cannot be honoured.
+        Unsatisfiable: no number is left.
+    """
+    multiples = [(place, _number_at(place, each, "multipleOf")) for place, each in schemas if "multipleOf" in each]
+    for place, multiple in multiples:
+        if multiple <= 0 or multiple != int(multiple) or multiple > MAX_MULTIPLE:
+            reason = f"only whole numbers from 1 to {MAX_MULTIPLE} are supported"
+            raise SchemaError(path_of((*place, "multipleOf")), reason)
+    lows = [*_bounds(schemas, "minimum", 0), *_bounds(schemas, "exclusiveMinimum", 1)]
+    highs = [*_bounds(schemas, "maximum", 0), *_bounds(schemas, "exclusiveMaximum", -1)]
+    low, high = max(lows, default=None), min(highs, default=None)
+    if is_integer or multiples:
+        return _integer(multiples, low, high)
+    if low and high and (low[0] > high[0] or (low[0] == high[0] and (low[1] or high[1]))):
+        raise Unsatisfiable("the lowest number allowed exceeds the highest")
+    built: dict[str, Any] = {"type": "number"}
+    if low:
+        built["exclusiveMinimum" if low[1] else "minimum"] = float(low[0])
+    if high:
+        built["exclusiveMaximum" if high[1] else "maximum"] = float(high[0])
+    return built
+
+
+def _integer(
+    multiples: list[tuple[Place, Fraction]], low: tuple[Fraction, int] | None, high: tuple[Fraction, int] | None
+) -> dict[str, Any]:
+    built: dict[str, Any] = {"type": "integer"}
+    if low:
+        built["minimum"] = math.floor(low[0]) + 1 if low[1] else math.ceil(low[0])
+    if high:
+        built["maximum"] = math.ceil(high[0]) - 1 if high[1] else math.floor(high[0])
+    if low and high and built["minimum"] > built["maximum"]:
+        raise Unsatisfiable("the lowest integer allowed exceeds the highest")
+    if not multiples:
+        return built
+    where = path_of((*multiples[0][0], "multipleOf"))
+    multiple = math.lcm(*(int(each) for _, each in multiples))
+    if multiple == 1:
+        return built
+    if not low and not high:
+        if multiple > MAX_MULTIPLE:
+            raise SchemaError(where, f"multiples of {multiple} are not supported without bounds")
+        return {**built, "multipleOf": multiple}
+    if not (low and high):
+        raise SchemaError(where, "beside one bound it is not supported: give both minimum and maximum, or neither")
+    if built["maximum"] - built["minimum"] > MAX_MULTIPLE_RANGE * multiple:
+        raise SchemaError(where, f"more than {MAX_MULTIPLE_RANGE} multiples lie between minimum and maximum")
+    first = -(-built["minimum"] // multiple) * multiple
+    values = list(range(first, built["maximum"] + 1, multiple))
+    if not values:
+        raise Unsatisfiable("no multiple lies between minimum and maximum")
+    return {"enum": values}
+
+
+def _bounds(schemas: Schemas, keyword: str, shift: int) -> list[tuple[Fraction, int]]:
+    """Bounds with 0 for an inclusive one and ±1 for an exclusive one, so that the stricter sorts further inside."""
+    return [(_number_at(place, each, keyword), shift) for place, each in schemas if keyword in each]
+
+
+def _number_at(place: Place, schema: dict[str, Any], keyword: str) -> Fraction:
+    value = schema[keyword]
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise SchemaError(path_of((*place, keyword)), "it must be a number")
+    if not -_MAX_INT <= value <= _MAX_INT:
+        raise SchemaError(path_of((*place, keyword)), "numbers beyond 2^53 are not supported")
+    return Fraction(str(value))
+
+
+def string(schemas: Schemas) -> dict[str, Any]:
+    """A string. Raises what `string_tree` raises."""
+    node = string_tree(schemas)
+    return {"type": "string"} if node is None else {"type": "string", "pattern": text_of(node, in_json=True)}
+
+
+def string_tree(schemas: Schemas) -> Node | None:
+    """What a string must match, as an expression over its characters; None for any string.
+
+    Raises:
+        SchemaError: a pattern or format that cannot be honoured, or several rules at once.
+        Unsatisfiable: no length is allowed.
+    """
+    rules: dict[Node, Place] = {}
+    low, high, length_place = 0, MAX_COUNT, None
+    for place, each in schemas:
+        for keyword in ("pattern", "format"):
+            node = _rule_at(place, each, keyword)
+            if node is not None and node != ANY_TEXT:
+                rules.setdefault(node, (*place, keyword))
+        for keyword in ("minLength", "maxLength"):
+            count = integer_at(place, each, keyword)
+            if count is None or (keyword == "minLength" and count <= low) or (keyword == "maxLength" and count >= high):
+                continue
+            length_place = (*place, keyword)
+            low, high = (count, high) if keyword == "minLength" else (low, count)
+    if low > MAX_COUNT:
+        raise SchemaError(path_of(length_place or ()), f"at most {MAX_COUNT} characters can be asked for")
+    if low > high:
+        raise Unsatisfiable(f"the shortest length {low} exceeds the longest {high}")
+    most = None if high == MAX_COUNT else high
+    if len(rules) > 1:
+        reason = "a string cannot have two patterns or formats: write one pattern for both"
+        raise SchemaError(path_of(list(rules.values())[1]), reason)
+    if not rules:
+        return None if low == 0 and most is None else Repeat(Chars(complement(())), low, most)
+    node = _within(next(iter(rules)), low, most)
+    if node is None:
+        reason = "it cannot be combined with this pattern or format: write the length into the pattern"
+        raise SchemaError(path_of(length_place or ()), reason)
+    return node
+
+
+def _rule_at(place: Place, schema: dict[str, Any], keyword: str) -> Node | None:
+    value = schema.get(keyword)
+    if value is None or (keyword == "format" and value in NOTES):
+        return None
+    where = path_of((*place, keyword))
+    if not isinstance(value, str):
+        raise SchemaError(where, "it must be a string")
+    if keyword == "format" and value not in PATTERN_OF_FORMAT:
+        known = ", ".join(PATTERN_OF_FORMAT)
+        raise SchemaError(where, f"'{value[:40]}' is not supported. These are: {known}")
+    try:
+        return (
+            parse(value, is_search=True) if keyword == "pattern" else parse(PATTERN_OF_FORMAT[value], is_search=False)
+        )
+    except PatternError as error:
+        raise SchemaError(where, str(error)) from None
+
+
+def _within(node: Node, low: int, high: int | None) -> Node | None:
+    """The texts of a node whose length lies within bounds; None if that is not simple to say.
+
+    Raises:
+        Unsatisfiable: no text has such a length.
+    """
+    shortest, longest = length_range(node)
+    if (high is not None and shortest > high) or (longest is not None and longest < low):
+        raise Unsatisfiable("the pattern matches no string of the lengths allowed")
+    if shortest >= low and (high is None or (longest is not None and longest <= high)):
+        return node
+    parts = node.parts if isinstance(node, Parts) else (node,)
+    lengths = [length_range(part) for part in parts]
+    varying = [index for index, (least, most) in enumerate(lengths) if least != most]
+    if len(varying) != 1:
+        return None
+    [index] = varying
+    part = parts[index]
+    if not isinstance(part, Repeat) or not isinstance(part.part, Chars):
+        return None
+    fixed = shortest - lengths[index][0]
+    highs = [each for each in (part.high, None if high is None else high - fixed) if each is not None]
+    tightened = Repeat(part.part, max(part.low, low - fixed), min(highs, default=None))
+    return Parts((*parts[:index], tightened, *parts[index + 1 :]))
