@@ -153,6 +153,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=16, help="traced steps of a decode row")
     parser.add_argument("--prefill", type=int, nargs="*", default=[8192], help="lengths of the prompts")
     parser.add_argument("--kernels", type=int, default=24, help="kernels to print of each row")
+    parser.add_argument(
+        "--expert-load", action="store_true", help="count tokens by expert, to compare with a run without"
+    )
     parser.add_argument("--out", default="profile_steps", help="name of the JSON file")
     parser.add_argument("--folder", type=Path, default=record.RESULTS, help="where it goes")
     args = parser.parse_args()
@@ -164,6 +167,7 @@ def main() -> None:
         max_model_len=max([args.context + 8 * args.steps + 128, *(length + 8 for length in args.prefill)]),
         selfcheck="first",
         enable_prefix_caching=False,
+        expert_load=args.expert_load,
     )
     core = EngineCore(config)
     rows = [measure_prefill(core, length, rng) for length in args.prefill]

@@ -22,6 +22,7 @@ class NullModel:
     vocab_size, max_model_len, eos_token_ids = VOCAB_SIZE, 4096, ()
     kv_specs = (KvLayerSpec(num_heads=1, key_dim=1, value_dim=1),)
     moe_layers = ()
+    balance = None
     dtype, device = torch.float32, torch.device("cpu")
 
     def __init__(self):

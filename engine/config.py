@@ -130,6 +130,12 @@ class EngineConfig:
         "kernels of the transports that have two kinds; auto takes low_latency for decode steps, normal for the rest",
     )
     deepep_max_dispatch_tokens: int = setting(128, _EXPERTS, "tokens one rank sends in a low-latency step", low=1)
+    enable_single_batch_overlap: bool = setting(
+        False,
+        _EXPERTS,
+        "send each result row of the experts once their second GEMM has signalled it; with deepep in low latency and "
+        "flashinfer_cutedsl or deep_gemm",
+    )
     router_logits_dtype: Dtype = setting(
         "auto", _EXPERTS, "dtype of router logits; auto is what the expert backend wants"
     )
@@ -137,6 +143,30 @@ class EngineConfig:
         "auto",
         _EXPERTS,
         "MoE layers compared with plain torch while loading; auto is all of them on a GPU, the first on a CPU",
+    )
+    expert_load: bool = setting(
+        False, _EXPERTS, "count the tokens of every expert, for /metrics, GET /expert_load and moe-serve experts"
+    )
+    enable_eplb: bool = setting(
+        False,
+        _EXPERTS,
+        "give busy experts replicas and move experts between expert-parallel ranks, so that each gets as many tokens",
+    )
+    num_redundant_experts: int | None = setting(
+        None,
+        _EXPERTS,
+        "replicas in a layer, with enable_eplb; a multiple of expert_parallel_size",
+        default_text="one for each expert-parallel rank",
+        low=0,
+    )
+    eplb_interval: int = setting(
+        1000,
+        _EXPERTS,
+        "steps from one placement of the experts to the next, with enable_eplb; 0 keeps the first",
+        low=0,
+    )
+    eplb_load: Path | None = setting(
+        None, _EXPERTS, "file of moe-serve experts --record, from which enable_eplb plans the first placement"
     )
     tune: bool = setting(
         False,
@@ -166,6 +196,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         check_settings(self, EngineConfigError)
         self._check_ranks()
+        self._check_eplb()
         if self.device not in ("auto", "cpu", "cuda") and not (
             self.device.startswith("cuda:") and self.device[5:].isdigit()
         ):
@@ -191,6 +222,11 @@ class EngineConfig:
         """Ranks on this host."""
         num_local = self.num_ranks // self.nnodes
         return range(self.node_rank * num_local, (self.node_rank + 1) * num_local)
+
+    def _check_eplb(self) -> None:
+        for name in ("num_redundant_experts", "eplb_load"):
+            if getattr(self, name) is not None and not self.enable_eplb:
+                raise EngineConfigError(f"{name} is {getattr(self, name)}: it needs enable_eplb")
 
     def _check_ranks(self) -> None:
         """What can be refused without the model; `model.parallel` and the model's family refuse the rest."""

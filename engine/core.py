@@ -22,7 +22,7 @@ from engine.runner import Model, RowResult
 from engine.scheduler import Scheduler
 from engine.sequence import Chunk, LogitMask, Sequence
 from engine.thinking import ThinkingLimit, both
-from engine.types import EngineInfo, EngineOutput, EngineRequest, EngineStats, FinishReason, TokenLogprobs
+from engine.types import EngineInfo, EngineOutput, EngineRequest, EngineStats, ExpertLoad, FinishReason, TokenLogprobs
 from engine.validate import RequestLimits, check_request, overloaded_output, refusal_output
 from loaders.phases import StartPhases
 
@@ -37,7 +37,8 @@ _NO_TOKEN = "no token may follow in the answer's grammar, or the model's output 
 
 
 class EngineCore:
-    """One model, its KV cache and its requests. Not thread-safe; `stats` alone may be called from another thread.
+    """One model, its KV cache and its requests. Not thread-safe; `stats` and `expert_load` alone may be called from
+    another thread.
 
     Every added request ends in exactly one output with a finish reason, even if it is refused or aborted.
     After an exception in a step, the requests run one at a time: those that fail again end, the others go on. `step`
@@ -66,7 +67,7 @@ class EngineCore:
         self.config = config
         loaded: LoadedEngine = load_engine(config, model, ranks, phases)
         self._runner = loaded.runner
-        self._executor = make_executor(loaded.runner, overlaps=loaded.overlaps, clock=clock, ranks=ranks)
+        self._executor = make_executor(config, loaded, clock=clock, ranks=ranks)
         self._in_flight: LaunchedStep | None = None  # sampled and not collected; only with overlap
         self._pace = loaded.pace
         self._clock = clock
@@ -123,6 +124,10 @@ class EngineCore:
     def describe(self) -> str:
         """The state of this moment in words. May be called from another thread."""
         return f"{self._num_steps} steps begun; {self._scheduler.describe()}"
+
+    def expert_load(self) -> ExpertLoad | None:
+        """Tokens by expert of all ranks, if they are counted. As `stats`, another thread may call it."""
+        return self._executor.rounds.report()
 
     def add(self, request: EngineRequest, logit_mask: LogitMask | None = None) -> None:
         """Queue a request; a refusal is an output of the next step. Raises ValueError if its id is in use.
@@ -194,6 +199,7 @@ class EngineCore:
         """Schedule a step and start its forward pass; None if there is nothing to compute."""
         chunks = self._schedule(None if self._pace is None else self._pace.max_prompt_tokens)
         if not chunks and not self._executor.others_may_have_work:
+            self._executor.rest()
             return None
         launched = self._executor.launch(chunks)
         self._num_steps += launched is not None

@@ -65,13 +65,16 @@ class StepBuffers:
 
     def __init__(
         self, *, max_tokens: int, max_rows: int, max_model_len: int, page_size: int, spare_page: int,
-        is_sliding: bool, device: torch.device,
+        is_sliding: bool, counts_live: bool, device: torch.device,
     ) -> None:  # fmt: skip
-        """`is_sliding`: sliding layers have pages of their own (`KvLayout.window`)."""
+        """`is_sliding`: sliding layers have pages of their own (`KvLayout.window`). `counts_live`: the model asks how
+        many tokens are not padding.
+        """
         num_pages = -(-max_model_len // page_size)
         self.page_size, self.longest = page_size, num_pages * page_size
         self.ids_M, self.positions_M = (torch.zeros(max_tokens, dtype=torch.int64, device=device) for _ in "ab")
         self.lens_M = torch.ones(max_rows, dtype=torch.int32, device=device)
+        self._num_live = torch.zeros(1, dtype=torch.int32, device=device) if counts_live else None
         kinds = 2 if is_sliding else 1
         self.pages = [PageBuffers(max_tokens, max_rows, num_pages, page_size, spare_page, device) for _ in range(kinds)]
         self.num_live_tokens = self.num_live_rows = 0  # of the last step
@@ -82,6 +85,8 @@ class StepBuffers:
         self.ids_M[:num_tokens].copy_(batch.input_ids_T)
         self.positions_M[:num_tokens].copy_(batch.positions_T)
         self.lens_M[:num_rows].copy_(batch.seq_lens_B)
+        if self._num_live is not None:
+            self._num_live.fill_(num_tokens)
         if num_rows < self.num_live_rows:
             self.lens_M[num_rows : self.num_live_rows] = 1
         for buffers, step in zip(self.pages, (batch, batch.sliding), strict=False):
@@ -112,6 +117,7 @@ class StepBuffers:
                 seq_lens=(self.longest,) * num_rows,
                 page_size=self.page_size,
                 all_ranks_decode=all_ranks_decode,
+                num_live=self._num_live,
             )
             for pages in self.pages
         ]
@@ -135,7 +141,8 @@ class GraphSettings:
         """Buffers for steps of up to so many tokens and rows."""
         return StepBuffers(
             max_tokens=max_tokens, max_rows=max_rows, max_model_len=self.max_model_len, page_size=self.page_size,
-            spare_page=self.spare_page, is_sliding=self.is_sliding, device=self.model.device,
+            spare_page=self.spare_page, is_sliding=self.is_sliding, counts_live=self.model.balance is not None,
+            device=self.model.device,
         )  # fmt: skip
 
     def run(self, batch: ForwardBatch) -> None:

@@ -13,6 +13,7 @@ import msgspec
 import torch
 
 from engine.batching import make_step
+from engine.expert_rounds import ExpertRounds
 from engine.logs import FIELDS
 from engine.runner import ModelRunner, Pending, RowResult
 from engine.sequence import Chunk
@@ -42,8 +43,11 @@ class StepExecutor:
 
     can_retry = True  # a failed step may be run again, in parts
 
-    def __init__(self, runner: ModelRunner, *, overlaps: bool, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, runner: ModelRunner, *, overlaps: bool, clock: Callable[[], float], rounds: ExpertRounds
+    ) -> None:
         self.runner = runner
+        self.rounds = rounds
         self.overlaps = overlaps
         self._clock = clock
 
@@ -57,9 +61,14 @@ class StepExecutor:
 
         None if nothing of this rank's was launched.
         """
+        self.rounds.before_step()
         start_s = self._clock()
         step = make_step(chunks, self.runner.page_size)
         return LaunchedStep(chunks, start_s, _attempt(lambda: self.runner.launch(step)))
+
+    def rest(self) -> None:
+        """Nobody has work, and no other rank waits for this one."""
+        self.rounds.rest()
 
     def sample(self, launched: LaunchedStep, is_wanted: Callable[[Chunk], bool]) -> Exception | None:
         """Launch the choice of tokens, for the requests that still want one. Returns why the step failed, or None.

@@ -18,7 +18,7 @@ from engine.admission import NoPlaceError, Places
 from engine.config import EngineConfig
 from engine.errors import RequestError
 from engine.messages import FOUNDER, Abort, Add, Beat, FromEngine, Held, Outputs, Ready, ToEngine, bind, new_address
-from engine.types import EngineInfo, EngineOutput, EngineRequest, EngineStats
+from engine.types import EngineInfo, EngineOutput, EngineRequest, EngineStats, ExpertLoad
 from engine.validate import RequestLimits, check_request, overloaded_output, refusal_output
 from loaders.phases import StartProgress
 
@@ -48,6 +48,7 @@ class EngineLink:
         self.info: EngineInfo | None = None
         self.failure: str | None = None
         self.stats: EngineStats | None = None
+        self.expert_load: ExpertLoad | None = None
         self.start_progress: StartProgress | None = None  # while the engine loads; None until its first message
         self._origin = origin
         self._places = places
@@ -200,6 +201,7 @@ class EngineLink:
         elif isinstance(message, Beat):
             self._progress_s = max(self._progress_s, now_s - message.loop_age_s)
             self.stats = message.stats or self.stats
+            self.expert_load = message.expert_load or self.expert_load
             self.start_progress = message.start
         elif isinstance(message, Held):
             self._note_held(message)

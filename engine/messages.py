@@ -7,7 +7,7 @@ import msgspec
 import zmq
 
 from engine.config import EngineConfig
-from engine.types import EngineInfo, EngineOutput, EngineRequest, EngineStats
+from engine.types import EngineInfo, EngineOutput, EngineRequest, EngineStats, ExpertLoad
 from loaders.phases import StartProgress
 
 FOUNDER = 0
@@ -62,13 +62,14 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
     The beat itself comes from a thread of its own and proves only that the process runs. A loop that is busy with a
     long prompt turns after every chunk, so its age stays small; one that hangs inside a step grows old.
     While the model loads there are no statistics, the age is 0, and `start` says how far the start is. Ranks that do
-    not schedule never have statistics.
+    not schedule never have statistics. `expert_load` is the same from every rank that schedules.
     """
 
     stats: EngineStats | None
     loop_age_s: float
     start: StartProgress | None = None
     rank: int = 0
+    expert_load: ExpertLoad | None = None
 
 
 class Held(msgspec.Struct, frozen=True, tag=True):

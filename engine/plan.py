@@ -6,8 +6,8 @@ import torch
 
 from engine.config import EngineConfig
 from engine.kv_cache import GIB, choose_cpu_pages
-from engine.load import choose_max_model_len, make_kv_layout, make_model_settings, max_step_tokens
 from engine.memory_plan import MemoryPlan, make_cpu_plan, make_plan
+from engine.model_settings import choose_max_model_len, make_kv_layout, make_model_settings, max_step_tokens
 from model.sizes import ModelSizes, measure_model
 from moe.device import Device
 from moe.registry import load_backend

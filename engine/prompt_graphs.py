@@ -5,9 +5,13 @@ A forward pass of few tokens takes a GPU less time than a host needs to launch i
 
 A size is a number of tokens and of rows. The tokens that a step lacks become one more request, which reads and writes
 the spare page; the rows that it lacks have no tokens.
+
+Data-parallel ranks gather their tokens in every layer, padded to one number. So they all pad a step to the tokens of
+the size that holds the largest of any rank (`agreed_tokens`), also a rank whose rows fit no graph, or without tokens.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -76,7 +80,7 @@ class PromptGraphs:
         """A step in which the first row has all tokens."""
         self._starts_B1[1 : size.num_rows + 1] = size.num_tokens
         self.buffers.lens_M[0] = size.num_tokens
-        return self.batch(size)
+        return replace(self.batch(size), max_rank_tokens=size.num_tokens)  # else the ranks would ask each other
 
     def batch(self, size: PromptSize) -> ForwardBatch:
         """The buffers as a step of this size. The host's query lengths only say that there are prompts and decodes."""
@@ -85,10 +89,23 @@ class PromptGraphs:
             query_lens, query_start_B1=self._starts_B1, logit_rows_R=self._logit_rows_R, all_ranks_decode=False
         )
 
+    def agreed_tokens(self, max_rank_tokens: int) -> int:
+        """Tokens to which all ranks pad a step that no decode graph serves, where the largest has `max_rank_tokens`."""
+        return next((size.num_tokens for size in self.sizes if size.num_tokens >= max_rank_tokens), max_rank_tokens)
+
     def size_for(self, batch: ForwardBatch) -> PromptSize | None:
-        """The smallest size that holds the step and a row of padding; None if there is none."""
+        """The smallest size that holds the step and a row of padding; None if there is none.
+
+        Where ranks agreed on `max_rank_tokens`, which then are `agreed_tokens`, the size has exactly these.
+        """
         most_rows = max(len(batch.query_lens) + 1, batch.logit_rows_R.shape[0])
-        fitting = (size for size in self.sizes if size.num_tokens >= batch.num_tokens and size.num_rows >= most_rows)
+        agreed = batch.max_rank_tokens
+        fitting = (
+            size
+            for size in self.sizes
+            if size.num_rows >= most_rows
+            and (size.num_tokens >= batch.num_tokens if agreed is None else size.num_tokens == agreed)
+        )
         return min(fitting, default=None)
 
     def run(self, batch: ForwardBatch, size: PromptSize) -> torch.Tensor:

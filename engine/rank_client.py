@@ -107,6 +107,7 @@ class RankedEngineClient(EngineClient):
             self._watch.on_beat(message)
             self._progress_s = time.monotonic() - self._watch.loop_age_s
             self.stats = self._watch.stats()
+            self.expert_load = message.expert_load or self.expert_load
         elif isinstance(message, Ready):
             self._on_ready(message)
         elif isinstance(message, Failed):

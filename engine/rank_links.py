@@ -23,8 +23,8 @@ from torch.distributed.rendezvous import rendezvous
 from engine.agreement import Agreement
 from engine.config import EngineConfig
 from engine.errors import EngineConfigError
-from engine.load import rank_device_name
 from engine.messages import RankSetup, Wake, bind, new_address
+from engine.model_settings import rank_device_name
 from engine.step_link import StepReceiver, StepSender
 
 if TYPE_CHECKING:

@@ -17,13 +17,15 @@ from engine.batching import make_step
 from engine.config import EngineConfig
 from engine.errors import EngineConfigError
 from engine.executor import LaunchedStep, StepExecutor
+from engine.expert_rounds import ExpertRounds
 from engine.load import LoadedEngine, load_engine
 from engine.runner import Model, ModelRunner, Pending
 from engine.sequence import Chunk
 from engine.step import StepBatch
-from engine.step_link import Idle, Stop
-from engine.types import EngineInfo, EngineStats
+from engine.step_link import Idle, Rest, Stop
+from engine.types import EngineInfo, EngineStats, ExpertLoad
 from loaders.phases import StartPhases
+from moe.group import TorchGroup
 
 if TYPE_CHECKING:
     from engine.rank_links import RankLinks
@@ -34,12 +36,22 @@ logger = logging.getLogger(__name__)
 
 
 def make_executor(
-    runner: ModelRunner, *, overlaps: bool, clock: Callable[[], float], ranks: "RankLinks | None"
+    config: EngineConfig, loaded: LoadedEngine, *, clock: Callable[[], float], ranks: "RankLinks | None"
 ) -> StepExecutor:
     """The executor of a rank that schedules: alone, or for and with others."""
+    rounds = make_rounds(config, loaded.runner, ranks)
     if ranks is None:
-        return StepExecutor(runner, overlaps=overlaps, clock=clock)
-    return RankedExecutor(runner, overlaps=overlaps, clock=clock, ranks=ranks)
+        return StepExecutor(loaded.runner, overlaps=loaded.overlaps, clock=clock, rounds=rounds)
+    return RankedExecutor(loaded.runner, overlaps=loaded.overlaps, clock=clock, rounds=rounds, ranks=ranks)
+
+
+def make_rounds(config: EngineConfig, runner: ModelRunner, ranks: "RankLinks | None") -> ExpertRounds:
+    """What this rank and the others do for their experts between steps."""
+    balance = runner.model.balance
+    if balance is None or ranks is None:
+        return ExpertRounds(balance)
+    interval = config.eplb_interval if config.enable_eplb else 0
+    return ExpertRounds(balance, world=TorchGroup(ranks.world), interval=interval)
 
 
 class RankedExecutor(StepExecutor):
@@ -47,8 +59,16 @@ class RankedExecutor(StepExecutor):
 
     can_retry = False
 
-    def __init__(self, runner: ModelRunner, *, overlaps: bool, clock: Callable[[], float], ranks: "RankLinks") -> None:
-        super().__init__(runner, overlaps=overlaps, clock=clock)
+    def __init__(
+        self,
+        runner: ModelRunner,
+        *,
+        overlaps: bool,
+        clock: Callable[[], float],
+        rounds: ExpertRounds,
+        ranks: "RankLinks",
+    ) -> None:
+        super().__init__(runner, overlaps=overlaps, clock=clock, rounds=rounds)
         self._ranks = ranks
 
     @property
@@ -66,10 +86,14 @@ class RankedExecutor(StepExecutor):
             ranks.is_stopped = True
             return None
         if not agreed.max_rank_tokens:
+            if self.rounds.has_news:
+                ranks.steps.send(Rest())
+                self.rounds.rest()
             return None
         start_s = self._clock()
         if step is None:
             ranks.steps.send(Idle(agreed.max_rank_tokens, agreed.all_ranks_decode))
+            self.rounds.before_step()
             self.runner.run_idle(agreed.max_rank_tokens, agreed.all_ranks_decode)
             return None
         step = replace(
@@ -77,8 +101,12 @@ class RankedExecutor(StepExecutor):
             all_ranks_decode=agreed.all_ranks_decode,
             max_rank_tokens=agreed.max_rank_tokens if ranks.dp_size > 1 else None,
         )
-        ranks.steps.send(step)
+        ranks.steps.send(step)  # first, since those who follow take part in what comes before the step, too
+        self.rounds.before_step()
         return LaunchedStep(chunks, start_s, launch(self.runner, step))
+
+    def rest(self) -> None:
+        """Nothing: the ranks have rested together when they agreed that nobody has work."""
 
 
 def _word_of(step: StepBatch | None, ranks: "RankLinks") -> Word:
@@ -110,6 +138,7 @@ class Follower:
         """Arguments and errors as `EngineCore`."""
         loaded: LoadedEngine = load_engine(config, model, ranks, phases)
         self._runner = loaded.runner
+        self._rounds = make_rounds(config, loaded.runner, ranks)
         self._ranks = ranks
         self.info: EngineInfo = loaded.make_info(config, load_seconds=0.0)
 
@@ -121,13 +150,21 @@ class Follower:
         """What it does, in words."""
         return "takes the steps of the first rank of its group"
 
+    def expert_load(self) -> ExpertLoad | None:
+        """None: the first rank of the group reports."""
+        return None
+
     def follow(self, turn: Callable[[], None]) -> None:
         """Run steps until told to stop; calls `turn` with each, and a few times a second while there is none."""
         while True:
             message = self._ranks.received_steps.receive(_POLL_MS, turn)
             if isinstance(message, StepBatch):
+                self._rounds.before_step()
                 launch(self._runner, message)
+            elif isinstance(message, Rest):
+                self._rounds.rest()
             elif isinstance(message, Idle):
+                self._rounds.before_step()
                 self._runner.run_idle(message.max_rank_tokens, message.all_ranks_decode)
             else:
                 return

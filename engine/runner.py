@@ -26,6 +26,7 @@ from engine.sequence import Sequence
 from engine.step import LATE_ID, StepBatch, StepRow
 from engine.transfer import Mark, to_device
 from engine.types import TokenLogprobs
+from model.balance import ExpertBalance
 from model.batch import ForwardBatch, KvLayerSpec, LayerKv
 from moe.check.selfcheck import SelfCheckReport
 
@@ -46,6 +47,7 @@ class Model(Protocol):
     kv_specs: list[KvLayerSpec]
     dtype: torch.dtype
     device: torch.device
+    balance: ExpertBalance | None
 
     @property
     def moe_layers(self) -> ListLike[MoePath]:
@@ -114,17 +116,27 @@ class ModelRunner:
         batch = self.make_batch(step)
         if self.graphs is not None and self.graphs.serves(batch):
             logits_RV = self.graphs.run(batch)
-        elif self.prompt_graphs is not None and (size := self.prompt_graphs.size_for(batch)) is not None:
-            logits_RV = self.prompt_graphs.run(batch, size)
         else:
-            logits_RV = self.model(batch, self.model.plan(batch), self.kv)
+            logits_RV = self._run_mixed(batch)
         return Pending(step, logits_RV, self.sampler)
+
+    def _run_mixed(self, batch: ForwardBatch) -> torch.Tensor:
+        """Logits of a step that no decode graph serves."""
+        if self.prompt_graphs is not None:
+            if batch.max_rank_tokens is not None:
+                batch = replace(batch, max_rank_tokens=self.prompt_graphs.agreed_tokens(batch.max_rank_tokens))
+            size = self.prompt_graphs.size_for(batch)
+            if size is not None:
+                return self.prompt_graphs.run(batch, size)
+        return self.model(batch, self.model.plan(batch), self.kv)
 
     @torch.inference_mode()
     def run_idle(self, max_rank_tokens: int, all_ranks_decode: bool) -> None:
         """Take part in a step for which this rank has no tokens; the arguments are what the ranks agreed on."""
         if self.graphs is not None and all_ranks_decode:
             max_rank_tokens = self.graphs.size_for(max_rank_tokens)
+        elif self.prompt_graphs is not None:
+            max_rank_tokens = self.prompt_graphs.agreed_tokens(max_rank_tokens)
         self.model.run_idle(max_rank_tokens, all_ranks_decode)
 
     def make_batch(self, step: StepBatch) -> ForwardBatch:

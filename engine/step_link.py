@@ -18,13 +18,17 @@ class Idle(msgspec.Struct, frozen=True, tag=True):
     all_ranks_decode: bool
 
 
+class Rest(msgspec.Struct, frozen=True, tag=True):
+    """Nobody has work: take part in what ranks do then."""
+
+
 class Stop(msgspec.Struct, frozen=True, tag=True):
     """Leave the loop."""
 
 
 _STEP, _OTHER = b"s", b"o"  # the first byte of a message
 _encoder = msgspec.msgpack.Encoder()
-_decoder: "msgspec.msgpack.Decoder[Idle | Stop]" = msgspec.msgpack.Decoder(Idle | Stop)
+_decoder: "msgspec.msgpack.Decoder[Idle | Rest | Stop]" = msgspec.msgpack.Decoder(Idle | Rest | Stop)
 
 
 class StepSender:
@@ -33,7 +37,7 @@ class StepSender:
     def __init__(self, sockets: "list[zmq.Socket[bytes]]") -> None:
         self._sockets = sockets
 
-    def send(self, message: StepBatch | Idle | Stop) -> None:
+    def send(self, message: StepBatch | Idle | Rest | Stop) -> None:
         """Send to all of them; does not wait for any."""
         if not self._sockets:
             return
@@ -48,7 +52,7 @@ class StepReceiver:
     def __init__(self, socket: "zmq.Socket[bytes]") -> None:
         self._socket = socket
 
-    def receive(self, timeout_ms: int, turn: Callable[[], None]) -> StepBatch | Idle | Stop:
+    def receive(self, timeout_ms: int, turn: Callable[[], None]) -> StepBatch | Idle | Rest | Stop:
         """The next message. Calls `turn` at least every `timeout_ms` while there is none."""
         while not self._socket.poll(timeout_ms):
             turn()

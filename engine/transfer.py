@@ -35,6 +35,11 @@ class Mark:
             self._event = torch.cuda.Event()
             self._event.record(torch.cuda.current_stream(device))
 
+    @property
+    def is_passed(self) -> bool:
+        """Whether `wait` would not block."""
+        return self._event is None or self._event.query()
+
     def wait(self) -> None:
         """Block until the device has passed the mark. Errors of the device's work before it are raised here."""
         if self._event is not None:

@@ -103,6 +103,25 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_kernels_compiled_after_ready: int = 0  # filled in by the process, not by the step loop
 
 
+class ExpertLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens that went to each expert since the start, all ranks together.
+
+    `counts`: int64 [layers, experts], little-endian. `rank_ratios`: in each layer the tokens of the busiest
+    expert-parallel rank over the mean, with the placement of now. `num_moves`: experts that have changed their place.
+    """
+
+    layers: list[int]  # the model's numbers of its MoE layers
+    num_experts: int
+    counts: bytes
+    rank_ratios: list[float]
+    num_moves: int = 0
+
+    def rows(self) -> list[list[int]]:
+        """Tokens by layer and expert."""
+        numbers = memoryview(self.counts).cast("q").tolist()
+        return [numbers[start : start + self.num_experts] for start in range(0, len(numbers), self.num_experts)]
+
+
 class LayerCheck(msgspec.Struct, frozen=True, kw_only=True):
     """A MoE layer that was compared with its reference while loading: the largest relative error of any expert."""
 

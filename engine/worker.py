@@ -39,7 +39,7 @@ from engine.messages import (
 from engine.origins import Origins
 from engine.process import exit_with_parent
 from engine.stack_dump import dump_on_signal
-from engine.types import EngineInfo, EngineStats
+from engine.types import EngineInfo, EngineStats, ExpertLoad
 from loaders.phases import StartPhases
 
 if TYPE_CHECKING:
@@ -63,6 +63,9 @@ class HasStats(Protocol):
 
     def describe(self) -> str:
         """The state in words. May be called from another thread."""
+
+    def expert_load(self) -> ExpertLoad | None:
+        """Tokens by expert, if they are counted."""
 
 
 class Heartbeat(threading.Thread):
@@ -121,7 +124,7 @@ class Heartbeat(threading.Thread):
         stats = core.stats()
         if stats is not None:
             stats = msgspec.structs.replace(stats, num_kernels_compiled_after_ready=self._compiles.count)
-        return Beat(stats, time.monotonic() - self._turned_s, None, self._rank)
+        return Beat(stats, time.monotonic() - self._turned_s, None, self._rank, core.expert_load())
 
     def end(self) -> None:
         """Stop beating and wait for the thread."""

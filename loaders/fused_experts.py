@@ -8,6 +8,8 @@ Letters: E experts, H hidden, I intermediate, G = K/32 groups of 32 elements (16
     both           gate_up_proj_bias [E,2I] interleaved, down_proj_bias [E,H]
 """
 
+from collections.abc import Sequence
+
 import torch
 
 from loaders.errors import CheckpointError
@@ -23,9 +25,10 @@ _ALONE = RankPlace()
 
 
 def read_gpt_oss_experts(
-    source: TensorSource, prefix: str, shape: ExpertShape, place: RankPlace = _ALONE
+    source: TensorSource, prefix: str, shape: ExpertShape, place: RankPlace = _ALONE, held: Sequence[int] | None = None
 ) -> ExpertWeights:
-    """Experts under `prefix` (such as "model.layers.0.mlp.experts"), biases included.
+    """Experts under `prefix` (such as "model.layers.0.mlp.experts"), biases included. `held`: their numbers in the
+    order of the rank's slots; None for its part of all.
 
     With tensor parallelism the result has the padded intermediate size of the rank, and b2 whole on every rank: whoever
     sums the ranks must count it once.
@@ -34,7 +37,7 @@ def read_gpt_oss_experts(
         CheckpointError: a tensor is missing, half a scale set, or has the wrong shape or dtype; names file and tensor.
         MoeConfigError: (of moe) the experts cannot be shared among the ranks.
     """
-    experts = place.expert_range(shape.num_experts)
+    experts = place.expert_range(shape.num_experts) if held is None else held
     w13: Weight
     w2: Weight
     if _is_published(source, prefix):
@@ -65,7 +68,7 @@ def _is_published(source: TensorSource, prefix: str) -> bool:
 
 
 def _read_published(
-    source: TensorSource, prefix: str, shape: ExpertShape, experts: range, cut: Cut
+    source: TensorSource, prefix: str, shape: ExpertShape, experts: Sequence[int], cut: Cut
 ) -> tuple[Mxfp4Weight, Mxfp4Weight]:
     num_experts, hidden, inter = shape.num_experts, shape.hidden_size, shape.intermediate_size
     for size, name in ((hidden, "hidden_size"), (inter, "intermediate_size")):
@@ -84,7 +87,7 @@ def _read_published(
 
 
 def _read_transposed(
-    source: TensorSource, prefix: str, shape: ExpertShape, experts: range, cut: Cut
+    source: TensorSource, prefix: str, shape: ExpertShape, experts: Sequence[int], cut: Cut
 ) -> tuple[Bf16Weight, Bf16Weight]:
     num_experts, hidden, inter = shape.num_experts, shape.hidden_size, shape.intermediate_size
     gate_up, down = f"{prefix}.gate_up_proj", f"{prefix}.down_proj"
@@ -97,10 +100,15 @@ def _read_transposed(
     return Bf16Weight(w13_E2IH), Bf16Weight(w2_EHI)
 
 
-def _local(source: TensorSource, name: str, experts: range) -> torch.Tensor:
-    """This rank's experts, still mapped from the file; e8m0 as bytes."""
-    view = source.view(name).narrow(0, experts.start, len(experts))
-    return view.view(torch.uint8) if view.dtype == torch.float8_e8m0fnu else view
+def _local(source: TensorSource, name: str, experts: Sequence[int]) -> torch.Tensor:
+    """This rank's experts, still mapped from the file if they are neighbours there; e8m0 as bytes."""
+    view = source.view(name)
+    if view.dtype == torch.float8_e8m0fnu:
+        view = view.view(torch.uint8)
+    first = experts[0]
+    if list(experts) == list(range(first, first + len(experts))):
+        return view.narrow(0, first, len(experts))
+    return view.index_select(0, torch.tensor(experts))
 
 
 def _separate(interleaved: torch.Tensor, cut: Cut) -> torch.Tensor:

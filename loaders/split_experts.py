@@ -4,6 +4,7 @@ Bytes go straight from the mapped file into one buffer per part of the weight, s
 Letters: E experts, H hidden, I intermediate.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,8 +44,11 @@ def read_split_experts(
     shape: ExpertShape,
     place: RankPlace = _ALONE,
     names: ExpertNames = _NAMES,
+    *,
+    held: Sequence[int] | None = None,
 ) -> ExpertWeights:
-    """Experts `prefix.0` to `prefix.<num_experts - 1>`.
+    """Experts `prefix.0` to `prefix.<num_experts - 1>`. `held`: those of this rank in the order of its slots; None for
+    its part of all.
 
     The headers of all experts are checked on every rank; other ranks' tensors count as used and are not read, but for
     the scalar scales, which must not depend on the rank. Scales of gate and up that differ anywhere in the layer are
@@ -56,7 +60,7 @@ def read_split_experts(
             formats that differ between experts.
         MoeConfigError: (of moe) the experts cannot be shared among the ranks.
     """
-    local = place.expert_range(shape.num_experts)
+    local = place.expert_range(shape.num_experts) if held is None else held
     up_shape, down_shape = (shape.intermediate_size, shape.hidden_size), (shape.hidden_size, shape.intermediate_size)
     experts = [
         _Expert(
@@ -99,7 +103,7 @@ def _check_uniform(experts: list[_Expert]) -> None:
 
 
 def _read_weight(
-    source: TensorSource, layers: list[tuple[LinearLayout, ...]], local: range, axis: int, cut: Cut
+    source: TensorSource, layers: list[tuple[LinearLayout, ...]], local: Sequence[int], axis: int, cut: Cut
 ) -> tuple[Weight, float | None]:
     """Stack (gate, up) of all local experts along the rows, or (down,) alone; `axis` is the one that is cut.
 
@@ -112,7 +116,7 @@ def _read_weight(
     ]
     scale = _scalars(source, [[layout.scale for layout in halves] for halves in layers])
     input_scale = _scalars(source, [[layout.input_scale for layout in halves] for halves in layers])
-    keep = slice(local.start, local.stop)
+    keep = list(local)
     weight = build_weight(
         layers[0][0].format_name,
         parts,

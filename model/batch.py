@@ -31,6 +31,7 @@ class ForwardBatch:
     sliding: "ForwardBatch | None" = None
     all_ranks_decode: bool = False  # ranks that share experts must agree on it; False is right for every step
     max_rank_tokens: int | None = None  # largest T of any rank in this step; None: not known
+    num_live: torch.Tensor | None = None  # int32 [1]: the tokens after these are padding of a captured step; None: all
 
     @property
     def num_tokens(self) -> int:

@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from loaders.hf_config import HfConfig
+from model.balance import BalanceSettings
 from model.errors import ModelError, ModelSettingsError, UnsupportedModelError
 from model.parallel import ParallelLayout
 from moe import MoeA2ABackend, MoeBackend
@@ -23,6 +24,7 @@ _DTYPES = (torch.float32, torch.bfloat16)
 _ALONE = ParallelLayout()
 _DEEPEP = DeepepSettings()
 _UNTUNED = TuningSettings()
+_UNBALANCED = BalanceSettings()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +36,7 @@ class ModelSettings:
     `layout`: how the model is divided among ranks, and which of them this is. `deepep`: mode and token limit of the
     transports that have them. `max_num_tokens`: the largest step of a rank, for kernels that allocate by it.
     `tuning`: whether the experts' kernels are measured at load, and where what was found is kept.
+    `balance`: whether tokens are counted by expert, and whether busy experts have replicas.
     """
 
     device: torch.device = _CPU
@@ -48,6 +51,7 @@ class ModelSettings:
     deepep: DeepepSettings = _DEEPEP
     max_num_tokens: int = 8192
     tuning: TuningSettings = _UNTUNED
+    balance: BalanceSettings = _UNBALANCED
 
     def __post_init__(self) -> None:
         for field, choices in (
@@ -63,6 +67,7 @@ class ModelSettings:
         if self.dtype != "auto" and self.dtype not in _DTYPES:
             raise ModelSettingsError(f"dtype is {self.dtype}: it must be auto, float32 or bfloat16")
         self.layout.check_transport(self.moe_a2a_backend)
+        self.balance.check(self.layout)
 
     @property
     def checked_layers(self) -> Literal["off", "first", "all"]:

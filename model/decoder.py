@@ -34,6 +34,7 @@ import torch
 from torch import nn
 
 from model.attention.base import Attention, AttentionSpec
+from model.balance import ExpertBalance
 from model.batch import ForwardBatch, KvLayerSpec, LayerKv
 from model.embedding import Embedding, OutputHead
 from model.moe_layer import MoeLayer
@@ -45,13 +46,15 @@ from moe.group import RankGroups
 @dataclass(frozen=True, slots=True)
 class StepState:
     """What every layer of one step shares: the attention plan, the rotation of each token, complex64 [T, 1, D/2],
-    whether all ranks that share experts decode, and the tokens of the rank that has most (None if no layer asks).
+    whether all ranks that share experts decode, the tokens of the rank that has most (None if no layer asks), and how
+    many tokens are not padding, int32 [1] on the device (None: all).
     """
 
     plan: Any
     rotation_T1D: torch.Tensor
     all_ranks_decode: bool
     max_rank_tokens: int | None = None
+    num_live: torch.Tensor | None = None
 
 
 class AttentionLayer(nn.Module):
@@ -88,7 +91,12 @@ class DecoderLayer(nn.Module):
         x_TH, normed_TH = self.mlp_norm.add(x_TH, self.attention(normed_TH, step, kv))
         if not isinstance(self.mlp, MoeLayer):
             return x_TH, self.mlp(normed_TH)
-        return x_TH, self.mlp(normed_TH, is_decode=step.all_ranks_decode, max_rank_tokens=step.max_rank_tokens)
+        return x_TH, self.mlp(
+            normed_TH,
+            is_decode=step.all_ranks_decode,
+            max_rank_tokens=step.max_rank_tokens,
+            num_live=step.num_live,
+        )
 
 
 class Model(nn.Module):
@@ -111,7 +119,9 @@ class Model(nn.Module):
         vocab_size: int,
         max_model_len: int,
         eos_token_ids: tuple[int, ...],
+        balance: ExpertBalance | None = None,
     ) -> None:
+        """`balance`: the counters of the experts and, where they have replicas, their placement."""
         super().__init__()
         self.embedding = embedding
         self.layers = nn.ModuleList(layers)
@@ -122,6 +132,7 @@ class Model(nn.Module):
         self.max_model_len = max_model_len
         self.eos_token_ids = eos_token_ids
         self.groups = groups
+        self.balance = balance
         self.vocab_size = vocab_size
         self.dtype = embedding.weight.dtype
         self.device = embedding.weight.device
@@ -162,7 +173,7 @@ class Model(nn.Module):
         `plan` is what `plan` made of the same batch. The logits go to `logits_RV` if it is given.
         """
         max_rank_tokens = self._max_rank_tokens(batch.num_tokens, batch.max_rank_tokens)
-        step = StepState(plan, self.rope.at(batch.positions_T), batch.all_ranks_decode, max_rank_tokens)
+        step = StepState(plan, self.rope.at(batch.positions_T), batch.all_ranks_decode, max_rank_tokens, batch.num_live)
         x_TH: torch.Tensor = self.embedding(batch.input_ids_T)
         delta_TH: Any = None
         for layer, layer_kv in zip(self.layers, kv, strict=True):

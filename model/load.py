@@ -71,6 +71,7 @@ def load_model(
             vocab_size=family.vocab_size,
             max_model_len=max_model_len,
             eos_token_ids=family.config.eos_token_ids,
+            balance=builder.balance,
         )
         phases.advance(Phase.WEIGHTS, 0, num_bytes=source.num_bytes_read)
     source.finish()
@@ -125,7 +126,7 @@ def _load_layers(
     with (
         Progress("loading weights", family.num_layers) as progress,
         ExpertReader(
-            lambda layer: family.read_experts(reader, layer, builder.topology.place),
+            lambda layer: family.read_experts(reader, layer, builder.topology.place, builder.held_experts(layer)),
             [layer for layer in range(family.num_layers) if family.is_moe_layer(layer)],
             settings.device,
             phases,

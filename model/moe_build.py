@@ -1,28 +1,32 @@
 """From settings to MoE layers: first the path of every layer, then the weights, prepared and checked layer by layer."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from loaders.phases import Phase, StartPhases
+from model.balance import ExpertBalance, LayerExperts
 from model.config import ModelSettings
 from model.families.base import MoeParts
 from model.moe_layer import Gate, MoeLayer, TokenSlices
 from moe import MoeA2ABackend, MoeBackend, MoeRunner, MoeRunnerConfig, Topology
-from moe.backend import DispatchContext
+from moe.backend import Backend, DispatchContext
 from moe.check.selfcheck import check_layer, run_cases
 from moe.choose.select import choose_backend
 from moe.config import DispatchDtype
 from moe.dispatch.base import Dispatcher
 from moe.dispatch.round_trip import check_round_trip
 from moe.dispatch.transport import DispatchSpec, Transport, build_transport, dispatch_formats
-from moe.errors import MoeConfigError
+from moe.errors import MoeConfigError, UnsupportedPathError
 from moe.formats import FORMATS, ExpertWeights
 from moe.group import RankGroups
 from moe.kernels.compile_ahead import compile_ahead
-from moe.registry import load_backend
+from moe.overlap import SideStream
+from moe.placement import Placement
+from moe.registry import BACKEND_MODULES, load_backend
+from moe.replicas import NO_TABLES, ExpertTables
 from moe.tune.layers import LayerTuner
 from moe.types import MoeQuantInfo
 
@@ -38,7 +42,14 @@ class _Path:
 
 
 def rank_config(layer: MoeRunnerConfig, settings: ModelSettings, format_name: str) -> MoeRunnerConfig:
-    """One rank's settings of a family's MoE layer whose experts have the given number format."""
+    """One rank's settings of a family's MoE layer whose experts have the given number format.
+
+    Where experts have replicas, the layer has as many experts as there are slots, and routes to them outside.
+    """
+    if settings.balance.has_replicas:
+        slots_per_rank = settings.balance.slots_per_rank(layer.num_experts, settings.layout)
+        shape = dataclasses.replace(layer.shape, num_experts=slots_per_rank * settings.layout.ep_size)
+        layer = dataclasses.replace(layer, shape=shape, routing=None)
     return dataclasses.replace(
         layer,
         place=settings.layout.moe_place,
@@ -88,6 +99,9 @@ class MoeBuilder:
         self._paths: dict[int, _Path] = {}
         self._transport: Transport | None = None
         self._tuner = LayerTuner(settings.tuning, groups.whole)
+        self._side = SideStream(settings.device) if settings.moe_a2a_backend is not MoeA2ABackend.NONE else None
+        self.balance: ExpertBalance | None = None
+        self._placements: dict[int, Placement] = {}  # by layer, once connected
 
     def resolve(self, layer: int, format_name: str) -> None:
         """Choose a backend for a layer's format and build its runner; no weight is needed.
@@ -101,13 +115,23 @@ class MoeBuilder:
             self._backends[format_name] = choose_backend(
                 settings.moe_backend, settings.device, format_name, settings.moe_a2a_backend, config, formats
             )
-        runner = MoeRunner(self._backends[format_name], settings.moe_a2a_backend, config, dispatch_formats=formats)
+        backend = self._backends[format_name]
+        if settings.balance.has_replicas and not load_backend(backend).can_move_experts:
+            movable = ", ".join(name for name in BACKEND_MODULES if load_backend(name).can_move_experts)
+            raise UnsupportedPathError(
+                f"enable_eplb is set, but --moe-backend {backend} cannot exchange experts between ranks: set it to "
+                f"one of {movable}, or leave enable_eplb off"
+            )
+        if settings.deepep.overlaps_down_gemm:
+            _check_overlap(backend, settings)
+        runner = MoeRunner(backend, settings.moe_a2a_backend, config, dispatch_formats=formats)
         self._paths[layer] = _Path(runner, format_name)
 
     def connect(self) -> None:
         """Build the transport that all layers share; errors as `build_transport` says. No weight is needed."""
         if not self._paths:
             return
+        self._place_experts()
         paths = list(self._paths.values())
         self._transport = build_transport(
             self.topology,
@@ -119,6 +143,36 @@ class MoeBuilder:
             dispatch_dtypes={self._dispatch_dtype(path) for path in paths},
             row_multiple=max(load_backend(path.runner.backend).row_multiple for path in paths),
         )
+
+    def _place_experts(self) -> None:
+        """Make the counters, and choose which experts this rank holds at first."""
+        settings, num_experts = self.settings.balance, self.layer.num_experts
+        if not settings.is_counting:
+            return
+        layout = self.settings.layout
+        placements = settings.first_placements(len(self._paths), num_experts, layout)
+        self.balance = ExpertBalance(len(self._paths), num_experts, layout, self.settings.device)
+        self._placements = dict(zip(self._paths, placements, strict=True))
+
+    def held_experts(self, layer: int) -> Sequence[int] | None:
+        """The experts in this rank's slots of a layer; None for its part of all, in order."""
+        if not self.settings.balance.has_replicas:
+            return None
+        return self._placements[layer].experts[self.topology.ep_rank]
+
+    def _tables(self, layer: int, backend: Backend[Any], quant_info: MoeQuantInfo) -> ExpertTables:
+        """What a layer counts with, and where its experts are; ranks with the same tokens count them once."""
+        balance = self.balance
+        if balance is None:
+            return NO_TABLES
+        placement = self._placements[layer]
+        is_counting = self._slices() is not None or self._groups.tp.rank == 0
+        tables = ExpertTables(
+            load_E=balance.row(len(balance.layers), is_counting=is_counting),
+            slots_CE=balance.table(placement) if self.settings.balance.has_replicas else None,
+        )
+        balance.layers.append(LayerExperts(layer, backend, quant_info, tables, placement))
+        return tables
 
     def build(self, layer: int, parts: MoeParts, read_experts: Callable[[], ExpertWeights]) -> MoeLayer:
         """Read, prepare, tune and check one layer's experts; the canonical weights are dropped on return.
@@ -141,7 +195,10 @@ class MoeBuilder:
             dispatch_dtype=dispatch_dtype,
             input_scale=scales[0] if scales and dispatch_dtype is DispatchDtype.NVFP4 else None,
             quantize=backend.dispatch_quantizer(quant_info),
+            signals=backend.signal_kind(topology.device) if self.settings.deepep.overlaps_down_gemm else None,
         )
+        if wants.signals is not None:
+            backend.check_signals(quant_info)
         dispatcher = self._connected().dispatcher(wants)
         report = None
         if layer in self._checked_layers:
@@ -152,7 +209,7 @@ class MoeBuilder:
         return MoeLayer(
             gate=Gate(parts.gate_weight_EH, parts.gate_bias_E, self._logits_dtype(path)),
             routing=self._routing,
-            routes_inside=backend.routes_inside,
+            routes_inside=backend.routes_inside and self.balance is None,
             correction_bias_E=parts.correction_bias_E,
             dispatcher=dispatcher,
             runner=runner,
@@ -161,6 +218,9 @@ class MoeBuilder:
             description=f"layer {layer}: {runner.backend} / {runner.a2a} / {path.format_name}",
             selfcheck=report,
             slices=self._slices(),
+            tables=self._tables(layer, backend, quant_info),
+            side=self._side if self._side is not None and self._side.is_real else None,
+            overlaps_down_gemm=wants.signals is not None,
         )
 
     def _compile_check(self, path: _Path, quant_info: MoeQuantInfo, experts: ExpertWeights, topology: Topology) -> None:
@@ -230,3 +290,24 @@ class MoeBuilder:
         if requested == "auto":
             return load_backend(path.runner.backend).router_logits_dtype(path.format_name)
         return {"float32": torch.float32, "bfloat16": torch.bfloat16}[requested]
+
+
+def _check_overlap(backend: MoeBackend, settings: ModelSettings) -> None:
+    """Refuse a combine beside the second GEMM where transport or backend cannot; no weight is needed.
+
+    Raises:
+        UnsupportedPathError: (of moe) says which can.
+    """
+    a2a, mode = settings.moe_a2a_backend, settings.deepep.mode
+    if a2a is not MoeA2ABackend.DEEPEP or not mode.has_low_latency:
+        found = f"--moe-a2a-backend {a2a}" + (f" with --deepep-mode {mode}" if a2a is MoeA2ABackend.DEEPEP else "")
+        raise UnsupportedPathError(
+            f"enable_single_batch_overlap is set, but {found} has no combine that takes signals: use "
+            "--moe-a2a-backend deepep with --deepep-mode low_latency or auto, or leave it off"
+        )
+    if load_backend(backend).signal_kind(settings.device) is None:
+        can = [name for name in BACKEND_MODULES if load_backend(name).signal_kind(settings.device) is not None]
+        raise UnsupportedPathError(
+            f"enable_single_batch_overlap is set, but the second GEMM of --moe-backend {backend} signals nothing here: "
+            f"use {' or '.join(can) or 'another GPU'}, or leave it off"
+        )

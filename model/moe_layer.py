@@ -3,6 +3,7 @@
 No other module of `model` computes experts. Shape letters: T tokens, H hidden, E experts.
 """
 
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -11,14 +12,17 @@ from torch import nn
 from torch.nn import functional as F
 
 from model.linear import GatedMlp
-from moe import BypassedTopK, MoeA2ABackend, MoeBackend, MoeRunner, RoutingConfig
+from model.shared_run import SharedRun
+from moe import BypassedTopK, MoeA2ABackend, MoeBackend, MoeRunner, RoutingConfig, StandardTopK
 from moe.backends.c_compiler import missing_for_triton
 from moe.check.selfcheck import SelfCheckReport
 from moe.dispatch.base import abandon, mode_options
 from moe.dispatch.gathered import GatheredDispatcher
 from moe.dispatch.standard import StandardDispatcher
 from moe.group import Group
+from moe.overlap import SideStream
 from moe.registry import load_backend
+from moe.replicas import NO_TABLES, ExpertTables, count_and_place
 from moe.routing import TopKOutput, route
 
 
@@ -68,6 +72,17 @@ def fused_router(gate: Gate, routing: RoutingConfig) -> ModuleType | None:
     return router if router.can_route(routing) and missing_for_triton() is None else None
 
 
+def replica_kernel(device: torch.device) -> Callable[..., StandardTopK] | None:
+    """`count_and_place` as one kernel; None if torch has to do it."""
+    if device.type != "cuda" or missing_for_triton() is not None:
+        return None
+    try:
+        from moe.kernels import replicas
+    except ImportError:  # without Triton
+        return None
+    return replicas.count_and_place
+
+
 class TokenSlices:
     """Divides the tokens that all ranks of `tp` have, so that a transport sends each of them once.
 
@@ -79,8 +94,9 @@ class TokenSlices:
 
     def own(self, x_TH: torch.Tensor) -> torch.Tensor:
         """[S, H]: this rank's tokens."""
-        length = self.length(x_TH.shape[0])
-        return x_TH[self._tp.rank * length : (self._tp.rank + 1) * length]
+        num_tokens = x_TH.shape[0]
+        first = self.first(num_tokens)
+        return x_TH[first : first + self.length(num_tokens)]
 
     def join(self, out_SH: torch.Tensor, partial_TH: torch.Tensor | None, num_tokens: int) -> torch.Tensor:
         """[T, H] of all ranks' tokens, plus a sum over the ranks whose parts are `partial_TH`."""
@@ -90,6 +106,10 @@ class TokenSlices:
             out_SH = out_SH + summed_SH[: out_SH.shape[0]]
         padded_SH = F.pad(out_SH, (0, 0, 0, self.length(num_tokens) - out_SH.shape[0]))
         return self._tp.all_gather(padded_SH)[:num_tokens]
+
+    def first(self, num_tokens: int) -> int:
+        """The place of this rank's first token among all."""
+        return self._tp.rank * self.length(num_tokens)
 
     def length(self, num_tokens: int) -> int:
         """Most tokens of one rank."""
@@ -104,8 +124,11 @@ class MoeLayer(nn.Module):
 
     `routes_inside`: the backend routes by itself and gets logits and rules instead of ids and weights. `runner` and
     `dispatcher` belong together; `quant_info` holds the processed weights and never changes.
-    `slices` divides tokens that several ranks have. `description` names the path, for logs: "layer 3: torch / none /
-    mxfp4". `selfcheck` is what the check at load found, None where it was not asked for.
+    `slices` divides tokens that several ranks have. `tables`: counts tokens by expert, and finds the slots of experts
+    that have replicas; dispatcher and runner then know slots alone. `description` names the path, for logs: "layer 3:
+    torch / none / mxfp4". `selfcheck` is what the check at load found, None where it was not asked for.
+    `side`: where the shared experts run while tokens travel; None if they wait for the routed ones.
+    `overlaps_down_gemm`: the dispatcher combines rows as soon as the second GEMM has signalled them.
     """
 
     correction_bias_E: torch.Tensor | None
@@ -124,6 +147,9 @@ class MoeLayer(nn.Module):
         description: str,
         selfcheck: SelfCheckReport | None = None,
         slices: TokenSlices | None = None,
+        tables: ExpertTables = NO_TABLES,
+        side: SideStream | None = None,
+        overlaps_down_gemm: bool = False,
     ) -> None:
         super().__init__()
         self.gate = gate
@@ -137,7 +163,11 @@ class MoeLayer(nn.Module):
         self.description = description
         self.selfcheck = selfcheck
         self.slices = slices
+        self.tables = tables
+        self._side = side if shared_experts is not None else None
+        self._overlaps_down_gemm = overlaps_down_gemm
         self._router = None if routes_inside else fused_router(gate, routing)
+        self._count_and_place = replica_kernel(gate.weight.device) or count_and_place
         if self._router is None:
             gate.weight_bf16 = None  # read by nobody else: 213 MB in all layers of DeepSeek-V3
 
@@ -160,40 +190,56 @@ class MoeLayer(nn.Module):
         return isinstance(self.dispatcher, GatheredDispatcher)
 
     def forward(
-        self, x_TH: torch.Tensor, *, is_decode: bool = False, max_rank_tokens: int | None = None
+        self,
+        x_TH: torch.Tensor,
+        *,
+        is_decode: bool = False,
+        max_rank_tokens: int | None = None,
+        num_live: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """[T, H] to [T, H], complete. `is_decode` chooses DeepEP's mode where both may run; all ranks pass the same.
 
-        `max_rank_tokens`: of all data-parallel ranks; needed where `gathers_tokens`.
+        `max_rank_tokens`: of all data-parallel ranks; needed where `gathers_tokens`. `num_live`: see `StepState`.
         """
         own_SH = x_TH if self.slices is None else self.slices.own(x_TH)
         options: dict[str, Any] = dict(mode_options(self.runner.dispatch_formats, is_decode=is_decode))
         if self.gathers_tokens:
             options["max_rank_tokens"] = max_rank_tokens
-        dispatched = self.dispatcher.dispatch(own_SH, self._route(own_SH), **options)
+        shared = SharedRun(self.shared_experts, x_TH, self._side)
+        first_token = 0 if self.slices is None else self.slices.first(x_TH.shape[0])
+        dispatched = self.dispatcher.dispatch(own_SH, self._route(own_SH, num_live, first_token), **options)
         try:
+            overlap = self.dispatcher.begin_overlap(dispatched) if self._overlaps_down_gemm else None
+            if overlap is not None:
+                self.runner.set_overlap_args(overlap)
             result = self.runner.run(dispatched, self.quant_info)
-            shared_TH = None if self.shared_experts is None else self.shared_experts(x_TH)
+            shared.need_success()
         except Exception:
             abandon(self.dispatcher, dispatched, self.runner.config.dtype)
             raise
         reduces = isinstance(self.dispatcher, StandardDispatcher | GatheredDispatcher) and result.is_partial
-        if shared_TH is not None and reduces:
-            self.dispatcher.add_own(result, shared_TH)
-            shared_TH = None
-        out_SH: torch.Tensor = self.dispatcher.combine(result)
+        if reduces and (partial_TH := shared.take()) is not None:
+            self.dispatcher.add_own(result, partial_TH)
+        beside: dict[str, Any] = {} if overlap is None else {"overlap": overlap}
+        out_SH: torch.Tensor = self.dispatcher.combine(result, **beside)
+        shared_TH = None if reduces else shared.take()
         if self.slices is not None:
             return self.slices.join(out_SH, shared_TH, x_TH.shape[0])
         return out_SH if shared_TH is None else out_SH + shared_TH
 
-    def _route(self, x_TH: torch.Tensor) -> TopKOutput:
+    def _route(self, x_TH: torch.Tensor, num_live: torch.Tensor | None = None, first_token: int = 0) -> TopKOutput:
         if self._router is not None and x_TH.dtype == torch.bfloat16:
             gate = self.gate
             routed: TopKOutput = self._router.route(
-                x_TH, gate.weight_bf16, gate.bias, self.routing, self.correction_bias_E, logits_dtype=gate.out_dtype
-            )
+                x_TH, gate.weight_bf16, gate.bias, self.routing, self.correction_bias_E, logits_dtype=gate.out_dtype,
+                tables=self.tables, num_live=num_live, first_token=first_token,
+            )  # fmt: skip
             return routed
         logits_TE = self.gate(x_TH)
         if self.routes_inside:
             return BypassedTopK(logits_TE, self.routing, self.correction_bias_E)
-        return route(logits_TE, self.routing, self.correction_bias_E)
+        topk = route(logits_TE, self.routing, self.correction_bias_E)
+        if self.tables is NO_TABLES:
+            return topk
+        placed: TopKOutput = self._count_and_place(topk, self.tables, num_live, first_token)
+        return placed

@@ -173,6 +173,7 @@ def _expert_paths(
         )  # fmt: skip
         names = [name for name in source.names() if name.startswith(f"model.layers.{of_format[0]}{_EXPERTS}")]
         stored_bytes = sum(source.meta(name).nbytes for name in names) // settings.layout.num_ranks
+        stored_bytes = stored_bytes * config.num_experts // family.moe.num_experts  # with replicas
         paths.append(
             ExpertPath(
                 backend=backend,

@@ -27,6 +27,7 @@ from moe.errors import MoeConfigError, UnsupportedPathError, WeightFormatError
 from moe.formats import ExpertWeights, Weight
 from moe.formats.activation_quant import ActivationQuant
 from moe.formats.sizes import expert_bytes
+from moe.overlap import SignalKind
 from moe.packages import not_installed
 from moe.topology import Topology, check_fit
 from moe.types import MoeQuantInfo, Quantize, RunState
@@ -120,6 +121,7 @@ class Backend(ABC, Generic[Info]):
     row_multiple: the rows per expert in low latency (ranks times token limit) must be a multiple of this.
     compiles_tactics: the first run of a tactic compiles it, and several threads may compile at once.
     is_capturable: a run on one rank has been captured in a CUDA graph and worked.
+    can_move_experts: `expert_parts` and `put_expert` work, so that ranks can exchange experts while they serve.
     """
 
     name: ClassVar[MoeBackend]
@@ -135,6 +137,7 @@ class Backend(ABC, Generic[Info]):
     row_multiple: ClassVar[int] = 4
     compiles_tactics: ClassVar[bool] = False
     is_capturable: ClassVar[bool] = False
+    can_move_experts: ClassVar[bool] = False
 
     # ---- what can run ----
 
@@ -277,6 +280,15 @@ class Backend(ABC, Generic[Info]):
             )
         ]  # fmt: skip
 
+    def signal_kind(self, device: torch.device) -> SignalKind | None:
+        """What the second GEMM of DeepEP's low-latency layout can signal to a combine beside it; None if nothing."""
+        del device
+        return None
+
+    def check_signals(self, quant_info: Info) -> None:
+        """Raise UnsupportedPathError if the installed library cannot signal, although the kernels here could."""
+        del quant_info
+
     # ---- tokens ----
 
     def router_logits_dtype(self, format_name: str) -> torch.dtype:
@@ -293,6 +305,27 @@ class Backend(ABC, Generic[Info]):
         """Quantizes tokens to NVFP4 for a transport that cannot; None if the transport quantizes them itself."""
         del quant_info
         return None
+
+    # ---- experts that move between ranks ----
+
+    def expert_stacks(self, quant_info: Info) -> Sequence[torch.Tensor]:
+        """Every tensor that differs between local experts; their axis 0 counts these."""
+        raise UnsupportedPathError(
+            f"--moe-backend {self.name} cannot exchange processed experts between ranks: leave enable_eplb off"
+        )
+
+    def expert_parts(self, quant_info: Info, expert: int) -> list[torch.Tensor]:
+        """What one local expert consists of, as `put_expert` of another rank takes it; views where possible.
+
+        Raises:
+            UnsupportedPathError: not `can_move_experts`.
+        """
+        return [stack[expert] for stack in self.expert_stacks(quant_info)]
+
+    def put_expert(self, quant_info: Info, expert: int, parts: Sequence[torch.Tensor]) -> None:
+        """Make local expert `expert` the one of these parts, in place: captured graphs hold the addresses."""
+        for stack, part in zip(self.expert_stacks(quant_info), parts, strict=True):
+            stack[expert].copy_(part)
 
     # ---- tuning ----
 

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 T = TypeVar("T")
+Parcel = tuple[int, torch.Tensor]
+"""A rank of the group, and a contiguous uint8 tensor that goes there or comes from there."""
 
 
 class Group(Protocol):
@@ -41,6 +43,9 @@ class Group(Protocol):
     def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
         """[size * N, ...] to [N, ...]: this rank's rows of the sum over all ranks."""
 
+    def exchange(self, sends: list[Parcel], receives: list[Parcel]) -> None:
+        """Send tensors to ranks and fill those that come from ranks. Between two ranks they arrive in order."""
+
     def max(self, values: list[float]) -> list[float]:
         """Element-wise maximum over all ranks, through the host."""
 
@@ -66,6 +71,9 @@ class SingleRank:
     def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
         """`x`."""
         return x
+
+    def exchange(self, sends: list[Parcel], receives: list[Parcel]) -> None:
+        """Does nothing: there is nobody to send to."""
 
     def max(self, values: list[float]) -> list[float]:
         """The values."""
@@ -115,6 +123,22 @@ class TorchGroup:
         """Into a new tensor."""
         own = x.new_empty((x.shape[0] // self.size, *x.shape[1:]))
         return self._into(own, x, _collective("reduce_scatter_single", "reduce_scatter_tensor"))
+
+    def exchange(self, sends: list[Parcel], receives: list[Parcel]) -> None:
+        """All at once; uint8, since gloo knows few dtypes."""
+        arrivals = [(self._sendable(tensor), tensor) for _, tensor in receives]
+        jobs = [
+            torch.distributed.P2POp(torch.distributed.isend, self._sendable(tensor), group=self._group, group_peer=rank)
+            for rank, tensor in sends
+        ] + [
+            torch.distributed.P2POp(torch.distributed.irecv, staged, group=self._group, group_peer=rank)
+            for (rank, _), (staged, _) in zip(receives, arrivals, strict=True)
+        ]
+        for job in torch.distributed.batch_isend_irecv(jobs) if jobs else ():
+            job.wait()
+        for staged, tensor in arrivals:
+            if staged is not tensor:
+                tensor.copy_(staged)
 
     def max(self, values: list[float]) -> list[float]:
         """By all-reduce."""

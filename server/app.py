@@ -46,7 +46,7 @@ def create_app(
     names = config.served_model_name or (DEFAULT_MODEL_NAME,)
     stall = StallWatch(engine, config.stall_timeout, logs=sharing is None)
     vllm_model = names[0] if config.metrics_names == "vllm" else None
-    metrics = Metrics(lambda: engine.stats, lambda: engine.info, tally, stall, vllm_model)
+    metrics = Metrics(lambda: engine.stats, lambda: engine.info, tally, stall, vllm_model, lambda: engine.expert_load)
     app.state.context = ServerContext(
         engine=engine,
         config=config,

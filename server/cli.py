@@ -14,9 +14,11 @@ from server import streams
 from server.bench.command import bench
 from server.config import ServerConfig
 from server.errors import SettingError
+from server.experts import experts
 from server.explain import explain
 from server.health import health
 from server.hub import Needs, download
+from server.keys import keys_of
 from server.listener import bind
 from server.model_source import HubModel, check_model_folder, locate_model, served_name
 from server.plan import plan
@@ -26,7 +28,7 @@ from server.version import service_version
 
 PROGRAM = "moe-serve"
 USAGE_ERROR = 2
-COMMANDS = ("bench", "doctor", "explain", "health", "plan")
+COMMANDS = ("bench", "doctor", "experts", "explain", "health", "plan")
 _DESCRIPTION = "Serve a mixture-of-experts model behind the OpenAI HTTP API."
 
 
@@ -111,6 +113,8 @@ def _run_command(name: str, argv: Sequence[str], settings: Mapping[str, Setting]
             from server.doctor.machine import Machine
 
             return doctor(argv, PROGRAM, settings, Machine(environ=environ), tune_cache_folder(environ))
+        case "experts":
+            return experts(argv, PROGRAM, settings, environ)
         case "explain":
             return explain(argv, PROGRAM, settings)
         case "health":
@@ -124,21 +128,6 @@ def all_settings() -> dict[str, Setting]:
     return settings | {"model": dataclasses.replace(settings["model"], kind=str)}
 
 
-def _keys_of(values: Mapping[str, Any]) -> dict[str, str]:
-    """`api_key` with the keys of `api_key_file` added. Raises SettingError if the file holds none."""
-    file = values.get("api_key_file")
-    if file is None:
-        return {}
-    try:
-        lines = Path(file).read_text(encoding="ascii").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingError(f"api_key_file: {file} cannot be read: {error}") from error
-    keys = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
-    if not keys:
-        raise SettingError(f"api_key_file: {file} holds no key: give one a line, or leave the setting out")
-    return {"api_key": ",".join(filter(None, (values.get("api_key"), *keys)))}
-
-
 def make_configs(
     settings: Mapping[str, Setting], values: Mapping[str, Any]
 ) -> tuple[ServerConfig, EngineConfig, Path | HubModel]:
@@ -148,7 +137,7 @@ def make_configs(
     if not values.get("served_model_name"):
         values["served_model_name"] = (served_name(model),)
     try:
-        values |= _keys_of(values)
+        values |= keys_of(values)
         server_config = ServerConfig(**_fields_of(ServerConfig, values))
         engine_config = EngineConfig(**_fields_of(EngineConfig, values))
         if server_config.api_workers > 1 and engine_config.data_parallel_size > 1:

@@ -54,9 +54,9 @@ class ServerConfig:
     admin_key: str | None = setting(
         None,
         "HTTP",
-        "key that /metrics requires instead of the others; opens every route",
+        "key that /metrics and /expert_load require instead of the others; opens every route",
         is_secret=True,
-        default_text="none: /metrics is like other routes",
+        default_text="none: they are like other routes",
     )
     max_requests_per_key: int | None = setting(
         None, "HTTP", "answers that a key may have in flight at once", default_text="no limit", low=1

@@ -8,7 +8,7 @@ from pathlib import Path, PurePath
 from server import streams
 from server.config import ServerConfig
 from server.errors import SettingError
-from server.listener import reachable
+from server.own_service import connect
 from server.settings import Parser, Setting, gather, make_parser
 
 _TIMEOUT_S = 3.0
@@ -38,7 +38,7 @@ def health(
     if address.port == 0:
         raise SettingError("--port: 0 lets the service pick a free port, which is not known here; name one")
     has_tls = values.get("ssl_certfile") is not None
-    status, text = _ask(reachable(address.host), address.port, has_tls=has_tls)
+    status, text = _ask(address.host, address.port, has_tls=has_tls)
     streams.write(sys.stdout, f"{text}\n")  # the exit status is the answer, even if the text cannot be written
     return 0 if status == http.client.OK else 1
 
@@ -54,20 +54,8 @@ def _flags_of(folder: Path, program: str) -> list[str]:
 
 
 def _ask(host: str, port: int, *, has_tls: bool) -> tuple[int, str]:
-    """Status and body, or 0 and why there is no answer. Ignores proxies that the environment names.
-
-    The certificate is not checked: it names the service, not this machine's address.
-    """
-    if has_tls:
-        import ssl  # most services have none
-
-        unchecked = ssl.create_default_context()
-        unchecked.check_hostname, unchecked.verify_mode = False, ssl.CERT_NONE
-        connection: http.client.HTTPConnection = http.client.HTTPSConnection(
-            host, port, timeout=_TIMEOUT_S, context=unchecked
-        )
-    else:
-        connection = http.client.HTTPConnection(host, port, timeout=_TIMEOUT_S)
+    """Status and body, or 0 and why there is no answer."""
+    connection = connect(host, port, has_tls=has_tls, timeout_s=_TIMEOUT_S)
     try:
         connection.request("GET", "/health/live")
         answer = connection.getresponse()

@@ -10,14 +10,16 @@ A key travels as `Authorization: Bearer KEY` or, as Anthropic's clients send it,
 import hashlib
 import hmac
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from starlette.datastructures import Headers
 
-from server.errors import BadRequest, Forbidden, Unauthorized
+from server.errors import BadRequest, Forbidden, SettingError, Unauthorized
 
 OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready"})
-ADMIN_PATHS = frozenset({"/metrics"})
+ADMIN_PATHS = frozenset({"/metrics", "/expert_load"})
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
@@ -56,6 +58,21 @@ def key_of(headers: Headers) -> str:
     """The key that a request carries; empty if none."""
     scheme, _, bearer = headers.get("authorization", "").partition(" ")
     return bearer.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "").strip()
+
+
+def keys_of(values: Mapping[str, Any]) -> dict[str, str]:
+    """`api_key` with the keys of `api_key_file` added. Raises SettingError if the file holds none."""
+    file = values.get("api_key_file")
+    if file is None:
+        return {}
+    try:
+        lines = Path(file).read_text(encoding="ascii").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingError(f"api_key_file: {file} cannot be read: {error}") from error
+    keys = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+    if not keys:
+        raise SettingError(f"api_key_file: {file} holds no key: give one a line, or leave the setting out")
+    return {"api_key": ",".join(filter(None, (values.get("api_key"), *keys)))}
 
 
 def _digest(key: str) -> bytes:

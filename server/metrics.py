@@ -6,7 +6,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from engine.types import EngineInfo, EngineStats
+from engine.types import EngineInfo, EngineStats, ExpertLoad
+from server.expert_metrics import ExpertCollector
 from server.series import Counter, Histogram, families
 from server.stall import StallReason, StallWatch
 from server.tally import Gauge, Tally
@@ -31,6 +32,7 @@ class Metrics:
         tally: Tally,
         stall: StallWatch | None = None,
         vllm_model: str | None = None,
+        expert_load: Callable[[], ExpertLoad | None] = lambda: None,
     ) -> None:
         """`vllm_model`: also show vLLM's names, with this name of the model for the engine's numbers."""
 
@@ -66,7 +68,7 @@ class Metrics:
         collectors: list[Collector] = [_HttpCollector(metrics, tally), _EngineCollector(engine_stats)]
         if vllm_model is not None:
             collectors.append(VllmNames(tuple(collectors), vllm_model))
-        collectors.append(_InfoCollector(engine_info))
+        collectors += [_InfoCollector(engine_info), ExpertCollector(_PREFIX, expert_load)]
         if stall is not None:
             collectors.append(_StallCollector(stall))
         self._registry = CollectorRegistry()

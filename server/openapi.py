@@ -38,6 +38,8 @@ _ERRORS = {
 }
 ANY = (401, 500)
 """Errors of every route."""
+FOR_OPERATORS = (401, 403, 500)
+"""Errors of a route that may need the admin key."""
 TAKES_A_BODY = (400, 401, 404, 408, 413, 429, 500)
 GENERATES = (*TAKES_A_BODY, 503)
 
@@ -77,7 +79,7 @@ def describe_health(answer: Any) -> dict[str, Any]:
 
 def describe_text(media_type: str) -> dict[str, Any]:
     """The same for a route whose answer is text, and which may need the admin key."""
-    described = describe(str, errors=(401, 403, 500))
+    described = describe(str, errors=FOR_OPERATORS)
     content = {media_type: {"schema": {"type": "string"}}}
     return {**described, "responses": {**described["responses"], 200: {"content": content, "description": "The text"}}}
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
-from engine.types import EngineInfo, EngineOutput, EngineRequest, EngineStats
+from engine.types import EngineInfo, EngineOutput, EngineRequest, EngineStats, ExpertLoad
 from loaders.phases import StartProgress
 
 
@@ -31,6 +31,10 @@ class Engine(Protocol):
     @property
     def stats(self) -> EngineStats | None:
         """The last snapshot."""
+
+    @property
+    def expert_load(self) -> ExpertLoad | None:
+        """Tokens by expert, the last ones sent; None if they are not counted."""
 
     @property
     def start_progress(self) -> StartProgress | None:

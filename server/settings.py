@@ -148,7 +148,7 @@ def make_parser(settings: Mapping[str, Setting], program: str, description: str)
     """A parser with a flag for every setting, grouped; flags that are not given leave no trace in its result."""
     parser = Parser(
         prog=program,
-        usage="%(prog)s [flags], or %(prog)s bench, doctor, explain, health or plan with --help",
+        usage="%(prog)s [flags], or %(prog)s bench, doctor, experts, explain, health or plan with --help",
         description=description,
         epilog=f"Every flag is also a variable ({PREFIX}MAX_NUM_SEQS for --max-num-seqs) and a key of the --config "
         "file (max_num_seqs). A flag beats a variable, a variable beats the file.",

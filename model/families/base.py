@@ -1,7 +1,7 @@
 """What a family must provide for `model.load` to build it: checked config, tensor specs, and readers for its layers."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -89,8 +89,13 @@ class Family(ABC):
         """Read and build a layer's attention: the heads of one rank of `tp`, whose outputs are summed over all."""
 
     @abstractmethod
-    def read_experts(self, reader: WeightReader, layer: int, place: RankPlace) -> ExpertWeights:
-        """Canonical experts of a MoE layer that one rank holds, where the source keeps them."""
+    def read_experts(
+        self, reader: WeightReader, layer: int, place: RankPlace, held: Sequence[int] | None = None
+    ) -> ExpertWeights:
+        """Canonical experts of a MoE layer that one rank holds, where the source keeps them.
+
+        `held`: their numbers in the order of the rank's slots; None for its part of all.
+        """
 
     @abstractmethod
     def read_moe_parts(self, reader: WeightReader, layer: int) -> MoeParts:

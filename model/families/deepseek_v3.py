@@ -5,7 +5,7 @@ the query and that of values into the output, for prefill as for decode, so ther
 expand. Shape letters: T tokens, H heads, N nope dims, P rope dims, V value dims, C latent dims, Q query latent dims.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -276,9 +276,11 @@ class DeepseekV3Family(Family):
             out=Linear(reader.linear(f"{prefix}.o_proj", self._out_split), sums_over=tp),
         )
 
-    def read_experts(self, reader: WeightReader, layer: int, place: RankPlace) -> ExpertWeights:
+    def read_experts(
+        self, reader: WeightReader, layer: int, place: RankPlace, held: Sequence[int] | None = None
+    ) -> ExpertWeights:
         """Whatever format the files have."""
-        return read_split_experts(reader.source, f"model.layers.{layer}.mlp.experts", self.moe.shape, place)
+        return read_split_experts(reader.source, f"model.layers.{layer}.mlp.experts", self.moe.shape, place, held=held)
 
     def read_moe_parts(self, reader: WeightReader, layer: int) -> MoeParts:
         """Gate and correction bias in fp32; shared experts are one dense MLP, whose part of a sum is left as it is."""

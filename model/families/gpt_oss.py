@@ -3,7 +3,7 @@
 Shape letters: T tokens, H query heads, G KV heads, D head dim.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -197,9 +197,13 @@ class GptOssFamily(Family):
             sinks_H=reader.entries(f"{prefix}.sinks"),
         )
 
-    def read_experts(self, reader: WeightReader, layer: int, place: RankPlace) -> ExpertWeights:
+    def read_experts(
+        self, reader: WeightReader, layer: int, place: RankPlace, held: Sequence[int] | None = None
+    ) -> ExpertWeights:
         """MXFP4 or bf16, de-interleaved by the loader."""
-        return read_gpt_oss_experts(reader.source, f"model.layers.{layer}.mlp.experts", self.moe.shape, place)
+        return read_gpt_oss_experts(
+            reader.source, f"model.layers.{layer}.mlp.experts", self.moe.shape, place, held=held
+        )
 
     def read_moe_parts(self, reader: WeightReader, layer: int) -> MoeParts:
         """The router has a bias; there are no shared experts."""

@@ -24,6 +24,9 @@ class Linear(Protocol):
     def __call__(self, x_RK: torch.Tensor) -> torch.Tensor:
         """[R, N]."""
 
+    def parts(self) -> list[torch.Tensor]:
+        """Weight [N, K] and, if there is one, bias [N], from which `make_linear` makes the same function."""
+
 
 def make_linear(weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> Linear:
     """The fastest exact form for this device and dtype; weight and bias share one dtype."""
@@ -58,6 +61,11 @@ class PackedLinear:
             return torch.fbgemm_linear_fp16_weight_fp32_activation(x_RK, self._few_rows, self._bias_N)
         result: torch.Tensor = torch.ops.quantized.linear_dynamic_fp16.default(x_RK, self._many_rows)
         return result
+
+    def parts(self) -> list[torch.Tensor]:
+        """Unpacked: fp32 of fp16 numbers, which pack to the same bits."""
+        weight_NK, _ = torch.ops.quantized.linear_unpack_fp16(self._many_rows)
+        return [weight_NK] if self._bias_N is None else [weight_NK, self._bias_N]
 
 
 def _pack_quietly(weight_NK: torch.Tensor) -> torch.Tensor:
@@ -95,3 +103,7 @@ class DenseLinear:
         else:
             y_NR = torch.addmm(self._bias_N1, self._weight_NK, x_KR)
         return y_NR.t()[:num_rows]
+
+    def parts(self) -> list[torch.Tensor]:
+        """As they are."""
+        return [self._weight_NK] if self._bias_N is None else [self._weight_NK, self._bias_N]

@@ -11,6 +11,7 @@ import torch
 
 from moe.config import DispatchFormat, MoeA2ABackend
 from moe.errors import TransportStateError, UnsupportedPathError
+from moe.overlap import DownGemmOverlap
 from moe.packages import not_installed
 from moe.routing import TopKOutput
 from moe.types import DispatchOutput
@@ -54,6 +55,16 @@ class Dispatcher(Exchange[Out, In_contra], Protocol[Out, In_contra]):
 
         All ranks call it together, outside of captures, before each capture and each replay.
         """
+
+
+class OverlappingDispatcher(Dispatcher[Out, In_contra], Protocol[Out, In_contra]):
+    """A dispatcher whose combine may run beside the experts' second GEMM."""
+
+    def begin_overlap(self, dispatched: Out) -> DownGemmOverlap | None:
+        """Arguments of the runner for these tokens; None where their combine has to wait for the experts."""
+
+    def combine(self, result: In_contra, overlap: DownGemmOverlap | None = None) -> torch.Tensor:
+        """[T, H]; `overlap`: what the experts ran with."""
 
 
 AnyExchange = Exchange[Any, Any]  # records of one transport go back to it, so callers need not know their types

@@ -14,6 +14,7 @@ import torch
 
 from moe.config import DispatchDtype, DispatchFormat, MoeA2ABackend
 from moe.dispatch.base import InFlight, accepted, ids_and_weights, load_library, pad_columns
+from moe.dispatch.beside_gemm import CombineBesideGemm
 from moe.dispatch.deepep_settings import (
     QUEUE_DEPTH_VARIABLE,
     DeepepMode,
@@ -29,6 +30,7 @@ from moe.dispatch.deepep_settings import (
 )
 from moe.errors import MoeConfigError, TransportStateError, UnsupportedPathError
 from moe.formats.token_groups import quantize_token_groups
+from moe.overlap import DownGemmOverlap
 from moe.routing import TopKOutput
 from moe.types import DeepepLlDispatchOutput, DeepepNormalDispatchOutput, RowsCombineInput
 
@@ -158,12 +160,14 @@ class DeepepBuffer:
         return received, masked_m, handle
 
     def low_latency_combine(
-        self, x_EMH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, handle: Any
+        self, x_EMH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, handle: Any, **options: Any
     ) -> torch.Tensor:
         """Send the results, and wait for the sums [T, H]."""
         out_TH: torch.Tensor
         with self._counted():
-            out_TH, _, hook = self.raw.low_latency_combine(x_EMH, ids_TK, weights_TK, handle, return_recv_hook=True)
+            out_TH, _, hook = self.raw.low_latency_combine(
+                x_EMH, ids_TK, weights_TK, handle, return_recv_hook=True, **options
+            )
             hook()
         return out_TH
 
@@ -182,8 +186,12 @@ class DeepepDispatcher:
         *,
         expert_alignment: int = 1,
         input_multiplier: torch.Tensor | None = None,
+        beside_gemm: CombineBesideGemm | None = None,
     ) -> None:
-        """`input_multiplier`: reciprocal of the layer's static input scale, fp32 [1]; needed to dispatch NVFP4."""
+        """`input_multiplier`: reciprocal of the layer's static input scale, fp32 [1]; needed to dispatch NVFP4.
+
+        `beside_gemm`: lets a low-latency combine run beside the experts' second GEMM.
+        """
         if dispatch_dtype is DispatchDtype.NVFP4:
             if buffer.settings.mode is not DeepepMode.LOW_LATENCY or not buffer.can_send_nvfp4:
                 raise UnsupportedPathError(
@@ -199,6 +207,7 @@ class DeepepDispatcher:
         self.dispatch_dtype = dispatch_dtype
         self._expert_alignment = expert_alignment
         self._input_multiplier = input_multiplier
+        self._beside_gemm = beside_gemm
 
     def dispatch(
         self, hidden_states_TH: torch.Tensor, topk_output: TopKOutput, *, is_decode: bool = False
@@ -210,10 +219,21 @@ class DeepepDispatcher:
             return self._dispatch_low_latency(hidden_states_TH, ids_TK, weights_TK)
         return self._dispatch_normal(hidden_states_TH, ids_TK, weights_TK)
 
-    def combine(self, result: RowsCombineInput) -> torch.Tensor:
-        """[T, H] of this rank's tokens, complete."""
+    def begin_overlap(
+        self, dispatched: DeepepNormalDispatchOutput | DeepepLlDispatchOutput
+    ) -> DownGemmOverlap | None:  # fmt: skip
+        """Arguments of the runner with which `combine` may run beside its second GEMM; None where it may not."""
+        if self._beside_gemm is None or not isinstance(dispatched, DeepepLlDispatchOutput):
+            return None
+        return self._beside_gemm.begin(dispatched.masked_m, dispatched.hidden_states)
+
+    def combine(self, result: RowsCombineInput, overlap: DownGemmOverlap | None = None) -> torch.Tensor:
+        """[T, H] of this rank's tokens, complete. `overlap`: what the experts ran with."""
         if result.format is DispatchFormat.DEEPEP_LL:
-            return self._combine_low_latency(result)
+            if overlap is None or self._beside_gemm is None:
+                return self._combine_low_latency(result)
+            with self._beside_gemm.running(overlap) as options:
+                return self._combine_low_latency(result, **options)
         handle = self.buffer.in_flight.take(result.topk_ids)
         out_TH, _, _ = self.buffer.raw.combine(result.hidden_states, handle)
         self.buffer.after_normal()
@@ -310,11 +330,11 @@ class DeepepDispatcher:
             raise UnsupportedPathError("this transport cannot send power-of-two scales, which deep_gemm needs on SM100")
         return {"use_fp8": True, **known}
 
-    def _combine_low_latency(self, result: RowsCombineInput) -> torch.Tensor:
+    def _combine_low_latency(self, result: RowsCombineInput, **options: Any) -> torch.Tensor:
         handle = self.buffer.in_flight.take(result.topk_ids)
         hidden_size = result.hidden_states.shape[-1]
         rows_EMH = _widen(result.hidden_states, ll_hidden_size(hidden_size))
-        out_TH = self.buffer.low_latency_combine(rows_EMH, result.topk_ids, result.topk_weights, handle)
+        out_TH = self.buffer.low_latency_combine(rows_EMH, result.topk_ids, result.topk_weights, handle, **options)
         return out_TH[:, :hidden_size]
 
 

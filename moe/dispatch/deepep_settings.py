@@ -54,11 +54,14 @@ class DeepepMode(enum.StrEnum):
 class DeepepSettings:
     """Settings of DeepEP. `max_dispatch_tokens`: the most tokens that one rank sends in a low-latency step.
 
+    `overlaps_down_gemm`: in low latency, a layer's combine runs beside the experts' second GEMM.
+
     `check_deepep` checks the limits when a transport is built. Without a transport the settings have no effect.
     """
 
     mode: DeepepMode = DeepepMode.AUTO
     max_dispatch_tokens: int = 128
+    overlaps_down_gemm: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from moe.config import DispatchDtype, DispatchFormat, MoeA2ABackend, MoeRunnerConfig
+from moe.device import num_processors
 from moe.dispatch.base import AnyDispatcher
+from moe.dispatch.beside_gemm import CombineBesideGemm
 from moe.dispatch.deepep import DeepepBuffer, DeepepDispatcher
 from moe.dispatch.deepep_settings import DeepepMode, DeepepSettings, EpShape
 from moe.dispatch.flashinfer import FlashinferDispatcher, build_alltoall
@@ -22,12 +24,14 @@ from moe.dispatch.standard import Reduce, StandardDispatcher
 from moe.errors import MoeConfigError
 from moe.formats.fp8 import E4M3, device_e4m3
 from moe.group import SINGLE_RANK, Group, TorchGroup
+from moe.overlap import SideStream, SignalKind
 from moe.topology import Topology
 from moe.types import Quantize
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+_SMS = 132  # where an emulated library runs on a CPU
 _LOW_LATENCY_BUFFERS = {
     MoeA2ABackend.DEEPEP: DeepepBuffer,
     MoeA2ABackend.MOONCAKE: MooncakeBuffer,
@@ -37,12 +41,16 @@ _LOW_LATENCY_BUFFERS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DispatchSpec:
-    """How one layer's tokens are dispatched. `input_scale` is the layer's static one; for the others see `Backend`."""
+    """How one layer's tokens are dispatched. `input_scale` is the layer's static one; for the others see `Backend`.
+
+    `signals`: what the experts' second GEMM signals, where the combine runs beside it.
+    """
 
     dispatch_dtype: DispatchDtype
     expert_alignment: int = 1
     input_scale: float | None = None
     quantize: Quantize | None = None
+    signals: SignalKind | None = None
 
 
 class Transport(Protocol):
@@ -164,6 +172,7 @@ class DeepepTransport:
     def __init__(self, buffer: DeepepBuffer, device: torch.device) -> None:
         self._buffer = buffer
         self._device = device
+        self._side = SideStream(device)
 
     @property
     def can_send_nvfp4(self) -> bool:
@@ -178,6 +187,15 @@ class DeepepTransport:
             layer.dispatch_dtype,
             expert_alignment=layer.expert_alignment,
             input_multiplier=multiplier,
+            beside_gemm=self._beside_gemm(layer.signals),
+        )
+
+    def _beside_gemm(self, signals: SignalKind | None) -> CombineBesideGemm | None:
+        if signals is None:
+            return None
+        combine = self._buffer.raw.low_latency_combine
+        return CombineBesideGemm(
+            combine, signals, self._buffer.shape.hidden_size, self._side, num_processors(self._device, _SMS)
         )
 
 

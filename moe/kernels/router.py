@@ -19,6 +19,8 @@ from moe.config import RoutingConfig, RoutingMethod
 from moe.kernels.arrivals import counters, is_last_to_arrive
 from moe.kernels.compile_ahead import launch
 from moe.kernels.pdl import pdl_options
+from moe.kernels.replicas import place, table_arguments
+from moe.replicas import NO_TABLES, ExpertTables
 from moe.routing import StandardTopK
 
 _FEW_BLOCK_T = 16
@@ -78,14 +80,16 @@ def _mask_groups(ranks_TE, E: tl.constexpr, G: tl.constexpr, KEPT: tl.constexpr,
 
 @triton.jit
 def _choose(
-    logits_TE, bias_ptr, correction_ptr, ids_ptr, weights_ptr, t, num_tokens, factor,
+    logits_TE, bias_ptr, correction_ptr, ids_ptr, weights_ptr, counts_ptr, table_ptr, live_ptr,
+    t, num_tokens, first_token, factor,
     E: tl.constexpr, E_PAD: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr, G: tl.constexpr, KEPT: tl.constexpr,
     BLOCK_T: tl.constexpr, IS_SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_CORRECTION: tl.constexpr, ROUND_TO_BF16: tl.constexpr,
+    COUNTS: tl.constexpr, HAS_LIVE: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
-    """Write the ids of the K largest logits or corrected scores (ties to the lowest id), and their weights.
+    """Write the ids of the K largest logits or corrected scores (ties to the lowest id), or their slots; their weights.
 
-    ROUND_TO_BF16: the logits are rounded before.
+    ROUND_TO_BF16: the logits are rounded before. The last three constants are those of `replicas.place`.
     """
     e = tl.arange(0, E_PAD)
     k = tl.arange(0, K_PAD)
@@ -120,17 +124,23 @@ def _choose(
         weights_TK = weights_TK / tl.sum(weights_TK, 1)[:, None]
     out = t[:, None] * K + k[None, :]
     mask_TK = (t < num_tokens)[:, None] & (k < K)[None, :]
+    if COUNTS or PLACES:
+        t_TK = t[:, None] + tl.zeros_like(ids_TK)
+        ids_TK = place(
+            ids_TK, t_TK, mask_TK, counts_ptr, table_ptr, live_ptr, first_token, E, COUNTS, HAS_LIVE, PLACES
+        )  # fmt: skip
     tl.store(ids_ptr + out, ids_TK, mask=mask_TK)
     tl.store(weights_ptr + out, weights_TK * factor, mask=mask_TK)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_parts"])
+@triton.jit(do_not_specialize=["num_tokens", "num_parts", "first_token"])
 def _route(
     x_ptr, weight_ptr, bias_ptr, correction_ptr, parts_ptr, arrived_ptr, ids_ptr, weights_ptr,
-    num_tokens, num_parts, x_stride, factor,
+    num_tokens, num_parts, first_token, x_stride, factor, counts_ptr, table_ptr, live_ptr,
     H: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr,
     G: tl.constexpr, KEPT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, IS_SIGMOID: tl.constexpr,
     NORMALIZE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_CORRECTION: tl.constexpr, ROUND_TO_BF16: tl.constexpr,
+    COUNTS: tl.constexpr, HAS_LIVE: tl.constexpr, PLACES: tl.constexpr,
     IS_SPLIT: tl.constexpr, USE_PDL: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """Logits of BLOCK_T tokens, then their experts. Grid: (blocks of T, S).
@@ -159,8 +169,10 @@ def _route(
         logits_TE = tl.dot(x_TH, w_HE, logits_TE, input_precision="ieee")
     if not IS_SPLIT:
         _choose(
-            logits_TE, bias_ptr, correction_ptr, ids_ptr, weights_ptr, t, num_tokens, factor,
+            logits_TE, bias_ptr, correction_ptr, ids_ptr, weights_ptr, counts_ptr, table_ptr, live_ptr,
+            t, num_tokens, first_token, factor,
             E, E_PAD, K, K_PAD, G, KEPT, BLOCK_T, IS_SIGMOID, NORMALIZE, HAS_BIAS, HAS_CORRECTION, ROUND_TO_BF16,
+            COUNTS, HAS_LIVE, PLACES,
         )  # fmt: skip
     else:
         mask_TE = is_token_T[:, None] & (e < E)[None, :]
@@ -174,8 +186,10 @@ def _route(
                     mask=mask_TE & (other < num_parts), other=0.0, cache_modifier=".cg",
                 )  # fmt: skip
             _choose(
-                logits_TE, bias_ptr, correction_ptr, ids_ptr, weights_ptr, t, num_tokens, factor,
+                logits_TE, bias_ptr, correction_ptr, ids_ptr, weights_ptr, counts_ptr, table_ptr, live_ptr,
+                t, num_tokens, first_token, factor,
                 E, E_PAD, K, K_PAD, G, KEPT, BLOCK_T, IS_SIGMOID, NORMALIZE, HAS_BIAS, HAS_CORRECTION, ROUND_TO_BF16,
+                COUNTS, HAS_LIVE, PLACES,
             )  # fmt: skip
 
 
@@ -200,10 +214,14 @@ def route(
     correction_bias_E: torch.Tensor | None = None,
     *,
     logits_dtype: torch.dtype = torch.float32,
+    tables: ExpertTables = NO_TABLES,
+    num_live: torch.Tensor | None = None,
+    first_token: int = 0,
 ) -> StandardTopK:
     """`moe.routing.route` of `x @ weight.T + bias` in `logits_dtype`, fp32 or bf16, for rules that `can_route` accepts.
 
-    x and weight are bf16, their products are summed in fp32 whatever the dtype of the logits. Biases are fp32.
+    x and weight are bf16, their products are summed in fp32 whatever the dtype of the logits. Biases are fp32. The last
+    three arguments are those of `moe.replicas.count_and_place`, which the same kernel does.
     """
     num_tokens, hidden = x_TH.shape
     num_experts = config.num_experts
@@ -222,13 +240,13 @@ def route(
     launch(_route, (num_blocks, num_parts))(
         x_TH, weight_EH, weights_TK if bias_E is None else bias_E,
         weights_TK if correction_bias_E is None else correction_bias_E, parts, counters(x_TH.device, "router"),
-        ids_TK, weights_TK, num_tokens, num_parts, x_TH.stride(0), config.routed_scaling_factor,
+        ids_TK, weights_TK, num_tokens, num_parts, first_token, x_TH.stride(0), config.routed_scaling_factor,
         H=hidden, E=num_experts, E_PAD=max(_FEWEST_EXPERTS, triton.next_power_of_2(num_experts)), K=config.top_k,
         K_PAD=triton.next_power_of_2(config.top_k), G=config.num_groups if is_sigmoid else 1,
         KEPT=config.num_kept_groups, BLOCK_T=block_t, BLOCK_H=tile.block_h, IS_SIGMOID=is_sigmoid,
         NORMALIZE=config.normalize, HAS_BIAS=bias_E is not None, HAS_CORRECTION=correction_bias_E is not None,
         ROUND_TO_BF16=logits_dtype is torch.bfloat16, IS_SPLIT=is_split,
         INTERPRET=bool(triton.knobs.runtime.interpret), num_warps=tile.num_warps, num_stages=tile.num_stages,
-        **pdl_options(x_TH.device),
+        **pdl_options(x_TH.device), **table_arguments(tables, num_live, ids_TK),
     )  # fmt: skip
     return StandardTopK(weights_TK, ids_TK)

@@ -1,4 +1,4 @@
-"""For operators: /health/live, /health/ready (alias /health), /metrics, /version."""
+"""For operators: /health/live, /health/ready (alias /health), /metrics, /expert_load, /version."""
 
 from typing import Any
 
@@ -8,11 +8,12 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
 
+from engine.expert_file import FORMAT, record_of
 from loaders.phases import StartProgress
 from server.context import ServerContext
-from server.openapi import describe, describe_health, describe_text
+from server.openapi import FOR_OPERATORS, describe, describe_health, describe_text
 from server.respond import json_response
-from server.schema.operations import Liveness, Readiness, Version
+from server.schema.operations import ExpertTokens, Liveness, Readiness, Version
 from server.version import service_version
 
 _GIB = 2**30
@@ -74,6 +75,16 @@ async def metrics(request: Request) -> Response:
     """Prometheus exposition."""
     context: ServerContext = request.app.state.context
     return Response(context.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+
+@router.get("/expert_load", **describe(ExpertTokens, errors=FOR_OPERATORS))
+async def expert_load(request: Request) -> Response:
+    """Tokens of every expert since the start, no layers if they are not counted; what --eplb-load reads."""
+    context: ServerContext = request.app.state.context
+    load = context.engine.expert_load
+    if load is None:
+        return json_response({"format": FORMAT, "models": context.served_names, "layers": []})
+    return json_response(msgspec.to_builtins(record_of(load, list(context.served_names))))
 
 
 @router.get("/version", **describe(Version))

@@ -103,6 +103,21 @@ class Readiness(TypedDict):
     phases: list[PhaseTime]
 
 
+class LayerTokens(TypedDict):
+    """Tokens of each expert of the MoE layer with this number in the model."""
+
+    layer: int
+    tokens: list[int]
+
+
+class ExpertTokens(TypedDict):
+    """Tokens of every expert since the start; no layers if the service does not count them."""
+
+    format: str
+    models: list[str]
+    layers: list[LayerTokens]
+
+
 class Version(TypedDict):
     """Version of this service."""
 

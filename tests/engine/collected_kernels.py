@@ -16,6 +16,7 @@ import triton
 
 from engine import gpu_sampler, load, runner
 from engine.config import EngineConfig
+from engine.model_settings import make_kv_layout
 from engine.warm_up import run_prompt, run_step_sizes
 from model import moe_build
 from model.attention import triton as _attention  # noqa: F401 - a kernel is interpreted if INTERPRET is set by now
@@ -69,7 +70,7 @@ def warm_up(keys: Keys) -> dict[str, list[str]]:
         model = build_model(MODEL, settings)
     assert model.can_compile_ahead
     config = EngineConfig(model=MODEL, max_num_seqs=16, max_num_batched_tokens=STEP_TOKENS, num_pages=64)
-    layout = load.make_kv_layout(config, model.kv_specs, model.dtype)
+    layout = make_kv_layout(config, model.kv_specs, model.dtype)
 
     def make_runner(num_pages: int) -> runner.ModelRunner:
         return runner.ModelRunner(

@@ -66,6 +66,9 @@ class ScriptedCore:
     def describe(self):
         return f"{len(self.requests)} requests run"
 
+    def expert_load(self):
+        """Nothing is counted."""
+
     def stats(self):
         return EngineStats(
             num_running=len(self.requests),

@@ -168,7 +168,7 @@ def test_pages_are_what_is_left():
 
 def test_the_engine_refuses_weights_that_cannot_fit_before_it_reads_them(monkeypatch):
     """On a GPU of 16 MiB; `build_model` must not be reached."""
-    monkeypatch.setattr(load, "_choose_device", lambda _name: torch.device("cuda"))
+    monkeypatch.setattr(load, "choose_device", lambda _name: torch.device("cuda"))
     monkeypatch.setattr("model.registry.build_model", lambda *_args, **_rest: pytest.fail("the model was loaded"))
     settings = ModelSettings(device=torch.device("cpu"))
     sizes = measure_model(ASSETS, settings)

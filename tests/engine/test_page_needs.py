@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from engine.config import EngineConfig
 from engine.kv_cache import GIB, KvLayout, choose_cpu_pages
-from engine.load import load_engine, make_kv_layout, make_model_settings, max_step_tokens
+from engine.load import load_engine
+from engine.model_settings import make_kv_layout, make_model_settings, max_step_tokens
 from engine.page_needs import PageNeeds
 from model.batch import KvLayerSpec
 from model.sizes import measure_model

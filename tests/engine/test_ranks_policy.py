@@ -17,8 +17,8 @@ from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.cuda_graphs import DecodeGraphs, GraphSettings
 from engine.errors import EngineConfigError
-from engine.load import rank_device_name
 from engine.messages import EXIT_FAILED, Beat, Failed, RankSetup, new_address
+from engine.model_settings import rank_device_name
 from engine.rank_client import RankedEngineClient
 from engine.rank_links import connect_store
 from engine.rank_watch import RankWatch

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from engine import load
+from engine import load, model_settings
 from engine.batching import make_step
 from engine.config import EngineConfig
 from engine.core import EngineCore
@@ -159,12 +159,12 @@ def test_another_gpu_than_the_first_becomes_the_current_one(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
-    assert load._choose_device("cuda:1") == torch.device("cuda:1")
-    assert load._choose_device("cuda") == torch.device("cuda")
-    assert load._choose_device("cpu") == torch.device("cpu")
+    assert model_settings.choose_device("cuda:1") == torch.device("cuda:1")
+    assert model_settings.choose_device("cuda") == torch.device("cuda")
+    assert model_settings.choose_device("cpu") == torch.device("cpu")
     assert current == [torch.device("cuda:1")]
     with pytest.raises(EngineConfigError, match="device is 'cuda:2': torch finds 2 CUDA devices"):
-        load._choose_device("cuda:2")
+        model_settings.choose_device("cuda:2")
 
 
 @rows("field, value", ("moe_backend", "magic"), ("moe_a2a_backend", "pigeon"))

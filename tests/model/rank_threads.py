@@ -15,7 +15,7 @@ from model.load import load_model
 from model.parallel import ParallelLayout
 from model.registry import make_family
 from moe.dispatch import transport
-from moe.group import SINGLE_RANK, RankGroups
+from moe.group import SINGLE_RANK, Parcel, RankGroups
 from tests.emulators.ranks import Rank, RankGroup, run_ranks
 
 T = TypeVar("T")
@@ -48,6 +48,13 @@ class ThreadGroup:
         assert x.shape[0] % self.size == 0
         total: torch.Tensor = sum(self._meet("reduce_scatter", x))  # type: ignore[assignment]
         return total.chunk(self.size)[self.rank] if x.shape[0] else total
+
+    def exchange(self, sends: list[Parcel], receives: list[Parcel]) -> None:
+        everybody = self._rank.exchange([(rank, tensor.clone()) for rank, tensor in sends])
+        arriving = {peer: [tensor for rank, tensor in own if rank == self.rank] for peer, own in enumerate(everybody)}
+        for peer, tensor in receives:
+            tensor.copy_(arriving[peer].pop(0))
+        assert not any(arriving.values()), "a parcel that nobody expects"
 
     def max(self, values: list[float]) -> list[float]:
         return [max(column) for column in zip(*self._rank.exchange(values), strict=True)]

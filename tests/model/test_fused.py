@@ -34,7 +34,8 @@ KERNELS = {
                 "H": 2880, "E": 32, "E_PAD": 32, "K": 4, "K_PAD": 4, "G": 1, "KEPT": 1,
                 "BLOCK_T": 16 if parts == "parts" else 64, "BLOCK_H": 64, "IS_SIGMOID": False, "NORMALIZE": True,
                 "HAS_BIAS": True, "HAS_CORRECTION": False, "ROUND_TO_BF16": name == "bf16",
-                "IS_SPLIT": parts == "parts", "USE_PDL": False, "INTERPRET": False,
+                "IS_SPLIT": parts == "parts",
+                **dict.fromkeys(("COUNTS", "HAS_LIVE", "PLACES"), name == "bf16"), "USE_PDL": False, "INTERPRET": False,
             },
         )
         for name, parts in (("fp32", "parts"), ("bf16", "one"))
@@ -54,6 +55,10 @@ KERNELS = {
         },
     ),
 }  # fmt: skip
+INTEGERS = {
+    "ids_ptr": "*i32", "arrived_ptr": "*i32", "slots_ptr": "*i64", "counts_ptr": "*i64", "table_ptr": "*i32",
+    "live_ptr": "*i32",
+}  # fmt: skip
 FP32 = {"parts_ptr", "bias_ptr", "weights_ptr", "rotation_ptr"}
 
 
@@ -61,7 +66,9 @@ FP32 = {"parts_ptr", "bias_ptr", "weights_ptr", "rotation_ptr"}
 def test_kernels_compile(arch: int) -> None:
     for name, (kernel, constants) in KERNELS.items():
         names = [each for each in inspect.signature(kernel.fn).parameters if each.endswith("_ptr")]
-        pointers = {"ids_ptr": "*i32", "arrived_ptr": "*i32", "slots_ptr": "*i64"} | dict.fromkeys(FP32, "*fp32")
+        pointers = (
+            {"ids_ptr": "*i32", "arrived_ptr": "*i32", "slots_ptr": "*i64"} | INTEGERS | dict.fromkeys(FP32, "*fp32")
+        )
         if name == "norm":
             pointers["weight_ptr"] = "*fp32"
         options = constants

@@ -131,7 +131,7 @@ class FakeRouter:
 
     def route(
         self, x: torch.Tensor, weight: torch.Tensor, bias: Any, config: RoutingConfig, correction: torch.Tensor | None,
-        *, logits_dtype: torch.dtype,
+        *, logits_dtype: torch.dtype, **counting: Any,
     ) -> StandardTopK:  # fmt: skip
         assert weight.dtype == torch.bfloat16
         assert logits_dtype == torch.float32

@@ -53,6 +53,8 @@ class FakeEngine:
     running: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     aborted: list[str] = field(default_factory=list)
 
+    expert_load = None
+
     @property
     def info(self) -> EngineInfo | None:
         if not self.ready:

@@ -7,7 +7,7 @@ Shape letters: E local experts, M rows per expert, R rows, H hidden, I intermedi
 
 import dataclasses
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType, ModuleType
 
@@ -26,6 +26,7 @@ from moe.layouts.deep_gemm import (
     swiglu_reference,
     weight_scales,
 )
+from moe.overlap import DownGemmOverlap, SignalKind, takes
 from moe.packages import not_installed
 from moe.registry import register_backend, register_runner_core
 from moe.topology import Topology
@@ -51,6 +52,8 @@ class DeepGemmKernels:
     masked: Callable[..., object]
     contiguous: Callable[..., object]
     swiglu: Swiglu
+    get_num_sms: Callable[[], int] | None = None
+    set_num_sms: Callable[[int], None] | None = None
 
     @classmethod
     def resolve(cls, device: torch.device) -> "DeepGemmKernels":
@@ -62,8 +65,36 @@ class DeepGemmKernels:
         library = importlib.import_module("deep_gemm")
         return cls(
             masked=_first_of(library, MASKED_NAMES), contiguous=_first_of(library, CONTIGUOUS_NAMES),
-            swiglu=_swiglu_for(device),
+            swiglu=_swiglu_for(device), get_num_sms=getattr(library, "get_num_sms", None),
+            set_num_sms=getattr(library, "set_num_sms", None),
         )  # fmt: skip
+
+    def limits(self) -> tuple[Callable[[], int], Callable[[int], None]]:
+        """The library's functions that read and set the processors of a GEMM, of a release that can also signal.
+
+        Raises:
+            UnsupportedPathError: the installed release cannot.
+        """
+        if self.get_num_sms is None or self.set_num_sms is None or not takes(self.masked, "enable_overlap", "signal"):
+            raise UnsupportedPathError(
+                f"--moe-backend {NAME}: the masked GEMM of the installed deep_gemm has no arguments enable_overlap and "
+                "signal: install a release that has them, or leave enable_single_batch_overlap off"
+            )
+        return self.get_num_sms, self.set_num_sms
+
+    def masked_beside_combine(self, overlap: DownGemmOverlap, *arguments: object) -> None:
+        """The masked GEMM on some of the processors; it signals each tile of rows that is written."""
+        get_num_sms, set_num_sms = self.limits()
+        num_sms = get_num_sms()
+        set_num_sms(overlap.num_sms)
+        try:
+            overlap.start()
+            tiles = self.masked(*arguments, enable_overlap=True, signal=overlap.signals)
+        finally:
+            set_num_sms(num_sms)
+        if not isinstance(tiles, tuple):
+            raise UnsupportedPathError(f"--moe-backend {NAME}: the masked GEMM did not say how large its tiles are")
+        overlap.block_m, overlap.threshold = tiles
 
 
 def _swiglu_for(device: torch.device) -> Swiglu:
@@ -133,6 +164,7 @@ class DeepGemmBackend(Backend[DeepGemmMoeQuantInfo]):
     })  # fmt: skip
     transports = (MoeA2ABackend.NONE, MoeA2ABackend.DEEPEP, MoeA2ABackend.MOONCAKE, MoeA2ABackend.NIXL)
     expert_alignment = SEGMENT
+    can_move_experts = True
 
     def arch_of(self, device: torch.device) -> str | None:
         """By compute capability."""
@@ -164,6 +196,18 @@ class DeepGemmBackend(Backend[DeepGemmMoeQuantInfo]):
             ue8m0=ue8m0, kernels=kernels, topology=topology,
         )  # fmt: skip
 
+    def signal_kind(self, device: torch.device) -> SignalKind | None:
+        """Only the kernel for SM90 signals."""
+        return SignalKind.TILES if device.type == "cuda" and cuda_arch(device) == "sm90" else None
+
+    def check_signals(self, quant_info: DeepGemmMoeQuantInfo) -> None:
+        """Few releases can."""
+        quant_info.kernels.limits()
+
+    def expert_stacks(self, quant_info: DeepGemmMoeQuantInfo) -> Sequence[torch.Tensor]:
+        """Weights and their scales."""
+        return [quant_info.w13, quant_info.w13_scale, quant_info.w2, quant_info.w2_scale]
+
 
 def _wants_ue8m0(device: torch.device) -> bool:
     return cuda_arch(device).startswith("sm10")
@@ -180,7 +224,9 @@ class DeepGemmRunnerCore:
         self, core_input: MaskedInput | ContiguousInput, quant_info: DeepGemmMoeQuantInfo, state: RunState
     ) -> torch.Tensor:
         """[E, M, H] or [R, H] in bf16; rows that are not real hold garbage."""
-        refuse_overlap(state, NAME)
+        overlap = state.overlap_args
+        if not isinstance(core_input, MaskedInput) or not isinstance(overlap, DownGemmOverlap):
+            refuse_overlap(state, NAME)
         rest: tuple[object, ...]
         rows, device = core_input.x.shape[:-1], core_input.x.device
         num_both, hidden_size = quant_info.w13.shape[1:]
@@ -196,5 +242,9 @@ class DeepGemmRunnerCore:
         if h.dim() == 2:
             mid, mid_scale = mid[0], mid_scale[0]
         out = torch.empty((*rows, hidden_size), dtype=RESULT_DTYPE, device=device)
-        kernel((mid, mid_scale), (quant_info.w2, quant_info.w2_scale), out, *rest)
+        down = ((mid, mid_scale), (quant_info.w2, quant_info.w2_scale), out, *rest)
+        if isinstance(overlap, DownGemmOverlap):
+            quant_info.kernels.masked_beside_combine(overlap, *down)
+        else:
+            kernel(*down)
         return out

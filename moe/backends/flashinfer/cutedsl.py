@@ -21,6 +21,7 @@ from moe.errors import MoeConfigError, UnsupportedPathError
 from moe.formats import ExpertWeights, Nvfp4Weight
 from moe.layouts.rows import interleave_halves, mma_view, swizzle_128x4, up_gate
 from moe.layouts.static_scales import expert_input_scales, layer_input_scales, one_scale_nvfp4
+from moe.overlap import DownGemmOverlap, SignalKind
 from moe.registry import register_backend, register_fused_func
 from moe.routing import StandardTopK
 from moe.topology import Topology
@@ -53,19 +54,6 @@ class Wrapper(Protocol):
     @property
     def run(self) -> Callable[..., torch.Tensor]:
         """From tokens, ids and weights to the weighted sum [T, H]."""
-
-
-@dataclass(frozen=True, slots=True)
-class DownGemmOverlap:
-    """Lets v1's second GEMM share the GPU with the combine that waits for it.
-
-    The GEMM uses `num_sms` SMs. `signals` (int32) tell the combine which tiles are done. `start_event` is recorded
-    right before the GEMM.
-    """
-
-    num_sms: int
-    signals: torch.Tensor
-    start_event: torch.cuda.Event | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,6 +136,11 @@ class FlashinferCutedslBackend(common.FlashinferBackend[CuteDslFp4MoeQuantInfo])
     def dispatch_quantizer(self, quant_info: CuteDslFp4MoeQuantInfo) -> Quantize | None:
         """The quantizer that v2 runs on bf16 tokens; None for v1, whose transport quantizes."""
         return functools.partial(_quantize, quant_info) if quant_info.layout is CuteDslLayout.V2 else None
+
+    def signal_kind(self, device: torch.device) -> SignalKind:
+        """v1's masked GEMM counts the processors that are done with an expert."""
+        del device
+        return SignalKind.EXPERTS
 
     def library_tuning(self, quant_info: CuteDslFp4MoeQuantInfo) -> LibraryTuning | None:
         """FlashInfer chooses the tactics of v2's wrapper; v1's masked GEMMs have none."""
@@ -259,8 +252,7 @@ def run_v1(
     options: dict[str, object] = {}
     if overlap is not None:
         options = {"sm_count": overlap.num_sms, "dst_signals": overlap.signals}
-        if overlap.start_event is not None:
-            overlap.start_event.record()
+        overlap.start()
     _masked_gemm(mid, quant_info.w2, quant_info.w2_scale, quant_info.w2_alpha, out_EMH, masked_m, **options)
     return dispatched.result(out_EMH, quant_info.topology.is_partial)
 

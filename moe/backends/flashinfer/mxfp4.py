@@ -86,6 +86,7 @@ class FlashinferMxfp4Backend(common.FlashinferBackend[QuantInfo]):
     formats = MappingProxyType({"mxfp4": WITHOUT_BIASES})
     tunable_with = (MoeA2ABackend.NONE,)
     is_capturable = True
+    can_move_experts = True
 
     def layer_bytes(self, format_name: str, config: MoeRunnerConfig, device: Device) -> int:
         """Of matrices padded to the kernel's tiles; the SM100 kernel wants biases in fp32."""
@@ -107,6 +108,18 @@ class FlashinferMxfp4Backend(common.FlashinferBackend[QuantInfo]):
         sizes = round_up(experts.hidden_size, tile), max(round_up(experts.intermediate_size, tile), tile)
         build = _prepare_sm90 if arch == "sm90" else _prepare_sm100
         return build(_Staged.of(experts, sizes, topology.device), config, topology)
+
+    def expert_stacks(self, quant_info: QuantInfo) -> Sequence[torch.Tensor]:
+        """Weights, scales and biases; what the activation reads is equal for all experts."""
+        parts = (
+            quant_info.w13,
+            quant_info.w13_scale,
+            quant_info.w2,
+            quant_info.w2_scale,
+            quant_info.b13,
+            quant_info.b2,
+        )
+        return [part for part in parts if part is not None]
 
     def tactics(
         self, quant_info: QuantInfo, config: MoeRunnerConfig, num_tokens: int, measured: Mapping[Tactic, float]

@@ -7,8 +7,10 @@ Shape letters: T tokens, K top-k, V slots of [T, K] whose expert is on this rank
 I intermediate, F = 2I.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -40,13 +42,24 @@ class LazyLinears:
         bias_N = None if self.bias_EN is None else self.bias_EN[expert]
         return DenseLinear(self.weight.select(expert).dequantize(self.dtype), bias_N)
 
+    def parts(self, expert: int) -> list[torch.Tensor]:
+        """Stored data, scales and bias of one local expert, as views."""
+        stored: Any = self.weight.select(expert)
+        parts = [getattr(stored, field.name) for field in fields(stored)]
+        if self.bias_EN is not None:
+            parts.append(self.bias_EN[expert])
+        return [part for part in parts if isinstance(part, torch.Tensor)]
 
-Linears = tuple[Linear, ...] | LazyLinears
+
+Linears = list[Linear] | LazyLinears
 
 
 @dataclass(frozen=True, slots=True)
 class TorchMoeQuantInfo:
-    """Processed weights of one layer: a linear per expert for [gate; up] and one for down."""
+    """Processed weights of one layer: a linear per expert for [gate; up] and one for down.
+
+    `put_expert` replaces them.
+    """
 
     w13: Linears
     w2: Linears
@@ -73,6 +86,7 @@ class TorchBackend(Backend[TorchMoeQuantInfo]):
     formats = MappingProxyType(dict.fromkeys(FORMATS, FormatSupport(takes_biases=True, activations=None)))
     transports = (MoeA2ABackend.NONE, MoeA2ABackend.DEEPEP, MoeA2ABackend.MOONCAKE, MoeA2ABackend.NIXL)
     dtypes = None
+    can_move_experts = True
 
     def format_support(self, format_name: str, config: MoeRunnerConfig) -> FormatSupport | None:
         """In fp32 the tolerance is much lower."""
@@ -100,13 +114,33 @@ class TorchBackend(Backend[TorchMoeQuantInfo]):
             expert_ids=topology.expert_range(config.num_experts),
         )
 
+    def expert_parts(self, quant_info: TorchMoeQuantInfo, expert: int) -> list[torch.Tensor]:
+        """Weights in the form they are kept in; CPU weights that are packed are unpacked."""
+        return [part for linears in (quant_info.w13, quant_info.w2) for part in _parts_of(linears, expert)]
+
+    def put_expert(self, quant_info: TorchMoeQuantInfo, expert: int, parts: Sequence[torch.Tensor]) -> None:
+        """Make the linears anew, or overwrite the stored form."""
+        rest = list(parts)
+        for linears in (quant_info.w13, quant_info.w2):
+            old = _parts_of(linears, expert)
+            own, rest = rest[: len(old)], rest[len(old) :]
+            if isinstance(linears, LazyLinears):
+                for kept, part in zip(old, own, strict=True):
+                    kept.copy_(part)
+            else:
+                linears[expert] = make_linear(own[0].clone(), own[1].clone() if len(own) > 1 else None)
+
+
+def _parts_of(linears: Linears, expert: int) -> list[torch.Tensor]:
+    return linears.parts(expert) if isinstance(linears, LazyLinears) else linears[expert].parts()
+
 
 def _linears(weight: Weight, bias_EN: torch.Tensor | None, dtype: torch.dtype, fits: bool) -> Linears:
     lazy = LazyLinears(weight, None if bias_EN is None else bias_EN.to(dtype), dtype)
     if not fits:
         return lazy
     biases = [None] * weight.shape[0] if lazy.bias_EN is None else list(lazy.bias_EN)
-    return tuple(make_linear(weight.select(e).dequantize(dtype), bias_N) for e, bias_N in enumerate(biases))
+    return [make_linear(weight.select(e).dequantize(dtype), bias_N) for e, bias_N in enumerate(biases)]
 
 
 def _free_bytes(device: torch.device) -> int:

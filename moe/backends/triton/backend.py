@@ -67,6 +67,7 @@ class TritonBackend(Backend[TritonMoeQuantInfo]):
     tunable_with = transports
     compiles_tactics = True
     is_capturable = True
+    can_move_experts = True
 
     def lacks(self) -> str | None:
         """Also the C compiler for Triton's launcher, which is built when the first kernel runs."""
@@ -147,6 +148,15 @@ class TritonBackend(Backend[TritonMoeQuantInfo]):
             _check_case(quant_info, plan, bound, support.tolerance)
             for (plan, _), bound in bounds.items()
             if may_be_direct or not plan.is_direct
+        ]
+
+    def expert_stacks(self, quant_info: TritonMoeQuantInfo) -> Sequence[torch.Tensor]:
+        """Blocks, scales and factors of both matrices. An expert's factor goes with it: ranks scale differently."""
+        return [
+            stack
+            for matrix in (quant_info.layer.w13, quant_info.layer.w2)
+            for stack in (matrix.data, matrix.scales, matrix.tail, matrix.post, matrix.bias)
+            if stack is not None
         ]
 
     def tactics(

@@ -25,16 +25,21 @@ def test_numbers_in_the_interpreter() -> None:
     assert {case: error for case, error in errors.items() if not error < 2e-6} == {}
 
 
-@rows("arch, num_experts, is_split", (80, 256, True), (90, 64, True), (90, 256, False), (120, 256, False))
-def test_it_compiles(arch: int, num_experts: int, is_split: bool) -> None:
+@rows(
+    "arch, num_experts, is_split, counts",
+    (80, 256, True, True), (90, 64, True, False), (90, 256, False, True), (120, 256, False, False),
+)  # fmt: skip
+def test_it_compiles(arch: int, num_experts: int, is_split: bool, counts: bool) -> None:
     pointers = dict.fromkeys(("x_ptr", "weight_ptr"), "*bf16") | {"arrived_ptr": "*i32", "ids_ptr": "*i32"}
     pointers |= dict.fromkeys(("bias_ptr", "correction_ptr", "parts_ptr", "weights_ptr"), "*fp32")
+    pointers |= {"counts_ptr": "*i64", "table_ptr": "*i32", "live_ptr": "*i32"}
     tile = router._TILE if num_experts == 64 else router._WIDE_TILE
     constants = {
         "H": 7168, "E": num_experts, "E_PAD": num_experts, "K": 8, "K_PAD": 8, "G": 8, "KEPT": 4,
         "BLOCK_T": 16 if is_split else tile.many_tokens, "BLOCK_H": tile.block_h, "IS_SIGMOID": True,
         "NORMALIZE": True, "HAS_BIAS": False, "HAS_CORRECTION": True, "ROUND_TO_BF16": False,
-        "IS_SPLIT": is_split, "USE_PDL": arch >= 90, "INTERPRET": False,
+        **dict.fromkeys(("COUNTS", "HAS_LIVE", "PLACES"), counts), "IS_SPLIT": is_split,
+        "USE_PDL": arch >= 90, "INTERPRET": False,
     }  # fmt: skip
     kernel = compile_kernel(
         router._route, arch, pointers, constants, num_warps=tile.num_warps, num_stages=tile.num_stages

@@ -1,0 +1,282 @@
+"""Measures models on two GPUs of one host: every way to divide them, in parts that can be resumed.
+
+Each part is one model in one layout: the service starts with all layers self-checked, answers as one rank does, is
+measured with several numbers of streams, and loses a rank by `kill -9`, after which it must end with status 1.
+
+    python scripts/two_cards.py --out /tmp/two --deepep-source /path/to/DeepEP
+
+runs parts until `--seconds` are over, and exits with 75 while some are left: run it again. `report.json` in the folder
+has all parts; the last line printed is JSON, too. Exit status 1: a part failed. Standard library only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from scripts.card_end_to_end import (  # noqa: E402  (it stands beside this file, which runs as a program)
+    TINY,
+    ServiceError,
+    ask,
+    environment,
+    evals,
+    service,
+    what_runs,
+    write_dummy_model,
+)
+
+MORE_TO_DO = 75  # exit status: EX_TEMPFAIL
+FIRST_GUESS_S = 150.0  # of a part, before one has been timed
+# The H200's driver has no multicast over NVLink in most virtual machines.
+WITHOUT_MULTICAST = {
+    "NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1",
+}  # fmt: skip
+DP2 = ("--data-parallel-size", "2", "--expert-parallel-size", "2")
+LIMIT = ("--deepep-max-dispatch-tokens", "128", "--max-num-seqs", "128")
+LAYOUTS: dict[str, tuple[str, ...]] = {
+    "one": (),
+    "tp2": ("--tensor-parallel-size", "2"),
+    "ep2": ("--tensor-parallel-size", "2", "--expert-parallel-size", "2"),
+    "dp2": DP2,
+    "dp2-eplb": (*DP2, "--enable-eplb", "--eplb-interval", "200"),
+    "dp2-normal": (*DP2, "--moe-a2a-backend", "deepep", "--deepep-mode", "normal"),
+    "dp2-low_latency": (
+        *DP2, "--moe-a2a-backend", "deepep", "--deepep-mode", "low_latency", *LIMIT, "--max-num-batched-tokens", "128",
+    ),
+    "dp2-auto": (*DP2, "--moe-a2a-backend", "deepep", "--deepep-mode", "auto", *LIMIT),
+}  # fmt: skip
+MODELS = ("tiny", "gpt-oss-20b", "deepseek-slice")
+# Eight layers of DeepSeek-V3, one of them dense, with a quarter of its experts: it fits one card, too.
+DEEPSEEK_SLICE: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "vocab_size": 129280,
+    "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048, "num_hidden_layers": 8,
+    "num_attention_heads": 128, "num_key_value_heads": 128, "n_shared_experts": 1, "n_routed_experts": 64,
+    "routed_scaling_factor": 2.5, "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64,
+    "v_head_dim": 128, "qk_nope_head_dim": 128, "n_group": 8, "topk_group": 4, "num_experts_per_tok": 8,
+    "first_k_dense_replace": 1, "norm_topk_prob": True, "max_position_embeddings": 163840, "rope_theta": 10000,
+    "scoring_func": "sigmoid", "topk_method": "noaux_tc", "hidden_act": "silu", "tie_word_embeddings": False,
+    "rope_scaling": {
+        "type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+    },
+    "quantization_config": {
+        "quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic",
+    },
+}  # fmt: skip
+PROMPTS = ["Hello", "What is 3 plus 20?", "Name a river.", "Count to ten.", "abc " * 200, "Sort 3, 1, 2."]
+
+
+def model_flags(out: Path, model: str) -> tuple[str, ...]:
+    """Flags that name a model, whose folder is written if need be."""
+    if model == "tiny":
+        return ("--model", str(TINY))
+    folder = write_dummy_model(out / model)
+    if model == "deepseek-slice":
+        (folder / "config.json").write_text(json.dumps(DEEPSEEK_SLICE, indent=1))
+    return ("--model", str(folder), "--load-format", "dummy")
+
+
+def first_tokens(url: str) -> list[dict[str, Any]]:
+    """After each prompt the next token and the log-probabilities of the best ones."""
+    answers = []
+    for prompt in PROMPTS:
+        body = {"prompt": prompt, "max_tokens": 1, "temperature": 0, "logprobs": 5}
+        [choice] = ask(f"{url}/v1/completions", body)["choices"]
+        answers.append({"text": choice["text"], "top": choice["logprobs"]["top_logprobs"][0]})
+    return answers
+
+
+def difference(own: list[dict[str, Any]], one: list[dict[str, Any]]) -> float:
+    """Largest difference of any log-probability that both list."""
+    return max(
+        abs(a["top"][token] - b["top"][token])
+        for a, b in zip(own, one, strict=True)
+        for token in a["top"].keys() & b["top"].keys()
+    )
+
+
+def bench(url: str, out: Path, streams: int, seconds: float) -> dict[str, Any]:
+    """Tokens a second with so many requests in flight."""
+    file = out / f"bench-{streams}.json"
+    command = [
+        sys.executable, "-m", "server", "bench", "--base-url", url, "--concurrency", str(streams), "--seconds",
+        str(seconds), "--prompt-tokens", "256", "--answer-tokens", "128", "--ignore-eos", "--json", str(file),
+    ]  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if not file.exists():
+        raise ServiceError(f"bench with {streams} streams: {done.stderr[-1000:]}")
+    found = json.loads(file.read_text())
+    file.unlink()
+    return {"streams": streams, "output_tokens_per_s": _find(found, "output_tokens_per_s"), "status": done.returncode}
+
+
+def _find(tree: Any, key: str) -> Any:
+    """The first value of this key, at whatever depth."""
+    if isinstance(tree, dict):
+        if key in tree:
+            return tree[key]
+        tree = list(tree.values())
+    found = (_find(each, key) for each in tree) if isinstance(tree, list) else ()
+    return next((value for value in found if value is not None), None)
+
+
+def children(pid: int) -> list[int]:
+    """Processes that this one has started and that still run."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+
+
+def kill_a_rank(server: int) -> float:
+    """Seconds until the service has ended after its last rank was killed. Raises ServiceError if it lives on."""
+    ranks = sorted(children(server))
+    if not ranks:
+        raise ServiceError("the service has no processes of ranks")
+    os.kill(ranks[-1], signal.SIGKILL)
+    start_s = time.monotonic()
+    while Path(f"/proc/{server}").exists() and "Z" not in Path(f"/proc/{server}/stat").read_text().split(")")[1][:3]:
+        if time.monotonic() - start_s > 30:
+            raise ServiceError("30 s after one rank was killed the service still runs")
+        time.sleep(0.05)
+    return round(time.monotonic() - start_s, 2)
+
+
+def run_part(out: Path, args: argparse.Namespace, model: str, layout: str) -> dict[str, Any]:
+    """One model in one layout."""
+    folder = out / f"{model}-{layout}"
+    folder.mkdir(parents=True, exist_ok=True)
+    flags = (*model_flags(out, model), "--moe-backend", args.backend, "--selfcheck", "all", "--max-num-seqs", "256",
+             "--device", args.device, *LAYOUTS[layout])  # fmt: skip
+    with service(folder / "log", *flags) as (url, ready_s):
+        [server] = children(os.getpid())
+        row = {"start_seconds": ready_s} | what_runs(url, args.backend)
+        row["first_tokens"] = first_tokens(url)
+        if model == "tiny":
+            result = evals("tiny", "--base-url", f"{url}/v1", "--items", str(args.items), "--concurrency", "64",
+                           "--answers", str(folder / "answers.jsonl"))  # fmt: skip
+            row["right"] = sum(category["right"] for category in result["categories"].values())
+        row["bench"] = [bench(url, folder, streams, args.bench_seconds) for streams in args.streams]
+        if layout != "one":
+            row["killed_rank_seconds"] = kill_a_rank(server)
+    return row
+
+
+def compare(out: Path, args: argparse.Namespace, row: dict[str, Any], one: dict[str, Any], part: str) -> None:
+    """Add how far a layout's answers agree with one rank's, and whether that is enough."""
+    model = part.partition("/")[0]
+    row["logprob_difference"] = round(difference(row["first_tokens"], one["first_tokens"]), 4)
+    row["same_as_one_rank"] = row["logprob_difference"] <= args.most_difference
+    if model == "tiny":
+        files = [str(out / name / "answers.jsonl") for name in ("tiny-one", part.replace("/", "-"))]
+        result = evals("compare", *files, "--at-least", str(args.at_least))
+        row["agreement"] = result["agreement"]
+        row["same_as_one_rank"] = row["same_as_one_rank"] and result["passed"]
+
+
+def build_deepep(source: Path) -> dict[str, Any]:
+    """Install DeepEP from its source, unless it can be imported."""
+    start_s = time.monotonic()
+    if subprocess.run([sys.executable, "-c", "import torch, deep_ep"], check=False).returncode == 0:
+        return {"installed": "before"}
+    found = subprocess.run([sys.executable, "-c", "import nvidia.nvshmem as n; print(*n.__path__)"],
+                           capture_output=True, text=True, check=False).stdout.split()  # fmt: skip
+    headers = "/usr/local/cuda/include/cccl"
+    env = os.environ | {"TORCH_CUDA_ARCH_LIST": "9.0", "CPATH": f"{headers}:{os.environ.get('CPATH', '')}"}
+    if found:
+        env.setdefault("NVSHMEM_DIR", found[0])
+    command = [sys.executable, "-m", "pip", "install", "--no-build-isolation", "--no-deps", str(source)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ServiceError(f"DeepEP was not built: {(done.stdout + done.stderr)[-2000:]}")
+    return {"installed": str(source), "build_seconds": round(time.monotonic() - start_s, 1)}
+
+
+def attempt(out: Path, args: argparse.Namespace, part: str, done: dict[str, Any]) -> dict[str, Any]:
+    """The row of one part, whatever happens."""
+    model, _, layout = part.partition("/")
+    start_s = time.monotonic()
+    try:
+        if part == "deepep":
+            row = build_deepep(args.deepep_source)
+        else:
+            row = run_part(out, args, model, layout)
+            if layout != "one":
+                one = done.get(f"{model}/one", {})
+                if not one.get("passed"):
+                    raise ServiceError(f"{model}/one has not passed: there is nothing to compare with")
+                compare(out, args, row, one, part)
+        passed = row.get("same_as_one_rank", True)
+    except (ServiceError, OSError, subprocess.SubprocessError) as error:
+        row, passed = {"error": str(error)}, False
+    return row | {"passed": passed, "seconds": round(time.monotonic() - start_s, 1)}
+
+
+def parts_of(args: argparse.Namespace) -> list[str]:
+    """All parts, in their order; one rank comes before the others of a model."""
+    layouts = sorted(args.layouts, key=lambda layout: layout != "one")
+    named = [f"{model}/{layout}" for model in args.models for layout in layouts]
+    return (["deepep"] if args.deepep_source is not None else []) + named
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The flags."""
+
+    def names(text: str) -> list[str]:
+        return text.split(",")
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder for logs, answers and the report")
+    parser.add_argument("--deepep-source", type=Path, help="folder of DeepEP's source, to be built first")
+    parser.add_argument("--models", type=names, default=list(MODELS), help=", ".join(MODELS))
+    parser.add_argument("--layouts", type=names, default=list(LAYOUTS), help=", ".join(LAYOUTS))
+    parser.add_argument("--backend", default="triton")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--items", type=int, default=200, help="of the bundled model's evals")
+    parser.add_argument("--at-least", type=float, default=0.97, help="share of items with the very same answer")
+    parser.add_argument("--most-difference", type=float, default=0.1, help="of any log-probability")
+    parser.add_argument("--streams", type=lambda text: [int(each) for each in names(text)], default=[1, 64, 256])
+    parser.add_argument("--bench-seconds", type=float, default=15.0)
+    parser.add_argument("--seconds", type=float, default=470.0, help="start no part that may not end by then")
+    args = parser.parse_args(argv)
+    for flag, given, known in (("models", args.models, MODELS), ("layouts", args.layouts, LAYOUTS)):
+        if unknown := sorted(set(given) - set(known)):
+            parser.error(f"--{flag} {unknown[0]}: known are {', '.join(known)}")
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit status: 0 all passed, 1 something failed, 75 there is more to do."""
+    args = parse(argv)
+    args.out.mkdir(parents=True, exist_ok=True)
+    os.environ.update(WITHOUT_MULTICAST)
+    file, start_s = args.out / "report.json", time.monotonic()
+    report = json.loads(file.read_text()) if file.exists() else {"environment": environment(), "parts": {}}
+    done, parts = report["parts"], parts_of(args)
+    for part in parts:
+        if part in done:
+            continue
+        longest_s = max((row["seconds"] for row in done.values()), default=FIRST_GUESS_S)
+        if time.monotonic() - start_s + 1.2 * longest_s > args.seconds:
+            break
+        done[part] = attempt(args.out, args, part, done)
+        file.write_text(json.dumps(report, indent=1))
+        sys.stdout.write(f"{part}: {'passed' if done[part]['passed'] else 'FAILED'} in {done[part]['seconds']} s\n")
+        sys.stdout.flush()
+    left = [part for part in parts if part not in done]
+    failed = [part for part, row in done.items() if not row["passed"]]
+    sys.stdout.write(json.dumps({"report": str(file), "done": len(done), "left": left, "failed": failed}) + "\n")
+    return MORE_TO_DO if left else 1 if failed else 0
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # ends the service, too
+    sys.exit(main())

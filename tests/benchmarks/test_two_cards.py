@@ -1,0 +1,83 @@
+"""`scripts/two_cards.py` and `benchmarks/ranks_one_card.py` as far as a CPU runs them: parts, resuming, comparing."""
+
+import json
+
+import pytest
+
+from benchmarks import ranks_one_card
+from scripts import two_cards
+from scripts.card_end_to_end import ServiceError
+from tests.tables import rows
+
+ON_CPU = ["--backend", "torch", "--device", "cpu", "--items", "9", "--streams", "1", "--bench-seconds", "1"]
+
+
+def test_parts_begin_with_the_build_and_with_one_rank(tmp_path):
+    args = two_cards.parse(["--out", str(tmp_path), "--models", "tiny", "--layouts", "tp2,one", "--deepep-source", "x"])
+    assert two_cards.parts_of(args) == ["deepep", "tiny/one", "tiny/tp2"]
+    assert len(two_cards.parts_of(two_cards.parse(["--out", str(tmp_path)]))) == 3 * len(two_cards.LAYOUTS)
+
+
+def run(tmp_path, capsys, *flags):
+    flags = ["--out", str(tmp_path), "--models", "tiny", "--layouts", "one,tp2,ep2", *flags]
+    status = two_cards.main(flags)
+    return status, json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def answers_of(layout):
+    top = {"a": -1.0, "b": -2.0 - 0.3 * (layout == "ep2")}
+    return {"first_tokens": [{"text": "a", "top": top}]}
+
+
+def test_parts_are_resumed_and_those_that_differ_fail(tmp_path, capsys, monkeypatch):
+    asked = []
+
+    def run_part(out, args, model, layout):
+        asked.append(layout)
+        if layout == "tp2" and len(asked) == 2:
+            raise ServiceError("a rank did not start")
+        return answers_of(layout)
+
+    clock = iter(range(0, 10_000, 30))
+    monkeypatch.setattr(two_cards, "run_part", run_part)
+    monkeypatch.setattr(two_cards, "evals", lambda *flags: {"agreement": 1.0, "passed": True})
+    monkeypatch.setattr(two_cards.time, "monotonic", lambda: next(clock))
+    status, last = run(tmp_path, capsys, "--seconds", "240")
+    assert (status, last["left"]) == (two_cards.MORE_TO_DO, ["tiny/ep2"])
+    status, last = run(tmp_path, capsys)
+    assert (status, last["left"], last["failed"]) == (1, [], ["tiny/tp2", "tiny/ep2"])
+    assert asked == ["one", "tp2", "ep2"], "nothing is measured twice"
+    parts = json.loads((tmp_path / "report.json").read_text())["parts"]
+    assert parts["tiny/tp2"]["error"] == "a rank did not start"
+    assert parts["tiny/ep2"]["logprob_difference"] == 0.3
+    assert not parts["tiny/ep2"]["same_as_one_rank"]
+
+
+@rows("flags", ["--models", "gpt5"], ["--layouts", "tp3"])
+def test_what_is_unknown_is_refused(tmp_path, flags):
+    with pytest.raises(SystemExit):
+        two_cards.parse(["--out", str(tmp_path), *flags])
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(400)
+def test_the_bundled_model_on_two_ranks_of_a_cpu(tmp_path, capsys):
+    status = two_cards.main(["--out", str(tmp_path), "--models", "tiny", "--layouts", "one,ep2", *ON_CPU])
+    assert status == 0, capsys.readouterr().out
+    row = json.loads((tmp_path / "report.json").read_text())["parts"]["tiny/ep2"]
+    assert row["paths"] == {"torch / none / mxfp4": 6}
+    assert row["agreement"] == 1.0
+    assert row["bench"][0]["output_tokens_per_s"] > 0
+    assert row["killed_rank_seconds"] < 30
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(400)
+def test_two_ranks_that_share_a_device(tmp_path, capsys, monkeypatch):
+    kept = {name: flags for name, flags in ranks_one_card.LAYOUTS.items() if name in ("one", "dp2-ep2-eplb")}
+    monkeypatch.setattr(ranks_one_card, "LAYOUTS", kept)
+    flags = ["--out", str(tmp_path), "--device", "cpu", "--backends", "torch", "--items", "18"]
+    assert ranks_one_card.main(flags) == 0
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [row["name"] for row in last["rows"]] == ["torch-one", "torch-dp2-ep2-eplb"]
+    assert last["rows"][1]["agreement"] == 1.0
