@@ -19,6 +19,7 @@ from model.attention.base import BF16, AttentionDtypes, AttentionSpec, register_
 from model.attention.measured import read_tables, tables_for
 from model.attention.triton import TritonAttention, TritonPlan
 from model.batch import ForwardBatch, LayerKv
+from model.errors import UnsupportedModelError
 from moe.backends.flashinfer.common import library, missing_compiler, missing_release
 from moe.device import num_processors
 
@@ -191,8 +192,12 @@ class FlashInferAttention(TritonAttention):
         self, spec: AttentionSpec, plan: TritonPlan, kv: LayerKv, q_THD: torch.Tensor, sinks_H: torch.Tensor | None,
         formats: dict[str, Any],
     ) -> torch.Tensor:  # fmt: skip
-        """By the plan of the library; with sinks, or in a step that it did not plan, in Triton."""
-        if not isinstance(plan, FlashInferPlan) or sinks_H is not None:
+        """By the plan of the library; a step that it did not plan is attended in Triton."""
+        if sinks_H is not None:
+            raise UnsupportedModelError(
+                f"attention backend {self.name}: it has no sinks for latent attention; choose triton or torch"
+            )
+        if not isinstance(plan, FlashInferPlan):
             return super()._attend_latents(spec, plan, kv, q_THD, sinks_H, formats)
         out_THV = q_THD.new_empty(q_THD.shape[0], spec.num_heads, spec.value_dim)
         keys_SPD = kv.keys.view(-1, plan.page_size, spec.key_dim)

@@ -11,7 +11,7 @@ from model.attention.measured import read_tables
 from tests.tables import rows
 
 HEADS = AttentionSpec(num_heads=64, num_kv_heads=8, key_dim=64, value_dim=64, scale=0.125)
-LATENT = AttentionSpec(num_heads=128, num_kv_heads=1, key_dim=576, value_dim=512, scale=0.1, values_in_keys=True)
+LATENT = AttentionSpec(num_heads=96, num_kv_heads=1, key_dim=576, value_dim=512, scale=0.1, values_in_keys=True)
 WIDE = AttentionSpec(num_heads=2, num_kv_heads=1, key_dim=1024, value_dim=1024, scale=0.1)
 
 

@@ -137,6 +137,16 @@ def test_a_captured_step_refuses_another_number_of_rows(monkeypatch: pytest.Monk
         captured.requests.attention.update_plan(captured.plan, (2,), (2,))
 
 
+def test_sinks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    flashinfer_mla.install(monkeypatch)
+    requests = Requests()
+    batch, kv = requests.step({"a": 3}), requests.cache.layers[0]
+    with pytest.raises(UnsupportedModelError, match="flashinfer: it has no sinks for latent attention"):
+        requests.attention.run(
+            SPEC, requests.attention.plan(batch), kv, *requests.inputs(3), None, torch.zeros(SPEC.num_heads)
+        )
+
+
 @rows("num_tokens, is_planned", (16384 - 132 - 1, True), (16384 - 132, False))
 def test_steps_that_a_plan_has_no_room_for_run_in_triton(
     num_tokens: int, is_planned: bool, monkeypatch: pytest.MonkeyPatch
