@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import record
-from model.attention import explain
+from model.attention import measured
 
 _DEFAULTS = ("attention_h200.json", "attention_rivals_h200.json")
 _CARDS = {"NVIDIA H100": "sm90", "NVIDIA H200": "sm90", "NVIDIA B200": "sm100"}
-_TARGET = Path(explain.__file__).with_name(explain.TABLE)
+_TARGET = Path(measured.__file__).with_name(measured.TABLE)
 
 
 def tables_of(result: dict[str, Any], source: str) -> list[dict[str, Any]]:

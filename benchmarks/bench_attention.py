@@ -1,12 +1,12 @@
 """Attention over the paged KV cache on one GPU: each implementation against torch, in CUDA graphs where possible.
 
-    python -m benchmarks.bench_attention [--backends triton,torch] [--out NAME] [--folder FOLDER] [--quick]
+    python -m benchmarks.bench_attention [--backends triton,torch,flashinfer] [--out NAME] [--folder FOLDER] [--quick]
 
-Shapes are GPT-OSS-20B's (64 query heads, 8 KV heads, head dim 64, full layers and windows of 128) and DeepSeek-V3's
-(128 query heads, one latent of 512 + 64), with sinks; both also with an FP8 cache. Each case is compared with torch in
-fp32 before it is timed. "floor" is the larger of bytes over 4.3 TB/s and operations over 780 TFLOP/s, which an H200
-reached in plain copies and products; "bandwidth" is the share of those 4.3 TB/s that the bytes over the time are. The
-last line is JSON.
+Shapes are GPT-OSS-20B's (64 query heads, 8 KV heads, head dim 64, with sinks, full layers and windows of 128) and
+DeepSeek-V3's (128 query heads, one latent of 512 + 64, without sinks); both also with an FP8 cache. Each case is
+compared with torch in fp32 before it is timed. "floor" is the larger of bytes over 4.3 TB/s and operations over 780
+TFLOP/s, which an H200 reached in plain copies and products; "bandwidth" is the share of those 4.3 TB/s that the bytes
+over the time are. The last line is JSON.
 """
 
 import argparse
@@ -110,7 +110,7 @@ class Inputs:
         qkv = normal(num_tokens, spec.num_heads + spec.num_kv_heads + num_shared, spec.key_dim)
         self.q, self.k, v = qkv.split((spec.num_heads, spec.num_kv_heads, num_shared), dim=1)
         self.v = None if spec.values_in_keys else v[..., : spec.value_dim]
-        self.sinks = torch.randn(spec.num_heads, generator=g, device="cuda")
+        self.sinks: torch.Tensor | None = torch.randn(spec.num_heads, generator=g, device="cuda")
         used = torch.zeros(num_pages * PAGE_SIZE, dtype=torch.bool, device="cuda")
         for row, length in zip(self.batch.page_table_BP.long(), case.seq_lens, strict=True):
             pos = torch.arange(length, device="cuda")
@@ -191,6 +191,8 @@ def measure_row(
 ) -> dict[str, Any]:
     """One case with every backend; a backend that fails says why."""
     inputs = Inputs(case, spec, seed, kv_dtype)
+    if spec.values_in_keys:
+        inputs.sinks = None  # no model has them with latents, and FlashInfer's kernels take none
     want = reference(inputs, spec)
     num_bytes, flop = bytes_and_flop(case, spec, kv_dtype)
     floor_us = max(num_bytes / BYTES_PER_S, flop / FLOP_PER_S) * 1e6

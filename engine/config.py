@@ -85,7 +85,11 @@ class EngineConfig:
         "engine",
         "dtype of the KV cache; auto is the model's; fp8 (E4M3, no scales) holds twice the tokens of bfloat16",
     )
-    attention_backend: Literal["auto", "triton", "torch"] = setting("auto", "engine", "who computes attention")
+    attention_backend: Literal["auto", "flashinfer", "triton", "torch"] = setting(
+        "auto",
+        "engine",
+        "who computes attention; flashinfer: of DeepSeek-V3 (MLA) with a bf16 cache, on Hopper or newer",
+    )
     enforce_eager: bool = setting(False, "engine", "serve without CUDA graphs: slower, starts sooner, easier to debug")
     overlap: bool | None = setting(
         None,

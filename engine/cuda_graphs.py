@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -147,11 +147,11 @@ class GraphSettings:
 
     def run(self, batch: ForwardBatch) -> None:
         """The forward pass of this batch, without a graph."""
-        self.model(batch, self.model.plan(batch), self.kv, self.logits_MV[: batch.logit_rows_R.shape[0]])
+        self.model(batch, self.model.plan_for_graph(batch), self.kv, self.logits_MV[: batch.logit_rows_R.shape[0]])
 
-    def capture(self, batch: ForwardBatch, pool: "torch.cuda._POOL_HANDLE | None") -> torch.cuda.CUDAGraph:
+    def capture(self, batch: ForwardBatch, pool: "torch.cuda._POOL_HANDLE | None") -> "CapturedStep":
         """The forward pass of this batch, in a graph that shares the memory of `pool`."""
-        model, plan = self.model, self.model.plan(batch)
+        model, plan = self.model, self.model.plan_for_graph(batch)
         logits_RV = self.logits_MV[: batch.logit_rows_R.shape[0]]
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -163,13 +163,27 @@ class GraphSettings:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
             model(batch, plan, self.kv, logits_RV)
-        return graph
+        return CapturedStep(model, graph, plan)
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedStep:
+    """A captured forward pass, with the attention plan that its kernels read."""
+
+    model: "Model"
+    graph: torch.cuda.CUDAGraph
+    plan: Any
+
+    def replay(self, query_lens: tuple[int, ...], seq_lens: tuple[int, ...]) -> None:
+        """Run it for rows of these lengths, padding included, after the buffers were filled."""
+        self.model.update_plan(self.plan, query_lens, seq_lens)
+        self.graph.replay()
 
 
 def capture_all(
     what: str,
     sizes: Sequence[_Size],
-    capture: Callable[[_Size], torch.cuda.CUDAGraph],
+    capture: Callable[[_Size], CapturedStep],
     advance: Callable[[], None] = lambda: None,
 ) -> None:
     """Capture every size, the largest first, since the others then fit in its memory. `advance` is called after each.
@@ -206,7 +220,7 @@ class DecodeGraphs:
         self.buffers = settings.buffers(most, most)
         self._rows_M = torch.arange(most, device=device)
         self._starts_M1 = torch.arange(most + 1, dtype=torch.int32, device=device)
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[int, CapturedStep] = {}
 
     @torch.inference_mode()
     def capture(self, advance: Callable[[], None] = lambda: None) -> None:
@@ -223,11 +237,11 @@ class DecodeGraphs:
     def pool(self) -> "torch.cuda._POOL_HANDLE | None":
         """The memory of the graphs; None before the first is captured."""
         first = next(iter(self._graphs.values()), None)
-        return None if first is None else first.pool()
+        return None if first is None else first.graph.pool()
 
-    def _capture(self, size: int) -> torch.cuda.CUDAGraph:
-        graph = self._graphs[size] = self._settings.capture(self.batch(size), self.pool)
-        return graph
+    def _capture(self, size: int) -> CapturedStep:
+        step = self._graphs[size] = self._settings.capture(self.batch(size), self.pool)
+        return step
 
     def batch(self, size: int) -> ForwardBatch:
         """The first `size` rows of the buffers."""
@@ -254,5 +268,5 @@ class DecodeGraphs:
         size = self.size_for(max(batch.num_tokens, batch.max_rank_tokens or 0))
         self.buffers.fill(batch)
         self._settings.model.prepare_replay()
-        self._graphs[size].replay()
+        self._graphs[size].replay((1,) * size, batch.seq_lens + (1,) * (size - batch.num_tokens))
         return self._settings.logits_MV[: batch.num_tokens]

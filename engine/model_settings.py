@@ -14,6 +14,7 @@ from model.batch import KvLayerSpec
 if TYPE_CHECKING:  # a scripted engine needs no model
     from model.config import ModelSettings
 
+_KV_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "fp8": torch.float8_e4m3fn}  # auto: the model's
 _DEFAULT_STEP_TOKENS = {"cpu": 512, "cuda": 8192}
 
 
@@ -31,6 +32,7 @@ def make_model_settings(config: EngineConfig, device: torch.device, rank: int = 
     return ModelSettings(
         device=device,
         dtype="auto" if config.dtype == "auto" else getattr(torch, config.dtype),
+        kv_dtype=_KV_DTYPES.get(config.kv_cache_dtype, "auto"),
         moe_backend=MoeBackend(config.moe_backend),
         moe_a2a_backend=MoeA2ABackend(config.moe_a2a_backend),
         deepep=DeepepSettings(
@@ -111,10 +113,5 @@ def make_kv_layout(config: EngineConfig, specs: Sequence[KvLayerSpec], model_dty
     FP8 has no scales: E4M3 has its full precision from 2^-6 to 448, and what is larger saturates. A static scale would
     move that range, not add precision, and would have to be calibrated.
     """
-    dtypes = {
-        "auto": model_dtype,
-        "float32": torch.float32,
-        "bfloat16": torch.bfloat16,
-        "fp8": torch.float8_e4m3fn,
-    }
-    return KvLayout(specs=tuple(specs), page_size=config.page_size, dtype=dtypes[config.kv_cache_dtype])
+    dtype = _KV_DTYPES.get(config.kv_cache_dtype, model_dtype)
+    return KvLayout(specs=tuple(specs), page_size=config.page_size, dtype=dtype)

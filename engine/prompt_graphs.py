@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from engine.cuda_graphs import GraphSettings, capture_all
+from engine.cuda_graphs import CapturedStep, GraphSettings, capture_all
 from model.batch import ForwardBatch
 
 _TOKENS = (64, 128, 192, 256, 384, 512, 768, 1024)
@@ -55,7 +55,7 @@ class PromptGraphs:
         self.buffers = settings.buffers(most_tokens, most_rows)
         self._starts_B1 = torch.zeros(most_rows + 1, dtype=torch.int32, device=device)
         self._logit_rows_R = torch.zeros(most_rows, dtype=torch.int64, device=device)
-        self._graphs: dict[PromptSize, torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[PromptSize, CapturedStep] = {}
         self._pool: torch.cuda._POOL_HANDLE | None = None
 
     @torch.inference_mode()
@@ -72,9 +72,9 @@ class PromptGraphs:
         for size in reversed(self.sizes):
             self._settings.run(self._first_batch(size))
 
-    def _capture(self, size: PromptSize) -> torch.cuda.CUDAGraph:
-        graph = self._graphs[size] = self._settings.capture(self._first_batch(size), self._pool)
-        return graph
+    def _capture(self, size: PromptSize) -> CapturedStep:
+        step = self._graphs[size] = self._settings.capture(self._first_batch(size), self._pool)
+        return step
 
     def _first_batch(self, size: PromptSize) -> ForwardBatch:
         """A step in which the first row has all tokens."""
@@ -113,12 +113,16 @@ class PromptGraphs:
         num_rows, num_logits = len(batch.query_lens), batch.logit_rows_R.shape[0]
         buffers = self.buffers
         buffers.fill(batch)
-        buffers.lens_M[num_rows] = max(1, size.num_tokens - batch.num_tokens)
+        num_idle = size.num_tokens - batch.num_tokens
+        buffers.lens_M[num_rows] = max(1, num_idle)
         buffers.num_live_rows = num_rows + 1
         self._starts_B1[: num_rows + 1].copy_(batch.query_start_B1)
         self._starts_B1[num_rows + 1 : size.num_rows + 1] = size.num_tokens
         self._logit_rows_R[:num_logits].copy_(batch.logit_rows_R)
         self._logit_rows_R[num_logits : size.num_rows] = 0
         self._settings.model.prepare_replay()
-        self._graphs[size].replay()
+        no_rows = size.num_rows - num_rows - 1
+        self._graphs[size].replay(
+            (*batch.query_lens, num_idle, *(0,) * no_rows), (*batch.seq_lens, max(1, num_idle), *(1,) * no_rows)
+        )
         return self._settings.logits_MV[:num_logits]

@@ -66,6 +66,12 @@ class Model(Protocol):
     def plan(self, batch: ForwardBatch) -> Any:
         """What attention works out once a step, outside a captured graph; for this batch only."""
 
+    def plan_for_graph(self, batch: ForwardBatch) -> Any:
+        """The same for a step to be captured, whose rows may have other lengths in each replay."""
+
+    def update_plan(self, plan: Any, query_lens: tuple[int, ...], seq_lens: tuple[int, ...]) -> None:
+        """Bring a plan for a graph up to date with the lengths of its rows; called before each replay, outside it."""
+
     def __call__(
         self, batch: ForwardBatch, plan: Any, kv: list[LayerKv], logits_RV: torch.Tensor | None = None
     ) -> torch.Tensor:

@@ -32,15 +32,17 @@ class ModelSettings:
     """How to load and run a model; what it is stands in its folder.
 
     `dtype` "auto" is float32 on a CPU (fastest there, and exact) and bfloat16 elsewhere. `router_logits_dtype` "auto"
-    leaves the choice to the expert backend. `selfcheck`: which MoE layers are compared with their reference at load.
-    `layout`: how the model is divided among ranks, and which of them this is. `deepep`: mode and token limit of the
-    transports that have them. `max_num_tokens`: the largest step of a rank, for kernels that allocate by it.
-    `tuning`: whether the experts' kernels are measured at load, and where what was found is kept.
-    `balance`: whether tokens are counted by expert, and whether busy experts have replicas.
+    leaves the choice to the expert backend. `kv_dtype`: what the KV cache holds; "auto" is the model's dtype.
+    `selfcheck`: which MoE layers are compared with their reference at load. `layout`: how the model is divided among
+    ranks, and which of them this is. `deepep`: mode and token limit of the transports that have them.
+    `max_num_tokens`: the largest step of a rank, for kernels that allocate by it. `tuning`: whether the kernels of the
+    experts are measured at load, and where what was found is kept. `balance`: whether tokens are counted by expert, and
+    whether busy experts have replicas.
     """
 
     device: torch.device = _CPU
     dtype: torch.dtype | Literal["auto"] = "auto"
+    kv_dtype: torch.dtype | Literal["auto"] = "auto"
     moe_backend: MoeBackend = MoeBackend.AUTO
     moe_a2a_backend: MoeA2ABackend = MoeA2ABackend.NONE
     router_logits_dtype: RouterDtype = "auto"
@@ -84,6 +86,11 @@ class ModelSettings:
         if self.dtype != "auto":
             return self.dtype
         return torch.float32 if self.device.type == "cpu" else torch.bfloat16
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """`kv_dtype` with "auto" resolved."""
+        return self.model_dtype if self.kv_dtype == "auto" else self.kv_dtype
 
 
 def positive_int(config: HfConfig, key: str, default: int | None = None) -> int:

@@ -165,6 +165,14 @@ class Model(nn.Module):
         """The attention plan of a batch. Make it outside a captured graph: it may wait for the device."""
         return self.attention.plan(batch)
 
+    def plan_for_graph(self, batch: ForwardBatch) -> Any:
+        """The attention plan of a step to be captured, whose rows may have other lengths in each replay."""
+        return self.attention.plan_for_graph(batch)
+
+    def update_plan(self, plan: Any, query_lens: tuple[int, ...], seq_lens: tuple[int, ...]) -> None:
+        """Bring a plan for a graph up to date with the lengths of its rows, before each replay."""
+        self.attention.update_plan(plan, query_lens, seq_lens)
+
     def forward(
         self, batch: ForwardBatch, plan: Any, kv: Sequence[LayerKv], logits_RV: torch.Tensor | None = None
     ) -> torch.Tensor:

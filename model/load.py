@@ -14,7 +14,7 @@ from loaders.naming import RenamedSource, with_model_prefix
 from loaders.phases import Phase, StartPhases
 from loaders.progress import Progress
 from loaders.source import TensorSource
-from model.attention.base import Attention, make_attention
+from model.attention.base import Attention, AttentionDtypes, make_attention
 from model.config import ModelSettings
 from model.decoder import DecoderLayer, Model
 from model.embedding import Embedding, OutputHead
@@ -49,7 +49,10 @@ def load_model(
             if family.is_moe_layer(layer):
                 builder.resolve(layer, family.expert_format(source, layer))
     attention = make_attention(
-        settings.attention_backend, [family.attention_part(layer, place) for layer in layers], settings.device
+        settings.attention_backend,
+        [family.attention_part(layer, place) for layer in layers],
+        settings.device,
+        AttentionDtypes(model=settings.model_dtype, kv=settings.cache_dtype),
     )
     builder.connect()
     max_model_len = family.config.max_position_embeddings

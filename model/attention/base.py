@@ -15,9 +15,14 @@ from model.batch import ForwardBatch, KvLayerSpec, LayerKv
 from model.config import ModelSettingsError, UnsupportedModelError
 from model.norm import RmsNorm
 from model.rope import rotate_
+from moe.device import arch_of
 
-# Where each implementation lives, the fastest on a GPU first; imported on first use.
-ATTENTION_MODULES = {"triton": "model.attention.triton", "torch": "model.attention.torch"}
+# Where each implementation lives, in the order in which "auto" asks them on a GPU; imported on first use.
+ATTENTION_MODULES = {
+    "flashinfer": "model.attention.flashinfer",
+    "triton": "model.attention.triton",
+    "torch": "model.attention.torch",
+}
 _implementations: dict[str, type["Attention"]] = {}
 
 
@@ -56,6 +61,17 @@ class AttentionSpec:
         )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionDtypes:
+    """Types of the numbers: `model` of queries and results, `kv` of what the cache holds."""
+
+    model: torch.dtype = torch.bfloat16
+    kv: torch.dtype = torch.bfloat16
+
+
+BF16 = AttentionDtypes()
+
+
 class Attention(ABC):
     """One implementation, shared by all layers of a model.
 
@@ -65,17 +81,26 @@ class Attention(ABC):
     name: ClassVar[str]
     is_capturable: ClassVar[bool] = False  # a decode step neither waits for the device nor needs lengths on the host
 
-    def __init__(self, specs: Sequence[AttentionSpec], device: torch.device) -> None:
+    def __init__(self, specs: Sequence[AttentionSpec], device: torch.device, dtypes: AttentionDtypes = BF16) -> None:
         """Prepare for layers of the given kinds.
 
         Raises:
-            UnsupportedModelError: a kind of layer that this implementation cannot serve.
+            UnsupportedModelError: a kind of layer, GPU or type of numbers that this implementation cannot serve.
         """
         self.specs = tuple(dict.fromkeys(specs))
         self.device = device
-        for spec in self.specs:
-            if reason := self.unsupported_reason(spec, device):
-                raise UnsupportedModelError(f"attention backend {self.name}: {reason}; choose auto or torch")
+        self.arch = _arch(device)
+        self.dtypes = dtypes
+        if reason := self.verdict(self.specs, device, self.arch, dtypes):
+            raise UnsupportedModelError(f"attention backend {self.name}: {reason}; choose auto or torch")
+
+    @classmethod
+    def verdict(
+        cls, specs: Sequence[AttentionSpec], device: torch.device, arch: str, dtypes: AttentionDtypes
+    ) -> str | None:
+        """None if it can serve layers of these kinds there, else the first reason why not."""
+        reasons = (cls.unsupported_reason(spec, device) for spec in dict.fromkeys(specs))
+        return next((reason for reason in reasons if reason), None) or cls.unusable_reason(arch, dtypes)
 
     @classmethod
     def unsupported_reason(cls, spec: AttentionSpec, device: torch.device) -> str | None:
@@ -83,9 +108,36 @@ class Attention(ABC):
         del spec, device
         return None
 
+    @classmethod
+    def unusable_reason(cls, arch: str, dtypes: AttentionDtypes) -> str | None:
+        """None if it runs on this architecture (sm90, gfx942, cpu) with numbers of these types, else why not."""
+        del arch, dtypes
+        return None
+
+    @classmethod
+    def not_chosen_reason(cls, specs: Sequence[AttentionSpec], arch: str) -> str | None:
+        """None if "auto" may take it wherever it can serve, else why it must be asked for by name."""
+        del specs, arch
+        return None
+
     @abstractmethod
     def plan(self, batch: ForwardBatch) -> Any:
         """Everything `run` needs besides tensors of the layer; for this batch only."""
+
+    def plan_for_graph(self, batch: ForwardBatch) -> Any:
+        """A plan for a step to be captured, whose rows may have other lengths and pages in each replay.
+
+        The tensors of the batch stay where they are; its host-side lengths do not bind a replay.
+        """
+        return self.plan(batch)
+
+    def update_plan(self, plan: Any, query_lens: tuple[int, ...], seq_lens: tuple[int, ...]) -> None:
+        """Bring a plan of `plan_for_graph` up to date with the lengths of its rows, padding included.
+
+        Called before each replay, outside the graph, when the batch's tensors hold the step. Does not wait for the
+        device.
+        """
+        del plan, query_lens, seq_lens
 
     @abstractmethod
     def run(
@@ -139,7 +191,9 @@ def register_attention(cls: type[Attention]) -> type[Attention]:
     return cls
 
 
-def make_attention(requested: str, specs: Sequence[AttentionSpec], device: torch.device) -> Attention:
+def make_attention(
+    requested: str, specs: Sequence[AttentionSpec], device: torch.device, dtypes: AttentionDtypes = BF16
+) -> Attention:
     """The implementation called `requested`; "auto" is the fastest that serves the device and every kind of layer.
 
     On an H200 the Triton kernels take 0.02 to 0.25 of torch's time (`benchmarks/results/attention_h200.json`).
@@ -149,36 +203,55 @@ def make_attention(requested: str, specs: Sequence[AttentionSpec], device: torch
         UnsupportedModelError: a kind of layer that it cannot serve.
     """
     if requested == "auto":
-        return _load(choose_attention(specs, device))(specs, device)
+        return _load(choose_attention(specs, device, dtypes))(specs, device, dtypes)
     if requested not in ATTENTION_MODULES:
         raise ModelSettingsError(
             f"attention backend {requested!r} is unknown; known: auto, {', '.join(ATTENTION_MODULES)}"
         )
     try:
-        return _load(requested)(specs, device)
+        return _load(requested)(specs, device, dtypes)
     except ImportError as error:
         raise ModelSettingsError(f"attention backend {requested} cannot be imported: {error}") from error
 
 
-def choose_attention(specs: Sequence[AttentionSpec], device: torch.device) -> str:
-    """What "auto" takes: on a GPU the first that serves every kind of layer, elsewhere torch."""
+def choose_attention(
+    specs: Sequence[AttentionSpec], device: torch.device, dtypes: AttentionDtypes = BF16, arch: str | None = None
+) -> str:
+    """What "auto" takes: on a GPU the first that serves every kind of layer and may be chosen, elsewhere torch.
+
+    `arch`: architecture of the device, by default of this machine's.
+    """
     if device.type != "cuda":
         return "torch"
-    return next((name for name, reason in attention_verdicts(specs, device).items() if reason is None), "torch")
+    arch = arch or _arch(device)
+    usable = (name for name, reason in attention_verdicts(specs, device, dtypes, arch).items() if reason is None)
+    return next((name for name in usable if not_chosen_reason(name, specs, arch) is None), "torch")
 
 
-def attention_verdicts(specs: Sequence[AttentionSpec], device: torch.device) -> dict[str, str | None]:
+def not_chosen_reason(name: str, specs: Sequence[AttentionSpec], arch: str) -> str | None:
+    """None if "auto" may take this implementation wherever it can serve, else why not."""
+    return _load(name).not_chosen_reason(specs, arch)
+
+
+def attention_verdicts(
+    specs: Sequence[AttentionSpec], device: torch.device, dtypes: AttentionDtypes = BF16, arch: str | None = None
+) -> dict[str, str | None]:
     """By implementation, in the order of "auto": None if it serves the device and every kind of layer, else why not."""
     found: dict[str, str | None] = {}
+    arch = arch or _arch(device)
     for name in ATTENTION_MODULES:
         try:
             implementation = _load(name)
         except ImportError as error:
             found[name] = f"it cannot be imported: {error}"
         else:
-            reasons = (implementation.unsupported_reason(spec, device) for spec in dict.fromkeys(specs))
-            found[name] = next((reason for reason in reasons if reason), None)
+            found[name] = implementation.verdict(specs, device, arch, dtypes)
     return found
+
+
+def _arch(device: torch.device) -> str:
+    """Architecture of the device; of a GPU that this machine does not have, its type."""
+    return device.type if device.type == "cuda" and not torch.cuda.is_available() else arch_of(device)
 
 
 def _load(name: str) -> type[Attention]:

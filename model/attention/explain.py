@@ -1,68 +1,61 @@
-"""Which attention "auto" takes on a GPU, and the figures behind it, for `moe-serve explain`. Measures nothing.
+"""Which attention "auto" takes on a GPU, and the figures behind it, for `moe-serve explain`. Measures nothing."""
 
-`measured.json` has tables with `gpu`, `kind` of layer (heads or latent), `rival`, `card`, `source`, and `shares`: the
-time of the Triton kernels over the rival's, by case. `benchmarks/attention_tables.py` writes it.
-"""
-
-import json
 from collections.abc import Sequence
-from importlib import resources
-from typing import Any
 
 import torch
 
-from model.attention.base import ATTENTION_MODULES, AttentionSpec, attention_verdicts, choose_attention
+from model.attention.base import (
+    ATTENTION_MODULES,
+    AttentionSpec,
+    attention_verdicts,
+    choose_attention,
+    not_chosen_reason,
+)
+from model.attention.measured import TABLE, Entry, kind_of, read_tables, tables_for
 
-TABLE = "measured.json"
-RIVAL = "flashinfer"  # measured, and no part of the service
-WORTH_IT = 1.03  # a rival is worth shipping where our kernels take more than so many times its time
-_WIDTH = max(map(len, (*ATTENTION_MODULES, RIVAL)))
-_Entry = dict[str, Any]
-
-
-def read_tables() -> list[_Entry]:
-    """All that was measured."""
-    text = resources.files(__package__ or "").joinpath(TABLE).read_text(encoding="utf-8")
-    entries: list[_Entry] = json.loads(text)["tables"]
-    return entries
+WORTH_IT = 1.03  # a rival is worth its place where our kernels take more than so many times its time
+_WIDTH = max(map(len, ATTENTION_MODULES))
 
 
-def explain(specs: Sequence[AttentionSpec], arch: str, entries: Sequence[_Entry] | None = None) -> str:
-    """A line for each implementation and for FlashInfer, for layers of these kinds on `arch`, such as sm90 or cpu.
+def explain(specs: Sequence[AttentionSpec], arch: str, entries: Sequence[Entry] | None = None) -> str:
+    """A line for each implementation, for layers of these kinds on `arch`, such as sm90 or cpu, and a bf16 cache.
 
-    Whether Triton and its compiler are installed is asked of this machine. `entries`: all measurements by default.
+    Whether the packages and their compilers are installed is asked of this machine. `entries`: all measurements by
+    default; the choice always rests on those.
     """
     device = torch.device("cpu" if arch == "cpu" else "cuda")
     kinds = sorted({kind_of(spec) for spec in specs})
     entries = read_tables() if entries is None else entries
-    measured = [entry for entry in entries if entry["gpu"] == arch and entry["kind"] in kinds]
-    chosen = choose_attention(specs, device)
+    measured = tables_for(specs, arch, entries)
+    chosen = choose_attention(specs, device, arch=arch)
     lines = [f"attention of {', '.join(kinds)} on {arch}"]
-    for name, reason in attention_verdicts(specs, device).items():
+    for name, reason in attention_verdicts(specs, device, arch=arch).items():
         text = reason or "usable"
         if name == chosen:
             text += f"  <- auto, by {_why(name, measured, arch)}"
+        elif reason is None and (passed_over := not_chosen_reason(name, specs, arch)):
+            text += f" if asked for: {passed_over}"
+        if name == "flashinfer" != chosen:
+            text += f"; {_figures(name, measured) or 'not measured'}"
         lines.append(f"{name:<{_WIDTH}}  {text}")
-    against = [entry for entry in measured if entry["rival"] == RIVAL]
-    text = "; ".join(map(_verdict, against)) or "not measured against FlashInfer"
-    return "\n".join([*lines, f"{RIVAL:<{_WIDTH}}  not part of moe-serve; {text}"])
+    return "\n".join(lines)
 
 
-def kind_of(spec: AttentionSpec) -> str:
-    """Kind of layer in the tables."""
-    return "latent" if spec.values_in_keys else "heads"
+def _figures(rival: str, measured: Sequence[Entry]) -> str:
+    return "; ".join(_verdict(entry) for entry in measured if entry["rival"] == rival)
 
 
-def _why(name: str, measured: Sequence[_Entry], arch: str) -> str:
-    against = [entry for entry in measured if entry["rival"] == "torch"]
-    if name == "triton" and against:
-        return "; ".join(map(_verdict, against))
+def _why(name: str, measured: Sequence[Entry], arch: str) -> str:
+    figures = _figures("torch" if name == "triton" else name, measured)
+    if name != "torch" and figures:
+        return figures
     if arch == "cpu":
         return "rule: the Triton kernels need a GPU"
-    return f"rule: the first of {', '.join(ATTENTION_MODULES)} that can; nobody measured these layers on this GPU"
+    order = ", ".join(ATTENTION_MODULES)
+    return f"rule: the first of {order} that auto may take; nobody measured these layers against torch on this GPU"
 
 
-def _verdict(entry: _Entry) -> str:
+def _verdict(entry: Entry) -> str:
     shares: dict[str, float] = entry["shares"]
     text = (
         f"model/attention/{TABLE}: triton takes {min(shares.values()):.2f} to {max(shares.values()):.2f} of "

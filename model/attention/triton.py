@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import triton
 
-from model.attention.base import Attention, AttentionSpec, register_attention
+from model.attention.base import BF16, Attention, AttentionDtypes, AttentionSpec, register_attention
 from model.attention.latent_kernels import latent_attention, store_latents
 from model.attention.triton_kernels import LOG2_E, decode, merge_parts, prefill, rotate_and_store
 from model.batch import ForwardBatch, LayerKv
@@ -77,8 +77,8 @@ class TritonAttention(Attention):
     name = "triton"
     is_capturable = True
 
-    def __init__(self, specs: Sequence[AttentionSpec], device: torch.device) -> None:
-        super().__init__(specs, device)
+    def __init__(self, specs: Sequence[AttentionSpec], device: torch.device, dtypes: AttentionDtypes = BF16) -> None:
+        super().__init__(specs, device, dtypes)
         self._num_processors, self._capability = num_processors(device, 1), (0, 0)
         if device.type == "cuda":  # AMD's GPUs, which torch calls so too, count versions of their own
             self._capability = (0, 0) if torch.version.hip else torch.cuda.get_device_capability(device)

@@ -43,6 +43,12 @@ class FakeModel:
     def plan(self, batch: ForwardBatch) -> str:
         return "plan"
 
+    def plan_for_graph(self, batch: ForwardBatch) -> str:
+        return "plan"
+
+    def update_plan(self, plan: str, query_lens: tuple[int, ...], seq_lens: tuple[int, ...]) -> None:
+        """Reads lengths from the batch."""
+
     def __call__(self, batch: ForwardBatch, plan: str, kv: list[LayerKv]) -> torch.Tensor:
         assert plan == "plan"
         self.num_calls += 1

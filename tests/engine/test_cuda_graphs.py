@@ -45,9 +45,11 @@ class Replay:
         self.buffers = None
         self.idle_slots, self.idle_lens = set(), set()  # of tokens and rows without a request
 
-    def replay(self):
+    def replay(self, query_lens, seq_lens):
         self.num_replays += 1
         settings, batch = self.settings, self.batch
+        assert query_lens == tuple(batch.query_start_B1.diff().tolist())
+        assert seq_lens == tuple(batch.seq_lens_B.tolist())
         if self.buffers is not None:
             self.idle_slots.update(batch.slots_T[self.buffers.num_live_tokens :].tolist())
             self.idle_lens.update(batch.seq_lens_B[self.buffers.num_live_rows :].tolist())

@@ -73,7 +73,7 @@ def test_captured_steps_give_the_tokens_of_eager_ones(monkeypatch, overlap):
     idle_slots, core = [], None
 
     def capture(settings, batch, pool):
-        def replay():
+        def replay(query_lens, seq_lens):
             if core is None or core._runner.prompt_graphs is None:  # still loading
                 return
             buffers = core._runner.graphs.buffers if batch.all_ranks_decode else core._runner.prompt_graphs.buffers

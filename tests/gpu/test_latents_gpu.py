@@ -8,6 +8,7 @@ from model.attention.base import make_attention
 from model.batch import LayerKv
 from model.fp8_linear import Fp8Linear
 from model.norm import RmsNorm
+from model.rope import rotate_
 from moe.formats import Fp8BlockWeight
 
 pytestmark = pytest.mark.gpu
@@ -39,18 +40,35 @@ class Projections:
         given = (each.to(dtype) for each in (self.q_THD, self.q_pe_THP, self.latents_TD))
         return attention.run_latents(LATENT, attention.plan(inputs.batch), kv, *given, self.norm, self.rotation_T1D)
 
+    def attended(self, inputs: Inputs, kv: LayerKv) -> torch.Tensor:
+        """What torch attends to in fp32, with the keys that `kv` has already."""
+        q_THD, q_pe_THP = self.q_THD.float(), self.q_pe_THP.float()
+        rotate_(q_pe_THP, self.rotation_T1D)
+        q_THD[..., -q_pe_THP.shape[-1] :] = q_pe_THP
+        exact = LayerKv(kv.keys.clone() if kv.keys.dtype == FP8 else kv.keys.float(), kv.values)
+        attention, keys_T1D = make_attention("torch", [LATENT], DEVICE), _rows(kv.keys, inputs.batch.slots_T)
+        return attention.run(LATENT, attention.plan(inputs.batch), exact, q_THD, keys_T1D, None, None)
+
 
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, FP8], ids=["bf16", "fp8"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_latents_are_stored_and_attended_as_by_torch_in_fp32(case: Case, kv_dtype: torch.dtype) -> None:
-    """An FP8 cache stays one; a number that bf16 moves over a border is stored as its neighbour."""
+    """The stored keys are compared with torch's, and the results with torch's over the keys that were stored.
+
+    A key is rounded to bf16 before it is rounded to E4M3. One in 16 then lies in the middle of two numbers of E4M3, and
+    half of those go the other way than from fp32: one in 32 differs by a step, 1/15 to 1/8 of it. That is 1.6 % of a
+    key's norm, and up to 3 % of the result of a token that sees few keys, all from this step: computed in torch with
+    no other rounding, 0.026 to 0.032 in this case, against 0.002 over the same stored keys. So results are not
+    compared with those over keys that were rounded once.
+    """
     inputs = Inputs(case, LATENT, 1, kv_dtype)
     projections, kv = Projections(inputs.batch.num_tokens), inputs.caches[0]
     exact = LayerKv(kv.keys.clone() if kv_dtype == FP8 else kv.keys.float(), kv.values)
-    want = projections.run("torch", inputs, exact, torch.float32)
+    projections.run("torch", inputs, exact, torch.float32)
     got = projections.run("triton", inputs, kv).float()
+    want = projections.attended(inputs, kv)
     error_T = (got - want).flatten(1).norm(dim=1) / want.flatten(1).norm(dim=1)
-    assert error_T.max() < 2 * TOLERANCE
+    assert error_T.max() < TOLERANCE
     stored, meant = (_rows(cache.keys, inputs.batch.slots_T) for cache in (kv, exact))
     assert (stored - meant).norm() < (0.03 if kv_dtype == FP8 else 0.01) * meant.norm()
 

@@ -56,8 +56,7 @@ def test_fp8_bytes_are_torchs() -> None:
 def check(case: Case, spec: AttentionSpec, kv_dtype: torch.dtype) -> None:
     inputs = Inputs(case, spec, seed=len(case.name), kv_dtype=kv_dtype)
     want = reference(inputs, spec)
-    attention = make_attention("auto", [spec], DEVICE)
-    assert attention.name == "triton"
+    attention = make_attention("triton", [spec], DEVICE)
     plan = attention.plan(inputs.batch)
 
     def run(kv: LayerKv) -> torch.Tensor:

@@ -134,7 +134,7 @@ def test_fp8_cache_rounds_to_even_and_saturates(dtype: torch.dtype) -> None:
 
 
 def test_unknown_implementation_and_impossible_heads_are_refused() -> None:
-    with pytest.raises(ModelSettingsError, match="known: auto, triton, torch"):
+    with pytest.raises(ModelSettingsError, match="known: auto, flashinfer, triton, torch"):
         make_attention("flash9", [GQA], torch.device("cpu"))
     with pytest.raises(UnsupportedModelError, match="5 query heads"):
         replace(GQA, num_heads=5)

@@ -6,11 +6,12 @@ import pytest
 
 from benchmarks import attention_tables, record
 from model.attention.base import AttentionSpec
-from model.attention.explain import explain, read_tables
+from model.attention.explain import explain
+from model.attention.measured import read_tables
 from tests.tables import rows
 
 HEADS = AttentionSpec(num_heads=64, num_kv_heads=8, key_dim=64, value_dim=64, scale=0.125)
-LATENT = AttentionSpec(num_heads=128, num_kv_heads=1, key_dim=576, value_dim=512, scale=0.1, values_in_keys=True)
+LATENT = AttentionSpec(num_heads=96, num_kv_heads=1, key_dim=576, value_dim=512, scale=0.1, values_in_keys=True)
 WIDE = AttentionSpec(num_heads=2, num_kv_heads=1, key_dim=1024, value_dim=1024, scale=0.1)
 
 
@@ -37,22 +38,22 @@ def test_measured_layers_name_the_figures_and_their_source() -> None:
 
 @rows(
     "shares, told",
-    ((), "not measured against FlashInfer"),
+    ((), "not measured"),
     ((0.7, 1.03), "triton takes 0.70 to 1.03 of flashinfer's time in 2 cases of heads (H900, a.json)"),
     ((0.7, 1.04, 1.5), "(H900, a.json); more than 3 % slower in case 1 (1.04), case 2 (1.50)"),
 )
 def test_flashinfer_is_named_with_what_was_measured(shares: tuple[float, ...], told: str) -> None:
     text = explain([HEADS], "sm90", [entry("flashinfer", *shares)] if shares else [])
-    assert line("flashinfer", text).startswith("flashinfer  not part of moe-serve; ")
+    assert line("flashinfer", text).startswith("flashinfer  it serves latent attention (MLA) alone; ")
     assert line("flashinfer", text).endswith(told)
 
 
 @rows(
     "spec, arch, chosen, told",
     (HEADS, "cpu", "torch", "rule: the Triton kernels need a GPU"),
-    (HEADS, "gfx942", "triton", "nobody measured these layers on this GPU"),
-    (LATENT, "sm90", "triton", "nobody measured these layers on this GPU"),
-    (WIDE, "sm90", "torch", "nobody measured these layers on this GPU"),
+    (HEADS, "gfx942", "triton", "nobody measured these layers against torch on this GPU"),
+    (LATENT, "sm90", "triton", "nobody measured these layers against torch on this GPU"),
+    (WIDE, "sm90", "torch", "nobody measured these layers against torch on this GPU"),
 )
 def test_without_figures_the_rule_is_named(spec: AttentionSpec, arch: str, chosen: str, told: str) -> None:
     text = explain([spec], arch, [])
@@ -65,14 +66,13 @@ def test_a_layer_that_the_kernels_cannot_serve_says_why() -> None:
     assert "head dims up to" in line("triton", explain([HEADS, WIDE], "sm90", []))
 
 
-def test_the_table_in_the_tree_is_what_the_results_give() -> None:
-    source = record.RESULTS / "attention_h200.json"
-    result = json.loads(source.read_text())
-    (table,) = (each for each in read_tables() if each["source"].endswith(f"/{source.name}"))
-    assert [table] == attention_tables.tables_of(result, table["source"])
-    case = result["rows"][0]
-    share = table["shares"][f"{case['layer']}, {case['case']}"]
-    assert share == pytest.approx(case["triton"]["us"] / case["torch"]["us"], abs=1e-4)
+@rows("name, rival", ("attention_h200", "torch"), ("attention_rivals_h200", "flashinfer"))
+def test_the_tables_in_the_tree_are_what_the_results_give(name: str, rival: str) -> None:
+    result = json.loads((record.RESULTS / f"{name}.json").read_text())
+    source = f"benchmarks/results/{name}.json"
+    tables = [each for each in read_tables() if each["source"] == source]
+    assert {each["rival"] for each in tables} == {rival}
+    assert tables == attention_tables.tables_of(result, source)
 
 
 def test_flashinfers_best_kernel_counts_with_its_store() -> None:

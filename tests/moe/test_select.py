@@ -153,7 +153,7 @@ def test_auto_on_this_machine_passes_over_what_is_not_installed(
     sm90 = Device(arch="sm90")
     monkeypatch.setattr("moe.choose.select.probe_device", lambda device: sm90)
     monkeypatch.setattr(Backend, "is_installed", lambda self: self.package in (None, "flashinfer"))
-    monkeypatch.setattr(flashinfer_common, "_missing_compiler", lambda: None)
+    monkeypatch.setattr(flashinfer_common, "missing_compiler", lambda: None)
     config = dataclasses.replace(config, has_biases=True)  # flashinfer_mxfp4 pads them to its tiles
     assert choose_backend(MoeBackend.AUTO, sm90, "mxfp4", NONE, config) is MoeBackend.TRITON
     assert choose_backend(MoeBackend.AUTO, torch.device("cuda"), "mxfp4", NONE, config) is MoeBackend.FLASHINFER_MXFP4

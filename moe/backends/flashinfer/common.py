@@ -45,6 +45,17 @@ def flashinfer_version() -> Version | None:
         return None
 
 
+def missing_release(wanted: Version) -> str | None:
+    """None if this release or a newer one is installed, else what is needed, worded to follow "... needs"."""
+    installed = flashinfer_version()
+    if installed is None:
+        return not_installed("flashinfer")
+    if installed >= wanted:
+        return None
+    least, found = (".".join(map(str, version)) for version in (wanted, installed))
+    return f"flashinfer-python {least} or newer and found {found}: pip install 'flashinfer-python>={least}'"
+
+
 def library(submodule: str = "") -> ModuleType:
     """`flashinfer` or `flashinfer.<submodule>`, imported on first use, after `missing_package`."""
     return importlib.import_module(f"flashinfer.{submodule}" if submodule else "flashinfer")
@@ -99,17 +110,11 @@ class FlashinferBackend(Backend[Info]):
 
     def missing_package(self) -> str | None:
         """The package, or a newer release of it, if that is needed."""
-        installed = flashinfer_version()
-        if installed is None or not self.is_installed():
-            return not_installed("flashinfer")
-        if installed >= self.minimum_version:
-            return None
-        wanted, found = (".".join(map(str, version)) for version in (self.minimum_version, installed))
-        return f"flashinfer-python {wanted} or newer and found {found}: pip install 'flashinfer-python>={wanted}'"
+        return missing_release(self.minimum_version) if self.is_installed() else not_installed("flashinfer")
 
     def lacks(self) -> str | None:
         """Also the compiler that the library needs at run time, unless compiled kernels are installed."""
-        return self.missing_package() or _missing_compiler()
+        return self.missing_package() or missing_compiler()
 
     def arch_of(self, device: torch.device) -> str | None:
         """Architecture by the library's own function."""
@@ -122,7 +127,7 @@ class FlashinferBackend(Backend[Info]):
         return experts
 
 
-def _missing_compiler() -> str | None:
+def missing_compiler() -> str | None:
     """The missing CUDA compiler; None if it is there, or not needed because compiled kernels are installed."""
     if library("jit.env").FLASHINFER_AOT_DIR.is_dir() or importlib.util.find_spec("flashinfer_jit_cache"):
         return None
