@@ -42,6 +42,9 @@ class Chat:
     def question(self, text):
         return {"messages": [{"role": "user", "content": text}]}
 
+    def tools(self, functions):
+        return [{"type": "function", "function": function} for function in functions]
+
     def whole(self, body):
         choices = []
         for index, choice in enumerate(body["choices"]):
@@ -96,6 +99,9 @@ class Responses:
     def question(self, text):
         return {"input": text}
 
+    def tools(self, functions):
+        return [{"type": "function", **function} for function in functions]
+
     def whole(self, body):
         said = Said()
         for item in body["output"]:
@@ -149,6 +155,10 @@ class Messages:
 
     def question(self, text):
         return {"messages": [{"role": "user", "content": text}], "max_tokens": 500}
+
+    def tools(self, functions):
+        renamed = {"name": "name", "parameters": "input_schema", "strict": "strict"}
+        return [{renamed[key]: value for key, value in each.items() if key in renamed} for each in functions]
 
     def whole(self, body):
         said = Said()

@@ -33,17 +33,11 @@ STRICT = {"get_weather": {**TOOLS["get_weather"], "parameters": CITY, "strict": 
 REGEX = {"structured_outputs": {"regex": "[A-Z]{3}-[0-9]{2}"}}
 
 
-def with_tools(tools, chat_choice, responses_choice, messages_choice):
-    """Fields for some tools and the choice among them, in each API's words."""
-    blocks = [
-        {"name": name, "input_schema": tool["parameters"]} | ({"strict": True} if "strict" in tool else {})
-        for name, tool in tools.items()
-    ]
-    functions = list(tools.values())
+def with_tools(tools, *choices):
+    """Fields for some tools and the choice among them, which each API words in its own way."""
     return {
-        "chat": {"tools": [{"type": "function", "function": tool} for tool in functions], "tool_choice": chat_choice},
-        "responses": {"tools": [{"type": "function", **tool} for tool in functions], "tool_choice": responses_choice},
-        "messages": {"tools": blocks, "tool_choice": messages_choice},
+        name: {"tools": api.tools(tools.values()), "tool_choice": choice}
+        for (name, api), choice in zip(APIS.items(), choices, strict=True)
     }
 
 
