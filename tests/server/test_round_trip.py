@@ -7,7 +7,7 @@ the answer that ends the turn; DeepSeek's template never shows it again.
 
 import json
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
@@ -37,6 +37,7 @@ class Step:
     thought: str
     text: str
     calls: list[tuple[str, str, str]]  # name, arguments, result
+    speaks_first: bool = False  # before it thinks; templates show the thought first
 
 
 @dataclass
@@ -69,7 +70,7 @@ _calls = st.lists(st.tuples(st.sampled_from(["f", "get_weather"]), _arguments, _
 _turns = st.builds(
     lambda user, steps, answer: Turn(user, [*steps, answer]),
     _texts(1),
-    st.lists(st.builds(Step, _texts(0), _texts(0), _calls), max_size=2),
+    st.lists(st.builds(Step, _texts(0), _texts(0), _calls, st.booleans()), max_size=2),
     st.builds(Step, _texts(0), _texts(1), st.just([])),
 )
 
@@ -82,11 +83,13 @@ class Harmony:
 
     def written(self, step, _prompt_ids):
         """What the model writes: the header of its first message has begun already."""
-        pieces = self._step(step, keeps_thought=True)
-        ends = [index for index, piece in enumerate(pieces) if piece == "<|call|>"]
-        for index in ends[:-1]:  # the model stops at a <|call|>, so calls that follow one another end as messages do
-            pieces[index] = "<|end|>"
-        return pieces[2:] if step.calls else [*pieces[2:-1], "<|return|>"]
+        messages = self._messages(step)
+        if step.speaks_first and step.calls and step.thought and step.text:
+            messages[:2] = messages[1::-1]
+        *others, last = messages
+        # The model stops at a <|call|>, so calls that others follow end as messages do.
+        pieces = [piece for message in others for piece in (*message[:-1], "<|end|>")]
+        return [*pieces, *(last if step.calls else [*last[:-1], "<|return|>"])][2:]
 
     def prompt(self, turns):
         """The conversation up to where the model writes next."""
@@ -94,23 +97,24 @@ class Harmony:
         for number, turn in enumerate(turns):
             pieces += ["<|start|>", "user", "<|message|>", turn.user, "<|end|>"]
             for step in turn.steps:
-                pieces += self._step(step, keeps_thought=number == len(turns) - 1)
+                messages = self._messages(step)[bool(step.thought) and number < len(turns) - 1 :]
+                pieces += [piece for message in messages for piece in message]
                 for name, _, result in step.calls:
                     pieces += ["<|start|>", f"functions.{name} to=assistant", "<|channel|>", "commentary"]
                     pieces += ["<|message|>", result, "<|end|>"]
         return [*pieces, "<|start|>", "assistant"]
 
-    def _step(self, step, *, keeps_thought):
+    def _messages(self, step):
         start = ["<|start|>", "assistant", "<|channel|>"]
-        pieces = [*start, "analysis", "<|message|>", step.thought, "<|end|>"] if step.thought and keeps_thought else []
+        messages = [[*start, "analysis", "<|message|>", step.thought, "<|end|>"]] if step.thought else []
         if not step.calls:
-            return [*pieces, *start, "final", "<|message|>", step.text, "<|end|>"]
+            return [*messages, [*start, "final", "<|message|>", step.text, "<|end|>"]]
         if step.text:
-            pieces += [*start, "commentary", "<|message|>", step.text, "<|end|>"]
+            messages.append([*start, "commentary", "<|message|>", step.text, "<|end|>"])
         for name, arguments, _ in step.calls:
             header = [f"commentary to=functions.{name} ", "<|constrain|>", "json"]
-            pieces += [*start, *header, "<|message|>", arguments, "<|call|>"]
-        return pieces
+            messages.append([*start, *header, "<|message|>", arguments, "<|call|>"])
+        return messages
 
 
 class DeepSeek:
@@ -261,4 +265,4 @@ def _as_sent_back(step, api):
     if api != "messages":
         return step
     rewritten = [(name, json.dumps(json.loads(text), ensure_ascii=False), result) for name, text, result in step.calls]
-    return Step(step.thought, step.text, rewritten)
+    return replace(step, calls=rewritten)
