@@ -85,8 +85,9 @@ def describe_text(media_type: str) -> dict[str, Any]:
 
 
 def _event_stream(event: Any) -> dict[str, Any]:
-    """The schema of one event that has a name and is JSON of this type."""
-    payload = TypeAdapter(event).json_schema()
+    """The schema of one event that has a name and is JSON of this type. It refers to parts of the whole answer."""
+    payload = TypeAdapter(event).json_schema(ref_template="#/components/schemas/{model}")
+    payload.pop("$defs", None)  # the whole answer, in the same document, has defined them
     data = {"type": "string", "contentMediaType": "application/json", "contentSchema": payload}
     properties = {"event": {"type": "string"}, "data": data}
     return {"type": "object", "required": ["event", "data"], "properties": properties}

@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from server.body import checked
@@ -108,26 +109,41 @@ def messages_of(history: Sequence[InputItem], items: Sequence[InputItem]) -> lis
         BadRequest: a result answers no call before it.
     """
     messages: list[dict[str, Any]] = []
-    turn: _Turn | None = None
     known_calls: set[str | None] = set()
-    for index, item in enumerate([*history, *items], -len(history)):
-        is_own = item.type in ("reasoning", "function_call") or item.role == "assistant"
-        begins_another = turn is not None and turn.content and not turn.calls and item.type != "function_call"
-        if turn is not None and (not is_own or begins_another):
-            messages.append(turn.message())
-            turn = None
+    numbered = enumerate([*history, *items], -len(history))
+    for is_own, run in groupby(numbered, key=lambda each: _is_own(each[1])):
         if is_own:
-            turn = turn or _Turn([], [], [])
-            _add(turn, item)
-            known_calls.add(item.call_id)
-        elif item.type == "function_call_output":
-            if item.call_id not in known_calls:
+            own = [item for _, item in run]
+            known_calls.update(item.call_id for item in own)
+            messages += _own_messages(own)
+            continue
+        for index, item in run:
+            if item.type != "function_call_output":
+                messages.append({"role": item.role, "content": item.content})
+            elif item.call_id in known_calls:
+                messages.append({"role": "tool", "tool_call_id": item.call_id, "content": item.output})
+            else:
                 param = f"input[{index}].call_id"
                 raise BadRequest(f"{param}: no function_call before it has this call_id", param=param)
-            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": item.output})
-        else:
-            messages.append({"role": item.role, "content": item.content})
-    return messages if turn is None else [*messages, turn.message()]
+    return messages
+
+
+def _is_own(item: InputItem) -> bool:
+    return item.type in ("reasoning", "function_call") or item.role == "assistant"
+
+
+def _own_messages(items: Sequence[InputItem]) -> list[dict[str, Any]]:
+    """The assistant's messages between two items of others. Text ends a message, except beside calls.
+
+    With a message of its own, text before a call would be an answer, after which templates drop earlier reasoning.
+    """
+    has_calls = any(item.type == "function_call" for item in items)
+    turns = [_Turn([], [], [])]
+    for item in items:
+        if turns[-1].content and not has_calls:
+            turns.append(_Turn([], [], []))
+        _add(turns[-1], item)
+    return [turn.message() for turn in turns]
 
 
 def _add(turn: _Turn, item: InputItem) -> None:

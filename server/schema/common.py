@@ -76,14 +76,15 @@ def _bias_by_id(value: Any) -> dict[int, float]:
     return biases
 
 
+_STOP_SCHEMA = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
 StopStrings = Annotated[
     list[str],
     BeforeValidator(_stop_strings),
     WithJsonSchema(
         {
             "anyOf": [
-                {"type": "string"},
-                {"type": "array", "items": {"type": "string"}, "maxItems": MAX_STOPS},
+                _STOP_SCHEMA,
+                {"type": "array", "items": _STOP_SCHEMA, "maxItems": MAX_STOPS},
                 {"type": "null"},
             ]
         }
@@ -95,7 +96,11 @@ LogitBias = Annotated[
     WithJsonSchema(
         {
             "anyOf": [
-                {"type": "object", "additionalProperties": {"type": "number"}, "maxProperties": MAX_BIASES},
+                {
+                    "type": "object",
+                    "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+                    "maxProperties": MAX_BIASES,
+                },
                 {"type": "null"},
             ]
         }

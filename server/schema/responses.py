@@ -262,10 +262,21 @@ class ResponseBody(TypedDict):
 
 
 class ResponseEvent(TypedDict):
-    """One event of a stream. The fields beside these depend on the type."""
+    """One event of a stream; `type` is also its name, and says which of the other fields it has."""
 
     type: str
     sequence_number: int
+    response: NotRequired[ResponseBody]
+    output_index: NotRequired[int]
+    item: NotRequired[OutputItem]
+    item_id: NotRequired[str]
+    content_index: NotRequired[int]
+    part: NotRequired[TextPart]
+    delta: NotRequired[str]
+    text: NotRequired[str]
+    name: NotRequired[str]
+    arguments: NotRequired[str]
+    logprobs: NotRequired[list[TokenLogprob]]
 
 
 class DeletedResponse(TypedDict):

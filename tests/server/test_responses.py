@@ -1,8 +1,5 @@
 """POST /v1/responses in GPT-OSS's and DeepSeek's dialect; the official client's types judge every answer and event."""
 
-import shutil
-from pathlib import Path
-
 import openai
 import orjson
 import pytest
@@ -12,7 +9,7 @@ from pydantic import TypeAdapter
 from engine.types import EngineOutput
 from loaders.tokenizer import load_tokenizer
 from tests.server.conftest import ANSWER, ASSETS, CALL, MODEL, WEATHER, FakeEngine, serve
-from tests.server.test_deepseek_parser import MARKERS
+from tests.server.scripted_model import deepseek_tokenizer
 from tests.tables import rows
 
 EVENT = TypeAdapter(ResponseStreamEvent)
@@ -30,17 +27,7 @@ DEEPSEEK_CALL = (
 
 @pytest.fixture(scope="module")
 def deepseek(tmp_path_factory):
-    """The bundled tokenizer with DeepSeek's control tokens and chat template."""
-    folder = shutil.copytree(ASSETS, tmp_path_factory.mktemp("deepseek") / "model")
-    names = [*load_tokenizer(ASSETS).special_tokens]
-    for file in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
-        text = (folder / file).read_text(encoding="utf-8")
-        for old, new in zip(names, ["<｜begin▁of▁sentence｜>", *MARKERS], strict=False):
-            text = text.replace(f'"{old}"', f'"{new}"')
-        (folder / file).write_text(text, encoding="utf-8")
-    template = Path(__file__).parent / "templates" / "deepseek_v31.jinja"
-    shutil.copy(template, folder / "chat_template.jinja")
-    return load_tokenizer(folder)
+    return deepseek_tokenizer(tmp_path_factory.mktemp("deepseek") / "model")
 
 
 @pytest.fixture(scope="module")

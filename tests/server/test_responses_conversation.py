@@ -30,11 +30,10 @@ def messages(*items, history=0):
     (
         [REASONING, TEXT, REASONING, CALL, CALL | {"call_id": "d"}, TEXT, RESULT],
         [
-            {"role": "assistant", "content": "A", "reasoning": "Hm."},
             {
                 "role": "assistant",
-                "content": "A",
-                "reasoning": "Hm.",
+                "content": "A\nA",
+                "reasoning": "Hm.\nHm.",
                 "tool_calls": [TOOL_CALL, TOOL_CALL | {"id": "d"}],
             },
             {"role": "tool", "tool_call_id": "c", "content": "R"},
