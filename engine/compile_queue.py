@@ -48,7 +48,7 @@ class CompileQueue:
             del self._entries[seq.request_id]
             error = entry.compiled.exception()
             if error is None:
-                seq.grammar = self._compiler.make_matcher(entry.compiled.result())
+                seq.grammar = self._compiler.make_matcher(entry.compiled.result(), entry.spec.param)
                 ready.append(seq)
             else:
                 refused.append((seq, RequestError(entry.spec.param, f"{entry.spec.param} cannot be used: {error}")))

@@ -11,7 +11,7 @@ import torch
 
 from engine.compile_queue import CompileQueue
 from engine.config import EngineConfig
-from engine.errors import GrammarError, RequestError
+from engine.errors import GrammarError, GrammarTooSlow, RequestError
 from engine.executor import ChunkResult, LaunchedStep
 from engine.grammar_compiler import GrammarCompiler
 from engine.load import LoadedEngine, load_engine
@@ -311,7 +311,7 @@ class EngineCore:
             reason = _append(seq, token)
         except GrammarError as error:
             self._scheduler.remove(seq.request_id)
-            return _make_output(seq, finish_reason="error", error=f"the answer's grammar was given up: {error}")
+            return _grammar_failure(seq, error)
         self._num_generated += 1
         if reason is not None:
             self._scheduler.remove(seq.request_id)
@@ -340,6 +340,15 @@ def _append(seq: Sequence, token: int) -> FinishReason | None:
         if seq.grammar.is_over:
             return "stop"
     return "length" if seq.num_output >= seq.sampling.max_tokens else None
+
+
+def _grammar_failure(seq: Sequence, error: GrammarError) -> EngineOutput:
+    """The last output of an answer that its grammar ends: the client's fault if the grammar is too slow, else ours."""
+    output = _make_output(seq, finish_reason="error", error=f"the answer's grammar was given up: {error}")
+    if seq.grammar is None or seq.grammar.param is None or not isinstance(error, GrammarTooSlow):
+        return output
+    param = seq.grammar.param
+    return msgspec.structs.replace(output, error=f"{param} cannot be used: {error}", error_param=param)
 
 
 def _make_output(seq: Sequence, *, finish_reason: FinishReason, error: str | None = None) -> EngineOutput:

@@ -4,8 +4,11 @@ ValueError
 └── EngineError
     ├── EngineConfigError   a setting that is out of range or contradicts another
     ├── GrammarError        a grammar that cannot be compiled; the message ends a sentence about it
+    │   └── GrammarTooSlow  it takes too long, or the machine was busy
     └── RequestError        a request that cannot be served; `param` is the request field to change
 """
+
+import time
 
 
 class EngineError(ValueError):
@@ -18,6 +21,14 @@ class EngineConfigError(EngineError):
 
 class GrammarError(EngineError):
     """A grammar cannot be compiled; the message says why, in words for the client who sent it."""
+
+
+class GrammarTooSlow(GrammarError):
+    """A grammar takes too long to compile or to follow. On a machine that is less busy it may not."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.raised_s = time.monotonic()
 
 
 class RequestError(EngineError):

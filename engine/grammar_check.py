@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from engine.errors import GrammarError
+from engine.errors import GrammarError, GrammarTooSlow
 from engine.grammar_fault import find_fault
 from engine.process import module_command
 
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 _START_S = 60.0  # to import xgrammar and to read a vocabulary
 _MAX_BYTES = 4 << 30  # of address space that grammars may take
 _OK = b""
+_CONTROL = b"\xff"  # no character begins with it
 _WALK_TOKENS = 50
 MAX_TOKEN_S = 0.003
 """CPU time that a grammar's work for one token may take on average in a trial."""
@@ -80,8 +81,7 @@ class GrammarChecker:
         self.start()
         if self._tokenizer_info is None:
             try:
-                self._send(pickle.dumps(self._vocabulary))
-                self._tokenizer_info = self._receive(_START_S).decode()
+                self._tokenizer_info = self._ask(pickle.dumps(self._vocabulary), _START_S).decode()
             except (OSError, EOFError) as error:
                 self.close()
                 logger.error("the process that checks grammars did not start: %r", error)
@@ -92,14 +92,13 @@ class GrammarChecker:
         """Raise GrammarError if the format cannot be compiled within the limits of time and memory."""
         self.read_tokenizer_info()
         try:
-            self._send(format_json.encode())
-            reason = self._receive(self._timeout_s)
+            reason = self._ask(format_json.encode(), self._timeout_s)
         except TimeoutError as error:
             self.close()
-            raise GrammarError(f"compiling it takes longer than {self._timeout_s:g} s; make it simpler") from error
+            raise GrammarTooSlow(f"compiling it takes longer than {self._timeout_s:g} s; make it simpler") from error
         except (OSError, EOFError) as error:
             self.close()
-            raise GrammarError("it is too complex to be compiled; make it simpler") from error
+            raise GrammarTooSlow("it is too complex to be compiled; make it simpler") from error
         if reason != _OK:
             raise GrammarError(reason.decode())
 
@@ -111,15 +110,22 @@ class GrammarChecker:
             self._process.wait()
         self._process = self._connection = self._tokenizer_info = None
 
-    def _send(self, data: bytes) -> None:
-        if self._connection is None:
+    def _ask(self, data: bytes, timeout_s: float) -> bytes:
+        """Send a message and return the answer. Raises TimeoutError; OSError or EOFError if the process ends."""
+        if self._connection is None or self._process is None:
             raise RuntimeError("the process that checks grammars is not started")
-        self._connection.send_bytes(data)
-
-    def _receive(self, timeout_s: float) -> bytes:
-        if self._connection is None or not self._connection.poll(timeout_s):
-            raise TimeoutError
-        return self._connection.recv_bytes()
+        deadline_s = time.monotonic() + timeout_s
+        killer = threading.Timer(timeout_s, self._process.kill)  # a stopped process would block `send_bytes` for ever
+        killer.start()
+        try:
+            self._connection.send_bytes(data)
+            return self._connection.recv_bytes()
+        except (OSError, EOFError) as error:
+            if time.monotonic() >= deadline_s:
+                raise TimeoutError from error
+            raise
+        finally:
+            killer.cancel()
 
 
 def token_bytes(vocabulary: Vocabulary) -> list[bytes]:
@@ -137,7 +143,7 @@ def token_bytes(vocabulary: Vocabulary) -> list[bytes]:
     else:
         tokens = vocabulary.source
     control_ids |= vocabulary.eos_ids
-    return [b"\xff%d" % index if index in control_ids else token for index, token in enumerate(tokens)]
+    return [_CONTROL + b"%d" % index if index in control_ids else token for index, token in enumerate(tokens)]
 
 
 def _limit_memory() -> None:
@@ -154,7 +160,9 @@ def _exit_with_parent(descriptor: int) -> None:
     os._exit(0)
 
 
-def _try_out(compiler: "xgrammar.GrammarCompiler", format_json: str, vocabulary: Vocabulary) -> None:
+def _try_out(
+    compiler: "xgrammar.GrammarCompiler", format_json: str, vocabulary: Vocabulary, control_ids: list[int]
+) -> None:
     """Raise GrammarError, which says where in a schema, if the format cannot be compiled or is slow to follow."""
     import xgrammar
 
@@ -176,11 +184,15 @@ def _try_out(compiler: "xgrammar.GrammarCompiler", format_json: str, vocabulary:
         if path is None:
             raise
         raise GrammarError(f"{error} (at {path} of the schema)") from error
-    _walk(compiled, vocabulary)
+    _walk(compiled, vocabulary, control_ids)
 
 
-def _walk(compiled: "xgrammar.CompiledGrammar", vocabulary: Vocabulary) -> None:
-    """Follow a random answer. Raises GrammarError if that is slow: the step loop would have to do the same."""
+def _walk(compiled: "xgrammar.CompiledGrammar", vocabulary: Vocabulary, control_ids: list[int]) -> None:
+    """Follow a random answer. Raises GrammarError if that is slow or leads nowhere: the step loop would do the same.
+
+    Half of the time a control token is taken where one may come: it ends free reasoning, and behind that the grammar's
+    own part begins.
+    """
     import xgrammar
 
     matcher, rng = xgrammar.GrammarMatcher(compiled), random.Random(0)
@@ -190,8 +202,13 @@ def _walk(compiled: "xgrammar.CompiledGrammar", vocabulary: Vocabulary) -> None:
     for _ in range(_WALK_TOKENS):
         matcher.fill_next_token_bitmask(words_1N)
         allowed = np.unpackbits(words_1N.view(np.uint8), count=vocabulary.size, bitorder="little")
+        if not allowed.any() and not matcher.is_completed():
+            raise GrammarError("it has a rule that can never end, so no answer satisfies it")
         allowed[eos_ids] = 0
         choices = np.flatnonzero(allowed)
+        controls = [token_id for token_id in control_ids if allowed[token_id]]
+        if controls and rng.random() < 0.5:
+            choices = np.array(controls)
         if not len(choices) or not matcher.accept_token(int(rng.choice(choices))):
             break
     if time.process_time() - start_s > _WALK_TOKENS * MAX_TOKEN_S:
@@ -207,8 +224,10 @@ def main() -> None:
     connection = Connection(sys.stdin.fileno())
     threading.Thread(target=_exit_with_parent, args=(sys.stdin.fileno(),), daemon=True).start()
     vocabulary: Vocabulary = connection.recv()
+    tokens = token_bytes(vocabulary)
+    control_ids = [token_id for token_id, token in enumerate(tokens) if token.startswith(_CONTROL)]
     info = xgrammar.TokenizerInfo(
-        token_bytes(vocabulary), xgrammar.VocabType.RAW, vocab_size=vocabulary.size,
+        tokens, xgrammar.VocabType.RAW, vocab_size=vocabulary.size,
         stop_token_ids=sorted(vocabulary.eos_ids),
     )  # fmt: skip
     connection.send_bytes(info.serialize_json().encode())
@@ -220,7 +239,7 @@ def main() -> None:
         except EOFError:
             return
         try:
-            _try_out(compiler, format_json, vocabulary)
+            _try_out(compiler, format_json, vocabulary, control_ids)
         except GrammarError as error:
             connection.send_bytes(str(error).encode())
         else:

@@ -11,11 +11,12 @@ import logging
 import queue
 import re
 import threading
+import time
 from collections import OrderedDict
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, TypeAlias
 
-from engine.errors import GrammarError
+from engine.errors import GrammarError, GrammarTooSlow
 from engine.grammar_check import GrammarChecker, Vocabulary
 from engine.grammar_matcher import GrammarMatcher
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 Compiled: TypeAlias = "Future[xgrammar.CompiledGrammar]"
 
 _ENTRY_BYTES = 1024  # what a cache entry takes beside the grammar
+_RETRY_S = 60.0  # a grammar that took too long is refused for so long, then tried again
 _NUM_THREADS = 2  # one grammar that takes long does not hold up all others
 _PLACE = re.compile(r"^(\[[\d:]+\] )?(\S+\.cc:\d+: )?(Check failed: \(.*?\) is (false|true): )?(Invalid .*? error: )?")
 
@@ -71,6 +73,7 @@ class GrammarCompiler:
 
     def compile(self, format_json: str) -> Compiled:
         """The compiled format, when it is ready; its exception is a GrammarError. Equal formats are compiled once."""
+        self._forget_too_slow(format_json)
         known = self._compiled.get(format_json)
         if known is not None:
             self._compiled.move_to_end(format_json)
@@ -84,26 +87,40 @@ class GrammarCompiler:
         self._tasks.put((format_json, future))
         return future
 
-    def make_matcher(self, compiled: "xgrammar.CompiledGrammar") -> GrammarMatcher:
-        """A matcher at the beginning of an answer."""
+    def make_matcher(self, compiled: "xgrammar.CompiledGrammar", param: str | None = None) -> GrammarMatcher:
+        """A matcher at the beginning of an answer; `param` is the request field that asked for it."""
         if self._batch is None:
             import xgrammar
 
             self._batch = xgrammar.BatchGrammarMatcher(self.vocabulary.num_threads)
-        return GrammarMatcher(compiled, self._batch, self.vocabulary.eos_ids)
+        return GrammarMatcher(compiled, self._batch, self.vocabulary.eos_ids, param)
+
+    def _forget_too_slow(self, format_json: str) -> None:
+        """Forget that a grammar took too long, if that was a while ago: the machine may have been busy."""
+        known = self._compiled.get(format_json)
+        error = known.exception() if known is not None and known.done() else None
+        if isinstance(error, GrammarTooSlow) and time.monotonic() - error.raised_s > _RETRY_S:
+            self._count_done()
+            self._forget(format_json)
 
     def _forget_oldest(self) -> None:
         """Make room in the cache. Answers that run keep what they use."""
-        while not self._done.empty():
-            format_json, num_bytes = self._done.get()
-            self._sizes[format_json] = num_bytes
-            self._num_bytes += num_bytes
+        self._count_done()
         while self._num_bytes > self._cache_bytes:
             oldest = next(iter(self._compiled))
             if oldest not in self._sizes:
                 return  # it is being compiled
-            del self._compiled[oldest]
-            self._num_bytes -= self._sizes.pop(oldest)
+            self._forget(oldest)
+
+    def _forget(self, format_json: str) -> None:
+        del self._compiled[format_json]
+        self._num_bytes -= self._sizes.pop(format_json)
+
+    def _count_done(self) -> None:
+        while not self._done.empty():
+            format_json, num_bytes = self._done.get()
+            self._sizes[format_json] = num_bytes
+            self._num_bytes += num_bytes
 
     def _work(self) -> None:
         """Thread body."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from engine.errors import GrammarError
+from engine.errors import GrammarError, GrammarTooSlow
 
 if TYPE_CHECKING:
     import xgrammar
@@ -20,13 +20,21 @@ class GrammarMatcher:
     """Follows the tokens of one answer. Chunked prefill and preemption do not concern it: a token counts once."""
 
     def __init__(
-        self, compiled: "xgrammar.CompiledGrammar", batch: "xgrammar.BatchGrammarMatcher", eos_ids: frozenset[int]
+        self,
+        compiled: "xgrammar.CompiledGrammar",
+        batch: "xgrammar.BatchGrammarMatcher",
+        eos_ids: frozenset[int],
+        param: str | None = None,
     ) -> None:
-        """`batch` fills the masks of all matchers that share it; `eos_ids` are those that `compiled` ends with."""
+        """`batch` fills the masks of all matchers that share it; `eos_ids` are those that `compiled` ends with.
+
+        `param` is the request field that asked for the grammar.
+        """
         import xgrammar
 
         self.eos_ids = eos_ids
         self.batch = batch
+        self.param = param
         self.is_too_slow = False
         self.inner = xgrammar.GrammarMatcher(compiled, terminate_without_stop_token=not eos_ids)
 
@@ -36,7 +44,7 @@ class GrammarMatcher:
         if not self.inner.accept_token(token_id):
             raise GrammarError(f"it forbids the token {token_id} that was chosen")
         if self.is_too_slow or time.thread_time() - start_s > _MOST_S:
-            raise GrammarError(f"following it takes longer than {1000 * _MOST_S:g} ms a token; make it simpler")
+            raise GrammarTooSlow(f"following it takes longer than {1000 * _MOST_S:g} ms a token; make it simpler")
 
     @property
     def is_complete(self) -> bool:

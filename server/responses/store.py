@@ -2,13 +2,17 @@
 
 Every answer is stored with the items of its whole conversation, so that a conversation can go on although its older
 answers have been removed. Each owner sees only their own answers.
+
+Reading and writing have a connection each. Readers wait for no writer (SQLite's WAL mode), because requests of other
+endpoints wait in the threads that read; a writer waits for others for a few seconds at most, then gives up.
 """
 
 import os
 import sqlite3
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +21,7 @@ import orjson
 from server.config import ServerConfig
 from server.errors import SettingError
 
-_BUSY_TIMEOUT_S = 10.0
+_BUSY_TIMEOUT_S = 2.0
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS answers (
     id TEXT PRIMARY KEY, owner TEXT NOT NULL, created REAL NOT NULL, num_bytes INTEGER NOT NULL,
@@ -34,13 +38,17 @@ class ResponseStore:
         """Open the file, or make it, readable for nobody else. Raises SettingError."""
         self._max_bytes = max_bytes
         self._max_age_s = max_age_s
-        self._lock = threading.Lock()
+        self._file = file
+        self._write_lock = threading.Lock()
+        self._read_lock = threading.Lock()
         try:
             os.close(os.open(file, os.O_RDWR | os.O_CREAT, 0o600))
-            self._database = sqlite3.connect(file, timeout=_BUSY_TIMEOUT_S, check_same_thread=False)
-            self._database.execute("PRAGMA journal_mode = WAL")
-            self._database.execute("PRAGMA synchronous = NORMAL")
-            self._database.executescript(_SCHEMA)
+            self._inode = _inode_of(file)
+            self._writer = _connect(file)
+            self._writer.execute("PRAGMA journal_mode = WAL")
+            self._writer.execute("PRAGMA synchronous = NORMAL")
+            self._writer.executescript(_SCHEMA)
+            self._reader = _connect(file)
         except (OSError, sqlite3.Error) as error:
             raise SettingError(f"response_store: {file} cannot be used as an SQLite file: {error}") from error
 
@@ -48,7 +56,7 @@ class ResponseStore:
         """Store an answer with its conversation, and remove what is too old or too much. Raises sqlite3.Error."""
         data, conversation = orjson.dumps(body), orjson.dumps(items)
         row = (body["id"], owner, time.time(), len(data) + len(conversation), data, conversation)
-        with self._lock, self._database as database:
+        with self._transaction() as database:
             database.execute("INSERT INTO answers VALUES (?, ?, ?, ?, ?, ?)", row)
             database.execute("DELETE FROM answers WHERE created < ?", (time.time() - self._max_age_s,))
             [num_bytes] = database.execute("SELECT SUM(num_bytes) FROM answers").fetchone()
@@ -68,20 +76,44 @@ class ResponseStore:
         return None if data is None else orjson.loads(data)
 
     def delete(self, owner: str, response_id: str) -> bool:
-        """Remove an answer; False if the owner has none of this id."""
-        with self._lock, self._database as database:
+        """Remove an answer; False if the owner has none of this id. Raises sqlite3.Error."""
+        with self._transaction() as database:
             found = database.execute("DELETE FROM answers WHERE id = ? AND owner = ?", (response_id, owner))
             return found.rowcount > 0
 
     def close(self) -> None:
         """Close the file."""
-        self._database.close()
+        self._reader.close()
+        self._writer.close()
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        """The writer's connection, for one thread at a time. What it did is undone after an error."""
+        if not self._write_lock.acquire(timeout=_BUSY_TIMEOUT_S):
+            raise sqlite3.OperationalError("other answers wait to be stored")
+        try:
+            if _inode_of(self._file) != self._inode:
+                raise sqlite3.OperationalError(f"{self._file} was removed or replaced: restart the service")
+            with self._writer as database:
+                yield database
+        finally:
+            self._write_lock.release()
 
     def _column(self, column: str, owner: str, response_id: str) -> bytes | None:
         query = f"SELECT {column} FROM answers WHERE id = ? AND owner = ? AND created >= ?"
-        with self._lock:
-            row = self._database.execute(query, (response_id, owner, time.time() - self._max_age_s)).fetchone()
+        with self._read_lock:
+            row = self._reader.execute(query, (response_id, owner, time.time() - self._max_age_s)).fetchone()
         return None if row is None else bytes(row[0])
+
+
+def _connect(file: Path) -> sqlite3.Connection:
+    return sqlite3.connect(file, timeout=_BUSY_TIMEOUT_S, check_same_thread=False)
+
+
+def _inode_of(file: Path) -> int | None:
+    with suppress(OSError):
+        return file.stat().st_ino
+    return None
 
 
 def open_store(config: ServerConfig) -> ResponseStore | None:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, ValidationError, WithJsonSchema, model_validator
 
 from server.schema.common import GenerationRequest, WireModel, refusal
-from server.schema.limits import MAX_CHOICE_TEXTS, FreeObject, Tools
+from server.schema.limits import MAX_CHOICE_TEXTS, MAX_PROPERTIES, FreeObject, Tools
 
 Text = Annotated[str, Field(max_length=65536)]
 Choices = Annotated[list[Text], Field(fail_fast=True, min_length=1, max_length=MAX_CHOICE_TEXTS)]
@@ -56,15 +56,31 @@ class ResponseFormat(WireModel):
         return self
 
 
+def _object_or_text(value: Any) -> Any:
+    """Refuses what is neither, since a union's error would name its branches as if they were fields."""
+    if value is not None and not isinstance(value, dict | str):
+        raise ValueError("must be an object, or its JSON text")
+    if isinstance(value, dict) and len(value) > MAX_PROPERTIES:
+        raise ValueError(f"has {len(value)} keys: at most {MAX_PROPERTIES} are accepted")
+    return value
+
+
+_ObjectOrText = Annotated[FreeObject | str | None, BeforeValidator(_object_or_text)]
+_Schema = Annotated[
+    FreeObject | str | bool | None,
+    BeforeValidator(lambda value: value if isinstance(value, bool) else _object_or_text(value)),
+]
+
+
 class StructuredOutputs(WireModel):
     """vLLM's field: exactly one rule for the content."""
 
-    json_: FreeObject | str | bool | None = Field(None, alias="json")
+    json_: _Schema = Field(None, alias="json")
     regex: Text | None = None
     choice: Choices | None = None
     grammar: Text | None = None
     json_object: bool | None = None
-    structural_tag: FreeObject | str | None = None
+    structural_tag: _ObjectOrText = None
 
     @model_validator(mode="after")
     def _exactly_one(self) -> "StructuredOutputs":

@@ -19,7 +19,7 @@ _NOT_FOR_NAMES = frozenset({"$ref", "anyOf", "oneOf", "allOf", "not", "if", "the
 
 
 def array(schemas: Schemas, build: Build) -> dict[str, Any]:
-    """An array: the first items each by its own schema, the others by `items`. All first items are written.
+    """An array: the first items each by its own schema, the others by `items`. All first items are written, or none.
 
     Raises:
         SchemaError: unique items, or counts that are none.

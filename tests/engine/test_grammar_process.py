@@ -59,7 +59,7 @@ def test_the_process_ends_with_its_parent_even_while_it_compiles():
         "import sys, time; from tests.engine.test_grammar_process import *\n"
         "checker = GrammarChecker(VOCABULARY, timeout_s=60.0)\n"
         "checker.read_tokenizer_info(); print(checker._process.pid, flush=True)\n"
-        "checker._send(DEEP.encode()); time.sleep(60)"
+        "checker._connection.send_bytes(DEEP.encode()); time.sleep(60)"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     child = int(parent.stdout.readline())

@@ -1,0 +1,80 @@
+"""A store of answers whose file is locked by another program, or removed."""
+
+import sqlite3
+import threading
+import time
+
+import pytest
+
+from server.responses import store as store_module
+from server.responses.store import ResponseStore
+
+
+@pytest.fixture
+def file(tmp_path):
+    return tmp_path / "answers.sqlite"
+
+
+@pytest.fixture
+def store(file, monkeypatch):
+    monkeypatch.setattr(store_module, "_BUSY_TIMEOUT_S", 0.2)
+    store = ResponseStore(file, max_bytes=10**6, max_age_s=1000.0)
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def other_program(file, store):
+    """Holds the lock of all writers, as a backup or a VACUUM does."""
+    connection = sqlite3.connect(file, isolation_level=None)
+    connection.execute("BEGIN EXCLUSIVE")
+    yield
+    connection.close()
+
+
+def put(store, name):
+    store.put("o", {"id": name}, [name])
+
+
+def test_readers_wait_for_no_writer(store, file):
+    put(store, "first")
+    connection = sqlite3.connect(file, isolation_level=None)
+    connection.execute("BEGIN EXCLUSIVE")
+    errors = []
+
+    def write(name):
+        try:
+            put(store, name)
+        except sqlite3.OperationalError as error:
+            errors.append(str(error))
+
+    writers = [threading.Thread(target=write, args=(name,)) for name in ("second", "third", "fourth")]
+    start_s = time.monotonic()
+    for writer in writers:
+        writer.start()
+    assert store.items("o", "first") == ["first"]
+    assert len(errors) < len(writers), "no reader waits until all writers have given up"
+    for writer in writers:
+        writer.join()
+    assert len(errors) == len(writers)
+    assert time.monotonic() - start_s < 10.0
+    connection.execute("ROLLBACK")
+    connection.close()
+    put(store, "fifth")
+    assert store.items("o", "fifth") == ["fifth"]
+
+
+@pytest.mark.usefixtures("other_program")
+def test_an_answer_is_not_removed_while_another_program_writes(store):
+    with pytest.raises(sqlite3.OperationalError, match="locked"):
+        store.delete("o", "first")
+
+
+def test_an_answer_is_not_written_to_a_file_that_was_removed_or_replaced(store, file):
+    put(store, "first")
+    file.unlink()
+    with pytest.raises(sqlite3.OperationalError, match="restart the service"):
+        put(store, "second")
+    file.write_bytes(b"")
+    with pytest.raises(sqlite3.OperationalError, match="restart the service"):
+        put(store, "third")
