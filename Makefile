@@ -3,7 +3,7 @@
 # interpreter, and compiled for every GPU), `make ranks` (models and engines of several processes), `make soak` (unruly clients for long) and
 # `make evals` (the bundled model answers all its questions).
 # `make api-workers` runs the suites of the HTTP side with two HTTP processes, of which `make test` runs a pick too.
-# `make clients` runs popular clients, installed in a separate environment, against the real service.
+# `make clients` runs popular clients, which uv installs into environments of their own, against the real service.
 # PORT=, ARGS=, EXTRAS= and PIP_ARGS= pass through: `make serve PORT=9000 EXTRAS=gpu ARGS="--max-num-seqs 8"`.
 
 PYTHON ?= python3
@@ -44,7 +44,7 @@ ranks: $(VENV)/.dev
 test-cpus: $(VENV)/.dev
 	PATH="$(abspath $(VENV))/bin:$$PATH" scripts/test_on_every_cpu $(ARGS)
 
-clients: $(VENV)/.dev $(CLIENTS)/.installed
+clients: $(CLIENTS)/.installed
 	$(VENV)/bin/python -m pytest -m '' tests/clients $(ARGS)
 
 soak: $(VENV)/.dev
@@ -71,12 +71,10 @@ $(VENV)/.dev: pyproject.toml constraints.txt
 	$(call install,dev)
 	@touch $@
 
-$(CLIENTS)/.installed: tests/clients/constraints.txt
+$(CLIENTS)/.installed: $(VENV)/.dev scripts/clients $(wildcard tests/clients/pins/*)
 	@echo "Installing clients into $(CLIENTS); the first time this takes minutes"
-	test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
-	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c tests/clients/constraints.txt \
-		torch guidellm 'lm_eval[api]' litellm langchain-openai
-	touch $@
+	PATH="$(abspath $(VENV))/bin:$$PATH" PYTHON="$(PYTHON)" scripts/clients
+	@touch $@
 
 # An interrupted installation may leave half a package, so it also leaves a mark, and the next one starts over.
 # We install setuptools first and build without isolation, so that building the project itself asks no package index.

@@ -1,10 +1,9 @@
 """The real service with the bundled model, and the means to run clients against it as programs of their own.
 
 `openai` and curl belong to the development tools and run with every other test. The rest has the marker `clients`: a
-JDK, and Python packages in a virtual environment of their own, since their versions clash with ours.
+JDK, and Python packages in virtual environments of their own, since their versions clash with ours.
 """
 
-import json
 import os
 import shutil
 import subprocess
@@ -16,7 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
 MODEL_FOLDER = ROOT / "assets" / "tiny-gpt-oss"
-CLIENTS_BIN = ROOT / ".venv-clients" / "bin"
+EXAMPLES = HERE / "examples"
 PARIS = "What is the capital of France?"
 
 
@@ -34,6 +33,7 @@ def run(tmp_path: Path) -> Callable[..., str]:
         "HF_HOME": str(tmp_path / "huggingface"),
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # else it asks the internet
         "OPENAI_API_KEY": "none",
+        "PATH": f"{ROOT / '.venv-clients' / 'current' / 'bin'}:{os.environ['PATH']}",  # for the examples in sh
     }
 
     def run_program(*command: str | Path, timeout_s: float = 300) -> str:
@@ -46,16 +46,6 @@ def run(tmp_path: Path) -> Callable[..., str]:
     return run_program
 
 
-@pytest.fixture
-def run_python(run: Callable[..., str], url: str) -> Callable[[str], dict]:
-    """Run a script of this folder with the clients' Python; returns the JSON object that it prints last."""
-
-    def run_script(name: str) -> dict:
-        return json.loads(run(client_program("python"), HERE / name, url).splitlines()[-1])
-
-    return run_script
-
-
 def program(name: str, remedy: str) -> str:
     """Path of a program; a missing one fails the test and says how to get it."""
     found = shutil.which(name)
@@ -64,8 +54,9 @@ def program(name: str, remedy: str) -> str:
     return found
 
 
-def client_program(name: str) -> Path:
-    """Path of a program in the clients' virtual environment."""
-    if not (CLIENTS_BIN / name).exists():
-        pytest.fail(f"{CLIENTS_BIN / name} is missing: run `make clients`, which makes that environment")
-    return CLIENTS_BIN / name
+def client_program(name: str, environment: str = "current") -> Path:
+    """Path of a program in one of the clients' virtual environments."""
+    path = ROOT / ".venv-clients" / environment / "bin" / name
+    if not path.exists():
+        pytest.fail(f"{path} is missing: run `make clients`, which makes that environment")
+    return path
