@@ -21,12 +21,18 @@ print("ready", flush=True)
 {main}
 """
 
+HANG_IN_C = """
+import ctypes
+while True:
+    ctypes.CDLL(None).pause()  # as a call of CUDA may; it returns at a signal
+"""
+
 
 @rows(
     "main, describe, state",
     ("sys.stdin.read()", "'3 requests run'", b": 3 requests run\n"),
     ("while True: pass", "'3 requests run'", b": 3 requests run\n"),
-    ("import ctypes; ctypes.CDLL(None).pause()", "'3 requests run'", b": 3 requests run\n"),  # hangs in C, as CUDA may
+    (HANG_IN_C, "'3 requests run'", b": 3 requests run\n"),
     ("sys.stdin.read()", "[][0]", b": the state cannot be described now: IndexError('list index out of range')\n"),
 )
 def test_a_process_writes_stacks_and_state_and_goes_on(main, describe, state):
