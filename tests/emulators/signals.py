@@ -73,12 +73,13 @@ class SignallingDeepGemm(DeepGemm):
 
     def __init__(self, log: list[str]) -> None:
         super().__init__("sm90", wide=False)
-        self.log, self._here = log, threading.local()  # ranks are threads here, and in truth processes
+        self.log = log
+        self.num_sms_by_rank: dict[int, int] = {}  # by thread: ranks are threads here, and in truth processes
 
     @property
     def num_sms(self) -> int:
         """Processors that the rank's GEMMs may use."""
-        return getattr(self._here, "num_sms", NUM_SMS)
+        return self.num_sms_by_rank.get(threading.get_ident(), NUM_SMS)
 
     def masked(  # type: ignore[override]
         self, a: Any, b: Any, d: torch.Tensor, masked_m: torch.Tensor, expected_m: int, enable_overlap: bool = False,
@@ -98,7 +99,7 @@ class SignallingDeepGemm(DeepGemm):
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def set_num_sms(num_sms: int) -> None:
-            self._here.num_sms = num_sms
+            self.num_sms_by_rank[threading.get_ident()] = num_sms
 
         module = SimpleNamespace(
             m_grouped_fp8_gemm_nt_masked=self.masked, m_grouped_fp8_gemm_nt_contiguous=self.contiguous,
