@@ -19,8 +19,8 @@ def main() -> int:
     arguments = parser.parse_args()
     plan = Plan(
         seconds=arguments.seconds,
-        warm_up_seconds=max(30, arguments.seconds / 5),  # a longer run sees higher peaks, and arenas keep them
-        rest_seconds=60,
+        warm_up_seconds=max(60, arguments.seconds / 5),  # large bodies take arenas to their size
+        rest_seconds=30,
         num_clients=arguments.clients,
         seed=arguments.seed,
         flags=tuple(arguments.flags),
