@@ -13,8 +13,8 @@ from server import streams
 from server.config import ServerConfig
 from server.errors import SettingError
 from server.keys import keys_of
-from server.own_service import connect
-from server.settings import Parser, Setting, gather, make_parser
+from server.own_service import OwnService
+from server.settings import Parser, Setting, given_values
 
 _TIMEOUT_S = 30.0
 _NUM_BUSIEST = 4
@@ -36,19 +36,17 @@ def experts(argv: Sequence[str], program: str, settings: Mapping[str, Setting], 
     parser.add_argument("--record", type=Path, metavar="FILE", help="write the tokens by expert here, for --eplb-load")
     parser.add_argument("--seconds", type=float, default=0.0, help="count for so long, instead of since the start")
     own, flags = parser.parse_known_args(argv)
-    values = gather(settings, vars(make_parser(settings, program, "").parse_args(flags)), environ)
-    names = ("host", "port", "api_key", "admin_key")
+    values = given_values(settings, program, flags, environ)
+    names = ("api_key", "admin_key")
     config = ServerConfig(**{name: values[name] for name in names if name in values} | keys_of(values))
-    has_tls = values.get("ssl_certfile") is not None
-    if config.port == 0:
-        raise SettingError("--port: 0 lets the service pick a free port, which is not known here; name one")
+    service = OwnService.of(values)
     try:
-        load = _ask(config, has_tls=has_tls)
+        load = _ask(service, config)
         if own.seconds > 0:
             time.sleep(own.seconds)
-            load = since(_ask(config, has_tls=has_tls), load)
+            load = since(_ask(service, config), load)
     except (OSError, http.client.HTTPException) as error:
-        streams.write(sys.stderr, f"{program}: no answer from {config.host} port {config.port}: {error}\n")
+        streams.write(sys.stderr, f"{program}: no answer from {service.host} port {service.port}: {error}\n")
         return 1
     if not load.layers:
         raise SettingError("the service counts no tokens by expert: start it with --expert-load")
@@ -92,16 +90,10 @@ def busiest(tokens: Sequence[int]) -> list[int]:
     return sorted(range(len(tokens)), key=lambda expert: (-tokens[expert], expert))[:_NUM_BUSIEST]
 
 
-def _ask(config: ServerConfig, *, has_tls: bool) -> RecordedLoad:
-    connection = connect(config.host, config.port, has_tls=has_tls, timeout_s=_TIMEOUT_S)
+def _ask(service: OwnService, config: ServerConfig) -> RecordedLoad:
     keys = (*filter(None, (config.admin_key,)), *config.api_keys)
     headers = {"Authorization": f"Bearer {keys[0]}"} if keys else {}
-    try:
-        connection.request("GET", "/expert_load", headers=headers)
-        answer = connection.getresponse()
-        body = answer.read()
-    finally:
-        connection.close()
-    if answer.status != http.client.OK:
-        raise SettingError(f"the service answers /expert_load with status {answer.status}: {body[:200].decode()}")
+    status, body = service.get("/expert_load", timeout_s=_TIMEOUT_S, headers=headers)
+    if status != http.client.OK:
+        raise SettingError(f"the service answers /expert_load with status {status}: {body[:200].decode()}")
     return msgspec.json.decode(body, type=RecordedLoad)

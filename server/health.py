@@ -6,10 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
 
 from server import streams
-from server.config import ServerConfig
-from server.errors import SettingError
-from server.own_service import connect
-from server.settings import Parser, Setting, gather, make_parser
+from server.own_service import OwnService
+from server.settings import Parser, Setting, given_values
 
 _TIMEOUT_S = 3.0
 _PROC = Path("/proc")
@@ -33,12 +31,7 @@ def health(
     own, flags = parser.parse_known_args(argv)
     if own.of_pid is not None:
         flags = [*_flags_of(proc / str(own.of_pid), program), *flags]
-    values = gather(settings, vars(make_parser(settings, program, "").parse_args(flags)), environ)
-    address = ServerConfig(**{name: values[name] for name in ("host", "port") if name in values})
-    if address.port == 0:
-        raise SettingError("--port: 0 lets the service pick a free port, which is not known here; name one")
-    has_tls = values.get("ssl_certfile") is not None
-    status, text = _ask(address.host, address.port, has_tls=has_tls)
+    status, text = _ask(OwnService.of(given_values(settings, program, flags, environ)))
     streams.write(sys.stdout, f"{text}\n")  # the exit status is the answer, even if the text cannot be written
     return 0 if status == http.client.OK else 1
 
@@ -53,14 +46,10 @@ def _flags_of(folder: Path, program: str) -> list[str]:
     return words[names.index(program) + 1 :] if program in names else []
 
 
-def _ask(host: str, port: int, *, has_tls: bool) -> tuple[int, str]:
+def _ask(service: OwnService) -> tuple[int, str]:
     """Status and body, or 0 and why there is no answer."""
-    connection = connect(host, port, has_tls=has_tls, timeout_s=_TIMEOUT_S)
     try:
-        connection.request("GET", "/health/live")
-        answer = connection.getresponse()
-        return answer.status, answer.read().decode(errors="replace")
+        status, body = service.get("/health/live", timeout_s=_TIMEOUT_S)
     except (OSError, http.client.HTTPException) as error:
-        return 0, f"no answer from {host} port {port}: {error}"
-    finally:
-        connection.close()
+        return 0, f"no answer from {service.host} port {service.port}: {error}"
+    return status, body.decode(errors="replace")

@@ -1,19 +1,51 @@
-"""A connection to the service that the flags of a command describe, for commands that ask it something."""
+"""`OwnService`: the service that the flags of a command describe, for commands that ask it something."""
 
 import http.client
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
+from server.config import ServerConfig
+from server.errors import SettingError
 from server.listener import reachable
 
 
-def connect(host: str, port: int, *, has_tls: bool, timeout_s: float) -> http.client.HTTPConnection:
-    """To a service that listens on `host`. Ignores proxies that the environment names.
+@dataclass(frozen=True, slots=True)
+class OwnService:
+    """Where it listens, and whether it speaks HTTPS."""
 
-    The certificate is not checked: it names the service, not this machine's address.
-    """
-    if not has_tls:
-        return http.client.HTTPConnection(reachable(host), port, timeout=timeout_s)
-    import ssl  # most services have none
+    host: str
+    port: int
+    has_tls: bool
 
-    unchecked = ssl.create_default_context()
-    unchecked.check_hostname, unchecked.verify_mode = False, ssl.CERT_NONE
-    return http.client.HTTPSConnection(reachable(host), port, timeout=timeout_s, context=unchecked)
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> "OwnService":
+        """From settings by field name. Raises SettingError for port 0, which does not say where the service listens."""
+        address = ServerConfig(**{name: values[name] for name in ("host", "port") if name in values})
+        if address.port == 0:
+            raise SettingError("--port: 0 lets the service pick a free port, which is not known here; name one")
+        return cls(address.host, address.port, values.get("ssl_certfile") is not None)
+
+    def get(self, path: str, *, timeout_s: float, headers: Mapping[str, str] | None = None) -> tuple[int, bytes]:
+        """Status and body of an answer. Ignores proxies that the environment names.
+
+        Raises:
+            OSError, http.client.HTTPException: there is no answer.
+        """
+        connection = self._connect(timeout_s)
+        try:
+            connection.request("GET", path, headers=headers or {})
+            answer = connection.getresponse()
+            return answer.status, answer.read()
+        finally:
+            connection.close()
+
+    def _connect(self, timeout_s: float) -> http.client.HTTPConnection:
+        """The certificate is not checked: it names the service, not this machine's address."""
+        if not self.has_tls:
+            return http.client.HTTPConnection(reachable(self.host), self.port, timeout=timeout_s)
+        import ssl  # most services have none
+
+        unchecked = ssl.create_default_context()
+        unchecked.check_hostname, unchecked.verify_mode = False, ssl.CERT_NONE
+        return http.client.HTTPSConnection(reachable(self.host), self.port, timeout=timeout_s, context=unchecked)

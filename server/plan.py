@@ -11,7 +11,7 @@ from server import streams
 from server.errors import SettingError
 from server.hub import download
 from server.model_source import locate_model, served_name
-from server.settings import Parser, Setting, gather, make_parser
+from server.settings import Parser, Setting, given_values
 
 if TYPE_CHECKING:
     from engine.memory_plan import MemoryPlan
@@ -36,7 +36,7 @@ def plan(argv: Sequence[str], program: str, settings: Mapping[str, Setting], env
     parser.add_argument("--gpu-memory", type=float, metavar="GiB", help="memory of the GPU [what CUDA reports for it]")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     own, flags = parser.parse_known_args(argv)
-    values = gather(settings, vars(make_parser(settings, f"{program} plan", "").parse_args(flags)), environ)
+    values = given_values(settings, f"{program} plan", flags, environ)
     model = locate_model(values.get("model"), values.get("revision"))
     folder = model if isinstance(model, Path) else download(model, needs="config")
     try:

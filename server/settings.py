@@ -171,6 +171,13 @@ def make_parser(settings: Mapping[str, Setting], program: str, description: str)
     return parser
 
 
+def given_values(
+    settings: Mapping[str, Setting], program: str, argv: Sequence[str], environ: Mapping[str, str]
+) -> dict[str, Any]:
+    """Values that flags and environment give, by field name; for commands. Raises SettingError as `gather` does."""
+    return gather(settings, vars(make_parser(settings, program, "").parse_args(argv)), environ)
+
+
 def gather(settings: Mapping[str, Setting], flags: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
     """Values that were given anywhere, by field name. Raises SettingError naming flag, variable or key.
 

@@ -16,7 +16,7 @@ from server.doctor.paths import path_findings
 from server.doctor.system import cache_findings, locked_memory, open_files, shared_memory
 from server.errors import SettingError
 from server.model_source import HubModel, locate_model
-from server.settings import Parser, Setting, gather, make_parser
+from server.settings import Parser, Setting, given_values
 
 _DESCRIPTION = (
     "What of this machine keeps the service with these flags from serving, or slows it down, and what to do about it: "
@@ -44,8 +44,8 @@ def doctor(
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     own, flags = parser.parse_known_args(argv)
-    given = vars(make_parser(settings, f"{program} doctor", "").parse_args(flags))
-    values = {"tune_cache_dir": tune_cache, **gather(settings, given, machine.environ)}
+    given = given_values(settings, f"{program} doctor", flags, machine.environ)
+    values = {"tune_cache_dir": tune_cache, **given}
     model = locate_model(values.get("model"), values.get("revision"))
     findings = examine(machine, _engine_config(values), downloads=isinstance(model, HubModel))
     if own.json:
