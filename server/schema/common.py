@@ -134,18 +134,23 @@ class AnswerRequest(RequestModel):
         return 0
 
 
-class GenerationRequest(AnswerRequest):
+class SampledRequest(AnswerRequest):
+    """How tokens are chosen, by the names that OpenAI's endpoints share."""
+
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, lt=2**31)
+    min_p: float | None = Field(None, ge=0, le=1)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+
+
+class GenerationRequest(SampledRequest):
     """Fields of chat and completions."""
 
     stream_options: StreamOptions | None = None
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     max_completion_tokens: int | None = Field(None, ge=1)
     min_tokens: int | None = Field(None, ge=0)
-    temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1, lt=2**31)
-    min_p: float | None = Field(None, ge=0, le=1)
-    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, ge=0.01, le=10)

@@ -7,7 +7,7 @@ from pydantic import BeforeValidator, Field, WithJsonSchema, field_validator, mo
 from typing_extensions import TypedDict, override
 
 from server.schema.chat import TEXT_SCHEMA, HistoryModel, TokenLogprob, joined_text
-from server.schema.common import MAX_LOGPROBS, AnswerRequest, WireModel, refusal
+from server.schema.common import MAX_LOGPROBS, SampledRequest, WireModel, refusal
 from server.schema.limits import MAX_MESSAGES, FreeObject, Tools
 
 LOGPROBS = "message.output_text.logprobs"
@@ -121,7 +121,7 @@ class ResponseStreamOptions(WireModel):
     include_obfuscation: bool | None = None
 
 
-class ResponsesRequest(AnswerRequest):
+class ResponsesRequest(SampledRequest):
     """A request of /v1/responses."""
 
     input: Input
@@ -129,11 +129,6 @@ class ResponsesRequest(AnswerRequest):
     previous_response_id: str | None = Field(None, max_length=128)
     store: bool | None = None
     max_output_tokens: int | None = Field(None, ge=1)
-    temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1, lt=2**31)
-    min_p: float | None = Field(None, ge=0, le=1)
-    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     reasoning: Reasoning | None = None
     text: TextConfig | None = None
     tools: Tools[FunctionTool] | None = None
