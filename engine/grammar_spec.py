@@ -85,7 +85,7 @@ def sequence(*parts: Format) -> Format:
 
 def one_of(*parts: Format) -> Format:
     """One of the parts."""
-    return {"type": "or", "elements": list(parts)}
+    return parts[0] if len(parts) == 1 else {"type": "or", "elements": list(parts)}
 
 
 def repeated(part: Format, low: int, high: int | None) -> Format:

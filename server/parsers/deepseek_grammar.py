@@ -29,7 +29,7 @@ class DeepSeekGrammar:
         if rules.calls:
             before = [self._free()] if rules.answer is None else [_line_breaks()]
             ends.append(sequence(*before, self._calls(rules)))
-        end = ends[0] if len(ends) == 1 else one_of(*ends)
+        end = one_of(*ends)
         marker = self._last_marker(prompt_ids)
         thinking = sequence(self._free(), token(self._ids["</think>"]))
         if marker == "<think>":
@@ -54,7 +54,7 @@ class DeepSeekGrammar:
         return sequence(_line_breaks(), answer)
 
     def _calls(self, rules: TurnRules) -> Format:
-        call = one_of(*map(self._call, rules.calls)) if len(rules.calls) > 1 else self._call(rules.calls[0])
+        call = one_of(*map(self._call, rules.calls))
         more = [repeated(sequence(_line_breaks(), call), 0, None)] if rules.is_parallel else []
         return sequence(token(self._ids[_CALLS_BEGIN]), call, *more, token(self._ids[_CALLS_END]))
 

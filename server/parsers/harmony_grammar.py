@@ -31,7 +31,7 @@ class HarmonyGrammar:
             begins.append(self._message("commentary"))
         ends = [] if rules.must_call else [self._final(rules)]
         ends += [self._call(call) for call in rules.calls]
-        whole = sequence(repeated(_any_of(begins), 0, None), _any_of(ends))
+        whole = sequence(repeated(one_of(*begins), 0, None), one_of(*ends))
         if opened == "assistant":
             return whole
         if opened == "assistant<|channel|>analysis<|message|>":
@@ -86,7 +86,3 @@ class HarmonyGrammar:
 
     def _end(self, name: str) -> list[Format]:
         return [self._token(name)] if name in self._ids else []
-
-
-def _any_of(options: Sequence[Format]) -> Format:
-    return options[0] if len(options) == 1 else one_of(*options)
