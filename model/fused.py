@@ -1,4 +1,4 @@
-"""Finds the kernels of `model.gpu_kernels` and `model.few_rows` for a device. Imports Triton only if a GPU is used."""
+"""Finds the modules of Triton kernels for a device. Imports Triton only if a GPU is used."""
 
 import functools
 import importlib
@@ -12,14 +12,19 @@ _MOST_NUMBERS = 1 << 26  # cuBLAS reads a larger matrix as fast as the memory al
 
 
 def fused_kernels(device: torch.device) -> ModuleType | None:
-    """`model.gpu_kernels`; None (use plain torch) on a CPU, and without Triton or its C compiler."""
-    return _module("model.gpu_kernels") if device.type == "cuda" else None
+    """`model.gpu_kernels`; None (use plain torch) where `kernel_module` has none."""
+    return kernel_module("model.gpu_kernels", device)
 
 
 def few_rows_kernel(weight: torch.Tensor) -> ModuleType | None:
     """`model.few_rows` if it multiplies a few rows by this matrix faster than cuBLAS, else None."""
-    is_for_it = weight.device.type == "cuda" and weight.dtype == torch.bfloat16 and weight.numel() <= _MOST_NUMBERS
-    return _module("model.few_rows") if is_for_it else None
+    is_for_it = weight.dtype == torch.bfloat16 and weight.numel() <= _MOST_NUMBERS
+    return kernel_module("model.few_rows", weight.device) if is_for_it else None
+
+
+def kernel_module(name: str, device: torch.device) -> ModuleType | None:
+    """The module of kernels; None on a CPU, and without Triton or its C compiler."""
+    return _module(name) if device.type == "cuda" else None
 
 
 @functools.cache

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from model.fused import kernel_module
 from model.linear import GatedMlp
 from model.shared_run import SharedRun
 from moe import BypassedTopK, MoeA2ABackend, MoeBackend, MoeRunner, RoutingConfig, StandardTopK
-from moe.backends.c_compiler import missing_for_triton
 from moe.check.selfcheck import SelfCheckReport
 from moe.dispatch.base import abandon, mode_options
 from moe.dispatch.gathered import GatheredDispatcher
@@ -63,24 +63,14 @@ def is_on_gpu(tensor: torch.Tensor) -> bool:
 
 def fused_router(gate: Gate, routing: RoutingConfig) -> ModuleType | None:
     """The module whose `route` does this gate and top-k in one kernel; None if torch has to do it."""
-    if gate.weight.device.type != "cuda" or gate.weight_bf16 is None:
-        return None
-    try:
-        from moe.kernels import router
-    except ImportError:  # without Triton
-        return None
-    return router if router.can_route(routing) and missing_for_triton() is None else None
+    router = None if gate.weight_bf16 is None else kernel_module("moe.kernels.router", gate.weight.device)
+    return router if router is not None and router.can_route(routing) else None
 
 
 def replica_kernel(device: torch.device) -> Callable[..., StandardTopK] | None:
     """`count_and_place` as one kernel; None if torch has to do it."""
-    if device.type != "cuda" or missing_for_triton() is not None:
-        return None
-    try:
-        from moe.kernels import replicas
-    except ImportError:  # without Triton
-        return None
-    return replicas.count_and_place
+    replicas = kernel_module("moe.kernels.replicas", device)
+    return None if replicas is None else replicas.count_and_place
 
 
 class TokenSlices:
