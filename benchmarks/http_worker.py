@@ -56,6 +56,12 @@ class PacedCore:
         counts = dict.fromkeys(EngineStats.__struct_fields__, 0)
         return EngineStats(**counts | {"num_running": len(self._left), "num_generated_tokens": self._num_generated})
 
+    def expert_load(self) -> None:
+        """Nothing is counted."""
+
+    def describe(self) -> str:
+        return f"{len(self._left)} requests run"
+
 
 if __name__ == "__main__":
     main(lambda _setup, _phases: PacedCore(float(os.environ[STEP_S])))  # type: ignore[arg-type]
