@@ -1,6 +1,9 @@
 """Layers, tokens and routings that the tests on a card share. Everything is made on the device."""
 
 import functools
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -15,6 +18,18 @@ DEEPSEEK_V4 = Activation(limit=10.0)
 TOKENS = (0, 1, 2, 3, 7, 64, 257, 4096)
 TOP_K, FACTOR = 4, 2.5
 WEIGHT_ONLY = 0.005  # bf16 activations and results
+
+
+@contextmanager
+def no_waiting(*, is_on: bool = True) -> Iterator[None]:
+    """Whatever waits for the device in here is an error."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")  # torch says so once
+        torch.cuda.set_sync_debug_mode("error" if is_on else "default")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def weights(kind: type[Weight], num_experts: int, rows: int, cols: int, seed: int) -> Weight:

@@ -1,7 +1,5 @@
 """FlashInfer's latent attention on a card: against torch in fp32, replayed with other lengths, and in an engine."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +13,7 @@ from model.attention.base import Attention, AttentionSpec, make_attention
 from model.attention.flashinfer import FlashInferPlan
 from model.batch import ForwardBatch, LayerKv
 from tests.engine.requests import request, run_all, tokens_of
+from tests.gpu.common import no_waiting
 from tests.model import checkpoints
 
 pytestmark = pytest.mark.gpu
@@ -57,16 +56,6 @@ def test_flashinfer_equals_torch(case: Case, num_heads: int) -> None:
     assert isinstance(plan, FlashInferPlan)
     got_THV = attention.run(spec, plan, kv, inputs.q, inputs.k, None, None)
     assert worst_error(spec, inputs.batch, kv, inputs.q, inputs.k, got_THV) < 2 * TOLERANCE
-
-
-@contextmanager
-def no_waiting() -> Iterator[None]:
-    """Whatever waits for the device in here is an error."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 class Captured:

@@ -17,6 +17,7 @@ from engine.sequence import Sequence
 from tests.engine.harmony import FOLDER, SCHEMAS, TOKENIZER, turn
 from tests.engine.requests import run_all, tokens_of
 from tests.engine.test_grammar_bundled import TURN, bound
+from tests.gpu.common import no_waiting
 from tests.gpu.test_sampling_gpu import gpu_sampler, spread_logits
 
 pytestmark = pytest.mark.gpu
@@ -53,17 +54,13 @@ def test_masks_are_those_of_the_torch_path(vocab_size):
         seqs[row].grammar.accept(token)
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_a_launch_with_grammars_does_not_wait_for_the_device():
     seqs, all_rows = sequences(201_088, 16), list(range(16))
     sampler, logits = gpu_sampler(201_088), spread_logits(16, 201_088, 2.0)
     for step in range(4):
         work = logits.clone()
-        torch.cuda.set_sync_debug_mode("error" if step else "default")
-        try:
+        with no_waiting(is_on=step > 0):
             pending = sampler.launch(work, seqs, all_rows, all_rows)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         torch.cuda.synchronize()
         for seq, token in zip(seqs, pending.read().tokens, strict=True):
             if not seq.grammar.is_over and token not in seq.stop_ids:

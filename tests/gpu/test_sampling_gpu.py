@@ -11,6 +11,7 @@ from engine.logits import process_logits
 from engine.sampler import launch_sampling
 from engine.sequence import Sequence
 from tests.engine.requests import request
+from tests.gpu.common import no_waiting
 
 pytestmark = pytest.mark.gpu
 
@@ -126,7 +127,6 @@ def test_rows_that_are_not_finite_have_no_token():
     assert [row for row, token in enumerate(tokens) if token is None] == [1, 4, 6]
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_a_launch_neither_waits_for_the_device_nor_takes_more_memory():
     vocab_size, rows = 201_088, list(range(16))
     kinds = [*RULES, {"temperature": 0.0}, {"logprobs": 3, "frequency_penalty": 0.5}, {"logit_bias": {4: 1.0}}]
@@ -137,11 +137,8 @@ def test_a_launch_neither_waits_for_the_device_nor_takes_more_memory():
         if step == 2:
             torch.cuda.synchronize()
             before = torch.cuda.memory_reserved()
-        torch.cuda.set_sync_debug_mode("error" if step >= 2 else "default")
-        try:
+        with no_waiting(is_on=step >= 2):
             pending = sampler.launch(work, seqs, rows, rows)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         torch.cuda.synchronize()
         for seq, token in zip(seqs, pending.read().tokens, strict=True):
             seq.token_ids.append(token)
