@@ -161,7 +161,7 @@ def _exit_with_parent(descriptor: int) -> None:
 
 
 def _try_out(
-    compiler: "xgrammar.GrammarCompiler", format_json: str, vocabulary: Vocabulary, control_ids: list[int]
+    compiler: "xgrammar.GrammarCompiler", format_json: str, vocabulary: Vocabulary, control_ids: np.ndarray
 ) -> None:
     """Raise GrammarError, which says where in a schema, if the format cannot be compiled or is slow to follow."""
     import xgrammar
@@ -187,7 +187,7 @@ def _try_out(
     _walk(compiled, vocabulary, control_ids)
 
 
-def _walk(compiled: "xgrammar.CompiledGrammar", vocabulary: Vocabulary, control_ids: list[int]) -> None:
+def _walk(compiled: "xgrammar.CompiledGrammar", vocabulary: Vocabulary, control_ids: np.ndarray) -> None:
     """Follow a random answer. Raises GrammarError if that is slow or leads nowhere: the step loop would do the same.
 
     Half of the time a control token is taken where one may come: it ends free reasoning, and behind that the grammar's
@@ -206,9 +206,9 @@ def _walk(compiled: "xgrammar.CompiledGrammar", vocabulary: Vocabulary, control_
             raise GrammarError("it has a rule that can never end, so no answer satisfies it")
         allowed[eos_ids] = 0
         choices = np.flatnonzero(allowed)
-        controls = [token_id for token_id in control_ids if allowed[token_id]]
-        if controls and rng.random() < 0.5:
-            choices = np.array(controls)
+        controls = control_ids[allowed[control_ids] > 0]
+        if len(controls) and rng.random() < 0.5:
+            choices = controls
         if not len(choices) or not matcher.accept_token(int(rng.choice(choices))):
             break
     if time.process_time() - start_s > _WALK_TOKENS * MAX_TOKEN_S:
@@ -225,7 +225,7 @@ def main() -> None:
     threading.Thread(target=_exit_with_parent, args=(sys.stdin.fileno(),), daemon=True).start()
     vocabulary: Vocabulary = connection.recv()
     tokens = token_bytes(vocabulary)
-    control_ids = [token_id for token_id, token in enumerate(tokens) if token.startswith(_CONTROL)]
+    control_ids = np.flatnonzero([token.startswith(_CONTROL) for token in tokens])
     info = xgrammar.TokenizerInfo(
         tokens, xgrammar.VocabType.RAW, vocab_size=vocabulary.size,
         stop_token_ids=sorted(vocabulary.eos_ids),

@@ -16,6 +16,7 @@ from collections import OrderedDict
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, TypeAlias
 
+from engine.bounded_strings import count_characters
 from engine.errors import GrammarError, GrammarTooSlow
 from engine.grammar_check import GrammarChecker, Vocabulary
 from engine.grammar_matcher import GrammarMatcher
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 Compiled: TypeAlias = "Future[xgrammar.CompiledGrammar]"
 
+_PARTS_BYTES = 32 << 20
 _ENTRY_BYTES = 1024  # what a cache entry takes beside the grammar
 _RETRY_S = 60.0  # a grammar that took too long is refused for so long, then tried again
 _NUM_THREADS = 2  # one grammar that takes long does not hold up all others
@@ -34,16 +36,17 @@ logger = logging.getLogger(__name__)
 
 
 def new_compiler(info: "xgrammar.TokenizerInfo", num_threads: int) -> "xgrammar.GrammarCompiler":
-    """A compiler without a cache."""
+    """A compiler that keeps the masks of parts, such as any string: other grammars have the same parts."""
     import xgrammar
 
-    return xgrammar.GrammarCompiler(info, max_threads=num_threads, cache_enabled=False)
+    return xgrammar.GrammarCompiler(info, max_threads=num_threads, cache_limit_bytes=_PARTS_BYTES)
 
 
 def compile_format(compiler: "xgrammar.GrammarCompiler", format_json: str) -> "xgrammar.CompiledGrammar":
     """Compile one format. Raises GrammarError with xgrammar's reason."""
     try:
-        return compiler.compile_structural_tag(f'{{"type":"structural_tag","format":{format_json}}}')
+        counted = count_characters(format_json)
+        return compiler.compile_structural_tag(f'{{"type":"structural_tag","format":{counted}}}')
     except (RuntimeError, ValueError, MemoryError) as error:
         raise GrammarError(reason_of(error)) from error
 

@@ -96,7 +96,12 @@ def _number_at(place: Place, schema: dict[str, Any], keyword: str) -> Fraction:
 def string(schemas: Schemas) -> dict[str, Any]:
     """A string. Raises what `string_tree` raises."""
     node = string_tree(schemas)
-    return {"type": "string"} if node is None else {"type": "string", "pattern": text_of(node, in_json=True)}
+    if node is None:
+        return {"type": "string"}
+    if isinstance(node, Repeat) and node.part == ANY_TEXT.part:
+        most = {} if node.high is None else {"maxLength": node.high}
+        return {"type": "string", "minLength": node.low, **most}
+    return {"type": "string", "pattern": text_of(node, in_json=True)}
 
 
 def string_tree(schemas: Schemas) -> Node | None:

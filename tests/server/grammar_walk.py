@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import xgrammar
 
+from engine.grammar_compiler import compile_format
+from engine.grammar_spec import json_schema
 from server.structured.json_schema import prepare_schema
 from server.structured.turn import MAX_WHITESPACE
 
@@ -26,8 +28,7 @@ _COMPILER = _compiler()
 
 def compile_schema(schema: Any) -> xgrammar.CompiledGrammar:
     """The grammar of a client's schema."""
-    content = {"type": "json_schema", "json_schema": prepare_schema(schema), "max_whitespace_cnt": MAX_WHITESPACE}
-    return _COMPILER.compile_structural_tag(json.dumps({"type": "structural_tag", "format": content}))
+    return compile_format(_COMPILER, json.dumps(json_schema(prepare_schema(schema), max_whitespace=MAX_WHITESPACE)))
 
 
 def accepts(grammar: xgrammar.CompiledGrammar, text: str) -> bool:
