@@ -115,7 +115,8 @@ def _draw_runs(records: dict[Path, dict[str, Any]], out: Path, title: str | None
                 latencies = [run.results["latencies_ms"][name] or {} for run in runs]
                 values = [latency.get(percentile, float("nan")) for latency in latencies]
                 axis.plot(at, values, style, marker="o", color=f"C{index}", label=f"{server}, {percentile}")
-    for axis, heading in zip(axes, ("output tokens a second", *(f"{text}, ms" for text in _LATENCIES.values()))):
+    headings = ("output tokens a second", *(f"{text}, ms" for text in _LATENCIES.values()))
+    for axis, heading in zip(axes, headings, strict=True):
         axis.set_title(heading, fontsize=10)
         axis.set_xlabel(load)
         axis.set_ylim(bottom=0)
@@ -153,12 +154,14 @@ def _draw_layers(records: dict[Path, dict[str, Any]], out: Path, title: str | No
     draw_layers(rows_of(records.values()), routing, out, title)
 
 
+_SERVICE_KEYS = ("unit", "streams", "prompt", "ratio_in_one_run")
+_LAYER_KEYS = ("tokens", "backend", "us", "floor_us")
 KINDS = (
     Kind("runs of moe-serve bench", lambda record: "results" in record and "settings" in record, _draw_runs),
     Kind(
         "two services",
-        lambda record: _has_row_with(record, "unit", "streams", "prompt", "ratio_in_one_run"),
+        lambda record: _has_row_with(record, *_SERVICE_KEYS),
         _draw_services,
     ),
-    Kind("expert layers", lambda record: _has_row_with(record, "tokens", "backend", "us", "floor_us"), _draw_layers),
+    Kind("expert layers", lambda record: _has_row_with(record, *_LAYER_KEYS), _draw_layers),
 )
