@@ -22,7 +22,7 @@ _DESCRIPTION = (
     "A run in which a client process needed over 70 % of a core is void: it measured the client."
 )
 _EPILOG = (
-    "`bench plot RECORD.json... --out FILE.png` draws what was measured before. Exit status: 0 for a run that counts, 1 "
+    "`bench plot RECORD.json... --out FILE.png` draws what was measured. Exit status: 0 for a run that counts, 1 "
     "if it is void or no request finished, 2 for a wrong flag."
 )
 _DEFAULT_CONCURRENCY = 8

@@ -43,7 +43,7 @@ def test_every_field_is_a_documented_setting_and_they_are_few():
 
 
 def test_the_page_of_settings_is_written_from_the_declarations():
-    assert PAGE.read_text() == settings_page(SETTINGS.values()), "run `make settings`"
+    assert PAGE.read_text() == settings_page(SETTINGS.values()), "run `make pages`"
 
 
 def test_a_field_must_be_declared_by_setting():
