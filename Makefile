@@ -4,6 +4,7 @@
 # `make evals` (the bundled model answers all its questions).
 # `make api-workers` runs the suites of the HTTP side with two HTTP processes, of which `make test` runs a pick too.
 # `make clients` runs popular clients, which uv installs into environments of their own, against the real service.
+# `make pages` writes the pages of docs/ that are made from code and records; `make docs` builds the site.
 # PORT=, ARGS=, EXTRAS= and PIP_ARGS= pass through: `make serve PORT=9000 EXTRAS=gpu ARGS="--max-num-seqs 8"`.
 
 PYTHON ?= python3
@@ -21,7 +22,7 @@ SERVE   = $(VENV)/.serve$(EXTRAS:%=-%)
 API_WORKER_TESTS = $(patsubst %,tests/server/test_%.py,api_workers asker chat client_requests completions cors disconnect \
 	errors http11 large_bodies life operations protocol queue_speed stall start)
 
-.PHONY: serve test test-cpus kernels ranks evals api-workers clients soak check pins settings bench
+.PHONY: serve test test-cpus kernels ranks evals api-workers clients soak check pins pages docs bench
 serve: $(SERVE)
 	$(VENV)/bin/moe-serve --port $(PORT) $(ARGS)
 
@@ -56,8 +57,13 @@ check: $(VENV)/.dev
 pins: $(VENV)/.dev
 	$(VENV)/bin/python scripts/check_pins.py
 
-settings: $(VENV)/.dev
+pages: $(VENV)/.dev
 	$(VENV)/bin/python -m scripts.write_settings_page
+	$(VENV)/bin/python -m scripts.write_paths_page
+	$(VENV)/bin/python -m scripts.write_results_page
+
+docs: $(VENV)/.dev
+	PATH="$(abspath $(VENV))/bin:$$PATH" PYTHON="$(PYTHON)" scripts/docs
 
 bench: $(VENV)/.dev
 	$(VENV)/bin/python -m benchmarks.bench_cpu $(ARGS)

@@ -58,6 +58,8 @@ class LoadedEngine:
     max_num_batched_tokens: int
     pace: StepPace | None  # None: a step may take any time
     overlaps: bool  # a step is launched before the one before is collected
+    weight_bytes: int
+    kv_cache_bytes: int
 
     @property
     def num_kv_tokens(self) -> int:
@@ -79,6 +81,8 @@ class LoadedEngine:
             moe_paths=[layer.description for layer in model.moe_layers],
             load_seconds=load_seconds,
             selfcheck=[_layer_check(layer.selfcheck) for layer in model.moe_layers if layer.selfcheck is not None],
+            weight_bytes=self.weight_bytes,
+            kv_cache_bytes=self.kv_cache_bytes,
         )
 
     def make_grammar_compiler(self, config: EngineConfig) -> GrammarCompiler:
@@ -109,15 +113,16 @@ def load_engine(
         ValueError: (of this package, the model's, the loaders') a setting or a file is wrong.
     """
     phases = phases or StartPhases()
+    weight_bytes = 0
     if model is None:
         model = _build_model(config, phases, ranks)
-        _log_weights(model.device)
+        weight_bytes = _weight_bytes(config, model.device, ranks)
     with phases.phase(Phase.WARM_UP):
-        return _warmed_up(config, model, phases, ranks)
+        return _warmed_up(config, model, weight_bytes, phases, ranks)
 
 
-def _log_weights(device: torch.device) -> None:
-    """What the weights really take, to be compared with `moe-serve plan`."""
+def _weight_bytes(config: EngineConfig, device: torch.device, ranks: "RankLinks | None") -> int:
+    """Bytes of this rank's weights. On a GPU the log says more, to be compared with `moe-serve plan`."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         free_bytes, total_bytes = torch.cuda.mem_get_info(device)
@@ -126,9 +131,16 @@ def _log_weights(device: torch.device) -> None:
             torch.cuda.memory_allocated(device) / MIB, torch.cuda.max_memory_allocated(device) / MIB,
             (total_bytes - free_bytes - torch.cuda.memory_reserved(device)) / MIB,
         )  # fmt: skip
+        return torch.cuda.memory_allocated(device)
+    from model.sizes import measure_model
+
+    settings = make_model_settings(config, device, 0 if ranks is None else ranks.rank)
+    return measure_model(config.model, settings).total_bytes
 
 
-def _warmed_up(config: EngineConfig, model: Model, phases: StartPhases, ranks: "RankLinks | None") -> LoadedEngine:
+def _warmed_up(
+    config: EngineConfig, model: Model, weight_bytes: int, phases: StartPhases, ranks: "RankLinks | None"
+) -> LoadedEngine:
     max_model_len = choose_max_model_len(config, model.max_model_len)
     step_tokens = max_step_tokens(config, model.device)
     layout = make_kv_layout(config, model.kv_specs, model.dtype)
@@ -183,6 +195,8 @@ def _warmed_up(config: EngineConfig, model: Model, phases: StartPhases, ranks: "
         max_num_batched_tokens=step_tokens,
         pace=_measure_pace(config, runner, min(max_model_len, step_tokens)),
         overlaps=model.device.type == "cuda" if config.overlap is None else config.overlap,
+        weight_bytes=weight_bytes,
+        kv_cache_bytes=num_pages * layout.bytes_per_page,
     )
 
 

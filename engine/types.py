@@ -145,3 +145,5 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     moe_paths: list[str]  # one line a MoE layer: "layer 3: torch / none / mxfp4"
     load_seconds: float
     selfcheck: list[LayerCheck] = []  # the layers that `--selfcheck` asked for
+    weight_bytes: int = 0  # on the GPU as torch counts them; on a CPU by config.json and headers
+    kv_cache_bytes: int = 0

@@ -1,4 +1,4 @@
-"""Writes docs/settings.md from the declarations of the settings. Run it with `make settings` after changing one."""
+"""Writes docs/settings.md from the declarations of the settings. Run it with `make pages` after changing one."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -11,7 +11,7 @@ from server.settings import PREFIX, Setting
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "settings.md"
 _HEAD = f"""# Settings
 
-`make settings` writes this page from the declarations in `engine/config.py` and `server/config.py`.
+`make pages` writes this page from the declarations in `engine/config.py` and `server/config.py`.
 
 Every flag is also an environment variable and a key of the file that `--config` names: `--max-num-seqs 8`,
 `{PREFIX}MAX_NUM_SEQS=8` and `max_num_seqs: 8` mean the same. A flag beats a variable, a variable beats the file. An

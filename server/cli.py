@@ -12,6 +12,7 @@ from engine.config import EngineConfig
 from engine.logs import log_to_stderr
 from server import streams
 from server.bench.command import bench
+from server.chat.command import chat
 from server.config import ServerConfig
 from server.errors import SettingError
 from server.experts import experts
@@ -28,7 +29,16 @@ from server.version import service_version
 
 PROGRAM = "moe-serve"
 USAGE_ERROR = 2
-COMMANDS = ("bench", "doctor", "experts", "explain", "health", "plan")
+COMMANDS = {
+    "bench": "measure a server under load, or draw what was measured",
+    "chat": "talk to a running server in the terminal",
+    "completion": "print what a shell needs to complete this command",
+    "doctor": "say what keeps the service from running here, and the way out",
+    "experts": "show how evenly a running service uses its experts",
+    "explain": "say which kernels a GPU and a format get, and why",
+    "health": "ask a running service whether it is alive",
+    "plan": "say what of a model fits into a GPU",
+}
 _DESCRIPTION = "Serve a mixture-of-experts model behind the OpenAI HTTP API."
 
 
@@ -44,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         environ = {name: text for name, text in os.environ.items() if name not in links}
         if argv and argv[0] in COMMANDS:
             return _run_command(argv[0], argv[1:], settings, environ)
-        flags = vars(make_parser(settings, PROGRAM, _DESCRIPTION).parse_args(argv))
+        flags = vars(make_parser(settings, PROGRAM, _DESCRIPTION, COMMANDS).parse_args(argv))
         if flags.get("version"):
             streams.say(f"{PROGRAM} {service_version()}\n")
             return 0
@@ -107,19 +117,27 @@ def _run_command(name: str, argv: Sequence[str], settings: Mapping[str, Setting]
     """One of the commands beside serving; those that concern a service take its flags and variables too."""
     match name:
         case "bench":
-            return bench(argv, PROGRAM, environ)
+            status = bench(argv, PROGRAM, environ)
+        case "chat":
+            status = chat(argv, PROGRAM, environ)
+        case "completion":
+            from server.completion import completion  # nothing else needs all parsers
+
+            status = completion(argv, PROGRAM, settings, COMMANDS)
         case "doctor":
             from server.doctor.command import doctor  # it knows of moe's packages, and so imports torch
             from server.doctor.machine import Machine
 
-            return doctor(argv, PROGRAM, settings, Machine(environ=environ), tune_cache_folder(environ))
+            status = doctor(argv, PROGRAM, settings, Machine(environ=environ), tune_cache_folder(environ))
         case "experts":
-            return experts(argv, PROGRAM, settings, environ)
+            status = experts(argv, PROGRAM, settings, environ)
         case "explain":
-            return explain(argv, PROGRAM, settings)
+            status = explain(argv, PROGRAM, settings)
         case "health":
-            return health(argv, PROGRAM, settings, environ)
-    return plan(argv, PROGRAM, settings, environ)
+            status = health(argv, PROGRAM, settings, environ)
+        case _:
+            status = plan(argv, PROGRAM, settings, environ)
+    return status
 
 
 def all_settings() -> dict[str, Setting]:

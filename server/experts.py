@@ -20,12 +20,8 @@ _TIMEOUT_S = 30.0
 _NUM_BUSIEST = 4
 
 
-def experts(argv: Sequence[str], program: str, settings: Mapping[str, Setting], environ: Mapping[str, str]) -> int:
-    """Print a line for each MoE layer; returns 0, or 1 if the service does not answer.
-
-    Raises:
-        SettingError: a wrong flag or variable, or the service counts nothing.
-    """
+def make_parser(program: str) -> Parser:
+    """The flags of `moe-serve experts` itself."""
     parser = Parser(
         prog=f"{program} experts",
         usage="%(prog)s [--record FILE] [--seconds S] [flags of the service]",
@@ -35,7 +31,16 @@ def experts(argv: Sequence[str], program: str, settings: Mapping[str, Setting], 
     )
     parser.add_argument("--record", type=Path, metavar="FILE", help="write the tokens by expert here, for --eplb-load")
     parser.add_argument("--seconds", type=float, default=0.0, help="count for so long, instead of since the start")
-    own, flags = parser.parse_known_args(argv)
+    return parser
+
+
+def experts(argv: Sequence[str], program: str, settings: Mapping[str, Setting], environ: Mapping[str, str]) -> int:
+    """Print a line for each MoE layer; returns 0, or 1 if the service does not answer.
+
+    Raises:
+        SettingError: a wrong flag or variable, or the service counts nothing.
+    """
+    own, flags = make_parser(program).parse_known_args(argv)
     values = given_values(settings, program, flags, environ)
     names = ("api_key", "admin_key")
     config = ServerConfig(**{name: values[name] for name in names if name in values} | keys_of(values))

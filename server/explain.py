@@ -13,8 +13,8 @@ from server.model_source import locate_model, served_name
 from server.settings import Parser, Setting
 
 
-def explain(argv: Sequence[str], program: str, settings: Mapping[str, Setting]) -> int:
-    """Print the table for the flags in `argv`; returns the exit code. Raises SettingError for a wrong flag or model."""
+def make_parser(program: str, settings: Mapping[str, Setting]) -> Parser:
+    """The flags of `moe-serve explain`."""
     parser = Parser(
         prog=f"{program} explain",
         description="Every backend for a GPU, a number format of the experts and a transport: usable, or why not; "
@@ -32,7 +32,12 @@ def explain(argv: Sequence[str], program: str, settings: Mapping[str, Setting]) 
     )
     parser.add_argument("--model", help=f"{settings['model'].spec.text}; only config.json is read [the bundled model]")
     parser.add_argument("--revision", help=f"{settings['revision'].spec.text} [the main branch]")
-    flags = parser.parse_args(argv)
+    return parser
+
+
+def explain(argv: Sequence[str], program: str, settings: Mapping[str, Setting]) -> int:
+    """Print the table for the flags in `argv`; returns the exit code. Raises SettingError for a wrong flag or model."""
+    flags = make_parser(program, settings).parse_args(argv)
     model = locate_model(flags.model, flags.revision)
     folder = model if isinstance(model, Path) else download(model, needs="config")
     try:

@@ -13,6 +13,18 @@ _TIMEOUT_S = 3.0
 _PROC = Path("/proc")
 
 
+def make_parser(program: str) -> Parser:
+    """The flags of `moe-serve health` itself."""
+    parser = Parser(
+        prog=f"{program} health",
+        usage="%(prog)s [--of-pid PID] [flags of the service]",
+        description="Ask the service that was started with these flags and MOE_SERVE_* variables whether it is alive.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--of-pid", type=int, metavar="PID", help="take the flags of this process: 1 in a container")
+    return parser
+
+
 def health(
     argv: Sequence[str], program: str, settings: Mapping[str, Setting], environ: Mapping[str, str], proc: Path = _PROC
 ) -> int:
@@ -21,14 +33,7 @@ def health(
     Raises:
         SettingError: a wrong flag or variable, or port 0, which does not say where the service listens.
     """
-    parser = Parser(
-        prog=f"{program} health",
-        usage="%(prog)s [--of-pid PID] [flags of the service]",
-        description="Ask the service that was started with these flags and MOE_SERVE_* variables whether it is alive.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--of-pid", type=int, metavar="PID", help="take the flags of this process: 1 in a container")
-    own, flags = parser.parse_known_args(argv)
+    own, flags = make_parser(program).parse_known_args(argv)
     if own.of_pid is not None:
         flags = [*_flags_of(proc / str(own.of_pid), program), *flags]
     status, text = _ask(OwnService.of(given_values(settings, program, flags, environ)))

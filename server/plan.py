@@ -23,8 +23,8 @@ _DESCRIPTION = (
 _EPILOG = "Exit status: 0 if the model fits, 1 if it does not, 2 for a wrong flag. All flags of the service are taken."
 
 
-def plan(argv: Sequence[str], program: str, settings: Mapping[str, Setting], environ: Mapping[str, str]) -> int:
-    """Print the plan; returns the exit status. Raises SettingError for a wrong flag, variable or model."""
+def make_parser(program: str) -> Parser:
+    """The flags of `moe-serve plan` itself."""
     parser = Parser(
         prog=f"{program} plan",
         usage="%(prog)s [--gpu NAME] [--gpu-memory GiB] [--json] [flags of the service]",
@@ -35,7 +35,12 @@ def plan(argv: Sequence[str], program: str, settings: Mapping[str, Setting], env
     parser.add_argument("--gpu", default="h100", help="a100, h100, h200, b200, mi300x, or cpu for none [%(default)s]")
     parser.add_argument("--gpu-memory", type=float, metavar="GiB", help="memory of the GPU [what CUDA reports for it]")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
-    own, flags = parser.parse_known_args(argv)
+    return parser
+
+
+def plan(argv: Sequence[str], program: str, settings: Mapping[str, Setting], environ: Mapping[str, str]) -> int:
+    """Print the plan; returns the exit status. Raises SettingError for a wrong flag, variable or model."""
+    own, flags = make_parser(program).parse_known_args(argv)
     values = given_values(settings, f"{program} plan", flags, environ)
     model = locate_model(values.get("model"), values.get("revision"))
     folder = model if isinstance(model, Path) else download(model, needs="config")

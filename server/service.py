@@ -11,7 +11,6 @@ import socket
 import ssl
 import sys
 import time
-from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,7 +21,6 @@ from engine.client import EngineClient
 from engine.config import EngineConfig
 from engine.link import EngineLink
 from engine.stack_dump import forward_on_signal
-from engine.types import EngineInfo
 from loaders.tokenizer import Tokenizer, load_tokenizer
 from server import streams
 from server.config import ServerConfig
@@ -30,6 +28,7 @@ from server.errors import SettingError
 from server.listener import url_of
 from server.memory import settle_memory
 from server.prompt import ChatTemplate
+from server.ready import Ready
 from server.responses.store import open_store
 from server.sampling_defaults import SamplingDefaults, read_sampling_defaults
 
@@ -72,7 +71,7 @@ async def _serve(
         forward_on_signal(
             lambda: f"the service: {describe_link(engine)}", lambda: [*engine.process_ids, *server.process_ids]
         )
-        announcing = asyncio.create_task(_announce(engine, server, server_config, listener, start_s))
+        announcing = asyncio.create_task(_announce(engine, server, server_config, engine_config, listener, start_s))
         await server.serve(sockets=[listener])
         announcing.cancel()
         with suppress(asyncio.CancelledError):
@@ -141,10 +140,11 @@ async def _announce(
     engine: EngineClient,
     server: "DrainingServer | Supervisor",
     config: ServerConfig,
+    engine_config: EngineConfig,
     listener: socket.socket,
     start_s: float,
 ) -> None:
-    """One line with the address and one with the MoE paths once ready; a failure to load ends the server."""
+    """What serves where, once it is ready; a failure to load ends the server."""
     while not (engine.ready and server.started) and engine.failure is None:
         await asyncio.sleep(_POLL_S)
     if engine.failure is not None:
@@ -152,19 +152,13 @@ async def _announce(
         server.should_exit = True
     elif engine.info is not None:
         settle_memory()
-        names = ", ".join(config.served_model_name)
-        url = url_of(listener, has_tls=config.ssl_certfile is not None)
-        error = streams.write(
-            sys.stdout,
-            f"moe-serve: {names} ready at {url}/v1 after {time.monotonic() - start_s:.1f} s\n"
-            f"moe-serve: {summarize_paths(engine.info)}\n",
+        ready = Ready(
+            names=config.served_model_name,
+            url=url_of(listener, has_tls=config.ssl_certfile is not None),
+            seconds=time.monotonic() - start_s,
+            info=engine.info,
+            num_ranks=engine_config.num_ranks,
         )
+        error = streams.write(sys.stdout, ready.text_for(sys.stdout, engine_config.log_format))
         if error is not None:
-            log.warning("ready at %s, but standard output cannot be written: %s", url, error.strerror)
-
-
-def summarize_paths(info: EngineInfo) -> str:
-    """How many MoE layers take which path, and on what."""
-    paths = Counter(line.partition(": ")[2] or line for line in info.moe_paths)
-    listed = ", ".join(f"{count} MoE layers by {path}" for path, count in paths.items()) or "no MoE layers"
-    return f"{listed} on {info.device} in {info.dtype}"
+            log.warning("ready at %s, but standard output cannot be written: %s", ready.url, error.strerror)

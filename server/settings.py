@@ -144,17 +144,43 @@ class Parser(argparse.ArgumentParser):
         raise SettingError(f"{message}; --help lists all flags")
 
 
-def make_parser(settings: Mapping[str, Setting], program: str, description: str) -> argparse.ArgumentParser:
-    """A parser with a flag for every setting, grouped; flags that are not given leave no trace in its result."""
+class _Help(argparse.Action):
+    """`--help` prints everything, `--help WORD` the commands or flags under the first heading that has the word."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+        text: str = parser.format_help()
+        if values is not None:
+            parts = {heading: part for part in text.split("\n\n") if (heading := part.partition(":\n")[0]) != part}
+            found = [part for heading, part in parts.items() if values.lower() in heading.lower()]
+            if not found:
+                parser.error(f"--help: no heading has {values!r}; the headings are {', '.join(parts)}")
+            text = found[0] + "\n"
+        streams.say(text)
+        parser.exit()
+
+
+def make_parser(
+    settings: Mapping[str, Setting], program: str, description: str, commands: Mapping[str, str] | None = None
+) -> argparse.ArgumentParser:
+    """A parser with a flag for every setting, grouped; flags that are not given leave no trace in its result.
+
+    Its help also lists `commands`, each with what it does.
+    """
     parser = Parser(
         prog=program,
-        usage="%(prog)s [flags], or %(prog)s bench, doctor, experts, explain, health or plan with --help",
+        usage="%(prog)s [flags], or %(prog)s COMMAND [flags]",
         description=description,
         epilog=f"Every flag is also a variable ({PREFIX}MAX_NUM_SEQS for --max-num-seqs) and a key of the --config "
-        "file (max_num_seqs). A flag beats a variable, a variable beats the file.",
+        "file\n(max_num_seqs). A flag beats a variable, a variable beats the file.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,  # else the list of commands would be one paragraph
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
+        add_help=False,
     )
+    if commands:
+        lines = "\n".join(f"{name:<12}{text}" for name, text in commands.items())
+        parser.add_argument_group("commands", f"{lines}\n\nEach takes --help, too.")
+    parser.add_argument("-h", "--help", action=_Help, nargs="?", metavar="HEADING", help="print this help, or a part")
     parser.add_argument("--config", metavar="FILE.yaml", help="file with settings")
     parser.add_argument("--version", action="store_true", help="print the version and exit")
     groups: dict[str, Any] = {}

@@ -21,13 +21,18 @@ _DESCRIPTION = (
     "Send requests to an OpenAI-compatible server (moe-serve, vLLM, SGLang) and measure latency and throughput. "
     "A run in which a client process needed over 70 % of a core is void: it measured the client."
 )
-_EPILOG = "Exit status: 0 for a run that counts, 1 if it is void or no request finished, 2 for a wrong flag."
+_EPILOG = (
+    "`bench plot RECORD.json... --out FILE.png` draws what was measured. Exit status: 0 for a run that counts, 1 "
+    "if it is void or no request finished, 2 for a wrong flag."
+)
 _DEFAULT_CONCURRENCY = 8
 _DEFAULT_NUM_REQUESTS = 100
 
 
 def bench(argv: Sequence[str], program: str, environ: Mapping[str, str]) -> int:
     """Run and print the table; returns the exit status. Raises SettingError for a wrong flag or an unusable server."""
+    if argv and argv[0] == "plot":
+        return _plot(argv[1:], program)
     flags = make_parser(program).parse_args(argv)
     # Imports numpy, which a wrong flag and --help need not wait for.
     from server.bench import report
@@ -61,6 +66,16 @@ def bench(argv: Sequence[str], program: str, environ: Mapping[str, str]) -> int:
         raise SettingError(f"the result cannot be written: {error}") from error
     streams.say(text)
     return 1 if summary.void_reasons or not summary.num_finished else 0
+
+
+def _plot(argv: Sequence[str], program: str) -> int:
+    from server.bench.errors import BenchError
+    from server.bench.pictures import plot  # imports numpy
+
+    try:
+        return plot(argv, program)
+    except BenchError as error:
+        raise SettingError(str(error)) from error
 
 
 def make_parser(program: str) -> Parser:

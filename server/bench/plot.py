@@ -2,6 +2,7 @@
 
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -10,17 +11,29 @@ from server.bench.processes import RunResult
 from server.bench.summary import Summary, token_gaps, tokens_per_second
 
 
-def check_matplotlib() -> None:
-    """Raise BenchError before a long run that could not be drawn."""
+def check_matplotlib(what: str = "--plot") -> None:
+    """Raise BenchError before a long run that could not be drawn. Then choose how to draw: into files."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise BenchError("--plot needs matplotlib: pip install matplotlib")
+        raise BenchError(f"{what} needs matplotlib: pip install matplotlib, or 'moe-serve[bench]'")
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+
+
+def save(figure: Any, path: Path) -> None:
+    """Write the PNG. Raises BenchError."""
+    from matplotlib import pyplot
+
+    try:
+        figure.savefig(path, dpi=130)
+    except OSError as error:
+        raise BenchError(f"the picture cannot be written: {error}") from error
+    finally:
+        pyplot.close(figure)
 
 
 def draw(path: Path, title: str, run: RunResult, summary: Summary) -> None:
     """Write the PNG."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
     from matplotlib import pyplot
 
     counted = [record for record in run.records if record.error is None]
@@ -36,8 +49,7 @@ def draw(path: Path, title: str, run: RunResult, summary: Summary) -> None:
     _draw_tokens(axes.flat[3], tokens_per_second(run, counted))
     void = "VOID, the client was too slow\n" if summary.void_reasons else ""
     figure.suptitle(f"{void}{title}", color="C3" if void else "black")
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
+    save(figure, path)
 
 
 def _draw_distribution(axis, name: str, seconds: np.ndarray) -> None:  # type: ignore[no-untyped-def]

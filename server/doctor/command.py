@@ -28,13 +28,8 @@ _EPILOG = (
 )
 
 
-def doctor(
-    argv: Sequence[str], program: str, settings: Mapping[str, Setting], machine: Machine, tune_cache: Path | None
-) -> int:
-    """Print all findings; returns the exit status. Raises SettingError for a wrong flag or variable.
-
-    `tune_cache` is where tuned choices are kept unless a flag says otherwise.
-    """
+def make_parser(program: str) -> Parser:
+    """The flags of `moe-serve doctor` itself."""
     parser = Parser(
         prog=f"{program} doctor",
         usage="%(prog)s [--json] [flags of the service]",
@@ -43,7 +38,17 @@ def doctor(
         allow_abbrev=False,
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
-    own, flags = parser.parse_known_args(argv)
+    return parser
+
+
+def doctor(
+    argv: Sequence[str], program: str, settings: Mapping[str, Setting], machine: Machine, tune_cache: Path | None
+) -> int:
+    """Print all findings; returns the exit status. Raises SettingError for a wrong flag or variable.
+
+    `tune_cache` is where tuned choices are kept unless a flag says otherwise.
+    """
+    own, flags = make_parser(program).parse_known_args(argv)
     given = given_values(settings, f"{program} doctor", flags, machine.environ)
     values = {"tune_cache_dir": tune_cache, **given}
     model = locate_model(values.get("model"), values.get("revision"))

@@ -1,4 +1,4 @@
-"""A backend that is added as docs/architecture.md says: built, self-checked, explained and refused like the others."""
+"""A backend that is added as docs/adding.md says: built, self-checked, explained and refused like the others."""
 
 import dataclasses
 import re
@@ -30,7 +30,7 @@ from tests.moe.moe_layers import make_config, make_experts, random_topk
 from tests.tables import rows
 
 MODULE = "example_backend"
-CHAPTER = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text().split("\n## A new backend\n")[1]
+CHAPTER = (Path(__file__).parents[2] / "docs" / "adding.md").read_text().split("\n## A new backend\n")[1]
 NONE = MoeA2ABackend.NONE
 
 

@@ -109,8 +109,9 @@ def test_the_service_downloads_the_model_and_serves_it_under_its_name(hub: Hub) 
         try:
             assert process.stdout is not None
             ready = process.stdout.readline()
-            assert ready.startswith(f"moe-serve: {NAME} ready at "), process.communicate()
-            url = ready.split(" ready at ")[1].split(" ")[0]
+            assert ready, process.communicate()
+            assert json.loads(ready)["models"] == [NAME]
+            url = json.loads(ready)["url"]
             with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
                 assert client.models.retrieve(NAME).id == NAME
                 answer = client.completions.create(model=NAME, prompt="Hello", max_tokens=1)

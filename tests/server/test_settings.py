@@ -19,10 +19,9 @@ from scripts.write_settings_page import PAGE, settings_page
 from server import cli
 from server.config import ServerConfig
 from server.errors import SettingError
-from server.service import summarize_paths
 from server.service_links import service_links
 from server.settings import gather, make_parser, settings_of
-from tests.server.conftest import ASSETS, FakeEngine
+from tests.server.conftest import ASSETS
 from tests.tables import rows
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,7 +43,7 @@ def test_every_field_is_a_documented_setting_and_they_are_few():
 
 
 def test_the_page_of_settings_is_written_from_the_declarations():
-    assert PAGE.read_text() == settings_page(SETTINGS.values()), "run `make settings`"
+    assert PAGE.read_text() == settings_page(SETTINGS.values()), "run `make pages`"
 
 
 def test_a_field_must_be_declared_by_setting():
@@ -324,5 +323,11 @@ def test_help_lists_all_flags_and_imports_nothing_heavy():
     assert done.stdout.startswith("moe-serve ")
 
 
-def test_summary_of_moe_paths():
-    assert summarize_paths(FakeEngine().info) == "1 MoE layers by torch / none / mxfp4 on cpu in float32"
+def test_help_shows_a_part_by_its_heading(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["--help", "RANKS"])
+    shown = capsys.readouterr().out
+    assert shown.startswith("several ranks:\n  --tensor-parallel-size")
+    assert "--port" not in shown
+    assert cli.main(["--help", "nonsense"]) == 2
+    assert "no heading has 'nonsense'; the headings are options, commands, model, HTTP" in capsys.readouterr().err
