@@ -1,4 +1,4 @@
-"""The wheel: holds the five packages, the page and the bundled model, nothing else, and its command runs from any folder."""
+"""The wheel: holds the packages, the page and the bundled model, nothing else; its command runs from any folder."""
 
 import shutil
 import site

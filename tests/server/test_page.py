@@ -1,4 +1,4 @@
-"""The page at `/`: its headers, that it opens nothing else, and rules about its files. A browser runs it in tests/browser."""
+"""The page at `/`: its headers, that it opens nothing else, and rules about its files; tests/browser runs it."""
 
 import http.client
 import re
@@ -104,8 +104,8 @@ def test_keys_hide_all_but_the_page(settings, tokenizer):
 
 def test_no_file_names_another_place():
     for name, text in FILES.items():
-        text = text.replace('xmlns="http://www.w3.org/2000/svg"', "")
-        assert re.findall(r"https?:|[\"'(]//\w", text) == [], name
+        own = text.replace('xmlns="http://www.w3.org/2000/svg"', "")
+        assert re.findall(r"https?:|[\"'(]//\w", own) == [], name
 
 
 def test_model_text_can_only_become_text():
