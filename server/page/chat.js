@@ -5,6 +5,7 @@ import { button, byId, copyText, el } from "./dom.js";
 import { askForKeys } from "./key_dialog.js";
 import { FieldError, readForm, showFieldError } from "./request.js";
 import { asCurl, asPython } from "./snippets.js";
+import { known } from "./watch.js";
 
 const EXAMPLES = [
   "What is the capital of France?",
@@ -150,6 +151,7 @@ function regenerate(answer) {
 
 async function ask({ system, parameters }) {
   const request = {
+    ...(known.health ? { model: known.health.models[0] } : {}),
     messages: messages(system),
     stream: true,
     stream_options: { include_usage: true, continuous_usage_stats: true },
