@@ -3,6 +3,7 @@
 # interpreter, and compiled for every GPU), `make ranks` (models and engines of several processes), `make soak` (unruly clients for long) and
 # `make evals` (the bundled model answers all its questions).
 # `make api-workers` runs the suites of the HTTP side with two HTTP processes, of which `make test` runs a pick too.
+# `make browser` uses the page at / in a headless Chromium, which the system must have.
 # `make clients` runs popular clients, which uv installs into environments of their own, against the real service.
 # `make pages` writes the pages of docs/ that are made from code and records; `make docs` builds the site.
 # PORT=, ARGS=, EXTRAS= and PIP_ARGS= pass through: `make serve PORT=9000 EXTRAS=gpu ARGS="--max-num-seqs 8"`.
@@ -10,6 +11,7 @@
 PYTHON ?= python3
 VENV   ?= .venv
 CLIENTS = .venv-clients
+BROWSER = .venv-browser
 PORT   ?= 8000
 ARGS   ?=
 JOBS   ?= 3
@@ -22,7 +24,7 @@ SERVE   = $(VENV)/.serve$(EXTRAS:%=-%)
 API_WORKER_TESTS = $(patsubst %,tests/server/test_%.py,api_workers asker chat client_requests completions cors disconnect \
 	errors http11 large_bodies life operations protocol queue_speed stall start)
 
-.PHONY: serve test test-cpus kernels ranks evals api-workers clients soak check pins pages docs bench
+.PHONY: serve test test-cpus kernels ranks evals api-workers browser clients soak check pins pages docs bench
 serve: $(SERVE)
 	$(VENV)/bin/moe-serve --port $(PORT) $(ARGS)
 
@@ -47,6 +49,9 @@ test-cpus: $(VENV)/.dev
 
 clients: $(CLIENTS)/.installed
 	$(VENV)/bin/python -m pytest -m '' tests/clients $(ARGS)
+
+browser: $(BROWSER)/.installed
+	$(VENV)/bin/python -m pytest -m browser tests/browser $(ARGS)
 
 soak: $(VENV)/.dev
 	$(VENV)/bin/python -m tests.soak $(ARGS)
@@ -80,6 +85,10 @@ $(VENV)/.dev: pyproject.toml constraints.txt
 $(CLIENTS)/.installed: $(VENV)/.dev scripts/clients $(wildcard tests/clients/pins/*)
 	@echo "Installing clients into $(CLIENTS); the first time this takes minutes"
 	PATH="$(abspath $(VENV))/bin:$$PATH" PYTHON="$(PYTHON)" scripts/clients
+	@touch $@
+
+$(BROWSER)/.installed: $(VENV)/.dev scripts/browser $(wildcard tests/browser/pins/*)
+	PATH="$(abspath $(VENV))/bin:$$PATH" PYTHON="$(VENV)/bin/python" scripts/browser
 	@touch $@
 
 # An interrupted installation may leave half a package, so it also leaves a mark, and the next one starts over.

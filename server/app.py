@@ -21,6 +21,7 @@ from server.request_group import Engine
 from server.request_log import RequestLog
 from server.responses.store import open_store
 from server.routes import chat, completions, messages, models, operations, responses
+from server.routes.page import page_routes
 from server.sampling_defaults import SamplingDefaults
 from server.stall import StallWatch
 from server.tally import OwnTally, Sharing
@@ -65,7 +66,9 @@ def create_app(
         app.include_router(module.router)
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(HTTPException, _on_http_error)
-    keyring = Keyring(config.api_keys, config.admin_key)
+    page = page_routes() if config.page else []
+    app.router.routes.extend(page)
+    keyring = Keyring(config.api_keys, config.admin_key, open_paths={route.path for route in page})
     app.add_middleware(RequestMiddleware, metrics=metrics, keyring=keyring)
     if config.cors_origins:
         app.add_middleware(Cors, origins=config.cors_origins)  # what is added last is outermost

@@ -44,10 +44,13 @@ class ServerConfig:
     api_workers: int = setting(
         1, "HTTP", "HTTP processes that share the port and the engine; more than one for many streams", low=1, high=64
     )
+    page: bool = setting(
+        True, "HTTP", "serve a page at / for browsers: chat with the model, and the state of the service"
+    )
     api_key: str | None = setting(
         None,
         "HTTP",
-        "key that every route but /health, /health/live and /health/ready requires; several, separated by commas",
+        "key that every route but the page, /health, /health/live and /health/ready needs; several separated by commas",
         is_secret=True,
     )
     api_key_file: Path | None = setting(None, "HTTP", "file with such keys, one a line; # begins a comment")

@@ -1,6 +1,7 @@
 """`Keyring`: whose key a request carries, and which paths it opens.
 
     /health, /health/live, /health/ready     open to all
+    `/` and its files, if there is a page    open to all
     `ADMIN_PATHS`, if there is an admin key  the admin key alone
     everything else, even without a route    any key, if the service has keys
 
@@ -10,7 +11,7 @@ A key travels as `Authorization: Bearer KEY` or, as Anthropic's clients send it,
 import hashlib
 import hmac
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,9 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 class Keyring:
     """Finds keys in the same time for every key, known or not."""
 
-    def __init__(self, keys: Sequence[str], admin_key: str | None) -> None:
+    def __init__(self, keys: Sequence[str], admin_key: str | None, open_paths: Collection[str] = ()) -> None:
+        """`open_paths` need no key, beside `OPEN_PATHS`."""
+        self._open_paths = OPEN_PATHS.union(open_paths)
         self._keys = [_digest(key) for key in keys]
         self._admin_key = None if admin_key is None else _digest(admin_key)
 
@@ -39,7 +42,7 @@ class Keyring:
             Forbidden: the path needs the admin key.
             BadRequest: the path holds control characters, which patterns of routes may read in other ways than we do.
         """
-        if path in OPEN_PATHS or (not self._keys and self._admin_key is None):
+        if path in self._open_paths or (not self._keys and self._admin_key is None):
             return None
         given = _digest(key_of(headers))
         matches = [index for index, key in enumerate(self._keys) if hmac.compare_digest(given, key)]

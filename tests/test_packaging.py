@@ -1,4 +1,4 @@
-"""The wheel: holds the five packages and the bundled model, nothing else, and its command runs from any folder."""
+"""The wheel: holds the packages, the page and the bundled model, nothing else; its command runs from any folder."""
 
 import shutil
 import site
@@ -29,13 +29,14 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return next(out.glob("*.whl"))
 
 
-def test_wheel_holds_every_module_and_the_bundled_model_and_nothing_else(wheel: Path) -> None:
+def test_wheel_holds_every_module_the_page_and_the_bundled_model_and_nothing_else(wheel: Path) -> None:
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     sources = {str(path.relative_to(ROOT)) for package in PACKAGES for path in (ROOT / package).rglob("*.py")}
     tables = {str(path.relative_to(ROOT)) for name in ("moe", "model") for path in (ROOT / name).rglob("*.json")}
     files = (path for name in BUNDLED_MODELS for path in (ROOT / "assets" / name).iterdir())
     bundled = {f"server/bundled/{path.relative_to(ROOT / 'assets')}" for path in files}
-    assert names == sources | tables | bundled
+    page = {f"server/page/{path.name}" for path in (ROOT / "server/page").iterdir() if path.is_file()}
+    assert names == sources | tables | bundled | page
 
 
 def test_installed_command_runs_in_a_folder_with_packages_of_the_same_name(wheel: Path, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from server.config import ServerConfig
 from server.errors import SettingError
 from server.key_limits import KeyLimits, own_memory
 from server.keys import ADMIN_PATHS, OPEN_PATHS
+from server.routes.page import page_routes
 from server.service import check_certificate
 from tests.server.conftest import FakeEngine, serve, wait_until
 from tests.server.service_process import start
@@ -88,7 +89,8 @@ def test_every_route_needs_a_key_however_its_path_is_spelled(keyed):
         for spelling in spellings(path):
             methods = ("GET", "HEAD", "POST", "OPTIONS", "DELETE") if spelling == path else ("GET", "HEAD")
             opened.update(spelling for method in methods if opens(keyed, method, spelling))
-    assert opened == {spelling for path in OPEN_PATHS for spelling in spellings(path)[:NUM_SAME]}
+    open_paths = OPEN_PATHS.union(route.path for route in page_routes())
+    assert opened == {spelling for path in open_paths for spelling in spellings(path)[:NUM_SAME]}
 
 
 def test_admin_routes_open_to_the_admin_key_alone(keyed):
