@@ -12,9 +12,11 @@ class AnswerWatch:
     """Times of one answer, from its making. `on_tokens` costs one observation a step, whatever the number of choices.
 
     Attributes:
+        start_s, last_s: times of its making and of the last output, by the clock.
         first_token_s: seconds to the first token; None before it.
         token_ids: the generated ids of each choice, if they are kept; else empty.
         queue_s, prefill_s: the longest that one of its requests waited at the engine, and then took to its first token.
+        failure: why it ended without a finish reason, in the words of the request log.
     """
 
     def __init__(
@@ -28,17 +30,18 @@ class AnswerWatch:
         self._metrics = metrics
         self._renderer = renderer
         self._clock = clock
-        self._start_s = self._last_s = clock()
+        self.start_s = self.last_s = clock()
         self._keeps_tokens = keeps_tokens
         self.token_ids: list[list[int]] = [[] for _ in renderer.choices]
         self.first_token_s: float | None = None
         self.queue_s = 0.0
         self.prefill_s = 0.0
+        self.failure: str | None = None
 
     @property
     def elapsed_s(self) -> float:
         """Seconds since the start."""
-        return self._clock() - self._start_s
+        return self._clock() - self.start_s
 
     def on_news(self, news: News) -> None:
         """Outputs have come, of one step or, if the reader was slow, of several."""
@@ -59,19 +62,19 @@ class AnswerWatch:
                 self.token_ids[index] += output.token_ids
         now_s = self._clock()
         if self.first_token_s is None:
-            self.first_token_s = now_s - self._start_s
+            self.first_token_s = now_s - self.start_s
             self._metrics.first_token_seconds.observe(self._renderer.model, value=self.first_token_s)
         elif num_tokens:
             num_steps = -(-num_tokens // len(self._renderer.choices))
-            value = (now_s - self._last_s) / num_steps
+            value = (now_s - self.last_s) / num_steps
             self._metrics.inter_token_seconds.observe(self._renderer.model, value=value, count=num_tokens)
-        self._last_s = now_s
+        self.last_s = now_s
 
     def on_end(self) -> None:
         """The answer is complete."""
         metrics, model, counts = self._metrics, self._renderer.model, self._renderer.counts
-        first_s = self._start_s + (self.first_token_s or 0.0)
-        decode_s = self._last_s - first_s
+        first_s = self.start_s + (self.first_token_s or 0.0)
+        decode_s = self.last_s - first_s
         num_steps = counts.num_completion / len(self._renderer.choices) - 1
         metrics.request_seconds.observe(model, value=self.elapsed_s)
         metrics.decode_seconds.observe(model, value=decode_s)

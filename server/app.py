@@ -15,7 +15,7 @@ from server.key_limits import KeyLimits
 from server.keys import Keyring
 from server.lanes import Lanes
 from server.metrics import Metrics
-from server.middleware import RequestMiddleware, error_response
+from server.middleware import MakeTrace, RequestMiddleware, error_response
 from server.openapi import complete_document
 from server.request_group import Engine
 from server.request_log import RequestLog
@@ -69,11 +69,19 @@ def create_app(
     page = page_routes() if config.page else []
     app.router.routes.extend(page)
     keyring = Keyring(config.api_keys, config.admin_key, open_paths={route.path for route in page})
-    app.add_middleware(RequestMiddleware, metrics=metrics, keyring=keyring)
+    app.add_middleware(RequestMiddleware, metrics=metrics, keyring=keyring, make_trace=_trace_maker(config))
     if config.cors_origins:
         app.add_middleware(Cors, origins=config.cors_origins)  # what is added last is outermost
     complete_document(app, has_key=config.api_key is not None)
     return app
+
+
+def _trace_maker(config: ServerConfig) -> MakeTrace | None:
+    if config.otlp_endpoint is None:
+        return None
+    from server.tracing import trace_maker  # needs the extra otel; `server.service` has checked that it is there
+
+    return trace_maker(config.otlp_endpoint)
 
 
 async def _on_api_error(request: Request, error: Exception) -> Response:

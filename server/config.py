@@ -11,6 +11,7 @@ from server.errors import SettingError
 
 _KEY = re.compile(r"[!-~]+")
 _HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
+_HTTP_URL = re.compile(r"https?://[^/\s]+(/\S*)?")
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+")
 
 
@@ -124,6 +125,12 @@ class ServerConfig:
     slow_request_seconds: float | None = setting(
         None, "HTTP", "log requests to generate that take at least so many seconds, with lengths and times", above=0
     )
+    otlp_endpoint: str | None = setting(
+        None,
+        "HTTP",
+        "collector that gets OpenTelemetry spans of answers, by OTLP over HTTP, such as http://localhost:4318; "
+        "needs the extra otel",
+    )
     access_log: bool = setting(False, "HTTP", "log a line for every request")
 
     def __post_init__(self) -> None:
@@ -139,6 +146,11 @@ class ServerConfig:
             raise SettingError("ssl_keyfile and ssl_keyfile_password belong to a certificate: set ssl_certfile, too")
         if self.client_header is not None and not _HEADER.fullmatch(self.client_header):
             raise SettingError(f"client_header is {self.client_header!r}: it must be the name of an HTTP header")
+        if self.otlp_endpoint is not None and not _HTTP_URL.fullmatch(self.otlp_endpoint):
+            raise SettingError(
+                f"otlp_endpoint is '{self.otlp_endpoint}': it must be the URL of a collector that takes "
+                "OTLP over HTTP, such as http://localhost:4318"
+            )
         for origin in self.cors_origins:
             if not _ORIGIN.fullmatch(origin):
                 raise SettingError(

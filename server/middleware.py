@@ -1,12 +1,15 @@
 """What happens around every route: request ids, the key check, HEAD, error bodies, and counting responses.
 
-The key's number is in `request.state.key`, None without one. Names in `request.state.ignored` become a header.
+The key's number is in `request.state.key`, None without one. Names in `request.state.ignored` become a header. Spans
+are in `request.state.trace`.
 """
 
 import asyncio
 import logging
 import re
 import uuid
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 import orjson
@@ -22,7 +25,13 @@ from server.errors import ApiError, Unavailable, body_of, internal_error
 from server.keys import Keyring
 from server.metrics import Metrics
 
+if TYPE_CHECKING:
+    from server.tracing import Trace
+
 log = logging.getLogger(__name__)
+
+MakeTrace = Callable[[Headers, str], "Trace"]
+"""Makes the trace of a request with these headers and this id."""
 
 _CLIENT_LEFT = 499  # what proxies write in their logs; nobody receives it
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
@@ -45,19 +54,24 @@ def error_response(error: ApiError, scope: Scope | None = None) -> Response:
 class RequestMiddleware:
     """Wraps the whole app; only `Cors` is further out."""
 
-    def __init__(self, app: ASGIApp, *, metrics: Metrics, keyring: Keyring) -> None:
+    def __init__(
+        self, app: ASGIApp, *, metrics: Metrics, keyring: Keyring, make_trace: MakeTrace | None = None
+    ) -> None:
         self._app = app
         self._metrics = metrics
         self._keyring = keyring
+        self._make_trace = make_trace
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request. Until the response has begun, every error becomes an error response."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request_id = request_id_of(Headers(scope=scope))
+        headers = Headers(scope=scope)
+        request_id = request_id_of(headers)
+        trace = None if self._make_trace is None else self._make_trace(headers, request_id)
         state = scope.setdefault("state", {})
-        state.update(request_id=request_id, key=None, ignored=[])
+        state.update(request_id=request_id, key=None, ignored=[], trace=trace)
         sender = _Sender(send, scope)
         if sender.is_head:  # routes know GET only; uvicorn keeps its own scope, with HEAD
             scope = {**scope, "method": "GET"}
@@ -66,6 +80,8 @@ class RequestMiddleware:
         finally:
             route = getattr(scope.get("route"), "path", "other")
             self._metrics.responses.inc(route, str(sender.status))
+            if trace is not None:
+                trace.end(sender.status)
 
     async def _answer(self, scope: Scope, receive: Receive, sender: "_Sender") -> None:
         request_id = sender.request_id

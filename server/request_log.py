@@ -21,7 +21,7 @@ from server.renderers import Renderer
 
 log = logging.getLogger(__name__)
 
-_LEFT = "client left"
+INTERNAL, _LEFT = "internal error", "client left"
 
 
 class RequestLog:
@@ -35,21 +35,23 @@ class RequestLog:
 
     @contextmanager
     def around(self, request_id: str, renderer: Renderer, watch: AnswerWatch) -> Iterator[None]:
-        """Log the answer that is made inside, whether it is finished, fails, or its client leaves."""
-        outcome = "internal error"
+        """Log the answer that is made inside, whether it is finished, fails, or its client leaves; `watch` is told."""
+        outcome: str | None = None
+        watch.failure = INTERNAL
         try:
             yield
             outcome = ", ".join(str(choice.finish_reason) for choice in renderer.choices)
+            watch.failure = None
         except ApiError as error:
-            outcome = f"error {error.status}"
+            watch.failure = f"error {error.status}"
             raise
         except (asyncio.CancelledError, ClientDisconnect):
-            outcome = _LEFT
+            watch.failure = _LEFT
             raise
         finally:
-            self._write(request_id, renderer, watch, outcome)
+            self._write(request_id, renderer, watch, watch.failure or outcome)
 
-    def _write(self, request_id: str, renderer: Renderer, watch: AnswerWatch, outcome: str) -> None:
+    def _write(self, request_id: str, renderer: Renderer, watch: AnswerWatch, outcome: str | None) -> None:
         is_slow = self._slow_s is not None and watch.elapsed_s >= self._slow_s
         if not self._logs_all and not is_slow:
             return

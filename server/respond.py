@@ -7,7 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
 import orjson
 from msgspec.structs import replace
@@ -26,8 +26,13 @@ from server.renderers import Renderer
 from server.request_group import News, RequestGroup
 from server.schema.common import AnswerRequest
 
+if TYPE_CHECKING:
+    from server.tracing import Trace
+
 log = logging.getLogger(__name__)
 
+Args = ParamSpec("Args")
+Result = TypeVar("Result")
 Wire = TypeVar("Wire", bound=AnswerRequest)
 
 
@@ -53,6 +58,9 @@ async def respond(request: Request, body_model: type[Wire], prepare: Callable[[A
     An error before the first output has its own status; a later one is an event.
     """
     context: ServerContext = request.app.state.context
+    trace: Trace | None = request.state.trace
+    if trace is not None:
+        trace.begin(request.scope["route"].path)
     wire, lane = await read_body(request, body_model, context)
     context.metrics.ignored_keys.inc(by=wire.num_ignored_keys)
     model = context.model_name(wire.model)
@@ -65,9 +73,12 @@ async def respond(request: Request, body_model: type[Wire], prepare: Callable[[A
     requests = [replace(each, client=client, connection=connection) for each in renderer.prepared.requests]
     group = RequestGroup(context.engine, requests)
     watch = AnswerWatch(context.metrics, renderer, keeps_tokens=context.request_log.keeps_text)
+    if trace is not None:
+        trace.follow(renderer, watch)
     answer = _Answer(
-        context=context, renderer=renderer, group=group, watch=watch, key=key, request_id=request.state.request_id
-    )
+        context=context, renderer=renderer, group=group, watch=watch, key=key, request_id=request.state.request_id,
+        trace=trace,
+    )  # fmt: skip
     if wire.stream:
         return EventStream(partial(_stream, answer))
     return json_response(await while_connected(request.receive, _body(answer)))
@@ -83,17 +94,22 @@ class _Answer:
     watch: AnswerWatch
     key: int | None
     request_id: str
+    trace: "Trace | None"
+
+    def timed(self, work: Callable[Args, Result]) -> Callable[Args, Result]:
+        """The same function; if the answer is traced, its time is counted."""
+        return work if self.trace is None else self.trace.timed(work)
 
 
 async def _body(answer: _Answer) -> dict[str, Any]:
-    renderer = answer.renderer
+    renderer, take_output = answer.renderer, answer.timed(answer.renderer.take)
 
     async def take(news: News) -> None:
         for index, output in news:
-            renderer.take(index, output)
+            take_output(index, output)
 
     await _run(answer, take)
-    body = renderer.body()
+    body = answer.timed(renderer.body)()
     await renderer.keep()
     return body
 
@@ -104,12 +120,13 @@ async def _stream(answer: _Answer, stream: EventStream) -> None:
     A later one becomes the last event, since the status has been sent.
     """
     renderer, group = answer.renderer, answer.group
+    render = answer.timed(renderer.stream)
     unsent: list[bytes] = []
 
     async def write(news: News) -> None:
         if not stream.has_begun:
             unsent.extend(event.encode() for event in renderer.begin())
-        unsent.extend(data for index, output in news if (data := renderer.stream(index, output)))
+        unsent.extend(data for index, output in news if (data := render(index, output)))
         if unsent:
             data = b"".join(unsent)
             unsent.clear()
@@ -119,7 +136,7 @@ async def _stream(answer: _Answer, stream: EventStream) -> None:
         if output.finish_reason is not None or not stream.can_write_now:
             return False
         answer.watch.on_tokens([(index, output)])
-        if data := renderer.stream(index, output):
+        if data := render(index, output):
             stream.write_now(data)
         if renderer.is_finished(index):
             group.stop(index)

@@ -46,6 +46,7 @@ def run(server_config: ServerConfig, engine_config: EngineConfig, listener: sock
     if engine_config.num_ranks > 1:  # nothing is left to serve with, and other hosts wait for a new start
         server_config = dataclasses.replace(server_config, exit_on_engine_death=True)
     check_certificate(server_config)
+    check_tracing(server_config)
     # Refuses a checkpoint with damaged small files before an engine loads its weights.
     defaults = read_sampling_defaults(engine_config.model)
     tokenizer = load_checked_tokenizer(engine_config.model)
@@ -118,6 +119,19 @@ def check_certificate(config: ServerConfig) -> None:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(config.ssl_certfile, config.ssl_keyfile, password)
     except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
         raise SettingError(f"ssl_certfile {config.ssl_certfile} and its key cannot be used: {error}") from error
+
+
+def check_tracing(config: ServerConfig) -> None:
+    """Raise SettingError if spans are to be sent and the packages for that are not installed."""
+    if config.otlp_endpoint is None:
+        return
+    try:
+        import server.tracing  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise SettingError(
+            f"otlp_endpoint needs the package {error.name}, which is not installed: pip install 'moe-serve[otel]', "
+            "or serve without --otlp-endpoint"
+        ) from error
 
 
 def load_checked_tokenizer(folder: Path) -> Tokenizer:
