@@ -109,6 +109,15 @@ class DeepseekV3:
         }
         return {"hf_quant_config.json": {"producer": {"name": "modelopt"}, "quantization": quantization}}
 
+    @property
+    def shard_bytes(self) -> int:
+        """Most bytes of tensors in one file. DeepSeek's own files end with a layer, too, so they are a few more."""
+        return 5 * 2**30 if self.is_nvfp4 else 4_300_000_000
+
+    def shard_name(self, number: int, count: int) -> str:
+        """DeepSeek writes the count with six digits."""
+        return f"model-{number:05d}-of-{count:0{5 if self.is_nvfp4 else 6}d}.safetensors"
+
     def tensors(self) -> Iterator[Tensor]:
         """All tensors, layer by layer, the prediction layer last but one for the norm and head."""
         yield weight("model.embed_tokens.weight", self.vocab, self.hidden)

@@ -82,6 +82,15 @@ class GptOss:
         """Further JSON files by name: none."""
         return {}
 
+    @property
+    def shard_bytes(self) -> int:
+        """Most bytes of tensors in one file."""
+        return 5_000_000_000
+
+    def shard_name(self, number: int, count: int) -> str:
+        """The published files are numbered from 0: model-00002-of-00002 is the third of three."""
+        return f"model-{number - 1:05d}-of-{count - 1:05d}.safetensors"
+
     def tensors(self) -> Iterator[Tensor]:
         """All tensors, layer by layer."""
         yield weight("model.embed_tokens.weight", self.vocab, self.hidden)

@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,6 @@ from tools.checkpoint_files.values import chunks
 
 TOKENIZER = Path(__file__).parents[2] / "assets" / "tiny-gpt-oss"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
-_SHARD_BYTES = 5_000_000_000
 _CHUNK_BYTES = 32 * 2**20
 _ALIGNMENT = 8  # of the data, as the safetensors library has it
 
@@ -42,6 +41,13 @@ class Model(Protocol):
     @property
     def more_files(self) -> dict[str, dict[str, Any]]:
         """Further JSON files by name."""
+
+    @property
+    def shard_bytes(self) -> int:
+        """Most bytes of tensors in one file."""
+
+    def shard_name(self, number: int, count: int) -> str:
+        """Name of the file with this number, of 1 to `count`."""
 
     def tensors(self) -> Iterator[Tensor]:
         """All tensors."""
@@ -66,7 +72,7 @@ def write_checkpoint(model: Model, folder: Path, *, is_full: bool, num_threads: 
     if folder.exists() and any(folder.iterdir()):
         raise CheckpointFilesError(f"{folder} is not empty: name a new folder")
     folder.mkdir(parents=True, exist_ok=True)
-    shards = _shards(model.tensors(), folder)
+    shards = _shards(model, folder)
     total_bytes = sum(shard.num_bytes for shard in shards)
     free_bytes = shutil.disk_usage(folder).free
     if is_full and total_bytes > free_bytes:
@@ -89,19 +95,19 @@ def write_checkpoint(model: Model, folder: Path, *, is_full: bool, num_threads: 
     return total_bytes
 
 
-def _shards(tensors: Iterable[Tensor], folder: Path) -> list[_Shard]:
-    """Tensors in shards of at most `_SHARD_BYTES`; within a shard the widest dtypes come first, so all are aligned."""
+def _shards(model: Model, folder: Path) -> list[_Shard]:
+    """Tensors in shards; within a shard the widest dtypes come first, so all are aligned."""
     groups: list[list[Tensor]] = [[]]
     num_bytes = 0
-    for tensor in tensors:
-        if groups[-1] and num_bytes + tensor.num_bytes > _SHARD_BYTES:
+    for tensor in model.tensors():
+        if groups[-1] and num_bytes + tensor.num_bytes > model.shard_bytes:
             groups.append([])
             num_bytes = 0
         groups[-1].append(tensor)
         num_bytes += tensor.num_bytes
     return [
         _Shard(
-            folder / f"model-{number:05d}-of-{len(groups):05d}.safetensors",
+            folder / model.shard_name(number, len(groups)),
             sorted(group, key=lambda tensor: (-ITEM_BYTES[tensor.dtype], tensor.name)),
         )
         for number, group in enumerate(groups, start=1)
