@@ -53,9 +53,13 @@ function startPanel() {
     refresh();
   };
   byId("open-panel").addEventListener("click", () => set(!document.body.classList.contains("panel-open")));
-  byId("close-panel").addEventListener("click", () => {
+  const close = () => {
     set(false);
     byId("open-panel").focus();
+  };
+  byId("close-panel").addEventListener("click", close);
+  byId("panel").addEventListener("keydown", (event) => {
+    if (event.key === "Escape" && document.body.classList.contains("panel-open")) close();
   });
 }
 
