@@ -4,7 +4,8 @@ When the client leaves, its requests end.
 """
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
@@ -21,9 +22,9 @@ from server.asker import asker_of, owner_of
 from server.body import read_body
 from server.connection import EventStream, while_connected
 from server.context import ServerContext
-from server.errors import ApiError, TooManyRequests, internal_error
+from server.errors import ApiError, EngineFailed, TooManyRequests, Unavailable, internal_error
 from server.renderers import Renderer
-from server.request_group import News, RequestGroup
+from server.request_group import Engine, News, RequestGroup
 from server.schema.common import AnswerRequest
 
 if TYPE_CHECKING:
@@ -172,7 +173,7 @@ async def _run(answer: _Answer, use: Callable[[News], Awaitable[None]]) -> None:
     context, renderer, group, watch = answer.context, answer.renderer, answer.group, answer.watch
     limits = context.key_limits.admitted(answer.key, group.num_requests, lambda: renderer.counts.num_tokens)
     logged = context.request_log.around(answer.request_id, renderer, watch)
-    with limits, logged, context.gate.admitted(group), group:
+    with limits, logged, _failing_over(context.engine), context.gate.admitted(group), group:
         while news := await group.take():
             for _, output in news:
                 if output.overloaded:
@@ -183,3 +184,14 @@ async def _run(answer: _Answer, use: Callable[[News], Awaitable[None]]) -> None:
                 if renderer.is_finished(index):
                     group.stop(index)
     watch.on_end()
+
+
+@contextmanager
+def _failing_over(engine: Engine) -> Iterator[None]:
+    """A request that fails because the engine is gone gets a 503: balancers then try it on another replica."""
+    try:
+        yield
+    except EngineFailed as error:
+        if engine.failure is None:
+            raise
+        raise Unavailable(error.message) from error
