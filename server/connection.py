@@ -46,6 +46,12 @@ class ChunkWriter(Protocol):
     def write_chunk(self, data: bytes) -> None:
         """Send a part of the body at once."""
 
+    def write_chunk_soon(self, data: bytes) -> None:
+        """Send a part of the body right after the current callback, together with those of other streams.
+
+        Only while the task that writes the stream waits; else its next write may come before this one.
+        """
+
 
 class EventStream(Response):
     """Runs `produce(stream)`, which calls `stream.write`. It is cancelled when the client leaves.

@@ -121,7 +121,7 @@ async def _stream(answer: _Answer, stream: EventStream) -> None:
             return False
         answer.watch.on_output(index, output)
         if data := renderer.stream(index, output):
-            chunks.write_chunk(data)
+            chunks.write_chunk_soon(data)  # `_run` waits, else this function is not called
         if renderer.is_finished(index):
             group.stop(index)
         return True
