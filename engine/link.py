@@ -34,6 +34,7 @@ class _Stream:
 
     deliver: Callable[[EngineOutput], None]
     abort_sent: bool = False
+    has_begun: bool = False  # it has had an output
 
 
 class EngineLink:
@@ -225,8 +226,10 @@ class EngineLink:
     def _deliver(self, output: EngineOutput) -> None:
         stream = self._streams.get(output.request_id)
         if stream is not None:  # else its reader has left
-            if self._places is not None:
-                self._places.on_output(output.request_id)
+            if not stream.has_begun:
+                stream.has_begun = True
+                if self._places is not None:
+                    self._places.on_output(output.request_id)
             if output.finish_reason is not None:
                 self._forget(output.request_id)
             stream.deliver(output)

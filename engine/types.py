@@ -67,7 +67,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
     top: list[tuple[int, float]]
 
 
-class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """News of one request: tokens since the last output; with `finish_reason` it is the last one.
 
     A stop token is included in `token_ids`. `stop_reason` is the stop id that ended it. The first output of a request

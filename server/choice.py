@@ -92,15 +92,15 @@ class Choice:
         None if the output may bring anything else; then it has not been taken in, and `push` wants it.
         """
         token_ids = output.token_ids
-        if not self._takes_text or len(token_ids) != 1 or output.finish_reason is not None:
+        if not self._takes_text or len(token_ids) != 1 or output.finish_reason or self.finish_reason:
             return None
-        if output.num_cached_tokens or output.prompt_logprobs is not None or self.finish_reason is not None:
+        if output.num_cached_tokens > self.num_cached_tokens or output.prompt_logprobs is not None:
             return None
         added = self._parser.continue_text(token_ids[0])
         if added is None:
             return None
         kind, data = added
-        self.token_ids.append(token_ids[0])
+        self.token_ids += token_ids
         if kind is Kind.REASONING:
             self.num_reasoning_tokens += 1
             return kind, self._reasoning.feed(data)

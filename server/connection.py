@@ -40,12 +40,17 @@ async def _client_left(receive: Receive) -> None:
 class ChunkWriter(Protocol):
     """The part of `server.protocol.GuardedProtocol` that a stream uses."""
 
-    @property
     def can_write_chunk(self) -> bool:
-        """`write_chunk` may be called."""
+        """Whether `write_chunk` may be called: the client reads."""
 
     def write_chunk(self, data: bytes) -> None:
         """Send a part of the body at once."""
+
+    def write_chunk_soon(self, data: bytes) -> None:
+        """Send a part of the body right after the current callback, together with those of other streams.
+
+        Only while the task that writes the stream waits; else its next write may come before this one.
+        """
 
 
 class EventStream(Response):
@@ -61,13 +66,13 @@ class EventStream(Response):
         del self.headers["content-length"]
         self.has_begun = False
         self._produce = produce
-        self._chunks: ChunkWriter | None = None
+        self.chunks: ChunkWriter | None = None
+        """Takes events at once, without waiting. None until the response has begun, and where there is no such way."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send what is produced. Raises ClientDisconnect when the client leaves first."""
         self._send = send
-        # Set by `server.protocol`: passing each event through the layers of the app would double what it costs.
-        self._chunks = scope.get("state", {}).get("chunks")
+        self._state = scope.get("state", {})
         await while_connected(receive, self._send_all())
 
     async def write(self, events: bytes) -> None:
@@ -75,20 +80,12 @@ class EventStream(Response):
         if not self.has_begun:
             self.has_begun = True
             await self._send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        elif self.can_write_now:
-            self.write_now(events)
+            # Set by `server.protocol`: passing each event through the layers of the app would double what it costs.
+            self.chunks = self._state.get("chunks")
+        elif self.chunks is not None and self.chunks.can_write_chunk():
+            self.chunks.write_chunk(events)
             return
         await self._send({"type": "http.response.body", "body": events, "more_body": True})
-
-    @property
-    def can_write_now(self) -> bool:
-        """The response has begun and its client reads it."""
-        return self.has_begun and self._chunks is not None and self._chunks.can_write_chunk
-
-    def write_now(self, events: bytes) -> None:
-        """Like `write`, without waiting; only if `can_write_now`."""
-        if self._chunks is not None:
-            self._chunks.write_chunk(events)
 
     async def _send_all(self) -> None:
         await self._produce(self)

@@ -37,6 +37,9 @@ class TextStream:
 
     def feed(self, data: bytes, position: int = -1) -> str:
         """Add one token's bytes; a negative position says that they come from no token."""
+        if position < 0 and not self._undecoded and data.isascii():  # nearly always
+            self._num_chars += len(data)
+            return data.decode("ascii")
         num_carried = len(self._undecoded)
         waiting = self._undecoded + data if num_carried else data
         text, num_decoded = codecs.utf_8_decode(waiting, "replace", False)

@@ -25,8 +25,16 @@ class GuardedProtocol(H11Protocol):
 
     conn: "GuardedConnection"
 
-    def __init__(self, *, head_timeout_s: float, on_close: Callable[[], None] | None = None, **parts: Any) -> None:
+    def __init__(
+        self,
+        *,
+        head_timeout_s: float,
+        together: "WrittenTogether",
+        on_close: Callable[[], None] | None = None,
+        **parts: Any,
+    ) -> None:
         super().__init__(**parts)
+        self._together = together
         self._on_close = on_close
         self.conn = GuardedConnection(h11.SERVER, MAX_HEAD_BYTES)
         self._head_timeout_s = head_timeout_s
@@ -46,14 +54,17 @@ class GuardedProtocol(H11Protocol):
         if self._on_close is not None:
             self._on_close()
 
-    @property
     def can_write_chunk(self) -> bool:
-        """The current response has a chunked body, and its client reads it."""
+        """Whether the current response has a chunked body and its client reads it."""
         return self.conn.sends_chunks and not self.flow.write_paused and not self.cycle.disconnected
 
     def write_chunk(self, data: bytes) -> None:
         """Send a part of the current response's body at once; only if `can_write_chunk`."""
         self.transport.write(chunk_of(data))
+
+    def write_chunk_soon(self, data: bytes) -> None:
+        """The same right after the current callback; only while the task that answers waits, see `WrittenTogether`."""
+        self._together.write(self.transport, b"%x\r\n%b\r\n" % (len(data), data))  # as `chunk_of`, once a token
 
     def handle_events(self) -> None:
         """Parse what has arrived. A head, or the rest of a body that was answered already, must arrive in time."""
@@ -90,6 +101,29 @@ class GuardedProtocol(H11Protocol):
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
+
+
+class WrittenTogether:
+    """Writes what all connections have got in one callback, such as the tokens of a step, right after it.
+
+    Writing each as soon as it is ready would cost more, because the kernel wakes its reader in between. The order on a
+    connection is kept if its task waits meanwhile: what wakes the task is scheduled after `write`, so it runs later.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[asyncio.Transport, bytes]] = []
+
+    def write(self, transport: asyncio.Transport, data: bytes) -> None:
+        """Write right after the current callback."""
+        if not self._waiting:
+            asyncio.get_running_loop().call_soon(self._write_all)
+        self._waiting.append((transport, data))
+
+    def _write_all(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for transport, data in waiting:
+            if not transport.is_closing():  # its client may have left meanwhile, and then uvloop raises
+                transport.write(data)
 
 
 class GuardedConnection(h11.Connection):

@@ -127,18 +127,15 @@ class RequestGroup:
     def _deliver(self, index: int, output: EngineOutput) -> None:
         if output.finish_reason is not None:
             self._unfinished.discard(index)
+        waiter = self._waiter
         try:
-            if self._is_waited_for and self.take_now is not None and self.take_now(index, output):
+            if self.take_now and waiter and not waiter.done() and self.take_now(index, output):
                 return
         except Exception as error:  # handed to the one who waits for the outputs
             self.fail(error)
             return
         self._news.append((index, output))
         self._wake()
-
-    @property
-    def _is_waited_for(self) -> bool:
-        return self._waiter is not None and not self._waiter.done()
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

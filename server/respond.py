@@ -134,11 +134,12 @@ async def _stream(answer: _Answer, stream: EventStream) -> None:
             await stream.write(data)
 
     def write_now(index: int, output: EngineOutput) -> bool:
-        if output.finish_reason is not None or not stream.can_write_now:
+        chunks = stream.chunks
+        if chunks is None or output.finish_reason is not None or not chunks.can_write_chunk():
             return False
-        answer.watch.on_tokens([(index, output)])
+        answer.watch.on_output(index, output)
         if data := render(index, output):
-            stream.write_now(data)
+            chunks.write_chunk_soon(data)  # `_run` waits, else this function is not called
         if renderer.is_finished(index):
             group.stop(index)
         return True
@@ -173,7 +174,7 @@ async def _run(answer: _Answer, use: Callable[[News], Awaitable[None]]) -> None:
     context, renderer, group, watch = answer.context, answer.renderer, answer.group, answer.watch
     limits = context.key_limits.admitted(answer.key, group.num_requests, lambda: renderer.counts.num_tokens)
     logged = context.request_log.around(answer.request_id, renderer, watch)
-    with limits, logged, _failing_over(context.engine), context.gate.admitted(group), group:
+    with limits, logged, watch, context.gate.admitted(group), group:
         while news := await group.take():
             for _, output in news:
                 if output.overloaded:

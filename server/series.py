@@ -2,6 +2,7 @@
 
 import math
 from bisect import bisect_left
+from collections import Counter as Counts
 from collections.abc import Iterable, Mapping, Sequence
 
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
@@ -50,12 +51,16 @@ class Histogram:
 
     def observe(self, *labels: str, value: float, count: int = 1) -> None:
         """Count one number, or `count` equal ones."""
-        keys = self._keys.get(labels)
-        if keys is None:
-            parts = (*map(_text_of, self._bounds), _SUM)
-            keys = self._keys[labels] = [_SEPARATOR.join((self.name, *labels, part)) for part in parts]
+        keys = self._keys_of(labels)
         self._tally.add(keys[bisect_left(self._bounds, value)], count)
         self._tally.add(keys[-1], count * value)
+
+    def observe_all(self, *labels: str, values: Sequence[float]) -> None:
+        """Count many numbers, which takes less time for each than `observe`."""
+        keys = self._keys_of(labels)
+        for place, count in Counts([bisect_left(self._bounds, value) for value in values]).items():
+            self._tally.add(keys[place], count)
+        self._tally.add(keys[-1], sum(values))
 
     def family(self, series: Mapping[tuple[str, ...], float]) -> Metric:
         """The family, from all its numbers by labels and bucket."""
@@ -69,6 +74,13 @@ class Histogram:
             names = dict(zip(self._label_names, labels, strict=True))
             family.add_sample(f"{self.name}_created", names, self._tally.started_s)
         return family
+
+    def _keys_of(self, labels: tuple[str, ...]) -> list[str]:
+        keys = self._keys.get(labels)
+        if keys is None:
+            parts = (*map(_text_of, self._bounds), _SUM)
+            keys = self._keys[labels] = [_SEPARATOR.join((self.name, *labels, part)) for part in parts]
+        return keys
 
 
 def families(metrics: Iterable[Counter | Histogram], totals: Mapping[str, float]) -> list[Metric]:

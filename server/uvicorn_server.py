@@ -15,7 +15,7 @@ from fastapi import FastAPI
 from server.config import ServerConfig
 from server.context import ServerContext
 from server.draining import LAST_CALL_S, SECOND_SIGNAL, sighup_handled_by, wait_until_drained
-from server.protocol import GuardedProtocol
+from server.protocol import GuardedProtocol, WrittenTogether
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +99,9 @@ def make_uvicorn_config(
     """How connections are served; the app needs no lifespan of its own. `on_close` is called when one has closed."""
     return uvicorn.Config(
         app,
-        http=partial(GuardedProtocol, head_timeout_s=config.receive_timeout, on_close=on_close),  # type: ignore[arg-type]
+        http=partial(  # type: ignore[arg-type]
+            GuardedProtocol, head_timeout_s=config.receive_timeout, together=WrittenTogether(), on_close=on_close
+        ),
         ws="none",
         lifespan="off",
         log_config=None,

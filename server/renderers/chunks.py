@@ -92,10 +92,10 @@ class ChunkRenderer(Renderer):
     @override
     def encode_text(self, index: int, kind: Kind, text: str) -> bytes:
         """Events of one kind differ in the text only."""
-        if index not in self._begun or self._has_running_usage or self._returns_ids or not text:
-            return super().encode_text(index, kind, text)
         around = self._around_text.get((index, kind))
-        if around is None:
+        if around is None or not text:
+            if index not in self._begun or self._has_running_usage or self._returns_ids or not text:
+                return super().encode_text(index, kind, text)
             sample = self._chunk(self.entry(index, Piece(kind, _TEXT)), {}).encode()
             around = self._around_text[index, kind] = sample.split(orjson.dumps(_TEXT))
         return orjson.dumps(text).join(around)

@@ -115,6 +115,20 @@ def test_each_token_after_the_first_is_one_gap(metrics):
     assert histogram(metrics, "request_max_tokens") == (1, 9)
 
 
+def test_gaps_of_single_tokens_are_observed_together_a_second_late_at_most(metrics):
+    clock = Clock()
+    watch = AnswerWatch(metrics, Answer(), clock)
+    counts = []
+    with watch:
+        watch.on_news(news(0))
+        for gap_s in (0.25, 0.5, 0.5, 0.125):
+            clock.now_s += gap_s
+            watch.on_output(0, news(0)[0][1])
+            counts.append(histogram(metrics, "inter_token_seconds"))
+    assert counts == [(0, 0), (0, 0), (3, 1.25), (3, 1.25)]
+    assert histogram(metrics, "inter_token_seconds") == (4, 1.375)
+
+
 def test_choices_of_one_step_wait_the_same_time(metrics):
     clock = Clock()
     watch = AnswerWatch(metrics, Answer(num_choices=3), clock)

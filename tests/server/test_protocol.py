@@ -1,5 +1,6 @@
 """Clients that send too much, too slowly or nothing: connections end, and the service goes on."""
 
+import asyncio
 import socket
 import time
 from contextlib import ExitStack, suppress
@@ -7,8 +8,9 @@ from http.client import HTTPResponse
 
 import h11
 import pytest
+import uvloop
 
-from server.protocol import MAX_HEAD_BYTES, GuardedConnection
+from server.protocol import MAX_HEAD_BYTES, GuardedConnection, WrittenTogether
 from tests.server.conftest import FakeEngine, read_to_end, serve
 from tests.tables import rows
 
@@ -132,3 +134,32 @@ def test_a_body_is_written_as_h11_writes_it(method, headers):
             connection.start_next_cycle()
         outputs.append(output)
     assert outputs[0] == outputs[1]
+
+
+def test_a_connection_that_has_closed_keeps_no_data_from_the_others():
+    """uvloop raises if a closed connection is written to."""
+
+    async def talk():
+        loop, connected = asyncio.get_running_loop(), []
+
+        def accept():
+            protocol = asyncio.Protocol()
+            protocol.connection_made = connected.append
+            return protocol
+
+        server = await loop.create_server(accept, "127.0.0.1", 0)
+        clients = [await asyncio.open_connection(*server.sockets[0].getsockname()) for _ in range(2)]
+        while len(connected) < 2:
+            await asyncio.sleep(0)
+        together = WrittenTogether()
+        connected[0].abort()  # it is closed before the data is written
+        for transport in connected:
+            together.write(transport, b"token")
+        results = [asyncio.wait_for(reader.read(5), 5) for reader, _ in clients]
+        received = await asyncio.gather(*results, return_exceptions=True)  # the closed one may be reset
+        for _, writer in clients:
+            writer.close()
+        server.close()
+        return received
+
+    assert b"token" in uvloop.run(talk())
