@@ -17,7 +17,8 @@ ARGS   ?=
 JOBS   ?= 3
 EXTRAS ?=
 PIP     = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
-# Compiled files are kept whatever the environment says: pytest would rewrite the asserts of every test file again.
+# Compiled files are kept whatever the environment says: pytest would rewrite the asserts of every test file again, and
+# every process of a rank would compile all it imports.
 PYTEST  = PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 SERVE   = $(VENV)/.serve$(EXTRAS:%=-%)
 
@@ -42,7 +43,7 @@ kernels: $(VENV)/.dev
 	$(PYTEST) -m kernels $(ARGS)
 
 ranks: $(VENV)/.dev
-	$(VENV)/bin/python -m pytest -m ranks $(ARGS)
+	PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest -m ranks $(ARGS)
 
 test-cpus: $(VENV)/.dev
 	PATH="$(abspath $(VENV))/bin:$$PATH" scripts/test_on_every_cpu $(ARGS)

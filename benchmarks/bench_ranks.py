@@ -1,11 +1,12 @@
 """What more ranks add to a step apart from the model's collectives: sending the step, agreeing on it, following it.
 
-    python -m benchmarks.bench_ranks [--ranks 2] [--sequences 64] [--tokens 400]
+    python -m benchmarks.bench_ranks [--ranks 2,4] [--sequences 64] [--tokens 400] [--rounds 3] [--out FOLDER]
 
 The model computes nothing, but its ranks meet in two collectives a step. `period_us` is the time between steps of
 rank 0, `meeting_us` that of a collective to which all come at once, both medians. What more ranks add is their period
 less that of one rank and two collectives. `cpu_us` is the CPU time of rank 0's thread a step, which other work on the
-machine changes less. The last line is JSON.
+machine changes less; `added_cpu_us` is what it has more of than one rank. Each number is the median of the rounds, in
+which the layouts take turns. The last line is JSON.
 """
 
 import argparse
@@ -19,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks import record
 from engine.client import EngineClient
 from engine.config import EngineConfig
 from engine.rank_client import RankedEngineClient
@@ -73,33 +75,50 @@ def summarize(notes):
 
 
 def time_packing(num_sequences=256, repeats=300):
-    """Median us from `pack` to the end of `unpack`."""
+    """Median us of CPU time from `pack` to the end of `unpack`."""
     rows = [StepRow(i, 1000 + i, 1, True, 1) for i in range(num_sequences)]
     numbers = np.arange(3 * num_sequences, dtype=np.int64).reshape(3, -1)
-    step = StepBatch(rows, *numbers, np.zeros((16, 3), np.int32), True)
+    updates, no_updates = np.zeros((16, 3), np.int32), np.zeros((0, 3), np.int32)
+    step = StepBatch(rows, *numbers, updates, True, np.zeros(0, np.int64), no_updates)
     times = []
     for _ in range(repeats):
-        start_s = time.perf_counter()
+        start_s = time.thread_time()
         StepBatch.unpack(step.pack())
-        times.append(time.perf_counter() - start_s)
+        times.append(time.thread_time() - start_s)
     return median_us(times)
 
 
-def main():
+def measure(ranks, sequences, tokens, rounds):
+    """The result of all rounds."""
+    layouts = {"one rank": (1, 1), "tp": (ranks, 1), "dp": (1, ranks)}
+    found = {name: [] for name in layouts}
+    for _ in range(rounds):
+        for name, (tp, dp) in layouts.items():
+            found[name].append(summarize(asyncio.run(run(tp, dp, sequences, tokens))))
+            print(name, found[name][-1], flush=True)
+        for name in ("tp", "dp"):
+            own, one = found[name][-1], found["one rank"][-1]
+            own["added_us"] = own["period_us"] - 2 * own["meeting_us"] - one["period_us"]
+            own["added_cpu_us"] = own["cpu_us"] - one["cpu_us"]
+    medians = {
+        name: {key: round(statistics.median(each[key] for each in rows), 1) for key in rows[0]}
+        for name, rows in found.items()
+    }
+    return {"ranks": ranks, "sequences": sequences, "rounds": rounds, "pack_256_us": time_packing()} | medians
+
+
+def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--ranks", type=lambda text: [int(each) for each in text.split(",")], default=[2])
     parser.add_argument("--sequences", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=400)
-    args = parser.parse_args()
-    result = {"ranks": args.ranks, "sequences": args.sequences, "pack_256_us": time_packing()}
-    layouts = {"one rank": (1, 1), "tp": (args.ranks, 1), "dp": (1, args.ranks)}
-    for name, (tp, dp) in layouts.items():
-        result[name] = summarize(asyncio.run(run(tp, dp, args.sequences, args.tokens)))
-        print(name, result[name], flush=True)
-    for name in ("tp", "dp"):
-        own = result[name]
-        own["added_us"] = round(own["period_us"] - 2 * own["meeting_us"] - result["one rank"]["period_us"], 1)
-    print(json.dumps(result))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path, help="folder for ranks_cpu.json")
+    args = parser.parse_args(argv)
+    measured = [measure(ranks, args.sequences, args.tokens, args.rounds) for ranks in args.ranks]
+    if args.out is not None:
+        record.write("ranks_cpu", {**record.environment(), "runs": measured}, args.out)
+    print(json.dumps(measured))
 
 
 if __name__ == "__main__":

@@ -4,4 +4,4 @@ from benchmarks.ranks_worker import build
 from engine.worker import main
 
 if __name__ == "__main__":
-    main(build)
+    main(lambda setup, phases: build(setup, None, phases))

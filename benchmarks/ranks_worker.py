@@ -21,6 +21,7 @@ class NullModel:
 
     vocab_size, max_model_len, eos_token_ids = VOCAB_SIZE, 4096, ()
     kv_specs = (KvLayerSpec(num_heads=1, key_dim=1, value_dim=1),)
+    can_compile_ahead = False
     moe_layers = ()
     balance = None
     dtype, device = torch.float32, torch.device("cpu")
@@ -45,7 +46,9 @@ class NullModel:
         self.notes.append((start_s, meeting_s, cpu_s))
 
 
-def build(setup, links=None):
+def build(setup, links, phases):
+    """`links` is None for a rank alone."""
+    del phases
     torch.set_num_threads(1)
     model, config = NullModel(), setup.config
     rank = 0 if links is None else links.rank

@@ -191,6 +191,12 @@ class EngineConfig:
     expert_parallel_size: int = setting(
         1, _RANKS, "groups of ranks with different experts; 1 divides every expert among all ranks", low=1
     )
+    one_shot_sums: bool = setting(
+        True,
+        _RANKS,
+        "sum the tensors of decode steps over tensor-parallel GPUs of one host by a kernel that reads the other GPUs' "
+        "memory, where a check at start finds that it works; else NCCL does",
+    )
     nnodes: int = setting(1, _RANKS, "hosts that share the ranks evenly", low=1)
     node_rank: int = setting(0, _RANKS, "number of this host; host 0 serves HTTP", low=0)
     master_addr: str | None = setting(None, _RANKS, "address of host 0, where the other hosts find it")

@@ -56,6 +56,7 @@ def make_model_settings(config: EngineConfig, device: torch.device, rank: int = 
         attention_backend=config.attention_backend,
         load_format=config.load_format,
         selfcheck=config.selfcheck,
+        one_shot_sums=config.one_shot_sums,
         layout=ParallelLayout(
             tp_size=config.tensor_parallel_size,
             dp_size=config.data_parallel_size,

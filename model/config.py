@@ -37,7 +37,7 @@ class ModelSettings:
     ranks, and which of them this is. `deepep`: mode and token limit of the transports that have them.
     `max_num_tokens`: the largest step of a rank, for kernels that allocate by it. `tuning`: whether the kernels of the
     experts are measured at load, and where what was found is kept. `balance`: whether tokens are counted by expert, and
-    whether busy experts have replicas.
+    whether busy experts have replicas. `one_shot_sums`: small sums over tensor-parallel GPUs may take one kernel.
     """
 
     device: torch.device = _CPU
@@ -54,6 +54,7 @@ class ModelSettings:
     max_num_tokens: int = 8192
     tuning: TuningSettings = _UNTUNED
     balance: BalanceSettings = _UNBALANCED
+    one_shot_sums: bool = True
 
     def __post_init__(self) -> None:
         for field, choices in (

@@ -8,14 +8,17 @@ import torch
 from model.errors import ModelSettingsError
 from model.parallel import ParallelLayout
 from moe.group import SINGLE_RANK, Group, RankGroups, TorchGroup
+from moe.one_shot import with_one_shot
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-def make_groups(layout: ParallelLayout, world: "ProcessGroup | None") -> RankGroups:
+def make_groups(
+    layout: ParallelLayout, world: "ProcessGroup | None", one_shot_on: torch.device | None = None
+) -> RankGroups:
     """The groups of this rank. All ranks of `world` call it together; `world` is torch's default group, or None for one
-    rank.
+    rank. `one_shot_on`: the GPU on which small sums over `tp` may take one kernel; None leaves them to NCCL or gloo.
 
     Raises:
         ModelSettingsError: `world` is missing, or has another number of ranks than the layout.
@@ -34,9 +37,10 @@ def make_groups(layout: ParallelLayout, world: "ProcessGroup | None") -> RankGro
         )
     tp_rows = [replace(layout, rank=first).tp_ranks for first in range(0, layout.num_ranks, layout.tp_size)]
     dp_columns = [replace(layout, rank=first).dp_ranks for first in range(layout.tp_size)]
-    return RankGroups(
-        world=world, tp=_own_group(layout.rank, tp_rows, world), dp=_own_group(layout.rank, dp_columns, world)
-    )
+    tp, dp = (_own_group(layout.rank, division, world) for division in (tp_rows, dp_columns))
+    if one_shot_on is not None and isinstance(tp, TorchGroup):
+        tp = with_one_shot(tp, one_shot_on)
+    return RankGroups(world=world, tp=tp, dp=dp)
 
 
 def _own_group(rank: int, divisions: list[list[int]], world: "ProcessGroup") -> Group:

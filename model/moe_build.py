@@ -213,7 +213,7 @@ class MoeBuilder:
             correction_bias_E=parts.correction_bias_E,
             dispatcher=dispatcher,
             runner=runner,
-            quant_info=quant_info,
+            quant_info=self._in_service(quant_info),
             shared_experts=parts.shared_experts,
             description=f"layer {layer}: {runner.backend} / {runner.a2a} / {path.format_name}",
             selfcheck=report,
@@ -249,6 +249,14 @@ class MoeBuilder:
                 with self._phases.step_of(Phase.TUNING, num_layers):
                     return self._tuner.tuned(runner, quant_info, experts, topology)
             return self._tuner.tuned(runner, quant_info, experts, topology)
+
+    def _in_service(self, quant_info: MoeQuantInfo) -> MoeQuantInfo:
+        """The layer writes a part of a sum where the ranks read it. The checks before keep several results at once."""
+        if self.topology.a2a is not MoeA2ABackend.NONE or self._groups.tp.size == 1:
+            return quant_info
+        topology = dataclasses.replace(quant_info.topology, allocator=self._groups.tp.empty)
+        served: MoeQuantInfo = dataclasses.replace(quant_info, topology=topology)  # type: ignore[type-var]
+        return served
 
     def _dispatch_dtype(self, path: _Path, *, knows_input_scale: bool = False) -> DispatchDtype:
         """What a layer's tokens travel as; all dispatch formats of a transport carry the same."""

@@ -69,4 +69,5 @@ def build_model(
     from model.load import load_model
 
     family = make_family(read_config(folder))
-    return load_model(family, folder, settings, make_groups(settings.layout, group), phases)
+    one_shot_on = settings.device if settings.one_shot_sums and settings.device.type == "cuda" else None
+    return load_model(family, folder, settings, make_groups(settings.layout, group, one_shot_on), phases)

@@ -34,8 +34,11 @@ class Group(Protocol):
     def is_capturable(self) -> bool:
         """Whether CUDA graphs can hold the collectives."""
 
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Uninitialized memory for a part of a sum, until the next call of `empty` or `all_reduce`."""
+
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks, written to the contiguous `x`; returns `x`."""
+        """The sum over all ranks of the contiguous `x`, which may be overwritten with it."""
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """[N, ...] of every rank, in rank order, as one [size * N, ...]."""
@@ -59,6 +62,10 @@ class SingleRank:
     rank = 0
     size = 1
     is_capturable = True
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """New."""
+        return torch.empty(shape, dtype=dtype, device=device)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """`x`."""
@@ -100,10 +107,20 @@ class TorchGroup:
         """Number of ranks."""
         return int(torch.distributed.get_world_size(self._group))
 
+    @property
+    def name(self) -> str:
+        """The process group's."""
+        group = torch.distributed.group.WORLD if self._group is None else self._group
+        return str(group.group_name)  # type: ignore[union-attr]
+
     @cached_property
     def is_capturable(self) -> bool:
         """True if tensors of a GPU travel over NCCL."""
         return "cuda:gloo" not in torch.distributed.get_backend_config(self._group)
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """New."""
+        return torch.empty(shape, dtype=dtype, device=device)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """In place."""

@@ -1,7 +1,8 @@
 """Measures models on two GPUs of one host: every way to divide them, in parts that can be resumed.
 
 Each part is one model in one layout: the service starts with all layers self-checked, answers as one rank does, is
-measured with several numbers of streams, and loses a rank by `kill -9`, after which it must end with status 1.
+measured with several numbers of streams, and loses a rank by `kill -9`, after which it must end with status 1. The part
+`sums` comes first: it checks and times one-shot sums against NCCL's. If they are wrong, all services run without them.
 
     python scripts/two_cards.py --out /tmp/two --deepep-source /path/to/DeepEP
 
@@ -41,11 +42,14 @@ FIRST_GUESS_S = 150.0  # of a part, before one has been timed
 WITHOUT_MULTICAST = {
     "NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1",
 }  # fmt: skip
+WITHOUT_ONE_SHOT = "--no-one-shot-sums"
+SUM_TOKENS, SUM_TARGET_US = 64, 12.0  # of GPT-OSS-20B's hidden size, in bf16
 DP2 = ("--data-parallel-size", "2", "--expert-parallel-size", "2")
 LIMIT = ("--deepep-max-dispatch-tokens", "128", "--max-num-seqs", "128")
 LAYOUTS: dict[str, tuple[str, ...]] = {
     "one": (),
     "tp2": ("--tensor-parallel-size", "2"),
+    "tp2-nccl": ("--tensor-parallel-size", "2", WITHOUT_ONE_SHOT),
     "ep2": ("--tensor-parallel-size", "2", "--expert-parallel-size", "2"),
     "dp2": DP2,
     "dp2-eplb": (*DP2, "--enable-eplb", "--eplb-interval", "200"),
@@ -150,12 +154,25 @@ def kill_a_rank(server: int) -> float:
     return round(time.monotonic() - start_s, 2)
 
 
-def run_part(out: Path, args: argparse.Namespace, model: str, layout: str) -> dict[str, Any]:
+def measure_sums() -> dict[str, Any]:
+    """What `benchmarks.bench_sums` finds on two cards. Raises ServiceError where one-shot sums fail or are wrong."""
+    command = [sys.executable, "-m", "benchmarks.bench_sums"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
+    if done.returncode:
+        raise ServiceError(f"one-shot sums: {(done.stdout + done.stderr)[-2000:]}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    [row] = [row for row in found["rows"] if row["tokens"] == SUM_TOKENS]
+    return found | {"reaches_target": row["one_shot_us"] < SUM_TARGET_US}
+
+
+def run_part(out: Path, args: argparse.Namespace, model: str, layout: str, *, one_shot: bool) -> dict[str, Any]:
     """One model in one layout."""
     folder = out / f"{model}-{layout}"
     folder.mkdir(parents=True, exist_ok=True)
     flags = (*model_flags(out, model), "--moe-backend", args.backend, "--selfcheck", "all", "--max-num-seqs", "256",
              "--device", args.device, *LAYOUTS[layout])  # fmt: skip
+    if not one_shot and WITHOUT_ONE_SHOT not in flags:
+        flags = (*flags, WITHOUT_ONE_SHOT)
     with service(folder / "log", *flags) as (url, ready_s):
         [server] = children(os.getpid())
         row = {"start_seconds": ready_s} | what_runs(url, args.backend)
@@ -207,8 +224,10 @@ def attempt(out: Path, args: argparse.Namespace, part: str, done: dict[str, Any]
     try:
         if part == "deepep":
             row = build_deepep(args.deepep_source)
+        elif part == "sums":
+            row = measure_sums()
         else:
-            row = run_part(out, args, model, layout)
+            row = run_part(out, args, model, layout, one_shot=done.get("sums", {}).get("passed", True))
             if layout != "one":
                 one = done.get(f"{model}/one", {})
                 if not one.get("passed"):
@@ -224,7 +243,8 @@ def parts_of(args: argparse.Namespace) -> list[str]:
     """All parts, in their order; one rank comes before the others of a model."""
     layouts = sorted(args.layouts, key=lambda layout: layout != "one")
     named = [f"{model}/{layout}" for model in args.models for layout in layouts]
-    return (["deepep"] if args.deepep_source is not None else []) + named
+    first = ["deepep"] if args.deepep_source is not None else []
+    return [*first, *(["sums"] if args.device == "cuda" else []), *named]
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

@@ -22,11 +22,7 @@ from moe import Activation, MoeA2ABackend, MoeBackend
 from moe.choose.select import choose_backend
 from moe.device import Device
 from moe.errors import UnsupportedPathError
-from tests.emulators.aiter import install_aiter
-from tests.emulators.cutedsl import install_cutedsl
-from tests.emulators.cutlass import install_cutlass
-from tests.emulators.deep_gemm import install_deep_gemm
-from tests.emulators.trtllm import install_trtllm
+from tests.engine.emulated_devices import install
 from tests.model.checkpoints import (
     make_deepseek,
     make_gpt_oss,
@@ -80,36 +76,24 @@ def cases() -> list[tuple[str, str, str]]:
     ]
 
 
-def install(monkeypatch: pytest.MonkeyPatch, backend: str, arch: str) -> None:
-    """The device, and the library that the backend calls."""
-    monkeypatch.setattr("moe.choose.select.probe_device", lambda device: Device(arch=arch))
-    number = int(arch[2:]) if arch.startswith("sm") else 0
-    if backend == "deep_gemm":
-        install_deep_gemm(monkeypatch, arch)
-    elif backend == "aiter":
-        install_aiter(monkeypatch, arch)
-    elif backend == "flashinfer_cutedsl":
-        install_cutedsl(monkeypatch)
-    elif backend == "flashinfer_trtllm" or (backend, arch) == ("flashinfer_mxfp4", "sm100"):
-        install_trtllm(monkeypatch, *divmod(number, 10))
-    elif backend.startswith("flashinfer"):
-        install_cutlass(monkeypatch, *divmod(number, 10))
+def write_format(name: str, folder: Path, *, num_parts: int = 1) -> Path:
+    """A small model whose experts have this format, as published checkpoints have it; for so many ranks."""
+    make, sizes, pack, quantization = CHECKPOINTS[name]
+    width = "moe_intermediate_size" if "moe_intermediate_size" in sizes else "intermediate_size"
+    model = make(**sizes | {width: num_parts * sizes[width]})
+    tensors = state_by_file_name(model, folder)
+    changes: dict[str, Any] = {"architectures": [type(model).__name__]}
+    if pack is None:
+        write(folder, tensors, changes)
+    else:
+        write(folder, pack(tensors)[0], changes | {"quantization_config": quantization})
+    return folder
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """For each format a small model whose experts have it, as published checkpoints have it."""
-    folders = {}
-    for name, (make, sizes, pack, quantization) in CHECKPOINTS.items():
-        folder = folders[name] = tmp_path_factory.mktemp(name)
-        model = make(**sizes)
-        tensors = state_by_file_name(model, folder)
-        changes: dict[str, Any] = {"architectures": [type(model).__name__]}
-        if pack is None:
-            write(folder, tensors, changes)
-        else:
-            write(folder, pack(tensors)[0], changes | {"quantization_config": quantization})
-    return folders
+    """A folder for each format."""
+    return {name: write_format(name, tmp_path_factory.mktemp(name)) for name in CHECKPOINTS}
 
 
 def settings(folder: Path, **changes: Any) -> EngineConfig:

@@ -108,7 +108,8 @@ def build_transport(
     if a2a is MoeA2ABackend.NONE:
         if dp.size > 1:
             return GatheredTransport(dp, tp)
-        return StandardTransport(sum_over(group) if topology.is_partial else None, is_capturable=tp.is_capturable)
+        reduce = tp.all_reduce if tp.size > 1 else sum_over(group)
+        return StandardTransport(reduce if topology.is_partial else None, is_capturable=tp.is_capturable)
     max_num_tokens = config.max_num_tokens
     shape = EpShape.of(config)
     if a2a is MoeA2ABackend.FLASHINFER:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from benchmarks import ranks_one_card
+from benchmarks import bench_sums, ranks_one_card
 from scripts import two_cards
 from scripts.card_end_to_end import ServiceError
 from tests.tables import rows
@@ -14,12 +14,12 @@ ON_CPU = ["--backend", "torch", "--device", "cpu", "--items", "9", "--streams", 
 
 def test_parts_begin_with_the_build_and_with_one_rank(tmp_path):
     args = two_cards.parse(["--out", str(tmp_path), "--models", "tiny", "--layouts", "tp2,one", "--deepep-source", "x"])
-    assert two_cards.parts_of(args) == ["deepep", "tiny/one", "tiny/tp2"]
-    assert len(two_cards.parts_of(two_cards.parse(["--out", str(tmp_path)]))) == 3 * len(two_cards.LAYOUTS)
+    assert two_cards.parts_of(args) == ["deepep", "sums", "tiny/one", "tiny/tp2"]
+    assert len(two_cards.parts_of(two_cards.parse(["--out", str(tmp_path)]))) == 1 + 3 * len(two_cards.LAYOUTS)
 
 
 def run(tmp_path, capsys, *flags):
-    flags = ["--out", str(tmp_path), "--models", "tiny", "--layouts", "one,tp2,ep2", *flags]
+    flags = ["--out", str(tmp_path), "--models", "tiny", "--layouts", "one,tp2,ep2", "--device", "cpu", *flags]
     status = two_cards.main(flags)
     return status, json.loads(capsys.readouterr().out.splitlines()[-1])
 
@@ -32,7 +32,7 @@ def answers_of(layout):
 def test_parts_are_resumed_and_those_that_differ_fail(tmp_path, capsys, monkeypatch):
     asked = []
 
-    def run_part(out, args, model, layout):
+    def run_part(out, args, model, layout, *, one_shot):
         asked.append(layout)
         if layout == "tp2" and len(asked) == 2:
             raise ServiceError("a rank did not start")
@@ -51,6 +51,37 @@ def test_parts_are_resumed_and_those_that_differ_fail(tmp_path, capsys, monkeypa
     assert parts["tiny/tp2"]["error"] == "a rank did not start"
     assert parts["tiny/ep2"]["logprob_difference"] == 0.3
     assert not parts["tiny/ep2"]["same_as_one_rank"]
+
+
+@rows("is_right", True, False)
+def test_services_run_without_one_shot_sums_where_these_are_wrong(tmp_path, capsys, monkeypatch, is_right):
+    def measure_sums():
+        if not is_right:
+            raise ServiceError("a sum is wrong")
+        return {"reaches_target": True}
+
+    seen = []
+
+    def service(log, *flags):
+        seen.append(two_cards.WITHOUT_ONE_SHOT in flags)
+        raise ServiceError("stops here")
+
+    monkeypatch.setattr(two_cards, "measure_sums", measure_sums)
+    monkeypatch.setattr(two_cards, "service", service)
+    flags = ["--out", str(tmp_path), "--models", "tiny", "--layouts", "one,tp2-nccl"]
+    assert two_cards.main(flags) == 1
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["failed"][0] == ("tiny/one" if is_right else "sums")
+    assert seen == [not is_right, True]
+
+
+@pytest.mark.ranks
+def test_sums_are_measured_by_the_program_that_compares_them(capfd, monkeypatch):
+    """On a CPU there is no kernel to compare, and both ways are gloo."""
+    monkeypatch.setattr("sys.argv", ["bench_sums", "--device", "cpu", "--tokens", "2", "--hidden", "8"])
+    bench_sums.main()
+    last = json.loads(capfd.readouterr().out.splitlines()[-1])
+    assert not last["one_shot_works"]
+    assert [(row["bytes"], row["plain_us"] > 0) for row in last["rows"]] == [(32, True)]
 
 
 @rows("flags", ["--models", "gpt5"], ["--layouts", "tp3"])

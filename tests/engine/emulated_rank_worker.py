@@ -1,6 +1,6 @@
 """Process of one rank of the real engine and a real model; its transport and its expert library are emulated.
 
-`EMULATED` in the environment says which, as `install` reads it: names of libraries separated by commas.
+`EMULATED` in the environment says which, as `install` reads it: a backend and a device, for example "aiter@gfx950".
 """
 
 import io
@@ -13,14 +13,11 @@ import torch
 from torch import distributed
 
 from engine.rank_worker import main
-from moe.device import Device
 from tests.emulators import alltoall, deepep, low_latency, mori
-from tests.emulators.aiter import install_aiter
-from tests.emulators.cutedsl import install_cutedsl
-from tests.emulators.deep_gemm import install_deep_gemm
+from tests.engine import emulated_devices as devices
 
 VARIABLE = "EMULATED"
-DEVICES = {"deep_gemm": "sm90", "cutedsl": "sm100", "aiter": "gfx950"}
+WIDE = "wide"
 
 
 class ProcessRank:
@@ -58,25 +55,26 @@ def between_processes(emulated, **changes):
     return type("Buffer", (emulated,), {"__init__": start, **changes})
 
 
-def install(patch, names):
-    """Emulate these libraries; "wide" lets fp32 pass where the kernels take bf16."""
-    wide = {"wide": "wide" in names}
+def install(patch, emulated):
+    """Emulate all transports, and the library that this backend calls on this device; "wide" in place of them lets fp32
+    pass where the transports' kernels take bf16.
+    """
+    wide = {"wide": emulated == WIDE}
     deepep.install_deepep(patch)
     patch.setitem(sys.modules, "deep_ep", SimpleNamespace(Buffer=between_processes(deepep.Buffer, **wide)))
     patch.setitem(sys.modules, "mooncake", SimpleNamespace())
-    for module, emulated in (
+    for module, buffer in (
         ("mooncake.mooncake_ep_buffer", low_latency.MooncakeBuffer), ("nixl_ep", low_latency.NixlBuffer),
     ):  # fmt: skip
-        patch.setitem(sys.modules, module, SimpleNamespace(Buffer=between_processes(emulated, **wide)))
+        patch.setitem(sys.modules, module, SimpleNamespace(Buffer=between_processes(buffer, **wide)))
     patch.setattr(mori, "this_rank", ProcessRank)
     patch.setattr(alltoall, "this_rank", ProcessRank)
-    if "deep_gemm" in names:
-        install_deep_gemm(patch)
-    if "aiter" in names:
-        install_aiter(patch)
-        mori.install_mori(patch)
-    if "cutedsl" in names:
-        install_cutedsl(patch)
+    backend, _, arch = emulated.partition("@")
+    if arch:
+        devices.install(patch, backend, arch)
+    if backend == "aiter":
+        mori.install_mori(patch, arch)
+    if backend == "flashinfer_cutedsl":
         alltoall.install_alltoall(patch)
         combine = alltoall.MoeAlltoAll.combine
         patch.setattr(  # the emulator does not round, so that tests see the sums
@@ -87,11 +85,14 @@ def install(patch, names):
         patch.setattr(
             "flashinfer.comm.mnnvl.TorchDistBackend", between_processes(alltoall.TorchDistBackend)
         )  # fmt: skip
-    for name in DEVICES.keys() & set(names):
-        patch.setattr("moe.choose.select.probe_device", lambda device, arch=DEVICES[name]: Device(arch=arch))
+
+
+def run():
+    """The body of a rank's process."""
+    torch.set_num_threads(1)
+    install(pytest.MonkeyPatch(), os.environ[VARIABLE])
+    main()
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    install(pytest.MonkeyPatch(), os.environ[VARIABLE].split(","))
-    main()
+    run()

@@ -1,11 +1,9 @@
 """Ranks of a model as threads of one process: groups whose collectives meet in memory, and checkpoints to divide."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-import pytest
 import torch
 
 from loaders.hf_config import read_config
@@ -14,7 +12,6 @@ from model.decoder import Model
 from model.load import load_model
 from model.parallel import ParallelLayout
 from model.registry import make_family
-from moe.dispatch import transport
 from moe.group import SINGLE_RANK, Parcel, RankGroups
 from tests.emulators.ranks import Rank, RankGroup, run_ranks
 
@@ -37,6 +34,9 @@ class ThreadGroup:
     @property
     def size(self) -> int:
         return self._rank.size()
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         return x.copy_(sum(self._meet("all_reduce", x)))  # type: ignore[arg-type]
@@ -84,8 +84,7 @@ def run_layout(sizes: dict[str, int], work: Callable[[ParallelLayout, RankGroups
         with torch.inference_mode():
             return work(layout, groups)
 
-    with _sums_over_threads():
-        return run_ranks(whole.num_ranks, on_rank)
+    return run_ranks(whole.num_ranks, on_rank)
 
 
 def load_rank(folder: Path, layout: ParallelLayout, groups: RankGroups, **settings: Any) -> Model:
@@ -95,13 +94,3 @@ def load_rank(folder: Path, layout: ParallelLayout, groups: RankGroups, **settin
 
 def _group(meeting: RankGroup, index: int) -> Any:
     return SINGLE_RANK if meeting.size == 1 else ThreadGroup(Rank(meeting, index))
-
-
-@contextmanager
-def _sums_over_threads() -> Iterator[None]:
-    def sum_over(rank: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-        return lambda x: x.copy_(sum(rank.exchange(x.clone())))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transport, "sum_over", sum_over)
-        yield

@@ -1,5 +1,7 @@
 """A rank reads its slices of the checkpoint and nothing else: bytes that leave the mapped file, and sizes in memory."""
 
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +13,16 @@ from torch.utils._pytree import tree_leaves
 from loaders import safetensors_file
 from loaders.hf_config import read_config
 from model.config import ModelSettings
+from model.families.base import MoeParts
 from model.load import open_source
+from model.moe_build import MoeBuilder
+from model.moe_layer import MoeLayer
 from model.parallel import ParallelLayout
 from model.registry import build_model, make_family
 from model.sizes import measure_model
 from moe import MoeBackend
 from moe.device import Device
+from moe.formats import ExpertWeights
 from moe.group import RankGroups
 from tests.model.parallel_checkpoints import write_checkpoint
 from tests.model.rank_threads import load_rank, run_layout
@@ -38,6 +44,33 @@ class ReadBytes(TorchDispatchMode):
                 if isinstance(leaf, torch.Tensor) and leaf.untyped_storage().data_ptr() in self.mapped:
                     self.total += leaf.nbytes
         return func(*args, **(kwargs or {}))
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the memory that new tensors hold; mapped files are none of it."""
+
+    def __init__(self, mapped: set[int]) -> None:
+        super().__init__()
+        self.mapped, self.now, self.peak = mapped, 0, 0
+        self._held: dict[int, weakref.ref[Any]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor) and leaf.untyped_storage().data_ptr() not in self.mapped:
+                self._hold(leaf.untyped_storage())
+        return out
+
+    def _hold(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self._held:
+            self.now += size
+            self.peak = max(self.peak, self.now)
+            self._held[key] = weakref.ref(storage, lambda _: self._free(key, size))
+
+    def _free(self, key: int, size: int) -> None:
+        del self._held[key]
+        self.now -= size
 
 
 @pytest.fixture
@@ -86,6 +119,31 @@ def test_bytes_read_are_those_of_the_slices(tmp_path: Path, mapped: set[int], ki
     experts = sum(path.num_layers * path.stored_bytes for path in measure_model(folder, ModelSettings()).experts)
     for read in run_layout({"dp_size": 2, "ep_size": 2}, bytes_read):
         assert abs(read - (stored - experts / 2)) < 0.02 * stored
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "deepseek"])
+def test_reading_a_layer_holds_little_more_than_the_ranks_part(
+    tmp_path: Path, mapped: set[int], monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Where the device is a GPU, that is all the host memory a rank needs for experts: the next layer waits."""
+    folder = write_checkpoint(kind, tmp_path / kind)
+    build, peaks = MoeBuilder.build, []
+
+    def build_and_measure(self: MoeBuilder, layer: int, parts: MoeParts, read: Callable[[], ExpertWeights]) -> MoeLayer:
+        def measured() -> ExpertWeights:
+            with LiveBytes(mapped) as live:
+                experts = read()
+            assert live.now >= 0.99 * experts.nbytes
+            peaks.append(live.peak / experts.nbytes)
+            return experts
+
+        return build(self, layer, parts, measured)
+
+    monkeypatch.setattr(MoeBuilder, "build", build_and_measure)
+    for sizes in ({"tp_size": 2}, {"tp_size": 2, "ep_size": 2}, {"dp_size": 2, "ep_size": 2}, {"tp_size": 4}):
+        run_layout(sizes, lambda layout, groups: load_rank(folder, layout, groups, selfcheck="off") and None)
+    assert len(peaks) == 2 * (2 + 2 + 2 + 4)
+    assert max(peaks) < 1.2, peaks
 
 
 @pytest.mark.parametrize("kind", ["gpt_oss", "deepseek", "deepseek_ragged"])

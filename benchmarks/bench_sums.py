@@ -1,0 +1,110 @@
+"""Sums over tensor-parallel GPUs, by one kernel that reads the other GPUs' memory and by NCCL, in CUDA graphs.
+
+    python -m benchmarks.bench_sums [--ranks 2] [--hidden 2880] [--tokens 1,16,64,128,182]
+
+Each row has the microseconds of one sum of [tokens, hidden] in bf16, the slowest rank's median, and whether both ways
+give the same numbers where adding rounds nothing. The last line is JSON. Exit status 1: a sum is wrong, or the kernel
+does not work here. `--device cpu` measures gloo, without graphs, to try the program.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+
+import torch
+from torch import distributed
+
+from moe.group import Group, TorchGroup
+from moe.one_shot import MAX_BYTES, OneShotGroup, with_one_shot
+
+SUMS_PER_GRAPH = 50
+ROUNDS = 21
+
+
+def launcher(group: Group, x: torch.Tensor):
+    """A function that sums `SUMS_PER_GRAPH` times, from a graph on a GPU. Zeros stay zeros."""
+
+    def sums():
+        for _ in range(SUMS_PER_GRAPH):
+            group.all_reduce(x)
+
+    if x.device.type == "cpu":
+        return sums
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        sums()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side):
+        sums()
+    return graph.replay
+
+
+def time_us(group: Group, shape: tuple[int, int], device: torch.device) -> float:
+    """Median of the slowest rank, one sum."""
+    launch, times = launcher(group, torch.zeros(shape, dtype=torch.bfloat16, device=device)), []
+    for _ in range(ROUNDS):
+        group.max([0.0])  # all begin together
+        start_s = time.perf_counter()
+        launch()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append((time.perf_counter() - start_s) / SUMS_PER_GRAPH * 1e6)
+    return round(group.max([statistics.median(times)])[0], 2)
+
+
+def is_right(one_shot: Group, plain: Group, shape: tuple[int, int], device: torch.device) -> bool:
+    """On all ranks."""
+    x = (torch.arange(shape[0] * shape[1], device=device).view(shape) % 17 + plain.rank).to(torch.bfloat16)
+    summed = one_shot.all_reduce(x.clone())
+    return not plain.max([float(not torch.equal(summed, plain.all_reduce(x)))])[0]
+
+
+def work(rank: int, args: argparse.Namespace, meeting: str) -> None:
+    """One rank; the first prints."""
+    on_gpu = args.device == "cuda"
+    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    distributed.init_process_group(
+        "cpu:gloo,cuda:nccl" if on_gpu else "gloo", init_method=f"file://{meeting}", rank=rank, world_size=args.ranks
+    )
+    plain = TorchGroup()
+    one_shot = with_one_shot(plain, device) if on_gpu else plain
+    works, rows = isinstance(one_shot, OneShotGroup), []
+    for tokens in args.tokens:
+        shape = (tokens, args.hidden)
+        row = {"tokens": tokens, "bytes": 2 * tokens * args.hidden, "plain_us": time_us(plain, shape, device)}
+        if works and row["bytes"] <= MAX_BYTES:
+            row |= {"one_shot_us": time_us(one_shot, shape, device), "right": is_right(one_shot, plain, shape, device)}
+        rows.append(row)
+        if rank == 0:
+            print(row, flush=True)
+    if rank == 0:
+        device_name = torch.cuda.get_device_name() if on_gpu else "cpu"
+        print(json.dumps({"device": device_name, "ranks": args.ranks, "one_shot_works": works, "rows": rows}))
+    distributed.destroy_process_group()
+    if on_gpu and not (works and all(row.get("right", True) for row in rows)):
+        sys.exit(1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--hidden", type=int, default=2880)
+    parser.add_argument(
+        "--tokens", type=lambda text: [int(each) for each in text.split(",")], default=[1, 16, 64, 128, 182]
+    )
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    args = parser.parse_args()
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(work, args=(args, f"{folder}/meet"), nprocs=args.ranks)
+
+
+if __name__ == "__main__":
+    main()

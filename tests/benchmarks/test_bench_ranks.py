@@ -1,0 +1,18 @@
+"""`benchmarks/bench_ranks.py` measures what it says: steps of one rank, and of several that meet."""
+
+import json
+
+import pytest
+
+from benchmarks import bench_ranks
+
+
+@pytest.mark.ranks
+def test_all_layouts_are_measured(tmp_path, capsys):
+    bench_ranks.main(["--ranks", "2", "--sequences", "4", "--tokens", "40", "--rounds", "1", "--out", str(tmp_path)])
+    [last] = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert json.loads((tmp_path / "ranks_cpu.json").read_text())["runs"] == [last]
+    assert last["pack_256_us"] > 0
+    assert last["one rank"]["meeting_us"] == 0
+    for layout in ("tp", "dp"):
+        assert min(last[layout][key] for key in ("period_us", "meeting_us", "cpu_us")) > 0
