@@ -174,7 +174,7 @@ async def _run(answer: _Answer, use: Callable[[News], Awaitable[None]]) -> None:
     context, renderer, group, watch = answer.context, answer.renderer, answer.group, answer.watch
     limits = context.key_limits.admitted(answer.key, group.num_requests, lambda: renderer.counts.num_tokens)
     logged = context.request_log.around(answer.request_id, renderer, watch)
-    with limits, logged, watch, context.gate.admitted(group), group:
+    with limits, logged, watch, _failing_over(context.engine), context.gate.admitted(group), group:
         while news := await group.take():
             for _, output in news:
                 if output.overloaded:
