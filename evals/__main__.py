@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 
-from evals import compare, logits, perplexity, run, tiny
+from evals import compare, logits, matrix, perplexity, run, tiny
 from evals.client import ServerError
 
-PARTS = {"tiny": tiny, "run": run, "compare": compare, "perplexity": perplexity, "logits": logits}
+PARTS = {"tiny": tiny, "run": run, "compare": compare, "perplexity": perplexity, "logits": logits, "matrix": matrix}
 
 
 def main() -> int:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from evals.client import Client, ServerError, in_parallel
+from evals.texts import Sequence
 
 NUM_TOP = 20
 _LEAST = 1e-6  # of a probability: below it the sum of rounded ones says nothing
@@ -33,10 +33,10 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """The places of every sequence but its first one, which has no probability."""
+    """The places of every sequence, from its `first` on."""
 
     model: str
-    sequences: list[list[int]]
+    sequences: list[Sequence]
     places: list[list[Place]]
 
     def write(self, path: Path) -> None:
@@ -50,18 +50,20 @@ class Scores:
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             places = [[Place(**place) for place in sequence] for sequence in content["places"]]
-            return cls(model=content["model"], sequences=content["sequences"], places=places)
+            sequences = [Sequence(**sequence) for sequence in content["sequences"]]
+            return cls(model=content["model"], sequences=sequences, places=places)
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path} does not hold scores that `evals logits --save` wrote: {error!r}") from error
 
 
-def score(client: Client, sequences: Sequence[list[int]], concurrency: int) -> Scores:
+def score(client: Client, sequences: list[Sequence], concurrency: int) -> Scores:
     """Ask a server for the places of every sequence. Raises ServerError."""
-    places = list(in_parallel(lambda ids: _places(client, ids), sequences, concurrency))
-    return Scores(model=client.model, sequences=list(sequences), places=places)
+    places = list(in_parallel(lambda one: _places(client, one.ids)[one.first - 1 :], sequences, concurrency))
+    return Scores(model=client.model, sequences=sequences, places=places)
 
 
 def _places(client: Client, ids: list[int]) -> list[Place]:
+    """Of every token but the first."""
     body = {"model": client.model, "prompt": ids, "max_tokens": 1, "temperature": 0}
     choice = client.get("/completions", body | {"prompt_logprobs": NUM_TOP})["choices"][0]
     if choice.get("prompt_logprobs"):
@@ -137,7 +139,7 @@ def difference(first: Scores, second: Scores) -> dict[str, Any]:
     }
 
 
-def _figures(ordered: Sequence[float]) -> dict[str, float]:
+def _figures(ordered: list[float]) -> dict[str, float]:
     """Mean, 99th percentile and largest of sorted numbers."""
     place = min(len(ordered) - 1, len(ordered) * 99 // 100)
     return {

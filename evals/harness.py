@@ -144,7 +144,7 @@ def run(order: dict[str, Any]) -> Run:
         OrderError: unknown tasks, data that cannot be had, or a task that the form of request does not suit.
         ServerError: the server refused a request, or could not be reached.
     """
-    manager = TaskManager(include_path=order["tasks_folder"])
+    manager = _manager(order)
     unknown = [name for name in order["tasks"] if not manager.match_tasks([name])]
     if unknown:
         raise OrderError(
@@ -182,6 +182,15 @@ def run(order: dict[str, Any]) -> Run:
             "lm_eval_results": found["results"],
         },
     )  # fmt: skip
+
+
+def _manager(order: dict[str, Any]) -> TaskManager:
+    """lm-eval's own tasks take a while to index, so the user's folder is tried alone first."""
+    if order["tasks_folder"]:
+        own = TaskManager(include_path=order["tasks_folder"], include_defaults=False)
+        if all(own.match_tasks([name]) for name in order["tasks"]):
+            return own
+    return TaskManager(include_path=order["tasks_folder"])
 
 
 def _of_one_filter(samples: list[dict[str, Any]], wanted: str) -> list[dict[str, Any]]:

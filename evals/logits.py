@@ -27,8 +27,8 @@ def add_text_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--questions", type=int, default=60, help="bundled questions, without --text [60]")
 
 
-def sequences(client: Client, args: argparse.Namespace) -> list[list[int]]:
-    """The tokens that those flags ask for."""
+def sequences(client: Client, args: argparse.Namespace) -> list[texts.Sequence]:
+    """What those flags ask for."""
     if args.text is not None:
         return texts.from_file(client, args.text, args.window)
     return texts.from_questions(client, args.questions, args.concurrency)
