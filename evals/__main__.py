@@ -5,15 +5,17 @@ from __future__ import annotations
 import argparse
 import sys
 
-from evals import compare, tiny
+from evals import compare, logits, matrix, perplexity, run, tiny
 from evals.client import ServerError
+
+PARTS = {"tiny": tiny, "run": run, "compare": compare, "perplexity": perplexity, "logits": logits, "matrix": matrix}
 
 
 def main() -> int:
     """Run an eval. Exit status: 0 if every bar is met, 1 if not, 2 if the eval could not run."""
     parser = argparse.ArgumentParser(prog="python -m evals", description=__doc__, allow_abbrev=False)
     names = parser.add_subparsers(dest="name", required=True)
-    for name, part in (("tiny", tiny), ("compare", compare)):
+    for name, part in PARTS.items():
         one = names.add_parser(name, help=part.__doc__, description=part.__doc__, allow_abbrev=False)
         part.add_arguments(one)
         one.set_defaults(run=part.main)

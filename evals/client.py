@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import random
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from http.client import HTTPMessage
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 R = TypeVar("R")
+_BUSY = (429, 503)
 
 
 class ServerError(RuntimeError):
@@ -26,6 +31,8 @@ class Answer:
     content: str
     calls: list[tuple[str, str]]
     tokens: int
+    reasoning: str = ""
+    finish_reason: str = ""
 
     @property
     def text(self) -> str:
@@ -35,45 +42,106 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class Client:
-    """Where and how to ask. base_url ends in /v1."""
+    """Where and how to ask. base_url ends in /v1.
+
+    `patience_s`: for how long a request is sent again while the server answers 429 or 503, or refuses connections. Then
+    it has done nothing yet. Nothing else is sent again: a 400 stays one, and an answer that broke off may have been
+    computed already.
+    """
 
     base_url: str
     model: str = ""
     api_key: str = ""
     timeout_s: float = 120.0
+    patience_s: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.base_url.startswith(("http://", "https://")):
             raise ValueError(f"base_url is {self.base_url!r}: must start with http:// or https://")
+        if self.patience_s < 0:
+            raise ValueError(f"patience_s is {self.patience_s}: must not be negative")
 
     def get(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """The JSON answer to a GET, or to a POST if there is a body. Raises ServerError."""
+        """The JSON answer to a GET, or to a POST if there is a body. A path that begins with "//" is not below /v1.
+
+        Raises:
+            ServerError: the server refused, broke off, or could not be reached for `patience_s`.
+        """
+        base = self.base_url.rstrip("/")
+        if path.startswith("//"):
+            base, path = base.removesuffix("/v1"), path[1:]
         request = urllib.request.Request(
-            self.base_url.rstrip("/") + path,
+            base + path,
             data=json.dumps(body).encode() if body is not None else None,
             headers={"Content-Type": "application/json"}
             | ({"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}),
         )
-        try:
-            with urllib.request.urlopen(request, timeout=self.timeout_s) as response:
-                return json.load(response)
-        except urllib.error.HTTPError as error:
-            raise ServerError(f"{path}: status {error.code}: {error.read().decode(errors='replace')[:500]}") from error
-        except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
-            raise ServerError(f"{self.base_url}{path} cannot be reached: {error}. Is the server running?") from error
+        started_s, pause_s = time.monotonic(), 0.25
+        while True:
+            try:
+                with urllib.request.urlopen(request, timeout=self.timeout_s) as response:
+                    return json.load(response)
+            except urllib.error.HTTPError as error:
+                told = error.read().decode(errors="replace")[:500]
+                failure = ServerError(f"{path}: status {error.code}: {told}")
+                wait_s = max(pause_s, _retry_after_s(error.headers)) if error.code in _BUSY else None
+            except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
+                failure = ServerError(f"{base}{path} cannot be reached: {error}. Is the server running?")
+                reason = error.reason if isinstance(error, urllib.error.URLError) else error
+                wait_s = pause_s if isinstance(reason, ConnectionRefusedError) else None
+            if wait_s is None or time.monotonic() + wait_s - started_s > self.patience_s:
+                raise failure
+            time.sleep(wait_s * random.uniform(0.75, 1.25))  # else all requests come back at once
+            pause_s = min(2 * pause_s, 8.0)
 
     def first_model(self) -> str:
-        """The name of the first model that the server lists."""
-        return str(self.get("/models")["data"][0]["id"])
+        """The model that is asked: the one named, or the first that the server lists."""
+        return self.model or str(self.get("/models")["data"][0]["id"])
 
     def ask(self, messages: list[dict[str, Any]], **options: Any) -> Answer:
         """One chat completion."""
         reply = self.get("/chat/completions", {"model": self.model, "messages": messages} | options)
-        message = reply["choices"][0]["message"]
+        choice = reply["choices"][0]
+        message = choice["message"]
         calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls") or []]
         return Answer(
-            content=message.get("content") or "", calls=calls, tokens=int(reply["usage"]["completion_tokens"])
-        )
+            content=message.get("content") or "", calls=calls, tokens=int(reply["usage"]["completion_tokens"]),
+            reasoning=message.get("reasoning") or message.get("reasoning_content") or "",
+            finish_reason=choice.get("finish_reason") or "",
+        )  # fmt: skip
+
+
+def add_server_arguments(parser: argparse.ArgumentParser, *, one_server: bool = True) -> None:
+    """The flags that say which server is asked, and how; without `one_server` the command names its servers itself."""
+    if one_server:
+        parser.add_argument("--base-url", default="http://127.0.0.1:8000/v1")
+    parser.add_argument("--model", default="", help="default: the first one that the server lists")
+    parser.add_argument("--api-key", default="")
+    parser.add_argument("--concurrency", type=int, default=8, help="requests at once [8]")
+    parser.add_argument(
+        "--patience", type=float, default=60.0, metavar="SECONDS",
+        help="for how long a request is repeated while the server is busy or refuses connections [60]",
+    )  # fmt: skip
+    parser.add_argument("--timeout", type=float, default=3600.0, metavar="SECONDS", help="longest answer [3600]")
+
+
+def make_client(args: argparse.Namespace, base_url: str | None = None) -> Client:
+    """The client of those flags, for the server at `base_url` if that is given.
+
+    Asks the server for its model, unless --model names one, so a server that is not there is noticed at once.
+    """
+    if args.concurrency < 1:
+        raise ValueError(f"--concurrency is {args.concurrency}: it must be at least 1")
+    client = Client(base_url=base_url or args.base_url, model=args.model, api_key=args.api_key, timeout_s=args.timeout)
+    return replace(client, model=client.first_model(), patience_s=args.patience)
+
+
+def _retry_after_s(headers: HTTPMessage) -> float:
+    """What the server asks for in seconds; 0 if it says nothing, or a date."""
+    try:
+        return max(0.0, float(headers.get("Retry-After", 0)))
+    except ValueError:
+        return 0.0
 
 
 def in_parallel(function: Callable[[T], R], items: Iterable[T], concurrency: int) -> Iterator[R]:

@@ -1,93 +1,110 @@
-"""Compares two runs item by item, from the files that `tiny --answers` wrote; the last line is JSON."""
+"""Compares two runs item by item: do they differ beyond noise? The last line is JSON."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-ROW = {"id": str, "category": str, "answer": str, "correct": bool}
+from evals.results import Item, Run
+from evals.stats import Paired, paired
 
 
-def read_answers(path: Path) -> dict[str, dict[str, Any]]:
-    """The rows of one run by item id.
+def pairs_of(
+    first: Run, second: Run, names: tuple[object, object] = ("the first", "the second")
+) -> list[tuple[Item, Item]]:
+    """The same item of both runs, in the order of the first.
 
     Raises:
-        ValueError: the file is empty or not UTF-8, a line is not a row of answers, or an id comes twice.
+        ValueError: the runs are of different evals, settings or items; the message names one that differs.
     """
-    rows: dict[str, dict[str, Any]] = {}
-    try:
-        lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")  # other separators may be in answers
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text: {error}") from error
-    if lines == [""]:
-        raise ValueError(f"{path} holds no answers")
-    for number, line in enumerate(lines, 1):
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise ValueError(f"{path}, line {number} is not a row that `tiny --answers` wrote: {error}") from error
-        for name, kind in ROW.items():
-            if not isinstance(row, dict) or not isinstance(row.get(name), kind):
-                raise ValueError(
-                    f"{path}, line {number} is not a row that `tiny --answers` wrote: it lacks {name} ({kind.__name__})"
-                )
-        if row["id"] in rows:
-            raise ValueError(f"{path}, line {number}: item {row['id']!r} is there twice")
-        rows[row["id"]] = row
-    return rows
-
-
-def need_same_items(first: dict[str, Any], second: dict[str, Any], paths: tuple[Path, Path]) -> None:
-    """Raise ValueError unless both runs answered exactly the same items."""
-    for path, missing in ((paths[1], first.keys() - second.keys()), (paths[0], second.keys() - first.keys())):
+    if first.eval != second.eval:
+        raise ValueError(
+            f"{names[0]} is a run of {first.eval} and {names[1]} of {second.eval}: they cannot be compared"
+        )
+    for name in sorted(first.settings.keys() | second.settings.keys()):
+        values = [run.settings.get(name) for run in (first, second)]
+        if values[0] != values[1]:
+            raise ValueError(
+                f"the runs have different settings: {name} is {values[0]!r} in {names[0]} and {values[1]!r} in "
+                f"{names[1]}; run one of them again"
+            )
+    items = [{item.id: item for item in run.items} for run in (first, second)]
+    for here, there in ((0, 1), (1, 0)):
+        missing = items[here].keys() - items[there].keys()
         if missing:
             raise ValueError(
-                f"the runs answered different items: {path} lacks {len(missing)} of the other's, for example "
+                f"the runs answered different items: {names[there]} lacks {len(missing)} of the other's, for example "
                 f"{min(missing)!r}"
             )
+    for name, item in items[0].items():
+        other = items[1][name]
+        if (item.category, item.prompt, item.expected) != (other.category, other.prompt, other.expected):
+            raise ValueError(
+                f"the runs answered different items: {name!r} asks or expects something else in {names[1]}"
+            )
+    return [(item, items[1][name]) for name, item in items[0].items()]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of this comparison."""
-    parser.add_argument("first", type=Path)
-    parser.add_argument("second", type=Path)
-    parser.add_argument("--at-least", type=float, default=0.98, help="share of items that must have the same answer")
+    parser.add_argument("first", type=Path, help="a file that `run --out` or `tiny --answers` wrote")
+    parser.add_argument("second", type=Path, help="another")
+    parser.add_argument(
+        "--alpha", type=float, default=0.05,
+        help="a difference is beyond noise if chance alone makes one as large in fewer runs than this share [0.05]; "
+        "0 only reports",
+    )  # fmt: skip
+    parser.add_argument("--at-least", type=float, default=0.0, help="share of items that must have the same answer [0]")
     parser.add_argument("--show", type=int, default=0, help="differing answers printed")
 
 
 def main(args: argparse.Namespace) -> int:
-    """Exit status 0 if the share of items with the same answer, word for word, reaches `--at-least`, else 1."""
-    if not 0 <= args.at_least <= 1:
-        raise ValueError(f"--at-least is {args.at_least}: it must lie between 0 and 1")
-    first, second = read_answers(args.first), read_answers(args.second)
-    need_same_items(first, second, (args.first, args.second))
-    items, answers, verdicts = Counter[str](), Counter[str](), Counter[str]()
-    for row_id, one in first.items():
-        other, category = second[row_id], one["category"]
-        items[category] += 1
-        answers[category] += one["answer"] == other["answer"]
-        verdicts[category] += one["correct"] == other["correct"]
-        if one["answer"] != other["answer"] and sum(items.values()) - sum(answers.values()) <= args.show:
-            print(f"  {row_id}: {one['answer']!r} -> {other['answer']!r}")
-    print(f"{'category':15} {'items':>6} {'same answer':>12} {'same verdict':>13}")
-    for category in items:
-        print(f"{category:15} {items[category]:6} {answers[category]:12} {verdicts[category]:13}")
-    total, same = items.total(), answers.total()
-    passed = same >= args.at_least * total
+    """Exit status 0 unless the scores differ beyond noise or too few answers are the same, word for word; then 1."""
+    for name, value in (("--alpha", args.alpha), ("--at-least", args.at_least)):
+        if not 0 <= value <= 1:
+            raise ValueError(f"{name} is {value}: it must lie between 0 and 1")
+    first = Run.read(args.first)
+    pairs = pairs_of(first, Run.read(args.second), (args.first, args.second))
+    for one, other in [pair for pair in pairs if pair[0].answer != pair[1].answer][: args.show]:
+        print(f"  {one.id}: {one.answer!r} ({one.score:g}) -> {other.answer!r} ({other.score:g})")
+    print(
+        f"{'category':15} {'items':>6} {'first %':>8} {'second %':>9} {'better':>7} {'worse':>6} {'p':>7} {'same':>6}"
+    )
+    for category in first.categories():
+        _show(category, [pair for pair in pairs if pair[0].category == category])
+    whole = _show("all", pairs)
+    same = sum(one.answer == other.answer for one, other in pairs)
+    differs = whole.p < args.alpha
+    passed = not differs and same >= args.at_least * len(pairs)
+    ends = f"{100 * whole.low:+.2f} and {100 * whole.high:+.2f}"
+    where = f"second minus first: {100 * whole.difference:+.2f} points, 95 % between {ends}"
+    verdict = "the runs differ beyond noise" if differs else "no difference beyond noise"
+    print(f"{verdict} ({whole.test}, p = {whole.p:.3g}); {where}")
     print(
         json.dumps(
             {
-                "eval": "compare", "items": total, "same_answer": same, "agreement": round(same / total, 4),
-                "same_verdict": verdicts.total(), "right_first": _num_right(first), "right_second": _num_right(second),
-                "at_least": args.at_least, "passed": passed,
+                "eval": "compare", "of": first.eval, "items": len(pairs), "same_answer": same,
+                "agreement": round(same / len(pairs), 4),
+                "same_verdict": sum(one.score == other.score for one, other in pairs),
+                "right_first": sum(one.score == 1 for one, _ in pairs),
+                "right_second": sum(other.score == 1 for _, other in pairs),
+                **asdict(whole), "alpha": args.alpha, "at_least": args.at_least, "differs": differs, "passed": passed,
             }
         )
     )  # fmt: skip
     return 0 if passed else 1
 
 
-def _num_right(rows: dict[str, dict[str, Any]]) -> int:
-    return sum(bool(row["correct"]) for row in rows.values())
+def _show(category: str, pairs: list[tuple[Item, Item]]) -> Paired:
+    """Print one line of the table."""
+    scores = [[item.score for item in run] for run in zip(*pairs, strict=True)]
+    result = paired(*scores)
+    means = [100 * sum(run) / len(run) for run in scores]
+    same = sum(one.answer == other.answer for one, other in pairs)
+    print(
+        f"{category:15} {len(pairs):6} {means[0]:8.2f} {means[1]:9.2f} {result.num_better:7} {result.num_worse:6} "
+        f"{result.p:7.3f} {same:6}"
+    )
+    return result

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-from evals.client import Answer, Client, in_parallel
+from evals.client import Answer, Client, add_server_arguments, in_parallel, make_client
+from evals.results import Item, Run
 from evals.scoring import is_right
 
 DATA = Path(__file__).parent / "data"
@@ -55,44 +55,32 @@ def run(client: Client, item: dict[str, Any], options: dict[str, Any]) -> tuple[
 
 
 def evaluate(
-    client: Client,
-    category: str,
-    items: list[dict[str, Any]],
-    options: dict[str, Any],
-    args: argparse.Namespace,
-    answers: TextIO | None,
-) -> dict[str, Any]:
-    """Counts of one category; prints the first `--show` wrong answers and writes all to the open file `answers`."""
-    start = time.monotonic()
-    right = tokens = shown = 0
-    results = in_parallel(lambda item: run(client, item, options), items, args.concurrency)
+    client: Client, category: str, items: list[dict[str, Any]], options: dict[str, Any], concurrency: int
+) -> tuple[list[Item], int]:
+    """The answers to the items of one category, and the number of tokens of them all."""
+    results = in_parallel(lambda item: run(client, item, options), items, concurrency)
+    answered, tokens = [], 0
     for item, (good, reply) in zip(items, results, strict=True):
-        right += good
         tokens += reply.tokens
-        if answers is not None:
-            row = {"id": item["key"], "category": category, "answer": reply.text, "correct": good}
-            answers.write(json.dumps(row) + "\n")
-        if not good and shown < args.show:
-            shown += 1
-            print(f"  wrong: {item['messages'][-1]['content']!r} -> {reply.content!r} {reply.calls}", flush=True)
-    seconds = time.monotonic() - start
-    return {
-        "items": len(items), "right": right, "percent": round(100 * right / len(items), 2), "tokens": tokens,
-        "seconds": round(seconds, 1),
-    }  # fmt: skip
+        answered.append(
+            Item(
+                id=item["key"], category=category, answer=reply.text, score=float(good),
+                prompt="\n".join(message["content"] or "" for message in item["messages"]),
+                expected=json.dumps(item["check"]),
+                details={"reasoning": reply.reasoning, "finish_reason": reply.finish_reason},
+            )
+        )  # fmt: skip
+    return answered, tokens
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of this eval."""
-    parser.add_argument("--base-url", default="http://127.0.0.1:8000/v1")
-    parser.add_argument("--model", default="", help="default: the first one that the server lists")
-    parser.add_argument("--api-key", default="")
+    add_server_arguments(parser)
     parser.add_argument("--category", action="append", default=[], help="only this one; may be repeated")
     amount = parser.add_mutually_exclusive_group()
     amount.add_argument("--limit", type=int, help="items per category, spread over all of them")
     amount.add_argument("--items", type=int, help="items in all, spread over the categories by their size")
-    parser.add_argument("--answers", type=Path, help="file to write every answer to, one JSON line per item")
-    parser.add_argument("--concurrency", type=int, default=8)
+    parser.add_argument("--answers", type=Path, help="file to write the run to, for `evals compare`")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--max-tokens", type=int, default=400)
     parser.add_argument(
@@ -104,24 +92,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Exit status 0 if every bar is met, else 1."""
-    client = Client(base_url=args.base_url, model=args.model, api_key=args.api_key)
-    if not client.model:
-        client = Client(base_url=args.base_url, model=client.first_model(), api_key=args.api_key)
-    options = {"temperature": args.temperature, "max_tokens": args.max_tokens} | args.fields
-    print(f"{'category':15} {'items':>6} {'right':>6} {'per cent':>9} {'bar':>6} {'seconds':>8}", flush=True)
     categories = load(args.category, args.limit)
     if args.items is not None:
         categories = spread(categories, args.items)
-    results = {}
-    with open(args.answers, "w", encoding="utf-8") if args.answers else nullcontext() as answers:
-        for name, items in categories.items():
-            results[name] = evaluate(client, name, items, options, args, answers)
-            bar, row = BARS.get(name), results[name]
-            shown = f"{bar:6.0f}" if bar else "     -"
-            print(
-                f"{name:15} {row['items']:6} {row['right']:6} {row['percent']:9.2f} {shown} {row['seconds']:8.1f}",
-                flush=True,
-            )
+    client = make_client(args)
+    options = {"temperature": args.temperature, "max_tokens": args.max_tokens} | args.fields
+    print(f"{'category':15} {'items':>6} {'right':>6} {'per cent':>9} {'bar':>6} {'seconds':>8}", flush=True)
+    results, answered = {}, []
+    for name, items in categories.items():
+        start = time.monotonic()
+        of_category, tokens = evaluate(client, name, items, options, args.concurrency)
+        answered += of_category
+        for item in [item for item in of_category if not item.score][: args.show]:
+            print(f"  wrong: {item.prompt!r} -> {item.answer!r}")
+        right = sum(item.score == 1 for item in of_category)
+        percent, seconds = round(100 * right / len(items), 2), round(time.monotonic() - start, 1)
+        results[name] = {
+            "items": len(items), "right": right, "percent": percent, "tokens": tokens, "seconds": seconds,
+        }  # fmt: skip
+        shown = f"{BARS[name]:6.0f}" if name in BARS else "     -"
+        print(f"{name:15} {len(items):6} {right:6} {percent:9.2f} {shown} {seconds:8.1f}", flush=True)
     passed = all(results[name]["percent"] >= bar for name, bar in BARS.items() if name in results)
+    if args.answers:
+        server = {"base_url": client.base_url, "model": client.model}
+        Run(eval="tiny", settings=options, server=server, items=answered).write(args.answers)
     print(json.dumps({"eval": "tiny", "model": client.model, "passed": passed, "categories": results}))
     return 0 if passed else 1

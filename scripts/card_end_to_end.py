@@ -141,14 +141,14 @@ def evals(*arguments: str) -> dict[str, Any]:
 
 
 def run_tiny(out: Path, name: str, backend: str, num_items: int, *flags: str) -> dict[str, Any]:
-    """One server with the bundled model answers the items into `<name>.jsonl`."""
+    """One server with the bundled model answers the items into `<name>.json`."""
     log = out / f"{name}.log"
     with service(log, "--model", str(TINY), "--moe-backend", backend, "--selfcheck", "all", *flags) as (url, ready_s):
         row = {"part": "tiny", "name": name, "start_seconds": ready_s} | what_runs(url, backend)
         start_s = time.monotonic()
         result = evals(
             "tiny", "--base-url", f"{url}/v1", "--items", str(num_items), "--concurrency", str(NUM_SEQS),
-            "--answers", str(out / f"{name}.jsonl"),
+            "--answers", str(out / f"{name}.json"),
         )  # fmt: skip
     categories = result["categories"].values()
     return row | {
@@ -190,8 +190,8 @@ def compare(out: Path, row: dict[str, Any], reference: dict[str, Any], at_least:
     if not (row["passed"] and reference["passed"]):
         row["passed"] = False
         return
-    files = [str(out / f"{name}.jsonl") for name in (reference["name"], row["name"])]
-    result = evals("compare", *files, "--at-least", str(at_least))
+    files = [str(out / f"{name}.json") for name in (reference["name"], row["name"])]
+    result = evals("compare", *files, "--at-least", str(at_least), "--alpha", "0")
     row |= {key: result[key] for key in ("agreement", "same_answer", "same_verdict", "passed")}
 
 

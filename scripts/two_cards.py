@@ -179,7 +179,7 @@ def run_part(out: Path, args: argparse.Namespace, model: str, layout: str, *, on
         row["first_tokens"] = first_tokens(url)
         if model == "tiny":
             result = evals("tiny", "--base-url", f"{url}/v1", "--items", str(args.items), "--concurrency", "64",
-                           "--answers", str(folder / "answers.jsonl"))  # fmt: skip
+                           "--answers", str(folder / "answers.json"))  # fmt: skip
             row["right"] = sum(category["right"] for category in result["categories"].values())
         row["bench"] = [bench(url, folder, streams, args.bench_seconds) for streams in args.streams]
         if layout != "one":
@@ -193,8 +193,8 @@ def compare(out: Path, args: argparse.Namespace, row: dict[str, Any], one: dict[
     row["logprob_difference"] = round(difference(row["first_tokens"], one["first_tokens"]), 4)
     row["same_as_one_rank"] = row["logprob_difference"] <= args.most_difference
     if model == "tiny":
-        files = [str(out / name / "answers.jsonl") for name in ("tiny-one", part.replace("/", "-"))]
-        result = evals("compare", *files, "--at-least", str(args.at_least))
+        files = [str(out / name / "answers.json") for name in ("tiny-one", part.replace("/", "-"))]
+        result = evals("compare", *files, "--at-least", str(args.at_least), "--alpha", "0")
         row["agreement"] = result["agreement"]
         row["same_as_one_rank"] = row["same_as_one_rank"] and result["passed"]
 

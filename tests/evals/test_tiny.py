@@ -12,6 +12,7 @@ import pytest
 
 from evals import tiny
 from evals.__main__ import main
+from evals.results import Run
 from tests.tables import rows
 
 FOLDER = Path(tiny.__file__).parent
@@ -115,26 +116,26 @@ def test_more_items_than_there_are_is_an_error(count: int) -> None:
         tiny.spread(tiny.load([], None), count)
 
 
-def test_answers_are_written_one_line_an_item(base_url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_every_answer_is_written(base_url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     flags = ["--base-url", base_url, "--items", "30", "--category", "tools", "--category", "addition"]
-    run(monkeypatch, *flags, "--answers", str(tmp_path / "answers.jsonl"))
-    rows = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
+    run(monkeypatch, *flags, "--answers", str(tmp_path / "answers.json"))
+    items = Run.read(tmp_path / "answers.json").items
     asked = tiny.spread(tiny.load(["tools", "addition"], None), 30)
-    assert [row["id"] for row in rows] == [item["key"] for items in asked.values() for item in items]
+    assert [item.id for item in items] == [item["key"] for items in asked.values() for item in items]
     checks = {item["key"]: item["check"] for items in asked.values() for item in items}
-    for row in rows:
-        check = checks[row["id"]]
-        if row["category"] == "tools":
-            assert row["answer"] == f"\n{check['name']} {json.dumps(check['arguments'])}"
-            assert row["correct"] is True
+    for item in items:
+        check = checks[item.id]
+        if item.category == "tools":
+            assert item.answer == f"\n{check['name']} {json.dumps(check['arguments'])}"
+            assert item.score == 1
         else:
-            assert row["answer"] == str(check["value"] + check["value"] % 2)
-            assert row["correct"] is (check["value"] % 2 == 0)
+            assert item.answer == str(check["value"] + check["value"] % 2)
+            assert item.score == (check["value"] % 2 == 0)
 
 
 def test_evals_import_nothing_of_ours() -> None:
     ours = {"server", "engine", "model", "loaders", "moe", "tools", "torch", "transformers"}
-    for path in FOLDER.glob("*.py"):
+    for path in FOLDER.glob("**/*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
