@@ -36,7 +36,7 @@ class Replicas:
         self.url = f"http://127.0.0.1:{free_port()}"
         names = {"LISTEN": self.url.removeprefix("http://")}
         names |= {f"REPLICA_{i + 1}": f"127.0.0.1:{port}" for i, port in enumerate(self.ports)}
-        log = stack.enter_context(open(folder / "haproxy.log", "w"))
+        log = stack.enter_context((folder / "haproxy.log").open("w"))
         self.balancer = subprocess.Popen(["haproxy", "-db", "-f", CONFIG], env=os.environ | names, stdout=log)
         stack.callback(self.balancer.wait)
         stack.callback(self.balancer.terminate)
