@@ -4,6 +4,7 @@
 # `make evals` (the bundled model answers all its questions).
 # `make api-workers` runs the suites of the HTTP side with two HTTP processes, of which `make test` runs a pick too.
 # `make browser` uses the page at / in a headless Chromium, which the system must have.
+# `make balancer` ends replicas behind HAProxy, which the system must have, under load.
 # `make clients` runs popular clients, which uv installs into environments of their own, against the real service.
 # `make pages` writes the pages of docs/ that are made from code and records; `make docs` builds the site.
 # PORT=, ARGS=, EXTRAS= and PIP_ARGS= pass through: `make serve PORT=9000 EXTRAS=gpu ARGS="--max-num-seqs 8"`.
@@ -25,7 +26,7 @@ SERVE   = $(VENV)/.serve$(EXTRAS:%=-%)
 API_WORKER_TESTS = $(patsubst %,tests/server/test_%.py,api_workers asker chat client_requests completions cors disconnect \
 	errors http11 large_bodies life operations protocol queue_speed stall start)
 
-.PHONY: serve test test-cpus kernels ranks evals api-workers browser clients soak check pins pages docs bench
+.PHONY: serve test test-cpus kernels ranks evals api-workers browser balancer clients soak check pins pages docs bench
 serve: $(SERVE)
 	$(VENV)/bin/moe-serve --port $(PORT) $(ARGS)
 
@@ -53,6 +54,9 @@ clients: $(CLIENTS)/.installed
 
 browser: $(BROWSER)/.installed
 	$(VENV)/bin/python -m pytest -m browser tests/browser $(ARGS)
+
+balancer: $(VENV)/.dev
+	$(VENV)/bin/python -m pytest -m balancer tests/balancer $(ARGS)
 
 soak: $(VENV)/.dev
 	$(VENV)/bin/python -m tests.soak $(ARGS)

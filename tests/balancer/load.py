@@ -13,7 +13,7 @@ WHOLE, DONE, EVENT, CUT, LOST = "whole answer", "stream to its end", "stream wit
 
 @dataclass
 class Load:
-    """`with Load(url, 8) as load:` runs until the block ends; then `ends` counts how requests ended, and `why` tells."""
+    """`with Load(url, 8) as load:` runs until the block ends; `ends` then counts how requests ended, `why` tells."""
 
     url: str
     num_clients: int
