@@ -129,8 +129,8 @@ def check_tracing(config: ServerConfig) -> None:
         import server.tracing  # noqa: F401
     except ModuleNotFoundError as error:
         raise SettingError(
-            f"otlp_endpoint needs the package {error.name}, which is not installed: pip install 'moe-serve[otel]', "
-            "or serve without --otlp-endpoint"
+            f"otlp_endpoint needs the package {error.name}, which is not installed: pip install "
+            "opentelemetry-sdk opentelemetry-exporter-otlp-proto-http, or serve without --otlp-endpoint"
         ) from error
 
 

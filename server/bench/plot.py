@@ -14,7 +14,7 @@ from server.bench.summary import Summary, token_gaps, tokens_per_second
 def check_matplotlib(what: str = "--plot") -> None:
     """Raise BenchError before a long run that could not be drawn. Then choose how to draw: into files."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise BenchError(f"{what} needs matplotlib: pip install matplotlib, or 'moe-serve[bench]'")
+        raise BenchError(f"{what} needs matplotlib: pip install matplotlib")
     import matplotlib as mpl
 
     mpl.use("Agg")

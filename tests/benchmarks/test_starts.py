@@ -34,11 +34,11 @@ def log(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> st
         monkeypatch.setattr(torch.cuda, name, lambda *_: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (68 * GIB, 80 * GIB))
     caplog.set_level(logging.INFO)
-    load._log_weights(device)
+    config = load.EngineConfig(model=MODEL, selfcheck="off", num_pages=100)
+    load._weight_bytes(config, device, None)
     layout = KvLayout(specs=(KvLayerSpec(num_heads=1, key_dim=8, value_dim=8),), page_size=16, dtype=torch.float32)
     choose_cuda_pages(layout, device=device, utilization=0.9, sampling_bytes=3 * GIB // 4, profile_run=lambda: None)
     capture_all("decode steps", [1, 2], lambda size: SimpleNamespace(size=size))
-    config = load.EngineConfig(model=MODEL, selfcheck="off", num_pages=100)
     load.load_engine(config, None)
     return caplog.text
 

@@ -230,7 +230,7 @@ def test_a_bare_prompt_has_no_first_token_of_its_own(service, harmony, send, tok
     ("/v1/chat/completions/", ": did you mean /v1/chat/completions?"),
     ("/v1/tokenize", ": did you mean /tokenize?"),
     ("/v1/embeddings", ""),
-    ("/", ""),
+    ("/v2", ""),
 )
 def test_a_wrong_base_url_is_answered_with_the_right_path(service, path, advice):
     with service.http() as http:

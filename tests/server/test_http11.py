@@ -198,13 +198,22 @@ def test_a_stream_in_http_1_1_is_chunked_and_keeps_the_connection_g02(service, c
             (b"HTTPS://x/v1/models", 200),
             (b"http://[bad/v1/models", 200),
         ]
-        + [(target, 404) for target in (b"http://x", b"http://x?a=/v1/models", b"*", b"ftp://x/v1/models", b"x:80")]
+        + [(target, 404) for target in (b"*", b"ftp://x/v1/models", b"x:80")]
     ),
 )
 def test_a_target_in_absolute_form_means_its_path(connect, target, status):
     with connect() as connection:
         connection.sendall(b"GET %s HTTP/1.1\r\nHost: x:1\r\n\r\n" % target)
         assert answer_of(connection)[0] == status
+
+
+@rows("target", b"http://x", b"http://x?a=/v1/models")
+def test_a_target_without_a_path_means_the_page(connect, target):
+    with connect() as connection:
+        connection.sendall(b"GET %s HTTP/1.1\r\nHost: x:1\r\n\r\n" % target)
+        response = HTTPResponse(connection)
+        response.begin()
+        assert (response.status, response.headers["content-type"]) == (200, "text/html; charset=utf-8")
 
 
 TE = b"Transfer-Encoding: chunked\r\n"

@@ -170,7 +170,7 @@ def test_without_the_packages_the_flag_says_how_to_get_them(monkeypatch, capsys)
     monkeypatch.delitem(sys.modules, "server.tracing", raising=False)
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     assert cli.main(["--otlp-endpoint", "http://localhost:4318", "--port", "0"]) == cli.USAGE_ERROR
-    assert "opentelemetry.sdk.trace, which is not installed: pip install 'moe-serve[otel]'" in capsys.readouterr().err
+    assert "opentelemetry.sdk.trace, which is not installed: pip install opentelemetry-sdk" in capsys.readouterr().err
 
 
 @rows("url", "localhost:4318", "", "grpc://collector:4317", "http://")
