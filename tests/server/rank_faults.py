@@ -4,14 +4,14 @@
 
 The ranks run a scripted model whose steps meet in a collective. Seconds count from the fault: until the last client has
 its answer or its connection ends, and until no process is left. `left` lists shared memory, sockets and temporary files
-that outlive the service. The last lines are the table of docs/ranks.md and JSON. Exit status 1: a row is not as it has to
-be.
+that outlive the service. The last lines are the table of docs/ranks.md and JSON. Exit status 1: a row is wrong.
 """
 
 import argparse
 import json
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -37,7 +37,7 @@ sys.exit(main())
 TP2 = ("--tensor-parallel-size", "2")
 DP2 = ("--data-parallel-size", "2", "--expert-parallel-size", "2")
 LAYOUTS = {"tp2": TP2, "dp2": DP2, "tp2-dp2": (*TP2, "--data-parallel-size", "2", "--expert-parallel-size", "4")}
-NUM_SCHEDULERS = {"tp2": 1, "dp2": 2, "tp2-dp2": 2}
+NUM_POISONS = 6
 LONG = {"prompt": [5, 6, 7], "max_tokens": 300, "temperature": 0, "ignore_eos": True}
 TOLD_WITHIN_S = 5.0
 STEP_TIMEOUT_S = 2.0
@@ -81,7 +81,7 @@ class Seen:
     statuses: list
     told_s: float | None
     ended_s: float | None
-    exit_status: int
+    exit_status: int | None
     orphans: int
     left: list
     reason: str
@@ -137,11 +137,10 @@ def see(fault, folder):
         tempfile.TemporaryDirectory() as scratch,
         start_ranks(folder, *argv, kind=kind, env={"TMPDIR": scratch}) as service,
     ):
+        status = told_s = None
         if fault.how == "missing":
-            start_s, statuses = time.monotonic(), []
+            start_s, statuses, pids, files = time.monotonic(), [], [], set()
             status = service.process.wait(60)
-            told_s = None
-            pids, files = [], set()
         else:
             asked, start_s, pids, files = _break(fault, service)
             for each in asked:
@@ -154,7 +153,8 @@ def see(fault, folder):
                     pids, files = everybody(service), files | files_of(everybody(service))
                 start_s = time.monotonic()
                 service.signal(signal.SIGTERM)
-            status = service.process.wait(60)
+            with suppress(subprocess.TimeoutExpired):
+                status = service.process.wait(60)
         with suppress(AssertionError):
             wait_until(lambda: all(map(has_ended, pids)), 20)
         ended_s = round(time.monotonic() - start_s, 2)
@@ -173,8 +173,8 @@ def _break(fault, service):
     pids = everybody(service)
     files = files_of(pids)
     start_s = time.monotonic()
-    if fault.how in INSIDE:  # requests go where the fewest tokens are, so one comes to every scheduler
-        asked += [Asking(service, {**LONG, "prompt": [POISON]}) for _ in range(NUM_SCHEDULERS[fault.layout])]
+    if fault.how in INSIDE:  # requests go where the fewest tokens are, so these come to every scheduler
+        asked += [Asking(service, {**LONG, "prompt": [i + 10] * 150 + [POISON]}) for i in range(NUM_POISONS)]
         return asked, start_s, pids, files
     victim = service.process.pid
     if fault.rank is not None:

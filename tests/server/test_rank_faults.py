@@ -1,4 +1,4 @@
-"""What ends when a process of several ranks breaks: a few rows of `python -m tests.server.rank_faults`, and its record."""
+"""What follows if a process of several ranks breaks: some rows of `python -m tests.server.rank_faults`, its record."""
 
 import json
 
