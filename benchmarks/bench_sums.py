@@ -3,8 +3,9 @@
     python -m benchmarks.bench_sums [--ranks 2] [--hidden 2880] [--tokens 1,16,64,128,182]
 
 Each row has the microseconds of one sum of [tokens, hidden] in bf16, the slowest rank's median, and whether both ways
-give the same numbers where adding rounds nothing. The last line is JSON. Exit status 1: a sum is wrong, or the kernel
-does not work here. `--device cpu` measures gloo, without graphs, to try the program.
+give the same numbers where adding rounds nothing. `wrong_sums` counts wrong ones of many that follow each other in the
+one buffer, in a graph, while one rank or another lags behind. The last line is JSON. Exit status 1: a sum is wrong, or
+the kernel does not work here. `--device cpu` measures gloo, without graphs, to try the program.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 
 import torch
 from torch import distributed
@@ -23,38 +25,70 @@ from moe.one_shot import MAX_BYTES, OneShotGroup, with_one_shot
 
 SUMS_PER_GRAPH = 50
 ROUNDS = 21
+REPLAYS = 40  # of the graph whose sums are all compared
+LAG_CYCLES = 20_000  # about 10 us of a GPU
 
 
-def launcher(group: Group, x: torch.Tensor):
-    """A function that sums `SUMS_PER_GRAPH` times, from a graph on a GPU. Zeros stay zeros."""
-
-    def sums():
-        for _ in range(SUMS_PER_GRAPH):
-            group.all_reduce(x)
-
-    if x.device.type == "cpu":
-        return sums
+def captured(calls: Callable[[], None]) -> Callable[[], None]:
+    """A function that replays them, in one CUDA graph. They run once before."""
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        sums()
+        calls()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=side):
-        sums()
+        calls()
     return graph.replay
 
 
-def time_us(group: Group, shape: tuple[int, int], device: torch.device) -> float:
-    """Median of the slowest rank, one sum."""
-    launch, times = launcher(group, torch.zeros(shape, dtype=torch.bfloat16, device=device)), []
+def median_us(call: Callable[[], None], group: Group, device: torch.device, *, num_calls: int, captures: bool) -> float:
+    """Median of the slowest rank for one call. `num_calls` follow each other, in a graph where it can be captured."""
+
+    def calls() -> None:
+        for _ in range(num_calls):
+            call()
+
+    launch, times = captured(calls) if captures else calls, []
     for _ in range(ROUNDS):
         group.max([0.0])  # all begin together
         start_s = time.perf_counter()
         launch()
         if device.type == "cuda":
             torch.cuda.synchronize()
-        times.append((time.perf_counter() - start_s) / SUMS_PER_GRAPH * 1e6)
+        times.append((time.perf_counter() - start_s) / num_calls * 1e6)
     return round(group.max([statistics.median(times)])[0], 2)
+
+
+def time_us(group: Group, shape: tuple[int, int], device: torch.device) -> float:
+    """Of one sum. Zeros stay zeros."""
+    x, captures = torch.zeros(shape, dtype=torch.bfloat16, device=device), device.type == "cuda"
+    return median_us(lambda: group.all_reduce(x), group, device, num_calls=SUMS_PER_GRAPH, captures=captures)
+
+
+def count_wrong_sums(group: Group, plain: Group, shape: tuple[int, int], device: torch.device) -> int:
+    """How many of `REPLAYS` times `SUMS_PER_GRAPH` sums are wrong on any rank.
+
+    Each sum has other numbers, written where `group.empty` says, as layers do: a rank that wrote its next part while
+    another still reads would change the sum. After every other sum one of the ranks, in turn, waits.
+    """
+    numbers = torch.arange(shape[0] * shape[1], device=device).view(shape) % 13
+    wrong, step = torch.zeros((), dtype=torch.int64, device=device), torch.zeros((), dtype=torch.int64, device=device)
+
+    def sums() -> None:
+        for index in range(SUMS_PER_GRAPH):
+            step.add_(1)
+            part = group.empty(shape, torch.bfloat16, device)
+            part.copy_(numbers + step % 7 + plain.rank)
+            if device.type == "cuda" and index // 2 % plain.size == plain.rank and index % 2:
+                torch.cuda._sleep(LAG_CYCLES)
+            summed = (numbers + step % 7) * plain.size + plain.size * (plain.size - 1) // 2
+            wrong.add_((group.all_reduce(part) != summed).any())
+
+    launch = captured(sums) if device.type == "cuda" else sums
+    for _ in range(REPLAYS if device.type == "cuda" else 1):
+        launch()
+    return int(plain.max([float(wrong)])[0])
 
 
 def is_right(one_shot: Group, plain: Group, shape: tuple[int, int], device: torch.device) -> bool:
@@ -81,6 +115,8 @@ def work(rank: int, args: argparse.Namespace, meeting: str) -> None:
         row = {"tokens": tokens, "bytes": 2 * tokens * args.hidden, "plain_us": time_us(plain, shape, device)}
         if works and row["bytes"] <= MAX_BYTES:
             row |= {"one_shot_us": time_us(one_shot, shape, device), "right": is_right(one_shot, plain, shape, device)}
+        if row["bytes"] <= MAX_BYTES:
+            row["wrong_sums"] = count_wrong_sums(one_shot, plain, shape, device)
         rows.append(row)
         if rank == 0:
             print(row, flush=True)
@@ -88,7 +124,7 @@ def work(rank: int, args: argparse.Namespace, meeting: str) -> None:
         device_name = torch.cuda.get_device_name() if on_gpu else "cpu"
         print(json.dumps({"device": device_name, "ranks": args.ranks, "one_shot_works": works, "rows": rows}))
     distributed.destroy_process_group()
-    if on_gpu and not (works and all(row.get("right", True) for row in rows)):
+    if (on_gpu and not works) or not all(row.get("right", True) and not row.get("wrong_sums") for row in rows):
         sys.exit(1)
 
 

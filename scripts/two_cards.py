@@ -1,13 +1,15 @@
 """Measures models on two GPUs of one host: every way to divide them, in parts that can be resumed.
 
 Each part is one model in one layout: the service starts with all layers self-checked, answers as one rank does, is
-measured with several numbers of streams, and loses a rank by `kill -9`, after which it must end with status 1. The part
-`sums` comes first: it checks and times one-shot sums against NCCL's. If they are wrong, all services run without them.
+measured with several numbers of streams, and loses a rank by `kill -9`, after which it must end with status 1 and leave
+neither processes nor memory of the GPUs. Two parts come first. `sums` checks and times one-shot sums against NCCL's; if
+they are wrong, all services run without them. `exchange` times dispatch and combine of one layer.
 
     python scripts/two_cards.py --out /tmp/two --deepep-source /path/to/DeepEP
 
 runs parts until `--seconds` are over, and exits with 75 while some are left: run it again. `report.json` in the folder
-has all parts; the last line printed is JSON, too. Exit status 1: a part failed. Standard library only.
+has all parts and the names of those not run; the last line printed is JSON, too. Exit status 1: a part failed. Standard
+library only.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +39,7 @@ from scripts.card_end_to_end import (  # noqa: E402  (it stands beside this file
     write_dummy_model,
 )
 
+MEMORY_SLACK_MIB = 64  # that a GPU may have in use after a service more than before it
 MORE_TO_DO = 75  # exit status: EX_TEMPFAIL
 FIRST_GUESS_S = 150.0  # of a part, before one has been timed
 # The H200's driver has no multicast over NVLink in most virtual machines.
@@ -140,18 +144,67 @@ def children(pid: int) -> list[int]:
     return [int(child) for task in tasks for child in (task / "children").read_text().split()]
 
 
-def kill_a_rank(server: int) -> float:
-    """Seconds until the service has ended after its last rank was killed. Raises ServiceError if it lives on."""
-    ranks = sorted(children(server))
+def running(pid: int, words: str) -> list[int]:
+    """Children of a process whose command lines have these words, oldest first."""
+    lines = {child: Path(f"/proc/{child}/cmdline").read_bytes().replace(b"\0", b" ") for child in children(pid)}
+    return sorted(child for child, line in lines.items() if words.encode() in line)
+
+
+def gpu_memory_mib() -> list[int]:
+    """Used memory of each GPU; empty where there is none."""
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return []
+    return [int(line) for line in found.split()]
+
+
+def kill_a_rank(server: int, memory_before: list[int]) -> dict[str, Any]:
+    """Kill the last rank, and see that the service ends with status 1, its ranks end, and GPUs get their memory back.
+
+    Raises:
+        ServiceError: something of it did not happen within 30 s; the message says what.
+    """
+    ranks = running(server, "rank_worker")
     if not ranks:
         raise ServiceError("the service has no processes of ranks")
     os.kill(ranks[-1], signal.SIGKILL)
     start_s = time.monotonic()
-    while Path(f"/proc/{server}").exists() and "Z" not in Path(f"/proc/{server}/stat").read_text().split(")")[1][:3]:
-        if time.monotonic() - start_s > 30:
-            raise ServiceError("30 s after one rank was killed the service still runs")
-        time.sleep(0.05)
-    return round(time.monotonic() - start_s, 2)
+
+    def wait_for(what: str, is_so: Callable[[], object]) -> float:
+        while not is_so():
+            if time.monotonic() - start_s > 30:
+                raise ServiceError(f"30 s after one rank was killed {what}")
+            time.sleep(0.05)
+        return round(time.monotonic() - start_s, 2)
+
+    end_flags = os.WEXITED | os.WNOHANG | os.WNOWAIT  # the server's `Popen` still waits for it
+    ended_s = wait_for("the service still runs", lambda: os.waitid(os.P_PID, server, end_flags))
+    ended = os.waitid(os.P_PID, server, end_flags)
+    if ended is None or (ended.si_code, ended.si_status) != (os.CLD_EXITED, 1):
+        raise ServiceError(f"after one rank was killed the service ended with {ended}, not with status 1")
+    wait_for("other ranks still run", lambda: not any(Path(f"/proc/{rank}").exists() for rank in ranks))
+
+    def is_freed() -> bool:
+        return all(now <= MEMORY_SLACK_MIB + was for now, was in zip(gpu_memory_mib(), memory_before, strict=True))
+
+    wait_for("GPU memory was still in use", is_freed)
+    return {
+        "killed_rank_seconds": ended_s,
+        "gpu_memory_mib_before": memory_before,
+        "gpu_memory_mib_after": gpu_memory_mib(),
+    }
+
+
+def measure_exchange(device: str) -> dict[str, Any]:
+    """What `benchmarks.bench_exchange` finds. Raises ServiceError where an exchange failed."""
+    command = [sys.executable, "-m", "benchmarks.bench_exchange", "--device", device]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=400)
+    if done.returncode:
+        raise ServiceError(f"exchange: {(done.stdout + done.stderr)[-3000:]}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 def measure_sums() -> dict[str, Any]:
@@ -173,8 +226,9 @@ def run_part(out: Path, args: argparse.Namespace, model: str, layout: str, *, on
              "--device", args.device, *LAYOUTS[layout])  # fmt: skip
     if not one_shot and WITHOUT_ONE_SHOT not in flags:
         flags = (*flags, WITHOUT_ONE_SHOT)
+    memory_before = gpu_memory_mib()
     with service(folder / "log", *flags) as (url, ready_s):
-        [server] = children(os.getpid())
+        [server] = running(os.getpid(), " -m server ")
         row = {"start_seconds": ready_s} | what_runs(url, args.backend)
         row["first_tokens"] = first_tokens(url)
         if model == "tiny":
@@ -183,7 +237,7 @@ def run_part(out: Path, args: argparse.Namespace, model: str, layout: str, *, on
             row["right"] = sum(category["right"] for category in result["categories"].values())
         row["bench"] = [bench(url, folder, streams, args.bench_seconds) for streams in args.streams]
         if layout != "one":
-            row["killed_rank_seconds"] = kill_a_rank(server)
+            row |= kill_a_rank(server, memory_before)
     return row
 
 
@@ -226,6 +280,8 @@ def attempt(out: Path, args: argparse.Namespace, part: str, done: dict[str, Any]
             row = build_deepep(args.deepep_source)
         elif part == "sums":
             row = measure_sums()
+        elif part == "exchange":
+            row = measure_exchange(args.device)
         else:
             row = run_part(out, args, model, layout, one_shot=done.get("sums", {}).get("passed", True))
             if layout != "one":
@@ -244,7 +300,7 @@ def parts_of(args: argparse.Namespace) -> list[str]:
     layouts = sorted(args.layouts, key=lambda layout: layout != "one")
     named = [f"{model}/{layout}" for model in args.models for layout in layouts]
     first = ["deepep"] if args.deepep_source is not None else []
-    return [*first, *(["sums"] if args.device == "cuda" else []), *named]
+    return [*first, *(["sums", "exchange"] if args.device == "cuda" else []), *named]
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -291,7 +347,8 @@ def main(argv: list[str] | None = None) -> int:
         file.write_text(json.dumps(report, indent=1))
         sys.stdout.write(f"{part}: {'passed' if done[part]['passed'] else 'FAILED'} in {done[part]['seconds']} s\n")
         sys.stdout.flush()
-    left = [part for part in parts if part not in done]
+    report["not_run"] = left = [part for part in parts if part not in done]
+    file.write_text(json.dumps(report, indent=1))
     failed = [part for part, row in done.items() if not row["passed"]]
     sys.stdout.write(json.dumps({"report": str(file), "done": len(done), "left": left, "failed": failed}) + "\n")
     return MORE_TO_DO if left else 1 if failed else 0

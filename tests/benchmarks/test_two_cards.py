@@ -1,12 +1,16 @@
 """`scripts/two_cards.py` and `benchmarks/ranks_one_card.py` as far as a CPU runs them: parts, resuming, comparing."""
 
+import itertools
 import json
 
 import pytest
+import torch
 
-from benchmarks import bench_sums, ranks_one_card
+from benchmarks import bench_exchange, bench_sums, ranks_one_card
+from moe.group import SingleRank
 from scripts import two_cards
 from scripts.card_end_to_end import ServiceError
+from tests.engine.emulated_rank_worker import WIDE, install
 from tests.tables import rows
 
 ON_CPU = ["--backend", "torch", "--device", "cpu", "--items", "9", "--streams", "1", "--bench-seconds", "1"]
@@ -14,8 +18,8 @@ ON_CPU = ["--backend", "torch", "--device", "cpu", "--items", "9", "--streams", 
 
 def test_parts_begin_with_the_build_and_with_one_rank(tmp_path):
     args = two_cards.parse(["--out", str(tmp_path), "--models", "tiny", "--layouts", "tp2,one", "--deepep-source", "x"])
-    assert two_cards.parts_of(args) == ["deepep", "sums", "tiny/one", "tiny/tp2"]
-    assert len(two_cards.parts_of(two_cards.parse(["--out", str(tmp_path)]))) == 1 + 3 * len(two_cards.LAYOUTS)
+    assert two_cards.parts_of(args) == ["deepep", "sums", "exchange", "tiny/one", "tiny/tp2"]
+    assert len(two_cards.parts_of(two_cards.parse(["--out", str(tmp_path)]))) == 2 + 3 * len(two_cards.LAYOUTS)
 
 
 def run(tmp_path, capsys, *flags):
@@ -44,10 +48,13 @@ def test_parts_are_resumed_and_those_that_differ_fail(tmp_path, capsys, monkeypa
     monkeypatch.setattr(two_cards.time, "monotonic", lambda: next(clock))
     status, last = run(tmp_path, capsys, "--seconds", "240")
     assert (status, last["left"]) == (two_cards.MORE_TO_DO, ["tiny/ep2"])
+    assert json.loads((tmp_path / "report.json").read_text())["not_run"] == ["tiny/ep2"]
     status, last = run(tmp_path, capsys)
     assert (status, last["left"], last["failed"]) == (1, [], ["tiny/tp2", "tiny/ep2"])
     assert asked == ["one", "tp2", "ep2"], "nothing is measured twice"
-    parts = json.loads((tmp_path / "report.json").read_text())["parts"]
+    report = json.loads((tmp_path / "report.json").read_text())
+    parts = report["parts"]
+    assert report["not_run"] == []
     assert parts["tiny/tp2"]["error"] == "a rank did not start"
     assert parts["tiny/ep2"]["logprob_difference"] == 0.3
     assert not parts["tiny/ep2"]["same_as_one_rank"]
@@ -67,6 +74,7 @@ def test_services_run_without_one_shot_sums_where_these_are_wrong(tmp_path, caps
         raise ServiceError("stops here")
 
     monkeypatch.setattr(two_cards, "measure_sums", measure_sums)
+    monkeypatch.setattr(two_cards, "measure_exchange", lambda device: {"rows": []})
     monkeypatch.setattr(two_cards, "service", service)
     flags = ["--out", str(tmp_path), "--models", "tiny", "--layouts", "one,tp2-nccl"]
     assert two_cards.main(flags) == 1
@@ -81,7 +89,38 @@ def test_sums_are_measured_by_the_program_that_compares_them(capfd, monkeypatch)
     bench_sums.main()
     last = json.loads(capfd.readouterr().out.splitlines()[-1])
     assert not last["one_shot_works"]
-    assert [(row["bytes"], row["plain_us"] > 0) for row in last["rows"]] == [(32, True)]
+    assert [(row["bytes"], row["plain_us"] > 0, row["wrong_sums"]) for row in last["rows"]] == [(32, True, 0)]
+
+
+class LateRank(SingleRank):
+    """Sums what the buffer holds a write later, as a rank would that does not wait for the others."""
+
+    def __init__(self):
+        self._parts = []
+
+    def all_reduce(self, x):
+        self._parts.append(x.clone())
+        return self._parts[-2] if len(self._parts) > 1 else x
+
+
+@rows("group, wrong", (SingleRank(), 0), (LateRank(), bench_sums.SUMS_PER_GRAPH - 1))
+def test_sums_that_follow_each_other_are_compared(group, wrong):
+    assert bench_sums.count_wrong_sums(group, SingleRank(), (2, 8), torch.device("cpu")) == wrong
+
+
+def exchange_with_emulated_deepep(rank, args, meeting):
+    install(pytest.MonkeyPatch(), WIDE)
+    bench_exchange.EXCHANGES_PER_GRAPH = 1
+    bench_exchange.work(rank, args, meeting)
+
+
+@pytest.mark.ranks
+def test_dispatch_and_combine_are_timed_after_a_check(tmp_path, capfd):
+    args = bench_exchange.parse(["--device", "cpu", "--shapes", "small", "--tokens", "1,4"])
+    torch.multiprocessing.spawn(exchange_with_emulated_deepep, args=(args, tmp_path / "meet"), nprocs=2)
+    last = json.loads(capfd.readouterr().out.splitlines()[-1])
+    found = [(row["transport"], row["tokens"]) for row in last["rows"] if row["us"] > 0 and row["error"] < 0.01]
+    assert found == list(itertools.product(("none", "normal", "low_latency"), (1, 4)))
 
 
 @rows("flags", ["--models", "gpt5"], ["--layouts", "tp3"])

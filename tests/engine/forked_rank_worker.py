@@ -21,7 +21,7 @@ _MOST_DESCRIPTORS = 16
 
 
 class ForkServer:
-    """Forks ranks that run `module`'s `run()`; to be used as a context manager, which sets the variable."""
+    """Forks ranks that run `module`'s `run()`; a context manager, which gives the value of the variable."""
 
     def __init__(self, module: str) -> None:
         self._listener = socket.socket(socket.AF_UNIX)
@@ -29,15 +29,15 @@ class ForkServer:
         self._listener.listen(16)
         self._command = [sys.executable, "-m", __spec__.name, module, str(self._listener.fileno())]
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> str:
         self._process = subprocess.Popen(
             self._command, stdin=subprocess.PIPE, pass_fds=[self._listener.fileno()], start_new_session=True
         )
-        os.environ[VARIABLE] = self._listener.getsockname().decode()[1:]
+        address = self._listener.getsockname().decode()[1:]
         self._listener.close()
+        return address
 
     def __exit__(self, *error: object) -> None:
-        del os.environ[VARIABLE]
         self._process.communicate()
 
 

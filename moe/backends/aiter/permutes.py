@@ -93,7 +93,10 @@ def deepep_normal_to_aiter(
 def deepep_ll_to_aiter(
     dispatched: DeepepLlDispatchOutput, quant_info: AiterMoeQuantInfo, config: MoeRunnerConfig, state: RunState
 ) -> AiterCoreInput:
-    """Every row is a token with one expert and weight 1; rows past the count go to the sink, on one rank too."""
+    """Every row is a token with one expert and weight 1; rows past the count go to the sink, on one rank too.
+
+    Rows that the transport padded are copied: the kernels take no pitch.
+    """
     del config, state
     x_LMH, mask = dispatched.hidden_states, quant_info.local_mask
     num_experts, num_rows = x_LMH.shape[:2]
@@ -101,7 +104,7 @@ def deepep_ll_to_aiter(
     ids_RK, weights_RK = with_sink(ids_R1, ones_R1, mask)
     scale = dispatched.hidden_states_scale
     return AiterCoreInput(
-        x_RH=x_LMH.reshape(num_experts * num_rows, -1),
+        x_RH=x_LMH.contiguous().view(num_experts * num_rows, -1),
         scale=None if scale is None else scale.reshape(num_experts * num_rows, -1),
         ids_RK=ids_RK, weights_RK=weights_RK, mask=mask,
     )  # fmt: skip
