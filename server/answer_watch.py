@@ -57,6 +57,11 @@ class AnswerWatch:
         """Seconds since the start."""
         return self._clock() - self.start_s
 
+    @property
+    def silence_s(self) -> float:
+        """Seconds since the last token, or since the start."""
+        return self._clock() - self.last_s
+
     def on_news(self, news: News) -> None:
         """Outputs have come, of one step or, if the reader was slow, of several."""
         model = self._renderer.model

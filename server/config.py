@@ -1,15 +1,14 @@
 """Settings of the HTTP side, checked when made. Reads neither argv nor the environment (`server.cli` does)."""
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from engine.setting import check_settings, setting
 from server.errors import SettingError
+from server.keys import ClientKey, check_key, client_keys
 
-_KEY = re.compile(r"[!-~]+")
 _HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 _HTTP_URL = re.compile(r"https?://[^/\s]+(/\S*)?")
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+")
@@ -51,10 +50,11 @@ class ServerConfig:
     api_key: str | None = setting(
         None,
         "HTTP",
-        "key that every route but the page, /health, /health/live and /health/ready needs; several separated by commas",
+        "key that every route but the page, /health, /health/live and /health/ready needs; several separated by "
+        "commas; limits of its own may follow a key: 'KEY max_requests=4 tokens_per_minute=60000'",
         is_secret=True,
     )
-    api_key_file: Path | None = setting(None, "HTTP", "file with such keys, one a line; # begins a comment")
+    api_key_file: Path | None = setting(None, "HTTP", "file with such keys, one a line; # begins a comment line")
     admin_key: str | None = setting(
         None,
         "HTTP",
@@ -63,10 +63,14 @@ class ServerConfig:
         default_text="none: they are like other routes",
     )
     max_requests_per_key: int | None = setting(
-        None, "HTTP", "answers that a key may have in flight at once", default_text="no limit", low=1
+        None, "HTTP", "answers that a key without max_requests may have in flight", default_text="no limit", low=1
     )
     tokens_per_minute_per_key: int | None = setting(
-        None, "HTTP", "tokens of prompts and answers that a key may use in a minute", default_text="no limit", low=1
+        None,
+        "HTTP",
+        "tokens of prompts and answers that a key without tokens_per_minute may use in a minute",
+        default_text="no limit",
+        low=1,
     )
     ssl_certfile: Path | None = setting(None, "HTTP", "certificate chain (PEM): serve HTTPS instead of HTTP")
     ssl_keyfile: Path | None = setting(
@@ -135,9 +139,9 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         check_settings(self, SettingError)
-        _check_keys("api_key", None if self.api_key is None else self.api_keys)
-        _check_keys("admin_key", None if self.admin_key is None else (self.admin_key,))
-        if self.admin_key in self.api_keys:
+        if self.admin_key is not None:
+            check_key("admin_key", self.admin_key)
+        if any(key.text == self.admin_key for key in self.api_keys):
             raise SettingError("admin_key is one of the keys in api_key: give it to operators alone")
         for name in ("max_requests_per_key", "tokens_per_minute_per_key"):
             if getattr(self, name) is not None and not self.api_keys:
@@ -161,18 +165,7 @@ class ServerConfig:
             raise SettingError("served_model_name holds an empty name: give names separated by commas")
 
     @property
-    def api_keys(self) -> tuple[str, ...]:
+    def api_keys(self) -> tuple[ClientKey, ...]:
         """The keys of clients; the place of a key is its number. `server.cli` has added those of `api_key_file`."""
-        return () if self.api_key is None else tuple(self.api_key.split(","))
-
-
-def _check_keys(name: str, keys: Sequence[str] | None) -> None:
-    if keys is None:
-        return
-    if not all(map(_KEY.fullmatch, keys)):
-        raise SettingError(
-            f"{name} is empty or holds spaces or characters beyond ASCII, which cannot be sent in a header: "
-            "give another key, or leave the setting out to serve without one"
-        )
-    if len(set(keys)) < len(keys):
-        raise SettingError(f"{name} holds a key twice: give every client a key of its own")
+        defaults = ClientKey(max_requests=self.max_requests_per_key, tokens_per_minute=self.tokens_per_minute_per_key)
+        return () if self.api_key is None else client_keys(self.api_key, defaults)

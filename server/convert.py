@@ -29,6 +29,11 @@ from server.text_limit import NO_LIMIT, TextLimit
 MAX_CONTEXTS = 4
 """/tokenize and /detokenize accept this many times the model's context."""
 
+_SWITCH = "thinking"
+"""Variable by which templates such as DeepSeek-V3.1's turn reasoning on and off."""
+_EFFORTS = ("low", "medium", "high")
+_SWITCH_EFFORTS = ("none", "minimal", *_EFFORTS, "xhigh")
+
 
 class Tokenizer(PromptTokenizer, Protocol):
     """What the server uses of `loaders.tokenizer.Tokenizer`."""
@@ -230,10 +235,17 @@ class Converter:
     def _template_variables(self, wire: ChatCompletionRequest) -> dict[str, Any]:
         """Variables for the template; one that it does not read would be ignored, so it is refused."""
         variables = dict(wire.chat_template_kwargs or {})
+        has_switch = _SWITCH in self._template.variables
         if wire.reasoning_effort is not None:
-            if wire.reasoning_effort not in ("low", "medium", "high"):
-                raise BadRequest("reasoning_effort: it must be low, medium or high", param="reasoning_effort")
-            variables["reasoning_effort"] = wire.reasoning_effort
+            efforts = _SWITCH_EFFORTS if has_switch else _EFFORTS
+            if wire.reasoning_effort not in efforts:
+                known = f"{', '.join(efforts[:-1])} or {efforts[-1]}"
+                raise BadRequest(f"reasoning_effort: it must be {known}", param="reasoning_effort")
+            if not has_switch:
+                variables["reasoning_effort"] = wire.reasoning_effort
+        thinks = _thinks(wire)
+        if has_switch and thinks is not None:
+            variables.setdefault(_SWITCH, thinks)
         reserved = {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"}
         for name in variables:
             if name not in self._template.variables or name in reserved:
@@ -285,6 +297,13 @@ def _given(value: Any, default: Any) -> Any:
 
 def _is_number(value: int | None) -> TypeGuard[int]:
     return value is not None
+
+
+def _thinks(wire: ChatCompletionRequest) -> bool | None:
+    """Whether the answer shall begin with reasoning; None leaves it to the template."""
+    if wire.reasoning_effort == "none" or wire.thinking_token_budget == 0:
+        return False
+    return True if wire.reasoning_effort or wire.thinking_token_budget else None
 
 
 def _ending(wire: ChatCompletionRequest) -> Ending:

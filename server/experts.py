@@ -96,7 +96,7 @@ def busiest(tokens: Sequence[int]) -> list[int]:
 
 
 def _ask(service: OwnService, config: ServerConfig) -> RecordedLoad:
-    keys = (*filter(None, (config.admin_key,)), *config.api_keys)
+    keys = (*filter(None, (config.admin_key,)), *(key.text for key in config.api_keys))
     headers = {"Authorization": f"Bearer {keys[0]}"} if keys else {}
     status, body = service.get("/expert_load", timeout_s=_TIMEOUT_S, headers=headers)
     if status != http.client.OK:

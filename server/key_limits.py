@@ -1,6 +1,6 @@
 """`KeyLimits`: answers in flight and tokens a minute of each key, for the service as a whole.
 
-Tokens are a bucket: a key may spend `tokens_per_minute_per_key` at once, and as many flow back in each minute. The
+Tokens are a bucket: a key may spend its `tokens_per_minute` at once, and as many flow back in each minute. The
 tokens of an answer and of its prompt are counted when it ends, so a key may overdraw its bucket; then it waits until
 the debt is paid. So a long answer never ends in the middle.
 
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from server.config import ServerConfig
 from server.errors import BadRequest, TooManyRequests
+from server.keys import ClientKey
 
 _SPENT, _WHEN_S, NUM_SHARED = 0, 1, 2
 
@@ -43,16 +44,15 @@ class KeyLimits:
     def __init__(
         self, config: ServerConfig, memory: KeyMemory | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._max_requests = config.max_requests_per_key
-        self._max_tokens = config.tokens_per_minute_per_key
-        self._memory = memory or own_memory(len(config.api_keys))
+        self._keys = config.api_keys
+        self._memory = memory or own_memory(len(self._keys))
         self._clock = clock
 
     def check(self, key: int | None, num_answers: int) -> None:
         """Raise what `admitted` would raise now, before work is done for a request."""
-        if self._has_limits(key):
+        if key is not None and _has_limits(self._keys[key]):
             with self._memory.turn:
-                self._check(self._numbers(key or 0), num_answers)
+                self._check(self._keys[key], self._numbers(key), num_answers)
 
     @contextmanager
     def admitted(self, key: int | None, num_answers: int, num_tokens: Callable[[], int]) -> Iterator[None]:
@@ -62,12 +62,12 @@ class KeyLimits:
             TooManyRequests: the key has too many answers in flight, or has spent its tokens; says when to come back.
             BadRequest: it asks for more answers than a key may have.
         """
-        if not self._has_limits(key):
+        if key is None or not _has_limits(limits := self._keys[key]):
             yield
             return
-        numbers, place = self._numbers(key or 0), NUM_SHARED + self._memory.slot
+        numbers, place = self._numbers(key), NUM_SHARED + self._memory.slot
         with self._memory.turn:
-            self._check(numbers, num_answers)
+            self._check(limits, numbers, num_answers)
             numbers[place] += num_answers
         num_spent = 0
         try:
@@ -81,37 +81,36 @@ class KeyLimits:
         finally:
             with self._memory.turn:
                 numbers[place] -= num_answers
-                self._flow_back(numbers)
+                self._flow_back(limits, numbers)
                 numbers[_SPENT] += num_spent
-
-    def _has_limits(self, key: int | None) -> bool:
-        return key is not None and (self._max_requests is not None or self._max_tokens is not None)
 
     def _numbers(self, key: int) -> "memoryview[float]":
         size = NUM_SHARED + self._memory.num_slots
         return self._memory.numbers[key * size : (key + 1) * size]
 
-    def _check(self, numbers: "memoryview[float]", num_answers: int) -> None:
-        if self._max_requests is not None:
-            if num_answers > self._max_requests:
+    def _check(self, limits: ClientKey, numbers: "memoryview[float]", num_answers: int) -> None:
+        if (most := limits.max_requests) is not None:
+            if num_answers > most:
                 raise BadRequest(
-                    f"n: {num_answers} answers are asked for, and a key may have {self._max_requests} at once",
-                    param="n",
+                    f"n: {num_answers} answers are asked for, and this key may have {most} at once", param="n"
                 )
-            if sum(numbers[NUM_SHARED:]) + num_answers > self._max_requests:
-                raise _limited(f"this key has {self._max_requests} answers in flight, as many as it may have", 1)
-        if self._max_tokens is not None:
-            self._flow_back(numbers)
-            excess = numbers[_SPENT] - self._max_tokens
+            if sum(numbers[NUM_SHARED:]) + num_answers > most:
+                raise _limited(f"this key has {most} answers in flight, as many as it may have", 1)
+        if (budget := limits.tokens_per_minute) is not None:
+            self._flow_back(limits, numbers)
+            excess = numbers[_SPENT] - budget
             if excess >= 0:
-                wait_s = math.floor(60 * excess / self._max_tokens) + 1
-                raise _limited(f"this key has spent its {self._max_tokens} tokens a minute", wait_s)
+                raise _limited(f"this key has spent its {budget} tokens a minute", math.floor(60 * excess / budget) + 1)
 
-    def _flow_back(self, numbers: "memoryview[float]") -> None:
+    def _flow_back(self, limits: ClientKey, numbers: "memoryview[float]") -> None:
         now_s = self._clock()
         elapsed_s = max(0.0, now_s - numbers[_WHEN_S])
-        numbers[_SPENT] = max(0.0, numbers[_SPENT] - elapsed_s * (self._max_tokens or 0) / 60)
+        numbers[_SPENT] = max(0.0, numbers[_SPENT] - elapsed_s * (limits.tokens_per_minute or 0) / 60)
         numbers[_WHEN_S] = now_s
+
+
+def _has_limits(key: ClientKey) -> bool:
+    return key.max_requests is not None or key.tokens_per_minute is not None
 
 
 def _limited(message: str, wait_s: int) -> TooManyRequests:

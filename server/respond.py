@@ -3,6 +3,7 @@
 When the client leaves, its requests end.
 """
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
     from server.tracing import Trace
 
 log = logging.getLogger(__name__)
+
+KEEP_ALIVE_S = 15.0
+"""A stream says something at least every two such times. Proxies often give up after 60 s."""
 
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
@@ -118,7 +122,8 @@ async def _body(answer: _Answer) -> dict[str, Any]:
 async def _stream(answer: _Answer, stream: EventStream) -> None:
     """Write the events of a streamed answer, those of one step together. An error before the first of them raises.
 
-    A later one becomes the last event, since the status has been sent.
+    A later one becomes the last event, since the status has been sent. A stream that has been silent for a while begins
+    even without an output.
     """
     renderer, group = answer.renderer, answer.group
     render = answer.timed(renderer.stream)
@@ -127,7 +132,10 @@ async def _stream(answer: _Answer, stream: EventStream) -> None:
     async def write(news: News) -> None:
         if not stream.has_begun:
             unsent.extend(event.encode() for event in renderer.begin())
-        unsent.extend(data for index, output in news if (data := render(index, output)))
+        if news:
+            unsent.extend(data for index, output in news if (data := render(index, output)))
+        else:
+            unsent.append(renderer.keep_alive)
         if unsent:
             data = b"".join(unsent)
             unsent.clear()
@@ -147,7 +155,7 @@ async def _stream(answer: _Answer, stream: EventStream) -> None:
     if group.num_requests == 1:  # several choices share the write of a step
         group.take_now = write_now
     try:
-        await _run(answer, write)
+        await _run(answer, write, keeps_alive=True)
         last = renderer.end()
         await renderer.keep()
         unsent += [event.encode() for event in last]
@@ -169,13 +177,16 @@ def _shown(error: Exception, request_id: str) -> ApiError:
     return internal_error(request_id)
 
 
-async def _run(answer: _Answer, use: Callable[[News], Awaitable[None]]) -> None:
-    """Run the answer's requests and `use` their outputs. A request stops as soon as its choice is finished."""
+async def _run(answer: _Answer, use: Callable[[News], Awaitable[None]], *, keeps_alive: bool = False) -> None:
+    """Run the answer's requests and `use` their outputs. A request stops as soon as its choice is finished.
+
+    With `keeps_alive`, `use` also gets empty news while there are no outputs.
+    """
     context, renderer, group, watch = answer.context, answer.renderer, answer.group, answer.watch
     limits = context.key_limits.admitted(answer.key, group.num_requests, lambda: renderer.counts.num_tokens)
     logged = context.request_log.around(answer.request_id, renderer, watch)
     with limits, logged, watch, _failing_over(context.engine), context.gate.admitted(group), group:
-        while news := await group.take():
+        while news := await (_next_news(answer, use) if keeps_alive else group.take()):
             for _, output in news:
                 if output.overloaded:
                     raise context.gate.with_retry_after(TooManyRequests(output.error or "the queue is full"))
@@ -185,6 +196,17 @@ async def _run(answer: _Answer, use: Callable[[News], Awaitable[None]]) -> None:
                 if renderer.is_finished(index):
                     group.stop(index)
     watch.on_end()
+
+
+async def _next_news(answer: _Answer, use: Callable[[News], Awaitable[None]]) -> News:
+    """What `RequestGroup.take` returns; calls `use` with empty news whenever there was no token for `KEEP_ALIVE_S`."""
+    while True:
+        try:
+            async with asyncio.timeout(KEEP_ALIVE_S):
+                return await answer.group.take()
+        except TimeoutError:  # tokens that `take_now` has dealt with wake nobody
+            if answer.watch.silence_s >= KEEP_ALIVE_S:
+                await use([])
 
 
 @contextmanager

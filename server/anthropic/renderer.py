@@ -2,7 +2,7 @@
 
 Reasoning, text and each call are a content block of their own, in the order in which the model wrote them:
 
-    message_start, ping
+    message_start, ping                     and a ping whenever nothing else has come for a while
     content_block_start
         text            content_block_delta of text_delta
         thinking        of thinking_delta, at last one of signature_delta
@@ -40,6 +40,8 @@ _STOP_REASONS: dict[str, StopReason] = {"stop": "end_turn", "length": "max_token
 
 class AnthropicRenderer(Renderer):
     """One answer. A block opens with its first piece and closes when a piece of another one comes."""
+
+    keep_alive = Event({"type": "ping"}, "ping").encode()
 
     def __init__(self, prepared: PreparedRequest, *, model: str, message_id: str) -> None:
         super().__init__(prepared, model=model)

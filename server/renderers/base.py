@@ -52,6 +52,8 @@ class Renderer(ABC):
 
     end_marker = b""
     """Sent after the last event of a stream that did not fail."""
+    keep_alive = b": keep-alive\n\n"
+    """Sent while a stream is silent, so that no proxy takes it for dead. Readers of events skip this comment."""
 
     def __init__(self, prepared: PreparedRequest, *, model: str) -> None:
         self.prepared = prepared

@@ -6,6 +6,7 @@ import re
 import pytest
 
 from tests.clients.conftest import EXAMPLES, MODEL_FOLDER, ROOT, client_program
+from tests.server.service_process import start_bundled
 
 PARIS_IS = "The capital of France is Paris."
 RESULT = "The result is 18."
@@ -50,6 +51,18 @@ def test_openai_responses(ask):
     assert told["answer"] == told["streamed"] == PARIS_IS
     assert (told["called"], told["after"]) == (CALLED, RESULT)
     check_capital(told["parsed"])
+
+
+@pytest.mark.clients
+def test_an_agent_over_chat(ask):
+    assert ask("agent_openai.py") == [RESULT, "The result is 68.", "The capital of Italy is Rome."]
+
+
+@pytest.mark.clients
+def test_an_agent_over_responses(run, tmp_path):
+    with start_bundled(tmp_path, "--response-store", str(tmp_path / "answers")) as service:
+        printed = run(client_program("python"), EXAMPLES / "agent_openai_responses.py", service.url, timeout_s=110)
+    assert json.loads(printed) == [RESULT, "The capital of Italy is Rome."]
 
 
 @pytest.mark.clients

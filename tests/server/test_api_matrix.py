@@ -52,6 +52,11 @@ class Feature:
     has_logprobs: bool = False
 
 
+EFFORT = {
+    "chat": {"reasoning_effort": "low"},
+    "responses": {"reasoning": {"effort": "low"}},
+    "messages": {"output_config": {"effort": "low"}},
+}
 FEATURES = {
     "plain": Feature(),
     "tools auto": Feature(
@@ -97,20 +102,31 @@ FEATURES = {
         },
         has_logprobs=True,
     ),
-    "reasoning": Feature(),  # its fields are those of `REASONING`
+    "reasoning": Feature(EFFORT),
     "stop": Feature(
         {"chat": {"stop": ["France", "x"]}, "messages": {"stop_sequences": ["France", "x"]}},
         texts=("The capital of ",),
     ),
     "n=2": Feature({"chat": {"n": 2}}, (PARIS, "Paris."), (PARIS, "Paris.")),
 }
-EFFORT = {
-    "chat": {"reasoning_effort": "low"},
-    "responses": {"reasoning": {"effort": "low"}},
-    "messages": {"output_config": {"effort": "low"}},
+# DeepSeek's template has a switch: each way to turn it on and off, by API.
+SWITCHES = {
+    "chat": (
+        ({"chat_template_kwargs": {"thinking": True}}, True),
+        ({"chat_template_kwargs": {"thinking": False}, "reasoning_effort": "high"}, False),
+        ({"reasoning_effort": "minimal"}, True),
+        ({"reasoning_effort": "none"}, False),
+        ({"thinking_token_budget": 50}, True),
+        ({"thinking_token_budget": 0}, False),
+    ),
+    "responses": (({"reasoning": {"effort": "high"}}, True), ({"reasoning": {"effort": "none"}}, False)),
+    "messages": (
+        ({"thinking": {"type": "enabled", "budget_tokens": 50}}, True),
+        ({"thinking": {"type": "disabled"}}, False),
+        ({"thinking": {"type": "disabled"}, "output_config": {"effort": "high"}}, False),
+        ({"thinking": {"type": "adaptive"}, "output_config": {"effort": "low"}}, True),
+    ),
 }
-SWITCH = {"chat": {"chat_template_kwargs": {"thinking": True}}}
-REASONING = {"harmony": EFFORT, "deepseek": SWITCH, "deepseek, thinking": SWITCH}
 
 # Cells that an API does not have: the fields that are refused, the one that the error names, and why there is no other.
 ABSENT = {
@@ -120,11 +136,6 @@ ABSENT = {
     ("stop", "responses"): ({"stop": ["x"]}, "stop", "OpenAI's API has no stop strings there"),
     ("n=2", "responses"): ({"n": 2}, "n", "one answer a request"),
     ("n=2", "messages"): ({"n": 2}, "n", "one answer a request"),
-}
-# DeepSeek's template has a switch, and reads no effort: refused, because it would be ignored.
-NO_EFFORT = {
-    "responses": (EFFORT["responses"], "reasoning.effort"),
-    "messages": (EFFORT["messages"], "output_config.effort"),
 }
 
 
@@ -159,9 +170,9 @@ def refusal(http, api, fields):
 def test_a_cell(dialects, dialect, name, api):
     model, http = dialects[dialect]
     feature, endpoint = FEATURES[name], APIS[api]
-    fields = (REASONING[dialect] if name == "reasoning" else feature.fields).get(api)
+    fields = feature.fields.get(api)
     if fields is None:
-        absent, param = ABSENT[name, api][:2] if name != "reasoning" else NO_EFFORT[api]
+        absent, param = ABSENT[name, api][:2]
         assert param in refusal(http, endpoint, absent)
         return
     model.wish(THOUGHT, feature.wishes)
@@ -206,7 +217,21 @@ def test_every_cell_is_asked_or_listed():
     missing = {(name, api) for name, feature in FEATURES.items() for api in APIS if api not in feature.fields}
     assert missing == set(ABSENT)
     assert all(reason for *_, reason in ABSENT.values())
-    assert {api for api in APIS if api not in SWITCH} == set(NO_EFFORT)
+
+
+@rows("dialect", "deepseek", "deepseek, thinking")
+@rows("api", *APIS)
+def test_a_request_turns_deepseeks_reasoning_on_and_off(dialects, dialect, api):
+    model, http = dialects[dialect]
+    endpoint = APIS[api]
+    for fields, thinks in (({}, dialect == "deepseek, thinking"), *SWITCHES[api]):
+        model.wish(THOUGHT, (PARIS,))
+        asked = {**endpoint.question(QUESTION), **fields}
+        whole = ask(http, endpoint, asked)
+        assert whole.choices == [Said(THOUGHT if thinks else "", PARIS, [], "stop")], fields
+        assert ask_streamed(http, endpoint, asked) == whole
+    effort = {"messages": {"output_config": {"effort": "huge"}}, "chat": {"reasoning_effort": "huge"}}
+    assert "effort" in refusal(http, endpoint, effort.get(api, {"reasoning": {"effort": "huge"}}))
 
 
 WEATHER_QUESTION = "What is the weather in Rome?"
@@ -236,7 +261,7 @@ def bundled(bundled_url):
 def check_bundled(http, name, api):
     """The right answer, streamed and whole. The last bits of log-probabilities differ: the second prompt is cached."""
     feature, endpoint, (question, is_right) = FEATURES[name], APIS[api], KNOWN[name]
-    fields = (EFFORT if name == "reasoning" else feature.fields).get(api)
+    fields = feature.fields.get(api)
     if fields is None:
         return
     asked = {**endpoint.question(question), "temperature": 0, **fields}

@@ -141,21 +141,34 @@ def test_answers_of_every_layer_have_a_request_id(tokenizer):
 
 @rows(
     "text, keys",
-    ("one\n\n# comment\n  two  \n", ("flag", "one", "two")),
-    ("one", ("flag", "one")),
+    ("one\n\n# comment\n  two  \n", ["flag", "one", "two"]),
+    ("one", ["flag", "one"]),
 )
 def test_a_file_adds_keys(text, keys, tmp_path):
     file = tmp_path / "keys"
     file.write_text(text)
     values = {"model": "openai/gpt-oss-20b", "api_key": "flag", "api_key_file": file}
-    assert cli.make_configs(SETTINGS, values)[0].api_keys == keys
+    assert [key.text for key in cli.make_configs(SETTINGS, values)[0].api_keys] == keys
     del values["api_key"]
-    assert cli.make_configs(SETTINGS, values)[0].api_keys == keys[1:]
+    assert [key.text for key in cli.make_configs(SETTINGS, values)[0].api_keys] == keys[1:]
+
+
+def test_keys_may_have_limits_of_their_own(tmp_path):
+    file = tmp_path / "keys"
+    file.write_text("one\ntwo  tokens_per_minute=60 max_requests=4\nthree max_requests=none\n")
+    values = {"model": "openai/gpt-oss-20b", "api_key_file": file, "max_requests_per_key": 2}
+    keys = cli.make_configs(SETTINGS, values)[0].api_keys
+    limits = [(key.text, key.max_requests, key.tokens_per_minute) for key in keys]
+    assert limits == [("one", 2, None), ("two", 4, 60), ("three", None, None)]
 
 
 @rows(
     "settings, error",
-    ({"api_key": "a,,b"}, "api_key is empty"),
+    ({"api_key": "a,,b"}, "api_key 2 is empty"),
+    ({"api_key": "a,b max_requests=0"}, "api_key 2 holds a space: only max_requests=N"),
+    ({"api_key": "a max_requests=2 max_requests=3"}, "api_key holds a space: .* once"),
+    ({"api_key": "two words"}, "api_key holds a space"),
+    ({"admin_key": "a max_requests=2"}, "admin_key is empty or holds spaces"),
     ({"api_key": "a,b,a"}, "api_key holds a key twice"),
     ({"admin_key": ""}, "admin_key is empty"),
     ({"api_key": "a,b", "admin_key": "b"}, "admin_key is one of the keys"),
@@ -184,7 +197,8 @@ class Clock:
 
 
 def limits_of(clock=None, memory=None, **settings):
-    return KeyLimits(ServerConfig(api_key="one,two", **settings), memory or own_memory(2), clock or Clock())
+    config = ServerConfig(**{"api_key": "one,two", **settings})
+    return KeyLimits(config, memory or own_memory(len(config.api_keys)), clock or Clock())
 
 
 def spend(limits, num_tokens, key=0):
@@ -252,9 +266,22 @@ def test_places_are_counted_by_answers_and_given_back():
     assert caught.value.status == 400
 
 
+def test_each_key_has_the_limits_that_stand_behind_it():
+    clock = Clock()
+    keys = "one,two max_requests=3 tokens_per_minute=30,three max_requests=none"
+    limits = limits_of(clock, api_key=keys, max_requests_per_key=1)
+    with ExitStack() as stack:
+        for key, num_answers in ((0, 1), (1, 3), (2, 50)):
+            stack.enter_context(limits.admitted(key, num_answers, lambda: 45))
+        assert [is_refused(limits, key) for key in (0, 1, 2)] == [True, True, False]
+    assert [is_refused(limits, key) for key in (0, 1, 2)] == [False, True, False]
+    clock.now_s += 31  # half a token flows back a second
+    assert not is_refused(limits, 1)
+
+
 def test_limits_hold_for_all_http_processes_together(tokenizer):
     """Two processes share a key's two places; a third answer gets a 429, a key of another client its places."""
-    settings = {"api_key": "one,two", "max_requests_per_key": 2, "api_workers": 2}
+    settings = {"api_key": "one max_requests=2,two", "api_workers": 2}
     engine = FakeEngine(script=lambda _request: [5] * 200, delay_s=0.02)
     with two_processes(engine, tokenizer, settings) as (service, apps), ExitStack() as stack:
         streams = []
@@ -355,9 +382,9 @@ def test_a_process_that_dies_gives_its_keys_places_back():
 def test_processes_share_limits_and_serve_https(tmp_path):
     """Real processes: the tokens that a key has used at one are used at the other, too."""
     file = tmp_path / "keys"
-    file.write_text("one\ntwo\n")
-    argv = ("--api-workers", "2", "--api-key-file", str(file), "--tokens-per-minute-per-key", "20")
-    with start(tmp_path, "slow", *argv, "--ssl-certfile", str(CERTIFICATE)) as service, ExitStack() as stack:
+    file.write_text("one tokens_per_minute=20\ntwo\n")
+    argv = ("--api-workers", "2", "--api-key-file", str(file), "--ssl-certfile", str(CERTIFICATE))
+    with start(tmp_path, "slow", *argv) as service, ExitStack() as stack:
         wait_until(lambda: "ready at https://" in service.out, 60)
         url = re.search(r"ready at (https://\S+)/v1", service.out)[1]
         trusting = ssl.create_default_context(cafile=CERTIFICATE)
