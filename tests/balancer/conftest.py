@@ -30,6 +30,6 @@ def note(request: pytest.FixtureRequest) -> Iterator[Note]:
     yield keep
     if request.config.getoption("--record") and request.session.testsfailed == failed:
         what = (
-            "what the end of a replica behind HAProxy costs clients: two replicas, 8 clients, every second one streams"
+            "what the end of one of two replicas behind HAProxy costs 8 clients, half of which stream"
         )
         record.write("balancer", record.environment() | {"note": what, "rows": rows})
