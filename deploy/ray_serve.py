@@ -16,7 +16,7 @@ import subprocess
 import threading
 from collections.abc import AsyncIterator
 from contextlib import suppress
-from typing import IO
+from typing import IO, cast
 
 import aiohttp
 from pydantic import BaseModel, ConfigDict
@@ -35,7 +35,7 @@ _log = logging.getLogger("ray.serve")
 
 
 class Options(BaseModel):
-    """What `serve run` takes as NAME=VALUE. With `max_replicas`, Ray adds and removes replicas by requests in flight."""
+    """What `serve run` takes as NAME=VALUE. With `max_replicas`, Ray adds and removes replicas by running requests."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -70,14 +70,14 @@ class Replica:
         self._drain_s = options.drain_timeout
         self._http: aiohttp.ClientSession | None = None
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert self._process.stdout is not None
-        self._address = _address_at_ready(self._process.stdout)
+        lines = cast(IO[str], self._process.stdout)
+        self._address = _address_at_ready(lines)
         if self._address is None:
             raise RuntimeError(
                 f"moe-serve ended with status {self._process.wait()} before it was ready; its log says why"
             )
         # The service may write more, and must not wait for a reader.
-        threading.Thread(target=self._process.stdout.read, daemon=True).start()
+        threading.Thread(target=lines.read, daemon=True).start()
 
     async def __call__(self, request: Request) -> Response:
         """Pass a request through, and its answer: streams as they come. 503 if the service ends before it answers."""

@@ -29,7 +29,5 @@ def note(request: pytest.FixtureRequest) -> Iterator[Note]:
     failed = request.session.testsfailed
     yield keep
     if request.config.getoption("--record") and request.session.testsfailed == failed:
-        what = (
-            "what the end of one of two replicas behind HAProxy costs 8 clients, half of which stream"
-        )
+        what = "what the end of one of two replicas behind HAProxy costs 8 clients, half of which stream"
         record.write("balancer", record.environment() | {"note": what, "rows": rows})

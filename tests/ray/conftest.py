@@ -8,30 +8,36 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import httpx2
 import pytest
 
 from tests.server.conftest import wait_until
-from tests.server.service_process import ROOT, free_port, has_ended, health
+from tests.server.service_process import ROOT, free_port, has_ended
 
 BIN = ROOT / ".venv-ray" / "bin"
 
 
 class Cluster:
-    """Ray with the application of deploy/ray_serve.py; its HTTP is at `url`."""
+    """Ray with the application of deploy/ray_serve.py; its HTTP is at `url`. No other has a model of this `name`."""
 
-    def __init__(self, url: str) -> None:
-        self.url = url
+    def __init__(self, url: str, name: str) -> None:
+        self.url, self.name = url, name
 
     @property
     def services(self) -> list[int]:
         """Process ids of the services that the replicas run."""
-        return _processes("-m", "server", "--client-header")
+        return [int(path.parent.name) for path in Path("/proc").glob("[0-9]*/cmdline") if self._is_service(path)]
 
     @property
     def actors(self) -> list[int]:
-        """Process ids of Ray's replicas."""
-        return _processes("ray::ServeReplica")
+        """Process ids of Ray's replicas, the services' parents."""
+        return [int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) for pid in self.services]
+
+    def _is_service(self, cmdline: Path) -> bool:
+        try:
+            words = cmdline.read_bytes().decode(errors="replace").split("\0")
+        except OSError:
+            return False
+        return words[1:3] == ["-m", "server"] and self.name in words and not has_ended(int(cmdline.parent.name))
 
 
 @pytest.fixture(scope="module")
@@ -40,17 +46,17 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     if not (BIN / "serve").exists():
         pytest.fail(".venv-ray is missing: run `make ray`, which makes it")
     folder = tmp_path_factory.mktemp("ray")
-    url = f"http://127.0.0.1:{free_port()}"
-    with _application(folder, url):
-        cluster = Cluster(url)
-        with httpx2.Client(base_url=url, timeout=10, verify=False) as http:
-            wait_until(lambda: health(http) == 200, 240)
+    cluster = Cluster(f"http://127.0.0.1:{free_port()}", f"ray-{os.getpid()}")
+    with _application(folder, cluster):
+        status = [BIN / "serve", "status", "--name", "moe-serve"]
+        # RUNNING: with both replicas. Sessions would move when the second joins.
+        wait_until(lambda: b"status: RUNNING" in subprocess.run(status, capture_output=True, check=False).stdout, 240)
         yield cluster
     wait_until(lambda: not cluster.services, 60)
 
 
 @contextmanager
-def _application(folder: Path, url: str) -> Iterator[None]:
+def _application(folder: Path, cluster: Cluster) -> Iterator[None]:
     """`ray start` and `serve run`, as docs/deploy.md says."""
     environ = os.environ | {
         "PATH": f"{BIN}:{os.environ['PATH']}",
@@ -59,11 +65,11 @@ def _application(folder: Path, url: str) -> Iterator[None]:
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ADDRESS": "local",
     }
-    options = [f"command={sys.executable} -m server", "flags=--num-threads 1 --max-num-seqs 16", "gpus=0", "cpus=0"]
+    flags = f"--num-threads 1 --max-num-seqs 16 --served-model-name {cluster.name}"
+    arguments = {"command": f"{sys.executable} -m server", "flags": flags, "gpus": 0, "cpus": 0, "replicas": 2}
     config = folder / "serve.yaml"
-    arguments = dict(option.split("=", 1) for option in options) | {"replicas": 2}
     config.write_text(
-        f"http_options: {{host: 127.0.0.1, port: {url.rpartition(':')[2]}}}\n"
+        f"http_options: {{host: 127.0.0.1, port: {cluster.url.rpartition(':')[2]}}}\n"
         f"applications:\n- {{name: moe-serve, import_path: 'deploy.ray_serve:app', args: {arguments!r}}}\n"
     )
     with (folder / "log").open("w") as log:
@@ -76,15 +82,3 @@ def _application(folder: Path, url: str) -> Iterator[None]:
         finally:
             process.send_signal(signal.SIGINT)
             process.wait(120)
-
-
-def _processes(*words: str) -> list[int]:
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            line = path.read_bytes().decode(errors="replace").replace("\0", " ")
-        except OSError:
-            continue
-        if all(word in line for word in words) and "setpriv" not in line and not has_ended(int(path.parent.name)):
-            found.append(int(path.parent.name))
-    return found

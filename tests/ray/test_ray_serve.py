@@ -12,7 +12,7 @@ from collections.abc import Callable
 import httpx2
 import pytest
 
-from tests.balancer.load import CUT, DONE, EVENT, LOST, WHOLE, Load
+from tests.balancer.load import Load
 from tests.ray.conftest import Cluster
 from tests.server.conftest import wait_until
 
