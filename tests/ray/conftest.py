@@ -43,39 +43,33 @@ class Cluster:
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Ready; it and all that it started are gone at the end."""
-    if not (BIN / "serve").exists():
+    if not (BIN / "python").exists():
         pytest.fail(".venv-ray is missing: run `make ray`, which makes it")
     folder = tmp_path_factory.mktemp("ray")
     cluster = Cluster(f"http://127.0.0.1:{free_port()}", f"ray-{os.getpid()}")
-    with _application(folder, cluster):
-        status = [BIN / "serve", "status", "--name", "moe-serve"]
-        # RUNNING: with both replicas. Sessions would move when the second joins.
-        wait_until(lambda: b"status: RUNNING" in subprocess.run(status, capture_output=True, check=False).stdout, 240)
+    with _application(folder, cluster) as process:
+
+        def is_ready() -> bool:
+            """With both replicas: sessions would move when the second joins."""
+            assert process.poll() is None, "Ray Serve has ended"
+            return "Application 'moe-serve' is ready" in (folder / "log").read_text()
+
+        wait_until(is_ready, 300)
         yield cluster
     wait_until(lambda: not cluster.services, 60)
 
 
 @contextmanager
-def _application(folder: Path, cluster: Cluster) -> Iterator[None]:
-    """`ray start` and `serve run`, as docs/deploy.md says."""
-    environ = os.environ | {
-        "PATH": f"{BIN}:{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_ADDRESS": "local",
-    }
+def _application(folder: Path, cluster: Cluster) -> Iterator[subprocess.Popen]:
+    """The driver's process; it ends Ray when it ends."""
+    environ = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
     flags = f"--num-threads 1 --max-num-seqs 16 --served-model-name {cluster.name}"
-    arguments = {"command": f"{sys.executable} -m server", "flags": flags, "gpus": 0, "cpus": 0, "replicas": 2}
-    config = folder / "serve.yaml"
-    config.write_text(
-        f"http_options: {{host: 127.0.0.1, port: {cluster.url.rpartition(':')[2]}}}\n"
-        f"applications:\n- {{name: moe-serve, import_path: 'deploy.ray_serve:app', args: {arguments!r}}}\n"
-    )
+    options = [f"command={sys.executable} -m server", f"flags={flags}", "gpus=0", "cpus=0", "replicas=2"]
+    command = [BIN / "python", "-m", "tests.ray.driver", cluster.url.rpartition(":")[2], *options]
     with (folder / "log").open("w") as log:
-        process = subprocess.Popen(["serve", "run", str(config)], env=environ, cwd=ROOT, stdout=log, stderr=log)
+        process = subprocess.Popen(command, env=environ, cwd=ROOT, stdout=log, stderr=log)
         try:
-            yield
+            yield process
         except BaseException:
             print((folder / "log").read_text()[-5000:])
             raise
