@@ -21,7 +21,7 @@ from server.tally import OwnTally
 
 ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "deploy"
-FILES = sorted(path for path in DEPLOY.rglob("*") if path.is_file()) + [ROOT / "compose.yaml"]
+FILES = [*sorted(path for path in DEPLOY.rglob("*") if path.is_file()), ROOT / "compose.yaml"]
 SETTINGS = all_settings()
 LWS = {"$(LWS_GROUP_SIZE)": "2", "$(LWS_WORKER_INDEX)": "1", "$(LWS_LEADER_ADDRESS)": "moe-serve-0.moe-serve"}
 FLAGS_OF_OTHERS = {"--help", "--profile", "--pdeathsig"}  # of all, docker compose, setpriv

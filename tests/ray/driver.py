@@ -1,4 +1,4 @@
-"""Runs the application of deploy/ray_serve.py in a Ray of its own, as `serve run` does, on a port and without a dashboard.
+"""Runs the application of deploy/ray_serve.py in a Ray of its own, as `serve run` does, without a dashboard.
 
 `python -m tests.ray.driver PORT NAME=VALUE...`, in Ray's environment.
 """
