@@ -10,10 +10,12 @@ without that header are spread over all. Ray starts a replica anew whose process
 import asyncio
 import json
 import logging
+import os
 import shlex
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import IO, cast
@@ -27,6 +29,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 _DRAIN_S = 25.0  # the default of --drain-timeout
 _LEFT_TO_EXIT_S = 10.0
+_LAST_WORDS_S = 1.0  # for the error events of streams
 _HOP_BY_HOP = {"connection", "keep-alive", "transfer-encoding", "upgrade", "te", "trailer", "proxy-connection"}
 _OURS = {"host", "content-length", "expect", "x-forwarded-for"}
 _SET_BY_RAY = {"date", "server"}
@@ -68,6 +71,7 @@ class Replica:
         ]
         command += ["--drain-timeout", str(options.drain_timeout)]
         self._drain_s = options.drain_timeout
+        self._is_ending = False
         self._http: aiohttp.ClientSession | None = None
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         lines = cast(IO[str], self._process.stdout)
@@ -78,6 +82,7 @@ class Replica:
             )
         # The service may write more, and must not wait for a reader.
         threading.Thread(target=lines.read, daemon=True).start()
+        threading.Thread(target=self._end_with_service, daemon=True).start()
 
     async def __call__(self, request: Request) -> Response:
         """Pass a request through, and its answer: streams as they come. 503 if the service ends before it answers."""
@@ -108,10 +113,19 @@ class Replica:
 
     async def __del__(self) -> None:
         """Ray calls this when it takes the replica away, and no request runs any more."""
+        self._is_ending = True
         self._process.send_signal(signal.SIGTERM)
         with suppress(subprocess.TimeoutExpired):
             await asyncio.to_thread(self._process.wait, self._drain_s + _LEFT_TO_EXIT_S)
         self._process.kill()
+
+    def _end_with_service(self) -> None:
+        """End this actor soon after its service: Ray's proxies then choose others at once, not after failed checks."""
+        status = self._process.wait()
+        if not self._is_ending:
+            _log.error("moe-serve has ended with status %d; so does this replica", status)
+            time.sleep(_LAST_WORDS_S)
+            os._exit(1)
 
     def _session(self) -> aiohttp.ClientSession:
         """Made at the first use, on the loop that uses it."""

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import httpx2
 import pytest
 
-from tests.balancer.load import Load
+from tests.balancer.load import CUT, LOST, Load
 from tests.ray.conftest import Cluster
 from tests.server.conftest import wait_until
 
@@ -58,7 +58,7 @@ def test_errors_and_keys_pass_through(cluster: Cluster) -> None:
 
 
 def kill_service(cluster: Cluster) -> None:
-    """The service of one replica dies; its actor lives."""
+    """The service of one replica dies, and its actor ends a second later."""
     os.kill(cluster.services[0], signal.SIGKILL)
 
 
@@ -67,14 +67,43 @@ def kill_actor(cluster: Cluster) -> None:
     os.kill(cluster.actors[0], signal.SIGKILL)
 
 
+def wait_until_replaced(cluster: Cluster, before: set[int], num_new: int) -> None:
+    """Return when so many services are new, and there are two."""
+    wait_until(lambda: len(cluster.services) == 2 and len(set(cluster.services) - before) == num_new, 120)
+
+
 @pytest.mark.parametrize("fault", [kill_service, kill_actor], ids=lambda each: each.__name__)
 def test_a_replica_that_dies_is_replaced(cluster: Cluster, fault: Callable[[Cluster], None]) -> None:
-    wait_until(lambda: len(cluster.services) == 2, 60)
+    """Requests on it fail, and those of the next second; all others are answered, by the other replica."""
     before = set(cluster.services)
     with Load(cluster.url, NUM_CLIENTS) as load:
         wait_until(lambda: load.num_ended > 2 * NUM_CLIENTS, 60)
         fault(cluster)
-        wait_until(lambda: len(set(cluster.services) - before) == 1 and len(cluster.services) == 2, 120)
+        time.sleep(10)
+        lost = load.ends[LOST]
+        wait_until_replaced(cluster, before, 1)
         ended = load.num_ended
         wait_until(lambda: load.num_ended > ended + 4 * NUM_CLIENTS, 60)
-    print(json.dumps({"fault": fault.__name__, **load.ends}), load.why[:5])
+    print(json.dumps({"fault": fault.__name__, **load.ends}), load.why[-1:])
+    assert load.ends[LOST] == lost, "a request was lost while the other replica served"
+    assert load.ends[CUT] <= NUM_CLIENTS
+    if fault is kill_actor:
+        assert lost <= NUM_CLIENTS
+    else:
+        assert load.ends[CUT] == 0, load.why
+        assert all("unavailable" in why for why in load.why if why.startswith(LOST)), load.why
+
+
+def test_a_stream_whose_service_dies_ends_with_an_error_event(cluster: Cluster) -> None:
+    before = set(cluster.services)
+    body = {"prompt": PROMPT, "max_tokens": 400, "ignore_eos": True, "stream": True}
+    text = ""
+    with client(cluster) as http, http.stream("POST", "/v1/completions", json=body) as answer:
+        for part in answer.iter_text():
+            if not text:
+                for pid in before:
+                    os.kill(pid, signal.SIGKILL)
+            text += part
+    last = json.loads(text.strip().rpartition("data: ")[2])
+    assert last["error"]["code"] == "unavailable"
+    wait_until_replaced(cluster, before, 2)
