@@ -7,6 +7,7 @@ answers `{"lint": [message], "charts": [[document] or error], "manifests": [faul
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import helm_python
 import kubernetes_validate
@@ -16,7 +17,7 @@ CHART = Path(__file__).resolve().parents[2] / "deploy" / "helm" / "moe-serve"
 VERSIONS = ("1.30", "1.37")  # Chart.yaml's oldest, and the newest that the package knows
 
 
-def render(values):
+def render(values: dict[str, Any]) -> list[dict[str, Any]] | str:
     """Documents; or the error, as text."""
     try:
         with helm_python.Chart.load(str(CHART)) as chart:
@@ -27,7 +28,7 @@ def render(values):
         return str(error)
 
 
-def fault(document):
+def fault(document: dict[str, Any]) -> str | None:
     """Why Kubernetes would refuse it, by its schemas without unknown fields; None if it would not."""
     for version in VERSIONS:
         try:
