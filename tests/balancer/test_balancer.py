@@ -1,10 +1,11 @@
 """Two replicas of the real service behind HAProxy with `deploy/haproxy.cfg`, under load: what their end costs clients.
 
-`make balancer` runs it; it needs HAProxy (Debian's package `haproxy`).
+`make balancer` runs it; it needs HAProxy (Debian's package `haproxy`). With `ARGS=--record` it writes
+`benchmarks/results/balancer.json`.
 """
 
-import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -15,6 +16,7 @@ from pathlib import Path
 import httpx2
 import pytest
 
+from tests.balancer.conftest import Note
 from tests.balancer.load import CUT, DONE, EVENT, LOST, WHOLE, Load
 from tests.server.conftest import wait_until
 from tests.server.service_process import ServiceProcess, free_port, has_ended, health, start_bundled
@@ -22,6 +24,8 @@ from tests.server.service_process import ServiceProcess, free_port, has_ended, h
 pytestmark = [pytest.mark.balancer, pytest.mark.timeout(600)]
 CONFIG = Path(__file__).parents[2] / "deploy" / "haproxy.cfg"
 NUM_CLIENTS = 8
+# `.../RETRIES QUEUES "POST`; + stands for a retry on another replica
+RETRIED = re.compile(r"/\+?[1-9]\d* \d+/\d+ \"POST")
 
 
 class Replicas:
@@ -34,9 +38,10 @@ class Replicas:
         for service in self.services:
             assert service.url
         self.url = f"http://127.0.0.1:{free_port()}"
+        self._log = folder / "haproxy.log"
         names = {"LISTEN": self.url.removeprefix("http://")}
         names |= {f"REPLICA_{i + 1}": f"127.0.0.1:{port}" for i, port in enumerate(self.ports)}
-        log = stack.enter_context((folder / "haproxy.log").open("w"))
+        log = stack.enter_context(self._log.open("w"))
         self.balancer = subprocess.Popen(["haproxy", "-db", "-f", CONFIG], env=os.environ | names, stdout=log)
         stack.callback(self.balancer.wait)
         stack.callback(self.balancer.terminate)
@@ -60,6 +65,10 @@ class Replicas:
         with self.services[index].http() as http:
             stats = http.get("/health/ready").json()["stats"]  # None until the engine has published some
             return 0 if stats is None else stats[f"num_{kind}_tokens"]
+
+    def num_retried(self) -> int:
+        """Requests that the balancer has sent again so far."""
+        return len(RETRIED.findall(self._log.read_text()))
 
     def wait_for_traffic(self, index: int) -> None:
         """Return when the balancer has sent a replica something."""
@@ -112,16 +121,17 @@ def kill_all(replicas: Replicas) -> None:
     ids=lambda each: getattr(each, "__name__", None),
 )
 def test_no_request_is_lost_that_had_not_begun_to_stream(
-    replicas: Replicas, fault: Callable[[Replicas], None], broken: set[str]
+    replicas: Replicas, note: Note, fault: Callable[[Replicas], None], broken: set[str]
 ) -> None:
     """`broken`: how streams that had begun on the replica may end."""
+    retried = replicas.num_retried()
     with Load(replicas.url, NUM_CLIENTS) as load:
         for index in (0, 1):
             replicas.wait_for_traffic(index)
         fault(replicas)
         ended = load.num_ended
         wait_until(lambda: load.num_ended > ended + 2 * NUM_CLIENTS, 60)
-    print(json.dumps({"fault": fault.__name__, **load.ends}))
+    note(fault.__name__, load, replicas.num_retried() - retried)
     assert load.ends[LOST] == 0, load.why
     assert set(load.ends) <= {WHOLE, DONE} | broken, load.why
     assert load.ends[EVENT] + load.ends[CUT] <= NUM_CLIENTS, load.why
@@ -129,15 +139,16 @@ def test_no_request_is_lost_that_had_not_begun_to_stream(
     assert load.ends[DONE] > NUM_CLIENTS
 
 
-def test_a_drain_that_takes_too_long_ends_streams_with_an_event(replicas: Replicas) -> None:
+def test_a_drain_that_takes_too_long_ends_streams_with_an_event(replicas: Replicas, note: Note) -> None:
     replicas.services[0].signal(signal.SIGTERM)
     assert replicas.services[0].process.wait(60) == 0
     replicas.restart(0, "--drain-timeout", "0.2")
+    retried = replicas.num_retried()
     with Load(replicas.url, NUM_CLIENTS, max_tokens=400) as load:
         replicas.wait_for_traffic(0)
         replicas.services[0].signal(signal.SIGTERM)
         assert replicas.services[0].process.wait(60) == 0
-    print(json.dumps({"fault": "drain, timeout 0.2 s", **load.ends}))
+    note("drain, timeout 0.2 s", load, replicas.num_retried() - retried)
     replicas.restart(0)
     assert load.ends[LOST] == load.ends[CUT] == 0, load.why
     assert 0 < load.ends[EVENT] <= NUM_CLIENTS, load.why

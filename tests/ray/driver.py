@@ -1,0 +1,17 @@
+"""Runs the application of deploy/ray_serve.py in a Ray of its own, as `serve run` does, without a dashboard.
+
+`python -m tests.ray.driver PORT NAME=VALUE...`, in Ray's environment.
+"""
+
+import sys
+
+import ray
+from ray import serve
+
+from deploy.ray_serve import Options, app
+
+if __name__ == "__main__":
+    ray.init(num_cpus=1, include_dashboard=False)
+    serve.start(http_options={"host": "127.0.0.1", "port": int(sys.argv[1])})
+    options = Options.model_validate(dict(word.split("=", 1) for word in sys.argv[2:]))
+    serve.run(app(options), name="moe-serve", blocking=True)
