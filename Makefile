@@ -5,6 +5,7 @@
 # `make api-workers` runs the suites of the HTTP side with two HTTP processes, of which `make test` runs a pick too.
 # `make browser` uses the page at / in a headless Chromium, which the system must have.
 # `make balancer` ends replicas behind HAProxy, which the system must have, under load.
+# `make boards` has a real Prometheus, which the system must have, ask all that deploy/grafana.json asks.
 # `make clients` runs popular clients, which uv installs into environments of their own, against the real service.
 # `make pages` writes the pages of docs/ that are made from code and records; `make docs` builds the site.
 # PORT=, ARGS=, EXTRAS= and PIP_ARGS= pass through: `make serve PORT=9000 EXTRAS=gpu ARGS="--max-num-seqs 8"`.
@@ -26,7 +27,7 @@ SERVE   = $(VENV)/.serve$(EXTRAS:%=-%)
 API_WORKER_TESTS = $(patsubst %,tests/server/test_%.py,api_workers asker chat client_requests completions cors disconnect \
 	errors http11 large_bodies life operations protocol queue_speed stall start)
 
-.PHONY: serve test test-cpus kernels ranks evals api-workers browser balancer clients soak check pins pages docs bench
+.PHONY: serve test test-cpus kernels ranks evals api-workers browser balancer boards clients soak check pins pages docs bench
 serve: $(SERVE)
 	$(VENV)/bin/moe-serve --port $(PORT) $(ARGS)
 
@@ -57,6 +58,9 @@ browser: $(BROWSER)/.installed
 
 balancer: $(VENV)/.dev
 	$(VENV)/bin/python -m pytest -m balancer tests/balancer $(ARGS)
+
+boards: $(VENV)/.dev
+	$(VENV)/bin/python -m pytest -m boards tests/boards $(ARGS)
 
 soak: $(VENV)/.dev
 	$(VENV)/bin/python -m tests.soak $(ARGS)
