@@ -7,6 +7,7 @@
 # `make balancer` ends replicas behind HAProxy, which the system must have, under load.
 # `make manifests` has Helm, Kubernetes' schemas, systemd and Prometheus check deploy/; `make ray` runs replicas under Ray
 # Serve. uv installs Helm and Ray into environments of their own.
+# `make boards` has a real Prometheus, which the system must have, ask all that deploy/grafana.json asks.
 # `make clients` runs popular clients, which uv installs into environments of their own, against the real service.
 # `make pages` writes the pages of docs/ that are made from code and records; `make docs` builds the site.
 # PORT=, ARGS=, EXTRAS= and PIP_ARGS= pass through: `make serve PORT=9000 EXTRAS=gpu ARGS="--max-num-seqs 8"`.
@@ -28,7 +29,7 @@ SERVE   = $(VENV)/.serve$(EXTRAS:%=-%)
 API_WORKER_TESTS = $(patsubst %,tests/server/test_%.py,api_workers asker chat client_requests completions cors disconnect \
 	errors http11 large_bodies life operations protocol queue_speed stall start)
 
-.PHONY: serve test test-cpus kernels ranks evals api-workers browser balancer manifests ray clients soak check pins pages docs bench
+.PHONY: serve test test-cpus kernels ranks evals api-workers browser balancer boards manifests ray clients soak check pins pages docs bench
 serve: $(SERVE)
 	$(VENV)/bin/moe-serve --port $(PORT) $(ARGS)
 
@@ -62,6 +63,9 @@ balancer: $(VENV)/.dev
 
 manifests ray: %: .venv-%/.installed
 	$(VENV)/bin/python -m pytest -m $@ tests/$@ $(ARGS)
+
+boards: $(VENV)/.dev
+	$(VENV)/bin/python -m pytest -m boards tests/boards $(ARGS)
 
 soak: $(VENV)/.dev
 	$(VENV)/bin/python -m tests.soak $(ARGS)

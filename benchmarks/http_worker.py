@@ -53,7 +53,7 @@ class PacedCore:
         return outputs
 
     def stats(self) -> EngineStats:
-        counts = dict.fromkeys(EngineStats.__struct_fields__, 0)
+        counts = dict.fromkeys((name for name in EngineStats.__struct_fields__ if name.startswith("num_")), 0)
         return EngineStats(**counts | {"num_running": len(self._left), "num_generated_tokens": self._num_generated})
 
     def expert_load(self) -> None:

@@ -21,6 +21,7 @@ from engine.ranked_executor import make_executor
 from engine.runner import Model, RowResult
 from engine.scheduler import Scheduler
 from engine.sequence import Chunk, LogitMask, Sequence
+from engine.step_sizes import StepSizes
 from engine.thinking import ThinkingLimit, both
 from engine.types import EngineInfo, EngineOutput, EngineRequest, EngineStats, ExpertLoad, FinishReason, TokenLogprobs
 from engine.validate import RequestLimits, check_request, overloaded_output, refusal_output
@@ -93,6 +94,8 @@ class EngineCore:
         self._early_outputs: list[EngineOutput] = []  # refusals and aborts, handed out by the next step
         self._num_steps = 0
         self._num_generated = 0
+        self._num_not_finite = 0
+        self._step_sizes = StepSizes()
         self.info: EngineInfo = loaded.make_info(config, load_seconds=time.monotonic() - start_s)
 
     @property
@@ -119,6 +122,9 @@ class EngineCore:
             num_generated_tokens=self._num_generated,
             num_cached_tokens=scheduler.num_cached_tokens,
             num_preemptions=scheduler.num_preemptions,
+            num_not_finite=self._num_not_finite,
+            num_step_tokens=self._step_sizes.num_tokens,
+            step_sizes=self._step_sizes.counts.copy(),
         )
 
     def describe(self) -> str:
@@ -202,7 +208,9 @@ class EngineCore:
             self._executor.rest()
             return None
         launched = self._executor.launch(chunks)
-        self._num_steps += launched is not None
+        if launched is not None:
+            self._num_steps += 1
+            self._step_sizes.note(sum([chunk.num_tokens for chunk in chunks]))
         return launched
 
     def _schedule(self, max_prompt_tokens: int | None = None) -> list[Chunk]:
@@ -295,6 +303,7 @@ class EngineCore:
         seq = chunk.seq
         if row is None or not row.is_finite:
             self._scheduler.remove(seq.request_id)
+            self._num_not_finite += row is not None and seq.grammar is None  # a grammar may have barred all tokens
             error = _INTERNAL_ERROR if row is None else _NOT_FINITE if seq.grammar is None else _NO_TOKEN
             return _make_output(seq, finish_reason="error", error=error)
         self._scheduler.commit(chunk)

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from engine.messages import EXIT_FAILED, Beat, Failed
 from engine.process import describe_exit
-from engine.types import EngineStats
+from engine.types import EngineStats, sum_stats
 
 TICK_S = 0.2
 _SETTLE_TICKS = 3
@@ -38,10 +38,7 @@ class RankWatch:
 
     def stats(self) -> EngineStats | None:
         """The sums over the ranks that schedule; None before the first beat of a loaded one."""
-        names = EngineStats.__struct_fields__
-        if not self._stats:
-            return None
-        return EngineStats(**{name: sum(getattr(each, name) for each in self._stats.values()) for name in names})
+        return sum_stats(self._stats.values()) if self._stats else None
 
     def on_beat(self, beat: Beat) -> None:
         """A rank's heartbeat."""

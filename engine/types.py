@@ -1,5 +1,6 @@
 """Types exchanged between the HTTP process and the engine process. Token ids only; no text, no tensors."""
 
+from collections.abc import Iterable
 from typing import Literal
 
 import msgspec
@@ -101,6 +102,19 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_cached_tokens: int
     num_preemptions: int
     num_kernels_compiled_after_ready: int = 0  # filled in by the process, not by the step loop
+    num_not_finite: int = 0  # requests that ended because their logits were not finite
+    num_step_tokens: int = 0  # tokens that all steps computed, prompt and answer together
+    step_sizes: list[int] = []  # steps by their tokens, in the buckets of `engine.step_sizes`
+
+
+def sum_stats(stats: Iterable[EngineStats]) -> EngineStats:
+    """The sums over ranks that schedule; at least one."""
+    every = list(stats)
+    names = (name for name in EngineStats.__struct_fields__ if name != "step_sizes")
+    sums = {name: sum(getattr(each, name) for each in every) for name in names}
+    return EngineStats(
+        **sums, step_sizes=[sum(counts) for counts in zip(*(each.step_sizes for each in every), strict=True)]
+    )
 
 
 class ExpertLoad(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,7 +10,7 @@ from server.config import ServerConfig
 from server.context import Gate, ServerContext
 from server.convert import Converter, Tokenizer
 from server.cors import Cors
-from server.errors import ApiError, BadRequest
+from server.errors import ApiError, BadRequest, TooManyRequests
 from server.key_limits import KeyLimits
 from server.keys import Keyring
 from server.lanes import Lanes
@@ -87,6 +87,8 @@ def _trace_maker(config: ServerConfig) -> MakeTrace | None:
 async def _on_api_error(request: Request, error: Exception) -> Response:
     if not isinstance(error, ApiError):
         raise error
+    if isinstance(error, TooManyRequests):
+        request.app.state.context.metrics.refused.inc(error.what)
     return error_response(error, request.scope)
 
 

@@ -17,7 +17,10 @@ Exception
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
+
+Exhausted = Literal["queue", "bodies", "key"]
+"""What a client can be refused for: places at the engine, places of large bodies, or what its key may use."""
 
 
 class ApiError(Exception):
@@ -112,12 +115,16 @@ class BodyTooLarge(ApiError):
 
 
 class TooManyRequests(ApiError):
-    """The bounded queue is full, or a key has used what it may; `retry_after_s` is when to ask again."""
+    """The bounded queue is full, or a key has used what it may; `retry_after_s` is when to ask again.
+
+    `what` has run out; metrics have it as a label.
+    """
 
     status = 429
     type = "rate_limit_error"
     code = "queue_full"
     retry_after_s = 1
+    what: Exhausted = "queue"
 
     @property
     def headers(self) -> Mapping[str, str]:

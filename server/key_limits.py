@@ -116,4 +116,5 @@ def _has_limits(key: ClientKey) -> bool:
 def _limited(message: str, wait_s: int) -> TooManyRequests:
     error = TooManyRequests(f"{message}; try again in {wait_s} s", code="rate_limit_exceeded")
     error.retry_after_s = wait_s
+    error.what = "key"
     return error

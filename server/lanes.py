@@ -142,7 +142,9 @@ class Lane:
         return True
 
     def _too_many(self) -> TooManyRequests:
-        return TooManyRequests(f"{self._max_waiting} large requests wait to be read: try again later")
+        error = TooManyRequests(f"{self._max_waiting} large requests wait to be read: try again later")
+        error.what = "bodies"
+        return error
 
 
 class ClientLane:

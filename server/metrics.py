@@ -1,12 +1,16 @@
 """Prometheus metrics of the service, in a registry of its own. Labels: served names, routes, the model's MoE layers."""
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
+from typing import get_args
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from engine.step_sizes import STEP_TOKENS
 from engine.types import EngineInfo, EngineStats, ExpertLoad
+from server.errors import Exhausted
 from server.expert_metrics import ExpertCollector
 from server.series import Counter, Histogram, families
 from server.stall import StallReason, StallWatch
@@ -19,7 +23,15 @@ _STEP_SECONDS = (
 )  # fmt: skip
 _TOKENS = (1, 8, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 _PREFIX = "moe_serve"
-_COMPILED = "Kernels that were compiled, or loaded compiled from disk, while requests could wait for them"
+_ENGINE_GAUGES = ("num_running", "num_waiting", "num_pages_used", "num_pages_total")
+_ENGINE_NAMES = {
+    "num_kernels_compiled_after_ready": (
+        "kernels_compiled_after_ready",
+        "Kernels that were compiled, or loaded compiled from disk, while requests could wait for them",
+    ),
+    "num_not_finite": ("engine_not_finite", "Requests that ended because their logits were not finite"),
+    "num_pages_total": ("engine_pages", "KV pages, used or free"),  # _total is for counters
+}
 
 
 class Metrics:
@@ -52,6 +64,9 @@ class Metrics:
         self.undeclared_calls = counter(
             "undeclared_tool_calls", "Calls to functions that the request did not offer, answered as text", "model"
         )
+        self.refused = counter("refused", "Requests refused with a 429, by what had run out", "what")
+        for what in get_args(Exhausted):
+            self.refused.inc(what, by=0)  # alerts on a rate need the first value
         self.ignored_keys = counter("ignored_keys", "Unknown keys in messages, tool calls and tools of requests")
         self.first_token_seconds = histogram("time_to_first_token_seconds", "From the request to its first token")
         self.request_seconds = histogram("request_seconds", "From the request to its end")
@@ -67,7 +82,7 @@ class Metrics:
         metrics = [each for each in vars(self).values() if isinstance(each, Counter | Histogram)]
         collectors: list[Collector] = [_HttpCollector(metrics, tally), _EngineCollector(engine_stats)]
         if vllm_model is not None:
-            collectors.append(VllmNames(tuple(collectors), vllm_model))
+            collectors.append(VllmNames(tuple(collectors), vllm_model, engine_info))
         collectors += [_InfoCollector(engine_info), ExpertCollector(_PREFIX, expert_load)]
         if stall is not None:
             collectors.append(_StallCollector(stall))
@@ -104,14 +119,22 @@ class _EngineCollector(Collector):
         if stats is None:
             return
         for name in EngineStats.__struct_fields__:
-            value = getattr(stats, name)
-            label = name.removeprefix("num_")
-            if name == "num_kernels_compiled_after_ready":
-                yield CounterMetricFamily(f"{_PREFIX}_{label}", _COMPILED, value)
-            elif label in ("running", "waiting", "pages_used", "pages_total"):
-                yield GaugeMetricFamily(f"{_PREFIX}_engine_{label}", f"Engine: {label.replace('_', ' ')}", value)
-            else:
-                yield CounterMetricFamily(f"{_PREFIX}_engine_{label}", f"Engine: {label.replace('_', ' ')}", value)
+            if name in ("step_sizes", "num_step_tokens"):  # the histogram below
+                continue
+            name_shown, words = _ENGINE_NAMES.get(name, (f"engine_{name.removeprefix('num_')}", None))
+            kind = GaugeMetricFamily if name in _ENGINE_GAUGES else CounterMetricFamily
+            words = words or f"Engine: {name.removeprefix('num_').replace('_', ' ')}"
+            yield kind(f"{_PREFIX}_{name_shown}", words, getattr(stats, name))
+        yield from _step_sizes(stats)
+
+
+def _step_sizes(stats: EngineStats) -> Iterable[Metric]:
+    if not stats.step_sizes:
+        return
+    family = HistogramMetricFamily(f"{_PREFIX}_engine_step_tokens", "Tokens of prompt and answer that a step computed")
+    bounds = [*map(repr, map(float, STEP_TOKENS)), "+Inf"]
+    family.add_metric([], list(zip(bounds, accumulate(stats.step_sizes), strict=False)), stats.num_step_tokens)
+    yield family
 
 
 class _StallCollector(Collector):

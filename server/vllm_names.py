@@ -3,11 +3,13 @@
 Metrics of things that this service does not do, such as speculative decoding, have no counterpart.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
+
+from engine.types import EngineInfo
 
 PREFIX = "vllm:"
 
@@ -17,6 +19,8 @@ OURS: dict[str, str] = {
     "prefix_cache_queries": "moe_serve_engine_prompt_tokens",
     "prefix_cache_hits": "moe_serve_engine_cached_tokens",
     "num_preemptions": "moe_serve_engine_preemptions",
+    "iteration_tokens_total": "moe_serve_engine_step_tokens",
+    "corrupted_requests": "moe_serve_engine_not_finite",
     "prompt_tokens": "moe_serve_engine_prompt_tokens",
     "generation_tokens": "moe_serve_engine_generated_tokens",
     "request_success": "moe_serve_choices_finished",
@@ -32,17 +36,21 @@ OURS: dict[str, str] = {
     "request_generation_tokens": "moe_serve_request_generated_tokens",
     "request_params_max_tokens": "moe_serve_request_max_tokens",
 }
-"""vLLM's name without its prefix, and ours. `kv_cache_usage_perc` is computed from two of ours."""
+"""vLLM's name without its prefix, and ours. The others are computed: KV use, refusals, and facts of the cache."""
 
 _LABELS = {"model": "model_name", "reason": "finished_reason"}
-_USED, _TOTAL = "moe_serve_engine_pages_used", "moe_serve_engine_pages_total"
+_REFUSED, _QUEUE_FULL = "moe_serve_refused", "max_num_queued_reqs"  # vLLM's reason for what we call "queue"
+_USED, _TOTAL = "moe_serve_engine_pages_used", "moe_serve_engine_pages"
 
 
 class VllmNames(Collector):
     """Shows what `collectors` collect. Numbers of the engine as a whole carry the name `model`."""
 
-    def __init__(self, collectors: Sequence[Collector], model: str) -> None:
+    def __init__(
+        self, collectors: Sequence[Collector], model: str, engine_info: Callable[[], EngineInfo | None]
+    ) -> None:
         self._collectors = collectors
+        self._engine_info = engine_info
         self._labels = {"model_name": model, "engine": "0"}
 
     def collect(self) -> Iterable[Metric]:
@@ -57,6 +65,30 @@ class VllmNames(Collector):
             share = GaugeMetricFamily(name, "Share of the KV pages in use", labels=list(self._labels))
             share.add_metric(list(self._labels.values()), used / total if total else 0.0)
             yield share
+        if _REFUSED in families:
+            yield self._rejections(families[_REFUSED])
+        info = self._engine_info()
+        if info is not None:
+            yield self._cache_config(info)
+
+    def _rejections(self, refused: Metric) -> Metric:
+        """Requests that found the queue full; what keys may not is none of vLLM's reasons."""
+        text = "Requests refused because the queue was full"
+        family = CounterMetricFamily(f"{PREFIX}admission_rejections", text, labels=[*self._labels, "reason"])
+        num_refused = sum(
+            each.value
+            for each in refused.samples
+            if each.labels.get("what") in ("queue", "bodies") and each.name.endswith("_total")
+        )
+        family.add_metric([*self._labels.values(), _QUEUE_FULL], num_refused)
+        return family
+
+    def _cache_config(self, info: EngineInfo) -> Metric:
+        """Always 1; balancers that count cached blocks read its labels."""
+        labels = {"engine": "0", "block_size": str(info.page_size), "num_gpu_blocks": str(info.num_pages)}
+        family = GaugeMetricFamily(f"{PREFIX}cache_config_info", "Facts of the KV cache", labels=list(labels))
+        family.add_metric(list(labels.values()), 1.0)
+        return family
 
     def _renamed(self, family: Metric, name: str) -> Metric:
         renamed = Metric(name, family.documentation, family.type)

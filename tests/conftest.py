@@ -48,7 +48,8 @@ def bundled_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Address, without /v1, of the real service with the bundled model; at the end it must end well."""
     from tests.server.service_process import start_bundled  # not for all tests: it imports a web framework
 
-    with start_bundled(tmp_path_factory.mktemp("service"), "--max-num-seqs", "16", "--access-log") as service:
+    flags = ("--max-num-seqs", "16", "--access-log", "--expert-load")
+    with start_bundled(tmp_path_factory.mktemp("service"), *flags) as service:
         yield service.url
         service.signal(signal.SIGTERM)
         assert service.process.wait(20) == 0

@@ -8,12 +8,14 @@ from typing import Any
 
 from engine.config import EngineConfig
 from server import streams
+from server.config import ServerConfig
+from server.doctor import service
 from server.doctor.finding import Finding, is_well, render
 from server.doctor.gpus import gpu_findings, infiniband
 from server.doctor.machine import Machine
 from server.doctor.packages import examine_packages, nccl, nvshmem, package_findings
 from server.doctor.paths import path_findings
-from server.doctor.system import cache_findings, locked_memory, open_files, shared_memory
+from server.doctor.system import cache_findings, compiler, locked_memory, open_files, shared_memory
 from server.errors import SettingError
 from server.model_source import HubModel, locate_model
 from server.settings import Parser, Setting, given_values
@@ -52,7 +54,10 @@ def doctor(
     given = given_values(settings, f"{program} doctor", flags, machine.environ)
     values = {"tune_cache_dir": tune_cache, **given}
     model = locate_model(values.get("model"), values.get("revision"))
-    findings = examine(machine, _engine_config(values), downloads=isinstance(model, HubModel))
+    config = _engine_config(values)
+    findings = examine(machine, config, downloads=isinstance(model, HubModel), model=model)
+    defaults = {field.name: field.default for field in dataclasses.fields(ServerConfig)}
+    findings.insert(0, service.port(*(values.get(name, defaults[name]) for name in ("host", "port"))))
     if own.json:
         shown = {"well": is_well(findings), "findings": [dataclasses.asdict(each) for each in findings]}
         streams.say(json.dumps(shown, indent=1) + "\n")
@@ -69,17 +74,21 @@ def _engine_config(values: Mapping[str, Any]) -> EngineConfig:
         raise SettingError(str(error)) from error
 
 
-def examine(machine: Machine, config: EngineConfig, *, downloads: bool) -> list[Finding]:
-    """All findings. `downloads`: the model comes from the hub."""
+def examine(
+    machine: Machine, config: EngineConfig, *, downloads: bool, model: Path | HubModel | None = None
+) -> list[Finding]:
+    """All findings but that of the address. `downloads`: the model comes from the hub. Without a model, none of it."""
     packages = examine_packages(machine)
     torch = packages["torch"]
     has_gpu = config.device != "cpu" and bool(torch.facts.get("num_gpus"))
     return [
+        *([] if model is None else [service.model(model, config, torch)]),
         *gpu_findings(machine, config, torch),
         *package_findings(packages, config),
         nvshmem(machine, config),
         nccl(torch, config),
         infiniband(machine, config),
+        compiler(machine, has_gpu=has_gpu),
         open_files(machine),
         locked_memory(machine, config),
         shared_memory(machine, config),

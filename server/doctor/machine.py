@@ -47,6 +47,10 @@ class Machine:
         """Files and folders below the root that match, sorted."""
         return sorted(self.root.glob(pattern))
 
+    def has_program(self, name: str) -> bool:
+        """Whether the environment's PATH has a program."""
+        return shutil.which(name, path=self.environ.get("PATH", os.defpath)) is not None
+
     def run(self, program: str, *arguments: str) -> Outcome | None:
         """Run a program of the environment's PATH, or one given with its folder; None if there is none."""
         found = shutil.which(program, path=self.environ.get("PATH", os.defpath))

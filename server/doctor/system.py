@@ -2,6 +2,7 @@
 
 import os
 import re
+import sysconfig
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,6 +15,23 @@ _GIB = 1 << 30
 _FEW_FILES, _ENOUGH_FILES = 128, 4096  # each connection takes one, the engine and its libraries some dozens
 _SHM_BYTES = 1 * _GIB  # Docker's own 64 MiB are too few for NCCL
 _CACHE_BYTES = 1 * _GIB
+
+
+def compiler(machine: Machine, *, has_gpu: bool) -> Finding:
+    """Triton compiles its launcher in C when a kernel is first launched; the service cannot use a GPU without."""
+    if not has_gpu:
+        return ok("C compiler", "not needed without a GPU")
+    way_out = "apt install gcc libc6-dev python3-dev, or what your system calls them"
+    asked = machine.environ.get("CC")
+    found = next((name for name in ([asked] if asked else ["gcc", "clang"]) if machine.has_program(name)), None)
+    if found is None:
+        text = f"CC names {asked}, which is not on the PATH" if asked else "neither gcc nor clang is on the PATH"
+        return Finding(topic="C compiler", level=Level.PROBLEM, text=f"{text}, and Triton needs one", way_out=way_out)
+    headers = sysconfig.get_paths()["include"]
+    if machine.read(f"{headers.lstrip('/')}/Python.h") is None:
+        text = f"there is no Python.h in {headers}, and Triton needs it"
+        return Finding(topic="C compiler", level=Level.PROBLEM, text=text, way_out=way_out)
+    return ok("C compiler", f"{found}, and Python's headers")
 
 
 def open_files(machine: Machine) -> Finding:

@@ -75,8 +75,8 @@ class FakeEngine:
 
     @property
     def stats(self) -> EngineStats:
-        names = EngineStats.__struct_fields__
-        return EngineStats(**{name: 0 for name in names} | {"num_running": len(self.running)})
+        names = (name for name in EngineStats.__struct_fields__ if name.startswith("num_"))
+        return EngineStats(**{name: 0 for name in names} | {"num_running": len(self.running), "step_sizes": [0] * 14})
 
     def submit(self, request: EngineRequest, deliver: Callable[[EngineOutput], None]) -> None:
         try:

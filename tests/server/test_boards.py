@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from engine.types import EngineOutput
 from server import vllm_names
-from tests.server.conftest import ANSWER, MODEL, FakeEngine, serve
+from tests.server.conftest import ANSWER, MODEL, FakeEngine, serve, wait_until
 
 BOARD = json.loads((Path(__file__).resolve().parents[2] / "deploy" / "grafana.json").read_text())
 VARIABLES = {"$model", "$__rate_interval", "$__range"}
@@ -27,6 +27,7 @@ VLLM = [
     "request_queue_time_seconds_bucket", "request_prefill_time_seconds_bucket",
     "request_decode_time_seconds_bucket", "request_inference_time_seconds_bucket",
     "request_prompt_tokens_bucket", "request_generation_tokens_bucket", "request_params_max_tokens_bucket",
+    "iteration_tokens_total_bucket", "admission_rejections_total", "corrupted_requests_total",
 ]  # fmt: skip
 
 
@@ -46,6 +47,7 @@ def scrape(bundled_url):
     with httpx2.Client(base_url=bundled_url, timeout=60) as http:
         for fields in ({}, {"stream": True}, {"n": 2}):
             assert http.post("/v1/chat/completions", json=body | fields).status_code == 200
+        wait_until(lambda: "moe_serve_expert_tokens_total" in http.get("/metrics").text)  # sent once it is idle
         return samples_of(http.get("/metrics").text)
 
 
@@ -159,15 +161,46 @@ def test_vllms_names_are_shown_only_if_asked_for(engine, tokenizer):
     assert found["moe_serve_request_seconds_count"][0][1] == 2
 
 
-def test_the_share_of_pages_in_use(tokenizer):
+def test_numbers_of_the_engine_under_vllms_names(tokenizer):
     class Half(FakeEngine):
         @property
         def stats(self):
-            return msgspec.structs.replace(super().stats, num_pages_used=30, num_pages_total=60)
+            return msgspec.structs.replace(
+                super().stats, num_pages_used=30, num_pages_total=60, num_not_finite=2, num_step_tokens=11,
+                step_sizes=[1, 2] + [0] * 12,
+            )  # fmt: skip
 
     with serve(Half(), tokenizer, metrics_names="vllm") as service, service.http() as http:
         found = samples_of(http.get("/metrics").text)
-    assert found["vllm:kv_cache_usage_perc"] == [({"model_name": MODEL, "engine": "0"}, 0.5)]
+    labels = {"model_name": MODEL, "engine": "0"}
+    assert found["vllm:kv_cache_usage_perc"] == [(labels, 0.5)]
+    assert found["vllm:corrupted_requests_total"] == [(labels, 2)]
+    buckets = [(each["le"], value) for each, value in found["vllm:iteration_tokens_total_bucket"]]
+    assert buckets[:3] + buckets[-1:] == [("1.0", 1), ("8.0", 3), ("16.0", 3), ("+Inf", 3)]
+    assert found["vllm:iteration_tokens_total_sum"] == [(labels, 11)]
+    assert found["vllm:cache_config_info"] == [({"engine": "0", "block_size": "16", "num_gpu_blocks": "100"}, 1)]
+
+
+def test_refusals_are_counted_by_what_had_run_out(engine, tokenizer):
+    def refusing(_request, _num_tokens):
+        return {"finish_reason": "error", "error": "full", "overloaded": True}
+
+    keys = {"api_key": "k", "max_requests_per_key": 1, "metrics_names": "vllm"}
+    for settings, last, statuses, what in (
+        ({"metrics_names": "vllm"}, refusing, [429, 429], "queue"),
+        (keys | {"tokens_per_minute_per_key": 1}, engine.last, [200, 429], "key"),
+    ):
+        refuser = FakeEngine(script=engine.script if what == "key" else lambda _request: [5], last=last)
+        with serve(refuser, tokenizer, **settings) as service, service.http() as http:
+            http.headers["authorization"] = "Bearer k"
+            for status in statuses:
+                body = {"messages": [{"role": "user", "content": "Hi"}], "stream": True}
+                assert http.post("/v1/chat/completions", json=body).status_code == status
+            found = samples_of(http.get("/metrics").text)
+        counts = {labels["what"]: value for labels, value in found["moe_serve_refused_total"]}
+        assert counts == {"queue": 0, "bodies": 0, "key": 0} | {what: statuses.count(429)}
+        [(labels, value)] = found["vllm:admission_rejections_total"]
+        assert (labels["reason"], value) == ("max_num_queued_reqs", counts["queue"])
 
 
 def test_outputs_without_times_are_as_small_as_before():

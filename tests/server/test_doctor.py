@@ -1,6 +1,9 @@
 """`moe-serve doctor` on machines that lack something: each lack has its line, its level and its way out."""
 
 import json
+import shutil
+import socket
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -9,10 +12,12 @@ from engine.config import EngineConfig
 from moe.config import MoeA2ABackend
 from moe.packages import SOURCES, TRANSPORT_PACKAGES
 from server import cli
+from server.doctor import service
 from server.doctor.command import doctor, examine
 from server.doctor.finding import Level, is_well, render
 from server.doctor.machine import Machine
-from server.doctor.packages import examine_packages
+from server.doctor.packages import Package, examine_packages
+from tests.server.conftest import ASSETS
 from tests.tables import rows
 
 GIB = 1 << 30
@@ -32,6 +37,7 @@ def init():
 version = SimpleNamespace(cuda={built!r}, hip=None)
 cuda = SimpleNamespace(init=init, device_count=lambda: 2, nccl=SimpleNamespace(version=lambda: {nccl}))
 """
+HEADER = sysconfig.get_paths()["include"].lstrip("/") + "/Python.h"
 PORT = "sys/class/infiniband/mlx5_0/ports/1"
 
 
@@ -53,6 +59,9 @@ class World:
         self.write(f"{PORT}/state", "4: ACTIVE")
         self.write(f"{PORT}/rate", "400 Gb/sec (4X NDR)")
         self.limit("Max open files", "65536")
+        self.write("bin/gcc", "")
+        (self.root / "bin/gcc").chmod(0o755)
+        self.write(HEADER, "")
         self.smi()
         self.torch()
         for name in SOURCES:
@@ -170,6 +179,9 @@ def no_driver(world):
      "/nowhere, which is no folder", "name the folder"),
     (lambda w: w.remove(f"{PORT}/state"), HOSTS, "warning", "InfiniBand", "no active port on mlx5_0", "ibstat"),
     (lambda w: w.remove("dev/infiniband/uverbs0"), HOSTS, "warning", "InfiniBand", "/dev/infiniband", "--device"),
+    (lambda w: w.environ.update(CC="nowhere-cc"), {}, "problem", "C compiler", "CC names nowhere-cc", "apt"),
+    (lambda w: w.environ.update(PATH=f"{w.root}/packages"), CUDA, "problem", "C compiler", "neither gcc nor", "apt"),
+    (lambda w: w.remove(HEADER), {}, "problem", "C compiler", "no Python.h", "python3-dev"),
     (lambda w: w.limit("Max open files", "1024"), {}, "warning", "open files", "only 1024", "ulimit -n"),
     (lambda w: w.limit("Max open files", "64"), {}, "problem", "open files", "only 64", "ulimit -n"),
     (lambda w: w.limit("Max locked memory", "65536"), HOSTS | {"moe_a2a_backend": "deepep"}, "warning",
@@ -247,7 +259,7 @@ def test_every_transport_names_its_package():
 def test_the_command_prints_lines_or_json_and_its_status_says_whether_all_is_well(tmp_path, capsys):
     world = World(tmp_path)
     settings = cli.all_settings()
-    assert doctor([], "moe-serve", settings, world.machine, None) == 0
+    assert doctor(["--port", "0"], "moe-serve", settings, world.machine, None) == 0
     text = capsys.readouterr().out
     assert "ok       driver" in text
     world.lose("torch")
@@ -257,6 +269,50 @@ def test_the_command_prints_lines_or_json_and_its_status_says_whether_all_is_wel
     [torch] = [each for each in shown["findings"] if each["topic"] == "torch"]
     assert torch["level"] == "problem"
     assert torch["way_out"].startswith("pip install torch")
+
+
+@pytest.mark.parametrize("is_taken", [False, True])
+def test_a_port_that_is_taken_is_found(is_taken):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        number = taken.getsockname()[1]
+        if not is_taken:
+            taken.close()
+        found = service.port("127.0.0.1", number)
+    words = ("cannot listen on", "stop what uses it") if is_taken else (f"127.0.0.1:{number} is free", "")
+    assert (found.level is Level.PROBLEM, words[0] in found.text, words[1] in found.way_out) == (is_taken, True, True)
+
+
+def test_an_address_of_another_machine_is_found():
+    found = service.port("198.51.100.7", 0)
+    assert (found.level, "cannot listen on 198.51.100.7:0" in found.text) == (Level.PROBLEM, True)
+
+
+def truncate(folder):
+    with (folder / "model.safetensors").open("r+b") as file:
+        file.truncate(file.seek(0, 2) - 1000)
+
+
+def rename_architecture(folder):
+    config = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(config.replace("GptOssForCausalLM", "LlamaForCausalLM"))
+
+
+@rows(
+    "broken, words",
+    (lambda folder: None, None),
+    (lambda folder: (folder / "tokenizer.json").unlink(), "is not a checkpoint: it has no tokenizer.json"),
+    (lambda folder: (folder / "model.safetensors").unlink(), "no safetensors files here"),
+    (truncate, "the file is truncated"),
+    (rename_architecture, "architecture 'LlamaForCausalLM' is unknown"),
+    (lambda folder: (folder / "config.json").write_text("{"), "config.json: cannot be read as JSON"),
+)
+def test_a_broken_checkpoint_is_found_without_reading_weights(tmp_path, broken, words):
+    folder = shutil.copytree(ASSETS, tmp_path / "model", dirs_exist_ok=True)
+    broken(folder)
+    torch = Package(name="torch", version="2", facts={})
+    found = service.model(folder, EngineConfig(model=folder), torch)
+    assert (found.level is Level.PROBLEM, words is None or words in found.text) == (words is not None, True), found
+    shutil.rmtree(folder)
 
 
 def test_a_line_holds_level_topic_text_and_way_out(tmp_path):

@@ -197,7 +197,7 @@ def test_metrics_count(service, harmony):
         assert value(http, series) == before + len(harmony(ANSWER))
         assert value(http, f'moe_serve_choices_finished_total{{model="{MODEL}",reason="stop"}}') >= 1
         assert value(http, 'moe_serve_http_responses_total{route="/v1/chat/completions",status="200"}') >= 1
-        assert value(http, "moe_serve_engine_pages_total") == 0
+        assert value(http, "moe_serve_engine_pages") == 0
         assert value(http, "moe_serve_engine_kv_tokens") == 1600
 
 
