@@ -286,6 +286,8 @@ def _arrived_bf16(dispatched: DeepepLlDispatchOutput) -> torch.Tensor:
     x = dispatched.hidden_states
     if x.dtype != torch.bfloat16 or dispatched.hidden_states_scale is not None:
         raise MoeConfigError(f"{NAME}: the dispatch sent {x.dtype}, but the layer was prepared for bfloat16 tokens")
+    if x.stride(-1) != 1:
+        raise MoeConfigError(f"{NAME}: each of the tokens [E, M, H] must be contiguous, got strides {x.stride()}")
     return x.contiguous()  # a copy where the transport padded the columns: the quantizer takes no pitch
 
 

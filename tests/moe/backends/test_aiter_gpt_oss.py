@@ -74,15 +74,17 @@ def config_of(experts: ExpertWeights) -> Any:
     return several_ranks.layer_config(experts, torch.bfloat16, activation=GPT_OSS)
 
 
-def test_behind_deepep(monkeypatch: pytest.MonkeyPatch) -> None:
+@rows("hidden", 2048, 256)
+def test_behind_deepep(monkeypatch: pytest.MonkeyPatch, hidden: int) -> None:
+    """Low latency sends the smaller one padded to 2048 columns."""
     install_aiter(monkeypatch, wide=True)
     install_deepep(monkeypatch, wide=True)
-    experts = experts_of(hidden=2048, inter=32)
-    inputs = several_ranks.rank_inputs([5, 4], 2048, torch.bfloat16)
+    experts = experts_of(hidden=hidden, inter=32)
+    inputs = several_ranks.rank_inputs([5, 4], hidden, torch.bfloat16)
     for mode in (DeepepMode.NORMAL, DeepepMode.LOW_LATENCY):
         outputs = several_ranks.run_layer(
             experts, inputs, backend=MoeBackend.AITER, a2a=MoeA2ABackend.DEEPEP, formats=mode.dispatch_formats,
-            dispatcher_for=deepep_for(mode, 2048), dtype=torch.bfloat16, activation=GPT_OSS,
+            dispatcher_for=deepep_for(mode, hidden), dtype=torch.bfloat16, activation=GPT_OSS,
         )  # fmt: skip
         wants = [reference_moe(x, topk, experts, GPT_OSS) for x, topk in inputs]
         assert hostile.relative_error(torch.cat(outputs), torch.cat(wants)) < 1e-5
