@@ -68,7 +68,7 @@ def self_check(fault: str, model: str, device: str) -> str | None:
 
 
 def served(name: str, args: argparse.Namespace, folder: Path, sound: Scores | None) -> tuple[Scores, Run]:
-    """Scores and answers of a server with a fault, of `SOUND` or of `NOISE`; the sequences are the sound server's own."""
+    """Scores and answers of a server with a fault, of `SOUND` or of `NOISE`; sequences are the sound server's own."""
     flags = ["--port", "0", "--model", args.model, "--device", args.device, "--selfcheck", "off"]
     flags += NOISE[name][1] if name in NOISE else []
     fault = name if name in FAULTS else ""
