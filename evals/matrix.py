@@ -68,6 +68,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="auto", help="of the servers [auto]")
     parser.add_argument("--items", type=int, default=90, help="items of the tiny evals for each cell [90]")
     parser.add_argument("--questions", type=int, default=60, help="questions whose answers are scored [60]")
+    parser.add_argument(
+        "--fields", type=json.loads, default={}, metavar="JSON",
+        help='more fields of each eval request, such as {"reasoning_effort": "high"}',
+    )  # fmt: skip
     parser.add_argument("--limit-minutes", type=float, default=60.0, help="begin no other cell after so long [60]")
     parser.add_argument("--out", type=Path, default=Path("evals-out/matrix.json"), help="[evals-out/matrix.json]")
     parser.add_argument("--plot", type=Path, help="file for a picture of the table; needs matplotlib")
@@ -95,7 +99,7 @@ class Matrix:
     def __init__(self, args: argparse.Namespace) -> None:
         """Read what the file has. Raises ValueError if it was made with other settings."""
         self._args, self._path, self._folder = args, args.out, args.out.with_suffix("")
-        settings = {"device": args.device, "items": args.items, "questions": args.questions}
+        settings = {"device": args.device, "items": args.items, "questions": args.questions, "fields": args.fields}
         self.content: dict[str, Any] = {"eval": "matrix", "settings": settings, "cells": {}}
         if self._path.exists():
             self.content = json.loads(self._path.read_text(encoding="utf-8"))
@@ -142,10 +146,10 @@ class Matrix:
             first_scores = Scores.read(scores_path)
             sequences = first_scores.sequences
         scores = score(client, sequences, CONCURRENCY)
-        items = []
+        options, items = OPTIONS | self._args.fields, []
         for category, chosen in tiny.spread(tiny.load([], None), self._args.items).items():
-            items += tiny.evaluate(client, category, chosen, OPTIONS, CONCURRENCY)[0]
-        run = Run(eval="tiny", settings=OPTIONS, server={"cell": cell.name}, items=items)
+            items += tiny.evaluate(client, category, chosen, options, CONCURRENCY)[0]
+        run = Run(eval="tiny", settings=options, server={"cell": cell.name}, items=items)
         if is_reference:
             scores.write(scores_path)
             run.write(run_path)
