@@ -190,20 +190,25 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Draw KL divergence and right answers of the cells that ran. Raises ValueError if there is no matplotlib."""
+def figure_class() -> Any:
+    """Of matplotlib, which is none of our dependencies. Raises ValueError if it is not installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ValueError("--plot needs matplotlib: `pip install matplotlib`, or leave --plot out") from error
+    return Figure
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """Draw KL divergence and right answers of the cells that ran. Raises ValueError if there is no matplotlib."""
     ran = [row for row in rows if "figures" in row]
     names = [" ".join(str(row[name]) for name in ("model", "backend", "kv", "launch", "ranks")) for row in ran]
-    figure = Figure(figsize=(11, 1.2 + 0.35 * len(ran)), layout="constrained")
+    figure = figure_class()(figsize=(11, 1.2 + 0.35 * len(ran)), layout="constrained")
     divergence, right = figure.subplots(1, 2, sharey=True)
     divergence.barh(names, [max(1e-12, row["figures"]["kl_lower_bound"]["mean"]) for row in ran])
-    divergence.set(xscale="log", xlabel="KL divergence from the reference, at least, mean (nats)")
+    divergence.set(xscale="log", xlabel="KL from the reference, mean (nats)")
     right.barh(names, [100 * row["figures"]["right"] / row["figures"]["items"] for row in ran])
-    right.set(xlabel="right answers of the tiny evals, per cent", xlim=(0, 100))
+    right.set(xlabel="right answers, per cent", xlim=(0, 100))
     divergence.invert_yaxis()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
@@ -211,6 +216,8 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Exit status 0 if every cell is known: has figures, or the reason why it cannot run; 1 if time was over before."""
+    if args.plot:
+        figure_class()  # before hours of cells, not after
     matrix, end_s = Matrix(args), time.monotonic() + 60 * args.limit_minutes
     rows = []
     for cell in cells_of(args):
