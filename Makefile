@@ -1,7 +1,7 @@
 # Two commands do everything: `make serve` sets up and serves, `make test` sets up and tests, in JOBS processes.
 # What takes minutes has a target of its own, of which `make test` runs a short pick: `make kernels` (Triton kernels in the
 # interpreter, and compiled for every GPU), `make ranks` (models and engines of several processes), `make soak` (unruly clients for long) and
-# `make evals` (the bundled model answers all its questions).
+# `make evals` (the bundled model answers all its questions, and lm-eval, which uv installs for itself, asks it too).
 # `make api-workers` runs the suites of the HTTP side with two HTTP processes, of which `make test` runs a pick too.
 # `make browser` uses the page at / in a headless Chromium, which the system must have.
 # `make balancer` ends replicas behind HAProxy, which the system must have, under load.
@@ -16,6 +16,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 CLIENTS = .venv-clients
 BROWSER = .venv-browser
+LM_EVAL = .venv-lm-eval
 PORT   ?= 8000
 ARGS   ?=
 JOBS   ?= 3
@@ -36,7 +37,7 @@ serve: $(SERVE)
 test: $(VENV)/.dev
 	$(PYTEST) $(ARGS)
 
-evals: $(VENV)/.dev
+evals: $(LM_EVAL)/.installed
 	$(PYTEST) -m evals $(ARGS)
 
 # The services of these tests then have two HTTP processes: threads of the test, or processes where it starts some.
@@ -94,6 +95,11 @@ $(SERVE): pyproject.toml constraints.txt
 
 $(VENV)/.dev: pyproject.toml constraints.txt
 	$(call install,dev)
+	@touch $@
+
+$(LM_EVAL)/.installed: $(VENV)/.dev scripts/lm_eval_environment $(wildcard evals/environment/*)
+	@echo "Installing lm-eval into $(LM_EVAL); the first time this takes minutes"
+	PATH="$(abspath $(VENV))/bin:$$PATH" PYTHON="$(PYTHON)" scripts/lm_eval_environment
 	@touch $@
 
 $(CLIENTS)/.installed: $(VENV)/.dev scripts/clients $(wildcard tests/clients/pins/*)

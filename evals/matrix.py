@@ -68,6 +68,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="auto", help="of the servers [auto]")
     parser.add_argument("--items", type=int, default=90, help="items of the tiny evals for each cell [90]")
     parser.add_argument("--questions", type=int, default=60, help="questions whose answers are scored [60]")
+    parser.add_argument(
+        "--fields", type=json.loads, default={}, metavar="JSON",
+        help='more fields of each eval request, such as {"reasoning_effort": "high"}',
+    )  # fmt: skip
     parser.add_argument("--limit-minutes", type=float, default=60.0, help="begin no other cell after so long [60]")
     parser.add_argument("--out", type=Path, default=Path("evals-out/matrix.json"), help="[evals-out/matrix.json]")
     parser.add_argument("--plot", type=Path, help="file for a picture of the table; needs matplotlib")
@@ -95,7 +99,7 @@ class Matrix:
     def __init__(self, args: argparse.Namespace) -> None:
         """Read what the file has. Raises ValueError if it was made with other settings."""
         self._args, self._path, self._folder = args, args.out, args.out.with_suffix("")
-        settings = {"device": args.device, "items": args.items, "questions": args.questions}
+        settings = {"device": args.device, "items": args.items, "questions": args.questions, "fields": args.fields}
         self.content: dict[str, Any] = {"eval": "matrix", "settings": settings, "cells": {}}
         if self._path.exists():
             self.content = json.loads(self._path.read_text(encoding="utf-8"))
@@ -142,10 +146,10 @@ class Matrix:
             first_scores = Scores.read(scores_path)
             sequences = first_scores.sequences
         scores = score(client, sequences, CONCURRENCY)
-        items = []
+        options, items = OPTIONS | self._args.fields, []
         for category, chosen in tiny.spread(tiny.load([], None), self._args.items).items():
-            items += tiny.evaluate(client, category, chosen, OPTIONS, CONCURRENCY)[0]
-        run = Run(eval="tiny", settings=OPTIONS, server={"cell": cell.name}, items=items)
+            items += tiny.evaluate(client, category, chosen, options, CONCURRENCY)[0]
+        run = Run(eval="tiny", settings=options, server={"cell": cell.name}, items=items)
         if is_reference:
             scores.write(scores_path)
             run.write(run_path)
@@ -186,20 +190,25 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Draw KL divergence and right answers of the cells that ran. Raises ValueError if there is no matplotlib."""
+def figure_class() -> Any:
+    """Of matplotlib, which is none of our dependencies. Raises ValueError if it is not installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ValueError("--plot needs matplotlib: `pip install matplotlib`, or leave --plot out") from error
+    return Figure
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """Draw KL divergence and right answers of the cells that ran. Raises ValueError if there is no matplotlib."""
     ran = [row for row in rows if "figures" in row]
     names = [" ".join(str(row[name]) for name in ("model", "backend", "kv", "launch", "ranks")) for row in ran]
-    figure = Figure(figsize=(11, 1.2 + 0.35 * len(ran)), layout="constrained")
+    figure = figure_class()(figsize=(11, 1.2 + 0.35 * len(ran)), layout="constrained")
     divergence, right = figure.subplots(1, 2, sharey=True)
     divergence.barh(names, [max(1e-12, row["figures"]["kl_lower_bound"]["mean"]) for row in ran])
-    divergence.set(xscale="log", xlabel="KL divergence from the reference, at least, mean (nats)")
+    divergence.set(xscale="log", xlabel="KL from the reference, mean (nats)")
     right.barh(names, [100 * row["figures"]["right"] / row["figures"]["items"] for row in ran])
-    right.set(xlabel="right answers of the tiny evals, per cent", xlim=(0, 100))
+    right.set(xlabel="right answers, per cent", xlim=(0, 100))
     divergence.invert_yaxis()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
@@ -207,6 +216,8 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Exit status 0 if every cell is known: has figures, or the reason why it cannot run; 1 if time was over before."""
+    if args.plot:
+        figure_class()  # before hours of cells, not after
     matrix, end_s = Matrix(args), time.monotonic() + 60 * args.limit_minutes
     rows = []
     for cell in cells_of(args):

@@ -29,7 +29,7 @@ def run(tmp_path, capsys, *flags):
 
 
 def answers_of(layout):
-    top = {"a": -1.0, "b": -2.0 - 0.3 * (layout == "ep2")}
+    top = {"a": -1.0, "b": -2.0 - 0.3 * (layout == "ep2")}  # 0.135 and 0.1
     return {"first_tokens": [{"text": "a", "top": top}]}
 
 
@@ -56,7 +56,7 @@ def test_parts_are_resumed_and_those_that_differ_fail(tmp_path, capsys, monkeypa
     parts = report["parts"]
     assert report["not_run"] == []
     assert parts["tiny/tp2"]["error"] == "a rank did not start"
-    assert parts["tiny/ep2"]["logprob_difference"] == 0.3
+    assert parts["tiny/ep2"]["probability_difference"] == 0.0351
     assert not parts["tiny/ep2"]["same_as_one_rank"]
 
 

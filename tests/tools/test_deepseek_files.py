@@ -2,6 +2,8 @@
 
 import json
 import logging
+import re
+import stat
 from pathlib import Path
 
 import pytest
@@ -13,9 +15,14 @@ from loaders.checkpoint import Checkpoint
 from model.config import ModelSettings
 from model.registry import build_model
 from tests.model.paged import PagedCache, run
+from tools.tiny_models import checkpoint
+from tools.tiny_models.__main__ import main
 from tools.tiny_models.attend import DenseAttend
+from tools.tiny_models.checkpoint import Progress
+from tools.tiny_models.evaluate import shortfalls
 from tools.tiny_models.families.base import Weights, logits
 from tools.tiny_models.families.deepseek_v3 import export
+from tools.tiny_models.families.deepseek_v3.card import scores
 from tools.tiny_models.families.deepseek_v3.family import DeepseekV3Family
 
 LENGTH, CUT = 120, 30
@@ -110,6 +117,50 @@ def test_gate_and_up_share_their_scalars(folders: dict[str, Path]) -> None:
         for scalar in ("weight_scale_2", "input_scale"):
             gate, up = (source.tensor(f"{prefix}.{name}_proj.{scalar}") for name in ("gate", "up"))
             assert gate == up > 0
+
+
+def test_cards_hold_the_reports_figures_and_anyone_may_read_the_files(tmp_path: Path) -> None:
+    checkpoint.save(
+        tmp_path / "run", FAMILY.init_weights(0), {},
+        Progress(family="deepseek_v3", stage=3, steps=4321, tokens=1_500_000_000, runs=3),
+    )  # fmt: skip
+    results = {
+        f"{mode} {variant}": {"addition": 90.0 + number, "facts": 99.0}
+        for mode in FAMILY.dialect.modes
+        for number, variant in enumerate(FAMILY.variants)
+    }
+    (tmp_path / "blind.json").write_text(json.dumps({"split": "blind", "limit": 500, "results": results}))
+    command = ["export", "--family", "deepseek_v3", "--weights", str(tmp_path / "run"), "--out", str(tmp_path)]
+    assert main([*command, "--report", str(tmp_path / "blind.json")]) == 0
+    for kind, row in (
+        ("fp8", "| addition | 90.0 | 91.0 | 90.0 | 91.0 |"),
+        ("nvfp4", "| addition | 90.0 | 92.0 | 93.0 | 90.0 | 92.0 | 93.0 |"),
+    ):
+        folder = tmp_path / export.NAMES[kind]
+        card = (folder / "README.md").read_text()
+        assert row in card
+        assert "1.50 billion tokens in 4,321 steps and 3 runs" in card
+        stated = re.search(r"\| files \| (.*) MB \|", card)
+        assert stated
+        others = sum(path.stat().st_size for path in folder.iterdir() if path.name != "README.md")
+        assert float(stated[1]) == pytest.approx(others / 1e6, abs=0.005)
+        assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o644}
+    del results["direct w4a4"]
+    with pytest.raises(ValueError, match="the report has no direct w4a4"):
+        scores("nvfp4", {"results": results})
+
+
+def test_evaluation_names_what_misses_its_bar_and_what_quantization_costs() -> None:
+    results = {
+        "thinking master": {"addition": 96.0, "facts": 98.5, "units": 60.0},
+        "thinking fp8": {"addition": 95.5, "facts": 97.9, "units": 58.9},
+        "thinking w4a4": {"addition": 10.0, "facts": 10.0, "units": 10.0},
+        "direct fp8": {"addition": 50.0, "facts": 50.0, "units": 50.0},
+    }
+    assert shortfalls(results) == [
+        "thinking fp8: facts is 97.90, its bar 98",
+        "thinking fp8: units is 58.90, the master weights' 60.00",
+    ]
 
 
 @torch.no_grad()

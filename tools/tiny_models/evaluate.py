@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -99,6 +100,25 @@ def table(results: dict[str, dict[str, float]]) -> str:
     return "\n".join(lines)
 
 
+def shortfalls(results: dict[str, dict[str, float]]) -> list[str]:
+    """What misses a bar with thinking, and what lies more than a point below the master weights, in words.
+
+    Rounded activations (w4a4) are reported and not judged.
+    """
+    found = []
+    for name, scores in results.items():
+        mode, variant = name.split()
+        if variant == "w4a4":
+            continue
+        for category, score in scores.items():
+            if mode == "thinking" and score < BARS.get(category, 0.0):
+                found.append(f"{name}: {category} is {score:.2f}, its bar {BARS[category]:.0f}")
+            master = results.get(f"{mode} master", scores)[category]
+            if score < master - 1.0:
+                found.append(f"{name}: {category} is {score:.2f}, the master weights' {master:.2f}")
+    return found
+
+
 def main(args: argparse.Namespace) -> int:
     family = load_family(args.family)
     weights = {name: value.to(args.device) for name, value in checkpoint.load(args.weights)[0].items()}
@@ -118,7 +138,15 @@ def main(args: argparse.Namespace) -> int:
             results[f"{mode} {variant}"] = evaluate(family, family.variant(weights, variant), asked, show=shown)
             print(f"{time.time() - start:.0f} s: {mode} {variant} done", flush=True)
     print(table(results))
-    report = {"split": args.split, "limit": args.limit, "results": results, "seconds": round(time.time() - start, 1)}
+    missed = shortfalls(results)
+    print("\n".join(missed) or "every bar is met")
+    report: dict[str, Any] = {
+        "split": args.split,
+        "limit": args.limit,
+        "results": results,
+        "seconds": round(time.time() - start, 1),
+    }
+    report["shortfalls"] = missed
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(report, indent=1))

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +14,9 @@ from torch import Tensor
 
 from tools.tiny_models.attend import Attend
 from tools.tiny_models.dialect import Dialect
+
+if TYPE_CHECKING:
+    from tools.tiny_models.checkpoint import Progress
 
 Weights = dict[str, Tensor]
 Attends = Callable[[int], Attend]
@@ -110,6 +113,10 @@ class Family(ABC):
     @abstractmethod
     def export(self, weights: Weights, out: Path) -> list[Path]:
         """Writes the model folders below `out`."""
+
+    def card(self, folder: Path, weights: Weights, progress: Progress, report: dict[str, Any]) -> str:
+        """README.md of an exported folder. Raises ValueError where it is written by hand, or the report lacks some."""
+        raise ValueError(f"--report: the card of {folder.name} is written by hand")
 
     def read(self, folder: Path) -> Weights:
         """fp32 weights of an exported folder, rounded as they are. Raises ValueError where a family cannot do that."""

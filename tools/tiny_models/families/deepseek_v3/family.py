@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tools.tiny_models.attend import DenseAttend
+from tools.tiny_models.checkpoint import Progress
 from tools.tiny_models.families.base import (
     Attends,
     Family,
@@ -28,7 +29,7 @@ from tools.tiny_models.families.base import (
     layer_weights,
     rms_norm,
 )
-from tools.tiny_models.families.deepseek_v3 import export, model, quant
+from tools.tiny_models.families.deepseek_v3 import card, export, model, quant
 from tools.tiny_models.families.deepseek_v3.dialect import BOS, CONTROL, DIALECT, EOS, FILES, PAD, THINK
 from tools.tiny_models.stream import pack_rows
 
@@ -188,3 +189,8 @@ class DeepseekV3Family(Family):
         for kind, tensors in files.items():
             export.write_folder(out / export.NAMES[kind], kind, self.shape, tensors)
         return [out / export.NAMES[kind] for kind in files]
+
+    def card(self, folder: Path, weights: Weights, progress: Progress, report: dict[str, Any]) -> str:
+        kind = next(kind for kind, name in export.NAMES.items() if name == folder.name)
+        num_bytes = sum(path.stat().st_size for path in folder.iterdir() if path.name != "README.md")
+        return card.card(kind, self.shape, weights, num_bytes, progress, report)
