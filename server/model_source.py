@@ -6,7 +6,7 @@ from pathlib import Path
 
 from server.errors import SettingError
 
-BUNDLED_MODELS = ("tiny-gpt-oss",)
+BUNDLED_MODELS = ("tiny-gpt-oss", "tiny-deepseek-v3", "tiny-deepseek-v3-nvfp4")
 """The one list of the bundled models, folders in `assets`; the first one is served where --model is left out."""
 _HUB_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*/[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _SNAPSHOT = re.compile(r"models--(?P<name>[^/]+)/snapshots/[^/]+")

@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from engine.expert_file import FORMAT, record_of
+from engine.types import EngineStats
 from loaders.phases import StartProgress
 from server.context import ServerContext
 from server.openapi import FOR_OPERATORS, describe, describe_health, describe_text
@@ -42,10 +43,15 @@ async def ready(request: Request) -> Response:
         "load_error": context.engine.failure if info is None else None,
         "models": context.served_names,
         "engine": None if info is None else msgspec.to_builtins(info),
-        "stats": None if stats is None else msgspec.to_builtins(stats),
+        "stats": None if stats is None else _numbers(stats),
         **_start(context.engine.start_progress),
     }
     return json_response(details, 503 if reason else 200)
+
+
+def _numbers(stats: EngineStats) -> dict[str, int]:
+    """All but the histogram of step sizes, which `/metrics` shows."""
+    return {name: value for name, value in msgspec.to_builtins(stats).items() if name != "step_sizes"}
 
 
 def _start(progress: StartProgress | None) -> dict[str, Any]:

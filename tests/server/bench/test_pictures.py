@@ -104,4 +104,4 @@ def test_what_cannot_be_drawn_is_refused(pyplot, tmp_path, capsys, records, flag
 def test_a_missing_library_is_named(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(plot.importlib.util, "find_spec", lambda name: None)
     assert drawn(tmp_path, run_record(1, 1)) == 2
-    assert "needs matplotlib: pip install matplotlib, or 'moe-serve[bench]'" in capsys.readouterr().err
+    assert "needs matplotlib: pip install matplotlib" in capsys.readouterr().err

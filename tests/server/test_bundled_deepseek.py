@@ -1,0 +1,83 @@
+"""The real service with the bundled DeepSeek-V3 models: FP8 blocks and NVFP4, thinking and not, tools, a far memory."""
+
+import json
+
+import httpx2
+import openai
+import pytest
+
+from evals import tiny
+from evals.client import Client
+from tests.server.conftest import WEATHER
+from tests.server.service_process import start_bundled
+from tests.tables import rows
+
+MODELS = ("tiny-deepseek-v3", "tiny-deepseek-v3-nvfp4")
+THINKING = {"reasoning_effort": "high"}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def served(request, tmp_path_factory):
+    """(name, URL)"""
+    with start_bundled(tmp_path_factory.mktemp("service"), "--model", request.param) as service:
+        yield request.param, service.url
+
+
+@pytest.fixture
+def ask(served):
+    name, url = served
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+
+        def asked(*messages, **fields):
+            said = [{"role": role, "content": text} for role, text in messages]
+            return client.chat.completions.create(model=name, messages=said, temperature=0, **fields).choices[0]
+
+        yield asked
+
+
+def test_every_layer_takes_the_format_of_the_files(served):
+    name, url = served
+    engine = httpx2.get(f"{url}/health/ready").json()["engine"]
+    kind = "nvfp4" if "nvfp4" in name else "fp8_block"
+    assert engine["moe_paths"] == [f"layer {layer}: torch / none / {kind}" for layer in range(1, 5)]
+
+
+@rows(
+    "question, right",
+    ("What is the capital of France?", "Paris"),
+    ("What is 347 + 589?", "936"),
+    ("Sort these numbers: 45, 12, 78, 3", "3, 12, 45, 78"),
+)
+def test_it_answers_with_thinking_and_without(ask, question, right):
+    direct = ask(("user", question))
+    assert right in direct.message.content
+    assert direct.message.reasoning is None
+    thought = ask(("user", question), extra_body=THINKING)
+    assert right in thought.message.content
+    assert thought.message.reasoning
+
+
+@rows("fields", {}, THINKING)
+def test_it_calls_a_function(ask, fields):
+    choice = ask(("user", "What is the weather in Paris?"), tools=[WEATHER], extra_body=fields)
+    assert choice.finish_reason == "tool_calls"
+    [call] = choice.message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("get_weather", {"city": "Paris"})
+
+
+def test_it_remembers_what_was_said_thousands_of_tokens_ago(ask):
+    filler = [("user", "What is 347 + 589?"), ("assistant", "347 + 589 = 936.")] * 90
+    told = [("user", "My name is Anna."), ("assistant", "Nice to meet you, Anna.")]
+    choice = ask(*told, *filler, ("user", "What is my name?"))
+    assert "Anna" in choice.message.content
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.evals
+@rows("fields", {}, THINKING)
+def test_it_reaches_the_bars_of_its_card_over_http(served, fields):
+    name, url = served
+    client = Client(base_url=f"{url}/v1", model=name, timeout_s=300.0)
+    for category, items in tiny.load(["addition", "facts", "reversing", "memory", "tools"], 40).items():
+        done, _ = tiny.evaluate(client, category, items, {"temperature": 0, "max_tokens": 400} | fields, 8)
+        assert sum(item.score == 1 for item in done) >= 0.9 * len(done), category
