@@ -8,7 +8,9 @@ from engine.sequence import Sequence
 from tests.engine.fakes import in_both_orders
 from tests.engine.requests import request, run_all
 
-BOUNDED = {"_free", "_idle", "_references", "_kept", "_free_rows", "_page_of_key", "_key_of_page", "counts"}  # by pages, places, buckets
+BOUNDED = {  # by pages, places or buckets
+    "_free", "_idle", "_references", "_kept", "_free_rows", "_page_of_key", "_key_of_page", "counts",
+}  # fmt: skip
 
 
 def growing_containers(root):
