@@ -329,8 +329,8 @@ class DeepepDispatcher:
         known = accepted(self.buffer.raw.low_latency_dispatch, **options)
         if packs and known != options:
             raise UnsupportedPathError(
-                f"--moe-a2a-backend {self.buffer.transport}: the installed release cannot send power-of-two scales, which "
-                "deep_gemm needs on SM100; use deepep or nixl"
+                f"--moe-a2a-backend {self.buffer.transport}: the installed release cannot send power-of-two scales, "
+                "which deep_gemm needs on SM100; use deepep or nixl"
             )
         return {"use_fp8": True, **known}
 
