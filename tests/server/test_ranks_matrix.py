@@ -26,6 +26,7 @@ LAYOUTS = {
     "tp2-ep2 with replicas": (*TP2, *EP2, "--enable-eplb", "--eplb-interval", "8"),
     "tp4": ("--tensor-parallel-size", "4"),
     "tp4-ep4": ("--tensor-parallel-size", "4", *EP4),
+    "dp4-ep4 with replicas": ("--data-parallel-size", "4", *EP4, "--enable-eplb", "--eplb-interval", "8"),
     "dp4-ep4": ("--data-parallel-size", "4", *EP4),
     "tp2-dp2-ep4": (*TP2, *DP2, *EP4),
 }
