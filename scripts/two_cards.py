@@ -2,8 +2,9 @@
 
 Each part is one model in one layout: the service starts with all layers self-checked, answers as one rank does, is
 measured with several numbers of streams, and loses a rank by `kill -9`, after which it must end with status 1 and leave
-neither processes nor memory of the GPUs. Two parts come first. `sums` checks and times one-shot sums against NCCL's; if
-they are wrong, all services run without them. `exchange` times dispatch and combine of one layer.
+neither processes nor memory of the GPUs. One GPU runs alone, once plainly and once counting tokens by expert. Two parts
+come first. `sums` checks and times one-shot sums against NCCL's; if they are wrong, all services run without them.
+`exchange` times dispatch and combine of one layer.
 
     python scripts/two_cards.py --out /tmp/two --deepep-source /path/to/DeepEP
 
@@ -56,8 +57,9 @@ STREAMS_PER_PROCESS = 16  # of the client
 VOCAB_SIZE = 1024  # of random prompts: no model has fewer
 DP2 = ("--data-parallel-size", "2", "--expert-parallel-size", "2")
 LIMIT = ("--deepep-max-dispatch-tokens", "128", "--max-num-seqs", "128")
+ON_ONE = {"one": (), "one-counting": ("--expert-load",)}
 LAYOUTS: dict[str, tuple[str, ...]] = {
-    "one": (),
+    **ON_ONE,
     "tp2": ("--tensor-parallel-size", "2"),
     "tp2-nccl": ("--tensor-parallel-size", "2", WITHOUT_ONE_SHOT),
     "ep2": ("--tensor-parallel-size", "2", "--expert-parallel-size", "2"),
@@ -247,7 +249,7 @@ def run_part(out: Path, args: argparse.Namespace, model: str, layout: str, *, on
                            "--answers", str(folder / "answers.json"))  # fmt: skip
             row["right"] = sum(category["right"] for category in result["categories"].values())
         row["bench"] = [bench(url, folder, streams, args.answer_tokens) for streams in args.streams]
-        if layout != "one":
+        if layout not in ON_ONE:
             row |= kill_a_rank(server, memory_before)
     return row
 
