@@ -1,16 +1,18 @@
 """What more ranks add to a step apart from the model's collectives: sending the step, agreeing on it, following it.
 
-    python -m benchmarks.bench_ranks [--ranks 2,4] [--sequences 64] [--tokens 400] [--rounds 3] [--out FOLDER]
+    python -m benchmarks.bench_ranks [--ranks 2,4] [--sequences 64] [--tokens 400] [--rounds 3] [--seconds 20]
+                                   [--out FOLDER]
 
 The model computes nothing, but its ranks meet in two collectives a step. `period_us` is the time between steps of
 rank 0, `meeting_us` that of a collective to which all come at once, both medians. What more ranks add is their period
 less that of one rank and two collectives. `cpu_us` is the CPU time of rank 0's thread a step, which other work on the
 machine changes less; `added_cpu_us` is what it has more of than one rank. Each number is the median of the rounds, in
-which the layouts take turns. The last line is JSON.
+which the layouts take turns; a run that has not come to its tokens after `--seconds` is cut. The last line is JSON.
 """
 
 import argparse
 import asyncio
+import contextlib
 import itertools
 import json
 import statistics
@@ -30,7 +32,7 @@ from engine.types import EngineRequest, SamplingParams
 VOCAB_SIZE = 1000
 
 
-async def run(tp, dp, num_sequences, num_tokens):
+async def run(tp, dp, num_sequences, num_tokens, most_seconds):
     """The notes of rank 0 in a run in which every scheduler decodes `num_sequences` at once."""
     with tempfile.TemporaryDirectory() as folder:
         config = EngineConfig(
@@ -54,7 +56,9 @@ async def run(tp, dp, num_sequences, num_tokens):
             async for _ in client.generate(request):
                 pass
 
-        await asyncio.gather(*(ask(index) for index in range(num_sequences * dp)))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(most_seconds):
+                await asyncio.gather(*(ask(index) for index in range(num_sequences * dp)))
         await asyncio.sleep(1.0)
         await client.close()
         return json.loads((Path(folder) / "0.json").read_text())
@@ -88,13 +92,13 @@ def time_packing(num_sequences=256, repeats=300):
     return median_us(times)
 
 
-def measure(ranks, sequences, tokens, rounds):
+def measure(ranks, sequences, tokens, rounds, seconds):
     """The result of all rounds."""
     layouts = {"one rank": (1, 1), "tp": (ranks, 1), "dp": (1, ranks)}
     found = {name: [] for name in layouts}
     for _ in range(rounds):
         for name, (tp, dp) in layouts.items():
-            found[name].append(summarize(asyncio.run(run(tp, dp, sequences, tokens))))
+            found[name].append(summarize(asyncio.run(run(tp, dp, sequences, tokens, seconds))))
             print(name, found[name][-1], flush=True)
         for name in ("tp", "dp"):
             own, one = found[name][-1], found["one rank"][-1]
@@ -113,9 +117,10 @@ def main(argv=None):
     parser.add_argument("--sequences", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=400)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=20.0, help="most of one run, its start apart")
     parser.add_argument("--out", type=Path, help="folder for ranks_cpu.json")
     args = parser.parse_args(argv)
-    measured = [measure(ranks, args.sequences, args.tokens, args.rounds) for ranks in args.ranks]
+    measured = [measure(ranks, args.sequences, args.tokens, args.rounds, args.seconds) for ranks in args.ranks]
     if args.out is not None:
         record.write("ranks_cpu", {**record.environment(), "runs": measured}, args.out)
     print(json.dumps(measured))

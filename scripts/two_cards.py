@@ -2,8 +2,9 @@
 
 Each part is one model in one layout: the service starts with all layers self-checked, answers as one rank does, is
 measured with several numbers of streams, and loses a rank by `kill -9`, after which it must end with status 1 and leave
-neither processes nor memory of the GPUs. Two parts come first. `sums` checks and times one-shot sums against NCCL's; if
-they are wrong, all services run without them. `exchange` times dispatch and combine of one layer.
+neither processes nor memory of the GPUs. One GPU runs alone, once plainly and once counting tokens by expert. Two parts
+come first. `sums` checks and times one-shot sums against NCCL's; if they are wrong, all services run without them.
+`exchange` times dispatch and combine of one layer.
 
     python scripts/two_cards.py --out /tmp/two --deepep-source /path/to/DeepEP
 
@@ -50,10 +51,15 @@ WITHOUT_MULTICAST = {
 }  # fmt: skip
 WITHOUT_ONE_SHOT = "--no-one-shot-sums"
 SUM_TOKENS, SUM_TARGET_US = 64, 12.0  # of GPT-OSS-20B's hidden size, in bf16
+# As in `benchmarks/results/service_vs_sglang_h200.json`, so that its figures of one card can be compared.
+MANY_STREAMS, FEW_STREAMS_PROMPT, MANY_STREAMS_PROMPT = 256, 1000, 512
+STREAMS_PER_PROCESS = 16  # of the client
+VOCAB_SIZE = 1024  # of random prompts: no model has fewer
 DP2 = ("--data-parallel-size", "2", "--expert-parallel-size", "2")
 LIMIT = ("--deepep-max-dispatch-tokens", "128", "--max-num-seqs", "128")
+ON_ONE = {"one": (), "one-counting": ("--expert-load",)}
 LAYOUTS: dict[str, tuple[str, ...]] = {
-    "one": (),
+    **ON_ONE,
     "tp2": ("--tensor-parallel-size", "2"),
     "tp2-nccl": ("--tensor-parallel-size", "2", WITHOUT_ONE_SHOT),
     "ep2": ("--tensor-parallel-size", "2", "--expert-parallel-size", "2"),
@@ -65,7 +71,8 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     ),
     "dp2-auto": (*DP2, "--moe-a2a-backend", "deepep", "--deepep-mode", "auto", *LIMIT),
 }  # fmt: skip
-MODELS = ("tiny", "gpt-oss-20b", "deepseek-slice")
+BUNDLED = {"tiny": TINY, "tiny-deepseek-v3": TINY.with_name("tiny-deepseek-v3")}
+MODELS = (*BUNDLED, "gpt-oss-20b", "deepseek-slice")
 # Eight layers of DeepSeek-V3, one of them dense, with a quarter of its experts: it fits one card, too.
 DEEPSEEK_SLICE: dict[str, Any] = {
     "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "vocab_size": 129280,
@@ -88,8 +95,8 @@ PROMPTS = ["Hello", "What is 3 plus 20?", "Name a river.", "Count to ten.", "abc
 
 def model_flags(out: Path, model: str) -> tuple[str, ...]:
     """Flags that name a model, whose folder is written if need be."""
-    if model == "tiny":
-        return ("--model", str(TINY))
+    if model in BUNDLED:
+        return ("--model", str(BUNDLED[model]))
     folder = write_dummy_model(out / model)
     if model == "deepseek-slice":
         (folder / "config.json").write_text(json.dumps(DEEPSEEK_SLICE, indent=1))
@@ -115,29 +122,33 @@ def difference(own: list[dict[str, Any]], one: list[dict[str, Any]]) -> float:
     )
 
 
-def bench(url: str, out: Path, streams: int, seconds: float) -> dict[str, Any]:
-    """Tokens a second with so many requests in flight."""
+def bench(url: str, out: Path, streams: int, answer_tokens: int) -> dict[str, Any]:
+    """Two rounds of so many requests at once, after one that does not count.
+
+    `output_tokens_per_s` are all tokens over all time, prompts included; `decode_tokens_per_s` are the streams over the
+    median time between two tokens. The bench's status is 1 where the client was too busy for the figures to count.
+    """
     file = out / f"bench-{streams}.json"
+    prompt_tokens = FEW_STREAMS_PROMPT if streams < MANY_STREAMS else MANY_STREAMS_PROMPT
+    processes = max(1, min(streams // STREAMS_PER_PROCESS, len(os.sched_getaffinity(0)) // 2))
     command = [
-        sys.executable, "-m", "server", "bench", "--base-url", url, "--concurrency", str(streams), "--seconds",
-        str(seconds), "--prompt-tokens", "256", "--answer-tokens", "128", "--ignore-eos", "--json", str(file),
+        sys.executable, "-m", "server", "bench", "--base-url", url, "--concurrency", str(streams), "--num-requests",
+        str(2 * streams), "--prompt-tokens", str(prompt_tokens), "--answer-tokens", str(answer_tokens), "--ignore-eos",
+        "--processes", str(processes), "--vocab-size", str(VOCAB_SIZE), "--json", str(file),
     ]  # fmt: skip
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if not file.exists():
         raise ServiceError(f"bench with {streams} streams: {done.stderr[-1000:]}")
-    found = json.loads(file.read_text())
+    found = json.loads(file.read_text())["results"]
     file.unlink()
-    return {"streams": streams, "output_tokens_per_s": _find(found, "output_tokens_per_s"), "status": done.returncode}
-
-
-def _find(tree: Any, key: str) -> Any:
-    """The first value of this key, at whatever depth."""
-    if isinstance(tree, dict):
-        if key in tree:
-            return tree[key]
-        tree = list(tree.values())
-    found = (_find(each, key) for each in tree) if isinstance(tree, list) else ()
-    return next((value for value in found if value is not None), None)
+    if found["requests_finished"] != 2 * streams:
+        raise ServiceError(f"bench with {streams} streams: {found['errors']}")
+    gap_ms = found["latencies_ms"]["itl"]["p50"]
+    return {
+        "streams": streams, "prompt_tokens": prompt_tokens, "answer_tokens": answer_tokens, "processes": processes,
+        "output_tokens_per_s": found["output_tokens_per_s"],
+        "decode_tokens_per_s": round(1000 * streams / gap_ms, 1), "status": done.returncode,
+    }  # fmt: skip
 
 
 def children(pid: int) -> list[int]:
@@ -233,12 +244,12 @@ def run_part(out: Path, args: argparse.Namespace, model: str, layout: str, *, on
         [server] = running(os.getpid(), " -m server ")
         row = {"start_seconds": ready_s} | what_runs(url, args.backend)
         row["first_tokens"] = first_tokens(url)
-        if model == "tiny":
+        if model in BUNDLED:
             result = evals("tiny", "--base-url", f"{url}/v1", "--items", str(args.items), "--concurrency", "64",
                            "--answers", str(folder / "answers.json"))  # fmt: skip
             row["right"] = sum(category["right"] for category in result["categories"].values())
-        row["bench"] = [bench(url, folder, streams, args.bench_seconds) for streams in args.streams]
-        if layout != "one":
+        row["bench"] = [bench(url, folder, streams, args.answer_tokens) for streams in args.streams]
+        if layout not in ON_ONE:
             row |= kill_a_rank(server, memory_before)
     return row
 
@@ -248,8 +259,8 @@ def compare(out: Path, args: argparse.Namespace, row: dict[str, Any], one: dict[
     model = part.partition("/")[0]
     row["probability_difference"] = round(difference(row["first_tokens"], one["first_tokens"]), 4)
     row["same_as_one_rank"] = row["probability_difference"] <= args.most_difference
-    if model == "tiny":
-        files = [str(out / name / "answers.json") for name in ("tiny-one", part.replace("/", "-"))]
+    if model in BUNDLED:
+        files = [str(out / name / "answers.json") for name in (f"{model}-one", part.replace("/", "-"))]
         result = evals("compare", *files, "--at-least", str(args.at_least), "--alpha", "0")
         row["agreement"] = result["agreement"]
         row["same_as_one_rank"] = row["same_as_one_rank"] and result["passed"]
@@ -318,7 +329,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--at-least", type=float, default=0.97, help="share of items with the very same answer")
     parser.add_argument("--most-difference", type=float, default=0.03, help="of any probability")
     parser.add_argument("--streams", type=lambda text: [int(each) for each in names(text)], default=[1, 64, 256])
-    parser.add_argument("--bench-seconds", type=float, default=15.0)
+    parser.add_argument("--answer-tokens", type=int, default=512, help="of each request whose speed is measured")
     parser.add_argument("--seconds", type=float, default=470.0, help="start no part that may not end by then")
     args = parser.parse_args(argv)
     for flag, given, known in (("models", args.models, MODELS), ("layouts", args.layouts, LAYOUTS)):

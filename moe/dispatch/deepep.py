@@ -208,6 +208,7 @@ class DeepepDispatcher:
         self._expert_alignment = expert_alignment
         self._input_multiplier = input_multiplier
         self._beside_gemm = beside_gemm
+        self._low_latency_options = self._dtype_options() if buffer.settings.mode.has_low_latency else {}
 
     def dispatch(
         self, hidden_states_TH: torch.Tensor, topk_output: TopKOutput, *, is_decode: bool = False
@@ -301,7 +302,7 @@ class DeepepDispatcher:
         buffer.prepare_low_latency()
         hidden_size = x_TH.shape[1]
         received, masked_m, handle = buffer.low_latency_dispatch(
-            pad_columns(x_TH, ll_hidden_size(hidden_size)).contiguous(), ids_TK, **self._dtype_options()
+            pad_columns(x_TH, ll_hidden_size(hidden_size)).contiguous(), ids_TK, **self._low_latency_options
         )
         buffer.in_flight.add(ids_TK, handle)
         x_EMH, scale = received if isinstance(received, tuple) else (received, None)
@@ -318,7 +319,7 @@ class DeepepDispatcher:
         )
 
     def _dtype_options(self) -> dict[str, Any]:
-        """Keywords for the dispatch dtype. The scale options belong to FP8 only."""
+        """Keywords of low latency for the dispatch dtype. The scale options belong to FP8 only."""
         if self.dispatch_dtype is DispatchDtype.NVFP4:
             return {"use_fp8": False, "use_nvfp4": True, "x_global_scale": self._input_multiplier}
         if not self.dispatch_dtype.is_fp8:
@@ -327,7 +328,10 @@ class DeepepDispatcher:
         options = {"round_scale": packs, "use_ue8m0": packs}
         known = accepted(self.buffer.raw.low_latency_dispatch, **options)
         if packs and known != options:
-            raise UnsupportedPathError("this transport cannot send power-of-two scales, which deep_gemm needs on SM100")
+            raise UnsupportedPathError(
+                f"--moe-a2a-backend {self.buffer.transport}: the installed release cannot send power-of-two scales, "
+                "which deep_gemm needs on SM100; use deepep or nixl"
+            )
         return {"use_fp8": True, **known}
 
     def _combine_low_latency(self, result: RowsCombineInput, **options: Any) -> torch.Tensor:

@@ -13,13 +13,13 @@ from scripts.card_end_to_end import ServiceError
 from tests.engine.emulated_rank_worker import WIDE, install
 from tests.tables import rows
 
-ON_CPU = ["--backend", "torch", "--device", "cpu", "--items", "9", "--streams", "1", "--bench-seconds", "1"]
+ON_CPU = ["--backend", "torch", "--device", "cpu", "--items", "9", "--streams", "2", "--answer-tokens", "8"]
 
 
 def test_parts_begin_with_the_build_and_with_one_rank(tmp_path):
     args = two_cards.parse(["--out", str(tmp_path), "--models", "tiny", "--layouts", "tp2,one", "--deepep-source", "x"])
     assert two_cards.parts_of(args) == ["deepep", "sums", "exchange", "tiny/one", "tiny/tp2"]
-    assert len(two_cards.parts_of(two_cards.parse(["--out", str(tmp_path)]))) == 2 + 3 * len(two_cards.LAYOUTS)
+    assert len(two_cards.parts_of(two_cards.parse(["--out", str(tmp_path)]))) == 2 + 4 * len(two_cards.LAYOUTS)
 
 
 def run(tmp_path, capsys, *flags):
@@ -137,7 +137,9 @@ def test_the_bundled_model_on_two_ranks_of_a_cpu(tmp_path, capsys):
     row = json.loads((tmp_path / "report.json").read_text())["parts"]["tiny/ep2"]
     assert row["paths"] == {"torch / none / mxfp4": 6}
     assert row["agreement"] == 1.0
-    assert row["bench"][0]["output_tokens_per_s"] > 0
+    [measured] = row["bench"]
+    assert measured["decode_tokens_per_s"] > 0
+    assert (measured["streams"], measured["prompt_tokens"], measured["answer_tokens"]) == (2, 1000, 8)
     assert row["killed_rank_seconds"] < 30
 
 

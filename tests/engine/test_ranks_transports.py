@@ -31,10 +31,10 @@ from tests.test_support_table import ANY_DEVICE, BACKENDS, cases, write_format
 LIMIT = 64
 DP2, SLICES = (1, 2), (2, 1)  # tensor and data parallel; every rank has its own experts
 BOTH, DP4 = (2, 2), (1, 4)
+ONE_MODE = {"deepep_mode": "low_latency"}
 FEW_TOKENS = {"max_num_batched_tokens": 16, "deepep_max_dispatch_tokens": 16}
 EXACT = 1e-4  # of log-probabilities
-# The scales that deep_gemm needs on SM100 are in DeepEP's calls alone; the service refuses to start otherwise.
-REFUSED = {("deep_gemm", "sm100", "mooncake"), ("deep_gemm", "sm100", "nixl")}
+REFUSED = {("deep_gemm", "sm100", "mooncake"): "cannot send power-of-two scales, which deep_gemm needs on SM100"}
 ROWS = [row for row in cases() if ANY_DEVICE.get(row[0], row[2]) == row[2]]
 REQUESTS = [
     request(f"r{i}", range(3 + i, 5 + 4 * i), 6, ignore_eos=True, logprobs=0, prompt_logprobs=0) for i in range(1, 6)
@@ -67,13 +67,13 @@ def config_of(folder, backend, **settings):
 
 
 @contextlib.asynccontextmanager
-async def running(config, worker_module):
+async def started(config, worker_module):
+    """A client of ranks that are ready or have failed."""
     client = RankedEngineClient(config, worker_module=worker_module)
     await client.start()
     try:
         while not (client.ready or client.failure):  # pytest ends a test that hangs
             await asyncio.sleep(0.05)
-        assert client.failure is None
         yield client
     finally:
         await client.close()
@@ -98,7 +98,8 @@ def run_ranks(config, requests=REQUESTS, worker_module="tests.engine.forked_rank
     """What the ranks answer."""
 
     async def main():
-        async with running(config, worker_module) as client:
+        async with started(config, worker_module) as client:
+            assert client.failure is None
             path = f"{config.moe_backend} / {config.moe_a2a_backend}"
             assert all(path in each for each in client.info.moe_paths)
             return await asyncio.gather(*(collect(client, each) for each in requests))
@@ -181,6 +182,22 @@ def test_deepep_through_the_engine(tmp_path, monkeypatch):
     transport = {"moe_a2a_backend": "deepep", "deepep_mode": "auto"}
     row = ("torch", "mxfp4", "cpu")
     check(monkeypatch, folder, row, [layout(1, 2, 2, **transport)], worker_module="tests.engine.emulated_rank_worker")
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("case", REFUSED, ids="-".join)
+def test_what_a_transport_cannot_send_is_refused_at_start(monkeypatch, checkpoints, forked, case):
+    backend, arch, a2a = case
+    monkeypatch.setenv(VARIABLE, f"{backend}@{arch}")
+    forked(backend)
+    config = replace(config_of(checkpoints("fp8_block"), backend), **layout(1, 2, 2, moe_a2a_backend=a2a, **ONE_MODE))
+
+    async def failure():
+        async with started(config, "tests.engine.forked_rank_worker") as client:
+            return client.failure
+
+    assert f"--moe-a2a-backend {a2a}: " in (said := asyncio.run(failure()))
+    assert REFUSED[case] in said
 
 
 @pytest.mark.ranks

@@ -6,6 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx2
 import pytest
 
+from engine.expert_file import read_load
+from server import cli
 from tests.server.service_process import ROOT
 from tests.server.test_ranks_bundled import ask, serving
 
@@ -26,6 +28,7 @@ LAYOUTS = {
     "tp2-ep2 with replicas": (*TP2, *EP2, "--enable-eplb", "--eplb-interval", "8"),
     "tp4": ("--tensor-parallel-size", "4"),
     "tp4-ep4": ("--tensor-parallel-size", "4", *EP4),
+    "dp4-ep4 with replicas": ("--data-parallel-size", "4", *EP4, "--enable-eplb", "--eplb-interval", "8"),
     "dp4-ep4": ("--data-parallel-size", "4", *EP4),
     "tp2-dp2-ep4": (*TP2, *DP2, *EP4),
 }
@@ -58,7 +61,12 @@ def test_the_text_is_that_of_one_rank(layout, answers, tmp_path):
     with serving(tmp_path, *LAYOUTS[layout]) as url:
         got = ask_all(url)
         series = httpx2.get(f"{url}/metrics", timeout=20).text
+        if "replicas" in layout:
+            assert cli.main(["experts", "--record", str(tmp_path / "load"), "--port", url.rpartition(":")[2]]) == 0
     assert [index for index, pair in enumerate(zip(got, answers, strict=True)) if pair[0] != pair[1]] == []
     if "replicas" in layout:
         [moves] = [line.split()[1] for line in series.splitlines() if line.startswith("moe_serve_expert_moves_total")]
         assert float(moves) > 0, "experts moved while requests ran"
+        num_tokens = {sum(layer) for layer in read_load(tmp_path / "load")}
+        assert len(num_tokens) == 1, "every layer sees every token once"
+        assert num_tokens.pop() >= 2 * NUM_PROMPTS * NUM_TOKENS / 2, "each goes to two experts; some answers are short"
