@@ -17,6 +17,7 @@ MAX_LOGPROB_IDS = 128
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_CHOICES = 128
+MAX_TIMEOUT_S = 1e6
 
 
 def refusal(param: str, message: str) -> PydanticCustomError:
@@ -129,6 +130,11 @@ class AnswerRequest(RequestModel):
         return 1
 
     @property
+    def timeout_s(self) -> float | None:
+        """Seconds after which the answer ends with an error, if a field says so."""
+        return None
+
+    @property
     def num_ignored_keys(self) -> int:
         """Keys inside the conversation that this service does not know."""
         return 0
@@ -142,6 +148,12 @@ class SampledRequest(AnswerRequest):
     top_k: int | None = Field(None, ge=-1, lt=2**31)
     min_p: float | None = Field(None, ge=0, le=1)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    timeout: float | None = Field(None, gt=0, le=MAX_TIMEOUT_S)
+
+    @property
+    @override
+    def timeout_s(self) -> float | None:
+        return self.timeout
 
 
 class GenerationRequest(SampledRequest):

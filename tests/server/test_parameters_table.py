@@ -39,6 +39,7 @@ CHANGES = {  # a value that changes the answer or what the engine is asked, and 
     "top_k": (5, {}),
     "min_p": (0.2, {}),
     "seed": (7, {}),
+    "timeout": (30.5, {}),
     "presence_penalty": (0.5, {}),
     "frequency_penalty": (0.5, {}),
     "repetition_penalty": (1.5, {}),
@@ -66,7 +67,7 @@ CHANGES = {  # a value that changes the answer or what the engine is asked, and 
     "add_generation_prompt": (False, {}),
     "continue_final_message": (True, {"messages": CONTINUED}),
 }
-SAME = {"best_of"}
+SAME = {"best_of", "timeout"}
 """Honoured parameters with a value that changes nothing."""
 ACCEPTED = {"modalities": ["text"], "metadata": {"a": "b"}, "store": True}
 CALLS = (

@@ -46,7 +46,7 @@ def test_no_request_causes_a_server_error(operation):
     def run(data):
         case = data.draw(operation.as_strategy())
         response = case.call()
-        assert response.status_code < 500, response.text
+        assert response.status_code < 500 or response.json().get("error", {}).get("code") == "deadline_exceeded"
         case.validate_response(response, checks=CHECKS)
         statuses.add(response.status_code)
 
@@ -67,7 +67,7 @@ def test_every_operation_describes_its_answers_errors_and_streams_g86():
                 assert not is_error or content["schema"] == {"$ref": f"#/components/schemas/{name}"}
     for path in ("/v1/chat/completions", "/v1/completions"):
         responses = SCHEMA[path]["POST"].definition.raw["responses"]
-        assert set(responses) == {"200", "400", "401", "404", "408", "413", "429", "500", "503"}
+        assert set(responses) == {"200", "400", "401", "404", "408", "413", "429", "499", "500", "503", "504"}
         assert set(responses["200"]["content"]) == {"application/json", "text/event-stream"}
 
 
