@@ -64,6 +64,11 @@ class PreparedRequest:
     num_prompt_tokens: int
     num_choices: int
 
+    @property
+    def answer_id(self) -> str:
+        """Id of the answer, as the client sees it."""
+        return self.requests[0].request_id.rpartition("-")[0]
+
 
 class Converter:
     """Holds the tokenizer, the chat template and the defaults; every method is a pure function of its arguments."""

@@ -15,6 +15,7 @@ from server.schema.anthropic import CountTokensRequest, MessagesRequest
 from server.schema.chat import ChatCompletionRequest
 from server.schema.completions import CompletionRequest, DetokenizeRequest, TokenizeRequest
 from server.schema.operations import ErrorBody
+from server.schema.orders import AbortRequest
 from server.schema.responses import ResponsesRequest
 
 _BODIES = (
@@ -25,6 +26,7 @@ _BODIES = (
     CountTokensRequest,
     TokenizeRequest,
     DetokenizeRequest,
+    AbortRequest,
 )
 _ERRORS = {
     400: "A field is wrong or not supported, or the body is not JSON",

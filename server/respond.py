@@ -80,7 +80,8 @@ async def respond(request: Request, body_model: type[Wire], prepare: Callable[[A
     asked = Asked(context=context, wire=wire, model=model, info=info, owner=owner_of(request))
     renderer = await lane.run(request.receive, prepare, asked)
     requests = [replace(each, client=client, connection=connection) for each in renderer.prepared.requests]
-    group = RequestGroup(context.engine, requests)
+    names = (request.state.request_id, renderer.prepared.answer_id)
+    group = RequestGroup(context.engine, requests, names=names, owner=asked.owner)
     watch = AnswerWatch(context.metrics, renderer, keeps_tokens=context.request_log.keeps_text)
     if trace is not None:
         trace.follow(renderer, watch)
