@@ -310,7 +310,7 @@ class EngineLink:
 
     def _end_streams(self) -> None:
         for number, order in self._orders.items():
+            order.num_missing = 1
             self._note_obeyed(Obeyed(number, _STOPPED))
-            order.num_missing = 0
         for request_id in list(self._streams):
             self._deliver(EngineOutput(request_id=request_id, finish_reason="error", error=_STOPPED))
