@@ -116,6 +116,7 @@ class Converter:
                 max_calls=max_calls,
                 keeps_tokens=bool(wire.logprobs),
                 min_tokens=wire.min_tokens or 0,
+                shows_stop=bool(wire.include_stop_str_in_output),
             )
 
         requests = _bound(_choices(request_id, [prompt_ids], [sampling], wire, info), grammar)
@@ -152,6 +153,7 @@ class Converter:
                 hides_all=wire.num_wanted == 0,
                 keeps_tokens=wire.logprobs is not None,
                 min_tokens=wire.min_tokens or 0,
+                shows_stop=bool(wire.include_stop_str_in_output),
             )
 
         requests = _bound(_choices(request_id, prompts, samplings, wire, info), grammar)

@@ -83,6 +83,7 @@ async def respond(request: Request, body_model: type[Wire], prepare: Callable[[A
     names = (request.state.request_id, renderer.prepared.answer_id)
     group = RequestGroup(context.engine, requests, names=names, owner=asked.owner)
     watch = AnswerWatch(context.metrics, renderer, keeps_tokens=context.request_log.keeps_text)
+    renderer.timings = watch.timings
     if trace is not None:
         trace.follow(renderer, watch)
     answer = _Answer(
