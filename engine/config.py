@@ -116,6 +116,12 @@ class EngineConfig:
     grammar_cache_mib: int = setting(
         256, "engine", "MiB of compiled grammars that are kept for requests to come", low=0
     )
+    profile_dir: Path | None = setting(
+        None,
+        "engine",
+        "folder for traces of torch's profiler, between POST /start_profile and POST /stop_profile",
+        default_text="none: both are refused",
+    )
     seed: int | None = setting(None, "engine", "makes requests without a seed repeatable", default_text="random")
     num_threads: int | None = setting(
         None,

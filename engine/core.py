@@ -171,6 +171,10 @@ class EngineCore:
         if seq is not None:
             self._early_outputs.append(_make_output(seq, finish_reason="abort"))
 
+    def reset_prefix_cache(self) -> None:
+        """Forget the prompts so far: no request from now on reuses their pages. Those that run keep their own."""
+        self._scheduler.reset_prefix_cache()
+
     def step(self) -> list[EngineOutput]:
         """Launch the next step and collect the previous one. Returns all new outputs since the last call.
 

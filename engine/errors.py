@@ -5,6 +5,7 @@ ValueError
     ├── EngineConfigError   a setting that is out of range or contradicts another
     ├── GrammarError        a grammar that cannot be compiled; the message ends a sentence about it
     │   └── GrammarTooSlow  it takes too long, or the machine was busy
+    ├── OrderError          an order of the operator that the engine cannot carry out
     └── RequestError        a request that cannot be served; `param` is the request field to change
 """
 
@@ -29,6 +30,10 @@ class GrammarTooSlow(GrammarError):
     def __init__(self, message: str) -> None:
         super().__init__(message)
         self.raised_s = time.monotonic()
+
+
+class OrderError(EngineError):
+    """The engine cannot carry out an order of its operator; the message says why."""
 
 
 class RequestError(EngineError):

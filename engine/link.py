@@ -16,9 +16,23 @@ import zmq
 
 from engine.admission import NoPlaceError, Places
 from engine.config import EngineConfig
-from engine.errors import RequestError
-from engine.messages import FOUNDER, Abort, Add, Beat, FromEngine, Held, Outputs, Ready, ToEngine, bind, new_address
-from engine.types import EngineInfo, EngineOutput, EngineRequest, EngineStats, ExpertLoad
+from engine.errors import OrderError, RequestError
+from engine.messages import (
+    FOUNDER,
+    Abort,
+    Add,
+    Beat,
+    FromEngine,
+    Held,
+    Obeyed,
+    Order,
+    Outputs,
+    Ready,
+    ToEngine,
+    bind,
+    new_address,
+)
+from engine.types import CallOff, EngineInfo, EngineOutput, EngineRequest, EngineStats, ExpertLoad, OrderKind
 from engine.validate import RequestLimits, check_request, overloaded_output, refusal_output
 from loaders.phases import StartProgress
 
@@ -35,6 +49,15 @@ class _Stream:
     deliver: Callable[[EngineOutput], None]
     abort_sent: bool = False
     has_begun: bool = False  # it has had an output
+
+
+@dataclass(slots=True)
+class _OpenOrder:
+    """An order that not all schedulers have answered."""
+
+    num_missing: int
+    error: str | None
+    is_over: asyncio.Future[None]
 
 
 class EngineLink:
@@ -54,6 +77,10 @@ class EngineLink:
         self._origin = origin
         self._places = places
         self._streams: dict[str, _Stream] = {}
+        self._num_schedulers = 1
+        self._orders: dict[int, _OpenOrder] = {}
+        self._num_orders = 0
+        self._call_off_hooks: list[Callable[[CallOff], None]] = []
         self._limits: RequestLimits | None = None
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
@@ -124,6 +151,34 @@ class EngineLink:
         if stream is not None and not stream.abort_sent:
             stream.abort_sent = True
             self._send(Abort(request_id))
+
+    def call_off(self, call: CallOff) -> None:
+        """Have every process that listens end these requests, this one too."""
+        self._send(call)
+
+    def on_call_off(self, hook: Callable[[CallOff], None]) -> None:
+        """From now on `hook` hears what any process calls off."""
+        self._call_off_hooks.append(hook)
+
+    async def order(self, kind: OrderKind) -> None:
+        """Have the engine do something other than answering, at every rank that schedules.
+
+        Raises:
+            OrderError: a rank cannot, or the engine is gone; the message says why.
+        """
+        if not self.ready:
+            raise OrderError(_STOPPED if self.info is not None else _LOADING)
+        self._num_orders += 1
+        number = self._num_orders
+        order = _OpenOrder(self._num_schedulers, None, asyncio.get_running_loop().create_future())
+        self._orders[number] = order
+        self._send(Order(kind, number, self._origin))
+        try:
+            await order.is_over
+        finally:
+            del self._orders[number]
+        if order.error is not None:
+            raise OrderError(order.error)
 
     def fail(self, message: str) -> None:
         """The engine is gone: end all requests with an error. Only the first call counts."""
@@ -206,6 +261,11 @@ class EngineLink:
             self.start_progress = message.start
         elif isinstance(message, Held):
             self._note_held(message)
+        elif isinstance(message, CallOff):
+            for hook in self._call_off_hooks:
+                hook(message)
+        elif isinstance(message, Obeyed):
+            self._note_obeyed(message)
         elif isinstance(message, Ready):
             info = message.info
             self._progress_s = now_s
@@ -219,6 +279,15 @@ class EngineLink:
             self.info = info
         else:
             self.fail(message.message)
+
+    def _note_obeyed(self, obeyed: Obeyed) -> None:
+        order = self._orders.get(obeyed.number)
+        if order is None:
+            return
+        order.error = order.error or obeyed.error
+        order.num_missing -= 1
+        if order.num_missing == 0 and not order.is_over.done():
+            order.is_over.set_result(None)
 
     def _note_held(self, held: Held) -> None:
         """Only a process that has joined is told, see `engine.member`."""
@@ -240,5 +309,8 @@ class EngineLink:
             self._places.free(request_id)
 
     def _end_streams(self) -> None:
+        for number, order in self._orders.items():
+            order.num_missing = 1
+            self._note_obeyed(Obeyed(number, _STOPPED))
         for request_id in list(self._streams):
             self._deliver(EngineOutput(request_id=request_id, finish_reason="error", error=_STOPPED))

@@ -7,7 +7,7 @@ import msgspec
 import zmq
 
 from engine.config import EngineConfig
-from engine.types import EngineInfo, EngineOutput, EngineRequest, EngineStats, ExpertLoad
+from engine.types import CallOff, EngineInfo, EngineOutput, EngineRequest, EngineStats, ExpertLoad, OrderKind
 from loaders.phases import StartProgress
 
 FOUNDER = 0
@@ -42,6 +42,21 @@ class Leave(msgspec.Struct, frozen=True, tag=True):
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """To the engine: leave the step loop."""
+
+
+class Order(msgspec.Struct, frozen=True, tag=True):
+    """To the engine: do this, and answer the process `origin` with `Obeyed` of the same number."""
+
+    kind: OrderKind
+    number: int
+    origin: int = FOUNDER
+
+
+class Obeyed(msgspec.Struct, frozen=True, tag=True):
+    """From the engine: an order is carried out, or `error` says why it is not."""
+
+    number: int
+    error: str | None = None
 
 
 class Wake(msgspec.Struct, frozen=True, tag=True):
@@ -99,8 +114,8 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     time_s: float = 0.0
 
 
-ToEngine = Add | Abort | Join | Leave | Shutdown | Wake
-FromEngine = Outputs | Beat | Held | Ready | Failed
+ToEngine = Add | Abort | CallOff | Order | Join | Leave | Shutdown | Wake
+FromEngine = Outputs | Beat | Held | Ready | Failed | CallOff | Obeyed
 
 
 class RankSetup(msgspec.Struct, frozen=True, kw_only=True):

@@ -105,6 +105,10 @@ class Origins:
         for origin in self._sockets:
             self._send(origin, message)
 
+    def answer(self, origin: int, message: FromEngine) -> None:
+        """Send to one process."""
+        self._send(origin, message)
+
     def _note(self, output: EngineOutput) -> EngineOutput:
         """Keep the books; the last output of a request that lost its place becomes a refusal."""
         request_id = output.request_id

@@ -73,6 +73,13 @@ class PageAllocator:
             raise PageError(f"page {page} is not in use: its contents cannot be kept")
         self._kept[page] = 1
 
+    def drop(self, page: int) -> None:
+        """Take back `keep`: nothing in the page matters to requests that come."""
+        self._kept[page] = 0
+        if page in self._idle:
+            del self._idle[page]
+            self._free.append(page)
+
     def release(self, pages: Iterable[int]) -> None:
         """Drop one reference to each page, in the order given: the first one becomes the longest idle."""
         for page in pages:

@@ -92,6 +92,11 @@ class Paging:
         seq.num_remembered_pages = 0
         seq.num_slid_pages = 0
 
+    def forget_prefixes(self) -> None:
+        """Let no request reuse what has been computed so far; those that run keep their pages."""
+        if self._cache is not None:
+            self._cache.clear()
+
     def _hold_cached(self, seq: Sequence, running: ListLike[Sequence]) -> tuple[list[int], list[int]] | None:
         """Hold the cached pages of the beginning, full and sliding; None if too few are left for `admit`."""
         full, sliding = self._match(seq)

@@ -61,5 +61,12 @@ class PrefixCache:
             self._key_of_page[page] = key
             self._pages.keep(page)
 
+    def clear(self) -> None:
+        """Forget all keys. Pages that nobody refers to become free."""
+        for page in self._key_of_page:
+            self._pages.drop(page)
+        self._page_of_key.clear()
+        self._key_of_page.clear()
+
     def _forget(self, page: int) -> None:
         del self._page_of_key[self._key_of_page.pop(page)]

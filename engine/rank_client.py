@@ -27,6 +27,7 @@ class RankedEngineClient(EngineClient):
     def __init__(self, config: EngineConfig, *, worker_module: str = RANK_MODULE) -> None:
         super().__init__(config, worker_module=worker_module)
         self._leaders = range(0, config.num_ranks, config.tensor_parallel_size)
+        self._num_schedulers = len(self._leaders)
         self._places = Places(config.max_requests * len(self._leaders))
         self._router = Router(len(self._leaders), config.max_requests)
         self._watch = RankWatch(range(config.num_ranks))
@@ -112,6 +113,8 @@ class RankedEngineClient(EngineClient):
             self._on_ready(message)
         elif isinstance(message, Failed):
             self._watch.on_failed(message)
+        else:
+            super()._handle(message)
 
     def _on_ready(self, ready: Ready) -> None:
         """Serve once all ranks are ready, within the limits of the smallest."""

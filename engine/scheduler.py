@@ -83,6 +83,10 @@ class Scheduler:
             self.waiting.remove(seq)
         return seq
 
+    def reset_prefix_cache(self) -> None:
+        """Let no request that starts from now on reuse what has been computed so far."""
+        self._paging.forget_prefixes()
+
     def schedule(self, max_prompt_tokens: int | None = None) -> list[Chunk]:
         """Chunks of the next step, at most one per sequence; empty when there is nothing to do.
 

@@ -89,6 +89,19 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     prefill_s: float | None = None  # with the first token: seconds from then to this token
 
 
+class CallOff(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """End requests wherever their clients are connected; it goes through the engine to all HTTP processes.
+
+    `names` are those that clients know; None means all requests. With an `owner` only requests of that owner end.
+    """
+
+    names: list[str] | None
+    owner: str | None
+
+
+OrderKind = Literal["reset_prefix_cache", "start_profile", "stop_profile"]
+
+
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """A snapshot of the step loop, published at least twice a second; its arrival is the heartbeat."""
 

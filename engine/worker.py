@@ -20,6 +20,7 @@ import zmq
 
 from engine.compile_watch import CompileWatch
 from engine.config import EngineConfig
+from engine.errors import OrderError
 from engine.logs import log_to_stderr
 from engine.messages import (
     EXIT_FAILED,
@@ -30,6 +31,8 @@ from engine.messages import (
     FromEngine,
     Join,
     Leave,
+    Obeyed,
+    Order,
     Ready,
     Shutdown,
     ToEngine,
@@ -39,7 +42,8 @@ from engine.messages import (
 from engine.origins import Origins
 from engine.process import exit_with_parent
 from engine.stack_dump import dump_on_signal
-from engine.types import EngineInfo, EngineStats, ExpertLoad
+from engine.step_profile import StepProfile
+from engine.types import CallOff, EngineInfo, EngineStats, ExpertLoad, OrderKind
 from loaders.phases import StartPhases
 
 if TYPE_CHECKING:
@@ -147,6 +151,7 @@ class Worker:
         self._decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
         self._phases = StartPhases()
         self._compiles = CompileWatch()
+        self._profile = StepProfile(setup.config.profile_dir, rank)
         self._heartbeat = Heartbeat(
             self._context, setup.outputs_address, rank, setup.config.step_timeout, self._phases, self._compiles
         )
@@ -206,6 +211,10 @@ class Worker:
                 self._origins.add(core, message)
             elif isinstance(message, Abort):
                 self._origins.abort(core, message.request_id)
+            elif isinstance(message, CallOff):
+                self._origins.broadcast(message)
+            elif isinstance(message, Order):
+                self._origins.answer(message.origin, Obeyed(message.number, self._obey(core, message.kind)))
             elif isinstance(message, Join):
                 self._origins.join(message, self._make_ready(core))
                 self._heartbeat.addresses = self._origins.addresses
@@ -214,6 +223,19 @@ class Worker:
                 self._heartbeat.addresses = self._origins.addresses
             elif not self._take_other(message):
                 return False
+
+    def _obey(self, core: "EngineCore", kind: OrderKind) -> str | None:
+        """Carry out an order; returns why that is not possible."""
+        try:
+            if kind == "reset_prefix_cache":
+                core.reset_prefix_cache()
+            elif kind == "start_profile":
+                self._profile.start()
+            else:
+                self._profile.stop()
+        except OrderError as error:
+            return str(error)
+        return None
 
     def _take_other(self, message: ToEngine) -> bool:
         """Handle a message that is not about a request. False: stop."""

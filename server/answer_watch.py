@@ -7,6 +7,7 @@ from engine.types import EngineOutput
 from server.metrics import Metrics
 from server.renderers import Renderer
 from server.request_group import News
+from server.schema.common import Timings
 
 _MAX_LATE_S = 1.0  # how late the metrics may show the times between tokens
 
@@ -61,6 +62,15 @@ class AnswerWatch:
     def silence_s(self) -> float:
         """Seconds since the last token, or since the start."""
         return self._clock() - self.last_s
+
+    def timings(self) -> Timings:
+        """Where the time of the answer went so far."""
+        first_s = self.first_token_s or 0.0
+        times_s = (self.queue_s, self.prefill_s, first_s, self.last_s - self.start_s - first_s, self.elapsed_s)
+        queue, prefill, first, decode, total = (round(1000 * each_s, 3) for each_s in times_s)
+        return {
+            "queue_ms": queue, "prefill_ms": prefill, "first_token_ms": first, "decode_ms": decode, "total_ms": total,
+        }  # fmt: skip
 
     def on_news(self, news: News) -> None:
         """Outputs have come, of one step or, if the reader was slow, of several."""

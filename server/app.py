@@ -20,7 +20,7 @@ from server.openapi import complete_document
 from server.request_group import Engine
 from server.request_log import RequestLog
 from server.responses.store import open_store
-from server.routes import chat, completions, messages, models, operations, responses
+from server.routes import chat, completions, messages, models, operations, orders, responses
 from server.routes.page import page_routes
 from server.sampling_defaults import SamplingDefaults
 from server.stall import StallWatch
@@ -28,7 +28,7 @@ from server.tally import OwnTally, Sharing
 from server.version import service_version
 
 DEFAULT_MODEL_NAME = "default"
-_ROUTES = (chat, completions, responses, messages, models, operations)
+_ROUTES = (chat, completions, responses, messages, models, operations, orders)
 
 
 def create_app(
@@ -47,13 +47,17 @@ def create_app(
     names = config.served_model_name or (DEFAULT_MODEL_NAME,)
     stall = StallWatch(engine, config.stall_timeout, logs=sharing is None)
     vllm_model = names[0] if config.metrics_names == "vllm" else None
+    page = page_routes() if config.page else []
+    keyring = Keyring(config.api_keys, config.admin_key, open_paths={route.path for route in page})
+    gate = Gate(tally, None if sharing is None else sharing.num_held_by_client)
+    engine.on_call_off(gate.call_off)
     metrics = Metrics(lambda: engine.stats, lambda: engine.info, tally, stall, vllm_model, lambda: engine.expert_load)
     app.state.context = ServerContext(
         engine=engine,
         config=config,
         converter=Converter(tokenizer, config, defaults or SamplingDefaults()),
         metrics=metrics,
-        gate=Gate(tally, None if sharing is None else sharing.num_held_by_client),
+        gate=gate,
         lanes=Lanes(tally, None if sharing is None else sharing.turn),
         stall=stall,
         request_log=RequestLog(config, tokenizer),
@@ -61,14 +65,13 @@ def create_app(
         response_store=open_store(config),
         started_s=tally.started_s,
         key_limits=KeyLimits(config, None if sharing is None else sharing.key_memory),
+        keyring=keyring,
     )
     for module in _ROUTES:
         app.include_router(module.router)
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(HTTPException, _on_http_error)
-    page = page_routes() if config.page else []
     app.router.routes.extend(page)
-    keyring = Keyring(config.api_keys, config.admin_key, open_paths={route.path for route in page})
     app.add_middleware(RequestMiddleware, metrics=metrics, keyring=keyring, make_trace=_trace_maker(config))
     if config.cors_origins:
         app.add_middleware(Cors, origins=config.cors_origins)  # what is added last is outermost

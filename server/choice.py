@@ -39,17 +39,18 @@ class Choice:
         hides_all: bool = False,
         keeps_tokens: bool = True,
         min_tokens: int = 0,
+        shows_stop: bool = False,
     ) -> None:
         """`stop_ids` are ordinary tokens that end the answer and are no part of it.
 
         The answer ends after `max_calls` tool calls. With `hides_all` no generated token is shown or counted: the
         request only scores its prompt, but the engine always generates at least one token. `keeps_tokens` is False for
         an answer without log-probabilities, whose pieces need no tokens. Stop strings match no text of the first
-        `min_tokens` tokens.
+        `min_tokens` tokens. With `shows_stop` the stop string or ordinary token that ends the answer is part of it.
         """
         self._parser = parser
-        self._stops = StopMatcher(stops)
-        self._stop_ids = frozenset(stop_ids)
+        self._stops = StopMatcher(stops, shows_stop=shows_stop)
+        self._stop_ids = frozenset() if shows_stop else frozenset(stop_ids)
         self._max_calls = max_calls
         self._hides_all = hides_all
         self._min_tokens = min_tokens

@@ -58,9 +58,10 @@ class ServerConfig:
     admin_key: str | None = setting(
         None,
         "HTTP",
-        "key that /metrics and /expert_load require instead of the others; opens every route",
+        "key that /metrics, /expert_load, /reset_prefix_cache, /start_profile and /stop_profile require instead of the "
+        "others; opens every route",
         is_secret=True,
-        default_text="none: they are like other routes",
+        default_text="none: the first two are like other routes, the others are closed to clients with keys",
     )
     max_requests_per_key: int | None = setting(
         None, "HTTP", "answers that a key without max_requests may have in flight", default_text="no limit", low=1

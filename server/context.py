@@ -8,11 +8,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from engine.admission import is_within_share
-from engine.types import EngineInfo
+from engine.types import CallOff, EngineInfo
 from server.config import ServerConfig
 from server.convert import Converter
-from server.errors import ModelNotFound, TooManyRequests, Unavailable
+from server.errors import Aborted, ModelNotFound, TooManyRequests, Unavailable
 from server.key_limits import KeyLimits
+from server.keys import Keyring
 from server.lanes import Lanes
 from server.metrics import Metrics
 from server.queue_speed import QueueSpeed
@@ -42,6 +43,11 @@ class Gate:
     def num_inflight(self) -> int:
         """Requests being served."""
         return len(self._groups)
+
+    @property
+    def num_inflight_everywhere(self) -> int:
+        """Requests being served by all HTTP processes."""
+        return self._tally.sum_gauge(Gauge.IN_FLIGHT)
 
     @property
     def num_by_client(self) -> Counter[str]:
@@ -93,6 +99,13 @@ class Gate:
         for group in self._groups:
             group.fail(Unavailable(SHUT_DOWN))
 
+    def call_off(self, call: CallOff) -> None:
+        """End the requests that are meant, each with an error."""
+        for group in self._groups:
+            is_named = call.names is None or not group.names.isdisjoint(call.names)
+            if is_named and call.owner in (None, group.owner):
+                group.fail(Aborted("the request was aborted"))
+
     async def wait_idle(self) -> None:
         """Return when no request is in flight."""
         await self._idle.wait()
@@ -114,6 +127,7 @@ class ServerContext:
     response_store: ResponseStore | None  # of /v1/responses
     started_s: float
     key_limits: KeyLimits
+    keyring: Keyring
 
     def model_name(self, asked: str | None) -> str:
         """The served name a request means; the first one if it names none. Raises ModelNotFound."""

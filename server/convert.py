@@ -64,6 +64,11 @@ class PreparedRequest:
     num_prompt_tokens: int
     num_choices: int
 
+    @property
+    def answer_id(self) -> str:
+        """Id of the answer, as the client sees it."""
+        return self.requests[0].request_id.rpartition("-")[0]
+
 
 class Converter:
     """Holds the tokenizer, the chat template and the defaults; every method is a pure function of its arguments."""
@@ -111,6 +116,7 @@ class Converter:
                 max_calls=max_calls,
                 keeps_tokens=bool(wire.logprobs),
                 min_tokens=wire.min_tokens or 0,
+                shows_stop=bool(wire.include_stop_str_in_output),
             )
 
         requests = _bound(_choices(request_id, [prompt_ids], [sampling], wire, info), grammar)
@@ -147,6 +153,7 @@ class Converter:
                 hides_all=wire.num_wanted == 0,
                 keeps_tokens=wire.logprobs is not None,
                 min_tokens=wire.min_tokens or 0,
+                shows_stop=bool(wire.include_stop_str_in_output),
             )
 
         requests = _bound(_choices(request_id, prompts, samplings, wire, info), grammar)

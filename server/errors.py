@@ -11,8 +11,10 @@ Exception
 │   ├── RequestTimeout        408 the body did not come in time
 │   ├── BodyTooLarge          413
 │   ├── TooManyRequests       429 the queue is full, or the key has used what it may
+│   ├── Aborted               499 someone has ended this request by its id
 │   ├── EngineFailed          500 the engine could not finish this request
-│   └── Unavailable           503 loading, draining or without an engine
+│   ├── Unavailable           503 loading, draining or without an engine
+│   └── DeadlineExceeded      504 the answer was not complete in the time that the request gave it
 └── SettingError              the service cannot start as configured
 """
 
@@ -132,6 +134,14 @@ class TooManyRequests(ApiError):
         return {"Retry-After": str(self.retry_after_s)}
 
 
+class Aborted(ApiError):
+    """Someone has ended this request by its id. Clients do not try it again."""
+
+    status = 499
+    type = "invalid_request_error"
+    code = "aborted"
+
+
 class EngineFailed(ApiError):
     """The engine could not finish this request."""
 
@@ -148,6 +158,18 @@ class Unavailable(ApiError):
     def headers(self) -> Mapping[str, str]:
         """Loading and restarts take seconds."""
         return {"Retry-After": "5"}
+
+
+class DeadlineExceeded(ApiError):
+    """The answer was not complete in the time that the request gave it."""
+
+    status = 504
+    code = "deadline_exceeded"
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """Clients of OpenAI and Anthropic would try again, each time for as long."""
+        return {"x-should-retry": "false"}
 
 
 class SettingError(ValueError):

@@ -3,6 +3,7 @@
     /health, /health/live, /health/ready     open to all
     `/` and its files, if there is a page    open to all
     `ADMIN_PATHS`, if there is an admin key  the admin key alone
+    `ORDER_PATHS`, if there is any key       the admin key alone
     everything else, even without a route    any key, if the service has keys
 
 A key travels as `Authorization: Bearer KEY` or, as Anthropic's clients send it, as `x-api-key: KEY`.
@@ -26,6 +27,7 @@ from server.errors import BadRequest, Forbidden, SettingError, Unauthorized
 
 OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready"})
 ADMIN_PATHS = frozenset({"/metrics", "/expert_load"})
+ORDER_PATHS = frozenset({"/reset_prefix_cache", "/start_profile", "/stop_profile"})
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _KEY = re.compile(r"[!-~]+")
@@ -99,16 +101,24 @@ class Keyring:
         if path in self._open_paths or (not self._keys and self._admin_key is None):
             return None
         given = _digest(key_of(headers))
+        has_admin = self._admin_key is not None
         matches = [index for index, key in enumerate(self._keys) if hmac.compare_digest(given, key)]
-        is_admin = self._admin_key is not None and hmac.compare_digest(given, self._admin_key)
-        needs_admin = self._admin_key is not None and path in ADMIN_PATHS
+        is_admin = self.is_admin(headers)
+        needs_admin = path in ORDER_PATHS or (has_admin and path in ADMIN_PATHS)
         if not is_admin and not matches and (self._keys or needs_admin):
             raise Unauthorized("a valid key is needed: send it as 'Authorization: Bearer KEY', or as 'x-api-key: KEY'")
         if needs_admin and not is_admin:
-            raise Forbidden("this path needs the admin key")
+            advice = "" if has_admin else ": the service has none yet (--admin-key)"
+            raise Forbidden(f"this path needs the admin key{advice}")
         if _CONTROL.search(path):
             raise BadRequest("the path holds control characters")
         return None if is_admin or not matches else matches[0]
+
+    def is_admin(self, headers: Headers) -> bool:
+        """Whether a request may do everything: it has the admin key, or the service has no keys at all."""
+        if self._admin_key is None:
+            return not self._keys
+        return hmac.compare_digest(_digest(key_of(headers)), self._admin_key)
 
 
 def key_of(headers: Headers) -> str:

@@ -9,11 +9,13 @@ from fastapi import FastAPI
 from pydantic import BaseModel, TypeAdapter
 from starlette.responses import Response
 
+from server import deadline
 from server.body import body_of, component_schemas
 from server.schema.anthropic import CountTokensRequest, MessagesRequest
 from server.schema.chat import ChatCompletionRequest
 from server.schema.completions import CompletionRequest, DetokenizeRequest, TokenizeRequest
 from server.schema.operations import ErrorBody
+from server.schema.orders import AbortRequest
 from server.schema.responses import ResponsesRequest
 
 _BODIES = (
@@ -24,6 +26,7 @@ _BODIES = (
     CountTokensRequest,
     TokenizeRequest,
     DetokenizeRequest,
+    AbortRequest,
 )
 _ERRORS = {
     400: "A field is wrong or not supported, or the body is not JSON",
@@ -33,15 +36,19 @@ _ERRORS = {
     408: "The body did not come in time",
     413: "The body is too large",
     429: "Too many requests are waiting",
+    499: "Someone has aborted the request",
     500: "The service or its engine failed",
     503: "Loading, draining, stalled, or without an engine",
+    504: "The answer was not complete in the time that the request gave it",
 }
 ANY = (401, 500)
 """Errors of every route."""
 FOR_OPERATORS = (401, 403, 500)
 """Errors of a route that may need the admin key."""
 TAKES_A_BODY = (400, 401, 404, 408, 413, 429, 500)
-GENERATES = (*TAKES_A_BODY, 503)
+COUNTS = (*TAKES_A_BODY, 503)
+GENERATES = (*COUNTS, 499, 504)
+"""Errors of a route that makes answers."""
 
 
 def describe(
@@ -63,7 +70,9 @@ def describe(
     if event is not None:
         responses[200]["content"] = {"text/event-stream": {"schema": _event_stream(event)}}
     responses |= {status: {"model": error_body, "description": _ERRORS[status]} for status in sorted(errors)}
-    extra = {} if body is None else body_of(body)
+    extra: dict[str, Any] = {} if body is None else body_of(body)
+    if errors is GENERATES:
+        extra["parameters"] = [deadline.PARAMETER]
     return {"response_class": Response, "responses": responses, "openapi_extra": extra}
 
 

@@ -1,11 +1,11 @@
 """`RequestGroup`: runs the engine requests of one HTTP request together, and ends what is left when it is done."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Protocol
 
-from engine.types import EngineInfo, EngineOutput, EngineRequest, EngineStats, ExpertLoad
+from engine.types import CallOff, EngineInfo, EngineOutput, EngineRequest, EngineStats, ExpertLoad, OrderKind
 from loaders.phases import StartProgress
 
 
@@ -50,6 +50,15 @@ class Engine(Protocol):
     def drop(self, request_id: str) -> None:
         """End a request: no output follows. Does nothing if it is over."""
 
+    def call_off(self, call: CallOff) -> None:
+        """Have every process that listens end these requests."""
+
+    def on_call_off(self, hook: Callable[[CallOff], None]) -> None:
+        """From now on `hook` hears, in the event loop, what any process calls off."""
+
+    async def order(self, kind: OrderKind) -> None:
+        """Have the engine do something other than answering. Raises OrderError."""
+
 
 News = list[tuple[int, EngineOutput]]
 """Outputs with the place of their request in the group."""
@@ -61,7 +70,12 @@ class RequestGroup:
     Leaving the block ends the requests that still run.
     """
 
-    def __init__(self, engine: Engine, requests: Sequence[EngineRequest]) -> None:
+    def __init__(
+        self, engine: Engine, requests: Sequence[EngineRequest], *, names: Collection[str] = (), owner: str = ""
+    ) -> None:
+        """`names` are those by which its client may call it off, `owner` is who may (`server.asker`)."""
+        self.names = frozenset(names)
+        self.owner = owner
         self._engine = engine
         self._requests = requests
         self._news: News = []

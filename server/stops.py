@@ -11,7 +11,9 @@ class StopMatcher:
     `matched` is the stop string that ended the text, else None.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], *, shows_stop: bool = False) -> None:
+        """With `shows_stop` the text ends with the stop string, else before it."""
+        self._shows_stop = shows_stop
         self._stops = tuple(stops)
         self._held = ""
         self.matched: str | None = None
@@ -25,9 +27,9 @@ class StopMatcher:
         text = self._held + text
         found = [(start + len(stop), start, stop) for stop in self._stops if (start := text.find(stop)) >= 0]
         if found:
-            _, start, self.matched = min(found)
+            end, start, self.matched = min(found)
             self._held = ""
-            return text[:start]
+            return text[: end if self._shows_stop else start]
         num_held = max(_num_begun(text, stop) for stop in self._stops)
         self._held = text[len(text) - num_held :]
         return text[: len(text) - num_held]

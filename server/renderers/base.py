@@ -7,7 +7,7 @@ So a streamed answer and a whole one cannot differ in what they say.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from server.choice import Choice, Piece
 from server.convert import PreparedRequest
 from server.errors import ApiError, body_of
 from server.parsers import Kind
+from server.schema.common import Timings
 
 
 class Event(NamedTuple):
@@ -59,6 +60,8 @@ class Renderer(ABC):
         self.prepared = prepared
         self.model = model
         self.choices = [prepared.make_choice(index) for index in range(len(prepared.requests))]
+        self.timings: Callable[[], Timings] | None = None
+        """Where the time went so far; set by who measures it."""
         self._taken = [_JoinedPieces() for _ in self.choices]
 
     @abstractmethod

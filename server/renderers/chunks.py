@@ -32,6 +32,7 @@ class ChunkRenderer(Renderer):
         options = wire.stream_options or StreamOptions()
         self._ends_with_usage = not wire.stream or bool(options.include_usage)
         self._has_running_usage = bool(options.continuous_usage_stats)
+        self._returns_timings = bool(wire.return_timings)
         self._returns_ids = bool(wire.return_token_ids)
         self._num_returned = [0] * len(self.choices)  # ids of the answer
         self._head = {
@@ -71,9 +72,12 @@ class ChunkRenderer(Renderer):
 
     @override
     def end(self) -> Sequence[Event]:
-        if not self._ends_with_usage:
-            return []
-        return [Event({**self._head, "object": self.chunk_object, "choices": [], "usage": _usage(self.counts)})]
+        extra: dict[str, Any] = {}
+        if self._ends_with_usage:
+            extra["usage"] = _usage(self.counts)
+        if self._returns_timings and self.timings is not None:
+            extra["timings"] = self.timings()
+        return [Event({**self._head, "object": self.chunk_object, "choices": [], **extra})] if extra else []
 
     @override
     def fold(self, events: Iterable[Event]) -> dict[str, Any]:
@@ -84,6 +88,8 @@ class ChunkRenderer(Renderer):
                 entries[entry["index"]].append(entry)
         choices = [self.folded_entry(own) | {"finish_reason": own[-1]["finish_reason"]} for own in entries]
         body = {**self._head, "object": self.body_object, "choices": choices, "usage": chunks[-1]["usage"]}
+        if "timings" in chunks[-1]:
+            body["timings"] = chunks[-1]["timings"]
         if self._returns_ids:
             for whole, parts in ((body, chunks), *zip(choices, entries, strict=True)):
                 whole.update(_ids_of(parts))

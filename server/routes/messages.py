@@ -14,7 +14,7 @@ from server.body import read_body
 from server.context import ServerContext
 from server.convert import MAX_CONTEXTS, Converter
 from server.errors import Unavailable
-from server.openapi import GENERATES, describe
+from server.openapi import COUNTS, GENERATES, describe
 from server.respond import Asked, json_response, respond
 from server.schema.anthropic import (
     AnthropicAnswer,
@@ -41,7 +41,7 @@ async def create_message(request: Request) -> Response:
 
 @router.post(
     "/v1/messages/count_tokens",
-    **describe(TokenCount, errors=GENERATES, body=CountTokensRequest, error_body=AnthropicErrorBody),
+    **describe(TokenCount, errors=COUNTS, body=CountTokensRequest, error_body=AnthropicErrorBody),
 )
 async def count_tokens(request: Request) -> Response:
     """Tokens that the prompt of such a request has."""

@@ -20,7 +20,7 @@ async def list_models(request: Request) -> Response:
     return json_response({"object": "list", "data": [_entry(context, name) for name in context.served_names]})
 
 
-@router.get("/v1/models/{name:path}", **describe(ModelEntry, errors=(401, 404, 500)))
+@router.get("/v1/models/{name:path}", **describe(ModelEntry, errors=(400, 401, 404, 500)))
 async def show_model(request: Request, name: str) -> Response:
     """One of them; a name may hold slashes."""
     context: ServerContext = request.app.state.context

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema, field_validator, model_validator
 from typing_extensions import TypedDict, override
 
-from server.schema.common import MAX_LOGPROBS, FinishReason, Usage, WireModel, refusal
+from server.schema.common import MAX_LOGPROBS, FinishReason, Timings, Usage, WireModel, refusal
 from server.schema.limits import MAX_PARTS, FreeObject, Messages, Modalities, ToolCalls, Tools
 from server.schema.structured import FormattedRequest, ToolChoice
 
@@ -258,3 +258,4 @@ class ChatCompletion(TypedDict):
     choices: list[ChatChoice]
     prompt_token_ids: NotRequired[list[int]]
     usage: NotRequired[Usage | None]
+    timings: NotRequired[Timings]

@@ -17,6 +17,7 @@ MAX_LOGPROB_IDS = 128
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_CHOICES = 128
+MAX_TIMEOUT_S = 1e6
 
 
 def refusal(param: str, message: str) -> PydanticCustomError:
@@ -129,6 +130,11 @@ class AnswerRequest(RequestModel):
         return 1
 
     @property
+    def timeout_s(self) -> float | None:
+        """Seconds after which the answer ends with an error, if a field says so."""
+        return None
+
+    @property
     def num_ignored_keys(self) -> int:
         """Keys inside the conversation that this service does not know."""
         return 0
@@ -142,6 +148,12 @@ class SampledRequest(AnswerRequest):
     top_k: int | None = Field(None, ge=-1, lt=2**31)
     min_p: float | None = Field(None, ge=0, le=1)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    timeout: float | None = Field(None, gt=0, le=MAX_TIMEOUT_S)
+
+    @property
+    @override
+    def timeout_s(self) -> float | None:
+        return self.timeout
 
 
 class GenerationRequest(SampledRequest):
@@ -156,10 +168,12 @@ class GenerationRequest(SampledRequest):
     repetition_penalty: float | None = Field(None, ge=0.01, le=10)
     logit_bias: LogitBias = {}
     stop: StopStrings = []
+    include_stop_str_in_output: bool | None = None
     stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=128)] | None = None
     ignore_eos: bool | None = None
     logprob_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=MAX_LOGPROB_IDS)] | None = None
     return_token_ids: bool | None = None
+    return_timings: bool | None = None
     priority: int | None = Field(None, ge=-(2**31), lt=2**31)
     cache_salt: str | None = Field(None, min_length=1, max_length=256)
 
@@ -206,6 +220,20 @@ class Usage(TypedDict):
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: NotRequired[CompletionTokensDetails]
+
+
+class Timings(TypedDict):
+    """Where the time of an answer went, in milliseconds; of several choices, the longest times in the engine.
+
+    `queue_ms` in the engine's queue, `prefill_ms` from there to the first token; `first_token_ms`, `decode_ms` and
+    `total_ms` as the HTTP process sees them: until the first token, from there to the last, and until the end.
+    """
+
+    queue_ms: float
+    prefill_ms: float
+    first_token_ms: float
+    decode_ms: float
+    total_ms: float
 
 
 FinishReason = Literal["stop", "length", "tool_calls"]

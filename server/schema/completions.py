@@ -11,6 +11,7 @@ from server.schema.common import (
     MAX_LOGPROBS,
     FinishReason,
     RequestModel,
+    Timings,
     TokenId,
     Usage,
     refusal,
@@ -142,6 +143,7 @@ class Completion(TypedDict):
     system_fingerprint: str
     choices: list[CompletionChoice]
     usage: NotRequired[Usage | None]
+    timings: NotRequired[Timings]
 
 
 class TokenizeRequest(RequestModel):

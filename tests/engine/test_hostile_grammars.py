@@ -2,10 +2,13 @@
 
 import os
 import signal
+from contextlib import nullcontext
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
-from engine import grammar_compiler, grammar_matcher
+from engine import grammar_check, grammar_compiler, grammar_matcher
 from engine.errors import GrammarError, GrammarTooSlow
 from engine.grammar_check import GrammarChecker
 from engine.grammar_spec import GrammarSpec, ebnf, free_tokens, regex, sequence, text, token
@@ -70,7 +73,28 @@ def test_what_stands_behind_free_reasoning_is_tried_too():
     behind = sequence(free_tokens([0, CONTROL]), token(CONTROL), SLOW)
     [refusal] = run_all(make_core(), [bound("slow", behind)])["slow"]
     assert refusal.finish_reason == "error"
-    assert "longer than" in refusal.error
+    assert "ms a token" in refusal.error
+    reason = compiler().compile(json_of(behind)).exception(60)
+    assert isinstance(reason, GrammarTooSlow), "it may be sent again after a while"
+
+
+@rows("num_busy, is_refused", (0, False), (2, False), (3, False), (4, True))
+def test_a_busy_machine_is_told_from_a_slow_grammar(num_busy, is_refused):
+    """The clock shows more CPU time than a walk may take, as long as the machine is busy."""
+    compiled = compiler().compile(json_of(regex("[a-z]{3,40}"))).result(60)
+    control_ids, walks = np.array([CONTROL]), []
+
+    def clock():
+        is_begin = not walks or walks[-1].is_over
+        if is_begin:
+            walks.append(SimpleNamespace(is_over=False, is_busy=len(walks) < num_busy))
+            return 0.0
+        walks[-1].is_over = walks[-1].is_busy
+        return 1.0 if walks[-1].is_busy else 0.001
+
+    with pytest.raises(GrammarTooSlow, match="3 ms a token") if is_refused else nullcontext():
+        grammar_check.follow(compiled, VOCABULARY, control_ids, clock)
+    assert len(walks) == min(num_busy + 1, 4)
 
 
 def test_a_grammar_that_becomes_slow_later_is_the_clients_fault(monkeypatch):

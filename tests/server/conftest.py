@@ -13,8 +13,17 @@ import openai
 import pytest
 from fastapi import FastAPI
 
-from engine.errors import RequestError
-from engine.types import EngineInfo, EngineOutput, EngineRequest, EngineStats, LayerCheck, TokenLogprobs
+from engine.errors import OrderError, RequestError
+from engine.types import (
+    CallOff,
+    EngineInfo,
+    EngineOutput,
+    EngineRequest,
+    EngineStats,
+    LayerCheck,
+    OrderKind,
+    TokenLogprobs,
+)
 from engine.validate import RequestLimits, check_request, refusal_output
 from loaders.phases import StartProgress
 from loaders.tokenizer import Tokenizer, load_tokenizer
@@ -52,6 +61,8 @@ class FakeEngine:
     requests: list[EngineRequest] = field(default_factory=list)
     running: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     aborted: list[str] = field(default_factory=list)
+    orders: list[OrderKind] = field(default_factory=list)
+    refusal: str | None = None  # of orders
 
     expert_load = None
 
@@ -93,6 +104,18 @@ class FakeEngine:
         if task is not None:
             task.cancel()
             self.aborted.append(request_id)
+
+    def on_call_off(self, hook: Callable[[CallOff], None]) -> None:
+        self.__dict__.setdefault("hooks", []).append(hook)  # no field, so that a fresh state keeps them
+
+    def call_off(self, call: CallOff) -> None:
+        for hook in self.hooks:
+            hook(call)
+
+    async def order(self, kind: OrderKind) -> None:
+        if self.refusal is not None:
+            raise OrderError(self.refusal)
+        self.orders.append(kind)
 
     def forget(self) -> None:
         """Forget what was asked and aborted so far, for the next row of a table."""

@@ -330,3 +330,15 @@ def test_it_ends_as_one_process_does(row, tmp_path, monkeypatch):
     """Two rows of "How the service ends" in docs/architecture.md; `make api-workers` has them all."""
     monkeypatch.setenv(API_WORKERS, "2")
     row(tmp_path)
+
+
+def test_a_request_is_aborted_through_the_other_process(service):
+    with two_connections(service) as (first, second):
+        assert first.ask({**ENDLESS, "timeout": 60}) == 200
+        name = first.answer.getheader("x-request-id")
+        headers = {"content-type": "application/json"}
+        second.http.request("POST", "/abort_request", json.dumps({"rid": name}), headers)
+        answer = second.http.getresponse()
+        assert (answer.status, json.loads(answer.read())) == (200, {"status": "accepted"})
+        assert '"code":"aborted"' in first.rest().rpartition("data: ")[2]
+    wait_until_idle(service)

@@ -15,7 +15,7 @@ from server.board import Board
 from server.config import ServerConfig
 from server.errors import SettingError
 from server.key_limits import KeyLimits, own_memory
-from server.keys import ADMIN_PATHS, OPEN_PATHS
+from server.keys import ADMIN_PATHS, OPEN_PATHS, ORDER_PATHS
 from server.routes.page import page_routes
 from server.service import check_certificate
 from tests.server.conftest import FakeEngine, serve, wait_until
@@ -94,13 +94,14 @@ def test_every_route_needs_a_key_however_its_path_is_spelled(keyed):
 
 
 def test_admin_routes_open_to_the_admin_key_alone(keyed):
-    for path in ADMIN_PATHS:
+    for path in ADMIN_PATHS | ORDER_PATHS:
+        method = "POST" if path in ORDER_PATHS else "GET"
         for spelling in spellings(path):
-            status, _ = request(keyed, "GET", spelling, bearer("one"))
+            status, _ = request(keyed, method, spelling, bearer("one"))
             assert status in (400, 403, 404), spelling
             assert not spelling.endswith("%0a") or status == 400  # a pattern's $ matches before a line break
-        assert request(keyed, "GET", path, bearer("root"))[0] == 200
-        assert request(keyed, "GET", path)[0] == 401
+        assert request(keyed, method, path, bearer("root"))[0] == 200
+        assert request(keyed, method, path)[0] == 401
 
 
 @rows(

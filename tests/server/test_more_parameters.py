@@ -216,3 +216,47 @@ def test_the_bundled_model_stops_thinking_when_it_must(bundled_url):
         assert more.choices[0].message.content
         listed = ask(**fields, logprobs=True, extra_body={"logprob_token_ids": [5, 9]}).choices[0].logprobs.content
         assert all(len(entry.top_logprobs) == 2 for entry in listed)
+
+
+@rows(
+    "shown, fields",
+    ("one two", {"stop": "two"}),
+    ("one two", {"stop": ["nothing", " two"]}),
+    ("one tw", {"stop": "tw", "logprobs": 0}),  # in the middle of a token
+    ("one two", {"stop_token_ids": " two"}),
+)
+def test_what_stops_an_answer_may_be_part_of_it(shown, fields, post, tokenizer, service):
+    ids = tokenizer.encode("one two")
+    if "stop_token_ids" in fields:
+        fields = {"stop_token_ids": ids[-1:]}
+        service.engine.last = lambda _request, num_tokens: {"stop_reason": ids[-1], "finish_reason": "stop"}
+    transcript = "one two" if "stop_token_ids" in fields else "one two three"
+    for included in (True, False):
+        body = {"prompt": "count", "max_tokens": 40, **fields, "include_stop_str_in_output": included}
+        whole = post("/v1/completions", transcript, **body)["choices"][0]
+        chunks = post("/v1/completions", transcript, **body, stream=True)
+        streamed = "".join(entry["text"] for chunk in chunks for entry in chunk["choices"])
+        assert whole["text"] == streamed
+        assert (streamed == shown) == included
+        assert shown.startswith(streamed)
+        assert whole["finish_reason"] == "stop"
+        if included and whole["logprobs"]:
+            assert "".join(whole["logprobs"]["tokens"]) == shown
+
+
+def test_timings_say_where_the_time_went(chat, post, service):
+    service.engine.delay_s = 0.01
+    fields = {"return_timings": True, "n": 2}
+    whole = chat(**fields)["timings"]
+    *_, last = chat(**fields, stream=True)
+    assert last["choices"] == []
+    assert "usage" not in last
+    *_, with_usage = chat(**fields, stream=True, stream_options={"include_usage": True})
+    assert with_usage["usage"]["completion_tokens"] > 0
+    for timings in (whole, last["timings"], with_usage["timings"]):
+        assert timings["first_token_ms"] >= 10
+        assert timings["decode_ms"] >= 10
+        assert timings["total_ms"] >= timings["first_token_ms"] + timings["decode_ms"]
+        assert timings["queue_ms"] == timings["prefill_ms"] == 0, "the scripted engine tells no times"
+    assert post("/v1/completions", prompt="Hi", return_timings=True)["timings"]["total_ms"] > 0
+    assert "timings" not in chat()

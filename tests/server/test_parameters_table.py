@@ -39,11 +39,13 @@ CHANGES = {  # a value that changes the answer or what the engine is asked, and 
     "top_k": (5, {}),
     "min_p": (0.2, {}),
     "seed": (7, {}),
+    "timeout": (30.5, {}),
     "presence_penalty": (0.5, {}),
     "frequency_penalty": (0.5, {}),
     "repetition_penalty": (1.5, {}),
     "logit_bias": ({"5": 1.0}, {}),
     "stop": ("nothing to", {}),
+    "include_stop_str_in_output": (True, {"stop": "nothing"}),
     "stop_token_ids": ([9], {}),
     "ignore_eos": (True, {}),
     "logprobs": ({"chat": True, "completions": 0}, {}),
@@ -52,6 +54,7 @@ CHANGES = {  # a value that changes the answer or what the engine is asked, and 
     "prompt_logprobs": (1, {}),
     "echo": (True, {}),
     "return_token_ids": (True, {}),
+    "return_timings": (True, {}),
     "skip_special_tokens": (False, {}),
     "priority": (3, {}),
     "cache_salt": ("mine", {}),
@@ -66,7 +69,7 @@ CHANGES = {  # a value that changes the answer or what the engine is asked, and 
     "add_generation_prompt": (False, {}),
     "continue_final_message": (True, {"messages": CONTINUED}),
 }
-SAME = {"best_of"}
+SAME = {"best_of", "timeout"}
 """Honoured parameters with a value that changes nothing."""
 ACCEPTED = {"modalities": ["text"], "metadata": {"a": "b"}, "store": True}
 CALLS = (
