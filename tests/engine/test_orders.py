@@ -5,15 +5,20 @@ import gzip
 import json
 import os
 import signal
+from pathlib import Path
 
 import pytest
 import torch
 
+from engine.config import EngineConfig
 from engine.errors import OrderError
+from engine.messages import Obeyed
 from engine.pages import PageAllocator
 from engine.prefix_cache import PrefixCache
+from engine.rank_client import RankedEngineClient
 from engine.step_profile import StepProfile
 from engine.types import CallOff
+from tests.engine.fake_worker import INFO
 from tests.engine.fakes import in_both_orders
 from tests.engine.requests import request, run_all, tokens_of
 from tests.engine.test_client import DEADLINE_S, running, until
@@ -103,3 +108,26 @@ def test_an_order_ends_when_the_engine_does():
                 await order
 
     asyncio.run(main())
+
+
+def test_an_order_waits_for_every_rank_that_schedules(monkeypatch):
+    """One that cannot is enough to fail it, whichever answers first."""
+    client = RankedEngineClient(
+        EngineConfig(model=Path("fake"), device="cpu", data_parallel_size=2, num_pages=8), worker_module="unused"
+    )
+    client.info, client._is_open, sent = INFO, True, []
+    monkeypatch.setattr(RankedEngineClient, "alive", True)
+    monkeypatch.setattr(client, "_send", sent.append)
+
+    async def main(*answers):
+        order = asyncio.create_task(client.order("reset_prefix_cache"))
+        for error in answers:
+            await asyncio.sleep(0)
+            assert not order.done()
+            client._handle(Obeyed(sent[-1].number, error))
+        await order
+
+    asyncio.run(main(None, None))
+    for answers in (("no", None), (None, "no")):
+        with pytest.raises(OrderError, match="no"):
+            asyncio.run(main(*answers))
