@@ -29,4 +29,4 @@ def test_answers_are_those_of_one_rank_and_followers_need_no_grammar():
     follower = ModelRunner(FakeModel(), core._runner.kv, page_size=4, max_num_seqs=8, max_model_len=256)
     for step in links.sent:
         follower.launch(type(step).unpack(memoryview(step.pack())))
-    assert len(links.sent) == core.stats().num_steps > 9
+    assert len(links.sent) == core.stats().num_steps >= 9
