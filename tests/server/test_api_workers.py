@@ -244,8 +244,8 @@ def test_nothing_outlives_a_supervisor_that_is_killed(tmp_path):
         service.signal(signal.SIGKILL)
         wait_until(lambda: all(has_ended(pid) for pid in pids))
         port = int(service.url.rpartition(":")[2])
-        with pytest.raises(ConnectionRefusedError):
-            socket.create_connection(("127.0.0.1", port), timeout=5)
+        with pytest.raises(ConnectionRefusedError):  # from another address: a socket could meet itself at a free port
+            socket.create_connection(("127.0.0.1", port), timeout=5, source_address=("127.0.0.2", 0))
 
 
 BROKEN = "import server.api_process; server.api_process._MODULE = 'tests.no_such_module'" + SCRIPTED
