@@ -182,11 +182,18 @@ def test_settings_that_would_not_protect_are_refused(settings, error):
         ServerConfig(**settings)
 
 
-@rows("text", "", "# none\n", "schlüssel\n", "with space\n")
-def test_a_file_without_fit_keys_is_refused(text, tmp_path):
+@rows(
+    "text, words",
+    ("", " holds no key"),
+    ("# none\n", " holds no key"),
+    ("schlüssel\n", " cannot be read"),
+    ("one\n\nwith space\n", ", line 3, holds a space"),
+    ("one,,two\n", ", line 1, is empty"),
+)
+def test_a_file_without_fit_keys_is_refused(text, words, tmp_path):
     file = tmp_path / "keys"
     file.write_text(text)
-    with pytest.raises(SettingError, match="api_key"):
+    with pytest.raises(SettingError, match=f"--api-key-file: api_key_file {file}{words}"):
         cli.make_configs(SETTINGS, {"model": "openai/gpt-oss-20b", "api_key_file": file})
 
 
