@@ -14,14 +14,14 @@ from server import streams
 from server.bench.command import bench
 from server.chat.command import chat
 from server.config import ServerConfig
+from server.configs import make_configs
 from server.errors import SettingError
 from server.experts import experts
 from server.explain import explain
 from server.health import health
 from server.hub import Needs, download
-from server.keys import keys_of
 from server.listener import bind
-from server.model_source import HubModel, check_model_folder, locate_model, served_name
+from server.model_source import HubModel, check_model_folder
 from server.plan import plan
 from server.service_links import service_links
 from server.settings import Setting, gather, make_parser, settings_of
@@ -144,33 +144,6 @@ def all_settings() -> dict[str, Setting]:
     """Every setting by name. `model` is text, because a path would turn the folder `./x/y` into `x/y` on the hub."""
     settings = settings_of(EngineConfig, ServerConfig)
     return settings | {"model": dataclasses.replace(settings["model"], kind=str)}
-
-
-def make_configs(
-    settings: Mapping[str, Setting], values: Mapping[str, Any]
-) -> tuple[ServerConfig, EngineConfig, Path | HubModel]:
-    """Both dataclasses and the model; a model on the hub has no folder yet. Raises SettingError that names the flag."""
-    model = locate_model(values.get("model"), values.get("revision"))
-    values = {**values, "model": Path(model.name) if isinstance(model, HubModel) else model}
-    if not values.get("served_model_name"):
-        values["served_model_name"] = (served_name(model),)
-    try:
-        values |= keys_of(values)
-        server_config = ServerConfig(**_fields_of(ServerConfig, values))
-        engine_config = EngineConfig(**_fields_of(EngineConfig, values))
-        if server_config.api_workers > 1 and engine_config.data_parallel_size > 1:
-            raise SettingError(
-                f"api_workers is {server_config.api_workers}: with data_parallel_size "
-                f"{engine_config.data_parallel_size} one HTTP process spreads all requests; set api_workers to 1"
-            )
-        return server_config, engine_config, model
-    except ValueError as error:
-        field = str(error).split(" ", 1)[0]
-        raise SettingError(f"{settings[field].flag}: {error}" if field in settings else str(error)) from error
-
-
-def _fields_of(cls: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    return {field.name: values[field.name] for field in dataclasses.fields(cls) if field.name in values}
 
 
 def tune_cache_folder(environ: Mapping[str, str]) -> Path | None:

@@ -128,17 +128,28 @@ def key_of(headers: Headers) -> str:
 
 
 def keys_of(values: Mapping[str, Any]) -> dict[str, str]:
-    """`api_key` with the keys of `api_key_file` added. Raises SettingError if the file holds none."""
+    """`api_key` with the keys of `api_key_file` added.
+
+    Raises:
+        SettingError: the file cannot be read or holds no key, or a line is not as `client_keys` says. The message names
+            the line and shows no key.
+    """
     file = values.get("api_key_file")
     if file is None:
         return {}
     try:
         lines = Path(file).read_text(encoding="ascii").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise SettingError(f"api_key_file: {file} cannot be read: {error}") from error
-    keys = [" ".join(line.split()) for line in lines if line.strip() and not line.lstrip().startswith("#")]
+        raise SettingError(f"api_key_file {file} cannot be read: {error}") from error
+    keys = []
+    for number, line in enumerate(lines, start=1):
+        words = " ".join(line.split())
+        if words and not words.startswith("#"):
+            for each in words.split(","):
+                _client_key(f"api_key_file {file}, line {number},", each, ClientKey())
+            keys.append(words)
     if not keys:
-        raise SettingError(f"api_key_file: {file} holds no key: give one a line, or leave the setting out")
+        raise SettingError(f"api_key_file {file} holds no key: give one a line, or leave the setting out")
     return {"api_key": ",".join(filter(None, (values.get("api_key"), *keys)))}
 
 

@@ -99,6 +99,6 @@ def describe_checks(info: EngineInfo) -> str:
     if worst is None:
         return "off: no layer was compared with the reference"
     return (
-        f"{len(info.selfcheck)} of {len(info.moe_paths)} MoE layers match the reference, "
+        f"{len(info.selfcheck)} of {len(info.moe_paths)} MoE layers compared with the reference, "
         f"largest error {worst.worst_error:.1e} of {worst.tolerance:.0e} allowed"
     )

@@ -135,7 +135,9 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             flag = unknown[0].partition("=")[0]
             is_flag = flag.startswith("-")
-            advice = _nearest(flag, list(self._option_string_actions)) if is_flag else f"; did you mean --model {flag}?"
+            known = list(self._option_string_actions)
+            named = "--base-url" if "://" in flag and "--base-url" in known else "--model"
+            advice = _nearest(flag, known) if is_flag else f"; did you mean {named} {flag}?" if named in known else ""
             self.error(f"unrecognized arguments: {' '.join(unknown)}{advice}")
         return found
 

@@ -4,20 +4,18 @@ import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from engine.config import EngineConfig
 from server import streams
-from server.config import ServerConfig
+from server.configs import make_configs
 from server.doctor import service
-from server.doctor.finding import Finding, is_well, render
+from server.doctor.finding import Finding, is_well, render, verdict
 from server.doctor.gpus import gpu_findings, infiniband
 from server.doctor.machine import Machine
 from server.doctor.packages import examine_packages, nccl, nvshmem, package_findings
-from server.doctor.paths import path_findings
+from server.doctor.paths import arch_of, path_findings
 from server.doctor.system import cache_findings, compiler, locked_memory, open_files, shared_memory
-from server.errors import SettingError
-from server.model_source import HubModel, locate_model
+from server.model_source import HubModel
 from server.settings import Parser, Setting, given_values
 
 _DESCRIPTION = (
@@ -53,36 +51,26 @@ def doctor(
     own, flags = make_parser(program).parse_known_args(argv)
     given = given_values(settings, f"{program} doctor", flags, machine.environ)
     values = {"tune_cache_dir": tune_cache, **given}
-    model = locate_model(values.get("model"), values.get("revision"))
-    config = _engine_config(values)
+    server_config, config, model = make_configs(settings, values)
     findings = examine(machine, config, downloads=isinstance(model, HubModel), model=model)
-    defaults = {field.name: field.default for field in dataclasses.fields(ServerConfig)}
-    findings.insert(0, service.port(*(values.get(name, defaults[name]) for name in ("host", "port"))))
+    findings[:0] = [service.port(server_config.host, server_config.port), *service.http_findings(server_config)]
     if own.json:
         shown = {"well": is_well(findings), "findings": [dataclasses.asdict(each) for each in findings]}
         streams.say(json.dumps(shown, indent=1) + "\n")
     else:
-        streams.say(render(findings))
+        streams.say(f"{render(findings)}\n{verdict(findings)}")
     return 0 if is_well(findings) else 1
-
-
-def _engine_config(values: Mapping[str, Any]) -> EngineConfig:
-    names = {field.name for field in dataclasses.fields(EngineConfig)} & set(values)
-    try:
-        return EngineConfig(**{name: values[name] for name in names} | {"model": Path()})  # the model is not looked at
-    except ValueError as error:
-        raise SettingError(str(error)) from error
 
 
 def examine(
     machine: Machine, config: EngineConfig, *, downloads: bool, model: Path | HubModel | None = None
 ) -> list[Finding]:
-    """All findings but that of the address. `downloads`: the model comes from the hub. Without a model, none of it."""
+    """All findings but those of HTTP. `downloads`: the model comes from the hub. Without a model, none of it."""
     packages = examine_packages(machine)
     torch = packages["torch"]
     has_gpu = config.device != "cpu" and bool(torch.facts.get("num_gpus"))
     return [
-        *([] if model is None else [service.model(model, config, torch)]),
+        *([] if model is None else service.model_findings(model, config, torch, arch_of(config, torch))),
         *gpu_findings(machine, config, torch),
         *package_findings(packages, config),
         nvshmem(machine, config),

@@ -34,6 +34,16 @@ def is_well(findings: Iterable[Finding]) -> bool:
     return all(each.level is not Level.PROBLEM for each in findings)
 
 
+def verdict(findings: Iterable[Finding]) -> str:
+    """The last line: whether the service can serve, and the topics that need attention."""
+    topics: dict[Level, dict[str, None]] = {Level.PROBLEM: {}, Level.WARNING: {}}  # each once, in order
+    for each in findings:
+        topics.get(each.level, {})[each.topic] = None
+    problems, warnings = (", ".join(topics[level]) for level in (Level.PROBLEM, Level.WARNING))
+    first = f"the service cannot serve with these flags; problems: {problems}" if problems else "the service can serve"
+    return f"{first}{f'; warnings: {warnings}' if warnings else ''}\n"
+
+
 def render(findings: Iterable[Finding]) -> str:
     """One line for each finding: level, topic, text, way out."""
     rows = list(findings)

@@ -80,6 +80,9 @@ def _package_finding(package: Package, *, is_asked: bool, has_gpu: bool) -> Find
     if package.is_missing:
         return Finding(topic=name, level=level, text="is not installed", way_out=source)
     text = f"cannot be imported: {package.error}"
+    if package.facts.get("lacks_folder"):
+        way_out = "set HOME, or what the lines of the caches name, to a folder that can be written"
+        return Finding(topic=name, level=level, text=text, way_out=way_out)
     return Finding(topic=name, level=level, text=text, way_out=f"install it again: {source}")
 
 

@@ -15,20 +15,34 @@ def path_findings(packages: Mapping[str, Package], config: EngineConfig) -> list
     return [*_backends(packages, config), *_transports(packages, config)]
 
 
+def arch_of(config: EngineConfig, torch: Package) -> str | None:
+    """The architecture that the service would run on, such as "sm90" or "cpu"; None if it is not known."""
+    if config.device == "cpu" or (config.device == "auto" and not torch.facts.get("num_gpus")):
+        return "cpu"
+    return torch.facts.get("arch")
+
+
 def _backends(packages: Mapping[str, Package], config: EngineConfig) -> list[Finding]:
     # Imports torch, which the caller has found to work.
     from moe.registry import BACKEND_MODULES, load_backend
 
     findings = []
+    arch = arch_of(config, packages["torch"])
     for name in BACKEND_MODULES:
         backend = load_backend(name)
         broken = None if backend.package is None else _broken(packages[backend.package])
         lacks = broken or backend.lacks()
         topic = f"--moe-backend {name}"
-        if lacks is None:
+        formats = backend.formats.items()
+        is_asked = config.moe_backend == name
+        if is_asked and arch and all(backend.unsupported_arch(arch, *each) for each in formats):
+            text = f"does not run on {arch}; runs on {backend.hardware}"
+            way_out = "take --moe-backend auto, or another --device"
+            findings.append(Finding(topic=topic, level=Level.PROBLEM, text=text, way_out=way_out))
+        elif lacks is None:
             findings.append(ok(topic, f"nothing is missing; runs on {backend.hardware}"))
         else:
-            findings.append(_missing(topic, lacks, is_asked=config.moe_backend == name))
+            findings.append(_missing(topic, lacks, is_asked=is_asked))
     return findings
 
 

@@ -3,11 +3,14 @@
 It is a program of its own because a broken package may end the interpreter: whoever reads the lines then knows which.
 """
 
+import errno
 import importlib
 import json
 import sys
 from types import ModuleType
 from typing import Any
+
+_FOLDER_ERRORS = (errno.EACCES, errno.ENOTDIR, errno.EPERM, errno.EROFS, errno.ENOSPC)  # it wanted to write there
 
 
 def examine(name: str) -> dict[str, Any]:
@@ -17,7 +20,8 @@ def examine(name: str) -> dict[str, Any]:
     except ModuleNotFoundError as error:
         return {} if error.name == name else {"error": _words(error)}
     except BaseException as error:  # whatever a package raises, the others are examined
-        return {"error": _words(error)}
+        is_of_folder = isinstance(error, OSError) and error.errno in _FOLDER_ERRORS
+        return {"error": _words(error), "lacks_folder": is_of_folder}
     facts = {"version": str(getattr(module, "__version__", "of unknown version"))}
     return facts | _torch_facts(module) if name == "torch" else facts
 
@@ -29,6 +33,7 @@ def _torch_facts(torch: ModuleType) -> dict[str, Any]:
         try:
             torch.cuda.init()
             facts["num_gpus"] = torch.cuda.device_count()
+            facts["arch"] = _arch(torch)
         except Exception as error:
             facts["gpu_error"] = _words(error)
         try:
@@ -36,6 +41,13 @@ def _torch_facts(torch: ModuleType) -> dict[str, Any]:
         except Exception as error:
             facts["nccl_error"] = _words(error)
     return facts
+
+
+def _arch(torch: ModuleType) -> str:
+    """Architecture of the first GPU, such as "sm90" or "gfx942"."""
+    if torch.version.hip:
+        return str(torch.cuda.get_device_properties(0).gcnArchName).partition(":")[0]
+    return "sm{}{}".format(*torch.cuda.get_device_capability(0))
 
 
 def _words(error: BaseException) -> str:

@@ -1,14 +1,16 @@
-"""The service itself: whether its port is free, and whether its model is a checkpoint that it can load."""
+"""The service itself: whether its port is free, whether it can load its model, and whether its flags go together."""
 
 import dataclasses
 from pathlib import Path
 
 from engine.config import EngineConfig
+from server.config import ServerConfig
 from server.doctor.finding import Finding, Level, ok
 from server.doctor.packages import Package
 from server.errors import SettingError
 from server.listener import bind
 from server.model_source import HubModel, check_model_folder
+from server.service import check_certificate, check_tracing
 
 
 def port(host: str, number: int) -> Finding:
@@ -23,10 +25,37 @@ def port(host: str, number: int) -> Finding:
     return ok("address", f"{host}:{number} is free" if number else f"{host}, and a port that is free then")
 
 
-def model(place: Path | HubModel, config: EngineConfig, torch: Package) -> Finding:
-    """Whether the folder holds a model that the service knows, by its config.json and the headers of its weights."""
+def http_findings(config: ServerConfig) -> list[Finding]:
+    """Whether the certificate can be used, and whether spans can be sent; nothing where the flags ask for neither."""
+    findings = []
+    for topic, is_asked, check in (
+        ("certificate", config.ssl_certfile is not None, check_certificate),
+        ("traces", config.otlp_endpoint is not None, check_tracing),
+    ):
+        if not is_asked:
+            continue
+        try:
+            check(config)
+        except SettingError as error:
+            text, _, way_out = str(error).partition(": ")
+            findings.append(Finding(topic=topic, level=Level.PROBLEM, text=text, way_out=way_out))
+        else:
+            findings.append(ok(topic, "can be used" if topic == "certificate" else "the packages are here"))
+    return findings
+
+
+def model_findings(place: Path | HubModel, config: EngineConfig, torch: Package, arch: str | None) -> list[Finding]:
+    """Whether the model is one that the service knows, and whether the flags fit it on a device of this `arch`."""
     if isinstance(place, HubModel):
-        return ok("model", f"{place} comes from the Hugging Face hub, or from its cache")
+        return [ok("model", f"{place} comes from the Hugging Face hub, or from its cache")]
+    found = model(place, config, torch)
+    if found.level is not Level.OK or torch.version is None or arch is None:
+        return [found]
+    return [found, flags(dataclasses.replace(config, model=place), arch)]
+
+
+def model(place: Path, config: EngineConfig, torch: Package) -> Finding:
+    """Whether the folder holds a model that the service knows, by its config.json and the headers of its weights."""
     try:
         check_model_folder(place)
         if torch.version is not None:
@@ -44,3 +73,21 @@ def _read_headers(folder: Path, config: EngineConfig) -> None:
 
     plain = EngineConfig(model=folder)
     plan_engine(dataclasses.replace(plain, device="cpu", load_format=config.load_format), None)
+
+
+def flags(config: EngineConfig, arch: str) -> Finding:
+    """Whether the flags and the model go together: backend, transport, number format, context, parallel sizes."""
+    import torch
+
+    from engine.model_settings import choose_max_model_len, make_model_settings
+    from model.sizes import measure_model
+    from moe.device import Device
+
+    try:
+        settings = make_model_settings(config, torch.device("cpu" if arch == "cpu" else "cuda"))
+        choose_max_model_len(config, measure_model(config.model, settings, Device(arch=arch)).max_model_len)
+    except ValueError as error:
+        way_out = "change the flag; docs/troubleshooting.md has the message"
+        text = "; ".join(str(error).rstrip(".").splitlines())
+        return Finding(topic="flags", level=Level.PROBLEM, text=text, way_out=way_out)
+    return ok("flags", f"fit the model on {arch}")

@@ -58,6 +58,11 @@ def chat(monkeypatch, capsys):
     return run
 
 
+def test_an_address_without_its_flag_is_explained(capsys):
+    assert cli.main(["chat", "http://a:1"]) == cli.USAGE_ERROR
+    assert "did you mean --base-url http://a:1?" in capsys.readouterr().err
+
+
 def test_a_conversation_keeps_its_turns_until_reset(chat):
     with serve(answering(*ANSWER)) as server:
         said = chat(

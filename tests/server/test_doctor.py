@@ -12,9 +12,10 @@ from engine.config import EngineConfig
 from moe.config import MoeA2ABackend
 from moe.packages import SOURCES, TRANSPORT_PACKAGES
 from server import cli
+from server.config import ServerConfig
 from server.doctor import service
 from server.doctor.command import doctor, examine
-from server.doctor.finding import Level, is_well, render
+from server.doctor.finding import Level, is_well, render, verdict
 from server.doctor.machine import Machine
 from server.doctor.packages import Package, examine_packages
 from tests.server.conftest import ASSETS
@@ -35,8 +36,10 @@ __version__ = "2.11.0"
 def init():
     {init}
 version = SimpleNamespace(cuda={built!r}, hip=None)
-cuda = SimpleNamespace(init=init, device_count=lambda: 2, nccl=SimpleNamespace(version=lambda: {nccl}))
+nccl = SimpleNamespace(version=lambda: {nccl})
+cuda = SimpleNamespace(init=init, device_count=lambda: 2, get_device_capability=lambda _: (9, 0), nccl=nccl)
 """
+CERTIFICATE = Path(__file__).parent / "localhost.pem"
 HEADER = sysconfig.get_paths()["include"].lstrip("/") + "/Python.h"
 PORT = "sys/class/infiniband/mlx5_0/ports/1"
 
@@ -174,6 +177,8 @@ def no_driver(world):
     (lambda w: w.lose("flashinfer"), {}, "note", "flashinfer", "is not installed", "pip install flashinfer-python"),
     (lambda w: w.lose("flashinfer"), {"moe_backend": "flashinfer_mxfp4"}, "problem", "flashinfer", "is not", "pip"),
     (lambda w: w.lose("deep_ep"), {"moe_a2a_backend": "deepep"}, "problem", "deep_ep", "is not installed", "DeepEP"),
+    (lambda w: w.package("flashinfer", "raise OSError(30, 'Read-only file system', '/home/me')"), {}, "warning",
+     "flashinfer", "Read-only file system", "to a folder that can be written"),
     (lambda w: w.package("deep_ep", "import libmlx5"), {}, "warning", "deep_ep", "No module named 'libmlx5'", "again"),
     (lambda w: w.environ.update(NVSHMEM_DIR="/nowhere"), {"moe_a2a_backend": "deepep"}, "warning", "NVSHMEM",
      "/nowhere, which is no folder", "name the folder"),
@@ -231,17 +236,67 @@ def paths():
 def test_every_path_says_what_it_would_need_here(tmp_path, paths):
     world = World(tmp_path)
     world.lose("deep_ep")
-    world.package("aiter", "raise ImportError('libamdhip64.so')")
-    config = EngineConfig(model=Path(), moe_a2a_backend="deepep", moe_backend="aiter")
+    world.package("deep_gemm", "raise ImportError('libcuda.so')")
+    config = EngineConfig(model=Path(), moe_a2a_backend="deepep", moe_backend="deep_gemm")
     found = {each.topic: each for each in examine(world.machine, config, downloads=False)}
-    torch, aiter, deepep = (
-        found[topic] for topic in ("--moe-backend torch", "--moe-backend aiter", "--moe-a2a-backend deepep")
+    torch, deep_gemm, deepep = (
+        found[topic] for topic in ("--moe-backend torch", "--moe-backend deep_gemm", "--moe-a2a-backend deepep")
     )
     assert (torch.level, torch.text) == (Level.OK, "nothing is missing; runs on any CPU or GPU")
-    assert (aiter.level, aiter.text) == (Level.PROBLEM, "needs aiter, which cannot be imported")
-    assert aiter.way_out == "its line above says why"
+    assert (deep_gemm.level, deep_gemm.text) == (Level.PROBLEM, "needs deep_gemm, which cannot be imported")
+    assert deep_gemm.way_out == "its line above says why"
     assert (deepep.level, deepep.text) == (Level.PROBLEM, "needs the package deep_ep, which is not installed")
     assert deepep.way_out.startswith("install it from https://github.com/deepseek-ai/DeepEP")
+
+
+@rows(
+    "backend, settings, words",
+    ("flashinfer_mxfp4", {"device": "cpu"}, "does not run on cpu; runs on SM90"),
+    ("flashinfer_mxfp4", {}, None),
+    ("flashinfer_trtllm", {}, "does not run on sm90; runs on SM100"),
+    ("triton", {"device": "cpu"}, "does not run on cpu"),
+    ("torch", {"device": "cpu"}, None),
+)
+def test_a_backend_that_cannot_run_on_the_device_is_a_problem(tmp_path, paths, backend, settings, words):
+    config = EngineConfig(model=Path(), moe_backend=backend, **settings)
+    findings = examine(World(tmp_path).machine, config, downloads=False)
+    [found] = [each for each in findings if each.topic == f"--moe-backend {backend}"]
+    assert ("does not run" in found.text) == (words is not None), found
+    if words is not None:
+        assert (found.level, words in found.text, "--moe-backend auto" in found.way_out) == (Level.PROBLEM, True, True)
+
+
+@rows(
+    "arch, settings, words",
+    ("cpu", {}, None),
+    ("sm90", {"moe_backend": "flashinfer_mxfp4"}, None),
+    ("cpu", {"moe_backend": "flashinfer_mxfp4"}, "it runs on sm90, sm100, sm103. Usable for it: torch"),
+    ("sm90", {"moe_backend": "deep_gemm"}, "format mxfp4 is not supported; it takes fp8_block"),
+    ("cpu", {"tensor_parallel_size": 3}, "must divide the"),
+    ("cpu", {"max_model_len": 1 << 30}, "max_model_len"),
+)
+def test_flags_that_do_not_fit_the_model_are_a_problem(arch, settings, words):
+    found = service.flags(EngineConfig(model=ASSETS, **settings), arch)
+    assert (found.level is Level.PROBLEM, (words or "fit the model") in found.text) == (words is not None, True), found
+    assert bool(found.way_out) == (words is not None)
+
+
+def test_a_certificate_is_looked_at(tmp_path):
+    (tmp_path / "empty.pem").touch()
+    assert service.http_findings(ServerConfig()) == []
+    for file, level in ((CERTIFICATE, Level.OK), (tmp_path / "empty.pem", Level.PROBLEM)):
+        [found] = service.http_findings(ServerConfig(ssl_certfile=file))
+        assert (found.topic, found.level) == ("certificate", level), found
+
+
+def test_the_last_line_names_what_needs_attention(tmp_path):
+    world = World(tmp_path)
+    fine = "the service can serve"
+    assert verdict(world.examine().values()) == f"{fine}\n"
+    world.limit("Max open files", "1024")
+    assert verdict(world.examine().values()) == f"{fine}; warnings: open files\n"
+    world.limit("Max open files", "64")
+    assert verdict(world.examine().values()).endswith("cannot serve with these flags; problems: open files\n")
 
 
 def test_without_torch_paths_are_not_asked(tmp_path, paths):

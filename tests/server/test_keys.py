@@ -20,7 +20,6 @@ from server.routes.page import page_routes
 from server.service import check_certificate
 from tests.server.conftest import FakeEngine, serve, wait_until
 from tests.server.service_process import start
-from tests.server.test_settings import SETTINGS
 from tests.tables import rows
 
 CERTIFICATE = Path(__file__).with_name("localhost.pem")
@@ -138,56 +137,6 @@ def test_answers_of_every_layer_have_a_request_id(tokenizer):
         assert (refused.status_code, refused.headers["x-request-id"]) == (400, "mine")
         assert request(service, "GET", "/v1/models", {"Transfer-Encoding": "gzip"})[1]["x-request-id"]
         assert request(service, "GET", "/nothing")[1]["x-request-id"]
-
-
-@rows(
-    "text, keys",
-    ("one\n\n# comment\n  two  \n", ["flag", "one", "two"]),
-    ("one", ["flag", "one"]),
-)
-def test_a_file_adds_keys(text, keys, tmp_path):
-    file = tmp_path / "keys"
-    file.write_text(text)
-    values = {"model": "openai/gpt-oss-20b", "api_key": "flag", "api_key_file": file}
-    assert [key.text for key in cli.make_configs(SETTINGS, values)[0].api_keys] == keys
-    del values["api_key"]
-    assert [key.text for key in cli.make_configs(SETTINGS, values)[0].api_keys] == keys[1:]
-
-
-def test_keys_may_have_limits_of_their_own(tmp_path):
-    file = tmp_path / "keys"
-    file.write_text("one\ntwo  tokens_per_minute=60 max_requests=4\nthree max_requests=none\n")
-    values = {"model": "openai/gpt-oss-20b", "api_key_file": file, "max_requests_per_key": 2}
-    keys = cli.make_configs(SETTINGS, values)[0].api_keys
-    limits = [(key.text, key.max_requests, key.tokens_per_minute) for key in keys]
-    assert limits == [("one", 2, None), ("two", 4, 60), ("three", None, None)]
-
-
-@rows(
-    "settings, error",
-    ({"api_key": "a,,b"}, "api_key 2 is empty"),
-    ({"api_key": "a,b max_requests=0"}, "api_key 2 holds a space: only max_requests=N"),
-    ({"api_key": "a max_requests=2 max_requests=3"}, "api_key holds a space: .* once"),
-    ({"api_key": "two words"}, "api_key holds a space"),
-    ({"admin_key": "a max_requests=2"}, "admin_key is empty or holds spaces"),
-    ({"api_key": "a,b,a"}, "api_key holds a key twice"),
-    ({"admin_key": ""}, "admin_key is empty"),
-    ({"api_key": "a,b", "admin_key": "b"}, "admin_key is one of the keys"),
-    ({"max_requests_per_key": 1}, "max_requests_per_key needs keys"),
-    ({"tokens_per_minute_per_key": 1, "admin_key": "a"}, "tokens_per_minute_per_key needs keys"),
-    ({"ssl_keyfile": Path("x")}, "set ssl_certfile"),
-)
-def test_settings_that_would_not_protect_are_refused(settings, error):
-    with pytest.raises(SettingError, match=error):
-        ServerConfig(**settings)
-
-
-@rows("text", "", "# none\n", "schlüssel\n", "with space\n")
-def test_a_file_without_fit_keys_is_refused(text, tmp_path):
-    file = tmp_path / "keys"
-    file.write_text(text)
-    with pytest.raises(SettingError, match="api_key"):
-        cli.make_configs(SETTINGS, {"model": "openai/gpt-oss-20b", "api_key_file": file})
 
 
 class Clock:

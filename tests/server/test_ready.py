@@ -27,7 +27,7 @@ def test_a_terminal_gets_lines_in_colour(monkeypatch):
     monkeypatch.setenv("NO_COLOR", "1")
     lines = READY.text_for(Terminal(), "text").splitlines()
     assert [line.split("\x1b[0m")[-1].strip() for line in lines if "self-check" in line or "memory" in line] == [
-        "1 of 6 MoE layers match the reference, largest error 2.0e-06 of 1e-05 allowed",
+        "1 of 6 MoE layers compared with the reference, largest error 2.0e-06 of 1e-05 allowed",
         "weights 3.0 GiB, KV cache 512.0 MiB",
     ]
 
