@@ -352,7 +352,7 @@ def _choices(
     num_choices = wire.n or 1
     if len(prompts) * num_choices > info.max_requests:  # else the queue would always be too full for it
         raise BadRequest(
-            f"n: {len(prompts) * num_choices} answers are asked for, and this service holds at most "
+            f"n: {len(prompts) * num_choices} answers are asked for, n for each prompt, and this service holds at most "
             f"{info.max_requests} at once, running and queued",
             param="n",
         )

@@ -92,7 +92,8 @@ class KeyLimits:
         if (most := limits.max_requests) is not None:
             if num_answers > most:
                 raise BadRequest(
-                    f"n: {num_answers} answers are asked for, and this key may have {most} at once", param="n"
+                    f"n: {num_answers} answers are asked for, n for each prompt, and this key may have {most} at once",
+                    param="n",
                 )
             if sum(numbers[NUM_SHARED:]) + num_answers > most:
                 raise _limited(f"this key has {most} answers in flight, as many as it may have", 1)

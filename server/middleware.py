@@ -47,7 +47,7 @@ def error_response(error: ApiError, scope: Scope | None = None) -> Response:
     """The HTTP response of an `ApiError`, in the words of the API that the request's path belongs to."""
     body = body_of(error)
     if scope is not None and is_anthropic(scope["path"]):
-        body = {**anthropic_error(error), "request_id": scope["state"]["request_id"]}
+        body = anthropic_error(error, scope["state"]["request_id"])
     return Response(orjson.dumps(body), error.status, headers=dict(error.headers), media_type="application/json")
 
 

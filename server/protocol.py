@@ -167,7 +167,7 @@ class GuardedConnection(h11.Connection):
         status = fault.error_status_hint if fault is not None else 400
         if status not in self._WORDS:
             status = 400
-        reason = str(fault or fallback)[:200]
+        reason = str(fault or fallback).partition(": bytearray(")[0][:200]  # h11 shows the bytes of a bad chunk
         message, code = self._WORDS.get(status, (f"the request is not valid HTTP/1.1: {reason}", "invalid_http"))
         return status, orjson.dumps(error_body(message, "invalid_request_error", code=code))
 

@@ -170,7 +170,7 @@ async def _stream(answer: _Answer, stream: EventStream) -> None:
     except Exception as error:
         if not stream.has_begun and not unsent:
             raise
-        unsent += [event.encode() for event in renderer.failure(_shown(error, answer.request_id))]
+        unsent += [event.encode() for event in renderer.failure(_shown(error, answer.request_id), answer.request_id)]
     await stream.write(b"".join(unsent))
 
 

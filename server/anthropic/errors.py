@@ -22,12 +22,13 @@ def is_anthropic(path: str) -> bool:
     return path == PREFIX or path.startswith(PREFIX + "/")
 
 
-def anthropic_error(error: ApiError) -> dict[str, Any]:
-    """The error object. It has no place for the field at fault, so the message names that.
+def anthropic_error(error: ApiError, request_id: str) -> dict[str, Any]:
+    """The error body. It has no place for the field at fault, so the message names that.
 
     Other statuses of 4xx than the known ones mean that the request is at fault, too.
     """
     default = "invalid_request_error" if error.status < 500 else "api_error"
     is_named = error.param is None or error.param in error.message
     message = error.message if is_named else f"{error.param}: {error.message}"
-    return {"type": "error", "error": {"type": _TYPES.get(error.status, default), "message": message}}
+    shown = {"type": _TYPES.get(error.status, default), "message": message}
+    return {"type": "error", "error": shown, "request_id": request_id}

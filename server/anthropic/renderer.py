@@ -102,8 +102,8 @@ class AnthropicRenderer(Renderer):
         return message
 
     @override
-    def failure(self, error: ApiError) -> Sequence[Event]:
-        return [Event(anthropic_error(error), "error")]
+    def failure(self, error: ApiError, request_id: str) -> Sequence[Event]:
+        return [Event(anthropic_error(error, request_id), "error")]
 
     @override
     def encode(self, index: int, pieces: Sequence[Piece]) -> bytes:

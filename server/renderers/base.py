@@ -86,8 +86,8 @@ class Renderer(ABC):
     def fold(self, events: Iterable[Event]) -> dict[str, Any]:
         """The whole answer that a client puts together out of all events."""
 
-    def failure(self, error: ApiError) -> Sequence[Event]:
-        """The last events of a stream that fails after it has begun."""
+    def failure(self, error: ApiError, request_id: str) -> Sequence[Event]:
+        """The last events of a stream that fails after it has begun; `request_id` is that of the `X-Request-Id`."""
         return [Event(body_of(error))]
 
     async def keep(self) -> None:  # noqa: B027  most answers are not stored

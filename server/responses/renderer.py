@@ -98,7 +98,7 @@ class ResponsesRenderer(Renderer):
         return answer
 
     @override
-    def failure(self, error: ApiError) -> Sequence[Event]:
+    def failure(self, error: ApiError, request_id: str) -> Sequence[Event]:
         codes = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
         shown = {"code": codes.get(error.status, "server_error"), "message": error.message}
         closing = self._close("incomplete")

@@ -1,27 +1,45 @@
 """Wire models of orders (aborts, a reset of the prefix cache, profiles) and of the load that routers read."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, WithJsonSchema, model_validator
 from typing_extensions import TypedDict
 
 from server.schema.common import RequestModel, refusal
 
-_Name = Annotated[str, Field(min_length=1, max_length=256)]
+_MAX_IDS = 1024
+_MAX_ID_CHARS = 256
+_ID_SCHEMA = {"type": "string", "minLength": 1, "maxLength": _MAX_ID_CHARS}
+
+
+def _ids(value: Any) -> list[str]:
+    ids = [value] if isinstance(value, str) else value
+    if not isinstance(ids, list) or not all(isinstance(each, str) and 0 < len(each) <= _MAX_ID_CHARS for each in ids):
+        raise ValueError(f"must be the id of a request, of at most {_MAX_ID_CHARS} characters, or a list of ids")
+    if not 0 < len(ids) <= _MAX_IDS:
+        raise ValueError(f"holds {len(ids)} ids: between 1 and {_MAX_IDS} are accepted")
+    return ids
+
+
+_Ids = Annotated[
+    list[str],
+    BeforeValidator(_ids),
+    WithJsonSchema(
+        {"anyOf": [_ID_SCHEMA, {"type": "array", "items": _ID_SCHEMA, "minItems": 1, "maxItems": _MAX_IDS}]}
+    ),
+]
 
 
 class AbortRequest(RequestModel):
     """Requests to end, by the names that SGLang uses. One of the two is needed."""
 
-    rid: _Name | Annotated[list[_Name], Field(min_length=1, max_length=1024, fail_fast=True)] | None = None
+    rid: _Ids | None = None
     abort_all: bool | None = None
 
     @property
     def names(self) -> list[str] | None:
         """Those to end; None means all."""
-        if self.abort_all:
-            return None
-        return [self.rid] if isinstance(self.rid, str) else self.rid or []
+        return None if self.abort_all else self.rid or []
 
     @model_validator(mode="after")
     def _says_which(self) -> "AbortRequest":

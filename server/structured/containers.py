@@ -118,11 +118,11 @@ def object_(schemas: Schemas, build: Build) -> dict[str, Any]:
     for name in names:
         try:
             if allowed is not None and name not in allowed:
-                raise Unsatisfiable(f"propertyNames does not allow '{name[:64]}'")
+                raise Unsatisfiable("propertyNames does not allow it")
             properties[name] = build(_parts_of_name(schemas, name))
-        except Unsatisfiable:
+        except Unsatisfiable as error:
             if name in required:
-                raise
+                raise Unsatisfiable(f"the required property '{name[:64]}': {error}") from None
     if len(required) > high:
         raise Unsatisfiable(f"{len(required)} properties are required and at most {high} are allowed")
     built: dict[str, Any] = {"type": "object", "properties": properties, "required": sorted(required)}

@@ -333,8 +333,12 @@ def test_clients_are_told_what_went_wrong(tokenizer):
             service.engine.last = lambda *_asked: {"finish_reason": "error", "error": "too hot"}
             with pytest.raises(anthropic.InternalServerError, match="too hot"):
                 client.messages.create(**fields)
-            with pytest.raises(anthropic.APIStatusError, match="too hot"), client.messages.stream(**fields) as stream:
+            with (
+                pytest.raises(anthropic.APIStatusError, match="too hot") as caught,
+                client.messages.stream(**fields) as stream,
+            ):
                 list(stream)
+            assert caught.value.body["request_id"] == stream.response.headers["request-id"]
         with client_of(service, api_key="wrong") as client, pytest.raises(anthropic.AuthenticationError):
             client.messages.create(**fields)
         with client_of(service, api_key=None, auth_token="secret") as client:

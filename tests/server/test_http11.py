@@ -249,6 +249,7 @@ def test_faulty_framing_gets_the_openai_error_body_and_a_close_g86(subtests, con
             error = json.loads(body)["error"]
             assert set(error) == {"message", "type", "param", "code"}
             assert error["type"] == "invalid_request_error"
+            assert "bytearray" not in error["message"]
 
 
 def test_a_second_request_that_is_faulty_ends_the_connection_after_the_first_answer_g86(connection):

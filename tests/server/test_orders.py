@@ -84,11 +84,20 @@ def test_without_keys_anybody_may_abort(service):
         assert asking.answer().status_code == 499
 
 
-@rows("body", {}, {"abort_all": False}, {"rid": "a", "abort_all": True}, {"rid": []}, {"rid": ""}, {"rid": [1]})
+@rows(
+    "body",
+    {},
+    {"abort_all": False},
+    {"rid": "a", "abort_all": True},
+    {"rid": []},
+    {"rid": ""},
+    {"rid": [1]},
+    {"rid": 1},
+)
 def test_an_abort_says_of_what(body, service):
     with service.http() as http:
         answer = http.post("/abort_request", json=body)
-    assert (answer.status_code, answer.json()["error"]["param"].split(".")[0].split("[")[0]) == (400, "rid")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "rid")
 
 
 @rows("kind", *ORDERS)

@@ -67,6 +67,7 @@ REFUSED_FORMATS = [
     (schema_format({"anyOf": [True, {"$ref": "#/$defs/x"}]}), f"{IN_SCHEMA}.anyOf[1].$ref", "nothing at"),
     (schema_format({"type": "array", "uniqueItems": True}), f"{IN_SCHEMA}.uniqueItems", "maxItems: 1"),
     (schema_format({"type": "integer", "minimum": 3, "maximum": 1}), IN_SCHEMA, "no value satisfies"),
+    (schema_format({"required": ["x"], "additionalProperties": False}), IN_SCHEMA, "the required property 'x'"),
     (schema_format(deep(80)), f"{IN_SCHEMA}.items.items.items.items", "64 deep"),
 ]  # fmt: skip
 
