@@ -57,9 +57,9 @@ def test_deepseek_v4_shapes(ep_size: int, activation: Activation) -> None:
     assert worst_error(MoeBackend.FLASHINFER_MXFP4, experts, activation, ep_size) < WEIGHT_ONLY
 
 
-@pytest.mark.parametrize("inter", [1440, 736, 672, 384, 192, 0])
+@pytest.mark.parametrize("inter", [1440, 736, 672, 384, 192])
 def test_gpt_oss_tensor_parallel_shares(inter: int) -> None:
-    """A rank's share of 2880 at tp 2, 4 and 8, and a rank that owns nothing."""
+    """A rank's share of 2880 at tp 2, 4 and 8."""
     experts = experts_of(Mxfp4Weight, 8, 2880, 2880, True)
     assert experts.b13 is not None
     gate, up = (experts.w13.narrow(1, start, inter) for start in (0, 2880))
