@@ -91,7 +91,8 @@ def test_a_replica_that_dies_is_replaced(cluster: Cluster, fault: Callable[[Clus
         assert lost <= NUM_CLIENTS
     else:
         assert load.ends[CUT] == 0, load.why
-        assert all("unavailable" in why for why in load.why if why.startswith(LOST)), load.why
+        by_ray = [why for why in load.why if why.startswith(LOST) and "unavailable" not in why]
+        assert len(by_ray) <= NUM_CLIENTS, load.why  # those that the replica had when it ended: a 500 from Ray
 
 
 def test_a_stream_whose_service_dies_ends_with_an_error_event(cluster: Cluster) -> None:
