@@ -19,10 +19,17 @@ _READY = re.compile(r" ready at (http://\S+/v1) ")
 
 
 @contextmanager
-def serving(command: Sequence[str], log: Path, variables: Mapping[str, str] | None = None) -> Iterator[str]:
+def serving(
+    command: Sequence[str],
+    log: Path,
+    variables: Mapping[str, str] | None = None,
+    *,
+    folder: Path | None = None,
+    start_timeout_s: float = START_TIMEOUT_S,
+) -> Iterator[str]:
     """Base URL of the server that `command` starts; it ends with the block. Its output goes to `log`.
 
-    `variables` are added to the environment.
+    `variables` are added to the environment. The command runs in `folder`, by default in the current one.
 
     Raises:
         ServerError: the server ended, or was not ready in time; the message is the last that it said.
@@ -31,11 +38,13 @@ def serving(command: Sequence[str], log: Path, variables: Mapping[str, str] | No
     start_s = time.monotonic()
     with (
         open(log, "w", encoding="utf-8") as out,
-        subprocess.Popen(command, stdout=out, stderr=out, env={**os.environ, **(variables or {})}) as server,
+        subprocess.Popen(
+            command, stdout=out, stderr=out, env={**os.environ, **(variables or {})}, cwd=folder
+        ) as server,
     ):
         try:
             while not (found := _READY.search(log.read_text(encoding="utf-8"))):
-                if server.poll() is not None or time.monotonic() - start_s > START_TIMEOUT_S:
+                if server.poll() is not None or time.monotonic() - start_s > start_timeout_s:
                     lines = log.read_text(encoding="utf-8").strip().splitlines()
                     raise ServerError(lines[-1] if lines else f"{command[0]} ended with status {server.returncode}")
                 time.sleep(0.1)

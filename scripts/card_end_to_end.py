@@ -1,4 +1,4 @@
-"""Serves on one card, backend by backend, and compares the answers with a CPU's; imports the standard library only.
+"""Serves on one card, backend by backend, and compares the answers with a CPU's.
 
 Part `tiny`: the bundled model answers the same items with every backend; the answers must agree, item by item, with the
 torch path on the CPU. Part `settings` asks the same of triton and flashinfer_mxfp4 with each KV cache format, with CUDA
@@ -17,7 +17,6 @@ import argparse
 import importlib.metadata
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -28,11 +27,16 @@ import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from evals.client import ServerError  # noqa: E402  (this file runs as a program, beside the package)
+from evals.servers import serving  # noqa: E402
+
 TINY = ROOT / "assets" / "tiny-gpt-oss"
 BACKENDS = "torch,triton,flashinfer_mxfp4,auto"
 DUMMY_BACKENDS = "auto,triton,flashinfer_mxfp4"
@@ -86,19 +90,13 @@ def service(log: Path, *flags: str) -> Iterator[tuple[str, float]]:
     """
     command = [sys.executable, "-m", "server", "--port", "0", "--max-num-seqs", str(NUM_SEQS), *flags]
     start_s = time.monotonic()
-    with open(log, "w", encoding="utf-8") as out, subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=out) as server:
+    with ExitStack() as stack:
         try:
-            while not (found := re.search(r" ready at (http://\S+)/v1 ", log.read_text(encoding="utf-8"))):
-                if server.poll() is not None or time.monotonic() - start_s > START_TIMEOUT_S:
-                    raise ServiceError(f"{' '.join(flags)} did not start: {log.read_text(encoding='utf-8')[-1500:]}")
-                time.sleep(0.1)
-            yield found[1], round(time.monotonic() - start_s, 1)
-        finally:
-            server.send_signal(signal.SIGTERM)
-            try:
-                server.wait(30)
-            except subprocess.TimeoutExpired:
-                server.kill()
+            url = stack.enter_context(serving(command, log, folder=ROOT, start_timeout_s=START_TIMEOUT_S))
+        except ServerError as error:
+            told = log.read_text(encoding="utf-8")[-1500:]
+            raise ServiceError(f"{' '.join(flags)} did not start: {told}") from error
+        yield url.removesuffix("/v1"), round(time.monotonic() - start_s, 1)
 
 
 def ask(url: str, body: dict[str, Any] | None = None) -> Any:
