@@ -95,7 +95,7 @@ class Readiness(TypedDict):
     load_error: str | None
     models: list[str]
     engine: dict[str, Any] | None
-    stats: dict[str, int | list[int]] | None
+    stats: dict[str, int] | None
     phase: str | None
     done: int | None
     total: int | None
