@@ -22,26 +22,38 @@ from benchmarks.record import environment
 ROOT = Path(__file__).parent.parent
 _LOOP = "    for step in tl.range(step_begin, step_end, num_stages=NUM_STAGES):\n"
 _LOAD_X = "        x = _activations(x_ptrs, is_row_M, step, num_cols, BLOCK_M, STEP_K, SHORT_K)\n"
-_START = _LOOP + _LOAD_X + "        if FORMAT == BF16:"
+_LOAD_X_1 = (
+    "                x_1 = _activations(x_ptrs + PRODUCT_K, is_row_M, step, num_cols, BLOCK_M, STEP_K, SHORT_K)\n"
+)
 _LOAD_W = (
     "            words = _load_weights(w_ptrs + step * (num_blocks * BLOCK), BLOCK_M)\n"
     "            scales = _load_weights(s_ptrs + step * (num_blocks * (BLOCK // 2)), BLOCK_M)\n"
 )
-_UNPACK = "            w = _fp4_tile(words, scales, FORMAT, BLOCK_N, WORDS, USE_ASM)\n        acc = _dot"
-_BITS = "tl.join(tl.join(z, z), tl.join(z, z)).permute(0, 2, 3, 1).reshape(BLOCK_N, 4 * WORDS)\n"
-_X_ONCE = (_START, _LOAD_X.replace("step,", "step_begin,")[4:] + _LOOP + "        if FORMAT == BF16:")
-_W_ONCE = [
-    (_LOAD_W + _UNPACK, "            w = w_once\n        acc = _dot"),
-    (_START, f"    z = _load_weights(w_ptrs, BLOCK_M).to(tl.bfloat16, bitcast=True)\n    w_once = {_BITS}{_START}"),
-]
+_IN_LOOP = "        if FORMAT == BF16:\n"
+_START = _LOOP + _LOAD_X + _IN_LOOP
+_HALVES = [f"_fp4_half(words, scales, {half}, FORMAT, BLOCK_N, WORDS, USE_ASM)" for half in (0, 1)]
+_BITS = "tl.join(z, z).permute(0, 2, 1).reshape(BLOCK_N, 2 * WORDS)"
+_AS_BF16 = "            z = words.to(tl.bfloat16, bitcast=True)\n"
+_ONE_BLOCK = "    z = _load_weights(w_ptrs, BLOCK_M).to(tl.bfloat16, bitcast=True)\n"
+_W_ONCE = [(_LOAD_W, ""), *((half, "w_once") for half in _HALVES)]
+_X_ONCE = [(_LOAD_X_1, "")]
+
+
+def _before_loop(*, weights: bool = False, activations: bool = False) -> tuple[str, str]:
+    """Moves loads of the loop in front of it."""
+    before = f"{_ONE_BLOCK}    w_once = {_BITS}\n" if weights else ""
+    if activations:
+        first = _LOAD_X.replace("step,", "step_begin,")[4:]
+        before += first + first.replace("x = ", "x_1 = ").replace("x_ptrs,", "x_ptrs + PRODUCT_K,")
+    return _START, before + (_LOOP + _IN_LOOP if activations else _START)
+
+
 VARIANTS: dict[str, list[tuple[str, str]]] = {
     "whole kernel": [],
-    "words loaded, not unpacked": [
-        (_UNPACK, f"            z = words.to(tl.bfloat16, bitcast=True)\n            w = {_BITS}        acc = _dot")
-    ],
-    "no weights": _W_ONCE,
-    "no activations": [_X_ONCE],
-    "products and stores alone": [*_W_ONCE, _X_ONCE],
+    "words loaded, not unpacked": [(_LOAD_W, _LOAD_W + _AS_BF16), *((half, _BITS) for half in _HALVES)],
+    "no weights": [*_W_ONCE, _before_loop(weights=True)],
+    "no activations": [*_X_ONCE, _before_loop(activations=True)],
+    "products and stores alone": [*_W_ONCE, *_X_ONCE, _before_loop(weights=True, activations=True)],
 }
 
 

@@ -146,7 +146,7 @@ def _tile(
     FORMAT: tl.constexpr, IS_FIRST: tl.constexpr, TOPK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STEP_K: tl.constexpr, WORDS: tl.constexpr, SPLIT_K: tl.constexpr, NUM_STAGES: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_LIMIT: tl.constexpr, SHORT_K: tl.constexpr, HAS_TAIL: tl.constexpr, WIDE: tl.constexpr,
-    USE_ASM: tl.constexpr, INTERPRET: tl.constexpr,
+    USE_ASM: tl.constexpr, USE_WGMMA: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """One tile of `expert`, from its rows' slots (-1 for none) to the stored result."""
     is_row_M = slot_M >= 0
@@ -175,7 +175,7 @@ def _tile(
     else:
         acc = multiply(
             x_ptr_M, is_row_M, w_ptr, s_ptr, tail_ptr, expert, first_row, begin, end, num_blocks, num_steps, num_cols,
-            FORMAT, BLOCK_M, BLOCK_N, STEP_K, WORDS, NUM_STAGES, SHORT_K, HAS_TAIL, USE_ASM, INTERPRET,
+            FORMAT, BLOCK_M, BLOCK_N, STEP_K, WORDS, NUM_STAGES, SHORT_K, HAS_TAIL, USE_ASM, USE_WGMMA, INTERPRET,
         )  # fmt: skip
     _store(
         acc, post_ptr, bias_ptr, out_ptr, weights_ptr, expert, is_row_M, row_M, first_row, split, num_out, out_stride,
@@ -193,7 +193,7 @@ def direct_gemm(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEP_K: tl.constexpr, WORDS: tl.constexpr, SPLIT_K: tl.constexpr,
     NUM_STAGES: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_LIMIT: tl.constexpr,
     SHORT_K: tl.constexpr, HAS_TAIL: tl.constexpr, WIDE: tl.constexpr, IS_PITCHED: tl.constexpr,
-    USE_ASM: tl.constexpr, USE_PDL: tl.constexpr, INTERPRET: tl.constexpr,
+    USE_ASM: tl.constexpr, USE_WGMMA: tl.constexpr, USE_PDL: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """A layer's GEMM for few tokens: every program finds its expert's slots by itself, at most SLOTS_PAD in all.
 
@@ -236,7 +236,7 @@ def direct_gemm(
             expert, slot_M, block, split, x_stride, xs_stride, num_cols, num_out, out_stride, num_blocks, num_steps,
             alpha, beta, limit,
             FORMAT, IS_FIRST, TOPK, BLOCK_M, BLOCK_N, STEP_K, WORDS, SPLIT_K, NUM_STAGES, HAS_BIAS, HAS_LIMIT,
-            SHORT_K, HAS_TAIL, WIDE, USE_ASM, INTERPRET,
+            SHORT_K, HAS_TAIL, WIDE, USE_ASM, USE_WGMMA, INTERPRET,
         )  # fmt: skip
 
 
@@ -249,7 +249,7 @@ def grouped_gemm(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEP_K: tl.constexpr, WORDS: tl.constexpr, NUM_STAGES: tl.constexpr,
     NUM_HEIGHTS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_LIMIT: tl.constexpr,
     SHORT_K: tl.constexpr, HAS_TAIL: tl.constexpr, WIDE: tl.constexpr, IS_PITCHED: tl.constexpr,
-    USE_ASM: tl.constexpr, USE_PDL: tl.constexpr, INTERPRET: tl.constexpr,
+    USE_ASM: tl.constexpr, USE_WGMMA: tl.constexpr, USE_PDL: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """The same for many tokens: a tile is a run of slots sorted by expert, as `group.group_slots` wrote it.
 
@@ -285,5 +285,5 @@ def grouped_gemm(
                 expert, slot_M, block, 0, x_stride, xs_stride, num_cols, num_out, out_stride, num_blocks, num_steps,
                 alpha, beta, limit,
                 FORMAT, IS_FIRST, TOPK, BLOCK_M >> shift, BLOCK_N, STEP_K, WORDS, 1, NUM_STAGES, HAS_BIAS, HAS_LIMIT,
-                SHORT_K, HAS_TAIL, WIDE, USE_ASM, INTERPRET,
+                SHORT_K, HAS_TAIL, WIDE, USE_ASM, USE_WGMMA, INTERPRET,
             )  # fmt: skip

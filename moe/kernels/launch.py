@@ -3,12 +3,14 @@
 Shape letters: T tokens, K top-k, S slots (T*K), E local experts, H hidden, I intermediate.
 """
 
+import functools
 from dataclasses import dataclass, replace
 
 import torch
 import triton
 
 from moe.config import Activation
+from moe.device import arch_of
 from moe.kernels.compile_ahead import launch
 from moe.kernels.gemm import direct_gemm, grouped_gemm
 from moe.kernels.group import group_slots, unpermute_sum
@@ -23,6 +25,7 @@ _FEW_TOKENS = 16
 _QUANTIZE_ROWS = 32
 _INT32_MAX = 2**31 - 1
 _FEWEST_SLOTS = 64
+_WARPS_OF_GROUP = 4  # that a product of Hopper's takes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,6 +120,7 @@ def _gemm(
 ) -> None:  # fmt: skip
     matrix = layer.w13 if is_first else layer.w2
     block_n = plan.block_n_1 if is_first else plan.block_n_2
+    num_warps = plan.num_warps_1 if is_first else plan.num_warps_2
     num_steps, num_blocks, words = matrix.data.shape[1], matrix.data.shape[2], WORDS[matrix.format_name]
     num_n = triton.cdiv(num_blocks * 64, block_n)
     scales = matrix.scales
@@ -147,8 +151,8 @@ def _gemm(
         "HAS_TAIL": matrix.tail is not None,
         "IS_PITCHED": out.stride(-2) != out.shape[-1],
         "WIDE": max(tensor.shape[0] * tensor.stride(0) for tensor in (x, out)) > _INT32_MAX,
-        "USE_ASM": not interpret, "USE_PDL": plan.pdl, "INTERPRET": interpret,
-        "num_warps": plan.num_warps_1 if is_first else plan.num_warps_2,
+        "USE_ASM": not interpret, "USE_WGMMA": num_warps >= _WARPS_OF_GROUP and _is_hopper(x.device),
+        "USE_PDL": plan.pdl, "INTERPRET": interpret, "num_warps": num_warps,
     }  # fmt: skip
     settings |= _options(plan)
     if tiles is None:
@@ -167,6 +171,11 @@ def _gemm(
             *matrices, tiles.slots_S, tiles.entries, weights_TK, num_tiles, plan.tile_group, *sizes,
             NUM_HEIGHTS=plan.num_tile_heights, **settings,
         )  # fmt: skip
+
+
+@functools.cache
+def _is_hopper(device: torch.device) -> bool:
+    return arch_of(device) == "sm90"
 
 
 def _slots_pad(num_slots: int) -> int:

@@ -20,15 +20,30 @@ FP8_BOTH = tl.constexpr(4)  # FP8 block weights times activations in FP8, a scal
 
 
 @triton.jit
+def _fp4_codes(words, packed, HALF: tl.constexpr, FORMAT: tl.constexpr, USE_ASM: tl.constexpr):
+    """Two bf16 [BLOCK_N, WORDS]: the codes 0 and 1, or 2 and 3, of packed words, times their scale bytes [BLOCK_N]."""
+    if FORMAT == MXFP4:
+        s0, s1 = exponent_scale(packed, 2 * HALF), exponent_scale(packed, 2 * HALF + 1)
+    else:
+        s0, s1 = fraction_scale(packed, 2 * HALF), fraction_scale(packed, 2 * HALF + 1)
+    return unpack_e2m1(words, s0[:, None], s1[:, None], HALF, USE_ASM)
+
+
+@triton.jit
+def _fp4_half(
+    words, packed, HALF: tl.constexpr, FORMAT: tl.constexpr, BLOCK_N: tl.constexpr, WORDS: tl.constexpr,
+    USE_ASM: tl.constexpr,
+):  # fmt: skip
+    """bf16 [BLOCK_N, 2 * WORDS]: the first or the second half of the columns of packed words."""
+    w0, w1 = _fp4_codes(words, packed, HALF, FORMAT, USE_ASM)
+    return tl.join(w0, w1).permute(0, 2, 1).reshape(BLOCK_N, 2 * WORDS)
+
+
+@triton.jit
 def _fp4_tile(words, packed, FORMAT: tl.constexpr, BLOCK_N: tl.constexpr, WORDS: tl.constexpr, USE_ASM: tl.constexpr):
     """bf16 [BLOCK_N, 4 * WORDS] of packed codes [BLOCK_N, WORDS] and scale bytes [BLOCK_N]."""
-    if FORMAT == MXFP4:
-        s0, s1 = exponent_scale(packed, 0), exponent_scale(packed, 1)
-        s2, s3 = exponent_scale(packed, 2), exponent_scale(packed, 3)
-    else:
-        s0, s1 = fraction_scale(packed, 0), fraction_scale(packed, 1)
-        s2, s3 = fraction_scale(packed, 2), fraction_scale(packed, 3)
-    w0, w1, w2, w3 = unpack_e2m1(words, s0[:, None], s1[:, None], s2[:, None], s3[:, None], USE_ASM)
+    w0, w1 = _fp4_codes(words, packed, 0, FORMAT, USE_ASM)
+    w2, w3 = _fp4_codes(words, packed, 1, FORMAT, USE_ASM)
     tile = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # [N, W, code / 2, code % 2] after the two joins
     return tile.permute(0, 2, 3, 1).reshape(BLOCK_N, 4 * WORDS)
 
@@ -138,14 +153,35 @@ def _load_tail(
 
 
 @triton.jit
+def _wait_for_products():
+    """Wait for this warp group's products (Hopper), which read weights from registers while later instructions run.
+
+    PTX forbids writing these registers before such a wait. Triton up to 3.7 waits too late, and ptxas before 13.3 does
+    not notice (triton-lang/triton issue 9433): the next step's weights then overwrite those of a product that is still
+    running, now and then, where other work on the card delays it.
+    """
+    tl.inline_asm_elementwise(
+        "wgmma.wait_group.sync.aligned 0; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+    )  # fmt: skip
+
+
+@triton.jit
 def multiply(
     x_ptr_M, is_row_M, w_ptr, s_ptr, tail_ptr, expert, first_row, step_begin, step_end, num_blocks, num_steps, num_cols,
     FORMAT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEP_K: tl.constexpr, WORDS: tl.constexpr,
     NUM_STAGES: tl.constexpr, SHORT_K: tl.constexpr, HAS_TAIL: tl.constexpr,
-    USE_ASM: tl.constexpr, INTERPRET: tl.constexpr,
+    USE_ASM: tl.constexpr, USE_WGMMA: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """fp32 [BLOCK_N, BLOCK_M]: one tile of weight rows times one tile of token rows, bf16 or FP4 weights."""
-    x_ptrs = x_ptr_M[:, None] + tl.arange(0, STEP_K)[None, :]
+    """fp32 [BLOCK_N, BLOCK_M]: one tile of weight rows times one tile of token rows, bf16 or FP4 weights.
+
+    USE_WGMMA: on Hopper, products of 16 rows and more run beside the instructions after them. A step of MXFP4 is then
+    two products of half its columns: the second half is unpacked while the first is multiplied. Halves of NVFP4 steps
+    would be too short to pay.
+    """
+    IS_ASYNC: tl.constexpr = USE_WGMMA and BLOCK_M >= 16
+    IN_HALVES: tl.constexpr = IS_ASYNC and FORMAT == MXFP4 and not SHORT_K
+    PRODUCT_K: tl.constexpr = STEP_K // 2 if IN_HALVES else STEP_K
+    x_ptrs = x_ptr_M[:, None] + tl.arange(0, PRODUCT_K)[None, :]
     BLOCK: tl.constexpr = block_words(FORMAT, WORDS)
     w_ptrs, index_N = _weight_ptrs(w_ptr, expert, first_row, num_blocks, num_steps, BLOCK_N, WORDS, BLOCK)
     s_ptrs = _scale_ptrs(s_ptr, index_N, BLOCK_N, WORDS, BLOCK)
@@ -161,12 +197,18 @@ def multiply(
     for step in tl.range(step_begin, step_end, num_stages=NUM_STAGES):
         x = _activations(x_ptrs, is_row_M, step, num_cols, BLOCK_M, STEP_K, SHORT_K)
         if FORMAT == BF16:
-            w = _load_weights(w_ptrs + step * (num_blocks * BLOCK), BLOCK_M)
+            acc = _dot(_load_weights(w_ptrs + step * (num_blocks * BLOCK), BLOCK_M), x, acc, INTERPRET)
         else:
+            if IS_ASYNC and USE_ASM:
+                _wait_for_products()
             words = _load_weights(w_ptrs + step * (num_blocks * BLOCK), BLOCK_M)
             scales = _load_weights(s_ptrs + step * (num_blocks * (BLOCK // 2)), BLOCK_M)
-            w = _fp4_tile(words, scales, FORMAT, BLOCK_N, WORDS, USE_ASM)
-        acc = _dot(w, x, acc, INTERPRET)
+            if IN_HALVES:
+                x_1 = _activations(x_ptrs + PRODUCT_K, is_row_M, step, num_cols, BLOCK_M, STEP_K, SHORT_K)
+                acc = _dot(_fp4_half(words, scales, 0, FORMAT, BLOCK_N, WORDS, USE_ASM), x, acc, INTERPRET)
+                acc = _dot(_fp4_half(words, scales, 1, FORMAT, BLOCK_N, WORDS, USE_ASM), x_1, acc, INTERPRET)
+            else:
+                acc = _dot(_fp4_tile(words, scales, FORMAT, BLOCK_N, WORDS, USE_ASM), x, acc, INTERPRET)
     if HAS_TAIL:
         if not IS_EARLY:
             tail_x, tail_words, tail_scales = _load_tail(

@@ -75,6 +75,7 @@ def compile_gemm(
     """`direct_gemm` or `grouped_gemm` as `launch.run_layer` would start it; `others`: constants that differ."""
     step, words = _STEP_WORDS[format_name]
     is_fp8 = plan.fp8_activations
+    num_warps = plan.num_warps_1 if is_first else plan.num_warps_2
     pointers = {
         "x_ptr": "*fp8e4nv" if is_fp8 else "*bf16", "xs_ptr": "*fp32",
         "w_ptr": "*fp8e4nv" if is_fp8 else _DATA[format_name], "s_ptr": _SCALES[format_name],
@@ -88,7 +89,7 @@ def compile_gemm(
         "BLOCK_N": plan.block_n_1 if is_first else plan.block_n_2, "STEP_K": step, "WORDS": 128 if is_fp8 else words,
         "NUM_STAGES": plan.num_stages_1 if is_first else plan.num_stages_2, "HAS_BIAS": True, "HAS_LIMIT": True,
         "SHORT_K": False, "HAS_TAIL": has_tail and format_name == "mxfp4", "WIDE": False, "IS_PITCHED": False,
-        "USE_ASM": True, "USE_PDL": plan.pdl, "INTERPRET": False,
+        "USE_ASM": True, "USE_WGMMA": arch == 90 and num_warps >= 4, "USE_PDL": plan.pdl, "INTERPRET": False,
     }  # fmt: skip
     if plan.is_direct:
         constants |= {
@@ -99,9 +100,7 @@ def compile_gemm(
     else:
         constants |= {"NUM_HEIGHTS": plan.num_tile_heights}
     kernel = direct_gemm if plan.is_direct else grouped_gemm
-    return compile_kernel(
-        kernel, arch, pointers, constants | others, num_warps=plan.num_warps_1 if is_first else plan.num_warps_2
-    )
+    return compile_kernel(kernel, arch, pointers, constants | others, num_warps=num_warps)
 
 
 def reached_before(ptx: str, instruction: str) -> str:

@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from unittest import mock
 
 import torch
 
@@ -118,6 +119,12 @@ def with_wide_offsets(case: Callable[[], float]) -> float:
         launch._INT32_MAX = most
 
 
+def as_on_hopper(case: Callable[[], float]) -> float:
+    """The same with MXFP4 steps of two products, which only Hopper's tiles of 16 rows and more take."""
+    with mock.patch.object(launch, "_is_hopper", return_value=True):
+        return case()
+
+
 def run_deepep(*, is_low_latency: bool) -> float:
     """Error of one rank's answer to received rows; in low latency, rows beyond an expert's count are NaN and stay
     unwritten, and rows are further apart than they are long, as where the transport pads them.
@@ -198,6 +205,8 @@ PICK = PARTS | {
     "mxfp4 grouped, wide offsets": lambda: with_wide_offsets(lambda: run_case("mxfp4", 9, 96, 96, HEIGHTS)),
     "fp8_block in wide tiles": lambda: run_case("fp8_block", 5, 384, 128, WIDE),
     "nvfp4 grouped": lambda: run_case("nvfp4", 18, 96, 48, GROUPED),
+    "mxfp4 direct as on Hopper": lambda: as_on_hopper(lambda: run_case("mxfp4", 3, 320, 416, DIRECT)),
+    "mxfp4 grouped as on Hopper": lambda: as_on_hopper(lambda: run_case("mxfp4", 26, 160, 192, HEIGHTS)),
     "nvfp4 direct, half a step left": lambda: run_case("nvfp4", 3, 160, 224, DIRECT),
 }
 REST = {  # sizes of real models, and more of what the pick has once
@@ -221,6 +230,7 @@ REST = {  # sizes of real models, and more of what the pick has once
     ),
     "mxfp4 direct at 2880": lambda: run_case("mxfp4", 1, 2880, 192, DIRECT),
     "mxfp4 grouped at 1440": lambda: run_case("mxfp4", 3, 192, 1440, GROUPED),
+    "mxfp4 tiles without masks as on Hopper": lambda: as_on_hopper(lambda: run_case("mxfp4", 9, 160, 192, TALL)),
     "mxfp4 grouped at 384 and 288": lambda: run_case("mxfp4", 19, 384, 288, GROUPED),
     "bf16 direct at 288 and 192": lambda: run_case("bf16", 5, 288, 192, DIRECT),
     "fp8_block direct at 1440": lambda: run_case("fp8_block", 2, 1440, 192, DIRECT),
