@@ -18,33 +18,24 @@ FRACTION_SCALE_BITS = tl.constexpr(FRACTION_SCALE_FIELD << 7)
 
 # Bits of the four codes in a word: code 0: sign 15, value 8..6; code 1: 12, 5..3; code 2: 13, 2..0; code 3: 14, 11..9.
 # Two neighbouring words fill one 32-bit register; no step moves a bit from one word into a used bit of the other.
-_E2M1_CODES_0_1_ASM = tl.constexpr("""
-{
-.reg .b32 t, z;
-mov.b32 z, 0x80008000;
-and.b32 t, $2, 0x81C081C0;
-fma.rn.bf16x2 $0, t, $3, z;
-shl.b32 t, $2, 3;
-and.b32 t, t, 0x81C081C0;
-fma.rn.bf16x2 $1, t, $4, z;
-}
-""")
-_E2M1_CODES_2_3_ASM = tl.constexpr("""
-{
-.reg .b32 t, u, v, z;
-mov.b32 z, 0x80008000;
-and.b32 t, $2, 0x20072007;
-mul.lo.u32 t, t, 68;
-and.b32 t, t, 0x81C081C0;
-fma.rn.bf16x2 $0, t, $3, z;
-shr.u32 u, $2, 3;
-and.b32 u, u, 0x01C001C0;
-shl.b32 v, $2, 1;
-and.b32 v, v, 0x80008000;
-or.b32 t, u, v;
-fma.rn.bf16x2 $1, t, $4, z;
-}
-""")
+_E2M1_CODES = (
+    "and.b32 t, {word}, 0x81C081C0;",
+    "shl.b32 t, {word}, 3; and.b32 t, t, 0x81C081C0;",
+    "and.b32 t, {word}, 0x20072007; mul.lo.u32 t, t, 68; and.b32 t, t, 0x81C081C0;",
+    "shr.u32 u, {word}, 3; and.b32 u, u, 0x01C001C0; shl.b32 v, {word}, 1; and.b32 v, v, 0x80008000; or.b32 t, u, v;",
+)
+
+
+def _e2m1_asm(*codes: int) -> tl.constexpr:
+    """Operands: a result for each of the codes, the words, then each code's scale."""
+    lines = ["{", ".reg .b32 t, u, v, z;", "mov.b32 z, 0x80008000;"]
+    for index, code in enumerate(codes):
+        lines.append(_E2M1_CODES[code].format(word=f"${len(codes)}"))
+        lines.append(f"fma.rn.bf16x2 ${index}, t, ${len(codes) + 1 + index}, z;")
+    return tl.constexpr("\n".join([*lines, "}"]))
+
+
+_E2M1_ASM, _E2M1_FIRST_ASM, _E2M1_SECOND_ASM = _e2m1_asm(0, 1, 2, 3), _e2m1_asm(0, 1), _e2m1_asm(2, 3)
 
 # Low byte: run 0; high byte: run 1. `$3` is 2^120 in both halves.
 _E4M3_ASM = tl.constexpr("""
@@ -78,11 +69,11 @@ def _scaled(bits, scale):
 
 
 @triton.jit
-def unpack_e2m1(words, s0, s1, HALF: tl.constexpr, USE_ASM: tl.constexpr):
+def unpack_e2m1_half(words, s0, s1, HALF: tl.constexpr, USE_ASM: tl.constexpr):
     """Two of the four codes in int16 words [N, W], 0 and 1 or 2 and 3, times their bf16 scales: two bf16 [N, W]."""
     if USE_ASM:
         w0, w1 = tl.inline_asm_elementwise(
-            _E2M1_CODES_0_1_ASM if HALF == 0 else _E2M1_CODES_2_3_ASM,
+            _E2M1_FIRST_ASM if HALF == 0 else _E2M1_SECOND_ASM,
             "=r,=r,r,r,r",
             [words, s0, s1],
             dtype=(tl.bfloat16, tl.bfloat16),
@@ -98,6 +89,24 @@ def unpack_e2m1(words, s0, s1, HALF: tl.constexpr, USE_ASM: tl.constexpr):
             w0 = _scaled(((h & 0x2007) * 68) & 0x81C0, s0)
             w1 = _scaled(((h >> 3) & 0x01C0) | ((h << 1) & 0x8000), s1)
     return w0, w1
+
+
+@triton.jit
+def unpack_e2m1(words, s0, s1, s2, s3, USE_ASM: tl.constexpr):
+    """All four codes at once: faster than one half after the other where nothing can run between them."""
+    if USE_ASM:
+        w0, w1, w2, w3 = tl.inline_asm_elementwise(
+            _E2M1_ASM,
+            "=r,=r,=r,=r,r,r,r,r,r",
+            [words, s0, s1, s2, s3],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        w0, w1 = unpack_e2m1_half(words, s0, s1, 0, USE_ASM)
+        w2, w3 = unpack_e2m1_half(words, s2, s3, 1, USE_ASM)
+    return w0, w1, w2, w3
 
 
 @triton.jit

@@ -10,7 +10,7 @@ Shape letters: N weight rows of a tile, M token rows of a tile, K columns of a s
 import triton
 import triton.language as tl
 
-from moe.kernels.bits import decode_e4m3, exponent_scale, fraction_scale, unpack_e2m1, unpack_e4m3
+from moe.kernels.bits import decode_e4m3, exponent_scale, fraction_scale, unpack_e2m1, unpack_e2m1_half, unpack_e4m3
 
 BF16 = tl.constexpr(0)
 FP8_BLOCK = tl.constexpr(1)
@@ -20,13 +20,13 @@ FP8_BOTH = tl.constexpr(4)  # FP8 block weights times activations in FP8, a scal
 
 
 @triton.jit
-def _fp4_codes(words, packed, HALF: tl.constexpr, FORMAT: tl.constexpr, USE_ASM: tl.constexpr):
-    """Two bf16 [BLOCK_N, WORDS]: the codes 0 and 1, or 2 and 3, of packed words, times their scale bytes [BLOCK_N]."""
+def _fp4_scales(packed, HALF: tl.constexpr, FORMAT: tl.constexpr):
+    """bf16 [BLOCK_N, 1] scales of the codes 0 and 1, or 2 and 3, of packed scale bytes [BLOCK_N]."""
     if FORMAT == MXFP4:
         s0, s1 = exponent_scale(packed, 2 * HALF), exponent_scale(packed, 2 * HALF + 1)
     else:
         s0, s1 = fraction_scale(packed, 2 * HALF), fraction_scale(packed, 2 * HALF + 1)
-    return unpack_e2m1(words, s0[:, None], s1[:, None], HALF, USE_ASM)
+    return s0[:, None], s1[:, None]
 
 
 @triton.jit
@@ -35,15 +35,17 @@ def _fp4_half(
     USE_ASM: tl.constexpr,
 ):  # fmt: skip
     """bf16 [BLOCK_N, 2 * WORDS]: the first or the second half of the columns of packed words."""
-    w0, w1 = _fp4_codes(words, packed, HALF, FORMAT, USE_ASM)
+    s0, s1 = _fp4_scales(packed, HALF, FORMAT)
+    w0, w1 = unpack_e2m1_half(words, s0, s1, HALF, USE_ASM)
     return tl.join(w0, w1).permute(0, 2, 1).reshape(BLOCK_N, 2 * WORDS)
 
 
 @triton.jit
 def _fp4_tile(words, packed, FORMAT: tl.constexpr, BLOCK_N: tl.constexpr, WORDS: tl.constexpr, USE_ASM: tl.constexpr):
     """bf16 [BLOCK_N, 4 * WORDS] of packed codes [BLOCK_N, WORDS] and scale bytes [BLOCK_N]."""
-    w0, w1 = _fp4_codes(words, packed, 0, FORMAT, USE_ASM)
-    w2, w3 = _fp4_codes(words, packed, 1, FORMAT, USE_ASM)
+    s0, s1 = _fp4_scales(packed, 0, FORMAT)
+    s2, s3 = _fp4_scales(packed, 1, FORMAT)
+    w0, w1, w2, w3 = unpack_e2m1(words, s0, s1, s2, s3, USE_ASM)
     tile = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # [N, W, code / 2, code % 2] after the two joins
     return tile.permute(0, 2, 3, 1).reshape(BLOCK_N, 4 * WORDS)
 
