@@ -77,7 +77,7 @@ def examine(
         nccl(torch, config),
         infiniband(machine, config),
         compiler(machine, has_gpu=has_gpu),
-        open_files(machine),
+        open_files(machine, config),
         locked_memory(machine, config),
         shared_memory(machine, config),
         *cache_findings(machine, config.tune_cache_dir, has_gpu=has_gpu, downloads=downloads, tunes=config.tune),
