@@ -48,8 +48,9 @@ def doctor(
 
     `tune_cache` is where tuned choices are kept unless a flag says otherwise.
     """
-    own, flags = make_parser(program).parse_known_args(argv)
-    given = given_values(settings, f"{program} doctor", flags, machine.environ)
+    parser = make_parser(program)
+    own, flags = parser.parse_known_args(argv)
+    given = given_values(settings, parser, flags, machine.environ)
     values = {"tune_cache_dir": tune_cache, **given}
     server_config, config, model = make_configs(settings, values)
     findings = examine(machine, config, downloads=isinstance(model, HubModel), model=model)
