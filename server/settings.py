@@ -8,6 +8,7 @@ beats the file, the file beats the default.
 import argparse
 import dataclasses
 import difflib
+import os
 import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -151,7 +152,7 @@ class Parser(argparse.ArgumentParser):
             return f"; did you mean --base-url {unknown[0]}?"
         if "://" in first and "--host" in known:
             return "; the address is given by --host and --port"
-        model = next((word for word in unknown if "/" in word or Path(word).is_dir()), None)
+        model = next((word for word in unknown if "/" in word or os.path.isdir(word)), None)
         if model is not None and "--model" in known:
             return f"; did you mean --model {model}?"
         return self._advice_on_command(first)
