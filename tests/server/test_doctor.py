@@ -368,7 +368,7 @@ def test_a_broken_checkpoint_is_found_without_reading_weights(tmp_path, broken, 
     folder = shutil.copytree(ASSETS, tmp_path / "model", dirs_exist_ok=True)
     broken(folder)
     torch = Package(name="torch", version="2", facts={})
-    found = service.model(folder, EngineConfig(model=folder), torch)
+    found = service.model(EngineConfig(model=folder), torch)
     assert (found.level is Level.PROBLEM, words is None or words in found.text) == (words is not None, True), found
     shutil.rmtree(folder)
 
