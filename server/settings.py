@@ -218,7 +218,8 @@ def make_parser(
         if setting.kind is bool:
             group.add_argument(setting.flag, action=argparse.BooleanOptionalAction, help=text)
         else:
-            metavar = "{" + ",".join(setting.choices) + "}" if setting.choices else setting.name.split("_")[-1].upper()
+            unit = setting.name.partition("_per_")[0].split("_")[-1].upper()
+            metavar = "{" + ",".join(setting.choices) + "}" if setting.choices else unit
             takes = {} if setting.spec.bare is None else {"nargs": "?", "const": setting.spec.bare}
             group.add_argument(setting.flag, metavar=metavar, help=text, **takes)
     return parser
