@@ -273,7 +273,7 @@ class two_processes:
         self._threads.__exit__(*exc)
 
 
-@rows("is_streamed, num_processes", (False, 1), (True, 1), (False, 2), (True, 2))
+@rows("is_streamed, num_processes", (False, 1), (True, 1), (True, 2))
 def test_tokens_of_prompt_and_answer_count_at_every_endpoint(is_streamed, num_processes, tokenizer):
     """New connections go to the processes in turn."""
     settings = {"api_key": "one tokens_per_minute=3,two", "api_workers": num_processes}
