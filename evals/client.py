@@ -114,7 +114,9 @@ class Client:
 def add_server_arguments(parser: argparse.ArgumentParser, *, one_server: bool = True) -> None:
     """The flags that say which server is asked, and how; without `one_server` the command names its servers itself."""
     if one_server:
-        parser.add_argument("--base-url", default="http://127.0.0.1:8000/v1")
+        parser.add_argument(
+            "--base-url", default="http://127.0.0.1:8000", help="with or without /v1 [http://127.0.0.1:8000]"
+        )
     parser.add_argument("--model", default="", help="default: the first one that the server lists")
     parser.add_argument("--api-key", default="")
     parser.add_argument("--concurrency", type=int, default=8, help="requests at once [8]")
@@ -126,13 +128,14 @@ def add_server_arguments(parser: argparse.ArgumentParser, *, one_server: bool = 
 
 
 def make_client(args: argparse.Namespace, base_url: str | None = None) -> Client:
-    """The client of those flags, for the server at `base_url` if that is given.
+    """The client of those flags, for the server at `base_url` if that is given; both URLs with or without /v1.
 
     Asks the server for its model, unless --model names one, so a server that is not there is noticed at once.
     """
     if args.concurrency < 1:
         raise ValueError(f"--concurrency is {args.concurrency}: it must be at least 1")
-    client = Client(base_url=base_url or args.base_url, model=args.model, api_key=args.api_key, timeout_s=args.timeout)
+    base_url = (base_url or args.base_url).rstrip("/").removesuffix("/v1") + "/v1"
+    client = Client(base_url=base_url, model=args.model, api_key=args.api_key, timeout_s=args.timeout)
     return replace(client, model=client.first_model(), patience_s=args.patience)
 
 

@@ -13,9 +13,10 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
-from server.api_process import CUT, DRAIN, FAILED, IDLE, MAX_PACKET_BYTES, SERVING
+from server.api_process import CONNECTION, CUT, DRAIN, FAILED, IDLE, MAX_PACKET_BYTES, SERVING
 from server.config import ServerConfig
 from server.context import ServerContext
+from server.open_files import FullWarning
 from server.tally import Gauge, Tally
 from server.uvicorn_server import make_uvicorn_config
 
@@ -40,6 +41,7 @@ class ApiServer(uvicorn.Server):
         self._tally = tally
         self._on_engine_failure = on_engine_failure
         self._num_closed = 0
+        self._full = FullWarning()
         self._tasks: set[asyncio.Task[None]] = set()
 
     @contextmanager
@@ -63,6 +65,7 @@ class ApiServer(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         """Uvicorn calls this ten times a second; True ends the server."""
         self._context.stall.check()
+        self._full.check()
         return await super().on_tick(counter)
 
     def _read_orders(self) -> None:
@@ -83,6 +86,9 @@ class ApiServer(uvicorn.Server):
             gate.cut()
         elif order.startswith(FAILED):
             self._on_engine_failure(order.removeprefix(FAILED).decode())
+        elif order == CONNECTION:  # this process may open no more files, so the kernel has closed it
+            self._full.give()
+            self._count_closed()
         else:  # EXIT, or nothing at all: the supervisor is gone
             self.should_exit = True
 

@@ -17,6 +17,7 @@ from server.schema.limits import MAX_CONTAINERS
 
 Model = TypeVar("Model", bound=BaseModel)
 _MAX_NAME_CHARS = 64
+_INT64 = 2**63
 MAX_IGNORED = 64
 """Unknown parameters that a tolerant service ignores: their names fill a header."""
 
@@ -122,7 +123,7 @@ def _has_few_containers(data: bytes) -> bool:
 
 def _first_problem(error: ValidationError) -> BadRequest:
     """The first thing wrong, in words that name the field and show no value of the user's."""
-    problem = error.errors(include_url=False, include_input=False)[0]
+    problem = error.errors(include_url=False)[0]
     path = _path(problem["loc"])
     if problem["type"] == "extra_forbidden":
         return BadRequest(f"unknown parameter '{path}': it is not supported", param=path, code="unknown_parameter")
@@ -131,6 +132,8 @@ def _first_problem(error: ValidationError) -> BadRequest:
     context = problem.get("ctx", {})
     path = ".".join(filter(None, (path, context.get("param", ""))))
     text = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] == "int_type" and isinstance(problem["input"], float) and abs(problem["input"]) >= _INT64:
+        text = f"an integer must be between {-_INT64} and {_INT64 - 1}"  # orjson reads others as floats
     return BadRequest(f"{path}: {text}" if path else text, param=path or None, code="invalid_value")
 
 

@@ -6,10 +6,13 @@ process, which the option SO_REUSEPORT would prevent.
 """
 
 import asyncio
+import errno
 import logging
 import socket
 from collections.abc import Sequence
 from typing import Protocol
+
+from server.open_files import FullWarning
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +37,7 @@ class Acceptor:
 
     def __init__(self, listener: socket.socket) -> None:
         self._listener = listener
+        self._full = FullWarning()
         self._receivers: list[Receiver] = []
         self._waiting: socket.socket | None = None  # accepted, but no receiver has taken it yet
         self._is_accepting = False
@@ -80,7 +84,10 @@ class Acceptor:
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as error:  # out of descriptors or memory
-                log.error("no connections can be accepted now: %s", error.strerror)
+                if error.errno == errno.EMFILE:
+                    self._full.give()
+                else:
+                    log.error("no connections can be accepted now: %s", error.strerror)
                 self._pause(_ERROR_RETRY_S)
                 return
             if not self._give(connection):

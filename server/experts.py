@@ -40,8 +40,9 @@ def experts(argv: Sequence[str], program: str, settings: Mapping[str, Setting], 
     Raises:
         SettingError: a wrong flag or variable, or the service counts nothing.
     """
-    own, flags = make_parser(program).parse_known_args(argv)
-    values = given_values(settings, program, flags, environ)
+    parser = make_parser(program)
+    own, flags = parser.parse_known_args(argv)
+    values = given_values(settings, parser, flags, environ)
     names = ("api_key", "admin_key")
     config = ServerConfig(**{name: values[name] for name in names if name in values} | keys_of(values))
     service = OwnService.of(values)

@@ -33,10 +33,11 @@ def health(
     Raises:
         SettingError: a wrong flag or variable, or port 0, which does not say where the service listens.
     """
-    own, flags = make_parser(program).parse_known_args(argv)
+    parser = make_parser(program)
+    own, flags = parser.parse_known_args(argv)
     if own.of_pid is not None:
         flags = [*_flags_of(proc / str(own.of_pid), program), *flags]
-    status, text = _ask(OwnService.of(given_values(settings, program, flags, environ)))
+    status, text = _ask(OwnService.of(given_values(settings, parser, flags, environ)))
     streams.write(sys.stdout, f"{text}\n")  # the exit status is the answer, even if the text cannot be written
     return 0 if status == http.client.OK else 1
 

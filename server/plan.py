@@ -40,8 +40,9 @@ def make_parser(program: str) -> Parser:
 
 def plan(argv: Sequence[str], program: str, settings: Mapping[str, Setting], environ: Mapping[str, str]) -> int:
     """Print the plan; returns the exit status. Raises SettingError for a wrong flag, variable or model."""
-    own, flags = make_parser(program).parse_known_args(argv)
-    values = given_values(settings, f"{program} plan", flags, environ)
+    parser = make_parser(program)
+    own, flags = parser.parse_known_args(argv)
+    values = given_values(settings, parser, flags, environ)
     model = locate_model(values.get("model"), values.get("revision"))
     folder = model if isinstance(model, Path) else download(model, needs="config")
     try:

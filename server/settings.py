@@ -8,6 +8,7 @@ beats the file, the file beats the default.
 import argparse
 import dataclasses
 import difflib
+import os
 import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -122,6 +123,12 @@ def _parse(kind: Any, value: Any) -> Any:
 class Parser(argparse.ArgumentParser):
     """Raises SettingError instead of printing usage, also if help cannot be printed. Guesses what was meant."""
 
+    first_words: Sequence[str] = ()
+    """Commands, which may stand before or instead of the flags; others deal with them."""
+
+    taken_flags: Sequence[str] = ()
+    """Flags that another parser has taken from the same command line."""
+
     def print_help(self, file: Any = None) -> None:
         """Argparse calls this for --help; its own method would swallow an error."""
         if file is None:
@@ -133,13 +140,30 @@ class Parser(argparse.ArgumentParser):
         """Parse. Raises SettingError for anything unknown."""
         found, unknown = self.parse_known_args(args, namespace)
         if unknown:
-            flag = unknown[0].partition("=")[0]
-            is_flag = flag.startswith("-")
-            known = list(self._option_string_actions)
-            named = "--base-url" if "://" in flag and "--base-url" in known else "--model"
-            advice = _nearest(flag, known) if is_flag else f"; did you mean {named} {flag}?" if named in known else ""
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{advice}")
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{self._advice(unknown)}")
         return found
+
+    def _advice(self, unknown: Sequence[str]) -> str:
+        """What may have been meant; else, for words that are no flags, what is taken."""
+        first, known = unknown[0].partition("=")[0], [*self._option_string_actions, *self.taken_flags]
+        if first.startswith("-"):
+            return _nearest(first, known)
+        if "://" in first and "--base-url" in known:
+            return f"; did you mean --base-url {unknown[0]}?"
+        if "://" in first and "--host" in known:
+            return "; the address is given by --host and --port"
+        model = next((word for word in unknown if "/" in word or os.path.isdir(word)), None)
+        if model is not None and "--model" in known:
+            return f"; did you mean --model {model}?"
+        return self._advice_on_command(first)
+
+    def _advice_on_command(self, word: str) -> str:
+        if word in self.first_words:
+            return f"; the command comes first: {self.prog} {word}"
+        if near := difflib.get_close_matches(word, self.first_words, n=1):
+            return f"; did you mean {self.prog} {near[0]}?"
+        others = f", or a command first: {', '.join(self.first_words)}" if self.first_words else " only"
+        return f"; {self.prog} takes flags{others}"
 
     def error(self, message: str) -> NoReturn:
         """What argparse calls for a wrong flag."""
@@ -163,7 +187,7 @@ class _Help(argparse.Action):
 
 def make_parser(
     settings: Mapping[str, Setting], program: str, description: str, commands: Mapping[str, str] | None = None
-) -> argparse.ArgumentParser:
+) -> Parser:
     """A parser with a flag for every setting, grouped; flags that are not given leave no trace in its result.
 
     Its help also lists `commands`, each with what it does.
@@ -182,6 +206,7 @@ def make_parser(
     if commands:
         lines = "\n".join(f"{name:<12}{text}" for name, text in commands.items())
         parser.add_argument_group("commands", f"{lines}\n\nEach takes --help, too.")
+    parser.first_words = tuple(commands or ())
     parser.add_argument("-h", "--help", action=_Help, nargs="?", metavar="HEADING", help="print this help, or a part")
     parser.add_argument("--config", metavar="FILE.yaml", help="file with settings")
     parser.add_argument("--version", action="store_true", help="print the version and exit")
@@ -193,17 +218,23 @@ def make_parser(
         if setting.kind is bool:
             group.add_argument(setting.flag, action=argparse.BooleanOptionalAction, help=text)
         else:
-            metavar = "{" + ",".join(setting.choices) + "}" if setting.choices else setting.name.split("_")[-1].upper()
+            unit = setting.name.partition("_per_")[0].split("_")[-1].upper()
+            metavar = "{" + ",".join(setting.choices) + "}" if setting.choices else unit
             takes = {} if setting.spec.bare is None else {"nargs": "?", "const": setting.spec.bare}
             group.add_argument(setting.flag, metavar=metavar, help=text, **takes)
     return parser
 
 
 def given_values(
-    settings: Mapping[str, Setting], program: str, argv: Sequence[str], environ: Mapping[str, str]
+    settings: Mapping[str, Setting], own: Parser, argv: Sequence[str], environ: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Values that flags and environment give, by field name; for commands. Raises SettingError as `gather` does."""
-    return gather(settings, vars(make_parser(settings, program, "").parse_args(argv)), environ)
+    """Values that the flags of the service and the environment give, by field name; for a command.
+
+    `argv` is what the command's `own` parser has left. Raises SettingError as `gather` does.
+    """
+    parser = make_parser(settings, own.prog, "")
+    parser.taken_flags = tuple(own._option_string_actions)
+    return gather(settings, vars(parser.parse_args(argv)), environ)
 
 
 def gather(settings: Mapping[str, Setting], flags: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:

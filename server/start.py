@@ -11,7 +11,7 @@ import signal
 import sys
 from types import FrameType
 
-from server import streams
+from server import open_files, streams
 
 INTERRUPTED = 130
 
@@ -23,6 +23,7 @@ def main() -> int:
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # else `nohup` asked to outlive the terminal
         signal.signal(signal.SIGHUP, _end)
     streams.open_missing()
+    open_files.raise_limit()
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # the service adds its state, and its other processes
     from server import cli
 

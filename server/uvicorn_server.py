@@ -15,6 +15,7 @@ from fastapi import FastAPI
 from server.config import ServerConfig
 from server.context import ServerContext
 from server.draining import LAST_CALL_S, SECOND_SIGNAL, sighup_handled_by, wait_until_drained
+from server.open_files import FullWarning
 from server.protocol import GuardedProtocol, WrittenTogether
 
 log = logging.getLogger(__name__)
@@ -37,6 +38,7 @@ class DrainingServer(uvicorn.Server):
         super().__init__(config)
         self.engine_hangs = False  # set while draining
         self._context = context
+        self._full = FullWarning()
         self._num_signals = 0
         self._draining: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -65,6 +67,7 @@ class DrainingServer(uvicorn.Server):
         """Uvicorn calls this ten times a second; True ends the server."""
         context = self._context
         context.stall.check()
+        self._full.check()
         if context.config.exit_on_engine_death and context.engine.failure is not None:
             self._start_draining("the engine has died")
         return await super().on_tick(counter)

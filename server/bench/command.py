@@ -81,6 +81,7 @@ def _plot(argv: Sequence[str], program: str) -> int:
 def make_parser(program: str) -> Parser:
     """The flags of `moe-serve bench`."""
     parser = Parser(prog=f"{program} bench", description=_DESCRIPTION, epilog=_EPILOG, allow_abbrev=False)
+    parser.first_words = ("plot",)
     add = parser.add_argument_group("server").add_argument
     add("--base-url", default="http://127.0.0.1:8000", help="address of the server, with or without /v1 [%(default)s]")
     add("--model", help="model to ask for [the first one that the server lists]")

@@ -17,6 +17,7 @@ from server.bench.config import BenchConfig
 from server.bench.errors import BenchError
 from server.bench.load import Load, Record, Share
 from server.bench.workload import Accepted
+from server.open_files import raise_limit
 
 _HEAD_START_S = 0.2  # from "all are ready" to the first request, so that every process has read the message
 _REPORT_EVERY_S = 0.2
@@ -134,7 +135,7 @@ def _receive(pipe: Pipe) -> Any:
 def _client(pipe: Pipe, config: BenchConfig, accepted: Accepted, share: Share) -> None:
     """Main function of a client process."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    _allow_many_connections()
+    raise_limit()  # random arrivals need a connection each
     with contextlib.suppress(BrokenPipeError, EOFError), asyncio.Runner(loop_factory=_loop_factory()) as runner:
         try:
             result: ProcessResult | BenchError = runner.run(_run_share(pipe, config, accepted, share))
@@ -173,16 +174,6 @@ class _Reporter:
         if now_s - self._last_s >= _REPORT_EVERY_S:
             self._last_s = now_s
             self._pipe.send(self._num_done)
-
-
-def _allow_many_connections() -> None:
-    """Raise the limit of open files as far as the system lets us: random arrivals need a connection each."""
-    try:
-        import resource
-    except ImportError:  # Windows
-        return
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

@@ -48,8 +48,9 @@ def doctor(
 
     `tune_cache` is where tuned choices are kept unless a flag says otherwise.
     """
-    own, flags = make_parser(program).parse_known_args(argv)
-    given = given_values(settings, f"{program} doctor", flags, machine.environ)
+    parser = make_parser(program)
+    own, flags = parser.parse_known_args(argv)
+    given = given_values(settings, parser, flags, machine.environ)
     values = {"tune_cache_dir": tune_cache, **given}
     server_config, config, model = make_configs(settings, values)
     findings = examine(machine, config, downloads=isinstance(model, HubModel), model=model)
@@ -77,7 +78,7 @@ def examine(
         nccl(torch, config),
         infiniband(machine, config),
         compiler(machine, has_gpu=has_gpu),
-        open_files(machine),
+        open_files(machine, config),
         locked_memory(machine, config),
         shared_memory(machine, config),
         *cache_findings(machine, config.tune_cache_dir, has_gpu=has_gpu, downloads=downloads, tunes=config.tune),

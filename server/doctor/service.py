@@ -45,34 +45,42 @@ def http_findings(config: ServerConfig) -> list[Finding]:
 
 
 def model_findings(place: Path | HubModel, config: EngineConfig, torch: Package, arch: str | None) -> list[Finding]:
-    """Whether the model is one that the service knows, and whether the flags fit it on a device of this `arch`."""
+    """Whether the model is one that the service knows, and whether the flags fit it on a device of this `arch`.
+
+    The headers of a large checkpoint take a while, so they are read once if all is well. Otherwise reading them again
+    with plain flags tells what is wrong, the checkpoint or the flags.
+    """
     if isinstance(place, HubModel):
         return [ok("model", f"{place} comes from the Hugging Face hub, or from its cache")]
-    found = model(place, config, torch)
-    if found.level is not Level.OK or torch.version is None or arch is None:
-        return [found]
-    return [found, flags(dataclasses.replace(config, model=place), arch)]
+    config = dataclasses.replace(config, model=place)
+    if torch.version is None or arch is None:
+        return [model(config, torch)]
+    fit = flags(config, arch)
+    found = model(config, torch, knows_headers=fit.level is Level.OK)
+    return [found, fit] if found.level is Level.OK else [found]
 
 
-def model(place: Path, config: EngineConfig, torch: Package) -> Finding:
-    """Whether the folder holds a model that the service knows, by its config.json and the headers of its weights."""
+def model(config: EngineConfig, torch: Package, *, knows_headers: bool = False) -> Finding:
+    """Whether the folder holds a model that the service knows, by its config.json and the headers of its weights.
+
+    `knows_headers`: they were read before, and are fine.
+    """
     try:
-        check_model_folder(place)
-        if torch.version is not None:
-            _read_headers(place, config)
+        check_model_folder(config.model)
+        if torch.version is not None and not knows_headers:
+            _read_headers(config)
     except ValueError as error:  # every package's error tree begins there
         text = str(error).removeprefix("--model: ").splitlines()[0]
         way_out = "give another --model, or complete this one: docs/troubleshooting.md has the message"
         return Finding(topic="model", level=Level.PROBLEM, text=text, way_out=way_out)
-    return ok("model", f"{place} is a checkpoint that the service knows; its weights are not read here")
+    return ok("model", f"{config.model} is a checkpoint that the service knows; its weights are not read here")
 
 
-def _read_headers(folder: Path, config: EngineConfig) -> None:
+def _read_headers(config: EngineConfig) -> None:
     # Imports torch, which the caller has found to work.
     from engine.plan import plan_engine
 
-    plain = EngineConfig(model=folder)
-    plan_engine(dataclasses.replace(plain, device="cpu", load_format=config.load_format), None)
+    plan_engine(EngineConfig(model=config.model, device="cpu", load_format=config.load_format), None)
 
 
 def flags(config: EngineConfig, arch: str) -> Finding:

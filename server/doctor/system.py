@@ -10,6 +10,7 @@ from engine.config import EngineConfig
 from engine.units import size_text
 from server.doctor.finding import Finding, Level, ok
 from server.doctor.machine import Machine
+from server.open_files import MORE_FILES
 
 _GIB = 1 << 30
 _FEW_FILES, _ENOUGH_FILES = 128, 4096  # each connection takes one, the engine and its libraries some dozens
@@ -34,15 +35,17 @@ def compiler(machine: Machine, *, has_gpu: bool) -> Finding:
     return ok("C compiler", f"{found}, and Python's headers")
 
 
-def open_files(machine: Machine) -> Finding:
-    """How many files this process may open; each connection is one."""
+def open_files(machine: Machine, config: EngineConfig) -> Finding:
+    """How many files this process may open, after it has raised the limit as the service does; connections are some."""
     limit = _limit(machine, "Max open files")
-    if limit is None or limit >= _ENOUGH_FILES:
+    num_requests = config.max_requests * config.data_parallel_size
+    if limit is None or limit >= max(_ENOUGH_FILES, num_requests + _FEW_FILES):
         return ok("open files", "no limit is known" if limit is None else f"{limit} may be open")
     level = Level.PROBLEM if limit < _FEW_FILES else Level.WARNING
     text = f"only {limit} may be open, and each connection takes one"
-    way_out = "ulimit -n 65536, LimitNOFILE= in systemd, or docker run --ulimit nofile=65536"
-    return Finding(topic="open files", level=level, text=text, way_out=way_out)
+    if limit < num_requests + _FEW_FILES:
+        text += f": {num_requests} requests may run and wait at once"
+    return Finding(topic="open files", level=level, text=text, way_out=MORE_FILES)
 
 
 def locked_memory(machine: Machine, config: EngineConfig) -> Finding:

@@ -147,7 +147,7 @@ class SampledRequest(AnswerRequest):
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, lt=2**31)
     min_p: float | None = Field(None, ge=0, le=1)
-    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
     timeout: float | None = Field(None, gt=0, le=MAX_TIMEOUT_S)
 
     @property

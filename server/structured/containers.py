@@ -28,12 +28,13 @@ def array(schemas: Schemas, build: Build) -> dict[str, Any]:
     low, high = _counts(schemas, "minItems", "maxItems")
     tuples = [_first_items(place, each) for place, each in schemas]
     heads: list[dict[str, Any]] = []
+    reason = ""
     for index in range(max(map(len, tuples), default=0)):
         parts = [_item_at(place, each, head, index) for (place, each), head in zip(schemas, tuples, strict=True)]
         try:
             heads.append(build([part for part in parts if part is not None]))
-        except Unsatisfiable:
-            high = min(high, index)
+        except Unsatisfiable as error:
+            high, reason = min(high, index), f": {error}"
             break
     heads = heads[:high]
     rest = [_item_at(place, each, head, None) for (place, each), head in zip(schemas, tuples, strict=True)]
@@ -45,12 +46,12 @@ def array(schemas: Schemas, build: Build) -> dict[str, Any]:
     if is_open and high > len(heads):
         try:
             items = build([part for part in rest if part is not None])
-        except Unsatisfiable:
-            items = False
+        except Unsatisfiable as error:
+            reason = f": {error}"
     if items is False:
         high = min(high, len(heads))
     if low > high:
-        raise Unsatisfiable(f"an array cannot have at least {low} and at most {high} items")
+        raise Unsatisfiable(f"an array cannot have at least {low} and at most {high} items{reason}")
     built: dict[str, Any] = {"type": "array", "items": items, "minItems": low}
     return built | ({"prefixItems": heads} if heads else {}) | ({"maxItems": high} if high < MAX_COUNT else {})
 

@@ -25,8 +25,11 @@ _IPV6 = "|".join(
     )
 )
 _URL_CHAR = r"(?:[A-Za-z0-9._~!$&'()*+,;=:@-]|%[0-9A-Fa-f]{2})"
+# RFC 3986 bounds no lengths, and every position that is counted takes a mask of the whole vocabulary: 4 ms for 200,000.
+_NAME_END = r"(?:[A-Za-z0-9-]*[A-Za-z0-9])?"
+_REG_NAME = rf"(?:[A-Za-z0-9]{_NAME_END}\.)*[A-Za-z]{_NAME_END}"
 _URI = (
-    rf"[A-Za-z][A-Za-z0-9+.-]{{1,15}}://(?:{_HOST}|{_IPV4})(?::[1-9]\d{{0,3}})?(?:/{_URL_CHAR}*)*"
+    rf"[A-Za-z][A-Za-z0-9+.-]+://(?:{_REG_NAME}|{_IPV4})(?::[1-9]\d{{0,3}})?(?:/{_URL_CHAR}*)*"
     rf"(?:\?(?:{_URL_CHAR}|[/?])*)?(?:#(?:{_URL_CHAR}|[/?])*)?"
 )
 _MAILBOX = r"[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]{1,32}"

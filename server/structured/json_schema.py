@@ -4,10 +4,11 @@ The compiler ignores some keywords, and combinations of others, without a word. 
 with siblings, `allOf`, and keywords beside `anyOf` are merged; patterns, formats and lengths become one expression;
 `oneOf` becomes `anyOf` if its branches exclude each other. What cannot be rewritten is refused with its place. Answers
 satisfy the client's schema, but not every value that does can be the answer: docs/api.md lists the differences.
+A part that only values without an end satisfy counts as one that allows no value.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import lru_cache
 from itertools import combinations, count
 from typing import Any
@@ -16,6 +17,7 @@ from server.structured.containers import array, object_
 from server.structured.disjoint import are_disjoint, canonical, type_of
 from server.structured.document import MAX_DEPTH, MAX_PARTS, TYPES_OF_KEYWORD, Document, Part, path_of
 from server.structured.errors import SchemaError, Unsatisfiable
+from server.structured.finite import DEFINITIONS, finite_definitions
 from server.structured.scalars import Schemas, number, string
 
 MAX_SCHEMA_CHARS = 200_000
@@ -34,7 +36,7 @@ def prepare_schema(schema: Any) -> dict[str, Any]:
         text = json.dumps(schema)
         if len(text) > MAX_SCHEMA_CHARS:
             raise SchemaError("", f"the schema has {len(text)} characters: at most {MAX_SCHEMA_CHARS} are accepted")
-        return _rewritten(text) if len(text) <= _MAX_CACHED_CHARS else _Rewriter(schema).rewrite()
+        return _rewritten(text) if len(text) <= _MAX_CACHED_CHARS else _rewrite(schema)
     except Unsatisfiable as error:
         raise SchemaError("", f"no value satisfies the schema: {error}") from None
     except (RecursionError, ValueError) as error:
@@ -46,7 +48,17 @@ def prepare_schema(schema: Any) -> dict[str, Any]:
 @lru_cache(maxsize=256)
 def _rewritten(text: str) -> dict[str, Any]:
     """The schema of a JSON text. Nobody changes it afterwards. Clients send the same schemas again and again."""
-    return _Rewriter(json.loads(text)).rewrite()
+    return _rewrite(json.loads(text))
+
+
+def _rewrite(schema: Any) -> dict[str, Any]:
+    endless: set[frozenset[Part]] = set()
+    while True:  # once, or twice if something is endless
+        rewriter = _Rewriter(schema, endless)
+        built = rewriter.rewrite()
+        if not (found := rewriter.endless()):
+            return built
+        endless |= found
 
 
 def prepare_arguments(schema: dict[str, Any] | None) -> dict[str, Any]:
@@ -64,10 +76,14 @@ def prepare_arguments(schema: dict[str, Any] | None) -> dict[str, Any]:
 
 
 class _Rewriter:
-    """Rewrites one schema. What references lead to becomes definitions, so that it may refer to itself."""
+    """Rewrites one schema. What references lead to becomes definitions, so that it may refer to itself.
 
-    def __init__(self, root: Any) -> None:
+    `endless`: parts that no value with an end satisfies together, as an earlier rewriting has found.
+    """
+
+    def __init__(self, root: Any, endless: Collection[frozenset[Part]] = ()) -> None:
         self._document = Document(root)
+        self._endless = endless
         self._names: dict[frozenset[Part], str] = {}
         self._definitions: dict[str, dict[str, Any]] = {}
         self._open: frozenset[frozenset[Part]] = frozenset()  # definitions begun for the value at hand
@@ -78,6 +94,11 @@ class _Rewriter:
     def rewrite(self) -> dict[str, Any]:
         built = self._build([Part(())])
         return {**built, "$defs": self._definitions} if self._definitions else built
+
+    def endless(self) -> set[frozenset[Part]]:
+        """The parts of definitions that no value with an end satisfies."""
+        finite = finite_definitions(self._definitions)
+        return {key for key, name in self._names.items() if name not in finite}
 
     def _build(self, parts: Sequence[Part]) -> dict[str, Any]:
         """The schema for a value for which all the parts hold."""
@@ -90,7 +111,7 @@ class _Rewriter:
         self._depth += 1
         try:
             expanded, followed = self._document.expand(parts)
-            return self._definition(expanded) if followed else self._merged(expanded)
+            return self._definition(expanded, place) if followed else self._merged(expanded)
         finally:
             self._depth -= 1
 
@@ -102,21 +123,25 @@ class _Rewriter:
         finally:
             self._open = outer
 
-    def _definition(self, parts: Sequence[Part]) -> dict[str, Any]:
+    def _definition(self, parts: Sequence[Part], place: str) -> dict[str, Any]:
+        """A reference to the definition of what holds for a value at the `place`, where a reference stands."""
         key = frozenset(parts)
         if key in self._open:
             raise Unsatisfiable("a schema that refers to itself for the same value adds none")
+        if key in self._endless:
+            raise Unsatisfiable(f"at {place or 'the root'}, each value needs another like it inside, without an end")
         if key not in self._names:
             name = self._names[key] = f"part{next(self._numbers)}"
             outer, self._open = self._open, self._open | {key}
             try:
                 self._definitions[name] = self._merged(parts)
             except Unsatisfiable:
-                del self._names[key]
+                while (last := self._names.popitem())[0] != key:  # begun inside, and may refer to this one
+                    self._definitions.pop(last[1], None)
                 raise
             finally:
                 self._open = outer
-        return {"$ref": f"#/$defs/{self._names[key]}"}
+        return {"$ref": f"{DEFINITIONS}{self._names[key]}"}
 
     def _merged(self, parts: Sequence[Part]) -> dict[str, Any]:
         for part in parts:

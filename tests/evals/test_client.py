@@ -1,5 +1,6 @@
 """What `evals.client` sends again: only what a server has not begun to answer."""
 
+import argparse
 import json
 import socket
 import threading
@@ -9,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from evals.client import Client, ServerError
+from evals.client import Client, ServerError, add_server_arguments, make_client
 from tests.tables import rows
 
 
@@ -100,6 +101,16 @@ def test_a_server_that_refuses_connections_is_waited_for() -> None:
     started[0].shutdown()
     timer.join()
     started[0].server_close()
+
+
+@rows("given, flag", ("{}", None), ("{}/v1", None), ("{}/v1/", None), ("{}/", None), (None, "{}"), (None, "{}/v1"))
+def test_a_url_may_lack_v1(given: str | None, flag: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = "http://127.0.0.1:9"
+    monkeypatch.setattr(Client, "first_model", lambda client: client.base_url)
+    parser = argparse.ArgumentParser()
+    add_server_arguments(parser)
+    args = parser.parse_args([] if flag is None else ["--base-url", flag.format(root)])
+    assert make_client(args, given and given.format(root)).model == f"{root}/v1"
 
 
 def test_a_setting_out_of_range_is_named() -> None:

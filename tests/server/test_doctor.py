@@ -189,6 +189,9 @@ def no_driver(world):
     (lambda w: w.remove(HEADER), {}, "problem", "C compiler", "no Python.h", "python3-dev"),
     (lambda w: w.limit("Max open files", "1024"), {}, "warning", "open files", "only 1024", "ulimit -n"),
     (lambda w: w.limit("Max open files", "64"), {}, "problem", "open files", "only 64", "ulimit -n"),
+    (lambda w: w.limit("Max open files", "8192"), {}, "ok", "open files", "8192 may be open", ""),
+    (lambda w: w.limit("Max open files", "8192"), {"max_num_seqs": 4096, "max_queued_requests": 6000}, "warning",
+     "open files", "takes one: 10096 requests may run and wait", "ulimit -n"),
     (lambda w: w.limit("Max locked memory", "65536"), HOSTS | {"moe_a2a_backend": "deepep"}, "warning",
      "locked memory", "only 64.0 KiB", "memlock"),
     (lambda w: vars(w).update(shm=64 << 20), TWO, "warning", "shared memory", "64.0 MiB", "--shm-size"),
@@ -365,7 +368,7 @@ def test_a_broken_checkpoint_is_found_without_reading_weights(tmp_path, broken, 
     folder = shutil.copytree(ASSETS, tmp_path / "model", dirs_exist_ok=True)
     broken(folder)
     torch = Package(name="torch", version="2", facts={})
-    found = service.model(folder, EngineConfig(model=folder), torch)
+    found = service.model(EngineConfig(model=folder), torch)
     assert (found.level is Level.PROBLEM, words is None or words in found.text) == (words is not None, True), found
     shutil.rmtree(folder)
 
@@ -374,7 +377,8 @@ def test_a_line_holds_level_topic_text_and_way_out(tmp_path):
     world = World(tmp_path)
     world.limit("Max open files", "64")
     line = render([world.examine()["open files"]])
-    assert line.startswith("problem  open files  only 64 may be open, and each connection takes one; ulimit -n 65536")
+    assert line.startswith("problem  open files  only 64 may be open, and each connection takes one: 576 requests")
+    assert "at once; ulimit -n 65536" in line
     assert line.count("\n") == 1
 
 

@@ -46,6 +46,7 @@ def accepted(schema, *values):
     return [value for value in values if accepts(grammar, json.dumps(value, ensure_ascii=False))]
 
 
+URI_BAD = ["example", "http://", "http://-a", "http://a-.b", "http://a..b", "http://a:0", "http://a b", "h", "1a://b"]
 USUAL_VALUES = [
     (string(pattern="^ab"), ["ab", "abc", "ab é"], ["xab", "a"]),
     (string(pattern="ab"), ["ab", "xaby"], ["ba"]),
@@ -57,7 +58,7 @@ USUAL_VALUES = [
     (string(pattern="^\\W$"), ["-", " "], ["x", "é"]),
     (string(format="date"), ["2024-02-29", "1999-12-31"], ["2023-02-29", "2024-13-01", "2024-1-1"]),
     (string(format="email"), ["a.b@example.org"], ["a@b", "@x.org"]),
-    (string(format="uri"), ["https://example.org/a?b=c#d", "ftp://h"], ["example", "http://"]),
+    (string(format="uri"), ["https://example.org/a?b=c#d", "ftp://h", f"x+y://{'a-' * 40}b.c:80/"], URI_BAD),
     (
         string(format="ipv6"),
         ["::1", "2001:db8::ff00:42:8329", "1:2:3:4:5:6:7:8"],

@@ -273,15 +273,45 @@ class two_processes:
         self._threads.__exit__(*exc)
 
 
-@rows("is_streamed", False, True)
-def test_tokens_of_prompt_and_answer_count(is_streamed, tokenizer):
-    settings = {"api_key": "one,two", "tokens_per_minute_per_key": 3}
-    with serve(FakeEngine(script=lambda _request: [5] * 4), tokenizer, **settings) as service:
-        first = httpx2.post(f"{service.url}/v1/completions", json={**ASK, "stream": is_streamed}, headers=bearer("one"))
-        second = httpx2.post(f"{service.url}/v1/completions", json=ASK, headers=bearer("one"))
-        assert (first.status_code, second.status_code) == (200, 429)
-        assert second.json()["error"]["code"] == "rate_limit_exceeded"
-        assert 1 <= int(second.headers["retry-after"]) <= 60
+@rows("is_streamed, num_processes", (False, 1), (True, 1), (True, 2))
+def test_tokens_of_prompt_and_answer_count_at_every_endpoint(is_streamed, num_processes, tokenizer):
+    """New connections go to the processes in turn."""
+    settings = {"api_key": "one tokens_per_minute=3,two", "api_workers": num_processes}
+    limited = "this key has spent its 3 tokens a minute"
+    with ExitStack() as stack:
+        engine = FakeEngine(script=lambda _request: [5] * 4)
+        if num_processes == 1:
+            service = stack.enter_context(serve(engine, tokenizer, **settings))
+        else:
+            service, _ = stack.enter_context(two_processes(engine, tokenizer, settings))
+
+        def ask(path, body, key="one"):
+            return httpx2.post(f"{service.url}{path}", json={**body, "stream": is_streamed}, headers=bearer(key))
+
+        assert ask("/v1/completions", ASK).status_code == 200
+        [model] = httpx2.get(f"{service.url}/v1/models", headers=bearer("one")).json()["data"]
+        messages = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
+        for path, body in (
+            ("/v1/completions", ASK),
+            ("/v1/chat/completions", messages),
+            ("/v1/responses", {"input": "Hi"}),
+            ("/v1/messages", {"model": model["id"], **messages}),
+        ):
+            for _ in range(num_processes):
+                refused = ask(path, body)
+                error = refused.json()["error"]
+                assert (refused.status_code, error["type"]) == (429, "rate_limit_error")
+                assert error["message"].startswith(limited)
+                assert 1 <= int(refused.headers["retry-after"]) <= 60
+                if path == "/v1/messages":
+                    assert refused.json() == {
+                        "type": "error",
+                        "error": error,
+                        "request_id": refused.headers["request-id"],
+                    }
+                else:
+                    assert (error["param"], error["code"]) == (None, "rate_limit_exceeded")
+        assert ask("/v1/completions", ASK, "two").status_code == 200
 
 
 def test_https(tokenizer):

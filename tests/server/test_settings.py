@@ -150,6 +150,39 @@ def test_types():
     assert configs_of([], {"MOE_SERVE_ACCESS_LOG": "yes"})[0].access_log
 
 
+EXPLAIN = "explain --gpu sm90 --format mxfp4"
+
+
+@rows(
+    "line, advice",
+    (
+        "foo",
+        "moe-serve takes flags, or a command first: bench, chat, completion, doctor, experts, explain, health, plan",
+    ),
+    ("bnech", "did you mean moe-serve bench?"),
+    ("--port 1 health", "the command comes first: moe-serve health"),
+    ("serve openai/gpt-oss-20b", "did you mean --model openai/gpt-oss-20b?"),
+    ("docs", "did you mean --model docs?"),  # a folder
+    ("bench foo", "moe-serve bench takes flags, or a command first: plot"),
+    ("bench plots", "did you mean moe-serve bench plot?"),
+    ("bench http://a:1", "did you mean --base-url http://a:1?"),
+    ("plan foo", "moe-serve plan takes flags only"),
+    ("plan a/b", "did you mean --model a/b?"),
+    ("plan --jsn", "did you mean --json?"),
+    ("doctor foo", "moe-serve doctor takes flags only"),
+    ("experts load.json", "moe-serve experts takes flags only"),
+    ("experts --recrod load.json", "did you mean --record?"),
+    ("health http://a:1", "the address is given by --host and --port"),
+    ("chat hello", "moe-serve chat takes flags only"),
+    (f"{EXPLAIN} foo", "moe-serve explain takes flags only"),
+    (f"{EXPLAIN} a/b", "did you mean --model a/b?"),
+)
+def test_what_is_not_known_gets_advice_that_holds(line, advice, capsys, monkeypatch):
+    monkeypatch.chdir(ASSETS.parents[1])
+    assert cli.main(line.split()) == cli.USAGE_ERROR
+    assert f"; {advice}; --help lists all flags" in capsys.readouterr().err
+
+
 @rows(
     "argv, environ, words",
     (["--prot", "1"], {}, "unrecognized arguments: --prot 1; did you mean --port?; --help lists all flags"),
