@@ -1,12 +1,13 @@
 """Attention in plain torch on any device: batched decode, and prefill one block of queries at a time.
 
 Keys of a request are gathered from its pages into one tensor per decode group or query block; which slots those are,
-and what is masked, is worked out once per step in `TorchPlan`. Padded positions of a short request repeat its own last
+and what is masked, is worked out once per step in `TorchPlan`. A decode group gathers them head by head, so that one
+batched product serves all its requests and heads. Padded positions of a short request repeat its own last
 key and are masked, so that whatever an unused slot holds (NaN included) never enters a product. An FP8 cache is widened
 to the dtype of the queries as it is gathered.
 
-Shape letters: T tokens, B requests, Q queries of a block, H query heads, G KV heads, R query heads per KV head, L keys,
-D key dim, V value dim.
+Shape letters: T tokens, B requests, Q queries of a block, H query heads, G KV heads, N = B * G pairs of a request and a
+KV head, R query heads per KV head, L keys, C keys and the sink, D key dim, V value dim.
 """
 
 from collections.abc import Iterator
@@ -45,9 +46,6 @@ class DecodeGroup:
 
     def by_head(self, num_heads: int) -> "HeadGroup":
         """The same keys, those of a KV head next to each other."""
-        if num_heads == 1:
-            mask_N1L = None if self.mask_BL is None else self.mask_BL[:, None]
-            return HeadGroup(self.rows, self.slots_BL, mask_N1L)
         heads_G1 = torch.arange(num_heads, device=self.slots_BL.device)[:, None]
         slots_NL = (self.slots_BL[:, None] * num_heads + heads_G1).flatten(0, 1)
         mask_N1L = None if self.mask_BL is None else self.mask_BL.repeat_interleave(num_heads, 0)[:, None]
@@ -56,10 +54,7 @@ class DecodeGroup:
 
 @dataclass(frozen=True, slots=True)
 class HeadGroup:
-    """What one batched product reads: N = B * G pairs of a request and a KV head, request by request.
-
-    `slots_NL` counts the vectors of the cache, G to a slot.
-    """
+    """What the products of a decode group read. `slots_NL` counts the vectors of the cache, G in each slot."""
 
     rows: torch.Tensor | None
     slots_NL: torch.Tensor
@@ -200,21 +195,11 @@ def _additive(is_visible: torch.Tensor) -> torch.Tensor:
 def _gather(
     spec: AttentionSpec, kv: LayerKv, slots: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys [..., L, G, D] and values [..., L, G, V] of the slots; a token with all its heads is one row."""
+    """Keys [..., L, *] and values [..., L, *] of the slots, in the cache's own shape of a slot."""
     keys = _rows(kv.keys, slots).to(dtype)
     if spec.values_in_keys:
         return keys, keys[..., : spec.value_dim]
     return keys, _rows(kv.values, slots).to(dtype)
-
-
-def _gather_heads(
-    spec: AttentionSpec, kv: LayerKv, slots_NL: torch.Tensor, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys [N, L, D] and values [N, L, V] of a group; a vector is one row."""
-    keys = _rows(kv.keys.flatten(0, 1), slots_NL).to(dtype)
-    if spec.values_in_keys:
-        return keys, keys[..., : spec.value_dim]
-    return keys, _rows(kv.values.flatten(0, 1), slots_NL).to(dtype)
 
 
 def _rows(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
@@ -239,7 +224,8 @@ def _run_group(
     spec: AttentionSpec, group: HeadGroup, kv: LayerKv, q_BHD: torch.Tensor, sinks_H: torch.Tensor | None
 ) -> torch.Tensor:
     num_requests, (num_pairs, num_keys) = q_BHD.shape[0], group.slots_NL.shape
-    keys_NLD, values_NLV = _gather_heads(spec, kv, group.slots_NL, q_BHD.dtype)
+    vectors = LayerKv(kv.keys.flatten(0, 1), kv.values.flatten(0, 1))
+    keys_NLD, values_NLV = _gather(spec, vectors, group.slots_NL, q_BHD.dtype)
     q_NRD = q_BHD.reshape(num_pairs, -1, spec.key_dim)
     mask_N1L = q_BHD.new_empty(1, 1, num_keys) if group.mask_N1L is None else group.mask_N1L.to(q_BHD.dtype)
     beta = 0 if group.mask_N1L is None else 1  # with 0 the numbers of the mask are not read
