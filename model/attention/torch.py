@@ -1,12 +1,13 @@
 """Attention in plain torch on any device: batched decode, and prefill one block of queries at a time.
 
 Keys of a request are gathered from its pages into one tensor per decode group or query block; which slots those are,
-and what is masked, is worked out once per step in `TorchPlan`. Padded positions of a short request repeat its own last
+and what is masked, is worked out once per step in `TorchPlan`. A decode group gathers them head by head, so that one
+batched product serves all its requests and heads. Padded positions of a short request repeat its own last
 key and are masked, so that whatever an unused slot holds (NaN included) never enters a product. An FP8 cache is widened
 to the dtype of the queries as it is gathered.
 
-Shape letters: T tokens, B requests, Q queries of a block, H query heads, G KV heads, R query heads per KV head, L keys,
-D key dim, V value dim.
+Shape letters: T tokens, B requests, Q queries of a block, H query heads, G KV heads, N = B * G pairs of a request and a
+KV head, R query heads per KV head, L keys, C keys and the sink, D key dim, V value dim.
 """
 
 from collections.abc import Iterator
@@ -43,6 +44,22 @@ class DecodeGroup:
         columns_BL = (self.lens_B1 - window).clamp_min_(0) + torch.arange(window, device=self.slots_BL.device)
         return replace(self, slots_BL=self.slots_BL.gather(1, columns_BL), mask_BL=self.mask_BL.gather(1, columns_BL))
 
+    def by_head(self, num_heads: int) -> "HeadGroup":
+        """The same keys, those of a KV head next to each other."""
+        heads_G1 = torch.arange(num_heads, device=self.slots_BL.device)[:, None]
+        slots_NL = (self.slots_BL[:, None] * num_heads + heads_G1).flatten(0, 1)
+        mask_N1L = None if self.mask_BL is None else self.mask_BL.repeat_interleave(num_heads, 0)[:, None]
+        return HeadGroup(self.rows, slots_NL, mask_N1L)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadGroup:
+    """What the products of a decode group read. `slots_NL` counts the vectors of the cache, G in each slot."""
+
+    rows: torch.Tensor | None
+    slots_NL: torch.Tensor
+    mask_N1L: torch.Tensor | None
+
 
 @dataclass(frozen=True, slots=True)
 class QueryBlock:
@@ -59,7 +76,7 @@ class TorchPlan:
     """Per kind of layer the slots to write, and what to read."""
 
     slots: dict[AttentionSpec, torch.Tensor]
-    groups: dict[AttentionSpec, list[DecodeGroup]]
+    groups: dict[AttentionSpec, list[HeadGroup]]
     blocks: dict[AttentionSpec, list[QueryBlock]]
 
 
@@ -73,12 +90,12 @@ class TorchAttention(Attention):
         """Gather indices and masks of every kind of layer."""
         batches = {spec: batch.for_window(spec.window) for spec in self.specs}
         members = _decode_members(batch)
-        groups: dict[AttentionSpec, list[DecodeGroup]] = {}
+        groups: dict[AttentionSpec, list[HeadGroup]] = {}
         whole: dict[int, list[DecodeGroup]] = {}  # of each batch, by its id
         for spec, its_batch in batches.items():
             if id(its_batch) not in whole:
                 whole[id(its_batch)] = [_decode_group(its_batch, rows) for rows in members]
-            groups[spec] = [group.within(spec.window) for group in whole[id(its_batch)]]
+            groups[spec] = [group.within(spec.window).by_head(spec.num_kv_heads) for group in whole[id(its_batch)]]
         blocks = {s: [] if batch.is_decode else list(_query_blocks(its_batch, s)) for s, its_batch in batches.items()}
         return TorchPlan({spec: its_batch.slots_T for spec, its_batch in batches.items()}, groups, blocks)
 
@@ -178,7 +195,7 @@ def _additive(is_visible: torch.Tensor) -> torch.Tensor:
 def _gather(
     spec: AttentionSpec, kv: LayerKv, slots: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys [..., L, G, D] and values [..., L, G, V] of the slots; a token with all its heads is one row."""
+    """Keys [..., L, *] and values [..., L, *] of the slots, in the cache's own shape of a slot."""
     keys = _rows(kv.keys, slots).to(dtype)
     if spec.values_in_keys:
         return keys, keys[..., : spec.value_dim]
@@ -204,40 +221,22 @@ def _indexable(x: torch.Tensor) -> torch.Tensor:
 
 
 def _run_group(
-    spec: AttentionSpec, group: DecodeGroup, kv: LayerKv, q_BHD: torch.Tensor, sinks_H: torch.Tensor | None
+    spec: AttentionSpec, group: HeadGroup, kv: LayerKv, q_BHD: torch.Tensor, sinks_H: torch.Tensor | None
 ) -> torch.Tensor:
-    num_requests, num_keys = group.slots_BL.shape
-    keys_BLGD, values_BLGV = _gather(spec, kv, group.slots_BL, q_BHD.dtype)
-    q_BGRD = (q_BHD * spec.scale).view(num_requests, spec.num_kv_heads, -1, spec.key_dim)
-    num_columns = num_keys + (sinks_H is not None)
-    scores_BHC = q_BHD.new_empty(num_requests, spec.num_heads, num_columns)
-    scores_BHL = scores_BHC[..., :num_keys]
-    _multiply(q_BGRD, keys_BLGD.permute(0, 2, 3, 1), _by_kv_head(scores_BHL, spec))
-    if group.mask_BL is not None:
-        scores_BHL += group.mask_BL[:, None]
+    num_requests, (num_pairs, num_keys) = q_BHD.shape[0], group.slots_NL.shape
+    vectors = LayerKv(kv.keys.flatten(0, 1), kv.values.flatten(0, 1))
+    keys_NLD, values_NLV = _gather(spec, vectors, group.slots_NL, q_BHD.dtype)
+    q_NRD = q_BHD.reshape(num_pairs, -1, spec.key_dim)
+    mask_N1L = q_BHD.new_empty(1, 1, num_keys) if group.mask_N1L is None else group.mask_N1L.to(q_BHD.dtype)
+    beta = 0 if group.mask_N1L is None else 1  # with 0 the numbers of the mask are not read
+    scores_NRL = torch.baddbmm(mask_N1L, q_NRD, keys_NLD.transpose(1, 2), beta=beta, alpha=spec.scale)
+    scores_BHC = scores_NRL.view(num_requests, spec.num_heads, num_keys)
     if sinks_H is not None:
-        scores_BHC[..., -1] = sinks_H
+        sinks_BH1 = sinks_H.to(q_BHD.dtype).view(1, -1, 1).expand(num_requests, -1, 1)
+        scores_BHC = torch.cat((scores_BHC, sinks_BH1), dim=-1)
     probs_BHL = torch.softmax(scores_BHC, dim=-1, dtype=torch.float32).to(q_BHD.dtype)[..., :num_keys]
-    out_BHV = q_BHD.new_empty(num_requests, spec.num_heads, spec.value_dim)
-    _multiply(_by_kv_head(probs_BHL, spec), values_BLGV.transpose(1, 2), _by_kv_head(out_BHV, spec))
-    return out_BHV
-
-
-def _by_kv_head(x_BHL: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
-    """[B, H, L] seen as [B, G, R, L]."""
-    num_requests, num_heads, size = x_BHL.shape
-    return x_BHL.view(num_requests, spec.num_kv_heads, num_heads // spec.num_kv_heads, size)
-
-
-def _multiply(a_BGMK: torch.Tensor, b_BGKN: torch.Tensor, out_BGMN: torch.Tensor) -> None:
-    """`a @ b` without the copy that merging requests and heads into one batch axis would need."""
-    num_requests, num_heads = a_BGMK.shape[:2]
-    if num_requests <= num_heads:
-        for b in range(num_requests):
-            torch.bmm(a_BGMK[b], b_BGKN[b], out=out_BGMN[b])
-    else:
-        for g in range(num_heads):
-            torch.bmm(a_BGMK[:, g], b_BGKN[:, g], out=out_BGMN[:, g])
+    probs_NRL = probs_BHL.view(num_pairs, -1, num_keys)
+    return torch.bmm(probs_NRL, values_NLV).view(num_requests, spec.num_heads, spec.value_dim)
 
 
 def _run_block(

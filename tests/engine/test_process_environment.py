@@ -1,4 +1,4 @@
-"""What the engine process inherits: the caller's environment, and huge pages for tensors unless the caller decides."""
+"""What the engine process inherits: the caller's environment, and huge pages unless the caller decides."""
 
 import asyncio
 from pathlib import Path
@@ -22,11 +22,16 @@ async def environment_of_engine():
     return dict(entry.split("=", 1) for entry in entries if entry)
 
 
-@pytest.mark.parametrize(("set_to", "seen"), [(None, "1"), ("0", "0")])
+TUNABLES = "glibc.malloc.hugetlb=1"
+
+
+@pytest.mark.parametrize(("set_to", "seen"), [((None, None), ("1", TUNABLES)), (("0", "a.b=2"), ("0", "a.b=2"))])
 def test_huge_pages_are_on_unless_the_caller_decides(monkeypatch, set_to, seen):
     monkeypatch.setenv("SOMETHING_OF_THE_CALLER", "kept")
-    monkeypatch.delenv("THP_MEM_ALLOC_ENABLE", raising=False)
-    if set_to is not None:
-        monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", set_to)
+    names = ("THP_MEM_ALLOC_ENABLE", "GLIBC_TUNABLES")
+    for name, value in zip(names, set_to, strict=True):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
     found = asyncio.run(environment_of_engine())
-    assert (found["THP_MEM_ALLOC_ENABLE"], found["SOMETHING_OF_THE_CALLER"]) == (seen, "kept")
+    assert (*(found[name] for name in names), found["SOMETHING_OF_THE_CALLER"]) == (*seen, "kept")

@@ -68,10 +68,12 @@ def test_no_decode_group_gathers_more_keys_than_the_bound(monkeypatch: pytest.Mo
     cache.batch({name: [0] * (length - 1) for name, length in lengths.items()})
     plan = make_attention("torch", [GQA], torch.device("cpu")).plan(cache.batch({name: [0] for name in lengths}))
     groups = plan.groups[GQA]
-    assert all(group.slots_BL.numel() <= 64 or group.slots_BL.shape[0] == 1 for group in groups)
+    assert all(
+        group.slots_NL.numel() <= 64 * GQA.num_kv_heads or len(group.slots_NL) == GQA.num_kv_heads for group in groups
+    )
     rows = torch.cat([group.rows for group in groups if group.rows is not None])
     assert sorted(rows.tolist()) == list(range(6))
-    assert sum(group.slots_BL.shape[0] > 1 for group in groups) >= 2, "short ones share a group"
+    assert sum(len(group.slots_NL) > GQA.num_kv_heads for group in groups) >= 2, "short ones share a group"
 
 
 @rows("window, most_blocks", (128, 6), (8192, 70))

@@ -16,7 +16,7 @@ from tests.tables import rows
 ASSETS = Path(__file__).parents[2] / "assets" / "tiny-gpt-oss"
 
 
-COPIES = ("weight_bf16", "scaled_weight", "summed_eps")  # left out of the sizes
+COPIES = ("weight_bf16", "scaled_weight", "root_eps")  # left out of the sizes
 
 
 def dense_bytes(model) -> int:
