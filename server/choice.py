@@ -57,7 +57,8 @@ class Choice:
         self.keeps_tokens = keeps_tokens
         self._takes_text = not (stops or hides_all or keeps_tokens)
         self._content = TextStream()
-        self._num_shown = 0  # characters of content
+        self._num_shown = 0  # characters of content, without those of `add_text`
+        self._has_content = False
         self._reasoning = TextStream()
         self._calls: list[TextStream] = []
         self._logprobs: list[TokenLogprobs] = []
@@ -75,7 +76,7 @@ class Choice:
     @property
     def is_empty(self) -> bool:
         """Tokens were generated, and the client got neither content nor a tool call."""
-        return self.num_tokens > 0 and self._num_shown == 0 and not self._calls
+        return self.num_tokens > 0 and not (self._has_content or self._num_shown or self._calls)
 
     @property
     def matched_stop(self) -> str | None:
@@ -87,27 +88,23 @@ class Choice:
         """Calls to functions that the request did not offer; they are content."""
         return self._parser.num_undeclared_calls
 
-    def take_text(self, output: EngineOutput) -> tuple[Kind, str] | None:
-        """A short cut for nearly all outputs: the characters that a token adds to the content or the reasoning.
+    @property
+    def text_kind(self) -> Kind | None:
+        """The part to which a token of whole characters now adds its text, and does nothing else: see `add_text`.
 
-        None if the output may bring anything else; then it has not been taken in, and `push` wants it.
+        None if such a token may do more, and must be pushed. Only `push` changes this.
         """
-        token_ids = output.token_ids
-        if not self._takes_text or len(token_ids) != 1 or output.finish_reason or self.finish_reason:
-            return None
-        if output.num_cached_tokens > self.num_cached_tokens or output.prompt_logprobs is not None:
-            return None
-        added = self._parser.continue_text(token_ids[0])
-        if added is None:
-            return None
-        kind, data = added
-        self.token_ids += token_ids
+        kind = self._parser.text_kind if self._takes_text and self.finish_reason is None else None
+        stream = self._content if kind is Kind.CONTENT else self._reasoning
+        return kind if stream.is_whole else None
+
+    def add_text(self, kind: Kind, token_id: int) -> None:
+        """Count a token whose text the caller shows without `push`, because `text_kind` is not None."""
+        self.token_ids.append(token_id)
         if kind is Kind.REASONING:
             self.num_reasoning_tokens += 1
-            return kind, self._reasoning.feed(data)
-        text = self._content.feed(data)
-        self._num_shown += len(text)
-        return kind, text
+        else:
+            self._has_content = True
 
     def push(self, output: EngineOutput) -> list[Piece]:
         """The pieces that became visible; neighbours of the same part are one piece.

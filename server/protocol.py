@@ -24,6 +24,8 @@ class GuardedProtocol(H11Protocol):
     """Closes connections that send no request, an oversized head, or a head too slowly (slowloris)."""
 
     conn: "GuardedConnection"
+    is_writable = True
+    """Whether the client is there and reads."""
 
     def __init__(
         self,
@@ -49,17 +51,29 @@ class GuardedProtocol(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop waiting: the client is gone."""
         self._clear_deadline()
+        self.is_writable = False
         self.app_state = {}  # else it and this object keep each other alive
         super().connection_lost(exc)
         if self._on_close is not None:
             self._on_close()
 
-    def can_write_chunk(self) -> bool:
-        """Whether the current response has a chunked body and its client reads it."""
-        return self.conn.sends_chunks and not self.flow.write_paused and not self.cycle.disconnected
+    def pause_writing(self) -> None:
+        """The client reads too slowly."""
+        self.is_writable = False
+        super().pause_writing()
+
+    def resume_writing(self) -> None:
+        """The client has read enough."""
+        self.is_writable = True
+        super().resume_writing()
+
+    @property
+    def sends_chunks(self) -> bool:
+        """Whether the current response has a chunked body."""
+        return self.conn.sends_chunks
 
     def write_chunk(self, data: bytes) -> None:
-        """Send a part of the current response's body at once; only if `can_write_chunk`."""
+        """Send a part of the current response's body at once; if it `sends_chunks` and `is_writable`."""
         self.transport.write(chunk_of(data))
 
     def write_chunk_soon(self, data: bytes) -> None:

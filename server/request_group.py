@@ -81,8 +81,10 @@ class RequestGroup:
         self._news: News = []
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
-        self.take_now: Callable[[int, EngineOutput], bool] | None = None
-        """Tried for an output that `take` waits for. True means that it is dealt with, which saves waking the task."""
+        self.take_now: Callable[[EngineOutput], bool] | None = None
+        """Tried for an output that `take` waits for, in a group of one request. True means that it is dealt with, which
+        saves waking the task.
+        """
         self._unfinished = set(range(len(requests)))
 
     def __enter__(self) -> "RequestGroup":
@@ -141,9 +143,9 @@ class RequestGroup:
     def _deliver(self, index: int, output: EngineOutput) -> None:
         if output.finish_reason is not None:
             self._unfinished.discard(index)
-        waiter = self._waiter
+        take_now, waiter = self.take_now, self._waiter
         try:
-            if self.take_now and waiter and not waiter.done() and self.take_now(index, output):
+            if take_now is not None and waiter is not None and not waiter.done() and take_now(output):
                 return
         except Exception as error:  # handed to the one who waits for the outputs
             self.fail(error)

@@ -148,19 +148,8 @@ async def _stream(answer: _Answer, stream: EventStream) -> None:
             unsent.clear()
             await stream.write(data)
 
-    def write_now(index: int, output: EngineOutput) -> bool:
-        chunks = stream.chunks
-        if chunks is None or output.finish_reason is not None or not chunks.can_write_chunk():
-            return False
-        answer.watch.on_output(index, output)
-        if data := render(index, output):
-            chunks.write_chunk_soon(data)  # `_run` waits, else this function is not called
-        if renderer.is_finished(index):
-            group.stop(index)
-        return True
-
     if group.num_requests == 1:  # several choices share the write of a step
-        group.take_now = write_now
+        group.take_now = _writes_now(answer, stream)
     try:
         await _run(answer, write, keeps_alive=True)
         last = renderer.end()
@@ -172,6 +161,28 @@ async def _stream(answer: _Answer, stream: EventStream) -> None:
             raise
         unsent += [event.encode() for event in renderer.failure(_shown(error, answer.request_id), answer.request_id)]
     await stream.write(b"".join(unsent))
+
+
+def _writes_now(answer: _Answer, stream: EventStream) -> Callable[[EngineOutput], bool]:
+    """Makes what writes the outputs of the only request that `_run` waits for, while the client reads."""
+    renderer, group, on_output = answer.renderer, answer.group, answer.watch.on_output
+    render, render_text = answer.timed(renderer.stream), answer.timed(renderer.stream_text)
+
+    def write_now(output: EngineOutput) -> bool:
+        chunks = stream.chunks
+        if chunks is None or output.finish_reason is not None or not chunks.is_writable:
+            return False
+        on_output(0, output)
+        if text := render_text(0, output):
+            chunks.write_chunk_soon(text)
+            return True
+        if data := render(0, output):
+            chunks.write_chunk_soon(data)
+        if renderer.is_finished(0):
+            group.stop(0)
+        return True
+
+    return write_now
 
 
 def _shown(error: Exception, request_id: str) -> ApiError:

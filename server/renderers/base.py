@@ -20,6 +20,9 @@ from server.errors import ApiError, body_of
 from server.parsers import Kind
 from server.schema.common import Timings
 
+SAMPLE_TEXT = "\0text\0"
+_SAMPLE_JSON = orjson.dumps(SAMPLE_TEXT)[1:-1]
+
 
 class Event(NamedTuple):
     """One server-sent event: a JSON object and, where the API wants one, the event's name."""
@@ -31,6 +34,10 @@ class Event(NamedTuple):
         """The bytes of the event."""
         head = b"" if self.name is None else b"event: " + self.name.encode() + b"\n"
         return head + b"data: " + orjson.dumps(self.payload) + b"\n\n"
+
+    def around_sample(self) -> list[bytes]:
+        """What stands around `SAMPLE_TEXT` in the bytes of an event; another JSON text may join the parts."""
+        return self.encode().split(_SAMPLE_JSON)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +70,8 @@ class Renderer(ABC):
         self.timings: Callable[[], Timings] | None = None
         """Where the time went so far; set by who measures it."""
         self._taken = [_JoinedPieces() for _ in self.choices]
+        self._texts = prepared.token_texts
+        self._text_events: list[tuple[Choice, Kind, Sequence[bytes]] | None] = [None] * len(self.choices)
 
     @abstractmethod
     def begin(self) -> Sequence[Event]:
@@ -97,17 +106,44 @@ class Renderer(ABC):
         """`pieces` as bytes. A renderer overrides it where text can be encoded faster."""
         return b"".join([event.encode() for event in self.pieces(index, pieces)])
 
-    def encode_text(self, index: int, kind: Kind, text: str) -> bytes:
-        """The same for one piece of content or reasoning."""
-        return self.encode(index, [Piece(kind, text)] if text else [])
+    def around_text(self, index: int, kind: Kind) -> Sequence[bytes] | None:
+        """What stands around the text in the encoded event of a token that adds to the content or the reasoning.
+
+        None if such events differ in more than their text. Asked after each output that may have changed it.
+        """
+        return None
 
     def stream(self, index: int, output: EngineOutput) -> bytes:
         """Take in an output of one request and return the encoded events to send now."""
+        text = self.stream_text(index, output)
+        if text is not None:
+            return text
         choice = self.choices[index]
         if choice.finish_reason is not None:
             return b""
-        added = choice.take_text(output)
-        return self.encode(index, choice.push(output)) if added is None else self.encode_text(index, *added)
+        data = self.encode(index, choice.push(output))
+        kind = choice.text_kind
+        around = None if kind is None else self.around_text(index, kind)
+        self._text_events[index] = None if kind is None or around is None else (choice, kind, around)
+        return data
+
+    def stream_text(self, index: int, output: EngineOutput) -> bytes | None:
+        """`stream` for nearly all outputs, in a tenth of the time: a token that adds text to a part that has begun.
+
+        None if the output may bring anything else; then it has not been taken in.
+        """
+        event, token_ids = self._text_events[index], output.token_ids
+        if event is None or len(token_ids) != 1 or output.finish_reason is not None:
+            return None
+        choice, kind, around = event
+        if output.num_cached_tokens > choice.num_cached_tokens or output.prompt_logprobs is not None:
+            return None
+        token_id = token_ids[0]
+        text = self._texts[token_id]
+        if text is None:
+            return None
+        choice.add_text(kind, token_id)
+        return text.join(around)
 
     def take(self, index: int, output: EngineOutput) -> None:
         """Take in an output of one request for `body`."""

@@ -27,7 +27,7 @@ from server.choice import Piece
 from server.convert import PreparedRequest
 from server.errors import ApiError
 from server.parsers import TokenBytes
-from server.renderers.base import Event, Renderer
+from server.renderers.base import SAMPLE_TEXT, Event, Renderer
 from server.renderers.chat import LogprobWriter
 from server.responses.items import OpenItem, Payload, opened_item
 from server.responses.store import ResponseStore
@@ -35,7 +35,6 @@ from server.schema.responses import InputItem, ResponseBody, ResponsesRequest, R
 
 log = logging.getLogger(__name__)
 
-_TEXT = "\0text\0"  # stands for the text in a sample of an event
 _NUMBER = b"0}\n\n"  # ends a sample: its sequence number
 
 
@@ -128,9 +127,9 @@ class ResponsesRenderer(Renderer):
         if item is None or not is_plain or not item.takes(pieces[0]):
             return super().encode(index, pieces)
         if self._around_text is None:
-            delta = item.delta(_TEXT, [])
+            delta = item.delta(SAMPLE_TEXT, [])
             sample = Event({**delta, "sequence_number": 0}, delta["type"]).encode()
-            self._around_text = sample.removesuffix(_NUMBER).split(orjson.dumps(_TEXT))
+            self._around_text = sample.removesuffix(_NUMBER).split(orjson.dumps(SAMPLE_TEXT))
         text = pieces[0].text
         item.texts.append(text)
         number, self._num_events = self._num_events, self._num_events + 1
