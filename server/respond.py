@@ -22,7 +22,7 @@ from engine.types import EngineInfo, EngineOutput
 from server.answer_watch import AnswerWatch
 from server.asker import asker_of, owner_of
 from server.body import read_body
-from server.connection import EventStream, while_connected
+from server.connection import ChunkWriter, EventStream, while_connected
 from server.context import ServerContext
 from server.deadline import Deadline, timeout_of
 from server.errors import ApiError, EngineFailed, TooManyRequests, Unavailable, internal_error
@@ -147,9 +147,10 @@ async def _stream(answer: _Answer, stream: EventStream) -> None:
             data = b"".join(unsent)
             unsent.clear()
             await stream.write(data)
+        if group.take_now is None and group.num_requests == 1 and stream.chunks is not None:
+            # Several choices would share the write of a step.
+            group.take_now = _Writer(answer, stream.chunks).take
 
-    if group.num_requests == 1:  # several choices share the write of a step
-        group.take_now = _writes_now(answer, stream)
     try:
         await _run(answer, write, keeps_alive=True)
         last = renderer.end()
@@ -163,26 +164,32 @@ async def _stream(answer: _Answer, stream: EventStream) -> None:
     await stream.write(b"".join(unsent))
 
 
-def _writes_now(answer: _Answer, stream: EventStream) -> Callable[[EngineOutput], bool]:
-    """Makes what writes the outputs of the only request that `_run` waits for, while the client reads."""
-    renderer, group, on_output = answer.renderer, answer.group, answer.watch.on_output
-    render, render_text = answer.timed(renderer.stream), answer.timed(renderer.stream_text)
+class _Writer:
+    """Writes the outputs of the only request of a stream, while `_run` waits for them and the client reads."""
 
-    def write_now(output: EngineOutput) -> bool:
-        chunks = stream.chunks
-        if chunks is None or output.finish_reason is not None or not chunks.is_writable:
+    __slots__ = ("_chunks", "_group", "_on_output", "_render", "_renderer", "_take_text")
+
+    def __init__(self, answer: _Answer, chunks: ChunkWriter) -> None:
+        self._chunks = chunks
+        self._group = answer.group
+        self._on_output = answer.watch.on_output
+        self._renderer = answer.renderer
+        self._render = answer.timed(answer.renderer.stream)
+        self._take_text = answer.timed(answer.renderer.text_events[0].take)
+
+    def take(self, output: EngineOutput) -> bool:
+        """Write what an output brings. False, and nothing is done, if the task must do it."""
+        if not self._chunks.is_writable or output.finish_reason is not None:
             return False
-        on_output(0, output)
-        if text := render_text(0, output):
-            chunks.write_chunk_soon(text)
+        self._on_output(0, output)
+        if text := self._take_text(output):
+            self._chunks.write_soon(text)
             return True
-        if data := render(0, output):
-            chunks.write_chunk_soon(data)
-        if renderer.is_finished(0):
-            group.stop(0)
+        if data := self._render(0, output):
+            self._chunks.write_soon(data)
+        if self._renderer.is_finished(0):
+            self._group.stop(0)
         return True
-
-    return write_now
 
 
 def _shown(error: Exception, request_id: str) -> ApiError:

@@ -18,6 +18,7 @@ from server.choice import Choice, Piece
 from server.convert import PreparedRequest
 from server.errors import ApiError, body_of
 from server.parsers import Kind
+from server.renderers.text_events import TextEvents
 from server.schema.common import Timings
 
 SAMPLE_TEXT = "\0text\0"
@@ -70,8 +71,8 @@ class Renderer(ABC):
         self.timings: Callable[[], Timings] | None = None
         """Where the time went so far; set by who measures it."""
         self._taken = [_JoinedPieces() for _ in self.choices]
-        self._texts = prepared.token_texts
-        self._text_events: list[tuple[Choice, Kind, Sequence[bytes]] | None] = [None] * len(self.choices)
+        self.text_events = [TextEvents(prepared.token_texts) for _ in self.choices]
+        """A short cut of `stream` for nearly all outputs of each choice."""
 
     @abstractmethod
     def begin(self) -> Sequence[Event]:
@@ -115,35 +116,21 @@ class Renderer(ABC):
 
     def stream(self, index: int, output: EngineOutput) -> bytes:
         """Take in an output of one request and return the encoded events to send now."""
-        text = self.stream_text(index, output)
-        if text is not None:
-            return text
+        texts = self.text_events[index]
+        if (event := texts.take(output)) is not None:
+            return event
         choice = self.choices[index]
         if choice.finish_reason is not None:
             return b""
         data = self.encode(index, choice.push(output))
         kind = choice.text_kind
         around = None if kind is None else self.around_text(index, kind)
-        self._text_events[index] = None if kind is None or around is None else (choice, kind, around)
+        if kind is None or around is None:
+            texts.close()
+        else:
+            choice.begin_text(kind)
+            texts.open(around, choice.token_ids, choice.num_cached_tokens)
         return data
-
-    def stream_text(self, index: int, output: EngineOutput) -> bytes | None:
-        """`stream` for nearly all outputs, in a tenth of the time: a token that adds text to a part that has begun.
-
-        None if the output may bring anything else; then it has not been taken in.
-        """
-        event, token_ids = self._text_events[index], output.token_ids
-        if event is None or len(token_ids) != 1 or output.finish_reason is not None:
-            return None
-        choice, kind, around = event
-        if output.num_cached_tokens > choice.num_cached_tokens or output.prompt_logprobs is not None:
-            return None
-        token_id = token_ids[0]
-        text = self._texts[token_id]
-        if text is None:
-            return None
-        choice.add_text(kind, token_id)
-        return text.join(around)
 
     def take(self, index: int, output: EngineOutput) -> None:
         """Take in an output of one request for `body`."""

@@ -80,7 +80,8 @@ def test_the_short_cut_takes_tokens_after_a_cached_prompt():
     renderer = completion_renderer(1)
     ids = TOKENIZER.encode("some plain text")
     outputs = [EngineOutput(request_id="r", token_ids=[token_id], num_cached_tokens=48) for token_id in ids]
-    assert renderer.stream_text(0, outputs[0]) is None  # it brings the number of cached tokens
+    [texts] = renderer.text_events
+    assert texts.take(outputs[0]) is None  # it brings the number of cached tokens
     renderer.stream(0, outputs[0])
-    assert None not in [renderer.stream_text(0, output) for output in outputs[1:]]
+    assert None not in [texts.take(output) for output in outputs[1:]]
     assert (renderer.counts.num_completion, renderer.choices[0].num_cached_tokens) == (len(ids), 48)

@@ -41,7 +41,8 @@ def counted_answer_of(parser, ids, cuts, tokenizer=None):
         output = EngineOutput(request_id="r", token_ids=ids[start:end], finish_reason=reason)
         kind = choice.text_kind
         if kind is not None and reason is None and token_texts is not None and (text := token_texts[ids[start]]):
-            choice.add_text(kind, ids[start])
+            choice.begin_text(kind)
+            choice.token_ids.append(ids[start])
             texts[kind] += orjson.loads(b'"%b"' % text)
             continue
         for piece in choice.push(output):
