@@ -34,9 +34,9 @@ class GuardedProtocol(H11Protocol):
         **parts: Any,
     ) -> None:
         super().__init__(**parts)
-        self._chunks = Chunks(self, together)
         self._on_close = on_close
         self.conn = GuardedConnection(h11.SERVER, MAX_HEAD_BYTES)
+        self._chunks = Chunks(self.conn, together)
         self._head_timeout_s = head_timeout_s
         self._deadline: asyncio.TimerHandle | None = None
         self.app_state = {**self.app_state, "chunks": self._chunks}  # becomes the state of every request
@@ -51,7 +51,6 @@ class GuardedProtocol(H11Protocol):
         """Stop waiting: the client is gone."""
         self._clear_deadline()
         self._chunks.is_writable = False
-        self.app_state = {}  # else it and this object keep each other alive
         super().connection_lost(exc)
         if self._on_close is not None:
             self._on_close()
@@ -106,10 +105,10 @@ class GuardedProtocol(H11Protocol):
 class Chunks:
     """Parts of a connection's chunked bodies, written past h11 and uvicorn: a `server.connection.ChunkWriter`."""
 
-    __slots__ = ("_protocol", "_together", "is_writable", "transport")
+    __slots__ = ("_connection", "_together", "is_writable", "transport")
 
-    def __init__(self, protocol: GuardedProtocol, together: "WrittenTogether") -> None:
-        self._protocol = protocol
+    def __init__(self, connection: "GuardedConnection", together: "WrittenTogether") -> None:
+        self._connection = connection
         self._together = together
         self.transport: asyncio.Transport
         self.is_writable = True
@@ -117,7 +116,7 @@ class Chunks:
     @property
     def sends_chunks(self) -> bool:
         """Whether the current response has a chunked body."""
-        return self._protocol.conn.sends_chunks
+        return self._connection.sends_chunks
 
     def write(self, data: bytes) -> None:
         """Write a part at once."""

@@ -97,7 +97,8 @@ class RequestGroup:
         """End all requests."""
         for index in list(self._unfinished):
             self.stop(index)
-        self.take_now = None  # else it and this object keep each other alive
+        self.take_now = None  # else it and this object keep each other alive, and so do the inlets
+        self._inlets = []
 
     @property
     def client(self) -> str:
@@ -124,11 +125,11 @@ class RequestGroup:
             if self._error is not None:
                 raise self._error
             self._waiter = asyncio.get_running_loop().create_future()
-            self._inlets[0].take_now = self.take_now
+            self._let_take(self.take_now)
             try:
                 await self._waiter
             finally:
-                self._inlets[0].take_now = None
+                self._let_take(None)
         news, self._news = self._news, []
         return news
 
@@ -151,8 +152,12 @@ class RequestGroup:
         self._news.append((index, output))
         self._wake()
 
+    def _let_take(self, take_now: Callable[[EngineOutput], bool] | None) -> None:
+        for inlet in self._inlets:
+            inlet.take_now = take_now
+
     def _wake(self) -> None:
-        self._inlets[0].take_now = None
+        self._let_take(None)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 

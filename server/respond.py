@@ -167,12 +167,12 @@ async def _stream(answer: _Answer, stream: EventStream) -> None:
 class _Writer:
     """Writes the outputs of the only request of a stream, while `_run` waits for them and the client reads."""
 
-    __slots__ = ("_chunks", "_group", "_on_output", "_render", "_renderer", "_take_text")
+    __slots__ = ("_chunks", "_group", "_render", "_renderer", "_take_text", "_watch")
 
     def __init__(self, answer: _Answer, chunks: ChunkWriter) -> None:
         self._chunks = chunks
         self._group = answer.group
-        self._on_output = answer.watch.on_output
+        self._watch = answer.watch
         self._renderer = answer.renderer
         self._render = answer.timed(answer.renderer.stream)
         self._take_text = answer.timed(answer.renderer.text_events[0].take)
@@ -181,7 +181,7 @@ class _Writer:
         """Write what an output brings. False, and nothing is done, if the task must do it."""
         if not self._chunks.is_writable or output.finish_reason is not None:
             return False
-        self._on_output(0, output)
+        self._watch.on_output(0, output)
         if text := self._take_text(output):
             self._chunks.write_soon(text)
             return True

@@ -40,7 +40,8 @@ def counted_answer_of(parser, ids, cuts, tokenizer=None):
         reason = "stop" if number == len(edges) - 2 else None
         output = EngineOutput(request_id="r", token_ids=ids[start:end], finish_reason=reason)
         kind = choice.text_kind
-        if kind is not None and reason is None and token_texts is not None and (text := token_texts[ids[start]]):
+        is_one = end - start == 1 and reason is None and token_texts is not None
+        if is_one and kind is not None and (text := token_texts[ids[start]]):
             choice.begin_text(kind)
             choice.token_ids.append(ids[start])
             texts[kind] += orjson.loads(b'"%b"' % text)
