@@ -71,7 +71,7 @@ class Renderer(ABC):
         self.timings: Callable[[], Timings] | None = None
         """Where the time went so far; set by who measures it."""
         self._taken = [_JoinedPieces() for _ in self.choices]
-        self.text_events = [TextEvents(prepared.token_texts) for _ in self.choices]
+        self.text_events: Sequence[TextEvents] = [TextEvents(prepared.token_texts) for _ in self.choices]
         """A short cut of `stream` for nearly all outputs of each choice."""
 
     @abstractmethod
