@@ -25,6 +25,11 @@ class AnswerWatch:
         failure: why it ended without a finish reason, in the words of the request log.
     """
 
+    __slots__ = (
+        "_clock", "_gaps_s", "_keeps_tokens", "_metrics", "_observed_s", "_renderer",
+        "failure", "first_token_s", "last_s", "prefill_s", "queue_s", "start_s", "token_ids",
+    )  # fmt: skip
+
     def __init__(
         self,
         metrics: Metrics,

@@ -57,14 +57,17 @@ class Choice:
         self.keeps_tokens = keeps_tokens
         self._takes_text = not (stops or hides_all or keeps_tokens)
         self._content = TextStream()
-        self._num_shown = 0  # characters of content
+        self._num_shown = 0  # characters of content that was pushed
         self._reasoning = TextStream()
         self._calls: list[TextStream] = []
         self._logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
         self.finish_reason: FinishReason | None = None
         self.token_ids: list[int] = []  # that count
-        self.num_reasoning_tokens = 0
+        self._num_reasoning_tokens = 0  # that were pushed
+        self._num_direct_before = {Kind.CONTENT: 0, Kind.REASONING: 0}
+        self._direct_kind: Kind | None = None
+        self._direct_start = 0
         self.num_cached_tokens = 0
 
     @property
@@ -75,7 +78,12 @@ class Choice:
     @property
     def is_empty(self) -> bool:
         """Tokens were generated, and the client got neither content nor a tool call."""
-        return self.num_tokens > 0 and self._num_shown == 0 and not self._calls
+        return self.num_tokens > 0 and not (self._num_shown or self._calls or self._num_direct(Kind.CONTENT))
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Generated tokens that are reasoning."""
+        return self._num_reasoning_tokens + self._num_direct(Kind.REASONING)
 
     @property
     def matched_stop(self) -> str | None:
@@ -87,27 +95,30 @@ class Choice:
         """Calls to functions that the request did not offer; they are content."""
         return self._parser.num_undeclared_calls
 
-    def take_text(self, output: EngineOutput) -> tuple[Kind, str] | None:
-        """A short cut for nearly all outputs: the characters that a token adds to the content or the reasoning.
+    @property
+    def text_kind(self) -> Kind | None:
+        """The part to which a token of whole characters now adds its text, and does nothing else.
 
-        None if the output may bring anything else; then it has not been taken in, and `push` wants it.
+        None if such a token may do more. Only `push` changes this.
         """
-        token_ids = output.token_ids
-        if not self._takes_text or len(token_ids) != 1 or output.finish_reason or self.finish_reason:
-            return None
-        if output.num_cached_tokens > self.num_cached_tokens or output.prompt_logprobs is not None:
-            return None
-        added = self._parser.continue_text(token_ids[0])
-        if added is None:
-            return None
-        kind, data = added
-        self.token_ids += token_ids
-        if kind is Kind.REASONING:
-            self.num_reasoning_tokens += 1
-            return kind, self._reasoning.feed(data)
-        text = self._content.feed(data)
-        self._num_shown += len(text)
-        return kind, text
+        kind = self._parser.text_kind if self._takes_text and self.finish_reason is None else None
+        stream = self._content if kind is Kind.CONTENT else self._reasoning
+        return kind if stream.is_whole else None
+
+    def begin_text(self, kind: Kind) -> None:
+        """Until the next `push`, the caller shows the texts of such tokens, and adds the tokens to `token_ids`."""
+        self._end_text()
+        self._direct_kind, self._direct_start = kind, len(self.token_ids)
+
+    def _num_direct(self, kind: Kind) -> int:
+        """Tokens of this part that were never pushed."""
+        num_new = len(self.token_ids) - self._direct_start if kind is self._direct_kind else 0
+        return self._num_direct_before[kind] + num_new
+
+    def _end_text(self) -> None:
+        if self._direct_kind is not None:
+            self._num_direct_before[self._direct_kind] = self._num_direct(self._direct_kind)
+            self._direct_kind = None
 
     def push(self, output: EngineOutput) -> list[Piece]:
         """The pieces that became visible; neighbours of the same part are one piece.
@@ -115,6 +126,7 @@ class Choice:
         Raises:
             BadRequest, TooManyRequests, EngineFailed: the engine ended the request without an answer.
         """
+        self._end_text()
         if self.finish_reason is not None:
             return []
         if output.finish_reason in ("error", "abort"):
@@ -150,7 +162,7 @@ class Choice:
                 if not data and position >= 0:  # a token without text: clients that count events see it too
                     _append(pieces, kind, "", keeps_empty=True)
             elif kind is Kind.REASONING:
-                self.num_reasoning_tokens += position >= 0
+                self._num_reasoning_tokens += position >= 0
                 _append(pieces, kind, self._reasoning.feed(data))
             elif name is None:
                 _append(pieces, kind, self._calls[call].feed(data), call=call)

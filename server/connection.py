@@ -38,15 +38,19 @@ async def _client_left(receive: Receive) -> None:
 
 
 class ChunkWriter(Protocol):
-    """The part of `server.protocol.GuardedProtocol` that a stream uses."""
+    """What a stream uses of `server.protocol.Chunks`."""
 
-    def can_write_chunk(self) -> bool:
-        """Whether `write_chunk` may be called: the client reads."""
+    is_writable: bool
+    """Whether parts may be written now: the client is there and reads."""
 
-    def write_chunk(self, data: bytes) -> None:
+    @property
+    def sends_chunks(self) -> bool:
+        """Whether the current response has a chunked body."""
+
+    def write(self, data: bytes) -> None:
         """Send a part of the body at once."""
 
-    def write_chunk_soon(self, data: bytes) -> None:
+    def write_soon(self, data: bytes) -> None:
         """Send a part of the body right after the current callback, together with those of other streams.
 
         Only while the task that writes the stream waits; else its next write may come before this one.
@@ -81,9 +85,10 @@ class EventStream(Response):
             self.has_begun = True
             await self._send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             # Set by `server.protocol`: passing each event through the layers of the app would double what it costs.
-            self.chunks = self._state.get("chunks")
-        elif self.chunks is not None and self.chunks.can_write_chunk():
-            self.chunks.write_chunk(events)
+            chunks: ChunkWriter | None = self._state.get("chunks")
+            self.chunks = chunks if chunks is not None and chunks.sends_chunks else None
+        elif self.chunks is not None and self.chunks.is_writable:
+            self.chunks.write(events)
             return
         await self._send({"type": "http.response.body", "body": events, "more_body": True})
 

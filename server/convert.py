@@ -25,6 +25,7 @@ from server.structured.request import answer_format, call_choice, offered_tools
 from server.structured.rules import turn_rules
 from server.structured.turn import TurnRules
 from server.text_limit import NO_LIMIT, TextLimit
+from server.token_texts import TokenTexts
 
 MAX_CONTEXTS = 4
 """/tokenize and /detokenize accept this many times the model's context."""
@@ -61,6 +62,7 @@ class PreparedRequest:
 
     requests: tuple[EngineRequest, ...]
     make_choice: Callable[[int], Choice]
+    token_texts: TokenTexts
     num_prompt_tokens: int
     num_choices: int
 
@@ -80,6 +82,7 @@ class Converter:
         self._make_parser = choose_parser(tokenizer)
         self._grammar = choose_grammar(tokenizer, tokenizer.chat_template)
         self._end_ids = end_of_turn_ids(tokenizer)
+        self._token_texts = TokenTexts(tokenizer)
         self._control_ids = frozenset(tokenizer.special_tokens.values())
         self._temperature = defaults.temperature if config.default_temperature is None else config.default_temperature
         self._top_p = defaults.top_p if config.default_top_p is None else config.default_top_p
@@ -121,7 +124,11 @@ class Converter:
 
         requests = _bound(_choices(request_id, [prompt_ids], [sampling], wire, info), grammar)
         return PreparedRequest(
-            requests=requests, make_choice=make_choice, num_prompt_tokens=len(prompt_ids), num_choices=wire.n or 1
+            requests=requests,
+            make_choice=make_choice,
+            token_texts=self._token_texts,
+            num_prompt_tokens=len(prompt_ids),
+            num_choices=wire.n or 1,
         )
 
     def completion(self, wire: CompletionRequest, info: EngineInfo, request_id: str) -> PreparedRequest:
@@ -157,9 +164,12 @@ class Converter:
             )
 
         requests = _bound(_choices(request_id, prompts, samplings, wire, info), grammar)
-        num_prompt_tokens = sum(map(len, prompts))
         return PreparedRequest(
-            requests=requests, make_choice=make_choice, num_prompt_tokens=num_prompt_tokens, num_choices=wire.n or 1
+            requests=requests,
+            make_choice=make_choice,
+            token_texts=self._token_texts,
+            num_prompt_tokens=sum(map(len, prompts)),
+            num_choices=wire.n or 1,
         )
 
     def turn_grammar(self, rules: TurnRules, prompt_ids: Sequence[int]) -> GrammarSpec | None:

@@ -35,6 +35,11 @@ class TextStream:
         self._num_chars = 0
         self._waiting: deque[TextToken] = deque()
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the text so far ends with a whole character."""
+        return not self._undecoded
+
     def feed(self, data: bytes, position: int = -1) -> str:
         """Add one token's bytes; a negative position says that they come from no token."""
         if position < 0 and not self._undecoded and data.isascii():  # nearly always

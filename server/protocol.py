@@ -34,37 +34,36 @@ class GuardedProtocol(H11Protocol):
         **parts: Any,
     ) -> None:
         super().__init__(**parts)
-        self._together = together
         self._on_close = on_close
         self.conn = GuardedConnection(h11.SERVER, MAX_HEAD_BYTES)
+        self._chunks = Chunks(self.conn, together)
         self._head_timeout_s = head_timeout_s
         self._deadline: asyncio.TimerHandle | None = None
-        self.app_state = {**self.app_state, "chunks": self}  # becomes the state of every request
+        self.app_state = {**self.app_state, "chunks": self._chunks}  # becomes the state of every request
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to wait for the first head."""
         super().connection_made(transport)
+        self._chunks.transport = transport
         self._watch_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop waiting: the client is gone."""
         self._clear_deadline()
-        self.app_state = {}  # else it and this object keep each other alive
+        self._chunks.is_writable = False
         super().connection_lost(exc)
         if self._on_close is not None:
             self._on_close()
 
-    def can_write_chunk(self) -> bool:
-        """Whether the current response has a chunked body and its client reads it."""
-        return self.conn.sends_chunks and not self.flow.write_paused and not self.cycle.disconnected
+    def pause_writing(self) -> None:
+        """The client reads too slowly."""
+        self._chunks.is_writable = False
+        super().pause_writing()
 
-    def write_chunk(self, data: bytes) -> None:
-        """Send a part of the current response's body at once; only if `can_write_chunk`."""
-        self.transport.write(chunk_of(data))
-
-    def write_chunk_soon(self, data: bytes) -> None:
-        """The same right after the current callback; only while the task that answers waits, see `WrittenTogether`."""
-        self._together.write(self.transport, b"%x\r\n%b\r\n" % (len(data), data))  # as `chunk_of`, once a token
+    def resume_writing(self) -> None:
+        """The client has read enough."""
+        self._chunks.is_writable = True
+        super().resume_writing()
 
     def handle_events(self) -> None:
         """Parse what has arrived. A head, or the rest of a body that was answered already, must arrive in time."""
@@ -101,6 +100,31 @@ class GuardedProtocol(H11Protocol):
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
+
+
+class Chunks:
+    """Parts of a connection's chunked bodies, written past h11 and uvicorn: a `server.connection.ChunkWriter`."""
+
+    __slots__ = ("_connection", "_together", "is_writable", "transport")
+
+    def __init__(self, connection: "GuardedConnection", together: "WrittenTogether") -> None:
+        self._connection = connection
+        self._together = together
+        self.transport: asyncio.Transport
+        self.is_writable = True
+
+    @property
+    def sends_chunks(self) -> bool:
+        """Whether the current response has a chunked body."""
+        return self._connection.sends_chunks
+
+    def write(self, data: bytes) -> None:
+        """Write a part at once."""
+        self.transport.write(chunk_of(data))
+
+    def write_soon(self, data: bytes) -> None:
+        """Write a part right after the current callback; only while the task that answers waits."""
+        self._together.write(self.transport, b"%x\r\n%b\r\n" % (len(data), data))  # as `chunk_of`, once a token
 
 
 class WrittenTogether:

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
 from typing import Protocol
 
 from engine.types import CallOff, EngineInfo, EngineOutput, EngineRequest, EngineStats, ExpertLoad, OrderKind
@@ -81,21 +80,25 @@ class RequestGroup:
         self._news: News = []
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
-        self.take_now: Callable[[int, EngineOutput], bool] | None = None
-        """Tried for an output that `take` waits for. True means that it is dealt with, which saves waking the task."""
+        self._inlets = [_Inlet(self, index) for index in range(len(requests))]
+        self.take_now: Callable[[EngineOutput], bool] | None = None
+        """Tried for an output that `take` waits for, in a group of one request. True means that it is dealt with, which
+        saves waking the task.
+        """
         self._unfinished = set(range(len(requests)))
 
     def __enter__(self) -> "RequestGroup":
         """Start all requests."""
-        for index, request in enumerate(self._requests):
-            self._engine.submit(request, partial(self._deliver, index))
+        for inlet, request in zip(self._inlets, self._requests, strict=True):
+            self._engine.submit(request, inlet.deliver)
         return self
 
     def __exit__(self, *_exc: object) -> None:
         """End all requests."""
         for index in list(self._unfinished):
             self.stop(index)
-        self.take_now = None  # else it and this object keep each other alive
+        self.take_now = None  # else it and this object keep each other alive, and so do the inlets
+        self._inlets = []
 
     @property
     def client(self) -> str:
@@ -122,7 +125,11 @@ class RequestGroup:
             if self._error is not None:
                 raise self._error
             self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
+            self._let_take(self.take_now)
+            try:
+                await self._waiter
+            finally:
+                self._let_take(None)
         news, self._news = self._news, []
         return news
 
@@ -138,19 +145,37 @@ class RequestGroup:
         self._error = error
         self._wake()
 
-    def _deliver(self, index: int, output: EngineOutput) -> None:
+    def add(self, index: int, output: EngineOutput) -> None:
+        """Keep an output for `take`."""
         if output.finish_reason is not None:
             self._unfinished.discard(index)
-        waiter = self._waiter
-        try:
-            if self.take_now and waiter and not waiter.done() and self.take_now(index, output):
-                return
-        except Exception as error:  # handed to the one who waits for the outputs
-            self.fail(error)
-            return
         self._news.append((index, output))
         self._wake()
 
+    def _let_take(self, take_now: Callable[[EngineOutput], bool] | None) -> None:
+        for inlet in self._inlets:
+            inlet.take_now = take_now
+
     def _wake(self) -> None:
+        self._let_take(None)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+
+class _Inlet:
+    """Where the outputs of one request come in. `take_now` is set while the group's reader waits for them."""
+
+    __slots__ = ("_group", "_index", "take_now")
+
+    def __init__(self, group: RequestGroup, index: int) -> None:
+        self._group = group
+        self._index = index
+        self.take_now: Callable[[EngineOutput], bool] | None = None
+
+    def deliver(self, output: EngineOutput) -> None:
+        """Take an output of the engine."""
+        try:
+            if self.take_now is None or not self.take_now(output):
+                self._group.add(self._index, output)
+        except Exception as error:  # handed to the one who waits for the outputs
+            self._group.fail(error)

@@ -22,7 +22,7 @@ from engine.types import EngineInfo, EngineOutput
 from server.answer_watch import AnswerWatch
 from server.asker import asker_of, owner_of
 from server.body import read_body
-from server.connection import EventStream, while_connected
+from server.connection import ChunkWriter, EventStream, while_connected
 from server.context import ServerContext
 from server.deadline import Deadline, timeout_of
 from server.errors import ApiError, EngineFailed, TooManyRequests, Unavailable, internal_error
@@ -147,20 +147,10 @@ async def _stream(answer: _Answer, stream: EventStream) -> None:
             data = b"".join(unsent)
             unsent.clear()
             await stream.write(data)
+        if group.take_now is None and group.num_requests == 1 and stream.chunks is not None:
+            # Several choices would share the write of a step.
+            group.take_now = _Writer(answer, stream.chunks).take
 
-    def write_now(index: int, output: EngineOutput) -> bool:
-        chunks = stream.chunks
-        if chunks is None or output.finish_reason is not None or not chunks.can_write_chunk():
-            return False
-        answer.watch.on_output(index, output)
-        if data := render(index, output):
-            chunks.write_chunk_soon(data)  # `_run` waits, else this function is not called
-        if renderer.is_finished(index):
-            group.stop(index)
-        return True
-
-    if group.num_requests == 1:  # several choices share the write of a step
-        group.take_now = write_now
     try:
         await _run(answer, write, keeps_alive=True)
         last = renderer.end()
@@ -172,6 +162,34 @@ async def _stream(answer: _Answer, stream: EventStream) -> None:
             raise
         unsent += [event.encode() for event in renderer.failure(_shown(error, answer.request_id), answer.request_id)]
     await stream.write(b"".join(unsent))
+
+
+class _Writer:
+    """Writes the outputs of the only request of a stream, while `_run` waits for them and the client reads."""
+
+    __slots__ = ("_chunks", "_group", "_render", "_renderer", "_take_text", "_watch")
+
+    def __init__(self, answer: _Answer, chunks: ChunkWriter) -> None:
+        self._chunks = chunks
+        self._group = answer.group
+        self._watch = answer.watch
+        self._renderer = answer.renderer
+        self._render = answer.timed(answer.renderer.stream)
+        self._take_text = answer.timed(answer.renderer.text_events[0].take)
+
+    def take(self, output: EngineOutput) -> bool:
+        """Write what an output brings. False, and nothing is done, if the task must do it."""
+        if not self._chunks.is_writable or output.finish_reason is not None:
+            return False
+        self._watch.on_output(0, output)
+        if text := self._take_text(output):
+            self._chunks.write_soon(text)
+            return True
+        if data := self._render(0, output):
+            self._chunks.write_soon(data)
+        if self._renderer.is_finished(0):
+            self._group.stop(0)
+        return True
 
 
 def _shown(error: Exception, request_id: str) -> ApiError:

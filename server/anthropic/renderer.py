@@ -23,13 +23,12 @@ from server.choice import Piece
 from server.convert import PreparedRequest
 from server.errors import ApiError
 from server.parsers import Kind
-from server.renderers.base import Event, Renderer
+from server.renderers.base import SAMPLE_TEXT, Event, Renderer
 from server.schema.anthropic import AnswerBlock, AnthropicAnswer, AnthropicUsage, StopReason
 
 SIGNATURE = "unsigned"
 """Clients want one and send it back; this service shows the whole reasoning and has nothing to hide in it."""
 
-_TEXT = "\0text\0"  # stands for the text in a sample of an event
 _DELTAS = {
     "text": ("text_delta", "text"),
     "thinking": ("thinking_delta", "thinking"),
@@ -111,9 +110,11 @@ class AnthropicRenderer(Renderer):
         is_delta = len(pieces) == 1 and bool(pieces[0].text) and not self.is_finished(index)
         if not is_delta or not self._takes(pieces[0]):
             return super().encode(index, pieces)
-        if self._around_text is None:
-            self._around_text = self._delta(_TEXT).encode().split(orjson.dumps(_TEXT))
-        return orjson.dumps(pieces[0].text).join(self._around_text)
+        return orjson.dumps(pieces[0].text)[1:-1].join(self._around_delta())
+
+    @override
+    def around_text(self, index: int, kind: Kind) -> Sequence[bytes] | None:
+        return self._around_delta() if self._open == (kind, -1) else None
 
     def _takes(self, piece: Piece) -> bool:
         """Whether a piece belongs to the open block."""
@@ -134,6 +135,11 @@ class AnthropicRenderer(Renderer):
     def _delta(self, text: str) -> Event:
         kind, field = _DELTAS[self._open_type]
         return _event("content_block_delta", index=self._num_blocks - 1, delta={"type": kind, field: text})
+
+    def _around_delta(self) -> list[bytes]:
+        if self._around_text is None:
+            self._around_text = self._delta(SAMPLE_TEXT).around_sample()
+        return self._around_text
 
     def _close(self) -> list[Event]:
         """Close the open block, if there is one."""

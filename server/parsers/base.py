@@ -45,10 +45,11 @@ class Parser(Protocol):
     def feed(self, token_id: int) -> list[Event]:
         """Events that became certain with this token."""
 
-    def continue_text(self, token_id: int) -> tuple[Kind, bytes] | None:
-        """A short cut for nearly all tokens: the bytes that this one adds to the content or the reasoning.
+    @property
+    def text_kind(self) -> Kind | None:
+        """The part, content or reasoning, to which any token but a control token now adds its bytes and nothing else.
 
-        None if it may do anything else; then it has not been taken in, and `feed` wants it.
+        Such tokens need not be fed, except that `feed` then does not count them in the positions. None if they must be.
         """
 
     def finish(self) -> list[Event]:

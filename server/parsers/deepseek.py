@@ -69,18 +69,14 @@ class DeepSeekParser:
         marker = self._marker.get(token_id)
         return self._on_text(self._token_bytes(token_id)) if marker is None else self._on_marker(marker)
 
-    def continue_text(self, token_id: int) -> tuple[Kind, bytes] | None:
-        """The bytes of a token of the reasoning or the content."""
-        if self._skips_layout or token_id in self._marker:
+    @property
+    def text_kind(self) -> Kind | None:
+        """Reasoning or content, once its first text has come."""
+        if self._skips_layout:
             return None
         if self._at is _At.REASONING:
-            kind = Kind.REASONING
-        elif self._at is _At.CONTENT:
-            kind, self._has_content = Kind.CONTENT, True
-        else:
-            return None
-        self._position += 1
-        return kind, self._token_bytes(token_id)
+            return Kind.REASONING
+        return Kind.CONTENT if self._at is _At.CONTENT and self._has_content else None
 
     def finish(self) -> list[Event]:
         """A call that was cut short is given as far as it goes."""

@@ -66,15 +66,12 @@ class HarmonyParser:
         opened, self._opened = self._opened, []
         return [*opened, *self._advance(token_id)]
 
-    def continue_text(self, token_id: int) -> tuple[Kind, bytes] | None:
-        """The bytes of a token in the middle of a body that is content or reasoning."""
-        kind = self._kind
-        if self._at is not _At.BODY or self._body_is_empty or self._opened or token_id in self._marker:
+    @property
+    def text_kind(self) -> Kind | None:
+        """That of a body of content or reasoning that has begun."""
+        if self._at is not _At.BODY or self._body_is_empty or self._opened or self._is_foreign:
             return None
-        if kind is None or kind is Kind.TOOL_CALL or self._is_foreign:
-            return None
-        self._position += 1
-        return kind, self._token_bytes(token_id)
+        return None if self._kind is Kind.TOOL_CALL else self._kind
 
     def finish(self) -> list[Event]:
         """Release what a header held back, and the loose text."""

@@ -19,12 +19,10 @@ class PlainParser:
         data = b"" if token_id in self._hidden else self._tokenizer.token_bytes(token_id)
         return [Event(Kind.CONTENT, data, self._position)]
 
-    def continue_text(self, token_id: int) -> tuple[Kind, bytes] | None:
-        """The bytes of any shown token."""
-        if token_id in self._hidden:
-            return None
-        self._position += 1
-        return Kind.CONTENT, self._tokenizer.token_bytes(token_id)
+    @property
+    def text_kind(self) -> Kind:
+        """Always content."""
+        return Kind.CONTENT
 
     def finish(self) -> list[Event]:
         """Nothing is ever held back."""

@@ -18,7 +18,11 @@ from server.choice import Choice, Piece
 from server.convert import PreparedRequest
 from server.errors import ApiError, body_of
 from server.parsers import Kind
+from server.renderers.text_events import TextEvents
 from server.schema.common import Timings
+
+SAMPLE_TEXT = "\0text\0"
+_SAMPLE_JSON = orjson.dumps(SAMPLE_TEXT)[1:-1]
 
 
 class Event(NamedTuple):
@@ -31,6 +35,10 @@ class Event(NamedTuple):
         """The bytes of the event."""
         head = b"" if self.name is None else b"event: " + self.name.encode() + b"\n"
         return head + b"data: " + orjson.dumps(self.payload) + b"\n\n"
+
+    def around_sample(self) -> list[bytes]:
+        """What stands around `SAMPLE_TEXT` in the bytes of an event; another JSON text may join the parts."""
+        return self.encode().split(_SAMPLE_JSON)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +71,8 @@ class Renderer(ABC):
         self.timings: Callable[[], Timings] | None = None
         """Where the time went so far; set by who measures it."""
         self._taken = [_JoinedPieces() for _ in self.choices]
+        self.text_events: Sequence[TextEvents] = [TextEvents(prepared.token_texts) for _ in self.choices]
+        """A short cut of `stream` for nearly all outputs of each choice."""
 
     @abstractmethod
     def begin(self) -> Sequence[Event]:
@@ -97,17 +107,30 @@ class Renderer(ABC):
         """`pieces` as bytes. A renderer overrides it where text can be encoded faster."""
         return b"".join([event.encode() for event in self.pieces(index, pieces)])
 
-    def encode_text(self, index: int, kind: Kind, text: str) -> bytes:
-        """The same for one piece of content or reasoning."""
-        return self.encode(index, [Piece(kind, text)] if text else [])
+    def around_text(self, index: int, kind: Kind) -> Sequence[bytes] | None:
+        """What stands around the text in the encoded event of a token that adds to the content or the reasoning.
+
+        None if such events differ in more than their text. Asked after each output that may have changed it.
+        """
+        return None
 
     def stream(self, index: int, output: EngineOutput) -> bytes:
         """Take in an output of one request and return the encoded events to send now."""
+        texts = self.text_events[index]
+        if (event := texts.take(output)) is not None:
+            return event
         choice = self.choices[index]
         if choice.finish_reason is not None:
             return b""
-        added = choice.take_text(output)
-        return self.encode(index, choice.push(output)) if added is None else self.encode_text(index, *added)
+        data = self.encode(index, choice.push(output))
+        kind = choice.text_kind
+        around = None if kind is None else self.around_text(index, kind)
+        if kind is None or around is None:
+            texts.close()
+        else:
+            choice.begin_text(kind)
+            texts.open(around, choice.token_ids, choice.num_cached_tokens)
+        return data
 
     def take(self, index: int, output: EngineOutput) -> None:
         """Take in an output of one request for `body`."""

@@ -5,17 +5,14 @@ from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import orjson
 from typing_extensions import override
 
 from server.choice import Piece
 from server.convert import PreparedRequest
 from server.parsers import Kind
-from server.renderers.base import Event, Renderer, TokenCounts, count_tokens
+from server.renderers.base import SAMPLE_TEXT, Event, Renderer, TokenCounts, count_tokens
 from server.schema.common import GenerationRequest, StreamOptions, Usage
 from server.version import service_version
-
-_TEXT = "\0text\0"  # stands for the text in a sample of an event
 
 
 class ChunkRenderer(Renderer):
@@ -96,15 +93,13 @@ class ChunkRenderer(Renderer):
         return body
 
     @override
-    def encode_text(self, index: int, kind: Kind, text: str) -> bytes:
-        """Events of one kind differ in the text only."""
-        around = self._around_text.get((index, kind))
-        if around is None or not text:
-            if index not in self._begun or self._has_running_usage or self._returns_ids or not text:
-                return super().encode_text(index, kind, text)
-            sample = self._chunk(self.entry(index, Piece(kind, _TEXT)), {}).encode()
-            around = self._around_text[index, kind] = sample.split(orjson.dumps(_TEXT))
-        return orjson.dumps(text).join(around)
+    def around_text(self, index: int, kind: Kind) -> Sequence[bytes] | None:
+        if index not in self._begun or self._has_running_usage or self._returns_ids:
+            return None
+        if (index, kind) not in self._around_text:
+            sample = self._chunk(self.entry(index, Piece(kind, SAMPLE_TEXT)), {})
+            self._around_text[index, kind] = sample.around_sample()
+        return self._around_text[index, kind]
 
     def _chunk(self, entry: dict[str, Any], extra: dict[str, Any]) -> Event:
         return Event({**self._head, "object": self.chunk_object, "choices": [entry], **extra})

@@ -14,7 +14,7 @@ import asyncio
 import logging
 import sqlite3
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,20 +22,21 @@ import orjson
 from pydantic import BaseModel
 from typing_extensions import override
 
-from engine.types import SamplingParams
+from engine.types import EngineOutput, SamplingParams
 from server.choice import Piece
 from server.convert import PreparedRequest
 from server.errors import ApiError
-from server.parsers import TokenBytes
-from server.renderers.base import Event, Renderer
+from server.parsers import Kind, TokenBytes
+from server.renderers.base import SAMPLE_TEXT, Event, Renderer
 from server.renderers.chat import LogprobWriter
+from server.renderers.text_events import TextEvents
 from server.responses.items import OpenItem, Payload, opened_item
 from server.responses.store import ResponseStore
 from server.schema.responses import InputItem, ResponseBody, ResponsesRequest, ResponseUsage
+from server.token_texts import TokenTexts
 
 log = logging.getLogger(__name__)
 
-_TEXT = "\0text\0"  # stands for the text in a sample of an event
 _NUMBER = b"0}\n\n"  # ends a sample: its sequence number
 
 
@@ -46,6 +47,22 @@ class Keeping:
     store: ResponseStore
     owner: str
     history: Sequence[InputItem]
+
+
+class _NumberedTextEvents(TextEvents):
+    """`finish` gets each event without the number that ends it, and its text; it returns the whole event."""
+
+    __slots__ = ("_finish", "_tokenizer")
+
+    def __init__(self, texts: TokenTexts, tokenizer: TokenBytes, finish: Callable[[bytes, str], bytes]) -> None:
+        super().__init__(texts)
+        self._tokenizer = tokenizer
+        self._finish = finish
+
+    @override
+    def take(self, output: EngineOutput) -> bytes | None:
+        event = super().take(output)
+        return event and self._finish(event, self._tokenizer.token_bytes(output.token_ids[0]).decode())
 
 
 class ResponsesRenderer(Renderer):
@@ -69,6 +86,7 @@ class ResponsesRenderer(Renderer):
         self._output: list[Payload] = []
         self._open: OpenItem | None = None
         self._around_text: list[bytes] | None = None  # of a delta of the open item
+        self.text_events = [_NumberedTextEvents(prepared.token_texts, tokenizer, self._numbered)]
         self._response: dict[str, Any] = {
             **_begun(wire, prepared.requests[0].sampling, model, response_id, keeping is not None)
         }
@@ -127,14 +145,27 @@ class ResponsesRenderer(Renderer):
         is_plain = len(pieces) == 1 and not pieces[0].tokens and bool(pieces[0].text) and not self.is_finished(index)
         if item is None or not is_plain or not item.takes(pieces[0]):
             return super().encode(index, pieces)
-        if self._around_text is None:
-            delta = item.delta(_TEXT, [])
-            sample = Event({**delta, "sequence_number": 0}, delta["type"]).encode()
-            self._around_text = sample.removesuffix(_NUMBER).split(orjson.dumps(_TEXT))
         text = pieces[0].text
-        item.texts.append(text)
+        return self._numbered(orjson.dumps(text)[1:-1].join(self._around_delta(item)), text)
+
+    @override
+    def around_text(self, index: int, kind: Kind) -> Sequence[bytes] | None:
+        item = self._open
+        return self._around_delta(item) if item is not None and item.takes(Piece(kind, "")) else None
+
+    def _around_delta(self, item: OpenItem) -> list[bytes]:
+        if self._around_text is None:
+            delta = item.delta(SAMPLE_TEXT, [])
+            *parts, last = Event({**delta, "sequence_number": 0}, delta["type"]).around_sample()
+            self._around_text = [*parts, last.removesuffix(_NUMBER)]
+        return self._around_text
+
+    def _numbered(self, event: bytes, text: str) -> bytes:
+        """The encoded delta of the open item, given all of it but its number, which ends it."""
+        if self._open is not None:
+            self._open.texts.append(text)
         number, self._num_events = self._num_events, self._num_events + 1
-        return b"%b%d}\n\n" % (orjson.dumps(text).join(self._around_text), number)
+        return b"%b%d}\n\n" % (event, number)
 
     def _piece(self, piece: Piece) -> list[Event]:
         if not piece.text and piece.name is None:

@@ -74,3 +74,14 @@ def test_nothing_comes_after_the_end_of_a_choice():
     last = EngineOutput(request_id="r", token_ids=[300], finish_reason="length")
     assert renderer.stream(0, last).count(b"data: ") == 2
     assert renderer.stream(0, last) == b""
+
+
+def test_the_short_cut_takes_tokens_after_a_cached_prompt():
+    renderer = completion_renderer(1)
+    ids = TOKENIZER.encode("some plain text")
+    outputs = [EngineOutput(request_id="r", token_ids=[token_id], num_cached_tokens=48) for token_id in ids]
+    [texts] = renderer.text_events
+    assert texts.take(outputs[0]) is None  # it brings the number of cached tokens
+    renderer.stream(0, outputs[0])
+    assert None not in [texts.take(output) for output in outputs[1:]]
+    assert (renderer.counts.num_completion, renderer.choices[0].num_cached_tokens) == (len(ids), 48)

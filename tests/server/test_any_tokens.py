@@ -35,9 +35,8 @@ def test_any_token_ids_are_read(tmp_path, dialect):
         prompt_ids = tokenizer.encode(prompt)
         whole = counted_answer_of(make_parser(prompt_ids, TOOLS), ids, ())
         for others in (cuts, range(1, len(ids))):
-            for takes_text in (False, True):
-                parser = make_parser(prompt_ids, TOOLS)
-                assert counted_answer_of(parser, ids, others, takes_text=takes_text) == whole
+            for of_texts in (None, tokenizer):
+                assert counted_answer_of(make_parser(prompt_ids, TOOLS), ids, others, of_texts) == whole
         assert not [name for name in names if name in str(whole)]
 
     run()

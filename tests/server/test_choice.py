@@ -161,13 +161,3 @@ def test_a_token_without_text_is_a_piece_of_its_own(keeps_tokens):
     pieces = [piece for _ in range(3) for piece in choice.push(EngineOutput(request_id="r", token_ids=[hidden]))]
     assert [(piece.kind, piece.text) for piece in pieces] == [(Kind.CONTENT, "")] * 3
     assert choice.is_empty
-
-
-def test_the_short_cut_takes_tokens_after_a_cached_prompt():
-    ids = TOKENIZER.encode("some plain text")
-    choice = Choice(PlainParser(TOKENIZER), keeps_tokens=False)
-    outputs = [EngineOutput(request_id="r", token_ids=[token_id], num_cached_tokens=48) for token_id in ids]
-    assert choice.take_text(outputs[0]) is None  # it brings the number of cached tokens
-    choice.push(outputs[0])
-    assert None not in map(choice.take_text, outputs[1:])
-    assert (choice.num_tokens, choice.num_cached_tokens) == (len(ids), 48)

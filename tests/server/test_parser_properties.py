@@ -2,6 +2,7 @@
 
 import itertools
 
+import orjson
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -9,6 +10,7 @@ from engine.types import EngineOutput
 from loaders.tokenizer import load_tokenizer
 from server.choice import Choice
 from server.parsers import DeepSeekParser, HarmonyParser, Kind
+from server.token_texts import TokenTexts
 from tests.server.conftest import ASSETS
 from tests.server.test_deepseek_parser import MARKERS, PieceTokenizer
 from tests.tables import rows
@@ -28,16 +30,21 @@ def answer_of(parser, ids, cuts=()):
     return counted_answer_of(parser, ids, cuts)[:3]
 
 
-def counted_answer_of(parser, ids, cuts, *, takes_text=False):
-    """The same, with the numbers of all tokens and of reasoning tokens; `takes_text` tries the short cut for text."""
-    choice = Choice(parser, keeps_tokens=not takes_text)
+def counted_answer_of(parser, ids, cuts, tokenizer=None):
+    """The same, with the numbers of all tokens and of reasoning tokens; a tokenizer takes the short cut for text."""
+    choice = Choice(parser, keeps_tokens=tokenizer is None)
+    token_texts = None if tokenizer is None else TokenTexts(tokenizer)
     texts, calls = {Kind.REASONING: "", Kind.CONTENT: ""}, []
     edges = [0, *sorted(min(cut, len(ids)) for cut in cuts), len(ids)]
     for number, (start, end) in enumerate(itertools.pairwise(edges)):
         reason = "stop" if number == len(edges) - 2 else None
         output = EngineOutput(request_id="r", token_ids=ids[start:end], finish_reason=reason)
-        if added := choice.take_text(output):
-            texts[added[0]] += added[1]
+        kind = choice.text_kind
+        is_one = end - start == 1 and reason is None and token_texts is not None
+        if is_one and kind is not None and (text := token_texts[ids[start]]):
+            choice.begin_text(kind)
+            choice.token_ids.append(ids[start])
+            texts[kind] += orjson.loads(b'"%b"' % text)
             continue
         for piece in choice.push(output):
             if piece.kind is not Kind.TOOL_CALL:
@@ -49,12 +56,12 @@ def counted_answer_of(parser, ids, cuts, *, takes_text=False):
     return texts[Kind.REASONING], texts[Kind.CONTENT], calls, choice.num_tokens, choice.num_reasoning_tokens
 
 
-def check(make_parser, ids, cuts, texts, markers):
+def check(make_parser, ids, cuts, texts, markers, tokenizer=TOKENIZER):
     """The three properties. Each text is two words, because a single word in a header may be a channel's name."""
     whole = answer_of(make_parser(), ids)
     counted = counted_answer_of(make_parser(), ids, cuts)
     assert counted[:3] == whole
-    assert counted_answer_of(make_parser(), ids, range(1, len(ids)), takes_text=True) == counted
+    assert counted_answer_of(make_parser(), ids, range(1, len(ids)), tokenizer) == counted
     shown = str(whole)
     assert [text for text in texts if text not in shown] == []
     assert [name for name in markers if name in shown] == []
@@ -122,7 +129,7 @@ def test_deepseek_text_is_never_lost_g28(parts, cuts, prompt):
     filled, texts = numbered(parts)
     tokenizer = PieceTokenizer()
     ids, prompt_ids = tokenizer.cut("".join(filled)), tokenizer.cut(prompt)
-    check(lambda: DeepSeekParser(tokenizer, prompt_ids, TOOLS), ids, cuts, texts, MARKERS)
+    check(lambda: DeepSeekParser(tokenizer, prompt_ids, TOOLS), ids, cuts, texts, MARKERS, tokenizer)
 
 
 @rows("made_up", "user", "tool", "system", "developer", "functions.f to=assistant")

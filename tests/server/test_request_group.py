@@ -119,7 +119,7 @@ def test_only_outputs_that_are_waited_for_are_taken_without_waking_the_reader():
     async def use(engine):
         taken = []
         with RequestGroup(engine, [request("a", [1])]) as running:
-            running.take_now = lambda _index, output: output.finish_reason is None and not taken.append(output)
+            running.take_now = lambda output: output.finish_reason is None and not taken.append(output)
             engine.deliver["a"](token_of("a"))
             assert len(await running.take()) == 2
             assert not taken  # the reader had not asked yet
@@ -135,7 +135,7 @@ def test_only_outputs_that_are_waited_for_are_taken_without_waking_the_reader():
 
 
 def test_an_error_while_taking_an_output_reaches_the_reader():
-    def fail(_index, _output):
+    def fail(_output):
         raise ValueError("of the taker")
 
     async def use(engine):
