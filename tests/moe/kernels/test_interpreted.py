@@ -4,7 +4,7 @@ import pytest
 
 from tests.interpreter import PARTS, run_interpreted, waits_for_interpreter
 
-NUM_CASES = {"pick": 28, "rest": 18}
+NUM_CASES = {"pick": 29, "rest": 18}
 
 
 @waits_for_interpreter
