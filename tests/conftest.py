@@ -20,10 +20,10 @@ settings.register_profile("repeatable", derandomize=True, database=None, deadlin
 settings.load_profile("repeatable")
 
 SLOWEST_FIRST = (
-    "test_compile.py", "test_checkpoint_files.py", "test_interpreted.py", "test_bundled.py", "test_contract.py", "test_api_workers.py",
-    "test_sampling_kernels.py", "test_soak.py", "test_life.py", "test_triton_attention.py", "test_end_to_end.py",
-    "test_card_end_to_end.py", "test_start.py", "test_model_source.py", "test_grammar_process.py", "test_deepseek_files.py",
-    "test_support_table.py",
+    "test_compile.py", "test_checkpoint_files.py", "test_api_workers.py", "test_interpreted.py", "test_bundled.py",
+    "test_contract.py", "test_life.py", "test_grammar_process.py", "test_soak.py", "test_start.py",
+    "test_deepseek_files.py", "test_schema.py", "test_card_end_to_end.py", "test_sampling_kernels.py",
+    "test_end_to_end.py", "test_model_source.py", "test_support_table.py", "test_triton_attention.py",
 )  # fmt: skip
 
 gc.disable()

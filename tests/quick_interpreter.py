@@ -1,7 +1,7 @@
-"""Starts a program in Triton's interpreter, which then takes half the time: `python -m tests.quick_interpreter MODULE`.
+"""Starts a program in Triton's interpreter, in half the time: `python -m tests.quick_interpreter MODULE ARGUMENTS`.
 
-The interpreter replaces the functions of `triton.language` anew whenever a kernel calls a function of ours, looks up the
-dtype of every number in a table that it makes anew, and checks for integer overflow in eight operations of its own.
+The interpreter replaces the functions of `triton.language` anew whenever a kernel calls a function of ours, looks up
+the dtype of every number in a table that it makes anew, and checks for integer overflow in eight operations of its own.
 Here a launch replaces them once for each module, dtypes are remembered, NumPy checks the same in one operation, and
 Python collects garbage less often.
 """
