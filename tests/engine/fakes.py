@@ -72,7 +72,7 @@ class FakeModel:
         positions = np.arange(batch.seq_lens[b])
         pages = batch.page_table_BP[b].numpy()[positions // batch.page_size]
         slots = torch.from_numpy(pages.astype(np.int64) * batch.page_size + positions % batch.page_size)
-        tokens, places = kv[-1].keys[slots, 0, 0].numpy(), kv[-1].values[slots, 0, 0].numpy()
+        tokens, places = (part[slots, 0, 0].float().numpy() for part in (kv[-1].keys, kv[-1].values))
         start, end = batch.query_start_B1[b : b + 2].tolist()
         assert end - start == batch.query_lens[b]
         assert batch.seq_lens_B[b] == batch.seq_lens[b]
