@@ -22,7 +22,7 @@ SLOW_PARTS = [pytest.param(part, id=part, marks=pytest.mark.kernels) for part in
 def run_interpreted(module: str, *arguments: str) -> Any:
     """Run `python -m module arguments` with the interpreter and one thread; returns the JSON that it prints."""
     done = subprocess.run(
-        [sys.executable, "-m", module, *arguments],
+        [sys.executable, "-m", "tests.quick_interpreter", module, *arguments],
         cwd=ROOT,
         env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,

@@ -1,6 +1,5 @@
 """Anthropic's Python client against the real service: messages, streams, and a call with its result."""
 
-import anthropic
 import pytest
 
 from tests.clients.conftest import PARIS
@@ -14,6 +13,8 @@ ASK = {"model": MODEL, "max_tokens": 200, "extra_body": {"temperature": 0}}
 
 @pytest.fixture(scope="module")
 def client(url):
+    import anthropic  # takes a second, so only the process that runs this file imports it
+
     with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as client:
         yield client
 
@@ -46,6 +47,8 @@ def test_a_tool_call_and_the_turn_after_it(client):
 
 
 def test_a_mistake_is_told(client):
+    import anthropic
+
     with pytest.raises(anthropic.BadRequestError, match="top_p"):
         client.messages.create(
             model=MODEL, max_tokens=1, messages=[{"role": "user", "content": "Hi"}], extra_body={"top_p": 2}

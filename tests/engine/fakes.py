@@ -1,6 +1,7 @@
 """A model without weights whose logits depend on every key it reads back through the page table, and its engine."""
 
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -71,18 +72,18 @@ class FakeModel:
         positions = np.arange(batch.seq_lens[b])
         pages = batch.page_table_BP[b].numpy()[positions // batch.page_size]
         slots = torch.from_numpy(pages.astype(np.int64) * batch.page_size + positions % batch.page_size)
-        tokens, places = kv[-1].keys[slots, 0, 0].tolist(), kv[-1].values[slots, 0, 0].tolist()
+        tokens, places = (part[slots, 0, 0].float().numpy() for part in (kv[-1].keys, kv[-1].values))
         start, end = batch.query_start_B1[b : b + 2].tolist()
         assert end - start == batch.query_lens[b]
         assert batch.seq_lens_B[b] == batch.seq_lens[b]
-        out, value, in_order = [], 7, True
-        for position, (token, place) in enumerate(zip(tokens, places, strict=True)):
-            value = (value * 31 + int(token) + 1) % _PRIME
-            in_order &= place == position
-            if position >= batch.seq_lens[b] - batch.query_lens[b]:
-                bad = not in_order or (self.nan_after is not None and token == self.nan_after)
-                out.append((value, bad))
-        return np.array(out, dtype=np.int64).reshape(-1, 2)
+        queries = slice(len(positions) - batch.query_lens[b], None)
+        bad = ~np.logical_and.accumulate(places == positions)[queries]
+        if self.nan_after is not None:
+            bad |= tokens[queries] == self.nan_after
+        values = list(
+            accumulate(tokens.tolist(), lambda value, token: (value * 31 + int(token) + 1) % _PRIME, initial=7)
+        )
+        return np.stack((np.array(values[1:][queries], dtype=np.int64), bad), axis=1)
 
     def _logits(self, state):
         value, bad = state

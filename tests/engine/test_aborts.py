@@ -41,11 +41,11 @@ def assert_empty(core):
 
 
 @in_both_orders
-def test_a_thousand_aborts_leave_nothing(make_core):
+def test_hundreds_of_aborts_leave_nothing(make_core):
     rng = random.Random(5)
-    core = make_core(max_queued_requests=2000)
+    core = make_core(max_queued_requests=600)
     finals = {}
-    for index in range(1000):
+    for index in range(300):
         name = f"r{index}"
         core.add(
             request(name, [1 + index % 90] * (1 + index % 30), 50, presence_penalty=1.0, seed=index, temperature=1.0)
@@ -57,11 +57,11 @@ def test_a_thousand_aborts_leave_nothing(make_core):
         victim = f"r{rng.randrange(index + 1)}"
         core.abort(victim)
         core.abort(victim)
-    for index in range(1000):
+    for index in range(300):
         core.abort(f"r{index}")
     for name, outputs in run_all(core).items():
         finals.setdefault(name, []).extend(output.finish_reason for output in outputs)
-    assert len(finals) == 1000
+    assert len(finals) == 300
     assert all(len(reasons) == 1 for reasons in finals.values())
     assert {reasons[0] for reasons in finals.values()} >= {"abort", "stop"}
     assert_empty(core)

@@ -44,6 +44,7 @@ def test_the_bundled_model_agrees_with_itself_and_a_missing_card_is_reported(
     assert "--moe-backend triton cannot run mxfp4 experts on cpu" in triton["error"]
 
 
+@pytest.mark.evals
 def test_a_dummy_model_of_gpt_oss_shape_starts_and_answers(tmp_path: Path) -> None:
     flags = ["--parts", "dummy", "--dummy-backends", "auto", "--dummy-config", json.dumps(SMALL)]
     status, [row] = run(tmp_path, *flags)

@@ -3,7 +3,6 @@
 import json
 from contextlib import contextmanager
 
-import anthropic
 import pytest
 
 from tests.server.conftest import ANSWER, CALL, MAX_MODEL_LEN, MODEL, FakeEngine, serve
@@ -26,6 +25,8 @@ TAIL = "<|start|>assistant"
 
 @contextmanager
 def client_of(service, **options):
+    import anthropic  # takes a second, so only the process that runs this file imports it
+
     with anthropic.Anthropic(base_url=service.url, **{"api_key": "none", "max_retries": 0, **options}) as client:
         yield client
 
@@ -195,6 +196,8 @@ def test_forced_calls_are_bound_by_the_engine(choice, wanted, ask, service):
 
 
 def test_a_schema_binds_the_text(ask, service):
+    import anthropic
+
     schema = {"type": "object", "properties": {"city": {"type": "string"}}}
     ask(output_config={"format": {"type": "json_schema", "schema": schema}})
     assert "city" in service.engine.requests[-1].grammar.format_json
@@ -293,6 +296,8 @@ BAD = {
 
 
 def test_bad_fields_are_named_in_anthropics_error(ask, service, subtests):
+    import anthropic
+
     for field, values in BAD.items():
         for value, named in values:
             with subtests.test(field=field, value=value), pytest.raises(anthropic.BadRequestError) as caught:
@@ -319,6 +324,8 @@ def test_errors_of_every_layer_are_anthropics(path, method, status, kind, tokeni
 
 
 def test_clients_are_told_what_went_wrong(tokenizer):
+    import anthropic
+
     with serve(FakeEngine(), tokenizer, api_key="secret") as service:
         fields = {"model": MODEL, "max_tokens": 5, "messages": USER}
         with client_of(service, api_key="secret") as client:
@@ -347,6 +354,8 @@ def test_clients_are_told_what_went_wrong(tokenizer):
 
 
 def test_the_bundled_model_answers(bundled_url):
+    import anthropic
+
     """The real engine: an answer, and reasoning that ends when its budget is used."""
     with anthropic.Anthropic(base_url=bundled_url, api_key="none") as client:
         fields = {"model": client.models.list().data[0].id, "max_tokens": 80, "messages": USER}

@@ -142,7 +142,7 @@ def test_experts_differ_and_gate_and_up_share_their_scalars(tmp_path):
 @pytest.mark.parametrize("values", [v for v in Values if "SCALE" in v.name and v is not Values.E8M0_SCALE])
 def test_every_scale_is_finite_and_above_zero(values):
     dtype = "F8_E4M3" if values is Values.NVFP4_BLOCK_SCALE else "F32"
-    tensor = Tensor("scales", dtype, (50_000_000,), values)  # more than the pool holds
+    tensor = Tensor("scales", dtype, (17_000_000,), values)  # more than the pool holds
     for _, data in chunks(tensor, 2**27):
         scales = torch.frombuffer(bytearray(data), dtype=torch.float8_e4m3fn if dtype == "F8_E4M3" else torch.float32)
         float_scales(scales.float(), None)

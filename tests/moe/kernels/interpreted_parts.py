@@ -113,6 +113,22 @@ def reads_beyond_the_end_are_seen() -> float:
     return float("inf")
 
 
+@triton.jit
+def double(x_ptr, out_ptr):
+    tl.store(out_ptr, tl.load(x_ptr) * 2)
+
+
+def overflows_are_seen() -> float:
+    """0 if just a product beyond 32 bits ends the case."""
+    x = torch.tensor([2**30 - 1, 2**30], dtype=torch.int32)
+    double[(1,)](x, x[:1])
+    try:
+        double[(1,)](x[1:], x[1:])
+    except InterpreterError as error:
+        return 0.0 if "overflow" in str(error) and x.tolist() == [2**31 - 2, 2**30] else float("inf")
+    return float("inf")
+
+
 def group_in_chunks() -> float:
     """0 if slots that are read in many chunks are sorted and cut into tiles as in one; else infinite."""
     ids = torch.randint(-1, 6, (20, 5), generator=torch.Generator().manual_seed(0)).int()
@@ -135,11 +151,12 @@ def group_in_chunks() -> float:
     return 0.0 if tiles.tolist() == want else float("inf")
 
 
-WATCH = watch(count_slots, far_block, fetch_blocks, read_one_more)
+WATCH = watch(count_slots, far_block, fetch_blocks, read_one_more, double)
 PARTS = {
     "grouping in chunks": group_in_chunks,
     "one candidate speaks for an expert": one_candidate_speaks_for_an_expert,
     "weights beyond 32 bits": weights_beyond_32_bits,
     "first blocks are fetched": first_blocks_are_fetched,
     "reads beyond the end are seen": reads_beyond_the_end_are_seen,
+    "overflows are seen": overflows_are_seen,
 }

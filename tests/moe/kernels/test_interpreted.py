@@ -4,7 +4,7 @@ import pytest
 
 from tests.interpreter import PARTS, run_interpreted, waits_for_interpreter
 
-NUM_CASES = {"pick": 30, "rest": 19}
+NUM_CASES = {"pick": 31, "rest": 19}
 
 
 @waits_for_interpreter
