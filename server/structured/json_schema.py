@@ -185,7 +185,9 @@ class _Rewriter:
                         f"branches {left.place[-1]} and {right.place[-1]} may both hold for a value: use anyOf, or "
                         "give both a required property with different constants",
                     )
-        rest = [Part(each.place, each.done | {keyword}) if each == part else each for each in parts]
+        # What they refer to and their `allOf` are among the parts already.
+        followed = [Part(each.place, each.done | {"$ref", "allOf"}) for each in parts if each != part]
+        rest = [Part(part.place, part.done | {"$ref", "allOf", keyword}), *followed]
         options: list[dict[str, Any]] = []
         reason: Unsatisfiable | None = None
         for branch in branches:

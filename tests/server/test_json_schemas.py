@@ -73,6 +73,13 @@ USUAL_VALUES = [
     ({"type": "object", "propertyNames": {"type": "string"}}, [{"a": 1}], [1]),
     ({"type": "object"}, [{}, {"any": {"thing": []}}], [[], "x"]),
     ({"anyOf": [closed(a={"type": "integer"}), {"type": "null"}]}, [{"a": 1}, None], [{"a": "x"}, 3]),
+    # `anyOf` behind a reference or in `allOf`, with other keywords beside it
+    ({"type": "integer", "allOf": [{"anyOf": [{"minimum": 3}, {"type": "null"}]}]}, [3, 400], [2, None]),
+    (
+        {"$ref": "#/$defs/a", "type": "integer", "$defs": {"a": {"anyOf": [{"minimum": 3}, {"type": "null"}]}}},
+        [3, 400],
+        [2, None],
+    ),
     ({"allOf": [{"minimum": 3}, {"type": "integer"}]}, [3, 400], [2, 3.5]),
     (
         {"anyOf": [object_({"b": {}}, "b")], "properties": {"a": {}}, "unevaluatedProperties": False},
