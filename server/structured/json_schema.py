@@ -11,7 +11,7 @@ import json
 from collections.abc import Collection, Sequence
 from functools import lru_cache
 from itertools import combinations, count
-from typing import Any
+from typing import Any, NamedTuple
 
 from server.structured.containers import array, object_
 from server.structured.disjoint import are_disjoint, canonical, type_of
@@ -52,8 +52,8 @@ def _rewritten(text: str) -> dict[str, Any]:
 
 
 def _rewrite(schema: Any) -> dict[str, Any]:
-    endless: set[frozenset[Part]] = set()
-    while True:  # once, or twice if something is endless
+    endless: set[_Definition] = set()
+    while True:  # once, or again if something is endless
         rewriter = _Rewriter(schema, endless)
         built = rewriter.rewrite()
         if not (found := rewriter.endless()):
@@ -75,18 +75,30 @@ def prepare_arguments(schema: dict[str, Any] | None) -> dict[str, Any]:
     return prepare_schema({**schema, "type": "object"})
 
 
+class _Definition(NamedTuple):
+    """What holds for a value: the parts, `within` definitions begun for the same value."""
+
+    parts: frozenset[Part]
+    within: frozenset[frozenset[Part]] = frozenset()
+
+
 class _Rewriter:
     """Rewrites one schema. What references lead to becomes definitions, so that it may refer to itself.
 
-    `endless`: parts that no value with an end satisfies together, as an earlier rewriting has found.
+    A definition that is met again for the same value adds nothing there, so it is left out. What stands inside it may
+    then allow less than elsewhere, and has a definition of its own.
+
+    `endless`: definitions that no value with an end satisfies, as an earlier rewriting has found.
     """
 
-    def __init__(self, root: Any, endless: Collection[frozenset[Part]] = ()) -> None:
+    def __init__(self, root: Any, endless: Collection["_Definition"] = ()) -> None:
         self._document = Document(root)
         self._endless = endless
-        self._names: dict[frozenset[Part], str] = {}
+        self._names: dict[_Definition, str] = {}
         self._definitions: dict[str, dict[str, Any]] = {}
         self._open: frozenset[frozenset[Part]] = frozenset()  # definitions begun for the value at hand
+        self._left_out: set[frozenset[Part]] = set()  # of them, so far, in the last one
+        self._left_out_of: dict[_Definition, frozenset[frozenset[Part]]] = {}
         self._numbers = count()
         self._num_parts = 0
         self._depth = 0
@@ -95,10 +107,10 @@ class _Rewriter:
         built = self._build([Part(())])
         return {**built, "$defs": self._definitions} if self._definitions else built
 
-    def endless(self) -> set[frozenset[Part]]:
-        """The parts of definitions that no value with an end satisfies."""
+    def endless(self) -> "set[_Definition]":
+        """Definitions that no value with an end satisfies."""
         finite = finite_definitions(self._definitions)
-        return {key for key, name in self._names.items() if name not in finite}
+        return {each for each, name in self._names.items() if name not in finite}
 
     def _build(self, parts: Sequence[Part]) -> dict[str, Any]:
         """The schema for a value for which all the parts hold."""
@@ -127,21 +139,41 @@ class _Rewriter:
         """A reference to the definition of what holds for a value at the `place`, where a reference stands."""
         key = frozenset(parts)
         if key in self._open:
+            self._left_out.add(key)
             raise Unsatisfiable("a schema that refers to itself for the same value adds none")
-        if key in self._endless:
-            raise Unsatisfiable(f"at {place or 'the root'}, each value needs another like it inside, without an end")
-        if key not in self._names:
-            name = self._names[key] = f"part{next(self._numbers)}"
-            outer, self._open = self._open, self._open | {key}
-            try:
-                self._definitions[name] = self._merged(parts)
-            except Unsatisfiable:
-                while (last := self._names.popitem())[0] != key:  # begun inside, and may refer to this one
-                    self._definitions.pop(last[1], None)
-                raise
-            finally:
-                self._open = outer
-        return {"$ref": f"{DEFINITIONS}{self._names[key]}"}
+        known_as = _Definition(key), _Definition(key, self._open)
+        for each in known_as:
+            if each in self._endless:
+                self._left_out |= each.within
+                place = place or "the root"
+                raise Unsatisfiable(f"at {place}, each value needs another like it inside, without an end")
+            if each in self._names:
+                self._left_out |= self._open & self._left_out_of[each]
+                return {"$ref": f"{DEFINITIONS}{self._names[each]}"}
+        return {"$ref": f"{DEFINITIONS}{self._define(known_as[1], parts)}"}
+
+    def _define(self, definition: "_Definition", parts: Sequence[Part]) -> str:
+        """The name of a new definition. One that leaves out nothing of those it stands in serves elsewhere too."""
+        name = self._names[definition] = f"part{next(self._numbers)}"
+        self._left_out_of[definition] = frozenset()
+        outer, self._left_out = self._left_out, set()
+        self._open = definition.within | {definition.parts}
+        try:
+            self._definitions[name] = self._merged(parts)
+        except Unsatisfiable:
+            while (last := self._names.popitem())[0] != definition:  # begun inside, and may refer to this one
+                self._definitions.pop(last[1], None)
+            raise
+        finally:
+            self._open = definition.within
+            self._left_out.discard(definition.parts)
+            left_out = frozenset(self._left_out)
+            self._left_out |= outer
+        self._left_out_of[definition] = left_out
+        if not left_out:
+            self._names[_Definition(definition.parts)] = name
+            self._left_out_of[_Definition(definition.parts)] = left_out
+        return name
 
     def _merged(self, parts: Sequence[Part]) -> dict[str, Any]:
         for part in parts:

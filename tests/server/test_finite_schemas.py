@@ -12,6 +12,7 @@ from tests.tables import rows
 
 A, B, ROOT = {"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}, {"$ref": "#"}
 NODE = object_({"next": A}, "next")
+UNION = {"anyOf": [A, object_({"next": B}, "next")]}
 
 ENDLESS = [
     (object_({"next": ROOT}, "next"), "properties.next"),
@@ -59,6 +60,12 @@ WITH_AN_END = [
         ),
         [{}, {"b": {}}, {"b": {"c": 1}}],
         [{"a": {}}, {"b": {"a": {}}}],
+    ),
+    # a union inside another one that it names allows less there than elsewhere, and nothing with an end
+    (
+        object_({"a": A, "b": B}, "a", "b", **{"$defs": {"a": {"anyOf": [B, {"type": "null"}]}, "b": UNION}}),
+        [{"a": None, "b": None}, {"a": {"next": None}, "b": {"next": {"next": None}}}],
+        [{"a": None, "b": {}}],
     ),
 ]
 
