@@ -231,6 +231,7 @@ async def _next_news(answer: _Answer, use: Callable[[News], Awaitable[None]]) ->
             async with asyncio.timeout(KEEP_ALIVE_S):
                 return await answer.group.take()
         except TimeoutError:  # tokens that `take_now` has dealt with wake nobody
+            await asyncio.sleep(0)  # what it took after the time was up is written before what comes next
             if answer.watch.silence_s >= KEEP_ALIVE_S:
                 await use([])
 

@@ -1,10 +1,13 @@
 """Requests of one group end together: a failed or finished one leaves no sibling decoding (section G)."""
 
 import asyncio
+import time
+from types import SimpleNamespace
 
 import pytest
 
 from engine.types import EngineOutput
+from server import respond
 from server.request_group import RequestGroup
 from tests.engine.requests import request
 from tests.tables import rows
@@ -132,6 +135,39 @@ def test_only_outputs_that_are_waited_for_are_taken_without_waking_the_reader():
             assert [output.finish_reason for _, output in await waiting] == ["stop"]
 
     assert run(use) == []
+
+
+def test_an_output_taken_as_the_wait_times_out_is_written_before_the_next_one(monkeypatch):
+    """The loop is late, so that the time is up and both outputs come in one turn of it."""
+    monkeypatch.setattr(respond, "KEEP_ALIVE_S", 0.01)
+    order = []
+
+    async def use(engine):
+        loop = asyncio.get_running_loop()
+
+        def write_soon(output):  # as `server.protocol.WrittenTogether` does
+            if output.finish_reason is None:
+                loop.call_soon(order.append, "token")
+            return output.finish_reason is None
+
+        def deliver():
+            engine.deliver["a"](token_of("a"))
+            engine.deliver["a"](token_of("a", "stop"))
+
+        async def read(answer):
+            order.extend(output.finish_reason for _, output in await respond._next_news(answer, None))
+
+        with RequestGroup(engine, [request("a", [1])]) as running:
+            await running.take()
+            running.take_now = write_soon
+            reading = asyncio.create_task(read(SimpleNamespace(group=running, watch=SimpleNamespace(silence_s=0))))
+            await asyncio.sleep(0)
+            loop.call_later(0.02, deliver)
+            time.sleep(0.05)
+            await reading
+
+    run(use)
+    assert order == ["token", "stop"]
 
 
 def test_an_error_while_taking_an_output_reaches_the_reader():
