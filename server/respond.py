@@ -147,8 +147,8 @@ async def _stream(answer: _Answer, stream: EventStream) -> None:
             data = b"".join(unsent)
             unsent.clear()
             await stream.write(data)
-        if group.take_now is None and group.num_requests == 1 and stream.chunks is not None:
-            # Several choices would share the write of a step.
+        if news and group.take_now is None and group.num_requests == 1 and stream.chunks is not None:
+            # Several choices would share the write of a step. The first output, which `on_news` times, comes by here.
             group.take_now = _Writer(answer, stream.chunks).take
 
     try:

@@ -70,6 +70,15 @@ def test_an_error_after_a_silence_is_an_event(service):
     assert "too hot" in json.loads(lines[-1].removeprefix("data: "))["error"]["message"]
 
 
+def test_the_first_token_after_a_silence_is_timed_as_the_first(service):
+    service.engine.script = lambda _request: [5] * 3
+    lines = lines_of(service, "completions", {"prompt": "Hi", "max_tokens": 3, "return_timings": True}, 0.2)
+    assert lines[0] == COMMENT
+    timings = payloads(lines)[-1]["timings"]
+    assert timings["first_token_ms"] > 100  # the first token comes after 200 ms, the last one 400 ms later
+    assert timings["decode_ms"] > 200
+
+
 def test_tokens_keep_a_stream_alive_by_themselves(service, monkeypatch):
     monkeypatch.setattr(respond, "KEEP_ALIVE_S", 0.4)
     service.engine.script = lambda _request: [5] * 50
