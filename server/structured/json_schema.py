@@ -53,12 +53,21 @@ def _rewritten(text: str) -> dict[str, Any]:
 
 def _rewrite(schema: Any) -> dict[str, Any]:
     endless: set[_Definition] = set()
-    while True:  # once, or again if something is endless
-        rewriter = _Rewriter(schema, endless)
-        built = rewriter.rewrite()
-        if not (found := rewriter.endless()):
+    bound: set[frozenset[Part]] = set()
+    while True:  # once, or again if something is endless or bound to where it stands
+        rewriter = _Rewriter(schema, endless, bound)
+        try:
+            built = rewriter.rewrite()
+        except Unsatisfiable:
+            if rewriter.found_bound <= bound:
+                raise
+            built = {}
+        if not rewriter.found_bound <= bound:
+            bound |= rewriter.found_bound
+        elif found := rewriter.endless():
+            endless |= found
+        else:
             return built
-        endless |= found
 
 
 def prepare_arguments(schema: dict[str, Any] | None) -> dict[str, Any]:
@@ -89,11 +98,16 @@ class _Rewriter:
     then allow less than elsewhere, and has a definition of its own.
 
     `endless`: definitions that no value with an end satisfies, as an earlier rewriting has found.
+    `bound`: parts of definitions that allow less inside another one, found likewise; `found_bound` has those found now.
     """
 
-    def __init__(self, root: Any, endless: Collection["_Definition"] = ()) -> None:
+    def __init__(
+        self, root: Any, endless: Collection["_Definition"] = (), bound: Collection[frozenset[Part]] = ()
+    ) -> None:
         self._document = Document(root)
         self._endless = endless
+        self._bound = bound
+        self.found_bound: set[frozenset[Part]] = set()
         self._names: dict[_Definition, str] = {}
         self._definitions: dict[str, dict[str, Any]] = {}
         self._open: frozenset[frozenset[Part]] = frozenset()  # definitions begun for the value at hand
@@ -141,7 +155,7 @@ class _Rewriter:
         if key in self._open:
             self._left_out.add(key)
             raise Unsatisfiable("a schema that refers to itself for the same value adds none")
-        known_as = _Definition(key), _Definition(key, self._open)
+        known_as = _Definition(key), _Definition(key, self._open if key in self._bound else frozenset())
         for each in known_as:
             if each in self._endless:
                 self._left_out |= each.within
@@ -157,7 +171,7 @@ class _Rewriter:
         name = self._names[definition] = f"part{next(self._numbers)}"
         self._left_out_of[definition] = frozenset()
         outer, self._left_out = self._left_out, set()
-        self._open = definition.within | {definition.parts}
+        outer_open, self._open = self._open, self._open | {definition.parts}
         try:
             self._definitions[name] = self._merged(parts)
         except Unsatisfiable:
@@ -165,12 +179,14 @@ class _Rewriter:
                 self._definitions.pop(last[1], None)
             raise
         finally:
-            self._open = definition.within
+            self._open = outer_open
             self._left_out.discard(definition.parts)
             left_out = frozenset(self._left_out)
             self._left_out |= outer
         self._left_out_of[definition] = left_out
-        if not left_out:
+        if left_out:
+            self.found_bound.add(definition.parts)
+        else:
             self._names[_Definition(definition.parts)] = name
             self._left_out_of[_Definition(definition.parts)] = left_out
         return name
