@@ -144,7 +144,7 @@ def test_twenty_steps_from_the_command_line(config: Path, tmp_path: Path, capsys
     shown = capsys.readouterr().out.splitlines()
     losses = [float(line.split(" loss ")[1].split()[0]) for line in shown if " step " in line]
     last = json.loads(shown[-1])
-    assert losses[-1] < 7.15  # a fresh model's is ln(1536) = 7.3 and more
+    assert losses[-1] < 7.0  # a fresh model's is ln(1536) = 7.3 and more
     assert (last["steps"], last["tokens"], last["is_done"]) == (20, 20 * 2 * 256, False)
     assert main([*flags, "--stage", "2", "--resume"]) == 1
     assert "goes on with stage 1" in capsys.readouterr().err

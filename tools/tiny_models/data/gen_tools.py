@@ -303,8 +303,8 @@ def calling(rng: random.Random) -> Example:
         return as_example(call, tools, [], low)
     output, reply = result_of(rng)
     result = {"role": "tool", "tool_call_id": "call_1", "content": output}
-    # Most clients send a call back without the reasoning that led to it.
-    done = [user(call.request), call_message(call, not low and rng.random() < 0.5), result]
+    has_reasoning = not low and (roll < 0.79 or roll >= 0.95)  # most clients send a call back without its reasoning
+    done = [user(call.request), call_message(call, has_reasoning), result]
     if roll < 0.9:
         last = answer(reply, "" if low else "I have the result.")
         effort = "low" if low else "medium"
