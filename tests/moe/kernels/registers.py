@@ -23,7 +23,8 @@ def overwritten_operands(sass: str) -> tuple[int, list[str]]:
     The code is followed from its first line to its last, each loop with products a few times.
     """
     code, places = _parse(sass)
-    num_products, found = 0, []
+    products: set[int] = set()
+    found = []
     unfinished: list[set[int]] = []
     group: set[int] = set()
     rounds: dict[int, int] = {}
@@ -39,7 +40,7 @@ def overwritten_operands(sass: str) -> tuple[int, list[str]]:
         elif name == "HGMMA":
             left = re.match(r"R\d+, R(\d+),", operands)
             if left:
-                num_products += not rounds
+                products.add(place)
                 group = group | _registers(int(left[1]), _REGISTERS_OF_OPERAND)
             if "gsb0" in operands:
                 unfinished.append(group)
@@ -50,7 +51,7 @@ def overwritten_operands(sass: str) -> tuple[int, list[str]]:
         elif _result(name, operands, line) & group.union(*unfinished):
             found.append(line)
         place += 1
-    return num_products, found
+    return len(products), found
 
 
 def _parse(sass: str) -> tuple[list[tuple[str, str, str]], dict[str, int]]:
