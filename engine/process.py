@@ -13,9 +13,8 @@ import sys
 from collections.abc import Sequence
 
 _BOOT = "import runpy, sys; sys.path[:] = sys.argv[2:]; runpy.run_module(sys.argv[1], run_name='__main__')"
-# Huge pages for large tensors: filling fresh memory with weights takes half the time (one page fault for 512). And for
-# what malloc gives out: packed weights are too small to count as large tensors, and where together they exceed the
-# cache, a CPU reads them up to twice as fast.
+# Huge pages for large tensors: filling fresh memory with weights takes half the time (one page fault for 512).
+# Huge pages for smaller allocations, which come from malloc: a CPU reads packed weights that exceed its cache faster.
 # Symmetric memory without multicast, which nothing here uses and many virtual machines lack.
 _ENVIRONMENT = {
     "THP_MEM_ALLOC_ENABLE": "1",

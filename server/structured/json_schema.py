@@ -102,7 +102,7 @@ class _Rewriter:
     """
 
     def __init__(
-        self, root: Any, endless: Collection["_Definition"] = (), bound: Collection[frozenset[Part]] = ()
+        self, root: Any, endless: Collection[_Definition] = (), bound: Collection[frozenset[Part]] = ()
     ) -> None:
         self._document = Document(root)
         self._endless = endless
@@ -121,7 +121,7 @@ class _Rewriter:
         built = self._build([Part(())])
         return {**built, "$defs": self._definitions} if self._definitions else built
 
-    def endless(self) -> "set[_Definition]":
+    def endless(self) -> set[_Definition]:
         """Definitions that no value with an end satisfies."""
         finite = finite_definitions(self._definitions)
         return {each for each, name in self._names.items() if name not in finite}
@@ -166,7 +166,7 @@ class _Rewriter:
                 return {"$ref": f"{DEFINITIONS}{self._names[each]}"}
         return {"$ref": f"{DEFINITIONS}{self._define(known_as[1], parts)}"}
 
-    def _define(self, definition: "_Definition", parts: Sequence[Part]) -> str:
+    def _define(self, definition: _Definition, parts: Sequence[Part]) -> str:
         """The name of a new definition. One that leaves out nothing of those it stands in serves elsewhere too."""
         name = self._names[definition] = f"part{next(self._numbers)}"
         self._left_out_of[definition] = frozenset()
