@@ -45,7 +45,9 @@ class WorkerProcess:
         )  # fmt: skip
         if process.stdin is None:
             raise RuntimeError(f"the process of {module} has no standard input")
-        process.stdin.write(pickle.dumps(setup))
+        order = pickle.dumps(setup)
+        with contextlib.suppress(RuntimeError, ConnectionError):  # it has ended already, and `wait` says how
+            process.stdin.write(order)
         return cls(process)
 
     @property
