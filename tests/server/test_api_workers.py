@@ -123,7 +123,7 @@ def service(tmp_path_factory):
 
 def num_at_engine(http):
     stats = http.get("/health").json()["stats"]
-    return stats["num_running"] + stats["num_waiting"]
+    return stats and stats["num_running"] + stats["num_waiting"]  # None if this process was not told yet
 
 
 def wait_until_idle(service):
