@@ -55,7 +55,7 @@ class ServiceProcess:
 
     @property
     def engine_pid(self) -> int:
-        return next(pid for pid in self.children if _runs(pid, "engine.worker", "fake_worker"))
+        return next(pid for pid in self.children if _runs(pid, "engine.worker", "fake_worker", "faulty_worker"))
 
     @property
     def api_pids(self) -> list[int]:
