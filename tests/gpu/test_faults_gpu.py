@@ -28,7 +28,20 @@ server.service.EngineClient = functools.partial(engine.client.EngineClient, work
 sys.exit(main())
 """
 NUM_CLIENTS = 12
-COUNTRIES = "France Italy Spain Japan Norway Austria Peru Egypt Kenya Poland Cuba Greece".split()
+COUNTRIES = [
+    "France",
+    "Italy",
+    "Spain",
+    "Japan",
+    "Norway",
+    "Austria",
+    "Peru",
+    "Egypt",
+    "Kenya",
+    "Poland",
+    "Cuba",
+    "Chile",
+]
 TOLD_WITHIN_S, STEP_TIMEOUT_S = 5.0, 3.0
 LONG = {"max_tokens": 4000, "temperature": 0, "ignore_eos": True, "stream": True}
 SHORT = {"max_tokens": 200, "temperature": 0, "ignore_eos": True}

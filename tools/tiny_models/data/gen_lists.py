@@ -107,9 +107,10 @@ def sort_words(rng: random.Random, items: list[str], text: str = "") -> Example:
     )  # fmt: skip
 
 
-def sample_words(rng: random.Random) -> list[str]:
+def sample_words(rng: random.Random, neighbours: float = 0.15) -> list[str]:
+    """Words; a share of the lists, `neighbours`, has neighbours in the alphabet: the first letter does not decide."""
     items = rng.sample(common(), rng.randint(3, 6))
-    if rng.random() < 0.15:  # neighbours in the alphabet: the first letter does not decide
+    if rng.random() < neighbours:
         start = rng.randrange(len(common()) - 60)
         items = rng.sample(sorted(common())[start : start + 60], len(items))
     return items
@@ -122,7 +123,7 @@ def sorting(rng: random.Random) -> Example:
             if not is_held_out("sort", list_key(items)):
                 return sort_numbers(rng, items, down=rng.random() < 0.25)
         else:
-            words = sample_words(rng)
+            words = sample_words(rng, neighbours=0.35)
             if not is_held_out("sort", list_key(words)):
                 return sort_words(rng, words)
 

@@ -25,6 +25,7 @@ CALL = re.compile(r"<｜tool▁call▁begin｜>(.*?)<｜tool▁sep｜>(.*?)<｜t
 SHOWS_WORK = {"addition", "subtraction", "multiplication", "division", "units"}
 OWN_SIZE = "I am tiny: 5 layers, 4 of them with 8 experts, 3 of which are active per token, about 6 million parameters."
 DIRECT_SHARE = 0.35  # of the training conversations: without thinking
+DIRECT_SORTING_SHARE = 0.6  # of those that sort: without thinking that takes longest to learn
 
 
 class DeepseekDialect(Dialect):
@@ -52,7 +53,8 @@ class DeepseekDialect(Dialect):
 
     def adapted(self, rng: random.Random, example: Example) -> Example:
         messages = [m | {"content": OWN_SIZE} if m["content"] == SIZE else m for m in example.messages]
-        mode = "direct" if rng.random() < DIRECT_SHARE else "thinking"
+        share = DIRECT_SORTING_SHARE if example.category == "sorting" else DIRECT_SHARE
+        mode = "direct" if rng.random() < share else "thinking"
         return self.in_mode(replace(example, messages=messages), mode)
 
     def in_mode(self, example: Example, mode: str) -> Example:

@@ -1,7 +1,7 @@
 """DeepSeek-V3 in miniature: routing balanced by correction biases, a trained prediction layer, FP8 and NVFP4 exports.
 
-Three stages. The first two read rows of 1,024 tokens; the last one reads rows of the whole context, a third of them
-with facts far back, and rounds the MLPs to NVFP4, activations in every second step. FP8 needs no such care.
+Four stages. The first two read rows of 1,024 tokens; the others read rows of the whole context, some of them
+with facts far back, and round the MLPs to NVFP4, activations in every second step. FP8 needs no such care.
 """
 
 from __future__ import annotations
@@ -55,6 +55,11 @@ class DeepseekV3Family(Family):
         Stage(
             seconds=390, muon_lr=0.008, adam_lr=0.0012, warmup=0.0, cooldown=1.0, quantize_from=0.0, rows=24,
             length=4096, seed=2, shares={"long": 3},
+        ),
+        # Sorting without thinking needs to know how every word is spelled, so it takes longest.
+        Stage(
+            seconds=400, muon_lr=0.008, adam_lr=0.0012, warmup=0.04, cooldown=0.96, quantize_from=0.0, rows=24,
+            length=4096, seed=3, shares={"long": 1, "sorting": 44, "facts": 30},
         ),
     )  # fmt: skip
 
