@@ -1,8 +1,8 @@
 """`WordLink`: how the ranks that schedule tell each other what `Agreement` compares, over TCP. No torch.
 
-Every two of these ranks have a connection of their own, so a word takes one hop and no thread but those that wait for
-it. A word is three numbers, far less than a connection holds, so nobody waits to send; and since no rank begins a turn
-before it has heard all words of the last one, words of different turns cannot be mixed up.
+Every two of these ranks have a connection of their own, and no thread passes the words on, as gloo's do. Sending never
+blocks: a word is three numbers, and a connection holds at most two of them, since no rank says its next word before it
+has heard all of this turn. For the same reason the next one that a connection brings is always of this turn.
 """
 
 import socket
