@@ -1,18 +1,23 @@
 """What more ranks add to a step apart from the model's collectives: sending the step, agreeing on it, following it.
 
-    python -m benchmarks.bench_ranks [--ranks 2,4] [--sequences 64] [--tokens 400] [--rounds 3] [--seconds 20]
+    python -m benchmarks.bench_ranks [--ranks 2,4] [--sequences 64,8] [--tokens 400] [--rounds 3] [--seconds 20]
                                    [--out FOLDER]
+
+`--sequences` is how many decode at once, in total: a data-parallel rank has its share of them, so `dp` is compared with
+`one rank, a share`. In `dp, all on each` every rank has that many, and the HTTP process, which needs a core too, takes
+the tokens of as many more; that row is compared with `one rank`.
 
 The model computes nothing, but its ranks meet in two collectives a step. `period_us` is the time between steps of
 rank 0, `meeting_us` that of a collective to which all come at once, both medians. What more ranks add is their period
 less that of one rank and two collectives. `cpu_us` is the CPU time of rank 0's thread a step, which other work on the
-machine changes less; `added_cpu_us` is what it has more of than one rank. Each number is the median of the rounds, in
-which the layouts take turns; a run that has not come to its tokens after `--seconds` is cut. The last line is JSON.
+machine changes less; `added_cpu_us` is what it has more of than one rank, its part of the collectives included.
+`agreement_us` is an agreement to which all come at once, and is part of what is added. `client_us` is the CPU time a
+step of the process that takes the tokens, without HTTP. Each number is the median of the rounds, in which the layouts
+take turns; a run that has not come to its tokens after `--seconds` is cut. The last line is JSON.
 """
 
 import argparse
 import asyncio
-import contextlib
 import itertools
 import json
 import statistics
@@ -33,7 +38,7 @@ VOCAB_SIZE = 1000
 
 
 async def run(tp, dp, num_sequences, num_tokens, most_seconds):
-    """The notes of rank 0 in a run in which every scheduler decodes `num_sequences` at once."""
+    """What is measured while every scheduler decodes `num_sequences` at once."""
     with tempfile.TemporaryDirectory() as folder:
         config = EngineConfig(
             model=Path(folder), device="cpu", tensor_parallel_size=tp, data_parallel_size=dp,
@@ -51,17 +56,20 @@ async def run(tp, dp, num_sequences, num_tokens, most_seconds):
             await asyncio.sleep(0.02)
         sampling = SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True)
 
-        async def ask(index):
+        loop, cpu_s = asyncio.get_running_loop(), time.process_time()
+        ends = [loop.create_future() for _ in range(num_sequences * dp)]
+        for index, end in enumerate(ends):
             request = EngineRequest(request_id=str(index), prompt_ids=[index % VOCAB_SIZE] * 4, sampling=sampling)
-            async for _ in client.generate(request):
-                pass
-
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(most_seconds):
-                await asyncio.gather(*(ask(index) for index in range(num_sequences * dp)))
+            client.submit(request, lambda output, end=end: output.finish_reason and end.set_result(None))
+        await asyncio.wait(ends, timeout=most_seconds)
+        cpu_s = time.process_time() - cpu_s
         await asyncio.sleep(1.0)
         await client.close()
-        return json.loads((Path(folder) / "0.json").read_text())
+        notes = json.loads((Path(folder) / "0.json").read_text())
+        return summarize(notes["steps"]) | {
+            "agreement_us": notes["agreement_us"],
+            "client_us": round(cpu_s / len(notes["steps"]) * 1e6, 1),
+        }
 
 
 def median_us(numbers):
@@ -94,16 +102,24 @@ def time_packing(num_sequences=256, repeats=300):
 
 def measure(ranks, sequences, tokens, rounds, seconds):
     """The result of all rounds."""
-    layouts = {"one rank": (1, 1), "tp": (ranks, 1), "dp": (1, ranks)}
+    share = sequences // ranks
+    layouts = {  # ranks of a group, groups, sequences of a group, and what it is compared with
+        "one rank": (1, 1, sequences, None),
+        "one rank, a share": (1, 1, share, None),
+        "tp": (ranks, 1, sequences, "one rank"),
+        "dp": (1, ranks, share, "one rank, a share"),
+        "dp, all on each": (1, ranks, sequences, "one rank"),
+    }
     found = {name: [] for name in layouts}
     for _ in range(rounds):
-        for name, (tp, dp) in layouts.items():
-            found[name].append(summarize(asyncio.run(run(tp, dp, sequences, tokens, seconds))))
-            print(name, found[name][-1], flush=True)
-        for name in ("tp", "dp"):
-            own, one = found[name][-1], found["one rank"][-1]
-            own["added_us"] = own["period_us"] - 2 * own["meeting_us"] - one["period_us"]
-            own["added_cpu_us"] = own["cpu_us"] - one["cpu_us"]
+        for name, (tp, dp, each, base) in layouts.items():
+            row = asyncio.run(run(tp, dp, each, tokens, seconds))
+            if base is not None:
+                one = found[base][-1]
+                row["added_us"] = row["period_us"] - 2 * row["meeting_us"] - one["period_us"]
+                row["added_cpu_us"] = row["cpu_us"] - one["cpu_us"]
+            found[name].append(row)
+            print(name, row, flush=True)
     medians = {
         name: {key: round(statistics.median(each[key] for each in rows), 1) for key in rows[0]}
         for name, rows in found.items()
@@ -111,16 +127,24 @@ def measure(ranks, sequences, tokens, rounds, seconds):
     return {"ranks": ranks, "sequences": sequences, "rounds": rounds, "pack_256_us": time_packing()} | medians
 
 
+def integers(text):
+    """Those of `2,4`."""
+    return [int(each) for each in text.split(",")]
+
+
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=lambda text: [int(each) for each in text.split(",")], default=[2])
-    parser.add_argument("--sequences", type=int, default=64)
+    parser.add_argument("--ranks", type=integers, default=[2])
+    parser.add_argument("--sequences", type=integers, default=[64])
     parser.add_argument("--tokens", type=int, default=400)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=20.0, help="most of one run, its start apart")
     parser.add_argument("--out", type=Path, help="folder for ranks_cpu.json")
     args = parser.parse_args(argv)
-    measured = [measure(ranks, args.sequences, args.tokens, args.rounds, args.seconds) for ranks in args.ranks]
+    measured = [
+        measure(ranks, sequences, args.tokens, args.rounds, args.seconds)
+        for ranks, sequences in itertools.product(args.ranks, args.sequences)
+    ]
     if args.out is not None:
         record.write("ranks_cpu", {**record.environment(), "runs": measured}, args.out)
     print(json.dumps(measured))

@@ -1,11 +1,13 @@
 """A rank's process for `bench_ranks`: a model that computes nothing, meets the other ranks, and notes the times."""
 
 import json
+import statistics
 import time
 
 import torch
 from torch import distributed
 
+from engine.agreement import Word
 from engine.core import EngineCore
 from engine.rank_worker import main
 from engine.ranked_executor import Follower
@@ -46,6 +48,17 @@ class NullModel:
         self.notes.append((start_s, meeting_s, cpu_s))
 
 
+def time_agreements(agreement, repeats=1000):
+    """Median us of an agreement to which all ranks come at once; in the end they wait again."""
+    times = []
+    for _ in range(repeats):
+        start_s = time.monotonic()
+        agreement.agree(Word(num_tokens=1))
+        times.append(time.monotonic() - start_s)
+    agreement.agree(Word())
+    return round(statistics.median(times) * 1e6, 1)
+
+
 def build(setup, links, phases):
     """`links` is None for a rank alone."""
     del phases
@@ -57,10 +70,12 @@ def build(setup, links, phases):
     else:
         runs = EngineCore(config, model, ranks=links) if links.leads else Follower(config, links, model)
     model.notes.clear()
+    agreement_us = time_agreements(links.agreement) if links is not None and links.leads else 0.0
     stats = runs.stats
 
     def noting_stats():  # the heartbeat asks four times a second
-        (config.model / f"{rank}.json").write_text(json.dumps(model.notes))
+        notes = {"agreement_us": agreement_us, "steps": model.notes}
+        (config.model / f"{rank}.json").write_text(json.dumps(notes))
         return stats()
 
     runs.stats = noting_stats

@@ -1,7 +1,7 @@
 """`Agreement`: what scheduling ranks tell each other before every step, and how they wait when nobody has work.
 
 Each data-parallel group schedules for itself, but a step happens on all ranks or on none, because they share experts.
-So every turn of every scheduling rank begins with one small all-reduce:
+So in every turn each scheduling rank first says what it has and hears the others (`engine.word_link`):
 
     rank 0   work, 17 tokens, decodes    -> step     step     nothing: wait ......... request -> wake rank 1, step
     rank 1   nothing                     -> idle     idle     nothing: wait ..... woken by rank 0 -> idle step

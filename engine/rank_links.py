@@ -2,9 +2,9 @@
 
 torch's TCPStore   run by rank 0: where ranks meet, and where they leave the addresses of their sockets
 world              torch.distributed's default group: gloo, and NCCL beside it where every rank has a GPU of its own
-leaders            the ranks that schedule, one a data-parallel group: the agreement before every step (gloo)
 tensor-parallel    tokens that the first rank of a group chose and the next step needs on the others
 ZMQ                steps from the first rank of a group to its others; wake-up calls between leaders
+TCP                the agreement before every step, between leaders: the ranks that schedule, one a data-parallel group
 """
 
 import logging
@@ -26,6 +26,7 @@ from engine.errors import EngineConfigError
 from engine.messages import RankSetup, Wake, bind, new_address
 from engine.model_settings import rank_device_name
 from engine.step_link import StepReceiver, StepSender
+from engine.word_link import WordLink
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -103,7 +104,6 @@ class RankLinks:
         )  # fmt: skip
         self.world: ProcessGroup = distributed.group.WORLD  # type: ignore[assignment]
         leaders = list(range(0, config.num_ranks, tp_size))
-        self._leaders = _new_group(leaders, backend="gloo") if self.dp_size > 1 else None
         groups = [_new_group(list(range(start, start + tp_size))) for start in leaders] if tp_size > 1 else []
         self._tp_group = groups[first // tp_size] if groups else None
         self._first = first
@@ -118,8 +118,8 @@ class RankLinks:
             receiver = _open(context, zmq.PULL)
             self._set("steps", self._bind(receiver))
             self.received_steps = StepReceiver(receiver)
-        speaks = self.leads and self.dp_size > 1
-        self.agreement = Agreement(self._max_over_leaders if speaks else None, self._wake_others)
+        self._words = self._meet_leaders(leaders) if self.leads and self.dp_size > 1 else None
+        self.agreement = Agreement(None if self._words is None else self._words.max_over_ranks, self._wake_others)
 
     def min(self, value: int) -> int:
         """The smallest value of all ranks."""
@@ -134,12 +134,16 @@ class RankLinks:
 
     def close(self) -> None:
         """End the connections to other ranks; all ranks do so at about the same time."""
+        if self._words is not None:
+            self._words.close()
         distributed.destroy_process_group()
 
-    def _max_over_leaders(self, values: list[int]) -> list[int]:
-        numbers = torch.tensor(values)
-        distributed.all_reduce(numbers, op=distributed.ReduceOp.MAX, group=self._leaders)
-        return [int(value) for value in numbers.tolist()]
+    def _meet_leaders(self, leaders: list[int]) -> WordLink:
+        listener = socket.create_server((self._host or "127.0.0.1", 0))
+        self._set("words", msgspec.json.encode(listener.getsockname()).decode())
+        earlier = [self._store.get(f"words/{rank}") for rank in leaders if rank < self.rank]
+        addresses = [msgspec.json.decode(each, type=tuple[str, int]) for each in earlier]
+        return WordLink.connect(listener, addresses, len(leaders) - 1 - len(addresses))
 
     def _wake_others(self, num_waits: int) -> None:
         for waker in self._wakers:
@@ -163,9 +167,9 @@ def _open(context: "zmq.Context[Socket]", kind: int) -> Socket:
     return opened
 
 
-def _new_group(ranks: list[int], **options: Any) -> Any:
+def _new_group(ranks: list[int]) -> Any:
     """A group of some ranks; every rank of the world makes all groups, in the same order."""
-    return distributed.new_group(ranks, timeout=timedelta(seconds=_COLLECTIVE_S), **options)
+    return distributed.new_group(ranks, timeout=timedelta(seconds=_COLLECTIVE_S))
 
 
 def _backend(config: EngineConfig, rank: int) -> str:

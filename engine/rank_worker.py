@@ -14,6 +14,7 @@ import zmq
 
 from engine.messages import RankSetup, Ready, Shutdown, ToEngine, Wake, WorkerSetup
 from engine.stack_dump import dump_on_signal
+from engine.word_link import RanksLostError
 from engine.worker import HasStats, Worker, limit_threads, read_setup
 from loaders.phases import StartPhases
 
@@ -57,7 +58,7 @@ class RankWorker(Worker):
 
     def _log(self, error: Exception) -> None:
         """One line if the others are lost: the rank that is to blame has more to say."""
-        if _is_of_collective(error):
+        if isinstance(error, RanksLostError) or _is_of_collective(error):
             logger.warning("rank %d has lost other ranks: %s", self._rank, str(error).splitlines()[0])
         else:
             super()._log(error)

@@ -13,6 +13,7 @@ def test_all_layouts_are_measured(tmp_path, capsys):
     [last] = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert json.loads((tmp_path / "ranks_cpu.json").read_text())["runs"] == [last]
     assert last["pack_256_us"] > 0
-    assert last["one rank"]["meeting_us"] == 0
-    for layout in ("tp", "dp"):
-        assert min(last[layout][key] for key in ("period_us", "meeting_us", "cpu_us")) > 0
+    for layout in ("one rank", "one rank, a share"):
+        assert last[layout]["meeting_us"] == last[layout]["agreement_us"] == 0
+    for layout in ("tp", "dp", "dp, all on each"):
+        assert min(last[layout][key] for key in ("period_us", "meeting_us", "agreement_us", "cpu_us", "client_us")) > 0

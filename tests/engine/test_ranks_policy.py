@@ -1,8 +1,7 @@
-"""What several ranks decide without processes: agreement, blame, routes, steps as messages."""
+"""What several ranks decide without processes: blame, routes, steps as messages."""
 
 import asyncio
 import socket
-import threading
 import time
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import pytest
 import torch
 import zmq
 
-from engine.agreement import Agreement, Word
+from engine.agreement import Agreement
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.cuda_graphs import DecodeGraphs, GraphSettings
@@ -29,76 +28,6 @@ from engine.step_link import Idle, StepReceiver, StepSender, Stop
 from engine.types import EngineStats
 from tests.engine.fakes import FakeModel, fake_core
 from tests.engine.requests import request, run_all, tokens_of
-
-
-class Ring:
-    """Agreements of several threads; a barrier stands for the all-reduce."""
-
-    def __init__(self, size):
-        self.woken = []
-        self._words = [None] * size
-        self._barrier = threading.Barrier(size)
-        self.agreements = [Agreement(self._max_of(i), lambda n, i=i: self.woken.append((i, n))) for i in range(size)]
-
-    def _max_of(self, index):
-        def max_over_ranks(values):
-            self._words[index] = values
-            self._barrier.wait(10)
-            result = [max(column) for column in zip(*self._words, strict=True)]
-            self._barrier.wait(10)
-            return result
-
-        return max_over_ranks
-
-    def agree(self, *words):
-        results = [None] * len(words)
-
-        def run(index):
-            results[index] = self.agreements[index].agree(words[index])
-
-        threads = [threading.Thread(target=run, args=(i,)) for i in range(len(words))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(10)
-        assert len({repr(result) for result in results}) == 1
-        return results[0]
-
-
-def test_ranks_agree_on_the_largest_step_on_decoding_and_on_stopping():
-    ring = Ring(2)
-    agreed = ring.agree(Word(num_tokens=5), Word())
-    assert (agreed.max_rank_tokens, agreed.all_ranks_decode, agreed.stops) == (5, True, False)
-    agreed = ring.agree(Word(num_tokens=5), Word(num_tokens=9, decodes=False))
-    assert (agreed.max_rank_tokens, agreed.all_ranks_decode, agreed.stops) == (9, False, False)
-    assert ring.agree(Word(), Word(stops=True)).stops
-
-
-def test_a_rank_wakes_the_others_once_and_a_late_call_wakes_nobody():
-    ring = Ring(2)
-    first, second = ring.agreements
-    assert first.is_waiting
-    second.wake(0)
-    assert not second.is_waiting
-    ring.agree(Word(num_tokens=1), Word())
-    assert ring.woken == [(0, 0)]  # the second had been woken
-    ring.agree(Word(num_tokens=1), Word())
-    assert ring.woken == [(0, 0)]  # both were awake
-    ring.agree(Word(), Word())
-    assert first.is_waiting
-    assert second.is_waiting
-    second.wake(0)  # of the wait before
-    assert second.is_waiting
-    second.wake(1)
-    assert not second.is_waiting
-
-
-def test_a_single_scheduler_agrees_with_itself():
-    agreement = Agreement(None, lambda num_waits: None)
-    assert agreement.agree(Word(num_tokens=3)).max_rank_tokens == 3
-    assert not agreement.is_waiting
-    agreement.agree(Word())
-    assert agreement.is_waiting
 
 
 def beat(rank, **numbers):
