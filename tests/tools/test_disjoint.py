@@ -16,7 +16,7 @@ from tools.tiny_models.data.mix import draw
 from tools.tiny_models.data.words import rows
 
 DATA = Path(make_evals.DATA)
-SAMPLE = 12000
+SAMPLE = 12500
 
 
 @cache
