@@ -15,6 +15,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests.interpreter import Interpreter, RunInterpreted
+
 # A limit on the time of one example would fail on a busy machine.
 settings.register_profile("repeatable", derandomize=True, database=None, deadline=None)
 settings.load_profile("repeatable")
@@ -53,6 +55,14 @@ def _fixed_number_of_threads() -> Iterator[None]:
 def _fixed_random_numbers() -> None:
     """Those of torch's own generator; most tests draw from one of their own."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def run_interpreted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunInterpreted]:
+    """Runs a program in Triton's interpreter."""
+    interpreter = Interpreter(tmp_path_factory.mktemp("interpreter"))
+    yield interpreter.run
+    interpreter.close()
 
 
 @pytest.fixture(scope="session")
