@@ -1,4 +1,4 @@
-"""Python's garbage collector at rest during imports: what they make stays, so walking it takes time and frees nothing."""
+"""Python's garbage collector rests during imports: what they make stays, so walking it frees nothing."""
 
 import gc
 from collections.abc import Iterator
