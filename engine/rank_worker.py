@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import zmq
 
+from engine.collector import resting_collector
 from engine.messages import RankSetup, Ready, Shutdown, ToEngine, Wake, WorkerSetup
 from engine.stack_dump import dump_on_signal
 from engine.word_link import RanksLostError
@@ -95,8 +96,9 @@ def _is_of_collective(error: Exception) -> bool:
 
 def build_rank(setup: WorkerSetup, links: "RankLinks", phases: StartPhases) -> HasStats:
     """The core of a rank that schedules, or a rank that follows it; `phases` is the record of its start."""
-    from engine.core import EngineCore
-    from engine.ranked_executor import Follower
+    with resting_collector():
+        from engine.core import EngineCore
+        from engine.ranked_executor import Follower
 
     limit_threads(setup.config)
     if links.leads:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 import zmq
 
+from engine.collector import resting_collector
 from engine.compile_watch import CompileWatch
 from engine.config import EngineConfig
 from engine.errors import OrderError
@@ -268,7 +269,8 @@ def _describe(error: Exception) -> str:
 
 def build_core(setup: WorkerSetup, phases: StartPhases) -> "EngineCore":
     """The core of these settings, with the number of CPU threads they ask for; `phases` is the record of the start."""
-    from engine.core import EngineCore
+    with resting_collector():
+        from engine.core import EngineCore
 
     limit_threads(setup.config)
     return EngineCore(setup.config, phases=phases)

@@ -67,8 +67,8 @@ def create_app(
         key_limits=KeyLimits(config, None if sharing is None else sharing.key_memory),
         keyring=keyring,
     )
-    for module in _ROUTES:
-        app.include_router(module.router)
+    for module in _ROUTES:  # as they are: `include_router` would make each anew when the first request comes
+        app.router.routes.extend(module.router.routes)
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.router.routes.extend(page)

@@ -8,9 +8,10 @@ the letters back in the pieces between them, and tokenize those pieces as plain 
 import enum
 import re
 from collections.abc import Iterable, Mapping, Sequence, Set
+from functools import lru_cache
 from typing import Any, Protocol
 
-from jinja2 import TemplateError, TemplateSyntaxError, meta
+from jinja2 import Template, TemplateError, TemplateSyntaxError, meta
 
 from server.errors import BadRequest, SettingError
 from server.template_environment import TemplateEnvironment
@@ -56,11 +57,11 @@ class ChatTemplate:
             SettingError: the template is not valid Jinja; names the file and the line.
         """
         self._tokenizer = tokenizer
-        environment = TemplateEnvironment()
-        source = tokenizer.chat_template
+        self._template: Template | None = None
+        self.variables: Set[str] = frozenset()
         try:
-            self._template = None if source is None else environment.from_string(source)
-            self.variables: Set[str] = meta.find_undeclared_variables(environment.parse(source or ""))
+            if tokenizer.chat_template is not None:
+                self._template, self.variables = _compile(tokenizer.chat_template)
         except TemplateSyntaxError as error:
             where = f"{tokenizer.chat_template_file}: line {error.lineno} of the chat template"
             raise SettingError(f"--model: {where} cannot be compiled: {error.message}") from error
@@ -145,6 +146,17 @@ class ChatTemplate:
 
     def _encode_plain(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, allow_special=False) if text else []
+
+
+@lru_cache(maxsize=16)
+def _compile(source: str) -> tuple[Template, Set[str]]:
+    """The template and the variables that it reads; raises TemplateSyntaxError.
+
+    Remembered, because a start asks twice: to refuse a bad template early, and to serve.
+    """
+    environment = TemplateEnvironment()
+    tree = environment.parse(source)
+    return environment.from_string(tree), frozenset(meta.find_undeclared_variables(tree))
 
 
 def _strings(value: Any) -> Iterable[str]:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import uvloop
 
 from engine.client import EngineClient
+from engine.collector import resting_collector
 from engine.config import EngineConfig
 from engine.link import EngineLink
 from engine.stack_dump import forward_on_signal
@@ -103,8 +104,9 @@ def _make_server(
         from server.supervisor import Supervisor
 
         return Supervisor(engine, server_config, engine_config)
-    from server.app import create_app
-    from server.uvicorn_server import DrainingServer, make_uvicorn_config
+    with resting_collector():
+        from server.app import create_app
+        from server.uvicorn_server import DrainingServer, make_uvicorn_config
 
     app = create_app(engine, tokenizer, server_config, defaults)
     return DrainingServer(make_uvicorn_config(app, server_config), app.state.context)

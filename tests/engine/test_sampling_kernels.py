@@ -9,7 +9,7 @@ from engine import choose_sampler
 from engine.choose_sampler import make_sampler
 from engine.sampler import TorchSampler
 from tests.engine.sampling_kernels import KERNELS, compile_sampling
-from tests.interpreter import PARTS, run_interpreted, waits_for_interpreter
+from tests.interpreter import PARTS, RunInterpreted, waits_for_interpreter
 from tests.moe.kernels.compiling import of_hopper_and_others
 
 SMALLEST_SHARED_BYTES = 99 * 1024
@@ -17,7 +17,7 @@ SMALLEST_SHARED_BYTES = 99 * 1024
 
 @waits_for_interpreter
 @pytest.mark.parametrize("part", PARTS)
-def test_the_kernels_choose_as_the_torch_path_does(part: str) -> None:
+def test_the_kernels_choose_as_the_torch_path_does(part: str, run_interpreted: RunInterpreted) -> None:
     results = run_interpreted("tests.engine.interpreted_sampling", part)
     assert len(results) >= 2
     off = {}

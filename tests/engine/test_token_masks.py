@@ -13,7 +13,7 @@ from engine.sequence import Sequence
 from engine.token_masks import make_masks
 from tests.engine.grammars import EOS, bound, compiler, ids
 from tests.engine.requests import request
-from tests.interpreter import run_interpreted, waits_for_interpreter
+from tests.interpreter import waits_for_interpreter
 from tests.tables import rows
 
 
@@ -117,5 +117,5 @@ def test_a_mask_follows_each_token():
 
 @pytest.mark.kernels
 @waits_for_interpreter
-def test_the_kernels_choose_what_torch_chooses_from_grammars():
+def test_the_kernels_choose_what_torch_chooses_from_grammars(run_interpreted):
     assert run_interpreted("tests.engine.interpreted_grammar") == 0

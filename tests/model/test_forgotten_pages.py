@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.interpreter import run_interpreted, waits_for_interpreter
+from tests.interpreter import waits_for_interpreter
 from tests.model.forgetful import CASES, errors
 
 
@@ -17,5 +17,5 @@ def test_torch():
 
 @pytest.mark.kernels
 @waits_for_interpreter
-def test_triton_in_the_interpreter():
+def test_triton_in_the_interpreter(run_interpreted):
     check(run_interpreted("tests.model.forgetful"))

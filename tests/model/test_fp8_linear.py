@@ -13,7 +13,7 @@ from model.linear import GatedMlp, Linear, LinearWeight, join_rows
 from model.weights import RAGGED_COLUMNS, RAGGED_ROWS, Split, WeightReader
 from moe import RankPlace
 from moe.formats import Fp8BlockWeight
-from tests.interpreter import run_interpreted, waits_for_interpreter
+from tests.interpreter import RunInterpreted, waits_for_interpreter
 from tests.loaders.expert_files import linear_tensors, random_bf16, save
 from tests.moe.kernels.compiling import compile_kernel, of_hopper_and_others
 from tests.tables import rows
@@ -23,7 +23,7 @@ SHARED_KB = {80: 163, 90: 227, 100: 227}  # the others have 99
 
 
 @waits_for_interpreter
-def test_numbers_in_the_interpreter() -> None:
+def test_numbers_in_the_interpreter(run_interpreted: RunInterpreted) -> None:
     errors = run_interpreted("tests.model.interpreted_fp8_linear")
     assert len(errors) == 14
     assert {case: error for case, error in errors.items() if not error < 1e-6} == {}

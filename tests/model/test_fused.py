@@ -12,14 +12,14 @@ from model.attention import triton_kernels
 from model.moe_layer import Gate, fused_router
 from moe.config import RoutingConfig, RoutingMethod
 from moe.kernels import router
-from tests.interpreter import run_interpreted
+from tests.interpreter import RunInterpreted
 from tests.moe.kernels.compiling import compile_kernel, of_hopper_and_others
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 ROUTING = RoutingConfig(method=RoutingMethod.SOFTMAX_AFTER_TOPK, num_experts=32, top_k=4)
 
 
-def test_numbers_in_the_interpreter() -> None:
+def test_numbers_in_the_interpreter(run_interpreted: RunInterpreted) -> None:
     errors = run_interpreted("tests.model.interpreted_fused")
     assert len(errors) == 17
     assert {case: error for case, error in errors.items() if not error < 2e-6} == {}

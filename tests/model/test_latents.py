@@ -3,13 +3,13 @@
 import pytest
 
 from model.attention.latent_kernels import store_latents
-from tests.interpreter import run_interpreted, waits_for_interpreter
+from tests.interpreter import RunInterpreted, waits_for_interpreter
 from tests.moe.kernels.compiling import compile_kernel
 from tests.tables import rows
 
 
 @waits_for_interpreter
-def test_numbers_in_the_interpreter() -> None:
+def test_numbers_in_the_interpreter(run_interpreted: RunInterpreted) -> None:
     differences = run_interpreted("tests.model.interpreted_latents")
     assert len(differences) == 4
     assert {case: difference for case, difference in differences.items() if not difference < 2e-6} == {}
@@ -17,7 +17,7 @@ def test_numbers_in_the_interpreter() -> None:
 
 @pytest.mark.kernels
 @waits_for_interpreter
-def test_a_whole_model_in_the_interpreter() -> None:
+def test_a_whole_model_in_the_interpreter(run_interpreted: RunInterpreted) -> None:
     found = run_interpreted("tests.model.interpreted_deepseek")
     assert max(found["errors"]) < 5e-5
     assert (found["num_fp8"], found["num_gated"]) == (15, 3), "three of attention and two of an MLP in each layer"

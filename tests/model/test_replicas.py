@@ -5,7 +5,7 @@ import torch
 from moe.placement import Placement
 from moe.replicas import NUM_ROWS, ExpertTables, count_and_place, slot_table
 from moe.routing import StandardTopK
-from tests.interpreter import run_interpreted, waits_for_interpreter
+from tests.interpreter import RunInterpreted, waits_for_interpreter
 from tests.tables import rows
 
 PLACEMENT = Placement(((0, 1, 2), (0, 3, 2), (0, 3, 4)))
@@ -35,7 +35,7 @@ def test_padding_and_holes_count_for_nobody() -> None:
 
 
 @waits_for_interpreter
-def test_the_kernels_do_the_same_in_the_interpreter() -> None:
+def test_the_kernels_do_the_same_in_the_interpreter(run_interpreted: RunInterpreted) -> None:
     faults = run_interpreted("tests.model.interpreted_replicas")
     assert len(faults) == 18
     assert [name for name, is_wrong in faults.items() if is_wrong] == []

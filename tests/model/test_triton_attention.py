@@ -20,7 +20,7 @@ from model.attention.triton import (
     _number_formats,
 )
 from model.config import ModelSettingsError, UnsupportedModelError
-from tests.interpreter import PARTS, run_interpreted, waits_for_interpreter
+from tests.interpreter import PARTS, RunInterpreted, waits_for_interpreter
 from tests.model.attention_cases import GQA, MLA
 from tests.moe.kernels.compiling import compile_kernel, of_all_archs, rest
 from tests.tables import rows
@@ -41,7 +41,7 @@ DEEPSEEK = AttentionSpec(num_heads=128, num_kv_heads=1, key_dim=576, value_dim=5
 
 @waits_for_interpreter
 @pytest.mark.parametrize("part", PARTS)
-def test_numbers_in_the_interpreter(part: str) -> None:
+def test_numbers_in_the_interpreter(part: str, run_interpreted: RunInterpreted) -> None:
     errors = run_interpreted("tests.model.interpreted_attention", part)
     assert len(errors) == {"pick": 6, "rest": 8}[part]
     assert {case: error for case, error in errors.items() if not error < 2e-6} == {}

@@ -7,7 +7,7 @@ from moe import MoeRunner, StandardDispatchOutput, Topology
 from moe.errors import UnsupportedPathError
 from moe.registry import load_backend
 from moe.routing import StandardTopK
-from tests.interpreter import run_interpreted, waits_for_interpreter
+from tests.interpreter import RunInterpreted, waits_for_interpreter
 from tests.moe.backends import contract, hostile
 from tests.moe.backends.contract import NONE, PATHS, E, K, Path
 from tests.tables import rows
@@ -51,7 +51,7 @@ def test_most_backends_can_and_the_others_say_that_they_cannot() -> None:
 
 
 @waits_for_interpreter
-def test_our_own_kernels_in_the_interpreter() -> None:
+def test_our_own_kernels_in_the_interpreter(run_interpreted: RunInterpreted) -> None:
     """MXFP4 with another largest scale on each rank, whose factors therefore differ."""
     errors = run_interpreted("tests.moe.kernels.interpreted_moves")
     assert len(errors) == 2

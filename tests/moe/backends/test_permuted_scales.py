@@ -21,7 +21,7 @@ from tests.gpu.permuted_scales import (
     permute_processed,
     tiny_experts,
 )
-from tests.interpreter import SLOW_PARTS, run_interpreted, waits_for_interpreter
+from tests.interpreter import SLOW_PARTS, RunInterpreted, waits_for_interpreter
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -62,7 +62,7 @@ def test_the_emulated_flashinfer_path_is_refused(
 
 @waits_for_interpreter
 @pytest.mark.parametrize("part", SLOW_PARTS)
-def test_the_interpreted_triton_path_is_refused(part: str) -> None:
+def test_the_interpreted_triton_path_is_refused(part: str, run_interpreted: RunInterpreted) -> None:
     told = run_interpreted("tests.moe.kernels.interpreted_selfcheck", part)
     assert 0 < told.pop("intact") < 0.015
     assert len(told) == {"pick": 3, "rest": 9}[part]

@@ -8,7 +8,7 @@ import torch
 from moe.config import RoutingConfig, RoutingMethod
 from moe.kernels import router
 from moe.routing import route
-from tests.interpreter import run_interpreted, waits_for_interpreter
+from tests.interpreter import RunInterpreted, waits_for_interpreter
 from tests.moe.kernels.compiling import compile_kernel
 from tests.tables import rows
 
@@ -19,7 +19,7 @@ DEEPSEEK = RoutingConfig(
 
 
 @waits_for_interpreter
-def test_numbers_in_the_interpreter() -> None:
+def test_numbers_in_the_interpreter(run_interpreted: RunInterpreted) -> None:
     errors = run_interpreted("tests.moe.kernels.interpreted_grouped_router")
     assert len(errors) == 10
     assert {case: error for case, error in errors.items() if not error < 2e-6} == {}

@@ -2,14 +2,14 @@
 
 import pytest
 
-from tests.interpreter import PARTS, run_interpreted, waits_for_interpreter
+from tests.interpreter import PARTS, RunInterpreted, waits_for_interpreter
 
 NUM_CASES = {"pick": 31, "rest": 19}
 
 
 @waits_for_interpreter
 @pytest.mark.parametrize("part", PARTS)
-def test_layers_agree_with_the_twin(subtests: pytest.Subtests, part: str) -> None:
+def test_layers_agree_with_the_twin(subtests: pytest.Subtests, part: str, run_interpreted: RunInterpreted) -> None:
     errors: dict[str, float] = run_interpreted("tests.moe.kernels.interpreted", part)
     assert len(errors) == NUM_CASES[part]
     # The interpreter cuts bf16 results off instead of rounding them, which doubles the error of every rounding.

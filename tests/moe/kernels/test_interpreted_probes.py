@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.interpreter import SLOW_PARTS, run_interpreted, waits_for_interpreter
+from tests.interpreter import SLOW_PARTS, RunInterpreted, waits_for_interpreter
 
 DIRECT = "direct plan 8 x 64 (up to 4 tokens); the tolerance is 0.015"
 BY_EXPERT = "direct plan 16 x 128 (up to 32 tokens); the tolerance is 0.015"
@@ -42,7 +42,9 @@ def check_fault(case: str, text: str) -> None:
 
 @waits_for_interpreter
 @pytest.mark.parametrize("part", SLOW_PARTS)
-def test_every_plan_is_held_to_its_tolerance_and_a_fault_names_it(subtests: pytest.Subtests, part: str) -> None:
+def test_every_plan_is_held_to_its_tolerance_and_a_fault_names_it(
+    subtests: pytest.Subtests, part: str, run_interpreted: RunInterpreted
+) -> None:
     told: dict[str, Any] = run_interpreted("tests.moe.kernels.interpreted_probes", part)
     assert len(told) == NUM_CASES[part]
     for case, result in told.items():

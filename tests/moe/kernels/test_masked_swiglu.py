@@ -3,7 +3,7 @@
 import pytest
 
 from moe.kernels.masked_swiglu import masked_swiglu_kernel
-from tests.interpreter import run_interpreted, waits_for_interpreter
+from tests.interpreter import RunInterpreted, waits_for_interpreter
 from tests.moe.kernels.compiling import compile_kernel
 from tests.tables import rows
 
@@ -15,7 +15,7 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def faults() -> dict[str, str]:
+def faults(run_interpreted: RunInterpreted) -> dict[str, str]:
     """What is wrong in every case, all from one interpreter process."""
     result: dict[str, str] = run_interpreted("tests.moe.kernels.interpreted_swiglu")
     assert sorted(result) == sorted(CASES)
