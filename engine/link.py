@@ -70,8 +70,9 @@ class EngineLink:
         self._origin = origin
         self._places = places
         self._inlets: dict[str, Inlet] = {}  # of the requests that have not had their last output
-        self._token_requests = NO_REQUESTS  # of the last step, and where their tokens go
-        self._token_inlets: list[tuple[str, Inlet | None]] = []
+        self._token_requests = NO_REQUESTS  # of the last step, their ids, and where their tokens go
+        self._token_names: list[str] = []
+        self._token_inlets: list[Inlet | None] = []
         self._num_schedulers = 1
         self._orders: dict[int, _OpenOrder] = {}
         self._num_orders = 0
@@ -289,10 +290,10 @@ class EngineLink:
 
     def _deliver_tokens(self, message: Outputs, now_s: float) -> None:
         if message.token_requests != self._token_requests:
-            request_ids = self._id_decoder.decode(message.token_requests)
-            self._token_inlets = [(request_id, self._inlets.get(request_id)) for request_id in request_ids]
+            self._token_names = self._id_decoder.decode(message.token_requests)
+            self._token_inlets = list(map(self._inlets.get, self._token_names))
             self._token_requests = message.token_requests
-        for (request_id, inlet), token_id in zip(self._token_inlets, message.token_ids, strict=True):
+        for request_id, inlet, token_id in zip(self._token_names, self._token_inlets, message.token_ids, strict=True):
             if inlet is None:  # its reader has left
                 continue
             if inlet.has_begun:
@@ -313,7 +314,7 @@ class EngineLink:
 
     def _forget(self, request_id: str) -> None:
         self._inlets.pop(request_id, None)
-        self._token_requests, self._token_inlets = NO_REQUESTS, []
+        self._token_requests, self._token_names, self._token_inlets = NO_REQUESTS, [], []
         if self._places is not None:
             self._places.free(request_id)
 

@@ -194,10 +194,11 @@ class _Writer:
 
     def take_token(self, token_id: int, now_s: float) -> bool:
         """The same for a token, in less time if all that it does is to add text."""
-        if not self._chunks.is_writable or (event := self._take_token(token_id)) is None:
+        chunks, take_token = self._chunks, self._take_token  # a call of `self._take_token` would look it up anew
+        if not chunks.is_writable or (event := take_token(token_id)) is None:
             return False
         self._watch.on_token(token_id, now_s)
-        self._chunks.write_soon(event)
+        chunks.write_soon(event)
         return True
 
 

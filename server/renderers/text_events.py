@@ -17,12 +17,12 @@ class TextEvents:
     def __init__(self, texts: TokenTexts) -> None:
         self._texts = texts
         self._token_ids: list[int] = []
-        self._around: Sequence[bytes] | None = None
+        self._around: tuple[bytes, ...] | None = None
         self._num_cached_tokens = 0
 
     def open(self, around: Sequence[bytes], token_ids: list[int], num_cached_tokens: int) -> None:
         """From now on a text stands between these parts in its event; ids of tokens taken are added to the list."""
-        self._around, self._token_ids, self._num_cached_tokens = around, token_ids, num_cached_tokens
+        self._around, self._token_ids, self._num_cached_tokens = tuple(around), token_ids, num_cached_tokens
 
     def close(self) -> None:
         """Take nothing until `open` is called."""
