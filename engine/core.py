@@ -335,7 +335,7 @@ class EngineCore:
             prompt_logprobs=seq.prompt_logprobs if with_prompt else None,
             finish_reason=reason,
             stop_reason=token if reason == "stop" else None,
-            num_cached_tokens=seq.num_cached,
+            num_cached_tokens=seq.num_cached if is_first or reason is not None else 0,
         )
         if not is_first:
             return output

@@ -17,8 +17,10 @@ import zmq
 from engine.admission import NoPlaceError, Places
 from engine.config import EngineConfig
 from engine.errors import OrderError, RequestError
+from engine.inlet import Inlet
 from engine.messages import (
     FOUNDER,
+    NO_REQUESTS,
     Abort,
     Add,
     Beat,
@@ -40,15 +42,6 @@ _LOADING = "the model is still loading; try again later"
 _STOPPED = "the engine has stopped; the request cannot be finished"
 
 logger = logging.getLogger("engine.client")
-
-
-@dataclass(slots=True)
-class _Stream:
-    """A request that has not had its last output."""
-
-    deliver: Callable[[EngineOutput], None]
-    abort_sent: bool = False
-    has_begun: bool = False  # it has had an output
 
 
 @dataclass(slots=True)
@@ -76,7 +69,10 @@ class EngineLink:
         self.start_progress: StartProgress | None = None  # while the engine loads; None until its first message
         self._origin = origin
         self._places = places
-        self._streams: dict[str, _Stream] = {}
+        self._inlets: dict[str, Inlet] = {}  # of the requests that have not had their last output
+        self._token_requests = NO_REQUESTS  # of the last step, their ids, and where their tokens go
+        self._token_names: list[str] = []
+        self._token_inlets: list[Inlet | None] = []
         self._num_schedulers = 1
         self._orders: dict[int, _OpenOrder] = {}
         self._num_orders = 0
@@ -84,6 +80,7 @@ class EngineLink:
         self._limits: RequestLimits | None = None
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
+        self._id_decoder = msgspec.msgpack.Decoder(list[str])
         self._is_open = False
         self._closing = False
         self._progress_s = time.monotonic()
@@ -107,20 +104,19 @@ class EngineLink:
         """
         return time.monotonic() - self._progress_s
 
-    def submit(self, request: EngineRequest, deliver: Callable[[EngineOutput], None]) -> None:
-        """Start a request. `deliver` gets its outputs as they arrive, the last one with a finish reason.
+    def submit(self, request: EngineRequest, inlet: Inlet) -> None:
+        """Start a request. Its outputs are put into `inlet` as they arrive, the last one with a finish reason.
 
-        A refusal is delivered as the last output, before this returns unless the engine process keeps the places.
-        `deliver` must not raise.
+        A refusal is put in as the last output, before this returns unless the engine process keeps the places.
 
         Raises:
             ValueError: the request id is in use.
         """
         refusal = self._refuse(request)
         if refusal is not None:
-            deliver(refusal)
+            inlet.put(refusal)
             return
-        self._streams[request.request_id] = _Stream(deliver)
+        self._inlets[request.request_id] = inlet
         self._send(Add(request, self._origin))
 
     def drop(self, request_id: str) -> None:
@@ -134,7 +130,7 @@ class EngineLink:
         Closing the iterator before that output has arrived drops the request.
         """
         outputs: asyncio.Queue[EngineOutput] = asyncio.Queue()
-        self.submit(request, outputs.put_nowait)
+        self.submit(request, Inlet(outputs.put_nowait))
         is_over = False
         try:
             while not is_over:
@@ -147,9 +143,9 @@ class EngineLink:
 
     def abort(self, request_id: str) -> None:
         """End a request early; its stream gets a last output. Does nothing if it is over or unknown."""
-        stream = self._streams.get(request_id)
-        if stream is not None and not stream.abort_sent:
-            stream.abort_sent = True
+        inlet = self._inlets.get(request_id)
+        if inlet is not None and not inlet.abort_sent:
+            inlet.abort_sent = True
             self._send(Abort(request_id))
 
     def call_off(self, call: CallOff) -> None:
@@ -211,7 +207,7 @@ class EngineLink:
     def _refuse(self, request: EngineRequest) -> EngineOutput | None:
         """The refusal of a request that cannot go to the engine; None to send it."""
         request_id = request.request_id
-        if request_id in self._streams:
+        if request_id in self._inlets:
             raise ValueError(f"request id {request_id!r} is in use: ids must be unique")
         if not self.alive or self._limits is None:
             is_loading = self.alive
@@ -235,8 +231,7 @@ class EngineLink:
             return overloaded_output(request.request_id, places.num_places)
         if loser is not None:
             self.abort(loser)
-            stream = self._streams.pop(loser)
-            stream.deliver(overloaded_output(loser, places.num_places))
+            self._inlets.pop(loser).put(overloaded_output(loser, places.num_places))
         return None
 
     def _send(self, message: ToEngine) -> None:
@@ -252,6 +247,7 @@ class EngineLink:
         now_s = time.monotonic()
         if isinstance(message, Outputs):
             self._progress_s = now_s
+            self._deliver_tokens(message, now_s)
             for output in message.outputs:
                 self._deliver(output)
         elif isinstance(message, Beat):
@@ -292,19 +288,33 @@ class EngineLink:
     def _note_held(self, held: Held) -> None:
         """Only a process that has joined is told, see `engine.member`."""
 
+    def _deliver_tokens(self, message: Outputs, now_s: float) -> None:
+        if message.token_requests != self._token_requests:
+            self._token_names = self._id_decoder.decode(message.token_requests)
+            self._token_inlets = list(map(self._inlets.get, self._token_names))
+            self._token_requests = message.token_requests
+        for request_id, inlet, token_id in zip(self._token_names, self._token_inlets, message.token_ids, strict=True):
+            if inlet is None:  # its reader has left
+                continue
+            if inlet.has_begun:
+                inlet.put_token(request_id, token_id, now_s)
+            else:
+                self._deliver(EngineOutput(request_id=request_id, token_ids=[token_id]))
+
     def _deliver(self, output: EngineOutput) -> None:
-        stream = self._streams.get(output.request_id)
-        if stream is not None:  # else its reader has left
-            if not stream.has_begun:
-                stream.has_begun = True
+        inlet = self._inlets.get(output.request_id)
+        if inlet is not None:
+            if not inlet.has_begun:
+                inlet.has_begun = True
                 if self._places is not None:
                     self._places.on_output(output.request_id)
             if output.finish_reason is not None:
                 self._forget(output.request_id)
-            stream.deliver(output)
+            inlet.put(output)
 
     def _forget(self, request_id: str) -> None:
-        self._streams.pop(request_id, None)
+        self._inlets.pop(request_id, None)
+        self._token_requests, self._token_names, self._token_inlets = NO_REQUESTS, [], []
         if self._places is not None:
             self._places.free(request_id)
 
@@ -312,5 +322,5 @@ class EngineLink:
         for number, order in self._orders.items():
             order.num_missing = 1
             self._note_obeyed(Obeyed(number, _STOPPED))
-        for request_id in list(self._streams):
+        for request_id in list(self._inlets):
             self._deliver(EngineOutput(request_id=request_id, finish_reason="error", error=_STOPPED))

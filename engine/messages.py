@@ -14,6 +14,10 @@ FOUNDER = 0
 """Origin of the process that started the engine; each process that joins has a higher number of its own."""
 
 
+NO_REQUESTS = msgspec.msgpack.encode([])
+"""`Outputs.token_requests` if there are none."""
+
+
 class Add(msgspec.Struct, frozen=True, tag=True):
     """To the engine: start this request, whose outputs go to the process `origin`."""
 
@@ -66,9 +70,15 @@ class Wake(msgspec.Struct, frozen=True, tag=True):
 
 
 class Outputs(msgspec.Struct, frozen=True, tag=True):
-    """From the engine: the outputs of one step, for all requests of one process."""
+    """From the engine: the outputs of one step, for all requests of one process.
+
+    Most are one more token and nothing else. Those are `token_ids`, and `token_requests` is the msgpack list of their
+    request ids: it seldom changes from step to step, so it need not be decoded anew. No request is in both parts.
+    """
 
     outputs: list[EngineOutput]
+    token_requests: bytes = NO_REQUESTS
+    token_ids: list[int] = []
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True):

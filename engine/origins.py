@@ -90,14 +90,14 @@ class Origins:
         """Send what a step brought, one message to each process that has requests in it."""
         if not self._is_shared:
             if outputs:
-                self._send(FOUNDER, Outputs(outputs))
+                self._send(FOUNDER, _packed(outputs))
             return
         by_origin: dict[int, list[EngineOutput]] = {}
         for output in outputs:
             origin = self._origin_of.get(output.request_id, FOUNDER)
             by_origin.setdefault(origin, []).append(self._note(output))
         for origin, its_outputs in by_origin.items():
-            self._send(origin, Outputs(its_outputs))
+            self._send(origin, _packed(its_outputs))
         self._tell_who_holds_places()
 
     def broadcast(self, message: FromEngine) -> None:
@@ -140,3 +140,29 @@ class Origins:
         socket = self._sockets.get(origin)
         if socket is not None:  # else its process is gone
             socket.send(self._encoder.encode(message))
+
+
+def _packed(outputs: list[EngineOutput]) -> Outputs:
+    """The message of a step, with as much as possible in its short part."""
+    if len({output.request_id for output in outputs}) < len(outputs):
+        return Outputs(outputs)  # a step was repeated: only one list keeps the order
+    request_ids, token_ids, others = list[str](), list[int](), list[EngineOutput]()
+    for output in outputs:
+        if _is_token(output):
+            request_ids.append(output.request_id)
+            token_ids += output.token_ids
+        else:
+            others.append(output)
+    return Outputs(others, msgspec.msgpack.encode(request_ids), token_ids)
+
+
+def _is_token(output: EngineOutput) -> bool:
+    """Whether it is one more token and nothing else."""
+    return (
+        len(output.token_ids) == 1
+        and output.finish_reason is None
+        and output.logprobs is None
+        and output.prompt_logprobs is None
+        and output.queue_s is None
+        and not output.num_cached_tokens
+    )

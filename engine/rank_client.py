@@ -98,6 +98,8 @@ class RankedEngineClient(EngineClient):
 
     def _handle(self, message: FromEngine) -> None:
         if isinstance(message, Outputs):
+            for request_id in self._id_decoder.decode(message.token_requests):
+                self._router.on_tokens(request_id, 1)
             for output in message.outputs:
                 self._router.on_tokens(output.request_id, len(output.token_ids))
             super()._handle(message)

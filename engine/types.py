@@ -84,7 +84,7 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     error: str | None = None  # safe to show to the client; set with finish_reason "error"
     error_param: str | None = None  # request field the error is about; a set one makes it the client's fault (400)
     overloaded: bool = False  # refused for want of room or not ready yet: the same request may work later (429, 503)
-    num_cached_tokens: int = 0
+    num_cached_tokens: int = 0  # of the prompt; with the first output and the last one
     queue_s: float | None = None  # with the first token: seconds from the queue's entry to its exit
     prefill_s: float | None = None  # with the first token: seconds from then to this token
 

@@ -3,19 +3,17 @@
 import time
 from collections.abc import Callable
 
-from engine.types import EngineOutput
 from server.metrics import Metrics
 from server.renderers import Renderer
 from server.request_group import News
 from server.schema.common import Timings
 
-_MAX_LATE_S = 1.0  # how late the metrics may show the times between tokens
-
 
 class AnswerWatch:
     """Times of one answer, from its making. `on_tokens` costs one observation a step, whatever the number of choices.
 
-    `on_output` costs less: its gaps are observed together, once a second. Leaving `with watch:` observes the last ones.
+    `on_token` costs less: its gaps are observed together with those of other answers, a second late at most. Leaving
+    `with watch:` observes what is left.
 
     Attributes:
         start_s, last_s: times of its making and of the last output, by the clock.
@@ -26,7 +24,7 @@ class AnswerWatch:
     """
 
     __slots__ = (
-        "_clock", "_gaps_s", "_keeps_tokens", "_metrics", "_observed_s", "_renderer",
+        "_clock", "_gaps", "_keeps_tokens", "_metrics", "_renderer",
         "failure", "first_token_s", "last_s", "prefill_s", "queue_s", "start_s", "token_ids",
     )  # fmt: skip
 
@@ -42,8 +40,7 @@ class AnswerWatch:
         self._renderer = renderer
         self._clock = clock
         self.start_s = self.last_s = clock()
-        self._gaps_s: list[float] = []  # between tokens, not yet observed
-        self._observed_s = self.start_s
+        self._gaps = metrics.inter_token_seconds.together(renderer.model, clock)
         self._keeps_tokens = keeps_tokens
         self.token_ids: list[list[int]] = [[] for _ in renderer.choices]
         self.first_token_s: float | None = None
@@ -56,7 +53,7 @@ class AnswerWatch:
 
     def __exit__(self, *_exc: object) -> None:
         """Observe what is left, however the answer ends."""
-        self._observe_gaps()
+        self._gaps.observe()
 
     @property
     def elapsed_s(self) -> float:
@@ -88,16 +85,15 @@ class AnswerWatch:
                 self._metrics.prefill_seconds.observe(model, value=output.prefill_s)
         self.on_tokens(news)
 
-    def on_output(self, index: int, output: EngineOutput) -> None:
-        """A token has come for an answer of one choice that has begun."""
-        if self._keeps_tokens or len(output.token_ids) != 1:
-            self.on_tokens([(index, output)])
-            return
-        now_s = self._clock()
-        self._gaps_s.append(now_s - self.last_s)
+    def on_token(self, token_id: int, now_s: float) -> None:
+        """A token has come, at this time, for an answer of one choice that has begun."""
+        gaps = self._gaps
+        gaps.values.append(now_s - self.last_s)
         self.last_s = now_s
-        if now_s - self._observed_s > _MAX_LATE_S:
-            self._observe_gaps()
+        if now_s > gaps.due_s:
+            gaps.observe()
+        if self._keeps_tokens:
+            self.token_ids[0].append(token_id)
 
     def on_tokens(self, news: News) -> None:
         """Tokens have come. Several steps that come at once share the time since the last ones evenly."""
@@ -114,12 +110,6 @@ class AnswerWatch:
             value = (now_s - self.last_s) / num_steps
             self._metrics.inter_token_seconds.observe(self._renderer.model, value=value, count=num_tokens)
         self.last_s = now_s
-
-    def _observe_gaps(self) -> None:
-        self._observed_s = self.last_s
-        if self._gaps_s:
-            self._metrics.inter_token_seconds.observe_all(self._renderer.model, values=self._gaps_s)
-            self._gaps_s = []
 
     def on_end(self) -> None:
         """The answer is complete."""

@@ -105,11 +105,12 @@ class GuardedProtocol(H11Protocol):
 class Chunks:
     """Parts of a connection's chunked bodies, written past h11 and uvicorn: a `server.connection.ChunkWriter`."""
 
-    __slots__ = ("_connection", "_together", "is_writable", "transport")
+    __slots__ = ("_connection", "_waiting", "_write_waiting_soon", "is_writable", "transport")
 
     def __init__(self, connection: "GuardedConnection", together: "WrittenTogether") -> None:
         self._connection = connection
-        self._together = together
+        self._waiting = together.waiting
+        self._write_waiting_soon = together.write_soon
         self.transport: asyncio.Transport
         self.is_writable = True
 
@@ -124,7 +125,10 @@ class Chunks:
 
     def write_soon(self, data: bytes) -> None:
         """Write a part right after the current callback; only while the task that answers waits."""
-        self._together.write(self.transport, b"%x\r\n%b\r\n" % (len(data), data))  # as `chunk_of`, once a token
+        waiting = self._waiting
+        if not waiting:
+            self._write_waiting_soon()
+        waiting.append((self.transport, b"%x\r\n%b\r\n" % (len(data), data)))  # as `chunk_of`, once a token
 
 
 class WrittenTogether:
@@ -135,16 +139,16 @@ class WrittenTogether:
     """
 
     def __init__(self) -> None:
-        self._waiting: list[tuple[asyncio.Transport, bytes]] = []
+        self.waiting: list[tuple[asyncio.Transport, bytes]] = []
+        """What to write, and where to. Whoever adds the first entry calls `write_soon`."""
 
-    def write(self, transport: asyncio.Transport, data: bytes) -> None:
-        """Write right after the current callback."""
-        if not self._waiting:
-            asyncio.get_running_loop().call_soon(self._write_all)
-        self._waiting.append((transport, data))
+    def write_soon(self) -> None:
+        """Write what waits right after the current callback."""
+        asyncio.get_running_loop().call_soon(self._write_all)
 
     def _write_all(self) -> None:
-        waiting, self._waiting = self._waiting, []
+        waiting = self.waiting.copy()
+        self.waiting.clear()
         for transport, data in waiting:
             if not transport.is_closing():  # its client may have left meanwhile, and then uvloop raises
                 transport.write(data)

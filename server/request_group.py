@@ -2,8 +2,10 @@
 
 import asyncio
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Protocol
 
+from engine.inlet import Inlet, Taker
 from engine.types import CallOff, EngineInfo, EngineOutput, EngineRequest, EngineStats, ExpertLoad, OrderKind
 from loaders.phases import StartProgress
 
@@ -43,8 +45,8 @@ class Engine(Protocol):
     def heartbeat_age_s(self) -> float:
         """Time since the last heartbeat."""
 
-    def submit(self, request: EngineRequest, deliver: Callable[[EngineOutput], None]) -> None:
-        """Start a request; `deliver` gets its outputs in the event loop, the last one with a finish reason."""
+    def submit(self, request: EngineRequest, inlet: Inlet) -> None:
+        """Start a request; `inlet` gets its outputs in the event loop, the last one with a finish reason."""
 
     def drop(self, request_id: str) -> None:
         """End a request: no output follows. Does nothing if it is over."""
@@ -80,24 +82,22 @@ class RequestGroup:
         self._news: News = []
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
-        self._inlets = [_Inlet(self, index) for index in range(len(requests))]
-        self.take_now: Callable[[EngineOutput], bool] | None = None
-        """Tried for an output that `take` waits for, in a group of one request. True means that it is dealt with, which
-        saves waking the task.
-        """
+        self._inlets = [Inlet(partial(self.add, index), self.fail) for index in range(len(requests))]
+        self.taker: Taker | None = None
+        """Asked first for an output that `take` waits for, in a group of one request; it saves waking the task."""
         self._unfinished = set(range(len(requests)))
 
     def __enter__(self) -> "RequestGroup":
         """Start all requests."""
         for inlet, request in zip(self._inlets, self._requests, strict=True):
-            self._engine.submit(request, inlet.deliver)
+            self._engine.submit(request, inlet)
         return self
 
     def __exit__(self, *_exc: object) -> None:
         """End all requests."""
         for index in list(self._unfinished):
             self.stop(index)
-        self.take_now = None  # else it and this object keep each other alive, and so do the inlets
+        self.taker = None  # else it and this object keep each other alive, and so do the inlets
         self._inlets = []
 
     @property
@@ -125,7 +125,7 @@ class RequestGroup:
             if self._error is not None:
                 raise self._error
             self._waiter = asyncio.get_running_loop().create_future()
-            self._let_take(self.take_now)
+            self._let_take(self.taker)
             try:
                 await self._waiter
             finally:
@@ -152,30 +152,11 @@ class RequestGroup:
         self._news.append((index, output))
         self._wake()
 
-    def _let_take(self, take_now: Callable[[EngineOutput], bool] | None) -> None:
+    def _let_take(self, taker: Taker | None) -> None:
         for inlet in self._inlets:
-            inlet.take_now = take_now
+            inlet.taker = taker
 
     def _wake(self) -> None:
         self._let_take(None)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
-
-
-class _Inlet:
-    """Where the outputs of one request come in. `take_now` is set while the group's reader waits for them."""
-
-    __slots__ = ("_group", "_index", "take_now")
-
-    def __init__(self, group: RequestGroup, index: int) -> None:
-        self._group = group
-        self._index = index
-        self.take_now: Callable[[EngineOutput], bool] | None = None
-
-    def deliver(self, output: EngineOutput) -> None:
-        """Take an output of the engine."""
-        try:
-            if self.take_now is None or not self.take_now(output):
-                self._group.add(self._index, output)
-        except Exception as error:  # handed to the one who waits for the outputs
-            self._group.fail(error)

@@ -147,9 +147,9 @@ async def _stream(answer: _Answer, stream: EventStream) -> None:
             data = b"".join(unsent)
             unsent.clear()
             await stream.write(data)
-        if news and group.take_now is None and group.num_requests == 1 and stream.chunks is not None:
+        if news and group.taker is None and group.num_requests == 1 and stream.chunks is not None:
             # Several choices would share the write of a step. The first output, which `on_news` times, comes by here.
-            group.take_now = _Writer(answer, stream.chunks).take
+            group.taker = _Writer(answer, stream.chunks)
 
     try:
         await _run(answer, write, keeps_alive=True)
@@ -165,9 +165,13 @@ async def _stream(answer: _Answer, stream: EventStream) -> None:
 
 
 class _Writer:
-    """Writes the outputs of the only request of a stream, while `_run` waits for them and the client reads."""
+    """Writes the outputs of the only request of a stream, while `_run` waits for them and the client reads.
 
-    __slots__ = ("_chunks", "_group", "_render", "_renderer", "_take_text", "_watch")
+    A step of many streams finds nothing of them in the processor's caches, so the time that a token takes is mostly the
+    number of objects that it touches.
+    """
+
+    __slots__ = ("_chunks", "_group", "_render", "_renderer", "_take_token", "_watch")
 
     def __init__(self, answer: _Answer, chunks: ChunkWriter) -> None:
         self._chunks = chunks
@@ -175,20 +179,26 @@ class _Writer:
         self._watch = answer.watch
         self._renderer = answer.renderer
         self._render = answer.timed(answer.renderer.stream)
-        self._take_text = answer.timed(answer.renderer.text_events[0].take)
+        self._take_token = answer.timed(answer.renderer.text_events[0].take_token)
 
     def take(self, output: EngineOutput) -> bool:
         """Write what an output brings. False, and nothing is done, if the task must do it."""
         if not self._chunks.is_writable or output.finish_reason is not None:
             return False
-        self._watch.on_output(0, output)
-        if text := self._take_text(output):
-            self._chunks.write_soon(text)
-            return True
+        self._watch.on_tokens([(0, output)])
         if data := self._render(0, output):
             self._chunks.write_soon(data)
         if self._renderer.is_finished(0):
             self._group.stop(0)
+        return True
+
+    def take_token(self, token_id: int, now_s: float) -> bool:
+        """The same for a token, in less time if all that it does is to add text."""
+        chunks, take_token = self._chunks, self._take_token  # a call of `self._take_token` would look it up anew
+        if not chunks.is_writable or (event := take_token(token_id)) is None:
+            return False
+        self._watch.on_token(token_id, now_s)
+        chunks.write_soon(event)
         return True
 
 
@@ -230,7 +240,7 @@ async def _next_news(answer: _Answer, use: Callable[[News], Awaitable[None]]) ->
         try:
             async with asyncio.timeout(KEEP_ALIVE_S):
                 return await answer.group.take()
-        except TimeoutError:  # tokens that `take_now` has dealt with wake nobody
+        except TimeoutError:  # tokens that `taker` has dealt with wake nobody
             await asyncio.sleep(0)  # what it took after the time was up is written before what comes next
             if answer.watch.silence_s >= KEEP_ALIVE_S:
                 await use([])

@@ -3,7 +3,7 @@
 import math
 from bisect import bisect_left
 from collections import Counter as Counts
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 
@@ -11,6 +11,7 @@ from server.tally import Tally
 
 _SEPARATOR = "\0"  # no command line value, header or route holds it
 _SUM = "sum"
+_MAX_LATE_S = 1.0  # how late numbers that are observed together may be shown
 
 
 class Counter:
@@ -48,12 +49,20 @@ class Histogram:
         self._keys: dict[
             tuple[str, ...], list[str]
         ] = {}  # of the tally, by labels; joining them each time takes longer
+        self._together: dict[tuple[str, ...], ObservedTogether] = {}
 
     def observe(self, *labels: str, value: float, count: int = 1) -> None:
         """Count one number, or `count` equal ones."""
         keys = self._keys_of(labels)
         self._tally.add(keys[bisect_left(self._bounds, value)], count)
         self._tally.add(keys[-1], count * value)
+
+    def together(self, label: str, clock: Callable[[], float]) -> "ObservedTogether":
+        """Numbers with this label that are counted together; always the same object for a label."""
+        found = self._together.get((label,))
+        if found is None:
+            found = self._together[(label,)] = ObservedTogether(self, label, clock)
+        return found
 
     def observe_all(self, *labels: str, values: Sequence[float]) -> None:
         """Count many numbers, which takes less time for each than `observe`."""
@@ -81,6 +90,28 @@ class Histogram:
             parts = (*map(_text_of, self._bounds), _SUM)
             keys = self._keys[labels] = [_SEPARATOR.join((self.name, *labels, part)) for part in parts]
         return keys
+
+
+class ObservedTogether:
+    """Numbers of a histogram that are counted together, to save time. Whoever adds to `values` calls `observe` if the
+    time is past `due_s`.
+    """
+
+    __slots__ = ("_clock", "_histogram", "_label", "due_s", "values")
+
+    def __init__(self, histogram: Histogram, label: str, clock: Callable[[], float]) -> None:
+        self._histogram = histogram
+        self._label = label
+        self._clock = clock
+        self.values: list[float] = []
+        self.due_s = clock() + _MAX_LATE_S
+
+    def observe(self) -> None:
+        """Count them now."""
+        self.due_s = self._clock() + _MAX_LATE_S
+        if self.values:
+            self._histogram.observe_all(self._label, values=self.values)
+            self.values.clear()
 
 
 def families(metrics: Iterable[Counter | Histogram], totals: Mapping[str, float]) -> list[Metric]:

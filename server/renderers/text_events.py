@@ -17,12 +17,12 @@ class TextEvents:
     def __init__(self, texts: TokenTexts) -> None:
         self._texts = texts
         self._token_ids: list[int] = []
-        self._around: Sequence[bytes] | None = None
+        self._around: tuple[bytes, ...] | None = None
         self._num_cached_tokens = 0
 
     def open(self, around: Sequence[bytes], token_ids: list[int], num_cached_tokens: int) -> None:
         """From now on a text stands between these parts in its event; ids of tokens taken are added to the list."""
-        self._around, self._token_ids, self._num_cached_tokens = around, token_ids, num_cached_tokens
+        self._around, self._token_ids, self._num_cached_tokens = tuple(around), token_ids, num_cached_tokens
 
     def close(self) -> None:
         """Take nothing until `open` is called."""
@@ -33,14 +33,17 @@ class TextEvents:
 
         None if the output may bring anything else; then it has not been taken in.
         """
-        around, token_ids = self._around, output.token_ids
-        if around is None or len(token_ids) != 1 or output.finish_reason is not None:
+        if len(output.token_ids) != 1 or output.finish_reason is not None:
             return None
         if output.num_cached_tokens > self._num_cached_tokens or output.prompt_logprobs is not None:
             return None
-        token_id = token_ids[0]
+        return self.take_token(output.token_ids[0])
+
+    def take_token(self, token_id: int) -> bytes | None:
+        """The same, for an output that is one more token and nothing else."""
+        around = self._around
         text = self._texts[token_id]
-        if text is None:
+        if around is None or text is None:
             return None
         self._token_ids.append(token_id)
         return text.join(around)

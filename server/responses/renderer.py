@@ -22,7 +22,7 @@ import orjson
 from pydantic import BaseModel
 from typing_extensions import override
 
-from engine.types import EngineOutput, SamplingParams
+from engine.types import SamplingParams
 from server.choice import Piece
 from server.convert import PreparedRequest
 from server.errors import ApiError
@@ -60,9 +60,9 @@ class _NumberedTextEvents(TextEvents):
         self._finish = finish
 
     @override
-    def take(self, output: EngineOutput) -> bytes | None:
-        event = super().take(output)
-        return event and self._finish(event, self._tokenizer.token_bytes(output.token_ids[0]).decode())
+    def take_token(self, token_id: int) -> bytes | None:
+        event = super().take_token(token_id)
+        return event and self._finish(event, self._tokenizer.token_bytes(token_id).decode())
 
 
 class ResponsesRenderer(Renderer):

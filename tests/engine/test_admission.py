@@ -81,7 +81,7 @@ def test_a_burst_does_not_shut_others_out(monkeypatch):
             assert [end.overloaded for end in ends] == [False, False, True, True, False, False, True, True]
             assert [end.finish_reason for end in ends if not end.overloaded] == ["length"] * 4
             assert [message.request_id for message in sent if isinstance(message, Abort)] == ["h3", "h2"]
-            assert not client._streams
+            assert not client._inlets
             await until(lambda: is_idle(client.stats))
 
     asyncio.run(main())

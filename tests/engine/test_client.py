@@ -68,7 +68,7 @@ def test_requests_stream_and_end_once():
             assert client.heartbeat_age_s < 5
             refused = await collect(client, request("bad", [1], top_p=7.0))
             assert refused[0].error_param == "top_p"
-            assert not client._streams
+            assert not client._inlets
             first, second = (client.generate(request("twice", [1], 9, ignore_eos=True)) for _ in range(2))
             waiting = asyncio.create_task(anext(first))
             await asyncio.sleep(0)  # the first is sent, and nothing of it has been read yet: it is surely running
@@ -112,7 +112,7 @@ def test_leaving_aborts_exactly_once_and_only_before_the_finish(monkeypatch):
             client.abort("finisher")
             assert [type(message).__name__ for message in sent] == ["Add"]
             await until(lambda: is_idle(client.stats))
-            assert not client._streams
+            assert not client._inlets
 
     asyncio.run(main())
 
@@ -128,7 +128,7 @@ def test_a_thousand_leavers_leave_nothing_behind():
         async with running(max_num_seqs=16, max_queued_requests=2000) as client:
             await until(lambda: client.ready)
             await asyncio.gather(*(leave(client, f"r{i}") for i in range(1000)))
-            assert not client._streams
+            assert not client._inlets
             outputs = await collect(client, request("next", [5], 3, ignore_eos=True))
             assert outputs[-1].finish_reason == "length"
             await until(lambda: is_idle(client.stats))

@@ -12,10 +12,11 @@ from engine.config import EngineConfig
 from engine.member import EngineMember
 from engine.messages import Add, FromEngine, Held, Join, Outputs, Ready
 from engine.origins import Origins
-from engine.types import EngineOutput
+from engine.types import EngineOutput, TokenLogprobs
 from tests.engine.fake_worker import INFO
 from tests.engine.requests import request, tokens_of
 from tests.engine.test_client import LONG, collect, until
+from tests.tables import rows
 
 DECODER = msgspec.msgpack.Decoder(FromEngine)
 
@@ -71,6 +72,11 @@ def token(name, **fields):
     return EngineOutput(request_id=name, token_ids=[7], **fields)
 
 
+def tokens(*names, others=()):
+    """The message of a step in which these requests got a token."""
+    return Outputs(list(others), msgspec.msgpack.encode(names), [7] * len(names))
+
+
 def test_a_founder_alone_gets_a_step_in_one_message_and_keeps_its_own_places():
     socket = Socket()
     origins, core = Origins(lambda _name: socket, "0", 1), Core()
@@ -79,7 +85,7 @@ def test_a_founder_alone_gets_a_step_in_one_message_and_keeps_its_own_places():
     origins.send_outputs([])
     origins.send_outputs([token("a"), token("b")])
     assert core.added == ["a", "b"]
-    assert socket.messages == [Outputs([token("a"), token("b")])]
+    assert socket.messages == [tokens("a", "b")]
 
 
 def test_outputs_of_a_step_come_in_one_message_a_process():
@@ -90,9 +96,32 @@ def test_outputs_of_a_step_come_in_one_message_a_process():
     for socket in engine.sockets.values():
         socket.messages.clear()
     engine.origins.send_outputs([token("a"), token("b"), token("c")])
-    assert engine.sockets["1"].take(Outputs) == [Outputs([token("a"), token("c")])]
-    assert engine.sockets["2"].take(Outputs) == [Outputs([token("b")])]
+    assert engine.sockets["1"].take(Outputs) == [tokens("a", "c")]
+    assert engine.sockets["2"].take(Outputs) == [tokens("b")]
     assert engine.sockets["0"].messages == []
+
+
+@rows(
+    "output",
+    token("b", finish_reason="length"),
+    token("b", queue_s=0.5, prefill_s=0.25),
+    token("b", num_cached_tokens=16),
+    token("b", logprobs=[TokenLogprobs(7, -0.5, [])]),
+    token("b", prompt_logprobs=[None]),
+    EngineOutput(request_id="b", token_ids=[7, 8]),
+    EngineOutput(request_id="b", finish_reason="abort"),
+)
+def test_an_output_that_is_more_than_a_token_is_sent_whole(output):
+    socket = Socket()
+    Origins(lambda _name: socket, "0", 3).send_outputs([token("a"), output, token("c")])
+    assert socket.messages == [tokens("a", "c", others=[output])]
+
+
+def test_two_outputs_of_one_request_in_a_step_keep_their_order():
+    socket = Socket()
+    outputs = [token("a", queue_s=0.5, prefill_s=0.25), token("a"), token("b")]
+    Origins(lambda _name: socket, "0", 2).send_outputs(outputs)
+    assert socket.messages == [Outputs(outputs)]
 
 
 def test_who_holds_places_is_told_to_all_when_it_changes():
@@ -119,9 +148,10 @@ def test_the_limit_and_the_shares_hold_for_all_processes_together():
     assert (engine.core.added, engine.core.aborted) == (["h0", "h1", "n"], ["h1"])
     engine.outputs(2)
     engine.origins.send_outputs([EngineOutput(request_id="h1", finish_reason="abort"), token("n")])
-    loser, winner = engine.outputs(2)
+    [message] = engine.sockets["2"].take(Outputs)
+    [loser] = message.outputs
     assert (loser.request_id, loser.finish_reason, loser.overloaded) == ("h1", "error", True)
-    assert winner == token("n")
+    assert message == tokens("n", others=[loser])
     engine.add(1, "late", "third")  # three clients, two places: nobody has a share
     assert [output.request_id for output in engine.outputs(1)] == ["late"]
 

@@ -14,6 +14,7 @@ import pytest
 from fastapi import FastAPI
 
 from engine.errors import OrderError, RequestError
+from engine.inlet import Inlet
 from engine.types import (
     CallOff,
     EngineInfo,
@@ -89,14 +90,14 @@ class FakeEngine:
         names = (name for name in EngineStats.__struct_fields__ if name.startswith("num_"))
         return EngineStats(**{name: 0 for name in names} | {"num_running": len(self.running), "step_sizes": [0] * 14})
 
-    def submit(self, request: EngineRequest, deliver: Callable[[EngineOutput], None]) -> None:
+    def submit(self, request: EngineRequest, inlet: Inlet) -> None:
         try:
             check_request(request, LIMITS)
         except RequestError as error:
-            deliver(refusal_output(request.request_id, error))
+            inlet.put(refusal_output(request.request_id, error))
             return
         self.requests.append(request)
-        playing = self._play(self._steps(request), deliver)
+        playing = self._play(self._steps(request), inlet)
         self.running[request.request_id] = asyncio.ensure_future(playing)
 
     def drop(self, request_id: str) -> None:
@@ -122,12 +123,12 @@ class FakeEngine:
         self.requests.clear()
         self.aborted.clear()
 
-    async def _play(self, steps: list[EngineOutput], deliver: Callable[[EngineOutput], None]) -> None:
+    async def _play(self, steps: list[EngineOutput], inlet: Inlet) -> None:
         for step in steps:
             await asyncio.sleep(self.delay_s)
             if step is steps[-1]:
                 del self.running[step.request_id]
-            deliver(step)
+            inlet.put(step)
 
     def _steps(self, request: EngineRequest) -> list[EngineOutput]:
         chunks = [[chunk] if isinstance(chunk, int) else list(chunk) for chunk in self.script(request)] or [[]]

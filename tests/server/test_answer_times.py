@@ -123,7 +123,7 @@ def test_gaps_of_single_tokens_are_observed_together_a_second_late_at_most(metri
         watch.on_news(news(0))
         for gap_s in (0.25, 0.5, 0.5, 0.125):
             clock.now_s += gap_s
-            watch.on_output(0, news(0)[0][1])
+            watch.on_token(5, clock.now_s)
             counts.append(histogram(metrics, "inter_token_seconds"))
     assert counts == [(0, 0), (0, 0), (3, 1.25), (3, 1.25)]
     assert histogram(metrics, "inter_token_seconds") == (4, 1.375)

@@ -145,8 +145,8 @@ def test_a_connection_that_has_closed_keeps_no_data_from_the_others():
         transports = [(await loop.connect_accepted_socket(asyncio.Protocol, ours))[0] for ours, _ in pairs]
         together = WrittenTogether()
         transports[0].abort()  # it is closed before the data is written
-        for transport in transports:
-            together.write(transport, b"token")
+        together.waiting += [(transport, b"token") for transport in transports]
+        together.write_soon()
         pairs[1][1].setblocking(False)
         received = await asyncio.wait_for(loop.sock_recv(pairs[1][1], 5), 5)
         transports[1].close()

@@ -18,18 +18,28 @@ class EndlessEngine:
 
     def __init__(self):
         self.aborted = []
-        self.deliver = {}
+        self.inlets = {}
 
-    def submit(self, asked, deliver):
+    def submit(self, asked, inlet):
         if asked.request_id == "fails":
-            deliver(EngineOutput(request_id="fails", finish_reason="error", error="broken"))
+            inlet.put(EngineOutput(request_id="fails", finish_reason="error", error="broken"))
             return
-        self.deliver[asked.request_id] = deliver
-        deliver(token_of(asked.request_id))
+        self.inlets[asked.request_id] = inlet
+        inlet.put(token_of(asked.request_id))
 
     def drop(self, request_id):
-        if self.deliver.pop(request_id, None) is not None:
+        if self.inlets.pop(request_id, None) is not None:
             self.aborted.append(request_id)
+
+
+class Taker:
+    """Takes by `take`; a token too, since it is an output like any other."""
+
+    def __init__(self, take):
+        self.take = take
+
+    def take_token(self, token_id, now_s):
+        return self.take(EngineOutput(request_id="a", token_ids=[token_id]))
 
 
 def token_of(request_id, finish_reason=None):
@@ -81,8 +91,8 @@ def test_a_request_that_is_stopped_ends_alone():
 def test_outputs_that_came_meanwhile_are_taken_together_and_in_order():
     async def use(engine):
         with RequestGroup(engine, [request("a", [1]), request("b", [1])]) as running:
-            engine.deliver["b"](token_of("b"))
-            engine.deliver["a"](token_of("a", "stop"))
+            engine.inlets["b"].put(token_of("b"))
+            engine.inlets["a"].put(token_of("a", "stop"))
             news = await running.take()
             assert [(index, output.finish_reason) for index, output in news] == [
                 (0, None),
@@ -93,7 +103,7 @@ def test_outputs_that_came_meanwhile_are_taken_together_and_in_order():
             waiting = asyncio.create_task(running.take())
             await asyncio.sleep(0)
             assert not waiting.done()
-            engine.deliver["b"](token_of("b", "length"))
+            engine.inlets["b"].put(token_of("b", "length"))
             assert [index for index, _ in await waiting] == [1]
             assert await running.take() == []
 
@@ -118,20 +128,27 @@ def test_an_error_given_from_outside_comes_after_the_outputs_that_are_there():
     assert run(use) == ["a", "b"]
 
 
-def test_only_outputs_that_are_waited_for_are_taken_without_waking_the_reader():
+@rows("is_token", False, True)
+def test_only_outputs_that_are_waited_for_are_taken_without_waking_the_reader(is_token):
+    def put(inlet):
+        if is_token:
+            inlet.put_token("a", 1, 0.0)
+        else:
+            inlet.put(token_of("a"))
+
     async def use(engine):
         taken = []
         with RequestGroup(engine, [request("a", [1])]) as running:
-            running.take_now = lambda output: output.finish_reason is None and not taken.append(output)
-            engine.deliver["a"](token_of("a"))
+            running.taker = Taker(lambda output: output.finish_reason is None and not taken.append(output))
+            put(engine.inlets["a"])
             assert len(await running.take()) == 2
             assert not taken  # the reader had not asked yet
             waiting = asyncio.create_task(running.take())
             await asyncio.sleep(0)
-            engine.deliver["a"](token_of("a"))
+            put(engine.inlets["a"])
             await asyncio.sleep(0)
             assert (len(taken), waiting.done()) == (1, False)
-            engine.deliver["a"](token_of("a", "stop"))
+            engine.inlets["a"].put(token_of("a", "stop"))
             assert [output.finish_reason for _, output in await waiting] == ["stop"]
 
     assert run(use) == []
@@ -151,15 +168,15 @@ def test_an_output_taken_as_the_wait_times_out_is_written_before_the_next_one(mo
             return output.finish_reason is None
 
         def deliver():
-            engine.deliver["a"](token_of("a"))
-            engine.deliver["a"](token_of("a", "stop"))
+            engine.inlets["a"].put(token_of("a"))
+            engine.inlets["a"].put(token_of("a", "stop"))
 
         async def read(answer):
             order.extend(output.finish_reason for _, output in await respond._next_news(answer, None))
 
         with RequestGroup(engine, [request("a", [1])]) as running:
             await running.take()
-            running.take_now = write_soon
+            running.taker = Taker(write_soon)
             reading = asyncio.create_task(read(SimpleNamespace(group=running, watch=SimpleNamespace(silence_s=0))))
             await asyncio.sleep(0)
             loop.call_later(0.02, deliver)
@@ -177,10 +194,10 @@ def test_an_error_while_taking_an_output_reaches_the_reader():
     async def use(engine):
         with RequestGroup(engine, [request("a", [1])]) as running:
             await running.take()
-            running.take_now = fail
+            running.taker = Taker(fail)
             waiting = asyncio.create_task(running.take())
             await asyncio.sleep(0)
-            engine.deliver["a"](token_of("a"))
+            engine.inlets["a"].put(token_of("a"))
             with pytest.raises(ValueError, match="of the taker"):
                 await waiting
 
