@@ -2,6 +2,7 @@
 
 Any number of analysis messages comes first. Then one message ends the turn: an answer on the final channel, or a call
 on the commentary channel. Preambles (commentary for the user) may come before it if the answer may be any text.
+Where a call is forced, two messages at most come first: a model that would rather answer begins analysis again and again.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,6 +10,9 @@ from collections.abc import Mapping, Sequence
 from engine.grammar_spec import Format, free_tokens, one_of, repeated, sequence, text, token
 from server.parsers.base import TokenBytes
 from server.structured.turn import CallRule, TurnRules
+
+
+_MOST_BEFORE_FORCED_CALL = 2
 
 
 class HarmonyGrammar:
@@ -31,7 +35,8 @@ class HarmonyGrammar:
             begins.append(self._message("commentary"))
         ends = [] if rules.must_call else [self._final(rules)]
         ends += [self._call(call) for call in rules.calls]
-        whole = sequence(repeated(one_of(*begins), 0, None), one_of(*ends))
+        most = _MOST_BEFORE_FORCED_CALL if rules.must_call else None
+        whole = sequence(repeated(one_of(*begins), 0, most), one_of(*ends))
         if opened == "assistant":
             return whole
         if opened == "assistant<|channel|>analysis<|message|>":

@@ -113,6 +113,8 @@ HARMONY_TURNS = [
     (JSON_TURN, "<|channel|>other<|message|>" + GOOD + "<|return|>", False),
     (MUST_CALL, THOUGHT + CALL.format("f", GOOD), True),
     (MUST_CALL, THOUGHT + PREAMBLE + CALL.format("g", GOOD), True),
+    (MUST_CALL, THOUGHT + THOUGHT + PREAMBLE + CALL.format("g", GOOD), False),
+    (MAY_CALL, THOUGHT + PREAMBLE + THOUGHT + PREAMBLE + CALL.format("g", GOOD), True),
     (MUST_CALL, CALL.format("f", GOOD).replace(" <|constrain|>json", ""), True),
     (MUST_CALL, CALL.format("f", GOOD).replace(" <|constrain|>", " "), True),
     (MUST_CALL, " to=functions.f<|channel|>commentary<|constrain|>json<|message|>" + GOOD + "<|call|>", True),
