@@ -11,7 +11,6 @@ from engine.grammar_spec import Format, free_tokens, one_of, repeated, sequence,
 from server.parsers.base import TokenBytes
 from server.structured.turn import CallRule, TurnRules
 
-
 _MOST_BEFORE_FORCED_CALL = 2
 
 
