@@ -2,7 +2,7 @@
 
 Any number of analysis messages comes first. Then one message ends the turn: an answer on the final channel, or a call
 on the commentary channel. Preambles (commentary for the user) may come before it if the answer may be any text.
-Where a call is forced, two messages at most come first: a model that would rather answer begins analysis again and again.
+Where a call is forced, two messages at most come first: a model that would rather answer would repeat its analysis.
 """
 
 from collections.abc import Mapping, Sequence
