@@ -30,6 +30,7 @@ import numpy as np
 from benchmarks import record
 from engine.client import EngineClient
 from engine.config import EngineConfig
+from engine.inlet import Inlet
 from engine.rank_client import RankedEngineClient
 from engine.step import StepBatch, StepRow
 from engine.types import EngineRequest, SamplingParams
@@ -60,7 +61,7 @@ async def run(tp, dp, num_sequences, num_tokens, most_seconds):
         ends = [loop.create_future() for _ in range(num_sequences * dp)]
         for index, end in enumerate(ends):
             request = EngineRequest(request_id=str(index), prompt_ids=[index % VOCAB_SIZE] * 4, sampling=sampling)
-            client.submit(request, lambda output, end=end: output.finish_reason and end.set_result(None))
+            client.submit(request, Inlet(lambda output, end=end: output.finish_reason and end.set_result(None)))
         await asyncio.wait(ends, timeout=most_seconds)
         cpu_s = time.process_time() - cpu_s
         await asyncio.sleep(1.0)
