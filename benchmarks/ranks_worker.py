@@ -26,6 +26,7 @@ class NullModel:
     can_compile_ahead = False
     moe_layers = ()
     balance = None
+    asks_num_live = False
     dtype, device = torch.float32, torch.device("cpu")
 
     def __init__(self):

@@ -299,9 +299,9 @@ class EngineCore:
         step_s = end_s - max(launched.start_s, self._last_end_s)
         self._last_end_s = end_s
         if self._pace is not None and any(result.row and result.row.token is not None for result in results):
-            num_decodes = sum(chunk.num_tokens == 1 for chunk in launched.chunks)
-            num_prompt_tokens = sum(chunk.num_tokens for chunk in launched.chunks) - num_decodes
-            self._pace.observe(num_decodes=num_decodes, num_prompt_tokens=num_prompt_tokens, step_s=step_s)
+            self._pace.observe(
+                num_decodes=launched.num_decodes, num_prompt_tokens=launched.num_prompt_tokens, step_s=step_s
+            )
 
     def _apply_one(self, chunk: Chunk, row: RowResult | None) -> EngineOutput | None:
         seq = chunk.seq

@@ -59,6 +59,10 @@ class PageBuffers:
         if num_tokens < num_tokens_before:  # tokens no longer in use must not write to pages that others own now
             self.slots_M[num_tokens:num_tokens_before] = self._spare_slot
 
+    def clear(self, num_tokens_before: int) -> None:
+        """No token writes to a page of a request."""
+        self.slots_M[:num_tokens_before] = self._spare_slot
+
 
 class StepBuffers:
     """What every captured step reads: ids and positions of tokens, lengths of rows, slots and pages."""
@@ -93,6 +97,15 @@ class StepBuffers:
             if step is not None:
                 buffers.fill(step, self.num_live_tokens)
         self.num_live_tokens, self.num_live_rows = num_tokens, num_rows
+
+    def clear(self) -> None:
+        """As in a step without any request."""
+        if self._num_live is not None:
+            self._num_live.fill_(0)
+        self.lens_M[: self.num_live_rows] = 1
+        for buffers in self.pages:
+            buffers.clear(self.num_live_tokens)
+        self.num_live_tokens = self.num_live_rows = 0
 
     def batch(
         self,
@@ -141,7 +154,7 @@ class GraphSettings:
         """Buffers for steps of up to so many tokens and rows."""
         return StepBuffers(
             max_tokens=max_tokens, max_rows=max_rows, max_model_len=self.max_model_len, page_size=self.page_size,
-            spare_page=self.spare_page, is_sliding=self.is_sliding, counts_live=self.model.balance is not None,
+            spare_page=self.spare_page, is_sliding=self.is_sliding, counts_live=self.model.asks_num_live,
             device=self.model.device,
         )  # fmt: skip
 
@@ -270,3 +283,10 @@ class DecodeGraphs:
         self._settings.model.prepare_replay()
         self._graphs[size].replay((1,) * size, batch.seq_lens + (1,) * (size - batch.num_tokens))
         return self._settings.logits_MV[: batch.num_tokens]
+
+    def run_idle(self, max_rank_tokens: int) -> None:
+        """Take part in a decode step of other ranks, with padding alone."""
+        size = self.size_for(max_rank_tokens)
+        self.buffers.clear()
+        self._settings.model.prepare_replay()
+        self._graphs[size].replay((1,) * size, (1,) * size)

@@ -24,11 +24,26 @@ _T = TypeVar("_T")
 
 @dataclass(slots=True)
 class LaunchedStep:
-    """A step in flight, or the error of its launch."""
+    """A step in flight, or the error of its launch.
+
+    `max_rank_tokens`: of the rank that has most, where ranks run the step together and some rank has a prompt; else 0.
+    """
 
     chunks: list[Chunk]
     start_s: float
     pending: Pending | Exception
+    max_rank_tokens: int = 0
+
+    @property
+    def num_decodes(self) -> int:
+        """Requests of this rank that go on by one token."""
+        return sum([chunk.num_tokens == 1 for chunk in self.chunks])
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of prompts, of the rank that has most: the others wait for it."""
+        num_tokens = sum([chunk.num_tokens for chunk in self.chunks])
+        return max(num_tokens, self.max_rank_tokens) - self.num_decodes
 
 
 class ChunkResult(msgspec.Struct, frozen=True, eq=False):

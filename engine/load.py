@@ -24,7 +24,7 @@ from engine.model_settings import (
     rank_device_name,
 )
 from engine.page_needs import PageNeeds
-from engine.prompt_graphs import PromptGraphs
+from engine.prompt_graphs import PromptGraphs, most_tokens
 from engine.runner import Model, ModelRunner
 from engine.step_pace import StepPace
 from engine.types import EngineInfo, LayerCheck
@@ -210,7 +210,9 @@ def _choose_pages(
     if model.device.type == "cuda":
         aside_bytes = sampling_bytes(config.max_num_seqs, model.vocab_size)
         if uses_graphs:
-            aside_bytes += graph_bytes(config.max_num_seqs, model.vocab_size, config.tensor_parallel_size)
+            aside_bytes += graph_bytes(
+                config.max_num_seqs, model.vocab_size, config.tensor_parallel_size, config.num_ranks
+            )
         return choose_cuda_pages(
             layout,
             device=model.device,
@@ -251,8 +253,10 @@ def _make_graphs(
         spare_page=spare_page,
         is_sliding=runner.is_sliding,
     )
-    has_prompts = config.moe_a2a_backend == "none"
-    return DecodeGraphs(settings), PromptGraphs(settings, max_tokens=step_tokens) if has_prompts else None
+    if config.moe_a2a_backend != "none":
+        return DecodeGraphs(settings), None
+    max_tokens = min(step_tokens, most_tokens(config.num_ranks))
+    return DecodeGraphs(settings), PromptGraphs(settings, max_tokens=max_tokens)
 
 
 def _capture_graphs(

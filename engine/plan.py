@@ -67,6 +67,7 @@ def plan_engine(config: EngineConfig, gpu: Gpu | None) -> tuple[MemoryPlan, int]
             max_model_len=max_model_len,
             uses_graphs=not config.enforce_eager and _are_capturable(sizes),
             tp_size=config.tensor_parallel_size,
+            num_ranks=config.num_ranks,
             num_pages=config.num_pages,
         )
     return plan, min(max_model_len, plan.num_kv_tokens) if plan.num_pages else max_model_len

@@ -103,7 +103,8 @@ class RankedExecutor(StepExecutor):
         )
         ranks.steps.send(step)  # first, since those who follow take part in what comes before the step, too
         self.rounds.before_step()
-        return LaunchedStep(chunks, start_s, launch(self.runner, step))
+        prompt_tokens = 0 if agreed.all_ranks_decode or ranks.dp_size == 1 else agreed.max_rank_tokens
+        return LaunchedStep(chunks, start_s, launch(self.runner, step), max_rank_tokens=prompt_tokens)
 
     def rest(self) -> None:
         """Nothing: the ranks have rested together when they agreed that nobody has work."""

@@ -50,6 +50,10 @@ class Model(Protocol):
     balance: ExpertBalance | None
 
     @property
+    def asks_num_live(self) -> bool:
+        """Whether captured steps have to say how many of their tokens are not padding (`ForwardBatch.num_live`)."""
+
+    @property
     def moe_layers(self) -> ListLike[MoePath]:
         """Empty for a model without experts."""
 
@@ -140,9 +144,12 @@ class ModelRunner:
     def run_idle(self, max_rank_tokens: int, all_ranks_decode: bool) -> None:
         """Take part in a step for which this rank has no tokens; the arguments are what the ranks agreed on."""
         if self.graphs is not None and all_ranks_decode:
-            max_rank_tokens = self.graphs.size_for(max_rank_tokens)
-        elif self.prompt_graphs is not None:
+            self.graphs.run_idle(max_rank_tokens)
+            return
+        if self.prompt_graphs is not None:
             max_rank_tokens = self.prompt_graphs.agreed_tokens(max_rank_tokens)
+            if self.prompt_graphs.run_idle(max_rank_tokens):
+                return
         self.model.run_idle(max_rank_tokens, all_ranks_decode)
 
     def make_batch(self, step: StepBatch) -> ForwardBatch:

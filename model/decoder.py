@@ -149,6 +149,11 @@ class Model(nn.Module):
         return next((reason for reason in reasons if reason is not None), None)
 
     @property
+    def asks_num_live(self) -> bool:
+        """Whether a layer has to know how many tokens of a captured step are not padding."""
+        return self.balance is not None or any(layer.gathers_tokens for layer in self.moe_layers)
+
+    @property
     def can_compile_ahead(self) -> bool:
         """Whether a step harms nothing while Triton kernels are only compiled.
 

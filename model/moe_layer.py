@@ -23,7 +23,7 @@ from moe.group import Group
 from moe.overlap import SideStream
 from moe.registry import load_backend
 from moe.replicas import NO_TABLES, ExpertTables, count_and_place
-from moe.routing import TopKOutput, route
+from moe.routing import TopKOutput, drop_padding, route
 
 
 class Gate(nn.Module):
@@ -176,7 +176,10 @@ class MoeLayer(nn.Module):
 
     @property
     def gathers_tokens(self) -> bool:
-        """Whether `forward` has to know how many tokens the rank with the most of them has."""
+        """Whether `forward` has to know how many tokens the rank with the most of them has.
+
+        Such a rank computes experts for the padding of all ranks, unless their routing says that it is padding.
+        """
         return isinstance(self.dispatcher, GatheredDispatcher)
 
     def forward(
@@ -222,13 +225,15 @@ class MoeLayer(nn.Module):
             gate = self.gate
             routed: TopKOutput = self._router.route(
                 x_TH, gate.weight_bf16, gate.bias, self.routing, self.correction_bias_E, logits_dtype=gate.out_dtype,
-                tables=self.tables, num_live=num_live, first_token=first_token,
+                tables=self.tables, num_live=num_live, first_token=first_token, drops_padding=self.gathers_tokens,
             )  # fmt: skip
             return routed
         logits_TE = self.gate(x_TH)
         if self.routes_inside:
             return BypassedTopK(logits_TE, self.routing, self.correction_bias_E)
         topk = route(logits_TE, self.routing, self.correction_bias_E)
+        if self.gathers_tokens and num_live is not None:
+            topk = drop_padding(topk, num_live, first_token)
         if self.tables is NO_TABLES:
             return topk
         placed: TopKOutput = self._count_and_place(topk, self.tables, num_live, first_token)

@@ -69,6 +69,15 @@ def route(
     return StandardTopK(weights_TK, ids_TK.to(torch.int32))
 
 
+def drop_padding(topk: StandardTopK, num_live: torch.Tensor, first_token: int = 0) -> StandardTopK:
+    """The routing with -1 for the experts of padding: the tokens of the step from `num_live`, int32 [1], on.
+
+    `first_token` is the place in the step of the first token here.
+    """
+    tokens_T1 = torch.arange(topk.ids.shape[0], device=topk.ids.device)[:, None] + first_token
+    return StandardTopK(topk.weights, torch.where(tokens_T1 < num_live, topk.ids, -1))
+
+
 def _scores(logits_TE: torch.Tensor, method: RoutingMethod) -> torch.Tensor:
     if method is RoutingMethod.SIGMOID_GROUPED:
         return torch.sigmoid(logits_TE)

@@ -85,11 +85,12 @@ def _choose(
     E: tl.constexpr, E_PAD: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr, G: tl.constexpr, KEPT: tl.constexpr,
     BLOCK_T: tl.constexpr, IS_SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_CORRECTION: tl.constexpr, ROUND_TO_BF16: tl.constexpr,
-    COUNTS: tl.constexpr, HAS_LIVE: tl.constexpr, PLACES: tl.constexpr,
+    DROPS: tl.constexpr, COUNTS: tl.constexpr, HAS_LIVE: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
     """Write the ids of the K largest logits or corrected scores (ties to the lowest id), or their slots; their weights.
 
-    ROUND_TO_BF16: the logits are rounded before. The last three constants are those of `replicas.place`.
+    ROUND_TO_BF16: the logits are rounded before. DROPS: padding gets -1 in place of ids. The last three constants are
+    those of `replicas.place`.
     """
     e = tl.arange(0, E_PAD)
     k = tl.arange(0, K_PAD)
@@ -124,6 +125,8 @@ def _choose(
         weights_TK = weights_TK / tl.sum(weights_TK, 1)[:, None]
     out = t[:, None] * K + k[None, :]
     mask_TK = (t < num_tokens)[:, None] & (k < K)[None, :]
+    if DROPS:
+        ids_TK = tl.where((t + first_token < tl.load(live_ptr))[:, None], ids_TK, -1)
     if COUNTS or PLACES:
         t_TK = t[:, None] + tl.zeros_like(ids_TK)
         ids_TK = place(
@@ -140,7 +143,7 @@ def _route(
     H: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr,
     G: tl.constexpr, KEPT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, IS_SIGMOID: tl.constexpr,
     NORMALIZE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_CORRECTION: tl.constexpr, ROUND_TO_BF16: tl.constexpr,
-    COUNTS: tl.constexpr, HAS_LIVE: tl.constexpr, PLACES: tl.constexpr,
+    DROPS: tl.constexpr, COUNTS: tl.constexpr, HAS_LIVE: tl.constexpr, PLACES: tl.constexpr,
     IS_SPLIT: tl.constexpr, USE_PDL: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """Logits of BLOCK_T tokens, then their experts. Grid: (blocks of T, S).
@@ -172,7 +175,7 @@ def _route(
             logits_TE, bias_ptr, correction_ptr, ids_ptr, weights_ptr, counts_ptr, table_ptr, live_ptr,
             t, num_tokens, first_token, factor,
             E, E_PAD, K, K_PAD, G, KEPT, BLOCK_T, IS_SIGMOID, NORMALIZE, HAS_BIAS, HAS_CORRECTION, ROUND_TO_BF16,
-            COUNTS, HAS_LIVE, PLACES,
+            DROPS, COUNTS, HAS_LIVE, PLACES,
         )  # fmt: skip
     else:
         mask_TE = is_token_T[:, None] & (e < E)[None, :]
@@ -189,7 +192,7 @@ def _route(
                 logits_TE, bias_ptr, correction_ptr, ids_ptr, weights_ptr, counts_ptr, table_ptr, live_ptr,
                 t, num_tokens, first_token, factor,
                 E, E_PAD, K, K_PAD, G, KEPT, BLOCK_T, IS_SIGMOID, NORMALIZE, HAS_BIAS, HAS_CORRECTION, ROUND_TO_BF16,
-                COUNTS, HAS_LIVE, PLACES,
+                DROPS, COUNTS, HAS_LIVE, PLACES,
             )  # fmt: skip
 
 
@@ -217,11 +220,13 @@ def route(
     tables: ExpertTables = NO_TABLES,
     num_live: torch.Tensor | None = None,
     first_token: int = 0,
+    drops_padding: bool = False,
 ) -> StandardTopK:
     """`moe.routing.route` of `x @ weight.T + bias` in `logits_dtype`, fp32 or bf16, for rules that `can_route` accepts.
 
-    x and weight are bf16, their products are summed in fp32 whatever the dtype of the logits. Biases are fp32. The last
-    three arguments are those of `moe.replicas.count_and_place`, which the same kernel does.
+    x and weight are bf16, their products are summed in fp32 whatever the dtype of the logits. Biases are fp32.
+    `drops_padding`: also what `moe.routing.drop_padding` does, where there is `num_live`. The three arguments before it
+    are those of `moe.replicas.count_and_place`, which the same kernel does.
     """
     num_tokens, hidden = x_TH.shape
     num_experts = config.num_experts
@@ -245,7 +250,7 @@ def route(
         K_PAD=triton.next_power_of_2(config.top_k), G=config.num_groups if is_sigmoid else 1,
         KEPT=config.num_kept_groups, BLOCK_T=block_t, BLOCK_H=tile.block_h, IS_SIGMOID=is_sigmoid,
         NORMALIZE=config.normalize, HAS_BIAS=bias_E is not None, HAS_CORRECTION=correction_bias_E is not None,
-        ROUND_TO_BF16=logits_dtype is torch.bfloat16, IS_SPLIT=is_split,
+        ROUND_TO_BF16=logits_dtype is torch.bfloat16, DROPS=drops_padding and num_live is not None, IS_SPLIT=is_split,
         INTERPRET=bool(triton.knobs.runtime.interpret), num_warps=tile.num_warps, num_stages=tile.num_stages,
         **pdl_options(x_TH.device), **table_arguments(tables, num_live, ids_TK),
     )  # fmt: skip

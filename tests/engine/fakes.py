@@ -32,6 +32,7 @@ class FakeModel:
         self.kv_specs = [KvLayerSpec(num_heads=1, key_dim=1, value_dim=1)] * 2
         self.moe_layers = []
         self.balance = None
+        self.asks_num_live = False
         self.can_compile_ahead = False
         self.dtype = torch.float32
         self.device = torch.device("cpu")

@@ -12,7 +12,7 @@ from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.cuda_graphs import DecodeGraphs, GraphSettings, capture_all, graph_sizes
 from engine.errors import EngineConfigError
-from engine.prompt_graphs import PromptSize, prompt_sizes
+from engine.prompt_graphs import PromptSize, most_tokens, prompt_sizes
 from tests.engine.fakes import FakeModel
 from tests.engine.requests import request, run_all, tokens_of
 from tests.tables import rows
@@ -191,6 +191,12 @@ def test_sizes_of_steps_with_prompts(monkeypatch):
     sizes = prompt_sizes(256, 1024)
     assert sizes == sorted(set(sizes))
     assert max(sizes) == (1024, 257)
+    more = prompt_sizes(256, most_tokens(2))
+    assert more[: len(sizes)] == sizes
+    assert max(more) == (4096, 257)
+    assert {size.num_rows for size in more[len(sizes) :]} == {64, 257}, "padded rows cost little there"
+    assert prompt_sizes(4, 4096)[-1] == (4096, 5)
+    assert most_tokens(1) == 1024
     assert prompt_sizes(256, 63) == [], "a context too short for the smallest"
     assert all(size.num_rows < size.num_tokens for size in sizes), "the first row is a prompt"
     graphs = core_with_graphs(monkeypatch, max_num_seqs=100)._runner.prompt_graphs
@@ -202,6 +208,23 @@ def test_sizes_of_steps_with_prompts(monkeypatch):
         assert graphs.size_for(step) == want
     assert graphs.size_for(replace(step, input_ids_T=row.expand(1025))) is None
     assert graphs.size_for(replace(step, logit_rows_R=row.expand(102))) is None, "log-probabilities of a prompt"
+
+
+def test_a_rank_without_tokens_replays_padding_that_touches_no_request(monkeypatch):
+    core = core_with_graphs(monkeypatch, max_num_seqs=4)
+    runner, graphs = core._runner, core._runner.prompt_graphs
+    run_all(core, [request("a", list(range(20)), 3, ignore_eos=True), request("b", [1, 2], 3, ignore_eos=True)])
+    before = {size: graph.num_replays for size, graph in graphs._graphs.items()}
+    runner.run_idle(64, False)
+    [size] = [size for size, graph in graphs._graphs.items() if graph.num_replays > before[size]]
+    batch = graphs._graphs[size].batch
+    assert batch.num_tokens == 64
+    assert set(batch.slots_T.tolist()) == {graphs._settings.spare_page * 4}
+    assert batch.query_start_B1.tolist() == [0, *(64,) * size.num_rows], "the first row has all tokens"
+    assert batch.seq_lens_B.tolist() == [64, *(1,) * (size.num_rows - 1)]
+    runner.run_idle(3, True)
+    assert set(runner.graphs.buffers.pages[0].slots_M.tolist()) == {graphs._settings.spare_page * 4}
+    assert set(runner.graphs.buffers.lens_M.tolist()) == {1}
 
 
 def test_graphs_are_for_gpus_and_paths_that_can_be_captured(monkeypatch, caplog):

@@ -151,10 +151,16 @@ def test_data_parallel_ranks_pad_a_mixed_step_to_the_same_tokens(monkeypatch):
         def run_idle(self, max_rank_tokens, all_ranks_decode):
             padded.append(max_rank_tokens)
 
+    class Noted:
+        def replay(self, query_lens, seq_lens):
+            padded.append(sum(query_lens))
+
     def rank(query_lens, most=100, **options):
         runner = core_with_graphs(monkeypatch, max_num_seqs=64, max_num_batched_tokens=2048, num_pages=64)._runner
         runner.model = Eager()
-        runner.prompt_graphs.run = lambda batch, size: padded.append(size.num_tokens)
+        graphs = runner.prompt_graphs
+        graphs.run = lambda batch, size: padded.append(size.num_tokens)
+        graphs._graphs = dict.fromkeys(graphs.sizes, Noted())
         if query_lens:
             runner._run_mixed(runner.make_batch(step_of(query_lens, most, **options)))
         else:
@@ -192,7 +198,7 @@ def test_captured_steps_say_how_many_tokens_are_live(monkeypatch):
     assert settings.buffers(8, 8).batch(
         (1,), query_start_B1=torch.zeros(2), logit_rows_R=torch.zeros(1), all_ranks_decode=True
     ).num_live is None, "nobody asks"  # fmt: skip
-    settings.model.balance = FakeBalance()
+    settings.model.asks_num_live = True
     buffers = settings.buffers(8, 8)
     batch = buffers.batch((1,) * 4, query_start_B1=torch.zeros(5), logit_rows_R=torch.zeros(4), all_ranks_decode=True)
     few = replace(

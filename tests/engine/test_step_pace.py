@@ -1,12 +1,14 @@
 """The time of a step is bounded while streams decode (G84). Devices are models of time; nothing here reads a clock."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.errors import EngineConfigError
+from engine.executor import LaunchedStep
 from engine.step_pace import MIN_PROMPT_TOKENS, StepPace
 from tests.engine.fakes import FakeModel
 from tests.engine.requests import request
@@ -202,3 +204,15 @@ def test_a_step_takes_as_long_as_the_device_needs_and_the_host_is_hidden(monkeyp
     assert len(times) == 20
     assert times[1:] == pytest.approx([step_s] * 19)
     assert simulated.now_s - start_s == pytest.approx(20 * step_s + (0.002 if overlap else 0))
+
+
+@pytest.mark.parametrize(
+    ("own", "of_the_largest_rank", "want"),
+    [([1, 1, 30], 0, 30), ([1, 1, 30], 20, 30), ([1, 1, 30], 500, 498), ([1] * 4, 500, 496), ([1] * 4, 0, 0)],
+)
+def test_ranks_count_the_prompts_of_the_rank_that_all_wait_for(own, of_the_largest_rank, want):
+    """A rank with 30 tokens beside one with 500 would otherwise take its tokens for slow, and read fewer and fewer."""
+    chunks = [SimpleNamespace(num_tokens=num_tokens) for num_tokens in own]
+    launched = LaunchedStep(chunks, 0.0, None, max_rank_tokens=of_the_largest_rank)
+    assert launched.num_prompt_tokens == want
+    assert launched.num_decodes == own.count(1)

@@ -8,7 +8,7 @@ from moe.config import RoutingConfig, RoutingMethod
 from moe.kernels import replicas, router
 from moe.placement import plan_placement
 from moe.replicas import ExpertTables, count_and_place, slot_table
-from moe.routing import StandardTopK, route
+from moe.routing import StandardTopK, drop_padding, route
 
 G = torch.Generator().manual_seed(3)
 E = 12
@@ -41,7 +41,9 @@ def kernel_fault(num_tokens: int, num_live: int | None, first_token: int, **part
     return differs(got, own, count_and_place(topk, reference, live, first_token), reference)
 
 
-def router_fault(config: RoutingConfig, num_tokens: int, num_live: int | None, **parts: bool) -> bool:
+def router_fault(
+    config: RoutingConfig, num_tokens: int, num_live: int | None, *, drops: bool = False, **parts: bool
+) -> bool:
     """Small integers, so that sums are exact; few of them for scores, which else would all be one."""
     num_experts, is_grouped = config.num_experts, config is GROUPED
     x = torch.randint(-2, 3, (num_tokens, 200), generator=G).bfloat16()
@@ -50,8 +52,13 @@ def router_fault(config: RoutingConfig, num_tokens: int, num_live: int | None, *
     correction = torch.randint(-3, 4, (num_experts,), generator=G) / 4 if is_grouped else None
     live = None if num_live is None else torch.tensor([num_live], dtype=torch.int32)
     own, reference = tables(num_experts, **parts), tables(num_experts, **parts)
-    got = router.route(x, weight, None, config, correction, tables=own, num_live=live, first_token=2)
-    want = count_and_place(route(x.float() @ weight.float().T, config, correction), reference, live, 2)
+    got = router.route(
+        x, weight, None, config, correction, tables=own, num_live=live, first_token=2, drops_padding=drops
+    )
+    want = route(x.float() @ weight.float().T, config, correction)
+    if drops and live is not None:
+        want = drop_padding(want, live, 2)
+    want = count_and_place(want, reference, live, 2)
     return differs(got, own, want, reference)
 
 
@@ -67,8 +74,12 @@ def main() -> None:
         faults[f"kernel {name}, a slice with padding"] = kernel_fault(100, 90, 40, **parts)
         faults[f"router {name}, in parts"] = router_fault(SOFTMAX, 5, 4, **parts)
         faults[f"router {name}, whole"] = router_fault(SOFTMAX, 1100, None, **parts)
+        faults[f"router {name}, without padding"] = router_fault(SOFTMAX, 40, 10, drops=True, **parts)
         faults[f"router with groups {name}, in parts"] = router_fault(GROUPED, 5, 4, **parts)
         faults[f"router with groups {name}, whole"] = router_fault(GROUPED, 1100, 1000, **parts)
+    none = {"counts": False, "places": False}
+    faults["router without padding, in parts"] = router_fault(SOFTMAX, 5, 4, drops=True, **none)
+    faults["router without padding, whole"] = router_fault(GROUPED, 1100, 0, drops=True, **none)
     print(json.dumps(faults))
 
 
