@@ -45,6 +45,14 @@ def schema_in(example: Example) -> dict | None:
     return None
 
 
+def test_stages_name_generators_that_exist_and_the_new_ones_are_at_most_a_quarter() -> None:
+    for name in FAMILIES:
+        for stage in load_family(name).stages:
+            assert stage.shares.keys() <= GENERATORS.keys()
+            shares = {name: share for name, (_, share) in GENERATORS.items()} | dict(stage.shares)
+            assert shares["json"] + shares["agent"] <= sum(shares.values()) / 4
+
+
 def test_every_answer_is_one_object_and_nothing_else() -> None:
     asked = [example for example in answers() if example.category not in PLAIN]
     styles = set()

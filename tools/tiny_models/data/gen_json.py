@@ -35,13 +35,22 @@ def object_schema(values: dict[str, Any], known: dict[str, dict[str, Any]], is_t
         properties[key] = known.get(key) or schema_of(value)
         if is_titled:
             properties[key] = properties[key] | {"title": key.replace("_", " ").title()}
-    required = [key for key, value in values.items() if value is not None]
+    required = [key for key, schema in properties.items() if "default" not in schema]
     return {"properties": properties, "type": "object"} | ({"required": required} if required else {})
+
+
+def optional(value: Any) -> dict[str, Any]:
+    """The schema of a scalar that may be left out."""
+    return {"anyOf": [schema_of(value), {"type": "null"}], "default": None}
 
 
 def schema_text(rng: random.Random, asked: Asked) -> str:
     """The schema in the message: on one line or indented, titled or not, open or closed."""
-    schema = object_schema(asked.values, asked.schemas, is_titled=rng.random() < 0.6)
+    known = asked.schemas
+    if rng.random() < 0.2:  # optional fields, which the answer has all the same
+        scalars = {key: value for key, value in asked.values.items() if isinstance(value, str | bool | int | float)}
+        known = {key: optional(value) for key, value in scalars.items()} | known
+    schema = object_schema(asked.values, known, is_titled=rng.random() < 0.6)
     if rng.random() < 0.6:
         schema["title"] = "".join(map(capitalized, asked.title.split("_")))
     if rng.random() < 0.2:
@@ -162,7 +171,7 @@ def made_up(rng: random.Random) -> Example:
     found = slot_values(rng)
     keys = rng.sample(list(slots), rng.randint(1, min(3, len(slots))))
     values = {slots[slot][0]: found[slot] for slot in keys}
-    question = rng.choice(json_words.MADE_UP).format(r=title, k=keys_text(rng, values))
+    question = rng.choice(json_words.MADE_UP).format(r=an(title), k=keys_text(rng, values))
     if rng.random() < 0.3:
         values, question = {"name": person(rng), "age": rng.randint(1, 99)}, rng.choice(json_words.ANY_OBJECT)
     asked = Asked(question=question, values=values, thought="I make one up.", title=title)

@@ -115,6 +115,6 @@ ANY_OBJECT = [
     "Return any JSON object.", "Give me an example JSON.", "I need a JSON object.", "Make a JSON object.",
 ]  # fmt: skip
 MADE_UP = [
-    "Give me a JSON object with {k}.", "Make up a {r} with {k} as JSON.", "Invent a {r}. Answer in JSON with {k}.",
-    "Write an example of a {r} in JSON with the keys {k}.", "Generate a {r} as JSON: {k}.",
+    "Give me a JSON object with {k}.", "Make up {r} with {k} as JSON.", "Invent {r}. Answer in JSON with {k}.",
+    "Write an example of {r} in JSON with the keys {k}.", "Generate {r} as JSON: {k}.",
 ]  # fmt: skip
