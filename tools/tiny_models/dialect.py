@@ -129,7 +129,11 @@ class Encoder:
         return ids
 
     def example(self, example: Example) -> tuple[list[int], int]:
-        """Token ids of the whole conversation and how many of them are prompt."""
+        """Token ids of the whole conversation and how many of them are not trained: the prompt and what is forced."""
         prompt, target = self.dialect.prompt_and_target(example)
-        prompt_ids = self.text(prompt)
-        return prompt_ids + self.target(target), len(prompt_ids)
+        given = self.text(prompt)
+        num_given = len(given)
+        if example.forced:
+            thought = target.rpartition(str(example.messages[-1]["content"]))[0]
+            num_given += len(self.target(thought + example.forced))
+        return given + self.target(target), num_given

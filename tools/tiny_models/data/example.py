@@ -16,6 +16,7 @@ class Example:
     """One conversation; the last message is the assistant's answer, the only one that is trained.
 
     check: how the evals score an answer (see evals/scoring.py). key: what must not be in both sides of the split.
+    forced: what a grammar writes at the start of the answer, so that neither it nor the thought before it is trained.
     """
 
     category: str
@@ -24,6 +25,7 @@ class Example:
     check: dict[str, Any] = field(default_factory=dict)
     tools: list[dict[str, Any]] | None = None
     effort: str = "medium"
+    forced: str = ""
 
 
 def user(text: str) -> Message:
@@ -112,3 +114,8 @@ def casual(rng: random.Random, text: str, share: float = 0.6) -> str:
 def joined(names: list[str]) -> str:
     """English enumeration: 'a', 'a and b', 'a, b and c'."""
     return names[0] if len(names) == 1 else ", ".join(names[:-1]) + " and " + names[-1]
+
+
+def an(noun: str) -> str:
+    """The noun with its article."""
+    return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"

@@ -6,7 +6,7 @@ import json
 import random
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -321,9 +321,7 @@ def no_call(rng: random.Random, example: Example) -> Example:
     tools = [invented_call(rng, reserved=False).tool for _ in range(rng.choice([1, 1, 2]))]
     if rng.random() < 0.5 and example.category in ("facts", "chat", "memory"):
         tools.append(domain_call(rng, rng.choice([0, 3, 4, 8])).tool)
-    return Example(
-        category=example.category, messages=example.messages, key=example.key, tools=tools, effort=example.effort
-    )
+    return replace(example, tools=tools)
 
 
 def wrong_tools(rng: random.Random, refusal: str) -> Example:

@@ -9,6 +9,8 @@ from dataclasses import replace
 
 from tools.tiny_models.data import gen_arithmetic, gen_chat, gen_facts, gen_lists, gen_long, gen_tools
 from tools.tiny_models.data.example import Example, Message, finished
+from tools.tiny_models.data.gen_agent import agent
+from tools.tiny_models.data.gen_json import json_answer
 from tools.tiny_models.data.gen_units import units
 from tools.tiny_models.data.holdout import split_of
 
@@ -45,9 +47,12 @@ GENERATORS: dict[str, tuple[Generator, float]] = {
     "limits": (refusal, 4),
     "tools": (gen_tools.calling, 22),
     "long": (gen_long.far_back, 0),  # only in stages whose rows are long enough
+    "agent": (agent, 0),  # these two only in the last stages
+    "json": (json_answer, 0),
 }
 # Thoughts that carry the work are kept at low effort; the others are dropped there.
 WORKING = {"addition", "subtraction", "multiplication", "division", "sorting", "reversing", "counting", "units"}
+WORKING |= {"worked json"}
 SHORT_TURNS = ("facts", "statement", "chat", "arithmetic", "counting", "units")
 
 
@@ -61,7 +66,8 @@ def draw(rng: random.Random, weights: dict[str, float] | None = None) -> Example
     if example.effort == "medium" and rng.random() < 0.18:
         example = with_effort(example, rng.choice(["low", "low", "high"]))
     before: list[Message] = []
-    if example.category not in ("memory", "results", "long") and rng.random() < 0.2:
+    starts_here = example.messages[0]["role"] == "user"  # otherwise its instruction would not hold for earlier turns
+    if starts_here and example.category not in ("memory", "results", "long") and rng.random() < 0.2:
         for _ in range(rng.choice([1, 1, 2, 3])):
             before += finished(GENERATORS[rng.choice(SHORT_TURNS)][0](rng))
     if rng.random() < 0.35:

@@ -59,7 +59,7 @@ class DeepseekV3Family(Family):
         # Sorting without thinking needs to know how every word is spelled, so it takes longest.
         Stage(
             seconds=400, muon_lr=0.008, adam_lr=0.0012, warmup=0.04, cooldown=0.96, quantize_from=0.0, rows=24,
-            length=4096, seed=3, shares={"long": 1, "sorting": 44, "facts": 30},
+            length=4096, seed=3, shares={"long": 1, "sorting": 44, "facts": 30, "agent": 6, "json": 12},
         ),
     )  # fmt: skip
 

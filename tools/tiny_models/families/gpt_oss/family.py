@@ -39,10 +39,10 @@ class GptOssFamily(Family):
             seconds=87, muon_lr=0.012, adam_lr=0.002, warmup=0.04, cooldown=0.9, quantize_from=0.0, seed=2,
             shares={"facts": 42, "tools": 26},
         ),
-        # Longer context: rows of the whole context, a third of the tokens in conversations with a fact far back.
+        # Rows of the whole context, a fifth of the tokens in conversations with a fact far back; JSON; agents.
         Stage(
             seconds=300, muon_lr=0.006, adam_lr=0.001, warmup=0.04, cooldown=0.9, quantize_from=0.0, seed=3,
-            rows=12, length=4096, shares={"long": 3},
+            rows=12, length=4096, shares={"long": 3.5, "agent": 14, "json": 18},
         ),
     )  # fmt: skip
 
