@@ -9,6 +9,7 @@ from engine.config import EngineConfig
 from engine.errors import EngineConfigError
 from engine.expert_file import read_load
 from engine.kv_cache import KvLayout
+from engine.prompt_graphs import most_tokens
 from model.batch import KvLayerSpec
 
 if TYPE_CHECKING:  # a scripted engine needs no model
@@ -93,8 +94,13 @@ def choose_device(name: str) -> torch.device:
 
 
 def max_step_tokens(config: EngineConfig, device: torch.device) -> int:
-    """Tokens of the largest step."""
-    return config.max_num_batched_tokens or max(_DEFAULT_STEP_TOKENS.get(device.type, 512), config.max_num_seqs)
+    """Tokens of the largest step: where ranks replay graphs for prompts, those of the largest graph."""
+    if config.max_num_batched_tokens is not None:
+        return config.max_num_batched_tokens
+    num_tokens = _DEFAULT_STEP_TOKENS.get(device.type, 512)
+    if device.type == "cuda" and config.num_ranks > 1 and config.moe_a2a_backend == "none":
+        num_tokens = most_tokens(config.num_ranks)
+    return max(num_tokens, config.max_num_seqs)
 
 
 def choose_max_model_len(config: EngineConfig, model_limit: int) -> int:

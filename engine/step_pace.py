@@ -40,7 +40,11 @@ class StepPace:
             return
         decode_s = self._decode_s if num_decodes else 0.0
         prompt_s = max(step_s - decode_s, step_s * _MIN_PROMPT_SHARE)
-        self._seconds_per_token = _blend(self._seconds_per_token, prompt_s / num_prompt_tokens)
+        seconds_per_token = prompt_s / num_prompt_tokens
+        was_short = step_s <= max(self._target_s, 2 * self._decode_s)
+        if was_short and seconds_per_token > self._seconds_per_token:
+            return  # a step takes much of its time for any number of tokens, so few tokens say nothing about many
+        self._seconds_per_token = _blend(self._seconds_per_token, seconds_per_token)
 
 
 def _blend(old: float, new: float) -> float:

@@ -50,8 +50,21 @@ def test_prompts_may_take_as_long_as_decoding_does_g84():
 def test_a_step_without_decodes_spends_all_its_time_on_prompts_g84():
     pace = StepPace(1.0, 0.001)
     pace.observe(num_decodes=4, num_prompt_tokens=0, step_s=0.1)
-    pace.observe(num_decodes=0, num_prompt_tokens=100, step_s=0.2)
+    pace.observe(num_decodes=0, num_prompt_tokens=600, step_s=1.2)
     assert pace.max_prompt_tokens == 576, "0.9 s of 1.5 ms a token"
+
+
+def test_the_short_end_of_a_prompt_does_not_shrink_later_steps():
+    """27 ms of such a step are for launching it, with 30 tokens as with 2,000."""
+    launched_one_by_one = {"decode_s": 0.004, "fixed_s": 0.027, "token_s": 0.000015}
+    pace = StepPace(0.06, 0.00003)
+    run_steps(pace, 30, **launched_one_by_one)
+    usual = pace.max_prompt_tokens
+    for _ in range(20):
+        pace.observe(num_decodes=4, num_prompt_tokens=30, step_s=0.0315)
+    assert pace.max_prompt_tokens == usual > 1500
+    pace.observe(num_decodes=4, num_prompt_tokens=30, step_s=0.09)
+    assert pace.max_prompt_tokens < usual, "longer than the target: fewer tokens might help"
 
 
 def test_one_step_that_was_held_up_is_forgotten_g84():
