@@ -2,7 +2,8 @@
 
 Tensor-parallel ranks divide both by rows of the vocabulary: DeepSeek-V3 has 1.9 GB in each, and a step looks up few
 rows, so the sum over ranks costs less than the room that every rank would lose.
-Shape letters: T tokens, V vocabulary, U rows of it on this rank, H hidden, R logit rows.
+Shape letters: T tokens, V vocabulary, U rows of it on this rank, S ranks, H hidden, R logit
+rows.
 """
 
 import torch
@@ -57,10 +58,15 @@ class OutputHead(nn.Module):
         """[R, H] to fp32 [R, V], which is `out` if one is given."""
         if self._tp.size == 1:
             return self._own_logits(x_RH, out_RV)
-        padded_RU = F.pad(self._own_logits(x_RH), (0, self._most_rows - self._num_rows))
-        by_rank = self._tp.all_gather(padded_RU).chunk(self._tp.size)
-        logits_RV = torch.cat(by_rank, dim=1)[:, : self._vocab_size].contiguous()
-        return logits_RV if out_RV is None else out_RV.copy_(logits_RV)
+        own_RU = self._own_logits(x_RH)
+        if self._num_rows < self._most_rows:
+            own_RU = F.pad(own_RU, (0, self._most_rows - self._num_rows))
+        logits_RV = own_RU.new_empty(x_RH.shape[0], self._vocab_size) if out_RV is None else out_RV
+        by_rank_SRU = self._tp.all_gather(own_RU).view(self._tp.size, *own_RU.shape)
+        for rank, part_RU in enumerate(by_rank_SRU):
+            columns_RU = logits_RV[:, rank * self._most_rows : (rank + 1) * self._most_rows]
+            columns_RU.copy_(part_RU[:, : columns_RU.shape[1]])
+        return logits_RV
 
     def _own_logits(self, x_RH: torch.Tensor, out_RU: torch.Tensor | None = None) -> torch.Tensor:
         """fp32 [R, U]."""
