@@ -58,9 +58,11 @@ MANY_STREAMS, FEW_STREAMS_PROMPT, MANY_STREAMS_PROMPT = 256, 1000, 512
 STREAMS_PER_PROCESS = 16  # of the client
 PROFILE_PAUSES_S, PROFILE_S = (0.2, 1.5), 0.4
 VOCAB_SIZE = 1024  # of random prompts: no model has fewer
-DP2 = ("--data-parallel-size", "2", "--expert-parallel-size", "2")
+# One HTTP process writes about 26,000 tokens a second there, fewer than two cards can.
+HTTP_PROCESSES = ("--api-workers", "3")
+DP2 = ("--data-parallel-size", "2", "--expert-parallel-size", "2", *HTTP_PROCESSES)
 LIMIT = ("--deepep-max-dispatch-tokens", "256", "--max-num-seqs", "256")
-ON_ONE = {"one": (), "one-counting": ("--expert-load",), "one-flashinfer": ("--attention-backend", "flashinfer")}
+ON_ONE = {"one": (), "one-workers": HTTP_PROCESSES, "one-flashinfer": ("--attention-backend", "flashinfer")}
 LAYOUTS: dict[str, tuple[str, ...]] = {
     **ON_ONE,
     "tp2": ("--tensor-parallel-size", "2"),
