@@ -182,8 +182,8 @@ def test_a_mixed_load_loses_nothing_and_frees_all_pages(layout):
             )
             assert {outputs[0].request_id: tokens_of(outputs) for outputs in runs} == expected(items)
             await until(lambda: is_idle(client.stats))
-            assert client._router._num_tokens == [0] * LAYOUTS[layout][1]
-            assert client._router._num_requests == [0] * LAYOUTS[layout][1]
+            assert client._router.loads.num_tokens() == [0] * LAYOUTS[layout][1]
+            assert client._router.loads.num_requests() == [0] * LAYOUTS[layout][1]
             pids = client.pids
             await asyncio.sleep(0.5)
             before_s = cpu_seconds(pids)
