@@ -24,7 +24,7 @@ SMALL = {"page_size": 4, "num_pages": 256, "max_num_seqs": 8, "max_num_batched_t
 async def running(model="fine", tp=2, dp=1, **settings):
     config = EngineConfig(
         model=Path(model), device="cpu", tensor_parallel_size=tp, data_parallel_size=dp, expert_parallel_size=tp * dp,
-        **SMALL, **settings,
+        **SMALL | settings,
     )  # fmt: skip
     client = RankedEngineClient(config, worker_module="tests.engine.fake_rank_worker")
     await client.start()
