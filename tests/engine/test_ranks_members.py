@@ -96,6 +96,7 @@ def test_places_and_shares_hold_for_all_members_and_ranks():
             await asyncio.gather(*burst, return_exceptions=True)
             await until(lambda: is_idle(client.stats) and not second.num_by_client)
             assert (await start(second, "late", "new", 3))[-1].finish_reason == "length"
+            assert first._router.loads.num_requests() == first._router.loads.num_tokens() == [0, 0]
 
     asyncio.run(main())
 
