@@ -72,8 +72,8 @@ def test_two_hosts_serve_and_end_together(tmp_path, layout):
             for each in asked:
                 each.join(30)
             assert {each.status for each in asked} == {200}
-            wait_until(lambda: stats_of(http).get("num_pages_used") == 0)
-            assert stats_of(http)["num_generated_tokens"] == 8 * 30
+            at_end = {"num_generated_tokens": 8 * 30, "num_pages_used": 0}
+            wait_until(lambda: stats_of(http).items() >= at_end.items())
             assert http.post("/reset_prefix_cache").status_code == 200
         assert "host 1 of 2 runs ranks 1" in far.out
         far.signal(signal.SIGTERM)  # Kubernetes tells all hosts at once: this one waits for host 0
