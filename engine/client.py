@@ -24,7 +24,8 @@ class EngineClient(EngineLink):
 
     def __init__(self, config: EngineConfig, *, worker_module: str = "engine.worker") -> None:
         """`worker_module` is what the engine process runs."""
-        super().__init__(config, places=Places(config.max_requests))
+        places = Places(config.max_requests * config.data_parallel_size)
+        super().__init__(config, range(config.num_ranks), places=places)
         self.was_killed = False  # `close` had to kill a process that was ready
         self.requests_address = new_address()
         self._worker_module = worker_module
@@ -35,7 +36,7 @@ class EngineClient(EngineLink):
         setup = WorkerSetup(
             config=self.config,
             requests_address=self.requests_address,
-            outputs_address=self._open(self.requests_address),
+            outputs_address=self._open(self.requests_address, new_address()),
             log_level=logging.getLogger().getEffectiveLevel(),
         )
         self._process = await WorkerProcess.start(self._worker_module, setup)

@@ -1,14 +1,14 @@
 """`EngineLink`: requests to the engine and streams of their outputs, in an HTTP process. No torch, no text, no process.
 
+The engine may be several ranks, some of which schedule: this hides it.
 `engine.client.EngineClient` is the link of the process that starts the engine, `engine.member.EngineMember` that of a
 process that joins an engine which another one has started.
 """
 
 import asyncio
-import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from dataclasses import dataclass
 
 import msgspec
@@ -18,9 +18,9 @@ from engine.admission import NoPlaceError, Places
 from engine.config import EngineConfig
 from engine.errors import OrderError, RequestError
 from engine.inlet import Inlet
+from engine.loads import Loads
 from engine.messages import (
     FOUNDER,
-    NO_REQUESTS,
     Abort,
     Add,
     Beat,
@@ -32,8 +32,9 @@ from engine.messages import (
     Ready,
     ToEngine,
     bind,
-    new_address,
 )
+from engine.rank_reports import RankReports
+from engine.senders import Senders, make_router
 from engine.types import CallOff, EngineInfo, EngineOutput, EngineRequest, EngineStats, ExpertLoad, OrderKind
 from engine.validate import RequestLimits, check_request, overloaded_output, refusal_output
 from loaders.phases import StartProgress
@@ -42,6 +43,15 @@ _LOADING = "the model is still loading; try again later"
 _STOPPED = "the engine has stopped; the request cannot be finished"
 
 logger = logging.getLogger("engine.client")
+
+
+@dataclass(slots=True)
+class _LastStep:
+    """Requests that got one token each in the last step of a rank: as sent, their ids, and where their tokens go."""
+
+    token_requests: bytes
+    names: list[str]
+    inlets: list[Inlet | None]
 
 
 @dataclass(slots=True)
@@ -59,8 +69,18 @@ class EngineLink:
     Liveness is `alive` and a small `heartbeat_age_s`; readiness is `ready`. Request ids must never be used twice.
     """
 
-    def __init__(self, config: EngineConfig, *, origin: int = FOUNDER, places: Places | None = None) -> None:
-        """`places` are those of the requests sent from here; None if the engine process keeps them."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        ranks: Collection[int],
+        *,
+        origin: int = FOUNDER,
+        places: Places | None = None,
+        loads: Loads | None = None,
+    ) -> None:
+        """`ranks` are those that tell this process how they are, all that schedule among them. `places` are those of
+        the requests sent from here; None if the ranks keep them. `loads` is shared with other HTTP processes, if any.
+        """
         self.config = config
         self.info: EngineInfo | None = None
         self.failure: str | None = None
@@ -70,15 +90,13 @@ class EngineLink:
         self._origin = origin
         self._places = places
         self._inlets: dict[str, Inlet] = {}  # of the requests that have not had their last output
-        self._token_requests = NO_REQUESTS  # of the last step, their ids, and where their tokens go
-        self._token_names: list[str] = []
-        self._token_inlets: list[Inlet | None] = []
-        self._num_schedulers = 1
+        self._last_steps: dict[int, _LastStep] = {}  # by rank
+        self._reports = RankReports(config, ranks)
+        self._router = make_router(config, loads)
         self._orders: dict[int, _OpenOrder] = {}
         self._num_orders = 0
         self._call_off_hooks: list[Callable[[CallOff], None]] = []
         self._limits: RequestLimits | None = None
-        self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
         self._id_decoder = msgspec.msgpack.Decoder(list[str])
         self._is_open = False
@@ -166,7 +184,7 @@ class EngineLink:
             raise OrderError(_STOPPED if self.info is not None else _LOADING)
         self._num_orders += 1
         number = self._num_orders
-        order = _OpenOrder(self._num_schedulers, None, asyncio.get_running_loop().create_future())
+        order = _OpenOrder(self.config.data_parallel_size, None, asyncio.get_running_loop().create_future())
         self._orders[number] = order
         self._send(Order(kind, number, self._origin))
         try:
@@ -182,21 +200,18 @@ class EngineLink:
             self.failure = message
             self._end_streams()
 
-    def _open(self, requests_address: str) -> str:
-        """Open both sockets; returns the address for outputs."""
-        outputs_address = new_address()
+    def _open(self, requests_address: str, outputs_address: str) -> str:
+        """Open the sockets to the first scheduler and for outputs; returns the address of the latter."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._outputs = self._context.socket(zmq.PULL)
         self._outputs.set_hwm(0)
-        bind(self._outputs, outputs_address)
-        self._requests = self._context.socket(zmq.PUSH)
-        self._requests.set_hwm(0)
-        self._requests.setsockopt(zmq.RECONNECT_IVL, 20)
-        self._requests.connect(requests_address)
+        bound_address = bind(self._outputs, outputs_address)
+        self._senders = Senders(self._context, self._router)
+        self._senders.connect(0, requests_address)
         asyncio.get_running_loop().add_reader(self._outputs.fileno(), self._read_messages)
         self._is_open = True
         self._progress_s = time.monotonic()
-        return outputs_address
+        return bound_address
 
     def _close(self) -> None:
         """Close the sockets."""
@@ -235,8 +250,7 @@ class EngineLink:
         return None
 
     def _send(self, message: ToEngine) -> None:
-        with contextlib.suppress(zmq.ZMQError):  # the engine is gone: its streams have been ended
-            self._requests.send(self._encoder.encode(message), zmq.NOBLOCK)
+        self._senders.send(message)
 
     def _read_messages(self) -> None:
         """Take everything that has arrived; the descriptor signals again only after that."""
@@ -247,14 +261,18 @@ class EngineLink:
         now_s = time.monotonic()
         if isinstance(message, Outputs):
             self._progress_s = now_s
-            self._deliver_tokens(message, now_s)
+            step = self._read_step(message)
+            self._router.on_outputs(self._scheduler_of(message.rank), step.names, message.outputs)
+            self._deliver_tokens(step, message.token_ids, now_s)
             for output in message.outputs:
                 self._deliver(output)
         elif isinstance(message, Beat):
-            self._progress_s = max(self._progress_s, now_s - message.loop_age_s)
-            self.stats = message.stats or self.stats
-            self.expert_load = message.expert_load or self.expert_load
-            self.start_progress = message.start
+            self._reports.on_beat(message)
+            self._progress_s = max(self._progress_s, now_s - self._reports.loop_age_s)
+            self.stats = self._reports.stats()
+            self.expert_load = self._reports.expert_load
+            if message.rank == 0:
+                self.start_progress = message.start
         elif isinstance(message, Held):
             self._note_held(message)
         elif isinstance(message, CallOff):
@@ -263,18 +281,29 @@ class EngineLink:
         elif isinstance(message, Obeyed):
             self._note_obeyed(message)
         elif isinstance(message, Ready):
-            info = message.info
             self._progress_s = now_s
-            self.start_progress = None
-            self._limits = RequestLimits(
-                vocab_size=info.vocab_size,
-                max_model_len=info.max_model_len,
-                num_kv_tokens=info.num_kv_tokens,
-                max_grammar_bytes=self.config.max_grammar_bytes,
-            )
-            self.info = info
+            self._note_ready(message)
         else:
             self.fail(message.message)
+
+    def _scheduler_of(self, rank: int) -> int:
+        return rank // self.config.tensor_parallel_size
+
+    def _note_ready(self, ready: Ready) -> None:
+        """Connect to a rank that schedules, and serve once all are ready."""
+        if ready.requests_address is not None:
+            self._senders.connect(self._scheduler_of(ready.rank), ready.requests_address)
+        info = self._reports.on_ready(ready)
+        if info is None:
+            return
+        self.start_progress = None
+        self._limits = RequestLimits(
+            vocab_size=info.vocab_size,
+            max_model_len=info.max_model_len,
+            num_kv_tokens=info.num_kv_tokens,
+            max_grammar_bytes=self.config.max_grammar_bytes,
+        )
+        self.info = info
 
     def _note_obeyed(self, obeyed: Obeyed) -> None:
         order = self._orders.get(obeyed.number)
@@ -288,12 +317,16 @@ class EngineLink:
     def _note_held(self, held: Held) -> None:
         """Only a process that has joined is told, see `engine.member`."""
 
-    def _deliver_tokens(self, message: Outputs, now_s: float) -> None:
-        if message.token_requests != self._token_requests:
-            self._token_names = self._id_decoder.decode(message.token_requests)
-            self._token_inlets = list(map(self._inlets.get, self._token_names))
-            self._token_requests = message.token_requests
-        for request_id, inlet, token_id in zip(self._token_names, self._token_inlets, message.token_ids, strict=True):
+    def _read_step(self, message: Outputs) -> _LastStep:
+        step = self._last_steps.get(message.rank)
+        if step is None or step.token_requests != message.token_requests:
+            names = self._id_decoder.decode(message.token_requests)
+            step = _LastStep(message.token_requests, names, list(map(self._inlets.get, names)))
+            self._last_steps[message.rank] = step
+        return step
+
+    def _deliver_tokens(self, step: _LastStep, token_ids: list[int], now_s: float) -> None:
+        for request_id, inlet, token_id in zip(step.names, step.inlets, token_ids, strict=True):
             if inlet is None:  # its reader has left
                 continue
             if inlet.has_begun:
@@ -314,7 +347,8 @@ class EngineLink:
 
     def _forget(self, request_id: str) -> None:
         self._inlets.pop(request_id, None)
-        self._token_requests, self._token_names, self._token_inlets = NO_REQUESTS, [], []
+        self._last_steps.clear()
+        self._router.on_end(request_id)
         if self._places is not None:
             self._places.free(request_id)
 

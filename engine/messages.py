@@ -32,7 +32,10 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
 
 
 class Join(msgspec.Struct, frozen=True, tag=True):
-    """To the engine: send the outputs of `origin`, a number that was never used before, to this address."""
+    """To the engine: send the outputs of `origin`, a number that was never used before, to this address.
+
+    The first rank gets it and passes it on to the others that schedule, as it does with `Leave`.
+    """
 
     origin: int
     address: str
@@ -70,7 +73,7 @@ class Wake(msgspec.Struct, frozen=True, tag=True):
 
 
 class Outputs(msgspec.Struct, frozen=True, tag=True):
-    """From the engine: the outputs of one step, for all requests of one process.
+    """From a rank that schedules: the outputs of one step, for all requests of one process.
 
     Most are one more token and nothing else. Those are `token_ids`, and `token_requests` is the msgpack list of their
     request ids: it seldom changes from step to step, so it need not be decoded anew. No request is in both parts.
@@ -79,6 +82,7 @@ class Outputs(msgspec.Struct, frozen=True, tag=True):
     outputs: list[EngineOutput]
     token_requests: bytes = NO_REQUESTS
     token_ids: list[int] = []
+    rank: int = 0
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True):
@@ -98,15 +102,16 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
 
 
 class Held(msgspec.Struct, frozen=True, tag=True):
-    """From the engine to processes that joined: who holds places now, and how many came free since the start."""
+    """To processes that joined: who holds places of this rank now, and how many of them came free since the start."""
 
     num_by_client: dict[str, int]
     num_freed: int
+    rank: int = 0
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
     """From each rank, once to each process: the model is loaded and warm. `requests_address` is where a scheduling rank
-    takes requests, None where the parent chose it.
+    of several takes requests.
     """
 
     info: EngineInfo

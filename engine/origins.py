@@ -2,7 +2,8 @@
 
 The process that started the engine is the only one at first. It keeps the places of its requests itself, and its
 outputs are sent as they come. With `--api-workers` it sends no requests, and HTTP processes join: then the places are
-kept here, for all of them, and each gets its outputs of a step in one message.
+kept here, for all of them, and each gets its outputs of a step in one message. Every rank that schedules has the places
+of the requests that it was sent.
 """
 
 from collections.abc import Callable
@@ -24,8 +25,19 @@ if TYPE_CHECKING:
 class Origins:
     """Belongs to the step loop's thread. `connect` opens a socket that never blocks."""
 
-    def __init__(self, connect: "Callable[[str], zmq.Socket[bytes]]", founder_address: str, max_requests: int) -> None:
+    def __init__(
+        self,
+        connect: "Callable[[str], zmq.Socket[bytes]]",
+        founder_address: str,
+        max_requests: int,
+        *,
+        rank: int = 0,
+        num_schedulers: int = 1,
+    ) -> None:
+        """`max_requests` is the number of places of this rank, one of `num_schedulers`."""
         self._connect = connect
+        self._rank = rank
+        self._num_places_everywhere = max_requests * num_schedulers
         self._addresses = {FOUNDER: founder_address}
         self._sockets = {FOUNDER: connect(founder_address)}
         self._encoder = msgspec.msgpack.Encoder()
@@ -72,8 +84,8 @@ class Origins:
         try:
             loser = self._places.take(request.request_id, (request.client, request.connection))
         except NoPlaceError:
-            refusal = overloaded_output(request.request_id, self._places.num_places)
-            self._send(message.origin, Outputs([refusal]))
+            refusal = overloaded_output(request.request_id, self._num_places_everywhere)
+            self._send(message.origin, Outputs([refusal], rank=self._rank))
             return
         if loser is not None:
             self._losers.add(loser)
@@ -90,14 +102,14 @@ class Origins:
         """Send what a step brought, one message to each process that has requests in it."""
         if not self._is_shared:
             if outputs:
-                self._send(FOUNDER, _packed(outputs))
+                self._send(FOUNDER, self._packed(outputs))
             return
         by_origin: dict[int, list[EngineOutput]] = {}
         for output in outputs:
             origin = self._origin_of.get(output.request_id, FOUNDER)
             by_origin.setdefault(origin, []).append(self._note(output))
         for origin, its_outputs in by_origin.items():
-            self._send(origin, _packed(its_outputs))
+            self._send(origin, self._packed(its_outputs))
         self._tell_who_holds_places()
 
     def broadcast(self, message: FromEngine) -> None:
@@ -121,7 +133,7 @@ class Origins:
         if request_id not in self._losers:
             return output
         self._losers.discard(request_id)
-        return overloaded_output(request_id, self._places.num_places)
+        return overloaded_output(request_id, self._num_places_everywhere)
 
     def _tell_who_holds_places(self) -> None:
         """Tell the processes that joined, if anything has changed."""
@@ -134,26 +146,25 @@ class Origins:
                     self._send(origin, held)
 
     def _held(self) -> Held:
-        return Held(dict(self._places.num_by_client), self._places.num_freed)
+        return Held(dict(self._places.num_by_client), self._places.num_freed, self._rank)
+
+    def _packed(self, outputs: list[EngineOutput]) -> Outputs:
+        """The message of a step, with as much as possible in its short part."""
+        if len({output.request_id for output in outputs}) < len(outputs):
+            return Outputs(outputs, rank=self._rank)  # a step was repeated: only one list keeps the order
+        request_ids, token_ids, others = list[str](), list[int](), list[EngineOutput]()
+        for output in outputs:
+            if _is_token(output):
+                request_ids.append(output.request_id)
+                token_ids += output.token_ids
+            else:
+                others.append(output)
+        return Outputs(others, msgspec.msgpack.encode(request_ids), token_ids, self._rank)
 
     def _send(self, origin: int, message: FromEngine) -> None:
         socket = self._sockets.get(origin)
         if socket is not None:  # else its process is gone
             socket.send(self._encoder.encode(message))
-
-
-def _packed(outputs: list[EngineOutput]) -> Outputs:
-    """The message of a step, with as much as possible in its short part."""
-    if len({output.request_id for output in outputs}) < len(outputs):
-        return Outputs(outputs)  # a step was repeated: only one list keeps the order
-    request_ids, token_ids, others = list[str](), list[int](), list[EngineOutput]()
-    for output in outputs:
-        if _is_token(output):
-            request_ids.append(output.request_id)
-            token_ids += output.token_ids
-        else:
-            others.append(output)
-    return Outputs(others, msgspec.msgpack.encode(request_ids), token_ids)
 
 
 def _is_token(output: EngineOutput) -> bool:

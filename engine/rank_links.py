@@ -3,7 +3,8 @@
 torch's TCPStore   run by rank 0: where ranks meet, and where they leave the addresses of their sockets
 world              torch.distributed's default group: gloo, and NCCL beside it where every rank has a GPU of its own
 tensor-parallel    tokens that the first rank of a group chose and the next step needs on the others
-ZMQ                steps from the first rank of a group to its others; wake-up calls between leaders
+ZMQ                steps from the first rank of a group to its others; wake-up calls between leaders, and which HTTP
+                   processes come and go, from rank 0
 TCP                the agreement before every step, between leaders: the ranks that schedule, one a data-parallel group
 """
 
@@ -23,7 +24,7 @@ from torch.distributed.rendezvous import rendezvous
 from engine.agreement import Agreement
 from engine.config import EngineConfig
 from engine.errors import EngineConfigError
-from engine.messages import RankSetup, Wake, bind, new_address
+from engine.messages import RankSetup, ToEngine, Wake, bind, new_address
 from engine.model_settings import rank_device_name
 from engine.step_link import StepReceiver, StepSender
 from engine.word_link import WordLink
@@ -109,11 +110,11 @@ class RankLinks:
         self._first = first
 
         self.steps = StepSender([])
-        self._wakers: list[Socket] = []
+        self._leaders: list[Socket] = []
         if self.leads:
             self._set("requests", self.requests_address)
             self.steps = StepSender([self._connect("steps", rank) for rank in range(first + 1, first + tp_size)])
-            self._wakers = [self._connect("requests", rank) for rank in leaders if rank != self.rank]
+            self._leaders = [self._connect("requests", rank) for rank in leaders if rank != self.rank]
         else:
             receiver = _open(context, zmq.PULL)
             self._set("steps", self._bind(receiver))
@@ -145,9 +146,13 @@ class RankLinks:
         addresses = [msgspec.json.decode(each, type=tuple[str, int]) for each in earlier]
         return WordLink.connect(listener, addresses, len(leaders) - 1 - len(addresses))
 
+    def tell_leaders(self, message: ToEngine) -> None:
+        """Send to the other ranks that schedule."""
+        for leader in self._leaders:
+            leader.send(msgspec.msgpack.encode(message))
+
     def _wake_others(self, num_waits: int) -> None:
-        for waker in self._wakers:
-            waker.send(msgspec.msgpack.encode(Wake(num_waits)))
+        self.tell_leaders(Wake(num_waits))
 
     def _bind(self, listener: Socket) -> str:
         return bind(listener, new_address() if self._host is None else f"tcp://{self._host}:*")

@@ -9,7 +9,6 @@ from collections.abc import Iterable
 
 from engine.messages import EXIT_FAILED, Beat, Failed
 from engine.process import describe_exit
-from engine.types import EngineStats, sum_stats
 
 TICK_S = 0.2
 _SETTLE_TICKS = 3
@@ -24,28 +23,14 @@ class RankWatch:
 
     def __init__(self, ranks: Iterable[int]) -> None:
         self._silent_ticks = dict.fromkeys(ranks, 0)
-        self._loop_age_s = dict.fromkeys(self._silent_ticks, 0.0)
-        self._stats: dict[int, EngineStats] = {}
         self._has_loaded = False
         self._words: list[Failed] = []
         self._exits: dict[int, int] = {}
         self._num_ticks_of_failure = 0
 
-    @property
-    def loop_age_s(self) -> float:
-        """Seconds since the slowest rank began its current step, as of its last beat."""
-        return max(self._loop_age_s.values())
-
-    def stats(self) -> EngineStats | None:
-        """The sums over the ranks that schedule; None before the first beat of a loaded one."""
-        return sum_stats(self._stats.values()) if self._stats else None
-
     def on_beat(self, beat: Beat) -> None:
         """A rank's heartbeat."""
         self._silent_ticks[beat.rank] = 0
-        self._loop_age_s[beat.rank] = beat.loop_age_s
-        if beat.stats is not None:
-            self._stats[beat.rank] = beat.stats
 
     def on_loaded(self) -> None:
         """All ranks serve. Before that a rank may hold up its beats: importing and loading block other threads."""

@@ -13,7 +13,7 @@ import msgspec
 import zmq
 
 from engine.collector import resting_collector
-from engine.messages import RankSetup, Ready, Shutdown, ToEngine, Wake, WorkerSetup
+from engine.messages import Join, Leave, RankSetup, Ready, Shutdown, ToEngine, Wake, WorkerSetup
 from engine.stack_dump import dump_on_signal
 from engine.word_link import RanksLostError
 from engine.worker import HasStats, Worker, limit_threads, read_setup
@@ -22,6 +22,7 @@ from loaders.phases import StartPhases
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
+    from engine.core import EngineCore
     from engine.rank_links import RankLinks
 
 logger = logging.getLogger("engine.worker")
@@ -65,9 +66,8 @@ class RankWorker(Worker):
             super()._log(error)
 
     def _make_ready(self, core: HasStats) -> Ready:
-        is_far = self._store is not None
-        address = self._links.requests_address if is_far and self._links is not None else None
-        return Ready(core.info, self._rank, address)
+        links = self._links
+        return Ready(core.info, self._rank, links.requests_address if links is not None and links.leads else None)
 
     def _serve(self, core: Any) -> None:
         links = self._links
@@ -81,6 +81,11 @@ class RankWorker(Worker):
         else:
             core.follow(self._heartbeat.turn)
         links.close()
+
+    def _note_process(self, core: "EngineCore", message: Join | Leave) -> None:
+        super()._note_process(core, message)
+        if self._links is not None and self._rank == 0:
+            self._links.tell_leaders(message)
 
     def _take_other(self, message: ToEngine) -> bool:
         if isinstance(message, Wake) and self._links is not None:

@@ -147,8 +147,9 @@ class Worker:
         self._requests = _open(self._context, zmq.PULL)
         bind(self._requests, setup.requests_address)
         self._origins = Origins(
-            lambda address: _connect(self._context, address), setup.outputs_address, setup.config.max_requests
-        )
+            lambda address: _connect(self._context, address), setup.outputs_address, setup.config.max_requests,
+            rank=rank, num_schedulers=setup.config.data_parallel_size,
+        )  # fmt: skip
         self._decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
         self._phases = StartPhases()
         self._compiles = CompileWatch()
@@ -216,14 +217,18 @@ class Worker:
                 self._origins.broadcast(message)
             elif isinstance(message, Order):
                 self._origins.answer(message.origin, Obeyed(message.number, self._obey(core, message.kind)))
-            elif isinstance(message, Join):
-                self._origins.join(message, self._make_ready(core))
-                self._heartbeat.addresses = self._origins.addresses
-            elif isinstance(message, Leave):
-                self._origins.leave(core, message.origin)
-                self._heartbeat.addresses = self._origins.addresses
+            elif isinstance(message, Join | Leave):
+                self._note_process(core, message)
             elif not self._take_other(message):
                 return False
+
+    def _note_process(self, core: "EngineCore", message: Join | Leave) -> None:
+        """An HTTP process comes or is gone."""
+        if isinstance(message, Join):
+            self._origins.join(message, self._make_ready(core))
+        else:
+            self._origins.leave(core, message.origin)
+        self._heartbeat.addresses = self._origins.addresses
 
     def _obey(self, core: "EngineCore", kind: OrderKind) -> str | None:
         """Carry out an order; returns why that is not possible."""

@@ -30,7 +30,7 @@ class ApiSetup:
 
     server_config: ServerConfig
     engine_config: EngineConfig
-    requests_address: str  # of the engine
+    requests_address: str  # of the engine, or its first rank
     origin: int  # what the engine knows the process by
     index: int  # its slot on the board, from 0
     num_workers: int

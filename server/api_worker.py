@@ -28,9 +28,10 @@ from server.tally import Sharing
 
 async def _serve(setup: ApiSetup) -> None:
     num_keys = len(setup.server_config.api_keys)
-    board = Board(setup.board_descriptor, setup.num_workers, setup.started_s, num_keys)
+    num_schedulers = setup.engine_config.data_parallel_size
+    board = Board(setup.board_descriptor, setup.num_workers, setup.started_s, num_keys, num_schedulers)
     tally = SharedTally(board, setup.index)
-    engine = EngineMember(setup.engine_config, origin=setup.origin)
+    engine = EngineMember(setup.engine_config, origin=setup.origin, loads=board.loads(setup.index))
     app = create_app(
         engine,
         load_checked_tokenizer(setup.engine_config.model),

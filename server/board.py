@@ -3,7 +3,8 @@
     slot       | used bytes | gauges             | counter | counter | ... unused
     counter    | length of the key | value | key, padded to whole words
 
-Behind the slots are the numbers of API keys (`server.key_limits`), which are written inside a `Turn`.
+Behind the slots are the requests and tokens at each scheduler (`engine.loads`), a row for each slot, and the numbers of
+API keys (`server.key_limits`), which are written inside a `Turn`.
 
 Words are of 8 bytes and are written whole, so nobody needs a lock: a counter is complete before `used` covers it. The
 numbers outlive their process; another one continues in the same slot, so no count is lost when a process dies.
@@ -17,6 +18,7 @@ import time
 from collections.abc import Sequence
 from types import TracebackType
 
+from engine.loads import NUM_COLUMNS, Loads
 from server.key_limits import NUM_SHARED, KeyMemory
 from server.tally import Gauge
 
@@ -31,27 +33,36 @@ _BYTES_PER_COUNTER = 128  # without the served name
 class Board:
     """All slots. The process that makes it hands `descriptor` to the others."""
 
-    def __init__(self, descriptor: int, num_slots: int, started_s: float, num_keys: int = 0) -> None:
+    def __init__(
+        self, descriptor: int, num_slots: int, started_s: float, num_keys: int = 0, num_schedulers: int = 1
+    ) -> None:
         """Use the memory behind a descriptor that `create` has made, in whatever process."""
         self.descriptor = descriptor
         self.num_slots = num_slots
         self._num_keys = num_keys
+        self._num_schedulers = num_schedulers
         self.started_s = started_s
         self._memory = memoryview(mmap.mmap(descriptor, 0))
         self.words = self._memory.cast("Q")
         self.values = self._memory.cast("d")
         self._num_key_words = num_keys * (NUM_SHARED + num_slots)
-        self.num_slot_words = (len(self.words) - self._num_key_words) // num_slots // _PAGE_WORDS * _PAGE_WORDS
+        self._loads_end = len(self.words) - self._num_key_words
+        self._loads_start = self._loads_end - num_slots * NUM_COLUMNS * num_schedulers
+        self.num_slot_words = self._loads_start // num_slots // _PAGE_WORDS * _PAGE_WORDS
 
     @classmethod
-    def create(cls, num_slots: int, served_names: Sequence[str], num_keys: int = 0) -> "Board":
+    def create(cls, num_slots: int, served_names: Sequence[str], num_keys: int = 0, num_schedulers: int = 1) -> "Board":
         """New memory with room for every counter there can be."""
         descriptor = os.memfd_create("moe-serve-board")
         name_bytes = sum(_COUNTERS_PER_NAME * (_BYTES_PER_COUNTER + len(name.encode())) for name in served_names)
         slot_bytes = -(-(_SLOT_BYTES + name_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
-        key_bytes = _WORD * num_keys * (NUM_SHARED + num_slots)
-        os.ftruncate(descriptor, num_slots * slot_bytes + -(-key_bytes // mmap.PAGESIZE) * mmap.PAGESIZE)
-        return cls(descriptor, num_slots, time.time(), num_keys)
+        num_words = num_keys * (NUM_SHARED + num_slots) + num_slots * NUM_COLUMNS * num_schedulers
+        os.ftruncate(descriptor, num_slots * slot_bytes + -(-_WORD * num_words // mmap.PAGESIZE) * mmap.PAGESIZE)
+        return cls(descriptor, num_slots, time.time(), num_keys, num_schedulers)
+
+    def loads(self, index: int) -> Loads:
+        """Requests and tokens at each scheduler, for the process of a slot."""
+        return Loads(self._num_schedulers, self.words[self._loads_start : self._loads_end], index)
 
     def key_memory(self, index: int) -> KeyMemory:
         """The numbers of API keys, for the process of a slot."""
@@ -70,6 +81,7 @@ class Board:
         """The slot's process has ended; its counters stay."""
         for gauge in Gauge:
             self.set_gauge(index, gauge, 0)
+        self.loads(index).reset()
         if self._num_keys:
             memory = self.key_memory(index)
             with memory.turn:

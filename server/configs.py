@@ -25,11 +25,6 @@ def make_configs(
         values |= keys_of(values)
         server_config = ServerConfig(**_fields_of(ServerConfig, values))
         engine_config = EngineConfig(**_fields_of(EngineConfig, values))
-        if server_config.api_workers > 1 and engine_config.data_parallel_size > 1:
-            raise SettingError(
-                f"api_workers is {server_config.api_workers}: with data_parallel_size "
-                f"{engine_config.data_parallel_size} one HTTP process spreads all requests; set api_workers to 1"
-            )
         return server_config, engine_config, model
     except ValueError as error:
         field = str(error).split(" ", 1)[0]

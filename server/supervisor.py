@@ -1,6 +1,6 @@
 """`Supervisor`: several HTTP processes around one engine (`--api-workers`). Serves no request itself.
 
-    supervisor ──▶ engine process       starts it, watches its heartbeat, ends it last
+    supervisor ──▶ engine process       starts it, watches its heartbeat, ends it last; or those of several ranks
         │  accepts connections            ▲ requests          │ outputs, one message a step and HTTP process
         └────────▶ HTTP process 1 ... N ──┘ ◀─────────────────┘
 
@@ -45,7 +45,10 @@ class Supervisor:
         self._server_config = server_config
         self._engine_config = engine_config
         self._board = Board.create(
-            server_config.api_workers, server_config.served_model_name, len(server_config.api_keys)
+            server_config.api_workers,
+            server_config.served_model_name,
+            len(server_config.api_keys),
+            engine_config.data_parallel_size,
         )
         self._stall = StallWatch(engine, server_config.stall_timeout)
         self._origins = itertools.count(1)

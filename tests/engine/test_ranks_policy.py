@@ -16,18 +16,30 @@ from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.cuda_graphs import DecodeGraphs, GraphSettings
 from engine.errors import EngineConfigError
-from engine.messages import EXIT_FAILED, Beat, Failed, RankSetup, new_address
+from engine.loads import Loads
+from engine.messages import EXIT_FAILED, Beat, Failed, RankSetup, Ready, new_address
 from engine.model_settings import rank_device_name
 from engine.rank_client import RankedEngineClient
 from engine.rank_links import connect_store
+from engine.rank_reports import RankReports
 from engine.rank_watch import RankWatch
 from engine.router import Router
 from engine.runner import ModelRunner
 from engine.step import StepBatch, StepRow
 from engine.step_link import Idle, StepReceiver, StepSender, Stop
-from engine.types import EngineStats
+from engine.types import EngineOutput, EngineStats
+from tests.engine.fake_worker import INFO
 from tests.engine.fakes import FakeModel, fake_core
 from tests.engine.requests import request, run_all, tokens_of
+
+RANKS = EngineConfig(
+    model=Path("m"), device="cpu", tensor_parallel_size=2, data_parallel_size=2, expert_parallel_size=4
+)
+
+
+def make_router(num_schedulers, *, max_requests=64, max_running=None, loads=None):
+    max_running = max_running or max_requests
+    return Router(num_schedulers, max_running=max_running, max_requests=max_requests, loads=loads)
 
 
 def beat(rank, **numbers):
@@ -87,21 +99,32 @@ def test_a_silent_rank_is_noticed_only_after_loading():
     assert watch.tick() == "rank 1 has sent no heartbeat for 3.6 s"
 
 
-def test_counters_are_summed():
-    watch = RankWatch(range(4))
-    assert watch.stats() is None
-    watch.on_beat(beat(0, num_running=2, num_steps=5))
-    watch.on_beat(beat(2, num_running=3, num_steps=7))
-    watch.on_beat(beat(1))
-    assert (watch.stats().num_running, watch.stats().num_steps) == (5, 12)
+def test_counters_are_summed_and_the_slowest_rank_counts():
+    reports = RankReports(RANKS, range(4))
+    assert reports.stats() is None
+    reports.on_beat(beat(0, num_running=2, num_steps=5))
+    reports.on_beat(beat(2, num_running=3, num_steps=7))
+    reports.on_beat(Beat(None, 2.5, rank=1))
+    assert (reports.stats().num_running, reports.stats().num_steps) == (5, 12)
+    assert reports.loop_age_s == 2.5
+
+
+def test_ranks_are_ready_together_within_the_limits_of_the_smallest():
+    reports = RankReports(RANKS, [0, 2])
+    small = msgspec.structs.replace(INFO, num_pages=9, num_kv_tokens=36)
+    assert reports.on_ready(Ready(INFO, 0)) is None
+    info = reports.on_ready(Ready(small, 2))
+    assert (info.num_pages, info.num_kv_tokens) == (9, 36)
+    assert (info.max_requests, info.device) == (2 * RANKS.max_requests, "4 ranks (none)")
 
 
 def test_requests_go_where_the_fewest_tokens_are():
-    router = Router(2, max_requests=10)
+    router = make_router(2, max_requests=10)
     assert router.choose(request("a", range(100))) == 0
     assert [router.choose(request(f"b{i}", [i] * 40)) for i in range(2)] == [1, 1]
     assert router.choose(request("c", [7] * 10)) == 1
-    router.on_tokens("b0", 200)
+    router.on_outputs(1, ["b0", "gone"], [EngineOutput(request_id="b0", token_ids=[1] * 199)])
+    assert router.loads.num_tokens() == [100, 290]
     assert router.choose(request("d", [8] * 10)) == 0
     router.on_end("b0")
     assert router.find("b0") is None
@@ -109,7 +132,7 @@ def test_requests_go_where_the_fewest_tokens_are():
 
 
 def test_a_shared_prefix_attracts_until_its_scheduler_is_ahead_by_more():
-    router = Router(2, max_requests=100)
+    router = make_router(2, max_requests=100)
     shared = list(range(1000, 1070))
     first = router.choose(request("a", [*shared, 1]))
     router.on_end("a")
@@ -120,13 +143,65 @@ def test_a_shared_prefix_attracts_until_its_scheduler_is_ahead_by_more():
 
 
 def test_choices_of_one_prompt_stay_together_and_full_schedulers_get_nothing():
-    router = Router(2, max_requests=3)
+    router = make_router(2, max_requests=3)
     one = request("r-0", [1, 2, 3])
     other = msgspec.structs.replace(one, request_id="r-1")
     assert router.choose(one) == router.choose(other) == 0
     assert [router.choose(request(f"x{i}", [4])) for i in range(3)] == [1, 1, 1]
     assert router.choose(request("y", [4])) == 0
-    assert router._num_requests == [3, 3]
+    assert router.loads.num_requests() == [3, 3]
+
+
+def test_a_free_seat_comes_before_fewer_tokens():
+    """The bug: 263 requests went to one rank and 249 to the other, and 7 waited although seats were free."""
+    router = make_router(2, max_running=256, max_requests=512)
+    lengths = [1 + 37 * i % 300 for i in range(512)]
+    for index, length in enumerate(lengths):
+        router.choose(request(f"r{index}", [index] * length))
+    assert router.loads.num_requests() == [256, 256]
+    assert router.choose(request("waits", [5] * 10)) in (0, 1)
+
+
+def test_a_free_seat_comes_before_a_known_prefix():
+    router = make_router(2, max_running=1, max_requests=9)
+    shared = list(range(1000, 1100))
+    first = router.choose(request("a", shared))
+    assert router.choose(request("b", shared)) == 1 - first
+    router.on_end("a")
+    assert router.choose(request("c", [*shared, 1])) == first
+
+
+def test_choices_go_on_where_a_seat_is_free():
+    router = make_router(2, max_running=2, max_requests=9)
+    one = request("r-0", [1, 2, 3])
+    places = [router.choose(msgspec.structs.replace(one, request_id=f"r-{i}")) for i in range(5)]
+    assert places[:4] == [0, 0, 1, 1]
+    assert router.loads.num_requests()[places[4]] == 3
+
+
+def test_routers_of_several_processes_keep_the_ranks_even_and_begin_at_different_ones():
+    numbers = memoryview(bytearray(8 * 3 * 4)).cast("Q")
+    routers = [make_router(2, max_running=8, loads=Loads(2, numbers, row)) for row in range(3)]
+    assert [each.choose(request(f"first{i}", [i])) for i, each in enumerate(routers)] == [0, 1, 0]
+    for index in range(13):
+        routers[index * index % 3].choose(request(f"r{index}", [index] * (1 + index * 7 % 5)))
+    assert routers[0].loads.num_requests() == routers[2].loads.num_requests() == [8, 8]
+    routers[1].loads.reset()  # its process has died
+    assert 0 < sum(routers[0].loads.num_requests()) < 16
+    for router in (routers[0], routers[2]):
+        for name in list(router._routes):
+            router.on_end(name)
+    assert numbers.tolist() == [0] * 12
+
+
+def test_where_all_is_full_a_client_goes_where_it_holds_the_fewest_places():
+    router = make_router(2, max_running=1, max_requests=1)
+    assert [router.choose(request(name, [1])) for name in "ab"] == [0, 1]
+    router.held = [{"hog": 1}, {"new": 1}]
+    for client, scheduler in (("new", 0), ("hog", 1), ("other", 0)):
+        asked = msgspec.structs.replace(request(client, [1]), client=client)
+        assert router.choose(asked) == scheduler
+        router.on_end(client)
 
 
 def make_batch(num_rows):

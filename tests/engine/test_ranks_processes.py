@@ -24,7 +24,7 @@ SMALL = {"page_size": 4, "num_pages": 256, "max_num_seqs": 8, "max_num_batched_t
 async def running(model="fine", tp=2, dp=1, **settings):
     config = EngineConfig(
         model=Path(model), device="cpu", tensor_parallel_size=tp, data_parallel_size=dp, expert_parallel_size=tp * dp,
-        **SMALL, **settings,
+        **SMALL | settings,
     )  # fmt: skip
     client = RankedEngineClient(config, worker_module="tests.engine.fake_rank_worker")
     await client.start()
@@ -182,8 +182,8 @@ def test_a_mixed_load_loses_nothing_and_frees_all_pages(layout):
             )
             assert {outputs[0].request_id: tokens_of(outputs) for outputs in runs} == expected(items)
             await until(lambda: is_idle(client.stats))
-            assert client._router._num_tokens == [0] * LAYOUTS[layout][1]
-            assert client._router._num_requests == [0] * LAYOUTS[layout][1]
+            assert client._router.loads.num_tokens() == [0] * LAYOUTS[layout][1]
+            assert client._router.loads.num_requests() == [0] * LAYOUTS[layout][1]
             pids = client.pids
             await asyncio.sleep(0.5)
             before_s = cpu_seconds(pids)

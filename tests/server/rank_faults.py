@@ -96,7 +96,7 @@ def faults(layouts=LAYOUTS):
         hows = ("kill", "stop", "raise", "hang", "missing")
         found += [Fault(layout, f"rank {rank}", how) for how in hows for rank in ranks]
         found += [Fault(layout, "service", how) for how in ("kill", "pause")]
-        if layout == "tp2":  # with data parallelism one HTTP process serves
+        if layout != "tp2-dp2":
             victims = ("supervisor", "HTTP process")
             found += [Fault(layout, victim, how) for victim in victims for how in ("kill", "pause")]
     return found

@@ -42,6 +42,21 @@ def test_gauges_are_of_what_runs():
     assert board.sum_gauge(Gauge.LARGE_BODIES) == 0
 
 
+def test_loads_of_schedulers_end_with_their_process_and_touch_nothing_else():
+    board = Board.create(2, [], num_keys=1, num_schedulers=3)
+    attached = Board(board.descriptor, 2, board.started_s, 1, 3)  # as in another process
+    SharedTally(board, 1).add("a", 4)
+    board.loads(0).add(2, num_requests=1, num_tokens=30)
+    attached.loads(1).add(2, num_requests=2, num_tokens=50)
+    attached.loads(1).add(0, num_requests=1, num_tokens=7)
+    assert attached.loads(0).num_requests() == board.loads(1).num_requests() == [1, 0, 3]
+    assert board.loads(0).num_tokens() == [7, 0, 80]
+    assert not any(board.key_memory(1).numbers)
+    board.reset_gauges(1)
+    assert (board.loads(0).num_requests(), board.loads(0).num_tokens()) == ([0, 0, 1], [0, 0, 30])
+    assert SharedTally(board, 0).totals() == {"a": 4}
+
+
 def test_there_is_room_for_every_counter_of_long_names():
     names = [f"{number}" * 500 for number in range(20)]
     board = Board.create(2, names)

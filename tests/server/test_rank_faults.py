@@ -15,6 +15,7 @@ PICK = [
     Fault("tp2", "supervisor", "kill"),
     Fault("tp2", "HTTP process", "kill"),
     Fault("dp2", "service", "pause"),
+    Fault("dp2", "HTTP process", "kill"),
     Fault("dp2", "rank 1", "hang"),
     Fault("tp2-dp2", "rank 3", "kill"),
 ]

@@ -17,6 +17,9 @@ from tests.server.service_process import ROOT, ServiceProcess, free_port, has_en
 pytestmark = pytest.mark.ranks
 
 
+TWO = ("--api-workers", "2")
+
+
 def descendants(pid):
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return [int(child) for child in children]
@@ -28,7 +31,7 @@ def test_ranks_of_one_host_serve_and_end_at_sigterm(tmp_path):
         assert len(pids) == 2
         answers = {http.post("/v1/completions", json={**LONG, "max_tokens": 20}).text.split('"text"')[1] for _ in "abc"}
         assert len(answers) == 1
-        wait_until(lambda: http.get("/health").json()["stats"]["num_pages_used"] == 0)
+        wait_until(lambda: stats_of(http).get("num_pages_used") == 0)
         service.signal(signal.SIGTERM)
         assert service.process.wait(20) == 0
         assert all(map(has_ended, pids))
@@ -36,14 +39,19 @@ def test_ranks_of_one_host_serve_and_end_at_sigterm(tmp_path):
 
 
 def test_two_http_processes_share_the_ranks(tmp_path):
-    with start_ranks(tmp_path, *TP2, "--api-workers", "2") as service, service.http() as http:
+    with start_ranks(tmp_path, *TP2, *TWO) as service, service.http() as http:
         asked = [Asking(service, {**LONG, "prompt": [i], "max_tokens": 30}) for i in range(8)]
         for each in asked:
             each.join(30)
         assert {each.status for each in asked} == {200}
-        wait_until(lambda: http.get("/health").json()["stats"]["num_pages_used"] == 0)
+        wait_until(lambda: stats_of(http).get("num_pages_used") == 0)
         service.signal(signal.SIGTERM)
         assert service.process.wait(20) == 0
+
+
+def stats_of(http):
+    """Counters of the engine; none before the first heartbeat."""
+    return http.get("/health").json()["stats"] or {}
 
 
 def start_hosts(stack, folder, layout, kind="fine"):
@@ -55,7 +63,7 @@ def start_hosts(stack, folder, layout, kind="fine"):
     ][::-1]
 
 
-@pytest.mark.parametrize("layout", [TP2, DP2], ids=["tp2", "dp2"])
+@pytest.mark.parametrize("layout", [TP2, DP2, (*DP2, *TWO)], ids=["tp2", "dp2", "dp2-two-http-processes"])
 def test_two_hosts_serve_and_end_together(tmp_path, layout):
     with ExitStack() as stack:
         service, far = start_hosts(stack, tmp_path, layout)
@@ -64,7 +72,9 @@ def test_two_hosts_serve_and_end_together(tmp_path, layout):
             for each in asked:
                 each.join(30)
             assert {each.status for each in asked} == {200}
-            wait_until(lambda: http.get("/health").json()["stats"]["num_pages_used"] == 0)
+            at_end = {"num_generated_tokens": 8 * 30, "num_pages_used": 0}
+            wait_until(lambda: stats_of(http).items() >= at_end.items())
+            assert http.post("/reset_prefix_cache").status_code == 200
         assert "host 1 of 2 runs ranks 1" in far.out
         far.signal(signal.SIGTERM)  # Kubernetes tells all hosts at once: this one waits for host 0
         time.sleep(0.5)
@@ -75,17 +85,18 @@ def test_two_hosts_serve_and_end_together(tmp_path, layout):
         assert "Traceback" not in service.err + far.err
 
 
+@pytest.mark.parametrize("argv", [(), TWO], ids=["one", "two-http-processes"])
 @pytest.mark.parametrize("victim", ["rank", "host", "host 0"])
-def test_what_dies_on_one_host_ends_the_other(tmp_path, victim):
+def test_what_dies_on_one_host_ends_the_other(tmp_path, victim, argv):
     with ExitStack() as stack:
-        service, far = start_hosts(stack, tmp_path, DP2)
+        service, far = start_hosts(stack, tmp_path, (*DP2, *argv))
         assert service.url
         pids = [*descendants(service.process.pid), *descendants(far.process.pid)]
         asked = [Asking(service, {**LONG, "prompt": [i]}) for i in range(4)]
         with service.http() as http:
-            wait_until(lambda: http.get("/health").json()["stats"]["num_running"] == 4)
+            wait_until(lambda: stats_of(http).get("num_running") == 4)
         start_s = time.monotonic()
-        dead = {"rank": pids[1], "host": far.process.pid, "host 0": service.process.pid}[victim]
+        dead = {"rank": pids[-1], "host": far.process.pid, "host 0": service.process.pid}[victim]
         os.kill(dead, signal.SIGKILL)
         for each in asked:
             each.join(30)

@@ -28,12 +28,6 @@ def test_torchrun_with_another_number_of_ranks_is_refused():
         torchrun_settings(TORCHRUN, {"tensor_parallel_size": 2})
 
 
-def test_several_http_processes_cannot_spread_requests_over_schedulers():
-    values = {"data_parallel_size": 2, "expert_parallel_size": 2, "api_workers": 2}
-    with pytest.raises(SettingError, match="set api_workers to 1"):
-        make_configs(all_settings(), values)
-
-
 @pytest.mark.parametrize(
     ("values", "message"),
     [
