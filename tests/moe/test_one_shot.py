@@ -1,4 +1,4 @@
-"""`OneShotGroup` over emulated symmetric memory: which sums take its kernels, what they are, and what turns them off."""
+"""`OneShotGroup` over emulated symmetric memory: which sums take a kernel, what they are, and what turns it off."""
 
 import logging
 from collections.abc import Callable
