@@ -104,10 +104,10 @@ class LateRank(SingleRank):
         return self._parts[-2] if len(self._parts) > 1 else x
 
 
-@rows("group, wrong", (SingleRank(), 0), (LateRank(), bench_sums.SUMS_PER_GRAPH - 1))
-def test_sums_that_follow_each_other_are_compared(group, wrong):
-    assert bench_sums.count_wrong_sums(group, SingleRank(), (2, 8), torch.device("cpu")) == wrong
-    assert bench_sums.count_wrong_norms(group, SingleRank(), (1, 8), torch.device("cpu")) == wrong
+@rows("count", bench_sums.count_wrong_sums, bench_sums.count_wrong_norms)
+def test_sums_that_follow_each_other_are_compared(count):
+    for group, wrong in ((SingleRank(), 0), (LateRank(), bench_sums.SUMS_PER_GRAPH - 1)):
+        assert count(group, SingleRank(), (1, 8), torch.device("cpu")) == wrong
 
 
 def exchange_with_emulated_deepep(rank, args, meeting):
