@@ -9,6 +9,7 @@ the kernel does not work here. `--device cpu` measures gloo, without graphs, to 
 """
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -20,7 +21,8 @@ from collections.abc import Callable
 import torch
 from torch import distributed
 
-from moe.group import Group, TorchGroup
+from model.norm import RmsNorm
+from moe.group import Group, PartialSum, SumPlace, TorchGroup
 from moe.one_shot import MAX_BYTES, OneShotGroup, with_one_shot
 
 SUMS_PER_GRAPH = 50
@@ -91,6 +93,51 @@ def count_wrong_sums(group: Group, plain: Group, shape: tuple[int, int], device:
     return int(plain.max([float(wrong)])[0])
 
 
+def time_norm_us(group: Group, shape: tuple[int, int], device: torch.device) -> float:
+    """Of one sum, the addition of it and the norm, by the ways that `group` has. Zeros stay zeros."""
+    norm, captures = RmsNorm(torch.ones(shape[1], device=device), 1e-5), device.type == "cuda"
+    x = torch.zeros(shape, dtype=torch.bfloat16, device=device)
+    sums = [PartialSum(group.empty(shape, x.dtype, device, place).zero_(), group, place) for place in SumPlace]
+    turns = itertools.cycle(sums)
+    return median_us(
+        lambda: norm.add(x, next(turns)), group, device, num_calls=SUMS_PER_GRAPH, captures=captures
+    )  # fmt: skip
+
+
+def count_wrong_norms(group: Group, plain: Group, shape: tuple[int, int], device: torch.device) -> int:
+    """How many of `REPLAYS` times `SUMS_PER_GRAPH` sums with their norms are wrong on any rank; compare
+    `count_wrong_sums`.
+
+    The two places take turns, and a part is written as soon as the sum at the other place is launched. Every fourth sum
+    has half the rows, as the final norm has. The reference is fp32, which is exact for these sums.
+    """
+    num_ranks, on_gpu = plain.size, device.type == "cuda"
+    weight_H = 1.0 + torch.arange(shape[1], device=device) % 3
+    norm = RmsNorm(weight_H, 1e-5)
+    all_numbers = torch.arange(shape[0] * shape[1], device=device).view(shape) % 13
+    wrong, step = torch.zeros((), dtype=torch.int64, device=device), torch.zeros((), dtype=torch.int64, device=device)
+
+    def sums() -> None:
+        for index, place in zip(range(SUMS_PER_GRAPH), itertools.cycle(SumPlace), strict=False):
+            step.add_(1)
+            numbers = all_numbers[: max(1, shape[0] // 2)] if index % 4 == 1 else all_numbers
+            x = (numbers % 7 - 3).to(torch.bfloat16)
+            part = group.empty(tuple(numbers.shape), torch.bfloat16, device, place)
+            part.copy_(numbers + step % 7 + plain.rank)
+            if on_gpu and index // 3 % num_ranks == plain.rank and index % 3:
+                torch.cuda._sleep(LAG_CYCLES)
+            summed, normed = norm.add(x, PartialSum(part, group, place))
+            want = x.float() + (numbers + step % 7) * num_ranks + num_ranks * (num_ranks - 1) // 2
+            want_normed = torch.nn.functional.rms_norm(want, weight_H.shape, weight_H, norm.eps)
+            is_close = (normed - want_normed).abs() <= 2**-8 * want_normed.abs()
+            wrong.add_(~((summed == want) & is_close).all())
+
+    launch = captured(sums) if on_gpu else sums
+    for _ in range(REPLAYS if on_gpu else 1):
+        launch()
+    return int(plain.max([float(wrong)])[0])
+
+
 def is_right(one_shot: Group, plain: Group, shape: tuple[int, int], device: torch.device) -> bool:
     """On all ranks."""
     x = (torch.arange(shape[0] * shape[1], device=device).view(shape) % 17 + plain.rank).to(torch.bfloat16)
@@ -110,6 +157,7 @@ def work(rank: int, args: argparse.Namespace, meeting: str) -> None:
     plain = TorchGroup()
     one_shot = with_one_shot(plain, device) if on_gpu else plain
     works, rows = isinstance(one_shot, OneShotGroup), []
+    norms_work = isinstance(one_shot, OneShotGroup) and one_shot.norms
     for tokens in args.tokens:
         shape = (tokens, args.hidden)
         row = {"tokens": tokens, "bytes": 2 * tokens * args.hidden, "plain_us": time_us(plain, shape, device)}
@@ -117,14 +165,32 @@ def work(rank: int, args: argparse.Namespace, meeting: str) -> None:
             row |= {"one_shot_us": time_us(one_shot, shape, device), "right": is_right(one_shot, plain, shape, device)}
         if row["bytes"] <= MAX_BYTES:
             row["wrong_sums"] = count_wrong_sums(one_shot, plain, shape, device)
+            row["wrong_norms"] = count_wrong_norms(one_shot, plain, shape, device)
+        if isinstance(one_shot, OneShotGroup) and row["bytes"] <= MAX_BYTES:
+            one_shot.norms = False
+            row["two_kernels_us"] = time_norm_us(one_shot, shape, device)
+            one_shot.norms = norms_work
+            if norms_work:
+                row["one_kernel_us"] = time_norm_us(one_shot, shape, device)
         rows.append(row)
         if rank == 0:
             print(row, flush=True)
     if rank == 0:
         device_name = torch.cuda.get_device_name() if on_gpu else "cpu"
-        print(json.dumps({"device": device_name, "ranks": args.ranks, "one_shot_works": works, "rows": rows}))
+        print(
+            json.dumps(
+                {
+                    "device": device_name,
+                    "ranks": args.ranks,
+                    "one_shot_works": works,
+                    "norms_work": norms_work,
+                    "rows": rows,
+                }
+            )
+        )
     distributed.destroy_process_group()
-    if (on_gpu and not works) or not all(row.get("right", True) and not row.get("wrong_sums") for row in rows):
+    is_wrong = any(not row.get("right", True) or row.get("wrong_sums") or row.get("wrong_norms") for row in rows)
+    if (on_gpu and not norms_work) or is_wrong:
         sys.exit(1)
 
 

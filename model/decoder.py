@@ -21,7 +21,7 @@ The life of a forward pass, and the file of each step:
     engine/sampler.py            logits to tokens
 
 On several ranks (parallel.py), sums over ranks (moe/group.py) follow the embedding, the output projection, a dense MLP
-and the experts; the head gathers its logits.
+and the experts; the norm after the last three adds their parts up (`PartialSum`). The head gathers its logits.
 
 Families build the parts of a layer; `load.py` reads them in this order, `moe_build.py` chooses the path of the experts.
 """
@@ -40,7 +40,7 @@ from model.embedding import Embedding, OutputHead
 from model.moe_layer import MoeLayer
 from model.norm import RmsNorm
 from model.rope import RotaryTable
-from moe.group import RankGroups
+from moe.group import PartialSum, RankGroups
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class AttentionLayer(nn.Module):
 
     spec: AttentionSpec
 
-    def forward(self, x_TH: torch.Tensor, step: StepState, kv: LayerKv) -> torch.Tensor:
+    def forward(self, x_TH: torch.Tensor, step: StepState, kv: LayerKv) -> torch.Tensor | PartialSum:
         """[T, H] to [T, H]; writes the step's keys to `kv`."""
         raise NotImplementedError(f"{type(self).__name__} defines no forward")
 
@@ -78,11 +78,11 @@ class DecoderLayer(nn.Module):
         self.mlp = mlp
 
     def forward(
-        self, x_TH: torch.Tensor, delta_TH: torch.Tensor | None, step: StepState, kv: LayerKv
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, x_TH: torch.Tensor, delta_TH: torch.Tensor | PartialSum | None, step: StepState, kv: LayerKv
+    ) -> tuple[torch.Tensor, torch.Tensor | PartialSum]:
         """Takes and returns the residual stream and the delta that is not yet added to it; all [T, H].
 
-        The next norm adds the delta, because addition and norm are one kernel on a GPU.
+        The next norm adds the delta, because addition and norm, with the sum over ranks, are one kernel on GPUs.
         """
         if delta_TH is None:
             normed_TH = self.input_norm(x_TH)
@@ -191,7 +191,9 @@ class Model(nn.Module):
         delta_TH: Any = None
         for layer, layer_kv in zip(self.layers, kv, strict=True):
             x_TH, delta_TH = layer(x_TH, delta_TH, step, layer_kv)
-        x_RH, delta_RH = (rows_TH.index_select(0, batch.logit_rows_R) for rows_TH in (x_TH, delta_TH))
+        rows_R = batch.logit_rows_R
+        x_RH = x_TH.index_select(0, rows_R)
+        delta_RH = delta_TH.rows(rows_R) if isinstance(delta_TH, PartialSum) else delta_TH.index_select(0, rows_R)
         logits_RV = self.head(self.norm.add(x_RH, delta_RH)[1], logits_RV)
         return logits_RV
 

@@ -89,11 +89,17 @@ def num_shares(num_outputs: int, num_inputs: int, processors: int) -> int:
     return -(-steps // steps_each)
 
 
-def linear(x_RK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> torch.Tensor:
-    """[R, K] to [R, N] in bf16, with fp32 sums; at most `MAX_ROWS` rows, whose numbers lie side by side."""
+def linear(
+    x_RK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, out_RN: torch.Tensor | None = None
+) -> torch.Tensor:
+    """[R, K] to [R, N] in bf16, with fp32 sums; at most `MAX_ROWS` rows, whose numbers lie side by side.
+
+    `out_RN`: memory for the result, row-major; None for new memory.
+    """
     (num_rows, num_inputs), num_outputs = x_RK.shape, weight_NK.shape[0]
     device = x_RK.device
-    out_RN = torch.empty(num_rows, num_outputs, dtype=x_RK.dtype, device=device)
+    if out_RN is None:
+        out_RN = torch.empty(num_rows, num_outputs, dtype=x_RK.dtype, device=device)
     if not num_rows:
         return out_RN
     blocks = triton.cdiv(num_outputs, _BLOCK_N)

@@ -207,13 +207,17 @@ class Fp8Linear:
         self._num_outputs = packed.num_rows // (2 if is_gated else 1)
         self._processors = num_processors(weight_NK.device, _FEW_PROCESSORS)
 
-    def __call__(self, x_TK: torch.Tensor, plan: LinearPlan | None = None) -> torch.Tensor:
+    def __call__(
+        self, x_TK: torch.Tensor, plan: LinearPlan | None = None, out_TN: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """[T, N] in the dtype of `x`, whose rows may be further apart than K.
 
         `plan`: another than the chosen one; it has no more shares than there are blocks of 128 inputs.
+        `out_TN`: memory for the result, row-major; None for new memory.
         """
         num_tokens, device = x_TK.shape[0], x_TK.device
-        out_TN = torch.empty((num_tokens, self._num_outputs), dtype=x_TK.dtype, device=device)
+        if out_TN is None:
+            out_TN = torch.empty((num_tokens, self._num_outputs), dtype=x_TK.dtype, device=device)
         if out_TN.numel() == 0:
             return out_TN
         if self._num_cols == 0:

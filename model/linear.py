@@ -18,7 +18,7 @@ from model.fused import few_rows_kernel
 from moe.cpu.linear import make_linear
 from moe.formats import Fp8BlockWeight
 from moe.formats.fp8_block import BLOCK
-from moe.group import SINGLE_RANK, Group
+from moe.group import SINGLE_RANK, Group, PartialSum, SumPlace
 
 LinearWeight = torch.Tensor | Fp8BlockWeight
 """[N, K]: dense in the model's dtype, or FP8 blocks, which only GPUs multiply."""
@@ -27,43 +27,75 @@ LinearWeight = torch.Tensor | Fp8BlockWeight
 class Linear(nn.Module):
     """`x @ weight.T + bias`, built from loaded tensors; keeps them only in the form that is multiplied.
 
-    `sums_over`: the ranks that have the other columns of the weight; the outputs are summed over them.
     `gates`: the rows are [gate; up], and where the kernel can (`is_gated`) the output is `silu(gate) * up`, [T, N/2].
     """
 
     _multiply: Callable[[torch.Tensor], torch.Tensor]
 
-    def __init__(
-        self, weight_NK: LinearWeight, bias_N: torch.Tensor | None = None, *, sums_over: Group = SINGLE_RANK,
-        gates: bool = False,
-    ) -> None:  # fmt: skip
+    def __init__(self, weight_NK: LinearWeight, bias_N: torch.Tensor | None = None, *, gates: bool = False) -> None:
         super().__init__()
         self._few_rows: ModuleType | None = None
+        self._fp8: Callable[..., torch.Tensor] | None = None
         self.is_gated = False
         if isinstance(weight_NK, Fp8BlockWeight):
             from model.fp8_linear import Fp8Linear, can_gate  # needs Triton
 
             self.is_gated = gates and can_gate(weight_NK)
-            self._multiply = Fp8Linear(weight_NK, bias_N, is_gated=self.is_gated)
+            self._fp8 = Fp8Linear(weight_NK, bias_N, is_gated=self.is_gated)
         else:
             weight_NK = weight_NK.contiguous()
             self._multiply = make_linear(weight_NK, bias_N)
             self._few_rows = few_rows_kernel(weight_NK)
             if self._few_rows is not None:
                 self._weight_NK, self._bias_N = weight_NK, bias_N
-        self._sums_over = sums_over
 
-    def forward(self, x_TK: torch.Tensor) -> torch.Tensor:
-        """[T, K] to [T, N], row-major."""
-        if self._few_rows is not None and x_TK.shape[0] <= self._few_rows.MAX_ROWS and x_TK.stride(1) == 1:
-            return self._sums_over.all_reduce(self._few_rows.linear(x_TK, self._weight_NK, self._bias_N))
-        return self._sums_over.all_reduce(self._multiply(x_TK).contiguous())
+    @property
+    def can_write(self) -> bool:
+        """Whether `forward` writes to the memory that it is given."""
+        return self._few_rows is not None or self._fp8 is not None
+
+    def forward(self, x_TK: torch.Tensor, out_TN: torch.Tensor | None = None) -> torch.Tensor:
+        """[T, K] to [T, N], row-major. If `can_write` and `out` is given, also row-major, it is the result."""
+        if self._few_rows is not None:
+            if x_TK.shape[0] <= self._few_rows.MAX_ROWS and x_TK.stride(1) == 1:
+                product_TN: torch.Tensor = self._few_rows.linear(x_TK, self._weight_NK, self._bias_N, out_TN)
+                return product_TN
+            if out_TN is not None and self._bias_N is None:
+                return torch.mm(x_TK, self._weight_NK.t(), out=out_TN)
+            if out_TN is not None and self._bias_N is not None:
+                return torch.addmm(self._bias_N, x_TK, self._weight_NK.t(), out=out_TN)
+        if self._fp8 is not None:
+            return self._fp8(x_TK, out_TN=out_TN)
+        return self._multiply(x_TK).contiguous()
+
+
+class RowParallelLinear(nn.Module):
+    """A linear layer of which this rank has some columns of the weight, and the ranks of `group` the others."""
+
+    def __init__(
+        self, weight_NK: LinearWeight, bias_N: torch.Tensor | None = None, *, group: Group, place: SumPlace
+    ) -> None:
+        super().__init__()
+        self.linear = Linear(weight_NK, bias_N)
+        self._num_outputs = weight_NK.shape[0]
+        self._group, self._place = group, place
+
+    def forward(self, x_TK: torch.Tensor) -> torch.Tensor | PartialSum:
+        """[T, K] to a part of [T, N], or to all of it on a rank that is alone."""
+        if self._group.size == 1:
+            whole_TN: torch.Tensor = self.linear(x_TK)
+            return whole_TN
+        out_TN = None
+        if self.linear.can_write:
+            shape = (x_TK.shape[0], self._num_outputs)
+            out_TN = self._group.empty(shape, x_TK.dtype, x_TK.device, self._place)
+        return PartialSum(self.linear(x_TK, out_TN), self._group, self._place)
 
 
 class GatedMlp(nn.Module):
     """Dense SwiGLU block of DeepSeek-V3: `down(silu(gate(x)) * up(x))`, gate and up in one matrix.
 
-    `sums_over`: the ranks that have the rest of I; without them the output is this rank's part of the sum.
+    `sums_over`: the ranks that have the rest of I; without them a part of the sum is returned as if it were all.
     """
 
     def __init__(
@@ -71,15 +103,15 @@ class GatedMlp(nn.Module):
     ) -> None:
         super().__init__()
         self.gate_up = Linear(join_rows((gate_IH, up_IH)), gates=True)
-        self.down = Linear(down_HI, sums_over=sums_over)
+        self.down = RowParallelLinear(down_HI, group=sums_over, place=SumPlace.MLP)
 
-    def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
+    def forward(self, x_TH: torch.Tensor) -> torch.Tensor | PartialSum:
         """[T, H] to [T, H]."""
         hidden_TI: torch.Tensor = self.gate_up(x_TH)
         if not self.gate_up.is_gated:
             gate_TI, up_TI = hidden_TI.chunk(2, dim=-1)
             hidden_TI = F.silu(gate_TI) * up_TI
-        out_TH: torch.Tensor = self.down(hidden_TI)
+        out_TH: torch.Tensor | PartialSum = self.down(hidden_TI)
         return out_TH
 
 

@@ -5,7 +5,7 @@ No other module of `model` computes experts. Shape letters: T tokens, H hidden, 
 
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -19,11 +19,12 @@ from moe.check.selfcheck import SelfCheckReport
 from moe.dispatch.base import abandon, mode_options
 from moe.dispatch.gathered import GatheredDispatcher
 from moe.dispatch.standard import StandardDispatcher
-from moe.group import Group
+from moe.group import Group, PartialSum
 from moe.overlap import SideStream
 from moe.registry import load_backend
 from moe.replicas import NO_TABLES, ExpertTables, count_and_place
 from moe.routing import TopKOutput, drop_padding, route
+from moe.types import StandardCombineInput
 
 
 class Gate(nn.Module):
@@ -189,9 +190,10 @@ class MoeLayer(nn.Module):
         is_decode: bool = False,
         max_rank_tokens: int | None = None,
         num_live: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """[T, H] to [T, H], complete. `is_decode` chooses DeepEP's mode where both may run; all ranks pass the same.
+    ) -> torch.Tensor | PartialSum:
+        """[T, H] to [T, H], complete or a part of a sum.
 
+        `is_decode` chooses DeepEP's mode where both may run; all ranks pass the same.
         `max_rank_tokens`: of all data-parallel ranks; needed where `gathers_tokens`. `num_live`: see `StepState`.
         """
         own_SH = x_TH if self.slices is None else self.slices.own(x_TH)
@@ -214,6 +216,8 @@ class MoeLayer(nn.Module):
         if reduces and (partial_TH := shared.take()) is not None:
             self.dispatcher.add_own(result, partial_TH)
         beside: dict[str, Any] = {} if overlap is None else {"overlap": overlap}
+        if reduces and isinstance(self.dispatcher, StandardDispatcher):
+            return self.dispatcher.combine_later(cast(StandardCombineInput, result))
         out_SH: torch.Tensor = self.dispatcher.combine(result, **beside)
         shared_TH = None if reduces else shared.take()
         if self.slices is not None:

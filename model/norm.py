@@ -5,6 +5,7 @@ from torch import nn
 from torch.nn.functional import rms_norm
 
 from model.fused import fused_kernels
+from moe.group import PartialSum
 
 # Up to here the length of each row, two operators, beats `rms_norm`, which on a CPU is made of eight.
 _MAX_LENGTH_ROWS = 16
@@ -34,8 +35,13 @@ class RmsNorm(nn.Module):
         weight = self.weight
         return rms_norm(x_TH.float(), weight.shape, weight, self.eps).to(x_TH.dtype)
 
-    def add(self, x_TH: torch.Tensor, delta_TH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """`x + delta`, and the norm of it."""
+    def add(self, x_TH: torch.Tensor, delta_TH: torch.Tensor | PartialSum) -> tuple[torch.Tensor, torch.Tensor]:
+        """`x + delta`, and the norm of it. A sum over ranks is added up, by the same kernel where the group has one."""
+        if isinstance(delta_TH, PartialSum):
+            both = delta_TH.group.add_norm(x_TH, delta_TH, self.weight, self.eps)
+            if both is not None:
+                return both
+            delta_TH = delta_TH.added_up()
         if (kernels := fused_kernels(x_TH.device)) is not None:
             pair: tuple[torch.Tensor, torch.Tensor] = kernels.add_rms_norm(x_TH, delta_TH, self.weight, self.eps)
             return pair

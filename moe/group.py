@@ -5,7 +5,8 @@ serves several ranks that share one GPU, which NCCL refuses.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import IntEnum
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -17,6 +18,13 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Parcel = tuple[int, torch.Tensor]
 """A rank of the group, and a contiguous uint8 tensor that goes there or comes from there."""
+
+
+class SumPlace(IntEnum):
+    """Which of a layer's two sums over ranks: each has memory of its own (`moe.one_shot`)."""
+
+    ATTENTION = 0
+    MLP = 1
 
 
 class Group(Protocol):
@@ -34,8 +42,15 @@ class Group(Protocol):
     def is_capturable(self) -> bool:
         """Whether CUDA graphs can hold the collectives."""
 
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Uninitialized memory for a part of a sum, until the next call of `empty` or `all_reduce`."""
+    def empty(
+        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, place: SumPlace = SumPlace.MLP
+    ) -> torch.Tensor:
+        """Uninitialized memory for a part of a sum, until the next call of `empty` or until that sum is added up."""
+
+    def add_norm(
+        self, x_TH: torch.Tensor, delta: "PartialSum", weight_H: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """`x` plus the sum over all ranks, and its RMS norm, in one kernel; None if there is none for these tensors."""
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks of the contiguous `x`, which may be overwritten with it."""
@@ -63,9 +78,19 @@ class SingleRank:
     size = 1
     is_capturable = True
 
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def empty(
+        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, place: SumPlace = SumPlace.MLP
+    ) -> torch.Tensor:
         """New."""
+        del place
         return torch.empty(shape, dtype=dtype, device=device)
+
+    def add_norm(
+        self, x_TH: torch.Tensor, delta: "PartialSum", weight_H: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """None."""
+        del x_TH, delta, weight_H, eps
+        return None
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """`x`."""
@@ -118,9 +143,19 @@ class TorchGroup:
         """True if tensors of a GPU travel over NCCL."""
         return "cuda:gloo" not in torch.distributed.get_backend_config(self._group)
 
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def empty(
+        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, place: SumPlace = SumPlace.MLP
+    ) -> torch.Tensor:
         """New."""
+        del place
         return torch.empty(shape, dtype=dtype, device=device)
+
+    def add_norm(
+        self, x_TH: torch.Tensor, delta: "PartialSum", weight_H: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """None."""
+        del x_TH, delta, weight_H, eps
+        return None
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """In place."""
@@ -185,6 +220,30 @@ class TorchGroup:
 
 
 SINGLE_RANK = SingleRank()
+
+
+@dataclass(frozen=True, slots=True)
+class PartialSum:
+    """One rank's part [T, H] of a sum over a group, which whoever reads it next adds up. All ranks do that together."""
+
+    part: torch.Tensor
+    group: Group
+    place: SumPlace
+
+    def added_up(self) -> torch.Tensor:
+        """[T, H]; the part may be overwritten with it."""
+        return self.group.all_reduce(self.part.contiguous())
+
+    def rows(self, rows_R: torch.Tensor) -> "PartialSum":
+        """Of the rows with these indices alone, int64 [R]."""
+        return replace(self, part=self.part.index_select(0, rows_R))
+
+    def give_up(self) -> None:
+        """Take part in the sum with NaN, because this rank's part cannot be computed and the others wait for it."""
+        lost = replace(self, part=torch.full_like(self.part, float("nan")))
+        weight_H = torch.ones(self.part.shape[1], device=self.part.device)
+        if self.group.add_norm(lost.part, lost, weight_H, 1.0) is None:
+            lost.added_up()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -20,14 +20,14 @@ from model.batch import LayerKv
 from model.config import UnsupportedModelError, flag, number, positive_int, require_supported
 from model.decoder import AttentionLayer, StepState
 from model.families.base import Family, MoeParts, check_routing_sizes
-from model.linear import GatedMlp, Linear, join_rows
+from model.linear import GatedMlp, Linear, RowParallelLinear, join_rows
 from model.norm import RmsNorm
 from model.registry import register_family
 from model.rope import softmax_factor
 from model.weights import RAGGED_COLUMNS, RAGGED_ROWS, Split, TensorSpec, WeightReader
 from moe import ExpertShape, MoeRunnerConfig, RankPlace, RoutingConfig, RoutingMethod
 from moe.formats import ExpertWeights
-from moe.group import SINGLE_RANK, Group
+from moe.group import SINGLE_RANK, Group, PartialSum, SumPlace
 
 _LATENT_EPS = 1e-6  # the published code gives the latent norms this epsilon, whatever rms_norm_eps says
 _UNUSED_SUFFIXES = (".k_scale", ".v_scale", ".rotary_emb.inv_freq")
@@ -50,7 +50,7 @@ class MlaAttention(AttentionLayer):
         kv_norm: RmsNorm,
         uk_HNC: torch.Tensor,
         uv_HCV: torch.Tensor,
-        out: Linear,
+        out: RowParallelLinear,
     ) -> None:
         super().__init__()
         self.spec = spec
@@ -63,7 +63,7 @@ class MlaAttention(AttentionLayer):
         self.uv_HCV = nn.Parameter(uv_HCV, requires_grad=False)
         self.out = out
 
-    def forward(self, x_TH: torch.Tensor, step: StepState, kv: LayerKv) -> torch.Tensor:
+    def forward(self, x_TH: torch.Tensor, step: StepState, kv: LayerKv) -> torch.Tensor | PartialSum:
         """[T, hidden] to [T, hidden]."""
         spec, num_tokens = self.spec, x_TH.shape[0]
         num_heads, nope_dim, latent_dim = self.uk_HNC.shape
@@ -80,7 +80,7 @@ class MlaAttention(AttentionLayer):
         )
         out_THV = x_TH.new_empty(num_tokens, num_heads, self.uv_HCV.shape[2])
         torch.bmm(mixed_THC.transpose(0, 1), self.uv_HCV, out=out_THV.transpose(0, 1))
-        projected_TH: torch.Tensor = self.out(out_THV.flatten(1))
+        projected_TH: torch.Tensor | PartialSum = self.out(out_THV.flatten(1))
         return projected_TH
 
 
@@ -273,7 +273,9 @@ class DeepseekV3Family(Family):
             kv_norm=RmsNorm(reader.vector(f"{prefix}.kv_a_layernorm.weight"), _LATENT_EPS),
             uk_HNC=uk_HNC.contiguous(),
             uv_HCV=uv_HVC.transpose(1, 2).contiguous(),
-            out=Linear(reader.linear(f"{prefix}.o_proj", self._out_split), sums_over=tp),
+            out=RowParallelLinear(
+                reader.linear(f"{prefix}.o_proj", self._out_split), group=tp, place=SumPlace.ATTENTION
+            ),
         )
 
     def read_experts(

@@ -22,13 +22,13 @@ from model.config import (
 )
 from model.decoder import AttentionLayer, StepState
 from model.families.base import Family, MoeParts, check_routing_sizes
-from model.linear import Linear
+from model.linear import Linear, RowParallelLinear
 from model.registry import register_family
 from model.rope import pair_halves
 from model.weights import Split, TensorSpec, WeightReader
 from moe import Activation, ExpertShape, MoeRunnerConfig, RankPlace, RoutingConfig, RoutingMethod
 from moe.formats import ExpertWeights
-from moe.group import SINGLE_RANK, Group
+from moe.group import SINGLE_RANK, Group, PartialSum, SumPlace
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _ALPHA = 1.702  # the activation's fixed gain; newer configs spell it out
@@ -39,7 +39,7 @@ class GptOssAttention(AttentionLayer):
     """q, k and v in one matrix, their rows re-ordered for pairwise rope; one sink logit per query head."""
 
     def __init__(
-        self, *, spec: AttentionSpec, attention: Attention, qkv: Linear, out: Linear, sinks_H: torch.Tensor
+        self, *, spec: AttentionSpec, attention: Attention, qkv: Linear, out: RowParallelLinear, sinks_H: torch.Tensor
     ) -> None:
         super().__init__()
         self.spec = spec
@@ -48,13 +48,13 @@ class GptOssAttention(AttentionLayer):
         self.out = out
         self.sinks_H = nn.Parameter(sinks_H.float(), requires_grad=False)
 
-    def forward(self, x_TH: torch.Tensor, step: StepState, kv: LayerKv) -> torch.Tensor:
+    def forward(self, x_TH: torch.Tensor, step: StepState, kv: LayerKv) -> torch.Tensor | PartialSum:
         """[T, hidden] to [T, hidden]."""
         spec = self.spec
         heads = self.qkv(x_TH).view(x_TH.shape[0], -1, spec.key_dim)
         q_THD, k_TGD, v_TGD = heads.split((spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), dim=1)
         out_THD = self.backend.run(spec, step.plan, kv, q_THD, k_TGD, v_TGD, self.sinks_H, step.rotation_T1D)
-        projected_TH: torch.Tensor = self.out(out_THD.flatten(1))
+        projected_TH: torch.Tensor | PartialSum = self.out(out_THD.flatten(1))
         return projected_TH
 
 
@@ -193,7 +193,9 @@ class GptOssFamily(Family):
             spec=self.attention_part(layer, reader.place),
             attention=attention,
             qkv=Linear(weight, bias),
-            out=Linear(*reader.columns_and_bias(f"{prefix}.o_proj", self.head_dim), sums_over=tp),
+            out=RowParallelLinear(
+                *reader.columns_and_bias(f"{prefix}.o_proj", self.head_dim), group=tp, place=SumPlace.ATTENTION
+            ),
             sinks_H=reader.entries(f"{prefix}.sinks"),
         )
 

@@ -108,8 +108,10 @@ def build_transport(
     if a2a is MoeA2ABackend.NONE:
         if dp.size > 1:
             return GatheredTransport(dp, tp)
-        reduce = tp.all_reduce if tp.size > 1 else sum_over(group)
-        return StandardTransport(reduce if topology.is_partial else None, is_capturable=tp.is_capturable)
+        whole_layers = tp if tp.size > 1 else None
+        reduce = tp.all_reduce if whole_layers is not None else sum_over(group)
+        reduce_parts = reduce if topology.is_partial else None
+        return StandardTransport(reduce_parts, is_capturable=tp.is_capturable, group=whole_layers)
     max_num_tokens = config.max_num_tokens
     shape = EpShape.of(config)
     if a2a is MoeA2ABackend.FLASHINFER:
@@ -144,8 +146,8 @@ class StandardTransport:
 
     can_send_nvfp4 = False
 
-    def __init__(self, reduce: Reduce | None, *, is_capturable: bool = True) -> None:
-        self._dispatcher = StandardDispatcher(reduce, is_capturable=is_capturable)
+    def __init__(self, reduce: Reduce | None, *, is_capturable: bool = True, group: Group | None = None) -> None:
+        self._dispatcher = StandardDispatcher(reduce, is_capturable=is_capturable, group=group)
 
     def dispatcher(self, layer: DispatchSpec) -> StandardDispatcher:
         """The same for every layer."""

@@ -89,7 +89,8 @@ def test_sums_are_measured_by_the_program_that_compares_them(capfd, monkeypatch)
     bench_sums.main()
     last = json.loads(capfd.readouterr().out.splitlines()[-1])
     assert not last["one_shot_works"]
-    assert [(row["bytes"], row["plain_us"] > 0, row["wrong_sums"]) for row in last["rows"]] == [(32, True, 0)]
+    found = [(row["bytes"], row["plain_us"] > 0, row["wrong_sums"], row["wrong_norms"]) for row in last["rows"]]
+    assert found == [(32, True, 0, 0)]
 
 
 class LateRank(SingleRank):
@@ -103,9 +104,10 @@ class LateRank(SingleRank):
         return self._parts[-2] if len(self._parts) > 1 else x
 
 
-@rows("group, wrong", (SingleRank(), 0), (LateRank(), bench_sums.SUMS_PER_GRAPH - 1))
-def test_sums_that_follow_each_other_are_compared(group, wrong):
-    assert bench_sums.count_wrong_sums(group, SingleRank(), (2, 8), torch.device("cpu")) == wrong
+@rows("count", bench_sums.count_wrong_sums, bench_sums.count_wrong_norms)
+def test_sums_that_follow_each_other_are_compared(count):
+    for group, wrong in ((SingleRank(), 0), (LateRank(), bench_sums.SUMS_PER_GRAPH - 1)):
+        assert count(group, SingleRank(), (1, 8), torch.device("cpu")) == wrong
 
 
 def exchange_with_emulated_deepep(rank, args, meeting):

@@ -1,14 +1,17 @@
-"""torch's symmetric memory and its one-shot all-reduce for ranks that are threads: checks what the op asks for.
+"""torch's symmetric memory, its one-shot all-reduce and our `sum_norm` for ranks that are threads; checks their rules.
 
 The op: torch 2.13, CUDASymmetricMemoryOps.cu. It reads every rank's memory at the same place, adds in rank order in the
-tensor's own dtype, and neither starts nor ends before all ranks have.
+tensor's own dtype, and neither starts nor ends before all ranks have. Our kernel starts when all ranks have, and may
+end while others read.
 """
 
 import torch
 
+from moe.group import SumPlace
 from tests.emulators.ranks import Rank
 from tests.emulators.refusal import need
 
+_PLACE_BYTES = 1 << 20  # torch's sums begin the memory, then each place of our kernel has as much
 _POISON = 0x7F  # bytes of fresh memory: NaN in bf16
 
 
@@ -18,7 +21,7 @@ class SymmetricMemory:
     def __init__(self, rank: Rank, num_bytes: int) -> None:
         self._rank, self._num_bytes = rank, num_bytes
         self._parts: list[torch.Tensor] = []
-        self.num_sums = 0
+        self.num_sums = self.num_norms = 0
 
     def allocate(self) -> torch.Tensor:
         return torch.full((self._num_bytes,), _POISON, dtype=torch.uint8)
@@ -41,3 +44,18 @@ class SymmetricMemory:
         self._rank.exchange(None)  # all have read
         self.num_sums += 1
         return summed.view(part.shape)
+
+    def prepare_norms(self) -> None:
+        """Nothing is compiled."""
+
+    def add_norm(
+        self, place: SumPlace, x_TH: torch.Tensor, weight_H: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        places = self._rank.exchange((place, tuple(x_TH.shape), x_TH.dtype))
+        need(all(each == places[0] for each in places), f"the ranks sum different tensors: {places}")
+        first = (1 + place) * _PLACE_BYTES
+        parts = [each[first : first + x_TH.nbytes].view(x_TH.dtype).view(x_TH.shape) for each in self._parts]
+        need(x_TH.nbytes <= _PLACE_BYTES, "a part is larger than its place")
+        total_TH = x_TH + torch.stack(parts).float().sum(0).to(x_TH.dtype)
+        self.num_norms += 1
+        return total_TH, torch.nn.functional.rms_norm(total_TH.float(), weight_H.shape, weight_H, eps).to(x_TH.dtype)

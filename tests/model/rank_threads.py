@@ -12,7 +12,7 @@ from model.decoder import Model
 from model.load import load_model
 from model.parallel import ParallelLayout
 from model.registry import make_family
-from moe.group import SINGLE_RANK, Parcel, RankGroups
+from moe.group import SINGLE_RANK, Parcel, PartialSum, RankGroups, SumPlace
 from tests.emulators.ranks import Rank, RankGroup, run_ranks
 
 T = TypeVar("T")
@@ -35,8 +35,13 @@ class ThreadGroup:
     def size(self) -> int:
         return self._rank.size()
 
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def empty(
+        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, place: SumPlace = SumPlace.MLP
+    ) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
+
+    def add_norm(self, x_TH: torch.Tensor, delta: PartialSum, weight_H: torch.Tensor, eps: float) -> None:
+        return None
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         return x.copy_(sum(self._meet("all_reduce", x)))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""`OneShotGroup` over emulated symmetric memory: which sums take the kernel, what they are, and what turns it off."""
+"""`OneShotGroup` over emulated symmetric memory: which sums take a kernel, what they are, and what turns it off."""
 
 import logging
 from collections.abc import Callable
@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from moe import one_shot
-from moe.one_shot import MAX_BYTES, OneShotGroup, try_one_shot
+from moe.group import PartialSum, SumPlace
+from moe.one_shot import MAX_BYTES, MAX_ROWS, NUM_BYTES, OneShotGroup, try_one_shot
 from tests.emulators.ranks import Rank, run_ranks, this_rank
 from tests.emulators.symmetric import SymmetricMemory
 from tests.model.rank_threads import ThreadGroup
@@ -23,11 +24,12 @@ def on_ranks(size: int, work: Callable[[Any, SymmetricMemory, ThreadGroup], Any]
     """`work(opened, memory, group)` on every rank, where the check at start has passed."""
 
     def run(rank: Rank) -> Any:
-        group, memory = ThreadGroup(rank), SymmetricMemory(rank, MAX_BYTES)
+        group, memory = ThreadGroup(rank), SymmetricMemory(rank, NUM_BYTES)
         opened = try_one_shot(group, memory, CPU)
         assert isinstance(opened, OneShotGroup)
+        memory.num_sums = memory.num_norms = 0
+        opened.all_gather(torch.ones(1))
         group.calls.clear()
-        memory.num_sums = 0
         return work(opened, memory, group)
 
     return run_ranks(size, run)
@@ -65,6 +67,7 @@ def test_a_part_that_was_written_in_place_is_not_copied() -> None:
 
     def work(opened: OneShotGroup, memory: SymmetricMemory, group: ThreadGroup) -> None:
         x = torch.full((4, 8), 1.0 + group.rank, dtype=BF16)
+        opened.norms = False
         part = opened.empty((4, 8), BF16, CPU)
         assert part.data_ptr() == opened.empty((2, 2), torch.float32, CPU).data_ptr()
         part.copy_(x)
@@ -75,6 +78,85 @@ def test_a_part_that_was_written_in_place_is_not_copied() -> None:
     on_ranks(2, work)
 
 
+def add_norm(opened: OneShotGroup, part: torch.Tensor, place: SumPlace) -> torch.Tensor | None:
+    """The sum of parts and ones; None where the group leaves it to others. The norm is checked."""
+    x, weight = torch.ones(part.shape, dtype=part.dtype), torch.arange(1.0, 1 + part.shape[1])
+    pair = opened.add_norm(x, PartialSum(part, opened, place), weight, 1e-3)
+    if pair is not None:
+        want = torch.nn.functional.rms_norm(pair[0].float(), weight.shape, weight, 1e-3)
+        assert torch.allclose(pair[1], want.to(part.dtype), rtol=0, atol=0, equal_nan=True)
+    return None if pair is None else pair[0]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_sums_with_their_norm_are_those_of_the_group(size: int) -> None:
+    """Parts that were written in place, that are copied, and whose rows are further apart than they are long."""
+
+    def work(opened: OneShotGroup, memory: SymmetricMemory, group: ThreadGroup) -> None:
+        for step in range(6):
+            place = SumPlace(step % 2)
+            numbers = (torch.arange(4 * 16).view(4, 16) + step) % 13 + group.rank
+            part = opened.empty((4, 16), BF16, CPU, place).copy_(numbers)
+            own = [part, numbers.to(BF16), torch.nn.functional.pad(numbers.to(BF16), (0, 8))[:, :16]]
+            summed = add_norm(opened, own[step % 3], place)
+            assert summed is not None
+            assert torch.equal(summed, 1 + group.all_reduce(numbers).to(BF16))
+        assert (memory.num_norms, memory.num_sums) == (6, 0)
+
+    on_ranks(size, work)
+
+
+def test_a_place_is_used_again_after_another_collective_alone() -> None:
+    """Else a rank would write its next part while another still reads."""
+    attention, mlp = SumPlace
+
+    def work(opened: OneShotGroup, memory: SymmetricMemory, group: ThreadGroup) -> None:
+        part = torch.ones(2, 8, dtype=BF16)
+        begin = {place: opened.empty((2, 8), BF16, CPU, place).data_ptr() for place in SumPlace}
+        for other in (
+            lambda: add_norm(opened, part, mlp),
+            lambda: opened.all_reduce(part),
+            lambda: opened.all_reduce(torch.ones(MAX_BYTES)),
+            lambda: opened.all_gather(part),
+            lambda: opened.reduce_scatter(part),
+        ):
+            assert add_norm(opened, part, attention) is not None
+            assert add_norm(opened, part, attention) is None
+            assert opened.empty((2, 8), BF16, CPU, attention).data_ptr() not in begin.values()
+            assert opened.all_reduce(torch.ones(0, 8)).numel() == 0  # waits for nobody
+            assert add_norm(opened, part, attention) is None
+            other()
+            assert opened.empty((2, 8), BF16, CPU, attention).data_ptr() == begin[attention]
+
+    on_ranks(2, work)
+
+
+@rows("shape, dtype", ((MAX_ROWS + 1, 8), BF16), ((2, MAX_BYTES // 4 + 8), BF16), ((0, 8), BF16), ((2, 8), torch.half))
+def test_what_is_too_large_or_of_another_dtype_takes_two_kernels(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    def work(opened: OneShotGroup, memory: SymmetricMemory, group: ThreadGroup) -> None:
+        delta = PartialSum(torch.ones(shape, dtype=dtype), opened, SumPlace.MLP)
+        assert add_norm(opened, delta.part, delta.place) is None
+        assert torch.equal(delta.added_up(), torch.full(shape, 2, dtype=dtype))
+        assert memory.num_norms == 0
+
+    on_ranks(2, work)
+
+
+@pytest.mark.parametrize("norms", [True, False])
+def test_a_rank_that_gives_up_takes_part_in_the_sum_of_the_others(norms: bool) -> None:
+    def work(opened: OneShotGroup, memory: SymmetricMemory, group: ThreadGroup) -> torch.Tensor:
+        opened.norms = norms
+        delta = PartialSum(torch.ones(2, 8, dtype=BF16), opened, SumPlace.MLP)
+        if group.rank == 1:
+            delta.give_up()
+            return torch.ones(1)
+        summed = add_norm(opened, delta.part, delta.place)
+        return delta.added_up() if summed is None else summed
+
+    first, _ = on_ranks(2, work)
+    assert first.isnan().all()
+
+
 def fails(*args: object) -> None:
     raise RuntimeError("CUDA driver error: no peer access\nmore")
 
@@ -83,8 +165,10 @@ def break_memory(memory: SymmetricMemory, name: str) -> None:
     """Let a method fail or, for `sum`, give a wrong number, after it has met the other ranks."""
     method = getattr(memory, name)
 
-    def broken(*args: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = method(*args)
+    def broken(*args: Any) -> Any:
+        result: Any = method(*args)
+        if name == "add_norm":
+            return result[0], result[1] + (result[1].shape[0] == MAX_ROWS)
         return result + 1 if name == "sum" else fails()  # type: ignore[func-returns-value]
 
     setattr(memory, name, broken)
@@ -107,7 +191,7 @@ def test_what_fails_on_one_rank_leaves_all_to_the_group_and_says_why(
         monkeypatch.setattr("socket.gethostname", lambda: f"host-{this_rank().rank()}")
 
     def run(rank: Rank) -> bool:
-        group, memory = ThreadGroup(rank), SymmetricMemory(rank, MAX_BYTES)
+        group, memory = ThreadGroup(rank), SymmetricMemory(rank, NUM_BYTES)
         if rank.rank() == 1 and fault != "host":
             break_memory(memory, fault)
         return try_one_shot(group, memory, CPU) is group
@@ -117,7 +201,36 @@ def test_what_fails_on_one_rank_leaves_all_to_the_group_and_says_why(
     assert sorted(caplog.messages) == sorted([prefix + reason, prefix + "it does not work on another rank"])
 
 
+@rows(
+    "fault, reason",
+    ("prepare_norms", "CUDA driver error: no peer access"),
+    ("add_norm", "the norm of a sum of (256, 2048) in torch.bfloat16 is wrong"),
+)
+def test_where_norms_fail_on_one_rank_all_ranks_sum_as_before(
+    caplog: pytest.LogCaptureFixture, fault: str, reason: str
+) -> None:
+    caplog.set_level(logging.WARNING, one_shot.__name__)
+
+    def run(rank: Rank) -> None:
+        group, memory = ThreadGroup(rank), SymmetricMemory(rank, NUM_BYTES)
+        if rank.rank() == 1:
+            break_memory(memory, fault)
+        opened = try_one_shot(group, memory, CPU)
+        part = torch.ones(2, 8, dtype=BF16)
+        assert add_norm(opened, part, SumPlace.MLP) is None  # type: ignore[arg-type]
+        group.calls.clear()
+        assert torch.equal(opened.all_reduce(part), 2 * part)
+        assert group.calls == []
+
+    run_ranks(2, run)
+    prefix = "a sum over 2 tensor-parallel ranks and its norm are two kernels: "
+    assert sorted(caplog.messages) == sorted([prefix + reason, prefix + "it does not work on another rank"])
+
+
 def test_what_works_says_so(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, one_shot.__name__)
     on_ranks(2, lambda opened, memory, group: opened)
-    assert caplog.messages == ["sums of up to 1024 KiB over 2 tensor-parallel ranks take one kernel"] * 2
+    assert sorted(caplog.messages) == [
+        *["a sum of up to 256 rows over 2 tensor-parallel ranks and its norm are one kernel"] * 2,
+        *["sums of up to 1024 KiB over 2 tensor-parallel ranks take one kernel"] * 2,
+    ]

@@ -1,0 +1,101 @@
+"""One kernel for "add up the ranks' parts, add that to the residual stream, RMS norm", over memory that all GPUs read.
+
+Each program has one row. It tells the other ranks that this rank's part is there, waits until they have said the same,
+reads the row of all parts, in rank order so that all ranks get the same bits, and goes on. It does not wait until the
+others have read: who writes parts must know that (`moe.one_shot.OneShotGroup`).
+
+A flag is an int32 in the memory of the rank that waits for it: one for each place, row and rank that sets it. The
+waiting rank clears what it has seen, so all flags are clear between sums, in whatever order graphs are replayed.
+
+Import it only where Triton is installed. Shape letters: T tokens, H hidden, R ranks.
+"""
+
+# Device functions take tensors of the device, which have no Python type.
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from moe.kernels.compile_ahead import launch
+from moe.kernels.pdl import pdl_options
+
+_WIDE_ROWS = ((4096, 16), (2048, 8), (0, 4))  # rows longer than this get so many warps
+
+
+@triton.jit(do_not_specialize=["rank"])
+def sum_add_rms_norm(
+    parts_ptr, flags_ptr, x_ptr, weight_ptr, sum_ptr, out_ptr, rank, x_stride, eps,
+    H: tl.constexpr, H_PAD: tl.constexpr, RANKS: tl.constexpr, MAX_RANKS: tl.constexpr, USE_PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid: (T,). parts, flags: addresses of each rank's part [T, H] and flags [T, MAX_RANKS], int64 [RANKS]."""
+    row = tl.program_id(0)
+    columns = tl.arange(0, H_PAD)
+    is_column = columns < H
+    ranks = tl.arange(0, MAX_RANKS)
+    weight = tl.load(weight_ptr + columns, mask=is_column, other=0.0)
+    parts_R = tl.load(parts_ptr + ranks, mask=ranks < RANKS, other=0)
+    flags_R = tl.load(flags_ptr + ranks, mask=ranks < RANKS, other=0)
+    set_by_others = tl.load(flags_ptr + rank).to(tl.pointer_type(tl.int32)) + row * MAX_RANKS + ranks
+    set_by_this = flags_R.to(tl.pointer_type(tl.int32)) + row * MAX_RANKS + rank
+    if USE_PDL:
+        gdc_wait()  # the part is written, and all earlier kernels of this rank have read what they read
+        gdc_launch_dependents()
+    tl.atomic_xchg(set_by_this, 1, mask=(ranks < RANKS) & (ranks != rank), sem="release", scope="sys")
+    x = tl.load(x_ptr + row * x_stride + columns, mask=is_column, other=0.0)
+    none_R = tl.zeros((MAX_RANKS,), tl.int32)
+    arrived_R = none_R
+    while tl.sum(arrived_R, 0) < RANKS - 1:
+        arrived_R += tl.atomic_cas(set_by_others, none_R + 1, none_R, sem="acquire", scope="sys")
+    total = tl.zeros((H_PAD,), tl.float32)
+    for other in tl.static_range(RANKS):
+        address = tl.sum(tl.where(ranks == other, parts_R, 0), 0)
+        part_ptr = tl.multiple_of(address.to(tl.pointer_type(x_ptr.dtype.element_ty)), 16)
+        # The same addresses had other numbers two sums ago, so no line of the L1 will do.
+        part = tl.load(part_ptr + row * H + columns, mask=is_column, other=0.0, cache_modifier=".cg")
+        total += part.to(tl.float32)
+    x = (x.to(tl.float32) + total.to(x.dtype).to(tl.float32)).to(x.dtype)
+    tl.store(sum_ptr + row * H + columns, x, mask=is_column)
+    x = x.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x, 0) / H + eps)
+    tl.store(out_ptr + row * H + columns, (x * scale * weight).to(out_ptr.dtype.element_ty), mask=is_column)
+
+
+class SumNorm:
+    """The kernel for one place of parts, which every rank has."""
+
+    def __init__(
+        self, parts: list[int], flags: list[int], rank: int, max_ranks: int, device: torch.device
+    ) -> None:  # fmt: skip
+        """`parts`, `flags`: where each rank's lie, as this rank addresses them; 16-byte aligned. Flags are clear.
+
+        `max_ranks`: flags of a row, a power of two.
+        """
+        self._parts_R, self._flags_R = (torch.tensor(each, dtype=torch.int64, device=device) for each in (parts, flags))
+        self._rank, self._num_ranks, self._max_ranks = rank, len(parts), max_ranks
+
+    def __call__(
+        self, x_TH: torch.Tensor, weight_H: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """`x` plus the sum of the parts, and its RMS norm. All ranks call it, with the same T > 0, H and dtype."""
+        return self._on_kernel(launch(sum_add_rms_norm, (x_TH.shape[0],)), x_TH, weight_H, eps)
+
+    def compile(self, x_TH: torch.Tensor, weight_H: torch.Tensor, eps: float) -> None:
+        """For such tensors; launches nothing."""
+
+        def warm_up(*arguments, **constants) -> None:
+            kernel = sum_add_rms_norm.warmup(*arguments, grid=(1,), **constants)
+            kernel[1, 1, 1]  # loads it, and so builds the launcher of Triton 3.6
+
+        self._on_kernel(warm_up, x_TH, weight_H, eps)
+
+    def _on_kernel(self, call, x_TH, weight_H, eps) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = x_TH.shape[1]
+        sum_TH, out_TH = (torch.empty(x_TH.shape, dtype=x_TH.dtype, device=x_TH.device) for _ in "ab")
+        call(
+            self._parts_R, self._flags_R, x_TH, weight_H, sum_TH, out_TH, self._rank, x_TH.stride(0), eps,
+            H=hidden, H_PAD=triton.next_power_of_2(hidden), RANKS=self._num_ranks, MAX_RANKS=self._max_ranks,
+            num_warps=next(warps for length, warps in _WIDE_ROWS if hidden > length), **pdl_options(x_TH.device),
+        )  # fmt: skip
+        return sum_TH, out_TH
