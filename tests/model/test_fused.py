@@ -35,7 +35,8 @@ KERNELS = {
                 "BLOCK_T": 16 if parts == "parts" else 64, "BLOCK_H": 64, "IS_SIGMOID": False, "NORMALIZE": True,
                 "HAS_BIAS": True, "HAS_CORRECTION": False, "ROUND_TO_BF16": name == "bf16",
                 "IS_SPLIT": parts == "parts",
-                **dict.fromkeys(("COUNTS", "HAS_LIVE", "PLACES"), name == "bf16"), "USE_PDL": False, "INTERPRET": False,
+                **dict.fromkeys(("DROPS", "COUNTS", "HAS_LIVE", "PLACES"), name == "bf16"), "USE_PDL": False,
+                "INTERPRET": False,
             },
         )
         for name, parts in (("fp32", "parts"), ("bf16", "one"))
