@@ -15,6 +15,8 @@ import zmq
 from engine.collector import resting_collector
 from engine.messages import Join, Leave, RankSetup, Ready, Shutdown, ToEngine, Wake, WorkerSetup
 from engine.stack_dump import dump_on_signal
+from engine.step_link import Obey
+from engine.types import OrderKind
 from engine.word_link import RanksLostError
 from engine.worker import HasStats, Worker, limit_threads, read_setup
 from loaders.phases import StartPhases
@@ -79,8 +81,20 @@ class RankWorker(Worker):
                     links.wants_stop = True
                 self._origins.send_outputs(core.step())
         else:
-            core.follow(self._heartbeat.turn)
+            core.follow(self._heartbeat.turn, lambda kind: self._follow_order(core, kind))
         links.close()
+
+    def _obey(self, core: "EngineCore", kind: OrderKind) -> str | None:
+        reason = super()._obey(core, kind)
+        if reason is None and kind != "reset_prefix_cache" and self._links is not None:  # followers have no such cache
+            self._links.steps.send(Obey(kind))
+        return reason
+
+    def _follow_order(self, core: Any, kind: OrderKind) -> None:
+        """As the first rank of the group, which has answered already."""
+        reason = super()._obey(core, kind)
+        if reason is not None:
+            logger.warning("rank %d cannot do what the first rank of its group did: %s", self._rank, reason)
 
     def _note_process(self, core: "EngineCore", message: Join | Leave) -> None:
         super()._note_process(core, message)

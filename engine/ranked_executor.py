@@ -22,8 +22,8 @@ from engine.load import LoadedEngine, load_engine
 from engine.runner import Model, ModelRunner, Pending
 from engine.sequence import Chunk
 from engine.step import StepBatch
-from engine.step_link import Idle, Rest, Stop
-from engine.types import EngineInfo, EngineStats, ExpertLoad
+from engine.step_link import Idle, Obey, Rest, Stop
+from engine.types import EngineInfo, EngineStats, ExpertLoad, OrderKind
 from loaders.phases import StartPhases
 from moe.group import TorchGroup
 
@@ -155,8 +155,11 @@ class Follower:
         """None: the first rank of the group reports."""
         return None
 
-    def follow(self, turn: Callable[[], None]) -> None:
-        """Run steps until told to stop; calls `turn` with each, and a few times a second while there is none."""
+    def follow(self, turn: Callable[[], None], obey: Callable[[OrderKind], None]) -> None:
+        """Run steps until told to stop; calls `turn` with each, and a few times a second while there is none.
+
+        `obey` carries out an order that the first rank has carried out.
+        """
         while True:
             message = self._ranks.received_steps.receive(_POLL_MS, turn)
             if isinstance(message, StepBatch):
@@ -164,6 +167,8 @@ class Follower:
                 launch(self._runner, message)
             elif isinstance(message, Rest):
                 self._rounds.rest()
+            elif isinstance(message, Obey):
+                obey(message.kind)
             elif isinstance(message, Idle):
                 self._rounds.before_step()
                 self._runner.run_idle(message.max_rank_tokens, message.all_ranks_decode)

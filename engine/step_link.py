@@ -1,6 +1,7 @@
 """How the ranks of a tensor-parallel group get their steps from the one that schedules, over ZMQ. No torch.
 
-A message is a `StepBatch`, or says that the group has no tokens in a step of other groups, or that all is over.
+A message is a `StepBatch`, or says that the group has no tokens in a step of other groups, what else there is to do, or
+that all is over.
 """
 
 from collections.abc import Callable
@@ -9,6 +10,7 @@ import msgspec
 import zmq
 
 from engine.step import StepBatch
+from engine.types import OrderKind
 
 
 class Idle(msgspec.Struct, frozen=True, tag=True):
@@ -22,13 +24,22 @@ class Rest(msgspec.Struct, frozen=True, tag=True):
     """Nobody has work: take part in what ranks do then."""
 
 
+class Obey(msgspec.Struct, frozen=True, tag=True):
+    """Carry out an order, such as the start of a profile, that the first rank has carried out."""
+
+    kind: OrderKind
+
+
 class Stop(msgspec.Struct, frozen=True, tag=True):
     """Leave the loop."""
 
 
+Other = Idle | Rest | Obey | Stop
+"""A message that is no step."""
+
 _STEP, _OTHER = b"s", b"o"  # the first byte of a message
 _encoder = msgspec.msgpack.Encoder()
-_decoder: "msgspec.msgpack.Decoder[Idle | Rest | Stop]" = msgspec.msgpack.Decoder(Idle | Rest | Stop)
+_decoder: "msgspec.msgpack.Decoder[Other]" = msgspec.msgpack.Decoder(Other)
 
 
 class StepSender:
@@ -37,7 +48,7 @@ class StepSender:
     def __init__(self, sockets: "list[zmq.Socket[bytes]]") -> None:
         self._sockets = sockets
 
-    def send(self, message: StepBatch | Idle | Rest | Stop) -> None:
+    def send(self, message: StepBatch | Other) -> None:
         """Send to all of them; does not wait for any."""
         if not self._sockets:
             return
@@ -52,7 +63,7 @@ class StepReceiver:
     def __init__(self, socket: "zmq.Socket[bytes]") -> None:
         self._socket = socket
 
-    def receive(self, timeout_ms: int, turn: Callable[[], None]) -> StepBatch | Idle | Rest | Stop:
+    def receive(self, timeout_ms: int, turn: Callable[[], None]) -> StepBatch | Other:
         """The next message. Calls `turn` at least every `timeout_ms` while there is none."""
         while not self._socket.poll(timeout_ms):
             turn()

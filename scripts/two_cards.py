@@ -41,7 +41,8 @@ from scripts.card_end_to_end import (  # noqa: E402  (it stands beside this file
     what_runs,
     write_dummy_model,
 )
-from scripts.load_details import children, cpu_seconds, give_order, record_profile, summarize_profile  # noqa: E402
+from scripts.load_details import children, summarize_profile  # noqa: E402
+from scripts.loads import bench, mixed_load  # noqa: E402
 
 MEMORY_SLACK_MIB = 64  # that a GPU may have in use after a service more than before it
 PART_LIMIT_S = 150.0  # of `sums` and of `exchange`, which would hang where a kernel waits for ever
@@ -53,11 +54,6 @@ WITHOUT_MULTICAST = {
 }  # fmt: skip
 WITHOUT_ONE_SHOT = "--no-one-shot-sums"
 SUM_TOKENS, SUM_TARGET_US = 64, 12.0  # of GPT-OSS-20B's hidden size, in bf16
-# As in `benchmarks/results/service_vs_sglang_h200.json`, so that its figures of one card can be compared.
-MANY_STREAMS, FEW_STREAMS_PROMPT, MANY_STREAMS_PROMPT = 256, 1000, 512
-STREAMS_PER_PROCESS = 16  # of the client
-PROFILE_PAUSES_S, PROFILE_S = (0.2, 1.5), 0.4
-VOCAB_SIZE = 1024  # of random prompts: no model has fewer
 # One HTTP process writes about 26,000 tokens a second there, fewer than two cards can.
 HTTP_PROCESSES = ("--api-workers", "3")
 DP2 = ("--data-parallel-size", "2", "--expert-parallel-size", "2", *HTTP_PROCESSES)
@@ -125,54 +121,6 @@ def difference(own: list[dict[str, Any]], one: list[dict[str, Any]]) -> float:
         for a, b in zip(own, one, strict=True)
         for token in a["top"].keys() & b["top"].keys()
     )
-
-
-def bench(url: str, out: Path, streams: int, answer_tokens: int, server: int, *, profiles: bool) -> dict[str, Any]:
-    """Two rounds of so many requests at once, after one that does not count.
-
-    `output_tokens_per_s` are all tokens over all time, prompts included; `decode_tokens_per_s` are the streams over the
-    median time between two tokens, which means little where tokens arrive several at a time. `cpu_s` is what each
-    process of the service used in all three rounds. The bench's status is 1 where the client was too busy for the
-    figures to count. `profiles`: the ranks record steps at two moments of the load, and all figures suffer.
-    """
-    file = out / f"bench-{streams}.json"
-    prompt_tokens = FEW_STREAMS_PROMPT if streams < MANY_STREAMS else MANY_STREAMS_PROMPT
-    processes = max(1, min(streams // STREAMS_PER_PROCESS, len(os.sched_getaffinity(0)) // 2))
-    command = [
-        sys.executable, "-m", "server", "bench", "--base-url", url, "--concurrency", str(streams), "--num-requests",
-        str(2 * streams), "--prompt-tokens", str(prompt_tokens), "--answer-tokens", str(answer_tokens), "--ignore-eos",
-        "--processes", str(processes), "--vocab-size", str(VOCAB_SIZE), "--json", str(file),
-    ]  # fmt: skip
-    if profiles:
-        give_order(url, "reset_prefix_cache")  # its prompts are those of the load before
-    before_s = cpu_seconds(server)
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
-        if profiles:
-            wait_for_load(url, streams)
-            for pause_s in PROFILE_PAUSES_S:
-                time.sleep(pause_s)
-                record_profile(url, PROFILE_S)
-        _, told = process.communicate()
-    if not file.exists():
-        raise ServiceError(f"bench with {streams} streams: {told[-1000:]}")
-    found = json.loads(file.read_text())["results"]
-    file.unlink()
-    if found["requests_finished"] != 2 * streams:
-        raise ServiceError(f"bench with {streams} streams: {found['errors']}")
-    latencies_ms = found["latencies_ms"]
-    return {
-        "streams": streams, "prompt_tokens": prompt_tokens, "answer_tokens": answer_tokens, "processes": processes,
-        "output_tokens_per_s": found["output_tokens_per_s"],
-        "decode_tokens_per_s": round(1000 * streams / latencies_ms["itl"]["p50"], 1),
-        "ttft_ms": latencies_ms["ttft"]["p50"], "tpot_ms": latencies_ms["tpot"]["p50"], "status": process.returncode,
-        "cpu_s": {name: round(now_s - before_s[name], 2) for name, now_s in cpu_seconds(server).items()},
-    }  # fmt: skip
-
-
-def wait_for_load(url: str, streams: int) -> None:
-    """Until half of the streams run."""
-    while (ask(f"{url}/health")["stats"] or {}).get("num_running", 0) < streams / 2:
-        time.sleep(0.02)
 
 
 def running(pid: int, words: str) -> list[int]:
@@ -273,6 +221,8 @@ def run_part(out: Path, args: argparse.Namespace, model: str, layout: str, *, on
         if args.profile:
             row["profiled"] = [measure(streams, profiles=True) for streams in args.streams]
             row["profiles"] = [summarize_profile(file) for file in sorted((folder / "profile").iterdir())]
+        if args.mixed_seconds:
+            row["mixed"] = mixed_load(url, folder, args.mixed_seconds)
         if layout not in ON_ONE:
             row |= kill_a_rank(server, memory_before)
     return row
@@ -354,6 +304,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--most-difference", type=float, default=0.03, help="of any probability")
     parser.add_argument("--streams", type=lambda text: [int(each) for each in names(text)], default=[1, 64, 256])
     parser.add_argument("--answer-tokens", type=int, default=512, help="of each request whose speed is measured")
+    parser.add_argument("--mixed-seconds", type=float, default=0.0, help="of a load of many lengths at random times")
     parser.add_argument("--profile", action="store_true", help="once more under load, with profiles of all ranks")
     parser.add_argument("--seconds", type=float, default=470.0, help="start no part that may not end by then")
     args = parser.parse_args(argv)

@@ -76,6 +76,20 @@ def test_answers_are_those_of_one_rank(layout, overlap):
     asyncio.run(main())
 
 
+@pytest.mark.ranks
+def test_ranks_that_follow_write_profiles_too(tmp_path):
+    async def main():
+        async with running(tp=2, dp=2, profile_dir=tmp_path) as client:
+            await until(lambda: client.ready or client.failure)
+            await client.order("start_profile")
+            await collect(client, request("r", [1, 2, 3], 12, ignore_eos=True))
+            await client.order("stop_profile")
+            await until(lambda: len(list(tmp_path.glob("*.json.gz"))) == 4)
+
+    asyncio.run(main())
+    assert {re.search("rank[0-3]", file.name).group() for file in tmp_path.iterdir()} == {f"rank{n}" for n in range(4)}
+
+
 async def submit_poison(client, rank):
     """A request that carries POISON to a scheduler, and others that run meanwhile; their outputs and the seconds."""
     others = [asyncio.create_task(collect(client, request(f"o{i}", [1, i], 400, ignore_eos=True))) for i in range(4)]
