@@ -75,7 +75,7 @@ def mixed_load(url: str, out: Path, seconds: float) -> dict[str, Any]:
         str(seconds), "--prompt-tokens", "20-3000", "--answer-tokens", "16-400", "--ignore-eos", "--vocab-size",
         str(VOCAB_SIZE), "--json", str(file),
     ]  # fmt: skip
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=seconds + 60)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=seconds + 120)
     if not file.exists():
         raise ServiceError(f"mixed load: {done.stderr[-1000:]}")
     found = json.loads(file.read_text())["results"]
