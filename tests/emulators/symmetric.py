@@ -7,7 +7,6 @@ end while others read.
 
 import torch
 
-from moe.group import SumPlace
 from tests.emulators.ranks import Rank
 from tests.emulators.refusal import need
 
@@ -49,7 +48,7 @@ class SymmetricMemory:
         """Nothing is compiled."""
 
     def add_norm(
-        self, place: SumPlace, x_TH: torch.Tensor, weight_H: torch.Tensor, eps: float
+        self, place: int, x_TH: torch.Tensor, weight_H: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         places = self._rank.exchange((place, tuple(x_TH.shape), x_TH.dtype))
         need(all(each == places[0] for each in places), f"the ranks sum different tensors: {places}")
