@@ -44,7 +44,7 @@ def main() -> None:
             batches = [cache.batch(step, all_logits=True) for cache in caches]
             want, got = (run(*each) for each in zip((plain, fast), batches, (c.layers for c in caches), strict=True))
             errors.append(float(((got - want).norm(dim=-1) / want.norm(dim=-1)).max()))
-    num_fp8 = sum(isinstance(each._multiply, Fp8Linear) for each in linears)
+    num_fp8 = sum(isinstance(each._fp8, Fp8Linear) for each in linears)
     num_gated = sum(each.is_gated for each in linears)
     json.dump({"errors": errors, "num_fp8": num_fp8, "num_gated": num_gated}, sys.stdout)
 
