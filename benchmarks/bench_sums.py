@@ -99,9 +99,7 @@ def time_norm_us(group: Group, shape: tuple[int, int], device: torch.device) -> 
     x = torch.zeros(shape, dtype=torch.bfloat16, device=device)
     sums = [PartialSum(group.empty(shape, x.dtype, device, place).zero_(), group, place) for place in SumPlace]
     turns = itertools.cycle(sums)
-    return median_us(
-        lambda: norm.add(x, next(turns)), group, device, num_calls=SUMS_PER_GRAPH, captures=captures
-    )  # fmt: skip
+    return median_us(lambda: norm.add(x, next(turns)), group, device, num_calls=SUMS_PER_GRAPH, captures=captures)
 
 
 def count_wrong_norms(group: Group, plain: Group, shape: tuple[int, int], device: torch.device) -> int:

@@ -60,7 +60,11 @@ class EngineConfig:
     max_num_seqs: int = setting(64, "engine", "requests that run at the same time", low=1)
     max_queued_requests: int = setting(512, "engine", "requests that may wait; more are refused with 429", low=0)
     max_num_batched_tokens: int | None = setting(
-        None, "engine", "tokens of one step", default_text="512 on a CPU, 8192 on a GPU, 4096 on several", low=1
+        None,
+        "engine",
+        "tokens of one step",
+        default_text="512 on a CPU, 8192 on a GPU, 4096 on several without a transport",
+        low=1,
     )
     max_step_ms: int | None = setting(
         None,

@@ -88,12 +88,9 @@ class PromptGraphs:
 
     def _first_batch(self, size: PromptSize) -> ForwardBatch:
         """A step in which the first row has all tokens."""
-        self._give_first_row_all(size)
-        return replace(self.batch(size), max_rank_tokens=size.num_tokens)  # else the ranks would ask each other
-
-    def _give_first_row_all(self, size: PromptSize) -> None:
         self._starts_B1[1 : size.num_rows + 1] = size.num_tokens
         self.buffers.lens_M[0] = size.num_tokens
+        return replace(self.batch(size), max_rank_tokens=size.num_tokens)  # else the ranks would ask each other
 
     def batch(self, size: PromptSize) -> ForwardBatch:
         """The buffers as a step of this size. The host's query lengths only say that there are prompts and decodes."""
@@ -124,20 +121,11 @@ class PromptGraphs:
     def run(self, batch: ForwardBatch, size: PromptSize) -> torch.Tensor:
         """fp32 logits [R, V] of a step, by the graph of `size_for`; the next replay overwrites them."""
         num_rows, num_logits = len(batch.query_lens), batch.logit_rows_R.shape[0]
-        buffers = self.buffers
-        buffers.fill(batch)
-        num_idle = size.num_tokens - batch.num_tokens
-        buffers.lens_M[num_rows] = max(1, num_idle)
-        buffers.num_live_rows = num_rows + 1
+        self.buffers.fill(batch)
         self._starts_B1[: num_rows + 1].copy_(batch.query_start_B1)
-        self._starts_B1[num_rows + 1 : size.num_rows + 1] = size.num_tokens
         self._logit_rows_R[:num_logits].copy_(batch.logit_rows_R)
         self._logit_rows_R[num_logits : size.num_rows] = 0
-        self._settings.model.prepare_replay()
-        no_rows = size.num_rows - num_rows - 1
-        self._graphs[size].replay(
-            (*batch.query_lens, num_idle, *(0,) * no_rows), (*batch.seq_lens, max(1, num_idle), *(1,) * no_rows)
-        )
+        self._replay(size, batch.query_lens, batch.seq_lens)
         return self._settings.logits_MV[:num_logits]
 
     def run_idle(self, num_tokens: int) -> bool:
@@ -149,10 +137,18 @@ class PromptGraphs:
         if size is None:
             return False
         self.buffers.clear()
-        self._give_first_row_all(size)
-        self.buffers.num_live_rows = 1
         self._logit_rows_R[: size.num_rows] = 0
-        self._settings.model.prepare_replay()
-        no_rows = size.num_rows - 1
-        self._graphs[size].replay((num_tokens, *(0,) * no_rows), (num_tokens, *(1,) * no_rows))
+        self._replay(size, (), ())
         return True
+
+    def _replay(self, size: PromptSize, query_lens: tuple[int, ...], seq_lens: tuple[int, ...]) -> None:
+        """Run a graph for these rows, which the buffers hold, with the row of padding after them."""
+        num_rows, num_idle = len(query_lens), size.num_tokens - sum(query_lens)
+        self.buffers.lens_M[num_rows] = max(1, num_idle)
+        self.buffers.num_live_rows = num_rows + 1
+        self._starts_B1[num_rows + 1 : size.num_rows + 1] = size.num_tokens
+        self._settings.model.prepare_replay()
+        no_rows = size.num_rows - num_rows - 1
+        self._graphs[size].replay(
+            (*query_lens, num_idle, *(0,) * no_rows), (*seq_lens, max(1, num_idle), *(1,) * no_rows)
+        )

@@ -1,7 +1,7 @@
 """How the ranks of a tensor-parallel group get their steps from the one that schedules, over ZMQ. No torch.
 
-A message is a `StepBatch`, or says that the group has no tokens in a step of other groups, what else there is to do, or
-that all is over.
+A message is a `StepBatch` or one of `Other`: the group has no tokens in a step of other groups, nobody has work, there
+is an order to carry out, or all is over.
 """
 
 from collections.abc import Callable

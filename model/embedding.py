@@ -2,8 +2,7 @@
 
 Tensor-parallel ranks divide both by rows of the vocabulary: DeepSeek-V3 has 1.9 GB in each, and a step looks up few
 rows, so the sum over ranks costs less than the room that every rank would lose.
-Shape letters: T tokens, V vocabulary, U rows of it on this rank, S ranks, H hidden, R logit
-rows.
+Shape letters: T tokens, V vocabulary, U rows of it on this rank, S ranks, H hidden, R logit rows.
 """
 
 import torch

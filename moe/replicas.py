@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from moe.placement import MOST_REPLICAS, Placement
-from moe.routing import StandardTopK
+from moe.routing import StandardTopK, drop_padding
 
 NUM_ROWS = MOST_REPLICAS  # C: divisible by most numbers of replicas, so that each gets an equal share
 
@@ -52,10 +52,8 @@ def count_and_place(
     """
     ids_TK = topk.ids
     if tables.load_E is not None:
-        tokens_T1 = torch.arange(ids_TK.shape[0], device=ids_TK.device)[:, None] + first_token
-        is_counted_TK = ids_TK >= 0
-        if num_live is not None:
-            is_counted_TK = is_counted_TK & (tokens_T1 < num_live)
+        counted = topk if num_live is None else drop_padding(topk, num_live, first_token)
+        is_counted_TK = counted.ids >= 0
         tables.load_E.scatter_add_(0, ids_TK.clamp_min(0).flatten().long(), is_counted_TK.flatten().long())
     if tables.slots_CE is None:
         return topk

@@ -32,11 +32,10 @@ def bench(url: str, out: Path, streams: int, answer_tokens: int, server: int, *,
     file = out / f"bench-{streams}.json"
     prompt_tokens = FEW_STREAMS_PROMPT if streams < MANY_STREAMS else MANY_STREAMS_PROMPT
     processes = max(1, min(streams // STREAMS_PER_PROCESS, len(os.sched_getaffinity(0)) // 2))
-    command = [
-        sys.executable, "-m", "server", "bench", "--base-url", url, "--concurrency", str(streams), "--num-requests",
-        str(2 * streams), "--prompt-tokens", str(prompt_tokens), "--answer-tokens", str(answer_tokens), "--ignore-eos",
-        "--processes", str(processes), "--vocab-size", str(VOCAB_SIZE), "--json", str(file),
-    ]  # fmt: skip
+    command = _bench_command(
+        url, file, "--concurrency", str(streams), "--num-requests", str(2 * streams), "--prompt-tokens",
+        str(prompt_tokens), "--answer-tokens", str(answer_tokens), "--processes", str(processes),
+    )  # fmt: skip
     if profiles:
         give_order(url, "reset_prefix_cache")  # its prompts are those of the load before
     before_s = cpu_seconds(server)
@@ -47,10 +46,7 @@ def bench(url: str, out: Path, streams: int, answer_tokens: int, server: int, *,
                 time.sleep(pause_s)
                 record_profile(url, PROFILE_S)
         _, told = process.communicate()
-    if not file.exists():
-        raise ServiceError(f"bench with {streams} streams: {told[-1000:]}")
-    found = json.loads(file.read_text())["results"]
-    file.unlink()
+    found = _take_results(file, f"bench with {streams} streams", told)
     if found["requests_finished"] != 2 * streams:
         raise ServiceError(f"bench with {streams} streams: {found['errors']}")
     latencies_ms = found["latencies_ms"]
@@ -70,15 +66,12 @@ def mixed_load(url: str, out: Path, seconds: float) -> dict[str, Any]:
         ServiceError: a request failed, or none ended.
     """
     file = out / "mixed.json"
-    command = [
-        sys.executable, "-m", "server", "bench", "--base-url", url, "--request-rate", str(MIXED_RATE), "--seconds",
-        str(seconds), "--prompt-tokens", "20-3000", "--answer-tokens", "16-400", "--ignore-eos", "--vocab-size",
-        str(VOCAB_SIZE), "--json", str(file),
-    ]  # fmt: skip
+    command = _bench_command(
+        url, file, "--request-rate", str(MIXED_RATE), "--seconds", str(seconds), "--prompt-tokens", "20-3000",
+        "--answer-tokens", "16-400",
+    )  # fmt: skip
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=seconds + 120)
-    if not file.exists():
-        raise ServiceError(f"mixed load: {done.stderr[-1000:]}")
-    found = json.loads(file.read_text())["results"]
+    found = _take_results(file, "mixed load", done.stderr)
     if found["errors"] or not found["requests_finished"]:
         raise ServiceError(f"mixed load: {found['requests_finished']} finished, errors {found['errors']}")
     stats = ask(f"{url}/health")["stats"]
@@ -87,6 +80,23 @@ def mixed_load(url: str, out: Path, seconds: float) -> dict[str, Any]:
         "output_tokens_per_s": found["output_tokens_per_s"], "latencies_ms": found["latencies_ms"],
         "num_steps": stats["num_steps"], "num_preemptions": stats["num_preemptions"],
     }  # fmt: skip
+
+
+def _bench_command(url: str, file: Path, *flags: str) -> list[str]:
+    """`moe-serve bench` with random prompts and answers of full length, whose results go to a file."""
+    return [
+        sys.executable, "-m", "server", "bench", "--base-url", url, *flags, "--ignore-eos", "--vocab-size",
+        str(VOCAB_SIZE), "--json", str(file),
+    ]  # fmt: skip
+
+
+def _take_results(file: Path, what: str, told: str) -> dict[str, Any]:
+    """The results in a bench's file, which is removed. Raises ServiceError, which ends with `told`, without a file."""
+    if not file.exists():
+        raise ServiceError(f"{what}: {told[-1000:]}")
+    results: dict[str, Any] = json.loads(file.read_text())["results"]
+    file.unlink()
+    return results
 
 
 def wait_for_load(url: str, streams: int) -> None:

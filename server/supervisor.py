@@ -1,6 +1,6 @@
 """`Supervisor`: several HTTP processes around one engine (`--api-workers`). Serves no request itself.
 
-    supervisor ──▶ engine process       starts it, watches its heartbeat, ends it last; or those of several ranks
+    supervisor ──▶ engine process       starts it, or one for each rank; watches the heartbeats, ends it last
         │  accepts connections            ▲ requests          │ outputs, one message a step and HTTP process
         └────────▶ HTTP process 1 ... N ──┘ ◀─────────────────┘
 

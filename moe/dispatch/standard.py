@@ -15,9 +15,7 @@ Reduce = Callable[[torch.Tensor], torch.Tensor]
 class StandardDispatcher:
     """Hands tokens over unchanged. `combine` and `combine_later` alone sum over ranks."""
 
-    def __init__(
-        self, reduce: Reduce | None = None, *, is_capturable: bool = True, group: Group | None = None
-    ) -> None:  # fmt: skip
+    def __init__(self, reduce: Reduce | None = None, *, is_capturable: bool = True, group: Group | None = None) -> None:
         """`reduce` sums [T, H] over all ranks of the layer and returns the sum; None for a single rank.
 
         `is_capturable`: CUDA graphs can hold `reduce`. `group`: the ranks over which `reduce` sums, if they run whole

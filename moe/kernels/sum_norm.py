@@ -65,9 +65,7 @@ def sum_add_rms_norm(
 class SumNorm:
     """The kernel for one place of parts, which every rank has."""
 
-    def __init__(
-        self, parts: list[int], flags: list[int], rank: int, max_ranks: int, device: torch.device
-    ) -> None:  # fmt: skip
+    def __init__(self, parts: list[int], flags: list[int], rank: int, max_ranks: int, device: torch.device) -> None:
         """`parts`, `flags`: where each rank's lie, as this rank addresses them; 16-byte aligned. Flags are clear.
 
         `max_ranks`: flags of a row, a power of two.
@@ -75,9 +73,7 @@ class SumNorm:
         self._parts_R, self._flags_R = (torch.tensor(each, dtype=torch.int64, device=device) for each in (parts, flags))
         self._rank, self._num_ranks, self._max_ranks = rank, len(parts), max_ranks
 
-    def __call__(
-        self, x_TH: torch.Tensor, weight_H: torch.Tensor, eps: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    def __call__(self, x_TH: torch.Tensor, weight_H: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
         """`x` plus the sum of the parts, and its RMS norm. All ranks call it, with the same T > 0, H and dtype."""
         return self._on_kernel(launch(sum_add_rms_norm, (x_TH.shape[0],)), x_TH, weight_H, eps)
 
