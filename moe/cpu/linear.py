@@ -6,6 +6,7 @@ position and with every thread count. Weights are packed only if fp16 holds them
 in the usual range. Shape letters: R rows, N outputs, K inputs.
 """
 
+import functools
 import warnings
 from typing import Protocol
 
@@ -16,6 +17,8 @@ _THREADED_FROM = 2**21
 # Relative rounding error (over a whole matrix) below which fp16 counts as exact: that of fp32 itself.
 _EXACT_BELOW = 2.0**-24
 _ENGINES = ("x86", "fbgemm")
+# Rows that FBGEMM multiplies in one go (its `mb_max`); it splits a larger batch after every so many.
+_BLOCK_ROWS = 120
 
 
 class Linear(Protocol):
@@ -47,16 +50,23 @@ def _can_pack(weight: torch.Tensor) -> bool:
 class PackedLinear:
     """Weights in fp16, packed twice: for the low-overhead call with few rows and for the threaded call with many."""
 
-    __slots__ = ("_bias_N", "_few_rows", "_many_from", "_many_rows")
+    __slots__ = ("_bias_N", "_few_rows", "_many_from", "_many_rows", "_padding")
 
     def __init__(self, weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> None:
         self._bias_N = bias_N
         self._few_rows = _pack_quietly(weight_NK)
         self._many_rows = torch.ops.quantized.linear_prepack_fp16(weight_NK, bias_N)
         self._many_from = -(-_THREADED_FROM // weight_NK.numel())
+        self._padding = _padding_by_rows()
 
     def __call__(self, x_RK: torch.Tensor) -> torch.Tensor:
         """[R, N] in fp32. The bits of a row do not depend on the other rows."""
+        num_rows = x_RK.shape[0]
+        if self._padding is None or not (extra := self._padding[num_rows % _BLOCK_ROWS]):
+            return self._multiply(x_RK)
+        return self._multiply(torch.cat([x_RK] + [x_RK[:1]] * extra))[:num_rows]  # cheaper than `pad`
+
+    def _multiply(self, x_RK: torch.Tensor) -> torch.Tensor:
         if x_RK.shape[0] < self._many_from:
             return torch.fbgemm_linear_fp16_weight_fp32_activation(x_RK, self._few_rows, self._bias_N)
         result: torch.Tensor = torch.ops.quantized.linear_dynamic_fp16.default(x_RK, self._many_rows)
@@ -77,6 +87,29 @@ def _pack_quietly(weight_NK: torch.Tensor) -> torch.Tensor:
     packed = torch.fbgemm_pack_gemm_matrix_fp16(weight_NK)
     torch.fbgemm_linear_fp16_weight_fp32_activation(weight_NK.new_zeros(1, weight_NK.shape[1]), packed, None)
     return packed
+
+
+@functools.cache
+def _padding_by_rows() -> list[int] | None:
+    """For R % 120 the rows to add so that each row gets the bits that it has in every batch; None if that is always 0.
+
+    FBGEMM splits a batch among kernels of one to six rows. On CPUs without AVX-512, those for one and two rows add up
+    in another order than the others (seen with torch 2.13 on an AMD Zen 3), so no batch may end in them.
+    """
+    generator = torch.Generator().manual_seed(0)
+    packed = _pack_quietly(torch.randn(16, 64, generator=generator))
+    x_RK = torch.randn(_BLOCK_ROWS, 64, generator=generator)
+    bias_N = torch.zeros(16)
+
+    def multiply(num_rows: int) -> torch.Tensor:
+        return torch.fbgemm_linear_fp16_weight_fp32_activation(x_RK[:num_rows], packed, bias_N)
+
+    whole = multiply(_BLOCK_ROWS)
+    padding = [0] * _BLOCK_ROWS
+    for num_rows in range(_BLOCK_ROWS - 1, 0, -1):
+        if not torch.equal(multiply(num_rows), whole[:num_rows]):
+            padding[num_rows] = 1 + padding[(num_rows + 1) % _BLOCK_ROWS]
+    return padding if any(padding) else None
 
 
 class DenseLinear:
