@@ -2,6 +2,7 @@
 # What takes minutes has a target of its own, of which `make test` runs a short pick: `make kernels` (Triton kernels in the
 # interpreter, and compiled for every GPU), `make ranks` (models and engines of several processes), `make soak` (unruly clients for long) and
 # `make evals` (the bundled model answers all its questions, and lm-eval, which uv installs for itself, asks it too).
+# `make processes` starts services and engines that end, hang or wait in more ways than `make test` has time for.
 # `make api-workers` runs the suites of the HTTP side with two HTTP processes, of which `make test` runs a pick too.
 # `make browser` uses the page at / in a headless Chromium, which the system must have.
 # `make balancer` ends replicas behind HAProxy, which the system must have, under load.
@@ -30,7 +31,7 @@ SERVE   = $(VENV)/.serve$(EXTRAS:%=-%)
 API_WORKER_TESTS = $(patsubst %,tests/server/test_%.py,api_workers asker chat client_requests completions cors disconnect \
 	errors http11 large_bodies life operations protocol queue_speed stall start)
 
-.PHONY: serve test test-cpus kernels ranks evals api-workers browser balancer boards manifests ray clients soak check pins pages docs bench
+.PHONY: serve test test-cpus processes kernels ranks evals api-workers browser balancer boards manifests ray clients soak check pins pages docs bench
 serve: $(SERVE)
 	$(VENV)/bin/moe-serve --port $(PORT) $(ARGS)
 
@@ -42,7 +43,10 @@ evals: $(LM_EVAL)/.installed
 
 # The services of these tests then have two HTTP processes: threads of the test, or processes where it starts some.
 api-workers: $(VENV)/.dev
-	API_WORKERS=2 $(PYTEST) $(API_WORKER_TESTS) $(ARGS)
+	API_WORKERS=2 $(PYTEST) -m "" $(API_WORKER_TESTS) $(ARGS)
+
+processes: $(VENV)/.dev
+	$(PYTEST) -m processes $(ARGS)
 
 kernels: $(VENV)/.dev
 	$(PYTEST) -m kernels $(ARGS)

@@ -5,7 +5,8 @@ import pytest
 from benchmarks import bench_http
 
 
-@pytest.mark.parametrize("api_workers", [1, pytest.param(2, marks=pytest.mark.ranks)])
+@pytest.mark.processes
+@pytest.mark.parametrize("api_workers", [1, 2])
 def test_every_token_is_streamed_and_has_a_cost(api_workers):
     run = bench_http.Run(protocol="h11", api_workers=api_workers)
     us_per_token, tokens_per_s = bench_http.measure(run, num_streams=3, num_tokens=60, step_s=0.001)

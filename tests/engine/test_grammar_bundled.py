@@ -91,6 +91,7 @@ def test_a_model_that_would_answer_so_anyway_is_not_changed(model, grammars):
     assert "Paris" in TOKENIZER.decode(tokens_of(got))
 
 
+@pytest.mark.processes
 def test_the_engine_process_compiles_what_comes_over_its_socket():
     async def ask():
         client = EngineClient(EngineConfig(model=FOLDER, device="cpu", num_pages=256, max_model_len=256))

@@ -35,6 +35,7 @@ def checker():
     checker.close()
 
 
+@pytest.mark.processes
 def test_a_grammar_that_takes_too_long_ends_the_process_and_not_the_next_grammar(checker):
     with pytest.raises(GrammarError, match=r"longer than 0\.5 s"):
         checker.check(DEEP)
@@ -54,6 +55,7 @@ def test_a_grammar_that_is_slow_to_follow_is_refused():
     assert outputs["fine"][-1].finish_reason == "length"
 
 
+@pytest.mark.processes
 def test_the_process_ends_with_its_parent_even_while_it_compiles():
     code = (
         "import sys, time; from tests.engine.test_grammar_process import *\n"
@@ -68,6 +70,7 @@ def test_the_process_ends_with_its_parent_even_while_it_compiles():
     assert ends_within(child, 10)
 
 
+@pytest.mark.processes
 def test_a_vocabulary_that_cannot_be_read_is_said_and_not_waited_for(tmp_path):
     broken = GrammarCompiler(
         Vocabulary(source=tmp_path, size=97, eos_ids=frozenset({0})), timeout_s=1.0, cache_bytes=1 << 20

@@ -31,6 +31,7 @@ def checker():
     checker.close()
 
 
+@pytest.mark.processes
 def test_a_stopped_process_holds_up_neither_a_large_grammar_nor_the_next_one(checker):
     checker.read_tokenizer_info()
     os.kill(checker._process.pid, signal.SIGSTOP)

@@ -41,6 +41,7 @@ def start(member, name, client="c", max_tokens=LONG):
     return asyncio.create_task(collect(member, msgspec.structs.replace(asked, client=client, connection=name)))
 
 
+@pytest.mark.processes
 def test_members_share_ranks_that_schedule():
     """Answers, even ranks, one answer to an order, one call, and the end of a member's requests on both ranks."""
 

@@ -177,6 +177,7 @@ def forked(monkeypatch, fork_server):
     return prepare
 
 
+@pytest.mark.processes
 def test_deepep_through_the_engine(tmp_path, monkeypatch):
     folder = write_checkpoint("gpt_oss", tmp_path / "model")
     transport = {"moe_a2a_backend": "deepep", "deepep_mode": "auto"}

@@ -70,6 +70,7 @@ def test_the_folder_may_be_used_again(tmp_path: Path) -> None:
     assert json.loads((model / "config.json").read_text())["hidden_size"] == 96
 
 
+@pytest.mark.processes
 def test_a_script_that_is_told_to_end_takes_its_server_along(tmp_path: Path) -> None:
     flags = ["--out", str(tmp_path), "--device", "cpu", "--parts", "dummy", "--dummy-backends", "auto"]
     command = [sys.executable, card.__file__, *flags, "--dummy-config", json.dumps(SMALL)]
@@ -90,6 +91,7 @@ def has_processes(group: int) -> bool:
     return True
 
 
+@pytest.mark.processes
 def test_tokens_that_the_tokenizer_does_not_have_are_empty_text(tmp_path: Path) -> None:
     """With random weights most of a large vocabulary is beyond the bundled tokenizer: nothing to show, no failure."""
     model = card.write_dummy_model(tmp_path / "model", **SMALL)

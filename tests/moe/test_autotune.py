@@ -264,6 +264,7 @@ def tune_twice(rank: int, folder: str, case: str) -> None:
     (Path(folder) / f"report-{case}-{rank}.json").write_text(json.dumps(report))
 
 
+@pytest.mark.processes
 def test_two_processes_agree(tmp_path: Path) -> None:
     torch.multiprocessing.spawn(rank_process, args=(str(tmp_path),), nprocs=2)
     for case in ("shared folder", "one misses"):

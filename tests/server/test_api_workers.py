@@ -1,6 +1,7 @@
 """`--api-workers 2`: two HTTP processes on one port and one engine look like one service from outside.
 
-`make api-workers` also runs the suites of the front door, fairness and metrics with two processes.
+`make processes` runs more of these tests; `make api-workers` also runs the suites of the front door, fairness and
+metrics with two processes.
 """
 
 import json
@@ -124,6 +125,7 @@ def test_health_asks_the_service_by_its_flags(service, capsys):
     assert '"alive"' in capsys.readouterr().out
 
 
+@pytest.mark.processes
 def test_a_client_of_one_process_overtakes_a_burst_at_the_other(tmp_path):
     """The real engine with two running requests and four places: the newcomer gets the burst's last place and turn."""
     argv = (*TWO, "--model", str(ASSETS), "--num-threads", "1", "--max-num-seqs", "2", "--max-queued-requests", "2")
@@ -144,6 +146,7 @@ def test_a_client_of_one_process_overtakes_a_burst_at_the_other(tmp_path):
         assert (burst[0].read_status(), burst[1].read_status()) == (200, 200)
 
 
+@pytest.mark.processes
 def test_an_http_process_that_dies_is_replaced_and_nothing_is_lost(tmp_path):
     with start(tmp_path, "slow", *TWO) as service, two_connections(service) as (first, second):
         for connection in (first, second):
@@ -212,6 +215,7 @@ def hang_and_stop(service, *, num_signals, within_s):
         wait_until(lambda: has_ended(first.pid))
 
 
+@pytest.mark.processes
 def test_a_third_signal_and_a_hanging_http_process_do_not_hold_up_the_end(tmp_path):
     with ExitStack() as stack:
         third, hanging = (
@@ -261,6 +265,7 @@ ENDS = [
 ]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("row", ENDS, ids=lambda row: row.__name__.removeprefix("test_"))
 def test_it_ends_as_one_process_does(row, tmp_path, monkeypatch):
     """Two rows of "How the service ends" in docs/architecture.md; `make api-workers` has them all."""

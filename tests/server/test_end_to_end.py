@@ -158,6 +158,7 @@ def copy_of_the_model(folder):
     return folder
 
 
+@pytest.mark.processes
 def test_a_start_that_fails_says_so_in_one_line(tmp_path):
     """The same message came three times, once with the wrong flag before it."""
     config = copy_of_the_model(tmp_path / "config")

@@ -131,6 +131,7 @@ def test_a_request_that_is_still_being_sent_gets_a_503_g86(tmp_path):
         assert service.process.wait(30) == 0
 
 
+@pytest.mark.processes
 def test_a_hanging_engine_is_not_drained_g85(tmp_path):
     """Draining used to last its whole timeout, longer than Kubernetes waits before it kills. Three services at once."""
     with ExitStack() as stack:

@@ -165,6 +165,7 @@ def test_other_values_are_refused():
         ServerConfig(log_requests="all")
 
 
+@pytest.mark.processes
 @one_process_only
 def test_sigusr1_dumps_every_process_and_the_service_goes_on_with_json_logs(tmp_path):
     flags = ("--api-workers", "2", "--log-format", "json", "--log-requests")

@@ -104,6 +104,7 @@ def start(*flags: str) -> "subprocess.Popen[str]":
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
+@pytest.mark.processes
 def test_the_service_downloads_the_model_and_serves_it_under_its_name(hub: Hub) -> None:
     with start() as process:
         try:

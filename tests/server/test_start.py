@@ -69,6 +69,7 @@ STREAMS = {
 }
 
 
+@pytest.mark.processes
 @pytest.mark.timeout(300)  # a service for each row
 @rows("kind", *STREAMS)
 def test_standard_streams_that_cannot_be_written_do_not_matter_g08(tmp_path, kind):

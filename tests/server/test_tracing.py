@@ -137,6 +137,7 @@ def test_a_caller_that_does_not_sample_gets_no_spans(engine, tokenizer, collecto
     assert [each.trace_id == TRACE for each in roots] == [True, False]
 
 
+@pytest.mark.processes
 def test_each_http_process_sends_its_own_and_what_is_left_at_the_end(tmp_path, monkeypatch, collector):
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "60000")
     monkeypatch.setenv("OTEL_SERVICE_NAME", "of-mine")
