@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 import torch
+from torch import split_with_sizes  # `Tensor.split` does the same after checks in Python
 
 from engine.choose_sampler import make_sampler
 from engine.cuda_graphs import DecodeGraphs
@@ -162,24 +163,26 @@ class ModelRunner:
         rows, num_rows = step.rows, len(step.rows)
         query_lens = [row.num_tokens for row in rows]
         seq_lens = [row.start + row.num_tokens for row in rows]
-        table_rows = [row.row for row in rows]
+        table_rows = np.array([row.row for row in rows])
         num_pages = -(-max(seq_lens) // self.page_size)
 
-        ints32 = np.empty(num_rows * (2 + num_pages * len(tables)) + 1, dtype=np.int32)
-        ints32[: 2 * num_rows + 1] = [0, *accumulate(query_lens), *seq_lens]
-        tables_GBP = ints32[2 * num_rows + 1 :].reshape(len(tables), num_rows, num_pages)
+        num_lens, num_entries = 2 * num_rows + 1, len(tables) * num_rows * num_pages
+        ints32 = np.empty(num_lens + num_entries, dtype=np.int32)
+        ints32[:num_lens] = [0, *accumulate(query_lens), *seq_lens]
+        tables_GBP = ints32[num_lens:].reshape(len(tables), num_rows, num_pages)
         for rows_BP, table in zip(tables_GBP, tables, strict=True):
             rows_BP[:] = table[table_rows, :num_pages]
         numbers32 = to_device(ints32, torch.int32, self.model.device)
-        device_tables_GBP = numbers32[2 * num_rows + 1 :].view(len(tables), num_rows, num_pages)
+        query_start_B1, seq_lens_B, entries = split_with_sizes(numbers32, [num_rows + 1, num_rows, num_entries])
+        device_tables_BP = entries.view(len(tables), num_rows, num_pages).unbind()
 
         logit_rows = _logit_rows(step, ints32[1 : num_rows + 1])
-        late = np.flatnonzero(step.input_ids == LATE_ID)
-        sources = np.repeat(table_rows, query_lens)[late] if len(late) else late
+        (late,) = (step.input_ids == LATE_ID).nonzero()
+        sources = (table_rows if step.is_decode else np.repeat(table_rows, query_lens))[late]
         parts = (step.input_ids, step.positions, step.slots, step.sliding_slots, logit_rows, late, sources)
         numbers64 = to_device(np.concatenate(parts), torch.int64, self.model.device)
-        ids_T, positions_T, slots_T, sliding_slots_T, logit_rows_R, late_L, sources_L = numbers64.split(
-            [len(part) for part in parts]
+        ids_T, positions_T, slots_T, sliding_slots_T, logit_rows_R, late_L, sources_L = split_with_sizes(
+            numbers64, [len(part) for part in parts]
         )
         if len(late):
             if self.share_tokens is not None:
@@ -189,9 +192,9 @@ class ModelRunner:
             input_ids_T=ids_T,
             positions_T=positions_T,
             slots_T=slots_T,
-            query_start_B1=numbers32[: num_rows + 1],
-            seq_lens_B=numbers32[num_rows + 1 : 2 * num_rows + 1],
-            page_table_BP=device_tables_GBP[0],
+            query_start_B1=query_start_B1,
+            seq_lens_B=seq_lens_B,
+            page_table_BP=device_tables_BP[0],
             logit_rows_R=logit_rows_R,
             query_lens=tuple(query_lens),
             seq_lens=tuple(seq_lens),
@@ -201,7 +204,7 @@ class ModelRunner:
         )
         if self._sliding_table is None:
             return batch
-        return replace(batch, sliding=replace(batch, slots_T=sliding_slots_T, page_table_BP=device_tables_GBP[1]))
+        return replace(batch, sliding=replace(batch, slots_T=sliding_slots_T, page_table_BP=device_tables_BP[1]))
 
 
 def _update(table: np.ndarray, updates: np.ndarray) -> None:
