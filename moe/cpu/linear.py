@@ -64,7 +64,8 @@ class PackedLinear:
         num_rows = x_RK.shape[0]
         if self._padding is None or not (extra := self._padding[num_rows % _BLOCK_ROWS]):
             return self._multiply(x_RK)
-        return self._multiply(torch.cat([x_RK] + [x_RK[:1]] * extra))[:num_rows]  # cheaper than `pad`
+        any_row_1K = x_RK if num_rows == 1 else x_RK[:1]
+        return self._multiply(torch.cat([x_RK] + [any_row_1K] * extra))[:num_rows]  # cheaper than `pad`
 
     def _multiply(self, x_RK: torch.Tensor) -> torch.Tensor:
         if x_RK.shape[0] < self._many_from:
