@@ -24,7 +24,7 @@ from engine.model_settings import (
     rank_device_name,
 )
 from engine.page_needs import PageNeeds
-from engine.prompt_graphs import PromptGraphs, most_tokens
+from engine.prompt_graphs import PromptGraphs, largest_prompt_step
 from engine.runner import Model, ModelRunner
 from engine.step_pace import StepPace
 from engine.types import EngineInfo, LayerCheck
@@ -210,8 +210,9 @@ def _choose_pages(
     if model.device.type == "cuda":
         aside_bytes = sampling_bytes(config.max_num_seqs, model.vocab_size)
         if uses_graphs:
+            prompt_tokens = min(largest_prompt_step(config), max_step_tokens(config, model.device), max_model_len)
             aside_bytes += graph_bytes(
-                config.max_num_seqs, model.vocab_size, config.tensor_parallel_size, config.num_ranks
+                config.max_num_seqs, model.vocab_size, config.tensor_parallel_size, max_prompt_tokens=prompt_tokens
             )
         return choose_cuda_pages(
             layout,
@@ -241,7 +242,7 @@ def _uses_graphs(config: EngineConfig, model: Model) -> bool:
 def _make_graphs(
     config: EngineConfig, runner: ModelRunner, max_model_len: int, step_tokens: int, spare_page: int
 ) -> tuple[DecodeGraphs, PromptGraphs | None]:
-    """Graphs to be captured: of decode steps, and of steps with prompts where no transport stands in the way."""
+    """Graphs to be captured: of decode steps, and of steps with prompts if `largest_prompt_step` says so."""
     model = runner.model
     settings = GraphSettings(
         model=model,
@@ -253,10 +254,8 @@ def _make_graphs(
         spare_page=spare_page,
         is_sliding=runner.is_sliding,
     )
-    if config.moe_a2a_backend != "none":
-        return DecodeGraphs(settings), None
-    max_tokens = min(step_tokens, most_tokens(config.num_ranks))
-    return DecodeGraphs(settings), PromptGraphs(settings, max_tokens=max_tokens)
+    max_tokens = min(step_tokens, largest_prompt_step(config))
+    return DecodeGraphs(settings), PromptGraphs(settings, max_tokens=max_tokens) if max_tokens else None
 
 
 def _capture_graphs(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from engine.config import EngineConfig
 from engine.link import EngineLink
 from engine.loads import Loads
-from engine.messages import Held, Join, new_address
+from engine.messages import Held, Join, Ready, new_address
 
 
 class EngineMember(EngineLink):
@@ -23,6 +23,8 @@ class EngineMember(EngineLink):
         """Places that each client holds in the whole service, as of the last step of each rank."""
         self.on_freed: Callable[[int], None] = lambda _num_places: None
         """Called with the number of places that came free, in the whole service."""
+        self.on_ready: Callable[[], None] = lambda: None
+        """Called once all ranks have told this process that they are ready, before anything else hears of it."""
         self._held: dict[int, Held] = {}  # by rank
 
     def join(self, requests_address: str) -> None:
@@ -40,6 +42,11 @@ class EngineMember(EngineLink):
         self._closing = True
         self._end_streams()
         self._close()
+
+    def _note_ready(self, ready: Ready) -> None:
+        super()._note_ready(ready)
+        if self.info is not None:
+            self.on_ready()
 
     def _note_held(self, held: Held) -> None:
         before = self._held.get(held.rank)

@@ -11,7 +11,7 @@ from engine.cuda_graphs import graph_sizes
 from engine.errors import EngineConfigError
 from engine.kv_cache import KvLayout, count_pages
 from engine.page_needs import PageNeeds
-from engine.prompt_graphs import most_tokens, prompt_sizes
+from engine.prompt_graphs import prompt_sizes
 from engine.units import size_text
 
 if TYPE_CHECKING:  # a scripted engine needs no model
@@ -29,12 +29,13 @@ def sampling_bytes(max_num_seqs: int, vocab_size: int) -> int:
     return _SAMPLING_BYTES_PER_LOGIT * max_num_seqs * vocab_size
 
 
-def graph_bytes(max_num_seqs: int, vocab_size: int, tp_size: int = 1, num_ranks: int = 1) -> int:
+def graph_bytes(max_num_seqs: int, vocab_size: int, tp_size: int = 1, *, max_prompt_tokens: int) -> int:
     """Memory that captured steps need on top of an eager step: fp32 logits, graph nodes and activations.
 
+    `max_prompt_tokens` are those of the largest step with prompts that is captured, 0 if none is.
     All graphs write the same logits. Ranks that share a vocabulary first gather them, then join the parts.
     """
-    num_graphs = len(graph_sizes(max_num_seqs)) + len(prompt_sizes(max_num_seqs, most_tokens(num_ranks)))
+    num_graphs = len(graph_sizes(max_num_seqs)) + len(prompt_sizes(max_num_seqs, max_prompt_tokens))
     num_logits = 1 if tp_size == 1 else 3
     return num_logits * (max_num_seqs + 1) * vocab_size * 4 + num_graphs * _BYTES_PER_GRAPH
 
@@ -119,18 +120,23 @@ def make_plan(
     needs: PageNeeds,
     max_model_len: int,
     uses_graphs: bool,
+    max_prompt_tokens: int,
     tp_size: int = 1,
-    num_ranks: int = 1,
     num_pages: int | None = None,
 ) -> MemoryPlan:
-    """The plan for a GPU of `total_bytes`; `num_pages` as set by the user, None for what fits."""
+    """The plan for a GPU of `total_bytes`; `num_pages` as set by the user, None for what fits.
+
+    `max_prompt_tokens` as in `graph_bytes`, but it may be more than the tokens of a step or of the context.
+    """
     step_tokens = min(needs.step_tokens, max_model_len)
     vocab_size = sizes.step.vocab_size
+    prompt_tokens = min(max_prompt_tokens, step_tokens)
+    captured_bytes = graph_bytes(max_num_seqs, vocab_size, tp_size, max_prompt_tokens=prompt_tokens)
     parts: dict[str, Any] = {
         "context_bytes": _CONTEXT_BYTES,
         "activation_bytes": activation_bytes(sizes.step, step_tokens, sizes.dtype.itemsize),
         "sampling_bytes": sampling_bytes(max_num_seqs, vocab_size),
-        "graph_bytes": graph_bytes(max_num_seqs, vocab_size, tp_size, num_ranks) if uses_graphs else 0,
+        "graph_bytes": captured_bytes if uses_graphs else 0,
     }
     budget: dict[str, Any] = {"total_bytes": total_bytes, "utilization": utilization}
     refusal, pages = None, 0

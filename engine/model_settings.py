@@ -9,7 +9,7 @@ from engine.config import EngineConfig
 from engine.errors import EngineConfigError
 from engine.expert_file import read_load
 from engine.kv_cache import KvLayout
-from engine.prompt_graphs import most_tokens
+from engine.prompt_graphs import largest_prompt_step
 from model.batch import KvLayerSpec
 
 if TYPE_CHECKING:  # a scripted engine needs no model
@@ -98,8 +98,8 @@ def max_step_tokens(config: EngineConfig, device: torch.device) -> int:
     if config.max_num_batched_tokens is not None:
         return config.max_num_batched_tokens
     num_tokens = _DEFAULT_STEP_TOKENS.get(device.type, 512)
-    if device.type == "cuda" and config.num_ranks > 1 and config.moe_a2a_backend == "none":
-        num_tokens = most_tokens(config.num_ranks)
+    if device.type == "cuda" and config.num_ranks > 1:
+        num_tokens = largest_prompt_step(config) or num_tokens
     return max(num_tokens, config.max_num_seqs)
 
 

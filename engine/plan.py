@@ -8,6 +8,7 @@ from engine.config import EngineConfig
 from engine.kv_cache import GIB, choose_cpu_pages
 from engine.memory_plan import MemoryPlan, make_cpu_plan, make_plan
 from engine.model_settings import choose_max_model_len, make_kv_layout, make_model_settings, max_step_tokens
+from engine.prompt_graphs import largest_prompt_step
 from model.sizes import ModelSizes, measure_model
 from moe.device import Device
 from moe.registry import load_backend
@@ -67,7 +68,7 @@ def plan_engine(config: EngineConfig, gpu: Gpu | None) -> tuple[MemoryPlan, int]
             max_model_len=max_model_len,
             uses_graphs=not config.enforce_eager and _are_capturable(sizes),
             tp_size=config.tensor_parallel_size,
-            num_ranks=config.num_ranks,
+            max_prompt_tokens=largest_prompt_step(config),
             num_pages=config.num_pages,
         )
     return plan, min(max_model_len, plan.num_kv_tokens) if plan.num_pages else max_model_len

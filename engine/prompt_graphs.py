@@ -1,9 +1,9 @@
 """`PromptGraphs`: captured steps that read short prompts, alone or beside requests that decode.
 
 A forward pass of few tokens takes a GPU less time than a host needs to launch its kernels one by one. Above
-`most_tokens` the launches hide behind the device's work. Where ranks divide that work, each of them has less of it and
-launches collectives too: two H200 took 46 ms for 1,200 tokens of GPT-OSS-20B launched one by one, and 14 ms for 1,024
-in a graph.
+`largest_prompt_step` the launches hide behind the device's work. Where ranks divide that work, each of them has less of
+it and launches collectives too: two H200 took 46 ms for 1,200 tokens of GPT-OSS-20B launched one by one, and 14 ms for
+1,024 in a graph.
 
 A size is a number of tokens and of rows. The tokens that a step lacks become one more request, which reads and writes
 the spare page; the rows that it lacks have no tokens.
@@ -14,21 +14,29 @@ the size that holds the largest of any rank (`agreed_tokens`), also a rank whose
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from engine.cuda_graphs import CapturedStep, GraphSettings, capture_all
 from model.batch import ForwardBatch
 
+if TYPE_CHECKING:
+    from engine.config import EngineConfig
+
 _TOKENS = (64, 128, 192, 256, 384, 512, 768, 1024)
 _RANK_TOKENS = (1280, 1536, 1792, 2048, 2560, 3072, 4096)  # where there are several ranks
 _ROWS = (8, 64)
 
 
-def most_tokens(num_ranks: int) -> int:
-    """Tokens of the largest step with prompts that is captured."""
-    return _TOKENS[-1] if num_ranks == 1 else _RANK_TOKENS[-1]
+def largest_prompt_step(config: "EngineConfig") -> int:
+    """Tokens of the largest step with prompts that is captured where decode steps are; 0 with a transport: none is.
+
+    The engine's largest step and its context may be smaller.
+    """
+    if config.moe_a2a_backend != "none":
+        return 0
+    return _TOKENS[-1] if config.num_ranks == 1 else _RANK_TOKENS[-1]
 
 
 class PromptSize(NamedTuple):
@@ -57,7 +65,7 @@ class PromptGraphs:
     """Steps in which some request has more than one token."""
 
     def __init__(self, settings: GraphSettings, *, max_tokens: int) -> None:
-        """`max_tokens` is what `most_tokens` says, or less if steps have no more."""
+        """`max_tokens` is what `largest_prompt_step` says, or less if steps have no more."""
         self._settings = settings
         self.sizes = prompt_sizes(settings.max_num_seqs, min(max_tokens, settings.max_model_len))
         num_tokens = max((size.num_tokens for size in self.sizes), default=1)

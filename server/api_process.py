@@ -115,6 +115,11 @@ class ApiProcess:
         return self._num_given - self._board.gauge(self.index, Gauge.CLOSED)
 
     @property
+    def is_ready(self) -> bool:
+        """True once the engine has told the process that it is ready; before that it refuses requests."""
+        return self._board.gauge(self.index, Gauge.READY) > 0
+
+    @property
     def pid(self) -> int | None:
         """Process id, None before the start."""
         return None if self._process is None else self._process.pid

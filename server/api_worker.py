@@ -23,7 +23,7 @@ from server.board import Board, SharedTally, Turn
 from server.memory import settle_memory
 from server.sampling_defaults import read_sampling_defaults
 from server.service import describe_link, load_checked_tokenizer
-from server.tally import Sharing
+from server.tally import Gauge, Sharing
 
 
 async def _serve(setup: ApiSetup) -> None:
@@ -45,6 +45,7 @@ async def _serve(setup: ApiSetup) -> None:
         ),
     )
     engine.on_freed = app.state.context.gate.on_freed
+    engine.on_ready = lambda: tally.set_gauge(Gauge.READY, 1)
     engine.join(setup.requests_address)
     forward_on_signal(lambda: f"HTTP process {setup.index}: {describe_link(engine)}", lambda: ())
     settle_memory()

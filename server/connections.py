@@ -1,5 +1,8 @@
 """`Acceptor`: accepts connections on the listening socket and gives each to the HTTP process that has the fewest open.
 
+Once a process knows that the engine is ready, those that do not know it yet get none: they would refuse requests after
+the service has said that it is ready.
+
 One socket for all, accepted here and not by the processes: connections are spread evenly by what is open, which counts
 for long streams, and those that wait are not lost with a process that dies. A port in use is noticed as by a single
 process, which the option SO_REUSEPORT would prevent.
@@ -27,6 +30,10 @@ class Receiver(Protocol):
     @property
     def num_open(self) -> int:
         """Connections it was given that have not ended."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it knows that the engine is ready."""
 
     def hand_over(self, connection: socket.socket) -> bool:
         """Give it a connection. False if it takes none now."""
@@ -96,7 +103,8 @@ class Acceptor:
                 return
 
     def _give(self, connection: socket.socket) -> bool:
-        for receiver in sorted(self._receivers, key=lambda each: each.num_open):
+        ready = [each for each in self._receivers if each.is_ready]
+        for receiver in sorted(ready or self._receivers, key=lambda each: each.num_open):
             if receiver.hand_over(connection):
                 self._receivers.remove(receiver)  # to the end: those with equally many take turns
                 self._receivers.append(receiver)

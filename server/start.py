@@ -1,8 +1,9 @@
 """Entry point of the command `moe-serve`. Handles signals first, then imports the rest, which takes a while.
 
-Process 1 of a container gets only signals that it handles, so a SIGTERM during the imports would be lost. Until the
-HTTP server takes over, a signal ends the process at once. The engine's process, if there is one, ends when its standard
-input closes.
+Process 1 of a container gets only signals that it handles, so a SIGTERM during the imports would be lost. So this file
+imports none of ours at its top. Until the HTTP server takes over, a signal ends the process at once, even inside an
+import: nothing can catch it, as an `except ImportError` would an exception. The engine's process, if there is one, ends
+when its standard input closes.
 """
 
 import faulthandler
@@ -10,8 +11,6 @@ import os
 import signal
 import sys
 from types import FrameType
-
-from server import open_files, streams
 
 INTERRUPTED = 130
 
@@ -22,6 +21,8 @@ def main() -> int:
     signal.signal(signal.SIGINT, _end)
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # else `nohup` asked to outlive the terminal
         signal.signal(signal.SIGHUP, _end)
+    from server import open_files, streams
+
     streams.open_missing()
     open_files.raise_limit()
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # the service adds its state, and its other processes

@@ -60,9 +60,10 @@ class Supervisor:
 
     @property
     def started(self) -> bool:
-        """True once all processes serve."""
+        """True once all processes serve and know that the engine is ready, which it tells each by itself."""
         processes = self._processes.values()
-        return len(processes) == self._server_config.api_workers and all(each.is_serving for each in processes)
+        are_all = len(processes) == self._server_config.api_workers
+        return are_all and all(each.is_serving and each.is_ready for each in processes)
 
     @property
     def process_ids(self) -> list[int]:

@@ -20,6 +20,7 @@ class Gauge(IntEnum):
     IN_FLIGHT = 0  # requests being served
     LARGE_BODIES = 1  # large request bodies that are read, or wait to be
     CLOSED = 2  # connections that the process was given and that have ended
+    READY = 3  # 1 once the engine has told the process that it is ready
 
 
 class Tally(Protocol):

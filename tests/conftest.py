@@ -58,6 +58,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: "Producer") -> "Load
     return Scheduling(config, log)
 
 
+def pytest_configure() -> None:
+    """Under `nohup`, have the processes that tests start heed SIGHUP, which they would inherit as ignored.
+
+    A handler that does nothing keeps the tests themselves alive as well, and no child inherits it.
+    """
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, lambda _sig, _frame: None)
+
+
 def pytest_collection_finish() -> None:
     """From here on what tests make is collected."""
     gc.freeze()

@@ -12,7 +12,8 @@ from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.cuda_graphs import DecodeGraphs, GraphSettings, capture_all, graph_sizes
 from engine.errors import EngineConfigError
-from engine.prompt_graphs import PromptSize, most_tokens, prompt_sizes
+from engine.model_settings import max_step_tokens
+from engine.prompt_graphs import PromptSize, largest_prompt_step, prompt_sizes
 from tests.engine.fakes import FakeModel
 from tests.engine.requests import request, run_all, tokens_of
 from tests.tables import rows
@@ -191,12 +192,13 @@ def test_sizes_of_steps_with_prompts(monkeypatch):
     sizes = prompt_sizes(256, 1024)
     assert sizes == sorted(set(sizes))
     assert max(sizes) == (1024, 257)
-    more = prompt_sizes(256, most_tokens(2))
+    one, two = (EngineConfig(model=Path("unused"), tensor_parallel_size=count) for count in (1, 2))
+    more = prompt_sizes(256, largest_prompt_step(two))
     assert more[: len(sizes)] == sizes
     assert max(more) == (4096, 257)
     assert {size.num_rows for size in more[len(sizes) :]} == {64, 257}, "padded rows cost little there"
     assert prompt_sizes(4, 4096)[-1] == (4096, 5)
-    assert most_tokens(1) == 1024
+    assert largest_prompt_step(one) == 1024
     assert prompt_sizes(256, 63) == [], "a context too short for the smallest"
     assert all(size.num_rows < size.num_tokens for size in sizes), "the first row is a prompt"
     graphs = core_with_graphs(monkeypatch, max_num_seqs=100)._runner.prompt_graphs
@@ -252,8 +254,21 @@ def test_the_transport_is_prepared_before_every_replay(monkeypatch):
     assert graphs.batch(1).all_ranks_decode, "a captured step is a decode step on all ranks"
 
 
-def test_memory_for_graphs_is_set_aside_before_pages_are_counted(monkeypatch):
-    """Logits that all graphs share, and 32 MiB for each graph: five of decodes, the others of steps with prompts."""
+RANKS = {"tensor_parallel_size": 2, "expert_parallel_size": 2}
+
+
+@rows(
+    "settings, num_prompts",
+    ({}, 8),
+    ({"max_model_len": 100}, 2),
+    ({"max_num_batched_tokens": 64}, 2),
+    (RANKS, 8),
+    (RANKS | {"moe_a2a_backend": "deepep"}, 0),
+)
+def test_memory_for_graphs_is_set_aside_before_pages_are_counted(monkeypatch, settings, num_prompts):
+    """Logits that all graphs share, and 32 MiB for each graph that is captured: five of decodes, others of prompts.
+    The context is of 256 tokens or less.
+    """
     asked = []
 
     def choose(layout, *, sampling_bytes, **others):
@@ -264,8 +279,12 @@ def test_memory_for_graphs_is_set_aside_before_pages_are_counted(monkeypatch):
     model = CapturableModel()
     model.device = torch.device("cuda")
     for enforce_eager in (False, True):
-        config = EngineConfig(model=Path("unused"), max_num_seqs=9, enforce_eager=enforce_eager)
+        config = EngineConfig(model=Path("unused"), max_num_seqs=9, enforce_eager=enforce_eager, **settings)
         with pytest.raises(EngineConfigError, match="enough"):
             load.load_engine(config, model)
-    num_graphs = 5 + len(prompt_sizes(9, 1024))
-    assert asked[0] - asked[1] == 10 * model.vocab_size * 4 + num_graphs * (32 << 20)
+    num_logits = 3 if settings.items() >= RANKS.items() else 1
+    assert asked[0] - asked[1] == num_logits * 10 * model.vocab_size * 4 + (5 + num_prompts) * (32 << 20)
+    runner = core_with_graphs(monkeypatch, max_num_seqs=9)._runner
+    step_tokens = max_step_tokens(config, model.device)
+    decodes, prompts = load._make_graphs(config, runner, config.max_model_len or 256, step_tokens, spare_page=0)
+    assert (len(decodes.sizes), len(prompts.sizes if prompts else ())) == (5, num_prompts)

@@ -75,7 +75,7 @@ def test_gpt_oss_20b_to_the_byte(gpt_oss):
     assert (plan.kv_bytes_per_token(sliding=False), plan.kv_bytes_per_token(sliding=True)) == (24576, 24576)
     assert max_model_len == 131072
     free = int(79.2 * GIB * 0.9) - sizes.total_bytes - plan.context_bytes
-    step = plan.activation_bytes + sampling_bytes(64, 201088) + graph_bytes(64, 201088)
+    step = plan.activation_bytes + sampling_bytes(64, 201088) + graph_bytes(64, 201088, max_prompt_tokens=1024)
     assert plan.num_pages == int(int(79.2 * GIB) * 0.9 - (int(79.2 * GIB * 0.9) - free) - step) // (24576 * 16)
     table = plan.table(max_model_len)
     assert list(table) == [1024 << i for i in range(8)]
@@ -118,7 +118,7 @@ def test_settings_change_the_plan(gpt_oss):
     half, _ = plan_for(gpt_oss, GPUS["h100"], gpu_memory_utilization=0.5)
     assert half.num_pages < base.num_pages / 1.5
     eager, _ = plan_for(gpt_oss, GPUS["h100"], enforce_eager=True)
-    assert (eager.graph_bytes, base.graph_bytes) == (0, graph_bytes(64, 201088))
+    assert (eager.graph_bytes, base.graph_bytes) == (0, graph_bytes(64, 201088, max_prompt_tokens=1024))
     small_steps, _ = plan_for(gpt_oss, GPUS["h100"], max_num_batched_tokens=1024)
     assert small_steps.activation_bytes * 8 == base.activation_bytes
     wide, _ = plan_for(gpt_oss, GPUS["h100"], kv_cache_dtype="float32")
@@ -134,6 +134,22 @@ def test_settings_change_the_plan(gpt_oss):
     other, _ = plan_for(gpt_oss, GPUS["b200"], moe_backend="flashinfer_mxfp4")
     assert other.sizes.experts[0].backend is MoeBackend.FLASHINFER_MXFP4
     assert other.sizes.experts[0].processed_bytes > base.sizes.experts[0].processed_bytes  # padded to 3072
+
+
+def test_graphs_of_prompts_take_memory_only_where_they_are_captured(gpt_oss):
+    """With a transport none are, and steps are as large as on one rank; they used to be counted all the same."""
+    ranks = {"tensor_parallel_size": 2, "expert_parallel_size": 2}
+    for settings, max_prompt_tokens, step_tokens in (
+        ({}, 1024, 8192),
+        ({"max_num_batched_tokens": 200}, 200, 200),
+        ({"max_model_len": 500}, 500, 8192),
+        (ranks, 4096, 4096),
+        (ranks | {"moe_a2a_backend": "deepep"}, 0, 8192),
+    ):
+        plan, _ = plan_for(gpt_oss, GPUS["h100"], **settings)
+        tp_size = settings.get("tensor_parallel_size", 1)
+        assert plan.graph_bytes == graph_bytes(64, 201088, tp_size, max_prompt_tokens=max_prompt_tokens), settings
+        assert plan.needs.step_tokens == step_tokens, settings
 
 
 def test_what_does_not_fit_names_the_settings(gpt_oss):

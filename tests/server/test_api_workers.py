@@ -15,12 +15,13 @@ from contextlib import ExitStack
 from http.client import IncompleteRead
 from pathlib import Path
 
+import httpx2
 import pytest
 
 from server import cli
 from tests.server import test_life
 from tests.server.conftest import ASSETS, wait_until
-from tests.server.service_process import API_WORKERS, SCRIPTED, has_ended, start
+from tests.server.service_process import API_WORKERS, SCRIPTED, free_port, has_ended, start
 from tests.server.test_life import LONG
 from tests.server.worker_connections import Connection, metrics, sockets_of, two_connections
 
@@ -170,6 +171,44 @@ def test_an_http_process_that_dies_is_replaced_and_nothing_is_lost(tmp_path):
             found = metrics(connection.get("/metrics"))
             assert found["moe_serve_completion_tokens_total"] == 5 + 5 + 300
             assert found["moe_serve_requests_in_flight"] == 0
+        service.signal(signal.SIGTERM)
+        assert service.process.wait(30) == 0
+
+
+LATE = "import server.api_process; server.api_process._MODULE = 'tests.server.api_worker_late'" + SCRIPTED
+
+
+def test_who_has_not_heard_that_the_engine_is_ready_gets_no_connection(tmp_path):
+    """Neither at the start nor in the place of a process that died. Some requests used to get a 503, as while the model
+    loads, although the service had said that it is ready.
+    """
+    port = free_port()
+    held, let = (tmp_path / "slow" / name for name in ("held", "let"))
+
+    def status(path, fields=None):
+        with httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=30, verify=False) as http:
+            return (http.get(path) if fields is None else http.post(path, json=fields)).status_code
+
+    def statuses():
+        return {status("/v1/completions", {**LONG, "max_tokens": 2}) for _ in range(8)}
+
+    with start(tmp_path, "slow", *TWO, "--port", str(port), code=LATE) as service:
+        wait_until(held.exists, 30)
+        wait_until(lambda: status("/health/ready") == 200)
+        assert statuses() == {200}
+        assert service.out == "", "the service says that it is ready once all processes are"
+        let.touch()
+        with two_connections(service) as (first, second):
+            assert (first.ask(LONG), second.ask(LONG)) == (200, 200)
+            left = first.pid
+        let.unlink()
+        held.unlink()
+        os.kill(left, signal.SIGKILL)
+        wait_until(held.exists, 30)
+        assert statuses() == {200}
+        let.touch()
+        with two_connections(service) as (first, second):
+            assert (first.ask(LONG), second.ask(LONG)) == (200, 200)
         service.signal(signal.SIGTERM)
         assert service.process.wait(30) == 0
 

@@ -13,9 +13,10 @@ from tests.tables import rows
 
 
 class Receiver:
-    def __init__(self, num_open=0, takes=True):
+    def __init__(self, num_open=0, takes=True, is_ready=False):
         self.num_open = num_open
         self.takes = takes
+        self.is_ready = is_ready
         self.got = []
 
     def hand_over(self, connection):
@@ -106,6 +107,24 @@ def test_a_receiver_that_takes_none_is_passed_over_or_waited_for(run):
         assert len(other.got) == 1
         busy.takes = True
         await until(lambda: busy.got == clients.ports[1:])
+
+    run(work)
+
+
+def test_who_knows_that_the_engine_is_ready_goes_first(run):
+    """While none knows, all get connections: they can say that the model is loading."""
+
+    async def work(acceptor, clients):
+        receivers = first, second = [Receiver(), Receiver()]
+        acceptor.set_receivers(receivers)
+        clients.connect(2)
+        await until(lambda: [len(each.got) for each in receivers] == [1, 1])
+        second.is_ready = True
+        clients.connect(3)
+        await until(lambda: second.got == clients.ports[1:])
+        first.is_ready = True
+        clients.connect(3)
+        await until(lambda: first.got == [clients.ports[0], *clients.ports[-3:]])
 
     run(work)
 

@@ -66,15 +66,6 @@ def test_16_requests_are_finished_after_sigterm(tmp_path):
     assert {answer.json()["usage"]["completion_tokens"] for answer in clients.answers[1::2]} == {240}
 
 
-@pytest.fixture
-def _heeds_sighup():
-    """A process inherits that a signal is ignored, as under nohup; the tests themselves may run so."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    yield
-    signal.signal(signal.SIGHUP, before)
-
-
-@pytest.mark.usefixtures("_heeds_sighup")
 def test_a_terminal_that_closes_drains_however_often_it_says_so(tmp_path):
     with start(tmp_path) as service:
         clients = Clients(service, 4, {**LONG, "max_tokens": 240})
@@ -90,7 +81,7 @@ def test_a_terminal_that_closes_drains_however_often_it_says_so(tmp_path):
 
 
 def test_nohup_outlives_its_terminal(tmp_path):
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does: a child inherits it
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does: a child inherits it
     try:
         with start(tmp_path) as service:
             service.signal(signal.SIGHUP)
@@ -100,7 +91,7 @@ def test_nohup_outlives_its_terminal(tmp_path):
             ignored = int(re.search(r"^SigIgn:\s*(\w+)", status, re.MULTILINE)[1], 16)
             assert ignored & 1 << (signal.SIGHUP - 1)
     finally:
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_second_sigterm_ends_requests_with_a_503_g86(tmp_path):

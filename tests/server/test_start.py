@@ -8,7 +8,7 @@ import sys
 import httpx2
 import pytest
 
-from tests.server.conftest import NUM_API_WORKERS, wait_until
+from tests.server.conftest import ASSETS, NUM_API_WORKERS, wait_until
 from tests.server.service_process import PLAIN, ROOT, SCRIPTED, free_port, has_ended, health, start
 from tests.tables import rows
 
@@ -16,26 +16,68 @@ LAST_IMPORT = "fastapi" if NUM_API_WORKERS == 1 else "server.supervisor"
 ASK = {"prompt": [5], "max_tokens": 3, "ignore_eos": True}
 
 
+SIGNAL_AT_IMPORT = """
+import os, sys
+
+def send_signal(event, args):
+    if event == "import" and args[0] == {module!r}:
+        with open(f"/proc/self/task/{{os.getpid()}}/children") as children:
+            sys.stderr.write(f"children: {{children.read()}}\\n")
+        os.kill(os.getpid(), {sig})
+
+sys.addaudithook(send_signal)
+"""
+FIRST_IMPORT = "server.open_files"  # of ours, after the entry point itself
+INSIDE_C_CODE = "uvloop._noop"  # uvloop.loop imports it while its own C code initialises it
+
+
 @pytest.mark.timeout(300)  # a service for each row
 @rows(
     "module, sig, status",
     *(
-        [(module, signal.SIGTERM, 0) for module in ("server.streams", "argparse", "uvloop", LAST_IMPORT)]
-        + [("uvloop", signal.SIGINT, 130), ("uvloop", signal.SIGHUP, 0)]
+        [(module, signal.SIGTERM, 0) for module in (FIRST_IMPORT, "argparse", "uvloop", INSIDE_C_CODE, LAST_IMPORT)]
+        + [(module, signal.SIGINT, 130) for module in (FIRST_IMPORT, INSIDE_C_CODE)]
+        + [(module, signal.SIGHUP, 0) for module in (FIRST_IMPORT, INSIDE_C_CODE)]
     ),
 )
 def test_a_signal_during_the_imports_ends_the_service_g07(tmp_path, module, sig, status):
     """As process 1 it used to go on: the system drops signals that it does not handle. With the last import, the
     engine's process runs already.
     """
-    with start(tmp_path, "slow", code=PLAIN, flags=("-X", "importtime")) as service:
-        wait_until(lambda: any(line.split("|")[-1].strip() == module for line in service.err.splitlines()), 30)
-        children = [] if module != LAST_IMPORT else [service.engine_pid]
-        service.signal(sig)
-        assert service.process.wait(10) == status
+    with start(tmp_path, "slow", code=SIGNAL_AT_IMPORT.format(module=module, sig=int(sig)) + PLAIN) as service:
+        assert service.process.wait(30) == status
+        [line] = service.err.splitlines()
+        children = [int(pid) for pid in line.removeprefix("children:").split()]
+        assert len(children) == (1 if module == LAST_IMPORT else 0)
         wait_until(lambda: all(has_ended(pid) for pid in children))
-    assert "Traceback" not in service.err
     assert service.out == ""
+
+
+CHECK_HANDLERS = """
+import signal, sys
+
+def check_handlers(event, args):
+    if event == "import" and (has_begun or args[0].startswith("server.") and args[0] != "server.start"):
+        has_begun.append(args[0])
+        for sig in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if not getattr(signal.getsignal(sig), "__module__", "").startswith("server."):
+                sys.stderr.write(f"{args[0]} is imported while nobody handles {sig.name}\\n")
+
+has_begun = []
+sys.addaudithook(check_handlers)
+"""
+
+
+def test_our_handlers_are_in_place_at_every_import_g07(tmp_path):
+    """From the first import of ours until the service listens; a library might set handlers of its own."""
+    port = free_port()
+    argv = ("--port", str(port), "--model", str(ASSETS))
+    with start(tmp_path, "slow", *argv, code=CHECK_HANDLERS + PLAIN) as service:
+        with httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=30, verify=False) as http:
+            wait_until(lambda: health(http) is not None, 30)
+        service.signal(signal.SIGTERM)
+        assert service.process.wait(30) == 0
+    assert "nobody handles" not in service.err
 
 
 READ_ONLY = """
