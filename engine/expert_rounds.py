@@ -32,6 +32,7 @@ class ExpertRounds:
         self._report: ExpertLoad | None = None
         if balance is not None:
             balance.counts_LE.zero_()
+            self._report = self._describe(balance, balance.counts_LE.cpu())
 
     @property
     def has_news(self) -> bool:
@@ -58,7 +59,7 @@ class ExpertRounds:
             self._share(self._balance)
 
     def report(self) -> ExpertLoad | None:
-        """Tokens by expert on all ranks, some steps old; None before the first. Other threads may call it."""
+        """Tokens by expert on all ranks, some steps old; None if nobody counts. Other threads may call it."""
         copy, balance = self._copy, self._balance
         if copy is not None and balance is not None and copy[1].is_passed:
             self._copy = None

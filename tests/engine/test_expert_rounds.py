@@ -54,7 +54,7 @@ def test_what_warmed_up_is_forgotten_and_the_rest_is_reported(monkeypatch):
     for _ in range(3):
         rounds.before_step()
         count(balance, 4, 1, 1)
-    assert rounds.report() is None
+    assert rounds.report().rows() == [[0, 0, 0]] * 2, "else a service that counts seems not to, until it first reports"
     rounds.before_step()
     first = rounds.report()
     assert first.rows() == [[24, 6, 6]] * 2
