@@ -42,6 +42,7 @@ evals: $(LM_EVAL)/.installed
 	$(PYTEST) -m evals $(ARGS)
 
 # The services of these tests then have two HTTP processes: threads of the test, or processes where it starts some.
+# All tests of these files run, also those that `make processes` runs with one.
 api-workers: $(VENV)/.dev
 	API_WORKERS=2 $(PYTEST) -m "" $(API_WORKER_TESTS) $(ARGS)
 

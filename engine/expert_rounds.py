@@ -29,7 +29,7 @@ class ExpertRounds:
         self._counted_before: torch.Tensor | None = None  # where the window began
         self._num_moves = 0
         self._copy: tuple[torch.Tensor, Mark] | None = None  # counters on their way to the host
-        self._report: ExpertLoad | None = None
+        self._report: ExpertLoad | None = None  # zeros until the first, so that nobody takes it for no counting
         if balance is not None:
             balance.counts_LE.zero_()
             self._report = self._describe(balance, balance.counts_LE.cpu())

@@ -1,7 +1,6 @@
 """The bundled model through the whole service on 2 and 4 ranks, divided every way: the greedy text of one rank."""
 
 import json
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx2
@@ -9,6 +8,7 @@ import pytest
 
 from engine.expert_file import read_load
 from server import cli
+from tests.server.conftest import wait_until
 from tests.server.service_process import ROOT
 from tests.server.test_ranks_bundled import ask, serving
 
@@ -49,14 +49,9 @@ def ask_all(url):
         return list(pool.map(lambda question: ask(url, question, max_tokens=NUM_TOKENS)[0], questions()))
 
 
-def wait_for_report(url):
-    """The ranks add up their counters when they rest, and a heartbeat takes them along."""
-    for _ in range(200):
-        [*_, layer] = httpx2.get(f"{url}/expert_load", timeout=20).json()["layers"]
-        if sum(layer["tokens"]) >= LEAST_TOKENS:
-            return
-        time.sleep(0.1)
-    pytest.fail("the ranks reported too few tokens")
+def num_reported(url):
+    """Tokens of the last layer, by all experts, as of the last report of the ranks."""
+    return sum(httpx2.get(f"{url}/expert_load", timeout=20).json()["layers"][-1]["tokens"])
 
 
 @pytest.fixture(scope="module")
@@ -72,8 +67,8 @@ def test_the_text_is_that_of_one_rank(layout, answers, tmp_path):
     assert len({json.dumps(answer) for answer in answers}) > NUM_PROMPTS / 4, "the answers differ from each other"
     with serving(tmp_path, *LAYOUTS[layout]) as url:
         got = ask_all(url)
-        if "replicas" in layout:
-            wait_for_report(url)
+        if "replicas" in layout:  # the ranks report when they rest, and a heartbeat takes the report along
+            wait_until(lambda: num_reported(url) >= LEAST_TOKENS, 20)
         series = httpx2.get(f"{url}/metrics", timeout=20).text
         if "replicas" in layout:
             assert cli.main(["experts", "--record", str(tmp_path / "load"), "--port", url.rpartition(":")[2]]) == 0
