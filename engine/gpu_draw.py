@@ -175,8 +175,10 @@ def draw_tokens(
     NUM_INTS: tl.constexpr, NUM_FLOATS: tl.constexpr, CHUNK: tl.constexpr, S_PAD: tl.constexpr, C: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One token for each drawn row. Grid: (drawn rows,)."""
+    """One token for each drawn row. Grid: (drawn rows,). A row of -1 is none."""
     index = tl.load(rows_ptr + tl.program_id(0))
+    if index < 0:
+        return
     ints_ptr += index * NUM_INTS
     floats_ptr += index * NUM_FLOATS
     best, cut = tl.load(best_ptr + index), tl.load(cut_ptr + index)

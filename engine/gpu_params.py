@@ -17,15 +17,26 @@ from engine.token_masks import TokenMasks, make_masks
 from engine.transfer import to_device
 
 NUM_INTS = 10
-"""Columns of a row's integers: row of the logits, place of the request, whether it has penalties, first byte of its
-mask (-1: none), how it is drawn (0: greedy), rank of the group where candidates begin (0: at the weight in the next
-column), that weight, `top_k`, `min_p` as a weight, spare."""
+"""Columns of a row's integers: row of the logits, place of the request (-1: nobody keeps the token), whether it has
+penalties, first byte of its mask (-1: none), how it is drawn (0: greedy), rank of the group where candidates begin (0:
+at the weight in the next column), that weight, `top_k`, `min_p` as a weight, spare."""
 
 NUM_FLOATS = 6
 """Columns of a row's floats: temperature, `top_p`, the draw, repetition, frequency and presence penalty."""
 
 _TOP_P_RANK = 512  # candidates when nothing says how many tokens `top_p` needs
 _MOST_RANK = 1024  # of lists that hold twice as many
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows that the kernels work on together, those of them that are drawn or ranked, and where tokens are."""
+
+    logits_LV: torch.Tensor
+    ints: torch.Tensor
+    floats: torch.Tensor  # bits of fp64 numbers
+    listed_D: torch.Tensor  # -1: no row
+    tokens_R: torch.Tensor
 
 
 @dataclass(slots=True)
@@ -102,6 +113,11 @@ class StepEdits:
     masks: TokenMasks | None = None
     bias_cells: list[int] = field(default_factory=list)  # (row of the logits << 32) + id
     bias_values: list[float] = field(default_factory=list)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing changes."""
+        return not (self.rows or self.bias_cells)
 
     def mask_words(self) -> np.ndarray:
         """All masks as 64-bit words."""

@@ -99,7 +99,8 @@ def combine(
     tl.store(tokens_ptr + row, token)
     tl.store(num_listed_ptr + row, 0)
     if KEEP:  # a row without a token is dropped when it is collected; until then it needs a valid id
-        tl.store(kept_ptr + tl.load(ints_ptr + row * NUM_INTS + 1), tl.maximum(token, 0))
+        place = tl.load(ints_ptr + row * NUM_INTS + 1)
+        tl.store(kept_ptr + place, tl.maximum(token, 0), mask=place >= 0)
     rank = tl.load(ints_ptr + row * NUM_INTS + 5)
     cut = tl.load(ints_ptr + row * NUM_INTS + 6).to(tl.int32)
     if (rank > 0) & is_finite(best):
@@ -125,6 +126,8 @@ def collect(
 ):  # fmt: skip
     """Per chunk the mass, and its candidates appended to the row's list, in any order; those beyond C are left out."""
     row, chunk = tl.load(rows_ptr + tl.program_id(0)), tl.program_id(1)
+    if row < 0:
+        return
     best = tl.load(best_ptr + row)
     if is_finite(best):
         source = tl.load(ints_ptr + row * NUM_INTS)

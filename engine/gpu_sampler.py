@@ -9,6 +9,7 @@ whatever the number of rows:
     collect, draw_tokens         if a row is drawn
     row_stats, combine, collect, rank_tokens on the model's own logits, if a request wants log-probabilities
 
+Where only the launches in the middle are needed, a graph has them (`engine.gpu_sample_graphs`).
 Torch operators compute the log-probabilities of tokens that a request lists itself, which is rare.
 
 What the host knows of the rows travels in one pinned copy. `engine.sampler` is the reference in plain torch.
@@ -25,7 +26,8 @@ import triton
 
 from engine import gpu_draw, gpu_logits, gpu_rows
 from engine.gpu_counts import TokenTable
-from engine.gpu_params import NUM_FLOATS, NUM_INTS, RequestRules, pack, ranked_numbers, row_numbers
+from engine.gpu_params import NUM_FLOATS, NUM_INTS, RequestRules, Rows, pack, ranked_numbers, row_numbers
+from engine.gpu_sample_graphs import SampleGraphs
 from engine.logprobs import PendingLogprobs, launch_listed
 from engine.sampler import PendingTokens
 from engine.sequence import Sequence
@@ -72,6 +74,7 @@ class GpuSampler:
         self._masses_MS = empty(torch.int64, self._num_chunks)
         self._listed_bits_MC, self._listed_ids_MC = (empty(torch.int32, self._list_size) for _ in "ab")
         self._unused_M = empty(torch.int64)
+        self._graphs: SampleGraphs | None = None
 
     def launch(
         self, logits_LV: torch.Tensor, seqs: list[Sequence], logit_rows: list[int], places: list[int]
@@ -82,6 +85,10 @@ class GpuSampler:
         """
         rules = [self._rules(seq) for seq in seqs]
         ints, floats, edits = row_numbers(seqs, rules, logit_rows, places, self.vocab_size)
+        drawn = [row for row, rule in enumerate(rules) if rule.kind]
+        is_plain = edits.is_empty and not any([seq.sampling.logprobs is not None for seq in seqs])
+        if is_plain and self._graphs is not None and self._graphs.serves(logits_LV, len(seqs)):
+            return self._graphs.launch(ints, floats, drawn)
         penalized = [row for row, rule in enumerate(rules) if rule.has_penalties]
         cleared, entries = self.table.changes([seqs[row] for row in penalized], [places[row] for row in penalized])
         num_tops = [seq.sampling.logprobs for seq in seqs]
@@ -92,7 +99,7 @@ class GpuSampler:
         keeps_copy = not is_edited.isdisjoint(sources)
         words = pack(
             [
-                ints, floats, _ints([row for row, rule in enumerate(rules) if rule.kind]), cleared, entries,
+                ints, floats, _ints(drawn), cleared, entries,
                 _ints(edits.rows), edits.mask_words(), _ints(edits.bias_cells), np.array(edits.bias_values),
                 *ranked_numbers(wanted, list(range(len(wanted))) if keeps_copy else sources, num_top),
                 np.arange(len(wanted)), _ints(sources),
@@ -104,12 +111,8 @@ class GpuSampler:
         raw_LV = logits_LV.index_select(0, step.raw_rows_W) if keeps_copy else logits_LV
         self._edit(logits_LV, step)
         tokens_R = torch.empty(len(seqs), dtype=torch.int64, device=logits_LV.device)
-        rows = _Rows(logits_LV, step.ints, step.floats, step.drawn_D, tokens_R)
-        self._find_best(rows, keep=True)
-        if len(step.drawn_D):
-            self._collect(rows)
-            self._draw(rows)
-        logprobs = self._rank(_Rows(raw_LV, step.ranked_ints, step.ranked_floats, step.all_W, tokens_R), num_top)
+        self._choose(Rows(logits_LV, step.ints, step.floats, step.drawn_D, tokens_R))
+        logprobs = self._rank(Rows(raw_LV, step.ranked_ints, step.ranked_floats, step.all_W, tokens_R), num_top)
         return PendingTokens(tokens_R, to_host(tokens_R), num_tops, logprobs if wanted else None, listed)
 
     def warm_up(self) -> None:
@@ -122,6 +125,11 @@ class GpuSampler:
         seq = Sequence(request, stop_ids=frozenset(), seed=0, logit_mask=lambda ids: allowed)
         logits_LV = torch.zeros(1, self.vocab_size, device=self.tokens_M.device)
         self.launch(logits_LV, [seq], [0], [0])
+
+    def capture(self, logits_MV: torch.Tensor, sizes: list[int]) -> None:
+        """See `Sampler`."""
+        self._graphs = SampleGraphs(logits_MV, sizes, self._choose)
+        self._graphs.capture()
 
     def _rules(self, seq: Sequence) -> RequestRules:
         if seq.sampler_state is None:
@@ -156,7 +164,13 @@ class GpuSampler:
                 logits_LV, step.bias_cells, step.bias_values.view(torch.float64), stride, num, BLOCK=_ENTRIES
             )
 
-    def _find_best(self, rows: "_Rows", *, keep: bool) -> None:
+    def _choose(self, rows: Rows) -> None:
+        self._find_best(rows, keep=True)
+        if len(rows.listed_D):
+            self._collect(rows)
+            self._draw(rows)
+
+    def _find_best(self, rows: Rows, *, keep: bool) -> None:
         num_rows = rows.ints.numel() // NUM_INTS
         launch(gpu_rows.row_stats, (num_rows, self._num_chunks))(
             rows.logits_LV, rows.ints, self._maxima_MS, self._ids_MS, self._groups_MG, self.vocab_size,
@@ -171,7 +185,7 @@ class GpuSampler:
             G_PAD=triton.next_power_of_2(self._num_groups), KEEP=keep,
         )  # fmt: skip
 
-    def _collect(self, rows: "_Rows") -> None:
+    def _collect(self, rows: Rows) -> None:
         launch(gpu_rows.collect, (len(rows.listed_D), self._num_chunks))(
             rows.logits_LV, rows.listed_D, rows.ints, rows.floats.view(torch.float64), self._best_M, self._cut_M,
             self._masses_MS, self._num_listed_M, self._listed_bits_MC, self._listed_ids_MC, self.vocab_size,
@@ -179,7 +193,7 @@ class GpuSampler:
             NUM_INTS=NUM_INTS, NUM_FLOATS=NUM_FLOATS, CHUNK=self._chunk, C=self._list_size, num_warps=_NUM_WARPS,
         )  # fmt: skip
 
-    def _draw(self, rows: "_Rows") -> None:
+    def _draw(self, rows: Rows) -> None:
         launch(gpu_draw.draw_tokens, (len(rows.listed_D),))(
             rows.logits_LV, rows.listed_D, rows.ints, rows.floats.view(torch.float64), self._best_M, self._cut_M,
             self._masses_MS, self._num_listed_M, self._listed_bits_MC, self._listed_ids_MC, rows.tokens_R,
@@ -189,7 +203,7 @@ class GpuSampler:
             num_warps=_NUM_WARPS,
         )  # fmt: skip
 
-    def _rank(self, rows: "_Rows", num_top: int) -> PendingLogprobs | None:
+    def _rank(self, rows: Rows, num_top: int) -> PendingLogprobs | None:
         """Log-probabilities by the rows' logits; `tokens_R` are those of all rows that sample."""
         num_rows, device = len(rows.listed_D), rows.logits_LV.device
         if not num_rows:
@@ -209,17 +223,6 @@ class GpuSampler:
         )  # fmt: skip
         tops = (to_host(top_ids_WK), to_host(top_values_WK)) if num_top else (None, None)
         return PendingLogprobs(to_host(chosen_W), to_host(chosen_values_W), *tops)
-
-
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    """Rows that the kernels work on together, those of them that are drawn or ranked, and where tokens are."""
-
-    logits_LV: torch.Tensor
-    ints: torch.Tensor
-    floats: torch.Tensor  # bits of fp64 numbers
-    listed_D: torch.Tensor
-    tokens_R: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)

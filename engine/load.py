@@ -182,7 +182,7 @@ def _warmed_up(
     runner.sampler.warm_up()
     if uses_graphs:
         graphs = _make_graphs(config, runner, max_model_len, step_tokens, spare_page=num_pages)
-        _capture_graphs(runner, *graphs, phases)
+        _capture_graphs(runner, *graphs, phases, ranks)
     if model.device.type == "cuda" and config.max_num_seqs > 1:
         run_step_sizes(runner, min(step_tokens, max_model_len))
     logger.info("KV cache: %d tokens fit, %d pages of %d tokens, %.0f MiB", num_kv_tokens, num_pages, config.page_size,
@@ -255,17 +255,21 @@ def _make_graphs(
         is_sliding=runner.is_sliding,
     )
     max_tokens = min(step_tokens, largest_prompt_step(config))
-    return DecodeGraphs(settings), PromptGraphs(settings, max_tokens=max_tokens) if max_tokens else None
+    prompts = PromptGraphs(settings, max_tokens=max_tokens) if max_tokens else None
+    return DecodeGraphs(settings, runner.tokens_M), prompts
 
 
 def _capture_graphs(
-    runner: ModelRunner, decodes: DecodeGraphs, prompts: PromptGraphs | None, phases: StartPhases
-) -> None:
+    runner: ModelRunner, decodes: DecodeGraphs, prompts: PromptGraphs | None, phases: StartPhases,
+    ranks: "RankLinks | None",
+) -> None:  # fmt: skip
+    decodes.inputs.check(lambda is_so: is_so if ranks is None else bool(ranks.min(is_so)))
     num_sizes = len(decodes.sizes) + (0 if prompts is None else len(prompts.sizes))
     with phases.phase(Phase.GRAPHS, total=num_sizes):
         decodes.capture(lambda: phases.advance(Phase.GRAPHS))
         if prompts is not None:
             prompts.capture(decodes.pool, lambda: phases.advance(Phase.GRAPHS))
+    runner.sampler.capture(decodes.logits_MV, decodes.sizes)
     runner.graphs, runner.prompt_graphs = decodes, prompts
 
 

@@ -30,6 +30,7 @@ from engine.types import TokenLogprobs
 from model.balance import ExpertBalance
 from model.batch import ForwardBatch, KvLayerSpec, LayerKv
 from moe.check.selfcheck import SelfCheckReport
+from moe.group import TokenMail
 
 
 class MoePath(Protocol):
@@ -64,6 +65,10 @@ class Model(Protocol):
     @property
     def can_compile_ahead(self) -> bool:
         """Whether a step harms nothing while Triton kernels are only compiled, not launched."""
+
+    @property
+    def token_mail(self) -> TokenMail | None:
+        """How ranks that do not sample can get their tokens in a captured step; None if no kernel can do it."""
 
     def prepare_replay(self) -> None:
         """What cannot be part of a captured step; called before each capture and replay."""
@@ -124,12 +129,18 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, step: StepBatch) -> "Pending":
         """Start the forward pass of a step, which writes the keys and values of its tokens. Does not wait for a GPU."""
-        batch = self.make_batch(step)
-        if self.graphs is not None and self.graphs.serves(batch):
-            logits_RV = self.graphs.run(batch)
+        if self.graphs is not None and self.graphs.serves(step):
+            tables = self._update_tables(step)
+            if step.has_late_ids and not self.graphs.inputs.delivers_tokens:
+                self._share_tokens()
+            logits_RV = self.graphs.run(step, tables)
         else:
-            logits_RV = self._run_mixed(batch)
+            logits_RV = self._run_mixed(self.make_batch(step))
         return Pending(step, logits_RV, self.sampler)
+
+    def _share_tokens(self) -> None:
+        if self.share_tokens is not None:
+            self.share_tokens(self.tokens_M)
 
     def _run_mixed(self, batch: ForwardBatch) -> torch.Tensor:
         """Logits of a step that no decode graph serves."""
@@ -155,11 +166,7 @@ class ModelRunner:
 
     def make_batch(self, step: StepBatch) -> ForwardBatch:
         """The batch of a step, on the model's device. Brings the page tables up to date."""
-        _update(self._page_table, step.page_updates)
-        tables = [self._page_table]
-        if self._sliding_table is not None:
-            _update(self._sliding_table, step.sliding_page_updates)
-            tables.append(self._sliding_table)
+        tables = self._update_tables(step)
         rows, num_rows = step.rows, len(step.rows)
         query_lens = [row.num_tokens for row in rows]
         seq_lens = [row.start + row.num_tokens for row in rows]
@@ -185,8 +192,7 @@ class ModelRunner:
             numbers64, [len(part) for part in parts]
         )
         if len(late):
-            if self.share_tokens is not None:
-                self.share_tokens(self.tokens_M)
+            self._share_tokens()
             ids_T.index_copy_(0, late_L, self.tokens_M.index_select(0, sources_L))
         batch = ForwardBatch(
             input_ids_T=ids_T,
@@ -205,6 +211,14 @@ class ModelRunner:
         if self._sliding_table is None:
             return batch
         return replace(batch, sliding=replace(batch, slots_T=sliding_slots_T, page_table_BP=device_tables_BP[1]))
+
+    def _update_tables(self, step: StepBatch) -> list[np.ndarray]:
+        """The page tables, one for each kind of layers, with the pages that came with this step."""
+        _update(self._page_table, step.page_updates)
+        if self._sliding_table is None:
+            return [self._page_table]
+        _update(self._sliding_table, step.sliding_page_updates)
+        return [self._page_table, self._sliding_table]
 
 
 def _update(table: np.ndarray, updates: np.ndarray) -> None:
@@ -245,7 +259,7 @@ class Pending:
         self._sampler = sampler
         self._sampled: tuple[list[int], PendingTokens] | None = None  # rows of the step, their tokens
         self._prompts: dict[int, PendingLogprobs] = {}  # by row of the step
-        self._mark = Mark(logits_RV.device)
+        self._mark: Mark | None = None  # after all that `sample` launched
 
     @torch.inference_mode()
     def sample(self, seqs: list[Sequence | None]) -> None:
@@ -274,6 +288,8 @@ class Pending:
 
     def collect(self) -> list[RowResult]:
         """Wait for the step and return the result of each row; empty for rows that nobody wanted."""
+        if self._mark is None:
+            raise RuntimeError("a step is collected before it is sampled")
         self._mark.wait()
         results = [_NOTHING] * len(self.step.rows)
         for index, prompt in self._prompts.items():

@@ -75,6 +75,12 @@ class Sampler(Protocol):
     def warm_up(self) -> None:
         """Compile what the first request would wait for."""
 
+    def capture(self, logits_MV: torch.Tensor, sizes: list[int]) -> None:
+        """Capture what is launched for steps whose logits are the first rows of `logits_MV`; call it after `warm_up`.
+
+        `sizes`: numbers of rows, ascending.
+        """
+
 
 class TorchSampler:
     """`launch_sampling` on the rows that sample; the tokens also go to their places in `tokens_M`."""
@@ -97,6 +103,9 @@ class TorchSampler:
 
     def warm_up(self) -> None:
         """Nothing to compile."""
+
+    def capture(self, logits_MV: torch.Tensor, sizes: list[int]) -> None:
+        """Nothing: filters may need a decision on the host."""
 
 
 def launch_sampling(logits_RV: torch.Tensor, seqs: list[Sequence]) -> PendingTokens:

@@ -42,6 +42,16 @@ class StepBatch:
     all_ranks_decode: bool = False  # agreed by all ranks that share experts; False is right for every step
     max_rank_tokens: int | None = None  # largest T of any rank in this step; None: unknown, or one scheduler
 
+    @property
+    def has_late_ids(self) -> bool:
+        """Whether an input id is `LATE_ID`."""
+        return bool((self.input_ids == LATE_ID).any())
+
+    @property
+    def is_plain_decode(self) -> bool:
+        """Whether every row has one token and wants the logits after it."""
+        return self.is_decode and all([row.num_logit_rows == 1 for row in self.rows])
+
     def pack(self) -> bytes:
         """The record as bytes; ranks that exchange it run on machines of the same byte order."""
         numbers = np.concatenate((self.input_ids, self.positions, self.slots, self.sliding_slots))

@@ -40,7 +40,8 @@ from model.embedding import Embedding, OutputHead
 from model.moe_layer import MoeLayer
 from model.norm import RmsNorm
 from model.rope import RotaryTable
-from moe.group import PartialSum, RankGroups
+from moe.group import PartialSum, RankGroups, TokenMail
+from moe.one_shot import OneShotGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +161,11 @@ class Model(nn.Module):
         They then leave their outputs as they were, and no other library may take such numbers for ids of experts.
         """
         return all(layer.has_own_kernels for layer in self.moe_layers)
+
+    @property
+    def token_mail(self) -> TokenMail | None:
+        """How the ranks of `groups.tp` can get the tokens that the first of them chose; None if no kernel can do it."""
+        return self.groups.tp.mail if isinstance(self.groups.tp, OneShotGroup) else None
 
     def prepare_replay(self) -> None:
         """What cannot be part of a captured step; every rank calls it before each capture and replay, outside them."""

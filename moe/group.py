@@ -27,6 +27,18 @@ class SumPlace(IntEnum):
     MLP = 1
 
 
+@dataclass(frozen=True, slots=True)
+class TokenMail:
+    """Boxes, an int32 each, in which a rank gets tokens that the first rank of its group chose; 0 is an empty box.
+
+    `addresses`: of each rank's boxes, as this rank addresses them.
+    """
+
+    addresses: tuple[int, ...]
+    rank: int
+    num_boxes: int
+
+
 class Group(Protocol):
     """The ranks of a group, seen from one of them."""
 

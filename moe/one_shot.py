@@ -8,7 +8,7 @@ them. Multicast is not used.
 The sums of a layer take our own kernel, which also adds the residual stream and norms (`moe.kernels.sum_norm`). It does
 not wait until all have read; `OneShotGroup.add_norm` says why that is safe. Every rank's memory:
 
-    [ torch's sums: MAX_BYTES | parts of attention: MAX_BYTES | parts of MLPs: MAX_BYTES | flags of both ]
+    [ torch's sums: MAX_BYTES | parts of attention: MAX_BYTES | parts of MLPs: MAX_BYTES | flags of both | token boxes ]
 """
 
 import logging
@@ -20,7 +20,7 @@ import torch
 
 from moe.backends.c_compiler import missing_for_triton
 from moe.errors import MoeConfigError
-from moe.group import Group, Parcel, PartialSum, SumPlace, TorchGroup
+from moe.group import Group, Parcel, PartialSum, SumPlace, TokenMail, TorchGroup
 
 MAX_BYTES = 1 << 20  # larger sums move more bytes in one shot than NCCL's rings do
 DTYPES = (torch.bfloat16, torch.float32)
@@ -28,7 +28,9 @@ MAX_ROWS = 256  # of a sum that is normed by the same kernel; a program for each
 MAX_RANKS = 8
 _ALIGNMENT = 16  # bytes; the kernels then move as many at a time
 _FLAG_BYTES = MAX_ROWS * MAX_RANKS * torch.int32.itemsize  # of a place
-NUM_BYTES = (1 + len(SumPlace)) * MAX_BYTES + len(SumPlace) * _FLAG_BYTES
+_FIRST_BOX_BYTE = (1 + len(SumPlace)) * MAX_BYTES + len(SumPlace) * _FLAG_BYTES
+_NUM_BOXES = 1024  # requests whose tokens can be sent in one step (`TokenMail`)
+NUM_BYTES = _FIRST_BOX_BYTE + _NUM_BOXES * torch.int32.itemsize
 _EPS = 1e-5  # of the norms that are checked
 _LIBRARY_ERRORS = (RuntimeError, ImportError, AttributeError)
 
@@ -40,7 +42,7 @@ class SharedMemory(Protocol):
     """`NUM_BYTES` of every rank that the kernels of all ranks can read."""
 
     def allocate(self) -> torch.Tensor:
-        """This rank's memory, uint8 [NUM_BYTES], with clear flags."""
+        """This rank's memory, uint8 [NUM_BYTES], with clear flags and empty boxes."""
 
     def connect(self, buffer: torch.Tensor) -> None:
         """Map the memory of the others; all ranks call it together."""
@@ -59,6 +61,9 @@ class SharedMemory(Protocol):
         self, place: SumPlace, x_TH: torch.Tensor, weight_H: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`x` plus the sum over ranks of the parts at `place`, which are like `x`, and its RMS norm."""
+
+    def mail(self) -> TokenMail | None:
+        """The token boxes, where `prepare_norms` has passed; None if kernels cannot reach them."""
 
 
 class TorchSharedMemory:
@@ -120,6 +125,11 @@ class TorchSharedMemory:
         """One kernel."""
         return self._kernels[place](x_TH, weight_H, eps)
 
+    def mail(self) -> TokenMail | None:
+        """All ranks are on one host, so there always are boxes."""
+        addresses = tuple(int(address) + _FIRST_BOX_BYTE for address in self._handle.buffer_ptrs)
+        return TokenMail(addresses, self._rank, _NUM_BOXES)
+
 
 class OneShotGroup:
     """`group` with another all-reduce for tensors of up to `MAX_BYTES`, and with `add_norm` if `norms`; everything else
@@ -146,6 +156,11 @@ class OneShotGroup:
     def is_capturable(self) -> bool:
         """As the group's."""
         return self._group.is_capturable
+
+    @property
+    def mail(self) -> TokenMail | None:
+        """Boxes for tokens, where kernels of ours read the memory of other ranks."""
+        return self._memory.mail() if self.norms else None
 
     def empty(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, place: SumPlace = SumPlace.MLP

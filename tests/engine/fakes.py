@@ -33,6 +33,7 @@ class FakeModel:
         self.moe_layers = []
         self.balance = None
         self.asks_num_live = False
+        self.token_mail = None
         self.can_compile_ahead = False
         self.dtype = torch.float32
         self.device = torch.device("cpu")

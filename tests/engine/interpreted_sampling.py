@@ -13,7 +13,7 @@ import sys
 import numpy as np
 import torch
 
-from engine import gpu_params
+from engine import gpu_params, gpu_sample_graphs
 from engine.counter_rng import uniform
 from engine.gpu_sampler import GpuSampler, Tiling
 from engine.logits import process_logits
@@ -269,6 +269,46 @@ def rows_apart():
     return max(float(is_wrong), *(logprobs_off(a, b) for a, b in zip(got.logprobs, want.logprobs, strict=True)))
 
 
+class UncapturedGraph:
+    """Stands for a captured graph; counts its replays."""
+
+    num_replays = 0
+
+    def __init__(self, rows, choose):
+        self._rows, self._choose = rows, choose
+
+    def replay(self):
+        UncapturedGraph.num_replays += 1
+        self._choose(self._rows)
+
+
+def graphs_off():
+    """Steps for which graphs of 1 to 8 rows choose otherwise than launches do, or are used where they must not be."""
+    gpu_sample_graphs._capture = UncapturedGraph
+    logits_MV, off = spread_logits(9, 300), {}
+    logits_MV[2] = math.nan
+    captured, plain = (gpu_sampler(300, 8) for _ in "ab")
+    captured.capture(logits_MV, [1, 2, 4, 8])
+    for sampler in (captured, plain):
+        sampler.tokens_M.fill_(-5)
+    greedy = [{"temperature": 0.0}] * 8
+    drawn = [{}, {"top_k": 3}, {"temperature": 0.0}, {"top_p": 0.7}, {"min_p": 0.1}]
+    edited = [{"temperature": 0.0}, {"presence_penalty": 1.0, "output": [5]}]
+    reported = [{"temperature": 0.0, "logprobs": 1}]
+    for kinds, is_captured in ((drawn, True), (greedy, True), (drawn[:1], True), (greedy[:3], True), (edited, False),
+                               (reported, False)):  # fmt: skip
+        UncapturedGraph.num_replays = 0
+        results = []
+        for sampler in (captured, plain):
+            seqs = [make(index, seed=3 + index, **kind) for index, kind in enumerate(kinds)]
+            rows, places = [7 - index for index in range(len(kinds))], [index ^ 1 for index in range(len(kinds))]
+            logits = logits_MV if sampler is captured and is_captured else logits_MV.clone()
+            results.append((sampler.launch(logits, seqs, rows, places).read(), sampler.tokens_M.tolist()))
+        name = f"{len(kinds)} rows, {kinds[-1]}"
+        off[name] = float(results[0] != results[1] or UncapturedGraph.num_replays != is_captured)
+    return off
+
+
 def engine_off():
     """Requests that a whole engine answers otherwise with the kernels: places reused, preemption, aborts, overlap."""
     settings = {"num_pages": 17, "max_num_seqs": 4, "overlap": True}
@@ -296,6 +336,7 @@ PICK = {
     "greedy ties": greedy_ties,
     "largest draw": largest_draw,
     "rows apart": rows_apart,
+    "graphs": graphs_off,
 }
 REST = {
     "edits": edits_off,

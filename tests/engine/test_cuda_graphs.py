@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from triton.runtime.errors import OutOfResources
@@ -14,6 +15,7 @@ from engine.cuda_graphs import DecodeGraphs, GraphSettings, capture_all, graph_s
 from engine.errors import EngineConfigError
 from engine.model_settings import max_step_tokens
 from engine.prompt_graphs import PromptSize, largest_prompt_step, prompt_sizes
+from engine.step import StepBatch, StepRow
 from tests.engine.fakes import FakeModel
 from tests.engine.requests import request, run_all, tokens_of
 from tests.tables import rows
@@ -59,7 +61,7 @@ class Replay:
 
 
 def core_with_graphs(monkeypatch, **settings):
-    monkeypatch.setattr(GraphSettings, "capture", lambda settings, batch, pool: Replay(settings, batch))
+    monkeypatch.setattr(GraphSettings, "capture", lambda settings, batch, pool, fill=None: Replay(settings, batch))
     monkeypatch.setattr(DecodeGraphs, "pool", None)
     monkeypatch.setattr(load, "_uses_graphs", lambda config, model: True)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 0)
@@ -124,12 +126,14 @@ def test_captured_steps_when_requests_wait_give_way_and_leave(monkeypatch, setti
 def test_a_step_with_a_prompt_or_without_a_token_to_sample_is_no_decode_step(monkeypatch):
     core = core_with_graphs(monkeypatch, max_num_seqs=4)
     graphs = core._runner.graphs
-    batch = graphs.batch(2)
-    assert graphs.serves(batch)
-    assert not graphs.serves(replace(batch, logit_rows_R=batch.logit_rows_R[:1]))
-    assert not graphs.serves(replace(batch, query_lens=(2,)))
-    large = core_with_graphs(monkeypatch, max_num_seqs=9)._runner.graphs.batch(9)
-    assert not graphs.serves(large)
+    row = StepRow(0, 3, 1, True, 1)
+    none = np.zeros(0, np.int64)
+    step = StepBatch([row] * 2, *np.ones((3, 2), np.int64), none, True, none, none)
+    assert graphs.serves(step)
+    assert not graphs.serves(replace(step, rows=[row, StepRow(1, 3, 1, False, 0)]))
+    assert not graphs.serves(replace(step, is_decode=False))
+    assert graphs.serves(replace(step, rows=[row] * 4))
+    assert not graphs.serves(replace(step, rows=[row] * 5))
 
 
 @rows(

@@ -367,18 +367,17 @@ def test_ranks_replay_the_graph_of_the_largest_step_together_or_none():
         model=model, kv=[], logits_MV=torch.zeros(9, model.vocab_size), page_size=4, max_num_seqs=8, max_model_len=64,
         spare_page=3, is_sliding=False,
     )  # fmt: skip
-    graphs = DecodeGraphs(settings)
+    runner = ModelRunner(FakeModel(), [], page_size=4, max_num_seqs=8, max_model_len=64)
+    graphs = DecodeGraphs(settings, runner.tokens_M)
     log = []
     graphs._graphs = {size: Replays(size, log) for size in graphs.sizes}
-    runner = ModelRunner(FakeModel(), [], page_size=4, max_num_seqs=8, max_model_len=64)
     for agreed, served in (((None, False), True), ((5, True), True), ((5, False), False)):
         updates, no_slots = np.zeros((0, 3), np.int32), np.zeros(0, np.int64)
         numbers = np.array([[7], [3], [3]])
         step = StepBatch([StepRow(0, 3, 1, True, 1)], *numbers, updates, True, no_slots, updates, *agreed[::-1])
-        batch = runner.make_batch(step)
-        assert graphs.serves(batch) == served
+        assert graphs.serves(step) == served
         if served:
-            assert len(graphs.run(batch)) == 1
+            assert len(graphs.run(step, [np.zeros((8, 16), np.int32)])) == 1
     assert log == [1, 8]
 
     idle = []

@@ -72,7 +72,7 @@ def test_captured_steps_give_the_tokens_of_eager_ones(monkeypatch, overlap):
     """Requests end, give way and come back in other rows; rows without a request write to the spare page of both."""
     idle_slots, core = [], None
 
-    def capture(settings, batch, pool):
+    def capture(settings, batch, pool, fill=None):
         def replay(query_lens, seq_lens):
             if core is None or core._runner.prompt_graphs is None:  # still loading
                 return
