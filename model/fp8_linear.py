@@ -23,7 +23,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from moe.device import num_processors
 from moe.formats import Fp8BlockWeight
 from moe.formats.fp8_block import BLOCK
-from moe.kernels.arrivals import MAX_COUNTERS, counters, is_last_to_arrive
+from moe.kernels.arrivals import MAX_COUNTERS, counters, is_last_to_arrive, parts_at_once, sum_parts
 from moe.kernels.compile_ahead import launch
 from moe.kernels.gemm import activate, prefetch_weights
 from moe.kernels.layout import PAIR, ROWS, pack_matrix
@@ -33,7 +33,6 @@ from moe.kernels.products import FP8_BLOCK, multiply_fp8
 _GROUP_TILES = 8  # token tiles that share weights in the L2, where there are many
 _FEW_PROCESSORS = 4  # where an interpreter runs the kernel
 _MAX_SHARES = 16
-_SUM_REGISTERS = 64  # of a thread, for the parts that it loads at once
 _WORDS = tl.constexpr(BLOCK // 2)  # 16-bit words of two codes, of a row in a step
 
 
@@ -61,8 +60,8 @@ class LinearPlan:
 
     @property
     def parts_at_once(self) -> int:
-        """Parts of a sum that are loaded at once: one after the other would take a memory's latency each."""
-        return max(1, min(_MAX_SHARES, _SUM_REGISTERS * 32 * self.num_warps // (self.height * self.block_m)))
+        """Parts of a sum that are loaded at once."""
+        return parts_at_once(_MAX_SHARES, self.height * self.block_m, self.num_warps)
 
 
 # Searched on an H200 by `benchmarks/sweep_fp8_rows.py` for 1, 4, 16 and 64 rows; 32 and 128 stand between and beyond.
@@ -113,17 +112,6 @@ def _store_outputs(
     tl.store(out_ptrs, acc_NM.to(out_ptr.dtype.element_ty), mask=mask_NM)
 
 
-@triton.jit
-def _sum_parts(part_ptrs, is_token_M, num_shares, SIZE: tl.constexpr, AT_ONCE: tl.constexpr):
-    """The parts of all shares, which lie SIZE numbers apart, added in their order; AT_ONCE are loaded at a time."""
-    total = tl.load(part_ptrs, mask=is_token_M[None, :], other=0.0, cache_modifier=".cg")
-    for first in tl.range(1, num_shares, AT_ONCE, num_stages=1):
-        for offset in tl.static_range(AT_ONCE):
-            mask = (is_token_M & (first + offset < num_shares))[None, :]
-            total += tl.load(part_ptrs + (first + offset) * SIZE, mask=mask, other=0.0, cache_modifier=".cg")
-    return total
-
-
 @triton.jit(do_not_specialize=["num_tokens", "num_shares", "num_blocks", "num_steps"])
 def fp8_block_gemm(
     x_ptr, w_ptr, scale_ptr, bias_ptr, out_ptr, parts_ptr, arrived_ptr,
@@ -167,9 +155,9 @@ def fp8_block_gemm(
             tl.store(part_ptrs + share * SIZE + SIZE // 2, acc_1, mask=is_token_M[None, :])
         is_done = is_last_to_arrive(arrived_ptr + tile, num_shares)
         if is_done:
-            acc_0 = _sum_parts(part_ptrs, is_token_M, num_shares, SIZE, AT_ONCE)
+            acc_0 = sum_parts(part_ptrs, is_token_M[None, :], num_shares, SIZE, AT_ONCE)
             if PARTS == 2:
-                acc_1 = _sum_parts(part_ptrs + SIZE // 2, is_token_M, num_shares, SIZE, AT_ONCE)
+                acc_1 = sum_parts(part_ptrs + SIZE // 2, is_token_M[None, :], num_shares, SIZE, AT_ONCE)
     if is_done:
         first_row = block * BLOCK_N
         _store_outputs(

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from moe.kernels.arrivals import is_last_to_arrive, sum_parts
 from moe.kernels.products import FP8_BLOCK, FP8_BOTH, block_words, multiply, multiply_fp8
 
 # One thread asks the L2 for a contiguous range; nothing waits for it.
@@ -122,7 +123,7 @@ def _store(
     acc *= tl.load(post_ptr + expert * 2 + half_N)[:, None]
     if HAS_BIAS:
         bias_N = tl.load(bias_ptr + expert * num_blocks * 64 + row_N, mask=row_N < num_blocks * 64, other=0.0)
-        if SPLIT_K > 1:
+        if SPLIT_K > 1 and not IS_FIRST:
             bias_N = tl.where(split == 0, bias_N, 0.0)
         acc += bias_N[:, None]
     if IS_FIRST:
@@ -139,16 +140,30 @@ def _store(
 
 
 @triton.jit
+def _part_ptrs(parts_ptr, is_row_M, row_M, first_row, num_blocks, ROWS: tl.constexpr, SPLIT_K: tl.constexpr):
+    """Pointers to the first parts of the sums [ROWS, BLOCK_M] from `first_row` on, and a mask: which sums there are.
+
+    Parts of a sum are num_blocks * 64 numbers apart: a slot has one after the other, each with all of its rows.
+    """
+    row_N = first_row + tl.arange(0, ROWS)
+    slot_ptr_M = parts_ptr + row_M.to(tl.int64) * (SPLIT_K * num_blocks * 64)
+    return slot_ptr_M[None, :] + row_N[:, None], is_row_M[None, :] & (row_N < num_blocks * 64)[:, None]
+
+
+@triton.jit
 def _tile(
-    x_ptr, xs_ptr, w_ptr, s_ptr, tail_ptr, post_ptr, bias_ptr, out_ptr, weights_ptr,
+    x_ptr, xs_ptr, w_ptr, s_ptr, tail_ptr, post_ptr, bias_ptr, out_ptr, weights_ptr, parts_ptr, arrived_ptr,
     expert, slot_M, block, split, x_stride, xs_stride, num_cols, num_out, out_stride, num_blocks, num_steps,
     alpha, beta, limit,
     FORMAT: tl.constexpr, IS_FIRST: tl.constexpr, TOPK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    STEP_K: tl.constexpr, WORDS: tl.constexpr, SPLIT_K: tl.constexpr, NUM_STAGES: tl.constexpr,
+    STEP_K: tl.constexpr, WORDS: tl.constexpr, SPLIT_K: tl.constexpr, AT_ONCE: tl.constexpr, NUM_STAGES: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_LIMIT: tl.constexpr, SHORT_K: tl.constexpr, HAS_TAIL: tl.constexpr, WIDE: tl.constexpr,
     USE_ASM: tl.constexpr, USE_WGMMA: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """One tile of `expert`, from its rows' slots (-1 for none) to the stored result."""
+    """One tile of `expert`, from its rows' slots (-1 for none) to the stored result.
+
+    Of the programs that share a tile of the first matrix, the last to arrive at `arrived_ptr` stores it.
+    """
     is_row_M = slot_M >= 0
     row_M = tl.where(is_row_M, slot_M, 0)
     source_M = row_M // TOPK if IS_FIRST else row_M
@@ -166,32 +181,46 @@ def _tile(
             num_steps, num_cols,
             FORMAT, BLOCK_M, ROWS, PARTS, STEP_K, WORDS, NUM_STAGES, SHORT_K, USE_ASM, INTERPRET,
         )  # fmt: skip
+    else:
+        acc = multiply(
+            x_ptr_M, is_row_M, w_ptr, s_ptr, tail_ptr, expert, first_row, begin, end, num_blocks, num_steps, num_cols,
+            FORMAT, BLOCK_M, BLOCK_N, STEP_K, WORDS, NUM_STAGES, SHORT_K, HAS_TAIL, USE_ASM, USE_WGMMA, INTERPRET,
+        )  # fmt: skip
+    is_done = True
+    if IS_FIRST and SPLIT_K > 1:
+        stride = num_blocks * 64
+        part_ptrs, is_sum = _part_ptrs(parts_ptr, is_row_M, row_M, first_row, num_blocks, ROWS, SPLIT_K)
+        tl.store(part_ptrs + split * stride, acc, mask=is_sum)
+        if PARTS == 2:
+            part_1_ptrs, is_sum_1 = _part_ptrs(parts_ptr, is_row_M, row_M, first_row + ROWS, num_blocks, ROWS, SPLIT_K)
+            tl.store(part_1_ptrs + split * stride, acc_1, mask=is_sum_1)
+        is_done = is_last_to_arrive(arrived_ptr, SPLIT_K)
+        if is_done:
+            acc = sum_parts(part_ptrs, is_sum, SPLIT_K, stride, AT_ONCE)
+            if PARTS == 2:
+                acc_1 = sum_parts(part_1_ptrs, is_sum_1, SPLIT_K, stride, AT_ONCE)
+    if is_done:
         if PARTS == 2:
             _store(
                 acc_1, post_ptr, bias_ptr, out_ptr, weights_ptr, expert, is_row_M, row_M, first_row + ROWS, split,
                 num_out, out_stride, num_blocks, alpha, beta, limit,
                 IS_FIRST, ROWS, BLOCK_M, SPLIT_K, HAS_BIAS, HAS_LIMIT,
             )  # fmt: skip
-    else:
-        acc = multiply(
-            x_ptr_M, is_row_M, w_ptr, s_ptr, tail_ptr, expert, first_row, begin, end, num_blocks, num_steps, num_cols,
-            FORMAT, BLOCK_M, BLOCK_N, STEP_K, WORDS, NUM_STAGES, SHORT_K, HAS_TAIL, USE_ASM, USE_WGMMA, INTERPRET,
+        _store(
+            acc, post_ptr, bias_ptr, out_ptr, weights_ptr, expert, is_row_M, row_M, first_row, split, num_out,
+            out_stride, num_blocks, alpha, beta, limit, IS_FIRST, ROWS, BLOCK_M, SPLIT_K, HAS_BIAS, HAS_LIMIT,
         )  # fmt: skip
-    _store(
-        acc, post_ptr, bias_ptr, out_ptr, weights_ptr, expert, is_row_M, row_M, first_row, split, num_out, out_stride,
-        num_blocks, alpha, beta, limit, IS_FIRST, ROWS, BLOCK_M, SPLIT_K, HAS_BIAS, HAS_LIMIT,
-    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_tokens", "first_expert", "num_experts"])
 def direct_gemm(
-    x_ptr, xs_ptr, w_ptr, s_ptr, tail_ptr, post_ptr, bias_ptr, out_ptr, ids_ptr, weights_ptr,
+    x_ptr, xs_ptr, w_ptr, s_ptr, tail_ptr, post_ptr, bias_ptr, out_ptr, ids_ptr, weights_ptr, parts_ptr, arrived_ptr,
     num_tokens, first_expert, num_experts, x_stride, xs_stride, num_cols, num_out, out_stride, num_blocks, num_steps,
     alpha, beta, limit,
     FORMAT: tl.constexpr, IS_FIRST: tl.constexpr, BY_EXPERT: tl.constexpr, TOPK: tl.constexpr,
     CHOICES_PAD: tl.constexpr, SLOTS_PAD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEP_K: tl.constexpr, WORDS: tl.constexpr, SPLIT_K: tl.constexpr,
-    NUM_STAGES: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_LIMIT: tl.constexpr,
+    AT_ONCE: tl.constexpr, NUM_STAGES: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_LIMIT: tl.constexpr,
     SHORT_K: tl.constexpr, HAS_TAIL: tl.constexpr, WIDE: tl.constexpr, IS_PITCHED: tl.constexpr,
     USE_ASM: tl.constexpr, USE_WGMMA: tl.constexpr, USE_PDL: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
@@ -199,7 +228,9 @@ def direct_gemm(
 
     SLOTS_PAD 0: there are no more tokens than rows in a tile. CHOICES_PAD: a power of two, at least TOPK.
 
-    First matrix (IS_FIRST): out[slot] = activation(W13 x[token] + b13), bf16, one row per slot.
+    First matrix (IS_FIRST): out[slot] = activation(W13 x[token] + b13), bf16, one row per slot. With SPLIT_K > 1 the
+    programs of a tile store fp32 parts [slots, SPLIT_K, num_blocks * 64] and count to SPLIT_K in a number of `arrived`,
+    which has one for each tile of the grid; with 1 both are None.
     Second: out[slot, split] = (W2 x[slot] + b2) * weight[slot], the bias in split 0.
     Rows of skipped slots stay as they are. Grid: (weight tiles, candidates, tiles of an expert * SPLIT_K); most experts
     have one tile, and programs without one start last, where they delay nothing.
@@ -231,12 +262,15 @@ def direct_gemm(
         if SLOTS_PAD > 0:
             is_row_MS = rank_S[None, :] == begin + tl.arange(0, BLOCK_M)[:, None]
             slot_M = tl.max(tl.where(is_row_MS, tl.arange(0, SLOTS_PAD)[None, :], -1), axis=1)
+        if IS_FIRST and SPLIT_K > 1:
+            tile = tl.program_id(2) // SPLIT_K * tl.num_programs(1) + tl.program_id(1)
+            arrived_ptr += tile * tl.num_programs(0) + block
         _tile(
-            x_ptr, xs_ptr, w_ptr, s_ptr, tail_ptr, post_ptr, bias_ptr, out_ptr, weights_ptr,
+            x_ptr, xs_ptr, w_ptr, s_ptr, tail_ptr, post_ptr, bias_ptr, out_ptr, weights_ptr, parts_ptr, arrived_ptr,
             expert, slot_M, block, split, x_stride, xs_stride, num_cols, num_out, out_stride, num_blocks, num_steps,
             alpha, beta, limit,
-            FORMAT, IS_FIRST, TOPK, BLOCK_M, BLOCK_N, STEP_K, WORDS, SPLIT_K, NUM_STAGES, HAS_BIAS, HAS_LIMIT,
-            SHORT_K, HAS_TAIL, WIDE, USE_ASM, USE_WGMMA, INTERPRET,
+            FORMAT, IS_FIRST, TOPK, BLOCK_M, BLOCK_N, STEP_K, WORDS, SPLIT_K, AT_ONCE, NUM_STAGES, HAS_BIAS,
+            HAS_LIMIT, SHORT_K, HAS_TAIL, WIDE, USE_ASM, USE_WGMMA, INTERPRET,
         )  # fmt: skip
 
 
@@ -281,9 +315,9 @@ def grouped_gemm(
             position = start + tl.arange(0, BLOCK_M >> shift)
             slot_M = tl.load(slots_ptr + position, mask=position < end, other=-1)
             _tile(
-                x_ptr, xs_ptr, w_ptr, s_ptr, tail_ptr, post_ptr, bias_ptr, out_ptr, weights_ptr,
+                x_ptr, xs_ptr, w_ptr, s_ptr, tail_ptr, post_ptr, bias_ptr, out_ptr, weights_ptr, None, None,
                 expert, slot_M, block, 0, x_stride, xs_stride, num_cols, num_out, out_stride, num_blocks, num_steps,
                 alpha, beta, limit,
-                FORMAT, IS_FIRST, TOPK, BLOCK_M >> shift, BLOCK_N, STEP_K, WORDS, 1, NUM_STAGES, HAS_BIAS, HAS_LIMIT,
-                SHORT_K, HAS_TAIL, WIDE, USE_ASM, USE_WGMMA, INTERPRET,
+                FORMAT, IS_FIRST, TOPK, BLOCK_M >> shift, BLOCK_N, STEP_K, WORDS, 1, 1, NUM_STAGES, HAS_BIAS,
+                HAS_LIMIT, SHORT_K, HAS_TAIL, WIDE, USE_ASM, USE_WGMMA, INTERPRET,
             )  # fmt: skip

@@ -11,6 +11,7 @@ import triton
 
 from moe.config import Activation
 from moe.device import arch_of
+from moe.kernels.arrivals import MAX_COUNTERS, parts_at_once
 from moe.kernels.compile_ahead import launch
 from moe.kernels.gemm import direct_gemm, grouped_gemm
 from moe.kernels.group import group_slots, unpermute_sum
@@ -32,7 +33,11 @@ _WARPS_OF_GROUP = 4  # that a product of Hopper's takes
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layer:
-    """The constants of one layer. Experts first_expert .. first_expert + E - 1 are local."""
+    """The constants of one layer. Experts first_expert .. first_expert + E - 1 are local.
+
+    `arrived`: `counters` of the device, for tiles that several programs compute. Layers that run one after another
+    share them.
+    """
 
     w13: PackedMatrix
     w2: PackedMatrix
@@ -41,6 +46,7 @@ class Layer:
     top_k: int
     activation: Activation
     adds_bias_2: bool
+    arrived: torch.Tensor
 
     @property
     def hidden_size(self) -> int:
@@ -59,6 +65,19 @@ class _Tiles:
 
     slots_S: torch.Tensor
     entries: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Split:
+    """Programs of a direct tile along its reduction axis; and of the first matrix, where there are several, their sums.
+
+    `at_once` of the sums are loaded at a time.
+    """
+
+    split_k: int
+    sums: torch.Tensor | None = None
+    arrived: torch.Tensor | None = None
+    at_once: int = 1
 
 
 def run_layer(
@@ -159,13 +178,15 @@ def _gemm(
     }  # fmt: skip
     settings |= _options(plan)
     if tiles is None:
-        split_k = 1 if is_first else plan.split_k
         num_tokens = ids_TK.shape[0]
         candidates = layer.num_experts if plan.by_expert else ids_TK.numel()
         most_tiles = triton.cdiv(num_tokens, plan.block_m)  # of an expert: it may be a choice of every token
-        launch(direct_gemm, (num_n, candidates, split_k * most_tiles))(
-            *matrices, ids_TK, weights_TK, num_tokens, layer.first_expert, layer.num_experts, *sizes,
-            BY_EXPERT=plan.by_expert, SPLIT_K=split_k, CHOICES_PAD=triton.next_power_of_2(layer.top_k),
+        split = _first_split(layer, plan, ids_TK, num_n * candidates * most_tiles) if is_first else _Split(plan.split_k)
+        launch(direct_gemm, (num_n, candidates, split.split_k * most_tiles))(
+            *matrices, ids_TK, weights_TK, split.sums, split.arrived, num_tokens, layer.first_expert,
+            layer.num_experts, *sizes,
+            BY_EXPERT=plan.by_expert, SPLIT_K=split.split_k, AT_ONCE=split.at_once,
+            CHOICES_PAD=triton.next_power_of_2(layer.top_k),
             SLOTS_PAD=0 if num_tokens <= plan.block_m else _slots_pad(ids_TK.numel()), **settings,
         )  # fmt: skip
     else:
@@ -174,6 +195,21 @@ def _gemm(
             *matrices, tiles.slots_S, tiles.entries, weights_TK, num_tiles, plan.tile_group, *sizes,
             NUM_HEIGHTS=plan.num_tile_heights, **settings,
         )  # fmt: skip
+
+
+def _first_split(layer: Layer, plan: Plan, ids_TK: torch.Tensor, num_tiles: int) -> _Split:
+    """Parts of the first matrix's reduction axis: none of them may be empty, and each of the tiles needs a counter.
+
+    More tiles than counters stay whole: they are many times what fills a GPU, so parts could only slow them down. A
+    plan cannot refuse them, since it does not know the sizes of the layer.
+    """
+    num_steps, num_blocks = layer.w13.data.shape[1:3]
+    split_k = 1 if num_tiles > MAX_COUNTERS else min(plan.split_k_1, num_steps)
+    if split_k == 1:
+        return _Split(1)
+    sums = torch.empty((ids_TK.numel(), split_k, num_blocks * 64), dtype=torch.float32, device=ids_TK.device)
+    at_once = parts_at_once(split_k - 1, plan.block_n_1 * plan.block_m, plan.num_warps_1)
+    return _Split(split_k, sums, layer.arrived, at_once)
 
 
 @functools.cache

@@ -20,6 +20,7 @@ class Plan:
     tile_group: number of grouped tiles that go through the weights together.
     by_expert: direct plans launch a program per expert instead of per slot.
     split_k: parts into which a direct plan splits the second matrix's reduction axis; `unpermute_sum` adds them up.
+    split_k_1: the same of the first matrix, for layers with few programs; the last program of a tile adds them up.
     pdl: programmatic dependent launch: a kernel starts while the one before it drains. Programs of direct plans also
         prefetch their first weights into the L2 while they look up their slots (Hopper and newer).
     """
@@ -33,6 +34,7 @@ class Plan:
     num_stages_1: int = 4
     num_stages_2: int = 4
     split_k: int = 1
+    split_k_1: int = 1
     by_expert: bool = False
     tile_group: int = 4
     num_tile_heights: int = 1
@@ -50,11 +52,11 @@ class Plan:
             value = getattr(self, field)
             if value < low or value & (value - 1):
                 raise MoeConfigError(f"plan {field} is {value}: it must be a power of two and at least {low}")
-        for field in ("num_stages_1", "num_stages_2", "split_k", "tile_group"):
+        for field in ("num_stages_1", "num_stages_2", "split_k", "split_k_1", "tile_group"):
             if getattr(self, field) < 1:
                 raise MoeConfigError(f"plan {field} is {getattr(self, field)}: it must be at least 1")
-        if not self.is_direct and (self.split_k > 1 or self.by_expert):
-            raise MoeConfigError("plan split_k and by_expert belong to direct plans")
+        if not self.is_direct and (self.split_k > 1 or self.split_k_1 > 1 or self.by_expert):
+            raise MoeConfigError("plan split_k, split_k_1 and by_expert belong to direct plans")
         if self.is_direct and self.fp8_activations:
             raise MoeConfigError(
                 "plan fp8_activations belongs to grouped plans: few tokens are bound by reading weights"

@@ -114,6 +114,29 @@ def test_early_start_changes_no_bit(num_tokens: int) -> None:
     assert torch.equal(*outs)
 
 
+@pytest.mark.parametrize("format_name", FORMATS)
+@pytest.mark.parametrize("num_tokens", [1, 7, 30])
+def test_shared_tiles_of_the_first_matrix(num_tokens: int, format_name: str) -> None:
+    """The same bits again and again, in any order of arrival, each launch with the counters at zero."""
+    layer = Layer(format_name, 2880, 352)
+    x, topk = make_inputs(num_tokens, 2880)
+    for width, by_expert, split_k_1 in ((64, False, 4), (128, True, 2), (64, True, 9)):
+        plan = Plan(
+            is_direct=True, block_m=8, block_n_1=width, block_n_2=64, by_expert=by_expert, split_k_1=split_k_1, pdl=True
+        )
+        info = replace(layer.info, plans=PlanTable(((64, plan), *layer.info.plans.steps[-1:])))
+        out = layer.run(x, topk, info)
+        assert layer.error(x, topk, out) < TOLERANCE
+        assert all(torch.equal(out, layer.run(x, topk, info)) for _ in range(100))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = layer.run(x, topk, info)
+        captured.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(captured, out)
+        assert not info.layer.arrived.any()
+
+
 def test_expert_parallel_parts_sum_to_the_whole() -> None:
     layer = Layer("mxfp4", 384, 288)
     x, topk = make_inputs(33, 384)

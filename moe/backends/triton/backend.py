@@ -96,19 +96,22 @@ class TritonBackend(Backend[TritonMoeQuantInfo]):
 
     def lay_out(self, experts: ExpertWeights, config: MoeRunnerConfig, topology: Topology) -> TritonMoeQuantInfo:
         """Pack on `topology.device` and look the plans up."""
+        from moe.kernels.arrivals import counters
         from moe.kernels.launch import Layer
 
         device = topology.device
         b13, b2 = (None if bias is None else bias.to(device) for bias in (experts.b13, experts.b2))
         local = topology.expert_range(config.num_experts)
+        w13 = pack_matrix(experts.w13.to(device), b13, is_gated=True)
         layer = Layer(
-            w13=pack_matrix(experts.w13.to(device), b13, is_gated=True),
+            w13=w13,
             w2=pack_matrix(experts.w2.to(device), b2, is_gated=False),
             first_expert=local.start,
             num_experts=len(local),
             top_k=config.top_k,
             activation=config.activation,
             adds_bias_2=topology.tp_rank == 0,  # one rank of the sum carries the bias
+            arrived=counters(w13.data.device, "experts"),  # made before any step is captured
         )
         shape = LayerShape(
             arch=arch_of(device),

@@ -9,6 +9,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from moe.kernels.arrivals import parts_at_once
 from moe.kernels.gemm import direct_gemm, grouped_gemm
 from moe.kernels.group import group_slots, unpermute_sum
 from moe.kernels.plan import Plan
@@ -81,7 +82,7 @@ def compile_gemm(
         "w_ptr": "*fp8e4nv" if is_fp8 else _DATA[format_name], "s_ptr": _SCALES[format_name],
         "tail_ptr": _DATA[format_name], "post_ptr": "*fp32", "bias_ptr": "*fp32",
         "out_ptr": "*bf16" if is_first or not plan.is_direct else "*fp32", "ids_ptr": "*i32",
-        "weights_ptr": "*fp32", "slots_ptr": "*i32", "tiles_ptr": "*i32",
+        "weights_ptr": "*fp32", "parts_ptr": "*fp32", "arrived_ptr": "*i32", "slots_ptr": "*i32", "tiles_ptr": "*i32",
     }  # fmt: skip
     constants = {
         "FORMAT": FP8_BOTH if is_fp8 else FORMATS[format_name], "IS_FIRST": is_first, "TOPK": top_k,
@@ -92,11 +93,14 @@ def compile_gemm(
         "USE_ASM": True, "USE_WGMMA": arch == 90 and num_warps >= 4, "USE_PDL": plan.pdl, "INTERPRET": False,
     }  # fmt: skip
     if plan.is_direct:
+        split_k = plan.split_k_1 if is_first else plan.split_k
+        shares_tiles = is_first and split_k > 1
         constants |= {
             "BY_EXPERT": plan.by_expert, "SLOTS_PAD": 0 if one_tile else 64,
-            "CHOICES_PAD": triton.next_power_of_2(top_k),
-            "SPLIT_K": 1 if is_first else plan.split_k,
+            "CHOICES_PAD": triton.next_power_of_2(top_k), "SPLIT_K": split_k,
+            "AT_ONCE": parts_at_once(split_k - 1, plan.block_n_1 * plan.block_m, num_warps) if shares_tiles else 1,
         }  # fmt: skip
+        constants |= {} if shares_tiles else {"parts_ptr": None, "arrived_ptr": None}
     else:
         constants |= {"NUM_HEIGHTS": plan.num_tile_heights}
     kernel = direct_gemm if plan.is_direct else grouped_gemm

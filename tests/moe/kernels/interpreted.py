@@ -10,6 +10,7 @@ from dataclasses import replace
 from unittest import mock
 
 import torch
+from triton.runtime import interpreter
 
 from moe import Activation, MoeA2ABackend, MoeBackend, MoeRunner, StandardDispatchOutput, StandardTopK
 from moe.backends.triton.backend import TritonBackend, TritonMoeQuantInfo
@@ -32,6 +33,8 @@ BY_EXPERT = Plan(is_direct=True, block_m=8, block_n_1=128, block_n_2=128, by_exp
 GROUPED = Plan(is_direct=False, block_m=16, block_n_1=64, block_n_2=128, tile_group=2, pdl=True)
 FP8_ACTIVATIONS = Plan(is_direct=False, block_m=16, block_n_1=64, block_n_2=64, fp8_activations=True, pdl=True)
 WIDE = Plan(is_direct=False, block_m=16, block_n_1=256, block_n_2=256)
+SHARED = replace(DIRECT, split_k_1=3)  # three programs for each tile of the first matrix
+SHARED_BY_EXPERT = replace(BY_EXPERT, split_k_1=2)
 LATE_TAIL = Plan(is_direct=True, block_m=32, block_n_1=64, block_n_2=64, split_k=2, pdl=True)  # rows beyond 16
 TALL = Plan(is_direct=False, block_m=128, block_n_1=64, block_n_2=128)  # without masks
 HEIGHTS = Plan(is_direct=False, block_m=32, block_n_1=64, block_n_2=64, tile_group=3, num_tile_heights=3)
@@ -103,6 +106,8 @@ def run_case(
         info = TritonMoeQuantInfo(layer=info.layer, plans=table, topology=topology)
         runner = MoeRunner(MoeBackend.TRITON, MoeA2ABackend.NONE, config)
         total += runner.run(StandardDispatchOutput(x, topk), info).hidden_states.float()
+        if info.layer.arrived.any():  # the next launch needs them as this one found them
+            return float("inf")
     want = reference_moe(x, topk, experts, activation, quantize_input=quantize_input)
     is_number = want.isfinite()
     if not torch.equal(total.isfinite(), is_number) or is_number.all() == is_spoilt:
@@ -123,6 +128,27 @@ def as_on_hopper(case: Callable[[], float]) -> float:
     """The same with MXFP4 steps of two products, which only Hopper's tiles of 16 rows and more take."""
     with mock.patch.object(launch, "_is_hopper", return_value=True):
         return case()
+
+
+def whoever_is_last(format_name: str, hidden: int, plan: Plan) -> float:
+    """0 if no bit of the first matrix's results depends on which program of a tile comes last; else infinite.
+
+    The results are not rounded to bf16 here, which would hide most of what another order of a sum changes.
+    """
+    experts, topk = make_experts(format_name, hidden, 96, True), make_topk(4)
+    config = rank_config(num_experts=NUM_EXPERTS, hidden_size=hidden, intermediate_size=96, top_k=TOP_K)
+    layer = TritonBackend().prepare(experts, config, Topology()).layer
+    x = torch.randn(4, hidden, generator=torch.Generator().manual_seed(7)).bfloat16()
+    forwards, backwards = (torch.zeros(4 * TOP_K, 96) for _ in range(2))
+    set_grid_idx = interpreter.InterpreterBuilder.set_grid_idx
+
+    def set_from_the_end(self: interpreter.InterpreterBuilder, x: int, y: int, z: int) -> None:
+        set_grid_idx(self, x, y, self.grid_dim[2] - 1 - z)
+
+    launch._gemm(x, topk.ids, topk.weights, layer, plan, None, forwards, is_first=True)
+    with mock.patch.object(interpreter.InterpreterBuilder, "set_grid_idx", set_from_the_end):
+        launch._gemm(x, topk.ids, topk.weights, layer, plan, None, backwards, is_first=True)
+    return 0.0 if forwards.any() and torch.equal(forwards, backwards) else float("inf")
 
 
 def run_deepep(*, is_low_latency: bool) -> float:
@@ -208,6 +234,15 @@ PICK = PARTS | {
     "mxfp4 direct as on Hopper": lambda: as_on_hopper(lambda: run_case("mxfp4", 3, 320, 416, DIRECT)),
     "mxfp4 grouped as on Hopper": lambda: as_on_hopper(lambda: run_case("mxfp4", 26, 160, 192, HEIGHTS)),
     "nvfp4 direct, half a step left": lambda: run_case("nvfp4", 3, 160, 224, DIRECT),
+    "whoever is last": lambda: whoever_is_last("bf16", 200, SHARED),
+    "bf16 direct, shared tiles": lambda: run_case("bf16", 3, 200, 60, SHARED),
+    "fp8_block by expert, several shared tiles of two halves": lambda: run_case(
+        "fp8_block", 13, 320, 72, SHARED_BY_EXPERT
+    ),
+    "mxfp4 by expert, shared tiles and a tail": lambda: run_case("mxfp4", 3, 416, 96, SHARED_BY_EXPERT),
+    "nvfp4 direct, shared tiles, three choices on three ranks": lambda: run_case(
+        "nvfp4", 3, 224, 48, SHARED, top_k=3, ep_size=3
+    ),
 }
 REST = {  # sizes of real models, and more of what the pick has once
     "mxfp4 direct": lambda: run_case("mxfp4", 3, 192, 160, DIRECT),
@@ -235,6 +270,16 @@ REST = {  # sizes of real models, and more of what the pick has once
     "bf16 direct at 288 and 192": lambda: run_case("bf16", 5, 288, 192, DIRECT),
     "fp8_block direct at 1440": lambda: run_case("fp8_block", 2, 1440, 192, DIRECT),
     "nvfp4 grouped at 384": lambda: run_case("nvfp4", 7, 192, 384, GROUPED),
+    "fp8_block direct, shared tiles": lambda: run_case("fp8_block", 3, 400, 136, SHARED),
+    "mxfp4 direct, shared tiles without a tail on two ranks": lambda: run_case("mxfp4", 5, 384, 96, SHARED, ep_size=2),
+    "mxfp4 by expert, several shared tiles and tails": lambda: run_case("mxfp4", 24, 416, 160, SHARED_BY_EXPERT),
+    "whoever is last of two halves": lambda: whoever_is_last("fp8_block", 400, replace(SHARED_BY_EXPERT, split_k_1=3)),
+    "mxfp4 shared tiles and late tails": lambda: run_case("mxfp4", 4, 416, 96, replace(LATE_TAIL, split_k_1=3)),
+    "mxfp4 shared tiles as on Hopper, one token is no number": lambda: as_on_hopper(
+        lambda: run_case("mxfp4", 3, 416, 160, SHARED, has_bias=False, is_spoilt=True)
+    ),
+    "mxfp4 shared tiles, wide offsets": lambda: with_wide_offsets(lambda: run_case("mxfp4", 3, 416, 96, SHARED)),
+    "bf16 shared tiles without early starts": lambda: run_case("bf16", 3, 200, 60, replace(SHARED, pdl=False)),
 }
 
 if __name__ == "__main__":

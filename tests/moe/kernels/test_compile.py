@@ -173,6 +173,31 @@ def test_direct_kernels_that_start_early_wait_in_time_on_hopper(format_name: str
         assert re.search(r"@%?p\d* cp\.async\.bulk\.prefetch", ptx), "one thread asks for all"
 
 
+@pytest.mark.parametrize("arch", [90, rest(80), rest(100)])
+@pytest.mark.parametrize("format_name", ["fp8_block", "mxfp4", rest("bf16"), rest("nvfp4")])
+def test_the_last_program_of_a_tile_adds_up_the_parts_of_the_first_matrix(arch: int, format_name: str) -> None:
+    plan = Plan(is_direct=True, block_m=8, block_n_1=64, block_n_2=64, split_k=2, split_k_1=4, pdl=arch == 90)
+    shared = compile_gemm(format_name, plan, arch, is_first=True)
+    tall = compile_gemm(
+        format_name, replace(plan, block_n_1=128, by_expert=True), arch, is_first=True, one_tile=False
+    )  # fmt: skip
+    for kernel in (shared, tall):
+        ptx = kernel.asm["ptx"]
+        before, after = re.split(r"atom\.", ptx)
+        assert before.rindex("bar.sync") > before.rindex("st.global"), "all threads store before one of them arrives"
+        assert "ld.global.cg" not in before
+        assert "ld.global.cg.v4" in after, "the L1 may hold other numbers"
+        assert "local" not in ptx.split(".entry", 1)[1], "nothing spilled or indexed at run time"
+        assert kernel.metadata.shared <= SMALLEST_SHARED_BYTES
+        if plan.pdl:
+            waited = reached_before(ptx, "griddepcontrol.wait")
+            assert not re.search(r"ld\.global|st\.global|atom\.", waited)
+    alone = compile_gemm(format_name, replace(plan, split_k_1=1), arch, is_first=True)
+    second = compile_gemm(format_name, plan, arch, is_first=False)
+    for kernel in (alone, second):
+        assert not re.search(r"atom\.|ld\.global\.cg", kernel.asm["ptx"])
+
+
 def test_kernels_that_start_early_wait_before_they_read_or_write() -> None:
     plan = replace(GROUPED, pdl=True)
     kernels = [compile_gemm("mxfp4", plan, 90, is_first=is_first) for is_first in (True, False)]

@@ -4,7 +4,7 @@ import pytest
 
 from tests.interpreter import PARTS, RunInterpreted, waits_for_interpreter
 
-NUM_CASES = {"pick": 31, "rest": 19}
+NUM_CASES = {"pick": 36, "rest": 27}
 
 
 @waits_for_interpreter

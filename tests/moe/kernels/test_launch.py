@@ -12,6 +12,8 @@ from moe.backends.triton.backend import TritonBackend, TritonMoeQuantInfo
 from moe.backends.triton.plans import PlanTable
 from moe.formats import Bf16Weight, ExpertWeights, Fp8BlockWeight, Mxfp4Weight, Nvfp4Weight
 from moe.kernels import launch
+from moe.kernels.arrivals import counters
+from moe.kernels.gemm import direct_gemm
 from moe.kernels.launch import run_layer
 from moe.kernels.plan import Plan
 from moe.routing import StandardTopK
@@ -46,8 +48,10 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     return seen
 
 
-def info_of(plans: PlanTable, *, bias: bool = False, inter: int = SIZE, **topology: Any) -> TritonMoeQuantInfo:
-    experts = hostile.plain_experts("fp8_block", NUM_EXPERTS, SIZE, inter, has_biases=bias)
+def info_of(
+    plans: PlanTable, *, bias: bool = False, inter: int = SIZE, format_name: str = "fp8_block", **topology: Any
+) -> TritonMoeQuantInfo:
+    experts = hostile.plain_experts(format_name, NUM_EXPERTS, SIZE, inter, has_biases=bias)
     info = TritonBackend().prepare(experts, config_of(inter, Topology(**topology)), Topology(**topology))
     return replace(info, plans=plans)
 
@@ -95,6 +99,42 @@ def test_the_second_matrix_has_no_more_parts_than_steps(launches: list[Launch]) 
         launches.clear()
         run(replace(DIRECT, split_k=wanted), 5, info)
         assert [keywords["SPLIT_K"] for _, keywords in launches] == [1, got, got]
+
+
+def test_the_first_matrix_has_no_more_parts_than_steps_or_none(
+    launches: list[Launch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tiles that are too many for the counters stay whole, and so does what belongs to the second matrix."""
+    started: list[tuple[tuple[int, ...], dict[str, Any]]] = []
+
+    class Recorder:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            return lambda *arguments, **keywords: started.append(
+                (grid, dict(zip(direct_gemm.arg_names, arguments, strict=False)) | keywords)
+            )
+
+    monkeypatch.setattr(launch, "direct_gemm", Recorder())
+    info = info_of(PlanTable(((None, GROUPED),)), format_name="bf16")  # two steps
+    num_tiles = (2 * SIZE // 64) * (9 * TOP_K) * 2
+    for wanted, got, num_counters in ((1, 1, num_tiles), (2, 2, num_tiles), (5, 2, num_tiles), (2, 1, num_tiles - 1)):
+        monkeypatch.setattr(launch, "MAX_COUNTERS", num_counters)
+        started.clear()
+        run(replace(DIRECT, split_k=1, split_k_1=wanted), 9, info)
+        (grid, first), (_, second) = started
+        assert grid == (2 * SIZE // 64, 9 * TOP_K, 2 * got)
+        assert (first["SPLIT_K"], second["SPLIT_K"]) == (got, 1)
+        assert second["parts_ptr"] is second["arrived_ptr"] is None
+        if got == 1:
+            assert first["parts_ptr"] is first["arrived_ptr"] is None
+        else:
+            assert first["parts_ptr"].shape == (9 * TOP_K, got, 2 * SIZE)
+            assert first["arrived_ptr"] is info.layer.arrived
+
+
+def test_layers_of_a_device_share_counters_with_nothing_else() -> None:
+    infos = [info_of(PlanTable(((None, GROUPED),))) for _ in range(2)]
+    assert infos[0].layer.arrived is infos[1].layer.arrived
+    assert infos[0].layer.arrived is not counters(torch.device("cpu"), "fp8 linear")
 
 
 def test_one_rank_of_a_sum_adds_the_bias_of_the_second_matrix(launches: list[Launch]) -> None:

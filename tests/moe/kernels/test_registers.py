@@ -30,6 +30,10 @@ def _grouped(block_m: int, **others: Any) -> Plan:
     return Plan(is_direct=False, block_m=block_m, block_n_1=128, block_n_2=128, **others)
 
 
+# Two programs for each tile of the first matrix.
+_SHARED = Plan(is_direct=True, block_m=16, block_n_1=64, block_n_2=64, split_k_1=2)
+
+
 def _shipped() -> list[Any]:
     """Every plan of FP4 weights that this package brings for Hopper."""
     found = dict.fromkeys(
@@ -52,7 +56,7 @@ def test_what_the_reader_of_machine_code_finds(left: int, address: int, num_foun
 
 @pytest.mark.parametrize(
     ("format_name", "plan"),
-    [("mxfp4", _grouped(16)), ("nvfp4", _grouped(16)), *_shipped()],
+    [("mxfp4", _grouped(16)), ("nvfp4", _grouped(16)), ("mxfp4", _SHARED), *_shipped()],
 )
 def test_experts(format_name: str, plan: Plan) -> None:
     for is_first in (True, False):

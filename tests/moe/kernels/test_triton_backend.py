@@ -165,8 +165,11 @@ def test_plans_that_contradict_themselves_are_refused() -> None:
         PlanTable(((9, plan),))
     with pytest.raises(MoeConfigError, match="block_n_1 is 48"):
         replace(plan, block_n_1=48)
-    with pytest.raises(MoeConfigError, match="belong to direct plans"):
-        replace(plan, is_direct=False, split_k=2)
+    for fields in ({"split_k": 2}, {"split_k_1": 2}, {"by_expert": True}):
+        with pytest.raises(MoeConfigError, match="belong to direct plans"):
+            replace(plan, is_direct=False, **fields)
+    with pytest.raises(MoeConfigError, match="split_k_1 is 0: it must be at least 1"):
+        replace(plan, split_k_1=0)
     for block_m, num_tile_heights in ((8, 2), (16, 3), (64, 4), (64, 0)):
         with pytest.raises(MoeConfigError, match=f"plan num_tile_heights is {num_tile_heights}"):
             replace(plan, is_direct=False, block_m=block_m, num_tile_heights=num_tile_heights)

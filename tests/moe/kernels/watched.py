@@ -132,7 +132,7 @@ def watch(*more: Any) -> Watch:
         module.gdc_wait, module.gdc_launch_dependents = watching.wait, watching.signal
     gemm._prefetch = watching.prefetch
     builder = interpreter.InterpreterBuilder
-    load, store = builder.create_masked_load, builder.create_masked_store
+    load, store, update = builder.create_masked_load, builder.create_masked_store, builder.create_atomic_rmw
 
     def checked_load(self: Any, ptrs: Any, mask: Any, other: Any, *others: Any) -> Any:
         watching.check(ptrs, mask, "read")
@@ -146,5 +146,10 @@ def watch(*more: Any) -> Watch:
         watching.check(ptrs, mask, "write")
         return store(self, ptrs, value, mask, *others)
 
+    def checked_update(self: Any, operation: Any, ptrs: Any, value: Any, mask: Any, *others: Any) -> Any:
+        watching.check(ptrs, mask, "write")
+        return update(self, operation, ptrs, value, mask, *others)
+
+    builder.create_atomic_rmw = checked_update
     builder.create_masked_load, builder.create_masked_store = checked_load, checked_store
     return watching
