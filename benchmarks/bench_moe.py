@@ -29,8 +29,10 @@ DEVICE = torch.device("cuda")
 MODELS = {
     "tiny-gpt-oss": ("mxfp4",),
     "gpt-oss-20b": ("mxfp4", "bf16"),
+    "gpt-oss-20b-tp2": ("mxfp4",),
     "gpt-oss-120b": ("mxfp4", "bf16"),
     "deepseek-v3-quarter": ("fp8_block", "nvfp4"),
+    "deepseek-v3-quarter-tp2": ("fp8_block",),
     "deepseek-v3": ("fp8_block", "nvfp4"),
 }
 _DEFAULTS = {"backends": list(FORMATS), "sets": 20}

@@ -66,6 +66,10 @@ CASES = {
             model="gpt-oss-20b", num_experts=32, top_k=4, hidden_size=2880, intermediate_size=2880, activation=GPT_OSS,
             has_bias=True, num_active={1: 4, 2: 8, 4: 16, 8: 19, 16: 27, 32: 31},
         ),
+        LayerCase(  # on one of two tensor-parallel ranks
+            model="gpt-oss-20b-tp2", num_experts=32, top_k=4, hidden_size=2880, intermediate_size=1440,
+            activation=GPT_OSS, has_bias=True, num_active={1: 4, 2: 8, 4: 16, 8: 19, 16: 27, 32: 31},
+        ),
         LayerCase(
             model="gpt-oss-120b", num_experts=128, top_k=4, hidden_size=2880, intermediate_size=2880,
             activation=GPT_OSS, has_bias=True, num_active={4: 16, 8: 29, 16: 51, 32: 82, 64: 111, 128: 126},
@@ -76,6 +80,10 @@ CASES = {
         ),
         LayerCase(
             model="deepseek-v3-quarter", num_experts=64, top_k=8, hidden_size=7168, intermediate_size=2048,
+            activation=Activation(), has_bias=False, num_active={4: 26, 8: 42, 16: 56, 32: 63},
+        ),
+        LayerCase(  # on one of two tensor-parallel ranks
+            model="deepseek-v3-quarter-tp2", num_experts=64, top_k=8, hidden_size=7168, intermediate_size=1024,
             activation=Activation(), has_bias=False, num_active={4: 26, 8: 42, 16: 56, 32: 63},
         ),
         LayerCase(

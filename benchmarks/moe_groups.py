@@ -79,7 +79,7 @@ def _kernels(plan: Plan, num_tokens: int) -> Iterator[tuple[int, ...]]:
         num_looked_up,
         *special,
     )
-    yield (*shared, 1, plan.block_n_1, plan.num_warps_1, plan.num_stages_1)
+    yield (*shared, 1, plan.block_n_1, plan.num_warps_1, plan.num_stages_1, plan.split_k_1)
     yield (*shared, 2, plan.block_n_2, plan.num_warps_2, plan.num_stages_2, plan.split_k)
 
 

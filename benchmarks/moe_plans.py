@@ -5,15 +5,18 @@ A tile is (rows of weights, warps, stages) of one matrix.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 
 from benchmarks.moe_cases import LayerCase
+from moe.kernels.layout import STEP
 from moe.kernels.plan import Plan
 
 Tile = tuple[int, int, int]
 Pair = tuple[Tile, Tile]  # of the first and of the second matrix
 
 NUM_SMS = 132  # of an H100
+MANY_PROGRAMS = 4 * NUM_SMS  # of the first matrix: they need no parts of its reduction axis to keep the memory busy
 DIRECT_SLOTS = 256  # beyond, sorting them pays
 DIRECT_ROWS = 16
 SORTED_TOKENS = 32  # from here on sorting may pay
@@ -77,6 +80,19 @@ def _may_be_direct(case: LayerCase, num_tokens: int) -> bool:
 
 
 def _direct_plans(case: LayerCase, num_tokens: int, format_name: str) -> Iterator[Plan]:
+    for plan in _plans_with_whole_tiles(case, num_tokens, format_name):
+        for split_k_1 in _first_splits(case, num_tokens, format_name, plan.block_n_1):
+            yield replace(plan, split_k_1=split_k_1)
+
+
+def _first_splits(case: LayerCase, num_tokens: int, format_name: str, block_n: int) -> tuple[int, ...]:
+    """Parts of the first matrix's reduction axis: several only for few programs, and no more than there are steps."""
+    num_programs = case.active(num_tokens) * -(-2 * case.intermediate_size // block_n)
+    num_steps = case.hidden_size // STEP[format_name] if num_programs < MANY_PROGRAMS else 1
+    return (1, *(parts for parts in (2, 4) if parts <= num_steps))
+
+
+def _plans_with_whole_tiles(case: LayerCase, num_tokens: int, format_name: str) -> Iterator[Plan]:
     if not _may_be_direct(case, num_tokens):
         return
     rows = num_tokens * case.top_k / case.num_experts

@@ -68,6 +68,7 @@ def test_taller_plans_are_more_work_and_shared_kernels_are_counted_once() -> Non
     assert work(1024, 4096) == work(4096)  # tile groups apart, the same kernels
     assert work(1, 4) == work(1) + work(4)  # one token is a special size to the compiler
     assert work(5, 6) < work(5) + work(6)
+    assert work(1) == 3 * 3 + 3 * 2, "tiles and splits of the first matrix and of the second"
 
 
 def test_a_layer_is_as_large_as_its_weights() -> None:

@@ -25,7 +25,10 @@ def test_every_case_has_some_distinct_plans_that_can_serve_it(
 
 
 def check_plans(plans: list[Plan], top_k: int, format_name: str, tokens: int) -> None:
-    assert 5 <= len(plans) <= 22
+    assert len(plans) >= 5
+    num_whole = sum(plan.split_k_1 == 1 for plan in plans)
+    assert num_whole <= 22
+    assert len(plans) <= num_whole * len({plan.split_k_1 for plan in plans})
     assert len(set(plans)) == len(plans)
     assert all(not plan.is_direct or tokens * top_k <= MAX_DIRECT_SLOTS for plan in plans)
     assert all(plan.pdl for plan in plans)
@@ -57,6 +60,22 @@ def test_few_programs_are_split() -> None:
     assert splits("gpt-oss-20b", 4) == {1, 2}
     assert splits("deepseek-v3-quarter", 4) == {1}
     assert splits("gpt-oss-20b", 1, columns=128) == {1}
+
+
+def test_the_first_matrix_is_split_where_it_has_few_programs_into_no_more_parts_than_steps() -> None:
+    def splits(model: str, tokens: int, format_name: str, block_n: int = 64) -> set[int]:
+        plans = candidates(CASES[model], tokens, format_name)
+        return {plan.split_k_1 for plan in plans if plan.is_direct and plan.block_n_1 == block_n}
+
+    assert splits("gpt-oss-20b-tp2", 1, "mxfp4") == {1, 2, 4}  # 4 * 45 programs
+    assert splits("gpt-oss-20b-tp2", 4, "mxfp4") == {1}
+    assert splits("deepseek-v3-quarter-tp2", 1, "fp8_block") == {1, 2, 4}
+    assert splits("deepseek-v3-quarter-tp2", 4, "fp8_block") == {1}
+    assert splits("deepseek-v3-quarter-tp2", 2, "nvfp4") == {1, 2, 4}  # 16 * 32 programs
+    assert splits("deepseek-v3-quarter", 2, "nvfp4") == {1}
+    assert splits("deepseek-v3-quarter", 2, "nvfp4", block_n=128) == {1, 2, 4}
+    assert splits("tiny-gpt-oss", 1, "mxfp4") == {1, 2}  # two steps and a tail
+    assert splits("tiny-gpt-oss", 1, "bf16") == {1, 2, 4}
 
 
 def test_tiles_are_about_as_high_as_runs_and_lower_for_a_small_layer() -> None:

@@ -19,6 +19,7 @@ _NUMBER = re.compile(r"[0-9]{1,9}")
 _FIELDS = {field.name: field for field in dataclasses.fields(Plan)}
 _DIRECT_SLOTS = 512  # with more slots, sorting is faster
 _BY_EXPERT_TOKENS = 16  # from there on most experts are active
+_FEW_SLOTS = 16  # the first matrix may have too few programs to keep the memory busy
 
 
 def plan_text(plan: Plan) -> Tactic:
@@ -94,7 +95,7 @@ def proposals(
     if any(tactic not in measured for tactic in first):
         return [tactic for tactic in first if tactic not in measured]
     best = plan_from_text(min(first, key=measured.__getitem__))
-    return [tactic for tactic in _texts(_around(best, num_tokens, has_pdl)) if tactic not in measured]
+    return [tactic for tactic in _texts(_around(best, num_tokens, top_k, has_pdl)) if tactic not in measured]
 
 
 def _texts(plans: Iterable[Plan]) -> list[Tactic]:
@@ -127,7 +128,7 @@ def _kinds(num_tokens: int, num_experts: int, top_k: int, has_pdl: bool) -> list
     return plans[:4]
 
 
-def _around(best: Plan, num_tokens: int, has_pdl: bool) -> list[Plan]:
+def _around(best: Plan, num_tokens: int, top_k: int, has_pdl: bool) -> list[Plan]:
     """Valid plans that differ from `best` in one respect."""
 
     def other(value: int, first: int, second: int) -> int:
@@ -143,6 +144,8 @@ def _around(best: Plan, num_tokens: int, has_pdl: bool) -> list[Plan]:
             {"num_warps_1": other(best.num_warps_1, 4, 2), "num_warps_2": other(best.num_warps_2, 4, 2)},
             {"block_m": other(best.block_m, 8, 16)} if num_tokens > 1 else {"split_k": 4},
         ]
+        if num_tokens * top_k <= _FEW_SLOTS:
+            changes += [{"split_k_1": parts} for parts in (1, 2, 4) if parts != best.split_k_1]
     else:
         wide = {"block_n_1": other(best.block_n_1, 128, 256), "block_n_2": other(best.block_n_2, 128, 256)}
         warps = 8 if max(wide.values()) * best.block_m >= 128 * 128 else 4

@@ -26,7 +26,8 @@ SHAPES = [(32, 4), (128, 4), (64, 8), (4, 2), (1, 1)]
 
 def test_text_round_trip() -> None:
     assert plan_text(DIRECT) == "is_direct=1,block_m=16,block_n_1=64,block_n_2=128,split_k=2,pdl=1"
-    for plan in (DIRECT, GROUPED, FP8, *(plan for _, plan in UNTUNED.steps)):
+    assert plan_text(replace(DIRECT, split_k_1=4)).endswith("split_k=2,split_k_1=4,pdl=1")
+    for plan in (DIRECT, replace(DIRECT, split_k_1=4), GROUPED, FP8, *(plan for _, plan in UNTUNED.steps)):
         assert plan_from_text(plan_text(plan)) == plan
 
 
@@ -123,6 +124,13 @@ def test_the_second_round_lies_around_the_best_of_the_first() -> None:
             assert neighbour != plan
     partly = {first[0]: 1.0}
     assert proposals(DIRECT, 64, 32, 4, partly, has_pdl=True) == first[1:]
+
+
+@rows("num_tokens, splits", (1, {1, 2, 4}), (4, {1, 2, 4}), (5, {1}), (64, {1}))
+def test_the_first_matrix_is_split_for_few_slots(num_tokens: int, splits: set[int]) -> None:
+    rounds = all_rounds(replace(DIRECT, block_m=8), num_tokens, 32, 4, True)
+    plans = [plan_from_text(tactic) for batch in rounds for tactic in batch]
+    assert {plan.split_k_1 for plan in plans} == splits
 
 
 def test_the_backend_offers_its_own_plan_first_and_keeps_its_weights() -> None:
