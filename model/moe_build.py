@@ -99,7 +99,7 @@ class MoeBuilder:
         self._paths: dict[int, _Path] = {}
         self._transport: Transport | None = None
         self._tuner = LayerTuner(settings.tuning, groups.whole)
-        self._side = SideStream(settings.device) if settings.moe_a2a_backend is not MoeA2ABackend.NONE else None
+        self._side = SideStream(settings.device)
         self.balance: ExpertBalance | None = None
         self._placements: dict[int, Placement] = {}  # by layer, once connected
 
@@ -219,7 +219,7 @@ class MoeBuilder:
             selfcheck=report,
             slices=self._slices(),
             tables=self._tables(layer, backend, quant_info),
-            side=self._side if self._side is not None and self._side.is_real else None,
+            side=self._side if self._side.is_real else None,
             overlaps_down_gemm=wants.signals is not None,
         )
 

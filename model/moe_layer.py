@@ -26,6 +26,10 @@ from moe.replicas import NO_TABLES, ExpertTables, count_and_place
 from moe.routing import TopKOutput, drop_padding, route
 from moe.types import StandardCombineInput
 
+MOST_TOKENS_BESIDE = 8
+"""Of a step whose shared experts run beside the routed ones: kernels of few tokens do not keep the memory busy. On an
+H200, eight layers of DeepSeek-V3 decode one request 1.04 times as fast so, and 64 requests 0.97 times as fast."""
+
 
 class Gate(nn.Module):
     """Router logits in `out_dtype`, which is what the expert backend wants to see.
@@ -118,7 +122,8 @@ class MoeLayer(nn.Module):
     `slices` divides tokens that several ranks have. `tables`: counts tokens by expert, and finds the slots of experts
     that have replicas; dispatcher and runner then know slots alone. `description` names the path, for logs: "layer 3:
     torch / none / mxfp4". `selfcheck` is what the check at load found, None where it was not asked for.
-    `side`: where the shared experts run while tokens travel; None if they wait for the routed ones.
+    `side`: where the shared experts run while tokens travel, or beside the routed ones if a step has few tokens; None
+    if they wait for those.
     `overlaps_down_gemm`: the dispatcher combines rows as soon as the second GEMM has signalled them.
     """
 
@@ -200,7 +205,7 @@ class MoeLayer(nn.Module):
         options: dict[str, Any] = dict(mode_options(self.runner.dispatch_formats, is_decode=is_decode))
         if self.gathers_tokens:
             options["max_rank_tokens"] = max_rank_tokens
-        shared = SharedRun(self.shared_experts, x_TH, self._side)
+        shared = SharedRun(self.shared_experts, x_TH, self._side_for(x_TH.shape[0]))
         first_token = 0 if self.slices is None else self.slices.first(x_TH.shape[0])
         dispatched = self.dispatcher.dispatch(own_SH, self._route(own_SH, num_live, first_token), **options)
         try:
@@ -223,6 +228,11 @@ class MoeLayer(nn.Module):
         if self.slices is not None:
             return self.slices.join(out_SH, shared_TH, x_TH.shape[0])
         return out_SH if shared_TH is None else out_SH + shared_TH
+
+    def _side_for(self, num_tokens: int) -> SideStream | None:
+        """While tokens travel the GPU has time; without a transport the experts of few tokens leave it some."""
+        travels = not isinstance(self.dispatcher, StandardDispatcher | GatheredDispatcher)
+        return self._side if travels or num_tokens <= MOST_TOKENS_BESIDE else None
 
     def _route(self, x_TH: torch.Tensor, num_live: torch.Tensor | None = None, first_token: int = 0) -> TopKOutput:
         if self._router is not None and x_TH.dtype == torch.bfloat16:

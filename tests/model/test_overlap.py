@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from model import moe_build
+from model import moe_build, moe_layer
 from model.parallel import ParallelLayout
 from moe import MoeA2ABackend, MoeBackend
 from moe.dispatch.deepep import DeepepDispatcher
@@ -85,9 +85,20 @@ def test_shared_experts_start_before_tokens_travel_and_are_joined_after(
         assert len(log) >= 2 * len(layer)
 
 
-def test_without_a_transport_nothing_travels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("most_tokens", [0, LIMIT])
+def test_without_a_transport_they_run_beside_the_routed_ones_of_few_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most_tokens: int
+) -> None:
+    folder = write_checkpoint("deepseek", tmp_path / "deepseek")
+    in_order = run_model(folder, NONE)
     monkeypatch.setattr(moe_build, "SideStream", Spy)
-    assert [log for _, log in run_model(write_checkpoint("deepseek", tmp_path / "deepseek"), NONE)] == [[], []]
+    monkeypatch.setattr(moe_layer, "MOST_TOKENS_BESIDE", most_tokens)
+    spy_on(monkeypatch, MoeRunner, "run")
+    for (want, _), (got, log) in zip(in_order, run_model(folder, NONE), strict=True):
+        assert all(torch.equal(want[name], got[name]) for name in want), "equal bit for bit"
+        layer = ["fork", "left", "run", "join"] if most_tokens else ["run"]
+        assert log == layer * (len(log) // len(layer))
+        assert len(log) >= 2 * len(layer)
 
 
 class Broken(torch.nn.Module):
