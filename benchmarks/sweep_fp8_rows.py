@@ -1,6 +1,6 @@
 """Searches the plans of FP8 linear layers for few tokens on one GPU, with DeepSeek-V3's shapes.
 
-    python -m benchmarks.sweep_fp8_rows --out FOLDER [--rows 1 4 16 64] [--seconds 110]
+    python -m benchmarks.sweep_fp8_rows --out FOLDER [--rows 1 4 16 64] [--tp 1] [--seconds 110]
 
 A plan is a tile and the programs that each processor gets. Every case is compared with fp32 before it is timed, in CUDA
 graphs and with weights that are not in the L2. "us" is the sum over the FP8 linear layers of a slice of eight layers
@@ -101,12 +101,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder of the JSON file")
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 64, 16, 4])
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks that the layers are divided between")
     parser.add_argument("--seconds", type=float, default=110)
     args = parser.parse_args()
     start = time.monotonic()
     results: list[dict[str, Any]] = []
     with torch.inference_mode():
-        cases = {name: Case(name, shape) for name, shape in shapes(1).items()}
+        cases = {name: Case(name, shape) for name, shape in shapes(args.tp).items()}
         print(f"{time.monotonic() - start:.0f} s: weights are ready", flush=True)
         for index, num_rows in enumerate(args.rows):
             for case in cases.values():

@@ -66,7 +66,7 @@ class LinearPlan:
 
 # Searched on an H200 by `benchmarks/sweep_fp8_rows.py` for 1, 4, 16 and 64 rows; 32 and 128 stand between and beyond.
 PLANS = (
-    LinearPlan(64, 8, 4, 4, per_processor=3),
+    LinearPlan(64, 8, 4, 4, per_processor=2),
     LinearPlan(64, 16, 4, 4, per_processor=2),
     LinearPlan(64, 32, 4, 4, per_processor=2),
     LinearPlan(64, 64, 4, 4, per_processor=2),
