@@ -5,7 +5,7 @@ format, with token counts scaled to give an expert the same number of rows.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moe.errors import MoeConfigError
 from moe.kernels.plan import MAX_DIRECT_SLOTS, Plan
@@ -61,7 +61,10 @@ def plans_for(shape: LayerShape) -> PlanTable:
     for step in entry["steps"]:
         plan, bound = Plan(**step["plan"]), step["max_tokens"]
         if bound is not None:
-            bound = max(1, round(bound * same_rows))
+            few, bound = bound * measured["top_k"] // shape.top_k, max(1, round(bound * same_rows))
+            if plan.split_k_1 > 1 and few < bound:  # parts are for few programs, whose number follows that of slots
+                steps.append((max(1, few), plan))
+                plan = replace(plan, split_k_1=1)
         steps.append((bound, plan))
     return _table(steps, shape.top_k)
 

@@ -99,6 +99,19 @@ def test_an_unmeasured_shape_takes_the_nearest_plans_at_as_many_rows_per_expert(
     assert [bound for bound, _ in plans_for(replace(shape, num_experts=1, top_k=1)).steps] == [1, 32, None]
 
 
+def test_parts_of_the_first_matrix_stay_with_the_slots_that_they_were_measured_for() -> None:
+    """More experts have fewer rows each at as many tokens, but no fewer programs."""
+    two_ranks = LayerShape(
+        arch="sm90", format_name="mxfp4", num_experts=32, top_k=4, hidden_size=2880, intermediate_size=1440
+    )
+    measured = plans_for(two_ranks)
+    assert [measured.pick(num_tokens).split_k_1 for num_tokens in (1, 2, 3)] == [2, 2, 1]
+    many = plans_for(replace(two_ranks, num_experts=128))
+    assert [many.pick(num_tokens).split_k_1 for num_tokens in (1, 2, 3)] == [2, 2, 1]
+    assert many.pick(8) == replace(many.pick(1), split_k_1=1), "one row for each expert, as with two tokens of 32"
+    assert plans_for(replace(two_ranks, top_k=8)).pick(2).split_k_1 == 1
+
+
 def test_any_shape_gets_plans_that_can_be_picked_and_hold_its_slots(subtests: pytest.Subtests) -> None:
     sizes = [(1, 1, 64, 64), (8192, 8, 7168, 2048), (4, 4, 64, 0), (2048, 2000, 96, 360), (32, 4, 2880, 360)]
     for size, format_name, arch in itertools.product(sizes, FORMATS, ("sm90", "sm120")):
