@@ -23,7 +23,8 @@ def run_prompt(runner: ModelRunner, num_tokens: int) -> None:
 def run_step_sizes(runner: ModelRunner, max_tokens: int) -> None:
     """Steps of 64, 128, ... tokens: a prompt beside a request that decodes, as they meet under load.
 
-    Kernels of experts differ by the number of tokens. Needs places for two requests and room for `max_tokens`.
+    Then a step in which every place decodes. Kernels differ by the number of tokens, and those of attention by that of
+    requests. Needs places for two requests and room for `max_tokens`.
     """
     decoding = _sequence(runner, 2, row=0)
     decoding.num_computed = 1
@@ -32,6 +33,10 @@ def run_step_sizes(runner: ModelRunner, max_tokens: int) -> None:
         prompt = _sequence(runner, size - 1, row=1)
         _run(runner, Chunk.next_of(decoding, 1), Chunk.next_of(prompt, size - 1))
         size = min(2 * size, max_tokens) if size < max_tokens else 0
+    decodes = [_sequence(runner, 2, row=row) for row in range(min(len(runner.tokens_M), max_tokens))]
+    for seq in decodes:
+        seq.num_computed = 1
+    _run(runner, *(Chunk.next_of(seq, 1) for seq in decodes))
 
 
 def _run(runner: ModelRunner, *chunks: Chunk) -> None:

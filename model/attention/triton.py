@@ -16,6 +16,7 @@ import triton
 
 from model.attention.base import BF16, Attention, AttentionDtypes, AttentionSpec, register_attention
 from model.attention.latent_kernels import latent_attention, store_latents
+from model.attention.tiles import MAX_PARTS, Tile, latent_tile
 from model.attention.triton_kernels import LOG2_E, decode, merge_parts, prefill, rotate_and_store
 from model.batch import ForwardBatch, LayerKv
 from model.norm import RmsNorm
@@ -30,34 +31,13 @@ _MAX_ROPE_DIM = 64
 _FIRST_WITH_FP8 = (8, 9)  # compute capability
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Tile:
-    """Tile of one program: `rows` is queries times heads, `keys` the keys per iteration of its loop.
-
-    `per_processor`: programs that decodes are cut into for each processor, where there are too few requests.
-    """
-
-    rows: int = 0
-    keys: int
-    warps: int
-    stages: int
-    per_processor: int = 2
-
-
 # The fastest of a search on an H200 with GPT-OSS-20B's heads (`benchmarks/results/attention_h200.json`).
 _DECODE = Tile(keys=64, warps=2, stages=5)
 _PREFILL = Tile(rows=128, keys=128, warps=4, stages=2)
 _PREFILL_IN_WINDOW = Tile(rows=128, keys=32, warps=8, stages=2)
-# Not measured. On Hopper the smallest tile of its matrix instructions, which fills a processor's shared memory; the
-# others fit into the 99 KiB of consumer GPUs. fp32 numbers take twice the memory, and their products no matrix unit.
-_LATENT_ON_HOPPER = Tile(rows=64, keys=64, warps=8, stages=2, per_processor=1)
-_LATENT = Tile(rows=32, keys=32, warps=4, stages=2)
-_LATENT_FP8 = Tile(rows=32, keys=32, warps=8, stages=2)  # converting takes registers, and four warps would spill
-_LATENT_FP32 = Tile(rows=16, keys=16, warps=8, stages=1)
 # Tokens of one program that rotates and stores: one in small steps, which fills more processors, else several.
 _FEW_TOKENS, _ROTATED_TOKENS, _ROTATED_NUMBERS = 64, 4, 4096
 _ROTATED_HEADS = 32  # of one program that stores latents
-_MAX_PARTS = 32
 _MIN_PART_KEYS = 64
 
 
@@ -187,10 +167,8 @@ class TritonAttention(Attention):
     ) -> torch.Tensor:  # fmt: skip
         """All query heads with one latent per token."""
         batch = plan.batches[spec]
-        tile = _latent_tile(q_THD.dtype, kv.keys.dtype, self._capability)
         out_THV = q_THD.new_empty(q_THD.shape[0], spec.num_heads, spec.value_dim)
         constants = _latent_shape_of(spec, batch.page_size, has_sinks=sinks_H is not None) | formats
-        constants |= {"BLOCK_N": tile.keys, "num_warps": tile.warps, "num_stages": tile.stages}
         constants |= pdl_options(q_THD.device)
         pointers = (
             q_THD, kv.keys, batch.page_table_BP, batch.query_start_B1, batch.seq_lens_B,
@@ -199,22 +177,24 @@ class TritonAttention(Attention):
         strides = (spec.scale * LOG2_E.value, q_THD.stride(0), batch.page_table_BP.stride(0))
         num_requests = len(batch.query_lens)
         if plan.has_decodes:
+            tile = latent_tile(q_THD.dtype, kv.keys.dtype, self._capability, num_requests * spec.num_heads)
             num_parts = self.num_parts(spec, num_requests, batch.page_table_BP.shape[1] * batch.page_size, tile)
             parts, stats = _new_parts(out_THV, num_requests, num_parts)
             block_h = tile.rows
             launch(latent_attention, (num_requests * triton.cdiv(spec.num_heads, block_h), num_parts))(
                 *pointers, parts, stats, *strides, num_requests, num_parts,
-                BLOCK_Q=1, BLOCK_H=block_h, IS_DECODE=True, IS_SPLIT=num_parts > 1, **constants,
+                BLOCK_Q=1, BLOCK_H=block_h, IS_DECODE=True, IS_SPLIT=num_parts > 1, **_options(tile), **constants,
             )  # fmt: skip
             if num_parts > 1:
                 _merge_parts(batch, parts, stats, sinks_H, out_THV)
         if plan.has_prompts:
+            tile = latent_tile(q_THD.dtype, kv.keys.dtype, self._capability)
             block_h = min(tile.rows, triton.next_power_of_2(spec.num_heads))
             block_q = tile.rows // block_h
             num_blocks = q_THD.shape[0] // block_q + num_requests
             launch(latent_attention, (num_blocks * triton.cdiv(spec.num_heads, block_h), 1))(
                 *pointers, out_THV, out_THV, *strides, num_requests, 1,
-                BLOCK_Q=block_q, BLOCK_H=block_h, IS_DECODE=False, IS_SPLIT=False, **constants,
+                BLOCK_Q=block_q, BLOCK_H=block_h, IS_DECODE=False, IS_SPLIT=False, **_options(tile), **constants,
             )  # fmt: skip
         return out_THV
 
@@ -223,7 +203,7 @@ class TritonAttention(Attention):
         num_keys = max_keys if spec.window is None else min(spec.window, max_keys)
         num_tiles = triton.cdiv(spec.num_heads, tile.rows) if spec.values_in_keys else spec.num_kv_heads
         wanted = self._num_processors * tile.per_processor // (num_requests * num_tiles)
-        return max(1, min(wanted, _MAX_PARTS, num_keys // _MIN_PART_KEYS))
+        return max(1, min(wanted, tile.max_parts, num_keys // _MIN_PART_KEYS))
 
 
 def _width_reason(spec: AttentionSpec) -> str | None:
@@ -291,13 +271,9 @@ def _latent_shape_of(spec: AttentionSpec, page_size: int, *, has_sinks: bool) ->
     }  # fmt: skip
 
 
-def _latent_tile(dtype: torch.dtype, kv_dtype: torch.dtype, capability: tuple[int, int]) -> Tile:
-    """The tile for queries and a cache of these dtypes; uint8 stands for FP8."""
-    if torch.float32 in (dtype, kv_dtype):
-        return _LATENT_FP32
-    if kv_dtype == torch.uint8:
-        return _LATENT_FP8
-    return _LATENT_ON_HOPPER if capability[0] == 9 else _LATENT
+def _options(tile: Tile) -> dict[str, int]:
+    """What `latent_attention` takes of a tile, besides its rows."""
+    return {"BLOCK_N": tile.keys, "num_warps": tile.warps, "num_stages": tile.stages}
 
 
 def _rotate_and_store(
@@ -335,6 +311,6 @@ def _merge_parts(
     v_pad = triton.next_power_of_2(value_dim)
     launch(merge_parts, (num_requests, num_heads))(
         parts, stats, batch.query_start_B1, out_THV if sinks_H is None else sinks_H, out_THV, num_parts,
-        NUM_HEADS=num_heads, V=value_dim, V_PAD=v_pad, S_PAD=_MAX_PARTS, HAS_SINKS=sinks_H is not None,
-        num_warps=max(1, v_pad // 64), **pdl_options(parts.device),
+        NUM_HEADS=num_heads, V=value_dim, V_PAD=v_pad, S_PAD=triton.next_power_of_2(max(MAX_PARTS, num_parts)),
+        HAS_SINKS=sinks_H is not None, num_warps=max(1, v_pad // 64), **pdl_options(parts.device),
     )  # fmt: skip

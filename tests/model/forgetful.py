@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import torch
 
+from model.attention import tiles
 from model.attention import triton as triton_attention
 from model.attention.base import AttentionSpec, make_attention
 from tests.model.attention_cases import GQA, MLA, Requests, Sequence, Step, worst_error
@@ -77,7 +78,7 @@ def errors(backend: str) -> dict[str, float]:
 def main() -> None:
     triton_attention._PREFILL_IN_WINDOW = replace(triton_attention._PREFILL_IN_WINDOW, rows=32, keys=16)
     triton_attention._DECODE = replace(triton_attention._DECODE, keys=16)
-    triton_attention._LATENT_FP32 = replace(triton_attention._LATENT_FP32, rows=16, keys=16)
+    tiles.LATENT_FP32 = replace(tiles.LATENT_FP32, rows=16, keys=16)
     json.dump(errors("triton"), sys.stdout)
 
 

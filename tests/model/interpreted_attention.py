@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import torch
 
+from model.attention import tiles
 from model.attention import triton as triton_attention
 from model.attention.base import AttentionSpec, make_attention
 from model.batch import LayerKv
@@ -105,7 +106,7 @@ def main() -> None:
     triton_attention._PREFILL = replace(triton_attention._PREFILL, rows=32, keys=32)
     triton_attention._PREFILL_IN_WINDOW = triton_attention._PREFILL
     triton_attention._DECODE = replace(triton_attention._DECODE, keys=16)
-    triton_attention._LATENT_FP32 = replace(triton_attention._LATENT_FP32, rows=16, keys=16)
+    tiles.LATENT_FP32 = replace(tiles.LATENT_FP32, rows=16, keys=16)
     fp8 = torch.float8_e4m3fn
     six_sinks = torch.randn(6, generator=torch.Generator().manual_seed(1))
     large, tiny = torch.full((4,), 5.0), torch.full((4,), -50.0)

@@ -7,16 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from model.attention import base, latent_kernels, triton_kernels
+from model.attention import base, latent_kernels, tiles, triton_kernels
 from model.attention.base import AttentionSpec, make_attention
+from model.attention.tiles import Tile, latent_tile
 from model.attention.triton import (
     _DECODE,
     _PREFILL,
     _PREFILL_IN_WINDOW,
-    Tile,
     TritonAttention,
     _latent_shape_of,
-    _latent_tile,
     _number_formats,
 )
 from model.config import ModelSettingsError, UnsupportedModelError
@@ -64,7 +63,7 @@ def compiled_latent(arch: int, kind: str, *, is_decode: bool = True) -> Any:
         "fp32 cache": (torch.bfloat16, torch.float32),
     }[kind]
     capability = (arch // 10, arch % 10)
-    tile = _latent_tile(dtype, kv_dtype, capability)
+    tile = latent_tile(dtype, kv_dtype, capability)
     formats = _number_formats(dtype, kv_dtype, capability)
     constants = _latent_shape_of(DEEPSEEK, 16, has_sinks=False) | formats
     constants |= {"BLOCK_Q": 1, "BLOCK_H": tile.rows, "BLOCK_N": tile.keys}
@@ -180,5 +179,21 @@ def test_latents_are_cut_by_tiles_of_heads(num_requests: int, num_parts: int, mo
     monkeypatch.setattr(TritonAttention, "unsupported_reason", classmethod(lambda cls, spec, device: None))
     attention = TritonAttention([DEEPSEEK], CPU)
     attention._num_processors = 132
-    tile = _latent_tile(torch.bfloat16, torch.bfloat16, (9, 0))
+    tile = latent_tile(torch.bfloat16, torch.bfloat16, (9, 0))
     assert attention.num_parts(DEEPSEEK, num_requests, 8000, tile) == num_parts
+
+
+def test_decodes_of_few_rows_get_tiles_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One or two requests of 128 heads fill more processors so."""
+    (most_rows, few), (_, many) = tiles.LATENT_ON_HOPPER
+    bf16, hopper = (torch.bfloat16, torch.bfloat16), (9, 0)
+    assert most_rows == 256
+    assert [latent_tile(*bf16, hopper, num_rows) for num_rows in (64, 256, 257)] == [few, few, many]
+    assert latent_tile(*bf16, hopper) == many, "prompts"
+    assert few not in (latent_tile(torch.bfloat16, torch.uint8, hopper, 64), latent_tile(*bf16, (8, 0), 64))
+    monkeypatch.setattr(TritonAttention, "unsupported_reason", classmethod(lambda cls, spec, device: None))
+    attention = TritonAttention([DEEPSEEK], CPU)
+    attention._num_processors = 132
+    numbers = [attention.num_parts(replace(DEEPSEEK, num_heads=64), count, 8000, few) for count in (1, 2, 4)]
+    assert numbers == [32, 16, 8]
+    assert attention.num_parts(DEEPSEEK, 1, 8000, replace(few, max_parts=8)) == 8
