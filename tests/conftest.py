@@ -4,6 +4,7 @@ With several workers the slowest files start first, so that no worker is left al
 files that ask the service with the bundled model run in one worker, so that it starts once.
 Python's garbage collector rests while test files are imported, never walks what they brought, and comes less often than
 it would: its walks would take a fifth of the time of every worker.
+Fixtures import torch for themselves, since the process that gives work to the workers runs none.
 """
 
 import functools
@@ -15,7 +16,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
-import torch
 from hypothesis import settings
 
 from tests.interpreter import Interpreter, RunInterpreted
@@ -82,6 +82,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True, scope="session")
 def _fixed_number_of_threads() -> Iterator[None]:
     """One, or OMP_NUM_THREADS: sums depend on it, and small matrices gain nothing from more."""
+    import torch
+
     before = torch.get_num_threads()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     yield
@@ -91,6 +93,8 @@ def _fixed_number_of_threads() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _fixed_random_numbers() -> None:
     """Those of torch's own generator; most tests draw from one of their own."""
+    import torch
+
     torch.manual_seed(0)
 
 
@@ -105,6 +109,8 @@ def run_interpreted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunInt
 @pytest.fixture(scope="session")
 def bundled_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Address, without /v1, of the real service with the bundled model; at the end it must end well."""
+    import torch
+
     from tests.server.service_process import start_bundled  # not for all tests: it imports a web framework
 
     flags = ("--max-num-seqs", "16", "--access-log", "--expert-load")
