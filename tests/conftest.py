@@ -93,9 +93,9 @@ def _fixed_number_of_threads() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _fixed_random_numbers() -> None:
     """Those of torch's own generator; most tests draw from one of their own."""
-    import torch
+    from tests.seed import seed_torch
 
-    torch.manual_seed(0)
+    seed_torch()
 
 
 @pytest.fixture(scope="session")

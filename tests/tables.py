@@ -13,7 +13,8 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
-import torch
+
+from tests.seed import seed_torch
 
 Test = Callable[..., None]
 
@@ -49,7 +50,7 @@ def rows(names: str, *table: Any) -> Callable[[Test], Test]:
 
 def _own(given: dict[str, Any], number: int, stack: ExitStack) -> dict[str, Any]:
     """The fixtures that each row has for itself."""
-    torch.manual_seed(0)
+    seed_torch()
     own: dict[str, Any] = {}
     if "caplog" in given:
         given["caplog"].clear()
