@@ -37,6 +37,8 @@ class Diary:
 @pytest.fixture
 def worker(tmp_path, monkeypatch):
     monkeypatch.setattr("engine.worker._IDLE_WAIT_MS", 1)
+    # An audit hook stays until its process ends, and slows all later tests.
+    monkeypatch.setattr("engine.worker.CompileWatch.begin", lambda watch: None)
     setup = WorkerSetup(
         config=EngineConfig(model=Path("unused")),
         requests_address=f"ipc://{tmp_path}/r",
