@@ -4,6 +4,7 @@ import json
 import logging
 import re
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,13 +22,21 @@ from tools.tiny_models.attend import DenseAttend
 from tools.tiny_models.checkpoint import Progress
 from tools.tiny_models.evaluate import shortfalls
 from tools.tiny_models.families.base import Weights, logits
-from tools.tiny_models.families.deepseek_v3 import export
+from tools.tiny_models.families.deepseek_v3 import export, family
 from tools.tiny_models.families.deepseek_v3.card import scores
 from tools.tiny_models.families.deepseek_v3.family import DeepseekV3Family
 
 LENGTH, CUT = 120, 30
 FAMILY = DeepseekV3Family()
 LAYERS = FAMILY.shape.layers
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _short_calibration() -> Iterator[None]:
+    """On two rows of conversations instead of four."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(family, "CALIBRATION_ROWS", 2)
+        yield
 
 
 @pytest.fixture(scope="module")
