@@ -27,6 +27,7 @@ from tests.server.worker_connections import Connection, metrics, sockets_of, two
 
 TWO = ("--api-workers", "2")
 LISTENS = "0A"  # a state in /proc/net/tcp
+SHORT = {**LONG, "max_tokens": 2}
 ENDLESS = {**LONG, "max_tokens": 500, "stream": True}  # five seconds and more
 
 
@@ -190,7 +191,7 @@ def test_who_has_not_heard_that_the_engine_is_ready_gets_no_connection(tmp_path)
             return (http.get(path) if fields is None else http.post(path, json=fields)).status_code
 
     def statuses():
-        return {status("/v1/completions", {**LONG, "max_tokens": 2}) for _ in range(8)}
+        return {status("/v1/completions", SHORT) for _ in range(8)}
 
     with start(tmp_path, "slow", *TWO, "--port", str(port), code=LATE) as service:
         wait_until(held.exists, 30)
@@ -199,7 +200,7 @@ def test_who_has_not_heard_that_the_engine_is_ready_gets_no_connection(tmp_path)
         assert service.out == "", "the service says that it is ready once all processes are"
         let.touch()
         with two_connections(service) as (first, second):
-            assert (first.ask(LONG), second.ask(LONG)) == (200, 200)
+            assert (first.ask(SHORT), second.ask(SHORT)) == (200, 200)
             left = first.pid
         let.unlink()
         held.unlink()
@@ -208,7 +209,7 @@ def test_who_has_not_heard_that_the_engine_is_ready_gets_no_connection(tmp_path)
         assert statuses() == {200}
         let.touch()
         with two_connections(service) as (first, second):
-            assert (first.ask(LONG), second.ask(LONG)) == (200, 200)
+            assert (first.ask(SHORT), second.ask(SHORT)) == (200, 200)
         service.signal(signal.SIGTERM)
         assert service.process.wait(30) == 0
 
