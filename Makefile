@@ -31,6 +31,9 @@ SERVE   = $(VENV)/.serve$(EXTRAS:%=-%)
 API_WORKER_TESTS = $(patsubst %,tests/server/test_%.py,api_workers asker chat client_requests completions cors disconnect \
 	errors http11 large_bodies life operations protocol queue_speed stall start)
 
+# Only the files with such tests are imported: in every process that takes longer than many of these tests.
+PROCESSES_TESTS = $(if $(filter tests/%,$(ARGS)),,$(sort $(shell grep -rl --include='test_*.py' 'mark.processes' tests)))
+
 .PHONY: serve test test-cpus processes kernels ranks evals api-workers browser balancer boards manifests ray clients soak check pins pages docs bench
 serve: $(SERVE)
 	$(VENV)/bin/moe-serve --port $(PORT) $(ARGS)
@@ -47,7 +50,7 @@ api-workers: $(VENV)/.dev
 	API_WORKERS=2 $(PYTEST) -m "" $(API_WORKER_TESTS) $(ARGS)
 
 processes: $(VENV)/.dev
-	$(PYTEST) -m processes $(ARGS)
+	$(PYTEST) -m processes $(PROCESSES_TESTS) $(ARGS)
 
 kernels: $(VENV)/.dev
 	$(PYTEST) -m kernels $(ARGS)

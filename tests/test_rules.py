@@ -35,3 +35,11 @@ def test_exports_exist() -> None:
         module = importlib.import_module(package)
         missing = [export for export in getattr(module, "__all__", []) if not hasattr(module, export)]
         assert missing == [], package
+
+
+def test_make_processes_finds_its_tests_by_their_mark() -> None:
+    """The Makefile looks for the mark's name in files of tests, so no other file may set it."""
+    mark = "mark" + ".processes"
+    marked = [path for path in (ROOT / "tests").rglob("*.py") if mark in path.read_text()]
+    assert len(marked) > 10
+    assert [path for path in marked if not path.name.startswith("test_")] == []
