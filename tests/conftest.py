@@ -1,7 +1,8 @@
 """For all tests: a fixed number of threads, and the same random numbers and examples in every run and order.
 
 With several workers the slowest files start first, so that no worker is left alone with one of them at the end, and all
-files that ask the service with the bundled model run in one worker, so that it starts once.
+files that ask the service with the bundled model run in one worker, so that it starts once. So do the files that import
+FlashInfer, which takes three CPU seconds.
 Python's garbage collector rests while test files are imported, never walks what they brought, and comes less often than
 it would: its walks would take a fifth of the time of every worker.
 Fixtures import torch for themselves, since the process that gives work to the workers runs none.
@@ -25,11 +26,18 @@ settings.register_profile("repeatable", derandomize=True, database=None, deadlin
 settings.load_profile("repeatable")
 
 SLOWEST_FIRST = (
-    "test_compile.py", "test_checkpoint_files.py", "test_api_workers.py", "test_interpreted.py", "test_bundled.py",
-    "test_contract.py", "test_life.py", "test_grammar_process.py", "test_soak.py", "test_start.py",
-    "test_deepseek_files.py", "test_schema.py", "test_card_end_to_end.py", "test_sampling_kernels.py",
-    "test_end_to_end.py", "test_model_source.py", "test_support_table.py", "test_triton_attention.py",
+    "test_checkpoint_files.py", "test_bundled.py", "test_compile.py", "test_triton_attention.py", "test_life.py",
+    "test_api_workers.py", "test_deepseek_files.py", "test_schema.py", "test_interpreted.py", "test_grammar_process.py",
+    "test_soak.py", "test_start.py", "test_bundled_deepseek.py", "test_card_end_to_end.py", "test_sampling_kernels.py",
+    "test_end_to_end.py", "test_grammar_bundled.py", "test_model_source.py", "test_ranks_processes.py",
 )  # fmt: skip
+"""The first two begin the groups of files that import FlashInfer and that ask the bundled service."""
+
+IMPORT_FLASHINFER = (
+    "test_checkpoint_files.py", "test_doctor.py", "test_flashinfer_attention.py", "test_moe_transports.py",
+    "test_router_dtype.py", "test_support_table.py",
+)  # fmt: skip
+"""Beside all of tests/moe but tests/moe/kernels. A file that is missing here costs the time of an import, no more."""
 
 if TYPE_CHECKING:
     from xdist.remote import Producer
@@ -40,20 +48,22 @@ gc.disable()
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: "Producer") -> "LoadFileScheduling | None":
-    """`--dist loadfile`, but the files that ask the bundled service count as one."""
+    """`--dist loadfile`, but the files that ask the bundled service count as one, and those that import FlashInfer."""
     if config.getoption("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
 
     @functools.cache
-    def asks_bundled(file: str) -> bool:
+    def group_of(file: str) -> str:
         path = config.rootpath / file
-        return path.parent.name == "clients" or "bundled_url" in path.read_text(encoding="utf-8")
+        if path.parent.name == "clients" or "bundled_url" in path.read_text(encoding="utf-8"):
+            return "bundled_url"
+        is_moe = file.startswith("tests/moe/") and path.parent.name != "kernels"
+        return "flashinfer" if is_moe or path.name in IMPORT_FLASHINFER else file
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            file = super()._split_scope(nodeid)
-            return "bundled_url" if asks_bundled(file) else file
+            return group_of(super()._split_scope(nodeid))
 
     return Scheduling(config, log)
 

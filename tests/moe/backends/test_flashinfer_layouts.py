@@ -1,6 +1,7 @@
 """Golden maps of the kernel layouts: they pin the emulators, our layout functions and the installed library alike."""
 
 import hashlib
+from typing import Any
 
 import pytest
 import torch
@@ -12,17 +13,20 @@ from tests.emulators import layouts, numbers
 from tests.emulators.device import import_flashinfer
 from tests.tables import rows
 
-import_flashinfer()
-
-import flashinfer  # noqa: E402
-from flashinfer import fused_moe  # noqa: E402
-from flashinfer.cute_dsl import convert_sf_to_mma_layout  # noqa: E402
-
 NEW_ROWS = {
     0: "040800004d280000960c0000df2c0000040849204d284920960c4920df2c4920",
     8: "04da00004dfa000096de0000dffe000004da49204dfa492096de4920dffe4920",
 }
 OLD_ROW_0 = "0000440011005500220066003300770000114411111155112211661133117711"
+
+
+@pytest.fixture(scope="module")
+def flashinfer() -> Any:
+    import_flashinfer()  # takes seconds, so not while all processes of a run collect their tests
+    import flashinfer.cute_dsl
+    import flashinfer.fused_moe
+
+    return flashinfer
 
 
 def byte_matrix() -> torch.Tensor:
@@ -53,7 +57,8 @@ def test_sm90_weight_bytes_decode_back() -> None:
     assert torch.equal(layouts.sm90_restore(layouts.sm90_interleave(weight)), weight)
 
 
-def test_sm90_scale_helper_of_the_installed_release() -> None:
+def test_sm90_scale_helper_of_the_installed_release(flashinfer: Any) -> None:
+    fused_moe = flashinfer.fused_moe
     numbered = torch.arange(64 * 8).to(torch.int32).view(1, 64, 8)
     folded = fused_moe.interleave_moe_scales_for_sm90_mixed_gemm((numbered // 8).to(torch.uint8), group_size=32)
     assert folded.shape == (1, 1, 2, 16, 16)
@@ -68,9 +73,9 @@ def test_sm90_scale_helper_of_the_installed_release() -> None:
 
 
 @rows("shape, message", ((1, 32, 8), "divisible by 64"), ((1, 64, 6), "K/group_size=6"))
-def test_sm90_scale_helper_refuses_partial_tiles(shape: tuple[int, ...], message: str) -> None:
+def test_sm90_scale_helper_refuses_partial_tiles(shape: tuple[int, ...], message: str, flashinfer: Any) -> None:
     with pytest.raises(ValueError, match=message):
-        fused_moe.interleave_moe_scales_for_sm90_mixed_gemm(torch.zeros(shape, dtype=torch.uint8))
+        flashinfer.fused_moe.interleave_moe_scales_for_sm90_mixed_gemm(torch.zeros(shape, dtype=torch.uint8))
 
 
 def test_halves_are_padded_separately() -> None:
@@ -97,7 +102,7 @@ def test_our_swizzle_is_the_golden_one_and_pads_with_zeros(rows: int, cols: int)
     assert int((out != 0).sum()) == scales.numel()
 
 
-def test_mma_view_is_strides_only() -> None:
+def test_mma_view_is_strides_only(flashinfer: Any) -> None:
     scales = torch.randint(0, 256, (2, 256, 8), dtype=torch.uint8)
     swizzled = ours.swizzle_128x4(scales)
     view = ours.mma_view(swizzled)
@@ -105,7 +110,8 @@ def test_mma_view_is_strides_only() -> None:
     assert view.stride() == (16, 4, 1024, 1, 512, 2048)
     assert view.data_ptr() == swizzled.data_ptr()
     assert torch.equal(layouts.unview_mma(view, 256, 8), scales)
-    theirs = convert_sf_to_mma_layout(swizzled.flatten(), m=256, k=128, num_groups=2, sf_vec_size=16)
+    convert = flashinfer.cute_dsl.convert_sf_to_mma_layout
+    theirs = convert(swizzled.flatten(), m=256, k=128, num_groups=2, sf_vec_size=16)
     assert theirs.shape == view.shape
     assert theirs.stride() == view.stride()
     assert torch.equal(theirs, view)
@@ -118,7 +124,7 @@ def test_cutedsl_interleave() -> None:
     assert torch.equal(layouts.deinterleave(ours.interleave_halves(rows)), rows)
 
 
-def test_trtllm_gather_is_what_the_library_does() -> None:
+def test_trtllm_gather_is_what_the_library_does(flashinfer: Any) -> None:
     gather = layouts.shuffle_gather(256, gated=True)
     assert gather[:8].tolist() == [0, 2, 4, 6, 8, 10, 12, 14]
     assert gather[8:16].tolist() == [128, 130, 132, 134, 136, 138, 140, 142]
