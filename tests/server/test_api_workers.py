@@ -138,7 +138,7 @@ def test_a_client_of_one_process_overtakes_a_burst_at_the_other(tmp_path):
         newcomer = next(each for each in connections if each.pid != connections[0].pid)
         newcomer.name = "newcomer"
         for index, connection in enumerate(burst):
-            connection.send({**long, "max_tokens": 150} if index == 0 else long)
+            connection.send({**long, "max_tokens": 600} if index == 0 else long)
             wait_until(lambda count=index + 1: num_at_engine(http) == count, 30)
         newcomer.send({**long, "max_tokens": 300})
         assert burst[3].read_status() == 429  # at once, and at the other process
