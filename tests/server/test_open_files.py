@@ -3,6 +3,7 @@
 import os
 import resource
 import socket
+import time
 from functools import partial
 
 from server import open_files
@@ -39,6 +40,7 @@ def test_a_service_without_files_to_open_warns_and_goes_on(tmp_path, num_workers
 
         def warns_of_one_more():  # files that were open when they were counted may have been closed since
             connections.append(connect(service.url))
+            time.sleep(0.1)  # a process looks so often
             return WARNING in service.err
 
         wait_until(warns_of_one_more)
