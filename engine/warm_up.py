@@ -8,7 +8,7 @@ from engine.runner import ModelRunner
 from engine.sequence import Chunk, Sequence
 from engine.types import EngineRequest, SamplingParams
 
-_FEWEST_TOKENS = 64
+_FEWEST_TOKENS = 4
 
 
 def run_prompt(runner: ModelRunner, num_tokens: int) -> None:
@@ -21,7 +21,7 @@ def run_prompt(runner: ModelRunner, num_tokens: int) -> None:
 
 
 def run_step_sizes(runner: ModelRunner, max_tokens: int) -> None:
-    """Steps of 64, 128, ... tokens: a prompt beside a request that decodes, as they meet under load.
+    """Steps of 4, 8, 16, ... tokens: a prompt beside a request that decodes, as they meet under load.
 
     Then a step in which every place decodes. Kernels differ by the number of tokens, and those of attention by that of
     requests. Needs places for two requests and room for `max_tokens`.
