@@ -268,6 +268,7 @@ class EngineLink:
                 self._deliver(output)
         elif isinstance(message, Beat):
             self._reports.on_beat(message)
+            self._serve_if_ready()
             self._progress_s = max(self._progress_s, now_s - self._reports.loop_age_s)
             self.stats = self._reports.stats()
             self.expert_load = self._reports.expert_load
@@ -290,10 +291,15 @@ class EngineLink:
         return rank // self.config.tensor_parallel_size
 
     def _note_ready(self, ready: Ready) -> None:
-        """Connect to a rank that schedules, and serve once all are ready."""
+        """Connect to a rank, if it schedules."""
         if ready.requests_address is not None:
             self._senders.connect(self._scheduler_of(ready.rank), ready.requests_address)
-        info = self._reports.on_ready(ready)
+        self._reports.on_ready(ready)
+        self._serve_if_ready()
+
+    def _serve_if_ready(self) -> None:
+        """Take requests once all ranks are ready."""
+        info = self._reports.info() if self.info is None else None
         if info is None:
             return
         self.start_progress = None

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from engine.config import EngineConfig
 from engine.link import EngineLink
 from engine.loads import Loads
-from engine.messages import Held, Join, Ready, new_address
+from engine.messages import Held, Join, new_address
 
 
 class EngineMember(EngineLink):
@@ -43,9 +43,10 @@ class EngineMember(EngineLink):
         self._end_streams()
         self._close()
 
-    def _note_ready(self, ready: Ready) -> None:
-        super()._note_ready(ready)
-        if self.info is not None:
+    def _serve_if_ready(self) -> None:
+        was_ready = self.info is not None
+        super()._serve_if_ready()
+        if self.info is not None and not was_ready:
             self.on_ready()
 
     def _note_held(self, held: Held) -> None:

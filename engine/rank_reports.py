@@ -17,6 +17,7 @@ class RankReports:
         self._infos: dict[int, EngineInfo] = {}
         self._stats: dict[int, EngineStats] = {}
         self._loop_age_s = dict.fromkeys(ranks, 0.0)
+        self._have_beaten: set[int] = set()
         self.expert_load: ExpertLoad | None = None
 
     @property
@@ -30,19 +31,27 @@ class RankReports:
 
     def on_beat(self, beat: Beat) -> None:
         """A rank's heartbeat."""
+        self._have_beaten.add(beat.rank)
         self._loop_age_s[beat.rank] = beat.loop_age_s
         self.expert_load = beat.expert_load or self.expert_load
         if beat.stats is not None:
             self._stats[beat.rank] = beat.stats
 
-    def on_ready(self, ready: Ready) -> EngineInfo | None:
-        """The engine's facts once all ranks are ready, within the limits of the smallest; None before."""
+    def on_ready(self, ready: Ready) -> None:
+        """A rank has loaded."""
         self._infos[ready.rank] = ready.info
-        if len(self._infos) < len(self._loop_age_s):
+
+    def info(self) -> EngineInfo | None:
+        """The engine's facts once all ranks are ready, within the limits of the smallest; None before.
+
+        A rank is ready for this process when its heart beats here, too: the library aborts a process that has no file
+        left for a connection of a rank.
+        """
+        if min(len(self._infos), len(self._have_beaten)) < len(self._loop_age_s):
             return None
         num_ranks, infos = self._config.num_ranks, self._infos.values()
         if num_ranks == 1:
-            return ready.info
+            return self._infos[0]
         return msgspec.structs.replace(
             self._infos[0],
             max_model_len=min(info.max_model_len for info in infos),

@@ -85,15 +85,32 @@ class Heartbeat(threading.Thread):
         phases: StartPhases, compiles: CompileWatch,
     ) -> None:  # fmt: skip
         super().__init__(name="heartbeat", daemon=True)
-        self.core: HasStats | None = None
-        self.addresses: tuple[str, ...] = (address,)  # replaced as a whole by the step loop
+        self._core: HasStats | None = None
+        self._addresses: tuple[str, ...] = (address,)  # replaced as a whole by the step loop
         self._rank = rank
         self._step_timeout_s = step_timeout_s
         self._phases, self._compiles = phases, compiles
         self._num_beats_of_turn = 0
         self._context = context
-        self._ended = threading.Event()
+        self._wakes = threading.Event()
+        self._has_ended = False
         self._turned_s = time.monotonic()
+
+    @property
+    def core(self) -> HasStats | None:
+        """What the step loop runs; None while it loads."""
+        return self._core
+
+    def begin(self, core: HasStats) -> None:
+        """The step loop runs `core` from now on. The next beat comes at once."""
+        self.turn()
+        self._core = core
+        self._wakes.set()
+
+    def beat_to(self, addresses: tuple[str, ...]) -> None:
+        """Beat to these from now on, and at once: a process serves when it has heard a beat."""
+        self._addresses = addresses
+        self._wakes.set()
 
     def turn(self) -> None:
         """The step loop begins another turn."""
@@ -104,8 +121,12 @@ class Heartbeat(threading.Thread):
         """Thread body."""
         sockets: dict[str, zmq.Socket[bytes]] = {}
         encoder = msgspec.msgpack.Encoder()
-        while not self._ended.wait(BEAT_INTERVAL_S):
-            core, addresses = self.core, self.addresses
+        while True:
+            is_early = self._wakes.wait(BEAT_INTERVAL_S)
+            self._wakes.clear()
+            if self._has_ended:
+                break
+            core, addresses = self._core, self._addresses
             beat = self._beat(core)
             for address in sockets.keys() - set(addresses):
                 sockets.pop(address).close(linger=0)
@@ -113,7 +134,7 @@ class Heartbeat(threading.Thread):
                 if address not in sockets:
                     sockets[address] = _connect(self._context, address)
                 sockets[address].send(encoder.encode(beat))
-            self._num_beats_of_turn += core is not None
+            self._num_beats_of_turn += core is not None and not is_early
             if self._num_beats_of_turn * BEAT_INTERVAL_S > self._step_timeout_s:
                 reason = f"a step has taken longer than step_timeout, {self._step_timeout_s:g} s"
                 for socket in sockets.values():
@@ -133,7 +154,8 @@ class Heartbeat(threading.Thread):
 
     def end(self) -> None:
         """Stop beating and wait for the thread."""
-        self._ended.set()
+        self._has_ended = True
+        self._wakes.set()
         self.join()
 
 
@@ -167,8 +189,7 @@ class Worker:
             gc.freeze()  # the model's objects live as long as the process: no collection need walk them again
             self._phases.finish()
             self._compiles.begin()
-            self._heartbeat.turn()
-            self._heartbeat.core = core
+            self._heartbeat.begin(core)
             self._send(self._make_ready(core))
             self._serve(core)
             status = 0
@@ -228,7 +249,7 @@ class Worker:
             self._origins.join(message, self._make_ready(core))
         else:
             self._origins.leave(core, message.origin)
-        self._heartbeat.addresses = self._origins.addresses
+        self._heartbeat.beat_to(self._origins.addresses)
 
     def _obey(self, core: "EngineCore", kind: OrderKind) -> str | None:
         """Carry out an order; returns why that is not possible."""

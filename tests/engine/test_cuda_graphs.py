@@ -15,6 +15,7 @@ from engine.cuda_graphs import DecodeGraphs, GraphSettings, capture_all, graph_s
 from engine.errors import EngineConfigError
 from engine.model_settings import max_step_tokens
 from engine.prompt_graphs import PromptSize, largest_prompt_step, prompt_sizes
+from engine.runner import ModelRunner
 from engine.step import StepBatch, StepRow
 from tests.engine.fakes import FakeModel
 from tests.engine.requests import request, run_all, tokens_of
@@ -231,6 +232,43 @@ def test_a_rank_without_tokens_replays_padding_that_touches_no_request(monkeypat
     runner.run_idle(3, True)
     assert set(runner.graphs.buffers.pages[0].slots_M.tolist()) == {graphs._settings.spare_page * 4}
     assert set(runner.graphs.buffers.lens_M.tolist()) == {1}
+
+
+class Replays:
+    """Stands for the captured graphs; notes which is replayed."""
+
+    def __init__(self, size, log):
+        self._size, self._log = size, log
+
+    def replay(self, query_lens, seq_lens):
+        self._log.append(self._size)
+
+
+def test_ranks_replay_the_graph_of_the_largest_step_together_or_none():
+    model = FakeModel()
+    settings = GraphSettings(
+        model=model, kv=[], logits_MV=torch.zeros(9, model.vocab_size), page_size=4, max_num_seqs=8, max_model_len=64,
+        spare_page=3, is_sliding=False,
+    )  # fmt: skip
+    runner = ModelRunner(FakeModel(), [], page_size=4, max_num_seqs=8, max_model_len=64)
+    graphs = DecodeGraphs(settings, runner.tokens_M)
+    log = []
+    graphs._graphs = {size: Replays(size, log) for size in graphs.sizes}
+    for agreed, served in (((None, False), True), ((5, True), True), ((5, False), False)):
+        updates, no_slots = np.zeros((0, 3), np.int32), np.zeros(0, np.int64)
+        numbers = np.array([[7], [3], [3]])
+        step = StepBatch([StepRow(0, 3, 1, True, 1)], *numbers, updates, True, no_slots, updates, *agreed[::-1])
+        assert graphs.serves(step) == served
+        if served:
+            assert len(graphs.run(step, [np.zeros((8, 16), np.int32)])) == 1
+    assert log == [1, 8]
+
+    idle = []
+    runner.model.run_idle = lambda max_rank_tokens, all_ranks_decode: idle.append((max_rank_tokens, all_ranks_decode))
+    runner.graphs = graphs
+    runner.run_idle(5, True)
+    runner.run_idle(300, False)
+    assert (log, idle) == ([1, 8, 8], [(300, False)]), "an idle rank replays the graph of the others, if there is one"
 
 
 def test_graphs_are_for_gpus_and_paths_that_can_be_captured(monkeypatch, caplog):

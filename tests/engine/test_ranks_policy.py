@@ -8,13 +8,11 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-import torch
 import zmq
 
 from engine.agreement import Agreement
 from engine.config import EngineConfig
 from engine.core import EngineCore
-from engine.cuda_graphs import DecodeGraphs, GraphSettings
 from engine.errors import EngineConfigError
 from engine.loads import Loads
 from engine.messages import EXIT_FAILED, Beat, Failed, RankSetup, Ready, new_address
@@ -112,8 +110,11 @@ def test_counters_are_summed_and_the_slowest_rank_counts():
 def test_ranks_are_ready_together_within_the_limits_of_the_smallest():
     reports = RankReports(RANKS, [0, 2])
     small = msgspec.structs.replace(INFO, num_pages=9, num_kv_tokens=36)
-    assert reports.on_ready(Ready(INFO, 0)) is None
-    info = reports.on_ready(Ready(small, 2))
+    for rank, info in ((0, INFO), (2, small)):
+        reports.on_ready(Ready(info, rank))
+        assert reports.info() is None, "not every heart has beaten here"
+        reports.on_beat(beat(rank))
+    info = reports.info()
     assert (info.num_pages, info.num_kv_tokens) == (9, 36)
     assert (info.max_requests, info.device) == (2 * RANKS.max_requests, "4 ranks (none)")
 
@@ -349,43 +350,6 @@ def test_a_port_that_is_taken_is_named():
         port = taken.getsockname()[1]
         with pytest.raises(EngineConfigError, match=f"master_port {port}: rank 0 cannot listen there"):
             connect_store(RankSetup(rank=0, store_host="127.0.0.1", store_port=port))
-
-
-class Replays:
-    """Stands for the captured graphs; notes which is replayed."""
-
-    def __init__(self, size, log):
-        self._size, self._log = size, log
-
-    def replay(self, query_lens, seq_lens):
-        self._log.append(self._size)
-
-
-def test_ranks_replay_the_graph_of_the_largest_step_together_or_none():
-    model = FakeModel()
-    settings = GraphSettings(
-        model=model, kv=[], logits_MV=torch.zeros(9, model.vocab_size), page_size=4, max_num_seqs=8, max_model_len=64,
-        spare_page=3, is_sliding=False,
-    )  # fmt: skip
-    runner = ModelRunner(FakeModel(), [], page_size=4, max_num_seqs=8, max_model_len=64)
-    graphs = DecodeGraphs(settings, runner.tokens_M)
-    log = []
-    graphs._graphs = {size: Replays(size, log) for size in graphs.sizes}
-    for agreed, served in (((None, False), True), ((5, True), True), ((5, False), False)):
-        updates, no_slots = np.zeros((0, 3), np.int32), np.zeros(0, np.int64)
-        numbers = np.array([[7], [3], [3]])
-        step = StepBatch([StepRow(0, 3, 1, True, 1)], *numbers, updates, True, no_slots, updates, *agreed[::-1])
-        assert graphs.serves(step) == served
-        if served:
-            assert len(graphs.run(step, [np.zeros((8, 16), np.int32)])) == 1
-    assert log == [1, 8]
-
-    idle = []
-    runner.model.run_idle = lambda max_rank_tokens, all_ranks_decode: idle.append((max_rank_tokens, all_ranks_decode))
-    runner.graphs = graphs
-    runner.run_idle(5, True)
-    runner.run_idle(300, False)
-    assert (log, idle) == ([1, 8, 8], [(300, False)]), "an idle rank replays the graph of the others, if there is one"
 
 
 def test_a_master_address_of_another_host_is_refused():
