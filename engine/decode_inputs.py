@@ -126,7 +126,7 @@ class DecodeInputs:
         `all_agree`: whether it is so on all ranks of the engine, which call this together. On the ranks of a group the
         kernels meet each other, and `all_agree` keeps one step of theirs from the next.
         """
-        if not all_agree(self._spread is not None):
+        if not all_agree(self._runs()):
             self._spread = None
             return
         is_right = True
@@ -138,6 +138,18 @@ class DecodeInputs:
         if not is_right:
             logger.warning("the kernel that fills the inputs of decode steps is wrong: torch fills them, more slowly")
             self._spread = None
+
+    def _runs(self) -> bool:
+        """Whether there is a kernel and it can be launched; with no rows it meets no other rank."""
+        if self._spread is None:
+            return False
+        self.send_nothing()
+        try:
+            self._spread(1)
+        except Exception as error:  # of Triton, its compilers or the linker
+            logger.warning("the kernel for the inputs of decode steps does not run, so torch fills them: %s", error)
+            return False
+        return True
 
     def _is_right(self, seed: int) -> bool:
         """Whether the kernel fills the buffers as torch does, where this rank's own tokens are the group's."""

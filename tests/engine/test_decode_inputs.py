@@ -117,6 +117,18 @@ def test_ranks_have_the_kernel_together_or_not_at_all() -> None:
     assert inputs._spread is None
 
 
+def test_a_kernel_that_does_not_compile_is_replaced(caplog: pytest.LogCaptureFixture) -> None:
+    inputs, answers = make_inputs(), []
+
+    def spread(num_rows: int) -> None:
+        raise OSError("no compiler")
+
+    inputs._spread = spread
+    inputs.check(lambda is_so: answers.append(is_so) or is_so)
+    assert (inputs._spread, answers) == (None, [False])
+    assert "does not run, so torch fills them: no compiler" in caplog.text
+
+
 def test_tokens_are_delivered_by_the_kernel_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """There must be a kernel, and boxes for as many rows as a step has."""
     mail = TokenMail((0, 0), rank=1, num_boxes=4)
