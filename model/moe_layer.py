@@ -207,7 +207,11 @@ class MoeLayer(nn.Module):
             options["max_rank_tokens"] = max_rank_tokens
         shared = SharedRun(self.shared_experts, x_TH, self._side_for(x_TH.shape[0]))
         first_token = 0 if self.slices is None else self.slices.first(x_TH.shape[0])
-        dispatched = self.dispatcher.dispatch(own_SH, self._route(own_SH, num_live, first_token), **options)
+        try:
+            dispatched = self.dispatcher.dispatch(own_SH, self._route(own_SH, num_live, first_token), **options)
+        except Exception:
+            shared.abandon()
+            raise
         try:
             overlap = self.dispatcher.begin_overlap(dispatched) if self._overlaps_down_gemm else None
             if overlap is not None:
@@ -215,6 +219,7 @@ class MoeLayer(nn.Module):
             result = self.runner.run(dispatched, self.quant_info)
             shared.need_success()
         except Exception:
+            shared.abandon()
             abandon(self.dispatcher, dispatched, self.runner.config.dtype)
             raise
         reduces = isinstance(self.dispatcher, StandardDispatcher | GatheredDispatcher) and result.is_partial

@@ -30,6 +30,11 @@ class SharedRun:
         if self._experts is not None and self._side is None:
             self._out_TH = self._experts(self._x_TH)
 
+    def abandon(self) -> None:
+        """Nobody takes the result: work after this one waits for the second stream all the same."""
+        if self._side is not None:
+            self._side.join()
+
     def take(self) -> torch.Tensor | None:
         """[T, H] to be read on the current stream; None without shared experts."""
         if self._side is not None and self._out_TH is not None:

@@ -14,6 +14,7 @@ from model.parallel import ParallelLayout
 from moe import MoeA2ABackend, MoeBackend
 from moe.dispatch.deepep import DeepepDispatcher
 from moe.dispatch.deepep_settings import DeepepMode, DeepepSettings
+from moe.dispatch.standard import StandardDispatcher
 from moe.errors import UnsupportedPathError
 from moe.group import RankGroups
 from moe.runner import MoeRunner
@@ -101,8 +102,26 @@ def test_without_a_transport_they_run_beside_the_routed_ones_of_few_tokens(
         assert len(log) >= 2 * len(layer)
 
 
+@pytest.mark.parametrize("broken", [(StandardDispatcher, "dispatch"), (MoeRunner, "run")], ids=str)
+def test_a_step_that_fails_waits_for_the_shared_experts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: tuple[type, str]
+) -> None:
+    """The step may be tried again: its memory and counters must not be in use."""
+    monkeypatch.setattr(moe_build, "SideStream", Spy)
+
+    def work(layout: ParallelLayout, groups: RankGroups) -> list[str]:
+        model = load_rank(write_checkpoint("deepseek", tmp_path / "deepseek"), layout, groups, max_num_tokens=LIMIT)
+        monkeypatch.setattr(*broken, Broken().forward)
+        Spy.here.log = []
+        with pytest.raises(RuntimeError, match="a bug"):
+            model.moe_layers[0](torch.ones(3, 256))
+        return Spy.here.log
+
+    assert run_layout({}, work) == [["fork", "left", "join"]]
+
+
 class Broken(torch.nn.Module):
-    def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
+    def forward(self, *args: Any, **options: Any) -> torch.Tensor:
         raise RuntimeError("a bug in the shared experts")
 
 
