@@ -13,6 +13,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from engine.errors import EngineConfigError
 from engine.gpu_params import NUM_FLOATS, NUM_INTS, Rows
 from engine.sampler import PendingTokens
 from engine.transfer import HostBuffers, HostResults
@@ -44,10 +45,20 @@ class SampleGraphs:
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """Capture all graphs. The kernels must have been launched before."""
+        """Capture all graphs. The kernels must have been launched before.
+
+        Raises:
+            EngineConfigError: a graph cannot be captured; the message says which setting does without.
+        """
         for size in self._sizes:
             for has_draws in (False, True):
-                self._graphs[size, has_draws] = _capture(self._rows(size, has_draws), self._choose)
+                try:
+                    self._graphs[size, has_draws] = _capture(self._rows(size, has_draws), self._choose)
+                except Exception as error:  # torch's or Triton's
+                    raise EngineConfigError(
+                        f"the choice of {size} tokens cannot be captured in a CUDA graph: {error}; "
+                        "set enforce_eager to serve without graphs"
+                    ) from error
 
     def _rows(self, size: int, has_draws: bool) -> Rows:
         ints, floats, drawn_N = self._words[: size * _WORDS_OF_ROW].split([size * NUM_INTS, size * NUM_FLOATS, size])
@@ -80,6 +91,8 @@ def _capture(rows: Rows, choose: Callable[[Rows], None]) -> Replayable:
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
         graph.capture_begin()
-        choose(rows)
-        graph.capture_end()
+        try:
+            choose(rows)
+        finally:
+            graph.capture_end()
     return graph
