@@ -103,7 +103,9 @@ class CapturedStep:
     plan: Any
 
     def replay(self, query_lens: tuple[int, ...], seq_lens: tuple[int, ...]) -> None:
-        """Run it for rows of these lengths, padding included, after the buffers were filled."""
+        """Run it for rows of these lengths, padding included. The buffers hold the step, or the graph fills them; not
+        the latter where `Model.plans_by_tables`.
+        """
         self.model.update_plan(self.plan, query_lens, seq_lens)
         self.graph.replay()
 
@@ -147,7 +149,8 @@ class DecodeGraphs:
         most, device = settings.max_num_seqs, settings.model.device
         self.sizes = graph_sizes(most)
         self.buffers = settings.buffers(most, most)
-        self.inputs = DecodeInputs(self.buffers, tokens_M, settings.model.token_mail)
+        model = settings.model
+        self.inputs = DecodeInputs(self.buffers, tokens_M, model.token_mail, is_in_graph=not model.plans_by_tables)
         self._rows_M = torch.arange(most, device=device)
         self._starts_M1 = torch.arange(most + 1, dtype=torch.int32, device=device)
         self._graphs: dict[int, CapturedStep] = {}

@@ -36,15 +36,20 @@ logger = logging.getLogger(__name__)
 class DecodeInputs:
     """Fills `buffers`. `tokens_M` has the tokens that steps chose last, on the rank of a group that samples."""
 
-    def __init__(self, buffers: StepBuffers, tokens_M: torch.Tensor, mail: TokenMail | None = None) -> None:
-        """`mail`: how the group's other ranks can get their tokens; None where somebody copies `tokens_M` to them."""
+    def __init__(
+        self, buffers: StepBuffers, tokens_M: torch.Tensor, mail: TokenMail | None = None, *, is_in_graph: bool = True
+    ) -> None:
+        """`mail`: how the group's other ranks can get their tokens; None where somebody copies `tokens_M` to them.
+
+        `is_in_graph`: whether a graph may fill the buffers; False where they are read before it is replayed.
+        """
         self._buffers, self._tokens_M, self._mail = buffers, tokens_M, mail
         num_kinds, max_rows, num_pages = buffers.tables_GMP.shape
         num_numbers = HEADER + max_rows * (NUMBERS_OF_ROW + num_kinds * num_pages)
         self._numbers = torch.zeros(num_numbers, dtype=torch.int32, device=buffers.ids_M.device)
         self._host = HostBuffers(self._numbers)
         self._num_pages = 1  # of the numbers that were sent last
-        self._spread: Callable[[int], None] | None = self._make_kernel()
+        self._spread: Callable[[int], None] | None = self._make_kernel() if is_in_graph else None
 
     def _can_have_kernel(self) -> bool:
         return self._numbers.device.type == "cuda" and missing_for_triton() is None
@@ -68,18 +73,23 @@ class DecodeInputs:
         lens = [row.start + 1 for row in step.rows]
         places = [row.row for row in step.rows]
         late = step.input_ids == LATE_ID
-        self._send(step.input_ids, lens, np.where(late, places, -1), [table[places] for table in tables])
+        num_pages = self._num_pages_of(lens)
+        self._send(step.input_ids, lens, np.where(late, places, -1), [table[:, :num_pages][places] for table in tables])
 
     def send_nothing(self) -> None:
         """Take a step without requests."""
         none = np.zeros(0, dtype=np.int32)
         self._send(none, [], none, [none.reshape(0, 1)] * len(self._buffers.pages))
 
+    def _num_pages_of(self, lens: list[int]) -> int:
+        """P."""
+        return -(-max(lens, default=1) // self._buffers.page_size)
+
     def _send(
         self, tokens_B: np.ndarray, lens: list[int], places_B: np.ndarray, tables_BP: list[np.ndarray]
     ) -> None:  # fmt: skip
         """Numbers of B rows; tables may have more pages than the longest row needs."""
-        num_rows, num_pages = len(lens), -(-max(lens, default=1) // self._buffers.page_size)
+        num_rows, num_pages = len(lens), self._num_pages_of(lens)
         numbers, end = self._host.take(), HEADER + NUMBERS_OF_ROW * num_rows
         numbers[:HEADER] = num_rows, num_pages
         numbers[HEADER:end].reshape(NUMBERS_OF_ROW, num_rows)[:] = tokens_B, lens, places_B

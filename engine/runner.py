@@ -67,6 +67,10 @@ class Model(Protocol):
         """Whether a step harms nothing while Triton kernels are only compiled, not launched."""
 
     @property
+    def plans_by_tables(self) -> bool:
+        """Whether `update_plan` reads the page tables of the batch, which then hold the step before a replay."""
+
+    @property
     def token_mail(self) -> TokenMail | None:
         """How ranks that do not sample can get their tokens in a captured step; None if no kernel can do it."""
 

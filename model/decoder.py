@@ -163,6 +163,11 @@ class Model(nn.Module):
         return all(layer.has_own_kernels for layer in self.moe_layers)
 
     @property
+    def plans_by_tables(self) -> bool:
+        """Whether `update_plan` reads the page tables of the batch that `plan_for_graph` got."""
+        return self.attention.plans_by_tables
+
+    @property
     def token_mail(self) -> TokenMail | None:
         """How the ranks of `groups.tp` can get the tokens that the first of them chose; None if no kernel can do it."""
         return self.groups.tp.mail if isinstance(self.groups.tp, OneShotGroup) else None

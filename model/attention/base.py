@@ -80,6 +80,7 @@ class Attention(ABC):
 
     name: ClassVar[str]
     is_capturable: ClassVar[bool] = False  # a decode step neither waits for the device nor needs lengths on the host
+    plans_by_tables: ClassVar[bool] = False  # `update_plan` reads page tables
 
     def __init__(self, specs: Sequence[AttentionSpec], device: torch.device, dtypes: AttentionDtypes = BF16) -> None:
         """Prepare for layers of the given kinds.
@@ -134,8 +135,8 @@ class Attention(ABC):
     def update_plan(self, plan: Any, query_lens: tuple[int, ...], seq_lens: tuple[int, ...]) -> None:
         """Bring a plan of `plan_for_graph` up to date with the lengths of its rows, padding included.
 
-        Called before each replay, outside the graph, when the batch's tensors hold the step. Does not wait for the
-        device.
+        Called before each replay, outside the graph. The batch's tensors then hold the step if `plans_by_tables`; else
+        the graph may still have to fill them. Does not wait for the device.
         """
         del plan, query_lens, seq_lens
 

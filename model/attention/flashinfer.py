@@ -46,6 +46,7 @@ class FlashInferAttention(TritonAttention):
 
     name = "flashinfer"
     is_capturable = True
+    plans_by_tables = True
 
     def __init__(self, specs: Sequence[AttentionSpec], device: torch.device, dtypes: AttentionDtypes = BF16) -> None:
         super().__init__(specs, device, dtypes)

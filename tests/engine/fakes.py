@@ -34,6 +34,7 @@ class FakeModel:
         self.balance = None
         self.asks_num_live = False
         self.token_mail = None
+        self.plans_by_tables = False
         self.can_compile_ahead = False
         self.dtype = torch.float32
         self.device = torch.device("cpu")

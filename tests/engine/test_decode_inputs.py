@@ -1,17 +1,23 @@
 """`DecodeInputs`: what torch fills, the kernel in the interpreter and compiled, and what a wrong kernel leads to."""
 
 import re
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from engine import decode_inputs
+from engine.cuda_graphs import DecodeGraphs, GraphSettings
 from engine.decode_inputs import DecodeInputs
 from engine.gpu_inputs import spread_numbers
 from engine.step import LATE_ID, StepBatch, StepRow
 from engine.step_buffers import StepBuffers
+from model.attention.flashinfer import FlashInferAttention
+from model.attention.triton import TritonAttention
 from moe.group import TokenMail
+from tests.engine.fakes import FakeModel
 from tests.interpreter import RunInterpreted
 from tests.moe.kernels.compiling import compile_kernel, of_hopper_and_others
 
@@ -141,6 +147,32 @@ def test_tokens_are_delivered_by_the_kernel_alone(monkeypatch: pytest.MonkeyPatc
     assert not make_inputs().delivers_tokens
     assert not make_inputs(TokenMail((0, 0), rank=1, num_boxes=3)).delivers_tokens
     assert made == [mail, None, None]
+
+
+def test_no_graph_fills_tables_that_a_plan_reads_before_its_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel in the graph would write them too late: the plan would have the pages of the step before."""
+    monkeypatch.setattr(DecodeInputs, "_can_have_kernel", lambda self: True)
+    kernels = decode_inputs.importlib.import_module("engine.gpu_inputs")
+    monkeypatch.setattr(kernels, "spreader", lambda *arguments: lambda num_rows: None)
+    seen = []
+
+    def replay(graphs: DecodeGraphs) -> Any:
+        table = graphs.buffers.pages[0].table_MP
+        return SimpleNamespace(replay=lambda query_lens, seq_lens: seen.append(table[0, :2].tolist()))
+
+    for plans_by_tables in (False, True):
+        model = FakeModel()
+        model.plans_by_tables = plans_by_tables
+        settings = GraphSettings(
+            model=model, kv=[], logits_MV=torch.zeros(3, model.vocab_size), page_size=4, max_num_seqs=2,
+            max_model_len=8, spare_page=9, is_sliding=False,
+        )  # fmt: skip
+        graphs = DecodeGraphs(settings, torch.zeros(2, dtype=torch.int64))
+        graphs._graphs = dict.fromkeys(graphs.sizes, replay(graphs))
+        graphs.run(step_of((1, 5, 7)), tables()[:1])
+    assert seen == [[9, 9], [10, 11]]
+    assert FlashInferAttention.plans_by_tables
+    assert not TritonAttention.plans_by_tables
 
 
 @of_hopper_and_others
