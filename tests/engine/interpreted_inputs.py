@@ -5,8 +5,6 @@ Ranks are processes with shared memory. The first one is late, so that the other
 
 import json
 import mmap
-import os
-import signal
 import sys
 import time
 from itertools import product
@@ -17,9 +15,10 @@ from engine.decode_inputs import DecodeInputs
 from engine.gpu_inputs import spreader
 from engine.step_buffers import StepBuffers
 from moe.group import TokenMail
+from tests.forked_ranks import sum_over_ranks
 
 MAX_ROWS, PAGE_SIZE, SPARE_PAGE, STEPS = 5, 4, 9, 4
-LAG_S, TIMEOUT_S = 0.02, 100
+LAG_S = 0.02
 
 
 def make_inputs(*, is_sliding: bool, counts_live: bool, max_model_len: int, mail: TokenMail | None) -> DecodeInputs:
@@ -65,18 +64,7 @@ def wrong_steps(boxes: list[torch.Tensor], rank: int) -> int:
 def wrong_on_ranks(num_ranks: int) -> int:
     """Wrong steps of all ranks; a rank that does not end counts all its steps."""
     boxes = [torch.frombuffer(mmap.mmap(-1, 4 * MAX_ROWS), dtype=torch.int32) for _ in range(num_ranks)]
-    pids = []
-    for rank in range(num_ranks):
-        pids.append(os.fork())
-        if pids[-1] == 0:
-            signal.alarm(TIMEOUT_S)
-            wrong = STEPS
-            try:
-                wrong = wrong_steps(boxes, rank)
-            finally:
-                os._exit(wrong)
-    statuses = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
-    return sum(STEPS if status < 0 else status for status in statuses)
+    return sum_over_ranks(num_ranks, lambda rank: wrong_steps(boxes, rank), most=STEPS)
 
 
 def main() -> None:

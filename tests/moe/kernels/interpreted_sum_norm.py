@@ -6,19 +6,18 @@ changes, as in steps that follow each other. The planted faults show that a wron
 
 import json
 import mmap
-import os
-import signal
 import sys
 import time
 
 import torch
 
 from moe.kernels.sum_norm import SumNorm
+from tests.forked_ranks import sum_over_ranks
 
 ROUNDS, HIDDEN, MOST_ROWS, MAX_RANKS = 12, 100, 4, 4
 PART = MOST_ROWS * HIDDEN * 4  # bytes; fp32 and fp16 alike
 FLAGS = MOST_ROWS * MAX_RANKS * 4
-LAG_S, TIMEOUT_S = 0.03, 100
+LAG_S = 0.03
 CPU = torch.device("cpu")
 
 
@@ -60,19 +59,9 @@ def wrong_rounds(memory: list[torch.Tensor], rank: int, dtype: torch.dtype, faul
 def total_of_ranks(num_ranks: int, dtype: torch.dtype, fault: str = "") -> int:
     """Wrong rounds of all ranks; a rank that does not end counts all its rounds."""
     memory = [torch.frombuffer(mmap.mmap(-1, 2 * (PART + FLAGS)), dtype=torch.uint8) for _ in range(num_ranks)]
-    pids = []
-    for rank in range(num_ranks):
-        pids.append(os.fork())
-        if pids[-1] == 0:
-            signal.alarm(TIMEOUT_S)
-            wrong = ROUNDS
-            try:
-                wrong = wrong_rounds(memory, rank, dtype, fault)
-            finally:
-                os._exit(wrong)
-    statuses = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    wrong = sum_over_ranks(num_ranks, lambda rank: wrong_rounds(memory, rank, dtype, fault), most=ROUNDS)
     left = sum(int(each[2 * PART :].view(torch.int32).count_nonzero()) for each in memory)
-    return sum(ROUNDS if status < 0 else status for status in statuses) + (left if not fault else 0)
+    return wrong + (left if not fault else 0)
 
 
 def main() -> None:
