@@ -9,7 +9,7 @@ whatever the number of rows:
     collect, draw_tokens         if a row is drawn
     row_stats, combine, collect, rank_tokens on the model's own logits, if a request wants log-probabilities
 
-Where only the launches in the middle are needed, a graph has them (`engine.gpu_sample_graphs`).
+Where nothing but the third and the fourth line is needed, a captured graph launches them (`engine.gpu_sample_graphs`).
 Torch operators compute the log-probabilities of tokens that a request lists itself, which is rare.
 
 What the host knows of the rows travels in one pinned copy. `engine.sampler` is the reference in plain torch.

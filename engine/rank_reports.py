@@ -44,8 +44,8 @@ class RankReports:
     def info(self) -> EngineInfo | None:
         """The engine's facts once all ranks are ready, within the limits of the smallest; None before.
 
-        A rank is ready for this process when its heart beats here, too: the library aborts a process that has no file
-        left for a connection of a rank.
+        A rank counts once this process has heard a heartbeat of it, too. ZMQ aborts a process that has no file left
+        when a rank connects, so all connections must be there before clients take the files.
         """
         if min(len(self._infos), len(self._have_beaten)) < len(self._loop_age_s):
             return None

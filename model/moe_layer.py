@@ -235,7 +235,7 @@ class MoeLayer(nn.Module):
         return out_SH if shared_TH is None else out_SH + shared_TH
 
     def _side_for(self, num_tokens: int) -> SideStream | None:
-        """While tokens travel the GPU has time; without a transport the experts of few tokens leave it some."""
+        """The second stream where the GPU has time: while tokens travel, or beside the experts of few tokens."""
         travels = not isinstance(self.dispatcher, StandardDispatcher | GatheredDispatcher)
         return self._side if travels or num_tokens <= MOST_TOKENS_BESIDE else None
 
