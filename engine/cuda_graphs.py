@@ -103,8 +103,8 @@ class CapturedStep:
     plan: Any
 
     def replay(self, query_lens: tuple[int, ...], seq_lens: tuple[int, ...]) -> None:
-        """Run it for rows of these lengths, padding included. The buffers hold the step, or the graph fills them; not
-        the latter where `Model.plans_by_tables`.
+        """Run it for rows of these lengths, padding included. The buffers hold the step already, or the graph fills
+        them, which it may not do where `Model.plans_by_tables`.
         """
         self.model.update_plan(self.plan, query_lens, seq_lens)
         self.graph.replay()
@@ -113,7 +113,7 @@ class CapturedStep:
 def capture_all(
     what: str,
     sizes: Sequence[_Size],
-    capture: Callable[[_Size], CapturedStep],
+    capture: Callable[[_Size], object],
     advance: Callable[[], None] = lambda: None,
 ) -> None:
     """Capture every size, the largest first, since the others then fit in its memory. `advance` is called after each.
@@ -146,13 +146,12 @@ class DecodeGraphs:
     def __init__(self, settings: GraphSettings, tokens_M: torch.Tensor) -> None:
         """`tokens_M`: see `DecodeInputs`."""
         self._settings = settings
-        most, device = settings.max_num_seqs, settings.model.device
+        most, model = settings.max_num_seqs, settings.model
         self.sizes = graph_sizes(most)
         self.buffers = settings.buffers(most, most)
-        model = settings.model
         self.inputs = DecodeInputs(self.buffers, tokens_M, model.token_mail, is_in_graph=not model.plans_by_tables)
-        self._rows_M = torch.arange(most, device=device)
-        self._starts_M1 = torch.arange(most + 1, dtype=torch.int32, device=device)
+        self._rows_M = torch.arange(most, device=model.device)
+        self._starts_M1 = torch.arange(most + 1, dtype=torch.int32, device=model.device)
         self._graphs: dict[int, CapturedStep] = {}
 
     @torch.inference_mode()
@@ -208,9 +207,9 @@ class DecodeGraphs:
 
         `tables`: page ids [places, P], one for each kind of layers.
         """
-        self.inputs.send(step, tables)
-        num_rows = len(step.rows)
-        self._replay(max(num_rows, step.max_rank_tokens or 0), [row.start + 1 for row in step.rows])
+        num_rows, seq_lens = len(step.rows), [row.start + 1 for row in step.rows]
+        self.inputs.send(step, seq_lens, tables)
+        self._replay(max(num_rows, step.max_rank_tokens or 0), seq_lens)
         return self._settings.logits_MV[:num_rows]
 
     def run_idle(self, max_rank_tokens: int) -> None:

@@ -12,10 +12,8 @@ Shape letters: B rows of the step, N of a graph, M of the largest one, P pages o
 that have pages of their own.
 """
 
-import importlib
 import logging
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +21,7 @@ import torch
 from engine.step import LATE_ID, StepBatch
 from engine.step_buffers import StepBuffers
 from engine.transfer import HostBuffers
-from moe.backends.c_compiler import missing_for_triton
+from model.fused import kernel_module
 from moe.group import TokenMail
 
 HEADER = 2  # numbers before the rows'
@@ -34,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class DecodeInputs:
-    """Fills `buffers`. `tokens_M` has the tokens that steps chose last, on the rank of a group that samples."""
+    """Fills `buffers`. On the rank that samples for its group, `tokens_M` holds the tokens that steps chose last."""
 
     def __init__(
         self, buffers: StepBuffers, tokens_M: torch.Tensor, mail: TokenMail | None = None, *, is_in_graph: bool = True
@@ -51,15 +49,12 @@ class DecodeInputs:
         self._num_pages = 1  # of the numbers that were sent last
         self._spread: Callable[[int], None] | None = self._make_kernel() if is_in_graph else None
 
-    def _can_have_kernel(self) -> bool:
-        return self._numbers.device.type == "cuda" and missing_for_triton() is None
-
     def _make_kernel(self) -> Callable[[int], None] | None:
-        if not self._can_have_kernel():
+        kernels = kernel_module("engine.gpu_inputs", self._numbers.device)
+        if kernels is None:
             return None
         if self._mail is not None and self._buffers.lens_M.shape[0] > self._mail.num_boxes:
             self._mail = None
-        kernels: Any = importlib.import_module("engine.gpu_inputs")
         kernel: Callable[[int], None] = kernels.spreader(self._numbers, self._tokens_M, self._buffers, self._mail)
         return kernel
 
@@ -68,34 +63,30 @@ class DecodeInputs:
         """Whether tokens reach the other ranks of the group without anybody copying `tokens_M` there."""
         return self._spread is not None and self._mail is not None
 
-    def send(self, step: StepBatch, tables: list[np.ndarray]) -> None:
-        """Take a decode step. `tables` [places, P of the longest] int32, one for each kind of layers."""
-        lens = [row.start + 1 for row in step.rows]
+    def send(self, step: StepBatch, lens: list[int], tables: list[np.ndarray]) -> None:
+        """Take a decode step, after which its requests have `lens` tokens.
+
+        `tables` [places, P of the longest] int32, one for each kind of layers.
+        """
         places = [row.row for row in step.rows]
-        late = step.input_ids == LATE_ID
-        num_pages = self._num_pages_of(lens)
-        self._send(step.input_ids, lens, np.where(late, places, -1), [table[:, :num_pages][places] for table in tables])
+        self._send(step.input_ids, lens, np.where(step.input_ids == LATE_ID, places, -1), tables, places)
 
     def send_nothing(self) -> None:
         """Take a step without requests."""
         none = np.zeros(0, dtype=np.int32)
-        self._send(none, [], none, [none.reshape(0, 1)] * len(self._buffers.pages))
-
-    def _num_pages_of(self, lens: list[int]) -> int:
-        """P."""
-        return -(-max(lens, default=1) // self._buffers.page_size)
+        self._send(none, [], none, [], [])
 
     def _send(
-        self, tokens_B: np.ndarray, lens: list[int], places_B: np.ndarray, tables_BP: list[np.ndarray]
+        self, tokens_B: np.ndarray, lens: list[int], places_B: np.ndarray, tables: list[np.ndarray], lines: list[int]
     ) -> None:  # fmt: skip
-        """Numbers of B rows; tables may have more pages than the longest row needs."""
-        num_rows, num_pages = len(lens), self._num_pages_of(lens)
+        """Numbers of B rows, whose pages are in these lines of the tables."""
+        num_rows, num_pages = len(lens), -(-max(lens, default=1) // self._buffers.page_size)
         numbers, end = self._host.take(), HEADER + NUMBERS_OF_ROW * num_rows
         numbers[:HEADER] = num_rows, num_pages
         numbers[HEADER:end].reshape(NUMBERS_OF_ROW, num_rows)[:] = tokens_B, lens, places_B
-        for table_BP in tables_BP:
+        for table in tables:
             start, end = end, end + num_rows * num_pages
-            numbers[start:end].reshape(num_rows, num_pages)[:] = table_BP[:, :num_pages]
+            numbers[start:end].reshape(num_rows, num_pages)[:] = table[:, :num_pages][lines]
         self._host.send(end)
         self._num_pages = num_pages
         self._buffers.num_live_tokens = self._buffers.num_live_rows = num_rows
@@ -133,8 +124,9 @@ class DecodeInputs:
     def check(self, all_agree: Callable[[bool], bool]) -> None:
         """Compare the kernel with torch on random numbers, and do without it where they differ.
 
-        `all_agree`: whether it is so on all ranks of the engine, which call this together. On the ranks of a group the
-        kernels meet each other, and `all_agree` keeps one step of theirs from the next.
+        `all_agree` tells whether something is true on every rank of the engine; all of them call `check` together. The
+        kernels of a group exchange tokens, and since `all_agree` waits for all ranks, no kernel begins the next step
+        before the others have ended this one.
         """
         if not all_agree(self._runs()):
             self._spread = None
@@ -169,8 +161,8 @@ class DecodeInputs:
         tokens_M = torch.from_numpy(rng.integers(0, 1000, len(self._tokens_M))).to(self._numbers.device)
         lens = rng.integers(1, buffers.longest + 1, num_rows).tolist()
         places_B = np.where(rng.random(num_rows) < 0.5, -1, rng.permutation(max_rows)[:num_rows])
-        tables_BP = list(rng.integers(0, 1000, (num_kinds, num_rows, num_pages)))
-        self._send(rng.integers(0, 1000, num_rows), lens, places_B, tables_BP)
+        tables = list(rng.integers(0, 1000, (num_kinds, num_rows, num_pages)))
+        self._send(rng.integers(0, 1000, num_rows), lens, places_B, tables, list(range(num_rows)))
         filled = []
         for fill, knows_tokens in ((self._copy, True), (self.spread, self._mail is None or self._mail.rank == 0)):
             self._tokens_M.copy_(tokens_M if knows_tokens else torch.full_like(tokens_M, -1))

@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from engine.errors import EngineConfigError
+from engine.cuda_graphs import capture_all
 from engine.gpu_params import NUM_FLOATS, NUM_INTS, Rows
 from engine.sampler import PendingTokens
 from engine.transfer import HostBuffers, HostResults
@@ -45,20 +45,12 @@ class SampleGraphs:
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """Capture all graphs. The kernels must have been launched before.
+        """Capture all graphs; see `capture_all`. The kernels must have been launched before."""
+        capture_all("the choice of tokens", self._sizes, self._capture_size)
 
-        Raises:
-            EngineConfigError: a graph cannot be captured; the message says which setting does without.
-        """
-        for size in self._sizes:
-            for has_draws in (False, True):
-                try:
-                    self._graphs[size, has_draws] = _capture(self._rows(size, has_draws), self._choose)
-                except Exception as error:  # torch's or Triton's
-                    raise EngineConfigError(
-                        f"the choice of {size} tokens cannot be captured in a CUDA graph: {error}; "
-                        "set enforce_eager to serve without graphs"
-                    ) from error
+    def _capture_size(self, size: int) -> None:
+        for has_draws in (False, True):
+            self._graphs[size, has_draws] = _capture(self._rows(size, has_draws), self._choose)
 
     def _rows(self, size: int, has_draws: bool) -> Rows:
         ints, floats, drawn_N = self._words[: size * _WORDS_OF_ROW].split([size * NUM_INTS, size * NUM_FLOATS, size])

@@ -135,16 +135,12 @@ class ModelRunner:
         """Start the forward pass of a step, which writes the keys and values of its tokens. Does not wait for a GPU."""
         if self.graphs is not None and self.graphs.serves(step):
             tables = self._update_tables(step)
-            if step.has_late_ids and not self.graphs.inputs.delivers_tokens:
-                self._share_tokens()
+            if self.share_tokens is not None and not self.graphs.inputs.delivers_tokens and step.has_late_ids:
+                self.share_tokens(self.tokens_M)
             logits_RV = self.graphs.run(step, tables)
         else:
             logits_RV = self._run_mixed(self.make_batch(step))
         return Pending(step, logits_RV, self.sampler)
-
-    def _share_tokens(self) -> None:
-        if self.share_tokens is not None:
-            self.share_tokens(self.tokens_M)
 
     def _run_mixed(self, batch: ForwardBatch) -> torch.Tensor:
         """Logits of a step that no decode graph serves."""
@@ -196,7 +192,8 @@ class ModelRunner:
             numbers64, [len(part) for part in parts]
         )
         if len(late):
-            self._share_tokens()
+            if self.share_tokens is not None:
+                self.share_tokens(self.tokens_M)
             ids_T.index_copy_(0, late_L, self.tokens_M.index_select(0, sources_L))
         batch = ForwardBatch(
             input_ids_T=ids_T,

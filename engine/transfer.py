@@ -9,6 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+_NUM_BUFFERS = 4  # of `HostBuffers` and `HostResults`
+
 
 def to_device(numbers: Sequence[object] | np.ndarray, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """The numbers as a tensor on the device. An array must have the type already; on a CPU it is shared, not copied."""
@@ -54,15 +56,15 @@ class Mark:
 class HostBuffers:
     """Pinned memory from which arrays go to one tensor on the device, without a wait for the copies before.
 
-    Cheaper than `to_device`: nothing is allocated. A few buffers take turns.
+    Cheaper than `to_device`: nothing is allocated. `_NUM_BUFFERS` take turns.
     """
 
-    def __init__(self, target_N: torch.Tensor, *, num_buffers: int = 4) -> None:
+    def __init__(self, target_N: torch.Tensor) -> None:
         """`target_N`: the contiguous tensor that all copies go to."""
         self._target_N, self._turn = target_N, 0
-        self._buffers = [_on_host(target_N) for _ in range(num_buffers)]
+        self._buffers = [_on_host(target_N) for _ in range(_NUM_BUFFERS)]
         self._arrays = [buffer.numpy() for buffer in self._buffers]
-        self._events = [torch.cuda.Event() for _ in range(num_buffers)] if target_N.is_cuda else []
+        self._events = [torch.cuda.Event() for _ in self._buffers] if target_N.is_cuda else []
 
     def take(self) -> np.ndarray:
         """The next buffer, to be filled from its start. Waits until the copy that it was filled for is over."""
@@ -81,13 +83,13 @@ class HostBuffers:
 class HostResults:
     """Pinned memory to which numbers of one tensor on the device come, without a wait for it.
 
-    A few buffers take turns: a result must be read before as many others are fetched.
+    `_NUM_BUFFERS` take turns: a result must be read before as many others are fetched.
     """
 
-    def __init__(self, source_N: torch.Tensor, *, num_buffers: int = 4) -> None:
+    def __init__(self, source_N: torch.Tensor) -> None:
         """`source_N`: where all copies come from."""
         self._source_N, self._turn = source_N, 0
-        self._buffers = [_on_host(source_N) for _ in range(num_buffers)]
+        self._buffers = [_on_host(source_N) for _ in range(_NUM_BUFFERS)]
 
     def fetch(self, num: int) -> torch.Tensor:
         """The first `num` numbers, to be read after the device has passed a `Mark` made later."""

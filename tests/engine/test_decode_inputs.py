@@ -46,6 +46,11 @@ def tables() -> list[np.ndarray]:
     return [table, table + 100]
 
 
+def send(inputs: DecodeInputs, *rows: tuple[int, int, int]) -> None:
+    """As `step_of`."""
+    inputs.send(step_of(*rows), [position + 1 for _, position, _ in rows], tables())
+
+
 def fill(inputs: DecodeInputs, size: int) -> StepBuffers:
     inputs.spread_by_torch(size)
     return inputs._buffers
@@ -53,7 +58,7 @@ def fill(inputs: DecodeInputs, size: int) -> StepBuffers:
 
 def test_rows_have_their_numbers_and_the_others_are_padding() -> None:
     inputs = make_inputs()
-    inputs.send(step_of((2, 0, 7), (1, 13, LATE_ID), (3, 4, LATE_ID)), tables())
+    send(inputs, (2, 0, 7), (1, 13, LATE_ID), (3, 4, LATE_ID))
     buffers = fill(inputs, 4)
     assert buffers.ids_M[:3].tolist() == [7, 101, 103]
     assert buffers.positions_M[:3].tolist() == [0, 13, 4]
@@ -65,7 +70,7 @@ def test_rows_have_their_numbers_and_the_others_are_padding() -> None:
     assert buffers.num_live is not None
     assert buffers.num_live.tolist() == [3]
 
-    inputs.send(step_of((0, 3, 5)), tables())
+    send(inputs, (0, 3, 5))
     fill(inputs, 2)
     assert buffers.ids_M[0] == 5
     assert buffers.pages[0].slots_M.tolist() == [3, 36, 31 * 4, 36], "a graph of two rows reads these alone"
@@ -110,7 +115,7 @@ def test_a_wrong_kernel_is_found_and_replaced_on_all_ranks(fault: str | None, ca
     assert ("is wrong: torch fills them" in caplog.text) == (fault is not None)
     buffers = inputs._buffers
     assert all(map(torch.equal, buffers.all, make_inputs()._buffers.all)), "nothing of the check is left"
-    inputs.send(step_of((0, 3, 5)), tables())
+    send(inputs, (0, 3, 5))
     inputs.spread_by_torch(1)
     inputs.spread(1)
     assert buffers.ids_M[0] == 5
@@ -139,10 +144,9 @@ def test_tokens_are_delivered_by_the_kernel_alone(monkeypatch: pytest.MonkeyPatc
     """There must be a kernel, and boxes for as many rows as a step has."""
     mail = TokenMail((0, 0), rank=1, num_boxes=4)
     assert not make_inputs(mail).delivers_tokens, "a CPU has no kernel"
-    monkeypatch.setattr(DecodeInputs, "_can_have_kernel", lambda self: True)
     made = []
-    kernels = decode_inputs.importlib.import_module("engine.gpu_inputs")
-    monkeypatch.setattr(kernels, "spreader", lambda *arguments: made.append(arguments[-1]) or (lambda num_rows: None))
+    kernels = SimpleNamespace(spreader=lambda *arguments: made.append(arguments[-1]) or (lambda num_rows: None))
+    monkeypatch.setattr(decode_inputs, "kernel_module", lambda name, device: kernels)
     assert make_inputs(mail).delivers_tokens
     assert not make_inputs().delivers_tokens
     assert not make_inputs(TokenMail((0, 0), rank=1, num_boxes=3)).delivers_tokens
@@ -151,9 +155,8 @@ def test_tokens_are_delivered_by_the_kernel_alone(monkeypatch: pytest.MonkeyPatc
 
 def test_no_graph_fills_tables_that_a_plan_reads_before_its_replay(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel in the graph would write them too late: the plan would have the pages of the step before."""
-    monkeypatch.setattr(DecodeInputs, "_can_have_kernel", lambda self: True)
-    kernels = decode_inputs.importlib.import_module("engine.gpu_inputs")
-    monkeypatch.setattr(kernels, "spreader", lambda *arguments: lambda num_rows: None)
+    kernels = SimpleNamespace(spreader=lambda *arguments: lambda num_rows: None)
+    monkeypatch.setattr(decode_inputs, "kernel_module", lambda name, device: kernels)
     seen = []
 
     def replay(graphs: DecodeGraphs) -> Any:

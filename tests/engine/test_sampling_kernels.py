@@ -5,9 +5,9 @@ import sys
 import pytest
 import torch
 
-from engine import choose_sampler
 from engine.choose_sampler import make_sampler
 from engine.sampler import TorchSampler
+from model import fused
 from tests.engine.sampling_kernels import KERNELS, compile_sampling
 from tests.interpreter import PARTS, RunInterpreted, waits_for_interpreter
 from tests.moe.kernels.compiling import of_hopper_and_others
@@ -51,12 +51,13 @@ def test_a_cpu_and_a_machine_without_triton_use_torch(monkeypatch: pytest.Monkey
     made = []
     from engine import gpu_sampler
 
+    monkeypatch.setattr(fused, "_module", fused._module.__wrapped__)  # which remembers what it found
     monkeypatch.setattr(gpu_sampler, "GpuSampler", lambda *arguments: made.append(arguments) or "kernels")
     assert make_sampler(OnGpu(), 201_088) == "kernels"
     assert isinstance(make_sampler(OnGpu(), 2**19 + 1), TorchSampler), "its mass would not fit into 64 bits"
-    monkeypatch.setattr(choose_sampler, "missing_for_triton", lambda: "gcc")
+    monkeypatch.setattr(fused, "missing_for_triton", lambda: "gcc")
     assert isinstance(make_sampler(OnGpu(), 97), TorchSampler)
-    monkeypatch.setattr(choose_sampler, "missing_for_triton", lambda: None)
+    monkeypatch.setattr(fused, "missing_for_triton", lambda: None)
     monkeypatch.setitem(sys.modules, "engine.gpu_sampler", None)
     assert isinstance(make_sampler(OnGpu(), 97), TorchSampler)
     assert len(made) == 1
