@@ -23,7 +23,8 @@ from torch import distributed
 
 from model.norm import RmsNorm
 from moe.group import Group, PartialSum, SumPlace, TorchGroup
-from moe.one_shot import MAX_BYTES, OneShotGroup, with_one_shot
+from moe.one_shot import OneShotGroup, with_one_shot
+from moe.shared_memory import MAX_BYTES
 
 SUMS_PER_GRAPH = 50
 ROUNDS = 21
@@ -155,7 +156,7 @@ def work(rank: int, args: argparse.Namespace, meeting: str) -> None:
     plain = TorchGroup()
     one_shot = with_one_shot(plain, device) if on_gpu else plain
     works, rows = isinstance(one_shot, OneShotGroup), []
-    norms_work = isinstance(one_shot, OneShotGroup) and one_shot.norms
+    norms_work = isinstance(one_shot, OneShotGroup) and one_shot.has_kernels
     for tokens in args.tokens:
         shape = (tokens, args.hidden)
         row = {"tokens": tokens, "bytes": 2 * tokens * args.hidden, "plain_us": time_us(plain, shape, device)}
@@ -165,9 +166,9 @@ def work(rank: int, args: argparse.Namespace, meeting: str) -> None:
             row["wrong_sums"] = count_wrong_sums(one_shot, plain, shape, device)
             row["wrong_norms"] = count_wrong_norms(one_shot, plain, shape, device)
         if isinstance(one_shot, OneShotGroup) and row["bytes"] <= MAX_BYTES:
-            one_shot.norms = False
+            one_shot.has_kernels = False
             row["two_kernels_us"] = time_norm_us(one_shot, shape, device)
-            one_shot.norms = norms_work
+            one_shot.has_kernels = norms_work
             if norms_work:
                 row["one_kernel_us"] = time_norm_us(one_shot, shape, device)
         rows.append(row)

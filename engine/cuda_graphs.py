@@ -187,7 +187,7 @@ class DecodeGraphs:
         batch = self.buffers.batch(
             (1,) * size, query_start_B1=self._starts_M1, logit_rows_R=self._rows_M, all_ranks_decode=True
         )
-        return replace(batch, max_rank_tokens=size)
+        return replace(batch, max_rank_tokens=size, wants_all_rows=True)
 
     def serves(self, step: StepBatch) -> bool:
         """True for a step in which each of at most `max_num_seqs` requests decodes and samples one token.

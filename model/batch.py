@@ -29,6 +29,7 @@ class ForwardBatch:
     seq_lens: tuple[int, ...]
     page_size: int
     sliding: "ForwardBatch | None" = None
+    wants_all_rows: bool = False  # `logit_rows_R` names all tokens in order, so nothing has to be picked
     all_ranks_decode: bool = False  # ranks that share experts must agree on it; False is right for every step
     max_rank_tokens: int | None = None  # largest T of any rank in this step; None: not known
     num_live: torch.Tensor | None = None  # int32 [1]: the tokens after these are padding of a captured step; None: all

@@ -79,16 +79,14 @@ class DecoderLayer(nn.Module):
         self.mlp = mlp
 
     def forward(
-        self, x_TH: torch.Tensor, delta_TH: torch.Tensor | PartialSum | None, step: StepState, kv: LayerKv
+        self, x_TH: torch.Tensor | None, delta_TH: torch.Tensor | PartialSum, step: StepState, kv: LayerKv
     ) -> tuple[torch.Tensor, torch.Tensor | PartialSum]:
         """Takes and returns the residual stream and the delta that is not yet added to it; all [T, H].
 
-        The next norm adds the delta, because addition and norm, with the sum over ranks, are one kernel on GPUs.
+        The next norm adds the delta, because addition and norm, with the sum over ranks, are one kernel on GPUs. The
+        first layer gets the embedding as a delta to nothing.
         """
-        if delta_TH is None:
-            normed_TH = self.input_norm(x_TH)
-        else:
-            x_TH, normed_TH = self.input_norm.add(x_TH, delta_TH)
+        x_TH, normed_TH = self.input_norm.add(x_TH, delta_TH)
         x_TH, normed_TH = self.mlp_norm.add(x_TH, self.attention(normed_TH, step, kv))
         if not isinstance(self.mlp, MoeLayer):
             return x_TH, self.mlp(normed_TH)
@@ -198,14 +196,15 @@ class Model(nn.Module):
         """
         max_rank_tokens = self._max_rank_tokens(batch.num_tokens, batch.max_rank_tokens)
         step = StepState(plan, self.rope.at(batch.positions_T), batch.all_ranks_decode, max_rank_tokens, batch.num_live)
-        x_TH: torch.Tensor = self.embedding(batch.input_ids_T)
-        delta_TH: Any = None
+        x_TH: torch.Tensor | None = None
+        delta_TH: torch.Tensor | PartialSum = self.embedding(batch.input_ids_T)
         for layer, layer_kv in zip(self.layers, kv, strict=True):
             x_TH, delta_TH = layer(x_TH, delta_TH, step, layer_kv)
-        rows_R = batch.logit_rows_R
-        x_RH = x_TH.index_select(0, rows_R)
-        delta_RH = delta_TH.rows(rows_R) if isinstance(delta_TH, PartialSum) else delta_TH.index_select(0, rows_R)
-        logits_RV = self.head(self.norm.add(x_RH, delta_RH)[1], logits_RV)
+        if not batch.wants_all_rows:
+            rows_R = batch.logit_rows_R
+            x_TH = None if x_TH is None else x_TH.index_select(0, rows_R)
+            delta_TH = delta_TH.rows(rows_R) if isinstance(delta_TH, PartialSum) else delta_TH.index_select(0, rows_R)
+        logits_RV = self.head(self.norm.add(x_TH, delta_TH)[1], logits_RV)
         return logits_RV
 
     def run_idle(self, max_rank_tokens: int | None = None, all_ranks_decode: bool = False) -> None:

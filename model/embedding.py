@@ -5,12 +5,15 @@ rows, so the sum over ranks costs less than the room that every rank would lose.
 Shape letters: T tokens, V vocabulary, U rows of it on this rank, S ranks, H hidden, R logit rows.
 """
 
+from types import ModuleType
+
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from model.fused import few_rows_kernel, fused_kernels
 from model.linear import Linear, LinearWeight
-from moe.group import SINGLE_RANK, Group
+from moe.group import SINGLE_RANK, Group, PartialSum, SumPlace
 
 
 class Embedding(nn.Module):
@@ -22,17 +25,20 @@ class Embedding(nn.Module):
         self.first_row = first_row
         self._tp = tp
 
-    def forward(self, ids_T: torch.Tensor) -> torch.Tensor:
-        """int64 [T] to [T, H]."""
+    def forward(self, ids_T: torch.Tensor) -> torch.Tensor | PartialSum:
+        """int64 [T] to [T, H], or to this rank's part of it: the rows that it has, and zeros."""
         if self._tp.size == 1:
             return F.embedding(ids_T, self.weight)
-        rows_T = ids_T - self.first_row
-        is_own_T = (rows_T >= 0) & (rows_T < self.weight.shape[0])
-        if self.weight.shape[0] == 0:  # fewer rows in the vocabulary than ranks need
-            x_TH = self.weight.new_zeros((ids_T.shape[0], self.weight.shape[1]))
+        part_TH = self._tp.empty((ids_T.shape[0], self.weight.shape[1]), self.weight.dtype, ids_T.device, SumPlace.MLP)
+        if (kernels := fused_kernels(ids_T.device)) is not None:
+            kernels.embed(ids_T, self.weight, self.first_row, part_TH)
+        elif self.weight.shape[0] == 0:  # fewer rows in the vocabulary than ranks need
+            part_TH.zero_()
         else:
-            x_TH = F.embedding(rows_T * is_own_T, self.weight) * is_own_T[:, None]
-        return self._tp.all_reduce(x_TH)
+            rows_T = ids_T - self.first_row
+            is_own_T = (rows_T >= 0) & (rows_T < self.weight.shape[0])
+            torch.mul(F.embedding(rows_T * is_own_T, self.weight), is_own_T[:, None], out=part_TH)
+        return PartialSum(part_TH, self._tp, SumPlace.MLP)
 
 
 class OutputHead(nn.Module):
@@ -46,8 +52,10 @@ class OutputHead(nn.Module):
         self.linear = Linear(weight_UH)
         # On a GPU the product is written as the fp32 sum that it is, which spares a pass over the logits.
         self._weight_HU: torch.Tensor | None = None
+        self._few_rows: ModuleType | None = None
         if isinstance(weight_UH, torch.Tensor) and weight_UH.dtype == torch.bfloat16:
             self._weight_HU = weight_UH.t() if weight_UH.device.type == "cuda" else None
+            self._few_rows = few_rows_kernel(weight_UH)
         self._tp = tp
         self._num_rows = weight_UH.shape[0]
         num_rows_by_rank = tp.all_gather(torch.tensor([self._num_rows], device=weight_UH.device)).tolist()
@@ -58,18 +66,18 @@ class OutputHead(nn.Module):
         if self._tp.size == 1:
             return self._own_logits(x_RH, out_RV)
         own_RU = self._own_logits(x_RH)
-        if self._num_rows < self._most_rows:
-            own_RU = F.pad(own_RU, (0, self._most_rows - self._num_rows))
         logits_RV = own_RU.new_empty(x_RH.shape[0], self._vocab_size) if out_RV is None else out_RV
-        by_rank_SRU = self._tp.all_gather(own_RU).view(self._tp.size, *own_RU.shape)
-        for rank, part_RU in enumerate(by_rank_SRU):
-            columns_RU = logits_RV[:, rank * self._most_rows : (rank + 1) * self._most_rows]
-            columns_RU.copy_(part_RU[:, : columns_RU.shape[1]])
+        self._tp.gather_columns(own_RU, logits_RV, self._most_rows)
         return logits_RV
 
     def _own_logits(self, x_RH: torch.Tensor, out_RU: torch.Tensor | None = None) -> torch.Tensor:
         """fp32 [R, U]."""
         if self._weight_HU is not None and x_RH.dtype == torch.bfloat16:
+            if self._few_rows is not None and x_RH.shape[0] <= self._few_rows.MAX_ROWS:
+                if out_RU is None:
+                    out_RU = x_RH.new_empty((x_RH.shape[0], self._num_rows), dtype=torch.float32)
+                summed_RU: torch.Tensor = self._few_rows.linear(x_RH, self._weight_HU.t(), None, out_RU)
+                return summed_RU
             return torch.mm(x_RH, self._weight_HU, out_dtype=torch.float32, out=out_RU)
         logits_RU: torch.Tensor = self.linear(x_RH)
         return logits_RU.float() if out_RU is None else out_RU.copy_(logits_RU)

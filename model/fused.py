@@ -8,7 +8,7 @@ import torch
 
 from moe.backends.c_compiler import missing_for_triton
 
-_MOST_NUMBERS = 1 << 26  # cuBLAS reads a larger matrix as fast as the memory allows
+_MOST_NUMBERS = 1 << 26  # cuBLAS reads a larger matrix as fast, unless it has very many rows
 
 
 def fused_kernels(device: torch.device) -> ModuleType | None:
@@ -18,8 +18,10 @@ def fused_kernels(device: torch.device) -> ModuleType | None:
 
 def few_rows_kernel(weight: torch.Tensor) -> ModuleType | None:
     """`model.few_rows` if it multiplies a few rows by this matrix faster than cuBLAS, else None."""
-    is_for_it = weight.dtype == torch.bfloat16 and weight.numel() <= _MOST_NUMBERS
-    return kernel_module("model.few_rows", weight.device) if is_for_it else None
+    module = kernel_module("model.few_rows", weight.device) if weight.dtype == torch.bfloat16 else None
+    if module is None or (weight.numel() > _MOST_NUMBERS and weight.shape[0] < module.MANY_OUTPUTS):
+        return None
+    return module
 
 
 def kernel_module(name: str, device: torch.device) -> ModuleType | None:

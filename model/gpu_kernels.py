@@ -1,6 +1,6 @@
 """Small fused kernels of the forward pass on GPUs. Each replaces several torch operators and rounds at the same places.
 
-Import it only where Triton is installed (`fused_kernels`). Shape letters: T tokens, H hidden.
+Import it only where Triton is installed (`fused_kernels`). Shape letters: T tokens, H hidden, U rows of the vocabulary.
 """
 
 # Device functions take tensors of the device, which have no Python type.
@@ -15,6 +15,7 @@ from moe.kernels.compile_ahead import launch
 from moe.kernels.pdl import pdl_options
 
 _WIDE_ROW = 2048  # rows at least this long get eight warps
+_EMBED_BLOCK = 1024
 
 
 @triton.jit
@@ -67,4 +68,31 @@ def _launch(
             x_TH.stride(0), x_TH.stride(0) if delta_TH is None else delta_TH.stride(0), eps,
             H=hidden, H_PAD=triton.next_power_of_2(hidden), HAS_DELTA=delta_TH is not None,
             num_warps=8 if hidden > _WIDE_ROW else 4, **pdl_options(x_TH.device),
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["first_row", "num_rows"])
+def _embed(
+    ids_ptr, weight_ptr, out_ptr, first_row, num_rows,
+    H: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid: (T, blocks of H)."""
+    token = tl.program_id(0)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    if USE_PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    row = tl.load(ids_ptr + token) - first_row
+    is_own = (row >= 0) & (row < num_rows)
+    x = tl.load(weight_ptr + row * H + columns, mask=is_own & (columns < H), other=0.0)
+    tl.store(out_ptr + token.to(tl.int64) * H + columns, x, mask=columns < H)
+
+
+def embed(ids_T: torch.Tensor, weight_UH: torch.Tensor, first_row: int, out_TH: torch.Tensor) -> None:
+    """Rows of `weight` by token id, int64, into `out`; it has those from `first_row` on, and others are zero."""
+    (num_rows, hidden), num_tokens = weight_UH.shape, ids_T.shape[0]
+    if num_tokens:
+        launch(_embed, (num_tokens, triton.cdiv(hidden, _EMBED_BLOCK)))(
+            ids_T, weight_UH, out_TH, first_row, num_rows, H=hidden, BLOCK=_EMBED_BLOCK,
+            **pdl_options(ids_T.device),
         )  # fmt: skip

@@ -35,13 +35,18 @@ class RmsNorm(nn.Module):
         weight = self.weight
         return rms_norm(x_TH.float(), weight.shape, weight, self.eps).to(x_TH.dtype)
 
-    def add(self, x_TH: torch.Tensor, delta_TH: torch.Tensor | PartialSum) -> tuple[torch.Tensor, torch.Tensor]:
-        """`x + delta`, and the norm of it. A sum over ranks is added up, by the same kernel where the group has one."""
+    def add(self, x_TH: torch.Tensor | None, delta_TH: torch.Tensor | PartialSum) -> tuple[torch.Tensor, torch.Tensor]:
+        """`x + delta`, or `delta` where there is no `x`, and the norm of it.
+
+        A sum over ranks is added up, by the same kernel where the group has one.
+        """
         if isinstance(delta_TH, PartialSum):
             both = delta_TH.group.add_norm(x_TH, delta_TH, self.weight, self.eps)
             if both is not None:
                 return both
             delta_TH = delta_TH.added_up()
+        if x_TH is None:
+            return delta_TH, self(delta_TH)
         if (kernels := fused_kernels(x_TH.device)) is not None:
             pair: tuple[torch.Tensor, torch.Tensor] = kernels.add_rms_norm(x_TH, delta_TH, self.weight, self.eps)
             return pair

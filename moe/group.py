@@ -60,15 +60,23 @@ class Group(Protocol):
         """Uninitialized memory for a part of a sum, until the next call of `empty` or until that sum is added up."""
 
     def add_norm(
-        self, x_TH: torch.Tensor, delta: "PartialSum", weight_H: torch.Tensor, eps: float
+        self, x_TH: torch.Tensor | None, delta: "PartialSum", weight_H: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """`x` plus the sum over all ranks, and its RMS norm, in one kernel; None if there is none for these tensors."""
+        """`x`, if there is one, plus the sum over all ranks, and its RMS norm, in one kernel; None if there is none for
+        these tensors.
+        """
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks of the contiguous `x`, which may be overwritten with it."""
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """[N, ...] of every rank, in rank order, as one [size * N, ...]."""
+
+    def gather_columns(self, own_TU: torch.Tensor, out_TV: torch.Tensor, width: int) -> None:
+        """Put the columns of all ranks side by side into `out`, where rank r's begin at r * width.
+
+        V columns are divided so: only the last ranks have fewer than the width, which may be none.
+        """
 
     def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
         """[size * N, ...] to [N, ...]: this rank's rows of the sum over all ranks."""
@@ -98,7 +106,7 @@ class SingleRank:
         return torch.empty(shape, dtype=dtype, device=device)
 
     def add_norm(
-        self, x_TH: torch.Tensor, delta: "PartialSum", weight_H: torch.Tensor, eps: float
+        self, x_TH: torch.Tensor | None, delta: "PartialSum", weight_H: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """None."""
         del x_TH, delta, weight_H, eps
@@ -111,6 +119,11 @@ class SingleRank:
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """`x`."""
         return x
+
+    def gather_columns(self, own_TU: torch.Tensor, out_TV: torch.Tensor, width: int) -> None:
+        """A copy."""
+        del width
+        out_TV.copy_(own_TU)
 
     def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
         """`x`."""
@@ -163,7 +176,7 @@ class TorchGroup:
         return torch.empty(shape, dtype=dtype, device=device)
 
     def add_norm(
-        self, x_TH: torch.Tensor, delta: "PartialSum", weight_H: torch.Tensor, eps: float
+        self, x_TH: torch.Tensor | None, delta: "PartialSum", weight_H: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """None."""
         del x_TH, delta, weight_H, eps
@@ -182,6 +195,10 @@ class TorchGroup:
         """Into one new tensor."""
         gathered = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
         return self._into(gathered, x, _collective("all_gather_single", "all_gather_into_tensor"))
+
+    def gather_columns(self, own_TU: torch.Tensor, out_TV: torch.Tensor, width: int) -> None:
+        """By an all-gather, then a copy for each rank."""
+        gather_then_place(self, own_TU, out_TV, width)
 
     def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
         """Into a new tensor."""
@@ -229,6 +246,16 @@ class TorchGroup:
     def _sendable(self, x: torch.Tensor) -> torch.Tensor:
         """`x`, or a copy on the host where the group cannot move a GPU's tensors itself."""
         return x if x.device.type == "cpu" or self.is_capturable else x.cpu()
+
+
+def gather_then_place(group: Group, own_TU: torch.Tensor, out_TV: torch.Tensor, width: int) -> None:
+    """`Group.gather_columns` by the group's all-gather."""
+    missing = width - own_TU.shape[1]
+    padded_TU = torch.nn.functional.pad(own_TU, (0, missing)) if missing else own_TU
+    by_rank_RTU = group.all_gather(padded_TU).view(group.size, *padded_TU.shape)
+    for rank, part_TU in enumerate(by_rank_RTU):
+        columns_TU = out_TV[:, rank * width : (rank + 1) * width]
+        columns_TU.copy_(part_TU[:, : columns_TU.shape[1]])
 
 
 SINGLE_RANK = SingleRank()

@@ -5,142 +5,52 @@ all ranks have written their part to memory that every rank can read, adds the p
 get the same bits, and waits until all have read. Hence one buffer serves all sums of a stream, and CUDA graphs can hold
 them. Multicast is not used.
 
-The sums of a layer take our own kernel, which also adds the residual stream and norms (`moe.kernels.sum_norm`). It does
-not wait until all have read; `OneShotGroup.add_norm` says why that is safe. Every rank's memory:
-
-    [ torch's sums: MAX_BYTES | parts of attention: MAX_BYTES | parts of MLPs: MAX_BYTES | flags of both | token boxes ]
+The sums of a layer take our own kernel, which also adds the residual stream and norms (`moe.kernels.sum_norm`), and
+the ranks' logits are put together by another one (`moe.kernels.columns`). Neither waits until all have read;
+`OneShotGroup.add_norm` says why that is safe. `moe.shared_memory` has the memory and launches the kernels.
 """
 
 import logging
 import socket
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import Literal, TypeVar
 
 import torch
 
-from moe.backends.c_compiler import missing_for_triton
 from moe.errors import MoeConfigError
-from moe.group import Group, Parcel, PartialSum, SumPlace, TokenMail, TorchGroup
+from moe.group import Group, Parcel, PartialSum, SumPlace, TokenMail, TorchGroup, gather_then_place
+from moe.shared_memory import (
+    ALIGNMENT,
+    BLOCK,
+    DTYPES,
+    EPS,
+    MAX_BLOCKS,
+    MAX_BYTES,
+    MAX_COLUMN_BYTES,
+    MAX_ROWS,
+    SharedMemory,
+    TorchSharedMemory,
+    checked_length,
+    first_byte,
+)
 
-MAX_BYTES = 1 << 20  # larger sums move more bytes in one shot than NCCL's rings do
-DTYPES = (torch.bfloat16, torch.float32)
-MAX_ROWS = 256  # of a sum that is normed by the same kernel; a program for each fits the GPU at once
-MAX_RANKS = 8
-_ALIGNMENT = 16  # bytes; the kernels then move as many at a time
-_FLAG_BYTES = MAX_ROWS * MAX_RANKS * torch.int32.itemsize  # of a place
-_FIRST_BOX_BYTE = (1 + len(SumPlace)) * MAX_BYTES + len(SumPlace) * _FLAG_BYTES
-_NUM_BOXES = 1024  # requests whose tokens can be sent in one step (`TokenMail`)
-NUM_BYTES = _FIRST_BOX_BYTE + _NUM_BOXES * torch.int32.itemsize
-_EPS = 1e-5  # of the norms that are checked
 _LIBRARY_ERRORS = (RuntimeError, ImportError, AttributeError)
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class SharedMemory(Protocol):
-    """`NUM_BYTES` of every rank that the kernels of all ranks can read."""
-
-    def allocate(self) -> torch.Tensor:
-        """This rank's memory, uint8 [NUM_BYTES], with clear flags and empty boxes."""
-
-    def connect(self, buffer: torch.Tensor) -> None:
-        """Map the memory of the others; all ranks call it together."""
-
-    def sum(self, part: torch.Tensor) -> torch.Tensor:
-        """A new tensor: the sum over ranks of `part`, a view of `buffer` that begins with it."""
-
-    def prepare_norms(self) -> None:
-        """Make `add_norm` ready. No rank waits for another, so any may fail.
-
-        Raises:
-            MoeConfigError: the kernel cannot run here, and why.
-        """
-
-    def add_norm(
-        self, place: SumPlace, x_TH: torch.Tensor, weight_H: torch.Tensor, eps: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`x` plus the sum over ranks of the parts at `place`, which are like `x`, and its RMS norm."""
-
-    def mail(self) -> TokenMail | None:
-        """The token boxes, where `prepare_norms` has passed; None if kernels cannot reach them."""
-
-
-class TorchSharedMemory:
-    """torch's symmetric memory among the ranks of a process group."""
-
-    def __init__(self, group_name: str, rank: int, device: torch.device) -> None:
-        self._group_name, self._rank, self._device = group_name, rank, device
-        self._addresses: list[int] = []
-        self._kernels: list[Callable[..., tuple[torch.Tensor, torch.Tensor]]] = []  # by place
-
-    def allocate(self) -> torch.Tensor:
-        """On the device; peers may map it."""
-        from torch.distributed import _symmetric_memory
-
-        buffer = _symmetric_memory.empty(NUM_BYTES, dtype=torch.uint8, device=self._device).zero_()
-        torch.cuda.synchronize(self._device)  # another rank may set a flag as soon as they are connected
-        return buffer
-
-    def connect(self, buffer: torch.Tensor) -> None:
-        """By a rendezvous of the group."""
-        from torch.distributed import _symmetric_memory
-
-        self._handle = _symmetric_memory.rendezvous(buffer, self._group_name)  # type: ignore[arg-type]
-        self._buffer = buffer
-
-    def sum(self, part: torch.Tensor) -> torch.Tensor:
-        """One kernel. The op that also copies to the buffer may signal before all its threads have copied."""
-        summed: torch.Tensor = torch.ops.symm_mem.one_shot_all_reduce(part, "sum", self._group_name)
-        return summed
-
-    def prepare_norms(self) -> None:
-        """Compile the kernel, since a rank that compiled it in its first sum, and failed, would let the others wait."""
-        addresses = [int(address) for address in self._handle.buffer_ptrs]
-        if torch.version.hip is not None:
-            raise MoeConfigError("the kernel is for NVIDIA's GPUs")
-        if (reason := missing_for_triton()) is not None:
-            raise MoeConfigError(reason)
-        if len(addresses) > MAX_RANKS:
-            raise MoeConfigError(f"there are more than {MAX_RANKS} ranks")
-        if addresses[self._rank] != self._buffer.data_ptr():
-            raise MoeConfigError("torch does not say where the memory of the ranks begins")
-        from moe.kernels.sum_norm import SumNorm
-
-        for place in SumPlace:
-            parts = [address + _first_byte(place) for address in addresses]
-            flags = [address + _first_flag_byte(place) for address in addresses]
-            kernel = SumNorm(parts, flags, self._rank, MAX_RANKS, self._device)
-            self._kernels.append(kernel)
-            for dtype in DTYPES:
-                weight_H = torch.ones(_checked_length(dtype), device=self._device)
-                try:
-                    kernel.compile(weight_H.to(dtype)[None], weight_H, _EPS)
-                except Exception as error:  # of Triton, its compilers or the linker
-                    raise MoeConfigError(f"its kernel does not compile: {type(error).__name__}: {error}") from error
-
-    def add_norm(
-        self, place: SumPlace, x_TH: torch.Tensor, weight_H: torch.Tensor, eps: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One kernel."""
-        return self._kernels[place](x_TH, weight_H, eps)
-
-    def mail(self) -> TokenMail | None:
-        """All ranks are on one host, so there always are boxes."""
-        addresses = tuple(int(address) + _FIRST_BOX_BYTE for address in self._handle.buffer_ptrs)
-        return TokenMail(addresses, self._rank, _NUM_BOXES)
-
-
 class OneShotGroup:
-    """`group` with another all-reduce for tensors of up to `MAX_BYTES`, and with `add_norm` if `norms`; everything else
-    is the group's own.
+    """`group` with another all-reduce for tensors of up to `MAX_BYTES`; if `has_kernels`, with `add_norm` and another
+    `gather_columns`, too. Everything else is the group's own.
     """
 
     def __init__(self, group: Group, memory: SharedMemory, buffer: torch.Tensor) -> None:
         """`buffer` is this rank's part of `memory`, which is connected."""
         self._group, self._memory, self._buffer = group, memory, buffer
-        self.norms = False
-        self._last_place: SumPlace | None = None  # of `add_norm`; None after any other collective
+        self.has_kernels = False
+        # What others may still read or copy from: what the last collective used, if that was a kernel of ours.
+        self._in_use: SumPlace | Literal["columns"] | None = None
 
     @property
     def rank(self) -> int:
@@ -160,7 +70,7 @@ class OneShotGroup:
     @property
     def mail(self) -> TokenMail | None:
         """Boxes for tokens, where kernels of ours read the memory of other ranks."""
-        return self._memory.mail() if self.norms else None
+        return self._memory.mail() if self.has_kernels else None
 
     def empty(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, place: SumPlace = SumPlace.MLP
@@ -168,7 +78,7 @@ class OneShotGroup:
         """From here neither `add_norm` nor `all_reduce` has to copy, if it is not too large."""
         wanted = torch.empty(shape, dtype=dtype, device="meta")
         if self._can_norm(wanted, place):
-            return self._view(wanted, _first_byte(place))
+            return self._view(wanted, first_byte(place))
         return self._view(wanted) if _fits(wanted) else torch.empty(shape, dtype=dtype, device=device)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
@@ -182,29 +92,43 @@ class OneShotGroup:
         return self._memory.sum(part)
 
     def add_norm(
-        self, x_TH: torch.Tensor, delta: PartialSum, weight_H: torch.Tensor, eps: float
+        self, x_TH: torch.Tensor | None, delta: PartialSum, weight_H: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """None for what is too large.
 
         The kernel ends while other ranks may still read this rank's part. So a place may be written again only after
         another collective of these ranks: a rank takes part in that when its own kernels before have ended, reading
         included. The two sums of a layer have two places; a second sum at one place without a collective in between
-        is left to `all_reduce`, here and in `empty`. All ranks make the same calls, so they decide alike, and a
-        captured step begins with the sum of the embedding, whatever was replayed before it.
+        is left to `all_reduce`, here and in `empty`. All ranks make the same calls, so they decide alike.
+
+        A captured step may follow any other: it begins with the sum of the embedding at the place of MLPs, and every
+        step ends with another collective than a sum there, gathering the logits or, without logits, the sum of the last
+        attention.
         """
         part, place = delta.part.contiguous(), delta.place
-        if not self._can_norm(part, place) or part.dtype != x_TH.dtype:
+        if not self._can_norm(part, place) or (x_TH is not None and part.dtype != x_TH.dtype):
             return None
-        shared = self._view(part, _first_byte(place))
+        shared = self._view(part, first_byte(place))
         if shared.data_ptr() != part.data_ptr():
             shared.copy_(part)
-        self._last_place = place
-        return self._memory.add_norm(place, x_TH, weight_H, eps)
+        self._in_use = place
+        return self._memory.add_norm(place, x_TH, shared, weight_H, eps)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """The group's."""
         self._passed(x)
         return self._group.all_gather(x)
+
+    def gather_columns(self, own_TU: torch.Tensor, out_TV: torch.Tensor, width: int) -> None:
+        """One kernel, which leaves what it wrote to the other ranks' memory there; the rule of `add_norm` holds, and
+        its sums come between two calls.
+        """
+        if self._can_gather(out_TV, width):
+            self._in_use = "columns"
+            self._memory.gather_columns(own_TU.contiguous(), out_TV, width)
+        else:
+            self._passed(out_TV)
+            gather_then_place(self._group, own_TU, out_TV, width)
 
     def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
         """The group's."""
@@ -225,36 +149,30 @@ class OneShotGroup:
 
     def _can_norm(self, part: torch.Tensor, place: SumPlace) -> bool:
         """Whether `add_norm` takes such a part now."""
-        is_free = place is not self._last_place
-        return self.norms and is_free and part.dim() == 2 and part.shape[0] <= MAX_ROWS and _fits(part)
+        is_free = place is not self._in_use
+        return self.has_kernels and is_free and part.dim() == 2 and part.shape[0] <= MAX_ROWS and _fits(part)
+
+    def _can_gather(self, out_TV: torch.Tensor, width: int) -> bool:
+        """Whether `gather_columns` takes such rows now."""
+        num_rows = out_TV.shape[0]
+        num_bytes, num_blocks = num_rows * self.size * width * out_TV.itemsize, num_rows * -(-width // BLOCK)
+        fits = 0 < num_bytes <= MAX_COLUMN_BYTES and num_blocks <= MAX_BLOCKS
+        is_row_major = out_TV.dtype is torch.float32 and out_TV.stride(1) == 1
+        return self.has_kernels and self._in_use != "columns" and fits and is_row_major
 
     def _passed(self, x: torch.Tensor) -> None:
         """A collective of `x`, which without numbers waits for nobody."""
         if x.numel():
-            self._last_place = None
+            self._in_use = None
 
     def _view(self, x: torch.Tensor, first_byte: int = 0) -> torch.Tensor:
         """The buffer from there on as a tensor like `x`; it begins there on all ranks."""
         return self._buffer[first_byte : first_byte + x.nbytes].view(x.dtype).view(x.shape)
 
 
-def _first_byte(place: SumPlace) -> int:
-    """Of the parts at a place."""
-    return (1 + place) * MAX_BYTES
-
-
-def _first_flag_byte(place: SumPlace) -> int:
-    return (1 + len(SumPlace)) * MAX_BYTES + place * _FLAG_BYTES
-
-
-def _checked_length(dtype: torch.dtype) -> int:
-    """Of rows, so that the most of them fill a place."""
-    return MAX_BYTES // (MAX_ROWS * dtype.itemsize)
-
-
 def _fits(x: torch.Tensor) -> bool:
     """Depends on shape and dtype alone, so that all ranks decide alike."""
-    return x.dtype in DTYPES and 0 < x.nbytes <= MAX_BYTES and x.nbytes % _ALIGNMENT == 0
+    return x.dtype in DTYPES and 0 < x.nbytes <= MAX_BYTES and x.nbytes % ALIGNMENT == 0
 
 
 def with_one_shot(group: TorchGroup, device: torch.device) -> Group:
@@ -284,26 +202,35 @@ def try_one_shot(group: Group, memory: SharedMemory, device: torch.device) -> Gr
             logger.warning("sums over %d tensor-parallel ranks are left to NCCL: %s", group.size, why)
             return group
     logger.info("sums of up to %d KiB over %d tensor-parallel ranks take one kernel", MAX_BYTES >> 10, group.size)
-    _try_norms(opened[0], memory, group, device)
+    _try_kernels(opened[0], memory, group, device)
     return opened[0]
 
 
-def _try_norms(one_shot: OneShotGroup, memory: SharedMemory, group: Group, device: torch.device) -> None:
-    """Let the kernel of a sum also norm where that works, else say why not."""
+def _try_kernels(one_shot: OneShotGroup, memory: SharedMemory, group: Group, device: torch.device) -> None:
+    """Use our own kernels where they work, else say why not."""
 
-    def check() -> None:
-        one_shot.norms = True
+    def check_norms() -> None:
+        one_shot.has_kernels = True
         _check_norms(one_shot, group, device)
 
-    for step in (memory.prepare_norms, check):
+    def check_columns() -> None:
+        _check_columns(one_shot, group, device)
+
+    for step in (memory.prepare_kernels, check_norms, check_columns):
         reason = _reason_against(step)
         if group.max([float(reason is not None)])[0]:
-            one_shot.norms = False
+            one_shot.has_kernels = False
             why = reason or "it does not work on another rank"
-            logger.warning("a sum over %d tensor-parallel ranks and its norm are two kernels: %s", group.size, why)
+            logger.warning(
+                "a sum over %d tensor-parallel ranks and its norm are two kernels, and NCCL gathers logits: %s",
+                group.size,
+                why,
+            )
             return
     logger.info(
-        "a sum of up to %d rows over %d tensor-parallel ranks and its norm are one kernel", MAX_ROWS, group.size
+        "a sum of up to %d rows over %d tensor-parallel ranks and its norm are one kernel, and so is gathering logits",
+        MAX_ROWS,
+        group.size,
     )
 
 
@@ -331,7 +258,7 @@ def _check_sums(one_shot: OneShotGroup, group: Group, device: torch.device) -> N
     """
     wrong = []
     for dtype in DTYPES:
-        for num_bytes in (_ALIGNMENT, MAX_BYTES // 2 + _ALIGNMENT, MAX_BYTES):
+        for num_bytes in (ALIGNMENT, MAX_BYTES // 2 + ALIGNMENT, MAX_BYTES):
             numbers = torch.arange(num_bytes // dtype.itemsize, device=device) % 13 + group.rank
             x = numbers.to(dtype)
             summed = one_shot.all_reduce(x)
@@ -349,22 +276,45 @@ def _check_norms(one_shot: OneShotGroup, group: Group, device: torch.device) -> 
     """
     results: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]] = []
     for dtype in DTYPES:
-        length = _checked_length(dtype)
+        length = checked_length(dtype)
         weight_H = 1.0 + torch.arange(length, device=device) % 3
         for num_rows in (1, 3, MAX_ROWS, 2, 1, MAX_ROWS):
             for place in SumPlace:
                 numbers = torch.arange(num_rows * length, device=device).view(num_rows, length) + len(results)
                 x, part = (numbers % 7 - 3).to(dtype), (numbers % 13 + group.rank).to(dtype)
-                pair = one_shot.add_norm(x, PartialSum(part, one_shot, place), weight_H, _EPS)
+                pair = one_shot.add_norm(x, PartialSum(part, one_shot, place), weight_H, EPS)
                 results.append((x, part, weight_H, pair))
     wrong = []
     for x, part, weight_H, pair in results:
         summed = x + group.all_reduce(part)
-        normed = torch.nn.functional.rms_norm(summed.float(), weight_H.shape, weight_H, _EPS)
+        normed = torch.nn.functional.rms_norm(summed.float(), weight_H.shape, weight_H, EPS)
         last_bits = torch.finfo(x.dtype).eps * (1 if x.dtype is torch.bfloat16 else 8)
         if pair is None or not torch.equal(pair[0], summed):
             wrong.append(f"a sum of {tuple(x.shape)} in {x.dtype} is wrong")
         elif not torch.allclose(pair[1].float(), normed, rtol=last_bits, atol=0.0):
             wrong.append(f"the norm of a sum of {tuple(x.shape)} in {x.dtype} is wrong")
+    if wrong:
+        raise MoeConfigError(wrong[0])
+
+
+def _check_columns(one_shot: OneShotGroup, group: Group, device: torch.device) -> None:
+    """Compare `gather_columns` with the group's own, for one row, for a vocabulary that does not divide, and for all of
+    the memory.
+
+    Raises:
+        MoeConfigError: a column is wrong. It comes after all of them, in which the other ranks take part.
+    """
+    wrong: list[str] = []
+    most_rows = MAX_COLUMN_BYTES // (one_shot.size * BLOCK * torch.float32.itemsize)
+    for num_rows, width, missing in ((1, 16, 0), (3, BLOCK + 8, 5), (most_rows, BLOCK, 0)):
+        num_own = width - (missing if group.rank == group.size - 1 else 0)
+        own_TU = torch.arange(num_rows * num_own, dtype=torch.float32, device=device).view(num_rows, num_own)
+        own_TU += 0.5 * group.rank + len(wrong)
+        got_TV, want_TV = (torch.zeros(num_rows, group.size * width - missing, device=device) for _ in "ab")
+        one_shot.all_reduce(own_TU[:1, :8].contiguous())
+        one_shot.gather_columns(own_TU, got_TV, width)
+        gather_then_place(group, own_TU, want_TV, width)
+        if not torch.equal(got_TV, want_TV):
+            wrong.append(f"{num_rows} rows of {group.size * width - missing} columns are gathered wrongly")
     if wrong:
         raise MoeConfigError(wrong[0])

@@ -27,9 +27,13 @@ _WIDE_ROWS = ((4096, 16), (2048, 8), (0, 4))  # rows longer than this get so man
 @triton.jit(do_not_specialize=["rank"])
 def sum_add_rms_norm(
     parts_ptr, flags_ptr, x_ptr, weight_ptr, sum_ptr, out_ptr, rank, x_stride, eps,
-    H: tl.constexpr, H_PAD: tl.constexpr, RANKS: tl.constexpr, MAX_RANKS: tl.constexpr, USE_PDL: tl.constexpr,
+    H: tl.constexpr, H_PAD: tl.constexpr, RANKS: tl.constexpr, MAX_RANKS: tl.constexpr, HAS_X: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (T,). parts, flags: addresses of each rank's part [T, H] and flags [T, MAX_RANKS], int64 [RANKS]."""
+    """Grid: (T,). parts, flags: addresses of each rank's part [T, H] and flags [T, MAX_RANKS], int64 [RANKS].
+
+    Without HAS_X the sum of the parts is all that is normed.
+    """
     row = tl.program_id(0)
     columns = tl.arange(0, H_PAD)
     is_column = columns < H
@@ -43,7 +47,8 @@ def sum_add_rms_norm(
         gdc_wait()  # the part is written, and all earlier kernels of this rank have read what they read
         gdc_launch_dependents()
     tl.atomic_xchg(set_by_this, 1, mask=(ranks < RANKS) & (ranks != rank), sem="release", scope="sys")
-    x = tl.load(x_ptr + row * x_stride + columns, mask=is_column, other=0.0)
+    if HAS_X:
+        x = tl.load(x_ptr + row * x_stride + columns, mask=is_column, other=0.0)
     none_R = tl.zeros((MAX_RANKS,), tl.int32)
     arrived_R = none_R
     while tl.sum(arrived_R, 0) < RANKS - 1:
@@ -51,13 +56,15 @@ def sum_add_rms_norm(
     total = tl.zeros((H_PAD,), tl.float32)
     for other in tl.static_range(RANKS):
         address = tl.sum(tl.where(ranks == other, parts_R, 0), 0)
-        part_ptr = tl.multiple_of(address.to(tl.pointer_type(x_ptr.dtype.element_ty)), 16)
+        part_ptr = tl.multiple_of(address.to(tl.pointer_type(sum_ptr.dtype.element_ty)), 16)
         # The same addresses had other numbers two sums ago, so no line of the L1 will do.
         part = tl.load(part_ptr + row * H + columns, mask=is_column, other=0.0, cache_modifier=".cg")
         total += part.to(tl.float32)
-    x = (x.to(tl.float32) + total.to(x.dtype).to(tl.float32)).to(x.dtype)
-    tl.store(sum_ptr + row * H + columns, x, mask=is_column)
-    x = x.to(tl.float32)
+    total = total.to(sum_ptr.dtype.element_ty)
+    if HAS_X:
+        total = (x.to(tl.float32) + total.to(tl.float32)).to(x.dtype)
+    tl.store(sum_ptr + row * H + columns, total, mask=is_column)
+    x = total.to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, 0) / H + eps)
     tl.store(out_ptr + row * H + columns, (x * scale * weight).to(out_ptr.dtype.element_ty), mask=is_column)
 
@@ -73,25 +80,33 @@ class SumNorm:
         self._parts_R, self._flags_R = (torch.tensor(each, dtype=torch.int64, device=device) for each in (parts, flags))
         self._rank, self._num_ranks, self._max_ranks = rank, len(parts), max_ranks
 
-    def __call__(self, x_TH: torch.Tensor, weight_H: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """`x` plus the sum of the parts, and its RMS norm. All ranks call it, with the same T > 0, H and dtype."""
-        return self._on_kernel(launch(sum_add_rms_norm, (x_TH.shape[0],)), x_TH, weight_H, eps)
+    def __call__(
+        self, x_TH: torch.Tensor | None, part_TH: torch.Tensor, weight_H: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`x`, if there is one, plus the sum of the parts, and its RMS norm.
 
-    def compile(self, x_TH: torch.Tensor, weight_H: torch.Tensor, eps: float) -> None:
+        `part_TH` has the shape and dtype of the parts; it is not read. All ranks call it, with the same T > 0.
+        """
+        return self._on_kernel(launch(sum_add_rms_norm, (part_TH.shape[0],)), x_TH, part_TH, weight_H, eps)
+
+    def compile(self, x_TH: torch.Tensor | None, part_TH: torch.Tensor, weight_H: torch.Tensor, eps: float) -> None:
         """For such tensors; launches nothing."""
 
         def warm_up(*arguments, **constants) -> None:
             kernel = sum_add_rms_norm.warmup(*arguments, grid=(1,), **constants)
             kernel[1, 1, 1]  # loads it, and so builds the launcher of Triton 3.6
 
-        self._on_kernel(warm_up, x_TH, weight_H, eps)
+        self._on_kernel(warm_up, x_TH, part_TH, weight_H, eps)
 
-    def _on_kernel(self, call, x_TH, weight_H, eps) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden = x_TH.shape[1]
-        sum_TH, out_TH = (torch.empty(x_TH.shape, dtype=x_TH.dtype, device=x_TH.device) for _ in "ab")
+    def _on_kernel(self, call, x_TH, part_TH, weight_H, eps) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden, device = part_TH.shape[1], part_TH.device
+        sum_TH, out_TH = (torch.empty(part_TH.shape, dtype=part_TH.dtype, device=device) for _ in "ab")
+        x_stride = 0 if x_TH is None else x_TH.stride(0)
         call(
-            self._parts_R, self._flags_R, x_TH, weight_H, sum_TH, out_TH, self._rank, x_TH.stride(0), eps,
+            self._parts_R, self._flags_R, sum_TH if x_TH is None else x_TH, weight_H, sum_TH, out_TH, self._rank,
+            x_stride, eps,
             H=hidden, H_PAD=triton.next_power_of_2(hidden), RANKS=self._num_ranks, MAX_RANKS=self._max_ranks,
-            num_warps=next(warps for length, warps in _WIDE_ROWS if hidden > length), **pdl_options(x_TH.device),
+            HAS_X=x_TH is not None, num_warps=next(warps for length, warps in _WIDE_ROWS if hidden > length),
+            **pdl_options(device),
         )  # fmt: skip
         return sum_TH, out_TH

@@ -9,7 +9,7 @@ import sys
 import torch
 
 from model import few_rows
-from model.gpu_kernels import add_rms_norm, rms_norm
+from model.gpu_kernels import add_rms_norm, embed, rms_norm
 from moe.config import RoutingConfig, RoutingMethod
 from moe.kernels import router
 from moe.routing import route
@@ -83,8 +83,30 @@ def few_rows_error(num_rows: int, num_outputs: int, num_inputs: int, *, has_bias
     return max(error(few_rows.linear(x, weight, bias), want) for _ in "ab")
 
 
+def embedding_error(num_tokens: int, num_rows: int, first_row: int, hidden: int) -> float:
+    """Ids of this rank's rows, of rows before them and of rows after them."""
+    ids = torch.randint(0, first_row + num_rows + 5, (num_tokens,), generator=G)
+    weight, out = normal(num_rows, hidden), torch.full((num_tokens, hidden), float("nan"))
+    embed(ids, weight, first_row, out)
+    padded = torch.cat((torch.zeros(first_row, hidden), weight, torch.zeros(5, hidden)))
+    return error(out, padded[ids]) if num_tokens else 0.0
+
+
+def many_outputs_error() -> float:
+    """With the tile of a head, and fp32 sums as they are."""
+    num_outputs = few_rows.MANY_OUTPUTS + 3
+    x, weight = (torch.randint(-40, 41, (rows, 260), generator=G).bfloat16() for rows in (2, num_outputs))
+    out = torch.full((2, num_outputs), float("nan"))
+    return error(few_rows.linear(x, weight, None, out), torch.nn.functional.linear(x.float(), weight.float()))
+
+
 def main() -> None:
     errors = norm_errors() | {
+        "embedding": embedding_error(20, 12, 6, 40),
+        "embedding of a wide model": embedding_error(3, 4, 0, 2600),
+        "embedding of no rows": embedding_error(5, 0, 7, 16),
+        "embedding of no tokens": embedding_error(0, 4, 0, 16),
+        "many outputs": many_outputs_error(),
         "a row in shares": few_rows_error(1, 40, 700),
         "rows in shares": few_rows_error(5, 70, 1000, has_bias=False),
         "rows in one share": few_rows_error(16, 33, 100),

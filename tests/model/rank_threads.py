@@ -12,7 +12,7 @@ from model.decoder import Model
 from model.load import load_model
 from model.parallel import ParallelLayout
 from model.registry import make_family
-from moe.group import SINGLE_RANK, Parcel, PartialSum, RankGroups, SumPlace
+from moe.group import SINGLE_RANK, Parcel, PartialSum, RankGroups, SumPlace, gather_then_place
 from tests.emulators.ranks import Rank, RankGroup, run_ranks
 
 T = TypeVar("T")
@@ -40,8 +40,11 @@ class ThreadGroup:
     ) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
-    def add_norm(self, x_TH: torch.Tensor, delta: PartialSum, weight_H: torch.Tensor, eps: float) -> None:
+    def add_norm(self, x_TH: torch.Tensor | None, delta: PartialSum, weight_H: torch.Tensor, eps: float) -> None:
         return None
+
+    def gather_columns(self, own_TU: torch.Tensor, out_TV: torch.Tensor, width: int) -> None:
+        gather_then_place(self, own_TU, out_TV, width)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         return x.copy_(sum(self._meet("all_reduce", x)))  # type: ignore[arg-type]

@@ -21,7 +21,7 @@ ROUTING = RoutingConfig(method=RoutingMethod.SOFTMAX_AFTER_TOPK, num_experts=32,
 
 def test_numbers_in_the_interpreter(run_interpreted: RunInterpreted) -> None:
     errors = run_interpreted("tests.model.interpreted_fused")
-    assert len(errors) == 17
+    assert len(errors) == 22
     assert {case: error for case, error in errors.items() if not error < 2e-6} == {}
 
 
@@ -48,13 +48,17 @@ KERNELS = {
             "HAS_ROTATION": True, "IS_FP8": False, "USE_CAST": False, "USE_PDL": False,
         },
     ),
-    "few rows": (
-        few_rows.few_rows_linear,
-        {
-            "K": 2880, "SHARES": 3, "MAX_R": 16, "BLOCK_N": 32, "BLOCK_K": 64, "NUM_STAGES": 6, "HAS_BIAS": True,
-            "USE_PDL": False, "INTERPRET": False,
-        },
-    ),
+    **{
+        f"few rows of {what}": (
+            few_rows.few_rows_linear,
+            {
+                "K": 2880, "SHARES": shares, "MAX_R": 16, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k,
+                "NUM_STAGES": tile.num_stages, "HAS_BIAS": shares > 1, "USE_PDL": False, "INTERPRET": False,
+            },
+        )
+        for what, tile, shares in (("a projection", few_rows._TILE, 3), ("a head", few_rows._WIDE_TILE, 1))
+    },
+    "embedding": (gpu_kernels._embed, {"H": 7168, "BLOCK": 1024, "USE_PDL": False}),
 }  # fmt: skip
 INTEGERS = {
     "ids_ptr": "*i32", "arrived_ptr": "*i32", "slots_ptr": "*i64", "counts_ptr": "*i64", "table_ptr": "*i32",
@@ -72,6 +76,10 @@ def test_kernels_compile(arch: int) -> None:
         )
         if name == "norm":
             pointers["weight_ptr"] = "*fp32"
+        if name == "few rows of a head":
+            pointers["out_ptr"] = "*fp32"
+        if name == "embedding":
+            pointers["ids_ptr"] = "*i64"
         options = constants
         if arch >= 90:
             options = {each: value or each == "USE_PDL" for each, value in constants.items()}

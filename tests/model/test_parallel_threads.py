@@ -13,7 +13,8 @@ from model.config import ModelSettings
 from model.parallel import ParallelLayout
 from model.registry import build_model
 from moe.group import RankGroups
-from moe.one_shot import NUM_BYTES, try_one_shot
+from moe.one_shot import try_one_shot
+from moe.shared_memory import NUM_BYTES
 from tests.emulators.symmetric import SymmetricMemory
 from tests.model.parallel_cases import FOUR, TOLERANCE, TWO, expected, run_steps, worst_error
 from tests.model.parallel_checkpoints import write_checkpoint
@@ -45,9 +46,9 @@ def test_every_layout_equals_one_rank(tmp_path: Path, subtests: pytest.Subtests,
                 assert worst_error(got, want[rank // sizes.get("tp_size", 1)]) < TOLERANCE
 
 
-@pytest.mark.parametrize("norms", [True, False])
+@pytest.mark.parametrize("has_kernels", [True, False])
 @pytest.mark.parametrize("kind", KINDS[:2])
-def test_one_shot_sums_equal_one_rank(tmp_path: Path, kind: str, norms: bool) -> None:
+def test_one_shot_sums_equal_one_rank(tmp_path: Path, kind: str, has_kernels: bool) -> None:
     """All sums of a step fit the kernels, and the layers in service write their parts where these read them."""
     folder = write_checkpoint(kind, tmp_path / kind)
     want = expected(build_model(folder, ModelSettings(selfcheck="off")), 1)[0]
@@ -55,15 +56,16 @@ def test_one_shot_sums_equal_one_rank(tmp_path: Path, kind: str, norms: bool) ->
     def work(layout: ParallelLayout, groups: RankGroups) -> dict[str, torch.Tensor]:
         memory = SymmetricMemory(groups.tp._rank, NUM_BYTES)  # type: ignore[attr-defined]
         tp = try_one_shot(groups.tp, memory, torch.device("cpu"))
-        tp.norms = norms  # type: ignore[attr-defined]
+        tp.has_kernels = has_kernels  # type: ignore[attr-defined]
         model = load_rank(folder, layout, replace(groups, tp=tp))
         assert {layer.quant_info.topology.allocator for layer in model.moe_layers} == {tp.empty}
         groups.tp.calls.clear()  # type: ignore[attr-defined]
-        memory.num_sums = memory.num_norms = 0
+        memory.num_sums = memory.num_norms = memory.num_gathers = 0
         logits = run_steps(model, layout, agrees=False)
         assert "all_reduce" not in groups.tp.calls  # type: ignore[attr-defined]
-        num_norms = 2 * 2 * len(model.layers)  # two a layer, in two steps
-        assert (memory.num_sums, memory.num_norms) == ((2, num_norms) if norms else (2 + num_norms, 0))
+        num_sums = 2 * (1 + 2 * len(model.layers))  # the embedding's and two a layer, in two steps
+        found = (memory.num_sums, memory.num_norms, memory.num_gathers)
+        assert found == ((0, num_sums, 2) if has_kernels else (num_sums, 0, 0))
         return logits
 
     for got in run_layout({"tp_size": 2}, work):

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from moe import one_shot
-from moe.group import PartialSum, SumPlace
-from moe.one_shot import MAX_BYTES, MAX_ROWS, NUM_BYTES, OneShotGroup, try_one_shot
+from moe.group import PartialSum, SumPlace, gather_then_place
+from moe.one_shot import OneShotGroup, try_one_shot
+from moe.shared_memory import BLOCK, MAX_BLOCKS, MAX_BYTES, MAX_COLUMN_BYTES, MAX_ROWS, NUM_BYTES
 from tests.emulators.ranks import Rank, run_ranks, this_rank
 from tests.emulators.symmetric import SymmetricMemory
 from tests.model.rank_threads import ThreadGroup
@@ -27,7 +28,7 @@ def on_ranks(size: int, work: Callable[[Any, SymmetricMemory, ThreadGroup], Any]
         group, memory = ThreadGroup(rank), SymmetricMemory(rank, NUM_BYTES)
         opened = try_one_shot(group, memory, CPU)
         assert isinstance(opened, OneShotGroup)
-        memory.num_sums = memory.num_norms = 0
+        memory.num_sums = memory.num_norms = memory.num_gathers = 0
         opened.all_gather(torch.ones(1))
         group.calls.clear()
         return work(opened, memory, group)
@@ -67,7 +68,7 @@ def test_a_part_that_was_written_in_place_is_not_copied() -> None:
 
     def work(opened: OneShotGroup, memory: SymmetricMemory, group: ThreadGroup) -> None:
         x = torch.full((4, 8), 1.0 + group.rank, dtype=BF16)
-        opened.norms = False
+        opened.has_kernels = False
         part = opened.empty((4, 8), BF16, CPU)
         assert part.data_ptr() == opened.empty((2, 2), torch.float32, CPU).data_ptr()
         part.copy_(x)
@@ -145,7 +146,7 @@ def test_what_is_too_large_or_of_another_dtype_takes_two_kernels(shape: tuple[in
 @pytest.mark.parametrize("norms", [True, False])
 def test_a_rank_that_gives_up_takes_part_in_the_sum_of_the_others(norms: bool) -> None:
     def work(opened: OneShotGroup, memory: SymmetricMemory, group: ThreadGroup) -> torch.Tensor:
-        opened.norms = norms
+        opened.has_kernels = norms
         delta = PartialSum(torch.ones(2, 8, dtype=BF16), opened, SumPlace.MLP)
         if group.rank == 1:
             delta.give_up()
@@ -155,6 +156,62 @@ def test_a_rank_that_gives_up_takes_part_in_the_sum_of_the_others(norms: bool) -
 
     first, _ = on_ranks(2, work)
     assert first.isnan().all()
+
+
+def test_a_sum_without_anything_to_add_it_to() -> None:
+    def work(opened: OneShotGroup, memory: SymmetricMemory, group: ThreadGroup) -> None:
+        part = opened.empty((2, 8), BF16, CPU, SumPlace.MLP).fill_(1 + group.rank)
+        pair = opened.add_norm(None, PartialSum(part, opened, SumPlace.MLP), torch.ones(8), 1e-3)
+        assert pair is not None
+        assert torch.equal(pair[0], torch.full((2, 8), 3.0, dtype=BF16))
+        assert memory.num_norms == 1
+
+    on_ranks(2, work)
+
+
+@rows("width, num_columns", (8, 16), (8, 13), (8, 8), (BLOCK + 1, 2 * BLOCK + 2))
+def test_columns_of_all_ranks_stand_side_by_side(width: int, num_columns: int) -> None:
+    def work(opened: OneShotGroup, memory: SymmetricMemory, group: ThreadGroup) -> None:
+        num_own = max(0, min(width, num_columns - group.rank * width))
+        for step in range(3):
+            own = torch.arange(3.0 * num_own).view(3, num_own) + 1000 * group.rank + step
+            got, want = (torch.full((3, num_columns), float("nan")) for _ in "ab")
+            opened.all_reduce(torch.ones(1, 8))
+            opened.gather_columns(own, got, width)
+            gather_then_place(group, own, want, width)
+            assert torch.equal(got, want)
+        assert memory.num_gathers == 3
+
+    on_ranks(2, work)
+
+
+def test_columns_that_the_kernel_does_not_take_are_left_to_the_group() -> None:
+    """Too many, of another dtype or form, and those of a second gathering without a collective in between."""
+    most_rows = MAX_COLUMN_BYTES // (2 * 4 * BLOCK)
+
+    def work(opened: OneShotGroup, memory: SymmetricMemory, group: ThreadGroup) -> None:
+        def gather(num_rows: int, width: int, dtype: torch.dtype = torch.float32, step: int = 1) -> bool:
+            own, before = torch.full((num_rows, width), 1.0 + group.rank, dtype=dtype), memory.num_gathers
+            out = torch.zeros(num_rows, step * 2 * width, dtype=dtype)[:, ::step]
+            opened.gather_columns(own, out, width)
+            assert torch.equal(out[:, :width], torch.ones_like(own))
+            assert torch.equal(out[:, width:], torch.full_like(own, 2))
+            return memory.num_gathers > before
+
+        for shape in ((most_rows + 1, BLOCK), (MAX_BLOCKS + 1, 8), (0, 8)):
+            assert not gather(*shape)
+        assert not gather(2, 8, BF16)
+        assert not gather(2, 8, step=2)
+        assert gather(most_rows, BLOCK)
+        assert not gather(2, 8)
+        assert gather(2, 8), "the group's own all-gather came between"
+        part = opened.empty((2, 8), BF16, CPU, SumPlace.MLP).fill_(1)
+        assert add_norm(opened, part, SumPlace.MLP) is not None
+        assert gather(2, 8)
+        opened.has_kernels = False
+        assert not gather(2, 8)
+
+    on_ranks(2, work)
 
 
 def fails(*args: object) -> None:
@@ -167,9 +224,11 @@ def break_memory(memory: SymmetricMemory, name: str) -> None:
 
     def broken(*args: Any) -> Any:
         result: Any = method(*args)
+        if name == "gather_columns":
+            args[1][-1, -1] += 1
         if name == "add_norm":
             return result[0], result[1] + (result[1].shape[0] == MAX_ROWS)
-        return result + 1 if name == "sum" else fails()  # type: ignore[func-returns-value]
+        return result + 1 if name == "sum" else None if name == "gather_columns" else fails()
 
     setattr(memory, name, broken)
 
@@ -203,8 +262,9 @@ def test_what_fails_on_one_rank_leaves_all_to_the_group_and_says_why(
 
 @rows(
     "fault, reason",
-    ("prepare_norms", "CUDA driver error: no peer access"),
+    ("prepare_kernels", "CUDA driver error: no peer access"),
     ("add_norm", "the norm of a sum of (256, 2048) in torch.bfloat16 is wrong"),
+    ("gather_columns", "1 rows of 32 columns are gathered wrongly"),
 )
 def test_where_norms_fail_on_one_rank_all_ranks_sum_as_before(
     caplog: pytest.LogCaptureFixture, fault: str, reason: str
@@ -223,14 +283,15 @@ def test_where_norms_fail_on_one_rank_all_ranks_sum_as_before(
         assert group.calls == []
 
     run_ranks(2, run)
-    prefix = "a sum over 2 tensor-parallel ranks and its norm are two kernels: "
+    prefix = "a sum over 2 tensor-parallel ranks and its norm are two kernels, and NCCL gathers logits: "
     assert sorted(caplog.messages) == sorted([prefix + reason, prefix + "it does not work on another rank"])
 
 
 def test_what_works_says_so(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, one_shot.__name__)
     on_ranks(2, lambda opened, memory, group: opened)
+    norms = "a sum of up to 256 rows over 2 tensor-parallel ranks and its norm are one kernel"
     assert sorted(caplog.messages) == [
-        *["a sum of up to 256 rows over 2 tensor-parallel ranks and its norm are one kernel"] * 2,
+        *[f"{norms}, and so is gathering logits"] * 2,
         *["sums of up to 1024 KiB over 2 tensor-parallel ranks take one kernel"] * 2,
     ]

@@ -21,10 +21,10 @@ def test_the_kernel_compiles_and_reads_after_the_flags(arch: int) -> None:
         "parts_ptr": "*i64", "flags_ptr": "*i64", "x_ptr": "*bf16", "weight_ptr": "*fp32", "sum_ptr": "*bf16",
         "out_ptr": "*bf16",
     }  # fmt: skip
-    for hidden, num_warps, num_ranks in ((2880, 8, 2), (7168, 16, 8)):
+    for hidden, num_warps, num_ranks, has_x in ((2880, 8, 2, False), (7168, 16, 8, True)):
         constants = {
             "H": hidden, "H_PAD": 4096 if hidden < 4096 else 8192, "RANKS": num_ranks, "MAX_RANKS": 8,
-            "USE_PDL": arch >= 90,
+            "HAS_X": has_x, "USE_PDL": arch >= 90,
         }  # fmt: skip
         kernel = compile_kernel(sum_add_rms_norm, arch, pointers, constants, num_warps=num_warps)
         ptx = kernel.asm["ptx"]
