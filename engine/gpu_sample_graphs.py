@@ -72,9 +72,11 @@ class SampleGraphs:
         floats_NF[:num_rows], floats_NF[num_rows:] = floats_RF, 1.0
         words[first_drawn:end] = _NO_ROW
         words[first_drawn : first_drawn + len(drawn)] = drawn
-        self._host.send(end)
+        self._host.send_changed(end)  # greedy rows are the same in every step
+        self._results.before_overwrite()
         self._graphs[size, bool(drawn)].replay()
-        return PendingTokens(self._tokens_M[:num_rows], self._results.fetch(num_rows), [None] * num_rows, None)
+        host_tokens_R, mark = self._results.fetch(num_rows)
+        return PendingTokens(self._tokens_M[:num_rows], host_tokens_R, [None] * num_rows, None, copy_mark=mark)
 
 
 def _capture(rows: Rows, choose: Callable[[Rows], None]) -> Replayable:

@@ -260,7 +260,7 @@ class Pending:
         self._sampler = sampler
         self._sampled: tuple[list[int], PendingTokens] | None = None  # rows of the step, their tokens
         self._prompts: dict[int, PendingLogprobs] = {}  # by row of the step
-        self._mark: Mark | None = None  # after all that `sample` launched
+        self._mark: Mark | None = None  # after all that `sample` launched: the results are on the host
 
     @torch.inference_mode()
     def sample(self, seqs: list[Sequence | None]) -> None:
@@ -282,10 +282,12 @@ class Pending:
                 members.append(index)
                 wanted.append(seq)
                 logit_rows.append(end - 1)
+        mark = None
         if members:
             places = [self.step.rows[index].row for index in members]
-            self._sampled = members, self._sampler.launch(logits_RV, wanted, logit_rows, places)
-        self._mark = Mark(logits_RV.device)
+            tokens = self._sampler.launch(logits_RV, wanted, logit_rows, places)
+            self._sampled, mark = (members, tokens), tokens.copy_mark
+        self._mark = Mark(logits_RV.device) if mark is None else mark
 
     def collect(self) -> list[RowResult]:
         """Wait for the step and return the result of each row; empty for rows that nobody wanted."""

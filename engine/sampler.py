@@ -22,7 +22,7 @@ from engine.filters import filter_probs, is_filtered
 from engine.logits import process_logits
 from engine.logprobs import PendingListed, PendingLogprobs, launch_listed, launch_logprobs
 from engine.sequence import GREEDY_TEMPERATURE, Sequence
-from engine.transfer import to_device, to_host
+from engine.transfer import Mark, to_device, to_host
 from engine.types import TokenLogprobs
 
 _BROKEN = -1  # stands for a token id where the row's logits are not finite
@@ -45,9 +45,10 @@ class PendingTokens:
     num_tops: list[int | None]  # alternatives that each row wants; None: no log-probabilities
     logprobs: PendingLogprobs | None  # of the rows that want them
     listed: PendingListed | None = None  # tokens that replace the best ones as alternatives
+    copy_mark: Mark | None = None  # after the copies to the host and all before; None: any mark made later is
 
     def read(self) -> Sampled:
-        """The tokens on the host; call after the device has passed a mark made later."""
+        """The tokens on the host; call after the device has passed `copy_mark`, or without it a mark made later."""
         tokens = [None if token == _BROKEN else token for token in self.host_tokens_R.tolist()]
         if self.logprobs is None:
             return Sampled(tokens, [None] * len(tokens))

@@ -34,13 +34,22 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Mark:
-    """A point in the device's work: everything launched before the mark was made. A CPU has passed it already."""
+    """A point in the work of the device's current stream: everything launched before. A CPU has passed it already."""
 
     def __init__(self, device: torch.device) -> None:
-        self._event: torch.cuda.Event | None = None
-        if device.type == "cuda":
-            self._event = torch.cuda.Event()
-            self._event.record(torch.cuda.current_stream(device))
+        self._device = device
+        self._event: torch.cuda.Event | None = torch.cuda.Event() if device.type == "cuda" else None
+        self.renew()
+
+    def renew(self) -> None:
+        """Move the mark to this moment, without allocating anything. Whoever waits for it may wait longer then."""
+        if self._event is not None:
+            self._event.record(torch.cuda.current_stream(self._device))
+
+    def let_device_wait(self) -> None:
+        """What is launched on the current stream from now on begins after the mark. The host does not wait."""
+        if self._event is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._event)
 
     @property
     def is_passed(self) -> bool:
@@ -60,11 +69,12 @@ class HostBuffers:
     """
 
     def __init__(self, target_N: torch.Tensor) -> None:
-        """`target_N`: the contiguous tensor that all copies go to."""
+        """`target_N`: the contiguous tensor that all copies go to. Nothing else may write to it."""
         self._target_N, self._turn = target_N, 0
         self._buffers = [_on_host(target_N) for _ in range(_NUM_BUFFERS)]
         self._arrays = [buffer.numpy() for buffer in self._buffers]
         self._events = [torch.cuda.Event() for _ in self._buffers] if target_N.is_cuda else []
+        self._sent = b""  # the target begins with these bytes
 
     def take(self) -> np.ndarray:
         """The next buffer, to be filled from its start. Waits until the copy that it was filled for is over."""
@@ -75,14 +85,23 @@ class HostBuffers:
 
     def send(self, num: int) -> None:
         """Copy the first `num` numbers of the buffer that was taken last."""
+        self._sent = b""
         self._target_N[:num].copy_(self._buffers[self._turn][:num], non_blocking=True)
         if self._events:
             self._events[self._turn].record()
+
+    def send_changed(self, num: int) -> None:
+        """The same, but nothing is copied if these are the numbers that the call before sent: the target has them."""
+        numbers = self._arrays[self._turn][:num].tobytes()
+        if numbers != self._sent:
+            self.send(num)
+            self._sent = numbers
 
 
 class HostResults:
     """Pinned memory to which numbers of one tensor on the device come, without a wait for it.
 
+    The copies run on a stream of their own, so that what is launched after them need not wait for them.
     `_NUM_BUFFERS` take turns: a result must be read before as many others are fetched.
     """
 
@@ -90,8 +109,27 @@ class HostResults:
         """`source_N`: where all copies come from."""
         self._source_N, self._turn = source_N, 0
         self._buffers = [_on_host(source_N) for _ in range(_NUM_BUFFERS)]
+        self._stream = torch.cuda.Stream(source_N.device) if source_N.is_cuda else None
+        self._filled_mark = Mark(source_N.device)
+        self._copy_marks = [Mark(source_N.device) for _ in self._buffers]
 
-    def fetch(self, num: int) -> torch.Tensor:
-        """The first `num` numbers, to be read after the device has passed a `Mark` made later."""
+    def fetch(self, num: int) -> tuple[torch.Tensor, Mark]:
+        """The first `num` numbers, to be read after the device has passed the mark.
+
+        Then it has also done everything that was launched before on the current stream.
+        """
         self._turn = (self._turn + 1) % len(self._buffers)
-        return self._buffers[self._turn][:num].copy_(self._source_N[:num], non_blocking=True)
+        source, host = self._source_N[:num], self._buffers[self._turn][:num]
+        mark = self._copy_marks[self._turn]
+        if self._stream is None:
+            return host.copy_(source), mark
+        self._filled_mark.renew()
+        with torch.cuda.stream(self._stream):
+            self._filled_mark.let_device_wait()
+            host.copy_(source, non_blocking=True)
+            mark.renew()
+        return host, mark
+
+    def before_overwrite(self) -> None:
+        """Call before something is launched that writes to the source: the device then does all copies first."""
+        self._copy_marks[self._turn].let_device_wait()
