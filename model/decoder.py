@@ -41,7 +41,6 @@ from model.moe_layer import MoeLayer
 from model.norm import RmsNorm
 from model.rope import RotaryTable
 from moe.group import PartialSum, RankGroups, TokenMail
-from moe.one_shot import OneShotGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +167,7 @@ class Model(nn.Module):
     @property
     def token_mail(self) -> TokenMail | None:
         """How the ranks of `groups.tp` can get the tokens that the first of them chose; None if no kernel can do it."""
-        return self.groups.tp.mail if isinstance(self.groups.tp, OneShotGroup) else None
+        return self.groups.tp.mail
 
     def prepare_replay(self) -> None:
         """What cannot be part of a captured step; every rank calls it before each capture and replay, outside them."""

@@ -54,6 +54,10 @@ class Group(Protocol):
     def is_capturable(self) -> bool:
         """Whether CUDA graphs can hold the collectives."""
 
+    @property
+    def mail(self) -> TokenMail | None:
+        """How kernels of a rank can send tokens to the others; None if none can."""
+
     def empty(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, place: SumPlace = SumPlace.MLP
     ) -> torch.Tensor:
@@ -97,6 +101,7 @@ class SingleRank:
     rank = 0
     size = 1
     is_capturable = True
+    mail = None
 
     def empty(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, place: SumPlace = SumPlace.MLP
@@ -143,6 +148,8 @@ class SingleRank:
 
 class TorchGroup:
     """A torch process group; None is the one of all processes. `max` and `broadcast` need gloo for CPU tensors."""
+
+    mail = None
 
     def __init__(self, group: "ProcessGroup | None" = None) -> None:
         self._group = group

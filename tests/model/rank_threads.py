@@ -22,6 +22,7 @@ class ThreadGroup:
     """The collectives of `moe.group.Group`; tensors of different shapes are an error, as they hang in real groups."""
 
     is_capturable = False
+    mail = None
 
     def __init__(self, rank: Rank) -> None:
         self._rank = rank

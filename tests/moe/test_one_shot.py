@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moe import one_shot
-from moe.group import PartialSum, SumPlace, gather_then_place
+from moe.group import SINGLE_RANK, PartialSum, SumPlace, TokenMail, TorchGroup, gather_then_place
 from moe.one_shot import OneShotGroup, try_one_shot
 from moe.shared_memory import BLOCK, MAX_BLOCKS, MAX_BYTES, MAX_COLUMN_BYTES, MAX_ROWS, NUM_BYTES
 from tests.emulators.ranks import Rank, run_ranks, this_rank
@@ -295,3 +295,16 @@ def test_what_works_says_so(caplog: pytest.LogCaptureFixture) -> None:
         *[f"{norms}, and so is gathering logits"] * 2,
         *["sums of up to 1024 KiB over 2 tensor-parallel ranks take one kernel"] * 2,
     ]
+
+
+def test_only_ranks_whose_kernels_norm_sums_have_boxes_for_tokens() -> None:
+    def work(opened: OneShotGroup, memory: SymmetricMemory, group: ThreadGroup) -> None:
+        boxes = TokenMail(addresses=(0, 64), rank=group.rank, num_boxes=4)
+        memory.mail = lambda: boxes  # type: ignore[method-assign, assignment]
+        assert opened.has_kernels
+        assert opened.mail is boxes
+        opened.has_kernels = False
+        assert opened.mail is None
+
+    on_ranks(2, work)
+    assert SINGLE_RANK.mail is TorchGroup().mail is None
