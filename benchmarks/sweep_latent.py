@@ -33,6 +33,7 @@ from benchmarks.bench_attention import (
 from benchmarks.bench_attention import measure as measure_backend
 from benchmarks.latent_layers import LatentLayers, LatentStep, difference
 from model.attention import tiles
+from model.attention import triton as kernels
 from model.attention.tiles import Tile
 from moe.kernels.compile_ahead import compile_ahead
 
@@ -55,22 +56,22 @@ TILES = (
     Tile(rows=64, keys=32, warps=4, stages=2, per_processor=1),
     Tile(rows=64, keys=128, warps=8, stages=1, per_processor=1),
 )
-FEW_TILES = (
-    TODAY,
-    Tile(rows=16, keys=32, warps=4, stages=3, per_processor=1),
-    Tile(rows=16, keys=32, warps=4, stages=3, per_processor=2),
-    Tile(rows=16, keys=32, warps=4, stages=3, per_processor=2, max_parts=64),
-    Tile(rows=16, keys=64, warps=4, stages=2, per_processor=1),
-    Tile(rows=16, keys=64, warps=8, stages=2, per_processor=1),
-    Tile(rows=16, keys=32, warps=8, stages=3, per_processor=1),
-    Tile(rows=16, keys=16, warps=4, stages=4, per_processor=2, max_parts=64),
-    Tile(rows=32, keys=32, warps=4, stages=3, per_processor=1),
-    Tile(rows=32, keys=32, warps=4, stages=3, per_processor=2),
-    Tile(rows=32, keys=32, warps=8, stages=3, per_processor=1),
-    Tile(rows=32, keys=32, warps=8, stages=3, per_processor=1, max_parts=64),
-    Tile(rows=64, keys=32, warps=8, stages=3, per_processor=1),
-    Tile(rows=64, keys=32, warps=8, stages=3, per_processor=1, max_parts=64),
-    Tile(rows=64, keys=64, warps=8, stages=2, per_processor=1, max_parts=64),
+FEW_TILES = (  # each with the most parts that the keys of a request are cut into
+    (TODAY, 32),
+    (Tile(rows=16, keys=32, warps=4, stages=3, per_processor=1), 32),
+    (Tile(rows=16, keys=32, warps=4, stages=3, per_processor=2), 32),
+    (Tile(rows=16, keys=32, warps=4, stages=3, per_processor=2), 64),
+    (Tile(rows=16, keys=64, warps=4, stages=2, per_processor=1), 32),
+    (Tile(rows=16, keys=64, warps=8, stages=2, per_processor=1), 32),
+    (Tile(rows=16, keys=32, warps=8, stages=3, per_processor=1), 32),
+    (Tile(rows=16, keys=16, warps=4, stages=4, per_processor=2), 64),
+    (Tile(rows=32, keys=32, warps=4, stages=3, per_processor=1), 32),
+    (Tile(rows=32, keys=32, warps=4, stages=3, per_processor=2), 32),
+    (Tile(rows=32, keys=32, warps=8, stages=3, per_processor=1), 32),
+    (Tile(rows=32, keys=32, warps=8, stages=3, per_processor=1), 64),
+    (Tile(rows=64, keys=32, warps=8, stages=3, per_processor=1), 32),
+    (Tile(rows=64, keys=32, warps=8, stages=3, per_processor=1), 64),
+    (Tile(rows=64, keys=64, warps=8, stages=2, per_processor=1), 64),
 )
 FEW_HEADS, FEW_REQUESTS = (64, 128), (1, 2, 4, 8)
 DECODES = [decode_case(*size) for size in ((64, 1000), (1, 1000), (64, 8000), (1, 8000), (8, 1000))]
@@ -96,20 +97,21 @@ def sweep_few(end: float) -> list[dict[str, Any]]:
     steps = [(layers[num_heads], layers[num_heads].step(size)) for num_heads in FEW_HEADS for size in FEW_REQUESTS]
 
     def compile_all() -> None:
-        for tile in FEW_TILES:
-            tiles.LATENT_ON_HOPPER = ((math.inf, tile),)
+        for tile, max_parts in FEW_TILES:
+            tiles.LATENT_ON_HOPPER, kernels.MAX_PARTS = ((math.inf, tile),), max_parts
             for each, step in steps:
                 each.run(step)
 
     compile_ahead("sweep_latent", compile_all, torch.device("cuda"))
     results: list[dict[str, Any]] = []
     wanted: dict[LatentStep, torch.Tensor] = {}
-    for tile in FEW_TILES:
+    for tile, max_parts in FEW_TILES:
         for each, step in steps if time.monotonic() < end else ():
-            tiles.LATENT_ON_HOPPER = ((math.inf, tile),)
+            tiles.LATENT_ON_HOPPER, kernels.MAX_PARTS = ((math.inf, tile),), max_parts
             num_heads, num_requests = each.spec.num_heads, len(step.x_TH)
             parts = step.attention.num_parts(each.spec, num_requests, step.max_keys, tile)
-            row = {"case": f"{num_requests} x {num_heads} heads", "tile": str(tile), "parts": parts}
+            row: dict[str, Any] = {"case": f"{num_requests} x {num_heads} heads", "tile": str(tile)}
+            row |= {"max_parts": max_parts, "parts": parts}
             try:
                 time_us, result = each.measure(step)
                 row |= {"us": round(time_us, 2), "difference": difference(result, wanted.setdefault(step, result))}

@@ -5,15 +5,12 @@ from dataclasses import dataclass
 
 import torch
 
-MAX_PARTS = 32
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tile:
     """Tile of one program: `rows` is queries times heads, `keys` the keys per iteration of its loop.
 
     `per_processor`: programs that decodes are cut into for each processor, where there are too few requests.
-    `max_parts`: parts of one request's keys at most.
     """
 
     rows: int = 0
@@ -21,7 +18,6 @@ class Tile:
     warps: int
     stages: int
     per_processor: int = 2
-    max_parts: int = MAX_PARTS
 
 
 # On Hopper the smallest tile of its matrix instructions, which fills a processor's shared memory; the others fit into

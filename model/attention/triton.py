@@ -16,7 +16,7 @@ import triton
 
 from model.attention.base import BF16, Attention, AttentionDtypes, AttentionSpec, register_attention
 from model.attention.latent_kernels import latent_attention, store_latents
-from model.attention.tiles import MAX_PARTS, Tile, latent_tile
+from model.attention.tiles import Tile, latent_tile
 from model.attention.triton_kernels import LOG2_E, decode, merge_parts, prefill, rotate_and_store
 from model.batch import ForwardBatch, LayerKv
 from model.norm import RmsNorm
@@ -39,6 +39,7 @@ _PREFILL_IN_WINDOW = Tile(rows=128, keys=32, warps=8, stages=2)
 _FEW_TOKENS, _ROTATED_TOKENS, _ROTATED_NUMBERS = 64, 4, 4096
 _ROTATED_HEADS = 32  # of one program that stores latents
 _MIN_PART_KEYS = 64
+MAX_PARTS = 32  # of one request's keys; a power of two
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +204,7 @@ class TritonAttention(Attention):
         num_keys = max_keys if spec.window is None else min(spec.window, max_keys)
         num_tiles = triton.cdiv(spec.num_heads, tile.rows) if spec.values_in_keys else spec.num_kv_heads
         wanted = self._num_processors * tile.per_processor // (num_requests * num_tiles)
-        return max(1, min(wanted, tile.max_parts, num_keys // _MIN_PART_KEYS))
+        return max(1, min(wanted, MAX_PARTS, num_keys // _MIN_PART_KEYS))
 
 
 def _width_reason(spec: AttentionSpec) -> str | None:
@@ -311,6 +312,6 @@ def _merge_parts(
     v_pad = triton.next_power_of_2(value_dim)
     launch(merge_parts, (num_requests, num_heads))(
         parts, stats, batch.query_start_B1, out_THV if sinks_H is None else sinks_H, out_THV, num_parts,
-        NUM_HEADS=num_heads, V=value_dim, V_PAD=v_pad, S_PAD=triton.next_power_of_2(max(MAX_PARTS, num_parts)),
-        HAS_SINKS=sinks_H is not None, num_warps=max(1, v_pad // 64), **pdl_options(parts.device),
+        NUM_HEADS=num_heads, V=value_dim, V_PAD=v_pad, S_PAD=MAX_PARTS, HAS_SINKS=sinks_H is not None,
+        num_warps=max(1, v_pad // 64), **pdl_options(parts.device),
     )  # fmt: skip

@@ -14,6 +14,7 @@ from model.attention.triton import (
     _DECODE,
     _PREFILL,
     _PREFILL_IN_WINDOW,
+    MAX_PARTS,
     TritonAttention,
     _latent_shape_of,
     _number_formats,
@@ -196,4 +197,4 @@ def test_decodes_of_few_rows_get_tiles_of_their_own(monkeypatch: pytest.MonkeyPa
     attention._num_processors = 132
     numbers = [attention.num_parts(replace(DEEPSEEK, num_heads=64), count, 8000, few) for count in (1, 2, 4)]
     assert numbers == [32, 16, 8]
-    assert attention.num_parts(DEEPSEEK, 1, 8000, replace(few, max_parts=8)) == 8
+    assert attention.num_parts(DEEPSEEK, 1, 8000, replace(few, per_processor=8)) == MAX_PARTS == 32
