@@ -63,7 +63,7 @@ class EngineConfig:
         None,
         "engine",
         "tokens of one step",
-        default_text="512 on a CPU, 8192 on a GPU, 4096 on several without a transport",
+        default_text="512 on a CPU, 8192 on a GPU, 4096 on several with graphs and without a transport",
         low=1,
     )
     max_step_ms: int | None = setting(

@@ -30,11 +30,11 @@ _ROWS = (8, 64)
 
 
 def largest_prompt_step(config: "EngineConfig") -> int:
-    """Tokens of the largest step with prompts that is captured where decode steps are; 0 with a transport: none is.
+    """Tokens of the largest step with prompts that is captured where decode steps are; 0 if the settings allow none.
 
     The engine's largest step and its context may be smaller.
     """
-    if config.moe_a2a_backend != "none":
+    if config.enforce_eager or config.moe_a2a_backend != "none":
         return 0
     return _TOKENS[-1] if config.num_ranks == 1 else _RANK_TOKENS[-1]
 

@@ -320,12 +320,12 @@ def test_memory_for_graphs_is_set_aside_before_pages_are_counted(monkeypatch, se
     monkeypatch.setattr(load, "choose_cuda_pages", choose)
     model = CapturableModel()
     model.device = torch.device("cuda")
-    for enforce_eager in (False, True):
+    for enforce_eager in (True, False):
         config = EngineConfig(model=Path("unused"), max_num_seqs=9, enforce_eager=enforce_eager, **settings)
         with pytest.raises(EngineConfigError, match="enough"):
             load.load_engine(config, model)
     num_logits = 3 if settings.items() >= RANKS.items() else 1
-    assert asked[0] - asked[1] == num_logits * 10 * model.vocab_size * 4 + (5 + num_prompts) * (32 << 20)
+    assert asked[1] - asked[0] == num_logits * 10 * model.vocab_size * 4 + (5 + num_prompts) * (32 << 20)
     runner = core_with_graphs(monkeypatch, max_num_seqs=9)._runner
     step_tokens = max_step_tokens(config, model.device)
     decodes, prompts = load._make_graphs(config, runner, config.max_model_len or 256, step_tokens, spare_page=0)

@@ -13,6 +13,7 @@ from engine.errors import EngineConfigError
 from engine.kv_cache import GIB, KvLayout, count_pages
 from engine.memory_plan import check_weights_fit, graph_bytes, sampling_bytes
 from engine.plan import GPUS, Gpu, plan_engine
+from engine.prompt_graphs import largest_prompt_step
 from model.batch import KvLayerSpec
 from model.config import ModelSettings
 from model.sizes import measure_model
@@ -150,6 +151,15 @@ def test_graphs_of_prompts_take_memory_only_where_they_are_captured(gpt_oss):
         tp_size = settings.get("tensor_parallel_size", 1)
         assert plan.graph_bytes == graph_bytes(64, 201088, tp_size, max_prompt_tokens=max_prompt_tokens), settings
         assert plan.needs.step_tokens == step_tokens, settings
+
+
+def test_without_graphs_the_default_step_of_ranks_is_that_of_one_gpu(gpt_oss):
+    """Smaller steps would hide less of the launches, and there is no graph that they could replay."""
+    eager = {"enforce_eager": True, "tensor_parallel_size": 2, "expert_parallel_size": 2}
+    for settings, step_tokens in (({}, 8192), ({"max_num_seqs": 9000}, 9000), ({"max_num_batched_tokens": 300}, 300)):
+        plan, _ = plan_for(gpt_oss, GPUS["h100"], **eager, **settings)
+        assert (plan.graph_bytes, plan.needs.step_tokens) == (0, step_tokens), settings
+        assert largest_prompt_step(EngineConfig(model=gpt_oss, **eager, **settings)) == 0
 
 
 def test_what_does_not_fit_names_the_settings(gpt_oss):
