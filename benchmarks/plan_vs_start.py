@@ -4,7 +4,7 @@
 
 Starts the service with the flags, reads what its engine measured from the log, and plans with the same flags for a GPU
 of the same memory. "activations" are what a profile run took on top of the weights, its own small cache included; the
-engine adds to them what the plan sets aside for sampling and graphs. The last line is JSON.
+engine adds to them what the plan sets aside for sampling, graphs and their buffers. The last line is JSON.
 """
 
 import argparse
@@ -62,10 +62,11 @@ def compare(plan: dict[str, Any], log: str) -> list[Row]:
         Row(
             part="activations",
             planned=estimates["activations"],
-            actual=step - estimates["sampling"] - estimates["graphs"],
+            actual=step - estimates["sampling"] - estimates["graphs"] - estimates["graph_buffers"],
         ),
         Row(part="sampling", planned=estimates["sampling"], actual=None),
         Row(part="graphs", planned=estimates["graphs"], actual=graphs),
+        Row(part="graph buffers", planned=estimates["graph_buffers"], actual=None),
         Row(part="KV cache", planned=planned["bytes"] / MIB, actual=cache),
         Row(part="KV pages", planned=planned["pages"], actual=pages),
         Row(part="KV tokens", planned=planned["tokens"], actual=tokens),

@@ -31,6 +31,11 @@ _CHECKED_STEPS = 3
 logger = logging.getLogger(__name__)
 
 
+def count_numbers(*, max_rows: int, num_pages: int, num_kinds: int) -> int:
+    """Numbers of a step of so many rows with P pages each, in each of G kinds."""
+    return HEADER + max_rows * (NUMBERS_OF_ROW + num_kinds * num_pages)
+
+
 class DecodeInputs:
     """Fills `buffers`. On the rank that samples for its group, `tokens_M` holds the tokens that steps chose last."""
 
@@ -43,7 +48,7 @@ class DecodeInputs:
         """
         self._buffers, self._tokens_M, self._mail = buffers, tokens_M, mail
         num_kinds, max_rows, num_pages = buffers.tables_GMP.shape
-        num_numbers = HEADER + max_rows * (NUMBERS_OF_ROW + num_kinds * num_pages)
+        num_numbers = count_numbers(max_rows=max_rows, num_pages=num_pages, num_kinds=num_kinds)
         self._numbers = torch.zeros(num_numbers, dtype=torch.int32, device=buffers.ids_M.device)
         self._host = HostBuffers(self._numbers)
         self._num_pages = 1  # of the numbers that were sent last

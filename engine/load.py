@@ -14,7 +14,7 @@ from engine.errors import EngineConfigError
 from engine.grammar_check import Vocabulary
 from engine.grammar_compiler import GrammarCompiler
 from engine.kv_cache import KvLayout, choose_cpu_pages, choose_cuda_pages
-from engine.memory_plan import check_weights_fit, graph_bytes, sampling_bytes
+from engine.memory_plan import check_weights_fit, graph_buffer_bytes, graph_bytes, sampling_bytes
 from engine.model_settings import (
     choose_device,
     choose_max_model_len,
@@ -213,6 +213,9 @@ def _choose_pages(
             prompt_tokens = min(largest_prompt_step(config), max_step_tokens(config, model.device), max_model_len)
             aside_bytes += graph_bytes(
                 config.max_num_seqs, model.vocab_size, config.tensor_parallel_size, max_prompt_tokens=prompt_tokens
+            )
+            aside_bytes += graph_buffer_bytes(
+                layout, max_num_seqs=config.max_num_seqs, max_model_len=max_model_len, max_prompt_tokens=prompt_tokens
             )
         return choose_cuda_pages(
             layout,

@@ -8,16 +8,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from engine.cuda_graphs import graph_sizes
+from engine.decode_inputs import count_numbers
 from engine.errors import EngineConfigError
 from engine.kv_cache import KvLayout, count_pages
 from engine.page_needs import PageNeeds
 from engine.prompt_graphs import prompt_sizes
+from engine.step_buffers import buffer_bytes
 from engine.units import size_text
 
 if TYPE_CHECKING:  # a scripted engine needs no model
     from model.sizes import ModelSizes, StepShape
 
 _BYTES_PER_GRAPH = 32 << 20
+_BYTES_PER_NUMBER = 4  # of `DecodeInputs`
+_BYTES_PER_START, _BYTES_PER_LOGIT_ROW = 4, 8  # int32 and int64, of the rows of a step
 _SAMPLING_BYTES_PER_LOGIT = 48  # the torch sampler's temporaries at its peak, filters on; the kernels need 12
 _CONTEXT_BYTES = 700 << 20  # estimate: the CUDA context, kernels and library workspaces
 _HIDDEN_COPIES = 4  # estimate: residual, norm, and the input and output of a block
@@ -38,6 +42,24 @@ def graph_bytes(max_num_seqs: int, vocab_size: int, tp_size: int = 1, *, max_pro
     num_graphs = len(graph_sizes(max_num_seqs)) + len(prompt_sizes(max_num_seqs, max_prompt_tokens))
     num_logits = 1 if tp_size == 1 else 3
     return num_logits * (max_num_seqs + 1) * vocab_size * 4 + num_graphs * _BYTES_PER_GRAPH
+
+
+def graph_buffer_bytes(layout: KvLayout, *, max_num_seqs: int, max_model_len: int, max_prompt_tokens: int) -> int:
+    """Memory of the tensors that captured steps read, most of it page tables: of `DecodeGraphs` and `PromptGraphs`.
+
+    `max_prompt_tokens` as in `graph_bytes`. The engine may find room for a shorter context, whose tables are smaller.
+    """
+    num_pages, num_kinds = -(-max_model_len // layout.page_size), layout.num_kinds
+    steps = [(max_num_seqs, max_num_seqs)]  # the most tokens and rows
+    if max_prompt_tokens:
+        sizes = prompt_sizes(max_num_seqs, max_prompt_tokens)
+        steps.append((max((size.num_tokens for size in sizes), default=1), max_num_seqs + 1))
+    numbers = count_numbers(max_rows=max_num_seqs, num_pages=num_pages, num_kinds=num_kinds)
+    total = numbers * _BYTES_PER_NUMBER
+    for max_tokens, max_rows in steps:
+        total += buffer_bytes(max_tokens=max_tokens, max_rows=max_rows, num_pages=num_pages, num_kinds=num_kinds)
+        total += (max_rows + 1) * _BYTES_PER_START + max_rows * _BYTES_PER_LOGIT_ROW
+    return total
 
 
 def activation_bytes(step: "StepShape", num_tokens: int, itemsize: int) -> int:
@@ -78,6 +100,7 @@ class MemoryPlan:
     activation_bytes: int
     sampling_bytes: int
     graph_bytes: int
+    graph_buffer_bytes: int
     num_pages: int
     refusal: str | None
 
@@ -132,11 +155,15 @@ def make_plan(
     vocab_size = sizes.step.vocab_size
     prompt_tokens = min(max_prompt_tokens, step_tokens)
     captured_bytes = graph_bytes(max_num_seqs, vocab_size, tp_size, max_prompt_tokens=prompt_tokens)
+    buffered_bytes = graph_buffer_bytes(
+        layout, max_num_seqs=max_num_seqs, max_model_len=max_model_len, max_prompt_tokens=prompt_tokens
+    )
     parts: dict[str, Any] = {
         "context_bytes": _CONTEXT_BYTES,
         "activation_bytes": activation_bytes(sizes.step, step_tokens, sizes.dtype.itemsize),
         "sampling_bytes": sampling_bytes(max_num_seqs, vocab_size),
         "graph_bytes": captured_bytes if uses_graphs else 0,
+        "graph_buffer_bytes": buffered_bytes if uses_graphs else 0,
     }
     budget: dict[str, Any] = {"total_bytes": total_bytes, "utilization": utilization}
     refusal, pages = None, 0
@@ -162,6 +189,7 @@ def make_cpu_plan(sizes: "ModelSizes", layout: KvLayout, *, needs: PageNeeds, nu
         activation_bytes=activation_bytes(sizes.step, needs.step_tokens, sizes.dtype.itemsize),
         sampling_bytes=0,
         graph_bytes=0,
+        graph_buffer_bytes=0,
         num_pages=num_pages,
         refusal=None,
     )

@@ -36,6 +36,13 @@ class PageBuffers:
         self.slots_M[:num_tokens_before] = self._spare_slot
 
 
+def buffer_bytes(*, max_tokens: int, max_rows: int, num_pages: int, num_kinds: int) -> int:
+    """Bytes of `StepBuffers` with P pages and G kinds, but for the one number that `counts_live` adds."""
+    bytes_per_token = (2 + num_kinds) * torch.int64.itemsize
+    bytes_per_row = (1 + num_kinds * num_pages) * torch.int32.itemsize
+    return max_tokens * bytes_per_token + max_rows * bytes_per_row
+
+
 class StepBuffers:
     """What every captured step reads: ids and positions of tokens, lengths of rows, slots and pages."""
 

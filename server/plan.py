@@ -122,6 +122,7 @@ def document(
             "activations": found.activation_bytes,
             "sampling": found.sampling_bytes,
             "graphs": found.graph_bytes,
+            "graph_buffers": found.graph_buffer_bytes,
         },
         "kv_cache": {
             "dtype": str(found.layout.dtype).removeprefix("torch."),
@@ -162,6 +163,7 @@ def render(shown: Mapping[str, Any]) -> str:
         ("activations", estimates["activations"], "estimate of the largest step"),
         ("sampling", estimates["sampling"], ""),
         ("graphs", estimates["graphs"], "estimate: decode steps captured in CUDA graphs"),
+        ("graph buffers", estimates["graph_buffers"], "ids, slots and page tables that the graphs read"),
         ("KV cache", cache["bytes"], f"{cache['tokens']} tokens fit, {cache['pages']} pages, {cache['dtype']}"),
     ]
     lines += [f"{name:<20}{size_text(size, 3):>13}  {text}".rstrip() for name, size, text in rows]

@@ -18,7 +18,13 @@ MODEL = Path(__file__).parents[2] / "assets" / "tiny-gpt-oss"
 MIB, GIB = 1 << 20, 1 << 30
 PLAN = {
     "weights": {"processed": 10 * GIB, "peak_while_loading": 12 * GIB},
-    "estimates": {"context": 700 * MIB, "activations": GIB, "sampling": GIB // 2, "graphs": GIB // 4},
+    "estimates": {
+        "context": 700 * MIB,
+        "activations": GIB,
+        "sampling": GIB // 2,
+        "graphs": GIB // 8,
+        "graph_buffers": GIB // 8,
+    },
     "kv_cache": {"bytes": 60 * GIB, "pages": 1000, "tokens": 16000},
 }
 
@@ -50,7 +56,8 @@ def test_every_part_of_the_plan_stands_beside_what_was_measured(log: str) -> Non
     assert rows["context"] == (700, 1024)  # 12 GiB in use, 11 of them torch's
     assert rows["activations"] == (1024, 2048)
     assert rows["sampling"] == (512, None)
-    assert rows["graphs"] == (256, 0)
+    assert rows["graphs"] == (128, 0)
+    assert rows["graph buffers"] == (128, None)
     assert (rows["KV pages"][1], rows["KV cache"][0]) == (200, 61440)  # 100 of each kind
     assert rows["KV tokens"][1] > 0
     assert gpu_gib(log) == 80

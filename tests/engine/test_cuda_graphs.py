@@ -18,6 +18,7 @@ from engine.prompt_graphs import PromptSize, largest_prompt_step, prompt_sizes
 from engine.runner import ModelRunner
 from engine.step import StepBatch, StepRow
 from tests.engine.fakes import FakeModel
+from tests.engine.graph_tensors import bytes_kept
 from tests.engine.requests import request, run_all, tokens_of
 from tests.tables import rows
 
@@ -308,8 +309,8 @@ RANKS = {"tensor_parallel_size": 2, "expert_parallel_size": 2}
     (RANKS | {"moe_a2a_backend": "deepep"}, 0),
 )
 def test_memory_for_graphs_is_set_aside_before_pages_are_counted(monkeypatch, settings, num_prompts):
-    """Logits that all graphs share, and 32 MiB for each graph that is captured: five of decodes, others of prompts.
-    The context is of 256 tokens or less.
+    """Logits that all graphs share, 32 MiB for each graph that is captured, five of decodes and others of prompts, and
+    the tensors that the graphs read. The context is of 256 tokens or less.
     """
     asked = []
 
@@ -324,9 +325,10 @@ def test_memory_for_graphs_is_set_aside_before_pages_are_counted(monkeypatch, se
         config = EngineConfig(model=Path("unused"), max_num_seqs=9, enforce_eager=enforce_eager, **settings)
         with pytest.raises(EngineConfigError, match="enough"):
             load.load_engine(config, model)
-    num_logits = 3 if settings.items() >= RANKS.items() else 1
-    assert asked[1] - asked[0] == num_logits * 10 * model.vocab_size * 4 + (5 + num_prompts) * (32 << 20)
     runner = core_with_graphs(monkeypatch, max_num_seqs=9)._runner
     step_tokens = max_step_tokens(config, model.device)
     decodes, prompts = load._make_graphs(config, runner, config.max_model_len or 256, step_tokens, spare_page=0)
     assert (len(decodes.sizes), len(prompts.sizes if prompts else ())) == (5, num_prompts)
+    logits_bytes = (3 if settings.items() >= RANKS.items() else 1) * 10 * model.vocab_size * 4
+    kept_bytes = bytes_kept(decodes, prompts, runner.tokens_M)
+    assert asked[1] - asked[0] == logits_bytes + (5 + num_prompts) * (32 << 20) + kept_bytes

@@ -18,6 +18,8 @@ from model.batch import KvLayerSpec
 from model.config import ModelSettings
 from model.sizes import measure_model
 from moe import MoeBackend
+from tests.engine.graph_tensors import bytes_kept
+from tests.tables import rows
 
 ASSETS = Path(__file__).parents[2] / "assets" / "tiny-gpt-oss"
 GPT_OSS_20B = {
@@ -76,7 +78,12 @@ def test_gpt_oss_20b_to_the_byte(gpt_oss):
     assert (plan.kv_bytes_per_token(sliding=False), plan.kv_bytes_per_token(sliding=True)) == (24576, 24576)
     assert max_model_len == 131072
     free = int(79.2 * GIB * 0.9) - sizes.total_bytes - plan.context_bytes
+    tables = 2 * 8192 * 4 * (64 + 64 + 65)  # of both kinds of layers: sent, of decodes, and of prompts with padding
+    rows_bytes = 4 * (2 + 3 * 64 + 64 + 65) + 12 * (64 + 65) + 2 * 4  # numbers, lengths, then starts and logit rows
+    buffers = tables + rows_bytes + 4 * 8 * (64 + 1024)  # id, position and two slots of a token
+    assert plan.graph_buffer_bytes == buffers
     step = plan.activation_bytes + sampling_bytes(64, 201088) + graph_bytes(64, 201088, max_prompt_tokens=1024)
+    step += buffers
     assert plan.num_pages == int(int(79.2 * GIB) * 0.9 - (int(79.2 * GIB * 0.9) - free) - step) // (24576 * 16)
     table = plan.table(max_model_len)
     assert list(table) == [1024 << i for i in range(8)]
@@ -114,12 +121,29 @@ def test_the_bundled_model_on_a_cpu_takes_what_the_engine_takes():
     assert plan_engine(EngineConfig(model=ASSETS, num_pages=300), None)[0].num_pages == 600
 
 
+@rows(
+    "model, settings",
+    ("tiny-gpt-oss", {}),
+    ("tiny-gpt-oss", {"max_num_seqs": 12, "max_model_len": 500, "page_size": 8}),
+    ("tiny-deepseek-v3", {"max_num_seqs": 3, "max_num_batched_tokens": 50, "max_model_len": 900}),
+)
+def test_buffers_of_captured_steps_are_planned_to_the_byte(model, settings):
+    """Of the tensors that the engine makes, here on a CPU. Sliding layers have page tables of their own."""
+    config = EngineConfig(model=ASSETS.parent / model, selfcheck="off", **settings)
+    plan, max_model_len = plan_engine(config, GPUS["h100"])
+    loaded = load.load_engine(dataclasses.replace(config, device="cpu", max_num_batched_tokens=None), None)
+    assert loaded.runner.is_sliding is (model == "tiny-gpt-oss")
+    graphs = load._make_graphs(config, loaded.runner, max_model_len, plan.needs.step_tokens, spare_page=0)
+    assert plan.graph_buffer_bytes == bytes_kept(*graphs, loaded.runner.tokens_M)
+
+
 def test_settings_change_the_plan(gpt_oss):
     base, _ = plan_for(gpt_oss, GPUS["h100"])
     half, _ = plan_for(gpt_oss, GPUS["h100"], gpu_memory_utilization=0.5)
     assert half.num_pages < base.num_pages / 1.5
     eager, _ = plan_for(gpt_oss, GPUS["h100"], enforce_eager=True)
     assert (eager.graph_bytes, base.graph_bytes) == (0, graph_bytes(64, 201088, max_prompt_tokens=1024))
+    assert eager.graph_buffer_bytes == 0 < base.graph_buffer_bytes
     small_steps, _ = plan_for(gpt_oss, GPUS["h100"], max_num_batched_tokens=1024)
     assert small_steps.activation_bytes * 8 == base.activation_bytes
     wide, _ = plan_for(gpt_oss, GPUS["h100"], kv_cache_dtype="float32")

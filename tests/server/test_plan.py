@@ -28,6 +28,7 @@ def test_text_of_a_plan(capsys, gpt_oss):
     assert "24 layers, mxfp4 as triton" in shown
     assert "49152 bytes: 24576 in full layers, 24576 in sliding ones (window 128), which keep only what they" in shown
     assert " tokens fit, " in shown
+    assert "graph buffers          12.098 MiB  ids, slots and page tables that the graphs read" in shown
     assert [line.split()[0] for line in shown.splitlines()[-8:]] == [str(1024 << i) for i in range(8)]
 
 
