@@ -40,6 +40,9 @@ _FEW_TOKENS, _ROTATED_TOKENS, _ROTATED_NUMBERS = 64, 4, 4096
 _ROTATED_HEADS = 32  # of one program that stores latents
 _MIN_PART_KEYS = 64
 MAX_PARTS = 32  # of one request's keys; a power of two
+# Up to so many are joined by a kernel of their own: skipping most of 32 takes time, too, and where requests have few
+# parts there are many of them.
+_FEW_PARTS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,8 +313,9 @@ def _merge_parts(
     """Join the parts into the rows of requests with one token."""
     num_requests, num_heads, num_parts, value_dim = parts.shape
     v_pad = triton.next_power_of_2(value_dim)
+    most_parts = _FEW_PARTS if num_parts <= _FEW_PARTS else MAX_PARTS
     launch(merge_parts, (num_requests, num_heads))(
         parts, stats, batch.query_start_B1, out_THV if sinks_H is None else sinks_H, out_THV, num_parts,
-        NUM_HEADS=num_heads, V=value_dim, V_PAD=v_pad, S_PAD=MAX_PARTS, HAS_SINKS=sinks_H is not None,
+        NUM_HEADS=num_heads, V=value_dim, V_PAD=v_pad, S_PAD=most_parts, HAS_SINKS=sinks_H is not None,
         num_warps=max(1, v_pad // 64), **pdl_options(parts.device),
     )  # fmt: skip

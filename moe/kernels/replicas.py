@@ -22,7 +22,7 @@ _BLOCK = 256
 
 @triton.jit
 def place(
-    ids, t, mask, counts_ptr, table_ptr, live_ptr, first_token,
+    ids, t, mask, counts_ptr, table_ptr, num_live, first_token,
     E: tl.constexpr, COUNTS: tl.constexpr, HAS_LIVE: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
     """The ids, or the slots, of the experts `ids` of tokens t; both of one shape. Counts those that are not padding."""
@@ -30,7 +30,7 @@ def place(
     if COUNTS:
         counted = is_expert
         if HAS_LIVE:
-            counted = counted & (t + first_token < tl.load(live_ptr))
+            counted = counted & (t + first_token < num_live)
         tl.atomic_add(counts_ptr + ids, tl.full(ids.shape, 1, tl.int64), mask=counted, sem="relaxed")
     if PLACES:
         ids = tl.load(table_ptr + (t % _ROWS) * E + ids, mask=is_expert, other=-1)
@@ -48,8 +48,9 @@ def _place_all(
     if USE_PDL:
         gdc_wait()
         gdc_launch_dependents()
+    num_live = tl.load(live_ptr) if HAS_LIVE else 0
     ids = tl.load(ids_ptr + index, mask=mask, other=-1)
-    ids = place(ids, index // K, mask, counts_ptr, table_ptr, live_ptr, first_token, E, COUNTS, HAS_LIVE, PLACES)
+    ids = place(ids, index // K, mask, counts_ptr, table_ptr, num_live, first_token, E, COUNTS, HAS_LIVE, PLACES)
     if PLACES:
         tl.store(out_ptr + index, ids, mask=mask)
 

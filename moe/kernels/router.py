@@ -25,7 +25,7 @@ from moe.routing import StandardTopK
 
 _FEW_BLOCK_T = 16
 _MOST_FEW_TOKENS = 1024  # above, large blocks fill the GPU
-MAX_PARTS = tl.constexpr(16)
+_MAX_PARTS = 16
 _FEWEST_EXPERTS, _MOST_EXPERTS = 16, 256  # `tl.dot` takes no fewer; more are too wide for one program
 _PROGRAMS = 128  # enough that every processor reads a part of the weights
 _LARGEST = tl.constexpr(3.4028234663852886e38)
@@ -41,6 +41,15 @@ class _Tile:
     num_stages: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Few:
+    """The last program of so few tokens has little to add up and to choose from, so the hidden axis has more parts."""
+
+    tokens: int
+    max_parts: int
+
+
+_FEW = (_Few(1, 32), _Few(4, 32))
 _TILE, _WIDE_TILE = _Tile(64, 64, 4, 3), _Tile(32, 32, 8, 4)
 _MOST_OF_TILE = 128  # experts; more take registers and shared memory, and a wide tile
 
@@ -80,7 +89,7 @@ def _mask_groups(ranks_TE, E: tl.constexpr, G: tl.constexpr, KEPT: tl.constexpr,
 
 @triton.jit
 def _choose(
-    logits_TE, bias_ptr, correction_ptr, ids_ptr, weights_ptr, counts_ptr, table_ptr, live_ptr,
+    logits_TE, bias_ptr, correction_ptr, ids_ptr, weights_ptr, counts_ptr, table_ptr, num_live,
     t, num_tokens, first_token, factor,
     E: tl.constexpr, E_PAD: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr, G: tl.constexpr, KEPT: tl.constexpr,
     BLOCK_T: tl.constexpr, IS_SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr, HAS_BIAS: tl.constexpr,
@@ -126,11 +135,11 @@ def _choose(
     out = t[:, None] * K + k[None, :]
     mask_TK = (t < num_tokens)[:, None] & (k < K)[None, :]
     if DROPS:
-        ids_TK = tl.where((t + first_token < tl.load(live_ptr))[:, None], ids_TK, -1)
+        ids_TK = tl.where((t + first_token < num_live)[:, None], ids_TK, -1)
     if COUNTS or PLACES:
         t_TK = t[:, None] + tl.zeros_like(ids_TK)
         ids_TK = place(
-            ids_TK, t_TK, mask_TK, counts_ptr, table_ptr, live_ptr, first_token, E, COUNTS, HAS_LIVE, PLACES
+            ids_TK, t_TK, mask_TK, counts_ptr, table_ptr, num_live, first_token, E, COUNTS, HAS_LIVE, PLACES
         )  # fmt: skip
     tl.store(ids_ptr + out, ids_TK, mask=mask_TK)
     tl.store(weights_ptr + out, weights_TK * factor, mask=mask_TK)
@@ -144,12 +153,12 @@ def _route(
     G: tl.constexpr, KEPT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, IS_SIGMOID: tl.constexpr,
     NORMALIZE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_CORRECTION: tl.constexpr, ROUND_TO_BF16: tl.constexpr,
     DROPS: tl.constexpr, COUNTS: tl.constexpr, HAS_LIVE: tl.constexpr, PLACES: tl.constexpr,
-    IS_SPLIT: tl.constexpr, USE_PDL: tl.constexpr, INTERPRET: tl.constexpr,
+    MAX_PARTS: tl.constexpr, CHOSEN_T: tl.constexpr, USE_PDL: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """Logits of BLOCK_T tokens, then their experts. Grid: (blocks of T, S).
 
-    If the hidden axis is split, program s sums the s-th share into parts [S, T, E], and the last one adds them up, in
-    the order of s.
+    If the hidden axis is split (MAX_PARTS > 1), program s sums the s-th share into parts [S, T, E], and the last one
+    adds them up, in the order of s. It chooses for CHOSEN_T tokens, which is less than BLOCK_T if there are no more.
     """
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     part = tl.program_id(1)
@@ -158,6 +167,7 @@ def _route(
     if USE_PDL:
         gdc_wait()
         gdc_launch_dependents()
+    num_live = tl.load(live_ptr) if HAS_LIVE or DROPS else 0
     steps = tl.cdiv(tl.cdiv(H, BLOCK_H), num_parts)
     logits_TE = tl.zeros((BLOCK_T, E_PAD), tl.float32)
     for step in range(part * steps, part * steps + steps):
@@ -170,28 +180,32 @@ def _route(
         if INTERPRET:  # the interpreter multiplies bf16 wrongly
             x_TH, w_HE = x_TH.to(tl.float32), w_HE.to(tl.float32)
         logits_TE = tl.dot(x_TH, w_HE, logits_TE, input_precision="ieee")
-    if not IS_SPLIT:
+    if MAX_PARTS == 1:
         _choose(
-            logits_TE, bias_ptr, correction_ptr, ids_ptr, weights_ptr, counts_ptr, table_ptr, live_ptr,
+            logits_TE, bias_ptr, correction_ptr, ids_ptr, weights_ptr, counts_ptr, table_ptr, num_live,
             t, num_tokens, first_token, factor,
             E, E_PAD, K, K_PAD, G, KEPT, BLOCK_T, IS_SIGMOID, NORMALIZE, HAS_BIAS, HAS_CORRECTION, ROUND_TO_BF16,
             DROPS, COUNTS, HAS_LIVE, PLACES,
         )  # fmt: skip
     else:
-        mask_TE = is_token_T[:, None] & (e < E)[None, :]
-        part_ptrs = parts_ptr + t.to(tl.int64)[:, None] * E + e[None, :]
-        tl.store(part_ptrs + (part * num_tokens).to(tl.int64) * E, logits_TE, mask=mask_TE)
+        part_stride = num_tokens.to(tl.int64) * E
+        tl.store(
+            parts_ptr + part * part_stride + t.to(tl.int64)[:, None] * E + e[None, :], logits_TE,
+            mask=is_token_T[:, None] & (e < E)[None, :],
+        )  # fmt: skip
         if is_last_to_arrive(arrived_ptr + tl.program_id(0), num_parts):
-            logits_TE = tl.zeros((BLOCK_T, E_PAD), tl.float32)
+            chosen_t = tl.program_id(0) * BLOCK_T + tl.arange(0, CHOSEN_T)
+            mask_TE = (chosen_t < num_tokens)[:, None] & (e < E)[None, :]
+            part_ptrs = parts_ptr + chosen_t.to(tl.int64)[:, None] * E + e[None, :]
+            total_TE = tl.zeros((CHOSEN_T, E_PAD), tl.float32)
             for other in tl.static_range(MAX_PARTS):
-                logits_TE += tl.load(
-                    part_ptrs + (other * num_tokens).to(tl.int64) * E,
-                    mask=mask_TE & (other < num_parts), other=0.0, cache_modifier=".cg",
-                )  # fmt: skip
+                total_TE += tl.load(
+                    part_ptrs + other * part_stride, mask=mask_TE & (other < num_parts), other=0.0, cache_modifier=".cg"
+                )
             _choose(
-                logits_TE, bias_ptr, correction_ptr, ids_ptr, weights_ptr, counts_ptr, table_ptr, live_ptr,
-                t, num_tokens, first_token, factor,
-                E, E_PAD, K, K_PAD, G, KEPT, BLOCK_T, IS_SIGMOID, NORMALIZE, HAS_BIAS, HAS_CORRECTION, ROUND_TO_BF16,
+                total_TE, bias_ptr, correction_ptr, ids_ptr, weights_ptr, counts_ptr, table_ptr, num_live,
+                chosen_t, num_tokens, first_token, factor,
+                E, E_PAD, K, K_PAD, G, KEPT, CHOSEN_T, IS_SIGMOID, NORMALIZE, HAS_BIAS, HAS_CORRECTION, ROUND_TO_BF16,
                 DROPS, COUNTS, HAS_LIVE, PLACES,
             )  # fmt: skip
 
@@ -237,7 +251,8 @@ def route(
     tile = _TILE if num_experts <= _MOST_OF_TILE else _WIDE_TILE
     block_t = _FEW_BLOCK_T if num_tokens <= _MOST_FEW_TOKENS else tile.many_tokens
     num_blocks = triton.cdiv(num_tokens, block_t)
-    num_parts = max(1, min(MAX_PARTS.value, _PROGRAMS // num_blocks, triton.cdiv(hidden, tile.block_h)))
+    few = next((few for few in _FEW if num_tokens <= few.tokens), _Few(block_t, _MAX_PARTS))
+    num_parts = max(1, min(few.max_parts, _PROGRAMS // num_blocks, triton.cdiv(hidden, tile.block_h)))
     is_split = num_parts > 1
     is_sigmoid = config.method is RoutingMethod.SIGMOID_GROUPED
     correction_bias_E = correction_bias_E if is_sigmoid else None  # softmax has none
@@ -250,7 +265,8 @@ def route(
         K_PAD=triton.next_power_of_2(config.top_k), G=config.num_groups if is_sigmoid else 1,
         KEPT=config.num_kept_groups, BLOCK_T=block_t, BLOCK_H=tile.block_h, IS_SIGMOID=is_sigmoid,
         NORMALIZE=config.normalize, HAS_BIAS=bias_E is not None, HAS_CORRECTION=correction_bias_E is not None,
-        ROUND_TO_BF16=logits_dtype is torch.bfloat16, DROPS=drops_padding and num_live is not None, IS_SPLIT=is_split,
+        ROUND_TO_BF16=logits_dtype is torch.bfloat16, DROPS=drops_padding and num_live is not None,
+        MAX_PARTS=few.max_parts if is_split else 1, CHOSEN_T=few.tokens,
         INTERPRET=bool(triton.knobs.runtime.interpret), num_warps=tile.num_warps, num_stages=tile.num_stages,
         **pdl_options(x_TH.device), **table_arguments(tables, num_live, ids_TK),
     )  # fmt: skip

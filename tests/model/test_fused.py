@@ -34,7 +34,7 @@ KERNELS = {
                 "H": 2880, "E": 32, "E_PAD": 32, "K": 4, "K_PAD": 4, "G": 1, "KEPT": 1,
                 "BLOCK_T": 16 if parts == "parts" else 64, "BLOCK_H": 64, "IS_SIGMOID": False, "NORMALIZE": True,
                 "HAS_BIAS": True, "HAS_CORRECTION": False, "ROUND_TO_BF16": name == "bf16",
-                "IS_SPLIT": parts == "parts",
+                "MAX_PARTS": 32 if parts == "parts" else 1, "CHOSEN_T": 1 if parts == "parts" else 64,
                 **dict.fromkeys(("DROPS", "COUNTS", "HAS_LIVE", "PLACES"), name == "bf16"), "USE_PDL": False,
                 "INTERPRET": False,
             },

@@ -61,6 +61,8 @@ def main() -> None:
     errors = {
         "DeepSeek-V3": error(5, 256, 8, groups=(8, 4)),
         "a quarter of its experts": error(40, 64, 8, groups=(8, 4)),
+        "one token": error(1, 64, 8, groups=(8, 4)),
+        "few tokens": error(3, 64, 8, groups=(8, 4)),
         "groups of two, one kept": error(9, 16, 2, groups=(8, 1)),
         "ties everywhere": error(20, 32, 6, groups=(4, 2), corrections=0),
         "negative choices": error(20, 32, 6, groups=(4, 3), corrections=30),
