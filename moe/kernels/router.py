@@ -41,15 +41,8 @@ class _Tile:
     num_stages: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Few:
-    """The last program of so few tokens has little to add up and to choose from, so the hidden axis has more parts."""
-
-    tokens: int
-    max_parts: int
-
-
-_FEW = (_Few(1, 32), _Few(4, 32))
+# The last program of up to so many tokens has little to add up, so the hidden axis has more parts.
+_VERY_FEW_TOKENS, _MAX_PARTS_OF_VERY_FEW = 4, 32
 _TILE, _WIDE_TILE = _Tile(64, 64, 4, 3), _Tile(32, 32, 8, 4)
 _MOST_OF_TILE = 128  # experts; more take registers and shared memory, and a wide tile
 
@@ -251,8 +244,10 @@ def route(
     tile = _TILE if num_experts <= _MOST_OF_TILE else _WIDE_TILE
     block_t = _FEW_BLOCK_T if num_tokens <= _MOST_FEW_TOKENS else tile.many_tokens
     num_blocks = triton.cdiv(num_tokens, block_t)
-    few = next((few for few in _FEW if num_tokens <= few.tokens), _Few(block_t, _MAX_PARTS))
-    num_parts = max(1, min(few.max_parts, _PROGRAMS // num_blocks, triton.cdiv(hidden, tile.block_h)))
+    chosen_t, max_parts = block_t, _MAX_PARTS
+    if num_tokens <= _VERY_FEW_TOKENS:
+        chosen_t, max_parts = _VERY_FEW_TOKENS, _MAX_PARTS_OF_VERY_FEW
+    num_parts = max(1, min(max_parts, _PROGRAMS // num_blocks, triton.cdiv(hidden, tile.block_h)))
     is_split = num_parts > 1
     is_sigmoid = config.method is RoutingMethod.SIGMOID_GROUPED
     correction_bias_E = correction_bias_E if is_sigmoid else None  # softmax has none
@@ -266,7 +261,7 @@ def route(
         KEPT=config.num_kept_groups, BLOCK_T=block_t, BLOCK_H=tile.block_h, IS_SIGMOID=is_sigmoid,
         NORMALIZE=config.normalize, HAS_BIAS=bias_E is not None, HAS_CORRECTION=correction_bias_E is not None,
         ROUND_TO_BF16=logits_dtype is torch.bfloat16, DROPS=drops_padding and num_live is not None,
-        MAX_PARTS=few.max_parts if is_split else 1, CHOSEN_T=few.tokens,
+        MAX_PARTS=max_parts if is_split else 1, CHOSEN_T=chosen_t,
         INTERPRET=bool(triton.knobs.runtime.interpret), num_warps=tile.num_warps, num_stages=tile.num_stages,
         **pdl_options(x_TH.device), **table_arguments(tables, num_live, ids_TK),
     )  # fmt: skip
