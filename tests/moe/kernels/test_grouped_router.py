@@ -39,7 +39,7 @@ def test_it_compiles(arch: int, num_experts: int, is_split: bool, counts: bool) 
         "BLOCK_T": 16 if is_split else tile.many_tokens, "BLOCK_H": tile.block_h, "IS_SIGMOID": True,
         "NORMALIZE": True, "HAS_BIAS": False, "HAS_CORRECTION": True, "ROUND_TO_BF16": False,
         **dict.fromkeys(("COUNTS", "HAS_LIVE", "PLACES"), counts), "MAX_PARTS": 16 if is_split else 1,
-        "CHOSEN_T": 4 if is_split else tile.many_tokens, "USE_PDL": arch >= 90, "INTERPRET": False,
+        "CHOSEN_T": 4 if is_split else tile.many_tokens, "STARTS_NEXT": True, "USE_PDL": arch >= 90, "INTERPRET": False,
     }  # fmt: skip
     kernel = compile_kernel(
         router._route, arch, pointers, constants, num_warps=tile.num_warps, num_stages=tile.num_stages
