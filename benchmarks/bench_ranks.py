@@ -7,13 +7,14 @@
 `one rank, a share`. In `dp, all on each` every rank has that many, and the HTTP process, which needs a core too, takes
 the tokens of as many more; that row is compared with `one rank`.
 
-The model computes nothing, but its ranks meet in two collectives a step. `period_us` is the time between steps of
-rank 0, `meeting_us` that of a collective to which all come at once, both medians. What more ranks add is their period
-less that of one rank and two collectives. `cpu_us` is the CPU time of rank 0's thread a step, which other work on the
-machine changes less; `added_cpu_us` is what it has more of than one rank, its part of the collectives included.
-`agreement_us` is an agreement to which all come at once, and is part of what is added. `client_us` is the CPU time a
-step of the process that takes the tokens, without HTTP. Each number is the median of the rounds, in which the layouts
-take turns; a run that has not come to its tokens after `--seconds` is cut. The last line is JSON.
+The model computes nothing, but its ranks meet twice a step, as in two collectives, over TCP and without a thread that
+takes time of its own, as gloo has. `period_us` is the time between steps of rank 0, `meeting_us` that of a meeting to
+which all come at once, both medians. What more ranks add is their period less that of one rank and two meetings.
+`cpu_us` is the CPU time of rank 0's thread a step, which other work on the machine changes less; `added_cpu_us` is what
+it has more of than one rank, its part of the meetings included. `agreement_us` is an agreement to which all come at
+once, and is part of what is added. `client_us` is the CPU time a step of the process that takes the tokens, without
+HTTP. Each number is the median of the rounds, in which the layouts take turns; a run that has not come to its tokens
+after `--seconds` is cut. The last line is JSON.
 """
 
 import argparse
