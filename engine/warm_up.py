@@ -9,7 +9,6 @@ from engine.sequence import Chunk, Sequence
 from engine.types import EngineRequest, SamplingParams
 
 _FEWEST_TOKENS = 4
-_FEW_KEYS = 256  # attention cuts them into a few parts, and more keys into many
 
 
 def run_prompt(runner: ModelRunner, num_tokens: int) -> None:
@@ -24,9 +23,8 @@ def run_prompt(runner: ModelRunner, num_tokens: int) -> None:
 def run_step_sizes(runner: ModelRunner, max_tokens: int) -> None:
     """Steps of 4, 8, 16, ... tokens: a prompt beside a request that decodes, as they meet under load.
 
-    Then a step in which every place decodes, and one in which a request with few keys does. Kernels differ by the
-    number of tokens, and those of attention by that of requests and keys. Needs places for two requests and room for
-    `max_tokens`.
+    Then a step in which every place decodes. Kernels differ by the number of tokens, and those of attention by that of
+    requests. Needs places for two requests and room for `max_tokens`.
     """
     decoding = _sequence(runner, 2, row=0)
     decoding.num_computed = 1
@@ -39,9 +37,6 @@ def run_step_sizes(runner: ModelRunner, max_tokens: int) -> None:
     for seq in decodes:
         seq.num_computed = 1
     _run(runner, *(Chunk.next_of(seq, 1) for seq in decodes))
-    decoding = _sequence(runner, min(_FEW_KEYS, max_tokens), row=0)
-    decoding.num_computed = len(decoding.token_ids) - 1
-    _run(runner, Chunk.next_of(decoding, 1))
 
 
 def _run(runner: ModelRunner, *chunks: Chunk) -> None:

@@ -21,7 +21,7 @@ The life of a forward pass, and the file of each step:
     engine/sampler.py            logits to tokens
 
 On several ranks (parallel.py), sums over ranks (moe/group.py) follow the embedding, the output projection, a dense MLP
-and the experts; the norm after the last three adds their parts up (`PartialSum`). The head gathers its logits.
+and the experts; the norm that follows adds their parts up (`PartialSum`). The head gathers its logits.
 
 Families build the parts of a layer; `load.py` reads them in this order, `moe_build.py` chooses the path of the experts.
 """

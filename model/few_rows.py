@@ -118,7 +118,7 @@ def linear(
     device = x_RK.device
     if out_RN is None:
         out_RN = torch.empty(num_rows, num_outputs, dtype=x_RK.dtype, device=device)
-    if not num_rows:
+    if not num_rows or not num_outputs:
         return out_RN
     tile = _tile(num_outputs)
     blocks = triton.cdiv(num_outputs, tile.block_n)

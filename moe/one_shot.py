@@ -103,7 +103,7 @@ class OneShotGroup:
 
         A captured step may follow any other: it begins with the sum of the embedding at the place of MLPs, and every
         step ends with another collective than a sum there, gathering the logits or, without logits, the sum of the last
-        attention.
+        attention. So a rank whose step stops in between cannot take part in another: its engine ends.
         """
         part, place = delta.part.contiguous(), delta.place
         if not self._can_norm(part, place) or (x_TH is not None and part.dtype != x_TH.dtype):

@@ -101,7 +101,7 @@ class FlashInferAttention(TritonAttention):
 
     def plan_for_graph(self, batch: ForwardBatch) -> TritonPlan:
         """Each captured step has buffers of its own, but for the page ids, which are written before each replay."""
-        plan = super().plan(batch)
+        plan = super().plan_for_graph(batch)
         if not self._has_room(batch):
             return plan
         num_rows, capacity = batch.page_table_BP.shape[0], batch.page_table_BP.numel()

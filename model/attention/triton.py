@@ -8,7 +8,7 @@ Shape letters: T tokens, B requests, H query heads, G KV heads, D key dim, V val
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ _ROTATED_HEADS = 32  # of one program that stores latents
 _MIN_PART_KEYS = 64
 MAX_PARTS = 32  # of one request's keys; a power of two
 # Up to so many are joined by a kernel of their own: skipping most of 32 takes time, too, and where requests have few
-# parts there are many of them.
+# parts there are many of them. Graphs alone launch it, so that no later step finds it not compiled.
 _FEW_PARTS = 4
 
 
@@ -52,6 +52,7 @@ class TritonPlan:
     batches: dict[AttentionSpec, ForwardBatch]
     has_decodes: bool
     has_prompts: bool
+    is_for_graph: bool = field(default=False, kw_only=True)
 
 
 @register_attention
@@ -86,6 +87,10 @@ class TritonAttention(Attention):
             has_decodes=1 in batch.query_lens,
             has_prompts=any(query_len > 1 for query_len in batch.query_lens),
         )
+
+    def plan_for_graph(self, batch: ForwardBatch) -> TritonPlan:
+        """The same. The batch's lengths are the longest possible ones."""
+        return replace(self.plan(batch), is_for_graph=True)
 
     def run(
         self,
@@ -154,7 +159,7 @@ class TritonAttention(Attention):
                 num_warps=_DECODE.warps, num_stages=_DECODE.stages, **pdl_options(q_THD.device),
             )  # fmt: skip
             if num_parts > 1:
-                _merge_parts(batch, parts, stats, sinks_H, out_THV)
+                _merge_parts(batch, parts, stats, sinks_H, out_THV, is_for_graph=plan.is_for_graph)
         if plan.has_prompts:
             tile = _PREFILL if spec.window is None else _PREFILL_IN_WINDOW
             block_q = max(1, tile.rows // shape["R_PAD"])
@@ -190,7 +195,7 @@ class TritonAttention(Attention):
                 BLOCK_Q=1, BLOCK_H=block_h, IS_DECODE=True, IS_SPLIT=num_parts > 1, **_options(tile), **constants,
             )  # fmt: skip
             if num_parts > 1:
-                _merge_parts(batch, parts, stats, sinks_H, out_THV)
+                _merge_parts(batch, parts, stats, sinks_H, out_THV, is_for_graph=plan.is_for_graph)
         if plan.has_prompts:
             tile = latent_tile(q_THD.dtype, kv.keys.dtype, self._capability)
             block_h = min(tile.rows, triton.next_power_of_2(spec.num_heads))
@@ -308,12 +313,13 @@ def _new_parts(out_THV: torch.Tensor, num_requests: int, num_parts: int) -> tupl
 
 
 def _merge_parts(
-    batch: ForwardBatch, parts: torch.Tensor, stats: torch.Tensor, sinks_H: torch.Tensor | None, out_THV: torch.Tensor
-) -> None:
+    batch: ForwardBatch, parts: torch.Tensor, stats: torch.Tensor, sinks_H: torch.Tensor | None, out_THV: torch.Tensor,
+    *, is_for_graph: bool,
+) -> None:  # fmt: skip
     """Join the parts into the rows of requests with one token."""
     num_requests, num_heads, num_parts, value_dim = parts.shape
     v_pad = triton.next_power_of_2(value_dim)
-    most_parts = _FEW_PARTS if num_parts <= _FEW_PARTS else MAX_PARTS
+    most_parts = _FEW_PARTS if is_for_graph and num_parts <= _FEW_PARTS else MAX_PARTS
     launch(merge_parts, (num_requests, num_heads))(
         parts, stats, batch.query_start_B1, out_THV if sinks_H is None else sinks_H, out_THV, num_parts,
         NUM_HEADS=num_heads, V=value_dim, V_PAD=v_pad, S_PAD=most_parts, HAS_SINKS=sinks_H is not None,

@@ -5,7 +5,8 @@ said the same, and copies what they wrote to where the whole row is wanted. A ra
 again after another collective of both: the other has taken part in that when its kernels before have read everything.
 
 The flags are those of `moe.kernels.sum_norm`: one for each block and rank that sets it, clear between launches. A
-program writes and tells before it waits, so the ranks need not run their blocks at the same time.
+program writes and tells before it waits, and GPUs start programs in their order, so more of them than fit a GPU do not
+wait for each other.
 
 Import it only where Triton is installed. Shape letters: T rows, U columns of a rank, V of all, R ranks.
 """

@@ -110,6 +110,7 @@ def main() -> None:
         "a row in shares": few_rows_error(1, 40, 700),
         "rows in shares": few_rows_error(5, 70, 1000, has_bias=False),
         "rows in one share": few_rows_error(16, 33, 100),
+        "no outputs": float(few_rows.linear(normal(2, 8).bfloat16(), normal(0, 8).bfloat16(), None).numel()),
         "no rows": float(few_rows.linear(normal(0, 8).bfloat16(), normal(8, 8).bfloat16(), None).numel()),
         "one token": router_error(1, 32, 4),
         "six experts, no bias": router_error(5, 6, 3, has_bias=False),
