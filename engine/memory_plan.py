@@ -15,6 +15,7 @@ from engine.page_needs import PageNeeds
 from engine.prompt_graphs import prompt_sizes
 from engine.step_buffers import buffer_bytes
 from engine.units import size_text
+from moe.shared_memory import NUM_BYTES
 
 if TYPE_CHECKING:  # a scripted engine needs no model
     from model.sizes import ModelSizes, StepShape
@@ -23,7 +24,7 @@ _BYTES_PER_GRAPH = 32 << 20
 _BYTES_PER_NUMBER = 4  # of `DecodeInputs`
 _BYTES_PER_START, _BYTES_PER_LOGIT_ROW = 4, 8  # int32 and int64, of the rows of a step
 _SAMPLING_BYTES_PER_LOGIT = 48  # the torch sampler's temporaries at its peak, filters on; the kernels need 12
-_CONTEXT_BYTES = 700 << 20  # estimate: the CUDA context, kernels and library workspaces
+_CONTEXT_BYTES = 700 << 20  # estimate: the CUDA context, kernels and library workspaces, of one rank
 _HIDDEN_COPIES = 4  # estimate: residual, norm, and the input and output of a block
 _SHORTEST_CONTEXT = 1024  # of the table
 
@@ -158,8 +159,9 @@ def make_plan(
     buffered_bytes = graph_buffer_bytes(
         layout, max_num_seqs=max_num_seqs, max_model_len=max_model_len, max_prompt_tokens=prompt_tokens
     )
+    context_bytes = _CONTEXT_BYTES + (NUM_BYTES if tp_size > 1 else 0)
     parts: dict[str, Any] = {
-        "context_bytes": _CONTEXT_BYTES,
+        "context_bytes": context_bytes,
         "activation_bytes": activation_bytes(sizes.step, step_tokens, sizes.dtype.itemsize),
         "sampling_bytes": sampling_bytes(max_num_seqs, vocab_size),
         "graph_bytes": captured_bytes if uses_graphs else 0,
@@ -168,9 +170,9 @@ def make_plan(
     budget: dict[str, Any] = {"total_bytes": total_bytes, "utilization": utilization}
     refusal, pages = None, 0
     try:
-        check_weights_fit(sizes, **budget, used_bytes=_CONTEXT_BYTES)
-        step_bytes = sum(parts.values()) - _CONTEXT_BYTES
-        pages = count_pages(layout, **budget, used_bytes=_CONTEXT_BYTES + sizes.total_bytes, step_bytes=step_bytes)
+        check_weights_fit(sizes, **budget, used_bytes=context_bytes)
+        step_bytes = sum(parts.values()) - context_bytes
+        pages = count_pages(layout, **budget, used_bytes=context_bytes + sizes.total_bytes, step_bytes=step_bytes)
         pages = _chosen_pages(num_pages, pages, layout.num_kinds)
     except EngineConfigError as error:
         refusal, pages = str(error), 0

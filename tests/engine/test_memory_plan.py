@@ -18,6 +18,7 @@ from model.batch import KvLayerSpec
 from model.config import ModelSettings
 from model.sizes import measure_model
 from moe import MoeBackend
+from moe.shared_memory import NUM_BYTES
 from tests.engine.graph_tensors import bytes_kept
 from tests.tables import rows
 
@@ -175,6 +176,11 @@ def test_graphs_of_prompts_take_memory_only_where_they_are_captured(gpt_oss):
         tp_size = settings.get("tensor_parallel_size", 1)
         assert plan.graph_bytes == graph_bytes(64, 201088, tp_size, max_prompt_tokens=max_prompt_tokens), settings
         assert plan.needs.step_tokens == step_tokens, settings
+
+
+def test_ranks_that_read_each_others_memory_set_it_aside(gpt_oss):
+    alone, shared = (plan_for(gpt_oss, GPUS["h100"], tensor_parallel_size=size)[0] for size in (1, 2))
+    assert shared.context_bytes - alone.context_bytes == NUM_BYTES > 64 << 20
 
 
 def test_without_graphs_the_default_step_of_ranks_is_that_of_one_gpu(gpt_oss):
