@@ -26,6 +26,7 @@ and the experts; the norm that follows adds their parts up (`PartialSum`). The h
 Families build the parts of a layer; `load.py` reads them in this order, `moe_build.py` chooses the path of the experts.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -57,14 +58,14 @@ class StepState:
     num_live: torch.Tensor | None = None
 
 
-class AttentionLayer(nn.Module):
+class AttentionLayer(nn.Module, ABC):
     """Projections, rope and attention of one layer: `forward(x_TH, step, kv) -> [T, H]`."""
 
     spec: AttentionSpec
 
+    @abstractmethod
     def forward(self, x_TH: torch.Tensor, step: StepState, kv: LayerKv) -> torch.Tensor | PartialSum:
         """[T, H] to [T, H]; writes the step's keys to `kv`."""
-        raise NotImplementedError(f"{type(self).__name__} defines no forward")
 
 
 class DecoderLayer(nn.Module):

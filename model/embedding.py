@@ -5,13 +5,11 @@ rows, so the sum over ranks costs less than the room that every rank would lose.
 Shape letters: T tokens, V vocabulary, U rows of it on this rank, S ranks, H hidden, R logit rows.
 """
 
-from types import ModuleType
-
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from model.fused import few_rows_kernel, fused_kernels
+from model.fused import fused_kernels
 from model.linear import Linear, LinearWeight
 from moe.group import SINGLE_RANK, Group, PartialSum, SumPlace
 
@@ -52,10 +50,8 @@ class OutputHead(nn.Module):
         self.linear = Linear(weight_UH)
         # On a GPU the product is written as the fp32 sum that it is, which spares a pass over the logits.
         self._weight_HU: torch.Tensor | None = None
-        self._few_rows: ModuleType | None = None
         if isinstance(weight_UH, torch.Tensor) and weight_UH.dtype == torch.bfloat16:
             self._weight_HU = weight_UH.t() if weight_UH.device.type == "cuda" else None
-            self._few_rows = few_rows_kernel(weight_UH)
         self._tp = tp
         self._num_rows = weight_UH.shape[0]
         num_rows_by_rank = tp.all_gather(torch.tensor([self._num_rows], device=weight_UH.device)).tolist()
@@ -73,10 +69,10 @@ class OutputHead(nn.Module):
     def _own_logits(self, x_RH: torch.Tensor, out_RU: torch.Tensor | None = None) -> torch.Tensor:
         """fp32 [R, U]."""
         if self._weight_HU is not None and x_RH.dtype == torch.bfloat16:
-            if self._few_rows is not None and x_RH.shape[0] <= self._few_rows.MAX_ROWS:
+            if self.linear.has_kernel_for(x_RH.shape[0]):
                 if out_RU is None:
                     out_RU = x_RH.new_empty((x_RH.shape[0], self._num_rows), dtype=torch.float32)
-                summed_RU: torch.Tensor = self._few_rows.linear(x_RH, self._weight_HU.t(), None, out_RU)
+                summed_RU: torch.Tensor = self.linear(x_RH, out_RU)
                 return summed_RU
             return torch.mm(x_RH, self._weight_HU, out_dtype=torch.float32, out=out_RU)
         logits_RU: torch.Tensor = self.linear(x_RH)

@@ -54,10 +54,14 @@ class Linear(nn.Module):
         """Whether `forward` writes to the memory that it is given."""
         return self._few_rows is not None or self._fp8 is not None
 
+    def has_kernel_for(self, num_tokens: int) -> bool:
+        """Whether the kernel for few rows multiplies so many tokens; it also writes fp32 to the memory it is given."""
+        return self._few_rows is not None and num_tokens <= self._few_rows.MAX_ROWS
+
     def forward(self, x_TK: torch.Tensor, out_TN: torch.Tensor | None = None) -> torch.Tensor:
         """[T, K] to [T, N], row-major. If `can_write` and `out` is given, also row-major, it is the result."""
         if self._few_rows is not None:
-            if x_TK.shape[0] <= self._few_rows.MAX_ROWS and x_TK.stride(1) == 1:
+            if self.has_kernel_for(x_TK.shape[0]) and x_TK.stride(1) == 1:
                 product_TN: torch.Tensor = self._few_rows.linear(x_TK, self._weight_NK, self._bias_N, out_TN)
                 return product_TN
             if out_TN is not None and self._bias_N is None:

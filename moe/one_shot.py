@@ -308,8 +308,8 @@ def _check_columns(one_shot: OneShotGroup, group: Group, device: torch.device) -
     most_rows = MAX_COLUMN_BYTES // (one_shot.size * BLOCK * torch.float32.itemsize)
     for num_rows, width, missing in ((1, 16, 0), (3, BLOCK + 8, 5), (most_rows, BLOCK, 0)):
         num_own = width - (missing if group.rank == group.size - 1 else 0)
-        own_TU = torch.arange(num_rows * num_own, dtype=torch.float32, device=device).view(num_rows, num_own)
-        own_TU += 0.5 * group.rank + len(wrong)
+        numbers = torch.arange(num_rows * num_own, dtype=torch.float32, device=device)
+        own_TU = numbers.view(num_rows, num_own) + 0.5 * group.rank
         got_TV, want_TV = (torch.zeros(num_rows, group.size * width - missing, device=device) for _ in "ab")
         one_shot.all_reduce(own_TU[:1, :8].contiguous())
         one_shot.gather_columns(own_TU, got_TV, width)

@@ -89,7 +89,7 @@ class TritonAttention(Attention):
         )
 
     def plan_for_graph(self, batch: ForwardBatch) -> TritonPlan:
-        """The same. The batch's lengths are the longest possible ones."""
+        """Which kernels run. The batch has the longest lengths that a replay may have."""
         return replace(self.plan(batch), is_for_graph=True)
 
     def run(

@@ -4,9 +4,8 @@ Each program has a block of one row's columns. It writes them to the other ranks
 said the same, and copies what they wrote to where the whole row is wanted. A rank may write to another one's memory
 again after another collective of both: the other has taken part in that when its kernels before have read everything.
 
-The flags are those of `moe.kernels.sum_norm`: one for each block and rank that sets it, clear between launches. A
-program writes and tells before it waits, and GPUs start programs in their order, so more of them than fit a GPU do not
-wait for each other.
+Each block of a row is a meeting of `moe.kernels.flags`. A program writes and tells before it waits, and GPUs start
+programs in their order, so more of them than fit a GPU do not wait for each other.
 
 Import it only where Triton is installed. Shape letters: T rows, U columns of a rank, V of all, R ranks.
 """
@@ -19,7 +18,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from moe.kernels.compile_ahead import launch
+from moe.kernels.compile_ahead import compile_only, launch
+from moe.kernels.flags import flags_of, tell_others, wait_for_others
 from moe.kernels.pdl import pdl_options
 
 _NUM_WARPS = 4
@@ -37,10 +37,8 @@ def gather_columns(
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     ranks = tl.arange(0, MAX_RANKS)
     memories_R = tl.load(memories_ptr + ranks, mask=ranks < RANKS, other=0)
-    flags_R = tl.load(flags_ptr + ranks, mask=ranks < RANKS, other=0)
-    first_flag = (row * tl.num_programs(0) + tl.program_id(0)) * MAX_RANKS
-    set_by_this = flags_R.to(tl.pointer_type(tl.int32)) + first_flag + rank
-    set_by_others = tl.load(flags_ptr + rank).to(tl.pointer_type(tl.int32)) + first_flag + ranks
+    meeting = row * tl.num_programs(0) + tl.program_id(0)
+    set_by_this, set_by_others = flags_of(flags_ptr, meeting, rank, RANKS, MAX_RANKS)
     if USE_PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -52,13 +50,10 @@ def gather_columns(
             memory_ptr = tl.multiple_of(address.to(tl.pointer_type(own_ptr.dtype.element_ty)), 16)
             tl.store(memory_ptr + first + rank * width + columns, own, mask=columns < num_own)
     tl.debug_barrier()  # all threads have written; the flags then release that to the other GPUs
-    tl.atomic_xchg(set_by_this, 1, mask=(ranks < RANKS) & (ranks != rank), sem="release", scope="sys")
+    tell_others(set_by_this, rank, RANKS, MAX_RANKS)
     out_row_ptr = out_ptr + row.to(tl.int64) * out_stride
     tl.store(out_row_ptr + rank * width + columns, own, mask=columns < num_own)
-    none_R = tl.zeros((MAX_RANKS,), tl.int32)
-    arrived_R = none_R
-    while tl.sum(arrived_R, 0) < RANKS - 1:
-        arrived_R += tl.atomic_cas(set_by_others, none_R + 1, none_R, sem="acquire", scope="sys")
+    wait_for_others(set_by_others, RANKS, MAX_RANKS)
     this_address = tl.load(memories_ptr + rank)
     this_memory_ptr = tl.multiple_of(this_address.to(tl.pointer_type(own_ptr.dtype.element_ty)), 16)
     for other in tl.static_range(RANKS):
@@ -95,12 +90,7 @@ class GatherColumns:
 
     def compile(self, own_TU: torch.Tensor, out_TV: torch.Tensor, width: int) -> None:
         """For such tensors; launches nothing."""
-
-        def warm_up(*arguments, **constants) -> None:
-            kernel = gather_columns.warmup(*arguments, grid=(1,), **constants)
-            kernel[1, 1, 1]  # loads it, and so builds the launcher of Triton 3.6
-
-        self._on_kernel(warm_up, own_TU, out_TV, width)
+        self._on_kernel(compile_only(gather_columns), own_TU, out_TV, width)
 
     def _on_kernel(self, call, own_TU, out_TV, width) -> None:
         call(

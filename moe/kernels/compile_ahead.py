@@ -33,6 +33,15 @@ def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
     return kernel[grid] if collector is None else partial(collector.add, kernel, grid)
 
 
+def compile_only(kernel: Any) -> Callable[..., None]:
+    """To be called with the kernel's arguments: compiles it for them and loads it on the device, launching nothing."""
+
+    def call(*arguments: Any, **constants: Any) -> None:
+        _compile_and_load(partial(kernel.warmup, *arguments, grid=(1,), **constants))
+
+    return call
+
+
 def compile_ahead(what: str, run: Callable[[], object], device: torch.device) -> None:
     """Compile the kernels that `run` launches on `device`, and load them there; `run` is called, nothing is launched.
 

@@ -41,10 +41,11 @@ class _Tile:
     num_stages: int
 
 
-# The last program of up to so many tokens has little to add up, so the hidden axis has more parts.
-# It does not start the next kernel early if it only takes a softmax: on an H200, a layer of GPT-OSS-20B then takes 1.3
-# us less, and 9 less where tokens are counted. Waiting programs of the first product share processors with the
-# router's, which are few and unevenly spread, so the product takes longer. DeepSeek-V3's longer choice gains 2 us.
+# With up to so many tokens the last program has little to add up, so the hidden axis has more parts.
+# The router of so few tokens does not start the next kernel early if it takes a softmax: on an H200, a layer of
+# GPT-OSS-20B then takes 1.3 us less, and 9 less where tokens are counted. Programs of the first product that wait
+# beside the router's few ones are spread unevenly over the processors, so the product takes longer. A layer of
+# DeepSeek-V3, whose choice takes longer, gains 2 us by starting it early.
 _VERY_FEW_TOKENS, _MAX_PARTS_OF_VERY_FEW = 4, 32
 _TILE, _WIDE_TILE = _Tile(64, 64, 4, 3), _Tile(32, 32, 8, 4)
 _MOST_OF_TILE = 128  # experts; more take registers and shared memory, and a wide tile

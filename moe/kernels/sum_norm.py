@@ -4,9 +4,6 @@ Each program has one row. It tells the other ranks that this rank's part is ther
 reads the row of all parts, in rank order so that all ranks get the same bits, and goes on. It does not wait until the
 others have read: who writes parts must know that (`moe.one_shot.OneShotGroup`).
 
-A flag is an int32 in the memory of the rank that waits for it: one for each place, row and rank that sets it. The
-waiting rank clears what it has seen, so all flags are clear between sums, in whatever order graphs are replayed.
-
 Import it only where Triton is installed. Shape letters: T tokens, H hidden, R ranks.
 """
 
@@ -18,7 +15,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from moe.kernels.compile_ahead import launch
+from moe.kernels.compile_ahead import compile_only, launch
+from moe.kernels.flags import flags_of, tell_others, wait_for_others
 from moe.kernels.pdl import pdl_options
 
 _WIDE_ROWS = ((4096, 16), (2048, 8), (0, 4))  # rows longer than this get so many warps
@@ -40,19 +38,14 @@ def sum_add_rms_norm(
     ranks = tl.arange(0, MAX_RANKS)
     weight = tl.load(weight_ptr + columns, mask=is_column, other=0.0)
     parts_R = tl.load(parts_ptr + ranks, mask=ranks < RANKS, other=0)
-    flags_R = tl.load(flags_ptr + ranks, mask=ranks < RANKS, other=0)
-    set_by_others = tl.load(flags_ptr + rank).to(tl.pointer_type(tl.int32)) + row * MAX_RANKS + ranks
-    set_by_this = flags_R.to(tl.pointer_type(tl.int32)) + row * MAX_RANKS + rank
+    set_by_this, set_by_others = flags_of(flags_ptr, row, rank, RANKS, MAX_RANKS)
     if USE_PDL:
         gdc_wait()  # the part is written, and all earlier kernels of this rank have read what they read
         gdc_launch_dependents()
-    tl.atomic_xchg(set_by_this, 1, mask=(ranks < RANKS) & (ranks != rank), sem="release", scope="sys")
+    tell_others(set_by_this, rank, RANKS, MAX_RANKS)
     if HAS_X:
         x = tl.load(x_ptr + row * x_stride + columns, mask=is_column, other=0.0)
-    none_R = tl.zeros((MAX_RANKS,), tl.int32)
-    arrived_R = none_R
-    while tl.sum(arrived_R, 0) < RANKS - 1:
-        arrived_R += tl.atomic_cas(set_by_others, none_R + 1, none_R, sem="acquire", scope="sys")
+    wait_for_others(set_by_others, RANKS, MAX_RANKS)
     total = tl.zeros((H_PAD,), tl.float32)
     for other in tl.static_range(RANKS):
         address = tl.sum(tl.where(ranks == other, parts_R, 0), 0)
@@ -91,12 +84,7 @@ class SumNorm:
 
     def compile(self, x_TH: torch.Tensor | None, part_TH: torch.Tensor, weight_H: torch.Tensor, eps: float) -> None:
         """For such tensors; launches nothing."""
-
-        def warm_up(*arguments, **constants) -> None:
-            kernel = sum_add_rms_norm.warmup(*arguments, grid=(1,), **constants)
-            kernel[1, 1, 1]  # loads it, and so builds the launcher of Triton 3.6
-
-        self._on_kernel(warm_up, x_TH, part_TH, weight_H, eps)
+        self._on_kernel(compile_only(sum_add_rms_norm), x_TH, part_TH, weight_H, eps)
 
     def _on_kernel(self, call, x_TH, part_TH, weight_H, eps) -> tuple[torch.Tensor, torch.Tensor]:
         hidden, device = part_TH.shape[1], part_TH.device
