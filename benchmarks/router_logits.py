@@ -10,7 +10,7 @@ before the gate already lose. Needs no GPU. The last line is JSON.
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -116,6 +116,18 @@ def run_prompt(model: Model, ids: list[int]) -> torch.Tensor:
     return logits_TV
 
 
+def recording(
+    forward: Callable[[torch.Tensor], torch.Tensor], inputs: list[torch.Tensor]
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """`forward`, which also appends what it is given to `inputs`."""
+
+    def recorded(x_TH: torch.Tensor) -> torch.Tensor:
+        inputs.append(x_TH)
+        return forward(x_TH)
+
+    return recorded
+
+
 def bundled(num_prompts: int, generator: torch.Generator) -> tuple[dict[str, Any], dict[str, Any]]:
     """By layer what its gate does, and what the next-token distributions of the two models say."""
     folder = ROOT / "assets" / "tiny-gpt-oss"
@@ -125,7 +137,7 @@ def bundled(num_prompts: int, generator: torch.Generator) -> tuple[dict[str, Any
     ]
     seen: list[list[torch.Tensor]] = [[] for _ in models[0].moe_layers]
     for layer, inputs in zip(models[0].moe_layers, seen, strict=True):
-        layer.gate.register_forward_pre_hook(lambda module, arguments, inputs=inputs: inputs.append(arguments[0]))
+        layer.gate.forward = recording(layer.gate.forward, inputs)  # type: ignore[method-assign]
     agreements, divergences = [], []
     for ids in tokenized(folder, num_prompts):
         first_TV, second_TV = (run_prompt(model, ids) for model in models)

@@ -38,6 +38,7 @@ from model.attention.base import Attention, AttentionSpec
 from model.balance import ExpertBalance
 from model.batch import ForwardBatch, KvLayerSpec, LayerKv
 from model.embedding import Embedding, OutputHead
+from model.layer import Layer
 from model.moe_layer import MoeLayer
 from model.norm import RmsNorm
 from model.rope import RotaryTable
@@ -58,7 +59,7 @@ class StepState:
     num_live: torch.Tensor | None = None
 
 
-class AttentionLayer(nn.Module, ABC):
+class AttentionLayer(Layer, ABC):
     """Projections, rope and attention of one layer: `forward(x_TH, step, kv) -> [T, H]`."""
 
     spec: AttentionSpec
@@ -68,10 +69,10 @@ class AttentionLayer(nn.Module, ABC):
         """[T, H] to [T, H]; writes the step's keys to `kv`."""
 
 
-class DecoderLayer(nn.Module):
+class DecoderLayer(Layer):
     """Pre-norm block: `x + attention(norm(x))`, then `x + mlp(norm(x))`; `mlp` is a MoE layer or a dense one."""
 
-    def __init__(self, *, input_norm: RmsNorm, attention: AttentionLayer, mlp_norm: RmsNorm, mlp: nn.Module) -> None:
+    def __init__(self, *, input_norm: RmsNorm, attention: AttentionLayer, mlp_norm: RmsNorm, mlp: Layer) -> None:
         super().__init__()
         self.input_norm = input_norm
         self.attention = attention
@@ -98,7 +99,7 @@ class DecoderLayer(nn.Module):
         )
 
 
-class Model(nn.Module):
+class Model(Layer):
     """A loaded model, or one rank's part of it. Call under `torch.inference_mode()`.
 
     The ranks of `groups.tp` run the same batches at the same time, and all get the whole logits. Those of `groups.dp`

@@ -10,11 +10,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from model.fused import fused_kernels
+from model.layer import Layer
 from model.linear import Linear, LinearWeight
 from moe.group import SINGLE_RANK, Group, PartialSum, SumPlace
 
 
-class Embedding(nn.Module):
+class Embedding(Layer):
     """Rows of `weight` [U, H] by token id; this rank has those from `first_row` on, the ranks of `tp` the others."""
 
     def __init__(self, weight_UH: torch.Tensor, *, first_row: int = 0, tp: Group = SINGLE_RANK) -> None:
@@ -39,7 +40,7 @@ class Embedding(nn.Module):
         return PartialSum(part_TH, self._tp, SumPlace.MLP)
 
 
-class OutputHead(nn.Module):
+class OutputHead(Layer):
     """Hidden states to fp32 logits; computed for the wanted rows only, and whole on every rank of `tp`.
 
     Every rank but the last has the same number of rows, the last may have fewer, or some of the last none.

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 
 import torch
-from torch import nn
 from torch.nn import functional as F
 
 from model.fused import few_rows_kernel
+from model.layer import Layer
 from moe.cpu.linear import make_linear
 from moe.formats import Fp8BlockWeight
 from moe.formats.fp8_block import BLOCK
@@ -24,7 +24,7 @@ LinearWeight = torch.Tensor | Fp8BlockWeight
 """[N, K]: dense in the model's dtype, or FP8 blocks, which only GPUs multiply."""
 
 
-class Linear(nn.Module):
+class Linear(Layer):
     """`x @ weight.T + bias`, built from loaded tensors; keeps them only in the form that is multiplied.
 
     `gates`: the rows are [gate; up], and where the kernel can (`is_gated`) the output is `silu(gate) * up`, [T, N/2].
@@ -73,7 +73,7 @@ class Linear(nn.Module):
         return self._multiply(x_TK).contiguous()
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(Layer):
     """A linear layer of which this rank has some columns of the weight, and the ranks of `group` the others."""
 
     def __init__(
@@ -96,7 +96,7 @@ class RowParallelLinear(nn.Module):
         return PartialSum(self.linear(x_TK, out_TN), self._group, self._place)
 
 
-class GatedMlp(nn.Module):
+class GatedMlp(Layer):
     """Dense SwiGLU block of DeepSeek-V3: `down(silu(gate(x)) * up(x))`, gate and up in one matrix.
 
     `sums_over`: the ranks that have the rest of I; without them a part of the sum is returned as if it were all.

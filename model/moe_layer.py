@@ -12,10 +12,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from model.fused import kernel_module
+from model.layer import Layer
 from model.linear import GatedMlp
 from model.shared_run import SharedRun
 from moe import BypassedTopK, MoeA2ABackend, MoeBackend, MoeRunner, RoutingConfig, StandardTopK
 from moe.check.selfcheck import SelfCheckReport
+from moe.device import as_dtype
 from moe.dispatch.base import abandon, mode_options
 from moe.dispatch.gathered import GatheredDispatcher
 from moe.dispatch.standard import StandardDispatcher
@@ -31,7 +33,7 @@ MOST_TOKENS_BESIDE = 8
 H200, eight layers of DeepSeek-V3 decode one request 1.04 times as fast so, and 64 requests 0.97 times as fast."""
 
 
-class Gate(nn.Module):
+class Gate(Layer):
     """Router logits in `out_dtype`, which is what the expert backend wants to see.
 
     fp32 logits multiply fp32 weights by fp32 tokens. bf16 logits multiply bf16 by bf16, sum in fp32 and are rounded
@@ -53,7 +55,8 @@ class Gate(nn.Module):
     def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
         """[T, H] to logits [T, E]."""
         if self.out_dtype is not torch.bfloat16:
-            return F.linear(x_TH.float(), self.weight, self.bias).to(self.out_dtype)
+            logits_TE = F.linear(as_dtype(x_TH, torch.float32), self.weight, self.bias)
+            return as_dtype(logits_TE, self.out_dtype)
         x_TH = x_TH.bfloat16()
         if is_on_gpu(x_TH):  # asked for fp32, since cuBLAS may add parts of a bf16 result in bf16
             logits_TE = torch.mm(x_TH, self.weight.T, out_dtype=torch.float32)
@@ -111,7 +114,7 @@ class TokenSlices:
         return -(-num_tokens // self._tp.size)
 
 
-class MoeLayer(nn.Module):
+class MoeLayer(Layer):
     """Routed experts through one `MoeRunner`, plus the shared experts, which are added unscaled.
 
     The output of the shared experts may be one rank's part of a sum. Where the experts' output is one, too, they are
@@ -151,7 +154,7 @@ class MoeLayer(nn.Module):
         self.gate = gate
         self.routing = routing
         self.routes_inside = routes_inside
-        self.register_buffer("correction_bias_E", correction_bias_E)
+        self.correction_bias_E = None if correction_bias_E is None else nn.Buffer(correction_bias_E)
         self.dispatcher = dispatcher
         self.runner = runner
         self.quant_info = quant_info

@@ -5,13 +5,14 @@ from torch import nn
 from torch.nn.functional import rms_norm
 
 from model.fused import fused_kernels
+from model.layer import Layer
 from moe.group import PartialSum
 
 # Up to here the length of each row, two operators, beats `rms_norm`, which on a CPU is made of eight.
 _MAX_LENGTH_ROWS = 16
 
 
-class RmsNorm(nn.Module):
+class RmsNorm(Layer):
     """`x / sqrt(mean(x^2) + eps) * weight` over the last axis; the weight multiplies in fp32, the cast comes last."""
 
     def __init__(self, weight_H: torch.Tensor, eps: float) -> None:

@@ -1,4 +1,4 @@
-"""`Device`: a device type that need not be on this machine, and the architecture names of torch devices."""
+"""`Device`: a device type that need not be on this machine, the architecture names of torch devices, and `as_dtype`."""
 
 import functools
 from dataclasses import dataclass
@@ -36,6 +36,11 @@ def num_processors(device: torch.device, otherwise: int) -> int:
     if device.type != "cuda":
         return otherwise
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def as_dtype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`x.to(dtype)`, which takes a CPU as long as a small operator even where nothing is to be done."""
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 def arch_of(device: torch.device) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from moe.config import RoutingConfig, RoutingMethod
+from moe.device import as_dtype
 
 _EPS = 1e-20  # keeps the normalising sum away from zero when every chosen score underflows
 _LARGEST = torch.finfo(torch.float32).max
@@ -48,7 +49,7 @@ def route(
 
     A row with a non-finite logit gets valid, distinct ids; only that row is affected.
     """
-    logits_TE = logits_TE.float()
+    logits_TE = as_dtype(logits_TE, torch.float32)
     if config.method is RoutingMethod.SOFTMAX_AFTER_TOPK:
         best_TK, ids_TK = _top_k(_no_nan(logits_TE), config.top_k)
         weights_TK = torch.softmax(best_TK, dim=-1)

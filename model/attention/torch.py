@@ -18,6 +18,7 @@ import torch
 from model.attention.base import Attention, AttentionSpec, register_attention
 from model.batch import ForwardBatch, LayerKv
 from model.rope import rotate_
+from moe.device import as_dtype
 
 _MAX_DECODE_KEYS = 1 << 19  # gathered keys of one decode group, padding included
 _MAX_SCORES = 1 << 24  # scores of one query block, all heads
@@ -47,17 +48,18 @@ class DecodeGroup:
     def by_head(self, num_heads: int) -> "HeadGroup":
         """The same keys, those of a KV head next to each other."""
         heads_G1 = torch.arange(num_heads, device=self.slots_BL.device)[:, None]
-        slots_NL = (self.slots_BL[:, None] * num_heads + heads_G1).flatten(0, 1)
+        vectors_J = (self.slots_BL[:, None] * num_heads + heads_G1).flatten()
         mask_N1L = None if self.mask_BL is None else self.mask_BL.repeat_interleave(num_heads, 0)[:, None]
-        return HeadGroup(self.rows, slots_NL, mask_N1L)
+        return HeadGroup(self.rows, vectors_J, self.slots_BL.shape[1], mask_N1L)
 
 
 @dataclass(frozen=True, slots=True)
 class HeadGroup:
-    """What the products of a decode group read. `slots_NL` counts the vectors of the cache, G in each slot."""
+    """What the products of a decode group read: `vectors_J` of the cache, which has G in each slot; J = N * L."""
 
     rows: torch.Tensor | None
-    slots_NL: torch.Tensor
+    vectors_J: torch.Tensor
+    num_keys: int
     mask_N1L: torch.Tensor | None
 
 
@@ -193,26 +195,27 @@ def _additive(is_visible: torch.Tensor) -> torch.Tensor:
 
 
 def _gather(
-    spec: AttentionSpec, kv: LayerKv, slots: torch.Tensor, dtype: torch.dtype
+    spec: AttentionSpec, kv: LayerKv, rows: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys [..., L, *] and values [..., L, *] of the slots, in the cache's own shape of a slot."""
-    keys = _rows(kv.keys, slots).to(dtype)
+    """Keys [*shape, D] and values [*shape, V] of some rows of the cache, each of which has as many vectors as fit."""
+    num_heads = shape[0] * shape[1] // rows.shape[0]
+    keys = _rows(kv.keys, num_heads * spec.key_dim, rows, dtype).view(*shape, spec.key_dim)
     if spec.values_in_keys:
         return keys, keys[..., : spec.value_dim]
-    return keys, _rows(kv.values, slots).to(dtype)
+    return keys, _rows(kv.values, num_heads * spec.value_dim, rows, dtype).view(*shape, spec.value_dim)
 
 
-def _rows(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """`cache[slots]`; `index_select` on a matrix is several times faster than on anything else."""
-    rows = _indexable(cache).view(cache.shape[0], -1).index_select(0, slots.flatten())
-    return rows.view(cache.dtype).view(*slots.shape, *cache.shape[1:])
+def _rows(cache: torch.Tensor, width: int, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Rows of the cache, seen as a matrix: `index_select` on a matrix is several times faster than on anything else."""
+    chosen = _indexable(cache).view(-1, width).index_select(0, rows)
+    return as_dtype(chosen.view(cache.dtype) if cache.dtype == torch.float8_e4m3fn else chosen, dtype)
 
 
 def _store(cache: torch.Tensor, slots: torch.Tensor, x: torch.Tensor) -> None:
     """`cache[slots] = x`, rounded; FP8 saturates, since torch would make NaN of what is out of its range."""
     if cache.dtype == torch.float8_e4m3fn:
         x = x.clamp(-_E4M3_MAX, _E4M3_MAX)
-    _indexable(cache).index_copy_(0, slots, _indexable(x.to(cache.dtype)))
+    _indexable(cache).index_copy_(0, slots, _indexable(as_dtype(x, cache.dtype)))
 
 
 def _indexable(x: torch.Tensor) -> torch.Tensor:
@@ -223,18 +226,18 @@ def _indexable(x: torch.Tensor) -> torch.Tensor:
 def _run_group(
     spec: AttentionSpec, group: HeadGroup, kv: LayerKv, q_BHD: torch.Tensor, sinks_H: torch.Tensor | None
 ) -> torch.Tensor:
-    num_requests, (num_pairs, num_keys) = q_BHD.shape[0], group.slots_NL.shape
-    vectors = LayerKv(kv.keys.flatten(0, 1), kv.values.flatten(0, 1))
-    keys_NLD, values_NLV = _gather(spec, vectors, group.slots_NL, q_BHD.dtype)
+    num_requests, num_keys, dtype = q_BHD.shape[0], group.num_keys, q_BHD.dtype
+    num_pairs = num_requests * spec.num_kv_heads
+    keys_NLD, values_NLV = _gather(spec, kv, group.vectors_J, (num_pairs, num_keys), dtype)
     q_NRD = q_BHD.reshape(num_pairs, -1, spec.key_dim)
-    mask_N1L = q_BHD.new_empty(1, 1, num_keys) if group.mask_N1L is None else group.mask_N1L.to(q_BHD.dtype)
+    mask_N1L = q_BHD.new_empty(1) if group.mask_N1L is None else as_dtype(group.mask_N1L, dtype)
     beta = 0 if group.mask_N1L is None else 1  # with 0 the numbers of the mask are not read
     scores_NRL = torch.baddbmm(mask_N1L, q_NRD, keys_NLD.transpose(1, 2), beta=beta, alpha=spec.scale)
     scores_BHC = scores_NRL.view(num_requests, spec.num_heads, num_keys)
     if sinks_H is not None:
-        sinks_BH1 = sinks_H.to(q_BHD.dtype).view(1, -1, 1).expand(num_requests, -1, 1)
+        sinks_BH1 = as_dtype(sinks_H, dtype).view(1, -1, 1).expand(num_requests, -1, 1)
         scores_BHC = torch.cat((scores_BHC, sinks_BH1), dim=-1)
-    probs_BHL = torch.softmax(scores_BHC, dim=-1, dtype=torch.float32).to(q_BHD.dtype)[..., :num_keys]
+    probs_BHL = as_dtype(torch.softmax(scores_BHC, dim=-1, dtype=torch.float32), dtype)[..., :num_keys]
     probs_NRL = probs_BHL.view(num_pairs, -1, num_keys)
     return torch.bmm(probs_NRL, values_NLV).view(num_requests, spec.num_heads, spec.value_dim)
 
@@ -243,7 +246,7 @@ def _run_block(
     spec: AttentionSpec, block: QueryBlock, kv: LayerKv, q_QHD: torch.Tensor, sinks_H: torch.Tensor | None
 ) -> torch.Tensor:
     num_queries, num_keys = block.mask_QL.shape
-    keys_LGD, values_LGV = _gather(spec, kv, block.slots_L, q_QHD.dtype)
+    keys_LGD, values_LGV = _gather(spec, kv, block.slots_L, (num_keys, spec.num_kv_heads), q_QHD.dtype)
     # Heads first: head h = g * R + r, so the R queries that share KV head g are neighbours.
     q_GND = (q_QHD.transpose(0, 1) * spec.scale).reshape(spec.num_kv_heads, -1, spec.key_dim)
     scores_HQL = torch.bmm(q_GND, keys_LGD.permute(1, 2, 0)).view(spec.num_heads, num_queries, num_keys)

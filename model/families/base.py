@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
-from torch import nn
 
 from loaders.hf_config import HfConfig
 from loaders.source import TensorSource
 from model.attention.base import Attention, AttentionSpec
 from model.config import ModelSettingsError, UnsupportedModelError, flag, number, positive_int
 from model.decoder import AttentionLayer
+from model.layer import Layer
 from model.linear import GatedMlp
 from model.parallel import ParallelLayout
 from model.weights import RAGGED_ROWS, TensorSpec, WeightReader
@@ -102,7 +102,7 @@ class Family(ABC):
         """Gate and shared experts of a MoE layer."""
 
     @abstractmethod
-    def read_dense_mlp(self, reader: WeightReader, layer: int, tp: Group = SINGLE_RANK) -> nn.Module:
+    def read_dense_mlp(self, reader: WeightReader, layer: int, tp: Group = SINGLE_RANK) -> Layer:
         """The MLP of a layer without routed experts, divided among the ranks of `tp`."""
 
     def attention_part(self, layer: int, place: RankPlace) -> AttentionSpec:

@@ -20,6 +20,7 @@ from model.batch import LayerKv
 from model.config import UnsupportedModelError, flag, number, positive_int, require_supported
 from model.decoder import AttentionLayer, StepState
 from model.families.base import Family, MoeParts, check_routing_sizes
+from model.layer import Layer
 from model.linear import GatedMlp, Linear, RowParallelLinear, join_rows
 from model.norm import RmsNorm
 from model.registry import register_family
@@ -293,7 +294,7 @@ class DeepseekV3Family(Family):
             shared_experts=_read_mlp(reader, f"{prefix}.shared_experts", SINGLE_RANK) if self.num_shared else None,
         )
 
-    def read_dense_mlp(self, reader: WeightReader, layer: int, tp: Group = SINGLE_RANK) -> nn.Module:
+    def read_dense_mlp(self, reader: WeightReader, layer: int, tp: Group = SINGLE_RANK) -> Layer:
         """The MLP of the first layers."""
         return _read_mlp(reader, f"model.layers.{layer}.mlp", tp)
 

@@ -6,7 +6,7 @@ Shape letters: T tokens, H query heads, G KV heads, D head dim.
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch import nn
+from torch import nn, split_with_sizes  # `Tensor.split` does the same after checks in Python
 
 from loaders.experts import read_gpt_oss_experts
 from loaders.hf_config import HfConfig
@@ -22,6 +22,7 @@ from model.config import (
 )
 from model.decoder import AttentionLayer, StepState
 from model.families.base import Family, MoeParts, check_routing_sizes
+from model.layer import Layer
 from model.linear import Linear, RowParallelLinear
 from model.registry import register_family
 from model.rope import pair_halves
@@ -43,6 +44,7 @@ class GptOssAttention(AttentionLayer):
     ) -> None:
         super().__init__()
         self.spec = spec
+        self._heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
         self.backend = attention
         self.qkv = qkv
         self.out = out
@@ -52,7 +54,7 @@ class GptOssAttention(AttentionLayer):
         """[T, hidden] to [T, hidden]."""
         spec = self.spec
         heads = self.qkv(x_TH).view(x_TH.shape[0], -1, spec.key_dim)
-        q_THD, k_TGD, v_TGD = heads.split((spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), dim=1)
+        q_THD, k_TGD, v_TGD = split_with_sizes(heads, self._heads, 1)
         out_THD = self.backend.run(spec, step.plan, kv, q_THD, k_TGD, v_TGD, self.sinks_H, step.rotation_T1D)
         projected_TH: torch.Tensor | PartialSum = self.out(out_THD.flatten(1))
         return projected_TH
@@ -212,6 +214,6 @@ class GptOssFamily(Family):
         prefix = f"model.layers.{layer}.mlp.router"
         return MoeParts(gate_weight_EH=reader.vector(f"{prefix}.weight"), gate_bias_E=reader.vector(f"{prefix}.bias"))
 
-    def read_dense_mlp(self, reader: WeightReader, layer: int, tp: Group = SINGLE_RANK) -> nn.Module:
+    def read_dense_mlp(self, reader: WeightReader, layer: int, tp: Group = SINGLE_RANK) -> Layer:
         """GPT-OSS has none."""
         raise UnsupportedModelError(f"layer {layer} of {self.architecture} has no dense MLP")

@@ -69,11 +69,14 @@ def test_no_decode_group_gathers_more_keys_than_the_bound(monkeypatch: pytest.Mo
     plan = make_attention("torch", [GQA], torch.device("cpu")).plan(cache.batch({name: [0] for name in lengths}))
     groups = plan.groups[GQA]
     assert all(
-        group.slots_NL.numel() <= 64 * GQA.num_kv_heads or len(group.slots_NL) == GQA.num_kv_heads for group in groups
+        group.vectors_J.numel() <= 64 * GQA.num_kv_heads or group.vectors_J.numel() == GQA.num_kv_heads * group.num_keys
+        for group in groups
     )
     rows = torch.cat([group.rows for group in groups if group.rows is not None])
     assert sorted(rows.tolist()) == list(range(6))
-    assert sum(len(group.slots_NL) > GQA.num_kv_heads for group in groups) >= 2, "short ones share a group"
+    assert sum(group.vectors_J.numel() > GQA.num_kv_heads * group.num_keys for group in groups) >= 2, (
+        "short ones share a group"
+    )
 
 
 @rows("window, most_blocks", (128, 6), (8192, 70))

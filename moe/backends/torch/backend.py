@@ -13,12 +13,13 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import split_with_sizes  # `Tensor.split` does the same after checks in Python
 
 from moe.activations import gated_activation
 from moe.backend import Backend, FormatSupport, refuse_overlap
 from moe.config import DispatchFormat, MoeA2ABackend, MoeBackend, MoeRunnerConfig
 from moe.cpu.linear import DenseLinear, Linear, make_linear
-from moe.device import Device
+from moe.device import Device, as_dtype
 from moe.formats import ExpertWeights, Weight
 from moe.registry import register_backend, register_pre_permute, register_runner_core
 from moe.topology import Topology
@@ -161,7 +162,8 @@ class TorchRunnerCore:
     def run(self, core_input: TorchCoreInput, quant_info: TorchMoeQuantInfo, state: RunState) -> torch.Tensor:
         """Weighted sum over each token's local experts, [T, H]; a slot with id -1 adds exactly zero."""
         refuse_overlap(state, NAME)
-        x_TH = core_input.x_TH.to(self.config.dtype)
+        dtype = self.config.dtype
+        x_TH = as_dtype(core_input.x_TH, dtype)
         slots_of = _slots_of_experts(core_input.ids_TK)
         if not slots_of:
             return torch.zeros_like(x_TH)
@@ -169,11 +171,12 @@ class TorchRunnerCore:
         num_rows = [len(of_expert) for of_expert in slots_of.values()]
         x_VH = _rows_of_slots(x_TH, slots, core_input.ids_TK.shape[1])
         w13, w2 = quant_info.w13, quant_info.w2
-        h_VF = torch.cat([w13[e](x_RH) for e, x_RH in zip(slots_of, x_VH.split(num_rows), strict=True)])
-        gate_VI, up_VI = h_VF.float().chunk(2, dim=-1)  # in bf16 every operation of the activation would round
-        a_VI = gated_activation(gate_VI, up_VI, self.config.activation).to(self.config.dtype)
-        y_VH = torch.cat([w2[e](a_RI) for e, a_RI in zip(slots_of, a_VI.split(num_rows), strict=True)])
-        return _weighted_sum(y_VH.float(), slots, core_input).to(self.config.dtype)
+        h_VF = torch.cat([w13[e](x_RH) for e, x_RH in zip(slots_of, split_with_sizes(x_VH, num_rows), strict=True)])
+        # In bf16 every operation of the activation would round.
+        gate_VI, up_VI = as_dtype(h_VF, torch.float32).chunk(2, dim=-1)
+        a_VI = as_dtype(gated_activation(gate_VI, up_VI, self.config.activation), dtype)
+        y_VH = torch.cat([w2[e](a_RI) for e, a_RI in zip(slots_of, split_with_sizes(a_VI, num_rows), strict=True)])
+        return as_dtype(_weighted_sum(as_dtype(y_VH, torch.float32), slots, core_input), dtype)
 
 
 def _slots_of_experts(ids_TK: torch.Tensor) -> dict[int, list[int]]:
