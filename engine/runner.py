@@ -10,6 +10,7 @@ page table, and the batch a second view with those pages.
 from collections.abc import Callable
 from collections.abc import Sequence as ListLike
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -195,13 +196,12 @@ class ModelRunner:
             if self.share_tokens is not None:
                 self.share_tokens(self.tokens_M)
             ids_T.index_copy_(0, late_L, self.tokens_M.index_select(0, sources_L))
-        batch = ForwardBatch(
+        make = partial(
+            ForwardBatch,
             input_ids_T=ids_T,
             positions_T=positions_T,
-            slots_T=slots_T,
             query_start_B1=query_start_B1,
             seq_lens_B=seq_lens_B,
-            page_table_BP=device_tables_BP[0],
             logit_rows_R=logit_rows_R,
             query_lens=tuple(query_lens),
             seq_lens=tuple(seq_lens),
@@ -209,9 +209,10 @@ class ModelRunner:
             all_ranks_decode=step.all_ranks_decode,
             max_rank_tokens=step.max_rank_tokens,
         )
-        if self._sliding_table is None:
-            return batch
-        return replace(batch, sliding=replace(batch, slots_T=sliding_slots_T, page_table_BP=device_tables_BP[1]))
+        sliding = None
+        if self._sliding_table is not None:
+            sliding = make(slots_T=sliding_slots_T, page_table_BP=device_tables_BP[1])
+        return make(slots_T=slots_T, page_table_BP=device_tables_BP[0], sliding=sliding)
 
     def _update_tables(self, step: StepBatch) -> list[np.ndarray]:
         """The page tables, one for each kind of layers, with the pages that came with this step."""

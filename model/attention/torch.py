@@ -7,11 +7,12 @@ key and are masked, so that whatever an unused slot holds (NaN included) never e
 to the dtype of the queries as it is gathered.
 
 Shape letters: T tokens, B requests, Q queries of a block, H query heads, G KV heads, N = B * G pairs of a request and a
-KV head, R query heads per KV head, L keys, C keys and the sink, D key dim, V value dim.
+KV head, R query heads per KV head, P pages, S slots of all pages, L keys, C keys and the sink, D key dim, V value dim.
 """
 
+import functools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -28,39 +29,15 @@ _E4M3_MAX = 448.0
 
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
-    """Requests with one token each. `rows` are their rows of T, None for all of them in order."""
+    """Requests with one token each. `rows` are their rows of T, None for all of them in order.
 
-    rows: torch.Tensor | None
-    slots_BL: torch.Tensor
-    lens_B1: torch.Tensor
-    mask_BL: torch.Tensor | None  # 0 or -inf; None when all requests have L keys
-
-    def within(self, window: int | None) -> "DecodeGroup":
-        """The same requests, each with its last `window` keys."""
-        num_keys = self.slots_BL.shape[1]
-        if window is None or window >= num_keys:
-            return self
-        if self.mask_BL is None:
-            return replace(self, slots_BL=self.slots_BL[:, num_keys - window :].contiguous())
-        columns_BL = (self.lens_B1 - window).clamp_min_(0) + torch.arange(window, device=self.slots_BL.device)
-        return replace(self, slots_BL=self.slots_BL.gather(1, columns_BL), mask_BL=self.mask_BL.gather(1, columns_BL))
-
-    def by_head(self, num_heads: int) -> "HeadGroup":
-        """The same keys, those of a KV head next to each other."""
-        heads_G1 = torch.arange(num_heads, device=self.slots_BL.device)[:, None]
-        vectors_J = (self.slots_BL[:, None] * num_heads + heads_G1).flatten()
-        mask_N1L = None if self.mask_BL is None else self.mask_BL.repeat_interleave(num_heads, 0)[:, None]
-        return HeadGroup(self.rows, vectors_J, self.slots_BL.shape[1], mask_N1L)
-
-
-@dataclass(frozen=True, slots=True)
-class HeadGroup:
-    """What the products of a decode group read: `vectors_J` of the cache, which has G in each slot; J = N * L."""
+    `vectors_J`, J = N * L, are the keys they see: rows of the cache seen as a matrix, which has G rows in each slot.
+    """
 
     rows: torch.Tensor | None
     vectors_J: torch.Tensor
     num_keys: int
-    mask_N1L: torch.Tensor | None
+    mask_N1L: torch.Tensor | None  # 0 or -inf; None when all requests see L keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +55,7 @@ class TorchPlan:
     """Per kind of layer the slots to write, and what to read."""
 
     slots: dict[AttentionSpec, torch.Tensor]
-    groups: dict[AttentionSpec, list[HeadGroup]]
+    groups: dict[AttentionSpec, list[DecodeGroup]]
     blocks: dict[AttentionSpec, list[QueryBlock]]
 
 
@@ -92,12 +69,9 @@ class TorchAttention(Attention):
         """Gather indices and masks of every kind of layer."""
         batches = {spec: batch.for_window(spec.window) for spec in self.specs}
         members = _decode_members(batch)
-        groups: dict[AttentionSpec, list[HeadGroup]] = {}
-        whole: dict[int, list[DecodeGroup]] = {}  # of each batch, by its id
-        for spec, its_batch in batches.items():
-            if id(its_batch) not in whole:
-                whole[id(its_batch)] = [_decode_group(its_batch, rows) for rows in members]
-            groups[spec] = [group.within(spec.window).by_head(spec.num_kv_heads) for group in whole[id(its_batch)]]
+        groups = {
+            spec: [_decode_group(its_batch, spec, chosen) for chosen in members] for spec, its_batch in batches.items()
+        }
         blocks = {s: [] if batch.is_decode else list(_query_blocks(its_batch, s)) for s, its_batch in batches.items()}
         return TorchPlan({spec: its_batch.slots_T for spec, its_batch in batches.items()}, groups, blocks)
 
@@ -145,25 +119,38 @@ def _decode_members(batch: ForwardBatch) -> list[list[int] | None]:
     return members
 
 
-def _decode_group(batch: ForwardBatch, members: list[int] | None) -> DecodeGroup:
-    """All keys of the members (None: of every request)."""
-    device = batch.slots_T.device
-    rows: torch.Tensor | None = None
-    page_table_BP, lens_B1 = batch.page_table_BP.long(), batch.seq_lens_B.long()[:, None]
-    seq_lens = batch.seq_lens
+def _decode_group(batch: ForwardBatch, spec: AttentionSpec, members: list[int] | None) -> DecodeGroup:
+    """The keys that the members see (None: every request), those of a KV head next to each other."""
+    device, num_heads, seq_lens = batch.slots_T.device, spec.num_kv_heads, batch.seq_lens
+    table_BP, lens_B, rows = batch.page_table_BP, batch.seq_lens_B, None
     if members is not None:
         chosen = torch.tensor(members, device=device)
         rows = batch.query_start_B1[chosen].long()
-        page_table_BP, lens_B1 = page_table_BP[chosen], lens_B1[chosen]
+        table_BP, lens_B = table_BP[chosen], lens_B[chosen]
         seq_lens = tuple(seq_lens[b] for b in members)
-    positions_BL = torch.arange(max(seq_lens), device=device)[None]
-    mask_BL = None
-    if min(seq_lens) < max(seq_lens):
-        mask_BL = _additive(positions_BL < lens_B1)
-        positions_BL = positions_BL.minimum(lens_B1 - 1)
-    pages_BL, offsets_BL = positions_BL // batch.page_size, positions_BL % batch.page_size
-    slots_BL = page_table_BP.gather(1, pages_BL.expand(len(seq_lens), -1)) * batch.page_size + offsets_BL
-    return DecodeGroup(rows, slots_BL, lens_B1, mask_BL)
+    longest = max(seq_lens)
+    num_keys = longest if spec.window is None else min(spec.window, longest)
+    num_skipped = max(0, min(seq_lens) - num_keys) // batch.page_size  # pages below every window
+    first_slot = num_skipped * batch.page_size
+    firsts_B1P1 = table_BP[:, num_skipped:].long()[:, None, :, None] * (batch.page_size * num_heads)
+    vectors_BGS = (firsts_B1P1 + _vectors_of_page(num_heads, batch.page_size, device)).flatten(2)
+    mask_N1L = None
+    if min(seq_lens) == longest:
+        vectors_BGL = vectors_BGS[:, :, longest - num_keys - first_slot : longest - first_slot]
+    else:
+        lens_B1 = lens_B.long()[:, None]
+        positions_BL = (lens_B1 - num_keys).clamp_min_(0) + torch.arange(num_keys, device=device)
+        mask_N1L = _additive(positions_BL < lens_B1).repeat_interleave(num_heads, 0)[:, None]
+        own_BL = positions_BL.minimum(lens_B1 - 1) - first_slot
+        vectors_BGL = vectors_BGS.gather(2, own_BL[:, None].expand(-1, num_heads, -1))
+    return DecodeGroup(rows, vectors_BGL.flatten(), num_keys, mask_N1L)
+
+
+@functools.cache
+def _vectors_of_page(num_heads: int, page_size: int, device: torch.device) -> torch.Tensor:
+    """[G, 1, page_size]: where a page that starts at 0 has the vectors of each head."""
+    slots_S = torch.arange(page_size, device=device)
+    return slots_S * num_heads + torch.arange(num_heads, device=device)[:, None, None]
 
 
 def _query_blocks(batch: ForwardBatch, spec: AttentionSpec) -> Iterator[QueryBlock]:
@@ -224,7 +211,7 @@ def _indexable(x: torch.Tensor) -> torch.Tensor:
 
 
 def _run_group(
-    spec: AttentionSpec, group: HeadGroup, kv: LayerKv, q_BHD: torch.Tensor, sinks_H: torch.Tensor | None
+    spec: AttentionSpec, group: DecodeGroup, kv: LayerKv, q_BHD: torch.Tensor, sinks_H: torch.Tensor | None
 ) -> torch.Tensor:
     num_requests, num_keys, dtype = q_BHD.shape[0], group.num_keys, q_BHD.dtype
     num_pairs = num_requests * spec.num_kv_heads

@@ -95,9 +95,9 @@ def need_told(asked, fault_s):
         assert end_s - fault_s < TOLD_WITHIN_S
 
 
-def answer(service, ids):
+def answer(service, ids, **more):
     with service.http() as http:
-        response = http.post("/v1/completions", json={**SHORT, "prompt": ids}, timeout=100)
+        response = http.post("/v1/completions", json={**SHORT, "prompt": ids, **more}, timeout=100)
     return response.status_code, response.json()
 
 
@@ -170,7 +170,7 @@ def test_a_stopped_engine_is_not_drained(tmp_path):
 
 def test_running_requests_are_finished_after_sigterm(tmp_path):
     with service_on_card(tmp_path) as service, ThreadPoolExecutor(NUM_CLIENTS) as pool, service.http() as http:
-        asked = [pool.submit(answer, service, prompt(index)) for index in range(NUM_CLIENTS)]
+        asked = [pool.submit(answer, service, prompt(index), max_tokens=2000) for index in range(NUM_CLIENTS)]
         wait_until(lambda: (http.get("/health").json()["stats"] or {}).get("num_running"))
         service.signal(signal.SIGTERM)
         assert {each.result()[0] for each in asked} <= {200, 503}
