@@ -72,7 +72,7 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     ),
     "dp2-auto": (*DP2, "--moe-a2a-backend", "deepep", "--deepep-mode", "auto", *LIMIT),
 }  # fmt: skip
-BUNDLED = {"tiny": TINY, "tiny-deepseek-v3": TINY.with_name("tiny-deepseek-v3")}
+BUNDLED = {"tiny": TINY} | {name: TINY.with_name(name) for name in ("tiny-deepseek-v3", "tiny-deepseek-v3-nvfp4")}
 MODELS = (*BUNDLED, "gpt-oss-20b", "deepseek-slice")
 # Eight layers of DeepSeek-V3, one of them dense, with a quarter of its experts: it fits one card, too.
 DEEPSEEK_SLICE: dict[str, Any] = {
