@@ -1,6 +1,6 @@
-"""Two ranks that share one GPU, over gloo: the bundled model must answer as one rank on the same GPU does.
+"""Two ranks that share one GPU, over gloo: a bundled model must answer as one rank on the same GPU does.
 
-    python -m benchmarks.ranks_one_card --out /tmp/ranks [--items 100] [--backends triton,flashinfer_mxfp4]
+    python -m benchmarks.ranks_one_card --out /tmp/ranks [--items 100] [--backends triton,torch] [--model FOLDER]
 
 NCCL refuses two ranks on one GPU, so tensors cross through the host and no step is captured: this is about answers, not
 speed. The last line is JSON. Exit status 1: something failed.
@@ -10,11 +10,12 @@ import argparse
 import json
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks import record
-from scripts.card_end_to_end import attempt, compare, run_tiny, show
+from scripts.card_end_to_end import TINY, attempt, compare, run_tiny, show
 
 NUM_PAGES = 4096  # ranks that share a GPU cannot measure what fits
 DP2 = ("--data-parallel-size", "2", "--expert-parallel-size", "2")
@@ -32,9 +33,8 @@ def run_backend(args: argparse.Namespace, backend: str) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for name, flags in LAYOUTS.items():
         chosen = ("--device", args.device, "--num-pages", str(NUM_PAGES), *flags)
-        row = attempt(
-            "tiny", f"{backend}-{name}", run_tiny, args.out, f"{backend}-{name}", backend, args.items, *chosen
-        )
+        run = partial(run_tiny, model=args.model)
+        row = attempt("tiny", f"{backend}-{name}", run, args.out, f"{backend}-{name}", backend, args.items, *chosen)
         if rows:
             compare(args.out, row, rows[0], args.at_least)
         rows.append(row)
@@ -48,6 +48,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder for answers and logs")
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--backends", type=lambda text: text.split(","), default=["triton", "flashinfer_mxfp4"])
+    parser.add_argument("--model", type=Path, default=TINY, help="folder of a bundled model")
     parser.add_argument("--items", type=int, default=100)
     parser.add_argument("--at-least", type=float, default=0.97, help="share of items with the very same answer")
     args = parser.parse_args(argv)

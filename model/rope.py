@@ -93,10 +93,14 @@ class RotaryTable:
 def rotate_(x_THD: torch.Tensor, rotation_T1D: torch.Tensor) -> None:
     """Rotate neighbouring pairs of the last axis in place; fp32 inside. `x` may be a slice with a dense last axis."""
     if x_THD.dtype == torch.float32:
-        x_THD.view(torch.complex64).mul_(rotation_T1D)
+        _as_complex(x_THD).mul_(rotation_T1D)
     else:
-        rotated_THD = x_THD.float().view(torch.complex64) * rotation_T1D
-        x_THD.copy_(torch.view_as_real(rotated_THD).flatten(-2))
+        x_THD.copy_(torch.view_as_real(_as_complex(x_THD.float()) * rotation_T1D).flatten(-2))
+
+
+def _as_complex(x_THD: torch.Tensor) -> torch.Tensor:
+    num_tokens, num_heads, dim = x_THD.shape
+    return torch.view_as_complex(x_THD.view(num_tokens, num_heads, dim // 2, 2))
 
 
 def pair_halves(rows: torch.Tensor, head_dim: int) -> torch.Tensor:

@@ -138,10 +138,10 @@ def evals(*arguments: str) -> dict[str, Any]:
     return result
 
 
-def run_tiny(out: Path, name: str, backend: str, num_items: int, *flags: str) -> dict[str, Any]:
-    """One server with the bundled model answers the items into `<name>.json`."""
+def run_tiny(out: Path, name: str, backend: str, num_items: int, *flags: str, model: Path = TINY) -> dict[str, Any]:
+    """One server with a bundled model answers the items into `<name>.json`."""
     log = out / f"{name}.log"
-    with service(log, "--model", str(TINY), "--moe-backend", backend, "--selfcheck", "all", *flags) as (url, ready_s):
+    with service(log, "--model", str(model), "--moe-backend", backend, "--selfcheck", "all", *flags) as (url, ready_s):
         row = {"part": "tiny", "name": name, "start_seconds": ready_s} | what_runs(url, backend)
         start_s = time.monotonic()
         result = evals(

@@ -10,7 +10,6 @@ Shape letters: T tokens, B requests, Q queries of a block, H query heads, G KV h
 KV head, R query heads per KV head, P pages, S slots of all pages, L keys, C keys and the sink, D key dim, V value dim.
 """
 
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -128,29 +127,21 @@ def _decode_group(batch: ForwardBatch, spec: AttentionSpec, members: list[int] |
         rows = batch.query_start_B1[chosen].long()
         table_BP, lens_B = table_BP[chosen], lens_B[chosen]
         seq_lens = tuple(seq_lens[b] for b in members)
-    longest = max(seq_lens)
+    longest, page_size = max(seq_lens), batch.page_size
     num_keys = longest if spec.window is None else min(spec.window, longest)
-    num_skipped = max(0, min(seq_lens) - num_keys) // batch.page_size  # pages below every window
-    first_slot = num_skipped * batch.page_size
-    firsts_B1P1 = table_BP[:, num_skipped:].long()[:, None, :, None] * (batch.page_size * num_heads)
-    vectors_BGS = (firsts_B1P1 + _vectors_of_page(num_heads, batch.page_size, device)).flatten(2)
-    mask_N1L = None
+    first_page = max(0, min(seq_lens) - num_keys) // page_size  # those before are below every window
+    first_slots_BP1 = table_BP[:, first_page : -(-longest // page_size)].long()[:, :, None] * page_size
+    slots_BS = (first_slots_BP1 + torch.arange(page_size, device=device)).flatten(1)
+    first, mask_N1L = first_page * page_size, None
     if min(seq_lens) == longest:
-        vectors_BGL = vectors_BGS[:, :, longest - num_keys - first_slot : longest - first_slot]
+        slots_BL = slots_BS[:, longest - num_keys - first : longest - first]
     else:
         lens_B1 = lens_B.long()[:, None]
         positions_BL = (lens_B1 - num_keys).clamp_min_(0) + torch.arange(num_keys, device=device)
         mask_N1L = _additive(positions_BL < lens_B1).repeat_interleave(num_heads, 0)[:, None]
-        own_BL = positions_BL.minimum(lens_B1 - 1) - first_slot
-        vectors_BGL = vectors_BGS.gather(2, own_BL[:, None].expand(-1, num_heads, -1))
+        slots_BL = slots_BS.gather(1, positions_BL.minimum(lens_B1 - 1) - first)
+    vectors_BGL = slots_BL[:, None] * num_heads + torch.arange(num_heads, device=device)[:, None]
     return DecodeGroup(rows, vectors_BGL.flatten(), num_keys, mask_N1L)
-
-
-@functools.cache
-def _vectors_of_page(num_heads: int, page_size: int, device: torch.device) -> torch.Tensor:
-    """[G, 1, page_size]: where a page that starts at 0 has the vectors of each head."""
-    slots_S = torch.arange(page_size, device=device)
-    return slots_S * num_heads + torch.arange(num_heads, device=device)[:, None, None]
 
 
 def _query_blocks(batch: ForwardBatch, spec: AttentionSpec) -> Iterator[QueryBlock]:

@@ -2,9 +2,11 @@
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import model.attention.torch as torch_attention
 from model.attention.base import AttentionSpec, make_attention
@@ -77,6 +79,29 @@ def test_no_decode_group_gathers_more_keys_than_the_bound(monkeypatch: pytest.Mo
     assert sum(group.vectors_J.numel() > GQA.num_kv_heads * group.num_keys for group in groups) >= 2, (
         "short ones share a group"
     )
+
+
+class LargestTensor(TorchDispatchMode):
+    """Notes the number of elements of the largest tensor that is made."""
+
+    num_elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor):
+            self.num_elements = max(self.num_elements, out.numel())
+        return out
+
+
+@rows("spec", GQA, SLIDING)
+def test_a_long_request_does_not_make_the_plan_of_short_ones_large(spec: AttentionSpec) -> None:
+    cache = PagedCache([spec.kv_spec], num_pages=300)
+    lengths = {"long": 4000} | {f"short {index}": 20 for index in range(20)}
+    cache.batch({name: [0] * length for name, length in lengths.items()})
+    batch = cache.batch({name: [0, 0] if name == "long" else [0] for name in lengths})
+    with LargestTensor() as made:
+        make_attention("torch", [spec], torch.device("cpu")).plan(batch)
+    assert made.num_elements <= 2 * 4002, "two queries of the long one"
 
 
 @rows("window, most_blocks", (128, 6), (8192, 70))

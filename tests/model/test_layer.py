@@ -29,6 +29,14 @@ def test_parts_are_registered_and_the_last_one_counts() -> None:
     assert not list(layer.parameters())
 
 
+def test_weights_that_torch_replaces_or_forgets() -> None:
+    layer = Scale()
+    layer.to(torch.float64)
+    assert (layer.weight.dtype, layer.kept.dtype) == (torch.float64, torch.float64)
+    del layer.weight
+    assert not hasattr(layer, "weight")
+
+
 def test_a_part_inside_a_part_is_found() -> None:
     outer = Scale()
     outer.inner = Scale()
