@@ -25,9 +25,9 @@ def bench(url: str, out: Path, streams: int, answer_tokens: int, server: int, *,
     """Two rounds of so many requests at once, after one that does not count.
 
     `output_tokens_per_s` are all tokens over all time, prompts included; `decode_tokens_per_s` are the streams over the
-    median time between two tokens, which means little where tokens arrive several at a time. `cpu_s` is what each
-    process of the service used in all three rounds. The bench's status is 1 where the client was too busy for the
-    figures to count. `profiles`: the ranks record steps at two moments of the load, and all figures suffer.
+    median time between two tokens, None where tokens arrive several at a time. `cpu_s` is what each process of the
+    service used in all three rounds. The bench's status is 1 where the client was too busy for the figures to count.
+    `profiles`: the ranks record steps at two moments of the load, and all figures suffer.
     """
     file = out / f"bench-{streams}.json"
     prompt_tokens = FEW_STREAMS_PROMPT if streams < MANY_STREAMS else MANY_STREAMS_PROMPT
@@ -50,11 +50,13 @@ def bench(url: str, out: Path, streams: int, answer_tokens: int, server: int, *,
     if found["requests_finished"] != 2 * streams:
         raise ServiceError(f"bench with {streams} streams: {found['errors']}")
     latencies_ms = found["latencies_ms"]
+    step_ms, token_ms = latencies_ms["itl"]["p50"], latencies_ms["tpot"]["p50"]
+    comes_singly = step_ms > token_ms / 2
     return {
         "streams": streams, "prompt_tokens": prompt_tokens, "answer_tokens": answer_tokens, "processes": processes,
         "output_tokens_per_s": found["output_tokens_per_s"],
-        "decode_tokens_per_s": round(1000 * streams / latencies_ms["itl"]["p50"], 1),
-        "ttft_ms": latencies_ms["ttft"]["p50"], "tpot_ms": latencies_ms["tpot"]["p50"], "status": process.returncode,
+        "decode_tokens_per_s": round(1000 * streams / step_ms, 1) if comes_singly else None,
+        "ttft_ms": latencies_ms["ttft"]["p50"], "tpot_ms": token_ms, "status": process.returncode,
         "cpu_s": {name: round(now_s - before_s[name], 2) for name, now_s in cpu_seconds(server).items()},
     }  # fmt: skip
 

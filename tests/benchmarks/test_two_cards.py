@@ -19,7 +19,9 @@ ON_CPU = ["--backend", "torch", "--device", "cpu", "--items", "9", "--streams", 
 def test_parts_begin_with_the_build_and_with_one_rank(tmp_path):
     args = two_cards.parse(["--out", str(tmp_path), "--models", "tiny", "--layouts", "tp2,one", "--deepep-source", "x"])
     assert two_cards.parts_of(args) == ["deepep", "sums", "exchange", "tiny/one", "tiny/tp2"]
-    assert len(two_cards.parts_of(two_cards.parse(["--out", str(tmp_path)]))) == 2 + len(two_cards.MODELS) * len(two_cards.LAYOUTS)
+    assert len(two_cards.parts_of(two_cards.parse(["--out", str(tmp_path)]))) == 2 + len(two_cards.MODELS) * len(
+        two_cards.LAYOUTS
+    )
 
 
 def run(tmp_path, capsys, *flags):
