@@ -11,7 +11,7 @@ from moe.dispatch.deepep import DeepepBuffer, DeepepDispatcher
 from moe.dispatch.deepep_settings import DeepepMode, DeepepSettings, EpShape
 from moe.formats import ExpertWeights
 from moe.registry import load_backend
-from tests.emulators.ranks import Rank, run_ranks
+from tests.emulators.ranks import Rank, RankGroup, run_ranks
 from tests.moe.backends import hostile
 from tests.moe.moe_layers import PLAIN, make_config
 
@@ -26,13 +26,14 @@ def layer_config(experts: ExpertWeights, dtype: torch.dtype, **changes: object) 
 
 def rank_inputs(num_tokens: list[int], hidden: int, dtype: torch.dtype) -> list[tuple[torch.Tensor, StandardTopK]]:
     """Different tokens and routing on every rank, with -1 ids; a rank may have none."""
-    return [
-        (
-            hostile.tokens(count, hidden, seed=10 + rank, size=3.0).to(dtype),
-            hostile.routing(count, E, K, seed=20 + rank),
-        )
-        for rank, count in enumerate(num_tokens)
-    ]
+    sizes = enumerate(num_tokens)
+    tokens = [hostile.tokens(count, hidden, seed=10 + rank, size=3.0).to(dtype) for rank, count in sizes]
+    return [(x, hostile.routing(len(x), E, K, seed=20 + rank)) for rank, x in enumerate(tokens)]
+
+
+def only_rank() -> Rank:
+    """A group of one."""
+    return Rank(RankGroup(1), 0)
 
 
 def run_layer(

@@ -20,10 +20,17 @@ from tests.emulators.low_latency import install_low_latency
 from tests.emulators.mori import install_mori
 from tests.emulators.ranks import Rank, run_ranks
 from tests.moe.backends import hostile
-from tests.moe.dispatch.several_ranks import LIMIT, E, K, deepep, shape_of
+from tests.moe.dispatch.several_ranks import LIMIT, E, K, deepep, only_rank, shape_of
 from tests.tables import rows
 
 H = 2048
+
+
+@pytest.fixture(autouse=True)
+def libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    install_low_latency(monkeypatch)
+    install_mori(monkeypatch)
+    install_alltoall(monkeypatch)
 
 
 def inputs_of(rank: Rank) -> tuple[torch.Tensor, StandardTopK]:
@@ -39,47 +46,31 @@ def low_latency(kind: type[DeepepBuffer], rank: Rank) -> tuple[Any, Any]:
 
 
 def mori(rank: Rank, *, is_low_latency: bool) -> tuple[Any, Any]:
-    shape = shape_of(rank, H)
     settings = MoriSettings(low_latency=is_low_latency, max_dispatch_tokens=LIMIT)
-    own = range(rank.rank() * (E // 2), (rank.rank() + 1) * (E // 2))
-
-    def experts(got: Any) -> Any:
-        rows = weighted(got.hidden_states, got.topk_ids, got.topk_weights, own)
-        return got.result(rows, is_partial=False)
-
-    return MoriDispatcher(MoriBuffer(rank, settings, shape, DispatchDtype.BF16)), experts
+    buffer = MoriBuffer(rank, settings, shape_of(rank, H), DispatchDtype.BF16)
+    return MoriDispatcher(buffer), lambda got: weighted(rank, got, StandardTopK(got.topk_weights, got.topk_ids))
 
 
 def flashinfer(rank: Rank) -> tuple[Any, Any]:
     shape = shape_of(rank, H)
-    own = range(rank.rank() * (E // 2), (rank.rank() + 1) * (E // 2))
-
-    def experts(got: Any) -> Any:
-        topk = got.topk_output
-        return got.result(weighted(got.hidden_states, topk.ids, topk.weights, own), is_partial=False)
-
-    return FlashinferDispatcher(build_alltoall(rank, shape, LIMIT), rank.rank(), shape, LIMIT), experts
+    dispatcher = FlashinferDispatcher(build_alltoall(rank, shape, LIMIT), rank.rank(), shape, LIMIT)
+    return dispatcher, lambda got: weighted(rank, got, got.topk_output)
 
 
 def standard(rank: Rank) -> tuple[Any, Any]:
-    own = range(rank.rank() * (E // 2), (rank.rank() + 1) * (E // 2))
-
     def reduce(x_TH: torch.Tensor) -> torch.Tensor:
         parts: list[torch.Tensor] = rank.exchange(x_TH.float())
         return torch.stack(parts).sum(0).to(x_TH.dtype)
 
-    def experts(got: Any) -> Any:
-        topk = got.topk_output
-        return got.result(weighted(got.hidden_states, topk.ids, topk.weights, own), is_partial=True)
-
-    return StandardDispatcher(reduce), experts
+    return StandardDispatcher(reduce), lambda got: weighted(rank, got, got.topk_output)
 
 
-def weighted(x_RH: torch.Tensor, ids_RK: torch.Tensor, weights_RK: torch.Tensor, own: range) -> torch.Tensor:
-    """Experts that change nothing, weighted; rows that nobody filled become zeros."""
-    is_own_RK = (ids_RK >= own.start) & (ids_RK < own.stop)
-    factor_R1 = torch.where(is_own_RK, weights_RK.float(), 0.0).sum(1, keepdim=True)
-    return torch.where(factor_R1 == 0, 0.0, x_RH.float() * factor_R1).to(torch.bfloat16)
+def weighted(rank: Rank, got: Any, topk: StandardTopK) -> Any:
+    """This rank's experts, which change nothing, weighted; rows that nobody filled become zeros."""
+    is_own_RK = topk.ids // (E // 2) == rank.rank()  # -1 is nobody's
+    factor_R1 = torch.where(is_own_RK, topk.weights.float(), 0.0).sum(1, keepdim=True)
+    rows_RH = torch.where(factor_R1 == 0, 0.0, got.hidden_states.float() * factor_R1)
+    return got.result(rows_RH.to(torch.bfloat16), is_partial=True)
 
 
 TRANSPORTS = {
@@ -93,13 +84,7 @@ TRANSPORTS = {
 
 
 @rows("name", *TRANSPORTS)
-def test_failed_experts_are_seen_by_those_who_use_them_and_by_nobody_later(
-    monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    install_low_latency(monkeypatch)
-    install_mori(monkeypatch)
-    install_alltoall(monkeypatch)
-
+def test_failed_experts_are_seen_by_those_who_use_them_and_by_nobody_later(name: str) -> None:
     def work(rank: Rank) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         dispatcher, experts = TRANSPORTS[name](rank)
         x_TH, topk = inputs_of(Rank(rank.group, 0) if name == "none" else rank)  # without transport: equal tokens
@@ -127,20 +112,14 @@ def test_one_rank_without_a_transport_has_nothing_to_give_up() -> None:
     assert dispatcher.why_not_capturable(10**6) is None
 
 
-def test_transports_that_nobody_captured_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    install_mori(monkeypatch)
-    install_alltoall(monkeypatch)
-    for name, word in (("mori", "mori"), ("flashinfer", "flashinfer")):
-        reason = run_ranks(1, lambda rank, name=name: TRANSPORTS[name](rank)[0].why_not_capturable(1))[0]
-        assert f"--moe-a2a-backend {word}" in reason
+@rows("name", "mori", "flashinfer")
+def test_transports_that_nobody_captured_say_so(name: str) -> None:
+    (reason,) = run_ranks(1, lambda rank: TRANSPORTS[name](rank)[0].why_not_capturable(1))
+    assert f"--moe-a2a-backend {name}" in reason
 
 
 @rows("kind", MooncakeBuffer, NixlBuffer)
-def test_a_library_that_cannot_clean_asks_for_a_restart(
-    monkeypatch: pytest.MonkeyPatch, kind: type[DeepepBuffer]
-) -> None:
-    install_low_latency(monkeypatch)
-
+def test_a_library_that_cannot_clean_asks_for_a_restart(kind: type[DeepepBuffer]) -> None:
     def work(rank: Rank) -> None:
         dispatcher, _ = low_latency(kind, rank)
         dispatched = dispatcher.dispatch(*inputs_of(rank))
@@ -151,13 +130,8 @@ def test_a_library_that_cannot_clean_asks_for_a_restart(
     run_ranks(2, work)
 
 
-def test_nixl_keeps_its_scale_options(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nixl_keeps_its_scale_options() -> None:
     """Its `dispatch` takes `**kwargs`, in which options cannot be seen; without them deep_gemm on SM100 is refused."""
-    install_low_latency(monkeypatch)
-
-    def work(rank: Rank) -> torch.dtype:
-        dispatcher = deepep(rank, dispatch_dtype=DispatchDtype.FP8_UE8M0, kind=NixlBuffer)
-        scale = dispatcher.dispatch(hostile.tokens(4, H), hostile.routing(4, E, K)).hidden_states_scale
-        return scale.dtype
-
-    assert run_ranks(1, work) == [torch.int32]
+    dispatcher = deepep(only_rank(), dispatch_dtype=DispatchDtype.FP8_UE8M0, kind=NixlBuffer)
+    sent = dispatcher.dispatch(hostile.tokens(4, H), hostile.routing(4, E, K))
+    assert sent.hidden_states_scale.dtype == torch.int32

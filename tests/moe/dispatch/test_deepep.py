@@ -1,7 +1,6 @@
 """DeepEP end to end on emulated ranks: several ranks equal one, whoever multiplies the weights, whatever is garbage."""
 
 import functools
-import itertools
 import threading
 from dataclasses import replace
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe import Activation, MoeA2ABackend, MoeBackend, StandardTopK, registry
+from moe import MoeA2ABackend, MoeBackend, StandardTopK
 from moe.check.reference import reference_moe
 from moe.config import DispatchDtype
 from moe.dispatch import deepep
@@ -17,20 +16,20 @@ from moe.dispatch.deepep import DeepepBuffer
 from moe.dispatch.deepep_settings import DeepepMode, DeepepSettings, EpShape
 from moe.errors import MoeConfigError, TransportStateError, UnsupportedPathError
 from moe.formats import ExpertWeights
-from moe.types import DeepepLlDispatchOutput, RowsCombineInput
 from tests.emulators.deepep import Buffer, install_deepep
 from tests.emulators.ranks import Rank, run_ranks
 from tests.emulators.refusal import KernelRefusal
 from tests.moe.backends import hostile
-from tests.moe.dispatch.several_ranks import E, I, K, rank_inputs, run_layer, worst_error
+from tests.moe.dispatch.several_ranks import E, I, K, only_rank, rank_inputs, run_layer, worst_error
 from tests.moe.dispatch.several_ranks import deepep as deepep_dispatcher
+from tests.moe.moe_layers import GPT_OSS
 from tests.tables import rows
 
 H = 2048
 NORMAL_H = 128  # normal mode has no list of sizes; small ones are quick
-GPT_OSS = Activation(alpha=1.702, beta=1.0, limit=7.0)
 TOKENS = {1: [7], 2: [5, 8], 4: [3, 0, 8, 1], 8: [1, 2, 0, 4, 5, 0, 7, 8]}
 MODES = [DeepepMode.NORMAL, DeepepMode.LOW_LATENCY]
+low_latency = functools.partial(deepep_dispatcher, mode=DeepepMode.LOW_LATENCY)
 
 
 @pytest.fixture
@@ -43,10 +42,8 @@ def experts_of(hidden: int = H) -> ExpertWeights:
     return hostile.plain_experts("mxfp4", E, hidden, I, has_biases=True)
 
 
-def run_torch(
-    mode: DeepepMode, num_tokens: list[int], hidden: int = H, **options: Any
-) -> tuple[float, list[torch.Tensor]]:
-    """(worst relative error against one rank, outputs)."""
+def run_torch(mode: DeepepMode, num_tokens: list[int], hidden: int = H, **options: Any) -> list[torch.Tensor]:
+    """Outputs of all ranks, which equal those of one."""
     if mode is DeepepMode.NORMAL:
         hidden = NORMAL_H
     experts, inputs = experts_of(hidden), rank_inputs(num_tokens, hidden, torch.float32)
@@ -55,39 +52,35 @@ def run_torch(
         dispatcher_for=lambda rank, config: deepep_dispatcher(rank, mode, hidden), dtype=torch.float32,
         activation=GPT_OSS, **options,
     )  # fmt: skip
-    return worst_error(outputs, inputs, lambda x, topk: reference_moe(x, topk, experts, GPT_OSS)), outputs
+    assert worst_error(outputs, inputs, lambda x, topk: reference_moe(x, topk, experts, GPT_OSS)) < 1e-5
+    return outputs
 
 
-def test_ranks_equal_one_rank(subtests: pytest.Subtests, library: type[Buffer]) -> None:
-    for mode, ep_size in itertools.product(MODES, [2, 4, 8]):
-        with subtests.test(mode=mode, ep_size=ep_size):
-            worst, outputs = run_torch(mode, TOKENS[ep_size])
-            assert worst < 1e-5
-            first = next(out for out in outputs if out.shape[0] > 2)
-            assert torch.equal(first[2], torch.zeros(first.shape[1])), "all ids of this token are -1"
+@rows("ep_size", 2, 4, 8)
+@rows("mode", *MODES)
+def test_ranks_equal_one_rank(library: type[Buffer], mode: DeepepMode, ep_size: int) -> None:
+    first = next(out for out in run_torch(mode, TOKENS[ep_size]) if out.shape[0] > 2)
+    assert torch.equal(first[2], torch.zeros(first.shape[1])), "all ids of this token are -1"
 
 
 def test_one_rank_runs_low_latency_only(library: type[Buffer]) -> None:
-    assert run_torch(DeepepMode.LOW_LATENCY, TOKENS[1])[0] < 1e-5
+    run_torch(DeepepMode.LOW_LATENCY, TOKENS[1])
     with pytest.raises(UnsupportedPathError, match="--expert-parallel-size is 1"):
         run_torch(DeepepMode.NORMAL, TOKENS[1])
 
 
 @rows("is_decode", False, True)
 def test_auto_takes_low_latency_for_decode(library: type[Buffer], is_decode: bool) -> None:
-    assert run_torch(DeepepMode.AUTO, TOKENS[2], is_decode=is_decode)[0] < 1e-5
+    run_torch(DeepepMode.AUTO, TOKENS[2], is_decode=is_decode)
 
 
 @rows("mode", *MODES)
 def test_no_tokens_anywhere(library: type[Buffer], mode: DeepepMode) -> None:
-    _, outputs = run_torch(mode, [0, 0])
-    assert [out.shape[0] for out in outputs] == [0, 0]
+    assert [out.shape[0] for out in run_torch(mode, [0, 0])] == [0, 0]
 
 
 def test_2880_columns_travel_as_3072(library: type[Buffer]) -> None:
-    worst, outputs = run_torch(DeepepMode.LOW_LATENCY, [4, 3], hidden=2880)
-    assert worst < 1e-5
-    assert outputs[0].shape == (4, 2880)
+    assert run_torch(DeepepMode.LOW_LATENCY, [4, 3], hidden=2880)[0].shape == (4, 2880)
 
 
 @rows("dispatch_dtype, hidden, num_scales", (DispatchDtype.FP8, 2176, 17), (DispatchDtype.FP8_UE8M0, 3200, 7))
@@ -95,24 +88,15 @@ def test_scales_of_padded_columns_are_cut(
     library: type[Buffer], dispatch_dtype: DispatchDtype, hidden: int, num_scales: int
 ) -> None:
     """An fp32 scale covers 128 columns, four packed exponents cover 512."""
-
-    def work(rank: Rank) -> tuple[int, int]:
-        dispatcher = deepep_dispatcher(rank, DeepepMode.LOW_LATENCY, hidden, dispatch_dtype)
-        result = dispatcher.dispatch(hostile.tokens(4, hidden).bfloat16(), hostile.routing(4, E, K))
-        return result.hidden_states.shape[-1], result.hidden_states_scale.shape[-1]
-
-    assert run_ranks(2, work) == [(hidden, num_scales)] * 2
+    dispatcher = low_latency(only_rank(), hidden=hidden, dispatch_dtype=dispatch_dtype)
+    result = dispatcher.dispatch(hostile.tokens(4, hidden).bfloat16(), hostile.routing(4, E, K))
+    assert (result.hidden_states.shape[-1], result.hidden_states_scale.shape[-1]) == (hidden, num_scales)
 
 
 def test_ids_become_int64_and_weights_fp32(library: type[Buffer]) -> None:
-    def work(rank: Rank) -> tuple[torch.dtype, torch.dtype]:
-        x, topk = hostile.tokens(4, H), hostile.routing(4, E, K)
-        result = deepep_dispatcher(rank, DeepepMode.LOW_LATENCY).dispatch(
-            x, StandardTopK(topk.weights.bfloat16(), topk.ids)
-        )
-        return result.topk_ids.dtype, result.topk_weights.dtype
-
-    assert run_ranks(2, work) == [(torch.int64, torch.float32)] * 2
+    topk = hostile.routing(4, E, K)
+    result = low_latency(only_rank()).dispatch(hostile.tokens(4, H), StandardTopK(topk.weights.bfloat16(), topk.ids))
+    assert (result.topk_ids.dtype, result.topk_weights.dtype) == (torch.int64, torch.float32)
 
 
 def test_expected_rows_is_even_routing_rounded_up() -> None:
@@ -133,44 +117,29 @@ def test_emulated_size_hint_is_the_librarys(arguments: tuple[int, ...], size: in
 # ---- what is in flight ----
 
 
-def alone(work: Any) -> Any:
-    return run_ranks(1, work)[0]
-
-
 def test_two_batches_may_overlap_and_a_third_is_refused(library: type[Buffer]) -> None:
-    def work(rank: Rank) -> None:
-        dispatcher = deepep_dispatcher(rank, DeepepMode.LOW_LATENCY)
-        batches = [(hostile.tokens(4, H, seed=seed).float(), hostile.routing(4, E, K, seed=seed)) for seed in range(3)]
-        first, second = (dispatcher.dispatch(*batch) for batch in batches[:2])
-        with pytest.raises(TransportStateError, match="2 dispatched batches"):
-            dispatcher.dispatch(*batches[2])
-        for (x, topk), result in zip(batches, (first, second), strict=False):
-            out = dispatcher.combine(
-                result.result(result.hidden_states, is_partial=False)
-            )  # the experts are the identity
-            want = x * (topk.weights * (topk.ids >= 0)).sum(-1, keepdim=True)
-            assert hostile.relative_error(out, want) < 1e-6
+    dispatcher = low_latency(only_rank())
+    batches = [(hostile.tokens(4, H, seed=seed).float(), hostile.routing(4, E, K, seed=seed)) for seed in range(3)]
+    results = [dispatcher.dispatch(*batch) for batch in batches[:2]]
+    with pytest.raises(TransportStateError, match="2 dispatched batches"):
         dispatcher.dispatch(*batches[2])
-
-    alone(work)
+    for (x, topk), result in zip(batches, results, strict=False):
+        out = dispatcher.combine(result.result(result.hidden_states, is_partial=False))  # the experts are the identity
+        want = x * (topk.weights * (topk.ids >= 0)).sum(-1, keepdim=True)
+        assert hostile.relative_error(out, want) < 1e-6
+    dispatcher.dispatch(*batches[2])
 
 
 def test_combine_wants_the_ids_it_gave_out(library: type[Buffer]) -> None:
-    def work(rank: Rank) -> None:
-        dispatcher = deepep_dispatcher(rank, DeepepMode.LOW_LATENCY)
-        result = dispatcher.dispatch(hostile.tokens(4, H).float(), hostile.routing(4, E, K))
-        with pytest.raises(TransportStateError, match="hand back the ids"):
-            dispatcher.combine(replace(result.result(result.hidden_states, False), topk_ids=result.topk_ids.clone()))
-
-    alone(work)
+    dispatcher = low_latency(only_rank())
+    result = dispatcher.dispatch(hostile.tokens(4, H).float(), hostile.routing(4, E, K))
+    with pytest.raises(TransportStateError, match="hand back the ids"):
+        dispatcher.combine(replace(result.result(result.hidden_states, False), topk_ids=result.topk_ids.clone()))
 
 
 def test_more_tokens_than_agreed_are_refused_with_both_numbers(library: type[Buffer]) -> None:
-    def work(rank: Rank) -> None:
-        with pytest.raises(TransportStateError, match=r"9 tokens, but --deepep-max-dispatch-tokens is 8"):
-            deepep_dispatcher(rank, DeepepMode.LOW_LATENCY).dispatch(hostile.tokens(9, H), hostile.routing(9, E, K))
-
-    alone(work)
+    with pytest.raises(TransportStateError, match=r"9 tokens, but --deepep-max-dispatch-tokens is 8"):
+        low_latency(only_rank()).dispatch(hostile.tokens(9, H), hostile.routing(9, E, K))
 
 
 def test_low_latency_after_normal_cleans_the_buffer_once(library: type[Buffer]) -> None:
@@ -191,12 +160,9 @@ def test_low_latency_after_normal_cleans_the_buffer_once(library: type[Buffer]) 
 
 @rows("dispatch_dtype", DispatchDtype.BF16, DispatchDtype.FP8, DispatchDtype.FP8_UE8M0)
 def test_scale_options_go_with_fp8_alone(library: type[Buffer], dispatch_dtype: DispatchDtype) -> None:
-    def work(rank: Rank) -> Any:
-        dispatcher = deepep_dispatcher(rank, DeepepMode.LOW_LATENCY, dispatch_dtype=dispatch_dtype)
-        result = dispatcher.dispatch(hostile.tokens(4, H), hostile.routing(4, E, K))
-        return dispatcher.buffer.raw.calls[-1][1], result
-
-    sent, result = alone(work)
+    dispatcher = low_latency(only_rank(), dispatch_dtype=dispatch_dtype)
+    result: Any = dispatcher.dispatch(hostile.tokens(4, H), hostile.routing(4, E, K))
+    sent = dispatcher.buffer.raw.calls[-1][1]
     assert (sent["use_fp8"], sent["use_ue8m0"]) == (dispatch_dtype.is_fp8, dispatch_dtype is DispatchDtype.FP8_UE8M0)
     if dispatch_dtype.is_fp8:
         assert result.hidden_states_scale.stride(-2) == 1, "the scales stay M-major"
@@ -205,94 +171,12 @@ def test_scale_options_go_with_fp8_alone(library: type[Buffer], dispatch_dtype: 
 
 def test_nvfp4_needs_a_build_that_has_it(library: type[Buffer]) -> None:
     with pytest.raises(UnsupportedPathError, match="use_nvfp4"):
-        alone(lambda rank: deepep_dispatcher(rank, DeepepMode.LOW_LATENCY, dispatch_dtype=DispatchDtype.NVFP4))
+        low_latency(only_rank(), dispatch_dtype=DispatchDtype.NVFP4)
 
 
 def test_missing_library_is_named() -> None:
     with pytest.raises(UnsupportedPathError, match="--moe-a2a-backend deepep needs the package deep_ep"):
-        alone(lambda rank: deepep_dispatcher(rank, DeepepMode.LOW_LATENCY))
-
-
-def test_bf16_experts_too(library: type[Buffer]) -> None:
-    experts = hostile.plain_experts("bf16", E, H, I)
-    inputs = rank_inputs([4, 2], H, torch.bfloat16)
-    outputs = run_layer(
-        experts, inputs, backend=MoeBackend.TORCH, a2a=MoeA2ABackend.DEEPEP,
-        formats=DeepepMode.NORMAL.dispatch_formats, dtype=torch.bfloat16,
-        dispatcher_for=lambda rank, config: deepep_dispatcher(rank, DeepepMode.NORMAL),
-    )  # fmt: skip
-    for (x, topk), out in zip(inputs, outputs, strict=True):
-        assert hostile.relative_error(out, reference_moe(x, topk, experts, Activation())) < 1e-2
-
-
-# ---- planted mistakes: each must be seen by the comparison above ----
-
-
-def plant(monkeypatch: pytest.MonkeyPatch, name: str) -> DeepepMode:
-    """One mistake; returns the mode that shows it."""
-    low_latency, normal = DeepepMode.LOW_LATENCY, DeepepMode.NORMAL
-    if name == "LL weights twice":
-
-        def weighted(out: torch.Tensor, dispatched: DeepepLlDispatchOutput, *rest: Any) -> RowsCombineInput:
-            return dispatched.result(out * 2.5, is_partial=False)
-
-        replace_post(monkeypatch, low_latency, weighted)
-        return low_latency
-    if name == "normal weights never":
-        replace_pre(monkeypatch, normal, lambda out: out.weights_TK.fill_(1.0))
-        return normal
-    if name == "experts off by one":
-        replace_pre(
-            monkeypatch,
-            low_latency,
-            lambda out: out.ids_TK.copy_(torch.where(out.ids_TK >= 0, (out.ids_TK + 1) % 2, -1)),
-        )
-        return low_latency
-    if name == "hook forgotten":
-        monkeypatch.setattr(Buffer, "low_latency_dispatch", without_hook(Buffer.low_latency_dispatch))
-        return low_latency
-    if name == "global ids taken for local":
-        replace_pre(monkeypatch, normal, lambda out: out.ids_TK.add_((out.ids_TK >= 0).long()).remainder_(4))
-        return normal
-    raise AssertionError(name)
-
-
-def without_hook(original: Any) -> Any:
-    def dispatch(self: Buffer, *arguments: Any, **options: Any) -> Any:
-        *result, _ = original(self, *arguments, **options)
-        return (*result, lambda: None)
-
-    return dispatch
-
-
-def replace_pre(monkeypatch: pytest.MonkeyPatch, mode: DeepepMode, damage: Any) -> None:
-    key = (mode.dispatch_formats[0], MoeBackend.TORCH)
-    original = registry._pre_permutes[key]
-
-    def damaged(*arguments: Any) -> Any:
-        result = original(*arguments)
-        damage(result)
-        return result
-
-    monkeypatch.setitem(registry._pre_permutes, key, damaged)
-
-
-def replace_post(monkeypatch: pytest.MonkeyPatch, mode: DeepepMode, replacement: Any) -> None:
-    monkeypatch.setitem(registry._post_permutes, (MoeBackend.TORCH, mode.dispatch_formats[0]), replacement)
-
-
-@rows(
-    "name",
-    "LL weights twice",
-    "normal weights never",
-    "experts off by one",
-    "hook forgotten",
-    "global ids taken for local",
-)
-def test_planted_mistakes_are_seen(library: type[Buffer], monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    mode = plant(monkeypatch, name)
-    worst, _ = run_torch(mode, [5, 8])
-    assert not worst < 1e-2
+        low_latency(only_rank())
 
 
 def test_a_rank_that_stays_away_is_an_error(library: type[Buffer], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,61 +184,37 @@ def test_a_rank_that_stays_away_is_an_error(library: type[Buffer], monkeypatch: 
 
     def work(rank: Rank) -> None:
         if rank.rank() == 0:
-            deepep_dispatcher(rank, DeepepMode.LOW_LATENCY).dispatch(hostile.tokens(2, H), hostile.routing(2, E, K))
+            low_latency(rank).dispatch(hostile.tokens(2, H), hostile.routing(2, E, K))
 
     with pytest.raises(threading.BrokenBarrierError):
         run_ranks(2, work)
 
 
-def test_without_the_limit_a_third_batch_spoils_the_first(
-    library: type[Buffer], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(deepep, "RESULTS_ALIVE", 3)
-
-    def work(rank: Rank) -> None:
-        dispatcher = deepep_dispatcher(rank, DeepepMode.LOW_LATENCY)
-        x, topk = hostile.tokens(4, H).float(), hostile.routing(4, E, K)
-        first, *_ = (dispatcher.dispatch(x, topk) for _ in range(3))
-        out = dispatcher.combine(first.result(first.hidden_states, is_partial=False))
-        assert bool(out.isnan().any())
-
-    alone(work)
-
-
 def test_library_checks_stand_behind_ours(library: type[Buffer]) -> None:
-    def work(rank: Rank) -> None:
-        dispatcher = deepep_dispatcher(rank, DeepepMode.LOW_LATENCY)
-        with pytest.raises(KernelRefusal, match="unsupported hidden"):
-            dispatcher.buffer.raw.low_latency_dispatch(torch.zeros(1, 1920).bfloat16(), torch.zeros(1, 1).long(), 8, 8)
-
-    alone(work)
+    raw = low_latency(only_rank()).buffer.raw
+    with pytest.raises(KernelRefusal, match="unsupported hidden"):
+        raw.low_latency_dispatch(torch.zeros(1, 1920).bfloat16(), torch.zeros(1, 1).long(), 8, 8)
 
 
-def test_group_and_settings_must_agree(library: type[Buffer]) -> None:
-    def work(rank: Rank) -> None:
-        shape = EpShape(hidden_size=H, num_experts=E, top_k=K, ep_size=2)
-        with pytest.raises(MoeConfigError, match="--expert-parallel-size is 2, but the group has 1"):
-            DeepepBuffer(rank, DeepepSettings(mode=DeepepMode.LOW_LATENCY), shape, sends_fp8=False)
-
-    alone(work)
-
-
-def test_config_is_checked_before_the_library_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+@rows(
+    "changes, error, words",
+    ({"ep_size": 2}, MoeConfigError, "--expert-parallel-size is 2, but the group has 1"),
+    ({"hidden_size": 9000}, UnsupportedPathError, "hidden size 9000"),
+)
+def test_group_and_sizes_are_checked_before_the_library_is_asked(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, int], error: type[Exception], words: str
+) -> None:
     monkeypatch.setattr(DeepepBuffer, "build", lambda self, group: pytest.fail("built before the check"))
-
-    def work(rank: Rank) -> None:
-        shape = EpShape(hidden_size=9000, num_experts=E, top_k=K, ep_size=1)
-        with pytest.raises(UnsupportedPathError, match="hidden size 9000"):
-            DeepepBuffer(rank, DeepepSettings(mode=DeepepMode.LOW_LATENCY), shape, sends_fp8=False)
-
-    alone(work)
+    shape = EpShape(**({"hidden_size": H, "num_experts": E, "top_k": K, "ep_size": 1} | changes))
+    with pytest.raises(error, match=words):
+        DeepepBuffer(only_rank(), DeepepSettings(mode=DeepepMode.LOW_LATENCY), shape, sends_fp8=False)
 
 
 def queue_depth_of(tokens: int) -> int:
     """Depth of the send queues of a buffer for `tokens`."""
     settings = DeepepSettings(mode=DeepepMode.LOW_LATENCY, max_dispatch_tokens=tokens)
     shape = EpShape(hidden_size=2048, num_experts=8, top_k=3, ep_size=1)
-    depth: int = alone(lambda rank: DeepepBuffer(rank, settings, shape, sends_fp8=False).raw.nvshmem_qp_depth)
+    depth: int = DeepepBuffer(only_rank(), settings, shape, sends_fp8=False).raw.nvshmem_qp_depth
     return depth
 
 

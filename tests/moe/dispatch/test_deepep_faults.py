@@ -20,7 +20,7 @@ from tests.emulators.double_buffer import capturing
 from tests.emulators.ranks import Rank, run_ranks
 from tests.emulators.refusal import KernelRefusal
 from tests.moe.backends import hostile
-from tests.moe.dispatch.several_ranks import LIMIT, E, K, deepep, rank_inputs
+from tests.moe.dispatch.several_ranks import LIMIT, E, K, deepep, only_rank, rank_inputs
 from tests.tables import rows
 
 H = 2048
@@ -50,15 +50,18 @@ def step(dispatcher: DeepepDispatcher, inputs: Inputs, *, is_decode: bool = True
     return dispatcher.combine(identity(dispatcher.dispatch(*inputs, is_decode=is_decode)))
 
 
-def check_step(dispatcher: DeepepDispatcher, inputs: Inputs, *, is_decode: bool = True) -> None:
+def check_step(dispatcher: DeepepDispatcher, inputs: Inputs) -> None:
+    check_sum(step(dispatcher, inputs), inputs)
+
+
+def check_sum(out_TH: torch.Tensor, inputs: Inputs) -> None:
     x_TH, topk = inputs
-    want_TH = x_TH * (topk.weights * (topk.ids >= 0)).sum(1, keepdim=True)
-    assert hostile.relative_error(step(dispatcher, inputs, is_decode=is_decode), want_TH) < 1e-6
+    assert hostile.relative_error(out_TH, x_TH * (topk.weights * (topk.ids >= 0)).sum(1, keepdim=True)) < 1e-6
 
 
-def give_up(dispatcher: DeepepDispatcher, inputs: Inputs, *, is_decode: bool = True) -> None:
+def give_up(dispatcher: DeepepDispatcher, inputs: Inputs) -> None:
     """A step whose experts fail on this rank."""
-    dispatcher.abandon(dispatcher.dispatch(*inputs, is_decode=is_decode), torch.float32)
+    dispatcher.abandon(dispatcher.dispatch(*inputs, is_decode=True), torch.float32)
 
 
 @rows("mode", LOW_LATENCY, NORMAL)
@@ -66,14 +69,15 @@ def test_failed_experts_of_one_rank_poison_their_tokens_and_nothing_else(mode: D
     """F1: before, the third step after failures was refused on this rank, and the others waited for ever."""
 
     def work(rank: Rank) -> tuple[torch.Tensor, torch.Tensor]:
-        dispatcher, (x_TH, topk) = deepep(rank, mode), own_inputs(rank)
+        dispatcher, inputs = deepep(rank, mode), own_inputs(rank)
         for _ in range(3):
             if rank.rank() == 0:
-                give_up(dispatcher, (x_TH, topk))
+                give_up(dispatcher, inputs)
             else:
-                out_TH = step(dispatcher, (x_TH, topk))
-        check_step(dispatcher, (x_TH, topk))
-        used_failed_T = ((topk.ids >= 0) & (topk.ids < E // 2)).any(1)
+                out_TH = step(dispatcher, inputs)
+        check_step(dispatcher, inputs)
+        ids_TK = inputs[1].ids
+        used_failed_T = ((ids_TK >= 0) & (ids_TK < E // 2)).any(1)
         return (out_TH.isnan().all(1) if rank.rank() else used_failed_T), used_failed_T
 
     _, (is_nan_T, used_failed_T) = run_ranks(2, work)
@@ -127,7 +131,6 @@ def test_where_even_giving_up_fails_all_ranks_clean_and_captured_steps_still_fit
 
     Without the cleaning the emulator refuses the next step, as the card would wait for ever.
     """
-
     full, card = torch.full, SimpleNamespace(has_memory=True)
 
     def allocate(*arguments: Any, **options: Any) -> torch.Tensor:
@@ -198,6 +201,12 @@ def test_the_emulator_punishes_what_the_library_punishes() -> None:
         result[-1]()
         return result
 
+    def captured(rank: Rank, mode: DeepepMode = LOW_LATENCY) -> tuple[DeepepDispatcher, Inputs, Any]:
+        dispatcher, inputs = deepep(rank, mode), own_inputs(rank)
+        with capturing() as graph:
+            step(dispatcher, inputs)
+        return dispatcher, inputs, graph
+
     def half_captured(rank: Rank) -> None:
         raw, inputs = deepep(rank).buffer.raw, own_inputs(rank)
         received, _, handle, *_ = send(raw, inputs)
@@ -208,25 +217,20 @@ def test_the_emulator_punishes_what_the_library_punishes() -> None:
             send(raw, inputs)
 
     def odd_replay(rank: Rank) -> None:
-        dispatcher, inputs = deepep(rank), own_inputs(rank)
-        with capturing() as graph:
-            step(dispatcher, inputs)
+        dispatcher, inputs, graph = captured(rank)
         send(dispatcher.buffer.raw, inputs)
         with pytest.raises(KernelRefusal, match="counters of half 0 are not zero"):
             graph.replay()
 
     def replay_after_normal(rank: Rank) -> None:
-        dispatcher, inputs = deepep(rank, AUTO), own_inputs(rank)
-        with capturing() as graph:
-            step(dispatcher, inputs)
+        dispatcher, inputs, graph = captured(rank, AUTO)
         step(dispatcher, inputs, is_decode=False)
         with pytest.raises(KernelRefusal, match="counters of half 0 are not zero"):
             graph.replay()
 
     def normal_in_a_capture(rank: Rank) -> None:
-        dispatcher = deepep(rank, NORMAL)
         with capturing(), pytest.raises(KernelRefusal, match="waits for counts on the host"):
-            dispatcher.dispatch(*own_inputs(rank))
+            deepep(rank, NORMAL).dispatch(*own_inputs(rank))
 
     for work in (half_captured, odd_replay, replay_after_normal, normal_in_a_capture):
         run_ranks(2, work)
@@ -258,22 +262,16 @@ def test_the_buffer_is_cleaned_before_a_capture_and_before_a_replay_never_inside
 
 @rows("hidden", 2048, 2880)
 def test_results_written_like_the_received_rows_travel_without_a_copy(hidden: int) -> None:
-    def work(rank: Rank) -> None:
-        dispatcher = deepep(rank, hidden=hidden)
-        inputs = hostile.tokens(4, hidden).float(), hostile.routing(4, E, K)
-        dispatched = dispatcher.dispatch(*inputs)
-        x_EMH = dispatched.hidden_states
-        wide_EMH = torch.full((E, LIMIT, 3072 if hidden == 2880 else hidden), float("nan"))
-        rows_EMH = wide_EMH[..., :hidden]
-        assert rows_EMH.stride() == x_EMH.stride()
-        rows_EMH.copy_(x_EMH)
-        out_TH = dispatcher.combine(dispatched.result(rows_EMH, is_partial=False))
-        name, sent = dispatcher.buffer.raw.calls[-1]
-        assert (name, sent["address"]) == ("low_latency_combine", rows_EMH.data_ptr())
-        want_TH = inputs[0] * (inputs[1].weights * (inputs[1].ids >= 0)).sum(1, keepdim=True)
-        assert hostile.relative_error(out_TH, want_TH) < 1e-6
-
-    run_ranks(1, work)
+    dispatcher = deepep(only_rank(), hidden=hidden)
+    inputs = hostile.tokens(4, hidden).float(), hostile.routing(4, E, K)
+    dispatched = dispatcher.dispatch(*inputs)
+    rows_EMH = torch.full((E, LIMIT, 3072 if hidden == 2880 else hidden), float("nan"))[..., :hidden]
+    assert rows_EMH.stride() == dispatched.hidden_states.stride()
+    rows_EMH.copy_(dispatched.hidden_states)
+    out_TH = dispatcher.combine(dispatched.result(rows_EMH, is_partial=False))
+    name, sent = dispatcher.buffer.raw.calls[-1]
+    assert (name, sent["address"]) == ("low_latency_combine", rows_EMH.data_ptr())
+    check_sum(out_TH, inputs)
 
 
 @rows("ep_size, most", (1, 8 * K), (4, 4 * 8 * 2), (8, 8 * 8))
@@ -281,8 +279,7 @@ def test_the_most_rows_that_can_arrive(ep_size: int, most: int) -> None:
     """A token takes an expert at most once, so with fewer local experts than choices it brings one row to each."""
 
     def work(rank: Rank) -> int | None:
-        dispatcher = deepep(rank)
-        dispatched = dispatcher.dispatch(hostile.tokens(4, H).float(), hostile.routing(4, E, K))
+        dispatched = deepep(rank).dispatch(hostile.tokens(4, H).float(), hostile.routing(4, E, K))
         assert isinstance(dispatched, DeepepLlDispatchOutput)
         return dispatched.max_rows
 

@@ -1,6 +1,7 @@
 """NVFP4 experts (CuTe-DSL v1) behind DeepEP low latency on emulated ranks: tokens sent as bf16 and as NVFP4."""
 
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -10,23 +11,24 @@ from moe.backend import DispatchContext
 from moe.backends.flashinfer.cutedsl import FlashinferCutedslBackend
 from moe.config import DispatchDtype, DispatchFormat
 from moe.dispatch.deepep import DeepepBuffer, DeepepDispatcher
-from moe.dispatch.deepep_settings import DeepepMode, DeepepSettings, EpShape
+from moe.dispatch.deepep_settings import DeepepMode, DeepepSettings
 from moe.errors import MoeConfigError, UnsupportedPathError
 from tests.emulators.cutedsl import install_cutedsl
 from tests.emulators.deepep import install_deepep
 from tests.emulators.ranks import Rank, run_ranks
 from tests.moe.backends import hostile
-from tests.moe.dispatch.several_ranks import E, K, rank_inputs
+from tests.moe.dispatch.several_ranks import E, K, only_rank, rank_inputs, shape_of
 
 H, I, LIMIT = 2048, 192, 64
+ONE = torch.ones(1)
 BACKEND = FlashinferCutedslBackend()
 ONE_AT_A_TIME = threading.Lock()  # the ranks share one emulated kernel, which keeps its last result
 CUTEDSL, DEEPEP = MoeBackend.FLASHINFER_CUTEDSL, MoeA2ABackend.DEEPEP
 
 
 def buffer_for(rank: Rank, hidden: int = H, mode: DeepepMode = DeepepMode.LOW_LATENCY) -> DeepepBuffer:
-    shape = EpShape(hidden_size=hidden, num_experts=E, top_k=K, ep_size=rank.size())
-    return DeepepBuffer(rank, DeepepSettings(mode=mode, max_dispatch_tokens=LIMIT), shape, sends_fp8=False)
+    settings = DeepepSettings(mode=mode, max_dispatch_tokens=LIMIT)
+    return DeepepBuffer(rank, settings, shape_of(rank, hidden), sends_fp8=False)
 
 
 def outputs_of(dispatch_dtype: DispatchDtype, num_tokens: list[int]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -47,8 +49,7 @@ def outputs_of(dispatch_dtype: DispatchDtype, num_tokens: list[int]) -> tuple[li
             dispatch_format=DispatchFormat.DEEPEP_LL, format_name="nvfp4", device=topology.device,
             knows_input_scale=True, can_send_nvfp4=buffer.can_send_nvfp4,
         )  # fmt: skip
-        chosen = BACKEND.dispatch_dtype(context)
-        assert chosen is dispatch_dtype
+        assert BACKEND.dispatch_dtype(context) is dispatch_dtype
         multiplier = info.input_quant.flatten()[:1] if dispatch_dtype is DispatchDtype.NVFP4 else None
         dispatcher = DeepepDispatcher(buffer, dispatch_dtype, input_multiplier=multiplier)
         dispatched = dispatcher.dispatch(*inputs[index])
@@ -73,18 +74,14 @@ def test_both_payloads_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_what_an_nvfp4_dispatch_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     install_deepep(monkeypatch, nvfp4=True)
-    scale = torch.ones(1)
 
-    def make(rank: Rank, **options: object) -> DeepepDispatcher:
-        return DeepepDispatcher(buffer_for(rank), DispatchDtype.NVFP4, **options)  # type: ignore[arg-type]
+    def make(rank: Rank, hidden: int = H, mode: DeepepMode = DeepepMode.LOW_LATENCY, scale: Any = ONE) -> object:
+        return DeepepDispatcher(buffer_for(rank, hidden, mode), DispatchDtype.NVFP4, input_multiplier=scale)
 
-    assert run_ranks(1, lambda rank: make(rank, input_multiplier=scale))
+    assert make(only_rank())
     with pytest.raises(MoeConfigError, match="static input scale"):
-        run_ranks(1, make)
+        make(only_rank(), scale=None)
     with pytest.raises(UnsupportedPathError, match="hidden size 2880: an NVFP4 dispatch cannot be padded"):
-        run_ranks(1, lambda rank: DeepepDispatcher(buffer_for(rank, 2880), DispatchDtype.NVFP4, input_multiplier=scale))
-    auto = DeepepMode.AUTO
+        make(only_rank(), 2880)
     with pytest.raises(UnsupportedPathError, match="--deepep-mode low_latency"):
-        run_ranks(
-            2, lambda rank: DeepepDispatcher(buffer_for(rank, H, auto), DispatchDtype.NVFP4, input_multiplier=scale)
-        )
+        run_ranks(2, lambda rank: make(rank, mode=DeepepMode.AUTO))
