@@ -26,14 +26,14 @@ def shape(**changes: int) -> EpShape:
     return EpShape(**({"hidden_size": 7168, "num_experts": 256, "top_k": 8, "ep_size": 8} | changes))
 
 
-@rows("ep_size", 1, 2, 3, 4, 5, 7, 8, 16, 64)
-def test_low_latency_rank_counts(ep_size: int) -> None:
-    check_deepep(DeepepSettings(mode=LL), shape(ep_size=ep_size, num_experts=ep_size * 4), sends_fp8=True)
-
-
-@rows("ep_size", 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)
-def test_normal_rank_counts(ep_size: int) -> None:
-    check_deepep(DeepepSettings(mode=NORMAL), shape(ep_size=ep_size, num_experts=ep_size * 2), sends_fp8=True)
+@rows(
+    "mode, ep_sizes",
+    (LL, [1, 2, 3, 4, 5, 7, 8, 16, 64]),
+    (NORMAL, [2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160]),
+)
+def test_rank_counts(mode: DeepepMode, ep_sizes: list[int]) -> None:
+    for size in ep_sizes:
+        check_deepep(DeepepSettings(mode=mode), shape(ep_size=size, num_experts=size * 4), sends_fp8=True)
 
 
 @rows(
@@ -108,21 +108,14 @@ def test_capture_follows_the_dispatch_limit() -> None:
     assert why_not_capturable(DeepepSettings(max_dispatch_tokens=128), 128) is None
     assert why_not_capturable(DeepepSettings(mode=LL, max_dispatch_tokens=128), 128) is None
     too_many = why_not_capturable(DeepepSettings(max_dispatch_tokens=128), 129)
-    assert too_many is not None
-    assert "is 128, but graphs are captured for up to 129" in too_many
-    on_the_host = why_not_capturable(DeepepSettings(mode=NORMAL), 1)
-    assert on_the_host is not None
-    assert "--deepep-mode normal cannot run in CUDA graphs" in on_the_host
+    assert "is 128, but graphs are captured for up to 129" in str(too_many)
+    assert "--deepep-mode normal cannot run in CUDA graphs" in str(why_not_capturable(DeepepSettings(mode=NORMAL), 1))
 
 
 @rows(
     "mode, tokens, depth",
-    (LL, 511, None),
-    (LL, 512, 2048),
-    (AUTO, 1023, 2048),
-    (AUTO, 1024, 4096),
-    (NORMAL, 1024, None),
-)
+    (LL, 511, None), (LL, 512, 2048), (AUTO, 1023, 2048), (AUTO, 1024, 4096), (NORMAL, 1024, None),
+)  # fmt: skip
 def test_a_deeper_queue_is_asked_for_only_where_the_default_is_too_short(
     mode: DeepepMode, tokens: int, depth: int | None
 ) -> None:
@@ -132,77 +125,56 @@ def test_a_deeper_queue_is_asked_for_only_where_the_default_is_too_short(
 LOW, NORM, STD = DispatchFormat.DEEPEP_LL, DispatchFormat.DEEPEP_NORMAL, DispatchFormat.STANDARD
 MORI, MORI_LL, FLASH = DispatchFormat.MORI_NORMAL, DispatchFormat.MORI_LL, DispatchFormat.FLASHINFER
 DEEP_GEMM, CUTEDSL, AITER = MoeBackend.DEEP_GEMM, MoeBackend.FLASHINFER_CUTEDSL, MoeBackend.AITER
-TORCH, TRITON = MoeBackend.TORCH, MoeBackend.TRITON
-CPU = torch.device("cpu")
+
+
+def dispatch_dtype_of(
+    backend: MoeBackend, layout: DispatchFormat, weights: str, knows_scale: bool = False, can_nvfp4: bool = False
+) -> DispatchDtype:
+    context = DispatchContext(
+        dispatch_format=layout, format_name=weights, device=torch.device("cpu"), knows_input_scale=knows_scale,
+        can_send_nvfp4=can_nvfp4,
+    )  # fmt: skip
+    return load_backend(backend).dispatch_dtype(context)
 
 
 @rows(
-    "backend, layout, weights, is_blackwell, scale, option, dispatch_dtype",
-    (TORCH, LOW, "fp8_block", False, False, False, "bf16"),
-    (TORCH, NORM, "mxfp4", False, False, True, "bf16"),
-    (TRITON, LOW, "fp8_block", False, False, False, "bf16"),
-    (TRITON, NORM, "nvfp4", False, True, True, "bf16"),
-    (DEEP_GEMM, LOW, "fp8_block", False, False, False, "fp8"),
-    (DEEP_GEMM, NORM, "fp8_block", False, False, False, "fp8"),
-    (DEEP_GEMM, LOW, "fp8_block", True, False, False, "fp8_ue8m0"),
-    (DEEP_GEMM, NORM, "fp8_block", True, False, False, "fp8_ue8m0"),
-    (DEEP_GEMM, LOW, "fp8_block", False, True, True, "fp8"),
-    (DEEP_GEMM, STD, "fp8_block", True, False, False, "bf16"),
-    (CUTEDSL, LOW, "nvfp4", False, False, False, "bf16"),
-    (CUTEDSL, LOW, "nvfp4", False, True, False, "bf16"),
-    (CUTEDSL, LOW, "nvfp4", False, False, True, "bf16"),
-    (CUTEDSL, LOW, "nvfp4", False, True, True, "nvfp4"),
-    (CUTEDSL, NORM, "nvfp4", False, True, True, "bf16"),
-    (CUTEDSL, FLASH, "nvfp4", False, True, True, "nvfp4"),
-    (CUTEDSL, FLASH, "nvfp4", False, False, True, "bf16"),
-    (AITER, LOW, "fp8_block", False, False, False, "bf16"),
-    (AITER, NORM, "fp8_block", False, False, False, "bf16"),
-    (AITER, MORI, "fp8_block", False, False, False, "fp8"),
-    (AITER, MORI_LL, "fp8_block", False, False, False, "fp8"),
-    (AITER, MORI, "fp8_tensor", False, False, False, "bf16"),
-    (AITER, MORI, "mxfp4", False, False, False, "bf16"),
-    (AITER, MORI_LL, "bf16", False, False, False, "bf16"),
-    (AITER, STD, "fp8_block", False, False, False, "bf16"),
+    "backend, layout, weights, scale, option, dispatch_dtype",
+    (DEEP_GEMM, STD, "fp8_block", False, False, "bf16"),
+    (CUTEDSL, LOW, "nvfp4", False, False, "bf16"),
+    (CUTEDSL, LOW, "nvfp4", True, False, "bf16"),
+    (CUTEDSL, LOW, "nvfp4", False, True, "bf16"),
+    (CUTEDSL, LOW, "nvfp4", True, True, "nvfp4"),
+    (CUTEDSL, NORM, "nvfp4", True, True, "bf16"),
+    (CUTEDSL, FLASH, "nvfp4", True, True, "nvfp4"),
+    (CUTEDSL, FLASH, "nvfp4", False, True, "bf16"),
+    (AITER, MORI, "fp8_block", False, False, "fp8"),
+    (AITER, MORI_LL, "fp8_block", False, False, "fp8"),
+    (AITER, MORI, "fp8_tensor", False, False, "bf16"),
+    (AITER, MORI, "mxfp4", False, False, "bf16"),
+    (AITER, MORI_LL, "bf16", False, False, "bf16"),
+    (AITER, STD, "fp8_block", False, False, "bf16"),
 )
 def test_dispatch_dtype_truth_table(
-    monkeypatch: pytest.MonkeyPatch,
-    backend: MoeBackend,
-    layout: DispatchFormat,
-    weights: str,
-    is_blackwell: bool,
-    scale: bool,
-    option: bool,
-    dispatch_dtype: str,
+    backend: MoeBackend, layout: DispatchFormat, weights: str, scale: bool, option: bool, dispatch_dtype: str
 ) -> None:
-    pretend(monkeypatch, is_blackwell)
-    context = DispatchContext(
-        dispatch_format=layout, format_name=weights, device=CPU, knows_input_scale=scale, can_send_nvfp4=option
-    )
-    chosen = load_backend(backend).dispatch_dtype(context)
-    assert chosen is DispatchDtype(dispatch_dtype)
+    assert dispatch_dtype_of(backend, layout, weights, scale, option) is DispatchDtype(dispatch_dtype)
 
 
-@rows("is_blackwell", False, True)
+@rows("capability, fp8", ((9, 0), DispatchDtype.FP8), ((10, 0), DispatchDtype.FP8_UE8M0))
+@rows("can_nvfp4", False, True)
 def test_every_backend_that_does_not_read_fp8_gets_bf16_from_deepep(
-    monkeypatch: pytest.MonkeyPatch, is_blackwell: bool
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], fp8: DispatchDtype, can_nvfp4: bool
 ) -> None:
     """Power-of-two scales are DeepGEMM's alone, on SM100."""
-    pretend(monkeypatch, is_blackwell)
-    fp8 = DispatchDtype.FP8_UE8M0 if is_blackwell else DispatchDtype.FP8
-    for backend in BACKEND_MODULES:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    for backend in set(BACKEND_MODULES) - ({CUTEDSL} if can_nvfp4 else set()):
         for layout in (LOW, NORM):
             for weights in ("bf16", "fp8_block", "fp8_tensor", "mxfp4", "nvfp4"):
-                context = DispatchContext(dispatch_format=layout, format_name=weights, device=CPU)
-                dispatch_dtype = load_backend(backend).dispatch_dtype(context)
+                dispatch_dtype = dispatch_dtype_of(backend, layout, weights, can_nvfp4, can_nvfp4)
                 assert dispatch_dtype is (fp8 if backend is DEEP_GEMM else DispatchDtype.BF16)
 
 
-def pretend(monkeypatch: pytest.MonkeyPatch, is_blackwell: bool) -> None:
-    capability = (10, 0) if is_blackwell else (9, 0)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-
-
 def test_expert_alignment_and_row_multiples() -> None:
-    backends = [load_backend(backend) for backend in (DEEP_GEMM, CUTEDSL, TORCH, AITER)]
+    backends = [load_backend(backend) for backend in (DEEP_GEMM, CUTEDSL, MoeBackend.TORCH, AITER)]
     assert [backend.expert_alignment for backend in backends] == [128, 1, 1, 1]
     assert [backend.row_multiple for backend in backends] == [4, 128, 4, 4]

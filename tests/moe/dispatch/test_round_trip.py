@@ -1,7 +1,7 @@
 """The round trip over every transport on emulated ranks, built by the factory; and transports that lose or repeat."""
 
-import itertools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -20,12 +20,12 @@ from tests.emulators.deepep import Buffer, install_deepep
 from tests.emulators.low_latency import install_low_latency
 from tests.emulators.mori import install_mori
 from tests.emulators.ranks import Rank, run_ranks
-from tests.moe.configs import rank_config
+from tests.moe.backends import hostile
 from tests.tables import rows
 
 E, K, H, LIMIT = 8, 3, 2048, 8
 LOW, NORMAL, AUTO = DeepepMode.LOW_LATENCY, DeepepMode.NORMAL, DeepepMode.AUTO
-DEEPEP, MORI = MoeA2ABackend.DEEPEP, MoeA2ABackend.MORI
+NONE, DEEPEP, MORI = MoeA2ABackend.NONE, MoeA2ABackend.DEEPEP, MoeA2ABackend.MORI
 Patch = pytest.MonkeyPatch
 
 
@@ -36,7 +36,7 @@ def reduce_over_threads(monkeypatch: Patch) -> None:
 
 def round_trip(
     num_ranks: int,
-    a2a: MoeA2ABackend = MoeA2ABackend.NONE,
+    a2a: MoeA2ABackend = NONE,
     mode: DeepepMode = LOW,
     dispatch_dtype: DispatchDtype = DispatchDtype.BF16,
     tp_size: int = 1,
@@ -50,9 +50,7 @@ def round_trip(
         topology = Topology(
             tp_size=tp_size, tp_rank=tp_rank, ep_size=ep_size, ep_rank=ep_rank, a2a=a2a, dispatch_dtype=dispatch_dtype
         )
-        config = rank_config(
-            num_experts=E, hidden_size=H, intermediate_size=64, top_k=K, place=topology, max_num_tokens=LIMIT
-        )
+        config = hostile.make_config(E, H, 64, K, place=topology, max_num_tokens=LIMIT)
         settings = DeepepSettings(mode=mode, max_dispatch_tokens=LIMIT)
         built = build_transport(topology, config, group=rank, settings=settings, dispatch_dtypes={dispatch_dtype})
         dispatcher = built.dispatcher(DispatchSpec(dispatch_dtype=dispatch_dtype))
@@ -62,14 +60,13 @@ def round_trip(
     return run_ranks(num_ranks, work)
 
 
-def test_deepep(subtests: pytest.Subtests, monkeypatch: Patch) -> None:
-    for dispatch_dtype, mode, num_ranks in itertools.product(
-        [DispatchDtype.BF16, DispatchDtype.FP8, DispatchDtype.FP8_UE8M0], [LOW, NORMAL, AUTO], [2, 4]
-    ):
-        with subtests.test(dispatch_dtype=dispatch_dtype, mode=mode, num_ranks=num_ranks):
-            install_deepep(monkeypatch)
-            errors = round_trip(num_ranks, DEEPEP, mode, dispatch_dtype)
-            assert all(0 < error < TOLERANCES[dispatch_dtype] / 1.5 for error in errors)
+@rows("num_ranks", 2, 4)
+@rows("mode", LOW, NORMAL, AUTO)
+@rows("dispatch_dtype", DispatchDtype.BF16, DispatchDtype.FP8, DispatchDtype.FP8_UE8M0)
+def test_deepep(monkeypatch: Patch, dispatch_dtype: DispatchDtype, mode: DeepepMode, num_ranks: int) -> None:
+    install_deepep(monkeypatch)
+    errors = round_trip(num_ranks, DEEPEP, mode, dispatch_dtype)
+    assert all(0 < error < TOLERANCES[dispatch_dtype] / 1.5 for error in errors)
 
 
 @rows("mode", LOW, NORMAL)
@@ -98,20 +95,20 @@ def test_sums_over_ranks(num_ranks: int, tp_size: int) -> None:
 # ---- transports that are wrong ----
 
 
-def too_large(dispatcher: DeepepDispatcher) -> None:
-    original = dispatcher._combine_low_latency
-    dispatcher._combine_low_latency = lambda result: original(result) * 1.04  # type: ignore[method-assign]
+def spoiled(change: Callable[[torch.Tensor], object]) -> Callable[[DeepepDispatcher], None]:
+    """Changes what `combine` gives, in place."""
 
+    def spoil(dispatcher: DeepepDispatcher) -> None:
+        original = dispatcher.combine
 
-def zero_a_token(dispatcher: Any) -> None:
-    original = dispatcher.combine
+        def combine(result: Any) -> torch.Tensor:
+            out = original(result)
+            change(out)
+            return out
 
-    def combine(result: Any) -> torch.Tensor:
-        out: torch.Tensor = original(result)
-        out[5] = 0
-        return out
+        dispatcher.combine = combine  # type: ignore[method-assign, assignment]
 
-    dispatcher.combine = combine
+    return spoil
 
 
 def neighbours_rows(dispatcher: Any) -> None:
@@ -120,14 +117,13 @@ def neighbours_rows(dispatcher: Any) -> None:
 
     def dispatch(*args: Any, **options: Any) -> Any:
         dispatched = original(*args, **options)
-        x = dispatched.hidden_states
-        x[:2] = x[:2].flip(0).clone()
+        dispatched.hidden_states[:2] = dispatched.hidden_states[:2].flip(0).clone()
         return dispatched
 
     dispatcher.dispatch = dispatch
 
 
-@rows("spoil", too_large, zero_a_token, neighbours_rows)
+@rows("spoil", spoiled(lambda out: out.mul_(1.04)), spoiled(lambda out: out[5].zero_()), neighbours_rows)
 def test_faults_of_low_latency_are_caught(monkeypatch: Patch, spoil: Callable[[Any], None]) -> None:
     install_deepep(monkeypatch)
     with pytest.raises(SelfCheckError, match=r"transport deepep \(deepep_ll, bf16\): token \d of rank \d came back"):
@@ -137,24 +133,17 @@ def test_faults_of_low_latency_are_caught(monkeypatch: Patch, spoil: Callable[[A
 @rows("dispatch_dtype", DispatchDtype.FP8, DispatchDtype.FP8_UE8M0)
 def test_rounding_to_fp8_hides_no_wrong_expert(monkeypatch: Patch, dispatch_dtype: DispatchDtype) -> None:
     """One slot at a wrong expert changes a token by a fifth."""
-
-    def a_fifth_too_large(dispatcher: Any) -> None:
-        original = dispatcher.combine
-        dispatcher.combine = lambda result: original(result) * 1.2
-
     install_deepep(monkeypatch)
     with pytest.raises(SelfCheckError, match=rf"transport deepep \(deepep_ll, {dispatch_dtype}\): token \d"):
-        round_trip(2, DEEPEP, dispatch_dtype=dispatch_dtype, spoil=a_fifth_too_large)
+        round_trip(2, DEEPEP, dispatch_dtype=dispatch_dtype, spoil=spoiled(lambda out: out.mul_(1.2)))
 
 
 @rows("times", 0, 2)
 def test_a_lost_or_repeated_sum_is_caught(monkeypatch: Patch, times: int) -> None:
-    def reduce(rank: Rank, x: torch.Tensor) -> torch.Tensor:
-        for _ in range(times):
-            x = torch.stack(rank.exchange(x)).sum(0)
-        return x
+    def sum_over(rank: Rank) -> Callable[[torch.Tensor], torch.Tensor]:
+        return lambda x: x if times == 0 else 2 * torch.stack(rank.exchange(x)).sum(0)
 
-    monkeypatch.setattr(transport, "sum_over", lambda rank: lambda x: reduce(rank, x))
+    monkeypatch.setattr(transport, "sum_over", sum_over)
     with pytest.raises(SelfCheckError, match=r"transport none \(standard, bf16\)"):
         round_trip(2)
 
@@ -162,73 +151,48 @@ def test_a_lost_or_repeated_sum_is_caught(monkeypatch: Patch, times: int) -> Non
 # ---- what the factory refuses, before anything is allocated ----
 
 
-def build(a2a: MoeA2ABackend, group: Any, **changes: Any) -> None:
-    settings: dict[str, Any] = {
-        "tp_size": 1,
-        "ep_size": 2,
-        "max_num_tokens": LIMIT,
-        "dispatch_dtypes": {DispatchDtype.BF16},
-        "row_multiple": 4,
-    } | changes
-    topology = Topology(tp_size=settings["tp_size"], ep_size=settings["ep_size"], a2a=a2a)
-    config = rank_config(
-        num_experts=E, hidden_size=H, intermediate_size=64, top_k=K, place=topology,
-        max_num_tokens=settings["max_num_tokens"],
-    )  # fmt: skip
-    deepep = DeepepSettings(mode=LOW, max_dispatch_tokens=LIMIT)
-    build_transport(
-        topology,
-        config,
-        group=group,
-        settings=deepep,
-        dispatch_dtypes=settings["dispatch_dtypes"],
-        row_multiple=settings["row_multiple"],
-    )
-
-
+@dataclass
 class Group:
-    def __init__(self, size: int) -> None:
-        self._size = size
+    num_ranks: int
 
     def size(self) -> int:
-        return self._size
-
-    def rank(self) -> int:
-        return 0
+        return self.num_ranks
 
 
-def test_impossible_transports_are_refused_with_the_numbers(subtests: pytest.Subtests) -> None:
-    for a2a, group, changes, error, words in [
-        (MoeA2ABackend.NONE, None, {}, MoeConfigError, "tp_size 1 x ep_size 2 needs a process group"),
-        (DEEPEP, None, {"ep_size": 1}, MoeConfigError, "--moe-a2a-backend deepep on tp_size 1 x ep_size 1 needs"),
-        (MoeA2ABackend.NONE, Group(3), {}, MoeConfigError, "are 2 ranks, but the process group has 3"),
-        (DEEPEP, Group(4), {"tp_size": 2}, UnsupportedPathError, "--tensor-parallel-size of the experts is 2"),
-        (DEEPEP, Group(2), {"max_num_tokens": 9}, MoeConfigError, "--deepep-max-dispatch-tokens is 8, but a step may"),
-        (
-            DEEPEP, Group(2), {"row_multiple": 128}, MoeConfigError,
-            "is 8: times 2 ranks it must be a multiple of 128, for the layout of the scales, but is 16",
-        ),
-        (
-            MORI, Group(2), {"dispatch_dtypes": {DispatchDtype.BF16, DispatchDtype.FP8}},
-            MoeConfigError, r"layers want \[.*bf16.*fp8",
-        ),
-    ]:  # fmt: skip
-        with (
-            subtests.test(a2a=a2a, group=group, changes=changes, error=error, words=words),
-            pytest.raises(error, match=words),
-        ):
-            build(a2a, group, **changes)
+@rows(
+    "a2a, num_ranks, changes, error, words",
+    (NONE, None, {}, MoeConfigError, "tp_size 1 x ep_size 2 needs a process group"),
+    (DEEPEP, None, {"ep_size": 1}, MoeConfigError, "--moe-a2a-backend deepep on tp_size 1 x ep_size 1 needs"),
+    (NONE, 3, {}, MoeConfigError, "are 2 ranks, but the process group has 3"),
+    (DEEPEP, 4, {"tp_size": 2}, UnsupportedPathError, "--tensor-parallel-size of the experts is 2"),
+    (DEEPEP, 2, {"max_num_tokens": 9}, MoeConfigError, "--deepep-max-dispatch-tokens is 8, but a step may have 9"),
+    (DEEPEP, 2, {"row_multiple": 128}, MoeConfigError,
+     "is 8: times 2 ranks it must be a multiple of 128, for the layout of the scales, but is 16"),
+    (MORI, 2, {"dtypes": {DispatchDtype.BF16, DispatchDtype.FP8}}, MoeConfigError, r"layers want \[.*bf16.*fp8"),
+)  # fmt: skip
+def test_impossible_transports_are_refused_with_the_numbers(
+    a2a: MoeA2ABackend, num_ranks: int | None, changes: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    topology = Topology(tp_size=changes.get("tp_size", 1), ep_size=changes.get("ep_size", 2), a2a=a2a)
+    max_num_tokens = changes.get("max_num_tokens", LIMIT)
+    config = hostile.make_config(E, H, 64, K, place=topology, max_num_tokens=max_num_tokens)
+    group: Any = None if num_ranks is None else Group(num_ranks)
+    with pytest.raises(error, match=words):
+        build_transport(
+            topology, config, group=group, settings=DeepepSettings(mode=LOW, max_dispatch_tokens=LIMIT),
+            dispatch_dtypes=changes.get("dtypes", {DispatchDtype.BF16}), row_multiple=changes.get("row_multiple", 4),
+        )  # fmt: skip
 
 
 def test_buffers_hold_a_whole_step(monkeypatch: Patch) -> None:
     """The factory hands DeepEP the limit that its settings name."""
-    library = install_deepep(monkeypatch)
     seen: list[int] = []
+
+    def size_hint(limit: int, *rest: int) -> int:
+        seen.append(limit)
+        return original(limit, *rest)
+
     original = Buffer.get_low_latency_rdma_size_hint
-    monkeypatch.setattr(
-        library,
-        "get_low_latency_rdma_size_hint",
-        staticmethod(lambda limit, *rest: (seen.append(limit), original(limit, *rest))[1]),
-    )
+    monkeypatch.setattr(install_deepep(monkeypatch), "get_low_latency_rdma_size_hint", staticmethod(size_hint))
     round_trip(2, DEEPEP)
     assert set(seen) == {LIMIT}
