@@ -46,28 +46,5 @@ def random_topk(num_tokens: int, num_experts: int, top_k: int = 2, seed: int = 1
     return StandardTopK(torch.rand(num_tokens, top_k, generator=g) + 0.1, ids)
 
 
-def shard(experts: ExpertWeights, *, tp: tuple[int, int] = (1, 0), ep: tuple[int, int] = (1, 0)) -> ExpertWeights:
-    """One rank's part: whole experts by `ep` (size, rank), blocks of 32 of the intermediate axis by `tp`."""
-    num_local = experts.num_experts // ep[0]
-    first = ep[1] * num_local
-    inter = experts.intermediate_size
-    width = -(-inter // 32 // tp[0]) * 32
-    start = min(inter, tp[1] * width)
-    length = min(inter, start + width) - start
-
-    def rows(part: torch.Tensor) -> torch.Tensor:
-        own = part[first : first + num_local]
-        return torch.cat([own[:, start : start + length], own[:, inter + start : inter + start + length]], dim=1)
-
-    w13 = experts.w13.narrow(0, first, num_local)
-    halves = [w13.narrow(-2, half * inter + start, length) for half in (0, 1)]
-    return ExpertWeights(
-        w13=concat_rows(*halves),
-        w2=experts.w2.narrow(0, first, num_local).narrow(-1, start, length),
-        b13=None if experts.b13 is None else rows(experts.b13),
-        b2=None if experts.b2 is None else experts.b2[first : first + num_local],
-    )
-
-
 def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got.double() - want.double()).norm() / want.double().norm())

@@ -1,7 +1,6 @@
 """The standard dispatcher: nothing moves, and a sum over ranks is taken once if it is needed, never otherwise."""
 
-import threading
-from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,39 +9,16 @@ from moe import MoeA2ABackend, MoeBackend, MoeConfigError, MoeRunner, StandardCo
 from moe.backends.torch.backend import TorchBackend
 from moe.check.reference import reference_moe
 from moe.dispatch.standard import StandardDispatcher
-from tests.moe.moe_layers import GPT_OSS, make_config, make_experts, random_topk, relative_error, shard
+from tests.emulators.ranks import Rank, run_ranks
+from tests.moe.backends.hostile import shard
+from tests.moe.moe_layers import GPT_OSS, make_config, make_experts, random_topk, relative_error
 from tests.tables import rows
-
-
-class Ranks:
-    """All-reduce over threads that play the ranks; counts its calls."""
-
-    def __init__(self, size: int) -> None:
-        self.barrier = threading.Barrier(size, timeout=20)
-        self.parts: list[torch.Tensor] = []
-        self.calls = 0
-
-    def reduce(self, part: torch.Tensor) -> torch.Tensor:
-        self.parts.append(part)
-        self.calls += 1
-        self.barrier.wait()
-        return torch.stack(self.parts).sum(0)
-
-
-def in_threads(size: int, work: Callable[[int], None]) -> None:
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=30)
 
 
 def test_dispatch_moves_nothing() -> None:
     x, topk = torch.randn(3, 8), random_topk(3, 4)
     dispatched = StandardDispatcher().dispatch(x, topk)
-    assert dispatched.hidden_states is x
-    assert dispatched.topk_output is topk
-    assert dispatched.num_tokens == 3
+    assert (dispatched.hidden_states is x, dispatched.topk_output is topk, dispatched.num_tokens) == (True, True, 3)
 
 
 def test_a_complete_result_is_never_reduced() -> None:
@@ -53,15 +29,11 @@ def test_a_complete_result_is_never_reduced() -> None:
     assert dispatcher.combine(empty).shape == (0, 8)
 
 
-def test_a_partial_result_is_reduced_once() -> None:
-    dispatcher = StandardDispatcher(reduce=lambda part: part + 10)
-    got = dispatcher.combine(StandardCombineInput(torch.ones(3, 8), is_partial=True))
-    assert torch.equal(got, torch.full((3, 8), 11.0))
-
-
-def test_a_partial_result_without_reduce_is_refused() -> None:
+def test_a_partial_result_is_reduced_once_or_refused_without_reduce() -> None:
+    partial = StandardCombineInput(torch.ones(3, 8), is_partial=True)
+    assert torch.equal(StandardDispatcher(reduce=lambda part: part + 10).combine(partial), torch.full((3, 8), 11.0))
     with pytest.raises(MoeConfigError, match="no reduce"):
-        StandardDispatcher().combine(StandardCombineInput(torch.ones(3, 8), is_partial=True))
+        StandardDispatcher().combine(partial)
 
 
 @rows("tp_size, ep_size", (1, 1), (8, 1), (1, 4), (2, 2))
@@ -71,19 +43,24 @@ def test_every_rank_gets_the_result_of_one(tp_size: int, ep_size: int) -> None:
     x, topk = torch.randn(5, 96, generator=torch.Generator().manual_seed(3)), random_topk(5, 4)
     topk.ids[1, 0] = -1
     size = tp_size * ep_size
-    ranks, results = Ranks(size), [torch.empty(0)] * size
 
-    def work(rank: int) -> None:
-        tp_rank, ep_rank = divmod(rank, ep_size)
+    def work(rank: Rank) -> torch.Tensor:
+        sums: list[torch.Tensor] = []
+
+        def reduce(part: torch.Tensor) -> torch.Tensor:
+            sums.append(torch.stack(rank.exchange(part)).sum(0))
+            return sums[0]
+
+        tp_rank, ep_rank = divmod(rank.rank(), ep_size)
         own = shard(experts, tp=(tp_size, tp_rank), ep=(ep_size, ep_rank))
         topology = Topology(tp_size=tp_size, tp_rank=tp_rank, ep_size=ep_size, ep_rank=ep_rank)
         config = make_config(own, num_experts=4, place=topology)
-        dispatcher = StandardDispatcher(ranks.reduce if size > 1 else None)
+        dispatcher = StandardDispatcher(reduce if size > 1 else None)
         runner = MoeRunner(MoeBackend.TORCH, MoeA2ABackend.NONE, config)
-        result = runner.run(dispatcher.dispatch(x, topk), TorchBackend().prepare(own, config, topology))
-        results[rank] = dispatcher.combine(result)  # type: ignore[arg-type]
+        result: Any = runner.run(dispatcher.dispatch(x, topk), TorchBackend().prepare(own, config, topology))
+        total = dispatcher.combine(result)
+        assert len(sums) == (size > 1)
+        return total
 
-    in_threads(size, work)
-    assert ranks.calls == (size if size > 1 else 0)
-    for result in results:
+    for result in run_ranks(size, work):
         assert relative_error(result, reference_moe(x, topk, experts, GPT_OSS)) < 1e-5

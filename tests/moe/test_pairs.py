@@ -43,7 +43,7 @@ def check_refusal(backend: MoeBackend, a2a: MoeA2ABackend) -> None:
     text = str(error.value)
     assert f"--moe-backend {backend}" in text
     assert f"--moe-a2a-backend {a2a}" in text
-    assert "works with" in text
+    assert "works with --moe-a2a-backend none" in text
     assert "\n" not in text
 
 

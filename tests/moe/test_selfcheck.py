@@ -20,7 +20,8 @@ from moe.check.selfcheck import (
     check_layer,
 )
 from moe.formats import ExpertWeights, Fp8BlockWeight, Weight
-from tests.moe.moe_layers import DEEPSEEK_V4, FORMATS, GPT_OSS, PLAIN, make_config, make_experts, shard
+from tests.moe.backends.hostile import shard
+from tests.moe.moe_layers import DEEPSEEK_V4, FORMATS, GPT_OSS, PLAIN, make_config, make_experts
 from tests.tables import rows
 
 

@@ -1,6 +1,7 @@
 """The torch backend: every format, both ways of holding weights, expert id -1, shards, equal bits in every batch."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,8 @@ from moe.backends.torch.backend import LazyLinears, TorchBackend
 from moe.check.reference import reference_moe
 from moe.device import Device
 from moe.formats import Bf16Weight, ExpertWeights
-from moe.routing import route
+from moe.routing import TopKOutput, route
+from tests.moe.backends.hostile import shard
 from tests.moe.moe_layers import (
     DEEPSEEK_V4,
     FORMATS,
@@ -33,7 +35,6 @@ from tests.moe.moe_layers import (
     make_experts,
     random_topk,
     relative_error,
-    shard,
 )
 from tests.tables import rows
 
@@ -47,15 +48,11 @@ def set_memory(monkeypatch: pytest.MonkeyPatch, fits: bool) -> None:
 
 
 def run(
-    experts: ExpertWeights,
-    config: MoeRunnerConfig,
-    x: torch.Tensor,
-    topk: StandardTopK,
-    topology: Topology | None = None,
+    experts: ExpertWeights, config: MoeRunnerConfig, x: torch.Tensor, topk: TopKOutput, info: Any = None
 ) -> torch.Tensor:
-    quant_info = TorchBackend().prepare(experts, config, topology or Topology())
+    info = info or TorchBackend().prepare(experts, config, Topology.at(config.place))
     runner = MoeRunner(MoeBackend.TORCH, MoeA2ABackend.NONE, config)
-    return runner.run(StandardDispatchOutput(x, topk), quant_info).hidden_states
+    return runner.run(StandardDispatchOutput(x, topk), info).hidden_states
 
 
 def inputs(num_tokens: int, hidden: int = 64, seed: int = 3) -> torch.Tensor:
@@ -71,9 +68,9 @@ def test_every_format_agrees_with_the_twin(
     set_memory(monkeypatch, fits)
     experts = make_experts(format_name, bias=bias)
     config, x, topk = make_config(experts), inputs(num_tokens), random_topk(num_tokens, 4)
-    quant_info = TorchBackend().prepare(experts, config, Topology())
-    assert isinstance(quant_info.w13, LazyLinears) != fits
-    got = run(experts, config, x, topk)
+    info = TorchBackend().prepare(experts, config, Topology())
+    assert isinstance(info.w13, LazyLinears) != fits
+    got = run(experts, config, x, topk, info)
     assert got.dtype == torch.float32
     assert relative_error(got, reference_moe(x, topk, experts, GPT_OSS)) < 1e-5
 
@@ -111,8 +108,7 @@ def test_minus_one_adds_exactly_zero_and_idle_experts_are_never_read(
     nan_info = TorchBackend().prepare(nan_experts, config, Topology())
     w13, w2 = ([info[e] for e in range(3)] for info in (quant_info.w13, quant_info.w2))
     mixed = dataclasses.replace(quant_info, w13=(*w13, nan_info.w13[3]), w2=(*w2, nan_info.w2[3]))
-    runner = MoeRunner(MoeBackend.TORCH, MoeA2ABackend.NONE, config)
-    got = runner.run(StandardDispatchOutput(x, StandardTopK(poisoned_weights, topk.ids)), mixed).hidden_states
+    got = run(experts, config, x, StandardTopK(poisoned_weights, topk.ids), mixed)
     assert relative_error(got, reference_moe(x, topk, experts, GPT_OSS)) < 1e-5
     assert torch.equal(got[0], torch.zeros(64))
 
@@ -148,11 +144,12 @@ def test_packed_weights_give_a_token_the_same_bits_in_every_batch(inter: int) ->
         assert torch.equal(part, whole[rows])
 
 
-@rows("format_name, tp_size, ep_size", ("mxfp4", 8, 2), ("mxfp4", 1, 4), ("bf16", 4, 1))
+@rows("format_name, tp_size, ep_size, num_empty", ("mxfp4", 8, 2, 6), ("mxfp4", 1, 4, 0), ("bf16", 4, 1, 1))
 @both_ways
 def test_shards_of_288_sum_to_the_whole(
-    monkeypatch: pytest.MonkeyPatch, format_name: str, fits: bool, tp_size: int, ep_size: int
+    monkeypatch: pytest.MonkeyPatch, format_name: str, fits: bool, tp_size: int, ep_size: int, num_empty: int
 ) -> None:
+    """Of 9 blocks of 32 a rank has at most ceil(9 / tp_size)."""
     set_memory(monkeypatch, fits)
     experts = make_experts(format_name, hidden=96, inter=288)
     x, topk, total, empty_ranks = inputs(5, 96), random_topk(5, 4), torch.zeros(5, 96), 0
@@ -160,43 +157,14 @@ def test_shards_of_288_sum_to_the_whole(
         topology = Topology(tp_size=tp_size, tp_rank=number % tp_size, ep_size=ep_size, ep_rank=number // tp_size)
         own = shard(experts, tp=(tp_size, topology.tp_rank), ep=(ep_size, topology.ep_rank))
         empty_ranks += own.intermediate_size == 0
-        total += run(own, make_config(own, num_experts=4, place=topology), x, topk, topology)
-    assert empty_ranks == ep_size * {4: 1, 8: 3}.get(tp_size, 0)  # 9 blocks of 32, at most ceil(9 / tp) a rank
+        total += run(own, make_config(own, num_experts=4, place=topology), x, topk)
+    assert empty_ranks == num_empty
     assert relative_error(total, reference_moe(x, topk, experts, GPT_OSS)) < 1e-5
 
 
-def test_shards_padded_with_zeros_sum_to_the_whole() -> None:
-    experts = make_experts("bf16", hidden=96, inter=288)
-    x, topk, total = inputs(5, 96), random_topk(5, 4), torch.zeros(5, 96)
-    for rank in range(8):
-        own = shard(experts, tp=(8, rank))
-        inter = own.intermediate_size
-        w13, w2, b13 = torch.zeros(4, 128, 96), torch.zeros(4, 96, 64), torch.zeros(4, 128)
-        for half in (0, 1):
-            rows = own.w13.dequantize()[:, half * inter : (half + 1) * inter]
-            w13[:, half * 64 : half * 64 + inter] = rows
-            b13[:, half * 64 : half * 64 + inter] = own.b13[:, half * inter : (half + 1) * inter]
-        w2[..., :inter] = own.w2.dequantize()
-        padded = ExpertWeights(w13=Bf16Weight(w13), w2=Bf16Weight(w2), b13=b13, b2=own.b2)
-        topology = Topology(tp_size=8, tp_rank=rank)
-        total += run(padded, make_config(padded, place=topology), x, topk, topology)
-    assert relative_error(total, reference_moe(x, topk, experts, GPT_OSS)) < 1e-5
-
-
-def test_routing_inside_is_materialised() -> None:
-    experts = make_experts("nvfp4")
-    config, x = make_config(experts), inputs(6)
-    routing = RoutingConfig(method=RoutingMethod.SOFTMAX_AFTER_TOPK, num_experts=4, top_k=2)
-    bypassed = BypassedTopK(inputs(6, 4, seed=9), routing)
-    quant_info = TorchBackend().prepare(experts, config, Topology())
-    runner = MoeRunner(MoeBackend.TORCH, MoeA2ABackend.NONE, config)
-    got = runner.run(StandardDispatchOutput(x, bypassed), quant_info).hidden_states
-    assert torch.equal(got, run(experts, config, x, route(bypassed.logits, routing)))
-
-
-def test_the_scaling_factor_is_in_the_weights_alone() -> None:
+def test_routing_inside_is_materialised_and_the_scaling_factor_is_in_the_weights_alone() -> None:
     experts = make_experts("fp8_block")
-    config, x, logits = make_config(experts), inputs(6), inputs(6, 4, seed=9)
+    x, logits = inputs(6), inputs(6, 4, seed=9)
     for normalize in (True, False):
         outputs = []
         for factor in (1.0, 2.5):
@@ -204,7 +172,9 @@ def test_the_scaling_factor_is_in_the_weights_alone() -> None:
                 method=RoutingMethod.SIGMOID_GROUPED, num_experts=4, top_k=2, normalize=normalize,
                 routed_scaling_factor=factor,
             )  # fmt: skip
-            outputs.append(run(experts, dataclasses.replace(config, routing=routing), x, route(logits, routing)))
+            config = make_config(experts, routing=routing)
+            outputs.append(run(experts, config, x, route(logits, routing)))
+            assert torch.equal(run(experts, config, x, BypassedTopK(logits, routing)), outputs[-1])
         assert relative_error(outputs[1], 2.5 * outputs[0]) < 1e-6
 
 

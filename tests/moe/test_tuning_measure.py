@@ -11,7 +11,7 @@ from moe.registry import load_backend
 from moe.tune import measure as tuning_measure
 from moe.tune.measure import Measurer, _largest_error, _new_memory_is_nan
 from tests.moe.backends import hostile
-from tests.moe.moe_layers import make_config, make_experts, shard
+from tests.moe.moe_layers import make_config, make_experts
 from tests.moe.tunable import install_profiles
 from tests.tables import rows
 
@@ -51,7 +51,7 @@ def test_memory_that_a_tactic_allocates_holds_no_former_results() -> None:
 @rows("ep_rank", *range(4))
 def test_few_tokens_differ_from_call_to_call_and_the_first_visits_this_rank(ep_rank: int) -> None:
     topology = Topology(ep_size=4, ep_rank=ep_rank)
-    experts = shard(make_experts("mxfp4", num_experts=16), ep=(4, ep_rank))
+    experts = hostile.shard(make_experts("mxfp4", num_experts=16), ep=(4, ep_rank))
     config = make_config(experts, num_experts=16, dtype=torch.float32, place=topology)
     runner = MoeRunner(MoeBackend.TORCH, MoeA2ABackend.NONE, config)
     info = load_backend(MoeBackend.TORCH).prepare(experts, config, topology)

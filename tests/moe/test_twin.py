@@ -10,6 +10,7 @@ from moe import StandardTopK, WeightFormatError
 from moe.check.reference import reference_moe
 from moe.formats import ExpertWeights, Weight
 from moe.formats.activation_quant import fp8_groups, fp8_static, nvfp4_static
+from tests.moe.backends.hostile import shard
 from tests.moe.moe_layers import FORMATS, GPT_OSS, PLAIN, make_experts, random_topk, relative_error
 from tests.tables import rows
 
@@ -18,39 +19,29 @@ def x_of(num_tokens: int) -> torch.Tensor:
     return torch.randn(num_tokens, 64, generator=torch.Generator().manual_seed(7))
 
 
-def test_the_twin_is_the_formula(subtests: pytest.Subtests) -> None:
-    for bias, format_name in itertools.product([True, False], FORMATS):
-        with subtests.test(bias=bias, format_name=format_name):
-            experts, x, topk = make_experts(format_name, bias=bias), x_of(6), random_topk(6, 4)
-            topk.ids[2, 1] = -1
-            w13, w2 = experts.w13.dequantize().double(), experts.w2.dequantize().double()
-            want = torch.zeros(6, 64, dtype=torch.float64)
-            for t in range(6):
-                for expert, weight in zip(topk.ids[t].tolist(), topk.weights[t].double(), strict=True):
-                    if expert < 0:
-                        continue
-                    h = w13[expert] @ x[t].double() + (experts.b13[expert] if bias else 0)
-                    gate, up = h[:128].clamp(max=7), h[128:].clamp(-7, 7)
-                    y = w2[expert] @ (gate * torch.sigmoid(1.702 * gate) * (up + 1)) + (
-                        experts.b2[expert] if bias else 0
-                    )
-                    want[t] += weight * y
-            got = reference_moe(x, topk, experts, GPT_OSS)
-            assert got.dtype == torch.float32
-            assert relative_error(got, want) < 1e-6
+@rows("format_name", *FORMATS)
+@rows("bias", True, False)
+def test_the_twin_is_the_formula(format_name: str, bias: bool) -> None:
+    experts, x, topk = make_experts(format_name, bias=bias), x_of(6), random_topk(6, 4)
+    topk.ids[2, 1] = -1
+    w13, w2 = experts.w13.dequantize().double(), experts.w2.dequantize().double()
+    b13, b2 = (experts.b13, experts.b2) if bias else (torch.zeros(4, 256), torch.zeros(4, 64))
+    want = torch.zeros(6, 64, dtype=torch.float64)
+    for t, slot in itertools.product(range(6), range(2)):
+        expert, weight = topk.ids[t, slot], topk.weights[t, slot].double()
+        if expert >= 0:
+            h = w13[expert] @ x[t].double() + b13[expert]
+            gate, up = h[:128].clamp(max=7), h[128:].clamp(-7, 7)
+            want[t] += weight * (w2[expert] @ (gate * torch.sigmoid(1.702 * gate) * (up + 1)) + b2[expert])
+    got = reference_moe(x, topk, experts, GPT_OSS)
+    assert got.dtype == torch.float32
+    assert relative_error(got, want) < 1e-6
 
 
 def test_a_shard_answers_for_its_own_ids_only() -> None:
     experts, x, topk = make_experts("mxfp4"), x_of(5), random_topk(5, 4)
-    parts = [
-        ExpertWeights(
-            w13=experts.w13.narrow(0, first, 2), w2=experts.w2.narrow(0, first, 2),
-            b13=experts.b13[first : first + 2], b2=experts.b2[first : first + 2],
-        )
-        for first in (0, 2)
-    ]  # fmt: skip
-    total = sum(reference_moe(x, topk, part, GPT_OSS, first_expert=2 * i) for i, part in enumerate(parts))
-    assert relative_error(total, reference_moe(x, topk, experts, GPT_OSS)) < 1e-6
+    parts = [reference_moe(x, topk, shard(experts, ep=(2, i)), GPT_OSS, first_expert=2 * i) for i in (0, 1)]
+    assert relative_error(sum(parts), reference_moe(x, topk, experts, GPT_OSS)) < 1e-6
 
 
 def with_input_scales(experts: ExpertWeights) -> ExpertWeights:

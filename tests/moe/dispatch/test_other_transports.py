@@ -15,12 +15,12 @@ from moe.backend import DispatchContext
 from moe.backends.torch.backend import TorchBackend, TorchRunnerCore, standard_to_torch
 from moe.check.reference import reference_moe
 from moe.config import DispatchDtype, DispatchFormat
-from moe.dispatch.deepep_settings import DeepepMode, EpShape
+from moe.dispatch.deepep_settings import DeepepMode
 from moe.dispatch.flashinfer import FlashinferDispatcher, build_alltoall, group_communicator
 from moe.dispatch.mooncake import MooncakeBuffer
 from moe.dispatch.nixl import NixlBuffer
 from moe.errors import MoeConfigError, TransportStateError, UnsupportedPathError
-from moe.formats import ExpertWeights, activation_quant
+from moe.formats import activation_quant
 from moe.registry import load_backend
 from moe.routing import StandardTopK
 from moe.types import FlashinferCombineInput, RunState, StandardDispatchOutput
@@ -28,14 +28,14 @@ from tests.emulators import alltoall
 from tests.emulators.alltoall import install_alltoall
 from tests.emulators.deep_gemm import install_deep_gemm
 from tests.emulators.low_latency import install_low_latency
-from tests.emulators.ranks import Rank, run_ranks, this_rank
+from tests.emulators.ranks import Rank, RankGroup, run_ranks, this_rank
 from tests.emulators.refusal import KernelRefusal
 from tests.moe.backends import hostile
 from tests.moe.dispatch import several_ranks
-from tests.moe.dispatch.several_ranks import PLAIN, E, I, K, deepep, worst_error
+from tests.moe.dispatch.several_ranks import PLAIN, E, I, K, deepep, only_rank, shape_of, worst_error
 from tests.tables import rows
 
-H = 2048
+H, FLASHINFER_H = 2048, 256
 BUFFERS = {MoeA2ABackend.MOONCAKE: MooncakeBuffer, MoeA2ABackend.NIXL: NixlBuffer}
 
 
@@ -46,7 +46,7 @@ def test_low_latency_libraries_with_torch(monkeypatch: pytest.MonkeyPatch, a2a: 
     inputs = several_ranks.rank_inputs([4, 0, 3, 8], H, torch.float32)
     outputs = several_ranks.run_layer(
         experts, inputs, backend=MoeBackend.TORCH, a2a=a2a, formats=a2a.dispatch_formats, dtype=torch.float32,
-        dispatcher_for=lambda rank, config: deepep(rank, dispatch_dtype=DispatchDtype.BF16, kind=BUFFERS[a2a]),
+        dispatcher_for=lambda rank, config: deepep(rank, kind=BUFFERS[a2a]),
     )  # fmt: skip
     assert worst_error(outputs, inputs, lambda x, topk: reference_moe(x, topk, experts, PLAIN)) < 1e-5
 
@@ -72,71 +72,68 @@ def test_low_latency_libraries_with_deep_gemm(monkeypatch: pytest.MonkeyPatch, a
 def test_what_these_libraries_lack_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for kind in BUFFERS.values():
         with pytest.raises(UnsupportedPathError, match="has low-latency kernels only"):
-            run_ranks(2, lambda rank, kind=kind: deepep(rank, DeepepMode.AUTO, H, DispatchDtype.BF16, kind=kind))
+            run_ranks(2, lambda rank, kind=kind: deepep(rank, DeepepMode.AUTO, kind=kind))
         with pytest.raises(UnsupportedPathError, match=r"needs the package (mooncake|nixl_ep)"):
-            run_ranks(1, lambda rank, kind=kind: deepep(rank, dispatch_dtype=DispatchDtype.BF16, kind=kind))
+            deepep(only_rank(), kind=kind)
     install_low_latency(monkeypatch)
     with pytest.raises(UnsupportedPathError, match=r"--moe-a2a-backend mooncake: .* cannot send power-of-two scales"):
-        run_ranks(1, lambda rank: deepep(rank, dispatch_dtype=DispatchDtype.FP8_UE8M0, kind=MooncakeBuffer))
+        deepep(only_rank(), dispatch_dtype=DispatchDtype.FP8_UE8M0, kind=MooncakeBuffer)
 
 
 # ---- FlashInfer ----
 
 
-def alltoall_layer(num_tokens: list[int], hidden: int = 256) -> tuple[list[Any], list[torch.Tensor], ExpertWeights]:
+@pytest.fixture
+def flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    install_alltoall(monkeypatch)
+
+
+def transport_of(rank: Rank, quantize: Any = None) -> FlashinferDispatcher:
+    shape = shape_of(rank, FLASHINFER_H)
+    return FlashinferDispatcher(build_alltoall(rank, shape, 8), rank.rank(), shape, 8, quantize)
+
+
+@rows("num_tokens", [7], [5, 8], [3, 0, 8, 1], [1, 2, 0, 4, 5, 0, 7, 8])
+def test_flashinfer_ranks_equal_one_rank(flashinfer: None, num_tokens: list[int]) -> None:
     """Dispatch, plain torch experts on the received slots, combine."""
-    experts = hostile.plain_experts("mxfp4", E, hidden, I)
-    inputs = several_ranks.rank_inputs(num_tokens, hidden, torch.float32)
+    experts = hostile.plain_experts("mxfp4", E, FLASHINFER_H, I)
+    inputs = several_ranks.rank_inputs(num_tokens, FLASHINFER_H, torch.float32)
     ep_size = len(num_tokens)
 
     def work(rank: Rank) -> torch.Tensor:
-        index = rank.rank()
-        shape = EpShape(hidden_size=hidden, num_experts=E, top_k=K, ep_size=ep_size)
-        transport = FlashinferDispatcher(build_alltoall(rank, shape, 8), index, shape, 8)
-        topology = Topology(ep_size=ep_size, ep_rank=index)
+        transport = transport_of(rank)
+        topology = Topology(ep_size=ep_size, ep_rank=rank.rank())
         config = several_ranks.layer_config(experts, torch.float32, place=topology)
-        info = TorchBackend().prepare(hostile.shard(experts, ep=(ep_size, index)), config, topology)
-        received = transport.dispatch(*inputs[index])
+        info = TorchBackend().prepare(hostile.shard(experts, ep=(ep_size, rank.rank())), config, topology)
+        received = transport.dispatch(*inputs[rank.rank()])
         assert received.num_tokens is None
-        assert received.hidden_states.shape == (8 * ep_size, hidden)
+        assert received.hidden_states.shape == (8 * ep_size, FLASHINFER_H)
         standard = StandardDispatchOutput(received.hidden_states, received.topk_output)
         core_input = standard_to_torch(standard, info, config, RunState())
         return transport.combine(FlashinferCombineInput(TorchRunnerCore(config).run(core_input, info, RunState())))
 
-    return inputs, run_ranks(ep_size, work), experts
-
-
-@rows("num_tokens", [7], [5, 8], [3, 0, 8, 1], [1, 2, 0, 4, 5, 0, 7, 8])
-def test_flashinfer_ranks_equal_one_rank(monkeypatch: pytest.MonkeyPatch, num_tokens: list[int]) -> None:
-    install_alltoall(monkeypatch)
-    inputs, outputs, experts = alltoall_layer(num_tokens)
+    outputs = run_ranks(ep_size, work)
     assert worst_error(outputs, inputs, lambda x, topk: reference_moe(x, topk, experts, PLAIN)) < 1e-5
 
 
-def test_flashinfer_slots_without_an_expert_travel_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    install_alltoall(monkeypatch)
+def test_flashinfer_slots_without_an_expert_travel_nowhere(flashinfer: None) -> None:
     nobody = StandardTopK(torch.ones(4, K), torch.full((4, K), -1, dtype=torch.int32))
 
     def work(rank: Rank) -> list[int]:
-        shape = EpShape(hidden_size=256, num_experts=E, top_k=K, ep_size=2)
-        transport = FlashinferDispatcher(build_alltoall(rank, shape, 8), rank.rank(), shape, 8)
-        ids = transport.dispatch(hostile.tokens(4, 256).float(), nobody).topk_output.ids
+        ids = transport_of(rank).dispatch(hostile.tokens(4, FLASHINFER_H).float(), nobody).topk_output.ids
         return (ids >= 0).any(-1).nonzero().flatten().tolist()
 
     assert run_ranks(2, work) == [[0, 1, 2, 3], [8, 9, 10, 11]], "every rank keeps its own, with weight zero"
 
 
-def test_flashinfer_sends_quantized_tokens_with_their_scales(monkeypatch: pytest.MonkeyPatch) -> None:
-    install_alltoall(monkeypatch)
-
+def test_flashinfer_sends_quantized_tokens_with_their_scales(flashinfer: None) -> None:
     def quantize(x_TH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return x_TH[:, ::2].contiguous(), x_TH[:, ::16].contiguous()
 
     def work(rank: Rank) -> Any:
-        shape = EpShape(hidden_size=256, num_experts=E, top_k=K, ep_size=2)
-        transport = FlashinferDispatcher(build_alltoall(rank, shape, 8), rank.rank(), shape, 8, quantize)
-        received = transport.dispatch(hostile.tokens(4, 256).float(), hostile.routing(4, E, K))
-        transport.combine(received.result(torch.zeros(16, 256), is_partial=False))
+        transport = transport_of(rank, quantize)
+        received = transport.dispatch(hostile.tokens(4, FLASHINFER_H).float(), hostile.routing(4, E, K))
+        transport.combine(received.result(torch.zeros(16, FLASHINFER_H), is_partial=False))
         return received
 
     received = run_ranks(2, work)[0]
@@ -146,19 +143,18 @@ def test_flashinfer_sends_quantized_tokens_with_their_scales(monkeypatch: pytest
 
 
 def test_flashinfer_limits_and_missing_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    shape = EpShape(hidden_size=256, num_experts=E, top_k=K, ep_size=1)
+    shape = shape_of(only_rank(), 256)
     with pytest.raises(MoeConfigError, match="max_tokens is 0"):
         FlashinferDispatcher(None, 0, shape, 0)
     with pytest.raises(TransportStateError, match="9 tokens, but the transport holds 8"):
         FlashinferDispatcher(None, 0, shape, 8).dispatch(hostile.tokens(9, 256), hostile.routing(9, E, K))
     monkeypatch.setitem(sys.modules, "flashinfer.comm", None)
     with pytest.raises(UnsupportedPathError, match="--moe-a2a-backend flashinfer needs the package flashinfer"):
-        run_ranks(1, lambda rank: build_alltoall(rank, shape, 8))
+        build_alltoall(only_rank(), shape, 8)
 
 
-def test_flashinfer_ranks_meet_over_the_experts_group(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flashinfer_ranks_meet_over_the_experts_group(flashinfer: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """G65: no MPI; the ranks of a node are counted by host; a group of another size is refused."""
-    install_alltoall(monkeypatch)
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     monkeypatch.setattr("socket.gethostname", lambda: f"node{this_rank().rank() // 2}")
     built: list[Any] = []
@@ -169,16 +165,15 @@ def test_flashinfer_ranks_meet_over_the_experts_group(monkeypatch: pytest.Monkey
         original(self, mapping, *rest, **options)
 
     monkeypatch.setattr(alltoall.MoeAlltoAll, "__init__", init)
-    shape = EpShape(hidden_size=256, num_experts=E, top_k=K, ep_size=4)
+    shape = shape_of(Rank(RankGroup(4), 0), FLASHINFER_H)
     run_ranks(4, lambda rank: build_alltoall(rank, shape, 8))
     assert sorted(built) == [(0, 2, 0), (1, 2, 1), (2, 2, 2), (3, 2, 3)]
     with pytest.raises(MoeConfigError, match="--expert-parallel-size is 4, but the group has 2 ranks"):
         run_ranks(2, lambda rank: build_alltoall(rank, shape, 8))
 
 
-def test_flashinfer_without_a_communicator_wants_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flashinfer_without_a_communicator_wants_mpi(flashinfer: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """G65: what the library does to a caller who gives it no group, or splits one."""
-    install_alltoall(monkeypatch)
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     import flashinfer.comm
 
@@ -215,8 +210,8 @@ def test_emulated_signatures_are_the_librarys() -> None:
     import flashinfer.comm
 
     for name in ("__init__", "dispatch"):
-        real = inspect.signature(getattr(flashinfer.comm.MoeAlltoAll, name)).parameters
-        ours = inspect.signature(getattr(alltoall.MoeAlltoAll, name)).parameters
-        assert [(p.name, p.kind, p.default) for p in ours.values()] == [
-            (p.name, p.kind, p.default) for p in real.values()
-        ]
+        ours, real = (
+            [(p.name, p.kind, p.default) for p in inspect.signature(getattr(kind, name)).parameters.values()]
+            for kind in (alltoall.MoeAlltoAll, flashinfer.comm.MoeAlltoAll)
+        )
+        assert ours == real
