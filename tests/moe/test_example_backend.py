@@ -60,30 +60,25 @@ def layer(example: MoeBackend, **changes: Any) -> tuple[Any, Any, MoeRunner]:
     return experts, config, MoeRunner(example, NONE, config)
 
 
-def test_it_passes_the_self_check(example: MoeBackend) -> None:
+def test_it_passes_the_self_check_which_finds_its_faults(example: MoeBackend) -> None:
     experts, config, runner = layer(example)
     quant_info = registry.load_backend(example).prepare(experts, config, Topology())
     report = check_layer(runner, quant_info, experts, layer=3, topology=Topology())
     assert report.path == "example/none/bf16"
     assert 0 < report.worst_error <= report.tolerance == 1.5e-2
-
-
-def test_the_self_check_finds_its_faults(example: MoeBackend) -> None:
-    experts, config, runner = layer(example)
-    quant_info = registry.load_backend(example).prepare(experts, config, Topology())
     wrong = dataclasses.replace(quant_info, w2=quant_info.w2.roll(1, 0))
     with pytest.raises(SelfCheckError, match="layer 3, example/none/bf16: expert"):
         check_layer(runner, wrong, experts, layer=3, topology=Topology())
 
 
-def test_without_a_post_permute_the_result_says_whether_it_is_partial(example: MoeBackend) -> None:
-    for tp_size in (1, 2):
-        place = RankPlace(tp_size=tp_size)
-        experts, config, runner = layer(example, place=place)
-        x = torch.randn(3, config.hidden_size, dtype=torch.bfloat16)
-        quant_info = registry.load_backend(example).prepare(experts, config, Topology.at(place))
-        result = runner.run(StandardDispatchOutput(x, random_topk(3, config.num_experts)), quant_info)
-        assert result.is_partial == (tp_size == 2)
+@rows("tp_size", 1, 2)
+def test_without_a_post_permute_the_result_says_whether_it_is_partial(example: MoeBackend, tp_size: int) -> None:
+    place = RankPlace(tp_size=tp_size)
+    experts, config, runner = layer(example, place=place)
+    x = torch.randn(3, config.hidden_size, dtype=torch.bfloat16)
+    quant_info = registry.load_backend(example).prepare(experts, config, Topology.at(place))
+    result = runner.run(StandardDispatchOutput(x, random_topk(3, config.num_experts)), quant_info)
+    assert result.is_partial == (tp_size == 2)
 
 
 def test_selection_knows_it(example: MoeBackend) -> None:
@@ -109,10 +104,8 @@ def test_selection_knows_it(example: MoeBackend) -> None:
 def test_what_prepare_refuses_explain_knows(
     example: MoeBackend, biases: bool, changes: dict[str, Any], error: type[Exception], words: str
 ) -> None:
-    experts, config, _ = layer(example)
-    config = dataclasses.replace(config, has_biases=biases, **changes)
-    if biases:
-        experts = make_experts("bf16", bias=True)
+    config = dataclasses.replace(layer(example)[1], has_biases=biases, **changes)
+    experts = make_experts("bf16", bias=biases)
     with pytest.raises(error, match=words):
         registry.load_backend(example).prepare(experts, config, Topology())
     row = next(row for row in explain("cpu", "bf16", NONE, config) if row.backend is example)

@@ -13,33 +13,30 @@ from moe.device import Device
 from moe.dispatch.deepep_settings import DeepepMode
 from moe.errors import MoeConfigError, UnsupportedPathError
 from tests.moe.backends import hostile
+from tests.moe.moe_layers import GPT_OSS
 from tests.tables import rows
 
 WORDS = f"{RULE}; nobody measured this format on this GPU"
 CONFIG = hostile.make_config(8, 2048, 2048, 2)
 
 
-def auto_choice(arch: str, format_name: str, a2a: MoeA2ABackend) -> MoeBackend | None:
-    try:
-        return choose_backend(MoeBackend.AUTO, Device(arch=arch), format_name, a2a, CONFIG)
-    except UnsupportedPathError:
-        return None
-
-
-def test_every_question_has_an_answer(subtests: pytest.Subtests) -> None:
-    for arch in ARCHS:
-        with subtests.test(arch=arch):
-            for format_name in FORMATS:
-                for a2a in MoeA2ABackend:
-                    rows = explain(arch, format_name, a2a, CONFIG)
-                    ranking = rank_backends(Device(arch=arch), format_name, a2a, CONFIG)
-                    assert tuple(row.backend for row in rows) == ranking.order
-                    assert all(row.source in (None, ranking.source_of(row.backend)) for row in rows)
-                    chosen = [row for row in rows if row.is_chosen]
-                    assert all(row.reason is None or len(row.reason) > 5 for row in rows)
-                    best = auto_choice(arch, format_name, a2a)
-                    assert [row.backend for row in chosen] == ([] if best is None else [best])
-                    assert len(render(rows).splitlines()) == len(rows) + (not chosen)
+@rows("arch", *ARCHS)
+@rows("format_name", *FORMATS)
+@rows("a2a", *MoeA2ABackend)
+def test_every_question_has_an_answer(arch: str, format_name: str, a2a: MoeA2ABackend) -> None:
+    table = explain(arch, format_name, a2a, CONFIG)
+    ranking = rank_backends(Device(arch=arch), format_name, a2a, CONFIG)
+    assert tuple(row.backend for row in table) == ranking.order
+    assert all(row.source in (None, ranking.source_of(row.backend)) for row in table)
+    assert all(row.reason is None or len(row.reason) > 5 for row in table)
+    assert all(row.hardware for row in table)
+    chosen = [row.backend for row in table if row.is_chosen]
+    assert len(render(table).splitlines()) == len(table) + (not chosen)
+    if chosen:
+        assert [choose_backend(MoeBackend.AUTO, Device(arch=arch), format_name, a2a, CONFIG)] == chosen
+    else:
+        with pytest.raises(UnsupportedPathError):
+            choose_backend(MoeBackend.AUTO, Device(arch=arch), format_name, a2a, CONFIG)
 
 
 @rows(
@@ -69,8 +66,7 @@ def test_the_mode_narrows_what_must_be_taken() -> None:
 
 def test_biases_and_activations_count() -> None:
     """What `prepare` would refuse for a layer like GPT-OSS's is refused here, and `auto` takes what remains."""
-    gpt_oss = Activation(alpha=1.702, beta=1.0, limit=7.0)
-    config = dataclasses.replace(CONFIG, has_biases=True, activation=gpt_oss)
+    config = dataclasses.replace(CONFIG, has_biases=True, activation=GPT_OSS)
     reasons = {row.backend: str(row.reason) for row in explain("sm90", "fp8_block", MoeA2ABackend.NONE, config)}
     assert reasons[MoeBackend.DEEP_GEMM] == "fp8_block experts with biases are not supported"
     assert reasons[MoeBackend.FLASHINFER_CUTLASS] == "fp8_block experts with biases are not supported"
@@ -115,8 +111,11 @@ def chosen_line(format_name: str, config: MoeRunnerConfig) -> str:
     return next(line for line in text.splitlines() if "<- auto" in line)
 
 
-def test_unknown_words_are_named() -> None:
-    with pytest.raises(MoeConfigError, match="--gpu sm70 is not known; known: sm80, sm86"):
-        explain("sm70", "bf16", MoeA2ABackend.NONE, CONFIG)
-    with pytest.raises(MoeConfigError, match="--format int4 is not known; known: bf16, fp8_block"):
-        explain("sm90", "int4", MoeA2ABackend.NONE, CONFIG)
+@rows(
+    "arch, format_name, words",
+    ("sm70", "bf16", "--gpu sm70 is not known; known: sm80, sm86"),
+    ("sm90", "int4", "--format int4 is not known; known: bf16, fp8_block"),
+)
+def test_unknown_words_are_named(arch: str, format_name: str, words: str) -> None:
+    with pytest.raises(MoeConfigError, match=words):
+        explain(arch, format_name, MoeA2ABackend.NONE, CONFIG)

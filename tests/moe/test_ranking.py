@@ -36,11 +36,9 @@ def test_the_measured_winner_is_what_auto_takes() -> None:
 
 
 def test_an_unknown_shape_takes_the_nearest_measured_one_and_says_so() -> None:
-    shard = hostile.make_config(32, 2880, 736, 4)
-    assert ranked(shard).order == ranked().order
-    assert (
-        ranked(shard).source_of(MoeBackend.TRITON).endswith("nearest measured shape: 32 experts of 2880 x 2880, top-4")
-    )
+    shard = ranked(hostile.make_config(32, 2880, 736, 4))
+    assert shard.order == ranked().order
+    assert str(shard.source).endswith("nearest measured shape: 32 experts of 2880 x 2880, top-4")
     assert ranked(hostile.make_config(32, 2880, 1, 4)).order == ranked().order
 
 
