@@ -19,6 +19,7 @@ from moe.registry import BACKEND_MODULES
 from moe.tune.cache import TuneKey, TuningCache
 from moe.tune.policy import MAX_TOKEN_COUNTS, Tuning, kept_choice, should_autotune, tune, tuning_token_counts
 from tests.emulators.ranks import Rank, run_ranks
+from tests.model.rank_threads import ThreadGroup
 from tests.tables import rows
 
 KEY = TuneKey(
@@ -58,32 +59,30 @@ def test_what_is_tuned() -> None:
     }  # fmt: skip
 
 
-def test_tuning_shapes_end_at_the_schedulers_limits() -> None:
-    for max_tokens, max_seqs, counts in [
-        (8, 8, (1, 2, 4, 8)),
-        (12, 5, (1, 2, 4, 5, 8, 12)),
-        (1, 1, (1,)),
-        (4096, 1, (1, 4, 8, 32, 128, 512, 1024, 4096)),
-        (512, 64, (1, 2, 4, 16, 32, 64, 256, 512)),
-        (2048, 64, (1, 4, 8, 16, 64, 256, 512, 2048)),
-        (3000, 77, (1, 4, 8, 32, 77, 256, 1024, 3000)),
-    ]:
-        assert tuning_token_counts(max_tokens, max_seqs) == counts, (max_tokens, max_seqs, counts)
+@rows(
+    "max_tokens, max_seqs, counts",
+    (8, 8, (1, 2, 4, 8)),
+    (12, 5, (1, 2, 4, 5, 8, 12)),
+    (1, 1, (1,)),
+    (4096, 1, (1, 4, 8, 32, 128, 512, 1024, 4096)),
+    (512, 64, (1, 2, 4, 16, 32, 64, 256, 512)),
+    (2048, 64, (1, 4, 8, 16, 64, 256, 512, 2048)),
+    (3000, 77, (1, 4, 8, 32, 77, 256, 1024, 3000)),
+)
+def test_tuning_shapes_end_at_the_schedulers_limits(max_tokens: int, max_seqs: int, counts: tuple[int, ...]) -> None:
+    assert tuning_token_counts(max_tokens, max_seqs) == counts
+    with pytest.raises(MoeConfigError, match=rf"max_num_seqs is {max_tokens + 1}.*max_num_batched_tokens {max_tokens}"):
+        tuning_token_counts(max_tokens, max_tokens + 1)
 
 
-def test_tuning_shapes_are_few_and_spread(subtests: pytest.Subtests) -> None:
-    for share, max_tokens in itertools.product([0.0, 0.01, 0.5, 0.99, 1.0], [2, 3, 100, 2048, 8192, 131072]):
-        with subtests.test(share=share, max_tokens=max_tokens):
-            max_seqs = max(1, int(max_tokens * share))
-            counts = tuning_token_counts(max_tokens, max_seqs)
-            assert len(counts) <= MAX_TOKEN_COUNTS
-            assert {1, max_seqs, max_tokens} <= set(counts)
-            assert max(high / low for low, high in itertools.pairwise(counts)) <= 16
-
-
-def test_contradicting_limits_are_refused_with_both_numbers() -> None:
-    with pytest.raises(MoeConfigError, match=r"max_num_seqs is 9.*max_num_batched_tokens 8"):
-        tuning_token_counts(8, 9)
+@rows("share", 0.0, 0.01, 0.5, 0.99, 1.0)
+@rows("max_tokens", 2, 3, 100, 2048, 8192, 131072)
+def test_tuning_shapes_are_few_and_spread(share: float, max_tokens: int) -> None:
+    max_seqs = max(1, int(max_tokens * share))
+    counts = tuning_token_counts(max_tokens, max_seqs)
+    assert len(counts) <= MAX_TOKEN_COUNTS
+    assert {1, max_seqs, max_tokens} <= set(counts)
+    assert max(high / low for low, high in itertools.pairwise(counts)) <= 16
 
 
 def test_fastest_right_tactic_wins_and_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -107,40 +106,22 @@ def test_no_right_tactic_is_an_error_and_nothing_is_kept(tmp_path: Path) -> None
     assert not list(tmp_path.iterdir())
 
 
-class Clock:
-    """Advances by what the fake measurements take."""
-
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 def test_the_budget_is_honoured_and_what_is_left_out_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    clock, log = Clock(), []
-
-    def measure(tactic: str, num_tokens: int) -> float:
-        log.append((tactic, num_tokens))
-        clock.now_s += 2.0
-        return SECONDS[tactic]
-
+    log: list[tuple[str, int]] = []
     with caplog.at_level(logging.WARNING):
-        choice = tune(tuning(measure=measure), TuningCache(tmp_path), SingleRank(), budget_s=10.0, clock=clock)
+        choice = tune(
+            tuning(log), TuningCache(tmp_path), SingleRank(), budget_s=10.0, clock=lambda: 100.0 + 2.0 * len(log)
+        )
     assert log == [("slow", 1), ("slow", 2), ("slow", 4), ("fast", 1)], "eight of ten seconds, every count in turn"
     assert choice == {"1": "fast", "2": "slow", "4": "slow"}
     assert "the time for tuning is up, 5 tactics are left out (fast at 2 tokens and others)" in caplog.text
 
 
 def test_without_any_time_everything_stays_untuned_but_is_checked(tmp_path: Path) -> None:
-    checked: list[tuple[str, int]] = []
-
-    def error(tactic: str, num_tokens: int) -> float:
-        checked.append((tactic, num_tokens))
-        return 0.0
-
     log: list[tuple[str, int]] = []
-    choice = tune(tuning(log, error=error), TuningCache(tmp_path), SingleRank(), budget_s=0.0)
+    checked: list[tuple[str, int]] = []
+    check = tuning(log, error=lambda *checking: float(checked.append(checking) or 0))
+    choice = tune(check, TuningCache(tmp_path), SingleRank(), budget_s=0.0)
     assert choice == {"1": "slow", "2": "slow", "4": "slow"}, "the first proposal is the untuned way"
     assert not log
     assert checked == [("slow", count) for count in KEY.token_counts]
@@ -149,17 +130,13 @@ def test_without_any_time_everything_stays_untuned_but_is_checked(tmp_path: Path
 def test_rounds_follow_what_was_measured_and_warm_up_gets_a_share_of_the_time(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    log: list[tuple[str, int]] = []
     warmed: list[tuple[list[str], float]] = []
-    clock = Clock()
 
     def propose(num_tokens: int, measured: Mapping[str, float]) -> Sequence[str]:
         if not measured:
             return ["slow"]
         return ["fast", "broken"] if len(measured) == 1 else []
-
-    def measure(tactic: str, num_tokens: int) -> float:
-        clock.now_s += 1.0
-        return {"slow": 3.0, "fast": 1.0, "broken": float("inf")}[tactic]
 
     def warm_up(batch: Sequence[tuple[str, int]], seconds: float) -> Sequence[tuple[str, int]]:
         warmed.append(([tactic for tactic, _ in batch], seconds))
@@ -167,8 +144,8 @@ def test_rounds_follow_what_was_measured_and_warm_up_gets_a_share_of_the_time(
 
     with caplog.at_level(logging.WARNING):
         choice = tune(
-            tuning(propose=propose, measure=measure, warm_up=warm_up),
-            TuningCache(tmp_path), SingleRank(), budget_s=50.0, clock=clock,
+            tuning(log, {"slow": 3.0, "fast": 1.0, "broken": float("inf")}, propose=propose, warm_up=warm_up),
+            TuningCache(tmp_path), SingleRank(), budget_s=50.0, clock=lambda: float(len(log)),
         )  # fmt: skip
     assert choice == {"1": "fast", "2": "fast", "4": "slow"}, "what is not warm is not measured"
     assert "1 tactics are left out (fast at 4 tokens" in caplog.text
@@ -276,43 +253,15 @@ def test_two_processes_agree(tmp_path: Path) -> None:
     assert not (tmp_path / "one misses-1").exists(), "rank 0 writes, nobody else"
 
 
-class ThreadRanks:
-    """Group as threads."""
-
-    def __init__(self, rank: Rank) -> None:
-        self._rank, self.rank = rank, rank.rank()
-
-    def max(self, values: list[float]) -> list[float]:
-        return [max(column) for column in zip(*self._rank.exchange(values), strict=True)]
-
-    def broadcast(self, value: Any) -> Any:
-        return self._rank.exchange(value)[0]
-
-
-def choices_of_two_ranks(folder: Path) -> tuple[list[dict[str, str]], int]:
-    """Rank 1 finds "fast" slow and only rank 1 sees that "wrong" is wrong; (choices, files written)."""
-
-    def work(rank: Rank) -> dict[str, str]:
-        seconds = {"slow": 3.0, "fast": 1.0 if rank.rank() == 0 else 9.0, "wrong": 0.5}
-
-        def error(tactic: str, num_tokens: int) -> float:
-            return float("nan") if tactic == "wrong" and rank.rank() == 1 else 1e-3
-
-        cache = TuningCache(folder / str(rank.rank()))
-        return tune(tuning(seconds=seconds, error=error), cache, ThreadRanks(rank))
-
-    return run_ranks(2, work), len(list(folder.rglob("*.json")))
-
-
 def test_rank_0_watches_the_clock_and_what_is_cold_on_any_rank_is_left_out(tmp_path: Path) -> None:
-    """Group that decided for themselves would wait for each other for ever."""
+    """Ranks that decided for themselves would wait for each other for ever."""
 
     def work(rank: Rank) -> tuple[dict[str, str], list[tuple[str, int]]]:
         log: list[tuple[str, int]] = []
         now_s = itertools.count(0.0, 1.0 if rank.rank() == 0 else 100.0)
         cold = [("fast", 2)] if rank.rank() == 1 else []
         mine = tuning(log, warm_up=lambda batch, seconds: cold)
-        choice = tune(mine, TuningCache(tmp_path), ThreadRanks(rank), budget_s=10.0, clock=lambda: next(now_s))
+        choice = tune(mine, TuningCache(tmp_path), ThreadGroup(rank), budget_s=10.0, clock=lambda: next(now_s))
         return choice, log
 
     (choice, log), other = run_ranks(2, work)
@@ -327,39 +276,26 @@ def test_all_ranks_remember_what_rank_0_alone_writes(tmp_path: Path) -> None:
     def work(rank: Rank) -> tuple[int, int]:
         log: list[tuple[str, int]] = []
         cache = TuningCache(tmp_path / str(rank.rank()))
-        tune(tuning(log), cache, ThreadRanks(rank))
+        tune(tuning(log), cache, ThreadGroup(rank))
         num_first = len(log)
-        tune(tuning(log), cache, ThreadRanks(rank))
+        tune(tuning(log), cache, ThreadGroup(rank))
         return num_first, len(log)
 
     assert run_ranks(2, work) == [(9, 9)] * 2
     assert [path.parent.name for path in tmp_path.rglob("*.json")] == ["0"]
 
 
-RIGHT = [{"1": "slow", "2": "slow", "4": "slow"}] * 2, 1
-
-
 def test_threads_agree_as_processes_do(tmp_path: Path) -> None:
-    assert choices_of_two_ranks(tmp_path) == RIGHT
+    """Rank 1 finds "fast" slow, and only rank 1 sees that "wrong" is wrong; rank 0 alone writes."""
 
+    def work(rank: Rank) -> dict[str, str]:
+        seconds = {"slow": 3.0, "fast": 1.0 if rank.rank() == 0 else 9.0, "wrong": 0.5}
 
-@rows("name", "fastest rank counts", "every rank decides", "winner not verified", "all write")
-def test_planted_mistakes_are_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
-    if name == "fastest rank counts":
-        monkeypatch.setattr(
-            ThreadRanks, "max",
-            lambda self, values: [min(column) for column in zip(*self._rank.exchange(values), strict=True)],
-        )  # fmt: skip
-    elif name == "every rank decides":
-        monkeypatch.setattr(ThreadRanks, "max", lambda self, values: values)
-    elif name == "winner not verified":
-        original = Tuning.__init__
+        def error(tactic: str, num_tokens: int) -> float:
+            return float("nan") if tactic == "wrong" and rank.rank() == 1 else 1e-3
 
-        def trusting(self: Tuning, **fields: Any) -> None:
-            original(self, **(fields | {"error": lambda tactic, num_tokens: 0.0}))
+        cache = TuningCache(tmp_path / str(rank.rank()))
+        return tune(tuning(seconds=seconds, error=error), cache, ThreadGroup(rank))
 
-        monkeypatch.setattr(Tuning, "__init__", trusting)
-    else:
-        monkeypatch.setattr(ThreadRanks, "rank", 0, raising=False)
-        monkeypatch.setattr(ThreadRanks, "__init__", lambda self, rank: setattr(self, "_rank", rank))
-    assert choices_of_two_ranks(tmp_path) != RIGHT
+    assert run_ranks(2, work) == [{"1": "slow", "2": "slow", "4": "slow"}] * 2
+    assert len(list(tmp_path.rglob("*.json"))) == 1

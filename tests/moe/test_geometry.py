@@ -26,6 +26,7 @@ def test_local_sizes_follow_from_shape_and_place() -> None:
     assert (config.hidden_size, config.intermediate_size) == (64, 96)
     assert [dataclasses.replace(config, scale_block=block).intermediate_size for block in (1, 128)] == [72, 128]
     assert (RANK.num_ranks, RANK.is_partial, RANK.expert_range(8)) == (8, True, range(4, 8))
+    assert [Topology(**sizes).is_partial for sizes in ({}, {"tp_size": 2}, {"ep_size": 2})] == [False, True, True]
     assert RANK.cut(288, 32).length == 0
     assert Topology.at(RANK.place) == dataclasses.replace(RANK)
 

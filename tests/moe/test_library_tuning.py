@@ -66,25 +66,23 @@ class Spy:
 
 def trtllm_layer(name: str) -> Layer:
     experts = hostile.quantized_experts(name, E, H, I, x=hostile.tokens(8, H, size=3.0))
-    experts = hostile.with_layer_scales(experts, experts)
     config = hostile.make_config(E, H, I, K, routing=RULES)
     return layer_of(MoeBackend.FLASHINFER_TRTLLM, NONE, config, experts)
 
 
 def mxfp4_layer() -> Layer:
-    experts = hostile.plain_experts("mxfp4", E, H, I)
-    return layer_of(MoeBackend.FLASHINFER_MXFP4, NONE, hostile.make_config(E, H, I, K), experts)
+    config = hostile.make_config(E, H, I, K)
+    return layer_of(MoeBackend.FLASHINFER_MXFP4, NONE, config, hostile.plain_experts("mxfp4", E, H, I))
 
 
 def cutedsl_layer(a2a: MoeA2ABackend) -> Layer:
     experts = cutedsl_cases.make_experts()
-    experts = hostile.with_layer_scales(experts, experts)
     config = dataclasses.replace(cutedsl_cases.config_for(experts), max_num_tokens=16)
     return layer_of(MoeBackend.FLASHINFER_CUTEDSL, a2a, config, experts)
 
 
 def layer_of(backend: MoeBackend, a2a: MoeA2ABackend, config: Any, experts: ExpertWeights) -> Layer:
-    topology = Topology(a2a=a2a)
+    topology, experts = Topology(a2a=a2a), hostile.with_layer_scales(experts, experts)
     formats = {"dispatch_formats": cutedsl_cases.LL_ONLY} if a2a is DEEPEP else {}
     info = load_backend(backend).prepare(experts, config, topology)
     return MoeRunner(backend, a2a, config, **formats), info, experts, topology
@@ -101,10 +99,11 @@ def test_a_layer_runs_once_inside_the_librarys_context(
     """Once for all layers of a shape, at the largest count, routed as a served step is; later starts read the file."""
     (install_cutedsl if path.startswith("cutedsl") else install_trtllm)(monkeypatch)
     spy = Spy(monkeypatch)
-    if path.startswith("cutedsl"):
-        layer = cutedsl_layer(MoeA2ABackend.FLASHINFER if path.endswith("flashinfer") else NONE)
-    else:
-        layer = mxfp4_layer() if path == "mxfp4" else trtllm_layer(path)
+    layers = {
+        "cutedsl": lambda: cutedsl_layer(NONE), "cutedsl-flashinfer": lambda: cutedsl_layer(MoeA2ABackend.FLASHINFER),
+        "mxfp4": mxfp4_layer,
+    }  # fmt: skip
+    layer = layers.get(path, lambda: trtllm_layer(path))()
     kept = str(tmp_path / "new" / "flashinfer-rank0.json")
     one = tuner(tmp_path / "new")
     with caplog.at_level(logging.INFO):

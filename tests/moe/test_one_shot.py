@@ -1,5 +1,7 @@
 """`OneShotGroup` over emulated symmetric memory: which sums take a kernel, what they are, and what turns it off."""
 
+import functools
+import inspect
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -36,6 +38,19 @@ def on_ranks(size: int, work: Callable[[Any, SymmetricMemory, ThreadGroup], Any]
     return run_ranks(size, run)
 
 
+def on_two_ranks(work: Callable[..., None]) -> Callable[..., None]:
+    """A test of `work(opened, memory, group)` on each of two ranks; further arguments come from a table."""
+
+    def test(**row: Any) -> None:
+        on_ranks(2, functools.partial(work, **row))
+
+    names = list(inspect.signature(work).parameters)[3:]
+    test.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
+    )
+    return test
+
+
 @pytest.mark.parametrize("size", [2, 3, 8])
 def test_sums_are_those_of_the_group_and_the_same_on_every_rank(size: int) -> None:
     def work(opened: OneShotGroup, memory: SymmetricMemory, group: ThreadGroup) -> list[torch.Tensor]:
@@ -53,30 +68,25 @@ def test_sums_are_those_of_the_group_and_the_same_on_every_rank(size: int) -> No
 
 
 @rows("shape, dtype", ((MAX_BYTES // 2 + 8,), BF16), ((3,), BF16), ((0, 8), BF16), ((16,), torch.int64))
-def test_other_tensors_are_left_to_the_group(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    def work(opened: OneShotGroup, memory: SymmetricMemory, group: ThreadGroup) -> None:
-        x = torch.ones(shape, dtype=dtype)
-        assert torch.equal(opened.all_reduce(x), torch.full(shape, 2, dtype=dtype))
-        assert (memory.num_sums, group.calls) == (0, ["all_reduce"])
-        assert opened.empty(shape, dtype, CPU).shape == shape
-
-    on_ranks(2, work)
+@on_two_ranks
+def test_other_tensors_are_left_to_the_group(opened, memory, group, shape, dtype):
+    x = torch.ones(shape, dtype=dtype)
+    assert torch.equal(opened.all_reduce(x), torch.full(shape, 2, dtype=dtype))
+    assert (memory.num_sums, group.calls) == (0, ["all_reduce"])
+    assert opened.empty(shape, dtype, CPU).shape == shape
 
 
-def test_a_part_that_was_written_in_place_is_not_copied() -> None:
+@on_two_ranks
+def test_a_part_that_was_written_in_place_is_not_copied(opened, memory, group):
     """Ranks that copy and ranks that wrote in place sum together; the next sum does not change the result."""
-
-    def work(opened: OneShotGroup, memory: SymmetricMemory, group: ThreadGroup) -> None:
-        x = torch.full((4, 8), 1.0 + group.rank, dtype=BF16)
-        opened.has_kernels = False
-        part = opened.empty((4, 8), BF16, CPU)
-        assert part.data_ptr() == opened.empty((2, 2), torch.float32, CPU).data_ptr()
-        part.copy_(x)
-        summed = opened.all_reduce(part if group.rank else x)
-        opened.all_reduce(torch.zeros(4, 8, dtype=BF16))
-        assert torch.equal(summed, torch.full((4, 8), 3.0, dtype=BF16))
-
-    on_ranks(2, work)
+    x = torch.full((4, 8), 1.0 + group.rank, dtype=BF16)
+    opened.has_kernels = False
+    part = opened.empty((4, 8), BF16, CPU)
+    assert part.data_ptr() == opened.empty((2, 2), torch.float32, CPU).data_ptr()
+    part.copy_(x)
+    summed = opened.all_reduce(part if group.rank else x)
+    opened.all_reduce(torch.zeros(4, 8, dtype=BF16))
+    assert torch.equal(summed, torch.full((4, 8), 3.0, dtype=BF16))
 
 
 def add_norm(opened: OneShotGroup, part: torch.Tensor, place: SumPlace) -> torch.Tensor | None:
@@ -107,40 +117,35 @@ def test_sums_with_their_norm_are_those_of_the_group(size: int) -> None:
     on_ranks(size, work)
 
 
-def test_a_place_is_used_again_after_another_collective_alone() -> None:
+@on_two_ranks
+def test_a_place_is_used_again_after_another_collective_alone(opened, memory, group):
     """Else a rank would write its next part while another still reads."""
     attention, mlp = SumPlace
-
-    def work(opened: OneShotGroup, memory: SymmetricMemory, group: ThreadGroup) -> None:
-        part = torch.ones(2, 8, dtype=BF16)
-        begin = {place: opened.empty((2, 8), BF16, CPU, place).data_ptr() for place in SumPlace}
-        for other in (
-            lambda: add_norm(opened, part, mlp),
-            lambda: opened.all_reduce(part),
-            lambda: opened.all_reduce(torch.ones(MAX_BYTES)),
-            lambda: opened.all_gather(part),
-            lambda: opened.reduce_scatter(part),
-        ):
-            assert add_norm(opened, part, attention) is not None
-            assert add_norm(opened, part, attention) is None
-            assert opened.empty((2, 8), BF16, CPU, attention).data_ptr() not in begin.values()
-            assert opened.all_reduce(torch.ones(0, 8)).numel() == 0  # waits for nobody
-            assert add_norm(opened, part, attention) is None
-            other()
-            assert opened.empty((2, 8), BF16, CPU, attention).data_ptr() == begin[attention]
-
-    on_ranks(2, work)
+    part = torch.ones(2, 8, dtype=BF16)
+    begin = {place: opened.empty((2, 8), BF16, CPU, place).data_ptr() for place in SumPlace}
+    for other in (
+        lambda: add_norm(opened, part, mlp),
+        lambda: opened.all_reduce(part),
+        lambda: opened.all_reduce(torch.ones(MAX_BYTES)),
+        lambda: opened.all_gather(part),
+        lambda: opened.reduce_scatter(part),
+    ):
+        assert add_norm(opened, part, attention) is not None
+        assert add_norm(opened, part, attention) is None
+        assert opened.empty((2, 8), BF16, CPU, attention).data_ptr() not in begin.values()
+        assert opened.all_reduce(torch.ones(0, 8)).numel() == 0  # waits for nobody
+        assert add_norm(opened, part, attention) is None
+        other()
+        assert opened.empty((2, 8), BF16, CPU, attention).data_ptr() == begin[attention]
 
 
 @rows("shape, dtype", ((MAX_ROWS + 1, 8), BF16), ((2, MAX_BYTES // 4 + 8), BF16), ((0, 8), BF16), ((2, 8), torch.half))
-def test_what_is_too_large_or_of_another_dtype_takes_two_kernels(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    def work(opened: OneShotGroup, memory: SymmetricMemory, group: ThreadGroup) -> None:
-        delta = PartialSum(torch.ones(shape, dtype=dtype), opened, SumPlace.MLP)
-        assert add_norm(opened, delta.part, delta.place) is None
-        assert torch.equal(delta.added_up(), torch.full(shape, 2, dtype=dtype))
-        assert memory.num_norms == 0
-
-    on_ranks(2, work)
+@on_two_ranks
+def test_what_is_too_large_or_of_another_dtype_takes_two_kernels(opened, memory, group, shape, dtype):
+    delta = PartialSum(torch.ones(shape, dtype=dtype), opened, SumPlace.MLP)
+    assert add_norm(opened, delta.part, delta.place) is None
+    assert torch.equal(delta.added_up(), torch.full(shape, 2, dtype=dtype))
+    assert memory.num_norms == 0
 
 
 @pytest.mark.parametrize("norms", [True, False])
@@ -158,60 +163,54 @@ def test_a_rank_that_gives_up_takes_part_in_the_sum_of_the_others(norms: bool) -
     assert first.isnan().all()
 
 
-def test_a_sum_without_anything_to_add_it_to() -> None:
-    def work(opened: OneShotGroup, memory: SymmetricMemory, group: ThreadGroup) -> None:
-        part = opened.empty((2, 8), BF16, CPU, SumPlace.MLP).fill_(1 + group.rank)
-        pair = opened.add_norm(None, PartialSum(part, opened, SumPlace.MLP), torch.ones(8), 1e-3)
-        assert pair is not None
-        assert torch.equal(pair[0], torch.full((2, 8), 3.0, dtype=BF16))
-        assert memory.num_norms == 1
-
-    on_ranks(2, work)
+@on_two_ranks
+def test_a_sum_without_anything_to_add_it_to(opened, memory, group):
+    part = opened.empty((2, 8), BF16, CPU, SumPlace.MLP).fill_(1 + group.rank)
+    pair = opened.add_norm(None, PartialSum(part, opened, SumPlace.MLP), torch.ones(8), 1e-3)
+    assert pair is not None
+    assert torch.equal(pair[0], torch.full((2, 8), 3.0, dtype=BF16))
+    assert memory.num_norms == 1
 
 
 @rows("width, num_columns", (8, 16), (8, 13), (8, 8), (BLOCK + 1, 2 * BLOCK + 2))
-def test_columns_of_all_ranks_stand_side_by_side(width: int, num_columns: int) -> None:
-    def work(opened: OneShotGroup, memory: SymmetricMemory, group: ThreadGroup) -> None:
-        num_own = max(0, min(width, num_columns - group.rank * width))
-        for step in range(3):
-            own = torch.arange(3.0 * num_own).view(3, num_own) + 1000 * group.rank + step
-            got, want = (torch.full((3, num_columns), float("nan")) for _ in "ab")
-            opened.all_reduce(torch.ones(1, 8))
-            opened.gather_columns(own, got, width)
-            gather_then_place(group, own, want, width)
-            assert torch.equal(got, want)
-        assert memory.num_gathers == 3
-
-    on_ranks(2, work)
+@on_two_ranks
+def test_columns_of_all_ranks_stand_side_by_side(opened, memory, group, width, num_columns):
+    num_own = max(0, min(width, num_columns - group.rank * width))
+    for step in range(3):
+        own = torch.arange(3.0 * num_own).view(3, num_own) + 1000 * group.rank + step
+        got, want = (torch.full((3, num_columns), float("nan")) for _ in "ab")
+        opened.all_reduce(torch.ones(1, 8))
+        opened.gather_columns(own, got, width)
+        gather_then_place(group, own, want, width)
+        assert torch.equal(got, want)
+    assert memory.num_gathers == 3
 
 
-def test_columns_that_the_kernel_does_not_take_are_left_to_the_group() -> None:
+@on_two_ranks
+def test_columns_that_the_kernel_does_not_take_are_left_to_the_group(opened, memory, group):
     """Too many, of another dtype or form, and those of a second gathering without a collective in between."""
     most_rows = MAX_COLUMN_BYTES // (2 * 4 * BLOCK)
 
-    def work(opened: OneShotGroup, memory: SymmetricMemory, group: ThreadGroup) -> None:
-        def gather(num_rows: int, width: int, dtype: torch.dtype = torch.float32, step: int = 1) -> bool:
-            own, before = torch.full((num_rows, width), 1.0 + group.rank, dtype=dtype), memory.num_gathers
-            out = torch.zeros(num_rows, step * 2 * width, dtype=dtype)[:, ::step]
-            opened.gather_columns(own, out, width)
-            assert torch.equal(out[:, :width], torch.ones_like(own))
-            assert torch.equal(out[:, width:], torch.full_like(own, 2))
-            return memory.num_gathers > before
+    def gather(num_rows: int, width: int, dtype: torch.dtype = torch.float32, step: int = 1) -> bool:
+        own, before = torch.full((num_rows, width), 1.0 + group.rank, dtype=dtype), memory.num_gathers
+        out = torch.zeros(num_rows, step * 2 * width, dtype=dtype)[:, ::step]
+        opened.gather_columns(own, out, width)
+        assert torch.equal(out[:, :width], torch.ones_like(own))
+        assert torch.equal(out[:, width:], torch.full_like(own, 2))
+        return memory.num_gathers > before
 
-        for shape in ((most_rows + 1, BLOCK), (MAX_BLOCKS + 1, 8), (0, 8)):
-            assert not gather(*shape)
-        assert not gather(2, 8, BF16)
-        assert not gather(2, 8, step=2)
-        assert gather(most_rows, BLOCK)
-        assert not gather(2, 8)
-        assert gather(2, 8), "the group's own all-gather came between"
-        part = opened.empty((2, 8), BF16, CPU, SumPlace.MLP).fill_(1)
-        assert add_norm(opened, part, SumPlace.MLP) is not None
-        assert gather(2, 8)
-        opened.has_kernels = False
-        assert not gather(2, 8)
-
-    on_ranks(2, work)
+    for shape in ((most_rows + 1, BLOCK), (MAX_BLOCKS + 1, 8), (0, 8)):
+        assert not gather(*shape)
+    assert not gather(2, 8, BF16)
+    assert not gather(2, 8, step=2)
+    assert gather(most_rows, BLOCK)
+    assert not gather(2, 8)
+    assert gather(2, 8), "the group's own all-gather came between"
+    part = opened.empty((2, 8), BF16, CPU, SumPlace.MLP).fill_(1)
+    assert add_norm(opened, part, SumPlace.MLP) is not None
+    assert gather(2, 8)
+    opened.has_kernels = False
+    assert not gather(2, 8)
 
 
 def fails(*args: object) -> None:
@@ -297,14 +296,11 @@ def test_what_works_says_so(caplog: pytest.LogCaptureFixture) -> None:
     ]
 
 
-def test_only_ranks_whose_kernels_norm_sums_have_boxes_for_tokens() -> None:
-    def work(opened: OneShotGroup, memory: SymmetricMemory, group: ThreadGroup) -> None:
-        boxes = TokenMail(addresses=(0, 64), rank=group.rank, num_boxes=4)
-        memory.mail = lambda: boxes  # type: ignore[method-assign, assignment]
-        assert opened.has_kernels
-        assert opened.mail is boxes
-        opened.has_kernels = False
-        assert opened.mail is None
-
-    on_ranks(2, work)
-    assert SINGLE_RANK.mail is TorchGroup().mail is None
+@on_two_ranks
+def test_only_ranks_whose_kernels_norm_sums_have_boxes_for_tokens(opened, memory, group):
+    boxes = TokenMail(addresses=(0, 64), rank=group.rank, num_boxes=4)
+    memory.mail = lambda: boxes
+    assert opened.has_kernels
+    assert opened.mail is boxes
+    opened.has_kernels = False
+    assert opened.mail is SINGLE_RANK.mail is TorchGroup().mail is None

@@ -56,18 +56,14 @@ class Spy:
         self._log.append("main stream waits for the side stream")
 
 
-class RankLog:
+class RankLog(threading.local):
     """A list for each thread."""
 
     def __init__(self) -> None:
-        self._own = threading.local()
+        self.lines: list[str] = []
 
     def append(self, line: str) -> None:
-        self.lines().append(line)
-
-    def lines(self) -> list[str]:
-        lines: list[str] = self._own.__dict__.setdefault("lines", [])
-        return lines
+        self.lines.append(line)
 
 
 EXPECTED = [
@@ -76,17 +72,14 @@ EXPECTED = [
 ]  # fmt: skip
 
 
-def run(backend: MoeBackend, format_name: str, kind: SignalKind, log: RankLog) -> list[tuple[Any, Any, list[str]]]:
-    """Of each rank: the sums without and with overlap, and what happened in the latter."""
+def check(backend: MoeBackend, format_name: str, kind: SignalKind, log: RankLog) -> None:
+    """On each rank the sums with overlap are those without, and everything happens in the right order."""
     x = hostile.tokens(2 * T, H, size=1.0).bfloat16()
-    if format_name == "nvfp4":
-        experts = hostile.quantized_experts(format_name, E, H, I, x=x)
-    else:
-        experts = hostile.plain_experts(format_name, E, H, I)
+    experts = hostile.quantized_experts(format_name, E, H, I, x=x)
     ids = torch.stack([torch.randperm(E)[:K] for _ in range(2 * T)]).int()
     topk = StandardTopK(torch.rand(2 * T, K), ids)
 
-    def work(rank: Rank) -> tuple[Any, Any, list[str]]:
+    def work(rank: Rank) -> None:
         topology = Topology(ep_size=2, ep_rank=rank.rank(), a2a=MoeA2ABackend.DEEPEP)
         own = hostile.with_layer_scales(hostile.shard(experts, ep=(2, rank.rank())), experts)
         config = hostile.make_config(E, H, I, K, place=topology, max_num_tokens=LIMIT)
@@ -98,18 +91,20 @@ def run(backend: MoeBackend, format_name: str, kind: SignalKind, log: RankLog) -
             settings=DeepepSettings(mode=DeepepMode.LOW_LATENCY, max_dispatch_tokens=LIMIT),
         )  # fmt: skip
         cut = slice(rank.rank() * T, rank.rank() * T + T)
-        own_topk = StandardTopK(topk.weights[cut], topk.ids[cut])
+        own_inputs = x[cut], StandardTopK(topk.weights[cut], topk.ids[cut])
         plain: Any = built.dispatcher(DispatchSpec(dispatch_dtype=dtype))
-        sums = plain.combine(runner.run(plain.dispatch(x[cut], own_topk), info))
+        sums = plain.combine(runner.run(plain.dispatch(*own_inputs), info))
+        assert sums.abs().max() > 0
         beside: Any = built.dispatcher(DispatchSpec(dispatch_dtype=dtype, signals=kind))
-        dispatched = beside.dispatch(x[cut], own_topk)
-        log.lines().clear()
+        dispatched = beside.dispatch(*own_inputs)
+        log.lines.clear()
         overlap = beside.begin_overlap(dispatched)
         runner.set_overlap_args(overlap)
         result = runner.run(dispatched, info)
-        return sums, beside.combine(result, overlap), log.lines()
+        assert torch.equal(beside.combine(result, overlap), sums)
+        assert log.lines == EXPECTED
 
-    return run_ranks(2, work)
+    run_ranks(2, work)
 
 
 @pytest.fixture
@@ -124,20 +119,14 @@ def test_deep_gemm_signals_tiles(monkeypatch: pytest.MonkeyPatch, log: Any) -> N
     library = SignallingDeepGemm(log)
     library.install(monkeypatch)
     install_signal_buffer(monkeypatch, TileSignalBuffer, log)
-    for plain, beside, lines in run(DEEP_GEMM, "fp8_block", SignalKind.TILES, log):
-        assert torch.equal(plain, beside)
-        assert plain.abs().max() > 0
-        assert lines == EXPECTED
+    check(DEEP_GEMM, "fp8_block", SignalKind.TILES, log)
     assert set(library.num_sms_by_rank.values()) == {132}, "the processors are given back"
 
 
 def test_cutedsl_signals_experts(monkeypatch: pytest.MonkeyPatch, log: Any) -> None:
     signal_from(install_cutedsl(monkeypatch), monkeypatch, log)
     install_signal_buffer(monkeypatch, ExpertSignalBuffer, log)
-    for plain, beside, lines in run(CUTEDSL, "nvfp4", SignalKind.EXPERTS, log):
-        assert torch.equal(plain, beside)
-        assert plain.abs().max() > 0
-        assert lines == EXPECTED
+    check(CUTEDSL, "nvfp4", SignalKind.EXPERTS, log)
 
 
 def test_libraries_without_signals_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

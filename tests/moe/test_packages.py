@@ -44,20 +44,17 @@ def test_g62_every_optional_package_has_a_source() -> None:
     assert imported_late() | packages == set(SOURCES)
 
 
-def test_g62_no_message_names_a_strangers_package_as_the_one_to_install(subtests: pytest.Subtests) -> None:
-    for package in SOURCES:
-        with subtests.test(package=package):
-            text = not_installed(package)
-            assert text.startswith(f"the package {package}, which is not installed: ")
-            installed = re.findall(r"pip install '?([\w-]+)", text)
-            assert not set(installed) & set(STRANGERS)
-            assert installed or re.search(r"install it from https://github\.com/[\w-]+/[\w-]+", text)
+@rows("package", *SOURCES)
+def test_g62_no_message_names_a_strangers_package_as_the_one_to_install(package: str) -> None:
+    text = not_installed(package)
+    assert text.startswith(f"the package {package}, which is not installed: ")
+    installed = re.findall(r"pip install '?([\w-]+)", text)
+    assert not set(installed) & set(STRANGERS)
+    assert installed or re.search(r"install it from https://github\.com/[\w-]+/[\w-]+", text)
 
 
 @rows("package", "deep_ep", "mori", "mooncake", "nixl_ep", "flashinfer")
-def test_g62_a_transport_without_its_package_says_where_to_get_it(
-    monkeypatch: pytest.MonkeyPatch, package: str
-) -> None:
+def test_g62_a_transport_without_its_package_says_so(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(UnsupportedPathError) as caught:
         load_library(package, MoeA2ABackend.DEEPEP)
@@ -67,16 +64,12 @@ def test_g62_a_transport_without_its_package_says_where_to_get_it(
 def test_g62_no_file_or_extra_installs_a_strangers_package() -> None:
     """Also not this project's own name, which PyPI does not have: anyone could take it."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = [
-        *project["dependencies"],
-        *(text for extra in project["optional-dependencies"].values() for text in extra),
-    ]
+    wanted = sum(project["optional-dependencies"].values(), project["dependencies"])
     named = {re.split(r"[^\w-]", text)[0] for text in wanted}
     assert len(named) > 20
     assert not named & set(STRANGERS)
-    texts = [*(ROOT / "moe").rglob("*.py"), *(ROOT / "server").rglob("*.py"), *(ROOT / "docs").glob("*.md")]
-    texts += [ROOT / "README.md", ROOT / "Dockerfile", ROOT / "Makefile"]
-    for path in texts:
+    patterns = ("moe/**/*.py", "server/**/*.py", "docs/*.md", "README.md", "Dockerfile", "Makefile")
+    for path in (path for pattern in patterns for path in ROOT.glob(pattern)):
         for name in re.findall(r"pip install (?:-\S+ |\S+\.txt )*['\"]?([A-Za-z][\w-]*)", path.read_text()):
             assert name not in STRANGERS, f"{path}: pip install {name}"
 

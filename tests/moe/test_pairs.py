@@ -34,17 +34,13 @@ def test_pair_builds_or_is_refused_by_name(subtests: pytest.Subtests) -> None:
             if a2a in BUILDS[backend]:
                 assert MoeRunner(backend, a2a, CONFIG).backend is backend
             else:
-                check_refusal(backend, a2a)
-
-
-def check_refusal(backend: MoeBackend, a2a: MoeA2ABackend) -> None:
-    with pytest.raises(UnsupportedPathError) as error:
-        MoeRunner(backend, a2a, CONFIG)
-    text = str(error.value)
-    assert f"--moe-backend {backend}" in text
-    assert f"--moe-a2a-backend {a2a}" in text
-    assert "works with --moe-a2a-backend none" in text
-    assert "\n" not in text
+                with pytest.raises(UnsupportedPathError) as error:
+                    MoeRunner(backend, a2a, CONFIG)
+                text = str(error.value)
+                assert f"--moe-backend {backend}" in text
+                assert f"--moe-a2a-backend {a2a}" in text
+                assert "works with --moe-a2a-backend none" in text
+                assert "\n" not in text
 
 
 def test_cutedsl_with_deepep_builds_for_low_latency_alone() -> None:
@@ -58,10 +54,7 @@ def test_what_a_backend_supports_can_be_built(subtests: pytest.Subtests) -> None
     for backend, a2a in PAIRS:
         with subtests.test(backend=backend, a2a=a2a):
             entry = load_backend(backend)
-            supported = any(
-                entry.supports(Device(arch=arch), format_name, a2a, CONFIG) is None
-                for arch in ARCHS
-                for format_name in FORMATS
-            )
+            paths = itertools.product(ARCHS, FORMATS)
+            supported = any(entry.supports(Device(arch=arch), name, a2a, CONFIG) is None for arch, name in paths)
             has_path = len(missing_formats(backend, a2a, a2a.dispatch_formats)) < len(a2a.dispatch_formats)
             assert supported == has_path

@@ -27,8 +27,7 @@ def ranked(config: MoeRunnerConfig = GPT_OSS_20B, arch: str = "sm90", name: str 
     return rank_backends(Device(arch=arch), name, NONE, config)
 
 
-def test_the_measured_winner_is_what_auto_takes() -> None:
-    assert choose_backend(MoeBackend.AUTO, HOPPER, "mxfp4", NONE, GPT_OSS_20B) is MoeBackend.TRITON
+def test_the_measured_winner_names_its_source() -> None:
     source = ranked().source_of(MoeBackend.TRITON)
     assert source.startswith("moe/tables/backends.json: NVIDIA H100")
     assert "benchmarks/results/moe_h100.json" in source

@@ -6,7 +6,7 @@ import types
 import pytest
 import torch
 
-from moe import MoeA2ABackend, MoeBackend, MoeRunner, MoeRunnerConfig, UnsupportedPathError, registry
+from moe import MoeA2ABackend, MoeBackend, MoeRunnerConfig, UnsupportedPathError, registry
 from moe.backend import Backend
 from moe.backends.flashinfer import common as flashinfer_common
 from moe.backends.triton.backend import TritonBackend
@@ -76,23 +76,6 @@ def test_a_backend_that_is_not_built_in_is_refused_by_name(
 def test_when_nothing_can_every_reason_is_listed(config: MoeRunnerConfig) -> None:
     text = refusal(AUTO, "int3", config)
     assert all(f"  {backend}: " in text for backend in PREFERENCE)
-
-
-@rows("a2a", *list(MoeA2ABackend))
-@rows("backend", *PREFERENCE)
-def test_every_pair_is_runnable_or_refused_with_both_names(
-    backend: MoeBackend, a2a: MoeA2ABackend, config: MoeRunnerConfig
-) -> None:
-    """What is called usable must build a runner; what is not must be refused in one sentence, without weights."""
-    for arch in ("cpu", "sm80", "sm90", "sm100", "gfx942"):
-        for format_name in ("bf16", "fp8_block", "mxfp4", "nvfp4"):
-            try:
-                chosen = choose_backend(backend, Device(arch=arch), format_name, a2a, config)
-            except UnsupportedPathError as error:
-                assert str(backend) in str(error)  # noqa: PT017
-                assert f"--moe-a2a-backend {a2a}" in str(error)  # noqa: PT017
-            else:
-                assert MoeRunner(chosen, a2a, config).backend is backend
 
 
 def test_a_missing_path_is_a_reason(monkeypatch: pytest.MonkeyPatch, config: MoeRunnerConfig) -> None:

@@ -1,14 +1,19 @@
 """The self-check: passes on clean layers of every format, and names what a corrupted one got wrong."""
 
 import dataclasses
+import functools
+import itertools
 import re
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
-from moe import Activation, MoeA2ABackend, MoeBackend, MoeRunner, SelfCheckError, Topology
+from moe import Activation, MoeA2ABackend, MoeBackend, MoeRunner, RankPlace, SelfCheckError, Topology
+from moe.activations import gated_activation
 from moe.backend import CheckCase
-from moe.backends.torch.backend import TorchBackend
+from moe.backends.torch.backend import TorchBackend, TorchCoreInput, TorchRunnerCore
 from moe.check.reference import reference_moe
 from moe.check.selfcheck import (
     TOKENS_PER_EXPERT,
@@ -39,10 +44,7 @@ def check(
 def scaled(weight: Weight, field: str, index: tuple[object, ...], factor: float) -> Weight:
     """The weight with some entries of one field changed."""
     tensor = getattr(weight, field).clone()
-    if tensor.dtype == torch.uint8:
-        tensor[index] += 1
-    else:
-        tensor[index] = (tensor[index].float() * factor).to(tensor.dtype)
+    tensor[index] = tensor[index] + 1 if tensor.dtype == torch.uint8 else (factor * tensor[index].float()).to(tensor)
     return dataclasses.replace(weight, **{field: tensor})
 
 
@@ -86,43 +88,27 @@ def test_one_wrong_row_of_scales_names_layer_path_and_expert(format_name: str, m
 
 
 def swap_halves(experts: ExpertWeights) -> ExpertWeights:
-    inter = experts.intermediate_size
-    dense = experts.w13.dequantize().roll(inter, 1)
+    dense = experts.w13.dequantize().roll(experts.intermediate_size, 1)
     return dataclasses.replace(experts, w13=FORMATS["bf16"](dense), w2=FORMATS["bf16"](experts.w2.dequantize()))
 
 
-def double_bias(experts: ExpertWeights) -> ExpertWeights:
-    return dataclasses.replace(experts, b2=2 * experts.b2)
-
-
-def shift_experts(experts: ExpertWeights) -> ExpertWeights:
-    return dataclasses.replace(experts, b13=experts.b13.roll(1, 0))
-
-
-def drop_clamped_rows(experts: ExpertWeights) -> ExpertWeights:
-    return dataclasses.replace(experts, b13=experts.b13 + 50 * (torch.arange(256) == 130))
-
-
-@rows("mutate", swap_halves, double_bias, shift_experts, drop_clamped_rows)
-def test_wrong_layouts_are_caught(mutate: object) -> None:
+@rows(
+    "mutate",
+    swap_halves,
+    lambda experts: dataclasses.replace(experts, b2=2 * experts.b2),
+    lambda experts: dataclasses.replace(experts, b13=experts.b13.roll(1, 0)),
+    lambda experts: dataclasses.replace(experts, b13=experts.b13 + 50 * (torch.arange(256) == 130)),  # clamped
+)
+def test_wrong_layouts_are_caught(mutate: Callable[[ExpertWeights], ExpertWeights]) -> None:
     experts = make_experts("mxfp4")
     with pytest.raises(SelfCheckError, match="expert"):
-        check(experts, mutate(experts), dtype=torch.bfloat16)  # type: ignore[operator]
+        check(experts, mutate(experts), dtype=torch.bfloat16)
 
 
-@rows(
-    "activation",
-    dataclasses.replace(GPT_OSS, limit=None),
-    dataclasses.replace(GPT_OSS, limit=7.5),
-    dataclasses.replace(GPT_OSS, beta=0.0),
-    dataclasses.replace(GPT_OSS, alpha=1.0),
-)
-def test_a_wrong_activation_is_caught(activation: Activation, monkeypatch: pytest.MonkeyPatch) -> None:
-    from moe.activations import gated_activation
-
-    monkeypatch.setattr(
-        "moe.backends.torch.backend.gated_activation", lambda g, u, right: gated_activation(g, u, activation)
-    )
+@rows("wrong", {"limit": None}, {"limit": 7.5}, {"beta": 0.0}, {"alpha": 1.0})
+def test_a_wrong_activation_is_caught(wrong: dict[str, float | None], monkeypatch: pytest.MonkeyPatch) -> None:
+    activate = functools.partial(gated_activation, activation=dataclasses.replace(GPT_OSS, **wrong))
+    monkeypatch.setattr("moe.backends.torch.backend.gated_activation", lambda gate, up, right: activate(gate, up))
     with pytest.raises(SelfCheckError):
         check(make_experts("mxfp4"), dtype=torch.bfloat16)
 
@@ -135,30 +121,25 @@ def test_a_nan_is_an_infinite_error() -> None:
 
 def test_a_wrong_sum_over_experts_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """A path that returns each token's first expert only: right for one expert, wrong for several."""
-    experts = make_experts("mxfp4")
-
-    def first_expert_only(self: object, core_input: object, info: object, state: object) -> torch.Tensor:
-        has_first = core_input.ids_TK[:, :1] >= 0  # type: ignore[attr-defined]
-        topk = dataclasses.replace(core_input, ids_TK=core_input.ids_TK.clone())  # type: ignore[type-var]
-        topk.ids_TK[:, 1:].masked_fill_(has_first, -1)
-        return original(self, topk, info, state)
-
-    from moe.backends.torch.backend import TorchRunnerCore
-
     original = TorchRunnerCore.run
+
+    def first_expert_only(self: TorchRunnerCore, core_input: TorchCoreInput, *rest: Any) -> torch.Tensor:
+        ids_TK = core_input.ids_TK.clone()
+        ids_TK[:, 1:].masked_fill_(ids_TK[:, :1] >= 0, -1)
+        return original(self, dataclasses.replace(core_input, ids_TK=ids_TK), *rest)
+
     monkeypatch.setattr(TorchRunnerCore, "run", first_expert_only)
     with pytest.raises(SelfCheckError, match="the sum over several experts differs"):
-        check(experts)
+        check(make_experts("mxfp4"))
 
 
 @rows("format_name, tp_size, ep_size", ("mxfp4", 2, 1), ("bf16", 1, 4), ("mxfp4", 8, 2))
 def test_every_rank_checks_its_own_part(format_name: str, tp_size: int, ep_size: int) -> None:
     experts = make_experts(format_name, hidden=96, inter=288)
-    for tp_rank in range(tp_size):
-        for ep_rank in range(ep_size):
-            own = shard(experts, tp=(tp_size, tp_rank), ep=(ep_size, ep_rank))
-            topology = Topology(tp_size=tp_size, tp_rank=tp_rank, ep_size=ep_size, ep_rank=ep_rank)
-            assert check(own, topology=topology, num_experts=4).worst_error < 1e-5
+    for tp_rank, ep_rank in itertools.product(range(tp_size), range(ep_size)):
+        own = shard(experts, tp=(tp_size, tp_rank), ep=(ep_size, ep_rank))
+        topology = Topology(tp_size=tp_size, tp_rank=tp_rank, ep_size=ep_size, ep_rank=ep_rank)
+        assert check(own, topology=topology, num_experts=4).worst_error < 1e-5
 
 
 def test_the_error_names_the_global_id_of_an_expert() -> None:
@@ -170,10 +151,9 @@ def test_the_error_names_the_global_id_of_an_expert() -> None:
 
 def test_a_bias_added_on_every_rank_is_caught() -> None:
     own = shard(make_experts("mxfp4"), tp=(2, 1))
-    first_rank = Topology(tp_size=2, tp_rank=0)
-    config = make_config(own, place=first_rank)
+    config = make_config(own, place=RankPlace(tp_size=2))
     runner = MoeRunner(MoeBackend.TORCH, MoeA2ABackend.NONE, config)
-    quant_info = TorchBackend().prepare(own, config, first_rank)
+    quant_info = TorchBackend().prepare(own, config, Topology(tp_size=2))
     with pytest.raises(SelfCheckError):
         check_layer(runner, quant_info, own, layer=0, topology=Topology(tp_size=2, tp_rank=1))
 

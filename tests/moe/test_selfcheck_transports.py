@@ -18,9 +18,9 @@ from tests.emulators.cutedsl import install_cutedsl
 from tests.emulators.deep_gemm import install_deep_gemm
 from tests.moe.backends import hostile
 from tests.moe.backends.hostile import lost_expert
+from tests.tables import rows
 
 E, K, H, I = 8, 3, 2048, 128
-Install = Callable[[pytest.MonkeyPatch], Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ class Path:
     a2a: MoeA2ABackend
     formats: tuple[DispatchFormat, ...]
     name: str
-    install: Install = lambda patch: None
+    install: Callable[[pytest.MonkeyPatch], Any] = lambda patch: None
     dispatch_dtype: DispatchDtype = DispatchDtype.BF16
     hidden: int = H
 
@@ -43,10 +43,7 @@ TORCH, GEMM, AITER, CUTE = (
 )  # fmt: skip
 
 
-def sm100_deep_gemm(monkeypatch: pytest.MonkeyPatch) -> object:
-    return install_deep_gemm(monkeypatch, "sm100")
-
-
+install_sm100 = functools.partial(install_deep_gemm, arch="sm100")
 BOTH = {"a2a": MoeA2ABackend.DEEPEP, "formats": (NORMAL, LL)}
 LL_ONLY = {"a2a": MoeA2ABackend.DEEPEP, "formats": (LL,)}
 ON_GEMM = {"backend": GEMM, "name": "fp8_block"}
@@ -58,7 +55,7 @@ PATHS = [
     Path(backend=TORCH, name="mxfp4", **BOTH),
     Path(backend=TORCH, name="bf16", hidden=2880, a2a=MoeA2ABackend.NIXL, formats=(LL,)),
     Path(install=install_deep_gemm, dispatch_dtype=DispatchDtype.FP8, **ON_GEMM, **BOTH),
-    Path(install=sm100_deep_gemm, dispatch_dtype=DispatchDtype.FP8_UE8M0, **ON_GEMM, **BOTH),
+    Path(install=install_sm100, dispatch_dtype=DispatchDtype.FP8_UE8M0, **ON_GEMM, **BOTH),
     Path(name="bf16", **ON_AITER, **BOTH),
     Path(name="mxfp4", **ON_AITER, **LL_ONLY),
     Path(name="bf16", formats=(DispatchFormat.MORI_NORMAL,), **ON_AITER, **MORI),
@@ -92,17 +89,14 @@ def check(path: Path, rank: int, prepared: Callable[[ExpertWeights], ExpertWeigh
     return check_layer(runner, info, own, layer=4, topology=topology)
 
 
-def test_clean_passes_and_a_neighbours_weights_are_named(
-    subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for path in PATHS:
-        with subtests.test(path=path):
-            path.install(monkeypatch)
-            report = check(path, 1, lambda experts: experts)
-            assert 0 < report.worst_error <= report.tolerance
-            assert report.path == f"{path.backend}/{path.a2a}/{path.name}"
-            with pytest.raises(SelfCheckError, match=f"layer 4, {report.path}.*: expert 6 differs"):
-                check(path, 1, lost_expert)
+@rows("path", *PATHS)
+def test_clean_passes_and_a_neighbours_weights_are_named(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    path.install(monkeypatch)
+    report = check(path, 1, lambda experts: experts)
+    assert 0 < report.worst_error <= report.tolerance
+    assert report.path == f"{path.backend}/{path.a2a}/{path.name}"
+    with pytest.raises(SelfCheckError, match=f"layer 4, {report.path}.*: expert 6 differs"):
+        check(path, 1, lost_expert)
 
 
 def test_both_formats_of_a_transport_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -144,7 +144,13 @@ def test_packed_weights_give_a_token_the_same_bits_in_every_batch(inter: int) ->
         assert torch.equal(part, whole[rows])
 
 
-@rows("format_name, tp_size, ep_size, num_empty", ("mxfp4", 8, 2, 6), ("mxfp4", 1, 4, 0), ("bf16", 4, 1, 1))
+@rows(
+    "format_name, tp_size, ep_size, num_empty",
+    ("mxfp4", 8, 2, 6),
+    ("mxfp4", 1, 4, 0),
+    ("mxfp4", 2, 2, 0),
+    ("bf16", 4, 1, 1),
+)
 @both_ways
 def test_shards_of_288_sum_to_the_whole(
     monkeypatch: pytest.MonkeyPatch, format_name: str, fits: bool, tp_size: int, ep_size: int, num_empty: int

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe import Activation, MoeA2ABackend, MoeBackend, MoeConfigError, MoeRunner, StandardDispatchOutput, Topology
+from moe import MoeA2ABackend, MoeBackend, MoeConfigError, MoeRunner, StandardDispatchOutput, Topology
 from moe.backends.flashinfer.profiles import profiles_of
 from moe.formats import ExpertWeights
 from moe.registry import load_backend
@@ -21,23 +21,24 @@ from moe.tune.cache import TuneKey, TuningCache
 from moe.tune.layers import LayerTuner, TuningSettings, tune_layer
 from moe.tune.policy import MAX_TOKEN_COUNTS
 from tests.moe.backends import hostile
+from tests.moe.moe_layers import GPT_OSS
 from tests.moe.tunable import Profiled, install_profiles
 from tests.tables import rows
 
-GPT_OSS = Activation(alpha=1.702, beta=1.0, limit=7.0)
 E, H, I, K = 4, 96, 160, 3
 COUNTS = (1, 6)
+ALONE = Topology()
 SECONDS = {0: 9.0, 1: 4.0, 2: 2.0, 3: 1.0, 5: 9.0, 6: 3.0, 7: 2.0}
-Layer = tuple[MoeRunner, Any, ExpertWeights]
+Layer = tuple[MoeRunner, Any, ExpertWeights, Topology]
 
 
-def mxfp4_layer(topology: Topology, backend: MoeBackend = MoeBackend.FLASHINFER_MXFP4) -> Layer:
+def mxfp4_layer(backend: MoeBackend = MoeBackend.FLASHINFER_MXFP4, topology: Topology = ALONE) -> Layer:
     whole = hostile.plain_experts("mxfp4", E, H, I, has_biases=True)
     experts = hostile.shard(whole, ep=(topology.ep_size, topology.ep_rank))
     dtype = torch.bfloat16 if backend is MoeBackend.FLASHINFER_MXFP4 else torch.float32
     config = hostile.make_config(E, H, experts.intermediate_size, K, place=topology, activation=GPT_OSS, dtype=dtype)
     runner = MoeRunner(backend, MoeA2ABackend.NONE, config)
-    return runner, load_backend(backend).prepare(experts, config, topology), experts
+    return runner, load_backend(backend).prepare(experts, config, topology), experts, topology
 
 
 @pytest.fixture
@@ -61,8 +62,8 @@ def test_the_best_profile_of_either_gemm_is_found_checked_kept_and_used(
 ) -> None:
     profiled.fails, profiled.no_occupancy = {7}, {8}
     topology = Topology(ep_size=ep_size, ep_rank=ep_size - 1)
-    runner, info, experts = mxfp4_layer(topology)
-    tuned = tuner(tmp_path / "new").tuned(runner, info, experts, topology)
+    runner, info, *_ = layer = mxfp4_layer(topology=topology)
+    tuned = tuner(tmp_path / "new").tuned(*layer)
     assert pairs(info) == [None] * 4, "what was prepared is not changed"
     assert pairs(tuned) == [(3, 6)] * 4
     assert tuned.w13 is info.w13
@@ -72,7 +73,7 @@ def test_the_best_profile_of_either_gemm_is_found_checked_kept_and_used(
 
     profiled.emulator.calls.clear()
     for is_on in (True, False):  # a later start, with the flag or without
-        again = tuner(tmp_path / "new", is_on=is_on).tuned(runner, info, experts, topology)
+        again = tuner(tmp_path / "new", is_on=is_on).tuned(*layer)
         assert pairs(again) == pairs(tuned)
     assert not profiled.used, "nothing is measured again"
     x, topk = hostile.tokens(5, H), hostile.routing(5, E, K)
@@ -88,9 +89,8 @@ def test_a_fast_profile_that_is_wrong_is_refused(
     profiled: Profiled, caplog: pytest.LogCaptureFixture, fault: str
 ) -> None:
     getattr(profiled, fault).add(7)
-    runner, info, experts = mxfp4_layer(Topology())
     with caplog.at_level(logging.WARNING):
-        tuned = tuner(None).tuned(runner, info, experts, Topology())
+        tuned = tuner(None).tuned(*mxfp4_layer())
     assert pairs(tuned) == [(3, 6)] * 4, "7 is faster"
     assert "flashinfer_mxfp4: tactic 3/7 is off by" in caplog.text
     assert "at 6 tokens and is not used" in caplog.text
@@ -102,26 +102,14 @@ def test_layers_of_one_shape_are_measured_once_and_share_the_budget(
     blocked = tmp_path / "file"
     blocked.write_text("")
     one = tuner(blocked / "below")  # that cannot be written: memory is enough for the other layers
-    runner, info, experts = mxfp4_layer(Topology())
-    _, other, _ = mxfp4_layer(Topology())
-    tuned = one.tuned(runner, info, experts, Topology())
+    runner, *rest = layer = mxfp4_layer()
+    tuned = one.tuned(*layer)
     profiled.emulator.calls.clear()
-    assert pairs(one.tuned(runner, other, experts, Topology())) == pairs(tuned) == [(3, 7)] * 4
+    assert pairs(one.tuned(*mxfp4_layer())) == pairs(tuned) == [(3, 7)] * 4
     assert not profiled.used
     monkeypatch.setattr(one, "_left_s", 0.0)
     larger = MoeRunner(runner.backend, runner.a2a, hostile.make_config(E, H, I, K - 1, activation=GPT_OSS))
-    assert pairs(one.tuned(larger, info, experts, Topology())) == [(-1, -1)] * 4, "another shape, but no time left"
-
-
-def test_an_unwritable_folder_is_a_warning(
-    profiled: Profiled, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "file").write_text("")
-    runner, info, experts = mxfp4_layer(Topology())
-    with caplog.at_level(logging.WARNING):
-        tuned = tuner(tmp_path / "file" / "below").tuned(runner, info, experts, Topology())
-    assert pairs(tuned) == [(3, 7)] * 4
-    assert "tuned tactics are not kept" in caplog.text
+    assert pairs(one.tuned(larger, *rest)) == [(-1, -1)] * 4, "another shape, but no time left"
 
 
 def test_the_time_that_a_layer_took_is_missing_for_the_next_shape(
@@ -137,20 +125,20 @@ def test_the_time_that_a_layer_took_is_missing_for_the_next_shape(
     monkeypatch.setattr(tuning, "tune_layer", tune_layer)
     monkeypatch.setattr(tuning, "time", SimpleNamespace(monotonic=lambda: next(now_s)))
     one = tuner(tmp_path, budget_s=38.0)
-    runner, info, experts = mxfp4_layer(Topology())
+    layer = mxfp4_layer()
     for _ in range(3):
-        one.tuned(runner, info, experts, Topology())
+        one.tuned(*layer)
     assert given == [38.0, 3.0, 0.0]
 
 
 def test_what_nobody_had_time_to_measure_is_measured_by_the_next_start(profiled: Profiled, tmp_path: Path) -> None:
-    runner, info, experts = mxfp4_layer(Topology())
+    layer = mxfp4_layer()
     hasty = tuner(tmp_path, budget_s=0.0)
     for _ in range(2):
-        assert pairs(hasty.tuned(runner, info, experts, Topology())) == [(-1, -1)] * 4
+        assert pairs(hasty.tuned(*layer)) == [(-1, -1)] * 4
     assert len(profiled.used) == len(COUNTS), "checked once for each count, for all layers of the shape"
     assert not list(tmp_path.iterdir())
-    assert pairs(tuner(tmp_path).tuned(runner, info, experts, Topology())) == [(3, 7)] * 4
+    assert pairs(tuner(tmp_path).tuned(*layer)) == [(3, 7)] * 4
 
 
 def test_a_choice_is_kept_for_one_gpu_one_set_of_versions_and_one_layer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,34 +169,32 @@ def test_a_choice_is_kept_for_one_gpu_one_set_of_versions_and_one_layer(monkeypa
 
 def test_a_rank_of_two_keeps_its_own_choice_though_its_sizes_are_those_of_one() -> None:
     """A rank alone with half of the experts sees other tokens per expert: its choice is not this one's."""
-    config = hostile.make_config(E // 2, H, I, 2)
-    runner = MoeRunner(MoeBackend.TRITON, MoeA2ABackend.NONE, config)
+    runner = MoeRunner(MoeBackend.TRITON, MoeA2ABackend.NONE, hostile.make_config(E // 2, H, I, 2))
     experts: Any = SimpleNamespace(format_name="mxfp4")
-    alone, of_two = (tuning._key(runner, experts, Topology(ep_size=size), COUNTS) for size in (1, 2))
-    assert alone.file_name != of_two.file_name
+    names = {tuning._key(runner, experts, Topology(ep_size=size), COUNTS).file_name for size in (1, 2)}
+    assert len(names) == 2
 
 
 def test_a_damaged_choice_is_passed_over_without_the_flag_and_replaced_with_it(
     subtests: pytest.Subtests, profiled: Profiled, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    runner, info, experts = mxfp4_layer(Topology())
-    tuner(tmp_path).tuned(runner, info, experts, Topology())
+    layer = mxfp4_layer()
+    tuner(tmp_path).tuned(*layer)
     (file,) = tmp_path.iterdir()
     good = file.read_text()
     for text in ("x/6", "3", "-2/6", "3/6/7", "", "3/²", "3/" + "9" * 5000):
         file.write_text(good.replace("3/7", text))
         caplog.clear()
         with subtests.test(text=text), caplog.at_level(logging.WARNING):
-            assert tuner(tmp_path, is_on=False).tuned(runner, info, experts, Topology()) is info
+            assert tuner(tmp_path, is_on=False).tuned(*layer) is layer[1]
             assert "kept tactics of flashinfer_mxfp4 are not used" in caplog.text
-    assert pairs(tuner(tmp_path).tuned(runner, info, experts, Topology())) == [(3, 7)] * 4
+    assert pairs(tuner(tmp_path).tuned(*layer)) == [(3, 7)] * 4
     assert file.read_text() == good
 
 
 def test_a_start_without_flag_and_file_measures_nothing(profiled: Profiled, tmp_path: Path) -> None:
-    runner, info, experts = mxfp4_layer(Topology())
-    assert tuner(tmp_path, is_on=False).tuned(runner, info, experts, Topology()) is info
-    assert LayerTuner(TuningSettings()).tuned(runner, info, experts, Topology()) is info
+    layer = mxfp4_layer()
+    assert tuner(tmp_path, is_on=False).tuned(*layer) is LayerTuner(TuningSettings()).tuned(*layer) is layer[1]
     assert not profiled.used
 
 
@@ -218,37 +204,31 @@ def test_a_release_that_takes_no_profile_numbers_has_nothing_to_tune(
     from moe.backends.flashinfer import common as flashinfer_common
 
     monkeypatch.setattr(flashinfer_common, "takes", lambda function, parameter: parameter != "profile_ids")
-    runner, info, experts = mxfp4_layer(Topology())
-    assert tuner(tmp_path).tuned(runner, info, experts, Topology()) is info
+    layer = mxfp4_layer()
+    assert tuner(tmp_path).tuned(*layer) is layer[1]
     assert not profiled.used
 
 
-@rows("format_name, first, second", ("bf16", 3, 7), ("fp8_tensor", 3, 7), ("nvfp4", 3, 7))
-def test_cutlass_formats(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, format_name: str, first: int, second: int
-) -> None:
-    is_sm100 = format_name == "nvfp4"
-    install_profiles(monkeypatch, dict(SECONDS), major=10 if is_sm100 else 9)
-    runner, info, experts = cutlass_layer(format_name)
-    tuned = tuner(tmp_path).tuned(runner, info, experts, Topology())
-    assert pairs(tuned) == [(first, second)] * 4
+@rows("format_name", "bf16", "fp8_tensor", "nvfp4")
+def test_cutlass_formats(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, format_name: str) -> None:
+    install_profiles(monkeypatch, dict(SECONDS), major=10 if format_name == "nvfp4" else 9)
+    assert pairs(tuner(tmp_path).tuned(*cutlass_layer(format_name))) == [(3, 7)] * 4
 
 
 def cutlass_layer(format_name: str) -> Layer:
     experts = hostile.quantized_experts(format_name, E, 256, 128, x=hostile.tokens(8, 256))
     config = hostile.make_config(E, 256, 128, K)
     runner = MoeRunner(MoeBackend.FLASHINFER_CUTLASS, MoeA2ABackend.NONE, config)
-    return runner, load_backend(runner.backend).prepare(experts, config, Topology()), experts
+    return runner, load_backend(runner.backend).prepare(experts, config, Topology()), experts, Topology()
 
 
 def test_paths_without_tactics_say_so_once_and_go_on(
     profiled: Profiled, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    layers = [cutlass_layer("fp8_block"), mxfp4_layer(Topology(), MoeBackend.TORCH)]
+    one = tuner(tmp_path)
     with caplog.at_level(logging.INFO):
-        one = tuner(tmp_path)
-        for runner, info, experts in layers * 2:
-            assert one.tuned(runner, info, experts, Topology()) is info
+        for runner, info, *rest in [cutlass_layer("fp8_block"), mxfp4_layer(MoeBackend.TORCH)] * 2:
+            assert one.tuned(runner, info, *rest) is info
             with pytest.raises(MoeConfigError, match="has no tactics"):
                 load_backend(runner.backend).with_choice(info, {"1": "3/7"})
     assert [record.message for record in caplog.records if record.name == "moe.tune.layers"] == [
@@ -260,17 +240,19 @@ def test_paths_without_tactics_say_so_once_and_go_on(
 
 
 def test_the_entry_for_benchmarks(profiled: Profiled, caplog: pytest.LogCaptureFixture) -> None:
-    runner, info, experts = mxfp4_layer(Topology())
+    def tuned_layer(counts: tuple[int, ...]) -> Any:
+        *layer, topology = mxfp4_layer()
+        return tune_layer(*layer, topology=topology, token_counts=counts, cache=TuningCache(None))
+
     with caplog.at_level(logging.INFO):
-        tuned = tune_layer(runner, info, experts, topology=Topology(), token_counts=(6, 1, 6), cache=TuningCache(None))
+        tuned = tuned_layer((6, 1, 6))
     assert pairs(tuned) == [(3, 7)] * 4
     assert "tuned flashinfer_mxfp4 for mxfp4 experts of 96 x 160 in" in caplog.text
     assert f"{2 * (1 + 4 + 4)} measurements" in caplog.text
     for counts in ((0, 1), tuple(range(1, MAX_TOKEN_COUNTS + 2))):
-        with pytest.raises(MoeConfigError, match="at most 8 counts, each at least 1"):
-            tune_layer(runner, info, experts, topology=Topology(), token_counts=counts, cache=TuningCache(None))
-        with pytest.raises(MoeConfigError, match="at most 8 counts, each at least 1"):
-            TuningSettings(token_counts=counts)
+        for take in (tuned_layer, lambda counts: TuningSettings(token_counts=counts)):
+            with pytest.raises(MoeConfigError, match="at most 8 counts, each at least 1"):
+                take(counts)
     with pytest.raises(MoeConfigError, match="tuning needs the token counts"):
         TuningSettings(is_on=True)
 
@@ -282,7 +264,6 @@ def test_compiling_ahead_uses_threads_and_ends_with_its_time(
     monkeypatch.setattr(type(backend), "compiles_tactics", True)
     monkeypatch.setattr(tuning_measure, "time", time)
     monkeypatch.setattr(tuning_measure, "_MAX_THREADS", 2)
-    runner, info, experts = mxfp4_layer(Topology())
     threads: list[str] = []
     gate = threading.Event()
     run = MoeRunner.run
@@ -296,7 +277,7 @@ def test_compiling_ahead_uses_threads_and_ends_with_its_time(
         return run(self, dispatched, quant_info)
 
     monkeypatch.setattr(MoeRunner, "run", compile_slowly)
-    measurer = tuning_measure.Measurer(runner, info, experts, Topology())
+    measurer = tuning_measure.Measurer(*mxfp4_layer())
     batch = [("-1/-1", 1), ("4/-1", 1), *((f"{number}/-1", count) for count in (6, 1) for number in (1, 2, 3))]
     left = measurer.warm_up(batch, 0.2)
     assert left == batch[len(batch) - len(left) :], "in order"

@@ -20,12 +20,10 @@ def test_an_error_may_not_drown_in_other_tokens_nor_in_other_outputs() -> None:
     want = torch.ones(400, 256)
     want[:, 128:] = 0.01
     assert _largest_error(want, want) == 0
-    one_token = want.clone()
-    one_token[17] *= 2
-    assert _largest_error(one_token, want) == pytest.approx(1)
-    one_block = want.clone()
-    one_block[:, 128:] *= 2
-    assert _largest_error(one_block, want) == pytest.approx(1)
+    for part in ((17,), (slice(None), slice(128, None))):
+        got = want.clone()
+        got[part] *= 2
+        assert _largest_error(got, want) == pytest.approx(1)
 
 
 def test_nan_is_an_infinite_error_and_where_nothing_is_expected_nothing_may_come() -> None:
@@ -37,15 +35,15 @@ def test_nan_is_an_infinite_error_and_where_nothing_is_expected_nothing_may_come
     assert _largest_error(unwritten, torch.ones(3, 128)) == math.inf
 
 
-def test_memory_that_a_tactic_allocates_holds_no_former_results() -> None:
-    for was_on in (False, True):
-        torch.use_deterministic_algorithms(was_on)
-        try:
-            with _new_memory_is_nan():
-                assert torch.empty(1000).isnan().all()
-            assert torch.are_deterministic_algorithms_enabled() is was_on
-        finally:
-            torch.use_deterministic_algorithms(False)
+@rows("was_on", False, True)
+def test_memory_that_a_tactic_allocates_holds_no_former_results(was_on: bool) -> None:
+    torch.use_deterministic_algorithms(was_on)
+    try:
+        with _new_memory_is_nan():
+            assert torch.empty(1000).isnan().all()
+        assert torch.are_deterministic_algorithms_enabled() is was_on
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @rows("ep_rank", *range(4))
@@ -60,9 +58,9 @@ def test_few_tokens_differ_from_call_to_call_and_the_first_visits_this_rank(ep_r
     chosen = [measurer._tokens(1, seed)[1].ids[0].tolist() for seed in range(8)]
     assert all(own & set(ids) for ids in chosen)
     assert own <= {expert for ids in chosen for expert in ids}, "always the same experts would stay in the L2"
-    ids = measurer._tokens(64, 0)[1].ids
-    assert all(len(set(row)) == len(row) for row in ids.tolist())
-    assert set(ids.flatten().tolist()) == set(range(16))
+    ids = measurer._tokens(64, 0)[1].ids.tolist()
+    assert all(len(set(row)) == len(row) for row in ids)
+    assert {expert for row in ids for expert in row} == set(range(16))
 
 
 def test_of_many_tokens_the_compared_ones_are_spread_to_the_last(monkeypatch: pytest.MonkeyPatch) -> None:

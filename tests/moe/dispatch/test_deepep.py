@@ -69,18 +69,16 @@ def test_one_rank_runs_low_latency_only(library: type[Buffer]) -> None:
         run_torch(DeepepMode.NORMAL, TOKENS[1])
 
 
-@rows("is_decode", False, True)
-def test_auto_takes_low_latency_for_decode(library: type[Buffer], is_decode: bool) -> None:
-    run_torch(DeepepMode.AUTO, TOKENS[2], is_decode=is_decode)
-
-
-@rows("mode", *MODES)
-def test_no_tokens_anywhere(library: type[Buffer], mode: DeepepMode) -> None:
-    assert [out.shape[0] for out in run_torch(mode, [0, 0])] == [0, 0]
-
-
-def test_2880_columns_travel_as_3072(library: type[Buffer]) -> None:
-    assert run_torch(DeepepMode.LOW_LATENCY, [4, 3], hidden=2880)[0].shape == (4, 2880)
+@rows(
+    "mode, num_tokens, options",
+    (DeepepMode.AUTO, TOKENS[2], {"is_decode": False}),
+    (DeepepMode.AUTO, TOKENS[2], {"is_decode": True}),
+    (DeepepMode.LOW_LATENCY, [0, 0], {}),
+    (DeepepMode.NORMAL, [0, 0], {}),
+    (DeepepMode.LOW_LATENCY, [4, 3], {"hidden": 2880}),  # they travel as 3072 columns
+)
+def test_other_steps(library: type[Buffer], mode: DeepepMode, num_tokens: list[int], options: dict[str, Any]) -> None:
+    assert [out.shape[0] for out in run_torch(mode, num_tokens, **options)] == num_tokens
 
 
 @rows("dispatch_dtype, hidden, num_scales", (DispatchDtype.FP8, 2176, 17), (DispatchDtype.FP8_UE8M0, 3200, 7))

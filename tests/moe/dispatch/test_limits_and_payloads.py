@@ -60,16 +60,17 @@ def test_refusals_name_flag_and_number(
         assert word in str(error.value)
 
 
-def test_experts_must_divide_and_tensor_parallel_is_refused() -> None:
-    with pytest.raises(MoeConfigError, match="--expert-parallel-size is 7: it must divide the 256 experts"):
-        shape(ep_size=7)
-    with pytest.raises(UnsupportedPathError, match="--tensor-parallel-size of the experts is 2"):
-        shape(tp_size=2)
-
-
-def test_scale_pitch_names_the_limit() -> None:
-    with pytest.raises(MoeConfigError, match="--deepep-max-dispatch-tokens is 6: times 1 ranks"):
-        check_deepep(DeepepSettings(mode=LL, max_dispatch_tokens=6), shape(ep_size=1), sends_fp8=False)
+@rows(
+    "changes, tokens, error, words",
+    ({"ep_size": 7}, 128, MoeConfigError, "--expert-parallel-size is 7: it must divide the 256 experts"),
+    ({"tp_size": 2}, 128, UnsupportedPathError, "--tensor-parallel-size of the experts is 2"),
+    ({"ep_size": 1}, 6, MoeConfigError, "--deepep-max-dispatch-tokens is 6: times 1 ranks"),
+)
+def test_shares_and_the_pitch_of_scales(
+    changes: dict[str, int], tokens: int, error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        check_deepep(DeepepSettings(mode=LL, max_dispatch_tokens=tokens), shape(**changes), sends_fp8=False)
 
 
 @rows("tokens, depth", (511, 1024), (1023, 2048), (1, 4), (1023, None))

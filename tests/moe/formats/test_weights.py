@@ -1,5 +1,8 @@
 """Properties that every weight format shares: round trips, cuts, stacks, refusals."""
 
+import itertools
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -67,7 +70,7 @@ def test_narrow_then_dequantize_is_dequantize_then_narrow(kind: type[Weight], da
 
 
 @every_format
-def test_select_to_and_dtype(kind: type[Weight]) -> None:
+def test_select_to_dtype_and_axes_that_do_not_exist(kind: type[Weight]) -> None:
     weight = kind.quantize(dense(3, 130, 64))
     assert torch.equal(weight.select(1).dequantize(), weight.dequantize()[1])
     assert weight.dequantize(torch.bfloat16).dtype == torch.bfloat16
@@ -77,15 +80,8 @@ def test_select_to_and_dtype(kind: type[Weight]) -> None:
     assert moved.device.type == "meta"
     assert moved.shape == weight.shape
     assert isinstance(weight, Weight)
-
-
-@every_format
-def test_stack_puts_experts_in_order(kind: type[Weight]) -> None:
-    parts = [kind.quantize(dense(130, 64, seed=seed)) for seed in range(3)]
-    whole = stack(parts)
-    assert whole.shape == (3, 130, 64)
-    for index, part in enumerate(parts):
-        assert torch.equal(whole.select(index).dequantize(), part.dequantize())
+    with pytest.raises(WeightFormatError, match="axis 3"):
+        weight.narrow(3, 0, 1)
 
 
 @every_format
@@ -94,12 +90,10 @@ def test_gate_above_up_keeps_both_scales(kind: type[Weight]) -> None:
     both = concat_rows(gate, up)
     want = torch.cat([gate.dequantize(), up.dequantize()])
     assert torch.equal(both.dequantize(), want)
-    stacked = stack([both, both])
-    assert torch.equal(stacked.dequantize(), torch.stack([want, want]))
-    joined_stacks = concat_rows(stack([gate, gate]), stack([up, up]))
-    assert torch.equal(joined_stacks.dequantize(), stacked.dequantize())
-    assert torch.equal(stacked.narrow(-2, 0, 128).dequantize(), want[None, :128].repeat(2, 1, 1))
-    assert torch.equal(stacked.narrow(-2, 128, 128).dequantize(), want[None, 128:].repeat(2, 1, 1))
+    for stacked in (stack([both, both]), concat_rows(stack([gate, gate]), stack([up, up]))):
+        assert torch.equal(stacked.dequantize(), torch.stack([want, want]))
+        for start in (0, 128):
+            assert torch.equal(stacked.narrow(-2, start, 128).dequantize(), want[start : start + 128].expand(2, -1, -1))
 
 
 @rows("kind", Fp8TensorWeight, Nvfp4Weight)
@@ -114,32 +108,20 @@ def test_scales_per_half_follow_a_cut_of_rows(kind: type[Weight]) -> None:
     with pytest.raises(WeightFormatError, match="unevenly"):
         both.narrow(0, 4, 5)
     with pytest.raises(WeightFormatError, match="no halves"):
-        kind.quantize(dense(7, 32)).__class__(*tensors(kind.quantize(dense(7, 32)))[:-1], scale.repeat(2))
+        kind(*tensors(kind.quantize(dense(7, 32)))[:-1], scale.repeat(2))
 
 
-def test_cuts_inside_a_block_or_past_the_end_are_refused(subtests: pytest.Subtests) -> None:
-    for kind, axis, start, length in [
-        (Mxfp4Weight, -1, 16, 32),
-        (Mxfp4Weight, -1, 0, 48),
-        (Nvfp4Weight, 2, 8, 16),
-        (Fp8BlockWeight, -1, 64, 128),
-        (Fp8BlockWeight, -2, 0, 100),
-        (Fp8BlockWeight, 1, 130, 128),
-        (Fp8TensorWeight, -1, 200, 100),
-        (Bf16Weight, 0, 2, 5),
-        (Bf16Weight, 0, -1, 1),
-    ]:
-        with (
-            subtests.test(kind=kind, axis=axis, start=start, length=length),
-            pytest.raises(WeightFormatError, match="cannot cut"),
-        ):
-            kind.quantize(dense(3, 260, 288)).narrow(axis, start, length)
-
-
-@every_format
-def test_axes_that_do_not_exist_are_refused(kind: type[Weight]) -> None:
-    with pytest.raises(WeightFormatError, match="axis 3"):
-        kind.quantize(dense(2, 128, 32)).narrow(3, 0, 1)
+@rows(
+    "kind, axis, start, length",
+    (Mxfp4Weight, -1, 16, 32), (Mxfp4Weight, -1, 0, 48), (Nvfp4Weight, 2, 8, 16),
+    (Fp8BlockWeight, -1, 64, 128), (Fp8BlockWeight, -2, 0, 100), (Fp8BlockWeight, 1, 130, 128),
+    (Fp8TensorWeight, -1, 200, 100), (Bf16Weight, 0, 2, 5), (Bf16Weight, 0, -1, 1),
+)  # fmt: skip
+def test_cuts_inside_a_block_or_past_the_end_are_refused(
+    kind: type[Weight], axis: int, start: int, length: int
+) -> None:
+    with pytest.raises(WeightFormatError, match="cannot cut"):
+        kind.quantize(dense(3, 260, 288)).narrow(axis, start, length)
 
 
 @rows("shape", (576, 7168 // 8), (128, 128), (130, 257), (1, 1), (129, 128))
@@ -148,63 +130,63 @@ def test_fp8_blocks_with_ragged_edges_agree_with_a_loop(shape: tuple[int, int]) 
     data = dense(*shape).to(E4M3)
     scale_inv = torch.rand(-(-num_rows // 128), -(-num_cols // 128)) + 0.5
     got = Fp8BlockWeight(data, scale_inv).dequantize()
-    for row in range(0, num_rows, 61):
-        for col in range(0, num_cols, 53):
-            assert got[row, col] == data[row, col].float() * scale_inv[row // 128, col // 128]
-    assert got[-1, -1] == data[-1, -1].float() * scale_inv[-1, -1]
+    for row, col in [*itertools.product(range(0, num_rows, 61), range(0, num_cols, 53)), (num_rows - 1, num_cols - 1)]:
+        assert got[row, col] == data[row, col].float() * scale_inv[row // 128, col // 128]
 
 
-def test_blocks_of_zeros_stay_zero() -> None:
-    for kind in FORMATS:
-        assert not kind.quantize(torch.zeros(2, 130, 64)).dequantize().any()
+@every_format
+def test_blocks_of_zeros_stay_zero(kind: type[Weight]) -> None:
+    assert not kind.quantize(torch.zeros(2, 130, 64)).dequantize().any()
 
 
-U8, F32 = torch.uint8, torch.float32
+def codes(*shape: int) -> torch.Tensor:
+    return torch.zeros(*shape, dtype=torch.uint8)
 
 
-def test_broken_weights_are_refused(subtests: pytest.Subtests) -> None:
-    for build, message in [
-        (lambda: Fp8BlockWeight(torch.zeros(130, 128).to(E4M3), torch.ones(1, 1)), r"needs scale_inv \(2, 1\)"),
-        (lambda: Fp8BlockWeight(torch.zeros(8, 8), torch.ones(1, 1)), "data must be torch.float8_e4m3fn"),
-        (lambda: Fp8BlockWeight(torch.zeros(8, 8).to(E4M3), torch.ones(1, 1).half()), "scale_inv must be"),
-        (lambda: Fp8TensorWeight(torch.zeros(8, 8), torch.tensor(1.0)), "data must be"),
-        (lambda: Fp8TensorWeight(torch.zeros(8, 8).to(E4M3), torch.ones(3)), "scale must be"),
-        (lambda: Fp8TensorWeight(torch.zeros(8, 8).to(E4M3), torch.tensor(1.0), torch.tensor(1)), "input_scale must"),
-        (lambda: Mxfp4Weight(torch.zeros(8, 16, dtype=U8), torch.zeros(8, 2, dtype=U8)), r"need scales \(8, 1\)"),
-        (lambda: Mxfp4Weight(torch.zeros(8, 16, dtype=U8), torch.zeros(8, 1)), "scales must be uint8"),
-        (lambda: Nvfp4Weight(torch.zeros(8, 8, dtype=U8), torch.zeros(8, 1), torch.tensor(1.0)), "scales must be"),
-        (
-            lambda: Nvfp4Weight(torch.zeros(8, 8, dtype=U8), torch.zeros(8, 2).to(E4M3), torch.tensor(1.0)),
-            r"need scales \(8, 1\)",
-        ),
-        (
-            lambda: Nvfp4Weight(torch.zeros(8, 8, dtype=U8), torch.zeros(8, 1).to(E4M3), torch.ones(2, 2)),
-            "scale_2 must be",
-        ),
-        (lambda: Bf16Weight(torch.zeros(2, 2, dtype=torch.int8)), "floating dtype"),
-        (lambda: Bf16Weight(torch.zeros(2, 2).to(E4M3)), "floating dtype"),
-    ]:
-        with subtests.test(build=build, message=message), pytest.raises(WeightFormatError, match=message):
-            build()  # type: ignore[operator]
+def fp8(*shape: int) -> torch.Tensor:
+    return torch.zeros(*shape).to(E4M3)
+
+
+ONE = torch.tensor(1.0)
+
+
+@rows(
+    "kind, parts, message",
+    (Fp8BlockWeight, (fp8(130, 128), torch.ones(1, 1)), r"needs scale_inv \(2, 1\)"),
+    (Fp8BlockWeight, (torch.zeros(8, 8), torch.ones(1, 1)), "data must be torch.float8_e4m3fn"),
+    (Fp8BlockWeight, (fp8(8, 8), torch.ones(1, 1).half()), "scale_inv must be"),
+    (Fp8TensorWeight, (torch.zeros(8, 8), ONE), "data must be"),
+    (Fp8TensorWeight, (fp8(8, 8), torch.ones(3)), "scale must be"),
+    (Fp8TensorWeight, (fp8(8, 8), ONE, torch.tensor(1)), "input_scale must"),
+    (Mxfp4Weight, (codes(8, 16), codes(8, 2)), r"need scales \(8, 1\)"),
+    (Mxfp4Weight, (codes(8, 16), torch.zeros(8, 1)), "scales must be uint8"),
+    (Nvfp4Weight, (codes(8, 8), torch.zeros(8, 1), ONE), "scales must be"),
+    (Nvfp4Weight, (codes(8, 8), fp8(8, 2), ONE), r"need scales \(8, 1\)"),
+    (Nvfp4Weight, (codes(8, 8), fp8(8, 1), torch.ones(2, 2)), "scale_2 must be"),
+    (Bf16Weight, (torch.zeros(2, 2, dtype=torch.int8),), "floating dtype"),
+    (Bf16Weight, (fp8(2, 2),), "floating dtype"),
+)
+def test_broken_weights_are_refused(kind: type[Weight], parts: tuple[torch.Tensor, ...], message: str) -> None:
+    with pytest.raises(WeightFormatError, match=message):
+        kind(*parts)
 
 
 def plain(*shape: int) -> Bf16Weight:
     return Bf16Weight(torch.zeros(*shape))
 
 
-def test_experts_that_do_not_fit_together_are_refused(subtests: pytest.Subtests) -> None:
-    for changes, message in [
-        ({"w2": Mxfp4Weight.quantize(torch.zeros(2, 64, 32))}, "w13 is bf16 but w2 is mxfp4"),
-        ({"w2": plain(2, 64, 33)}, "so w2 must be"),
-        ({"w13": plain(2, 63, 64)}, "so w2 must be"),
-        ({"b13": torch.zeros(2, 64)}, "in pairs"),
-        ({"b13": torch.zeros(2, 63), "b2": torch.zeros(2, 64)}, "b13 must be"),
-        ({"b13": torch.zeros(2, 64), "b2": torch.zeros(2, 63)}, "b2 must be"),
-    ]:
-        with subtests.test(changes=changes, message=message):
-            parts: dict[str, object] = {"w13": plain(2, 64, 64), "w2": plain(2, 64, 32)}
-            with pytest.raises(WeightFormatError, match=message):
-                ExpertWeights(**(parts | changes))  # type: ignore[arg-type]
+@rows(
+    "changes, message",
+    ({"w2": Mxfp4Weight.quantize(torch.zeros(2, 64, 32))}, "w13 is bf16 but w2 is mxfp4"),
+    ({"w2": plain(2, 64, 33)}, "so w2 must be"),
+    ({"w13": plain(2, 63, 64)}, "so w2 must be"),
+    ({"b13": torch.zeros(2, 64)}, "in pairs"),
+    ({"b13": torch.zeros(2, 63), "b2": torch.zeros(2, 64)}, "b13 must be"),
+    ({"b13": torch.zeros(2, 64), "b2": torch.zeros(2, 63)}, "b2 must be"),
+)
+def test_experts_that_do_not_fit_together_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(WeightFormatError, match=message):
+        ExpertWeights(**({"w13": plain(2, 64, 64), "w2": plain(2, 64, 32)} | changes))
 
 
 def test_expert_record_counts_sizes_and_bytes() -> None:
