@@ -196,9 +196,7 @@ def test_an_unwritable_folder_is_a_warning(tmp_path: Path, caplog: pytest.LogCap
     assert str(blocked) in caplog.text
 
 
-def test_writers_do_not_meet_and_a_failed_one_leaves_nothing_behind(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_writers_do_not_meet_and_a_failed_one_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     partial: list[str] = []
 
     def replace(self: Path, target: Path) -> None:

@@ -1,12 +1,12 @@
 """Linear layers of the CPU: packed where that is exact, plain elsewhere, right in every form."""
 
-import itertools
 import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
 
-from moe.cpu.linear import DenseLinear, PackedLinear, make_linear
+from moe.cpu.linear import DenseLinear, Linear, PackedLinear, make_linear
 from moe.formats import Fp8BlockWeight, Mxfp4Weight
 from tests.moe.moe_layers import HAS_FBGEMM
 from tests.tables import rows
@@ -16,20 +16,16 @@ def dense(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def test_every_form_multiplies(subtests: pytest.Subtests) -> None:
-    for kind, num_rows, with_bias in itertools.product(
-        [PackedLinear, DenseLinear] if HAS_FBGEMM else [DenseLinear], [1, 2, 3, 16, 40, 300], [True, False]
-    ):
-        with subtests.test(kind=kind, num_rows=num_rows, with_bias=with_bias):
-            weight, bias, x = (
-                dense(97, 160).half().float(),
-                dense(97, seed=1) if with_bias else None,
-                dense(num_rows, 160, seed=2),
-            )
-            got = kind(weight, bias)(x)
-            want = x.double() @ weight.double().T + (0 if bias is None else bias.double())
-            assert got.shape == (num_rows, 97)
-            torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+@rows("kind", *[PackedLinear, DenseLinear] if HAS_FBGEMM else [DenseLinear])
+@rows("num_rows", 1, 2, 3, 16, 40, 300)
+@rows("with_bias", True, False)
+def test_every_form_multiplies(kind: Callable[..., Linear], num_rows: int, with_bias: bool) -> None:
+    weight, x = dense(97, 160).half().float(), dense(num_rows, 160, seed=2)
+    bias = dense(97, seed=1) if with_bias else None
+    got = kind(weight, bias)(x)
+    want = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    assert got.shape == (num_rows, 97)
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
 
 
 @rows("dtype", torch.bfloat16, torch.float64)

@@ -265,9 +265,7 @@ def test_what_fails_on_one_rank_leaves_all_to_the_group_and_says_why(
     ("add_norm", "the norm of a sum of (256, 2048) in torch.bfloat16 is wrong"),
     ("gather_columns", "1 rows of 32 columns are gathered wrongly"),
 )
-def test_where_norms_fail_on_one_rank_all_ranks_sum_as_before(
-    caplog: pytest.LogCaptureFixture, fault: str, reason: str
-) -> None:
+def test_where_norms_fail_all_ranks_sum_as_before(caplog: pytest.LogCaptureFixture, fault: str, reason: str) -> None:
     caplog.set_level(logging.WARNING, one_shot.__name__)
 
     def run(rank: Rank) -> None:

@@ -1,20 +1,24 @@
 """Choosing a backend: the order of `auto`, every reason kept, and errors that say what would work."""
 
 import dataclasses
+import itertools
 import types
 
 import pytest
 import torch
 
-from moe import MoeA2ABackend, MoeBackend, MoeRunnerConfig, UnsupportedPathError, registry
+from moe import MoeA2ABackend, MoeBackend, MoeRunner, MoeRunnerConfig, UnsupportedPathError, registry
 from moe.backend import Backend
 from moe.backends.flashinfer import common as flashinfer_common
 from moe.backends.triton.backend import TritonBackend
 from moe.choose import select
+from moe.choose.explain import ARCHS, FORMATS
 from moe.choose.ranking import preference
 from moe.choose.select import choose_backend, probe_device, verdicts
+from moe.config import DispatchFormat
 from moe.device import Device
-from moe.registry import load_backend
+from moe.registry import BACKEND_MODULES, load_backend, missing_formats
+from tests.moe.backends import hostile
 from tests.moe.configs import rank_config
 from tests.moe.moe_layers import make_config, make_experts
 from tests.tables import rows
@@ -64,9 +68,7 @@ def test_a_refused_request_gives_its_reason_and_what_would_work(config: MoeRunne
     assert "Usable for it: none" in text
 
 
-def test_a_backend_that_is_not_built_in_is_refused_by_name(
-    monkeypatch: pytest.MonkeyPatch, config: MoeRunnerConfig
-) -> None:
+def test_a_backend_that_is_not_built_in_is_refused(monkeypatch: pytest.MonkeyPatch, config: MoeRunnerConfig) -> None:
     monkeypatch.delitem(registry.BACKEND_MODULES, MoeBackend.AITER, raising=False)
     text = refusal(MoeBackend.AITER, "bf16", config)
     assert "--moe-backend aiter cannot run bf16 experts on cpu" in text
@@ -107,9 +109,7 @@ def test_probing_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         (MoeBackend.FLASHINFER_CUTEDSL, "nvfp4", {"hidden_size": 2880}, "2880, nvfp4 needs a positive multiple of 128"),
         (MoeBackend.FLASHINFER_TRTLLM, "fp8_tensor", {"intermediate_size": 192}, "192, fp8_tensor needs")
     )  # fmt: skip
-def test_sizes_that_a_kernel_cannot_tile_are_refused_at_selection(
-    backend: MoeBackend, format_name: str, sizes: dict[str, int], words: str
-) -> None:
+def test_untiled_sizes_are_refused(backend: MoeBackend, format_name: str, sizes: dict[str, int], words: str) -> None:
     """Before any weight is read, and `auto` takes another backend instead of failing later."""
     fine = {"num_experts": 8, "top_k": 2, "hidden_size": 256, "intermediate_size": 256}
     config = rank_config(**(fine | sizes))  # type: ignore[arg-type]
@@ -142,3 +142,55 @@ def test_packages_are_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
     assert backend.is_installed()
     monkeypatch.setattr(TritonBackend, "package", "surely_not_installed")
     assert not backend.is_installed()
+
+
+# ---- every backend with every transport, before any weight is read ----
+
+
+CONFIG = hostile.make_config(8, 2048, 2048, 2)
+LL = (DispatchFormat.DEEPEP_LL,)
+PAIRS = list(itertools.product([backend for backend in MoeBackend if backend is not MoeBackend.AUTO], MoeA2ABackend))
+# The support table of the design. DeepEP's low-latency layout is mooncake's and nixl's too.
+BUILDS = {
+    "torch": {"none", "deepep", "mooncake", "nixl"},
+    "triton": {"none", "deepep"},
+    "flashinfer_mxfp4": {"none"},
+    "flashinfer_cutlass": {"none"},
+    "flashinfer_trtllm": {"none"},
+    "flashinfer_cutedsl": {"none", "flashinfer"},
+    "deep_gemm": {"none", "deepep", "mooncake", "nixl"},
+    "aiter": {"none", "deepep", "mori", "mooncake", "nixl"},
+}
+
+
+def test_pair_builds_or_is_refused_by_name(subtests: pytest.Subtests) -> None:
+    for backend, a2a in PAIRS:
+        with subtests.test(backend=backend, a2a=a2a):
+            assert backend in BACKEND_MODULES, "every backend is built in"
+            if a2a in BUILDS[backend]:
+                assert MoeRunner(backend, a2a, CONFIG).backend is backend
+            else:
+                with pytest.raises(UnsupportedPathError) as error:
+                    MoeRunner(backend, a2a, CONFIG)
+                text = str(error.value)
+                assert f"--moe-backend {backend}" in text
+                assert f"--moe-a2a-backend {a2a}" in text
+                assert "works with --moe-a2a-backend none" in text
+                assert "\n" not in text
+
+
+def test_cutedsl_with_deepep_builds_for_low_latency_alone() -> None:
+    backend = MoeBackend.FLASHINFER_CUTEDSL
+    assert MoeRunner(backend, MoeA2ABackend.DEEPEP, CONFIG, dispatch_formats=LL)
+    with pytest.raises(UnsupportedPathError, match="deepep_normal"):
+        MoeRunner(backend, MoeA2ABackend.DEEPEP, CONFIG)
+
+
+def test_what_a_backend_supports_can_be_built(subtests: pytest.Subtests) -> None:
+    for backend, a2a in PAIRS:
+        with subtests.test(backend=backend, a2a=a2a):
+            entry = load_backend(backend)
+            paths = itertools.product(ARCHS, FORMATS)
+            supported = any(entry.supports(Device(arch=arch), name, a2a, CONFIG) is None for arch, name in paths)
+            has_path = len(missing_formats(backend, a2a, a2a.dispatch_formats)) < len(a2a.dispatch_formats)
+            assert supported == has_path

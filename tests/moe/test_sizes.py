@@ -38,13 +38,8 @@ def test_an_unknown_format_is_refused():
 @rows("format_name", *PACKED)
 @rows(
     "hidden, inter, has_bias",
-    (64, 128, True),
-    (288, 288, True),
-    (192, 160, False),
-    (96, 32, True),
-    (2880, 96, False),
-    (352, 224, True),
-)
+    (64, 128, True), (288, 288, True), (192, 160, False), (96, 32, True), (2880, 96, False), (352, 224, True),
+)  # fmt: skip
 def test_bytes_of_the_triton_layout(format_name, has_bias, hidden, inter):
     inter = -(-inter // 128) * 128 if format_name == "fp8_block" else inter
     experts = make_experts(format_name, 2, hidden, inter, bias=has_bias)

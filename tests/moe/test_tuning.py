@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import threading
 import time
 from pathlib import Path
@@ -13,15 +14,17 @@ import torch
 
 from moe import MoeA2ABackend, MoeBackend, MoeConfigError, MoeRunner, StandardDispatchOutput, Topology
 from moe.backends.flashinfer.profiles import profiles_of
+from moe.config import DispatchFormat
 from moe.formats import ExpertWeights
 from moe.registry import load_backend
 from moe.tune import layers as tuning
 from moe.tune import measure as tuning_measure
 from moe.tune.cache import TuneKey, TuningCache
 from moe.tune.layers import LayerTuner, TuningSettings, tune_layer
+from moe.tune.measure import Measurer, _largest_error, _new_memory_is_nan
 from moe.tune.policy import MAX_TOKEN_COUNTS
 from tests.moe.backends import hostile
-from tests.moe.moe_layers import GPT_OSS
+from tests.moe.moe_layers import GPT_OSS, make_config, make_experts
 from tests.moe.tunable import Profiled, install_profiles
 from tests.tables import rows
 
@@ -57,9 +60,7 @@ def pairs(info: Any) -> list[tuple[int, int] | None]:
 
 
 @rows("ep_size", 1, 2)
-def test_the_best_profile_of_either_gemm_is_found_checked_kept_and_used(
-    profiled: Profiled, tmp_path: Path, ep_size: int
-) -> None:
+def test_the_best_profile_of_either_gemm_is_found_and_kept(profiled: Profiled, tmp_path: Path, ep_size: int) -> None:
     profiled.fails, profiled.no_occupancy = {7}, {8}
     topology = Topology(ep_size=ep_size, ep_rank=ep_size - 1)
     runner, info, *_ = layer = mxfp4_layer(topology=topology)
@@ -85,9 +86,7 @@ def test_the_best_profile_of_either_gemm_is_found_checked_kept_and_used(
 
 
 @rows("fault", "wrong", "writes_nothing")
-def test_a_fast_profile_that_is_wrong_is_refused(
-    profiled: Profiled, caplog: pytest.LogCaptureFixture, fault: str
-) -> None:
+def test_a_fast_wrong_profile_is_refused(profiled: Profiled, caplog: pytest.LogCaptureFixture, fault: str) -> None:
     getattr(profiled, fault).add(7)
     with caplog.at_level(logging.WARNING):
         tuned = tuner(None).tuned(*mxfp4_layer())
@@ -96,7 +95,7 @@ def test_a_fast_profile_that_is_wrong_is_refused(
     assert "at 6 tokens and is not used" in caplog.text
 
 
-def test_layers_of_one_shape_are_measured_once_and_share_the_budget(
+def test_layers_of_one_shape_share_a_budget(
     profiled: Profiled, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blocked = tmp_path / "file"
@@ -198,9 +197,7 @@ def test_a_start_without_flag_and_file_measures_nothing(profiled: Profiled, tmp_
     assert not profiled.used
 
 
-def test_a_release_that_takes_no_profile_numbers_has_nothing_to_tune(
-    profiled: Profiled, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_release_without_profile_numbers(profiled: Profiled, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from moe.backends.flashinfer import common as flashinfer_common
 
     monkeypatch.setattr(flashinfer_common, "takes", lambda function, parameter: parameter != "profile_ids")
@@ -222,9 +219,7 @@ def cutlass_layer(format_name: str) -> Layer:
     return runner, load_backend(runner.backend).prepare(experts, config, Topology()), experts, Topology()
 
 
-def test_paths_without_tactics_say_so_once_and_go_on(
-    profiled: Profiled, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_no_tactics_is_said_once(profiled: Profiled, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     one = tuner(tmp_path)
     with caplog.at_level(logging.INFO):
         for runner, info, *rest in [cutlass_layer("fp8_block"), mxfp4_layer(MoeBackend.TORCH)] * 2:
@@ -257,9 +252,7 @@ def test_the_entry_for_benchmarks(profiled: Profiled, caplog: pytest.LogCaptureF
         TuningSettings(is_on=True)
 
 
-def test_compiling_ahead_uses_threads_and_ends_with_its_time(
-    profiled: Profiled, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compiling_ahead_uses_threads_and_ends_in_time(profiled: Profiled, monkeypatch: pytest.MonkeyPatch) -> None:
     backend: Any = load_backend(MoeBackend.FLASHINFER_MXFP4)
     monkeypatch.setattr(type(backend), "compiles_tactics", True)
     monkeypatch.setattr(tuning_measure, "time", time)
@@ -304,3 +297,77 @@ def test_one_round_is_enough_for_a_tactic_that_is_far_too_slow() -> None:
 def test_profiles_serve_counts_up_to_their_own_and_the_last_all_above() -> None:
     profiles = profiles_of({"8": "2/6", "1": "0/5"})
     assert [profiles.pick(count) for count in (1, 2, 8, 9)] == [(0, 5), (2, 6), (2, 6), (2, 6)]
+
+
+# ---- what is measured with and how it is judged ----
+
+
+def test_an_error_may_not_drown_in_other_tokens_nor_in_other_outputs() -> None:
+    want = torch.ones(400, 256)
+    want[:, 128:] = 0.01
+    assert _largest_error(want, want) == 0
+    for part in ((17,), (slice(None), slice(128, None))):
+        got = want.clone()
+        got[part] *= 2
+        assert _largest_error(got, want) == pytest.approx(1)
+
+
+def test_nan_is_an_infinite_error_and_where_nothing_is_expected_nothing_may_come() -> None:
+    want = torch.zeros(3, 128)
+    assert _largest_error(want, want) == 0
+    assert _largest_error(want + 1e-6, want) == math.inf
+    unwritten = torch.ones(3, 128)
+    unwritten[2, 5] = math.nan
+    assert _largest_error(unwritten, torch.ones(3, 128)) == math.inf
+
+
+@rows("was_on", False, True)
+def test_memory_that_a_tactic_allocates_holds_no_former_results(was_on: bool) -> None:
+    torch.use_deterministic_algorithms(was_on)
+    try:
+        with _new_memory_is_nan():
+            assert torch.empty(1000).isnan().all()
+        assert torch.are_deterministic_algorithms_enabled() is was_on
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@rows("ep_rank", *range(4))
+def test_few_tokens_differ_from_call_to_call_and_the_first_visits_this_rank(ep_rank: int) -> None:
+    topology = Topology(ep_size=4, ep_rank=ep_rank)
+    experts = hostile.shard(make_experts("mxfp4", num_experts=16), ep=(4, ep_rank))
+    config = make_config(experts, num_experts=16, dtype=torch.float32, place=topology)
+    runner = MoeRunner(MoeBackend.TORCH, MoeA2ABackend.NONE, config)
+    info = load_backend(MoeBackend.TORCH).prepare(experts, config, topology)
+    measurer = Measurer(runner, info, experts, topology)
+    own = set(topology.expert_range(16))
+    chosen = [measurer._tokens(1, seed)[1].ids[0].tolist() for seed in range(8)]
+    assert all(own & set(ids) for ids in chosen)
+    assert own <= {expert for ids in chosen for expert in ids}, "always the same experts would stay in the L2"
+    ids = measurer._tokens(64, 0)[1].ids.tolist()
+    assert all(len(set(row)) == len(row) for row in ids)
+    assert {expert for row in ids for expert in row} == set(range(16))
+
+
+def test_of_many_tokens_the_compared_ones_are_spread_to_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    profiled = install_profiles(monkeypatch, {})
+    monkeypatch.setattr(tuning_measure, "_CHECKED_TOKENS", 2)
+    profiled.wrong.add(3)  # in the last token
+    experts = hostile.quantized_experts("bf16", 4, 256, 128, x=hostile.tokens(8, 256))
+    config = hostile.make_config(4, 256, 128, 3)
+    runner = MoeRunner(MoeBackend.FLASHINFER_CUTLASS, MoeA2ABackend.NONE, config)
+    info = load_backend(runner.backend).prepare(experts, config, Topology())
+    measurer = Measurer(runner, info, experts, Topology())
+    assert measurer.error("2/-1", 6) <= 1 < measurer.error("3/-1", 6)
+
+
+def test_every_layout_of_a_transport_is_measured_and_compared() -> None:
+    experts = make_experts("mxfp4")
+    topology = Topology(a2a=MoeA2ABackend.DEEPEP)
+    config = make_config(experts, dtype=torch.float32)
+    runner = MoeRunner(MoeBackend.TORCH, MoeA2ABackend.DEEPEP, config)
+    info = load_backend(MoeBackend.TORCH).prepare(experts, config, topology)
+    inputs = Measurer(runner, info, experts, topology)._inputs_for(5)
+    both = [DispatchFormat.DEEPEP_NORMAL, DispatchFormat.DEEPEP_LL]
+    assert [entry[0] for entry in inputs.first] == both
+    assert [dispatched.format for dispatched in inputs.dispatched[:4]] == both * 2

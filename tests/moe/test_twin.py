@@ -63,9 +63,7 @@ def with_input_scales(experts: ExpertWeights) -> ExpertWeights:
     ("fp8_tensor", fp8_static, 5e-3, 6e-2),
     ("nvfp4", nvfp4_static, 3e-2, 2e-1),
 )
-def test_rounding_the_inputs_changes_the_result_by_what_the_format_costs(
-    format_name: str, rounding: object, low: float, high: float
-) -> None:
+def test_rounding_inputs_costs_what_formats_cost(format_name: str, rounding: object, low: float, high: float) -> None:
     experts = make_experts(format_name, bias=False)
     if rounding is not fp8_groups:
         experts = with_input_scales(experts)

@@ -9,6 +9,7 @@ from moe import StandardTopK
 from moe.config import DispatchDtype
 from moe.dispatch.base import abandon
 from moe.dispatch.deepep import DeepepBuffer
+from moe.dispatch.deepep_settings import DeepepMode
 from moe.dispatch.flashinfer import FlashinferDispatcher, build_alltoall
 from moe.dispatch.mooncake import MooncakeBuffer
 from moe.dispatch.mori import MoriBuffer, MoriDispatcher, MoriSettings
@@ -16,6 +17,7 @@ from moe.dispatch.nixl import NixlBuffer
 from moe.dispatch.standard import StandardDispatcher
 from moe.errors import TransportStateError
 from tests.emulators.alltoall import install_alltoall
+from tests.emulators.deepep import install_deepep
 from tests.emulators.low_latency import install_low_latency
 from tests.emulators.mori import install_mori
 from tests.emulators.ranks import Rank, run_ranks
@@ -28,6 +30,7 @@ H = 2048
 
 @pytest.fixture(autouse=True)
 def libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    install_deepep(monkeypatch)
     install_low_latency(monkeypatch)
     install_mori(monkeypatch)
     install_alltoall(monkeypatch)
@@ -43,6 +46,14 @@ def inputs_of(rank: Rank) -> tuple[torch.Tensor, StandardTopK]:
 
 def low_latency(kind: type[DeepepBuffer], rank: Rank) -> tuple[Any, Any]:
     return deepep(rank, kind=kind), lambda got: got.result(got.hidden_states, is_partial=False)
+
+
+def deepep_normal(rank: Rank) -> tuple[Any, Any]:
+    def experts(got: Any) -> Any:
+        weight_R1 = (got.topk_weights * (got.topk_ids >= 0)).sum(1, keepdim=True)
+        return got.result((got.hidden_states.float() * weight_R1).to(torch.bfloat16), is_partial=False)
+
+    return deepep(rank, DeepepMode.NORMAL), experts
 
 
 def mori(rank: Rank, *, is_low_latency: bool) -> tuple[Any, Any]:
@@ -74,6 +85,8 @@ def weighted(rank: Rank, got: Any, topk: StandardTopK) -> Any:
 
 
 TRANSPORTS = {
+    "deepep": lambda rank: low_latency(DeepepBuffer, rank),
+    "deepep normal": deepep_normal,
     "mooncake": lambda rank: low_latency(MooncakeBuffer, rank),
     "nixl": lambda rank: low_latency(NixlBuffer, rank),
     "mori": lambda rank: mori(rank, is_low_latency=False),
@@ -85,6 +98,8 @@ TRANSPORTS = {
 
 @rows("name", *TRANSPORTS)
 def test_failed_experts_are_seen_by_those_who_use_them_and_by_nobody_later(name: str) -> None:
+    """F1: before, the third step after failures was refused on this rank, and the others waited for ever."""
+
     def work(rank: Rank) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         dispatcher, experts = TRANSPORTS[name](rank)
         x_TH, topk = inputs_of(Rank(rank.group, 0) if name == "none" else rank)  # without transport: equal tokens

@@ -51,9 +51,7 @@ def test_rank_counts(mode: DeepepMode, ep_sizes: list[int]) -> None:
     (AUTO, {"top_k": 12}, False, ["top_k is 12"]),
     (AUTO, {"ep_size": 1}, False, ["--expert-parallel-size is 1"]),
 )
-def test_refusals_name_flag_and_number(
-    mode: DeepepMode, changes: dict[str, int], sends_fp8: bool, words: list[str]
-) -> None:
+def test_refusals_name_numbers(mode: DeepepMode, changes: dict[str, int], sends_fp8: bool, words: list[str]) -> None:
     with pytest.raises(UnsupportedPathError) as error:
         check_deepep(DeepepSettings(mode=mode), shape(**changes), sends_fp8=sends_fp8)
     for word in words:
@@ -66,9 +64,7 @@ def test_refusals_name_flag_and_number(
     ({"tp_size": 2}, 128, UnsupportedPathError, "--tensor-parallel-size of the experts is 2"),
     ({"ep_size": 1}, 6, MoeConfigError, "--deepep-max-dispatch-tokens is 6: times 1 ranks"),
 )
-def test_shares_and_the_pitch_of_scales(
-    changes: dict[str, int], tokens: int, error: type[Exception], words: str
-) -> None:
+def test_shares_and_pitch(changes: dict[str, int], tokens: int, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         check_deepep(DeepepSettings(mode=LL, max_dispatch_tokens=tokens), shape(**changes), sends_fp8=False)
 
@@ -117,9 +113,7 @@ def test_capture_follows_the_dispatch_limit() -> None:
     "mode, tokens, depth",
     (LL, 511, None), (LL, 512, 2048), (AUTO, 1023, 2048), (AUTO, 1024, 4096), (NORMAL, 1024, None),
 )  # fmt: skip
-def test_a_deeper_queue_is_asked_for_only_where_the_default_is_too_short(
-    mode: DeepepMode, tokens: int, depth: int | None
-) -> None:
+def test_a_deeper_queue_is_asked_for_only_where_needed(mode: DeepepMode, tokens: int, depth: int | None) -> None:
     assert queue_depth_to_ask_for(DeepepSettings(mode=mode, max_dispatch_tokens=tokens)) == depth
 
 

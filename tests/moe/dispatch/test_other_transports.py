@@ -39,34 +39,31 @@ H, FLASHINFER_H = 2048, 256
 BUFFERS = {MoeA2ABackend.MOONCAKE: MooncakeBuffer, MoeA2ABackend.NIXL: NixlBuffer}
 
 
-@rows("a2a", *list(BUFFERS))
-def test_low_latency_libraries_with_torch(monkeypatch: pytest.MonkeyPatch, a2a: MoeA2ABackend) -> None:
-    install_low_latency(monkeypatch, wide=True)
-    experts = hostile.plain_experts("mxfp4", E, H, I)
-    inputs = several_ranks.rank_inputs([4, 0, 3, 8], H, torch.float32)
-    outputs = several_ranks.run_layer(
-        experts, inputs, backend=MoeBackend.TORCH, a2a=a2a, formats=a2a.dispatch_formats, dtype=torch.float32,
-        dispatcher_for=lambda rank, config: deepep(rank, kind=BUFFERS[a2a]),
-    )  # fmt: skip
-    assert worst_error(outputs, inputs, lambda x, topk: reference_moe(x, topk, experts, PLAIN)) < 1e-5
-
-
-@rows("a2a", *list(BUFFERS))
-def test_low_latency_libraries_with_deep_gemm(monkeypatch: pytest.MonkeyPatch, a2a: MoeA2ABackend) -> None:
+@rows("a2a", *BUFFERS)
+@rows(
+    "backend, name, inter, num_tokens, dtype, rounding, tolerance",
+    (MoeBackend.TORCH, "mxfp4", I, [4, 0, 3, 8], torch.float32, None, 1e-5),
+    (MoeBackend.DEEP_GEMM, "fp8_block", 128, [4, 3], torch.bfloat16, activation_quant.fp8_groups, 1e-3),
+)
+def test_low_latency_libraries(
+    monkeypatch: pytest.MonkeyPatch, a2a: MoeA2ABackend, backend: MoeBackend, name: str, inter: int,
+    num_tokens: list[int], dtype: torch.dtype, rounding: Any, tolerance: float,
+) -> None:  # fmt: skip
     install_low_latency(monkeypatch, wide=True)
     install_deep_gemm(monkeypatch, wide=True)
     monkeypatch.setattr("moe.backends.deep_gemm.backend.RESULT_DTYPE", torch.float32)
-    experts = hostile.plain_experts("fp8_block", E, H, 128)
-    inputs = several_ranks.rank_inputs([4, 3], H, torch.bfloat16)
-    dispatch_dtype = load_backend(MoeBackend.DEEP_GEMM).dispatch_dtype(
-        DispatchContext(dispatch_format=DispatchFormat.DEEPEP_LL, format_name="fp8_block", device=torch.device("cpu"))
-    )
+    experts = hostile.plain_experts(name, E, H, inter)
+    inputs = several_ranks.rank_inputs(num_tokens, H, dtype)
+    context = DispatchContext(
+        dispatch_format=DispatchFormat.DEEPEP_LL, format_name=name, device=torch.device("cpu")
+    )  # fmt: skip
+    dispatch_dtype = load_backend(backend).dispatch_dtype(context)
     outputs = several_ranks.run_layer(
-        experts, inputs, backend=MoeBackend.DEEP_GEMM, a2a=a2a, formats=a2a.dispatch_formats, dtype=torch.bfloat16,
+        experts, inputs, backend=backend, a2a=a2a, formats=a2a.dispatch_formats, dtype=dtype,
         dispatcher_for=lambda rank, config: deepep(rank, dispatch_dtype=dispatch_dtype, kind=BUFFERS[a2a]),
     )  # fmt: skip
-    rounded = functools.partial(reference_moe, quantize_input=activation_quant.fp8_groups)
-    assert worst_error(outputs, inputs, lambda x, topk: rounded(x, topk, experts, PLAIN)) < 1e-3
+    twin = functools.partial(reference_moe, experts=experts, activation=PLAIN, quantize_input=rounding)
+    assert worst_error(outputs, inputs, twin) < tolerance
 
 
 def test_what_these_libraries_lack_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,9 +117,7 @@ def test_scales_per_half_follow_a_cut_of_rows(kind: type[Weight]) -> None:
     (Fp8BlockWeight, -1, 64, 128), (Fp8BlockWeight, -2, 0, 100), (Fp8BlockWeight, 1, 130, 128),
     (Fp8TensorWeight, -1, 200, 100), (Bf16Weight, 0, 2, 5), (Bf16Weight, 0, -1, 1),
 )  # fmt: skip
-def test_cuts_inside_a_block_or_past_the_end_are_refused(
-    kind: type[Weight], axis: int, start: int, length: int
-) -> None:
+def test_cuts_in_blocks_or_past_the_end_are_refused(kind: type[Weight], axis: int, start: int, length: int) -> None:
     with pytest.raises(WeightFormatError, match="cannot cut"):
         kind.quantize(dense(3, 260, 288)).narrow(axis, start, length)
 
