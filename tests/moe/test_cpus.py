@@ -14,22 +14,19 @@ V1 = "32 31 0:29 {root} {point} rw,relatime - cgroup cgroup rw,cpu,cpuacct"
 OTHERS = "24 1 0:20 / / rw - ext4 /dev/vda rw\n33 31 0:30 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n"
 
 
-class FakeSystem:
+def fake_system(folder: Path, mount: str, own_groups: str, limits: dict[str, str], root: str = "/") -> Path:
     """/proc/self and one mounted cgroup tree; `limits` are CPUs by group below the mount point."""
-
-    def __init__(self, folder: Path, mount: str, own_groups: str, limits: dict[str, str], root: str = "/") -> None:
-        self.proc, point = folder / "proc", folder / "cgroup"
-        self.proc.mkdir()
-        (self.proc / "mountinfo").write_text(OTHERS + mount.format(root=root, point=point) + "\n")
-        (self.proc / "cgroup").write_text(own_groups + "\n")
-        for group, limit in limits.items():
-            (point / group).mkdir(parents=True, exist_ok=True)
-            quota, period = limit.split()
-            if mount is V2:
-                (point / group / "cpu.max").write_text(limit + "\n")
-            else:
-                (point / group / "cpu.cfs_quota_us").write_text(quota + "\n")
-                (point / group / "cpu.cfs_period_us").write_text(period + "\n")
+    proc, point = folder / "proc", folder / "cgroup"
+    proc.mkdir()
+    (proc / "mountinfo").write_text(OTHERS + mount.format(root=root, point=point) + "\n")
+    (proc / "cgroup").write_text(own_groups + "\n")
+    for group, limit in limits.items():
+        (point / group).mkdir(parents=True, exist_ok=True)
+        quota, period = limit.split()
+        files = {"max": limit} if mount is V2 else {"cfs_quota_us": quota, "cfs_period_us": period}
+        for name, text in files.items():
+            (point / group / f"cpu.{name}").write_text(text + "\n")
+    return proc
 
 
 CASES = {
@@ -56,7 +53,7 @@ CASES = {
 @rows("case", *CASES)
 def test_g09_quota(case: str, tmp_path: Path) -> None:
     mount, own_groups, limits, root, quota = CASES[case]
-    assert cgroup_quota(FakeSystem(tmp_path, mount, own_groups, limits, root).proc) == quota
+    assert cgroup_quota(fake_system(tmp_path, mount, own_groups, limits, root)) == quota
 
 
 @rows(
@@ -68,7 +65,7 @@ def test_g09_the_smaller_of_mask_and_quota_in_whole_cpus(
     num_cores: int, limit: str, usable: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(num_cores)))
-    assert usable_cpus(FakeSystem(tmp_path, V2, "0::/", {"": limit}).proc) == usable
+    assert usable_cpus(fake_system(tmp_path, V2, "0::/", {"": limit})) == usable
 
 
 def test_g09_without_proc_the_mask_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

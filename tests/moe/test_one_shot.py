@@ -232,14 +232,20 @@ def break_memory(memory: SymmetricMemory, name: str) -> None:
     setattr(memory, name, broken)
 
 
-@pytest.mark.parametrize(
-    ("fault", "reason"),
-    [
-        ("allocate", "CUDA driver error: no peer access"),
-        ("connect", "CUDA driver error: no peer access"),
-        ("sum", "a one-shot sum of 16 bytes of torch.bfloat16 is wrong"),
-        ("host", "the ranks are on several hosts, host-0 and host-1"),
-    ],
+def broken_group(rank: Rank, fault: str) -> tuple[Any, ThreadGroup]:
+    """What is opened where something is broken on the second rank, and the group itself."""
+    group, memory = ThreadGroup(rank), SymmetricMemory(rank, NUM_BYTES)
+    if rank.rank() == 1 and fault != "host":
+        break_memory(memory, fault)
+    return try_one_shot(group, memory, CPU), group
+
+
+@rows(
+    "fault, reason",
+    ("allocate", "CUDA driver error: no peer access"),
+    ("connect", "CUDA driver error: no peer access"),
+    ("sum", "a one-shot sum of 16 bytes of torch.bfloat16 is wrong"),
+    ("host", "the ranks are on several hosts, host-0 and host-1"),
 )
 def test_what_fails_on_one_rank_leaves_all_to_the_group_and_says_why(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fault: str, reason: str
@@ -247,14 +253,8 @@ def test_what_fails_on_one_rank_leaves_all_to_the_group_and_says_why(
     caplog.set_level(logging.INFO, one_shot.__name__)
     if fault == "host":
         monkeypatch.setattr("socket.gethostname", lambda: f"host-{this_rank().rank()}")
-
-    def run(rank: Rank) -> bool:
-        group, memory = ThreadGroup(rank), SymmetricMemory(rank, NUM_BYTES)
-        if rank.rank() == 1 and fault != "host":
-            break_memory(memory, fault)
-        return try_one_shot(group, memory, CPU) is group
-
-    assert run_ranks(2, run) == [True, True]
+    for opened, group in run_ranks(2, lambda rank: broken_group(rank, fault)):
+        assert opened is group
     prefix = "sums over 2 tensor-parallel ranks are left to NCCL: "
     assert sorted(caplog.messages) == sorted([prefix + reason, prefix + "it does not work on another rank"])
 
@@ -269,12 +269,9 @@ def test_where_norms_fail_all_ranks_sum_as_before(caplog: pytest.LogCaptureFixtu
     caplog.set_level(logging.WARNING, one_shot.__name__)
 
     def run(rank: Rank) -> None:
-        group, memory = ThreadGroup(rank), SymmetricMemory(rank, NUM_BYTES)
-        if rank.rank() == 1:
-            break_memory(memory, fault)
-        opened = try_one_shot(group, memory, CPU)
+        opened, group = broken_group(rank, fault)
         part = torch.ones(2, 8, dtype=BF16)
-        assert add_norm(opened, part, SumPlace.MLP) is None  # type: ignore[arg-type]
+        assert add_norm(opened, part, SumPlace.MLP) is None
         group.calls.clear()
         assert torch.equal(opened.all_reduce(part), 2 * part)
         assert group.calls == []
