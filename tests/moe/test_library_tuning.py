@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import logging
 from collections.abc import Iterator
@@ -92,18 +93,20 @@ def tuner(folder: Path | None, *, is_on: bool = True) -> LayerTuner:
     return LayerTuner(TuningSettings(is_on=is_on, cache_folder=folder, token_counts=(1, 4)))
 
 
-@rows("path", "fp8_block", "fp8_tensor", "nvfp4", "mxfp4", "cutedsl", "cutedsl-flashinfer")
+LAYERS = {
+    "cutedsl": lambda: cutedsl_layer(NONE), "cutedsl-flashinfer": lambda: cutedsl_layer(MoeA2ABackend.FLASHINFER),
+    "mxfp4": mxfp4_layer,
+} | {name: functools.partial(trtllm_layer, name) for name in ("fp8_block", "fp8_tensor", "nvfp4")}  # fmt: skip
+
+
+@rows("path", *LAYERS)
 def test_a_layer_runs_once_inside_the_librarys_context(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture, path: str
 ) -> None:
     """Once for all layers of a shape, at the largest count, routed as a served step is; later starts read the file."""
     (install_cutedsl if path.startswith("cutedsl") else install_trtllm)(monkeypatch)
     spy = Spy(monkeypatch)
-    layers = {
-        "cutedsl": lambda: cutedsl_layer(NONE), "cutedsl-flashinfer": lambda: cutedsl_layer(MoeA2ABackend.FLASHINFER),
-        "mxfp4": mxfp4_layer,
-    }  # fmt: skip
-    layer = layers.get(path, lambda: trtllm_layer(path))()
+    layer = LAYERS[path]()
     kept = str(tmp_path / "new" / "flashinfer-rank0.json")
     one = tuner(tmp_path / "new")
     with caplog.at_level(logging.INFO):

@@ -1,6 +1,5 @@
 """The runner: resolves its path when built, refuses what cannot work, and calls the kernels only for work."""
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -107,7 +106,7 @@ def test_bad_settings_name_field_value_and_rule(changes: dict[str, object], mess
 def test_nothing_is_registered_twice() -> None:
     """A second entry would silently take the first one's place."""
     registry.load_backend(MoeBackend.TORCH)
-    twice: list[tuple[Callable[[Any], object], object]] = [
+    twice: list[tuple[Any, object]] = [
         (registry.register_backend, TorchBackend),
         (registry.register_runner_core(MoeBackend.TORCH), TorchRunnerCore),
         (registry.register_pre_permute(DispatchFormat.STANDARD, MoeBackend.TORCH), standard_to_torch),
