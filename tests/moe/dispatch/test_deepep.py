@@ -77,7 +77,9 @@ def test_one_rank_runs_low_latency_only(library: type[Buffer]) -> None:
     (DeepepMode.NORMAL, [0, 0], {}),
     (DeepepMode.LOW_LATENCY, [4, 3], {"hidden": 2880}),  # they travel as 3072 columns
 )
-def test_other_steps(library: type[Buffer], mode: DeepepMode, num_tokens: list[int], options: dict[str, Any]) -> None:
+def test_decode_no_tokens_padding(
+    library: type[Buffer], mode: DeepepMode, num_tokens: list[int], options: dict[str, Any]
+) -> None:
     assert [out.shape[0] for out in run_torch(mode, num_tokens, **options)] == num_tokens
 
 
