@@ -4,7 +4,7 @@ A new backend adds its paths to PATHS and its refusals to LIMITS; `test_contract
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +13,10 @@ import torch
 
 from moe import Activation, MoeA2ABackend, MoeBackend, MoeRunner, MoeRunnerConfig, StandardDispatchOutput, Topology
 from moe.check.reference import reference_moe
+from moe.config import RoutingConfig, RoutingMethod
 from moe.formats import ExpertWeights
 from moe.registry import load_backend
-from moe.routing import StandardTopK
+from moe.routing import BypassedTopK, StandardTopK, TopKOutput, route
 from tests.emulators.aiter import install_aiter
 from tests.emulators.cutedsl import install_cutedsl
 from tests.emulators.cutlass import install_cutlass
@@ -30,6 +31,13 @@ TORCH, TRITON, DEEP_GEMM, AITER = MoeBackend.TORCH, MoeBackend.TRITON, MoeBacken
 CUTLASS, TRTLLM = MoeBackend.FLASHINFER_CUTLASS, MoeBackend.FLASHINFER_TRTLLM
 CUTEDSL, MXFP4 = MoeBackend.FLASHINFER_CUTEDSL, MoeBackend.FLASHINFER_MXFP4
 EXACT, QUANTIZED = 1e-5, 1e-3  # both sides compute in fp32; both sides quantize activations alike
+SOFTMAX = RoutingConfig(
+    method=RoutingMethod.SOFTMAX_AFTER_TOPK, num_experts=E, top_k=K, routed_scaling_factor=hostile.FACTOR
+)
+GROUPED = RoutingConfig(
+    method=RoutingMethod.SIGMOID_GROUPED, num_experts=E, top_k=K, num_groups=4, num_kept_groups=2,
+    routed_scaling_factor=hostile.FACTOR,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +54,7 @@ class Path:
     activation: Activation = PLAIN
     has_biases: bool = False
     counts: tuple[int, ...] = (T,)
+    a2a: MoeA2ABackend = NONE  # another one than none only in tests of a backend's own
 
     @property
     def is_flashinfer(self) -> bool:
@@ -82,6 +91,12 @@ PATHS = (
 )  # fmt: skip
 
 
+def path_of(backend: MoeBackend, **traits: Any) -> Path:
+    """The first path of a backend that has these traits."""
+    paths = (path for path in PATHS if path.backend is backend)
+    return next(path for path in paths if all(getattr(path, name) == trait for name, trait in traits.items()))
+
+
 def install(patch: pytest.MonkeyPatch, backend: MoeBackend, arch: str) -> Any:
     """The emulated library on a device of this architecture; None for torch."""
     if backend is AITER:
@@ -103,6 +118,9 @@ def tokens(path: Path, num_tokens: int = T) -> torch.Tensor:
     return hostile.tokens(num_tokens, path.hidden, size=size).to(path.dtype)
 
 
+TOPK = hostile.routing(T, E, K)
+
+
 @functools.cache
 def make_experts(path: Path, num_blocks: int | None = None) -> ExpertWeights:
     """Of the whole layer; static activation scales where FlashInfer's kernels need them."""
@@ -113,16 +131,34 @@ def make_experts(path: Path, num_blocks: int | None = None) -> ExpertWeights:
     return hostile.plain_experts(name, E, path.hidden, inter, has_biases=path.has_biases, size=size)
 
 
-def config_of(path: Path, experts: ExpertWeights, topology: Topology) -> MoeRunnerConfig:
+def config_of(
+    path: Path, experts: ExpertWeights, topology: Topology, routing: RoutingConfig | None = None
+) -> MoeRunnerConfig:
     return hostile.make_config(
         E, experts.hidden_size, experts.intermediate_size, K, place=topology, activation=path.activation,
-        dtype=path.dtype, has_biases=path.has_biases,
+        dtype=path.dtype, has_biases=path.has_biases, routing=routing,
     )  # fmt: skip
 
 
-def prepare(path: Path, experts: ExpertWeights, topology: Topology) -> Callable[[torch.Tensor, StandardTopK], Any]:
+@functools.cache
+def bypassed(rules: RoutingConfig, dtype: torch.dtype = torch.bfloat16) -> BypassedTopK:
+    """Logits of T tokens that fit bf16, for kernels that route; some rules take a correction bias, which fits too."""
+    logits = torch.randn(T, E, generator=torch.Generator().manual_seed(5)).bfloat16().to(dtype)
+    bias = (torch.arange(E) * 0.0625 - 0.25).flip(0)
+    return BypassedTopK(logits, rules, bias if rules.method is RoutingMethod.SIGMOID_GROUPED else None)
+
+
+def routed(topk: BypassedTopK) -> StandardTopK:
+    """What a kernel makes of it that keeps its weights in bf16."""
+    standard = route(topk.logits, topk.config, topk.correction_bias)
+    return StandardTopK(standard.weights.bfloat16().float(), standard.ids)
+
+
+def prepare(
+    path: Path, experts: ExpertWeights, topology: Topology, routing: RoutingConfig | None = None
+) -> Callable[[torch.Tensor, TopKOutput], Any]:
     """Runs one rank's layer: (tokens, routing) -> the runner's result."""
-    config = config_of(path, experts, topology)
+    config = config_of(path, experts, topology, routing)
     info = load_backend(path.backend).prepare(experts, config, topology)
     runner = MoeRunner(path.backend, NONE, config)
     return lambda x, topk: runner.run(StandardDispatchOutput(x, topk), info)
@@ -140,6 +176,24 @@ def shard(path: Path, experts: ExpertWeights, topology: Topology) -> ExpertWeigh
     return hostile.with_layer_scales(hostile.shard(experts, tp=tp, ep=ep, block=path.block), experts)
 
 
+def run_ranks(
+    path: Path, x: torch.Tensor, topk: TopKOutput, tp_size: int, ep_size: int
+) -> Iterator[tuple[Topology, ExpertWeights, Any]]:
+    """Each rank's place, experts and result. A rank knows that it is one of several."""
+    whole = make_experts(path)
+    for number in range(tp_size * ep_size):
+        topology = Topology(tp_size=tp_size, tp_rank=number % tp_size, ep_size=ep_size, ep_rank=number // tp_size)
+        local = shard(path, whole, topology)
+        result = prepare(path, local, topology)(x, topk)
+        assert result.is_partial, "exactly one place reduces, and knows when"
+        yield topology, local, result
+
+
+def sum_of_ranks(path: Path, emulator: Any, x: torch.Tensor, topk: TopKOutput, tp: int, ep: int) -> torch.Tensor:
+    """fp32 [T, H] of all ranks together."""
+    return sum(exact(path, emulator, result).clone() for _, _, result in run_ranks(path, x, topk, tp, ep))
+
+
 def expected(path: Path, x: torch.Tensor, topk: StandardTopK, experts: ExpertWeights, first: int = 0) -> torch.Tensor:
     """fp32 [T, H] of the reference, which rounds activations where the kernels do."""
     if path.backend is DEEP_GEMM:
@@ -150,6 +204,12 @@ def expected(path: Path, x: torch.Tensor, topk: StandardTopK, experts: ExpertWei
     support = backend.known_format(path.format_name, config_of(path, experts, Topology()))
     quantize = None if path.activation is GPT_OSS else support.activation_quant
     return reference_moe(x, topk, experts, path.activation, quantize_input=quantize, first_expert=first)
+
+
+@functools.cache
+def expected_once(path: Path, topk: TopKOutput = TOPK) -> torch.Tensor:
+    """Of the whole layer; to be asked before a fault is planted, which in shared code could move both sides."""
+    return expected(path, tokens(path), routed(topk) if isinstance(topk, BypassedTopK) else topk, make_experts(path))
 
 
 def splits_a_token_scale(path: Path) -> bool:

@@ -11,14 +11,13 @@ from moe import (
     MoeRunner,
     MoeRunnerConfig,
     RankPlace,
-    StandardDispatchOutput,
-    StandardTopK,
     Topology,
 )
 from moe.backends.flashinfer.cutedsl import FlashinferCutedslBackend
 from moe.config import DispatchFormat
 from moe.formats import ExpertWeights
-from moe.types import DeepepLlDispatchOutput
+from moe.types import DeepepLlDispatchOutput, RowsCombineInput
+from tests.emulators.cutedsl import CutedslEmulator
 from tests.moe.backends import hostile
 from tests.moe.configs import ALONE
 
@@ -43,33 +42,14 @@ def v1_runner(config: MoeRunnerConfig) -> MoeRunner:
     return MoeRunner(MoeBackend.FLASHINFER_CUTEDSL, DEEPEP, config, dispatch_formats=LL_ONLY)
 
 
-def run_v2(experts: ExpertWeights, topology: Topology, topk: StandardTopK = TOPK) -> torch.Tensor:
-    config = config_for(experts, topology)
-    runner = MoeRunner(MoeBackend.FLASHINFER_CUTEDSL, NONE, config)
-    result = runner.run(StandardDispatchOutput(X, topk), BACKEND.prepare(experts, config, topology))
-    assert result.is_partial == topology.is_partial
-    return result.hidden_states
-
-
-def low_latency_slots(topk: StandardTopK, own: range) -> tuple[torch.Tensor, torch.Tensor, list[list[tuple[int, int]]]]:
+def low_latency_slots(own: range) -> tuple[torch.Tensor, torch.Tensor, list[list[tuple[int, int]]]]:
     """(slots [E, M, H] with NaN beyond the mask, masked_m, per expert the (token, k) of its rows)."""
     slots = torch.full((len(own), M, H), float("nan"), dtype=torch.bfloat16)
-    origin: list[list[tuple[int, int]]] = []
-    for local, expert in enumerate(own):
-        pairs = [(int(t), int(k)) for t, k in torch.nonzero(topk.ids == expert)]
-        origin.append(pairs)
+    origin = [[(int(t), int(k)) for t, k in torch.nonzero(TOPK.ids == expert)] for expert in own]
+    for local, pairs in enumerate(origin):
         for row, (token, _) in enumerate(pairs):
             slots[local, row] = X[token]
     return slots, torch.tensor([len(pairs) for pairs in origin], dtype=torch.int32), origin
-
-
-def combine(out: torch.Tensor, topk: StandardTopK, origin: list[list[tuple[int, int]]]) -> torch.Tensor:
-    """What the transport does: multiply by the sender's weights and add; never read past the mask."""
-    total = torch.zeros(T, H)
-    for local, pairs in enumerate(origin):
-        for row, (token, k) in enumerate(pairs):
-            total[token] += out[local, row].float() * topk.weights[token, k]
-    return total
 
 
 def dispatch_ll(
@@ -78,10 +58,24 @@ def dispatch_ll(
     return DeepepLlDispatchOutput(slots, scale, TOPK.ids.long(), TOPK.weights, masked_m, 4)
 
 
+def sum_of_v1(emulator: CutedslEmulator, ep_size: int) -> torch.Tensor:
+    """fp32 [T, H] of all ranks: as the transport does, times the sender's weights, without rows past the mask."""
+    experts, total = make_experts(), torch.zeros(T, H)
+    for rank in range(ep_size):
+        topology = Topology(ep_size=ep_size, ep_rank=rank, a2a=DEEPEP)
+        part = hostile.with_layer_scales(hostile.shard(experts, ep=(ep_size, rank)), experts)
+        config = config_for(part, topology)
+        slots, masked_m, origin = low_latency_slots(topology.expert_range(E))
+        result = v1_runner(config).run(dispatch_ll(slots, masked_m), BACKEND.prepare(part, config, topology))
+        assert isinstance(result, RowsCombineInput)
+        assert not result.is_partial
+        assert torch.equal(result.topk_ids, TOPK.ids.long())
+        for local, pairs in enumerate(origin):
+            for row, (token, k) in enumerate(pairs):
+                total[token] += emulator.exact[local, row] * result.topk_weights[token, k]
+    return total
+
+
 @functools.cache
-def expected_v1(experts: ExpertWeights) -> torch.Tensor:
-    return hostile.reference(X, TOPK, hostile.layer_wide(experts, w2=False), Activation())
-
-
-def expected_v2(experts: ExpertWeights) -> torch.Tensor:
-    return hostile.reference(X, TOPK, hostile.layer_wide(experts), Activation())
+def expected_v1() -> torch.Tensor:
+    return hostile.reference(X, TOPK, hostile.layer_wide(make_experts(), w2=False), Activation())

@@ -133,11 +133,11 @@ def shard(
         b13 = torch.cat((b13[:, start:end], b13[:, inter + start : inter + end]), dim=1)
         b2 = b2[first : first + num_local]
     return ExpertWeights(
-        w13=_rows(gate, up), w2=experts.w2.narrow(0, first, num_local).narrow(2, start, end - start), b13=b13, b2=b2
+        w13=joined(gate, up), w2=experts.w2.narrow(0, first, num_local).narrow(2, start, end - start), b13=b13, b2=b2
     )
 
 
-def _rows(gate: Any, up: Any) -> Any:
+def joined(gate: Any, up: Any) -> Any:
     """Join two shards of one format along N: matrices end to end, one scale per matrix stays one."""
     fields = {}
     for field in dataclasses.fields(gate):

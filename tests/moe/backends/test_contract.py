@@ -66,11 +66,7 @@ def test_all_ranks_sum_to_one(subtests: pytest.Subtests, monkeypatch: pytest.Mon
     want = contract.expected(path, x, topk, experts)
     for tp_size, ep_size in RANKS:
         total, parts = torch.zeros(x.shape), torch.zeros(x.shape)
-        for number in range(tp_size * ep_size):
-            topology = Topology(tp_size=tp_size, tp_rank=number % tp_size, ep_size=ep_size, ep_rank=number // tp_size)
-            local = contract.shard(path, experts, topology)
-            result = contract.prepare(path, local, topology)(x, topk)
-            assert result.is_partial, "exactly one place reduces, and knows when"
+        for topology, local, result in contract.run_ranks(path, x, topk, tp_size, ep_size):
             total += contract.exact(path, emulator, result)
             if contract.splits_a_token_scale(path):
                 parts += contract.expected(path, x, topk, local, topology.expert_range(E).start)
