@@ -1,33 +1,24 @@
-"""Experts, twin and runs that the DeepGEMM tests share."""
+"""What the DeepGEMM tests share: the twin, and runs behind DeepEP."""
 
-import functools
 from typing import Any
 
 import torch
 
-from moe import Activation, MoeA2ABackend, MoeBackend, MoeRunner, StandardDispatchOutput, Topology
+from moe import Activation, MoeA2ABackend, MoeBackend
 from moe.backends.deep_gemm.backend import DeepGemmBackend
 from moe.check.reference import reference_moe
 from moe.config import DispatchDtype
-from moe.dispatch.deepep import DeepepDispatcher
 from moe.dispatch.deepep_settings import DeepepMode
 from moe.formats import ExpertWeights, Fp8BlockWeight, Weight, activation_quant
-from tests.emulators.ranks import Rank
 from tests.moe.backends import hostile
 from tests.moe.dispatch import several_ranks
+from tests.moe.moe_layers import DEEPSEEK_V4
 
-E, K, H, I = 8, 3, 256, 128
-LL_H = 2048
+H, I, LL_H = 256, 128, 2048
 # Both sides round activations alike, but fp32 sums in another order may put a value on the other side of a tie: an E4M3
 # code more or less gave few tokens an error of 1.8e-3 on a CPU without AVX-512. A fault gives 2e-2 and more.
 QUANTIZED = 4e-3
 BACKEND = DeepGemmBackend()
-DEEPSEEK_V4 = Activation(limit=10.0)
-
-
-@functools.cache
-def experts_of(hidden: int = H, inter: int = I) -> ExpertWeights:
-    return hostile.plain_experts("fp8_block", E, hidden, inter)
 
 
 def power_of_two(experts: ExpertWeights) -> ExpertWeights:
@@ -55,32 +46,16 @@ def twin(x: torch.Tensor, topk: Any, experts: ExpertWeights, arch: str, activati
     return reference_moe(x, topk, experts, activation, quantize_input=activation_quant.fp8_groups)
 
 
-def run_alone(
-    num_tokens: int, topology: Topology | None = None, activation: Activation = DEEPSEEK_V4
-) -> tuple[torch.Tensor, Any, ExpertWeights, torch.Tensor]:
-    topology = topology or Topology()
-    experts, x, topk = experts_of(), hostile.tokens(num_tokens, H, size=9.0), hostile.routing(num_tokens, E, K)
-    local = hostile.shard(experts, ep=(topology.ep_size, topology.ep_rank), block=128)
-    config = several_ranks.layer_config(experts, torch.bfloat16, place=topology, activation=activation)
-    info = BACKEND.prepare(local, config, topology)
-    runner = MoeRunner(MoeBackend.DEEP_GEMM, MoeA2ABackend.NONE, config)
-    result = runner.run(StandardDispatchOutput(x, topk), info)
-    assert result.is_partial == (topology.ep_size > 1)
-    return result.hidden_states, topk, experts, x
-
-
 def run_deepep(mode: DeepepMode, arch: str, num_tokens: list[int]) -> float:
     hidden = LL_H if mode is DeepepMode.LOW_LATENCY else H
-    experts = experts_of(hidden)
+    experts = hostile.plain_experts("fp8_block", several_ranks.E, hidden, I)
     inputs = several_ranks.rank_inputs(num_tokens, hidden, torch.bfloat16)
     dispatch_dtype = DispatchDtype.FP8_UE8M0 if arch == "sm100" else DispatchDtype.FP8
-
-    def dispatcher_for(rank: Rank, config: Any) -> DeepepDispatcher:
-        alignment = BACKEND.expert_alignment
-        return several_ranks.deepep(rank, mode, hidden, dispatch_dtype, expert_alignment=alignment)
-
     outputs = several_ranks.run_layer(
         experts, inputs, backend=MoeBackend.DEEP_GEMM, a2a=MoeA2ABackend.DEEPEP, formats=mode.dispatch_formats,
-        dispatcher_for=dispatcher_for, dtype=torch.bfloat16, activation=DEEPSEEK_V4,
+        dispatcher_for=lambda rank, config: several_ranks.deepep(
+            rank, mode, hidden, dispatch_dtype, expert_alignment=BACKEND.expert_alignment
+        ),
+        dtype=torch.bfloat16, activation=DEEPSEEK_V4,
     )  # fmt: skip
     return several_ranks.worst_error(outputs, inputs, lambda x, topk: twin(x, topk, experts, arch, DEEPSEEK_V4))

@@ -6,80 +6,74 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from moe import MoeA2ABackend, MoeBackend, MoeRunner, Topology
-from moe.backends.deep_gemm import backend as deep_gemm
+from moe import MoeRunner, Topology
 from moe.backends.deep_gemm import permutes as deep_gemm_permutes
 from moe.check.selfcheck import check_layer
 from moe.dispatch.deepep_settings import DeepepMode
 from moe.errors import UnsupportedPathError
-from moe.formats import activation_quant
-from moe.formats.token_groups import (
-    dequantize_token_groups,
-    pack_ue8m0,
-    quantize_token_groups,
-    round_up_to_power_of_two,
-    unpack_ue8m0,
-)
-from moe.layouts import deep_gemm as deep_gemm_layout
+from moe.formats import activation_quant, token_groups
+from moe.layouts.deep_gemm import m_major
 from moe.layouts.expert_slots import masked_rows, permute_rows, token_of_row, unpermute_sum
 from moe.types import DeepepNormalDispatchOutput, RunState
 from tests.emulators import deep_gemm as emulated
-from tests.emulators.deep_gemm import DeepGemm, install_deep_gemm
+from tests.emulators.deep_gemm import install_deep_gemm
 from tests.emulators.deepep import install_deepep
-from tests.moe.backends import hostile
-from tests.moe.backends.deep_gemm_cases import (
-    BACKEND,
-    DEEPSEEK_V4,
-    QUANTIZED,
-    E,
-    H,
-    K,
-    experts_of,
-    run_alone,
-    run_deepep,
-    twin,
-)
-from tests.moe.dispatch import several_ranks
+from tests.moe.backends import contract, hostile
+from tests.moe.backends.contract import DEEP_GEMM, NONE, E, K, Path
+from tests.moe.backends.deep_gemm_cases import BACKEND, QUANTIZED, H, run_deepep
 from tests.tables import rows
 
-
-@pytest.fixture(params=["sm90", "sm100"])
-def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[DeepGemm, str]:
-    """fp32 results, so that nothing but the quantization rounds."""
-    monkeypatch.setattr(deep_gemm, "RESULT_DTYPE", torch.float32)
-    return install_deep_gemm(monkeypatch, request.param, wide=True), request.param
+PATHS = tuple(path for path in contract.PATHS if path.backend is DEEP_GEMM)
 
 
-def test_up_to_256_tokens_take_the_masked_kernel(kernels: tuple[DeepGemm, str]) -> None:
-    for num_tokens, kernel in ((256, "masked"), (257, "contiguous")):
-        kernels[0].calls.clear()
-        run_alone(num_tokens)
-        assert set(kernels[0].calls) == {kernel}
+def run_alone(num_tokens: int, path: Path = PATHS[0]) -> tuple[torch.Tensor, torch.Tensor]:
+    """One rank's answer, and the twin's."""
+    experts, x, topk = (
+        contract.make_experts(path, 1),
+        contract.tokens(path, num_tokens),
+        hostile.routing(num_tokens, E, K),
+    )
+    result = contract.prepare(path, experts, Topology())(x, topk)
+    return result.hidden_states, contract.expected(path, x, topk, experts)
 
 
-@rows("mode, num_tokens", (DeepepMode.NORMAL, [1, 2, 0, 4, 5, 0, 7, 8]), (DeepepMode.LOW_LATENCY, [3, 0, 8, 1]))
-def test_behind_deepep_ranks_equal_one_rank(
-    kernels: tuple[DeepGemm, str], monkeypatch: pytest.MonkeyPatch, mode: DeepepMode, num_tokens: list[int]
+@rows("path", *PATHS)
+@rows("num_tokens, kernel", (256, "masked"), (257, "contiguous"))
+def test_up_to_256_tokens_take_the_masked_kernel(
+    monkeypatch: pytest.MonkeyPatch, path: Path, num_tokens: int, kernel: str
 ) -> None:
-    install_deepep(monkeypatch, wide=True)
-    kernels[0].calls.clear()
-    assert run_deepep(mode, kernels[1], num_tokens) < QUANTIZED
-    assert set(kernels[0].calls) == {"masked" if mode is DeepepMode.LOW_LATENCY else "contiguous"}
+    emulator = contract.install(monkeypatch, DEEP_GEMM, path.arch)
+    run_alone(num_tokens, path)
+    assert set(emulator.calls) == {kernel}
 
 
 @rows("arch", "sm90", "sm100")
-def test_bf16_results_pass_the_self_check(monkeypatch: pytest.MonkeyPatch, arch: str) -> None:
+@rows(
+    "mode, num_tokens, kernel",
+    (DeepepMode.NORMAL, [1, 2, 0, 4, 5, 0, 7, 8], "contiguous"),
+    (DeepepMode.LOW_LATENCY, [3, 0, 8, 1], "masked"),
+)
+def test_behind_deepep_ranks_equal_one_rank(
+    monkeypatch: pytest.MonkeyPatch, arch: str, mode: DeepepMode, num_tokens: list[int], kernel: str
+) -> None:
+    emulator = contract.install(monkeypatch, DEEP_GEMM, arch)
+    install_deepep(monkeypatch, wide=True)
+    assert run_deepep(mode, arch, num_tokens) < QUANTIZED
+    assert set(emulator.calls) == {kernel}
+
+
+@rows("path", *PATHS)
+def test_bf16_results_pass_the_self_check(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     """The real kernels write bf16; on SM100 the twin sees power-of-two scales too."""
-    install_deep_gemm(monkeypatch, arch)
-    experts = experts_of()
-    config = several_ranks.layer_config(experts, torch.bfloat16, activation=DEEPSEEK_V4)
-    info = BACKEND.prepare(experts, config, Topology())
-    runner = MoeRunner(MoeBackend.DEEP_GEMM, MoeA2ABackend.NONE, config)
+    install_deep_gemm(monkeypatch, path.arch)
+    experts = contract.make_experts(path, 1)
+    config = contract.config_of(path, experts, Topology())
+    info, runner = BACKEND.prepare(experts, config, Topology()), MoeRunner(DEEP_GEMM, NONE, config)
     report = check_layer(runner, info, experts, layer=0, topology=Topology())
     assert 0 < report.worst_error < BACKEND.formats["fp8_block"].tolerance
-    got, topk, experts, x = run_alone(100)
+    got, want = run_alone(100, path)
     assert got.dtype == torch.bfloat16
-    assert hostile.relative_error(got, twin(x, topk, experts, arch, DEEPSEEK_V4)) < 2e-2
+    assert hostile.relative_error(got, want) < 2e-2
 
 
 # ---- layouts ----
@@ -87,32 +81,32 @@ def test_bf16_results_pass_the_self_check(monkeypatch: pytest.MonkeyPatch, arch:
 
 def test_scales_are_m_major_with_a_pitch_of_four() -> None:
     scale = torch.rand(3, 5, 7)
-    view = deep_gemm_layout.m_major(scale)
+    view = m_major(scale)
     assert torch.equal(view, scale)
     assert view.stride() == (56, 1, 8)
-    assert deep_gemm_layout.m_major(view).data_ptr() == view.data_ptr(), "no copy where the layout is right"
-    assert deep_gemm_layout.m_major(torch.rand(5, 7)).stride() == (1, 8)
+    assert m_major(view).data_ptr() == view.data_ptr(), "no copy where the layout is right"
+    assert m_major(torch.rand(5, 7)).stride() == (1, 8)
     sliced = view[..., :4]
-    assert deep_gemm_layout.m_major(sliced).stride() == (32, 1, 8), "the library refuses a gap between experts"
-    assert torch.equal(deep_gemm_layout.m_major(sliced), scale[..., :4])
+    assert m_major(sliced).stride() == (32, 1, 8), "the library refuses a gap between experts"
+    assert torch.equal(m_major(sliced), scale[..., :4])
 
 
 def test_powers_of_two_and_packing() -> None:
     values = torch.tensor([1.0, 1.5, 2.0, 0.75, 2.0**-20, 3e-5])
-    assert round_up_to_power_of_two(values).tolist() == [1.0, 2.0, 2.0, 1.0, 2.0**-20, 2.0**-15]
+    assert token_groups.round_up_to_power_of_two(values).tolist() == [1.0, 2.0, 2.0, 1.0, 2.0**-20, 2.0**-15]
     scales = torch.tensor([[1.0, 2.0, 4.0, 0.5, 8.0]])
-    packed = pack_ue8m0(scales)
+    packed = token_groups.pack_ue8m0(scales)
     assert packed.tolist() == [[127 | 128 << 8 | 129 << 16 | 126 << 24, 130]]
-    assert torch.equal(unpack_ue8m0(packed, 5), scales)
+    assert torch.equal(token_groups.unpack_ue8m0(packed, 5), scales)
 
 
 def test_token_groups_golden_values() -> None:
     x = torch.zeros(1, 256)
     x[0, :4] = torch.tensor([-1.0, 0.001, 0.3, 3.5])
-    codes, scales = quantize_token_groups(x)
+    codes, scales = token_groups.quantize_token_groups(x)
     assert scales[0, 0].item() == 0.0078125
     assert codes.view(torch.uint8)[0, :4].tolist() == [0xF0, 0x20, 0x62, 0x7E]
-    assert torch.equal(dequantize_token_groups(codes, scales), activation_quant.fp8_groups(x, experts_of().w13))
+    assert torch.equal(token_groups.dequantize_token_groups(codes, scales), activation_quant.fp8_groups(x, None))
 
 
 def test_slots_go_to_rows_and_back() -> None:
