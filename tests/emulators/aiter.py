@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from tests.emulators import numbers
+from tests.emulators.device import pretend_rocm
 from tests.emulators.experts import DenseExperts
 from tests.emulators.refusal import need
 
@@ -61,16 +62,8 @@ def scale_positions(num_rows: int, num_cols: int) -> torch.Tensor:
 def unshuffle_weight(weight: torch.Tensor) -> torch.Tensor:
     """[E, N, K] back to row-major, in the same dtype."""
     octets = weight.view(torch.uint8)
-    num_rows, num_bytes = octets.shape[1:]
-    element_size = 2 if weight.dtype == torch.bfloat16 else 1
-    flat = octets.flatten(1)[:, weight_positions(num_rows, num_bytes, element_size)]
+    flat = octets.flatten(1)[:, weight_positions(*octets.shape[1:], weight.element_size())]
     return flat.contiguous().view(weight.dtype)
-
-
-def fp8_values(codes: torch.Tensor) -> torch.Tensor:
-    values = codes.float()
-    need(not bool(values.isnan().any()), "NaN among the weights: -0 was carried over")
-    return values
 
 
 def even_mxfp4(x: torch.Tensor) -> torch.Tensor:
@@ -112,17 +105,13 @@ class Aiter:
         self, hidden_states: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, topk_weight: torch.Tensor,
         topk_ids: torch.Tensor, expert_mask: torch.Tensor | None = None,
         activation: ActivationType = ActivationType.Silu, quant_type: QuantType = QuantType.No,
-        doweight_stage1: bool = False, w1_scale: torch.Tensor | None = None,
-        w2_scale: torch.Tensor | None = None, a1_scale: torch.Tensor | None = None,
-        a2_scale: torch.Tensor | None = None, block_size_M: int | None = None,
-        num_local_tokens: torch.Tensor | None = None, moe_sorting_dispatch_policy: int = 0,
+        w1_scale: torch.Tensor | None = None, w2_scale: torch.Tensor | None = None,
+        a1_scale: torch.Tensor | None = None, num_local_tokens: torch.Tensor | None = None,
         dtype: torch.dtype | None = None, hidden_pad: int = 0, intermediate_pad: int = 0,
-        bias1: torch.Tensor | None = None, bias2: torch.Tensor | None = None, splitk: int = 0,
-        swiglu_limit: float | None = None, beta: float | None = None, linear_beta: float | None = None,
-        gate_mode: str | None = "separated", shared_w1: torch.Tensor | None = None,
-        shared_w2: torch.Tensor | None = None, shared_w1_scale: torch.Tensor | None = None,
-        shared_w2_scale: torch.Tensor | None = None, shared_expert_id: int = -1, stage2_scatter: Any = None,
+        bias1: torch.Tensor | None = None, bias2: torch.Tensor | None = None,
+        swiglu_limit: float | None = None, gate_mode: str | None = "separated",
     ) -> torch.Tensor:  # fmt: skip
+        """The library's other arguments are not emulated, so a call that has them fails."""
         call = SimpleNamespace(**{name: value for name, value in locals().items() if name != "self"})
         self.calls.append(call)
         num_rows = hidden_states.shape[0]
@@ -194,7 +183,7 @@ class Aiter:
             QuantType.No: self._bf16, QuantType.per_128x128: self._fp8_block,
             QuantType.per_Token: self._fp8_rows, QuantType.per_1x32: self._mxfp4,
         }[call.quant_type]  # fmt: skip
-        w13 = decode(call.w1, call.w1_scale) if not is_interleaved else self._mxfp4_interleaved(call.w1, call.w1_scale)
+        w13 = (self._mxfp4_interleaved if is_interleaved else decode)(call.w1, call.w1_scale)
         w2 = decode(call.w2, call.w2_scale)
         need(w13.shape[1] == 2 * w2.shape[2] and w13.shape[2] == w2.shape[1], "weight shapes")
         need(call.hidden_states.shape[1] == w13.shape[2], "tokens have other columns than the weights")
@@ -214,11 +203,12 @@ class Aiter:
             QuantType.No: None, QuantType.per_128x128: numbers.fake_fp8_groups,
             QuantType.per_Token: per_token_fp8, QuantType.per_1x32: even_mxfp4,
         }[call.quant_type]  # fmt: skip
-        if call.activation is ActivationType.Swiglu or call.gate_mode == "interleave":
+        is_interleaved = call.gate_mode == "interleave"
+        if call.activation is ActivationType.Swiglu or is_interleaved:
             is_small = call.hidden_states.shape[0] < 256
-            if is_small or (call.gate_mode == "interleave" and self.arch != "gfx950"):
+            if is_small or (is_interleaved and self.arch != "gfx950"):
                 round_one = None
-            elif call.gate_mode == "interleave":
+            elif is_interleaved:
                 round_one = mxfp8
         if round_one is not None:
             experts.quantize_mid = lambda mid, expert: round_one(mid)
@@ -247,7 +237,9 @@ class Aiter:
 
     def _fp8(self, weight: torch.Tensor) -> torch.Tensor:
         need(weight.dtype == (FNUZ if self.arch == "gfx942" else FN), "FP8 variant of this GPU")
-        return fp8_values(unshuffle_weight(weight))
+        values = unshuffle_weight(weight).float()
+        need(not bool(values.isnan().any()), "NaN among the weights: -0 was carried over")
+        return values
 
     def _fp8_block(self, weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
         need(scale.shape == (weight.shape[0], weight.shape[1] // 128, weight.shape[2] // 128), "block scales")
@@ -258,7 +250,6 @@ class Aiter:
         return self._fp8(weight) * scale
 
     def _mxfp4(self, weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-        assert scale is not None
         need(self.arch == "gfx950", "no FP4 multiplier")
         need(weight.dtype == torch.float4_e2m1fn_x2, "packed FP4")
         num_experts, num_rows, num_bytes = weight.shape
@@ -291,6 +282,5 @@ def install_aiter(
     module = SimpleNamespace(QuantType=QuantType, ActivationType=ActivationType)
     monkeypatch.setitem(sys.modules, "aiter", module)
     monkeypatch.setitem(sys.modules, "aiter.fused_moe", SimpleNamespace(fused_moe=emulator.fused_moe))
-    properties = SimpleNamespace(gcnArchName=f"{arch}:sramecc+:xnack-")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
+    pretend_rocm(monkeypatch, arch)
     return emulator

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.emulators import layouts, numbers
-from tests.emulators.device import BuiltModule, pretend_gpu
+from tests.emulators.device import built, pretend_gpu, uncached
 from tests.emulators.experts import DenseExperts
 from tests.emulators.refusal import need
 
@@ -27,7 +27,7 @@ ARGUMENTS = words(
     "situ_linear_beta swizzled_input_sf tp_size tp_rank ep_size ep_rank cluster_size cluster_rank enable_alltoall "
     "min_latency_mode profile_ids enable_pdl activation_type workspace"
 )
-
+OPTIONS = words("x_dtype w_dtype out_dtype fp8_block w4_group mxfp8 packed fused_finalize humming")
 _KEYWORDS = {
     "output": "output", "input": "input", "ids": "token_selected_experts", "weights": "token_final_scales",
     "fc1": "fc1_expert_weights", "fc1_bias": "fc1_expert_biases", "fc2": "fc2_expert_weights",
@@ -42,7 +42,6 @@ class CutlassEmulator:
 
     calls: list[SimpleNamespace] = field(default_factory=list)
     exact: torch.Tensor | None = None
-    decoded: DenseExperts | None = None
 
     def set_deepgemm_jit_include_dirs(self, folders: list[str]) -> None:
         need(len(folders) == 1, "one include folder")
@@ -53,8 +52,7 @@ class CutlassEmulator:
         out.copy_(layouts.sm90_interleave(weight))
 
     def init(self, *options: Any) -> "_Runner":
-        names = words("x_dtype w_dtype out_dtype fp8_block w4_group mxfp8 packed fused_finalize humming")
-        return _Runner(self, SimpleNamespace(**dict(zip(names, options, strict=True))))
+        return _Runner(self, SimpleNamespace(**dict(zip(OPTIONS, options, strict=True))))
 
 
 class _Runner:
@@ -64,13 +62,13 @@ class _Runner:
     def run_moe(self, *values: Any) -> None:
         call = SimpleNamespace(**dict(zip(ARGUMENTS, values, strict=True)), options=self.options)
         self.module.calls.append(call)
-        _check(call)
-        self.module.decoded = _decode(call)
-        self.module.exact = _run(call, self.module.decoded)
+        self.module.exact = _run(call)
         call.output.copy_(self.module.exact)
 
 
-def _run(call: SimpleNamespace, experts: DenseExperts) -> torch.Tensor:
+def _run(call: SimpleNamespace) -> torch.Tensor:
+    _check(call)
+    experts = _decode(call)
     if call.tp_rank != 0:
         experts.b2 = None
     x = call.input.float()
@@ -93,8 +91,7 @@ def emulate(arguments: dict[str, Any]) -> torch.Tensor:
         **{name: arguments.get(keyword) for name, keyword in _KEYWORDS.items()},
         tp_rank=arguments["tp_rank"], ep_rank=arguments["ep_rank"], options=options,
     )  # fmt: skip
-    _check(call)
-    return _run(call, _decode(call))
+    return _run(call)
 
 
 def _check(call: SimpleNamespace) -> None:
@@ -163,12 +160,9 @@ def _fp8_block(call: SimpleNamespace) -> DenseExperts:
         need(scale.shape == (weight.shape[0], rows // 128, cols // 128), "one scale per block, not transposed")
         need(bool((scale >= 1e-10).all()), "tiny scales give NaN on SM90")
         dense.append(weight.float() * numbers.expand_blocks(scale))
-
-    def groups(x: torch.Tensor, expert: int) -> torch.Tensor:
-        del expert
-        return numbers.fake_fp8_groups(x)
-
-    return DenseExperts(w13=dense[0], w2=dense[1], first_is_up=True, quantize_in=groups, quantize_mid=groups)
+    experts = DenseExperts(w13=dense[0], w2=dense[1], first_is_up=True)
+    experts.quantize_in = experts.quantize_mid = lambda x, expert: numbers.fake_fp8_groups(x)
+    return experts
 
 
 def _fp8_tensor(call: SimpleNamespace) -> DenseExperts:
@@ -214,16 +208,6 @@ def install_cutlass(monkeypatch: pytest.MonkeyPatch, major: int = 9, minor: int 
     from flashinfer.fused_moe import core
 
     emulator = CutlassEmulator()
-    arch = f"sm{major}{minor}"
-    monkeypatch.setattr(core, f"gen_cutlass_fused_moe_{arch}_module", lambda fast: BuiltModule(emulator))
-    core.get_cutlass_fused_moe_module.cache_clear()
-    # the cached module must not outlive this emulator
-    monkeypatch.setattr(core, "get_cutlass_fused_moe_module", _uncached(core.get_cutlass_fused_moe_module))
+    monkeypatch.setattr(core, f"gen_cutlass_fused_moe_sm{major}{minor}_module", lambda fast: built(emulator))
+    monkeypatch.setattr(core, "get_cutlass_fused_moe_module", uncached(core.get_cutlass_fused_moe_module))
     return emulator
-
-
-def _uncached(cached: Any) -> Any:
-    """The same function with a cache of its own."""
-    import functools
-
-    return functools.cache(cached.__wrapped__)

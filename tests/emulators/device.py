@@ -4,7 +4,7 @@ import contextlib
 import functools
 import sys
 import warnings
-from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,12 +33,6 @@ def replace_everywhere(monkeypatch: pytest.MonkeyPatch, original: Any, replaceme
         monkeypatch.setattr(module, name, replacement)
 
 
-@contextlib.contextmanager
-def _no_device_switch(device: object) -> Iterator[None]:
-    del device
-    yield
-
-
 def pretend_gpu(monkeypatch: pytest.MonkeyPatch, major: int, minor: int) -> None:
     """Until the test ends every device probe answers `sm<major><minor>` with CUDA 13."""
     import_flashinfer()
@@ -48,19 +42,22 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch, major: int, minor: int) -> None
     replace_everywhere(monkeypatch, utils.get_compute_capability, lambda device: (major, minor))
     replace_everywhere(monkeypatch, utils.device_support_pdl, lambda device: False)
     replace_everywhere(monkeypatch, cpp_ext.is_cuda_version_at_least, lambda version: True)
-    monkeypatch.setattr(torch.cuda, "device", _no_device_switch)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True), raising=False)
 
 
-class BuiltModule:
+def pretend_rocm(monkeypatch: pytest.MonkeyPatch, arch: str) -> None:
+    """Until the test ends the device is an AMD GPU, such as "gfx950"."""
+    properties = SimpleNamespace(gcnArchName=f"{arch}:sramecc+:xnack-")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
+
+
+def built(emulator: Any) -> SimpleNamespace:
     """What a JIT specification gives: here it 'builds' to an emulator."""
+    return SimpleNamespace(build_and_load=lambda: emulator, get_library_paths=list)
 
-    def __init__(self, emulator: Any) -> None:
-        self.emulator = emulator
 
-    def build_and_load(self) -> Any:
-        return self.emulator
-
-    def get_library_paths(self) -> list[str]:
-        return []
+def uncached(function: Any) -> Any:
+    """A cached function of the library with a cache of its own, which does not outlive the emulator."""
+    return functools.cache(function.__wrapped__)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.emulators.device import pretend_rocm
 from tests.emulators.ranks import this_rank
 from tests.emulators.refusal import need
 
@@ -176,8 +177,7 @@ def install_mori(monkeypatch: pytest.MonkeyPatch, arch: str = "gfx950", *, wide:
     """`import mori` finds the emulator on a GPU of `arch` until the test ends; returns the group names that shmem was
     started with.
     """
-    properties = SimpleNamespace(gcnArchName=f"{arch}:sramecc+:xnack-")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
+    pretend_rocm(monkeypatch, arch)
     started: list[str] = []
     ops = SimpleNamespace(
         EpDispatchCombineConfig=EpDispatchCombineConfig,

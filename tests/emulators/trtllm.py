@@ -4,7 +4,6 @@ The library: flashinfer-python 0.7.2.post1 (commit beabf50), whose Python around
 Routes inside where logits are given, as the kernel does: bias rounded to bf16, weights given out in bf16.
 """
 
-import functools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 
 from tests.emulators import layouts, numbers
 from tests.emulators.cutlass import words
-from tests.emulators.device import BuiltModule, pretend_gpu, replace_everywhere
+from tests.emulators.device import built, pretend_gpu, replace_everywhere, uncached
 from tests.emulators.experts import DenseExperts
 from tests.emulators.fp4_module import install_fp4
 from tests.emulators.refusal import need
@@ -35,11 +34,7 @@ FP8_TENSOR = words(
     "topk_group inter offset num_local factor weight_on_input method finalize pdl tactic activation norm_topk "
     "replay da_a da_b da_c limit"
 )
-FP8_TENSOR_ROUTED = words(
-    "mode topk_ids topk_weights routing_bias x w13 out1_scale out1_gate_scale w2 out2_scale output num_experts "
-    "top_k n_group topk_group inter offset num_local factor weight_on_input method finalize pdl tactic activation "
-    "norm_topk replay da_a da_b da_c limit"
-)
+FP8_TENSOR_ROUTED = ["mode", "topk_ids", "topk_weights", *FP8_TENSOR[1:]]  # ids and weights instead of logits
 
 
 class TrtllmEmulator:
@@ -95,9 +90,7 @@ def _unpack(call: SimpleNamespace) -> tuple[torch.Tensor, torch.Tensor]:
     packed = call.topk_ids
     need(packed.dtype == torch.int32 and packed.shape == (call.x.shape[0], call.top_k), "packed routing")
     need(call.method == 5 and call.factor in (None, 1.0), "routed outside: method TopK, factor in the weights")
-    weights = (packed & 0xFFFF).to(torch.int32)
-    weights = torch.where(weights > 0x7FFF, weights - 0x10000, weights).to(torch.int16).view(torch.bfloat16)
-    return packed >> 16, weights.float()
+    return packed >> 16, (packed << 16).view(torch.float32)  # bf16 is the upper half of fp32
 
 
 def _route(call: SimpleNamespace) -> tuple[torch.Tensor, torch.Tensor]:
@@ -204,7 +197,7 @@ def install_trtllm(monkeypatch: pytest.MonkeyPatch, major: int = 10, minor: int 
     from flashinfer.fused_moe import core
 
     emulator = TrtllmEmulator()
-    monkeypatch.setattr(core, "gen_trtllm_gen_fused_moe_sm100_module", lambda enable_rubin: BuiltModule(emulator))
-    cached: Any = core._get_trtllm_moe_sm100_module_impl
-    replace_everywhere(monkeypatch, cached, functools.cache(cached.__wrapped__))
+    monkeypatch.setattr(core, "gen_trtllm_gen_fused_moe_sm100_module", lambda enable_rubin: built(emulator))
+    cached = core._get_trtllm_moe_sm100_module_impl
+    replace_everywhere(monkeypatch, cached, uncached(cached))
     return emulator
