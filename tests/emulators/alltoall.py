@@ -33,9 +33,8 @@ class MoeAlltoAll:
 
         source = mnnvl_config.comm_backend if mnnvl_config else MpiComm()
         comm = source.Split(mapping.pp_rank * mapping.cp_size + mapping.cp_rank, mapping.tp_rank)
-        need(
-            (comm.Get_rank(), comm.Get_size()) == (mapping.moe_ep_rank, mapping.moe_ep_size), "ranks that share memory"
-        )
+        ranks = (mapping.moe_ep_rank, mapping.moe_ep_size)
+        need((comm.Get_rank(), comm.Get_size()) == ranks, "ranks that share memory")
         need(len(comm.allgather(self.rank.rank())) == mapping.moe_ep_size, "a rank gave no handle")
         need(1 <= mapping.gpus_per_node <= mapping.world_size, "gpus_per_node is no number of ranks of a node")
 
@@ -57,14 +56,12 @@ class MoeAlltoAll:
             torch.full(shape, garbage.get(payload.dtype, float("nan")), dtype=payload.dtype)
             for shape, payload in zip(slots, input_payloads, strict=True)
         ]
-        self.sent_to = []
         for rank, (sent_ids, payloads) in enumerate(everybody):
             here = (sent_ids // self.num_local == self.rank.rank()).any(-1)
             self.received[rank, : here.shape[0]] = here
             for target, payload in zip(out, payloads, strict=True):
                 target[rank, : here.shape[0]][here] = payload[here]
         if invalid_token_expert_id is not None:
-            assert expert_id_payload_index is not None
             out[expert_id_payload_index][~self.received] = invalid_token_expert_id
         self.phase, self.num_tokens = "dispatched", ids.shape[0]
         return out
@@ -94,12 +91,10 @@ class TorchDistBackend:
         self.group: Any = group
 
     def Get_rank(self) -> int:
-        rank: int = self.group.rank()
-        return rank
+        return self.group.rank()
 
     def Get_size(self) -> int:
-        size: int = self.group.size()
-        return size
+        return self.group.size()
 
     def allgather(self, data: Any) -> tuple[Any, ...]:
         return tuple(self.group.exchange(data))

@@ -32,11 +32,7 @@ class CutedslEmulator:
         problem = SimpleNamespace(**shape)
         need((problem.a_major, problem.b_major, problem.c_major) == ("k", "k", "n"), "row-major operands")
         need(problem.sf_vec_size == 16 and problem.alpha_dtype is not None, "NVFP4 with alphas")
-
-        def launch(**tensors: Any) -> torch.Tensor:
-            return self._masked_gemm(problem, SimpleNamespace(**tensors))
-
-        return launch
+        return lambda **tensors: self._masked_gemm(problem, SimpleNamespace(**tensors))
 
     def _masked_gemm(self, problem: SimpleNamespace, call: SimpleNamespace) -> torch.Tensor:
         self.gemms.append(SimpleNamespace(**vars(problem), **vars(call)))
@@ -88,11 +84,8 @@ class CutedslEmulator:
 
 def _operand(codes: torch.Tensor, scale: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
     """(rows, cols/2, E) codes and (32, 4, rows/128, 4, cols/64, E) scales to fp32 [E, rows, cols]."""
-    num_experts = codes.shape[2]
-    need(codes.dtype == torch.uint8 and codes.shape == (rows, cols // 2, num_experts), "packed codes (m, k/2, e)")
-    need(codes.permute(2, 0, 1).is_contiguous(), "experts outermost, k innermost")
-    _check_scale_view(scale, num_experts, rows, cols)
-    return numbers.nvfp4(codes.permute(2, 0, 1), layouts.unview_mma(scale.view(torch.uint8), rows, cols // 16))
+    need(codes.shape[:2] == (rows, cols // 2), "packed codes (m, k/2, e)")
+    return _weight(codes.permute(2, 0, 1), scale)  # experts outermost, k innermost
 
 
 def _weight(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

@@ -82,13 +82,9 @@ class Buffer:
     # ---- normal mode ----
 
     def get_dispatch_layout(
-        self,
-        topk_idx: torch.Tensor,
-        num_experts: int,
-        previous_event: Any = None,
-        async_finish: bool = False,
+        self, topk_idx: torch.Tensor, num_experts: int, previous_event: Any = None, async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
-    ) -> tuple[Any, ...]:
+    ) -> tuple[Any, ...]:  # fmt: skip
         need(topk_idx.dtype == torch.int64 and topk_idx.is_contiguous(), "topk_idx must be contiguous int64")
         num_ranks = self.group.size()
         owner = torch.where(topk_idx >= 0, topk_idx // (num_experts // num_ranks), -1)
@@ -107,18 +103,13 @@ class Buffer:
         data, scale = x if isinstance(x, tuple) else (x, None)
         need(self.num_nvl_bytes > 0, "the buffer was not sized for normal mode")
         need(topk_idx is not None and topk_weights is not None and num_tokens_per_expert is not None, "layout missing")
-        assert topk_idx is not None
-        assert topk_weights is not None
-        assert num_tokens_per_expert is not None
         need(not is_capturing(), "normal mode waits for counts on the host: a capture fails")
         self._check_rows(data, scale)
         need(topk_weights.dtype == torch.float32 and topk_weights.shape == topk_idx.shape, "weights are fp32 [T, K]")
-        need(topk_idx.dtype == torch.int64, "topk_idx must be int64")
-        need(topk_idx.shape[1] <= 32, "top-k at most 32")
+        need(topk_idx.dtype == torch.int64 and topk_idx.shape[1] <= 32, "topk_idx must be int64, of at most 32")
         self.calls.append(("dispatch", {"expert_alignment": expert_alignment, "dtype": data.dtype}))
         self.halves.soil()
-        num_experts = num_tokens_per_expert.numel()
-        num_local = num_experts // self.group.size()
+        num_local = num_tokens_per_expert.numel() // self.group.size()
         first = self.group.rank() * num_local
         rows, codes, scales, ids, weights = [], [], [], [], []
         for rank, (sent, sent_scale, sent_ids, sent_weights) in enumerate(
@@ -128,21 +119,23 @@ class Buffer:
             chosen = mine.any(-1).nonzero().flatten()
             rows += [(rank, int(token)) for token in chosen]
             codes.append(sent[chosen])
-            scales.append(None if sent_scale is None else sent_scale[chosen])
+            scales += [] if sent_scale is None else [sent_scale[chosen]]
             ids.append(torch.where(mine, sent_ids - first, -1)[chosen])
             weights.append(sent_weights.masked_fill(~mine, 0.0)[chosen])
-        received = torch.cat(codes)
-        result = received if scale is None else (received, torch.cat([part for part in scales if part is not None]))
+        result = torch.cat(codes) if scale is None else (torch.cat(codes), torch.cat(scales))
         local_ids = torch.cat(ids)
         counts = [int((local_ids == expert).sum()) for expert in range(num_local)]
         aligned = [-(-count // expert_alignment) * expert_alignment for count in counts]
         return result, local_ids, torch.cat(weights), aligned, (rows, data.shape[0]), None
 
+    def _check_dtype(self, x: torch.Tensor) -> None:
+        need(x.dtype == torch.bfloat16 or (self.wide and x.dtype == torch.float32), "x must be bf16")
+
     def _check_rows(self, data: torch.Tensor, scale: torch.Tensor | None) -> None:
         need(data.dim() == 2 and data.is_contiguous(), "x must be contiguous [T, H]")
         need(data.shape[1] * data.element_size() % 16 == 0, "rows move 16 bytes at a time")
         if scale is None:
-            need(data.dtype == torch.bfloat16 or (self.wide and data.dtype == torch.float32), "x must be bf16")
+            self._check_dtype(data)
         else:
             need(data.dtype == E4M3 and data.shape[1] % 128 == 0, "e4m3 rows of a multiple of 128")
             need(scale.dtype == torch.float32 and scale.shape == (data.shape[0], data.shape[1] // 128), "fp32 scales")
@@ -154,7 +147,7 @@ class Buffer:
     ) -> tuple[Any, ...]:  # fmt: skip
         rows, num_tokens = handle
         need(x.shape[0] == len(rows), f"combine got {x.shape[0]} rows for {len(rows)} received ones")
-        need(x.dtype == torch.bfloat16 or (self.wide and x.dtype == torch.float32), "combine takes bf16")
+        self._check_dtype(x)
         self.halves.soil()
         out = torch.zeros(num_tokens, x.shape[1])
         for sent, sent_rows in self.group.exchange((x, rows)):
@@ -212,7 +205,7 @@ class Buffer:
         wanted = self.get_low_latency_rdma_size_hint(limit, hidden, num_ranks, num_experts)
         need(self.num_rdma_bytes >= wanted, "the buffer is too small")
         need(self.nvshmem_qp_depth >= (limit + 1) * 2, "the send queue is too short: the library asserts this")
-        need(x.dtype == torch.bfloat16 or (self.wide and x.dtype == torch.float32), "x must be bf16")
+        self._check_dtype(x)
         need(x.is_contiguous() and x.shape[0] <= limit <= 1024, "too many tokens, or x is not contiguous")
         need(hidden in HIDDEN_SIZES, f"unsupported hidden {hidden}")
         need(topk_idx.dtype == torch.int64 and topk_idx.is_contiguous() and topk_idx.shape[1] <= 11, "topk_idx")
@@ -233,7 +226,7 @@ class Buffer:
     ) -> tuple[Any, ...]:  # fmt: skip
         sources, sent_ids, num_rows, hidden = handle
         need(x.shape == (len(sources), num_rows, hidden) and x.is_contiguous(), f"x is {tuple(x.shape)}")
-        need(x.dtype == torch.bfloat16 or (self.wide and x.dtype == torch.float32), "combine takes bf16")
+        self._check_dtype(x)
         need(topk_idx.dtype == torch.int64 and torch.equal(topk_idx, sent_ids), "ids differ from the dispatched ones")
         need(topk_weights.dtype == torch.float32 and topk_weights.shape == topk_idx.shape, "weights are fp32 [T, K]")
         self.calls.append(("low_latency_combine", {"address": x.data_ptr(), "hidden": x.shape[2]}))
@@ -242,15 +235,14 @@ class Buffer:
         result = torch.full((topk_idx.shape[0], hidden), NAN, dtype=x.dtype)
 
         def receive() -> None:
-            if not everybody:
-                return
             total = torch.zeros(result.shape)
             for sent, rows_of_expert in everybody:
                 for expert, rows in enumerate(rows_of_expert):
                     for row, (rank, token, slot) in enumerate(rows):
                         if rank == self.group.rank():
                             total[token] += topk_weights[token, slot] * sent[expert, row].float()
-            result.copy_(total)
+            if everybody:
+                result.copy_(total)
 
         return result, None, _finish(receive, return_recv_hook)
 
@@ -258,25 +250,17 @@ class Buffer:
 class Nvfp4Buffer(Buffer):
     """A build with the options `use_nvfp4` and `x_global_scale`."""
 
-    def low_latency_dispatch(  # type: ignore[override]
-        self,
-        x: torch.Tensor,
-        topk_idx: torch.Tensor,
-        num_max_dispatch_tokens_per_rank: int,
-        num_experts: int,
-        use_fp8: bool = True,
-        async_finish: bool = False,
-        return_recv_hook: bool = False,
-        use_nvfp4: bool = False,
+    def low_latency_dispatch(
+        self, x: torch.Tensor, topk_idx: torch.Tensor, num_max_dispatch_tokens_per_rank: int, num_experts: int,
+        use_fp8: bool = True, async_finish: bool = False, return_recv_hook: bool = False, use_nvfp4: bool = False,
         x_global_scale: torch.Tensor | None = None,
-    ) -> tuple[Any, ...]:
+    ) -> tuple[Any, ...]:  # fmt: skip
         """Received rows as codes (M, H/2, E) and scales (32, 4, M/128, 4, H/64, E), NaN scales past the counts."""
         need(not (use_fp8 and use_nvfp4), "one number format")
         plain, counts, handle, event, hook = super().low_latency_dispatch(
             x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts, use_fp8=use_fp8, return_recv_hook=True
         )
         need(use_nvfp4 and x_global_scale is not None and x_global_scale.dtype == torch.float32, "x_global_scale")
-        assert x_global_scale is not None
         num_local, num_rows, hidden = plain.shape
         need(num_rows % 128 == 0 and hidden % 64 == 0, "whole blocks of scales")
         codes = torch.full((num_local, num_rows, hidden // 2), 0xFF, dtype=torch.uint8)
@@ -285,11 +269,9 @@ class Nvfp4Buffer(Buffer):
         def receive() -> None:
             hook()
             for expert, count in enumerate(counts.tolist()):
-                packed, scales = numbers.quantize_nvfp4(plain[expert, :count].float(), x_global_scale)
-                codes[expert, :count] = packed
-                flat[expert, layouts.swizzle_position(num_rows, hidden // 16)[:count].flatten()] = scales.view(
-                    torch.uint8
-                ).flatten()
+                codes[expert, :count], scales = numbers.quantize_nvfp4(plain[expert, :count], x_global_scale)
+                position = layouts.swizzle_position(num_rows, hidden // 16)[:count].flatten()
+                flat[expert, position] = scales.view(torch.uint8).flatten()
 
         blocks = flat.view(num_local, num_rows // 128, hidden // 64, 32, 4, 4)
         result = codes.permute(1, 2, 0), blocks.permute(3, 4, 1, 5, 2, 0)
@@ -337,8 +319,7 @@ def _write(
     scale = groups.abs().amax(-1).clamp(min=1e-4) / 448
     if round_scale:
         scale = torch.exp2(torch.ceil(torch.log2(scale)))
-    codes = (groups / scale[..., None]).clamp(-448, 448).to(E4M3).flatten(-2)
-    tensors[0][expert, :num_rows] = codes
+    tensors[0][expert, :num_rows] = (groups / scale[..., None]).clamp(-448, 448).to(E4M3).flatten(-2)
     if use_ue8m0:
         octets = (torch.log2(scale).round() + 127).to(torch.int64).unflatten(-1, (-1, 4))
         scale = sum(octets[..., byte] << (8 * byte) for byte in range(4)).to(torch.int32)

@@ -47,30 +47,25 @@ def _sm90_positions(num_rows: int, num_bytes: int) -> tuple[torch.Tensor, torch.
     return source.reshape(-1, 4), target.reshape(-1, 4)
 
 
-def sm90_interleave(weight: torch.Tensor) -> torch.Tensor:
-    """u8 [E, rows, bytes] as the compiled SM90 helper of the folded-scale releases rewrites it."""
-    source, target = _sm90_positions(*weight.shape[1:])
+def sm90_interleave(weight: torch.Tensor, *, inverse: bool = False) -> torch.Tensor:
+    """u8 [E, rows, bytes] as the compiled SM90 helper of the folded-scale releases rewrites it; or back."""
+    positions = _sm90_positions(*weight.shape[1:])
+    source, target = reversed(positions) if inverse else positions
     flat = weight.flatten(1)
     out = torch.empty_like(flat)
-    out[:, target] = _rewrite(flat[:, source], inverse=False)
+    out[:, target] = _rewrite(flat[:, source], inverse=inverse)
     return out.view(weight.shape)
 
 
 def sm90_restore(weight: torch.Tensor) -> torch.Tensor:
     """The inverse of `sm90_interleave`."""
-    source, target = _sm90_positions(*weight.shape[1:])
-    flat = weight.flatten(1)
-    out = torch.empty_like(flat)
-    out[:, source] = _rewrite(flat[:, target], inverse=True)
-    return out.view(weight.shape)
+    return sm90_interleave(weight, inverse=True)
 
 
 def sm90_interleave_old(weight: torch.Tensor) -> torch.Tensor:
     """The byte layout of the releases before scales were folded (0.6.11 to 0.6.15, 0.6.17)."""
     out = torch.zeros_like(weight)
-    for row in range(weight.shape[1]):
-        if row % 16 >= 8:
-            continue
+    for row in [row for row in range(weight.shape[1]) if row % 16 < 8]:
         for part in range(weight.shape[2] // 32):
             for lane in range(32):
                 first, second = weight[:, row, 32 * part + lane], weight[:, row + 8, 32 * part + lane]

@@ -19,11 +19,8 @@ from tests.emulators.refusal import need
 
 
 def _inner(group: Rank, num_bytes: int, wide: bool) -> Buffer:
-    inner = type("Buffer", (Buffer,), {"wide": wide})(
-        group, 0, num_bytes, low_latency_mode=True, num_qps_per_rank=10**6
-    )
-    assert isinstance(inner, Buffer)
-    return inner
+    kind = type("Buffer", (Buffer,), {"wide": wide})
+    return kind(group, 0, num_bytes, low_latency_mode=True, num_qps_per_rank=10**6)
 
 
 class MooncakeBuffer:
@@ -40,7 +37,6 @@ class MooncakeBuffer:
         async_finish: bool = False, return_recv_hook: bool = False,
     ) -> Any:  # fmt: skip
         need(use_fp8 is not None, "the default of use_fp8 depends on the build")
-        assert use_fp8 is not None
         need(active_ranks.dtype == torch.int32 and active_ranks.tolist() == [1] * self.inner.group.size(), "active")
         need(timeout_us == -1, "a time-out marks a slow rank as dead")
         return self.inner.low_latency_dispatch(

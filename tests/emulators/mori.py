@@ -67,29 +67,25 @@ class EpDispatchCombineOp:
         self.config, self.group = config, this_rank()
         need(config.rank == self.group.rank() and config.world_size == self.group.size(), "rank or world size")
         need(config.kernel_type.name != "IntraNode" or config.world_size <= config.gpu_per_node, "one node")
-        self.calls: list[str] = []
         self.pending: list[Any] = []
 
-    @property
-    def _is_split(self) -> bool:
-        return self.config.kernel_type is EpDispatchCombineKernelType.AsyncLL
+    def _need_split(self, is_split: bool) -> None:
+        need(is_split == (self.config.kernel_type.name == "AsyncLL"), "AsyncLL, and it alone, sends and receives apart")
 
     def dispatch(
         self, input: torch.Tensor, weights: torch.Tensor, scales: torch.Tensor | None, indices: torch.Tensor,
         block_num: int = -1, rdma_block_num: int = -1, warp_per_block: int = -1,
     ) -> tuple[Any, ...]:  # fmt: skip
-        need(not self._is_split, "AsyncLL sends and receives in two calls")
-        result, receive = self._dispatch(input, weights, scales, indices)
-        receive()
+        self._need_split(False)
+        result = self._dispatch(input, weights, scales, indices)
+        self.pending.pop()()
         return result
 
     def dispatch_send(
         self, input: torch.Tensor, weights: torch.Tensor, scales: torch.Tensor | None, indices: torch.Tensor
     ) -> tuple[Any, ...]:
-        need(self._is_split, "only AsyncLL is split")
-        result, receive = self._dispatch(input, weights, scales, indices)
-        self.pending.append(receive)
-        return result
+        self._need_split(True)
+        return self._dispatch(input, weights, scales, indices)
 
     def dispatch_recv(self, block_num: int = -1, warp_per_block: int = -1) -> None:
         self.pending.pop()()
@@ -97,6 +93,7 @@ class EpDispatchCombineOp:
     combine_recv = dispatch_recv
 
     def _dispatch(self, x: torch.Tensor, weights: torch.Tensor, scales: torch.Tensor | None, ids: torch.Tensor) -> Any:
+        """The buffers, which get what was sent when `pending` is called."""
         config = self.config
         need(x.shape[1] == config.hidden_dim and x.is_contiguous(), "input")
         own_fp8 = torch.float8_e4m3fnuz if self.arch == "gfx942" else torch.float8_e4m3fn
@@ -109,7 +106,6 @@ class EpDispatchCombineOp:
         if scales is not None:
             need(scales.shape == (x.shape[0], config.scale_dim), "scale shape")
             need(scales.element_size() == config.scale_type_size, "scale type size")
-        self.calls.append("dispatch")
         capacity = config.world_size * config.max_num_inp_token_per_rank
         out = [
             _spoil(torch.empty(capacity, x.shape[1], dtype=x.dtype)),
@@ -128,38 +124,34 @@ class EpDispatchCombineOp:
 
         def receive() -> None:
             for row, (rank, token) in enumerate(self.sources):
-                for target, sent in zip((0, 1, 2, 3), everybody[rank], strict=True):
+                for target, sent in zip(out[:4], everybody[rank], strict=True):
                     if sent is not None:
-                        out[target][row] = sent[token]  # type: ignore[index]
-            out[4].fill_(len(self.sources))  # type: ignore[union-attr]
+                        target[row] = sent[token]
+            out[4].fill_(len(self.sources))
 
-        return tuple(out), receive
+        self.pending.append(receive)
+        return tuple(out)
 
     def combine(
         self, input: torch.Tensor, weights: torch.Tensor | None, indices: torch.Tensor, block_num: int = -1,
         rdma_block_num: int = -1, warp_per_block: int = -1, use_external_inp_buf: int = -1,
         call_reset: bool = False,
     ) -> tuple[Any, ...]:  # fmt: skip
-        need(not self._is_split, "AsyncLL sends and receives in two calls")
-        result, receive = self._combine(input, indices)
-        receive()
+        self._need_split(False)
+        result = self._combine(input, indices)
+        self.pending.pop()()
         return result
 
     def combine_send(self, input: torch.Tensor, weights: torch.Tensor | None, indices: torch.Tensor) -> tuple[Any, ...]:
-        need(self._is_split, "only AsyncLL is split")
-        result, receive = self._combine(input, indices)
-        self.pending.append(receive)
-        return result
+        self._need_split(True)
+        return self._combine(input, indices)
 
     def _combine(self, x: torch.Tensor, ids: torch.Tensor) -> Any:
         need(x.dtype == torch.bfloat16 or (self.wide and x.dtype == torch.float32), "combine takes bf16")
         need(x.shape[0] >= len(self.sources), "received rows are missing")
         need(ids.shape == (self.num_tokens, self.config.num_experts_per_token), "ids are the sender's own")
-        self.calls.append("combine")
-        out = torch.empty(
-            self.config.max_num_inp_token_per_rank, x.shape[1], dtype=torch.float32 if self.wide else x.dtype
-        )
-        _spoil(out)
+        dtype = torch.float32 if self.wide else x.dtype
+        out = _spoil(torch.empty(self.config.max_num_inp_token_per_rank, x.shape[1], dtype=dtype))
         everybody = self.group.exchange((x, self.sources))
 
         def receive() -> None:
@@ -170,7 +162,8 @@ class EpDispatchCombineOp:
                         total[token] += sent[row].float()
             out[: self.num_tokens] = total.to(out.dtype)
 
-        return (out, None), receive
+        self.pending.append(receive)
+        return out, None
 
 
 def install_mori(monkeypatch: pytest.MonkeyPatch, arch: str = "gfx950", *, wide: bool = False) -> list[str]:

@@ -58,10 +58,7 @@ def run_ranks(size: int, work: Callable[[Rank], T]) -> list[T]:
             _here.rank = Rank(group, index)
             results[index] = work(_here.rank)
         except BaseException as error:  # handed to the caller below
-            if not isinstance(error, threading.BrokenBarrierError):
-                failures.insert(0, error)
-            else:
-                failures.append(error)
+            failures.append(error)
             group.barrier.abort()
 
     threads = [threading.Thread(target=run, args=(index,), daemon=True) for index in range(size)]
@@ -69,6 +66,6 @@ def run_ranks(size: int, work: Callable[[Rank], T]) -> list[T]:
         thread.start()
     for thread in threads:
         thread.join()
-    if failures:
-        raise failures[0]
+    if failures:  # those that waited for a rank that had failed say nothing about why
+        raise min(failures, key=lambda error: isinstance(error, threading.BrokenBarrierError))
     return results

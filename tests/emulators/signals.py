@@ -26,10 +26,10 @@ class SignalBuffer(Buffer):
 
     log: list[str]
 
-    def _combine(self, rest: tuple[Any, ...], options: dict[str, Any], overlap: bool, is_signalled: bool) -> Any:
+    def _combine(self, *arguments: Any, hook: bool, overlap: bool, is_signalled: bool) -> Any:
         need(overlap == is_signalled, "overlap and signals come together")
         self.log.append("combine beside the GEMM" if overlap else "combine")
-        return Buffer.low_latency_combine(self, *rest, **options)
+        return Buffer.low_latency_combine(self, *arguments, return_recv_hook=hook)
 
 
 class ExpertSignalBuffer(SignalBuffer):
@@ -43,8 +43,8 @@ class ExpertSignalBuffer(SignalBuffer):
         if src_signals is not None:
             need(src_signals.dtype == torch.uint32 and src_signals.shape == (x.shape[0],), "uint32 signals [E]")
             need(src_signals.tolist() == [src_signal_expect_value] * x.shape[0], "signals that never come")
-        rest = (x, topk_idx, topk_weights, handle)
-        return self._combine(rest, {"return_recv_hook": return_recv_hook}, overlap, src_signals is not None)
+        is_signalled, arguments = src_signals is not None, (x, topk_idx, topk_weights, handle)
+        return self._combine(*arguments, hook=return_recv_hook, overlap=overlap, is_signalled=is_signalled)
 
 
 class TileSignalBuffer(SignalBuffer):
@@ -57,15 +57,14 @@ class TileSignalBuffer(SignalBuffer):
     ) -> Any:  # fmt: skip
         if comp_signal is not None:
             need(packed_recv_count is not None and packed_recv_count.dtype == torch.int32, "rows of each expert")
-            assert packed_recv_count is not None
             need(comp_signal.dtype == torch.int32 and num_sms > 0 and threshold > 0, "int32 signals")
             signals = comp_signal.view(x.shape[0], -1)
             need(signals.shape[1] >= -(-x.shape[1] // block_m), "a signal for each tile of rows")
             for expert, count in enumerate(packed_recv_count.tolist()):
                 arrived = signals[expert, : -(-count // block_m)]
                 need(bool((arrived == threshold).all()), "signals that never come")
-        rest = (x, topk_idx, topk_weights, handle)
-        return self._combine(rest, {"return_recv_hook": return_recv_hook}, overlap, comp_signal is not None)
+        is_signalled, arguments = comp_signal is not None, (x, topk_idx, topk_weights, handle)
+        return self._combine(*arguments, hook=return_recv_hook, overlap=overlap, is_signalled=is_signalled)
 
 
 class SignallingDeepGemm(DeepGemm):

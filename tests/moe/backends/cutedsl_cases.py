@@ -4,15 +4,7 @@ import functools
 
 import torch
 
-from moe import (
-    Activation,
-    MoeA2ABackend,
-    MoeBackend,
-    MoeRunner,
-    MoeRunnerConfig,
-    RankPlace,
-    Topology,
-)
+from moe import Activation, MoeA2ABackend, MoeBackend, MoeRunner, MoeRunnerConfig, RankPlace, Topology
 from moe.backends.flashinfer.cutedsl import FlashinferCutedslBackend
 from moe.config import DispatchFormat
 from moe.formats import ExpertWeights
@@ -22,7 +14,7 @@ from tests.moe.backends import hostile
 from tests.moe.configs import ALONE
 
 BACKEND = FlashinferCutedslBackend()
-NONE, DEEPEP, FLASHINFER = MoeA2ABackend.NONE, MoeA2ABackend.DEEPEP, MoeA2ABackend.FLASHINFER
+DEEPEP = MoeA2ABackend.DEEPEP
 E, H, I, K, T, M = 8, 256, 192, 3, 23, 128
 TOLERANCE = 1e-3  # activations are quantized the same way
 X, TOPK = hostile.tokens(T, H, size=3.0), hostile.routing(T, E, K)

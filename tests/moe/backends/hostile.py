@@ -33,11 +33,7 @@ def _drawn_experts(num_experts: int, hidden: int, inter: int, seed: int) -> tupl
     g = torch.Generator().manual_seed(seed)
     gate = torch.randn(num_experts, inter, hidden, generator=g) * 1.5 / hidden**0.5
     up = (torch.randn(num_experts, inter, hidden, generator=g) + 0.02) * 0.6 / hidden**0.5
-    w2 = (
-        torch.randn(num_experts, hidden, inter, generator=g) / inter**0.5
-        if inter
-        else torch.empty(num_experts, hidden, 0)
-    )
+    w2 = torch.randn(num_experts, hidden, inter, generator=g) / max(inter, 1) ** 0.5
     return torch.cat((gate, up), dim=1), w2
 
 
@@ -127,14 +123,11 @@ def shard(
     start, end = min(num_blocks, tp[1] * share) * block, min(num_blocks, (tp[1] + 1) * share) * block
     gate = experts.w13.narrow(0, first, num_local).narrow(1, start, end - start)
     up = experts.w13.narrow(0, first, num_local).narrow(1, inter + start, end - start)
-    b13, b2 = experts.b13, experts.b2
+    w2, b13, b2 = experts.w2.narrow(0, first, num_local).narrow(2, start, end - start), experts.b13, experts.b2
     if b13 is not None and b2 is not None:
-        b13 = b13[first : first + num_local]
-        b13 = torch.cat((b13[:, start:end], b13[:, inter + start : inter + end]), dim=1)
-        b2 = b2[first : first + num_local]
-    return ExpertWeights(
-        w13=joined(gate, up), w2=experts.w2.narrow(0, first, num_local).narrow(2, start, end - start), b13=b13, b2=b2
-    )
+        halves = b13[first : first + num_local].unflatten(1, (2, inter))
+        b13, b2 = halves[:, :, start:end].flatten(1), b2[first : first + num_local]
+    return ExpertWeights(w13=joined(gate, up), w2=w2, b13=b13, b2=b2)
 
 
 def joined(gate: Any, up: Any) -> Any:

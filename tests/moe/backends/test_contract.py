@@ -8,21 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from moe import (
-    ExpertShape,
-    MoeConfigError,
-    MoeRunner,
-    MoeRunnerConfig,
-    SelfCheckError,
-    StandardDispatchOutput,
-    StandardTopK,
-    Topology,
-)
+from moe import ExpertShape, MoeRunner, MoeRunnerConfig, StandardDispatchOutput, StandardTopK, Topology
 from moe.backends.flashinfer.common import parse_version
 from moe.check.selfcheck import check_layer
 from moe.config import MoeA2ABackend, MoeBackend
 from moe.device import Device
-from moe.errors import UnsupportedPathError, WeightFormatError
+from moe.errors import MoeConfigError, SelfCheckError, UnsupportedPathError, WeightFormatError
 from moe.formats import ExpertWeights
 from moe.registry import BACKEND_MODULES, load_backend
 from tests.moe.backends import contract, hostile
@@ -126,12 +117,8 @@ def test_the_answer_comes_from_the_topologys_allocator(monkeypatch: pytest.Monke
 # ---- refusals ----
 
 
-def experts_of(name: str, hidden: int = 256, inter: int = 256) -> ExpertWeights:
-    return hostile.plain_experts(name, E, hidden, inter)
-
-
-def config_of(experts: ExpertWeights, **changes: Any) -> Any:
-    return hostile.make_config(E, experts.hidden_size, experts.intermediate_size, K, **changes)
+def experts_of(name: str, hidden: int = 256, inter: int = 256, *, has_biases: bool = False) -> ExpertWeights:
+    return hostile.plain_experts(name, E, hidden, inter, has_biases=has_biases)
 
 
 @rows("backend, limits", *LIMITS.items())
@@ -156,8 +143,7 @@ def test_what_supports_refuses(backend: MoeBackend, limits: Limits) -> None:
     if limits.no_biases is not None:
         assert f"{limits.no_biases} experts with biases" in reason(name=limits.no_biases, has_biases=True)
     if limits.only_plain is not None:
-        words = reason(name=limits.only_plain, activation=GPT_OSS)
-        assert "only plain SwiGLU" in words
+        assert "only plain SwiGLU" in reason(name=limits.only_plain, activation=GPT_OSS)
 
 
 @rows("backend, limits", *LIMITS.items())
@@ -166,13 +152,13 @@ def test_what_prepare_refuses(monkeypatch: pytest.MonkeyPatch, backend: MoeBacke
     entry = load_backend(backend)
 
     def refuses(experts: ExpertWeights, error: type[Exception], words: str, **changes: Any) -> None:
+        config = hostile.make_config(E, experts.hidden_size, experts.intermediate_size, K, **changes)
         with pytest.raises(error, match=words):
-            entry.prepare(experts, config_of(experts, **changes), Topology())
+            entry.prepare(experts, config, Topology())
 
     refuses(experts_of(limits.wrong_format), WeightFormatError, f"takes .* experts, got {limits.wrong_format}")
     if limits.wrong_size is not None:
-        small = experts_of(*limits.wrong_size)
-        refuses(small, WeightFormatError, "of this rank is .*needs a positive multiple of")
+        refuses(experts_of(*limits.wrong_size), WeightFormatError, "of this rank is .*needs a positive multiple of")
         last = Topology(tp_size=8, tp_rank=7)
         shape = ExpertShape(num_experts=E, top_k=K, hidden_size=256, intermediate_size=256)
         nothing = hostile.shard(experts_of(limits.wrong_size[0]), tp=(8, 7), block=128)
@@ -180,8 +166,7 @@ def test_what_prepare_refuses(monkeypatch: pytest.MonkeyPatch, backend: MoeBacke
             entry.prepare(nothing, MoeRunnerConfig(shape=shape, place=last.place, scale_block=128), last)
     name = next(iter(entry.formats))
     if limits.no_biases is not None:
-        b13, b2 = hostile.biases(E, 256, 256)
-        biased = dataclasses.replace(experts_of(limits.no_biases), b13=b13, b2=b2)
+        biased = experts_of(limits.no_biases, has_biases=True)
         refuses(biased, WeightFormatError, f"{limits.no_biases} experts with biases are not supported")
     if limits.only_plain is not None:
         refuses(experts_of(limits.only_plain), UnsupportedPathError, "only plain SwiGLU", activation=GPT_OSS)
@@ -195,7 +180,7 @@ def test_what_prepare_refuses(monkeypatch: pytest.MonkeyPatch, backend: MoeBacke
 @rows("backend", *[backend for backend in BACKEND_MODULES if backend is not MoeBackend.TRITON])
 def test_what_the_kernels_would_ignore_is_refused(monkeypatch: pytest.MonkeyPatch, backend: MoeBackend) -> None:
     """Overlap arguments; and weights that another backend prepared, where kernels have several kinds."""
-    path = next(path for path in PATHS if path.backend is backend)
+    path = contract.path_of(backend)
     contract.install(monkeypatch, backend, path.arch)
     experts = contract.make_experts(path, 2)
     config = contract.config_of(path, experts, Topology())
@@ -217,7 +202,7 @@ def test_what_the_kernels_would_ignore_is_refused(monkeypatch: pytest.MonkeyPatc
 def test_expert_parallelism_needs_the_layers_scales(
     monkeypatch: pytest.MonkeyPatch, backend: MoeBackend, name: str
 ) -> None:
-    path = next(path for path in PATHS if (path.backend, path.format_name) == (backend, name))
+    path = contract.path_of(backend, format_name=name)
     contract.install(monkeypatch, backend, path.arch)
     topology, whole = Topology(ep_size=2, ep_rank=1), contract.make_experts(path, 2)
     with pytest.raises(WeightFormatError, match="layer_input_scales"):
@@ -234,26 +219,25 @@ def test_expert_parallelism_needs_the_layers_scales(
 def test_versions_of_flashinfer(
     monkeypatch: pytest.MonkeyPatch, backend: MoeBackend, too_old: str, oldest: str
 ) -> None:
-    path = next(path for path in PATHS if path.backend is backend)
+    path = contract.path_of(backend)
     contract.install(monkeypatch, backend, path.arch)
-    experts, installed = contract.make_experts(path, 2), {"flashinfer-python": too_old}
-    config = contract.config_of(path, experts, Topology())
 
-    def version(package: str) -> str:
-        if package not in installed:
-            raise importlib.metadata.PackageNotFoundError(package)
-        return installed[package]
+    def prepare_with(installed: str | None) -> None:
+        def version(package: str) -> str:
+            if installed is None or package != "flashinfer-python":
+                raise importlib.metadata.PackageNotFoundError(package)
+            return installed
 
-    monkeypatch.setattr(importlib.metadata, "version", version)
+        monkeypatch.setattr(importlib.metadata, "version", version)
+        contract.prepare(path, contract.make_experts(path, 2), Topology())
+
     words = rf"--moe-backend {backend} needs flashinfer-python {oldest} or newer and found {too_old}"
     with pytest.raises(UnsupportedPathError, match=words):
-        load_backend(backend).prepare(experts, config, Topology())
+        prepare_with(too_old)
     for good in (oldest, f"{oldest}rc1", "0.7.2.post1"):
-        installed["flashinfer-python"] = good
-        assert load_backend(backend).prepare(experts, config, Topology())
-    installed.clear()
+        prepare_with(good)
     with pytest.raises(UnsupportedPathError, match="pip install flashinfer-python"):
-        load_backend(backend).prepare(experts, config, Topology())
+        prepare_with(None)
 
 
 @rows("text, version", ("0.7.2.post1", (0, 7, 2)), ("0.6.11rc1", (0, 6, 11)), ("1.0", (1, 0, 0)),

@@ -13,7 +13,7 @@ from moe.dispatch.deepep_settings import DeepepMode
 from moe.errors import UnsupportedPathError
 from moe.formats import activation_quant, token_groups
 from moe.layouts.deep_gemm import m_major
-from moe.layouts.expert_slots import masked_rows, permute_rows, token_of_row, unpermute_sum
+from moe.layouts.expert_slots import permute_rows, token_of_row, unpermute_sum
 from moe.types import DeepepNormalDispatchOutput, RunState
 from tests.emulators import deep_gemm as emulated
 from tests.emulators.deep_gemm import install_deep_gemm
@@ -120,13 +120,6 @@ def test_slots_go_to_rows_and_back() -> None:
     assert unpermute_sum(rows, row, weights).flatten().tolist() == [8.0, 9.0, 0.0, 11.0]
     rows[0] = float("nan")
     assert unpermute_sum(rows, torch.full((4, 2), -1), weights).flatten().tolist() == [0.0] * 4, "exactly zero"
-
-
-def test_rows_past_an_experts_count_visit_no_expert() -> None:
-    """They hold garbage, and computing them costs as much as computing real ones."""
-    ids, weights = masked_rows(torch.tensor([2, 0, 3], dtype=torch.int32), 3)
-    assert ids.flatten().tolist() == [0, 0, -1, -1, -1, -1, 2, 2, 2]
-    assert weights.flatten().tolist() == [1.0] * 9
 
 
 @rows("names", emulated.NAMES_NOW, emulated.NAMES_BEFORE, emulated.NAMES_FIRST)

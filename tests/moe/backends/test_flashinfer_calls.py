@@ -8,20 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from moe import (
-    Activation,
-    BypassedTopK,
-    MoeRunner,
-    RoutingConfig,
-    RoutingMethod,
-    SelfCheckError,
-    Topology,
-    UnsupportedPathError,
-)
+from moe import Activation, BypassedTopK, MoeRunner, RoutingConfig, RoutingMethod, Topology
 from moe.backends.flashinfer import common
 from moe.backends.flashinfer.trtllm import forced_logits_dtype
 from moe.check.selfcheck import check_layer
 from moe.device import Device
+from moe.errors import SelfCheckError, UnsupportedPathError
 from moe.registry import load_backend
 from moe.routing import TopKOutput
 from tests.emulators.trtllm import TrtllmEmulator

@@ -52,11 +52,6 @@ def test_sm90_weight_bytes_of_the_older_releases() -> None:
     assert digest(out).startswith("fae19cc83d583248")
 
 
-def test_sm90_weight_bytes_decode_back() -> None:
-    weight = torch.randint(0, 256, (2, 32, 96), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(layouts.sm90_restore(layouts.sm90_interleave(weight)), weight)
-
-
 def test_sm90_scale_helper_of_the_installed_release(flashinfer: Any) -> None:
     fused_moe = flashinfer.fused_moe
     numbered = torch.arange(64 * 8).to(torch.int32).view(1, 64, 8)

@@ -1,6 +1,7 @@
 """Faults that others have shipped, planted one by one: each must be refused or far off."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -168,14 +169,10 @@ def factor_never(patch: pytest.MonkeyPatch, path: Path) -> None:
     scale_weights(patch, path, 1 / hostile.FACTOR)
 
 
-def weights_twice(patch: pytest.MonkeyPatch, path: Path) -> None:
+def weights_to_the_power(power: int, patch: pytest.MonkeyPatch, path: Path) -> None:
+    """Never applied, or twice."""
     del path
-    patch.setattr(StandardTopK, "to_standard", lambda topk: StandardTopK(topk.weights**2, topk.ids))
-
-
-def weights_never(patch: pytest.MonkeyPatch, path: Path) -> None:
-    del path
-    patch.setattr(StandardTopK, "to_standard", lambda topk: StandardTopK(torch.ones_like(topk.weights), topk.ids))
+    patch.setattr(StandardTopK, "to_standard", lambda topk: StandardTopK(topk.weights**power, topk.ids))
 
 
 def offset_off_by_one(patch: pytest.MonkeyPatch, path: Path) -> None:
@@ -244,8 +241,8 @@ MUTATIONS: list[tuple[Plant, tuple[Path, ...]]] = [
     (per_expert_alphas, STATIC),
     (factor_twice, ALL),
     (factor_never, ALL),
-    (weights_twice, (DEEP, AITER_FP4)),
-    (weights_never, (DEEP, AITER_FP4)),
+    (functools.partial(weights_to_the_power, 2), (DEEP, AITER_FP4)),
+    (functools.partial(weights_to_the_power, 0), (DEEP, AITER_FP4)),
     (offset_off_by_one, tuple(path for path in ALL if path is not V1)),  # v1 gets slots, not ids
     (rows_padded_at_the_end, (SM90, SM100)),
     (bias_on_every_rank, BIASED),
