@@ -67,12 +67,9 @@ class MoeAlltoAll:
         return out
 
     def combine(
-        self,
-        payload: torch.Tensor,
-        runtime_max_tokens_per_rank: int,
-        payload_in_workspace: bool = False,
+        self, payload: torch.Tensor, runtime_max_tokens_per_rank: int, payload_in_workspace: bool = False,
         **options: Any,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor:  # fmt: skip
         need(self.phase == "dispatched", "combine called before successful dispatch")
         need(payload.shape[:2] == self.received.shape and payload.is_contiguous(), "payload [ranks, limit, H]")
         total = torch.zeros(self.num_tokens, payload.shape[2])

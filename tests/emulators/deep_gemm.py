@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.emulators import numbers
 from tests.emulators.refusal import need
 
 E4M3 = torch.float8_e4m3fn
@@ -25,7 +26,6 @@ class DeepGemm:
     def __init__(self, arch: str, *, wide: bool) -> None:
         self.is_sm100, self.wide = arch == "sm100", wide
         self.calls: list[str] = []
-        self.weights: list[torch.Tensor] = []
 
     def masked(self, a: Pair, b: Pair, d: torch.Tensor, masked_m: torch.Tensor, expected_m: int) -> None:
         self.calls.append("masked")
@@ -64,17 +64,11 @@ class DeepGemm:
 
     def _weights(self, b: Pair) -> torch.Tensor:
         codes, scales = b
-        num_experts, num_rows, num_cols = codes.shape
+        if not self.is_sm100:
+            return numbers.fp8_block(codes, scales)
         need(codes.dtype == E4M3 and codes.is_contiguous(), "b: contiguous e4m3")
-        need(num_rows % 128 == 0 and num_cols % 128 == 0, "whole blocks")
-        if self.is_sm100:
-            factor = self._row_scales(scales, codes)
-        else:
-            need(scales.dtype == torch.float32 and scales.is_contiguous(), "b scales: contiguous fp32")
-            need(scales.shape == (num_experts, num_rows // 128, num_cols // 128), "one scale per block")
-            factor = scales.repeat_interleave(128, 1).repeat_interleave(128, 2)
-        self.weights.append(codes.float() * factor)
-        return self.weights[-1]
+        need(codes.shape[1] % 128 == 0 and codes.shape[2] % 128 == 0, "whole blocks")
+        return codes.float() * self._row_scales(scales, codes)
 
     def _row_scales(self, scales: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
         """One factor per element, from a scale per row and 128 columns."""

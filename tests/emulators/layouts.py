@@ -62,20 +62,6 @@ def sm90_restore(weight: torch.Tensor) -> torch.Tensor:
     return sm90_interleave(weight, inverse=True)
 
 
-def sm90_interleave_old(weight: torch.Tensor) -> torch.Tensor:
-    """The byte layout of the releases before scales were folded (0.6.11 to 0.6.15, 0.6.17)."""
-    out = torch.zeros_like(weight)
-    for row in [row for row in range(weight.shape[1]) if row % 16 < 8]:
-        for part in range(weight.shape[2] // 32):
-            for lane in range(32):
-                first, second = weight[:, row, 32 * part + lane], weight[:, row + 8, 32 * part + lane]
-                out_row = row + 8 * (lane // 8 % 2)
-                out_col = 32 * part + 16 * (lane // 16) + 4 * (lane % 4) + 2 * (lane % 8 // 4)
-                out[:, out_row, out_col] = (first & 15) | ((second & 15) << 4)
-                out[:, out_row, out_col + 1] = (first >> 4) | (second & 0xF0)
-    return out
-
-
 def unfold_scales(folded: torch.Tensor, rows: int, groups: int) -> torch.Tensor:
     """Folded SM90 scale bytes back to [E, rows, groups]: out[e, m, c, f, 4s+g] was in[e, 64m+16s+f, 4c+g]."""
     octets = folded.view(torch.uint8).reshape(folded.shape[0], -1)

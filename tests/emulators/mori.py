@@ -40,15 +40,8 @@ class EpDispatchCombineConfig:
     max_num_inp_token_per_rank: int
     num_experts_per_rank: int
     num_experts_per_token: int
-    warp_num_per_block: int = 8
-    block_num: int = 80
-    max_total_recv_tokens: int = 0
-    use_external_inp_buf: bool = True
     kernel_type: EpDispatchCombineKernelType = EpDispatchCombineKernelType.IntraNode
     gpu_per_node: int = 8
-    rdma_block_num: int = 0
-    num_qp_per_pe: int = 1
-    quant_type: str = "none"
 
 
 def _spoil(tensor: torch.Tensor) -> torch.Tensor:

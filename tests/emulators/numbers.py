@@ -4,6 +4,8 @@ import itertools
 
 import torch
 
+from tests.emulators.refusal import need
+
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _VALUES = torch.tensor(E2M1)
 _PAIRS = torch.stack((_VALUES.repeat(16), _VALUES.repeat_interleave(16)), dim=-1)  # one entry per byte
@@ -69,3 +71,13 @@ def fake_fp8_groups(x: torch.Tensor) -> torch.Tensor:
 def expand_blocks(scales: torch.Tensor) -> torch.Tensor:
     """One scale per 128 x 128 block to one per element."""
     return scales.repeat_interleave(128, dim=-2).repeat_interleave(128, dim=-1)
+
+
+def fp8_block(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """fp32 of e4m3 [E, rows, columns] in 128 x 128 blocks, after checks."""
+    num_experts, num_rows, num_cols = codes.shape
+    need(codes.dtype == torch.float8_e4m3fn and codes.is_contiguous(), "contiguous e4m3 weights")
+    need(num_rows % 128 == 0 and num_cols % 128 == 0, "whole 128 x 128 blocks")
+    need(scales.dtype == torch.float32 and scales.is_contiguous(), "contiguous fp32 scales")
+    need(scales.shape == (num_experts, num_rows // 128, num_cols // 128), "one scale per block, not transposed")
+    return codes.float() * expand_blocks(scales)

@@ -48,11 +48,7 @@ class TrtllmEmulator:
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if not name.startswith("trtllm_"):
             raise AttributeError(name)
-
-        def refuse(*args: object) -> None:
-            raise NotImplementedError(f"{name} is not emulated")
-
-        return refuse
+        return lambda *_: need(False, f"{name} is not emulated")
 
     def trtllm_fp4_block_scale_moe(self, *values: Any) -> list[torch.Tensor]:
         return self._launch(SimpleNamespace(kind="fp4", **dict(zip(FP4, values, strict=True))), _decode_fp4)
@@ -169,16 +165,10 @@ def _decode_block(call: SimpleNamespace) -> tuple[torch.Tensor, DenseExperts]:
     need(call.x.dtype == call.w13.dtype == call.w2.dtype == torch.float8_e4m3fn, "e4m3 everywhere")
     need(call.x_scale.shape == (call.x.shape[1] // 128, call.x.shape[0]), "activation scales are [K/128, T]")
     need(call.x_scale.dtype == torch.float32 and call.x_scale.is_contiguous(), "fp32 activation scales")
-    dense = []
-    for weight, scale in ((call.w13, call.w13_scale), (call.w2, call.w2_scale)):
-        num_experts, rows, cols = weight.shape
-        need(rows % 128 == 0 and cols % 128 == 0, "whole blocks")
-        need(scale.dtype == torch.float32 and scale.shape == (num_experts, rows // 128, cols // 128), "block scales")
-        dense.append(weight.float() * numbers.expand_blocks(scale))
-    x = call.x.float() * call.x_scale.T.repeat_interleave(128, dim=1)
-    experts = DenseExperts(w13=dense[0], w2=dense[1], first_is_up=True)
+    w13, w2 = numbers.fp8_block(call.w13, call.w13_scale), numbers.fp8_block(call.w2, call.w2_scale)
+    experts = DenseExperts(w13=w13, w2=w2, first_is_up=True)
     experts.quantize_mid = lambda mid, expert: numbers.fake_fp8_groups(mid)
-    return x, experts
+    return call.x.float() * call.x_scale.T.repeat_interleave(128, dim=1), experts
 
 
 def _decode_tensor(call: SimpleNamespace) -> tuple[torch.Tensor, DenseExperts]:

@@ -54,9 +54,7 @@ CONFIG = several_ranks.layer_config(experts_of("bf16"), torch.bfloat16)
 
 
 @rows("name", *TOLERANCE)
-def test_a_kernel_that_rounds_between_its_gemms_passes_the_self_check(
-    monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_a_kernel_that_rounds_between_gemms_passes_the_self_check(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     install_aiter(monkeypatch)
     original = Aiter._experts
 
@@ -187,9 +185,7 @@ def test_mori_settings_and_payloads_are_checked(monkeypatch: pytest.MonkeyPatch)
 
 @rows("ep_size", 1, 2)
 @rows("name", *TOLERANCE)
-def test_tuned_kernels_are_looked_up_by_the_layers_top_k(
-    monkeypatch: pytest.MonkeyPatch, name: str, ep_size: int
-) -> None:
+def test_tuned_kernels_are_looked_up_by_the_top_k(monkeypatch: pytest.MonkeyPatch, name: str, ep_size: int) -> None:
     """One rank needs no mask. With one, aiter subtracts 1 from top-k; an always masked column makes up for it."""
     emulator = install_aiter(monkeypatch)
     run_rank(name, ep_size)

@@ -199,9 +199,7 @@ def test_what_the_kernels_would_ignore_is_refused(monkeypatch: pytest.MonkeyPatc
 
 
 @rows("backend, name", (CUTLASS, "nvfp4"), (CUTLASS, "fp8_tensor"), (TRTLLM, "nvfp4"), (CUTEDSL, "nvfp4"))
-def test_expert_parallelism_needs_the_layers_scales(
-    monkeypatch: pytest.MonkeyPatch, backend: MoeBackend, name: str
-) -> None:
+def test_expert_parallelism_needs_layer_scales(monkeypatch: pytest.MonkeyPatch, backend: MoeBackend, name: str) -> None:
     path = contract.path_of(backend, format_name=name)
     contract.install(monkeypatch, backend, path.arch)
     topology, whole = Topology(ep_size=2, ep_rank=1), contract.make_experts(path, 2)
@@ -216,9 +214,7 @@ def test_expert_parallelism_needs_the_layers_scales(
     (TRTLLM, "0.5.9", "0.6.0"),
     (MXFP4, "0.6.10", "0.6.11"),
 )
-def test_versions_of_flashinfer(
-    monkeypatch: pytest.MonkeyPatch, backend: MoeBackend, too_old: str, oldest: str
-) -> None:
+def test_flashinfers_versions(monkeypatch: pytest.MonkeyPatch, backend: MoeBackend, too_old: str, oldest: str) -> None:
     path = contract.path_of(backend)
     contract.install(monkeypatch, backend, path.arch)
 

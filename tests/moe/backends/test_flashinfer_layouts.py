@@ -17,7 +17,6 @@ NEW_ROWS = {
     0: "040800004d280000960c0000df2c0000040849204d284920960c4920df2c4920",
     8: "04da00004dfa000096de0000dffe000004da49204dfa492096de4920dffe4920",
 }
-OLD_ROW_0 = "0000440011005500220066003300770000114411111155112211661133117711"
 
 
 @pytest.fixture(scope="module")
@@ -44,12 +43,6 @@ def test_sm90_weight_bytes_of_the_folded_releases() -> None:
     assert digest(out).startswith("0e30f0e8c0618797")
     assert layouts.permute_word(0x32547698) == 0xA47D8434
     assert layouts.permute_word(0x12345678) == 0x21EB8434
-
-
-def test_sm90_weight_bytes_of_the_older_releases() -> None:
-    out = layouts.sm90_interleave_old(byte_matrix())
-    assert bytes(out[0, 0].tolist()).hex() == OLD_ROW_0
-    assert digest(out).startswith("fae19cc83d583248")
 
 
 def test_sm90_scale_helper_of_the_installed_release(flashinfer: Any) -> None:

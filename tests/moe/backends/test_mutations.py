@@ -85,8 +85,13 @@ def change_kernel_keyword(patch: pytest.MonkeyPatch, change: Callable[[dict[str,
     patch.setattr(fused_moe, "cutlass_fused_moe", lambda **kwargs: genuine(**(kwargs | change(kwargs))))
 
 
-def change_aiter_input(patch: pytest.MonkeyPatch, change: Callable[[Any], dict[str, Any]]) -> None:
-    wrap_argument(patch, aiter.AiterRunnerCore, "run", lambda core: dataclasses.replace(core, **change(core)), at=1)
+def aiter_input(change: Callable[[Any], dict[str, Any]]) -> Callable[[pytest.MonkeyPatch], None]:
+    """Change what aiter's runner core gets."""
+
+    def changed(core: Any) -> Any:
+        return dataclasses.replace(core, **change(core))
+
+    return lambda patch: wrap_argument(patch, aiter.AiterRunnerCore, "run", changed, at=1)
 
 
 # ---- faults ----
@@ -119,7 +124,6 @@ def wrong_nibble_order(patch: pytest.MonkeyPatch, path: Path) -> None:
 
 
 def transposed_activation_scale(patch: pytest.MonkeyPatch, path: Path) -> None:
-    del path
     genuine = trtllm.quantize_token_groups
 
     def changed(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -171,7 +175,6 @@ def factor_never(patch: pytest.MonkeyPatch, path: Path) -> None:
 
 def weights_to_the_power(power: int, patch: pytest.MonkeyPatch, path: Path) -> None:
     """Never applied, or twice."""
-    del path
     patch.setattr(StandardTopK, "to_standard", lambda topk: StandardTopK(topk.weights**power, topk.ids))
 
 
@@ -189,8 +192,6 @@ def offset_off_by_one(patch: pytest.MonkeyPatch, path: Path) -> None:
 
 
 def rows_padded_at_the_end(patch: pytest.MonkeyPatch, path: Path) -> None:
-    del path
-
     def changed(gate_up: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
         return layouts.padded(layouts.up_gate(gate_up), 2 * rows, cols)
 
@@ -211,8 +212,11 @@ def not_interleaved(patch: pytest.MonkeyPatch, path: Path) -> None:
 
 
 def contiguous_scale_view(patch: pytest.MonkeyPatch, path: Path) -> None:
-    del path
     patch.setattr(cutedsl, "mma_view", lambda scales: layouts.mma_view(scales).contiguous())
+
+
+def weight_not_shuffled(patch: pytest.MonkeyPatch, path: Path) -> None:
+    patch.setattr(aiter, "shuffle_weight", lambda codes: codes)
 
 
 def scale_not_shuffled(patch: pytest.MonkeyPatch, path: Path) -> None:
@@ -225,7 +229,6 @@ def change_gpt_oss(patch: pytest.MonkeyPatch, change: Callable[[Any], dict[str, 
 
 
 def padding_not_told(patch: pytest.MonkeyPatch, path: Path) -> None:
-    del path
     change_gpt_oss(patch, lambda parts: {"hidden_pad": parts.hidden_pad + 128})
 
 
@@ -251,6 +254,7 @@ MUTATIONS: list[tuple[Plant, tuple[Path, ...]]] = [
     (contiguous_scale_view, (V1, V2)),
     (scale_not_shuffled, (AITER_FP4, AITER_GPT_OSS)),
     (padding_not_told, (AITER_GPT_OSS,)),
+    (weight_not_shuffled, (AITER_FP4,)),
 ]
 
 
@@ -289,25 +293,8 @@ def minus_one_passed_on(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(aiter_permutes, "with_sink", changed)
 
 
-def no_masked_column(patch: pytest.MonkeyPatch) -> None:
-    change_aiter_input(patch, lambda core: {"ids_RK": core.ids_RK[:, :-1], "weights_RK": core.weights_RK[:, :-1]})
-
-
-def weight_not_shuffled(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(aiter, "shuffle_weight", lambda codes: codes)
-    patch.setattr(aiter, "mark_shuffled", lambda codes: codes)
-
-
 def flag_lost(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(aiter, "mark_shuffled", lambda codes: codes.view(codes.dtype))
-
-
-def mask_in_int64(patch: pytest.MonkeyPatch) -> None:
-    change_aiter_input(patch, lambda core: {"mask": core.mask.long()})
-
-
-def ids_in_int64(patch: pytest.MonkeyPatch) -> None:
-    change_aiter_input(patch, lambda core: {"ids_RK": core.ids_RK.long()})
 
 
 def bias_in_bf16(patch: pytest.MonkeyPatch) -> None:
@@ -348,15 +335,27 @@ def counts_in_int64(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(deep_gemm_permutes, "MaskedInput", wide_counts)
 
 
+no_masked_column = aiter_input(lambda core: {"ids_RK": core.ids_RK[:, :-1], "weights_RK": core.weights_RK[:, :-1]})
+
+
 @rows(
     "plant, path, count, words",
     (minus_one_passed_on, AITER_FP4, 23, "an id outside the mask"),
-    (no_masked_column, AITER_FP4, 23, "the last column is taken for one that is always masked"),
-    (weight_not_shuffled, AITER_FP4, 23, "weights are not shuffled"),
+    (
+        aiter_input(lambda core: {"ids_RK": core.ids_RK[:, :-1], "weights_RK": core.weights_RK[:, :-1]}),
+        AITER_FP4,
+        23,
+        "the last column is taken for one that is always masked",
+    ),
     (flag_lost, AITER_FP4, 23, "weights are not shuffled"),
-    (mask_in_int64, AITER_FP4, 23, "expert_mask must be int32"),
-    (ids_in_int64, AITER_FP4, 23, "topk_ids must be int32"),
-    (bias_in_bf16, AITER_GPT_OSS, 23, "bias must be fp32"),
+    (aiter_input(lambda core: {"mask": core.mask.long()}), AITER_FP4, 23, "expert_mask must be int32"),
+    (aiter_input(lambda core: {"ids_RK": core.ids_RK.long()}), AITER_FP4, 23, "topk_ids must be int32"),
+    (
+        lambda patch: change_gpt_oss(patch, lambda parts: {"bias1": parts.b13.bfloat16()}),
+        AITER_GPT_OSS,
+        23,
+        "bias must be fp32",
+    ),
     (negative_zero_carried_over, path_of(AITER, format_name="fp8_block"), 23, "NaN among the weights"),
     (row_major_scales, DEEP, 300, "scales must be M-major"),
     (padding_without_an_expert, DEEP, 300, "all rows of a segment carry one expert id"),
