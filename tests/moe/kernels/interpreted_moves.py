@@ -1,6 +1,5 @@
 """Experts of our own kernels that change places between two ranks, in Triton's interpreter; prints errors as JSON."""
 
-import dataclasses
 import json
 
 import torch
@@ -8,24 +7,15 @@ import torch
 from moe import StandardTopK
 from moe.backends.triton.backend import TritonBackend, run_standard
 from moe.check.reference import reference_moe
-from moe.formats import ExpertWeights, Mxfp4Weight
+from moe.formats import Mxfp4Weight
 from moe.topology import Topology
 from moe.types import RunState, StandardDispatchOutput
 from tests.moe.configs import rank_config
-from tests.moe.kernels.interpreted import GPT_OSS, NUM_EXPERTS, TOP_K, make_experts, make_topk
+from tests.moe.kernels.interpreted import GPT_OSS, NUM_EXPERTS, TOP_K, make_experts, make_topk, narrowed
 
 BACKEND = TritonBackend()
 SIZE, NUM_LOCAL = 64, NUM_EXPERTS // 2
 PLACE = torch.tensor([0, 5, 2, 3, 4, 1], dtype=torch.int32)  # experts 1 and 5 change places
-
-
-def local(experts: ExpertWeights, rank: int) -> ExpertWeights:
-    first = rank * NUM_LOCAL
-    cut = slice(first, first + NUM_LOCAL)
-    return dataclasses.replace(
-        experts, w13=experts.w13.narrow(0, first, NUM_LOCAL), w2=experts.w2.narrow(0, first, NUM_LOCAL),
-        b13=experts.b13[cut], b2=experts.b2[cut],
-    )  # fmt: skip
 
 
 def error_of(format_name: str) -> float:
@@ -39,7 +29,7 @@ def error_of(format_name: str) -> float:
             num_experts=NUM_EXPERTS, hidden_size=SIZE, intermediate_size=SIZE, top_k=TOP_K, place=topology.place,
             activation=GPT_OSS, has_biases=True,
         ))  # fmt: skip
-        infos.append(BACKEND.prepare(local(experts, rank), configs[-1], topology))
+        infos.append(BACKEND.prepare(narrowed(experts, topology.expert_range(NUM_EXPERTS)), configs[-1], topology))
     parts = [
         [part.clone() for part in BACKEND.expert_parts(info, slot)] for info, slot in ((infos[0], 1), (infos[1], 2))
     ]
