@@ -35,10 +35,9 @@ def main() -> dict[str, Any]:
     """Six launches of four kernels, then the same with one that cannot be compiled, then code that fails."""
     fake_gpu.install()
     lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("moe.kernels.compile_ahead").addHandler(handler)
-    logging.getLogger("moe.kernels.compile_ahead").setLevel(logging.INFO)
+    logger = logging.getLogger("moe.kernels.compile_ahead")
+    logger.addFilter(lambda record: lines.append(record.getMessage()) or False)
+    logger.setLevel(logging.INFO)
     compiled: list[str] = []
     triton.knobs.compilation.listener = lambda *, src, cache_hit, **_: compiled.append(f"{src.name} {cache_hit}")
     numbers, device = torch.ones(128), torch.device("cuda")

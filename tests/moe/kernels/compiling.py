@@ -126,17 +126,17 @@ def reached_before(ptx: str, instruction: str) -> str:
     return "\n".join(lines[place] for place in sorted(seen))
 
 
-def compile_group(plan: Plan, arch: int, *, num_experts_pad: int = 64, chunk: int = 1024) -> Any:
+def compile_group(plan: Plan, arch: int) -> Any:
     """`group_slots`."""
     pointers = {"ids_ptr": "*i32", "slots_ptr": "*i32", "tiles_ptr": "*i32"}
-    constants = {"BLOCK_M": plan.block_m, "EXPERTS_PAD": num_experts_pad, "CHUNK": chunk, "USE_PDL": plan.pdl}
+    constants = {"BLOCK_M": plan.block_m, "EXPERTS_PAD": 64, "CHUNK": 1024, "USE_PDL": plan.pdl}
     return compile_kernel(group_slots, arch, pointers, constants, num_warps=8)
 
 
-def compile_sum(plan: Plan, arch: int, *, top_k: int = 4) -> Any:
+def compile_sum(plan: Plan, arch: int) -> Any:
     """`unpermute_sum`."""
     pointers = {"parts_ptr": "*fp32" if plan.is_direct else "*bf16", "ids_ptr": "*i32", "out_ptr": "*bf16"}
-    constants = {"TOPK": top_k, "SPLIT_K": plan.split_k, "BLOCK_H": 1024, "USE_PDL": plan.pdl}
+    constants = {"TOPK": 4, "SPLIT_K": plan.split_k, "BLOCK_H": 1024, "USE_PDL": plan.pdl}
     return compile_kernel(unpermute_sum, arch, pointers, constants, num_warps=4)
 
 

@@ -9,13 +9,12 @@ Importing this needs the interpreter, and lets the watch begin. Cases give 0, or
 import torch
 import triton
 import triton.language as tl
-from triton.runtime.errors import InterpreterError
 
 from moe.kernels.gemm import _expert_slots, _token_slots, prefetch_weights
 from moe.kernels.group import group_slots
 from moe.kernels.launch import max_tiles
 from moe.kernels.products import _weight_ptrs
-from tests.moe.kernels.watched import WrongAccessError, watch
+from tests.moe.kernels.watched import fails_with, watch
 
 BLOCK = 64 * 16 + 128  # words of a block in NVFP4
 
@@ -106,11 +105,7 @@ def read_one_more(x_ptr, out_ptr):
 def reads_beyond_the_end_are_seen() -> float:
     """0 if the watch is awake."""
     x = torch.zeros(8)
-    try:
-        read_one_more[(1,)](x[:7], x.new_empty(1))
-    except InterpreterError as error:
-        return 0.0 if WrongAccessError.__name__ in str(error) else float("inf")
-    return float("inf")
+    return 0.0 if fails_with("WrongAccessError", lambda: read_one_more[(1,)](x[:7], x.new_empty(1))) else float("inf")
 
 
 @triton.jit
@@ -122,11 +117,8 @@ def overflows_are_seen() -> float:
     """0 if just a product beyond 32 bits ends the case."""
     x = torch.tensor([2**30 - 1, 2**30], dtype=torch.int32)
     double[(1,)](x, x[:1])
-    try:
-        double[(1,)](x[1:], x[1:])
-    except InterpreterError as error:
-        return 0.0 if "overflow" in str(error) and x.tolist() == [2**31 - 2, 2**30] else float("inf")
-    return float("inf")
+    is_seen = fails_with("overflow", lambda: double[(1,)](x[1:], x[1:]))
+    return 0.0 if is_seen and x.tolist() == [2**31 - 2, 2**30] else float("inf")
 
 
 def group_in_chunks() -> float:
@@ -139,16 +131,14 @@ def group_in_chunks() -> float:
         ids, slots, tiles, ids.numel(), num_tiles, first, local, BLOCK_M=block_m, EXPERTS_PAD=4, CHUNK=16,
         USE_PDL=False,
     )  # fmt: skip
-    flat, position, want = ids.flatten(), 0, []
+    want_slots, want_tiles = [], []
     for expert in range(local):
-        own = (flat == first + expert).nonzero().flatten()
-        if not torch.equal(slots[position : position + len(own)].long(), own):
-            return float("inf")
-        end = position + len(own)
-        want += [[expert, start, end] for start in range(position, end, block_m)]
-        position = end
-    want += [[-1, 0, 0]] * (num_tiles - len(want))
-    return 0.0 if tiles.tolist() == want else float("inf")
+        start = len(want_slots)
+        want_slots += (ids.flatten() == first + expert).nonzero().flatten().tolist()
+        want_tiles += [[expert, begin, len(want_slots)] for begin in range(start, len(want_slots), block_m)]
+    want_tiles += [[-1, 0, 0]] * (num_tiles - len(want_tiles))
+    is_right = slots[: len(want_slots)].tolist() == want_slots and tiles.tolist() == want_tiles
+    return 0.0 if is_right else float("inf")
 
 
 WATCH = watch(count_slots, far_block, fetch_blocks, read_one_more, double)

@@ -5,16 +5,14 @@ Started as a program of its own, since Triton decides when it is imported whethe
 
 import json
 import sys
-from typing import Any
 
 import torch
-from triton.runtime.errors import InterpreterError
 
 from moe import Activation
 from moe.formats.token_groups import dequantize_token_groups, unpack_ue8m0
 from moe.kernels.masked_swiglu import masked_swiglu, masked_swiglu_kernel
 from moe.layouts.deep_gemm import swiglu_reference
-from tests.moe.kernels.watched import watch
+from tests.moe.kernels.watched import fails_with, watch
 
 WATCH = watch(masked_swiglu_kernel)
 DEEPSEEK_V4, GPT_OSS = Activation(limit=10.0), Activation(alpha=1.702, beta=1.0, limit=7.0)
@@ -35,10 +33,7 @@ def compare(counts: list[int], num_rows: int, inter: int, activation: Activation
     counts_E = torch.tensor(counts, dtype=torch.int32)
     for expert, count in enumerate(counts):
         h[expert, count:] = float("nan")
-    got, want = (
-        masked_swiglu(h, counts_E, activation, ue8m0=ue8m0),
-        swiglu_reference(h, counts_E, activation, ue8m0=ue8m0),
-    )
+    got, want = (run(h, counts_E, activation, ue8m0=ue8m0) for run in (masked_swiglu, swiglu_reference))
     for part, (ours, theirs) in enumerate(zip(got, want, strict=True)):
         if (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
             return f"{part}: {ours.dtype} {tuple(ours.shape)}, not {theirs.dtype} {tuple(theirs.shape)}"
@@ -62,18 +57,15 @@ def reads_no_row_past_the_count() -> str:
     """The tensors end with the last live row, in the middle of a block of rows; the watch raises beyond."""
     h, scale = torch.ones(1, 5, 512).bfloat16(), torch.empty(1, 2, 16)
     q = torch.empty(1, 16, 256, dtype=torch.uint8)
-    constants = {"HAS_LIMIT": False, "UE8M0": False, "GROUP": 128, "BLOCK_R": 16, "USE_CAST": False}
-    arguments: tuple[Any, ...] = (q, scale, 5, 2, 16, 1.0, 0.0, 0.0)
-    for count, is_wrong in ((5, False), (6, True)):
-        try:
-            masked_swiglu_kernel[(1, 1, 2)](h, torch.tensor([count], dtype=torch.int32), *arguments, **constants)
-        except InterpreterError as error:
-            if not is_wrong or "WrongAccessError" not in str(error):
-                return str(error)
-        else:
-            if is_wrong:
-                return "the watch sleeps"
-    return ""
+
+    def run(count: int) -> None:
+        masked_swiglu_kernel[(1, 1, 2)](
+            h, torch.tensor([count], dtype=torch.int32), q, scale, 5, 2, 16, 1.0, 0.0, 0.0,
+            HAS_LIMIT=False, UE8M0=False, GROUP=128, BLOCK_R=16, USE_CAST=False,
+        )  # fmt: skip
+
+    run(5)
+    return "" if fails_with("WrongAccessError", lambda: run(6)) else "the watch sleeps"
 
 
 CASES = {

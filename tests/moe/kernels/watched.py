@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from triton.runtime import interpreter
+from triton.runtime.errors import InterpreterError
 
 from moe.kernels import gemm, group, products, quantize
 
@@ -22,6 +23,15 @@ _KERNELS = (gemm.direct_gemm, gemm.grouped_gemm, group.group_slots, group.unperm
 
 class WrongAccessError(Exception):
     """What a kernel must not do."""
+
+
+def fails_with(words: str, launch: Callable[[], object]) -> bool:
+    """Whether the interpreter ends a launch with an error that has these words."""
+    try:
+        launch()
+    except InterpreterError as error:
+        return words in str(error)
+    return False
 
 
 class Watch:
@@ -41,22 +51,19 @@ class Watch:
     def start(self, kernel: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         """A launch: its tensors, and whether it starts early."""
         self.finish()
-        tensors = [part for part in arguments if isinstance(part, torch.Tensor)]
-        self.tensors = [(part.data_ptr(), part.data_ptr() + part.nbytes) for part in tensors]
+        self.tensors = [extent(part) for part in arguments if isinstance(part, torch.Tensor)]
         self.must_wait, self.waited, self.early = keywords.get("USE_PDL", False), None, (0, 0)
         self.num_waited = 0
-        is_direct = kernel is gemm.direct_gemm
+        is_direct, named = kernel is gemm.direct_gemm, dict(zip(kernel.arg_names, arguments, strict=False))
         self.is_read_early = is_direct and keywords["IS_FIRST"]  # the next kernel reads the ids without a wait
         if is_direct and not keywords["IS_FIRST"]:
-            ids = arguments[kernel.arg_names.index("ids_ptr")]
-            self.early = (ids.data_ptr(), ids.data_ptr() + ids.nbytes)
+            self.early = extent(named["ids_ptr"])
         self.num_parts, self.tail, self.reads = keywords.get("SPLIT_K", 1), (0, 0), {}
         if keywords.get("HAS_TAIL"):
-            tail = arguments[kernel.arg_names.index("tail_ptr")]
-            self.tail = (tail.data_ptr(), tail.data_ptr() + tail.nbytes)
+            self.tail = extent(named["tail_ptr"])
         if is_direct and keywords["SLOTS_PAD"] == 0 and keywords["FORMAT"] == products.MXFP4.value:
-            words = [arguments[kernel.arg_names.index(name)] for name in ("w_ptr", "tail_ptr")]
-            self.reads = {part.data_ptr(): np.zeros(part.numel(), dtype=np.uint8) for part in words}
+            for part in (named["w_ptr"], named["tail_ptr"]):
+                self.reads[part.data_ptr()] = np.zeros(part.numel(), dtype=np.uint8)
 
     def finish(self) -> None:
         """Nothing may have been fetched in vain, and no program may end before the kernel before its own does."""
@@ -115,6 +122,10 @@ class Watch:
             raise WrongAccessError("the next kernel may read the ids before they are written")
 
 
+def extent(tensor: torch.Tensor) -> tuple[int, int]:
+    return tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+
+
 def program() -> tuple[int, ...]:
     return tuple(interpreter.interpreter_builder.grid_idx)
 
@@ -123,11 +134,10 @@ def watch(*more: Any) -> Watch:
     """From now on our kernels, and `more`, raise where they do what they must not do."""
     watching = Watch()
 
-    def noting(kernel: Any) -> Callable[..., None]:
-        return lambda *arguments, **keywords: watching.start(kernel, arguments, keywords)
-
     for kernel in (*_KERNELS, *more):
-        kernel.add_pre_run_hook(noting(kernel))
+        kernel.add_pre_run_hook(
+            lambda *arguments, kernel=kernel, **keywords: watching.start(kernel, arguments, keywords)
+        )
     for module in (gemm, group, quantize):
         module.gdc_wait, module.gdc_launch_dependents = watching.wait, watching.signal
     gemm._prefetch = watching.prefetch
