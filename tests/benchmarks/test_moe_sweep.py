@@ -19,12 +19,14 @@ from moe.check.reference import reference_moe
 from moe.kernels.plan import Plan
 from moe.routing import StandardTopK
 from tests.benchmarks import fake_searches
+from tests.tables import rows
 
 CASE = dataclasses.replace(
     CASES["gpt-oss-20b"], num_experts=8, top_k=2, hidden_size=64, intermediate_size=64, num_active={}
 )
 SETTINGS = SearchSettings(kinds=["uniform"], num_sets=3, seed=5, device="cpu")
 GROUP = Group(model="tiny", format_name="mxfp4", tokens=(1, 40), num_sets=3)
+TRIED = [plan for tokens in GROUP.tokens for plan in moe_sweep.candidates(CASE, tokens, "mxfp4")]
 
 
 class FakeTimer:
@@ -71,8 +73,8 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Card:
     return card
 
 
-def searched(group: Group = GROUP, settings: SearchSettings = SETTINGS) -> tuple[GroupSearch, list[dict[str, Any]]]:
-    search = GroupSearch(group, settings)
+def searched(settings: SearchSettings = SETTINGS) -> tuple[GroupSearch, list[dict[str, Any]]]:
+    search = GroupSearch(GROUP, settings)
     search.prepare()
     search.compile()
     return search, list(search.rows())
@@ -81,9 +83,8 @@ def searched(group: Group = GROUP, settings: SearchSettings = SETTINGS) -> tuple
 def test_a_row_per_plan_says_what_tables_are_made_of(card: Card) -> None:
     search, rows = searched()
     assert search.failures == []
-    for tokens in GROUP.tokens:
-        plans = [Plan(**row["plan"]) for row in rows if row["tokens"] == tokens]
-        assert plans == moe_sweep.candidates(CASE, tokens, "mxfp4")
+    assert [Plan(**row["plan"]) for row in rows] == TRIED
+    assert [row["tokens"] for row in rows] == sorted(row["tokens"] for row in rows)
     row = rows[0]
     assert (row["model"], row["format"], row["backend"], row["routing"]) == ("tiny", "mxfp4", "triton", "uniform")
     assert (row["active_experts"], row["us"]) == (2, 30.01)
@@ -94,8 +95,7 @@ def test_a_row_per_plan_says_what_tables_are_made_of(card: Card) -> None:
 
 
 def test_every_kind_of_routing_is_timed(card: Card) -> None:
-    settings = dataclasses.replace(SETTINGS, kinds=["uniform", "zipf"])
-    _, rows = searched(settings=settings)
+    _, rows = searched(dataclasses.replace(SETTINGS, kinds=["uniform", "zipf"]))
     assert [row["routing"] for row in rows] == ["uniform", "zipf"] * (len(rows) // 2)
     assert len(FakeTimer.seen) == len(rows) // 2  # one graph serves both
 
@@ -103,37 +103,27 @@ def test_every_kind_of_routing_is_timed(card: Card) -> None:
 def test_a_wrong_plan_has_no_row_and_is_told(card: Card, capsys: pytest.CaptureFixture[str]) -> None:
     card.wrong = lambda plan: plan.num_stages_1 == 3
     search, rows = searched()
-    tried = [plan for tokens in GROUP.tokens for plan in moe_sweep.candidates(CASE, tokens, "mxfp4")]
-    wrong = [plan for plan in tried if plan.num_stages_1 == 3]
-    assert wrong
-    assert [Plan(**row["plan"]) for row in rows] == [plan for plan in tried if plan.num_stages_1 != 3]
-    assert len(search.failures) == len(wrong)
-    assert "not what the twin computes" in search.failures[0]["reason"]
-    assert search.failures[0]["reason"].startswith("is_direct=True block_m=8 block_n_1=64 block_n_2=64 num_stages_1=3 ")
-    assert capsys.readouterr().out.count("wrong: tiny mxfp4") == len(wrong)
+    assert [Plan(**row["plan"]) for row in rows] == [plan for plan in TRIED if not card.wrong(plan)]
+    reasons = [failure["reason"] for failure in search.failures]
+    assert capsys.readouterr().out.count("wrong: tiny mxfp4") == len(reasons) == len(TRIED) - len(rows) > 0
+    assert "not what the twin computes" in reasons[0]
+    assert reasons[0].startswith("is_direct=True block_m=8 block_n_1=64 block_n_2=64 num_stages_1=3 ")
 
 
-def test_a_plan_that_does_not_launch_is_left_out_with_one_line(card: Card, capsys: pytest.CaptureFixture[str]) -> None:
-    card.too_large = lambda plan: plan.num_stages_1 == 6
-    search, rows = searched()
-    assert search.failures == []
-    assert rows
-    assert all(row["plan"]["num_stages_1"] != 6 for row in rows)
-    lines = capsys.readouterr().out.splitlines()
-    tried = [plan for tokens in GROUP.tokens for plan in moe_sweep.candidates(CASE, tokens, "mxfp4")]
-    assert len(lines) == sum(plan.num_stages_1 == 6 for plan in tried) > 0
-    assert all(line.startswith("left out: tiny mxfp4 ") and "shared memory" in line for line in lines)
-
-
-def test_a_plan_that_breaks_while_it_is_timed_is_left_out_too(card: Card, capsys: pytest.CaptureFixture[str]) -> None:
+@rows("is_timed", False, True)
+def test_a_plan_that_breaks_is_left_out_with_one_line(
+    card: Card, capsys: pytest.CaptureFixture[str], is_timed: bool
+) -> None:
     search = GroupSearch(GROUP, SETTINGS)
     search.prepare()
+    card.too_large = lambda plan: plan.num_stages_1 == 6 and not is_timed
     search.compile()
-    card.too_large = lambda plan: plan.num_stages_1 == 4
-    rows = list(search.rows())
-    assert rows
-    assert all(row["plan"]["num_stages_1"] != 4 for row in rows)
-    assert "left out: tiny mxfp4 1: " in capsys.readouterr().out
+    card.too_large = lambda plan: plan.num_stages_1 == 6
+    assert [Plan(**row["plan"]) for row in search.rows()] == [plan for plan in TRIED if not card.too_large(plan)]
+    assert search.failures == []
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == sum(map(card.too_large, TRIED)) > 0
+    assert all(line.startswith("left out: tiny mxfp4 ") and "shared memory" in line for line in lines)
 
 
 def test_a_number_of_tokens_without_any_plan_is_a_failure(card: Card) -> None:
@@ -230,12 +220,13 @@ def test_the_command_writes_a_document_that_plan_tables_are_made_of(
     def search(groups: list[Group], settings: SearchSettings) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         taken.append(groups)
         assert settings.device == "cuda"
-        rows = []
-        for group in groups:
-            for tokens in group.tokens:
-                for us, plan in enumerate(moe_sweep.candidates(group.case, tokens, group.format_name)):
-                    row = {"model": group.model, "format": group.format_name, "tokens": tokens, "routing": "uniform"}
-                    rows.append(row | {"plan": dataclasses.asdict(plan), "us": 1.0 + us})
+        rows = [
+            {"model": group.model, "format": group.format_name, "tokens": tokens, "routing": "uniform",
+             "plan": dataclasses.asdict(plan), "us": 1.0 + us}
+            for group in groups
+            for tokens in group.tokens
+            for us, plan in enumerate(moe_sweep.candidates(group.case, tokens, group.format_name))
+        ]  # fmt: skip
         return rows, [moe_sweep.failure(groups[0], "one died")]
 
     monkeypatch.setattr(bench_moe, "search_batch", search)

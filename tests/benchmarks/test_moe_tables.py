@@ -70,10 +70,9 @@ def test_the_product_of_both_times_decides_and_plans_without_one_come_last(
     plans = [dataclasses.replace(DIRECT, block_m=8 << n) for n in range(len(times))]
     rows = [row(1024, 500, GROUPED), *(row(4, us, plan) for plan, (us, _) in zip(plans, times, strict=True))]
     for plan, (_, us) in zip(plans, times, strict=True):
-        if us is not None:  # fields in another order: another writer
-            rows.append(
-                row(4, us, plan) | {"routing": "zipf", "plan": dict(reversed(dataclasses.asdict(plan).items()))}
-            )
+        if us is not None:
+            reversed_plan = dict(reversed(dataclasses.asdict(plan).items()))  # another writer
+            rows.append(row(4, us, plan) | {"routing": "zipf", "plan": reversed_plan})
     (entry,) = plan_entries(rows, "a file")
     assert Plan(**entry["steps"][0]["plan"]) == plans[best]
 
@@ -86,19 +85,15 @@ def test_of_several_times_of_a_plan_the_last_counts() -> None:
     assert (entry["steps"][0]["us"], entry["steps"][0]["plan"]["split_k"], entry["commit"]) == (81, 3, "abc, b2")
 
 
-def test_a_count_without_uniform_routing_is_refused() -> None:
-    with pytest.raises(ValueError, match="gpt-oss-20b mxfp4 at 4 tokens: no plan was measured with uniform routing"):
-        plan_entries([row(1024, 500, GROUPED), row(4, 80, DIRECT) | {"routing": "zipf"}], "a file")
-
-
-def test_a_card_of_unknown_kind_is_refused_with_what_to_do() -> None:
-    with pytest.raises(ValueError, match="'NVIDIA B200' is not known: add the card to ARCHS"):
-        plan_entries([row(1024, 500, GROUPED) | {"card": "NVIDIA B200"}], "a file")
-
-
-def test_a_direct_plan_at_the_largest_count_is_refused() -> None:
-    with pytest.raises(ValueError, match="at 4 tokens is direct"):
-        plan_entries([row(1, 30, GROUPED), row(4, 80, DIRECT)], "a file")
+@rows(
+    "changed, words",
+    (row(4, 80, DIRECT) | {"routing": "zipf"}, "gpt-oss-20b mxfp4 at 4 tokens: no plan was measured with uniform"),
+    (row(4, 80, GROUPED) | {"card": "NVIDIA B200"}, "'NVIDIA B200' is not known: add the card to ARCHS"),
+    (row(4096, 80, DIRECT), "at 4096 tokens is direct"),
+)
+def test_rows_without_uniform_routing_a_known_card_or_a_last_plan_are_refused(changed: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        plan_entries([row(1024, 500, GROUPED), changed], "a file")
 
 
 def test_backends_are_compared_on_the_token_counts_that_all_have() -> None:

@@ -21,9 +21,7 @@ from tests.tables import rows
 
 
 def bits_as_bf16(bits: torch.Tensor) -> torch.Tensor:
-    return (
-        (bits & 0xFFFF).to(torch.int32).sub(0x10000 * (bits & 0x8000 != 0).int()).to(torch.int16).view(torch.bfloat16)
-    )
+    return (bits << 16).view(torch.float32).bfloat16()
 
 
 def unpack_e2m1(words: torch.Tensor) -> torch.Tensor:
@@ -33,17 +31,12 @@ def unpack_e2m1(words: torch.Tensor) -> torch.Tensor:
     return torch.stack([bits_as_bf16(b) for b in bits], dim=-2).double() * 2.0**126
 
 
-def dense_rows(values_SBRK: torch.Tensor) -> torch.Tensor:
-    """[S, B, 64, step] values back to [N, S, step]."""
-    return values_SBRK.permute(1, 2, 0, 3).flatten(0, 1)
-
-
-def dense_columns(values_NSK: torch.Tensor, tail_NK: torch.Tensor | None, num_cols: int) -> torch.Tensor:
-    """[N, S, step] and the tail [N, 64] to [N, K] as kernels add them up: the last one covers the last columns."""
-    dense = torch.zeros(values_NSK.shape[0], max(num_cols, 128), dtype=values_NSK.dtype)
-    for index in range(values_NSK.shape[1]):
+def dense_columns(values_SBRK: torch.Tensor, tail_NK: torch.Tensor | None, num_cols: int) -> torch.Tensor:
+    """[S, B, 64, step] and the tail [N, 64] to [N, K] as kernels add them up: the last one covers the last columns."""
+    dense = torch.zeros(values_SBRK[0].flatten(0, 1).shape[0], max(num_cols, 128), dtype=values_SBRK.dtype)
+    for index, values_BRK in enumerate(values_SBRK):
         first = max(0, min(index * 128, num_cols - 128))
-        dense[:, first : first + 128] += values_NSK[:, index]
+        dense[:, first : first + 128] += values_BRK.flatten(0, 1)
     if tail_NK is not None:
         dense[:, -64:] += tail_NK
     assert not dense[:, num_cols:].any()
@@ -67,69 +60,75 @@ def test_gate_and_up_alternate_in_eights_and_padding_is_marked() -> None:
     assert plain_index(70).tolist() == [*range(70), *[-1] * 58]
 
 
+def fields_of(data: torch.Tensor) -> torch.Tensor:
+    """The scale bytes [..., 64, 4] of MXFP4 blocks."""
+    return split_blocks(data)[1].contiguous().view(torch.uint8).unflatten(-1, (-1, 4))
+
+
 def values_of(data: torch.Tensor) -> torch.Tensor:
     """MXFP4 blocks [..., 64 * W + 128] to the numbers [..., 64, 4 * W] that a kernel multiplies."""
-    words, scales = split_blocks(data)
-    fields = scales.contiguous().view(torch.uint8).unflatten(-1, (-1, 4))[..., None].double()
-    return (unpack_e2m1(words).mul(2.0**-126) * torch.exp2(fields - 127)).flatten(-2)
+    scales = torch.exp2(fields_of(data)[..., None].double() - 127)
+    return (unpack_e2m1(split_blocks(data)[0]).mul(2.0**-126) * scales).flatten(-2)
 
 
-def test_mxfp4_data_scale_and_post_multiply_to_the_weight(subtests: pytest.Subtests) -> None:
-    for spread, num_cols, num_steps, ends_in_tail in [
-        (1, 64, 1, False), (1, 96, 1, False), (100, 96, 1, False), (100, 128, 1, False), (5, 160, 1, True),
-        (100, 192, 1, True), (5, 224, 2, False), (5, 256, 2, False), (5, 288, 2, True), (5, 320, 2, True),
-        (5, 352, 3, False),
-    ]:  # fmt: skip
-        with subtests.test(spread=spread, num_cols=num_cols, num_steps=num_steps, ends_in_tail=ends_in_tail):
-            g = torch.Generator().manual_seed(spread)
-            codes = torch.randint(0, 256, (2, 70, num_cols // 2), generator=g, dtype=torch.uint8)
-            scales = torch.randint(110, 110 + spread, (2, 70, num_cols // 32), generator=g, dtype=torch.uint8)
-            weight = Mxfp4Weight(codes, scales)
-            packed = pack_matrix(weight, None, is_gated=False)
-            assert packed.data.shape == (2, num_steps, 2, 64 * 32 + 128)
-            assert packed.data.is_contiguous()
-            assert packed.scales is None
-            assert packed.nbytes == 2 * (num_steps + ends_in_tail / 2) * 2 * 64 * (64 + 4) + ends_in_tail * 512 + 16
-            assert (packed.tail is not None) == has_tail("mxfp4", num_cols) == ends_in_tail
-            tail = None
-            if packed.tail is not None:
-                assert packed.tail.shape == (2, 2, 64 * 16 + 128)
-                assert packed.tail.is_contiguous()
-                tail = values_of(packed.tail).flatten(1, 2) * packed.post[0, 0].double()
-            values = values_of(packed.data) * packed.post[0, 0].double()
-            for expert in range(2):
-                dense = dense_columns(dense_rows(values[expert]), None if tail is None else tail[expert], num_cols)
-                assert torch.equal(dense[:70], weight.dequantize(torch.float64)[expert])
-                assert not dense[70:].any()
+@rows(
+    "spread, num_cols, num_steps, ends_in_tail",
+    (1, 64, 1, False), (1, 96, 1, False), (100, 96, 1, False), (100, 128, 1, False), (5, 160, 1, True),
+    (100, 192, 1, True), (5, 224, 2, False), (5, 256, 2, False), (5, 288, 2, True), (5, 320, 2, True),
+    (5, 352, 3, False),
+)  # fmt: skip
+def test_mxfp4_data_scale_and_post_multiply_to_the_weight(
+    spread: int, num_cols: int, num_steps: int, ends_in_tail: bool
+) -> None:
+    g = torch.Generator().manual_seed(spread)
+    codes = torch.randint(0, 256, (2, 70, num_cols // 2), generator=g, dtype=torch.uint8)
+    scales = torch.randint(110, 110 + spread, (2, 70, num_cols // 32), generator=g, dtype=torch.uint8)
+    weight = Mxfp4Weight(codes, scales)
+    packed = pack_matrix(weight, None, is_gated=False)
+    assert packed.data.shape == (2, num_steps, 2, 64 * 32 + 128)
+    assert packed.data.is_contiguous()
+    assert packed.scales is None
+    assert packed.nbytes == 2 * (num_steps + ends_in_tail / 2) * 2 * 64 * (64 + 4) + ends_in_tail * 512 + 16
+    assert (packed.tail is not None) == has_tail("mxfp4", num_cols) == ends_in_tail
+    tails = [None, None]
+    if packed.tail is not None:
+        assert packed.tail.shape == (2, 2, 64 * 16 + 128)
+        assert packed.tail.is_contiguous()
+        tails = values_of(packed.tail).flatten(1, 2) * packed.post[0, 0].double()
+    values = values_of(packed.data) * packed.post[0, 0].double()
+    for expert in range(2):
+        dense = dense_columns(values[expert], tails[expert], num_cols)
+        assert torch.equal(dense[:70], weight.dequantize(torch.float64)[expert])
+        assert not dense[70:].any()
 
 
-@rows("num_cols", 160, 224, 288)
-def test_weights_that_other_steps_have_are_zeros_with_a_scale_that_is_a_number(num_cols: int) -> None:
+@rows("num_cols, want", (160, [0, 0, 254, 254]), (224, [0, 254, 254, 254]), (288, [0, 0, 254, 254]))
+def test_weights_that_other_steps_have_are_zeros_with_a_scale_that_is_a_number(num_cols: int, want: list[int]) -> None:
     """Where the steps before have scales that are no numbers, too."""
     scales = torch.full((1, 64, num_cols // 32), 255, dtype=torch.uint8)
     scales[..., num_cols // 128 * 4 :] = 100
     codes = torch.full((1, 64, num_cols // 2), 0x77, dtype=torch.uint8)
     packed = pack_matrix(Mxfp4Weight(codes, scales), None, is_gated=False)
     last = packed.data[:, -1] if packed.tail is None else packed.tail
-    values, fields = values_of(last), split_blocks(last)[1].contiguous().view(torch.uint8).view(64, 4)
+    values = values_of(last)
     num_of_others = (128 if packed.tail is None else 64) - num_cols % 128
     assert not values[..., :num_of_others].any()
     assert values[..., num_of_others:].all()
-    want = {160: [0, 0, 254, 254], 224: [0, 254, 254, 254], 288: [0, 0, 254, 254]}[num_cols]
-    assert (fields == torch.tensor(want)).all()
+    assert (fields_of(last) == torch.tensor(want)).all()
 
 
-@rows("num_cols", 64, 160, 192, 224)
-def test_a_scale_that_is_no_number_stays_one(num_cols: int) -> None:
+@rows(
+    "num_cols, want",
+    (64, [254, 255, 0, 0]), (160, [0, 0, 255, 255]), (192, [254, 254, 255, 255]), (224, [0, 254, 254, 255]),
+)  # fmt: skip
+def test_a_scale_that_is_no_number_stays_one(num_cols: int, want: list[int]) -> None:
+    """A tail has each scale twice."""
     scales = torch.full((1, 64, num_cols // 32), 100, dtype=torch.uint8)
     scales[0, 5, -1] = 255
-    packed = pack_matrix(
-        Mxfp4Weight(torch.zeros(1, 64, num_cols // 2, dtype=torch.uint8), scales), None, is_gated=False
-    )
+    codes = torch.zeros(1, 64, num_cols // 2, dtype=torch.uint8)
+    packed = pack_matrix(Mxfp4Weight(codes, scales), None, is_gated=False)
     blocks = packed.data if packed.tail is None else packed.tail
-    fields = split_blocks(blocks)[1].contiguous().view(torch.uint8).view(-1, 64, 4)[-1, 5].tolist()
-    others = {64: [254, 255, 0, 0], 160: [0, 0, 255, 255], 192: [254, 254, 255, 255], 224: [0, 254, 254, 255]}
-    assert fields == others[num_cols]  # a tail has each scale twice
+    assert fields_of(blocks).view(-1, 64, 4)[-1, 5].tolist() == want
 
 
 @rows("kind", Mxfp4Weight, Nvfp4Weight, Bf16Weight, Fp8BlockWeight)

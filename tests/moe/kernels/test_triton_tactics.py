@@ -1,6 +1,5 @@
 """Launch plans as tactics: their text, the tables made of them, and that a search compiles few and fitting ones."""
 
-import itertools
 from dataclasses import replace
 
 import pytest
@@ -11,8 +10,7 @@ from moe.backend import Tactic
 from moe.backends.triton.backend import TritonBackend, TritonMoeQuantInfo
 from moe.backends.triton.plans import LayerShape, PlanTable, plans_for
 from moe.backends.triton.tactics import plan_from_text, plan_text, proposals, table_of
-from moe.formats import Bf16Weight, ExpertWeights
-from moe.kernels.plan import MAX_DIRECT_SLOTS, Plan
+from moe.kernels.plan import Plan
 from tests.moe.backends import hostile
 from tests.moe.configs import rank_config
 from tests.tables import rows
@@ -21,7 +19,6 @@ DIRECT = Plan(is_direct=True, block_m=16, block_n_1=64, block_n_2=128, split_k=2
 GROUPED = Plan(is_direct=False, block_m=64, block_n_1=128, block_n_2=128, num_tile_heights=3)
 FP8 = replace(GROUPED, fp8_activations=True)
 UNTUNED = PlanTable(((16, replace(DIRECT, split_k=1)), (None, replace(GROUPED, num_tile_heights=1))))
-SHAPES = [(32, 4), (128, 4), (64, 8), (4, 2), (1, 1)]
 
 
 def test_text_round_trip() -> None:
@@ -31,19 +28,20 @@ def test_text_round_trip() -> None:
         assert plan_from_text(plan_text(plan)) == plan
 
 
-def test_other_texts_are_refused(subtests: pytest.Subtests) -> None:
-    for text, words in [
-        ("", "is no field and number"),
-        ("is_direct=1", "is no launch plan"),
-        ("is_direct=1,block_m=16,block_n_1=64,block_n_2=64,depth=2", "'depth=2' is no field"),
-        ("is_direct=1,block_m=-8,block_n_1=64,block_n_2=64", "'block_m=-8' is no field"),
-        ("is_direct=1,block_m=²,block_n_1=64,block_n_2=64", "'block_m=²' is no field"),
-        (f"is_direct=1,block_m={'9' * 5000},block_n_1=64,block_n_2=64", "is no field and number"),
-        ("is_direct=1,block_m=12,block_n_1=64,block_n_2=64", "power of two"),
-        ("is_direct=0,block_m=16,block_n_1=64,block_n_2=64,split_k=2", "belong to direct plans"),
-    ]:
-        with subtests.test(text=text, words=words), pytest.raises(MoeConfigError, match=words):
-            plan_from_text(text)
+@rows(
+    "text, words",
+    ("", "is no field and number"),
+    ("is_direct=1", "is no launch plan"),
+    ("is_direct=1,block_m=16,block_n_1=64,block_n_2=64,depth=2", "'depth=2' is no field"),
+    ("is_direct=1,block_m=-8,block_n_1=64,block_n_2=64", "'block_m=-8' is no field"),
+    ("is_direct=1,block_m=²,block_n_1=64,block_n_2=64", "'block_m=²' is no field"),
+    (f"is_direct=1,block_m={'9' * 5000},block_n_1=64,block_n_2=64", "is no field and number"),
+    ("is_direct=1,block_m=12,block_n_1=64,block_n_2=64", "power of two"),
+    ("is_direct=0,block_m=16,block_n_1=64,block_n_2=64,split_k=2", "belong to direct plans"),
+)
+def test_other_texts_are_refused(text: str, words: str) -> None:
+    with pytest.raises(MoeConfigError, match=words):
+        plan_from_text(text)
 
 
 def test_a_choice_becomes_a_table_with_an_open_end() -> None:
@@ -68,49 +66,39 @@ def test_a_plan_with_fp8_activations_keeps_to_the_token_counts_of_the_untuned_ta
     assert alone == PlanTable(((None, faster),)), "as it is measured"
 
 
-def test_precision_is_the_untuned_plans(subtests: pytest.Subtests) -> None:
-    for is_fp8, num_tokens in itertools.product([True, False], [8, 64, 1024, 4096]):
-        with subtests.test(is_fp8=is_fp8, num_tokens=num_tokens):
-            rounds = all_rounds(replace(GROUPED, fp8_activations=is_fp8), num_tokens, 256, 8, True)
-            plans = [plan_from_text(tactic) for batch in rounds for tactic in batch]
-            assert len(plans) > 2
-            assert all(plan.fp8_activations == is_fp8 for plan in plans)
-            assert any(plan.is_direct for plan in plans) == (num_tokens <= 64 and not is_fp8)
-
-
-def all_rounds(untuned: Plan, num_tokens: int, num_experts: int, top_k: int, has_pdl: bool) -> list[list[Tactic]]:
-    """Every round of a search in which later tactics are faster."""
+def tried(untuned: Plan, num_tokens: int, num_experts: int, top_k: int, has_pdl: bool = True) -> list[Plan]:
+    """What a search of at most two rounds tries if later tactics are faster."""
     measured: dict[Tactic, float] = {}
-    rounds = []
-    while batch := proposals(untuned, num_tokens, num_experts, top_k, measured, has_pdl=has_pdl):
-        rounds.append(list(batch))
+    for _ in range(3):
+        batch = proposals(untuned, num_tokens, num_experts, top_k, measured, has_pdl=has_pdl)
         measured |= {tactic: 1.0 / (1 + len(measured) + position) for position, tactic in enumerate(batch)}
-    return rounds
+    assert not batch, "a third round"
+    return [plan_from_text(tactic) for tactic in measured]
 
 
-def test_a_search_tries_few_plans_that_fit(subtests: pytest.Subtests) -> None:
-    tokens = (1, 4, 8, 16, 64, 256, 1024, 4096)
-    for (num_experts, top_k), num_tokens, has_pdl in itertools.product(SHAPES, tokens, (True, False)):
-        with subtests.test(num_experts=num_experts, num_tokens=num_tokens, has_pdl=has_pdl):
-            check_search(num_tokens, num_experts, top_k, has_pdl)
+@rows("is_fp8", True, False)
+@rows("num_tokens", 8, 64, 1024, 4096)
+def test_precision_is_the_untuned_plans(is_fp8: bool, num_tokens: int) -> None:
+    plans = tried(replace(GROUPED, fp8_activations=is_fp8), num_tokens, 256, 8)
+    assert len(plans) > 2
+    assert all(plan.fp8_activations == is_fp8 for plan in plans)
+    assert any(plan.is_direct for plan in plans) == (num_tokens <= 64 and not is_fp8)
 
 
-def check_search(num_tokens: int, num_experts: int, top_k: int, has_pdl: bool) -> None:
+@rows("num_experts, top_k", (32, 4), (128, 4), (64, 8), (4, 2), (1, 1))
+@rows("num_tokens", 1, 4, 8, 16, 64, 256, 1024, 4096)
+@rows("has_pdl", True, False)
+def test_a_search_tries_few_plans_that_fit(num_experts: int, top_k: int, num_tokens: int, has_pdl: bool) -> None:
     shape = LayerShape(
         arch="sm70", format_name="mxfp4", num_experts=num_experts, top_k=top_k,
         hidden_size=2880, intermediate_size=2880,
     )  # fmt: skip
     untuned = plans_for(shape).pick(num_tokens)
-    first, *later = all_rounds(untuned, num_tokens, num_experts, top_k, has_pdl)
-    assert first[0] == plan_text(untuned)
-    assert len(later) <= 1
-    tactics = [tactic for batch in (first, *later) for tactic in batch]
-    assert 2 <= len(tactics) == len(set(tactics)) <= 11
-    plans = [plan_from_text(tactic) for tactic in tactics]
-    assert all(not plan.is_direct or num_tokens * top_k <= MAX_DIRECT_SLOTS for plan in plans)
+    plans = tried(untuned, num_tokens, num_experts, top_k, has_pdl)
+    assert plans[0] == untuned
+    assert 2 <= len(plans) == len(set(plans)) <= 11
     assert has_pdl or not any(plan.pdl for plan in plans)
-    if num_tokens * top_k > 512:
-        assert not any(plan.is_direct for plan in plans)
+    assert num_tokens * top_k <= 512 or not any(plan.is_direct for plan in plans)
 
 
 def test_the_second_round_lies_around_the_best_of_the_first() -> None:
@@ -128,29 +116,30 @@ def test_the_second_round_lies_around_the_best_of_the_first() -> None:
 
 @rows("num_tokens, splits", (1, {1, 2, 4}), (4, {1, 2, 4}), (5, {1}), (64, {1}))
 def test_the_first_matrix_is_split_for_few_slots(num_tokens: int, splits: set[int]) -> None:
-    rounds = all_rounds(replace(DIRECT, block_m=8), num_tokens, 32, 4, True)
-    plans = [plan_from_text(tactic) for batch in rounds for tactic in batch]
-    assert {plan.split_k_1 for plan in plans} == splits
+    assert {plan.split_k_1 for plan in tried(replace(DIRECT, block_m=8), num_tokens, 32, 4)} == splits
 
 
-def test_the_backend_offers_its_own_plan_first_and_keeps_its_weights() -> None:
-    config = rank_config(num_experts=4, hidden_size=64, intermediate_size=64, top_k=2)
-    backend = TritonBackend()
-    info = backend.prepare(hostile.plain_experts("bf16", 4, 64, 64), config, Topology())
-    first = backend.tactics(info, config, 8, {})
+CONFIG = rank_config(num_experts=4, hidden_size=64, intermediate_size=64, top_k=2)
+
+
+@pytest.fixture
+def info() -> TritonMoeQuantInfo:
+    return TritonBackend().prepare(hostile.plain_experts("bf16", 4, 64, 64), CONFIG, Topology())
+
+
+def test_the_backend_offers_its_own_plan_first_and_keeps_its_weights(info: TritonMoeQuantInfo) -> None:
+    first = TritonBackend().tactics(info, CONFIG, 8, {})
     assert first[0] == plan_text(info.plans.pick(8))
-    tuned = backend.with_choice(info, {"8": first[-1]})
-    assert isinstance(tuned, TritonMoeQuantInfo)
+    tuned = TritonBackend().with_choice(info, {"8": first[-1]})
     assert tuned.layer is info.layer
     assert plan_text(tuned.plans.pick(3)) == first[-1]
 
 
 @rows("major, has_pdl", (8, False), (9, True), (12, True))
-def test_early_starts_are_tried_from_hopper_on(monkeypatch: pytest.MonkeyPatch, major: int, has_pdl: bool) -> None:
-    config = rank_config(num_experts=4, hidden_size=64, intermediate_size=64, top_k=2)
-    w13, w2 = (Bf16Weight(part.to(torch.bfloat16)) for part in hostile.dense_experts(4, 64, 64))
-    info = TritonBackend().prepare(ExpertWeights(w13=w13, w2=w2), config, Topology())
-    info = replace(info, topology=Topology(device=torch.device("cuda")))
+def test_early_starts_are_tried_from_hopper_on(
+    monkeypatch: pytest.MonkeyPatch, info: TritonMoeQuantInfo, major: int, has_pdl: bool
+) -> None:
+    on_card = replace(info, topology=Topology(device=torch.device("cuda")))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
-    plans = [plan_from_text(tactic) for tactic in TritonBackend().tactics(info, config, 8, {})]
+    plans = [plan_from_text(tactic) for tactic in TritonBackend().tactics(on_card, CONFIG, 8, {})]
     assert any(plan.pdl for plan in plans) is has_pdl
