@@ -39,16 +39,18 @@ def test_a_card_of_80_gb_takes_five_layers_in_one_batch_on_16_cores_evenly() -> 
     assert max(group.work for group in batch) < 2 * mean
 
 
-def test_what_cannot_be_divided_further_stays() -> None:
-    (batch,) = batches(groups(LAYERS[:1], tokens=(1, 16)), 80e9, 16)
-    assert sorted(group.tokens for group in batch) == [(1,), (16,)]
-
-
-def test_layers_that_do_not_fit_together_come_one_after_the_other() -> None:
-    found = batches(groups([("deepseek-v3", "fp8_block"), ("deepseek-v3", "nvfp4")], tokens=(1,)), 40e9, 16)
-    assert [[str(group) for group in batch] for batch in found] == [
-        ["deepseek-v3 fp8_block 1"], ["deepseek-v3 nvfp4 1"]
-    ]  # fmt: skip
+@rows(
+    "layers, tokens, free_bytes, texts",
+    (LAYERS[:1], (1, 16), 80e9, [["gpt-oss-20b mxfp4 1", "gpt-oss-20b mxfp4 16"]]),
+    (LAYERS[:1], (1, 16), 1e9, [["gpt-oss-20b mxfp4 1,16"]]),
+    ([("deepseek-v3", "fp8_block"), ("deepseek-v3", "nvfp4")], (1,), 40e9,
+     [["deepseek-v3 fp8_block 1"], ["deepseek-v3 nvfp4 1"]]),
+)  # fmt: skip
+def test_groups_are_divided_and_batches_filled_as_far_as_they_fit(
+    layers: Any, tokens: tuple[int, ...], free_bytes: float, texts: list[list[str]]
+) -> None:
+    found = batches(groups(layers, tokens=tokens), free_bytes, 16)
+    assert [sorted(map(str, batch)) for batch in found] == texts
 
 
 def test_copies_are_made_only_where_the_id_sets_alone_would_stay_in_the_l2() -> None:
@@ -71,7 +73,6 @@ def test_taller_plans_are_more_work_and_shared_kernels_are_counted_once() -> Non
     assert work(1) == 3 * 3 + 3 * 2, "tiles and splits of the first matrix and of the second"
 
 
-def test_a_layer_is_as_large_as_its_weights() -> None:
-    case = groups()[0].case
-    assert case.expert_bytes("mxfp4") == 3 * 2880 * 2880 * (1 / 2 + 1 / 32)
-    assert case.expert_bytes("bf16") == 3 * 2880 * 2880 * 2
+@rows("format_name, bytes_of_weight", ("mxfp4", 1 / 2 + 1 / 32), ("bf16", 2))
+def test_a_layer_is_as_large_as_its_weights(format_name: str, bytes_of_weight: float) -> None:
+    assert groups()[0].case.expert_bytes(format_name) == 3 * 2880 * 2880 * bytes_of_weight

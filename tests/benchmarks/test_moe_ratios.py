@@ -47,10 +47,9 @@ def test_the_table_has_a_heading_per_case_and_a_line_per_number_of_tokens() -> N
 
 
 def test_later_documents_replace_rows(tmp_path: Path) -> None:
-    paths = []
-    for index, rows in enumerate([ROWS, [row("triton", 1, 10.0)]]):
-        paths.append(tmp_path / f"{index}.json")
-        paths[-1].write_text(json.dumps({"rows": rows}))
+    paths = [tmp_path / "first.json", tmp_path / "second.json"]
+    for path, rows in zip(paths, (ROWS, [row("triton", 1, 10.0)]), strict=True):
+        path.write_text(json.dumps({"rows": rows}))
     loaded = moe_ratios.load(paths)
     assert len(loaded) == len(ROWS)
     assert moe_ratios.ratios(loaded)[0]["ratio"] == 6.0

@@ -63,16 +63,9 @@ def compile_kernel(
 
 
 def compile_gemm(
-    format_name: str,
-    plan: Plan,
-    arch: int,
-    *,
-    is_first: bool,
-    top_k: int = 4,
-    one_tile: bool = True,
-    has_tail: bool = True,
-    **others: Any,
-) -> Any:
+    format_name: str, plan: Plan, arch: int,
+    *, is_first: bool, top_k: int = 4, one_tile: bool = True, has_tail: bool = True, **others: Any,
+) -> Any:  # fmt: skip
     """`direct_gemm` or `grouped_gemm` as `launch.run_layer` would start it; `others`: constants that differ."""
     step, words = _STEP_WORDS[format_name]
     is_fp8 = plan.fp8_activations

@@ -74,18 +74,10 @@ def make_topk(num_tokens: int, top_k: int = TOP_K) -> StandardTopK:
 
 
 def run_case(
-    format_name: str,
-    num_tokens: int,
-    hidden: int,
-    inter: int,
-    plan: Plan,
-    *,
-    ep_size: int = 1,
-    top_k: int = TOP_K,
-    has_bias: bool = True,
-    is_spoilt: bool = False,
+    format_name: str, num_tokens: int, hidden: int, inter: int, plan: Plan,
+    *, ep_size: int = 1, top_k: int = TOP_K, has_bias: bool = True, is_spoilt: bool = False,
     quantize_input: ActivationQuant | None = None,
-) -> float:
+) -> float:  # fmt: skip
     """Relative error of the sum over all expert-parallel ranks; `is_spoilt`: a token ends with a NaN of its own."""
     experts, topk = make_experts(format_name, hidden, inter, has_bias), make_topk(num_tokens, top_k)
     activation = GPT_OSS if has_bias else Activation()

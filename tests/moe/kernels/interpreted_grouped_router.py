@@ -21,17 +21,10 @@ def integers(low: int, high: int, *shape: int) -> torch.Tensor:
 
 
 def error(
-    num_tokens: int,
-    num_experts: int,
-    top_k: int,
-    *,
-    groups: tuple[int, int] = (1, 1),
-    corrections: int | None = 3,
-    normalize: bool = True,
-    has_bias: bool = False,
-    spoil: bool = False,
-    logits_dtype: torch.dtype = torch.float32,
-) -> float:
+    num_tokens: int, num_experts: int, top_k: int,
+    *, groups: tuple[int, int] = (1, 1), corrections: int | None = 3, normalize: bool = True, has_bias: bool = False,
+    spoil: bool = False, logits_dtype: torch.dtype = torch.float32,
+) -> float:  # fmt: skip
     """The largest of a weight; infinite where an id differs.
 
     Small integers, so that sums are exact and there are many ties. `corrections`: quarters from minus so many up.
@@ -57,7 +50,7 @@ def error(
     return (got.weights.double() - want.weights.double()).nan_to_num(0.0).abs().max().item()
 
 
-def main() -> None:
+if __name__ == "__main__":
     errors = {
         "DeepSeek-V3": error(5, 256, 8, groups=(8, 4)),
         "a quarter of its experts": error(40, 64, 8, groups=(8, 4)),
@@ -73,7 +66,3 @@ def main() -> None:
         "many tokens": error(1030, 16, 2, groups=(4, 2)),
     }
     json.dump(errors, sys.stdout)
-
-
-if __name__ == "__main__":
-    main()

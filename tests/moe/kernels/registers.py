@@ -32,7 +32,7 @@ def overwritten_operands(sass: str) -> tuple[int, list[str]]:
     while place < len(code):
         name, operands, line = code[place]
         if name == "BRA":
-            target = _target(operands, places)
+            target = next((places[word] for word in re.findall(r"\w+", operands) if word in places), len(code))
             if target <= place and rounds.get(place, 1) < _ROUNDS and any(n == "HGMMA" for n, *_ in code[target:place]):
                 rounds[place] = rounds.get(place, 1) + 1
                 place = target
@@ -41,7 +41,7 @@ def overwritten_operands(sass: str) -> tuple[int, list[str]]:
             left = re.match(r"R\d+, R(\d+),", operands)
             if left:
                 products.add(place)
-                group = group | _registers(int(left[1]), _REGISTERS_OF_OPERAND)
+                group = group | set(range(int(left[1]), int(left[1]) + _REGISTERS_OF_OPERAND))
             if "gsb0" in operands:
                 unfinished.append(group)
                 group = set()
@@ -66,20 +66,12 @@ def _parse(sass: str) -> tuple[list[tuple[str, str, str]], dict[str, int]]:
     return code, places
 
 
-def _target(operands: str, places: dict[str, int]) -> int:
-    return next((places[word] for word in re.findall(r"\w+", operands) if word in places), len(places) + 10**9)
-
-
-def _registers(first: int, number: int) -> set[int]:
-    return set(range(first, first + number))
-
-
 def _result(name: str, operands: str, line: str) -> set[int]:
     """The registers that an instruction writes."""
     first = re.match(r"R(\d+)\b", operands)
     if first is None or name.startswith(_WITHOUT_RESULT):
         return set()
-    return _registers(int(first[1]), _width(line.split("\t", 1)[1].split(" ", 1)[0]))
+    return set(range(int(first[1]), int(first[1]) + _width(line.split("\t", 1)[1].split(" ", 1)[0])))
 
 
 def _width(full_name: str) -> int:

@@ -5,9 +5,11 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+import triton
 
 from moe.backends.triton.plans import LayerShape, plans_for
 from moe.kernels.plan import Plan
@@ -44,18 +46,20 @@ def test_both_gemms_of_every_format_compile_within_shared_memory(arch: int, form
         assert kernel.metadata.shared <= SMALLEST_SHARED_BYTES
 
 
-def test_plans_of_unmeasured_gpus_are_no_larger_than_the_compiled_ones(subtests: pytest.Subtests) -> None:
-    for format_name, (num_experts, top_k) in itertools.product(FORMATS, [(32, 4), (256, 8), (4, 2)]):
-        with subtests.test(format_name=format_name, num_experts=num_experts, top_k=top_k):
-            for arch in set(ARCHS) - {90}:
-                shape = LayerShape(
-                    arch=f"sm{arch}", format_name=format_name, num_experts=num_experts, top_k=top_k, hidden_size=2880,
-                    intermediate_size=2880,
-                )  # fmt: skip
-                for _, plan in plans_for(shape).steps:
-                    largest = DIRECT if plan.is_direct else GROUPED
-                    assert plan.block_m <= largest.block_m
-                    assert replace(plan, block_m=largest.block_m) == largest
+@rows("arch", *(set(ARCHS) - {90}))
+@rows("format_name", *FORMATS)
+@rows("num_experts, top_k", (32, 4), (256, 8), (4, 2))
+def test_plans_of_unmeasured_gpus_are_no_larger_than_the_compiled_ones(
+    arch: int, format_name: str, num_experts: int, top_k: int
+) -> None:
+    shape = LayerShape(
+        arch=f"sm{arch}", format_name=format_name, num_experts=num_experts, top_k=top_k, hidden_size=2880,
+        intermediate_size=2880,
+    )  # fmt: skip
+    for _, plan in plans_for(shape).steps:
+        largest = DIRECT if plan.is_direct else GROUPED
+        assert plan.block_m <= largest.block_m
+        assert replace(plan, block_m=largest.block_m) == largest
 
 
 @pytest.mark.kernels
@@ -71,23 +75,17 @@ def test_the_variants_of_plans_compile(arch: int) -> None:
 @rows("format_name", "mxfp4", "fp8_block")
 def test_one_step_one_block_and_wide_offsets_compile(format_name: str) -> None:
     """Triton makes a constant of every size that is one."""
+    one = {"is_first": True, "num_steps": 1, "num_blocks": 1}
     for plan in (replace(DIRECT, pdl=True, split_k=1), GROUPED):
-        small = compile_gemm(
-            format_name, plan, 90, is_first=True, has_tail=False, SHORT_K=True, num_steps=1, num_blocks=1
-        )
-        assert "cubin" in small.asm
-        step_and_tail = compile_gemm(format_name, plan, 90, is_first=True, num_steps=1, num_blocks=1)
-        assert "cubin" in step_and_tail.asm
-        assert "cubin" in compile_gemm(format_name, plan, 90, is_first=False, WIDE=True, top_k=3).asm
+        for others in (one | {"has_tail": False, "SHORT_K": True}, one, {"is_first": False, "WIDE": True, "top_k": 3}):
+            assert "cubin" in compile_gemm(format_name, plan, 90, **others).asm
 
 
 @of_hopper_and_others
 def test_grouping_summing_and_quantizing_compile(arch: int) -> None:
-    assert "cubin" in compile_group(GROUPED, arch).asm
-    for plan in (DIRECT, GROUPED):
-        assert "cubin" in compile_sum(plan, arch).asm
-    for by_slot in (True, False):
-        assert "cubin" in compile_quantize(arch, by_slot=by_slot).asm
+    kernels = [compile_group(GROUPED, arch), *(compile_sum(plan, arch) for plan in (DIRECT, GROUPED))]
+    kernels += [compile_quantize(arch, by_slot=by_slot) for by_slot in (True, False)]
+    assert all("cubin" in kernel.asm for kernel in kernels)
 
 
 @rows("plan", DIRECT, GROUPED)
@@ -113,34 +111,36 @@ def test_a_tail_is_on_its_way_before_the_loop_of_low_tiles_only(arch: int) -> No
         assert bool(re.search(r"^\s*ld\.global\.v4", ptx, re.MULTILINE)) == (plan.block_m >= 128)
 
 
+@pytest.fixture
+def ptxas_log(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Compiles for Hopper as `compile_gemm` does, and returns what ptxas says."""
+    monkeypatch.setattr(triton.knobs.compilation, "always_compile", True)
+    monkeypatch.setattr(triton.knobs.nvidia, "dump_ptxas_log", True)
+
+    def log(format_name: str, plan: Plan, *, is_first: bool) -> str:
+        compile_gemm(format_name, plan, 90, is_first=is_first)
+        return capsys.readouterr().out
+
+    return log
+
+
 @pytest.mark.kernels
 @rows("format_name", "mxfp4", "nvfp4")
+@rows("is_first", True, False)
 def test_hopper_keeps_several_products_in_flight(
-    format_name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ptxas_log: Callable[..., str], format_name: str, is_first: bool
 ) -> None:
     """ptxas says where it lets every matrix instruction wait for the one before; that cost a tenth of the speed."""
-    import triton
-
-    monkeypatch.setattr(triton.knobs.compilation, "always_compile", True)
-    monkeypatch.setattr(triton.knobs.nvidia, "dump_ptxas_log", True)
-    for is_first in (True, False):
-        compile_gemm(format_name, replace(GROUPED, block_m=128), 90, is_first=is_first)
-        log = capsys.readouterr().out
-        assert "registers" in log
-        assert "serialized" not in log
+    log = ptxas_log(format_name, replace(GROUPED, block_m=128), is_first=is_first)
+    assert "registers" in log
+    assert "serialized" not in log
 
 
 @pytest.mark.kernels
-def test_sums_of_fp8_products_stay_in_registers(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_sums_of_fp8_products_stay_in_registers(ptxas_log: Callable[..., str]) -> None:
     """Without the promise that the loop runs, 692 bytes a thread went through memory in every step."""
-    import triton
-
-    monkeypatch.setattr(triton.knobs.compilation, "always_compile", True)
-    monkeypatch.setattr(triton.knobs.nvidia, "dump_ptxas_log", True)
-    compile_gemm("fp8_block", replace(GROUPED, block_m=128, fp8_activations=True), 90, is_first=True)
-    (spilled,) = re.findall(r"(\d+) bytes spill stores", capsys.readouterr().out)
+    log = ptxas_log("fp8_block", replace(GROUPED, block_m=128, fp8_activations=True), is_first=True)
+    (spilled,) = re.findall(r"(\d+) bytes spill stores", log)
     assert int(spilled) < 128
 
 
@@ -177,11 +177,9 @@ def test_direct_kernels_that_start_early_wait_in_time_on_hopper(format_name: str
 @pytest.mark.parametrize("format_name", ["fp8_block", "mxfp4", rest("bf16"), rest("nvfp4")])
 def test_the_last_program_of_a_tile_adds_up_the_parts_of_the_first_matrix(arch: int, format_name: str) -> None:
     plan = Plan(is_direct=True, block_m=8, block_n_1=64, block_n_2=64, split_k=2, split_k_1=4, pdl=arch == 90)
-    shared = compile_gemm(format_name, plan, arch, is_first=True)
-    tall = compile_gemm(
-        format_name, replace(plan, block_n_1=128, by_expert=True), arch, is_first=True, one_tile=False
-    )  # fmt: skip
-    for kernel in (shared, tall):
+    tall = replace(plan, block_n_1=128, by_expert=True)
+    for shared, one_tile in ((plan, True), (tall, False)):
+        kernel = compile_gemm(format_name, shared, arch, is_first=True, one_tile=one_tile)
         ptx = kernel.asm["ptx"]
         before, after = re.split(r"atom\.", ptx)
         assert before.rindex("bar.sync") > before.rindex("st.global"), "all threads store before one of them arrives"
@@ -190,12 +188,10 @@ def test_the_last_program_of_a_tile_adds_up_the_parts_of_the_first_matrix(arch: 
         assert "local" not in ptx.split(".entry", 1)[1], "nothing spilled or indexed at run time"
         assert kernel.metadata.shared <= SMALLEST_SHARED_BYTES
         if plan.pdl:
-            waited = reached_before(ptx, "griddepcontrol.wait")
-            assert not re.search(r"ld\.global|st\.global|atom\.", waited)
-    alone = compile_gemm(format_name, replace(plan, split_k_1=1), arch, is_first=True)
-    second = compile_gemm(format_name, plan, arch, is_first=False)
-    for kernel in (alone, second):
-        assert not re.search(r"atom\.|ld\.global\.cg", kernel.asm["ptx"])
+            assert not re.search(r"ld\.global|st\.global|atom\.", reached_before(ptx, "griddepcontrol.wait"))
+    for alone, is_first in ((replace(plan, split_k_1=1), True), (plan, False)):
+        ptx = compile_gemm(format_name, alone, arch, is_first=is_first).asm["ptx"]
+        assert not re.search(r"atom\.|ld\.global\.cg", ptx)
 
 
 def test_kernels_that_start_early_wait_before_they_read_or_write() -> None:
@@ -205,9 +201,8 @@ def test_kernels_that_start_early_wait_before_they_read_or_write() -> None:
     for kernel in kernels:
         ptx = kernel.asm["ptx"]
         assert "griddepcontrol.wait" in ptx, kernel.name
-        assert not re.search(r"ld\.global|st\.global|cp\.async", reached_before(ptx, "griddepcontrol.wait")), (
-            kernel.name
-        )
+        before = reached_before(ptx, "griddepcontrol.wait")
+        assert not re.search(r"ld\.global|st\.global|cp\.async", before), kernel.name
         assert re.search(r"ld\.global|cp\.async", ptx)
 
 

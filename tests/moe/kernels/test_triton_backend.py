@@ -165,15 +165,13 @@ def test_few_tokens_of_a_direct_plan_are_a_probe_of_their_own_if_it_takes_more(
 @rows(
     "fields, words",
     ({"block_n_1": 48}, "block_n_1 is 48"),
-    ({"is_direct": False, "split_k": 2}, "belong to direct plans"),
-    ({"is_direct": False, "split_k_1": 2}, "belong to direct plans"),
-    ({"is_direct": False, "by_expert": True}, "belong to direct plans"),
     ({"split_k_1": 0}, "split_k_1 is 0: it must be at least 1"),
-    ({"is_direct": False, "block_m": 8, "num_tile_heights": 2}, "plan num_tile_heights is 2"),
-    ({"is_direct": False, "block_m": 16, "num_tile_heights": 3}, "plan num_tile_heights is 3"),
-    ({"is_direct": False, "block_m": 64, "num_tile_heights": 4}, "plan num_tile_heights is 4"),
-    ({"is_direct": False, "block_m": 64, "num_tile_heights": 0}, "plan num_tile_heights is 0"),
     ({"block_m": 16, "num_tile_heights": 2}, "heights is 2: tiles of several heights belong to grouped plans"),
+    *(({"is_direct": False, field: 2}, "belong to direct plans") for field in ("split_k", "split_k_1", "by_expert")),
+    *(
+        ({"is_direct": False, "block_m": block_m, "num_tile_heights": number}, f"plan num_tile_heights is {number}")
+        for block_m, number in ((8, 2), (16, 3), (64, 4), (64, 0))
+    ),
 )
 def test_plans_that_contradict_themselves_are_refused(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(MoeConfigError, match=words):
