@@ -25,9 +25,8 @@ def test_the_reference_is_what_torch_attention_computes(spec: AttentionSpec, has
     num_pages = sum(-(-length // PAGE_SIZE) for length in case.seq_lens)
     batch = make_batch(case, g, num_pages)
     kv = spec.kv_spec
-    cache = LayerKv(
-        *(torch.randn(num_pages * PAGE_SIZE, kv.num_heads, dim, generator=g) for dim in (kv.key_dim, kv.value_dim))
-    )
+    sizes = ((num_pages * PAGE_SIZE, kv.num_heads, dim) for dim in (kv.key_dim, kv.value_dim))
+    cache = LayerKv(*(torch.randn(size, generator=g) for size in sizes))
     q, k, v = (
         torch.randn(batch.num_tokens, heads, spec.key_dim, generator=g)
         for heads in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)

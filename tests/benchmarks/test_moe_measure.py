@@ -164,20 +164,14 @@ def test_our_bits_must_not_change_from_run_to_run(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_rotation_holds_enough_bytes_and_no_more_copies_than_useful() -> None:
-    assert copies_needed(53e6) == 8
-    assert copies_needed(150e6) == 3
-    assert copies_needed(1e9) == 2
+    assert [copies_needed(num_bytes) for num_bytes in (53e6, 150e6, 1e9)] == [8, 3, 2]
 
 
 @rows(
     "argv",
-    ["--models", "gpt-5"],
-    ["--backends", "cutlass"],
-    ["--routing", "even"],
-    ["--sweep", "--compile"],
-    ["--sweep", "--backends", "triton,triton_kernels"],
-    ["--sweep", "--tune-seconds", "3"],
-)
+    ["--models", "gpt-5"], ["--backends", "cutlass"], ["--routing", "even"], ["--sweep", "--compile"],
+    ["--sweep", "--backends", "triton,triton_kernels"], ["--sweep", "--tune-seconds", "3"],
+)  # fmt: skip
 def test_unknown_names_are_refused(capsys: pytest.CaptureFixture[str], argv: Any) -> None:
     with pytest.raises(SystemExit):
         arguments(argv)
@@ -185,12 +179,11 @@ def test_unknown_names_are_refused(capsys: pytest.CaptureFixture[str], argv: Any
 
 
 def test_a_search_needs_no_other_option() -> None:
-    args = arguments(["--sweep"])
-    assert (args.backends, args.routing, args.sets) == (["triton"], ["uniform", "zipf"], 6)
-    args = arguments(["--sweep", "--sets", "4", "--routing", "zipf", "--backends", "triton"])
-    assert (args.backends, args.routing, args.sets) == (["triton"], ["zipf"], 4)
-    args = arguments([])
-    assert (len(args.backends), args.routing, args.sets) == (6, ["uniform", "zipf"], 20)
+    options = ["--sweep", "--sets", "4", "--routing", "zipf", "--backends", "triton"]
+    default, bare, full = (arguments(argv) for argv in ([], ["--sweep"], options))
+    assert (len(default.backends), default.routing, default.sets) == (6, ["uniform", "zipf"], 20)
+    assert (bare.backends, bare.routing, bare.sets) == (["triton"], ["uniform", "zipf"], 6)
+    assert (full.backends, full.routing, full.sets) == (["triton"], ["zipf"], 4)
 
 
 def test_a_job_compiles_by_one_call_and_tells_why_it_could_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,9 +193,7 @@ def test_a_job_compiles_by_one_call_and_tells_why_it_could_not(monkeypatch: pyte
     assert "deep_gemm" in str(moe_warm.compile_one(dataclasses.replace(job, backend="deep_gemm")))
 
 
-def test_what_jobs_complain_of_and_processes_that_die_are_told_and_end_nothing_else(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_what_jobs_complain_of_and_processes_that_die_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     moe_warm.in_processes(str, ["first", "", "third"], 1)
     assert sorted(capsys.readouterr().out.split()) == ["first", "third"]
     moe_warm.in_processes(os._exit, [3], 4)

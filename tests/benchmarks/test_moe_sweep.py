@@ -73,7 +73,10 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Card:
     return card
 
 
-def searched(settings: SearchSettings = SETTINGS) -> tuple[GroupSearch, list[dict[str, Any]]]:
+Rows = list[dict[str, Any]]
+
+
+def searched(settings: SearchSettings = SETTINGS) -> tuple[GroupSearch, Rows]:
     search = GroupSearch(GROUP, settings)
     search.prepare()
     search.compile()
@@ -130,9 +133,8 @@ def test_a_number_of_tokens_without_any_plan_is_a_failure(card: Card) -> None:
     card.too_large = lambda plan: plan.is_direct
     search, rows = searched()
     assert {row["tokens"] for row in rows} == {40}
-    assert [(failure["tokens"], failure["reason"]) for failure in search.failures] == [
-        (1, "no plan launches and is right")
-    ]
+    [failure] = search.failures
+    assert (failure["tokens"], failure["reason"]) == (1, "no plan launches and is right")
 
 
 def in_process(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
@@ -173,7 +175,7 @@ def test_a_process_whose_parent_has_gone_ends(card: Card, monkeypatch: pytest.Mo
     assert FakeTimer.seen == []
 
 
-def searches(*models: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def searches(*models: str) -> tuple[Rows, Rows]:
     settings: Any = SimpleNamespace(kinds=["uniform"])
     groups: list[Any] = [fake_searches.FakeGroup(model) for model in models]
     return search_batch(groups, settings, fake_searches.work)
@@ -217,7 +219,7 @@ def test_the_command_writes_a_document_that_plan_tables_are_made_of(
 ) -> None:
     taken: list[list[Group]] = []
 
-    def search(groups: list[Group], settings: SearchSettings) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    def search(groups: list[Group], settings: SearchSettings) -> tuple[Rows, Rows]:
         taken.append(groups)
         assert settings.device == "cuda"
         rows = [
@@ -236,14 +238,12 @@ def test_the_command_writes_a_document_that_plan_tables_are_made_of(
     command = "bench_moe --sweep --models gpt-oss-120b,deepseek-v3-quarter --formats mxfp4,fp8_block --tokens 1024,1"
     monkeypatch.setattr(sys, "argv", [*command.split(), "--commit", "abc", "--out", str(out)])
     bench_moe.main()
-    assert {(group.model, group.format_name) for groups in taken for group in groups} == {
-        ("gpt-oss-120b", "mxfp4"), ("deepseek-v3-quarter", "fp8_block")
-    }  # fmt: skip
+    layers = {(group.model, group.format_name) for groups in taken for group in groups}
+    assert layers == {("gpt-oss-120b", "mxfp4"), ("deepseek-v3-quarter", "fp8_block")}
     document = json.loads(out.read_text())
     entries = moe_tables.plan_entries(document["rows"], "here")
-    assert [(entry["format"], entry["card"], entry["commit"], len(entry["steps"])) for entry in entries] == [
-        ("mxfp4", "NVIDIA H200", "abc", 2), ("fp8_block", "NVIDIA H200", "abc", 2)
-    ]  # fmt: skip
+    heads = [(entry["format"], entry["card"], entry["commit"], len(entry["steps"])) for entry in entries]
+    assert heads == [("mxfp4", "NVIDIA H200", "abc", 2), ("fp8_block", "NVIDIA H200", "abc", 2)]
     assert len(document["failures"]) == len(taken)
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (last["num_rows"], last["environment"]["num_sets"]) == (len(document["rows"]), 6)

@@ -27,12 +27,16 @@ def row(tokens: int, us: float, plan: Plan) -> dict[str, Any]:
     return HEAD | {"tokens": tokens, "us": us, "plan": dataclasses.asdict(plan)}
 
 
+def entry_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    (entry,) = plan_entries(rows, "a file")
+    return entry
+
+
 def test_the_fastest_plan_of_each_count_serves_up_to_the_geometric_mean_with_the_next() -> None:
     slow = dataclasses.replace(DIRECT, split_k=3)
     rows = [row(4, 90, slow), row(4, 80, DIRECT), row(1024, 500, GROUPED), row(1, 30, slow)]
-    (entry,) = plan_entries(rows, "a file")
-    assert entry["arch"] == "sm90"
-    assert entry["shape"]["hidden_size"] == 2880
+    entry = entry_of(rows)
+    assert (entry["arch"], entry["shape"]["hidden_size"]) == ("sm90", 2880)
     steps = tuple((step["max_tokens"], Plan(**step["plan"])) for step in entry["steps"])
     assert steps == ((2, slow), (64, DIRECT), (None, GROUPED))
     assert PlanTable(steps).pick(5000) == GROUPED
@@ -40,7 +44,7 @@ def test_the_fastest_plan_of_each_count_serves_up_to_the_geometric_mean_with_the
 
 def test_plans_are_chosen_by_uniform_routing_and_name_the_commits_they_were_measured_at() -> None:
     rows = [row(1, 30, DIRECT) | {"commit": "b2"}, row(1, 20, GROUPED) | {"routing": "zipf"}, row(1024, 500, GROUPED)]
-    (entry,) = plan_entries(rows, "a file")
+    entry = entry_of(rows)
     assert [step["us"] for step in entry["steps"]] == [30, 500]
     assert entry["commit"] == "abc, b2"
 
@@ -50,10 +54,9 @@ def test_popular_experts_decide_among_plans_that_are_nearly_as_fast() -> None:
     rows = [row(16, 800, DIRECT), row(16, 823, tall), row(16, 825, far), row(16, 810, worse), row(1024, 1500, GROUPED)]
     times = (710, DIRECT), (666, tall), (600, far), (705, worse)
     zipf = [row(16, us, plan) | {"routing": "zipf"} for us, plan in times]
-    (entry,) = plan_entries(rows + zipf, "a file")
-    assert (entry["steps"][0]["us"], entry["steps"][0]["plan"]["block_m"]) == (823, 16)
-    (entry,) = plan_entries(rows, "a file")
-    assert entry["steps"][0]["plan"]["block_m"] == 8
+    (with_zipf, _), (without, _) = entry_of(rows + zipf)["steps"], entry_of(rows)["steps"]
+    assert (with_zipf["us"], with_zipf["plan"]["block_m"]) == (823, 16)
+    assert without["plan"]["block_m"] == 8
 
 
 @rows(
@@ -73,15 +76,14 @@ def test_the_product_of_both_times_decides_and_plans_without_one_come_last(
         if us is not None:
             reversed_plan = dict(reversed(dataclasses.asdict(plan).items()))  # another writer
             rows.append(row(4, us, plan) | {"routing": "zipf", "plan": reversed_plan})
-    (entry,) = plan_entries(rows, "a file")
-    assert Plan(**entry["steps"][0]["plan"]) == plans[best]
+    assert Plan(**entry_of(rows)["steps"][0]["plan"]) == plans[best]
 
 
 def test_of_several_times_of_a_plan_the_last_counts() -> None:
     other = dataclasses.replace(DIRECT, split_k=3)
     first = [row(4, 70, DIRECT), row(4, 80, other), row(1024, 500, GROUPED)]
     again = [row(4, 90, DIRECT), row(4, 81, other) | {"commit": "b2"}]
-    (entry,) = plan_entries(first + again, "a file")
+    entry = entry_of(first + again)
     assert (entry["steps"][0]["us"], entry["steps"][0]["plan"]["split_k"], entry["commit"]) == (81, 3, "abc, b2")
 
 

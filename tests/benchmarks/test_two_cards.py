@@ -24,15 +24,9 @@ def test_parts_begin_with_the_build_and_with_one_rank(tmp_path):
     )
 
 
-def run(tmp_path, capsys, *flags):
-    flags = ["--out", str(tmp_path), "--models", "tiny", "--layouts", "one,tp2,ep2", "--device", "cpu", *flags]
-    status = two_cards.main(flags)
+def run(tmp_path, capsys, layouts, *flags):
+    status = two_cards.main(["--out", str(tmp_path), "--models", "tiny", "--layouts", layouts, *flags])
     return status, json.loads(capsys.readouterr().out.splitlines()[-1])
-
-
-def answers_of(layout):
-    top = {"a": -1.0, "b": -2.0 - 0.3 * (layout == "ep2")}  # 0.135 and 0.1
-    return {"first_tokens": [{"text": "a", "top": top}]}
 
 
 def test_parts_are_resumed_and_those_that_differ_fail(tmp_path, capsys, monkeypatch):
@@ -42,16 +36,17 @@ def test_parts_are_resumed_and_those_that_differ_fail(tmp_path, capsys, monkeypa
         asked.append(layout)
         if layout == "tp2" and len(asked) == 2:
             raise ServiceError("a rank did not start")
-        return answers_of(layout)
+        top = {"a": -1.0, "b": -2.0 - 0.3 * (layout == "ep2")}  # 0.135 and 0.1
+        return {"first_tokens": [{"text": "a", "top": top}]}
 
     clock = iter(range(0, 10_000, 30))
     monkeypatch.setattr(two_cards, "run_part", run_part)
     monkeypatch.setattr(two_cards, "evals", lambda *flags: {"agreement": 1.0, "passed": True})
     monkeypatch.setattr(two_cards.time, "monotonic", lambda: next(clock))
-    status, last = run(tmp_path, capsys, "--seconds", "240")
+    status, last = run(tmp_path, capsys, "one,tp2,ep2", "--device", "cpu", "--seconds", "240")
     assert (status, last["left"]) == (two_cards.MORE_TO_DO, ["tiny/ep2"])
     assert json.loads((tmp_path / "report.json").read_text())["not_run"] == ["tiny/ep2"]
-    status, last = run(tmp_path, capsys)
+    status, last = run(tmp_path, capsys, "one,tp2,ep2", "--device", "cpu")
     assert (status, last["left"], last["failed"]) == (1, [], ["tiny/tp2", "tiny/ep2"])
     assert asked == ["one", "tp2", "ep2"], "nothing is measured twice"
     report = json.loads((tmp_path / "report.json").read_text())
@@ -78,9 +73,8 @@ def test_services_run_without_one_shot_sums_where_these_are_wrong(tmp_path, caps
     monkeypatch.setattr(two_cards, "measure_sums", measure_sums)
     monkeypatch.setattr(two_cards, "measure_exchange", lambda device: {"rows": []})
     monkeypatch.setattr(two_cards, "service", service)
-    flags = ["--out", str(tmp_path), "--models", "tiny", "--layouts", "one,tp2-nccl"]
-    assert two_cards.main(flags) == 1
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["failed"][0] == ("tiny/one" if is_right else "sums")
+    status, last = run(tmp_path, capsys, "one,tp2-nccl")
+    assert (status, last["failed"][0]) == (1, "tiny/one" if is_right else "sums")
     assert seen == [not is_right, True]
 
 

@@ -7,15 +7,7 @@ import torch
 
 from moe.errors import WeightFormatError
 from moe.formats import Bf16Weight, Fp8BlockWeight, Mxfp4Weight, Nvfp4Weight
-from moe.kernels.layout import (
-    FRACTION_SCALE_FIELD,
-    has_tail,
-    interleave_index,
-    pack_e2m1,
-    pack_fraction_scales,
-    pack_matrix,
-    plain_index,
-)
+from moe.kernels import layout
 from tests.moe.kernels.packed import split_blocks
 from tests.tables import rows
 
@@ -47,17 +39,17 @@ def test_every_word_unpacks_to_the_codes_it_was_packed_from() -> None:
     codes = torch.cartesian_prod(*[torch.arange(16)] * 4).int().T.contiguous()  # [4, 65536]: all words there are
     magnitude = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
     want = torch.cat((magnitude, -magnitude))[codes.long()]
-    words = pack_e2m1(codes)
+    words = layout.pack_e2m1(codes)
     assert words.unique().numel() == 65536
     assert torch.equal(unpack_e2m1(words), want)
 
 
 def test_gate_and_up_alternate_in_eights_and_padding_is_marked() -> None:
-    index = interleave_index(2 * 40)
+    index = layout.interleave_index(2 * 40)
     assert index[:16].tolist() == [*range(8), *range(40, 48)]
     assert index.numel() == 128
     assert sorted(index[index >= 0].tolist()) == list(range(80))
-    assert plain_index(70).tolist() == [*range(70), *[-1] * 58]
+    assert layout.plain_index(70).tolist() == [*range(70), *[-1] * 58]
 
 
 def fields_of(data: torch.Tensor) -> torch.Tensor:
@@ -84,12 +76,12 @@ def test_mxfp4_data_scale_and_post_multiply_to_the_weight(
     codes = torch.randint(0, 256, (2, 70, num_cols // 2), generator=g, dtype=torch.uint8)
     scales = torch.randint(110, 110 + spread, (2, 70, num_cols // 32), generator=g, dtype=torch.uint8)
     weight = Mxfp4Weight(codes, scales)
-    packed = pack_matrix(weight, None, is_gated=False)
+    packed = layout.pack_matrix(weight, None, is_gated=False)
     assert packed.data.shape == (2, num_steps, 2, 64 * 32 + 128)
     assert packed.data.is_contiguous()
     assert packed.scales is None
     assert packed.nbytes == 2 * (num_steps + ends_in_tail / 2) * 2 * 64 * (64 + 4) + ends_in_tail * 512 + 16
-    assert (packed.tail is not None) == has_tail("mxfp4", num_cols) == ends_in_tail
+    assert (packed.tail is not None) == layout.has_tail("mxfp4", num_cols) == ends_in_tail
     tails = [None, None]
     if packed.tail is not None:
         assert packed.tail.shape == (2, 2, 64 * 16 + 128)
@@ -108,7 +100,7 @@ def test_weights_that_other_steps_have_are_zeros_with_a_scale_that_is_a_number(n
     scales = torch.full((1, 64, num_cols // 32), 255, dtype=torch.uint8)
     scales[..., num_cols // 128 * 4 :] = 100
     codes = torch.full((1, 64, num_cols // 2), 0x77, dtype=torch.uint8)
-    packed = pack_matrix(Mxfp4Weight(codes, scales), None, is_gated=False)
+    packed = layout.pack_matrix(Mxfp4Weight(codes, scales), None, is_gated=False)
     last = packed.data[:, -1] if packed.tail is None else packed.tail
     values = values_of(last)
     num_of_others = (128 if packed.tail is None else 64) - num_cols % 128
@@ -126,7 +118,7 @@ def test_a_scale_that_is_no_number_stays_one(num_cols: int, want: list[int]) -> 
     scales = torch.full((1, 64, num_cols // 32), 100, dtype=torch.uint8)
     scales[0, 5, -1] = 255
     codes = torch.zeros(1, 64, num_cols // 2, dtype=torch.uint8)
-    packed = pack_matrix(Mxfp4Weight(codes, scales), None, is_gated=False)
+    packed = layout.pack_matrix(Mxfp4Weight(codes, scales), None, is_gated=False)
     blocks = packed.data if packed.tail is None else packed.tail
     assert fields_of(blocks).view(-1, 64, 4)[-1, 5].tolist() == want
 
@@ -134,18 +126,18 @@ def test_a_scale_that_is_no_number_stays_one(num_cols: int, want: list[int]) -> 
 @rows("kind", Mxfp4Weight, Nvfp4Weight, Bf16Weight, Fp8BlockWeight)
 def test_only_mxfp4_has_tails_and_interleaves_their_rows_too(kind: Any) -> None:
     weight = kind.quantize(torch.randn(2, 96, 160, generator=torch.Generator().manual_seed(1)))
-    packed = pack_matrix(weight, None, is_gated=True)
+    packed = layout.pack_matrix(weight, None, is_gated=True)
     assert (packed.tail is not None) == (kind is Mxfp4Weight)
     if packed.tail is not None:
         rows = values_of(packed.tail).flatten(1, 2)[..., 32:] * packed.post[0, 0].double()
-        index = interleave_index(96)
+        index = layout.interleave_index(96)
         assert torch.equal(rows[:, index >= 0], weight.dequantize(torch.float64)[:, index[index >= 0], 128:])
         assert not rows[:, index < 0].any()
 
 
 def test_every_positive_e4m3_scale_is_exact_in_its_new_byte() -> None:
     scales = torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-    bits = (pack_fraction_scales(scales).int() << 4) + (FRACTION_SCALE_FIELD << 7)
+    bits = (layout.pack_fraction_scales(scales).int() << 4) + (layout.FRACTION_SCALE_FIELD << 7)
     assert torch.equal(bits_as_bf16(bits).double(), scales.double() * 2.0**117)
 
 
@@ -153,7 +145,7 @@ def test_codes_of_a_zero_scale_become_zeros() -> None:
     weight = Nvfp4Weight.quantize(torch.randn(1, 64, 32))
     scales = weight.scales.clone()
     scales[0, 3, 1] = 0.0
-    packed = pack_matrix(Nvfp4Weight(weight.codes, scales, weight.scale_2), None, is_gated=False)
+    packed = layout.pack_matrix(Nvfp4Weight(weight.codes, scales, weight.scale_2), None, is_gated=False)
     values = unpack_e2m1(split_blocks(packed.data)[0])[0, 0, 0, 3]
     assert values[:2].any(dim=1).tolist() == [True, False]
 
@@ -161,20 +153,20 @@ def test_codes_of_a_zero_scale_become_zeros() -> None:
 def test_nvfp4_halves_keep_their_own_scale() -> None:
     weight = Nvfp4Weight.quantize(torch.randn(1, 64, 32))
     weight = Nvfp4Weight(weight.codes, weight.scales, torch.tensor([[0.5, 2.0]]))
-    assert pack_matrix(weight, None, is_gated=True).post.tolist() == [[256.0, 1024.0]]
+    assert layout.pack_matrix(weight, None, is_gated=True).post.tolist() == [[256.0, 1024.0]]
 
 
 def test_fp8_scales_follow_their_rows_through_the_interleaving() -> None:
     scale_inv = torch.arange(4.0).view(1, 4, 1) + 1
     weight = Fp8BlockWeight(torch.zeros(1, 512, 100).to(torch.float8_e4m3fn), scale_inv)
-    scales = pack_matrix(weight, None, is_gated=True).scales
+    scales = layout.pack_matrix(weight, None, is_gated=True).scales
     assert scales[0, 0, 0].tolist() == [1, 3, 1, 3, 1, 3, 1, 3]
     assert scales[0, 0, 7].tolist() == [2, 4, 2, 4, 2, 4, 2, 4]
 
 
 def test_bias_is_interleaved_like_its_rows() -> None:
     bias = torch.arange(32.0)[None]
-    packed = pack_matrix(Bf16Weight(torch.zeros(1, 32, 8)), bias, is_gated=True)
+    packed = layout.pack_matrix(Bf16Weight(torch.zeros(1, 32, 8)), bias, is_gated=True)
     assert packed.bias[0, :24].tolist() == [*range(8), *range(16, 24), *range(8, 16)]
     assert not packed.bias[0, 32:].any()
 
@@ -182,4 +174,4 @@ def test_bias_is_interleaved_like_its_rows() -> None:
 def test_fp8_refuses_pairs_that_would_straddle_blocks() -> None:
     weight = Fp8BlockWeight.quantize(torch.randn(1, 24, 32))
     with pytest.raises(WeightFormatError, match="that 8 divides, got 12"):
-        pack_matrix(weight, None, is_gated=True)
+        layout.pack_matrix(weight, None, is_gated=True)
