@@ -89,7 +89,7 @@ def test_of_several_times_of_a_plan_the_last_counts() -> None:
 
 @rows(
     "changed, words",
-    (row(4, 80, DIRECT) | {"routing": "zipf"}, "gpt-oss-20b mxfp4 at 4 tokens: no plan was measured with uniform"),
+    (row(4, 80, DIRECT) | {"routing": "zipf"}, "-20b mxfp4 at 4 tokens: no plan was measured with uniform routing"),
     (row(4, 80, GROUPED) | {"card": "NVIDIA B200"}, "'NVIDIA B200' is not known: add the card to ARCHS"),
     (row(4096, 80, DIRECT), "at 4096 tokens is direct"),
 )

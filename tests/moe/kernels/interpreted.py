@@ -1,7 +1,4 @@
-"""Runs whole layers in Triton's interpreter, on the CPU, and prints each case's error against the twin as JSON.
-
-Started as a program of its own, since Triton decides when it is imported whether it compiles or interprets.
-"""
+"""Runs whole layers in Triton's interpreter, on the CPU, and prints each case's error against the twin as JSON."""
 
 import json
 import sys

@@ -1,7 +1,4 @@
-"""Routes by sigmoid scores in Triton's interpreter; prints how far the weights are from torch's as JSON.
-
-Started as a program of its own, since Triton decides when it is imported whether it compiles or interprets.
-"""
+"""Routes by sigmoid scores in Triton's interpreter; prints how far the weights are from torch's as JSON."""
 
 import json
 import sys

@@ -1,7 +1,6 @@
 """Self-checks of FP8 block layers with several plans, in Triton's interpreter, faults in one plan's code at a time.
 
-Prints JSON: by case, what is wrong with what the check said. A program of its own, since Triton decides when it is
-imported whether it compiles or interprets.
+Prints JSON: by case, what is wrong with what the check said.
 """
 
 import dataclasses
@@ -61,10 +60,9 @@ class Case:
 
     def wrong_scale(self, expert: int) -> str:
         """What is said of a layer with one wrong block scale of w2."""
-        w2 = self.experts.w2
-        scale = w2.scale_inv.clone()
+        scale = self.experts.w2.scale_inv.clone()
         scale[expert, 0, 0] *= 2
-        wrong = dataclasses.replace(self.experts, w2=Fp8BlockWeight(w2.data, scale))
+        wrong = dataclasses.replace(self.experts, w2=Fp8BlockWeight(self.experts.w2.data, scale))
         return self.check(info=self.prepared(wrong))
 
     def tuning_error(self, plan: Plan, fault: Fault | None = None) -> float:
@@ -87,6 +85,15 @@ def with_fault(fault: Fault | None) -> None:
 def code_of(plan: Plan) -> Fault:
     """A fault of this plan only."""
     return lambda used, layer, ids: 1.1 if used == plan else 1.0
+
+
+def everywhere(factor: float) -> Fault:
+    return lambda used, layer, ids: factor
+
+
+def masked(factor: float) -> Fault:
+    """A fault of masked rows only."""
+    return lambda used, layer, ids: factor if layer.top_k == 1 else 1.0
 
 
 def tile_of(plan: Plan, low: int, high: int) -> Fault:
@@ -133,12 +140,9 @@ def main(part: str) -> dict[str, str]:
             "wrong scale": found(Case(TABLE, num_experts=8).wrong_scale(3), f"{own} 3 differs*{by_grouped}"),
             "tuning grouped": between(0.05, layer.tuning_error(GROUPED), 1),
             "tuning FP8 activations": between(0.05, layer.tuning_error(FP8), 1),
-            "tuning a wrong grouped": between(1, layer.tuning_error(GROUPED, lambda plan, layer, ids: 1.04), 4),
-            "tuning wrong FP8 activations": between(1, layer.tuning_error(FP8, lambda plan, layer, ids: 1.1), 4),
+            "tuning a wrong grouped": between(1, layer.tuning_error(GROUPED, everywhere(1.04)), 4),
+            "tuning wrong FP8 activations": between(1, layer.tuning_error(FP8, everywhere(1.1)), 4),
         }
-
-    def masked(factor: float) -> Fault:
-        return lambda plan, layer, ids: factor if layer.top_k == 1 else 1.0
 
     return {
         "intact behind DeepEP": intact(deepep.check(), 0, 0.015, 0.015),
@@ -151,9 +155,7 @@ def main(part: str) -> dict[str, str]:
             deepep.check(code_of(DIRECT)), "deepep/fp8_block (deepep_normal): expert 0 differs*8 x 64 (up to 8 tokens)"
         ),
         "masked rows": found(deepep.check(masked(1.1)), f"deepep/fp8_block (deepep_ll): expert * differs*{by_fp8}"),
-        "tuning a wrong direct before FP8 ones": between(
-            1, deepep.tuning_error(DIRECT, lambda plan, layer, ids: 1.04), 4
-        ),
+        "tuning a wrong direct before FP8 ones": between(1, deepep.tuning_error(DIRECT, everywhere(1.04)), 4),
         "tuning wrong masked rows": between(1, deepep.tuning_error(GROUPED, masked(1.04)), 4),
     }
 

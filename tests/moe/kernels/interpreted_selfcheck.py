@@ -1,7 +1,6 @@
 """Self-checks of a layer of the bundled model in Triton's interpreter: intact, and with scales permuted on purpose.
 
-Prints JSON: the error of the intact layer, and what the check said of the others. A program of its own, since Triton
-decides when it is imported whether it compiles or interprets.
+Prints JSON: the error of the intact layer, and what the check said of the others.
 """
 
 import dataclasses
@@ -19,9 +18,7 @@ from moe.kernels.plan import Plan
 from tests.gpu.permuted_scales import MATRICES, ORDERS, permute_canonical, permute_processed, permute_tail, tiny_experts
 
 LAYER, NUM_EXPERTS = 3, 2
-ONE_PLAN = PlanTable(
-    ((None, Plan(is_direct=False, block_m=16, block_n_1=128, block_n_2=128)),)
-)  # others: interpreted_probes
+PLAN = Plan(is_direct=False, block_m=16, block_n_1=128, block_n_2=128)  # others: interpreted_probes
 
 
 def main(part: str) -> dict[str, Any]:
@@ -31,7 +28,7 @@ def main(part: str) -> dict[str, Any]:
     topology = Topology()
 
     def prepared(experts: ExpertWeights) -> TritonMoeQuantInfo:
-        return dataclasses.replace(TritonBackend().prepare(experts, config, topology), plans=ONE_PLAN)
+        return dataclasses.replace(TritonBackend().prepare(experts, config, topology), plans=PlanTable(((None, PLAN),)))
 
     intact = prepared(experts)
     broken = {}

@@ -1,7 +1,4 @@
-"""Runs `masked_swiglu` in Triton's interpreter, on the CPU, and prints by case what is wrong, as JSON.
-
-Started as a program of its own, since Triton decides when it is imported whether it compiles or interprets.
-"""
+"""Runs `masked_swiglu` in Triton's interpreter, on the CPU, and prints by case what is wrong, as JSON."""
 
 import json
 import sys

@@ -13,6 +13,7 @@ from moe.tables import read_entries
 from tests.model import test_fp8_linear, test_triton_attention
 from tests.moe.kernels.compiling import compile_gemm, rest
 from tests.moe.kernels.registers import overwritten_operands
+from tests.tables import rows
 
 _LOOP = """
 top:
@@ -26,12 +27,8 @@ top:
 """
 
 
-def _grouped(block_m: int, **others: Any) -> Plan:
-    return Plan(is_direct=False, block_m=block_m, block_n_1=128, block_n_2=128, **others)
-
-
-# Two programs for each tile of the first matrix.
-_SHARED = Plan(is_direct=True, block_m=16, block_n_1=64, block_n_2=64, split_k_1=2)
+_GROUPED = Plan(is_direct=False, block_m=16, block_n_1=128, block_n_2=128)
+_SHARED = Plan(is_direct=True, block_m=16, block_n_1=64, block_n_2=64, split_k_1=2)  # two programs for each first tile
 
 
 def _shipped() -> list[Any]:
@@ -39,15 +36,13 @@ def _shipped() -> list[Any]:
     found = dict.fromkeys(
         (entry["format"], Plan(**step["plan"]))
         for entry in read_entries("triton_plans.json")
-        if (entry["arch"], entry["format"]) in (("sm90", "mxfp4"), ("sm90", "nvfp4"))
+        if entry["arch"] == "sm90" and entry["format"] in ("mxfp4", "nvfp4")
         for step in entry["steps"]
     )
     return [rest(name, plan) for name, plan in found]
 
 
-@pytest.mark.parametrize(
-    ("left", "address", "num_found"), [(0, 9, 0), (1, 9, 0), (2, 9, 1), (0, 62, 1), (0, 51, 1), (0, 64, 0)]
-)
+@rows("left, address, num_found", (0, 9, 0), (1, 9, 0), (2, 9, 1), (0, 62, 1), (0, 51, 1), (0, 64, 0))
 def test_what_the_reader_of_machine_code_finds(left: int, address: int, num_found: int) -> None:
     num_products, found = overwritten_operands(_LOOP.format(left=left, address=address))
     assert num_products == 2
@@ -55,8 +50,7 @@ def test_what_the_reader_of_machine_code_finds(left: int, address: int, num_foun
 
 
 @pytest.mark.parametrize(
-    ("format_name", "plan"),
-    [("mxfp4", _grouped(16)), ("nvfp4", _grouped(16)), ("mxfp4", _SHARED), *_shipped()],
+    ("format_name", "plan"), [("mxfp4", _GROUPED), ("nvfp4", _GROUPED), ("mxfp4", _SHARED), *_shipped()]
 )
 def test_experts(format_name: str, plan: Plan) -> None:
     for is_first in (True, False):
