@@ -70,6 +70,18 @@ def test_v1_writes_its_answer_to_the_topologys_allocator(v1: CuteDslFp4MoeQuantI
     assert [tensor.data_ptr() for tensor in made] == [got.data_ptr()]
 
 
+def test_v1_layout_and_scales(v1: CuteDslFp4MoeQuantInfo) -> None:
+    experts = cutedsl_cases.make_experts()
+    assert torch.equal(v1.w13, experts.w13.codes), "[gate; up], not interleaved"
+    restored = layouts.unswizzle(v1.w13_scale.view(torch.uint8), 2 * I, H // 16)
+    assert torch.equal(restored, experts.w13.scales.view(torch.uint8))
+    in13, in2 = experts.w13.input_scale, experts.w2.input_scale
+    assert v1.input_quant.tolist() == [1 / float(in13.max())] * E
+    assert torch.equal(v1.mid_quant, 1 / in2)
+    assert torch.equal(v1.w13_alpha, in13.max() * experts.w13.scale_2)
+    assert torch.equal(v1.w2_alpha, in2 * experts.w2.scale_2)
+
+
 def nvfp4_slots(slots: torch.Tensor, multiplier: float) -> tuple[torch.Tensor, torch.Tensor]:
     """What an NVFP4 dispatch delivers: codes (M, H/2, E) and scales (32, 4, M/128, 4, H/64, E)."""
     codes, scales = numbers.quantize_nvfp4(slots.float(), multiplier)
@@ -127,6 +139,24 @@ def test_v1_overlap_reaches_the_second_gemm_once(kernel: CutedslEmulator, v1: Cu
 
 
 # ---- v2 ----
+
+
+def test_v2_scalarisation_is_the_golden_one(kernel: CutedslEmulator) -> None:
+    del kernel
+    experts = hostile.quantized_experts("nvfp4", 3, H, I, x=X)
+    input_scale, scale_2 = torch.tensor([2.0, 4.0, 1.0]), torch.tensor([0.5, 0.25, 1.0])
+    w13 = dataclasses.replace(experts.w13, input_scale=input_scale, scale_2=scale_2)  # type: ignore[type-var]
+    info = BACKEND.prepare(dataclasses.replace(experts, w13=w13), hostile.make_config(3, H, I, 2), Topology())
+    assert info.input_quant.tolist() == [0.25]
+    assert info.w13_alpha.tolist() == [2.0, 1.0, 4.0]
+
+
+def test_v2_layout(v2: CuteDslFp4MoeQuantInfo) -> None:
+    gate, up = cutedsl_cases.make_experts().w13.codes.chunk(2, dim=1)
+    assert v2.w13_scale.shape == (32, 4, 3, 4, 4, E)
+    assert torch.equal(layouts.deinterleave(v2.w13), torch.cat((up, gate), dim=1))
+    assert torch.equal(v2.w13[:, :64], up[:, :64])
+    assert torch.equal(v2.w13[:, 64:128], gate[:, :64])
 
 
 @rows("is_quantized", False, True)
