@@ -118,7 +118,10 @@ def run(command: list[str], folder: Path, **popen: object) -> Iterator[ServicePr
 
 
 def _read(file: Path) -> str:
-    return file.read_text() if file.exists() else ""
+    try:
+        return file.read_text()
+    except (FileNotFoundError, ProcessLookupError):  # the process may end at any moment
+        return ""
 
 
 def _runs(pid: int, *modules: str) -> bool:
