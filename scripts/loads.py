@@ -51,11 +51,11 @@ def bench(url: str, out: Path, streams: int, answer_tokens: int, server: int, *,
         raise ServiceError(f"bench with {streams} streams: {found['errors']}")
     latencies_ms = found["latencies_ms"]
     step_ms, token_ms = latencies_ms["itl"]["p50"], latencies_ms["tpot"]["p50"]
-    comes_singly = step_ms > token_ms / 2
+    tokens_come_singly = step_ms > token_ms / 2
     return {
         "streams": streams, "prompt_tokens": prompt_tokens, "answer_tokens": answer_tokens, "processes": processes,
         "output_tokens_per_s": found["output_tokens_per_s"],
-        "decode_tokens_per_s": round(1000 * streams / step_ms, 1) if comes_singly else None,
+        "decode_tokens_per_s": round(1000 * streams / step_ms, 1) if tokens_come_singly else None,
         "ttft_ms": latencies_ms["ttft"]["p50"], "tpot_ms": token_ms, "status": process.returncode,
         "cpu_s": {name: round(now_s - before_s[name], 2) for name, now_s in cpu_seconds(server).items()},
     }  # fmt: skip

@@ -30,7 +30,7 @@ _E4M3_MAX = 448.0
 class DecodeGroup:
     """Requests with one token each. `rows` are their rows of T, None for all of them in order.
 
-    `vectors_J`, J = N * L, are the keys they see: rows of the cache seen as a matrix, which has G rows in each slot.
+    `vectors_J`, J = N * L, says where the keys are that they see: it numbers the cache's vectors, G in each slot.
     """
 
     rows: torch.Tensor | None
@@ -132,14 +132,16 @@ def _decode_group(batch: ForwardBatch, spec: AttentionSpec, members: list[int] |
     first_page = max(0, min(seq_lens) - num_keys) // page_size  # those before are below every window
     first_slots_BP1 = table_BP[:, first_page : -(-longest // page_size)].long()[:, :, None] * page_size
     slots_BS = (first_slots_BP1 + torch.arange(page_size, device=device)).flatten(1)
-    first, mask_N1L = first_page * page_size, None
+    first_position = first_page * page_size
+    mask_N1L = None
     if min(seq_lens) == longest:
-        slots_BL = slots_BS[:, longest - num_keys - first : longest - first]
+        end = longest - first_position
+        slots_BL = slots_BS[:, end - num_keys : end]
     else:
         lens_B1 = lens_B.long()[:, None]
         positions_BL = (lens_B1 - num_keys).clamp_min_(0) + torch.arange(num_keys, device=device)
         mask_N1L = _additive(positions_BL < lens_B1).repeat_interleave(num_heads, 0)[:, None]
-        slots_BL = slots_BS.gather(1, positions_BL.minimum(lens_B1 - 1) - first)
+        slots_BL = slots_BS.gather(1, positions_BL.minimum(lens_B1 - 1) - first_position)
     vectors_BGL = slots_BL[:, None] * num_heads + torch.arange(num_heads, device=device)[:, None]
     return DecodeGroup(rows, vectors_BGL.flatten(), num_keys, mask_N1L)
 
@@ -175,8 +177,10 @@ def _additive(is_visible: torch.Tensor) -> torch.Tensor:
 def _gather(
     spec: AttentionSpec, kv: LayerKv, rows: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys [*shape, D] and values [*shape, V] of some rows of the cache, each of which has as many vectors as fit."""
-    num_heads = shape[0] * shape[1] // rows.shape[0]
+    """Keys [*shape, D] and values [*shape, V]. `rows` numbers the cache's slots, or its vectors, if there are as many
+    rows as vectors in `shape`.
+    """
+    num_heads = shape[0] * shape[1] // rows.shape[0]  # of a row
     keys = _rows(kv.keys, num_heads * spec.key_dim, rows, dtype).view(*shape, spec.key_dim)
     if spec.values_in_keys:
         return keys, keys[..., : spec.value_dim]
