@@ -114,7 +114,7 @@ def launch_sampling(logits_RV: torch.Tensor, seqs: list[Sequence]) -> PendingTok
 
     Every token before it must be in `token_ids`.
     """
-    best_R, best_ids_R = logits_RV.max(dim=-1)  # a NaN anywhere in a row becomes its maximum
+    best_R, best_ids_R = _best(logits_RV)
     is_broken_R = ~best_R.isfinite()
     num_tops = [seq.sampling.logprobs for seq in seqs]
     if all(seq.is_plain_greedy for seq in seqs):
@@ -138,6 +138,14 @@ def launch_sampling(logits_RV: torch.Tensor, seqs: list[Sequence]) -> PendingTok
         logprobs = launch_logprobs(raw_WV, tokens_R.index_select(0, wanted_W), num_top)
     tokens_R = tokens_R.masked_fill(is_broken_R, _BROKEN)
     return PendingTokens(tokens_R, to_host(tokens_R), num_tops, logprobs, listed)
+
+
+def _best(logits_RV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest logit of each row and the lowest token id that has it. A NaN anywhere in a row is its largest."""
+    if logits_RV.device.type != "cpu":
+        return torch.max(logits_RV, dim=-1)
+    ids_R = torch.from_numpy(logits_RV.numpy().argmax(axis=-1))  # on a CPU ten times as fast as torch
+    return logits_RV.gather(1, ids_R[:, None])[:, 0], ids_R
 
 
 def _choose(logits_RV: torch.Tensor, seqs: list[Sequence]) -> torch.Tensor:

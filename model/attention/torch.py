@@ -2,20 +2,20 @@
 
 Keys of a request are gathered from its pages into one tensor per decode group or query block; which slots those are,
 and what is masked, is worked out once per step in `TorchPlan`. A decode group gathers them head by head, so that one
-batched product serves all its requests and heads. Padded positions of a short request repeat its own last
-key and are masked, so that whatever an unused slot holds (NaN included) never enters a product. An FP8 cache is widened
-to the dtype of the queries as it is gathered.
+batched product serves all its requests and heads (`decode_keys`). An FP8 cache is widened to the dtype of the queries
+as it is gathered.
 
 Shape letters: T tokens, B requests, Q queries of a block, H query heads, G KV heads, N = B * G pairs of a request and a
 KV head, R query heads per KV head, P pages, S slots of all pages, L keys, C keys and the sink, D key dim, V value dim.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from model.attention.base import Attention, AttentionSpec, register_attention
+from model.attention.base import BF16, Attention, AttentionDtypes, AttentionSpec, register_attention
+from model.attention.decode_keys import DecodeGroup, KeptKeys, StepKeys, additive, decode_group, gather, indexable
 from model.batch import ForwardBatch, LayerKv
 from model.rope import rotate_
 from moe.device import as_dtype
@@ -24,19 +24,6 @@ _MAX_DECODE_KEYS = 1 << 19  # gathered keys of one decode group, padding include
 _MAX_SCORES = 1 << 24  # scores of one query block, all heads
 _MAX_QUERY_BLOCK = 512
 _E4M3_MAX = 448.0
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeGroup:
-    """Requests with one token each. `rows` are their rows of T, None for all of them in order.
-
-    `vectors_J`, J = N * L, says where the keys are that they see: it numbers the cache's vectors, G in each slot.
-    """
-
-    rows: torch.Tensor | None
-    vectors_J: torch.Tensor
-    num_keys: int
-    mask_N1L: torch.Tensor | None  # 0 or -inf; None when all requests see L keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +38,10 @@ class QueryBlock:
 
 @dataclass(frozen=True, slots=True)
 class TorchPlan:
-    """Per kind of layer the slots to write, and what to read."""
+    """Per kind of layer the slots to write, and what to read: `kept` of the kinds whose keys are kept, or the rest."""
 
     slots: dict[AttentionSpec, torch.Tensor]
+    kept: dict[AttentionSpec, StepKeys]
     groups: dict[AttentionSpec, list[DecodeGroup]]
     blocks: dict[AttentionSpec, list[QueryBlock]]
 
@@ -64,15 +52,19 @@ class TorchAttention(Attention):
 
     name = "torch"
 
+    def __init__(self, specs: Sequence[AttentionSpec], device: torch.device, dtypes: AttentionDtypes = BF16) -> None:
+        super().__init__(specs, device, dtypes)
+        self._kept: dict[AttentionSpec, KeptKeys] = {}  # of the step that was planned last
+
     def plan(self, batch: ForwardBatch) -> TorchPlan:
         """Gather indices and masks of every kind of layer."""
         batches = {spec: batch.for_window(spec.window) for spec in self.specs}
         members = _decode_members(batch)
-        groups = {
-            spec: [_decode_group(its_batch, spec, chosen) for chosen in members] for spec, its_batch in batches.items()
-        }
-        blocks = {s: [] if batch.is_decode else list(_query_blocks(its_batch, s)) for s, its_batch in batches.items()}
-        return TorchPlan({spec: its_batch.slots_T for spec, its_batch in batches.items()}, groups, blocks)
+        kept = self._keep(batches if members == [None] and self.device.type == "cpu" else {})
+        gathered = {spec: its_batch for spec, its_batch in batches.items() if spec not in kept}
+        groups = {s: [decode_group(its_batch, s, chosen) for chosen in members] for s, its_batch in gathered.items()}
+        blocks = {s: [] if batch.is_decode else list(_query_blocks(its_batch, s)) for s, its_batch in gathered.items()}
+        return TorchPlan({spec: its_batch.slots_T for spec, its_batch in batches.items()}, kept, groups, blocks)
 
     def run(
         self,
@@ -89,9 +81,13 @@ class TorchAttention(Attention):
         if rotation_T1D is not None:
             rotate_(q_THD, rotation_T1D)
             rotate_(k_TGD, rotation_T1D)
-        _store(kv.keys, plan.slots[spec], k_TGD)
+        slots_T = plan.slots[spec]
+        k_TGD = _store(kv.keys, slots_T, k_TGD)
         if v_TGV is not None:
-            _store(kv.values, plan.slots[spec], v_TGV)
+            v_TGV = _store(kv.values, slots_T, v_TGV)
+        if (kept := plan.kept.get(spec)) is not None:
+            keys_NLD, values_NLV = kept.of_layer(kv, k_TGD, v_TGV, q_THD.dtype)
+            return _attend(spec, q_THD, keys_NLD, values_NLV, kept.mask_N1L, sinks_H)
         groups, blocks = plan.groups[spec], plan.blocks[spec]
         if len(groups) == 1 and groups[0].rows is None:
             return _run_group(spec, groups[0], kv, q_THD, sinks_H)
@@ -102,6 +98,23 @@ class TorchAttention(Attention):
         for block in blocks:
             out_THV[block.start : block.stop] = _run_block(spec, block, kv, q_THD[block.start : block.stop], sinks_H)
         return out_THV
+
+    def _keep(self, batches: dict[AttentionSpec, ForwardBatch]) -> dict[AttentionSpec, StepKeys]:
+        """What a decode step sees of kept keys, by kind of layer. A step that follows no other begins new ones; one
+        without kept keys ends those of the step before.
+        """
+        before, self._kept = self._kept, {}
+        steps = {}
+        for spec, batch in batches.items():
+            kept = before.get(spec)
+            step = None if kept is None else kept.next_step(batch)
+            if kept is None or step is None:
+                if not KeptKeys.fits(spec, batch):
+                    continue
+                kept = KeptKeys(spec, batch)
+                step = kept.first_step()
+            self._kept[spec], steps[spec] = kept, step
+        return steps
 
 
 def _decode_members(batch: ForwardBatch) -> list[list[int] | None]:
@@ -116,34 +129,6 @@ def _decode_members(batch: ForwardBatch) -> list[list[int] | None]:
         members.append(single[:size])
         single = single[size:]
     return members
-
-
-def _decode_group(batch: ForwardBatch, spec: AttentionSpec, members: list[int] | None) -> DecodeGroup:
-    """The keys that the members see (None: every request), those of a KV head next to each other."""
-    device, num_heads, seq_lens = batch.slots_T.device, spec.num_kv_heads, batch.seq_lens
-    table_BP, lens_B, rows = batch.page_table_BP, batch.seq_lens_B, None
-    if members is not None:
-        chosen = torch.tensor(members, device=device)
-        rows = batch.query_start_B1[chosen].long()
-        table_BP, lens_B = table_BP[chosen], lens_B[chosen]
-        seq_lens = tuple(seq_lens[b] for b in members)
-    longest, page_size = max(seq_lens), batch.page_size
-    num_keys = longest if spec.window is None else min(spec.window, longest)
-    first_page = max(0, min(seq_lens) - num_keys) // page_size  # those before are below every window
-    first_slots_BP1 = table_BP[:, first_page : -(-longest // page_size)].long()[:, :, None] * page_size
-    slots_BS = (first_slots_BP1 + torch.arange(page_size, device=device)).flatten(1)
-    first_position = first_page * page_size
-    mask_N1L = None
-    if min(seq_lens) == longest:
-        end = longest - first_position
-        slots_BL = slots_BS[:, end - num_keys : end]
-    else:
-        lens_B1 = lens_B.long()[:, None]
-        positions_BL = (lens_B1 - num_keys).clamp_min_(0) + torch.arange(num_keys, device=device)
-        mask_N1L = _additive(positions_BL < lens_B1).repeat_interleave(num_heads, 0)[:, None]
-        slots_BL = slots_BS.gather(1, positions_BL.minimum(lens_B1 - 1) - first_position)
-    vectors_BGL = slots_BL[:, None] * num_heads + torch.arange(num_heads, device=device)[:, None]
-    return DecodeGroup(rows, vectors_BGL.flatten(), num_keys, mask_N1L)
 
 
 def _query_blocks(batch: ForwardBatch, spec: AttentionSpec) -> Iterator[QueryBlock]:
@@ -165,55 +150,43 @@ def _query_blocks(batch: ForwardBatch, spec: AttentionSpec) -> Iterator[QueryBlo
                 if spec.window:
                     is_visible_QL &= queries_Q1 - keys_L < spec.window
                 slots_L = pages_P[keys_L // batch.page_size] * batch.page_size + keys_L % batch.page_size
-                yield QueryBlock(row + first, row + last, slots_L, _additive(is_visible_QL))
+                yield QueryBlock(row + first, row + last, slots_L, additive(is_visible_QL))
         row += query_len
 
 
-def _additive(is_visible: torch.Tensor) -> torch.Tensor:
-    """0 where visible, -inf elsewhere."""
-    return torch.zeros(is_visible.shape, device=is_visible.device).masked_fill_(~is_visible, float("-inf"))
-
-
-def _gather(
-    spec: AttentionSpec, kv: LayerKv, rows: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys [*shape, D] and values [*shape, V]. `rows` numbers the cache's slots, or its vectors, if there are as many
-    rows as vectors in `shape`.
+def _store(cache: torch.Tensor, slots: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """`cache[slots] = x`, rounded; returns the rounded numbers. FP8 saturates, since torch would make NaN of what is
+    out of its range.
     """
-    num_heads = shape[0] * shape[1] // rows.shape[0]  # of a row
-    keys = _rows(kv.keys, num_heads * spec.key_dim, rows, dtype).view(*shape, spec.key_dim)
-    if spec.values_in_keys:
-        return keys, keys[..., : spec.value_dim]
-    return keys, _rows(kv.values, num_heads * spec.value_dim, rows, dtype).view(*shape, spec.value_dim)
-
-
-def _rows(cache: torch.Tensor, width: int, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Rows of the cache, seen as a matrix: `index_select` on a matrix is several times faster than on anything else."""
-    chosen = _indexable(cache).view(-1, width).index_select(0, rows)
-    return as_dtype(chosen.view(cache.dtype) if cache.dtype == torch.float8_e4m3fn else chosen, dtype)
-
-
-def _store(cache: torch.Tensor, slots: torch.Tensor, x: torch.Tensor) -> None:
-    """`cache[slots] = x`, rounded; FP8 saturates, since torch would make NaN of what is out of its range."""
     if cache.dtype == torch.float8_e4m3fn:
         x = x.clamp(-_E4M3_MAX, _E4M3_MAX)
-    _indexable(cache).index_copy_(0, slots, _indexable(as_dtype(x, cache.dtype)))
-
-
-def _indexable(x: torch.Tensor) -> torch.Tensor:
-    """The same numbers, FP8 as bytes: torch does not index it on every device."""
-    return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
+    x = as_dtype(x, cache.dtype)
+    indexable(cache).index_copy_(0, slots, indexable(x))
+    return x
 
 
 def _run_group(
     spec: AttentionSpec, group: DecodeGroup, kv: LayerKv, q_BHD: torch.Tensor, sinks_H: torch.Tensor | None
 ) -> torch.Tensor:
-    num_requests, num_keys, dtype = q_BHD.shape[0], group.num_keys, q_BHD.dtype
-    num_pairs = num_requests * spec.num_kv_heads
-    keys_NLD, values_NLV = _gather(spec, kv, group.vectors_J, (num_pairs, num_keys), dtype)
+    num_pairs = q_BHD.shape[0] * spec.num_kv_heads
+    keys_NLD, values_NLV = gather(spec, kv, group.vectors_J, (num_pairs, group.num_keys), q_BHD.dtype)
+    return _attend(spec, q_BHD, keys_NLD, values_NLV, group.mask_N1L, sinks_H)
+
+
+def _attend(
+    spec: AttentionSpec,
+    q_BHD: torch.Tensor,
+    keys_NLD: torch.Tensor,
+    values_NLV: torch.Tensor,
+    mask_N1L: torch.Tensor | None,
+    sinks_H: torch.Tensor | None,
+) -> torch.Tensor:
+    """[B, H, V] of requests with one query each."""
+    num_requests, dtype = q_BHD.shape[0], q_BHD.dtype
+    num_pairs, num_keys = keys_NLD.shape[:2]
     q_NRD = q_BHD.reshape(num_pairs, -1, spec.key_dim)
-    mask_N1L = q_BHD.new_empty(1) if group.mask_N1L is None else as_dtype(group.mask_N1L, dtype)
-    beta = 0 if group.mask_N1L is None else 1  # with 0 the numbers of the mask are not read
+    beta = 0 if mask_N1L is None else 1  # with 0 the numbers of the mask are not read
+    mask_N1L = q_BHD.new_empty(1) if mask_N1L is None else as_dtype(mask_N1L, dtype)
     scores_NRL = torch.baddbmm(mask_N1L, q_NRD, keys_NLD.transpose(1, 2), beta=beta, alpha=spec.scale)
     scores_BHC = scores_NRL.view(num_requests, spec.num_heads, num_keys)
     if sinks_H is not None:
@@ -228,7 +201,7 @@ def _run_block(
     spec: AttentionSpec, block: QueryBlock, kv: LayerKv, q_QHD: torch.Tensor, sinks_H: torch.Tensor | None
 ) -> torch.Tensor:
     num_queries, num_keys = block.mask_QL.shape
-    keys_LGD, values_LGV = _gather(spec, kv, block.slots_L, (num_keys, spec.num_kv_heads), q_QHD.dtype)
+    keys_LGD, values_LGV = gather(spec, kv, block.slots_L, (num_keys, spec.num_kv_heads), q_QHD.dtype)
     # Heads first: head h = g * R + r, so the R queries that share KV head g are neighbours.
     q_GND = (q_QHD.transpose(0, 1) * spec.scale).reshape(spec.num_kv_heads, -1, spec.key_dim)
     scores_HQL = torch.bmm(q_GND, keys_LGD.permute(1, 2, 0)).view(spec.num_heads, num_queries, num_keys)

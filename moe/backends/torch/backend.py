@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import split_with_sizes  # `Tensor.split` does the same after checks in Python
 
@@ -191,7 +192,12 @@ def _slots_of_experts(ids_TK: torch.Tensor) -> dict[int, list[int]]:
 def _rows_of_slots(x_TH: torch.Tensor, slots: list[int], top_k: int) -> torch.Tensor:
     if x_TH.shape[0] == 1:
         return x_TH.expand(len(slots), -1)
-    return x_TH.index_select(0, torch.tensor([slot // top_k for slot in slots], device=x_TH.device))
+    return x_TH.index_select(0, _indices([slot // top_k for slot in slots], x_TH.device))
+
+
+def _indices(numbers: list[int], device: torch.device) -> torch.Tensor:
+    """int64; by way of numpy, which takes a third of the time of `torch.tensor`."""
+    return torch.from_numpy(np.array(numbers, dtype=np.int64)).to(device)
 
 
 def _weighted_sum(y_VH: torch.Tensor, slots: list[int], core_input: TorchCoreInput) -> torch.Tensor:
@@ -206,7 +212,7 @@ def _weighted_sum(y_VH: torch.Tensor, slots: list[int], core_input: TorchCoreInp
         row_of_slot = [num_rows] * num_slots
         for row, slot in enumerate(slots):
             row_of_slot[slot] = row
-        y_VH = y_VH.index_select(0, torch.tensor(row_of_slot, device=y_VH.device))
+        y_VH = y_VH.index_select(0, _indices(row_of_slot, y_VH.device))
     return torch.bmm(weights_TK.unsqueeze(1), y_VH.view(num_tokens, top_k, -1)).squeeze(1)
 
 

@@ -1,0 +1,224 @@
+"""Keys and values that decode steps of the torch attention read: gathered from the pages, and on a CPU kept gathered.
+
+All requests of a group end in the same column, the last one. A request with fewer keys than columns repeats its first
+key before it, masked, so that whatever an unused slot holds (NaN included) never enters a product.
+
+Shape letters: B requests, G KV heads, N = B * G pairs of a request and a KV head, P pages, S slots, L keys, C columns
+of kept keys, D key dim, V value dim.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from model.attention.base import AttentionSpec
+from model.batch import ForwardBatch, LayerKv
+from moe.device import as_dtype
+
+_ROOM = 64  # steps that append to kept keys before all are gathered again
+_MAX_KEPT_BYTES = 1 << 25  # of a layer, in fp32; longer ones are gathered in every step
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeGroup:
+    """Requests with one token each. `rows` are their rows of the step's tokens, None for all of them in order.
+
+    `vectors_J`, J = N * L, says where the keys are that they see: it numbers the cache's vectors, G in each slot.
+    """
+
+    rows: torch.Tensor | None
+    vectors_J: torch.Tensor
+    num_keys: int
+    mask_N1L: torch.Tensor | None  # 0 or -inf; None when all requests see L keys
+
+
+def decode_group(batch: ForwardBatch, spec: AttentionSpec, members: list[int] | None) -> DecodeGroup:
+    """The keys that the members see (None: every request), those of a KV head next to each other."""
+    device, num_heads, seq_lens = batch.slots_T.device, spec.num_kv_heads, batch.seq_lens
+    table_BP, lens_B, rows = batch.page_table_BP, batch.seq_lens_B, None
+    if members is not None:
+        chosen = torch.tensor(members, device=device)
+        rows = batch.query_start_B1[chosen].long()
+        table_BP, lens_B = table_BP[chosen], lens_B[chosen]
+        seq_lens = tuple(seq_lens[b] for b in members)
+    longest, page_size = max(seq_lens), batch.page_size
+    num_keys = _num_keys(spec, seq_lens)
+    first_page = _first_page(spec, seq_lens, page_size)
+    first_slots_BP1 = table_BP[:, first_page : -(-longest // page_size)].long()[:, :, None] * page_size
+    slots_BS = (first_slots_BP1 + torch.arange(page_size, device=device)).flatten(1)
+    first_position = first_page * page_size
+    if min(seq_lens) == longest:
+        end = longest - first_position
+        slots_BL = slots_BS[:, end - num_keys : end]
+    else:
+        positions_BL = lens_B.long()[:, None] + torch.arange(-num_keys, 0, device=device)
+        slots_BL = slots_BS.gather(1, positions_BL.clamp_min_(0) - first_position)
+    vectors_BGL = slots_BL[:, None] * num_heads + torch.arange(num_heads, device=device)[:, None]
+    mask_N1L = _hide_first([num_keys - seq_len for seq_len in seq_lens], num_heads, num_keys, device)
+    return DecodeGroup(rows, vectors_BGL.flatten(), num_keys, mask_N1L)
+
+
+def _num_keys(spec: AttentionSpec, seq_lens: Sequence[int]) -> int:
+    """L: of the request that sees most."""
+    longest = max(seq_lens)
+    return longest if spec.window is None else min(spec.window, longest)
+
+
+def _first_page(spec: AttentionSpec, seq_lens: Sequence[int], page_size: int) -> int:
+    """The first column of the page table that some request sees: those before are below every window."""
+    return max(0, min(seq_lens) - _num_keys(spec, seq_lens)) // page_size
+
+
+def _hide_first(num_hidden: list[int], num_heads: int, num_columns: int, device: torch.device) -> torch.Tensor | None:
+    """[N, 1, C] that hides so many columns before each request's first key; None if that is none."""
+    if max(num_hidden) <= 0:
+        return None
+    num_hidden_N11 = torch.tensor(num_hidden, device=device).repeat_interleave(num_heads)[:, None, None]
+    return additive(torch.arange(num_columns, device=device) >= num_hidden_N11)
+
+
+def additive(is_visible: torch.Tensor) -> torch.Tensor:
+    """0 where visible, -inf elsewhere."""
+    return torch.zeros(is_visible.shape, device=is_visible.device).masked_fill_(~is_visible, float("-inf"))
+
+
+def gather(
+    spec: AttentionSpec, kv: LayerKv, rows: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys [*shape, D] and values [*shape, V]. `rows` numbers the cache's slots, or its vectors, if there are as many
+    rows as vectors in `shape`. An FP8 cache is widened to `dtype`.
+    """
+    num_heads = shape[0] * shape[1] // rows.shape[0]  # of a row
+    keys = _rows(kv.keys, num_heads * spec.key_dim, rows, dtype).view(*shape, spec.key_dim)
+    if spec.values_in_keys:
+        return keys, keys[..., : spec.value_dim]
+    return keys, _rows(kv.values, num_heads * spec.value_dim, rows, dtype).view(*shape, spec.value_dim)
+
+
+def _rows(cache: torch.Tensor, width: int, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Rows of the cache, seen as a matrix: `index_select` on a matrix is several times faster than on anything else."""
+    chosen = indexable(cache).view(-1, width).index_select(0, rows)
+    return as_dtype(chosen.view(cache.dtype) if cache.dtype == torch.float8_e4m3fn else chosen, dtype)
+
+
+def indexable(x: torch.Tensor) -> torch.Tensor:
+    """The same numbers, FP8 as bytes: torch does not index it on every device."""
+    return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
+
+
+class _LayerColumns:
+    """Kept keys and values of one layer, up to the column `end`; those after it are not yet written."""
+
+    def __init__(self, kept: "KeptKeys", cache: torch.Tensor, num_requests: int, dtype: torch.dtype) -> None:
+        spec = kept.spec
+        self.cache = cache  # whose keys these are
+        self.end = 0
+        shape = (num_requests, spec.num_kv_heads, kept.num_columns)
+        self.keys_BGCD = torch.empty(*shape, spec.key_dim, dtype=dtype)
+        self.keys_NCD = self.keys_BGCD.flatten(0, 1)
+        if spec.values_in_keys:
+            self.values_BGCV = None
+            self.values_NCV = self.keys_NCD[..., : spec.value_dim]
+        else:
+            self.values_BGCV = torch.empty(*shape, spec.value_dim, dtype=dtype)
+            self.values_NCV = self.values_BGCV.flatten(0, 1)
+
+
+class KeptKeys:
+    """The keys that the requests of consecutive decode steps see, for one kind of layer, with room for new ones.
+
+    The first of the steps gathers them. A step follows if it is the next one that is planned, with the same requests
+    one key longer and in the same pages: then nobody has written to a slot that an earlier step has read, and each
+    layer appends one column.
+    """
+
+    def __init__(self, spec: AttentionSpec, batch: ForwardBatch) -> None:
+        self.spec = spec
+        self._first_end = _num_keys(spec, batch.seq_lens)
+        self.num_columns = self._first_end + _ROOM
+        self.layers: dict[int, _LayerColumns] = {}  # by the id of the layer's cache
+        self._first_lens = batch.seq_lens
+        self._last = batch
+        self._num_steps = 0
+        num_hidden = [self._first_end - seq_len for seq_len in batch.seq_lens]
+        self._mask_N1C = _hide_first(num_hidden, spec.num_kv_heads, self.num_columns, batch.slots_T.device)
+        self._first_visible = max(num_hidden)  # from this column on nothing is hidden
+
+    @classmethod
+    def fits(cls, spec: AttentionSpec, batch: ForwardBatch) -> bool:
+        """Whether a layer's keys are few enough to be kept."""
+        num_columns = len(batch.seq_lens) * spec.num_kv_heads * (_num_keys(spec, batch.seq_lens) + _ROOM)
+        return num_columns * (spec.key_dim + spec.value_dim) * 4 <= _MAX_KEPT_BYTES
+
+    def first_step(self) -> "StepKeys":
+        """What the step sees that these keys were made for."""
+        return self._step(self._last)
+
+    def next_step(self, batch: ForwardBatch) -> "StepKeys | None":
+        """What the step sees, if it follows the last one and there is room for its keys."""
+        num_steps = self._num_steps + 1
+        if num_steps > _ROOM or batch.seq_lens != tuple([length + num_steps for length in self._first_lens]):
+            return None
+        if not self._has_pages_of_last(batch):
+            return None
+        self._last, self._num_steps = batch, num_steps
+        return self._step(batch)
+
+    def _has_pages_of_last(self, batch: ForwardBatch) -> bool:
+        """Whether the step's requests have all pages that those of the last one had and that some request sees."""
+        last = self._last
+        first_page, num_pages = _first_page(self.spec, batch.seq_lens, batch.page_size), last.page_table_BP.shape[1]
+        now_BP, then_BP = (b.page_table_BP[:, first_page:num_pages] for b in (batch, last))
+        if torch.equal(now_BP, then_BP):
+            return True
+        starts_P = torch.arange(first_page, num_pages, device=then_BP.device) * batch.page_size
+        is_padding_BP = starts_P >= last.seq_lens_B[:, None]
+        return bool(((now_BP == then_BP) | is_padding_BP).all())
+
+    def _step(self, batch: ForwardBatch) -> "StepKeys":
+        end = self._first_end + self._num_steps
+        start = 0 if self.spec.window is None else max(0, end - self.spec.window)
+        mask_N1C = self._mask_N1C if start < self._first_visible else None
+        return StepKeys(self, batch, start, end, None if mask_N1C is None else mask_N1C[..., start:end])
+
+
+class StepKeys:
+    """Columns `start:end` of kept keys: those that one decode step sees."""
+
+    def __init__(
+        self, kept: KeptKeys, batch: ForwardBatch, start: int, end: int, mask_N1L: torch.Tensor | None
+    ) -> None:
+        self._kept, self._batch, self._start, self._end = kept, batch, start, end
+        self.mask_N1L = mask_N1L
+
+    @cached_property
+    def _vectors_J(self) -> torch.Tensor:
+        return decode_group(self._batch, self._kept.spec, None).vectors_J
+
+    def of_layer(
+        self, kv: LayerKv, k_BGD: torch.Tensor, v_BGV: torch.Tensor | None, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys [N, L, D] and values [N, L, V] in `dtype`. `k` and `v` are what the step has written to the cache."""
+        columns = self._kept.layers.get(id(kv.keys))
+        if columns is None or columns.end != self._end - 1:
+            columns = self._gather(kv, dtype)
+        else:
+            columns.keys_BGCD.select(2, columns.end).copy_(k_BGD)
+            if columns.values_BGCV is not None and v_BGV is not None:
+                columns.values_BGCV.select(2, columns.end).copy_(v_BGV)
+        columns.end = self._end
+        start, end = self._start, self._end
+        return columns.keys_NCD[:, start:end], columns.values_NCV[:, start:end]
+
+    def _gather(self, kv: LayerKv, dtype: torch.dtype) -> _LayerColumns:
+        kept, seen = self._kept, slice(self._start, self._end)
+        columns = _LayerColumns(kept, kv.keys, len(self._batch.seq_lens), dtype)
+        shape = (columns.keys_NCD.shape[0], self._end - self._start)
+        keys_NLD, values_NLV = gather(kept.spec, kv, self._vectors_J, shape, dtype)
+        columns.keys_NCD[:, seen] = keys_NLD
+        if columns.values_BGCV is not None:
+            columns.values_NCV[:, seen] = values_NLV
+        kept.layers[id(kv.keys)] = columns
+        return columns

@@ -1,0 +1,134 @@
+"""Keys that stay gathered from one decode step to the next, against a dense reference; unused slots hold NaN."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from model.attention import decode_keys
+from model.attention.base import Attention, AttentionSpec, make_attention
+from tests.model.attention_cases import GQA, MLA, Requests, Sequence, worst_error
+from tests.tables import rows
+
+SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0])
+WINDOW_9 = replace(GQA, window=9)
+WINDOW_40 = replace(GQA, window=40)
+
+
+def make(spec: AttentionSpec) -> Attention:
+    """The torch attention of a CPU."""
+    return make_attention("torch", [spec], torch.device("cpu"))
+
+
+def requests_of(spec: AttentionSpec, length: int, dtype: torch.dtype = torch.float32) -> Requests:
+    """Requests a, b and c of up to so many tokens."""
+    sequences = {name: Sequence(spec, length, seed, SINKS, dtype) for seed, name in enumerate("abc")}
+    return Requests(spec, sequences, SINKS, kv_dtype=dtype)
+
+
+@pytest.fixture
+def gathers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of keys each time that those of a layer are gathered to be kept."""
+    found: list[int] = []
+    gather = decode_keys.StepKeys._gather
+
+    def counting(step, kv, dtype):  # type: ignore[no-untyped-def]
+        found.append(step._end - step._start)
+        return gather(step, kv, dtype)
+
+    monkeypatch.setattr(decode_keys.StepKeys, "_gather", counting)
+    return found
+
+
+@rows("spec", GQA, WINDOW_9, WINDOW_40, MLA)
+def test_steps_append_to_kept_keys_until_the_room_is_used_up(spec: AttentionSpec, gathers: list[int]) -> None:
+    """Requests of unequal length, shorter than the window at first: the masked columns leave it one after another."""
+    gathers.clear()
+    room = decode_keys._ROOM
+    start = {"a": 3, "b": 30, "c": 17}
+    steps = [start, *[dict.fromkeys(start, 1)] * (room + 3)]
+    assert worst_error(make(spec), requests_of(spec, 200), steps) < 2e-5
+    first = 31 if spec.window is None else min(31, spec.window)
+    second = 31 + room + 1 if spec.window is None else min(31 + room + 1, spec.window)
+    assert gathers == [first, second], "the first step, and the one for which there is no room"
+
+
+@rows("dtype", torch.float8_e4m3fn, torch.bfloat16)
+def test_kept_keys_are_rounded_as_those_of_the_cache(dtype: torch.dtype) -> None:
+    """Keys and values that the cache has to round: every step must see what a gather of all keys gives."""
+    requests = requests_of(GQA, 60)
+    narrow = Requests(GQA, requests.sequences, SINKS, kv_dtype=dtype)
+    kept = make(GQA)
+    for counts in [{"a": 7, "b": 20}, *[{"a": 1, "b": 1}] * 5]:
+        step, kv = narrow.step(counts), narrow.cache.layers[0]
+        inputs = (step.q, step.k, step.v, SINKS)
+        got, want = (attention.run(GQA, attention.plan(step.batch), kv, *inputs) for attention in (kept, make(GQA)))
+        assert torch.equal(got, want)
+
+
+def test_keys_too_long_to_be_kept_are_gathered_in_every_step(
+    monkeypatch: pytest.MonkeyPatch, gathers: list[int]
+) -> None:
+    monkeypatch.setattr(decode_keys, "_MAX_KEPT_BYTES", 3 * 2 * (16 + decode_keys._ROOM) * 14 * 4)
+    steps = [{"a": 16, "b": 3, "c": 4}, *[{"a": 1, "b": 1, "c": 1}] * 4]
+    assert worst_error(make(GQA), requests_of(GQA, 40), steps) < 2e-5
+    assert gathers == []
+    assert worst_error(make(GQA), requests_of(GQA, 40), [{"a": 15, "b": 3, "c": 4}, *steps[1:]]) < 2e-5
+    assert gathers == [16]
+
+
+def test_other_requests_that_are_one_key_longer_do_not_follow() -> None:
+    steps = [{"a": 20}, {"b": 21}, {"a": 1}, {"b": 1}, {"a": 1}, {"b": 1}, {"b": 1}]
+    assert worst_error(make(GQA), requests_of(GQA, 60), steps) < 2e-5
+    steps = [{"a": 20, "b": 20}, {"a": 1, "b": 1}, {"b": 1, "a": 1}, {"a": 1}, {"a": 1, "b": 2}, {"a": 1, "b": 1}]
+    assert worst_error(make(GQA), requests_of(GQA, 60), steps) < 2e-5
+
+
+def test_a_request_that_takes_over_the_pages_of_another_does_not_follow() -> None:
+    """Its prompt is as long as the other request was, so length and pages look like those of the next step."""
+    requests, attention = requests_of(GQA, 60), make(GQA)
+    assert worst_error(attention, requests, [{"a": 20}, {"a": 1}, {"a": 1}]) < 2e-5
+    requests.cache.pages["b"] = requests.cache.pages.pop("a")
+    assert worst_error(attention, requests, [{"b": 22}, {"b": 1}, {"b": 1}]) < 2e-5
+
+
+def test_pages_that_changed_places_do_not_follow() -> None:
+    """The page came after the first of the steps. Its slots hold other numbers now, which a gather shows."""
+    requests, attention = requests_of(GQA, 80), make(GQA)
+    assert worst_error(attention, requests, [{"a": 20}, *[{"a": 1}] * 30]) < 2e-5
+    pages, layer = requests.cache.pages["a"], requests.cache.layers[0]
+    free, size = requests.cache.free.pop(), requests.cache.page_size
+    for tensor in (layer.keys, layer.values):
+        tensor[free * size : (free + 1) * size] = 7.0 * tensor[pages[2] * size : (pages[2] + 1) * size]
+    pages[2] = free
+    step = requests.step({"a": 1})
+    inputs = (step.q, step.k, step.v, SINKS)
+    got, want = (a.run(GQA, a.plan(step.batch), layer, *inputs) for a in (attention, make(GQA)))
+    assert torch.equal(got, want)
+
+
+def test_a_plan_that_never_ran_or_ran_twice_costs_a_gather_and_nothing_else(gathers: list[int]) -> None:
+    requests, attention = requests_of(GQA, 60), make(GQA)
+    assert worst_error(attention, requests, [{"a": 20}, {"a": 1}]) < 2e-5
+    step, later = requests.step({"a": 1}), requests.step({"a": 1})
+    kv = requests.cache.layers[0]
+    plan, later_plan = attention.plan(step.batch), attention.plan(later.batch)
+    again = attention.plan(step.batch)
+    for now, its_plan in ((step, plan), (step, plan), (later, later_plan), (step, plan), (step, again)):
+        got = attention.run(GQA, its_plan, kv, now.q, now.k, now.v, SINKS)
+        assert (got.double() - now.want).abs().max() < 2e-5
+    assert gathers == [21, 22, 22, 22]
+
+
+def test_layers_of_one_kind_keep_their_own_keys(gathers: list[int]) -> None:
+    """One plan serves all layers of a kind, each with a cache of its own."""
+    first, second = requests_of(GQA, 60), requests_of(GQA, 60)
+    second.sequences["a"] = Sequence(GQA, 60, 9, SINKS)
+    attention = make(GQA)
+    for counts in [{"a": 20}, *[{"a": 1}] * 4]:
+        steps = [requests.step(counts) for requests in (first, second)]
+        plan = attention.plan(steps[0].batch)
+        for requests, step in zip((first, second), steps, strict=True):
+            got = attention.run(GQA, plan, requests.cache.layers[0], step.q, step.k, step.v, SINKS)
+            assert (got.double() - step.want).abs().max() < 2e-5
+    assert gathers == [21, 21]
