@@ -63,7 +63,7 @@ class KvLayout:
         return PageNeeds(page_size=self.page_size, window=self.window, step_tokens=step_tokens)
 
     def allocate(self, num_pages: int, device: torch.device) -> list[LayerKv]:
-        """Zeroed cache of `num_pages` pages, one entry a layer. On a CPU the memory is touched only when written."""
+        """Zeroed cache of `num_pages` pages, one entry a layer. All of its memory is in use from then on."""
         num_slots = num_pages * self.page_size
         tensors = {
             index: LayerKv(
