@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from moe import ExpertShape, MoeConfigError, MoeRunnerConfig, RankPlace, RoutingConfig, RoutingMethod, Topology
+from moe.backends.torch.backend import TorchBackend
 from moe.formats import ExpertWeights
 from moe.topology import check_fit
 from tests.moe.backends.hostile import shard
@@ -83,5 +84,6 @@ def test_what_belongs_to_another_rank_or_layer_is_refused(
 ) -> None:
     config = MoeRunnerConfig(shape=SHAPE, place=RANK.place, scale_block=32)
     sizes = {"num_experts": 4, "hidden": 64, "inter": 96} | (experts or {})
-    with pytest.raises(MoeConfigError, match=words):
-        check_fit(make_experts("mxfp4", **sizes), config, topology)
+    for check in (check_fit, TorchBackend().prepare):
+        with pytest.raises(MoeConfigError, match=words):
+            check(make_experts("mxfp4", **sizes), config, topology)
