@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moe import MoeA2ABackend, SelfCheckError, Topology
-from moe.config import DispatchDtype
+from moe.config import DispatchDtype, DispatchFormat
 from moe.dispatch import transport
 from moe.dispatch.deepep import DeepepDispatcher
 from moe.dispatch.deepep_settings import DeepepMode, DeepepSettings
@@ -74,6 +74,35 @@ def test_deepep(monkeypatch: Patch, dispatch_dtype: DispatchDtype, mode: DeepepM
 def test_mori(monkeypatch: Patch, mode: DeepepMode, dispatch_dtype: DispatchDtype) -> None:
     install_mori(monkeypatch)
     assert max(round_trip(4, MORI, mode, dispatch_dtype)) < TOLERANCES[dispatch_dtype] / 1.5
+
+
+@rows(
+    "mode, layout",
+    (LOW, DispatchFormat.MORI_LL), (NORMAL, DispatchFormat.MORI_NORMAL), (AUTO, DispatchFormat.MORI_NORMAL),
+)  # fmt: skip
+def test_mori_sends_the_layout_of_its_mode(monkeypatch: Patch, mode: DeepepMode, layout: DispatchFormat) -> None:
+    install_mori(monkeypatch)
+    sent: list[DispatchFormat] = []
+
+    def watch(dispatcher: Any) -> None:
+        genuine = dispatcher.dispatch
+
+        def dispatch(*arguments: Any) -> Any:
+            dispatched = genuine(*arguments)
+            sent.append(dispatched.format)
+            return dispatched
+
+        dispatcher.dispatch = dispatch
+
+    round_trip(2, MORI, mode, spoil=watch)
+    assert set(sent) == {layout}
+    assert dispatch_formats(MORI, mode) == (layout,)
+
+
+@rows("a2a", *MoeA2ABackend)
+def test_a_transport_names_every_layout_that_a_mode_sends(a2a: MoeA2ABackend) -> None:
+    """Where no mode is given, backends must support all of these."""
+    assert set(a2a.dispatch_formats) == {layout for mode in DeepepMode for layout in dispatch_formats(a2a, mode)}
 
 
 @rows("a2a", MoeA2ABackend.MOONCAKE, MoeA2ABackend.NIXL)
