@@ -1,7 +1,10 @@
 """Golden bytes and values of every number format: what a checkpoint's bytes mean, and how values are rounded."""
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe.formats import Fp8BlockWeight, Fp8TensorWeight, Mxfp4Weight, Nvfp4Weight
 from moe.formats.activation_quant import fp8_groups, nvfp4_static
@@ -83,6 +86,24 @@ def test_e4m3_bytes() -> None:
 )  # fmt: skip
 def test_e4m3_rounding_clamps_before_the_cast(value: float, rounded: float) -> None:
     assert to_e4m3(torch.tensor([value])).float().item() == rounded
+
+
+class CastToNan(TorchDispatchMode):
+    """A device whose cast to E4M3 makes NaN of what is out of range, where a CPU saturates by itself."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is not torch.ops.aten._to_copy.default or out.dtype != E4M3:
+            return out
+        return out.view(torch.uint8).masked_fill(args[0].abs() > 448, 0x7F).view(E4M3)
+
+
+def test_values_out_of_range_saturate_where_the_cast_makes_nan() -> None:
+    values = torch.tensor([449.0, -449.0, 1e4, -1e9, float("inf"), -float("inf"), 448.0])
+    with CastToNan():
+        bare, clamped = values.to(E4M3).float(), to_e4m3(values).float()
+    assert bare.isnan().tolist() == [True] * 6 + [False], "the device makes NaN"
+    assert clamped.tolist() == [448, -448, 448, -448, 448, -448, 448]
 
 
 def test_fp8_group_with_amax_3_5() -> None:
