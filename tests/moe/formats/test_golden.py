@@ -7,7 +7,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe.formats import Fp8BlockWeight, Fp8TensorWeight, Mxfp4Weight, Nvfp4Weight
-from moe.formats.activation_quant import fp8_groups, nvfp4_static
+from moe.formats.activation_quant import (
+    ActivationQuant,
+    fp8_groups,
+    fp8_static,
+    fp8_tokens,
+    mxfp4_groups,
+    nvfp4_static,
+)
 from moe.formats.fp4 import decode_e2m1, encode_e2m1
 from moe.formats.fp8 import E4M3, to_e4m3
 from moe.formats.mxfp4 import ScaleRule, e8m0_to_float, mx_exponents
@@ -117,6 +124,14 @@ def test_fp8_group_with_amax_3_5() -> None:
     per_tensor = Fp8TensorWeight.quantize(group)
     assert per_tensor.scale.item() == 0.0078125
     assert torch.equal(per_tensor.data.view(torch.uint8), weight.data.view(torch.uint8))
+
+
+@rows("rounding", fp8_groups, fp8_tokens, fp8_static, mxfp4_groups, nvfp4_static)
+def test_tokens_and_groups_of_zeros_stay_zero_beside_others(rounding: ActivationQuant) -> None:
+    x = torch.ones(3, 256)
+    x[1], x[2, 128:] = 0, 0
+    got = rounding(x, Nvfp4Weight.quantize(torch.ones(16, 256), torch.tensor(0.01)))
+    assert torch.equal(got == 0, x == 0)
 
 
 NVFP4_BLOCK = [0.1, -0.2, 0.3, 0.4, -0.5, 0.6, 0.7, -0.8, 0.9, 1, -1.1, 1.2, 0.05, 0, -1.5, 3]

@@ -14,6 +14,7 @@ from moe.kernels.gemm import _expert_slots, _token_slots, prefetch_weights
 from moe.kernels.group import group_slots
 from moe.kernels.launch import max_tiles
 from moe.kernels.products import _weight_ptrs
+from moe.kernels.quantize import quantize_rows
 from tests.moe.kernels.watched import fails_with, watch
 
 BLOCK = 64 * 16 + 128  # words of a block in NVFP4
@@ -141,9 +142,24 @@ def group_in_chunks() -> float:
     return 0.0 if is_right else float("inf")
 
 
+def rows_without_numbers() -> float:
+    """0 if rows of zeros, and slots without a token, have bytes of 0 and a scale of 1; else infinite."""
+    x = torch.tensor([0.0, 1.0, float("nan"), 0.0]).bfloat16()[:, None].repeat(1, 128)
+    ids = torch.tensor([0, 1, -1, 2], dtype=torch.int32)
+    codes, scales = torch.full((4, 128), 7, dtype=torch.uint8), torch.full((1, 4), -7.0)
+    quantize_rows[(1, 1)](
+        x, ids, codes, scales, 4, 128, 128, 1, BY_SLOT=True, STEP_K=128, BLOCK_R=4, SHORT_K=False, USE_CAST=False,
+        USE_PDL=False,
+    )  # fmt: skip
+    want = torch.tensor([1.0, 1 / 448, 1.0, 1.0])
+    is_right = torch.equal(scales[0], want) and codes.tolist() == [[byte] * 128 for byte in (0, 0x7E, 0, 0)]
+    return 0.0 if is_right else float("inf")
+
+
 WATCH = watch(count_slots, far_block, fetch_blocks, read_one_more, double)
 PARTS = {
     "grouping in chunks": group_in_chunks,
+    "rows without numbers": rows_without_numbers,
     "one candidate speaks for an expert": one_candidate_speaks_for_an_expert,
     "weights beyond 32 bits": weights_beyond_32_bits,
     "first blocks are fetched": first_blocks_are_fetched,

@@ -39,6 +39,9 @@ def compare(counts: list[int], num_rows: int, inter: int, activation: Activation
     is_live = torch.arange(num_rows) < counts_E[:, None]
     if not (decoded(got, inter)[~is_live].isnan() | (got[0].view(torch.uint8)[~is_live] == 0x7F)).all():
         return "a row past the count was written"
+    scale, want_scale = (int(part[1][0, 0, 0]) & 0xFF if ue8m0 else float(part[1][0, 0, 0]) for part in (got, want))
+    if counts[0] and (scale != want_scale or got[0][0, 0, :128].float().any()):
+        return f"a group of zeros has the scale {scale}, not {want_scale}, or codes other than 0"
     num_last = inter // 128 % 4  # groups in the last word
     if ue8m0 and num_last and (got[1][is_live][:, -1] >> (8 * num_last)).any():
         return "bytes past the last group are not 0"

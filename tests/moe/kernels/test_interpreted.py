@@ -4,7 +4,7 @@ import pytest
 
 from tests.interpreter import PARTS, RunInterpreted, waits_for_interpreter
 
-NUM_CASES = {"pick": 36, "rest": 27}
+NUM_CASES = {"pick": 37, "rest": 27}
 
 
 @waits_for_interpreter
