@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loaders.errors import CheckpointError
-from loaders.quant import inspect_linear, read_linear
+from loaders.quant import COLUMNS, ROWS, inspect_linear, read_linear
 from loaders.scales import e8m0_scales
 from loaders.source import TensorMeta
 from tests.loaders.expert_files import FORMATS, Tensors, linear_tensors, random_bf16, save
@@ -47,6 +47,21 @@ def test_fp8_blocks_with_ragged_edges_against_a_loop(tmp_path: Path, shape: tupl
         for j in range(0, cols, 128):
             expected[i : i + 128, j : j + 128] *= scale[i // 128, j // 128]
     assert torch.equal(weight.dequantize(), expected)
+
+
+@rows("axis", ROWS, COLUMNS)
+@rows(
+    "span, blocks",
+    (range(0, 128), range(0, 128)), (range(127, 128), range(0, 128)), (range(128, 129), range(128, 256)),
+    (range(100, 130), range(0, 256)), (range(64, 300), range(0, 300)), (range(260, 270), range(256, 300)),
+)  # fmt: skip
+def test_a_part_inside_fp8_blocks_is_read_with_the_whole_of_them(
+    tmp_path: Path, span: range, blocks: range, axis: int
+) -> None:
+    """Of 300 rows or columns; the last block has 44."""
+    tensors, dense = linear_tensors("l", random_bf16(300, 300), "fp8_block")
+    part = read_linear(save(tmp_path, tensors), "l", axis, span)
+    assert torch.equal(part.dequantize(), dense.narrow(axis, blocks.start, len(blocks)))
 
 
 def test_block_scales_in_e8m0_under_the_name_scale(tmp_path: Path) -> None:

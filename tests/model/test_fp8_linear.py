@@ -112,6 +112,16 @@ def test_parts_between_blocks_stay_fp8(tmp_path: Path, split: Split | None, tp_s
     assert torch.equal(whole, meant if stay else meant.bfloat16())
 
 
+@pytest.mark.parametrize("tp_size", [2, 3])
+@pytest.mark.parametrize("split", [RAGGED_ROWS, RAGGED_COLUMNS])
+def test_a_part_that_ends_with_a_short_block_stays_fp8(tmp_path: Path, split: Split, tp_size: int) -> None:
+    """Of 320 rows or columns the last block has 64."""
+    readers, meant = fp8_readers(tmp_path, (320, 320), tp_size)
+    parts = [reader.linear("l", split) for reader in readers]
+    assert all(isinstance(part, Fp8BlockWeight) for part in parts)
+    assert torch.equal(torch.cat([dense(part) for part in parts], dim=0 if split.axis == "rows" else 1), meant)
+
+
 def test_other_formats_and_readers_give_dense_weights(tmp_path: Path) -> None:
     source = save(tmp_path, linear_tensors("l", random_bf16(256, 256), "nvfp4")[0])
     assert isinstance(WeightReader(source, CPU, torch.bfloat16, keeps_fp8=True).linear("l"), torch.Tensor)

@@ -115,6 +115,8 @@ def test_scales_per_half_follow_a_cut_of_rows(kind: type[Weight]) -> None:
     "kind, axis, start, length",
     (Mxfp4Weight, -1, 16, 32), (Mxfp4Weight, -1, 0, 48), (Nvfp4Weight, 2, 8, 16),
     (Fp8BlockWeight, -1, 64, 128), (Fp8BlockWeight, -2, 0, 100), (Fp8BlockWeight, 1, 130, 128),
+    (Fp8BlockWeight, -1, 64, 64), (Fp8BlockWeight, -1, 64, 224), (Fp8BlockWeight, -2, 127, 129),
+    (Fp8BlockWeight, -2, 130, 130), (Mxfp4Weight, -1, 16, 16), (Nvfp4Weight, 2, 8, 280),
     (Fp8TensorWeight, -1, 200, 100), (Bf16Weight, 0, 2, 5), (Bf16Weight, 0, -1, 1),
 )  # fmt: skip
 def test_cuts_in_blocks_or_past_the_end_are_refused(kind: type[Weight], axis: int, start: int, length: int) -> None:
