@@ -79,7 +79,7 @@ def test_overlap_arguments_serve_one_run_and_are_cleared_after_a_failure(seen: l
 
 
 def test_auto_and_foreign_formats_are_refused() -> None:
-    with pytest.raises(MoeConfigError, match="auto"):
+    with pytest.raises(MoeConfigError, match="needs a chosen backend; resolve 'auto' with"):
         MoeRunner(MoeBackend.AUTO, MoeA2ABackend.NONE, make_config())
     runner, info = runner_of(make_config())
     foreign: Any = SimpleNamespace(format=DispatchFormat.DEEPEP_LL, num_tokens=None)
