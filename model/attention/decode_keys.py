@@ -17,8 +17,9 @@ from model.attention.base import AttentionSpec
 from model.batch import ForwardBatch, LayerKv
 from moe.device import as_dtype
 
+_WORTH_KEEPING = 4  # steps in a row: to keep the keys of one that few follow takes longer than to gather them again
 _ROOM = 64  # steps that append to kept keys before all are gathered again
-_MAX_KEPT_BYTES = 1 << 25  # of a layer, in fp32; longer ones are gathered in every step
+_MAX_KEPT_BYTES = 1 << 28  # of all layers; those for which nothing is left gather in every step
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,60 +126,49 @@ class _LayerColumns:
             self.values_BGCV = torch.empty(*shape, spec.value_dim, dtype=dtype)
             self.values_NCV = self.values_BGCV.flatten(0, 1)
 
+    def append(self, k_BGD: torch.Tensor, v_BGV: torch.Tensor | None) -> None:
+        """Write the next column."""
+        self.keys_BGCD.select(2, self.end).copy_(k_BGD)
+        if self.values_BGCV is not None and v_BGV is not None:
+            self.values_BGCV.select(2, self.end).copy_(v_BGV)
+        self.end += 1
+
 
 class KeptKeys:
     """The keys that the requests of consecutive decode steps see, for one kind of layer, with room for new ones.
 
-    The first of the steps gathers them. A step follows if it is the next one that is planned, with the same requests
-    one key longer and in the same pages: then nobody has written to a slot that an earlier step has read, and each
-    layer appends one column.
+    The first of the steps gathers them, and in each step that follows a layer appends one column.
     """
 
-    def __init__(self, spec: AttentionSpec, batch: ForwardBatch) -> None:
+    def __init__(self, spec: AttentionSpec, batch: ForwardBatch, max_bytes: int) -> None:
         self.spec = spec
-        self._first_end = _num_keys(spec, batch.seq_lens)
+        self._first_end = self._end = _num_keys(spec, batch.seq_lens)
         self.num_columns = self._first_end + _ROOM
         self.layers: dict[int, _LayerColumns] = {}  # by the id of the layer's cache
-        self._first_lens = batch.seq_lens
-        self._last = batch
-        self._num_steps = 0
+        num_numbers = spec.key_dim if spec.values_in_keys else spec.key_dim + spec.value_dim  # of a column
+        self._max_numbers = max_bytes // torch.float32.itemsize
+        self._num_numbers = len(batch.seq_lens) * spec.num_kv_heads * self.num_columns * num_numbers  # of a layer
         num_hidden = [self._first_end - seq_len for seq_len in batch.seq_lens]
         self._mask_N1C = _hide_first(num_hidden, spec.num_kv_heads, self.num_columns, batch.slots_T.device)
         self._first_visible = max(num_hidden)  # from this column on nothing is hidden
 
-    @classmethod
-    def fits(cls, spec: AttentionSpec, batch: ForwardBatch) -> bool:
-        """Whether a layer's keys are few enough to be kept."""
-        num_columns = len(batch.seq_lens) * spec.num_kv_heads * (_num_keys(spec, batch.seq_lens) + _ROOM)
-        return num_columns * (spec.key_dim + spec.value_dim) * 4 <= _MAX_KEPT_BYTES
+    @property
+    def has_room_for_column(self) -> bool:
+        """Whether another step may append its keys."""
+        return self._end < self.num_columns
 
-    def first_step(self) -> "StepKeys":
-        """What the step sees that these keys were made for."""
-        return self._step(self._last)
+    @property
+    def has_room_for_layer(self) -> bool:
+        """Whether the keys of another layer may be kept."""
+        return (len(self.layers) + 1) * self._num_numbers <= self._max_numbers
 
-    def next_step(self, batch: ForwardBatch) -> "StepKeys | None":
-        """What the step sees, if it follows the last one and there is room for its keys."""
-        num_steps = self._num_steps + 1
-        if num_steps > _ROOM or batch.seq_lens != tuple([length + num_steps for length in self._first_lens]):
-            return None
-        if not self._has_pages_of_last(batch):
-            return None
-        self._last, self._num_steps = batch, num_steps
-        return self._step(batch)
+    def add_column(self) -> None:
+        """The next step follows: its keys are a column more."""
+        self._end += 1
 
-    def _has_pages_of_last(self, batch: ForwardBatch) -> bool:
-        """Whether the step's requests have all pages that those of the last one had and that some request sees."""
-        last = self._last
-        first_page, num_pages = _first_page(self.spec, batch.seq_lens, batch.page_size), last.page_table_BP.shape[1]
-        now_BP, then_BP = (b.page_table_BP[:, first_page:num_pages] for b in (batch, last))
-        if torch.equal(now_BP, then_BP):
-            return True
-        starts_P = torch.arange(first_page, num_pages, device=then_BP.device) * batch.page_size
-        is_padding_BP = starts_P >= last.seq_lens_B[:, None]
-        return bool(((now_BP == then_BP) | is_padding_BP).all())
-
-    def _step(self, batch: ForwardBatch) -> "StepKeys":
-        end = self._first_end + self._num_steps
+    def step(self, batch: ForwardBatch) -> "StepKeys":
+        """What the step sees whose keys are in the last column."""
+        end = self._end
         start = 0 if self.spec.window is None else max(0, end - self.spec.window)
         mask_N1C = self._mask_N1C if start < self._first_visible else None
         return StepKeys(self, batch, start, end, None if mask_N1C is None else mask_N1C[..., start:end])
@@ -202,23 +192,70 @@ class StepKeys:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys [N, L, D] and values [N, L, V] in `dtype`. `k` and `v` are what the step has written to the cache."""
         columns = self._kept.layers.get(id(kv.keys))
-        if columns is None or columns.end != self._end - 1:
-            columns = self._gather(kv, dtype)
-        else:
-            columns.keys_BGCD.select(2, columns.end).copy_(k_BGD)
-            if columns.values_BGCV is not None and v_BGV is not None:
-                columns.values_BGCV.select(2, columns.end).copy_(v_BGV)
-        columns.end = self._end
-        start, end = self._start, self._end
-        return columns.keys_NCD[:, start:end], columns.values_NCV[:, start:end]
+        seen = slice(self._start, self._end)
+        if columns is not None and columns.end == self._end - 1:
+            columns.append(k_BGD, v_BGV)
+            return columns.keys_NCD[:, seen], columns.values_NCV[:, seen]
+        keys_NLD, values_NLV = self._gather(kv, dtype)
+        if columns is None and self._kept.has_room_for_layer:
+            columns = _LayerColumns(self._kept, kv.keys, len(self._batch.seq_lens), dtype)
+            self._kept.layers[id(kv.keys)] = columns
+        if columns is not None:
+            columns.keys_NCD[:, seen] = keys_NLD
+            if columns.values_BGCV is not None:
+                columns.values_NCV[:, seen] = values_NLV
+            columns.end = self._end
+        return keys_NLD, values_NLV
 
-    def _gather(self, kv: LayerKv, dtype: torch.dtype) -> _LayerColumns:
-        kept, seen = self._kept, slice(self._start, self._end)
-        columns = _LayerColumns(kept, kv.keys, len(self._batch.seq_lens), dtype)
-        shape = (columns.keys_NCD.shape[0], self._end - self._start)
-        keys_NLD, values_NLV = gather(kept.spec, kv, self._vectors_J, shape, dtype)
-        columns.keys_NCD[:, seen] = keys_NLD
-        if columns.values_BGCV is not None:
-            columns.values_NCV[:, seen] = values_NLV
-        kept.layers[id(kv.keys)] = columns
-        return columns
+    def _gather(self, kv: LayerKv, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        shape = (len(self._batch.seq_lens) * self._kept.spec.num_kv_heads, self._end - self._start)
+        return gather(self._kept.spec, kv, self._vectors_J, shape, dtype)
+
+
+class DecodeHistory:
+    """Recognizes decode steps that follow each other, and keeps the keys of those that do so for a while.
+
+    Every step has to be planned, in order, and to run before the next is planned: then a slot that a step has read
+    changes only if its page does.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[AttentionSpec, ForwardBatch] = {}
+        self._num_following = 0
+        self._kept: dict[AttentionSpec, KeptKeys] = {}
+
+    def next_step(self, batches: dict[AttentionSpec, ForwardBatch]) -> dict[AttentionSpec, StepKeys]:
+        """What a decode step sees of kept keys, by kind of layer; empty if it has to gather them.
+
+        `batches` is the step as each kind of layer sees it, and empty for a step that keeps nothing.
+        """
+        last, self._last = self._last, batches
+        follows = bool(last) and all(spec in last and _follows(spec, last[spec], b) for spec, b in batches.items())
+        self._num_following = self._num_following + 1 if follows else 0
+        kept, self._kept = self._kept, {}
+        if self._num_following < _WORTH_KEEPING:
+            return {}
+        for spec, batch in batches.items():
+            keys = kept.get(spec)
+            if keys is not None and keys.has_room_for_column:
+                keys.add_column()
+            else:
+                keys = KeptKeys(spec, batch, _MAX_KEPT_BYTES // len(batches))
+            self._kept[spec] = keys
+        return {spec: keys.step(batches[spec]) for spec, keys in self._kept.items()}
+
+
+def _follows(spec: AttentionSpec, last: ForwardBatch, batch: ForwardBatch) -> bool:
+    """Whether the requests of a decode step are those of the last one: a key longer, in the same pages.
+
+    Only pages that some request still sees have to be the same.
+    """
+    if batch.seq_lens != tuple([length + 1 for length in last.seq_lens]):
+        return False
+    first_page, num_pages = _first_page(spec, batch.seq_lens, batch.page_size), last.page_table_BP.shape[1]
+    now_BP, then_BP = (b.page_table_BP[:, first_page:num_pages] for b in (batch, last))
+    if torch.equal(now_BP, then_BP):
+        return True
+    starts_P = torch.arange(first_page, num_pages, device=then_BP.device) * batch.page_size
+    is_padding_BP = starts_P >= last.seq_lens_B[:, None]
+    return bool(((now_BP == then_BP) | is_padding_BP).all())

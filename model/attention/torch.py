@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from model.attention.base import BF16, Attention, AttentionDtypes, AttentionSpec, register_attention
-from model.attention.decode_keys import DecodeGroup, KeptKeys, StepKeys, additive, decode_group, gather, indexable
+from model.attention.decode_keys import DecodeGroup, DecodeHistory, StepKeys, additive, decode_group, gather, indexable
 from model.batch import ForwardBatch, LayerKv
 from model.rope import rotate_
 from moe.device import as_dtype
@@ -54,13 +54,13 @@ class TorchAttention(Attention):
 
     def __init__(self, specs: Sequence[AttentionSpec], device: torch.device, dtypes: AttentionDtypes = BF16) -> None:
         super().__init__(specs, device, dtypes)
-        self._kept: dict[AttentionSpec, KeptKeys] = {}  # of the step that was planned last
+        self._history = DecodeHistory()
 
     def plan(self, batch: ForwardBatch) -> TorchPlan:
         """Gather indices and masks of every kind of layer."""
         batches = {spec: batch.for_window(spec.window) for spec in self.specs}
         members = _decode_members(batch)
-        kept = self._keep(batches if members == [None] and self.device.type == "cpu" else {})
+        kept = self._history.next_step(batches if members == [None] and self._can_keep else {})
         gathered = {spec: its_batch for spec, its_batch in batches.items() if spec not in kept}
         groups = {s: [decode_group(its_batch, s, chosen) for chosen in members] for s, its_batch in gathered.items()}
         blocks = {s: [] if batch.is_decode else list(_query_blocks(its_batch, s)) for s, its_batch in gathered.items()}
@@ -99,22 +99,10 @@ class TorchAttention(Attention):
             out_THV[block.start : block.stop] = _run_block(spec, block, kv, q_THD[block.start : block.stop], sinks_H)
         return out_THV
 
-    def _keep(self, batches: dict[AttentionSpec, ForwardBatch]) -> dict[AttentionSpec, StepKeys]:
-        """What a decode step sees of kept keys, by kind of layer. A step that follows no other begins new ones; one
-        without kept keys ends those of the step before.
-        """
-        before, self._kept = self._kept, {}
-        steps = {}
-        for spec, batch in batches.items():
-            kept = before.get(spec)
-            step = None if kept is None else kept.next_step(batch)
-            if kept is None or step is None:
-                if not KeptKeys.fits(spec, batch):
-                    continue
-                kept = KeptKeys(spec, batch)
-                step = kept.first_step()
-            self._kept[spec], steps[spec] = kept, step
-        return steps
+    @property
+    def _can_keep(self) -> bool:
+        """In bf16, products with kept keys take longer than gathering them: oneDNN wants them without gaps."""
+        return self.device.type == "cpu" and self.dtypes.model == torch.float32
 
 
 def _decode_members(batch: ForwardBatch) -> list[list[int] | None]:
