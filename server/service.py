@@ -73,7 +73,8 @@ async def _serve(
         forward_on_signal(
             lambda: f"the service: {describe_link(engine)}", lambda: [*engine.process_ids, *server.process_ids]
         )
-        announcing = asyncio.create_task(_announce(engine, server, server_config, engine_config, listener, start_s))
+        url = url_of(listener, has_tls=server_config.ssl_certfile is not None)  # serving may close it
+        announcing = asyncio.create_task(_announce(engine, server, server_config, engine_config, url, start_s))
         await server.serve(sockets=[listener])
         announcing.cancel()
         with suppress(asyncio.CancelledError):
@@ -157,20 +158,20 @@ async def _announce(
     server: "DrainingServer | Supervisor",
     config: ServerConfig,
     engine_config: EngineConfig,
-    listener: socket.socket,
+    url: str,
     start_s: float,
 ) -> None:
-    """What serves where, once it is ready; a failure to load ends the server."""
+    """What serves where, once it is ready; a failure to load ends the server. Says nothing once the server stops."""
     while not (engine.ready and server.started) and engine.failure is None:
         await asyncio.sleep(_POLL_S)
     if engine.failure is not None:
         streams.write(sys.stderr, f"moe-serve: the engine cannot start: {engine.failure}\n")
         server.should_exit = True
-    elif engine.info is not None:
+    elif engine.info is not None and not server.should_exit:
         settle_memory()
         ready = Ready(
             names=config.served_model_name,
-            url=url_of(listener, has_tls=config.ssl_certfile is not None),
+            url=url,
             seconds=time.monotonic() - start_s,
             info=engine.info,
             num_ranks=engine_config.num_ranks,

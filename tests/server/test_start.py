@@ -1,13 +1,16 @@
 """How the service starts: signals that come early (G07), and standard streams or folders it cannot write to (G08)."""
 
+import asyncio
 import os
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import httpx2
 import pytest
 
+from server.service import _announce
 from tests.server.conftest import ASSETS, NUM_API_WORKERS, wait_until
 from tests.server.service_process import PLAIN, ROOT, SCRIPTED, free_port, has_ended, health, start
 from tests.tables import rows
@@ -129,6 +132,21 @@ def test_standard_streams_that_cannot_be_written_do_not_matter_g08(tmp_path, kin
     assert ("standard output cannot be written: No space left on device" in service.err) == (
         kind == "output on a full disk"
     )
+
+
+def test_a_server_that_stops_before_all_of_it_serves_is_not_announced(capsys):
+    """The last of its HTTP processes may begin to serve while the others end."""
+    engine = SimpleNamespace(ready=True, failure=None, info=object())
+    server = SimpleNamespace(started=False, should_exit=False)
+
+    async def stop_while_announcing():
+        announcing = asyncio.create_task(_announce(engine, server, None, None, "http://127.0.0.1:1", 0.0))
+        await asyncio.sleep(0)
+        server.should_exit = server.started = True
+        await announcing
+
+    asyncio.run(stop_while_announcing())
+    assert capsys.readouterr().out == ""
 
 
 def test_no_writable_folder_is_needed_g08(tmp_path):
