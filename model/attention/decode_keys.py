@@ -17,7 +17,7 @@ from model.attention.base import AttentionSpec
 from model.batch import ForwardBatch, LayerKv
 from moe.device import as_dtype
 
-_WORTH_KEEPING = 4  # steps in a row: to keep the keys of one that few follow takes longer than to gather them again
+_WORTH_KEEPING = 4  # steps in a row before keys are kept; if fewer follow, keeping takes longer than gathering
 _ROOM = 64  # steps that append to kept keys before all are gathered again
 _MAX_KEPT_BYTES = 1 << 28  # of all layers; those for which nothing is left gather in every step
 
@@ -57,7 +57,7 @@ def decode_group(batch: ForwardBatch, spec: AttentionSpec, members: list[int] | 
         positions_BL = lens_B.long()[:, None] + torch.arange(-num_keys, 0, device=device)
         slots_BL = slots_BS.gather(1, positions_BL.clamp_min_(0) - first_position)
     vectors_BGL = slots_BL[:, None] * num_heads + torch.arange(num_heads, device=device)[:, None]
-    mask_N1L = _hide_first([num_keys - seq_len for seq_len in seq_lens], num_heads, num_keys, device)
+    mask_N1L = _hide_first(lens_B, num_keys, num_heads, num_keys) if min(seq_lens) < num_keys else None
     return DecodeGroup(rows, vectors_BGL.flatten(), num_keys, mask_N1L)
 
 
@@ -72,12 +72,10 @@ def _first_page(spec: AttentionSpec, seq_lens: Sequence[int], page_size: int) ->
     return max(0, min(seq_lens) - _num_keys(spec, seq_lens)) // page_size
 
 
-def _hide_first(num_hidden: list[int], num_heads: int, num_columns: int, device: torch.device) -> torch.Tensor | None:
-    """[N, 1, C] that hides so many columns before each request's first key; None if that is none."""
-    if max(num_hidden) <= 0:
-        return None
-    num_hidden_N11 = torch.tensor(num_hidden, device=device).repeat_interleave(num_heads)[:, None, None]
-    return additive(torch.arange(num_columns, device=device) >= num_hidden_N11)
+def _hide_first(lens_B: torch.Tensor, num_keys: int, num_heads: int, num_columns: int) -> torch.Tensor:
+    """[N, 1, C] that hides the columns before each request's first key; the last of L keys is in column L - 1."""
+    num_hidden_N11 = (num_keys - lens_B).repeat_interleave(num_heads)[:, None, None]
+    return additive(torch.arange(num_columns, device=lens_B.device) >= num_hidden_N11)
 
 
 def additive(is_visible: torch.Tensor) -> torch.Tensor:
@@ -114,7 +112,7 @@ class _LayerColumns:
 
     def __init__(self, kept: "KeptKeys", cache: torch.Tensor, num_requests: int, dtype: torch.dtype) -> None:
         spec = kept.spec
-        self.cache = cache  # whose keys these are
+        self.cache = cache  # held, so that no other layer's cache gets its id
         self.end = 0
         shape = (num_requests, spec.num_kv_heads, kept.num_columns)
         self.keys_BGCD = torch.empty(*shape, spec.key_dim, dtype=dtype)
@@ -125,6 +123,13 @@ class _LayerColumns:
         else:
             self.values_BGCV = torch.empty(*shape, spec.value_dim, dtype=dtype)
             self.values_NCV = self.values_BGCV.flatten(0, 1)
+
+    def fill(self, start: int, keys_NLD: torch.Tensor, values_NLV: torch.Tensor) -> None:
+        """Write the columns from `start` on."""
+        self.end = start + keys_NLD.shape[1]
+        self.keys_NCD[:, start : self.end] = keys_NLD
+        if self.values_BGCV is not None:
+            self.values_NCV[:, start : self.end] = values_NLV
 
     def append(self, k_BGD: torch.Tensor, v_BGV: torch.Tensor | None) -> None:
         """Write the next column."""
@@ -142,15 +147,17 @@ class KeptKeys:
 
     def __init__(self, spec: AttentionSpec, batch: ForwardBatch, max_bytes: int) -> None:
         self.spec = spec
-        self._first_end = self._end = _num_keys(spec, batch.seq_lens)
-        self.num_columns = self._first_end + _ROOM
+        num_requests, num_keys = len(batch.seq_lens), _num_keys(spec, batch.seq_lens)
+        self.num_columns = num_keys + _ROOM
         self.layers: dict[int, _LayerColumns] = {}  # by the id of the layer's cache
+        self._end = num_keys
         num_numbers = spec.key_dim if spec.values_in_keys else spec.key_dim + spec.value_dim  # of a column
-        self._max_numbers = max_bytes // torch.float32.itemsize
-        self._num_numbers = len(batch.seq_lens) * spec.num_kv_heads * self.num_columns * num_numbers  # of a layer
-        num_hidden = [self._first_end - seq_len for seq_len in batch.seq_lens]
-        self._mask_N1C = _hide_first(num_hidden, spec.num_kv_heads, self.num_columns, batch.slots_T.device)
-        self._first_visible = max(num_hidden)  # from this column on nothing is hidden
+        self._layer_bytes = num_requests * spec.num_kv_heads * self.num_columns * num_numbers * torch.float32.itemsize
+        self._max_bytes = max_bytes
+        self._first_visible = num_keys - min(batch.seq_lens)  # from this column on nothing is hidden
+        self._mask_N1C = None
+        if self._first_visible > 0:
+            self._mask_N1C = _hide_first(batch.seq_lens_B, num_keys, spec.num_kv_heads, self.num_columns)
 
     @property
     def has_room_for_column(self) -> bool:
@@ -160,7 +167,7 @@ class KeptKeys:
     @property
     def has_room_for_layer(self) -> bool:
         """Whether the keys of another layer may be kept."""
-        return (len(self.layers) + 1) * self._num_numbers <= self._max_numbers
+        return (len(self.layers) + 1) * self._layer_bytes <= self._max_bytes
 
     def add_column(self) -> None:
         """The next step follows: its keys are a column more."""
@@ -192,19 +199,16 @@ class StepKeys:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys [N, L, D] and values [N, L, V] in `dtype`. `k` and `v` are what the step has written to the cache."""
         columns = self._kept.layers.get(id(kv.keys))
-        seen = slice(self._start, self._end)
         if columns is not None and columns.end == self._end - 1:
             columns.append(k_BGD, v_BGV)
+            seen = slice(self._start, self._end)
             return columns.keys_NCD[:, seen], columns.values_NCV[:, seen]
         keys_NLD, values_NLV = self._gather(kv, dtype)
         if columns is None and self._kept.has_room_for_layer:
             columns = _LayerColumns(self._kept, kv.keys, len(self._batch.seq_lens), dtype)
             self._kept.layers[id(kv.keys)] = columns
         if columns is not None:
-            columns.keys_NCD[:, seen] = keys_NLD
-            if columns.values_BGCV is not None:
-                columns.values_NCV[:, seen] = values_NLV
-            columns.end = self._end
+            columns.fill(self._start, keys_NLD, values_NLV)
         return keys_NLD, values_NLV
 
     def _gather(self, kv: LayerKv, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -230,7 +234,7 @@ class DecodeHistory:
         `batches` is the step as each kind of layer sees it, and empty for a step that keeps nothing.
         """
         last, self._last = self._last, batches
-        follows = bool(last) and all(spec in last and _follows(spec, last[spec], b) for spec, b in batches.items())
+        follows = bool(last) and all(_follows(spec, last[spec], batch) for spec, batch in batches.items())
         self._num_following = self._num_following + 1 if follows else 0
         kept, self._kept = self._kept, {}
         if self._num_following < _WORTH_KEEPING:

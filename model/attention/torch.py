@@ -101,7 +101,10 @@ class TorchAttention(Attention):
 
     @property
     def _can_keep(self) -> bool:
-        """In bf16, products with kept keys take longer than gathering them: oneDNN wants them without gaps."""
+        """Whether decode steps may keep their keys: on a CPU, in fp32.
+
+        Kept keys have gaps between requests, which oneDNN's fast product of bf16 does not allow.
+        """
         return self.device.type == "cpu" and self.dtypes.model == torch.float32
 
 
