@@ -64,16 +64,15 @@ class PackedLinear:
     def __call__(self, x_RK: torch.Tensor) -> torch.Tensor:
         """[R, N] in fp32. The bits of a row do not depend on the other rows."""
         num_rows = x_RK.shape[0]
-        if self._padding is None or not (extra := self._padding[num_rows % _BLOCK_ROWS]):
-            return self._multiply(x_RK)
-        any_row_1K = x_RK if num_rows == 1 else x_RK[:1]
-        return self._multiply(torch.cat([x_RK] + [any_row_1K] * extra))[:num_rows]  # cheaper than `pad`
-
-    def _multiply(self, x_RK: torch.Tensor) -> torch.Tensor:
-        if x_RK.shape[0] < self._many_from:
-            return torch.fbgemm_linear_fp16_weight_fp32_activation(x_RK, self._few_rows, self._bias_N)
-        result: torch.Tensor = torch.ops.quantized.linear_dynamic_fp16.default(x_RK, self._many_rows)
-        return result
+        extra = 0 if self._padding is None else self._padding[num_rows % _BLOCK_ROWS]
+        if extra:
+            any_row_1K = x_RK if num_rows == 1 else x_RK[:1]
+            x_RK = torch.cat([x_RK] + [any_row_1K] * extra)  # cheaper than `pad`
+        if num_rows + extra < self._many_from:
+            y_RN = torch.fbgemm_linear_fp16_weight_fp32_activation(x_RK, self._few_rows, self._bias_N)
+        else:
+            y_RN = torch.ops.quantized.linear_dynamic_fp16.default(x_RK, self._many_rows)
+        return y_RN[:num_rows] if extra else y_RN
 
     def parts(self) -> list[torch.Tensor]:
         """Unpacked: fp32 of fp16 numbers, which pack to the same bits."""
