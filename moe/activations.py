@@ -10,10 +10,8 @@ def gated_activation(gate: torch.Tensor, up: torch.Tensor, activation: Activatio
     if activation.limit is not None:
         gate = gate.clamp_max(activation.limit)
         up = up.clamp(-activation.limit, activation.limit)
+    if activation.beta:
+        up = up + activation.beta
     if activation.alpha == 1.0:
-        gate = torch.nn.functional.silu(gate)
-    else:
-        gate = (gate * activation.alpha).sigmoid_().mul_(gate)
-    if activation.beta == 1.0:  # one operator less
-        return torch.addcmul(gate, gate, up)
-    return gate.mul_(up + activation.beta if activation.beta else up)
+        return torch.nn.functional.silu(gate).mul_(up)
+    return (gate * activation.alpha).sigmoid_().mul_(gate).mul_(up)

@@ -96,15 +96,6 @@ def gather(
     return keys, _rows(kv.values, num_heads * spec.value_dim, rows, dtype).view(*shape, spec.value_dim)
 
 
-def pair_sinks(
-    spec: AttentionSpec, sinks_H: torch.Tensor | None, num_requests: int, dtype: torch.dtype
-) -> torch.Tensor | None:
-    """[N, R, 1], R = query heads of a KV head: the sinks of each pair's heads; None without sinks."""
-    if sinks_H is None:
-        return None
-    return as_dtype(sinks_H, dtype).repeat(num_requests).view(num_requests * spec.num_kv_heads, -1, 1)
-
-
 def _rows(cache: torch.Tensor, width: int, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Rows of the cache, seen as a matrix: `index_select` on a matrix is several times faster than on anything else."""
     chosen = indexable(cache).view(-1, width).index_select(0, rows)
@@ -119,25 +110,17 @@ def indexable(x: torch.Tensor) -> torch.Tensor:
 class _LayerColumns:
     """Kept keys and values of one layer, up to the column `end`; those after it are not yet written."""
 
-    def __init__(
-        self,
-        kept: "KeptKeys",
-        cache: torch.Tensor,
-        sinks_NR1: torch.Tensor | None,
-        num_requests: int,
-        dtype: torch.dtype,
-    ) -> None:
+    def __init__(self, kept: "KeptKeys", cache: torch.Tensor, num_requests: int, dtype: torch.dtype) -> None:
         spec = kept.spec
         self.cache = cache  # held, so that no other layer's cache gets its id
-        self.sinks_NR1 = sinks_NR1
         self.end = 0
         shape = (num_requests, spec.num_kv_heads, kept.num_columns)
         if spec.values_in_keys:
             self.keys_BGCD = torch.empty(*shape, spec.key_dim, dtype=dtype)
             self.values_BGCV = None
         else:
-            # The numbers of a dim lie together, as the product with the queries takes them: on an Intel Xeon it then
-            # takes half the time.
+            # Columns lie last. That halves the time of the product with the queries on an Intel Xeon; an AMD EPYC takes
+            # as long either way. Writing all columns, once in `_ROOM` steps, takes several times as long.
             keys_BGDC = torch.empty(*shape[:2], spec.key_dim, kept.num_columns, dtype=dtype)
             self.keys_BGCD = keys_BGDC.transpose(2, 3)
             self.values_BGCV = torch.empty(*shape, spec.value_dim, dtype=dtype)
@@ -218,28 +201,21 @@ class StepKeys:
         return decode_group(self._batch, self._kept.spec, None).vectors_J
 
     def of_layer(
-        self,
-        kv: LayerKv,
-        k_BGD: torch.Tensor,
-        v_BGV: torch.Tensor | None,
-        sinks_H: torch.Tensor | None,
-        dtype: torch.dtype,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Keys [N, L, D], values [N, L, V] and sinks (`pair_sinks`) in `dtype`; the step has written `k` and `v`."""
+        self, kv: LayerKv, k_BGD: torch.Tensor, v_BGV: torch.Tensor | None, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys [N, L, D] and values [N, L, V] in `dtype`. `k` and `v` are what the step has written to the cache."""
         columns = self._kept.layers.get(id(kv.keys))
         if columns is not None and columns.end == self._end - 1:
             columns.append(k_BGD, v_BGV)
             seen = slice(self._start, self._end)
-            return columns.keys_NCD[:, seen], columns.values_NCV[:, seen], columns.sinks_NR1
+            return columns.keys_NCD[:, seen], columns.values_NCV[:, seen]
         keys_NLD, values_NLV = self._gather(kv, dtype)
-        num_requests = len(self._batch.seq_lens)
-        sinks_NR1 = pair_sinks(self._kept.spec, sinks_H, num_requests, dtype)
         if columns is None and self._kept.has_room_for_layer:
-            columns = _LayerColumns(self._kept, kv.keys, sinks_NR1, num_requests, dtype)
+            columns = _LayerColumns(self._kept, kv.keys, len(self._batch.seq_lens), dtype)
             self._kept.layers[id(kv.keys)] = columns
         if columns is not None:
             columns.fill(self._start, keys_NLD, values_NLV)
-        return keys_NLD, values_NLV, sinks_NR1
+        return keys_NLD, values_NLV
 
     def _gather(self, kv: LayerKv, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         shape = (len(self._batch.seq_lens) * self._kept.spec.num_kv_heads, self._end - self._start)

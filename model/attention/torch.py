@@ -15,16 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from model.attention.base import BF16, Attention, AttentionDtypes, AttentionSpec, register_attention
-from model.attention.decode_keys import (
-    DecodeGroup,
-    DecodeHistory,
-    StepKeys,
-    additive,
-    decode_group,
-    gather,
-    indexable,
-    pair_sinks,
-)
+from model.attention.decode_keys import DecodeGroup, DecodeHistory, StepKeys, additive, decode_group, gather, indexable
 from model.batch import ForwardBatch, LayerKv
 from model.rope import rotate_
 from moe.device import as_dtype
@@ -95,8 +86,8 @@ class TorchAttention(Attention):
         if v_TGV is not None:
             v_TGV = _store(kv.values, slots_T, v_TGV)
         if (kept := plan.kept.get(spec)) is not None:
-            keys_NLD, values_NLV, sinks_NR1 = kept.of_layer(kv, k_TGD, v_TGV, sinks_H, q_THD.dtype)
-            return _attend(spec, q_THD, keys_NLD, values_NLV, kept.mask_N1L, sinks_NR1)
+            keys_NLD, values_NLV = kept.of_layer(kv, k_TGD, v_TGV, q_THD.dtype)
+            return _attend(spec, q_THD, keys_NLD, values_NLV, kept.mask_N1L, sinks_H)
         groups, blocks = plan.groups[spec], plan.blocks[spec]
         if len(groups) == 1 and groups[0].rows is None:
             return _run_group(spec, groups[0], kv, q_THD, sinks_H)
@@ -170,8 +161,7 @@ def _run_group(
 ) -> torch.Tensor:
     num_pairs = q_BHD.shape[0] * spec.num_kv_heads
     keys_NLD, values_NLV = gather(spec, kv, group.vectors_J, (num_pairs, group.num_keys), q_BHD.dtype)
-    sinks_NR1 = pair_sinks(spec, sinks_H, q_BHD.shape[0], q_BHD.dtype)
-    return _attend(spec, q_BHD, keys_NLD, values_NLV, group.mask_N1L, sinks_NR1)
+    return _attend(spec, q_BHD, keys_NLD, values_NLV, group.mask_N1L, sinks_H)
 
 
 def _attend(
@@ -180,7 +170,7 @@ def _attend(
     keys_NLD: torch.Tensor,
     values_NLV: torch.Tensor,
     mask_N1L: torch.Tensor | None,
-    sinks_NR1: torch.Tensor | None,
+    sinks_H: torch.Tensor | None,
 ) -> torch.Tensor:
     """[B, H, V] of requests with one query each."""
     num_requests, dtype = q_BHD.shape[0], q_BHD.dtype
@@ -189,7 +179,8 @@ def _attend(
     beta = 0 if mask_N1L is None else 1  # with 0 the numbers of the mask are not read
     mask_N1L = q_BHD.new_empty(1) if mask_N1L is None else as_dtype(mask_N1L, dtype)
     scores_NRC = torch.baddbmm(mask_N1L, q_NRD, keys_NLD.transpose(1, 2), beta=beta, alpha=spec.scale)
-    if sinks_NR1 is not None:
+    if sinks_H is not None:
+        sinks_NR1 = as_dtype(sinks_H, dtype).expand(num_requests, -1).reshape(num_pairs, -1, 1)
         scores_NRC = torch.cat((scores_NRC, sinks_NR1), dim=-1)
     probs_NRL = as_dtype(torch.softmax(scores_NRC, dim=-1, dtype=torch.float32), dtype)[..., :num_keys]
     return torch.bmm(probs_NRL, values_NLV).view(num_requests, spec.num_heads, spec.value_dim)

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -68,7 +69,12 @@ def test_empty_matrices_work(shape: tuple[int, int], num_rows: int) -> None:
 
 
 @rows("shape", *[(288, 96), (24, 2880), (97, 33)] if HAS_FBGEMM else [])
-def test_a_row_has_the_same_bits_in_every_batch_and_in_both_operators(shape: tuple[int, int]) -> None:
+@rows("num_threads", 1, 2)
+def test_a_row_has_the_same_bits_in_every_batch_and_in_both_operators(
+    shape: tuple[int, int], num_threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With two threads, 31 rows of (24, 2880) and 76 of (288, 96) are enough for the threaded operator."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
     linear = PackedLinear(dense(*shape).half().float(), dense(shape[0], seed=1))
     x = dense(240, shape[1], seed=2)  # two whole blocks of FBGEMM, which need no padding
     few = torch.fbgemm_linear_fp16_weight_fp32_activation(x, linear._few_rows, linear._bias_N)
@@ -76,6 +82,25 @@ def test_a_row_has_the_same_bits_in_every_batch_and_in_both_operators(shape: tup
     for length in range(1, 151):
         rows_of_x = slice(length % 90, length % 90 + length)
         assert torch.equal(linear(x[rows_of_x]), few[rows_of_x]), rows_of_x
+
+
+@pytest.mark.skipif(not HAS_FBGEMM, reason="this CPU packs nothing")
+def test_rows_are_padded_as_the_cpu_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if every batch that is not a whole number of FBGEMM's blocks had to be filled up to one."""
+    multiply, num_multiplied = torch.fbgemm_linear_fp16_weight_fp32_activation, []
+
+    def counting(x: torch.Tensor, *weights: Any) -> torch.Tensor:
+        num_multiplied.append(x.shape[0])
+        return multiply(x, *weights)
+
+    monkeypatch.setattr("moe.cpu.linear._padding_by_rows", lambda: [0, *range(119, 0, -1)])
+    linear = PackedLinear(dense(24, 32).half().float(), None)
+    monkeypatch.setattr(torch, "fbgemm_linear_fp16_weight_fp32_activation", counting)
+    x = dense(240, 32, seed=2)
+    whole = linear(x)
+    for length in (1, 2, 119, 120, 121, 239):
+        assert torch.equal(linear(x[-length:]), whole[-length:])
+    assert num_multiplied == [240, 120, 120, 120, 120, 240, 240]
 
 
 def test_packing_lets_no_warning_out_and_hides_no_other() -> None:
