@@ -6,9 +6,10 @@
     V3.1     <｜tool▁call▁begin｜>name<｜tool▁sep｜>arguments<｜tool▁call▁end｜>
 
 Arguments may stand in a ```json block. "function" before arguments that begin with a brace is a V3.1 tool of that name.
-All markers are tokens of their own. Line breaks right after a marker are layout and dropped. A call to a function that
-the request did not offer, and text around calls, are content. User messages and tool results that the model invents are
-dropped: they are not the assistant's words.
+All markers are tokens of their own. Line breaks right after a marker are layout and dropped; those that follow a
+`</think>` of the prompt are content, as in vLLM. A call to a function that the request did not offer, and text around
+calls, are content. User messages and tool results that the model invents are dropped: they are not the assistant's
+words.
 """
 
 import enum

@@ -25,18 +25,23 @@ class DeepSeekGrammar:
 
     def turn(self, rules: TurnRules, prompt_ids: Sequence[int]) -> Format | None:
         """The format of the rest of the turn."""
-        ends = [] if rules.must_call else [self._free() if rules.answer is None else self._laid_out(rules.answer)]
-        if rules.calls:
-            before = [self._free()] if rules.answer is None else [_line_breaks()]
-            ends.append(sequence(*before, self._calls(rules)))
-        end = one_of(*ends)
+        end = self._end(rules)
         marker = self._last_marker(prompt_ids)
-        thinking = sequence(self._free(), token(self._ids["</think>"]))
+        # Line breaks only behind a `</think>` that the model writes: nowhere else does the parser drop them.
+        thinking = sequence(self._free(), token(self._ids["</think>"]), _line_breaks())
         if marker == "<think>":
             return sequence(thinking, end)
         if marker == "</think>":
             return end
         return sequence(repeated(sequence(token(self._ids["<think>"]), thinking), 0, 1), end)
+
+    def _end(self, rules: TurnRules) -> Format:
+        """The answer or the calls."""
+        ends = [] if rules.must_call else [self._free() if rules.answer is None else rules.answer]
+        if rules.calls:
+            before = [self._free()] if rules.answer is None else []
+            ends.append(sequence(*before, self._calls(rules)))
+        return one_of(*ends)
 
     def _last_marker(self, prompt_ids: Sequence[int]) -> str:
         """The control token that the prompt ends with, white space aside."""
@@ -49,9 +54,6 @@ class DeepSeekGrammar:
 
     def _free(self) -> Format:
         return free_tokens(self._ids.values())
-
-    def _laid_out(self, answer: Format) -> Format:
-        return sequence(_line_breaks(), answer)
 
     def _calls(self, rules: TurnRules) -> Format:
         call = one_of(*map(self._call, rules.calls))

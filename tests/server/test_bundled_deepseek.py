@@ -24,15 +24,20 @@ def served(request, tmp_path_factory):
 
 
 @pytest.fixture
-def ask(served):
+def complete(served):
     name, url = served
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
 
-        def asked(*messages, **fields):
+        def completed(*messages, **fields):
             said = [{"role": role, "content": text} for role, text in messages]
-            return client.chat.completions.create(model=name, messages=said, temperature=0, **fields).choices[0]
+            return client.chat.completions.create(model=name, messages=said, temperature=0, **fields)
 
-        yield asked
+        yield completed
+
+
+@pytest.fixture
+def ask(complete):
+    return lambda *messages, **fields: complete(*messages, **fields).choices[0]
 
 
 def test_every_layer_takes_the_format_of_the_files(served):
@@ -55,6 +60,16 @@ def test_it_answers_with_thinking_and_without(ask, question, right):
     thought = ask(("user", question), extra_body=THINKING)
     assert right in thought.message.content
     assert thought.message.reasoning
+
+
+@rows("fields", {}, THINKING, {"add_generation_prompt": False})
+def test_no_line_breaks_stand_before_a_bound_answer(complete, fields):
+    body = {"structured_outputs": {"choice": ["yes", "no"]}} | fields
+    choice = complete(("user", "hi"), logprobs=True, extra_body=body).choices[0]
+    assert choice.message.content in ("yes", "no")
+    assert "".join(token.token for token in choice.logprobs.content) == choice.message.content
+    chunks = complete(("user", "hi"), stream=True, extra_body=body)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == choice.message.content
 
 
 @rows("fields", {}, THINKING)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import xgrammar
 
-from engine.grammar_spec import free_tokens, repeated, sequence, text, token
+from engine.grammar_spec import free_tokens, regex, repeated, sequence, text, token
 from loaders.tokenizer import load_tokenizer
 from server.parsers import choose_grammar, choose_parser
 from server.structured.answers import arguments, schema_answer
@@ -165,6 +165,14 @@ DEEPSEEK_TURNS = [
     (JSON_TURN, "V3.1", "</think>", THINKS + GOOD, False),
     (JSON_TURN, "R1", "<｜Assistant｜>", "<think>" + THINKS + GOOD, True),
     (JSON_TURN, "R1", "<｜Assistant｜>", GOOD, True),
+    (JSON_TURN, "R1", "<｜Assistant｜>", "<think>" + THINKS + "\n\n" + GOOD, True),
+    (JSON_TURN, "R1", "<｜Assistant｜>", "\n" + GOOD, False),
+    (JSON_TURN, "V3.1", "</think>", "\n\n" + GOOD, False),
+    (JSON_TURN, "V3.1", "</think>\n", "\n" + GOOD, False),
+    (JSON_TURN, "V3.1", "</think>Here: ", "\n" + GOOD, False),
+    (MAY_CALL | JSON_TURN, "R1", "<think>", THINKS + "\n\n" + IN_CALLS.format(BLOCK.format("f", GOOD)), True),
+    (MAY_CALL | JSON_TURN, "V3.1", "</think>", IN_CALLS.format(BARE.format("f", GOOD)), True),
+    (MAY_CALL | JSON_TURN, "V3.1", "</think>", "\n" + IN_CALLS.format(BARE.format("f", GOOD)), False),
     (MUST_CALL, "R1", "<think>", THINKS + "I look." + IN_CALLS.format(BLOCK.format("f", GOOD)), True),
     (MUST_CALL, "R1", "<think>", THINKS + IN_CALLS.format(BARE.format("f", GOOD)), False),
     (MUST_CALL, "R1", "<think>", THINKS + IN_CALLS.format(BLOCK.format("f", BAD)), False),
@@ -185,6 +193,17 @@ DEEPSEEK_TURNS = [
 def test_deepseek_turns(deepseek, rules, template, opened, transcript, is_allowed):
     turn = turn_of(deepseek, rules, "<｜User｜>hi<｜Assistant｜>" + opened, TEMPLATES[template])
     assert deepseek.allows(turn, transcript) is is_allowed
+
+
+@rows("prompt", "<think>\n", "</think>", "</think>\n", "</think>Well, ", "<｜Assistant｜>", "<｜tool▁output▁end｜>")
+def test_content_is_the_answer_without_line_breaks_around_it(deepseek, prompt):
+    """Line breaks after a `</think>` of the prompt were allowed and not dropped."""
+    turn = turn_of(deepseek, {"answer": regex("yes|no")}, prompt)
+    for seed in range(20):
+        ids = deepseek.random_turn(turn, seed)
+        parser = choose_parser(deepseek.tokenizer)(deepseek.tokenizer.encode(prompt), frozenset())
+        _, content, calls = answer_of(parser, ids)
+        assert (content in ("yes", "no"), calls) == (True, []), content
 
 
 @rows("prompt, template", ("<think>", "R1"), ("</think>", "V3.1"))
