@@ -36,10 +36,10 @@ class DeepSeekGrammar:
         return sequence(repeated(sequence(token(self._ids["<think>"]), thinking), 0, 1), end)
 
     def _end(self, rules: TurnRules) -> Format:
-        """The answer or the calls."""
+        """The answer or the calls. Forced calls come at once: a model that would rather answer would never call."""
         ends = [] if rules.must_call else [self._free() if rules.answer is None else rules.answer]
         if rules.calls:
-            before = [self._free()] if rules.answer is None else []
+            before = [self._free()] if rules.answer is None and not rules.must_call else []
             ends.append(sequence(*before, self._calls(rules)))
         return one_of(*ends)
 

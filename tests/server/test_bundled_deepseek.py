@@ -80,6 +80,23 @@ def test_it_calls_a_function(ask, fields):
     assert (call.function.name, json.loads(call.function.arguments)) == ("get_weather", {"city": "Paris"})
 
 
+@rows("choice", "required", {"type": "function", "function": {"name": "get_weather"}})
+@rows("fields", {}, THINKING, {"parallel_tool_calls": False})
+def test_a_forced_call_comes_at_once(complete, choice, fields):
+    """Text without end came first, from a model that would rather answer."""
+    forced = {"tools": [WEATHER], "tool_choice": choice, "max_tokens": 400, "extra_body": fields}
+    message = complete(("user", "Say hi"), **forced).choices[0].message
+    assert not message.content
+    assert bool(message.reasoning) is (fields is THINKING)
+    call = message.tool_calls[0].function
+    assert call.name == "get_weather"
+    assert call.arguments.startswith('{"city": "')
+    deltas = [chunk.choices[0].delta for chunk in complete(("user", "Say hi"), stream=True, **forced)]
+    assert not any(delta.content for delta in deltas)
+    pieces = [each.function for delta in deltas for each in delta.tool_calls or [] if each.index == 0]
+    assert (pieces[0].name, "".join(piece.arguments for piece in pieces)) == (call.name, call.arguments)
+
+
 def test_it_remembers_what_was_said_thousands_of_tokens_ago(ask):
     filler = [("user", "What is 347 + 589?"), ("assistant", "347 + 589 = 936.")] * 90
     told = [("user", "My name is Anna."), ("assistant", "Nice to meet you, Anna.")]
