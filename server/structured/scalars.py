@@ -19,13 +19,17 @@ Schemas = Sequence[tuple[Place, dict[str, Any]]]
 MAX_MULTIPLE = 1024
 MAX_MULTIPLE_RANGE = 10_000
 _MAX_INT = 2**53
+_MAX_DECIMALS = 6  # xgrammar 0.2.9 writes no more where there are bounds, and nothing at all if none fits between them
+_DECIMAL_STEPS = 10**_MAX_DECIMALS
+_LOW_KEYWORDS = ("minimum", "exclusiveMinimum")
 
 
 def number(schemas: Schemas, *, is_integer: bool) -> dict[str, Any]:
     """A number within all bounds. A number that must be a multiple of an integer is an integer.
 
     Raises:
-        SchemaError: a bound that is no number, beyond 2^53, or a `multipleOf` that cannot be honoured.
+        SchemaError: a bound that is no number or beyond 2^53, a range that is too narrow, or a `multipleOf` that cannot
+            be honoured.
         Unsatisfiable: no number is left.
     """
     multiples = [(place, _number_at(place, each, "multipleOf")) for place, each in schemas if "multipleOf" in each]
@@ -33,30 +37,32 @@ def number(schemas: Schemas, *, is_integer: bool) -> dict[str, Any]:
         if multiple <= 0 or multiple != int(multiple) or multiple > MAX_MULTIPLE:
             reason = f"only whole numbers from 1 to {MAX_MULTIPLE} are supported"
             raise SchemaError(path_of((*place, "multipleOf")), reason)
-    lows = [*_bounds(schemas, "minimum", 0), *_bounds(schemas, "exclusiveMinimum", 1)]
-    highs = [*_bounds(schemas, "maximum", 0), *_bounds(schemas, "exclusiveMaximum", -1)]
+    lows = [*_bounds(schemas, "minimum"), *_bounds(schemas, "exclusiveMinimum", toward=math.inf)]
+    highs = [*_bounds(schemas, "maximum"), *_bounds(schemas, "exclusiveMaximum", toward=-math.inf)]
     low, high = max(lows, default=None), min(highs, default=None)
     if is_integer or multiples:
         return _integer(multiples, low, high)
-    if low and high and (low[0] > high[0] or (low[0] == high[0] and (low[1] or high[1]))):
+    if low is not None and high is not None and low > high:
         raise Unsatisfiable("the lowest number allowed exceeds the highest")
     built: dict[str, Any] = {"type": "number"}
-    if low:
-        built["exclusiveMinimum" if low[1] else "minimum"] = float(low[0])
-    if high:
-        built["exclusiveMaximum" if high[1] else "maximum"] = float(high[0])
+    if low is not None:
+        built["minimum"] = float(Fraction(math.ceil(low * _DECIMAL_STEPS), _DECIMAL_STEPS))
+    if high is not None:
+        built["maximum"] = float(Fraction(math.floor(high * _DECIMAL_STEPS), _DECIMAL_STEPS))
+    if low is not None and high is not None and built["minimum"] > built["maximum"]:
+        place = next((*place, keyword) for place, each in schemas for keyword in _LOW_KEYWORDS if keyword in each)
+        reason = f"no number with at most {_MAX_DECIMALS} decimals lies between it and the maximum: widen the range"
+        raise SchemaError(path_of(place), reason)
     return built
 
 
-def _integer(
-    multiples: list[tuple[Place, Fraction]], low: tuple[Fraction, int] | None, high: tuple[Fraction, int] | None
-) -> dict[str, Any]:
+def _integer(multiples: list[tuple[Place, Fraction]], low: Fraction | None, high: Fraction | None) -> dict[str, Any]:
     built: dict[str, Any] = {"type": "integer"}
-    if low:
-        built["minimum"] = math.floor(low[0]) + 1 if low[1] else math.ceil(low[0])
-    if high:
-        built["maximum"] = math.ceil(high[0]) - 1 if high[1] else math.floor(high[0])
-    if low and high and built["minimum"] > built["maximum"]:
+    if low is not None:
+        built["minimum"] = math.ceil(low)
+    if high is not None:
+        built["maximum"] = math.floor(high)
+    if low is not None and high is not None and built["minimum"] > built["maximum"]:
         raise Unsatisfiable("the lowest integer allowed exceeds the highest")
     if not multiples:
         return built
@@ -64,11 +70,11 @@ def _integer(
     multiple = math.lcm(*(int(each) for _, each in multiples))
     if multiple == 1:
         return built
-    if not low and not high:
+    if low is None and high is None:
         if multiple > MAX_MULTIPLE:
             raise SchemaError(where, f"multiples of {multiple} are not supported without bounds")
         return {**built, "multipleOf": multiple}
-    if not (low and high):
+    if low is None or high is None:
         raise SchemaError(where, "beside one bound it is not supported: give both minimum and maximum, or neither")
     if built["maximum"] - built["minimum"] > MAX_MULTIPLE_RANGE * multiple:
         raise SchemaError(where, f"more than {MAX_MULTIPLE_RANGE} multiples lie between minimum and maximum")
@@ -79,9 +85,13 @@ def _integer(
     return {"enum": values}
 
 
-def _bounds(schemas: Schemas, keyword: str, shift: int) -> list[tuple[Fraction, int]]:
-    """Bounds with 0 for an inclusive one and ±1 for an exclusive one, so that the stricter sorts further inside."""
-    return [(_number_at(place, each, keyword), shift) for place, each in schemas if keyword in each]
+def _bounds(schemas: Schemas, keyword: str, *, toward: float | None = None) -> list[Fraction]:
+    """What a keyword allows at the least or most. An exclusive bound gives the next double `toward` infinity.
+
+    Most readers take a number for the nearest double, so what lies between the two may be read as the bound.
+    """
+    bounds = [_number_at(place, each, keyword) for place, each in schemas if keyword in each]
+    return bounds if toward is None else [Fraction(str(math.nextafter(bound, toward))) for bound in bounds]
 
 
 def _number_at(place: Place, schema: dict[str, Any], keyword: str) -> Fraction:
