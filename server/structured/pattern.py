@@ -5,6 +5,7 @@ contrast, matches whole texts, drops anchors and ignores lookaheads. So we read 
 part of ECMAScript and Python), make the text around the match explicit, and write it anew.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -59,6 +60,7 @@ class Anchor:
 Node = Chars | Sequence | Either | Repeat | Anchor
 ANY_TEXT = Repeat(Chars(complement(())), 0, None)
 _ANY_IN_LINE = Chars(complement(LINE_ENDS))
+_BRACES = re.compile(r"\{(?:([0-9]+)(?:(,)([0-9]*))?|,[0-9]*)\}")
 _CONTROLS = {"t": "\t", "n": "\n", "r": "\r", "f": "\f", "v": "\v", "0": "\0"}
 
 
@@ -213,6 +215,8 @@ class _Reader:
         return self._text[self.at - 1]
 
     def _atom(self, depth: int) -> Node:
+        if self._bounds() is not None:
+            self.fail("a repetition repeats nothing")
         sign = self._next()
         if sign == "(":
             return self._group(depth)
@@ -225,9 +229,6 @@ class _Reader:
         if sign == "\\":
             found = self._escape(in_class=False)
             return Chars(found.sure if isinstance(found, Shorthand) else single(found))
-        if sign in "*+?":
-            self.at -= 1
-            self.fail(f"'{sign}' repeats nothing")
         return Chars(single(sign))
 
     def _group(self, depth: int) -> Node:
@@ -254,21 +255,22 @@ class _Reader:
         if high is not None and high < low:
             self.fail("the repetition's bounds are out of order")
         self._take("?")  # a lazy repetition matches the same texts
-        if self._text[self.at : self.at + 1] in ("*", "+", "?") and self.at < len(self._text):
+        if self._bounds() is not None:
             self.fail("a repetition is repeated")
         return Repeat(atom, low, high)
 
     def _bounds(self) -> tuple[int, int | None] | None:
+        """How often a repetition at the next character repeats; None if none begins there, as in `{a}`."""
         for sign, bounds in (("*", (0, None)), ("+", (1, None)), ("?", (0, 1))):
             if self._take(sign):
                 return bounds
-        end = self._text.find("}", self.at)
-        if not self._text.startswith("{", self.at) or end < 0:
+        braces = _BRACES.match(self._text, self.at)
+        if braces is None:
             return None
-        low, comma, high = self._text[self.at + 1 : end].partition(",")
-        if not all(each.isascii() and each.isdigit() and len(each) < 8 for each in (low, high or "0")):
-            return None  # an ordinary brace
-        self.at = end + 1
+        low, comma, high = braces.groups()
+        if low is None:
+            self.fail("'{,' is a repetition in Python and text in ECMAScript: write '{0,' or '\\{,'")
+        self.at = braces.end()
         return int(low), int(high) if high else None if comma else int(low)
 
     def _class(self) -> Ranges:

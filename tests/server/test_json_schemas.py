@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
-from server.structured.errors import SchemaError
+from server.structured.errors import PatternError, SchemaError
 from server.structured.formats import PATTERN_OF_FORMAT
 from server.structured.json_schema import prepare_schema
 from server.structured.pattern import length_range, matches, parse
@@ -56,6 +56,10 @@ USUAL_VALUES = [
     (string(pattern="^\\D$"), ["x", "-"], ["3", "٣"]),
     (string(pattern="^[^\\d]$"), ["x", "-"], ["3", "٣"]),
     (string(pattern="^\\W$"), ["-", " "], ["x", "é"]),
+    (string(pattern="^a{$"), ["a{"], ["a"]),
+    (string(pattern="^{a}{2}{b, c}$"), ["{a}}{b, c}"], ["{a}{2}{b, c}", "aa"]),
+    (string(pattern="^a{1,2,3}{}$"), ["a{1,2,3}{}"], ["a"]),
+    (string(pattern="^a{003}$"), ["aaa"], ["a{003}"]),
     (string(format="date"), ["2024-02-29", "1999-12-31"], ["2023-02-29", "2024-13-01", "2024-1-1"]),
     (string(format="email"), ["a.b@example.org"], ["a@b", "@x.org"]),
     (string(format="uri"), ["https://example.org/a?b=c#d", "ftp://h", f"x+y://{'a-' * 40}b.c:80/"], URI_BAD),
@@ -127,6 +131,8 @@ REFUSED_SCHEMAS = [
     (string(pattern="^a*b*$", minLength=2), "minLength"),
     (string(pattern="^(?!x)"), "pattern"),
     (string(pattern="(a)\\1"), "pattern"),
+    (string(pattern="^a{99999999999}$"), "pattern"),
+    (string(pattern="^a{2}{3}$"), "pattern"),
     (string(minLength=-1), "minLength"),
     ({"$ref": "other.json"}, "$ref"),
     ({"$ref": "#/$defs/missing"}, "$ref"),
@@ -206,6 +212,36 @@ def test_strings_match_their_pattern(pattern, begin, end, seed):
 @given(pattern=PATTERNS, text=st.text(alphabet='abcx1. "\\', max_size=8))
 def test_matches_agrees_with_python(pattern, text):
     assert matches(parse(pattern, is_search=False), text) == bool(re.fullmatch(pattern, text))
+
+
+@rows(
+    "pattern, reason",
+    *((pattern, "at most 10000000 times") for pattern in ("a{99999999999}", "a{0,10000001}", "a{99999999,}")),
+    *((pattern, "is repeated") for pattern in ("a{2}{3}", "a*{2}", "a?{2}", "a{2}?{3}", "a{2}+", "a++", "a{2}{3,}")),
+    *((pattern, "repeats nothing") for pattern in ("{3}", "({3})", "a|{3,4}", "*a", "(+)")),
+    *((pattern, "write '{0,'") for pattern in ("a{,3}", "a{,}", "{,3}")),
+    ("a{3,2}", "out of order"),
+)
+def test_a_repetition_that_is_not_understood_is_refused_and_not_read_as_text(pattern, reason):
+    with pytest.raises(PatternError) as caught:
+        parse(pattern, is_search=False)
+    assert reason in str(caught.value)
+
+
+BRACES = st.text(alphabet="a{}12,?|()+", max_size=7)
+
+
+@settings(max_examples=1000, deadline=None, derandomize=True)
+@given(pattern=BRACES)
+def test_braces_are_read_as_python_reads_them(pattern):
+    """What is read matches in Python too, and what Python refuses is refused."""
+    try:
+        node = parse(pattern, is_search=False)
+    except PatternError:
+        return
+    expression = re.compile(pattern)
+    texts = ["", "a", "aa", "1", "a1", "{", "}", "a{", "a{}", "{a}", "{1", "a{1", "1}", ",", "{a}{a}", pattern]
+    assert [text for text in texts if matches(node, text) != bool(expression.fullmatch(text))] == []
 
 
 @rows("pattern", "^(a+)+$", "^((((a*)*)*)*)*$", "^(a|aa)+$", "^(a{0,9}){0,9999}$")

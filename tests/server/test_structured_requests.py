@@ -85,6 +85,7 @@ REFUSED_FIELDS = [
     (outputs(), "structured_outputs", "exactly one"),
     (outputs(regex="a", choice=["b"]), "structured_outputs", "exactly one"),
     (outputs(regex="a(?=b)"), "structured_outputs.regex", "not supported"),
+    (outputs(regex="a{99999999999}"), "structured_outputs.regex", "at most 10000000 times"),
     (outputs(choice=[]), "structured_outputs.choice", "at least 1"),
     (outputs(choice=[""]), "structured_outputs.choice", "empty"),
     (outputs(json="{"), "structured_outputs.json", "not valid JSON"),
