@@ -3,9 +3,10 @@
 Every function takes `param`, the request field that it checks, and raises BadRequest naming the part that is wrong.
 """
 
-import json
 from collections.abc import Sequence
 from typing import Any
+
+import orjson
 
 from engine.grammar_spec import Format, ebnf, json_object, json_schema, one_of, regex, text
 from server.errors import BadRequest
@@ -39,12 +40,12 @@ def arguments(schema: dict[str, Any] | None, param: str) -> Format:
 
 
 def json_text(value: Any, param: str) -> Any:
-    """A JSON value that may be sent as text."""
+    """A JSON value that may be sent as text, which is read as strictly as the body: infinity is no number there."""
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
-    except ValueError as error:
+        return orjson.loads(value)
+    except orjson.JSONDecodeError as error:
         raise BadRequest(f"{param}: it is not valid JSON: {error}", param=param) from None
 
 
