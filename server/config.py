@@ -164,6 +164,9 @@ class ServerConfig:
                 )
         if any(not name for name in self.served_model_name):
             raise SettingError("served_model_name holds an empty name: give names separated by commas")
+        twice = next((name for name in self.served_model_name if self.served_model_name.count(name) > 1), None)
+        if twice is not None:
+            raise SettingError(f"served_model_name holds {twice!r} twice: give each name once")
 
     @property
     def api_keys(self) -> tuple[ClientKey, ...]:

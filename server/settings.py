@@ -262,23 +262,39 @@ def gather(settings: Mapping[str, Setting], flags: Mapping[str, Any], environ: M
 
 
 def _from_file(settings: Mapping[str, Setting], file: Path) -> dict[str, Any]:
+    """Values are taken as they are written, as those of flags are: YAML alone would make 10 of the key 012."""
     import yaml  # most starts have no file
 
     try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    # Constructors of YAML's own types raise what they like, ValueError for the date 2001-99-99 among others.
-    except (OSError, yaml.YAMLError, ValueError, AttributeError, RecursionError) as error:
+        node = yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())
         raise SettingError(f"--config: {file} cannot be read: {reason}") from error
-    content = {} if content is None else content
-    if not isinstance(content, dict):
+    if node is None:
+        return {}
+    if not isinstance(node, yaml.MappingNode):
         raise SettingError(f"--config: {file} must hold keys and values")
-    values = {}
-    for key, value in content.items():
+    values: dict[str, Any] = {}
+    for key_node, value_node in node.value:
+        key = str(key_node.value)
         if key not in settings:
-            raise SettingError(f"--config: {file}: there is no setting '{key}'{_nearest(str(key), list(settings))}")
-        values[key] = settings[key].parse(value, f"{file}: {key}")
+            raise SettingError(f"--config: {file}: there is no setting '{key}'{_nearest(key, list(settings))}")
+        if key in values:
+            raise SettingError(f"--config: {file} gives {key} twice: remove one of the lines")
+        source = f"{file}: {key}"
+        values[key] = settings[key].parse(_written(value_node, source), source)
     return values
+
+
+def _written(node: Any, source: str) -> str | list[str] | None:
+    """The text of a YAML value, None for null, or the texts of a list. Raises SettingError for anything else."""
+    import yaml
+
+    if isinstance(node, yaml.ScalarNode):
+        return None if node.tag == "tag:yaml.org,2002:null" else str(node.value)
+    if isinstance(node, yaml.SequenceNode) and all(isinstance(part, yaml.ScalarNode) for part in node.value):
+        return [str(part.value) for part in node.value]
+    raise SettingError(f"{source} must hold one value, or a list of values")
 
 
 def _nearest(name: str, known: Sequence[str]) -> str:

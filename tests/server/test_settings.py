@@ -205,6 +205,7 @@ def test_what_is_not_known_gets_advice_that_holds(line, advice, capsys, monkeypa
     (["--num-threads", "100000"], {}, "--num-threads: num_threads is 100000: it must lie between 1 and 1024"),
     (["--max-model-len", "1"], {}, "--max-model-len: max_model_len is 1: it must be at least 2"),
     (["--served-model-name", "a,,b"], {}, "--served-model-name"),
+    (["--served-model-name", "a,b,a"], {}, "--served-model-name: served_model_name holds 'a' twice"),
     (["--default-temperature", "3"], {}, "--default-temperature"),
     ([], {"MOE_SERVE_POTR": "1"}, "MOE_SERVE_POTR: there is no such setting; did you mean MOE_SERVE_PORT?"),
     ([], {"MOE_SERVE_PORT": "x"}, "MOE_SERVE_PORT: 'x' is not a whole number"),
@@ -284,13 +285,19 @@ def test_a_variable_that_a_flag_overrides_is_not_parsed_g03():
 @rows(
     "content, words",
     ("prot: 1", "'prot'; did you mean port?"),
-    ("port: 1.5", "port: 1.5 is not a whole number"),
-    ("port: true", "port: True is not a whole number"),
+    ("port: 1.5", "port: '1.5' is not a whole number"),
+    ("port: true", "port: 'true' is not a whole number"),
     ("- port", "keys and values"),
     ("port: [", "cannot be read"),
-    ("port: 2001-99-99", "cannot be read: month must be in 1..12"),
-    ('port: !!int "x"', "cannot be read"),
-    ("port: !!timestamp x", "cannot be read"),
+    ("port: 2001-99-99", "port: '2001-99-99' is not a whole number"),
+    ('port: !!int "x"', "port: 'x' is not a whole number"),
+    ("port: {a: 1}", "port must hold one value, or a list of values"),
+    ("served_model_name: [a, [b]]", "served_model_name must hold one value, or a list of values"),
+    ("served_model_name: &a [*a]", "served_model_name must hold one value, or a list of values"),
+    ("host: [a, b]", "host: ['a', 'b'] is not text"),
+    ("port: 1\nhost: a\nport: 2", "gives port twice"),
+    ("port: 1\n---\nport: 2", "cannot be read"),
+    ("? [port]\n: 1", "there is no setting"),
     ("[" * 5000, "cannot be read"),
     ("host:", "host has no value"),
     ("model: null", "model has no value"),
@@ -304,6 +311,18 @@ def test_refusals_of_a_file(tmp_path, content, words):
         values_of(["--config", str(file)])
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_values_of_a_file_are_those_that_are_written(tmp_path):
+    """YAML reads 012 as 10, 1_000 as 1000 and 1.10 as 1.1: another key than the written one opened the service."""
+    file = tmp_path / "settings.yaml"
+    for written, text in (("012", "012"), ("1_000", "1_000"), ("0x1F", "0x1F"), ("1e3", "1e3"), ("yes", "yes")):
+        file.write_text(
+            f"api_key: {written}\nserved_model_name: [1.10, {written}]\nhost: {written}\ntune: yes\nport: 8_0\n"
+        )
+        values = values_of(["--config", str(file)])
+        expected = {"host": text, "served_model_name": ("1.10", text), "tune": True, "port": 80}
+        assert values == {**expected, "api_key": values_of(["--api-key", text])["api_key"]}
 
 
 def test_two_dataclasses_must_not_share_a_field():
