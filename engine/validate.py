@@ -63,7 +63,8 @@ def _check_ranges(sampling: SamplingParams) -> None:
     if not 0 <= sampling.min_tokens <= sampling.max_tokens:
         raise RequestError(
             "min_tokens",
-            f"min_tokens is {sampling.min_tokens}: it must lie between 0 and max_tokens {sampling.max_tokens}",
+            f"min_tokens is {sampling.min_tokens}: it must lie between 0 and max_tokens, which is "
+            f"{sampling.max_tokens}: lower it, or give a larger max_tokens",
         )
     for field, (low, high, low_allowed) in _RANGES.items():
         value = getattr(sampling, field)

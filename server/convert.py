@@ -191,7 +191,7 @@ class Converter:
         return GrammarSpec.of(turn, param=rules.param)
 
     def tokenize(self, wire: TokenizeRequest, info: EngineInfo | None) -> list[int]:
-        """Ids of a raw prompt or of rendered messages, up to `MAX_CONTEXTS` times the context."""
+        """Ids of a raw prompt or of rendered messages, if their bytes may fit `MAX_CONTEXTS` contexts."""
         limit = self._limit(info, MAX_CONTEXTS)
         if wire.prompt is not None:
             if wire.add_special_tokens is False:
@@ -218,7 +218,7 @@ class Converter:
         max_token_bytes = self.tokenizer.max_token_bytes
         if info is None or max_token_bytes is None:
             return NO_LIMIT
-        return TextLimit(num_contexts * info.max_model_len, max_token_bytes)
+        return TextLimit(info.max_model_len, max_token_bytes, num_contexts)
 
     def raw_ids(self, prompt: str | list[int], limit: TextLimit = NO_LIMIT) -> list[int]:
         """Ids of a raw prompt, in which control tokens are control tokens. Raises ContextTooLong."""

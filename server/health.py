@@ -35,21 +35,31 @@ def health(
     """
     parser = make_parser(program)
     own, flags = parser.parse_known_args(argv)
+    is_known = True
     if own.of_pid is not None:
-        flags = [*_flags_of(proc / str(own.of_pid), program), *flags]
+        its_flags = _flags_of(proc / str(own.of_pid), program)
+        is_known = its_flags is not None
+        flags = [*(its_flags or []), *flags]
     status, text = _ask(OwnService.of(given_values(settings, parser, flags, environ)))
+    if not status and not is_known:
+        text += (
+            f" (--of-pid: process {own.of_pid} is not {program}, so this address comes from other flags and variables)"
+        )
     streams.write(sys.stdout, f"{text}\n")  # the exit status is the answer, even if the text cannot be written
     return 0 if status == http.client.OK else 1
 
 
-def _flags_of(folder: Path, program: str) -> list[str]:
-    """The flags in a process's command line; none if it runs another program."""
+def _flags_of(folder: Path, program: str) -> list[str] | None:
+    """The flags in a process's command line; None if it runs another program or is gone."""
     try:
         words = (folder / "cmdline").read_bytes().decode(errors="surrogateescape").split("\0")[:-1]
     except OSError:
-        return []
+        return None
     names = [PurePath(word).name for word in words]
-    return words[names.index(program) + 1 :] if program in names else []
+    for place, name in enumerate(names):
+        if name == program or names[max(0, place - 1) : place + 1] == ["-m", "server"]:
+            return words[place + 1 :]
+    return None
 
 
 def _ask(service: OwnService) -> tuple[int, str]:

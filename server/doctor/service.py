@@ -10,6 +10,7 @@ from server.doctor.packages import Package
 from server.errors import SettingError
 from server.listener import bind
 from server.model_source import HubModel, check_model_folder
+from server.responses.store import check_store
 from server.service import check_certificate, check_tracing
 
 
@@ -26,11 +27,12 @@ def port(host: str, number: int) -> Finding:
 
 
 def http_findings(config: ServerConfig) -> list[Finding]:
-    """Whether the certificate can be used, and whether spans can be sent; nothing where the flags ask for neither."""
+    """Whether certificate and file of answers can be used, and spans be sent; nothing of what no flag asks for."""
     findings = []
-    for topic, is_asked, check in (
-        ("certificate", config.ssl_certfile is not None, check_certificate),
-        ("traces", config.otlp_endpoint is not None, check_tracing),
+    for topic, is_asked, check, text_if_ok in (
+        ("certificate", config.ssl_certfile is not None, check_certificate, "can be used"),
+        ("traces", config.otlp_endpoint is not None, check_tracing, "the packages are here"),
+        ("answers", config.response_store is not None, check_store, f"{config.response_store} can be used"),
     ):
         if not is_asked:
             continue
@@ -40,7 +42,7 @@ def http_findings(config: ServerConfig) -> list[Finding]:
             text, _, way_out = str(error).partition(": ")
             findings.append(Finding(topic=topic, level=Level.PROBLEM, text=text, way_out=way_out))
         else:
-            findings.append(ok(topic, "can be used" if topic == "certificate" else "the packages are here"))
+            findings.append(ok(topic, text_if_ok))
     return findings
 
 

@@ -50,7 +50,7 @@ class ResponseStore:
             self._writer.executescript(_SCHEMA)
             self._reader = _connect(file)
         except (OSError, sqlite3.Error) as error:
-            raise SettingError(f"response_store: {file} cannot be used as an SQLite file: {error}") from error
+            raise SettingError(f"response_store {file} cannot be used as an SQLite file: {error}") from error
 
     def put(self, owner: str, body: dict[str, Any], items: Sequence[Any]) -> None:
         """Store an answer with its conversation, and remove what is too old or too much. Raises sqlite3.Error."""
@@ -122,3 +122,14 @@ def open_store(config: ServerConfig) -> ResponseStore | None:
         return None
     max_bytes, max_age_s = config.response_store_bytes, config.response_store_age
     return ResponseStore(config.response_store, max_bytes=max_bytes, max_age_s=max_age_s)
+
+
+def check_store(config: ServerConfig) -> None:
+    """Open the store that the settings ask for, and leave no file that was not there. Raises SettingError."""
+    file = config.response_store
+    was_there = file is not None and file.exists()
+    store = open_store(config)
+    if store is not None and file is not None:
+        store.close()
+        if not was_there:
+            file.unlink(missing_ok=True)

@@ -13,7 +13,7 @@ from server.anthropic.renderer import AnthropicRenderer
 from server.body import read_body
 from server.context import ServerContext
 from server.convert import MAX_CONTEXTS, Converter
-from server.errors import Unavailable
+from server.errors import ContextTooLong, Unavailable
 from server.openapi import COUNTS, GENERATES, describe
 from server.respond import Asked, json_response, respond
 from server.schema.anthropic import (
@@ -64,6 +64,12 @@ def _prepare(asked: Asked[MessagesRequest]) -> AnthropicRenderer:
 
 def _count(converter: Converter, wire: CountTokensRequest, info: EngineInfo) -> int:
     """Prompts that are too long are counted, too, up to a few times the context."""
-    with our_names():
-        roomy = replace(info, max_model_len=MAX_CONTEXTS * info.max_model_len)
-        return converter.chat(chat_request(wire), roomy, "count").num_prompt_tokens
+    most = MAX_CONTEXTS * info.max_model_len
+    try:
+        with our_names():
+            return converter.chat(chat_request(wire), replace(info, max_model_len=most), "count").num_prompt_tokens
+    except ContextTooLong:
+        raise ContextTooLong(
+            f"the prompt has {most} tokens or more, {MAX_CONTEXTS} times this model's maximum context length: "
+            "count it in parts"
+        ) from None

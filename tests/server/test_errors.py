@@ -177,6 +177,25 @@ def test_detokenize_knows_its_ids(post):
     assert error_of(post({"tokens": [5, 4096]}, "/detokenize"))["param"] == "tokens"
 
 
+@rows("field", "prompt", "messages")
+def test_tokenize_refuses_only_what_has_surely_more_than_four_contexts(post, field):
+    """By its bytes: no limit is reached by short tokens alone."""
+
+    def ask(text):
+        return post({field: text if field == "prompt" else [USER | {"content": text}]}, "/tokenize")
+
+    assert ask("a " * 5 * MAX_MODEL_LEN).json()["count"] > 5 * MAX_MODEL_LEN
+    error = error_of(ask("a " * 100 * MAX_MODEL_LEN))
+    assert error["code"] == "context_length_exceeded"
+    assert f"more than {4 * MAX_MODEL_LEN} tokens, 4 times this model's maximum context length" in error["message"]
+
+
+def test_counting_of_messages_ends_at_four_contexts(post):
+    message = USER | {"content": "a " * 5 * MAX_MODEL_LEN}
+    body = post({"model": MODEL, "messages": [message]}, "/v1/messages/count_tokens").json()
+    assert f"{4 * MAX_MODEL_LEN} tokens or more, 4 times this model's maximum" in body["error"]["message"]
+
+
 def test_content_type_and_an_identity_coding_do_not_matter(post):
     response = post(b'{"messages": [{"role": "user", "content": "Hi"}]}', headers={"content-type": "text/plain"})
     assert response.status_code == 200

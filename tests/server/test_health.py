@@ -66,6 +66,7 @@ def test_alive_dead_and_absent(port: int, monkeypatch: pytest.MonkeyPatch, capsy
     (["/usr/bin/tini", "--", "moe-serve", "--port", "PORT", "--max-num-seqs", "4"], {"MOE_SERVE_PORT": "1"}),
     (["/opt/bin/python3", "/opt/bin/moe-serve", "--host", "0.0.0.0", "--port", "PORT"], {}),
     (["/usr/bin/tini", "--", "moe-serve"], {"MOE_SERVE_PORT": "PORT", "MOE_SERVE_HOST": "0.0.0.0"}),
+    (["/usr/bin/python3", "-I", "-m", "server", "--port", "PORT"], {"MOE_SERVE_PORT": "1"}),
     (["/sbin/init", "--port", "1"], {"MOE_SERVE_PORT": "PORT"}),
     ([], {"MOE_SERVE_PORT": "PORT"}),
 )
@@ -85,6 +86,13 @@ def test_g61_a_config_file_of_process_1_counts(port: int, tmp_path: Path) -> Non
 
 def test_a_process_that_is_gone_leaves_the_variables(port: int, tmp_path: Path) -> None:
     assert health(["--of-pid", "1"], "moe-serve", SETTINGS, {"MOE_SERVE_PORT": str(port)}, tmp_path) == 0
+
+
+def test_no_answer_says_that_the_flags_are_of_no_service(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert health(["--of-pid", "7"], "moe-serve", SETTINGS, {"MOE_SERVE_PORT": "1"}, tmp_path) == 1
+    assert "--of-pid: process 7 is not moe-serve" in capsys.readouterr().out
+    assert health(["--of-pid", "1"], "moe-serve", SETTINGS, {}, started_with(tmp_path, "moe-serve", "--port", "1")) == 1
+    assert "--of-pid" not in capsys.readouterr().out
 
 
 def test_wrong_flags_and_a_free_port_are_named(tmp_path: Path) -> None:

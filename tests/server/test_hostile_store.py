@@ -1,4 +1,4 @@
-"""A store of answers whose file is locked by another program, or removed."""
+"""A store of answers whose file is locked by another program, removed, or of no use."""
 
 import sqlite3
 import threading
@@ -6,6 +6,9 @@ import time
 
 import pytest
 
+from server.config import ServerConfig
+from server.doctor.finding import Level
+from server.doctor.service import http_findings
 from server.responses import store as store_module
 from server.responses.store import ResponseStore
 
@@ -78,3 +81,22 @@ def test_an_answer_is_not_written_to_a_file_that_was_removed_or_replaced(store, 
     file.write_bytes(b"")
     with pytest.raises(sqlite3.OperationalError, match="restart the service"):
         put(store, "third")
+
+
+def test_doctor_opens_the_file_and_leaves_none_that_was_not_there(tmp_path):
+    folder = tmp_path / "answers"
+    folder.mkdir()
+    (folder / "text").write_text("no database, but long enough to be read as one" * 100)
+    for name, level in (
+        ("new", Level.OK),
+        ("nowhere/new", Level.PROBLEM),
+        (".", Level.PROBLEM),
+        ("text", Level.PROBLEM),
+    ):
+        [found] = http_findings(ServerConfig(response_store=folder / name))
+        assert (found.topic, found.level) == ("answers", level), found
+        assert (found.level is Level.OK) == (not found.way_out)
+    assert [file.name for file in folder.iterdir()] == ["text"]
+    ResponseStore(folder / "kept", max_bytes=1, max_age_s=1).close()
+    [found] = http_findings(ServerConfig(response_store=folder / "kept"))
+    assert (found.level, (folder / "kept").exists()) == (Level.OK, True)
