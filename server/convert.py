@@ -186,8 +186,11 @@ class Converter:
                 return None
         turn = self._grammar.turn(rules, prompt_ids)
         if turn is None:
-            message = f"{rules.param}: this chat template ends inside a message, so the answer cannot be bound"
-            raise BadRequest(message, param=rules.param)
+            raise BadRequest(
+                f"{rules.param}: the prompt does not end where an answer begins, so the answer cannot be bound: "
+                "leave out continue_final_message, add_generation_prompt and a last message of the assistant",
+                param=rules.param,
+            )
         return GrammarSpec.of(turn, param=rules.param)
 
     def tokenize(self, wire: TokenizeRequest, info: EngineInfo | None) -> list[int]:

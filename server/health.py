@@ -58,8 +58,19 @@ def _flags_of(folder: Path, program: str) -> list[str] | None:
     names = [PurePath(word).name for word in words]
     for place, name in enumerate(names):
         if name == program or names[max(0, place - 1) : place + 1] == ["-m", "server"]:
-            return words[place + 1 :]
+            return _from_its_folder(words[place + 1 :], folder / "cwd")
     return None
+
+
+def _from_its_folder(flags: list[str], cwd: Path) -> list[str]:
+    """The flags with the --config file that the process means, if it lies in `cwd`."""
+    for place, flag in enumerate(flags):
+        before, _, file = flag.partition("=")
+        if flag == "--config" and place + 1 < len(flags) and (cwd / flags[place + 1]).exists():
+            flags[place + 1] = str(cwd / flags[place + 1])
+        elif before == "--config" and file and (cwd / file).exists():
+            flags[place] = f"--config={cwd / file}"
+    return flags
 
 
 def _ask(service: OwnService) -> tuple[int, str]:

@@ -19,6 +19,7 @@ from server import streams
 from server.errors import SettingError
 
 PREFIX = "MOE_SERVE_"
+_YAML_NULL = "tag:yaml.org,2002:null"
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
@@ -291,10 +292,11 @@ def _written(node: Any, source: str) -> str | list[str] | None:
     import yaml
 
     if isinstance(node, yaml.ScalarNode):
-        return None if node.tag == "tag:yaml.org,2002:null" else str(node.value)
-    if isinstance(node, yaml.SequenceNode) and all(isinstance(part, yaml.ScalarNode) for part in node.value):
-        return [str(part.value) for part in node.value]
-    raise SettingError(f"{source} must hold one value, or a list of values")
+        return None if node.tag == _YAML_NULL else str(node.value)
+    parts = node.value if isinstance(node, yaml.SequenceNode) else [node]
+    if any(not isinstance(part, yaml.ScalarNode) or part.tag == _YAML_NULL for part in parts):
+        raise SettingError(f"{source} must hold one value, or a list of values")
+    return [str(part.value) for part in parts]
 
 
 def _nearest(name: str, known: Sequence[str]) -> str:

@@ -6,6 +6,7 @@ from engine.grammar_spec import Format, free_tokens, one_of, regex, repeated, se
 from server.parsers.base import TokenBytes, is_blank
 from server.structured.turn import CallRule, TurnRules
 
+_ASSISTANT = "<｜Assistant｜>"
 _CALLS_BEGIN, _CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 _CALL_BEGIN, _CALL_SEP, _CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
 
@@ -26,12 +27,12 @@ class DeepSeekGrammar:
     def turn(self, rules: TurnRules, prompt_ids: Sequence[int]) -> Format | None:
         """The format of the rest of the turn."""
         end = self._end(rules)
-        marker = self._last_marker(prompt_ids)
+        marker, has_text = self._last_marker(prompt_ids)
         # Line breaks only behind a `</think>` that the model writes: nowhere else does the parser drop them.
         thinking = sequence(self._free(), token(self._ids["</think>"]), _line_breaks())
-        if marker == "<think>":
+        if marker == "<think>" and not has_text:
             return sequence(thinking, end)
-        if marker == "</think>":
+        if marker == "</think>" or (marker == _ASSISTANT and has_text):  # no thinking inside an answer
             return end
         return sequence(repeated(sequence(token(self._ids["<think>"]), thinking), 0, 1), end)
 
@@ -43,14 +44,14 @@ class DeepSeekGrammar:
             ends.append(sequence(*before, self._calls(rules)))
         return one_of(*ends)
 
-    def _last_marker(self, prompt_ids: Sequence[int]) -> str:
-        """The control token that the prompt ends with, white space aside."""
+    def _last_marker(self, prompt_ids: Sequence[int]) -> tuple[str, bool]:
+        """The last control token of the prompt, and whether text follows it that is not blank."""
+        has_text = False
         for token_id in reversed(prompt_ids):
             if token_id in self._names:
-                return self._names[token_id]
-            if not is_blank(self._token_bytes(token_id)):
-                break
-        return ""
+                return self._names[token_id], has_text
+            has_text = has_text or not is_blank(self._token_bytes(token_id))
+        return "", has_text
 
     def _free(self) -> Format:
         return free_tokens(self._ids.values())

@@ -27,7 +27,7 @@ class HarmonyGrammar:
         return True
 
     def turn(self, rules: TurnRules, prompt_ids: Sequence[int]) -> Format | None:
-        """The format of the rest of the turn; None if the prompt ends inside a message that we do not know."""
+        """The format of the rest of the turn, or of the answer that the prompt begins; None if neither can come."""
         opened = self._opened(prompt_ids)
         begins = [self._message("analysis")]
         if rules.answer is None:
@@ -40,7 +40,7 @@ class HarmonyGrammar:
             return whole
         if opened == "assistant<|channel|>analysis<|message|>":
             return sequence(self._rest_of_message(), whole)
-        if opened == "assistant<|channel|>final<|message|>" and not rules.must_call:
+        if opened.startswith("assistant<|channel|>final<|message|>") and not rules.must_call:
             return self._body(rules)
         return None
 

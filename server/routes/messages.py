@@ -67,9 +67,10 @@ def _count(converter: Converter, wire: CountTokensRequest, info: EngineInfo) -> 
     most = MAX_CONTEXTS * info.max_model_len
     try:
         with our_names():
-            return converter.chat(chat_request(wire), replace(info, max_model_len=most), "count").num_prompt_tokens
+            roomy = replace(info, max_model_len=most + 1)  # `chat` leaves room for an answer
+            return converter.chat(chat_request(wire), roomy, "count").num_prompt_tokens
     except ContextTooLong:
         raise ContextTooLong(
-            f"the prompt has {most} tokens or more, {MAX_CONTEXTS} times this model's maximum context length: "
+            f"the prompt has more than {most} tokens, {MAX_CONTEXTS} times this model's maximum context length: "
             "count it in parts"
         ) from None

@@ -191,9 +191,14 @@ def test_tokenize_refuses_only_what_has_surely_more_than_four_contexts(post, fie
 
 
 def test_counting_of_messages_ends_at_four_contexts(post):
-    message = USER | {"content": "a " * 5 * MAX_MODEL_LEN}
-    body = post({"model": MODEL, "messages": [message]}, "/v1/messages/count_tokens").json()
-    assert f"{4 * MAX_MODEL_LEN} tokens or more, 4 times this model's maximum" in body["error"]["message"]
+    def count(num_words):
+        body = {"model": MODEL, "messages": [USER | {"content": " a" * num_words}]}
+        return post(body, "/v1/messages/count_tokens").json()
+
+    beside = count(1)["input_tokens"] - 1
+    assert count(4 * MAX_MODEL_LEN - beside) == {"input_tokens": 4 * MAX_MODEL_LEN}
+    message = count(4 * MAX_MODEL_LEN - beside + 1)["error"]["message"]
+    assert f"more than {4 * MAX_MODEL_LEN} tokens, 4 times this model's maximum" in message
 
 
 def test_content_type_and_an_identity_coding_do_not_matter(post):

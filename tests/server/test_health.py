@@ -84,6 +84,14 @@ def test_g61_a_config_file_of_process_1_counts(port: int, tmp_path: Path) -> Non
     assert health(["--of-pid", "1"], "moe-serve", SETTINGS, {}, proc) == 0
 
 
+@rows("words", ["--config", "settings.yaml"], ["--config=settings.yaml"])
+def test_a_config_file_is_found_in_the_folder_of_the_process(port: int, tmp_path: Path, words: list[str]) -> None:
+    proc = started_with(tmp_path, "moe-serve", *words)
+    (proc / "1" / "cwd").mkdir()
+    (proc / "1" / "cwd" / "settings.yaml").write_text(f"port: {port}\n")
+    assert health(["--of-pid", "1"], "moe-serve", SETTINGS, {}, proc) == 0
+
+
 def test_a_process_that_is_gone_leaves_the_variables(port: int, tmp_path: Path) -> None:
     assert health(["--of-pid", "1"], "moe-serve", SETTINGS, {"MOE_SERVE_PORT": str(port)}, tmp_path) == 0
 

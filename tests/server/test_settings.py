@@ -294,6 +294,7 @@ def test_a_variable_that_a_flag_overrides_is_not_parsed_g03():
     ("port: {a: 1}", "port must hold one value, or a list of values"),
     ("served_model_name: [a, [b]]", "served_model_name must hold one value, or a list of values"),
     ("served_model_name: &a [*a]", "served_model_name must hold one value, or a list of values"),
+    ("served_model_name: [a, ~]", "served_model_name must hold one value, or a list of values"),
     ("host: [a, b]", "host: ['a', 'b'] is not text"),
     ("port: 1\nhost: a\nport: 2", "gives port twice"),
     ("port: 1\n---\nport: 2", "cannot be read"),

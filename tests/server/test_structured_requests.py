@@ -203,3 +203,20 @@ def _find(tree, key):
 def test_the_openapi_schema_takes_every_tool_choice():
     choice = ChatCompletionRequest.model_json_schema()["properties"]["tool_choice"]
     assert {"enum": ["auto", "none", "required"]} in choice["anyOf"]
+
+
+CONTINUED = {"messages": [USER, {"role": "assistant", "content": "{"}], "continue_final_message": True}
+
+
+def test_a_prompt_that_does_not_end_where_an_answer_begins_names_the_fields(http):
+    """A continued answer is bound from there on. A call cannot stand inside it."""
+    json_object = {"response_format": {"type": "json_object"}}
+    assert ask(http, **CONTINUED, **json_object).status_code == 200
+    for fields, param in (
+        ({**json_object, "add_generation_prompt": False}, "response_format"),
+        ({**CONTINUED, "tools": [OTHER], "tool_choice": "required"}, "tool_choice"),
+    ):
+        response = ask(http, **fields)
+        error = response.json()["error"]
+        assert (response.status_code, error["param"]) == (400, param), error
+        assert "leave out continue_final_message, add_generation_prompt" in error["message"]

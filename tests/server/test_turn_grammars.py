@@ -143,6 +143,8 @@ def test_harmony_turns(harmony, rules, transcript, is_allowed):
     ("<|channel|>analysis<|message|>", "So.<|end|><|start|>assistant" + FINAL.format(GOOD), True),
     ("<|channel|>analysis<|message|>", FINAL.format(GOOD), False),
     ("<|channel|>final<|message|>", GOOD + "<|return|>", True),
+    ("<|channel|>final<|message|>Here: ", GOOD + "<|return|>", True),
+    ("<|channel|>final<|message|>Here: ", BAD + "<|return|>", False),
 )
 def test_harmony_goes_on_where_the_prompt_ends(harmony, opened, transcript, is_allowed):
     turn = turn_of(harmony, JSON_TURN, "<|start|>assistant" + opened)
@@ -151,6 +153,7 @@ def test_harmony_goes_on_where_the_prompt_ends(harmony, opened, transcript, is_a
 
 def test_harmony_has_no_rules_for_a_prompt_that_ends_elsewhere(harmony):
     assert turn_of(harmony, JSON_TURN, "<|start|>user<|message|>hi") is None
+    assert turn_of(harmony, MUST_CALL, "<|start|>assistant<|channel|>final<|message|>Here: ") is None
 
 
 BLOCK = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{}\n```json\n{}\n```<｜tool▁call▁end｜>"
@@ -170,6 +173,12 @@ DEEPSEEK_TURNS = [
     (JSON_TURN, "V3.1", "</think>", "\n\n" + GOOD, False),
     (JSON_TURN, "V3.1", "</think>\n", "\n" + GOOD, False),
     (JSON_TURN, "V3.1", "</think>Here: ", "\n" + GOOD, False),
+    (JSON_TURN, "V3.1", "</think>Here: ", GOOD, True),
+    (JSON_TURN, "V3.1", "</think>Here: ", "<think>" + THINKS + GOOD, False),
+    (JSON_TURN, "R1", "Here: ", GOOD, True),
+    (JSON_TURN, "R1", "Here: ", "<think>" + THINKS + GOOD, False),
+    (MUST_CALL, "V3.1", "</think>I look.", IN_CALLS.format(BARE.format("f", GOOD)), True),
+    (MUST_CALL, "V3.1", "</think>I look.", "<think>" + THINKS + IN_CALLS.format(BARE.format("f", GOOD)), False),
     (MAY_CALL | JSON_TURN, "R1", "<think>", THINKS + "\n\n" + IN_CALLS.format(BLOCK.format("f", GOOD)), True),
     (MAY_CALL | JSON_TURN, "V3.1", "</think>", IN_CALLS.format(BARE.format("f", GOOD)), True),
     (MAY_CALL | JSON_TURN, "V3.1", "</think>", "\n" + IN_CALLS.format(BARE.format("f", GOOD)), False),
