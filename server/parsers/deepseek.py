@@ -7,9 +7,8 @@
 
 Arguments may stand in a ```json block. "function" before arguments that begin with a brace is a V3.1 tool of that name.
 All markers are tokens of their own. Line breaks right after a marker are layout and dropped; those that follow a
-`</think>` of the prompt are content, as in vLLM. A call to a function that the request did not offer, and text around
-calls, are content. User messages and tool results that the model invents are dropped: they are not the assistant's
-words.
+`</think>` of the prompt are content. A call to a function that the request did not offer, and text around calls, are
+content. User messages and tool results that the model invents are dropped: they are not the assistant's words.
 """
 
 import enum
