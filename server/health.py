@@ -35,13 +35,9 @@ def health(
     """
     parser = make_parser(program)
     own, flags = parser.parse_known_args(argv)
-    is_known = True
-    if own.of_pid is not None:
-        its_flags = _flags_of(proc / str(own.of_pid), program)
-        is_known = its_flags is not None
-        flags = [*(its_flags or []), *flags]
-    status, text = _ask(OwnService.of(given_values(settings, parser, flags, environ)))
-    if not status and not is_known:
+    its_flags = [] if own.of_pid is None else _flags_of(proc / str(own.of_pid), program)
+    status, text = _ask(OwnService.of(given_values(settings, parser, [*(its_flags or []), *flags], environ)))
+    if not status and its_flags is None:
         text += (
             f" (--of-pid: process {own.of_pid} is not {program}, so this address comes from other flags and variables)"
         )
@@ -63,14 +59,19 @@ def _flags_of(folder: Path, program: str) -> list[str] | None:
 
 
 def _from_its_folder(flags: list[str], cwd: Path) -> list[str]:
-    """The flags with the --config file that the process means, if it lies in `cwd`."""
-    for place, flag in enumerate(flags):
-        before, _, file = flag.partition("=")
-        if flag == "--config" and place + 1 < len(flags) and (cwd / flags[place + 1]).exists():
-            flags[place + 1] = str(cwd / flags[place + 1])
-        elif before == "--config" and file and (cwd / file).exists():
-            flags[place] = f"--config={cwd / file}"
-    return flags
+    """The flags with the path of the --config file that a process means that runs in `cwd`."""
+
+    def find(file: str) -> str:
+        return str(cwd / file) if (cwd / file).is_file() else file
+
+    words = []
+    for before, flag in zip(["", *flags], flags, strict=False):
+        name, has_value, file = flag.partition("=")
+        if before == "--config":
+            words.append(find(flag))
+        else:
+            words.append(f"--config={find(file)}" if name == "--config" and has_value else flag)
+    return words
 
 
 def _ask(service: OwnService) -> tuple[int, str]:

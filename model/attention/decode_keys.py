@@ -117,17 +117,15 @@ class _LayerColumns:
         shape = (num_requests, spec.num_kv_heads, kept.num_columns)
         if spec.values_in_keys:
             self.keys_BGCD = torch.empty(*shape, spec.key_dim, dtype=dtype)
-            self.values_BGCV = None
+            self.keys_NCD = self.keys_BGCD.flatten(0, 1)
+            self.values_BGCV, self.values_NCV = None, self.keys_NCD[..., : spec.value_dim]
         else:
             # Columns lie last. That halves the time of the product with the queries on an Intel Xeon; an AMD EPYC takes
             # as long either way. Writing all columns, once in `_ROOM` steps, takes several times as long.
             keys_BGDC = torch.empty(*shape[:2], spec.key_dim, kept.num_columns, dtype=dtype)
             self.keys_BGCD = keys_BGDC.transpose(2, 3)
+            self.keys_NCD = self.keys_BGCD.flatten(0, 1)
             self.values_BGCV = torch.empty(*shape, spec.value_dim, dtype=dtype)
-        self.keys_NCD = self.keys_BGCD.flatten(0, 1)
-        if self.values_BGCV is None:
-            self.values_NCV = self.keys_NCD[..., : spec.value_dim]
-        else:
             self.values_NCV = self.values_BGCV.flatten(0, 1)
 
     def fill(self, start: int, keys_NLD: torch.Tensor, values_NLV: torch.Tensor) -> None:

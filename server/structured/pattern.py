@@ -215,8 +215,7 @@ class _Reader:
         return self._text[self.at - 1]
 
     def _atom(self, depth: int) -> Node:
-        if self._bounds() is not None:
-            self.fail("a repetition repeats nothing")
+        self._refuse_repetition("a repetition repeats nothing")
         sign = self._next()
         if sign == "(":
             return self._group(depth)
@@ -255,9 +254,15 @@ class _Reader:
         if high is not None and high < low:
             self.fail("the repetition's bounds are out of order")
         self._take("?")  # a lazy repetition matches the same texts
-        if self._bounds() is not None:
-            self.fail("a repetition is repeated")
+        self._refuse_repetition("a repetition is repeated")
         return Repeat(atom, low, high)
+
+    def _refuse_repetition(self, reason: str) -> None:
+        """Fail where a repetition begins at the next character."""
+        start = self.at
+        if self._bounds() is not None:
+            self.at = start
+            self.fail(reason)
 
     def _bounds(self) -> tuple[int, int | None] | None:
         """How often a repetition at the next character repeats; None if none begins there, as in `{a}`."""
