@@ -200,7 +200,7 @@ def test_two_members_share_an_engine_process():
             await until(lambda: client.stats is not None and client.stats.num_running == 4)
             refused = [await collect(member, request(f"late{member._origin}", [1])) for member in (first, second)]
             assert [[output.overloaded for output in outputs] for outputs in refused] == [[True], [True]]
-            assert sum(first.num_by_client.values()) == sum(second.num_by_client.values()) == 4
+            await until(lambda: sum(first.num_by_client.values()) == sum(second.num_by_client.values()) == 4)
             freed = []
             second.on_freed = freed.append
             client.send_leave(1)
