@@ -35,6 +35,7 @@ class CompletionRenderer(ChunkRenderer):
         self._logprobs = wire.logprobs
         self._prompt_logprobs = wire.prompt_logprobs
         self._echo = bool(wire.echo)
+        self._prompts = wire.prompt
         self._num_chars = [0] * len(self.choices)  # of all text shown so far, the offset of the next token
 
     @override
@@ -68,7 +69,10 @@ class CompletionRenderer(ChunkRenderer):
         return ((token, self.choices[index].logprobs_at(token.position)) for token in tokens)
 
     def _echoed(self, index: int) -> tuple[str, CompletionLogprobs]:
-        """The prompt's text with, if asked for, an entry for each of its tokens."""
+        """The prompt's text with, if asked for, an entry for each of its tokens.
+
+        A token that the tokenizer put before the client's text (BOS) keeps its entry and is an empty text.
+        """
         prompt_ids = self.prepared.requests[index].prompt_ids
         stream = TextStream()
         for position, token_id in enumerate(prompt_ids):
@@ -76,6 +80,9 @@ class CompletionRenderer(ChunkRenderer):
         stream.flush()
         tokens = stream.cut(sum(len(self._tokenizer.token_bytes(token_id)) for token_id in prompt_ids))
         text = "".join(token.text for token in tokens)
+        prompt = self._prompts[index // self.prepared.num_choices]
+        if isinstance(prompt, str) and text == tokens[0].text + prompt:
+            tokens[0].text, text = "", prompt
         known = self.choices[index].prompt_logprobs or [None] * len(tokens)
         shown = [each and TokenLogprobs(each.token_id, each.logprob, each.top[: self._logprobs]) for each in known]
         return text, self._entries(index, zip(tokens, shown, strict=True))

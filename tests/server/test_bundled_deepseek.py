@@ -72,6 +72,19 @@ def test_no_line_breaks_stand_before_a_bound_answer(complete, fields):
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == choice.message.content
 
 
+@rows("prompt, shown", ("Hello 日本", ["", "Hello 日本"]), ("<bos>Hello", ["<bos>", "Hello"]), ("", ["", ""]))
+def test_an_echo_is_the_prompt_that_was_sent(served, prompt, shown):
+    """Without the BOS token that the tokenizer put before it; the token keeps its entry."""
+    name, url = served
+    bos = "<｜begin▁of▁sentence｜>"
+    body = {"model": name, "prompt": prompt.replace("<bos>", bos), "echo": True, "logprobs": 0, "max_tokens": 0}
+    answer = httpx2.post(f"{url}/v1/completions", json=body).json()["choices"][0]
+    tokens = answer["logprobs"]["tokens"]
+    assert [tokens[0], "".join(tokens[1:])] == [text.replace("<bos>", bos) for text in shown]
+    assert answer["text"] == "".join(tokens)
+    assert answer["logprobs"]["text_offset"][:2] == [0, len(tokens[0])][: len(tokens)]
+
+
 @rows("fields", {}, THINKING)
 def test_it_calls_a_function(ask, fields):
     choice = ask(("user", "What is the weather in Paris?"), tools=[WEATHER], extra_body=fields)
