@@ -6,26 +6,31 @@ BPE is supported, the kind of both model families: there every id stands for a f
 
 import codecs
 import json
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
-from tokenizers import AddedToken
 from tokenizers import Tokenizer as RustTokenizer
 
 from loaders.bos_token import find_bos
+from loaders.chat_templates import DEFAULT, TOOL_USE, TemplateText, read_chat_templates
 from loaders.errors import TokenizerError
-from loaders.json_text import parse_json
 from loaders.token_bytes import max_token_bytes
+from loaders.token_settings import add_declared_tokens, named_tokens, read_settings
 
 
 class Tokenizer:
     """One model's tokenizer. Ids are the file's; nothing is added before or after a text."""
 
     def __init__(
-        self, rust: RustTokenizer, settings: dict[str, Any], chat_template: str | None, chat_template_file: str = ""
+        self,
+        rust: RustTokenizer,
+        names: Mapping[str, str],
+        templates: Mapping[str, TemplateText],
+        *,
+        adds_bos: bool,
     ) -> None:
-        """Wrap a loaded tokenizer; `settings` is tokenizer_config.json."""
+        """Wrap a loaded tokenizer; `names` are its named tokens, such as "bos_token"."""
         self._rust = rust
         self._content_of = {token_id: token.content for token_id, token in rust.get_added_tokens_decoder().items()}
         self._bytes_of = {
@@ -33,13 +38,13 @@ class Tokenizer:
         }  # grows with use
         self.special_tokens: dict[str, int] = {content: token_id for token_id, content in self._content_of.items()}
         """Every added token (control tokens, whether flagged special or not), name to id."""
-        self.chat_template = chat_template
-        self.chat_template_file = chat_template_file
-        """Where the template comes from; for messages."""
-        self.bos_token = _token_text(settings.get("bos_token"))
-        self.eos_token = _token_text(settings.get("eos_token"))
-        self.adds_bos = bool(settings.get("add_bos_token", False))
-        """True when a raw prompt (not a rendered template) should start with `bos_token`."""
+        self.chat_template = templates.get(DEFAULT)
+        self.tool_template = templates.get(TOOL_USE)
+        """Takes the place of `chat_template` in conversations with tools; None if the model has no other for them."""
+        self.named_tokens = dict(names)
+        """The tokens that templates read by name, such as "bos_token", with their text."""
+        self.adds_bos = adds_bos
+        """True when a raw prompt (not a rendered template) should start with the token called "bos_token"."""
 
     def encode(self, text: str, *, allow_special: bool = True) -> list[int]:
         """Ids of a text. With `allow_special=False`, "<|start|>" in the text is spelled out like any other text."""
@@ -101,7 +106,7 @@ def _encode(rust: RustTokenizer, text: str) -> list[int]:
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """Read tokenizer.json, tokenizer_config.json and chat_template.jinja (which wins over the config's template).
+    """Read tokenizer.json and the small files beside it: settings, special tokens, chat templates.
 
     Raises:
         TokenizerError: a file is missing or damaged, the tokenizer is not byte-level BPE, or what it puts around a raw
@@ -109,7 +114,10 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     """
     path = folder / "tokenizer.json"
     if not path.is_file():
-        raise TokenizerError(f"{path}: missing; only tokenizer.json files are read, no SentencePiece or tiktoken files")
+        raise TokenizerError(
+            f"{path}: missing; only tokenizer.json files are read, no SentencePiece or tiktoken files: take an upload "
+            "that has one, or let transformers write it (AutoTokenizer.from_pretrained, then save_pretrained)"
+        )
     try:
         rust = RustTokenizer.from_buffer(path.read_bytes().removeprefix(codecs.BOM_UTF8))
     except Exception as error:  # the library raises bare Exception for anything wrong with the file
@@ -118,11 +126,13 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         raise TokenizerError(f"{path}: only byte-level BPE tokenizers are supported, its decoder is not ByteLevel")
     rust.no_truncation()
     rust.no_padding()
-    settings = _read_settings(folder / "tokenizer_config.json")
-    _add_missing_tokens(rust, settings.get("added_tokens_decoder") or {}, folder / "tokenizer_config.json")
-    bos_token, adds_bos = find_bos(rust, settings, _token_text(settings.get("bos_token")), folder)
-    settings |= {"bos_token": bos_token, "add_bos_token": adds_bos}
-    return Tokenizer(rust, settings, *_chat_template(folder, settings))
+    settings = read_settings(folder)
+    add_declared_tokens(rust, settings, folder)
+    names = named_tokens(settings)
+    bos_token, adds_bos = find_bos(rust, settings, names.get("bos_token"), folder)
+    if bos_token is not None:
+        names["bos_token"] = bos_token
+    return Tokenizer(rust, names, read_chat_templates(folder, settings), adds_bos=adds_bos)
 
 
 def _decoder_types(rust: RustTokenizer) -> set[str]:
@@ -130,75 +140,6 @@ def _decoder_types(rust: RustTokenizer) -> set[str]:
         return set()
     state = json.loads(rust.decoder.__getstate__())
     return {part["type"] for part in [state, *state.get("decoders", [])]}
-
-
-def _read_settings(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        settings = parse_json(path.read_bytes())
-    except ValueError as error:
-        raise TokenizerError(f"{path}: cannot be read as JSON: {error}") from error
-    if not isinstance(settings, dict):
-        raise TokenizerError(f"{path}: must hold a JSON object")
-    return settings
-
-
-def _add_missing_tokens(rust: RustTokenizer, declared: Any, path: Path) -> None:
-    """Add tokens that only tokenizer_config.json knows; they must land on the ids it gives them."""
-    for token_id, entry in _declared_tokens(declared, path):
-        content = entry["content"]
-        if rust.token_to_id(content) is None:
-            flags = {
-                flag: bool(entry[flag]) for flag in ("lstrip", "rstrip", "single_word", "normalized") if flag in entry
-            }
-            rust.add_tokens([AddedToken(content, special=bool(entry.get("special")), **flags)])
-        found = rust.token_to_id(content)
-        if found != token_id:
-            raise TokenizerError(
-                f"{path}: token '{content}' should have id {token_id}, "
-                f"but tokenizer.json gives it {found}; the two files do not belong together"
-            )
-
-
-def _declared_tokens(declared: Any, path: Path) -> list[tuple[int, dict[str, Any]]]:
-    """The entries of added_tokens_decoder in the order of their ids."""
-    if not isinstance(declared, dict):
-        raise TokenizerError(f"{path}: added_tokens_decoder must be an object from token ids to tokens")
-    for key, entry in declared.items():
-        if not (key.isascii() and key.isdigit()):
-            raise TokenizerError(f"{path}: added_tokens_decoder has the key '{key}', which is not a token id")
-        if not (isinstance(entry, dict) and isinstance(entry.get("content"), str) and entry["content"]):
-            raise TokenizerError(
-                f"{path}: added_tokens_decoder[{key}] must be an object with the token's text as content"
-            )
-    return sorted(((int(key), entry) for key, entry in declared.items()), key=lambda item: item[0])
-
-
-def _chat_template(folder: Path, settings: dict[str, Any]) -> tuple[str | None, str]:
-    """The template's text and the file it comes from."""
-    file, config = folder / "chat_template.jinja", folder / "tokenizer_config.json"
-    if file.is_file():
-        try:
-            return file.read_text(encoding="utf-8-sig"), str(file)
-        except UnicodeDecodeError as error:
-            raise TokenizerError(f"{file}: is not UTF-8: {error}") from error
-    template = settings.get("chat_template")
-    if isinstance(template, list):
-        for index, entry in enumerate(template):
-            if not isinstance(entry, dict) or not all(isinstance(entry.get(key), str) for key in ("name", "template")):
-                raise TokenizerError(f"{config}: chat_template[{index}] must be an object with a name and a template")
-        template = {entry["name"]: entry["template"] for entry in template}.get("default")
-    if not (template is None or isinstance(template, str)):
-        raise TokenizerError(f"{config}: chat_template must be text or a list of named templates")
-    return template, str(config)
-
-
-def _token_text(value: Any) -> str | None:
-    """A token in tokenizer_config.json is a string or an object with its content."""
-    if isinstance(value, dict):
-        value = value.get("content")
-    return value if isinstance(value, str) else None
 
 
 def _byte_alphabet() -> dict[str, int]:

@@ -1,6 +1,6 @@
 """Turns wire requests into engine requests: prompt ids, sampling, token budget, and how to read the answer."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeGuard
 
@@ -32,6 +32,8 @@ MAX_CONTEXTS = 4
 
 _SWITCH = "thinking"
 """Variable by which templates such as DeepSeek-V3.1's turn reasoning on and off."""
+_GIVEN = ("messages", "tools", "add_generation_prompt", "bos_token", "eos_token")
+"""Variables that no request may set."""
 _EFFORTS = ("low", "medium", "high")
 _SWITCH_EFFORTS = ("none", "minimal", *_EFFORTS, "xhigh")
 
@@ -80,7 +82,8 @@ class Converter:
         self._template = ChatTemplate(tokenizer)
         self._rehearsal = Rehearsal(self._template)
         self._make_parser = choose_parser(tokenizer)
-        self._grammar = choose_grammar(tokenizer, tokenizer.chat_template)
+        template = tokenizer.tool_template or tokenizer.chat_template
+        self._grammar = choose_grammar(tokenizer, None if template is None else template.text)
         self._end_ids = end_of_turn_ids(tokenizer)
         self._token_texts = TokenTexts(tokenizer)
         self._control_ids = frozenset(tokenizer.special_tokens.values())
@@ -94,9 +97,10 @@ class Converter:
         choice = call_choice(wire)
         rules = turn_rules(answer_format(wire), offered_tools(wire.tools or []), choice)
         tools = [] if choice.mode == "none" else wire.tools or []
-        if tools and "tools" not in self._template.variables:
+        readable = self._template.variables(has_tools=bool(tools))
+        if tools and "tools" not in readable:
             raise BadRequest("tools: this model's chat template does not read them", param="tools")
-        variables = self._template_variables(wire)
+        variables = self._template_variables(wire, readable)
         prompt_ids = self._render(wire.messages, tools, variables, self._limit(info), _ending(wire))
         room = _room(len(prompt_ids), info)
         wanted = wire.max_completion_tokens or wire.max_tokens
@@ -229,7 +233,7 @@ class Converter:
             return prompt
         limit.check(prompt)
         ids = self.tokenizer.encode(prompt)
-        bos = self.tokenizer.special_tokens.get(self.tokenizer.bos_token or "")
+        bos = self.tokenizer.special_tokens.get(self.tokenizer.named_tokens.get("bos_token", ""))
         return [bos, *ids] if self.tokenizer.adds_bos and bos is not None and ids[:1] != [bos] else ids
 
     def _render(
@@ -252,10 +256,10 @@ class Converter:
                 "messages: objects in messages, tools or template variables are nested too deeply", param="messages"
             ) from None
 
-    def _template_variables(self, wire: ChatCompletionRequest) -> dict[str, Any]:
-        """Variables for the template; one that it does not read would be ignored, so it is refused."""
+    def _template_variables(self, wire: ChatCompletionRequest, readable: Set[str]) -> dict[str, Any]:
+        """Variables for the template; one that is not `readable` to it would be ignored, so it is refused."""
         variables = dict(wire.chat_template_kwargs or {})
-        has_switch = _SWITCH in self._template.variables
+        has_switch = _SWITCH in readable
         if wire.reasoning_effort is not None:
             efforts = _SWITCH_EFFORTS if has_switch else _EFFORTS
             if wire.reasoning_effort not in efforts:
@@ -266,9 +270,9 @@ class Converter:
         thinks = _thinks(wire)
         if has_switch and thinks is not None:
             variables.setdefault(_SWITCH, thinks)
-        reserved = {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"}
+        reserved = {*_GIVEN, *self.tokenizer.named_tokens}
         for name in variables:
-            if name not in self._template.variables or name in reserved:
+            if name not in readable or name in reserved:
                 param = "reasoning_effort" if name == "reasoning_effort" else "chat_template_kwargs"
                 raise BadRequest(f"{param}: this model's chat template does not read '{name[:64]}'", param=param)
         return variables

@@ -8,11 +8,13 @@ the letters back in the pieces between them, and tokenize those pieces as plain 
 import enum
 import re
 from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
 
-from jinja2 import Template, TemplateError, TemplateSyntaxError, meta
+from jinja2 import Template, TemplateError, TemplateSyntaxError, meta, nodes
 
+from loaders.chat_templates import TemplateText
 from server.errors import BadRequest, SettingError
 from server.template_environment import TemplateEnvironment
 from server.text_limit import NO_LIMIT, TextLimit
@@ -26,10 +28,9 @@ class PromptTokenizer(Protocol):
     """The part of a tokenizer that rendering needs."""
 
     special_tokens: dict[str, int]
-    chat_template: str | None
-    chat_template_file: str
-    bos_token: str | None
-    eos_token: str | None
+    named_tokens: dict[str, str]
+    chat_template: TemplateText | None
+    tool_template: TemplateText | None
 
     def encode(self, text: str, *, allow_special: bool = True) -> list[int]:
         """Ids of a text."""
@@ -47,27 +48,36 @@ class TemplateRefusal(Exception):
     """The template raised an error; the text is its reason."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Compiled:
+    template: Template
+    variables: Set[str]  # that it reads
+    needs_bos: bool  # it writes bos_token, and nowhere asks whether there is one
+
+
 class ChatTemplate:
-    """A compiled chat template with its tokenizer."""
+    """The compiled chat template with its tokenizer. A model may have another template for conversations with tools."""
 
     def __init__(self, tokenizer: PromptTokenizer) -> None:
-        """Compile the template.
+        """Compile the templates.
 
         Raises:
-            SettingError: the template is not valid Jinja; names the file and the line.
+            SettingError: a template is not valid Jinja (names the file and the line), or writes a BOS token that the
+                model does not have.
         """
         self._tokenizer = tokenizer
-        self._template: Template | None = None
-        self.variables: Set[str] = frozenset()
-        try:
-            if tokenizer.chat_template is not None:
-                self._template, self.variables = _compile(tokenizer.chat_template)
-        except TemplateSyntaxError as error:
-            where = f"{tokenizer.chat_template_file}: line {error.lineno} of the chat template"
-            raise SettingError(f"--model: {where} cannot be compiled: {error.message}") from error
+        plain, for_tools = tokenizer.chat_template, tokenizer.tool_template or tokenizer.chat_template
+        has_bos = "bos_token" in tokenizer.named_tokens
+        self._plain = None if plain is None else _compiled(plain, has_bos=has_bos)
+        self._for_tools = None if for_tools is None else _compiled(for_tools, has_bos=has_bos)
         names = sorted(tokenizer.special_tokens, key=len, reverse=True)
         self._control = re.compile("|".join(map(re.escape, names)) or r"(?!)")
         self._first_letters = sorted({name[0] for name in names})
+
+    def variables(self, *, has_tools: bool) -> Set[str]:
+        """The variables that the template reads which renders conversations with tools, or without."""
+        compiled = self._for_tools if has_tools else self._plain
+        return frozenset() if compiled is None else compiled.variables
 
     def render(
         self,
@@ -83,7 +93,7 @@ class ChatTemplate:
             ContextTooLong: the text exceeds the limit, which is checked before tokenizing.
             BadRequest: the model has no template, or the template refuses the conversation or the tools.
         """
-        if self._template is None:
+        if self._plain is None:
             raise BadRequest("this model has no chat template: use /v1/completions", param="messages")
         begins_answer = ending is Ending.ANSWER_BEGINS
         data = {"messages": messages, "tools": tools or None, "add_generation_prompt": begins_answer, **variables}
@@ -108,11 +118,12 @@ class ChatTemplate:
 
     def text(self, **data: Any) -> str:
         """Render messages, tools and template variables unchanged. Raises TemplateRefusal."""
-        if self._template is None:
+        compiled = self._for_tools if data.get("tools") else self._plain
+        if compiled is None:
             raise TemplateRefusal("there is no template")
-        special = {"bos_token": self._tokenizer.bos_token or "", "eos_token": self._tokenizer.eos_token or ""}
+        defaults = {"bos_token": "", "eos_token": "", **self._tokenizer.named_tokens, "add_generation_prompt": True}
         try:
-            return self._template.render(**{**special, "add_generation_prompt": True, **data})
+            return compiled.template.render(**{**defaults, **data})
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
             raise TemplateRefusal(str(error)) from error
 
@@ -148,15 +159,41 @@ class ChatTemplate:
         return self._tokenizer.encode(text, allow_special=False) if text else []
 
 
+def _compiled(source: TemplateText, *, has_bos: bool) -> _Compiled:
+    """The compiled template. Raises SettingError as `ChatTemplate` does."""
+    try:
+        compiled = _compile(source.text)
+    except TemplateSyntaxError as error:
+        where = f"{source.file}: line {error.lineno} of the chat template"
+        raise SettingError(f"--model: {where} cannot be compiled: {error.message}") from error
+    if compiled.needs_bos and not has_bos:
+        raise SettingError(
+            f"--model: {source.file}: the chat template writes bos_token, but the tokenizer has none; name "
+            "bos_token in tokenizer_config.json"
+        )
+    return compiled
+
+
 @lru_cache(maxsize=16)
-def _compile(source: str) -> tuple[Template, Set[str]]:
-    """The template and the variables that it reads; raises TemplateSyntaxError.
+def _compile(source: str) -> _Compiled:
+    """Compile a text; raises TemplateSyntaxError.
 
     Remembered, because a start asks twice: to refuse a bad template early, and to serve.
     """
     environment = TemplateEnvironment()
     tree = environment.parse(source)
-    return environment.from_string(tree), frozenset(meta.find_undeclared_variables(tree))
+    variables = frozenset(meta.find_undeclared_variables(tree))
+    needs_bos = "bos_token" in variables and not _asks_for(tree, "bos_token")
+    return _Compiled(template=environment.from_string(tree), variables=variables, needs_bos=needs_bos)
+
+
+def _asks_for(tree: nodes.Template, name: str) -> bool:
+    """Whether a template looks anywhere if a variable has a value, or has something else to put in its place."""
+    tests: list[nodes.Node] = [node.test for node in tree.find_all(nodes.If)]
+    tests += [node.test for node in tree.find_all(nodes.CondExpr)]
+    tests += tree.find_all((nodes.Or, nodes.Test, nodes.Filter))
+    parts = (part for test in tests for part in (test, *test.find_all(nodes.Name)))
+    return any(isinstance(part, nodes.Name) and part.name == name for part in parts)
 
 
 def _strings(value: Any) -> Iterable[str]:

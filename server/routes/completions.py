@@ -47,11 +47,11 @@ async def tokenizer_info(request: Request) -> Response:
     """What a client needs to use /tokenize instead of tokenizer files (lm-eval does)."""
     tokenizer = request.app.state.context.converter.tokenizer
     info: TokenizerInfo = {
-        "bos_token": tokenizer.bos_token,
-        "eos_token": tokenizer.eos_token,
+        "bos_token": tokenizer.named_tokens.get("bos_token"),
+        "eos_token": tokenizer.named_tokens.get("eos_token"),
         "add_bos_token": tokenizer.adds_bos,
         "vocab_size": tokenizer.vocab_size,
-        "chat_template": tokenizer.chat_template,
+        "chat_template": None if tokenizer.chat_template is None else tokenizer.chat_template.text,
     }
     return json_response(info)
 

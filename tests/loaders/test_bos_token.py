@@ -43,7 +43,6 @@ ACCEPTED: dict[str, tuple[Any, dict[str, Any], bool]] = {
     "a post-processor without special tokens": (BYTE_LEVEL, {"bos_token": BOS}, False),
     "switched on in the config": (BYTE_LEVEL, {"bos_token": BOS, "add_bos_token": True}, True),
     "switched off in the config": (template(f"{BOS} $A"), {"bos_token": BOS, "add_bos_token": False}, False),
-    "switched on without a token": (None, {"add_bos_token": True}, False),
     "the config replaces what is appended": (
         template(f"{BOS} $A {EOS}"),
         {"bos_token": BOS, "eos_token": EOS, "add_bos_token": True, "add_eos_token": False},
@@ -73,7 +72,8 @@ def raw_ids(tokenizer: Any, text: str) -> list[int]:
     (template(f"$A {EOS}"), {}, "only one token before it is supported"),
     (template(f"{CLS} {BOS} $A"), {"bos_token": BOS}, "add_bos_token in tokenizer_config.json"),
     (template(f"{CLS} $A"), {"bos_token": BOS}, r"begins a text with '<\|cls\|>', but bos_token .* '<\|begin\|>'"),
-    (None, {"bos_token": "<s>", "add_bos_token": True}, "bos_token '<s>' .* not among the added tokens"),
+    (None, {"add_bos_token": True}, "add_bos_token is true, but no bos_token is named"),
+    (None, {"bos_token": "<s>", "add_bos_token": True}, "bos_token '<s>' .* not among the tokens"),
 )
 def test_g42_anything_else_around_a_prompt_is_refused(
     tmp_path: Path, processor: Any, settings: dict[str, Any], words: str

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as RustTokenizer
 
+from loaders.chat_templates import TemplateText
 from loaders.errors import TokenizerError
 from loaders.tokenizer import Tokenizer, load_tokenizer
 from tests.tables import rows
@@ -132,18 +133,46 @@ def test_truncation_and_padding_of_the_file_are_ignored(tmp_path: Path) -> None:
 def test_bos_and_eos_come_as_text_or_as_objects(tmp_path: Path) -> None:
     settings = {"bos_token": {"content": SPECIAL, "lstrip": False}, "eos_token": "<|end|>", "add_bos_token": True}
     tokenizer = load_tokenizer(write(tmp_path, **settings))
-    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.adds_bos) == (SPECIAL, "<|end|>", True)
+    assert tokenizer.named_tokens == {"bos_token": SPECIAL, "eos_token": "<|end|>"}
+    assert tokenizer.adds_bos
     bare = load_tokenizer(write(tmp_path, bos_token=None))
-    assert (bare.bos_token, bare.eos_token, bare.adds_bos) == (None, None, False)
+    assert (bare.named_tokens, bare.adds_bos) == ({}, False)
+
+
+def template_of(folder: Path) -> str | None:
+    template = load_tokenizer(folder).chat_template
+    return None if template is None else template.text
 
 
 def test_chat_template_file_wins_over_the_config(tmp_path: Path) -> None:
     assert load_tokenizer(write(tmp_path)).chat_template is None
     named = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
-    assert load_tokenizer(write(tmp_path, chat_template=named)).chat_template == "D"
-    assert load_tokenizer(write(tmp_path, chat_template="C")).chat_template == "C"
+    assert template_of(write(tmp_path, chat_template=named)) == "D"
+    assert template_of(write(tmp_path, chat_template="C")) == "C"
     (tmp_path / "chat_template.jinja").write_text("J – ü", encoding="utf-8")
-    assert load_tokenizer(tmp_path).chat_template == "J – ü"
+    assert template_of(tmp_path) == "J – ü"
+
+
+def test_a_template_for_tools(tmp_path: Path) -> None:
+    """As in transformers: chat_template.jinja replaces what tokenizer_config.json has."""
+    named = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
+    folder = write(tmp_path, chat_template=named)
+    in_config = TemplateText("T", str(folder / "tokenizer_config.json"))
+    assert load_tokenizer(folder).tool_template == in_config
+    (folder / "additional_chat_templates").mkdir()
+    file = folder / "additional_chat_templates" / "tool_use.jinja"
+    file.write_text("F")
+    assert load_tokenizer(folder).tool_template == TemplateText("F", str(file))
+    assert template_of(folder) == "D"
+    file.unlink()
+    (folder / "chat_template.jinja").write_text("J")
+    assert load_tokenizer(folder).tool_template is None
+
+
+def test_templates_without_a_default_are_refused(tmp_path: Path) -> None:
+    folder = write(tmp_path, chat_template=[{"name": "rag", "template": "R"}])
+    with pytest.raises(TokenizerError, match="no chat template is called 'default', only rag"):
+        load_tokenizer(folder)
 
 
 def test_tokens_that_only_the_config_declares_are_added(tmp_path: Path) -> None:
@@ -152,6 +181,49 @@ def test_tokens_that_only_the_config_declares_are_added(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(write(tmp_path, added_tokens_decoder={str(next_id): entry, "0": {"content": SPECIAL}}))
     assert tokenizer.special_tokens["<|call|>"] == next_id
     assert tokenizer.encode("<|call|>") == [next_id]
+
+
+def test_special_tokens_map_counts_where_the_config_has_no_added_tokens_decoder(tmp_path: Path) -> None:
+    """As in transformers: its tokens win over tokenizer_config.json, which without them lost the BOS of DeepSeek."""
+    folder = write(tmp_path, eos_token=SPECIAL, add_bos_token=True)
+    more = {"bos_token": {"content": SPECIAL}, "eos_token": "<|end|>", "pad_token": PLAIN_ADDED, "unk_token": None}
+    (folder / "special_tokens_map.json").write_text(json.dumps(more))
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.named_tokens == {"bos_token": SPECIAL, "eos_token": "<|end|>", "pad_token": PLAIN_ADDED}
+    assert tokenizer.adds_bos
+    (folder / "tokenizer_config.json").unlink()
+    assert load_tokenizer(folder).named_tokens == tokenizer.named_tokens
+    write(tmp_path, eos_token=SPECIAL, added_tokens_decoder={})
+    assert load_tokenizer(folder).named_tokens == {"eos_token": SPECIAL}
+
+
+def test_tokens_have_names_of_their_own_too(tmp_path: Path) -> None:
+    settings = {"image_token": SPECIAL, "extra_special_tokens": {"end_token": "<|end|>"}, "add_bos_token": False}
+    assert load_tokenizer(write(tmp_path, **settings)).named_tokens == {"image_token": SPECIAL, "end_token": "<|end|>"}
+
+
+def test_tokens_of_added_tokens_json_are_added(tmp_path: Path) -> None:
+    next_id = train().get_vocab_size()
+    folder = write(tmp_path)
+    (folder / "added_tokens.json").write_text(json.dumps({"<|b|>": next_id + 1, "<|a|>": next_id, SPECIAL: 0}))
+    assert load_tokenizer(folder).encode("<|b|><|a|>") == [next_id + 1, next_id]
+    for content, words in (
+        ({"<|b|>": next_id + 1}, rf"added_tokens\.json: token '<\|b\|>' should have id {next_id + 1}"),
+        ({"<|b|>": "7"}, "'<|b|>' is '7': it must be the id of a token".replace("|", r"\|")),
+    ):
+        (folder / "added_tokens.json").write_text(json.dumps(content))
+        with pytest.raises(TokenizerError, match=words):
+            load_tokenizer(folder)
+
+
+@rows("settings", {"pad_token": "the"}, {"additional_special_tokens": [{"content": "the"}]})
+def test_a_special_token_of_the_plain_vocabulary_is_one_token(tmp_path: Path, settings: dict[str, Any]) -> None:
+    the = train().token_to_id("the")
+    assert the is not None
+    tokenizer = load_tokenizer(write(tmp_path, **settings))
+    assert tokenizer.special_tokens["the"] == the
+    assert the in tokenizer.encode("xthex")
+    assert "nowhere" not in load_tokenizer(write(tmp_path, pad_token="nowhere")).special_tokens
 
 
 def test_files_whose_ids_disagree_are_refused(tmp_path: Path) -> None:

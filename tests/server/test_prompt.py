@@ -5,9 +5,10 @@ from typing import ClassVar
 
 import pytest
 
+from loaders.chat_templates import TemplateText
 from server.config import ServerConfig
 from server.convert import Converter
-from server.errors import BadRequest
+from server.errors import BadRequest, SettingError
 from server.prompt import ChatTemplate
 from server.sampling_defaults import SamplingDefaults
 from server.schema.chat import ChatCompletionRequest
@@ -107,11 +108,13 @@ class TemplateTokenizer:
     """A tokenizer of characters with two control tokens and any template."""
 
     special_tokens: ClassVar = {"<s>": 1000, "</think>": 1001}
-    chat_template_file = "chat_template.jinja"
-    bos_token, eos_token, adds_bos, max_token_bytes = "<s>", None, False, None
+    adds_bos, max_token_bytes = False, None
 
-    def __init__(self, template):
-        self.chat_template = template
+    def __init__(self, template, tool_template=None, **named_tokens):
+        self.chat_template, self.tool_template = (
+            None if text is None else TemplateText(text, "chat_template.jinja") for text in (template, tool_template)
+        )
+        self.named_tokens = named_tokens or {"bos_token": "<s>"}
 
     def encode(self, text, *, allow_special=True):
         return list(map(ord, text))
@@ -137,6 +140,48 @@ def test_template_functions_and_tags_in_a_sandbox_g29():
     body = "{% generation %}\n[{{ m.content }}]{% set x = 1 %}{% endgeneration %}{{ x }}"
     template = "{% for m in messages %}" + body + "{% endfor %}"
     assert rendered(template, [{"content": "a"}, {"content": "b"}]) == "[a]1[b]1"
+
+
+def test_templates_read_every_named_token():
+    names = {"bos_token": "<s>", "pad_token": "<pad>", "image_token": "<img>"}
+    tokenizer = TemplateTokenizer("{{ pad_token }}{{ image_token }}{{ eos_token }}", **names)
+    assert ChatTemplate(tokenizer).text(messages=[]) == "<pad><img>"
+    with pytest.raises(BadRequest, match="does not read 'pad_token'"):
+        prepare(tokenizer, [USER], chat_template_kwargs={"pad_token": "x"})
+
+
+@rows(
+    "template, is_refused",
+    ("{{ bos_token }}", True),
+    ("{{- bos_token + messages[0].content }}", True),
+    ("{% if bos_token %}{{ bos_token }}{% endif %}", False),
+    ("{{ bos_token if bos_token is defined else '' }}", False),
+    ("{{ bos_token or '' }}", False),
+    ("{{ bos_token | default('') }}", False),
+    ("{% set bos_token = 'x' %}{{ bos_token }}", False),
+    ("{{ eos_token }}", False),
+)
+def test_a_template_that_writes_a_bos_that_the_model_does_not_have_is_refused(template, is_refused):
+    """It used to be left out without a word, and the model answered worse."""
+    tokenizer = TemplateTokenizer(template, eos_token="</s>")
+    if is_refused:
+        with pytest.raises(SettingError, match=r"chat_template\.jinja: the chat template writes bos_token, but"):
+            ChatTemplate(tokenizer)
+    else:
+        ChatTemplate(tokenizer)
+    ChatTemplate(TemplateTokenizer(template))
+
+
+def test_conversations_with_tools_get_the_template_for_them():
+    tokenizer = TemplateTokenizer(
+        "plain{{ a }}{{ messages[0].content }}", "tools{{ b }}{{ tools | tojson }}{{ messages[0].content }}"
+    )
+    user = {"role": "user", "content": "Hi"}
+    assert "".join(map(chr, prompt_of(tokenizer, [user], chat_template_kwargs={"a": 1}))) == "plain1Hi"
+    text = "".join(map(chr, prompt_of(tokenizer, [user], tools=[WEATHER], chat_template_kwargs={"b": 2})))
+    assert text.startswith('tools2[{"type": "function"')
+    with pytest.raises(BadRequest, match="does not read 'a'"):
+        prepare(tokenizer, [user], tools=[WEATHER], chat_template_kwargs={"a": 1})
 
 
 def test_only_completions_work_without_a_template_g29():

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from loaders.chat_templates import TemplateText
 from loaders.tokenizer import load_tokenizer
 from server.config import ServerConfig
 from server.convert import Converter
@@ -36,7 +37,7 @@ WITHOUT_TOOLS = (
 def converter_of(template):
     """A converter of the bundled model with another chat template."""
     tokenizer = copy.copy(TOKENIZER)
-    tokenizer.chat_template = template
+    tokenizer.chat_template = TemplateText(template, "chat_template.jinja")
     return Converter(tokenizer, ServerConfig(), SamplingDefaults())
 
 
@@ -45,7 +46,7 @@ def published(name):
 
 
 CONVERTERS = {
-    "bundled": converter_of(TOKENIZER.chat_template),
+    "bundled": converter_of(TOKENIZER.chat_template.text),
     "gpt_oss": published("gpt_oss"),
     "deepseek_r1": published("deepseek_r1"),
     "deepseek_v31": published("deepseek_v31"),
