@@ -5,15 +5,16 @@ what was found and what to do about it. An index says which files belong to the 
 """
 
 import logging
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Self
 
 import torch
 
 from loaders.errors import CheckpointError
-from loaders.json_text import parse_json
+from loaders.foreign_layouts import refuse_foreign_layout
 from loaders.safetensors_file import SafetensorsFile
 from loaders.source import TensorMeta, TensorSource
+from loaders.weight_index import read_index
 
 __all__ = ["Checkpoint", "TensorMeta", "TensorSource"]
 
@@ -59,7 +60,7 @@ class Checkpoint(TensorSource):
             checkpoint = cls(path, [SafetensorsFile(path)])
         else:
             raise CheckpointError(f"{path}: neither a folder nor a {_SUFFIX} file")
-        _refuse_original_layout(checkpoint)
+        refuse_foreign_layout(checkpoint)
         return checkpoint
 
     def _map(self, meta: TensorMeta) -> torch.Tensor:
@@ -91,11 +92,7 @@ def _nothing_found(folder: Path) -> str:
 
 
 def _open_index(path: Path) -> list[SafetensorsFile]:
-    try:
-        weight_map = parse_json(path.read_bytes())["weight_map"]
-        listed = {str(name): str(file) for name, file in weight_map.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path}: not a safetensors index with a 'weight_map' ({error!r})") from error
+    listed = read_index(path)
     files: dict[str, SafetensorsFile] = {}
     for name, file_name in listed.items():
         if file_name not in files:
@@ -112,19 +109,7 @@ def _open_index(path: Path) -> list[SafetensorsFile]:
 
 
 def _open_listed(index: Path, name: str, file_name: str) -> SafetensorsFile:
-    relative = PurePosixPath(file_name)
-    if relative.is_absolute() or ".." in relative.parts:
-        raise CheckpointError(f"{index}: tensor '{name}' points outside the folder: {file_name}")
     file = index.parent / file_name
     if not file.is_file():
         raise CheckpointError(f"{file}: missing, but {index.name} names it for tensor '{name}'; finish the download")
     return SafetensorsFile(file)
-
-
-def _refuse_original_layout(checkpoint: Checkpoint) -> None:
-    for name in checkpoint.names():
-        if name.startswith("block.") and ".mlp.mlp1_weight" in name:
-            raise CheckpointError(
-                f"{checkpoint.meta(name).where}: this is OpenAI's original/ layout of GPT-OSS; "
-                "give the main folder of the Hugging Face download instead"
-            )

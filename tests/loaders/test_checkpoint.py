@@ -296,6 +296,14 @@ def test_a_broken_index_is_refused(tmp_path: Path, text: str) -> None:
         Checkpoint.open(tmp_path)
 
 
+@rows("file", None, "", ".", 5, ["x.safetensors"])
+def test_an_index_entry_that_names_no_file_is_wrong_itself(tmp_path: Path, file: object) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": file}}))
+    words = rf"index\.json: the entry of tensor 'a' is {re.escape(repr(file))}, which names no file"
+    with pytest.raises(CheckpointError, match=words):
+        Checkpoint.open(tmp_path)
+
+
 def test_two_indexes_or_an_index_beside_a_single_file_are_ambiguous(tmp_path: Path) -> None:
     folder = sharded(tmp_path)
     save_file({"a": A}, folder / "model.safetensors")
@@ -331,3 +339,22 @@ def test_the_original_layout_of_gpt_oss_is_recognised(tmp_path: Path) -> None:
         save(tmp_path / "original", tensors)
     with pytest.raises(CheckpointError, match="only the original/ layout is here"):
         Checkpoint.open(tmp_path)
+
+
+EXPERTS = "model.layers.0.mlp.experts"
+
+
+@rows(
+    "name, words",
+    ("base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight", "this is a LoRA adapter; merge it"),
+    (f"{EXPERTS}.gate_up_projs.0.weight", "as Unsloth trains them; export with save_pretrained_merged"),
+    (f"{EXPERTS}.0.gate_up_proj.weight", "as Quark writes them; take openai's upload"),
+    ("module.model.norm.weight", "saved with the wrapper"),
+    ("_orig_mod.model.norm.weight", "saved with the wrapper"),
+    ("language_model.model.norm.weight", "the language model inside another model"),
+    ("model.language_model.norm.weight", "the language model inside another model"),
+)
+def test_a_layout_that_is_known_but_not_read_is_named(tmp_path: Path, name: str, words: str) -> None:
+    with pytest.raises(CheckpointError, match=words) as caught:
+        save(tmp_path, {"lm_head.weight": A, name: A})
+    assert f"tensor '{name}'" in str(caught.value)
