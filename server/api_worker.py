@@ -21,8 +21,8 @@ from server.api_server import ApiServer
 from server.app import create_app
 from server.board import Board, SharedTally, Turn
 from server.memory import settle_memory
-from server.sampling_defaults import read_sampling_defaults
-from server.service import describe_link, load_checked_tokenizer
+from server.model_files import read_model_files
+from server.service import describe_link
 from server.tally import Gauge, Sharing
 
 
@@ -32,11 +32,12 @@ async def _serve(setup: ApiSetup) -> None:
     board = Board(setup.board_descriptor, setup.num_workers, setup.started_s, num_keys, num_schedulers)
     tally = SharedTally(board, setup.index)
     engine = EngineMember(setup.engine_config, origin=setup.origin, loads=board.loads(setup.index))
+    files = read_model_files(setup.engine_config.model)
     app = create_app(
         engine,
-        load_checked_tokenizer(setup.engine_config.model),
+        files.tokenizer,
         setup.server_config,
-        read_sampling_defaults(setup.engine_config.model),
+        files.defaults,
         Sharing(
             tally=tally,
             turn=Turn(board),

@@ -1,7 +1,7 @@
 """The process that downloads one model from the Hugging Face hub into the hub's cache, and only the files it needs.
 
 The library reads its own variables (HF_ENDPOINT, HF_TOKEN, HF_HUB_CACHE, HF_HUB_OFFLINE...) and resumes a download that
-broke off. Small files come first, so that a model that cannot be served is refused before its weights are downloaded.
+broke off. Small files come first, and a model that cannot be served is refused before its weights are downloaded.
 Complete files are never downloaded again.
 """
 
@@ -25,23 +25,25 @@ from huggingface_hub import (
 from huggingface_hub.errors import CachedRepoTreeNotFoundError
 
 from engine.logs import log_to_stderr
-from loaders.hf_config import read_config
-from loaders.json_text import parse_json
 from loaders.progress import Progress
+from loaders.weight_index import read_index
 from server.errors import SettingError
 from server.hub import Needs
 from server.hub_errors import explain_failure
 from server.hub_progress import QuietBar, make_byte_counter
+from server.model_files import check_servable
 
 _CONFIG = "config.json"
+_CONFIG_FILES = (_CONFIG, "hf_quant_config.json")
 _SMALL_FILES = (
-    _CONFIG,
+    *_CONFIG_FILES,
     "generation_config.json",
-    "hf_quant_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
+    "added_tokens.json",
     "chat_template.jinja",
+    "additional_chat_templates/tool_use.jinja",
 )
 _WEIGHTS, _INDEX = ".safetensors", ".safetensors.index.json"
 _REQUEST_TIMEOUT_S = 30.0  # without a byte; for some requests the library would wait forever
@@ -73,7 +75,7 @@ def fetch(name: str, revision: str | None, *, needs: Needs = "weights") -> Path:
     """Download what is needed and return the snapshot. Raises the library's errors, the loaders' and SettingError."""
     get_session().timeout = _REQUEST_TIMEOUT_S
     commit = HfApi().resolve_revision(name, revision=revision)
-    small = [_CONFIG] if needs == "config" else [*_SMALL_FILES, f"*{_INDEX}"]
+    small = [*_CONFIG_FILES] if needs == "config" else [*_SMALL_FILES, f"*{_INDEX}"]
     folder = _snapshot(name, commit, small)
     sizes = _sizes(name, commit)
     if _discard_damaged(folder, sizes):
@@ -82,23 +84,28 @@ def fetch(name: str, revision: str | None, *, needs: Needs = "weights") -> Path:
     if needs == "config":
         return folder
     _require(name, folder, sizes, "tokenizer.json")
-    read_config(folder)
     if sizes and needs == "weights":
         _fetch_weights(name, commit, folder, _weights(name, folder, sizes))
     return folder
 
 
 def _snapshot(name: str, commit: ResolvedRevision, files: list[str], bar: type[QuietBar] = QuietBar) -> Path:
-    return Path(snapshot_download(name, revision=commit, allow_patterns=files, ignore_patterns="*/*", tqdm_class=bar))
+    folder = snapshot_download(
+        name, revision=commit, allow_patterns=files, ignore_patterns=f"*/*{_INDEX}", tqdm_class=bar
+    )
+    return Path(folder)
 
 
 def _sizes(name: str, commit: ResolvedRevision) -> dict[str, int]:
-    """Bytes of each file at the top level; empty if there is no listing (offline, cache of an older library)."""
+    """Bytes of each file at the top level and of the small ones, by path.
+
+    Empty if there is no listing (offline, cache of an older library).
+    """
     try:
         tree = get_cached_repo_tree(name, revision=commit)
     except CachedRepoTreeNotFoundError:
         return {}
-    return {file.path: file.size for file in tree if "/" not in file.path}
+    return {file.path: file.size for file in tree if "/" not in file.path or file.path in _SMALL_FILES}
 
 
 def _require(name: str, folder: Path, sizes: dict[str, int], file: str) -> None:
@@ -117,7 +124,7 @@ def _weights(name: str, folder: Path, sizes: dict[str, int]) -> dict[str, int]:
     files = {file: size for file, size in sizes.items() if file.endswith(_WEIGHTS)}
     indexes = [file for file in sizes if file.endswith(_INDEX)]
     if len(indexes) == 1:
-        listed = _listed_files(name, folder / indexes[0])
+        listed = set(read_index(folder / indexes[0]).values())
         if absent := sorted(listed - files.keys()):
             raise SettingError(
                 f"--model: {name} is incomplete: {indexes[0]} names {absent[0]}; ask its maker to upload it"
@@ -130,17 +137,11 @@ def _weights(name: str, folder: Path, sizes: dict[str, int]) -> dict[str, int]:
     return files
 
 
-def _listed_files(name: str, index: Path) -> set[str]:
-    try:
-        return {str(file) for file in parse_json(index.read_bytes())["weight_map"].values()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise SettingError(f"--model: {index.name} of {name} is not a safetensors index ({error!r})") from error
-
-
 def _fetch_weights(name: str, commit: ResolvedRevision, folder: Path, files: dict[str, int]) -> None:
     missing = {file: size for file, size in files.items() if not (folder / file).is_file()}
     if not missing:
         return
+    check_servable(folder)
     _remove_left_over(folder.parents[1])
     num_bytes = sum(missing.values())
     free = shutil.disk_usage(folder).free

@@ -10,7 +10,6 @@ BUNDLED_MODELS = ("tiny-gpt-oss", "tiny-deepseek-v3", "tiny-deepseek-v3-nvfp4")
 """The one list of the bundled models, folders in `assets`; the first one is served where --model is left out."""
 _HUB_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*/[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _SNAPSHOT = re.compile(r"models--(?P<name>[^/]+)/snapshots/[^/]+")
-_NEEDED_FILES = ("config.json", "tokenizer.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +75,5 @@ def check_model_folder(folder: Path) -> None:
     """Raise SettingError unless the folder looks like a checkpoint; the loader checks the contents."""
     if not folder.is_dir():
         raise SettingError(f"--model: {folder} is a file; give the folder that holds config.json and the weights")
-    for name in _NEEDED_FILES:
-        if not (folder / name).is_file():
-            raise SettingError(f"--model: {folder} is not a checkpoint: it has no {name}; give a folder that has one")
+    if not (folder / "config.json").is_file():
+        raise SettingError(f"--model: {folder} is not a checkpoint: it has no config.json; give a folder that has one")

@@ -12,7 +12,6 @@ import ssl
 import sys
 import time
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import uvloop
@@ -22,16 +21,14 @@ from engine.collector import resting_collector
 from engine.config import EngineConfig
 from engine.link import EngineLink
 from engine.stack_dump import forward_on_signal
-from loaders.tokenizer import Tokenizer, load_tokenizer
 from server import streams
 from server.config import ServerConfig
 from server.errors import SettingError
 from server.listener import url_of
 from server.memory import settle_memory
-from server.prompt import ChatTemplate
+from server.model_files import ModelFiles, read_model_files
 from server.ready import Ready
 from server.responses.store import open_store
-from server.sampling_defaults import SamplingDefaults, read_sampling_defaults
 
 if TYPE_CHECKING:
     from server.supervisor import Supervisor
@@ -49,19 +46,17 @@ def run(server_config: ServerConfig, engine_config: EngineConfig, listener: sock
     check_certificate(server_config)
     check_tracing(server_config)
     # Refuses a checkpoint with damaged small files before an engine loads its weights.
-    defaults = read_sampling_defaults(engine_config.model)
-    tokenizer = load_checked_tokenizer(engine_config.model)
+    files = read_model_files(engine_config.model)
     if (store := open_store(server_config)) is not None:  # refuses a bad file now; HTTP processes open it themselves
         store.close()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_serve(server_config, engine_config, tokenizer, defaults, listener))
+        return runner.run(_serve(server_config, engine_config, files, listener))
 
 
 async def _serve(
     server_config: ServerConfig,
     engine_config: EngineConfig,
-    tokenizer: Tokenizer,
-    defaults: SamplingDefaults,
+    files: ModelFiles,
     listener: socket.socket,
 ) -> int:
     start_s = time.monotonic()
@@ -69,7 +64,7 @@ async def _serve(
     await engine.start()
     engine_hangs = False
     try:
-        server = _make_server(engine, server_config, engine_config, tokenizer, defaults)
+        server = _make_server(engine, server_config, engine_config, files)
         forward_on_signal(
             lambda: f"the service: {describe_link(engine)}", lambda: [*engine.process_ids, *server.process_ids]
         )
@@ -97,8 +92,7 @@ def _make_server(
     engine: EngineClient,
     server_config: ServerConfig,
     engine_config: EngineConfig,
-    tokenizer: Tokenizer,
-    defaults: SamplingDefaults,
+    files: ModelFiles,
 ) -> "DrainingServer | Supervisor":
     """What serves: this process, or several that it starts. The engine loads while this imports the web framework."""
     if server_config.api_workers > 1:
@@ -109,7 +103,7 @@ def _make_server(
         from server.app import create_app
         from server.uvicorn_server import DrainingServer, make_uvicorn_config
 
-    app = create_app(engine, tokenizer, server_config, defaults)
+    app = create_app(engine, files.tokenizer, server_config, files.defaults)
     return DrainingServer(make_uvicorn_config(app, server_config), app.state.context)
 
 
@@ -135,16 +129,6 @@ def check_tracing(config: ServerConfig) -> None:
             f"otlp_endpoint needs the package {error.name}, which is not installed: pip install "
             "opentelemetry-sdk opentelemetry-exporter-otlp-proto-http, or serve without --otlp-endpoint"
         ) from error
-
-
-def load_checked_tokenizer(folder: Path) -> Tokenizer:
-    """A tokenizer whose chat template can be compiled. Raises SettingError that names the file."""
-    try:
-        tokenizer = load_tokenizer(folder)
-    except ValueError as error:
-        raise SettingError(f"--model: {error}") from error
-    ChatTemplate(tokenizer)
-    return tokenizer
 
 
 def describe_link(engine: EngineLink) -> str:

@@ -9,6 +9,7 @@ from server.doctor.finding import Finding, Level, ok
 from server.doctor.packages import Package
 from server.errors import SettingError
 from server.listener import bind
+from server.model_files import read_model_files
 from server.model_source import HubModel, check_model_folder
 from server.responses.store import check_store
 from server.service import check_certificate, check_tracing
@@ -63,12 +64,13 @@ def model_findings(place: Path | HubModel, config: EngineConfig, torch: Package,
 
 
 def model(config: EngineConfig, torch: Package, *, knows_headers: bool = False) -> Finding:
-    """Whether the folder holds a model that the service knows, by its config.json and the headers of its weights.
+    """Whether the folder holds a model that the service knows, by its small files and the headers of its weights.
 
     `knows_headers`: they were read before, and are fine.
     """
     try:
         check_model_folder(config.model)
+        read_model_files(config.model)
         if torch.version is not None and not knows_headers:
             _read_headers(config)
     except ValueError as error:  # every package's error tree begins there

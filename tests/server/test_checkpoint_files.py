@@ -12,9 +12,10 @@ import pytest
 from pydantic import ValidationError
 
 from server.errors import SettingError
+from server.model_files import read_model_files
+from server.model_source import check_model_folder
 from server.sampling_defaults import RANGES, SamplingDefaults, read_sampling_defaults
 from server.schema.common import GenerationRequest
-from server.service import load_checked_tokenizer
 from tests.server.conftest import ASSETS
 from tests.tables import rows
 
@@ -107,9 +108,18 @@ def test_damaged_tokenizer_files_are_named_g29(model_folder, file, content, word
     text = content if isinstance(content, bytes | str) else json.dumps(content)
     (model_folder / file).write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(SettingError, match=re.escape(words)) as caught:
-        load_checked_tokenizer(model_folder)
+        read_model_files(model_folder)
     assert str(caught.value).startswith(f"--model: {model_folder / file}: ")
     assert "\n" not in str(caught.value)
+
+
+def test_a_folder_without_tokenizer_json_learns_what_is_read(model_folder):
+    (model_folder / "tokenizer.json").rename(model_folder / "tiktoken.model")
+    check_model_folder(model_folder)
+    with pytest.raises(
+        SettingError, match=r"only tokenizer\.json files are read, no SentencePiece or tiktoken files: take"
+    ):
+        read_model_files(model_folder)
 
 
 def test_a_damaged_template_is_refused_before_the_engine_starts_g29(model_folder):
@@ -121,11 +131,11 @@ def test_a_damaged_template_is_refused_before_the_engine_starts_g29(model_folder
 
 
 def test_a_byte_order_mark_is_no_part_of_a_file_g29(model_folder):
-    plain = load_checked_tokenizer(model_folder)
+    plain = read_model_files(model_folder).tokenizer
     for name in ("chat_template.jinja", "tokenizer.json", "tokenizer_config.json"):
         path = model_folder / name
         path.write_bytes(codecs.BOM_UTF8 + path.read_bytes())
-    marked = load_checked_tokenizer(model_folder)
+    marked = read_model_files(model_folder).tokenizer
     assert marked.chat_template == plain.chat_template
     assert marked.encode("Paris is it.") == plain.encode("Paris is it.")
     assert marked.special_tokens == plain.special_tokens

@@ -358,7 +358,8 @@ def rename_architecture(folder):
 @rows(
     "broken, words",
     (lambda folder: None, None),
-    (lambda folder: (folder / "tokenizer.json").unlink(), "is not a checkpoint: it has no tokenizer.json"),
+    (lambda folder: (folder / "tokenizer.json").unlink(), "only tokenizer.json files are read"),
+    (lambda folder: (folder / "chat_template.jinja").write_text("{% if %}"), "cannot be compiled"),
     (lambda folder: (folder / "model.safetensors").unlink(), "no safetensors files here"),
     (truncate, "the file is truncated"),
     (rename_architecture, "architecture 'LlamaForCausalLM' is unknown"),

@@ -14,17 +14,19 @@ from huggingface_hub import _tree_cache, close_session, constants
 
 from server import hub_download
 from server.hub_errors import explain_failure
+from tests.server.conftest import ASSETS
 from tests.server.fake_hub import TOKEN, Hub, Repository, commit_of, run_hub
 from tests.tables import rows
 
 NAME = "maker/small"
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+DEEPSEEK = json.loads((ASSETS.parent / "tiny-deepseek-v3" / "config.json").read_bytes())
+CONFIG = json.loads((ASSETS / "config.json").read_bytes())
 FILES = {
-    "config.json": b'{"architectures": ["GptOssForCausalLM"]}',
+    **{name: (ASSETS / name).read_bytes() for name in ("config.json", "tokenizer.json", "tokenizer_config.json")},
     "generation_config.json": b'{"top_k": 5}',
-    "tokenizer.json": b'{"version": "1.0"}',
-    "tokenizer_config.json": b"{}",
     "chat_template.jinja": b"{{ messages }}",
+    "additional_chat_templates/tool_use.jinja": b"{{ tools }}{{ messages }}",
     "model.safetensors.index.json": json.dumps({"weight_map": dict(zip("ab", SHARDS, strict=True))}).encode(),
     SHARDS[0]: b"first" * 4000,
     SHARDS[1]: b"second" * 4000,
@@ -35,6 +37,7 @@ UNNEEDED = {
     "pytorch_model.bin": b"pickle",
     "consolidated.safetensors": b"not in the index",
     "original/model.safetensors": b"another layout",
+    "original/tokenizer.json": b"{}",
     "original/config.json": b"{}",
     "original/model.safetensors.index.json": b"{}",
     "metal/model.bin": b"metal",
@@ -75,7 +78,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_only_what_is_needed_is_downloaded_and_only_once(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = hub_download.fetch(NAME, None)
     assert contents(folder) == FILES
-    assert hub.fetched() == sorted(FILES)
+    assert hub.fetched() == sorted(Path(name).name for name in FILES)
     hub.asked.clear()
     assert hub_download.fetch(NAME, None) == folder
     assert hub.fetched() == []
@@ -92,10 +95,13 @@ def test_without_an_index_every_weight_file_counts(hub: Hub) -> None:
     assert set(SHARDS) <= set(contents(hub_download.fetch(NAME, None)))
 
 
-def test_explain_needs_the_config_alone(hub: Hub) -> None:
+def test_explain_and_plan_need_the_config_and_its_quantization_alone(hub: Hub) -> None:
     folder = hub_download.fetch(NAME, None, needs="config")
     assert contents(folder) == {"config.json": FILES["config.json"]}
-    assert hub.fetched() == ["config.json"]
+    hub.repositories[NAME].revisions["v2"] = FILES | {"hf_quant_config.json": b"{}"}
+    hub.asked.clear()
+    assert sorted(contents(hub_download.fetch(NAME, "v2", needs="config"))) == ["config.json", "hf_quant_config.json"]
+    assert hub.fetched() == ["hf_quant_config.json"]
 
 
 def test_dummy_weights_are_not_downloaded(hub: Hub) -> None:
@@ -104,7 +110,7 @@ def test_dummy_weights_are_not_downloaded(hub: Hub) -> None:
 
 
 def test_a_revision_is_a_branch_a_tag_or_a_commit(hub: Hub) -> None:
-    other = FILES | {"config.json": b'{"architectures": ["Other"]}'}
+    other = FILES | {"config.json": json.dumps(CONFIG | {"eos_token_id": 7}).encode()}
     hub.repositories[NAME].revisions["v2"] = other
     for revision in ("v2", commit_of("v2")):
         folder = hub_download.fetch(NAME, revision)
@@ -274,13 +280,25 @@ def test_a_disk_that_refuses(error: Exception, words: str) -> None:
 @rows(
     "files, words",
     (
-        {"config.json": b'{"quantization_config": {"quant_method": "awq", "bits": 4}}'},
+        {"config.json": json.dumps(CONFIG | {"quantization_config": {"quant_method": "awq", "bits": 4}}).encode()},
         "quantized as awq with 4 bits",
     ),
+    ({"config.json": b"{}"}, "config.json: key 'architectures' is missing"),
+    ({"config.json": b'{"architectures": ["Qwen3MoeForCausalLM"]}'}, "architecture 'Qwen3MoeForCausalLM' is unknown"),
+    ({"config.json": json.dumps(DEEPSEEK | {"scoring_func": "softmax"}).encode()}, "scoring_func"),
+    ({"config.json": json.dumps(CONFIG | {"rope_scaling": {"type": "x", "factor": 2}}).encode()}, "rope type 'x'"),
+    ({"tokenizer.json": b"{"}, "tokenizer.json: cannot be read"),
+    ({"chat_template.jinja": b"{% if %}"}, "line 1 of the chat template cannot be compiled"),
+    ({"additional_chat_templates/tool_use.jinja": b"{% if %}"}, "tool_use.jinja: line 1 of the chat template"),
+    ({"generation_config.json": b'{"temperature": -1}'}, "temperature is -1"),
     ({"config.json": b"{"}, "config.json: cannot be read as JSON"),
     (
         {"model.safetensors.index.json": b"[]"},
-        "model.safetensors.index.json of maker/small is not a safetensors index",
+        "model.safetensors.index.json: not a safetensors index",
+    ),
+    (
+        {"model.safetensors.index.json": b'{"weight_map": {"a": null}}'},
+        "the entry of tensor 'a' is None, which names no file",
     ),
     ({SHARDS[1]: None}, f"maker/small is incomplete: model.safetensors.index.json names {SHARDS[1]}"),
     ({"config.json": None}, "maker/small has no config.json, so it cannot be served"),

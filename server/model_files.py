@@ -1,0 +1,54 @@
+"""The small files of a model, checked before its weights are downloaded or loaded."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from loaders.tokenizer import Tokenizer, load_tokenizer
+from server.errors import SettingError
+from server.prompt import ChatTemplate
+from server.sampling_defaults import SamplingDefaults, read_sampling_defaults
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """What an HTTP process needs of a model's folder."""
+
+    tokenizer: Tokenizer
+    defaults: SamplingDefaults
+
+
+def read_model_files(folder: Path) -> ModelFiles:
+    """The tokenizer, whose chat templates can be compiled, and the sampling defaults; imports no torch.
+
+    Raises:
+        SettingError: a file is missing or damaged; names the file.
+    """
+    defaults = read_sampling_defaults(folder)
+    try:
+        tokenizer = load_tokenizer(folder)
+    except ValueError as error:
+        raise SettingError(f"--model: {error}") from error
+    ChatTemplate(tokenizer)
+    return ModelFiles(tokenizer, defaults)
+
+
+def check_servable(folder: Path) -> None:
+    """Refuse a model that cannot be served whatever its weights are. Imports torch.
+
+    Raises:
+        SettingError: a small file is missing or damaged, or config.json asks for what is not supported.
+    """
+    from loaders.hf_config import read_config
+    from model.registry import make_family
+    from model.rope import inverse_frequencies
+
+    read_model_files(folder)
+    try:
+        family = make_family(read_config(folder))
+        for layer in range(family.num_layers):
+            family.attention_spec(layer)
+        config = family.config
+        inverse_frequencies(config.rope, family.rotary_dim)
+        _ = config.max_position_embeddings, config.eos_token_ids  # raise for wrong values
+    except ValueError as error:  # the error trees of the loaders and of the model begin there
+        raise SettingError(f"--model: {error}") from error
