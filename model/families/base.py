@@ -22,6 +22,12 @@ from moe.group import SINGLE_RANK, Group
 
 EMBEDDING_WEIGHT, HEAD = "model.embed_tokens.weight", "lm_head"
 HEAD_WEIGHT = f"{HEAD}.weight"
+_UNUSED_SUFFIXES = (
+    *(f".{name}_scale" for name in ("q", "k", "v", "kv", "prob")),
+    *(f"_proj.{name}" for name in ("output_scale", "output_quantizer._amax")),
+    *(f".{name}_bmm_quantizer._amax" for name in ("q", "k", "v")),
+    ".rotary_emb.inv_freq",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,8 +149,9 @@ class Family(ABC):
             )
 
     def skip_unneeded(self, source: TensorSource) -> None:
-        """Tell the source which tensors are left out on purpose: here none."""
-        del source
+        """Tell the source which tensors are left out on purpose: scales of a quantized attention, old rope tables."""
+        unused = [name for name in source.names() if name.endswith(_UNUSED_SUFFIXES)]
+        source.skip(unused, "scales of a quantized KV cache, of which ours has none, and stored rope tables")
 
     def tensor_specs(self, source: TensorSource | None) -> Iterator[TensorSpec]:
         """Every tensor of the model."""

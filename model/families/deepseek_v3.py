@@ -31,7 +31,6 @@ from moe.formats import ExpertWeights
 from moe.group import SINGLE_RANK, Group, PartialSum, SumPlace
 
 _LATENT_EPS = 1e-6  # the published code gives the latent norms this epsilon, whatever rms_norm_eps says
-_UNUSED_SUFFIXES = (".k_scale", ".v_scale", ".rotary_emb.inv_freq")
 
 
 class MlaAttention(AttentionLayer):
@@ -182,11 +181,9 @@ class DeepseekV3Family(Family):
         )
 
     def skip_unneeded(self, source: TensorSource) -> None:
-        """Prediction layers, scales of a quantized KV cache (ours has none), and rope tables of old exports."""
+        """What no family needs, and prediction layers."""
         super().skip_unneeded(source)
         skip_prediction_layers(source, self.num_layers)
-        unused = [name for name in source.names() if name.endswith(_UNUSED_SUFFIXES)]
-        source.skip(unused, "KV cache scales and stored rope tables")
 
     def layer_specs(self, layer: int, source: TensorSource | None) -> Iterator[TensorSpec]:
         """Attention, then a dense MLP or gate, experts and shared experts."""

@@ -14,6 +14,7 @@ from model.registry import build_model
 from tests.model.checkpoints import make_deepseek, make_gpt_oss, pack_nvfp4, set_weights, state_by_file_name, write
 from tests.model.paged import PagedCache, run
 from tests.model.parity import check_close
+from tests.tables import rows
 
 FP8_SECTION = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 NVFP4_FILE = '{"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "group_size": 16}}'
@@ -44,6 +45,24 @@ def test_g40_without_hf_quant_config_the_tensors_decide_as_well(tmp_path: Path) 
     expected = logits_of(tmp_path)
     write(tmp_path, tensors, {"quantization_config": FP8_SECTION})
     assert torch.equal(logits_of(tmp_path), expected)
+
+
+UNNEEDED = (
+    "k_proj.k_scale",
+    "v_proj.output_scale",
+    "attn.q_scale",
+    "kv_scale",
+    "k_bmm_quantizer._amax",
+    "rotary_emb.inv_freq",
+)
+
+
+@rows("make", make_gpt_oss, make_deepseek)
+def test_scales_of_a_quantized_cache_and_old_rope_tables_are_left_out(tmp_path: Path, make: Any) -> None:
+    tensors = state_by_file_name(make(), tmp_path)
+    more = {f"model.layers.1.self_attn.{name}": torch.ones(1) for name in UNNEEDED}
+    write(tmp_path, tensors | more)
+    build_model(tmp_path, ModelSettings(selfcheck="off"))
 
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
