@@ -35,7 +35,7 @@ GPUS = {
 def plan_engine(config: EngineConfig, gpu: Gpu | None) -> tuple[MemoryPlan, int]:
     """The plan of the engine with this config on `gpu`, None for a CPU, and the longest context it can serve.
 
-    Reads headers only. Where the folder has no weights, the sizes are those of the published form.
+    Reads headers only. Where the folder has no weights, the sizes are those of the form that config.json describes.
 
     Raises:
         ValueError: (of this package, the model's, the loaders', moe's) a setting or a file is wrong.

@@ -3,11 +3,15 @@
 Two homes: `quantization_config` in config.json (fp8, mxfp4, quark, newer ModelOpt) and hf_quant_config.json (ModelOpt).
 If they contradict each other, the second wins: an export writes it, but often keeps the config.json of the model it was
 made from. A format that no reader understands is refused here, before any weight is downloaded or read.
+
+Where no tensors are (a plan for a model on the hub, random weights), `format_of` says what they would be.
 """
 
 import logging
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +26,30 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class QuantScheme:
-    """Normalised quantization settings. `ignore` keeps the file's glob or regex entries as they are."""
+    """Normalised quantization settings. `ignore` keeps the file's glob or regex entries as they are.
 
+    `weight_format`: the format of `moe.formats` that quantized linear layers have; where the files leave it open, the
+    one that exports of this kind usually have.
+    """
+
+    weight_format: str
     method: str  # fp8, mxfp4, modelopt, quark or compressed-tensors
     algorithm: str | None = None  # ModelOpt: NVFP4 or FP8
     weight_block_size: tuple[int, int] | None = None
     group_size: int | None = None
     kv_cache_algorithm: str | None = None
     ignore: tuple[str, ...] = ()
+
+    def format_of(self, layer: str) -> str:
+        """The format of a linear layer, by the name of its tensors without `.weight`."""
+        return "bf16" if any(_names(pattern, layer) for pattern in self.ignore) else self.weight_format
+
+
+def _names(pattern: str, layer: str) -> bool:
+    """Whether an entry of `ignore` names a layer or something around it, as a regex, a glob, or a part of the name."""
+    if pattern.startswith("re:"):
+        return re.match(pattern[3:], layer) is not None
+    return fnmatchcase(layer, pattern) or fnmatchcase(layer, f"{pattern}.*") or f".{pattern}." in f".{layer}."
 
 
 def read_quant_scheme(
@@ -56,6 +76,7 @@ def read_quant_scheme(
             "take another upload of the model"
         )
     return QuantScheme(
+        weight_format=_weight_format(merged),
         method=merged["quant_method"],
         algorithm=merged.get("quant_algo"),
         weight_block_size=SUPPORTED_BLOCK if merged.get("weight_block_size") is not None else None,
@@ -71,7 +92,27 @@ def _ignored(path: Path, merged: Mapping[str, Any]) -> tuple[str, ...]:
         return ()
     if not isinstance(merged[key], list):
         raise ModelConfigError(f"{path}: '{key}' of the quantization must be a list of names, found {merged[key]!r}")
-    return tuple(str(name) for name in merged[key])
+    names = tuple(str(name) for name in merged[key])
+    for name in names:
+        if name.startswith("re:"):
+            try:
+                re.compile(name[3:])
+            except re.error as error:
+                raise ModelConfigError(f"{path}: '{key}' of the quantization: {name!r} is no regex: {error}") from error
+    return names
+
+
+def _weight_format(merged: Mapping[str, Any]) -> str:
+    """The format of the quantized layers, of a description that `_unsupported_format` has found to be supported."""
+    method = str(merged["quant_method"])
+    if method == "fp8":
+        return "fp8_tensor" if merged.get("weight_block_size") is None else "fp8_block"
+    if method.startswith("modelopt"):
+        return "fp8_tensor" if merged.get("quant_algo") == "FP8" or method == "modelopt_fp8" else "nvfp4"
+    if method == "quark":
+        weight = _mapping(_mapping(merged.get("global_quant_config")).get("weight"))
+        return "fp8_tensor" if weight.get("dtype") == "fp8_e4m3" else "mxfp4"
+    return "fp8_tensor" if method == "compressed-tensors" else "mxfp4"
 
 
 def _merge_modelopt(path: Path, section: dict[str, Any], modelopt_file: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,10 +15,11 @@ from loaders.source import TensorSource
 from model.config import UnsupportedModelError
 from model.linear import LinearWeight
 from moe.formats import FORMATS, Fp8BlockWeight
+from moe.formats.mxfp4 import GROUP as MXFP4_GROUP
+from moe.formats.nvfp4 import GROUP as NVFP4_GROUP
 from moe.geometry import RankPlace
 
 _FP8_BLOCK = 128
-_NVFP4_GROUP = 16
 _ALONE = RankPlace()
 _AXES = {"rows": ROWS, "columns": COLUMNS}
 
@@ -56,7 +57,7 @@ class TensorSpec:
     """One tensor the model needs. `keys`: the config.json keys its shape comes from, for messages.
 
     `is_linear`: `name` is the prefix of a linear layer that may be stored in any format, `shape` its [N, K].
-    `dtype`: what a published checkpoint holds, for linear layers the dtype of their data.
+    `dtype`, or for linear layers `format_name`: what the files hold by config.json, where no files can be asked.
     `is_fp32`: a linear layer that is kept in fp32 whatever the model's dtype.
     `split`: how tensor-parallel ranks divide it; None if every rank has the whole.
     `keeps_fp8`: a linear layer that is read by `WeightReader.linear`.
@@ -67,6 +68,7 @@ class TensorSpec:
     keys: str
     is_linear: bool = False
     dtype: torch.dtype = torch.bfloat16
+    format_name: str = "bf16"
     is_fp32: bool = False
     split: Split | None = None
     keeps_fp8: bool = False
@@ -107,25 +109,34 @@ def _refuse_unknown_bias(source: TensorSource, prefix: str, known: set[str]) -> 
 
 
 def dummy_shapes(specs: Iterable[TensorSpec]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Dtype and shape of every stored tensor of a published checkpoint, scales included, by name."""
+    """Dtype and shape of every stored tensor, scales included, by name."""
     shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     for spec in specs:
-        if not spec.is_linear:
-            shapes[spec.name] = (spec.dtype, spec.shape)
-            continue
-        num_rows, num_cols = spec.shape
-        weight = f"{spec.name}.weight"
-        if spec.dtype == torch.uint8:  # NVFP4
-            shapes[weight] = (torch.uint8, (num_rows, num_cols // 2))
-            shapes[f"{weight}_scale"] = (torch.float8_e4m3fn, (num_rows, num_cols // _NVFP4_GROUP))
-            shapes[f"{weight}_scale_2"] = (torch.float32, ())
-            shapes[f"{spec.name}.input_scale"] = (torch.float32, ())
+        if spec.is_linear:
+            stored = _stored_parts(spec.format_name, *spec.shape)
+            shapes |= {f"{spec.name}.{suffix}": part for suffix, part in stored.items()}
         else:
-            shapes[weight] = (spec.dtype, spec.shape)
-        if spec.dtype == torch.float8_e4m3fn:
-            grid = (-(-num_rows // _FP8_BLOCK), -(-num_cols // _FP8_BLOCK))
-            shapes[f"{weight}_scale_inv"] = (torch.float32, grid)
+            shapes[spec.name] = (spec.dtype, spec.shape)
     return shapes
+
+
+def _stored_parts(format_name: str, num_rows: int, num_cols: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Dtype and shape of the tensors of a linear layer [N, K], by suffix."""
+    codes = (torch.uint8, (num_rows, num_cols // 2))
+    fp8, scalar = (torch.float8_e4m3fn, (num_rows, num_cols)), (torch.float32, ())
+    match format_name:
+        case "nvfp4":
+            scales = (torch.float8_e4m3fn, (num_rows, num_cols // NVFP4_GROUP))
+            return {"weight": codes, "weight_scale": scales, "weight_scale_2": scalar, "input_scale": scalar}
+        case "mxfp4":
+            return {"weight": codes, "weight_scale": (torch.uint8, (num_rows, num_cols // MXFP4_GROUP))}
+        case "fp8_tensor":
+            return {"weight": fp8, "weight_scale": scalar, "input_scale": scalar}
+        case "fp8_block":
+            grid = (-(-num_rows // _FP8_BLOCK), -(-num_cols // _FP8_BLOCK))
+            return {"weight": fp8, "weight_scale_inv": (torch.float32, grid)}
+        case _:
+            return {"weight": (torch.bfloat16, (num_rows, num_cols))}
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,7 +89,7 @@ def _has_weights(folder: Path) -> bool:
 def document(
     name: str, gpu_name: str, found: "MemoryPlan", max_model_len: int, max_num_seqs: int, *, from_headers: bool
 ) -> dict[str, Any]:
-    """The plan as JSON; sizes in bytes. Without `from_headers` the stored form is a guess: the published one."""
+    """The plan as JSON; sizes in bytes. Without `from_headers` the stored form is what the config says."""
     sizes = found.sizes
     windows = sorted({spec.window for spec in found.layout.specs if spec.window is not None})
     return {
@@ -150,7 +150,7 @@ def render(shown: Mapping[str, Any]) -> str:
     if shown["gpu_bytes"] is not None:
         where = f": {size_text(shown['gpu_bytes'])}, of which {shown['gpu_memory_utilization']:.0%} may be used"
     lines = [f"{shown['model']} on {shown['gpu']}{where}", ""]
-    published = "" if weights["from_headers"] else ", published form: no weights are here"
+    published = "" if weights["from_headers"] else ", as the config says: no weights are here"
     rows = [("weights", weights["processed"], f"{size_text(weights['stored'], 3)} in the files{published}")]
     for path in weights["experts"]:
         rows.append(("  experts", path["processed"], f"{path['layers']} layers, {path['format']} as {path['backend']}"))

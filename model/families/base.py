@@ -82,7 +82,7 @@ class Family(ABC):
 
     @abstractmethod
     def layer_specs(self, layer: int, source: TensorSource | None) -> Iterator[TensorSpec]:
-        """Tensors of a layer; without a source, those of the published form."""
+        """Tensors of a layer; without a source, those that config.json describes."""
 
     @abstractmethod
     def expert_format(self, source: TensorSource, layer: int) -> str:
@@ -147,6 +147,11 @@ class Family(ABC):
                 f"expert_parallel_size is {layout.ep_size}: it must divide the {num_experts} experts; with "
                 f"{layout.num_ranks} ranks {works} would work"
             )
+
+    def stored_format(self, layer: str) -> str:
+        """Number format of a linear layer, by what config.json says of the quantization, and by its name."""
+        scheme = self.config.quantization
+        return "bf16" if scheme is None else scheme.format_of(layer)
 
     def skip_unneeded(self, source: TensorSource) -> None:
         """Tell the source which tensors are left out on purpose: scales of a quantized attention, old rope tables."""

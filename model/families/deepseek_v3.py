@@ -188,35 +188,35 @@ class DeepseekV3Family(Family):
     def layer_specs(self, layer: int, source: TensorSource | None) -> Iterator[TensorSpec]:
         """Attention, then a dense MLP or gate, experts and shared experts."""
         del source  # names do not depend on the format
-        scheme = self.config.quantization
-        method = "" if scheme is None else scheme.method
-        mlp_dtype = {"fp8": torch.float8_e4m3fn, "modelopt": torch.uint8}.get(method, torch.bfloat16)
-        attention_dtype = torch.float8_e4m3fn if method == "fp8" else torch.bfloat16
         prefix = f"model.layers.{layer}"
-        yield from self._attention_specs(f"{prefix}.self_attn", attention_dtype)
+        yield from self._attention_specs(f"{prefix}.self_attn")
         if not self.is_moe_layer(layer):
             keys = "intermediate_size, hidden_size"
-            yield from self._mlp_specs(f"{prefix}.mlp", self.dense_size, keys, mlp_dtype)
+            yield from self._mlp_specs(f"{prefix}.mlp", self.dense_size, keys)
             return
         moe, keys = self.moe, "moe_intermediate_size, hidden_size"
         gate_keys = "n_routed_experts, hidden_size"
         yield TensorSpec(f"{prefix}.mlp.gate.weight", (moe.num_experts, self.hidden_size), gate_keys)
         bias = f"{prefix}.mlp.gate.e_score_correction_bias"
         yield TensorSpec(bias, (moe.num_experts,), gate_keys, dtype=torch.float32)
+        format_name = self.stored_format(f"{prefix}.mlp.experts.0.gate_proj")
         for expert in range(moe.num_experts):
-            yield from self._mlp_specs(f"{prefix}.mlp.experts.{expert}", moe.intermediate_size, keys, mlp_dtype)
+            yield from self._mlp_specs(f"{prefix}.mlp.experts.{expert}", moe.intermediate_size, keys, format_name)
         if self.num_shared:
             size = moe.intermediate_size * self.num_shared
-            yield from self._mlp_specs(f"{prefix}.mlp.shared_experts", size, f"n_shared_experts, {keys}", mlp_dtype)
+            yield from self._mlp_specs(f"{prefix}.mlp.shared_experts", size, f"n_shared_experts, {keys}")
 
-    def _mlp_specs(self, prefix: str, size: int, keys: str, dtype: torch.dtype) -> Iterator[TensorSpec]:
+    def _mlp_specs(self, prefix: str, size: int, keys: str, format_name: str | None = None) -> Iterator[TensorSpec]:
+        format_name = format_name or self.stored_format(f"{prefix}.gate_proj")
         rows, columns = (size, self.hidden_size), (self.hidden_size, size)
         for name, shape, split in (
             ("gate_proj", rows, RAGGED_ROWS), ("up_proj", rows, RAGGED_ROWS), ("down_proj", columns, RAGGED_COLUMNS),
         ):  # fmt: skip
-            yield TensorSpec(f"{prefix}.{name}", shape, keys, is_linear=True, dtype=dtype, split=split, keeps_fp8=True)
+            yield TensorSpec(
+                f"{prefix}.{name}", shape, keys, is_linear=True, format_name=format_name, split=split, keeps_fp8=True
+            )
 
-    def _attention_specs(self, prefix: str, dtype: torch.dtype) -> Iterator[TensorSpec]:
+    def _attention_specs(self, prefix: str) -> Iterator[TensorSpec]:
         q_rows = self.num_heads * (self.nope_dim + self.rope_dim)
         head_keys = "num_attention_heads, qk_nope_head_dim"
         linears: list[tuple[str, tuple[int, int], str]] = []
@@ -239,8 +239,8 @@ class DeepseekV3Family(Family):
         }  # fmt: skip
         for name, shape, keys in linears:
             yield TensorSpec(
-                f"{prefix}.{name}", shape, keys, is_linear=True, dtype=dtype, split=splits.get(name),
-                keeps_fp8=name != "kv_b_proj",
+                f"{prefix}.{name}", shape, keys, is_linear=True, format_name=self.stored_format(f"{prefix}.{name}"),
+                split=splits.get(name), keeps_fp8=name != "kv_b_proj",
             )  # fmt: skip
 
     def expert_format(self, source: TensorSource, layer: int) -> str:

@@ -155,10 +155,11 @@ class GptOssFamily(Family):
             bias_split = split if split is not None and split.axis == "rows" else None
             yield TensorSpec(f"{prefix}.{name}.bias", shape[:1], keys, split=bias_split)
         yield TensorSpec(f"{prefix}.self_attn.sinks", (self.num_heads,), "num_attention_heads", split=Split())
-        is_packed = source is None or f"{prefix}.mlp.experts.gate_up_proj_blocks" in source
-        yield from self._expert_specs(f"{prefix}.mlp.experts", is_packed)
+        experts = f"{prefix}.mlp.experts"
+        found = self.stored_format(experts) if source is None else self.expert_format(source, layer)
+        yield from self._expert_specs(experts, is_packed=found == "mxfp4")
 
-    def _expert_specs(self, prefix: str, is_packed: bool) -> Iterator[TensorSpec]:
+    def _expert_specs(self, prefix: str, *, is_packed: bool) -> Iterator[TensorSpec]:
         """Stored rows of gate and up alternate; a re-upload in bf16 holds the transposed matrices."""
         moe, hidden = self.moe, self.hidden_size
         keys = "num_local_experts, intermediate_size, hidden_size"

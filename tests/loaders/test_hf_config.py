@@ -271,6 +271,49 @@ def test_formats_whose_tensors_the_readers_know_are_accepted(tmp_path: Path, sec
 
 
 @rows(
+    "section, format_name",
+    ({"quant_method": "mxfp4"}, "mxfp4"),
+    (DEEPSEEK_V3["quantization_config"], "fp8_block"),
+    ({"quant_method": "fp8", "activation_scheme": "static"}, "fp8_tensor"),
+    (compressed("float-quantized", num_bits=8, type="float", strategy="tensor"), "fp8_tensor"),
+    (MODELOPT_SECTION, "nvfp4"),
+    (MODELOPT_SECTION | {"quant_algo": "FP8"}, "fp8_tensor"),
+    (MODELOPT_SECTION | {"quant_algo": "MIXED_PRECISION"}, "nvfp4"),
+    ({"quant_method": "modelopt_fp4"}, "nvfp4"),
+    ({"quant_method": "modelopt_fp8"}, "fp8_tensor"),
+    ({"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp4", "group_size": 32}}}, "mxfp4"),
+    (
+        {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}}},
+        "fp8_tensor",
+    ),
+)
+def test_the_format_of_the_quantized_layers(tmp_path: Path, section: dict[str, Any], format_name: str) -> None:
+    scheme = write(tmp_path, {"quantization_config": section}).quantization
+    assert scheme.format_of("model.layers.0.mlp.experts.0.gate_proj") == format_name
+
+
+@rows(
+    "pattern, layers",
+    ("model.layers.*.self_attn", {"model.layers.0.self_attn.q_proj"}),
+    ("model.layers.*.self_attn*", {"model.layers.0.self_attn.q_proj"}),
+    ("re:.*self_attn.*", {"model.layers.0.self_attn.q_proj"}),
+    ("self_attn", {"model.layers.0.self_attn.q_proj"}),
+    ("model.layers.1", {"model.layers.1.mlp.gate_proj"}),
+    ("model.layers.0.mlp.gate", set()),
+    ("attn", set()),
+)
+def test_layers_that_an_entry_leaves_plain(tmp_path: Path, pattern: str, layers: set[str]) -> None:
+    scheme = write(tmp_path, {"quantization_config": {"quant_method": "quark", "exclude": [pattern]}}).quantization
+    names = ("model.layers.0.self_attn.q_proj", "model.layers.1.mlp.gate_proj", "model.layers.0.mlp.gate_proj")
+    assert {name for name in names if scheme.format_of(name) == "bf16"} == layers
+
+
+def test_an_entry_that_is_no_regex_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelConfigError, match=r"'exclude' of the quantization: 're:\(' is no regex"):
+        write(tmp_path, {"quantization_config": {"quant_method": "quark", "exclude": ["re:("]}})
+
+
+@rows(
     "section, words",
     (DEEPSEEK_V3["quantization_config"], "quant_method 'fp8', hf_quant_config.json beside it says 'modelopt'"),
     ({"quant_method": "fp8", "weight_block_size": [32, 32]}, "quant_method 'fp8'"),

@@ -27,7 +27,10 @@ PUBLISHED = {
     "gpt_oss": (make_gpt_oss, {"quant_method": "mxfp4"}, 2),
     "deepseek": (make_deepseek, {"quant_method": "fp8", "weight_block_size": [128, 128]}, 2),
     "deepseek_nvfp4": (make_deepseek, {"quant_method": "modelopt", "quant_algo": "NVFP4"}, 2),
+    "deepseek_fp8_tensor": (make_deepseek, {"quant_method": "modelopt", "quant_algo": "FP8"}, 2),
+    "deepseek_mxfp4": (make_deepseek, {"quant_method": "quark", "exclude": ["*self_attn*"]}, 2),
     "deepseek_plain": (make_deepseek, None, 2),
+    "gpt_oss_plain": (make_gpt_oss, None, 2),
 }
 
 

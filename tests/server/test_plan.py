@@ -10,8 +10,12 @@ from engine.plan import GPUS
 from loaders.safetensors_file import SafetensorsFile
 from server import cli
 from tests.engine.test_memory_plan import GPT_OSS_20B
+from tests.server.conftest import ASSETS
+from tests.server.fake_hub import Repository, run_hub
 from tests.server.service_process import ROOT
 from tests.tables import rows
+
+DEEPSEEK = json.loads((ASSETS.parent / "tiny-deepseek-v3" / "config.json").read_bytes())
 
 
 @pytest.fixture
@@ -24,12 +28,54 @@ def test_text_of_a_plan(capsys, gpt_oss):
     assert cli.main(["plan", "--model", str(gpt_oss), "--gpu", "h200"]) == 0
     shown = capsys.readouterr().out
     assert "on h200: 139.8 GiB, of which 90% may be used" in shown
-    assert "12.816 GiB in the files, published form: no weights are here" in shown
+    assert "12.816 GiB in the files, as the config says: no weights are here" in shown
     assert "24 layers, mxfp4 as triton" in shown
     assert "49152 bytes: 24576 in full layers, 24576 in sliding ones (window 128), which keep only what they" in shown
     assert " tokens fit, " in shown
     assert "graph buffers          12.098 MiB  ids, slots and page tables that the graphs read" in shown
     assert [line.split()[0] for line in shown.splitlines()[-8:]] == [str(1024 << i) for i in range(8)]
+
+
+NVFP4_FILE = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "exclude_modules": ["*attn*"]}}
+
+
+@rows(
+    "config, quant_file, format_name",
+    (GPT_OSS_20B, None, "mxfp4"),
+    (GPT_OSS_20B | {"quantization_config": None}, None, "bf16"),
+    (DEEPSEEK, None, "fp8_block"),
+    (DEEPSEEK | {"quantization_config": None}, None, "bf16"),
+    (DEEPSEEK | {"quantization_config": None}, NVFP4_FILE, "nvfp4"),
+    (DEEPSEEK, NVFP4_FILE, "nvfp4"),
+    (DEEPSEEK | {"quantization_config": {"quant_method": "modelopt_fp4"}}, None, "nvfp4"),
+    (DEEPSEEK | {"quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8"}}, None, "fp8_tensor"),
+    (DEEPSEEK | {"quantization_config": {"quant_method": "quark"}}, None, "mxfp4"),
+)
+def test_without_weights_the_config_files_say_the_format(capsys, tmp_path, config, quant_file, format_name):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if quant_file is not None:
+        (tmp_path / "hf_quant_config.json").write_text(json.dumps(quant_file))
+    assert cli.main(["plan", "--model", str(tmp_path), "--gpu", "cpu", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert [path["format"] for path in shown["weights"]["experts"]] == [format_name]
+
+
+def test_the_plan_of_a_model_on_the_hub_knows_its_quantization(capsys, tmp_path, monkeypatch):
+    folder = ASSETS.parent / "tiny-deepseek-v3-nvfp4"
+    with run_hub() as hub:
+        hub.repositories["maker/tiny"] = Repository(
+            {"main": {path.name: path.read_bytes() for path in folder.iterdir()}}
+        )
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+        documents = []
+        for model in ("maker/tiny", str(folder)):
+            assert cli.main(["plan", "--model", model, "--gpu", "b200", "--json"]) == 0
+            documents.append(json.loads(capsys.readouterr().out)["weights"])
+    on_hub, here = documents
+    assert [path["format"] for path in on_hub["experts"]] == ["nvfp4"]
+    assert [on_hub[key] for key in ("experts", "dense", "head")] == [here[key] for key in ("experts", "dense", "head")]
 
 
 def test_json_of_a_plan_takes_the_flags_and_variables_of_the_service(capsys, monkeypatch):
