@@ -17,6 +17,7 @@ from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type
 from engine.setting import Group, SettingSpec, spec_of
 from server import streams
 from server.errors import SettingError
+from server.foreign_flags import advice_on
 
 PREFIX = "MOE_SERVE_"
 _YAML_NULL = "tag:yaml.org,2002:null"
@@ -148,7 +149,8 @@ class Parser(argparse.ArgumentParser):
         """What may have been meant; else, for words that are no flags, what is taken."""
         first, known = unknown[0].partition("=")[0], [*self._option_string_actions, *self.taken_flags]
         if first.startswith("-"):
-            return _nearest(first, known)
+            foreign = advice_on(first) if "--max-num-seqs" in known else None  # a command may mean another thing by it
+            return foreign or _nearest(first, known)
         if "://" in first and "--base-url" in known:
             return f"; did you mean --base-url {unknown[0]}?"
         if "://" in first and "--host" in known:
