@@ -1,11 +1,11 @@
 """Rules about tensor names that hold for more than one model: layer numbers, prediction layers, renamed tensors.
 
 Families own their own names; here a source can be looked at under other names, and the extra prediction (MTP) layers of
-DeepSeek checkpoints are recognised whatever their prefix is.
+DeepSeek checkpoints are recognised by tensors that only they have, whatever their prefix is.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 
 import torch
@@ -15,6 +15,7 @@ from loaders.source import TensorMeta, TensorSource
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _MTP = re.compile(r"(?:^|\.)mtp\.")
+_PREDICTION_PART = re.compile(r"(?:^|\.)layers\.(\d+)\.(?:eh_proj|enorm|hnorm|shared_head)\.")
 
 
 def layer_index(name: str) -> int | None:
@@ -23,16 +24,38 @@ def layer_index(name: str) -> int | None:
     return int(match.group(1)) if match else None
 
 
-def is_prediction_layer(name: str, num_hidden_layers: int) -> bool:
-    """True for tensors of layers beyond the model's own: multi-token prediction, or a config cut short."""
-    index = layer_index(name)
-    return _MTP.search(name) is not None or (index is not None and index >= num_hidden_layers)
+def prediction_layers(names: Iterable[str]) -> frozenset[int]:
+    """Numbers of the layers that predict further tokens: those with tensors that no other layer has."""
+    return frozenset(int(match.group(1)) for name in names if (match := _PREDICTION_PART.search(name)))
+
+
+def prediction_names(names: Collection[str]) -> list[str]:
+    """Tensors of the prediction layers: numbered like the model's own and behind them, or called `mtp.*`."""
+    extra = prediction_layers(names)
+    return [name for name in names if _MTP.search(name) or layer_index(name) in extra]
 
 
 def skip_prediction_layers(source: TensorSource, num_hidden_layers: int) -> None:
-    """Leave out every tensor of layers >= `num_hidden_layers` and of `mtp.*`, unread, with one log line."""
-    names = [name for name in source.names() if is_prediction_layer(name, num_hidden_layers)]
-    source.skip(names, f"layers beyond num_hidden_layers = {num_hidden_layers} (multi-token prediction)")
+    """Leave the prediction layers out, unread, with one log line.
+
+    Raises:
+        CheckpointError: the other layers are not those that `num_hidden_layers` counts.
+    """
+    names = source.names()
+    extra = prediction_layers(names)
+    if extra and min(extra) < num_hidden_layers:
+        raise CheckpointError(
+            f"{source.origin}: layer {min(extra)} is for multi-token prediction and none of the model's own, but "
+            f"num_hidden_layers in config.json is {num_hidden_layers}: set it to {min(extra)}"
+        )
+    own = {index for name in names if (index := layer_index(name)) is not None and not _MTP.search(name)} - extra
+    if own and max(own) >= num_hidden_layers:
+        raise CheckpointError(
+            f"{source.origin}: there is a layer {max(own)}, but num_hidden_layers in config.json is "
+            f"{num_hidden_layers}: without its last layers the model would answer nonsense; set it to {max(own) + 1}"
+        )
+    reason = f"layers beyond num_hidden_layers = {num_hidden_layers} (multi-token prediction)"
+    source.skip(prediction_names(names), reason)
 
 
 def with_model_prefix(name: str) -> str:

@@ -1,13 +1,14 @@
 """Layer numbers whatever the prefix, the skip rule for prediction layers, and sources under other names."""
 
 import logging
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 import torch
 
 from loaders.errors import CheckpointError
-from loaders.naming import RenamedSource, is_prediction_layer, layer_index, skip_prediction_layers, with_model_prefix
+from loaders.naming import RenamedSource, layer_index, prediction_names, skip_prediction_layers, with_model_prefix
 from tests.loaders.expert_files import random_bf16, save
 from tests.tables import rows
 
@@ -25,32 +26,43 @@ def test_layer_numbers(name: str, index: int | None) -> None:
     assert layer_index(name) == index
 
 
-@rows(
-    "name, expected",
-    ("model.layers.60.mlp.gate.weight", False),
-    ("model.layers.61.eh_proj.weight", True),
-    ("layers.61.shared_head.norm.weight", True),
-    ("mtp.0.attn.wq_a.weight", True),
-    ("model.mtp.0.norm.weight", True),
-    ("model.embed_tokens.weight", False),
-    ("model.layers.2.mtp_like.weight", False),
-)
-def test_prediction_layers_of_deepseek(name: str, expected: bool) -> None:
-    assert is_prediction_layer(name, 61) is expected
+@rows("prefix", "", "model.", "language_model.model.")
+@rows("part", "eh_proj", "enorm", "hnorm", "shared_head.norm")
+def test_one_tensor_tells_a_prediction_layer_of_deepseek(prefix: str, part: str) -> None:
+    own = [f"{prefix}layers.60.mlp.gate.weight", f"{prefix}embed_tokens.weight", f"{prefix}layers.2.mtp_like.weight"]
+    extra = [f"{prefix}layers.61.{part}.weight", f"{prefix}layers.61.mlp.gate.weight", f"{prefix}mtp.0.norm.weight"]
+    assert prediction_names(own + extra) == extra
+
+
+def layers(prefix: str, numbers: Iterable[int]) -> dict[str, torch.Tensor]:
+    return {f"{prefix}layers.{n}.input_layernorm.weight": random_bf16(500, seed=n) for n in numbers}
 
 
 @rows("prefix", "model.", "")
-def test_a_config_with_fewer_layers_skips_the_rest_in_one_line(
+def test_prediction_layers_are_skipped_in_one_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, prefix: str
 ) -> None:
-    """B28: three layers by the config, five in the files, with and without the prefix."""
-    tensors = {f"{prefix}layers.{n}.input_layernorm.weight": random_bf16(500, seed=n) for n in range(5)}
-    source = save(tmp_path, tensors | {"lm_head.weight": random_bf16(2, 2)})
+    extra = {f"{prefix}layers.{n}.eh_proj.weight": random_bf16(2, 4) for n in (3, 4)}
+    source = save(tmp_path, layers(prefix, range(5)) | extra | {"lm_head.weight": random_bf16(2, 2)})
     with caplog.at_level(logging.INFO, "loaders"):
         skip_prediction_layers(source, 3)
-    assert [record.message.split(":")[0] for record in caplog.records] == ["skipped 2 tensors (0.0 MB)"]
+    assert [record.message.split(":")[0] for record in caplog.records] == ["skipped 4 tensors (0.0 MB)"]
     with pytest.raises(CheckpointError, match="4 tensors belong"):
         source.finish()
+
+
+@rows(
+    "num_hidden_layers, words",
+    (3, "there is a layer 4, but num_hidden_layers in config.json is 3: .* set it to 5"),
+    (4, "there is a layer 4, but num_hidden_layers in config.json is 4: .* set it to 5"),
+    (6, "layer 5 is for multi-token prediction .*num_hidden_layers in config.json is 6: set it to 5"),
+)
+@rows("prefix", "model.", "")
+def test_a_wrong_number_of_layers_is_refused(tmp_path: Path, prefix: str, num_hidden_layers: int, words: str) -> None:
+    """Field report A1: with num_hidden_layers too small, real layers were skipped as prediction layers."""
+    source = save(tmp_path, layers(prefix, range(6)) | {f"{prefix}layers.5.eh_proj.weight": random_bf16(2, 4)})
+    with pytest.raises(CheckpointError, match=words):
+        skip_prediction_layers(source, num_hidden_layers)
 
 
 def test_the_model_prefix_is_added_where_it_is_missing() -> None:

@@ -21,7 +21,7 @@ from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.types import EngineRequest, SamplingParams
 from loaders.checkpoint import Checkpoint
-from loaders.naming import is_prediction_layer
+from loaders.naming import prediction_names
 from loaders.quant import read_linear
 from server.model_source import BUNDLED_MODELS, bundled_models
 
@@ -69,8 +69,9 @@ def dequantized_model(folder: Path) -> Any:
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, quantization_config=mxfp4).float()
     source = Checkpoint.open(folder)
     dense = {}
+    left_out = set(prediction_names(source.names()))
     for name in source.names():
-        if name.endswith(_SCALES) or is_prediction_layer(name, config["num_hidden_layers"]):
+        if name.endswith(_SCALES) or name in left_out:
             continue
         is_matrix = name.endswith(".weight") and len(source.meta(name).shape) == 2
         dense[name] = (
