@@ -110,6 +110,12 @@ def _open_index(path: Path) -> list[SafetensorsFile]:
 
 def _open_listed(index: Path, name: str, file_name: str) -> SafetensorsFile:
     file = index.parent / file_name
-    if not file.is_file():
+    try:
+        is_there = file.is_file()
+    except OSError as error:  # such as a name that is too long
+        raise CheckpointError(
+            f"{index}: the file that it names for tensor '{name}' cannot be opened: {error}"
+        ) from error
+    if not is_there:
         raise CheckpointError(f"{file}: missing, but {index.name} names it for tensor '{name}'; finish the download")
     return SafetensorsFile(file)

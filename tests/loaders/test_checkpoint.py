@@ -282,6 +282,13 @@ def test_a_file_the_index_names_but_that_is_missing(tmp_path: Path) -> None:
         Checkpoint.open(folder)
 
 
+def test_an_index_with_a_name_that_no_file_can_have(tmp_path: Path) -> None:
+    """Field report C: OSError 36."""
+    write_index(tmp_path, {"a": "x" * 300})
+    with pytest.raises(CheckpointError, match=r"the file that it names for tensor 'a' cannot be opened: .*too long"):
+        Checkpoint.open(tmp_path)
+
+
 @rows("outside", "../x.safetensors", "/etc/x.safetensors")
 def test_an_index_may_not_point_outside_its_folder(tmp_path: Path, outside: str) -> None:
     write_index(tmp_path, {"a": outside})
