@@ -29,7 +29,7 @@ from engine.runner import Model, ModelRunner
 from engine.step_pace import StepPace
 from engine.types import EngineInfo, LayerCheck
 from engine.units import MIB
-from engine.warm_up import run_prompt, run_step_sizes
+from engine.warm_up import check_logits, run_prompt, run_step_sizes
 from loaders.phases import Phase, StartPhases
 from model.batch import LayerKv
 from moe.check.selfcheck import SelfCheckReport
@@ -178,7 +178,9 @@ def _warmed_up(
     if ranks is not None:
         runner.share_tokens = ranks.share_tokens
     num_tokens = min(_WARM_UP_TOKENS, max_model_len)
-    run_prompt(runner, num_tokens)
+    first = run_prompt(runner, num_tokens)
+    if config.load_format != "dummy":  # random bits may be any number
+        check_logits(first)
     runner.sampler.warm_up()
     if uses_graphs:
         graphs = _make_graphs(config, runner, max_model_len, step_tokens, spare_page=num_pages)

@@ -4,20 +4,35 @@ What they write to the KV cache is never read by a request.
 """
 
 from engine.batching import make_step
-from engine.runner import ModelRunner
+from engine.errors import EngineError
+from engine.runner import ModelRunner, Pending
 from engine.sequence import Chunk, Sequence
 from engine.types import EngineRequest, SamplingParams
 
 _FEWEST_TOKENS = 4
 
 
-def run_prompt(runner: ModelRunner, num_tokens: int) -> None:
-    """One prompt of zeros on the first pages, then one token after it."""
+def run_prompt(runner: ModelRunner, num_tokens: int) -> Pending:
+    """One prompt of zeros on the first pages, then one token after it, whose step is returned."""
     seq = _sequence(runner, num_tokens, row=0)
-    _run(runner, Chunk.next_of(seq, num_tokens))
+    last = _run(runner, Chunk.next_of(seq, num_tokens))
     if num_tokens > 1:
         seq.num_computed = num_tokens - 1
-        _run(runner, Chunk.next_of(seq, 1))
+        last = _run(runner, Chunk.next_of(seq, 1))
+    return last
+
+
+def check_logits(step: Pending) -> None:
+    """Refuse a model that would fail every request. Waits for the device.
+
+    Raises:
+        EngineError: a logit of the step is NaN or infinite.
+    """
+    if step.logits_RV is not None and not step.logits_RV.isfinite().all():
+        raise EngineError(
+            "the first logits are NaN or infinite, so every request would fail: the weights are damaged, a number in "
+            "config.json is wrong, or a kernel is; download the model again, or compare with --moe-backend torch"
+        )
 
 
 def run_step_sizes(runner: ModelRunner, max_tokens: int) -> None:
@@ -39,8 +54,8 @@ def run_step_sizes(runner: ModelRunner, max_tokens: int) -> None:
     _run(runner, *(Chunk.next_of(seq, 1) for seq in decodes))
 
 
-def _run(runner: ModelRunner, *chunks: Chunk) -> None:
-    runner.launch(make_step(list(chunks), runner.page_size))
+def _run(runner: ModelRunner, *chunks: Chunk) -> Pending:
+    return runner.launch(make_step(list(chunks), runner.page_size))
 
 
 def _sequence(runner: ModelRunner, num_tokens: int, *, row: int) -> Sequence:

@@ -4,7 +4,8 @@ import math
 
 import pytest
 
-from tests.engine.fakes import FakeModel, in_both_orders
+from engine.errors import EngineError
+from tests.engine.fakes import FakeModel, fake_core, in_both_orders
 from tests.engine.requests import request, run_all, tokens_of
 from tests.tables import rows
 
@@ -179,6 +180,13 @@ def test_nan_logits_fail_their_request_only(make_core, sampling):
     assert [output.finish_reason for output in outputs["bad"]] == ["error"]
     assert "not a number" in outputs["bad"][0].error
     assert tokens_of(outputs["good"]) == alone(make_core, [1, 2], ignore_eos=True, **sampling)
+
+
+def test_a_model_that_would_fail_every_request_never_becomes_ready():
+    """Field report A6: a NaN in one weight gave a service that was ready, and a 500 for every request."""
+    with pytest.raises(EngineError, match="the first logits are NaN or infinite, so every request would fail"):
+        fake_core(FakeModel(nan_after=0))
+    fake_core(FakeModel(nan_after=0), load_format="dummy")
 
 
 @in_both_orders
