@@ -232,6 +232,21 @@ class EngineConfig:
         """Requests one scheduler holds at most, running and queued; more are refused at once."""
         return self.max_num_seqs + self.max_queued_requests
 
+    def context_of(self, model_limit: int) -> int:
+        """`max_model_len`, by default `model_limit`, what the model was made for.
+
+        Raises:
+            EngineConfigError: it is more than that.
+        """
+        if self.max_model_len is None:
+            return model_limit
+        if self.max_model_len > model_limit:
+            raise EngineConfigError(
+                f"max_model_len is {self.max_model_len}: this model was made for at most {model_limit} tokens; lower "
+                "--max-model-len, or raise max_position_embeddings in config.json"
+            )
+        return self.max_model_len
+
     @property
     def num_ranks(self) -> int:
         """Ranks on all hosts; rank `r` is tensor-parallel rank `r % tensor_parallel_size` of its group."""

@@ -17,7 +17,6 @@ from engine.kv_cache import KvLayout, choose_cpu_pages, choose_cuda_pages
 from engine.memory_plan import check_weights_fit, graph_buffer_bytes, graph_bytes, sampling_bytes
 from engine.model_settings import (
     choose_device,
-    choose_max_model_len,
     make_kv_layout,
     make_model_settings,
     max_step_tokens,
@@ -30,6 +29,7 @@ from engine.step_pace import StepPace
 from engine.types import EngineInfo, LayerCheck
 from engine.units import MIB
 from engine.warm_up import check_logits, run_prompt, run_step_sizes
+from loaders.hf_config import read_config
 from loaders.phases import Phase, StartPhases
 from model.batch import LayerKv
 from moe.check.selfcheck import SelfCheckReport
@@ -141,7 +141,7 @@ def _weight_bytes(config: EngineConfig, device: torch.device, ranks: "RankLinks 
 def _warmed_up(
     config: EngineConfig, model: Model, weight_bytes: int, phases: StartPhases, ranks: "RankLinks | None"
 ) -> LoadedEngine:
-    max_model_len = choose_max_model_len(config, model.max_model_len)
+    max_model_len = config.context_of(model.max_model_len)
     step_tokens = max_step_tokens(config, model.device)
     layout = make_kv_layout(config, model.kv_specs, model.dtype)
     needs, is_sliding = layout.needs(step_tokens), layout.window is not None
@@ -328,6 +328,8 @@ def _build_model(config: EngineConfig, phases: StartPhases, ranks: "RankLinks | 
     from model.registry import build_model
     from model.sizes import measure_model
 
+    if config.max_model_len is not None:  # refused before weights are read
+        config.context_of(read_config(config.model).max_position_embeddings)
     rank = 0 if ranks is None else ranks.rank
     device = choose_device(rank_device_name(config, rank))
     settings = make_model_settings(config, device, rank)

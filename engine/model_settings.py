@@ -103,17 +103,6 @@ def max_step_tokens(config: EngineConfig, device: torch.device) -> int:
     return max(num_tokens, config.max_num_seqs)
 
 
-def choose_max_model_len(config: EngineConfig, model_limit: int) -> int:
-    """`max_model_len`, by default what the model was made for. Raises EngineConfigError if it is more than that."""
-    if config.max_model_len is None:
-        return model_limit
-    if config.max_model_len > model_limit:
-        raise EngineConfigError(
-            f"max_model_len is {config.max_model_len}: this model was made for at most {model_limit} tokens"
-        )
-    return config.max_model_len
-
-
 def make_kv_layout(config: EngineConfig, specs: Sequence[KvLayerSpec], model_dtype: torch.dtype) -> KvLayout:
     """The cache that the settings ask for.
 

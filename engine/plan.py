@@ -7,7 +7,7 @@ import torch
 from engine.config import EngineConfig
 from engine.kv_cache import GIB, choose_cpu_pages
 from engine.memory_plan import MemoryPlan, make_cpu_plan, make_plan
-from engine.model_settings import choose_max_model_len, make_kv_layout, make_model_settings, max_step_tokens
+from engine.model_settings import make_kv_layout, make_model_settings, max_step_tokens
 from engine.prompt_graphs import largest_prompt_step
 from model.sizes import ModelSizes, measure_model
 from moe.device import Device
@@ -44,7 +44,7 @@ def plan_engine(config: EngineConfig, gpu: Gpu | None) -> tuple[MemoryPlan, int]
     settings = make_model_settings(config, device)
     sizes = measure_model(config.model, settings, Device(arch="cpu" if gpu is None else gpu.arch))
     layout = make_kv_layout(config, sizes.kv_specs, sizes.dtype)
-    max_model_len = choose_max_model_len(config, sizes.max_model_len)
+    max_model_len = config.context_of(sizes.max_model_len)
     needs = layout.needs(max_step_tokens(config, device))
     if gpu is None:
         if config.num_pages is None:

@@ -21,6 +21,7 @@ from engine.collector import resting_collector
 from engine.config import EngineConfig
 from engine.link import EngineLink
 from engine.stack_dump import forward_on_signal
+from loaders.hf_config import read_config
 from server import streams
 from server.config import ServerConfig
 from server.errors import SettingError
@@ -46,6 +47,7 @@ def run(server_config: ServerConfig, engine_config: EngineConfig, listener: sock
     check_certificate(server_config)
     check_tracing(server_config)
     # Refuses a checkpoint with damaged small files before an engine loads its weights.
+    check_context(engine_config)
     files = read_model_files(engine_config.model)
     if (store := open_store(server_config)) is not None:  # refuses a bad file now; HTTP processes open it themselves
         store.close()
@@ -129,6 +131,16 @@ def check_tracing(config: ServerConfig) -> None:
             f"otlp_endpoint needs the package {error.name}, which is not installed: pip install "
             "opentelemetry-sdk opentelemetry-exporter-otlp-proto-http, or serve without --otlp-endpoint"
         ) from error
+
+
+def check_context(config: EngineConfig) -> None:
+    """Raise SettingError if `--max-model-len` is more than the model was made for."""
+    if config.max_model_len is None:
+        return
+    try:
+        config.context_of(read_config(config.model).max_position_embeddings)
+    except ValueError as error:
+        raise SettingError(str(error)) from error
 
 
 def describe_link(engine: EngineLink) -> str:

@@ -14,6 +14,7 @@ from engine.client import EngineClient
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.errors import EngineConfigError
+from loaders.source import TensorSource
 from model.config import ModelSettings
 from model.registry import build_model
 from tests.engine.requests import request, run_all, tokens_of
@@ -40,6 +41,14 @@ def test_more_pages_than_memory_are_refused_by_name(model):
     """It was torch's own message about its allocator."""
     with pytest.raises(EngineConfigError, match=r"num_pages is 100000000000: .* do not fit in memory"):
         make_core(model, num_pages=10**11)
+
+
+def test_a_context_beyond_the_models_is_refused_before_weights_are_read(monkeypatch):
+    """Field report B3: it was refused after them, without a way out."""
+    monkeypatch.setattr(TensorSource, "view", lambda _self, name: pytest.fail(f"{name} was read"))
+    words = "max_model_len is 5000: .* at most 4096 tokens; lower --max-model-len, or raise max_position_embeddings in"
+    with pytest.raises(EngineConfigError, match=words):
+        make_core(None, max_model_len=5000)
 
 
 def make_requests():

@@ -122,12 +122,23 @@ def test_a_folder_without_tokenizer_json_learns_what_is_read(model_folder):
         read_model_files(model_folder)
 
 
-def test_a_damaged_template_is_refused_before_the_engine_starts_g29(model_folder):
-    (model_folder / "chat_template.jinja").write_text("{% for %}")
-    command = [sys.executable, "-m", "server", "--model", str(model_folder), "--port", "0"]
+def refused(model_folder, *flags):
+    """The one line on standard error of a service that refuses its settings before the engine starts."""
+    command = [sys.executable, "-m", "server", "--model", str(model_folder), "--port", "0", *flags]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT, check=False)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
-    assert "line 1 of the chat template" in done.stderr
+    return done.stderr
+
+
+def test_a_damaged_template_is_refused_before_the_engine_starts_g29(model_folder):
+    (model_folder / "chat_template.jinja").write_text("{% for %}")
+    assert "line 1 of the chat template" in refused(model_folder)
+
+
+def test_a_context_beyond_the_models_is_refused_before_the_engine_starts(model_folder):
+    """Field report B3: exit status 1 after all weights were loaded."""
+    line = refused(model_folder, "--max-model-len", "5000")
+    assert "max_model_len is 5000: this model was made for at most 4096 tokens; lower --max-model-len, or" in line
 
 
 def test_a_byte_order_mark_is_no_part_of_a_file_g29(model_folder):
