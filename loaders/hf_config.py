@@ -3,10 +3,12 @@
 What the numbers mean for a model is the model's business; here they are only found, checked and named.
 """
 
-from dataclasses import dataclass
+import reprlib
+import sys
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from loaders.errors import ModelConfigError
 from loaders.json_text import parse_json
@@ -14,41 +16,41 @@ from loaders.quant_config import QuantScheme, read_quant_scheme
 
 
 @dataclass(frozen=True, kw_only=True)
-class RopeConfig:
-    """Rotary embedding parameters. `mscale*` and `attention_factor` are None where the files do not give them."""
-
-    theta: float
-    rope_type: str = "default"
-    factor: float = 1.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    original_max_position_embeddings: int | None = None
-    truncate: bool = True
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    attention_factor: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
 class HfConfig:
-    """The raw dictionary of config.json plus what has more than one spelling."""
+    """The raw dictionary of config.json, or of an object in it, plus what has more than one spelling."""
 
     path: Path
     raw: dict[str, Any]
     generation: dict[str, Any]
     quantization: QuantScheme | None
+    inside: str = ""  # key of the object that `raw` is; "" for the whole file
+
+    @property
+    def where(self) -> str:
+        """File, and the object in it if it is not the whole, for messages."""
+        return f"{self.path}, '{self.inside}'" if self.inside else str(self.path)
+
+    def section(self, key: str) -> Self:
+        """The object under a key, empty if it is missing or null.
+
+        Raises:
+            ModelConfigError: something else than an object.
+        """
+        return replace(self, raw={} if self.raw.get(key) is None else self.require(key, dict), inside=key)
 
     def require(self, key: str, kind: type | tuple[type, ...] | None = None) -> Any:
-        """Value of a key that must be there and not null; `kind` also checks its type (int passes as float).
+        """Value of a key that must be there and not null; `kind` also checks its type.
+
+        An int passes as float. A float must be finite.
 
         Raises:
             ModelConfigError: names key and file.
         """
         value = self.raw.get(key)
         if value is None:
-            raise ModelConfigError(f"{self.path}: key '{key}' is missing")
+            raise ModelConfigError(f"{self.where}: key '{key}' is missing")
         if kind is not None and not _is_kind(value, kind):
-            raise ModelConfigError(f"{self.path}: key '{key}' must be {_kind_name(kind)}, found {value!r}")
+            raise ModelConfigError(f"{self.where}: key '{key}' must be {_kind_name(kind)}, found {reprlib.repr(value)}")
         return value
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -67,26 +69,12 @@ class HfConfig:
     @property
     def max_position_embeddings(self) -> int:
         """Longest context in tokens."""
-        return int(self.require("max_position_embeddings", int))
-
-    @cached_property
-    def rope(self) -> RopeConfig:
-        """From `rope_parameters` (transformers 5) or from `rope_theta` with `rope_scaling`."""
-        key = "rope_parameters" if self.raw.get("rope_parameters") is not None else "rope_scaling"
-        scaling = self.get(key, {})
-        if not isinstance(scaling, dict):
-            raise ModelConfigError(f"{self.path}: key '{key}' must be an object, found {scaling!r}")
-        theta: Any = scaling.get("rope_theta", self.raw.get("rope_theta"))
-        if not _is_kind(theta, float):
-            raise ModelConfigError(f"{self.path}: no number for 'rope_theta', neither at top level nor in '{key}'")
-        rope_type = str(scaling.get("rope_type") or scaling.get("type") or "default")
-        if rope_type != "default" and not _is_kind(scaling.get("factor"), float):
-            raise ModelConfigError(f"{self.path}: '{key}' of type '{rope_type}' needs a number 'factor'")
-        original = scaling.get("original_max_position_embeddings") or self.raw.get("initial_context_length")
-        if original is None and rope_type != "default":
-            original = self.max_position_embeddings
-        given = {name: scaling[name] for name in _ROPE_FIELDS if scaling.get(name) is not None}
-        return RopeConfig(theta=float(theta), rope_type=rope_type, original_max_position_embeddings=original, **given)
+        key = "max_position_embeddings"
+        value: int = self.require(key, int)
+        if not 2 <= value <= _MOST_POSITIONS:  # a token of prompt and one of answer
+            found = reprlib.repr(value)
+            raise ModelConfigError(f"{self.path}: key '{key}' must lie in 2..{_MOST_POSITIONS}, found {found}")
+        return value
 
     @cached_property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -101,8 +89,12 @@ class HfConfig:
         return tuple(ids)
 
 
+_KIND_NAMES = {
+    int: "a whole number", float: "a finite number", bool: "true or false", str: "a string", list: "a list",
+    dict: "an object",
+}  # fmt: skip
 _QUANT_KEYS = ("quantization_config", "compression_config", "quantization")  # the last two: old or foreign exports
-_ROPE_FIELDS = ("factor", "beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim", "attention_factor")
+_MOST_POSITIONS = 1 << 24  # beyond it a position is not exact in fp32, in which rope works out its angles
 
 
 def read_config(folder: Path) -> HfConfig:
@@ -142,12 +134,14 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def _is_kind(value: Any, kind: type | tuple[type, ...]) -> bool:
-    """isinstance, but an int passes as float and a bool passes only as bool."""
+    """isinstance, but an int passes as float, a float must be finite, and a bool passes only as bool."""
     kinds = kind if isinstance(kind, tuple) else (kind,)
     if isinstance(value, bool):
         return bool in kinds
-    return isinstance(value, kinds) or (float in kinds and isinstance(value, int))
+    if isinstance(value, int | float):
+        return (isinstance(value, int) and int in kinds) or (float in kinds and abs(value) <= sys.float_info.max)
+    return isinstance(value, kinds)
 
 
 def _kind_name(kind: type | tuple[type, ...]) -> str:
-    return " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
+    return " or ".join(_KIND_NAMES[k] for k in (kind if isinstance(kind, tuple) else (kind,)))

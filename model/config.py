@@ -1,5 +1,6 @@
 """Settings of one model, and the small checks that every family runs over `config.json`."""
 
+import reprlib
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -20,6 +21,7 @@ RouterDtype = Literal["auto", "float32", "bfloat16"]
 LoadFormat = Literal["auto", "dummy"]
 SelfCheck = Literal["auto", "off", "first", "all"]
 _CPU = torch.device("cpu")
+_MOST = 2**31 - 1
 _DTYPES = (torch.float32, torch.bfloat16)
 _ALONE = ParallelLayout()
 _DEEPEP = DeepepSettings()
@@ -99,19 +101,29 @@ def positive_int(config: HfConfig, key: str, default: int | None = None) -> int:
 
     Raises:
         ModelConfigError: (of the loaders) missing without a default, or no whole number.
-        UnsupportedModelError: below 1.
+        UnsupportedModelError: below 1, or more than a tensor can have.
     """
-    value = default if default is not None and config.raw.get(key) is None else config.require(key, int)
+    value: int = default if default is not None and config.raw.get(key) is None else config.require(key, int)
     if value < 1:
-        raise UnsupportedModelError(f"{config.path}: {key} is {value}: it must be at least 1")
-    return int(value)
+        raise UnsupportedModelError(f"{config.where}: {key} is {reprlib.repr(value)}: it must be at least 1")
+    if value > _MOST:
+        raise UnsupportedModelError(f"{config.where}: {key} is {reprlib.repr(value)}: it must be at most {_MOST}")
+    return value
 
 
-def number(config: HfConfig, key: str, default: float | None = None) -> float:
-    """Read a number; missing or null gives the default, without one it is an error."""
+def positive_number(config: HfConfig, key: str, default: float | None = None) -> float:
+    """Read a number above 0; missing or null gives the default.
+
+    Raises:
+        ModelConfigError: (of the loaders) missing without a default, or no finite number.
+        UnsupportedModelError: 0 or below.
+    """
     if default is not None and config.raw.get(key) is None:
         return default
-    return float(config.require(key, float))
+    value = float(config.require(key, float))
+    if value <= 0:
+        raise UnsupportedModelError(f"{config.where}: {key} is {value:g}: it must be above 0")
+    return value
 
 
 def flag(config: HfConfig, key: str, default: bool) -> bool:
@@ -119,12 +131,17 @@ def flag(config: HfConfig, key: str, default: bool) -> bool:
     return default if config.raw.get(key) is None else bool(config.require(key, bool))
 
 
+def first_given(config: HfConfig, *keys: str) -> str:
+    """The first of several spellings of a key that the config has; the first of all if it has none."""
+    return next((key for key in keys if config.raw.get(key) is not None), keys[0])
+
+
 def require_supported(config: HfConfig, key: str, supported: Collection[Any]) -> None:
     """Refuse a value this code does not implement, rather than ignore it; missing or null is fine."""
     value = config.raw.get(key)
     if value is not None and value not in supported:
         known = ", ".join(str(item) for item in supported)
-        raise UnsupportedModelError(f"{config.path}: {key} {value!r} is not supported; supported: {known}")
+        raise UnsupportedModelError(f"{config.where}: {key} {value!r} is not supported; supported: {known}")
 
 
 def require_multiple(config: HfConfig, key: str, of_key: str, default: int | None = None) -> None:

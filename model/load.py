@@ -55,8 +55,7 @@ def load_model(
         AttentionDtypes(model=settings.model_dtype, kv=settings.cache_dtype),
     )
     builder.connect()
-    max_model_len = family.config.max_position_embeddings
-    rope = RotaryTable(family.config.rope, family.rotary_dim, max_model_len, settings.device)
+    rope = RotaryTable(family.rope, family.rotary_dim, family.max_model_len, settings.device)
 
     reader = WeightReader(source, settings.device, settings.model_dtype, place, keeps_fp8(settings))
     with phases.phase(Phase.WEIGHTS, total=family.num_layers):
@@ -72,8 +71,8 @@ def load_model(
             attention=attention,
             groups=groups,
             vocab_size=family.vocab_size,
-            max_model_len=max_model_len,
-            eos_token_ids=family.config.eos_token_ids,
+            max_model_len=family.max_model_len,
+            eos_token_ids=family.eos_token_ids,
             balance=builder.balance,
         )
         phases.advance(Phase.WEIGHTS, 0, num_bytes=source.num_bytes_read)

@@ -13,25 +13,21 @@ import math
 
 import torch
 
-from loaders.hf_config import RopeConfig
-from model.config import UnsupportedModelError
+from model.errors import UnsupportedModelError
+from model.rope_config import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, dim: int) -> torch.Tensor:
     """fp32 [D/2] angles per position. Computed in fp32 as the published models do: far positions depend on it.
 
     Raises:
-        UnsupportedModelError: a rope type other than default and yarn, or an odd number of rotated dims.
+        UnsupportedModelError: an odd number of rotated dims.
     """
     if dim % 2:
         raise UnsupportedModelError(f"the rotated part of a head has {dim} dims: rope needs an even number")
     inv = 1.0 / rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
     if rope.rope_type == "default":
         return inv
-    if rope.rope_type != "yarn":
-        raise UnsupportedModelError(
-            f"config.json: rope type {rope.rope_type!r} is not supported; supported: default, yarn"
-        )
     low, high = yarn_range(rope, dim)
     ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp_(0, 1)
     return inv * (1 - ramp) + inv / rope.factor * ramp

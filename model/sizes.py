@@ -109,16 +109,15 @@ def measure_model(folder: Path, settings: ModelSettings, device: Device | None =
     dense = [spec for spec in specs if _EXPERTS not in spec.name]
     held = _held_bytes(source, dense, settings, fp8=_keeps_fp8(settings, device))
     embedding, head = held.pop(EMBEDDING_WEIGHT), held.pop(HEAD, 0)
-    max_model_len = family.config.max_position_embeddings
     return ModelSizes(
         stored_bytes=sum(source.meta(name).nbytes for name in source.names()),
         embedding_bytes=embedding,
         head_bytes=head,
-        dense_bytes=sum(held.values()) + max_model_len * family.rotary_dim * _BYTES_PER_ROTATION,
+        dense_bytes=sum(held.values()) + family.max_model_len * family.rotary_dim * _BYTES_PER_ROTATION,
         experts=_expert_paths(family, source, settings, device),
         dtype=settings.model_dtype,
         kv_specs=tuple(family.attention_part(layer, settings.layout.dense_place).kv_spec for layer in layers),
-        max_model_len=max_model_len,
+        max_model_len=family.max_model_len,
         step=_step_shape(family, settings.layout),
     )
 

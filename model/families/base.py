@@ -10,11 +10,12 @@ import torch
 from loaders.hf_config import HfConfig
 from loaders.source import TensorSource
 from model.attention.base import Attention, AttentionSpec
-from model.config import ModelSettingsError, UnsupportedModelError, flag, number, positive_int
+from model.config import ModelSettingsError, UnsupportedModelError, flag, positive_int, positive_number
 from model.decoder import AttentionLayer
 from model.layer import Layer
 from model.linear import GatedMlp
 from model.parallel import ParallelLayout
+from model.rope_config import RopeConfig, read_rope
 from model.weights import RAGGED_ROWS, TensorSpec, WeightReader
 from moe import MoeRunnerConfig, RankPlace
 from moe.formats import ExpertWeights
@@ -53,14 +54,18 @@ class Family(ABC):
 
     architecture: ClassVar[str]
     default_norm_eps: ClassVar[float]
+    default_rope: ClassVar[RopeConfig]  # where config.json says nothing of it
 
     def __init__(self, config: HfConfig) -> None:
         self.config = config
         self.num_layers = positive_int(config, "num_hidden_layers")
         self.hidden_size = positive_int(config, "hidden_size")
         self.vocab_size = positive_int(config, "vocab_size")
-        self.norm_eps = number(config, "rms_norm_eps", self.default_norm_eps)
+        self.norm_eps = positive_number(config, "rms_norm_eps", self.default_norm_eps)
         self.is_head_tied = flag(config, "tie_word_embeddings", False)
+        self.max_model_len = config.max_position_embeddings
+        self.rope = read_rope(config, self.default_rope)
+        self.eos_token_ids = config.eos_token_ids
 
     @property
     @abstractmethod

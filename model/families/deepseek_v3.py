@@ -17,7 +17,7 @@ from loaders.quant import inspect_linear
 from loaders.source import TensorSource
 from model.attention.base import Attention, AttentionSpec
 from model.batch import LayerKv
-from model.config import UnsupportedModelError, flag, number, positive_int, require_supported
+from model.config import UnsupportedModelError, flag, positive_int, positive_number, require_supported
 from model.decoder import AttentionLayer, StepState
 from model.families.base import Family, MoeParts, check_routing_sizes
 from model.layer import Layer
@@ -25,6 +25,7 @@ from model.linear import GatedMlp, Linear, RowParallelLinear, join_rows
 from model.norm import RmsNorm
 from model.registry import register_family
 from model.rope import softmax_factor
+from model.rope_config import RopeConfig
 from model.weights import RAGGED_COLUMNS, RAGGED_ROWS, Split, TensorSpec, WeightReader
 from moe import ExpertShape, MoeRunnerConfig, RankPlace, RoutingConfig, RoutingMethod
 from moe.formats import ExpertWeights
@@ -90,6 +91,7 @@ class DeepseekV3Family(Family):
 
     architecture = "DeepseekV3ForCausalLM"
     default_norm_eps = 1e-6
+    default_rope = RopeConfig(theta=10000.0)
 
     def __init__(self, config: HfConfig) -> None:
         super().__init__(config)
@@ -105,11 +107,13 @@ class DeepseekV3Family(Family):
         require_supported(config, "num_key_value_heads", (self.num_heads,))
         self.nope_dim = positive_int(config, "qk_nope_head_dim")
         self.rope_dim = positive_int(config, "qk_rope_head_dim")
-        for key, dim in (("qk_nope_head_dim", self.nope_dim), ("qk_rope_head_dim", self.rope_dim)):
+        self.kv_rank = positive_int(config, "kv_lora_rank")
+        for key, dim in (
+            ("qk_nope_head_dim", self.nope_dim), ("qk_rope_head_dim", self.rope_dim), ("kv_lora_rank", self.kv_rank),
+        ):  # fmt: skip
             if dim % 2:
                 raise UnsupportedModelError(f"{config.path}: {key} is {dim}: it must be even")
         self.value_dim = positive_int(config, "v_head_dim")
-        self.kv_rank = positive_int(config, "kv_lora_rank")
         self.q_rank = None if config.get("q_lora_rank") is None else positive_int(config, "q_lora_rank")
         self.dense_size = positive_int(config, "intermediate_size")
         self.num_dense = self._num_dense_layers()
@@ -144,7 +148,7 @@ class DeepseekV3Family(Family):
             num_groups=num_groups,
             num_kept_groups=num_kept,
             normalize=flag(config, "norm_topk_prob", True),
-            routed_scaling_factor=number(config, "routed_scaling_factor", 1.0),
+            routed_scaling_factor=positive_number(config, "routed_scaling_factor", 1.0),
         )
         shape = ExpertShape(
             num_experts=num_experts,
@@ -176,7 +180,7 @@ class DeepseekV3Family(Family):
             num_kv_heads=1,
             key_dim=self.kv_rank + self.rope_dim,
             value_dim=self.kv_rank,
-            scale=(self.nope_dim + self.rope_dim) ** -0.5 * softmax_factor(self.config.rope),
+            scale=(self.nope_dim + self.rope_dim) ** -0.5 * softmax_factor(self.rope),
             values_in_keys=True,
         )
 

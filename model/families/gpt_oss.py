@@ -15,8 +15,9 @@ from model.attention.base import Attention, AttentionSpec
 from model.batch import LayerKv
 from model.config import (
     UnsupportedModelError,
-    number,
+    first_given,
     positive_int,
+    positive_number,
     require_multiple,
     require_supported,
 )
@@ -26,6 +27,7 @@ from model.layer import Layer
 from model.linear import Linear, RowParallelLinear
 from model.registry import register_family
 from model.rope import pair_halves
+from model.rope_config import RopeConfig
 from model.weights import Split, TensorSpec, WeightReader
 from moe import Activation, ExpertShape, MoeRunnerConfig, RankPlace, RoutingConfig, RoutingMethod
 from moe.formats import ExpertWeights
@@ -66,6 +68,9 @@ class GptOssFamily(Family):
 
     architecture = "GptOssForCausalLM"
     default_norm_eps = 1e-5
+    default_rope = RopeConfig(
+        theta=150000.0, rope_type="yarn", factor=32.0, original_max_position_embeddings=4096, truncate=False
+    )
 
     def __init__(self, config: HfConfig) -> None:
         super().__init__(config)
@@ -83,23 +88,33 @@ class GptOssFamily(Family):
     def _windows(self) -> list[int | None]:
         """Window of each layer; without `layer_types`, layers 0, 2, 4... slide."""
         config = self.config
-        kinds = config.get("layer_types") or [_FULL if layer % 2 else _SLIDING for layer in range(self.num_layers)]
+        if config.get("layer_types") is None:
+            kinds = [_FULL if layer % 2 else _SLIDING for layer in range(self.num_layers)]
+        else:
+            kinds = config.require("layer_types", list)
         if len(kinds) != self.num_layers:
             raise UnsupportedModelError(
                 f"{config.path}: layer_types has {len(kinds)} entries, num_hidden_layers is {self.num_layers}"
             )
-        unknown = sorted({str(kind) for kind in kinds} - {_SLIDING, _FULL})
+        unknown = [kind for kind in kinds if kind not in (_SLIDING, _FULL)]
         if unknown:
-            raise UnsupportedModelError(f"{config.path}: layer_types {unknown[0]!r} is not supported")
+            raise UnsupportedModelError(
+                f"{config.path}: layer_types {unknown[0]!r} is not supported; supported: {_SLIDING}, {_FULL}"
+            )
         window = positive_int(config, "sliding_window") if _SLIDING in kinds else None
         return [window if kind == _SLIDING else None for kind in kinds]
 
     def _moe_config(self) -> MoeRunnerConfig:
         config = self.config
-        top_k_key = "num_experts_per_tok" if config.get("num_experts_per_tok") is not None else "experts_per_token"
-        num_experts, top_k = check_routing_sizes(config, "num_local_experts", top_k_key)
+        num_experts, top_k = check_routing_sizes(
+            config,
+            first_given(config, "num_local_experts", "num_experts"),
+            first_given(config, "num_experts_per_tok", "experts_per_token"),
+        )
         activation = Activation(
-            alpha=number(config, "swiglu_alpha", _ALPHA), beta=1.0, limit=number(config, "swiglu_limit", 7.0)
+            alpha=positive_number(config, "swiglu_alpha", _ALPHA),
+            beta=1.0,
+            limit=positive_number(config, "swiglu_limit", 7.0),
         )
         routing = RoutingConfig(method=RoutingMethod.SOFTMAX_AFTER_TOPK, num_experts=num_experts, top_k=top_k)
         shape = ExpertShape(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from loaders.errors import ModelConfigError
-from loaders.hf_config import HfConfig, RopeConfig, read_config
+from loaders.hf_config import HfConfig, read_config
 from tests.tables import rows
 
 GPT_OSS_20B: dict[str, Any] = {
@@ -86,24 +86,12 @@ def test_gpt_oss(tmp_path: Path) -> None:
     assert config.architecture == "GptOssForCausalLM"
     assert config.max_position_embeddings == 131072
     assert config.eos_token_ids == (200002, 199999, 200012)
-    assert config.rope == RopeConfig(
-        theta=150000.0, rope_type="yarn", factor=32.0, original_max_position_embeddings=4096, truncate=False
-    )
     assert config.quantization.method == "mxfp4"
     assert config.quantization.ignore == ("model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head")
 
 
-def test_deepseek_v3_with_its_old_key_type(tmp_path: Path) -> None:
+def test_deepseek_v3(tmp_path: Path) -> None:
     config = write(tmp_path, DEEPSEEK_V3)
-    assert config.rope == RopeConfig(
-        theta=10000.0,
-        rope_type="yarn",
-        factor=40,
-        original_max_position_embeddings=4096,
-        mscale=1.0,
-        mscale_all_dim=1.0,
-    )
-    assert config.rope.truncate
     assert config.eos_token_ids == (1,)
     assert (config.quantization.method, config.quantization.weight_block_size) == ("fp8", (128, 128))
 
@@ -113,40 +101,6 @@ def test_deepseek_v4(tmp_path: Path) -> None:
     assert config.architecture == "DeepseekV4ForCausalLM"
     assert config.get("expert_dtype") == "fp4"
     assert config.get("num_hash_layers", 0) == 0
-
-
-@rows("config", GPT_OSS_20B, DEEPSEEK_V3)
-def test_both_rope_spellings_mean_the_same(tmp_path: Path, config: dict[str, Any]) -> None:
-    """B31: transformers 5 writes `rope_parameters` with theta inside."""
-    old = write(tmp_path, config).rope
-    new = {key: value for key, value in config.items() if key not in ("rope_scaling", "rope_theta")}
-    scaling = {key: value for key, value in config["rope_scaling"].items() if key != "type"}
-    new["rope_parameters"] = scaling | {"rope_type": "yarn", "rope_theta": config["rope_theta"]}
-    assert write(tmp_path, new).rope == old
-
-
-def test_rope_without_scaling(tmp_path: Path) -> None:
-    assert write(tmp_path, {"rope_theta": 10000, "rope_scaling": None}).rope == RopeConfig(theta=10000.0)
-    parameters = {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}
-    assert write(tmp_path, parameters).rope == RopeConfig(theta=500000.0)
-
-
-def test_original_length_falls_back_to_what_the_file_has(tmp_path: Path) -> None:
-    scaling = {"rope_theta": 1e4, "rope_scaling": {"rope_type": "yarn", "factor": 2}, "max_position_embeddings": 64}
-    assert write(tmp_path, scaling).rope.original_max_position_embeddings == 64
-    assert write(tmp_path, scaling | {"initial_context_length": 32}).rope.original_max_position_embeddings == 32
-
-
-@rows(
-    "config, words",
-    ({}, "no number for 'rope_theta'"),
-    ({"rope_theta": "big"}, "no number for 'rope_theta'"),
-    ({"rope_theta": 1e4, "rope_scaling": {"type": "yarn"}}, "'rope_scaling' of type 'yarn' needs a number 'factor'"),
-    ({"rope_theta": 1e4, "rope_scaling": [1]}, "key 'rope_scaling' must be an object"),
-)
-def test_unusable_rope_settings_are_refused(tmp_path: Path, config: dict[str, Any], words: str) -> None:
-    with pytest.raises(ModelConfigError, match=rf"config\.json: .*{words}"):
-        _ = write(tmp_path, config).rope
 
 
 def test_modelopt_in_its_own_file(tmp_path: Path) -> None:
@@ -361,10 +315,36 @@ def test_require_names_key_and_file(tmp_path: Path) -> None:
     assert config.require("eps", float) == 1
     with pytest.raises(ModelConfigError, match=r"config\.json: key 'nothing' is missing"):
         config.require("nothing")
-    with pytest.raises(ModelConfigError, match=r"config\.json: key 'hidden_size' must be str, found 64"):
+    with pytest.raises(ModelConfigError, match=r"config\.json: key 'hidden_size' must be a string, found 64"):
         config.require("hidden_size", str)
-    with pytest.raises(ModelConfigError, match="key 'flag' must be int or float, found True"):
+    with pytest.raises(ModelConfigError, match="key 'flag' must be a whole number or a finite number, found True"):
         config.require("flag", (int, float))
+
+
+@rows("value", 10**400, float("inf"), float("nan"), "1", True, [1])
+def test_a_number_must_be_finite(tmp_path: Path, value: Any) -> None:
+    """Field report C: a number of 400 digits was a traceback."""
+    config = write(tmp_path, {"eps": value})
+    with pytest.raises(ModelConfigError, match=r"config\.json: key 'eps' must be a finite number, found .{1,50}$"):
+        config.require("eps", float)
+
+
+def test_an_object_inside_is_a_config_of_its_own(tmp_path: Path) -> None:
+    config = write(tmp_path, {"rope": {"factor": 2}, "nothing": None, "list": []})
+    assert config.section("rope").require("factor", int) == 2
+    assert config.section("nothing").raw == config.section("missing").raw == {}
+    with pytest.raises(ModelConfigError, match=r"config\.json, 'rope': key 'theta' is missing"):
+        config.section("rope").require("theta")
+    with pytest.raises(ModelConfigError, match=r"config\.json: key 'list' must be an object"):
+        config.section("list")
+
+
+@rows("value", 0, 1, -5, 10**12, 10**400, 4096.0, "4096", True)
+def test_an_impossible_context_is_refused(tmp_path: Path, value: Any) -> None:
+    """Field report C: they were tracebacks of torch."""
+    config = write(tmp_path, {"max_position_embeddings": value})
+    with pytest.raises(ModelConfigError, match=r"config\.json: key 'max_position_embeddings' must .{1,99}$"):
+        _ = config.max_position_embeddings
 
 
 def test_architecture_must_be_named(tmp_path: Path) -> None:

@@ -92,6 +92,18 @@ def test_both_spellings_of_rope_mean_the_same(tmp_path: Path, spelling: str) -> 
     check_close(got, reference(torch.tensor([ids])).logits[0])
 
 
+def test_a_config_without_rope_has_yarn_as_in_transformers(tmp_path: Path) -> None:
+    """Field report A4: it ran plain rope."""
+    reference = make_gpt_oss(7, rope_parameters=None)
+    tensors = state_by_file_name(reference, tmp_path)
+    write(tmp_path, tensors, {"rope_parameters": None})
+    model = build_model(tmp_path, ModelSettings())
+    ids = prompt(50, 3)
+    cache = PagedCache(model.kv_specs)
+    got = run(model, cache.batch({"a": ids}, all_logits=True), cache.layers)
+    check_close(got, reference(torch.tensor([ids])).logits[0])
+
+
 def test_tied_head_is_the_embedding(tmp_path: Path) -> None:
     reference = make_gpt_oss(6, tie_word_embeddings=True)
     model, reference = packed_pair(reference, tmp_path, None)

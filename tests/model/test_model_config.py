@@ -1,5 +1,6 @@
 """What is refused before any weight is read: unknown architectures, unsupported features, sizes that do not fit."""
 
+import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,12 @@ def test_gpt_oss_refusals(subtests: pytest.Subtests, saved: Any, tmp_path: Path)
         ({"num_experts_per_tok": 5}, "num_experts_per_tok is 5.*num_local_experts 4"),
         ({"layer_types": ["full_attention"]}, "layer_types has 1 entries, num_hidden_layers is 2"),
         ({"layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),
+        ({"layer_types": [["full_attention"], 5]}, r"layer_types \['full_attention'\] is not supported"),
+        ({"layer_types": []}, "layer_types has 0 entries, num_hidden_layers is 2"),
         ({"head_dim": 15}, "head_dim is 15"),
+        ({"head_dim": 10**400}, "head_dim is 1000.*: it must be at most 2147483647"),
+        ({"swiglu_alpha": 0}, "swiglu_alpha is 0: it must be above 0"),
+        ({"swiglu_limit": -1}, "swiglu_limit is -1: it must be above 0"),
         (
             {"hidden_size": 96},
             r"embed_tokens.*\[96, 64\], but vocab_size, hidden_size in config.json make it \[96, 96\]",
@@ -85,6 +91,9 @@ def test_deepseek_refusals(subtests: pytest.Subtests, saved: Any, tmp_path: Path
         ({"topk_group": 1}, "num_experts_per_tok 3"),
         ({"qk_rope_head_dim": 15}, "qk_rope_head_dim is 15"),
         ({"first_k_dense_replace": -1}, "first_k_dense_replace is -1"),
+        ({"n_group": 0}, "n_group is 0: it must be at least 1"),
+        ({"routed_scaling_factor": 0}, "routed_scaling_factor is 0: it must be above 0"),
+        ({"kv_lora_rank": 31}, "kv_lora_rank is 31: it must be even"),
         ({"kv_lora_rank": 24}, "kv_a_layernorm.*kv_lora_rank in config.json"),
         ({"v_head_dim": 16}, r"kv_b_proj.weight.*v_head_dim, kv_lora_rank in config.json make it \[160, 32\]"),
         ({"moe_intermediate_size": 32}, "experts.0.gate_proj.weight.*moe_intermediate_size"),
@@ -98,6 +107,32 @@ def test_missing_keys_and_wrong_types_name_the_key(saved: Any, tmp_path: Path) -
     refused(saved, tmp_path, {"hidden_size": None}, ModelConfigError, "hidden_size")
     refused(saved, tmp_path, {"vocab_size": "many"}, ModelConfigError, "vocab_size")
     refused(saved, tmp_path, {"tie_word_embeddings": "no"}, ModelConfigError, "tie_word_embeddings")
+
+
+def test_numbers_and_ids_that_no_model_has_are_refused(
+    subtests: pytest.Subtests, saved: tuple[str, Path, Any], tmp_path: Path
+) -> None:
+    """Field report A6, B3 and C: NaN for every request, a traceback, or an error after all weights were read."""
+    nan, inf = float("nan"), float("inf")
+    names = {"gpt_oss": ("swiglu_alpha", "swiglu_limit"), "deepseek": ("routed_scaling_factor",)}[saved[0]]
+    for name, value in itertools.product((*names, "rms_norm_eps"), (nan, inf, -inf, 10**400, "1", True)):
+        with subtests.test(name=name, value=value):
+            refused(saved, tmp_path, {name: value}, ModelConfigError, f"key '{name}' must be a finite number")
+    for value in (0, -1e-5):
+        with subtests.test(value=value):
+            refused(saved, tmp_path, {"rms_norm_eps": value}, UnsupportedModelError, "rms_norm_eps is .*above 0")
+    for value in ("x", [[1]], 2.5, True):
+        with subtests.test(value=value):
+            refused(saved, tmp_path, {"eos_token_id": value}, ModelConfigError, "'eos_token_id' must hold ids")
+    for value in (0, 10**12):
+        with subtests.test(value=value):
+            refused(saved, tmp_path, {"max_position_embeddings": value}, ModelConfigError, "max_position_embeddings")
+
+
+@pytest.mark.parametrize("saved", ["gpt_oss"], indirect=True)
+@rows("value", 5, True, 0.5, "sliding_attention", {"0": "full_attention"})
+def test_layer_types_must_be_a_list(saved: tuple[str, Path, Any], tmp_path: Path, value: Any) -> None:
+    refused(saved, tmp_path, {"layer_types": value}, ModelConfigError, "key 'layer_types' must be a list")
 
 
 def test_missing_tensor_is_named(saved: Any, tmp_path: Path) -> None:

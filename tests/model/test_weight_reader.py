@@ -99,9 +99,8 @@ def test_sharded_attention_is_a_reader_with_another_place(tmp_path: Path, kind: 
     """The outputs of two ranks, each with half of the heads, add up to those of one that has all."""
     state = state_by_file_name(make_gpt_oss() if kind == "gpt_oss" else make_deepseek(), tmp_path)
     write(tmp_path, pack_fp8(state)[0] if kind == "deepseek_fp8" else state)
-    config = read_config(tmp_path)
-    family, source = make_family(config), Checkpoint.open(tmp_path)
-    rope = RotaryTable(config.rope, family.rotary_dim, 64, CPU)
+    family, source = make_family(read_config(tmp_path)), Checkpoint.open(tmp_path)
+    rope = RotaryTable(family.rope, family.rotary_dim, 64, CPU)
     x_TH = torch.randn(8, family.hidden_size, generator=torch.Generator().manual_seed(3))
 
     def output(reader: WeightReader) -> torch.Tensor:
