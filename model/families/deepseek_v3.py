@@ -32,6 +32,7 @@ from moe.formats import ExpertWeights
 from moe.group import SINGLE_RANK, Group, PartialSum, SumPlace
 
 _LATENT_EPS = 1e-6  # the published code gives the latent norms this epsilon, whatever rms_norm_eps says
+_GROUP_DEFAULTS = {"n_group": 8, "topk_group": 4}
 
 
 class MlaAttention(AttentionLayer):
@@ -118,7 +119,7 @@ class DeepseekV3Family(Family):
         self.dense_size = positive_int(config, "intermediate_size")
         self.num_dense = self._num_dense_layers()
         self.moe_freq = positive_int(config, "moe_layer_freq", 1)
-        self.num_shared = 0 if not config.get("n_shared_experts") else positive_int(config, "n_shared_experts")
+        self.num_shared = positive_int(config, "n_shared_experts", 1) if config.raw.get("n_shared_experts", 1) else 0
         self._q_split = Split(unit=self.nope_dim + self.rope_dim)
         self._kv_split = Split(unit=self.nope_dim + self.value_dim)
         self._out_split = Split("columns", self.value_dim)
@@ -135,11 +136,13 @@ class DeepseekV3Family(Family):
     def _moe_config(self) -> MoeRunnerConfig:
         config = self.config
         num_experts, top_k = check_routing_sizes(config, "n_routed_experts", "num_experts_per_tok")
-        num_groups, num_kept = positive_int(config, "n_group", 1), positive_int(config, "topk_group", 1)
+        num_groups, num_kept = self._groups()
         if num_experts % num_groups or num_kept > num_groups or top_k > num_kept * (num_experts // num_groups):
+            missing = " and ".join(key for key in _GROUP_DEFAULTS if key not in config.raw)
             raise UnsupportedModelError(
                 f"{config.path}: n_routed_experts {num_experts}, n_group {num_groups}, topk_group {num_kept} and "
                 f"num_experts_per_tok {top_k} do not fit: groups must be equal, and the kept ones hold enough experts"
+                + (f"; {missing} had to be taken from the published model, since the file lacks it" if missing else "")
             )
         routing = RoutingConfig(
             method=RoutingMethod.SIGMOID_GROUPED,
@@ -147,8 +150,8 @@ class DeepseekV3Family(Family):
             top_k=top_k,
             num_groups=num_groups,
             num_kept_groups=num_kept,
-            normalize=flag(config, "norm_topk_prob", True),
-            routed_scaling_factor=positive_number(config, "routed_scaling_factor", 1.0),
+            normalize=flag(config, "norm_topk_prob", "norm_topk_prob" not in config.raw),  # null is false
+            routed_scaling_factor=positive_number(config, "routed_scaling_factor", 2.5),
         )
         shape = ExpertShape(
             num_experts=num_experts,
@@ -157,6 +160,13 @@ class DeepseekV3Family(Family):
             intermediate_size=positive_int(config, "moe_intermediate_size"),
         )
         return MoeRunnerConfig(shape=shape, routing=routing)
+
+    def _groups(self) -> tuple[int, int]:
+        """Groups of experts, and how many of them a token may choose from; a null says that there are none."""
+        if any(self.config.raw.get(key, default) is None for key, default in _GROUP_DEFAULTS.items()):
+            return 1, 1
+        num_groups, num_kept = (positive_int(self.config, key, default) for key, default in _GROUP_DEFAULTS.items())
+        return num_groups, num_kept
 
     @property
     def moe(self) -> MoeRunnerConfig:

@@ -1,26 +1,32 @@
-"""What a config.json leaves out: the published models' own values, and the other spellings of a key."""
+"""What a config.json leaves out has transformers' values; what null says; and the other spellings of a key."""
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from transformers import DeepseekV3Config
 
 from loaders.hf_config import read_config
-from model.config import ModelSettings
+from model.config import ModelSettings, UnsupportedModelError
 from model.families.base import Family
+from model.families.deepseek_v3 import DeepseekV3Family
 from model.families.gpt_oss import GptOssFamily
 from model.registry import build_model, make_family
+from model.rope_config import RopeConfig
 from tests.model.checkpoints import make_deepseek, make_gpt_oss
 from tests.tables import rows
 
 
-def family_of(folder: Path, model: Any, changes: dict[str, Any]) -> Family:
-    """The family of a config with these changes; None removes a key."""
+def family_of(folder: Path, model: Any, changes: dict[str, Any], nulls: Collection[str] = ()) -> Family:
+    """The family of a config with these changes; None removes a key, `nulls` are null."""
     model.config.save_pretrained(folder)
     path = folder / "config.json"
     config = json.loads(path.read_text()) | {"architectures": [type(model).__name__]} | changes
-    path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+    kept = {key: value for key, value in config.items() if value is not None}
+    path.write_text(json.dumps(kept | dict.fromkeys(nulls)))
     return make_family(read_config(folder))
 
 
@@ -33,6 +39,13 @@ def test_gpt_oss_without_its_optional_keys(tmp_path: Path) -> None:
     assert (family.norm_eps, family.head_dim, family.is_head_tied) == (1e-5, 64 // 4, False)
 
 
+@rows("key", "num_local_experts", "num_experts")
+def test_both_spellings_of_the_experts(tmp_path: Path, key: str) -> None:
+    """Field report D5: transformers takes the second for the first."""
+    changes = {"num_local_experts": None, "num_experts": None} | {key: 6}
+    assert family_of(tmp_path, make_gpt_oss(), changes).moe.num_experts == 6
+
+
 @rows("key", "num_experts_per_tok", "experts_per_token")
 def test_both_spellings_of_the_experts_per_token(tmp_path: Path, key: str) -> None:
     changes = {"num_experts_per_tok": None, "experts_per_token": None} | {key: 3}
@@ -40,13 +53,44 @@ def test_both_spellings_of_the_experts_per_token(tmp_path: Path, key: str) -> No
 
 
 def test_deepseek_without_its_optional_keys(tmp_path: Path) -> None:
+    """Field report A2: a scaling factor of 1.0 and no groups made nonsense of a model that relies on the defaults."""
     names = ("norm_topk_prob", "routed_scaling_factor", "n_group", "topk_group", "rms_norm_eps", "moe_layer_freq")
+    names += ("n_shared_experts", "rope_parameters")
     family = family_of(tmp_path, make_deepseek(), dict.fromkeys(names))
-    routing = family.moe.routing
-    assert (routing.normalize, routing.routed_scaling_factor) == (True, 1.0)
-    assert (routing.num_groups, routing.num_kept_groups) == (1, 1)
-    assert family.norm_eps == 1e-6
+    assert isinstance(family, DeepseekV3Family)
+    routing, theirs = family.moe.routing, DeepseekV3Config()
+    assert (routing.normalize, routing.routed_scaling_factor) == (True, 2.5)
+    assert (routing.normalize, routing.routed_scaling_factor) == (theirs.norm_topk_prob, theirs.routed_scaling_factor)
+    assert (routing.num_groups, routing.num_kept_groups) == (8, 4) == (theirs.n_group, theirs.topk_group)
+    assert family.num_shared == 1 == theirs.n_shared_experts
+    assert family.norm_eps == 1e-6 == theirs.rms_norm_eps
+    assert family.rope == RopeConfig(theta=10000.0)
     assert [family.is_moe_layer(layer) for layer in range(3)] == [False, True, True]
+
+
+@rows("nulls", ("n_group",), ("topk_group",), ("n_group", "topk_group"))
+def test_deepseek_with_null_for_its_groups_has_none(tmp_path: Path, nulls: tuple[str, ...]) -> None:
+    routing = family_of(tmp_path, make_deepseek(), {}, nulls).moe.routing
+    assert (routing.num_groups, routing.num_kept_groups) == (1, 1)
+
+
+def test_deepseek_with_null_for_norm_topk_prob_leaves_weights_as_they_are(tmp_path: Path) -> None:
+    """Field report A2: transformers takes null for false."""
+    assert not family_of(tmp_path, make_deepseek(), {}, ["norm_topk_prob"]).moe.routing.normalize
+
+
+@rows(
+    "missing, words",
+    (("n_group",), "n_group 8, topk_group 2 .*do not fit.*; n_group had to be taken from the published model"),
+    (("n_group", "topk_group"), "; n_group and topk_group had to be taken from the published model, since the file"),
+    ((), "num_experts_per_tok 3 do not fit: .* hold enough experts$"),
+)
+def test_groups_that_do_not_fit_tell_defaults_from_the_files_own(
+    tmp_path: Path, missing: tuple[str, ...], words: str
+) -> None:
+    changes = {"n_routed_experts": 10} | dict.fromkeys(missing)
+    with pytest.raises(UnsupportedModelError, match=words):
+        family_of(tmp_path, make_deepseek(), changes)
 
 
 def test_every_second_layer_has_experts(tmp_path: Path) -> None:
