@@ -40,15 +40,11 @@ def check_servable(folder: Path) -> None:
     """
     from loaders.hf_config import read_config
     from model.registry import make_family
-    from model.rope import inverse_frequencies
 
     read_model_files(folder)
     try:
         family = make_family(read_config(folder))
         for layer in range(family.num_layers):
             family.attention_spec(layer)
-        config = family.config
-        inverse_frequencies(config.rope, family.rotary_dim)
-        _ = config.max_position_embeddings, config.eos_token_ids  # raise for wrong values
     except ValueError as error:  # the error trees of the loaders and of the model begin there
         raise SettingError(f"--model: {error}") from error

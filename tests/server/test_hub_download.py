@@ -286,7 +286,10 @@ def test_a_disk_that_refuses(error: Exception, words: str) -> None:
     ({"config.json": b"{}"}, "config.json: key 'architectures' is missing"),
     ({"config.json": b'{"architectures": ["Qwen3MoeForCausalLM"]}'}, "architecture 'Qwen3MoeForCausalLM' is unknown"),
     ({"config.json": json.dumps(DEEPSEEK | {"scoring_func": "softmax"}).encode()}, "scoring_func"),
-    ({"config.json": json.dumps(CONFIG | {"rope_scaling": {"type": "x", "factor": 2}}).encode()}, "rope type 'x'"),
+    (
+        {"config.json": json.dumps(CONFIG | {"rope_scaling": {"type": "x", "factor": 2}}).encode()},
+        "type 'x' is not supported",
+    ),
     ({"tokenizer.json": b"{"}, "tokenizer.json: cannot be read"),
     ({"chat_template.jinja": b"{% if %}"}, "line 1 of the chat template cannot be compiled"),
     ({"additional_chat_templates/tool_use.jinja": b"{% if %}"}, "tool_use.jinja: line 1 of the chat template"),
