@@ -120,7 +120,8 @@ class ResponsesRenderer(Renderer):
         codes = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
         shown = {"code": codes.get(error.status, "server_error"), "message": error.message}
         closing = self._close("incomplete")
-        return [*closing, self._lifecycle("failed", error=shown, output=self._output, usage=self._usage())]
+        changes = {"error": shown, "output": self._output, "usage": self._usage(), "store": False}
+        return [*closing, self._lifecycle("failed", **changes)]
 
     @property
     def _is_cut(self) -> bool:
@@ -130,11 +131,11 @@ class ResponsesRenderer(Renderer):
     async def keep(self) -> None:
         if self._keeping is None:
             return
-        earlier = [item.model_dump(exclude_unset=True) for item in (*self._keeping.history, *self._wire.input)]
         put, owner = self._keeping.store.put, self._keeping.owner
         try:
-            await asyncio.to_thread(put, owner, self._response, [*earlier, *self._output])
-        except sqlite3.Error:
+            earlier = [item.model_dump(exclude_unset=True) for item in (*self._keeping.history, *self._wire.input)]
+            self._response["store"] = await asyncio.to_thread(put, owner, self._response, [*earlier, *self._output])
+        except (sqlite3.Error, orjson.JSONEncodeError):
             log.exception("response %s could not be stored", self._response["id"])
             self._response["store"] = False
 

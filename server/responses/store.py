@@ -52,10 +52,16 @@ class ResponseStore:
         except (OSError, sqlite3.Error) as error:
             raise SettingError(f"response_store {file} cannot be used as an SQLite file: {error}") from error
 
-    def put(self, owner: str, body: dict[str, Any], items: Sequence[Any]) -> None:
-        """Store an answer with its conversation, and remove what is too old or too much. Raises sqlite3.Error."""
+    def put(self, owner: str, body: dict[str, Any], items: Sequence[Any]) -> bool:
+        """Store an answer with its conversation, and remove what is too old or too much.
+
+        False if it alone exceeds `max_bytes`: then nothing is stored or removed. Raises sqlite3.Error.
+        """
         data, conversation = orjson.dumps(body), orjson.dumps(items)
-        row = (body["id"], owner, time.time(), len(data) + len(conversation), data, conversation)
+        size = len(data) + len(conversation)
+        if size > self._max_bytes:
+            return False
+        row = (body["id"], owner, time.time(), size, data, conversation)
         with self._transaction() as database:
             database.execute("INSERT INTO answers VALUES (?, ?, ?, ?, ?, ?)", row)
             database.execute("DELETE FROM answers WHERE created < ?", (time.time() - self._max_age_s,))
@@ -65,6 +71,7 @@ class ResponseStore:
                 removed, size = database.execute(oldest).fetchone()
                 database.execute("DELETE FROM answers WHERE id = ?", (removed,))
                 num_bytes -= size
+        return True
 
     def body(self, owner: str, response_id: str) -> bytes | None:
         """The JSON of an answer; None if the owner has none of this id."""

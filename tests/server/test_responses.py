@@ -205,7 +205,7 @@ def test_an_answer_that_is_cut_is_incomplete(services, stream):
     assert response["usage"]["output_tokens"] == 6
 
 
-def test_an_engine_that_fails_after_the_first_token_ends_the_stream_with_failed(services, monkeypatch):
+def test_an_engine_that_fails_after_the_first_token_ends_the_stream_with_failed(services, monkeypatch, tmp_path):
     service, tokenizer, answer, _ = services["harmony"]
     script(service, tokenizer, answer)
     steps = service.engine._steps
@@ -219,6 +219,8 @@ def test_an_engine_that_fails_after_the_first_token_ends_the_stream_with_failed(
     assert last["type"] == "response.failed"
     assert last["response"]["error"] == {"code": "server_error", "message": "broken"}
     assert last["response"]["output"][0]["status"] == "incomplete"
+    with serve(service.engine, tokenizer, response_store=tmp_path / "f") as storing:
+        assert checked_stream(storing, input="Hi")[-1]["response"]["store"] is False, "failed answers are not stored"
     with service.client() as client, pytest.raises(openai.InternalServerError):
         client.responses.create(model=MODEL, input="Hi")
 

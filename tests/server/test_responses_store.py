@@ -7,6 +7,7 @@ import pytest
 
 from server.errors import SettingError
 from server.responses.store import ResponseStore
+from server.schema.responses import InputItem
 from tests.server.conftest import ANSWER, CALL, MODEL, WEATHER, FakeEngine, serve
 
 TOOL = {"type": "function", **WEATHER["function"]}
@@ -17,7 +18,7 @@ def store_at(folder, *, max_bytes=10**6, max_age_s=1000.0):
 
 
 def put(store, name, *, owner="o", size=100):
-    store.put(owner, {"id": name, "text": "x" * size}, [name])
+    return store.put(owner, {"id": name, "text": "x" * size}, [name])
 
 
 def kept(store, names):
@@ -32,8 +33,8 @@ def test_the_oldest_answers_go_when_the_size_is_reached(tmp_path):
     left = kept(store, names)
     assert left == names[-len(left) :]
     assert 1000 // 150 <= len(left) <= 1000 // 100
-    put(store, "large", size=2000)
-    assert kept(store, [*names, "large"]) == []
+    assert not put(store, "large", size=2000)
+    assert kept(store, [*names, "large"]) == left, "it would have taken the place of all others"
 
 
 def test_answers_that_are_too_old_are_neither_shown_nor_kept(tmp_path, monkeypatch):
@@ -123,6 +124,26 @@ def test_an_answer_that_cannot_be_stored_is_given_all_the_same_and_says_so(tmp_p
             streamed = stream.get_final_response()
     assert (whole.store, streamed.store) == (False, False)
     assert whole.output_text == streamed.output_text == "The capital of France is Paris."
+
+
+def test_an_answer_too_large_for_the_store_says_so_and_removes_no_other(tmp_path, tokenizer):
+    engine = FakeEngine(script=lambda _request: tokenizer.encode(ANSWER))
+    settings = {"response_store": tmp_path / "f", "response_store_bytes": 4000}
+    with serve(engine, tokenizer, **settings) as service, service.client() as client:
+        small = client.responses.create(model=MODEL, input="Hi")
+        large = client.responses.create(model=MODEL, input="Hi " * 1500)
+        assert (small.store, large.store) == (True, False)
+        assert client.responses.retrieve(small.id).output_text == small.output_text
+        with pytest.raises(openai.NotFoundError):
+            client.responses.retrieve(large.id)
+
+
+def test_an_answer_that_cannot_be_encoded_for_the_store_is_given_all_the_same(tmp_path, tokenizer, monkeypatch):
+    engine = FakeEngine(script=lambda _request: tokenizer.encode(ANSWER))
+    monkeypatch.setattr(InputItem, "model_dump", lambda *_args, **_options: {"what": object()})
+    with serve(engine, tokenizer, response_store=tmp_path / "f") as service, service.client() as client:
+        answer = client.responses.create(model=MODEL, input="Hi")
+    assert (answer.store, answer.output_text) == (False, "The capital of France is Paris.")
 
 
 def test_without_a_store_there_is_nothing_to_show(service):
