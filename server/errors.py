@@ -13,7 +13,7 @@ Exception
 │   ├── TooManyRequests       429 the queue is full, or the key has used what it may
 │   ├── Aborted               499 someone has ended this request by its id
 │   ├── EngineFailed          500 the engine could not finish this request
-│   ├── Unavailable           503 loading, draining or without an engine
+│   ├── Unavailable           503 loading, draining, without an engine, or without its stored answers
 │   └── DeadlineExceeded      504 the answer was not complete in the time that the request gave it
 └── SettingError              the service cannot start as configured
 """
@@ -149,7 +149,7 @@ class EngineFailed(ApiError):
 
 
 class Unavailable(ApiError):
-    """The service takes no work now: it loads, drains or has lost its engine."""
+    """The service cannot do this now: it loads, drains, has lost its engine, or cannot reach its stored answers."""
 
     status = 503
     code = "unavailable"

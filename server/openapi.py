@@ -38,7 +38,7 @@ _ERRORS = {
     429: "Too many requests are waiting",
     499: "Someone has aborted the request",
     500: "The service or its engine failed",
-    503: "Loading, draining, stalled, or without an engine",
+    503: "Loading, draining, stalled, without an engine, or its stored answers cannot be reached",
     504: "The answer was not complete in the time that the request gave it",
 }
 ANY = (401, 500)

@@ -11,6 +11,8 @@ from server.schema.common import MAX_LOGPROBS, SampledRequest, WireModel, refusa
 from server.schema.limits import MAX_MESSAGES, FreeObject, Tools
 
 LOGPROBS = "message.output_text.logprobs"
+INCLUSIONS = (LOGPROBS, "reasoning.encrypted_content")
+"""What `include` may hold. Reasoning is never encrypted: it is returned in full, so clients can send it back."""
 _CONTENT_PARTS = ("input_text", "output_text", "text", "refusal", "reasoning_text")
 _SUMMARY_PARTS = ("summary_text",)
 _OUTPUT_PARTS = ("input_text", "output_text", "text")
@@ -160,9 +162,8 @@ class ResponsesRequest(SampledRequest):
     @field_validator("include")
     @classmethod
     def _known_inclusions(cls, value: list[str] | None) -> list[str] | None:
-        # Reasoning is returned in full, so clients that ask for it encrypted have what they need to send it back.
         for name in value or ():
-            if name not in (LOGPROBS, "reasoning.encrypted_content"):
+            if name not in INCLUSIONS:
                 raise ValueError(f"'{name[:64]}' is not supported: only '{LOGPROBS}' has an effect")
         return value
 

@@ -4,6 +4,7 @@ import sqlite3
 import threading
 import time
 
+import openai
 import pytest
 
 from server.config import ServerConfig
@@ -11,6 +12,7 @@ from server.doctor.finding import Level
 from server.doctor.service import http_findings
 from server.responses import store as store_module
 from server.responses.store import ResponseStore
+from tests.server.conftest import ANSWER, MODEL, FakeEngine, serve
 
 
 @pytest.fixture
@@ -71,6 +73,36 @@ def test_readers_wait_for_no_writer(store, file):
 def test_an_answer_is_not_removed_while_another_program_writes(store):
     with pytest.raises(sqlite3.OperationalError, match="locked"):
         store.delete("o", "first")
+
+
+def test_clients_are_told_to_ask_again_while_another_program_locks_the_file(file, tokenizer, monkeypatch, caplog):
+    monkeypatch.setattr(store_module, "_BUSY_TIMEOUT_S", 0.2)
+    engine = FakeEngine(script=lambda _request: tokenizer.encode(ANSWER))
+    with serve(engine, tokenizer, response_store=file) as service, service.client() as client:
+        answer = client.responses.create(model=MODEL, input="Hi")
+        connection = sqlite3.connect(file, isolation_level=None)
+        connection.execute("BEGIN EXCLUSIVE")
+        with pytest.raises(openai.InternalServerError, match="ask again") as refused:
+            client.responses.delete(answer.id)
+        assert refused.value.status_code == 503
+        assert "locked" in caplog.text
+        connection.execute("ROLLBACK")
+        connection.close()
+        client.responses.delete(answer.id)
+
+        def fail(*_args):
+            raise sqlite3.OperationalError(f"{file} is of no use")
+
+        monkeypatch.setattr(ResponseStore, "_column", fail)
+        for use in (client.responses.retrieve, lambda name: go_on(client, name)):
+            with pytest.raises(openai.InternalServerError, match="ask again") as refused:
+                use(answer.id)
+            assert refused.value.status_code == 503
+            assert str(file) not in refused.value.message
+
+
+def go_on(client, name):
+    client.responses.create(model=MODEL, input="Hi", previous_response_id=name)
 
 
 def test_an_answer_is_not_written_to_a_file_that_was_removed_or_replaced(store, file):

@@ -146,6 +146,35 @@ def test_an_answer_that_cannot_be_encoded_for_the_store_is_given_all_the_same(tm
     assert (answer.store, answer.output_text) == (False, "The capital of France is Paris.")
 
 
+OWNER = {"Authorization": "Bearer none"}  # as `service.client()`
+RETRIEVED = [
+    ({"stream": "false"}, None),
+    ({"include_obfuscation": "false"}, None),
+    ({"include[]": "reasoning.encrypted_content"}, None),
+    ({"stream": "true"}, "stream"),
+    ({"starting_after": "3"}, "starting_after"),
+    ({"include[]": "file_search_call.results"}, "include[]"),
+    ({"include": "message.output_text.logprobs"}, "include"),
+    ({"colour": "red"}, "colour"),
+]
+
+
+def test_a_stored_answer_is_shown_with_parameters_that_change_nothing(tmp_path, tokenizer, subtests):
+    engine = FakeEngine(script=lambda _request: tokenizer.encode(ANSWER))
+    wanted = ["message.output_text.logprobs"]
+    with serve(engine, tokenizer, response_store=tmp_path / "f") as service, service.client() as client:
+        plain = client.responses.create(model=MODEL, input="Hi")
+        scored = client.responses.create(model=MODEL, input="Hi", include=wanted)
+        with service.http() as http:
+            for params, refused in RETRIEVED:
+                with subtests.test(params=params):
+                    answer = http.get(f"/v1/responses/{plain.id}", params=params, headers=OWNER)
+                    assert answer.status_code == (400 if refused else 200)
+                    assert refused is None or answer.json()["error"]["param"] == refused
+        shown = client.responses.retrieve(scored.id, include=wanted, stream=False)
+        assert shown.output[-1].content[0].logprobs == scored.output[-1].content[0].logprobs != []
+
+
 def test_without_a_store_there_is_nothing_to_show(service):
     with service.client() as client, pytest.raises(openai.NotFoundError, match="--response-store"):
         client.responses.retrieve("resp_1")
