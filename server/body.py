@@ -13,7 +13,7 @@ from server.asker import asker_of
 from server.context import ServerContext
 from server.errors import BadRequest, BodyTooLarge, RequestTimeout
 from server.lanes import LARGE_BODY_BYTES, ClientLane
-from server.schema.limits import MAX_CONTAINERS
+from server.schema.limits import MAX_CONTAINERS, MAX_NESTING, is_too_deep
 
 Model = TypeVar("Model", bound=BaseModel)
 _MAX_NAME_CHARS = 64
@@ -55,9 +55,11 @@ async def read_body(request: Request, model: type[Model], context: ServerContext
 def _parse(data: bytes, model: type[Model], ignored: list[str] | None = None) -> Model:
     """Parse and check a body. Lists and objects are counted first: orjson could spend a second on too many of them.
 
+    What is nested deeper than `MAX_NESTING` is refused, so that parts of a body can always be written as JSON again.
     With a list, parameters that the model does not know are not refused; their names are added to the list.
     """
-    if not _has_few_containers(data):
+    num_openings = _num_openings(data)
+    if num_openings > MAX_CONTAINERS and _num_openings(_without_strings(data)) > MAX_CONTAINERS:
         raise BadRequest(
             f"the body holds more than the {MAX_CONTAINERS} lists and objects that are accepted", code="invalid_json"
         )
@@ -67,6 +69,8 @@ def _parse(data: bytes, model: type[Model], ignored: list[str] | None = None) ->
         raise BadRequest(f"the body is not valid JSON: {_why_no_json(data, error)}", code="invalid_json") from None
     if not isinstance(content, dict):
         raise BadRequest("the body must be a JSON object", code="invalid_json")
+    if num_openings > MAX_NESTING:
+        _check_nesting(content)
     if ignored is not None:
         ignored += _take_unknown(content, model)
     return checked(model, content)
@@ -112,13 +116,21 @@ async def _read_limited(request: Request, max_bytes: int) -> bytes:
             return bytes(data)
 
 
-def _has_few_containers(data: bytes) -> bool:
-    """Whether the JSON has at most `MAX_CONTAINERS` lists and objects; brackets inside strings do not count."""
-    if data.count(b"[") + data.count(b"{") <= MAX_CONTAINERS:
-        return True
+def _num_openings(data: bytes) -> int:
+    """Lists and objects that begin in JSON text, and brackets inside its strings."""
+    return data.count(b"[") + data.count(b"{")
+
+
+def _without_strings(data: bytes) -> bytes:
     unescaped = data.replace(b"\\\\", b"").replace(b'\\"', b"")  # every quote left begins or ends a string
-    outside = b"".join(unescaped.split(b'"')[::2])
-    return outside.count(b"[") + outside.count(b"{") <= MAX_CONTAINERS
+    return b"".join(unescaped.split(b'"')[::2])
+
+
+def _check_nesting(content: Mapping[str, Any]) -> None:
+    for name, value in content.items():
+        if is_too_deep(value):
+            param = name[:_MAX_NAME_CHARS]
+            raise BadRequest(f"{param}: lists and objects are nested more than {MAX_NESTING} deep", param=param)
 
 
 def _first_problem(error: ValidationError) -> BadRequest:

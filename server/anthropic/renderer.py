@@ -25,6 +25,7 @@ from server.errors import ApiError
 from server.parsers import Kind
 from server.renderers.base import SAMPLE_TEXT, Event, Renderer
 from server.schema.anthropic import AnswerBlock, AnthropicAnswer, AnthropicUsage, StopReason
+from server.schema.limits import is_too_deep
 
 SIGNATURE = "unsigned"
 """Clients want one and send it back; this service shows the whole reasoning and has nothing to hide in it."""
@@ -176,7 +177,7 @@ def _begun_block(piece: Piece) -> AnswerBlock:
 
 
 def _fill(block: dict[str, Any], text: str) -> None:
-    """Put the text of all deltas into a block. Arguments that are no JSON object stay readable as text."""
+    """Put the text of all deltas into a block. Arguments that are no JSON object, or too deep a one, stay text."""
     if block["type"] != "tool_use":
         block[block["type"]] = text
         return
@@ -184,4 +185,5 @@ def _fill(block: dict[str, Any], text: str) -> None:
         arguments = orjson.loads(text or "{}")
     except orjson.JSONDecodeError:
         arguments = None
-    block["input"] = arguments if isinstance(arguments, dict) else {"arguments": text}
+    is_kept = isinstance(arguments, dict) and not is_too_deep(arguments)
+    block["input"] = arguments if is_kept else {"arguments": text}

@@ -10,6 +10,7 @@ import orjson
 
 from engine.grammar_spec import Format, ebnf, json_object, json_schema, one_of, regex, text
 from server.errors import BadRequest
+from server.schema.limits import MAX_NESTING, is_too_deep
 from server.structured.document import MAX_DEPTH, path_of
 from server.structured.errors import PatternError, SchemaError, Unsatisfiable
 from server.structured.json_schema import prepare_arguments, prepare_schema
@@ -44,9 +45,12 @@ def json_text(value: Any, param: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return orjson.loads(value)
+        content = orjson.loads(value)
     except orjson.JSONDecodeError as error:
         raise BadRequest(f"{param}: it is not valid JSON: {error}", param=param) from None
+    if is_too_deep(content):
+        raise BadRequest(f"{param}: lists and objects are nested more than {MAX_NESTING} deep", param=param)
+    return content
 
 
 def regex_answer(pattern: str, param: str) -> Format:

@@ -205,10 +205,19 @@ def test_a_schema_binds_the_text(ask, service):
         ask(output_config={"format": {"type": "json_schema", "schema": {"properties": {"a": {"not": {}}}}}})
 
 
-@rows("arguments, shown", ('{"city": ', {"arguments": '{"city": '}), ("[1]", {"arguments": "[1]"}), ("", {}))
+TOO_DEEP = '{"a": ' + "[" * 300 + "]" * 300 + "}"
+
+
+@rows(
+    "arguments, shown",
+    ('{"city": ', {"arguments": '{"city": '}),
+    ("[1]", {"arguments": "[1]"}),
+    ("", {}),
+    (TOO_DEEP, {"arguments": TOO_DEEP}),
+)
 def test_arguments_that_are_no_object_are_not_lost(arguments, shown, ask):
     transcript = f"<|channel|>commentary to=functions.get_weather<|message|>{arguments}<|call|>"
-    assert ask(transcript, tools=[TOOL]).content[-1].input == shown
+    assert ask(transcript, tools=[TOOL], max_tokens=1000).content[-1].input == shown
 
 
 def test_system_prompts_are_text_or_blocks(prompt_of):

@@ -1,12 +1,14 @@
 """Bad input over real HTTP: always the OpenAI error body, the right status, the field named, nothing else disturbed."""
 
 import gzip
+import json
 import socket
 
 import openai
 import pytest
 
-from tests.server.conftest import ANSWER, MAX_MODEL_LEN, MAX_REQUESTS, MODEL, WEATHER, serve
+from server.schema.limits import MAX_NESTING
+from tests.server.conftest import ANSWER, MAX_MODEL_LEN, MAX_REQUESTS, MODEL, WEATHER, FakeEngine, serve
 from tests.tables import rows
 
 USER = {"role": "user", "content": "Hi"}
@@ -155,22 +157,50 @@ def test_malformed_json(post, body):
     assert error["code"] == "invalid_json"
 
 
-@rows("depth", 500, 990)
-def test_deep_nesting_is_the_clients_fault(post, depth):
-    """Templates walk through these recursively, and python stops that with an error of its own."""
-    deep = '{"a":' * depth + "{}" + "}" * depth
-    user = '{"role": "user", "content": "Hi"}'
-    for fields in (
-        f'"messages": [{user}], "tools": [{{"type": "function", "function": {{"name": "f", "parameters": {deep}}}}}]',
-        f'"messages": [{user}], "chat_template_kwargs": {{"model_identity": {deep}}}',
-    ):
-        assert "nested too deeply" in error_of(post(f"{{{fields}}}".encode()))["message"]
+def with_lists(body, depth):
+    """The JSON of a body, with so many lists inside each other in the place of DEEP."""
+    lists = "[" * depth + "]" * depth
+    return json.dumps(body).replace('"DEEP"', lists).replace("DEEP", lists).encode()
 
 
-def test_deeply_nested_arguments_are_the_clients_fault(post):
-    call = '{"id": "c1", "function": {"name": "f", "arguments": ' + '{"a":' * 995 + "1" + "}" * 995 + "}}"
-    error = error_of(post(f'{{"messages": [{{"role": "assistant", "tool_calls": [{call}]}}]}}'.encode()))
-    assert "nested too deeply" in error["message"]
+FUNCTION = {"type": "function", "function": {"name": "f", "parameters": {"default": "DEEP"}}}
+CALL_WITH = {**CALL, "function": {"name": "f", "arguments": {"a": "DEEP"}}}
+TOO_DEEP = [
+    ("chat/completions", {"tools": [FUNCTION]}, "tools"),
+    ("chat/completions", {"chat_template_kwargs": {"model_identity": "DEEP"}}, "chat_template_kwargs"),
+    ("chat/completions", {"messages": [{"role": "assistant", "tool_calls": [CALL_WITH]}]}, "messages"),
+    ("chat/completions", {"metadata": "DEEP"}, "metadata"),
+    ("chat/completions", {"structured_outputs": {"json": {"const": "DEEP"}}}, "structured_outputs"),
+    ("chat/completions", {"structured_outputs": {"json": '{"const": DEEP}'}}, "structured_outputs.json"),
+    ("responses", {"input": [{**USER, "foo": "DEEP"}]}, "input"),
+    ("responses", {"tools": [{"type": "function", "name": "f", "foo": "DEEP"}]}, "tools"),
+    ("responses", {"tool_choice": {"type": "allowed_tools", "tools": [{"foo": "DEEP"}]}}, "tool_choice"),
+    ("completions", {"metadata": "DEEP"}, "metadata"),
+]
+
+
+@rows("depth", MAX_NESTING + 1, 990)
+@rows("path, fields, param", *TOO_DEEP)
+def test_deep_nesting_is_refused_by_the_fields_name(post, path, fields, param, depth):
+    needed = {"completions": {"prompt": "Hi"}, "responses": {"input": "Hi"}}.get(path, {"messages": [USER]})
+    error = error_of(post(with_lists({**needed, **fields}, depth), f"/v1/{path}"))
+    assert (error["param"], f"nested more than {MAX_NESTING} deep" in error["message"]) == (param, True)
+
+
+def test_what_is_nested_as_deep_as_allowed_is_answered_and_stored(tokenizer, tmp_path):
+    """An answer of /v1/responses repeats the tools, and the store keeps the input."""
+    body = {
+        "input": [{**USER, "foo": "DEEP"}],
+        "tools": [{"type": "function", "name": "f", "foo": "DEEP"}],
+        "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}]},
+    }
+    engine = FakeEngine(script=lambda _request: tokenizer.encode(ANSWER))
+    with serve(engine, tokenizer, response_store=tmp_path / "f") as service, service.http() as http:
+        for stream in (False, True):
+            answer = http.post("/v1/responses", content=with_lists({**body, "stream": stream}, MAX_NESTING - 2))
+            assert answer.status_code == 200, answer.text
+            assert '"store":true' in answer.text
+            assert "response.failed" not in answer.text
 
 
 def test_detokenize_knows_its_ids(post):

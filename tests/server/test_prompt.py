@@ -42,6 +42,21 @@ USER = {"role": "user", "content": "What is the capital of France?"}
 RESULT = {"role": "tool", "tool_call_id": "c1", "content": "sunny"}
 
 
+@rows("field", "tools", "chat_template_kwargs", "messages")
+def test_what_is_nested_too_deep_for_the_template_is_refused(tokenizer, field):
+    """Templates walk through these recursively, and python stops that with an error of its own."""
+    deep = {}
+    for _ in range(990):
+        deep = {"a": deep}
+    fields = {
+        "messages": [call_message(deep), RESULT] if field == "messages" else [USER],
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": deep}}] if field == "tools" else None,
+        "chat_template_kwargs": {"model_identity": deep} if field == "chat_template_kwargs" else None,
+    }
+    with pytest.raises(BadRequest, match="nested too deeply"):
+        prepare(tokenizer, **fields)
+
+
 def test_prompt_ends_where_the_answer_begins(tokenizer):
     ids = prompt_of(tokenizer, [USER])
     assert ids[-2:] == tokenizer.encode("<|start|>assistant")[-2:]
