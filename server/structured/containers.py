@@ -199,6 +199,8 @@ def _rule_for_names(place: Place, rule: Any) -> tuple[list[str] | None, Node | N
     if not is_list:
         return None, string_tree([(place, rule)])
     listed = rule["enum"] if "enum" in rule else [rule["const"]]
+    if not isinstance(listed, list):
+        raise SchemaError(path_of((*place, "enum")), "it must be a list with at least one value")
     return [name for name in listed if isinstance(name, str)], None
 
 

@@ -53,10 +53,12 @@ class _Facts:
                 self.types = types if self.types is None else self.types & types
             if "const" in schema or "enum" in schema:
                 self.values = [schema["const"]] if "const" in schema else schema["enum"]
-            names = schema.get("properties", {})
-            for name in names:
-                self.properties.setdefault(name, Part((*each.place, "properties", name)))
-            self.required.update(schema.get("required", ()))
+            names, required = schema.get("properties"), schema.get("required")
+            if isinstance(names, dict):  # what is of a wrong kind says nothing here, and is refused where it is built
+                for name in names:
+                    self.properties.setdefault(name, Part((*each.place, "properties", name)))
+            if isinstance(required, list):
+                self.required.update(name for name in required if isinstance(name, str))
             self.is_closed |= schema.get("additionalProperties") is False and "patternProperties" not in schema
         if self.values is not None:
             self.types = {type_of(value) for value in self.values}

@@ -117,7 +117,7 @@ class Document:
                 raise SchemaError(path_of((*place, keyword)), "it must be a list with at least one schema")
         types = schema.get("type", [])
         for name in types if isinstance(types, list) else [types]:
-            if name not in _TYPES:
+            if not isinstance(name, str) or name not in _TYPES:
                 raise SchemaError(
                     path_of((*place, "type")), f"it must be one or several of {', '.join(sorted(_TYPES))}"
                 )

@@ -153,11 +153,13 @@ def string_tree(schemas: Schemas) -> Node | None:
 
 def _rule_at(place: Place, schema: dict[str, Any], keyword: str) -> Node | None:
     value = schema.get(keyword)
-    if value is None or (keyword == "format" and value in NOTES):
+    if value is None:
         return None
     where = path_of((*place, keyword))
     if not isinstance(value, str):
         raise SchemaError(where, "it must be a string")
+    if keyword == "format" and value in NOTES:
+        return None
     if keyword == "format" and value not in PATTERN_OF_FORMAT:
         known = ", ".join(PATTERN_OF_FORMAT)
         raise SchemaError(where, f"'{value[:40]}' is not supported. These are: {known}")

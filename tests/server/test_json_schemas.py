@@ -2,12 +2,15 @@
 
 import json
 import re
+from contextlib import suppress
+from itertools import product
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
+from server.structured.document import TYPES_OF_KEYWORD
 from server.structured.errors import PatternError, SchemaError
 from server.structured.formats import PATTERN_OF_FORMAT
 from server.structured.json_schema import prepare_schema
@@ -156,6 +159,14 @@ REFUSED_SCHEMAS = [
     ({"properties": {"a": 5}}, "properties.a"),
     ({"anyOf": {}}, "anyOf"),
     ({"type": "object", "required": "a"}, "required"),
+    ({"type": [[]]}, "type"),
+    ({"type": {}}, "type"),
+    (string(format=[]), "format"),
+    (closed(a={"format": {}}), "properties.a.format"),
+    ({"type": "object", "propertyNames": {"enum": None}}, "propertyNames.enum"),
+    ({"type": "object", "propertyNames": {"enum": "abc"}}, "propertyNames.enum"),
+    ({"oneOf": [{"type": "object", "properties": None}, {"type": "null"}]}, "oneOf[0].properties"),
+    ({"oneOf": [{"type": "object", "required": [[]]}, {"type": "null"}]}, "oneOf[0].required"),
 ]
 
 
@@ -165,6 +176,30 @@ def test_what_cannot_be_honoured_is_refused_with_its_place(schema, place):
         prepare_schema(schema)
     assert caught.value.path == place
     assert len(caught.value.reason) > 10
+
+
+ODD_VALUES = [None, True, 0, -1, 1.5, 2**63, "", "a", "#", [], [[]], [None], ["a"], {}, {"a": 1}, {"a": [[]]}, [{}],
+              ["string", {}], {"type": [[]]}, {"enum": 5}, {"format": {}}, {"required": 5}]  # fmt: skip
+BESIDE = [{}, {"type": "object"}, {"type": "string"}, {"type": "array"}, {"enum": ["a", 1]}, {"required": ["a"]}]
+PLACES = [
+    lambda schema: schema,
+    lambda schema: closed(a=schema),
+    lambda schema: {"type": "array", "prefixItems": [schema]},
+    lambda schema: {"type": "object", "propertyNames": schema},
+    lambda schema: {"allOf": [schema, {"type": ["string", "object"]}]},
+    lambda schema: {"oneOf": [schema, object_({"a": {"const": 1}}, "a")]},
+    lambda schema: {"$ref": "#/$defs/a", "$defs": {"a": schema}},
+]
+KEYWORDS = sorted(
+    {*TYPES_OF_KEYWORD, "type", "enum", "const", "anyOf", "allOf", "oneOf", "$ref", "$defs", "$id", "not"}
+)
+
+
+@rows("keyword", *KEYWORDS)
+def test_a_keyword_of_any_kind_is_honoured_or_refused(keyword):
+    for value, beside, place in product(ODD_VALUES, BESIDE, PLACES):
+        with suppress(SchemaError):
+            prepare_schema(place({**beside, keyword: value}))
 
 
 def nested(depth, inner):

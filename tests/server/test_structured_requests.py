@@ -61,6 +61,8 @@ REFUSED_FORMATS = [
     ({"type": "text", "format": {}}, "response_format.type", "structural_tag"),
     ({"type": "structural_tag"}, "response_format.format", "needs it"),
     (schema_format({"type": "strnig"}), f"{IN_SCHEMA}.type", "one or several of"),
+    (schema_format({"type": {}}), f"{IN_SCHEMA}.type", "one or several of"),
+    (schema_format({"properties": {"x": {"format": []}}}), f"{IN_SCHEMA}.properties.x.format", "must be a string"),
     (schema_format({"properties": {"x": {"type": "string", "pattern": "(a"}}}), f"{IN_SCHEMA}.properties.x.pattern",
      "not closed"),
     (schema_format({"type": "array", "items": {"not": {}}}), f"{IN_SCHEMA}.items.not", "not supported"),
