@@ -110,6 +110,7 @@ def make_uvicorn_config(
         log_config=None,
         log_level="info" if config.access_log else "warning",
         access_log=config.access_log,
+        proxy_headers=False,  # `client_header` alone says which header of a proxy names the client
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=LAST_CALL_S,
         server_header=False,

@@ -6,6 +6,7 @@ from starlette.requests import Request
 from server.asker import asker_of
 from server.config import ServerConfig
 from server.errors import SettingError
+from tests.server.conftest import FakeEngine, serve
 
 
 def ask(host="10.0.0.1", port=1, *, settings=None, key=None, **headers):
@@ -38,6 +39,18 @@ def test_a_forwarded_address_counts_only_where_the_operator_says_so_g83():
     assert one != ask(settings=behind_proxy, x_forwarded_for="2.2.2.2")[0]
     assert one == ask(settings=behind_proxy, x_forwarded_for="9.9.9.9, 1.1.1.1")[0], "what a client sent itself"
     assert ask(settings=behind_proxy)[0] == ask()[0]
+
+
+@pytest.mark.parametrize("trusted", ["127.0.0.1", "*"])
+def test_the_http_server_believes_no_forwarded_address_either(tokenizer, monkeypatch, trusted):
+    """Uvicorn would take it for the address of a client, from proxies that this variable names."""
+    monkeypatch.setenv("FORWARDED_ALLOW_IPS", trusted)
+    engine = FakeEngine()
+    with serve(engine, tokenizer) as service, service.http() as http:
+        for address in ("1.1.1.1", "2.2.2.2"):
+            http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}, headers={"X-Forwarded-For": address})
+    assert len({request.client for request in engine.requests}) == 1
+    assert all(request.connection.startswith("127.0.0.1:") for request in engine.requests)
 
 
 def test_a_request_without_an_address_is_served():
