@@ -20,7 +20,7 @@ class Cors(CORSMiddleware):
             allow_origins=origins,
             allow_methods=["GET", "POST", "DELETE"],  # HEAD needs no permission
             allow_headers=["*"],
-            expose_headers=["X-Request-Id", "Retry-After", "X-Ignored-Parameters"],
+            expose_headers=["X-Request-Id", "Request-Id", "Retry-After", "X-Should-Retry", "X-Ignored-Parameters"],
         )
 
     def preflight_response(self, request_headers: Headers) -> Response:

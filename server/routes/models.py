@@ -1,5 +1,7 @@
 """GET /v1/models and /v1/models/{id}."""
 
+from datetime import UTC, datetime
+
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
@@ -28,11 +30,15 @@ async def show_model(request: Request, name: str) -> Response:
 
 
 def _entry(context: ServerContext, name: str) -> ModelEntry:
-    info = context.engine.info
+    info, created_s = context.engine.info, int(context.started_s)
     return {
         "id": name,
         "object": "model",
-        "created": int(context.started_s),
+        "type": "model",
+        "display_name": name,
+        "created": created_s,
+        "created_at": datetime.fromtimestamp(created_s, UTC).isoformat(),
+        "lifecycle": "active",
         "owned_by": "moe-serve",
         "max_model_len": None if info is None else info.max_model_len,
     }

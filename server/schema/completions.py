@@ -39,6 +39,7 @@ def _prompts(value: Any) -> list[str | list[int]]:
     return prompts
 
 
+_IDS_SCHEMA = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}}
 Prompts = Annotated[
     list[Any],
     BeforeValidator(_prompts),
@@ -46,8 +47,13 @@ Prompts = Annotated[
         {
             "anyOf": [
                 {"type": "string"},
-                {"type": "array", "minItems": 1, "maxItems": MAX_CHOICES, "items": {"type": "string"}},
-                {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}},
+                _IDS_SCHEMA,
+                {
+                    "type": "array",
+                    "minItems": 1,
+                    "maxItems": MAX_CHOICES,
+                    "items": {"anyOf": [{"type": "string"}, _IDS_SCHEMA]},
+                },
             ]
         }
     ),

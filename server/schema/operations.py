@@ -21,11 +21,15 @@ class ErrorBody(TypedDict):
 
 
 class ModelEntry(TypedDict):
-    """A name under which the model is served."""
+    """A name under which the model is served, with the keys that OpenAI's and Anthropic's clients declare."""
 
     id: str
     object: Literal["model"]
+    type: Literal["model"]
+    display_name: str
     created: int
+    created_at: str
+    lifecycle: Literal["active"]
     owned_by: str
     max_model_len: int | None
 

@@ -260,6 +260,17 @@ def test_settings_reach_the_engine(ask, service):
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_tokens) == (0.25, 0.5, 7, 200)
 
 
+def test_models_have_all_that_the_client_declares(ask):
+    from anthropic.types import ModelInfo
+
+    [listed] = ask.client.models.list()
+    assert listed == ask.client.models.retrieve(MODEL)
+    needed = {name for name, field in ModelInfo.model_fields.items() if field.is_required()}
+    assert needed <= listed.model_dump(exclude_unset=True).keys()
+    model = ModelInfo.model_validate(listed.model_dump())
+    assert (model.id, model.display_name, int(model.created_at.timestamp())) == (MODEL, MODEL, listed.created)
+
+
 def test_count_tokens(ask, service):
     fields = {"model": MODEL, "messages": USER, "tools": [TOOL], "system": "Be brief."}
     count = ask.client.messages.count_tokens(**fields).input_tokens

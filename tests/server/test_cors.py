@@ -2,6 +2,7 @@
 
 import pytest
 
+from server.errors import ApiError
 from tests.server.conftest import ANSWER, FakeEngine, serve
 from tests.tables import rows
 
@@ -72,6 +73,18 @@ def test_errors_carry_the_headers_too_g04(http, open_service):
     check(500, http.post(CHAT, headers=origin, json={"messages": USER}))
     open_service.engine.ready = False
     check(503, http.post(CHAT, headers=origin, json={"messages": USER}))
+
+
+def test_pages_may_read_every_header_that_clients_look_at(http):
+    def kinds(error):
+        return [error, *(each for inner in error.__subclasses__() for each in kinds(inner))]
+
+    response = http.get("/v1/messages/nothing", headers=KEY | {"Origin": ORIGIN})
+    exposed = set(response.headers["access-control-expose-headers"].lower().split(", "))
+    ids = {name for name in response.headers if name.endswith("request-id")}
+    of_errors = {name.lower() for kind in kinds(ApiError) for name in kind("message").headers}
+    assert exposed >= ids | of_errors - {"connection", "www-authenticate"}
+    assert {"request-id", "x-should-retry", "x-ignored-parameters"} <= exposed
 
 
 def test_streams_carry_the_headers_g04(http):

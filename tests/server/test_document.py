@@ -82,6 +82,28 @@ def service():
         yield service
 
 
+@rows(
+    "prompt, is_taken",
+    ("a", True),
+    (["a", "b"], True),
+    ([1, 2], True),
+    ([[1, 2], [3]], True),
+    (["a", [3]], True),
+    ([], False),
+    ([[]], False),
+    ([1, "a"], False),
+    ([-1], False),
+    ([[2**31]], False),
+    (["a"] * 129, False),
+)
+def test_prompts_are_taken_exactly_as_described(service, prompt, is_taken):
+    schema = {**DOCUMENT["components"]["schemas"]["CompletionRequest"], "components": DOCUMENT["components"]}
+    with service.http() as http:
+        answer = http.post("/v1/completions", json={"prompt": prompt, "max_tokens": 1})
+    is_described = jsonschema_rs.is_valid(schema, {"prompt": prompt})
+    assert (answer.status_code == 200, is_described) == (is_taken, is_taken)
+
+
 @rows("transcript", ANSWER, CALL)
 @rows("name", *APIS)
 def test_answers_and_each_event_are_as_described(service, name, transcript):
