@@ -69,19 +69,31 @@ BytePiece = tuple[int, bytes]
 """Position of a token, as in `Event`, and bytes of it."""
 
 
-def without_first_bytes(pieces: Sequence[BytePiece], num_bytes: int) -> list[BytePiece]:
-    """The pieces without their first bytes; empty ones are dropped."""
-    kept = []
+def between(pieces: Sequence[BytePiece], start: int, end: int | None = None) -> list[BytePiece]:
+    """The pieces of bytes `start` to `end` of all; empty ones are dropped."""
+    kept, begin = [], 0
     for position, data in pieces:
-        if len(data) > num_bytes:
-            kept.append((position, data[num_bytes:]))
-        num_bytes = max(0, num_bytes - len(data))
+        inner = data[max(0, start - begin) : None if end is None else max(0, end - begin)]
+        if inner:
+            kept.append((position, inner))
+        begin += len(data)
     return kept
+
+
+def stripped(pieces: Sequence[BytePiece]) -> list[BytePiece]:
+    """The pieces without white space at both ends."""
+    data = joined(pieces)
+    return between(pieces, len(data) - len(data.lstrip()), len(data.rstrip()))
 
 
 def joined(pieces: Sequence[BytePiece]) -> bytes:
     """The bytes of all pieces."""
     return b"".join(data for _, data in pieces)
+
+
+def text_of(pieces: Sequence[BytePiece]) -> str:
+    """The text of all pieces."""
+    return joined(pieces).decode(errors="replace")
 
 
 def is_blank(data: bytes) -> bool:

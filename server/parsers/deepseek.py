@@ -15,7 +15,7 @@ import enum
 import re
 from collections.abc import Sequence
 
-from server.parsers.base import BytePiece, Event, Kind, TokenBytes, is_blank, joined, without_first_bytes
+from server.parsers.base import BytePiece, Event, Kind, TokenBytes, between, is_blank, joined, stripped, text_of
 
 REQUIRED = frozenset({"<think>", "</think>"})
 END_OF_TURN = ("<｜end▁of▁sentence｜>",)
@@ -57,7 +57,7 @@ class DeepSeekParser:
         self._has_content = False
         self._num_calls = 0
         self._is_declared = False  # of the current call
-        self._head = b""
+        self._head: list[BytePiece] = []
         self._held: list[BytePiece] = []
         self.num_undeclared_calls = 0
 
@@ -100,7 +100,7 @@ class DeepSeekParser:
             return []
         if self._at is _At.BETWEEN_CALLS:
             self._at = _At.CONTENT
-            return self._content_line(data, self._position)
+            return self._content_line([(self._position, data)])
         return self._in_part(data)
 
     def _in_part(self, data: bytes) -> list[Event]:
@@ -123,7 +123,7 @@ class DeepSeekParser:
             events = self._end_call(is_cut=marker in END_OF_TURN)
         was_in_call = self._at in _IN_CALL
         if marker == _CALL_SEP and self._at is _At.CALL_HEAD:
-            self._head, self._held = joined(self._held).strip(), []
+            self._head, self._held = stripped(self._held), []
             self._at = _At.CALL_BODY
         elif marker == "<think>" and self._at is _At.CONTENT:
             self._at, self._skips_layout = _At.REASONING, True
@@ -147,57 +147,57 @@ class DeepSeekParser:
         """Passes plain arguments on as they arrive."""
         body = joined(self._held)
         begun = body.lstrip()[:1]
-        if begun == b"`" or (begun and self._head == b"function" and begun not in (b"{", b"[")):
+        if begun == b"`" or (begun and joined(self._head) == b"function" and begun not in (b"{", b"[")):
             self._at = _At.HELD_CALL
         if not begun or self._at is _At.HELD_CALL:
             return []
-        pieces, self._held = without_first_bytes(self._held, len(body) - len(body.lstrip())), []
+        pieces, self._held = between(self._held, len(body) - len(body.lstrip())), []
         self._at, self._skips_layout = _At.CALL_ARGUMENTS, False
         return [*self._open_call(self._head), *(self._argument(data, position) for position, data in pieces)]
 
-    def _open_call(self, name: bytes) -> list[Event]:
-        text = name.decode("utf-8", errors="replace")
+    def _open_call(self, name: list[BytePiece]) -> list[Event]:
+        text = text_of(name)
         self._is_declared = text in self._tool_names
         if self._is_declared:
             self._num_calls += 1
             return [Event(Kind.TOOL_CALL, b"", call=self._num_calls - 1, name=text)]
         self.num_undeclared_calls += 1
-        return self._content_line(name + b" ") if name else []
+        return self._content_line([*name, (-1, b" ")]) if name else []
 
-    def _argument(self, data: bytes, position: int = -1) -> Event:
+    def _argument(self, data: bytes, position: int) -> Event:
         if self._is_declared:
             return Event(Kind.TOOL_CALL, data, position, self._num_calls - 1)
         return Event(Kind.CONTENT, data, position)
 
-    def _content_line(self, data: bytes, position: int = -1) -> list[Event]:
+    def _content_line(self, pieces: list[BytePiece]) -> list[Event]:
         """Content that begins a line."""
         joint = [Event(Kind.CONTENT, b"\n")] if self._has_content else []
         self._has_content = True
-        return [*joint, Event(Kind.CONTENT, data, position)]
+        return [*joint, *(Event(Kind.CONTENT, data, position) for position, data in pieces)]
 
     def _end_call(self, *, is_cut: bool) -> list[Event]:
         """Read what was held back of the current call."""
-        held, self._held = joined(self._held), []
+        held, self._held = self._held, []
         if self._at is _At.CALL_HEAD:
             return self._text_of_call(held, is_cut=is_cut)
         if self._at not in (_At.CALL_BODY, _At.HELD_CALL):
             return []
-        name = self._head
-        if name == b"function" and not is_blank(held) and not held.lstrip().startswith(b"`"):
-            line = _NAME_LINE.fullmatch(held)
-            if line is None or (b"\n" not in held.strip() and line[1].decode(errors="replace") not in self._tool_names):
+        name, body = self._head, joined(held)
+        if joined(name) == b"function" and not is_blank(body) and not body.lstrip().startswith(b"`"):
+            line = _NAME_LINE.fullmatch(body)
+            if line is None or (b"\n" not in body.strip() and line[1].decode(errors="replace") not in self._tool_names):
                 return self._text_of_call(held, is_cut=is_cut)
-            name, held = line[1], line[2]
-        fenced = _FENCE.fullmatch(held)
-        arguments = fenced[1] if fenced else held.lstrip()
-        if is_blank(arguments):
-            arguments = b"" if is_cut else b"{}"
-        return [*self._open_call(name), *([self._argument(arguments)] if arguments else [])]
+            name, held, body = between(held, *line.span(1)), between(held, *line.span(2)), line[2]
+        fenced = _FENCE.fullmatch(body)
+        arguments = between(held, *fenced.span(1)) if fenced else between(held, len(body) - len(body.lstrip()))
+        if is_blank(joined(arguments)):
+            arguments = [] if is_cut else [(-1, b"{}")]
+        return [*self._open_call(name), *(self._argument(data, position) for position, data in arguments)]
 
-    def _text_of_call(self, data: bytes, *, is_cut: bool) -> list[Event]:
+    def _text_of_call(self, pieces: list[BytePiece], *, is_cut: bool) -> list[Event]:
         """Text of a call without a name is content, unless it is a name that was cut short."""
-        text = data.strip()
+        text = stripped(pieces)
         names = (b"function", *(name.encode() for name in self._tool_names))
-        if not text or (is_cut and any(name.startswith(text) for name in names)):
+        if not text or (is_cut and any(name.startswith(joined(text)) for name in names)):
             return []
         return self._content_line(text)

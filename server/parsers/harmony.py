@@ -19,7 +19,7 @@ import enum
 import logging
 from collections.abc import Sequence
 
-from server.parsers.base import BytePiece, Event, Kind, TokenBytes, is_blank, joined
+from server.parsers.base import BytePiece, Event, Kind, TokenBytes, between, is_blank, joined, text_of
 from server.parsers.harmony_header import PROMPT_POSITION, Header, Part, is_begun_header_word, without_header_words
 
 log = logging.getLogger(__name__)
@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 REQUIRED = frozenset({"<|start|>", "<|channel|>", "<|message|>", "<|end|>"})
 END_OF_TURN = ("<|return|>", "<|call|>", "<|endoftext|>")
 _MAX_EARLY_BYTES = 64  # a text this short before a second `<|message|>` may still be a header
+_FUNCTIONS = "functions."
 _TO_PEOPLE = frozenset({"user", "assistant", "all"})
 
 
@@ -186,18 +187,22 @@ class HarmonyParser:
         self._kind = None
         if self._is_foreign:
             return []
-        recipient, channel = self._header.recipient(has_body=has_body), self._header.channel(has_body=has_body)
-        if name := self._declared(recipient):
+        named, channel = self._header.recipient(has_body=has_body), self._header.channel(has_body=has_body)
+        if name := self._declared(named):
             self._kind = Kind.TOOL_CALL
             self._num_calls += 1
             opened = Event(Kind.TOOL_CALL, b"", call=self._num_calls - 1, name=name)
             return [*self._flush_loose(), opened]
-        is_call = recipient is not None and (recipient.startswith("functions.") or channel != "final")
+        recipient = text_of(named)
+        is_call = recipient.startswith(_FUNCTIONS) or channel != "final"
         if recipient and is_call and recipient not in _TO_PEOPLE:
             self._kind = Kind.CONTENT
             self.num_undeclared_calls += 1
-            name = recipient.removeprefix("functions.")
-            return [*self._flush_loose(), *self._in_body(-1, f"{name} ".encode())]
+            name_pieces = between(named, len(_FUNCTIONS)) if recipient.startswith(_FUNCTIONS) else named
+            events = self._flush_loose()
+            for position, data in [*name_pieces, (-1, b" ")]:
+                events += self._in_body(max(position, -1), data)  # a part of it may stand in the prompt
+            return events
         if channel == "analysis":
             self._kind = Kind.REASONING
         elif channel or (has_body and self._header.names_channel):
@@ -207,9 +212,9 @@ class HarmonyParser:
             return []
         return self._flush_loose()
 
-    def _declared(self, recipient: str | None) -> str | None:
+    def _declared(self, named: list[BytePiece]) -> str | None:
         """The declared tool that a recipient means."""
-        names = (recipient.removeprefix("functions."), recipient) if recipient else ()
+        names = (text_of(named).removeprefix(_FUNCTIONS), text_of(named))
         return next((name for name in names if name in self._tool_names), None)
 
     def _break_loose(self) -> None:

@@ -9,7 +9,7 @@ import enum
 import re
 from dataclasses import dataclass, field
 
-from server.parsers.base import BytePiece, is_blank, joined, without_first_bytes
+from server.parsers.base import BytePiece, between, is_blank, joined
 
 _CHANNEL = rb"analysis|commentary|final"
 _WORD = rb"(?:assistant|" + _CHANNEL + rb")(?=\W|$|assistant|" + _CHANNEL + rb")"
@@ -99,27 +99,27 @@ class Header:
                 return str(found[-1].decode())
         return None
 
-    def recipient(self, *, has_body: bool) -> str | None:
-        """Whom the message is for."""
+    def recipient(self, *, has_body: bool) -> list[BytePiece]:
+        """Whom the message is for; nothing if the header does not say."""
         for section in self._sections:
             if section.part is Part.CONSTRAIN:
                 continue
             data = section.data if has_body else section.data[: section.num_header_bytes()]
             if found := _FIND_RECIPIENT.search(data):
-                return found[1].decode("utf-8", errors="replace")
-        return None
+                return between(section.pieces, *found.span(1))
+        return []
 
     def text(self) -> list[BytePiece]:
         """The text after the header words: an answer whose `<|message|>` is missing."""
         kept: list[BytePiece] = []
         for section in self._sections:
-            pieces = without_first_bytes(section.pieces, section.num_header_bytes())
+            pieces = between(section.pieces, section.num_header_bytes())
             kept += [] if is_blank(joined(pieces)) else pieces
         return [(position, data) for position, data in kept if position != PROMPT_POSITION]
 
     def stray_text(self) -> list[BytePiece]:
         """Text in a header that a body follows; a single word after `<|channel|>` or a recipient does not count."""
-        has_recipient = self.recipient(has_body=True) is not None
+        has_recipient = bool(self.recipient(has_body=True))
         kept: list[BytePiece] = []
         for section in self._sections:
             data = joined([piece for piece in section.pieces if piece[0] != PROMPT_POSITION])
@@ -139,4 +139,4 @@ def is_begun_header_word(pieces: list[BytePiece]) -> bool:
 def without_header_words(pieces: list[BytePiece]) -> list[BytePiece]:
     """The pieces without the role and channel names at their beginning."""
     found = _HEADER_WORDS.match(joined(pieces))
-    return without_first_bytes(pieces, found.end() if found else 0)
+    return between(pieces, found.end() if found else 0)

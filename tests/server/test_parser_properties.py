@@ -56,6 +56,19 @@ def counted_answer_of(parser, ids, cuts, tokenizer=None):
     return texts[Kind.REASONING], texts[Kind.CONTENT], calls, choice.num_tokens, choice.num_reasoning_tokens
 
 
+ADDED = {b"\n", b" ", b"{}"}
+
+
+def check_positions(parser, ids, tokenizer, added=ADDED):
+    """Content comes from the tokens it names, in their order, but for what parsers add: only that has no position."""
+    events = [event for token_id in ids for event in parser.feed(token_id)] + parser.finish()
+    content = [event for event in events if event.kind is Kind.CONTENT]
+    positions = [event.position for event in content if event.position >= 0]
+    assert positions == sorted(positions)
+    assert all(event.data in tokenizer.token_bytes(ids[event.position]) for event in content if event.position >= 0)
+    assert {event.data for event in content if event.position < 0} <= added
+
+
 def check(make_parser, ids, cuts, texts, markers, tokenizer=TOKENIZER):
     """The three properties. Each text is two words, because a single word in a header may be a channel's name."""
     whole = answer_of(make_parser(), ids)
@@ -130,6 +143,40 @@ def test_deepseek_text_is_never_lost_g28(parts, cuts, prompt):
     tokenizer = PieceTokenizer()
     ids, prompt_ids = tokenizer.cut("".join(filled)), tokenizer.cut(prompt)
     check(lambda: DeepSeekParser(tokenizer, prompt_ids, TOOLS), ids, cuts, texts, MARKERS, tokenizer)
+    check_positions(DeepSeekParser(tokenizer, prompt_ids, TOOLS), ids, tokenizer)
+
+
+V3_CALL = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+
+
+@rows(
+    "text, content",
+    ('Hi.<｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>', 'Hi.\nadd {"a": 1}'),
+    ("<｜tool▁call▁begin｜> add <｜tool▁sep｜><｜tool▁call▁end｜>", "add {}"),
+    ("<｜tool▁call▁begin｜> add it <｜tool▁call▁end｜>", "add it"),
+    (V3_CALL.format('add\n```json\n{"a": 1}\n```'), 'add {"a": 1}'),
+    (V3_CALL.format("add it"), "add it"),
+)
+def test_every_token_of_an_undeclared_call_of_deepseek_is_told_apart(text, content):
+    """Without their positions, tokens of the content had no log-probabilities."""
+    tokenizer = PieceTokenizer()
+    ids = tokenizer.cut(text)
+    assert answer_of(DeepSeekParser(tokenizer, (), TOOLS), ids) == ("", content, [])
+    check_positions(DeepSeekParser(tokenizer, (), TOOLS), ids, tokenizer)
+
+
+@rows(
+    "prompt, header",
+    ("<|start|>assistant", "<|channel|>commentary to=functions.add"),
+    ("<|start|>assistant", "<|channel|>analysis to=add"),
+    ("<|start|>assistant", " to=functions.add<|channel|>commentary"),
+    ("<|start|>assistant to=functions.a", "dd<|channel|>commentary"),
+)
+def test_every_token_of_an_undeclared_call_of_harmony_is_told_apart(prompt, header):
+    ids, prompt_ids = TOKENIZER.encode(header + '<|message|>{"a": 1}<|call|>'), TOKENIZER.encode(prompt)
+    assert answer_of(HarmonyParser(TOKENIZER, prompt_ids, TOOLS), ids) == ("", 'add {"a": 1}', [])
+    added = ADDED | ({b"a"} if prompt.endswith(".a") else set())  # what stands in the prompt was not generated
+    check_positions(HarmonyParser(TOKENIZER, prompt_ids, TOOLS), ids, TOKENIZER, added)
 
 
 @rows("made_up", "user", "tool", "system", "developer", "functions.f to=assistant")
