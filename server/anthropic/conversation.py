@@ -17,6 +17,9 @@ from server.schema.anthropic import (
 )
 from server.schema.chat import ChatCompletionRequest
 
+_EFFORTS = {"xhigh": "high", "max": "high"}
+"""Efforts that no model's template knows, and the highest that all know."""
+
 _OUR_NAMES = (
     (re.compile(r"messages\[\d+\](?:\.\w+)*"), "messages"),  # one message of ours may be several of chat's
     (re.compile(r"(tools\[\d+\])\.function\.parameters"), r"\1.input_schema"),
@@ -48,7 +51,7 @@ def chat_request(wire: CountTokensRequest) -> ChatCompletionRequest:
         "tool_choice": None if choice is None else _tool_choice(choice),
         "parallel_tool_calls": False if choice and choice.disable_parallel_tool_use else None,
         "continue_final_message": wire.messages[-1].role == "assistant",
-        "reasoning_effort": config.effort if config else None,
+        "reasoning_effort": _EFFORTS.get(config.effort, config.effort) if config and config.effort else None,
         "response_format": _response_format(config.format.schema_) if config and config.format else None,
     }
     if wire.thinking is not None and wire.thinking.type != "adaptive":

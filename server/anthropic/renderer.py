@@ -5,7 +5,7 @@ Reasoning, text and each call are a content block of their own, in the order in 
     message_start, ping                     and a ping whenever nothing else has come for a while
     content_block_start
         text            content_block_delta of text_delta
-        thinking        of thinking_delta, at last one of signature_delta
+        thinking        of thinking_delta unless it is hidden, at last one of signature_delta
         tool_use        of input_json_delta
     content_block_stop
     message_delta, message_stop
@@ -28,7 +28,10 @@ from server.schema.anthropic import AnswerBlock, AnthropicAnswer, AnthropicUsage
 from server.schema.limits import is_too_deep
 
 SIGNATURE = "unsigned"
-"""Clients want one and send it back; this service shows the whole reasoning and has nothing to hide in it."""
+"""Clients want one and send it back. It holds nothing, so hidden reasoning is lost for later turns."""
+
+_HIDDEN_PER_PING = 32
+"""Pieces of hidden reasoning after which a ping says that the answer goes on."""
 
 _DELTAS = {
     "text": ("text_delta", "text"),
@@ -43,9 +46,11 @@ class AnthropicRenderer(Renderer):
 
     keep_alive = Event({"type": "ping"}, "ping").encode()
 
-    def __init__(self, prepared: PreparedRequest, *, model: str, message_id: str) -> None:
+    def __init__(self, prepared: PreparedRequest, *, model: str, message_id: str, shows_thinking: bool = True) -> None:
         super().__init__(prepared, model=model)
         self._id = message_id
+        self._shows_thinking = shows_thinking
+        self._num_hidden = 0  # pieces of reasoning
         self._num_blocks = 0  # opened so far; the last one is open while `_open` is set
         self._open: tuple[Kind, int] | None = None
         self._open_type = ""
@@ -109,13 +114,16 @@ class AnthropicRenderer(Renderer):
     def encode(self, index: int, pieces: Sequence[Piece]) -> bytes:
         """A delta is a sample of its block's deltas with other text."""
         is_delta = len(pieces) == 1 and bool(pieces[0].text) and not self.is_finished(index)
-        if not is_delta or not self._takes(pieces[0]):
+        if not is_delta or not self._takes(pieces[0]) or self._hides(pieces[0].kind):
             return super().encode(index, pieces)
         return orjson.dumps(pieces[0].text)[1:-1].join(self._around_delta())
 
     @override
     def around_text(self, index: int, kind: Kind) -> Sequence[bytes] | None:
-        return self._around_delta() if self._open == (kind, -1) else None
+        return self._around_delta() if self._open == (kind, -1) and not self._hides(kind) else None
+
+    def _hides(self, kind: Kind) -> bool:
+        return kind is Kind.REASONING and not self._shows_thinking
 
     def _takes(self, piece: Piece) -> bool:
         """Whether a piece belongs to the open block."""
@@ -129,8 +137,12 @@ class AnthropicRenderer(Renderer):
             self._open, self._open_type = (piece.kind, piece.call), block["type"]
             self._num_blocks += 1
             events.append(_event("content_block_start", index=self._num_blocks - 1, content_block=block))
-        if piece.text:
+        if piece.text and not self._hides(piece.kind):
             events.append(self._delta(piece.text))
+        elif piece.text:
+            self._num_hidden += 1
+            if self._num_hidden % _HIDDEN_PER_PING == 0:
+                events.append(_event("ping"))
         return events
 
     def _delta(self, text: str) -> Event:

@@ -59,7 +59,8 @@ def _prepare(asked: Asked[MessagesRequest]) -> AnthropicRenderer:
     message_id = f"msg_{uuid.uuid4().hex}"
     with our_names():
         prepared = asked.context.converter.chat(chat_request(asked.wire), asked.info, message_id)
-    return AnthropicRenderer(prepared, model=asked.model, message_id=message_id)
+    shows_thinking = asked.wire.thinking is None or asked.wire.thinking.display != "omitted"
+    return AnthropicRenderer(prepared, model=asked.model, message_id=message_id, shows_thinking=shows_thinking)
 
 
 def _count(converter: Converter, wire: CountTokensRequest, info: EngineInfo) -> int:

@@ -104,11 +104,14 @@ class AnthropicToolChoice(WireModel):
 
 
 class Thinking(WireModel):
-    """`enabled` bounds the reasoning, `disabled` leaves it empty, `adaptive` is what the model does by itself."""
+    """`enabled` bounds the reasoning, `disabled` leaves it empty, `adaptive` is what the model does by itself.
+
+    With the display `omitted` its blocks are empty; `summarized` shows all of it, as does no display.
+    """
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = Field(None, ge=1, lt=2**31)
-    display: Literal["summarized"] | None = None
+    display: Literal["summarized", "omitted"] | None = None
 
     @model_validator(mode="after")
     def _has_a_budget(self) -> "Thinking":
@@ -127,7 +130,7 @@ class OutputFormat(WireModel):
 class OutputConfig(WireModel):
     """Effort of the reasoning, and the form of the text."""
 
-    effort: Literal["low", "medium", "high"] | None = None
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: OutputFormat | None = None
 
 

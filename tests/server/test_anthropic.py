@@ -307,10 +307,10 @@ BAD = {
     "thinking": [
         ({"type": "enabled"}, "thinking.budget_tokens"),
         ({"type": "enabled", "budget_tokens": 200}, "thinking.budget_tokens"),
-        ({"type": "adaptive", "display": "omitted"}, "thinking.display"),
+        ({"type": "adaptive", "display": "hidden"}, "thinking.display"),
     ],
     "stop_sequences": [([""], "stop_sequences")],
-    "output_config": [({"effort": "max"}, "output_config.effort")],
+    "output_config": [({"effort": "most"}, "output_config.effort")],
     "container": [("x", "container")],
 }
 
