@@ -61,10 +61,11 @@ class ResponseStore:
         size = len(data) + len(conversation)
         if size > self._max_bytes:
             return False
-        row = (body["id"], owner, time.time(), size, data, conversation)
+        now = time.time()
+        row = (body["id"], owner, now, size, data, conversation)
         with self._transaction() as database:
             database.execute("INSERT INTO answers VALUES (?, ?, ?, ?, ?, ?)", row)
-            database.execute("DELETE FROM answers WHERE created < ?", (time.time() - self._max_age_s,))
+            database.execute("DELETE FROM answers WHERE created < ?", (now - self._max_age_s,))
             [num_bytes] = database.execute("SELECT SUM(num_bytes) FROM answers").fetchone()
             while num_bytes > self._max_bytes:
                 oldest = "SELECT id, num_bytes FROM answers ORDER BY created LIMIT 1"

@@ -51,6 +51,13 @@ def test_answers_that_are_too_old_are_neither_shown_nor_kept(tmp_path, monkeypat
     database.close()
 
 
+def test_an_answer_outlives_its_own_storing(tmp_path):
+    """With an age shorter than the write, no row was left to sum up, and the request failed."""
+    store = store_at(tmp_path, max_age_s=1e-9)
+    assert put(store, "first")
+    assert put(store, "second")
+
+
 def test_only_the_owner_sees_and_deletes_an_answer(tmp_path):
     store = store_at(tmp_path)
     put(store, "r")
