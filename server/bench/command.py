@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import json
 import logging
 import os
 import sys
@@ -37,7 +36,7 @@ def bench(argv: Sequence[str], program: str, environ: Mapping[str, str]) -> int:
     # Imports numpy, which a wrong flag and --help need not wait for.
     from server.bench import report
     from server.bench.errors import BenchError
-    from server.bench.plot import check_matplotlib, draw
+    from server.bench.plot import check_matplotlib, check_suffix, draw
     from server.bench.probe import probe
     from server.bench.processes import run_processes
     from server.bench.summary import summarize
@@ -47,6 +46,7 @@ def bench(argv: Sequence[str], program: str, environ: Mapping[str, str]) -> int:
     logging.getLogger("loaders.progress").setLevel("INFO")
     try:
         if flags.plot is not None:
+            check_suffix("--plot", flags.plot)
             check_matplotlib()
         config = make_config(flags, environ)
         for flag in ("json", "plot"):
@@ -56,6 +56,7 @@ def bench(argv: Sequence[str], program: str, environ: Mapping[str, str]) -> int:
         run = run_processes(config, accepted)
         summary = summarize(run)
         text = report.table(config, accepted, summary)
+        streams.say(text)  # first, since a file may not be written after all
         if flags.json is not None:
             report.write_json(flags.json, report.document(config, accepted, summary, argv))
         if flags.plot is not None:
@@ -64,7 +65,6 @@ def bench(argv: Sequence[str], program: str, environ: Mapping[str, str]) -> int:
         raise SettingError(str(error)) from error
     except OSError as error:  # of the two files
         raise SettingError(f"the result cannot be written: {error}") from error
-    streams.say(text)
     return 1 if summary.void_reasons or not summary.num_finished else 0
 
 
@@ -106,7 +106,8 @@ def make_parser(program: str) -> Parser:
     add("--extra-body", default="{}", help="JSON object of more request fields, such as '{\"temperature\": 0}'")
     add = parser.add_argument_group("results").add_argument
     add("--json", type=Path, help="file for all figures, with the command and versions")
-    add("--plot", type=Path, help="file for a PNG of the distributions; needs matplotlib, the extra bench")
+    add("--plot", type=Path, help="file for a picture of the distributions (.png, .svg or .pdf); needs matplotlib, the "
+        "extra bench")  # fmt: skip
     return parser
 
 
@@ -157,11 +158,12 @@ def _check_can_write(flag: str, path: Path | None) -> None:
 
 def _object(text: str) -> dict[str, Any]:
     from server.bench.errors import BenchError
+    from server.bench.workload import sendable_json
 
     try:
-        found = json.loads(text)
+        found = sendable_json(text)
     except ValueError as error:
-        raise BenchError(f"--extra-body: {text!r} is not JSON: {error}") from error
+        raise BenchError(f"--extra-body: {text!r} is no JSON that can be sent: {error}") from error
     if not isinstance(found, dict):
         raise BenchError(f"--extra-body: {text!r} must be a JSON object")
     return found

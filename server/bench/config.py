@@ -25,6 +25,16 @@ _OWN_FIELDS = {
     "n": ", which counts one answer for a request",
 }
 LOWEST_TOKEN_ID = 100  # lower ones are control tokens in some vocabularies
+MAX_TOKENS = 10_000_000  # of a prompt or an answer
+_MAX_VOCAB_SIZE = 2**31
+# Lowest and highest number of each whole-number flag.
+_RANGES = {
+    "concurrency": (1, 100_000),
+    "num_requests": (1, 10**9),
+    "warmup": (0, 10**6),
+    "processes": (1, 1024),
+    "vocab_size": (LOWEST_TOKEN_ID + 1, _MAX_VOCAB_SIZE),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +52,8 @@ class Lengths:
             lengths = cls(int(low), int(high or low))
         except ValueError:
             raise BenchError(f"{flag}: {text!r} is neither a number of tokens nor LOW-HIGH") from None
-        if not 1 <= lengths.low <= lengths.high:
-            raise BenchError(f"{flag}: {text!r} must be at least 1, the lower number first")
+        if not 1 <= lengths.low <= lengths.high <= MAX_TOKENS:
+            raise BenchError(f"{flag}: {text!r} must lie between 1 and {MAX_TOKENS}, the lower number first")
         return lengths
 
 
@@ -74,10 +84,10 @@ class BenchConfig:
             raise BenchError("--concurrency and --request-rate exclude each other: give one of them")
         if self.num_requests is None and self.seconds is None:
             raise BenchError("--num-requests or --seconds: give at least one, or the run never ends")
-        for name, lowest in (("concurrency", 1), ("num_requests", 1), ("warmup", 0), ("processes", 1)):
+        for name, (lowest, highest) in _RANGES.items():
             value = getattr(self, name)
-            if value is not None and value < lowest:
-                raise BenchError(f"--{name.replace('_', '-')}: {value} must be at least {lowest}")
+            if value is not None and not lowest <= value <= highest:
+                raise BenchError(f"--{name.replace('_', '-')}: {value} must lie between {lowest} and {highest}")
         if self.concurrency is not None and self.processes > self.concurrency:
             raise BenchError(f"--processes: {self.processes} must not exceed --concurrency {self.concurrency}")
         for name in ("request_rate", "seconds", "timeout_s"):
@@ -88,8 +98,6 @@ class BenchConfig:
         for name, flag in _OWN_FIELDS.items():
             if name in self.extra_body:
                 raise BenchError(f"--extra-body: {name!r} is set by the benchmark itself{flag}")
-        if self.vocab_size <= LOWEST_TOKEN_ID:
-            raise BenchError(f"--vocab-size: {self.vocab_size} must be above {LOWEST_TOKEN_ID}")
 
 
 def _usable_cores() -> int:

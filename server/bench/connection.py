@@ -1,6 +1,7 @@
 """`Connection`: one keep-alive HTTP/1.1 connection, and a pool of them. Timestamps are taken when bytes arrive."""
 
 import asyncio
+import re
 import ssl
 import time
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from server.bench.http11 import ResponseReader
 
 OnBody = Callable[[bytes, float], None]
 _DEFAULT_PORTS = {"http": 80, "https": 443}
+_VISIBLE = re.compile(r"[!-~]+")  # ASCII without the space
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +31,20 @@ class Target:
         """From a URL with or without /v1. Raises BenchError."""
         try:
             parts = urlsplit(base_url)
-            port = parts.port
+            port, host = parts.port, (parts.hostname or "").encode("idna").decode("ascii")
         except ValueError as error:
             raise BenchError(f"--base-url: {base_url!r} is no URL: {error}") from error
-        if parts.scheme not in _DEFAULT_PORTS or not parts.hostname:
+        if parts.scheme not in _DEFAULT_PORTS or not host:
             raise BenchError(f"--base-url: {base_url!r} must be http://HOST:PORT or https://HOST:PORT")
+        if port == 0:
+            raise BenchError(f"--base-url: {base_url!r} has port 0, where no server can listen")
         path = parts.path.rstrip("/")
         path = path if path.endswith("/v1") else f"{path}/v1"
-        return cls(parts.scheme, parts.hostname, port or _DEFAULT_PORTS[parts.scheme], path, api_key)
+        if not _VISIBLE.fullmatch(path):
+            raise BenchError(f"--base-url: {base_url!r} holds spaces or characters beyond ASCII: write them as %XX")
+        if api_key is not None and not _VISIBLE.fullmatch(api_key):
+            raise BenchError("--api-key holds spaces or characters beyond ASCII, which cannot be sent in a header")
+        return cls(parts.scheme, host, port or _DEFAULT_PORTS[parts.scheme], path, api_key)
 
     def request(self, method: str, path: str, body: bytes = b"") -> bytes:
         """The bytes of a request to a path below the host."""
@@ -46,7 +54,7 @@ class Target:
             lines.append(f"Authorization: Bearer {self.api_key}")
         if method == "POST":
             lines += ["Content-Type: application/json", f"Content-Length: {len(body)}"]
-        return "\r\n".join([*lines, "", ""]).encode("latin-1") + body
+        return "\r\n".join([*lines, "", ""]).encode("ascii") + body
 
 
 class Connection(asyncio.Protocol):
@@ -151,17 +159,25 @@ class Connection(asyncio.Protocol):
 
 
 class Pool:
-    """Idle connections to one server, the last used first."""
+    """Idle connections to one server, the last used first. An exchange may take `timeout_s`, connecting included."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: Target, timeout_s: float) -> None:
         self._target = target
+        self._timeout_s = timeout_s
         self._idle: list[Connection] = []
 
     async def exchange(self, request: bytes, on_body: OnBody) -> tuple[int, bytes]:
-        """As `Connection.exchange`, on an idle connection or a new one.
+        """As `Connection.exchange`, on an idle connection or a new one; a timeout is a RequestFailed too.
 
         A server may close an idle connection just when a request is on its way; that request is sent once more.
         """
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await self._try_connections(request, on_body)
+        except TimeoutError:
+            raise RequestFailed("timeout", f"no complete answer within {self._timeout_s:g} s") from None
+
+    async def _try_connections(self, request: bytes, on_body: OnBody) -> tuple[int, bytes]:
         while self._idle:
             connection = self._idle.pop()
             if not connection.is_reusable:

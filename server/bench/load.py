@@ -64,7 +64,7 @@ class Load:
         self._share = share
         self._workload = Workload(config, accepted)
         self._path = config.target.path + PATHS[config.endpoint]
-        self._pool = Pool(config.target)
+        self._pool = Pool(config.target, config.timeout_s)
         self._on_end = on_end
         self.records: list[Record] = []
 
@@ -123,14 +123,11 @@ class Load:
         record, reader = Record(due_s), AnswerReader()
         self.records.append(record)
         try:
-            async with asyncio.timeout(self._config.timeout_s):
-                request = self._config.target.request("POST", self._path, body)
-                status, error_body = await self._pool.exchange(request, reader.feed)
+            request = self._config.target.request("POST", self._path, body)
+            status, error_body = await self._pool.exchange(request, reader.feed)
             if status != 200:
                 raise RequestFailed(f"HTTP {status}", error_text(error_body))
             reader.finish()
-        except TimeoutError:
-            record.error, record.detail = "timeout", f"no complete answer within {self._config.timeout_s:g} s"
         except RequestFailed as error:
             record.error, record.detail = error.kind, error.detail
         except asyncio.CancelledError:

@@ -8,12 +8,14 @@ of one picture are of one kind.
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, NotRequired, TypedDict
+
+import msgspec
 
 from server import streams
 from server.bench.errors import BenchError
 from server.bench.layers import draw_layers, rows_of
-from server.bench.plot import check_matplotlib, save
+from server.bench.plot import check_matplotlib, check_suffix, save
 from server.settings import Parser
 
 _LATENCIES = {"ttft": "time to first token", "itl": "between tokens"}
@@ -25,7 +27,7 @@ def make_parser(program: str) -> Parser:
     parser = Parser(prog=f"{program} bench plot", description=__doc__.partition("\n")[0], allow_abbrev=False)
     add = parser.add_argument
     add("records", type=Path, nargs="+", metavar="RECORD.json", help="files of one kind; later rows replace earlier")
-    add("--out", type=Path, required=True, help="file for the PNG")
+    add("--out", type=Path, required=True, help="file for the picture: .png, .svg or .pdf")
     add("--title", help="heading of the picture [what the records say]")
     add("--routing", default="uniform", help="of expert layers: tokens routed evenly (uniform) or zipf [%(default)s]")
     return parser
@@ -34,9 +36,10 @@ def make_parser(program: str) -> Parser:
 def plot(argv: Sequence[str], program: str) -> int:
     """Draw; returns 0. Raises BenchError if a file cannot be read, drawn or written."""
     flags = make_parser(program).parse_args(argv)
+    check_suffix("--out", flags.out)
     check_matplotlib("bench plot")
     records = {path: read(path) for path in flags.records}
-    kinds = {kind.name for kind in map(kind_of, records, records.values())}
+    kinds = {kind_of(path, record).name for path, record in records.items()}
     if len(kinds) > 1:
         raise BenchError(f"the records are of different kinds ({', '.join(sorted(kinds))}): draw each kind by itself")
     kind = next(kind for kind in KINDS if kind.name in kinds)
@@ -56,18 +59,79 @@ def read(path: Path) -> dict[str, Any]:
     return found
 
 
+class _Settings(TypedDict):
+    concurrency: float | None
+    request_rate: float | None
+
+
+class _Server(TypedDict):
+    model: str
+    version: str | None
+    url: str
+
+
+class _Latencies(TypedDict):
+    ttft: dict[str, float] | None
+    itl: dict[str, float] | None
+
+
+class _Results(TypedDict):
+    output_tokens_per_s: float
+    latencies_ms: _Latencies
+
+
+class _RunRecord(TypedDict):
+    is_void: bool
+    void_reasons: list[str]
+    server: _Server
+    settings: _Settings
+    results: _Results
+
+
+class _ServiceRow(TypedDict):
+    unit: Literal["decode_tok_s", "input_tok_s", "ttft_ms"]
+    streams: int
+    prompt: int
+    ratio_in_one_run: float
+
+
+class _ServiceRecord(TypedDict):
+    card: str
+    rows: list[_ServiceRow]
+
+
+class _LayerRow(TypedDict):
+    model: str
+    format: str
+    routing: str
+    backend: str
+    tokens: int
+    us: float
+    floor_us: float
+    card: NotRequired[str]
+
+
+class _LayerRecord(TypedDict):
+    rows: list[_LayerRow]
+
+
 class Kind(NamedTuple):
-    """A kind of record: how it is recognised, and drawn."""
+    """A kind of record: how it is recognised, what a picture needs of it, and how it is drawn."""
 
     name: str
     fits: Callable[[dict[str, Any]], bool]
+    needs: Any  # a TypedDict
     draw: Callable[[dict[Path, dict[str, Any]], Path, str | None, str], None]
 
 
 def kind_of(path: Path, record: dict[str, Any]) -> Kind:
-    """What a record holds. Raises BenchError if no picture of it is known."""
+    """What a record holds. Raises BenchError if no picture of it is known, or it lacks what the picture needs."""
     for kind in KINDS:
         if kind.fits(record):
+            try:
+                msgspec.convert(record, kind.needs)
+            except msgspec.ValidationError as error:
+                raise BenchError(f"{path} is damaged: {error}") from error
             return kind
     raise BenchError(f"{path}: nothing is known to draw of it; known are {', '.join(kind.name for kind in KINDS)}")
 
@@ -91,6 +155,8 @@ def runs_of(records: dict[Path, dict[str, Any]]) -> tuple[str, dict[str, list[Ru
     used = {name for record in records.values() for name in loads if record["settings"][name] is not None}
     if len(used) > 1:
         raise BenchError("some runs have --concurrency and some --request-rate: draw each by itself")
+    if not used:
+        raise BenchError("the runs have neither --concurrency nor --request-rate, so they have no load to draw over")
     name = used.pop()
     servers: dict[str, list[Run]] = {}
     for path, record in records.items():
@@ -157,11 +223,17 @@ def _draw_layers(records: dict[Path, dict[str, Any]], out: Path, title: str | No
 _SERVICE_KEYS = ("unit", "streams", "prompt", "ratio_in_one_run")
 _LAYER_KEYS = ("tokens", "backend", "us", "floor_us")
 KINDS = (
-    Kind("runs of moe-serve bench", lambda record: "results" in record and "settings" in record, _draw_runs),
+    Kind(
+        "runs of moe-serve bench",
+        lambda record: "results" in record and "settings" in record,
+        _RunRecord,
+        _draw_runs,
+    ),
     Kind(
         "two services",
         lambda record: _has_row_with(record, *_SERVICE_KEYS),
+        _ServiceRecord,
         _draw_services,
     ),
-    Kind("expert layers", lambda record: _has_row_with(record, *_LAYER_KEYS), _draw_layers),
+    Kind("expert layers", lambda record: _has_row_with(record, *_LAYER_KEYS), _LayerRecord, _draw_layers),
 )

@@ -1,4 +1,4 @@
-"""Draws a run as a PNG: distributions of the latencies, and tokens over time. Needs matplotlib, the extra `bench`."""
+"""Draws a run: distributions of the latencies, and tokens over time. Needs matplotlib, the extra `bench`."""
 
 import importlib.util
 from pathlib import Path
@@ -9,6 +9,14 @@ import numpy as np
 from server.bench.errors import BenchError
 from server.bench.processes import RunResult
 from server.bench.summary import Summary, token_gaps, tokens_per_second
+
+_SUFFIXES = (".png", ".svg", ".pdf")
+
+
+def check_suffix(flag: str, path: Path) -> None:
+    """Raise BenchError for a file name that does not say how to write the picture."""
+    if path.suffix.lower() not in _SUFFIXES:
+        raise BenchError(f"{flag}: {path} must end in {', '.join(_SUFFIXES[:-1])} or {_SUFFIXES[-1]}")
 
 
 def check_matplotlib(what: str = "--plot") -> None:
@@ -21,7 +29,7 @@ def check_matplotlib(what: str = "--plot") -> None:
 
 
 def save(figure: Any, path: Path) -> None:
-    """Write the PNG. Raises BenchError."""
+    """Write the picture. Raises BenchError."""
     from matplotlib import pyplot
 
     try:
@@ -33,7 +41,7 @@ def save(figure: Any, path: Path) -> None:
 
 
 def draw(path: Path, title: str, run: RunResult, summary: Summary) -> None:
-    """Write the PNG."""
+    """Write the picture."""
     from matplotlib import pyplot
 
     counted = [record for record in run.records if record.error is None]

@@ -27,7 +27,7 @@ async def probe(config: BenchConfig) -> Accepted:
     Raises:
         BenchError: it cannot be reached, lists no model, or refuses even the plainest request.
     """
-    pool = Pool(config.target)
+    pool = Pool(config.target, config.timeout_s)
     try:
         model = config.model or await _first_model(config, pool)
         return await _accepted(config, pool, model)

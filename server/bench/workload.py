@@ -104,18 +104,38 @@ def read_dataset(path: Path, endpoint: str) -> Sequence[dict[str, Any]]:
     """
     rows = []
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # U+2028 may stand in a JSON string, and ends no line
     except (OSError, UnicodeDecodeError) as error:
         raise BenchError(f"--dataset: {path} cannot be read: {error}") from error
     for number, line in enumerate(lines, start=1):
         if line.strip():
             try:
-                rows.append(_row(json.loads(line), endpoint))
+                rows.append(_row(sendable_json(line), endpoint))
             except (ValueError, BenchError) as error:
                 raise BenchError(f"--dataset: {path} line {number}: {error}") from error
     if not rows:
         raise BenchError(f"--dataset: {path} has no lines")
     return rows
+
+
+def sendable_json(text: str) -> Any:
+    """JSON that a request can carry unchanged.
+
+    Raises:
+        ValueError: not JSON, NaN, an integer of more than 64 bits, half of a surrogate pair, or nested too deeply.
+    """
+    try:
+        found = json.loads(text, parse_constant=_refuse_constant)
+        orjson.dumps(found)
+    except orjson.JSONEncodeError as error:
+        raise ValueError(str(error)) from error
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    return found
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
 
 
 def _row(line: Any, endpoint: str) -> dict[str, Any]:

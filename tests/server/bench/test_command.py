@@ -112,7 +112,7 @@ def test_the_key_comes_from_the_variable_too():
 @rows(
     "argv, words",
     (["--concurency", "1"], "did you mean --concurrency?"),
-    (["--concurrency", "0"], "--concurrency: 0 must be at least 1"),
+    (["--concurrency", "0"], "--concurrency: 0 must lie between 1 and 100000"),
     (["--concurrency", "1", "--request-rate", "2"], "exclude each other"),
     (["--request-rate", "0"], "--request-rate: 0.0 must be above 0"),
     (["--request-rate", "nan"], "--request-rate: nan must be above 0"),
@@ -123,9 +123,9 @@ def test_the_key_comes_from_the_variable_too():
     (["--processes", "9"], "--processes: 9 must not exceed --concurrency 8"),
     (["--prompt-tokens", "x"], "--prompt-tokens: 'x'"),
     (["--prompt-tokens", "9-3"], "the lower number first"),
-    (["--answer-tokens", "0"], "--answer-tokens: '0' must be at least 1"),
-    (["--vocab-size", "100"], "--vocab-size: 100 must be above 100"),
-    (["--extra-body", "{"], "--extra-body: '{' is not JSON"),
+    (["--answer-tokens", "0"], "--answer-tokens: '0' must lie between 1 and"),
+    (["--vocab-size", "100"], "--vocab-size: 100 must lie between 101 and"),
+    (["--extra-body", "{"], "--extra-body: '{' is no JSON"),
     (["--extra-body", "[]"], "must be a JSON object"),
     (["--extra-body", '{"stream": false}'], "--extra-body: 'stream' is set by the benchmark itself"),
     (["--extra-body", '{"top_p": 1, "n": 2}'], "--extra-body: 'n' is set"),
@@ -135,6 +135,19 @@ def test_the_key_comes_from_the_variable_too():
     (["--extra-body", '{"max_tokens": 1}'], "'max_tokens' is set by the benchmark itself; use --answer-tokens"),
     (["--base-url", "localhost:8000"], "--base-url: 'localhost:8000' must be http://HOST:PORT"),
     (["--base-url", "http://h:port"], "is no URL"),
+    (["--base-url", "http://a..b:80"], "--base-url: 'http://a..b:80' is no URL"),
+    (["--base-url", "http://h:0"], "has port 0"),
+    (["--base-url", "http://h:1/a b"], "write them as %XX"),
+    (["--api-key", "schlüssel€"], "--api-key holds spaces or characters beyond ASCII"),
+    (["--api-key", "a\nb"], "--api-key holds spaces"),
+    (["--vocab-size", "9" * 32], "must lie between 101 and"),
+    (["--prompt-tokens", "9" * 32], "must lie between 1 and 10000000"),
+    (["--warmup", "9" * 32], "--warmup: "),
+    (["--concurrency", "9" * 32], "--concurrency: "),
+    (["--extra-body", '{"seed": 1%s}' % ("0" * 23)], "is no JSON that can be sent: Integer exceeds"),
+    (["--extra-body", '{"user": "\\ud800"}'], "surrogates"),
+    (["--extra-body", '{"top_p": NaN}'], "NaN is not JSON"),
+    (["--extra-body", '{"a": ' + "[" * 100_000], "nested too deeply"),
     (["--base-url", "http://127.0.0.1:1"], "http://127.0.0.1:1: cannot connect"),
     (["--endpoint", "embeddings"], "--endpoint: invalid choice"),
 )
@@ -154,12 +167,28 @@ def test_a_file_that_cannot_be_written(tmp_path, monkeypatch):
     """Refused before the load, not after it; a folder that is missing is not made."""
     monkeypatch.setattr("server.bench.plot.check_matplotlib", lambda: None)
     (tmp_path / "file").write_text("")
+    (tmp_path / "folder.png").mkdir()
     for flag in ("--json", "--plot"):
-        for place, words in (("file/x", "is no folder"), ("new/x", "is no folder"), (".", "cannot be written")):
+        places = (("file/x.png", "is no folder"), ("new/x.png", "is no folder"), ("folder.png", "cannot be written"))
+        for place, words in places:
             with serve(polite) as server, pytest.raises(SettingError, match=rf"^{flag}: .* {words}"):
                 bench("--base-url", server.url, *SMALL, "--num-requests", "1", flag, str(tmp_path / place))
             assert not server.asked
     assert not (tmp_path / "new").exists()
+
+
+def test_the_table_is_printed_before_a_file_fails(capsys):
+    with serve(polite) as server, pytest.raises(SettingError, match="the result cannot be written"):
+        bench("--base-url", server.url, *SMALL, "--num-requests", "1", "--json", "/dev/full")
+    assert "1 requests finished, 0 failed" in capsys.readouterr().out
+
+
+def test_a_picture_of_an_unknown_format_is_refused_before_the_run():
+    with serve(polite) as server:
+        for command_line in (["--base-url", server.url, "--plot", "r.foo"], ["plot", "a.json", "--out", "r"]):
+            with pytest.raises(SettingError, match=r"must end in \.png, \.svg or \.pdf"):
+                bench(*command_line)
+        assert not server.asked
 
 
 def test_number_of_processes():

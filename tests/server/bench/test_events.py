@@ -33,6 +33,13 @@ def test_events_cut_anywhere():
     assert [e for i in range(len(data)) for e in splitter.feed(data[i : i + 1])] == [b"a", b"b\nc", b" d"]
 
 
+def test_lines_that_end_in_cr_alone():
+    data = b": comment\r\rdata: a\r\rdata:b\rdata: c\r\r"
+    for cut in range(len(data)):
+        splitter = EventSplitter()
+        assert splitter.feed(data[:cut]) + splitter.feed(data[cut:]) == [b"a", b"b\nc"], cut
+
+
 def test_usage_in_every_chunk_counts_tokens_without_text():
     reader = read(
         event(text_chunk("", **usage_of(9, 0))),  # no token yet
@@ -53,6 +60,23 @@ def test_usage_in_the_last_chunk_has_the_total():
         reader.finish()
         assert (list(reader.times), list(reader.counts)) == ([1, 3], [1, 1])  # the other four have no time
         assert (reader.prompt_tokens, reader.output_tokens, reader.counting) == (9, 6, "usage")
+
+
+@rows("usage", {"usage": {}}, usage_of(9, None), usage_of(None, None), usage_of(0, 0), {"usage": None})
+def test_a_usage_that_counts_nothing_yet_leaves_the_times_to_the_chunks(usage):
+    reader = read(
+        event(text_chunk("a", **usage)),
+        event(text_chunk("b", **usage)),
+        event(text_chunk("", "stop", **usage_of(9, 3))) + DONE,
+    )
+    reader.finish()
+    assert (list(reader.times), list(reader.counts)) == ([1, 2], [1, 1])
+    assert (reader.prompt_tokens, reader.output_tokens, reader.counting) == (9, 3, "usage")
+
+
+def test_two_chunks_of_one_token_are_counted_by_usage():
+    reader = read(event(text_chunk("a", **usage_of(9, 1))), event(text_chunk("b", "stop", **usage_of(9, 1))))
+    assert (list(reader.times), list(reader.counts), reader.counting) == ([1], [1], "per chunk")
 
 
 def test_no_usage_counts_chunks_with_text():
@@ -89,6 +113,17 @@ def test_random_cuts_give_the_same_counts():
     (event(b"{oops"), "bad response"),
     (event(b"[1]"), "bad response"),
     (b"", "cut short"),
+    (event({"choices": ["a"]}), "bad response"),
+    (event({"choices": {"a": 1}}), "bad response"),
+    (event({"choices": [{"delta": "a"}]}), "bad response"),
+    (event({"choices": [], "usage": [1]}), "bad response"),
+    (event(text_chunk("a", **usage_of(3, "1"))), "bad response"),
+    (event(text_chunk("a", **usage_of(3, 1.0))), "bad response"),
+    (event(text_chunk("a", **usage_of(3, True))), "bad response"),
+    (event(text_chunk("a", **usage_of(3, -1))), "bad response"),
+    (event(text_chunk("a", **usage_of(3, 2**62))), "bad response"),
+    (event(text_chunk("a", **usage_of("3", 1))), "bad response"),
+    (event({"choices": [None]}) + DONE, "no tokens"),
 )
 def test_answers_that_failed(data, kind):
     with pytest.raises(RequestFailed) as caught:

@@ -261,6 +261,14 @@ def test_the_probe_finds_what_the_server_takes(endpoint, takes_ids, options, cou
         assert {record.prompt_tokens for record in records} == {expected}
 
 
+def test_the_probe_does_not_wait_for_ever():
+    async def silent(asked, writer):
+        await asyncio.sleep(60)
+
+    with serve(silent) as server, pytest.raises(BenchError, match=r"timeout: no complete answer within 0\.2 s"):
+        asyncio.run(probe(make_config(server.url, timeout_s=0.2)))
+
+
 def test_the_probe_says_why_nothing_works():
     async def refuses(asked, writer):
         writer.write(whole({"error": {"message": "ignore_eos: not supported"}}, 400))
@@ -281,7 +289,8 @@ def test_a_dataset_is_sent_once_through_before_it_repeats(tmp_path):
     file = tmp_path / "rows.jsonl"
     rows = [{"prompt": f"question {i}"} for i in range(4)] + [{"prompt": [7, 8], "max_tokens": 2}]
     lengths = Lengths(3, 3)
-    file.write_text("\n".join(json.dumps(row) for row in rows) + "\n\n")
+    rows[0]["prompt"] += "\u2028\u2029\x85"  # ends a line for str.splitlines, not in JSON lines
+    file.write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\n\n")
     with serve(polite) as server:
         run(make_config(server.url, dataset=file, answer_tokens=lengths, extra_body={"temperature": 0}))
     sent = [json.dumps(asked.body["prompt"]) for asked in server.posts]
@@ -299,6 +308,9 @@ def test_a_dataset_is_sent_once_through_before_it_repeats(tmp_path):
     ('{"prompt": "a", "messages": []}', "chat", "either prompt or messages"),
     ('{"messages": []}', "completions", "messages go to --endpoint chat"),
     ('{"prompt": [1]}', "chat", "token ids goes to --endpoint completions"),
+    ('{"prompt": "a"}\n{"prompt": "\\ud800"}', "chat", "line 2: .*surrogates"),
+    ('{"prompt": "a", "max_tokens": 1%s}' % ("0" * 23), "chat", "line 1: Integer exceeds"),
+    ('{"prompt": "a", "max_tokens": NaN}', "chat", "line 1: NaN is not JSON"),
     (None, "chat", "cannot be read"),
 )
 def test_refusals_of_a_dataset(tmp_path, text, endpoint, words):

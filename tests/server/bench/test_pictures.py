@@ -94,6 +94,13 @@ def test_the_pictures_of_the_readme_can_be_drawn(pyplot, tmp_path):
     ([{"rows": [{"seconds": 1}]}], [], "nothing is known to draw of it; known are runs of moe-serve bench, two"),
     ([[1]], [], "is no record: it must be a JSON object"),
     ([run_record(1, 1, is_void=True, void_reasons=["slow"])], [], "0.json is void: slow"),
+    ([run_record(1, 1, results={})], [], "0.json is damaged: Object missing required field `output_tokens_per_s` - at"),
+    ([run_record(1, 1, settings={})], [], "0.json is damaged"),
+    ([run_record(1, 1, server=7)], [], "0.json is damaged: Expected `str | null`, got `int` - at `$.server.version`"),
+    ([run_record(None, 1)], [], "no load to draw over"),
+    ([{"rows": [layer("triton", 1, 1), {}]}], [], "0.json is damaged"),
+    ([{"rows": [layer("triton", 1, None)]}], [], "0.json is damaged: Expected `float`, got `null`"),
+    ([{"rows": [{"unit": "x", "streams": 1, "prompt": 1, "ratio_in_one_run": 1}]}], [], "0.json is damaged"),
     ([{"rows": [layer("triton", 1, 1)]}], ["--routing", "zipf"], "no row has 'zipf'; the records have uniform"),
 )  # fmt: skip
 def test_what_cannot_be_drawn_is_refused(pyplot, tmp_path, capsys, records, flags, message):
