@@ -11,26 +11,31 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from http.client import HTTPMessage
+from http.client import HTTPException, HTTPMessage
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 R = TypeVar("R")
 _BUSY = (429, 503)
+_MAX_TIMEOUT_S = 1_000_000.0
 
 
 class ServerError(RuntimeError):
-    """The server refused a request or could not be reached; the message says which and why."""
+    """The server refused a request, could not be reached, or answered nonsense; the message says which and why."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """The final content, the calls as (name, arguments as JSON text), and the tokens that the server counted."""
+    """The final content, the calls as (name, arguments as JSON text), and the tokens by the server's count.
+
+    `tokens` is 0 where the server counts none.
+    """
 
     content: str
     calls: list[tuple[str, str]]
-    tokens: int
+    tokens: int = 0
     reasoning: str = ""
     finish_reason: str = ""
 
@@ -58,14 +63,19 @@ class Client:
     def __post_init__(self) -> None:
         if not self.base_url.startswith(("http://", "https://")):
             raise ValueError(f"base_url is {self.base_url!r}: must start with http:// or https://")
-        if self.patience_s < 0:
+        if not self.patience_s >= 0:  # a NaN is not
             raise ValueError(f"patience_s is {self.patience_s}: must not be negative")
+        if not 0 < self.timeout_s <= _MAX_TIMEOUT_S:
+            raise ValueError(f"timeout_s is {self.timeout_s}: must be above 0 and at most {_MAX_TIMEOUT_S:,.0f}")
+        if not (self.api_key.isascii() and self.api_key.isprintable()):
+            raise ValueError("api_key holds characters beyond ASCII, which cannot be sent in a header")
 
     def get(self, path: str, body: dict[str, Any] | None = None) -> Any:
         """The JSON answer to a GET, or to a POST if there is a body. A path that begins with "//" is not below /v1.
 
         Raises:
-            ServerError: the server refused, broke off, or could not be reached for `patience_s`.
+            ServerError: the server refused, broke off, did not answer in JSON, or could not be reached for
+                `patience_s`.
         """
         base = self.base_url.rstrip("/")
         if path.startswith("//"):
@@ -82,13 +92,16 @@ class Client:
                 with urllib.request.urlopen(request, timeout=self.timeout_s) as response:
                     return json.load(response)
             except urllib.error.HTTPError as error:
-                told = error.read().decode(errors="replace")[:500]
-                failure = ServerError(f"{path}: status {error.code}: {told}")
+                failure = ServerError(f"{path}: status {error.code}: {_body_of(error)}")
                 wait_s = max(pause_s, _retry_after_s(error.headers)) if error.code in _BUSY else None
             except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
                 failure = ServerError(f"{base}{path} cannot be reached: {error}. Is the server running?")
                 reason = error.reason if isinstance(error, urllib.error.URLError) else error
                 wait_s = pause_s if isinstance(reason, ConnectionRefusedError) else None
+            except HTTPException as error:
+                raise ServerError(f"{base}{path} cannot be read: {error!r}. Did the server end?") from error
+            except ValueError as error:
+                raise ServerError(f"{base}{path} does not answer in JSON: {error}") from error
             if wait_s is None or time.monotonic() + wait_s - started_s > self.patience_s:
                 raise failure
             time.sleep(wait_s * random.uniform(0.75, 1.25))  # else all requests come back at once
@@ -96,19 +109,46 @@ class Client:
 
     def first_model(self) -> str:
         """The model that is asked: the one named, or the first that the server lists."""
-        return self.model or str(self.get("/models")["data"][0]["id"])
+        if self.model:
+            return self.model
+        with reading(f"{self.base_url}/models"):
+            return str(self.get("/models")["data"][0]["id"])
 
     def ask(self, messages: list[dict[str, Any]], **options: Any) -> Answer:
         """One chat completion."""
         reply = self.get("/chat/completions", {"model": self.model, "messages": messages} | options)
-        choice = reply["choices"][0]
-        message = choice["message"]
-        calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls") or []]
-        return Answer(
-            content=message.get("content") or "", calls=calls, tokens=int(reply["usage"]["completion_tokens"]),
-            reasoning=message.get("reasoning") or message.get("reasoning_content") or "",
-            finish_reason=choice.get("finish_reason") or "",
-        )  # fmt: skip
+        with reading(f"{self.base_url}/chat/completions"):
+            choice = reply["choices"][0]
+            message = choice["message"]
+            calls = [
+                (call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls") or []
+            ]
+            return Answer(
+                content=message.get("content") or "", calls=calls,
+                tokens=int((reply.get("usage") or {}).get("completion_tokens") or 0),
+                reasoning=message.get("reasoning") or message.get("reasoning_content") or "",
+                finish_reason=choice.get("finish_reason") or "",
+            )  # fmt: skip
+
+
+@contextmanager
+def reading(what: str) -> Iterator[None]:
+    """Turn the errors of code that takes an answer apart into ServerError: the answer at `what` is malformed."""
+    try:
+        yield
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
+        raise ServerError(f"{what} does not answer as the API says: {error!r}") from error
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """The value of a flag such as --fields. Raises ArgumentTypeError."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} must be a JSON object, such as {{}}")
+    return found
 
 
 def add_server_arguments(parser: argparse.ArgumentParser, *, one_server: bool = True) -> None:
@@ -137,6 +177,13 @@ def make_client(args: argparse.Namespace, base_url: str | None = None) -> Client
     base_url = (base_url or args.base_url).rstrip("/").removesuffix("/v1") + "/v1"
     client = Client(base_url=base_url, model=args.model, api_key=args.api_key, timeout_s=args.timeout)
     return replace(client, model=client.first_model(), patience_s=args.patience)
+
+
+def _body_of(error: urllib.error.HTTPError) -> str:
+    try:
+        return error.read().decode(errors="replace")[:500]
+    except (OSError, HTTPException):
+        return "the answer broke off"
 
 
 def _retry_after_s(headers: HTTPMessage) -> float:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from evals.client import Client, ServerError, in_parallel
+from evals.client import Client, ServerError, in_parallel, reading
 from evals.texts import Sequence
 
 NUM_TOP = 20
@@ -57,25 +57,28 @@ class Scores:
 
 
 def score(client: Client, sequences: list[Sequence], concurrency: int) -> Scores:
-    """Ask a server for the places of every sequence. Raises ServerError."""
+    """Ask a server for the places of every sequence. Raises ServerError, also if there are none."""
     places = list(in_parallel(lambda one: _places(client, one.ids)[one.first - 1 :], sequences, concurrency))
+    if not any(places):
+        raise ServerError(f"{client.base_url}: the sequences have no token to score")
     return Scores(model=client.model, sequences=sequences, places=places)
 
 
 def _places(client: Client, ids: list[int]) -> list[Place]:
     """Of every token but the first."""
     body = {"model": client.model, "prompt": ids, "max_tokens": 1, "temperature": 0}
-    choice = client.get("/completions", body | {"prompt_logprobs": NUM_TOP})["choices"][0]
-    if choice.get("prompt_logprobs"):
-        found = [
-            Place(
-                logprob=entries[str(token)]["logprob"],
-                top={name: entry["logprob"] for name, entry in entries.items()},
-            )
-            for token, entries in zip(ids[1:], choice["prompt_logprobs"][1:], strict=True)
-        ]
-    else:
-        found = _echoed(client, body, len(ids))
+    with reading(f"{client.base_url}/completions"):
+        choice = client.get("/completions", body | {"prompt_logprobs": NUM_TOP})["choices"][0]
+        if choice.get("prompt_logprobs"):
+            found = [
+                Place(
+                    logprob=entries[str(token)]["logprob"],
+                    top={name: entry["logprob"] for name, entry in entries.items()},
+                )
+                for token, entries in zip(ids[1:], choice["prompt_logprobs"][1:], strict=True)
+            ]
+        else:
+            found = _echoed(client, body, len(ids))
     if not all(math.isfinite(place.logprob) for place in found):
         raise ServerError(f"{client.base_url} gives a log-probability that is no finite number")
     return found

@@ -20,7 +20,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.tasks import TaskManager
 from tqdm import tqdm
 
-from evals.client import Client, ServerError, in_parallel
+from evals.client import Client, ServerError, in_parallel, reading
 from evals.results import Item, Run
 
 MAX_TOKENS = 256  # of a raw completion, where neither task nor user says it: lm-eval's own number
@@ -48,8 +48,9 @@ class ServedModel(TemplateLM):
     def eot_token_id(self) -> int:
         """Stands before a continuation that has no context."""
         if self._end is None:
-            text = self._client.get("//tokenizer_info")["eos_token"]
-            self._end = int(self.tok_encode(text, add_special_tokens=False)[0])
+            with reading("/tokenizer_info"):
+                text = self._client.get("//tokenizer_info")["eos_token"]
+                self._end = int(self.tok_encode(text, add_special_tokens=False)[0])
         return self._end
 
     @property
@@ -67,7 +68,8 @@ class ServedModel(TemplateLM):
         body = {"model": self._client.model, "prompt": string}
         if add_special_tokens is not None:
             body["add_special_tokens"] = add_special_tokens
-        return list(self._client.get("//tokenize", body)["tokens"])
+        with reading("/tokenize"):
+            return list(self._client.get("//tokenize", body)["tokens"])
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """The final text of each answer, up to the first of the task's stop strings."""
@@ -107,11 +109,12 @@ class ServedModel(TemplateLM):
         ids = [*context, *continuation]
         body = {"prompt": ids, "max_tokens": 1, "temperature": 0, "echo": True, "logprobs": 1}
         reply = self._client.get("/completions", {"model": self._client.model} | body)
-        logprobs = reply["choices"][0]["logprobs"]
-        own = slice(len(context), len(ids))
-        found, best = logprobs["token_logprobs"][own], logprobs["top_logprobs"][own]
-        is_greedy = all(value >= max(top.values()) for value, top in zip(found, best, strict=True))
-        return sum(found), is_greedy
+        with reading("/completions"):
+            logprobs = reply["choices"][0]["logprobs"]
+            own = slice(len(context), len(ids))
+            found, best = logprobs["token_logprobs"][own], logprobs["top_logprobs"][own]
+            is_greedy = all(value >= max(top.values()) for value, top in zip(found, best, strict=True))
+            return sum(found), is_greedy
 
     def _generate(self, request: Any) -> str:
         prompt, wanted = request.args
@@ -128,8 +131,9 @@ class ServedModel(TemplateLM):
         else:
             body.setdefault("max_tokens", wanted.get("max_gen_toks", MAX_TOKENS))
             body |= {"prompt": prompt, "stop": stops[:4]}
-            choice = self._client.get("/completions", body | self._order["fields"])["choices"][0]
-            content, reasoning, reason = choice["text"], "", choice["finish_reason"]
+            with reading("/completions"):
+                choice = self._client.get("/completions", body | self._order["fields"])["choices"][0]
+                content, reasoning, reason = choice["text"], "", choice["finish_reason"]
         # In a chat the task's stop strings end the final text alone: in the reasoning they may stand anywhere.
         for stop in stops:
             content = content.split(stop, 1)[0] if stop else content

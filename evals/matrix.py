@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from evals import texts, tiny
-from evals.client import Client, ServerError
+from evals.client import Client, ServerError, json_object
 from evals.compare import pairs_of
 from evals.distributions import Scores, difference, score
 from evals.results import Run
@@ -25,9 +25,11 @@ from evals.servers import serving
 from evals.stats import paired
 
 BACKENDS = "torch,triton,flashinfer_mxfp4,flashinfer_cutlass,deep_gemm"
+PICTURES = (".png", ".svg", ".pdf")
 LAUNCHES = {"eager": ["--enforce-eager"], "graphs": []}
 CONCURRENCY = 16
 OPTIONS = {"temperature": 0, "max_tokens": 400}
+_OPEN = "not yet"  # begins the reason of a cell that is tried again
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--items", type=int, default=90, help="items of the tiny evals for each cell [90]")
     parser.add_argument("--questions", type=int, default=60, help="questions whose answers are scored [60]")
     parser.add_argument(
-        "--fields", type=json.loads, default={}, metavar="JSON",
+        "--fields", type=json_object, default={}, metavar="JSON",
         help='more fields of each eval request, such as {"reasoning_effort": "high"}',
     )  # fmt: skip
     parser.add_argument("--limit-minutes", type=float, default=60.0, help="begin no other cell after so long [60]")
@@ -97,39 +99,51 @@ class Matrix:
     """The file of the matrix, and the folder beside it with the references' scores and answers, and all logs."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        """Read what the file has. Raises ValueError if it was made with other settings."""
+        """Read what the file has. Raises ValueError if it is none of ours, or was made with other settings."""
         self._args, self._path, self._folder = args, args.out, args.out.with_suffix("")
         settings = {"device": args.device, "items": args.items, "questions": args.questions, "fields": args.fields}
         self.content: dict[str, Any] = {"eval": "matrix", "settings": settings, "cells": {}}
         if self._path.exists():
             self.content = json.loads(self._path.read_text(encoding="utf-8"))
+            if not isinstance(self.content, dict) or not isinstance(self.content.get("cells"), dict):
+                raise ValueError(f"{self._path} is not a file of this command: give another --out")
             if self.content.get("settings") != settings:
                 raise ValueError(
                     f"{self._path} has cells of other settings, {self.content.get('settings')}: give another --out"
                 )
 
     def run(self, cell: Cell) -> dict[str, Any]:
-        """Fill one cell, unless it is there."""
+        """Fill one cell, unless it is there. One that failed after its server was ready stays open."""
         cells = self.content["cells"]
-        if cell.name not in cells:
-            cells[cell.name] = asdict(cell) | self._found(cell)
+        if cell.name in cells:
+            known: dict[str, Any] = cells[cell.name]
+            return known
+        row = asdict(cell) | self._found(cell)
+        if not _is_open(row):
+            cells[cell.name] = row
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._path.write_text(json.dumps(self.content, indent=1) + "\n", encoding="utf-8")
-        row: dict[str, Any] = cells[cell.name]
         return row
 
     def _found(self, cell: Cell) -> dict[str, Any]:
-        """What is known of a cell: `figures`, or the `reason` why there are none."""
-        reference = self.content["cells"].get(cell.reference.name)
-        if reference is not None and "reason" in reference:
-            return {"reason": f"no reference: {reference['reason']}"}
-        if reference is not None and cell.launch == "graphs" and reference["figures"]["device"] == "cpu":
-            return {"reason": "a CPU has no CUDA graphs"}
+        """What is known of a cell: `figures`, or the `reason` why there are none, or not yet."""
+        if cell != cell.reference:
+            reference = self.content["cells"].get(cell.reference.name)
+            if reference is None:
+                return {"reason": f"{_OPEN}: its reference has not run"}
+            if "reason" in reference:
+                return {"reason": f"no reference: {reference['reason']}"}
+            if cell.launch == "graphs" and reference["figures"]["device"] == "cpu":
+                return {"reason": "a CPU has no CUDA graphs"}
         log = self._folder / f"{cell.name.replace('/', '_').replace(' ', '-')}.log"
         start_s = time.monotonic()
         try:
             with serving([sys.executable, "-m", "server", *cell.flags(self._args.device)], log) as url:
-                return {"figures": self._measured(cell, url) | {"seconds": round(time.monotonic() - start_s, 1)}}
+                try:
+                    figures = self._measured(cell, url)
+                except ServerError as error:
+                    return {"reason": f"{_OPEN}: the server failed after it was ready: {error}; its log is {log}"}
+                return {"figures": figures | {"seconds": round(time.monotonic() - start_s, 1)}}
         except ServerError as error:
             return {"reason": str(error)}
 
@@ -164,6 +178,11 @@ class Matrix:
             "items": len(items), "right": sum(item.score == 1 for item in items), "p": result.p,
             "same_answer": sum(one.answer == other.answer for one, other in pairs),
         } | difference(first_scores, scores)  # fmt: skip
+
+
+def _is_open(row: dict[str, Any]) -> bool:
+    """Whether the same command, repeated, tries a cell again."""
+    return str(row.get("reason", "")).startswith(_OPEN)
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -215,21 +234,28 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Exit status 0 if every cell is known: has figures, or the reason why it cannot run; 1 if time was over before."""
-    if args.plot:
-        figure_class()  # before hours of cells, not after
+    """Exit status 0 if every cell is known: has figures, or the reason why it cannot run.
+
+    It is 1 if cells are open, since time was over or a server failed, and 2 if not one cell can run.
+    """
+    if args.plot:  # before hours of cells, not after
+        figure_class()
+        if args.plot.suffix.lower() not in PICTURES:
+            raise ValueError(f"--plot {args.plot} must end in {', '.join(PICTURES)}")
     matrix, end_s = Matrix(args), time.monotonic() + 60 * args.limit_minutes
     rows = []
     for cell in cells_of(args):
         if cell.name not in matrix.content["cells"] and time.monotonic() > end_s:
-            rows.append(asdict(cell) | {"reason": "not yet: --limit-minutes was over"})
+            rows.append(asdict(cell) | {"reason": f"{_OPEN}: --limit-minutes was over"})
             continue
         rows.append(matrix.run(cell))
         print(f"{cell.name}: {rows[-1].get('reason') or 'done'}", file=sys.stderr, flush=True)
     print(table(rows))
     if args.plot:
         plot(rows, args.plot)
-    waiting = sum(row.get("reason", "").startswith("not yet") for row in rows)
+    waiting = sum(map(_is_open, rows))
     ran = sum("figures" in row for row in rows)
     print(json.dumps({"eval": "matrix", "out": str(args.out), "cells": len(rows), "ran": ran, "waiting": waiting}))
-    return 1 if waiting else 0
+    if waiting:
+        return 1
+    return 0 if ran else 2

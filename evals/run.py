@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from evals.client import add_server_arguments, make_client
+from evals.client import add_server_arguments, json_object, make_client
 from evals.report import write_report
 from evals.results import Run
 from evals.tasks import FORMS, TASKS, Task
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-tokens", type=int, help="of an answer; default: in a chat what the server allows, else the task's"
     )
     parser.add_argument("--seed", type=int, default=0, help="of examples, shuffled choices and sampling [0]")
-    parser.add_argument("--fields", type=json.loads, default={}, metavar="JSON", help="more fields of each request")
+    parser.add_argument("--fields", type=json_object, default={}, metavar="JSON", help="more fields of each request")
     parser.add_argument("--out", type=Path, help="folder for NAME.json and NAME.html of each eval [evals-out]")
     parser.add_argument(
         "--lm-eval-python", type=Path, default=PYTHON, help=f"interpreter that has lm-eval [{PYTHON.relative_to(ROOT)}]"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from evals import tiny
-from evals.client import Client, ServerError, in_parallel
+from evals.client import Client, ServerError, in_parallel, reading
 
 TURNS = 8  # earlier questions of a long conversation, so that it is longer than a sliding window
 MAX_TOKENS = 200
@@ -25,7 +25,8 @@ class Sequence:
 def tokens_of(client: Client, text: str) -> list[int]:
     """The server's token ids of a text, without the token that begins every text. Raises ServerError."""
     body = {"model": client.model, "prompt": text, "add_special_tokens": False}
-    return list(client.get("//tokenize", body)["tokens"])
+    with reading(f"{client.base_url.removesuffix('/v1')}/tokenize"):
+        return list(client.get("//tokenize", body)["tokens"])
 
 
 def need_same_tokenizer(first: Client, second: Client) -> None:
@@ -86,8 +87,9 @@ def _ask(client: Client, messages: list[dict[str, Any]], tools: list[Any] | None
     """A question with its greedy answer, and the answer's content."""
     body = {"model": client.model, "messages": messages, "temperature": 0, "max_tokens": MAX_TOKENS}
     reply = client.get("/chat/completions", body | {"return_token_ids": True} | ({"tools": tools} if tools else {}))
-    choice = reply["choices"][0]
-    if "prompt_token_ids" not in reply or "token_ids" not in choice:
-        raise ServerError(f"{client.base_url} does not know return_token_ids: give a text with --text FILE")
-    prompt = reply["prompt_token_ids"]
-    return Sequence(ids=[*prompt, *choice["token_ids"]], first=len(prompt)), choice["message"].get("content") or ""
+    with reading(f"{client.base_url}/chat/completions"):
+        choice = reply["choices"][0]
+        if "prompt_token_ids" not in reply or "token_ids" not in choice:
+            raise ServerError(f"{client.base_url} does not know return_token_ids: give a text with --text FILE")
+        prompt = reply["prompt_token_ids"]
+        return Sequence(ids=[*prompt, *choice["token_ids"]], first=len(prompt)), choice["message"].get("content") or ""

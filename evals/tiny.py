@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from evals.client import Answer, Client, add_server_arguments, in_parallel, make_client
+from evals.client import Answer, Client, add_server_arguments, in_parallel, json_object, make_client
 from evals.results import Item, Run
 from evals.scoring import is_right
 
@@ -18,14 +18,20 @@ BARS = {"addition": 95.0, "facts": 98.0, "sorting": 95.0, "reversing": 95.0, "to
 
 
 def load(categories: list[str], limit: int | None) -> dict[str, list[dict[str, Any]]]:
-    """The items by category; a limit picks the same ones every time. Raises ValueError for an unknown category."""
+    """The items by category; a limit picks the same ones every time.
+
+    Raises:
+        ValueError: an unknown category, or a limit below 1.
+    """
+    if limit is not None and limit < 1:
+        raise ValueError(f"--limit is {limit}: it must be at least 1")
     found = {path.stem: path for path in sorted(DATA.glob("*.jsonl"))}
     unknown = [name for name in categories if name not in found]
     if unknown:
         raise ValueError(f"unknown categories {unknown}: there are {sorted(found)}")
     items = {}
     for name in categories or list(found):
-        lines = found[name].read_text().splitlines()
+        lines = found[name].read_text(encoding="utf-8").rstrip("\n").split("\n")
         step = max(1, len(lines) // limit) if limit else 1
         items[name] = [json.loads(line) for line in lines[::step][:limit]]
     return items
@@ -84,7 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--max-tokens", type=int, default=400)
     parser.add_argument(
-        "--fields", type=json.loads, default={}, metavar="JSON",
+        "--fields", type=json_object, default={}, metavar="JSON",
         help='more fields of each request, such as {"chat_template_kwargs": {"thinking": true}}',
     )  # fmt: skip
     parser.add_argument("--show", type=int, default=0, help="wrong answers printed per category")

@@ -91,6 +91,14 @@ def test_an_unknown_category_is_named(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert "poetry" in capsys.readouterr().err
 
 
+@rows("limit", "0", "-1")
+def test_a_limit_below_one_is_refused(
+    limit: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "--model", "m", "--limit", limit) == 2
+    assert f"--limit is {limit}" in capsys.readouterr().err
+
+
 def test_a_limit_spreads_over_all_items() -> None:
     keys = [item["key"] for item in tiny.load(["facts"], 100)["facts"]]
     assert len(keys) == 100
