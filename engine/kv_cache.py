@@ -9,6 +9,7 @@ import torch
 
 from engine.errors import EngineConfigError
 from engine.page_needs import PageNeeds
+from engine.units import size_text
 from model.batch import KvLayerSpec, LayerKv
 
 _CPU_TOKENS_PER_SEQ = 2048  # what a running request is expected to need at most on average
@@ -137,9 +138,9 @@ def count_pages(layout: KvLayout, *, total_bytes: int, utilization: float, used_
     num_pages = free_bytes // layout.bytes_per_page
     if num_pages < layout.num_kinds:
         raise EngineConfigError(
-            f"gpu_memory_utilization is {utilization}: of {total_bytes / GIB:.1f} GiB it allows "
-            f"{total_bytes * utilization / GIB:.1f}, but weights and what is in use take {used_bytes / GIB:.1f} and "
-            f"one step {step_bytes / GIB:.2f}, which leaves no room for a KV page of "
+            f"gpu_memory_utilization is {utilization}: of {size_text(total_bytes)} it allows "
+            f"{size_text(total_bytes * utilization)}, but weights and what is in use take {size_text(used_bytes)} and "
+            f"one step {size_text(step_bytes, 2)}, which leaves no room for a KV page of "
             f"{layout.num_kinds * layout.bytes_per_page} bytes; "
             "raise it, lower max_num_batched_tokens or max_num_seqs, set enforce_eager, or use a GPU with more memory"
         )

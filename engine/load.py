@@ -10,11 +10,17 @@ import torch
 
 from engine.config import EngineConfig
 from engine.cuda_graphs import DecodeGraphs, GraphSettings
-from engine.errors import EngineConfigError
 from engine.grammar_check import Vocabulary
 from engine.grammar_compiler import GrammarCompiler
 from engine.kv_cache import KvLayout, choose_cpu_pages, choose_cuda_pages
-from engine.memory_plan import check_weights_fit, graph_buffer_bytes, graph_bytes, sampling_bytes
+from engine.memory_plan import (
+    check_weights_fit,
+    graph_buffer_bytes,
+    graph_bytes,
+    loading_refusal,
+    pages_refusal,
+    sampling_bytes,
+)
 from engine.model_settings import (
     choose_device,
     make_kv_layout,
@@ -317,11 +323,7 @@ def _allocate(layout: KvLayout, num_pages: int, device: torch.device) -> list[La
     try:
         return layout.allocate(num_pages, device)
     except RuntimeError as error:  # what torch raises when memory runs out, on any device
-        num_kinds, page_bytes = layout.num_kinds, layout.bytes_per_page
-        raise EngineConfigError(
-            f"num_pages is {num_pages // num_kinds}: KV pages of {num_kinds * page_bytes} bytes, "
-            f"{num_pages * page_bytes / 2**30:.1f} GiB in all, do not fit in memory; set num_pages lower"
-        ) from error
+        raise pages_refusal(layout, num_pages) from error
 
 
 def _build_model(config: EngineConfig, phases: StartPhases, ranks: "RankLinks | None" = None) -> Model:
@@ -333,12 +335,13 @@ def _build_model(config: EngineConfig, phases: StartPhases, ranks: "RankLinks | 
     rank = 0 if ranks is None else ranks.rank
     device = choose_device(rank_device_name(config, rank))
     settings = make_model_settings(config, device, rank)
-    if device.type == "cuda":
-        free_bytes, total_bytes = torch.cuda.mem_get_info(device)
-        check_weights_fit(
-            measure_model(config.model, settings),
-            total_bytes=total_bytes,
-            utilization=config.gpu_memory_utilization,
-            used_bytes=total_bytes - free_bytes,
-        )
-    return build_model(config.model, settings, None if ranks is None else ranks.world, phases=phases)
+    group = None if ranks is None else ranks.world
+    if device.type != "cuda":
+        return build_model(config.model, settings, group, phases=phases)
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    used_bytes, sizes = total_bytes - free_bytes, measure_model(config.model, settings)
+    check_weights_fit(sizes, total_bytes=total_bytes, utilization=config.gpu_memory_utilization, used_bytes=used_bytes)
+    try:  # the peak of `sizes` is estimated from above, so only running out of memory tells
+        return build_model(config.model, settings, group, phases=phases)
+    except torch.OutOfMemoryError as error:
+        raise loading_refusal(sizes, total_bytes=total_bytes, used_bytes=used_bytes) from error

@@ -85,6 +85,25 @@ def check_weights_fit(sizes: "ModelSizes", *, total_bytes: int, utilization: flo
     )
 
 
+def pages_refusal(layout: KvLayout, num_pages: int) -> EngineConfigError:
+    """The error of a pool of `num_pages` pages, of all kinds of layers, that memory cannot hold."""
+    num_kinds, page_bytes = layout.num_kinds, layout.bytes_per_page
+    return EngineConfigError(
+        f"num_pages is {num_pages // num_kinds}: KV pages of {num_kinds * page_bytes} bytes, "
+        f"{size_text(num_pages * page_bytes)} in all, do not fit in memory; set num_pages lower"
+    )
+
+
+def loading_refusal(sizes: "ModelSizes", *, total_bytes: int, used_bytes: int) -> EngineConfigError:
+    """The error of a GPU whose memory does not last while the weights are loaded, though they may fit afterwards."""
+    return EngineConfigError(
+        f"the weights do not fit while they are loaded: {size_text(used_bytes)} of {size_text(total_bytes)} are in use "
+        f"already, and they take up to {size_text(sizes.peak_bytes)} while the last layer of experts is "
+        f"processed ({size_text(sizes.total_bytes)} in the end); choose another moe_backend, share the weights among "
+        "more ranks (tensor_parallel_size, expert_parallel_size), or use a GPU with more memory"
+    )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryPlan:
     """A model on one GPU, or on none (`total_bytes` None), where the cache takes what it needs.
@@ -171,6 +190,8 @@ def make_plan(
     refusal, pages = None, 0
     try:
         check_weights_fit(sizes, **budget, used_bytes=context_bytes)
+        if sizes.peak_bytes + context_bytes > total_bytes:
+            raise loading_refusal(sizes, total_bytes=total_bytes, used_bytes=context_bytes)
         step_bytes = sum(parts.values()) - context_bytes
         pages = count_pages(layout, **budget, used_bytes=context_bytes + sizes.total_bytes, step_bytes=step_bytes)
         pages = _chosen_pages(num_pages, pages, layout.num_kinds)
@@ -179,8 +200,13 @@ def make_plan(
     return MemoryPlan(sizes=sizes, layout=layout, needs=needs, **budget, **parts, num_pages=pages, refusal=refusal)
 
 
-def make_cpu_plan(sizes: "ModelSizes", layout: KvLayout, *, needs: PageNeeds, num_pages: int) -> MemoryPlan:
-    """The plan for a CPU, whose memory is not limited here."""
+def make_cpu_plan(
+    sizes: "ModelSizes", layout: KvLayout, *, needs: PageNeeds, num_pages: int, memory_bytes: int
+) -> MemoryPlan:
+    """The plan for a CPU with `memory_bytes`, more than which no cache can take; nothing else is limited here."""
+    refusal = None
+    if num_pages * layout.bytes_per_page > memory_bytes:
+        refusal, num_pages = str(pages_refusal(layout, num_pages)), 0
     return MemoryPlan(
         sizes=sizes,
         layout=layout,
@@ -193,7 +219,7 @@ def make_cpu_plan(sizes: "ModelSizes", layout: KvLayout, *, needs: PageNeeds, nu
         graph_bytes=0,
         graph_buffer_bytes=0,
         num_pages=num_pages,
-        refusal=None,
+        refusal=refusal,
     )
 
 

@@ -1,5 +1,6 @@
 """From settings to a `MemoryPlan` for a GPU that need not be here: what `moe-serve plan` shows."""
 
+import os
 from dataclasses import dataclass
 
 import torch
@@ -33,7 +34,7 @@ GPUS = {
 
 
 def plan_engine(config: EngineConfig, gpu: Gpu | None) -> tuple[MemoryPlan, int]:
-    """The plan of the engine with this config on `gpu`, None for a CPU, and the longest context it can serve.
+    """The plan of the engine with this config on `gpu`, None for this CPU, and the longest context it can serve.
 
     Reads headers only. Where the folder has no weights, the sizes are those of the form that config.json describes.
 
@@ -56,7 +57,7 @@ def plan_engine(config: EngineConfig, gpu: Gpu | None) -> tuple[MemoryPlan, int]
             )
         else:
             pages = config.num_pages * layout.num_kinds
-        plan = make_cpu_plan(sizes, layout, needs=needs, num_pages=pages)
+        plan = make_cpu_plan(sizes, layout, needs=needs, num_pages=pages, memory_bytes=_memory_bytes())
     else:
         plan = make_plan(
             sizes,
@@ -72,6 +73,11 @@ def plan_engine(config: EngineConfig, gpu: Gpu | None) -> tuple[MemoryPlan, int]
             num_pages=config.num_pages,
         )
     return plan, min(max_model_len, plan.num_kv_tokens) if plan.num_pages else max_model_len
+
+
+def _memory_bytes() -> int:
+    """Memory of this machine, which stands for the one that is planned for."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _are_capturable(sizes: ModelSizes) -> bool:

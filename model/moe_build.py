@@ -16,6 +16,7 @@ from moe.backend import Backend, DispatchContext
 from moe.check.selfcheck import check_layer, run_cases
 from moe.choose.select import choose_backend
 from moe.config import DispatchDtype
+from moe.device import arch_of
 from moe.dispatch.base import Dispatcher
 from moe.dispatch.round_trip import check_round_trip
 from moe.dispatch.transport import DispatchSpec, Transport, build_transport, dispatch_formats
@@ -116,14 +117,7 @@ class MoeBuilder:
                 settings.moe_backend, settings.device, format_name, settings.moe_a2a_backend, config, formats
             )
         backend = self._backends[format_name]
-        if settings.balance.has_replicas and not load_backend(backend).can_move_experts:
-            movable = ", ".join(name for name in BACKEND_MODULES if load_backend(name).can_move_experts)
-            raise UnsupportedPathError(
-                f"enable_eplb is set, but --moe-backend {backend} cannot exchange experts between ranks: set it to "
-                f"one of {movable}, or leave enable_eplb off"
-            )
-        if settings.deepep.overlaps_down_gemm:
-            _check_overlap(backend, settings)
+        check_backend(backend, settings, arch_of(settings.device))
         runner = MoeRunner(backend, settings.moe_a2a_backend, config, dispatch_formats=formats)
         self._paths[layer] = _Path(runner, format_name)
 
@@ -195,7 +189,7 @@ class MoeBuilder:
             dispatch_dtype=dispatch_dtype,
             input_scale=scales[0] if scales and dispatch_dtype is DispatchDtype.NVFP4 else None,
             quantize=backend.dispatch_quantizer(quant_info),
-            signals=backend.signal_kind(topology.device) if self.settings.deepep.overlaps_down_gemm else None,
+            signals=backend.signal_kind(arch_of(topology.device)) if self.settings.deepep.overlaps_down_gemm else None,
         )
         if wants.signals is not None:
             backend.check_signals(quant_info)
@@ -300,7 +294,23 @@ class MoeBuilder:
         return {"float32": torch.float32, "bfloat16": torch.bfloat16}[requested]
 
 
-def _check_overlap(backend: MoeBackend, settings: ModelSettings) -> None:
+def check_backend(backend: MoeBackend, settings: ModelSettings, arch: str) -> None:
+    """Refuse settings that this backend cannot follow on a device of `arch`, which need not be here.
+
+    Raises:
+        UnsupportedPathError: (of moe) says which can.
+    """
+    if settings.balance.has_replicas and not load_backend(backend).can_move_experts:
+        movable = ", ".join(name for name in BACKEND_MODULES if load_backend(name).can_move_experts)
+        raise UnsupportedPathError(
+            f"enable_eplb is set, but --moe-backend {backend} cannot exchange experts between ranks: set it to "
+            f"one of {movable}, or leave enable_eplb off"
+        )
+    if settings.deepep.overlaps_down_gemm:
+        _check_overlap(backend, settings, arch)
+
+
+def _check_overlap(backend: MoeBackend, settings: ModelSettings, arch: str) -> None:
     """Refuse a combine beside the second GEMM where transport or backend cannot; no weight is needed.
 
     Raises:
@@ -313,8 +323,8 @@ def _check_overlap(backend: MoeBackend, settings: ModelSettings) -> None:
             f"enable_single_batch_overlap is set, but {found} has no combine that takes signals: use "
             "--moe-a2a-backend deepep with --deepep-mode low_latency or auto, or leave it off"
         )
-    if load_backend(backend).signal_kind(settings.device) is None:
-        can = [name for name in BACKEND_MODULES if load_backend(name).signal_kind(settings.device) is not None]
+    if load_backend(backend).signal_kind(arch) is None:
+        can = [name for name in BACKEND_MODULES if load_backend(name).signal_kind(arch) is not None]
         raise UnsupportedPathError(
             f"enable_single_batch_overlap is set, but the second GEMM of --moe-backend {backend} signals nothing here: "
             f"use {' or '.join(can) or 'another GPU'}, or leave it off"

@@ -13,12 +13,12 @@ import torch
 from loaders.hf_config import read_config
 from loaders.quant import inspect_linear
 from loaders.source import TensorSource
+from model.attention.base import AttentionDtypes, AttentionSpec, check_attention
 from model.batch import KvLayerSpec
 from model.config import ModelSettings
 from model.families.base import EMBEDDING_WEIGHT, HEAD, Family
 from model.load import keeps_fp8, open_source
-from model.moe_build import rank_config
-from model.parallel import ParallelLayout
+from model.moe_build import check_backend, rank_config
 from model.registry import make_family
 from model.weights import TensorSpec, check_shapes, is_between_blocks
 from moe import MoeBackend
@@ -86,18 +86,21 @@ class ModelSizes:
 
     @property
     def peak_bytes(self) -> int:
-        """While the last layer is processed: its stored form, and its processed form twice, stand beside the rest.
+        """The most while loading, an estimate from above. When the last layer is processed, its stored form, and its
+        processed form twice, stand beside all but the head, which is read after the layers.
 
         Twice, because a backend may lay experts out one by one before it joins them.
         """
-        return self.total_bytes + max((path.stored_bytes + path.processed_bytes for path in self.experts), default=0)
+        last_layer = max((path.stored_bytes + path.processed_bytes for path in self.experts), default=0)
+        return max(self.total_bytes, self.total_bytes - self.head_bytes + last_layer)
 
 
 def measure_model(folder: Path, settings: ModelSettings, device: Device | None = None) -> ModelSizes:
     """Sizes of the model in `folder`, loaded with `settings`.
 
-    `device` is the GPU to plan for; None is `settings.device`, on which a backend whose package is missing does not
-    count. Errors as `build_model` says; no weight is read.
+    `device` is the GPU to plan for, which need not be here, so that only its hardware counts; None is
+    `settings.device`, on which a backend whose package is missing does not count. Settings that `build_model` would
+    refuse from headers alone are refused here too, with its errors; no weight is read.
     """
     family = make_family(read_config(folder))
     family.check_layout(settings.layout)
@@ -106,6 +109,11 @@ def measure_model(folder: Path, settings: ModelSettings, device: Device | None =
     specs = list(family.tensor_specs(source))
     check_shapes(source, specs)
     layers = range(family.num_layers)
+    parts = [family.attention_part(layer, settings.layout.dense_place) for layer in layers]
+    check_attention(
+        settings.attention_backend, parts, settings.device,
+        AttentionDtypes(model=settings.model_dtype, kv=settings.cache_dtype), device,
+    )  # fmt: skip
     dense = [spec for spec in specs if _EXPERTS not in spec.name]
     held = _held_bytes(source, dense, settings, fp8=_keeps_fp8(settings, device))
     embedding, head = held.pop(EMBEDDING_WEIGHT), held.pop(HEAD, 0)
@@ -116,9 +124,9 @@ def measure_model(folder: Path, settings: ModelSettings, device: Device | None =
         dense_bytes=sum(held.values()) + family.max_model_len * family.rotary_dim * _BYTES_PER_ROTATION,
         experts=_expert_paths(family, source, settings, device),
         dtype=settings.model_dtype,
-        kv_specs=tuple(family.attention_part(layer, settings.layout.dense_place).kv_spec for layer in layers),
+        kv_specs=tuple(part.kv_spec for part in parts),
         max_model_len=family.max_model_len,
-        step=_step_shape(family, settings.layout),
+        step=_step_shape(family, parts),
     )
 
 
@@ -170,6 +178,7 @@ def _expert_paths(
         backend = choose_backend(
             settings.moe_backend, device or settings.device, format_name, a2a, config, formats, is_logged=False
         )  # fmt: skip
+        check_backend(backend, settings, (device or probe_device(settings.device)).arch)
         names = [name for name in source.names() if name.startswith(f"model.layers.{of_format[0]}{_EXPERTS}")]
         stored_bytes = sum(source.meta(name).nbytes for name in names) // settings.layout.num_ranks
         stored_bytes = stored_bytes * config.num_experts // family.moe.num_experts  # with replicas
@@ -187,8 +196,7 @@ def _expert_paths(
     return tuple(paths)
 
 
-def _step_shape(family: Family, layout: ParallelLayout) -> StepShape:
-    specs = [family.attention_part(layer, layout.dense_place) for layer in range(family.num_layers)]
+def _step_shape(family: Family, specs: list[AttentionSpec]) -> StepShape:
     experts = family.moe.shape
     return StepShape(
         hidden_size=family.hidden_size,

@@ -280,9 +280,9 @@ class Backend(ABC, Generic[Info]):
             )
         ]  # fmt: skip
 
-    def signal_kind(self, device: torch.device) -> SignalKind | None:
+    def signal_kind(self, arch: str) -> SignalKind | None:
         """What the second GEMM of DeepEP's low-latency layout can signal to a combine beside it; None if nothing."""
-        del device
+        del arch
         return None
 
     def check_signals(self, quant_info: Info) -> None:

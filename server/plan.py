@@ -46,20 +46,20 @@ def plan(argv: Sequence[str], program: str, settings: Mapping[str, Setting], env
     model = locate_model(values.get("model"), values.get("revision"))
     folder = model if isinstance(model, Path) else download(model, needs="config")
     try:
-        found, max_model_len, max_num_seqs = _plan(own.gpu, own.gpu_memory, folder, values)
+        found, max_model_len, config = _plan(own.gpu, own.gpu_memory, folder, values)
     except ValueError as error:  # every package's error tree begins there
         raise SettingError(str(error)) from error
     is_dummy = values.get("load_format") == "dummy"
     from_headers = _has_weights(folder) and not is_dummy
-    shown = document(served_name(model), own.gpu, found, max_model_len, max_num_seqs, from_headers=from_headers)
+    shown = document(served_name(model), own.gpu, found, max_model_len, config, from_headers=from_headers)
     streams.say(json.dumps(shown, indent=1) + "\n" if own.json else render(shown))
     return 0 if found.refusal is None else 1
 
 
 def _plan(
     gpu_name: str, memory_gib: float | None, folder: Path, values: Mapping[str, Any]
-) -> tuple["MemoryPlan", int, int]:
-    """The plan, and the longest context and the most requests that it allows."""
+) -> tuple["MemoryPlan", int, EngineConfig]:
+    """The plan, the longest context that it allows, and what it is a plan of."""
     # Imports torch, which a wrong flag and --help need not wait for.
     import dataclasses
 
@@ -70,7 +70,10 @@ def _plan(
     if memory_gib is not None and not 0 < memory_gib < 1e6:
         raise SettingError(f"--gpu-memory: {memory_gib} is no size in GiB")
     if gpu_name == "cpu" and memory_gib is not None:
-        raise SettingError("--gpu-memory: is for GPUs; a plan for a CPU limits no memory")
+        raise SettingError("--gpu-memory: is for GPUs; a plan for a CPU takes this machine's memory")
+    device = values.get("device", "auto")
+    if device != "auto" and (device == "cpu") != (gpu_name == "cpu"):
+        raise SettingError(f"device is {device}: leave it out, since --gpu {gpu_name} says what is planned for")
     gpu = GPUS.get(gpu_name)
     if gpu is not None and memory_gib is not None:
         gpu = dataclasses.replace(gpu, memory_gib=memory_gib)
@@ -79,7 +82,7 @@ def _plan(
     if not _has_weights(folder):
         fields["load_format"] = "dummy"
     config = EngineConfig(**fields)
-    return *plan_engine(config, gpu), config.max_num_seqs
+    return *plan_engine(config, gpu), config
 
 
 def _has_weights(folder: Path) -> bool:
@@ -87,9 +90,12 @@ def _has_weights(folder: Path) -> bool:
 
 
 def document(
-    name: str, gpu_name: str, found: "MemoryPlan", max_model_len: int, max_num_seqs: int, *, from_headers: bool
+    name: str, gpu_name: str, found: "MemoryPlan", max_model_len: int, config: EngineConfig, *, from_headers: bool
 ) -> dict[str, Any]:
-    """The plan as JSON; sizes in bytes. Without `from_headers` the stored form is what the config says."""
+    """The plan as JSON; sizes in bytes, of one rank. Without `from_headers` the stored form is what the config says.
+
+    Each data-parallel rank has requests of its own: `max_num_seqs` and `requests_by_context_length` are of one.
+    """
     sizes = found.sizes
     windows = sorted({spec.window for spec in found.layout.specs if spec.window is not None})
     return {
@@ -135,9 +141,10 @@ def document(
             "bytes": found.num_pages * found.layout.bytes_per_page,
         },
         "max_model_len": max_model_len,
-        "max_num_seqs": max_num_seqs,
+        "max_num_seqs": config.max_num_seqs,
+        "data_parallel_size": config.data_parallel_size,
         "requests_by_context_length": {
-            str(length): min(count, max_num_seqs) for length, count in found.table(max_model_len).items()
+            str(length): min(count, config.max_num_seqs) for length, count in found.table(max_model_len).items()
         },
         "refusal": found.refusal,
     }
@@ -175,7 +182,8 @@ def render(shown: Mapping[str, Any]) -> str:
     lines += ["", text]
     if shown["refusal"] is not None:
         return "\n".join([*lines, "", f"does not fit: {shown['refusal']}"]) + "\n"
-    most = f"requests at the same time, at most {shown['max_num_seqs']} (--max-num-seqs)"
+    where = f" on each of {shown['data_parallel_size']} data-parallel ranks" if shown["data_parallel_size"] > 1 else ""
+    most = f"requests at the same time{where}, at most {shown['max_num_seqs']} (--max-num-seqs)"
     lines += ["", f"{'context length':<20}{most}"]
     lines += [f"{length:<20}{count}" for length, count in shown["requests_by_context_length"].items()]
     return "\n".join(lines) + "\n"

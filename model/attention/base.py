@@ -15,7 +15,7 @@ from model.batch import ForwardBatch, KvLayerSpec, LayerKv
 from model.config import ModelSettingsError, UnsupportedModelError
 from model.norm import RmsNorm
 from model.rope import rotate_
-from moe.device import arch_of
+from moe.device import Device, arch_of
 
 # Where each implementation lives, in the order in which "auto" asks them on a GPU; imported on first use.
 ATTENTION_MODULES = {
@@ -93,15 +93,29 @@ class Attention(ABC):
         self.arch = _arch(device)
         self.dtypes = dtypes
         if reason := self.verdict(self.specs, device, self.arch, dtypes):
-            raise UnsupportedModelError(f"attention backend {self.name}: {reason}; choose auto or torch")
+            raise refusal(self.name, reason)
 
     @classmethod
     def verdict(
         cls, specs: Sequence[AttentionSpec], device: torch.device, arch: str, dtypes: AttentionDtypes
     ) -> str | None:
-        """None if it can serve layers of these kinds there, else the first reason why not."""
+        """None if it can serve layers of these kinds there, with what is installed here, else why not."""
+        reason, lack = cls.unfit_reason(specs, device, arch, dtypes), cls.lacks(device)
+        return reason or (f"it needs {lack}" if lack else None)
+
+    @classmethod
+    def unfit_reason(
+        cls, specs: Sequence[AttentionSpec], device: torch.device, arch: str, dtypes: AttentionDtypes
+    ) -> str | None:
+        """None if it can serve layers of these kinds there once all is installed, else the first reason why not."""
         reasons = (cls.unsupported_reason(spec, device) for spec in dict.fromkeys(specs))
         return next((reason for reason in reasons if reason), None) or cls.unusable_reason(arch, dtypes)
+
+    @classmethod
+    def lacks(cls, device: torch.device) -> str | None:
+        """What must be installed here for it to run on such a device; None if nothing."""
+        del device
+        return None
 
     @classmethod
     def unsupported_reason(cls, spec: AttentionSpec, device: torch.device) -> str | None:
@@ -205,14 +219,41 @@ def make_attention(
     """
     if requested == "auto":
         return _load(choose_attention(specs, device, dtypes))(specs, device, dtypes)
-    if requested not in ATTENTION_MODULES:
-        raise ModelSettingsError(
-            f"attention backend {requested!r} is unknown; known: auto, {', '.join(ATTENTION_MODULES)}"
-        )
     try:
-        return _load(requested)(specs, device, dtypes)
+        return _load_known(requested)(specs, device, dtypes)
     except ImportError as error:
-        raise ModelSettingsError(f"attention backend {requested} cannot be imported: {error}") from error
+        raise _cannot_be_imported(requested, error) from error
+
+
+def check_attention(
+    requested: str, specs: Sequence[AttentionSpec], device: torch.device, dtypes: AttentionDtypes, gpu: Device | None
+) -> None:
+    """Refuse what `make_attention` would, without making it. `gpu` need not be here, so packages do not count for it.
+
+    Raises:
+        ModelSettingsError: as `make_attention` says.
+        UnsupportedModelError: a kind of layer, GPU or type of numbers that `requested` cannot serve, or a package that
+            it lacks.
+    """
+    if requested == "auto":
+        return
+    try:
+        implementation = _load_known(requested)
+    except ModelSettingsError:
+        if gpu is None or requested not in ATTENTION_MODULES:
+            raise
+        return  # a package that this machine lacks
+    if gpu is None:
+        reason = implementation.verdict(specs, device, _arch(device), dtypes)
+    else:
+        reason = implementation.unfit_reason(specs, device, gpu.arch, dtypes)
+    if reason:
+        raise refusal(requested, reason)
+
+
+def refusal(name: str, reason: str) -> UnsupportedModelError:
+    """Why an implementation cannot serve, as an error for the user."""
+    return UnsupportedModelError(f"attention backend {name}: {reason}; choose auto or torch")
 
 
 def choose_attention(
@@ -253,6 +294,21 @@ def attention_verdicts(
 def _arch(device: torch.device) -> str:
     """Architecture of the device; of a GPU that this machine does not have, its type."""
     return device.type if device.type == "cuda" and not torch.cuda.is_available() else arch_of(device)
+
+
+def _load_known(requested: str) -> type[Attention]:
+    if requested not in ATTENTION_MODULES:
+        raise ModelSettingsError(
+            f"attention backend {requested!r} is unknown; known: auto, {', '.join(ATTENTION_MODULES)}"
+        )
+    try:
+        return _load(requested)
+    except ImportError as error:
+        raise _cannot_be_imported(requested, error) from error
+
+
+def _cannot_be_imported(name: str, error: ImportError) -> ModelSettingsError:
+    return ModelSettingsError(f"attention backend {name} cannot be imported: {error}")
 
 
 def _load(name: str) -> type[Attention]:

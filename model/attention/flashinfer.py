@@ -74,15 +74,19 @@ class FlashInferAttention(TritonAttention):
 
     @classmethod
     def unusable_reason(cls, arch: str, dtypes: AttentionDtypes) -> str | None:
-        """The GPU, the types of numbers, then what must be installed."""
+        """The GPU, then the types of numbers."""
         if not arch.startswith("sm") or int(arch[2:]) < int(_HOPPER[2:]):
             return f"it needs an NVIDIA GPU of {_HOPPER} or newer, not {arch}"
         if dtypes.model != torch.bfloat16:
             return f"it computes in bfloat16, and dtype is {dtypes.model}"
         if dtypes.kv != dtypes.model:
             return f"it reads a cache of bfloat16, and kv_cache_dtype is {dtypes.kv}"
-        lack = missing_release(_OLDEST) or missing_compiler()
-        return f"it needs {lack}" if lack else None
+        return None
+
+    @classmethod
+    def lacks(cls, device: torch.device) -> str | None:
+        """The library and its compiler; Triton stores the latents."""
+        return missing_release(_OLDEST) or missing_compiler() or super().lacks(device)
 
     @classmethod
     def not_chosen_reason(cls, specs: Sequence[AttentionSpec], arch: str) -> str | None:

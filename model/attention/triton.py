@@ -70,15 +70,19 @@ class TritonAttention(Attention):
 
     @classmethod
     def unsupported_reason(cls, spec: AttentionSpec, device: torch.device) -> str | None:
-        """Very wide heads and machines without a C compiler are left to torch."""
+        """Very wide heads are left to torch."""
         if device.type != "cuda" and not triton.knobs.runtime.interpret:
             return f"it needs a CUDA device, not {device.type}"
         if reason := _latent_reason(spec) if spec.values_in_keys else _width_reason(spec):
             return reason
         if spec.key_dim % 2:
             return f"it rotates pairs, and a key dim of {spec.key_dim} is odd"
-        lack = missing_for_triton() if device.type == "cuda" else None
-        return f"it needs {lack}" if lack else None
+        return None
+
+    @classmethod
+    def lacks(cls, device: torch.device) -> str | None:
+        """What Triton needs to start a kernel."""
+        return missing_for_triton() if device.type == "cuda" else None
 
     def plan(self, batch: ForwardBatch) -> TritonPlan:
         """Only says which kernels run: they find requests and pages by themselves."""

@@ -234,6 +234,21 @@ def test_the_engine_refuses_weights_that_cannot_fit_before_it_reads_them(monkeyp
         load.load_engine(EngineConfig(model=ASSETS), None)
 
 
+def test_running_out_of_memory_while_loading_has_the_words_of_the_plan(monkeypatch):
+    """The peak is estimated from above, so the engine tries; what then fails is the user's to mend, not a bug."""
+
+    def build_model(*_args, **_rest):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(load, "choose_device", lambda _name: torch.device("cuda"))
+    monkeypatch.setattr("model.registry.build_model", build_model)
+    sizes = measure_model(ASSETS, ModelSettings(device=torch.device("cpu")))
+    monkeypatch.setattr("model.sizes.measure_model", lambda _folder, _settings: sizes)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (sizes.peak_bytes - 1, 64 << 20))
+    with pytest.raises(EngineConfigError, match=r"the weights do not fit while they are loaded: .* of 64.0 MiB"):
+        load.load_engine(EngineConfig(model=ASSETS, gpu_memory_utilization=1.0), None)
+
+
 def test_weights_that_just_fit():
     sizes = measure_model(ASSETS, ModelSettings())
     least = sizes.least_bytes

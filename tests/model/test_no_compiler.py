@@ -22,4 +22,4 @@ def test_attention_and_fused_kernels_need_what_triton_needs(
     assert choose_attention([GQA], CUDA) == chosen
     assert (fused.fused_kernels(CUDA) is None) is (lack is not None)
     if lack:
-        assert triton.TritonAttention.unsupported_reason(GQA, CUDA) == f"it needs {lack}"
+        assert triton.TritonAttention.lacks(CUDA) == lack

@@ -110,6 +110,35 @@ def test_a_gpu_that_is_too_small(capsys, gpt_oss):
     assert "context length" not in shown
 
 
+def test_weights_that_fit_only_once_they_are_loaded(capsys, gpt_oss):
+    """A table of requests would be of a start that runs out of memory."""
+    flags = ["--gpu-memory", "13.8", "--gpu-memory-utilization", "1", "--enforce-eager", "--max-num-seqs", "1"]
+    flags += ["--max-num-batched-tokens", "64", "--model", str(gpt_oss), "--moe-backend", "torch"]
+    assert cli.main(["plan", *flags]) == 1
+    shown = capsys.readouterr().out
+    assert "DOES NOT FIT" in shown
+    assert "does not fit: the weights do not fit while they are loaded: 700.0 MiB of 13.8 GiB are in use" in shown
+    assert "context length" not in shown
+    assert cli.main(["plan", "--json", *flags]) == 1
+    document = json.loads(capsys.readouterr().out)
+    assert document["refusal"].startswith("the weights do not fit while they are loaded")
+    assert (document["weights"]["fits_while_loading"], document["kv_cache"]["pages"]) == (False, 0)
+
+
+def test_pages_that_this_machine_cannot_hold(capsys):
+    assert cli.main(["plan", "--gpu", "cpu", "--num-pages", "100000000"]) == 1
+    assert "does not fit: num_pages is 100000000: KV pages of 98304 bytes, " in capsys.readouterr().out
+
+
+def test_requests_are_those_of_one_data_parallel_rank(capsys):
+    flags = ["plan", "--data-parallel-size", "2", "--expert-parallel-size", "2"]
+    assert cli.main(flags) == 0
+    words = "requests at the same time on each of 2 data-parallel ranks, at most 64 (--max-num-seqs)"
+    assert words in capsys.readouterr().out
+    assert cli.main([*flags, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["data_parallel_size"] == 2
+
+
 @rows(
     "argv, words",
     (["--gpu", "abacus"], "--gpu: 'abacus' is not one of a100, h100"),
@@ -120,6 +149,11 @@ def test_a_gpu_that_is_too_small(capsys, gpt_oss):
     (["--max-model-len", "5000"], "max_model_len is 5000: this model was made for at most 4096 tokens"),
     (["--max-num-seqs", "0"], "max_num_seqs is 0"),
     (["--moe-backend", "deep_gemm"], "--moe-backend deep_gemm cannot run mxfp4 experts on sm90"),
+    (["--attention-backend", "flashinfer"], "it serves latent attention (MLA) alone"),
+    (["--gpu", "cpu", "--attention-backend", "triton"], "it needs a CUDA device, not cpu"),
+    (["--enable-single-batch-overlap"], "--moe-a2a-backend none has no combine that takes signals"),
+    (["--gpu", "cpu", "--device", "cuda:5"], "device is cuda:5: leave it out, since --gpu cpu says"),
+    (["--device", "cpu"], "device is cpu: leave it out, since --gpu h100 says"),
     (["--model", "/nope"], "--model: '/nope' does not exist"),
     (["--model", str(ROOT / "docs")], "config.json"),
 )

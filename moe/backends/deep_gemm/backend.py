@@ -196,9 +196,9 @@ class DeepGemmBackend(Backend[DeepGemmMoeQuantInfo]):
             ue8m0=ue8m0, kernels=kernels, topology=topology,
         )  # fmt: skip
 
-    def signal_kind(self, device: torch.device) -> SignalKind | None:
+    def signal_kind(self, arch: str) -> SignalKind | None:
         """Only the kernel for SM90 signals."""
-        return SignalKind.TILES if device.type == "cuda" and cuda_arch(device) == "sm90" else None
+        return SignalKind.TILES if arch == "sm90" else None
 
     def check_signals(self, quant_info: DeepGemmMoeQuantInfo) -> None:
         """Few releases can."""

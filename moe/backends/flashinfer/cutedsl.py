@@ -137,9 +137,9 @@ class FlashinferCutedslBackend(common.FlashinferBackend[CuteDslFp4MoeQuantInfo])
         """The quantizer that v2 runs on bf16 tokens; None for v1, whose transport quantizes."""
         return functools.partial(_quantize, quant_info) if quant_info.layout is CuteDslLayout.V2 else None
 
-    def signal_kind(self, device: torch.device) -> SignalKind:
+    def signal_kind(self, arch: str) -> SignalKind:
         """v1's masked GEMM counts the processors that are done with an expert."""
-        del device
+        del arch
         return SignalKind.EXPERTS
 
     def library_tuning(self, quant_info: CuteDslFp4MoeQuantInfo) -> LibraryTuning | None:
