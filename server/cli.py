@@ -132,7 +132,7 @@ def _run_command(name: str, argv: Sequence[str], settings: Mapping[str, Setting]
         case "experts":
             status = experts(argv, PROGRAM, settings, environ)
         case "explain":
-            status = explain(argv, PROGRAM, settings)
+            status = explain(argv, PROGRAM, settings, environ)
         case "health":
             status = health(argv, PROGRAM, settings, environ)
         case _:

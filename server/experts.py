@@ -17,6 +17,7 @@ from server.own_service import OwnService
 from server.settings import Parser, Setting, given_values
 
 _TIMEOUT_S = 30.0
+_MAX_SECONDS = 1_000_000
 _NUM_BUSIEST = 4
 
 
@@ -42,6 +43,8 @@ def experts(argv: Sequence[str], program: str, settings: Mapping[str, Setting], 
     """
     parser = make_parser(program)
     own, flags = parser.parse_known_args(argv)
+    if not 0 <= own.seconds <= _MAX_SECONDS:
+        raise SettingError(f"--seconds is {own.seconds}: it must lie between 0 and {_MAX_SECONDS:,}")
     values = given_values(settings, parser, flags, environ)
     names = ("api_key", "admin_key")
     config = ServerConfig(**{name: values[name] for name in names if name in values} | keys_of(values))
@@ -101,5 +104,12 @@ def _ask(service: OwnService, config: ServerConfig) -> RecordedLoad:
     headers = {"Authorization": f"Bearer {keys[0]}"} if keys else {}
     status, body = service.get("/expert_load", timeout_s=_TIMEOUT_S, headers=headers)
     if status != http.client.OK:
-        raise SettingError(f"the service answers /expert_load with status {status}: {body[:200].decode()}")
-    return msgspec.json.decode(body, type=RecordedLoad)
+        told = body[:200].decode(errors="replace")
+        raise SettingError(f"the service answers /expert_load with status {status}: {told}")
+    try:
+        return msgspec.json.decode(body, type=RecordedLoad)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise SettingError(
+            f"{service.host} port {service.port} does not answer /expert_load as moe-serve does ({error}): is another "
+            "server there? Give the --host and --port of the service"
+        ) from error

@@ -10,7 +10,7 @@ from server import streams
 from server.errors import SettingError
 from server.hub import download
 from server.model_source import locate_model, served_name
-from server.settings import Parser, Setting
+from server.settings import Parser, Setting, gather
 
 
 def make_parser(program: str, settings: Mapping[str, Setting]) -> Parser:
@@ -35,10 +35,15 @@ def make_parser(program: str, settings: Mapping[str, Setting]) -> Parser:
     return parser
 
 
-def explain(argv: Sequence[str], program: str, settings: Mapping[str, Setting]) -> int:
-    """Print the table for the flags in `argv`; returns the exit code. Raises SettingError for a wrong flag or model."""
+def explain(argv: Sequence[str], program: str, settings: Mapping[str, Setting], environ: Mapping[str, str]) -> int:
+    """Print the table for the flags in `argv`; returns the exit code. Raises SettingError for a wrong flag or model.
+
+    Model and revision may come from the service's variables, as for `plan` and `doctor`.
+    """
     flags = make_parser(program, settings).parse_args(argv)
-    model = locate_model(flags.model, flags.revision)
+    given = {name: text for name in ("model", "revision") if (text := getattr(flags, name)) is not None}
+    values = gather(settings, given, environ)
+    model = locate_model(values.get("model"), values.get("revision"))
     folder = model if isinstance(model, Path) else download(model, needs="config")
     try:
         table = _table(flags.gpu, flags.format, flags.a2a, flags.deepep_mode, folder)

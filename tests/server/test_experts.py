@@ -68,6 +68,25 @@ def test_seconds_count_between_two_answers(service, monkeypatch, tmp_path):
     assert read_load(file) == ((1, 0, 4, 0, 0, 0), (1,) * 6)
 
 
+@rows("seconds", "inf", "nan", "-1", "1e9")
+def test_seconds_out_of_range_are_refused(seconds, capsys):
+    assert cli.main(["experts", "--seconds", seconds]) == cli.USAGE_ERROR
+    assert "it must lie between 0 and 1,000,000" in capsys.readouterr().err
+
+
+@rows(
+    "status, body, words",
+    (200, b'{"a": 1}', "does not answer /expert_load as moe-serve does"),
+    (200, b"<html>", "does not answer /expert_load as moe-serve does"),
+    (200, b'{"models": ["\xff"]}', "does not answer /expert_load as moe-serve does"),
+    (404, b"\xff", "answers /expert_load with status 404: \ufffd"),
+)
+def test_another_server_is_named(status, body, words, monkeypatch, capsys):
+    monkeypatch.setattr("server.own_service.OwnService.get", lambda *_args, **_rest: (status, body))
+    assert cli.main(["experts"]) == cli.USAGE_ERROR
+    assert words in capsys.readouterr().err
+
+
 def test_a_key_is_sent(tokenizer, monkeypatch, capsys):
     with serve(FakeEngine(), tokenizer, api_key="secret") as service:
         monkeypatch.setattr(service.engine, "expert_load", LOAD, raising=False)

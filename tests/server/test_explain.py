@@ -41,6 +41,12 @@ def test_the_biases_of_the_model_count(capsys):
     assert row.endswith("fp8_block experts with biases are not supported")
 
 
+def test_the_model_may_come_from_the_variable_as_for_plan(capsys, monkeypatch):
+    monkeypatch.setenv("MOE_SERVE_MODEL", "tiny-deepseek-v3")
+    assert run(capsys, "--gpu", "cpu", "--format", "mxfp4")[1].startswith("tiny-deepseek-v3: ")
+    assert run(capsys, "--gpu", "cpu", "--format", "mxfp4", "--model", "tiny-gpt-oss")[1].startswith("tiny-gpt-oss: ")
+
+
 @pytest.fixture
 def deepseek(tmp_path):
     """A folder with nothing but the config of a model whose sizes fit every backend."""
