@@ -24,6 +24,7 @@ MoeBackendName = Literal[
 MoeA2ABackendName = Literal["none", "deepep", "mori", "flashinfer", "mooncake", "nixl"]
 _EXPERTS: Literal["mixture of experts"] = "mixture of experts"
 _RANKS: Literal["several ranks"] = "several ranks"
+_MAX_RANKS = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +58,7 @@ class EngineConfig:
         "text", "HTTP", "log lines as text, or as JSON with the ids of requests, in all processes"
     )
     device: str = setting("auto", "engine", "auto, cpu, cuda or cuda:N")
-    max_num_seqs: int = setting(64, "engine", "requests that run at the same time", low=1)
+    max_num_seqs: int = setting(64, "engine", "requests that run at the same time", low=1, high=100_000)
     max_queued_requests: int = setting(512, "engine", "requests that may wait; more are refused with 429", low=0)
     max_num_batched_tokens: int | None = setting(
         None,
@@ -65,6 +66,7 @@ class EngineConfig:
         "tokens of one step",
         default_text="512 on a CPU, 8192 on a GPU, 4096 on several with graphs and without a transport",
         low=1,
+        high=2**24,
     )
     max_step_ms: int | None = setting(
         None,
@@ -73,7 +75,7 @@ class EngineConfig:
         default_text="60",
         low=0,
     )
-    page_size: int = setting(16, "engine", "tokens of a KV cache page", low=1)
+    page_size: int = setting(16, "engine", "tokens of a KV cache page", low=1, high=2**20)
     num_pages: int | None = setting(
         None,
         "engine",
@@ -118,7 +120,7 @@ class EngineConfig:
         above=0,
     )
     grammar_cache_mib: int = setting(
-        256, "engine", "MiB of compiled grammars that are kept for requests to come", low=0
+        256, "engine", "MiB of compiled grammars that are kept for requests to come", low=0, high=2**20
     )
     profile_dir: Path | None = setting(
         None,
@@ -126,7 +128,9 @@ class EngineConfig:
         "folder for traces of torch's profiler, between POST /start_profile and POST /stop_profile",
         default_text="none: both are refused",
     )
-    seed: int | None = setting(None, "engine", "makes requests without a seed repeatable", default_text="random")
+    seed: int | None = setting(
+        None, "engine", "makes requests without a seed repeatable", default_text="random", low=-(2**63), high=2**63 - 1
+    )
     num_threads: int | None = setting(
         None,
         "engine",
@@ -143,7 +147,9 @@ class EngineConfig:
         _EXPERTS,
         "kernels of the transports that have two kinds; auto takes low_latency for decode steps, normal for the rest",
     )
-    deepep_max_dispatch_tokens: int = setting(128, _EXPERTS, "tokens one rank sends in a low-latency step", low=1)
+    deepep_max_dispatch_tokens: int = setting(
+        128, _EXPERTS, "tokens one rank sends in a low-latency step", low=1, high=2**20
+    )
     enable_single_batch_overlap: bool = setting(
         False,
         _EXPERTS,
@@ -172,6 +178,7 @@ class EngineConfig:
         "replicas in a layer, with enable_eplb; a multiple of expert_parallel_size",
         default_text="one for each expert-parallel rank",
         low=0,
+        high=2**16,
     )
     eplb_interval: int = setting(
         1000,
@@ -194,12 +201,18 @@ class EngineConfig:
         default_text="moe-serve/tune in the user's cache folder",
     )
 
-    tensor_parallel_size: int = setting(1, _RANKS, "ranks that share the attention of a request", low=1)
+    tensor_parallel_size: int = setting(
+        1, _RANKS, "ranks that share the attention of a request", low=1, high=_MAX_RANKS
+    )
     data_parallel_size: int = setting(
-        1, _RANKS, "groups of such ranks, each with requests and a KV cache of its own", low=1
+        1, _RANKS, "groups of such ranks, each with requests and a KV cache of its own", low=1, high=_MAX_RANKS
     )
     expert_parallel_size: int = setting(
-        1, _RANKS, "groups of ranks with different experts; 1 divides every expert among all ranks", low=1
+        1,
+        _RANKS,
+        "groups of ranks with different experts; 1 divides every expert among all ranks",
+        low=1,
+        high=_MAX_RANKS,
     )
     one_shot_sums: bool = setting(
         True,
@@ -207,11 +220,11 @@ class EngineConfig:
         "sum the tensors of decode steps over tensor-parallel GPUs of one host by a kernel that reads the other GPUs' "
         "memory, where a check at start finds that it works; else NCCL does",
     )
-    nnodes: int = setting(1, _RANKS, "hosts that share the ranks evenly", low=1)
+    nnodes: int = setting(1, _RANKS, "hosts that share the ranks evenly", low=1, high=_MAX_RANKS)
     node_rank: int = setting(0, _RANKS, "number of this host; host 0 serves HTTP", low=0)
     master_addr: str | None = setting(None, _RANKS, "address of host 0, where the other hosts find it")
     master_port: int = setting(29500, _RANKS, "port of host 0 where ranks of several hosts meet", low=1, high=65535)
-    base_gpu_id: int = setting(0, _RANKS, "number of the GPU of this host's first rank", low=0)
+    base_gpu_id: int = setting(0, _RANKS, "number of the GPU of this host's first rank", low=0, high=1023)
 
     def __post_init__(self) -> None:
         check_settings(self, EngineConfigError)
@@ -274,6 +287,8 @@ class EngineConfig:
             raise EngineConfigError(f"node_rank is {self.node_rank}: it must lie in 0..{self.nnodes - 1}")
         if self.nnodes > 1 and self.master_addr is None:
             raise EngineConfigError(f"master_addr is missing: nnodes is {self.nnodes}, and hosts have to find host 0")
+        if self.master_addr is not None and not _can_name_a_host(self.master_addr):
+            raise EngineConfigError(f"master_addr is {self.master_addr!r}: it must be the name or IP address of a host")
         if self.device.startswith("cuda:") and len(self.local_ranks) > 1 and self.num_pages is None:
             raise EngineConfigError(
                 f"num_pages is missing: device {self.device} is shared by {len(self.local_ranks)} ranks, which cannot "
@@ -284,3 +299,11 @@ class EngineConfig:
                 f"expert_parallel_size is {self.expert_parallel_size}: it must divide the {self.num_ranks} ranks; "
                 f"{self.num_ranks} gives every rank its own experts"
             )
+
+
+def _can_name_a_host(text: str) -> bool:
+    """Whether the resolver takes it; whether there is such a host, a start finds out."""
+    try:
+        return bool(text.encode("idna"))
+    except UnicodeError:
+        return False

@@ -46,7 +46,9 @@ def connect_store(place: RankSetup) -> Store:
         EngineConfigError: it cannot be reached, or its port is taken.
     """
     if place.store_fd is None and place.rank > 0:
-        logger.info("rank %d meets the others at %s port %d", place.rank, place.store_host, place.store_port)
+        logger.info(
+            "rank %d meets the others at master_addr %s, master_port %d", place.rank, place.store_host, place.store_port
+        )
     try:
         if distributed.is_torchelastic_launched():
             store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=_MEET_S)))

@@ -5,13 +5,13 @@ declaration (`server.settings`). A field's choices are its `Literal` type.
 """
 
 import dataclasses
-import math
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 Group = Literal["model", "HTTP", "engine", "mixture of experts", "several ranks"]
 """Headings of `--help`, in their order."""
 
 _KEY = "setting"  # in the metadata of a field
+_LARGEST_INT, _LARGEST_FLOAT = 2**31 - 1, 10**9  # of settings that declare no `high`; 10^9 s are 31 years
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,9 +19,9 @@ class SettingSpec:
     """What a declaration says beside the field's name, type and default.
 
     `default_text` replaces a default of None or () in help. `low` and `high` are the smallest and the largest number
-    that is allowed, `above` is a number below the smallest. A float must be finite. A secret that is set must have a
-    value: an empty one is refused, not taken for unset. `bare` is what the flag means without a
-    value, if it may lack one.
+    that is allowed, `above` is a number below the smallest. Without `high`, numbers are bounded all the same, so that
+    none overflows in a library. A secret that is set must have a value: an empty one is refused, not taken for unset.
+    `bare` is what the flag means without a value, if it may lack one.
     """
 
     group: Group
@@ -38,20 +38,30 @@ class SettingSpec:
         return (
             (self.low is None or value >= self.low)
             and (self.above is None or value > self.above)
-            and (value <= self.high if self.high is not None else value < math.inf)
+            and value <= self._largest(value)
         )
 
-    def rule(self, *, is_float: bool) -> str:
-        """What `allows` requires, after "it must"; empty if it allows every number of that type."""
+    def broken_rule(self, value: float) -> str:
+        """What a number that is not allowed breaks, after "it must"."""
+        if self.high is None and not value <= self._largest(value):  # a NaN too
+            return f"be at most {self._largest(value)}"
+        return self.rule()
+
+    def rule(self) -> str:
+        """The declared limits, after "it must"; empty if there are none."""
         if self.low is not None and self.high is not None:
             return f"lie between {self.low} and {self.high}"
         limits = [
             *([] if self.low is None else [f"at least {self.low}"]),
             *([] if self.above is None else [f"above {self.above}"]),
             *([] if self.high is None else [f"at most {self.high}"]),
-            *(["finite"] if is_float and self.high is None else []),
         ]
         return "be " + " and ".join(limits) if limits else ""
+
+    def _largest(self, value: float) -> float:
+        if self.high is not None:
+            return self.high
+        return _LARGEST_FLOAT if isinstance(value, float) else _LARGEST_INT
 
 
 def setting(default: Any, group: Group, text: str, **limits: Any) -> Any:
@@ -80,5 +90,4 @@ def check_settings(config: Any, error: type[ValueError]) -> None:
         if get_origin(hint) is Literal and value not in get_args(hint):
             raise error(f"{field.name} is {value!r}: it must be one of {', '.join(get_args(hint))}")
         if isinstance(value, int | float) and not spec_of(field).allows(value):
-            rule = spec_of(field).rule(is_float=isinstance(value, float))
-            raise error(f"{field.name} is {value}: it must {rule}")
+            raise error(f"{field.name} is {value}: it must {spec_of(field).broken_rule(value)}")

@@ -36,7 +36,7 @@ def settings_page(settings: Collection[Setting]) -> str:
 def _values(setting: Setting) -> str:
     if setting.choices:
         return ", ".join(setting.choices)
-    rule = setting.spec.rule(is_float=False)
+    rule = setting.spec.rule()
     limits = rule.removeprefix("be ").removeprefix("lie ")
     return f"{_KINDS[setting.kind]} {limits}".strip()
 

@@ -94,7 +94,9 @@ class ServerConfig:
         "SQLite file on a local disk for answers of /v1/responses, made if it is missing",
         default_text="none: answers are not stored",
     )
-    response_store_bytes: int = setting(1024**3, "HTTP", "most bytes of stored answers; the oldest are removed", low=1)
+    response_store_bytes: int = setting(
+        1024**3, "HTTP", "most bytes of stored answers; the oldest are removed", low=1, high=2**50
+    )
     response_store_age: float = setting(30 * 86400.0, "HTTP", "seconds after which a stored answer is removed", above=0)
     drain_timeout: float = setting(  # leaves time to shut down within the 30 s that Kubernetes gives
         25.0, "HTTP", "seconds that running requests have to finish after SIGTERM", low=0

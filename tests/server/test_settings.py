@@ -61,6 +61,7 @@ def test_one_declaration_makes_flag_variable_key_help_and_check(tmp_path):
         num_cats: int = setting(2, "engine", "cats, 50% of them black", low=1, high=9)
         weight_kg: float | None = setting(None, "model", "of a cat", above=0, default_text="a guess")
         speed: float = setting(1.0, "engine", "of a cat", low=0)
+        dogs: int = setting(0, "engine", "that chase them")
         mood: Literal["calm", "wild"] = setting("calm", "engine", "how it behaves")
         purrs: bool = setting(True, "engine", "whether it does")
 
@@ -68,7 +69,7 @@ def test_one_declaration_makes_flag_variable_key_help_and_check(tmp_path):
             check_settings(self, SettingError)
 
     settings = settings_of(Config)
-    assert list(settings) == ["weight_kg", "num_cats", "speed", "mood", "purrs"], "sorted by group"
+    assert list(settings) == ["weight_kg", "num_cats", "speed", "dogs", "mood", "purrs"], "sorted by group"
     parser = make_parser(settings, "cat", "")
     assert "cats, 50% of them black [2]" in parser.format_help()
     assert "--weight-kg KG of a cat [a guess]" in " ".join(parser.format_help().split())
@@ -80,14 +81,33 @@ def test_one_declaration_makes_flag_variable_key_help_and_check(tmp_path):
     for wrong, message in (
         ({"num_cats": 0}, "num_cats is 0: it must lie between 1 and 9"),
         ({"num_cats": 10}, "num_cats is 10: it must lie between 1 and 9"),
-        ({"weight_kg": 0.0}, "weight_kg is 0.0: it must be above 0 and finite"),
-        ({"weight_kg": math.inf}, "weight_kg is inf: it must be above 0 and finite"),
-        ({"speed": math.nan}, "speed is nan: it must be at least 0 and finite"),
+        ({"weight_kg": 0.0}, "weight_kg is 0.0: it must be above 0"),
+        ({"weight_kg": math.inf}, "weight_kg is inf: it must be at most 1000000000"),
+        ({"speed": math.nan}, "speed is nan: it must be at most 1000000000"),
+        ({"dogs": 10**20}, f"dogs is {10**20}: it must be at most 2147483647"),
+        ({"speed": 1e300}, "speed is 1e+300: it must be at most 1000000000"),
         ({"mood": "tired"}, "mood is 'tired': it must be one of calm, wild"),
     ):
         with pytest.raises(SettingError) as caught:
             Config(**wrong)
         assert str(caught.value) == message
+
+
+@rows("name", *(name for name, known in SETTINGS.items() if known.kind in (int, float)))
+def test_every_number_has_an_upper_bound(name):
+    """10^20 overflows in libraries, 10^300 seconds are no limit any more."""
+    kind = SETTINGS[name].kind
+    cls = next(cls for cls in (ServerConfig, EngineConfig) if name in {field.name for field in fields(cls)})
+    needed = {"model": ASSETS} if cls is EngineConfig else {}
+    with pytest.raises(ValueError, match=f"^{name} is 1.*: it must .*(at most|between)"):
+        cls(**needed, **{name: 10**20 if kind is int else 1e300})
+
+
+@rows("address", "no..such", "a" * 64, "")
+def test_an_address_that_cannot_be_one_is_refused(address):
+    with pytest.raises(ValueError, match=r"master_addr is .*: it must be the name or IP address of a host"):
+        EngineConfig(model=ASSETS, nnodes=2, tensor_parallel_size=2, master_addr=address)
+    EngineConfig(model=ASSETS, nnodes=2, tensor_parallel_size=2, master_addr="fe80::1")
 
 
 def test_choices_are_those_of_the_packages_below():
