@@ -110,14 +110,38 @@ def _make_server(
 
 
 def check_certificate(config: ServerConfig) -> None:
-    """Raise SettingError if the service cannot serve HTTPS with the certificate and the key that are set."""
+    """Raise SettingError if the service cannot serve HTTPS with the certificate and the key that are set.
+
+    The message names the file at fault: the library's own errors name none.
+    """
     if config.ssl_certfile is None:
         return
+    for name, file in (("ssl_certfile", config.ssl_certfile), ("ssl_keyfile", config.ssl_keyfile)):
+        try:
+            if file is not None:
+                file.open("rb").close()
+        except OSError as error:
+            raise SettingError(f"{name} {file} cannot be read: {error.strerror}") from error
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_verify_locations(config.ssl_certfile)
+    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+        raise SettingError(f"ssl_certfile {config.ssl_certfile} holds no certificate in PEM form: {error}") from error
     try:
         password = config.ssl_keyfile_password or ""  # else the library would ask for one
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(config.ssl_certfile, config.ssl_keyfile, password)
-    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
-        raise SettingError(f"ssl_certfile {config.ssl_certfile} and its key cannot be used: {error}") from error
+        context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile, password)
+    except (OSError, ValueError) as error:
+        if getattr(error, "reason", None) == "KEY_VALUES_MISMATCH":
+            raise SettingError(
+                f"ssl_keyfile {config.ssl_keyfile or config.ssl_certfile} belongs to another certificate: it is not "
+                f"the key of ssl_certfile {config.ssl_certfile}"
+            ) from error
+        where = f"ssl_keyfile {config.ssl_keyfile}" if config.ssl_keyfile else f"ssl_certfile {config.ssl_certfile}"
+        way_out = "" if config.ssl_keyfile else "; set ssl_keyfile if the key has a file of its own"
+        raise SettingError(
+            f"{where} has no usable private key: there is none in PEM form in it, or its password "
+            f"(ssl_keyfile_password) is missing or wrong{way_out}"
+        ) from error
 
 
 def check_tracing(config: ServerConfig) -> None:

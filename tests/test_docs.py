@@ -117,7 +117,7 @@ STARTS = {
     "--host 192.0.2.1": "cannot listen on",
     "--max-num-seq 3": "unrecognized arguments",
     "--config {unknown_key}": "there is no setting",
-    "--ssl-certfile {empty}/config.json --port 0": "and its key cannot be used",
+    "--ssl-certfile {unknown_key} --port 0": "holds no certificate in PEM form",
     "--expert-parallel-size 2": "must divide the",
 }
 

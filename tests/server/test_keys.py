@@ -341,9 +341,26 @@ def test_a_certificate_that_cannot_be_used_is_refused_at_start(text, tmp_path):
     file.write_text(text)
     with pytest.raises(SettingError, match="ssl_certfile"):
         check_certificate(ServerConfig(ssl_certfile=file))
-    with pytest.raises(SettingError, match="ssl_certfile"):
+    with pytest.raises(SettingError, match=f"ssl_keyfile {file} has no usable private key"):
         check_certificate(ServerConfig(ssl_certfile=CERTIFICATE, ssl_keyfile=file))
     check_certificate(ServerConfig(ssl_certfile=CERTIFICATE))
+
+
+def test_the_file_at_fault_is_named(tmp_path):
+    pem = CERTIFICATE.read_text()
+    begin = pem.index("-----BEGIN CERTIFICATE")
+    end = pem.index("-----END CERTIFICATE-----") + len("-----END CERTIFICATE-----\n")
+    alone = tmp_path / "alone.pem"
+    alone.write_text(pem[begin:end])
+    missing = tmp_path / "missing.pem"
+    for settings, words in (
+        ({"ssl_certfile": missing}, f"ssl_certfile {missing} cannot be read: No such file"),
+        ({"ssl_certfile": CERTIFICATE, "ssl_keyfile": missing}, f"ssl_keyfile {missing} cannot be read: No such file"),
+        ({"ssl_certfile": alone}, f"ssl_certfile {alone} has no usable private key: .*; set ssl_keyfile if"),
+    ):
+        with pytest.raises(SettingError, match=words):
+            check_certificate(ServerConfig(**settings))
+    check_certificate(ServerConfig(ssl_certfile=alone, ssl_keyfile=CERTIFICATE))
 
 
 def test_a_process_that_dies_gives_its_keys_places_back():
