@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 import yaml
+from starlette.datastructures import Headers
 
 from engine.config import EngineConfig
 from scripts.rehearse_image import read_stages
 from server.cli import all_settings
 from server.config import ServerConfig
 from server.draining import LAST_CALL_S
+from server.errors import Unauthorized
+from server.keys import ClientKey, Keyring
 from server.metrics import Metrics
 from server.routes import operations
 from server.settings import PREFIX, gather, make_parser
@@ -146,6 +149,25 @@ def test_the_autoscaler_reads_a_metric_of_the_service() -> None:
     read = set(re.findall(r"moe_serve_\w+", rule["seriesQuery"] + rule["metricsQuery"]))
     assert len(read) == 2
     assert read <= exposed
+
+
+def test_prometheus_has_a_key_for_services_that_have_keys() -> None:
+    """The annotations of a pod carry none: with the Secret of docs/replicas.md each scrape got a 401."""
+    path = "/metrics"
+    with pytest.raises(Unauthorized):
+        Keyring([ClientKey(text="key")], None).check(path, Headers())
+    [values] = documents("kubernetes/prometheus.yaml")
+    [mount], [job] = values["server"]["extraSecretMounts"], yaml.safe_load(values["extraScrapeConfigs"])
+    assert job["metrics_path"] == path
+    assert job["authorization"]["credentials_file"] == f"{mount['mountPath']}/api-key"
+    [deployment] = [each for each in documents("kubernetes/moe-serve.yaml") if each["kind"] == "Deployment"]
+    name = deployment["spec"]["template"]["metadata"]["labels"]["app.kubernetes.io/name"]
+    [container] = pods()["deployment"]["containers"]
+    [port] = container["ports"]
+    assert job["relabel_configs"][0]["regex"] == f"{name};{port['name']}"
+    [adapter] = documents("kubernetes/prometheus-adapter.yaml")
+    labels = {each.get("target_label") for each in job["relabel_configs"]}
+    assert adapter["rules"]["custom"][0]["resources"]["overrides"].keys() <= labels
 
 
 def test_grafana_finds_its_board_and_prometheus() -> None:
