@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from http.client import HTTPException, HTTPMessage
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -63,6 +64,10 @@ class Client:
     def __post_init__(self) -> None:
         if not self.base_url.startswith(("http://", "https://")):
             raise ValueError(f"base_url is {self.base_url!r}: must start with http:// or https://")
+        try:
+            (urlsplit(self.base_url).hostname or "").encode("idna")
+        except ValueError as error:
+            raise ValueError(f"base_url is {self.base_url!r}: it names no host: {error}") from error
         if not self.patience_s >= 0:  # a NaN is not
             raise ValueError(f"patience_s is {self.patience_s}: must not be negative")
         if not 0 < self.timeout_s <= _MAX_TIMEOUT_S:

@@ -20,10 +20,18 @@ class OwnService:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> "OwnService":
-        """From settings by field name. Raises SettingError for port 0, which does not say where the service listens."""
+        """From settings by field name.
+
+        Raises:
+            SettingError: a text that can be no host, or port 0, which does not say where the service listens.
+        """
         address = ServerConfig(**{name: values[name] for name in ("host", "port") if name in values})
         if address.port == 0:
             raise SettingError("--port: 0 lets the service pick a free port, which is not known here; name one")
+        try:
+            address.host.encode("idna")
+        except UnicodeError as error:
+            raise SettingError(f"--host: '{address.host}' is not an address: {error}") from error
         return cls(address.host, address.port, values.get("ssl_certfile") is not None)
 
     def get(self, path: str, *, timeout_s: float, headers: Mapping[str, str] | None = None) -> tuple[int, bytes]:

@@ -119,6 +119,7 @@ def test_a_url_may_lack_v1(given: str | None, flag: str | None, monkeypatch: pyt
 
 @rows(
     "settings, words",
+    ({"base_url": "http://a..b/v1"}, "it names no host"),
     ({"patience_s": -1}, "patience_s is -1"),
     ({"patience_s": math.nan}, "patience_s is nan"),
     ({"timeout_s": 0}, "timeout_s is 0"),
@@ -127,7 +128,7 @@ def test_a_url_may_lack_v1(given: str | None, flag: str | None, monkeypatch: pyt
 )
 def test_a_setting_out_of_range_is_named(settings: dict, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        Client(base_url="http://a/v1", **settings)
+        Client(**{"base_url": "http://a/v1", **settings})
 
 
 @rows("text", "[1]", "1", "{", "")

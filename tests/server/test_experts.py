@@ -68,6 +68,12 @@ def test_seconds_count_between_two_answers(service, monkeypatch, tmp_path):
     assert read_load(file) == ((1, 0, 4, 0, 0, 0), (1,) * 6)
 
 
+@rows("command", "experts", "health")
+def test_a_host_that_cannot_be_one_is_refused(command, capsys):
+    assert cli.main([command, "--host", "a..b"]) == cli.USAGE_ERROR
+    assert "--host: 'a..b' is not an address" in capsys.readouterr().err
+
+
 @rows("seconds", "inf", "nan", "-1", "1e9")
 def test_seconds_out_of_range_are_refused(seconds, capsys):
     assert cli.main(["experts", "--seconds", seconds]) == cli.USAGE_ERROR
