@@ -8,6 +8,9 @@ from typing import Any, Literal
 
 import httpx2
 
+from server.bench.errors import BadResponse
+from server.bench.events import EventSplitter
+
 _TIMEOUT = httpx2.Timeout(600.0, connect=10.0)  # a long prompt may wait in a queue
 _REASONING = ("reasoning", "reasoning_content")  # two names that servers use
 
@@ -119,15 +122,17 @@ def _errors_named(base_url: str) -> Iterator[None]:
         ) from error
     except httpx2.HTTPError as error:
         raise ChatError(f"the connection to {base_url} failed: {error or type(error).__name__}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (BadResponse, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ChatError(f"{base_url} does not speak OpenAI's API: {error!r}") from error
 
 
 def _events(response: httpx2.Response) -> Iterator[dict[str, Any]]:
-    for line in response.iter_lines():
-        name, _, data = line.partition(":")
-        if name == "data" and data.strip() != "[DONE]":
-            yield json.loads(data)
+    """Split as SSE says; `iter_lines` cuts at U+2028 too, which may stand in a text."""
+    splitter = EventSplitter()
+    for data in response.iter_bytes():
+        for payload in splitter.feed(data):
+            if payload != b"[DONE]":
+                yield json.loads(payload)
 
 
 def _texts(delta: dict[str, Any]) -> Iterator[Piece]:

@@ -95,6 +95,13 @@ def test_an_error_is_told_and_the_next_question_asked(chat, parts, message):
     assert err.count(message) == 2
 
 
+def test_a_text_may_hold_what_python_takes_for_the_end_of_a_line(chat):
+    text = '{"choices": [{"delta": {"content": "a\u2028b\x85c"}, "finish_reason": "stop"}]}'
+    with serve(answering(chunked(event(text.encode())), chunked(event(b"[DONE]")), END)) as server:
+        status, out, err = chat(server.url, "hi\n")
+    assert (status, "a\u2028b" in out) == (0, True), err
+
+
 def test_without_a_server_the_error_says_what_to_do(chat):
     status, out, err = chat("http://127.0.0.1:9", "hello\n")
     assert (status, out) == (1, "")
