@@ -5,6 +5,7 @@ DeepSeek checkpoints are recognised by tensors that only they have, whatever the
 """
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 
@@ -13,9 +14,9 @@ import torch
 from loaders.errors import CheckpointError
 from loaders.source import TensorMeta, TensorSource
 
-_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.([^.]*)")
 _MTP = re.compile(r"(?:^|\.)mtp\.")
-_PREDICTION_PART = re.compile(r"(?:^|\.)layers\.(\d+)\.(?:eh_proj|enorm|hnorm|shared_head)\.")
+_PREDICTION_PARTS = frozenset({"eh_proj", "enorm", "hnorm", "shared_head"})
 
 
 def layer_index(name: str) -> int | None:
@@ -24,15 +25,11 @@ def layer_index(name: str) -> int | None:
     return int(match.group(1)) if match else None
 
 
-def prediction_layers(names: Iterable[str]) -> frozenset[int]:
-    """Numbers of the layers that predict further tokens: those with tensors that no other layer has."""
-    return frozenset(int(match.group(1)) for name in names if (match := _PREDICTION_PART.search(name)))
-
-
 def prediction_names(names: Collection[str]) -> list[str]:
     """Tensors of the prediction layers: numbered like the model's own and behind them, or called `mtp.*`."""
-    extra = prediction_layers(names)
-    return [name for name in names if _MTP.search(name) or layer_index(name) in extra]
+    layers, extra = _numbered_layers(names)
+    found = {name for index in extra for name in layers[index]}
+    return [name for name in names if name in found or _MTP.search(name)]
 
 
 def skip_prediction_layers(source: TensorSource, num_hidden_layers: int) -> None:
@@ -42,20 +39,33 @@ def skip_prediction_layers(source: TensorSource, num_hidden_layers: int) -> None
         CheckpointError: the other layers are not those that `num_hidden_layers` counts.
     """
     names = source.names()
-    extra = prediction_layers(names)
+    layers, extra = _numbered_layers(names)
     if extra and min(extra) < num_hidden_layers:
         raise CheckpointError(
             f"{source.origin}: layer {min(extra)} is for multi-token prediction and none of the model's own, but "
             f"num_hidden_layers in config.json is {num_hidden_layers}: set it to {min(extra)}"
         )
-    own = {index for name in names if (index := layer_index(name)) is not None and not _MTP.search(name)} - extra
-    if own and max(own) >= num_hidden_layers:
+    last = max(layers.keys() - extra, default=-1)
+    if last >= num_hidden_layers:
         raise CheckpointError(
-            f"{source.origin}: there is a layer {max(own)}, but num_hidden_layers in config.json is "
-            f"{num_hidden_layers}: without its last layers the model would answer nonsense; set it to {max(own) + 1}"
+            f"{source.origin}: there is a layer {last}, but num_hidden_layers in config.json is "
+            f"{num_hidden_layers}: without its last layers the model would answer nonsense; set it to {last + 1}"
         )
     reason = f"layers beyond num_hidden_layers = {num_hidden_layers} (multi-token prediction)"
     source.skip(prediction_names(names), reason)
+
+
+def _numbered_layers(names: Iterable[str]) -> tuple[dict[int, list[str]], set[int]]:
+    """Tensors by layer, without `mtp.*`, whose layers count from 0 again; and which of the layers predict tokens."""
+    layers: dict[int, list[str]] = defaultdict(list)
+    extra: set[int] = set()
+    for name in names:
+        match = _LAYER.search(name)
+        if match and not _MTP.search(name):
+            layers[int(match.group(1))].append(name)
+            if match.group(2) in _PREDICTION_PARTS:
+                extra.add(int(match.group(1)))
+    return layers, extra
 
 
 def with_model_prefix(name: str) -> str:

@@ -34,6 +34,19 @@ def test_one_tensor_tells_a_prediction_layer_of_deepseek(prefix: str, part: str)
     assert prediction_names(own + extra) == extra
 
 
+@rows("part", "eh_proj", "self_attn.q_proj")
+@rows("prefix", "mtp.", "model.mtp.")
+def test_prediction_layers_by_another_name_count_from_zero_again(prefix: str, part: str, tmp_path: Path) -> None:
+    """They are none of the model's own layers, whatever their number."""
+    own = layers("model.", range(2))
+    extra = {f"{prefix}layers.{number}.{part}.weight": random_bf16(2, 4) for number in (0, 61)}
+    assert prediction_names([*own, *extra]) == list(extra)
+    source = save(tmp_path, own | extra)
+    skip_prediction_layers(source, 2)
+    with pytest.raises(CheckpointError, match="2 tensors belong"):
+        source.finish()
+
+
 def layers(prefix: str, numbers: Iterable[int]) -> dict[str, torch.Tensor]:
     return {f"{prefix}layers.{n}.input_layernorm.weight": random_bf16(500, seed=n) for n in numbers}
 
