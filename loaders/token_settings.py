@@ -52,16 +52,20 @@ def add_declared_tokens(rust: RustTokenizer, settings: Mapping[str, Any], folder
         path, declared = folder / "added_tokens.json", _from_added_tokens(folder / "added_tokens.json", special)
     known = {token.content for token in rust.get_added_tokens_decoder().values()}
     for token_id, token in sorted(declared.items()):
+        before = rust.token_to_id(token.content)
         if token.content not in known:
             rust.add_tokens([token])
         found = rust.token_to_id(token.content)
         if found != token_id:
+            reason = f"gives it {found}" if before is not None else f"lacks it, and its next free id is {found}"
             raise TokenizerError(
-                f"{path}: token '{token.content}' should have id {token_id}, "
-                f"but tokenizer.json gives it {found}; the two files do not belong together"
+                f"{path}: token '{token.content}' should have id {token_id}, but tokenizer.json {reason}; "
+                "the two files do not belong together"
             )
     known |= {token.content for token in declared.values()}
-    in_vocabulary = (text for text in special if text not in known and rust.token_to_id(text) is not None)
+    names = named_tokens(settings)  # any other may be a word, and answers do not show special tokens
+    ends = (text for key in ("bos_token", "eos_token") if (text := names.get(key)) is not None and text not in known)
+    in_vocabulary = [text for text in ends if rust.token_to_id(text) is not None]
     rust.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in in_vocabulary])
 
 

@@ -208,7 +208,11 @@ def test_tokens_of_added_tokens_json_are_added(tmp_path: Path) -> None:
     (folder / "added_tokens.json").write_text(json.dumps({"<|b|>": next_id + 1, "<|a|>": next_id, SPECIAL: 0}))
     assert load_tokenizer(folder).encode("<|b|><|a|>") == [next_id + 1, next_id]
     for content, words in (
-        ({"<|b|>": next_id + 1}, rf"added_tokens\.json: token '<\|b\|>' should have id {next_id + 1}"),
+        (
+            {"<|b|>": next_id + 1},
+            rf"should have id {next_id + 1}, but tokenizer\.json lacks it, and its next free id is {next_id};",
+        ),
+        ({"the": 0}, r"added_tokens\.json: token 'the' should have id 0, but tokenizer\.json gives it \d+; the two"),
         ({"<|b|>": "7"}, "'<|b|>' is '7': it must be the id of a token".replace("|", r"\|")),
     ):
         (folder / "added_tokens.json").write_text(json.dumps(content))
@@ -216,14 +220,28 @@ def test_tokens_of_added_tokens_json_are_added(tmp_path: Path) -> None:
             load_tokenizer(folder)
 
 
-@rows("settings", {"pad_token": "the"}, {"additional_special_tokens": [{"content": "the"}]})
-def test_a_special_token_of_the_plain_vocabulary_is_one_token(tmp_path: Path, settings: dict[str, Any]) -> None:
+@rows("name", "bos_token", "eos_token")
+def test_an_end_of_the_plain_vocabulary_is_one_token(tmp_path: Path, name: str) -> None:
     the = train().token_to_id("the")
     assert the is not None
-    tokenizer = load_tokenizer(write(tmp_path, **settings))
+    tokenizer = load_tokenizer(write(tmp_path, **{name: "the"}))
     assert tokenizer.special_tokens["the"] == the
     assert the in tokenizer.encode("xthex")
-    assert "nowhere" not in load_tokenizer(write(tmp_path, pad_token="nowhere")).special_tokens
+    assert "nowhere" not in load_tokenizer(write(tmp_path, **{name: "nowhere"})).special_tokens
+
+
+@rows("settings", {"pad_token": "the"}, {"additional_special_tokens": [{"content": "the"}]})
+def test_another_special_token_of_the_plain_vocabulary_stays_a_word(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """Answers show no special tokens: with "!" for padding, they lost it."""
+    tokenizer = load_tokenizer(write(tmp_path, **settings))
+    assert "the" not in tokenizer.special_tokens
+    assert tokenizer.encode("xthex") == load_tokenizer(write(tmp_path)).encode("xthex")
+
+
+def test_a_null_in_special_tokens_map_names_nothing(tmp_path: Path) -> None:
+    folder = write(tmp_path, bos_token=SPECIAL)
+    (folder / "special_tokens_map.json").write_text('{"bos_token": null, "pad_token": "<|end|>"}')
+    assert load_tokenizer(folder).named_tokens == {"bos_token": SPECIAL, "pad_token": "<|end|>"}
 
 
 def test_files_whose_ids_disagree_are_refused(tmp_path: Path) -> None:
