@@ -1,5 +1,6 @@
 """The small files of a model, checked before its weights are downloaded or loaded."""
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -7,6 +8,8 @@ from loaders.tokenizer import Tokenizer, load_tokenizer
 from server.errors import SettingError
 from server.prompt import ChatTemplate
 from server.sampling_defaults import SamplingDefaults, read_sampling_defaults
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +31,10 @@ def read_model_files(folder: Path) -> ModelFiles:
         tokenizer = load_tokenizer(folder)
     except ValueError as error:
         raise SettingError(f"--model: {error}") from error
-    ChatTemplate(tokenizer)
+    template = ChatTemplate(tokenizer)
+    variables = template.variables(has_tools=False) | template.variables(has_tools=True)
+    if "bos_token" in variables and "bos_token" not in tokenizer.named_tokens:
+        log.warning("%s: the chat template reads bos_token, but no file names one: prompts begin without it", folder)
     return ModelFiles(tokenizer, defaults)
 
 
@@ -46,5 +52,6 @@ def check_servable(folder: Path) -> None:
         family = make_family(read_config(folder))
         for layer in range(family.num_layers):
             family.attention_spec(layer)
+            list(family.layer_specs(layer, None))
     except ValueError as error:  # the error trees of the loaders and of the model begin there
         raise SettingError(f"--model: {error}") from error

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
 
-from jinja2 import Template, TemplateError, TemplateSyntaxError, meta, nodes
+from jinja2 import Template, TemplateError, TemplateSyntaxError, meta
 
 from loaders.chat_templates import TemplateText
 from server.errors import BadRequest, SettingError
@@ -48,11 +48,10 @@ class TemplateRefusal(Exception):
     """The template raised an error; the text is its reason."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class _Compiled:
     template: Template
     variables: Set[str]  # that it reads
-    needs_bos: bool  # it writes bos_token, and nowhere asks whether there is one
 
 
 class ChatTemplate:
@@ -62,14 +61,12 @@ class ChatTemplate:
         """Compile the templates.
 
         Raises:
-            SettingError: a template is not valid Jinja (names the file and the line), or writes a BOS token that the
-                model does not have.
+            SettingError: a template is not valid Jinja; names the file and the line.
         """
         self._tokenizer = tokenizer
         plain, for_tools = tokenizer.chat_template, tokenizer.tool_template or tokenizer.chat_template
-        has_bos = "bos_token" in tokenizer.named_tokens
-        self._plain = None if plain is None else _compiled(plain, has_bos=has_bos)
-        self._for_tools = None if for_tools is None else _compiled(for_tools, has_bos=has_bos)
+        self._plain = None if plain is None else _compiled(plain)
+        self._for_tools = None if for_tools is None else _compiled(for_tools)
         names = sorted(tokenizer.special_tokens, key=len, reverse=True)
         self._control = re.compile("|".join(map(re.escape, names)) or r"(?!)")
         self._first_letters = sorted({name[0] for name in names})
@@ -159,19 +156,13 @@ class ChatTemplate:
         return self._tokenizer.encode(text, allow_special=False) if text else []
 
 
-def _compiled(source: TemplateText, *, has_bos: bool) -> _Compiled:
+def _compiled(source: TemplateText) -> _Compiled:
     """The compiled template. Raises SettingError as `ChatTemplate` does."""
     try:
-        compiled = _compile(source.text)
+        return _compile(source.text)
     except TemplateSyntaxError as error:
         where = f"{source.file}: line {error.lineno} of the chat template"
         raise SettingError(f"--model: {where} cannot be compiled: {error.message}") from error
-    if compiled.needs_bos and not has_bos:
-        raise SettingError(
-            f"--model: {source.file}: the chat template writes bos_token, but the tokenizer has none; name "
-            "bos_token in tokenizer_config.json"
-        )
-    return compiled
 
 
 @lru_cache(maxsize=16)
@@ -183,17 +174,7 @@ def _compile(source: str) -> _Compiled:
     environment = TemplateEnvironment()
     tree = environment.parse(source)
     variables = frozenset(meta.find_undeclared_variables(tree))
-    needs_bos = "bos_token" in variables and not _asks_for(tree, "bos_token")
-    return _Compiled(template=environment.from_string(tree), variables=variables, needs_bos=needs_bos)
-
-
-def _asks_for(tree: nodes.Template, name: str) -> bool:
-    """Whether a template looks anywhere if a variable has a value, or has something else to put in its place."""
-    tests: list[nodes.Node] = [node.test for node in tree.find_all(nodes.If)]
-    tests += [node.test for node in tree.find_all(nodes.CondExpr)]
-    tests += tree.find_all((nodes.Or, nodes.Test, nodes.Filter))
-    parts = (part for test in tests for part in (test, *test.find_all(nodes.Name)))
-    return any(isinstance(part, nodes.Name) and part.name == name for part in parts)
+    return _Compiled(environment.from_string(tree), variables)
 
 
 def _strings(value: Any) -> Iterable[str]:

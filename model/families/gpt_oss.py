@@ -171,7 +171,7 @@ class GptOssFamily(Family):
             yield TensorSpec(f"{prefix}.{name}.bias", shape[:1], keys, split=bias_split)
         yield TensorSpec(f"{prefix}.self_attn.sinks", (self.num_heads,), "num_attention_heads", split=Split())
         experts = f"{prefix}.mlp.experts"
-        found = self.stored_format(experts) if source is None else self.expert_format(source, layer)
+        found = self._described_format(experts) if source is None else self.expert_format(source, layer)
         yield from self._expert_specs(experts, is_packed=found == "mxfp4")
 
     def _expert_specs(self, prefix: str, *, is_packed: bool) -> Iterator[TensorSpec]:
@@ -190,6 +190,15 @@ class GptOssFamily(Family):
                 yield TensorSpec(f"{prefix}.{name}_scales", groups, keys, dtype=torch.uint8)
             else:
                 yield TensorSpec(f"{prefix}.{name}", (moe.num_experts, num_cols, num_rows), keys)
+
+    def _described_format(self, experts: str) -> str:
+        found = self.stored_format(experts)
+        if found not in ("mxfp4", "bf16"):
+            raise UnsupportedModelError(
+                f"{self.config.path}: by its quantization the experts of this GPT-OSS model are in {found}, and only "
+                "mxfp4 and bf16 can be read: take openai's upload, or one in bf16"
+            )
+        return found
 
     def expert_format(self, source: TensorSource, layer: int) -> str:
         """Decided by the presence of blocks."""

@@ -113,6 +113,17 @@ def test_damaged_tokenizer_files_are_named_g29(model_folder, file, content, word
     assert "\n" not in str(caught.value)
 
 
+@rows("template, is_warned", ("{{ bos_token }}", True), ("{{ messages[0].content }}", False))
+def test_a_template_that_reads_a_bos_without_a_name_is_reported(model_folder, caplog, template, is_warned):
+    """The model answers worse without the token, and nobody would know why."""
+    (model_folder / "special_tokens_map.json").unlink(missing_ok=True)
+    settings = model_folder / "tokenizer_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"bos_token": None}))
+    (model_folder / "chat_template.jinja").write_text(template)
+    read_model_files(model_folder)
+    assert ("reads bos_token, but no file names one" in caplog.text) == is_warned
+
+
 def test_a_folder_without_tokenizer_json_learns_what_is_read(model_folder):
     (model_folder / "tokenizer.json").rename(model_folder / "tiktoken.model")
     check_model_folder(model_folder)

@@ -290,6 +290,10 @@ def test_a_disk_that_refuses(error: Exception, words: str) -> None:
         {"config.json": json.dumps(CONFIG | {"rope_scaling": {"type": "x", "factor": 2}}).encode()},
         "type 'x' is not supported",
     ),
+    (
+        {"config.json": json.dumps(CONFIG | {"quantization_config": {"quant_method": "modelopt"}}).encode()},
+        "the experts of this GPT-OSS model are in nvfp4, and only mxfp4 and bf16 can be read",
+    ),
     ({"tokenizer.json": b"{"}, "tokenizer.json: cannot be read"),
     ({"chat_template.jinja": b"{% if %}"}, "line 1 of the chat template cannot be compiled"),
     ({"additional_chat_templates/tool_use.jinja": b"{% if %}"}, "tool_use.jinja: line 1 of the chat template"),

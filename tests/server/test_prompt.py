@@ -8,7 +8,7 @@ import pytest
 from loaders.chat_templates import TemplateText
 from server.config import ServerConfig
 from server.convert import Converter
-from server.errors import BadRequest, SettingError
+from server.errors import BadRequest
 from server.prompt import ChatTemplate
 from server.sampling_defaults import SamplingDefaults
 from server.schema.chat import ChatCompletionRequest
@@ -163,28 +163,6 @@ def test_templates_read_every_named_token():
     assert ChatTemplate(tokenizer).text(messages=[]) == "<pad><img>"
     with pytest.raises(BadRequest, match="does not read 'pad_token'"):
         prepare(tokenizer, [USER], chat_template_kwargs={"pad_token": "x"})
-
-
-@rows(
-    "template, is_refused",
-    ("{{ bos_token }}", True),
-    ("{{- bos_token + messages[0].content }}", True),
-    ("{% if bos_token %}{{ bos_token }}{% endif %}", False),
-    ("{{ bos_token if bos_token is defined else '' }}", False),
-    ("{{ bos_token or '' }}", False),
-    ("{{ bos_token | default('') }}", False),
-    ("{% set bos_token = 'x' %}{{ bos_token }}", False),
-    ("{{ eos_token }}", False),
-)
-def test_a_template_that_writes_a_bos_that_the_model_does_not_have_is_refused(template, is_refused):
-    """It used to be left out without a word, and the model answered worse."""
-    tokenizer = TemplateTokenizer(template, eos_token="</s>")
-    if is_refused:
-        with pytest.raises(SettingError, match=r"chat_template\.jinja: the chat template writes bos_token, but"):
-            ChatTemplate(tokenizer)
-    else:
-        ChatTemplate(tokenizer)
-    ChatTemplate(TemplateTokenizer(template))
 
 
 def test_conversations_with_tools_get_the_template_for_them():
