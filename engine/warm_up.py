@@ -23,14 +23,14 @@ def run_prompt(runner: ModelRunner, num_tokens: int) -> Pending:
 
 
 def check_logits(step: Pending) -> None:
-    """Refuse a model that would fail every request. Waits for the device.
+    """Refuse a model whose requests would fail. Waits for the device.
 
     Raises:
         EngineError: a logit of the step is NaN or infinite.
     """
     if step.logits_RV is not None and not step.logits_RV.isfinite().all():
         raise EngineError(
-            "the first logits are NaN or infinite, so every request would fail: the weights are damaged, a number in "
+            "the first logits are NaN or infinite, so requests would fail: the weights are damaged, a number in "
             "config.json is wrong, or a kernel is; download the model again, or compare with --moe-backend torch"
         )
 

@@ -132,8 +132,16 @@ def flag(config: HfConfig, key: str, default: bool) -> bool:
 
 
 def first_given(config: HfConfig, *keys: str) -> str:
-    """The first of several spellings of a key that the config has; the first of all if it has none."""
-    return next((key for key in keys if config.raw.get(key) is not None), keys[0])
+    """The first of several spellings of a key that the config has; the first of all if it has none.
+
+    Raises:
+        UnsupportedModelError: two spellings have different values.
+    """
+    given = [key for key in keys if config.raw.get(key) is not None]
+    for key in given[1:]:
+        if config.raw[key] != config.raw[given[0]]:
+            raise UnsupportedModelError(f"{config.where}: {given[0]} and {key} contradict each other: remove one")
+    return given[0] if given else keys[0]
 
 
 def require_supported(config: HfConfig, key: str, supported: Collection[Any]) -> None:

@@ -98,10 +98,13 @@ def _rope_type(section: HfConfig) -> RopeType:
 
 
 def _original_length(section: HfConfig, config: HfConfig) -> int:
-    """Tokens of the context before it was stretched; the last resort is the whole context."""
+    """Tokens of the context before it was stretched. As in transformers the key at top level wins, and the last resort
+    is the whole context; `initial_context_length`, which only OpenAI's files have, is read here alone.
+    """
     key = "original_max_position_embeddings"
-    if section.get(key) is not None:
-        return positive_int(section, key)
+    for place in (config, section):
+        if place.get(key) is not None:
+            return positive_int(place, key)
     return positive_int(config, "initial_context_length", config.max_position_embeddings)
 
 

@@ -3,16 +3,16 @@
 INSTEAD: dict[str, str] = {
     "--model-path": "--model",
     "--tp": "--tensor-parallel-size",
+    "-tp": "--tensor-parallel-size",
     "--tp-size": "--tensor-parallel-size",
     "--dp": "--data-parallel-size",
+    "-dp": "--data-parallel-size",
     "--dp-size": "--data-parallel-size",
     "--ep": "--expert-parallel-size",
     "--ep-size": "--expert-parallel-size",
     "--enable-expert-parallel": "--expert-parallel-size",
     "--context-length": "--max-model-len",
     "--mem-fraction-static": "--gpu-memory-utilization",
-    "--kv-cache-memory-bytes": "--num-pages",
-    "--max-total-tokens": "--num-pages",
     "--block-size": "--page-size",
     "--max-running-requests": "--max-num-seqs",
     "--max-num-queued-reqs": "--max-queued-requests",
@@ -35,7 +35,10 @@ INSTEAD: dict[str, str] = {
 }
 """Our flag with the same effect, or with the nearest; its values may be others."""
 
-NOT_NEEDED: dict[str, str] = {
+ADVICE: dict[str, str] = {
+    "--kv-cache-memory-bytes": "the KV cache is counted in pages of --page-size tokens: --num-pages",
+    "--max-total-tokens": "the KV cache is counted in pages of --page-size tokens: --num-pages",
+    "--swap-space": "requests that lose their KV pages are computed again, none is swapped: leave the flag out",
     "--quantization": "how the weights are quantized is read from the checkpoint: leave the flag out",
     "--tokenizer": "the tokenizer is read from the folder of --model: leave the flag out",
     "--tokenizer-path": "the tokenizer is read from the folder of --model: leave the flag out",
@@ -44,6 +47,7 @@ NOT_NEEDED: dict[str, str] = {
     "--json-model-override-args": "nothing overrides config.json: change a copy of the model's folder",
     "--trust-remote-code": "no code of a checkpoint is ever run: leave the flag out",
     "--pipeline-parallel-size": "layers are not divided among GPUs; see --tensor-parallel-size, --expert-parallel-size",
+    "-pp": "layers are not divided among GPUs; see --tensor-parallel-size, --expert-parallel-size",
     "--pp-size": "layers are not divided among GPUs; see --tensor-parallel-size, --expert-parallel-size",
     "--reasoning-parser": "the tokenizer tells how the model marks reasoning: leave the flag out",
     "--tool-call-parser": "the tokenizer tells how the model writes calls: leave the flag out",
@@ -57,4 +61,4 @@ def advice_on(flag: str) -> str | None:
     """What to say of a flag of another server; None for flags that are not in the tables."""
     if flag in INSTEAD:
         return f"; here it is {INSTEAD[flag]}"
-    return f"; {NOT_NEEDED[flag]}" if flag in NOT_NEEDED else None
+    return f"; {ADVICE[flag]}" if flag in ADVICE else None

@@ -44,6 +44,8 @@ def test_both_spellings_of_the_experts(tmp_path: Path, key: str) -> None:
     """Field report D5: transformers takes the second for the first."""
     changes = {"num_local_experts": None, "num_experts": None} | {key: 6}
     assert family_of(tmp_path, make_gpt_oss(), changes).moe.num_experts == 6
+    with pytest.raises(UnsupportedModelError, match="num_local_experts and num_experts contradict each other"):
+        family_of(tmp_path, make_gpt_oss(), {"num_local_experts": 6, "num_experts": 7})
 
 
 @rows("key", "num_experts_per_tok", "experts_per_token")

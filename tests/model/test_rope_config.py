@@ -68,10 +68,21 @@ def test_rope_without_scaling(tmp_path: Path, config: dict[str, Any], expected: 
     assert rope(tmp_path, config) == expected
 
 
+@rows("value", 0, 0.0, None)
+def test_no_mscale_is_what_published_code_takes_for_missing(tmp_path: Path, value: float | None) -> None:
+    scaling = {"rope_type": "yarn", "factor": 2, "mscale": value, "mscale_all_dim": value}
+    found = rope(tmp_path, {"rope_scaling": scaling})
+    assert found.mscale is found.mscale_all_dim is None
+
+
 def test_original_length_falls_back_to_what_the_file_has(tmp_path: Path) -> None:
     scaling = {"rope_scaling": {"rope_type": "yarn", "factor": 2}, "max_position_embeddings": 64}
     assert rope(tmp_path, scaling).original_max_position_embeddings == 64
     assert rope(tmp_path, scaling | {"initial_context_length": 32}).original_max_position_embeddings == 32
+    scaling["rope_scaling"] |= {"original_max_position_embeddings": 16}
+    assert rope(tmp_path, scaling).original_max_position_embeddings == 16
+    at_top = {"original_max_position_embeddings": 8}  # wins, as in transformers
+    assert rope(tmp_path, scaling | at_top).original_max_position_embeddings == 8
 
 
 @rows("spelling", "rope_parameters", "rope_scaling")

@@ -6,7 +6,7 @@ import pytest
 
 from server import cli
 from server.errors import SettingError
-from server.foreign_flags import INSTEAD, NOT_NEEDED
+from server.foreign_flags import ADVICE, INSTEAD
 from server.settings import make_parser
 from tests.tables import rows
 
@@ -17,6 +17,8 @@ PARSER = make_parser(cli.all_settings(), "moe-serve", "")
     "flags, words",
     (["--tp", "2"], "unrecognized arguments: --tp 2; here it is --tensor-parallel-size; --help lists all flags"),
     (["--quantization=fp8"], "--quantization=fp8; how the weights are quantized is read from the checkpoint"),
+    (["-tp", "2"], "-tp 2; here it is --tensor-parallel-size"),
+    (["--max-total-tokens", "100000"], "counted in pages of --page-size tokens: --num-pages"),
     (["--trust-remote-code"], "no code of a checkpoint is ever run"),
 )
 def test_a_foreign_flag_gets_a_hint(flags: list[str], words: str) -> None:
@@ -26,8 +28,8 @@ def test_a_foreign_flag_gets_a_hint(flags: list[str], words: str) -> None:
 
 def test_hints_name_flags_that_are_here() -> None:
     known = set(PARSER._option_string_actions)
-    assert not known & (INSTEAD.keys() | NOT_NEEDED.keys())
-    named = {*INSTEAD.values(), *re.findall(r"--[a-z-]+", " ".join(NOT_NEEDED.values()))}
+    assert not known & (INSTEAD.keys() | ADVICE.keys())
+    named = {*INSTEAD.values(), *re.findall(r"--[a-z-]+", " ".join(ADVICE.values()))}
     assert named <= known
 
 
