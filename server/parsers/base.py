@@ -16,8 +16,9 @@ class Kind(enum.IntEnum):  # integers, because hashing a plain enum member is sl
 class Event(NamedTuple):
     """Bytes for one part of the answer.
 
-    `position` is the index of the generated token they come from, or -1 for bytes the parser adds. A tool call opens
-    with an event that has its `name`; the other events of the call carry its arguments.
+    `position` is the index of the generated token they come from, or below 0 for bytes that no such token has: the
+    parser adds them, or they stand in the prompt. A tool call opens with an event that has its `name`; the other events
+    of the call carry its arguments.
     """
 
     kind: Kind

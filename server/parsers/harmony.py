@@ -11,8 +11,8 @@ and what follows them is ignored. What a header may say is in `harmony_header`.
 Messages of other roles, such as an invented tool result, are dropped: they are not the assistant's words. All other
 text but markup is shown. `<|start|>` or `<|channel|>` always begins a new header; markers that make no sense are
 skipped; text in a header without `<|message|>` is the body. Loose text (outside of messages, in a header that has a
-body, or in a body whose header names no channel) is reasoning, or content if the turn ends with neither content nor a
-tool call. Several messages of the same kind are joined by a line break.
+body, in any header before the recipient, or in a body whose header names no channel) is reasoning, or content if the
+turn ends with neither content nor a tool call. Several messages of the same kind are joined by a line break.
 """
 
 import enum
@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 REQUIRED = frozenset({"<|start|>", "<|channel|>", "<|message|>", "<|end|>"})
 END_OF_TURN = ("<|return|>", "<|call|>", "<|endoftext|>")
 _MAX_EARLY_BYTES = 64  # a text this short before a second `<|message|>` may still be a header
+_LINE_BREAK: BytePiece = (-1, b"\n")  # that we add
 _FUNCTIONS = "functions."
 _TO_PEOPLE = frozenset({"user", "assistant", "all"})
 
@@ -201,7 +202,7 @@ class HarmonyParser:
             name_pieces = between(named, len(_FUNCTIONS)) if recipient.startswith(_FUNCTIONS) else named
             events = self._flush_loose()
             for position, data in [*name_pieces, (-1, b" ")]:
-                events += self._in_body(max(position, -1), data)  # a part of it may stand in the prompt
+                events += self._in_body(position, data)
             return events
         if channel == "analysis":
             self._kind = Kind.REASONING
@@ -219,13 +220,13 @@ class HarmonyParser:
 
     def _break_loose(self) -> None:
         """Begin a line of loose text, so that texts from two places do not run together."""
-        if self._loose:
-            self._loose.append((-1, b"\n"))
+        if self._loose and self._loose[-1] != _LINE_BREAK:
+            self._loose.append(_LINE_BREAK)
 
     def _take_loose(self) -> list[BytePiece]:
         """All of it, without the line breaks that we added at its end."""
         loose, self._loose = self._loose, []
-        while loose and loose[-1] == (-1, b"\n"):
+        while loose and loose[-1] == _LINE_BREAK:
             loose.pop()
         return loose
 
@@ -247,13 +248,16 @@ class HarmonyParser:
         """End the message at hand, whether it has got as far as a body or not."""
         events: list[Event] = []
         if self._at is _At.HEADER:
-            text = self._header.text()
+            loose, text = self._header.texts()
             if is_cut and is_begun_header_word(text):
                 text = []
             if text or (is_call and self._declared(self._header.recipient(has_body=False))):
-                events = self._open_body([], has_body=False)
+                events = self._open_body(loose, has_body=False)
                 for number, (position, data) in enumerate(text):
                     events += self._in_body(position, data.lstrip() if number == 0 else data)
+            elif loose:
+                self._break_loose()
+                self._loose += loose
         if self._at is _At.BODY and self._kind is Kind.TOOL_CALL and self._body_is_empty and not is_cut:
             return [*events, Event(Kind.TOOL_CALL, b"{}", call=self._num_calls - 1)]
         return events

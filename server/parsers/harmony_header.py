@@ -109,13 +109,19 @@ class Header:
                 return between(section.pieces, *found.span(1))
         return []
 
-    def text(self) -> list[BytePiece]:
-        """The text after the header words: an answer whose `<|message|>` is missing."""
+    def texts(self) -> tuple[list[BytePiece], list[BytePiece]]:
+        """The text before the recipient, and that after it: an answer whose `<|message|>` is missing.
+
+        Without a recipient all text is the answer, and so is what another author wrote.
+        """
         kept: list[BytePiece] = []
         for section in self._sections:
             pieces = between(section.pieces, section.num_header_bytes())
             kept += [] if is_blank(joined(pieces)) else pieces
-        return [(position, data) for position, data in kept if position != PROMPT_POSITION]
+        kept = [(position, data) for position, data in kept if position != PROMPT_POSITION]
+        named = [] if self.is_foreign else self.recipient(has_body=False)
+        num_before = sum(position < named[0][0] for position, _ in kept) if named else 0
+        return kept[:num_before], kept[num_before:]
 
     def stray_text(self) -> list[BytePiece]:
         """Text in a header that a body follows; a single word after `<|channel|>` or a recipient does not count."""

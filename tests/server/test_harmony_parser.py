@@ -102,6 +102,12 @@ def test_the_parts_of_a_turn(text, reasoning, content, calls):
     ("<|channel|>commentary to=functions.now json<|call|>", "", "", [("now", "{}")]),
     ("<|channel|>final Paris.<|channel|>analysis<|message|>Hm.<|return|>", "Hm.", "Paris.", []),
     ("Paris.<|end|><|start|>assistant" + THOUGHT[: -len("<|start|>assistant")], "Paris.\nHm.", "", []),
+    # Text before a recipient is none of the arguments.
+    ('Hm.<|channel|>commentary to=functions.f {"a": 1}<|call|>', "Hm.", "", [("f", '{"a": 1}')]),
+    ('Hm.<|channel|>commentary to=lookup {"a": 1}<|call|>', "Hm.", 'lookup {"a": 1}', []),
+    ("Hm.<|channel|>commentary to=functions.now<|call|>", "Hm.", "", [("now", "{}")]),
+    ("Paris.<|channel|>commentary to=functions.get_wea", "", "Paris.", []),
+    ("a b<|channel|>commentary to=f<|start|>c d", "", "a b\nc d", []),
     # Header words that were cut short are not shown.
     *((f"<|channel|>{word}", "", "", []) for word in ("comment", "fin", "commentary to=functions.get_wea", "t")),
     ("<|channel|>commentary to=functions.f json", "", "", []),
