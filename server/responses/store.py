@@ -69,9 +69,9 @@ class ResponseStore:
             [num_bytes] = database.execute("SELECT SUM(num_bytes) FROM answers").fetchone()
             while num_bytes > self._max_bytes:
                 oldest = "SELECT id, num_bytes FROM answers ORDER BY created LIMIT 1"
-                removed, size = database.execute(oldest).fetchone()
+                removed, freed = database.execute(oldest).fetchone()
                 database.execute("DELETE FROM answers WHERE id = ?", (removed,))
-                num_bytes -= size
+                num_bytes -= freed
         return True
 
     def body(self, owner: str, response_id: str) -> bytes | None:

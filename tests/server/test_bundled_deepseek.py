@@ -85,6 +85,13 @@ def test_an_echo_is_the_prompt_that_was_sent(served, prompt, shown):
     assert answer["logprobs"]["text_offset"][:2] == [0, len(tokens[0])][: len(tokens)]
 
 
+def test_each_prompt_is_echoed_as_it_was_sent(served):
+    name, url = served
+    body = {"model": name, "prompt": ["Hello", "日本"], "n": 2, "echo": True, "max_tokens": 0}
+    choices = httpx2.post(f"{url}/v1/completions", json=body).json()["choices"]
+    assert [choice["text"] for choice in choices] == ["Hello", "Hello", "日本", "日本"]
+
+
 @rows("fields", {}, THINKING)
 def test_it_calls_a_function(ask, fields):
     choice = ask(("user", "What is the weather in Paris?"), tools=[WEATHER], extra_body=fields)

@@ -19,6 +19,7 @@ from tests.server.fake_hub import TOKEN, Hub, Repository, commit_of, run_hub
 from tests.tables import rows
 
 NAME = "maker/small"
+TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 DEEPSEEK = json.loads((ASSETS.parent / "tiny-deepseek-v3" / "config.json").read_bytes())
 CONFIG = json.loads((ASSETS / "config.json").read_bytes())
@@ -26,7 +27,7 @@ FILES = {
     **{name: (ASSETS / name).read_bytes() for name in ("config.json", "tokenizer.json", "tokenizer_config.json")},
     "generation_config.json": b'{"top_k": 5}',
     "chat_template.jinja": b"{{ messages }}",
-    "additional_chat_templates/tool_use.jinja": b"{{ tools }}{{ messages }}",
+    TOOL_TEMPLATE: b"{{ tools }}{{ messages }}",
     "model.safetensors.index.json": json.dumps({"weight_map": dict(zip("ab", SHARDS, strict=True))}).encode(),
     SHARDS[0]: b"first" * 4000,
     SHARDS[1]: b"second" * 4000,
@@ -152,13 +153,15 @@ def test_a_damaged_cache_is_mended(hub: Hub, caplog: pytest.LogCaptureFixture) -
     folder = hub_download.fetch(NAME, None)
     (folder / SHARDS[0]).resolve().write_bytes(b"fir")
     (folder / "config.json").resolve().write_bytes(b"")
+    (folder / TOOL_TEMPLATE).resolve().write_bytes(b"{{ to")
     (folder / SHARDS[1]).resolve().unlink()
     hub.asked.clear()
     assert contents(hub_download.fetch(NAME, None)) == FILES
-    assert hub.fetched() == sorted(["config.json", *SHARDS])
+    assert hub.fetched() == sorted(["config.json", "tool_use.jinja", *SHARDS])
     warned = [record.message for record in caplog.records if record.levelno == logging.WARNING]
     assert [message.split(" differs in size")[0] for message in warned] == [
         str(folder / "config.json"),
+        str(folder / TOOL_TEMPLATE),
         str(folder / SHARDS[0]),
     ]
 
@@ -296,7 +299,7 @@ def test_a_disk_that_refuses(error: Exception, words: str) -> None:
     ),
     ({"tokenizer.json": b"{"}, "tokenizer.json: cannot be read"),
     ({"chat_template.jinja": b"{% if %}"}, "line 1 of the chat template cannot be compiled"),
-    ({"additional_chat_templates/tool_use.jinja": b"{% if %}"}, "tool_use.jinja: line 1 of the chat template"),
+    ({TOOL_TEMPLATE: b"{% if %}"}, "tool_use.jinja: line 1 of the chat template"),
     ({"generation_config.json": b'{"temperature": -1}'}, "temperature is -1"),
     ({"config.json": b"{"}, "config.json: cannot be read as JSON"),
     (

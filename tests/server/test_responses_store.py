@@ -9,6 +9,7 @@ from server.errors import SettingError
 from server.responses.store import ResponseStore
 from server.schema.responses import InputItem
 from tests.server.conftest import ANSWER, CALL, MODEL, WEATHER, FakeEngine, serve
+from tests.tables import rows
 
 TOOL = {"type": "function", **WEATHER["function"]}
 
@@ -35,6 +36,14 @@ def test_the_oldest_answers_go_when_the_size_is_reached(tmp_path):
     assert 1000 // 150 <= len(left) <= 1000 // 100
     assert not put(store, "large", size=2000)
     assert kept(store, [*names, "large"]) == left, "it would have taken the place of all others"
+
+
+@rows("num_spare_bytes, is_stored", (0, True), (-1, False))
+def test_an_answer_may_fill_the_store(tmp_path, num_spare_bytes, is_stored):
+    size = len(b'{"id":"r","text":"%b"}' % (b"x" * 100) + b'["r"]')
+    store = store_at(tmp_path, max_bytes=size + num_spare_bytes)
+    assert put(store, "r") is is_stored
+    assert kept(store, ["r"]) == ["r"] * is_stored
 
 
 def test_answers_that_are_too_old_are_neither_shown_nor_kept(tmp_path, monkeypatch):

@@ -8,8 +8,12 @@ import pytest
 import xgrammar
 
 from engine.grammar_spec import free_tokens, regex, repeated, sequence, text, token
+from loaders.chat_templates import TemplateText
 from loaders.tokenizer import load_tokenizer
+from server.config import ServerConfig
+from server.convert import Converter
 from server.parsers import choose_grammar, choose_parser
+from server.sampling_defaults import SamplingDefaults
 from server.structured.answers import arguments, schema_answer
 from server.structured.turn import CallRule, TurnRules
 from tests.server.conftest import ASSETS
@@ -211,6 +215,20 @@ DEEPSEEK_TURNS = [
 def test_deepseek_turns(deepseek, rules, template, opened, transcript, is_allowed):
     turn = turn_of(deepseek, rules, "<｜User｜>hi<｜Assistant｜>" + opened, TEMPLATES[template])
     assert deepseek.allows(turn, transcript) is is_allowed
+
+
+@rows("default, tool_use, spells_blocks", ("R1", "V3.1", False), ("V3.1", "R1", True), ("R1", None, True))
+def test_calls_are_spelled_as_the_template_that_renders_tools_does(deepseek, default, tool_use, spells_blocks):
+    tokenizer = ByteTokenizer()
+    tokenizer.named_tokens = {}
+    tokenizer.chat_template, tokenizer.tool_template = (
+        None if name is None else TemplateText(TEMPLATES[name], name) for name in (default, tool_use)
+    )
+    converter = Converter(tokenizer, ServerConfig(), SamplingDefaults())
+    grammar = converter.turn_grammar(TurnRules(param="tools", **MUST_CALL), tokenizer.encode("</think>"))
+    turn = json.loads(grammar.format_json)
+    for call, is_allowed in ((BLOCK, spells_blocks), (BARE, not spells_blocks)):
+        assert deepseek.allows(turn, IN_CALLS.format(call.format("f", GOOD))) is is_allowed
 
 
 @rows("prompt", "<think>\n", "</think>", "</think>\n", "</think>Well, ", "<｜Assistant｜>", "<｜tool▁output▁end｜>")
