@@ -51,7 +51,6 @@ def check_servable(folder: Path) -> None:
     try:
         family = make_family(read_config(folder))
         for layer in range(family.num_layers):
-            family.attention_spec(layer)
             list(family.layer_specs(layer, None))
     except ValueError as error:  # the error trees of the loaders and of the model begin there
         raise SettingError(f"--model: {error}") from error
