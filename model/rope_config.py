@@ -15,6 +15,7 @@ from model.errors import UnsupportedModelError
 RopeType = Literal["default", "yarn"]
 _KEYS = ("rope_parameters", "rope_scaling")
 _THETA = "rope_theta"
+_MAX_SCALE = 1000  # published ones are near 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,9 +81,7 @@ def _read(section: HfConfig, config: HfConfig, theta: float) -> RopeConfig:
         truncate=flag(section, "truncate", "truncate" not in section.raw),  # null is false
         mscale=_mscale(section, "mscale"),
         mscale_all_dim=_mscale(section, "mscale_all_dim"),
-        attention_factor=None
-        if section.get("attention_factor") is None
-        else positive_number(section, "attention_factor"),
+        attention_factor=None if section.get("attention_factor") is None else _scale(section, "attention_factor"),
     )
 
 
@@ -110,4 +109,11 @@ def _original_length(section: HfConfig, config: HfConfig) -> int:
 
 def _mscale(section: HfConfig, key: str) -> float | None:
     """None for 0 too: published code takes it for missing."""
-    return positive_number(section, key) if section.get(key) else None
+    return _scale(section, key) if section.get(key) else None
+
+
+def _scale(section: HfConfig, key: str) -> float:
+    value = positive_number(section, key)
+    if value > _MAX_SCALE:
+        raise UnsupportedModelError(f"{section.where}: {key} is {value:g}: it must be at most {_MAX_SCALE}")
+    return value

@@ -250,6 +250,7 @@ def test_the_format_of_the_quantized_layers(tmp_path: Path, section: dict[str, A
     "pattern, layers",
     ("model.layers.*.self_attn", {"model.layers.0.self_attn.q_proj"}),
     ("model.layers.*.self_attn*", {"model.layers.0.self_attn.q_proj"}),
+    ("re:.*self_attn", {"model.layers.0.self_attn.q_proj"}),
     ("re:.*self_attn.*", {"model.layers.0.self_attn.q_proj"}),
     ("self_attn", {"model.layers.0.self_attn.q_proj"}),
     ("model.layers.1", {"model.layers.1.mlp.gate_proj"}),

@@ -109,6 +109,8 @@ def test_original_length_falls_back_to_what_the_file_has(tmp_path: Path) -> None
     ({"mscale_all_dim": -1}, "mscale_all_dim is -1: it must be above 0"),
     ({"attention_factor": "1.0"}, "key 'attention_factor' must be a finite number"),
     ({"attention_factor": float("nan")}, "key 'attention_factor' must be a finite number"),
+    ({"mscale_all_dim": 1e308}, r"mscale_all_dim is 1e\+308: it must be at most 1000"),
+    ({"attention_factor": 1001}, "attention_factor is 1001: it must be at most 1000"),
     ({"attention_factor": -1.0}, "attention_factor is -1: it must be above 0"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported; supported: 1"),
     ({"rope_type": "llama3"}, "rope_type 'llama3' is not supported; supported: default, yarn"),
