@@ -154,7 +154,7 @@ class EngineCore:
             self._early_outputs.append(refusal_output(request.request_id, error))
             return
         sampling = request.sampling
-        stop_ids = frozenset() if sampling.ignore_eos else self._eos_ids.union(sampling.stop_token_ids)
+        stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self._eos_ids)
         seed = self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed
         if sampling.thinking is not None:
             logit_mask = both(logit_mask, ThinkingLimit(sampling.thinking, self._limits.vocab_size))

@@ -39,8 +39,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] = {}
-    stop_token_ids: tuple[int, ...] = ()  # the model's end-of-turn ids included
-    ignore_eos: bool = False  # the stop ids neither stop nor are forbidden
+    stop_token_ids: tuple[int, ...] = ()  # beside the model's EOS ids
+    ignore_eos: bool = False  # the model's EOS ids neither stop nor are forbidden
     logprobs: int | None = None  # None: none; N: the chosen token and the N best
     prompt_logprobs: int | None = None  # the same for every prompt token
     logprob_token_ids: tuple[int, ...] = ()  # with logprobs: the alternatives are these tokens, in this order

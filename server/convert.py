@@ -293,8 +293,9 @@ class Converter:
         prompt_logprobs: int | None = None,
         end_ids: Sequence[int],
     ) -> SamplingParams:
-        """The engine checks ids and ranges that depend on the model."""
+        """`end_ids` end a turn of this model. The engine checks ids and ranges that depend on the model."""
         defaults = self._defaults
+        turn_ends = () if wire.ignore_eos else end_ids
         return SamplingParams(
             max_tokens=max_tokens,
             min_tokens=wire.min_tokens or 0,
@@ -307,7 +308,7 @@ class Converter:
             frequency_penalty=wire.frequency_penalty or 0.0,
             repetition_penalty=_given(wire.repetition_penalty, defaults.repetition_penalty),
             logit_bias=wire.logit_bias,
-            stop_token_ids=tuple(dict.fromkeys([*end_ids, *(wire.stop_token_ids or ())])),
+            stop_token_ids=tuple(dict.fromkeys([*turn_ends, *(wire.stop_token_ids or ())])),
             ignore_eos=bool(wire.ignore_eos),
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,

@@ -106,15 +106,17 @@ def test_stop_token_ends_the_request_and_is_included(make_core):
 
 
 @in_both_orders
-def test_end_of_turn_and_stop_ids_stop_unless_ignored(make_core):
+def test_end_of_turn_ids_stop_unless_ignored_and_stop_ids_always(make_core):
+    """As in vLLM; a stop id of the client was ignored, too, and the answer ran to its whole budget."""
     free = alone(make_core, [9, 8], max_tokens=30, ignore_eos=True)
     model = FakeModel(eos_token_ids=(free[3],))
     assert run_all(make_core(model), [request("a", [9, 8], max_tokens=30)])["a"][-1].stop_reason == free[3]
     ignored = run_all(make_core(model), [request("a", [9, 8], max_tokens=30, ignore_eos=True)])["a"]
     assert tokens_of(ignored) == free
     assert ignored[-1].finish_reason == "length"
-    free = alone(make_core, [9, 8], max_tokens=30, ignore_eos=True)
-    assert alone(make_core, [9, 8], max_tokens=30, ignore_eos=True, stop_token_ids=(free[5],)) == free
+    own = run_all(make_core(model), [request("a", [9, 8], max_tokens=30, ignore_eos=True, stop_token_ids=(free[5],))])
+    assert tokens_of(own["a"]) == free[: free.index(free[5]) + 1]
+    assert own["a"][-1].stop_reason == free[5]
 
 
 @in_both_orders

@@ -122,6 +122,14 @@ def test_tokens_after_the_end_of_turn_are_billed_but_not_read_b01(chat, harmony,
         assert answer.usage.completion_tokens == len(harmony(transcript))
 
 
+@rows("ignores", False, True)
+def test_ends_of_the_turn_can_be_ignored_but_not_the_clients_own_stop_ids(chat, service, ignores):
+    chat(extra_body={"ignore_eos": ignores, "stop_token_ids": [1666]})
+    sampling = service.engine.requests[-1].sampling
+    assert sampling.ignore_eos is ignores
+    assert (1666 in sampling.stop_token_ids, len(sampling.stop_token_ids) > 1) == (True, not ignores)
+
+
 @rows("stream", False, True)
 def test_budget_spent_on_thinking_b23(chat, stream):
     answer = chat(max_tokens=6, stream=stream)
