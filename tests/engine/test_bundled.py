@@ -44,7 +44,7 @@ def test_more_pages_than_memory_are_refused_by_name(model):
 
 
 def test_a_context_beyond_the_models_is_refused_before_weights_are_read(monkeypatch):
-    """Field report B3: it was refused after them, without a way out."""
+    """It was refused after them, without a way out."""
     monkeypatch.setattr(TensorSource, "view", lambda _self, name: pytest.fail(f"{name} was read"))
     words = "max_model_len is 5000: .* at most 4096 tokens; lower --max-model-len, or raise max_position_embeddings in"
     with pytest.raises(EngineConfigError, match=words):

@@ -185,7 +185,7 @@ def test_nan_logits_fail_their_request_only(make_core, sampling):
 
 
 def test_a_model_that_would_fail_every_request_never_becomes_ready():
-    """Field report A6: a NaN in one weight gave a service that was ready, and a 500 for every request."""
+    """A NaN in one weight gave a service that was ready, and a 500 for every request."""
     with pytest.raises(EngineError, match="the first logits are NaN or infinite, so requests would fail"):
         fake_core(FakeModel(nan_after=0))
     fake_core(FakeModel(nan_after=0), load_format="dummy")

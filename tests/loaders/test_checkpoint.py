@@ -283,7 +283,7 @@ def test_a_file_the_index_names_but_that_is_missing(tmp_path: Path) -> None:
 
 
 def test_an_index_with_a_name_that_no_file_can_have(tmp_path: Path) -> None:
-    """Field report C: OSError 36."""
+    """It was an OSError 36."""
     write_index(tmp_path, {"a": "x" * 300})
     with pytest.raises(CheckpointError, match=r"the file that it names for tensor 'a' cannot be opened: .*too long"):
         Checkpoint.open(tmp_path)

@@ -324,7 +324,7 @@ def test_require_names_key_and_file(tmp_path: Path) -> None:
 
 @rows("value", 10**400, float("inf"), float("nan"), "1", True, [1])
 def test_a_number_must_be_finite(tmp_path: Path, value: Any) -> None:
-    """Field report C: a number of 400 digits was a traceback."""
+    """A number of 400 digits was a traceback."""
     config = write(tmp_path, {"eps": value})
     with pytest.raises(ModelConfigError, match=r"config\.json: key 'eps' must be a finite number, found .{1,50}$"):
         config.require("eps", float)
@@ -342,7 +342,7 @@ def test_an_object_inside_is_a_config_of_its_own(tmp_path: Path) -> None:
 
 @rows("value", 0, 1, -5, 10**12, 10**400, 4096.0, "4096", True)
 def test_an_impossible_context_is_refused(tmp_path: Path, value: Any) -> None:
-    """Field report C: they were tracebacks of torch."""
+    """They were tracebacks of torch."""
     config = write(tmp_path, {"max_position_embeddings": value})
     with pytest.raises(ModelConfigError, match=r"config\.json: key 'max_position_embeddings' must .{1,99}$"):
         _ = config.max_position_embeddings

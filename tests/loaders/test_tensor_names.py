@@ -72,7 +72,7 @@ def test_prediction_layers_are_skipped_in_one_line(
 )
 @rows("prefix", "model.", "")
 def test_a_wrong_number_of_layers_is_refused(tmp_path: Path, prefix: str, num_hidden_layers: int, words: str) -> None:
-    """Field report A1: with num_hidden_layers too small, real layers were skipped as prediction layers."""
+    """With num_hidden_layers too small, real layers were skipped as prediction layers."""
     source = save(tmp_path, layers(prefix, range(6)) | {f"{prefix}layers.5.eh_proj.weight": random_bf16(2, 4)})
     with pytest.raises(CheckpointError, match=words):
         skip_prediction_layers(source, num_hidden_layers)

@@ -41,7 +41,7 @@ def test_gpt_oss_without_its_optional_keys(tmp_path: Path) -> None:
 
 @rows("key", "num_local_experts", "num_experts")
 def test_both_spellings_of_the_experts(tmp_path: Path, key: str) -> None:
-    """Field report D5: transformers takes the second for the first."""
+    """Transformers takes the second for the first."""
     changes = {"num_local_experts": None, "num_experts": None} | {key: 6}
     assert family_of(tmp_path, make_gpt_oss(), changes).moe.num_experts == 6
     with pytest.raises(UnsupportedModelError, match="num_local_experts and num_experts contradict each other"):
@@ -55,7 +55,7 @@ def test_both_spellings_of_the_experts_per_token(tmp_path: Path, key: str) -> No
 
 
 def test_deepseek_without_its_optional_keys(tmp_path: Path) -> None:
-    """Field report A2: a scaling factor of 1.0 and no groups made nonsense of a model that relies on the defaults."""
+    """A scaling factor of 1.0 and no groups made nonsense of a model that relies on the defaults."""
     names = ("norm_topk_prob", "routed_scaling_factor", "n_group", "topk_group", "rms_norm_eps", "moe_layer_freq")
     names += ("n_shared_experts", "rope_parameters")
     family = family_of(tmp_path, make_deepseek(), dict.fromkeys(names))
@@ -77,7 +77,7 @@ def test_deepseek_with_null_for_its_groups_has_none(tmp_path: Path, nulls: tuple
 
 
 def test_deepseek_with_null_for_norm_topk_prob_leaves_weights_as_they_are(tmp_path: Path) -> None:
-    """Field report A2: transformers takes null for false."""
+    """Transformers takes null for false."""
     assert not family_of(tmp_path, make_deepseek(), {}, ["norm_topk_prob"]).moe.routing.normalize
 
 

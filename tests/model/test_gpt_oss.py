@@ -93,7 +93,7 @@ def test_both_spellings_of_rope_mean_the_same(tmp_path: Path, spelling: str) -> 
 
 
 def test_a_config_without_rope_has_yarn_as_in_transformers(tmp_path: Path) -> None:
-    """Field report A4: it ran plain rope."""
+    """It ran plain rope."""
     reference = make_gpt_oss(7, rope_parameters=None)
     tensors = state_by_file_name(reference, tmp_path)
     write(tmp_path, tensors, {"rope_parameters": None})

@@ -112,7 +112,7 @@ def test_missing_keys_and_wrong_types_name_the_key(saved: Any, tmp_path: Path) -
 def test_numbers_and_ids_that_no_model_has_are_refused(
     subtests: pytest.Subtests, saved: tuple[str, Path, Any], tmp_path: Path
 ) -> None:
-    """Field report A6, B3 and C: NaN for every request, a traceback, or an error after all weights were read."""
+    """NaN for every request, a traceback, or an error after all weights were read."""
     nan, inf = float("nan"), float("inf")
     names = {"gpt_oss": ("swiglu_alpha", "swiglu_limit"), "deepseek": ("routed_scaling_factor",)}[saved[0]]
     for name, value in itertools.product((*names, "rms_norm_eps"), (nan, inf, -inf, 10**400, "1", True)):

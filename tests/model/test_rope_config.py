@@ -125,7 +125,7 @@ def test_original_length_falls_back_to_what_the_file_has(tmp_path: Path) -> None
 def test_unusable_fields_are_refused_by_name(
     tmp_path: Path, spelling: str, changes: dict[str, Any], words: str
 ) -> None:
-    """Field report A4, A6 and C: served with NaN or another rope, or a traceback."""
+    """Served with NaN or another rope, or a traceback."""
     with pytest.raises((ModelConfigError, UnsupportedModelError), match=rf"config\.json, '{spelling}': .*{words}"):
         rope(tmp_path, {spelling: YARN | changes})
 
@@ -153,7 +153,7 @@ def test_unusable_configs_are_refused(tmp_path: Path, config: dict[str, Any], wo
     YARN | {"rope_theta": 5000.0},
 )
 def test_two_spellings_that_contradict_each_other_are_refused(tmp_path: Path, scaling: dict[str, Any]) -> None:
-    """Field report A3: `rope_scaling` beside `rope_parameters` was ignored."""
+    """A `rope_scaling` beside `rope_parameters` was ignored."""
     config = {"rope_parameters": YARN | {"rope_theta": 10000.0}, "rope_scaling": scaling}
     with pytest.raises(UnsupportedModelError, match="rope_parameters and rope_scaling contradict each other"):
         rope(tmp_path, config)
@@ -193,7 +193,7 @@ def test_two_spellings_that_agree_are_fine(tmp_path: Path, theta: dict[str, Any]
 def test_what_transformers_reads_and_saves_is_read_the_same(
     tmp_path: Path, family: Any, config: dict[str, Any]
 ) -> None:
-    """Field report A4: GPT-OSS without a word of rope has YaRN there. What it saves from any config is accepted."""
+    """GPT-OSS without a word of rope has YaRN there. What it saves from any config is accepted."""
     kind = {GptOssFamily: "gpt_oss", DeepseekV3Family: "deepseek_v3"}[family]
     config = config | {"model_type": kind, "max_position_embeddings": 512}
     got = rope(tmp_path, config, family.default_rope)

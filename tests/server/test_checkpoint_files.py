@@ -147,7 +147,7 @@ def test_a_damaged_template_is_refused_before_the_engine_starts_g29(model_folder
 
 
 def test_a_context_beyond_the_models_is_refused_before_the_engine_starts(model_folder):
-    """Field report B3: exit status 1 after all weights were loaded."""
+    """Exit status 1 after all weights were loaded."""
     line = refused(model_folder, "--max-model-len", "5000")
     assert "max_model_len is 5000: this model was made for at most 4096 tokens; lower --max-model-len, or" in line
 
