@@ -184,9 +184,9 @@ def _warmed_up(
     if ranks is not None:
         runner.share_tokens = ranks.share_tokens
     num_tokens = min(_WARM_UP_TOKENS, max_model_len)
-    first = run_prompt(runner, num_tokens)
+    step = run_prompt(runner, num_tokens)
     if config.load_format != "dummy":  # random bits may be any number
-        check_logits(first)
+        check_logits(step)
     runner.sampler.warm_up()
     if uses_graphs:
         graphs = _make_graphs(config, runner, max_model_len, step_tokens, spare_page=num_pages)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from loaders.errors import ModelConfigError
-from loaders.json_text import parse_json
+from loaders.json_text import read_object
 from loaders.quant_config import QuantScheme, read_quant_scheme
 
 
@@ -109,28 +109,18 @@ def read_config(folder: Path) -> HfConfig:
         raise ModelConfigError(f"{folder}: no such folder; give the folder that holds config.json")
     if not path.is_file():
         raise ModelConfigError(f"{path}: missing; {folder} is no model folder, or its download is unfinished")
-    raw = _read_object(path)
+    raw = read_object(path, ModelConfigError)
     generation_path, quant_path = folder / "generation_config.json", folder / "hf_quant_config.json"
     return HfConfig(
         path=path,
         raw=raw,
-        generation=_read_object(generation_path) if generation_path.is_file() else {},
+        generation=read_object(generation_path, ModelConfigError) if generation_path.is_file() else {},
         quantization=read_quant_scheme(
             path,
             next((raw[key] for key in _QUANT_KEYS if raw.get(key) is not None), None),
-            _read_object(quant_path) if quant_path.is_file() else None,
+            read_object(quant_path, ModelConfigError) if quant_path.is_file() else None,
         ),
     )
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        value = parse_json(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise ModelConfigError(f"{path}: cannot be read as JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelConfigError(f"{path}: must hold a JSON object")
-    return value
 
 
 def _is_kind(value: Any, kind: type | tuple[type, ...]) -> bool:

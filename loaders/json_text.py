@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 
@@ -15,3 +16,14 @@ def parse_json(data: bytes | str, object_pairs_hook: Callable[[list[tuple[str, A
         return json.loads(data, object_pairs_hook=object_pairs_hook)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def read_object(path: Path, error: Callable[[str], Exception]) -> dict[str, Any]:
+    """The object that a file holds. What is wrong with the file is raised as `error`, which gets the message."""
+    try:
+        value = parse_json(path.read_bytes())
+    except (OSError, ValueError) as cause:
+        raise error(f"{path}: cannot be read as JSON: {cause}") from cause
+    if not isinstance(value, dict):
+        raise error(f"{path}: must hold a JSON object")
+    return value

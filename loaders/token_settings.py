@@ -12,7 +12,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as RustTokenizer
 
 from loaders.errors import TokenizerError
-from loaders.json_text import parse_json
+from loaders.json_text import read_object
 
 _DECLARED = "added_tokens_decoder"
 _FLAGS = ("lstrip", "rstrip", "single_word", "normalized")
@@ -103,15 +103,7 @@ def _from_added_tokens(path: Path, special: list[str]) -> dict[int, AddedToken]:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        value = parse_json(path.read_bytes())
-    except ValueError as error:
-        raise TokenizerError(f"{path}: cannot be read as JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise TokenizerError(f"{path}: must hold a JSON object")
-    return value
+    return read_object(path, TokenizerError) if path.is_file() else {}
 
 
 def _token_text(value: Any) -> str | None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from loaders.json_text import parse_json
+from loaders.json_text import read_object
 from server.errors import SettingError
 
 # Lowest and highest value that the API accepts. Not read from its models, whose import would delay the engine's start.
@@ -39,12 +39,7 @@ def read_sampling_defaults(folder: Path) -> SamplingDefaults:
     path = folder / "generation_config.json"
     if not path.is_file():
         return SamplingDefaults()
-    try:
-        content = parse_json(path.read_bytes())
-    except ValueError as error:
-        raise SettingError(f"--model: {path} cannot be read as JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise SettingError(f"--model: {path} must hold a JSON object")
+    content = read_object(path, lambda message: SettingError(f"--model: {message}"))
     known = {name: _checked(name, content[name], path) for name in RANGES if content.get(name) is not None}
     if content.get("do_sample") is False:
         known["temperature"] = 0.0
