@@ -58,8 +58,12 @@ class EngineConfig:
         "text", "HTTP", "log lines as text, or as JSON with the ids of requests, in all processes"
     )
     device: str = setting("auto", "engine", "auto, cpu, cuda or cuda:N")
-    max_num_seqs: int = setting(64, "engine", "requests that run at the same time", low=1, high=100_000)
-    max_queued_requests: int = setting(512, "engine", "requests that may wait; more are refused with 429", low=0)
+    max_num_seqs: int = setting(
+        64, "engine", "requests that run at the same time, on each data-parallel rank", low=1, high=100_000
+    )
+    max_queued_requests: int = setting(
+        512, "engine", "requests that may wait, for each data-parallel rank; more are refused with 429", low=0
+    )
     max_num_batched_tokens: int | None = setting(
         None,
         "engine",
@@ -79,7 +83,7 @@ class EngineConfig:
     num_pages: int | None = setting(
         None,
         "engine",
-        "KV cache pages that hold page_size tokens in every layer; more tokens fit where layers have sliding windows",
+        "KV cache pages of each rank, page_size tokens in every layer; more fit where layers have sliding windows",
         default_text="what fits in memory",
         low=1,
     )

@@ -306,7 +306,7 @@ class EngineLink:
         self._limits = RequestLimits(
             vocab_size=info.vocab_size,
             max_model_len=info.max_model_len,
-            num_kv_tokens=info.num_kv_tokens,
+            num_kv_tokens=info.num_kv_tokens // self.config.data_parallel_size,
             max_grammar_bytes=self.config.max_grammar_bytes,
         )
         self.info = info

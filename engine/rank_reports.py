@@ -50,13 +50,14 @@ class RankReports:
         if min(len(self._infos), len(self._have_beaten)) < len(self._loop_age_s):
             return None
         num_ranks, infos = self._config.num_ranks, self._infos.values()
+        num_caches = self._config.data_parallel_size  # tensor-parallel ranks have the same pages
         if num_ranks == 1:
             return self._infos[0]
         return msgspec.structs.replace(
             self._infos[0],
             max_model_len=min(info.max_model_len for info in infos),
-            num_pages=min(info.num_pages for info in infos),
-            num_kv_tokens=min(info.num_kv_tokens for info in infos),
-            max_requests=self._config.max_requests * self._config.data_parallel_size,
+            num_pages=num_caches * min(info.num_pages for info in infos),
+            num_kv_tokens=num_caches * min(info.num_kv_tokens for info in infos),
+            max_requests=num_caches * self._config.max_requests,
             device=f"{num_ranks} ranks ({self._infos[0].device})",
         )

@@ -159,7 +159,7 @@ class LayerCheck(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """Sent once when the engine is ready to serve."""
+    """Sent once when the engine is ready to serve. Pages, tokens and requests are of all ranks together."""
 
     max_model_len: int
     vocab_size: int

@@ -24,8 +24,8 @@ _RANGES: dict[str, tuple[float, float, bool]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestLimits:
-    """What one engine can take: `vocab_size` ids, `max_model_len` tokens a request, `num_kv_tokens` tokens in all, and
-    grammars of `max_grammar_bytes`.
+    """What one engine can take: `vocab_size` ids, `max_model_len` tokens a request, `num_kv_tokens` tokens in the KV
+    cache of one data-parallel rank, and grammars of `max_grammar_bytes`.
     """
 
     vocab_size: int

@@ -29,7 +29,7 @@ class Ready:
         return f"{', '.join(self.names)} ready at {self.url}/v1 after {self.seconds:.1f} s"
 
     def as_json(self) -> dict[str, Any]:
-        """For programs that start the service. Sizes are bytes, of one rank if there are several."""
+        """For programs that start the service. Sizes are bytes, of one rank if there are several; tokens are of all."""
         info = self.info
         worst = worst_check(info)
         return {

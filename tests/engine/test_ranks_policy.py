@@ -115,7 +115,7 @@ def test_ranks_are_ready_together_within_the_limits_of_the_smallest():
         assert reports.info() is None, "not every heart has beaten here"
         reports.on_beat(beat(rank))
     info = reports.info()
-    assert (info.num_pages, info.num_kv_tokens) == (9, 36)
+    assert (info.num_pages, info.num_kv_tokens) == (2 * 9, 2 * 36), "of both data-parallel ranks"
     assert (info.max_requests, info.device) == (2 * RANKS.max_requests, "4 ranks (none)")
 
 
