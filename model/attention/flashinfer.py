@@ -54,6 +54,8 @@ class FlashInferAttention(TritonAttention):
         self._backend = "fa3" if self.arch == _HOPPER else "fa2"
         self._workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._indices_N: torch.Tensor | None = None  # of captured steps, which take turns
+        # The library copies each plan from pinned memory of its own, which the next plan overwrites.
+        self._copied = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     @classmethod
     def unsupported_reason(cls, spec: AttentionSpec, device: torch.device) -> str | None:
@@ -162,6 +164,8 @@ class FlashInferAttention(TritonAttention):
             kv_indices=self._page_ids(plan.table_BP, num_pages),
             kv_len_arr=self._on_host(seq_lens),
         )
+        if self._copied is not None:
+            self._copied.synchronize()  # a step that still runs has begun with its copy, so this hardly waits
         for spec, wrapper in plan.wrappers.items():
             wrapper.plan(
                 metadata=metadata, num_heads=spec.num_heads, head_dim_ckv=spec.value_dim,
@@ -169,6 +173,8 @@ class FlashInferAttention(TritonAttention):
                 sm_scale=spec.scale, q_data_type=self.dtypes.model, kv_data_type=self.dtypes.kv,
                 query_layout="packed", kv_cache_layout="packed",
             )  # fmt: skip
+        if self._copied is not None:
+            self._copied.record()
 
     def _page_ids(self, table_BP: torch.Tensor, num_pages: Sequence[int]) -> torch.Tensor:
         """The first `num_pages[b]` ids of each row, one row after the other, int32 [N], made on the device."""

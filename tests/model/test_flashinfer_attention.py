@@ -1,6 +1,7 @@
 """Attention by FlashInfer with the library's real wrapper over emulated kernels: numbers, replays, what is refused."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -201,3 +202,17 @@ def test_auto_takes_triton_and_says_why(kv_dtype: torch.dtype, monkeypatch: pyte
     monkeypatch.setattr(TritonAttention, "unsupported_reason", classmethod(lambda cls, spec, device: None))
     assert choose_attention([DEEPSEEK], CUDA, AttentionDtypes(kv=kv_dtype), "sm90") == "triton"
     assert "126 tokens/s instead of 439" in str(base.not_chosen_reason("flashinfer", [DEEPSEEK], "sm90"))
+
+
+def test_no_plan_is_made_before_the_last_one_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library's pinned memory is used again for each plan, and its copies do not wait."""
+    flashinfer_mla.install(monkeypatch, "sm90")
+    requests, order = Requests(), []
+    wrapper = requests.attention._mla.BatchMLAPagedAttentionWrapper
+    plan = wrapper.plan
+    event = SimpleNamespace(synchronize=lambda: order.append("wait"), record=lambda: order.append("copied"))
+    monkeypatch.setattr(wrapper, "plan", lambda *args, **options: (order.append("plan"), plan(*args, **options))[1])
+    monkeypatch.setattr(requests.attention, "_copied", event)
+    for _ in range(2):
+        requests.attention.plan(requests.step({"a": 1}))
+    assert order == ["wait", "plan", "copied"] * 2
