@@ -23,6 +23,7 @@ from engine.scheduler import Scheduler
 from engine.sequence import Chunk, LogitMask, Sequence
 from engine.step_sizes import StepSizes
 from engine.thinking import ThinkingLimit, both
+from engine.token_masks import has_no_token
 from engine.types import EngineInfo, EngineOutput, EngineRequest, EngineStats, ExpertLoad, FinishReason, TokenLogprobs
 from engine.validate import RequestLimits, check_request, overloaded_output, refusal_output
 from loaders.phases import StartPhases
@@ -34,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 _INTERNAL_ERROR = "the engine failed on this request; its log says why"
 _NOT_FINITE = "the model's output for this request was not a number"
-_NO_TOKEN = "no token may follow in the answer's grammar, or the model's output was not a number"
+_NO_TOKEN = "the answer cannot go on: the rules of this request forbid every token"
 
 
 class EngineCore:
@@ -307,15 +308,22 @@ class EngineCore:
         seq = chunk.seq
         if row is None or not row.is_finite:
             self._scheduler.remove(seq.request_id)
-            self._num_not_finite += row is not None and seq.grammar is None  # a grammar may have barred all tokens
-            error = _INTERNAL_ERROR if row is None else _NOT_FINITE if seq.grammar is None else _NO_TOKEN
-            return _make_output(seq, finish_reason="error", error=error)
+            return _make_output(seq, finish_reason="error", error=self._why_no_token(seq, row))
         self._scheduler.commit(chunk)
         if row.prompt_logprobs is not None:
             seq.prompt_logprobs[chunk.start + 1 :] = row.prompt_logprobs
         if row.token is None:
             return None
         return self._accept(seq, row.token, row.logprobs)
+
+    def _why_no_token(self, seq: Sequence, row: RowResult | None) -> str:
+        """The error of a request for which a step brought nothing. Counts it if the model is to blame."""
+        if row is None:
+            return _INTERNAL_ERROR
+        if has_no_token(seq, self._limits.vocab_size):
+            return _NO_TOKEN
+        self._num_not_finite += 1
+        return _NOT_FINITE
 
     def _accept(self, seq: Sequence, token: int, logprobs: TokenLogprobs | None) -> EngineOutput:
         with_prompt = seq.wants_prompt_logprobs

@@ -127,12 +127,9 @@ class StepEdits:
         return np.pad(words, (0, len(words) % 2)).view(np.int64)
 
     def add_bias(self, seq: Sequence, logit_row: int) -> None:
-        """Add the bias of a request, and forbid its stop tokens for as long as it must go on."""
-        changes = seq.sampling.logit_bias
-        if seq.must_go_on and seq.stop_ids:
-            changes = changes | dict.fromkeys(seq.stop_ids, float("-inf"))
-        self.bias_cells += [(logit_row << 32) + token for token in changes]
-        self.bias_values += changes.values()
+        """Add the bias of a request."""
+        self.bias_cells += [(logit_row << 32) + token for token in seq.sampling.logit_bias]
+        self.bias_values += seq.sampling.logit_bias.values()
 
 
 def row_numbers(
@@ -152,7 +149,7 @@ def row_numbers(
         if not seq.is_plain_greedy:
             if rule.has_penalties or mask_start >= 0:
                 edits.rows.append(index)
-            if seq.sampling.logit_bias or seq.sampling.min_tokens:
+            if seq.sampling.logit_bias:
                 edits.add_bias(seq, logit_row)
         draw = uniform(seq.seed, seq.num_output) if rule.kind else 0.0
         ints.append((

@@ -1,4 +1,4 @@
-"""Logits processors: bias, penalties, forbidden stop tokens, masks. They change logits and choose nothing.
+"""Logits processors: bias, penalties, masks. They change logits and choose nothing.
 
 They read the tokens that the host knows, so they run after the step before is collected. The model computes meanwhile.
 
@@ -39,7 +39,6 @@ class LogitsProcessors:
         self.seen = TokenCounts(seq, vocab_size, device) if has_penalties(seq) else None
         self.bias_ids = to_device(list(sampling.logit_bias), torch.int64, device)
         self.bias = to_device(list(sampling.logit_bias.values()), torch.float32, device)
-        self.stop_ids = to_device(sorted(seq.stop_ids), torch.int64, device)
 
     def apply(self, logits_V: torch.Tensor, seq: Sequence) -> None:
         """Change one row in place."""
@@ -48,8 +47,6 @@ class LogitsProcessors:
             _penalize(logits_V, self.seen, seq)
         if len(self.bias):
             logits_V[self.bias_ids] += self.bias
-        if seq.must_go_on and len(self.stop_ids):
-            logits_V.index_fill_(0, self.stop_ids, float("-inf"))
 
 
 def _penalize(logits_V: torch.Tensor, seen: TokenCounts, seq: Sequence) -> None:
@@ -65,18 +62,19 @@ def _penalize(logits_V: torch.Tensor, seen: TokenCounts, seq: Sequence) -> None:
         logits_V -= sampling.presence_penalty * (seen.counts_V > 0)
 
 
-def process_logits(logits_RV: torch.Tensor, seqs: ListLike[Sequence]) -> None:
-    """Run the logits processors of each sequence on its row, in place."""
+def process_logits(logits_RV: torch.Tensor, seqs: ListLike[Sequence]) -> bool:
+    """Run the logits processors of each sequence on its row, in place. Returns whether a row was masked."""
     for row, seq in enumerate(seqs):
-        sampling = seq.sampling
-        if sampling.logit_bias or sampling.min_tokens or has_penalties(seq):
+        if seq.sampling.logit_bias or has_penalties(seq):
             if seq.sampler_state is None:
                 seq.sampler_state = LogitsProcessors(seq, logits_RV.shape[1], logits_RV.device)
             seq.sampler_state.apply(logits_RV[row], seq)
     masks = make_masks(seqs, logits_RV.shape[1])
-    if masks is not None:
-        device = logits_RV.device
-        rows_E = to_device(masks.rows, torch.int64, device)
-        forbidden_EV = to_device(~masks.allowed_EV(logits_RV.shape[1]), torch.bool, device)
-        allowed_EV = logits_RV.index_select(0, rows_E).masked_fill_(forbidden_EV, float("-inf"))
-        logits_RV.index_copy_(0, rows_E, allowed_EV)
+    if masks is None:
+        return False
+    device = logits_RV.device
+    rows_E = to_device(masks.rows, torch.int64, device)
+    forbidden_EV = to_device(~masks.allowed_EV(logits_RV.shape[1]), torch.bool, device)
+    allowed_EV = logits_RV.index_select(0, rows_E).masked_fill_(forbidden_EV, float("-inf"))
+    logits_RV.index_copy_(0, rows_E, allowed_EV)
+    return True

@@ -238,7 +238,7 @@ def _logit_rows(step: StepBatch, query_ends: np.ndarray) -> np.ndarray:
 
 
 class RowResult(msgspec.Struct, frozen=True, eq=False):
-    """The result of one row of a step: a token if it samples, unless its logits were not finite."""
+    """The result of one row of a step: a token if it samples and its logits are finite and not all forbidden."""
 
     token: int | None = None
     is_finite: bool = True

@@ -25,12 +25,12 @@ from engine.sequence import GREEDY_TEMPERATURE, Sequence
 from engine.transfer import Mark, to_device, to_host
 from engine.types import TokenLogprobs
 
-_BROKEN = -1  # stands for a token id where the row's logits are not finite
+_BROKEN = -1  # stands for a token id where the row's logits are not finite, or all of them forbidden
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """Per row: the token, None where the logits were not finite; log-probabilities where they were asked for."""
+    """Per row: the token, None if the logits were not finite or all were forbidden; log-probabilities if asked for."""
 
     tokens: list[int | None]
     logprobs: list[TokenLogprobs | None]
@@ -38,7 +38,7 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class PendingTokens:
-    """Tokens that the device chooses. `tokens_R` stays there, -1 where the logits are not finite."""
+    """Tokens that the device chooses. `tokens_R` stays there, -1 in rows without a token."""
 
     tokens_R: torch.Tensor
     host_tokens_R: torch.Tensor
@@ -127,8 +127,7 @@ def launch_sampling(logits_RV: torch.Tensor, seqs: list[Sequence]) -> PendingTok
     wanted_W = to_device(wanted, torch.int64, device)
     raw_WV = torch.log_softmax(logits_RV.index_select(0, wanted_W), dim=-1) if wanted else None
     listed = launch_listed(logits_RV, list(range(len(seqs))), [seq.sampling.logprob_token_ids for seq in seqs])
-    process_logits(logits_RV, seqs)
-    if any(seq.logit_mask or seq.grammar for seq in seqs):  # a mask may forbid every token
+    if process_logits(logits_RV, seqs):  # a mask may forbid every token
         is_broken_R |= logits_RV.amax(dim=-1) == float("-inf")
         logits_RV.masked_fill_(is_broken_R[:, None], 0.0)
     tokens_R = _choose(logits_RV, seqs)

@@ -135,11 +135,6 @@ class Sequence:
         return len(self.token_ids) - self.num_prompt
 
     @property
-    def must_go_on(self) -> bool:
-        """Whether `min_tokens` forbids the stop tokens. With a grammar that is for `token_masks` to say."""
-        return self.num_output < self.sampling.min_tokens and self.grammar is None
-
-    @property
     def num_pending(self) -> int:
         """Tokens that are still to be fed, promised ones included; 1 in plain decoding."""
         return min(len(self.token_ids) + self.num_promised, self.max_fed) - self.num_computed

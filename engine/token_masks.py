@@ -30,52 +30,72 @@ class TokenMasks:
 
 
 def make_masks(seqs: ListLike[Sequence], vocab_size: int) -> TokenMasks | None:
-    """The masks of the sequences that have a grammar or a mask of their own; None if none has."""
-    allowed_by_row: dict[int, np.ndarray] = {}
-    matchers: dict[int, GrammarMatcher] = {}
-    for row, seq in enumerate(seqs):
-        if seq.grammar is not None:
-            matchers[row] = seq.grammar
-        if seq.logit_mask is not None:
-            allowed_V = seq.logit_mask(seq.token_ids[seq.num_prompt :])
-            if allowed_V is not None:
-                allowed_by_row[row] = allowed_V
-    if not matchers and not allowed_by_row:
+    """The masks of the sequences that may not choose every token; None if all may.
+
+    Three rules may restrict a row, in this order: its grammar, its own mask, `min_tokens`. A rule that would leave none
+    of the tokens that those before it allow is not applied.
+    """
+    restricted = [(row, seq) for row, seq in enumerate(seqs) if not seq.is_plain_greedy]
+    matchers = {row: seq.grammar for row, seq in restricted if seq.grammar is not None}
+    allowed_by_row = {row: allowed_V for row, seq in restricted if (allowed_V := _own_mask(seq)) is not None}
+    stops_by_row = {row: stop_ids for row, seq in restricted if (stop_ids := _stops_too_early(seq))}
+    rows = [*matchers, *sorted((allowed_by_row.keys() | stops_by_row.keys()) - matchers.keys())]
+    if not rows:
         return None
-    rows = [*matchers, *(row for row in allowed_by_row if row not in matchers)]
     words_EN = np.zeros((len(rows), -(-vocab_size // 32)), dtype=np.int32)
+    words_EN[len(matchers) :] = -1
     if matchers:
         fill_masks(list(matchers.values()), words_EN)
-        words_EN[:, -1] &= _LAST_WORD[vocab_size % 32]  # the rest may be set
-        for row, matcher, words_N in zip(matchers, matchers.values(), words_EN, strict=False):
-            _apply_stop_rules(words_N, seqs[row], matcher)
-    for row, allowed_V in allowed_by_row.items():
-        own_N = np.zeros_like(words_EN[0])
-        bits = np.packbits(allowed_V, bitorder="little")
-        own_N.view(np.uint8)[: len(bits)] = bits
-        _restrict(words_EN[rows.index(row)], own_N, has_grammar=row in matchers)
+    words_EN[:, -1] &= _LAST_WORD[vocab_size % 32]
+    for row, words_N in zip(rows, words_EN, strict=True):
+        if row in matchers:
+            _allow_stops(words_N, seqs[row], matchers[row])
+        if row in allowed_by_row:
+            _apply_mask(words_N, allowed_by_row[row], has_grammar=row in matchers)
+        if row in stops_by_row:
+            _forbid_stops(words_N, stops_by_row[row])
     return TokenMasks(rows, words_EN)
 
 
-def _restrict(words_N: np.ndarray, own_N: np.ndarray, *, has_grammar: bool) -> None:
-    """Allow what a mask and the row's grammar, if it has one, both allow; if that is nothing, the grammar decides."""
-    joint_N = words_N & own_N if has_grammar else own_N
+def has_no_token(seq: Sequence, vocab_size: int) -> bool:
+    """Whether the grammar or the mask of a sequence forbids every token that could come next."""
+    masks = make_masks([seq], vocab_size)
+    return masks is not None and not masks.words_EN.any()
+
+
+def _own_mask(seq: Sequence) -> np.ndarray | None:
+    return None if seq.logit_mask is None else seq.logit_mask(seq.token_ids[seq.num_prompt :])
+
+
+def _stops_too_early(seq: Sequence) -> frozenset[int]:
+    """The tokens that would end the answer before `min_tokens`; none once it has so many."""
+    if seq.num_output >= seq.sampling.min_tokens:
+        return frozenset()
+    return seq.stop_ids if seq.grammar is None else seq.stop_ids | seq.grammar.eos_ids
+
+
+def _allow_stops(words_N: np.ndarray, seq: Sequence, matcher: GrammarMatcher) -> None:
+    """Where the answer may end, every stop token of the request may end it."""
+    if not matcher.eos_ids.issuperset(seq.stop_ids) and matcher.is_complete:
+        _set_bits(words_N, seq.stop_ids)
+
+
+def _apply_mask(words_N: np.ndarray, allowed_V: np.ndarray, *, has_grammar: bool) -> None:
+    """Allow what a row's own mask and its grammar both allow; if that is nothing, the grammar, if any, decides."""
+    joint_N = np.zeros_like(words_N)
+    bits = np.packbits(allowed_V, bitorder="little")
+    joint_N.view(np.uint8)[: len(bits)] = bits
+    joint_N &= words_N
     if not has_grammar or joint_N.any():
         words_N[:] = joint_N
 
 
-def _apply_stop_rules(words_N: np.ndarray, seq: Sequence, matcher: GrammarMatcher) -> None:
-    """Where the answer may end, every stop token of the request may end it, but not before `min_tokens`.
-
-    A grammar that has nothing else to offer ends all the same.
-    """
-    if not matcher.eos_ids.issuperset(seq.stop_ids) and matcher.is_complete:
-        _set_bits(words_N, seq.stop_ids)
-    if seq.num_output < seq.sampling.min_tokens:
-        others_N = words_N.copy()
-        _clear_bits(others_N, seq.stop_ids | matcher.eos_ids)
-        if others_N.any():
-            words_N[:] = others_N
+def _forbid_stops(words_N: np.ndarray, stop_ids: frozenset[int]) -> None:
+    """Forbid the stop tokens, unless nothing else may follow: then the answer ends before `min_tokens`."""
+    others_N = words_N.copy()
+    _clear_bits(others_N, stop_ids)
+    if others_N.any():
+        words_N[:] = others_N
 
 
 def _set_bits(words_N: np.ndarray, token_ids: frozenset[int]) -> None:

@@ -116,6 +116,7 @@ KINDS = [
     {"mask": lambda ids: np.arange(300) % 3 == 0, "temperature": 0.0}, {"top_k": 70, "top_p": 0.6, "logprobs": 1},
     {"mask": lambda ids: np.arange(300) == 299, "top_p": 0.5, "frequency_penalty": 1.0, "output": [1]},
     {"logit_bias": {4: 90.0}, "logprobs": 0, "logprob_token_ids": (299, 4)},
+    {"mask": lambda ids: np.arange(300) == 7, "min_tokens": 5, "stop_ids": [7], "temperature": 0.0},
 ]  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 
 from engine.errors import EngineError
@@ -181,7 +182,20 @@ def test_nan_logits_fail_their_request_only(make_core, sampling):
     outputs = run_all(core, [request("good", [1, 2], ignore_eos=True, **sampling), request("bad", [7, 42], **sampling)])
     assert [output.finish_reason for output in outputs["bad"]] == ["error"]
     assert "not a number" in outputs["bad"][0].error
+    assert core.stats().num_not_finite == 1
     assert tokens_of(outputs["good"]) == alone(make_core, [1, 2], ignore_eos=True, **sampling)
+
+
+@in_both_orders
+@rows("sampling", {}, SAMPLED | {"logprobs": 1})
+def test_a_request_that_forbids_every_token_does_not_blame_the_model(make_core, sampling):
+    """The metric of logits that are not finite counted it."""
+    core = make_core()
+    core.add(request("a", [1, 2], **sampling), lambda generated: np.full(97, len(generated) < 2))
+    outputs = run_all(core)["a"]
+    assert len(tokens_of(outputs)) == 2
+    assert "forbid every token" in outputs[-1].error
+    assert core.stats().num_not_finite == 0
 
 
 def test_a_model_that_would_fail_every_request_never_becomes_ready():

@@ -267,3 +267,10 @@ def test_a_grammar_that_gets_too_slow_fails_its_request_alone(make, monkeypatch)
 def test_a_request_with_a_grammar_survives_the_wire():
     item = bound("a", FORMATS["schema"])
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(item), type=type(item)) == item
+
+
+def test_a_model_whose_logits_are_not_finite_is_blamed_with_a_grammar_too():
+    core = make_core(FakeModel(nan_after=6))
+    [outputs] = run_all(core, [bound("r", text("abc"))]).values()
+    assert "not a number" in outputs[-1].error
+    assert core.stats().num_not_finite == 1

@@ -79,6 +79,18 @@ def test_the_engine_forces_the_tokens(make_core):
     assert len(tokens) == 12
 
 
+@in_both_orders
+@rows("stop, num_tokens", (91, 6), (92, 7))
+def test_a_forced_stop_token_ends_the_answer_before_min_tokens(make_core, stop, num_tokens):
+    budget = ThinkingBudget(num_tokens=5, begin_ids=(90,), end_ids=(91,), close_ids=(91, 92), begins_inside=True)
+    core = make_core(FakeModel(eos_token_ids=()))
+    item = request("a", [5, 6], 20, thinking=budget, min_tokens=15, stop_token_ids=(stop,))
+    [outputs] = run_all(core, [item]).values()
+    assert (outputs[-1].finish_reason, outputs[-1].stop_reason) == ("stop", stop)
+    assert len(tokens_of(outputs)) == num_tokens
+    assert core.stats().num_not_finite == 0
+
+
 def test_a_preempted_answer_keeps_its_count():
     budget = ThinkingBudget(num_tokens=30, begin_ids=(90,), end_ids=(91,), close_ids=(91,), begins_inside=True)
     asked = [request(name, [5, 6, number], 60, thinking=budget) for number, name in enumerate("abcd")]

@@ -9,8 +9,9 @@ import torch
 from engine.gpu_params import RequestRules, row_numbers
 from engine.grammar_spec import free_tokens, regex, text
 from engine.logits import process_logits
+from engine.sampler import launch_sampling
 from engine.sequence import Sequence
-from engine.token_masks import make_masks
+from engine.token_masks import has_no_token, make_masks
 from tests.engine.grammars import EOS, bound, compiler, ids
 from tests.engine.requests import request
 from tests.interpreter import waits_for_interpreter
@@ -102,6 +103,50 @@ def test_stop_tokens_may_come_where_the_answer_may_end(pattern, output, min_toke
     found = set(np.flatnonzero(allowed).tolist())
     assert found & {EOS, Z} == stops
     assert bool(found - {EOS, Z}) == has_more
+
+
+A, B = ids("ab")
+EVERY = frozenset(range(97))
+
+
+def only(allowed):
+    """A mask of these tokens; none for None."""
+    return None if allowed is None else lambda generated: np.isin(np.arange(97), list(allowed))
+
+
+def by_definition(*rules):
+    """What is left of all tokens when each rule in turn takes effect, unless it would leave nothing."""
+    left = EVERY
+    for rule in rules:
+        left = left & rule or left
+    return left
+
+
+@rows("stops", {Z}, {A, Z}, EVERY - {A}, EVERY)
+@rows("mask", None, {Z}, {EOS}, {A, B}, EVERY - {A}, EVERY - {Z})
+@rows(
+    "pattern, output, by_grammar",
+    (None, "", EVERY), ("[az]", "", {A, Z}), ("z", "", {Z}), ("ab?", "a", {B, EOS}), ("ab?", "ab", {EOS}),
+)  # fmt: skip
+def test_no_pair_of_rules_forbids_every_token(pattern, output, by_grammar, mask, stops):
+    """A stop token that a reasoning budget forced was forbidden by `min_tokens`: a 500 that blamed the model."""
+    format_ = None if pattern is None else regex(pattern)
+    for min_tokens in (0, 9):
+        seq = sequence(
+            0, only(mask), format_, output, min_tokens=min_tokens, stop_token_ids=tuple(stops), temperature=0.0
+        )
+        ends = stops | {EOS} if EOS in by_grammar and pattern else frozenset()
+        held_back = stops | {EOS} if min_tokens else frozenset()
+        want = by_definition(by_grammar | ends, EVERY if mask is None else mask, EVERY - held_back)
+        made = make_masks([seq], 97)
+        found = EVERY if made is None else set(np.flatnonzero(made.allowed_EV(97)[0]).tolist())
+        assert found == want
+        assert launch_sampling(torch.zeros(1, 97), [seq]).read().tokens == [min(want)]
+        assert not has_no_token(seq, 97)
+
+
+def test_a_mask_of_no_token_leaves_none():
+    assert has_no_token(sequence(0, only(()), min_tokens=2), 97)
 
 
 def test_a_mask_follows_each_token():
