@@ -173,7 +173,7 @@ class EngineCore:
             self._early_outputs.append(_make_output(seq, finish_reason="abort"))
 
     def reset_prefix_cache(self) -> None:
-        """Forget the prompts so far: no request from now on reuses their pages. Those that run keep their own."""
+        """Forget the prompts so far: no request from now on reuses pages of those before it, which keep their own."""
         self._scheduler.reset_prefix_cache()
 
     def step(self) -> list[EngineOutput]:

@@ -44,6 +44,7 @@ class Paging:
         seq.sliding_pages = [NO_PAGE] * seq.num_slid_pages + sliding
         seq.num_computed = num_matched * self._page_size
         seq.num_remembered_pages = num_matched
+        seq.cache_epoch = 0 if self._cache is None else self._cache.epoch
         seq.num_sent_pages = 0
         seq.num_sent_sliding_pages = seq.num_slid_pages
         return True
@@ -73,9 +74,14 @@ class Paging:
         return min(num_tokens, len(seq.sliding_pages) * self._page_size - seq.num_computed)
 
     def commit(self, seq: Sequence, num_written: int) -> None:
-        """The keys of the first `num_written` tokens are written: full pages become findable, unseen ones go."""
-        if self._cache is not None and num_written // self._page_size > seq.num_remembered_pages:
-            self._remember(self._cache, seq, num_written // self._page_size)
+        """The keys of the first `num_written` tokens are written: full pages become findable, unseen ones go.
+
+        A request that was admitted before the prefixes were forgotten makes nothing findable: the first of its pages,
+        without which the later ones are of no use, are from before.
+        """
+        cache, num_full = self._cache, num_written // self._page_size
+        if cache is not None and num_full > seq.num_remembered_pages and seq.cache_epoch == cache.epoch:
+            self._remember(cache, seq, num_full)
         if not self._is_sliding:
             return
         first, gone = self._needs.first_visible(num_written), seq.num_slid_pages
@@ -93,7 +99,7 @@ class Paging:
         seq.num_slid_pages = 0
 
     def forget_prefixes(self) -> None:
-        """Let no request reuse what has been computed so far; those that run keep their pages."""
+        """Let no request reuse what the requests so far compute; those that run keep their pages."""
         if self._cache is not None:
             self._cache.clear()
 

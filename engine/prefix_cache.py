@@ -29,9 +29,10 @@ def extend_keys(keys: list[bytes], token_ids: list[int], page_size: int, num_pag
 
 
 class PrefixCache:
-    """Map from page key to the page that holds it."""
+    """Map from page key to the page that holds it. `epoch` goes up whenever all keys are forgotten."""
 
     def __init__(self, pages: PageAllocator) -> None:
+        self.epoch = 0
         self._pages = pages
         self._page_of_key: dict[bytes, int] = {}
         self._key_of_page: dict[int, bytes] = {}
@@ -63,6 +64,7 @@ class PrefixCache:
 
     def clear(self) -> None:
         """Forget all keys. Pages that nobody refers to become free."""
+        self.epoch += 1
         for page in self._key_of_page:
             self._pages.drop(page)
         self._page_of_key.clear()

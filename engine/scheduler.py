@@ -84,7 +84,7 @@ class Scheduler:
         return seq
 
     def reset_prefix_cache(self) -> None:
-        """Let no request that starts from now on reuse what has been computed so far."""
+        """Let no request that starts from now on reuse what those before it compute."""
         self._paging.forget_prefixes()
 
     def schedule(self, max_prompt_tokens: int | None = None) -> list[Chunk]:

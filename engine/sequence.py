@@ -41,6 +41,7 @@ class Sequence:
     `row` is its line in the page table of the runner, -1 unless it runs; steps have told of `num_sent_pages` pages
     and `num_sent_sliding_pages` sliding ones.
     `added_s` and `started_s` are when the request was queued and first admitted, by the clock of the core.
+    Its pages become findable as long as the prefix cache's epoch is its `cache_epoch`, that of its last admission.
     `grammar` is set, for a request that has one, before it is scheduled; it has accepted every generated token but a
     stop token, which ends the request.
     `sampler_state` belongs to the sampler and lives as long as the request.
@@ -49,6 +50,7 @@ class Sequence:
     __slots__ = (
         "added_s",
         "arrival",
+        "cache_epoch",
         "grammar",
         "is_plain_greedy",
         "logit_mask",
@@ -109,6 +111,7 @@ class Sequence:
         self.num_slid_pages = 0
         self.page_keys: list[bytes] = []
         self.num_remembered_pages = 0
+        self.cache_epoch = 0
         self.row = -1
         self.num_sent_pages = 0
         self.num_sent_sliding_pages = 0

@@ -19,9 +19,11 @@ from engine.rank_client import RankedEngineClient
 from engine.step_profile import StepProfile
 from engine.types import CallOff
 from tests.engine.fake_worker import INFO
-from tests.engine.fakes import in_both_orders
+from tests.engine.fakes import FakeModel, fake_core, in_both_orders
 from tests.engine.requests import request, run_all, tokens_of
 from tests.engine.test_client import DEADLINE_S, running, until
+from tests.engine.windowed import WindowedModel
+from tests.tables import rows
 
 
 def test_a_cleared_cache_keeps_pages_in_use_and_frees_idle_ones():
@@ -53,6 +55,25 @@ def test_requests_go_on_while_prompts_are_forgotten(make_core):
     third = run_all(core, [request("third", prompt, 20, ignore_eos=True)])["third"]
     assert (tokens_of(third), third[-1].num_cached_tokens) == (expected, 0)
     assert core.stats().num_pages_used == 0
+
+
+@rows("make_model", FakeModel, WindowedModel)
+@rows("num_prompt", 1, 3, 9)
+@rows("num_steps", 1, 2, 5, 9)
+def test_nothing_of_a_running_request_is_reused_after_a_reset(make_model, num_prompt, num_steps):
+    """A page that became full after the reset was found, with tokens from before; later ones lay idle, unfindable."""
+    core = fake_core(make_model(eos_token_ids=()))
+    cache = core._scheduler._paging._cache
+    prompt = list(range(5, 5 + num_prompt))
+    core.add(request("old", prompt, 20))
+    outputs = [output for _ in range(num_steps) for output in core.step()]
+    core.reset_prefix_cache()
+    outputs += run_all(core)["old"]
+    assert len(cache) == 0
+    answered = prompt + tokens_of(outputs)
+    for name, num_cached in (("new", 0), ("later", 16)):
+        [again] = run_all(core, [request(name, answered[:18], 1)]).values()
+        assert again[-1].num_cached_tokens == num_cached
 
 
 def test_a_profile_is_a_trace_of_what_the_engine_ran(tmp_path):
