@@ -3,6 +3,8 @@
 Every rank of the engine makes the same calls in the same order, since they meet in collectives.
 """
 
+from dataclasses import dataclass
+
 import torch
 
 from engine.transfer import Mark, to_host
@@ -11,6 +13,14 @@ from model.balance import ExpertBalance
 from moe.group import SINGLE_RANK, Group
 
 REPORT_STEPS = 256  # between two reports, unless nobody has work
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Copy:
+    """Counters of all ranks on their way to the host, which they have reached when the mark is passed."""
+
+    counts_LE: torch.Tensor
+    mark: Mark
 
 
 class ExpertRounds:
@@ -28,11 +38,11 @@ class ExpertRounds:
         self._window: list[list[int]] = []  # tokens by expert, from which they are placed
         self._counted_before: torch.Tensor | None = None  # where the window began
         self._num_moves = 0
-        self._copy: tuple[torch.Tensor, Mark] | None = None  # counters on their way to the host
-        self._report: ExpertLoad | None = None  # zeros until the first, so that nobody takes it for no counting
+        self._copy: _Copy | None = None  # the last one; the step loop alone sets it
+        self._report: tuple[_Copy | None, ExpertLoad | None] = None, None  # the copy that was described last, and how
         if balance is not None:
-            balance.counts_LE.zero_()
-            self._report = self._describe(balance, balance.counts_LE.cpu())
+            balance.counts_LE.zero_()  # reported until the first copy, so that nobody takes it for no counting
+            self._report = None, self._describe(balance, balance.counts_LE.cpu())
 
     @property
     def has_news(self) -> bool:
@@ -61,10 +71,11 @@ class ExpertRounds:
     def report(self) -> ExpertLoad | None:
         """Tokens by expert on all ranks, some steps old; None if nobody counts. Other threads may call it."""
         copy, balance = self._copy, self._balance
-        if copy is not None and balance is not None and copy[1].is_passed:
-            self._copy = None
-            self._report = self._describe(balance, copy[0])
-        return self._report
+        described, report = self._report
+        if copy is not None and balance is not None and copy is not described and copy.mark.is_passed:
+            report = self._describe(balance, copy.counts_LE)
+            self._report = copy, report
+        return report
 
     def _begin_moves(self, balance: ExpertBalance) -> None:
         """Take the tokens since the last time; the layers follow one by one, lest a step wait for all of them."""
@@ -75,8 +86,7 @@ class ExpertRounds:
         self._moving = [index for index, load_E in enumerate(self._window) if any(load_E)]
 
     def _share(self, balance: ExpertBalance) -> None:
-        host = to_host(balance.total(self._world))
-        self._copy = host, Mark(balance.counts_LE.device)
+        self._copy = _Copy(to_host(balance.total(self._world)), Mark(balance.counts_LE.device))
         self._num_unreported = 0
 
     def _describe(self, balance: ExpertBalance, counts_LE: torch.Tensor) -> ExpertLoad:

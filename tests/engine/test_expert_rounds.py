@@ -67,6 +67,29 @@ def test_what_warmed_up_is_forgotten_and_the_rest_is_reported(monkeypatch):
     assert not rounds.has_news
 
 
+def test_no_counts_are_lost_when_a_step_shares_them_while_a_thread_reads_others():
+    balance = FakeBalance()
+    rounds = ExpertRounds(balance)
+
+    def share_one_more():
+        rounds.before_step()
+        count(balance, 1, 0, 0)
+        rounds.rest()
+
+    class Passed:
+        """The step loop shares newer counts when the reader asks for this mark."""
+
+        @property
+        def is_passed(self):
+            share_one_more()
+            return True
+
+    share_one_more()
+    rounds._copy = replace(rounds._copy, mark=Passed())
+    assert rounds.report().rows() == [[2, 0, 0]] * 2
+    assert rounds.report().rows() == [[4, 0, 0]] * 2
+
+
 def test_layers_move_one_a_step_with_the_tokens_since_the_last_time():
     balance = FakeBalance()
     rounds = ExpertRounds(balance, interval=4)
