@@ -19,9 +19,9 @@ export class Answer {
   error = null;
   stopped = false;
   #sentMs = performance.now();
-  #firstMs = null;
+  #firstMs = null; // when the first tokens came
   #lastMs = null;
-  #numFirst = 0; // tokens that had come with the first text
+  #numFirst = 0; // how many these were
   #num = 0;
   #aligner = new TokenAligner();
   #drawing = 0;
@@ -67,12 +67,11 @@ export class Answer {
   }
 
   take(chunk) {
-    const choice = chunk.choices[0];
-    if (chunk.usage) this.#num = chunk.usage.completion_tokens;
-    if (!choice) return this.#draw();
-    const { delta } = choice;
+    const choice = chunk.choices.find((each) => each.index === 0);
+    const delta = choice?.delta ?? {};
     const reasoning = delta.reasoning ?? delta.reasoning_content ?? "";
-    if (reasoning || delta.content || delta.tool_calls) this.#count(chunk);
+    this.#count(chunk.usage?.completion_tokens ?? this.#num, reasoning || delta.content || delta.tool_calls);
+    if (!choice) return this.#draw();
     if (reasoning) {
       this.reasoning += reasoning;
       this.reasoningView.append([{ text: reasoning, token: null }]);
@@ -86,11 +85,14 @@ export class Answer {
     this.#draw();
   }
 
-  #count(chunk) {
+  /** Note when tokens come: not all have text, and text may be held back while they go on. */
+  #count(num, hasText) {
+    if (num <= this.#num && !hasText) return;
+    this.#num = num;
     this.#lastMs = performance.now();
     if (this.#firstMs === null) {
       this.#firstMs = this.#lastMs;
-      this.#numFirst = chunk.usage?.completion_tokens ?? 0;
+      this.#numFirst = num;
     }
   }
 
@@ -115,11 +117,19 @@ export class Answer {
       this.fold.dataset.thinking = String(isThinking); // opens while it is all there is, folds when the answer begins
       this.fold.open = isThinking;
     }
-    this.reasoningView.draw();
+    this.#drawReasoning();
     this.view.draw();
     this.#drawCalls();
     this.stats.textContent = this.#statsText();
     this.onDraw?.();
+  }
+
+  /** Its box is low and scrolls; while the reader has not scrolled up, its end stays in view. */
+  #drawReasoning() {
+    const box = this.reasoningBox;
+    const follows = this.fold.open && box.scrollHeight - box.scrollTop - box.clientHeight < 40;
+    this.reasoningView.draw();
+    if (follows) box.scrollTop = box.scrollHeight;
   }
 
   #drawCalls() {
@@ -154,6 +164,7 @@ export class Answer {
     this.stopped = stopped;
     cancelAnimationFrame(this.#drawing);
     this.view.append(this.#aligner.end());
+    this.view.end();
     this.finish ??= stopped ? "stopped" : null;
     this.#drawNow();
     this.element.classList.remove("is-busy");
@@ -174,7 +185,8 @@ export class Answer {
   #showError(error) {
     this.#say("", "error");
     const status = error.status >= 400 ? el("strong", {}, `${error.status} `) : null;
-    const wait = error.retryAfterS ? ` Try again in ${error.retryAfterS} s.` : "";
+    const saysWhen = /\bagain\b/i.test(error.message);
+    const wait = error.retryAfterS && !saysWhen ? ` Try again in ${error.retryAfterS} s.` : "";
     this.note.append(...[status].filter(Boolean), error.message + wait);
     this.note.setAttribute("role", "alert");
   }

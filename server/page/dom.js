@@ -60,9 +60,10 @@ export function hideTip() {
 }
 
 const whole = new Intl.NumberFormat("en-US", { maximumFractionDigits: 0 });
+const twoDigits = new Intl.NumberFormat("en-US", { minimumSignificantDigits: 2, maximumSignificantDigits: 2 });
 
 /** A number for people: thousands separated, few decimals where it is small. */
 export function shown(number) {
   if (!Number.isFinite(number)) return "–";
-  return number >= 100 || Number.isInteger(number) ? whole.format(number) : number.toPrecision(2);
+  return (number >= 100 || Number.isInteger(number) ? whole : twoDigits).format(number);
 }

@@ -1,7 +1,7 @@
 // Shows text while it grows. Each line is an element of its own, and only the line that grows is drawn again, so the
 // work for an answer grows with its length and no faster.
 import { button, copyText, el } from "./dom.js";
-import { inlineParts, lineKind } from "./markdown.js";
+import { inlineParts, isClosingFence, lineKind, openingFence } from "./markdown.js";
 
 const LONGEST = 800; // characters of a line that are still drawn again; earlier ones stay as they are
 const BOUNDS = [0.9, 0.6, 0.3, 0.1]; // probabilities where the shade of a token changes
@@ -16,6 +16,7 @@ export class TextView {
   #body = null; // where its text goes
   #frozen = 0; // nodes of it that are not drawn again
   #code = null; // the element of the code block that is open
+  #numTicks = 0; // backticks that opened it
 
   /** `tokens`: what is known of the tokens that pieces name (see `tokens.js`). */
   constructor(root, { tokens = [], formatted = true } = {}) {
@@ -43,6 +44,12 @@ export class TextView {
     this.#drawLine(false);
   }
 
+  /** Nothing more comes: what is held back of the last line is drawn, too. */
+  end() {
+    this.draw();
+    if (this.#pieces.length) this.#closeLine();
+  }
+
   #closeLine() {
     this.#drawLine(true);
     this.#pieces = [];
@@ -53,11 +60,11 @@ export class TextView {
   #drawLine(isComplete) {
     if (!this.#pieces.length && !isComplete) return;
     const text = this.#pieces.map((piece) => piece.text).join("");
-    if (this.#formatted && !this.#frozen && /^\s*```/.test(text)) {
+    if (this.#formatted && !this.#frozen && this.#isFence(text)) {
       this.#line?.remove();
       this.#line = null;
-      if (isComplete) this.#fence(text);
-      return; // it becomes a box once it is complete
+      if (isComplete) this.#passFence(text);
+      return; // it begins or ends a box once it is complete
     }
     const isPlain = this.#code || !this.#formatted || this.#frozen;
     const { kind, skip, mark, depth } = isPlain ? { kind: "plain", skip: 0 } : lineKind(text);
@@ -81,17 +88,22 @@ export class TextView {
     }
   }
 
-  #fence(text) {
+  #isFence(text) {
+    return this.#code ? isClosingFence(text, this.#numTicks) : openingFence(text) !== null;
+  }
+
+  #passFence(text) {
     if (this.#code) {
       this.#code = null;
       return;
     }
+    const { numTicks, label } = openingFence(text);
     const code = el("code");
-    const language = text.trim().slice(3).trim().slice(0, 30);
     const copy = button("Copy", () => copyText([...code.children].map((line) => line.textContent).join("\n"), "Code"));
-    const head = el("div", { class: "code-head" }, el("span", {}, language || "code"), copy);
+    const head = el("div", { class: "code-head" }, el("span", {}, label || "code"), copy);
     this.#root.append(el("div", { class: "code-block" }, head, el("pre", {}, code)));
     this.#code = code;
+    this.#numTicks = numTicks;
   }
 
   /** The line's text, cut where its style or its token changes. */

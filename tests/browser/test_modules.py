@@ -1,10 +1,19 @@
-"""Scripts of the page that no click reaches in every case: streams cut anywhere, tokens that share a character."""
+"""Scripts of the page that no click reaches in every case: streams cut anywhere, tokens that share a character, text
+that looks like formatting, and tokens without text."""
+
+import re
 
 import pytest
 
 from tests.tables import rows
 
 pytestmark = pytest.mark.browser
+
+
+@pytest.fixture
+def page(service, open_page):
+    """One for all rows of a table."""
+    return open_page(service.url)
 
 
 @rows(
@@ -15,8 +24,7 @@ pytestmark = pytest.mark.browser
     (": comment\nevent: x\nid: 3\ndata: 日本 😀\n\n", ["日本 😀"]),
     ("data: unfinished", []),
 )
-def test_events_wherever_the_stream_is_cut(stream, events, service, open_page):
-    page = open_page(service.url)
+def test_events_wherever_the_stream_is_cut(stream, events, page):
     script = """async ([stream, size]) => {
         const { eventsOf } = await import("./page/sse.js");
         const bytes = new TextEncoder().encode(stream), found = [];
@@ -40,8 +48,7 @@ def test_events_wherever_the_stream_is_cut(stream, events, service, open_page):
     ([["xy", ["z"]], ["ab", ["ab"]]], [["xy", None], ["ab", 1]]),  # the service changed the text
     ([["plain", []]], [["plain", None]]),
 )
-def test_each_part_of_the_text_has_its_token(pushes, pieces, service, open_page):
-    page = open_page(service.url)
+def test_each_part_of_the_text_has_its_token(pushes, pieces, page):
     script = """async (pushes) => {
         const { TokenAligner } = await import("./page/tokens.js");
         const aligner = new TokenAligner(), bytes = (token) => [...new TextEncoder().encode(token)];
@@ -51,3 +58,87 @@ def test_each_part_of_the_text_has_its_token(pushes, pieces, service, open_page)
         return [...pieces, ...aligner.end()].map(({ text, token }) => [text, token]);
     }"""
     assert page.evaluate(script, pushes) == pieces
+
+
+FENCED = ["block", "py", ["x = 1"]]
+
+
+@rows(
+    "text, drawn",
+    ("a `b` **c** *d* ***e***", ["a <code>b</code> <strong>c</strong> <em>d</em> <strong>e</strong>"]),
+    ("``a ` b`` ```c```", ["<code>a ` b</code> <code>c</code>"]),
+    ("2 ** 3 + 4 ** 5 and 2*3*4, 2**3**4", ["2 ** 3 + 4 ** 5 and 2*3*4, 2**3**4"]),
+    ("def f(*args, **kwargs): pass", ["def f(*args, **kwargs): pass"]),
+    ("int *a, *b; char **c, **d;", ["int *a, *b; char **c, **d;"]),
+    ("これは**重要**です", ["これは<strong>重要</strong>です"]),
+    ("```py\nx = 1\n```\nend", [FENCED, "end"]),
+    ("```py\nx = 1\n```", [FENCED]),
+    ("```py\nx = 1", [FENCED]),
+    ("```py\nx = 1\n```\n", [FENCED]),
+    ("a\n```py", ["a", ["block", "py", []]]),
+    ("```print('hi')```", ["<code>print('hi')</code>"]),
+    ('Here:\n```json {"a": 1}```\nend', ["Here:", '<code>json {"a": 1}</code>', "end"]),
+    ("````md\n```py\nx = 1\n```\n````\nend", [["block", "md", ["```py", "x = 1", "```"]], "end"]),
+    ("```\n```py\n`````\nend", [["block", "code", ["```py"]], "end"]),
+    ("``` " + "word " * 30, ["``` " + "word " * 30]),
+)
+def test_text_is_drawn_the_same_however_it_comes(text, drawn, page):
+    script = """async ([text, size]) => {
+        const { TextView } = await import("./page/text_view.js");
+        const root = document.createElement("div"), view = new TextView(root);
+        for (let at = 0; at < text.length; at += size) {
+            view.append([{ text: text.slice(at, at + size), token: null }]);
+            view.draw();
+        }
+        view.end();
+        const inside = (line) => [...line.childNodes].map((node) => {
+            const tag = node.nodeName.toLowerCase();
+            return node.nodeType === Node.TEXT_NODE ? node.data : `<${tag}>${node.textContent}</${tag}>`;
+        }).join("");
+        const lines = (block) => [...block.querySelectorAll(".line")].map((line) => line.textContent);
+        return [...root.children].map((each) => each.className === "code-block"
+            ? ["block", each.querySelector(".code-head span").textContent, lines(each)] : inside(each));
+    }"""
+    for size in (1, 7, 1000):
+        assert page.evaluate(script, [text, size]) == drawn, size
+
+
+def chunk(num, text=None, index=0):
+    """Of a stream: `num` tokens so far, and the text that comes."""
+    choices = [] if text is None else [{"index": index, "delta": {"content": text}, "finish_reason": None}]
+    return {"choices": choices, "usage": {"completion_tokens": num}}
+
+
+@rows(
+    "chunks, text, stats",
+    ([chunk(1, "a"), chunk(20, "b")], "ab", r"20 tokens  ·  [\d.]+ tokens/s  ·  first token .*"),
+    ([chunk(1, "a"), chunk(20)], "a", r"20 tokens  ·  [\d.]+ tokens/s  ·  first token .*"),
+    ([chunk(1, "a"), chunk(1)], "a", "1 token  ·  first token .*"),
+    ([chunk(1, "```a```")], "a", "1 token  ·  first token .*"),
+    ([chunk(0, ""), chunk(3)], "", "3 tokens  ·  first token .*"),
+    ([chunk(0, ""), chunk(0)], "", "No tokens"),
+    ([chunk(1, "a"), chunk(2, "z", index=1), chunk(3, "b")], "ab", r"3 tokens  ·  [\d.]+ tokens/s  ·  first token .*"),
+)
+def test_an_answer_counts_tokens_with_and_without_text(chunks, text, stats, page):
+    script = """async (chunks) => {
+        const { Answer } = await import("./page/answer.js");
+        const answer = new Answer({}, () => []);
+        for (const chunk of chunks) {
+            answer.take(chunk);
+            await new Promise((resolve) => setTimeout(resolve, 100));
+        }
+        answer.finish = "stop";
+        answer.end();
+        return [answer.text.textContent, answer.stats.textContent];
+    }"""
+    drawn, shown = page.evaluate(script, chunks)
+    assert drawn == text
+    assert re.fullmatch(stats, shown), shown
+    rates = [float(rate) for rate in re.findall(r"([\d.]+) tokens/s", shown)]
+    assert all(rate <= 10 * chunks[-1]["usage"]["completion_tokens"] for rate in rates), "no faster than they came"
+
+
+def test_numbers_for_people(page):
+    script = 'async (numbers) => numbers.map((await import("./page/dom.js")).shown)'
+    numbers = {0: "0", 0.123: "0.12", 5: "5", 99.4: "99", 99.7: "100", 1234.5: "1,235", 1.5e-7: "0.00000015"}
+    assert page.evaluate(script, list(numbers)) == list(numbers.values())
