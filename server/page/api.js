@@ -19,6 +19,7 @@ export class ApiError extends Error {
 }
 
 const NO_ANSWER = "The service does not answer. It may have stopped or be restarting.";
+const STATE_WITHIN_MS = 5000; // for answers about the service's state, which a service that works gives at once
 
 async function ask(path, key, options = {}) {
   const headers = { ...options.headers, ...(key ? { Authorization: `Bearer ${key}` } : {}) };
@@ -30,33 +31,41 @@ async function ask(path, key, options = {}) {
   }
 }
 
-async function refusal(response) {
-  const text = await response.text().catch(() => "");
-  const wait = Number(response.headers.get("Retry-After")) || null;
+function parsed(text) {
   try {
-    const { message, code, param } = JSON.parse(text).error;
-    return new ApiError(message, { status: response.status, code, param, retryAfterS: wait });
+    return JSON.parse(text);
   } catch {
-    const message = text.slice(0, 300) || response.statusText || "no reason was given";
-    return new ApiError(message, { status: response.status, retryAfterS: wait });
+    return null;
   }
 }
 
-/** Readiness; its body is the same in a 503. */
-export async function health() {
-  const response = await ask(PATHS.health, "");
-  if (response.status !== 200 && response.status !== 503) throw await refusal(response);
-  return await response.json().catch(() => {
-    throw new ApiError("what answers at /health is not this service", { status: response.status });
-  });
+/** The ApiError that an `error` in JSON says: an object of this service, or only text, as some proxies write it. */
+function errorOf(error, otherwise, details) {
+  const { message, code, param } = typeof error === "string" ? { message: error } : (error ?? {});
+  return new ApiError(typeof message === "string" && message ? message : otherwise, { code, param, ...details });
 }
 
-/** Tokens by layer and expert. */
-export async function expertLoad() {
-  const response = await ask(PATHS.experts, keys.admin || keys.client);
-  if (!response.ok) throw await refusal(response);
-  return await response.json();
+function refusal(response, text) {
+  const wait = Number(response.headers.get("Retry-After")) || null;
+  const otherwise = text.slice(0, 300) || response.statusText || "no reason was given";
+  return errorOf(parsed(text)?.error, otherwise, { status: response.status, retryAfterS: wait });
 }
+
+/** The JSON that says how the service is; it must have a list `name`, whatever its status. */
+async function stateOf(path, key, name) {
+  const response = await ask(path, key, { signal: AbortSignal.timeout(STATE_WITHIN_MS) });
+  const text = await response.text().catch(() => "");
+  const body = parsed(text);
+  if (Array.isArray(body?.[name])) return body;
+  if (!response.ok) throw refusal(response, text);
+  throw new ApiError(`What answers at /${path} is not this service, or its answer broke off.`, { status: response.status });
+}
+
+/** Readiness; its body is the same in a 503. */
+export const health = () => stateOf(PATHS.health, "", "models");
+
+/** Tokens by layer and expert. */
+export const expertLoad = () => stateOf(PATHS.experts, keys.admin || keys.client, "layers");
 
 /** The chunks of a streamed answer. Ends well only after the stream's own end marker. */
 export async function* streamChat(body, signal) {
@@ -66,12 +75,12 @@ export async function* streamChat(body, signal) {
     body: JSON.stringify(body),
     signal,
   });
-  if (!response.ok) throw await refusal(response);
+  if (!response.ok) throw refusal(response, await response.text().catch(() => ""));
   try {
     for await (const data of eventsOf(response.body)) {
       if (data === "[DONE]") return;
       const chunk = JSON.parse(data);
-      if (chunk.error) throw new ApiError(chunk.error.message, { ...chunk.error, status: response.status });
+      if (chunk.error) throw errorOf(chunk.error, "The service gave no reason.", { status: response.status });
       yield chunk;
     }
   } catch (error) {

@@ -52,28 +52,28 @@ function showHead({ models, engine, status, reason, phase, done, total, elapsed_
 }
 
 function showCards({ stats, engine }, samples, error) {
-  const last = samples.at(-1);
-  const isFresh = last && !error;
+  const now = error ? null : stats; // what was so at the last answer may be over
+  const last = now && samples.at(-1);
   const peak = (name) => {
     const most = Math.max(0, ...samples.map((sample) => sample[name]));
     return most ? `peak ${shown(most)}, ` : "";
   };
   const texts = {
     generated: [
-      isFresh ? shown(last.generated) : "–",
+      last ? shown(last.generated) : "–",
       stats ? `${peak("generated")}${shown(stats.num_generated_tokens)} since the start` : "",
     ],
     prompt: [
-      isFresh ? shown(last.prompt) : "–",
+      last ? shown(last.prompt) : "–",
       stats ? `${peak("prompt")}${shown(stats.num_cached_tokens)} from the prefix cache` : "",
     ],
     requests: [
-      stats ? `${shown(stats.num_running)} running` : "–",
-      stats ? `${shown(stats.num_waiting)} waiting, ${shown(engine?.max_requests)} at most` : "",
+      now ? `${shown(now.num_running)} running` : "–",
+      now ? `${shown(now.num_waiting)} waiting, ${shown(engine?.max_requests)} at most` : "",
     ],
     kv: [
-      stats?.num_pages_total ? `${((100 * stats.num_pages_used) / stats.num_pages_total).toFixed(1)} %` : "–",
-      stats ? `${shown(stats.num_pages_used)} of ${shown(stats.num_pages_total)} pages` : "",
+      now?.num_pages_total ? `${((100 * now.num_pages_used) / now.num_pages_total).toFixed(1)} %` : "–",
+      now ? `${shown(now.num_pages_used)} of ${shown(now.num_pages_total)} pages` : "",
     ],
   };
   for (const [name, [value, more]] of Object.entries(texts)) {

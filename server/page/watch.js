@@ -8,6 +8,7 @@ const FRESH = 0.35; // weight of the newest counts among the recent ones
 /** What is known: `health` (null before the first answer), `error`, `samples`, `experts`, `expertsError`. */
 export const known = { health: null, error: null, samples: [], experts: null, expertsError: null };
 
+let process = null; // what tells one process of the service from another
 let lastStats = null;
 let lastMs = 0;
 let refusedWith = null; // until the keys change
@@ -16,11 +17,13 @@ let refusedWith = null; // until the keys change
 export function startWatch(onNews, wantsExperts) {
   document.addEventListener("keys-changed", () => (refusedWith = null));
   const turn = async () => {
-    if (!document.hidden) {
+    try {
+      if (document.hidden) return;
       await look(wantsExperts());
       onNews(known);
+    } finally {
+      setTimeout(turn, EVERY_MS); // whatever has gone wrong: the next answer may be in order
     }
-    setTimeout(turn, EVERY_MS);
   };
   turn();
 }
@@ -29,6 +32,7 @@ async function look(withExperts) {
   try {
     known.health = await health();
     known.error = null;
+    noteProcess(known.health.engine?.load_seconds);
     remember(known.health.stats);
   } catch (error) {
     if (!(error instanceof ApiError)) throw error;
@@ -45,6 +49,14 @@ async function look(withExperts) {
     known.expertsError = error;
     if (error.status === 401 || error.status === 403) refusedWith = error;
   }
+}
+
+/** Counts and rates belong to one process: another may count further, and then differences mean nothing. */
+function noteProcess(loadSeconds) {
+  if (loadSeconds === undefined || loadSeconds === process) return;
+  process = loadSeconds;
+  lastStats = known.experts = null;
+  known.samples = [];
 }
 
 function remember(stats) {
@@ -67,9 +79,10 @@ function remember(stats) {
 /** Keep each layer's counts since the start, and recent ones, in which older tokens fade as new ones come. */
 function takeLoad(layers) {
   const before = known.experts;
-  const isSame = before && before.length === layers.length && layers.every((layer, index) => isLater(layer, before[index]));
+  const wasEmpty = before?.length === 0; // then all of these counts are recent
+  const isSame = before?.length === layers.length && layers.every((layer, index) => isLater(layer, before[index]));
   known.experts = layers.map(({ layer, tokens }, index) => {
-    if (!isSame) return { layer, all: tokens, recent: tokens };
+    if (!isSame) return { layer, all: tokens, recent: wasEmpty ? tokens : tokens.map(() => 0) };
     const { all, recent } = before[index];
     const added = tokens.map((count, expert) => count - all[expert]);
     const isIdle = added.every((count) => count === 0);
