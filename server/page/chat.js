@@ -1,8 +1,9 @@
 // The conversation: sending, stopping, asking again, results of tools, and going back to an earlier question.
 import { Answer, questionElement } from "./answer.js";
 import { ApiError, PATHS, keys, streamChat } from "./api.js";
-import { button, byId, copyText, el } from "./dom.js";
+import { button, byId, copyText, el, hideTip } from "./dom.js";
 import { askForKeys } from "./key_dialog.js";
+import { setPanel } from "./panel.js";
 import { FieldError, readForm, showFieldError } from "./request.js";
 import { asCurl, asPython } from "./snippets.js";
 import { known } from "./watch.js";
@@ -24,19 +25,22 @@ const welcome = byId("welcome");
 export function startChat() {
   byId("composer").addEventListener("submit", (event) => {
     event.preventDefault();
-    sendQuestion();
+    sendPrompt();
   });
   const prompt = byId("prompt");
   prompt.addEventListener("keydown", (event) => {
     if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
     event.preventDefault();
-    sendQuestion();
+    sendPrompt();
   });
   prompt.addEventListener("input", fitPrompt);
   byId("stop").addEventListener("click", stop);
   byId("new-chat").addEventListener("click", newChat);
-  document.addEventListener("keydown", (event) => event.key === "Escape" && stop());
-  byId("examples").append(...EXAMPLES.map((text) => button(text, () => setPrompt(text, true), "example")));
+  document.addEventListener("keydown", (event) => {
+    const isForOthers = event.defaultPrevented || event.isComposing || document.querySelector("dialog[open]");
+    if (event.key === "Escape" && !isForOthers) stop();
+  });
+  byId("examples").append(...EXAMPLES.map((text) => button(text, () => sendExample(text), "example")));
   const messages = byId("messages");
   messages.addEventListener("scroll", () => {
     follows = messages.scrollHeight - messages.scrollTop - messages.clientHeight < 60;
@@ -50,11 +54,10 @@ function fitPrompt() {
   prompt.style.height = `${Math.min(prompt.scrollHeight, 220)}px`;
 }
 
-function setPrompt(text, sends) {
+function setPrompt(text) {
   byId("prompt").value = text;
   fitPrompt();
   byId("prompt").focus();
-  if (sends) sendQuestion();
 }
 
 function stop() {
@@ -69,6 +72,7 @@ function newChat() {
 }
 
 function redraw() {
+  hideTip(); // its word may go
   byId("messages").replaceChildren(...(turns.length ? turns.map((turn) => turn.element) : [welcome]));
 }
 
@@ -84,24 +88,36 @@ function toEnd(always) {
   if (always || follows) messages.scrollTop = messages.scrollHeight;
 }
 
-function sendQuestion() {
+function sendPrompt() {
   const text = byId("prompt").value.trim();
-  if (!text || running) return;
+  if (text) sendQuestion(text, () => setPrompt(""));
+}
+
+/** What is in the box stays there. */
+function sendExample(text) {
+  sendQuestion(text, () => byId("prompt").focus());
+}
+
+/** `onSent` runs if no answer is being written and the settings are right. */
+function sendQuestion(text, onSent) {
+  if (running) return;
   const settings = readSettings();
   if (!settings) return;
   const turn = { kind: "question", text };
   turn.element = questionElement(text, () => edit(turn));
   add(turn);
-  setPrompt("", false);
+  onSent();
   ask(settings);
 }
 
 /** Put an earlier question back into the box; what followed it is dropped. */
 function edit(turn) {
+  const draft = byId("prompt").value.trim();
+  if (draft && draft !== turn.text && !confirm("Replace the text in the message box by this question?")) return;
   stop();
   turns = turns.slice(0, turns.indexOf(turn));
   redraw();
-  setPrompt(turn.text, false);
+  setPrompt(turn.text);
 }
 
 /** The form's settings, or null after showing what is wrong with them. */
@@ -110,7 +126,7 @@ function readSettings() {
     return readForm(form());
   } catch (error) {
     if (!(error instanceof FieldError)) throw error;
-    document.body.classList.add("panel-open");
+    setPanel(true);
     showFieldError(form(), error);
     return null;
   }
@@ -178,10 +194,14 @@ async function ask({ system, parameters }) {
   toEnd(false);
 }
 
+/** *Send* and *Stop* take each other's place, also for the keyboard: what had the focus may be gone. */
 function setRunning(control) {
   running = control;
-  byId("send").hidden = control !== null;
-  byId("stop").hidden = control === null;
+  const [comes, goes] = control ? [byId("stop"), byId("send")] : [byId("send"), byId("stop")];
+  const isLost = document.activeElement === goes || (control && document.activeElement === document.body);
+  comes.hidden = false;
+  goes.hidden = true;
+  if (isLost) comes.focus({ preventScroll: true });
 }
 
 /** Below an answer that calls tools: a box for each result, and a button that sends them. */

@@ -2,6 +2,7 @@
 import { startChat } from "./chat.js";
 import { byId } from "./dom.js";
 import { startKeys } from "./key_dialog.js";
+import { startPanel } from "./panel.js";
 import { buildForm } from "./request.js";
 import { showServer, startServerView } from "./server_view.js";
 import { known, startWatch } from "./watch.js";
@@ -46,23 +47,6 @@ function startTheme() {
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", refresh);
 }
 
-function startPanel() {
-  const set = (isOpen) => {
-    document.body.classList.toggle("panel-open", isOpen);
-    byId("open-panel").setAttribute("aria-expanded", String(isOpen));
-    refresh();
-  };
-  byId("open-panel").addEventListener("click", () => set(!document.body.classList.contains("panel-open")));
-  const close = () => {
-    set(false);
-    byId("open-panel").focus();
-  };
-  byId("close-panel").addEventListener("click", close);
-  byId("panel").addEventListener("keydown", (event) => {
-    if (event.key === "Escape" && document.body.classList.contains("panel-open")) close();
-  });
-}
-
 /** State and words of the head. */
 function stateOf({ health, error }) {
   if (error) return ["down", "No answer"];
@@ -84,7 +68,7 @@ buildForm(byId("settings"));
 startServerView();
 startTabs();
 startTheme();
-startPanel();
+startPanel(refresh);
 startKeys();
 startChat();
 byId("span").addEventListener("change", refresh);

@@ -44,7 +44,8 @@ export function attachCards(text, tokens) {
 
   text.tabIndex = 0;
   text.addEventListener("pointerover", (event) => show(event.target.closest(".token")));
-  text.addEventListener("pointerleave", () => show(null));
+  text.addEventListener("pointerleave", () => show(null)); // a finger leaves at once: then the click shows the card
+  text.addEventListener("click", (event) => show(event.target.closest(".token")));
   text.addEventListener("blur", () => show(null));
   text.addEventListener("keydown", (event) => {
     const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];

@@ -4,7 +4,7 @@ import { button, el } from "./dom.js";
 const SAMPLING = [
   ["temperature", "Temperature", { min: 0, max: 2, step: "any" }],
   ["top_p", "Top p", { min: 0, max: 1, step: "any" }],
-  ["top_k", "Top k", { min: 0, step: 1 }],
+  ["top_k", "Top k", { min: -1, step: 1 }],
   ["min_p", "Min p", { min: 0, max: 1, step: "any" }],
   ["max_tokens", "Max tokens", { min: 1, step: 1 }],
   ["seed", "Seed", { step: 1 }],
@@ -12,9 +12,10 @@ const SAMPLING = [
 const PENALTIES = [
   ["presence_penalty", "Presence", { min: -2, max: 2, step: "any" }],
   ["frequency_penalty", "Frequency", { min: -2, max: 2, step: "any" }],
-  ["repetition_penalty", "Repetition", { min: 0, step: "any" }],
+  ["repetition_penalty", "Repetition", { min: 0.01, max: 10, step: "any" }],
 ];
 const NUM_ALTERNATIVES = 5;
+const NOT_FURTHER = ["messages", "n", "stream", "stream_options"]; // what the page shows depends on its own values
 
 const EXAMPLE_TOOLS = [
   {
@@ -37,9 +38,15 @@ export class FieldError extends Error {
   }
 }
 
+/** Says below a box what is wrong with it, until the box changes. */
+function errorNote(name) {
+  return el("p", { class: "field-error", id: `${name}-error`, role: "alert", hidden: true });
+}
+
 function numberField([name, label, limits]) {
-  const input = el("input", { type: "number", name, placeholder: "default", inputmode: "decimal", ...limits });
-  return el("label", {}, label, input);
+  const means = { placeholder: "default", inputmode: "decimal", "aria-describedby": `${name}-error` };
+  const input = el("input", { type: "number", name, ...means, ...limits });
+  return el("div", {}, el("label", {}, label, input), errorNote(name));
 }
 
 function jsonField(name, label, hint, example) {
@@ -49,13 +56,9 @@ function jsonField(name, label, hint, example) {
     box.dispatchEvent(new Event("input", { bubbles: true }));
   });
   const summary = el("summary", {}, label, el("span", { class: "set-mark", "aria-hidden": "true" }));
-  const error = el("p", { class: "field-error", id: `${name}-error`, role: "alert", hidden: true });
   const labelled = el("label", { class: "stacked" }, el("span", { class: "hint" }, hint), box);
-  const fold = el("details", { "data-fold": name }, summary, labelled, error, el("div", { class: "fold-row" }, fill));
-  box.addEventListener("input", () => {
-    fold.classList.toggle("is-set", box.value.trim() !== "");
-    error.hidden = true;
-  });
+  const fold = el("details", { "data-fold": name }, summary, labelled, errorNote(name), el("div", { class: "fold-row" }, fill));
+  box.addEventListener("input", () => fold.classList.toggle("is-set", box.value.trim() !== ""));
   return fold;
 }
 
@@ -93,7 +96,13 @@ export function buildForm(form) {
     jsonField("more", "Further parameters", "A JSON object; its keys are added to the request", { min_tokens: 20 }),
   );
   form.addEventListener("submit", (event) => event.preventDefault());
+  form.addEventListener("input", ({ target }) => {
+    const note = noteOf(target.name);
+    if (note) note.hidden = true;
+  });
 }
+
+const noteOf = (name) => document.getElementById(`${name}-error`);
 
 function parsed(form, name, label) {
   const text = form.elements[name].value.trim();
@@ -138,6 +147,8 @@ export function readForm(form) {
   const more = parsed(form, "more", "Further parameters");
   if (more !== null && (typeof more !== "object" || Array.isArray(more)))
     throw new FieldError("more", "Further parameters: give a JSON object");
+  const own = NOT_FURTHER.find((name) => Object.hasOwn(more ?? {}, name));
+  if (own) throw new FieldError("more", `Further parameters: leave out ${own}; the page asks for one streamed answer`);
   return { system: form.elements.system.value.trim(), parameters: { ...parameters, ...more } };
 }
 
@@ -146,10 +157,8 @@ export function showFieldError(form, error) {
   const input = form.elements[error.field];
   const fold = input.closest("details");
   if (fold) fold.open = true;
-  const note = document.getElementById(`${error.field}-error`);
-  if (note) {
-    note.textContent = error.message;
-    note.hidden = false;
-  }
+  const note = noteOf(error.field);
+  note.textContent = error.message;
+  note.hidden = false;
   input.focus();
 }

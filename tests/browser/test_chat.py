@@ -10,6 +10,7 @@ from engine.types import TokenLogprobs
 from tests.browser.conftest import ask, texts, until
 from tests.server import conftest as fakes
 from tests.server.conftest import ANSWER, CALL, WEATHER, FakeEngine, serve
+from tests.tables import rows
 
 pytestmark = pytest.mark.browser
 
@@ -67,6 +68,47 @@ def test_stop_and_regenerate(service, say, open_page):
     page.keyboard.press("Escape")
     page.wait_for_selector(".answer:last-child:not(.is-busy)")
     assert texts(page, ".answer-note")[-1] == "Stopped."
+    page.locator(".regenerate").last.press("Enter")
+    page.wait_for_selector("#stop:focus").press("Enter")
+    page.wait_for_selector("#send:focus")
+
+
+def test_esc_ends_only_what_lies_on_top(service, say, open_page):
+    say(HEAD + "word " * 2000, delay_s=0.02)
+    page = open_page(service.url, width=800)
+    ask(page, "Go on for long", waits=False)
+    page.wait_for_selector(".answer-text .line")
+    for opens, focus, closed in (
+        ("#open-keys", "#client-key", "#keys:not([open])"),
+        ("#open-panel", "[name=seed]", "#open-panel[aria-expanded=false]"),
+    ):
+        page.click(opens)
+        page.press(focus, "Escape")
+        page.wait_for_selector(closed, state="attached")
+    page.focus("#prompt")
+    page.evaluate(
+        "document.activeElement.dispatchEvent(new KeyboardEvent('keydown', "
+        "{key: 'Escape', isComposing: true, bubbles: true}))"
+    )
+    page.wait_for_timeout(100)
+    assert page.locator(".is-busy").count() == 1
+    page.keyboard.press("Escape")
+    page.wait_for_selector(".answer:not(.is-busy)")
+
+
+def test_the_end_of_long_reasoning_stays_in_view(service, say, open_page):
+    say("<|channel|>analysis<|message|>" + "thought\n" * 2000, delay_s=0.002)
+    page = open_page(service.url)
+    ask(page, "Think", waits=False)
+    box = "(({scrollTop, clientHeight, scrollHeight}) => [scrollTop, scrollHeight - scrollTop - clientHeight])"
+    place = f"{box}(document.querySelector('.reasoning-text'))"
+    page.wait_for_selector(".reasoning-text .line")
+    until(page, lambda: page.evaluate(place)[0] > 100)
+    assert page.evaluate(place)[1] < 40
+    page.hover(".reasoning-text")
+    page.mouse.wheel(0, -300)
+    page.wait_for_timeout(300)
+    assert page.evaluate(place)[1] > 100, "a reader who scrolls up stays there"
 
 
 def test_probabilities_on_hover_and_by_keyboard(service, say, open_page, monkeypatch):
@@ -91,6 +133,18 @@ def test_probabilities_on_hover_and_by_keyboard(service, say, open_page, monkeyp
     page.check("[name=shade]")
     colour = "getComputedStyle(document.querySelector('.token.shade-2')).backgroundColor"
     assert page.evaluate(colour) != "rgba(0, 0, 0, 0)"
+
+
+def test_a_tap_shows_the_card_of_a_word(service, say, open_page):
+    say(ANSWER)
+    page = open_page(service.url, width=375, has_touch=True, is_mobile=True)
+    ask(page, "What is the capital of France?")
+    ask(page, "And again?")
+    for word in (page.locator(".token", has_text="Paris").first, page.locator(".token", has_text="capital").last):
+        word.tap()
+        assert word.text_content().strip() in page.wait_for_selector("#tip:not([hidden]) .tip-head").text_content()
+    page.evaluate("document.querySelector('#new-chat').click()")
+    page.wait_for_selector("#tip", state="hidden")
 
 
 def test_what_a_model_writes_is_text(service, say, open_page):
@@ -141,11 +195,71 @@ def test_settings_reach_the_engine_and_wrong_ones_are_shown(service, say, open_p
     ask(page, "Hi again", waits=False)
     assert "not JSON" in page.wait_for_selector("#schema-error:not([hidden])").text_content()
     assert len(service.engine.requests) == 1
+    page.fill("[name=schema]", "")
+    for name, value, words in (
+        ("temperature", "3", "Temperature: "),
+        ("top_k", "-2", "Top k: "),
+        ("presence_penalty", "-3", "Presence: "),
+        ("more", '{"n": 2}', "leave out n;"),
+        ("more", '{"stream": false}', "leave out stream;"),
+        ("more", '{"stream_options": null}', "leave out stream_options;"),
+        ("more", "[]", "give a JSON object"),
+    ):
+        fill_setting(page, name, value)
+        page.press("#prompt", "Enter")
+        assert words in page.wait_for_selector(f"#{name}-error:not([hidden])").text_content()
+        assert page.evaluate("document.activeElement.name") == name
+        fill_setting(page, name, "")
+        assert page.locator(f"#{name}-error").is_hidden()
+    assert len(service.engine.requests) == 1
+    page.fill("[name=top_k]", "-1")
     page.fill("[name=schema]", '{"type": "object", "properties": {"x": {"not": {}}}}')
     page.press("#prompt", "Enter")
     error = page.wait_for_selector(".answer:last-child [data-kind=error]").text_content()
     assert error.startswith("400")
     assert "response_format" in error
+
+
+def fill_setting(page, name, value):
+    """Fill a box of the panel, also one that is folded away."""
+    page.evaluate(f"document.getElementsByName('{name}')[0].closest('details')?.setAttribute('open', '')")
+    page.fill(f"[name={name}]", value)
+
+
+def test_a_wrong_setting_opens_the_panel_that_holds_it(service, open_page):
+    page = open_page(service.url, width=800)
+    page.click("#open-panel")
+    page.fill("[name=temperature]", "3")
+    page.click("#close-panel")
+    ask(page, "Hi", waits=False)
+    page.wait_for_selector("#temperature-error:not([hidden])")
+    assert page.get_attribute("#open-panel", "aria-expanded") == "true"
+    assert page.evaluate("document.activeElement.name") == "temperature"
+
+
+@pytest.fixture
+def page(service, open_page):
+    """One for all rows of a table."""
+    return open_page(service.url)
+
+
+@rows(
+    "status, headers, body, words",
+    (502, {}, '{"error": "Bad gateway"}', "502 Bad gateway"),
+    (502, {}, "<h1>Bad gateway</h1>", "502 <h1>Bad gateway</h1>"),
+    (500, {}, '{"error": {"message": null}}', '500 {"error": {"message": null}}'),
+    (429, {"Retry-After": "7"}, '{"error": {"message": "slow down"}}', "429 slow down Try again in 7 s."),
+    (429, {"Retry-After": "7"}, '{"error": {"message": "full; try again in 7 s"}}', "429 full; try again in 7 s"),
+    (200, {}, 'data: {"error": "boom"}\n\n', "boom"),
+    (200, {}, 'data: {"error": {"message": "the engine ended"}}\n\n', "the engine ended"),
+    (200, {}, 'data: {"error": {}}\n\n', "The service gave no reason."),
+)
+def test_errors_of_others_are_shown_in_their_words(status, headers, body, words, page):
+    page.unroute_all()
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(status=status, headers=headers, body=body))
+    page.click("#new-chat")
+    ask(page, "Hi")
+    assert texts(page, "[data-kind=error]") == [words]
 
 
 def test_refusals_are_shown_in_the_words_of_the_service(service, say, open_page):
@@ -182,6 +296,10 @@ def test_keys_are_asked_for_and_kept_in_memory_only(tokenizer, harmony, open_pag
         page.click("#tab-chat")
         ask(page, "Hi")
         page.wait_for_selector("#keys[open]")
+        page.fill("#client-key", "schlüssel")
+        page.press("#client-key", "Enter")
+        assert page.locator("#keys[open]").count() == 1, "a header cannot carry such a key"
+        assert "ASCII" in page.get_attribute("#client-key:invalid", "title")
         page.fill("#client-key", "one")
         page.press("#client-key", "Enter")
         until(page, lambda: texts(page, ".answer-text") == [PARIS])
@@ -238,8 +356,20 @@ def test_an_earlier_question_can_be_changed(service, say, open_page):
     assert page.locator(".answer").count() == 0
     ask(page, "Third")
     assert texts(page, ".question-text") == ["Third"]
+    page.fill("#prompt", "A draft")
+    page.once("dialog", lambda dialog: dialog.dismiss())
+    page.locator(".question").hover()
+    page.get_by_text("Edit").click()
+    assert page.input_value("#prompt") == "A draft"
+    assert texts(page, ".question-text") == ["Third"]
+    page.once("dialog", lambda dialog: dialog.accept())
+    page.get_by_text("Edit").click()
+    assert page.input_value("#prompt") == "Third"
     page.click("#new-chat")
     assert page.locator("#welcome").is_visible()
+    page.locator(".example").first.click()
+    page.wait_for_selector(".answer:not(.is-busy)")
+    assert page.input_value("#prompt") == "Third", "an example leaves a draft alone"
 
 
 def test_long_answers_cost_no_more_per_token(service, say, open_page):
