@@ -2,7 +2,7 @@
 
 They are made when every token before the one to choose is known; the model may be computing meanwhile.
 
-Shape letters: E restricted rows, V vocabulary, N words of 32 tokens that cover it.
+Shape letters: E restricted rows, V vocabulary, N words of 32 tokens that cover it, S stop tokens.
 """
 
 from collections.abc import Sequence as ListLike
@@ -77,7 +77,7 @@ def _stops_too_early(seq: Sequence) -> frozenset[int]:
 def _allow_stops(words_N: np.ndarray, seq: Sequence, matcher: GrammarMatcher) -> None:
     """Where the answer may end, every stop token of the request may end it."""
     if not matcher.eos_ids.issuperset(seq.stop_ids) and matcher.is_complete:
-        _set_bits(words_N, seq.stop_ids)
+        np.bitwise_or.at(words_N.view(np.uint32), *_places(seq.stop_ids))
 
 
 def _apply_mask(words_N: np.ndarray, allowed_V: np.ndarray, *, has_grammar: bool) -> None:
@@ -92,19 +92,15 @@ def _apply_mask(words_N: np.ndarray, allowed_V: np.ndarray, *, has_grammar: bool
 
 def _forbid_stops(words_N: np.ndarray, stop_ids: frozenset[int]) -> None:
     """Forbid the stop tokens, unless nothing else may follow: then the answer ends before `min_tokens`."""
-    others_N = words_N.copy()
-    _clear_bits(others_N, stop_ids)
-    if others_N.any():
-        words_N[:] = others_N
+    bits_N = words_N.view(np.uint32)
+    words_S, bits_S = _places(stop_ids)
+    before_S = bits_N[words_S]
+    np.bitwise_and.at(bits_N, words_S, ~bits_S)
+    if not bits_N.any():
+        bits_N[words_S] = before_S
 
 
-def _set_bits(words_N: np.ndarray, token_ids: frozenset[int]) -> None:
-    bits = words_N.view(np.uint32)
-    for token_id in token_ids:
-        bits[token_id // 32] |= np.uint32(1 << token_id % 32)
-
-
-def _clear_bits(words_N: np.ndarray, token_ids: frozenset[int]) -> None:
-    bits = words_N.view(np.uint32)
-    for token_id in token_ids:
-        bits[token_id // 32] &= ~np.uint32(1 << token_id % 32)
+def _places(token_ids: frozenset[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Where S tokens are: their words, and in these the bit of each."""
+    ids_S = np.fromiter(token_ids, np.int64, len(token_ids))
+    return ids_S // 32, np.uint32(1) << (ids_S % 32).astype(np.uint32)

@@ -72,7 +72,7 @@ class LibraryTuner:
             except Exception as error:  # the library takes whatever is JSON for its own
                 if self._file is None:
                     raise
-                logger.warning("tuned tactics are not used: %s cannot be read (%s); delete it", self._file, error)
+                logger.warning("not all tuned tactics are used: %s cannot be read (%s); delete it", self._file, error)
                 self._file = None
                 stack.enter_context(context(None, measure=measure))
             yield

@@ -113,6 +113,7 @@ KINDS = [
     {"repetition_penalty": 1.7, "output": [3], "top_p": 0.9, "logprobs": 20},
     {"repetition_penalty": 0.4, "presence_penalty": -0.3, "temperature": 0.0, "output": [8, 9]},
     {"min_tokens": 5, "stop_ids": [2, 3, 4], "logit_bias": {3: 50.0}, "temperature": 0.0, "logprobs": 2},
+    {"min_tokens": 5, "stop_ids": [2, 3, 4], "logit_bias": {5: 50.0}, "temperature": 0.0},
     {"mask": lambda ids: np.arange(300) % 3 == 0, "temperature": 0.0}, {"top_k": 70, "top_p": 0.6, "logprobs": 1},
     {"mask": lambda ids: np.arange(300) == 299, "top_p": 0.5, "frequency_penalty": 1.0, "output": [1]},
     {"logit_bias": {4: 90.0}, "logprobs": 0, "logprob_token_ids": (299, 4)},

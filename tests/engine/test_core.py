@@ -170,6 +170,7 @@ def test_a_poisoned_request_fails_alone(make_core):
     assert outputs["bad"][-1].finish_reason == "error"
     assert "poison" not in outputs["bad"][-1].error
     assert outputs["bad"][-1].error_param is None
+    assert core.stats().num_not_finite == 0
     assert tokens_of(outputs["good"]) == alone(make_core, [1, 2])
     assert tokens_of(outputs["fine"]) == alone(make_core, [3])
     assert core.stats().num_pages_used == 0

@@ -65,15 +65,16 @@ def test_nothing_of_a_running_request_is_reused_after_a_reset(make_model, num_pr
     core = fake_core(make_model(eos_token_ids=()))
     cache = core._scheduler._paging._cache
     prompt = list(range(5, 5 + num_prompt))
-    core.add(request("old", prompt, 20))
-    outputs = [output for _ in range(num_steps) for output in core.step()]
-    core.reset_prefix_cache()
-    outputs += run_all(core)["old"]
-    assert len(cache) == 0
-    answered = prompt + tokens_of(outputs)
-    for name, num_cached in (("new", 0), ("later", 16)):
-        [again] = run_all(core, [request(name, answered[:18], 1)]).values()
-        assert again[-1].num_cached_tokens == num_cached
+    for turn in ("first", "second"):
+        core.add(request(turn, prompt, 20))
+        outputs = [output for _ in range(num_steps) for output in core.step()]
+        core.reset_prefix_cache()
+        outputs += run_all(core)[turn]
+        assert len(cache) == 0
+        answered = prompt + tokens_of(outputs)
+        for name, num_cached in (("new", 0), ("later", 16)):
+            [again] = run_all(core, [request(turn + name, answered[:18], 1)]).values()
+            assert again[-1].num_cached_tokens == num_cached
 
 
 def test_a_profile_is_a_trace_of_what_the_engine_ran(tmp_path):

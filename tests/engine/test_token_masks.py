@@ -20,7 +20,8 @@ from tests.tables import rows
 
 def sequence(index, mask=None, format_=None, output="", **sampling):
     item = request(f"r{index}", [1], 99, **sampling) if format_ is None else bound(f"r{index}", format_, **sampling)
-    seq = Sequence(item, stop_ids=frozenset({EOS, *sampling.get("stop_token_ids", ())}), seed=0, logit_mask=mask)
+    own = set() if sampling.get("ignore_eos") else {EOS}
+    seq = Sequence(item, stop_ids=frozenset({*own, *sampling.get("stop_token_ids", ())}), seed=0, logit_mask=mask)
     if item.grammar is not None:
         seq.grammar = compiler().make_matcher(compiler().compile(item.grammar.format_json).result())
     for token in ids(output):
@@ -143,6 +144,13 @@ def test_no_pair_of_rules_forbids_every_token(pattern, output, by_grammar, mask,
         assert found == want
         assert launch_sampling(torch.zeros(1, 97), [seq]).read().tokens == [min(want)]
         assert not has_no_token(seq, 97)
+
+
+def test_an_ignored_eos_ends_a_grammar_no_sooner_than_min_tokens():
+    for min_tokens, may_end in ((0, True), (9, False)):
+        seq = sequence(0, format_=regex("ab?"), output="a", min_tokens=min_tokens, ignore_eos=True)
+        [allowed] = make_masks([seq], 97).allowed_EV(97)
+        assert set(np.flatnonzero(allowed).tolist()) == {B} | ({EOS} if may_end else set())
 
 
 def test_a_mask_of_no_token_leaves_none():

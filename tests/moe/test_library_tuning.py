@@ -169,39 +169,52 @@ def test_the_real_context_opens_and_reads_on_a_cpu(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def real(monkeypatch: pytest.MonkeyPatch) -> Layer:
+def modes(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Layers compute nothing; for each run, whether the library measured."""
+    import_flashinfer()
+    from flashinfer.autotuner import AutoTuner
+
+    measured: list[bool] = []
+    monkeypatch.setattr(MoeRunner, "run", lambda *arguments: measured.append(AutoTuner.get().is_tuning_mode))
+    return measured
+
+
+@pytest.fixture
+def real(monkeypatch: pytest.MonkeyPatch, modes: list[bool]) -> Layer:
     """A layer that computes nothing, for the library's own context, which has news to write when it ends."""
     install_trtllm(monkeypatch)
     from flashinfer.autotuner import AutoTuner
 
     monkeypatch.setattr(AutoTuner.get(), "_dirty", True)
-    monkeypatch.setattr(MoeRunner, "run", lambda runner, dispatched, info: None)
     return trtllm_layer("fp8_block")
 
 
 @rows("is_on", True, False)
 @rows("content", '{"a": ', "[]", '{"a": 5}', '{"a": []}', '{"a": [5, 1]}', "\udcff")
 def test_a_damaged_file_is_named_once_and_not_used(
-    real: Layer, tmp_path: Path, caplog: pytest.LogCaptureFixture, content: str, is_on: bool
+    real: Layer, modes: list[bool], tmp_path: Path, caplog: pytest.LogCaptureFixture, content: str, is_on: bool
 ) -> None:
     """It ended every start with a message that named nothing."""
     file = tmp_path / "flashinfer-rank0.json"
     file.write_bytes(content.encode(errors="surrogateescape"))
     one = tuner(tmp_path, is_on=is_on)
     caplog.clear()
+    modes.clear()
     for _ in range(2):
         assert one.tuned(*real) is real[1]
     assert caplog.text.count(f"{file} cannot be read") == 1
+    assert modes == [True] * is_on
     assert file.read_bytes() == content.encode(errors="surrogateescape")
 
 
 def test_tactics_that_cannot_be_written_are_measured_all_the_same(
-    real: Layer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    real: Layer, modes: list[bool], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = tmp_path / "flashinfer-rank0.json"
     file.mkdir()
     assert tuner(tmp_path).tuned(*real) is real[1]
     assert f"{file} cannot be written" in caplog.text
+    assert modes == [True]
 
 
 @rows("error", OSError("no"), ValueError("no"))
