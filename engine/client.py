@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from engine.admission import Places
 from engine.config import EngineConfig
 from engine.link import EngineLink
-from engine.messages import EXIT_FAILED, Leave, Shutdown, WorkerSetup, new_address
+from engine.messages import EXITS_TOLD, Leave, Shutdown, WorkerSetup, new_address
 from engine.process import WorkerProcess, describe_exit
 
 if TYPE_CHECKING:
@@ -57,11 +57,11 @@ class EngineClient(EngineLink):
         """Ids of the engine's processes on this host."""
         return [] if self._process is None else [self._process.pid]
 
-    def fail(self, message: str) -> None:
+    def fail(self, message: str, *, is_setting: bool = False) -> None:
         """Log it too, unless it is a failure to start, which the one who starts will report."""
         if self.failure is None and not self._closing and self.info is not None:
             logger.error("%s", message)
-        super().fail(message)
+        super().fail(message, is_setting=is_setting)
 
     def send_leave(self, origin: int) -> None:
         """Tell the engine that a process which had joined has ended."""
@@ -89,7 +89,7 @@ class EngineClient(EngineLink):
         """Wait for the process to end, then a moment longer for a `Failed` message that is still on its way."""
         status = await process.wait()
         until_s = time.monotonic() + _LAST_WORD_S
-        while status == EXIT_FAILED and self.failure is None and not self._closing and time.monotonic() < until_s:
+        while status in EXITS_TOLD and self.failure is None and not self._closing and time.monotonic() < until_s:
             self._read_messages()
             await asyncio.sleep(0.01)
         self.fail(f"the engine process {describe_exit(status)}; its log says why")

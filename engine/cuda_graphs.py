@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from engine.decode_inputs import DecodeInputs
-from engine.errors import EngineConfigError
+from engine.errors import EngineConfigError, MachineError
 from engine.step import StepBatch
 from engine.step_buffers import StepBuffers
 from loaders.progress import Progress
@@ -120,6 +120,7 @@ def capture_all(
 
     Raises:
         EngineConfigError: a size cannot be captured; the message says which settings to change.
+        MachineError: memory ran out.
     """
     start_s, before_bytes = time.monotonic(), torch.cuda.memory_reserved()
     with Progress(f"capturing {what}", len(sizes)) as progress:
@@ -127,7 +128,8 @@ def capture_all(
             try:
                 capture(size)
             except Exception as error:  # torch's or Triton's: out of memory, or a kernel that cannot be captured
-                raise EngineConfigError(
+                kind = MachineError if isinstance(error, torch.OutOfMemoryError) else EngineConfigError
+                raise kind(
                     f"a step of {size} cannot be captured in a CUDA graph: {error}; "
                     "set enforce_eager to serve without graphs, or lower max_num_seqs or gpu_memory_utilization"
                 ) from error

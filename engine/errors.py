@@ -5,6 +5,7 @@ ValueError
     ├── EngineConfigError   a setting that is out of range or contradicts another
     ├── GrammarError        a grammar that cannot be compiled; the message ends a sentence about it
     │   └── GrammarTooSlow  it takes too long, or the machine was busy
+    ├── MachineError        the machine lacks what the settings need, maybe only for now: a GPU, memory, an address
     ├── OrderError          an order of the operator that the engine cannot carry out
     └── RequestError        a request that cannot be served; `param` is the request field to change
 """
@@ -18,6 +19,10 @@ class EngineError(ValueError):
 
 class EngineConfigError(EngineError):
     """A setting is out of range or contradicts another one."""
+
+
+class MachineError(EngineError):
+    """The machine lacks what the settings need: a GPU, memory that others hold, an address. The next start may work."""
 
 
 class GrammarError(EngineError):

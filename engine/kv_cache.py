@@ -1,13 +1,14 @@
 """Allocates the paged KV tensors and decides how many pages there are. Who holds which page is `paging`'s business."""
 
 import logging
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import count
 
 import torch
 
-from engine.errors import EngineConfigError
+from engine.errors import MachineError
 from engine.page_needs import PageNeeds
 from engine.units import size_text
 from model.batch import KvLayerSpec, LayerKv
@@ -88,6 +89,11 @@ class KvLayout:
         return sum(spec.num_heads * (spec.key_dim + spec.value_dim) for spec in specs) * self.dtype.itemsize
 
 
+def physical_bytes() -> int:
+    """Memory of this machine, whatever is in use."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def choose_cpu_pages(layout: KvLayout, *, max_num_seqs: int, max_model_len: int, step_tokens: int) -> int:
     """Pages for `max_num_seqs` requests of moderate length within 1 GiB, but at least for one of full length."""
     needs = layout.needs(step_tokens)
@@ -104,7 +110,7 @@ def choose_cuda_pages(
     `sampling_bytes` for choosing tokens after it.
 
     Raises:
-        EngineConfigError: not even one page fits.
+        MachineError: not even one page fits.
     """
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
@@ -132,12 +138,12 @@ def count_pages(layout: KvLayout, *, total_bytes: int, utilization: float, used_
     """KV pages that fit beside `used_bytes` of weights and the like, and `step_bytes` that a step needs.
 
     Raises:
-        EngineConfigError: not even one page fits, or one of each kind.
+        MachineError: not even one page fits, or one of each kind.
     """
     free_bytes = int(total_bytes * utilization) - used_bytes - step_bytes
     num_pages = free_bytes // layout.bytes_per_page
     if num_pages < layout.num_kinds:
-        raise EngineConfigError(
+        raise MachineError(
             f"gpu_memory_utilization is {utilization}: of {size_text(total_bytes)} it allows "
             f"{size_text(total_bytes * utilization)}, but weights and what is in use take {size_text(used_bytes)} and "
             f"one step {size_text(step_bytes, 2)}, which leaves no room for a KV page of "

@@ -84,6 +84,7 @@ class EngineLink:
         self.config = config
         self.info: EngineInfo | None = None
         self.failure: str | None = None
+        self.has_wrong_setting = False  # the failure stays until a setting or the model's files are changed
         self.stats: EngineStats | None = None
         self.expert_load: ExpertLoad | None = None
         self.start_progress: StartProgress | None = None  # while the engine loads; None until its first message
@@ -194,10 +195,13 @@ class EngineLink:
         if order.error is not None:
             raise OrderError(order.error)
 
-    def fail(self, message: str) -> None:
-        """The engine is gone: end all requests with an error. Only the first call counts."""
+    def fail(self, message: str, *, is_setting: bool = False) -> None:
+        """The engine is gone: end all requests with an error. Only the first call counts.
+
+        `is_setting` as in `Failed`.
+        """
         if self.failure is None and not self._closing:
-            self.failure = message
+            self.failure, self.has_wrong_setting = message, is_setting
             self._end_streams()
 
     def _open(self, requests_address: str, outputs_address: str) -> str:
@@ -285,7 +289,7 @@ class EngineLink:
             self._progress_s = now_s
             self._note_ready(message)
         else:
-            self.fail(message.message)
+            self.fail(message.message, is_setting=message.is_setting)
 
     def _scheduler_of(self, rank: int) -> int:
         return rank // self.config.tensor_parallel_size

@@ -12,7 +12,7 @@ from engine.config import EngineConfig
 from engine.cuda_graphs import DecodeGraphs, GraphSettings
 from engine.grammar_check import Vocabulary
 from engine.grammar_compiler import GrammarCompiler
-from engine.kv_cache import KvLayout, choose_cpu_pages, choose_cuda_pages
+from engine.kv_cache import KvLayout, choose_cpu_pages, choose_cuda_pages, physical_bytes
 from engine.memory_plan import (
     check_weights_fit,
     graph_buffer_bytes,
@@ -323,7 +323,8 @@ def _allocate(layout: KvLayout, num_pages: int, device: torch.device) -> list[La
     try:
         return layout.allocate(num_pages, device)
     except RuntimeError as error:  # what torch raises when memory runs out, on any device
-        raise pages_refusal(layout, num_pages) from error
+        memory_bytes = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else physical_bytes()
+        raise pages_refusal(layout, num_pages, memory_bytes=memory_bytes) from error
 
 
 def _build_model(config: EngineConfig, phases: StartPhases, ranks: "RankLinks | None" = None) -> Model:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.cuda_graphs import graph_sizes
 from engine.decode_inputs import count_numbers
-from engine.errors import EngineConfigError
+from engine.errors import EngineConfigError, EngineError, MachineError
 from engine.kv_cache import KvLayout, count_pages
 from engine.page_needs import PageNeeds
 from engine.prompt_graphs import prompt_sizes
@@ -72,12 +72,14 @@ def check_weights_fit(sizes: "ModelSizes", *, total_bytes: int, utilization: flo
     """Refuse, before any weight is read, weights that leave no room.
 
     Raises:
-        EngineConfigError: names the sizes and what to change.
+        EngineConfigError: they would not fit with the GPU to themselves; names the sizes and what to change.
+        MachineError: they do not fit beside what is in use already.
     """
     if sizes.least_bytes + used_bytes < total_bytes * utilization:
         return
+    kind = MachineError if sizes.least_bytes < total_bytes * utilization else EngineConfigError
     paths = ", ".join(f"{path.format_name} as {path.backend}" for path in sizes.experts)
-    raise EngineConfigError(
+    raise kind(
         f"gpu_memory_utilization is {utilization}: of {size_text(total_bytes)} it allows "
         f"{size_text(total_bytes * utilization)}, but the weights take {size_text(sizes.total_bytes)} (experts "
         f"{size_text(sizes.expert_bytes)}, {paths}) and {size_text(used_bytes)} are in use already; raise it, choose "
@@ -85,18 +87,22 @@ def check_weights_fit(sizes: "ModelSizes", *, total_bytes: int, utilization: flo
     )
 
 
-def pages_refusal(layout: KvLayout, num_pages: int) -> EngineConfigError:
-    """The error of a pool of `num_pages` pages, of all kinds of layers, that memory cannot hold."""
+def pages_refusal(layout: KvLayout, num_pages: int, *, memory_bytes: int) -> EngineError:
+    """The error of a pool of `num_pages` pages, of all kinds of layers, that memory cannot hold.
+
+    A setting is wrong if all `memory_bytes` of the device could not hold them.
+    """
     num_kinds, page_bytes = layout.num_kinds, layout.bytes_per_page
-    return EngineConfigError(
+    kind = EngineConfigError if num_pages * page_bytes > memory_bytes else MachineError
+    return kind(
         f"num_pages is {num_pages // num_kinds}: KV pages of {num_kinds * page_bytes} bytes, "
         f"{size_text(num_pages * page_bytes)} in all, do not fit in memory; set num_pages lower"
     )
 
 
-def loading_refusal(sizes: "ModelSizes", *, total_bytes: int, used_bytes: int) -> EngineConfigError:
+def loading_refusal(sizes: "ModelSizes", *, total_bytes: int, used_bytes: int) -> MachineError:
     """The error of a GPU whose memory does not last while the weights are loaded, though they may fit afterwards."""
-    return EngineConfigError(
+    return MachineError(
         f"the weights do not fit while they are loaded: {size_text(used_bytes)} of {size_text(total_bytes)} are in use "
         f"already, and they take up to {size_text(sizes.peak_bytes)} while the last layer of experts is "
         f"processed ({size_text(sizes.total_bytes)} in the end); choose another moe_backend, share the weights among "
@@ -195,7 +201,7 @@ def make_plan(
         step_bytes = sum(parts.values()) - context_bytes
         pages = count_pages(layout, **budget, used_bytes=context_bytes + sizes.total_bytes, step_bytes=step_bytes)
         pages = _chosen_pages(num_pages, pages, layout.num_kinds)
-    except EngineConfigError as error:
+    except EngineError as error:
         refusal, pages = str(error), 0
     return MemoryPlan(sizes=sizes, layout=layout, needs=needs, **budget, **parts, num_pages=pages, refusal=refusal)
 
@@ -206,7 +212,7 @@ def make_cpu_plan(
     """The plan for a CPU with `memory_bytes`, more than which no cache can take; nothing else is limited here."""
     refusal = None
     if num_pages * layout.bytes_per_page > memory_bytes:
-        refusal, num_pages = str(pages_refusal(layout, num_pages)), 0
+        refusal, num_pages = str(pages_refusal(layout, num_pages, memory_bytes=memory_bytes)), 0
     return MemoryPlan(
         sizes=sizes,
         layout=layout,

@@ -121,12 +121,13 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
     """From the engine, as its last word: why it cannot start or go on. `time_s` since the epoch: the first is the cause
-    of the others.
+    of the others. `is_setting`: it cannot start before a setting or the model's files are changed.
     """
 
     message: str
     rank: int = 0
     time_s: float = 0.0
+    is_setting: bool = False
 
 
 ToEngine = Add | Abort | CallOff | Order | Join | Leave | Shutdown | Wake
@@ -158,7 +159,8 @@ class WorkerSetup(msgspec.Struct, frozen=True, kw_only=True):
     place: RankSetup | None = None  # None for a single rank
 
 
-EXIT_FAILED = 3  # exit status of an engine process that has sent `Failed`
+EXIT_FAILED, EXIT_SETTING = 3, 5  # exit statuses of an engine process that has sent `Failed`; 5 if `is_setting`
+EXITS_TOLD = (EXIT_FAILED, EXIT_SETTING)
 
 
 def new_address() -> str:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from engine.config import EngineConfig
-from engine.errors import EngineConfigError
+from engine.errors import MachineError
 from engine.expert_file import read_load
 from engine.kv_cache import KvLayout
 from engine.prompt_graphs import largest_prompt_step
@@ -78,17 +78,17 @@ def choose_device(name: str) -> torch.device:
     """The device of a setting; a GPU with a number becomes the current one.
 
     Raises:
-        EngineConfigError: torch does not find it.
+        MachineError: torch does not find it.
     """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name.startswith("cuda") and not torch.cuda.is_available():
-        raise EngineConfigError(f"device is {name!r} and torch finds no CUDA device: use cpu, or install a CUDA torch")
+        raise MachineError(f"device is {name!r} and torch finds no CUDA device: use cpu, or install a CUDA torch")
     device = torch.device(name)
     if device.index is not None:
         num_devices = torch.cuda.device_count()
         if device.index >= num_devices:
-            raise EngineConfigError(f"device is {name!r}: torch finds {num_devices} CUDA devices, cuda:0 is the first")
+            raise MachineError(f"device is {name!r}: torch finds {num_devices} CUDA devices, cuda:0 is the first")
         torch.cuda.set_device(device)  # Triton's launches, streams and graphs go to the current device
     return device
 

@@ -1,12 +1,11 @@
 """From settings to a `MemoryPlan` for a GPU that need not be here: what `moe-serve plan` shows."""
 
-import os
 from dataclasses import dataclass
 
 import torch
 
 from engine.config import EngineConfig
-from engine.kv_cache import GIB, choose_cpu_pages
+from engine.kv_cache import GIB, choose_cpu_pages, physical_bytes
 from engine.memory_plan import MemoryPlan, make_cpu_plan, make_plan
 from engine.model_settings import make_kv_layout, make_model_settings, max_step_tokens
 from engine.prompt_graphs import largest_prompt_step
@@ -57,7 +56,7 @@ def plan_engine(config: EngineConfig, gpu: Gpu | None) -> tuple[MemoryPlan, int]
             )
         else:
             pages = config.num_pages * layout.num_kinds
-        plan = make_cpu_plan(sizes, layout, needs=needs, num_pages=pages, memory_bytes=_memory_bytes())
+        plan = make_cpu_plan(sizes, layout, needs=needs, num_pages=pages, memory_bytes=physical_bytes())
     else:
         plan = make_plan(
             sizes,
@@ -73,11 +72,6 @@ def plan_engine(config: EngineConfig, gpu: Gpu | None) -> tuple[MemoryPlan, int]
             num_pages=config.num_pages,
         )
     return plan, min(max_model_len, plan.num_kv_tokens) if plan.num_pages else max_model_len
-
-
-def _memory_bytes() -> int:
-    """Memory of this machine, which stands for the one that is planned for."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _are_capturable(sizes: ModelSizes) -> bool:

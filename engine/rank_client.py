@@ -10,7 +10,7 @@ from engine.config import EngineConfig
 from engine.messages import Beat, Failed, FromEngine, bind, new_address
 from engine.rank_processes import RANK_MODULE, ParentSockets, RankProcesses
 from engine.rank_watch import TICK_S, RankWatch
-from engine.rank_worker import PULSE, PULSE_END
+from engine.rank_worker import PULSE, PULSE_END, PULSE_SETTING
 
 _PULSE_LINGER_MS = 500
 
@@ -79,9 +79,9 @@ class RankedEngineClient(EngineClient):
         watching = asyncio.create_task(processes.watch(on_exit))
         while not self._closing and self.failure is None:
             self._read_messages()
-            reason = self._watch.tick()
-            if reason is not None:
-                self.fail(reason)
+            cause = self._watch.tick()
+            if cause is not None:
+                self.fail(cause.message, is_setting=cause.is_setting)
                 break
             self._send_pulse(PULSE)
             await asyncio.sleep(TICK_S)
@@ -90,7 +90,7 @@ class RankedEngineClient(EngineClient):
         await watching
         if self._pulse is not None:
             if any(statuses):  # else the ranks on other hosts have agreed to stop, too
-                self._send_pulse(PULSE_END)
+                self._send_pulse(PULSE_SETTING if self.has_wrong_setting else PULSE_END)
             self._pulse.close(linger=_PULSE_LINGER_MS)
 
     def _send_pulse(self, word: bytes) -> None:

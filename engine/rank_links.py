@@ -23,7 +23,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from engine.agreement import Agreement
 from engine.config import EngineConfig
-from engine.errors import EngineConfigError
+from engine.errors import MachineError
 from engine.messages import RankSetup, ToEngine, Wake, bind, new_address
 from engine.model_settings import rank_device_name
 from engine.step_link import StepReceiver, StepSender
@@ -43,7 +43,7 @@ def connect_store(place: RankSetup) -> Store:
     """Where the ranks meet; under torchrun its agent may run the store.
 
     Raises:
-        EngineConfigError: it cannot be reached, or its port is taken.
+        MachineError: it cannot be reached, or its port is taken.
     """
     if place.store_fd is None and place.rank > 0:
         logger.info(
@@ -62,7 +62,7 @@ def connect_store(place: RankSetup) -> Store:
                 master_listen_fd=place.store_fd,
             )
     except distributed.DistError as error:
-        raise EngineConfigError(
+        raise MachineError(
             f"master_addr is {place.store_host!r} and master_port {place.store_port}: rank {place.rank} cannot "
             f"{'listen' if place.rank == 0 else 'connect'} there: {str(error).splitlines()[0]}"
         ) from error

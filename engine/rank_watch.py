@@ -6,13 +6,22 @@ word, the one that failed first. Pure policy: no clock, no processes.
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
-from engine.messages import EXIT_FAILED, Beat, Failed
+from engine.messages import EXITS_TOLD, Beat, Failed
 from engine.process import describe_exit
 
 TICK_S = 0.2
 _SETTLE_TICKS = 3
 _SILENT_TICKS = 18  # 3.6 s without a beat; beats come four times a second
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """Why the engine cannot go on; `is_setting` as in `Failed`."""
+
+    message: str
+    is_setting: bool = False
 
 
 class RankWatch:
@@ -45,7 +54,7 @@ class RankWatch:
         """A rank's process has ended; nobody told it to."""
         self._exits[rank] = status
 
-    def tick(self) -> str | None:
+    def tick(self) -> Cause | None:
         """Why the engine cannot go on, or None."""
         silent = []
         if self._has_loaded:
@@ -56,16 +65,17 @@ class RankWatch:
             self._num_ticks_of_failure += 1
             return self._cause() if self._num_ticks_of_failure > _SETTLE_TICKS else None
         if silent:
-            return f"rank {silent[0]} has sent no heartbeat for {_SILENT_TICKS * TICK_S:.1f} s"
+            return Cause(f"rank {silent[0]} has sent no heartbeat for {_SILENT_TICKS * TICK_S:.1f} s")
         return None
 
-    def _cause(self) -> str:
-        silent_exits = {rank: status for rank, status in self._exits.items() if status != EXIT_FAILED}
+    def _cause(self) -> Cause:
+        silent_exits = {rank: status for rank, status in self._exits.items() if status not in EXITS_TOLD}
         if silent_exits:
             rank = min(silent_exits, key=lambda each: silent_exits[each])  # a signal is a negative status
             log_hint = "; its log says why" if silent_exits[rank] >= 0 else ""
-            return f"the process of rank {rank} {describe_exit(silent_exits[rank])}{log_hint}"
+            return Cause(f"the process of rank {rank} {describe_exit(silent_exits[rank])}{log_hint}")
         if self._words:
             first = min(self._words, key=lambda word: word.time_s)
-            return f"rank {first.rank}: {first.message}" if self._has_loaded else first.message
-        return f"the process of rank {next(iter(self._exits))} failed; its log says why"
+            message = f"rank {first.rank}: {first.message}" if self._has_loaded else first.message
+            return Cause(message, first.is_setting)
+        return Cause(f"the process of rank {next(iter(self._exits))} failed; its log says why")

@@ -13,7 +13,18 @@ import msgspec
 import zmq
 
 from engine.collector import resting_collector
-from engine.messages import Join, Leave, RankSetup, Ready, Shutdown, ToEngine, Wake, WorkerSetup
+from engine.messages import (
+    EXIT_FAILED,
+    EXIT_SETTING,
+    Join,
+    Leave,
+    RankSetup,
+    Ready,
+    Shutdown,
+    ToEngine,
+    Wake,
+    WorkerSetup,
+)
 from engine.stack_dump import dump_on_signal
 from engine.step_link import Obey
 from engine.types import OrderKind
@@ -32,8 +43,9 @@ Build = Callable[[WorkerSetup, "RankLinks", StartPhases], HasStats]
 
 EXIT_LOST = 4  # exit status of a rank that host 0 has left or ended
 PULSE = b"goes on"  # on the socket of the pulse, a few times a second
-PULSE_END = b"is over"
+PULSE_END, PULSE_SETTING = b"is over", b"a setting is wrong"
 _PULSE_LOST_S = 10.0
+_LAST_WORD_S = 2.0  # host 0 blames a rank less than a second after the first failure
 
 
 class RankWorker(Worker):
@@ -125,20 +137,34 @@ def build_rank(setup: WorkerSetup, links: "RankLinks", phases: StartPhases) -> H
     return Follower(setup.config, links, phases=phases)
 
 
-def _exit_without_pulse(address: str) -> None:
-    """Thread body on hosts other than 0: end this process when host 0 says so, or has said nothing for long."""
-    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.SUB)
-    socket.subscribe(b"")
-    socket.connect(address)
-    while socket.poll(int(_PULSE_LOST_S * 1000)) and socket.recv() != PULSE_END:
-        pass
-    os._exit(EXIT_LOST)
+class PulseWatch(threading.Thread):
+    """On hosts other than 0: ends this process when host 0 says so, or has said nothing for long."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__(name="pulse", daemon=True)
+        self._address = address
+        self._status = EXIT_LOST  # unless host 0 says that a setting is wrong
+
+    def run(self) -> None:
+        """Thread body."""
+        socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.SUB)
+        socket.subscribe(b"")
+        socket.connect(self._address)
+        word = PULSE
+        while word == PULSE:
+            word = socket.recv() if socket.poll(int(_PULSE_LOST_S * 1000)) else PULSE_END
+        os._exit(EXIT_SETTING if word == PULSE_SETTING else self._status)
+
+    def wait_for_last_word(self, status: int) -> None:
+        """This rank has failed with `status`, maybe because another cannot start: host 0 will know, and say so."""
+        self._status = status
+        self.join(_LAST_WORD_S)
 
 
 def main(build: Build = build_rank) -> None:
     """Entry of the process; `build` makes what runs in its loop."""
     setup = read_setup()
-    place, store = setup.place, None
+    place, store, pulse = setup.place, None, None
     if place is None:
         raise RuntimeError("a rank needs a place among the others")
     if not setup.outputs_address:  # this is not host 0
@@ -146,11 +172,14 @@ def main(build: Build = build_rank) -> None:
 
         store = connect_store(place)
         setup = msgspec.structs.replace(setup, outputs_address=store.get("outputs").decode())
-        pulse = store.get("pulse").decode()
-        threading.Thread(target=_exit_without_pulse, args=(pulse,), name="pulse", daemon=True).start()
+        pulse = PulseWatch(store.get("pulse").decode())
+        pulse.start()
     worker = RankWorker(setup, place, store)
     dump_on_signal(worker.describe)
-    raise SystemExit(worker.run_rank(build))
+    status = worker.run_rank(build)
+    if pulse is not None and status == EXIT_FAILED:
+        pulse.wait_for_last_word(status)
+    raise SystemExit(status)
 
 
 if __name__ == "__main__":

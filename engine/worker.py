@@ -25,6 +25,7 @@ from engine.errors import OrderError
 from engine.logs import log_to_stderr
 from engine.messages import (
     EXIT_FAILED,
+    EXIT_SETTING,
     Abort,
     Add,
     Beat,
@@ -43,6 +44,7 @@ from engine.messages import (
 from engine.origins import Origins
 from engine.process import exit_with_parent
 from engine.stack_dump import dump_on_signal
+from engine.start_errors import is_user_error, is_wrong_setting
 from engine.step_profile import StepProfile
 from engine.types import CallOff, EngineInfo, EngineStats, ExpertLoad, OrderKind
 from loaders.phases import StartPhases
@@ -194,10 +196,11 @@ class Worker:
             self._serve(core)
             status = 0
         except Exception as error:  # the last stop: say why, then end
-            if not _is_user_error(error):  # the other process tells what a user can mend, once
+            if not is_user_error(error):  # the other process tells what a user can mend, once
                 self._log(error)
-            self._send(Failed(_describe(error), self._rank, time.time()))
-            status = EXIT_FAILED
+            is_setting = self._heartbeat.core is None and is_wrong_setting(error)
+            self._send(Failed(_describe(error), self._rank, time.time(), is_setting))
+            status = EXIT_SETTING if is_setting else EXIT_FAILED
         self._compiles.end()
         self._heartbeat.end()
         self._context.destroy(linger=_LINGER_MS)
@@ -284,13 +287,8 @@ def _connect(context: "zmq.Context[zmq.Socket[bytes]]", address: str) -> "zmq.So
     return socket
 
 
-def _is_user_error(error: Exception) -> bool:
-    """A wrong file or setting: the error trees of the packages derive from ValueError, a bug raises it plainly."""
-    return isinstance(error, OSError) or (isinstance(error, ValueError) and type(error) is not ValueError)
-
-
 def _describe(error: Exception) -> str:
-    return str(error) if _is_user_error(error) else f"{type(error).__name__}: {error}"
+    return str(error) if is_user_error(error) else f"{type(error).__name__}: {error}"
 
 
 def build_core(setup: WorkerSetup, phases: StartPhases) -> "EngineCore":

@@ -15,7 +15,7 @@ from server.bench.command import bench
 from server.chat.command import chat
 from server.config import ServerConfig
 from server.configs import make_configs
-from server.errors import SettingError
+from server.errors import SettingError, StartError
 from server.experts import experts
 from server.explain import explain
 from server.health import health
@@ -28,7 +28,7 @@ from server.settings import Setting, gather, make_parser, settings_of
 from server.version import service_version
 
 PROGRAM = "moe-serve"
-USAGE_ERROR = 2
+START_FAILED, USAGE_ERROR = 1, 2
 COMMANDS = {
     "bench": "measure a server under load, or draw what was measured",
     "chat": "talk to a running server in the terminal",
@@ -76,9 +76,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             from server.service import run  # --help and a wrong flag need not wait for what it imports
 
             return run(server_config, engine_config, listener)
-    except SettingError as error:
+    except (SettingError, StartError) as error:
         streams.write(sys.stderr, f"{PROGRAM}: {error}\n")
-        return USAGE_ERROR
+        return USAGE_ERROR if isinstance(error, SettingError) else START_FAILED
 
 
 def _with_files(config: EngineConfig, model: Path | HubModel, log_level: str) -> EngineConfig:

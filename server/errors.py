@@ -15,7 +15,8 @@ Exception
 │   ├── EngineFailed          500 the engine could not finish this request
 │   ├── Unavailable           503 loading, draining, without an engine, or without its stored answers
 │   └── DeadlineExceeded      504 the answer was not complete in the time that the request gave it
-└── SettingError              the service cannot start as configured
+├── SettingError              the service cannot start as configured
+└── StartError                the service cannot start, though its settings may be right
 """
 
 from collections.abc import Mapping
@@ -174,6 +175,10 @@ class DeadlineExceeded(ApiError):
 
 class SettingError(ValueError):
     """The service cannot start as configured; the message names the flag and the way out."""
+
+
+class StartError(Exception):
+    """The service cannot start now, though its settings may be right: the machine, the hub or the engine fails."""
 
 
 def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from engine.logs import LogFormat
-from server.errors import SettingError
+from server.errors import SettingError, StartError
 from server.model_source import HubModel
 
 _BOOT = "import runpy, sys; sys.path[:] = sys.argv[2:]; runpy.run_module(sys.argv[1], run_name='__main__')"
@@ -25,8 +25,8 @@ def download(
     """Download what is needed and return the model's folder in the hub's cache; progress goes to standard error.
 
     Raises:
-        SettingError: the hub cannot be reached or refuses, the disk is full, or the model cannot be served; one line
-            that says what to do.
+        SettingError: the hub refuses, or the model cannot be served; one line that says what to do.
+        StartError: the hub cannot be reached or fails, or the disk is full; likewise.
     """
     order = {
         "name": model.name,
@@ -49,8 +49,8 @@ def download(
             process.kill()
             raise
     if not answer:
-        raise SettingError(f"--model: the download of {model} ended with status {process.returncode}; start again")
+        raise StartError(f"--model: the download of {model} ended with status {process.returncode}; start again")
     result = json.loads(answer)
     if "error" in result:
-        raise SettingError(result["error"])
+        raise (SettingError if result["is_setting"] else StartError)(result["error"])
     return Path(result["folder"])

@@ -12,6 +12,7 @@ import shutil
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 from huggingface_hub import (
@@ -27,7 +28,7 @@ from huggingface_hub.errors import CachedRepoTreeNotFoundError
 from engine.logs import log_to_stderr
 from loaders.progress import Progress
 from loaders.weight_index import read_index
-from server.errors import SettingError
+from server.errors import SettingError, StartError
 from server.hub import Needs
 from server.hub_errors import explain_failure
 from server.hub_progress import QuietBar, make_byte_counter
@@ -58,10 +59,11 @@ def main() -> None:
     logging.getLogger("httpx2").setLevel(logging.WARNING)  # it logs a line for every request
     try:
         folder = fetch(order["name"], order["revision"], needs=order["needs"])
-        answer = {"folder": str(folder)}
+        answer: dict[str, Any] = {"folder": str(folder)}
     except Exception as error:  # whatever it is, the service must be told in one line
         _log.debug("the download failed", exc_info=True)
-        answer = {"error": explain_failure(error, order["name"], order["revision"])}
+        told = explain_failure(error, order["name"], order["revision"])
+        answer = {"error": str(told), "is_setting": isinstance(told, SettingError)}
     sys.stdout.write(json.dumps(answer) + "\n")
     sys.stdout.flush()
 
@@ -72,7 +74,10 @@ def _end_with_input() -> None:
 
 
 def fetch(name: str, revision: str | None, *, needs: Needs = "weights") -> Path:
-    """Download what is needed and return the snapshot. Raises the library's errors, the loaders' and SettingError."""
+    """Download what is needed and return the snapshot.
+
+    Raises the library's errors, the loaders', SettingError and StartError.
+    """
     get_session().timeout = _REQUEST_TIMEOUT_S
     commit = HfApi().resolve_revision(name, revision=revision)
     small = [*_CONFIG_FILES] if needs == "config" else [*_SMALL_FILES, f"*{_INDEX}"]
@@ -146,7 +151,7 @@ def _fetch_weights(name: str, commit: ResolvedRevision, folder: Path, files: dic
     num_bytes = sum(missing.values())
     free = shutil.disk_usage(folder).free
     if num_bytes > free:
-        raise SettingError(
+        raise StartError(
             f"--model: {name} needs {num_bytes / 1e9:.1f} GB more, but {free / 1e9:.1f} GB are free in "
             f"{constants.HF_HUB_CACHE}; free some, or set HF_HUB_CACHE to a folder on a larger disk"
         )

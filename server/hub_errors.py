@@ -13,19 +13,27 @@ from huggingface_hub.errors import (
 )
 
 from loaders.errors import LoadError
-from server.errors import SettingError
+from server.errors import SettingError, StartError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
-def explain_failure(error: BaseException, name: str, revision: str | None) -> str:
-    """The line for an error of a download of `name`."""
-    if isinstance(error, SettingError):
-        return str(error)
+def explain_failure(error: BaseException, name: str, revision: str | None) -> SettingError | StartError:
+    """What to tell of an error of a download of `name`: a StartError if the same order may succeed later."""
+    if isinstance(error, SettingError | StartError):
+        return error
     if isinstance(error, LoadError):
-        return f"--model: {error}"
-    return f"--model: {_reason(error, name, revision)}"
+        return SettingError(f"--model: {error}")
+    kind = SettingError if any(map(_is_refusal, _chain(error))) else StartError
+    return kind(f"--model: {_reason(error, name, revision)}")
+
+
+def _is_refusal(cause: BaseException) -> bool:
+    """Whether this is not a fault of the network, the hub or a full disk, which may pass."""
+    if isinstance(cause, HfHubHTTPError):
+        return cause.response.status_code < 500 and cause.response.status_code != 429
+    return isinstance(cause, OfflineModeIsEnabled) or (isinstance(cause, OSError) and cause.errno in _UNWRITABLE)
 
 
 def _reason(error: BaseException, name: str, revision: str | None) -> str:

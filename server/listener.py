@@ -1,12 +1,18 @@
 """The listening socket: taken before anything is loaded, so that a port in use is known at once."""
 
+import errno
 import socket
 
-from server.errors import SettingError
+from server.errors import SettingError, StartError
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """The listening socket, taken before anything is loaded. Raises SettingError when that fails."""
+    """The listening socket, taken before anything is loaded.
+
+    Raises:
+        SettingError: the host is no address of this machine, or this user may not listen there.
+        StartError: the port is in use.
+    """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -23,7 +29,8 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         reason = str(error.strerror or error).lower()
-        raise SettingError(
+        refusal = StartError if error.errno == errno.EADDRINUSE else SettingError
+        raise refusal(
             f"--port: cannot listen on {host}:{port}: {reason}; stop what uses it, or choose another --port"
         ) from error
     listener.setblocking(False)

@@ -1,6 +1,7 @@
 """Life of a host that serves no HTTP: it runs its ranks of an engine whose host 0 does the rest.
 
 Exit statuses: 0 if its ranks ended because host 0 ended, or after a signal; 1 if one failed or host 0 was lost.
+SettingError, and so 2, if the engine cannot start before a setting or the model's files are changed.
 """
 
 import asyncio
@@ -9,12 +10,13 @@ import signal
 import sys
 
 from engine.config import EngineConfig
-from engine.messages import EXIT_FAILED, new_address
+from engine.messages import EXIT_FAILED, EXIT_SETTING, new_address
 from engine.process import describe_exit
 from engine.rank_processes import RANK_MODULE, ParentSockets, RankProcesses
 from engine.rank_worker import EXIT_LOST
 from engine.stack_dump import forward_on_signal
 from server import streams
+from server.errors import SettingError
 
 log = logging.getLogger(__name__)
 
@@ -22,7 +24,7 @@ _GRACE_S = 10.0  # after host 0 has drained
 
 
 def run_node(config: EngineConfig, drain_timeout_s: float, *, worker_module: str = RANK_MODULE) -> int:
-    """Run the ranks of this host until host 0 ends them; returns the exit status."""
+    """Run the ranks of this host until host 0 ends them; returns the exit status. Raises SettingError."""
     return asyncio.run(_run(config, drain_timeout_s, worker_module))
 
 
@@ -51,7 +53,7 @@ async def _wait(
     signals: "asyncio.Queue[signal.Signals]",
     grace_s: float,
 ) -> int:
-    """Until all ranks have ended well, one has not, or signals say so. Returns the exit status."""
+    """Until all ranks have ended well, one has not, or signals say so. Returns the exit status; raises SettingError."""
     num_running, timeout_s = len(ranks.pids), None
     getting = asyncio.ensure_future(signals.get())
     while num_running:
@@ -61,6 +63,8 @@ async def _wait(
             rank, status = ending.result()
             num_running -= 1
             if status != 0:
+                if status == EXIT_SETTING:
+                    raise SettingError("the engine cannot start: host 0 says why")
                 if status == EXIT_LOST:
                     log.error("host 0 has failed, or cannot be reached any more")
                 elif status != EXIT_FAILED:  # else its log, and host 0, say why

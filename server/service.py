@@ -1,7 +1,7 @@
 """Life of the service: start the engine, serve, end the engine. Imports little, so that it starts fast.
 
-Exit statuses: 0 after a signal, also while loading; 1 if the engine or an HTTP process could not start, or if the
-engine died or hung while draining.
+Exit statuses: 0 after a signal, also while loading; 2 if a setting or the model's files must be changed first; 1 if the
+engine or an HTTP process could not start for another reason, or if the engine died or hung while draining.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from engine.stack_dump import forward_on_signal
 from loaders.hf_config import read_config
 from server import streams
 from server.config import ServerConfig
-from server.errors import SettingError
+from server.errors import SettingError, StartError
 from server.listener import url_of
 from server.memory import settle_memory
 from server.model_files import ModelFiles, read_model_files
@@ -41,7 +41,7 @@ _POLL_S = 0.02
 
 
 def run(server_config: ServerConfig, engine_config: EngineConfig, listener: socket.socket) -> int:
-    """Serve until a signal comes; returns the exit code. Raises SettingError if the service cannot start."""
+    """Serve until a signal comes; returns the exit code. Raises SettingError or StartError if it cannot start."""
     if engine_config.num_ranks > 1:  # nothing is left to serve with, and other hosts wait for a new start
         server_config = dataclasses.replace(server_config, exit_on_engine_death=True)
     check_certificate(server_config)
@@ -79,6 +79,9 @@ async def _serve(
         engine_hangs = server.engine_hangs
     finally:
         await engine.close(at_once=engine_hangs)
+    if engine.failure is not None and engine.info is None:
+        kind = SettingError if engine.has_wrong_setting else StartError
+        raise kind(f"the engine cannot start: {engine.failure}")
     return 1 if engine.failure is not None or engine.was_killed or server.has_failed else 0
 
 
@@ -185,8 +188,7 @@ async def _announce(
     while not (engine.ready and server.started) and engine.failure is None:
         await asyncio.sleep(_POLL_S)
     if engine.failure is not None:
-        streams.write(sys.stderr, f"moe-serve: the engine cannot start: {engine.failure}\n")
-        server.should_exit = True
+        server.should_exit = True  # `_serve` says why
     elif engine.info is not None and not server.should_exit:
         settle_memory()
         ready = Ready(

@@ -7,7 +7,7 @@ from engine.config import EngineConfig
 from server.config import ServerConfig
 from server.doctor.finding import Finding, Level, ok
 from server.doctor.packages import Package
-from server.errors import SettingError
+from server.errors import SettingError, StartError
 from server.listener import bind
 from server.model_files import read_model_files
 from server.model_source import HubModel, check_model_folder
@@ -19,7 +19,7 @@ def port(host: str, number: int) -> Finding:
     """Whether the service could listen there now. Takes the port for a moment."""
     try:
         bind(host, number).close()
-    except SettingError as error:
+    except (SettingError, StartError) as error:
         flag, _, reason = str(error).partition(": ")
         text, _, way_out = reason.partition("; ")
         default = "choose another --host; 0.0.0.0 stands for all addresses"

@@ -12,7 +12,7 @@ import torch
 from torch import distributed
 
 from engine.core import EngineCore
-from engine.errors import EngineConfigError
+from engine.errors import EngineConfigError, MachineError
 from engine.rank_worker import main
 from engine.ranked_executor import Follower
 from tests.engine.fakes import FakeModel
@@ -83,7 +83,10 @@ def build(setup, links, phases):
     fault, _, rank = setup.config.model.name.partition("-")
     fault = None if fault == "fine" else fault if rank == str(links.rank) else "elsewhere"
     if fault == "missing":
-        raise EngineConfigError("model is missing: no such folder")
+        raise MachineError("model is missing: no such folder")
+    if fault in ("misset", "late"):
+        time.sleep(3 if fault == "late" else 0)  # late: the others have loaded, and wait
+        raise EngineConfigError("num_pages is 0: it must be at least 1")
     if fault == "early":
         os.kill(os.getpid(), signal.SIGKILL)
     torch.set_num_threads(1)

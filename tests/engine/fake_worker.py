@@ -2,7 +2,7 @@
 
 import time
 
-from engine.errors import EngineConfigError
+from engine.errors import EngineConfigError, MachineError
 from engine.types import EngineInfo, EngineOutput, EngineStats
 from engine.worker import build_core, main
 from loaders.phases import Phase
@@ -98,7 +98,9 @@ def build(setup, phases):
         case "device-loss":
             return ScriptedCore(on_poison=_lose_device)
         case "missing":
-            raise EngineConfigError("model is missing: no such folder")
+            raise MachineError("model is missing: no such folder")
+        case "misset":
+            raise EngineConfigError("num_pages is 0: it must be at least 1")
         case "bug":
             raise RuntimeError("a bug")
         case "loading":

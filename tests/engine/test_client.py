@@ -169,12 +169,17 @@ def test_a_killed_engine_ends_every_stream():
     asyncio.run(main())
 
 
-@rows("model, reason", ("missing", "model is missing: no such folder"), ("bug", "RuntimeError: a bug"))
-def test_a_failed_start_says_why(model, reason):
+@rows(
+    "model, reason, is_setting",
+    ("misset", "num_pages is 0: it must be at least 1", True),
+    ("missing", "model is missing: no such folder", False),
+    ("bug", "RuntimeError: a bug", False),
+)
+def test_a_failed_start_says_why(model, reason, is_setting):
     async def main():
         async with running(model) as client:
             await until(lambda: client.failure)
-            assert client.failure == reason
+            assert (client.failure, client.has_wrong_setting) == (reason, is_setting)
             assert not client.ready
             assert not client.alive
 

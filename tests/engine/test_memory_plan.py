@@ -9,7 +9,7 @@ import torch
 
 from engine import load
 from engine.config import EngineConfig
-from engine.errors import EngineConfigError
+from engine.errors import EngineConfigError, MachineError
 from engine.kv_cache import GIB, KvLayout, count_pages
 from engine.memory_plan import check_weights_fit, graph_bytes, sampling_bytes
 from engine.plan import GPUS, Gpu, plan_engine
@@ -218,7 +218,7 @@ def test_pages_are_what_is_left():
     page = 16 * 128 * 4
     budget = {"total_bytes": 100 * page, "utilization": 0.5, "used_bytes": 20 * page}
     assert count_pages(layout, **budget, step_bytes=29 * page) == 1
-    with pytest.raises(EngineConfigError, match="leaves no room for a KV page of 8192 bytes"):
+    with pytest.raises(MachineError, match="leaves no room for a KV page of 8192 bytes"):
         count_pages(layout, **budget, step_bytes=29 * page + 1)
 
 
@@ -245,7 +245,7 @@ def test_running_out_of_memory_while_loading_has_the_words_of_the_plan(monkeypat
     sizes = measure_model(ASSETS, ModelSettings(device=torch.device("cpu")))
     monkeypatch.setattr("model.sizes.measure_model", lambda _folder, _settings: sizes)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (sizes.peak_bytes - 1, 64 << 20))
-    with pytest.raises(EngineConfigError, match=r"the weights do not fit while they are loaded: .* of 64.0 MiB"):
+    with pytest.raises(MachineError, match=r"the weights do not fit while they are loaded: .* of 64.0 MiB"):
         load.load_engine(EngineConfig(model=ASSETS, gpu_memory_utilization=1.0), None)
 
 
@@ -258,3 +258,5 @@ def test_weights_that_just_fit():
     grown = dataclasses.replace(sizes, dense_bytes=sizes.dense_bytes + 100)
     with pytest.raises(EngineConfigError):
         check_weights_fit(grown, total_bytes=2 * least + 4, utilization=0.5, used_bytes=1)
+    with pytest.raises(MachineError, match="2 bytes are in use already"):
+        check_weights_fit(sizes, total_bytes=2 * least + 4, utilization=0.5, used_bytes=2)

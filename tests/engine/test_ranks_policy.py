@@ -13,14 +13,14 @@ import zmq
 from engine.agreement import Agreement
 from engine.config import EngineConfig
 from engine.core import EngineCore
-from engine.errors import EngineConfigError
+from engine.errors import EngineConfigError, MachineError
 from engine.loads import Loads
-from engine.messages import EXIT_FAILED, Beat, Failed, RankSetup, Ready, new_address
+from engine.messages import EXIT_FAILED, EXIT_SETTING, Beat, Failed, RankSetup, Ready, new_address
 from engine.model_settings import rank_device_name
 from engine.rank_client import RankedEngineClient
 from engine.rank_links import connect_store
 from engine.rank_reports import RankReports
-from engine.rank_watch import RankWatch
+from engine.rank_watch import Cause, RankWatch
 from engine.router import Router
 from engine.runner import ModelRunner
 from engine.step import StepBatch, StepRow
@@ -54,6 +54,10 @@ def watch_of(num_ranks, *events, num_ticks=5):
     return verdicts[-1]
 
 
+def failed_at_start(message):
+    return lambda watch: watch.on_failed(Failed(message, 0, 1.0, is_setting=True))
+
+
 def failed(rank, message, time_s):
     return lambda watch: watch.on_failed(Failed(message, rank, time_s))
 
@@ -63,18 +67,21 @@ def exited(rank, status):
 
 
 @pytest.mark.parametrize(
-    ("events", "reason"),
+    ("events", "cause"),
     [
         ([], None),
-        ([failed(1, "lost a peer", 2.0), failed(0, "out of disk", 1.0)], "rank 0: out of disk"),
-        ([failed(1, "lost a peer", 2.0), exited(0, -9)], "the process of rank 0 was killed by signal 9"),
-        ([exited(0, EXIT_FAILED), exited(1, 0)], "the process of rank 1 ended with status 0; its log says why"),
-        ([exited(1, EXIT_FAILED)], "the process of rank 1 failed; its log says why"),
-        ([exited(1, EXIT_FAILED), failed(1, "a bug", 1.0)], "rank 1: a bug"),
+        ([failed(1, "lost a peer", 2.0), failed(0, "out of disk", 1.0)], Cause("rank 0: out of disk")),
+        ([failed(1, "lost a peer", 2.0), exited(0, -9)], Cause("the process of rank 0 was killed by signal 9")),
+        ([exited(0, EXIT_FAILED), exited(1, 0)], Cause("the process of rank 1 ended with status 0; its log says why")),
+        ([exited(1, EXIT_FAILED)], Cause("the process of rank 1 failed; its log says why")),
+        ([exited(1, EXIT_FAILED), failed(1, "a bug", 1.0)], Cause("rank 1: a bug")),
+        ([exited(0, EXIT_SETTING), failed_at_start("tp is 3")], Cause("rank 0: tp is 3", is_setting=True)),
+        ([failed(1, "lost a peer", 2.0), failed_at_start("tp is 3")], Cause("rank 0: tp is 3", is_setting=True)),
+        ([failed_at_start("tp is 3"), exited(1, -9)], Cause("the process of rank 1 was killed by signal 9")),
     ],
 )
-def test_the_rank_that_began_it_is_blamed(events, reason):
-    assert watch_of(2, *events) == reason
+def test_the_rank_that_began_it_is_blamed(events, cause):
+    assert watch_of(2, *events) == cause
 
 
 def test_the_blame_waits_for_a_moment():
@@ -82,9 +89,9 @@ def test_the_blame_waits_for_a_moment():
     watch.on_failed(Failed("lost a peer", 1, 2.0))
     assert watch.tick() is None
     watch.on_exit(0, -11)
-    while (reason := watch.tick()) is None:
+    while (cause := watch.tick()) is None:
         pass
-    assert reason == "the process of rank 0 was killed by signal 11"
+    assert cause.message == "the process of rank 0 was killed by signal 11"
 
 
 def test_a_silent_rank_is_noticed_only_after_loading():
@@ -94,7 +101,7 @@ def test_a_silent_rank_is_noticed_only_after_loading():
     for _ in range(18):
         watch.on_beat(beat(0))
         assert watch.tick() is None
-    assert watch.tick() == "rank 1 has sent no heartbeat for 3.6 s"
+    assert watch.tick().message == "rank 1 has sent no heartbeat for 3.6 s"
 
 
 def test_counters_are_summed_and_the_slowest_rank_counts():
@@ -348,7 +355,7 @@ def test_a_failed_sampler_ends_the_requests_of_its_step_alone():
 def test_a_port_that_is_taken_is_named():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(EngineConfigError, match=f"master_port {port}: rank 0 cannot listen there"):
+        with pytest.raises(MachineError, match=f"master_port {port}: rank 0 cannot listen there"):
             connect_store(RankSetup(rank=0, store_host="127.0.0.1", store_port=port))
 
 

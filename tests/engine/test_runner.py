@@ -11,7 +11,7 @@ from engine import load, model_settings
 from engine.batching import make_step
 from engine.config import EngineConfig
 from engine.core import EngineCore
-from engine.errors import EngineConfigError
+from engine.errors import EngineConfigError, MachineError
 from engine.kv_cache import KvLayout, choose_cpu_pages, choose_cuda_pages
 from engine.load import load_engine
 from engine.runner import ModelRunner
@@ -150,7 +150,7 @@ def test_the_pace_starts_with_the_time_that_a_prompt_token_took(monkeypatch):
 
 def test_cuda_without_a_device_says_so(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(EngineConfigError, match="device is 'cuda:1'"):
+    with pytest.raises(MachineError, match="device is 'cuda:1'"):
         load_engine(EngineConfig(model=Path("unused"), device="cuda:1"), None)
 
 
@@ -164,7 +164,7 @@ def test_another_gpu_than_the_first_becomes_the_current_one(monkeypatch):
     assert model_settings.choose_device("cuda") == torch.device("cuda")
     assert model_settings.choose_device("cpu") == torch.device("cpu")
     assert current == [torch.device("cuda:1")]
-    with pytest.raises(EngineConfigError, match="device is 'cuda:2': torch finds 2 CUDA devices"):
+    with pytest.raises(MachineError, match="device is 'cuda:2': torch finds 2 CUDA devices"):
         model_settings.choose_device("cuda:2")
 
 
@@ -195,7 +195,7 @@ def test_cuda_pages_are_what_weights_and_a_step_leave(monkeypatch):
 
     assert choose(0.5) == (40 - 12 - 2 - 1) * gib // LAYOUT.bytes_per_page
     assert rehearsals == [1]
-    with pytest.raises(EngineConfigError, match=r"gpu_memory_utilization is 0.1"):
+    with pytest.raises(MachineError, match=r"gpu_memory_utilization is 0.1"):
         choose(0.1)
 
 

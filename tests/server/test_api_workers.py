@@ -230,15 +230,17 @@ def test_nothing_outlives_a_supervisor_that_is_killed(tmp_path):
 BROKEN = "import server.api_process; server.api_process._MODULE = 'tests.no_such_module'" + SCRIPTED
 
 
-def test_what_cannot_start_ends_the_service_with_status_1(tmp_path):
-    """An HTTP process that dies before it serves, and an engine."""
+def test_what_cannot_start_ends_the_service_with_status_1_or_2(tmp_path):
+    """An HTTP process that dies before it serves, and an engine; 2 if a setting must be changed first."""
     with ExitStack() as stack:
         broken = stack.enter_context(start(tmp_path / "a", "slow", *TWO, code=BROKEN))
         missing = stack.enter_context(start(tmp_path / "b", "missing", *TWO))
-        assert (broken.process.wait(30), missing.process.wait(30)) == (1, 1)
+        misset = stack.enter_context(start(tmp_path / "c", "misset", *TWO))
+        assert (broken.process.wait(30), missing.process.wait(30), misset.process.wait(30)) == (1, 1, 2)
         assert re.search(r"HTTP process \d ended with status 1 before it could serve", broken.err)
         assert missing.err == "moe-serve: the engine cannot start: model is missing: no such folder\n"
-        assert broken.out == missing.out == ""
+        assert broken.out == missing.out == misset.out == ""
+        assert misset.err == "moe-serve: the engine cannot start: num_pages is 0: it must be at least 1\n"
 
 
 def hang_and_stop(service, *, num_signals, within_s):
@@ -285,7 +287,7 @@ def test_wrong_numbers_and_a_port_in_use_are_refused_once(capsys):
         assert "--api-workers" in capsys.readouterr().err
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        assert cli.main(["--port", port, *TWO]) == 2
+        assert cli.main(["--port", port, *TWO]) == 1
     assert capsys.readouterr().err.count("cannot listen on") == 1
 
 

@@ -13,6 +13,7 @@ from filelock import FileLock
 from huggingface_hub import _tree_cache, close_session, constants
 
 from server import hub_download
+from server.errors import SettingError, StartError
 from server.hub_errors import explain_failure
 from tests.server.conftest import ASSETS
 from tests.server.fake_hub import TOKEN, Hub, Repository, commit_of, run_hub
@@ -66,10 +67,17 @@ def refusal(name: str = NAME, revision: str | None = None) -> str:
     """What the user reads when the download fails."""
     with pytest.raises(Exception) as caught:  # noqa: PT011 the words are what is tested
         hub_download.fetch(name, revision)
-    line = explain_failure(caught.value, name, revision)
+    line = str(explain_failure(caught.value, name, revision))
     assert "\n" not in line
     assert line.startswith("--model: ")
     return line
+
+
+def may_pass(name: str = NAME) -> bool:
+    """Whether the download fails in a way that need not stay."""
+    with pytest.raises(Exception) as caught:  # noqa: PT011 its kind is what is tested
+        hub_download.fetch(name, None)
+    return isinstance(explain_failure(caught.value, name, None), StartError)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -206,14 +214,15 @@ def test_a_revision_that_does_not_exist(hub: Hub) -> None:
 
 
 @rows(
-    "status, words",
-    (403, "refuses access to maker/small (status 403); check HF_TOKEN"),
-    (429, "no more requests"),
-    (500, "fails"),
+    "status, words, passes",
+    (403, "refuses access to maker/small (status 403); check HF_TOKEN", False),
+    (429, "no more requests", True),
+    (500, "fails", True),
 )
-def test_a_hub_that_refuses_or_fails(hub: Hub, status: int, words: str) -> None:
+def test_a_hub_that_refuses_or_fails(hub: Hub, status: int, words: str, passes: bool) -> None:
     hub.status = status
     assert words in refusal()
+    assert may_pass() is passes
 
 
 def test_a_failing_hub_is_not_needed_once_the_model_is_here(hub: Hub) -> None:
@@ -230,12 +239,14 @@ def test_a_hub_that_cannot_be_reached(hub: Hub, monkeypatch: pytest.MonkeyPatch)
     line = refusal()
     assert line.startswith(f"--model: the hub at {nowhere} cannot be reached (")
     assert f"{NAME} is not, or not completely, in {constants.HF_HUB_CACHE}; start again" in line
+    assert may_pass()
 
 
 def test_offline_with_nothing_or_a_part_of_the_model(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     words = f"--model: HF_HUB_OFFLINE is set, and {NAME} is not, or not completely, in {constants.HF_HUB_CACHE}; unset"
     assert refusal().startswith(words)
+    assert not may_pass()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     hub.faults[SHARDS[0]] = [500]
     assert "complete files are kept" in refusal()
@@ -260,22 +271,26 @@ def test_a_disk_without_room_is_seen_before_the_download(hub: Hub) -> None:
     line = refusal()
     assert line.startswith(f"--model: {NAME} needs 1000000000.0 GB more, but ")
     assert line.endswith("set HF_HUB_CACHE to a folder on a larger disk")
+    assert may_pass()
     assert not set(SHARDS) & set(hub.fetched())
 
 
 @rows(
-    "error, words",
-    (OSError(errno.ENOSPC, "No space left on device"), "no space is left in .*set HF_HUB_CACHE to a folder on a"),
-    (OSError(errno.EDQUOT, "Quota exceeded"), "no space is left"),
+    "error, kind, words",
+    (OSError(errno.ENOSPC, "No space left"), StartError, "no space is left in .*set HF_HUB_CACHE to a folder on a"),
+    (OSError(errno.EDQUOT, "Quota exceeded"), StartError, "no space is left"),
     (
         PermissionError(errno.EACCES, "Permission denied", "/c"),
+        SettingError,
         r"/c cannot be written \(Permission denied\); set HF_",
     ),
-    (OSError(errno.EROFS, "Read-only file system", "/c"), "/c cannot be written"),
-    (ValueError("two\nlines"), r"the download of maker/small failed \(two\); start again"),
+    (OSError(errno.EROFS, "Read-only file system", "/c"), SettingError, "/c cannot be written"),
+    (ValueError("two\nlines"), StartError, r"the download of maker/small failed \(two\); start again"),
 )
-def test_a_disk_that_refuses(error: Exception, words: str) -> None:
-    line = explain_failure(error, NAME, None)
+def test_a_disk_that_refuses(error: Exception, kind: type[Exception], words: str) -> None:
+    told = explain_failure(error, NAME, None)
+    assert type(told) is kind
+    line = str(told)
     assert "\n" not in line
     assert re.search(words, line), line
 

@@ -111,6 +111,16 @@ def test_what_dies_on_one_host_ends_the_other(tmp_path, victim, argv):
         assert ("killed by signal 9" in far.err) == (victim == "rank")
 
 
+@pytest.mark.parametrize("kind", ["misset-1", "late-0"])
+def test_a_wrong_setting_ends_both_hosts_with_2(tmp_path, kind):
+    """Whichever host meets it, no supervisor need start the others again."""
+    with ExitStack() as stack:
+        service, far = start_hosts(stack, tmp_path, DP2, kind)
+        assert (service.process.wait(60), far.process.wait(60)) == (2, 2)
+        assert service.err.endswith("moe-serve: the engine cannot start: num_pages is 0: it must be at least 1\n")
+        assert far.err.endswith("moe-serve: the engine cannot start: host 0 says why\n")
+
+
 def test_torchrun_starts_the_ranks(tmp_path):
     model, port = model_folder(tmp_path, "fine"), free_port()
     script = tmp_path / "serve.py"

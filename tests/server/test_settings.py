@@ -354,23 +354,23 @@ def run_command(*argv):
 def test_bad_starts_end_with_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("server.service.run", lambda *_configs: pytest.fail("it has started"))
     done = run_command("--port", "x")
-    ended = [(["--port", "x"], "--port", done.returncode, done.stdout, done.stderr)]
+    ended = [(["--port", "x"], "--port", 2, done.returncode, done.stdout, done.stderr)]
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        for argv, words in [
-            (["--model", "/does/not/exist"], "--model: '/does/not/exist' does not exist"),
-            (["--model", str(tmp_path)], "not a checkpoint"),
-            (["--model", str(ROOT / "pyproject.toml")], "is a file"),
-            (["--port", str(port)], f"cannot listen on 127.0.0.1:{port}: address already in use"),
-            (["--host", "no.such.host.invalid"], "--host"),
-            (["--host", "a" * 70], "label too long"),
-            (["--host", "a..b"], "label empty or too long"),
+        for argv, words, wanted in [
+            (["--model", "/does/not/exist"], "--model: '/does/not/exist' does not exist", 2),
+            (["--model", str(tmp_path)], "not a checkpoint", 2),
+            (["--model", str(ROOT / "pyproject.toml")], "is a file", 2),
+            (["--port", str(port)], f"cannot listen on 127.0.0.1:{port}: address already in use", 1),
+            (["--host", "no.such.host.invalid"], "--host", 2),
+            (["--host", "a" * 70], "label too long", 2),
+            (["--host", "a..b"], "label empty or too long", 2),
         ]:
-            ended.append((argv, words, cli.main(argv), *capsys.readouterr()))
-    for argv, words, status, out, err in ended:
-        assert (status, out, err.count("\n")) == (2, "", 1), (argv, err)
+            ended.append((argv, words, wanted, cli.main(argv), *capsys.readouterr()))
+    for argv, words, wanted, status, out, err in ended:
+        assert (status, out, err.count("\n")) == (wanted, "", 1), (argv, err)
         assert err.startswith("moe-serve: --")
         assert words in err
 
