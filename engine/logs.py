@@ -32,6 +32,11 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line, ensure_ascii=False, default=str)
 
 
+def json_line(level: int, name: str, message: str) -> str:
+    """The line of a record of this logger, for what must be told whatever the log's level is."""
+    return JsonFormatter().format(logging.LogRecord(name, level, "", 0, message, None, None))
+
+
 def log_to_stderr(level: str | int, log_format: LogFormat) -> None:
     """Lines of at least this level go to standard error. Only the first call in a process counts."""
     handler = logging.StreamHandler(sys.stderr)

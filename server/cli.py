@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.config import EngineConfig
-from engine.logs import log_to_stderr
+from engine.logs import json_line, log_to_stderr
 from server import streams
 from server.bench.command import bench
 from server.chat.command import chat
@@ -46,19 +46,26 @@ log = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit code: 0 after a clean stop, 1 if the engine failed, 2 for a wrong setting."""
+    """Run the command; returns its exit code: 0 after a clean stop, 1 if the engine failed, 2 for a wrong setting.
+
+    A service whose log is JSON gets the reason as a record of it, too.
+    """
     argv = sys.argv[1:] if argv is None else argv
     settings = all_settings()
+    log_format = None
     try:
         links = service_links(os.environ)
         environ = {name: text for name, text in os.environ.items() if name not in links}
         if argv and argv[0] in COMMANDS:
             return _run_command(argv[0], argv[1:], settings, environ)
+        log_format = environ.get(settings["log_format"].variable)
         flags = vars(make_parser(settings, PROGRAM, _DESCRIPTION, COMMANDS).parse_args(argv))
         if flags.get("version"):
             streams.say(f"{PROGRAM} {service_version()}\n")
             return 0
+        log_format = flags.get("log_format", log_format)
         given = gather(settings, flags, environ)
+        log_format = given.get("log_format")
         values = {"tune_cache_dir": tune_cache_folder(environ), **torchrun_settings(environ, given), **given}
         server_config, engine_config, model = make_configs(settings, values)
         log_to_stderr(server_config.log_level, engine_config.log_format)
@@ -77,7 +84,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             return run(server_config, engine_config, listener)
     except (SettingError, StartError) as error:
-        streams.write(sys.stderr, f"{PROGRAM}: {error}\n")
+        line = json_line(logging.ERROR, log.name, str(error)) if log_format == "json" else f"{PROGRAM}: {error}"
+        streams.write(sys.stderr, f"{line}\n")
         return USAGE_ERROR if isinstance(error, SettingError) else START_FAILED
 
 

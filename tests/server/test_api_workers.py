@@ -235,12 +235,14 @@ def test_what_cannot_start_ends_the_service_with_status_1_or_2(tmp_path):
     with ExitStack() as stack:
         broken = stack.enter_context(start(tmp_path / "a", "slow", *TWO, code=BROKEN))
         missing = stack.enter_context(start(tmp_path / "b", "missing", *TWO))
-        misset = stack.enter_context(start(tmp_path / "c", "misset", *TWO))
+        misset = stack.enter_context(start(tmp_path / "c", "misset", *TWO, "--log-format", "json"))
         assert (broken.process.wait(30), missing.process.wait(30), misset.process.wait(30)) == (1, 1, 2)
         assert re.search(r"HTTP process \d ended with status 1 before it could serve", broken.err)
         assert missing.err == "moe-serve: the engine cannot start: model is missing: no such folder\n"
         assert broken.out == missing.out == misset.out == ""
-        assert misset.err == "moe-serve: the engine cannot start: num_pages is 0: it must be at least 1\n"
+        record = json.loads(misset.err)  # text between lines of JSON would be lost
+        assert (record["level"], record["logger"]) == ("error", "server.cli")
+        assert record["message"] == "the engine cannot start: num_pages is 0: it must be at least 1"
 
 
 def hang_and_stop(service, *, num_signals, within_s):

@@ -60,6 +60,35 @@ def test_both_formats_go_to_standard_error(monkeypatch, log_format):
         assert line.endswith(" INFO root: hello you")
 
 
+@rows(
+    "argv, variable, file, words",
+    (["--log-format", "json", "--model", "/nowhere"], None, None, "--model: '/nowhere' does not exist"),
+    (["--model", "/nowhere"], "json", None, "--model: '/nowhere' does not exist"),
+    (["--model", "/nowhere"], None, "log_format: json", "--model: '/nowhere' does not exist"),
+    (["--log-format", "json", "--max-num-seqs", "0"], None, None, "--max-num-seqs"),
+    (["--no-such-flag"], "json", None, "--no-such-flag"),
+    (["--log-format", "text", "--model", "/nowhere"], "json", None, None),
+    (["plan", "--model", "/nowhere"], "json", None, None),
+)
+def test_a_refused_start_is_a_record_where_the_log_is_json(
+    monkeypatch, tmp_path, capsys, argv, variable, file, words
+):  # fmt: skip
+    """It was text between lines of JSON, so that a pipeline dropped the reason."""
+    if variable is not None:
+        monkeypatch.setenv("MOE_SERVE_LOG_FORMAT", variable)
+    if file is not None:
+        (tmp_path / "service.yaml").write_text(file)
+        argv = [*argv, "--config", str(tmp_path / "service.yaml")]
+    assert cli.main(argv) == cli.USAGE_ERROR
+    [line] = capsys.readouterr().err.splitlines()
+    if words is None:
+        assert line.startswith("moe-serve: ")
+    else:
+        record = json.loads(line)
+        assert (record["level"], record["logger"]) == ("error", "server.cli")
+        assert words in record["message"]
+
+
 @pytest.fixture
 def engine(harmony):
     def last(_request, _num_tokens):
