@@ -23,9 +23,10 @@ _DESCRIPTION = (
     "drivers, packages, links between GPUs, limits, folders, and what each path would need."
 )
 _EPILOG = (
-    "Exit status: 0 if nothing keeps the service from serving, 1 if a problem does, 2 for a wrong flag. Notes say what "
-    "optional parts are not here. All flags of the service are taken."
+    "Exit status, that of the service: 0 if nothing keeps it from serving, 2 if flags or the files that they name do, "
+    "else 1. Notes say what optional parts are not here. All flags of the service are taken."
 )
+PROBLEM, WRONG_SETTING = 1, 2
 
 
 def make_parser(program: str) -> Parser:
@@ -60,7 +61,9 @@ def doctor(
         streams.say(json.dumps(shown, indent=1) + "\n")
     else:
         streams.say(f"{render(findings)}\n{verdict(findings)}")
-    return 0 if is_well(findings) else 1
+    if any(each.is_setting for each in findings):
+        return WRONG_SETTING
+    return 0 if is_well(findings) else PROBLEM
 
 
 def examine(

@@ -16,12 +16,16 @@ class Level(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """What was found about a topic, and what to do about it; `way_out` is empty where nothing needs to be done."""
+    """What was found about a topic, and what to do about it; `way_out` is empty where nothing needs to be done.
+
+    `is_setting`: a problem of the flags or of the files that they name, whatever the machine is like.
+    """
 
     topic: str
     level: Level
     text: str
     way_out: str = ""
+    is_setting: bool = False
 
 
 def ok(topic: str, text: str) -> Finding:

@@ -23,7 +23,13 @@ def port(host: str, number: int) -> Finding:
         flag, _, reason = str(error).partition(": ")
         text, _, way_out = reason.partition("; ")
         default = "choose another --host; 0.0.0.0 stands for all addresses"
-        return Finding(topic="address", level=Level.PROBLEM, text=text, way_out=way_out or f"{default} ({flag})")
+        return Finding(
+            topic="address",
+            level=Level.PROBLEM,
+            text=text,
+            way_out=way_out or f"{default} ({flag})",
+            is_setting=isinstance(error, SettingError),
+        )
     return ok("address", f"{host}:{number} is free" if number else f"{host}, and a port that is free then")
 
 
@@ -41,7 +47,7 @@ def http_findings(config: ServerConfig) -> list[Finding]:
             check(config)
         except SettingError as error:
             text, _, way_out = str(error).partition(": ")
-            findings.append(Finding(topic=topic, level=Level.PROBLEM, text=text, way_out=way_out))
+            findings.append(Finding(topic=topic, level=Level.PROBLEM, text=text, way_out=way_out, is_setting=True))
         else:
             findings.append(ok(topic, text_if_ok))
     return findings
@@ -76,7 +82,7 @@ def model(config: EngineConfig, torch: Package, *, knows_headers: bool = False) 
     except ValueError as error:  # every package's error tree begins there
         text = str(error).removeprefix("--model: ").splitlines()[0]
         way_out = "give another --model, or complete this one: docs/troubleshooting.md has the message"
-        return Finding(topic="model", level=Level.PROBLEM, text=text, way_out=way_out)
+        return Finding(topic="model", level=Level.PROBLEM, text=text, way_out=way_out, is_setting=True)
     return ok("model", f"{config.model} is a checkpoint that the service knows; its weights are not read here")
 
 
@@ -108,5 +114,5 @@ def flags(config: EngineConfig, arch: str) -> Finding:
     except ValueError as error:
         way_out = "change the flag; docs/troubleshooting.md has the message"
         text = "; ".join(str(error).rstrip(".").splitlines())
-        return Finding(topic="flags", level=Level.PROBLEM, text=text, way_out=way_out)
+        return Finding(topic="flags", level=Level.PROBLEM, text=text, way_out=way_out, is_setting=True)
     return ok("flags", f"fit the model on {arch}")
