@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import ssl
 import threading
 import time
 import urllib.error
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from http.client import HTTPException, HTTPMessage
+from http.client import HTTPException, HTTPMessage, RemoteDisconnected
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -100,8 +101,8 @@ class Client:
                 failure = ServerError(f"{path}: status {error.code}: {_body_of(error)}")
                 wait_s = max(pause_s, _retry_after_s(error.headers)) if error.code in _BUSY else None
             except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
-                failure = ServerError(f"{base}{path} cannot be reached: {error}. Is the server running?")
                 reason = error.reason if isinstance(error, urllib.error.URLError) else error
+                failure = ServerError(f"{base}{path} cannot be reached: {error}. {_advice(reason, base)}")
                 wait_s = pause_s if isinstance(reason, ConnectionRefusedError) else None
             except HTTPException as error:
                 raise ServerError(f"{base}{path} cannot be read: {error!r}. Did the server end?") from error
@@ -182,6 +183,17 @@ def make_client(args: argparse.Namespace, base_url: str | None = None) -> Client
     base_url = (base_url or args.base_url).rstrip("/").removesuffix("/v1") + "/v1"
     client = Client(base_url=base_url, model=args.model, api_key=args.api_key, timeout_s=args.timeout)
     return replace(client, model=client.first_model(), patience_s=args.patience)
+
+
+def _advice(reason: object, base_url: str) -> str:
+    """What to look at where no connection came about for this reason."""
+    if isinstance(reason, ssl.SSLCertVerificationError):
+        return "Set SSL_CERT_FILE to a file with the certificate of who signed the server's, or with the server's own."
+    if isinstance(reason, ssl.SSLError):
+        return "If the server speaks plain HTTP, begin the URL with http://."
+    if isinstance(reason, RemoteDisconnected) and base_url.startswith("http:"):
+        return "If the server speaks HTTPS, begin the URL with https://."
+    return "Is the server running?"
 
 
 def _body_of(error: urllib.error.HTTPError) -> str:

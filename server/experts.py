@@ -55,7 +55,7 @@ def experts(argv: Sequence[str], program: str, settings: Mapping[str, Setting], 
             time.sleep(own.seconds)
             load = since(_ask(service, config), load)
     except (OSError, http.client.HTTPException) as error:
-        streams.write(sys.stderr, f"{program}: no answer from {service.host} port {service.port}: {error}\n")
+        streams.write(sys.stderr, f"{program}: {service.no_answer(error)}\n")
         return 1
     if not load.layers:
         raise SettingError("the service counts no tokens by expert: start it with --expert-load")

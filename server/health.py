@@ -79,5 +79,5 @@ def _ask(service: OwnService) -> tuple[int, str]:
     try:
         status, body = service.get("/health/live", timeout_s=_TIMEOUT_S)
     except (OSError, http.client.HTTPException) as error:
-        return 0, f"no answer from {service.host} port {service.port}: {error}"
+        return 0, service.no_answer(error)
     return status, body.decode(errors="replace")

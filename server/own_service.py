@@ -48,6 +48,17 @@ class OwnService:
         finally:
             connection.close()
 
+    def no_answer(self, error: Exception) -> str:
+        """The line for an error of `get`."""
+        import ssl  # an answer needs it for HTTPS alone
+
+        hint = ""
+        if isinstance(error, http.client.RemoteDisconnected) and not self.has_tls:
+            hint = "; if the service has a certificate, give --ssl-certfile or its variable here, too"
+        elif isinstance(error, ssl.SSLError):
+            hint = "; if the service has no certificate, leave out --ssl-certfile and its variable"
+        return f"no answer from {self.host} port {self.port}: {error}{hint}"
+
     def _connect(self, timeout_s: float) -> http.client.HTTPConnection:
         """The certificate is not checked: it names the service, not this machine's address."""
         if not self.has_tls:

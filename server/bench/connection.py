@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 from server.bench.errors import BenchError, RequestFailed
 from server.bench.http11 import ResponseReader
+from server.tls import tls_failure
 
 OnBody = Callable[[bytes, float], None]
 _DEFAULT_PORTS = {"http": 80, "https": 443}
@@ -75,7 +76,7 @@ class Connection(asyncio.Protocol):
         try:
             _, connection = await loop.create_connection(cls, target.host, target.port, ssl=context)
         except OSError as error:
-            raise RequestFailed("cannot connect", str(error)) from error
+            raise RequestFailed("cannot connect", tls_failure(error) or str(error)) from error
         return connection
 
     async def exchange(self, request: bytes, on_body: OnBody) -> tuple[int, bytes]:

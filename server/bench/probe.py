@@ -33,7 +33,9 @@ async def probe(config: BenchConfig) -> Accepted:
         return await _accepted(config, pool, model)
     except RequestFailed as error:
         target = config.target
-        raise BenchError(f"--base-url: {target.scheme}://{target.host}:{target.port}: {error}") from error
+        may_be_https = error.kind == "disconnected" and target.scheme == "http"
+        hint = "; if it serves HTTPS, give an address with https://" if may_be_https else ""
+        raise BenchError(f"--base-url: {target.scheme}://{target.host}:{target.port}: {error}{hint}") from error
     finally:
         pool.close()
 

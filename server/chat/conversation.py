@@ -10,6 +10,7 @@ import httpx2
 
 from server.bench.errors import BadResponse
 from server.bench.events import EventSplitter
+from server.tls import tls_failure
 
 _TIMEOUT = httpx2.Timeout(600.0, connect=10.0)  # a long prompt may wait in a queue
 _REASONING = ("reasoning", "reasoning_content")  # two names that servers use
@@ -117,11 +118,15 @@ def _errors_named(base_url: str) -> Iterator[None]:
     try:
         yield
     except httpx2.ConnectError as error:
+        if (reason := tls_failure(error)) is not None:
+            raise ChatError(f"cannot connect to {base_url}: {reason}") from error
         raise ChatError(
             f"no server answers at {base_url} ({error}): start one with `moe-serve`, or name another by --base-url"
         ) from error
     except httpx2.HTTPError as error:
-        raise ChatError(f"the connection to {base_url} failed: {error or type(error).__name__}") from error
+        may_be_https = isinstance(error, httpx2.RemoteProtocolError) and base_url.startswith("http:")
+        hint = "; if it serves HTTPS, give an address with https://" if may_be_https else ""
+        raise ChatError(f"the connection to {base_url} failed: {error or type(error).__name__}{hint}") from error
     except (BadResponse, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ChatError(f"{base_url} does not speak OpenAI's API: {error!r}") from error
 
