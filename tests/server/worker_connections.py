@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import ClassVar
@@ -58,7 +58,10 @@ def sockets_of(service):
 
 
 def inodes_of(pid):
-    links = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()]
+    links = []
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            links.append(os.readlink(descriptor))
     return {link[len("socket:[") : -1] for link in links if link.startswith("socket:[")}
 
 
