@@ -1,10 +1,8 @@
 // The little formatting that answers get: what kind of line it is, and which parts of it are code, bold or italic.
 // It returns positions and makes no markup, so whatever a model writes can only become text.
+import { sidesOf } from "./emphasis.js";
 
-// Code stands between equal numbers of backticks. Asterisks are emphasis only where they enclose text closely and follow
-// no letter or digit, so that products, powers, pointers and `**kwargs` keep theirs.
-const INLINE = /(?<!`)(`+)(?!`).+?(?<!`)\1(?!`)|(?<![\w*])(\*{1,3})(?=[^\s*])[^*]+(?<=\S)\2(?!\*)/g;
-const FENCE = /^\s*(`{3,})([^`]{0,80})$/;
+const FENCE = /^\s*(`{3,})([^`]*)$/;
 
 /** Kind of a line, and how many characters of its head are only marks. */
 export function lineKind(text) {
@@ -33,15 +31,50 @@ export function isClosingFence(text, numTicks) {
 /** Parts of a line from position `from`: {start, end, style}; marks belong to no part. */
 export function inlineParts(text, from = 0) {
   const parts = [];
+  const depths = { code: 0, strong: 0, em: 0 };
+  const style = () => Object.keys(depths).find((each) => depths[each]) ?? ""; // the first that is open
   let at = from;
-  INLINE.lastIndex = from;
-  for (let match; (match = INLINE.exec(text)); ) {
-    const style = match[1] ? "code" : match[2].length > 1 ? "strong" : "em";
-    const mark = (match[1] ?? match[2]).length;
-    if (match.index > at) parts.push({ start: at, end: match.index, style: "" });
-    parts.push({ start: match.index + mark, end: match.index + match[0].length - mark, style });
-    at = match.index + match[0].length;
+  for (const mark of marks(text, from)) {
+    if (mark.start > at) parts.push({ start: at, end: mark.start, style: style() });
+    depths[mark.style] += mark.step;
+    at = mark.end;
   }
   if (at < text.length) parts.push({ start: at, end: text.length, style: "" });
   return parts;
+}
+
+/**
+ * Runs of backticks or asterisks that begin (step 1) or end (step -1) a style: {start, end, style, step}. Two runs that
+ * belong together are equally long, and nothing inside of code is a mark.
+ */
+function marks(text, from) {
+  const found = [...text.matchAll(/`+|\*+/g)].filter((match) => match.index >= from);
+  const runs = found.map(({ 0: run, index }) => ({ run, start: index, end: index + run.length }));
+  const nextEqual = {};
+  for (const each of [...runs].reverse()) {
+    each.next = nextEqual[each.run];
+    nextEqual[each.run] = each;
+  }
+  const waiting = { "*": [], "**": [], "***": [] }; // runs that may begin emphasis
+  let codeEnd = 0;
+  for (const each of runs) {
+    if (each.start < codeEnd) continue;
+    if (each.run in waiting) {
+      Object.assign(each, sidesOf(text, each));
+      const opener = waiting[each.run].at(-1);
+      if (each.closes && opener && !(each.isPower && opener.isPower)) {
+        join(opener, each, each.run === "*" ? "em" : "strong");
+        for (const list of Object.values(waiting)) while (list.at(-1)?.start >= opener.start) list.pop();
+      } else if (each.opens) waiting[each.run].push(each);
+    } else if (each.run[0] === "`" && each.next) {
+      join(each, each.next, "code");
+      codeEnd = each.next.end;
+    }
+  }
+  return runs.filter((each) => each.style);
+}
+
+function join(first, last, style) {
+  Object.assign(first, { style, step: 1 });
+  Object.assign(last, { style, step: -1 });
 }

@@ -3,6 +3,7 @@
 import { button, copyText, el } from "./dom.js";
 import { inlineParts, isClosingFence, lineKind, openingFence } from "./markdown.js";
 
+const LONGEST_HELD = 80; // characters of a line that may begin or end a code block; longer ones are shown meanwhile
 const LONGEST = 800; // characters of a line that are still drawn again; earlier ones stay as they are
 const BOUNDS = [0.9, 0.6, 0.3, 0.1]; // probabilities where the shade of a token changes
 
@@ -15,6 +16,7 @@ export class TextView {
   #line = null; // its element
   #body = null; // where its text goes
   #frozen = 0; // nodes of it that are not drawn again
+  #frozenText = ""; // what they show, with its marks
   #code = null; // the element of the code block that is open
   #numTicks = 0; // backticks that opened it
 
@@ -55,15 +57,17 @@ export class TextView {
     this.#pieces = [];
     this.#line = this.#body = null;
     this.#frozen = 0;
+    this.#frozenText = "";
   }
 
   #drawLine(isComplete) {
     if (!this.#pieces.length && !isComplete) return;
     const text = this.#pieces.map((piece) => piece.text).join("");
-    if (this.#formatted && !this.#frozen && this.#isFence(text)) {
+    const whole = this.#frozenText + text;
+    if (this.#formatted && (isComplete || whole.length <= LONGEST_HELD) && this.#isFence(whole)) {
       this.#line?.remove();
       this.#line = null;
-      if (isComplete) this.#passFence(text);
+      if (isComplete) this.#passFence(whole);
       return; // it begins or ends a box once it is complete
     }
     const isPlain = this.#code || !this.#formatted || this.#frozen;
@@ -84,6 +88,7 @@ export class TextView {
     this.#body.append(...this.#nodes(text, skip));
     if (text.length > LONGEST && !isComplete) {
       this.#pieces = [];
+      this.#frozenText = whole;
       this.#frozen = this.#body.childNodes.length;
     }
   }

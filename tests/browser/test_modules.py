@@ -60,17 +60,28 @@ def test_each_part_of_the_text_has_its_token(pushes, pieces, page):
     assert page.evaluate(script, pushes) == pieces
 
 
+DRAW = """async ([text, size]) => {
+    const { TextView } = await import("./page/text_view.js");
+    const root = document.createElement("div"), view = new TextView(root);
+    for (let at = 0; at < text.length; at += size) {
+        view.append([{ text: text.slice(at, at + size), token: null }]);
+        view.draw();
+    }
+    view.end();
+    const inside = (line) => [...line.childNodes].map((node) => {
+        const tag = node.nodeName.toLowerCase();
+        return node.nodeType === Node.TEXT_NODE ? node.data : `<${tag}>${node.textContent}</${tag}>`;
+    }).join("");
+    const lines = (block) => [...block.querySelectorAll(".line")].map((line) => line.textContent);
+    return [...root.children].map((each) => each.className === "code-block"
+        ? ["block", each.querySelector(".code-head span").textContent, lines(each)] : inside(each));
+}"""
+
 FENCED = ["block", "py", ["x = 1"]]
 
 
 @rows(
     "text, drawn",
-    ("a `b` **c** *d* ***e***", ["a <code>b</code> <strong>c</strong> <em>d</em> <strong>e</strong>"]),
-    ("``a ` b`` ```c```", ["<code>a ` b</code> <code>c</code>"]),
-    ("2 ** 3 + 4 ** 5 and 2*3*4, 2**3**4", ["2 ** 3 + 4 ** 5 and 2*3*4, 2**3**4"]),
-    ("def f(*args, **kwargs): pass", ["def f(*args, **kwargs): pass"]),
-    ("int *a, *b; char **c, **d;", ["int *a, *b; char **c, **d;"]),
-    ("これは**重要**です", ["これは<strong>重要</strong>です"]),
     ("```py\nx = 1\n```\nend", [FENCED, "end"]),
     ("```py\nx = 1\n```", [FENCED]),
     ("```py\nx = 1", [FENCED]),
@@ -80,27 +91,82 @@ FENCED = ["block", "py", ["x = 1"]]
     ('Here:\n```json {"a": 1}```\nend', ["Here:", '<code>json {"a": 1}</code>', "end"]),
     ("````md\n```py\nx = 1\n```\n````\nend", [["block", "md", ["```py", "x = 1", "```"]], "end"]),
     ("```\n```py\n`````\nend", [["block", "code", ["```py"]], "end"]),
-    ("``` " + "word " * 30, ["``` " + "word " * 30]),
+    (
+        "```" + "word " * 30 + "\nx = 1\n```\n**end**",
+        [["block", ("word " * 30).strip(), ["x = 1"]], "<strong>end</strong>"],
+    ),
+    ("```" + "word " * 300 + "\nx = 1\n```\nend", [["block", ("word " * 300).strip(), ["x = 1"]], "end"]),
+    ("```" + "word " * 30 + "`x`", ["```" + "word " * 30 + "<code>x</code>"]),
+    ("```\nx\n```" + " " * 900 + "\nend", [["block", "code", ["x"]], "end"]),
 )
-def test_text_is_drawn_the_same_however_it_comes(text, drawn, page):
-    script = """async ([text, size]) => {
-        const { TextView } = await import("./page/text_view.js");
-        const root = document.createElement("div"), view = new TextView(root);
-        for (let at = 0; at < text.length; at += size) {
-            view.append([{ text: text.slice(at, at + size), token: null }]);
-            view.draw();
-        }
-        view.end();
-        const inside = (line) => [...line.childNodes].map((node) => {
-            const tag = node.nodeName.toLowerCase();
-            return node.nodeType === Node.TEXT_NODE ? node.data : `<${tag}>${node.textContent}</${tag}>`;
-        }).join("");
-        const lines = (block) => [...block.querySelectorAll(".line")].map((line) => line.textContent);
-        return [...root.children].map((each) => each.className === "code-block"
-            ? ["block", each.querySelector(".code-head span").textContent, lines(each)] : inside(each));
-    }"""
+def test_blocks_are_drawn_the_same_however_they_come(text, drawn, page):
     for size in (1, 7, 1000):
-        assert page.evaluate(script, [text, size]) == drawn, size
+        assert page.evaluate(DRAW, [text, size]) == drawn, size
+
+
+# What stands between angle brackets is bold, between braces italic, between backticks code.
+MARKED = {
+    "a `b` **c** *d* ***e***": "a `b` <c> {d} <e>",
+    "``a ` b`` ```c```": "`a ` b` `c`",
+    "**bold**: *em*, **First,** (*see (x)*)": "<bold>: {em}, <First,> ({see (x)})",
+    "**A**/**B**, **10**x": "<A>/<B>, <10>x",
+    "これは**重要**です、**「引用」**と**100%**の": "これは<重要>です、<「引用」>と<100%>の",
+    "使用API**接口**说明，**重点**内容": "使用API<接口>说明，<重点>内容",
+    "使用API*接口*说明，*重点*内容": "使用API{接口}说明，{重点}内容",
+    "共有3**个重点**，**第一**是**“引号”**吧": "共有3<个重点>，<第一>是<“引号”>吧",
+    "在Python**中**，用**列表**和**字典**。": "在Python<中>，用<列表>和<字典>。",
+    "Python**3**版，v2**beta**版，**重点**": "Python<3>版，v2<beta>版，<重点>",
+    "価格は100**円**で、**税込**です。": "価格は100<円>で、<税込>です。",
+    "한국어**(Korean)**는 **중요**합니다": "한국어<(Korean)>는 <중요>합니다",
+    "ใช้API**ตัวอย่าง**และ*อีก*นี้": "ใช้API<ตัวอย่าง>และ{อีก}นี้",
+    "Type C**（必填）**、**D**": "Type C<（必填）>、<D>",
+    "The**(big)**-**bad** x": "The**(big)**-<bad> x",
+    "Das**wichtige**x und _**x**_": "Das<wichtige>x und _<x>_",
+    "🔥**a**🔥 **🔥 b**": "🔥<a>🔥 <🔥 b>",
+    "**`**kwargs`**: extra, *`x*y`*": "`**kwargs`: extra, `x*y`",
+    "**a `b** c` d** e": "<a >`b** c`< d> e",
+    "**a *b* c**, *d **e** f*": "<a ><b>< c>, {d }<e>{ f}",
+    "**2*3 = 6** and **x*y": "<2*3 = 6> and **x*y",
+}
+PLAIN = """
+    2 ** 3 + 4 ** 5 and 2*3*4, 2**3**4
+    x**2 + y**2 = z**2, 2**n + 2**m, x**n + y**n
+    2*π*r*h and (a + b)*(c + d)*(e + f)
+    def f(*args, **kwargs): pass
+    f(*a,*b), [*a,*b], {**a,**b}
+    int *a, *b; char **c, **d; int *e = f*g;
+    (*p) and (*q); x=*p/*q; char *a,*b;
+    *.py,*.js and ["*.py","*.js"]
+    ~/*.txt and /tmp/*.log, a/*,b/*, a.*, b.*
+    src/**/*.py and tests/**/*.py, /usr/*/bin and /opt/*/bin
+    COUNT(*) and SUM(*), ["*"] and ["*"], f(*, a) and g(*, b)
+    ****a**** and ** b ** and *c** and `d
+"""
+
+
+def test_emphasis_and_other_asterisks(page, subtests):
+    kept = {line: line for line in map(str.strip, PLAIN.strip().split("\n"))}
+    for text, marked in {**MARKED, **kept}.items():
+        for size in (1, 1000):
+            with subtests.test(text=text, size=size):
+                (drawn,) = page.evaluate(DRAW, [text, size])
+                for tag, (start, end) in {"strong": "<>", "em": "{}", "code": "``"}.items():
+                    drawn = drawn.replace(f"<{tag}>", start).replace(f"</{tag}>", end)
+                assert drawn == marked
+
+
+def test_a_long_line_takes_time_by_its_length(page):
+    script = """async (parts) => {
+        const { inlineParts } = await import("./page/markdown.js");
+        return parts.map((part) => {
+            const text = part.repeat(100_000 / part.length), start = performance.now();
+            inlineParts(text);
+            return performance.now() - start;
+        });
+    }"""
+    parts = ["`", "*", "*a", " *a", "**a ", "***a", ".*a ", "(**", "`a``", "中**文**", "`a``b```c````d", " *a **b ***c"]
+    times_ms = dict(zip(parts, page.evaluate(script, parts), strict=True))
+    assert max(times_ms.values()) < 2000, times_ms
 
 
 def chunk(num, text=None, index=0):
