@@ -155,18 +155,19 @@ def test_emphasis_and_other_asterisks(page, subtests):
                 assert drawn == marked
 
 
-def test_a_long_line_takes_time_by_its_length(page):
+def test_a_long_line_keeps_all_its_text(page):
+    """Work that grew faster than the line would take minutes here, and the test would be stopped."""
     script = """async (parts) => {
         const { inlineParts } = await import("./page/markdown.js");
         return parts.map((part) => {
-            const text = part.repeat(100_000 / part.length), start = performance.now();
-            inlineParts(text);
-            return performance.now() - start;
+            const text = part.repeat(100_000 / part.length);
+            const shown = inlineParts(text).map(({ start, end }) => text.slice(start, end)).join("");
+            return [shown.replace(/[`*]/g, ""), text.replace(/[`*]/g, "")];
         });
     }"""
     parts = ["`", "*", "*a", " *a", "**a ", "***a", ".*a ", "(**", "`a``", "中**文**", "`a``b```c````d", " *a **b ***c"]
-    times_ms = dict(zip(parts, page.evaluate(script, parts), strict=True))
-    assert max(times_ms.values()) < 2000, times_ms
+    for shown, text in page.evaluate(script, parts):
+        assert shown == text
 
 
 def chunk(num, text=None, index=0):
