@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from engine.admission import Places
 from engine.config import EngineConfig
 from engine.link import EngineLink
-from engine.messages import EXITS_TOLD, Leave, Shutdown, WorkerSetup, new_address
+from engine.messages import EXIT_SETTING, EXITS_TOLD, Leave, Shutdown, WorkerSetup, new_address
 from engine.process import WorkerProcess, describe_exit
 
 if TYPE_CHECKING:
@@ -92,4 +92,4 @@ class EngineClient(EngineLink):
         while status in EXITS_TOLD and self.failure is None and not self._closing and time.monotonic() < until_s:
             self._read_messages()
             await asyncio.sleep(0.01)
-        self.fail(f"the engine process {describe_exit(status)}; its log says why")
+        self.fail(f"the engine process {describe_exit(status)}; its log says why", is_setting=status == EXIT_SETTING)

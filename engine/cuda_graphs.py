@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from engine.decode_inputs import DecodeInputs
-from engine.errors import EngineConfigError, MachineError
+from engine.errors import MachineError
 from engine.step import StepBatch
 from engine.step_buffers import StepBuffers
 from loaders.progress import Progress
@@ -119,8 +119,7 @@ def capture_all(
     """Capture every size, the largest first, since the others then fit in its memory. `advance` is called after each.
 
     Raises:
-        EngineConfigError: a size cannot be captured; the message says which settings to change.
-        MachineError: memory ran out.
+        MachineError: a size cannot be captured; the message says which settings may help.
     """
     start_s, before_bytes = time.monotonic(), torch.cuda.memory_reserved()
     with Progress(f"capturing {what}", len(sizes)) as progress:
@@ -128,8 +127,7 @@ def capture_all(
             try:
                 capture(size)
             except Exception as error:  # torch's or Triton's: out of memory, or a kernel that cannot be captured
-                kind = MachineError if isinstance(error, torch.OutOfMemoryError) else EngineConfigError
-                raise kind(
+                raise MachineError(
                     f"a step of {size} cannot be captured in a CUDA graph: {error}; "
                     "set enforce_eager to serve without graphs, or lower max_num_seqs or gpu_memory_utilization"
                 ) from error
@@ -158,7 +156,7 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def capture(self, advance: Callable[[], None] = lambda: None) -> None:
-        """Capture every size; `advance` is called after each. Raises EngineConfigError."""
+        """Capture every size; `advance` is called after each. Raises MachineError."""
         capture_all("decode steps", self.sizes, self._capture, advance)
 
     @torch.inference_mode()

@@ -1,7 +1,17 @@
 """What an error of a start is about: a setting or the model's files, which must be changed, or anything else."""
 
+import errno
+import sys
+
 from engine.errors import EngineConfigError
 from loaders.errors import LoadError
+
+# Errors of modules that import torch. One of theirs is only raised once they are here, and torch may be what fails.
+_SETTING_ERRORS = {
+    "model.errors": ("ModelError",),
+    "moe.errors": ("MoeConfigError", "UnsupportedPathError", "WeightFormatError"),
+}
+_WRONG_PATHS = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG)
 
 
 def is_user_error(error: Exception) -> bool:
@@ -11,11 +21,20 @@ def is_user_error(error: Exception) -> bool:
 
 def is_wrong_setting(error: Exception) -> bool:
     """Whether each start with these settings and these model files ends like this, whatever becomes of the machine."""
-    if isinstance(error, EngineConfigError | LoadError):
-        return True
-    if not is_user_error(error):
+    if _came_from_a_disk(error):
         return False
-    from model.errors import ModelError  # torch, which an engine without a model need not have imported
-    from moe.errors import MoeConfigError, UnsupportedPathError, WeightFormatError
+    kinds = [
+        getattr(sys.modules[module], name)
+        for module, names in _SETTING_ERRORS.items()
+        if module in sys.modules
+        for name in names
+    ]
+    return isinstance(error, (EngineConfigError, LoadError, *kinds))
 
-    return isinstance(error, ModelError | MoeConfigError | UnsupportedPathError | WeightFormatError)
+
+def _came_from_a_disk(error: BaseException) -> bool:
+    """Whether a file could not be read for a reason that may pass: a network file system that is away, say."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__
+    return cause is not None and cause.errno not in _WRONG_PATHS

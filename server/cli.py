@@ -5,6 +5,7 @@ import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -52,13 +53,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     argv = sys.argv[1:] if argv is None else argv
     settings = all_settings()
+    is_command = bool(argv) and argv[0] in COMMANDS
     log_format = None
     try:
         links = service_links(os.environ)
         environ = {name: text for name, text in os.environ.items() if name not in links}
-        if argv and argv[0] in COMMANDS:
+        if is_command:
             return _run_command(argv[0], argv[1:], settings, environ)
-        log_format = environ.get(settings["log_format"].variable)
+        log_format = _asked_log_format(argv, environ.get(settings["log_format"].variable))
         flags = vars(make_parser(settings, PROGRAM, _DESCRIPTION, COMMANDS).parse_args(argv))
         if flags.get("version"):
             streams.say(f"{PROGRAM} {service_version()}\n")
@@ -86,7 +88,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (SettingError, StartError) as error:
         line = json_line(logging.ERROR, log.name, str(error)) if log_format == "json" else f"{PROGRAM}: {error}"
         streams.write(sys.stderr, f"{line}\n")
-        return USAGE_ERROR if isinstance(error, SettingError) else START_FAILED
+        return USAGE_ERROR if is_command or isinstance(error, SettingError) else START_FAILED
+
+
+def _asked_log_format(argv: Sequence[str], of_variable: str | None) -> str | None:
+    """The log format that flags, which may be wrong, or the variable ask for."""
+    flag = "--log-format"
+    given = [after for word, after in pairwise(argv) if word == flag]
+    given += [word.removeprefix(f"{flag}=") for word in argv if word.startswith(f"{flag}=")]
+    return given[-1] if given else of_variable
 
 
 def _with_files(config: EngineConfig, model: Path | HubModel, log_level: str) -> EngineConfig:

@@ -7,6 +7,7 @@ from huggingface_hub import constants
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
+    HFValidationError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
     RevisionNotFoundError,
@@ -17,6 +18,8 @@ from server.errors import SettingError, StartError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
+_WRONG_NAMES = (GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError)
+_WRONG_ADDRESSES = (HFValidationError, httpx2.UnsupportedProtocol, httpx2.InvalidURL)
 
 
 def explain_failure(error: BaseException, name: str, revision: str | None) -> SettingError | StartError:
@@ -32,8 +35,10 @@ def explain_failure(error: BaseException, name: str, revision: str | None) -> Se
 def _is_refusal(cause: BaseException) -> bool:
     """Whether this is not a fault of the network, the hub or a full disk, which may pass."""
     if isinstance(cause, HfHubHTTPError):
-        return cause.response.status_code < 500 and cause.response.status_code != 429
-    return isinstance(cause, OfflineModeIsEnabled) or (isinstance(cause, OSError) and cause.errno in _UNWRITABLE)
+        return isinstance(cause, _WRONG_NAMES) or cause.response.status_code in (401, 403)
+    return isinstance(cause, (OfflineModeIsEnabled, *_WRONG_ADDRESSES)) or (
+        isinstance(cause, OSError) and cause.errno in _UNWRITABLE
+    )
 
 
 def _reason(error: BaseException, name: str, revision: str | None) -> str:
@@ -44,20 +49,36 @@ def _reason(error: BaseException, name: str, revision: str | None) -> str:
             "or give a folder"
         )
     for cause in causes:
-        if isinstance(cause, HfHubHTTPError):
-            return _explain_answer(cause, name, revision)
-        if isinstance(cause, OSError) and cause.errno in _FULL:
-            return (
-                f"no space is left in {cache} for {name}; free some, or set HF_HUB_CACHE to a folder on a larger disk"
-            )
-        if isinstance(cause, OSError) and cause.errno in _UNWRITABLE:
-            return f"{cause.filename} cannot be written ({cause.strerror}); set HF_HUB_CACHE to a folder that can"
+        if (told := _explain_cause(cause, name, revision)) is not None:
+            return told
     if any(isinstance(cause, httpx2.TransportError | FileNotFoundError) for cause in causes):
         return (
             f"the hub at {constants.ENDPOINT} cannot be reached ({_first_line(causes[-1])}), and {name} is not, or not "
             f"completely, in {cache}; start again when it can (complete files are kept), or give a folder"
         )
     return f"the download of {name} failed ({_first_line(error)}); start again, complete files are kept"
+
+
+def _explain_cause(cause: BaseException, name: str, revision: str | None) -> str | None:
+    """What one error of the chain tells; None if that is nothing."""
+    cache = constants.HF_HUB_CACHE
+    if isinstance(cause, _WRONG_ADDRESSES):
+        return _explain_address(cause, name)
+    if isinstance(cause, HfHubHTTPError):
+        return _explain_answer(cause, name, revision)
+    if isinstance(cause, OSError) and cause.errno in _FULL:
+        return f"no space is left in {cache} for {name}; free some, or set HF_HUB_CACHE to a folder on a larger disk"
+    if isinstance(cause, OSError) and cause.errno in _UNWRITABLE:
+        return f"{cause.filename} cannot be written ({cause.strerror}); set HF_HUB_CACHE to a folder that can"
+    return None
+
+
+def _explain_address(error: BaseException, name: str) -> str:
+    """The reason why nothing was asked for."""
+    line = _first_line(error)
+    if isinstance(error, HFValidationError):
+        return f"{name} cannot be the name of a model on the hub ({line}); give OWNER/NAME or a folder"
+    return f"HF_ENDPOINT is {constants.ENDPOINT}, which is no address ({line}); give one with https://"
 
 
 def _explain_answer(error: HfHubHTTPError, name: str, revision: str | None) -> str:

@@ -10,8 +10,8 @@ def bind(host: str, port: int) -> socket.socket:
     """The listening socket, taken before anything is loaded.
 
     Raises:
-        SettingError: the host is no address of this machine, or this user may not listen there.
-        StartError: the port is in use.
+        SettingError: the host cannot be an address, or this user may not listen there.
+        StartError: the port is in use, or no interface has the address, which may come later.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -29,9 +29,11 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         reason = str(error.strerror or error).lower()
-        refusal = StartError if error.errno == errno.EADDRINUSE else SettingError
-        raise refusal(
-            f"--port: cannot listen on {host}:{port}: {reason}; stop what uses it, or choose another --port"
+        way_out = "stop what uses it, or choose another --port"
+        if error.errno == errno.EADDRNOTAVAIL:
+            way_out = "choose another --host, or wait for the interface that has it"
+        raise (SettingError if error.errno in (errno.EACCES, errno.EPERM) else StartError)(
+            f"--port: cannot listen on {host}:{port}: {reason}; {way_out}"
         ) from error
     listener.setblocking(False)
     return listener

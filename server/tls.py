@@ -1,5 +1,6 @@
 """What a client's failed connection has to do with TLS, with the way out. Serves nothing: `server.service` does."""
 
+import os
 import ssl
 
 _OTHER_HOST = (62, 64)  # OpenSSL's codes: the certificate has another host name, another IP address
@@ -22,6 +23,11 @@ def tls_failure(error: BaseException) -> str | None:
         return f"its certificate is for another address ({cause.verify_message}): give the one that it names"
     if cause.verify_code == _EXPIRED:
         return "its certificate has expired: renew it"
+    if given := os.environ.get("SSL_CERT_FILE"):
+        return (
+            f"its certificate is not trusted ({cause.verify_message}): {given}, which SSL_CERT_FILE names, has not the "
+            "certificate of who signed it"
+        )
     return (
         f"its certificate is not trusted ({cause.verify_message}): set the variable SSL_CERT_FILE to a file with the "
         "certificate of who signed it, which is the certificate itself if it is self-signed"

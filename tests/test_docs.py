@@ -129,7 +129,8 @@ def test_common_errors_at_start_have_their_entry(
     (tmp_path / "empty").mkdir()
     (tmp_path / "file.yaml").write_text("unknown: 1\n")
     words = flags.format(empty=tmp_path / "empty", unknown_key=tmp_path / "file.yaml").split()
-    assert cli.main(words) == 2
+    may_pass = words == ["--host", "192.0.2.1"]  # an interface may get the address later
+    assert cli.main(words) == (1 if may_pass else 2)
     assert STARTS[flags] in capsys.readouterr().err
     assert STARTS[flags] in TROUBLE
 

@@ -1,6 +1,7 @@
 """`Conversation`: messages so far, and the next answer streamed from any OpenAI-compatible server. Prints nothing."""
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -101,7 +102,11 @@ def served_models(base_url: str, api_key: str | None) -> list[str]:
 def _client(base_url: str, api_key: str | None) -> httpx2.Client:
     keys = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
     # Certificates take a while to read, and plain HTTP needs none.
-    return httpx2.Client(timeout=_TIMEOUT, headers=keys, verify=base_url.startswith("https:"))
+    try:
+        return httpx2.Client(timeout=_TIMEOUT, headers=keys, verify=base_url.startswith("https:"))
+    except OSError as error:  # of the file of SSL_CERT_FILE, if it has no certificates
+        file = os.environ.get("SSL_CERT_FILE")
+        raise ChatError(f"SSL_CERT_FILE is {file!r}: {error}: name a file with certificates") from error
 
 
 def error_text(response: httpx2.Response) -> str:

@@ -2,6 +2,8 @@
 
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,11 @@ from tests.tables import rows
 ASSETS = Path(__file__).parents[2] / "assets" / "tiny-gpt-oss"
 
 
+def caused(error, cause):
+    error.__cause__ = cause
+    return error
+
+
 @rows(
     "error, is_users, is_setting",
     (EngineConfigError("tp is 3"), True, True),
@@ -28,6 +35,8 @@ ASSETS = Path(__file__).parents[2] / "assets" / "tiny-gpt-oss"
     (MachineError("no GPU is here"), True, False),
     (SelfCheckError("layer 3 differs"), True, False),
     (OSError(5, "Input/output error"), True, False),
+    (caused(CheckpointError("it cannot be read"), OSError(5, "Input/output error")), True, False),
+    (caused(CheckpointError("it cannot be read"), FileNotFoundError(2, "No such file")), True, True),
     (ValueError("a bug"), False, False),
     (RuntimeError("CUDA error"), False, False),
 )
@@ -67,3 +76,18 @@ def test_a_gpu_that_is_not_here_may_come_later(monkeypatch):
     with pytest.raises(MachineError, match="device is 'cuda'") as caught:
         load_engine(EngineConfig(model=ASSETS, device="cuda"), None)
     assert not is_wrong_setting(caught.value)
+
+
+def test_a_torch_that_cannot_be_imported_is_told_in_one_line(tmp_path):
+    """Asking what kind of error it is imported torch again, and the second error hid the first."""
+    (tmp_path / "torch.py").write_text("raise OSError(2, 'libcudart.so.13: cannot open shared object file')")
+    code = """
+from engine.start_errors import is_user_error, is_wrong_setting
+try:
+    import torch
+except OSError as error:
+    print(is_user_error(error), is_wrong_setting(error))
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("True False\n", "")

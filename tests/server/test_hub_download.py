@@ -8,9 +8,11 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx2
 import pytest
 from filelock import FileLock
 from huggingface_hub import _tree_cache, close_session, constants
+from huggingface_hub.errors import HFValidationError
 
 from server import hub_download
 from server.errors import SettingError, StartError
@@ -286,8 +288,10 @@ def test_a_disk_without_room_is_seen_before_the_download(hub: Hub) -> None:
     ),
     (OSError(errno.EROFS, "Read-only file system", "/c"), SettingError, "/c cannot be written"),
     (ValueError("two\nlines"), StartError, r"the download of maker/small failed \(two\); start again"),
+    (HFValidationError("no name"), SettingError, r"maker/small cannot be the name of a model.*\(no name\)"),
+    (httpx2.UnsupportedProtocol("no scheme"), SettingError, r"HF_ENDPOINT is .*\(no scheme\); give one with https"),
 )
-def test_a_disk_that_refuses(error: Exception, kind: type[Exception], words: str) -> None:
+def test_errors_without_an_answer_of_the_hub(error: Exception, kind: type[Exception], words: str) -> None:
     told = explain_failure(error, NAME, None)
     assert type(told) is kind
     line = str(told)

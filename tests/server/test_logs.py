@@ -67,6 +67,9 @@ def test_both_formats_go_to_standard_error(monkeypatch, log_format):
     (["--model", "/nowhere"], None, "log_format: json", "--model: '/nowhere' does not exist"),
     (["--log-format", "json", "--max-num-seqs", "0"], None, None, "--max-num-seqs"),
     (["--no-such-flag"], "json", None, "--no-such-flag"),
+    (["--log-format", "json", "--no-such-flag"], None, None, "--no-such-flag"),
+    (["--log-format=json", "--no-such-flag"], "text", None, "--no-such-flag"),
+    (["--log-format", "text", "--no-such-flag"], "json", None, None),
     (["--log-format", "text", "--model", "/nowhere"], "json", None, None),
     (["plan", "--model", "/nowhere"], "json", None, None),
 )

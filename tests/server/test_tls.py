@@ -58,6 +58,19 @@ def test_an_untrusted_certificate_is_no_missing_server(https, monkeypatch, capsy
     assert Client(base_url=f"{https}/v1").first_model()
 
 
+def test_a_file_without_certificates_is_named(https, tmp_path, monkeypatch, capsys):
+    """`chat` ended in a traceback, and `bench` said to set the variable that was set."""
+    (tmp_path / "empty").write_text("")
+    for file in (tmp_path / "empty", tmp_path / "missing"):
+        monkeypatch.setenv("SSL_CERT_FILE", str(file))
+        for command in (CHAT, BENCH):
+            assert cli.main([*command, https]) in (1, 2)
+            error = capsys.readouterr().err
+            assert str(file) in error
+            assert UNTRUSTED not in error
+            assert error.count("\n") == 1
+
+
 def test_the_other_scheme_is_named(https, plain, capsys):
     for command in (CHAT, BENCH):
         for url, words in (
