@@ -66,7 +66,10 @@ def test_a_service_that_hangs_is_no_green_one(page):
 
 
 def serve_states(page, service, states):
-    """Answer /health and /expert_load with one state after another: load_seconds, tokens in all, tokens by expert."""
+    """Answer /health and /expert_load with one state after another: load_seconds, tokens in all, tokens by expert.
+
+    Returns a list that grows with each call of /health.
+    """
     health = health_of(service)
     asked = []
 
@@ -83,12 +86,13 @@ def serve_states(page, service, states):
         route.fulfill(json=health | {"engine": engine, "stats": health["stats"] | counts})
 
     def answer_experts(route):
-        tokens = states[min(len(asked), len(states)) - 1][2]
+        tokens = states[max(0, min(len(asked), len(states)) - 1)][2]  # a turn may have begun before
         route.fulfill(json={"layers": [] if tokens is None else [{"layer": 0, "tokens": tokens}]})
 
     page.unroute_all()
     page.route("**/health", answer_health)
     page.route("**/expert_load", answer_experts)
+    return asked
 
 
 @rows(
@@ -99,8 +103,9 @@ def serve_states(page, service, states):
     ([(4.0, 100, [10, 10]), (5.0, 10**7, [10**6, 10**6])], 0, [0, 0]),  # another process
 )
 def test_rates_and_recent_tokens_are_differences_within_one_process(states, num_rates, recent, service, page):
-    serve_states(page, service, states)
+    asked = serve_states(page, service, states)
     last = states[-1][-1]
+    until(page, lambda: len(asked) > len(states))
     until(page, lambda: (page.evaluate(KNOWN)["experts"] or [{}])[0].get("all") == last)
     known = page.evaluate(KNOWN)
     assert sum(sample["generated"] > 0 for sample in known["samples"]) == num_rates
