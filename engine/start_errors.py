@@ -21,7 +21,7 @@ def is_user_error(error: Exception) -> bool:
 
 def is_wrong_setting(error: Exception) -> bool:
     """Whether each start with these settings and these model files ends like this, whatever becomes of the machine."""
-    if _came_from_a_disk(error):
+    if _is_failed_read(error):
         return False
     kinds = [
         getattr(sys.modules[module], name)
@@ -32,8 +32,8 @@ def is_wrong_setting(error: Exception) -> bool:
     return isinstance(error, (EngineConfigError, LoadError, *kinds))
 
 
-def _came_from_a_disk(error: BaseException) -> bool:
-    """Whether a file could not be read for a reason that may pass: a network file system that is away, say."""
+def _is_failed_read(error: BaseException) -> bool:
+    """Whether a file that is there could not be read, which may pass: its network file system is away, say."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__

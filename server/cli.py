@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code: 0 after a clean stop, 1 if the engine failed, 2 for a wrong setting.
 
-    A service whose log is JSON gets the reason as a record of it, too.
+    Where a service's log is JSON, the reason is a record of it.
     """
     argv = sys.argv[1:] if argv is None else argv
     settings = all_settings()
@@ -65,7 +65,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         if flags.get("version"):
             streams.say(f"{PROGRAM} {service_version()}\n")
             return 0
-        log_format = flags.get("log_format", log_format)
         given = gather(settings, flags, environ)
         log_format = given.get("log_format")
         values = {"tune_cache_dir": tune_cache_folder(environ), **torchrun_settings(environ, given), **given}

@@ -181,6 +181,16 @@ class StartError(Exception):
     """The service cannot start now, though its settings may be right: the machine, the hub or the engine fails."""
 
 
+def chain_of(error: BaseException) -> list[BaseException]:
+    """The error and what caused it, outermost first."""
+    causes: list[BaseException] = []
+    current: BaseException | None = error
+    while current is not None and current not in causes:
+        causes.append(current)
+        current = current.__cause__ or current.__context__
+    return causes
+
+
 def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
     """The OpenAI error object."""
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}

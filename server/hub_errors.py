@@ -14,7 +14,7 @@ from huggingface_hub.errors import (
 )
 
 from loaders.errors import LoadError
-from server.errors import SettingError, StartError
+from server.errors import SettingError, StartError, chain_of
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
@@ -28,7 +28,7 @@ def explain_failure(error: BaseException, name: str, revision: str | None) -> Se
         return error
     if isinstance(error, LoadError):
         return SettingError(f"--model: {error}")
-    kind = SettingError if any(map(_is_refusal, _chain(error))) else StartError
+    kind = SettingError if any(map(_is_refusal, chain_of(error))) else StartError
     return kind(f"--model: {_reason(error, name, revision)}")
 
 
@@ -42,7 +42,7 @@ def _is_refusal(cause: BaseException) -> bool:
 
 
 def _reason(error: BaseException, name: str, revision: str | None) -> str:
-    cache, causes = constants.HF_HUB_CACHE, _chain(error)
+    cache, causes = constants.HF_HUB_CACHE, chain_of(error)
     if any(isinstance(cause, OfflineModeIsEnabled) for cause in causes):
         return (
             f"HF_HUB_OFFLINE is set, and {name} is not, or not completely, in {cache}; unset it to download the model, "
@@ -99,16 +99,6 @@ def _explain_answer(error: HfHubHTTPError, name: str, revision: str | None) -> s
     if status == 429:
         return "the hub takes no more requests for now (status 429); start again later, or set HF_TOKEN"
     return f"the hub at {constants.ENDPOINT} fails (status {status}); start again later, complete files are kept"
-
-
-def _chain(error: BaseException) -> list[BaseException]:
-    """The error and what caused it, outermost first."""
-    causes: list[BaseException] = []
-    current: BaseException | None = error
-    while current is not None and current not in causes:
-        causes.append(current)
-        current = current.__cause__ or current.__context__
-    return causes
 
 
 def _first_line(error: BaseException) -> str:

@@ -32,9 +32,8 @@ def bind(host: str, port: int) -> socket.socket:
         way_out = "stop what uses it, or choose another --port"
         if error.errno == errno.EADDRNOTAVAIL:
             way_out = "choose another --host, or wait for the interface that has it"
-        raise (SettingError if error.errno in (errno.EACCES, errno.EPERM) else StartError)(
-            f"--port: cannot listen on {host}:{port}: {reason}; {way_out}"
-        ) from error
+        refusal = SettingError if error.errno in (errno.EACCES, errno.EPERM) else StartError
+        raise refusal(f"--port: cannot listen on {host}:{port}: {reason}; {way_out}") from error
     listener.setblocking(False)
     return listener
 

@@ -3,6 +3,9 @@
 import os
 import ssl
 
+from server.errors import chain_of
+
+HTTPS_HINT = "; if it serves HTTPS, give an address with https://"
 _OTHER_HOST = (62, 64)  # OpenSSL's codes: the certificate has another host name, another IP address
 _EXPIRED = 10
 
@@ -12,9 +15,7 @@ def tls_failure(error: BaseException) -> str | None:
 
     HTTP clients wrap the library's error, so the causes of `error` count too.
     """
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, ssl.SSLError):
-        cause = cause.__cause__ or cause.__context__
+    cause = next((each for each in chain_of(error) if isinstance(each, ssl.SSLError)), None)
     if cause is None:
         return None
     if not isinstance(cause, ssl.SSLCertVerificationError):

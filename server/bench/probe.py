@@ -11,6 +11,7 @@ from server.bench.connection import Pool
 from server.bench.errors import BenchError, RequestFailed
 from server.bench.events import AnswerReader, error_text
 from server.bench.workload import PATHS, Accepted, as_prompt, random_text, request_fields
+from server.tls import HTTPS_HINT
 
 _STREAM_OPTIONS: tuple[dict[str, bool] | None, ...] = (
     {"include_usage": True, "continuous_usage_stats": True},
@@ -34,7 +35,7 @@ async def probe(config: BenchConfig) -> Accepted:
     except RequestFailed as error:
         target = config.target
         may_be_https = error.kind == "disconnected" and target.scheme == "http"
-        hint = "; if it serves HTTPS, give an address with https://" if may_be_https else ""
+        hint = HTTPS_HINT if may_be_https else ""
         raise BenchError(f"--base-url: {target.scheme}://{target.host}:{target.port}: {error}{hint}") from error
     finally:
         pool.close()

@@ -11,7 +11,7 @@ import httpx2
 
 from server.bench.errors import BadResponse
 from server.bench.events import EventSplitter
-from server.tls import tls_failure
+from server.tls import HTTPS_HINT, tls_failure
 
 _TIMEOUT = httpx2.Timeout(600.0, connect=10.0)  # a long prompt may wait in a queue
 _REASONING = ("reasoning", "reasoning_content")  # two names that servers use
@@ -130,7 +130,7 @@ def _errors_named(base_url: str) -> Iterator[None]:
         ) from error
     except httpx2.HTTPError as error:
         may_be_https = isinstance(error, httpx2.RemoteProtocolError) and base_url.startswith("http:")
-        hint = "; if it serves HTTPS, give an address with https://" if may_be_https else ""
+        hint = HTTPS_HINT if may_be_https else ""
         raise ChatError(f"the connection to {base_url} failed: {error or type(error).__name__}{hint}") from error
     except (BadResponse, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ChatError(f"{base_url} does not speak OpenAI's API: {error!r}") from error
