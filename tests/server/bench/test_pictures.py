@@ -85,7 +85,7 @@ def test_the_pictures_of_the_readme_can_be_drawn(pyplot, tmp_path):
         assert sum(bool(axes.mock_calls) for axes in pyplot.axes.flat) in (1, texts)
         if texts == 7:
             cases, ratios = pyplot.axes[0, 0].barh.call_args.args
-            assert (cases[-1], ratios[-1]) == ("decode, 1 stream, prompts of 1,000", 1.766)
+            assert (cases[-1], ratios[-1]) == ("decode, 1 stream, prompts of 1,000", 2.072)
 
 
 @table(
