@@ -249,8 +249,9 @@ class EngineLink:
         except NoPlaceError:
             return overloaded_output(request.request_id, places.num_places)
         if loser is not None:
-            self.abort(loser)
-            self._inlets.pop(loser).put(overloaded_output(loser, places.num_places))
+            inlet = self._inlets[loser]
+            self.drop(loser)  # the router must know that its scheduler has a place free
+            inlet.put(overloaded_output(loser, places.num_places))
         return None
 
     def _send(self, message: ToEngine) -> None:

@@ -1,12 +1,17 @@
 """Who gets a place when all are taken: one client's burst must not shut the others out."""
 
 import asyncio
+from pathlib import Path
 
 import msgspec
 import pytest
 
 from engine.admission import NoPlaceError, Places, choose_loser, is_within_share
-from engine.messages import Abort
+from engine.config import EngineConfig
+from engine.inlet import Inlet
+from engine.link import EngineLink
+from engine.messages import Abort, Add
+from engine.validate import RequestLimits
 from tests.engine.requests import request
 from tests.engine.test_client import collect, is_idle, running, until
 from tests.tables import rows
@@ -55,8 +60,8 @@ def test_a_share_counts_all_requests_at_once():
     assert is_within_share({}, "new", 100, 100)
 
 
-def ask(name, path):
-    asked = request(name, [1], 12, ignore_eos=True)
+def ask(name, path, num_prompt=1):
+    asked = request(name, [1] * num_prompt, 12, ignore_eos=True)
     return msgspec.structs.replace(asked, client=path[0], connection=path[1])
 
 
@@ -85,6 +90,32 @@ def test_a_burst_does_not_shut_others_out(monkeypatch):
             await until(lambda: is_idle(client.stats))
 
     asyncio.run(main())
+
+
+def test_a_newcomer_goes_to_the_rank_where_another_lost_its_place(monkeypatch):
+    """Rank 1 holds many more tokens, so it gets none while the router thinks that both are full."""
+    config = EngineConfig(
+        model=Path("m"),
+        device="cpu",
+        data_parallel_size=2,
+        expert_parallel_size=2,
+        max_num_seqs=1,
+        max_queued_requests=1,
+    )
+    link = EngineLink(config, range(2), places=Places(4))
+    monkeypatch.setattr(link, "_is_open", True)
+    monkeypatch.setattr(link, "_limits", RequestLimits(vocab_size=100, max_model_len=600, num_kv_tokens=600))
+    routes = {}
+
+    def send(message):
+        if isinstance(message, Add):
+            routes[message.request.request_id] = link._router.choose(message.request)
+
+    monkeypatch.setattr(link, "_send", send)
+    for index, length in enumerate((10, 500, 10, 500)):
+        link.submit(ask(f"h{index}", ("hog", f"c{index}"), length), Inlet(lambda output: None))
+    link.submit(ask("n", NEW), Inlet(lambda output: None))
+    assert routes == {"h0": 0, "h1": 1, "h2": 0, "h3": 1, "n": 1}
 
 
 def test_the_answers_of_one_http_request_begin_together():
