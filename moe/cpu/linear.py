@@ -45,7 +45,8 @@ def _can_pack(weight: torch.Tensor) -> bool:
     if torch.backends.quantized.engine not in _ENGINES or not hasattr(torch, "fbgemm_pack_gemm_matrix_fp16"):
         return False
     rounding = torch.linalg.vector_norm(weight - weight.half().float())
-    return bool(rounding <= _EXACT_BELOW * torch.linalg.vector_norm(weight))
+    # Strictly below: both are infinite beyond fp16's range, and both 0 where squares underflow.
+    return bool(rounding < _EXACT_BELOW * torch.linalg.vector_norm(weight)) or not bool(weight.any())
 
 
 class PackedLinear:
