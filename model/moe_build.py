@@ -175,6 +175,7 @@ class MoeBuilder:
 
         Raises:
             SelfCheckError: (of moe) the path computes something else than its reference.
+            WeightFormatError: (of moe) the weights of an expert give NaN or infinity.
             MoeConfigError: (of moe) no tactic of the backend does.
         """
         path = self._paths[layer]

@@ -4,7 +4,7 @@ ValueError
 └── MoeError                 base of everything a caller can get wrong here
     ├── MoeConfigError       a setting that is out of range or contradicts another
     ├── UnsupportedPathError a backend, transport, format or device that do not go together
-    ├── WeightFormatError    weights or scales whose dtype or shape break their format
+    ├── WeightFormatError    weights or scales whose dtype, shape or values break their format
     ├── TransportStateError  dispatch and combine called out of order, or with more tokens than agreed
     └── SelfCheckError       a path whose result differs from the reference
 """
@@ -23,7 +23,7 @@ class UnsupportedPathError(MoeError):
 
 
 class WeightFormatError(MoeError):
-    """A weight or scale tensor breaks the rules of its number format."""
+    """A weight or scale tensor breaks the rules of its number format, or gives NaN or infinity."""
 
 
 class TransportStateError(MoeError):

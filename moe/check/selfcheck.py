@@ -20,7 +20,7 @@ from moe.check.reference import reference_moe
 from moe.config import DispatchFormat, MoeRunnerConfig, RoutingConfig, RoutingMethod
 from moe.dispatch.base import AnyExchange
 from moe.dispatch.loopback import make_loopback
-from moe.errors import SelfCheckError
+from moe.errors import SelfCheckError, WeightFormatError
 from moe.formats import ExpertWeights
 from moe.formats.activation_quant import ActivationQuant
 from moe.registry import load_backend
@@ -63,6 +63,7 @@ def check_layer(
 
     Raises:
         SelfCheckError: an expert, or the sum of several, is off by more than the path's tolerance.
+        WeightFormatError: the reference itself gets NaN or infinity from the weights of an expert.
     """
     backend, config = load_backend(runner.backend), runner.config
     check = _Check(runner, experts, layer, topology)
@@ -147,7 +148,9 @@ class _Check:
     ) -> None:  # fmt: skip
         """Check the token groups of some experts and the mixed groups, at most `case.max_tokens` tokens per call."""
         if case.quantize_input not in self._want_TH:
-            self._want_TH[case.quantize_input] = self._reference(case, x_TH, topk)
+            want_TH = self._reference(case, x_TH, topk)
+            self._need_finite(want_TH)
+            self._want_TH[case.quantize_input] = want_TH
         sets = _sets_of(case, local_experts, self._experts.num_experts)
         got_TH = self.outputs(dispatch_format, case, sets, x_TH, topk)
         error_SB = _errors(got_TH, self._want_TH[case.quantize_input][_rows_of(sets, x_TH.device)])
@@ -186,6 +189,19 @@ class _Check:
         """The path's output, fp32 [T, H], for tokens in the layout of `dispatch_format`."""
         loopback = loopback_of(self._runner, self._experts, self._topology, dispatch_format)
         return loopback.combine(self._runner.run(loopback.dispatch(x_TH, topk), case.quant_info)).float()
+
+    def _need_finite(self, want_TH: torch.Tensor) -> None:
+        """Raise WeightFormatError if the reference is not finite for every token of `_check_tokens`."""
+        is_bad_T = ~torch.isfinite(want_TH).all(1)
+        if not bool(is_bad_T.any()):
+            return
+        expert = int(is_bad_T.int().argmax()) // TOKENS_PER_EXPERT  # the tokens of one expert come before mixed ones
+        whose = f"expert {self._first_expert + expert}" if expert < self._experts.num_experts else "several experts"
+        raise WeightFormatError(
+            f"layer {self._layer}: the {self._experts.format_name} weights of {whose} give NaN or infinity, computed "
+            "in plain fp32. The file is damaged, or its export went wrong: download it again, or take another upload "
+            "of the model"
+        )
 
     def _need(
         self, dispatch_format: DispatchFormat, case: CheckCase, error_SB: torch.Tensor, who: Callable[[int], str]
@@ -283,7 +299,8 @@ def _check_tokens(
 def _input_size(experts: ExpertWeights, expert: int, x_H: torch.Tensor, config: MoeRunnerConfig) -> torch.Tensor:
     """Factor for x that brings W13 x to about the activation's limit, from the first block of gate and of up rows.
 
-    Computed where weights and `x_H` are, without waiting for the device: a layer may have hundreds of experts.
+    1 where that product is 0 or not finite. Computed where weights and `x_H` are, without waiting for the device: a
+    layer may have hundreds of experts.
     """
     inter = experts.intermediate_size
     if inter == 0:
@@ -291,9 +308,11 @@ def _input_size(experts: ExpertWeights, expert: int, x_H: torch.Tensor, config: 
     w13 = experts.w13.select(expert)
     starts = (0, inter // BLOCK * BLOCK)  # block-scaled weights can only be cut between blocks
     parts = [w13.narrow(0, start, min(BLOCK, 2 * inter - start)).dequantize() @ x_H for start in starts]
-    typical = torch.cat(parts).square().mean().sqrt()
+    y_B = torch.cat(parts)
+    typical = torch.linalg.vector_norm(y_B, dtype=torch.float64) / math.sqrt(len(y_B))  # in fp32 squares may overflow
     limit = config.activation.limit or _LIMIT_OF_PLAIN
-    return torch.where(typical > 0, limit / typical, torch.ones_like(typical))
+    can_divide = (typical > 0) & torch.isfinite(typical)
+    return torch.where(can_divide, limit / typical, torch.ones_like(typical)).float()
 
 
 def _errors(got_TH: torch.Tensor, want_TH: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from engine.load import load_engine
 from engine.start_errors import is_user_error, is_wrong_setting
 from loaders.errors import CheckpointError
 from model.errors import ModelSettingsError, UnsupportedModelError
-from moe import SelfCheckError, UnsupportedPathError
+from moe import SelfCheckError, UnsupportedPathError, WeightFormatError
 from tests.tables import rows
 
 ASSETS = Path(__file__).parents[2] / "assets" / "tiny-gpt-oss"
@@ -32,6 +32,7 @@ def caused(error, cause):
     (UnsupportedModelError("head_dim is 3"), True, True),
     (UnsupportedPathError("no backend can run this"), True, True),
     (CheckpointError("a tensor is missing"), True, True),
+    (WeightFormatError("the weights of expert 3 give NaN"), True, True),
     (MachineError("no GPU is here"), True, False),
     (SelfCheckError("layer 3 differs"), True, False),
     (OSError(5, "Input/output error"), True, False),

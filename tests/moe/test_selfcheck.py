@@ -11,7 +11,17 @@ from typing import Any
 import pytest
 import torch
 
-from moe import Activation, MoeA2ABackend, MoeBackend, MoeRunner, RankPlace, SelfCheckError, Topology, registry
+from moe import (
+    Activation,
+    MoeA2ABackend,
+    MoeBackend,
+    MoeRunner,
+    RankPlace,
+    SelfCheckError,
+    Topology,
+    WeightFormatError,
+    registry,
+)
 from moe.activations import gated_activation
 from moe.backend import CheckCase
 from moe.backends.torch.backend import TorchBackend, TorchCoreInput, TorchRunnerCore
@@ -124,6 +134,30 @@ def test_a_nan_is_an_infinite_error() -> None:
     experts = make_experts("bf16")
     with pytest.raises(SelfCheckError, match="expert 1 differs from the reference by inf"):
         check(experts, dataclasses.replace(experts, w2=scaled(experts.w2, "data", (1, 3, 4), float("nan"))))
+
+
+@rows("value", float("nan"), float("inf"))
+@rows("matrix", "w13", "w2")
+def test_weights_that_give_nan_are_no_fault_of_the_path(matrix: str, value: float) -> None:
+    """It was told as a wrong kernel, which is to be replaced by the torch backend."""
+    experts = make_experts("bf16", hidden=256)
+    broken = scaled(getattr(experts, matrix), "data", (2, 190, 4), value)
+    words = "layer 5: the bf16 weights of expert 2 give NaN or infinity.* download it again"
+    with pytest.raises(WeightFormatError, match=words):
+        check(dataclasses.replace(experts, **{matrix: broken}), activation=PLAIN)
+
+
+@rows("size", 1e19, 1e25)
+def test_huge_weights_are_not_tested_with_zeros(size: float) -> None:
+    """The sum of squares overflowed, and so the tokens of the expert, and the mixed ones, were zeros."""
+    experts = make_experts("bf16")
+    huge = dataclasses.replace(experts, w13=scaled(experts.w13, "data", (1,), size))
+    config = make_config(huge, place=Topology())
+    x_TH, _ = _check_tokens(huge, config, Topology())
+    assert bool((x_TH != 0).any(1).all())
+    wrong = dataclasses.replace(huge, w13=scaled(huge.w13, "data", (1,), 1.1))
+    with pytest.raises(SelfCheckError, match="expert 1 differs"):
+        check(huge, wrong)
 
 
 def test_a_wrong_sum_over_experts_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
