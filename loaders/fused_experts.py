@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from loaders.errors import CheckpointError
+from loaders.finite import finite_values
 from loaders.quant import PLAIN_DTYPES
 from loaders.scales import e8m0_scales
 from loaders.source import TensorSource
@@ -34,7 +35,8 @@ def read_gpt_oss_experts(
     sums the ranks must count it once.
 
     Raises:
-        CheckpointError: a tensor is missing, half a scale set, or has the wrong shape or dtype; names file and tensor.
+        CheckpointError: a tensor is missing, half a scale set, or has the wrong shape or dtype, or a bias that is
+            not finite; names file and tensor.
         MoeConfigError: (of moe) the experts cannot be shared among the ranks.
     """
     experts = place.expert_range(shape.num_experts) if held is None else held
@@ -49,8 +51,8 @@ def read_gpt_oss_experts(
     b13_name, b2_name = f"{prefix}.gate_up_proj_bias", f"{prefix}.down_proj_bias"
     source.expect(b13_name, shape=(shape.num_experts, 2 * shape.intermediate_size), dtypes=PLAIN_DTYPES)
     source.expect(b2_name, shape=(shape.num_experts, shape.hidden_size), dtypes=PLAIN_DTYPES)
-    b13 = _separate(_local(source, b13_name, experts), cut)
-    return ExpertWeights(w13=w13, w2=w2, b13=b13, b2=_local(source, b2_name, experts).clone())
+    b13, b2 = (finite_values(_local(source, name, experts), source.meta(name)) for name in (b13_name, b2_name))
+    return ExpertWeights(w13=w13, w2=w2, b13=_separate(b13, cut), b2=b2.clone())
 
 
 def _is_published(source: TensorSource, prefix: str) -> bool:

@@ -10,6 +10,7 @@ from typing import Literal
 
 import torch
 
+from loaders.finite import finite_values
 from loaders.quant import COLUMNS, PLAIN_DTYPES, ROWS, inspect_linear, read_linear
 from loaders.source import TensorSource
 from model.config import UnsupportedModelError
@@ -192,25 +193,26 @@ class WeightReader:
         return self.columns(prefix, unit), bias_N if self.place.tp_rank == 0 else torch.zeros_like(bias_N)
 
     def vector(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """A plain tensor: norm weights, say; fp32 unless the caller wants the model's dtype."""
-        self.source.expect(name, dtypes=PLAIN_DTYPES)
-        return self.source.tensor(name).to(self.device, dtype)
+        """A small plain tensor, finite: norm weights, say; fp32 unless the caller wants the model's dtype."""
+        meta = self.source.expect(name, dtypes=PLAIN_DTYPES)
+        return finite_values(self.source.tensor(name), meta).to(self.device, dtype)
 
     def entries(
         self, name: str, unit: int = 1, dtype: torch.dtype = torch.float32, *, copies: bool = False
     ) -> torch.Tensor:
-        """This rank's part of a plain vector that goes with `rows`: biases, sinks."""
-        return self._plain_part(name, Split("rows", unit, copies), dtype)
+        """This rank's part of a plain vector that goes with `rows`, finite: biases, sinks."""
+        part = self._plain_part(name, Split("rows", unit, copies))
+        return finite_values(part, self.source.meta(name)).to(self.device, dtype)
 
     def embedding(self, name: str) -> tuple[torch.Tensor, int]:
         """This rank's rows of a plain matrix, and which is the first."""
         span = RAGGED_ROWS.span(name, self.source.meta(name).shape[0], 1, self.place)
-        return self._plain_part(name, RAGGED_ROWS, self.dtype), span.start
+        return self._plain_part(name, RAGGED_ROWS).to(self.device, self.dtype), span.start
 
-    def _plain_part(self, name: str, split: Split, dtype: torch.dtype) -> torch.Tensor:
+    def _plain_part(self, name: str, split: Split) -> torch.Tensor:
         meta = self.source.expect(name, dtypes=PLAIN_DTYPES)
         span = split.span(name, meta.shape[0], 1, self.place)
-        return self.source.view(name)[span.start : span.stop].clone().to(self.device, dtype)
+        return self.source.view(name)[span.start : span.stop].clone()
 
     def _span(self, prefix: str, split: Split) -> range:
         layout = inspect_linear(self.source, prefix)
