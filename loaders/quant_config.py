@@ -63,8 +63,9 @@ def read_quant_scheme(
     if section is not None and not isinstance(section, Mapping):
         raise ModelConfigError(f"{path}: key 'quantization_config' must be an object, found {section!r}")
     merged = {key: value for key, value in (section or {}).items() if value is not None}
+    origin = str(path)
     if modelopt_file is not None:
-        merged = _merge_modelopt(path, merged, modelopt_file)
+        origin, merged = _merge_modelopt(path, merged, modelopt_file)
     if not merged:
         return None
     if not isinstance(merged.get("quant_method"), str):
@@ -72,7 +73,7 @@ def read_quant_scheme(
     unsupported = _unsupported_format(merged)
     if unsupported is not None:
         raise ModelConfigError(
-            f"{path}: the checkpoint is quantized as {unsupported}, which is not supported ({_supported()}); "
+            f"{origin}: the checkpoint is quantized as {unsupported}, which is not supported ({_supported()}); "
             "take another upload of the model"
         )
     return QuantScheme(
@@ -82,23 +83,23 @@ def read_quant_scheme(
         weight_block_size=SUPPORTED_BLOCK if merged.get("weight_block_size") is not None else None,
         group_size=merged.get("group_size"),
         kv_cache_algorithm=_kv_cache_algorithm(merged),
-        ignore=_ignored(path, merged),
+        ignore=_ignored(origin, merged),
     )
 
 
-def _ignored(path: Path, merged: Mapping[str, Any]) -> tuple[str, ...]:
+def _ignored(origin: str, merged: Mapping[str, Any]) -> tuple[str, ...]:
     key = next((key for key in _IGNORE_KEYS if merged.get(key)), None)
     if key is None:
         return ()
     if not isinstance(merged[key], list):
-        raise ModelConfigError(f"{path}: '{key}' of the quantization must be a list of names, found {merged[key]!r}")
+        raise ModelConfigError(f"{origin}: '{key}' of the quantization must be a list of names, found {merged[key]!r}")
     names = tuple(str(name) for name in merged[key])
     for name in names:
         if name.startswith("re:"):
             try:
                 re.compile(name[3:])
             except re.error as error:
-                raise ModelConfigError(f"{path}: '{key}' of the quantization: {name!r} is no regex: {error}") from error
+                raise ModelConfigError(f"{origin}: '{key}' of the quantization: {name!r} is no regex: {error}") from error
     return names
 
 
@@ -115,11 +116,15 @@ def _weight_format(merged: Mapping[str, Any]) -> str:
     return "fp8_tensor" if method == "compressed-tensors" else "mxfp4"
 
 
-def _merge_modelopt(path: Path, section: dict[str, Any], modelopt_file: Mapping[str, Any]) -> dict[str, Any]:
-    """hf_quant_config.json, completed from config.json unless the two contradict each other."""
-    inner = modelopt_file.get("quantization")
+def _merge_modelopt(
+    path: Path, section: dict[str, Any], modelopt_file: Mapping[str, Any]
+) -> tuple[str, dict[str, Any]]:
+    """The files that count, for messages, and what they say: hf_quant_config.json, completed from config.json unless
+    the two contradict each other.
+    """
+    inner, own_path = modelopt_file.get("quantization"), path.with_name("hf_quant_config.json")
     if not isinstance(inner, Mapping):
-        raise ModelConfigError(f"{path.with_name('hf_quant_config.json')}: key 'quantization' is missing")
+        raise ModelConfigError(f"{own_path}: key 'quantization' is missing")
     modelopt = {**inner, "quant_method": "modelopt"}
     for key in ("quant_method", "quant_algo"):
         ours, theirs = section.get(key), modelopt.get(key)
@@ -127,8 +132,8 @@ def _merge_modelopt(path: Path, section: dict[str, Any], modelopt_file: Mapping[
             _log.warning(
                 "%s says %s '%s', hf_quant_config.json beside it says '%s': the tensors decide", path, key, ours, theirs
             )
-            return modelopt
-    return modelopt | section
+            return str(own_path), modelopt
+    return f"{own_path} and {path.name}" if section else str(own_path), modelopt | section
 
 
 def _unsupported_format(merged: Mapping[str, Any]) -> str | None:

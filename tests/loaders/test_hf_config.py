@@ -287,6 +287,26 @@ def test_g40_the_ancestors_section_in_config_json_is_left_aside(
     assert words in record.message
 
 
+@rows(
+    "section, origin",
+    (None, "hf_quant_config.json"),
+    (DEEPSEEK_V3["quantization_config"], "hf_quant_config.json"),
+    ({"quant_method": "modelopt"}, "hf_quant_config.json and config.json"),
+)
+@rows(
+    "inner, words",
+    ({"quant_algo": "W4A16_AWQ"}, "the checkpoint is quantized as W4A16_AWQ of ModelOpt"),
+    ({"quant_algo": "NVFP4", "exclude_modules": "lm_head"}, "'exclude_modules' of the quantization must be a list"),
+)
+def test_the_file_with_the_unsupported_value_is_named(
+    tmp_path: Path, section: Any, origin: str, inner: dict[str, Any], words: str
+) -> None:
+    """It was config.json, whatever file the value came from."""
+    with pytest.raises(ModelConfigError) as error:
+        write(tmp_path, {"quantization_config": section}, hf_quant_config={"quantization": inner})
+    assert str(error.value).startswith(f"{tmp_path}/{origin}: {words}")
+
+
 def test_hf_quant_config_must_hold_its_section(tmp_path: Path) -> None:
     with pytest.raises(ModelConfigError, match=r"hf_quant_config\.json: key 'quantization' is missing"):
         write(tmp_path, {}, hf_quant_config={"producer": {}})
