@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from loaders.errors import TokenizerError
+from loaders.optional_file import is_there
 
 DEFAULT, TOOL_USE = "default", "tool_use"
 
@@ -29,7 +30,7 @@ def read_chat_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, 
         TokenizerError: a template is not text, or there are some and none is the default.
     """
     files = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
-    if (folder / "chat_template.jinja").is_file():
+    if is_there(folder / "chat_template.jinja", TokenizerError):
         files[DEFAULT] = folder / "chat_template.jinja"
     config = folder / "tokenizer_config.json"
     texts = {} if DEFAULT in files else _from_config(settings.get("chat_template"), config)
@@ -62,3 +63,5 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise TokenizerError(f"{path}: is not UTF-8: {error}") from error
+    except OSError as error:
+        raise TokenizerError(f"{path}: cannot be read: {error}") from error

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from loaders.errors import ModelConfigError
-from loaders.json_text import read_object
+from loaders.json_text import read_object, read_optional_object
 from loaders.quant_config import QuantScheme, read_quant_scheme
 
 
@@ -110,15 +110,14 @@ def read_config(folder: Path) -> HfConfig:
     if not path.is_file():
         raise ModelConfigError(f"{path}: missing; {folder} is no model folder, or its download is unfinished")
     raw = read_object(path, ModelConfigError)
-    generation_path, quant_path = folder / "generation_config.json", folder / "hf_quant_config.json"
     return HfConfig(
         path=path,
         raw=raw,
-        generation=read_object(generation_path, ModelConfigError) if generation_path.is_file() else {},
+        generation=read_optional_object(folder / "generation_config.json", ModelConfigError) or {},
         quantization=read_quant_scheme(
             path,
             next((raw[key] for key in _QUANT_KEYS if raw.get(key) is not None), None),
-            read_object(quant_path, ModelConfigError) if quant_path.is_file() else None,
+            read_optional_object(folder / "hf_quant_config.json", ModelConfigError),
         ),
     )
 

@@ -5,6 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from loaders.optional_file import is_there
+
 
 def parse_json(data: bytes | str, object_pairs_hook: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
     """The parsed text.
@@ -16,6 +18,11 @@ def parse_json(data: bytes | str, object_pairs_hook: Callable[[list[tuple[str, A
         return json.loads(data, object_pairs_hook=object_pairs_hook)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def read_optional_object(path: Path, error: Callable[[str], Exception]) -> dict[str, Any] | None:
+    """Like `read_object`, but None if the file is not there."""
+    return read_object(path, error) if is_there(path, error) else None
 
 
 def read_object(path: Path, error: Callable[[str], Exception]) -> dict[str, Any]:

@@ -99,7 +99,9 @@ def _ignored(origin: str, merged: Mapping[str, Any]) -> tuple[str, ...]:
             try:
                 re.compile(name[3:])
             except re.error as error:
-                raise ModelConfigError(f"{origin}: '{key}' of the quantization: {name!r} is no regex: {error}") from error
+                raise ModelConfigError(
+                    f"{origin}: '{key}' of the quantization: {name!r} is no regex: {error}"
+                ) from error
     return names
 
 

@@ -12,7 +12,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as RustTokenizer
 
 from loaders.errors import TokenizerError
-from loaders.json_text import read_object
+from loaders.json_text import read_optional_object
 
 _DECLARED = "added_tokens_decoder"
 _FLAGS = ("lstrip", "rstrip", "single_word", "normalized")
@@ -103,7 +103,7 @@ def _from_added_tokens(path: Path, special: list[str]) -> dict[int, AddedToken]:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    return read_object(path, TokenizerError) if path.is_file() else {}
+    return read_optional_object(path, TokenizerError) or {}
 
 
 def _token_text(value: Any) -> str | None:

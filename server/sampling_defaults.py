@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from loaders.json_text import read_object
+from loaders.json_text import read_optional_object
 from server.errors import SettingError
 
 # Lowest and highest value that the API accepts. Not read from its models, whose import would delay the engine's start.
@@ -37,9 +37,7 @@ def read_sampling_defaults(folder: Path) -> SamplingDefaults:
         SettingError: the file is damaged, or holds a value that the API would refuse in a request.
     """
     path = folder / "generation_config.json"
-    if not path.is_file():
-        return SamplingDefaults()
-    content = read_object(path, lambda message: SettingError(f"--model: {message}"))
+    content = read_optional_object(path, lambda message: SettingError(f"--model: {message}")) or {}
     known = {name: _checked(name, content[name], path) for name in RANGES if content.get(name) is not None}
     if content.get("do_sample") is False:
         known["temperature"] = 0.0

@@ -12,7 +12,7 @@ import pytest
 from pydantic import ValidationError
 
 from server.errors import SettingError
-from server.model_files import read_model_files
+from server.model_files import check_servable, read_model_files
 from server.model_source import check_model_folder
 from server.sampling_defaults import RANGES, SamplingDefaults, read_sampling_defaults
 from server.schema.common import GenerationRequest
@@ -111,6 +111,30 @@ def test_damaged_tokenizer_files_are_named_g29(model_folder, file, content, word
         read_model_files(model_folder)
     assert str(caught.value).startswith(f"--model: {model_folder / file}: ")
     assert "\n" not in str(caught.value)
+
+
+@rows(
+    "file",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "additional_chat_templates/tool_use.jinja",
+    "generation_config.json",
+    "hf_quant_config.json",
+)
+def test_a_link_that_leads_nowhere_is_no_absent_file(tmp_path, file):
+    """A cache that lost a file: the model answered without its template, or with other sampling defaults."""
+    folder = shutil.copytree(ASSETS, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings.pop("added_tokens_decoder", None)  # else transformers does not read the older files beside it
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    check_servable(folder)
+    (folder / file).parent.mkdir(exist_ok=True)
+    (folder / file).unlink(missing_ok=True)
+    (folder / file).symlink_to("../../blobs/pruned")
+    with pytest.raises(SettingError, match=re.escape(f"--model: {folder / file}: ")):
+        check_servable(folder)
 
 
 @rows("template, is_warned", ("{{ bos_token }}", True), ("{{ messages[0].content }}", False))
