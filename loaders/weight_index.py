@@ -7,7 +7,7 @@ from loaders.json_text import parse_json
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """File names by tensor.
+    """File names by tensor, normalised: `./a` is `a`.
 
     Raises:
         CheckpointError: not an index, or an entry that names no file of its folder.
@@ -16,9 +16,9 @@ def read_index(path: Path) -> dict[str, str]:
         listed = {**parse_json(path.read_bytes())["weight_map"]}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path}: not a safetensors index with a 'weight_map' ({error!r})") from error
-    checked: set[str] = set()
+    normal: dict[str, str] = {}
     for name, file in listed.items():
-        if isinstance(file, str) and file in checked:
+        if isinstance(file, str) and file in normal:
             continue
         relative = PurePosixPath(file if isinstance(file, str) else "")
         if not relative.name:
@@ -28,5 +28,5 @@ def read_index(path: Path) -> dict[str, str]:
             )
         if relative.is_absolute() or ".." in relative.parts:
             raise CheckpointError(f"{path}: tensor '{name}' points outside the folder: {file}")
-        checked.add(file)
-    return listed
+        normal[file] = str(relative)
+    return {name: normal[file] for name, file in listed.items()}

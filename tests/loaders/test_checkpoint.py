@@ -289,7 +289,15 @@ def test_an_index_with_a_name_that_no_file_can_have(tmp_path: Path) -> None:
         Checkpoint.open(tmp_path)
 
 
-@rows("outside", "../x.safetensors", "/etc/x.safetensors")
+@rows("listed", "./model.safetensors", ".//model.safetensors", "model.safetensors")
+def test_an_index_of_a_single_file_may_spell_its_name_in_several_ways(tmp_path: Path, listed: str) -> None:
+    """The error said to remove one of two files that were meant both, or that a tensor was in two files."""
+    save_file({"a": A, "b": B}, tmp_path / "model.safetensors")
+    write_index(tmp_path, {"a": listed, "b": "./model.safetensors"})
+    assert set(Checkpoint.open(tmp_path).names()) == {"a", "b"}
+
+
+@rows("outside", "./../x.safetensors", "../x.safetensors", "/etc/x.safetensors")
 def test_an_index_may_not_point_outside_its_folder(tmp_path: Path, outside: str) -> None:
     write_index(tmp_path, {"a": outside})
     with pytest.raises(CheckpointError, match="points outside the folder"):
