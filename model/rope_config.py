@@ -14,7 +14,7 @@ from model.errors import UnsupportedModelError
 
 RopeType = Literal["default", "yarn"]
 _KEYS = ("rope_parameters", "rope_scaling")
-_THETA = "rope_theta"
+_THETA, _ORIGINAL = "rope_theta", "original_max_position_embeddings"
 _MAX_SCALE = 1000  # published ones are near 1
 
 
@@ -43,11 +43,9 @@ def read_rope(config: HfConfig, default: RopeConfig) -> RopeConfig:
     """
     require_supported(config, "partial_rotary_factor", (1,))
     sections = [section for section in map(config.section, _KEYS) if section.raw]
-    with_theta = next((each for each in (*sections, config) if each.raw.get(_THETA) is not None), config)
-    theta = _theta(with_theta, default.theta)
-    if not sections:  # to transformers an empty `rope_parameters` is plain rope, but an empty `rope_scaling` is nothing
-        return RopeConfig(theta=theta) if config.raw.get("rope_parameters") == {} else replace(default, theta=theta)
-    ropes = [_read(section, config, _theta(section, theta)) for section in sections]
+    if not sections:
+        return _without_section(config, default)
+    ropes = [_read(section, config, default.theta) for section in sections]
     if ropes[0] != ropes[-1]:
         raise UnsupportedModelError(
             f"{config.path}: rope_parameters and rope_scaling contradict each other: remove the one that is not meant"
@@ -55,29 +53,43 @@ def read_rope(config: HfConfig, default: RopeConfig) -> RopeConfig:
     return ropes[0]
 
 
-def _theta(section: HfConfig, default: float) -> float:
-    theta = positive_number(section, _THETA, default)
+def _without_section(config: HfConfig, default: RopeConfig) -> RopeConfig:
+    """To transformers an empty `rope_parameters` is plain rope, but an empty `rope_scaling` is nothing."""
+    theta, length = _theta(config, default.theta), default.original_max_position_embeddings
+    if config.raw.get("rope_parameters") == {}:
+        return RopeConfig(theta=theta)
+    if length is not None:
+        length = positive_int(config, _ORIGINAL, length)
+    return replace(default, theta=theta, original_max_position_embeddings=length)
+
+
+def _theta(place: HfConfig, default: float) -> float:
+    theta = positive_number(place, _THETA, default)
     if theta <= 1:
-        raise UnsupportedModelError(f"{section.where}: {_THETA} is {theta:g}: it must be above 1")
+        raise UnsupportedModelError(f"{place.where}: {_THETA} is {theta:g}: it must be above 1")
     return theta
 
 
-def _read(section: HfConfig, config: HfConfig, theta: float) -> RopeConfig:
+def _read(section: HfConfig, config: HfConfig, default_theta: float) -> RopeConfig:
+    """The rope of one section. What it lacks comes from the top level, never from another section."""
     require_supported(section, "partial_rotary_factor", (1,))
     nested = [key for key, value in section.raw.items() if isinstance(value, dict)]
     if nested:
         raise UnsupportedModelError(
             f"{section.where}: a rope for each kind of layer ({', '.join(nested)}) is not supported: give one for all"
         )
+    theta = _theta(config if section.get(_THETA) is None else section, default_theta)
     if _rope_type(section) == "default":
         return RopeConfig(theta=theta)
+    length = _original_length(section, config)
+    is_null = section.raw.get("factor", 1) is None  # then transformers takes the ratio of the two contexts
     return RopeConfig(
         theta=theta,
         rope_type="yarn",
-        factor=positive_number(section, "factor"),
+        factor=config.max_position_embeddings / length if is_null else positive_number(section, "factor"),
         beta_fast=positive_number(section, "beta_fast", RopeConfig.beta_fast),
         beta_slow=positive_number(section, "beta_slow", RopeConfig.beta_slow),
-        original_max_position_embeddings=_original_length(section, config),
+        original_max_position_embeddings=length,
         truncate=flag(section, "truncate", "truncate" not in section.raw),  # null is false
         mscale=_mscale(section, "mscale"),
         mscale_all_dim=_mscale(section, "mscale_all_dim"),
@@ -100,10 +112,9 @@ def _original_length(section: HfConfig, config: HfConfig) -> int:
     """Tokens of the context before it was stretched. As in transformers the key at top level wins, and the last resort
     is the whole context; `initial_context_length`, which only OpenAI's files have, is read here alone.
     """
-    key = "original_max_position_embeddings"
     for place in (config, section):
-        if place.get(key) is not None:
-            return positive_int(place, key)
+        if place.get(_ORIGINAL) is not None:
+            return positive_int(place, _ORIGINAL)
     return positive_int(config, "initial_context_length", config.max_position_embeddings)
 
 

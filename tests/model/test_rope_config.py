@@ -93,7 +93,6 @@ def test_original_length_falls_back_to_what_the_file_has(tmp_path: Path) -> None
     ({"rope_theta": 0}, "rope_theta is 0: it must be above 0"),
     ({"rope_theta": -1e4}, "rope_theta is -10000: it must be above 0"),
     ({"rope_theta": 1}, "rope_theta is 1: it must be above 1"),
-    ({"factor": None}, "key 'factor' is missing"),
     ({"factor": 0}, "factor is 0: it must be above 0"),
     ({"factor": -2.0}, "factor is -2: it must be above 0"),
     ({"factor": float("inf")}, "key 'factor' must be a finite number, found inf"),
@@ -135,6 +134,7 @@ def test_unusable_fields_are_refused_by_name(
     ({"rope_theta": 0}, ": rope_theta is 0: it must be above 0"),
     ({"rope_theta": "big"}, ": key 'rope_theta' must be a finite number, found 'big'"),
     ({"rope_scaling": [1]}, ": key 'rope_scaling' must be an object"),
+    ({"rope_scaling": {"type": "yarn"}}, ", 'rope_scaling': key 'factor' is missing"),
     ({"rope_scaling": {"factor": 4.0}}, ", 'rope_scaling': it has a factor, but no rope_type"),
     ({"rope_scaling": OLD_YARN | {"type": 0}}, ", 'rope_scaling': key 'type' must be the name of a rope type"),
     ({"partial_rotary_factor": 0.5}, ": partial_rotary_factor 0.5 is not supported"),
@@ -159,13 +159,20 @@ def test_two_spellings_that_contradict_each_other_are_refused(tmp_path: Path, sc
         rope(tmp_path, config)
 
 
-@rows("theta", {}, {"rope_theta": 10000}, {"rope_theta": 777.0})
+@rows("theta", {}, {"rope_theta": 10000})
 @rows("scaling", YARN, OLD_YARN, YARN | {"type": "yarn"}, {}, None, {"type": "yarn", "factor": 8, "truncate": False,
         "original_max_position_embeddings": 32})  # fmt: skip
 def test_two_spellings_that_agree_are_fine(tmp_path: Path, theta: dict[str, Any], scaling: Any) -> None:
-    """A theta inside counts before one outside, as in transformers."""
     config = {"rope_parameters": YARN | {"rope_theta": 10000.0}, "rope_scaling": scaling}
     assert rope(tmp_path, config | theta) == READ_YARN
+
+
+@rows("top", {}, {"rope_theta": 777.0})
+def test_a_theta_in_one_section_says_nothing_of_the_other(tmp_path: Path, top: dict[str, Any]) -> None:
+    """Transformers takes `rope_scaling` with the theta at top level or the model's own; we took 5000 for both."""
+    config = {"rope_parameters": YARN | {"rope_theta": 5000.0}, "rope_scaling": YARN} | top
+    with pytest.raises(UnsupportedModelError, match="rope_parameters and rope_scaling contradict each other"):
+        rope(tmp_path, config)
 
 
 @rows("family", GptOssFamily, DeepseekV3Family)
@@ -189,6 +196,9 @@ def test_two_spellings_that_agree_are_fine(tmp_path: Path, theta: dict[str, Any]
     {"rope_scaling": {"type": "yarn", "factor": 4.0}},
     {"rope_scaling": {"type": "yarn", "factor": 4.0, "truncate": None}},
     {"rope_scaling": {"rope_type": "default", "factor": 4.0}},
+    {"rope_scaling": {"type": "yarn", "factor": None, "original_max_position_embeddings": 64}},
+    {"original_max_position_embeddings": 256},
+    {"original_max_position_embeddings": 256, "rope_scaling": OLD_YARN},
 )
 def test_what_transformers_reads_and_saves_is_read_the_same(
     tmp_path: Path, family: Any, config: dict[str, Any]
@@ -197,12 +207,15 @@ def test_what_transformers_reads_and_saves_is_read_the_same(
     kind = {GptOssFamily: "gpt_oss", DeepseekV3Family: "deepseek_v3"}[family]
     config = config | {"model_type": kind, "max_position_embeddings": 512}
     got = rope(tmp_path, config, family.default_rope)
-    AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path)
+    theirs = AutoConfig.from_pretrained(tmp_path)
+    theirs.save_pretrained(tmp_path)
     saved = json.loads((tmp_path / "config.json").read_text())
     assert rope(tmp_path, saved, family.default_rope) == got
     assert "rope_scaling" not in saved
-    scaling = saved["rope_parameters"]
+    theirs.standardize_rope_params()  # the model does so once more, which counts for a length at top level
+    scaling = theirs.rope_parameters
     assert (got.theta, got.rope_type) == (scaling["rope_theta"], scaling["rope_type"])
     if got.rope_type == "yarn":
-        want = (scaling["factor"], scaling["original_max_position_embeddings"], bool(scaling.get("truncate", True)))
+        factor = scaling["factor"] or 512 / scaling["original_max_position_embeddings"]
+        want = (factor, scaling["original_max_position_embeddings"], bool(scaling.get("truncate", True)))
         assert (got.factor, got.original_max_position_embeddings, got.truncate) == want
