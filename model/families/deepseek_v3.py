@@ -32,6 +32,7 @@ from moe.formats import ExpertWeights
 from moe.group import SINGLE_RANK, Group, PartialSum, SumPlace
 
 _LATENT_EPS = 1e-6  # the published code gives the latent norms this epsilon, whatever rms_norm_eps says
+_NUM_DENSE = 3  # layers without experts where the key is missing, as in transformers
 _GROUP_DEFAULTS = {"n_group": 8, "topk_group": 4}
 
 
@@ -126,6 +127,8 @@ class DeepseekV3Family(Family):
         self._moe = self._moe_config()
 
     def _num_dense_layers(self) -> int:
+        if "first_k_dense_replace" not in self.config.raw:
+            return _NUM_DENSE
         value = self.config.require("first_k_dense_replace", int)
         if value < 0:
             raise UnsupportedModelError(

@@ -36,6 +36,7 @@ from moe.group import SINGLE_RANK, Group, PartialSum, SumPlace
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _ALPHA = 1.702  # the activation's fixed gain; newer configs spell it out
 _MXFP4_GROUP = 32
+_HEAD_DIM = 64  # where the key is missing, as in transformers; null means hidden_size / num_attention_heads
 
 
 class GptOssAttention(AttentionLayer):
@@ -79,7 +80,8 @@ class GptOssFamily(Family):
         require_multiple(config, "num_attention_heads", "num_key_value_heads")
         self.num_heads = positive_int(config, "num_attention_heads")
         self.num_kv_heads = positive_int(config, "num_key_value_heads")
-        self.head_dim = positive_int(config, "head_dim", max(1, self.hidden_size // self.num_heads))
+        by_width = max(1, self.hidden_size // self.num_heads)
+        self.head_dim = positive_int(config, "head_dim", by_width if "head_dim" in config.raw else _HEAD_DIM)
         if self.head_dim % 2:
             raise UnsupportedModelError(f"{config.path}: head_dim is {self.head_dim}: rope needs an even number")
         self.windows = self._windows()

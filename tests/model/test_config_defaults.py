@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DeepseekV3Config
+from transformers import DeepseekV3Config, GptOssConfig
 
 from loaders.hf_config import read_config
 from model.config import ModelSettings, UnsupportedModelError
@@ -36,7 +36,10 @@ def test_gpt_oss_without_its_optional_keys(tmp_path: Path) -> None:
     assert isinstance(family, GptOssFamily)
     assert family.windows == [8, None, 8], "even layers slide"
     assert (family.moe.activation.alpha, family.moe.activation.beta, family.moe.activation.limit) == (1.702, 1.0, 7.0)
-    assert (family.norm_eps, family.head_dim, family.is_head_tied) == (1e-5, 64 // 4, False)
+    assert (family.norm_eps, family.head_dim, family.is_head_tied) == (1e-5, GptOssConfig().head_dim, False)
+    null = family_of(tmp_path, make_gpt_oss(), {}, ["head_dim"])
+    assert isinstance(null, GptOssFamily)
+    assert null.head_dim == 64 // 4, "hidden_size / num_attention_heads"
 
 
 @rows("key", "num_local_experts", "num_experts")
@@ -57,8 +60,8 @@ def test_both_spellings_of_the_experts_per_token(tmp_path: Path, key: str) -> No
 def test_deepseek_without_its_optional_keys(tmp_path: Path) -> None:
     """A scaling factor of 1.0 and no groups made nonsense of a model that relies on the defaults."""
     names = ("norm_topk_prob", "routed_scaling_factor", "n_group", "topk_group", "rms_norm_eps", "moe_layer_freq")
-    names += ("n_shared_experts", "rope_parameters")
-    family = family_of(tmp_path, make_deepseek(), dict.fromkeys(names))
+    names += ("n_shared_experts", "rope_parameters", "first_k_dense_replace")
+    family = family_of(tmp_path, make_deepseek(num_hidden_layers=5), dict.fromkeys(names))
     assert isinstance(family, DeepseekV3Family)
     routing, theirs = family.moe.routing, DeepseekV3Config()
     assert (routing.normalize, routing.routed_scaling_factor) == (True, 2.5)
@@ -67,7 +70,8 @@ def test_deepseek_without_its_optional_keys(tmp_path: Path) -> None:
     assert family.num_shared == 1 == theirs.n_shared_experts
     assert family.norm_eps == 1e-6 == theirs.rms_norm_eps
     assert family.rope == RopeConfig(theta=10000.0)
-    assert [family.is_moe_layer(layer) for layer in range(3)] == [False, True, True]
+    assert [family.is_moe_layer(layer) for layer in range(5)] == [False, False, False, True, True]
+    assert theirs.first_k_dense_replace == 3
 
 
 @rows("nulls", ("n_group",), ("topk_group",), ("n_group", "topk_group"))
