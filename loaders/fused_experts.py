@@ -51,8 +51,10 @@ def read_gpt_oss_experts(
     b13_name, b2_name = f"{prefix}.gate_up_proj_bias", f"{prefix}.down_proj_bias"
     source.expect(b13_name, shape=(shape.num_experts, 2 * shape.intermediate_size), dtypes=PLAIN_DTYPES)
     source.expect(b2_name, shape=(shape.num_experts, shape.hidden_size), dtypes=PLAIN_DTYPES)
-    b13, b2 = (finite_values(_local(source, name, experts), source.meta(name)) for name in (b13_name, b2_name))
-    return ExpertWeights(w13=w13, w2=w2, b13=_separate(b13, cut), b2=b2.clone())
+    b13, b2 = _separate(_local(source, b13_name, experts), cut), _local(source, b2_name, experts).clone()
+    for name, bias in ((b13_name, b13), (b2_name, b2)):
+        finite_values(bias, source.meta(name))
+    return ExpertWeights(w13=w13, w2=w2, b13=b13, b2=b2)
 
 
 def _is_published(source: TensorSource, prefix: str) -> bool:
