@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
+from loaders.end_tokens import end_token_ids
 from loaders.errors import ModelConfigError
 from loaders.json_text import read_object, read_optional_object
 from loaders.quant_config import QuantScheme, read_quant_scheme
@@ -78,15 +79,12 @@ class HfConfig:
 
     @cached_property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """End-of-sequence ids of config.json and generation_config.json together, each once."""
-        ids: dict[int, None] = {}
-        for source in (self.raw, self.generation):
-            value = source.get("eos_token_id")
-            for token_id in value if isinstance(value, list) else [] if value is None else [value]:
-                if not _is_kind(token_id, int):
-                    raise ModelConfigError(f"{self.path.parent}: 'eos_token_id' must hold ids, found {value!r}")
-                ids[token_id] = None
-        return tuple(ids)
+        """End-of-sequence ids of config.json and generation_config.json together, each once.
+
+        Raises:
+            ModelConfigError: something else than ids below `vocab_size`.
+        """
+        return end_token_ids(self.path.parent, self.raw, self.generation)
 
 
 _KIND_NAMES = {

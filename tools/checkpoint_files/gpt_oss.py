@@ -34,7 +34,7 @@ class GptOss:
             "model_type": "gpt_oss",
             "attention_bias": True,
             "attention_dropout": 0.0,
-            "eos_token_id": 200002,
+            "eos_token_id": self._known(200002),
             "experts_per_token": 4,
             "head_dim": self.head_dim,
             "hidden_act": "silu",
@@ -74,8 +74,13 @@ class GptOss:
     @property
     def generation_config(self) -> dict[str, Any]:
         """generation_config.json."""
-        eos = [200002, 199999, 200012]
+        eos = self._known(200002, 199999, 200012)
         return {"bos_token_id": 199998, "do_sample": True, "eos_token_id": eos, "pad_token_id": 199999}
+
+    def _known(self, *token_ids: int) -> int | list[int]:
+        """Those that a vocabulary made smaller still has: one as it is published, else a list."""
+        known = [token_id for token_id in token_ids if token_id < self.vocab]
+        return known[0] if len(token_ids) == len(known) == 1 else known
 
     @property
     def more_files(self) -> dict[str, dict[str, Any]]:

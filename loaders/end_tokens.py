@@ -1,0 +1,55 @@
+"""The ids of the tokens that end an answer: `eos_token_id` of config.json and of generation_config.json together."""
+
+import reprlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from loaders.errors import ModelConfigError
+from loaders.json_text import read_object
+
+_KEY = "eos_token_id"
+
+
+def read_end_token_ids(folder: Path) -> tuple[int, ...]:
+    """The ids that the files of a folder name; a file that is missing names none. Raises as `end_token_ids` does."""
+    config, generation = (_read(folder / name) for name in ("config.json", "generation_config.json"))
+    return end_token_ids(folder, config, generation)
+
+
+def end_token_ids(folder: Path, config: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ...]:
+    """The ids in the contents of config.json and generation_config.json, each once.
+
+    An id beyond the vocabulary is refused, though the model could just never write it: the file was made for another
+    model, so answers might never end.
+
+    Raises:
+        ModelConfigError: not ids, or ids that the model does not have; names file and key.
+    """
+    limit = stated_vocab_size(config)
+    ids = []
+    for name, content in (("config.json", config), ("generation_config.json", generation)):
+        value = content.get(_KEY)
+        for token_id in value if isinstance(value, list) else [] if value is None else [value]:
+            where = f"{folder / name}: key '{_KEY}'"
+            if isinstance(token_id, bool) or not isinstance(token_id, int):
+                raise ModelConfigError(f"{where} must hold ids (whole numbers), found {reprlib.repr(value)}")
+            if token_id < 0 or (limit is not None and token_id >= limit):
+                known = "0 and up" if limit is None else f"0 to {limit - 1}, by vocab_size of config.json"
+                found = reprlib.repr(token_id)
+                raise ModelConfigError(
+                    f"{where} holds {found}, but this model has ids {known}; take the file that belongs to this model, "
+                    "or remove the id"
+                )
+            ids.append(token_id)
+    return tuple(dict.fromkeys(ids))
+
+
+def stated_vocab_size(config: Mapping[str, Any]) -> int | None:
+    """`vocab_size` of config.json; None if it has none that is a size, which the model refuses, and says so better."""
+    value = config.get("vocab_size")
+    return value if type(value) is int and value > 0 else None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return read_object(path, ModelConfigError) if path.is_file() else {}
