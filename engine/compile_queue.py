@@ -4,7 +4,7 @@ from concurrent.futures import FIRST_COMPLETED, wait
 
 import msgspec
 
-from engine.errors import RequestError
+from engine.errors import CompilerFailure, RequestError
 from engine.grammar_compiler import Compiled, GrammarCompiler
 from engine.grammar_spec import GrammarSpec
 from engine.sequence import Sequence
@@ -40,9 +40,10 @@ class CompileQueue:
         entry = self._entries.pop(request_id, None)
         return None if entry is None else entry.seq
 
-    def take(self) -> tuple[list[Sequence], list[tuple[Sequence, RequestError]]]:
-        """Requests that can be scheduled now, each with its matcher, and those whose grammar is refused."""
-        ready, refused = [], []
+    def take(self) -> tuple[list[Sequence], list[tuple[Sequence, RequestError | CompilerFailure]]]:
+        """Requests that can be scheduled now, each with its matcher, and those that are over, each with its error."""
+        ready: list[Sequence] = []
+        refused: list[tuple[Sequence, RequestError | CompilerFailure]] = []
         for entry in [entry for entry in self._entries.values() if entry.compiled.done()]:
             seq = entry.seq
             del self._entries[seq.request_id]
@@ -50,6 +51,8 @@ class CompileQueue:
             if error is None:
                 seq.grammar = self._compiler.make_matcher(entry.compiled.result(), entry.spec.param)
                 ready.append(seq)
+            elif isinstance(error, CompilerFailure):
+                refused.append((seq, error))
             else:
                 refused.append((seq, RequestError(entry.spec.param, f"{entry.spec.param} cannot be used: {error}")))
         return ready, refused

@@ -8,6 +8,8 @@ ValueError
     ├── MachineError        the machine lacks what the settings need, maybe only for now: a GPU, memory, an address
     ├── OrderError          an order of the operator that the engine cannot carry out
     └── RequestError        a request that cannot be served; `param` is the request field to change
+
+CompilerFailure stands beside it: no caller causes it.
 """
 
 import time
@@ -34,6 +36,14 @@ class GrammarTooSlow(GrammarError):
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
+        self.raised_s = time.monotonic()
+
+
+class CompilerFailure(Exception):
+    """The compiler of grammars failed, which is our fault and no grammar's. The next try may work."""
+
+    def __init__(self) -> None:
+        super().__init__("the compiler of grammars failed; the log of the service says why")
         self.raised_s = time.monotonic()
 
 

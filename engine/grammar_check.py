@@ -17,6 +17,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -26,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from engine.errors import GrammarError, GrammarTooSlow
+from engine.errors import CompilerFailure, GrammarError, GrammarTooSlow
 from engine.grammar_fault import find_fault
 from engine.process import module_command
 
@@ -38,6 +39,9 @@ _MAX_BYTES = 4 << 30  # of address space that grammars may take
 _OK = b""
 _SLOW = b"\0"
 """Begins the answer about a grammar that a machine less busy may not find too slow."""
+_FAILED = b"\1"
+"""Begins the answer if the check itself failed; a traceback follows."""
+_TOO_COMPLEX = "it is too complex to be compiled; make it simpler"
 _CONTROL = b"\xff"  # no character begins with it
 _WALK_TOKENS = 50
 _NUM_WALKS = 4
@@ -81,7 +85,7 @@ class GrammarChecker:
         theirs.close()
 
     def read_tokenizer_info(self) -> str:
-        """xgrammar's `TokenizerInfo`, serialized. Raises GrammarError if the process does not start."""
+        """xgrammar's `TokenizerInfo`, serialized. Raises CompilerFailure if the process does not start."""
         self.start()
         if self._tokenizer_info is None:
             try:
@@ -89,11 +93,14 @@ class GrammarChecker:
             except (OSError, EOFError) as error:
                 self.close()
                 logger.error("the process that checks grammars did not start: %r", error)
-                raise GrammarError("the compiler of grammars did not start; the log of the service says why") from error
+                raise CompilerFailure from error
         return self._tokenizer_info
 
     def check(self, format_json: str) -> None:
-        """Raise GrammarError if the format cannot be compiled within the limits of time and memory."""
+        """Raise GrammarError if the format cannot be compiled within the limits of time and memory.
+
+        Raises CompilerFailure if we failed to find that out.
+        """
         self.read_tokenizer_info()
         try:
             reason = self._ask(format_json.encode(), self._timeout_s)
@@ -102,7 +109,10 @@ class GrammarChecker:
             raise GrammarTooSlow(f"compiling it takes longer than {self._timeout_s:g} s; make it simpler") from error
         except (OSError, EOFError) as error:
             self.close()
-            raise GrammarTooSlow("it is too complex to be compiled; make it simpler") from error
+            raise GrammarTooSlow(_TOO_COMPLEX) from error
+        if reason.startswith(_FAILED):
+            logger.error("checking a grammar failed: %s", reason.removeprefix(_FAILED).decode())
+            raise CompilerFailure
         if reason.startswith(_SLOW):
             raise GrammarTooSlow(reason.removeprefix(_SLOW).decode())
         if reason != _OK:
@@ -268,6 +278,10 @@ def main() -> None:
             _try_out(compiler, format_json, vocabulary, control_ids)
         except GrammarError as error:
             connection.send_bytes((_SLOW if isinstance(error, GrammarTooSlow) else b"") + str(error).encode())
+        except (MemoryError, RecursionError):
+            connection.send_bytes(_SLOW + _TOO_COMPLEX.encode())
+        except Exception:
+            connection.send_bytes(_FAILED + traceback.format_exc().encode())
         else:
             connection.send_bytes(_OK)
 

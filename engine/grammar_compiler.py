@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, TypeAlias
 
 from engine.bounded_strings import count_characters
-from engine.errors import GrammarError, GrammarTooSlow
+from engine.errors import CompilerFailure, GrammarError, GrammarTooSlow
 from engine.grammar_check import GrammarChecker, Vocabulary
 from engine.grammar_matcher import GrammarMatcher
 
@@ -28,7 +28,7 @@ Compiled: TypeAlias = "Future[xgrammar.CompiledGrammar]"
 
 _PARTS_BYTES = 32 << 20
 _ENTRY_BYTES = 1024  # what a cache entry takes beside the grammar
-_RETRY_S = 60.0  # a grammar that took too long is refused for so long, then tried again
+_RETRY_S = 60.0  # what took too long or failed is refused for so long, then tried again
 _NUM_THREADS = 2  # one grammar that takes long does not hold up all others
 _PLACE = re.compile(r"^(\[[\d:]+\] )?(\S+\.cc:\d+: )?(Check failed: \(.*?\) is (false|true): )?(Invalid .*? error: )?")
 
@@ -75,8 +75,11 @@ class GrammarCompiler:
         self._batch: xgrammar.BatchGrammarMatcher | None = None
 
     def compile(self, format_json: str) -> Compiled:
-        """The compiled format, when it is ready; its exception is a GrammarError. Equal formats are compiled once."""
-        self._forget_too_slow(format_json)
+        """The compiled format, when it is ready. Equal formats are compiled once.
+
+        Its exception is a GrammarError, or CompilerFailure.
+        """
+        self._forget_chance(format_json)
         known = self._compiled.get(format_json)
         if known is not None:
             self._compiled.move_to_end(format_json)
@@ -98,11 +101,11 @@ class GrammarCompiler:
             self._batch = xgrammar.BatchGrammarMatcher(self.vocabulary.num_threads)
         return GrammarMatcher(compiled, self._batch, self.vocabulary.eos_ids, param)
 
-    def _forget_too_slow(self, format_json: str) -> None:
-        """Forget that a grammar took too long, if that was a while ago: the machine may have been busy."""
+    def _forget_chance(self, format_json: str) -> None:
+        """Forget that a grammar took too long, or that we failed, a while ago: the machine may have been busy."""
         known = self._compiled.get(format_json)
         error = known.exception() if known is not None and known.done() else None
-        if isinstance(error, GrammarTooSlow) and time.monotonic() - error.raised_s > _RETRY_S:
+        if isinstance(error, GrammarTooSlow | CompilerFailure) and time.monotonic() - error.raised_s > _RETRY_S:
             self._count_done()
             self._forget(format_json)
 
@@ -133,11 +136,11 @@ class GrammarCompiler:
             num_bytes = _ENTRY_BYTES + len(format_json)
             try:
                 compiled = self._compile(format_json, checker)
-            except GrammarError as error:
+            except (GrammarError, CompilerFailure) as error:
                 future.set_exception(error)
-            except Exception as error:  # a thread that ends would leave requests waiting for ever
+            except Exception:  # a thread that ends would leave requests waiting for ever
                 logger.exception("compiling a grammar failed")
-                future.set_exception(GrammarError(f"its compiler failed ({type(error).__name__})"))
+                future.set_exception(CompilerFailure())
             else:
                 num_bytes += compiled.memory_size_bytes
                 future.set_result(compiled)

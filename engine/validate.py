@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from engine.errors import RequestError
+from engine.errors import CompilerFailure, RequestError
 from engine.types import EngineOutput, EngineRequest, SamplingParams
 
 MAX_LOGPROBS = 100
@@ -42,9 +42,10 @@ def check_request(request: EngineRequest, limits: RequestLimits) -> None:
     _check_grammar(request, limits.max_grammar_bytes)
 
 
-def refusal_output(request_id: str, error: RequestError) -> EngineOutput:
-    """The only output of a request that breaks a rule."""
-    return EngineOutput(request_id=request_id, finish_reason="error", error=str(error), error_param=error.param)
+def refusal_output(request_id: str, error: RequestError | CompilerFailure) -> EngineOutput:
+    """The only output of a request that breaks a rule, or whose grammar we failed to compile."""
+    param = error.param if isinstance(error, RequestError) else None
+    return EngineOutput(request_id=request_id, finish_reason="error", error=str(error), error_param=param)
 
 
 def overloaded_output(request_id: str, max_requests: int) -> EngineOutput:

@@ -6,10 +6,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
+import msgspec
 import pytest
 
-from engine.errors import GrammarError
+from engine.errors import CompilerFailure, GrammarError
 from engine.grammar_check import GrammarChecker, Vocabulary, token_bytes
 from engine.grammar_compiler import GrammarCompiler
 from engine.grammar_spec import GrammarSpec, regex, text
@@ -77,7 +79,27 @@ def test_a_vocabulary_that_cannot_be_read_is_said_and_not_waited_for(tmp_path):
     )
     [refusal] = run_all(make_core(grammars=broken), [bound("a", text("abc"))])["a"]
     assert refusal.finish_reason == "error"
-    assert "did not start" in refusal.error
+    assert (refusal.error, refusal.error_param) == (str(CompilerFailure()), None), "it is no fault of the client"
+
+
+@pytest.mark.processes
+def test_a_check_that_fails_is_our_fault_and_not_the_grammars(caplog):
+    """An end token beyond the vocabulary ended the process, and the client read that its schema was too complex."""
+    wrong = msgspec.structs.replace(VOCABULARY, eos_ids=frozenset({VOCABULARY.size}))
+    core = make_core(grammars=GrammarCompiler(wrong, timeout_s=60.0, cache_bytes=1 << 20))
+    [refusal] = run_all(core, [bound("a", text("abc"))])["a"]
+    assert (refusal.error, refusal.error_param) == (str(CompilerFailure()), None)
+    assert "IndexError" in caplog.text
+
+
+def test_a_failure_of_ours_is_tried_again_later(monkeypatch):
+    grammars = GrammarCompiler(VOCABULARY, timeout_s=60.0, cache_bytes=1 << 20)
+    monkeypatch.setattr(grammars, "_compile", Mock(side_effect=OSError("no process")))
+    first = grammars.compile("{}")
+    assert isinstance(first.exception(), CompilerFailure)
+    assert grammars.compile("{}") is first
+    first.exception().raised_s -= 61
+    assert grammars.compile("{}") is not first
 
 
 def test_no_character_begins_like_a_control_token():
