@@ -28,8 +28,8 @@ class GrammarSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The whole answer of a request, from its first token to the end of the turn.
 
     Where the format is complete, a stop token of the request may follow, and nothing else if the format cannot go on.
-    A format may also end with a stop token of its own (`token`). Control tokens, which are the added tokens of
-    tokenizer.json, are matched by `token` and `free_tokens` alone, never by text: a JSON string cannot contain one.
+    A format may also end with a stop token of its own (`token`). Control tokens (the tokenizer's
+    `special_tokens`) are matched by `token` and `free_tokens` alone, never by text: a JSON string cannot contain one.
     (The free part of `triggered_tags` and `dispatch` takes any bytes, so control tokens too; `free_tokens` and the
     formats `token_triggered_tags` and `token_dispatch` can exclude them.)
     """

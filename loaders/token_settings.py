@@ -4,7 +4,7 @@ tokenizer_config.json comes first. If it has no `added_tokens_decoder`, the file
 special_tokens_map.json, whose entries win, and added_tokens.json.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +39,10 @@ def named_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
     return {name: text for name, value in given.items() if (text := _token_text(value)) is not None}
 
 
-def add_declared_tokens(rust: RustTokenizer, settings: Mapping[str, Any], folder: Path) -> None:
+def add_declared_tokens(rust: RustTokenizer, settings: Mapping[str, Any], folder: Path) -> frozenset[str]:
     """Make one token of each text that the small files declare to be one. Ids always come from the files.
+
+    Returns the texts that they call special; some may be no tokens, or words.
 
     Raises:
         TokenizerError: a declaration is malformed, or gives a token another id than tokenizer.json.
@@ -67,6 +69,15 @@ def add_declared_tokens(rust: RustTokenizer, settings: Mapping[str, Any], folder
     ends = (text for key in ("bos_token", "eos_token") if (text := names.get(key)) is not None and text not in known)
     in_vocabulary = [text for text in ends if rust.token_to_id(text) is not None]
     rust.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in in_vocabulary])
+    return frozenset(special).union(token.content for token in declared.values() if token.special)
+
+
+def flag_special(rust: RustTokenizer, texts: Set[str], ids: Sequence[int]) -> None:
+    """Flag the added tokens with these texts or ids special; all else about them stays."""
+    for token_id, token in rust.get_added_tokens_decoder().items():
+        if (token.content in texts or token_id in ids) and not token.special:
+            flags = {flag: getattr(token, flag) for flag in _FLAGS}
+            rust.add_special_tokens([AddedToken(token.content, special=True, **flags)])
 
 
 def _special_texts(settings: Mapping[str, Any]) -> list[str]:

@@ -14,9 +14,11 @@ from tokenizers import Tokenizer as RustTokenizer
 
 from loaders.bos_token import find_bos
 from loaders.chat_templates import DEFAULT, TOOL_USE, TemplateText, read_chat_templates
+from loaders.end_tokens import read_end_token_ids
 from loaders.errors import TokenizerError
+from loaders.markers import MARKERS
 from loaders.token_bytes import max_token_bytes
-from loaders.token_settings import add_declared_tokens, named_tokens, read_settings
+from loaders.token_settings import add_declared_tokens, flag_special, named_tokens, read_settings
 
 
 class Tokenizer:
@@ -32,12 +34,13 @@ class Tokenizer:
     ) -> None:
         """Wrap a loaded tokenizer; `names` are its named tokens, such as "bos_token"."""
         self._rust = rust
-        self._content_of = {token_id: token.content for token_id, token in rust.get_added_tokens_decoder().items()}
-        self._bytes_of = {
-            token_id: content.encode() for token_id, content in self._content_of.items()
-        }  # grows with use
-        self.special_tokens: dict[str, int] = {content: token_id for token_id, content in self._content_of.items()}
-        """Every added token (control tokens, whether flagged special or not), name to id."""
+        added = rust.get_added_tokens_decoder()
+        self._bytes_of = {token_id: token.content.encode() for token_id, token in added.items()}  # grows with use
+        self.special_tokens: dict[str, int] = {
+            token.content: token_id for token_id, token in added.items() if token.special
+        }
+        """The control tokens, name to id. Other added tokens are text."""
+        self._special_ids = frozenset(self.special_tokens.values())
         self.chat_template = templates.get(DEFAULT)
         self.tool_template = templates.get(TOOL_USE)
         """Takes the place of `chat_template` in conversations with tools; None if the model has no other for them."""
@@ -49,13 +52,13 @@ class Tokenizer:
     def encode(self, text: str, *, allow_special: bool = True) -> list[int]:
         """Ids of a text. With `allow_special=False`, "<|start|>" in the text is spelled out like any other text."""
         ids = _encode(self._rust, text)
-        if not allow_special and not self._content_of.keys().isdisjoint(ids):
+        if not allow_special and not self._special_ids.isdisjoint(ids):
             ids = _encode(self._plain, text)
         return ids
 
     def decode(self, ids: list[int], *, skip_special: bool = False) -> str:
         """Text of ids; incomplete UTF-8 becomes U+FFFD. Special tokens appear by name unless skipped."""
-        kept = (i for i in ids if not (skip_special and i in self._content_of))
+        kept = (i for i in ids if not (skip_special and i in self._special_ids))
         return b"".join(map(self.token_bytes, kept)).decode("utf-8", errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -86,9 +89,9 @@ class Tokenizer:
 
     @cached_property
     def _plain(self) -> RustTokenizer:
-        """The same tokenizer without added tokens; built when a text first contains one, which takes a second."""
+        """The same tokenizer without control tokens; built when a text first contains one, which takes a second."""
         spec = json.loads(self._rust.to_str())
-        spec["added_tokens"] = []
+        spec["added_tokens"] = [token for token in spec["added_tokens"] if not token["special"]]
         model = spec["model"]
         merges = model.get("merges", [])
         merged = {m.replace(" ", "") if isinstance(m, str) else "".join(m) for m in merges}
@@ -96,6 +99,8 @@ class Tokenizer:
         for content in self.special_tokens:
             if content not in merged and len(content) > 1:
                 model["vocab"].pop(content, None)
+        # Without an entry there, an added token would get the next free id, which was a control token's.
+        model["vocab"] |= {token["content"]: token["id"] for token in spec["added_tokens"]}
         return RustTokenizer.from_str(json.dumps(spec))
 
 
@@ -111,6 +116,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     Raises:
         TokenizerError: a file is missing or damaged, the tokenizer is not byte-level BPE, or what it puts around a raw
             prompt is more than a BOS token.
+        ModelConfigError: an `eos_token_id` is no id, or none that the model has.
     """
     path = folder / "tokenizer.json"
     if not path.is_file():
@@ -127,11 +133,13 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     rust.no_truncation()
     rust.no_padding()
     settings = read_settings(folder)
-    add_declared_tokens(rust, settings, folder)
+    special = add_declared_tokens(rust, settings, folder)
     names = named_tokens(settings)
     bos_token, adds_bos = find_bos(rust, settings, names.get("bos_token"), folder)
     if bos_token is not None:
         names["bos_token"] = bos_token
+    # Control tokens: what a file calls special, what begins prompts or ends answers, and the markers of the syntaxes.
+    flag_special(rust, MARKERS | special | {names.get("bos_token", "")}, read_end_token_ids(folder))
     return Tokenizer(rust, names, read_chat_templates(folder, settings), adds_bos=adds_bos)
 
 

@@ -8,6 +8,7 @@ import msgspec
 
 from engine.grammar_spec import GrammarSpec
 from engine.types import EngineInfo, EngineRequest, SamplingParams, ThinkingBudget
+from loaders.markers import DeepSeek
 from server.choice import Choice
 from server.config import ServerConfig
 from server.errors import BadRequest, ContextTooLong
@@ -244,7 +245,7 @@ class Converter:
         limit: TextLimit,
         ending: Ending = Ending.ANSWER_BEGINS,
     ) -> list[int]:
-        thinks = "</think>" in self.tokenizer.special_tokens
+        thinks = DeepSeek.THINK_END in self.tokenizer.special_tokens
         try:
             plain_messages = [plain_message(message, thinks=thinks) for message in messages]
             folding = self._rehearsal.folding_for(plain_messages, variables, has_tools=bool(tools))

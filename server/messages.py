@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from loaders.markers import DeepSeek
 from server.errors import BadRequest
 from server.folding import reasoning_fields
 from server.schema.chat import ChatMessage, Tool
@@ -29,9 +30,9 @@ def plain_message(message: ChatMessage, *, thinks: bool) -> dict[str, Any]:
     `thinks`: the tokenizer has DeepSeek's think tokens, so reasoning may stand in the content.
     """
     content, thought = message.text or "", message.thought
-    if thinks and message.role == "assistant" and "</think>" in content:
-        before, _, content = content.rpartition("</think>")
-        thought = thought or before.replace("<think>", "").strip()
+    if thinks and message.role == "assistant" and DeepSeek.THINK_END in content:
+        before, _, content = content.rpartition(DeepSeek.THINK_END)
+        thought = thought or before.replace(DeepSeek.THINK, "").strip()
         content = content.lstrip("\n")
     if message.tool_calls and not content.strip():
         content = ""

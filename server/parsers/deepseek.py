@@ -15,14 +15,15 @@ import enum
 import re
 from collections.abc import Sequence
 
+from loaders.markers import DeepSeek
 from server.parsers.base import BytePiece, Event, Kind, TokenBytes, between, is_blank, joined, stripped, text_of
 
-REQUIRED = frozenset({"<think>", "</think>"})
-END_OF_TURN = ("<｜end▁of▁sentence｜>",)
-CALLS_BEGIN, _CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
-_CALL_BEGIN, _CALL_SEP, _CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
-_FOREIGN_BEGIN = ("<｜User｜>", "<｜tool▁outputs▁begin｜>", "<｜tool▁output▁begin｜>")
-_FOREIGN_END = ("<｜Assistant｜>", "<｜tool▁outputs▁end｜>", "<｜tool▁output▁end｜>")
+REQUIRED = frozenset({DeepSeek.THINK, DeepSeek.THINK_END})
+END_OF_TURN = (DeepSeek.END,)
+_CALL_BEGIN, _CALL_SEP, _CALL_END = DeepSeek.CALL_BEGIN, DeepSeek.CALL_SEP, DeepSeek.CALL_END
+_CALLS_BEGIN, _CALLS_END = DeepSeek.CALLS_BEGIN, DeepSeek.CALLS_END
+_FOREIGN_BEGIN = (DeepSeek.USER, DeepSeek.OUTPUTS_BEGIN, DeepSeek.OUTPUT_BEGIN)
+_FOREIGN_END = (DeepSeek.ASSISTANT, DeepSeek.OUTPUTS_END, DeepSeek.OUTPUT_END)
 _NAME_LINE = re.compile(rb"\s*([^\n]+?)\s*(?:\n|$)(.*)", re.DOTALL)
 _FENCE = re.compile(rb"\s*```(?:json)?[ \t]*(?:\n|$)(.*?)(?:\s*```\s*)?", re.DOTALL)
 
@@ -87,7 +88,7 @@ class DeepSeekParser:
     def _ends_with_think(self, prompt_ids: Sequence[int]) -> bool:
         for token_id in reversed(prompt_ids):
             if token_id in self._marker:
-                return self._marker[token_id] == "<think>"
+                return self._marker[token_id] == DeepSeek.THINK
             if not is_blank(self._token_bytes(token_id)):
                 return False
         return False
@@ -119,17 +120,17 @@ class DeepSeekParser:
 
     def _on_marker(self, marker: str) -> list[Event]:
         events: list[Event] = []
-        if marker in (CALLS_BEGIN, _CALLS_END, _CALL_BEGIN, _CALL_END, *_FOREIGN_BEGIN, *END_OF_TURN):
+        if marker in (_CALLS_BEGIN, _CALLS_END, _CALL_BEGIN, _CALL_END, *_FOREIGN_BEGIN, *END_OF_TURN):
             events = self._end_call(is_cut=marker in END_OF_TURN)
         was_in_call = self._at in _IN_CALL
         if marker == _CALL_SEP and self._at is _At.CALL_HEAD:
             self._head, self._held = stripped(self._held), []
             self._at = _At.CALL_BODY
-        elif marker == "<think>" and self._at is _At.CONTENT:
+        elif marker == DeepSeek.THINK and self._at is _At.CONTENT:
             self._at, self._skips_layout = _At.REASONING, True
-        elif marker == "</think>" and self._at is _At.REASONING:
+        elif marker == DeepSeek.THINK_END and self._at is _At.REASONING:
             self._at, self._skips_layout = _At.CONTENT, True
-        elif marker == CALLS_BEGIN or (marker == _CALL_END and was_in_call):
+        elif marker == _CALLS_BEGIN or (marker == _CALL_END and was_in_call):
             self._at, self._skips_layout = _At.BETWEEN_CALLS, False
         elif marker == _CALL_BEGIN:
             self._at = _At.CALL_HEAD

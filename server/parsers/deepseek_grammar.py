@@ -3,12 +3,11 @@
 from collections.abc import Mapping, Sequence
 
 from engine.grammar_spec import Format, free_tokens, one_of, regex, repeated, sequence, text, token
+from loaders.markers import DeepSeek
 from server.parsers.base import TokenBytes, is_blank
 from server.structured.turn import CallRule, TurnRules
 
-_ASSISTANT = "<｜Assistant｜>"
-_CALLS_BEGIN, _CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
-_CALL_BEGIN, _CALL_SEP, _CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+_CALL = (DeepSeek.CALL_BEGIN, DeepSeek.CALL_SEP, DeepSeek.CALL_END)
 
 
 class DeepSeekGrammar:
@@ -22,19 +21,19 @@ class DeepSeekGrammar:
 
     def supports_calls(self) -> bool:
         """If the tokenizer has the markers of calls; distilled models have only those of thinking."""
-        return self._ids.keys() >= {_CALLS_BEGIN, _CALLS_END, _CALL_BEGIN, _CALL_SEP, _CALL_END}
+        return self._ids.keys() >= {DeepSeek.CALLS_BEGIN, DeepSeek.CALLS_END, *_CALL}
 
     def turn(self, rules: TurnRules, prompt_ids: Sequence[int]) -> Format | None:
         """The format of the rest of the turn."""
         end = self._end(rules)
         marker, has_text = self._last_marker(prompt_ids)
         # Line breaks only behind a `</think>` that the model writes: nowhere else does the parser drop them.
-        thinking = sequence(self._free(), token(self._ids["</think>"]), _line_breaks())
-        if marker == "<think>" and not has_text:
+        thinking = sequence(self._free(), token(self._ids[DeepSeek.THINK_END]), _line_breaks())
+        if marker == DeepSeek.THINK and not has_text:
             return sequence(thinking, end)
-        if marker == "</think>" or (marker == _ASSISTANT and has_text):  # no thinking inside an answer
+        if marker == DeepSeek.THINK_END or (marker == DeepSeek.ASSISTANT and has_text):  # no thinking inside an answer
             return end
-        return sequence(repeated(sequence(token(self._ids["<think>"]), thinking), 0, 1), end)
+        return sequence(repeated(sequence(token(self._ids[DeepSeek.THINK]), thinking), 0, 1), end)
 
     def _end(self, rules: TurnRules) -> Format:
         """The answer or the calls. Forced calls come at once: a model that would rather answer would never call."""
@@ -59,10 +58,10 @@ class DeepSeekGrammar:
     def _calls(self, rules: TurnRules) -> Format:
         call = one_of(*map(self._call, rules.calls))
         more = [repeated(sequence(_line_breaks(), call), 0, None)] if rules.is_parallel else []
-        return sequence(token(self._ids[_CALLS_BEGIN]), call, *more, token(self._ids[_CALLS_END]))
+        return sequence(token(self._ids[DeepSeek.CALLS_BEGIN]), call, *more, token(self._ids[DeepSeek.CALLS_END]))
 
     def _call(self, call: CallRule) -> Format:
-        begin, separator, end = (token(self._ids[name]) for name in (_CALL_BEGIN, _CALL_SEP, _CALL_END))
+        begin, separator, end = (token(self._ids[name]) for name in _CALL)
         if self._has_blocks:
             opened, closed = text(f"{call.name}\n```json\n"), text("\n```")
             return sequence(begin, text("function"), separator, opened, call.arguments, closed, end)

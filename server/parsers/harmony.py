@@ -19,13 +19,14 @@ import enum
 import logging
 from collections.abc import Sequence
 
+from loaders.markers import Harmony
 from server.parsers.base import BytePiece, Event, Kind, TokenBytes, between, is_blank, joined, text_of
 from server.parsers.harmony_header import PROMPT_POSITION, Header, Part, is_begun_header_word, without_header_words
 
 log = logging.getLogger(__name__)
 
-REQUIRED = frozenset({"<|start|>", "<|channel|>", "<|message|>", "<|end|>"})
-END_OF_TURN = ("<|return|>", "<|call|>", "<|endoftext|>")
+REQUIRED = frozenset({Harmony.START, Harmony.CHANNEL, Harmony.MESSAGE, Harmony.END})
+END_OF_TURN = (Harmony.RETURN, Harmony.CALL, Harmony.END_OF_TEXT)
 _MAX_EARLY_BYTES = 64  # a text this short before a second `<|message|>` may still be a header
 _LINE_BREAK: BytePiece = (-1, b"\n")  # that we add
 _FUNCTIONS = "functions."
@@ -60,7 +61,7 @@ class HarmonyParser:
         self._num_calls = 0
         self._loose: list[BytePiece] = []
         self.num_undeclared_calls = 0
-        self._opened = self._prime(prompt_ids, tokenizer.special_tokens["<|start|>"])
+        self._opened = self._prime(prompt_ids, tokenizer.special_tokens[Harmony.START])
 
     def feed(self, token_id: int) -> list[Event]:
         """Events of one token."""
@@ -137,20 +138,20 @@ class HarmonyParser:
 
     def _on_marker(self, marker: str) -> list[Event]:
         if marker in END_OF_TURN:
-            events = self._close(is_call=marker == "<|call|>")
+            events = self._close(is_call=marker == Harmony.CALL)
             self._at = _At.DONE
             return events
-        if marker == "<|start|>":
+        if marker == Harmony.START:
             events = self._close()
             self._header, self._at = Header(), _At.HEADER
             return events
-        if marker == "<|channel|>":
+        if marker == Harmony.CHANNEL:
             return self._on_channel()
-        if marker == "<|message|>":
+        if marker == Harmony.MESSAGE:
             return self._on_message()
-        if marker == "<|constrain|>" and self._at is _At.HEADER:
+        if marker == Harmony.CONSTRAIN and self._at is _At.HEADER:
             self._header.begin(Part.CONSTRAIN)
-        elif marker == "<|end|>" and self._at is _At.BODY:
+        elif marker == Harmony.END and self._at is _At.BODY:
             events = self._close()
             self._at = _At.OUTSIDE
             self._break_loose()

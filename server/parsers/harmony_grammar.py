@@ -8,6 +8,7 @@ Where a call is forced, two messages at most come first: a model that would rath
 from collections.abc import Mapping, Sequence
 
 from engine.grammar_spec import Format, free_tokens, one_of, repeated, sequence, text, token
+from loaders.markers import Harmony
 from server.parsers.base import TokenBytes
 from server.structured.turn import CallRule, TurnRules
 
@@ -46,7 +47,7 @@ class HarmonyGrammar:
 
     def _opened(self, prompt_ids: Sequence[int]) -> str:
         """What the prompt holds of the message that the model continues."""
-        start = self._ids["<|start|>"]
+        start = self._ids[Harmony.START]
         first = next((i for i in range(len(prompt_ids) - 1, -1, -1) if prompt_ids[i] == start), len(prompt_ids))
         parts = (self._names.get(i, "").encode() or self._token_bytes(i) for i in prompt_ids[first + 1 :])
         return b"".join(parts).decode(errors="replace")
@@ -59,32 +60,34 @@ class HarmonyGrammar:
 
     def _message(self, channel: str) -> Format:
         """A message with any text, and the beginning of the next."""
-        return sequence(self._token("<|channel|>"), text(channel), self._token("<|message|>"), self._rest_of_message())
+        return sequence(
+            self._token(Harmony.CHANNEL), text(channel), self._token(Harmony.MESSAGE), self._rest_of_message()
+        )
 
     def _rest_of_message(self) -> Format:
-        return sequence(self._free(), self._token("<|end|>"), self._token("<|start|>"), text("assistant"))
+        return sequence(self._free(), self._token(Harmony.END), self._token(Harmony.START), text("assistant"))
 
     def _final(self, rules: TurnRules) -> Format:
-        header = sequence(self._token("<|channel|>"), text("final"))
-        return sequence(header, self._token("<|message|>"), self._body(rules))
+        header = sequence(self._token(Harmony.CHANNEL), text("final"))
+        return sequence(header, self._token(Harmony.MESSAGE), self._body(rules))
 
     def _body(self, rules: TurnRules) -> Format:
         body = self._free() if rules.answer is None else rules.answer
-        return sequence(body, *self._end("<|return|>"))
+        return sequence(body, *self._end(Harmony.RETURN))
 
     def _call(self, call: CallRule) -> Format:
         """The recipient stands in the channel's section, or, as OpenAI's renderer writes it, in the role's."""
         recipient = f" to=functions.{call.name}"
-        in_channel = sequence(self._token("<|channel|>"), text(f"commentary{recipient}"))
-        in_role = sequence(text(recipient), self._token("<|channel|>"), text("commentary"))
-        body = (self._token("<|message|>"), call.arguments, *self._end("<|call|>"))
+        in_channel = sequence(self._token(Harmony.CHANNEL), text(f"commentary{recipient}"))
+        in_role = sequence(text(recipient), self._token(Harmony.CHANNEL), text("commentary"))
+        body = (self._token(Harmony.MESSAGE), call.arguments, *self._end(Harmony.CALL))
         return sequence(one_of(in_channel, in_role), self._content_type(), *body)
 
     def _content_type(self) -> Format:
         """Nothing, ` json`, or `<|constrain|>json` with a space before it or not."""
         options = [text(" json")]
-        if "<|constrain|>" in self._ids:
-            marked = sequence(self._token("<|constrain|>"), text("json"))
+        if Harmony.CONSTRAIN in self._ids:
+            marked = sequence(self._token(Harmony.CONSTRAIN), text("json"))
             options += [marked, sequence(text(" "), marked)]
         return repeated(one_of(*options), 0, 1)
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from engine.types import ThinkingBudget
+from loaders.markers import DeepSeek, Harmony
 from server.parsers import deepseek, harmony
 
 
@@ -23,13 +24,13 @@ def thinking_budget(tokenizer: ThinkingTokenizer, prompt_ids: Sequence[int], num
     if known.keys() >= harmony.REQUIRED:
         analysis = tokenizer.encode("analysis", allow_special=False)
         assistant = tokenizer.encode("assistant", allow_special=False)
-        begin = (known["<|channel|>"], *analysis, known["<|message|>"])
-        ends = ("<|end|>", "<|start|>", "<|channel|>", *harmony.END_OF_TURN)
+        begin = (known[Harmony.CHANNEL], *analysis, known[Harmony.MESSAGE])
+        ends = (Harmony.END, Harmony.START, Harmony.CHANNEL, *harmony.END_OF_TURN)
         # Another message begins, and its channel is not analysis: the final answer, or a call.
-        close, barred = (known["<|end|>"], known["<|start|>"], *assistant, known["<|channel|>"]), analysis[0]
+        close, barred = (known[Harmony.END], known[Harmony.START], *assistant, known[Harmony.CHANNEL]), analysis[0]
     elif known.keys() >= deepseek.REQUIRED:
-        begin, close, barred = (known["<think>"],), (known["</think>"],), None
-        ends = ("</think>", deepseek.CALLS_BEGIN, *deepseek.END_OF_TURN)
+        begin, close, barred = (known[DeepSeek.THINK],), (known[DeepSeek.THINK_END],), None
+        ends = (DeepSeek.THINK_END, DeepSeek.CALLS_BEGIN, *deepseek.END_OF_TURN)
     else:
         return None
     return ThinkingBudget(

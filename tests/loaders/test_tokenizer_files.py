@@ -14,11 +14,13 @@ from tokenizers import Tokenizer as RustTokenizer
 
 from loaders.chat_templates import TemplateText
 from loaders.errors import TokenizerError
+from loaders.markers import MARKERS
 from loaders.tokenizer import Tokenizer, load_tokenizer
 from tests.tables import rows
 
 TEXTS = ["the quick brown fox", "naïve café – 12 345", "東京 and Москва 🙂", "start message end"] * 5
-SPECIAL, PLAIN_ADDED = "<|start|>", "<｜User｜>"
+SPECIAL, PLAIN_ADDED, COLOR = "<|start|>", "<｜User｜>", "<color>"
+COLOR_ID = 329  # the next after all of `train`
 
 
 def train() -> RustTokenizer:
@@ -81,6 +83,65 @@ def test_special_tokens_in_user_text_can_stay_text(tokenizer: Tokenizer, content
     ids = tokenizer.encode(text, allow_special=False)
     assert not set(ids) & set(tokenizer.special_tokens.values())
     assert tokenizer.decode(ids) == text
+
+
+def write_with(folder: Path, *contents: str, **settings: Any) -> Path:
+    """As `write`, with added tokens that tokenizer.json does not flag special."""
+    rust = train()
+    rust.add_tokens([AddedToken(content, special=False) for content in contents])
+    return write(folder, rust, **settings)
+
+
+@rows("text", f"a {COLOR} b", f"{SPECIAL}a{COLOR}{PLAIN_ADDED}{COLOR}", f"{COLOR}{COLOR} {PLAIN_ADDED}", f"the{COLOR}=")
+def test_an_added_token_that_nothing_calls_special_is_text(tmp_path: Path, text: str) -> None:
+    """Answers lost it, and user text got it in pieces. Its id comes after a control token's."""
+    tokenizer = load_tokenizer(write_with(tmp_path, COLOR, "="))
+    assert not {COLOR, "="} & tokenizer.special_tokens.keys()
+    [color] = tokenizer.encode(COLOR)
+    ids = tokenizer.encode(text, allow_special=False)
+    assert ids.count(color) == text.count(COLOR)
+    assert not set(ids) & set(tokenizer.special_tokens.values())
+    assert tokenizer.decode(ids) == tokenizer.decode(ids, skip_special=True) == text
+
+
+def test_text_tokens_keep_their_ids_where_ids_are_missing(tmp_path: Path) -> None:
+    rust = train()
+    spec = json.loads(rust.to_str())
+    spec["model"]["vocab"]["far"] = 1000
+    rust = RustTokenizer.from_str(json.dumps(spec))
+    rust.add_tokens([AddedToken(COLOR, special=False)])
+    tokenizer = load_tokenizer(write(tmp_path, rust))
+    for text in (COLOR, f"{SPECIAL}{COLOR}", f"{PLAIN_ADDED}{COLOR}"):
+        assert tokenizer.encode(text, allow_special=False)[-1] == tokenizer.encode(text)[-1] == rust.token_to_id(COLOR)
+
+
+def test_every_marker_of_a_known_syntax_is_a_control_token(tmp_path: Path) -> None:
+    """DeepSeek's tokenizers flag theirs as text. Users must not write them."""
+    tokenizer = load_tokenizer(write_with(tmp_path, *sorted(MARKERS)))
+    assert tokenizer.special_tokens.keys() >= MARKERS
+    ids = tokenizer.encode(" ".join(MARKERS), allow_special=False)
+    assert not set(ids) & set(tokenizer.special_tokens.values())
+
+
+@rows(
+    "file, content",
+    ("tokenizer_config.json", {"added_tokens_decoder": {str(COLOR_ID): {"content": COLOR, "special": True}}}),
+    ("tokenizer_config.json", {"bos_token": COLOR}),
+    ("tokenizer_config.json", {"eos_token": {"content": COLOR}}),
+    ("tokenizer_config.json", {"pad_token": COLOR}),
+    ("tokenizer_config.json", {"additional_special_tokens": [COLOR]}),
+    ("tokenizer_config.json", {"extra_special_tokens": [COLOR]}),
+    ("special_tokens_map.json", {"eos_token": COLOR}),
+    ("config.json", {"eos_token_id": COLOR_ID}),
+    ("generation_config.json", {"eos_token_id": [5, COLOR_ID]}),
+)
+def test_an_added_token_that_any_file_calls_special_is_a_control_token(
+    tmp_path: Path, file: str, content: dict[str, Any]
+) -> None:
+    folder = write_with(tmp_path, COLOR)
+    assert COLOR not in load_tokenizer(folder).special_tokens
+    (folder / file).write_text(json.dumps(content))
+    assert load_tokenizer(folder).special_tokens[COLOR] == COLOR_ID
 
 
 def test_a_whole_word_match_cannot_bring_a_special_token_back(tmp_path: Path) -> None:
