@@ -170,6 +170,51 @@ def test_a_damaged_template_is_refused_before_the_engine_starts_g29(model_folder
     assert "line 1 of the chat template" in refused(model_folder)
 
 
+@rows("value", 4096, -1, "1", True)
+def test_an_eos_id_that_is_none_is_refused_before_the_engine_starts(model_folder, value):
+    path = model_folder / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": value}))
+    with pytest.raises(SettingError, match=re.escape(f"--model: {path}: key 'eos_token_id' ")):
+        read_model_files(model_folder)
+
+
+@pytest.fixture
+def folder_with_more_tokens(model_folder):
+    """Its tokenizer has tokens that the model lacks."""
+    path = model_folder / "tokenizer.json"
+    spec = json.loads(path.read_text())
+    flags = {"lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
+    for token_id, content in ((4096, "<far>"), (4097, "<color>")):
+        spec["added_tokens"].append({"id": token_id, "content": content, "special": content == "<far>", **flags})
+    path.write_text(json.dumps(spec))
+    return model_folder
+
+
+def test_a_tokenizer_may_have_more_tokens_than_the_model(folder_with_more_tokens):
+    assert read_model_files(folder_with_more_tokens).tokenizer.vocab_size == 4098
+
+
+@rows(
+    "at_fault, file, change",
+    ("chat_template.jinja", "chat_template.jinja", lambda text: "<far>" + text),
+    ("chat_template.jinja", "chat_template.jinja", lambda text: text + "<color>"),
+    (
+        "tokenizer.json",
+        "tokenizer_config.json",
+        lambda text: json.dumps(json.loads(text) | {"bos_token": "<far>", "add_bos_token": True}),
+    ),
+    ("tokenizer.json", "tokenizer.json", lambda text: text.replace('"<color>"', '"<think>"')),
+)
+def test_tokens_that_every_prompt_needs_must_be_the_models(folder_with_more_tokens, at_fault, file, change):
+    """The service was ready, and every chat got a 400 that named the client's prompt."""
+    (folder_with_more_tokens / "special_tokens_map.json").unlink(missing_ok=True)
+    path = folder_with_more_tokens / file
+    path.write_text(change(path.read_text()))
+    words = rf"{re.escape(str(folder_with_more_tokens / at_fault))}: it needs the token '<\w+>', whose id is 409[67], "
+    with pytest.raises(SettingError, match=f"--model: {words}but by vocab_size of config.json the model has ids 0 to"):
+        read_model_files(folder_with_more_tokens)
+
+
 def test_a_context_beyond_the_models_is_refused_before_the_engine_starts(model_folder):
     """Exit status 1 after all weights were loaded."""
     line = refused(model_folder, "--max-model-len", "5000")
