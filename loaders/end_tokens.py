@@ -6,15 +6,16 @@ from pathlib import Path
 from typing import Any
 
 from loaders.errors import ModelConfigError
-from loaders.json_text import read_object
+from loaders.json_text import read_optional_object
 
 _KEY = "eos_token_id"
 
 
 def read_end_token_ids(folder: Path) -> tuple[int, ...]:
     """The ids that the files of a folder name; a file that is missing names none. Raises as `end_token_ids` does."""
-    config, generation = (_read(folder / name) for name in ("config.json", "generation_config.json"))
-    return end_token_ids(folder, config, generation)
+    config = read_optional_object(folder / "config.json", ModelConfigError)
+    generation = read_optional_object(folder / "generation_config.json", ModelConfigError)
+    return end_token_ids(folder, config or {}, generation or {})
 
 
 def end_token_ids(folder: Path, config: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ...]:
@@ -49,7 +50,3 @@ def stated_vocab_size(config: Mapping[str, Any]) -> int | None:
     """`vocab_size` of config.json; None if it has none that is a size, which the model refuses, and says so better."""
     value = config.get("vocab_size")
     return value if type(value) is int and value > 0 else None
-
-
-def _read(path: Path) -> dict[str, Any]:
-    return read_object(path, ModelConfigError) if path.is_file() else {}
