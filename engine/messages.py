@@ -121,13 +121,15 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
     """From the engine, as its last word: why it cannot start or go on. `time_s` since the epoch: the first is the cause
-    of the others. `is_setting`: it cannot start before a setting or the model's files are changed.
+    of the others. `is_setting`: it cannot start before a setting or the model's files are changed. `has_lost_ranks`: a
+    connection to another rank has ended, so that one is to blame.
     """
 
     message: str
     rank: int = 0
     time_s: float = 0.0
     is_setting: bool = False
+    has_lost_ranks: bool = False
 
 
 ToEngine = Add | Abort | CallOff | Order | Join | Leave | Shutdown | Wake

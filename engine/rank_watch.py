@@ -2,7 +2,8 @@
 
 Ranks fail together: when one dies, the others lose their connections to it and fail a moment later. So after the first
 sign the watch waits for a moment, and then blames, in this order: a rank that was killed, one that ended without a
-word, the one that failed first. Pure policy: no clock, no processes.
+word, the first one that failed and had not lost another, the first one that had. "First" goes by the clocks of hosts,
+which may differ. Pure policy: no clock, no processes.
 """
 
 from collections.abc import Iterable
@@ -75,7 +76,7 @@ class RankWatch:
             log_hint = "; its log says why" if silent_exits[rank] >= 0 else ""
             return Cause(f"the process of rank {rank} {describe_exit(silent_exits[rank])}{log_hint}")
         if self._words:
-            first = min(self._words, key=lambda word: word.time_s)
+            first = min(self._words, key=lambda word: (word.has_lost_ranks, word.time_s))
             message = f"rank {first.rank}: {first.message}" if self._has_loaded else first.message
             return Cause(message, first.is_setting)
         return Cause(f"the process of rank {next(iter(self._exits))} failed; its log says why")

@@ -74,10 +74,13 @@ class RankWorker(Worker):
 
     def _log(self, error: Exception) -> None:
         """One line if the others are lost: the rank that is to blame has more to say."""
-        if isinstance(error, RanksLostError) or _is_of_collective(error):
+        if self._has_lost_ranks(error):
             logger.warning("rank %d has lost other ranks: %s", self._rank, str(error).splitlines()[0])
         else:
             super()._log(error)
+
+    def _has_lost_ranks(self, error: Exception) -> bool:
+        return isinstance(error, RanksLostError) or _is_of_collective(error)
 
     def _make_ready(self, core: HasStats) -> Ready:
         links = self._links

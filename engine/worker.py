@@ -199,7 +199,7 @@ class Worker:
             if not is_user_error(error):  # the other process tells what a user can mend, once
                 self._log(error)
             is_setting = self._heartbeat.core is None and is_wrong_setting(error)
-            self._send(Failed(_describe(error), self._rank, time.time(), is_setting))
+            self._send(Failed(_describe(error), self._rank, time.time(), is_setting, self._has_lost_ranks(error)))
             status = EXIT_SETTING if is_setting else EXIT_FAILED
         self._compiles.end()
         self._heartbeat.end()
@@ -213,6 +213,10 @@ class Worker:
 
     def _log(self, error: Exception) -> None:
         logger.error("the engine stops", exc_info=error)
+
+    def _has_lost_ranks(self, error: Exception) -> bool:
+        """As in `Failed`."""
+        return False
 
     def _make_ready(self, core: HasStats) -> Ready:
         return Ready(core.info, self._rank)

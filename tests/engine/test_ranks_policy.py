@@ -62,6 +62,10 @@ def failed(rank, message, time_s):
     return lambda watch: watch.on_failed(Failed(message, rank, time_s))
 
 
+def lost(rank, message, time_s):
+    return lambda watch: watch.on_failed(Failed(message, rank, time_s, has_lost_ranks=True))
+
+
 def exited(rank, status):
     return lambda watch: watch.on_exit(rank, status)
 
@@ -71,6 +75,9 @@ def exited(rank, status):
     [
         ([], None),
         ([failed(1, "lost a peer", 2.0), failed(0, "out of disk", 1.0)], Cause("rank 0: out of disk")),
+        # The clock of the host of rank 1 is behind.
+        ([failed(0, "out of disk", 2.0), lost(1, "lost a peer", 1.0)], Cause("rank 0: out of disk")),
+        ([lost(1, "lost a peer", 1.0), lost(0, "lost one, too", 2.0)], Cause("rank 1: lost a peer")),
         ([failed(1, "lost a peer", 2.0), exited(0, -9)], Cause("the process of rank 0 was killed by signal 9")),
         ([exited(0, EXIT_FAILED), exited(1, 0)], Cause("the process of rank 1 ended with status 0; its log says why")),
         ([exited(1, EXIT_FAILED)], Cause("the process of rank 1 failed; its log says why")),
