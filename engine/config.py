@@ -303,6 +303,12 @@ class EngineConfig:
                 f"expert_parallel_size is {self.expert_parallel_size}: it must divide the {self.num_ranks} ranks; "
                 f"{self.num_ranks} gives every rank its own experts"
             )
+        if self.data_parallel_size > 1 and self.expert_parallel_size == 1:
+            raise EngineConfigError(
+                f"expert_parallel_size is 1 and data_parallel_size is {self.data_parallel_size}: data-parallel ranks "
+                f"share their experts, so set expert_parallel_size to {self.num_ranks}; for copies of the whole model, "
+                f"start {self.data_parallel_size} services"
+            )
 
 
 def _can_name_a_host(text: str) -> bool:

@@ -135,7 +135,8 @@ def test_an_order_ends_when_the_engine_does():
 def test_an_order_waits_for_every_rank_that_schedules(monkeypatch):
     """One that cannot is enough to fail it, whichever answers first."""
     client = RankedEngineClient(
-        EngineConfig(model=Path("fake"), device="cpu", data_parallel_size=2, num_pages=8), worker_module="unused"
+        EngineConfig(model=Path("fake"), device="cpu", data_parallel_size=2, expert_parallel_size=2, num_pages=8),
+        worker_module="unused",
     )
     client.info, client._is_open, sent = INFO, True, []
     monkeypatch.setattr(RankedEngineClient, "alive", True)

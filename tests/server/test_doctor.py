@@ -133,7 +133,7 @@ def test_a_machine_that_lacks_nothing_is_well(tmp_path):
 
 
 CUDA, TWO = {"device": "cuda"}, {"tensor_parallel_size": 2}
-HOSTS = {"nnodes": 2, "master_addr": "a", "data_parallel_size": 2}
+HOSTS = {"nnodes": 2, "master_addr": "a", "data_parallel_size": 2, "expert_parallel_size": 2}
 
 
 def no_gpu(world):

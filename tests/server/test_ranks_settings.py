@@ -33,6 +33,10 @@ def test_torchrun_with_another_number_of_ranks_is_refused():
     [
         ({"nnodes": 2, "tensor_parallel_size": 2}, "--master-addr: master_addr is missing"),
         ({"nnodes": 3, "tensor_parallel_size": 2}, "--nnodes: nnodes is 3: it must divide the 2 ranks"),
+        (
+            {"data_parallel_size": 2},
+            "--expert-parallel-size: expert_parallel_size is 1 and data_parallel_size is 2: .* to 2",
+        ),
         ({"expert_parallel_size": 2}, "--expert-parallel-size: expert_parallel_size is 2: it must divide the 1 ranks"),
     ],
 )
