@@ -6,6 +6,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from engine.version import service_version
 from server.config import ServerConfig
 from server.context import Gate, ServerContext
 from server.convert import Converter, Tokenizer
@@ -25,7 +26,6 @@ from server.routes.page import page_routes
 from server.sampling_defaults import SamplingDefaults
 from server.stall import StallWatch
 from server.tally import OwnTally, Sharing
-from server.version import service_version
 
 DEFAULT_MODEL_NAME = "default"
 _ROUTES = (chat, completions, responses, messages, models, operations, orders)

@@ -11,6 +11,7 @@ from typing import Any
 
 from engine.config import EngineConfig
 from engine.logs import json_line, log_to_stderr
+from engine.version import service_version
 from server import streams
 from server.bench.command import bench
 from server.chat.command import chat
@@ -26,7 +27,6 @@ from server.model_source import HubModel, check_model_folder
 from server.plan import plan
 from server.service_links import service_links
 from server.settings import Setting, gather, make_parser, settings_of
-from server.version import service_version
 
 PROGRAM = "moe-serve"
 START_FAILED, USAGE_ERROR = 1, 2

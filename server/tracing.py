@@ -29,10 +29,10 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from opentelemetry.util.types import AttributeValue
 from starlette.datastructures import Headers
 
+from engine.version import service_version
 from server.answer_watch import AnswerWatch
 from server.renderers import Renderer
 from server.request_log import INTERNAL
-from server.version import service_version
 
 _TIMEOUT_S = 3  # of one delivery; a service that ends waits no longer for its collector
 _FULL_PATH = "/v1/traces"

@@ -9,10 +9,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from engine.version import service_version
 from server.bench.config import BenchConfig
 from server.bench.summary import PERCENTILES, Latency, Summary
 from server.bench.workload import PATHS, Accepted
-from server.version import service_version
 
 _SECRET_FLAG = "--api-key"
 _COLUMNS = ("mean", *PERCENTILES, "max")

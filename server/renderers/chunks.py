@@ -7,12 +7,12 @@ from typing import Any
 
 from typing_extensions import override
 
+from engine.version import service_version
 from server.choice import Piece
 from server.convert import PreparedRequest
 from server.parsers import Kind
 from server.renderers.base import SAMPLE_TEXT, Event, Renderer, TokenCounts, count_tokens
 from server.schema.common import GenerationRequest, StreamOptions, Usage
-from server.version import service_version
 
 
 class ChunkRenderer(Renderer):

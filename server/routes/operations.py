@@ -10,12 +10,12 @@ from starlette.responses import Response
 
 from engine.expert_file import FORMAT, record_of
 from engine.types import EngineStats
+from engine.version import service_version
 from loaders.phases import StartProgress
 from server.context import ServerContext
 from server.openapi import FOR_OPERATORS, describe, describe_health, describe_text
 from server.respond import json_response
 from server.schema.operations import ExpertTokens, Liveness, Readiness, Version
-from server.version import service_version
 
 _GIB = 2**30
 

@@ -8,8 +8,8 @@ from functools import partial
 
 import pytest
 
+from engine.version import service_version
 from server import open_files
-from server.version import service_version
 from tests.server.conftest import wait_until
 from tests.server.service_process import health, start
 from tests.tables import rows
@@ -59,7 +59,7 @@ def test_a_service_without_files_to_open_warns_and_goes_on(tmp_path, num_workers
 def test_the_version_in_every_answer_is_read_once(monkeypatch):
     """It was read from a file each time: an answer failed with a 500 while no file could be opened."""
     known = service_version()
-    monkeypatch.setattr("server.version.version", lambda _name: pytest.fail("read again"))
+    monkeypatch.setattr("engine.version.version", lambda _name: pytest.fail("read again"))
     assert service_version() == known
 
 
