@@ -67,12 +67,22 @@ class Checkpoint(TensorSource):
         return self._file_of[meta.name].view(meta.name)
 
 
-def _open_folder(folder: Path) -> list[SafetensorsFile]:
+def find_index(folder: Path) -> Path | None:
+    """The index of a folder, None without one.
+
+    Raises:
+        CheckpointError: there are several.
+    """
     indexes = sorted(folder.glob(f"*{_INDEX_SUFFIX}"))
     if len(indexes) > 1:
         raise CheckpointError(f"{folder}: more than one index: {', '.join(p.name for p in indexes)}; keep one")
-    if indexes:
-        return _open_index(indexes[0])
+    return indexes[0] if indexes else None
+
+
+def _open_folder(folder: Path) -> list[SafetensorsFile]:
+    index = find_index(folder)
+    if index is not None:
+        return _open_index(index)
     paths = sorted(folder.glob(f"*{_SUFFIX}"))
     if not paths:
         raise CheckpointError(_nothing_found(folder))
