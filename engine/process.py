@@ -15,10 +15,12 @@ from collections.abc import Sequence
 _BOOT = "import runpy, sys; sys.path[:] = sys.argv[2:]; runpy.run_module(sys.argv[1], run_name='__main__')"
 # Huge pages for large tensors: filling fresh memory with weights takes half the time (one page fault for 512).
 # Huge pages for smaller allocations, which come from malloc: a CPU reads packed weights that exceed its cache faster.
+# Torch's C++ warnings that a connection has ended come with 20 lines of traces; the process that reads it says so.
 # Symmetric memory without multicast, which nothing here uses and many virtual machines lack.
 _ENVIRONMENT = {
     "THP_MEM_ALLOC_ENABLE": "1",
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
 }
 _POLITE_S = 3.0  # time to finish a step and exit
@@ -59,6 +61,11 @@ class WorkerProcess:
     def is_running(self) -> bool:
         """True until the process has ended and that was noticed."""
         return self._process.returncode is None
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, unless the process has ended."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(number)
 
     async def wait(self) -> int:
         """Exit status, once there is one; negative for a signal."""

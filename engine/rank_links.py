@@ -1,6 +1,6 @@
 """`RankLinks`: this rank's connections to the others, over torch.distributed and ZMQ.
 
-torch's TCPStore   run by rank 0: where ranks meet, and where they leave the addresses of their sockets
+torch's TCPStore   where the ranks have met (engine.rank_meeting), and where they leave the addresses of their sockets
 world              torch.distributed's default group: gloo, and NCCL beside it where every rank has a GPU of its own
 tensor-parallel    tokens that the first rank of a group chose and the next step needs on the others
 ZMQ                steps from the first rank of a group to its others; wake-up calls between leaders, and which HTTP
@@ -8,7 +8,6 @@ ZMQ                steps from the first rank of a group to its others; wake-up c
 TCP                the agreement before every step, between leaders: the ranks that schedule, one a data-parallel group
 """
 
-import logging
 import os
 import socket
 from datetime import timedelta
@@ -18,62 +17,22 @@ import msgspec
 import torch
 import zmq
 from torch import distributed
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
-from torch.distributed.rendezvous import rendezvous
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from engine.agreement import Agreement
 from engine.config import EngineConfig
-from engine.errors import MachineError
 from engine.messages import RankSetup, ToEngine, Wake, bind, new_address
 from engine.model_settings import rank_device_name
+from engine.rank_meeting import own_host
 from engine.step_link import StepReceiver, StepSender
 from engine.word_link import WordLink
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-_MEET_S = 1800.0  # hosts start at different times, and one may still pull its image
 _COLLECTIVE_S = 86_400.0  # the parent ends a step that hangs, and loading may take long
 
-logger = logging.getLogger(__name__)
 Socket = zmq.Socket[bytes]
-
-
-def connect_store(place: RankSetup) -> Store:
-    """Where the ranks meet; under torchrun its agent may run the store.
-
-    Raises:
-        MachineError: it cannot be reached, or its port is taken.
-    """
-    if place.store_fd is None and place.rank > 0:
-        logger.info(
-            "rank %d meets the others at master_addr %s, master_port %d", place.rank, place.store_host, place.store_port
-        )
-    try:
-        if distributed.is_torchelastic_launched():
-            store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=_MEET_S)))
-        else:
-            store = TCPStore(
-                place.store_host,
-                place.store_port,
-                is_master=place.rank == 0,
-                timeout=timedelta(seconds=_MEET_S),
-                wait_for_workers=False,
-                master_listen_fd=place.store_fd,
-            )
-    except distributed.DistError as error:
-        raise MachineError(
-            f"master_addr is {place.store_host!r} and master_port {place.store_port}: rank {place.rank} cannot "
-            f"{'listen' if place.rank == 0 else 'connect'} there: {str(error).splitlines()[0]}"
-        ) from error
-    return PrefixStore("moe-serve", store)
-
-
-def own_host(place: RankSetup) -> str:
-    """The IPv4 address under which this host reaches the store, and the others reach this host."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # sends nothing
-        probe.connect((place.store_host, place.store_port))
-        return str(probe.getsockname()[0])
 
 
 class RankLinks:

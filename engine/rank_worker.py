@@ -4,6 +4,7 @@ others follow it. Started by `engine.rank_client` on host 0 and by `engine.node`
 
 import logging
 import os
+import signal
 import threading
 import traceback
 from collections.abc import Callable
@@ -26,17 +27,17 @@ from engine.messages import (
     WorkerSetup,
 )
 from engine.stack_dump import dump_on_signal
+from engine.start_errors import is_user_error, is_wrong_setting
 from engine.step_link import Obey
 from engine.types import OrderKind
 from engine.word_link import RanksLostError
 from engine.worker import HasStats, Worker, limit_threads, read_setup
-from loaders.phases import StartPhases
+from loaders.phases import Phase, StartPhases
 
 if TYPE_CHECKING:
-    from torch.distributed import Store  # type: ignore[attr-defined]
-
     from engine.core import EngineCore
     from engine.rank_links import RankLinks
+    from engine.rank_meeting import RankMeeting
 
 logger = logging.getLogger("engine.worker")
 Build = Callable[[WorkerSetup, "RankLinks", StartPhases], HasStats]
@@ -51,11 +52,11 @@ _LAST_WORD_S = 2.0  # host 0 blames a rank less than a second after the first fa
 class RankWorker(Worker):
     """An engine process that knows of other ranks."""
 
-    def __init__(self, setup: WorkerSetup, place: RankSetup, store: "Store | None") -> None:
-        """`store` is None where the parent is told how the start goes on before ranks can meet."""
+    def __init__(self, setup: WorkerSetup, place: RankSetup, meeting: "RankMeeting | None") -> None:
+        """`meeting` is over, or None on host 0, whose HTTP process is told how it goes on."""
         super().__init__(setup, place.rank)
         self._place = place
-        self._store = store
+        self._meeting = meeting
         self._links: RankLinks | None = None
 
     def run_rank(self, build: Build) -> int:
@@ -63,14 +64,23 @@ class RankWorker(Worker):
         return self.run(lambda setup, phases: self._connect_and_build(setup, phases, build))
 
     def _connect_and_build(self, setup: WorkerSetup, phases: StartPhases, build: Build) -> HasStats:
-        from engine.rank_links import RankLinks, connect_store
+        from engine.rank_links import RankLinks
 
-        store = self._store or connect_store(self._place)
-        if self._place.rank == 0:
-            store.set("outputs", self._place.outputs_address)
-            store.set("pulse", self._place.pulse_address)
-        self._links = RankLinks(setup.config, self._place, store, self._context, self._requests)
+        if self._meeting is None:
+            self._meeting = self._meet(phases)
+        self._links = RankLinks(setup.config, self._place, self._meeting.store, self._context, self._requests)
         return build(setup, self._links, phases)
+
+    def _meet(self, phases: StartPhases) -> "RankMeeting":
+        """On host 0; ranks of one host have nobody to wait for."""
+        from engine.rank_meeting import RankMeeting
+
+        config = self._setup.config
+        meeting = RankMeeting(config, self._place)
+        if config.nnodes > 1:
+            with phases.phase(Phase.MEETING, config.num_ranks):
+                meeting.meet(meeting.invitation(), phases)
+        return meeting
 
     def _log(self, error: Exception) -> None:
         """One line if the others are lost: the rank that is to blame has more to say."""
@@ -164,22 +174,43 @@ class PulseWatch(threading.Thread):
         self.join(_LAST_WORD_S)
 
 
+def meet_host_0(setup: WorkerSetup, place: RankSetup) -> "tuple[WorkerSetup, RankMeeting, PulseWatch]":
+    """On another host: returns when all ranks have met. What goes wrong is told here, since host 0 may not be there.
+
+    Raises:
+        SystemExit: something has.
+    """
+    try:
+        from engine.rank_meeting import RankMeeting
+
+        meeting = RankMeeting(setup.config, place)
+        invitation = meeting.invitation()
+        pulse = PulseWatch(invitation.pulse_address)
+        pulse.start()
+        meeting.meet(invitation)
+    except Exception as error:
+        if is_user_error(error):
+            logger.error("%s", error)
+        else:
+            logger.exception("rank %d cannot meet the others", place.rank)
+        raise SystemExit(EXIT_SETTING if is_wrong_setting(error) else EXIT_FAILED) from None
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # from here on this rank ends with host 0
+    return msgspec.structs.replace(setup, outputs_address=invitation.outputs_address), meeting, pulse
+
+
 def main(build: Build = build_rank) -> None:
     """Entry of the process; `build` makes what runs in its loop."""
     setup = read_setup()
-    place, store, pulse = setup.place, None, None
+    place, meeting, pulse = setup.place, None, None
     if place is None:
         raise RuntimeError("a rank needs a place among the others")
     if not setup.outputs_address:  # this is not host 0
-        from engine.rank_links import connect_store
-
-        store = connect_store(place)
-        setup = msgspec.structs.replace(setup, outputs_address=store.get("outputs").decode())
-        pulse = PulseWatch(store.get("pulse").decode())
-        pulse.start()
-    worker = RankWorker(setup, place, store)
+        setup, meeting, pulse = meet_host_0(setup, place)
+    worker = RankWorker(setup, place, meeting)
     dump_on_signal(worker.describe)
     status = worker.run_rank(build)
+    if meeting is not None:
+        meeting.close()
     if pulse is not None and status == EXIT_FAILED:
         pulse.wait_for_last_word(status)
     raise SystemExit(status)

@@ -21,6 +21,7 @@ class Phase(StrEnum):
     """The phases of a start, about in their order."""
 
     STARTING = "starting"  # imports, the device's context, and whatever is no other phase
+    MEETING = "meeting ranks"  # of other hosts
     HEADERS = "reading headers"
     WEIGHTS = "loading weights"
     PROCESSING = "processing weights"
@@ -65,13 +66,17 @@ class PhaseTime:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StartProgress:
-    """A moment of a start: the phase that runs now, with its steps, and all phases that have begun, in that order."""
+    """A moment of a start: the phase that runs now, with its steps, and all phases that have begun, in that order.
+
+    `waits_for` is who else is missing, in words, while ranks meet.
+    """
 
     phase: str
     done: int
     total: int
     elapsed_s: float
     phases: list[PhaseTime]
+    waits_for: str | None = None
 
 
 @dataclass(slots=True)
@@ -94,6 +99,7 @@ class StartPhases:
         self._end_s: float | None = None
         self._stack = [Phase.STARTING]
         self._counts = {Phase.STARTING: _Counts()}
+        self._waits_for: str | None = None
 
     @contextmanager
     def phase(self, phase: Phase, total: int = 0) -> Iterator[None]:
@@ -122,6 +128,11 @@ class StartPhases:
             counts.num_bytes = counts.num_bytes if num_bytes is None else num_bytes
             counts.hidden_s += hidden_s
 
+    def wait_for(self, phase: Phase, done: int, whom: str | None) -> None:
+        """So many steps of a phase are done now; the others wait for `whom`, None if they need not wait."""
+        with self._lock:
+            self._counts[phase].done, self._waits_for = done, whom
+
     def finish(self) -> None:
         """Everything is done: the phase is `READY`, its time stands still, and one log line sums up the start."""
         self._switch(lambda: self._stack.__setitem__(slice(None), [Phase.READY]))
@@ -139,8 +150,9 @@ class StartPhases:
             phases = [self._time(phase, now_s) for phase in self._counts]
             counts = self._counts.get(current, _Counts())
             return StartProgress(
-                phase=current, done=counts.done, total=counts.total, elapsed_s=now_s - self._begin_s, phases=phases
-            )
+                phase=current, done=counts.done, total=counts.total, elapsed_s=now_s - self._begin_s, phases=phases,
+                waits_for=self._waits_for,
+            )  # fmt: skip
 
     def _time(self, phase: Phase, now_s: float) -> PhaseTime:
         counts = self._counts[phase]

@@ -57,7 +57,7 @@ def _numbers(stats: EngineStats) -> dict[str, int]:
 def _start(progress: StartProgress | None) -> dict[str, Any]:
     """How far a start is, as `Readiness` says."""
     if progress is None:
-        return {"phase": None, "done": None, "total": None, "elapsed_s": None, "phases": []}
+        return {"phase": None, "done": None, "total": None, "elapsed_s": None, "waits_for": None, "phases": []}
     phases = [
         {
             "phase": each.phase,
@@ -72,7 +72,7 @@ def _start(progress: StartProgress | None) -> dict[str, Any]:
     elapsed_s = round(progress.elapsed_s, 3)
     return {
         "phase": progress.phase, "done": progress.done, "total": progress.total, "elapsed_s": elapsed_s,
-        "phases": phases,
+        "waits_for": progress.waits_for, "phases": phases,
     }  # fmt: skip
 
 

@@ -90,8 +90,8 @@ class Readiness(TypedDict):
     """`reason` is null when ready; `engine` is null while the model loads.
 
     While it loads: `phase` is what the engine does now, `done` of `total` its steps, `elapsed_s` the seconds since the
-    engine began, `phases` all phases that have begun. Null (`phases`: empty) before the engine's first message, and
-    once it is ready.
+    engine began, `waits_for` the hosts that are still missing, `phases` all phases that have begun. Null (`phases`:
+    empty) before the engine's first message, and once it is ready.
     """
 
     status: Literal["ready", "not ready"]
@@ -104,6 +104,7 @@ class Readiness(TypedDict):
     done: int | None
     total: int | None
     elapsed_s: float | None
+    waits_for: str | None
     phases: list[PhaseTime]
 
 

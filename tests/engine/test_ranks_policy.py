@@ -18,7 +18,7 @@ from engine.loads import Loads
 from engine.messages import EXIT_FAILED, EXIT_SETTING, Beat, Failed, RankSetup, Ready, new_address
 from engine.model_settings import rank_device_name
 from engine.rank_client import RankedEngineClient
-from engine.rank_links import connect_store
+from engine.rank_meeting import connect_store
 from engine.rank_reports import RankReports
 from engine.rank_watch import Cause, RankWatch
 from engine.router import Router

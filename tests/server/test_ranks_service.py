@@ -1,13 +1,15 @@
 """The whole service with several ranks: on one host, on two loopback addresses as two hosts, and under torchrun."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
+import httpx2
 import pytest
 
 from tests.server.conftest import wait_until
@@ -54,12 +56,14 @@ def stats_of(http):
     return http.get("/health").json()["stats"] or {}
 
 
-def start_hosts(stack, folder, layout, kind="fine"):
-    """Two services that are two hosts: at 127.0.0.2, where host 0 is, and at 127.0.0.1."""
-    hosts = ("--nnodes", "2", "--master-addr", "127.0.0.2", "--master-port", str(free_port()))
+def start_hosts(stack, folder, layout, kind="fine", num_hosts=2, started=(1, 0), of_1=()):
+    """Services that are hosts: at 127.0.0.2, where host 0 is, and at 127.0.0.1. Host 1 gets the flags `of_1` too."""
+    hosts = ("--nnodes", str(num_hosts), "--master-addr", "127.0.0.2", "--master-port", str(free_port()))
     return [
-        stack.enter_context(start_ranks(folder / str(rank), *layout, *hosts, "--node-rank", str(rank), kind=kind))
-        for rank in (1, 0)
+        stack.enter_context(
+            start_ranks(folder / str(rank), *layout, *hosts, *of_1 * rank, "--node-rank", str(rank), kind=kind)
+        )
+        for rank in started
     ][::-1]
 
 
@@ -119,6 +123,49 @@ def test_a_wrong_setting_ends_both_hosts_with_2(tmp_path, kind):
         assert (service.process.wait(60), far.process.wait(60)) == (2, 2)
         assert service.err.endswith("moe-serve: the engine cannot start: num_pages is 0: it must be at least 1\n")
         assert far.err.endswith("moe-serve: the engine cannot start: host 0 says why\n")
+
+
+@pytest.mark.parametrize(
+    ("flags", "difference"),
+    [
+        (("--page-size", "32"), "page_size is 32 on host 1 and 16 on host 0"),
+        (("--tensor-parallel-size", "4"), "tensor_parallel_size is 4 on host 1 and 2 on host 0"),
+    ],
+)
+def test_hosts_with_different_settings_end_with_2(tmp_path, flags, difference):
+    with ExitStack() as stack:
+        service, far = start_hosts(stack, tmp_path, TP2, of_1=flags)
+        assert (service.process.wait(30), far.process.wait(30)) == (2, 2)
+        assert f"the engine cannot start: {difference}: it must be the same on all hosts\n" in service.err
+        assert difference in far.err
+        assert "Traceback" not in service.err + far.err
+
+
+def test_a_host_that_has_not_met_host_0_ends_at_sigterm(tmp_path):
+    with ExitStack() as stack:
+        (far,) = start_hosts(stack, tmp_path, TP2, started=(1,))
+        wait_until(lambda: "meets the others" in far.err)
+        far.signal(signal.SIGTERM)
+        assert far.process.wait(5) == 0
+
+
+def test_a_host_whose_host_0_dies_before_all_have_met_says_so_in_a_line(tmp_path):
+    with ExitStack() as stack:
+        port = free_port()  # of a service that is not ready, which has not told it
+        layout = ("--tensor-parallel-size", "3", "--port", str(port))
+        service, far = start_hosts(stack, tmp_path, layout, num_hosts=3)
+        wait_until(lambda: missing_at(port) == "host 2 (rank 2)", 20)
+        service.process.kill()
+        assert far.process.wait(20) == 1
+        assert re.fullmatch(r"(.* INFO .*\n)+.* ERROR .*: host 0 at 127.0.0.2, port \d+ has ended.*\n", far.err), (
+            far.err
+        )
+
+
+def missing_at(port):
+    """The hosts that the service waits for; None if it does not say, or does not listen yet."""
+    with suppress(httpx2.TransportError):
+        return httpx2.get(f"http://127.0.0.1:{port}/health").json()["waits_for"]
 
 
 def test_torchrun_starts_the_ranks(tmp_path):

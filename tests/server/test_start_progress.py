@@ -1,5 +1,6 @@
 """What /health/ready says while the model loads, and the metric of kernels compiled too late."""
 
+import dataclasses
 import re
 
 import msgspec
@@ -37,13 +38,21 @@ def test_a_loading_service_says_its_phase_its_steps_and_every_phases_seconds(ser
     assert [each["phase"] for each in body["phases"]] == ["starting", "loading weights", "self-check"]
 
 
+def test_a_host_that_waits_for_another_says_for_which(service):
+    service.engine.ready = False
+    service.engine.start_progress = dataclasses.replace(PROGRESS, phase="meeting ranks", waits_for="host 1 (rank 1)")
+    with service.http() as http:
+        body = http.get("/health/ready").json()
+    assert (body["phase"], body["waits_for"]) == ("meeting ranks", "host 1 (rank 1)")
+
+
 def test_before_the_first_message_and_once_ready_there_is_no_phase(service):
     with service.http() as http:
         for ready, status in ((False, 503), (True, 200)):
             service.engine.ready = ready
             answer = http.get("/health/ready")
             assert answer.status_code == status
-            assert [answer.json()[key] for key in ("phase", "done", "total", "elapsed_s")] == [None] * 4
+            assert [answer.json()[key] for key in ("phase", "done", "total", "elapsed_s", "waits_for")] == [None] * 5
             assert answer.json()["phases"] == []
 
 
