@@ -87,6 +87,11 @@ class RankProcesses:
 
         await asyncio.gather(*(wait(rank, process) for rank, process in self._processes.items()))
 
+    def send_signal(self, number: int) -> None:
+        """Send a signal to all that run."""
+        for process in self._processes.values():
+            process.send_signal(number)
+
     async def end(self, *, told_to_stop: bool, at_once: bool = False) -> bool:
         """End all of them as `WorkerProcess.end` does. Returns True if one had to be killed."""
         ends = (each.end(told_to_stop=told_to_stop, at_once=at_once) for each in self._processes.values())

@@ -29,7 +29,9 @@ def run_node(config: EngineConfig, drain_timeout_s: float, *, worker_module: str
 
 
 async def _run(config: EngineConfig, drain_timeout_s: float, worker_module: str) -> int:
-    """After a first signal the ranks go on until host 0, which has got one too, has drained; a second ends them."""
+    """After a first signal the ranks go on until host 0, which has got one too, has drained; a second ends them. Ranks
+    that have not met host 0 yet end at once: SIGTERM kills them, and is ignored from then on.
+    """
     addresses = {rank: new_address() for rank in config.local_ranks}
     ranks = await RankProcesses.start(worker_module, config, addresses, ParentSockets())
     signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
@@ -62,6 +64,8 @@ async def _wait(
         if ending in done:
             rank, status = ending.result()
             num_running -= 1
+            if status == -signal.SIGTERM and timeout_s is not None:
+                return 0
             if status != 0:
                 if status == EXIT_SETTING:
                     raise SettingError("the engine cannot start: host 0 says why")
@@ -74,7 +78,8 @@ async def _wait(
         ending.cancel()
         if getting not in done or timeout_s is not None:
             return 0
-        log.info("%s: waiting for host 0 to drain", getting.result().name)
+        log.info("%s: this host ends when host 0 has drained, or now if it has not met it", getting.result().name)
+        ranks.send_signal(signal.SIGTERM)
         timeout_s = grace_s
         getting = asyncio.ensure_future(signals.get())
     getting.cancel()
