@@ -212,7 +212,7 @@ def _retry_after_s(headers: HTTPMessage) -> float:
 
 
 def in_parallel(function: Callable[[T], R], items: Iterable[T], concurrency: int) -> Iterator[R]:
-    """Results in the order of the items. After the first error no new item is begun."""
+    """Results in the order of the items. After the first error no new item is begun; those that run are left to end."""
     stop = threading.Event()
 
     def guarded(item: T) -> R | None:
@@ -224,7 +224,11 @@ def in_parallel(function: Callable[[T], R], items: Iterable[T], concurrency: int
             stop.set()
             raise
 
-    with ThreadPoolExecutor(max_workers=concurrency) as pool:
+    pool = ThreadPoolExecutor(max_workers=concurrency)
+    try:
         for result in pool.map(guarded, items):
             if result is not None:
                 yield result
+    finally:
+        stop.set()
+        pool.shutdown(wait=False, cancel_futures=True)  # a server that hangs must hold nobody up

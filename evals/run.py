@@ -96,6 +96,7 @@ def _run(name: str, task: Task, args: argparse.Namespace, client: dict[str, Any]
     done = subprocess.run(
         [args.lm_eval_python.absolute(), "-m", "evals.harness"], input=json.dumps(order), text=True,
         stdout=subprocess.PIPE, env=environment, cwd=folder, check=False,
+        start_new_session=True,  # Ctrl-C is for this process, which ends that one
     )  # fmt: skip
     if done.returncode:
         raise HarnessError(f"{name}: {done.stdout.strip() or f'lm-eval ended with status {done.returncode}'}")

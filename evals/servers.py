@@ -8,7 +8,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from evals.client import ServerError
@@ -16,6 +16,11 @@ from evals.client import ServerError
 START_TIMEOUT_S = 900.0  # a large model's weights may come from a slow disk
 _END_TIMEOUT_S = 30.0
 _READY = re.compile(r" ready at (http://\S+/v1) ")
+_REFUSED = 2  # exit status of a server that cannot start as it is set
+
+
+class StartRefused(ServerError):
+    """The server's settings or its model are wrong, so that it would refuse another start too."""
 
 
 @contextmanager
@@ -32,7 +37,8 @@ def serving(
     `variables` are added to the environment. The command runs in `folder`, by default in the current one.
 
     Raises:
-        ServerError: the server ended, or was not ready in time; the message is the last that it said.
+        StartRefused: the server ended with status 2; the message is the last that it said.
+        ServerError: it ended otherwise, or was not ready in time; the message names its log.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     start_s = time.monotonic()
@@ -45,13 +51,22 @@ def serving(
         try:
             while not (found := _READY.search(log.read_text(encoding="utf-8"))):
                 if server.poll() is not None or time.monotonic() - start_s > start_timeout_s:
-                    lines = log.read_text(encoding="utf-8").strip().splitlines()
-                    raise ServerError(lines[-1] if lines else f"{command[0]} ended with status {server.returncode}")
+                    raise _start_error(server.returncode, log, start_timeout_s)
                 time.sleep(0.1)
             yield found[1]
         finally:
-            server.send_signal(signal.SIGTERM)
             try:
-                server.wait(_END_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
+                server.send_signal(signal.SIGTERM)
+                with suppress(subprocess.TimeoutExpired):
+                    server.wait(_END_TIMEOUT_S)
+            finally:  # also if a signal has ended the wait
                 server.kill()
+
+
+def _start_error(status: int | None, log: Path, start_timeout_s: float) -> ServerError:
+    """Why there is no server: it ended with `status`, or still runs if that is None."""
+    lines = log.read_text(encoding="utf-8").strip().splitlines() or ["it said nothing"]
+    if status == _REFUSED:
+        return StartRefused(lines[-1])
+    how = f"was not ready after {start_timeout_s:g} s" if status is None else f"ended with status {status}"
+    return ServerError(f"the server {how}: {lines[-1]}; its log is {log}")
