@@ -9,6 +9,7 @@ from pathlib import Path
 from evals import texts
 from evals.client import Client, add_server_arguments, make_client
 from evals.distributions import Scores, difference, score
+from evals.files import check_can_write
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,20 +28,22 @@ def add_text_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--questions", type=int, default=60, help="bundled questions, without --text [60]")
 
 
-def sequences(client: Client, args: argparse.Namespace) -> list[texts.Sequence]:
-    """What those flags ask for."""
+def sequences(client: Client, args: argparse.Namespace) -> tuple[list[texts.Sequence], int]:
+    """What those flags ask for, and the number of bytes of the text, 0 where there is none."""
     if args.text is not None:
         return texts.from_file(client, args.text, args.window)
-    return texts.from_questions(client, args.questions, args.concurrency)
+    return texts.from_questions(client, args.questions, args.concurrency), 0
 
 
 def main(args: argparse.Namespace) -> int:
     """Prints figures and judges none, so the exit status is 0. The sequences are A's where there is no text."""
     if args.b is None and args.save is None:
         raise ValueError("there is nothing to do: give --b URL to compare with, --save FILE, or both")
+    if args.save:
+        check_can_write("--save", args.save)
     if args.a.startswith(("http://", "https://")):
         client_a = make_client(args, args.a)
-        scores_a = score(client_a, sequences(client_a, args), args.concurrency)
+        scores_a = score(client_a, sequences(client_a, args)[0], args.concurrency)
     else:
         client_a, scores_a = None, Scores.read(Path(args.a))
     if args.save:

@@ -20,14 +20,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Prints the perplexity by token; of a text also bits per byte, which do not depend on the tokenizer."""
     client = make_client(args)
-    scores = score(client, sequences(client, args), args.concurrency)
+    chosen, num_bytes = sequences(client, args)
+    scores = score(client, chosen, args.concurrency)
     num_tokens = sum(map(len, scores.places))
     result = {
         "eval": "perplexity", "model": client.model, "sequences": len(scores.sequences), "tokens": num_tokens,
         "perplexity": round(perplexity(scores), 5),
     }  # fmt: skip
-    if args.text is not None:  # the first token of each window has no probability: its bytes are counted all the same
+    if num_bytes:  # the first token of each window has no probability: its bytes are counted all the same
         nats = -math.fsum(place.logprob for places in scores.places for place in places)
-        result["bits_per_byte"] = round(nats / math.log(2) / args.text.stat().st_size, 5)
+        result["bits_per_byte"] = round(nats / math.log(2) / num_bytes, 5)
     print(json.dumps(result))
     return 0

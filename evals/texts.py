@@ -35,16 +35,19 @@ def need_same_tokenizer(first: Client, second: Client) -> None:
         raise ValueError(f"{first.base_url} and {second.base_url} have different tokenizers: they cannot be compared")
 
 
-def from_file(client: Client, path: Path, window: int) -> list[Sequence]:
-    """The tokens of a text in pieces of `window`, the last one shorter; pieces of one token are left out.
+def from_file(client: Client, path: Path, window: int) -> tuple[list[Sequence], int]:
+    """The tokens of a text in pieces of `window`, the last one shorter, and the number of its bytes.
+
+    The text is taken as it is, with its line ends. Pieces of one token are left out.
 
     Raises:
         ValueError: `window` is too small, or the text is empty or not UTF-8.
     """
     if window < 2:
         raise ValueError(f"--window is {window}: it must be at least 2, since a first token has no probability")
+    content = path.read_bytes()
     try:
-        text = path.read_text(encoding="utf-8")
+        text = content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text: {error}") from error
     ids = tokens_of(client, text)
@@ -52,7 +55,7 @@ def from_file(client: Client, path: Path, window: int) -> list[Sequence]:
     pieces = [Sequence(ids=piece) for piece in cut if len(piece) > 1]
     if not pieces:
         raise ValueError(f"{path} has {len(ids)} tokens: it takes two or more")
-    return pieces
+    return pieces, len(content)
 
 
 def from_questions(client: Client, count: int, concurrency: int) -> list[Sequence]:
@@ -63,7 +66,7 @@ def from_questions(client: Client, count: int, concurrency: int) -> list[Sequenc
     Raises:
         ServerError: the server refuses, or does not return token ids.
     """
-    chosen = [item for items in tiny.spread(tiny.load([], None), count).values() for item in items]
+    chosen = [item for items in tiny.spread(tiny.load([], None), count, flag="--questions").values() for item in items]
     asked = list(in_parallel(lambda item: _ask(client, item["messages"], item.get("tools")), chosen, concurrency))
     plain = [
         (item["messages"], answer)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from evals.client import Answer, Client, add_server_arguments, in_parallel, json_object, make_client
+from evals.files import check_can_write
 from evals.results import Item, Run
 from evals.scoring import is_right
 
@@ -37,15 +38,17 @@ def load(categories: list[str], limit: int | None) -> dict[str, list[dict[str, A
     return items
 
 
-def spread(items: dict[str, list[dict[str, Any]]], count: int) -> dict[str, list[dict[str, Any]]]:
+def spread(
+    items: dict[str, list[dict[str, Any]]], count: int, *, flag: str = "--items"
+) -> dict[str, list[dict[str, Any]]]:
     """`count` items spread evenly over all of them, so that each category keeps its share; the same ones every time.
 
     Raises:
-        ValueError: there are fewer.
+        ValueError: there are fewer; the message names `flag`.
     """
     rows = [(name, item) for name, of_category in items.items() for item in of_category]
     if not 1 <= count <= len(rows):
-        raise ValueError(f"--items is {count}: it must lie between 1 and {len(rows)}, the items there are")
+        raise ValueError(f"{flag} is {count}: it must lie between 1 and {len(rows)}, the items there are")
     chosen: dict[str, list[dict[str, Any]]] = {}
     for index in range(count):
         name, item = rows[index * len(rows) // count]
@@ -101,6 +104,8 @@ def main(args: argparse.Namespace) -> int:
     categories = load(args.category, args.limit)
     if args.items is not None:
         categories = spread(categories, args.items)
+    if args.answers:
+        check_can_write("--answers", args.answers)
     client = make_client(args)
     options = {"temperature": args.temperature, "max_tokens": args.max_tokens} | args.fields
     print(f"{'category':15} {'items':>6} {'right':>6} {'per cent':>9} {'bar':>6} {'seconds':>8}", flush=True)

@@ -12,9 +12,10 @@ from evals import distributions
 from evals.__main__ import main
 from evals.client import Client
 from evals.distributions import NUM_TOP, Place, Scores, difference, kl_lower_bound, perplexity, score
-from evals.texts import Sequence, from_file
+from evals.texts import Sequence, from_file, tokens_of
 from tests.tables import rows
 
+MISSING_FOLDER = "/dev/null/folder/file"
 MODEL = "tiny-gpt-oss"
 
 
@@ -83,7 +84,7 @@ def test_a_server_agrees_with_itself_and_with_scores_that_were_kept(
 def test_both_ways_to_ask_give_the_same(bundled_url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     client = Client(base_url=f"{bundled_url}/v1", model=MODEL)
     (tmp_path / "text").write_text("The capital of France is Paris. Water boils at 100 degrees.")
-    pieces = from_file(client, tmp_path / "text", 12)
+    pieces, _ = from_file(client, tmp_path / "text", 12)
     assert all(len(piece.ids) == 12 for piece in pieces[:-1])
     by_id = score(client, pieces, 2)
     get = Client.get
@@ -99,14 +100,17 @@ def test_both_ways_to_ask_give_the_same(bundled_url: str, monkeypatch: pytest.Mo
     assert distributions.difference(by_text, by_text)["top1_agreement"] == 1.0
 
 
+@rows("text", b"What is the capital of France?", b"What is the\r\ncapital of\r\nit all")
 def test_perplexity_of_a_text(
-    bundled_url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    bundled_url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, text: bytes
 ) -> None:
-    (tmp_path / "text").write_text("What is the capital of France?")
+    (tmp_path / "text").write_bytes(text)
     assert run(monkeypatch, "perplexity", "--base-url", f"{bundled_url}/v1", "--text", str(tmp_path / "text")) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     nats = math.log(result["perplexity"]) * result["tokens"]
-    assert result["bits_per_byte"] == pytest.approx(nats / math.log(2) / 30, rel=1e-3)
+    assert result["bits_per_byte"] == pytest.approx(nats / math.log(2) / len(text), rel=1e-3)
+    client = Client(base_url=f"{bundled_url}/v1", model=MODEL)
+    assert result["tokens"] == len(tokens_of(client, text.decode())) - 1, "the text is scored as it is"
 
 
 @rows(
@@ -114,6 +118,7 @@ def test_perplexity_of_a_text(
     (["--a", "http://127.0.0.1:9/v1"], "give --b URL"),
     (["--a", "http://127.0.0.1:9/v1", "--b", "http://127.0.0.1:9/v1"], "cannot be reached"),
     (["--a", "KEPT", "--b", "http://127.0.0.1:9/v1"], "does not hold scores"),
+    (["--a", "http://127.0.0.1:9/v1", "--save", MISSING_FOLDER], f"--save {MISSING_FOLDER}: its folder cannot be made"),
 )
 def test_what_cannot_be_compared_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, arguments: list[str],
@@ -123,6 +128,13 @@ def test_what_cannot_be_compared_is_named(
     kept.write_text("{}")
     assert run(monkeypatch, "logits", *[str(kept) if word == "KEPT" else word for word in arguments]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_more_questions_than_there_are_names_the_flag(
+    bundled_url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "perplexity", "--base-url", bundled_url, "--questions", "100000") == 2
+    assert "--questions is 100000" in capsys.readouterr().err
 
 
 @rows("text, window, words", ("a", 1, "--window is 1"), ("", 8, "has 0 tokens"), (b"\xff", 8, "is not UTF-8 text"))

@@ -91,6 +91,14 @@ def test_an_unknown_category_is_named(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert "poetry" in capsys.readouterr().err
 
 
+@rows("answers", "/dev/null/folder/file", "/")
+def test_answers_that_cannot_be_written_are_refused_before_the_first_question(
+    answers: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "--base-url", "http://127.0.0.1:9/v1", "--answers", answers) == 2
+    assert f"--answers {answers}" in capsys.readouterr().err
+
+
 @rows("limit", "0", "-1")
 def test_a_limit_below_one_is_refused(
     limit: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
