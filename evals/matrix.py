@@ -12,16 +12,18 @@ import json
 import sys
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from evals import texts, tiny
 from evals.client import Client, ServerError, json_object
 from evals.compare import pairs_of
 from evals.distributions import Scores, difference, score
+from evals.files import check_can_write, replace_text
 from evals.results import Run
-from evals.servers import serving
+from evals.servers import StartRefused, serving
 from evals.stats import paired
 
 BACKENDS = "torch,triton,flashinfer_mxfp4,flashinfer_cutlass,deep_gemm"
@@ -99,12 +101,25 @@ class Matrix:
     """The file of the matrix, and the folder beside it with the references' scores and answers, and all logs."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        """Read what the file has. Raises ValueError if it is none of ours, or was made with other settings."""
-        self._args, self._path, self._folder = args, args.out, args.out.with_suffix("")
+        """Read what the file has.
+
+        Raises:
+            ValueError: its name does not end in .json, it is none of ours, or was made with other settings.
+            OSError: it cannot be read.
+        """
+        if args.out.suffix != ".json":
+            raise ValueError(f"--out {args.out} must end in .json: without that it is the folder of scores and logs")
+        check_can_write("--out", args.out)
+        self._args = args
+        self._path: Path = args.out
+        self._folder = self._path.with_suffix("")
         settings = {"device": args.device, "items": args.items, "questions": args.questions, "fields": args.fields}
         self.content: dict[str, Any] = {"eval": "matrix", "settings": settings, "cells": {}}
         if self._path.exists():
-            self.content = json.loads(self._path.read_text(encoding="utf-8"))
+            try:
+                self.content = json.loads(self._path.read_text(encoding="utf-8"))
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"{self._path} is damaged: {error}: remove it, or give another --out") from error
             if not isinstance(self.content, dict) or not isinstance(self.content.get("cells"), dict):
                 raise ValueError(f"{self._path} is not a file of this command: give another --out")
             if self.content.get("settings") != settings:
@@ -113,7 +128,7 @@ class Matrix:
                 )
 
     def run(self, cell: Cell) -> dict[str, Any]:
-        """Fill one cell, unless it is there. One that failed after its server was ready stays open."""
+        """Fill one cell, unless it is there. One stays open if its server failed, other than by refusing to start."""
         cells = self.content["cells"]
         if cell.name in cells:
             known: dict[str, Any] = cells[cell.name]
@@ -121,8 +136,7 @@ class Matrix:
         row = asdict(cell) | self._found(cell)
         if not _is_open(row):
             cells[cell.name] = row
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._path.write_text(json.dumps(self.content, indent=1) + "\n", encoding="utf-8")
+            replace_text(self._path, json.dumps(self.content, indent=1) + "\n")
         return row
 
     def _found(self, cell: Cell) -> dict[str, Any]:
@@ -135,7 +149,7 @@ class Matrix:
                 return {"reason": f"no reference: {reference['reason']}"}
             if cell.launch == "graphs" and reference["figures"]["device"] == "cpu":
                 return {"reason": "a CPU has no CUDA graphs"}
-        log = self._folder / f"{cell.name.replace('/', '_').replace(' ', '-')}.log"
+        log = self._file(cell.name.replace(" ", "-"), ".log")
         start_s = time.monotonic()
         try:
             with serving([sys.executable, "-m", "server", *cell.flags(self._args.device)], log) as url:
@@ -145,31 +159,35 @@ class Matrix:
                     return {"reason": f"{_OPEN}: the server failed after it was ready: {error}; its log is {log}"}
                 return {"figures": figures | {"seconds": round(time.monotonic() - start_s, 1)}}
         except ServerError as error:
-            return {"reason": str(error)}
+            return {"reason": str(error) if isinstance(error, StartRefused) else f"{_OPEN}: {error}"}
+
+    def _file(self, name: str, ending: str) -> Path:
+        """One for each name, also if names hold dots or slashes."""
+        return self._folder / f"{quote(name, safe='')}{ending}"
 
     def _measured(self, cell: Cell, url: str) -> dict[str, Any]:
         client = Client(base_url=url)
         client = Client(base_url=url, model=client.first_model(), timeout_s=900.0, patience_s=60.0)
         engine = client.get("//health/ready")["engine"]
-        stem = self._folder / cell.model.replace("/", "_")
-        scores_path, run_path = stem.with_suffix(".scores.json"), stem.with_suffix(".answers.json")
+        scores_path, run_path = (self._file(cell.model, ending) for ending in (".scores.json", ".answers.json"))
         is_reference = cell == cell.reference
         if is_reference:
             sequences = texts.from_questions(client, self._args.questions, CONCURRENCY)
         else:
-            first_scores = Scores.read(scores_path)
+            first_scores, first_run = Scores.read(scores_path), Run.read(run_path)
+            for path, model in ((scores_path, first_scores.model), (run_path, first_run.server.get("model"))):
+                if model != cell.model:
+                    raise ValueError(f"{path} is of the model {model!r}, not of {cell.model!r}: give another --out")
             sequences = first_scores.sequences
-        scores = score(client, sequences, CONCURRENCY)
+        scores = replace(score(client, sequences, CONCURRENCY), model=cell.model)
         options, items = OPTIONS | self._args.fields, []
         for category, chosen in tiny.spread(tiny.load([], None), self._args.items).items():
             items += tiny.evaluate(client, category, chosen, options, CONCURRENCY)[0]
-        run = Run(eval="tiny", settings=options, server={"cell": cell.name}, items=items)
+        run = Run(eval="tiny", settings=options, server={"cell": cell.name, "model": cell.model}, items=items)
         if is_reference:
             scores.write(scores_path)
             run.write(run_path)
             first_scores, first_run = scores, run
-        else:
-            first_run = Run.read(run_path)
         pairs = pairs_of(first_run, run)
         result = paired([one.score for one, _ in pairs], [other.score for _, other in pairs])
         return {
@@ -237,14 +255,19 @@ def main(args: argparse.Namespace) -> int:
     """Exit status 0 if every cell is known: has figures, or the reason why it cannot run.
 
     It is 1 if cells are open, since time was over or a server failed, and 2 if not one cell can run.
+    Wrong flags are refused before the first server starts.
     """
     if args.plot:  # before hours of cells, not after
         figure_class()
         if args.plot.suffix.lower() not in PICTURES:
             raise ValueError(f"--plot {args.plot} must end in {', '.join(PICTURES)}")
+        check_can_write("--plot", args.plot)
+    for flag, count in (("--items", args.items), ("--questions", args.questions)):
+        tiny.spread(tiny.load([], None), count, flag=flag)
+    cells = cells_of(args)
     matrix, end_s = Matrix(args), time.monotonic() + 60 * args.limit_minutes
     rows = []
-    for cell in cells_of(args):
+    for cell in cells:
         if cell.name not in matrix.content["cells"] and time.monotonic() > end_s:
             rows.append(asdict(cell) | {"reason": f"{_OPEN}: --limit-minutes was over"})
             continue
