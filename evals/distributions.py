@@ -52,7 +52,7 @@ class Scores:
             places = [[Place(**place) for place in sequence] for sequence in content["places"]]
             sequences = [Sequence(**sequence) for sequence in content["sequences"]]
             return cls(model=content["model"], sequences=sequences, places=places)
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"{path} does not hold scores that `evals logits --save` wrote: {error!r}") from error
 
 

@@ -66,13 +66,13 @@ class Run:
         """The run that `write` wrote.
 
         Raises:
-            ValueError: the file is not such a run, has no items, or has one twice.
+            ValueError: the file is not such a run, has no items, has one twice, or a score that is not from 0 to 1.
             OSError: it cannot be read.
         """
         what = f"{path} is not a run that `evals run --out` or `evals tiny --answers` wrote"
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{what}: {error}") from error
         if not isinstance(content, dict) or not all(
             isinstance(content.get(name), kind)
@@ -84,6 +84,8 @@ class Run:
             for name, kind in _KINDS.items():
                 if not isinstance(row, dict) or not isinstance(row.get(name), kind):
                     raise ValueError(f"{what}: item {number} has no {name}, or one of the wrong type")
+            if isinstance(row["score"], bool) or not 0 <= row["score"] <= 1:
+                raise ValueError(f"{what}: item {number} has the score {row['score']}: it must lie between 0 and 1")
             if row["id"] in items:
                 raise ValueError(f"{path}: item {row['id']!r} is there twice")
             items[row["id"]] = Item(**{name: row[name] for name in Item.__dataclass_fields__ if name in row})

@@ -1,6 +1,7 @@
 """`python -m evals compare`: the verdict and the bars, and runs that cannot be compared."""
 
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -106,11 +107,16 @@ ROW = {"id": "a", "category": "a", "prompt": "", "answer": "", "score": 1}
 @rows(
     "content, words",
     ("", "is not a run"),
+    ("[" * 100_000, "is not a run"),
     ("{}", "it needs eval, settings, server and items"),
     (json.dumps(WHOLE | {"items": []}), "holds no items"),
     (json.dumps(WHOLE | {"items": [7]}), "item 1 has no id"),
     (json.dumps(WHOLE | {"items": [ROW | {"score": "1"}]}), "item 1 has no score"),
     (json.dumps(WHOLE | {"items": [ROW, ROW]}), "'a' is there twice"),
+    (json.dumps(WHOLE | {"items": [ROW | {"score": math.nan}]}), "item 1 has the score nan: it must lie between 0"),
+    (json.dumps(WHOLE | {"items": [ROW | {"score": 1.01}]}), "item 1 has the score 1.01"),
+    (json.dumps(WHOLE | {"items": [ROW | {"score": -1}]}), "item 1 has the score -1"),
+    (json.dumps(WHOLE | {"items": [ROW | {"score": True}]}), "item 1 has the score True"),
 )
 def test_files_that_hold_no_run_are_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, content: str, words: str
