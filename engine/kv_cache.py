@@ -1,7 +1,6 @@
 """Allocates the paged KV tensors and decides how many pages there are. Who holds which page is `paging`'s business."""
 
 import logging
-import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import count
@@ -87,11 +86,6 @@ class KvLayout:
 
     def _bytes_per_token(self, specs: Iterable[KvLayerSpec]) -> int:
         return sum(spec.num_heads * (spec.key_dim + spec.value_dim) for spec in specs) * self.dtype.itemsize
-
-
-def physical_bytes() -> int:
-    """Memory of this machine, whatever is in use."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def choose_cpu_pages(layout: KvLayout, *, max_num_seqs: int, max_model_len: int, step_tokens: int) -> int:

@@ -12,7 +12,7 @@ from engine.config import EngineConfig
 from engine.cuda_graphs import DecodeGraphs, GraphSettings
 from engine.grammar_check import Vocabulary
 from engine.grammar_compiler import GrammarCompiler
-from engine.kv_cache import KvLayout, choose_cpu_pages, choose_cuda_pages, physical_bytes
+from engine.kv_cache import KvLayout, choose_cpu_pages, choose_cuda_pages
 from engine.memory_plan import (
     check_weights_fit,
     graph_buffer_bytes,
@@ -39,6 +39,7 @@ from loaders.hf_config import read_config
 from loaders.phases import Phase, StartPhases
 from model.batch import LayerKv
 from moe.check.selfcheck import SelfCheckReport
+from moe.cpu.memory import usable_bytes
 from moe.cpu.threads import usable_cpus
 from moe.kernels.compile_ahead import compile_ahead
 
@@ -323,7 +324,7 @@ def _allocate(layout: KvLayout, num_pages: int, device: torch.device) -> list[La
     try:
         return layout.allocate(num_pages, device)
     except RuntimeError as error:  # what torch raises when memory runs out, on any device
-        memory_bytes = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else physical_bytes()
+        memory_bytes = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else usable_bytes()
         raise pages_refusal(layout, num_pages, memory_bytes=memory_bytes) from error
 
 
@@ -338,6 +339,9 @@ def _build_model(config: EngineConfig, phases: StartPhases, ranks: "RankLinks | 
     settings = make_model_settings(config, device, rank)
     group = None if ranks is None else ranks.world
     if device.type != "cuda":
+        from engine.plan import check_fits_cpu
+
+        check_fits_cpu(config)
         return build_model(config.model, settings, group, phases=phases)
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     used_bytes, sizes = total_bytes - free_bytes, measure_model(config.model, settings)

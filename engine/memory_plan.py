@@ -1,4 +1,4 @@
-"""Memory plan of a GPU: weights, a step, CUDA graphs, and KV pages in the rest. Arithmetic only.
+"""Memory plan of a GPU: weights, a step, CUDA graphs, and KV pages in the rest; and of a CPU. Arithmetic only.
 
 The engine counts its pages with `kv_cache.count_pages`, from memory that it has measured. `plan` uses the same function
 with estimates of what cannot be known without the GPU: the driver's context and the activations of a step.
@@ -112,15 +112,17 @@ def loading_refusal(sizes: "ModelSizes", *, total_bytes: int, used_bytes: int) -
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryPlan:
-    """A model on one GPU, or on none (`total_bytes` None), where the cache takes what it needs.
+    """A model on one GPU, or on a CPU (`is_gpu` false), where the cache takes what it needs.
 
-    `refusal` says why nothing fits; `num_pages` is 0 then.
+    `total_bytes` is the memory of the GPU, or what one rank may use of the machine's. `refusal` says why nothing fits;
+    `num_pages` is 0 then.
     """
 
     sizes: "ModelSizes"
     layout: KvLayout
     needs: PageNeeds
-    total_bytes: int | None
+    is_gpu: bool
+    total_bytes: int
     utilization: float
     context_bytes: int
     activation_bytes: int
@@ -137,8 +139,9 @@ class MemoryPlan:
 
     @property
     def fits_while_loading(self) -> bool:
-        """Whether the peak of processing a layer stays within the GPU's memory."""
-        return self.total_bytes is None or self.sizes.peak_bytes + self.context_bytes <= self.total_bytes
+        """Whether the peak of processing a layer stays within the memory. A CPU holds no layer twice."""
+        peak_bytes = self.sizes.peak_bytes if self.is_gpu else self.sizes.total_bytes
+        return peak_bytes + self.context_bytes <= self.total_bytes
 
     def kv_bytes_per_token(self, *, sliding: bool) -> int:
         """Bytes of one token in all layers with a sliding window, or in all without."""
@@ -203,28 +206,44 @@ def make_plan(
         pages = _chosen_pages(num_pages, pages, layout.num_kinds)
     except EngineError as error:
         refusal, pages = str(error), 0
-    return MemoryPlan(sizes=sizes, layout=layout, needs=needs, **budget, **parts, num_pages=pages, refusal=refusal)
+    return MemoryPlan(
+        sizes=sizes, layout=layout, needs=needs, is_gpu=True, **budget, **parts, num_pages=pages, refusal=refusal
+    )
 
 
 def make_cpu_plan(
     sizes: "ModelSizes", layout: KvLayout, *, needs: PageNeeds, num_pages: int, memory_bytes: int
 ) -> MemoryPlan:
-    """The plan for a CPU with `memory_bytes`, more than which no cache can take; nothing else is limited here."""
+    """The plan for a CPU where this rank may use `memory_bytes`, whatever of them is in use now.
+
+    Experts stay as they are stored, or the first layers' do, where memory is too short for their processed form.
+    """
+    kv_bytes = num_pages * layout.bytes_per_page
+    step_bytes = activation_bytes(sizes.step, needs.step_tokens, sizes.dtype.itemsize)
+    if sizes.total_bytes + kv_bytes + step_bytes > memory_bytes:
+        sizes = sizes.as_stored()
     refusal = None
-    if num_pages * layout.bytes_per_page > memory_bytes:
-        refusal, num_pages = str(pages_refusal(layout, num_pages, memory_bytes=memory_bytes)), 0
+    if kv_bytes > memory_bytes:
+        refusal = str(pages_refusal(layout, num_pages, memory_bytes=memory_bytes))
+    elif sizes.total_bytes + kv_bytes + step_bytes > memory_bytes:
+        refusal = (
+            f"the memory of this machine, or of this container, is {size_text(memory_bytes)} for each rank, but the "
+            f"weights take {size_text(sizes.total_bytes)}, {num_pages} KV pages {size_text(kv_bytes)} and a step "
+            f"{size_text(step_bytes)}; set max_model_len or num_pages lower if that is enough, or use a smaller model"
+        )
     return MemoryPlan(
         sizes=sizes,
         layout=layout,
         needs=needs,
-        total_bytes=None,
+        is_gpu=False,
+        total_bytes=memory_bytes,
         utilization=1.0,
         context_bytes=0,
-        activation_bytes=activation_bytes(sizes.step, needs.step_tokens, sizes.dtype.itemsize),
+        activation_bytes=step_bytes,
         sampling_bytes=0,
         graph_bytes=0,
         graph_buffer_bytes=0,
-        num_pages=num_pages,
+        num_pages=0 if refusal else num_pages,
         refusal=refusal,
     )
 

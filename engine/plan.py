@@ -5,11 +5,13 @@ from dataclasses import dataclass
 import torch
 
 from engine.config import EngineConfig
-from engine.kv_cache import GIB, choose_cpu_pages, physical_bytes
+from engine.errors import EngineConfigError
+from engine.kv_cache import GIB, choose_cpu_pages
 from engine.memory_plan import MemoryPlan, make_cpu_plan, make_plan
 from engine.model_settings import make_kv_layout, make_model_settings, max_step_tokens
 from engine.prompt_graphs import largest_prompt_step
 from model.sizes import ModelSizes, measure_model
+from moe.cpu.memory import usable_bytes
 from moe.device import Device
 from moe.registry import load_backend
 
@@ -56,7 +58,8 @@ def plan_engine(config: EngineConfig, gpu: Gpu | None) -> tuple[MemoryPlan, int]
             )
         else:
             pages = config.num_pages * layout.num_kinds
-        plan = make_cpu_plan(sizes, layout, needs=needs, num_pages=pages, memory_bytes=physical_bytes())
+        memory_bytes = usable_bytes() // len(config.local_ranks)
+        plan = make_cpu_plan(sizes, layout, needs=needs, num_pages=pages, memory_bytes=memory_bytes)
     else:
         plan = make_plan(
             sizes,
@@ -72,6 +75,13 @@ def plan_engine(config: EngineConfig, gpu: Gpu | None) -> tuple[MemoryPlan, int]
             num_pages=config.num_pages,
         )
     return plan, min(max_model_len, plan.num_kv_tokens) if plan.num_pages else max_model_len
+
+
+def check_fits_cpu(config: EngineConfig) -> None:
+    """Refuse, before any weight is read, what `moe-serve plan --gpu cpu` refuses. Raises EngineConfigError."""
+    plan, _ = plan_engine(config, None)
+    if plan.refusal is not None:
+        raise EngineConfigError(plan.refusal)
 
 
 def _are_capturable(sizes: ModelSizes) -> bool:

@@ -236,8 +236,9 @@ class MoeBuilder:
     def _prepared(self, layer: int, experts: ExpertWeights, topology: Topology) -> MoeQuantInfo:
         """The layer's quant info, with its tactics."""
         runner, settings, num_layers = self._paths[layer].runner, self.settings, len(self._paths)
+        config = dataclasses.replace(runner.config, num_layers_left=sum(other >= layer for other in self._paths))
         with self._phases.step_of(Phase.PROCESSING, num_layers):
-            quant_info = load_backend(runner.backend).prepare(experts, runner.config, topology)
+            quant_info = load_backend(runner.backend).prepare(experts, config, topology)
             if settings.device.type == "cuda" and layer in self._checked_layers:
                 torch.cuda.synchronize(settings.device)  # the check waits anyway; now each phase gets its own time
             if settings.tuning.is_on:

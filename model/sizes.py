@@ -5,7 +5,7 @@ bf16 form, a few kB in a layer.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -81,8 +81,12 @@ class ModelSizes:
     @property
     def least_bytes(self) -> int:
         """All weights if experts that would grow stay as they are stored, as `--moe-backend torch` keeps them."""
-        growth = sum(path.num_layers * max(0, path.processed_bytes - path.stored_bytes) for path in self.experts)
-        return self.total_bytes - growth
+        return self.as_stored().total_bytes
+
+    def as_stored(self) -> "ModelSizes":
+        """The sizes if experts that would grow stay as they are stored."""
+        experts = (replace(path, processed_bytes=min(path.processed_bytes, path.stored_bytes)) for path in self.experts)
+        return replace(self, experts=tuple(experts))
 
     @property
     def peak_bytes(self) -> int:

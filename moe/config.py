@@ -152,11 +152,12 @@ class MoeRunnerConfig:
     dtype: torch.dtype = torch.bfloat16
     routing: RoutingConfig | None = None
     max_num_tokens: int = 8192  # most tokens in one call; some kernels allocate for this many
+    num_layers_left: int = 1  # MoE layers whose experts are still to be prepared, this one included
     no_combine: bool = False
     apply_router_weight_on_input: bool = False
 
     def __post_init__(self) -> None:
-        for field in ("scale_block", "max_num_tokens"):
+        for field in ("scale_block", "max_num_tokens", "num_layers_left"):
             if getattr(self, field) < 1:
                 raise MoeConfigError(f"{field} is {getattr(self, field)}: it must be at least 1")
         self.place.expert_range(self.num_experts)

@@ -153,10 +153,9 @@ def document(
 def render(shown: Mapping[str, Any]) -> str:
     """The plan as text."""
     weights, estimates, cache = shown["weights"], shown["estimates"], shown["kv_cache"]
-    where = ""
-    if shown["gpu_bytes"] is not None:
-        where = f": {size_text(shown['gpu_bytes'])}, of which {shown['gpu_memory_utilization']:.0%} may be used"
-    lines = [f"{shown['model']} on {shown['gpu']}{where}", ""]
+    where = f"{shown['model']} on {shown['gpu']}: {size_text(shown['gpu_bytes'])}"
+    share = "" if shown["gpu"] == "cpu" else f", of which {shown['gpu_memory_utilization']:.0%} may be used"
+    lines = [f"{where}{share}", ""]
     published = "" if weights["from_headers"] else ", as the config says: no weights are here"
     rows = [("weights", weights["processed"], f"{size_text(weights['stored'], 3)} in the files{published}")]
     for path in weights["experts"]:

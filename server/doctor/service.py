@@ -97,17 +97,14 @@ def flags(config: EngineConfig, arch: str) -> Finding:
     """Whether the flags and the model go together: backend, transport, number format, context, parallel sizes."""
     import torch
 
-    from engine.errors import EngineConfigError
     from engine.model_settings import make_model_settings
-    from engine.plan import plan_engine
+    from engine.plan import check_fits_cpu
     from model.sizes import measure_model
     from moe.device import Device
 
     try:
         if arch == "cpu":
-            plan, _ = plan_engine(config, None)
-            if plan.refusal is not None:
-                raise EngineConfigError(plan.refusal)
+            check_fits_cpu(config)
         else:
             settings = make_model_settings(config, torch.device("cuda"))
             config.context_of(measure_model(config.model, settings, Device(arch=arch)).max_model_len)

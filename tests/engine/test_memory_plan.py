@@ -18,6 +18,7 @@ from model.batch import KvLayerSpec
 from model.config import ModelSettings
 from model.sizes import measure_model
 from moe import MoeBackend
+from moe.cpu.memory import usable_bytes
 from moe.shared_memory import NUM_BYTES
 from tests.engine.graph_tensors import bytes_kept
 from tests.tables import rows
@@ -117,9 +118,40 @@ def test_the_bundled_model_on_a_cpu_takes_what_the_engine_takes():
     plan, max_model_len = plan_engine(EngineConfig(model=ASSETS), None)
     loaded = load.load_engine(EngineConfig(model=ASSETS, selfcheck="off"), None)
     assert (plan.num_pages, max_model_len) == (loaded.num_pages, loaded.max_model_len)
-    assert plan.total_bytes is None
+    assert plan.total_bytes == usable_bytes()
     assert plan.fits_while_loading
     assert plan_engine(EngineConfig(model=ASSETS, num_pages=300), None)[0].num_pages == 600
+
+
+DENSE_EXPERTS = 24 * 32 * (3 * 2880 * 2880 + 3 * 2880) * 4  # of GPT-OSS-20B in fp32
+
+
+@rows(
+    "memory_gib, settings, expert_bytes, words",
+    (256, {}, DENSE_EXPERTS, None),
+    (40, {}, 24 * 32 * (3 * 2880 * 2880 * 17 // 32 + 3 * 2880 * 2), None),  # as they are stored
+    (12, {"max_model_len": 4096}, None, "is 12.0 GiB for each rank, but the weights take "),
+    (40, {"num_pages": 20_000}, None, "KV pages 29.3 GiB and a step"),
+    (40, {"num_pages": 200_000}, None, "num_pages is 200000: KV pages of "),
+    (80, {"tensor_parallel_size": 2, "num_pages": 50_000}, None, "is 40.0 GiB for each rank"),
+)
+def test_a_cpu_is_refused_what_its_memory_cannot_hold(gpt_oss, monkeypatch, memory_gib, settings, expert_bytes, words):
+    """It was killed while it loaded, and the plan said that all is well."""
+    monkeypatch.setattr("engine.plan.usable_bytes", lambda: memory_gib * GIB)
+    plan, _ = plan_for(gpt_oss, None, device="cpu", **settings)
+    if words is None:
+        assert (plan.refusal, plan.sizes.expert_bytes) == (None, expert_bytes)
+        assert plan.num_pages > 0
+    else:
+        assert words in plan.refusal
+        assert plan.num_pages == 0
+
+
+def test_the_engine_refuses_what_the_plan_refuses_on_a_cpu(monkeypatch):
+    monkeypatch.setattr("model.registry.build_model", lambda *_args, **_rest: pytest.fail("the model was loaded"))
+    monkeypatch.setattr("engine.plan.usable_bytes", lambda: 1 << 20)
+    with pytest.raises(EngineConfigError, match=r"the memory of this machine, .* is 1.0 MiB .* but the weights take"):
+        load.load_engine(EngineConfig(model=ASSETS, device="cpu", num_pages=1, max_model_len=16), None)
 
 
 @rows(

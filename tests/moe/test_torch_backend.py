@@ -47,6 +47,19 @@ def set_memory(monkeypatch: pytest.MonkeyPatch, fits: bool) -> None:
     monkeypatch.setattr("moe.backends.torch.backend._free_bytes", lambda device: 2**40 if fits else 0)
 
 
+@rows("num_layers_left, layers, is_dense", (1, 2, True), (3, 3, False), (3, 4, True), (1, 1, False))
+def test_weights_are_dequantized_only_where_there_is_room_for_all_layers_that_are_left(
+    monkeypatch: pytest.MonkeyPatch, num_layers_left: int, layers: int, is_dense: bool
+) -> None:
+    """The first layers took what the last ones needed even in their stored form. `layers` fit into the free memory."""
+    experts = make_experts("mxfp4")
+    dense_bytes = 3 * experts.num_experts * experts.hidden_size * experts.intermediate_size * 4
+    monkeypatch.setattr("moe.backends.torch.backend.free_bytes", lambda: layers * dense_bytes)
+    config = dataclasses.replace(make_config(experts), num_layers_left=num_layers_left)
+    info = TorchBackend().prepare(experts, config, Topology())
+    assert isinstance(info.w13, LazyLinears) != is_dense
+
+
 def run(
     experts: ExpertWeights, config: MoeRunnerConfig, x: torch.Tensor, topk: TopKOutput, info: Any = None
 ) -> torch.Tensor:

@@ -51,7 +51,10 @@ NVFP4_FILE = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "
     (DEEPSEEK | {"quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8"}}, None, "fp8_tensor"),
     (DEEPSEEK | {"quantization_config": {"quant_method": "quark"}}, None, "mxfp4"),
 )
-def test_without_weights_the_config_files_say_the_format(capsys, tmp_path, config, quant_file, format_name):
+def test_without_weights_the_config_files_say_the_format(
+    capsys, tmp_path, monkeypatch, config, quant_file, format_name
+):
+    monkeypatch.setattr("engine.plan.usable_bytes", lambda: 1 << 40)
     (tmp_path / "config.json").write_text(json.dumps(config))
     if quant_file is not None:
         (tmp_path / "hf_quant_config.json").write_text(json.dumps(quant_file))
@@ -98,8 +101,18 @@ def test_json_of_a_plan_takes_the_flags_and_variables_of_the_service(capsys, mon
 def test_a_cpu(capsys):
     assert cli.main(["plan", "--gpu", "cpu"]) == 0
     shown = capsys.readouterr().out
-    assert shown.startswith("tiny-gpt-oss on cpu\n")
+    assert shown.startswith("tiny-gpt-oss on cpu: ")
+    assert "may be used" not in shown
     assert "6 layers, mxfp4 as torch" in shown
+
+
+def test_a_machine_that_is_too_small(capsys, gpt_oss, monkeypatch):
+    monkeypatch.setattr("engine.plan.usable_bytes", lambda: 12 << 30)
+    flags = ["plan", "--gpu", "cpu", "--model", str(gpt_oss)]
+    assert cli.main(flags) == 1
+    shown = capsys.readouterr().out
+    assert "DOES NOT FIT" in shown
+    assert "does not fit: the memory of this machine, or of this container, is 12.0 GiB for each rank, but" in shown
 
 
 def test_a_gpu_that_is_too_small(capsys, gpt_oss):

@@ -20,6 +20,7 @@ from moe.activations import gated_activation
 from moe.backend import Backend, FormatSupport, refuse_overlap
 from moe.config import DispatchFormat, MoeA2ABackend, MoeBackend, MoeRunnerConfig
 from moe.cpu.linear import DenseLinear, Linear, make_linear
+from moe.cpu.memory import free_bytes
 from moe.device import Device, as_dtype
 from moe.formats import ExpertWeights, Weight
 from moe.registry import register_backend, register_pre_permute, register_runner_core
@@ -28,6 +29,7 @@ from moe.types import RunState, StandardDispatchOutput
 
 NAME = MoeBackend.TORCH
 FORMATS = ("bf16", "fp8_block", "fp8_tensor", "mxfp4", "nvfp4")
+_PART_FOR_EXPERTS = 3 / 4  # of the free memory; head, KV cache and activations come later
 FP32_TOLERANCE = 1e-5  # fp32 sums in another order than the reference; half precision also rounds between the steps
 
 
@@ -105,9 +107,13 @@ class TorchBackend(Backend[TorchMoeQuantInfo]):
         return config.num_local_experts * (num_weights + num_biases) * config.dtype.itemsize
 
     def lay_out(self, experts: ExpertWeights, config: MoeRunnerConfig, topology: Topology) -> TorchMoeQuantInfo:
-        """Dequantize to `config.dtype` if the dense weights fit in half of the free memory; cast the biases."""
+        """Dequantize to `config.dtype` if there is memory for all layers that are left, this one included.
+
+        So the first layers stay as they are stored where memory is short. Biases are cast.
+        """
         num_weights = 3 * experts.num_experts * experts.hidden_size * experts.intermediate_size
-        fits = num_weights * config.dtype.itemsize <= _free_bytes(topology.device) // 2
+        needed_bytes = config.num_layers_left * num_weights * config.dtype.itemsize
+        fits = needed_bytes <= _PART_FOR_EXPERTS * _free_bytes(topology.device)
         b2 = experts.b2 if topology.tp_rank == 0 else None  # one rank of the sum carries the bias
         return TorchMoeQuantInfo(
             w13=_linears(experts.w13, experts.b13, config.dtype, fits),
@@ -146,11 +152,7 @@ def _linears(weight: Weight, bias_EN: torch.Tensor | None, dtype: torch.dtype, f
 
 
 def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    with open("/proc/meminfo", encoding="ascii") as meminfo:
-        available = next(line for line in meminfo if line.startswith("MemAvailable:"))
-    return int(available.split()[1]) * 1024
+    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else free_bytes()
 
 
 @register_runner_core(NAME)
