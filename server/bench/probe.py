@@ -49,8 +49,7 @@ async def _accepted(config: BenchConfig, pool: Pool, model: str) -> Accepted:
     refusal = ""
     for prompt in prompts:
         for options in _STREAM_OPTIONS:
-            fields = {**request_fields(config, model, options), **config.extra_body, **prompt, "max_tokens": 1}
-            status, _, refusal = await _ask(config, pool, fields)
+            status, _, refusal = await _ask(config, pool, request_fields(config, model, options) | prompt)
             if status == 200:
                 takes_ids = isinstance(prompt.get("prompt"), list)
                 accepted = Accepted(model=model, stream_options=options, takes_ids=takes_ids, server_version=version)
@@ -66,7 +65,7 @@ async def _calibrated(config: BenchConfig, pool: Pool, accepted: Accepted) -> Ac
     for num_words in (_FEW_WORDS, _MANY_WORDS):
         prompt = as_prompt(config.endpoint, random_text(random.Random(num_words), num_words))
         fields = request_fields(config, accepted.model, accepted.stream_options)
-        _, num_tokens, _ = await _ask(config, pool, {**fields, **config.extra_body, **prompt, "max_tokens": 1})
+        _, num_tokens, _ = await _ask(config, pool, fields | prompt)
         counts.append(num_tokens)
     few, many = counts
     if few is None or many is None or many <= few:
@@ -83,10 +82,15 @@ async def _calibrated(config: BenchConfig, pool: Pool, accepted: Accepted) -> Ac
 
 
 async def _ask(config: BenchConfig, pool: Pool, fields: dict[str, Any]) -> tuple[int, int | None, str]:
-    """Status, prompt tokens if the server counts them, and the message of an error."""
+    """Ask for one token with `fields` and those of `--extra-body`, but no more tokens than that.
+
+    Returns status, prompt tokens if the server counts them, and the message of an error.
+    """
+    body = {**fields, **config.extra_body, "max_tokens": 1}
+    body.pop("min_tokens", None)
     path = config.target.path + PATHS[config.endpoint]
     reader = AnswerReader()
-    status, body = await pool.exchange(config.target.request("POST", path, orjson.dumps(fields)), reader.feed)
+    status, body = await pool.exchange(config.target.request("POST", path, orjson.dumps(body)), reader.feed)
     return status, reader.prompt_tokens, error_text(body)
 
 

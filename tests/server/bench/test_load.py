@@ -261,6 +261,21 @@ def test_the_probe_finds_what_the_server_takes(endpoint, takes_ids, options, cou
         assert {record.prompt_tokens for record in records} == {expected}
 
 
+@rows("takes_ids", True, False)
+def test_the_probe_asks_for_one_token_whatever_the_run_asks_for(takes_ids):
+    """Servers refuse more `min_tokens` than `max_tokens`."""
+    extra_body = {"min_tokens": 8, "temperature": 0}
+    with serve(choosy(takes_ids=takes_ids)) as server:
+        config = make_config(server.url, num_requests=1, extra_body=extra_body, answer_tokens=Lengths(8, 8))
+        accepted = asyncio.run(probe(config))
+        probes = [asked.body for asked in server.posts]
+        assert kinds(run(config, accepted)) == [None]
+        sent = server.posts[-1].body
+    assert all("min_tokens" not in body for body in probes)
+    assert {(body["temperature"], body["max_tokens"]) for body in probes} == {(0, 1)}
+    assert extra_body.items() <= sent.items()
+
+
 def test_the_probe_does_not_wait_for_ever():
     async def silent(asked, writer):
         await asyncio.sleep(60)
