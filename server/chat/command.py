@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from io import TextIOWrapper
 from types import FrameType
 from typing import TYPE_CHECKING, TextIO
 
@@ -124,6 +125,8 @@ def printable(text: str) -> str:
 def _lines(stdin: TextIO, screen: Screen, *, is_terminal: bool) -> Iterator[str]:
     """Lines as they are typed, without the blanks around; Ctrl-C empties one, the end of the input ends them."""
     if not is_terminal:
+        if isinstance(stdin, TextIOWrapper):
+            stdin.reconfigure(errors="surrogateescape")  # a line that is no text fails alone, when it is asked
         yield from (line.strip() for line in stdin)
         return
     import readline  # noqa: F401  gives `input` a history and editing

@@ -69,6 +69,7 @@ class Conversation:
             "stream_options": {"include_usage": True},
             **self.fields,
         }
+        _check_text(body)
         reason, num_tokens = "", None
         with (
             _errors_named(self.base_url),
@@ -78,7 +79,7 @@ class Conversation:
             if response.status_code != httpx2.codes.OK:
                 response.read()
                 raise ChatError(error_text(response))
-            for event in _events(response):
+            for event in _events(response, self.base_url):
                 if "error" in event:
                     raise ChatError(str(event["error"].get("message", event["error"])))
                 num_tokens = (event.get("usage") or {}).get("completion_tokens", num_tokens)
@@ -136,13 +137,24 @@ def _errors_named(base_url: str) -> Iterator[None]:
         raise ChatError(f"{base_url} does not speak OpenAI's API: {error!r}") from error
 
 
-def _events(response: httpx2.Response) -> Iterator[dict[str, Any]]:
+def _check_text(body: dict[str, Any]) -> None:
+    """Raise ChatError for bytes that are no text, which Python reads as lone surrogates."""
+    try:
+        json.dumps(body, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ChatError("the question, or the system prompt, is not UTF-8 text") from error
+
+
+def _events(response: httpx2.Response, base_url: str) -> Iterator[dict[str, Any]]:
     """Split as SSE says; `iter_lines` cuts at U+2028 too, which may stand in a text."""
     splitter = EventSplitter()
-    for data in response.iter_bytes():
-        for payload in splitter.feed(data):
-            if payload != b"[DONE]":
-                yield json.loads(payload)
+    try:
+        for data in response.iter_bytes():
+            for payload in splitter.feed(data):
+                if payload != b"[DONE]":
+                    yield json.loads(payload)
+    except httpx2.TransportError as error:
+        raise ChatError(f"{base_url} broke off its answer: {error or type(error).__name__}") from error
 
 
 def _texts(delta: dict[str, Any]) -> Iterator[Piece]:

@@ -95,6 +95,34 @@ def test_an_error_is_told_and_the_next_question_asked(chat, parts, message):
     assert err.count(message) == 2
 
 
+def test_a_server_that_leaves_in_mid_answer_is_not_taken_for_one_that_speaks_https(chat):
+    async def answer(asked, writer):
+        if asked.path.endswith("/models"):
+            writer.write(whole({"data": [{"id": "fake"}]}))
+        else:
+            writer.write(STREAM_HEAD + delta(content="Pa"))
+            await writer.drain()
+            writer.close()
+
+    with serve(answer) as server:
+        status, out, err = chat(server.url, "one\n")
+    assert (status, "Pa" in out) == (1, True)
+    assert f"{server.url}/v1 broke off its answer: " in err
+    assert "https" not in err
+
+
+@rows("flags", [], ["--system", "\udcff"])
+def test_a_question_that_is_no_text_is_not_blamed_on_the_server(monkeypatch, capsys, flags):
+    stdin = io.TextIOWrapper(io.BytesIO(b"one\n\xff\xfe\ntwo\n"), encoding="utf-8")
+    monkeypatch.setattr(sys, "stdin", stdin)
+    with serve(answering(*ANSWER)) as server:
+        assert cli.main(["chat", "--base-url", server.url, *flags]) == 1
+        assert len(server.posts) == (0 if flags else 2)
+    err = capsys.readouterr().err
+    assert err.count("the question, or the system prompt, is not UTF-8 text") == (3 if flags else 1)
+    assert "OpenAI" not in err
+
+
 def test_a_text_may_hold_what_python_takes_for_the_end_of_a_line(chat):
     text = '{"choices": [{"delta": {"content": "a\u2028b\x85c"}, "finish_reason": "stop"}]}'
     with serve(answering(chunked(event(text.encode())), chunked(event(b"[DONE]")), END)) as server:
