@@ -86,11 +86,11 @@ async def _ask(config: BenchConfig, pool: Pool, fields: dict[str, Any]) -> tuple
 
     Returns status, prompt tokens if the server counts them, and the message of an error.
     """
-    body = {**fields, **config.extra_body, "max_tokens": 1}
-    body.pop("min_tokens", None)
+    wanted = {**fields, **config.extra_body, "max_tokens": 1}
+    wanted.pop("min_tokens", None)
     path = config.target.path + PATHS[config.endpoint]
     reader = AnswerReader()
-    status, body = await pool.exchange(config.target.request("POST", path, orjson.dumps(body)), reader.feed)
+    status, body = await pool.exchange(config.target.request("POST", path, orjson.dumps(wanted)), reader.feed)
     return status, reader.prompt_tokens, error_text(body)
 
 
