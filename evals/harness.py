@@ -10,7 +10,9 @@ import json
 import logging
 import random
 import sys
-from collections.abc import Sequence
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,8 @@ from evals.client import Client, ServerError, in_parallel, reading
 from evals.results import Item, Run
 
 MAX_TOKENS = 256  # of a raw completion, where neither task nor user says it: lm-eval's own number
+# Of lm-eval's aggregations, those that take a number for each item; the others take pairs of texts, counts and more.
+_OF_NUMBERS = ("mean", "nanmean", "median")
 
 
 class OrderError(ValueError):
@@ -145,7 +149,8 @@ def run(order: dict[str, Any]) -> Run:
     """Carry out an order of `evals.run`.
 
     Raises:
-        OrderError: unknown tasks, data that cannot be had, or a task that the form of request does not suit.
+        OrderError: unknown tasks, data that cannot be had, a task that the form of request does not suit, that fails
+            of itself, or that has no score for each item.
         ServerError: the server refused a request, or could not be reached.
     """
     manager = _manager(order)
@@ -159,20 +164,23 @@ def run(order: dict[str, Any]) -> Run:
     model = ServedModel(client, order)
     random.seed(order["seed"])  # some tasks shuffle their choices while they load
     _need_nltk(order)
-    try:
-        loaded = manager.load(list(order["tasks"]))
-    except (ConnectionError, FileNotFoundError, datasets.exceptions.DatasetsError, OSError) as error:
-        raise OrderError(_no_data(order, error)) from error
-    found = lm_eval.simple_evaluate(
-        model=model, tasks=list(loaded["tasks"].values()), task_manager=manager, num_fewshot=order["num_fewshot"],
-        limit=order["limit"], apply_chat_template=model.is_chat, fewshot_as_multiturn=model.is_chat, log_samples=True,
-        bootstrap_iters=0, random_seed=order["seed"], fewshot_random_seed=order["seed"],
-    )  # fmt: skip
-    items = [
-        _item(task, sample, order["scored_by"], model)
-        for task, samples in found["samples"].items()
-        for sample in _of_one_filter(samples, order["scored_by"][0])
-    ]
+    with _failures_of_tasks(order):
+        try:
+            loaded = manager.load(list(order["tasks"]))
+        except (ConnectionError, FileNotFoundError, datasets.exceptions.DatasetsError, OSError) as error:
+            raise OrderError(_no_data(order, error)) from error
+        for name, task in loaded["tasks"].items():
+            _need_scores(name, task)
+        found = lm_eval.simple_evaluate(
+            model=model, tasks=list(loaded["tasks"].values()), task_manager=manager, num_fewshot=order["num_fewshot"],
+            limit=order["limit"], apply_chat_template=model.is_chat, fewshot_as_multiturn=model.is_chat,
+            log_samples=True, bootstrap_iters=0, random_seed=order["seed"], fewshot_random_seed=order["seed"],
+        )  # fmt: skip
+    items = []
+    for name, samples in found["samples"].items():
+        chosen = _of_one_filter(samples, order["scored_by"][0])
+        metric = _metric(name, chosen, order["scored_by"][1], found["results"])
+        items += [_item(name, sample, metric, model) for sample in chosen]
     cut_off = sum(item.details.get("finish_reason") == "length" for item in items)
     versions = {name: str(version) for name, version in found["versions"].items()}
     same = ("form", "limit", "num_fewshot", "temperature", "max_tokens", "seed", "fields")
@@ -186,6 +194,56 @@ def run(order: dict[str, Any]) -> Run:
             "lm_eval_results": found["results"],
         },
     )  # fmt: skip
+
+
+@contextmanager
+def _failures_of_tasks(order: dict[str, Any]) -> Iterator[None]:
+    """Turn what a task's own template, filter or code raises into an OrderError; standard error gets its traceback."""
+    try:
+        yield
+    except (OrderError, ServerError):
+        raise
+    except Exception as error:
+        traceback.print_exc()
+        reason = str(error).strip().partition("\n")[0]
+        raise OrderError(
+            f"lm-eval cannot run {', '.join(order['tasks'])}: {type(error).__name__}: {reason}; the traceback above "
+            "says which part of the task is wrong: its template, its filters or its code"
+        ) from error
+
+
+def _need_scores(name: str, task: Any) -> None:
+    """Refuse a task none of whose metrics has a number for each item."""
+    aggregations = task.aggregation()
+    if aggregations and all(
+        function.__module__ == "lm_eval.api.metrics" and function.__name__ not in _OF_NUMBERS
+        for function in aggregations.values()
+    ):
+        raise OrderError(_no_scores(name, list(aggregations)))
+
+
+def _no_scores(name: str, metrics: list[str]) -> str:
+    return (
+        f"{name} has no score from 0 to 1 for each item, only {', '.join(metrics)} of them all, so that two runs could "
+        "not be compared: choose a task with another metric, or run lm-eval itself; `evals perplexity --text FILE` "
+        "measures a perplexity"
+    )
+
+
+def _metric(name: str, samples: list[dict[str, Any]], wanted: str, results: dict[str, Any]) -> str:
+    """The metric that scores the items of a task: the wanted one if the task has it, else the first that can."""
+    metrics = samples[0]["metrics"]
+    for metric in [wanted] if wanted in metrics else metrics:
+        if all(_is_score(sample.get(metric)) for sample in samples):
+            return str(metric)
+    raise OrderError(f"{_no_scores(name, metrics)}. lm-eval's own results: {json.dumps(results, default=str)}")
+
+
+def _is_score(value: Any) -> bool:
+    try:
+        return 0 <= float(value) <= 1
+    except (TypeError, ValueError):
+        return False
 
 
 def _manager(order: dict[str, Any]) -> TaskManager:
@@ -204,8 +262,7 @@ def _of_one_filter(samples: list[dict[str, Any]], wanted: str) -> list[dict[str,
     return [sample for sample in samples if sample["filter"] == chosen]
 
 
-def _item(task: str, sample: dict[str, Any], scored_by: tuple[str, str], model: ServedModel) -> Item:
-    metric = scored_by[1] if scored_by[1] in sample["metrics"] else sample["metrics"][0]
+def _item(task: str, sample: dict[str, Any], metric: str, model: ServedModel) -> Item:
     arguments = list(sample["arguments"].values()) if isinstance(sample["arguments"], dict) else sample["arguments"]
     first = list(arguments[0].values()) if isinstance(arguments[0], dict) else list(arguments[0])
     others = {name: sample[name] for name in sample["metrics"] if name != metric}

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from evals.client import add_server_arguments, json_object, make_client
+from evals.files import check_can_write
 from evals.report import write_report
 from evals.results import Run
 from evals.tasks import FORMS, TASKS, Task
@@ -65,6 +66,8 @@ def main(args: argparse.Namespace) -> int:
     client = make_client(args)
     out = args.out or Path("evals-out")
     for name in args.names:
+        check_can_write("--out", out / f"{name}.json")
+    for name in args.names:
         task = TASKS.get(name) or Task(chat=(name,), completions=(name,), scored_by=("", ""))
         run = _run(name, task, args, asdict(client), out)
         write_report(run, out / f"{name}.html")
@@ -79,7 +82,6 @@ def _run(name: str, task: Task, args: argparse.Namespace, client: dict[str, Any]
         HarnessError: it failed; the message is the process's own.
     """
     path = (out / f"{name}.json").resolve()
-    path.parent.mkdir(parents=True, exist_ok=True)
     order = {
         "name": name, "tasks": task.of(args.form), "scored_by": task.scored_by, "client": client, "form": args.form,
         "offline": args.offline or args.data is not None, "limit": args.limit, "num_fewshot": args.num_fewshot,

@@ -113,11 +113,52 @@ def test_what_lm_eval_cannot_do_is_said(evaluate):
         assert "Traceback" not in said
 
 
+TASK = """
+task: own
+dataset_path: json
+dataset_kwargs: {data_files: {test: evals/data/sorting.jsonl}}
+test_split: test
+generation_kwargs: {until: ["\\n\\n"], do_sample: false}
+doc_to_target: "{{check['items'] | join(' ')}}"
+"""
+QUESTION = "doc_to_text: \"{{messages[0]['content']}}\"\n"
+ROLLING = "output_type: loglikelihood_rolling\ndoc_to_text: ''\nmetric_list: [{metric: word_perplexity}]\n"
+BLEU = f"output_type: generate_until\n{QUESTION}metric_list: [{{metric: bleu}}]\n"
+PER_CENT = (
+    f"output_type: generate_until\n{QUESTION}process_results: !function cent.score\n"
+    "metric_list: [{metric: cents, aggregation: mean, higher_is_better: true}]\n"
+)
+UNDEFINED = 'output_type: generate_until\ndoc_to_text: "{{nothing.there}}"\nmetric_list: [{metric: exact_match}]\n'
+
+
+@pytest.mark.evals
+@pytest.mark.timeout(600)
+@rows(
+    "lines, form, words",
+    (ROLLING, "completions", "own has no score from 0 to 1 for each item, only word_perplexity of them all"),
+    (BLEU, "chat", "only bleu of them all"),
+    (PER_CENT, "chat", '"cents,none": 50.0'),
+    (UNDEFINED, "chat", "lm-eval cannot run own: UndefinedError: 'nothing' is undefined"),
+)
+def test_a_task_whose_items_cannot_be_scored_is_named(evaluate, tmp_path, lines, form, words):
+    """The whole run was lost in a traceback. What is known before is refused before the first request."""
+    (tmp_path / "own.yaml").write_text(TASK + lines)
+    (tmp_path / "cent.py").write_text("def score(doc, results):\n    return {'cents': 50.0}\n")
+    status, said, runs = evaluate("own", "--tasks-folder", tmp_path, "--limit", "2", "--offline", "--form", form)
+    assert (status, runs) == (2, {})
+    assert words in said.splitlines()[-1]
+    assert ("answers:" in said) == (lines is PER_CENT)
+
+
 @rows(
     "arguments, words",
     (["gsm8k", "--limit", "0"], "--limit is 0"),
     (["gsm8k", "--max-tokens", "-1"], "--max-tokens is -1"),
     (["gsm8k", "--data", "nowhere"], "--data nowhere is not a folder"),
+    (
+        ["a", "--lm-eval-python", sys.executable, "--model", "m", "--out", "/dev/null/x"],
+        "--out /dev/null/x/a.json: its",
+    ),
     (["gsm8k", "--lm-eval-python", "nowhere"], "`scripts/lm_eval_environment` makes it"),
     (["gsm8k", "--lm-eval-python", sys.executable, "--concurrency", "0"], "--concurrency is 0"),
     (["gsm8k", "--lm-eval-python", sys.executable, "--base-url", "http://127.0.0.1:9/v1"], "cannot be reached"),
