@@ -2,6 +2,9 @@
 
 The parser sorts tokens into reasoning, content and tool calls; then bytes become whole characters, and content passes
 the stop matcher. Stop strings match content only, never reasoning, tool calls or markup.
+
+A part ends where another one begins: what was held back of it is shown first, so a character or a stop string that is
+not complete by then never will be.
 """
 
 from collections.abc import Collection, Sequence
@@ -60,6 +63,7 @@ class Choice:
         self._num_shown = 0  # characters of content that was pushed
         self._reasoning = TextStream()
         self._calls: list[TextStream] = []
+        self._open: tuple[Kind, int] | None = None  # the part that pushed text belongs to: its kind and call
         self._logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
         self.finish_reason: FinishReason | None = None
@@ -103,7 +107,7 @@ class Choice:
         """
         kind = self._parser.text_kind if self._takes_text and self.finish_reason is None else None
         stream = self._content if kind is Kind.CONTENT else self._reasoning
-        return kind if stream.is_whole else None
+        return kind if (kind, -1) == self._open and stream.is_whole else None
 
     def begin_text(self, kind: Kind) -> None:
         """Until the next `push`, the caller shows the texts of such tokens, and adds the tokens to `token_ids`."""
@@ -157,6 +161,11 @@ class Choice:
 
     def _show(self, events: Sequence[Event], pieces: list[Piece]) -> None:
         for kind, data, position, call, name in events:
+            if (kind, call) != self._open and (data or name is not None):
+                self._end_part(pieces)
+                if self.finish_reason is not None:
+                    return
+                self._open = kind, call
             if kind is Kind.CONTENT:
                 self._show_content(self._content.feed(data, position if self.keeps_tokens else -1), pieces)
                 if not data and position >= 0:  # a token without text: clients that count events see it too
@@ -169,7 +178,6 @@ class Choice:
             elif self._max_calls is not None and call >= self._max_calls:
                 self.finish_reason = "tool_calls"
             else:
-                self._flush_call(pieces)
                 self._calls.append(TextStream())
                 pieces.append(Piece(Kind.TOOL_CALL, "", call=call, name=name))
             if self.finish_reason is not None:
@@ -185,21 +193,24 @@ class Choice:
         else:
             _append(pieces, Kind.CONTENT, shown, self._content.take(self._num_shown))
 
-    def _flush_call(self, pieces: list[Piece]) -> None:
-        """End the arguments of the last call, so that no piece of a call comes after the next one has opened."""
-        if self._calls:
-            _append(pieces, Kind.TOOL_CALL, self._calls[-1].flush(), call=len(self._calls) - 1)
+    def _end_part(self, pieces: list[Piece]) -> None:
+        """Show what is held back of the open part. The text that this completes may still end with a stop string."""
+        kind, call = self._open or (Kind.CONTENT, -1)
+        if kind is Kind.REASONING:
+            _append(pieces, kind, self._reasoning.flush())
+        elif kind is Kind.TOOL_CALL:
+            _append(pieces, kind, self._calls[call].flush(), call=call)
+        else:
+            self._show_content(self._content.flush(), pieces)
+            held = self._stops.flush()
+            self._num_shown += len(held)
+            _append(pieces, kind, held, self._content.take(self._num_shown))
 
     def _finish(self, output: EngineOutput, pieces: list[Piece]) -> None:
         self._show(self._parser.finish(), pieces)
-        _append(pieces, Kind.REASONING, self._reasoning.flush())
-        self._flush_call(pieces)
         if self.finish_reason is None:
-            self._show_content(self._content.flush(), pieces)
+            self._end_part(pieces)
         if self.finish_reason is None:
-            held = self._stops.flush()
-            self._num_shown += len(held)
-            _append(pieces, Kind.CONTENT, held, self._content.take(self._num_shown))
             is_cut = output.finish_reason == "length"
             self.finish_reason = "length" if is_cut else "tool_calls" if self._calls else "stop"
 
