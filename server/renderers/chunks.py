@@ -38,7 +38,7 @@ class ChunkRenderer(Renderer):
             "model": model,
             "system_fingerprint": f"moe-serve-{service_version()}",
         }
-        self._begun: set[int] = set()
+        self._begun: set[int] = set()  # choices that have a chunk
         self._around_text: dict[tuple[int, Kind], list[bytes]] = {}
 
     @override
@@ -49,7 +49,6 @@ class ChunkRenderer(Renderer):
     def pieces(self, index: int, pieces: Sequence[Piece]) -> Sequence[Event]:
         begins, begins_all = index not in self._begun, not self._begun
         entries = self.first_entries(index) if begins else []
-        self._begun.add(index)
         entries += [self.entry(index, piece) for piece in pieces]
         choice = self.choices[index]
         if choice.finish_reason is not None:
@@ -59,6 +58,8 @@ class ChunkRenderer(Renderer):
             num_prompt = len(self.prepared.requests[index].prompt_ids)
             extra["usage"] = _usage(count_tokens(num_prompt, [choice], [choice]))
         chunks = [self._chunk(entry, extra) for entry in entries]
+        if chunks:
+            self._begun.add(index)
         if self._returns_ids and chunks:
             entries[-1]["token_ids"] = choice.token_ids[self._num_returned[index] :]
             self._num_returned[index] = len(choice.token_ids)

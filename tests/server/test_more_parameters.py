@@ -59,8 +59,9 @@ def test_chat_returns_token_ids(transcript, chat, service, harmony):
     assert "token_ids" not in str(chat(transcript, stream=True))
 
 
-def test_completions_return_token_ids(post, service, harmony):
-    fields = {"prompt": ["Hello", harmony("Good bye")], "return_token_ids": True, "stop": "Par"}
+@rows("stop", "Par", " Par", " Paris", " Parisian")  # the first text comes at once, never, or at the end
+def test_completions_return_token_ids(stop, post, service, harmony):
+    fields = {"prompt": ["Hello", harmony("Good bye")], "return_token_ids": True, "stop": stop}
     whole, chunks = (
         post("/v1/completions", " Paris", **fields),
         post("/v1/completions", " Paris", **fields, stream=True),
