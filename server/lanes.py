@@ -48,7 +48,7 @@ class _Call:
 
 
 class Lane:
-    """Threads with a queue. If a client leaves before its work has begun, the work is dropped.
+    """Threads with a queue. If a client leaves, or the caller is cancelled, before the work has begun, it is dropped.
 
     Clients share the places of a bounded queue as they share the engine's (`engine.admission`): one client may fill
     them while nobody else comes, and then loses its youngest waiting call to a newcomer.

@@ -5,7 +5,6 @@ When the client leaves, its requests end.
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from server.asker import asker_of, owner_of
 from server.body import read_body
 from server.connection import ChunkWriter, EventStream, while_connected
 from server.context import ServerContext
-from server.deadline import Deadline, timeout_of
+from server.deadline import Deadline
 from server.errors import ApiError, EngineFailed, TooManyRequests, Unavailable, internal_error
 from server.renderers import Renderer
 from server.request_group import Engine, News, RequestGroup
@@ -64,13 +63,14 @@ async def respond(request: Request, body_model: type[Wire], prepare: Callable[[A
 
     An error before the first output has its own status; a later one is an event.
     """
-    start_s = time.monotonic()
     context: ServerContext = request.app.state.context
     trace: Trace | None = request.state.trace
     if trace is not None:
         trace.begin(request.scope["route"].path)
-    wire, lane = await read_body(request, body_model, context)
-    timeout_s = timeout_of(request, wire)
+    deadline = Deadline.from_now(request)
+    async with deadline.limits_task():
+        wire, lane = await read_body(request, body_model, context)
+    deadline = deadline.shortened(wire.timeout_s)
     context.metrics.ignored_keys.inc(by=wire.num_ignored_keys)
     model = context.model_name(wire.model)
     client, connection = asker_of(request, context.config)
@@ -78,7 +78,8 @@ async def respond(request: Request, body_model: type[Wire], prepare: Callable[[A
     context.key_limits.check(key, wire.num_answers)
     info = context.ready_info(wire.num_answers, client)
     asked = Asked(context=context, wire=wire, model=model, info=info, owner=owner_of(request))
-    renderer = await lane.run(request.receive, prepare, asked)
+    async with deadline.limits_task():
+        renderer = await lane.run(request.receive, prepare, asked)
     requests = [replace(each, client=client, connection=connection) for each in renderer.prepared.requests]
     names = (request.state.request_id, renderer.prepared.answer_id)
     group = RequestGroup(context.engine, requests, names=names, owner=asked.owner)
@@ -88,7 +89,7 @@ async def respond(request: Request, body_model: type[Wire], prepare: Callable[[A
         trace.follow(renderer, watch)
     answer = _Answer(
         context=context, renderer=renderer, group=group, watch=watch, key=key, request_id=request.state.request_id,
-        trace=trace, deadline=Deadline(timeout_s, start_s),
+        trace=trace, deadline=deadline,
     )  # fmt: skip
     if wire.stream:
         return EventStream(partial(_stream, answer))
@@ -220,7 +221,7 @@ async def _run(answer: _Answer, use: Callable[[News], Awaitable[None]], *, keeps
     context, renderer, group, watch = answer.context, answer.renderer, answer.group, answer.watch
     limits = context.key_limits.admitted(answer.key, group.num_requests, lambda: renderer.counts.num_tokens)
     logged = context.request_log.around(answer.request_id, renderer, watch)
-    on_time = answer.deadline.limits(group)
+    on_time = answer.deadline.limits_group(group)
     with limits, logged, watch, _failing_over(context.engine), context.gate.admitted(group), on_time, group:
         while news := await (_next_news(answer, use) if keeps_alive else group.take()):
             for _, output in news:

@@ -1,11 +1,15 @@
 """Deadlines: a request that gives its answer too little time ends with an error, and leaves the engine."""
 
 import json
+import threading
+from contextlib import closing
+from http.client import HTTPConnection
 
 import openai
 import pytest
 
-from tests.server.conftest import ANSWER, MODEL
+from server.lanes import LARGE_BODY_BYTES
+from tests.server.conftest import ANSWER, MODEL, one_process_only
 from tests.tables import rows
 
 BODIES = {
@@ -80,3 +84,53 @@ def test_openai_does_not_try_again(service):
     with service.client(max_retries=2) as client, pytest.raises(openai.APIStatusError) as caught:
         client.completions.create(model=MODEL, prompt="Hi", extra_headers={"X-Request-Timeout": "0.05"})
     assert (caught.value.status_code, len(service.engine.requests)) == (504, 1)
+
+
+@rows("path", *BODIES)
+def test_a_body_that_comes_too_late_is_not_awaited(path, service):
+    """The rest of it is skipped, so the connection is of use again."""
+    body = json.dumps(BODIES[path]).encode()
+    connection = HTTPConnection(service.url.removeprefix("http://"), timeout=10)
+    with closing(connection):
+        connection.putrequest("POST", path)
+        connection.putheader("X-Request-Timeout", "0.1")
+        connection.putheader("Content-Length", str(len(body)))
+        connection.endheaders(body[:-1])
+        answer = connection.getresponse()
+        assert (answer.status, b"0.1 s" in answer.read()) == (504, True)
+        connection.send(body[-1:])
+        connection.request("GET", "/health/live")
+        assert connection.getresponse().status == 200
+
+
+@one_process_only
+@rows("stage", "parsing", "preparing")
+@rows("stream", False, True)
+def test_the_deadline_holds_while_others_are_read(stage, stream, ask, service, monkeypatch):
+    """The lane of large bodies is busy. Work that waits for it is dropped, work that runs is not awaited."""
+    context = service.app.state.context
+    lane, release, prepared = context.lanes.of(LARGE_BODY_BYTES + 1), threading.Event(), []
+    completion = context.converter.completion
+
+    def slow_completion(*given):
+        prepared.append(given)
+        assert release.wait(20)
+        return completion(*given)
+
+    monkeypatch.setattr(context.converter, "completion", slow_completion)
+    service.engine.forget()
+    if stage == "parsing":
+        lane._threads.submit(release.wait, 20)
+    text = "a" + " " * LARGE_BODY_BYTES
+    try:
+        answer = ask("/v1/completions", header="0.3", prompt=text, stream=stream)
+    finally:
+        release.set()
+    assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")
+    lane._threads.submit(int).result(20)  # what was dropped would come before
+    assert (len(prepared), service.engine.requests) == (stage == "preparing", [])
+
+
+def test_the_field_counts_before_the_request_is_prepared(ask, service, monkeypatch):
+    monkeypatch.setattr(service.app.state.context.converter, "completion", lambda *_given: pytest.fail("too late"))
+    assert ask("/v1/completions", 1e-9).status_code == 504
