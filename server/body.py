@@ -20,6 +20,11 @@ _MAX_NAME_CHARS = 64
 _INT64 = 2**63
 MAX_IGNORED = 64
 """Unknown parameters that a tolerant service ignores: their names fill a header."""
+NEVER_IGNORED = frozenset({
+    "chat_template", "conversation", "function_call", "functions", "guided_choice", "guided_grammar", "guided_json",
+    "guided_regex", "prompt",
+})  # fmt: skip
+"""Unknown parameters that a tolerant service refuses, too: each makes a part of the prompt, or binds the answer."""
 
 
 async def read_body(request: Request, model: type[Model], context: ServerContext) -> tuple[Model, ClientLane]:
@@ -56,7 +61,7 @@ def _parse(data: bytes, model: type[Model], ignored: list[str] | None = None) ->
     """Parse and check a body. Lists and objects are counted first: orjson could spend a second on too many of them.
 
     What is nested deeper than `MAX_NESTING` is refused, so that parts of a body can always be written as JSON again.
-    With a list, parameters that the model does not know are not refused; their names are added to the list.
+    With a list, parameters that the model does not know, but for `NEVER_IGNORED`, are added to it instead of refused.
     """
     num_openings = _num_openings(data)
     if num_openings > MAX_CONTAINERS and _num_openings(_without_strings(data)) > MAX_CONTAINERS:
@@ -85,8 +90,8 @@ def checked(model: type[Model], content: Mapping[str, Any]) -> Model:
 
 
 def _take_unknown(content: dict[str, Any], model: type[Model]) -> list[str]:
-    """Remove the parameters that the model does not know; returns the names of those that have a value."""
-    unknown = [name for name in content if name not in model.model_fields]
+    """Remove the parameters that the model does not know, and that may be ignored; returns the names of those set."""
+    unknown = [name for name in content if name not in model.model_fields and name not in NEVER_IGNORED]
     if len(unknown) > MAX_IGNORED:
         raise BadRequest(f"the body has more than {MAX_IGNORED} unknown parameters", code="unknown_parameter")
     return [name[:_MAX_NAME_CHARS] for name in unknown if content.pop(name) is not None]

@@ -166,6 +166,12 @@ def check_refused(ask, name, endpoint):
 CHECKS = {"honoured": check_honoured, "harmless": check_harmless, "refused": check_refused}
 
 
+@pytest.fixture
+def tolerant(tokenizer):
+    with serve(FakeEngine(), tokenizer, tolerant=True) as service, service.http() as http:
+        yield http
+
+
 def test_unknown_parameters_are_refused_or_named_in_a_header(tokenizer):
     body = {"prompt": "Hi", "max_tokens": 1, "wörld\r\nx": 1, "temprature": 0.1, "nothing": None}
     with serve(FakeEngine(), tokenizer) as service, service.http() as http:
@@ -180,7 +186,30 @@ def test_unknown_parameters_are_refused_or_named_in_a_header(tokenizer):
             assert stream.headers["x-ignored-parameters"].endswith("temprature")
         large = {**body, "prompt": "a" * 100, "metadata": "b" * 70_000}  # read in another thread
         assert http.post("/v1/completions", json=large).headers["x-ignored-parameters"].endswith("temprature")
-        assert http.post("/v1/completions", json={**body, "suffix": "x"}).status_code == 400
         many = {f"unknown{number}": 1 for number in range(100)}
         assert http.post("/v1/completions", json=body | many).status_code == 400
         assert "x-ignored-parameters" not in http.post("/v1/completions", json={"prompt": "Hi"}).headers
+
+
+@rows(
+    "path, fields",
+    ("/v1/chat/completions", {"guided_json": {"type": "object"}}),
+    ("/v1/chat/completions", {"guided_choice": ["a"]}),
+    ("/v1/chat/completions", {"functions": [{"name": "f"}]}),
+    ("/v1/chat/completions", {"function_call": "none"}),
+    ("/v1/chat/completions", {"chat_template": "{{ messages }}"}),
+    ("/v1/completions", {"guided_regex": "a+"}),
+    ("/v1/completions", {"guided_grammar": 'root ::= "a"'}),
+    ("/v1/completions", {"suffix": "x"}),
+    ("/v1/responses", {"conversation": "conv_1"}),
+    ("/v1/responses", {"prompt": {"id": "pmpt_1"}}),
+    ("/v1/responses", {"truncation": "auto"}),
+    ("/v1/responses", {"background": True}),
+)
+def test_tolerance_does_not_make_another_request(path, fields, tolerant):
+    bodies = {"/v1/responses": {"input": "Hi"}, **{PATHS[endpoint]: body for endpoint, body in BASE.items()}}
+    [name] = fields
+    answer = tolerant.post(path, json={**bodies[path], **fields})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
+    answer = tolerant.post(path, json={**bodies[path], name: None, "unknown": 1})
+    assert (answer.status_code, answer.headers["x-ignored-parameters"]) == (200, "unknown")
