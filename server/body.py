@@ -13,6 +13,7 @@ from server.asker import asker_of
 from server.context import ServerContext
 from server.errors import BadRequest, BodyTooLarge, RequestTimeout
 from server.lanes import LARGE_BODY_BYTES, ClientLane
+from server.schema.common import path_of
 from server.schema.limits import MAX_CONTAINERS, MAX_NESTING, is_too_deep
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -141,7 +142,7 @@ def _check_nesting(content: Mapping[str, Any]) -> None:
 def _first_problem(error: ValidationError) -> BadRequest:
     """The first thing wrong, in words that name the field and show no value of the user's."""
     problem = error.errors(include_url=False)[0]
-    path = _path(problem["loc"])
+    path = path_of(problem["loc"], _MAX_NAME_CHARS)
     if problem["type"] == "extra_forbidden":
         return BadRequest(f"unknown parameter '{path}': it is not supported", param=path, code="unknown_parameter")
     if problem["type"] == "missing":
@@ -152,17 +153,6 @@ def _first_problem(error: ValidationError) -> BadRequest:
     if problem["type"] == "int_type" and isinstance(problem["input"], float) and abs(problem["input"]) >= _INT64:
         text = f"an integer must be between {-_INT64} and {_INT64 - 1}"  # orjson reads others as floats
     return BadRequest(f"{path}: {text}" if path else text, param=path or None, code="invalid_value")
-
-
-def _path(location: Sequence[int | str]) -> str:
-    """`messages[0].content` from ("messages", 0, "content")."""
-    path = ""
-    for step in location:
-        if isinstance(step, int):
-            path += f"[{step}]"
-        else:
-            path += ("." if path else "") + step[:_MAX_NAME_CHARS]
-    return path
 
 
 def component_schemas(models: Sequence[type[BaseModel]]) -> dict[str, Any]:

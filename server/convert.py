@@ -147,7 +147,8 @@ class Converter:
             raise BadRequest("prompt: it must have at least one token", param="prompt")
         samplings = []
         for prompt in prompts:
-            max_tokens = _budget(len(prompt), max(1, wire.num_wanted), info)
+            wanted = wire.num_wanted if wire.names_budget else min(wire.num_wanted, _room(len(prompt), info))
+            max_tokens = _budget(len(prompt), max(1, wanted), info)
             scored = max(filter(_is_number, (wire.logprobs if wire.echo else None, wire.prompt_logprobs)), default=None)
             samplings.append(
                 self._sampling(wire, max_tokens, logprobs=wire.logprobs, prompt_logprobs=scored, end_ids=())

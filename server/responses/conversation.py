@@ -63,17 +63,13 @@ def chat_tool_choice(choice: Any) -> Any:
     """The chat form of `tool_choice`: functions are named one level deeper there. Chat decides what it supports."""
     if not isinstance(choice, dict):
         return choice
-    if choice.get("type") == "function" and "name" in choice:
-        return {"type": "function", "function": {"name": choice["name"]}}
-    if choice.get("type") == "allowed_tools" and isinstance(choice.get("tools"), list):
-        return {
-            "type": "allowed_tools",
-            "allowed_tools": {
-                "mode": choice.get("mode"),
-                "tools": [chat_tool_choice(tool) for tool in choice["tools"]],
-            },
-        }
-    return choice
+    kind = choice.get("type")
+    if kind not in ("function", "allowed_tools") or kind in choice:
+        return choice
+    fields = {name: value for name, value in choice.items() if name != "type"}
+    if isinstance(fields.get("tools"), list):
+        fields["tools"] = [chat_tool_choice(tool) for tool in fields["tools"]]
+    return {"type": kind, kind: fields}
 
 
 def chat_format(text_format: TextFormat) -> dict[str, Any]:

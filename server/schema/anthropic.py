@@ -160,10 +160,16 @@ class CountTokensRequest(AnswerRequest):
                     raise refusal(f"{where}.tool_use_id", "no assistant message before it has a tool_use with this id")
                 known.add(block.id)
         last = self.messages[-1]
-        if last.role == "assistant" and not (
-            last.content and last.content[-1].type == "text" and last.content[-1].text
-        ):
-            raise refusal("messages", "a last message of the assistant must end with text, which the answer continues")
+        if last.role == "assistant":
+            if not last.content or last.content[-1].type != "text" or not last.content[-1].text:
+                raise refusal(
+                    "messages", "a last message of the assistant must end with text, which the answer continues"
+                )
+            if any(block.type == "tool_use" for block in last.content):
+                raise refusal(
+                    "messages",
+                    "a last message of the assistant is continued, so it must hold no tool_use: add the results",
+                )
         return self
 
 

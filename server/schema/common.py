@@ -4,6 +4,7 @@ A field that would change the answer and is not built has a validator that refus
 refused unless it is null. Hints are accepted and have no effect.
 """
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
@@ -23,6 +24,17 @@ MAX_TIMEOUT_S = 1e6
 def refusal(param: str, message: str) -> PydanticCustomError:
     """An error of a rule between fields, filed under the field to change."""
     return PydanticCustomError("refusal", "{message}", {"param": param, "message": message})
+
+
+def path_of(location: Sequence[int | str], max_name_chars: int | None = None) -> str:
+    """`messages[0].content` from ("messages", 0, "content"); names are cut to `max_name_chars`."""
+    path = ""
+    for step in location:
+        if isinstance(step, int):
+            path += f"[{step}]"
+        else:
+            path += ("." if path else "") + step[:max_name_chars]
+    return path
 
 
 class WireModel(BaseModel):

@@ -99,6 +99,11 @@ class CompletionRequest(FormattedRequest):
         return len(self.prompt) * (self.n or 1)
 
     @property
+    def names_budget(self) -> bool:
+        """Whether the request says how many tokens to generate."""
+        return (self.max_tokens, self.max_completion_tokens) != (None, None)
+
+    @property
     def num_wanted(self) -> int:
         """Tokens to generate, 16 if the request does not say."""
         if self.max_tokens is not None:

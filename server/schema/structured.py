@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError, WithJsonSchema, model_validator
 
-from server.schema.common import GenerationRequest, WireModel, refusal
+from server.schema.common import GenerationRequest, WireModel, path_of, refusal
 from server.schema.limits import MAX_CHOICE_TEXTS, MAX_PROPERTIES, FreeObject, Tools
 
 Text = Annotated[str, Field(max_length=65536)]
@@ -150,7 +150,7 @@ def _tool_choice(value: Any) -> Any:
         return kinds[kind].model_validate(value)
     except ValidationError as error:  # a union would report what is wrong with every kind
         problem = error.errors(include_url=False, include_input=False, include_context=False)[0]
-        raise refusal(".".join(map(str, problem["loc"])), problem["msg"]) from None
+        raise refusal(path_of(problem["loc"]), problem["msg"]) from None
 
 
 ToolChoice = Annotated[

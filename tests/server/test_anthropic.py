@@ -281,13 +281,14 @@ def test_count_tokens(ask, service):
     assert service.engine.requests == []
 
 
+USE = {"type": "tool_use", "id": "a", "name": "b", "input": {}}
 BAD = {
     "messages": [
         ([], "messages"),
         ([{"role": "tool", "content": "x"}], "messages[0].role"),
         ([{"role": "user", "content": [{"type": "image", "source": {}}]}], "messages[0].content[0].type"),
         (
-            [{"role": "user", "content": [{"type": "tool_use", "id": "a", "name": "b", "input": {}}]}],
+            [{"role": "user", "content": [USE]}],
             "messages[0].content[0]",
         ),
         (
@@ -296,6 +297,7 @@ BAD = {
         ),
         ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
         ([*USER, {"role": "assistant", "content": []}], "messages"),
+        ([*USER, {"role": "assistant", "content": [USE, {"type": "text", "text": "a"}]}], "messages"),
     ],
     "max_tokens": [(0, "max_tokens"), (MAX_MODEL_LEN, "max_tokens")],
     "tools": [

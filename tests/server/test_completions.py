@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.server.conftest import MODEL
+from tests.server.conftest import MAX_MODEL_LEN, MODEL
 from tests.tables import rows
 
 PROMPT = "The capital of France is"
@@ -96,6 +96,10 @@ def test_limits_b23(complete, fields, expected):
     answer = complete(" word" * 100, **fields)
     assert answer.usage.completion_tokens == expected
     assert answer.choices[0].finish_reason == "length"
+
+
+def test_the_default_limit_is_what_the_context_leaves_if_that_is_less(complete):
+    assert complete(" word" * 100, prompt=[5] * (MAX_MODEL_LEN - 6)).usage.completion_tokens == 6
 
 
 def test_stop_string(complete):

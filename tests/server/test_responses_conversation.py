@@ -3,8 +3,8 @@
 import pytest
 
 from server.errors import BadRequest
-from server.responses.conversation import chat_format, chat_tool_choice, messages_of, our_names
-from server.schema.responses import InputItem, TextFormat
+from server.responses.conversation import chat_format, chat_request, chat_tool_choice, messages_of, our_names
+from server.schema.responses import InputItem, ResponsesRequest, TextFormat
 from tests.tables import rows
 
 USER = {"role": "user", "content": "Hi"}
@@ -109,3 +109,17 @@ def test_errors_name_the_field_as_the_request_spells_it(chats, ours):
         raise BadRequest(f"{chats}: no", param=chats)
     assert refused.value.param == ours
     assert refused.value.message == f"{ours}: no"
+
+
+@rows(
+    "choice, param",
+    ({"type": "function"}, "tool_choice.name"),
+    ({"type": "function", "name": "f", "x": 1}, "tool_choice.x"),
+    ({"type": "allowed_tools", "mode": "auto"}, "tool_choice.tools"),
+    ({"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function"}]}, "tool_choice.tools[0].name"),
+)
+def test_a_wrong_choice_of_tools_names_the_field(choice, param):
+    wire = ResponsesRequest.model_validate({"input": "Hi", "tool_choice": choice})
+    with pytest.raises(BadRequest) as refused:
+        chat_request(wire, [])
+    assert (refused.value.param, refused.value.message.partition(": ")[0]) == (param, param)
