@@ -44,7 +44,7 @@ def plan_engine(config: EngineConfig, gpu: Gpu | None) -> tuple[MemoryPlan, int]
     """
     device = torch.device("cpu" if gpu is None else "cuda")
     settings = make_model_settings(config, device)
-    sizes = measure_model(config.model, settings, Device(arch="cpu" if gpu is None else gpu.arch))
+    sizes = measure_model(config.model, settings, None if gpu is None else Device(arch=gpu.arch))
     layout = make_kv_layout(config, sizes.kv_specs, sizes.dtype)
     max_model_len = config.context_of(sizes.max_model_len)
     needs = layout.needs(max_step_tokens(config, device))
