@@ -32,6 +32,7 @@ def test_the_same_bits_beside_a_busy_stream(kind: type[Weight], num_tokens: int)
     square = torch.randn(2048, 2048, device=DEVICE, dtype=torch.bfloat16)
     block, side = torch.empty(2**28, dtype=torch.uint8, device=DEVICE), torch.cuda.Stream()
     num_different = torch.zeros((), dtype=torch.int64, device=DEVICE)
+    torch.cuda.synchronize()  # `block` may lie where the first run, which is still going on, has its rows
     for step in range(ROUNDS):
         with torch.cuda.stream(side):  # products, then copies, then nothing, out of step with the layer
             for _ in range(step % 5):
