@@ -4,7 +4,8 @@ A model may have several by name: "default", and "tool_use" for conversations wi
 chat_template.jinja replaces the templates of tokenizer_config.json, and additional_chat_templates/ holds more by name.
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from loaders.errors import TokenizerError
 from loaders.optional_file import is_there
 
 DEFAULT, TOOL_USE = "default", "tool_use"
+_MARKER = re.compile(r"<.+>|\[.+\]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,15 @@ def read_chat_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, 
             f"use '{DEFAULT}'"
         )
     return templates
+
+
+def written_markers(templates: Mapping[str, TemplateText], tokens: Iterable[str]) -> frozenset[str]:
+    """Those of some tokens that a template writes and that look like markers: `<|im_start|>`, `[INST]`.
+
+    No user may write them. A token such as "=" is a word, though the code of a template holds it.
+    """
+    texts = [template.text for template in templates.values()]
+    return frozenset(each for each in tokens if _MARKER.fullmatch(each) and any(each in text for text in texts))
 
 
 def _from_config(value: Any, config: Path) -> dict[str, str]:

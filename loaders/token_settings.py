@@ -74,10 +74,13 @@ def add_declared_tokens(rust: RustTokenizer, settings: Mapping[str, Any], folder
 
 def flag_special(rust: RustTokenizer, texts: Set[str], ids: Sequence[int]) -> None:
     """Flag the added tokens with these texts or ids special; all else about them stays."""
-    for token_id, token in rust.get_added_tokens_decoder().items():
-        if (token.content in texts or token_id in ids) and not token.special:
-            flags = {flag: getattr(token, flag) for flag in _FLAGS}
-            rust.add_special_tokens([AddedToken(token.content, special=True, **flags)])
+    flagged = [
+        AddedToken(token.content, special=True, **{flag: getattr(token, flag) for flag in _FLAGS})
+        for token_id, token in rust.get_added_tokens_decoder().items()
+        if (token.content in texts or token_id in ids) and not token.special
+    ]
+    if flagged:
+        rust.add_special_tokens(flagged)  # in one call: each builds the library's matcher anew
 
 
 def _special_texts(settings: Mapping[str, Any]) -> list[str]:

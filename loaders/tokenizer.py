@@ -13,7 +13,7 @@ from pathlib import Path
 from tokenizers import Tokenizer as RustTokenizer
 
 from loaders.bos_token import find_bos
-from loaders.chat_templates import DEFAULT, TOOL_USE, TemplateText, read_chat_templates
+from loaders.chat_templates import DEFAULT, TOOL_USE, TemplateText, read_chat_templates, written_markers
 from loaders.end_tokens import read_end_token_ids
 from loaders.errors import TokenizerError
 from loaders.markers import MARKERS
@@ -138,9 +138,13 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     bos_token, adds_bos = find_bos(rust, settings, names.get("bos_token"), folder)
     if bos_token is not None:
         names["bos_token"] = bos_token
-    # Control tokens: what a file calls special, what begins prompts or ends answers, and the markers of the syntaxes.
-    flag_special(rust, MARKERS | special | {names.get("bos_token", "")}, read_end_token_ids(folder))
-    return Tokenizer(rust, names, read_chat_templates(folder, settings), adds_bos=adds_bos)
+    templates = read_chat_templates(folder, settings)
+    # Control tokens: what a file calls special, what begins prompts or ends answers, the markers of the syntaxes, and
+    # those that chat templates write.
+    added = (token.content for token in rust.get_added_tokens_decoder().values())
+    control = MARKERS | special | written_markers(templates, added) | {names.get("bos_token", "")}
+    flag_special(rust, control, read_end_token_ids(folder))
+    return Tokenizer(rust, names, templates, adds_bos=adds_bos)
 
 
 def _decoder_types(rust: RustTokenizer) -> set[str]:

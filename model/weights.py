@@ -192,17 +192,20 @@ class WeightReader:
         bias_N = self.vector(f"{prefix}.bias", self.dtype)
         return self.columns(prefix, unit), bias_N if self.place.tp_rank == 0 else torch.zeros_like(bias_N)
 
-    def vector(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """A small plain tensor, finite: norm weights, say; fp32 unless the caller wants the model's dtype."""
+    def vector(self, name: str, dtype: torch.dtype = torch.float32, *, may_be_masked: bool = False) -> torch.Tensor:
+        """A small plain tensor: norm weights, say; fp32 unless the caller wants the model's dtype. Its values are
+        finite, or, if they `may_be_masked`, -inf.
+        """
         meta = self.source.expect(name, dtypes=PLAIN_DTYPES)
-        return finite_values(self.source.tensor(name), meta).to(self.device, dtype)
+        return finite_values(self.source.tensor(name), meta, may_be_masked=may_be_masked).to(self.device, dtype)
 
     def entries(
-        self, name: str, unit: int = 1, dtype: torch.dtype = torch.float32, *, copies: bool = False
-    ) -> torch.Tensor:
-        """This rank's part of a plain vector that goes with `rows`, finite: biases, sinks."""
+        self, name: str, unit: int = 1, dtype: torch.dtype = torch.float32, *,
+        copies: bool = False, may_be_masked: bool = False,
+    ) -> torch.Tensor:  # fmt: skip
+        """This rank's part of a plain vector that goes with `rows`: biases, sinks. Values as in `vector`."""
         part = self._plain_part(name, Split("rows", unit, copies))
-        return finite_values(part, self.source.meta(name)).to(self.device, dtype)
+        return finite_values(part, self.source.meta(name), may_be_masked=may_be_masked).to(self.device, dtype)
 
     def embedding(self, name: str) -> tuple[torch.Tensor, int]:
         """This rank's rows of a plain matrix, and which is the first."""

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from loaders.end_tokens import stated_vocab_size
 from loaders.hf_config import read_config
-from loaders.markers import MARKERS
 from loaders.tokenizer import Tokenizer, load_tokenizer
 from server.errors import BadRequest, SettingError
+from server.parsers import needed_markers
 from server.prompt import ChatTemplate
 from server.sampling_defaults import SamplingDefaults, read_sampling_defaults
 
@@ -47,9 +47,12 @@ def read_model_files(folder: Path) -> ModelFiles:
 
 
 def _check_ids(tokenizer: Tokenizer, template: ChatTemplate, folder: Path, vocab_size: int) -> None:
-    """Raise SettingError if the model lacks a marker, or a token of every prompt. It may lack others."""
+    """Raise SettingError if the model lacks a marker that its parser needs, or a token of every prompt.
+
+    It may lack others.
+    """
     ids = tokenizer.special_tokens
-    needed = [(folder / "tokenizer.json", ids[name]) for name in sorted(MARKERS & ids.keys())]
+    needed = [(folder / "tokenizer.json", ids[name]) for name in sorted(needed_markers(tokenizer) & ids.keys())]
     if tokenizer.adds_bos:
         needed.append((folder / "tokenizer.json", ids[tokenizer.named_tokens["bos_token"]]))
     if tokenizer.chat_template is not None:

@@ -21,6 +21,10 @@ from server.text_limit import NO_LIMIT, TextLimit
 
 # Noncharacters first, which no text should contain; then private use.
 _STAND_INS = (*range(0xFDD0, 0xFDF0), *range(0xF0000, 0xF1000))
+_REFUSALS = (
+    TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError, MemoryError,
+)  # fmt: skip
+"""What a template raises that does not suit a conversation."""
 _END = -1  # in place of a first letter: the end of the content that an answer continues
 
 
@@ -121,8 +125,8 @@ class ChatTemplate:
         defaults = {"bos_token": "", "eos_token": "", **self._tokenizer.named_tokens, "add_generation_prompt": True}
         try:
             return compiled.template.render(**{**defaults, **data})
-        except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
-            raise TemplateRefusal(str(error)) from error
+        except _REFUSALS as error:
+            raise TemplateRefusal(str(error) or type(error).__name__) from error
 
     def _can_render(self, data: Mapping[str, Any]) -> bool:
         try:

@@ -304,7 +304,7 @@ class DeepseekV3Family(Family):
         prefix = f"model.layers.{layer}.mlp"
         return MoeParts(
             gate_weight_EH=reader.vector(f"{prefix}.gate.weight"),
-            correction_bias_E=reader.vector(f"{prefix}.gate.e_score_correction_bias"),
+            correction_bias_E=reader.vector(f"{prefix}.gate.e_score_correction_bias", may_be_masked=True),
             shared_experts=_read_mlp(reader, f"{prefix}.shared_experts", SINGLE_RANK) if self.num_shared else None,
         )
 

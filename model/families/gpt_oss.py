@@ -225,7 +225,7 @@ class GptOssFamily(Family):
             out=RowParallelLinear(
                 *reader.columns_and_bias(f"{prefix}.o_proj", self.head_dim), group=tp, place=SumPlace.ATTENTION
             ),
-            sinks_H=reader.entries(f"{prefix}.sinks"),
+            sinks_H=reader.entries(f"{prefix}.sinks", may_be_masked=True),
         )
 
     def read_experts(
@@ -239,7 +239,10 @@ class GptOssFamily(Family):
     def read_moe_parts(self, reader: WeightReader, layer: int) -> MoeParts:
         """The router has a bias; there are no shared experts."""
         prefix = f"model.layers.{layer}.mlp.router"
-        return MoeParts(gate_weight_EH=reader.vector(f"{prefix}.weight"), gate_bias_E=reader.vector(f"{prefix}.bias"))
+        return MoeParts(
+            gate_weight_EH=reader.vector(f"{prefix}.weight"),
+            gate_bias_E=reader.vector(f"{prefix}.bias", may_be_masked=True),
+        )
 
     def read_dense_mlp(self, reader: WeightReader, layer: int, tp: Group = SINGLE_RANK) -> Layer:
         """GPT-OSS has none."""

@@ -37,6 +37,7 @@ MIXED_SETS = NUM_MIXED_TOKENS // TOKENS_PER_SIZE
 ROUTED_TOKENS = 4 * NUM_MIXED_TOKENS
 BF16_INTEGERS = 256  # bf16 is exact for integers up to this
 LARGE, SMALL = 1.5, 0.25  # typical input of the activation, in units of its limit
+_MAX_SIZE = 1e12  # of a factor for inputs
 _LIMIT_OF_PLAIN = 4.0  # without a limit: where silu is well away from linear
 
 
@@ -299,8 +300,8 @@ def _check_tokens(
 def _input_size(experts: ExpertWeights, expert: int, x_H: torch.Tensor, config: MoeRunnerConfig) -> torch.Tensor:
     """Factor for x that brings W13 x to about the activation's limit, from the first block of gate and of up rows.
 
-    1 where that product is 0 or not finite. Computed where weights and `x_H` are, without waiting for the device: a
-    layer may have hundreds of experts.
+    1 where that product is not finite, or so small that other rows would overflow. Computed where weights and `x_H`
+    are, without waiting for the device: a layer may have hundreds of experts.
     """
     inter = experts.intermediate_size
     if inter == 0:
@@ -311,7 +312,7 @@ def _input_size(experts: ExpertWeights, expert: int, x_H: torch.Tensor, config: 
     y_B = torch.cat(parts)
     typical = torch.linalg.vector_norm(y_B, dtype=torch.float64) / math.sqrt(len(y_B))  # in fp32 squares may overflow
     limit = config.activation.limit or _LIMIT_OF_PLAIN
-    can_divide = (typical > 0) & torch.isfinite(typical)
+    can_divide = (typical > limit / _MAX_SIZE) & torch.isfinite(typical)
     return torch.where(can_divide, limit / typical, torch.ones_like(typical)).float()
 
 

@@ -30,6 +30,7 @@ __all__ = [
     "choose_grammar",
     "choose_parser",
     "end_of_turn_ids",
+    "needed_markers",
 ]
 
 
@@ -69,3 +70,11 @@ def end_of_turn_ids(tokenizer: TokenBytes) -> tuple[int, ...]:
     """Control tokens after which the parser reads nothing more, so that the engine can stop there too."""
     known = tokenizer.special_tokens
     return tuple(known[name] for name in (*harmony.END_OF_TURN, *deepseek.END_OF_TURN) if name in known)
+
+
+def needed_markers(tokenizer: TokenBytes) -> frozenset[str]:
+    """The markers without which the parser that is chosen cannot read an answer; a tokenizer may lack some."""
+    for syntax in (harmony, deepseek):
+        if tokenizer.special_tokens.keys() >= syntax.REQUIRED:
+            return frozenset((*syntax.REQUIRED, *syntax.END_OF_TURN))
+    return frozenset()

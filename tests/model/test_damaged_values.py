@@ -15,6 +15,7 @@ from tests.model.checkpoints import make_deepseek, make_gpt_oss, pack_fp8, pack_
 from tests.tables import rows
 
 NAN, INF = float("nan"), float("inf")
+MASKED = (".sinks", ".router.bias", ".e_score_correction_bias")  # -inf: no sink, an expert that is never chosen
 Uploads = dict[str, tuple[Tensors, str]]
 
 
@@ -56,6 +57,9 @@ def test_a_small_tensor_must_be_finite(tmp_path: Path, uploads: Uploads, kind: s
     """A NaN in a router only meant "never choose this expert": the start passed, and the answers were wrong."""
     broken = uploads[kind][0][name].clone()
     broken.view(-1)[-3] = value
+    if value == -INF and name.endswith(MASKED):
+        build_with(tmp_path, uploads[kind], {name: broken})  # which passes the self-check, too
+        return
     words = f"model.safetensors: tensor '{name}': its values must be finite numbers, found {value};"
     with pytest.raises(CheckpointError, match=re.escape(words)):
         build_with(tmp_path, uploads[kind], {name: broken})
