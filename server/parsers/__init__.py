@@ -73,8 +73,9 @@ def end_of_turn_ids(tokenizer: TokenBytes) -> tuple[int, ...]:
 
 
 def needed_markers(tokenizer: TokenBytes) -> frozenset[str]:
-    """The markers without which the parser that is chosen cannot read an answer; a tokenizer may lack some."""
+    """The markers that the chosen parser reads and those of `end_of_turn_ids`; a tokenizer may lack some."""
+    ends = (*harmony.END_OF_TURN, *deepseek.END_OF_TURN)
     for syntax in (harmony, deepseek):
         if tokenizer.special_tokens.keys() >= syntax.REQUIRED:
-            return frozenset((*syntax.REQUIRED, *syntax.END_OF_TURN))
-    return frozenset()
+            return frozenset((*syntax.REQUIRED, *ends))
+    return frozenset(ends)

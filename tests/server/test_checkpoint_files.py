@@ -212,14 +212,16 @@ def test_a_tokenizer_may_have_more_tokens_than_the_model(folder_with_more_tokens
         "tokenizer_config.json",
         lambda text: json.dumps(json.loads(text) | {"bos_token": "<far>", "add_bos_token": True}),
     ),
-    ("tokenizer.json", "tokenizer.json", lambda text: text.replace('"<color>"', '"<think>"')),
+    ("tokenizer.json", "tokenizer.json", lambda text: text.replace('"<color>"', '"<｜end▁of▁sentence｜>"')),
 )
 def test_tokens_that_every_prompt_needs_must_be_the_models(folder_with_more_tokens, at_fault, file, change):
     """The service was ready, and every chat got a 400 that named the client's prompt."""
     (folder_with_more_tokens / "special_tokens_map.json").unlink(missing_ok=True)
     path = folder_with_more_tokens / file
     path.write_text(change(path.read_text()))
-    words = rf"{re.escape(str(folder_with_more_tokens / at_fault))}: it needs the token '<\w+>', whose id is 409[67], "
+    words = (
+        rf"{re.escape(str(folder_with_more_tokens / at_fault))}: it needs the token '<[^>]+>', whose id is 409[67], "
+    )
     with pytest.raises(SettingError, match=f"--model: {words}but by vocab_size of config.json the model has ids 0 to"):
         read_model_files(folder_with_more_tokens)
 
