@@ -219,7 +219,8 @@ def make_cpu_plan(
     Experts stay as they are stored, or the first layers' do, where memory is too short for their processed form.
     """
     kv_bytes = num_pages * layout.bytes_per_page
-    step_bytes = activation_bytes(sizes.step, needs.step_tokens, sizes.dtype.itemsize)
+    step_tokens = min(needs.step_tokens, num_pages * layout.page_size)  # no step has more than the cache holds
+    step_bytes = activation_bytes(sizes.step, step_tokens, sizes.dtype.itemsize)
     if sizes.total_bytes + kv_bytes + step_bytes > memory_bytes:
         sizes = sizes.as_stored()
     refusal = None

@@ -209,7 +209,8 @@ class RankMeeting:
                     f"another process, at {_address(holder)[0]}, is rank {self._rank} already: is node_rank "
                     f"{self._config.node_rank} right?"
                 )
-            before = holder
+            # Rank 0 may have deleted it meanwhile, which `compare_set` does not tell.
+            before = holder if self.store.check([f"rank/{self._rank}"]) else ""
 
     def _await_all(self, phases: StartPhases | None) -> None:
         patience = Patience(speaks=self._is_first)

@@ -15,20 +15,28 @@ from loaders.errors import CheckpointError, ModelConfigError
 from loaders.json_text import read_object
 from loaders.weight_index import read_index
 
-_CONFIGS = ("config.json", "hf_quant_config.json")
-_NOTES = ("_name_or_path", "transformers_version")  # keys that say who wrote a config.json
+_CONFIGS = (
+    "config.json", "hf_quant_config.json", "generation_config.json", "tokenizer_config.json",
+    "special_tokens_map.json", "added_tokens.json",
+)  # fmt: skip
+_NOTES = ("_name_or_path", "transformers_version", "chat_template")  # who wrote a file, and what only host 0 reads
+_TOKENIZER = "tokenizer.json"  # every rank that schedules compiles grammars for it
 _NUM_SAMPLES = 32
 _SAMPLE_BYTES = 64
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 
 def fingerprint(folder: Path, *, reads_weights: bool = True) -> dict[str, str]:
-    """A digest by name of each file that says what the model computes; files that are missing are left out.
+    """A digest by name of each file that says what the model computes and which tokens it writes.
+
+    Files that are missing are left out.
 
     Raises:
         CheckpointError, ModelConfigError: a file that is there cannot be read.
     """
     digests = {}
+    if (folder / _TOKENIZER).is_file():
+        digests[_TOKENIZER] = digest([(folder / _TOKENIZER).read_bytes()])
     for name in _CONFIGS:
         if (folder / name).is_file():
             content = {

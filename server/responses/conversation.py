@@ -59,6 +59,9 @@ def chat_tool(tool: FunctionTool) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
+_OF_TOOLS = ("description", "parameters", "strict")  # of a tool that is named by its whole definition
+
+
 def chat_tool_choice(choice: Any) -> Any:
     """The chat form of `tool_choice`: functions are named one level deeper there. Chat decides what it supports."""
     if not isinstance(choice, dict):
@@ -66,7 +69,7 @@ def chat_tool_choice(choice: Any) -> Any:
     kind = choice.get("type")
     if kind not in ("function", "allowed_tools") or kind in choice:
         return choice
-    fields = {name: value for name, value in choice.items() if name != "type"}
+    fields = {name: value for name, value in choice.items() if name != "type" and name not in _OF_TOOLS}
     if isinstance(fields.get("tools"), list):
         fields["tools"] = [chat_tool_choice(tool) for tool in fields["tools"]]
     return {"type": kind, kind: fields}

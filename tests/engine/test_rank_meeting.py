@@ -170,6 +170,21 @@ def test_who_is_taken_for_dead_claims_its_number_anew(hosts, monkeypatch):
     assert {future.result(10).outputs_address for future in futures} == {"outputs of 0"}
 
 
+def test_a_number_that_rank_0_frees_meanwhile_is_claimed(hosts, monkeypatch):
+    """The store answers a comparison with a key that is gone with what it was asked for, so the rank asked for ever."""
+    first = hosts.join(0)
+    store = hosts.meeting_of(0).store
+    store.set("rank/1", "of a dead process")
+
+    def is_freed_while_asked(holder):
+        if holder == "of a dead process":
+            store.delete_key("rank/1")
+        return holder != "of a dead process"
+
+    monkeypatch.setattr(rank_meeting, "_answers", is_freed_while_asked)
+    assert hosts.join(1).result(10) == first.result(10)
+
+
 def die(meeting):
     """What a process that ends does."""
     del meeting.store

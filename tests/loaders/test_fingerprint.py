@@ -50,6 +50,8 @@ def test_another_revision_of_the_same_shape_is_noticed(model, copy):
     [
         (lambda folder: (folder / "config.json").write_text(json.dumps(CONFIG | {"hidden_size": 65})), "config.json"),
         (lambda folder: (folder / "hf_quant_config.json").write_text("{}"), "hf_quant_config.json"),
+        (lambda folder: (folder / "tokenizer.json").write_text("{}"), "tokenizer.json"),
+        (lambda folder: (folder / "generation_config.json").write_text("{}"), "generation_config.json"),
         (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors"),
         (lambda folder: save_file({"c": torch.ones(2)}, folder / "more.safetensors"), "more.safetensors"),
     ],

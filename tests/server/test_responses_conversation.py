@@ -73,6 +73,10 @@ def test_a_result_needs_its_call_and_the_refusal_counts_items_of_the_request():
             "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "function": {"name": "f"}}]},
         },
     ),
+    (
+        {"type": "function", "name": "f", "description": "d", "parameters": {}, "strict": True},  # the tool itself
+        {"type": "function", "function": {"name": "f"}},
+    ),
     ({"type": "web_search"}, {"type": "web_search"}),
 )
 def test_a_choice_of_tools_in_chats_spelling(choice, expected):
