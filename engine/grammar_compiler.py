@@ -79,7 +79,7 @@ class GrammarCompiler:
 
         Its exception is a GrammarError, or CompilerFailure.
         """
-        self._forget_chance(format_json)
+        self._forget_old_failure(format_json)
         known = self._compiled.get(format_json)
         if known is not None:
             self._compiled.move_to_end(format_json)
@@ -101,7 +101,7 @@ class GrammarCompiler:
             self._batch = xgrammar.BatchGrammarMatcher(self.vocabulary.num_threads)
         return GrammarMatcher(compiled, self._batch, self.vocabulary.eos_ids, param)
 
-    def _forget_chance(self, format_json: str) -> None:
+    def _forget_old_failure(self, format_json: str) -> None:
         """Forget that a grammar took too long, or that we failed, a while ago: the machine may have been busy."""
         known = self._compiled.get(format_json)
         error = known.exception() if known is not None and known.done() else None

@@ -35,18 +35,20 @@ def fingerprint(folder: Path, *, reads_weights: bool = True) -> dict[str, str]:
         CheckpointError, ModelConfigError: a file that is there cannot be read.
     """
     digests = {}
-    if (folder / _TOKENIZER).is_file():
-        digests[_TOKENIZER] = digest([(folder / _TOKENIZER).read_bytes()])
     for name in _CONFIGS:
         if (folder / name).is_file():
             content = {
                 key: value for key, value in read_object(folder / name, ModelConfigError).items() if key not in _NOTES
             }
             digests[name] = digest([json.dumps(content, sort_keys=True).encode()])
-    paths = [path for path in _weight_files(folder) if path.is_file()] if reads_weights else []
-    for path in paths:
+    readers = {folder / _TOKENIZER: _whole}
+    if reads_weights:
+        readers |= dict.fromkeys(_weight_files(folder), _samples)
+    for path, read in readers.items():
+        if not path.is_file():
+            continue
         try:
-            digests[path.name] = digest(_samples(path))
+            digests[path.name] = digest(read(path))
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
     return digests
@@ -66,6 +68,10 @@ def _weight_files(folder: Path) -> list[Path]:
     if index is None:
         return sorted(folder.glob("*.safetensors"))
     return [folder / name for name in sorted(set(read_index(index).values()))]
+
+
+def _whole(path: Path) -> Iterable[bytes]:
+    yield path.read_bytes()
 
 
 def _samples(path: Path) -> Iterable[bytes]:

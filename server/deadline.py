@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, TypeGuard
+from typing import Any
 
 from starlette.requests import Request
 
@@ -42,7 +42,8 @@ class Deadline:
 
     def shortened(self, timeout_s: float | None) -> "Deadline":
         """The shorter of this time and another, which may be None for none."""
-        return replace(self, timeout_s=min(filter(_is_given, (self.timeout_s, timeout_s)), default=None))
+        given = [time_s for time_s in (self.timeout_s, timeout_s) if time_s is not None]
+        return replace(self, timeout_s=min(given, default=None))
 
     @asynccontextmanager
     async def limits_task(self) -> AsyncIterator[None]:
@@ -95,7 +96,3 @@ def _timeout_of_header(request: Request) -> float | None:
         message = f"the header {HEADER} must be a number of seconds above 0, at most {MAX_TIMEOUT_S:g}"
         raise BadRequest(message, param=HEADER)
     return timeout_s
-
-
-def _is_given(timeout_s: float | None) -> TypeGuard[float]:
-    return timeout_s is not None

@@ -33,6 +33,8 @@ __all__ = [
     "needed_markers",
 ]
 
+_ENDS_OF_TURN = (*harmony.END_OF_TURN, *deepseek.END_OF_TURN)
+
 
 class TurnGrammar(Protocol):
     """Writes rules for a turn in the syntax that the model's parser reads."""
@@ -69,13 +71,12 @@ def choose_parser(tokenizer: TokenBytes) -> ParserFactory:
 def end_of_turn_ids(tokenizer: TokenBytes) -> tuple[int, ...]:
     """Control tokens after which the parser reads nothing more, so that the engine can stop there too."""
     known = tokenizer.special_tokens
-    return tuple(known[name] for name in (*harmony.END_OF_TURN, *deepseek.END_OF_TURN) if name in known)
+    return tuple(known[name] for name in _ENDS_OF_TURN if name in known)
 
 
 def needed_markers(tokenizer: TokenBytes) -> frozenset[str]:
     """The markers that the chosen parser reads and those of `end_of_turn_ids`; a tokenizer may lack some."""
-    ends = (*harmony.END_OF_TURN, *deepseek.END_OF_TURN)
     for syntax in (harmony, deepseek):
         if tokenizer.special_tokens.keys() >= syntax.REQUIRED:
-            return frozenset((*syntax.REQUIRED, *ends))
-    return frozenset(ends)
+            return frozenset((*syntax.REQUIRED, *_ENDS_OF_TURN))
+    return frozenset(_ENDS_OF_TURN)
